@@ -1,0 +1,50 @@
+//! The kernels of FlashCore, each a function from its configuration to a
+//! [`Program`](ptx::Program).
+//!
+//! | module | what it computes |
+//! | --- | --- |
+//! | [`scalar`] | attention on any GPU, with ordinary arithmetic |
+//! | [`single`] | one `wgmma` |
+//! | [`product`] | a matrix product: TMA, pipelines, swizzles, clusters |
+//! | [`ceiling`] | the loop that says how fast the tensor cores are |
+//!
+//! A configuration is plain data: print it, hash it, search over it. Building
+//! the same configuration twice gives the same program.
+
+pub mod ceiling;
+mod element;
+pub mod product;
+pub mod scalar;
+mod shipped;
+pub mod single;
+
+pub use ceiling::Ceiling;
+pub use product::Product;
+pub use scalar::Scalar;
+pub use shipped::{Shipped, shipped};
+pub use single::Single;
+
+use ptx::Invalid;
+
+/// Why there is no program for a configuration.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The configuration is not one the kernel can be built for.
+    #[error("{kernel}: {reason}")]
+    Configuration {
+        /// The configuration, by name.
+        kernel: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The kernel wrote a program that is not valid: a bug of the kernel.
+    #[error(transparent)]
+    Invalid(#[from] Invalid),
+}
+
+impl Error {
+    fn configuration(kernel: String, reason: &str) -> Self {
+        Error::Configuration { kernel, reason: reason.to_owned() }
+    }
+}

@@ -1,0 +1,305 @@
+//! Many `wgmma`s: a matrix product with everything the attention kernels use.
+//!
+//! `d = a * b` for a tall `a`, a block of the grid for each 64 rows. One warp
+//! brings tiles with TMA through a pipeline of stages; a warpgroup multiplies
+//! them as they come:
+//!
+//! ```text
+//! producer                          consumer
+//!   for each step of the inner extent:
+//!     wait until the stage is empty     wait until the stage is full
+//!     copy a and b into the stage       d += a * b on the tensor cores
+//!                                       give the stage back
+//!                                   store d
+//! ```
+//!
+//! In a cluster of two, both blocks need the same `b`: each loads half of it
+//! and sends it to both.
+
+use ptx::{
+    Accumulate, Accumulator, Builder, CopyHint, Element, Expression, Fragment,
+    GlobalAddress, MatrixA, Pipeline, Program, Reg, Role, S32, SharedTiles, StoreHint,
+    Swizzle, Target, TensorMap, TileLayout, U32, U64,
+};
+
+use crate::Error;
+
+/// The inner extent of one step: 64 elements, 128 bytes.
+pub const STEP: u32 = 64;
+
+/// Rows of `a` that a block takes.
+pub const ROWS: u32 = 64;
+
+/// Which extent of an operand is contiguous in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Contiguous {
+    /// The inner one, over which the product sums ("K-major").
+    Inner,
+    /// The outer one: rows of `a`, columns of `b` ("MN-major").
+    Outer,
+}
+
+/// Where the tensor cores take `a` from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Source {
+    /// Shared memory.
+    Shared,
+    /// Registers, which the consumer loads from shared memory first.
+    Registers,
+}
+
+/// What the kernel is built for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Product {
+    /// The element of `a` and `b`: `F16` or `BF16`.
+    pub element: Element,
+    /// Columns of `b` and `d`: 8 to 256 in eights.
+    pub columns: u32,
+    /// The layout of both operands in shared memory.
+    pub swizzle: Swizzle,
+    /// How `a` lies in memory.
+    pub a: Contiguous,
+    /// How `b` lies in memory.
+    pub b: Contiguous,
+    /// Where `a` is multiplied from.
+    pub source: Source,
+    /// Stages of the pipeline.
+    pub stages: u32,
+    /// Blocks in a cluster: 1, or 2 that share `b`.
+    pub cluster: u32,
+}
+
+/// What the roles share.
+struct Shared {
+    a: SharedTiles,
+    b: SharedTiles,
+    pipeline: Pipeline,
+}
+
+impl Product {
+    /// A plain configuration, to vary from.
+    pub const PLAIN: Product = Product {
+        element: Element::BF16,
+        columns: 128,
+        swizzle: Swizzle::B128,
+        a: Contiguous::Inner,
+        b: Contiguous::Inner,
+        source: Source::Shared,
+        stages: 4,
+        cluster: 1,
+    };
+
+    /// The name of this configuration.
+    pub fn name(&self) -> String {
+        let Product { element, columns, swizzle, a, b, source, stages, cluster } = self;
+        let swizzle = swizzle.width();
+        let letter = |contiguous: &Contiguous| match contiguous {
+            Contiguous::Inner => "k",
+            Contiguous::Outer => "m",
+        };
+        let source = match source {
+            Source::Shared => "s",
+            Source::Registers => "r",
+        };
+        let (a, b) = (letter(a), letter(b));
+        format!("product_{element}_n{columns}_w{swizzle}_{a}{b}{source}_s{stages}_c{cluster}")
+    }
+
+    /// The tile of `a`: as it lies in memory, rows contiguous.
+    pub fn a_layout(&self) -> TileLayout {
+        self.layout(self.a, ROWS)
+    }
+
+    /// The tile of `b`.
+    pub fn b_layout(&self) -> TileLayout {
+        self.layout(self.b, self.columns)
+    }
+
+    /// The part of `b`'s tile that one block of the cluster loads.
+    pub fn b_part_layout(&self) -> TileLayout {
+        let layout = self.b_layout();
+        TileLayout { rows: layout.rows / self.cluster, ..layout }
+    }
+
+    fn layout(&self, contiguous: Contiguous, outer: u32) -> TileLayout {
+        let (element, swizzle) = (self.element, self.swizzle);
+        match contiguous {
+            Contiguous::Inner => TileLayout { element, rows: outer, columns: STEP, swizzle },
+            Contiguous::Outer => TileLayout { element, rows: STEP, columns: outer, swizzle },
+        }
+    }
+
+    /// Builds the kernel.
+    ///
+    /// Parameters, in order: the tensor maps of `a` ([`Product::a_layout`])
+    /// and `b` ([`Product::b_part_layout`]) over matrices as they lie in
+    /// memory; the address of `d`, contiguous rows of `f32`; its rows; the
+    /// inner extent. One block for every 64 rows, in whole clusters.
+    pub fn program(&self) -> Result<Program, Error> {
+        let refuse = |reason| Err(Error::configuration(self.name(), reason));
+        if !matches!(self.element, Element::F16 | Element::BF16) {
+            return refuse("the element is not f16 or bf16");
+        }
+        if !(8..=256).contains(&self.columns) || !self.columns.is_multiple_of(8) {
+            return refuse("the columns are not 8 to 256 in eights");
+        }
+        if self.source == Source::Registers && self.a == Contiguous::Outer {
+            return refuse("registers are loaded from a contiguous inner extent only");
+        }
+        if !(1..=2).contains(&self.cluster) {
+            return refuse("clusters have one block or two");
+        }
+        if !self.b_layout().rows.is_multiple_of(8 * self.cluster) {
+            return refuse("the cluster does not divide b into eights of rows");
+        }
+        if self.stages == 0 {
+            return refuse("a pipeline has at least one stage");
+        }
+        let threads = 128 + 32;
+        let mut k = Builder::new(self.name(), Target::SM_90A, threads).cluster(self.cluster);
+        self.write(&mut k);
+        Ok(k.finish()?)
+    }
+
+    fn write(&self, k: &mut Builder) {
+        let a_map = k.tensor_map("a", self.a_layout().tensor_box(2));
+        let b_map = k.tensor_map("b", self.b_part_layout().tensor_box(2));
+        let d: Reg<GlobalAddress> = k.parameter("d");
+        let rows: Reg<U32> = k.parameter("rows");
+        let inner: Reg<U32> = k.parameter("inner extent");
+
+        let shared = Shared {
+            a: SharedTiles::new(k, "a", self.a_layout(), self.stages),
+            b: SharedTiles::new(k, "b", self.b_layout(), self.stages),
+            // A stage is empty when the warpgroup of every block that it was
+            // sent to has let go of it.
+            pipeline: Pipeline::new(k, "stages", self.stages, self.cluster),
+        };
+        let thread = k.thread_index();
+        k.if_(thread.equals(0), |k| shared.pipeline.init(k));
+        k.barriers_ready();
+
+        let block = k.block_index();
+        let first_row = k.eval(block * ROWS);
+        let steps = k.eval((inner + (STEP - 1)) / STEP);
+        k.role(Role::warps("producer", 4..5), |k| {
+            let leader = k.elect();
+            k.if_(leader, |k| self.produce(k, &shared, a_map, b_map, first_row, steps));
+        });
+        k.role(Role::warpgroups("consumer", 0..1), |k| {
+            let product = self.consume(k, &shared, thread, steps);
+            self.store(k, &product, thread, d, first_row, rows);
+        });
+        if self.cluster > 1 {
+            // Nobody leaves while the other may still arrive at its barriers.
+            k.cluster_sync();
+        }
+    }
+
+    fn produce(
+        &self,
+        k: &mut Builder,
+        shared: &Shared,
+        a_map: TensorMap,
+        b_map: TensorMap,
+        first_row: Reg<U32>,
+        steps: Reg<U32>,
+    ) {
+        let producer = shared.pipeline.producer(k);
+        let part = self.b_part_layout().rows;
+        let (first_part, everyone) = if self.cluster == 1 {
+            (k.eval(0), None)
+        } else {
+            let rank = k.cluster_rank();
+            (k.eval(rank * part), Some(k.eval((1u32 << self.cluster) - 1)))
+        };
+        k.for_range(0, steps, 1, |k, step| {
+            let stage = producer.acquire(k);
+            let bytes = self.a_layout().bytes() + self.b_layout().bytes();
+            let full = producer.expect(k, bytes);
+            let at = k.eval((step * STEP).reinterpret::<S32>());
+
+            let a = shared.a.at(k, stage);
+            let row = k.eval(first_row.reinterpret::<S32>());
+            let corner = match self.a {
+                Contiguous::Inner => [at.into(), row.into()],
+                Contiguous::Outer => [row.into(), at.into()],
+            };
+            a.load(k, a_map, &corner, full, CopyHint::default());
+
+            let b = shared.b.at(k, stage).rows(k, first_part, part);
+            let offset = first_part.reinterpret::<S32>();
+            let corner = match self.b {
+                Contiguous::Inner => [at.into(), offset],
+                Contiguous::Outer => [0.into(), at + offset],
+            };
+            b.load(k, b_map, &corner, full, CopyHint { multicast: everyone, policy: None });
+            producer.advance(k);
+        });
+    }
+
+    fn consume(
+        &self,
+        k: &mut Builder,
+        shared: &Shared,
+        thread: Reg<U32>,
+        steps: Reg<U32>,
+    ) -> Accumulator {
+        let consumer = shared.pipeline.consumer(k);
+        let warp = k.eval(thread / 32);
+        let mut product = Accumulator::zeros(k, self.columns);
+        k.for_range(0, steps, 1, |k, _| {
+            let stage = consumer.wait(k);
+            let a = shared.a.at(k, stage);
+            let a: MatrixA = match (self.source, self.a) {
+                (Source::Registers, _) => (&Fragment::load(k, &a, warp)).into(),
+                (Source::Shared, Contiguous::Inner) => a.matrix().into(),
+                (Source::Shared, Contiguous::Outer) => a.transposed().into(),
+            };
+            let b = shared.b.at(k, stage);
+            let b = match self.b {
+                Contiguous::Inner => b.transposed(),
+                Contiguous::Outer => b.matrix(),
+            };
+            k.wgmma_into(&mut product, Accumulate::Yes, a, b).wait(k);
+            self.release(k, &consumer, thread);
+        });
+        product
+    }
+
+    /// Gives a stage back: to this block's producer, or to both.
+    fn release(&self, k: &mut Builder, consumer: &ptx::Consumer, thread: Reg<U32>) {
+        // All four warps must be done before one thread speaks for them.
+        k.barrier_sync(1, 128);
+        if self.cluster == 1 {
+            consumer.release(k, thread.equals(0));
+        } else {
+            consumer.release_cluster(k, thread);
+        }
+    }
+
+    fn store(
+        &self,
+        k: &mut Builder,
+        product: &Accumulator,
+        thread: Reg<U32>,
+        d: Reg<GlobalAddress>,
+        first_row: Reg<U32>,
+        rows: Reg<U32>,
+    ) {
+        let position = Accumulator::position(k, thread);
+        for half in 0..2 {
+            let row = k.eval(first_row + position.row + 8 * half);
+            let index = row.convert::<U64>() * self.columns + position.column.convert::<U64>();
+            let mine = k.eval(d + index * 4);
+            k.if_(row.less(rows), |k| {
+                for (pair, registers) in product.registers().chunks(2).enumerate() {
+                    if Accumulator::row_of(2 * pair) == half as usize {
+                        let offset = 4 * Accumulator::column_of(2 * pair);
+                        k.store_vector(mine + offset, registers, StoreHint::default());
+                    }
+                }
+            });
+        }
+    }
+}

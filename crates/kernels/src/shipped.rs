@@ -1,0 +1,133 @@
+//! The configurations that FlashCore ships: every one of them is assembled,
+//! simulated and checked.
+
+use ptx::{Element, Program, Swizzle, Target};
+
+use crate::product::{Contiguous, Source};
+use crate::{Ceiling, Error, Product, Scalar, Single};
+
+/// One configuration of one kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Shipped {
+    /// Attention with ordinary arithmetic.
+    Scalar(Scalar),
+    /// One `wgmma`.
+    Single(Single),
+    /// A matrix product.
+    Product(Product),
+    /// The ceiling loop.
+    Ceiling(Ceiling),
+}
+
+impl Shipped {
+    /// The name of the kernel, without its configuration.
+    pub fn family(&self) -> &'static str {
+        match self {
+            Shipped::Scalar(_) => "scalar",
+            Shipped::Single(_) => "single",
+            Shipped::Product(_) => "product",
+            Shipped::Ceiling(_) => "ceiling",
+        }
+    }
+
+    /// The name of the configuration: also the entry point's.
+    pub fn name(&self) -> String {
+        match self {
+            Shipped::Scalar(configuration) => configuration.name(),
+            Shipped::Single(configuration) => configuration.name(),
+            Shipped::Product(configuration) => configuration.name(),
+            Shipped::Ceiling(configuration) => configuration.name(),
+        }
+    }
+
+    /// What it computes, in a few words.
+    pub fn summary(&self) -> &'static str {
+        match self {
+            Shipped::Scalar(_) => "attention with ordinary arithmetic, on any GPU",
+            Shipped::Single(_) => "one 64x64x16 wgmma",
+            Shipped::Product(_) => "a matrix product with TMA, a pipeline and wgmma",
+            Shipped::Ceiling(_) => "wgmma m64n256k16 in a loop: the tensor cores' ceiling",
+        }
+    }
+
+    /// Builds it.
+    pub fn program(&self) -> Result<Program, Error> {
+        match self {
+            Shipped::Scalar(configuration) => configuration.program(),
+            Shipped::Single(configuration) => configuration.program(),
+            Shipped::Product(configuration) => configuration.program(),
+            Shipped::Ceiling(configuration) => configuration.program(),
+        }
+    }
+}
+
+/// Every shipped configuration for a target.
+///
+/// Scalar attention is built for whatever a problem asks; the ones listed
+/// stand for the rest: each element, wide and odd head dimensions, both masks.
+pub fn shipped(target: Target) -> Vec<Shipped> {
+    let mut all = Vec::new();
+    for element in [Element::F32, Element::F16, Element::BF16] {
+        for (head_dim, value_head_dim) in [(64, 64), (80, 80), (128, 128), (192, 128), (7, 33)] {
+            for causal in [false, true] {
+                all.push(Shipped::Scalar(Scalar {
+                    target,
+                    element,
+                    head_dim,
+                    value_head_dim,
+                    causal,
+                }));
+            }
+        }
+    }
+    if target == Target::SM_90A {
+        for element in [Element::F16, Element::BF16] {
+            all.push(Shipped::Single(Single { element }));
+        }
+        all.extend(products().into_iter().map(Shipped::Product));
+        for (unroll, warpgroups) in [(1, 1), (4, 1), (4, 2)] {
+            for element in [Element::F16, Element::BF16] {
+                all.push(Shipped::Ceiling(Ceiling { element, unroll, warpgroups }));
+            }
+        }
+    }
+    all
+}
+
+/// Products: every width once, then every combination of the rest at a few widths.
+fn products() -> Vec<Product> {
+    let mut all = Vec::new();
+    for columns in (8..=256).step_by(8) {
+        all.push(Product { columns, ..Product::PLAIN });
+    }
+    for element in [Element::F16, Element::BF16] {
+        for swizzle in Swizzle::ALL {
+            for a in [Contiguous::Inner, Contiguous::Outer] {
+                for b in [Contiguous::Inner, Contiguous::Outer] {
+                    for source in [Source::Shared, Source::Registers] {
+                        for cluster in [1, 2] {
+                            for columns in [64, 256] {
+                                let stages = 3;
+                                let product = Product {
+                                    element,
+                                    columns,
+                                    swizzle,
+                                    a,
+                                    b,
+                                    source,
+                                    stages,
+                                    cluster,
+                                };
+                                if source == Source::Shared || a == Contiguous::Inner {
+                                    all.push(product);
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+    all
+}

@@ -1,0 +1,262 @@
+//! Arithmetic that has no operator: fused, packed, transcendental, across lanes.
+
+use super::Builder;
+use crate::{
+    BF16, BF16x2, BinaryOperation, E4M3x2, E5M2x2, Element, F16, F16x2, F32, Instruction, Operand,
+    PackedHalf, Pred, Reg, S32, Scalar, ShuffleMode, Type, U32, U64, UnaryOperation, Value,
+    VoteMode,
+};
+
+/// Scalars with a fused multiply-add.
+pub trait Fused: Scalar {}
+impl Fused for F32 {}
+impl Fused for F16x2 {}
+impl Fused for BF16x2 {}
+impl Fused for U32 {}
+impl Fused for S32 {}
+impl Fused for U64 {}
+
+/// Packed pairs that two `f32` can be rounded into.
+pub trait Pair: Scalar {}
+impl Pair for F16x2 {}
+impl Pair for BF16x2 {}
+impl Pair for E4M3x2 {}
+impl Pair for E5M2x2 {}
+
+impl Builder {
+    #[track_caller]
+    fn unary<T: Scalar>(&mut self, operation: UnaryOperation, a: impl Into<Value<T>>) -> Reg<T> {
+        let a = self.operand(a);
+        let dst = self.register::<T>();
+        self.push(Instruction::Unary { operation, ty: T::TYPE, dst: dst.register, a });
+        dst
+    }
+
+    #[track_caller]
+    fn packed<T: PackedHalf>(
+        &mut self,
+        operation: BinaryOperation,
+        a: Reg<T>,
+        b: Reg<T>,
+    ) -> Reg<T> {
+        let dst = self.register::<T>();
+        let (a, b) = (a.into(), b.into());
+        self.push(Instruction::Binary { operation, ty: T::TYPE, dst: dst.register, a, b });
+        dst
+    }
+
+    /// `a * b + c`, rounded once.
+    #[track_caller]
+    pub fn fma<T: Fused>(
+        &mut self,
+        a: impl Into<Value<T>>,
+        b: impl Into<Value<T>>,
+        c: impl Into<Value<T>>,
+    ) -> Reg<T> {
+        let (a, b, c) = (self.operand(a), self.operand(b), self.operand(c));
+        let dst = self.register::<T>();
+        self.push(Instruction::MultiplyAdd { ty: T::TYPE, dst: dst.register, a, b, c });
+        dst
+    }
+
+    /// `2^a`.
+    #[track_caller]
+    pub fn exp2(&mut self, a: impl Into<Value<F32>>) -> Reg<F32> {
+        self.unary(UnaryOperation::Exp2, a)
+    }
+
+    /// `2^a` of both halves.
+    #[track_caller]
+    pub fn exp2_packed<T: PackedHalf>(&mut self, a: Reg<T>) -> Reg<T> {
+        self.unary(UnaryOperation::Exp2, a)
+    }
+
+    /// The binary logarithm.
+    #[track_caller]
+    pub fn log2(&mut self, a: impl Into<Value<F32>>) -> Reg<F32> {
+        self.unary(UnaryOperation::Log2, a)
+    }
+
+    /// `1 / a`.
+    #[track_caller]
+    pub fn reciprocal(&mut self, a: impl Into<Value<F32>>) -> Reg<F32> {
+        self.unary(UnaryOperation::Reciprocal, a)
+    }
+
+    /// `|a|`.
+    #[track_caller]
+    pub fn absolute<T: Scalar>(&mut self, a: impl Into<Value<T>>) -> Reg<T> {
+        self.unary(UnaryOperation::Absolute, a)
+    }
+
+    /// The sums of both halves.
+    #[track_caller]
+    pub fn add_packed<T: PackedHalf>(&mut self, a: Reg<T>, b: Reg<T>) -> Reg<T> {
+        self.packed(BinaryOperation::Add, a, b)
+    }
+
+    /// The products of both halves.
+    #[track_caller]
+    pub fn multiply_packed<T: PackedHalf>(&mut self, a: Reg<T>, b: Reg<T>) -> Reg<T> {
+        self.packed(BinaryOperation::Multiply, a, b)
+    }
+
+    /// The larger of both halves.
+    #[track_caller]
+    pub fn maximum_packed<T: PackedHalf>(&mut self, a: Reg<T>, b: Reg<T>) -> Reg<T> {
+        self.packed(BinaryOperation::Maximum, a, b)
+    }
+
+    /// Two numbers rounded into one register.
+    #[track_caller]
+    pub fn pack<T: Pair>(
+        &mut self,
+        low: impl Into<Value<F32>>,
+        high: impl Into<Value<F32>>,
+    ) -> Reg<T> {
+        let (low, high) = (self.operand(low), self.operand(high));
+        let dst = self.register::<T>();
+        self.push(Instruction::ConvertPair { dst: dst.register, high, low });
+        dst
+    }
+
+    /// The two numbers of a packed register, exactly.
+    #[track_caller]
+    pub fn unpack<T: PackedHalf>(&mut self, pair: Reg<T>) -> [Reg<F32>; 2] {
+        use crate::Expression;
+        match T::ELEMENT {
+            // A bfloat16 is the upper half of an f32.
+            Element::BF16 => {
+                let bits = self.eval(pair.reinterpret::<U32>());
+                let low = self.eval((bits << 16).reinterpret::<F32>());
+                let high = self.eval((bits & 0xFFFF_0000u32).reinterpret::<F32>());
+                [low, high]
+            }
+            _ => {
+                let (low, high) = (self.register::<F16>(), self.register::<F16>());
+                self.push(Instruction::Split {
+                    low: low.register,
+                    high: high.register,
+                    src: pair.register,
+                });
+                [self.eval(low.convert::<F32>()), self.eval(high.convert::<F32>())]
+            }
+        }
+    }
+
+    /// An `f32` rounded to `f16`.
+    #[track_caller]
+    pub fn round_to_f16(&mut self, a: impl Into<Value<F32>>) -> Reg<F16> {
+        use crate::Expression;
+        let a = self.eval(a);
+        self.eval(a.convert::<F16>())
+    }
+
+    /// An `f32` rounded to `bf16`, also where no instruction does it.
+    #[track_caller]
+    pub fn round_to_bf16(&mut self, a: impl Into<Value<F32>>) -> Reg<BF16> {
+        use crate::{Capability, Choose, Expression};
+        let a = self.eval(a);
+        if self.target().has(Capability::Bf16) {
+            return self.eval(a.convert::<BF16>());
+        }
+        // To nearest even: add half of the last kept place, less one if it is
+        // even. NaN would carry into infinity, so it is set apart.
+        let bits = self.eval(a.reinterpret::<U32>());
+        let last = self.eval((bits >> 16) & 1);
+        let rounded = self.eval((bits + 0x7FFF + last) >> 16);
+        let is_nan = self.eval(a.differs(a));
+        let result = self.eval(is_nan.choose::<U32>(0x7FFF, rounded));
+        let (low, high) = (self.register::<BF16>(), self.register::<BF16>());
+        self.push(Instruction::Split {
+            low: low.register,
+            high: high.register,
+            src: result.register,
+        });
+        low
+    }
+
+    // ---- across the warp -------------------------------------------------------
+
+    /// The value of the lane whose index differs in the bits of `distance`.
+    #[track_caller]
+    pub fn shuffle_butterfly<T: Scalar>(&mut self, value: Reg<T>, distance: u32) -> Reg<T> {
+        self.shuffle(ShuffleMode::Butterfly, value, Operand::u32(distance))
+    }
+
+    /// The value of lane `lane`.
+    #[track_caller]
+    pub fn shuffle_index<T: Scalar>(
+        &mut self,
+        value: Reg<T>,
+        lane: impl Into<Value<U32>>,
+    ) -> Reg<T> {
+        let lane = self.operand(lane);
+        self.shuffle(ShuffleMode::Index, value, lane)
+    }
+
+    #[track_caller]
+    fn shuffle<T: Scalar>(&mut self, mode: ShuffleMode, value: Reg<T>, lane: Operand) -> Reg<T> {
+        let dst = self.register::<T>();
+        let (dst_register, src) = (dst.register, value.register);
+        let valid = None;
+        self.push(Instruction::Shuffle { mode, dst: dst_register, valid, src, lane, clamp: 31 });
+        dst
+    }
+
+    /// Whether the predicate holds in any lane of the warp.
+    #[track_caller]
+    pub fn any(&mut self, predicate: impl Into<Value<Pred>>) -> Reg<Pred> {
+        self.vote(VoteMode::Any, predicate)
+    }
+
+    /// Whether the predicate holds in all lanes of the warp.
+    #[track_caller]
+    pub fn all(&mut self, predicate: impl Into<Value<Pred>>) -> Reg<Pred> {
+        self.vote(VoteMode::All, predicate)
+    }
+
+    #[track_caller]
+    fn vote(&mut self, mode: VoteMode, predicate: impl Into<Value<Pred>>) -> Reg<Pred> {
+        let predicate = self.eval(predicate).register;
+        let dst = self.register();
+        self.push(Instruction::Vote { mode, dst: dst.register, predicate });
+        dst
+    }
+
+    /// True in one lane of the warp.
+    #[track_caller]
+    pub fn elect(&mut self) -> Reg<Pred> {
+        let dst = self.register();
+        self.push(Instruction::Elect { dst: dst.register });
+        dst
+    }
+
+    /// A value reduced over groups of `lanes` neighbouring lanes (a power of
+    /// two), the result in each of them.
+    #[track_caller]
+    pub fn reduce_lanes<T: Scalar>(
+        &mut self,
+        mut value: Reg<T>,
+        lanes: u32,
+        combine: impl Fn(Reg<T>, Reg<T>) -> Value<T>,
+    ) -> Reg<T> {
+        let mut distance = 1;
+        while distance < lanes {
+            let other = self.shuffle_butterfly(value, distance);
+            value = self.eval(combine(value, other));
+            distance *= 2;
+        }
+        value
+    }
+}
+
+/// The packed register type of two elements of a matrix operand.
+pub(crate) fn packed_type(element: Element) -> Type {
+    match element {
+        Element::F32 => Type::F32,
+        Element::F16 => Type::F16x2,
+        Element::BF16 => Type::BF16x2,
+        Element::E4M3 | Element::E5M2 => Type::U32,
+    }
+}

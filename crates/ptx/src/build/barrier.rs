@@ -1,0 +1,98 @@
+//! Barriers and fences.
+
+use super::Builder;
+use crate::{
+    ClusterAddress, ClusterOrder, Fence, Instruction, Reg, Scope, SharedAddress, U32, Value,
+};
+
+impl Builder {
+    /// All threads of the block arrive here.
+    #[track_caller]
+    pub fn block_sync(&mut self) {
+        self.push(Instruction::BarrierSync { barrier: crate::Operand::u32(0), threads: None });
+    }
+
+    /// `threads` threads arrive at named barrier `barrier`.
+    #[track_caller]
+    pub fn barrier_sync(&mut self, barrier: impl Into<Value<U32>>, threads: u32) {
+        let barrier = self.operand(barrier);
+        let threads = Some(crate::Operand::u32(threads));
+        self.push(Instruction::BarrierSync { barrier, threads });
+    }
+
+    /// Arrives at named barrier `barrier` of `threads` threads, without waiting.
+    #[track_caller]
+    pub fn barrier_arrive(&mut self, barrier: impl Into<Value<U32>>, threads: u32) {
+        let barrier = self.operand(barrier);
+        self.push(Instruction::BarrierArrive { barrier, threads: crate::Operand::u32(threads) });
+    }
+
+    /// All threads of the cluster arrive here and see each other's writes.
+    #[track_caller]
+    pub fn cluster_sync(&mut self) {
+        self.push(Instruction::ClusterArrive { order: ClusterOrder::Release });
+        self.push(Instruction::ClusterWait);
+    }
+
+    /// Orders memory accesses.
+    #[track_caller]
+    pub fn fence(&mut self, fence: Fence) {
+        self.push(Instruction::Fence(fence));
+    }
+
+    /// The address in block `rank` of the cluster that matches one of ours.
+    #[track_caller]
+    pub fn map_shared(
+        &mut self,
+        address: impl Into<Value<SharedAddress>>,
+        rank: impl Into<Value<U32>>,
+    ) -> Reg<ClusterAddress> {
+        let address = self.eval(address).register;
+        let rank = self.operand(rank);
+        let dst = self.register();
+        self.push(Instruction::MapShared { dst: dst.register, address, rank });
+        dst
+    }
+
+    /// Waits until the phase of a memory barrier with this parity has ended.
+    #[track_caller]
+    pub fn mbarrier_wait(
+        &mut self,
+        barrier: impl Into<Value<SharedAddress>>,
+        parity: impl Into<Value<U32>>,
+        scope: Scope,
+    ) {
+        let address = self.address(barrier);
+        let parity = self.operand(parity);
+        self.push(Instruction::MbarrierWait { address, parity, scope });
+    }
+
+    /// Arrives once at a memory barrier of this block.
+    #[track_caller]
+    pub fn mbarrier_arrive(&mut self, barrier: impl Into<Value<SharedAddress>>) {
+        let address = self.address(barrier);
+        let space = crate::Space::Shared;
+        self.push(Instruction::MbarrierArrive { space, address, count: None });
+    }
+
+    /// Arrives once at a memory barrier of any block of the cluster.
+    #[track_caller]
+    pub fn mbarrier_arrive_remote(&mut self, barrier: impl Into<Value<ClusterAddress>>) {
+        let address = self.address(barrier);
+        let space = crate::Space::Cluster;
+        self.push(Instruction::MbarrierArrive { space, address, count: None });
+    }
+
+    /// Arrives once, after adding `bytes` to what the phase waits for.
+    #[track_caller]
+    pub fn mbarrier_arrive_expect(
+        &mut self,
+        barrier: impl Into<Value<SharedAddress>>,
+        bytes: impl Into<Value<U32>>,
+    ) {
+        let address = self.address(barrier);
+        let bytes = self.operand(bytes);
+        let space = crate::Space::Shared;
+        self.push(Instruction::MbarrierArriveExpect { space, address, bytes });
+    }
+}

@@ -1,0 +1,71 @@
+//! Asynchronous copies.
+
+use super::{Builder, TensorMap};
+use crate::{CopyCache, GlobalAddress, Instruction, Reg, S32, SharedAddress, U32, U64, Value};
+
+/// What a bulk load may add to its plain form.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CopyHint {
+    /// The blocks of the cluster that receive the data, a bit each.
+    pub multicast: Option<Reg<U32>>,
+    /// A policy for the second-level cache.
+    pub policy: Option<Reg<U64>>,
+}
+
+impl Builder {
+    /// Copies 16 bytes from global to shared memory, or fills them with zeros
+    /// beyond the first `valid` bytes.
+    #[track_caller]
+    pub fn copy_async(
+        &mut self,
+        dst: impl Into<Value<SharedAddress>>,
+        src: impl Into<Value<GlobalAddress>>,
+        valid: Option<Reg<U32>>,
+    ) {
+        let (dst, src) = (self.address(dst), self.address(src));
+        self.push(Instruction::CopyAsync {
+            dst,
+            src,
+            bytes: 16,
+            source_bytes: valid.map(Into::into),
+            cache: CopyCache::L2Only,
+        });
+    }
+
+    /// Copies a box of a tensor into shared memory, coordinates fastest first.
+    #[track_caller]
+    pub fn tensor_load(
+        &mut self,
+        dst: impl Into<Value<SharedAddress>>,
+        map: TensorMap,
+        coordinates: &[Value<S32>],
+        barrier: impl Into<Value<SharedAddress>>,
+        hint: CopyHint,
+    ) {
+        let dst = self.address(dst);
+        let coordinates = coordinates.iter().map(|c| self.operand(c.clone())).collect();
+        let barrier = self.address(barrier);
+        self.push(Instruction::TensorLoad {
+            dst,
+            map: map.address.register,
+            coordinates,
+            barrier,
+            multicast: hint.multicast.map(|r| r.register),
+            policy: hint.policy.map(|r| r.register),
+        });
+    }
+
+    /// Copies a box from shared memory into a tensor.
+    #[track_caller]
+    pub fn tensor_store(
+        &mut self,
+        map: TensorMap,
+        coordinates: &[Value<S32>],
+        src: impl Into<Value<SharedAddress>>,
+    ) {
+        let coordinates = coordinates.iter().map(|c| self.operand(c.clone())).collect();
+        let src = self.address(src);
+        let map = map.address.register;
+        self.push(Instruction::TensorStore { map, coordinates, src, policy: None });
+    }
+}

@@ -1,0 +1,459 @@
+//! The builder: what a kernel function writes its program with.
+//!
+//! A kernel is ordinary Rust that calls the builder. Rust's `for` and `if` run
+//! while the program is built (unrolling, configuration); the builder's own
+//! [`if_`](Builder::if_), [`loop_`](Builder::loop_) and
+//! [`role`](Builder::role) become control flow of the program.
+
+mod arithmetic;
+mod barrier;
+mod copy;
+mod memory;
+mod role;
+
+pub(crate) use arithmetic::packed_type;
+pub use arithmetic::{Fused, Pair};
+pub use copy::CopyHint;
+pub use memory::{LoadHint, StoreHint};
+pub use role::Role;
+
+use std::panic::Location;
+
+use crate::value::{Node, Value, peel_offset};
+use crate::{
+    Address, AddressOf, Axis, Block, GlobalAddress, Instruction, Invalid, Operand, Parameter,
+    ParameterId, ParameterKind, Place, Pred, Program, Reg, Register, Scalar, SharedAddress,
+    SharedRegion, Special, Statement, StatementKind, Target, TensorBox, Type, U32, U64,
+};
+
+/// Writes one kernel.
+///
+/// ```
+/// use flashcore_ptx::{Builder, Expression, F32, GlobalAddress, Target, U32};
+///
+/// // out[i] = 2 * in[i] for the first `count` elements.
+/// let mut k = Builder::new("double", Target::SM_75, 128);
+/// let input = k.parameter::<GlobalAddress>("input");
+/// let output = k.parameter::<GlobalAddress>("output");
+/// let count = k.parameter::<U32>("count");
+/// let block = k.block_index();
+/// let thread = k.thread_index();
+/// let index = k.eval(block * 128 + thread);
+/// k.if_(index.less(count), |k| {
+///     let offset = k.eval(index.convert() * 4);
+///     let x = k.load::<F32, _>(input + offset);
+///     k.store(output + offset, x * 2.0);
+/// });
+/// let program = k.finish().unwrap();
+/// assert!(flashcore_ptx::print(&program).contains(".entry double"));
+/// ```
+#[derive(Debug)]
+pub struct Builder {
+    program: Program,
+    /// The blocks being written, innermost last.
+    open: Vec<Block>,
+    /// How many groups of [`Instruction::Wgmma`]s were committed so far.
+    pub(crate) wgmma_groups: u32,
+    /// The first misuse of the tile vocabulary, reported by [`Builder::finish`].
+    misuse: Option<Invalid>,
+}
+
+impl Builder {
+    /// Begins a kernel with this entry name for blocks of `threads` threads.
+    pub fn new(name: impl Into<String>, target: Target, threads: u32) -> Self {
+        Builder {
+            program: Program {
+                name: name.into(),
+                target,
+                parameters: Vec::new(),
+                registers: Vec::new(),
+                shared: Vec::new(),
+                threads,
+                blocks_per_multiprocessor: None,
+                cluster: 1,
+                body: Vec::new(),
+            },
+            open: vec![Vec::new()],
+            wgmma_groups: 0,
+            misuse: None,
+        }
+    }
+
+    /// Bounds the registers of a thread so that this many blocks fit on a
+    /// multiprocessor. Roles with register budgets need it.
+    pub fn blocks_per_multiprocessor(mut self, blocks: u32) -> Self {
+        self.program.blocks_per_multiprocessor = Some(blocks);
+        self
+    }
+
+    /// Makes clusters of this many blocks along x.
+    pub fn cluster(mut self, blocks: u32) -> Self {
+        self.program.cluster = blocks;
+        self
+    }
+
+    /// The architecture the kernel is for, to ask it for capabilities.
+    pub fn target(&self) -> Target {
+        self.program.target
+    }
+
+    /// Threads in a block.
+    pub fn threads(&self) -> u32 {
+        self.program.threads
+    }
+
+    /// Blocks in a cluster.
+    pub fn cluster_size(&self) -> u32 {
+        self.program.cluster
+    }
+
+    /// How many registers a thread starts with when the block fills its share
+    /// of the multiprocessor.
+    pub fn registers_at_entry(&self) -> u32 {
+        crate::valid::registers_at_entry(&self.program)
+    }
+
+    /// Ends the kernel and validates it.
+    pub fn finish(mut self) -> Result<Program, Invalid> {
+        if let Some(misuse) = self.misuse {
+            return Err(misuse);
+        }
+        self.program.body = self.open.pop().expect("the body is always open");
+        crate::validate(&self.program)?;
+        Ok(self.program)
+    }
+
+    /// Notes a misuse of the vocabulary; [`finish`](Builder::finish) returns
+    /// the first. Kernel functions never panic for a bad configuration.
+    #[track_caller]
+    pub(crate) fn misuse(&mut self, text: impl Into<String>) {
+        let place = Location::caller();
+        self.misuse.get_or_insert_with(|| Invalid::misuse(text.into(), place));
+    }
+
+    // ---- parameters and shared memory ------------------------------------
+
+    /// Declares the next kernel parameter, a number or a global address, and reads it.
+    #[track_caller]
+    pub fn parameter<T: Scalar + Passed>(&mut self, name: &str) -> Reg<T> {
+        let parameter = self.declare(name, T::KIND);
+        let dst = self.register::<T>();
+        self.push(Instruction::ReadParameter { dst: dst.register, parameter });
+        dst
+    }
+
+    /// Declares the next kernel parameter, a tensor map for boxes like `tensor_box`.
+    #[track_caller]
+    pub fn tensor_map(&mut self, name: &str, tensor_box: TensorBox) -> TensorMap {
+        let rank = tensor_box.extent.len();
+        let parameter = self.declare(name, ParameterKind::TensorMap(tensor_box));
+        let address = self.register::<U64>();
+        self.push(Instruction::TensorMapAddress { dst: address.register, parameter });
+        TensorMap { address, rank }
+    }
+
+    fn declare(&mut self, name: &str, kind: ParameterKind) -> ParameterId {
+        let id = ParameterId(self.program.parameters.len() as u32);
+        self.program.parameters.push(Parameter { name: name.to_owned(), kind });
+        id
+    }
+
+    /// Reserves shared memory and gives its offset.
+    pub fn shared(&mut self, name: &str, bytes: u32, alignment: u32) -> u32 {
+        let offset = self.program.shared_bytes().next_multiple_of(alignment);
+        let name = name.to_owned();
+        self.program.shared.push(SharedRegion { name, offset, bytes, alignment });
+        offset
+    }
+
+    /// The address of a byte of shared memory.
+    #[track_caller]
+    pub fn shared_address(&mut self, offset: u32) -> Reg<SharedAddress> {
+        let dst = self.register();
+        self.push(Instruction::SharedBase { dst: dst.register, offset });
+        dst
+    }
+
+    // ---- registers and instructions --------------------------------------
+
+    /// A new register, not yet written.
+    pub fn register<T: Scalar>(&mut self) -> Reg<T> {
+        Reg::new(self.register_of(T::TYPE))
+    }
+
+    pub(crate) fn register_of(&mut self, ty: Type) -> Register {
+        self.program.registers.push(ty);
+        Register(self.program.registers.len() as u32 - 1)
+    }
+
+    /// Appends an instruction.
+    #[track_caller]
+    pub fn push(&mut self, instruction: Instruction) {
+        self.append(StatementKind::Instruction(instruction), Location::caller());
+    }
+
+    fn append(&mut self, kind: StatementKind, place: Place) {
+        let block = self.open.last_mut().expect("the body is always open");
+        block.push(Statement { kind, place });
+    }
+
+    /// Computes a value now and names the result.
+    #[track_caller]
+    pub fn eval<T: Scalar>(&mut self, value: impl Into<Value<T>>) -> Reg<T> {
+        match self.emit(value.into().node) {
+            Operand::Register(register) => Reg::new(register),
+            constant => {
+                let dst = self.register::<T>();
+                self.push(Instruction::Move { dst: dst.register, src: constant });
+                dst
+            }
+        }
+    }
+
+    /// A fresh register with this value, to be changed by [`set`](Builder::set).
+    #[track_caller]
+    pub fn variable<T: Scalar>(&mut self, value: impl Into<Value<T>>) -> Reg<T> {
+        let dst = self.register::<T>();
+        self.set(dst, value);
+        dst
+    }
+
+    /// Gives a register a new value.
+    #[track_caller]
+    pub fn set<T: Scalar>(&mut self, dst: Reg<T>, value: impl Into<Value<T>>) {
+        self.emit_into(dst.register, value.into().node);
+    }
+
+    /// The operand a value comes down to.
+    #[track_caller]
+    pub(crate) fn operand<T: Scalar>(&mut self, value: impl Into<Value<T>>) -> Operand {
+        self.emit(value.into().node)
+    }
+
+    /// The address a value comes down to, constant displacements in its offset.
+    #[track_caller]
+    pub(crate) fn address<A: AddressOf>(&mut self, value: impl Into<Value<A>>) -> Address {
+        let (node, offset) = peel_offset(value.into());
+        let base = self.eval(Value::<A>::new(node)).register;
+        Address { base, offset }
+    }
+
+    #[track_caller]
+    fn emit(&mut self, node: Node) -> Operand {
+        let ty = match &node {
+            Node::Operand(operand) => return *operand,
+            Node::Reinterpret(_, inner) => match **inner {
+                // A constant has no type of its own.
+                Node::Operand(Operand::Immediate(bits)) => return Operand::Immediate(bits),
+                _ => node.ty(),
+            },
+            _ => node.ty(),
+        };
+        let dst = self.register_of(ty);
+        self.emit_into(dst, node);
+        Operand::Register(dst)
+    }
+
+    /// Emits the root of an expression into a given register.
+    #[track_caller]
+    fn emit_into(&mut self, dst: Register, node: Node) {
+        let instruction = match node {
+            Node::Operand(src) => Instruction::Move { dst, src },
+            Node::Reinterpret(_, inner) => Instruction::Move { dst, src: self.emit(*inner) },
+            Node::Unary(operation, ty, a) => {
+                Instruction::Unary { operation, ty, dst, a: self.emit(*a) }
+            }
+            Node::Binary(operation, ty, a, b) => {
+                let a = self.emit(*a);
+                Instruction::Binary { operation, ty, dst, a, b: self.emit(*b) }
+            }
+            Node::Compare(comparison, ty, a, b) => {
+                let a = self.emit(*a);
+                Instruction::Compare { comparison, ty, dst, a, b: self.emit(*b) }
+            }
+            Node::Select(ty, condition, a, b) => {
+                let condition = self.emit(*condition);
+                let condition = self.in_register(condition, Type::Pred);
+                let a = self.emit(*a);
+                Instruction::Select { ty, dst, condition, a, b: self.emit(*b) }
+            }
+            Node::Convert(from, _, inner) => {
+                let src = self.emit(*inner);
+                Instruction::Convert { dst, src: self.in_register(src, from) }
+            }
+        };
+        self.push(instruction);
+    }
+
+    /// A register with the operand's value.
+    #[track_caller]
+    fn in_register(&mut self, operand: Operand, ty: Type) -> Register {
+        match operand {
+            Operand::Register(register) => register,
+            constant => {
+                let dst = self.register_of(ty);
+                self.push(Instruction::Move { dst, src: constant });
+                dst
+            }
+        }
+    }
+
+    // ---- where am I --------------------------------------------------------
+
+    /// The value of a special register of 32 bits.
+    #[track_caller]
+    pub fn special(&mut self, special: Special) -> Reg<U32> {
+        let dst = self.register();
+        self.push(Instruction::ReadSpecial { dst: dst.register, special });
+        dst
+    }
+
+    /// The value of a special register of 64 bits.
+    #[track_caller]
+    pub fn special_wide(&mut self, special: Special) -> Reg<U64> {
+        let dst = self.register();
+        self.push(Instruction::ReadSpecial { dst: dst.register, special });
+        dst
+    }
+
+    /// The thread's index in its block.
+    #[track_caller]
+    pub fn thread_index(&mut self) -> Reg<U32> {
+        self.special(Special::Thread(Axis::X))
+    }
+
+    /// The block's index in the grid, along x.
+    #[track_caller]
+    pub fn block_index(&mut self) -> Reg<U32> {
+        self.special(Special::Block(Axis::X))
+    }
+
+    /// The thread's lane in its warp.
+    #[track_caller]
+    pub fn lane(&mut self) -> Reg<U32> {
+        self.special(Special::Lane)
+    }
+
+    /// The block's rank in its cluster.
+    #[track_caller]
+    pub fn cluster_rank(&mut self) -> Reg<U32> {
+        self.special(Special::ClusterRank)
+    }
+
+    // ---- control flow --------------------------------------------------------
+
+    /// Threads where `condition` holds do `then`.
+    #[track_caller]
+    pub fn if_(&mut self, condition: impl Into<Value<Pred>>, then: impl FnOnce(&mut Self)) {
+        self.branch(condition.into(), then, |_| {}, Location::caller());
+    }
+
+    /// Threads where `condition` holds do `then`, the others `otherwise`.
+    #[track_caller]
+    pub fn if_else(
+        &mut self,
+        condition: impl Into<Value<Pred>>,
+        then: impl FnOnce(&mut Self),
+        otherwise: impl FnOnce(&mut Self),
+    ) {
+        self.branch(condition.into(), then, otherwise, Location::caller());
+    }
+
+    #[track_caller]
+    fn branch(
+        &mut self,
+        condition: Value<Pred>,
+        then: impl FnOnce(&mut Self),
+        otherwise: impl FnOnce(&mut Self),
+        place: Place,
+    ) {
+        let condition = self.eval(condition).register;
+        let then = self.block(then);
+        let otherwise = self.block(otherwise);
+        self.append(StatementKind::If { condition, then, otherwise }, place);
+    }
+
+    /// Repeats `body` until it breaks.
+    #[track_caller]
+    pub fn loop_(&mut self, body: impl FnOnce(&mut Self)) {
+        let place = Location::caller();
+        let body = self.block(body);
+        self.append(StatementKind::Loop { body }, place);
+    }
+
+    /// Leaves the innermost loop where `condition` holds.
+    #[track_caller]
+    pub fn break_if(&mut self, condition: impl Into<Value<Pred>>) {
+        let condition = self.eval(condition).register;
+        self.append(StatementKind::Break { condition }, Location::caller());
+    }
+
+    /// Repeats `body` for `start`, `start + step`, ... below `end`.
+    #[track_caller]
+    pub fn for_range(
+        &mut self,
+        start: impl Into<Value<U32>>,
+        end: impl Into<Value<U32>>,
+        step: impl Into<Value<U32>>,
+        body: impl FnOnce(&mut Self, Reg<U32>),
+    ) {
+        let place = Location::caller();
+        let index = self.variable(start);
+        let end = self.eval(end);
+        let step = step.into();
+        use crate::Expression;
+        let block = self.block(|k| {
+            k.break_if(index.at_least(end));
+            body(k, index);
+            k.set(index, index + step);
+        });
+        self.append(StatementKind::Loop { body: block }, place);
+    }
+
+    fn block(&mut self, body: impl FnOnce(&mut Self)) -> Block {
+        self.open.push(Vec::new());
+        body(self);
+        self.open.pop().expect("blocks are closed in order")
+    }
+}
+
+impl Node {
+    /// The type the expression has; a bare constant has none of its own.
+    fn ty(&self) -> Type {
+        match self {
+            Node::Operand(_) => unreachable!("asked of operators only"),
+            Node::Unary(_, ty, _) | Node::Binary(_, ty, _, _) => *ty,
+            Node::Compare(..) => Type::Pred,
+            Node::Select(ty, ..) | Node::Reinterpret(ty, _) | Node::Convert(_, ty, _) => *ty,
+        }
+    }
+}
+
+/// A tensor map that the kernel was passed.
+#[derive(Clone, Copy, Debug)]
+pub struct TensorMap {
+    /// Its generic address.
+    pub address: Reg<U64>,
+    /// How many dimensions the tensor has.
+    pub rank: usize,
+}
+
+/// Types that a kernel can be passed as a parameter.
+pub trait Passed {
+    /// How they are passed.
+    const KIND: ParameterKind;
+}
+
+macro_rules! passed {
+    ($($marker:ident),*) => {$(
+        impl Passed for crate::$marker {
+            const KIND: ParameterKind = ParameterKind::Scalar(Type::$marker);
+        }
+    )*};
+}
+
+passed!(U32, S32, U64, S64, F32);
+
+impl Passed for GlobalAddress {
+    const KIND: ParameterKind = ParameterKind::Address;
+}

@@ -1,0 +1,70 @@
+//! Roles: warps of one block that run different programs.
+
+use std::ops::Range;
+use std::panic::Location;
+
+use super::Builder;
+use crate::{Expression, Instruction, RegisterChange, StatementKind};
+
+/// Warps in a warpgroup, the unit of `wgmma` and of register budgets.
+const WARPGROUP_WARPS: u32 = 4;
+
+/// A part that some warpgroups of the block play.
+#[derive(Clone, Debug)]
+pub struct Role {
+    name: String,
+    warps: Range<u32>,
+    registers: Option<u32>,
+}
+
+impl Role {
+    /// The warpgroups with these indices in the block.
+    pub fn warpgroups(name: &str, warpgroups: Range<u32>) -> Self {
+        let warps = warpgroups.start * WARPGROUP_WARPS..warpgroups.end * WARPGROUP_WARPS;
+        Role { name: name.to_owned(), warps, registers: None }
+    }
+
+    /// The warps with these indices in the block.
+    pub fn warps(name: &str, warps: Range<u32>) -> Self {
+        Role { name: name.to_owned(), warps, registers: None }
+    }
+
+    /// The registers each of its threads shall hold.
+    pub fn registers(mut self, count: u32) -> Self {
+        self.registers = Some(count);
+        self
+    }
+}
+
+impl Builder {
+    /// The warps of `role` do `body`; all others pass it by.
+    ///
+    /// A register budget is taken (or given back) first: against what a thread
+    /// holds at entry, see [`registers_at_entry`](Builder::registers_at_entry).
+    #[track_caller]
+    pub fn role(&mut self, role: Role, body: impl FnOnce(&mut Self)) {
+        let place = Location::caller();
+        let Role { name, warps, registers } = role;
+        let thread = self.thread_index();
+        let first = warps.start * 32;
+        let last = warps.end * 32;
+        let member = if warps.start == 0 {
+            self.eval(thread.less(last))
+        } else if last >= self.threads() {
+            self.eval(thread.at_least(first))
+        } else {
+            self.eval(thread.at_least(first) & thread.less(last))
+        };
+        let entry = self.registers_at_entry();
+        let body = self.block(|k| {
+            if let Some(count) = registers.filter(|count| *count != entry) {
+                let change =
+                    if count > entry { RegisterChange::Increase } else { RegisterChange::Decrease };
+                k.push(Instruction::SetMaxRegisters { change, count });
+            }
+            body(k);
+        });
+        let member = member.register;
+        self.append(StatementKind::Role { name, warps, member, body }, place);
+    }
+}

@@ -1,0 +1,326 @@
+//! The instructions, as data.
+//!
+//! One variant is one PTX instruction family; its fields are the modifiers and
+//! operands. [`Instruction::operands`] lists what each reads and writes with
+//! the type it wants there, once, for the validator and for the simulator.
+//! [`Instruction::requirement`] says which hardware feature and which PTX
+//! version it needs. Text is made only by the printer.
+
+mod modifier;
+mod operands;
+mod requirement;
+
+pub use modifier::*;
+pub use operands::{Access, Expected};
+pub use requirement::Requirement;
+
+use crate::{Address, Element, Operand, ParameterId, Register, Space, Type};
+
+/// One instruction of a kernel.
+///
+/// Convention of the field names: `dst` is written, everything else is read
+/// (the accumulators of [`Mma`](Instruction::Mma) and
+/// [`Wgmma`](Instruction::Wgmma) are named where they stand). Where the
+/// operand's type does not follow from the variant, it is the `ty` field or
+/// the type of the `dst` register.
+///
+/// The enum is exhaustive on purpose: a reader of programs (the printer, the
+/// simulator) that does not give a new instruction a meaning must not compile.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[allow(missing_docs)] // the variants speak for their fields
+pub enum Instruction {
+    // ---- values ------------------------------------------------------------
+    /// Copies bits between registers of equal width, or a constant into one.
+    Move { dst: Register, src: Operand },
+    /// One operand, one result of the same type.
+    Unary { operation: UnaryOperation, ty: Type, dst: Register, a: Operand },
+    /// Two operands, one result of the same type. For shifts `b` is a `U32`.
+    Binary { operation: BinaryOperation, ty: Type, dst: Register, a: Operand, b: Operand },
+    /// `dst = a * b + c`, rounded once for floats; the low half for integers.
+    MultiplyAdd { ty: Type, dst: Register, a: Operand, b: Operand, c: Operand },
+    /// The full 64-bit product of two 32-bit integers; `ty` is `U32` or `S32`.
+    MultiplyWide { ty: Type, dst: Register, a: Operand, b: Operand },
+    /// `dst = a ? b`. Float comparisons are false on NaN unless the
+    /// comparison is one of the unordered ones.
+    Compare { comparison: Comparison, ty: Type, dst: Register, a: Operand, b: Operand },
+    /// `dst = condition ? a : b`.
+    Select { ty: Type, dst: Register, condition: Register, a: Operand, b: Operand },
+    /// Four bytes picked out of the eight of `a` (0..4) and `b` (4..8), one
+    /// selector nibble each, the lowest first.
+    PermuteBytes { dst: Register, a: Operand, b: Operand, selector: Operand },
+    /// The upper (`left`) or lower word of `high:low` shifted by `amount`
+    /// modulo 32.
+    FunnelShift { left: bool, dst: Register, low: Operand, high: Operand, amount: Operand },
+    /// Any bitwise function of three words; `table` is its truth table,
+    /// made by applying the function to 0xF0, 0xCC and 0xAA.
+    Logic3 { dst: Register, a: Operand, b: Operand, c: Operand, table: u8 },
+    /// Converts between the register types of `src` and `dst`: integers of
+    /// any width and sign among each other (extending or truncating) and
+    /// with `f32`, `f32` with `f16` and `bf16`. To a float rounds to nearest
+    /// even, to an integer toward zero.
+    Convert { dst: Register, src: Register },
+    /// Two `f32` rounded to nearest even into one packed register (`F16x2`,
+    /// `BF16x2`, `E4M3x2`, `E5M2x2`). The 8-bit types saturate to their
+    /// largest finite value.
+    ConvertPair { dst: Register, high: Operand, low: Operand },
+    /// Between `F16x2` and `E4M3x2` or `E5M2x2`, either way.
+    ConvertPacked { dst: Register, src: Register },
+    /// Splits a 32- or 64-bit register into halves.
+    Split { low: Register, high: Register, src: Register },
+    /// Joins two halves into a 32- or 64-bit register.
+    Join { dst: Register, low: Operand, high: Operand },
+    /// Reads a special register.
+    ReadSpecial { dst: Register, special: Special },
+    /// Reads a scalar kernel parameter.
+    ReadParameter { dst: Register, parameter: ParameterId },
+    /// The generic address of a tensor map that is a kernel parameter.
+    TensorMapAddress { dst: Register, parameter: ParameterId },
+    /// The address of a byte of this block's dynamic shared memory.
+    SharedBase { dst: Register, offset: u32 },
+
+    // ---- memory ------------------------------------------------------------
+    /// Loads one, two or four registers from consecutive addresses.
+    Load {
+        dst: Vec<Register>,
+        space: Space,
+        address: Address,
+        order: LoadOrder,
+        cache: LoadCache,
+        policy: Option<Register>,
+    },
+    /// Stores one, two or four registers to consecutive addresses.
+    Store {
+        src: Vec<Register>,
+        space: Space,
+        address: Address,
+        order: StoreOrder,
+        cache: StoreCache,
+        policy: Option<Register>,
+    },
+    /// Brings the line of a global address into the second-level cache.
+    PrefetchL2 { address: Address },
+    /// Makes a cache policy for the `policy` operands of loads, stores and copies.
+    CreatePolicy { dst: Register, eviction: Eviction },
+    /// Atomically replaces the value at `address`, giving the old one.
+    Atomic {
+        operation: AtomicOperation,
+        ty: Type,
+        dst: Register,
+        space: Space,
+        address: Address,
+        value: Operand,
+        scope: Scope,
+        order: AtomicOrder,
+    },
+    /// Atomically stores `value` if the old one equals `expected`, giving the old one.
+    CompareAndSwap {
+        ty: Type,
+        dst: Register,
+        space: Space,
+        address: Address,
+        expected: Operand,
+        value: Operand,
+        scope: Scope,
+        order: AtomicOrder,
+    },
+    /// Like [`Atomic`](Instruction::Atomic) with no result; one register, or
+    /// two or four `f32` of consecutive global addresses added.
+    Reduce {
+        operation: AtomicOperation,
+        ty: Type,
+        src: Vec<Register>,
+        space: Space,
+        address: Address,
+        scope: Scope,
+        order: AtomicOrder,
+    },
+    /// Loads one, two or four 8x8 matrices of 16-bit elements from shared
+    /// memory; lane `8i + r` gives the address of row `r` of matrix `i`.
+    LoadMatrix { dst: Vec<Register>, address: Address, transpose: bool },
+    /// The reverse of [`LoadMatrix`](Instruction::LoadMatrix).
+    StoreMatrix { src: Vec<Register>, address: Address, transpose: bool },
+
+    // ---- across the lanes of a warp ----------------------------------------
+    /// Each lane reads the 32-bit value of another. `clamp` packs the segment
+    /// mask and the bound as PTX defines them; 31 exchanges over the whole warp
+    /// (0 for [`ShuffleMode::Up`]). `valid` receives whether the source lane
+    /// was in range.
+    Shuffle {
+        mode: ShuffleMode,
+        dst: Register,
+        valid: Option<Register>,
+        src: Register,
+        lane: Operand,
+        clamp: u32,
+    },
+    /// Whether all, or any, lanes hold a true predicate.
+    Vote { mode: VoteMode, dst: Register, predicate: Register },
+    /// The lanes whose predicate is true, as bits.
+    Ballot { dst: Register, predicate: Register },
+    /// True in exactly one lane of the warp, always the same one.
+    Elect { dst: Register },
+    /// All lanes of the warp arrive here and see each other's writes.
+    WarpSync,
+
+    // ---- tensor cores -------------------------------------------------------
+    /// `d = a * b + c` on a warp: `a` row-major, `b` column-major.
+    Mma {
+        shape: MmaShape,
+        element: Element,
+        accumulator: Element,
+        d: Vec<Register>,
+        a: Vec<Register>,
+        b: Vec<Register>,
+        c: Vec<Register>,
+    },
+    /// `d = a * b (+ d)` on a warpgroup, asynchronously: m64, k of 32 bytes.
+    /// The registers may not be touched until the group that this belongs to
+    /// has been waited for.
+    Wgmma {
+        n: u32,
+        a_element: Element,
+        b_element: Element,
+        accumulator: Element,
+        d: Vec<Register>,
+        accumulate: Accumulate,
+        a: WgmmaA,
+        b: Register,
+        b_transpose: bool,
+        negate_a: bool,
+        negate_b: bool,
+    },
+    /// Orders earlier register accesses before the [`Wgmma`](Instruction::Wgmma)s that follow.
+    WgmmaFence,
+    /// Closes the group of the [`Wgmma`](Instruction::Wgmma)s issued since the last close.
+    WgmmaCommit,
+    /// Waits until at most `pending` of the latest groups are unfinished.
+    WgmmaWait { pending: u32 },
+
+    // ---- barriers ------------------------------------------------------------
+    /// A named barrier of the block (0 to 15): waits for `threads` threads, all
+    /// of the block when absent.
+    BarrierSync { barrier: Operand, threads: Option<Operand> },
+    /// Counts as arrived at a named barrier without waiting.
+    BarrierArrive { barrier: Operand, threads: Operand },
+    /// Arrives at the barrier of the whole cluster.
+    ClusterArrive { order: ClusterOrder },
+    /// Waits for all threads of the cluster to have arrived.
+    ClusterWait,
+    /// Initialises a memory barrier for `count` arrivals a phase.
+    MbarrierInit { address: Address, count: Operand },
+    /// Ends the use of its 8 bytes as a memory barrier.
+    MbarrierInvalidate { address: Address },
+    /// Arrives `count` times. In [`Space::Cluster`] the barrier may be another block's.
+    MbarrierArrive { space: Space, address: Address, count: Option<Operand> },
+    /// Expects `bytes` more to be copied in this phase, then arrives once.
+    MbarrierArriveExpect { space: Space, address: Address, bytes: Operand },
+    /// Expects `bytes` more to be copied in this phase.
+    MbarrierExpect { address: Address, bytes: Operand },
+    /// Tests whether the phase with this parity has ended, after a
+    /// hardware-dependent short wait.
+    MbarrierTryWait { dst: Register, address: Address, parity: Operand, scope: Scope },
+    /// Waits until the phase with this parity has ended.
+    MbarrierWait { address: Address, parity: Operand, scope: Scope },
+    /// Arrives when the earlier [`CopyAsync`](Instruction::CopyAsync)s of this thread are done,
+    /// without counting towards the expected arrivals' increase.
+    MbarrierArriveOnCopies { address: Address },
+
+    // ---- asynchronous copies -------------------------------------------------
+    /// Copies 4, 8 or 16 bytes from global to shared memory. With
+    /// `source_bytes`, only so many are read and the rest is zero.
+    CopyAsync {
+        dst: Address,
+        src: Address,
+        bytes: u32,
+        source_bytes: Option<Operand>,
+        cache: CopyCache,
+    },
+    /// Closes the group of the [`CopyAsync`](Instruction::CopyAsync)s since the last close.
+    CopyAsyncCommit,
+    /// Waits until at most `pending` of the latest groups are unfinished.
+    CopyAsyncWait { pending: u32 },
+    /// Copies `bytes` (a multiple of 16) from global to shared memory and
+    /// reports them to a memory barrier; to several blocks with `multicast`.
+    BulkLoad {
+        dst: Address,
+        src: Address,
+        bytes: Operand,
+        barrier: Address,
+        multicast: Option<Register>,
+        policy: Option<Register>,
+    },
+    /// Copies `bytes` (a multiple of 16) from shared to global memory.
+    BulkStore { dst: Address, src: Address, bytes: Operand, policy: Option<Register> },
+    /// Adds `bytes` of elements from shared into global memory.
+    BulkReduceAdd {
+        ty: BulkElement,
+        dst: Address,
+        src: Address,
+        bytes: Operand,
+        policy: Option<Register>,
+    },
+    /// Copies a box of a tensor into shared memory and reports its bytes to
+    /// a memory barrier; to several blocks with `multicast` (a bit per block).
+    TensorLoad {
+        dst: Address,
+        map: Register,
+        coordinates: Vec<Operand>,
+        barrier: Address,
+        multicast: Option<Register>,
+        policy: Option<Register>,
+    },
+    /// Copies a box from shared memory into a tensor.
+    TensorStore { map: Register, coordinates: Vec<Operand>, src: Address, policy: Option<Register> },
+    /// Adds a box of shared memory into a tensor.
+    TensorReduceAdd {
+        map: Register,
+        coordinates: Vec<Operand>,
+        src: Address,
+        policy: Option<Register>,
+    },
+    /// Closes the group of this thread's bulk stores since the last close.
+    BulkCommit,
+    /// Waits until at most `pending` of this thread's latest groups of bulk
+    /// stores are unfinished, or, with `read_only`, have yet to read their source.
+    BulkWait { pending: u32, read_only: bool },
+    /// Brings a tensor map into the descriptor cache.
+    TensorMapPrefetch { map: Register },
+
+    // ---- order and control ---------------------------------------------------
+    /// Orders memory accesses.
+    Fence(Fence),
+    /// Changes how many registers each thread of this warpgroup holds.
+    SetMaxRegisters { change: RegisterChange, count: u32 },
+    /// The address in the shared memory of block `rank` of the cluster that
+    /// matches an address in this block's.
+    MapShared { dst: Register, address: Register, rank: Operand },
+    /// Waits for the grids this one depends on to have finished.
+    GridDependencyWait,
+    /// Lets dependent grids begin to launch.
+    GridDependencyLaunch,
+    /// Pauses the thread for about this long.
+    Sleep { nanoseconds: Operand },
+    /// Ends the kernel with an error.
+    Trap,
+}
+
+/// The first operand of a [`Instruction::Wgmma`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[allow(missing_docs)] // the variants speak for their fields
+pub enum WgmmaA {
+    /// A tile in shared memory, by its descriptor.
+    Shared { descriptor: Register, transpose: bool },
+    /// Four registers of packed elements in each thread.
+    Registers([Register; 4]),
+}
+
+/// Whether a [`Instruction::Wgmma`] adds to its accumulator or overwrites it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Accumulate {
+    /// `d = a * b`; the old value is not read.
+    No,
+    /// `d = a * b + d`.
+    Yes,
+    /// Adds where the predicate is true, else overwrites.
+    If(Register),
+}

@@ -1,0 +1,150 @@
+//! A program: one kernel, as a tree of statements over typed registers.
+
+use std::ops::Range;
+use std::panic::Location;
+
+use crate::{Instruction, Register, Target, TensorBox, Type};
+
+/// Where in the kernel's Rust source a statement was written.
+pub type Place = &'static Location<'static>;
+
+/// One kernel, ready to be validated, printed or simulated.
+#[derive(Clone, Debug)]
+pub struct Program {
+    /// The name of the entry point.
+    pub name: String,
+    /// The architecture it is for.
+    pub target: Target,
+    /// What the launch passes in, in order.
+    pub parameters: Vec<Parameter>,
+    /// The type of each [`Register`], by index.
+    pub registers: Vec<Type>,
+    /// The named parts of dynamic shared memory, in order of their offsets.
+    pub shared: Vec<SharedRegion>,
+    /// Threads in a block, all along x.
+    pub threads: u32,
+    /// How many blocks should fit on one multiprocessor: an upper bound on registers.
+    pub blocks_per_multiprocessor: Option<u32>,
+    /// Blocks in a cluster, all along x; 1 means no cluster.
+    pub cluster: u32,
+    /// What a thread executes.
+    pub body: Block,
+}
+
+impl Program {
+    /// The dynamic shared memory a launch must ask for.
+    pub fn shared_bytes(&self) -> u32 {
+        self.shared.iter().map(|region| region.offset + region.bytes).max().unwrap_or(0)
+    }
+
+    /// The type of a register.
+    ///
+    /// # Panics
+    /// If the register is not one of this program's.
+    pub fn type_of(&self, register: Register) -> Type {
+        self.registers[register.0 as usize]
+    }
+
+    /// Calls `visit` for every statement, outer before inner, in source order.
+    pub fn visit(&self, visit: &mut dyn FnMut(&Statement)) {
+        fn walk(block: &Block, visit: &mut dyn FnMut(&Statement)) {
+            for statement in block {
+                visit(statement);
+                for inner in statement.kind.blocks() {
+                    walk(inner, visit);
+                }
+            }
+        }
+        walk(&self.body, visit);
+    }
+
+    /// How many instructions the program has, written out once each.
+    pub fn instruction_count(&self) -> usize {
+        let mut count = 0;
+        self.visit(&mut |statement| {
+            count += matches!(statement.kind, StatementKind::Instruction(_)) as usize;
+        });
+        count
+    }
+}
+
+/// A kernel parameter, by its index in [`Program::parameters`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ParameterId(pub u32);
+
+/// A kernel parameter.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Parameter {
+    /// Its name, for people.
+    pub name: String,
+    /// What is passed.
+    pub kind: ParameterKind,
+}
+
+/// What is passed in a parameter.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ParameterKind {
+    /// A number: `U32`, `S32`, `U64`, `S64` or `F32`.
+    Scalar(Type),
+    /// The address of global memory, 64 bits.
+    Address,
+    /// A tensor map made with this box, 128 bytes.
+    TensorMap(TensorBox),
+}
+
+/// A named part of dynamic shared memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SharedRegion {
+    /// Its name, for people.
+    pub name: String,
+    /// Bytes from the start of dynamic shared memory.
+    pub offset: u32,
+    /// Its length.
+    pub bytes: u32,
+    /// What its offset is a multiple of.
+    pub alignment: u32,
+}
+
+/// Statements executed one after another.
+pub type Block = Vec<Statement>;
+
+/// A statement and where it was written.
+#[derive(Clone, Debug)]
+pub struct Statement {
+    /// What is executed.
+    pub kind: StatementKind,
+    /// Where the kernel's source says so.
+    pub place: Place,
+}
+
+/// Structured control flow over instructions.
+#[derive(Clone, Debug)]
+#[allow(missing_docs)] // the variants speak for their fields
+pub enum StatementKind {
+    /// One instruction.
+    Instruction(Instruction),
+    /// Threads where `condition` is true take one block, the others the
+    /// other; they are together again afterwards.
+    If { condition: Register, then: Block, otherwise: Block },
+    /// Repeats `body` until a [`Break`](StatementKind::Break) in it. Threads
+    /// that left wait behind the loop for the others of their warp.
+    Loop { body: Block },
+    /// Leaves the innermost loop where `condition` is true.
+    Break { condition: Register },
+    /// Only these warps of the block take `body`; `member` is true in them.
+    /// Says more than `If`: whole warps, known when the kernel is built, so
+    /// register budgets and barrier counts can be checked.
+    Role { name: String, warps: Range<u32>, member: Register, body: Block },
+}
+
+impl StatementKind {
+    /// The blocks inside this statement.
+    pub fn blocks(&self) -> impl Iterator<Item = &Block> {
+        let (first, second) = match self {
+            StatementKind::Instruction(_) | StatementKind::Break { .. } => (None, None),
+            StatementKind::If { then, otherwise, .. } => (Some(then), Some(otherwise)),
+            StatementKind::Loop { body } | StatementKind::Role { body, .. } => (Some(body), None),
+        };
+        first.into_iter().chain(second)
+    }
+}

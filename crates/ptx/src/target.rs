@@ -1,0 +1,230 @@
+//! Targets: the architecture a program is for, and the features it has there.
+//!
+//! Kernels ask for features by name ([`Capability`]) and never compare
+//! architecture numbers. The table in [`Capability::available`] is the only
+//! place where the two meet.
+
+use std::fmt;
+
+/// A GPU architecture.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Target {
+    /// The compute capability as one number: 90 is 9.0.
+    pub architecture: u32,
+    /// Whether the program uses features of this very architecture, which no
+    /// other runs (`sm_90a`).
+    pub specific: bool,
+}
+
+impl Target {
+    /// The lowest target any program is printed for (Turing).
+    pub const SM_75: Target = Target::portable(75);
+    /// Ampere, A100.
+    pub const SM_80: Target = Target::portable(80);
+    /// Ampere, GeForce and workstation.
+    pub const SM_86: Target = Target::portable(86);
+    /// Ada.
+    pub const SM_89: Target = Target::portable(89);
+    /// Hopper, without what is its own.
+    pub const SM_90: Target = Target::portable(90);
+    /// Hopper with `wgmma` and `setmaxnreg`.
+    pub const SM_90A: Target = Target { architecture: 90, specific: true };
+    /// Blackwell, GeForce.
+    pub const SM_120: Target = Target::portable(120);
+
+    /// An architecture without its own features.
+    pub const fn portable(architecture: u32) -> Self {
+        Target { architecture, specific: false }
+    }
+
+    /// Whether the target has a feature.
+    pub fn has(self, capability: Capability) -> bool {
+        capability.available(self)
+    }
+
+    /// The most shared memory a block can have, in bytes.
+    pub const fn shared_memory_limit(self) -> u32 {
+        match self.architecture {
+            80 | 87 => 163 * 1024,
+            90 | 100 | 101 | 103 => 227 * 1024,
+            75 => 64 * 1024,
+            _ => 99 * 1024,
+        }
+    }
+
+    /// The lowest PTX version that knows this target.
+    pub const fn version(self) -> Version {
+        match self.architecture {
+            0..=75 => Version { major: 6, minor: 3 },
+            76..=80 => Version { major: 7, minor: 0 },
+            81..=86 => Version { major: 7, minor: 1 },
+            87 => Version { major: 7, minor: 4 },
+            88..=90 if self.specific => Version { major: 8, minor: 0 },
+            88..=90 => Version { major: 7, minor: 8 },
+            91..=101 => Version { major: 8, minor: 6 },
+            102..=120 => Version { major: 8, minor: 7 },
+            _ => Version { major: 8, minor: 8 },
+        }
+    }
+}
+
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "sm_{}{}", self.architecture, if self.specific { "a" } else { "" })
+    }
+}
+
+/// A version of the PTX language.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Version {
+    /// Before the point.
+    pub major: u8,
+    /// After the point.
+    pub minor: u8,
+}
+
+impl Version {
+    /// The oldest version the printer writes.
+    pub const LOWEST: Version = Version { major: 6, minor: 3 };
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.major, self.minor)
+    }
+}
+
+/// A hardware feature that not every target has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Capability {
+    /// `ldmatrix`.
+    MatrixLoad,
+    /// `stmatrix`.
+    MatrixStore,
+    /// `mma.sync` m16n8k8 on `f16`.
+    MmaHalfK8,
+    /// `mma.sync` m16n8k16 on `f16` and `bf16`.
+    Mma,
+    /// `mma.sync` m16n8k32 on 8-bit floats.
+    MmaFp8,
+    /// Two `f32` rounded into one packed register by one instruction.
+    PairConversion,
+    /// `bf16` conversion, negation, minimum, maximum and fused multiply-add.
+    Bf16,
+    /// `bf16` addition, multiplication, comparison and functions.
+    Bf16Arithmetic,
+    /// Minimum and maximum of `f16`.
+    HalfMinMax,
+    /// Conversions to and from the 8-bit floats.
+    Fp8Conversion,
+    /// Policies for the second-level cache.
+    CachePolicies,
+    /// `cp.async`.
+    AsyncCopies,
+    /// Memory barriers.
+    Mbarrier,
+    /// Memory barriers that count bytes, and waiting on them.
+    MbarrierTransactions,
+    /// Bulk copies and tensor maps (TMA), and the async proxy's fences.
+    TensorCopies,
+    /// Thread-block clusters and their shared memory.
+    Clusters,
+    /// `elect.sync`.
+    Elect,
+    /// Reductions of several values at once.
+    VectorReductions,
+    /// Programmatic dependent launch.
+    GridDependency,
+    /// `wgmma`.
+    Wgmma,
+    /// `setmaxnreg`.
+    RegisterReallocation,
+}
+
+impl Capability {
+    /// Every capability.
+    pub const ALL: [Capability; 21] = [
+        Capability::MatrixLoad,
+        Capability::MatrixStore,
+        Capability::MmaHalfK8,
+        Capability::Mma,
+        Capability::MmaFp8,
+        Capability::PairConversion,
+        Capability::Bf16,
+        Capability::Bf16Arithmetic,
+        Capability::HalfMinMax,
+        Capability::Fp8Conversion,
+        Capability::CachePolicies,
+        Capability::AsyncCopies,
+        Capability::Mbarrier,
+        Capability::MbarrierTransactions,
+        Capability::TensorCopies,
+        Capability::Clusters,
+        Capability::Elect,
+        Capability::VectorReductions,
+        Capability::GridDependency,
+        Capability::Wgmma,
+        Capability::RegisterReallocation,
+    ];
+
+    /// Whether a target has this feature.
+    pub fn available(self, target: Target) -> bool {
+        use Capability as C;
+        let at_least = |architecture| target.architecture >= architecture;
+        match self {
+            C::MatrixLoad | C::MmaHalfK8 => at_least(75),
+            C::Mma
+            | C::PairConversion
+            | C::Bf16
+            | C::HalfMinMax
+            | C::CachePolicies
+            | C::AsyncCopies
+            | C::Mbarrier => at_least(80),
+            C::MmaFp8 | C::Fp8Conversion => at_least(89),
+            C::MatrixStore
+            | C::Bf16Arithmetic
+            | C::MbarrierTransactions
+            | C::TensorCopies
+            | C::Clusters
+            | C::Elect
+            | C::VectorReductions
+            | C::GridDependency => at_least(90),
+            C::Wgmma => target == Target::SM_90A,
+            C::RegisterReallocation => target.specific && at_least(90),
+        }
+    }
+
+    /// The name in messages and tables.
+    pub const fn name(self) -> &'static str {
+        use Capability as C;
+        match self {
+            C::MatrixLoad => "ldmatrix",
+            C::MatrixStore => "stmatrix",
+            C::MmaHalfK8 => "mma.sync f16 k8",
+            C::Mma => "mma.sync f16/bf16",
+            C::MmaFp8 => "mma.sync fp8",
+            C::PairConversion => "pair conversion",
+            C::Bf16 => "bf16",
+            C::Bf16Arithmetic => "bf16 arithmetic",
+            C::HalfMinMax => "f16 min/max",
+            C::Fp8Conversion => "fp8 conversion",
+            C::CachePolicies => "L2 cache policies",
+            C::AsyncCopies => "cp.async",
+            C::Mbarrier => "mbarrier",
+            C::MbarrierTransactions => "mbarrier transactions",
+            C::TensorCopies => "TMA",
+            C::Clusters => "clusters",
+            C::Elect => "elect.sync",
+            C::VectorReductions => "vector reductions",
+            C::GridDependency => "programmatic dependent launch",
+            C::Wgmma => "wgmma",
+            C::RegisterReallocation => "setmaxnreg",
+        }
+    }
+}
+
+impl fmt::Display for Capability {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}

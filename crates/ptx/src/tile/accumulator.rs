@@ -1,0 +1,127 @@
+//! Matrices in the registers of a warpgroup.
+
+use super::SharedTile;
+use crate::build::packed_type;
+use crate::{Builder, Element, F32, Instruction, PackedHalf, Reg, Register, U32, Value};
+
+/// The result of a `wgmma`: 64 rows by `columns` of `f32`, spread over the
+/// 128 threads of a warpgroup.
+///
+/// Warp `w` owns rows `16w .. 16w + 16`. Lane `l` holds, of each group `j` of
+/// eight columns, the two elements from column `8j + 2 * (l % 4)` in row
+/// `l / 4` of the warp's, then the same two columns in row `l / 4 + 8`: four
+/// registers a group, in this order.
+#[derive(Debug)]
+pub struct Accumulator {
+    pub(crate) registers: Vec<Reg<F32>>,
+    columns: u32,
+}
+
+/// Where in an accumulator a thread stands.
+#[derive(Clone, Copy, Debug)]
+pub struct Position {
+    /// Its first row; the second is 8 below.
+    pub row: Reg<U32>,
+    /// Its first column in each group of eight.
+    pub column: Reg<U32>,
+}
+
+impl Accumulator {
+    /// Registers for an accumulator, not yet written.
+    pub fn new(k: &mut Builder, columns: u32) -> Self {
+        let registers = (0..columns / 2).map(|_| k.register()).collect();
+        Accumulator { registers, columns }
+    }
+
+    /// An accumulator of zeros.
+    #[track_caller]
+    pub fn zeros(k: &mut Builder, columns: u32) -> Self {
+        let accumulator = Accumulator::new(k, columns);
+        for register in &accumulator.registers {
+            k.set(*register, 0.0);
+        }
+        accumulator
+    }
+
+    /// How many columns the matrix has.
+    pub fn columns(&self) -> u32 {
+        self.columns
+    }
+
+    /// The thread's elements, in register order.
+    pub fn registers(&self) -> &[Reg<F32>] {
+        &self.registers
+    }
+
+    /// In which of the thread's two rows register `index` lies: 0, or 1 for
+    /// the one 8 below.
+    pub const fn row_of(index: usize) -> usize {
+        index % 4 / 2
+    }
+
+    /// How many columns right of the thread's first column register `index` lies.
+    pub const fn column_of(index: usize) -> u32 {
+        (8 * (index / 4) + index % 2) as u32
+    }
+
+    /// Where the calling thread stands, given its index in the warpgroup.
+    #[track_caller]
+    pub fn position(k: &mut Builder, thread: impl Into<Value<U32>>) -> Position {
+        let thread = k.eval(thread);
+        let lane = k.eval(thread % 32);
+        let row = k.eval(thread / 32 * 16 + lane / 4);
+        let column = k.eval(lane % 4 * 2);
+        Position { row, column }
+    }
+
+    /// The matrix rounded to 16-bit elements: as it stands, the `A` operand
+    /// of a next product over these columns.
+    #[track_caller]
+    pub fn to_fragment<T: PackedHalf + crate::Pair>(&self, k: &mut Builder) -> Fragment {
+        let registers =
+            self.registers.chunks(2).map(|pair| k.pack::<T>(pair[0], pair[1]).register).collect();
+        Fragment { element: T::ELEMENT, registers }
+    }
+}
+
+/// An `A` operand in registers: 64 rows by some multiple of 16 columns of
+/// 16-bit elements (32 of 8-bit ones), four registers for each such step.
+///
+/// The lanes hold it as an accumulator is held: two neighbouring columns in
+/// one register, groups of eight columns one after the other.
+#[derive(Clone, Debug)]
+pub struct Fragment {
+    pub(crate) element: Element,
+    pub(crate) registers: Vec<Register>,
+}
+
+impl Fragment {
+    /// The element.
+    pub fn element(&self) -> Element {
+        self.element
+    }
+
+    /// The inner extent of the product.
+    pub fn columns(&self) -> u32 {
+        self.registers.len() as u32 / 4 * (32 / self.element.bytes())
+    }
+
+    /// Loads 64 rows of a tile; `warp` is the warp's index in the warpgroup.
+    #[track_caller]
+    pub fn load(k: &mut Builder, tile: &SharedTile, warp: impl Into<Value<U32>>) -> Self {
+        let element = tile.layout.element;
+        if element.bytes() != 2 {
+            k.misuse(format!("fragments of {element} cannot be loaded by ldmatrix"));
+        }
+        let row = k.eval(warp.into() * 16);
+        let mut registers = Vec::new();
+        for step in 0..tile.columns / 16 {
+            let address = tile.fragment_address(k, row, step * 16);
+            let address = crate::Address { base: address.register, offset: 0 };
+            let dst: Vec<_> = (0..4).map(|_| k.register_of(packed_type(element))).collect();
+            registers.extend_from_slice(&dst);
+            k.push(Instruction::LoadMatrix { dst, address, transpose: false });
+        }
+        Fragment { element, registers }
+    }
+}

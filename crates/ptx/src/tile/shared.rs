@@ -1,0 +1,155 @@
+//! Tiles in shared memory.
+
+use super::{Matrix, TileLayout};
+use crate::{Builder, CopyHint, Reg, S32, SharedAddress, TensorMap, U32, Value};
+
+/// Room in shared memory for some tiles of one layout: the stages of a pipeline.
+#[derive(Clone, Debug)]
+pub struct SharedTiles {
+    layout: TileLayout,
+    offset: u32,
+    stages: u32,
+}
+
+/// One tile in shared memory, or some of its rows and columns.
+#[derive(Clone, Copy, Debug)]
+pub struct SharedTile {
+    /// The layout of the whole tile.
+    pub(crate) layout: TileLayout,
+    pub(crate) address: Reg<SharedAddress>,
+    pub(crate) rows: u32,
+    pub(crate) columns: u32,
+}
+
+impl SharedTiles {
+    /// Reserves room for `stages` tiles.
+    pub fn new(k: &mut Builder, name: &str, layout: TileLayout, stages: u32) -> Self {
+        let stride = layout.bytes().next_multiple_of(layout.alignment());
+        let offset = k.shared(name, stride * stages, layout.alignment());
+        SharedTiles { layout, offset, stages }
+    }
+
+    /// The layout of each.
+    pub fn layout(&self) -> TileLayout {
+        self.layout
+    }
+
+    /// How many there are.
+    pub fn stages(&self) -> u32 {
+        self.stages
+    }
+
+    /// The tile of a stage.
+    #[track_caller]
+    pub fn at(&self, k: &mut Builder, stage: impl Into<Value<U32>>) -> SharedTile {
+        let stride = self.layout.bytes().next_multiple_of(self.layout.alignment());
+        let base = k.shared_address(self.offset);
+        let address = if self.stages == 1 { base } else { k.eval(base + stage.into() * stride) };
+        let TileLayout { rows, columns, .. } = self.layout;
+        SharedTile { layout: self.layout, address, rows, columns }
+    }
+}
+
+impl SharedTile {
+    /// The layout of the whole tile.
+    pub fn layout(&self) -> TileLayout {
+        self.layout
+    }
+
+    /// The address of its first byte.
+    pub fn address(&self) -> Reg<SharedAddress> {
+        self.address
+    }
+
+    /// `count` rows from `start` on; both multiples of 8, which the swizzle
+    /// repeats after.
+    #[track_caller]
+    pub fn rows(&self, k: &mut Builder, start: impl Into<Value<U32>>, count: u32) -> SharedTile {
+        if !count.is_multiple_of(8) || count > self.rows {
+            k.misuse(format!("{count} rows of a tile with {} (in eights)", self.rows));
+        }
+        let address = k.eval(self.address + start.into() * self.layout.swizzle.width());
+        SharedTile { address, rows: count, ..*self }
+    }
+
+    /// The first `count` columns.
+    #[track_caller]
+    pub fn first_columns(&self, k: &mut Builder, count: u32) -> SharedTile {
+        if count > self.columns {
+            k.misuse(format!("{count} columns of a tile with {}", self.columns));
+        }
+        SharedTile { columns: count, ..*self }
+    }
+
+    /// The tile as a matrix operand, as it lies: rows by columns.
+    pub fn matrix(&self) -> Matrix {
+        Matrix { tile: *self, transposed: false }
+    }
+
+    /// The tile as a matrix operand, transposed: columns by rows.
+    pub fn transposed(&self) -> Matrix {
+        Matrix { tile: *self, transposed: true }
+    }
+
+    /// The address of an element, the swizzle applied.
+    #[track_caller]
+    pub fn element_address(
+        &self,
+        k: &mut Builder,
+        row: impl Into<Value<U32>>,
+        column: impl Into<Value<U32>>,
+    ) -> Reg<SharedAddress> {
+        let layout = self.layout;
+        let row = k.eval(row);
+        let column = k.eval(column);
+        let panel = column / layout.panel_columns();
+        let within = column % layout.panel_columns() * layout.element.bytes();
+        let linear = k.eval(panel * layout.panel_bytes() + row * layout.swizzle.width() + within);
+        let swizzled = k.eval(linear ^ ((linear >> 3) & layout.swizzle.chunk_mask()));
+        k.eval(self.address + swizzled)
+    }
+
+    /// Brings the tile from a tensor, one copy a panel, completing on
+    /// `barrier`. `corner` says where in the tensor the tile begins: its
+    /// column, its row, then the tensor's further coordinates. One thread
+    /// calls this.
+    #[track_caller]
+    pub fn load(
+        &self,
+        k: &mut Builder,
+        map: TensorMap,
+        corner: &[Value<S32>],
+        barrier: impl Into<Value<SharedAddress>>,
+        hint: CopyHint,
+    ) {
+        let barrier = k.eval(barrier);
+        let corner: Vec<Reg<S32>> = corner.iter().map(|c| k.eval(c.clone())).collect();
+        let Some((column, further)) = corner.split_first() else {
+            return k.misuse("a tile is loaded from a corner of at least one coordinate");
+        };
+        for panel in 0..self.layout.panels() {
+            let first = (panel * self.layout.panel_columns()) as i32;
+            let mut coordinates = vec![*column + first];
+            coordinates.extend(further.iter().map(|c| Value::from(*c)));
+            let dst = self.address + panel * self.layout.panel_bytes();
+            k.tensor_load(dst, map, &coordinates, barrier, hint);
+        }
+    }
+
+    /// The address each lane gives `ldmatrix` to load 16 rows by 16 columns of
+    /// 16-bit elements; `row` and `column` are the corner, the same in each lane.
+    #[track_caller]
+    pub(crate) fn fragment_address(
+        &self,
+        k: &mut Builder,
+        row: impl Into<Value<U32>>,
+        column: impl Into<Value<U32>>,
+    ) -> Reg<SharedAddress> {
+        // Matrices in the order rows 0..8, rows 8..16, then the same for
+        // columns 8..16: lane l addresses row l % 16, columns from 8 * (l / 16).
+        let lane = k.lane();
+        let row = row.into() + lane % 16;
+        let column = column.into() + lane / 16 * 8;
+        self.element_address(k, row, column)
+    }
+}

@@ -1,0 +1,139 @@
+//! What can be wrong with a program, and where.
+
+use std::fmt;
+
+use crate::{Capability, Expected, Place, Register, Target, Type};
+
+/// A program is not valid: what is wrong, and the place in the kernel's source.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Invalid {
+    /// What is wrong.
+    pub fault: Fault,
+    /// Where the statement was written; none for faults of the whole program.
+    pub place: Option<Place>,
+}
+
+impl Invalid {
+    pub(crate) fn at(fault: Fault, place: Place) -> Self {
+        Invalid { fault, place: Some(place) }
+    }
+
+    pub(crate) fn misuse(text: String, place: Place) -> Self {
+        Invalid::at(Fault::Misuse { text }, place)
+    }
+}
+
+impl From<Fault> for Invalid {
+    fn from(fault: Fault) -> Self {
+        Invalid { fault, place: None }
+    }
+}
+
+impl fmt::Display for Invalid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(place) = self.place {
+            write!(f, "{place}: ")?;
+        }
+        self.fault.fmt(f)
+    }
+}
+
+impl std::error::Error for Invalid {}
+
+/// What is wrong with a program.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+#[allow(missing_docs)] // the messages speak for the fields
+pub enum Fault {
+    /// The tile vocabulary was used wrongly.
+    Misuse { text: String },
+    /// The launch is impossible.
+    Launch { text: String },
+    /// Shared memory does not fit or is badly laid out.
+    SharedMemory { text: String },
+    /// The target lacks a feature.
+    Capability { capability: Capability, target: Target },
+    /// A register that the program does not declare.
+    UnknownRegister { register: Register },
+    /// A register of another type than the instruction wants.
+    Type { register: Register, found: Type, expected: Expected },
+    /// A constant where only a register can stand.
+    NoImmediate { expected: Expected },
+    /// A constant that its type cannot hold.
+    ImmediateRange { bits: u64, width: u32 },
+    /// A combination of modifiers that does not exist.
+    Form { text: String },
+    /// A parameter that the program does not declare, or of another kind.
+    Parameter { index: u32, wanted: &'static str },
+    /// A register is read that not every path has written.
+    Unassigned { register: Register, ty: Type },
+    /// A break outside of any loop.
+    BreakOutsideLoop,
+    /// A register of a product in flight is touched before its wait.
+    InFlight { register: Register, issued: Place },
+    /// A product whose registers were touched after the last fence.
+    Unfenced { register: Register },
+    /// Products were issued and not closed into a group.
+    Uncommitted { issued: Place },
+    /// A group of products is still in flight at the end.
+    NeverWaited { issued: Place },
+    /// A loop or branch leaves other products in flight than it found.
+    Unbalanced { what: &'static str },
+    /// Together the roles hold more registers than there are.
+    RegisterBudget { wanted: u32, available: u32 },
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Fault::Misuse { text }
+            | Fault::Launch { text }
+            | Fault::SharedMemory { text }
+            | Fault::Form { text } => f.write_str(text),
+            Fault::Capability { capability, target } => {
+                write!(f, "{capability} is not available on {target}")
+            }
+            Fault::UnknownRegister { register } => {
+                write!(f, "register {} is not one of this program's", register.0)
+            }
+            Fault::Type { register, found, expected } => {
+                write!(f, "register {} is {found:?}, expected {expected}", register.0)
+            }
+            Fault::NoImmediate { expected } => {
+                write!(f, "a constant cannot stand here, expected a register of {expected}")
+            }
+            Fault::ImmediateRange { bits, width } => {
+                write!(f, "the constant {bits:#x} does not fit {width} bits")
+            }
+            Fault::Parameter { index, wanted } => {
+                write!(f, "parameter {index} is not {wanted} of this program")
+            }
+            Fault::Unassigned { register, ty } => {
+                write!(f, "register {} ({ty:?}) is read but not written on every path", register.0)
+            }
+            Fault::BreakOutsideLoop => f.write_str("a break outside of any loop"),
+            Fault::InFlight { register, issued } => write!(
+                f,
+                "register {} belongs to the wgmma issued at {issued}, which has not been waited for",
+                register.0
+            ),
+            Fault::Unfenced { register } => write!(
+                f,
+                "register {} was touched after the last wgmma.fence, and this wgmma uses it",
+                register.0
+            ),
+            Fault::Uncommitted { issued } => {
+                write!(f, "the wgmma issued at {issued} is in no committed group")
+            }
+            Fault::NeverWaited { issued } => {
+                write!(f, "the wgmma issued at {issued} is never waited for")
+            }
+            Fault::Unbalanced { what } => {
+                write!(f, "{what} leaves other wgmma groups in flight than it found")
+            }
+            Fault::RegisterBudget { wanted, available } => {
+                write!(f, "the roles hold {wanted} registers, the multiprocessor has {available}")
+            }
+        }
+    }
+}

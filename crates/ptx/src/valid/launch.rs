@@ -1,0 +1,175 @@
+//! Checks of the launch: threads, shared memory, parameters, roles.
+
+use std::ops::Range;
+
+use super::error::{Fault, Invalid};
+use crate::{
+    Block, Capability, Instruction, ParameterKind, Program, RegisterChange, Statement,
+    StatementKind, Swizzle, TensorBox,
+};
+
+/// 32-bit registers of a multiprocessor.
+pub(super) const REGISTERS: u32 = 65536;
+
+pub(super) fn check(program: &Program) -> Result<(), Invalid> {
+    let launch = |text: String| Err(Invalid::from(Fault::Launch { text }));
+    let mut characters = program.name.chars();
+    let starts = characters.next().is_some_and(|c| c.is_ascii_alphabetic() || c == '_');
+    if !starts || !characters.all(|c| c.is_ascii_alphanumeric() || c == '_') {
+        return launch(format!("{:?} is not a name for an entry point", program.name));
+    }
+    if program.target.architecture < 75 {
+        return launch(format!("{} is older than any supported target", program.target));
+    }
+    if program.threads == 0 || program.threads > 1024 || !program.threads.is_multiple_of(32) {
+        let threads = program.threads;
+        return launch(format!("a block of {threads} threads: not 32 to 1024 in whole warps"));
+    }
+    if !(1..=8).contains(&program.cluster) {
+        return launch(format!("a cluster of {} blocks: not 1 to 8", program.cluster));
+    }
+    if program.cluster > 1 && !program.target.has(Capability::Clusters) {
+        let (capability, target) = (Capability::Clusters, program.target);
+        return Err(Fault::Capability { capability, target }.into());
+    }
+    if let Some(blocks) = program.blocks_per_multiprocessor {
+        let threads = blocks.saturating_mul(program.threads);
+        if blocks == 0 || threads > 2048 {
+            return launch(format!(
+                "{blocks} blocks of {} threads do not fit a multiprocessor",
+                program.threads
+            ));
+        }
+    }
+    check_shared(program)?;
+    check_parameters(program)?;
+    check_budgets(program)
+}
+
+fn check_shared(program: &Program) -> Result<(), Invalid> {
+    let fault = |text: String| Err(Invalid::from(Fault::SharedMemory { text }));
+    let mut end = 0u64;
+    for region in &program.shared {
+        if !region.alignment.is_power_of_two() || region.offset % region.alignment != 0 {
+            let (name, offset, alignment) = (&region.name, region.offset, region.alignment);
+            return fault(format!("{name} at {offset} is not aligned to {alignment}"));
+        }
+        if (region.offset as u64) < end {
+            return fault(format!("{} overlaps the region before it", region.name));
+        }
+        end = region.offset as u64 + region.bytes as u64;
+    }
+    let limit = program.target.shared_memory_limit();
+    if end > limit as u64 {
+        let target = program.target;
+        return fault(format!("{end} bytes of shared memory, {target} has {limit} for a block"));
+    }
+    Ok(())
+}
+
+fn check_parameters(program: &Program) -> Result<(), Invalid> {
+    let mut bytes = 0u32;
+    for parameter in &program.parameters {
+        let size = match &parameter.kind {
+            ParameterKind::Scalar(ty) if !ty.has_immediates() => {
+                let text = format!("parameter {} cannot be passed as {ty:?}", parameter.name);
+                return Err(Fault::Launch { text }.into());
+            }
+            ParameterKind::Scalar(ty) => ty.bits() / 8,
+            ParameterKind::Address => 8,
+            ParameterKind::TensorMap(tensor_box) => {
+                if let Some(text) = box_fault(tensor_box) {
+                    let text = format!("tensor map {}: {text}", parameter.name);
+                    return Err(Fault::Launch { text }.into());
+                }
+                if !program.target.has(Capability::TensorCopies) {
+                    let (capability, target) = (Capability::TensorCopies, program.target);
+                    return Err(Fault::Capability { capability, target }.into());
+                }
+                128
+            }
+        };
+        bytes = bytes.next_multiple_of(size.min(64)) + size;
+    }
+    if bytes > 4096 {
+        return Err(
+            Fault::Launch { text: format!("{bytes} bytes of parameters: at most 4096") }.into()
+        );
+    }
+    Ok(())
+}
+
+/// What the copy engine would refuse about a box.
+fn box_fault(tensor_box: &TensorBox) -> Option<String> {
+    let extent = &tensor_box.extent;
+    if extent.is_empty() || extent.len() > 5 {
+        return Some(format!("{} dimensions: not 1 to 5", extent.len()));
+    }
+    if let Some(bad) = extent.iter().find(|e| !(1..=256).contains(*e)) {
+        return Some(format!("a box extent of {bad}: not 1 to 256"));
+    }
+    let inner = extent[0] * tensor_box.element.bytes();
+    if !inner.is_multiple_of(16) {
+        return Some(format!("{inner} bytes along the first dimension: not a multiple of 16"));
+    }
+    let width = tensor_box.swizzle.width();
+    if tensor_box.swizzle != Swizzle::None && inner > width {
+        return Some(format!(
+            "{inner} bytes along the first dimension: wider than the swizzle ({width})"
+        ));
+    }
+    None
+}
+
+/// Roles are whole warps of the block; a register budget is a matter of a
+/// whole warpgroup.
+pub(super) fn role_fault(program: &Program, warps: &Range<u32>, body: &Block) -> Option<Fault> {
+    if warps.is_empty() || warps.end * 32 > program.threads {
+        let (start, end, all) = (warps.start, warps.end, program.threads / 32);
+        let text = format!("a role of warps {start} to {end} in a block of {all}");
+        return Some(Fault::Launch { text });
+    }
+    let has_budget = budget(body).is_some();
+    if has_budget && (!warps.start.is_multiple_of(4) || !warps.end.is_multiple_of(4)) {
+        let text = "a register budget on part of a warpgroup".to_owned();
+        return Some(Fault::Launch { text });
+    }
+    None
+}
+
+/// The register budget a role sets: its first statement, if that is one.
+fn budget(body: &Block) -> Option<(RegisterChange, u32)> {
+    match body.first()? {
+        Statement {
+            kind: StatementKind::Instruction(Instruction::SetMaxRegisters { change, count }),
+            ..
+        } => Some((*change, *count)),
+        _ => None,
+    }
+}
+
+/// All warps together may not hold more registers than the multiprocessor
+/// has, and a budget needs a bound at entry to change.
+fn check_budgets(program: &Program) -> Result<(), Invalid> {
+    let entry = super::registers_at_entry(program);
+    let mut total = entry * program.threads;
+    let mut any = false;
+    for statement in &program.body {
+        if let StatementKind::Role { warps, body, .. } = &statement.kind
+            && let Some((_, count)) = budget(body)
+        {
+            any = true;
+            let threads = 32 * (warps.end - warps.start);
+            total = (total + count * threads).saturating_sub(entry * threads);
+        }
+    }
+    if any && program.blocks_per_multiprocessor.is_none() {
+        let text = "register budgets need a number of blocks per multiprocessor".to_owned();
+        return Err(Fault::Launch { text }.into());
+    }
+    let available = REGISTERS / program.blocks_per_multiprocessor.unwrap_or(1).max(1);
+    if any && total > available {
+        return Err(Fault::RegisterBudget { wanted: total, available }.into());
+    }
+    Ok(())
+}

@@ -1,0 +1,327 @@
+//! Values: expressions over registers and constants.
+//!
+//! Index arithmetic reads badly as one instruction a line, so register handles
+//! have operators: `row * 64 + lane / 4` is a [`Value`], a small tree that the
+//! builder turns into instructions when it is used. Nothing happens before
+//! that; a value used twice is computed twice, so name it with
+//! [`Builder::eval`](crate::Builder::eval) first.
+
+use std::marker::PhantomData;
+use std::ops::{Add, BitAnd, BitOr, BitXor, Div, Mul, Neg, Not, Rem, Shl, Shr, Sub};
+
+use crate::{
+    AddressOf, BinaryOperation, ClusterAddress, Comparison, F32, GlobalAddress, Integer, Number,
+    Operand, Pred, Reg, S32, S64, Scalar, SharedAddress, Type, U32, U64, UnaryOperation,
+};
+
+/// An expression of type `T`.
+#[must_use = "a value is only computed where it is used"]
+pub struct Value<T> {
+    pub(crate) node: Node,
+    marker: PhantomData<fn() -> T>,
+}
+
+/// The expression tree behind a [`Value`].
+#[derive(Clone, Debug)]
+pub(crate) enum Node {
+    Operand(Operand),
+    Unary(UnaryOperation, Type, Box<Node>),
+    Binary(BinaryOperation, Type, Box<Node>, Box<Node>),
+    Compare(Comparison, Type, Box<Node>, Box<Node>),
+    Select(Type, Box<Node>, Box<Node>, Box<Node>),
+    /// The same bits under another type.
+    Reinterpret(Type, Box<Node>),
+    /// The same number in another type; the first is the source's.
+    Convert(Type, Type, Box<Node>),
+}
+
+impl<T> Clone for Value<T> {
+    fn clone(&self) -> Self {
+        Value::new(self.node.clone())
+    }
+}
+
+impl<T> std::fmt::Debug for Value<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.node.fmt(f)
+    }
+}
+
+impl<T> Value<T> {
+    pub(crate) fn new(node: Node) -> Self {
+        Value { node, marker: PhantomData }
+    }
+}
+
+impl<T> From<Reg<T>> for Value<T> {
+    fn from(reg: Reg<T>) -> Self {
+        Value::new(Node::Operand(reg.into()))
+    }
+}
+
+impl<T> From<&Reg<T>> for Value<T> {
+    fn from(reg: &Reg<T>) -> Self {
+        (*reg).into()
+    }
+}
+
+macro_rules! constants {
+    ($($rust:ty => $marker:ident as $bits:ty;)*) => {$(
+        impl From<$rust> for Value<$marker> {
+            #[track_caller]
+            fn from(constant: $rust) -> Self {
+                let bits = <$bits>::try_from(constant).unwrap_or_else(|_| {
+                    panic!("the constant {constant} does not fit {}", stringify!($marker))
+                });
+                Value::new(Node::Operand(Operand::Immediate(bits as u64)))
+            }
+        }
+    )*};
+}
+
+constants! {
+    i32 => U32 as u32;
+    u32 => U32 as u32;
+    usize => U32 as u32;
+    i32 => U64 as u64;
+    u32 => U64 as u64;
+    u64 => U64 as u64;
+    usize => U64 as u64;
+}
+
+impl From<i32> for Value<S32> {
+    fn from(constant: i32) -> Self {
+        Value::new(Node::Operand(Operand::Immediate(constant as u32 as u64)))
+    }
+}
+
+impl From<i64> for Value<S64> {
+    fn from(constant: i64) -> Self {
+        Value::new(Node::Operand(Operand::Immediate(constant as u64)))
+    }
+}
+
+impl From<f32> for Value<F32> {
+    fn from(constant: f32) -> Self {
+        Value::new(Node::Operand(Operand::f32(constant)))
+    }
+}
+
+/// What can be added to a `T` and give a `T`.
+pub trait Displace: Scalar {
+    /// The type of the right-hand side.
+    type By: Scalar;
+}
+
+macro_rules! displace {
+    ($($t:ident by $by:ident),*) => {$(impl Displace for $t { type By = $by; })*};
+}
+
+displace! {
+    U32 by U32, S32 by S32, U64 by U64, S64 by S64, F32 by F32,
+    SharedAddress by U32, ClusterAddress by U32, GlobalAddress by U64
+}
+
+fn binary<T: Scalar>(operation: BinaryOperation, a: Node, b: Node) -> Value<T> {
+    Value::new(Node::Binary(operation, T::TYPE, Box::new(a), Box::new(b)))
+}
+
+macro_rules! operators {
+    ($($trait:ident $method:ident $operation:ident [$bound:ident] $right:ty;)*) => {$(
+        impl<T: $bound, R: Into<Value<$right>>> $trait<R> for Value<T> {
+            type Output = Value<T>;
+            fn $method(self, right: R) -> Value<T> {
+                binary(BinaryOperation::$operation, self.node, right.into().node)
+            }
+        }
+        impl<T: $bound, R: Into<Value<$right>>> $trait<R> for Reg<T> {
+            type Output = Value<T>;
+            fn $method(self, right: R) -> Value<T> {
+                Value::from(self).$method(right)
+            }
+        }
+    )*};
+}
+
+operators! {
+    Add add Add [Displace] T::By;
+    Sub sub Subtract [Number] T;
+    Mul mul Multiply [Number] T;
+    Div div Divide [Number] T;
+    Rem rem Remainder [Integer] T;
+    BitXor bitxor Xor [Bitwise] T;
+    BitAnd bitand And [Bitwise] T;
+    BitOr bitor Or [Bitwise] T;
+    Shl shl ShiftLeft [Integer] U32;
+    Shr shr ShiftRight [Integer] U32;
+}
+
+/// Scalars with bitwise operators: integers, and predicates.
+pub trait Bitwise: Scalar {}
+impl Bitwise for U32 {}
+impl Bitwise for S32 {}
+impl Bitwise for U64 {}
+impl Bitwise for S64 {}
+impl Bitwise for Pred {}
+
+impl<T: Bitwise> Not for Value<T> {
+    type Output = Value<T>;
+    fn not(self) -> Value<T> {
+        Value::new(Node::Unary(UnaryOperation::Not, T::TYPE, Box::new(self.node)))
+    }
+}
+
+impl<T: Bitwise> Not for Reg<T> {
+    type Output = Value<T>;
+    fn not(self) -> Value<T> {
+        !Value::from(self)
+    }
+}
+
+/// Scalars that have a negative.
+pub trait Signed: Number {}
+impl Signed for S32 {}
+impl Signed for S64 {}
+impl Signed for F32 {}
+
+impl<T: Signed> Neg for Value<T> {
+    type Output = Value<T>;
+    fn neg(self) -> Value<T> {
+        Value::new(Node::Unary(UnaryOperation::Negate, T::TYPE, Box::new(self.node)))
+    }
+}
+
+impl<T: Signed> Neg for Reg<T> {
+    type Output = Value<T>;
+    fn neg(self) -> Value<T> {
+        -Value::from(self)
+    }
+}
+
+/// The named operations on values; in scope wherever registers are.
+pub trait Expression<T: Scalar>: Into<Value<T>> + Sized {
+    /// `self == other`.
+    fn equals(self, other: impl Into<Value<T>>) -> Value<Pred> {
+        compare(Comparison::Equal, self, other)
+    }
+
+    /// `self != other`.
+    fn differs(self, other: impl Into<Value<T>>) -> Value<Pred> {
+        compare(Comparison::NotEqual, self, other)
+    }
+
+    /// `self < other`.
+    fn less(self, other: impl Into<Value<T>>) -> Value<Pred>
+    where
+        T: Number,
+    {
+        compare(Comparison::Less, self, other)
+    }
+
+    /// `self <= other`.
+    fn at_most(self, other: impl Into<Value<T>>) -> Value<Pred>
+    where
+        T: Number,
+    {
+        compare(Comparison::LessOrEqual, self, other)
+    }
+
+    /// `self > other`.
+    fn greater(self, other: impl Into<Value<T>>) -> Value<Pred>
+    where
+        T: Number,
+    {
+        compare(Comparison::Greater, self, other)
+    }
+
+    /// `self >= other`.
+    fn at_least(self, other: impl Into<Value<T>>) -> Value<Pred>
+    where
+        T: Number,
+    {
+        compare(Comparison::GreaterOrEqual, self, other)
+    }
+
+    /// The smaller of the two.
+    fn minimum(self, other: impl Into<Value<T>>) -> Value<T>
+    where
+        T: Number,
+    {
+        binary(BinaryOperation::Minimum, self.into().node, other.into().node)
+    }
+
+    /// The larger of the two.
+    fn maximum(self, other: impl Into<Value<T>>) -> Value<T>
+    where
+        T: Number,
+    {
+        binary(BinaryOperation::Maximum, self.into().node, other.into().node)
+    }
+
+    /// The same bits read as another type of the same width.
+    fn reinterpret<U: Scalar>(self) -> Value<U> {
+        Value::new(Node::Reinterpret(U::TYPE, Box::new(self.into().node)))
+    }
+
+    /// The same number in another type, rounded or truncated where it must be.
+    fn convert<U: Scalar>(self) -> Value<U> {
+        Value::new(Node::Convert(T::TYPE, U::TYPE, Box::new(self.into().node)))
+    }
+}
+
+impl<T: Scalar> Expression<T> for Reg<T> {}
+impl<T: Scalar> Expression<T> for Value<T> {}
+
+/// Choosing between two values by a predicate.
+pub trait Choose: Into<Value<Pred>> + Sized {
+    /// `a` where the predicate is true, `b` elsewhere.
+    fn choose<T: Scalar>(self, a: impl Into<Value<T>>, b: impl Into<Value<T>>) -> Value<T> {
+        Value::new(Node::Select(
+            T::TYPE,
+            Box::new(self.into().node),
+            Box::new(a.into().node),
+            Box::new(b.into().node),
+        ))
+    }
+}
+
+impl Choose for Reg<Pred> {}
+impl Choose for Value<Pred> {}
+
+fn compare<T: Scalar>(
+    comparison: Comparison,
+    a: impl Into<Value<T>>,
+    b: impl Into<Value<T>>,
+) -> Value<Pred> {
+    let (a, b) = (a.into().node, b.into().node);
+    Value::new(Node::Compare(comparison, T::TYPE, Box::new(a), Box::new(b)))
+}
+
+/// Splits constant displacements off an address, so that they become the
+/// offset of the instruction instead of an addition.
+pub(crate) fn peel_offset<A: AddressOf>(address: Value<A>) -> (Node, i32) {
+    let mut node = address.node;
+    let mut offset = 0i32;
+    loop {
+        match node {
+            Node::Binary(BinaryOperation::Add, ty, left, right) => match *right {
+                Node::Operand(Operand::Immediate(constant)) => {
+                    match i32::try_from(constant).ok().and_then(|c| offset.checked_add(c)) {
+                        Some(sum) => {
+                            offset = sum;
+                            node = *left;
+                        }
+                        None => {
+                            let right = Box::new(Node::Operand(Operand::Immediate(constant)));
+                            return (Node::Binary(BinaryOperation::Add, ty, left, right), offset);
+                        }
+                    }
+                }
+                right => {
+                    return (Node::Binary(BinaryOperation::Add, ty, left, Box::new(right)), offset);
+                }
+            },
+            other => return (other, offset),
+        }
+    }
+}

@@ -1,0 +1,66 @@
+//! What validates, assembles: every instruction form, on every target.
+
+mod common;
+
+use common::{forms, refused};
+use flashcore_ptx::{Target, print};
+
+const TARGETS: [Target; 7] = [
+    Target::SM_75,
+    Target::SM_80,
+    Target::SM_86,
+    Target::SM_89,
+    Target::SM_90,
+    Target::SM_90A,
+    Target::SM_120,
+];
+
+/// Each form alone, for the lowest target that has it: the PTX version that
+/// the printer chose must know it.
+#[test]
+fn every_form_alone_on_its_lowest_target() {
+    let mut programs = Vec::new();
+    let mut nowhere = Vec::new();
+    for form in forms::all() {
+        match TARGETS.iter().find_map(|target| form.program(*target).ok()) {
+            Some(program) => programs.push((form.name, program)),
+            None => nowhere.push(form.name),
+        }
+    }
+    // The enumeration also asks for combinations that do not exist; that the
+    // validator refuses them is half of the promise.
+    assert!(programs.len() > 700, "only {} forms are valid", programs.len());
+    assert!(nowhere.len() > 300, "only {} combinations are refused", nowhere.len());
+    let messages = refused(&programs);
+    assert!(messages.is_empty(), "{} refused:\n{}", messages.len(), messages.join("\n"));
+}
+
+/// All forms a target has, in one program for each target.
+#[test]
+fn every_form_of_every_target() {
+    let forms = forms::all();
+    let programs: Vec<_> = TARGETS
+        .iter()
+        .map(|target| (target.to_string(), forms::all_in_one(&forms, *target).unwrap()))
+        .collect();
+    let messages = refused(&programs);
+    assert!(messages.is_empty(), "{} refused:\n{}", messages.len(), messages.join("\n"));
+}
+
+/// The PTX version is the lowest that the program allows.
+#[test]
+fn versions_are_low() {
+    let forms = forms::all();
+    let version = |name: &str, target| {
+        let form = forms.iter().find(|form| form.name == name).unwrap();
+        let text = print(&form.program(target).unwrap());
+        text.lines().next().unwrap().to_owned()
+    };
+    assert_eq!(version("Add F32", Target::SM_75), ".version 6.3");
+    assert_eq!(version("Add F32", Target::SM_80), ".version 7.0");
+    assert_eq!(
+        version("tensor load 2d multicast false policy false", Target::SM_90),
+        ".version 8.0"
+    );
+    assert_eq!(version("wgmma by a predicate", Target::SM_90A), ".version 8.0");
+}
