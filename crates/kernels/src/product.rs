@@ -17,9 +17,9 @@
 //! and sends it to both.
 
 use ptx::{
-    Accumulate, Accumulator, Builder, CopyHint, Element, Expression, Fragment,
-    GlobalAddress, MatrixA, Pipeline, Program, Reg, Role, S32, SharedTiles, StoreHint,
-    Swizzle, Target, TensorMap, TileLayout, U32, U64,
+    Accumulate, Accumulator, Builder, CopyHint, Element, Expression, Fragment, GlobalAddress,
+    MatrixA, Pipeline, Program, Reg, Role, S32, SharedTiles, StoreHint, Swizzle, Target, TensorMap,
+    TileLayout, U32, U64,
 };
 
 use crate::Error;

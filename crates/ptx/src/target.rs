@@ -62,8 +62,9 @@ impl Target {
             88..=90 if self.specific => Version { major: 8, minor: 0 },
             88..=90 => Version { major: 7, minor: 8 },
             91..=101 => Version { major: 8, minor: 6 },
-            102..=120 => Version { major: 8, minor: 7 },
-            _ => Version { major: 8, minor: 8 },
+            120 => Version { major: 8, minor: 7 },
+            102..=103 | 121 => Version { major: 8, minor: 8 },
+            _ => Version { major: 9, minor: 0 },
         }
     }
 }

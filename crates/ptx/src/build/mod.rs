@@ -21,9 +21,10 @@ use std::panic::Location;
 
 use crate::value::{Node, Value, peel_offset};
 use crate::{
-    Address, AddressOf, Axis, Block, GlobalAddress, Instruction, Invalid, Operand, Parameter,
-    ParameterId, ParameterKind, Place, Pred, Program, Reg, Register, Scalar, SharedAddress,
-    SharedRegion, Special, Statement, StatementKind, Target, TensorBox, Type, U32, U64,
+    Address, AddressOf, Axis, BinaryOperation, Block, GlobalAddress, Instruction, Invalid, Operand,
+    Parameter, ParameterId, ParameterKind, Place, Pred, Program, Reg, Register, Scalar,
+    SharedAddress, SharedRegion, Special, Statement, StatementKind, Target, TensorBox, Type, U32,
+    U64,
 };
 
 /// Writes one kernel.
@@ -265,7 +266,9 @@ impl Builder {
             }
             Node::Binary(operation, ty, a, b) => {
                 let a = self.emit(*a);
-                Instruction::Binary { operation, ty, dst, a, b: self.emit(*b) }
+                let b = self.emit(*b);
+                let (operation, b) = reduce_strength(operation, ty, b);
+                Instruction::Binary { operation, ty, dst, a, b }
             }
             Node::Compare(comparison, ty, a, b) => {
                 let a = self.emit(*a);
@@ -414,6 +417,24 @@ impl Builder {
         self.open.push(Vec::new());
         body(self);
         self.open.pop().expect("blocks are closed in order")
+    }
+}
+
+/// Division of unsigned numbers by a constant power of two as a shift, the
+/// remainder as a mask: the assembler goes through a reciprocal instead.
+fn reduce_strength(operation: BinaryOperation, ty: Type, b: Operand) -> (BinaryOperation, Operand) {
+    match (operation, ty, b) {
+        (BinaryOperation::Divide, Type::U32 | Type::U64, Operand::Immediate(divisor))
+            if divisor.is_power_of_two() =>
+        {
+            (BinaryOperation::ShiftRight, Operand::u32(divisor.trailing_zeros()))
+        }
+        (BinaryOperation::Remainder, Type::U32 | Type::U64, Operand::Immediate(divisor))
+            if divisor.is_power_of_two() =>
+        {
+            (BinaryOperation::And, Operand::Immediate(divisor - 1))
+        }
+        _ => (operation, b),
     }
 }
 

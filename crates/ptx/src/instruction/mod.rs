@@ -176,6 +176,28 @@ pub enum Instruction {
     /// `d = a * b (+ d)` on a warpgroup, asynchronously: m64, k of 32 bytes.
     /// The registers may not be touched until the group that this belongs to
     /// has been waited for.
+    ///
+    /// There is one accumulator, `d`, read and written in place. A second
+    /// list of accumulators, which PTX does not have, cannot be written:
+    ///
+    /// ```compile_fail,E0559
+    /// # use flashcore_ptx::{Accumulate, Element, Instruction, Register, WgmmaA};
+    /// # let (a, b, out) = (Register(0), Register(1), vec![Register(2)]);
+    /// Instruction::Wgmma {
+    ///     c: out.clone(), // no such field
+    ///     d: out,
+    ///     n: 8,
+    ///     a_element: Element::F16,
+    ///     b_element: Element::F16,
+    ///     accumulator: Element::F32,
+    ///     accumulate: Accumulate::Yes,
+    ///     a: WgmmaA::Shared { descriptor: a, transpose: false },
+    ///     b,
+    ///     b_transpose: false,
+    ///     negate_a: false,
+    ///     negate_b: false,
+    /// };
+    /// ```
     Wgmma {
         n: u32,
         a_element: Element,

@@ -3,14 +3,14 @@
 use flashcore_ptx::*;
 
 /// A form: its name, and what writes it.
-pub struct Form {
-    pub name: String,
+pub(crate) struct Form {
+    pub(crate) name: String,
     write: Box<dyn Fn(&mut Scene) + Send + Sync>,
 }
 
 /// A program in which a form is written, with operands of every kind at hand.
-pub struct Scene {
-    pub k: Builder,
+pub(crate) struct Scene {
+    pub(crate) k: Builder,
     global: Reg<GlobalAddress>,
 }
 
@@ -21,11 +21,40 @@ fn tensor_box(rank: usize) -> TensorBox {
 }
 
 impl Scene {
-    fn new(target: Target) -> Self {
+    pub(crate) fn new(target: Target) -> Self {
         let mut k = Builder::new("form", target, 128).blocks_per_multiprocessor(1);
         k.shared("room", 4096, 1024);
         let global = k.parameter::<GlobalAddress>("data");
         Scene { k, global }
+    }
+
+    /// A branch inside of which forms are written.
+    pub(crate) fn if_else(
+        &mut self,
+        condition: Value<Pred>,
+        then: impl FnOnce(&mut Scene),
+        otherwise: impl FnOnce(&mut Scene),
+    ) {
+        let global = self.global;
+        self.k.if_else(
+            condition,
+            |k| Scene::inside(k, global, then),
+            |k| Scene::inside(k, global, otherwise),
+        );
+    }
+
+    /// A loop inside of which forms are written.
+    pub(crate) fn loop_(&mut self, body: impl FnOnce(&mut Scene)) {
+        let global = self.global;
+        self.k.loop_(|k| Scene::inside(k, global, body));
+    }
+
+    /// Lends the builder to a scene for a while.
+    fn inside(k: &mut Builder, global: Reg<GlobalAddress>, body: impl FnOnce(&mut Scene)) {
+        let empty = Builder::new("lent", k.target(), 32);
+        let mut scene = Scene { k: std::mem::replace(k, empty), global };
+        body(&mut scene);
+        *k = scene.k;
     }
 
     /// A register of a type, with a value nobody knows at compile time.
@@ -100,21 +129,26 @@ impl Form {
         Form { name: name.into(), write: Box::new(write) }
     }
 
+    /// Writes the form.
+    pub(crate) fn write(&self, scene: &mut Scene) {
+        (self.write)(scene);
+    }
+
     /// The form as a program for a target, or why there is none.
-    pub fn program(&self, target: Target) -> Result<Program, Invalid> {
+    pub(crate) fn program(&self, target: Target) -> Result<Program, Invalid> {
         let mut scene = Scene::new(target);
-        (self.write)(&mut scene);
+        self.write(&mut scene);
         scene.k.finish()
     }
 }
 
 /// Writes forms one after another into one program, skipping those the target
 /// cannot have.
-pub fn all_in_one(forms: &[Form], target: Target) -> Result<Program, Invalid> {
+pub(crate) fn all_in_one(forms: &[Form], target: Target) -> Result<Program, Invalid> {
     let mut scene = Scene::new(target);
     for form in forms {
         if form.program(target).is_ok() {
-            (form.write)(&mut scene);
+            form.write(&mut scene);
         }
     }
     scene.k.finish()
@@ -123,7 +157,7 @@ pub fn all_in_one(forms: &[Form], target: Target) -> Result<Program, Invalid> {
 const SCOPES: [Scope; 4] = [Scope::Block, Scope::Cluster, Scope::Gpu, Scope::System];
 
 /// Every form there is.
-pub fn all() -> Vec<Form> {
+pub(crate) fn all() -> Vec<Form> {
     let mut forms = Vec::new();
     arithmetic(&mut forms);
     memory(&mut forms);

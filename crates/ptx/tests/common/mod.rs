@@ -2,7 +2,7 @@
 
 #![allow(dead_code)] // each test uses its part
 
-pub mod forms;
+pub(crate) mod forms;
 
 use cuda::toolkit::{Options, Toolkit};
 use flashcore_ptx::{Program, print};
@@ -10,7 +10,7 @@ use rayon::prelude::*;
 
 /// Assembles each program with every assembler found (12.4 and a 13.x where
 /// they are required); returns one message for each that is refused.
-pub fn refused(programs: &[(String, Program)]) -> Vec<String> {
+pub(crate) fn refused(programs: &[(String, Program)]) -> Vec<String> {
     let Some(toolkit) = Toolkit::for_tests() else {
         eprintln!("skipped: no ptxas; `cargo xtask tools` brings it");
         return Vec::new();

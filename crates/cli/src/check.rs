@@ -1,0 +1,287 @@
+//! `flashcore check`: every kernel that this machine can run, over problems that are not kind.
+
+use std::error::Error;
+
+use clap::Args;
+use flashcore::check::ladder::{self, Rung};
+use flashcore::check::{self, Outcome, cases};
+use flashcore::gpu::Gpu;
+use flashcore::{Backend, DType, Machine, Progress};
+use serde::Serialize;
+
+use crate::attend::BackendChoice;
+use crate::progress::Bar;
+use crate::{Answer, terminal};
+
+/// Check every kernel that this machine can run
+#[derive(Args)]
+pub(crate) struct Arguments {
+    /// Check this back end only
+    #[arg(long, value_enum, default_value_t = BackendChoice::Auto)]
+    backend: BackendChoice,
+    /// Check this kernel only
+    #[arg(long, value_name = "NAME")]
+    kernel: Option<String>,
+    /// Check this element type only: f32, f16 or bf16
+    #[arg(long)]
+    dtype: Option<DType>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// What one kernel did with one element type.
+#[derive(Serialize)]
+struct Line {
+    backend: &'static str,
+    kernel: String,
+    dtype: DType,
+    /// Cases that it accepted.
+    cases: usize,
+    /// The largest error of any output.
+    max_error: f64,
+    /// The mean of the cases' mean errors.
+    mean_error: f64,
+    /// The largest error of any log-sum-exp.
+    lse_max_error: f64,
+    /// The largest share of a case's tolerance that was used up.
+    tolerance_used: f64,
+    failures: Vec<Failure>,
+}
+
+#[derive(Serialize)]
+struct Failure {
+    case: String,
+    reason: String,
+}
+
+#[derive(Serialize)]
+struct Json<'a> {
+    passed: bool,
+    kernels: &'a [Line],
+    /// The matrix kernels, one entry per configuration.
+    ladder: &'a [Rung],
+}
+
+pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
+    let machine = Machine::discover();
+    let dtypes = match arguments.dtype {
+        Some(dtype) => vec![dtype],
+        None => DType::ALL.to_vec(),
+    };
+    let wanted = arguments.backend.name();
+    let backends: Vec<&dyn Backend> = machine
+        .backends()
+        .iter()
+        .map(AsRef::as_ref)
+        .filter(|backend| wanted.as_deref().is_none_or(|name| name == backend.name()))
+        .collect();
+    let mut lines = Vec::new();
+    for backend in backends {
+        for dtype in &dtypes {
+            lines.extend(check_backend(backend, *dtype, arguments.kernel.as_deref())?);
+        }
+    }
+    let rungs = match machine.gpu() {
+        Some(gpu) if wanted.as_deref() != Some("cpu") => check_ladder(gpu, arguments)?,
+        _ => Vec::new(),
+    };
+    if lines.is_empty() && rungs.is_empty() {
+        let absent =
+            machine.missing().iter().find(|missing| Some(missing.backend) == wanted.as_deref());
+        return Err(match (absent, &arguments.kernel) {
+            (Some(missing), _) => {
+                format!("there is no {} back end here: {}", missing.backend, missing.reason)
+            }
+            (None, Some(kernel)) => format!("there is no kernel `{kernel}` here"),
+            (None, None) => "there is nothing to check here".to_owned(),
+        }
+        .into());
+    }
+    let passed =
+        lines.iter().all(|line| line.failures.is_empty()) && rungs.iter().all(|rung| rung.passed);
+    if arguments.json {
+        return Answer::json(&Json { passed, kernels: &lines, ladder: &rungs }, passed);
+    }
+    let parts = [describe(&machine, &lines), describe_ladder(&rungs)];
+    let text = parts.into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join("\n");
+    Ok(Answer { text, passed })
+}
+
+/// One line per kernel of the back end.
+fn check_backend(
+    backend: &dyn Backend,
+    dtype: DType,
+    kernel: Option<&str>,
+) -> Result<Vec<Line>, Box<dyn Error>> {
+    let cases = cases::standard(dtype);
+    let bar = Bar::new("checking");
+    bar.begin(cases.len() as u64);
+    let mut lines: Vec<Line> = Vec::new();
+    for case in &cases {
+        for candidate in backend.candidates(&case.problem) {
+            if !candidate.accepted || kernel.is_some_and(|name| name != candidate.kernel) {
+                continue;
+            }
+            let outcome = check::run(backend, &candidate.kernel, case);
+            let known = lines.iter().position(|line| line.kernel == candidate.kernel);
+            let index = known.unwrap_or_else(|| {
+                lines.push(Line::new(backend.name(), candidate.kernel, dtype));
+                lines.len() - 1
+            });
+            lines[index].add(case.to_string(), outcome);
+        }
+        bar.advance(1);
+    }
+    for line in &mut lines {
+        line.mean_error /= line.cases as f64;
+    }
+    Ok(lines)
+}
+
+/// Every matrix kernel that the GPU can run.
+fn check_ladder(gpu: &Gpu, arguments: &Arguments) -> Result<Vec<Rung>, Box<dyn Error>> {
+    let mut configurations = ladder::configurations(gpu);
+    if let Some(kernel) = &arguments.kernel {
+        configurations.retain(|configuration| configuration.family() == kernel);
+    }
+    let bar = Bar::new("checking");
+    bar.begin(configurations.len() as u64);
+    Ok(ladder::run(gpu, &configurations, &bar)?)
+}
+
+impl Line {
+    fn new(backend: &'static str, kernel: String, dtype: DType) -> Self {
+        Line {
+            backend,
+            kernel,
+            dtype,
+            cases: 0,
+            max_error: 0.0,
+            mean_error: 0.0,
+            lse_max_error: 0.0,
+            tolerance_used: 0.0,
+            failures: Vec::new(),
+        }
+    }
+
+    fn add(&mut self, case: String, outcome: Result<Outcome, flashcore::Error>) {
+        self.cases += 1;
+        let outcome = match outcome {
+            Ok(outcome) => outcome,
+            Err(error) => {
+                let reason = error.to_string();
+                self.failures.push(Failure { case, reason });
+                return;
+            }
+        };
+        let (output, lse) = (&outcome.verdict.output, &outcome.verdict.lse);
+        self.max_error = self.max_error.max(output.max_error);
+        self.mean_error += output.mean_error;
+        self.lse_max_error = self.lse_max_error.max(lse.max_error);
+        for comparison in [output, lse] {
+            if comparison.tolerance > 0.0 {
+                let used = comparison.max_error / comparison.tolerance;
+                self.tolerance_used = self.tolerance_used.max(used);
+            }
+        }
+        if !outcome.passed {
+            let reason = outcome.to_string();
+            self.failures.push(Failure { case, reason });
+        }
+    }
+}
+
+/// One line per matrix kernel, its configurations together; failures one by one.
+fn describe_ladder(rungs: &[Rung]) -> String {
+    if rungs.is_empty() {
+        return String::new();
+    }
+    let mut families: Vec<&str> = rungs.iter().map(|rung| rung.family).collect();
+    families.dedup();
+    let rows: Vec<_> = families
+        .into_iter()
+        .map(|family| {
+            let of_family: Vec<&Rung> = rungs.iter().filter(|rung| rung.family == family).collect();
+            let largest =
+                |of: fn(&Rung) -> f64| of_family.iter().map(|r| of(r)).fold(0.0, f64::max);
+            let mean = of_family.iter().map(|rung| rung.mean_error).sum::<f64>();
+            let (style, verdict) = match of_family.iter().filter(|rung| !rung.passed).count() {
+                0 => (terminal::GOOD, "passed".to_owned()),
+                count => (terminal::BAD, format!("{count} failed")),
+            };
+            let plain = |text: String| (terminal::PLAIN, text);
+            vec![
+                plain(format!("gpu/{family}")),
+                plain(of_family.len().to_string()),
+                plain(format!("{:.2e}", largest(|rung| rung.max_error))),
+                plain(format!("{:.2e}", mean / of_family.len() as f64)),
+                plain(format!("{:.0} %", largest(|rung| rung.tolerance_used) * 100.0)),
+                (style, verdict),
+            ]
+        })
+        .collect();
+    let heading =
+        ["matrix kernel", "configurations", "max error", "mean error", "of allowed", "verdict"];
+    let mut text = terminal::table(&heading, &rows);
+    for rung in rungs.iter().filter(|rung| !rung.passed) {
+        let complaint = rung.complaint.clone();
+        let complaint = complaint.unwrap_or_else(|| format!("max error {:.2e}", rung.max_error));
+        let failed = terminal::paint(terminal::BAD, "failed");
+        text += &format!("{failed} {}: {complaint}\n", rung.name);
+    }
+    text
+}
+
+fn describe(machine: &Machine, lines: &[Line]) -> String {
+    let heading = [
+        "kernel",
+        "type",
+        "cases",
+        "max error",
+        "mean error",
+        "lse error",
+        "of allowed",
+        "verdict",
+    ];
+    let rows: Vec<_> = lines
+        .iter()
+        .map(|line| {
+            let (style, verdict) = match line.failures.len() {
+                0 => (terminal::GOOD, "passed".to_owned()),
+                count => (terminal::BAD, format!("{count} failed")),
+            };
+            let plain = |text: String| (terminal::PLAIN, text);
+            vec![
+                plain(format!("{}/{}", line.backend, line.kernel)),
+                plain(line.dtype.to_string()),
+                plain(line.cases.to_string()),
+                plain(format!("{:.2e}", line.max_error)),
+                plain(format!("{:.2e}", line.mean_error)),
+                plain(format!("{:.2e}", line.lse_max_error)),
+                plain(format!("{:.0} %", line.tolerance_used * 100.0)),
+                (style, verdict),
+            ]
+        })
+        .collect();
+    let mut text = match rows.is_empty() {
+        true => String::new(),
+        false => terminal::table(&heading, &rows),
+    };
+    for missing in machine.missing() {
+        text += &format!("not checked: {} ({})\n", missing.backend, missing.reason);
+    }
+    for line in lines {
+        for failure in &line.failures {
+            text += &format!(
+                "{} {}/{}: {}: {}\n",
+                terminal::paint(terminal::BAD, "failed"),
+                line.backend,
+                line.kernel,
+                failure.case,
+                failure.reason
+            );
+        }
+    }
+    text
+}

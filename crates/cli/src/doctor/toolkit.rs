@@ -1,0 +1,61 @@
+//! Parts of the CUDA toolkit. None is needed to run; each helps to look into a kernel.
+
+use std::env;
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use cuda::toolkit::Toolkit;
+use serde::Serialize;
+
+/// A program of the toolkit.
+#[derive(Serialize)]
+pub(super) struct Tool {
+    pub(super) name: &'static str,
+    path: Option<String>,
+    /// Only assemblers are asked: what they make of a kernel depends on it.
+    version: Option<String>,
+}
+
+/// Every assembler, and the rest by name.
+pub(super) fn look() -> Vec<Tool> {
+    let toolkit = Toolkit::find();
+    let mut tools: Vec<Tool> = toolkit
+        .assemblers
+        .iter()
+        .map(|ptxas| Tool {
+            version: Some(ptxas.version.to_string()),
+            ..Tool::new("ptxas", Some(&ptxas.path))
+        })
+        .collect();
+    if tools.is_empty() {
+        tools.push(Tool::new("ptxas", None));
+    }
+    tools.push(Tool::new("nvdisasm", toolkit.nvdisasm.as_deref()));
+    tools.push(Tool::new("cuobjdump", toolkit.cuobjdump.as_deref()));
+    for name in ["compute-sanitizer", "ncu"] {
+        tools.push(Tool::new(name, find(&toolkit, name).as_deref()));
+    }
+    tools
+}
+
+/// A tool that FlashCore never starts itself, in the folders where the others were looked for.
+fn find(toolkit: &Toolkit, name: &str) -> Option<PathBuf> {
+    let file = format!("{name}{}", env::consts::EXE_SUFFIX);
+    toolkit.searched.iter().map(|folder| folder.join(&file)).find(|path| path.is_file())
+}
+
+impl Tool {
+    fn new(name: &'static str, path: Option<&Path>) -> Self {
+        Tool { name, path: path.map(|path| path.display().to_string()), version: None }
+    }
+}
+
+impl fmt::Display for Tool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (&self.path, &self.version) {
+            (Some(path), Some(version)) => write!(f, "{version}, {path}"),
+            (Some(path), None) => f.write_str(path),
+            (None, _) => f.write_str("not found"),
+        }
+    }
+}

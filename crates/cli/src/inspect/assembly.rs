@@ -1,0 +1,203 @@
+//! What the assemblers of this machine make of a kernel.
+
+use std::time::Duration;
+
+use cuda::toolkit::{self, Assembled, Options, Ptxas, Toolkit};
+use cuda::{Device, DeviceInfo, OptimizationLevel};
+use flashcore::Progress;
+use ptx::Target;
+use serde::Serialize;
+
+use super::choose::default_target;
+use crate::progress::Bar;
+use crate::terminal;
+
+/// What every assembler says, and what to think of it.
+#[derive(Serialize)]
+pub(super) struct Assembly {
+    assemblers: Vec<Assembler>,
+    /// Whether the newest `ptxas`, or else the driver, finds nothing to complain about; absent
+    /// where there is neither.
+    clean: Option<bool>,
+    /// Why, or why not.
+    verdict: String,
+}
+
+/// What one assembler says.
+#[derive(Serialize)]
+struct Assembler {
+    name: String,
+    /// Absent for the compiler in the driver.
+    path: Option<String>,
+    seconds: Option<f64>,
+    #[serde(flatten)]
+    costs: Option<Costs>,
+    /// What makes the kernel slow.
+    faults: Vec<String>,
+    /// What the assembler remarked, faults included.
+    notes: Vec<String>,
+    /// Why there are no costs.
+    refusal: Option<String>,
+}
+
+#[derive(Serialize)]
+struct Costs {
+    registers: u32,
+    stack_frame_bytes: u32,
+    spill_store_bytes: u32,
+    spill_load_bytes: u32,
+    barriers: Option<u32>,
+}
+
+/// The machine code of a PTX text.
+pub(super) fn disassemble(ptx: &str) -> Result<String, toolkit::Error> {
+    let toolkit = Toolkit::find();
+    let options = Options { keep_cubin: true, ..Options::default() };
+    let assembled = toolkit.ptxas()?.assemble(ptx, &options)?;
+    toolkit.disassemble(&assembled.cubin.unwrap_or_default())
+}
+
+impl Assembly {
+    /// Assembles with every `ptxas` that is found, and with the driver where the kernel could run.
+    pub(super) fn of(ptx: &str, target: Target) -> Self {
+        let toolkit = Toolkit::find();
+        let driver = DeviceInfo::query(0).ok().filter(|_| default_target() == target);
+        let bar = Bar::new("assembling");
+        bar.begin((toolkit.assemblers.len() + usize::from(driver.is_some())) as u64);
+        let mut assemblers = Vec::new();
+        let mut tried: Vec<&Ptxas> = toolkit.assemblers.iter().collect();
+        tried.sort_by_key(|ptxas| std::cmp::Reverse(ptxas.version));
+        for ptxas in tried {
+            assemblers.push(Assembler::ptxas(ptxas, ptx));
+            bar.advance(1);
+        }
+        if let Some(info) = driver {
+            assemblers.push(Assembler::driver(&info, ptx));
+        }
+        let (clean, verdict) = match assemblers.first() {
+            None => {
+                let reason = toolkit.ptxas().err().map_or_else(String::new, |it| it.to_string());
+                (None, format!("not assembled: {reason}"))
+            }
+            Some(newest) => match (&newest.refusal, newest.faults.len()) {
+                (Some(_), _) => (Some(false), format!("{} refuses it", newest.name)),
+                (None, 0) => (
+                    Some(true),
+                    format!("{}: no spill, no stack frame, no note of slow code", newest.name),
+                ),
+                (None, _) => {
+                    (Some(false), format!("{}: {}", newest.name, newest.faults.join("; ")))
+                }
+            },
+        };
+        Assembly { assemblers, clean, verdict }
+    }
+
+    pub(super) fn describe(&self) -> String {
+        let mut text = String::new();
+        if !self.assemblers.is_empty() {
+            let heading = ["assembler", "registers", "spills", "stack frame", "time"];
+            let rows: Vec<_> = self.assemblers.iter().map(Assembler::row).collect();
+            text += &format!("\n{}", terminal::table(&heading, &rows));
+        }
+        for assembler in &self.assemblers {
+            for remark in assembler.refusal.iter().chain(&assembler.notes) {
+                text += &format!("{}: {remark}\n", assembler.name);
+            }
+        }
+        let verdict = match self.clean {
+            Some(true) => {
+                format!("{} ({})", terminal::paint(terminal::GOOD, "clean"), self.verdict)
+            }
+            Some(false) => {
+                format!("{} ({})", terminal::paint(terminal::BAD, "not clean"), self.verdict)
+            }
+            None => self.verdict.clone(),
+        };
+        text + "\n" + &terminal::fields(&[("verdict", verdict)])
+    }
+}
+
+impl Assembler {
+    fn ptxas(ptxas: &Ptxas, ptx: &str) -> Self {
+        let name = format!("ptxas {}", ptxas.version);
+        let path = Some(ptxas.path.display().to_string());
+        match ptxas.assemble(ptx, &Options::default()) {
+            Ok(assembled) => {
+                let seconds = Some(assembled.seconds);
+                Assembler { path, seconds, ..Assembler::accepted(name, assembled) }
+            }
+            Err(toolkit::Error::Failed { log, .. }) => {
+                Assembler { path, ..Assembler::refused(name, log) }
+            }
+            Err(error) => Assembler { path, ..Assembler::refused(name, error.to_string()) },
+        }
+    }
+
+    /// The compiler inside the driver, which is the one that counts when the kernel runs.
+    fn driver(info: &DeviceInfo, ptx: &str) -> Self {
+        let name = format!("driver {}", info.driver.version);
+        let level = OptimizationLevel::default();
+        match Device::open(info.ordinal).and_then(|device| device.compile(ptx, level)) {
+            Ok(cubin) => Assembler {
+                seconds: Some(cubin.milliseconds / 1e3),
+                ..Assembler::accepted(name, Assembled::from_log(cubin.log))
+            },
+            Err(cuda::Error::Compile { log }) => Assembler::refused(name, log),
+            Err(error) => Assembler::refused(name, error.to_string()),
+        }
+    }
+
+    fn accepted(name: String, assembled: Assembled) -> Self {
+        let costs = Costs {
+            registers: assembled.registers,
+            stack_frame_bytes: assembled.stack_frame_bytes,
+            spill_store_bytes: assembled.spill_store_bytes,
+            spill_load_bytes: assembled.spill_load_bytes,
+            barriers: assembled.barriers,
+        };
+        Assembler {
+            name,
+            path: None,
+            seconds: None,
+            costs: Some(costs),
+            faults: assembled.faults(),
+            notes: assembled.notes,
+            refusal: None,
+        }
+    }
+
+    /// The first line says what is wrong; the rest of a log repeats it.
+    fn refused(name: String, log: String) -> Self {
+        let refusal = Some(log.lines().next().unwrap_or_default().to_owned());
+        let (faults, notes) = (Vec::new(), Vec::new());
+        Assembler { name, path: None, seconds: None, costs: None, faults, notes, refusal }
+    }
+
+    fn row(&self) -> Vec<(anstyle::Style, String)> {
+        let plain = |text: String| (terminal::PLAIN, text);
+        let bytes = |bytes: u32| match bytes {
+            0 => plain("none".to_owned()),
+            bytes => (terminal::BAD, format!("{bytes} bytes")),
+        };
+        let mut row = vec![plain(self.name.clone())];
+        match &self.costs {
+            Some(costs) => row.extend([
+                plain(costs.registers.to_string()),
+                bytes(costs.spill_store_bytes + costs.spill_load_bytes),
+                bytes(costs.stack_frame_bytes),
+            ]),
+            None => row.extend([
+                (terminal::BAD, "refused".to_owned()),
+                plain("-".to_owned()),
+                plain("-".to_owned()),
+            ]),
+        }
+        let time = self.seconds.map_or_else(
+            || "-".to_owned(),
+            |seconds| terminal::duration(Duration::from_secs_f64(seconds)),
+        );
+        row.push(plain(time));
+        row
+    }
+}

@@ -1,0 +1,110 @@
+//! The command `flashcore`: attention from a terminal.
+//!
+//! One file or folder per subcommand. Each returns its [`Answer`] as text instead of printing it, so that
+//! closed pipes, colours and exit codes are dealt with here, once.
+
+mod attend;
+mod check;
+mod doctor;
+mod inspect;
+mod memory;
+mod progress;
+mod terminal;
+
+use std::error::Error;
+use std::io::Write;
+use std::process::ExitCode;
+
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+
+/// Fused attention for NVIDIA GPUs in pure Rust.
+#[derive(Parser)]
+#[command(name = "flashcore", version)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Attend(attend::Arguments),
+    Check(check::Arguments),
+    Doctor(doctor::Arguments),
+    Inspect(inspect::Arguments),
+}
+
+/// What a subcommand has to say.
+struct Answer {
+    /// Goes to standard output.
+    text: String,
+    /// Whether the exit code is zero.
+    passed: bool,
+}
+
+impl Answer {
+    /// An answer in JSON.
+    fn json(value: &impl serde::Serialize, passed: bool) -> Result<Self, Box<dyn Error>> {
+        let mut text = serde_json::to_string_pretty(value)?;
+        text.push('\n');
+        Ok(Answer { text, passed })
+    }
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::command()
+        .try_get_matches()
+        .and_then(|matches| Arguments::from_arg_matches(&matches));
+    let arguments = match arguments {
+        Ok(arguments) => arguments,
+        Err(error) => return usage(&error),
+    };
+    let answer = match &arguments.command {
+        Command::Attend(arguments) => attend::run(arguments),
+        Command::Check(arguments) => check::run(arguments),
+        Command::Doctor(arguments) => doctor::run(arguments),
+        Command::Inspect(arguments) => inspect::run(arguments),
+    };
+    match answer {
+        Ok(answer) => print(&answer),
+        Err(error) => {
+            terminal::error(&error.to_string());
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Write the answer. A reader that has gone away (`| head`) is no failure.
+fn print(answer: &Answer) -> ExitCode {
+    let mut output = std::io::stdout().lock();
+    let written = output.write_all(answer.text.as_bytes()).and_then(|()| output.flush());
+    match written {
+        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
+            terminal::error(&format!("cannot write to standard output: {error}"));
+            ExitCode::FAILURE
+        }
+        _ if answer.passed => ExitCode::SUCCESS,
+        _ => ExitCode::FAILURE,
+    }
+}
+
+/// Help and version as clap prints them; mistakes as one line.
+fn usage(error: &clap::Error) -> ExitCode {
+    if !error.use_stderr() {
+        // Only a closed pipe can go wrong here.
+        let _ = error.print();
+        return ExitCode::SUCCESS;
+    }
+    let text = error.to_string();
+    if error.kind() == clap::error::ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+        let _ = std::io::stderr().write_all(text.as_bytes());
+        return ExitCode::from(2);
+    }
+    let paragraph = text.split("\n\n").next().unwrap_or_default();
+    let tip = text.lines().find(|line| line.trim().starts_with("tip:"));
+    let mut line = paragraph.split_whitespace().collect::<Vec<_>>().join(" ");
+    if let Some(tip) = tip {
+        line += &format!("; {}", tip.trim());
+    }
+    terminal::error(line.trim_start_matches("error: "));
+    ExitCode::from(2)
+}

@@ -1,0 +1,49 @@
+//! Whether a problem's tensors fit in memory, asked before they are made: a system that promises
+//! more memory than it has ends the process later, without a word.
+
+use std::error::Error;
+use std::fs;
+
+use flashcore::Problem;
+
+use crate::terminal;
+
+/// Refuse a problem whose tensors are larger than the memory that is free.
+pub(crate) fn admit(problem: &Problem) -> Result<(), Box<dyn Error>> {
+    let elements: u128 =
+        [problem.query_shape(), problem.key_shape(), problem.value_shape(), problem.output_shape()]
+            .into_iter()
+            .map(|shape| shape.elements().map_or(u128::MAX / 16, |count| count as u128))
+            .sum();
+    // The output's rows are listed once while they are shared out among threads.
+    let rows = problem.rows() as u128 * (4 + 16);
+    let needed = elements * problem.dtype.bytes() as u128 + rows;
+    match available() {
+        Some(available) if needed > available => Err(format!(
+            "this problem needs {} of memory, {} are free",
+            terminal::bytes(needed),
+            terminal::bytes(available)
+        )
+        .into()),
+        _ => Ok(()),
+    }
+}
+
+/// Bytes that can be allocated, where the system says so.
+pub(crate) fn available() -> Option<u128> {
+    let machine = fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
+        let line = text.lines().find(|line| line.starts_with("MemAvailable:"))?;
+        let kilobytes: u128 = line.split_whitespace().nth(1)?.parse().ok()?;
+        Some(kilobytes * 1024)
+    });
+    [machine, container()].into_iter().flatten().min()
+}
+
+/// What a container's limit leaves (cgroup version 2).
+fn container() -> Option<u128> {
+    let read = |name: &str| -> Option<u128> {
+        let text = fs::read_to_string(format!("/sys/fs/cgroup/{name}")).ok()?;
+        text.trim().parse().ok()
+    };
+    Some(read("memory.max")?.saturating_sub(read("memory.current")?))
+}

@@ -1,0 +1,169 @@
+//! `flashcore attend`.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use safetensors::tensor::{Dtype, TensorView};
+use serde_json::Value;
+
+use crate::{fail, json, succeed};
+
+/// A file of tensors that hold zeros.
+fn tensors(folder: &Path, tensors: &[(&str, Dtype, &[usize])]) -> PathBuf {
+    let path = folder.join("input.safetensors");
+    let bytes: Vec<Vec<u8>> = tensors
+        .iter()
+        .map(|(_, dtype, shape)| vec![0; shape.iter().product::<usize>() * dtype.bitsize() / 8])
+        .collect();
+    let views = tensors.iter().zip(&bytes).map(|((name, dtype, shape), bytes)| {
+        (*name, TensorView::new(*dtype, shape.to_vec(), bytes).unwrap())
+    });
+    safetensors::serialize_to_file(views, None, &path).unwrap();
+    path
+}
+
+#[test]
+fn attend_says_what_ran_and_how_well() {
+    let text = succeed(&["attend", "--backend", "cpu", "--seq", "100", "--heads", "2", "--causal"]);
+    for word in ["batch 1, heads 2, length 100", "causal", "blocked", "TFLOP/s", "passed (all 200"]
+    {
+        assert!(text.contains(word), "no `{word}` in\n{text}");
+    }
+    assert!(!text.contains('\u{1b}'), "colours outside a terminal");
+}
+
+#[test]
+fn attend_in_json() {
+    let answer = json(&[
+        "attend",
+        "--batch",
+        "2",
+        "--seq",
+        "33",
+        "--kv-seq",
+        "65",
+        "--heads",
+        "4",
+        "--kv-heads",
+        "2",
+        "--head-dim",
+        "48",
+        "--value-head-dim",
+        "24",
+        "--dtype",
+        "f16",
+        "--causal",
+        "--scale",
+        "-0.25",
+        "--seed",
+        "9",
+        "--backend",
+        "cpu",
+        "--json",
+    ]);
+    assert_eq!(answer["problem"]["kv_heads"], 2);
+    assert_eq!(answer["problem"]["mask"], "causal");
+    assert_eq!(answer["scale"], -0.25);
+    assert_eq!(answer["report"]["backend"], "cpu");
+    assert!(answer["report"]["kernel_ms"].as_f64().unwrap() > 0.0);
+    assert_eq!(answer["verdict"]["passed"], true);
+    assert_eq!(answer["verdict"]["rows"], 2 * 4 * 33);
+
+    let answer = json(&["attend", "--seq", "20", "--no-check", "--json"]);
+    assert_eq!(answer["verdict"], Value::Null);
+}
+
+#[test]
+fn empty_problems_are_answered() {
+    succeed(&["attend", "--seq", "0"]);
+    succeed(&["attend", "--seq", "5", "--kv-seq", "0"]);
+    succeed(&["attend", "--batch", "0"]);
+}
+
+#[test]
+fn tensors_come_from_a_file_and_go_to_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let input = tensors(
+        folder.path(),
+        &[
+            ("q", Dtype::BF16, &[2, 3, 4, 8]),
+            ("k", Dtype::BF16, &[2, 5, 2, 8]),
+            ("v", Dtype::BF16, &[2, 5, 2, 16]),
+        ],
+    );
+    let output = folder.path().join("output.safetensors");
+    let (input, output) = (input.to_str().unwrap(), output.to_str().unwrap());
+    let answer = json(&["attend", "--input", input, "--output", output, "--json"]);
+    assert_eq!(answer["problem"]["value_head_dim"], 16);
+    assert_eq!(answer["output"], output);
+    let bytes = std::fs::read(output).unwrap();
+    let written = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    assert_eq!(written.tensor("output").unwrap().shape(), [2, 3, 4, 16]);
+    assert_eq!(written.tensor("lse").unwrap().shape(), [2, 4, 3]);
+    // Five equal scores of zero.
+    let lse = written.tensor("lse").unwrap().data()[..4].try_into().unwrap();
+    assert!((f32::from_le_bytes(lse) - 5f32.ln()).abs() < 1e-6);
+}
+
+#[test]
+fn files_that_cannot_be_used_are_refused_in_a_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let refuse = |contents: &[(&str, Dtype, &[usize])]| {
+        let path = tensors(folder.path(), contents);
+        fail(1, &["attend", "--input", path.to_str().unwrap()])
+    };
+    let mismatch = refuse(&[
+        ("q", Dtype::F16, &[1, 3, 2, 8]),
+        ("k", Dtype::F16, &[1, 5, 2, 8]),
+        ("v", Dtype::F16, &[1, 4, 2, 8]),
+    ]);
+    assert_eq!(mismatch, "value has shape [1, 4, 2, 8], expected [1, 5, 2, 8]");
+    let dtype = refuse(&[("q", Dtype::I32, &[1, 3, 2, 8])]);
+    assert!(dtype.contains("tensor `q` has element type i32"), "{dtype}");
+    let rank = refuse(&[("q", Dtype::F32, &[3, 2, 8])]);
+    assert!(rank.contains("expected [batch, length, heads, dim]"), "{rank}");
+    let missing = refuse(&[("q", Dtype::F32, &[1, 3, 2, 8])]);
+    assert!(missing.contains("has no tensor `k`, only `q`"), "{missing}");
+    let heads = refuse(&[
+        ("q", Dtype::F16, &[1, 3, 5, 8]),
+        ("k", Dtype::F16, &[1, 5, 2, 8]),
+        ("v", Dtype::F16, &[1, 5, 2, 8]),
+    ]);
+    assert_eq!(heads, "5 query heads cannot be divided among 2 key/value heads");
+    let dim = refuse(&[
+        ("q", Dtype::F16, &[1, 3, 2, 0]),
+        ("k", Dtype::F16, &[1, 5, 2, 0]),
+        ("v", Dtype::F16, &[1, 5, 2, 8]),
+    ]);
+    assert_eq!(dim, "head dim must be at least 1");
+
+    let path = tensors(folder.path(), &[("q", Dtype::F16, &[1, 3, 2, 8])]);
+    let file = File::options().write(true).open(&path).unwrap();
+    file.set_len(file.metadata().unwrap().len() - 1).unwrap();
+    let truncated = fail(1, &["attend", "--input", path.to_str().unwrap()]);
+    assert!(truncated.ends_with("is truncated or no safetensors file"), "{truncated}");
+    file.set_len(0).unwrap();
+    let empty = fail(1, &["attend", "--input", path.to_str().unwrap()]);
+    assert!(empty.ends_with("is truncated or no safetensors file"), "{empty}");
+
+    let nowhere = fail(1, &["attend", "--input", "/nowhere/q.safetensors"]);
+    assert!(nowhere.starts_with("cannot read /nowhere/q.safetensors: "), "{nowhere}");
+    let nowhere = fail(1, &["attend", "--seq", "4", "--output", "/nowhere/o.safetensors"]);
+    assert!(nowhere.starts_with("cannot write /nowhere/o.safetensors: "), "{nowhere}");
+}
+
+#[test]
+fn problems_without_meaning_are_refused_in_a_line() {
+    let refuse = |arguments: &[&str]| fail(1, &[&["attend"], arguments].concat());
+    assert_eq!(refuse(&["--head-dim", "0"]), "head dim must be at least 1");
+    assert_eq!(
+        refuse(&["--heads", "8", "--kv-heads", "3"]),
+        "8 query heads cannot be divided among 3 key/value heads"
+    );
+    assert_eq!(refuse(&["--scale", "nan"]), "the softmax scale must be finite, not NaN");
+    assert_eq!(refuse(&["--scale", "-inf"]), "the softmax scale must be finite, not -inf");
+    assert!(refuse(&["--batch", "18446744073709551615"]).contains("address space"));
+    assert!(refuse(&["--seq", "1000000000000"]).contains("of memory"));
+    assert!(refuse(&["--head-dim", "100000", "--seq", "2"]).contains("head dims end at 65536"));
+    assert!(refuse(&["--kernel", "unheard-of"]).contains("there is no kernel `unheard-of`"));
+}

@@ -1,0 +1,67 @@
+//! `flashcore doctor`.
+
+use serde_json::Value;
+
+use crate::{command, json, succeed, success};
+
+#[test]
+fn doctor_explains() {
+    let answer = json(&["doctor", "--json"]);
+    assert!(answer["cpu"]["threads"].as_u64().unwrap() > 0);
+    for plan in answer["plans"].as_array().unwrap() {
+        assert_eq!(plan["chosen"]["accepted"], true);
+    }
+    let text = succeed(&["doctor"]);
+    for word in ["gpu", "cache", "ptxas", "nvdisasm", "what would run"] {
+        assert!(text.contains(word), "no `{word}` in\n{text}");
+    }
+}
+
+#[test]
+fn a_gpu_is_described_or_its_absence_explained() {
+    let answer = json(&["doctor", "--json"]);
+    let devices = answer["gpu"]["devices"].as_array().unwrap();
+    for device in devices {
+        assert!(device["multiprocessors"].as_u64().unwrap() > 0, "{device}");
+        assert!(device["target"].as_str().unwrap().starts_with("sm_"), "{device}");
+    }
+    if devices.is_empty() {
+        let reason = answer["gpu"]["missing"].as_str().unwrap();
+        assert!(!reason.is_empty());
+        let text = succeed(&["doctor"]);
+        let line = text.lines().find(|line| line.starts_with("gpu ")).unwrap();
+        assert!(line.ends_with(&format!("none: {reason}")), "{line}");
+    }
+}
+
+#[test]
+fn the_cache_is_tried_and_left_as_it_was() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut doctor = command(&["doctor", "--json"]);
+    doctor.env("FLASHCORE_CACHE", folder.path());
+    let answer: Value = serde_json::from_str(&success(doctor)).unwrap();
+    assert_eq!(answer["cache"]["directory"], folder.path().to_str().unwrap());
+    assert_eq!(answer["cache"]["writable"], true);
+    assert_eq!(answer["cache"]["files"], 0);
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_cache_that_cannot_be_written_is_said_and_no_failure() {
+    // Not even root can make a directory there.
+    let mut doctor = command(&["doctor"]);
+    doctor.env("FLASHCORE_CACHE", "/proc/x");
+    let text = success(doctor);
+    assert!(text.contains("/proc/x, not writable"), "{text}");
+    assert!(text.contains("cannot be kept in /proc/x: "), "{text}");
+}
+
+#[test]
+fn a_cache_that_is_off_is_said() {
+    let mut doctor = command(&["doctor"]);
+    doctor.env("FLASHCORE_CACHE", "off");
+    let text = success(doctor);
+    let line = text.lines().find(|line| line.starts_with("cache ")).unwrap();
+    assert!(line.contains("off"), "{line}");
+}

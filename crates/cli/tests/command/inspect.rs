@@ -1,0 +1,159 @@
+//! `flashcore inspect`.
+
+use std::path::Path;
+use std::process::Command;
+
+use cuda::toolkit::Toolkit;
+use serde_json::Value;
+
+use crate::{command, fail, failure, json, succeed, success};
+
+/// Named, so that the tests do not depend on the GPU of the machine.
+const HOPPER: [&str; 2] = ["--target", "sm_90a"];
+
+const PRODUCT: &str = "product_bf16_n128_w128_kks_s4_c1";
+
+#[test]
+fn kernels_are_listed() {
+    let text = succeed(&[&["inspect"], &HOPPER[..]].concat());
+    for family in ["scalar", "single", "product", "ceiling"] {
+        assert!(text.lines().any(|line| line.starts_with(family)), "no `{family}` in\n{text}");
+    }
+    let names = succeed(&[&["inspect", "--all"], &HOPPER[..]].concat());
+    assert!(names.lines().any(|name| name == PRODUCT), "{names}");
+
+    let answer = json(&["inspect", "--target", "sm_80", "--json"]);
+    assert_eq!(answer["target"], "sm_80");
+    let families = answer["families"].as_array().unwrap();
+    assert_eq!(families.len(), 1, "an Ampere GPU runs no wgmma");
+    assert_eq!(families[0]["name"], "scalar");
+}
+
+#[test]
+fn a_kernel_is_taken_apart() {
+    let text = succeed(&[&["inspect", PRODUCT], &HOPPER[..]].concat());
+    for word in [PRODUCT, "swizzle B128", "tensor map", "stages full", "98368 of 232448 bytes"] {
+        assert!(text.contains(word), "no `{word}` in\n{text}");
+    }
+    let answer = json(&[&["inspect", PRODUCT, "--json"], &HOPPER[..]].concat());
+    assert_eq!(answer["family"], "product");
+    assert_eq!(answer["ptx_version"], "8.0");
+    assert_eq!(answer["configuration"]["columns"], 128);
+    assert_eq!(answer["roles"][0]["name"], "producer");
+    assert_eq!(answer["instructions"]["families"]["Wgmma"], 4);
+    assert_eq!(answer["ptx"], Value::Null);
+    let regions = answer["shared_memory"]["regions"].as_array().unwrap();
+    let last = regions.last().unwrap();
+    let end = last["offset"].as_u64().unwrap() + last["bytes"].as_u64().unwrap();
+    assert_eq!(answer["shared_memory"]["bytes"], end);
+}
+
+#[test]
+fn a_family_stands_for_one_of_its_configurations() {
+    for (family, name) in [
+        ("scalar", "scalar_f32_d64x64_dense"),
+        ("single", "single_wgmma_f16"),
+        ("product", PRODUCT),
+        ("ceiling", "ceiling_bf16_u4_w2"),
+    ] {
+        let text = succeed(&[&["inspect", family, "--ptx"], &HOPPER[..]].concat());
+        assert!(text.contains(&format!(".visible .entry {name}(")), "{family}: {text}");
+    }
+}
+
+#[test]
+fn ptx_is_for_the_target_and_goes_to_a_file() {
+    let ptx = succeed(&["inspect", "scalar", "--target", "sm_75", "--ptx"]);
+    assert!(ptx.starts_with(".version 6.3\n.target sm_75\n"), "{ptx}");
+
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("kernel.ptx");
+    let arguments = ["inspect", "scalar", "--target", "sm_75", "--ptx", "--output"];
+    let path = path.to_str().unwrap();
+    assert!(succeed(&[&arguments[..], &[path]].concat()).contains(path));
+    assert_eq!(std::fs::read_to_string(path).unwrap(), ptx);
+    let nowhere = fail(1, &[&arguments[..], &["/nowhere/kernel.ptx"]].concat());
+    assert!(nowhere.starts_with("cannot write /nowhere/kernel.ptx: "), "{nowhere}");
+
+    let answer = json(&["inspect", "scalar", "--target", "sm_75", "--ptx", "--json"]);
+    assert_eq!(answer["ptx"], ptx);
+}
+
+#[test]
+fn kernels_and_targets_that_do_not_exist_are_refused_in_a_line() {
+    let inspect = |name| fail(1, &[&["inspect", name], &HOPPER[..]].concat());
+    assert_eq!(
+        inspect("product_bf16_n12"),
+        "there is no kernel `product_bf16_n12` for sm_90a, but \
+         product_bf16_n120_w128_kks_s4_c1, product_bf16_n128_w128_kks_s4_c1"
+    );
+    assert!(inspect("PRODUCT_F16").ends_with(" more"));
+    assert!(inspect("unheard-of").contains("configurations of scalar, single, product, ceiling"));
+    assert_eq!(
+        fail(1, &["inspect", "ceiling", "--target", "sm_80"]),
+        "kernel `ceiling` is not for sm_80, only for sm_90a"
+    );
+    let target = fail(2, &["inspect", "scalar", "--target", "sm_42"]);
+    assert!(target.contains("`sm_42` is no known target"), "{target}");
+    assert!(target.contains("sm_75") && target.contains("sm_90a"), "{target}");
+}
+
+#[test]
+fn options_that_mean_nothing_are_refused() {
+    assert!(fail(2, &["inspect", "--ptx"]).contains("KERNEL"));
+    assert!(fail(2, &["inspect", "single", "--output", "x"]).contains("--ptx|--sass"));
+    assert!(fail(2, &["inspect", "single", "--ptx", "--sass"]).contains("cannot be used with"));
+    assert!(fail(2, &["inspect", "single", "--all"]).contains("cannot be used with"));
+}
+
+#[test]
+fn assemblers_find_nothing_to_complain_about() {
+    let Some(toolkit) = Toolkit::for_tests() else {
+        return;
+    };
+    let answer = json(&["inspect", "scalar", "--target", "sm_90", "--json"]);
+    let assembly = &answer["assembly"];
+    assert_eq!(assembly["clean"], true, "{assembly}");
+    let found = assembly["assemblers"].as_array().unwrap();
+    assert!(found.len() >= toolkit.assemblers.len());
+    for assembler in found {
+        assert!(assembler["registers"].as_u64().unwrap() > 0, "{assembler}");
+        assert_eq!(assembler["refusal"], Value::Null);
+    }
+    let text = succeed(&["inspect", "scalar", "--target", "sm_90"]);
+    assert!(text.contains("verdict clean"), "{text}");
+    if toolkit.nvdisasm.is_some() {
+        let sass = succeed(&["inspect", "scalar", "--target", "sm_90", "--sass"]);
+        assert!(sass.contains("EXIT"), "{sass}");
+    }
+}
+
+/// A command that finds no tools, unless the system has them in their usual place.
+fn without_tools(arguments: &[&str], empty: &Path) -> Option<Command> {
+    if Path::new("/usr/local/cuda/bin/ptxas").exists() {
+        eprintln!("skipped: the CUDA toolkit is installed");
+        return None;
+    }
+    let mut command = command(arguments);
+    command.current_dir(empty);
+    for variable in ["PATH", "CUDA_HOME", "CUDA_PATH", "FLASHCORE_TOOLS"] {
+        command.env(variable, empty);
+    }
+    Some(command)
+}
+
+#[test]
+fn missing_tools_are_said_in_a_line() {
+    let empty = tempfile::tempdir().unwrap();
+    let inspect = ["inspect", "scalar", "--target", "sm_75"];
+    let with_sass = [&inspect[..], &["--sass"]].concat();
+    let Some(sass) = without_tools(&with_sass, empty.path()) else {
+        return;
+    };
+    let message = failure(1, sass);
+    assert!(message.starts_with("ptxas not found"), "{message}");
+    // The rest needs no tools.
+    let text = success(without_tools(&inspect, empty.path()).unwrap());
+    assert!(text.contains("scale times log2(e)"), "{text}");
+    assert!(text.contains("not assembled: ptxas not found"), "{text}");
+}

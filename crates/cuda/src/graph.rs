@@ -1,0 +1,152 @@
+//! Graphs: work that is captured once and launched many times as a whole.
+
+use std::fmt;
+use std::ptr::null_mut;
+
+use cudarc::driver::sys;
+
+use crate::error::check;
+use crate::{Device, Error, Result, Stream};
+
+/// Work that was captured.
+///
+/// It does not keep the memory that its kernels use: buffers must outlive the
+/// last launch.
+pub struct Graph {
+    device: Device,
+    handle: sys::CUgraph,
+}
+
+// SAFETY: the handle may be used from any thread, by one at a time.
+unsafe impl Send for Graph {}
+// SAFETY: `instantiate`, the only use of a shared graph, only reads it.
+unsafe impl Sync for Graph {}
+
+impl Stream {
+    /// Captures what `work` puts on this stream into a graph instead of
+    /// running it.
+    ///
+    /// Only what this thread does counts, and it may neither wait for the
+    /// device nor allocate. The default stream cannot be captured.
+    pub fn capture<E: From<Error>>(
+        &self,
+        work: impl FnOnce(&Stream) -> Result<(), E>,
+    ) -> Result<Graph, E> {
+        let mut capture = Capture::begin(self)?;
+        work(self)?;
+        Ok(capture.end()?)
+    }
+}
+
+/// A capture under way; dropped early, by an error or a panic, it is ended and
+/// thrown away, so that the stream works again.
+struct Capture<'stream> {
+    stream: &'stream Stream,
+    under_way: bool,
+}
+
+impl<'stream> Capture<'stream> {
+    fn begin(stream: &'stream Stream) -> Result<Capture<'stream>> {
+        let _bound = stream.device().bind()?;
+        // Not global: an allocation in another thread would break the capture.
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the handle is alive.
+        let result = unsafe { sys::cuStreamBeginCapture_v2(stream.raw(), mode) };
+        check("cuStreamBeginCapture", result)?;
+        Ok(Capture { stream, under_way: true })
+    }
+
+    fn end(&mut self) -> Result<Graph> {
+        self.under_way = false;
+        let device = self.stream.device();
+        let _bound = device.bind()?;
+        let mut handle = null_mut();
+        // SAFETY: ends the capture that `begin` began, on the same thread,
+        // since a `Capture` never leaves `Stream::capture`.
+        let result = unsafe { sys::cuStreamEndCapture(self.stream.raw(), &mut handle) };
+        // Made before the check: a graph that comes with an error is destroyed.
+        let graph = Graph { device: device.clone(), handle };
+        check("cuStreamEndCapture", result)?;
+        Ok(graph)
+    }
+}
+
+impl Drop for Capture<'_> {
+    fn drop(&mut self) {
+        if self.under_way {
+            let _ = self.end();
+        }
+    }
+}
+
+impl Graph {
+    /// Makes a graph that can be launched.
+    pub fn instantiate(&self) -> Result<ExecutableGraph> {
+        let _bound = self.device.bind()?;
+        let mut handle = null_mut();
+        // SAFETY: the graph is alive; writes one handle.
+        let result = unsafe { sys::cuGraphInstantiateWithFlags(&mut handle, self.handle, 0) };
+        check("cuGraphInstantiate", result)?;
+        Ok(ExecutableGraph { device: self.device.clone(), handle })
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        if self.handle.is_null() {
+            return;
+        }
+        let Ok(_bound) = self.device.bind() else {
+            return;
+        };
+        // SAFETY: came out of a capture and is destroyed once.
+        let _ = unsafe { sys::cuGraphDestroy(self.handle) };
+    }
+}
+
+impl fmt::Debug for Graph {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Graph").field("device", &self.device.ordinal()).finish_non_exhaustive()
+    }
+}
+
+/// A graph that can be launched.
+pub struct ExecutableGraph {
+    device: Device,
+    handle: sys::CUgraphExec,
+}
+
+// SAFETY: the handle may be used from any thread, by one at a time; launching
+// takes `&mut self`.
+unsafe impl Send for ExecutableGraph {}
+// SAFETY: nothing uses a shared one.
+unsafe impl Sync for ExecutableGraph {}
+
+impl ExecutableGraph {
+    /// Puts the whole graph on a stream. Does not wait.
+    pub fn launch(&mut self, stream: &Stream) -> Result<()> {
+        self.device.expect_same(stream.device(), "the stream")?;
+        let _bound = self.device.bind()?;
+        // SAFETY: both handles are alive and of one context.
+        check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(self.handle, stream.raw()) })
+    }
+}
+
+impl Drop for ExecutableGraph {
+    fn drop(&mut self) {
+        let Ok(_bound) = self.device.bind() else {
+            return;
+        };
+        // SAFETY: made in `instantiate` and destroyed once; the driver waits
+        // for a launch that still runs.
+        let _ = unsafe { sys::cuGraphExecDestroy(self.handle) };
+    }
+}
+
+impl fmt::Debug for ExecutableGraph {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ExecutableGraph")
+            .field("device", &self.device.ordinal())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,583 @@
+//! Launches: the shape of a grid, the arguments of a kernel, and the call.
+
+use std::ffi::c_void;
+use std::fmt;
+use std::ptr::null_mut;
+use std::sync::atomic::Ordering;
+
+use cudarc::driver::sys::{self, CUlaunchAttributeID as AttributeId};
+
+use crate::error::check;
+use crate::{DeviceAddress, Error, Function, Result, Stream, TensorMap};
+
+/// What one parameter of a kernel takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Parameter {
+    /// `.u32` or `.b32` in PTX.
+    U32,
+    /// `.s32`.
+    I32,
+    /// `.u64` or `.b64`.
+    U64,
+    /// `.f32`.
+    F32,
+    /// A `.u64` that is an address in device memory.
+    Address,
+    /// `.align 64 .b8 name[128]` (or `.align 128`).
+    TensorMap,
+}
+
+impl Parameter {
+    /// Its size.
+    pub const fn bytes(self) -> usize {
+        match self {
+            Parameter::U32 | Parameter::I32 | Parameter::F32 => 4,
+            Parameter::U64 | Parameter::Address => 8,
+            Parameter::TensorMap => 128,
+        }
+    }
+}
+
+impl fmt::Display for Parameter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Parameter::U32 => "u32",
+            Parameter::I32 => "i32",
+            Parameter::U64 => "u64",
+            Parameter::F32 => "f32",
+            Parameter::Address => "address",
+            Parameter::TensorMap => "tensor map",
+        })
+    }
+}
+
+/// One argument of a kernel. Made from the plain types by `From`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Argument {
+    /// For [`Parameter::U32`].
+    U32(u32),
+    /// For [`Parameter::I32`].
+    I32(i32),
+    /// For [`Parameter::U64`].
+    U64(u64),
+    /// For [`Parameter::F32`].
+    F32(f32),
+    /// For [`Parameter::Address`].
+    Address(DeviceAddress),
+    /// For [`Parameter::TensorMap`].
+    TensorMap(TensorMap),
+}
+
+macro_rules! from {
+    ($($type:ty => $variant:ident),*) => {$(
+        impl From<$type> for Argument {
+            fn from(value: $type) -> Argument {
+                Argument::$variant(value)
+            }
+        }
+    )*};
+}
+
+from!(u32 => U32, i32 => I32, u64 => U64, f32 => F32, DeviceAddress => Address, TensorMap => TensorMap);
+
+impl Argument {
+    fn parameter(&self) -> Parameter {
+        match self {
+            Argument::U32(_) => Parameter::U32,
+            Argument::I32(_) => Parameter::I32,
+            Argument::U64(_) => Parameter::U64,
+            Argument::F32(_) => Parameter::F32,
+            Argument::Address(_) => Parameter::Address,
+            Argument::TensorMap(_) => Parameter::TensorMap,
+        }
+    }
+}
+
+/// The most arguments a kernel can be launched with. CUDA's own limit is in
+/// bytes, 4 KiB on every device; this one keeps the launch off the heap.
+pub const MAX_ARGUMENTS: usize = 64;
+
+/// The arguments of a kernel, in order.
+///
+/// Made once and launched with many times: neither [`Arguments::set`] nor a
+/// launch allocates.
+///
+/// ```
+/// use flashcore_cuda::{Arguments, DeviceAddress};
+///
+/// let mut arguments = Arguments::new();
+/// arguments.push(DeviceAddress(0x7f00)).push(1024u32).push(0.125f32);
+/// arguments.set(1, 2048u32)?;
+/// assert_eq!(arguments.len(), 3);
+/// assert!(arguments.set(1, 0.5f32).is_err());
+/// # Ok::<_, flashcore_cuda::Error>(())
+/// ```
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Arguments {
+    /// What each is, and where it is in `words` or in `maps`.
+    slots: Vec<(Parameter, usize)>,
+    /// All that are not tensor maps, each in the first bytes of its word.
+    words: Vec<u64>,
+    maps: Vec<TensorMap>,
+}
+
+impl Arguments {
+    /// No arguments yet.
+    pub fn new() -> Arguments {
+        Arguments::default()
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.slots.is_empty()
+    }
+
+    /// Forgets all, and keeps the room they took.
+    pub fn clear(&mut self) {
+        self.slots.clear();
+        self.words.clear();
+        self.maps.clear();
+    }
+
+    /// Adds the next argument.
+    pub fn push(&mut self, argument: impl Into<Argument>) -> &mut Arguments {
+        let argument = argument.into();
+        let place = match argument {
+            Argument::TensorMap(map) => {
+                self.maps.push(map);
+                self.maps.len() - 1
+            }
+            _ => {
+                self.words.push(word(&argument));
+                self.words.len() - 1
+            }
+        };
+        self.slots.push((argument.parameter(), place));
+        self
+    }
+
+    /// Replaces an argument with another of its kind.
+    pub fn set(&mut self, index: usize, argument: impl Into<Argument>) -> Result<()> {
+        let argument = argument.into();
+        let mismatch = |reason| Error::Signature { function: "(arguments)".to_owned(), reason };
+        let Some(&(parameter, place)) = self.slots.get(index) else {
+            let reason = format!("there is no argument {index} among {}", self.slots.len());
+            return Err(mismatch(reason));
+        };
+        if parameter != argument.parameter() {
+            let reason =
+                format!("argument {index} is of kind {parameter}, not {}", argument.parameter());
+            return Err(mismatch(reason));
+        }
+        match argument {
+            Argument::TensorMap(map) => self.maps[place] = map,
+            _ => self.words[place] = word(&argument),
+        }
+        Ok(())
+    }
+
+    /// An error unless these are what the parameters take.
+    fn check(&self, name: &str, parameters: &[Parameter]) -> Result<()> {
+        let signature = |reason| Error::Signature { function: name.to_owned(), reason };
+        if self.slots.len() != parameters.len() {
+            let (given, taken) = (self.slots.len(), parameters.len());
+            return Err(signature(format!("it takes {taken} arguments, and {given} were given")));
+        }
+        if self.slots.len() > MAX_ARGUMENTS {
+            return Err(signature(format!("more than {MAX_ARGUMENTS} arguments")));
+        }
+        for (index, (&(given, _), &taken)) in self.slots.iter().zip(parameters).enumerate() {
+            // An address is a number to the kernel.
+            let fits =
+                given == taken || matches!((given, taken), (Parameter::Address, Parameter::U64));
+            if !fits {
+                return Err(signature(format!(
+                    "argument {index} must be of kind {taken}, and is of kind {given}"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// Where each argument lies, and zeros for parameters that a kernel has
+    /// beyond them. Valid while `self` is borrowed; the driver
+    /// reads through the pointers and never writes.
+    fn pointers(&self) -> [*mut c_void; MAX_ARGUMENTS] {
+        let nothing: *const Nothing = &NOTHING;
+        let mut pointers = [nothing.cast_mut().cast(); MAX_ARGUMENTS];
+        for (pointer, &(parameter, place)) in pointers.iter_mut().zip(&self.slots) {
+            *pointer = match parameter {
+                Parameter::TensorMap => (&raw const self.maps[place]).cast_mut().cast(),
+                _ => (&raw const self.words[place]).cast_mut().cast(),
+            };
+        }
+        pointers
+    }
+}
+
+/// What a parameter reads that was not declared: as large as all parameters
+/// of a kernel may be.
+#[repr(align(128))]
+struct Nothing(#[allow(dead_code)] [u8; 4096]); // read by the driver
+
+static NOTHING: Nothing = Nothing([0; 4096]);
+
+/// An argument that is not a tensor map, in the first bytes of a word.
+fn word(argument: &Argument) -> u64 {
+    let low = |[a, b, c, d]: [u8; 4]| u64::from_ne_bytes([a, b, c, d, 0, 0, 0, 0]);
+    match argument {
+        Argument::U32(value) => low(value.to_ne_bytes()),
+        Argument::I32(value) => low(value.to_ne_bytes()),
+        Argument::F32(value) => low(value.to_ne_bytes()),
+        Argument::U64(value) => *value,
+        Argument::Address(value) => value.0,
+        Argument::TensorMap(_) => 0,
+    }
+}
+
+/// The shape of a launch.
+///
+/// ```
+/// let launch = flashcore_cuda::Launch {
+///     grid: [132, 1, 1],
+///     block: [384, 1, 1],
+///     cluster: [2, 1, 1],
+///     shared_bytes: 200 << 10,
+///     ..flashcore_cuda::Launch::default()
+/// };
+/// assert!(!launch.programmatic);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Launch {
+    /// Blocks in the grid.
+    pub grid: [u32; 3],
+    /// Threads in a block.
+    pub block: [u32; 3],
+    /// Blocks in a cluster; all ones for none.
+    pub cluster: [u32; 3],
+    /// Dynamic shared memory per block.
+    pub shared_bytes: u32,
+    /// Whether the kernel may begin before the one in front of it on the
+    /// stream has ended (programmatic dependent launch). It must then wait
+    /// with `griddepcontrol.wait` before it reads what that one writes.
+    pub programmatic: bool,
+}
+
+impl Default for Launch {
+    /// One block of one thread.
+    fn default() -> Launch {
+        Launch {
+            grid: [1; 3],
+            block: [1; 3],
+            cluster: [1; 3],
+            shared_bytes: 0,
+            programmatic: false,
+        }
+    }
+}
+
+/// What of a function and its device limits a launch.
+struct Limits {
+    threads: u32,
+    shared_bytes: u32,
+    cluster_blocks: u32,
+    has_clusters: bool,
+}
+
+impl Launch {
+    /// Which limit the launch exceeds, if any.
+    fn check(&self, limits: &Limits) -> Result<(), String> {
+        let [grid, block, cluster] = [self.grid, self.block, self.cluster];
+        if [grid, block, cluster].as_flattened().contains(&0) {
+            return Err(format!("grid {grid:?}, block {block:?} or cluster {cluster:?} is empty"));
+        }
+        if grid[0] > i32::MAX as u32 || grid[1] > 65535 || grid[2] > 65535 {
+            return Err(format!("grid {grid:?} exceeds [2147483647, 65535, 65535]"));
+        }
+        let product = |extent: [u32; 3]| -> u64 { extent.iter().map(|&n| u64::from(n)).product() };
+        // Three factors of 32 bits overflow 64, so each is looked at first.
+        let threads = limits.threads;
+        if block.iter().any(|&n| n > 1024) || product(block) > threads.into() {
+            return Err(format!("block {block:?} has more than the {threads} threads it may have"));
+        }
+        if block[2] > 64 {
+            return Err(format!("block {block:?} exceeds [1024, 1024, 64]"));
+        }
+        let limit = limits.shared_bytes;
+        if self.shared_bytes > limit {
+            let asked = self.shared_bytes;
+            return Err(format!(
+                "{asked} bytes of dynamic shared memory, where {limit} are set (`set_dynamic_shared`)"
+            ));
+        }
+        if cluster == [1; 3] {
+            return Ok(());
+        }
+        if !limits.has_clusters {
+            return Err("clusters need a device of compute capability 9.0".to_owned());
+        }
+        let blocks = limits.cluster_blocks;
+        if cluster.iter().any(|&n| n > 16) || product(cluster) > blocks.into() {
+            return Err(format!("cluster {cluster:?} has more than {blocks} blocks"));
+        }
+        if grid.iter().zip(cluster).any(|(grid, cluster)| !grid.is_multiple_of(cluster)) {
+            return Err(format!("grid {grid:?} is not a multiple of cluster {cluster:?}"));
+        }
+        Ok(())
+    }
+
+    /// The launch attributes, and how many of them count.
+    fn attributes(&self) -> ([sys::CUlaunchAttribute; 2], usize) {
+        let none = sys::CUlaunchAttribute {
+            id: AttributeId::CU_LAUNCH_ATTRIBUTE_IGNORE,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { pad: [0; 64] },
+        };
+        let mut attributes = [none; 2];
+        let mut count = 0;
+        if self.cluster != [1; 3] {
+            let [x, y, z] = self.cluster;
+            attributes[count].id = AttributeId::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+            attributes[count].value.clusterDim =
+                sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x, y, z };
+            count += 1;
+        }
+        if self.programmatic {
+            attributes[count].id =
+                AttributeId::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+            attributes[count].value.programmaticStreamSerializationAllowed = 1;
+            count += 1;
+        }
+        (attributes, count)
+    }
+
+    /// The driver's form of this. It points to the attributes.
+    fn configuration(
+        &self,
+        stream: sys::CUstream,
+        attributes: &mut [sys::CUlaunchAttribute],
+    ) -> sys::CUlaunchConfig {
+        sys::CUlaunchConfig {
+            gridDimX: self.grid[0],
+            gridDimY: self.grid[1],
+            gridDimZ: self.grid[2],
+            blockDimX: self.block[0],
+            blockDimY: self.block[1],
+            blockDimZ: self.block[2],
+            sharedMemBytes: self.shared_bytes,
+            hStream: stream,
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: attributes.len() as u32,
+        }
+    }
+}
+
+impl Function {
+    /// Puts the kernel on a stream. Does not wait, and does not allocate.
+    ///
+    /// The shape is checked against the limits of kernel and device, and the
+    /// arguments against the parameters. That the addresses among them are
+    /// right is the caller's business: a kernel that follows a wrong one is
+    /// reported when the stream is next synchronised.
+    pub fn launch(&self, stream: &Stream, launch: &Launch, arguments: &Arguments) -> Result<()> {
+        let shared = &*self.shared;
+        self.device().expect_same(stream.device(), "the stream")?;
+        launch.check(&self.limits()).map_err(|reason| self.launch_error(reason))?;
+        arguments.check(&shared.name, &shared.parameters)?;
+        let mut pointers = arguments.pointers();
+        let _bound = self.device().bind()?;
+        let (mut attributes, count) = launch.attributes();
+        if count == 0 {
+            let ([x, y, z], [i, j, k]) = (launch.grid, launch.block);
+            // SAFETY: function and stream are alive and of one context. There
+            // is a pointer for every parameter, to a value of its size.
+            let result = unsafe {
+                sys::cuLaunchKernel(
+                    shared.handle,
+                    x,
+                    y,
+                    z,
+                    i,
+                    j,
+                    k,
+                    launch.shared_bytes,
+                    stream.raw(),
+                    pointers.as_mut_ptr(),
+                    null_mut(),
+                )
+            };
+            check("cuLaunchKernel", result)
+        } else {
+            let configuration = launch.configuration(stream.raw(), &mut attributes[..count]);
+            // SAFETY: as above, and the attributes outlive the call.
+            let result = unsafe {
+                sys::cuLaunchKernelEx(
+                    &configuration,
+                    shared.handle,
+                    pointers.as_mut_ptr(),
+                    null_mut(),
+                )
+            };
+            check("cuLaunchKernelEx", result)
+        }
+    }
+
+    /// How many blocks of so many threads and so much dynamic shared memory
+    /// one multiprocessor holds at a time.
+    pub fn active_blocks_per_multiprocessor(&self, threads: u32, shared_bytes: u32) -> Result<u32> {
+        let _bound = self.device().bind()?;
+        let mut blocks = 0;
+        let threads = i32::try_from(threads).unwrap_or(i32::MAX);
+        // SAFETY: the function is alive; writes one number.
+        let result = unsafe {
+            sys::cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                &mut blocks,
+                self.shared.handle,
+                threads,
+                shared_bytes as usize,
+            )
+        };
+        check("cuOccupancyMaxActiveBlocksPerMultiprocessor", result)?;
+        Ok(blocks.max(0) as u32)
+    }
+
+    /// How many clusters of this launch the whole device holds at a time.
+    pub fn active_clusters(&self, launch: &Launch) -> Result<u32> {
+        launch.check(&self.limits()).map_err(|reason| self.launch_error(reason))?;
+        let _bound = self.device().bind()?;
+        let (mut attributes, count) = launch.attributes();
+        let configuration = launch.configuration(null_mut(), &mut attributes[..count]);
+        let mut clusters = 0;
+        // SAFETY: the function is alive and the attributes outlive the call;
+        // writes one number.
+        let result = unsafe {
+            sys::cuOccupancyMaxActiveClusters(&mut clusters, self.shared.handle, &configuration)
+        };
+        check("cuOccupancyMaxActiveClusters", result)?;
+        Ok(clusters.max(0) as u32)
+    }
+
+    fn limits(&self) -> Limits {
+        Limits {
+            threads: self.shared.attributes.max_threads_per_block,
+            shared_bytes: self.shared.dynamic_shared.load(Ordering::Relaxed),
+            cluster_blocks: self.shared.cluster_blocks.load(Ordering::Relaxed),
+            has_clusters: self.device().info().compute_capability.major >= 9,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: Limits =
+        Limits { threads: 384, shared_bytes: 48 << 10, cluster_blocks: 8, has_clusters: true };
+
+    fn refused(launch: Launch, expected: &str) {
+        let reason = launch.check(&LIMITS).unwrap_err();
+        assert!(reason.contains(expected), "{reason}");
+    }
+
+    #[test]
+    fn launches_stay_within_limits() {
+        let right = Launch {
+            grid: [132, 2, 1],
+            block: [128, 3, 1],
+            cluster: [2, 2, 1],
+            shared_bytes: 48 << 10,
+            programmatic: true,
+        };
+        assert_eq!(right.check(&LIMITS), Ok(()));
+        assert_eq!(Launch::default().check(&LIMITS), Ok(()));
+        refused(Launch { grid: [0, 1, 1], ..right }, "empty");
+        refused(Launch { block: [1, 0, 1], ..right }, "empty");
+        refused(Launch { cluster: [1, 1, 0], ..right }, "empty");
+        refused(Launch { grid: [1, 65536, 1], ..right }, "exceeds");
+        refused(Launch { grid: [u32::MAX, 1, 1], ..right }, "exceeds");
+        refused(Launch { block: [385, 1, 1], ..right }, "384 threads");
+        refused(Launch { block: [u32::MAX; 3], ..right }, "384 threads");
+        refused(Launch { block: [1, 1, 65], ..right }, "exceeds");
+        refused(Launch { shared_bytes: 49153, ..right }, "set_dynamic_shared");
+        refused(Launch { cluster: [4, 4, 1], ..right }, "more than 8 blocks");
+        refused(Launch { cluster: [u32::MAX; 3], ..right }, "more than 8 blocks");
+        refused(Launch { cluster: [5, 1, 1], ..right }, "not a multiple");
+        let ampere = Limits { has_clusters: false, ..LIMITS };
+        assert!(right.check(&ampere).unwrap_err().contains("9.0"));
+    }
+
+    #[test]
+    fn attributes_are_those_that_were_asked_for() {
+        assert_eq!(Launch::default().attributes().1, 0);
+        let launch = Launch { cluster: [2, 1, 1], programmatic: true, ..Launch::default() };
+        let (attributes, count) = launch.attributes();
+        assert_eq!(count, 2);
+        assert_eq!(attributes[0].id, AttributeId::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION);
+        // SAFETY: this field was written just now.
+        let cluster = unsafe { attributes[0].value.clusterDim };
+        assert_eq!([cluster.x, cluster.y, cluster.z], [2, 1, 1]);
+        assert_eq!(
+            attributes[1].id,
+            AttributeId::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        );
+    }
+
+    #[test]
+    fn arguments_must_be_what_the_parameters_take() {
+        use Parameter::{Address, F32, I32, U32, U64};
+        let mut arguments = Arguments::new();
+        arguments.push(DeviceAddress(16)).push(7u32).push(-7i32).push(0.5f32).push(9u64);
+        assert!(arguments.check("k", &[Address, U32, I32, F32, U64]).is_ok());
+        assert!(arguments.check("k", &[U64, U32, I32, F32, U64]).is_ok());
+        let error = arguments.check("k", &[Address, U32, I32, F32]).unwrap_err();
+        assert_eq!(error.to_string(), "kernel `k`: it takes 4 arguments, and 5 were given");
+        let error = arguments.check("k", &[Address, F32, I32, F32, U64]).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "kernel `k`: argument 1 must be of kind f32, and is of kind u32"
+        );
+        assert!(arguments.check("k", &[Address, U32, I32, F32, Address]).is_err());
+        let mut many = Arguments::new();
+        for value in 0..65u32 {
+            many.push(value);
+        }
+        assert!(many.check("k", &[U32; 65]).is_err());
+    }
+
+    #[test]
+    fn pointers_lead_to_the_values() {
+        let mut arguments = Arguments::new();
+        arguments.push(0x0102_0304u32).push(-1i64 as u64).push(1.5f32);
+        arguments.set(0, 5u32).unwrap();
+        let moved = arguments;
+        let pointers = moved.pointers();
+        // SAFETY: each points to a live, aligned value of at least that size.
+        unsafe {
+            assert_eq!(pointers[0].cast::<u32>().read(), 5);
+            assert_eq!(pointers[1].cast::<u64>().read(), u64::MAX);
+            assert_eq!(pointers[2].cast::<f32>().read(), 1.5);
+        }
+        assert!(pointers[3..].iter().all(|pointer| pointer.is_null()));
+    }
+
+    #[test]
+    fn clearing_keeps_the_room() {
+        let mut arguments = Arguments::new();
+        arguments.push(1u32).push(2u32);
+        let room = arguments.words.capacity();
+        arguments.clear();
+        assert!(arguments.is_empty());
+        assert_eq!(arguments.words.capacity(), room);
+    }
+
+    #[test]
+    fn arguments_cross_threads() {
+        fn crosses<T: Send + Sync + Clone>() {}
+        crosses::<Arguments>();
+    }
+}

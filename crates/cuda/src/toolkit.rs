@@ -1,0 +1,798 @@
+//! NVIDIA's command line tools, where they are installed: `ptxas` to assemble a kernel without a
+//! GPU and read what it costs, `nvdisasm` to see the machine code.
+//!
+//! Nothing at run time needs them (the driver has its own compiler); tests, `inspect` and `doctor`
+//! do. [`Toolkit::find`] looks, in this order, in
+//!
+//! 1. `$FLASHCORE_TOOLS`,
+//! 2. `.tools/` in the current folder or the nearest one above it (`cargo xtask tools` fills it),
+//! 3. `$CUDA_HOME/bin`, `$CUDA_PATH/bin`, `/usr/local/cuda/bin`,
+//! 4. every folder of `$PATH`.
+//!
+//! This file uses the standard library alone: `xtask` compiles it too, so that the chores run
+//! while the crates they check do not build.
+//!
+//! ```no_run
+//! use flashcore_cuda::toolkit::{Options, Toolkit};
+//!
+//! let toolkit = Toolkit::find();
+//! let ptx = std::fs::read_to_string("kernel.ptx")?;
+//! let assembled = toolkit.ptxas()?.assemble(&ptx, &Options::default())?;
+//! println!("{} registers", assembled.registers);
+//! for fault in assembled.faults() {
+//!     println!("slow: {fault}");
+//! }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Instant;
+use std::{env, fmt, fs, io};
+
+/// The tools found on this machine; empty where there are none.
+#[derive(Debug, Clone, Default)]
+pub struct Toolkit {
+    /// Every assembler: in the order of the places searched, newest first within a place.
+    pub assemblers: Vec<Ptxas>,
+    /// The disassembler that [`Toolkit::disassemble`] runs.
+    pub nvdisasm: Option<PathBuf>,
+    /// The lister of fat binaries and cubins. It cannot disassemble without `nvdisasm`.
+    pub cuobjdump: Option<PathBuf>,
+    /// The folders that were looked into.
+    pub searched: Vec<PathBuf>,
+}
+
+impl Toolkit {
+    /// Looks for the tools in the places that the module's page lists.
+    pub fn find() -> Toolkit {
+        Toolkit::find_in(places())
+    }
+
+    /// Looks in one folder alone: in it, in its `bin`, and in the `bin` of each folder in it.
+    pub fn at(folder: impl AsRef<Path>) -> Toolkit {
+        Toolkit::find_in(vec![folders_of(folder.as_ref())])
+    }
+
+    /// The assembler to prefer: the newest of the first place that has one.
+    pub fn ptxas(&self) -> Result<&Ptxas, Error> {
+        self.assemblers.first().ok_or_else(|| self.missing("ptxas"))
+    }
+
+    /// The first assembler of one major release of CUDA, such as 12 or 13.
+    pub fn ptxas_of(&self, major: u32) -> Result<&Ptxas, Error> {
+        let found = self.assemblers.iter().find(|ptxas| ptxas.version.major == major);
+        found.ok_or_else(|| self.missing(&format!("ptxas {major}.x")))
+    }
+
+    /// The machine code of a cubin as text (SASS), labels resolved, encodings left out.
+    pub fn disassemble(&self, cubin: &[u8]) -> Result<String, Error> {
+        let nvdisasm = self.disassembler()?;
+        let scratch = Scratch::new()?;
+        scratch.write("kernel.cubin", cubin)?;
+        let output = run(nvdisasm, &["--print-code", "kernel.cubin"], Some(&scratch.0))?;
+        if !output.status.success() {
+            return Err(failed(nvdisasm, &output));
+        }
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
+    /// What a test should assemble with: nothing where no assembler is installed, so that the test
+    /// skips itself.
+    ///
+    /// # Panics
+    /// When `FLASHCORE_REQUIRE_TOOLS` is set, as `cargo xtask test` does, and a 12.x or 13.x
+    /// `ptxas` or `nvdisasm` is missing: there a skipped test would pass for a good one.
+    pub fn for_tests() -> Option<Toolkit> {
+        let toolkit = Toolkit::find();
+        let wanted =
+            [toolkit.ptxas_of(12).err(), toolkit.ptxas_of(13).err(), toolkit.disassembler().err()];
+        match wanted.into_iter().flatten().next() {
+            Some(missing) if env::var_os(REQUIRE_TOOLS).is_some() => panic!("{missing}"),
+            _ if toolkit.assemblers.is_empty() => {
+                eprintln!("skipped: no ptxas (`cargo xtask tools` fetches it)");
+                None
+            }
+            _ => Some(toolkit),
+        }
+    }
+
+    fn disassembler(&self) -> Result<&Path, Error> {
+        self.nvdisasm.as_deref().ok_or_else(|| self.missing("nvdisasm"))
+    }
+
+    /// Looks in the given places, each a group of folders of equal standing.
+    fn find_in(places: Vec<Vec<PathBuf>>) -> Toolkit {
+        let mut toolkit = Toolkit::default();
+        // One file reached by two names (`$PATH` and `/usr/local/cuda`, say) is one assembler.
+        let mut seen = Vec::new();
+        for place in places {
+            let mut here = Vec::new();
+            for folder in &place {
+                if let Some(path) = tool_in(folder, "ptxas") {
+                    let real = fs::canonicalize(&path).unwrap_or_else(|_| path.clone());
+                    if !seen.contains(&real) {
+                        seen.push(real);
+                        here.extend(Ptxas::at(path).ok());
+                    }
+                }
+                let first = |found: &mut Option<PathBuf>, name| {
+                    if found.is_none() {
+                        *found = tool_in(folder, name);
+                    }
+                };
+                first(&mut toolkit.nvdisasm, "nvdisasm");
+                first(&mut toolkit.cuobjdump, "cuobjdump");
+            }
+            here.sort_by_key(|ptxas| std::cmp::Reverse(ptxas.version));
+            toolkit.assemblers.append(&mut here);
+            toolkit.searched.extend(place);
+        }
+        toolkit
+    }
+
+    fn missing(&self, tool: &str) -> Error {
+        Error::Missing { tool: tool.to_owned(), searched: self.searched.clone() }
+    }
+}
+
+/// Names the folder to search first.
+const TOOLS: &str = "FLASHCORE_TOOLS";
+/// Makes a missing tool a failure of the tests that need it.
+const REQUIRE_TOOLS: &str = "FLASHCORE_REQUIRE_TOOLS";
+
+/// The folders to search, grouped by place, in order.
+fn places() -> Vec<Vec<PathBuf>> {
+    let mut places = Vec::new();
+    places.extend(variable(TOOLS).map(|root| folders_of(Path::new(&root))));
+    if let Ok(current) = env::current_dir() {
+        let project = current.ancestors().map(|folder| folder.join(".tools"));
+        places.extend(
+            project.into_iter().find(|tools| tools.is_dir()).map(|tools| folders_of(&tools)),
+        );
+    }
+    for name in ["CUDA_HOME", "CUDA_PATH"] {
+        places.extend(variable(name).map(|root| vec![Path::new(&root).join("bin")]));
+    }
+    places.push(vec![PathBuf::from("/usr/local/cuda/bin")]);
+    if let Some(path) = env::var_os("PATH") {
+        places.extend(env::split_paths(&path).map(|folder| vec![folder]));
+    }
+    places
+}
+
+/// An environment variable, unless it is empty: then it names no folder.
+fn variable(name: &str) -> Option<std::ffi::OsString> {
+    env::var_os(name).filter(|value| !value.is_empty())
+}
+
+/// Where the binaries may lie under a folder of tools: in it, in its `bin`, or in the `bin` of a
+/// folder per release, which is how `cargo xtask tools` lays them out.
+fn folders_of(root: &Path) -> Vec<PathBuf> {
+    let mut releases: Vec<PathBuf> = fs::read_dir(root)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|entry| entry.path().join("bin"))
+        .filter(|bin| bin.is_dir())
+        .collect();
+    releases.sort();
+    let mut folders = vec![root.to_owned(), root.join("bin")];
+    folders.append(&mut releases);
+    folders
+}
+
+fn tool_in(folder: &Path, name: &str) -> Option<PathBuf> {
+    let path = folder.join(format!("{name}{}", env::consts::EXE_SUFFIX));
+    path.is_file().then_some(path)
+}
+
+/// A release of a tool, such as 13.0.88.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Version {
+    /// The CUDA release's first number.
+    pub major: u32,
+    /// The CUDA release's second number.
+    pub minor: u32,
+    /// The build of the tool.
+    pub patch: u32,
+}
+
+impl Version {
+    /// Reads the `V13.0.88` that every tool prints for `--version`.
+    fn from_banner(banner: &str) -> Option<Version> {
+        banner.split_whitespace().find_map(|word| {
+            let mut numbers = word.strip_prefix('V')?.split('.').map(|number| number.parse().ok());
+            Some(Version {
+                major: numbers.next()??,
+                minor: numbers.next()??,
+                patch: numbers.next()??,
+            })
+        })
+    }
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}.{}", self.major, self.minor, self.patch)
+    }
+}
+
+/// An assembler: PTX to machine code.
+#[derive(Debug, Clone)]
+pub struct Ptxas {
+    /// The executable.
+    pub path: PathBuf,
+    /// What it says it is.
+    pub version: Version,
+}
+
+/// How to assemble.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Options {
+    /// The optimisation level, 0 to 3.
+    pub level: u8,
+    /// The architecture, such as `sm_90a`; the one that the PTX's `.target` names when absent.
+    pub arch: Option<String>,
+    /// Whether to hand back the cubin.
+    pub keep_cubin: bool,
+}
+
+impl Default for Options {
+    /// Full optimisation, the PTX's own target, no cubin.
+    fn default() -> Options {
+        Options { level: 3, arch: None, keep_cubin: false }
+    }
+}
+
+impl Ptxas {
+    /// The assembler at a path. It is asked for its version, so one that cannot run is an error.
+    pub fn at(path: impl Into<PathBuf>) -> Result<Ptxas, Error> {
+        let path = path.into();
+        let output = run(&path, &["--version"], None)?;
+        match Version::from_banner(&String::from_utf8_lossy(&output.stdout)) {
+            Some(version) => Ok(Ptxas { path, version }),
+            None => Err(failed(&path, &output)),
+        }
+    }
+
+    /// Assembles a module and reads what its kernels cost.
+    pub fn assemble(&self, ptx: &str, options: &Options) -> Result<Assembled, Error> {
+        let arch = match &options.arch {
+            Some(arch) => arch,
+            None => target(ptx).ok_or(Error::NoTarget)?,
+        };
+        let scratch = Scratch::new()?;
+        scratch.write("kernel.ptx", ptx.as_bytes())?;
+        let level = options.level.to_string();
+        let arguments = [
+            "--verbose",
+            "--opt-level",
+            &level,
+            "--gpu-name",
+            arch,
+            "--output-file",
+            "kernel.cubin",
+            "kernel.ptx",
+        ];
+        let begin = Instant::now();
+        let output = run(&self.path, &arguments, Some(&scratch.0))?;
+        let seconds = begin.elapsed().as_secs_f64();
+        if !output.status.success() {
+            return Err(failed(&self.path, &output));
+        }
+        let cubin = if options.keep_cubin { Some(scratch.read("kernel.cubin")?) } else { None };
+        Ok(Assembled { cubin, seconds, ..Assembled::from_log(log_of(&output)) })
+    }
+}
+
+/// The architecture that a module's `.target` line names.
+fn target(ptx: &str) -> Option<&str> {
+    let arguments = ptx.lines().find_map(|line| line.trim_start().strip_prefix(".target"))?;
+    let arch = arguments.split([',', '/', ';']).next()?.trim();
+    (!arch.is_empty()).then_some(arch)
+}
+
+/// What the assembler made of a module. Where the module has several kernels, each number is the
+/// largest of them.
+#[derive(Debug, Clone, Default)]
+pub struct Assembled {
+    /// The machine code, if it was asked for.
+    pub cubin: Option<Vec<u8>>,
+    /// Registers per thread.
+    pub registers: u32,
+    /// Bytes of local memory per thread for arrays and spilled registers.
+    pub stack_frame_bytes: u32,
+    /// Bytes stored to local memory because registers ran out.
+    pub spill_store_bytes: u32,
+    /// Bytes loaded back.
+    pub spill_load_bytes: u32,
+    /// Bytes of static shared memory per block.
+    pub shared_bytes: u32,
+    /// Named barriers in use; 12.x does not say.
+    pub barriers: Option<u32>,
+    /// Bytes in all constant banks, where the assembler counts them: parameters on sm_80 but not
+    /// on sm_90, and the module's own constants.
+    pub constant_bytes: u32,
+    /// Every note with a code (`(C7514) Potential Performance Loss: ...`) and every warning.
+    pub notes: Vec<String>,
+    /// All that the assembler printed.
+    pub log: String,
+    /// How long it took.
+    pub seconds: f64,
+}
+
+impl Assembled {
+    /// Reads a log in the words of `ptxas --verbose`; the driver's compiler writes the same ones.
+    /// There is no cubin and no time in it.
+    pub fn from_log(log: impl Into<String>) -> Assembled {
+        let log = log.into();
+        let mut assembled = Assembled::default();
+        let (mut module_constants, mut kernel_constants) = (0, 0);
+        for line in log.lines() {
+            let words: Vec<&str> = line.split_whitespace().collect();
+            if let Some(note) = note(&words) {
+                assembled.notes.push(note);
+                continue;
+            }
+            let mut constants = 0;
+            // Every count stands before its name: `228 bytes spill stores`, `Used 58 registers`.
+            for (at, word) in words.iter().enumerate() {
+                let Ok(count) = word.parse::<u32>() else {
+                    continue;
+                };
+                let name: Vec<&str> =
+                    words[at + 1..].iter().take(3).map(|word| word.trim_end_matches(',')).collect();
+                let most = |field: &mut u32| *field = count.max(*field);
+                match name[..] {
+                    ["registers", ..] => most(&mut assembled.registers),
+                    ["barriers", ..] => {
+                        assembled.barriers = Some(count.max(assembled.barriers.unwrap_or(0)))
+                    }
+                    ["bytes", "stack", "frame"] => most(&mut assembled.stack_frame_bytes),
+                    ["bytes", "spill", "stores"] => most(&mut assembled.spill_store_bytes),
+                    ["bytes", "spill", "loads"] => most(&mut assembled.spill_load_bytes),
+                    ["bytes", "smem", ..] => most(&mut assembled.shared_bytes),
+                    ["bytes", bank, ..] if bank.starts_with("cmem[") => constants += count,
+                    _ => {}
+                }
+            }
+            let of_module = words.iter().any(|word| word.trim_end_matches(',') == "gmem");
+            let total = if of_module { &mut module_constants } else { &mut kernel_constants };
+            *total = constants.max(*total);
+        }
+        assembled.constant_bytes = module_constants + kernel_constants;
+        assembled.log = log;
+        assembled
+    }
+
+    /// What makes a kernel slow and fails a test in this project, one sentence each: spilled
+    /// registers, a stack frame, and the assembler's C75xx notes, which say that it serialised
+    /// `wgmma`, injected waits or ignored `setmaxnreg`.
+    pub fn faults(&self) -> Vec<String> {
+        let mut faults = Vec::new();
+        if self.spill_store_bytes > 0 || self.spill_load_bytes > 0 {
+            let (stores, loads) = (self.spill_store_bytes, self.spill_load_bytes);
+            faults.push(format!(
+                "registers spill: {stores} bytes stored, {loads} bytes loaded per thread"
+            ));
+        }
+        if self.stack_frame_bytes > 0 {
+            faults.push(format!("a stack frame of {} bytes per thread", self.stack_frame_bytes));
+        }
+        let slow = |note: &&String| {
+            note.starts_with("(C75") || note.contains("Potential Performance Loss")
+        };
+        faults.extend(self.notes.iter().filter(slow).cloned());
+        faults
+    }
+}
+
+/// The text of a line that carries a code or a warning.
+fn note(words: &[&str]) -> Option<String> {
+    let is_code = |word: &&str| {
+        let digits = word.strip_prefix("(C").and_then(|rest| rest.strip_suffix(')'));
+        digits.is_some_and(|digits| {
+            !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit())
+        })
+    };
+    if words.first() != Some(&"ptxas") && words.first() != Some(&"info") {
+        return None;
+    }
+    if let Some(code) = words.iter().position(is_code) {
+        return Some(words[code..].join(" "));
+    }
+    words.contains(&"warning").then(|| words[1..].join(" "))
+}
+
+/// Why a tool gave no answer.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Error {
+    /// The tool is in none of the places.
+    Missing {
+        /// Which tool.
+        tool: String,
+        /// Where it was looked for.
+        searched: Vec<PathBuf>,
+    },
+    /// The tool is there but the system would not start it.
+    NotStarted {
+        /// Which tool.
+        tool: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The tool ran and refused.
+    Failed {
+        /// Which tool.
+        tool: PathBuf,
+        /// All that it printed.
+        log: String,
+    },
+    /// The PTX has no `.target` line and no architecture was given.
+    NoTarget,
+    /// A temporary file could not be written or read.
+    Scratch {
+        /// Which file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Error::Missing { tool, searched } => write!(
+                f,
+                "{tool} not found in the {} folders searched; `cargo xtask tools` fetches it, or set ${TOOLS}",
+                searched.len()
+            ),
+            Error::NotStarted { tool, source } => {
+                write!(f, "cannot start {}: {source}", tool.display())
+            }
+            Error::Failed { tool, log } => {
+                write!(f, "{} failed:\n{}", tool.display(), log.trim_end())
+            }
+            Error::NoTarget => {
+                write!(f, "the PTX has no .target line, and no architecture was given")
+            }
+            Error::Scratch { path, source } => {
+                write!(f, "temporary file {}: {source}", path.display())
+            }
+        }
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Error::NotStarted { source, .. } | Error::Scratch { source, .. } => Some(source),
+            _ => None,
+        }
+    }
+}
+
+/// Runs a tool in a folder, so that its messages name files without their temporary path.
+fn run(
+    tool: &Path,
+    arguments: &[impl AsRef<OsStr>],
+    folder: Option<&Path>,
+) -> Result<Output, Error> {
+    // A relative path would be looked up from the folder the tool runs in.
+    let absolute = std::path::absolute(tool).unwrap_or_else(|_| tool.to_owned());
+    let mut command = Command::new(absolute);
+    command.args(arguments).stdin(Stdio::null());
+    if let Some(folder) = folder {
+        command.current_dir(folder);
+    }
+    command.output().map_err(|source| Error::NotStarted { tool: tool.to_owned(), source })
+}
+
+fn failed(tool: &Path, output: &Output) -> Error {
+    let mut log = log_of(output);
+    if log.trim().is_empty() {
+        log = output.status.to_string();
+    }
+    Error::Failed { tool: tool.to_owned(), log }
+}
+
+fn log_of(output: &Output) -> String {
+    [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes)).concat()
+}
+
+/// A temporary folder of our own, removed when dropped.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new() -> Result<Scratch, Error> {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        loop {
+            let number = NEXT.fetch_add(1, Ordering::Relaxed);
+            let path = env::temp_dir().join(format!("flashcore-{}-{number}", std::process::id()));
+            match fs::create_dir(&path) {
+                Ok(()) => return Ok(Scratch(path)),
+                // Left by a process that died and had our number.
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(source) => return Err(Error::Scratch { path, source }),
+            }
+        }
+    }
+
+    fn write(&self, name: &str, contents: &[u8]) -> Result<(), Error> {
+        let path = self.0.join(name);
+        fs::write(&path, contents).map_err(|source| Error::Scratch { path, source })
+    }
+
+    fn read(&self, name: &str) -> Result<Vec<u8>, Error> {
+        let path = self.0.join(name);
+        fs::read(&path).map_err(|source| Error::Scratch { path, source })
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // A folder left behind in the system's temporary folder is no reason to fail.
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One 64x64x16 product; `while_in_flight` stands between its commit and its wait.
+    fn product(while_in_flight: &str) -> String {
+        let each = |line: &dyn Fn(usize) -> String| (0..32).map(line).collect::<String>();
+        let zeroes = each(&|i| format!("\tmov.f32 %f{i}, 0f00000000;\n"));
+        let stores = each(&|i| format!("\tst.global.f32 [%rd2+{}], %f{i};\n", 4 * i));
+        let accumulator = (0..32).map(|i| format!("%f{i}")).collect::<Vec<_>>().join(", ");
+        format!(
+            "\
+.version 8.0
+.target sm_90a
+.address_size 64
+
+.visible .entry product(.param .u64 out)
+.maxntid 128, 1, 1
+{{
+	.reg .f32 %f<32>;
+	.reg .b64 %rd<3>;
+	.reg .pred %p<1>;
+	.shared .align 1024 .b8 tiles[4096];
+	mov.u64 %rd1, 0x4000000010000;
+	ld.param.u64 %rd2, [out];
+	setp.ne.b64 %p0, %rd2, 0;
+{zeroes}\
+	wgmma.fence.sync.aligned;
+	wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {{{accumulator}}}, %rd1, %rd1, %p0, 1, 1, 0, 0;
+	wgmma.commit_group.sync.aligned;
+{while_in_flight}\
+	wgmma.wait_group.sync.aligned 0;
+{stores}\
+	ret;
+}}
+"
+        )
+    }
+
+    /// 64 values alive at once in 24 registers.
+    fn crowded() -> String {
+        let each = |line: &dyn Fn(usize) -> String| (0..64).map(line).collect::<String>();
+        let loads = each(&|i| format!("\tld.volatile.global.f32 %f{i}, [%rd1+{}];\n", 4 * i));
+        let stores =
+            each(&|i| format!("\tst.volatile.global.f32 [%rd1+{}], %f{};\n", 4 * i, 63 - i));
+        format!(
+            "\
+.version 8.0
+.target sm_90
+.address_size 64
+
+.visible .entry crowded(.param .u64 values)
+.maxnreg 24
+{{
+	.reg .f32 %f<64>;
+	.reg .b64 %rd<2>;
+	ld.param.u64 %rd1, [values];
+{loads}\
+	bar.sync 0;
+{stores}\
+	ret;
+}}
+"
+        )
+    }
+
+    /// `setmaxnreg` with nothing that caps the registers at entry.
+    const UNCAPPED: &str = "\
+.version 8.0
+.target sm_90a
+.address_size 64
+
+.visible .entry uncapped()
+{
+	setmaxnreg.inc.sync.aligned.u32 240;
+	ret;
+}
+";
+
+    fn assemblers() -> Vec<Ptxas> {
+        Toolkit::for_tests().map(|toolkit| toolkit.assemblers).unwrap_or_default()
+    }
+
+    #[test]
+    fn a_clean_kernel_has_no_faults() {
+        for ptxas in assemblers() {
+            let options = Options { keep_cubin: true, ..Options::default() };
+            let assembled = ptxas.assemble(&product(""), &options).unwrap();
+            assert_eq!(assembled.faults(), Vec::<String>::new(), "{}", ptxas.version);
+            assert_eq!(assembled.shared_bytes, 4096);
+            assert!((32..=255).contains(&assembled.registers), "{}", assembled.log);
+            assert!(assembled.cubin.is_some_and(|cubin| cubin.starts_with(b"\x7fELF")));
+            assert!(assembled.seconds > 0.0);
+        }
+    }
+
+    #[test]
+    fn spills_are_counted() {
+        for ptxas in assemblers() {
+            let assembled = ptxas.assemble(&crowded(), &Options::default()).unwrap();
+            assert_eq!(assembled.registers, 24);
+            assert!(
+                assembled.spill_store_bytes >= 128 && assembled.spill_load_bytes >= 128,
+                "{}",
+                assembled.log
+            );
+            assert!(assembled.stack_frame_bytes >= 128, "{}", assembled.log);
+            assert_eq!(assembled.cubin, None);
+            let faults = assembled.faults();
+            assert_eq!(faults.len(), 2, "{faults:?}");
+            assert!(
+                faults[0].starts_with("registers spill: ")
+                    && faults[1].starts_with("a stack frame of ")
+            );
+        }
+    }
+
+    #[test]
+    fn an_accumulator_touched_in_flight_is_a_fault() {
+        let touched = product("\tadd.f32 %f0, %f0, 0f3F800000;\n\tst.global.f32 [%rd2], %f0;\n");
+        for ptxas in assemblers() {
+            let faults = ptxas.assemble(&touched, &Options::default()).unwrap().faults();
+            assert_eq!(faults.len(), 1, "{}: {faults:?}", ptxas.version);
+            // 12.x serialises the instructions, 13.x injects a wait.
+            assert!(
+                ["(C7514)", "(C7517)"].iter().any(|code| faults[0].starts_with(code)),
+                "{faults:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn an_ignored_setmaxnreg_is_a_fault() {
+        for ptxas in assemblers() {
+            let faults = ptxas.assemble(UNCAPPED, &Options::default()).unwrap().faults();
+            assert!(
+                faults.len() == 1 && faults[0].starts_with("(C7508)"),
+                "{}: {faults:?}",
+                ptxas.version
+            );
+        }
+    }
+
+    #[test]
+    fn refused_ptx_comes_back_with_the_log() {
+        // A second accumulator list, as if the sum had its own operand: PTX has no such form.
+        let wrong = product("").replace(", %rd1, %rd1, %p0, 1, 1, 0, 0;", ", %rd1, %rd1, {%f0};");
+        for ptxas in assemblers() {
+            let error = ptxas.assemble(&wrong, &Options::default()).unwrap_err();
+            let Error::Failed { log, .. } = &error else { panic!("{error}") };
+            assert!(log.contains("wgmma.mma_async") && log.contains("kernel.ptx, line "), "{log}");
+        }
+    }
+
+    #[test]
+    fn the_options_reach_the_assembler() {
+        for ptxas in assemblers() {
+            let cubin = |level| {
+                let options = Options { level, arch: Some("sm_90a".into()), keep_cubin: true };
+                ptxas.assemble(&product(""), &options).unwrap().cubin.unwrap()
+            };
+            assert_ne!(cubin(0), cubin(3));
+            let options = Options { arch: Some("sm_80".into()), ..Options::default() };
+            assert!(matches!(ptxas.assemble(&product(""), &options), Err(Error::Failed { .. })));
+        }
+    }
+
+    #[test]
+    fn machine_code_shows_the_tensor_core_instruction() {
+        let Some(toolkit) = Toolkit::for_tests() else {
+            return;
+        };
+        if toolkit.nvdisasm.is_none() {
+            return;
+        }
+        for ptxas in &toolkit.assemblers {
+            let options = Options { keep_cubin: true, ..Options::default() };
+            let cubin = ptxas.assemble(&product(""), &options).unwrap().cubin.unwrap();
+            let sass = toolkit.disassemble(&cubin).unwrap();
+            assert!(sass.contains("HGMMA.64x64x16.F32"), "{sass}");
+            assert!(matches!(toolkit.disassemble(b"not a cubin"), Err(Error::Failed { .. })));
+        }
+    }
+
+    #[test]
+    fn logs_of_both_releases_are_read() {
+        let old = Assembled::from_log(
+            "\
+ptxas info    : 0 bytes gmem, 64 bytes cmem[3]
+ptxas info    : Compiling entry function 'k' for 'sm_80'
+ptxas info    : Function properties for k
+    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 8 registers, 8 bytes cumulative stack size, 128 bytes smem, 360 bytes cmem[0]
+",
+        );
+        assert_eq!((old.registers, old.shared_bytes, old.barriers), (8, 128, None));
+        assert_eq!(
+            (old.stack_frame_bytes, old.spill_store_bytes, old.spill_load_bytes),
+            (8, 4, 12)
+        );
+        assert_eq!(old.constant_bytes, 424);
+        assert!(old.notes.is_empty());
+
+        let new = Assembled::from_log(
+            "\
+ptxas warning : Too many maxnreg specified for entry k, will be ignored
+ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored; unable to determine register count at entry.
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'a' for 'sm_90'
+ptxas info    : Function properties for a
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 58 registers, used 4 barriers, 4096 bytes smem
+ptxas info    : Compile time = 2.273 ms
+ptxas info    : Compiling entry function 'b' for 'sm_90'
+ptxas info    : Function properties for b
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 24 registers, used 1 barriers
+ptxas info    : Compile time = 7.460 ms
+",
+        );
+        assert_eq!((new.registers, new.shared_bytes, new.barriers), (58, 4096, Some(4)));
+        assert_eq!(
+            new.notes,
+            [
+                "warning : Too many maxnreg specified for entry k, will be ignored",
+                "(C7508) Potential Performance Loss: 'setmaxnreg' ignored; unable to determine register count at entry.",
+            ]
+        );
+        assert_eq!(new.faults(), new.notes[1..]);
+    }
+
+    #[test]
+    fn versions_and_targets_are_read() {
+        let banner =
+            "Built on Wed_Aug_20\nCuda compilation tools, release 13.0, V13.0.88\nBuild cuda_13.0";
+        let version = Version::from_banner(banner).unwrap();
+        assert_eq!(version.to_string(), "13.0.88");
+        assert!(version > Version { major: 12, minor: 9, patch: 100 });
+        assert_eq!(Version::from_banner("Very V13 V1.x.3"), None);
+
+        assert_eq!(target(".version 8.0\n .target sm_90a, debug\n"), Some("sm_90a"));
+        assert_eq!(target(".target sm_80 // Ampere\n"), Some("sm_80"));
+        assert_eq!(target(".target\n"), None);
+        assert_eq!(target(""), None);
+    }
+
+    #[test]
+    fn missing_tools_are_errors() {
+        let nowhere = Toolkit::find_in(vec![vec![PathBuf::from("/nowhere/bin")]]);
+        assert!(matches!(nowhere.ptxas_of(13), Err(Error::Missing { .. })));
+        assert!(matches!(nowhere.disassemble(b""), Err(Error::Missing { .. })));
+        let message = nowhere.ptxas().unwrap_err().to_string();
+        assert!(message.starts_with("ptxas not found"), "{message}");
+        assert!(matches!(Ptxas::at("/nowhere/bin/ptxas"), Err(Error::NotStarted { .. })));
+    }
+}

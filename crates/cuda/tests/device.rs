@@ -1,0 +1,590 @@
+//! What needs a GPU: compile, cache, launch, copy, measure, capture, fail.
+//! Every test prints "skipped" and passes where there is none.
+#![allow(unsafe_code)] // `Stream::borrow`, and an allocator that counts.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+
+use flashcore_cuda::{
+    Arguments, Buffer, Cache, Device, DeviceAddress, DeviceInfo, DeviceSlice, Driver, Error, Event,
+    Function, Launch, Module, OptimizationLevel, Parameter, Result, Stream, TensorMap,
+};
+use ptx::{Element, Swizzle, TensorBox};
+
+/// c[i] = a[i] + b[i], a thread for each.
+const ADD: &str = r"
+.version 7.0
+.target sm_75
+.address_size 64
+.visible .entry add(
+    .param .u64 a, .param .u64 b, .param .u64 c, .param .u32 count)
+{
+    .reg .pred %p; .reg .f32 %f<3>; .reg .b32 %r<5>; .reg .b64 %rd<8>;
+    ld.param.u64 %rd1, [a];
+    ld.param.u64 %rd2, [b];
+    ld.param.u64 %rd3, [c];
+    ld.param.u32 %r1, [count];
+    mov.u32 %r2, %ctaid.x;
+    mov.u32 %r3, %ntid.x;
+    mov.u32 %r4, %tid.x;
+    mad.lo.u32 %r2, %r2, %r3, %r4;
+    setp.ge.u32 %p, %r2, %r1;
+    @%p bra DONE;
+    mul.wide.u32 %rd4, %r2, 4;
+    add.u64 %rd1, %rd1, %rd4;
+    add.u64 %rd2, %rd2, %rd4;
+    add.u64 %rd3, %rd3, %rd4;
+    ld.global.f32 %f1, [%rd1];
+    ld.global.f32 %f2, [%rd2];
+    add.f32 %f1, %f1, %f2;
+    st.global.f32 [%rd3], %f1;
+DONE:
+    ret;
+}
+";
+
+/// out[block] = blocks in its cluster.
+const CLUSTER: &str = r"
+.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry cluster(.param .u64 out)
+{
+    .reg .b32 %r<3>; .reg .b64 %rd<3>;
+    ld.param.u64 %rd1, [out];
+    mov.u32 %r1, %ctaid.x;
+    mov.u32 %r2, %cluster_nctaid.x;
+    mul.wide.u32 %rd2, %r1, 4;
+    add.u64 %rd1, %rd1, %rd2;
+    st.global.u32 [%rd1], %r2;
+    ret;
+}
+";
+
+/// Copies a box of 16 by 8 floats with the copy engine, then to `out`.
+const TILE: &str = r"
+.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry tile(
+    .param .align 64 .b8 map[128], .param .u64 out, .param .s32 column, .param .s32 row)
+{
+    .reg .pred %p<2>; .reg .b32 %r<12>; .reg .b64 %rd<6>;
+    .shared .align 128 .b8 elements[512];
+    .shared .align 8 .b64 barrier;
+    mov.u32 %r1, elements;
+    mov.u32 %r2, barrier;
+    mov.u32 %r3, %tid.x;
+    setp.ne.u32 %p0, %r3, 0;
+    @%p0 bra READY;
+    mbarrier.init.shared.b64 [%r2], 1;
+    fence.proxy.async.shared::cta;
+    mbarrier.arrive.expect_tx.shared::cta.b64 %rd1, [%r2], 512;
+    mov.b64 %rd2, map;
+    cvta.param.u64 %rd2, %rd2;
+    ld.param.s32 %r4, [column];
+    ld.param.s32 %r5, [row];
+    cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes
+        [%r1], [%rd2, {%r4, %r5}], [%r2];
+READY:
+    bar.sync 0;
+WAIT:
+    mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r2], 0;
+    @!%p1 bra WAIT;
+    shl.b32 %r6, %r3, 4;
+    add.u32 %r1, %r1, %r6;
+    ld.shared.v4.b32 {%r7, %r8, %r9, %r10}, [%r1];
+    ld.param.u64 %rd3, [out];
+    cvt.u64.u32 %rd4, %r6;
+    add.u64 %rd3, %rd3, %rd4;
+    st.global.v4.b32 [%rd3], {%r7, %r8, %r9, %r10};
+    ret;
+}
+";
+
+/// An instruction that only `sm_90a` has.
+const ACCELERATED: &str = r"
+.version 8.0
+.target sm_90a
+.address_size 64
+.visible .entry accelerated()
+{
+    wgmma.fence.sync.aligned;
+    wgmma.commit_group.sync.aligned;
+    wgmma.wait_group.sync.aligned 0;
+    ret;
+}
+";
+
+const ADD_PARAMETERS: [Parameter; 4] =
+    [Parameter::Address, Parameter::Address, Parameter::Address, Parameter::U32];
+
+/// Counts what this thread allocates, to show that launches do not.
+struct Counting;
+
+thread_local! {
+    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+}
+
+// SAFETY: passes everything on to the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        let _ = ALLOCATIONS.try_with(|count| count.set(count.get() + 1));
+        // SAFETY: the caller's promise, passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// The first device, or none and a word about it.
+fn device() -> Option<Device> {
+    if let Err(error) = Driver::probe() {
+        println!("skipped: no GPU ({error})");
+        return None;
+    }
+    Some(Device::open(0).unwrap())
+}
+
+/// The first device, if it is a Hopper.
+fn hopper() -> Option<Device> {
+    let device = device()?;
+    if device.info().compute_capability.major != 9 {
+        println!("skipped: no Hopper GPU");
+        return None;
+    }
+    Some(device)
+}
+
+fn function(device: &Device, ptx: &str, name: &str, parameters: &[Parameter]) -> Function {
+    let cubin = device.compile(ptx, OptimizationLevel::O3).unwrap();
+    Module::load(device, &cubin.bytes).unwrap().function(name, parameters).unwrap()
+}
+
+/// Everything for additions of `COUNT` numbers.
+struct Addition {
+    stream: Stream,
+    function: Function,
+    b: Buffer,
+    c: Buffer,
+    arguments: Arguments,
+    _a: Buffer,
+}
+
+const COUNT: u32 = 1000;
+const LAUNCH: Launch = Launch {
+    grid: [COUNT.div_ceil(128), 1, 1],
+    block: [128, 1, 1],
+    cluster: [1; 3],
+    shared_bytes: 0,
+    programmatic: false,
+};
+
+impl Addition {
+    fn new(device: &Device) -> Addition {
+        let stream = Stream::new(device).unwrap();
+        let numbers: Vec<f32> = (0..COUNT).map(|index| index as f32).collect();
+        let a = Buffer::from_slice(&stream, &numbers).unwrap();
+        let b = Buffer::from_slice(&stream, &vec![0.5f32; COUNT as usize]).unwrap();
+        let c = Buffer::new(device, a.bytes()).unwrap();
+        stream.fill(c.all(), 0xff).unwrap();
+        let mut arguments = Arguments::new();
+        arguments.push(a.address()).push(b.address()).push(c.address()).push(COUNT);
+        let function = function(device, ADD, "add", &ADD_PARAMETERS);
+        Addition { stream, function, b, c, arguments, _a: a }
+    }
+
+    fn launch(&self) -> Result<()> {
+        self.function.launch(&self.stream, &LAUNCH, &self.arguments)
+    }
+
+    fn expect(&self, addend: f32) {
+        let sums = self.stream.download_vec::<f32>(self.c.all()).unwrap();
+        for (index, sum) in sums.iter().enumerate() {
+            assert_eq!(*sum, index as f32 + addend);
+        }
+    }
+}
+
+#[test]
+fn a_device_describes_itself() {
+    let Some(device) = device() else { return };
+    let info = device.info();
+    println!("{info:#?}");
+    assert!(!info.name.is_empty());
+    assert!(info.multiprocessors > 0 && info.memory_bytes > 1 << 28);
+    assert!(info.shared_bytes_per_block >= 48 << 10);
+    assert!(info.l2_bytes > 0 && info.clock_kilohertz > 0);
+    assert_eq!(&DeviceInfo::query(0).unwrap(), info);
+    assert!(device.free_memory().unwrap() <= info.memory_bytes);
+    let count = Device::count().unwrap();
+    let error = Device::open(count).unwrap_err();
+    assert_eq!(error, Error::InvalidDevice { ordinal: count, count });
+}
+
+#[test]
+fn a_kernel_runs_at_every_level() {
+    let Some(device) = device() else { return };
+    for level in OptimizationLevel::ALL {
+        let cubin = device.compile(ADD, level).unwrap();
+        println!("{level:?}: {:.1} ms\n{}", cubin.milliseconds, cubin.log);
+        let module = Module::load(&device, &cubin.bytes).unwrap();
+        let function = module.function("add", &ADD_PARAMETERS).unwrap();
+        let attributes = function.attributes();
+        assert!(attributes.registers > 0 && attributes.local_bytes == 0);
+        assert!(attributes.max_threads_per_block >= 128);
+        let addition = Addition { function, ..Addition::new(&device) };
+        addition.launch().unwrap();
+        addition.expect(0.5);
+    }
+    // The verbose log says at least how many registers there are.
+    let log = device.compile(ADD, OptimizationLevel::O3).unwrap().log;
+    assert!(log.contains("registers"), "{log}");
+}
+
+#[test]
+fn the_cache_saves_a_compilation() {
+    let Some(device) = device() else { return };
+    let directory = tempfile::tempdir().unwrap();
+    let cache = Cache::at(directory.path());
+    let level = OptimizationLevel::O1;
+    let first = device.compile_cached(ADD, level, &cache).unwrap();
+    let second = device.compile_cached(ADD, level, &cache).unwrap();
+    println!("{:.2} ms, then {:.2} ms", first.milliseconds, second.milliseconds);
+    assert!(!first.cached && second.cached);
+    assert_eq!(first.bytes, second.bytes);
+    Module::load(&device, &second.bytes).unwrap();
+
+    // A damaged file is compiled again.
+    let path = cache.path(&device.cache_key(ADD, level)).unwrap();
+    std::fs::write(&path, "no cubin").unwrap();
+    let third = device.compile_cached(ADD, level, &cache).unwrap();
+    assert!(!third.cached && third.warnings.len() == 1);
+    assert!(device.compile_cached(ADD, level, &cache).unwrap().cached);
+}
+
+#[test]
+fn bad_ptx_comes_back_with_the_compilers_words() {
+    let Some(device) = device() else { return };
+    let bad = ADD.replace("add.f32 %f1, %f1, %f2;", "add.f32 %f1, %f1, nonsense;");
+    let error = device.compile(&bad, OptimizationLevel::O3).unwrap_err();
+    let Error::Compile { log } = &error else { panic!("{error}") };
+    println!("{log}");
+    assert!(log.contains("nonsense"), "{log}");
+    let cached = device.compile_cached(&bad, OptimizationLevel::O3, &Cache::disabled());
+    assert_eq!(cached.unwrap_err(), error);
+    let nul = device.compile("\0", OptimizationLevel::O3).unwrap_err();
+    assert_eq!(nul, Error::Nul { what: "the PTX text" });
+    assert!(matches!(
+        device.compile("", OptimizationLevel::O3),
+        Err(Error::Compile { .. } | Error::Call { .. })
+    ));
+}
+
+#[test]
+fn wrong_names_and_parameters_are_refused() {
+    let Some(device) = device() else { return };
+    let cubin = device.compile(ADD, OptimizationLevel::O1).unwrap();
+    let short = &cubin.bytes[..cubin.bytes.len() / 2];
+    assert_eq!(Module::load(&device, short).unwrap_err(), Error::InvalidCubin);
+    assert_eq!(Module::load(&device, b"text").unwrap_err(), Error::InvalidCubin);
+
+    let module = Module::load(&device, &cubin.bytes).unwrap();
+    let error = module.function("subtract", &[]).unwrap_err();
+    assert_eq!(error, Error::NoFunction { name: "subtract".to_owned() });
+    let version = device.info().driver.version;
+    if (version.major, version.minor) >= (12, 4) {
+        use Parameter::{Address, TensorMap, U32};
+        for wrong in [
+            &[Address, Address, Address, U32, U32][..],
+            &[Address, Address, Address, Address],
+            &[Address, Address, TensorMap, U32],
+        ] {
+            let error = module.function("add", wrong).unwrap_err();
+            assert!(matches!(error, Error::Signature { .. }), "{error}");
+            println!("{error}");
+        }
+    }
+}
+
+#[test]
+fn wrong_launches_are_refused() {
+    let Some(device) = device() else { return };
+    let addition = Addition::new(&device);
+    let launch = |launch: Launch| {
+        let result = addition.function.launch(&addition.stream, &launch, &addition.arguments);
+        let error = result.unwrap_err();
+        assert!(matches!(error, Error::Launch { .. }), "{error}");
+        println!("{error}");
+    };
+    launch(Launch { grid: [0, 1, 1], ..LAUNCH });
+    launch(Launch { block: [2048, 1, 1], ..LAUNCH });
+    launch(Launch { shared_bytes: 64 << 10, ..LAUNCH });
+    let error = addition.function.set_dynamic_shared(1 << 30).unwrap_err();
+    assert!(matches!(error, Error::Launch { .. }), "{error}");
+    let none = Arguments::new();
+    let error = addition.function.launch(&addition.stream, &LAUNCH, &none).unwrap_err();
+    assert!(matches!(error, Error::Signature { .. }), "{error}");
+}
+
+#[test]
+fn shared_memory_can_be_raised_to_the_limit() {
+    let Some(device) = device() else { return };
+    let addition = Addition::new(&device);
+    let bytes = device.info().shared_bytes_per_block;
+    addition.function.set_dynamic_shared(bytes).unwrap();
+    let launch = Launch { shared_bytes: bytes, ..LAUNCH };
+    addition.function.launch(&addition.stream, &launch, &addition.arguments).unwrap();
+    addition.expect(0.5);
+    assert_eq!(addition.function.active_blocks_per_multiprocessor(128, bytes).unwrap(), 1);
+    assert!(addition.function.active_blocks_per_multiprocessor(128, 0).unwrap() >= 8);
+}
+
+#[test]
+fn memory_is_copied_and_filled() {
+    let Some(device) = device() else { return };
+    let stream = Stream::new(&device).unwrap();
+    let buffer = Buffer::from_slice(&stream, &[1u32, 2, 3, 4, 5, 6, 7, 8]).unwrap();
+    assert!(buffer.address().0.is_multiple_of(256));
+    stream.fill_words(buffer.slice(4..12).unwrap(), 9).unwrap();
+    stream.fill(buffer.slice(28..32).unwrap(), 0xff).unwrap();
+    stream.copy(buffer.slice(0..8).unwrap(), buffer.slice(16..24).unwrap()).unwrap();
+    let words = stream.download_vec::<u32>(buffer.all()).unwrap();
+    assert_eq!(words, [1, 9, 9, 4, 1, 9, 7, u32::MAX]);
+    // The same memory as someone else's.
+    let foreign = DeviceSlice::foreign(buffer.address().offset(4), 4);
+    assert_eq!(stream.download_vec::<u32>(foreign).unwrap(), [9]);
+
+    assert!(matches!(buffer.slice(0..33), Err(Error::OutOfRange { .. })));
+    assert!(matches!(stream.upload(&[0u8; 3], buffer.all()), Err(Error::Size { .. })));
+    let odd = buffer.slice(1..5).unwrap();
+    assert!(matches!(stream.fill_words(odd, 0), Err(Error::Misaligned { .. })));
+    let three = buffer.slice(0..3).unwrap();
+    assert!(matches!(stream.download_vec::<u32>(three), Err(Error::Misaligned { .. })));
+
+    let nothing = Buffer::new(&device, 0).unwrap();
+    stream.upload::<u8>(&[], nothing.all()).unwrap();
+    stream.fill(nothing.all(), 1).unwrap();
+    let bytes = 1 << 50;
+    assert_eq!(Buffer::new(&device, bytes).unwrap_err(), Error::OutOfMemory { bytes });
+}
+
+#[test]
+fn streams_can_be_borrowed() {
+    let Some(device) = device() else { return };
+    let addition = Addition::new(&device);
+    let default = Stream::default_of(&device);
+    assert_eq!(default.handle(), 0);
+    // SAFETY: both are handles of live streams on this device.
+    let borrowed =
+        unsafe { [Stream::borrow(&device, 0), Stream::borrow(&device, addition.stream.handle())] };
+    // The filling of `c` must not come after the sum.
+    addition.stream.synchronize().unwrap();
+    for stream in borrowed.iter().chain([&default]) {
+        addition.function.launch(stream, &LAUNCH, &addition.arguments).unwrap();
+        stream.synchronize().unwrap();
+        assert!(stream.is_idle().unwrap() && !stream.is_capturing().unwrap());
+    }
+    drop(borrowed);
+    addition.expect(0.5);
+}
+
+#[test]
+fn threads_share_a_device() {
+    let Some(device) = device() else { return };
+    let addition = Addition::new(&device);
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..100 {
+                    addition.launch().unwrap();
+                }
+                let own = Addition::new(&device);
+                own.launch().unwrap();
+                own.expect(0.5);
+            });
+        }
+    });
+    addition.expect(0.5);
+}
+
+#[test]
+fn events_measure_time() {
+    let Some(device) = device() else { return };
+    let addition = Addition::new(&device);
+    let [start, end] = [(); 2].map(|()| Event::new(&device).unwrap());
+    start.record(&addition.stream).unwrap();
+    for _ in 0..100 {
+        addition.launch().unwrap();
+    }
+    end.record(&addition.stream).unwrap();
+    let other = Stream::new(&device).unwrap();
+    other.wait(&end).unwrap();
+    other.synchronize().unwrap();
+    end.synchronize().unwrap();
+    assert!(end.is_passed().unwrap());
+    let milliseconds = end.milliseconds_since(&start).unwrap();
+    println!("{:.2} us per launch", 10.0 * milliseconds);
+    assert!(milliseconds > 0.0 && milliseconds < 1000.0);
+}
+
+#[test]
+fn launching_again_does_not_allocate() {
+    let Some(device) = device() else { return };
+    let mut addition = Addition::new(&device);
+    addition.launch().unwrap();
+    let (b, c) = (addition.b.address(), addition.c.address());
+    let before = ALLOCATIONS.get();
+    let start = std::time::Instant::now();
+    for round in 0..1000 {
+        addition.arguments.set(1, if round % 2 == 0 { c } else { b }).unwrap();
+        addition.launch().unwrap();
+    }
+    let elapsed = start.elapsed();
+    // The driver is C and has an allocator of its own.
+    assert_eq!(ALLOCATIONS.get(), before);
+    println!("{:.2} us per launch on the host", elapsed.as_secs_f64() * 1e3);
+    addition.expect(0.5);
+}
+
+#[test]
+fn graphs_repeat_what_was_captured() {
+    let Some(device) = device() else { return };
+    let addition = Addition::new(&device);
+    let graph = addition
+        .stream
+        .capture(|stream| {
+            assert!(stream.is_capturing()?);
+            addition.launch()?;
+            stream.copy(addition.c.all(), addition.b.all())
+        })
+        .unwrap();
+    // Nothing has run.
+    let untouched = addition.stream.download_vec::<u32>(addition.c.all()).unwrap();
+    assert!(untouched.iter().all(|&word| word == u32::MAX));
+
+    // The kernel stays, though the function goes.
+    let Addition { stream, function, b: _b, c, arguments: _, _a } = addition;
+    drop(function);
+    let mut graph = graph.instantiate().unwrap();
+    graph.launch(&stream).unwrap();
+    graph.launch(&stream).unwrap();
+    let sums = stream.download_vec::<f32>(c.all()).unwrap();
+    // First a + 0.5, then a + (a + 0.5).
+    assert!(sums.iter().enumerate().all(|(index, &sum)| sum == 2.0 * index as f32 + 0.5));
+}
+
+#[test]
+fn a_failed_capture_leaves_the_stream_usable() {
+    let Some(device) = device() else { return };
+    let addition = Addition::new(&device);
+    let refused = addition.stream.capture(|_| Err(Error::NoDevice));
+    assert_eq!(refused.unwrap_err(), Error::NoDevice);
+    // Waiting is not allowed, and breaks the capture.
+    assert!(addition.stream.capture(|stream| stream.synchronize()).is_err());
+    assert!(Stream::default_of(&device).capture(|_| Ok::<_, Error>(())).is_err());
+    assert!(!addition.stream.is_capturing().unwrap());
+    addition.launch().unwrap();
+    addition.expect(0.5);
+}
+
+#[test]
+fn programmatic_launches_run() {
+    let Some(device) = hopper() else { return };
+    let addition = Addition::new(&device);
+    let launch = Launch { programmatic: true, ..LAUNCH };
+    for _ in 0..10 {
+        addition.function.launch(&addition.stream, &launch, &addition.arguments).unwrap();
+    }
+    addition.expect(0.5);
+}
+
+#[test]
+fn clusters_are_formed() {
+    let Some(device) = hopper() else { return };
+    let stream = Stream::new(&device).unwrap();
+    let function = function(&device, CLUSTER, "cluster", &[Parameter::Address]);
+    let out = Buffer::new(&device, 4 * 16).unwrap();
+    let mut arguments = Arguments::new();
+    arguments.push(out.address());
+    for size in [1, 2, 4, 8, 16] {
+        if size == 16 {
+            function.allow_large_clusters().unwrap();
+        }
+        let launch = Launch { grid: [16, 1, 1], cluster: [size, 1, 1], ..Launch::default() };
+        println!("clusters of {size}: {} at a time", function.active_clusters(&launch).unwrap());
+        function.launch(&stream, &launch, &arguments).unwrap();
+        assert_eq!(stream.download_vec::<u32>(out.all()).unwrap(), [size; 16]);
+    }
+}
+
+#[test]
+fn tensor_maps_lead_to_the_tensor() {
+    let Some(device) = hopper() else { return };
+    let stream = Stream::new(&device).unwrap();
+    let parameters = [Parameter::TensorMap, Parameter::Address, Parameter::I32, Parameter::I32];
+    let function = function(&device, TILE, "tile", &parameters);
+    // 20 rows of 40 floats, 48 apart.
+    let (rows, columns, apart) = (20, 40, 48);
+    let numbers: Vec<f32> = (0..rows * apart).map(|index| index as f32).collect();
+    let tensor = Buffer::from_slice(&stream, &numbers).unwrap();
+    let tensor_box =
+        TensorBox { element: Element::F32, swizzle: Swizzle::None, extent: vec![16, 8] };
+    let dimensions = [columns as u64, rows as u64];
+    let map =
+        TensorMap::encode(&device, &tensor_box, tensor.address(), &dimensions, &[apart as u64 * 4])
+            .unwrap();
+    let out = Buffer::new(&device, 512).unwrap();
+    let mut arguments = Arguments::new();
+    arguments.push(map).push(out.address()).push(0i32).push(0i32);
+    let launch = Launch { block: [32, 1, 1], ..Launch::default() };
+    for (column, row) in [(0i32, 0i32), (8, 3), (32, 16), (-4, -2)] {
+        arguments.set(2, column).unwrap();
+        arguments.set(3, row).unwrap();
+        function.launch(&stream, &launch, &arguments).unwrap();
+        let tile = stream.download_vec::<f32>(out.all()).unwrap();
+        for (index, &found) in tile.iter().enumerate() {
+            let (x, y) = (column + index as i32 % 16, row + index as i32 / 16);
+            let inside = (0..columns).contains(&x) && (0..rows).contains(&y);
+            // Outside of the tensor there are zeros.
+            let expected = if inside { (y * apart + x) as f32 } else { 0.0 };
+            assert_eq!(found, expected, "at column {x}, row {y}");
+        }
+    }
+}
+
+#[test]
+fn every_element_and_swizzle_makes_a_tensor_map() {
+    let Some(device) = hopper() else { return };
+    let elements = [Element::F32, Element::F16, Element::BF16, Element::E4M3, Element::E5M2];
+    for element in elements {
+        for (swizzle, width) in
+            [(Swizzle::None, 16), (Swizzle::B32, 32), (Swizzle::B64, 64), (Swizzle::B128, 128)]
+        {
+            for rank in 1..=5 {
+                let mut extent = vec![1; rank];
+                extent[0] = width / element.bytes();
+                let tensor_box = TensorBox { element, swizzle, extent };
+                let (dimensions, strides) = (vec![64; rank], vec![4096; rank - 1]);
+                let address = DeviceAddress(0x7f00_0000_0000);
+                TensorMap::encode(&device, &tensor_box, address, &dimensions, &strides).unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+fn architecture_specific_ptx_compiles() {
+    let Some(device) = hopper() else { return };
+    let function = function(&device, ACCELERATED, "accelerated", &[]);
+    let stream = Stream::new(&device).unwrap();
+    let launch = Launch { block: [128, 1, 1], ..Launch::default() };
+    function.launch(&stream, &launch, &Arguments::new()).unwrap();
+    stream.synchronize().unwrap();
+}

@@ -1,0 +1,160 @@
+//! Back ends: whatever can answer a [`Problem`].
+//!
+//! Each back end lists its kernels as [`Candidate`]s for a problem and runs one of them. The
+//! choice among back ends is made in [`crate::plan`], so that one test body and one command line
+//! serve all of them.
+
+pub mod cpu;
+mod gpu;
+
+use std::time::Duration;
+
+use serde::{Serialize, Serializer};
+
+pub use cpu::CpuBackend;
+pub use gpu::GpuBackend;
+
+use crate::error::Error;
+use crate::inputs::Inputs;
+use crate::problem::Problem;
+use crate::tensor::Tensor;
+
+/// Something that computes attention.
+///
+/// ```
+/// use flashcore::{Backend, CpuBackend, Inputs, Problem, RunOptions, Tensor};
+///
+/// let problem = Problem::new(1, 2, 33, 16);
+/// let query = Tensor::random(problem.dtype, problem.query_shape(), 0)?;
+/// let key = Tensor::random(problem.dtype, problem.key_shape(), 1)?;
+/// let value = Tensor::random(problem.dtype, problem.value_shape(), 2)?;
+/// let inputs = Inputs::new(&query, &key, &value);
+///
+/// let result = CpuBackend::new().run(&problem, inputs, &RunOptions::default())?;
+/// assert_eq!(result.output.shape(), problem.output_shape());
+/// println!("{} took {:?}", result.report.kernel, result.report.kernel_time);
+/// # Ok::<(), flashcore::Error>(())
+/// ```
+pub trait Backend: Send + Sync {
+    /// A short name, unique among back ends: `cpu`.
+    fn name(&self) -> &'static str;
+
+    /// The hardware behind it in a line.
+    fn describe(&self) -> String;
+
+    /// Every kernel of this back end, best for this problem first, each accepted or refused with
+    /// a reason.
+    fn candidates(&self, problem: &Problem) -> Vec<Candidate>;
+
+    /// Compute the problem. Problem and inputs are validated; nothing the caller passes panics.
+    fn run(
+        &self,
+        problem: &Problem,
+        inputs: Inputs<'_>,
+        options: &RunOptions<'_>,
+    ) -> Result<Output, Error>;
+}
+
+/// A kernel and whether it can serve a problem.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Candidate {
+    /// The back end's name.
+    pub backend: &'static str,
+    /// The kernel's name, unique within the back end.
+    pub kernel: String,
+    /// Whether it can serve the problem.
+    pub accepted: bool,
+    /// Why, in a line.
+    pub reason: String,
+}
+
+/// How a [`Backend`] is to run.
+#[derive(Clone, Default)]
+pub struct RunOptions<'a> {
+    /// The kernel to run; the best accepted one when `None`.
+    pub kernel: Option<String>,
+    /// Told about the progress of long runs.
+    pub progress: Option<&'a dyn Progress>,
+}
+
+/// Told how far a long computation has come. Calls come from many threads.
+pub trait Progress: Sync {
+    /// There will be `total` steps.
+    fn begin(&self, total: u64);
+    /// That many more are done.
+    fn advance(&self, steps: u64);
+}
+
+/// What a back end computed.
+#[derive(Debug, Clone)]
+pub struct Output {
+    /// The attention output, contiguous (batch, query length, query heads, value head dim).
+    pub output: Tensor,
+    /// The natural logarithm of each row's sum of exponentials of scaled scores, in the order
+    /// (batch, query heads, query length); minus infinity for a row that sees no key.
+    pub lse: Vec<f32>,
+    /// Which kernel ran, why, and how long it took.
+    pub report: Report,
+}
+
+/// How an [`Output`] came about.
+#[derive(Debug, Clone, Serialize)]
+pub struct Report {
+    /// The back end's name.
+    pub backend: &'static str,
+    /// The kernel's name.
+    pub kernel: String,
+    /// Why this kernel.
+    pub reason: String,
+    /// The computation alone.
+    #[serde(rename = "kernel_ms", serialize_with = "milliseconds")]
+    pub kernel_time: Duration,
+    /// With allocation, compilation and copies.
+    #[serde(rename = "total_ms", serialize_with = "milliseconds")]
+    pub total_time: Duration,
+    /// Anything else worth knowing, a line each.
+    pub notes: Vec<String>,
+}
+
+impl Report {
+    /// The rate of the computation, by the published count of operations
+    /// ([`Problem::flops`]), in 10^12 operations per second.
+    pub fn tflops(&self, problem: &Problem) -> f64 {
+        problem.flops() / self.kernel_time.as_secs_f64().max(1e-9) / 1e12
+    }
+}
+
+fn milliseconds<S: Serializer>(duration: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_f64(duration.as_secs_f64() * 1e3)
+}
+
+/// Why no back end answered.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum BackendError {
+    /// The back end asked for is not there.
+    #[error("there is no {backend} back end here: {reason}")]
+    Unavailable {
+        /// The name asked for.
+        backend: String,
+        /// Why it is not there.
+        reason: String,
+    },
+    /// No kernel has the name asked for.
+    #[error("there is no kernel `{kernel}` here, only {known}")]
+    UnknownKernel {
+        /// The name asked for.
+        kernel: String,
+        /// The names there are.
+        known: String,
+    },
+    /// Kernels exist, and none can serve the problem.
+    #[error("no kernel can serve this problem: {reasons}")]
+    Unsupported {
+        /// Each kernel's reason.
+        reasons: String,
+    },
+    /// There is no memory for the log-sum-exp.
+    #[error("no memory for the log-sum-exp")]
+    OutOfMemory,
+}

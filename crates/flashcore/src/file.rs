@@ -1,0 +1,311 @@
+//! Tensors in safetensors files: query, key and value in, output and log-sum-exp out.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use safetensors::tensor::{Dtype, SafeTensorError, TensorView};
+use safetensors::{SafeTensors, serialize_to_file};
+
+use crate::backend::Output;
+use crate::dtype::DType;
+use crate::inputs::InputTensors;
+use crate::problem::Problem;
+use crate::tensor::{Layout, Tensor, TensorError};
+
+/// What the three inputs are called in a file; `q`, `k` and `v` unless told otherwise.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Names {
+    /// The query's name.
+    pub query: String,
+    /// The key's name.
+    pub key: String,
+    /// The value's name.
+    pub value: String,
+}
+
+impl Default for Names {
+    fn default() -> Self {
+        Names { query: "q".to_owned(), key: "k".to_owned(), value: "v".to_owned() }
+    }
+}
+
+/// Why a file cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum FileError {
+    /// The system refuses to read it.
+    #[error("cannot read {}: {source}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// The system's reason.
+        source: io::Error,
+    },
+    /// It cannot be written.
+    #[error("cannot write {}: {reason}", path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        reason: String,
+    },
+    /// It is cut off.
+    #[error("{} is truncated or no safetensors file", path.display())]
+    Truncated {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Its header makes no sense.
+    #[error("{} is no safetensors file: {reason}", path.display())]
+    Format {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A tensor is not in it.
+    #[error("{} has no tensor `{name}`, only {found}", path.display())]
+    Missing {
+        /// The file.
+        path: PathBuf,
+        /// The tensor looked for.
+        name: String,
+        /// The tensors there are.
+        found: String,
+    },
+    /// A tensor has elements of another type.
+    #[error("{}: tensor `{name}` has element type {given}; f32, f16 and bf16 are supported", path.display())]
+    DType {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+        /// Its element type.
+        given: String,
+    },
+    /// A tensor has not four dimensions.
+    #[error("{}: tensor `{name}` has shape {given:?}, expected [batch, length, heads, dim]", path.display())]
+    Rank {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+        /// Its shape.
+        given: Vec<usize>,
+    },
+    /// A tensor does not fit in memory.
+    #[error("{}: tensor `{name}`: {source}", path.display())]
+    Tensor {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+        /// What is wrong with it.
+        source: TensorError,
+    },
+}
+
+/// Read query, key and value, each of shape [batch, length, heads, dim].
+///
+/// ```no_run
+/// use flashcore::file::{self, Names};
+///
+/// let tensors = file::read_inputs("attention.safetensors", &Names::default())?;
+/// println!("{}", tensors.inputs().problem()?);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn read_inputs(path: impl AsRef<Path>, names: &Names) -> Result<InputTensors, FileError> {
+    let path = path.as_ref();
+    let bytes =
+        std::fs::read(path).map_err(|source| FileError::Read { path: path.to_owned(), source })?;
+    let file = SafeTensors::deserialize(&bytes).map_err(|error| format_error(path, error))?;
+    Ok(InputTensors {
+        query: tensor(path, &file, &names.query)?,
+        key: tensor(path, &file, &names.key)?,
+        value: tensor(path, &file, &names.value)?,
+    })
+}
+
+/// Write `output`, (batch, query length, query heads, value head dim), and `lse`, f32 of shape
+/// (batch, query heads, query length).
+///
+/// ```no_run
+/// use flashcore::{Backend, CpuBackend, InputTensors, Problem, RunOptions, file};
+///
+/// let problem = Problem::new(1, 8, 512, 64);
+/// let tensors = InputTensors::random(&problem, 0)?;
+/// let result = CpuBackend::new().run(&problem, tensors.inputs(), &RunOptions::default())?;
+/// file::write_output("result.safetensors", &problem, &result)?;
+/// # Ok::<(), flashcore::Error>(())
+/// ```
+pub fn write_output(
+    path: impl AsRef<Path>,
+    problem: &Problem,
+    result: &Output,
+) -> Result<(), FileError> {
+    let path = path.as_ref();
+    let shape: [usize; 4] = result.output.shape().into();
+    let lse_shape = [problem.batch, problem.query_heads, problem.query_length];
+    let views = [
+        ("output", format_of(problem.dtype), &shape[..], result.output.bytes()),
+        ("lse", Dtype::F32, &lse_shape, bytemuck::cast_slice(&result.lse)),
+    ]
+    .into_iter()
+    .map(|(name, dtype, shape, bytes)| Ok((name, TensorView::new(dtype, shape.to_vec(), bytes)?)))
+    .collect::<Result<Vec<_>, SafeTensorError>>();
+    views.and_then(|views| serialize_to_file(views, None, path)).map_err(|error| FileError::Write {
+        path: path.to_owned(),
+        reason: match error {
+            // The file is written under another name first, which would only confuse here.
+            SafeTensorError::IoError(error) => error.kind().to_string(),
+            error => error.to_string(),
+        },
+    })
+}
+
+fn tensor(path: &Path, file: &SafeTensors<'_>, name: &str) -> Result<Tensor, FileError> {
+    let view = file.tensor(name).map_err(|_| {
+        let mut names: Vec<String> = file.names().iter().map(|name| format!("`{name}`")).collect();
+        names.sort();
+        FileError::Missing {
+            path: path.to_owned(),
+            name: name.to_owned(),
+            found: if names.is_empty() { "nothing".to_owned() } else { names.join(", ") },
+        }
+    })?;
+    let dtype = match view.dtype() {
+        Dtype::F32 => DType::F32,
+        Dtype::F16 => DType::F16,
+        Dtype::BF16 => DType::BF16,
+        other => {
+            return Err(FileError::DType {
+                path: path.to_owned(),
+                name: name.to_owned(),
+                given: format!("{other:?}").to_lowercase(),
+            });
+        }
+    };
+    let shape: [usize; 4] = view.shape().try_into().map_err(|_| FileError::Rank {
+        path: path.to_owned(),
+        name: name.to_owned(),
+        given: view.shape().to_vec(),
+    })?;
+    Layout::contiguous(shape.into())
+        .and_then(|layout| Tensor::from_bytes(dtype, layout, view.data()))
+        .map_err(|source| FileError::Tensor {
+            path: path.to_owned(),
+            name: name.to_owned(),
+            source,
+        })
+}
+
+fn format_of(dtype: DType) -> Dtype {
+    match dtype {
+        DType::F32 => Dtype::F32,
+        DType::F16 => Dtype::F16,
+        DType::BF16 => Dtype::BF16,
+    }
+}
+
+fn format_error(path: &Path, error: SafeTensorError) -> FileError {
+    let path = path.to_owned();
+    match error {
+        SafeTensorError::HeaderTooSmall
+        | SafeTensorError::InvalidHeaderLength
+        | SafeTensorError::MetadataIncompleteBuffer => FileError::Truncated { path },
+        error => FileError::Format { path, reason: error.to_string().replace('\n', " ") },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::{Backend, CpuBackend, RunOptions};
+
+    fn view(dtype: Dtype, shape: &[usize], bytes: &'static [u8]) -> TensorView<'static> {
+        TensorView::new(dtype, shape.to_vec(), bytes).unwrap()
+    }
+
+    fn write(tensors: Vec<(&str, TensorView<'_>)>) -> tempfile::NamedTempFile {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        serialize_to_file(tensors, None, file.path()).unwrap();
+        file
+    }
+
+    fn refusal(file: &tempfile::NamedTempFile) -> String {
+        let error = read_inputs(file.path(), &Names::default()).unwrap_err();
+        error.to_string().replace(&file.path().display().to_string(), "FILE")
+    }
+
+    #[test]
+    fn what_is_written_can_be_read() {
+        let problem = Problem::new(2, 4, 5, 8).with_kv_heads(2).with_key_length(7);
+        let tensors = InputTensors::random(&problem, 3).unwrap();
+        let [query, key, value]: [(_, &Tensor); 3] =
+            [("q", &tensors.query), ("k", &tensors.key), ("v", &tensors.value)];
+        let views = [query, key, value].map(|(name, tensor)| {
+            let shape: [usize; 4] = tensor.shape().into();
+            (name, TensorView::new(Dtype::F16, shape.to_vec(), tensor.bytes()).unwrap())
+        });
+        let file = write(views.to_vec());
+        let read = read_inputs(file.path(), &Names::default()).unwrap();
+        assert_eq!(read.query.bytes(), tensors.query.bytes());
+        assert_eq!(read.inputs().problem().unwrap(), problem);
+
+        let result =
+            CpuBackend::new().run(&problem, read.inputs(), &RunOptions::default()).unwrap();
+        write_output(file.path(), &problem, &result).unwrap();
+        let bytes = std::fs::read(file.path()).unwrap();
+        let written = SafeTensors::deserialize(&bytes).unwrap();
+        assert_eq!(written.tensor("output").unwrap().shape(), [2, 5, 4, 8]);
+        assert_eq!(written.tensor("output").unwrap().data(), result.output.bytes());
+        assert_eq!(written.tensor("lse").unwrap().shape(), [2, 4, 5]);
+    }
+
+    #[test]
+    fn what_is_wrong_is_said() {
+        let good = view(Dtype::F16, &[1, 2, 1, 2], &[0; 8]);
+        let file = write(vec![("q", good.clone()), ("k", good.clone())]);
+        assert_eq!(refusal(&file), "FILE has no tensor `v`, only `k`, `q`");
+
+        let file = write(vec![("q", view(Dtype::F64, &[1, 1, 1, 1], &[0; 8]))]);
+        assert_eq!(
+            refusal(&file),
+            "FILE: tensor `q` has element type f64; f32, f16 and bf16 are supported"
+        );
+
+        let file = write(vec![("q", view(Dtype::F16, &[2, 2], &[0; 8]))]);
+        assert_eq!(
+            refusal(&file),
+            "FILE: tensor `q` has shape [2, 2], expected [batch, length, heads, dim]"
+        );
+
+        let missing = read_inputs("/nowhere/x.safetensors", &Names::default()).unwrap_err();
+        assert_eq!(
+            missing.to_string(),
+            "cannot read /nowhere/x.safetensors: No such file or directory (os error 2)"
+        );
+    }
+
+    #[test]
+    fn every_truncation_is_an_error() {
+        let good = view(Dtype::F16, &[1, 2, 1, 2], &[0; 8]);
+        let file = write(vec![("q", good.clone()), ("k", good.clone()), ("v", good)]);
+        let bytes = std::fs::read(file.path()).unwrap();
+        for length in 0..bytes.len() {
+            std::fs::write(file.path(), &bytes[..length]).unwrap();
+            let message = refusal(&file);
+            assert!(!message.contains('\n') && message.starts_with("FILE is "), "{message}");
+        }
+    }
+
+    #[test]
+    fn a_place_that_cannot_be_written_is_an_error() {
+        let problem = Problem::new(1, 1, 1, 1);
+        let tensors = InputTensors::random(&problem, 0).unwrap();
+        let result =
+            CpuBackend::new().run(&problem, tensors.inputs(), &RunOptions::default()).unwrap();
+        let error = write_output("/nowhere/x", &problem, &result).unwrap_err();
+        assert!(error.to_string().eq("cannot write /nowhere/x: entity not found"), "{error}");
+    }
+}

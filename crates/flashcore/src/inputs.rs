@@ -1,0 +1,178 @@
+//! The three tensors that attention reads, and whether they answer a problem.
+
+use crate::dtype::DType;
+use crate::error::Error;
+use crate::problem::Problem;
+use crate::tensor::{Shape, Tensor};
+
+/// Query, key and value.
+///
+/// ```
+/// use flashcore::{DType, Inputs, Shape, Tensor};
+///
+/// let query = Tensor::random(DType::F16, Shape::new(1, 16, 8, 64), 0)?;
+/// let key = Tensor::random(DType::F16, Shape::new(1, 32, 2, 64), 1)?;
+/// let value = Tensor::random(DType::F16, Shape::new(1, 32, 2, 64), 2)?;
+/// let problem = Inputs::new(&query, &key, &value).problem()?;
+/// assert_eq!((problem.key_length, problem.kv_heads), (32, 2));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug, Clone, Copy)]
+pub struct Inputs<'a> {
+    /// The query tensor, (batch, query length, query heads, head dim).
+    pub query: &'a Tensor,
+    /// The key tensor, (batch, key length, key/value heads, head dim).
+    pub key: &'a Tensor,
+    /// The value tensor, (batch, key length, key/value heads, value head dim).
+    pub value: &'a Tensor,
+}
+
+/// Query, key and value with their memory.
+///
+/// ```
+/// use flashcore::{InputTensors, Problem};
+///
+/// let problem = Problem::new(1, 8, 512, 64).with_kv_heads(2);
+/// let tensors = InputTensors::random(&problem, 42)?;
+/// assert_eq!(tensors.inputs().problem()?, problem);
+/// # Ok::<(), flashcore::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct InputTensors {
+    /// The query tensor.
+    pub query: Tensor,
+    /// The key tensor.
+    pub key: Tensor,
+    /// The value tensor.
+    pub value: Tensor,
+}
+
+impl InputTensors {
+    /// Standard normal tensors for a problem; the same seed gives the same tensors everywhere.
+    pub fn random(problem: &Problem, seed: u64) -> Result<Self, Error> {
+        problem.validate()?;
+        let tensor = |shape, stream| {
+            Tensor::random(problem.dtype, shape, seed.wrapping_mul(3).wrapping_add(stream))
+        };
+        Ok(InputTensors {
+            query: tensor(problem.query_shape(), 0)?,
+            key: tensor(problem.key_shape(), 1)?,
+            value: tensor(problem.value_shape(), 2)?,
+        })
+    }
+
+    /// The tensors as a back end takes them.
+    pub fn inputs(&self) -> Inputs<'_> {
+        Inputs::new(&self.query, &self.key, &self.value)
+    }
+}
+
+/// A tensor that does not belong to its problem.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum InputError {
+    /// Its shape differs.
+    #[error("{tensor} has shape {given}, expected {expected}")]
+    Shape {
+        /// The tensor's role.
+        tensor: &'static str,
+        /// Its shape.
+        given: Shape,
+        /// The shape that the problem or the other tensors ask for.
+        expected: Shape,
+    },
+    /// Its element type differs.
+    #[error("{tensor} has element type {given}, expected {expected}")]
+    DType {
+        /// The tensor's role.
+        tensor: &'static str,
+        /// Its element type.
+        given: DType,
+        /// The element type of the problem or the other tensors.
+        expected: DType,
+    },
+    /// It has another number of elements or rows.
+    #[error("{tensor} has length {given}, expected {expected}")]
+    Length {
+        /// What it is.
+        tensor: &'static str,
+        /// Its length.
+        given: usize,
+        /// The length that the problem or the reference asks for.
+        expected: usize,
+    },
+}
+
+impl<'a> Inputs<'a> {
+    /// The three tensors in their usual order.
+    pub fn new(query: &'a Tensor, key: &'a Tensor, value: &'a Tensor) -> Self {
+        Inputs { query, key, value }
+    }
+
+    /// The unmasked problem with the sizes and the element type of these tensors.
+    pub fn problem(&self) -> Result<Problem, InputError> {
+        let (query, key, value) = (self.query.shape(), self.key.shape(), self.value.shape());
+        let problem = Problem::new(query.batch, query.heads, query.length, query.dim)
+            .with_kv_heads(key.heads)
+            .with_key_length(key.length)
+            .with_value_head_dim(value.dim)
+            .with_dtype(self.query.dtype());
+        self.validate(&problem)?;
+        Ok(problem)
+    }
+
+    /// Refuse tensors whose shape or element type is not the problem's.
+    pub fn validate(&self, problem: &Problem) -> Result<(), InputError> {
+        let tensors = [
+            ("query", self.query, problem.query_shape()),
+            ("key", self.key, problem.key_shape()),
+            ("value", self.value, problem.value_shape()),
+        ];
+        for (name, tensor, expected) in tensors {
+            if tensor.shape() != expected {
+                return Err(InputError::Shape { tensor: name, given: tensor.shape(), expected });
+            }
+            if tensor.dtype() != problem.dtype {
+                return Err(InputError::DType {
+                    tensor: name,
+                    given: tensor.dtype(),
+                    expected: problem.dtype,
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tensor(dtype: DType, shape: [usize; 4]) -> Tensor {
+        Tensor::zeros(dtype, shape.into()).unwrap()
+    }
+
+    #[test]
+    fn mismatches_are_named() {
+        let query = tensor(DType::F16, [2, 3, 4, 8]);
+        let key = tensor(DType::F16, [2, 5, 2, 8]);
+        let value = tensor(DType::F16, [2, 5, 2, 6]);
+        let refusal = |query: &Tensor, key: &Tensor, value: &Tensor| {
+            let inputs = Inputs::new(query, key, value);
+            inputs.problem().unwrap_err().to_string()
+        };
+        assert!(Inputs::new(&query, &key, &value).problem().is_ok());
+        assert_eq!(
+            refusal(&query, &tensor(DType::F16, [2, 5, 2, 7]), &value),
+            "key has shape [2, 5, 2, 7], expected [2, 5, 2, 8]"
+        );
+        assert_eq!(
+            refusal(&query, &key, &tensor(DType::F16, [2, 4, 2, 6])),
+            "value has shape [2, 4, 2, 6], expected [2, 5, 2, 6]"
+        );
+        assert_eq!(
+            refusal(&query, &key, &tensor(DType::BF16, [2, 5, 2, 6])),
+            "value has element type bf16, expected f16"
+        );
+    }
+}

@@ -1,0 +1,185 @@
+//! What this machine can run: its back ends, best first, and the ones that are missing.
+
+use std::sync::Arc;
+
+use crate::backend::{Backend, CpuBackend, GpuBackend, Output, Progress, RunOptions};
+use crate::error::Error;
+use crate::gpu::Gpu;
+use crate::inputs::Inputs;
+use crate::plan::{Missing, Plan, Preference};
+use crate::problem::Problem;
+
+/// The back ends of this machine.
+///
+/// ```
+/// use flashcore::{Inputs, Machine, Preference, Problem, Tensor};
+///
+/// let problem = Problem::new(1, 4, 100, 32);
+/// let query = Tensor::random(problem.dtype, problem.query_shape(), 0)?;
+/// let key = Tensor::random(problem.dtype, problem.key_shape(), 1)?;
+/// let value = Tensor::random(problem.dtype, problem.value_shape(), 2)?;
+///
+/// let machine = Machine::discover();
+/// let inputs = Inputs::new(&query, &key, &value);
+/// let result = machine.attend(&problem, inputs, &Preference::default(), None)?;
+/// println!("{}: {}", result.report.kernel, result.report.reason);
+/// # Ok::<(), flashcore::Error>(())
+/// ```
+pub struct Machine {
+    backends: Vec<Box<dyn Backend>>,
+    missing: Vec<Missing>,
+    gpu: Option<Arc<Gpu>>,
+}
+
+impl Machine {
+    /// Look for every back end. Never fails: the CPU is always there.
+    pub fn discover() -> Self {
+        let mut machine = Machine { backends: Vec::new(), missing: Vec::new(), gpu: None };
+        match Gpu::open(0) {
+            Ok(gpu) => {
+                let gpu = Arc::new(gpu);
+                machine.backends.push(Box::new(GpuBackend::new(gpu.clone())));
+                machine.gpu = Some(gpu);
+            }
+            Err(error) => {
+                machine.missing.push(Missing { backend: "gpu", reason: error.to_string() });
+            }
+        }
+        machine.backends.push(Box::new(CpuBackend::new()));
+        machine
+    }
+
+    /// The back ends, best first.
+    pub fn backends(&self) -> &[Box<dyn Backend>] {
+        &self.backends
+    }
+
+    /// The GPU, if there is one.
+    pub fn gpu(&self) -> Option<&Gpu> {
+        self.gpu.as_deref()
+    }
+
+    /// The back ends that are not there.
+    pub fn missing(&self) -> &[Missing] {
+        &self.missing
+    }
+
+    /// Choose a kernel for a problem.
+    pub fn plan(&self, problem: &Problem, preference: &Preference) -> Result<Plan, Error> {
+        problem.validate()?;
+        Ok(Plan::choose(problem, &self.backends, &self.missing, preference)?)
+    }
+
+    /// Choose a kernel and run it.
+    pub fn attend(
+        &self,
+        problem: &Problem,
+        inputs: Inputs<'_>,
+        preference: &Preference,
+        progress: Option<&dyn Progress>,
+    ) -> Result<Output, Error> {
+        let plan = self.plan(problem, preference)?;
+        let options = RunOptions { kernel: Some(plan.chosen.kernel.clone()), progress };
+        let backend = self
+            .backends
+            .iter()
+            .find(|backend| backend.name() == plan.chosen.backend)
+            .expect("a plan names one of the back ends it was made from");
+        let mut output = backend.run(problem, inputs, &options)?;
+        output.report.reason = plan.reason();
+        Ok(output)
+    }
+}
+
+impl std::fmt::Debug for Machine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let names: Vec<_> = self.backends.iter().map(|backend| backend.name()).collect();
+        f.debug_struct("Machine").field("backends", &names).field("missing", &self.missing).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::Candidate;
+
+    /// A back end whose kernels are given.
+    struct Fixed(&'static str, Vec<(&'static str, bool)>);
+
+    impl Backend for Fixed {
+        fn name(&self) -> &'static str {
+            self.0
+        }
+
+        fn describe(&self) -> String {
+            String::new()
+        }
+
+        fn candidates(&self, _: &Problem) -> Vec<Candidate> {
+            let candidate = |&(kernel, accepted): &(&str, bool)| Candidate {
+                backend: self.0,
+                kernel: kernel.to_owned(),
+                accepted,
+                reason: if accepted { "fits" } else { "too small" }.to_owned(),
+            };
+            self.1.iter().map(candidate).collect()
+        }
+
+        fn run(&self, _: &Problem, _: Inputs<'_>, _: &RunOptions<'_>) -> Result<Output, Error> {
+            unreachable!("only planned, never run")
+        }
+    }
+
+    fn machine() -> Machine {
+        Machine {
+            backends: vec![
+                Box::new(Fixed("gpu", vec![("fast", false), ("plain", true)])),
+                Box::new(Fixed("cpu", vec![("blocked", true)])),
+            ],
+            missing: vec![Missing { backend: "tpu", reason: "nobody wrote it".to_owned() }],
+            gpu: None,
+        }
+    }
+
+    fn prefer(backend: Option<&str>, kernel: Option<&str>) -> Preference {
+        Preference { backend: backend.map(str::to_owned), kernel: kernel.map(str::to_owned) }
+    }
+
+    #[test]
+    fn the_first_accepted_candidate_is_chosen() {
+        let problem = Problem::new(1, 1, 1, 1);
+        let plan = machine().plan(&problem, &prefer(None, None)).unwrap();
+        assert_eq!(plan.chosen.kernel, "plain");
+        assert_eq!(plan.reason(), "fits; no tpu: nobody wrote it; not gpu/fast: too small");
+        assert_eq!(
+            plan.to_string(),
+            "batch 1, heads 1, length 1, head dim 1, f16\n  \
+             tpu: absent, nobody wrote it\n  \
+             gpu/fast: refused, too small\n  \
+             gpu/plain: chosen, fits\n  \
+             cpu/blocked: possible, fits"
+        );
+    }
+
+    #[test]
+    fn a_preference_is_obeyed_or_refused_with_what_would_work() {
+        let problem = Problem::new(1, 1, 1, 1);
+        let plan = |backend, kernel| machine().plan(&problem, &prefer(backend, kernel));
+        let refusal = |backend, kernel| plan(backend, kernel).unwrap_err().to_string();
+        assert_eq!(plan(Some("cpu"), None).unwrap().chosen.kernel, "blocked");
+        assert_eq!(refusal(Some("tpu"), None), "there is no tpu back end here: nobody wrote it");
+        assert_eq!(
+            refusal(Some("npu"), None),
+            "there is no npu back end here: no such back end exists"
+        );
+        assert_eq!(
+            refusal(None, Some("fastest")),
+            "there is no kernel `fastest` here, only gpu/fast, gpu/plain, cpu/blocked"
+        );
+        assert_eq!(
+            refusal(None, Some("fast")),
+            "no kernel can serve this problem: gpu/fast (too small), \
+             gpu/plain (not asked for), cpu/blocked (not asked for)"
+        );
+    }
+}

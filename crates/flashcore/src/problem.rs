@@ -1,0 +1,432 @@
+//! What is to be computed: sizes, element type, mask and scale, without the tensors.
+
+use std::fmt;
+use std::ops::Range;
+
+use serde::Serialize;
+
+use crate::dtype::DType;
+use crate::tensor::Shape;
+
+/// One attention problem: `softmax(scale * Q K^T + mask) V` over every batch entry and query head.
+///
+/// Tensors have the layout (batch, length, heads, dim). With fewer key/value heads than query
+/// heads (grouped-query attention), query head `h` reads key/value head
+/// `h / (query_heads / kv_heads)`.
+///
+/// Start from [`Problem::new`], which describes plain self-attention, and change what differs:
+///
+/// ```
+/// use flashcore::{DType, Mask, Problem};
+///
+/// let problem = Problem::new(2, 32, 4096, 128)
+///     .with_kv_heads(8)
+///     .with_dtype(DType::BF16)
+///     .with_mask(Mask::Causal);
+/// problem.validate()?;
+/// assert_eq!(problem.scale(), 128f32.powf(-0.5));
+/// # Ok::<(), flashcore::ProblemError>(())
+/// ```
+///
+/// Readers ask [`Problem::visible_keys`] which keys a query sees instead of matching on the mask,
+/// so that a new mask or lengths that differ per batch entry change one function.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Problem {
+    /// Sequences in the batch.
+    pub batch: usize,
+    /// Heads of the query and of the output.
+    pub query_heads: usize,
+    /// Heads of key and value; divides `query_heads`.
+    pub kv_heads: usize,
+    /// Queries per sequence.
+    pub query_length: usize,
+    /// Keys (and values) per sequence.
+    pub key_length: usize,
+    /// Elements of one query or key vector.
+    pub head_dim: usize,
+    /// Elements of one value or output vector.
+    pub value_head_dim: usize,
+    /// Element type of every input and of the output. The log-sum-exp is always f32.
+    pub dtype: DType,
+    /// Which keys a query may see.
+    pub mask: Mask,
+    /// Factor of the scores before the softmax; `1 / sqrt(head_dim)` when `None`.
+    pub softmax_scale: Option<f32>,
+}
+
+/// Which keys a query may see. A masked key contributes nothing, even if it holds NaN.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Mask {
+    /// Every query sees every key.
+    #[default]
+    None,
+    /// Query `i` sees the keys `j <= i + key_length - query_length`: the last query sees every
+    /// key, whatever the lengths (bottom-right aligned).
+    Causal,
+}
+
+impl Mask {
+    /// The keys that `query` sees, as one range; empty for a fully masked row.
+    ///
+    /// ```
+    /// use flashcore::Mask;
+    ///
+    /// assert_eq!(Mask::Causal.visible_keys(0, 2, 5), 0..4);
+    /// assert_eq!(Mask::Causal.visible_keys(0, 5, 2), 0..0);
+    /// ```
+    pub fn visible_keys(
+        self,
+        query: usize,
+        query_length: usize,
+        key_length: usize,
+    ) -> Range<usize> {
+        match self {
+            Mask::None => 0..key_length,
+            Mask::Causal => {
+                0..(query + 1 + key_length).saturating_sub(query_length).min(key_length)
+            }
+        }
+    }
+
+    /// How many (query, key) pairs one head of one sequence computes.
+    fn visible_pairs(self, query_length: usize, key_length: usize) -> u128 {
+        let (queries, keys) = (query_length as u128, key_length as u128);
+        match self {
+            Mask::None => queries * keys,
+            Mask::Causal if keys >= queries => {
+                queries * (keys - queries) + queries * (queries + 1) / 2
+            }
+            Mask::Causal => keys * (keys + 1) / 2,
+        }
+    }
+}
+
+impl fmt::Display for Mask {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Mask::None => "none",
+            Mask::Causal => "causal",
+        })
+    }
+}
+
+/// Why a [`Problem`] makes no sense.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ProblemError {
+    /// A size that must be positive is zero.
+    #[error("{0} must be at least 1")]
+    Zero(&'static str),
+    /// Query heads cannot be shared out evenly.
+    #[error("{query_heads} query heads cannot be divided among {kv_heads} key/value heads")]
+    Heads {
+        /// The problem's query heads.
+        query_heads: usize,
+        /// The problem's key/value heads.
+        kv_heads: usize,
+    },
+    /// The softmax scale is infinite or not a number.
+    #[error("the softmax scale must be finite, not {0}")]
+    Scale(f32),
+    /// A tensor of this problem cannot be addressed.
+    #[error("the {0} tensor would be larger than the address space")]
+    TooLarge(&'static str),
+}
+
+impl Problem {
+    /// Self-attention over `batch` sequences: as many key/value heads as query heads, as many
+    /// keys as queries, equal head dims, f16, no mask, the default scale.
+    pub fn new(batch: usize, heads: usize, length: usize, head_dim: usize) -> Self {
+        Problem {
+            batch,
+            query_heads: heads,
+            kv_heads: heads,
+            query_length: length,
+            key_length: length,
+            head_dim,
+            value_head_dim: head_dim,
+            dtype: DType::F16,
+            mask: Mask::None,
+            softmax_scale: None,
+        }
+    }
+
+    /// Share each key/value head among `query_heads / kv_heads` query heads.
+    pub fn with_kv_heads(self, kv_heads: usize) -> Self {
+        Problem { kv_heads, ..self }
+    }
+
+    /// Attend to `key_length` keys, as with a cache or an encoder.
+    pub fn with_key_length(self, key_length: usize) -> Self {
+        Problem { key_length, ..self }
+    }
+
+    /// Give values and output a head dim of their own.
+    pub fn with_value_head_dim(self, value_head_dim: usize) -> Self {
+        Problem { value_head_dim, ..self }
+    }
+
+    /// Set the element type.
+    pub fn with_dtype(self, dtype: DType) -> Self {
+        Problem { dtype, ..self }
+    }
+
+    /// Set the mask.
+    pub fn with_mask(self, mask: Mask) -> Self {
+        Problem { mask, ..self }
+    }
+
+    /// Set the softmax scale.
+    pub fn with_scale(self, scale: f32) -> Self {
+        Problem { softmax_scale: Some(scale), ..self }
+    }
+
+    /// Refuse what has no meaning. Lengths and batch may be zero: a row without keys gives
+    /// output 0 and a log-sum-exp of minus infinity, no queries give an empty output.
+    pub fn validate(&self) -> Result<(), ProblemError> {
+        let positive = [
+            ("head dim", self.head_dim),
+            ("value head dim", self.value_head_dim),
+            ("the number of query heads", self.query_heads),
+            ("the number of key/value heads", self.kv_heads),
+        ];
+        if let Some((name, _)) = positive.into_iter().find(|(_, size)| *size == 0) {
+            return Err(ProblemError::Zero(name));
+        }
+        if !self.query_heads.is_multiple_of(self.kv_heads) {
+            return Err(ProblemError::Heads {
+                query_heads: self.query_heads,
+                kv_heads: self.kv_heads,
+            });
+        }
+        if !self.scale().is_finite() {
+            return Err(ProblemError::Scale(self.scale()));
+        }
+        let tensors = [
+            ("query", self.query_shape()),
+            ("key", self.key_shape()),
+            ("value", self.value_shape()),
+            ("output", self.output_shape()),
+        ];
+        for (name, shape) in tensors {
+            // Four bytes whatever the type: back ends hold f32 copies.
+            shape
+                .elements()
+                .and_then(|elements| elements.checked_mul(4))
+                .filter(|bytes| isize::try_from(*bytes).is_ok())
+                .ok_or(ProblemError::TooLarge(name))?;
+        }
+        // Positions are added to one another when masks are evaluated.
+        let positions = self.query_length.checked_add(self.key_length);
+        if positions.is_none_or(|sum| sum > isize::MAX as usize) {
+            return Err(ProblemError::TooLarge("key"));
+        }
+        Ok(())
+    }
+
+    /// The softmax scale in force.
+    pub fn scale(&self) -> f32 {
+        self.softmax_scale.unwrap_or_else(|| (1.0 / (self.head_dim as f64).sqrt()) as f32)
+    }
+
+    /// Query heads per key/value head.
+    pub fn group_size(&self) -> usize {
+        self.query_heads / self.kv_heads
+    }
+
+    /// The key/value head that `query_head` reads.
+    pub fn kv_head(&self, query_head: usize) -> usize {
+        query_head / self.group_size()
+    }
+
+    /// The keys of sequence `batch` that `query` sees.
+    pub fn visible_keys(&self, batch: usize, query: usize) -> Range<usize> {
+        debug_assert!(batch < self.batch && query < self.query_length);
+        self.mask.visible_keys(query, self.query_length, self.key_length)
+    }
+
+    /// The shape of the query tensor.
+    pub fn query_shape(&self) -> Shape {
+        Shape::new(self.batch, self.query_length, self.query_heads, self.head_dim)
+    }
+
+    /// The shape of the key tensor.
+    pub fn key_shape(&self) -> Shape {
+        Shape::new(self.batch, self.key_length, self.kv_heads, self.head_dim)
+    }
+
+    /// The shape of the value tensor.
+    pub fn value_shape(&self) -> Shape {
+        Shape::new(self.batch, self.key_length, self.kv_heads, self.value_head_dim)
+    }
+
+    /// The shape of the output tensor.
+    pub fn output_shape(&self) -> Shape {
+        Shape::new(self.batch, self.query_length, self.query_heads, self.value_head_dim)
+    }
+
+    /// Rows of the softmax: one per batch entry, query head and query.
+    pub fn rows(&self) -> usize {
+        self.batch * self.query_heads * self.query_length
+    }
+
+    /// The (query, key) pairs that the mask leaves, over all heads and the whole batch.
+    pub fn visible_pairs(&self) -> u128 {
+        let heads = (self.batch as u128).saturating_mul(self.query_heads as u128);
+        self.mask.visible_pairs(self.query_length, self.key_length).saturating_mul(heads)
+    }
+
+    /// Floating-point operations by the published convention: two products over every
+    /// (query, key) pair, halved for causal. This is what TFLOP/s are quoted with.
+    ///
+    /// ```
+    /// use flashcore::{Mask, Problem};
+    ///
+    /// let problem = Problem::new(1, 8, 512, 64);
+    /// assert_eq!(problem.flops(), 4.0 * 8.0 * 512.0 * 512.0 * 64.0);
+    /// assert_eq!(problem.clone().with_mask(Mask::Causal).flops(), problem.flops() / 2.0);
+    /// ```
+    pub fn flops(&self) -> f64 {
+        let pairs = self.batch as f64
+            * self.query_heads as f64
+            * self.query_length as f64
+            * self.key_length as f64;
+        let share = match self.mask {
+            Mask::None => 1.0,
+            Mask::Causal => 0.5,
+        };
+        share * pairs * self.flops_per_pair()
+    }
+
+    /// Floating-point operations over exactly the pairs that the mask leaves.
+    pub fn visible_flops(&self) -> f64 {
+        self.visible_pairs() as f64 * self.flops_per_pair()
+    }
+
+    /// A multiplication and an addition per element of the query and of the value.
+    fn flops_per_pair(&self) -> f64 {
+        2.0 * (self.head_dim as f64 + self.value_head_dim as f64)
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "batch {}, heads {}", self.batch, self.query_heads)?;
+        if self.kv_heads != self.query_heads {
+            write!(f, "/{}", self.kv_heads)?;
+        }
+        write!(f, ", length {}", self.query_length)?;
+        if self.key_length != self.query_length {
+            write!(f, "x{}", self.key_length)?;
+        }
+        write!(f, ", head dim {}", self.head_dim)?;
+        if self.value_head_dim != self.head_dim {
+            write!(f, "/{}", self.value_head_dim)?;
+        }
+        write!(f, ", {}", self.dtype)?;
+        if self.mask != Mask::None {
+            write!(f, ", {}", self.mask)?;
+        }
+        if let Some(scale) = self.softmax_scale {
+            write!(f, ", scale {scale}")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn refuses_what_has_no_meaning() {
+        let good = Problem::new(1, 8, 16, 64);
+        assert_eq!(good.validate(), Ok(()));
+        let refusal = |problem: Problem| problem.validate().unwrap_err().to_string();
+        assert_eq!(refusal(Problem::new(1, 8, 16, 0)), "head dim must be at least 1");
+        assert_eq!(
+            refusal(good.clone().with_value_head_dim(0)),
+            "value head dim must be at least 1"
+        );
+        assert_eq!(
+            refusal(good.clone().with_kv_heads(3)),
+            "8 query heads cannot be divided among 3 key/value heads"
+        );
+        assert_eq!(
+            refusal(good.clone().with_kv_heads(0)),
+            "the number of key/value heads must be at least 1"
+        );
+        assert_eq!(
+            refusal(good.clone().with_scale(f32::NAN)),
+            "the softmax scale must be finite, not NaN"
+        );
+        assert_eq!(
+            refusal(good.clone().with_key_length(usize::MAX)),
+            "the key tensor would be larger than the address space"
+        );
+        assert_eq!(
+            refusal(Problem::new(usize::MAX, 8, 16, 64)),
+            "the query tensor would be larger than the address space"
+        );
+    }
+
+    #[test]
+    fn lengths_and_batch_may_be_zero() {
+        assert_eq!(Problem::new(1, 2, 0, 8).validate(), Ok(()));
+        assert_eq!(Problem::new(1, 2, 4, 8).with_key_length(0).validate(), Ok(()));
+        assert_eq!(Problem::new(0, 2, 4, 8).validate(), Ok(()));
+    }
+
+    #[test]
+    fn a_description_names_only_what_differs() {
+        assert_eq!(
+            Problem::new(1, 8, 512, 64).to_string(),
+            "batch 1, heads 8, length 512, head dim 64, f16"
+        );
+        let problem = Problem::new(2, 8, 5, 192)
+            .with_kv_heads(2)
+            .with_key_length(7)
+            .with_value_head_dim(128)
+            .with_dtype(DType::BF16)
+            .with_mask(Mask::Causal)
+            .with_scale(0.5);
+        assert_eq!(
+            problem.to_string(),
+            "batch 2, heads 8/2, length 5x7, head dim 192/128, bf16, causal, scale 0.5"
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn the_pair_count_is_the_sum_over_rows(
+            queries in 0usize..40,
+            keys in 0usize..40,
+            causal: bool,
+        ) {
+            let mask = if causal { Mask::Causal } else { Mask::None };
+            let sum: usize = (0..queries)
+                .map(|query| mask.visible_keys(query, queries, keys).len())
+                .sum();
+            prop_assert_eq!(mask.visible_pairs(queries, keys), sum as u128);
+        }
+
+        #[test]
+        fn validation_never_overflows(
+            sizes in prop::array::uniform7(prop_oneof![0usize..9, any::<usize>()]),
+        ) {
+            let [batch, heads, kv_heads, queries, keys, dim, value_dim] = sizes;
+            let problem = Problem::new(batch, heads, queries, dim)
+                .with_kv_heads(kv_heads)
+                .with_key_length(keys)
+                .with_value_head_dim(value_dim)
+                .with_mask(Mask::Causal);
+            let _ = problem.validate();
+            let _ = problem.flops();
+        }
+    }
+}

@@ -1,0 +1,42 @@
+//! Conversion between the stored element types and f32, a slice at a time.
+
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
+/// A type that tensors store.
+pub(crate) trait Element: Copy + Send + Sync {
+    /// Exact: f32 holds every value of every stored type.
+    fn widen(from: &[Self], to: &mut [f32]);
+    /// To nearest, ties to even.
+    fn narrow(from: &[f32], to: &mut [Self]);
+}
+
+impl Element for f32 {
+    fn widen(from: &[Self], to: &mut [f32]) {
+        to.copy_from_slice(from);
+    }
+
+    fn narrow(from: &[f32], to: &mut [Self]) {
+        to.copy_from_slice(from);
+    }
+}
+
+impl Element for f16 {
+    fn widen(from: &[Self], to: &mut [f32]) {
+        from.convert_to_f32_slice(to);
+    }
+
+    fn narrow(from: &[f32], to: &mut [Self]) {
+        to.convert_from_f32_slice(from);
+    }
+}
+
+impl Element for bf16 {
+    fn widen(from: &[Self], to: &mut [f32]) {
+        from.convert_to_f32_slice(to);
+    }
+
+    fn narrow(from: &[f32], to: &mut [Self]) {
+        to.convert_from_f32_slice(from);
+    }
+}

@@ -1,0 +1,442 @@
+//! Tensors in host memory: element type, shape, strides and the elements themselves.
+//!
+//! Every tensor is logically (batch, length, heads, dim); strides say how that lies in memory.
+
+mod element;
+mod layout;
+pub(crate) mod random;
+
+use half::{bf16, f16};
+use rayon::prelude::*;
+
+pub(crate) use element::Element;
+pub use layout::{Layout, Shape, Strides};
+
+use crate::dtype::DType;
+
+/// Why a tensor cannot be made.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum TensorError {
+    /// The elements cannot be counted or addressed.
+    #[error("a tensor of shape {0} is larger than the address space")]
+    TooLarge(Shape),
+    /// The memory given does not reach the last element.
+    #[error("shape {shape} needs {needed} elements, {given} were given")]
+    Length {
+        /// The shape asked for.
+        shape: Shape,
+        /// Elements from the first to the last under the strides.
+        needed: usize,
+        /// Elements given.
+        given: usize,
+    },
+    /// Bytes that are no whole number of elements.
+    #[error("{bytes} bytes are no whole number of {dtype} elements")]
+    Bytes {
+        /// Bytes given.
+        bytes: usize,
+        /// Their element type.
+        dtype: DType,
+    },
+    /// The system has no memory for it.
+    #[error("no memory for a tensor of shape {shape} ({bytes} bytes)")]
+    OutOfMemory {
+        /// The shape asked for.
+        shape: Shape,
+        /// Its size.
+        bytes: usize,
+    },
+}
+
+/// The memory of a [`Tensor`].
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub enum Elements {
+    /// Single precision.
+    F32(Vec<f32>),
+    /// Half precision.
+    F16(Vec<f16>),
+    /// Brain float.
+    BF16(Vec<bf16>),
+}
+
+/// Run the same expression on whichever vector an [`Elements`] holds.
+macro_rules! with_elements {
+    ($elements:expr, $vector:ident => $body:expr) => {
+        match $elements {
+            $crate::tensor::Elements::F32($vector) => $body,
+            $crate::tensor::Elements::F16($vector) => $body,
+            $crate::tensor::Elements::BF16($vector) => $body,
+        }
+    };
+}
+pub(crate) use with_elements;
+
+impl Elements {
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        match self {
+            Elements::F32(_) => DType::F32,
+            Elements::F16(_) => DType::F16,
+            Elements::BF16(_) => DType::BF16,
+        }
+    }
+
+    /// The number of elements.
+    pub fn len(&self) -> usize {
+        with_elements!(self, vector => vector.len())
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+impl From<Vec<f32>> for Elements {
+    fn from(elements: Vec<f32>) -> Self {
+        Elements::F32(elements)
+    }
+}
+
+impl From<Vec<f16>> for Elements {
+    fn from(elements: Vec<f16>) -> Self {
+        Elements::F16(elements)
+    }
+}
+
+impl From<Vec<bf16>> for Elements {
+    fn from(elements: Vec<bf16>) -> Self {
+        Elements::BF16(elements)
+    }
+}
+
+/// A tensor in host memory.
+///
+/// ```
+/// use flashcore::{DType, Layout, Shape, Tensor};
+///
+/// let shape = Shape::new(1, 3, 2, 4);
+/// let random = Tensor::random(DType::F16, shape, 7)?;
+///
+/// // Memory that already exists, here ordered (batch, heads, length, dim), is taken as it is.
+/// let memory: Vec<f32> = (0..24).map(|i| i as f32).collect();
+/// let strided = Tensor::new(Layout::heads_first(shape)?, memory)?;
+/// assert_eq!(strided.head(0, 1).row(0), [12.0, 13.0, 14.0, 15.0]);
+/// # Ok::<(), flashcore::TensorError>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Tensor {
+    layout: Layout,
+    elements: Elements,
+}
+
+impl Tensor {
+    /// A tensor over memory that already exists.
+    pub fn new(layout: Layout, elements: impl Into<Elements>) -> Result<Self, TensorError> {
+        let elements = elements.into();
+        if elements.len() < layout.span() {
+            return Err(TensorError::Length {
+                shape: layout.shape(),
+                needed: layout.span(),
+                given: elements.len(),
+            });
+        }
+        Ok(Tensor { layout, elements })
+    }
+
+    /// A tensor whose memory, gaps between the strides included, holds one value.
+    pub fn filled(dtype: DType, layout: Layout, value: f32) -> Result<Self, TensorError> {
+        let elements = match dtype {
+            DType::F32 => Elements::F32(filled(layout, value)?),
+            DType::F16 => Elements::F16(filled(layout, f16::from_f32(value))?),
+            DType::BF16 => Elements::BF16(filled(layout, bf16::from_f32(value))?),
+        };
+        Ok(Tensor { layout, elements })
+    }
+
+    /// A contiguous tensor of zeros.
+    pub fn zeros(dtype: DType, shape: Shape) -> Result<Self, TensorError> {
+        Tensor::filled(dtype, Layout::contiguous(shape)?, 0.0)
+    }
+
+    /// A contiguous tensor from values in the order of the shape, rounded to `dtype`.
+    pub fn from_f32(dtype: DType, shape: Shape, values: &[f32]) -> Result<Self, TensorError> {
+        let layout = Layout::contiguous(shape)?;
+        if values.len() != layout.span() {
+            return Err(TensorError::Length { shape, needed: layout.span(), given: values.len() });
+        }
+        let mut tensor = Tensor::filled(dtype, layout, 0.0)?;
+        with_elements!(&mut tensor.elements, vector => Element::narrow(values, vector));
+        Ok(tensor)
+    }
+
+    /// A tensor from its memory as little-endian bytes.
+    pub fn from_bytes(dtype: DType, layout: Layout, bytes: &[u8]) -> Result<Self, TensorError> {
+        if !bytes.len().is_multiple_of(dtype.bytes()) {
+            return Err(TensorError::Bytes { bytes: bytes.len(), dtype });
+        }
+        let elements = match dtype {
+            DType::F32 => Elements::F32(bytemuck::allocation::pod_collect_to_vec(bytes)),
+            DType::F16 => Elements::F16(bytemuck::allocation::pod_collect_to_vec(bytes)),
+            DType::BF16 => Elements::BF16(bytemuck::allocation::pod_collect_to_vec(bytes)),
+        };
+        Tensor::new(layout, elements)
+    }
+
+    /// A contiguous tensor from a function of batch, position, head and element, rounded to
+    /// `dtype`.
+    pub fn from_fn(
+        dtype: DType,
+        shape: Shape,
+        value: impl Fn([usize; 4]) -> f32,
+    ) -> Result<Self, TensorError> {
+        let mut tensor = Tensor::zeros(dtype, shape)?;
+        let mut row = vec![0.0; shape.dim];
+        for [batch, position, head] in shape.vectors() {
+            for (element, to) in row.iter_mut().enumerate() {
+                *to = value([batch, position, head, element]);
+            }
+            tensor.set_row([batch, position, head], &row);
+        }
+        Ok(tensor)
+    }
+
+    /// A contiguous tensor of standard normal deviates, rounded to `dtype`. The same seed gives
+    /// the same tensor on every machine.
+    pub fn random(dtype: DType, shape: Shape, seed: u64) -> Result<Self, TensorError> {
+        let mut tensor = Tensor::zeros(dtype, shape)?;
+        with_elements!(&mut tensor.elements, vector => fill_random(vector, seed));
+        Ok(tensor)
+    }
+
+    /// The same values in another memory order; gaps between the strides hold `gap`.
+    ///
+    /// The layout must have this tensor's shape.
+    pub fn to_layout(&self, layout: Layout, gap: f32) -> Result<Self, TensorError> {
+        let shape = layout.shape();
+        if shape != self.shape() {
+            return Err(TensorError::Length {
+                shape,
+                needed: layout.span(),
+                given: self.layout.span(),
+            });
+        }
+        let mut tensor = Tensor::filled(self.dtype(), layout, gap)?;
+        let mut row = vec![0.0; shape.dim];
+        for [batch, position, head] in shape.vectors() {
+            self.head(batch, head).read(position, &mut row);
+            tensor.set_row([batch, position, head], &row);
+        }
+        Ok(tensor)
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        self.elements.dtype()
+    }
+
+    /// The logical shape.
+    pub fn shape(&self) -> Shape {
+        self.layout.shape()
+    }
+
+    /// Shape and strides.
+    pub fn layout(&self) -> Layout {
+        self.layout
+    }
+
+    /// The memory.
+    pub fn elements(&self) -> &Elements {
+        &self.elements
+    }
+
+    /// The memory, to be written. Its length cannot change.
+    pub(crate) fn elements_mut(&mut self) -> &mut Elements {
+        &mut self.elements
+    }
+
+    /// The memory as little-endian bytes.
+    pub fn bytes(&self) -> &[u8] {
+        with_elements!(&self.elements, vector => bytemuck::cast_slice(vector))
+    }
+
+    /// The memory as little-endian bytes, to be written.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        with_elements!(&mut self.elements, vector => bytemuck::cast_slice_mut(vector))
+    }
+
+    /// All values in the order of the shape.
+    pub fn to_f32(&self) -> Vec<f32> {
+        let shape = self.shape();
+        let mut values = vec![0.0; shape.elements().unwrap_or(0)];
+        let rows = values.chunks_exact_mut(shape.dim.max(1));
+        for (row, [batch, position, head]) in rows.zip(shape.vectors()) {
+            self.head(batch, head).read(position, row);
+        }
+        values
+    }
+
+    /// One head of one sequence, the (length, dim) matrix that attention works on.
+    ///
+    /// # Panics
+    ///
+    /// If the batch entry or the head does not exist.
+    pub fn head(&self, batch: usize, head: usize) -> Head<'_> {
+        let shape = self.shape();
+        assert!(
+            batch < shape.batch && head < shape.heads,
+            "no head {head} in batch entry {batch} of {shape}"
+        );
+        Head { tensor: self, batch, head }
+    }
+
+    fn set_row(&mut self, [batch, position, head]: [usize; 3], values: &[f32]) {
+        let start = self.layout.offset(batch, position, head);
+        with_elements!(&mut self.elements, vector =>
+            Element::narrow(values, &mut vector[start..start + values.len()]));
+    }
+}
+
+/// One head of one sequence of a [`Tensor`], read through its strides.
+#[derive(Debug, Clone, Copy)]
+pub struct Head<'a> {
+    tensor: &'a Tensor,
+    batch: usize,
+    head: usize,
+}
+
+impl Head<'_> {
+    /// The vector at a position, as f32.
+    ///
+    /// # Panics
+    ///
+    /// If the position does not exist.
+    pub fn row(&self, position: usize) -> Vec<f32> {
+        let mut row = vec![0.0; self.tensor.shape().dim];
+        self.read(position, &mut row);
+        row
+    }
+
+    /// Write the vector at a position into `row`, which has the length of the vector.
+    ///
+    /// # Panics
+    ///
+    /// If the position does not exist or `row` has another length.
+    pub fn read(&self, position: usize, row: &mut [f32]) {
+        let layout = self.tensor.layout;
+        assert!(position < layout.shape().length && row.len() == layout.shape().dim);
+        let start = layout.offset(self.batch, position, self.head);
+        with_elements!(&self.tensor.elements, vector =>
+            Element::widen(&vector[start..start + row.len()], row));
+    }
+}
+
+/// Memory for a layout, allocated without aborting when there is none.
+fn filled<T: Clone>(layout: Layout, value: T) -> Result<Vec<T>, TensorError> {
+    let mut elements = Vec::new();
+    elements.try_reserve_exact(layout.span()).map_err(|_| TensorError::OutOfMemory {
+        shape: layout.shape(),
+        bytes: layout.span().saturating_mul(size_of::<T>()),
+    })?;
+    elements.resize(layout.span(), value);
+    Ok(elements)
+}
+
+fn fill_random<T: Element>(elements: &mut [T], seed: u64) {
+    const CHUNK: usize = 1024;
+    let chunks = elements.par_chunks_mut(CHUNK).enumerate();
+    chunks.for_each(|(chunk, elements)| {
+        let mut values = [0.0; CHUNK];
+        let values = &mut values[..elements.len()];
+        for (offset, value) in values.iter_mut().enumerate() {
+            *value = random::normal(seed, (chunk * CHUNK + offset) as u64);
+        }
+        T::narrow(values, elements);
+    });
+}
+
+#[cfg(target_endian = "big")]
+compile_error!("tensors are exchanged as little-endian bytes without conversion");
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn counting(shape: Shape) -> Tensor {
+        Tensor::from_fn(DType::F32, shape, |[b, s, h, d]| {
+            (((b * shape.length + s) * shape.heads + h) * shape.dim + d) as f32
+        })
+        .unwrap()
+    }
+
+    #[test]
+    fn constructors_refuse_what_does_not_fit() {
+        let shape = Shape::new(1, 2, 3, 4);
+        let layout = Layout::contiguous(shape).unwrap();
+        assert_eq!(
+            Tensor::new(layout, vec![0.0f32; 23]).unwrap_err().to_string(),
+            "shape [1, 2, 3, 4] needs 24 elements, 23 were given"
+        );
+        assert!(Tensor::from_f32(DType::F16, shape, &[0.0; 25]).is_err());
+        assert!(Tensor::from_bytes(DType::F16, layout, &[0; 47]).is_err());
+        assert!(Tensor::from_bytes(DType::F16, layout, &[0; 46]).is_err());
+        assert!(Tensor::from_bytes(DType::F16, layout, &[0; 48]).is_ok());
+        assert!(Layout::contiguous(Shape::new(usize::MAX, 2, 1, 1)).is_err());
+        assert!(matches!(
+            Tensor::zeros(DType::F32, Shape::new(1, 1 << 50, 8, 8)),
+            Err(TensorError::OutOfMemory { .. })
+        ));
+    }
+
+    #[test]
+    fn empty_tensors_need_no_memory() {
+        for shape in [[0, 2, 3, 4], [1, 0, 3, 4], [usize::MAX, 0, usize::MAX, 4]] {
+            let layout = Layout::contiguous(shape.into()).unwrap();
+            assert_eq!(layout.span(), 0);
+            assert!(Tensor::new(layout, Vec::<f32>::new()).is_ok());
+        }
+    }
+
+    #[test]
+    fn random_is_the_same_under_one_seed() {
+        let shape = Shape::new(1, 100, 3, 17);
+        let random = |seed| Tensor::random(DType::BF16, shape, seed).unwrap();
+        assert_eq!(random(1).bytes(), random(1).bytes());
+        assert_ne!(random(1).bytes(), random(2).bytes());
+        let wide = Tensor::random(DType::F32, shape, 1).unwrap().to_f32();
+        let narrow = random(1).to_f32();
+        assert!(
+            wide.iter().zip(narrow).all(|(w, n)| DType::BF16.round(f64::from(*w)) == f64::from(n))
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn values_survive_any_layout(
+            sizes in prop::array::uniform4(1usize..5),
+            gaps in prop::array::uniform3(0usize..4),
+            heads_first: bool,
+        ) {
+            let shape = Shape::from(sizes);
+            let tensor = counting(shape);
+            let strides = if heads_first {
+                let length = shape.dim + gaps[0];
+                let heads = length * shape.length + gaps[1];
+                Strides { length, heads, batch: heads * shape.heads + gaps[2] }
+            } else {
+                let heads = shape.dim + gaps[0];
+                let length = heads * shape.heads + gaps[1];
+                Strides { length, heads, batch: length * shape.length + gaps[2] }
+            };
+            let layout = Layout::strided(shape, strides).unwrap();
+            let strided = tensor.to_layout(layout, f32::NAN).unwrap();
+            prop_assert_eq!(strided.to_f32(), tensor.to_f32());
+            let copied = Tensor::from_bytes(DType::F32, layout, strided.bytes()).unwrap();
+            prop_assert_eq!(copied.to_f32(), tensor.to_f32());
+        }
+    }
+}

@@ -1,0 +1,269 @@
+//! What the validator refuses, and what it says.
+
+use flashcore_ptx::*;
+
+/// What is wrong with the kernel that `write` writes, the place left out.
+fn fault_on(target: Target, write: impl FnOnce(&mut Builder)) -> String {
+    let mut k = Builder::new("kernel", target, 128);
+    write(&mut k);
+    let invalid = k.finish().expect_err("the kernel is not valid");
+    if let Some(place) = invalid.place {
+        assert_eq!(place.file(), file!(), "the place is in the kernel's source");
+    }
+    invalid.fault.to_string()
+}
+
+fn fault(write: impl FnOnce(&mut Builder)) -> String {
+    fault_on(Target::SM_90A, write)
+}
+
+/// Two tiles that can be multiplied.
+fn tiles(k: &mut Builder) -> (SharedTile, SharedTile) {
+    let layout = TileLayout::widest(Element::BF16, 64, 64);
+    (SharedTiles::new(k, "a", layout, 1).at(k, 0), SharedTiles::new(k, "b", layout, 1).at(k, 0))
+}
+
+#[test]
+fn launches() {
+    let text = |k: Builder| k.finish().unwrap_err().to_string();
+    let new = |name, threads| Builder::new(name, Target::SM_90A, threads);
+    assert_eq!(text(new("2 words", 32)), "\"2 words\" is not a name for an entry point");
+    assert_eq!(text(new("k", 48)), "a block of 48 threads: not 32 to 1024 in whole warps");
+    assert_eq!(text(new("k", 32).cluster(9)), "a cluster of 9 blocks: not 1 to 8");
+    assert_eq!(
+        text(Builder::new("k", Target::SM_80, 32).cluster(2)),
+        "clusters is not available on sm_80"
+    );
+    assert_eq!(
+        text(new("k", 1024).blocks_per_multiprocessor(3)),
+        "3 blocks of 1024 threads do not fit a multiprocessor"
+    );
+    let mut k = new("k", 32);
+    k.shared("too much", 300_000, 16);
+    assert_eq!(text(k), "300000 bytes of shared memory, sm_90a has 232448 for a block");
+}
+
+#[test]
+fn capabilities() {
+    let elect = |k: &mut Builder| _ = k.elect();
+    assert_eq!(fault_on(Target::SM_80, elect), "elect.sync is not available on sm_80");
+    let wgmma = |k: &mut Builder| {
+        let (a, b) = tiles(k);
+        k.wgmma(a.matrix(), b.transposed()).wait(k);
+    };
+    assert_eq!(fault_on(Target::SM_90, wgmma), "wgmma is not available on sm_90");
+}
+
+#[test]
+fn types_and_constants() {
+    assert_eq!(
+        fault(|k| {
+            let float = k.variable::<F32>(1.0);
+            let dst = k.register::<U32>().register();
+            let (operation, ty) = (BinaryOperation::Add, Type::U32);
+            let (a, b) = (float.into(), Operand::u32(1));
+            k.push(Instruction::Binary { operation, ty, dst, a, b });
+        }),
+        "register 0 is F32, expected U32"
+    );
+    assert_eq!(
+        fault(|k| {
+            let dst = k.register::<F16x2>().register();
+            let (operation, ty) = (BinaryOperation::Add, Type::F16x2);
+            let a = Operand::u32(0);
+            k.push(Instruction::Binary { operation, ty, dst, a, b: a });
+        }),
+        "a constant cannot stand here, expected a register of F16x2"
+    );
+    assert_eq!(
+        fault(|k| {
+            let dst = k.register::<U32>().register();
+            k.push(Instruction::Move { dst, src: Operand::Immediate(1 << 40) });
+        }),
+        "the constant 0x10000000000 does not fit 32 bits"
+    );
+    assert_eq!(
+        fault(|k| k.push(Instruction::WgmmaWait { pending: 9 })),
+        "there is no such instruction: 9 groups in flight"
+    );
+    assert_eq!(
+        fault(|k| {
+            let foreign = Register(77);
+            k.push(Instruction::Move { dst: foreign, src: Operand::u32(0) });
+        }),
+        "register 77 is not one of this program's"
+    );
+}
+
+#[test]
+fn assignment_on_every_path() {
+    assert_eq!(
+        fault(|k| {
+            let x = k.register::<U32>();
+            k.eval(x + 1);
+        }),
+        "register 0 (U32) is read but not written on every path"
+    );
+    assert_eq!(
+        fault(|k| {
+            let thread = k.thread_index();
+            let x = k.register::<U32>();
+            k.if_(thread.equals(0), |k| k.set(x, 1));
+            k.eval(x + 1);
+        }),
+        "register 1 (U32) is read but not written on every path"
+    );
+    assert_eq!(
+        fault(|k| {
+            let thread = k.thread_index();
+            let x = k.register::<U32>();
+            k.loop_(|k| {
+                k.break_if(thread.equals(0));
+                k.set(x, 1);
+            });
+            k.eval(x + 1);
+        }),
+        "register 1 (U32) is read but not written on every path"
+    );
+    // Both branches write it, and so does every way out of the loop.
+    let mut k = Builder::new("fine", Target::SM_75, 32);
+    let thread = k.thread_index();
+    let x = k.register::<U32>();
+    k.loop_(|k| {
+        k.if_else(thread.equals(0), |k| k.set(x, 1), |k| k.set(x, 2));
+        k.break_if(x.equals(1));
+    });
+    k.eval(x + 1);
+    k.finish().unwrap();
+}
+
+#[test]
+fn control_flow() {
+    assert_eq!(
+        fault(|k| {
+            let thread = k.thread_index();
+            k.break_if(thread.equals(0));
+        }),
+        "a break outside of any loop"
+    );
+    assert_eq!(
+        fault(|k| k.role(Role::warps("too many", 2..9), |_| {})),
+        "a role of warps 2 to 9 in a block of 4"
+    );
+}
+
+#[test]
+fn register_budgets() {
+    let roles = |producer, consumer| {
+        let mut k = Builder::new("k", Target::SM_90A, 384).blocks_per_multiprocessor(1);
+        k.role(Role::warpgroups("producer", 0..1).registers(producer), |_| {});
+        k.role(Role::warpgroups("consumer", 1..3).registers(consumer), |_| {});
+        k.finish().map(|_| ()).map_err(|invalid| invalid.fault.to_string())
+    };
+    assert_eq!(roles(24, 240), Ok(()));
+    assert_eq!(
+        roles(40, 240),
+        Err("the roles hold 66560 registers, the multiprocessor has 65536".to_owned())
+    );
+    assert_eq!(
+        roles(24, 236),
+        Err("there is no such instruction: a budget of 236 registers: not 24 to 256 in eights"
+            .to_owned())
+    );
+    assert_eq!(
+        fault(|k| k.role(Role::warps("half", 0..2).registers(24), |_| {})),
+        "register budgets need a number of blocks per multiprocessor"
+    );
+}
+
+#[test]
+fn products_in_flight() {
+    assert!(
+        fault(|k| {
+            let (a, b) = tiles(k);
+            let mut o = Accumulator::zeros(k, 64);
+            let first = o.registers()[0];
+            let update = k.wgmma_into(&mut o, Accumulate::Yes, a.matrix(), b.transposed());
+            k.eval(first + 1.0);
+            update.wait(k);
+        })
+        .contains("which has not been waited for")
+    );
+    assert!(
+        fault(|k| {
+            let (a, b) = tiles(k);
+            let _ = k.wgmma(a.matrix(), b.transposed());
+        })
+        .contains("is never waited for")
+    );
+    // The fence that `wgmma` puts first is taken away.
+    let mut k = Builder::new("k", Target::SM_90A, 128);
+    let (a, b) = tiles(&mut k);
+    let mut o = Accumulator::zeros(&mut k, 64);
+    k.wgmma_into(&mut o, Accumulate::Yes, a.matrix(), b.transposed()).wait(&mut k);
+    let mut program = k.finish().unwrap();
+    program.body.retain(|s| !matches!(s.kind, StatementKind::Instruction(Instruction::WgmmaFence)));
+    let text = validate(&program).unwrap_err().fault.to_string();
+    assert!(text.contains("was touched after the last wgmma.fence"), "{text}");
+
+    assert_eq!(
+        fault(|k| {
+            let (a, b) = tiles(k);
+            let thread = k.thread_index();
+            k.loop_(|k| {
+                k.break_if(thread.equals(0));
+                let _ = k.wgmma(a.matrix(), b.transposed());
+            });
+        }),
+        "a loop leaves other wgmma groups in flight than it found"
+    );
+    // Two in flight, waited for one after the other, is what attention does.
+    let mut k = Builder::new("fine", Target::SM_90A, 128);
+    let (a, b) = tiles(&mut k);
+    k.for_range(0, 4, 1, |k, _| {
+        let first = k.wgmma(a.matrix(), b.transposed());
+        let second = k.wgmma(a.matrix(), b.transposed());
+        let first = first.wait(k);
+        k.eval(first.registers()[0] + 1.0);
+        second.wait(k);
+    });
+    k.finish().unwrap();
+}
+
+#[test]
+fn tiles_that_do_not_fit() {
+    assert_eq!(
+        fault(|k| {
+            let (a, _) = tiles(k);
+            let wide = TileLayout::widest(Element::BF16, 64, 128);
+            let wide = SharedTiles::new(k, "wide", wide, 1).at(k, 0);
+            k.wgmma(a.matrix(), wide.transposed()).wait(k);
+        }),
+        "a product of 64 columns with 128 rows"
+    );
+    assert_eq!(
+        fault(|k| {
+            let (a, b) = tiles(k);
+            let a = a.rows(k, 0, 32);
+            k.wgmma(a.matrix(), b.transposed()).wait(k);
+        }),
+        "the first operand has 32 rows, not 64"
+    );
+    assert_eq!(
+        fault(|k| {
+            let layout = TileLayout::widest(Element::F16, 512, 64);
+            k.tensor_map("long", layout.tensor_box(2));
+        }),
+        "tensor map long: a box extent of 512: not 1 to 256"
+    );
+    assert_eq!(
+        fault(|k| {
+            let layout = TileLayout::widest(Element::F16, 64, 64);
+            let map = k.tensor_map("map", layout.tensor_box(3));
+            let tile = SharedTiles::new(k, "tile", layout, 1).at(k, 0);
+            let barrier = k.shared_address(0);
+            tile.load(k, map, &[0.into(), 0.into()], barrier, CopyHint::default());
+        }),
+        "2 coordinates for a tensor map of 3 dimensions"
+    );
+}

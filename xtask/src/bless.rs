@@ -1,0 +1,15 @@
+//! Accepting what the tests print as the new snapshots.
+
+use crate::process::{cargo, show};
+use crate::{Outcome, tools};
+
+/// Runs every test with snapshots overwritten; `git diff` then shows what changed.
+pub(crate) fn bless() -> Outcome {
+    tools::tools()?;
+    let mut command = cargo(&["test", "--workspace", "--no-fail-fast"]);
+    command.env("INSTA_UPDATE", "always").env("FLASHCORE_BLESS", "1");
+    tools::offer(&mut command);
+    let passed = show(command)?;
+    println!("\nSnapshots are written; read them with `git diff` before you commit.");
+    Ok(passed)
+}

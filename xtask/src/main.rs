@@ -1,0 +1,64 @@
+//! The project's own chores, called as `cargo xtask <chore>`.
+//!
+//! Standard library only, and no dependency on the crates it looks after: a chore has to start at
+//! once on a fresh machine, and to run while one of those crates does not build.
+
+mod assemble;
+mod bless;
+mod process;
+mod table;
+mod test;
+#[allow(dead_code, unreachable_pub)] // Written for the crate it lives in; used here in part.
+#[path = "../../crates/cuda/src/toolkit.rs"]
+mod toolkit;
+mod tools;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+const HELP: &str = "\
+Usage: cargo xtask <chore>
+
+Chores:
+  test [--quick] [--verbose]  every check; --quick leaves out the docs and the release build,
+                              --verbose shows the output of checks that pass too
+  tools                       fetch NVIDIA's assembler and disassembler into .tools/
+  assemble <files|folders>    assemble .ptx files with both pinned ptxas and show the cost
+  bless                       run the tests and accept what they print as the new snapshots
+";
+
+/// What a chore ends with: whether all was well, or why it could not do its work.
+type Outcome = Result<bool, String>;
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let outcome = match arguments[..] {
+        ["test", ref flags @ ..] => test::test(flags),
+        ["tools"] => tools::tools().map(|report| {
+            println!("{report}");
+            true
+        }),
+        ["assemble", ref paths @ ..] => assemble::assemble(paths),
+        ["bless"] => bless::bless(),
+        [] | ["help" | "--help" | "-h"] => {
+            print!("{HELP}");
+            Ok(true)
+        }
+        _ => Err(format!("no such chore: {}\n\n{HELP}", arguments.join(" "))),
+    };
+    match outcome {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(message) => {
+            eprintln!("error: {}", message.trim_end());
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The root of the repository.
+fn root() -> PathBuf {
+    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+    package.parent().unwrap_or(package).to_owned()
+}

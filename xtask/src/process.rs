@@ -1,0 +1,94 @@
+//! Running other programs, with what they print kept for when it is needed.
+
+use std::ffi::OsString;
+use std::io::Read;
+use std::process::{Command, Stdio};
+
+use crate::root;
+
+/// What a program did.
+pub(crate) struct Done {
+    pub(crate) success: bool,
+    /// Standard output alone.
+    pub(crate) stdout: String,
+    /// Both streams in the order they were written.
+    pub(crate) log: String,
+}
+
+/// A program to run from the repository's root.
+pub(crate) fn program(name: impl Into<OsString>) -> Command {
+    let mut command = Command::new(name.into());
+    command.current_dir(root()).stdin(Stdio::null());
+    command
+}
+
+/// The cargo that runs this chore.
+pub(crate) fn cargo(arguments: &[&str]) -> Command {
+    let mut command = program(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.args(arguments);
+    command
+}
+
+/// Runs to the end, keeping both streams together.
+pub(crate) fn keep(mut command: Command) -> Result<Done, String> {
+    let unstarted = |error| format!("cannot start {}: {error}", words(&command));
+    let (mut reader, writer) = std::io::pipe().map_err(unstarted)?;
+    let copy = writer.try_clone().map_err(unstarted)?;
+    command.stdout(writer).stderr(copy);
+    let child = command.spawn();
+    let mut child = child.map_err(|error| format!("cannot start {}: {error}", words(&command)))?;
+    // The command still holds the pipe's writing end, and reading ends when nobody does.
+    drop(command);
+    let mut bytes = Vec::new();
+    let read = reader.read_to_end(&mut bytes);
+    let status = child.wait().map_err(|error| error.to_string())?;
+    read.map_err(|error| error.to_string())?;
+    let log = String::from_utf8_lossy(&bytes).into_owned();
+    Ok(Done { success: status.success(), stdout: String::new(), log })
+}
+
+/// Runs to the end, keeping standard output apart.
+pub(crate) fn keep_apart(mut command: Command) -> Result<Done, String> {
+    let output = command.output();
+    let output = output.map_err(|error| format!("cannot start {}: {error}", words(&command)))?;
+    let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
+    let log = String::from_utf8_lossy(&output.stderr).into_owned() + &stdout;
+    Ok(Done { success: output.status.success(), stdout, log })
+}
+
+/// Runs to the end with the terminal as its own.
+pub(crate) fn show(mut command: Command) -> Result<bool, String> {
+    let status = command.status();
+    let status = status.map_err(|error| format!("cannot start {}: {error}", words(&command)))?;
+    Ok(status.success())
+}
+
+/// The command as one would type it.
+pub(crate) fn words(command: &Command) -> String {
+    let program = std::path::Path::new(command.get_program());
+    let program = program.file_name().unwrap_or(program.as_os_str());
+    let words = std::iter::once(program).chain(command.get_args());
+    words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failing_program_keeps_its_words() {
+        let mut command = program("sh");
+        command.args(["-c", "echo one; echo two >&2; exit 3"]);
+        assert_eq!(words(&command), "sh -c echo one; echo two >&2; exit 3");
+        let done = keep(command).unwrap();
+        assert!(!done.success);
+        assert_eq!(done.log, "one\ntwo\n");
+    }
+
+    #[test]
+    fn a_missing_program_is_an_error() {
+        assert!(
+            keep(program("/nowhere/tool")).is_err_and(|error| error.contains("cannot start tool"))
+        );
+    }
+}

@@ -1,0 +1,199 @@
+//! Every check of the project, one after the other, with a summary at the end.
+//!
+//! The order is from quick to slow. A failed check never hides the next one.
+
+use std::io::Write;
+use std::process::Command;
+use std::time::Instant;
+
+use crate::process::{self, Done, cargo, program};
+use crate::table::table;
+use crate::{Outcome, tools};
+
+/// What a check found: a few words about what passed, or all there is to say about what did not.
+type Finding = Result<String, String>;
+
+struct Check {
+    name: &'static str,
+    run: fn(verbose: bool) -> Finding,
+    /// Left out of `--quick`.
+    slow: bool,
+}
+
+const CHECKS: [Check; 7] = [
+    Check { name: "format", run: format, slow: false },
+    Check { name: "clippy", run: clippy, slow: false },
+    Check { name: "docs", run: docs, slow: true },
+    Check { name: "tools", run: |_| tools::tools(), slow: false },
+    Check { name: "tests", run: tests, slow: false },
+    Check { name: "attend", run: attend, slow: true },
+    Check { name: "check", run: check, slow: true },
+];
+
+/// Runs the checks; true when all passed.
+pub(crate) fn test(flags: &[&str]) -> Outcome {
+    let (mut quick, mut verbose) = (false, false);
+    for flag in flags {
+        match *flag {
+            "--quick" => quick = true,
+            "--verbose" => verbose = true,
+            _ => return Err(format!("test knows --quick and --verbose, not {flag}")),
+        }
+    }
+    let begin = Instant::now();
+    let (mut rows, mut failed) = (Vec::new(), 0);
+    for check in CHECKS.iter().filter(|check| !(quick && check.slow)) {
+        print!("{:<8}", check.name);
+        if verbose {
+            println!();
+        }
+        let _ = std::io::stdout().flush();
+        let begin = Instant::now();
+        let finding = (check.run)(verbose);
+        let seconds = format!("{:.1}", begin.elapsed().as_secs_f64());
+        let (verdict, detail) = match finding {
+            Ok(detail) => {
+                println!("passed in {seconds} s");
+                ("passed", detail)
+            }
+            Err(log) => {
+                println!("FAILED in {seconds} s\n\n{}\n", log.trim_end());
+                failed += 1;
+                ("FAILED", String::new())
+            }
+        };
+        rows.push([check.name, verdict, &seconds, &detail].map(str::to_owned).to_vec());
+    }
+    println!("\n{}", table(&["check", "verdict", "seconds", ""], &rows));
+    println!("{:.0} s in all", begin.elapsed().as_secs_f64());
+    println!("{} passed, {failed} failed", rows.len() - failed);
+    Ok(failed == 0)
+}
+
+fn format(verbose: bool) -> Finding {
+    component("fmt", "rustfmt")?;
+    run(cargo(&["fmt", "--all", "--check"]), verbose)?;
+    Ok(String::new())
+}
+
+fn clippy(verbose: bool) -> Finding {
+    component("clippy", "clippy")?;
+    run(cargo(&["clippy", "--workspace", "--all-targets", "--", "--deny", "warnings"]), verbose)?;
+    Ok(String::new())
+}
+
+fn docs(verbose: bool) -> Finding {
+    let mut command = cargo(&["doc", "--workspace", "--no-deps"]);
+    command.env("RUSTDOCFLAGS", "--deny warnings");
+    run(command, verbose)?;
+    Ok(String::new())
+}
+
+fn tests(verbose: bool) -> Finding {
+    let mut command = cargo(&["test", "--workspace", "--no-fail-fast"]);
+    tools::offer(&mut command);
+    // A snapshot that differs is a failure here; `cargo xtask bless` accepts it.
+    command.env("INSTA_UPDATE", "no").env_remove("FLASHCORE_BLESS");
+    let done = run(command, verbose)?;
+    Ok(Counts::of(&done.log).to_string())
+}
+
+/// The README's first command.
+fn attend(verbose: bool) -> Finding {
+    let answer = release(&["attend", "--json"], verbose)?;
+    let answer = answer.trim();
+    if answer.starts_with('{') && answer.ends_with('}') {
+        Ok(String::new())
+    } else {
+        Err(format!("`attend --json` should print one JSON object and printed:\n{answer}"))
+    }
+}
+
+/// Every kernel that this machine can run, against the reference.
+fn check(verbose: bool) -> Finding {
+    release(&["check"], verbose)?;
+    Ok(String::new())
+}
+
+/// Runs the command line as a user would build it, and gives what it printed.
+fn release(arguments: &[&str], verbose: bool) -> Finding {
+    let command = cargo(&[&["run", "--release", "--quiet", "--"], arguments].concat());
+    let words = process::words(&command);
+    let done = process::keep_apart(command)?;
+    if verbose {
+        print!("{}", done.log);
+    }
+    if done.success { Ok(done.stdout) } else { Err(format!("{words}\n{}", done.log)) }
+}
+
+fn run(command: Command, verbose: bool) -> Result<Done, String> {
+    let words = process::words(&command);
+    let done = process::keep(command)?;
+    if verbose {
+        print!("{}", done.log);
+    }
+    if done.success { Ok(done) } else { Err(format!("{words}\n{}", done.log)) }
+}
+
+/// Installs a part of the Rust toolchain that minimal installations lack.
+fn component(subcommand: &str, name: &str) -> Result<(), String> {
+    if process::keep(cargo(&[subcommand, "--version"])).is_ok_and(|done| done.success) {
+        return Ok(());
+    }
+    let mut rustup = program("rustup");
+    rustup.args(["component", "add", name]);
+    run(rustup, false).map(|_| ())
+}
+
+/// How many tests ran, over all of a `cargo test`.
+#[derive(Debug, Default, PartialEq)]
+struct Counts {
+    passed: usize,
+    ignored: usize,
+}
+
+impl Counts {
+    /// Adds up the lines `test result: ok. 3 passed; 0 failed; 1 ignored; ...`.
+    fn of(log: &str) -> Counts {
+        let mut counts = Counts::default();
+        for result in log.lines().filter_map(|line| line.strip_prefix("test result: ")) {
+            let words: Vec<&str> = result.split([' ', ';']).collect();
+            for pair in words.windows(2) {
+                match (pair[0].parse::<usize>(), pair[1]) {
+                    (Ok(count), "passed") => counts.passed += count,
+                    (Ok(count), "ignored") => counts.ignored += count,
+                    _ => {}
+                }
+            }
+        }
+        counts
+    }
+}
+
+impl std::fmt::Display for Counts {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} tests", self.passed)?;
+        if self.ignored > 0 { write!(f, ", {} ignored", self.ignored) } else { Ok(()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn test_results_add_up() {
+        let log = "\
+running 2 tests
+test a ... ok
+test result: ok. 2 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.01s
+
+   Doc-tests flashcore
+test result: ok. 1 passed; 0 failed; 3 ignored; 0 measured; 0 filtered out; finished in 0.40s
+";
+        let counts = Counts::of(log);
+        assert_eq!(counts, Counts { passed: 3, ignored: 3 });
+        assert_eq!(counts.to_string(), "3 tests, 3 ignored");
+        assert_eq!(Counts::of("").to_string(), "0 tests");
+    }
+}
