@@ -119,7 +119,7 @@ fn descriptors() {
         constants
     };
     let descriptor = |code: u64, leading: u64, stride: u64, offset: u64| {
-        code << 62 | stride / 16 << 32 | leading / 16 << 16 | offset / 16
+        (code << 62) | ((stride / 16) << 32) | ((leading / 16) << 16) | (offset / 16)
     };
     // Inner extent contiguous: 32 bytes a step, or the next panels.
     let wide = [descriptor(1, 16, 1024, 0), descriptor(1, 16, 1024, 32)];
