@@ -13,12 +13,14 @@
 
 pub mod ceiling;
 mod element;
+pub mod forward;
 pub mod product;
 pub mod scalar;
 mod shipped;
 pub mod single;
 
 pub use ceiling::Ceiling;
+pub use forward::Forward;
 pub use product::Product;
 pub use scalar::Scalar;
 pub use shipped::{Shipped, shipped};

@@ -101,6 +101,16 @@ impl From<i64> for Value<S64> {
     }
 }
 
+impl From<bool> for Value<Pred> {
+    /// Predicates have no constants: a comparison of constants, which the
+    /// assembler folds.
+    fn from(constant: bool) -> Self {
+        let comparison = if constant { Comparison::Equal } else { Comparison::NotEqual };
+        let zero = || Box::new(Node::Operand(Operand::u32(0)));
+        Value::new(Node::Compare(comparison, Type::U32, zero(), zero()))
+    }
+}
+
 impl From<f32> for Value<F32> {
     fn from(constant: f32) -> Self {
         Value::new(Node::Operand(Operand::f32(constant)))

@@ -96,14 +96,53 @@ pub struct Fragment {
 }
 
 impl Fragment {
+    /// Registers for `columns` columns, not yet written.
+    pub fn new(k: &mut Builder, element: Element, columns: u32) -> Self {
+        let count = columns * element.bytes() / 8;
+        let registers = (0..count).map(|_| k.register_of(packed_type(element))).collect();
+        Fragment { element, registers }
+    }
+
     /// The element.
     pub fn element(&self) -> Element {
         self.element
     }
 
+    /// Rounds two neighbouring elements into register `index`.
+    #[track_caller]
+    pub fn set_pair(&self, k: &mut Builder, index: usize, low: Reg<F32>, high: Reg<F32>) {
+        let dst = self.registers[index];
+        k.push(Instruction::ConvertPair { dst, high: high.into(), low: low.into() });
+    }
+
+    /// Copies another fragment of the same shape.
+    #[track_caller]
+    pub fn set(&self, k: &mut Builder, other: &Fragment) {
+        for (dst, src) in self.registers.iter().zip(&other.registers) {
+            k.push(Instruction::Move { dst: *dst, src: (*src).into() });
+        }
+    }
+
     /// The inner extent of the product.
     pub fn columns(&self) -> u32 {
         self.registers.len() as u32 / 4 * (32 / self.element.bytes())
+    }
+
+    /// Stores 64 rows by 16-bit elements into the first columns of a tile;
+    /// `warp` is the warp's index in the warpgroup. Columns go in sixteens,
+    /// the last eight by themselves if need be.
+    #[track_caller]
+    pub fn store(&self, k: &mut Builder, tile: &SharedTile, warp: impl Into<Value<U32>>) {
+        if self.element.bytes() != 2 || self.element != tile.layout.element {
+            k.misuse(format!("{} stored to a tile of {}", self.element, tile.layout.element));
+        }
+        let row = k.eval(warp.into() * 16);
+        for (step, registers) in self.registers.chunks(4).enumerate() {
+            let address = tile.fragment_address(k, row, 16 * step as u32);
+            let address = crate::Address { base: address.register, offset: 0 };
+            let src = registers.to_vec();
+            k.push(Instruction::StoreMatrix { src, address, transpose: false });
+        }
     }
 
     /// Loads 64 rows of a tile; `warp` is the warp's index in the warpgroup.

@@ -179,11 +179,11 @@ impl Builder {
         }
     }
 
-    /// The address field of a descriptor: bits 4 to 17 of the address.
+    /// The address field of a descriptor: bits 4 to 17 of the address. A block's
+    /// own shared memory lies below 256 KiB, so there are no others.
     #[track_caller]
     fn encode_address(&mut self, address: Reg<SharedAddress>) -> Reg<U64> {
-        let bits = address.reinterpret::<U32>();
-        self.eval(((bits & 0x3_FFFF) >> 4).convert::<U64>())
+        self.eval((address.reinterpret::<U32>() >> 4).convert::<U64>())
     }
 }
 

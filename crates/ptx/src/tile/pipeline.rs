@@ -170,6 +170,11 @@ impl Consumer {
         self.cursor.stage
     }
 
+    /// The stage last waited for, until it is given back.
+    pub fn stage(&self) -> Reg<U32> {
+        self.cursor.stage
+    }
+
     /// Gives the stage back by one arrival and goes on to the next. Every
     /// thread calls this; those where `arrives` holds do the arriving.
     #[track_caller]

@@ -1,0 +1,88 @@
+//! Division by a number that is known at launch: a product and a shift.
+
+use ptx::{BinaryOperation, Builder, Instruction, Reg, Type, U32, Value};
+
+/// What a launch passes for a divisor.
+///
+/// `n / d = (n * multiplier) >> 32 >> shift` for all `n` below 2^31, with the
+/// multiplier rounded up (Granlund and Montgomery, "Division by invariant
+/// integers using multiplication", 1994).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Divisor {
+    /// The divisor itself.
+    pub number: u32,
+    /// The rounded reciprocal.
+    pub multiplier: u32,
+    /// How far to shift the upper half of the product.
+    pub shift: u32,
+}
+
+impl Divisor {
+    /// For a number from 1 to 2^31.
+    pub fn new(number: u32) -> Self {
+        if number <= 1 {
+            // (n * 2^32) >> 32 does not fit the multiplier: kernels ask for 1.
+            return Divisor { number: 1, multiplier: 0, shift: 0 };
+        }
+        let shift = 31 - (number - 1).leading_zeros();
+        let multiplier = ((1u64 << (32 + shift)).div_ceil(number as u64)) as u32;
+        Divisor { number, multiplier, shift }
+    }
+}
+
+/// A [`Divisor`] inside a kernel.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct DivisorRegisters {
+    pub(super) number: Reg<U32>,
+    multiplier: Reg<U32>,
+    shift: Reg<U32>,
+}
+
+impl DivisorRegisters {
+    pub(super) fn parameters(k: &mut Builder, what: &str) -> Self {
+        DivisorRegisters {
+            number: k.parameter(what),
+            multiplier: k.parameter(&format!("{what}, multiplier")),
+            shift: k.parameter(&format!("{what}, shift")),
+        }
+    }
+
+    /// The quotient and the remainder.
+    pub(super) fn divide(&self, k: &mut Builder, dividend: Reg<U32>) -> (Reg<U32>, Reg<U32>) {
+        use ptx::{Choose, Expression};
+        let high = k.register::<U32>();
+        k.push(Instruction::Binary {
+            operation: BinaryOperation::MultiplyHigh,
+            ty: Type::U32,
+            dst: high.register(),
+            a: dividend.into(),
+            b: self.multiplier.into(),
+        });
+        let one = self.number.equals(1);
+        let quotient = k.eval(one.choose::<U32>(dividend, high >> Value::from(self.shift)));
+        let remainder = k.eval(dividend - quotient * self.number);
+        (quotient, remainder)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn divide(n: u32, d: Divisor) -> u32 {
+        if d.number == 1 { n } else { ((n as u64 * d.multiplier as u64) >> 32) as u32 >> d.shift }
+    }
+
+    #[test]
+    fn quotients_are_exact() {
+        let interesting = |around: u64| (around.saturating_sub(2)..around + 3).map(|n| n as u32);
+        for number in (1..2000).chain([4095, 4096, 4097, 65_535, 1 << 20, (1 << 31) - 1, 1 << 31]) {
+            let divisor = Divisor::new(number);
+            for multiple in [0u64, 1, 2, 3, 1000, 65_536, (1 << 31) / number as u64] {
+                for n in interesting(multiple * number as u64).filter(|n| *n < 1 << 31) {
+                    assert_eq!(divide(n, divisor), n / number, "{n} / {number}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! The way out: normalise, round, through shared memory, and by TMA to the tensor.
+
+use ptx::{
+    Accumulator, Builder, Element, Expression, F32, Fence, Fragment, GlobalAddress, Instruction,
+    Pred, Reg, S32, SharedTile, TensorMap, U32, U64,
+};
+
+use super::schedule::Finished;
+use super::softmax::Softmax;
+use super::{Shared, barrier};
+
+/// Where results go.
+pub(super) struct Epilogue {
+    pub(super) output: TensorMap,
+    pub(super) lse: Reg<GlobalAddress>,
+    pub(super) query_length: Reg<U32>,
+}
+
+/// A warpgroup's room for its output, and the thread's place in it.
+pub(super) struct Output {
+    tile: SharedTile,
+    barrier: Reg<U32>,
+    index: Reg<U32>,
+    thread: Reg<U32>,
+    warp: Reg<U32>,
+    /// True in the thread that issues the copies and waits for them.
+    leads: Reg<Pred>,
+}
+
+impl Output {
+    pub(super) fn new(k: &mut Builder, shared: &Shared, index: Reg<U32>, thread: Reg<U32>) -> Self {
+        Output {
+            tile: shared.output.at(k, index),
+            barrier: k.eval(index + barrier::OUTPUT),
+            index,
+            thread,
+            warp: k.eval(thread / 32),
+            leads: k.eval(thread.equals(0)),
+        }
+    }
+
+    /// All threads of the warpgroup meet.
+    fn meet(&self, k: &mut Builder) {
+        k.barrier_sync(self.barrier, 128);
+    }
+
+    /// Waits until the room can be written again.
+    fn wait_until_read(&self, k: &mut Builder) {
+        k.if_(self.leads, |k| k.push(Instruction::BulkWait { pending: 0, read_only: true }));
+        self.meet(k);
+    }
+
+    /// Waits until everything has been written: shared memory must outlive its copies.
+    pub(super) fn drain(&self, k: &mut Builder) {
+        k.if_(self.leads, |k| k.push(Instruction::BulkWait { pending: 0, read_only: false }));
+    }
+}
+
+impl Epilogue {
+    /// Stores the output of a finished tile. The copies are only begun.
+    pub(super) fn store(
+        &self,
+        k: &mut Builder,
+        room: &Output,
+        softmax: &Softmax,
+        output: &Accumulator,
+        tile: &Finished,
+    ) {
+        let (factors, log_sums) = softmax.finish(k);
+        self.store_log_sums(k, room, tile, log_sums);
+
+        let layout = room.tile.layout();
+        let first_row = k.eval(tile.first_row + room.index * 64);
+        // As many columns at a time as there is room for.
+        let registers = output.registers();
+        for first in (0..output.columns()).step_by(layout.columns as usize) {
+            let columns = layout.columns.min(output.columns() - first);
+            let part = &registers[(first / 2) as usize..((first + columns) / 2) as usize];
+            let normal: Vec<Reg<F32>> = (part.iter().enumerate())
+                .map(|(index, x)| k.eval(*x * factors[Accumulator::row_of(index)]))
+                .collect();
+            let rounded = round(k, layout.element, columns, &normal);
+            room.wait_until_read(k);
+            rounded.store(k, &room.tile, room.warp);
+            k.fence(Fence::ProxyAsyncShared);
+            room.meet(k);
+            k.if_(room.leads, |k| {
+                let [row, head, batch] =
+                    [first_row, tile.head, tile.batch].map(|r| r.reinterpret::<S32>());
+                for panel in 0..columns.div_ceil(layout.panel_columns()) {
+                    let column = (first + panel * layout.panel_columns()) as i32;
+                    let corner = [column.into(), row.clone(), head.clone(), batch.clone()];
+                    let source = room.tile.address() + panel * layout.panel_bytes();
+                    k.tensor_store(self.output, &corner, source);
+                }
+                k.push(Instruction::BulkCommit);
+            });
+        }
+    }
+
+    /// The lane at a row's first column stores its log-sum-exp.
+    fn store_log_sums(
+        &self,
+        k: &mut Builder,
+        room: &Output,
+        tile: &Finished,
+        log_sums: [Reg<F32>; 2],
+    ) {
+        let position = Accumulator::position(k, room.thread);
+        let first = k.eval(tile.first_row + room.index * 64 + position.row);
+        let head = k.eval(tile.batch * tile.heads + tile.head);
+        let base = head.convert::<U64>() * self.query_length.convert::<U64>();
+        let address = k.eval(self.lse + (base + first.convert::<U64>()) * 4);
+        for (half, log_sum) in log_sums.into_iter().enumerate() {
+            let row = first + 8 * half;
+            let mine = position.column.equals(0) & row.less(self.query_length);
+            k.if_(mine, |k| k.store(address + 32 * half, log_sum));
+        }
+    }
+}
+
+/// Pairs of neighbouring columns, rounded.
+fn round(k: &mut Builder, element: Element, columns: u32, normal: &[Reg<F32>]) -> Fragment {
+    let fragment = Fragment::new(k, element, columns);
+    for (index, pair) in normal.chunks(2).enumerate() {
+        fragment.set_pair(k, index, pair[0], pair[1]);
+    }
+    fragment
+}

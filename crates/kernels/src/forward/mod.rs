@@ -1,0 +1,234 @@
+//! Attention forward on Hopper.
+//!
+//! One producer warp brings tiles with TMA; two or three consumer warpgroups
+//! take 64 query rows each and walk the key blocks from the last to the first.
+//! Inside a warpgroup the tensor cores and the exponentials overlap:
+//!
+//! ```text
+//! S(n-1) = Q K(n-1)^T;  P(n-1) = softmax(S(n-1))
+//! for j = n-2 down to 0:
+//!     start S(j) = Q K(j)^T
+//!     start O += P(j+1) V(j+1)
+//!     wait for S(j);  P(j) = softmax(S(j))      while O += P V still runs
+//!     wait for O
+//! start O += P(0) V(0)
+//! start S = Q' K'^T of the next tile           while this one is stored
+//! wait for O; normalise; store
+//! ```
+//!
+//! Warpgroups take turns at the tensor cores, so that one computes
+//! exponentials while another multiplies. Blocks stay and take tile after tile.
+//! The parts have a file each: `producer`, `consumer` (the loop above),
+//! `softmax`, `mask`, `epilogue` and `schedule`.
+
+mod consumer;
+mod divisor;
+mod epilogue;
+mod mask;
+mod producer;
+mod schedule;
+mod softmax;
+
+pub use divisor::Divisor;
+
+use ptx::{
+    Builder, Element, Expression, F32, GlobalAddress, Pipeline, Program, Reg, Role, SharedTiles,
+    Swizzle, Target, TensorMap, TileLayout, U32,
+};
+
+use crate::Error;
+use epilogue::Epilogue;
+use schedule::Schedule;
+
+/// What the kernel is built for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Forward {
+    /// The element of all four tensors: `F16` or `BF16`.
+    pub element: Element,
+    /// The width of queries and keys: a multiple of 8 up to 256.
+    pub head_dim: u32,
+    /// The width of values and outputs: a multiple of 8 up to 256.
+    pub value_head_dim: u32,
+    /// Whether query `i` sees only keys up to `i + keys - queries`.
+    pub causal: bool,
+    /// Consumer warpgroups, of 64 query rows each.
+    pub warpgroups: u32,
+    /// Keys in a block: a multiple of 16.
+    pub key_block: u32,
+    /// Stages of the key pipeline and of the value pipeline.
+    pub stages: u32,
+    /// Query tiles in shared memory: 2 lets the next tile's come early.
+    pub query_buffers: u32,
+    /// Whether warpgroups take turns at the tensor cores.
+    pub ping_pong: bool,
+}
+
+/// Named barriers of the block; 0 is for all its threads. There is one of each
+/// for every consumer warpgroup.
+mod barrier {
+    /// Whose turn it is at the tensor cores.
+    pub(super) const TURN: u32 = 1;
+    /// The threads of one warpgroup, around the storing of its output.
+    pub(super) const OUTPUT: u32 = 4;
+}
+
+/// The shared memory and what signals in it.
+struct Shared {
+    queries: SharedTiles,
+    keys: SharedTiles,
+    values: SharedTiles,
+    output: SharedTiles,
+    query_pipeline: Pipeline,
+    key_pipeline: Pipeline,
+    value_pipeline: Pipeline,
+}
+
+/// The tensor maps.
+struct Maps {
+    queries: TensorMap,
+    keys: TensorMap,
+    values: TensorMap,
+    output: TensorMap,
+}
+
+impl Forward {
+    /// The name of this configuration.
+    pub fn name(&self) -> String {
+        let Forward { element, head_dim, value_head_dim, causal, warpgroups, .. } = self;
+        let Forward { key_block, stages, query_buffers, ping_pong, .. } = self;
+        let mask = if *causal { "causal" } else { "dense" };
+        let rows = 64 * warpgroups;
+        let turns = if *ping_pong { "_turns" } else { "" };
+        format!(
+            "forward_{element}_d{head_dim}x{value_head_dim}_{mask}_{rows}x{key_block}_s{stages}q{query_buffers}{turns}"
+        )
+    }
+
+    /// Query rows of a tile.
+    pub fn query_rows(&self) -> u32 {
+        64 * self.warpgroups
+    }
+
+    /// The tile of queries. The inner extent is padded to whole steps of the
+    /// tensor cores; TMA fills what lies beyond the tensor with zeros.
+    pub fn query_layout(&self) -> TileLayout {
+        self.layout(self.query_rows(), self.head_dim.next_multiple_of(16))
+    }
+
+    /// The tile of keys.
+    pub fn key_layout(&self) -> TileLayout {
+        self.layout(self.key_block, self.head_dim.next_multiple_of(16))
+    }
+
+    /// The tile of values.
+    pub fn value_layout(&self) -> TileLayout {
+        self.layout(self.key_block, self.value_head_dim)
+    }
+
+    /// What one warpgroup stores at a time: as many columns as fit beside the rest.
+    pub fn output_layout(&self) -> TileLayout {
+        let columns = self.value_head_dim.next_multiple_of(64);
+        let fits = |columns: &u32| {
+            let layout = self.layout(64, *columns);
+            self.input_bytes() + self.warpgroups * layout.bytes() + 1024
+                <= Target::SM_90A.shared_memory_limit()
+        };
+        let columns = [columns, 128, 64].into_iter().filter(|c| *c <= columns).find(fits);
+        self.layout(64, columns.unwrap_or(64))
+    }
+
+    fn layout(&self, rows: u32, columns: u32) -> TileLayout {
+        TileLayout { element: self.element, rows, columns, swizzle: Swizzle::B128 }
+    }
+
+    fn input_bytes(&self) -> u32 {
+        self.query_buffers * self.query_layout().bytes()
+            + self.stages * (self.key_layout().bytes() + self.value_layout().bytes())
+    }
+
+    /// Registers of a producer's and of a consumer's thread.
+    fn register_budgets(&self) -> (u32, u32) {
+        match self.warpgroups {
+            1 => (56, 256),
+            2 => (24, 240),
+            _ => (32, 160),
+        }
+    }
+
+    /// Builds the kernel.
+    ///
+    /// Parameters, in order: the tensor maps of queries, keys, values and
+    /// output over (dimension, position, head, batch); the address of the
+    /// log-sum-exps, (batch, head, query) in `f32`; query length, key length;
+    /// the scale times log2(e), which must be positive; tiles in all; then
+    /// the [`Divisor`]s (number, multiplier, shift) of query tiles of a head,
+    /// of query heads, and of query heads per key head. Key length must not
+    /// be zero. Any number of blocks.
+    pub fn program(&self) -> Result<Program, Error> {
+        let refuse = |reason| Err(Error::configuration(self.name(), reason));
+        if !matches!(self.element, Element::F16 | Element::BF16) {
+            return refuse("the element is not f16 or bf16");
+        }
+        for dim in [self.head_dim, self.value_head_dim] {
+            if dim == 0 || dim > 256 || !dim.is_multiple_of(8) {
+                return refuse("a head dimension is not a multiple of 8 up to 256");
+            }
+        }
+        if !(1..=3).contains(&self.warpgroups) {
+            return refuse("there are one, two or three consumer warpgroups");
+        }
+        if self.key_block == 0 || self.key_block > 256 || !self.key_block.is_multiple_of(16) {
+            return refuse("the key block is not a multiple of 16 up to 256");
+        }
+        if self.stages == 0 || self.query_buffers == 0 {
+            return refuse("there is at least one stage");
+        }
+        let threads = 128 * (self.warpgroups + 1);
+        let mut k = Builder::new(self.name(), Target::SM_90A, threads).blocks_per_multiprocessor(1);
+        self.write(&mut k);
+        Ok(k.finish()?)
+    }
+
+    fn write(&self, k: &mut Builder) {
+        let maps = Maps {
+            queries: k.tensor_map("queries", self.query_layout().tensor_box(4)),
+            keys: k.tensor_map("keys", self.key_layout().tensor_box(4)),
+            values: k.tensor_map("values", self.value_layout().tensor_box(4)),
+            output: k.tensor_map("output", self.output_layout().tensor_box(4)),
+        };
+        let lse: Reg<GlobalAddress> = k.parameter("lse");
+        let query_length: Reg<U32> = k.parameter("query length");
+        let key_length: Reg<U32> = k.parameter("key length");
+        let scale_log2: Reg<F32> = k.parameter("scale times log2(e)");
+        let schedule = Schedule::parameters(k, self, query_length, key_length);
+
+        // A warp speaks for its lanes when it gives a stage back.
+        let warps = 4 * self.warpgroups;
+        let shared = Shared {
+            queries: SharedTiles::new(k, "queries", self.query_layout(), self.query_buffers),
+            keys: SharedTiles::new(k, "keys", self.key_layout(), self.stages),
+            values: SharedTiles::new(k, "values", self.value_layout(), self.stages),
+            output: SharedTiles::new(k, "output", self.output_layout(), self.warpgroups),
+            query_pipeline: Pipeline::new(k, "queries", self.query_buffers, warps),
+            key_pipeline: Pipeline::new(k, "keys", self.stages, warps),
+            value_pipeline: Pipeline::new(k, "values", self.stages, warps),
+        };
+        let thread = k.thread_index();
+        k.if_(thread.equals(0), |k| {
+            shared.query_pipeline.init(k);
+            shared.key_pipeline.init(k);
+            shared.value_pipeline.init(k);
+        });
+        k.barriers_ready();
+
+        let (producer_registers, consumer_registers) = self.register_budgets();
+        k.role(Role::warpgroups("producer", 0..1).registers(producer_registers), |k| {
+            k.if_(thread.equals(0), |k| producer::produce(k, self, &shared, &maps, &schedule));
+        });
+        let consumers = 1..1 + self.warpgroups;
+        k.role(Role::warpgroups("consumer", consumers).registers(consumer_registers), |k| {
+            let epilogue = Epilogue { output: maps.output, lse, query_length };
+            consumer::consume(k, self, &shared, &schedule, scale_log2, &epilogue);
+        });
+    }
+}
