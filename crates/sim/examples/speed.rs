@@ -1,0 +1,110 @@
+//! How fast the simulator is: `cargo run --release -p flashcore-sim --example speed`.
+
+use std::time::Instant;
+
+use flashcore_sim::{
+    Argument, Launch, Measure, Memory, Mode, Options, Policy, TensorMapArgument, run,
+};
+use kernels::Product;
+use ptx::{Builder, Expression, F32, GlobalAddress, Program, Target, U64};
+
+fn main() {
+    for mode in [Mode::Values, Mode::Checked] {
+        arithmetic(mode);
+        for policy in Policy::HOSTILE {
+            product(mode, policy);
+        }
+    }
+}
+
+/// A loop of the arithmetic an attention kernel is made of.
+fn arithmetic(mode: Mode) {
+    let mut k = Builder::new("arithmetic", Target::SM_90A, 128);
+    let data = k.parameter::<GlobalAddress>("data");
+    let thread = k.thread_index();
+    let offset = k.shared("tile", 512, 16);
+    let tile = k.shared_address(offset);
+    let mine = k.eval(data + thread.convert::<U64>() * 4);
+    let value = k.load::<F32, _>(mine);
+    let sum = k.variable(0.0);
+    k.for_range(0, 20_000, 1, |k, _| {
+        let scaled = k.fma(value, 0.5, sum);
+        let weight = k.exp2(scaled * -1.0);
+        let largest = k.eval(weight.maximum(scaled));
+        let other = k.shuffle_butterfly(largest, 1);
+        k.store(tile + thread * 4, other);
+        let back = k.load::<F32, _>(tile + thread * 4);
+        k.set(sum, back - largest);
+    });
+    k.store(mine, sum);
+    let program = k.finish().expect("valid");
+    let mut memory = Memory::new();
+    let buffer = memory.input_f32("data", &[0.25; 128]);
+    measure(
+        "arithmetic",
+        &program,
+        1,
+        vec![Argument::Address(buffer, 0)],
+        memory,
+        Policy::Earliest,
+        mode,
+        1,
+    );
+}
+
+/// The multi-wgmma kernel, 32 seeds.
+fn product(mode: Mode, policy: Policy) {
+    let configuration = Product::PLAIN;
+    let program = configuration.program().expect("valid");
+    let (rows, inner) = (256u32, 512u32);
+    let mut memory = Memory::new();
+    let mut map = |name: &str, rows: u32, layout: ptx::TileLayout| {
+        let ones = vec![0x3F80u16; (rows * inner) as usize];
+        Argument::TensorMap(TensorMapArgument {
+            buffer: memory.input_u16(name, &ones),
+            offset: 0,
+            dimensions: vec![inner as u64, rows as u64],
+            strides: vec![2 * inner as u64],
+            tensor_box: layout.tensor_box(2),
+        })
+    };
+    let a = map("a", rows, configuration.a_layout());
+    let b = map("b", configuration.columns, configuration.b_part_layout());
+    let d = memory.output("d", (4 * rows * configuration.columns) as usize);
+    let arguments = vec![a, b, Argument::Address(d, 0), Argument::U32(rows), Argument::U32(inner)];
+    measure("product", &program, rows / 64, arguments, memory, policy, mode, 32);
+}
+
+#[allow(clippy::too_many_arguments)] // one line a measurement
+fn measure(
+    name: &str,
+    program: &Program,
+    grid: u32,
+    arguments: Vec<Argument>,
+    memory: Memory,
+    policy: Policy,
+    mode: Mode,
+    seeds: u64,
+) {
+    let launch = Launch { program, grid, arguments };
+    let start = Instant::now();
+    let (mut lanes, mut tensor) = (0, 0);
+    for seed in 0..seeds {
+        let mut memory = memory.clone();
+        let options = Options { policy, seed, mode, ..Options::default() };
+        match run(&launch, &mut memory, &options) {
+            Ok(report) => {
+                lanes += report.counts.get(Measure::LaneInstructions);
+                tensor += report.counts.get(Measure::TensorOperations);
+            }
+            Err(failure) => return println!("{failure}"),
+        }
+    }
+    let seconds = start.elapsed().as_secs_f64();
+    println!(
+        "{name:<11} {mode:?} {policy}: {seeds} runs in {seconds:.2} s, {:.0} M lane instructions/s, \
+         {:.2} G tensor operations/s",
+        lanes as f64 / seconds / 1e6,
+        tensor as f64 / seconds / 1e9
+    );
+}

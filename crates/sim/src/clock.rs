@@ -1,0 +1,254 @@
+//! Vector clocks: who knows of what.
+//!
+//! The idea is that of FastTrack (Flanagan and Freund, PLDI 2009): an access
+//! is an *epoch*, one component's name and clock, and it happened before an
+//! observer if the observer's vector has reached that clock. Components here
+//! are, within a cluster: each warp, the stream of its `cp.async`, the streams
+//! of its bulk stores (reading and writing), each warpgroup's stream of
+//! products, and a slot for each bulk load in flight. Streams complete in
+//! order, so one clock says how far each is.
+//!
+//! Threads of a warp share a component. An [`Entry`] tells apart what *all*
+//! lanes did up to some clock and what *some* did up to a later one: an
+//! elected lane that arrives at a barrier speaks for itself, not for lanes
+//! that did not meet it at a `bar.warp.sync`.
+//!
+//! What this may miss: where two different subsets of a warp's lanes acted
+//! alone and both are known, the later clock is taken for the union of both;
+//! and lanes that waited alone in different subsets are taken together. Both
+//! err to the side of silence. Slots of bulk loads are reused only when the
+//! issuer knows that the earlier load is over, which loses nothing.
+
+use std::collections::BTreeMap;
+
+/// All 32 lanes.
+pub(crate) const FULL: u32 = u32::MAX;
+
+/// What is known of one component.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Entry {
+    /// Everything up to this clock, by every lane.
+    pub(crate) all: u32,
+    /// Everything up to this clock, by `lanes`.
+    some: u32,
+    lanes: u32,
+}
+
+impl Entry {
+    pub(crate) fn of(lanes: u32, clock: u32, synced: u32) -> Self {
+        if lanes == FULL {
+            Entry { all: clock, some: 0, lanes: 0 }
+        } else {
+            Entry { all: synced, some: clock, lanes }
+        }
+    }
+
+    pub(crate) fn covers(self, clock: u32, lanes: u32) -> bool {
+        clock <= self.all || (clock <= self.some && lanes & !self.lanes == 0)
+    }
+
+    pub(crate) fn join(&mut self, other: Entry) {
+        self.all = self.all.max(other.all);
+        let mine = self.some > self.all;
+        let theirs = other.some > self.all;
+        (self.some, self.lanes) = match (mine, theirs) {
+            (true, true) => (self.some.max(other.some), self.lanes | other.lanes),
+            (true, false) => (self.some, self.lanes),
+            (false, true) => (other.some, other.lanes),
+            (false, false) => (0, 0),
+        };
+    }
+}
+
+/// What is known of each component of a cluster, and of other clusters'.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Clock {
+    entries: Vec<Entry>,
+    foreign: BTreeMap<(u32, u32), Entry>,
+}
+
+impl Clock {
+    pub(crate) fn get(&self, component: u32) -> Entry {
+        self.entries.get(component as usize).copied().unwrap_or_default()
+    }
+
+    pub(crate) fn raise(&mut self, component: u32, entry: Entry) {
+        let component = component as usize;
+        if self.entries.len() <= component {
+            self.entries.resize(component + 1, Entry::default());
+        }
+        self.entries[component].join(entry);
+    }
+
+    pub(crate) fn join(&mut self, other: &Clock) {
+        if self.entries.len() < other.entries.len() {
+            self.entries.resize(other.entries.len(), Entry::default());
+        }
+        for (mine, theirs) in self.entries.iter_mut().zip(&other.entries) {
+            mine.join(*theirs);
+        }
+        for (key, entry) in &other.foreign {
+            self.foreign.entry(*key).or_default().join(*entry);
+        }
+    }
+
+    /// Joins what another cluster's thread knew.
+    fn join_foreign(&mut self, home: u32, cluster: u32, other: &Clock) {
+        for (component, entry) in other.entries.iter().enumerate() {
+            if *entry != Entry::default() {
+                self.foreign.entry((cluster, component as u32)).or_default().join(*entry);
+            }
+        }
+        for ((of, component), entry) in &other.foreign {
+            if *of == home {
+                self.raise(*component, *entry);
+            } else {
+                self.foreign.entry((*of, *component)).or_default().join(*entry);
+            }
+        }
+    }
+
+    pub(crate) fn covers(
+        &self,
+        home: u32,
+        cluster: u32,
+        component: u32,
+        clock: u32,
+        lanes: u32,
+    ) -> bool {
+        if home == cluster {
+            return self.get(component).covers(clock, lanes);
+        }
+        self.foreign.get(&(cluster, component)).is_some_and(|entry| entry.covers(clock, lanes))
+    }
+}
+
+/// What is known, and what of it has passed a proxy fence.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Knowledge {
+    /// What happened before.
+    pub(crate) known: Clock,
+    /// What of it the copy engine and the tensor cores may rely on.
+    pub(crate) flushed: Clock,
+}
+
+impl Knowledge {
+    pub(crate) fn join(&mut self, other: &Knowledge) {
+        self.known.join(&other.known);
+        self.flushed.join(&other.flushed);
+    }
+
+    pub(crate) fn join_foreign(&mut self, home: u32, cluster: u32, other: &Knowledge) {
+        self.known.join_foreign(home, cluster, &other.known);
+        self.flushed.join_foreign(home, cluster, &other.flushed);
+    }
+}
+
+/// The clocks of one warp.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct WarpClock {
+    /// Its component.
+    pub(crate) component: u32,
+    /// Now.
+    pub(crate) now: u32,
+    /// What every lane knows.
+    pub(crate) all: Knowledge,
+    /// What `lanes` know, at least what all do.
+    some: Knowledge,
+    lanes: u32,
+}
+
+impl WarpClock {
+    pub(crate) fn new(component: u32) -> Self {
+        WarpClock { component, now: 1, ..WarpClock::default() }
+    }
+
+    /// What one lane, or each of several, knows.
+    pub(crate) fn view(&self, lanes: u32) -> &Knowledge {
+        if lanes & !self.lanes == 0 { &self.some } else { &self.all }
+    }
+
+    fn own(&self, lanes: u32) -> Entry {
+        Entry::of(lanes, self.now, self.all.known.get(self.component).all)
+    }
+
+    /// What these lanes hand on, their own accesses so far included; later
+    /// ones are not.
+    pub(crate) fn release(&mut self, lanes: u32) -> Knowledge {
+        let view = if lanes & self.lanes != 0 { &self.some } else { &self.all };
+        let mut released = view.clone();
+        released.known.raise(self.component, self.own(lanes));
+        self.now += 1;
+        released
+    }
+
+    /// These lanes learn something.
+    pub(crate) fn acquire(&mut self, lanes: u32, learn: impl Fn(&mut Knowledge)) {
+        if lanes == FULL {
+            learn(&mut self.all);
+            if self.lanes != 0 {
+                learn(&mut self.some);
+            }
+        } else {
+            self.separate(lanes);
+            learn(&mut self.some);
+        }
+    }
+
+    fn separate(&mut self, lanes: u32) {
+        if self.lanes == 0 {
+            self.some = self.all.clone();
+        }
+        self.lanes |= lanes;
+    }
+
+    /// All lanes meet: each knows what any knew and did.
+    pub(crate) fn synchronise(&mut self) {
+        if self.lanes != 0 {
+            self.all = std::mem::take(&mut self.some);
+            self.lanes = 0;
+        }
+        let (component, entry) = (self.component, Entry::of(FULL, self.now, 0));
+        self.all.known.raise(component, entry);
+        self.now += 1;
+    }
+
+    /// These lanes execute a proxy fence: what they know is now flushed.
+    pub(crate) fn flush(&mut self, lanes: u32) {
+        let (component, own) = (self.component, self.own(lanes));
+        self.acquire(lanes, |knowledge| {
+            let Knowledge { known, flushed } = knowledge;
+            flushed.join(known);
+            flushed.raise(component, own);
+        });
+        self.now += 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lane_speaks_for_itself() {
+        let mut warp = WarpClock::new(0);
+        let released = warp.release(1);
+        assert!(released.known.get(0).covers(1, 1));
+        assert!(!released.known.get(0).covers(1, 2));
+        warp.synchronise();
+        let released = warp.release(1);
+        assert!(released.known.get(0).covers(1, 2));
+    }
+
+    #[test]
+    fn a_fence_flushes_what_is_known() {
+        let mut writer = WarpClock::new(0);
+        let mut reader = WarpClock::new(1);
+        let released = writer.release(FULL);
+        reader.acquire(FULL, |k| k.join(&released));
+        assert!(reader.all.known.get(0).covers(1, FULL));
+        assert!(!reader.all.flushed.get(0).covers(1, FULL));
+        reader.flush(FULL);
+        assert!(reader.all.flushed.get(0).covers(1, FULL));
+    }
+}

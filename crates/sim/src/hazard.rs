@@ -1,0 +1,181 @@
+//! What can go wrong, by name.
+
+use std::fmt;
+
+use ptx::Place;
+
+use crate::Policy;
+
+macro_rules! hazards {
+    ($($(#[$doc:meta])* $kind:ident = $name:literal,)*) => {
+        /// A kind of mistake that a kernel can make.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub enum HazardKind {
+            $($(#[$doc])* $kind,)*
+        }
+
+        impl HazardKind {
+            /// Every kind.
+            pub const ALL: &[HazardKind] = &[$(HazardKind::$kind,)*];
+
+            /// Its name in messages and tables.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $(HazardKind::$kind => $name,)*
+                }
+            }
+        }
+    };
+}
+
+hazards! {
+    /// An access outside of any buffer, or past the end of shared memory.
+    OutOfBounds = "out of bounds",
+    /// An address that is not a multiple of what the access needs.
+    Misaligned = "misaligned address",
+    /// Memory that nobody has written is read.
+    UninitialisedMemory = "uninitialised memory",
+    /// A register that this lane has not written is read.
+    UninitialisedRegister = "uninitialised register",
+    /// Two threads of different warps touch the same memory, one writes, and
+    /// nothing orders them.
+    DataRace = "data race",
+    /// The same between lanes of one warp: lockstep is no order.
+    LaneRace = "race between lanes",
+    /// Lanes of one instruction store different values to one place.
+    LaneCollision = "lanes store to one place",
+    /// Ordinary accesses and those of the copy engine or the tensor cores
+    /// meet in memory without a proxy fence.
+    MissingProxyFence = "missing proxy fence",
+    /// The destination of an asynchronous copy is touched before its arrival
+    /// has been waited for.
+    TouchedBeforeArrival = "touched before arrival",
+    /// What an asynchronous copy or product still reads is overwritten.
+    OverwrittenInFlight = "operand overwritten in flight",
+    /// An accumulator is touched before its product has been waited for.
+    AccumulatorInFlight = "accumulator in flight",
+    /// A register operand of a product is overwritten before the product has
+    /// been waited for.
+    OperandInFlight = "operand register in flight",
+    /// Registers of a product were touched since the last `wgmma.fence`.
+    MissingWgmmaFence = "missing wgmma.fence",
+    /// A product is never committed or never waited for.
+    NeverWaited = "product never waited for",
+    /// The four warps of a warpgroup do not issue the same product or budget.
+    WarpgroupMismatch = "warpgroup out of step",
+    /// A shared-memory descriptor that the tensor cores cannot use.
+    BadDescriptor = "bad descriptor",
+    /// Memory written in one swizzle is read in another.
+    SwizzleMismatch = "swizzle mismatch",
+    /// An instruction for the whole warp is reached by some of its lanes.
+    Divergent = "aligned instruction reached divergently",
+    /// A role's warps are not the ones its predicate selects.
+    RoleMismatch = "role predicate and warps differ",
+    /// Participants of a named barrier disagree, or too many arrive.
+    BarrierCount = "named barrier count",
+    /// The cluster's barrier is waited for before arriving, or arrived at twice.
+    ClusterBarrierOrder = "cluster barrier order",
+    /// Memory that is no memory barrier is used as one.
+    MbarrierUninitialised = "mbarrier not initialised",
+    /// A memory barrier is initialised again while it is one.
+    MbarrierReinitialised = "mbarrier initialised twice",
+    /// A memory barrier is used where its initialisation is not yet visible.
+    MbarrierInitNotVisible = "mbarrier initialisation not visible",
+    /// More arrivals than the phase has pending.
+    MbarrierOverArrived = "too many arrivals",
+    /// Bytes expected and bytes copied in a phase differ.
+    TransactionCount = "transaction count",
+    /// The bytes of a memory barrier are accessed as data.
+    MbarrierTouched = "mbarrier memory touched",
+    /// Nobody can go on.
+    Deadlock = "deadlock",
+    /// A register budget that cannot be had, or changed the wrong way.
+    RegisterBudget = "register budget",
+    /// More shared memory than the target has.
+    SharedMemoryLimit = "shared memory limit",
+    /// The shared memory of a block that has ended is accessed.
+    ExitedBlock = "block has exited",
+    /// A copy is still in flight when its block ends.
+    CopyInFlightAtExit = "copy in flight at exit",
+    /// A copy is given something that is not a fitting tensor map.
+    TensorMapMismatch = "tensor map mismatch",
+    /// A rank or mask names a block that the cluster does not have.
+    ClusterRank = "no such block in the cluster",
+    /// Memory that the kernel writes is loaded as read-only.
+    ReadOnlyViolated = "read-only load of written memory",
+    /// A bulk copy of a size the copy engine does not take.
+    BadCopySize = "bad copy size",
+    /// The kernel executed a trap.
+    Trap = "trap",
+    /// The run took more steps than allowed.
+    Runaway = "step limit",
+}
+
+impl fmt::Display for HazardKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Who did something.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Actor {
+    /// The block's index in the grid.
+    pub block: u32,
+    /// The warp's index in the block.
+    pub warp: u32,
+    /// The lane, where one can be named.
+    pub lane: Option<u32>,
+}
+
+impl fmt::Display for Actor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "block {}, warp {}", self.block, self.warp)?;
+        match self.lane {
+            Some(lane) => write!(f, ", lane {lane}"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A mistake that a run found.
+///
+/// Its text names the kind, what happened, both places in the kernel's source
+/// where there are two, and how to see the same run again.
+#[derive(Clone, Debug)]
+pub struct Hazard {
+    /// What kind of mistake it is.
+    pub kind: HazardKind,
+    /// What happened.
+    pub message: String,
+    /// Where the run noticed it.
+    pub place: Option<Place>,
+    /// The other place that has part in it.
+    pub other: Option<Place>,
+    /// Who was executing.
+    pub actor: Option<Actor>,
+    /// The policy of the run.
+    pub policy: Policy,
+    /// The seed that replays it.
+    pub seed: u64,
+}
+
+impl fmt::Display for Hazard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "hazard: {}", self.kind)?;
+        writeln!(f, "  {}", self.message.replace('\n', "\n  "))?;
+        if let Some(place) = self.place {
+            write!(f, "  at {place}")?;
+            match self.actor {
+                Some(actor) => writeln!(f, " ({actor})")?,
+                None => writeln!(f)?,
+            }
+        }
+        if let Some(other) = self.other {
+            writeln!(f, "  and {other}")?;
+        }
+        write!(f, "  replay with policy {}, seed {}", self.policy, self.seed)
+    }
+}
+
+impl std::error::Error for Hazard {}

@@ -1,0 +1,148 @@
+//! From the tree of statements to flat code with jump targets.
+//!
+//! Done once a launch. Instructions stay what they are (the step functions
+//! match on them); control flow becomes a few marks that the warp's stack of
+//! frames interprets, and registers get slots in the files of their width.
+
+use ptx::{Access, Instruction, Operand, Place, Program, Register, StatementKind, Type};
+
+/// One step of a warp.
+#[derive(Clone, Debug)]
+pub(crate) enum Step {
+    /// An instruction.
+    Execute(Instruction),
+    /// Splits the active lanes; `otherwise` is where the second side begins.
+    Branch { condition: u32, otherwise: usize, end: usize },
+    /// The same for a role, with the warps it promises.
+    Role { member: u32, first: u32, last: u32, end: usize },
+    /// The end of one side of a branch.
+    SideEnd,
+    /// The beginning of a loop.
+    LoopBegin { end: usize },
+    /// The end of a loop's body.
+    LoopEnd { begin: usize },
+    /// Lanes leave the innermost loop.
+    Break { condition: u32 },
+    /// The end of the program.
+    Exit,
+}
+
+/// The registers an instruction touches, for the checks on registers.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Touches {
+    /// Read when it executes.
+    pub(crate) reads: Box<[Register]>,
+    /// Written when it executes.
+    pub(crate) writes: Box<[Register]>,
+}
+
+/// A lowered program.
+#[derive(Debug)]
+pub(crate) struct Code {
+    pub(crate) steps: Vec<Step>,
+    pub(crate) places: Vec<Option<Place>>,
+    pub(crate) touches: Vec<Touches>,
+    /// By register: its type and its slot in the file of its width.
+    pub(crate) slots: Vec<(Type, u32)>,
+    pub(crate) words: usize,
+    pub(crate) wides: usize,
+    pub(crate) predicates: usize,
+}
+
+impl Code {
+    pub(crate) fn lower(program: &Program) -> Code {
+        let (mut words, mut wides, mut predicates) = (0, 0, 0);
+        let slots = (program.registers.iter())
+            .map(|ty| {
+                let file = match ty.bits() {
+                    1 => &mut predicates,
+                    64 => &mut wides,
+                    _ => &mut words,
+                };
+                *file += 1;
+                (*ty, *file as u32 - 1)
+            })
+            .collect();
+        let mut code = Code {
+            steps: Vec::new(),
+            places: Vec::new(),
+            touches: Vec::new(),
+            slots,
+            words,
+            wides,
+            predicates,
+        };
+        code.block(&program.body, program);
+        code.push(Step::Exit, None);
+        code
+    }
+
+    fn push(&mut self, step: Step, place: Option<Place>) -> usize {
+        self.steps.push(step);
+        self.places.push(place);
+        self.touches.push(Touches::default());
+        self.steps.len() - 1
+    }
+
+    fn predicate(&self, register: Register) -> u32 {
+        self.slots[register.0 as usize].1
+    }
+
+    fn block(&mut self, block: &ptx::Block, program: &Program) {
+        for statement in block {
+            let place = Some(statement.place);
+            match &statement.kind {
+                StatementKind::Instruction(instruction) => {
+                    let touches = touches(instruction, program);
+                    let at = self.push(Step::Execute(instruction.clone()), place);
+                    self.touches[at] = touches;
+                }
+                StatementKind::If { condition, then, otherwise } => {
+                    let condition = self.predicate(*condition);
+                    let at = self.push(Step::Exit, place);
+                    self.block(then, program);
+                    self.push(Step::SideEnd, place);
+                    let second = self.steps.len();
+                    self.block(otherwise, program);
+                    self.push(Step::SideEnd, place);
+                    let end = self.steps.len();
+                    self.steps[at] = Step::Branch { condition, otherwise: second, end };
+                }
+                StatementKind::Role { warps, member, body, .. } => {
+                    let member = self.predicate(*member);
+                    let at = self.push(Step::Exit, place);
+                    self.block(body, program);
+                    self.push(Step::SideEnd, place);
+                    let end = self.steps.len();
+                    self.steps[at] =
+                        Step::Role { member, first: warps.start, last: warps.end, end };
+                }
+                StatementKind::Loop { body } => {
+                    let begin = self.push(Step::Exit, place);
+                    self.block(body, program);
+                    self.push(Step::LoopEnd { begin: begin + 1 }, place);
+                    let end = self.steps.len();
+                    self.steps[begin] = Step::LoopBegin { end };
+                }
+                StatementKind::Break { condition } => {
+                    let condition = self.predicate(*condition);
+                    self.push(Step::Break { condition }, place);
+                }
+            }
+        }
+    }
+}
+
+fn touches(instruction: &Instruction, program: &Program) -> Touches {
+    let (mut reads, mut writes) = (Vec::new(), Vec::new());
+    instruction.operands(&|register| program.type_of(register), &mut |access, operand, _| {
+        if let Operand::Register(register) = operand {
+            match access {
+                Access::Read => reads.push(register),
+                Access::Write => writes.push(register),
+                Access::AsyncRead | Access::AsyncWrite | Access::AsyncUpdate => {}
+            }
+        }
+    });
+    Touches { reads: reads.into(), writes: writes.into() }
+}

@@ -1,0 +1,156 @@
+//! Global memory: named buffers with nothing between them.
+
+/// A buffer of a [`Memory`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct BufferId(u32);
+
+impl BufferId {
+    pub(crate) fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// Each buffer has its own 64 GiB of addresses, so that running past the end
+/// of one never lands in another.
+const BUFFER_SHIFT: u32 = 36;
+/// Where in its addresses a buffer starts, so that running before its start
+/// does not land in another either.
+const BUFFER_START: u64 = 1 << 20;
+
+/// The global memory of the simulated device.
+///
+/// ```
+/// use flashcore_sim::Memory;
+/// let mut memory = Memory::new();
+/// let input = memory.input_f32("input", &[1.0, 2.0]);
+/// let output = memory.output("output", 8);
+/// assert_eq!(memory.f32(input), [1.0, 2.0]);
+/// assert_eq!(memory.unwritten(output), 8);
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct Memory {
+    buffers: Vec<Buffer>,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Buffer {
+    pub(crate) name: String,
+    pub(crate) bytes: Vec<u8>,
+    /// Which bytes have been written; `None` when all were from the start.
+    written: Option<Vec<bool>>,
+}
+
+impl Memory {
+    /// No buffers yet.
+    pub fn new() -> Self {
+        Memory::default()
+    }
+
+    /// A buffer with these bytes.
+    pub fn input(&mut self, name: &str, bytes: Vec<u8>) -> BufferId {
+        self.add(Buffer { name: name.to_owned(), bytes, written: None })
+    }
+
+    /// A buffer of single-precision floats.
+    pub fn input_f32(&mut self, name: &str, values: &[f32]) -> BufferId {
+        self.input(name, values.iter().flat_map(|v| v.to_le_bytes()).collect())
+    }
+
+    /// A buffer of 16-bit values.
+    pub fn input_u16(&mut self, name: &str, values: &[u16]) -> BufferId {
+        self.input(name, values.iter().flat_map(|v| v.to_le_bytes()).collect())
+    }
+
+    /// A buffer of 32-bit values.
+    pub fn input_u32(&mut self, name: &str, values: &[u32]) -> BufferId {
+        self.input(name, values.iter().flat_map(|v| v.to_le_bytes()).collect())
+    }
+
+    /// A buffer that nobody has written: poisoned with ones, which is NaN in
+    /// every float format.
+    pub fn output(&mut self, name: &str, bytes: usize) -> BufferId {
+        let written = Some(vec![false; bytes]);
+        self.add(Buffer { name: name.to_owned(), bytes: vec![0xFF; bytes], written })
+    }
+
+    fn add(&mut self, buffer: Buffer) -> BufferId {
+        self.buffers.push(buffer);
+        BufferId(self.buffers.len() as u32 - 1)
+    }
+
+    /// The bytes of a buffer.
+    pub fn bytes(&self, buffer: BufferId) -> &[u8] {
+        &self.buffers[buffer.index()].bytes
+    }
+
+    /// A buffer as single-precision floats.
+    pub fn f32(&self, buffer: BufferId) -> Vec<f32> {
+        self.u32(buffer).into_iter().map(f32::from_bits).collect()
+    }
+
+    /// A buffer as 32-bit values.
+    pub fn u32(&self, buffer: BufferId) -> Vec<u32> {
+        let chunks = self.bytes(buffer).chunks_exact(4);
+        chunks.map(|c| u32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect()
+    }
+
+    /// A buffer as 16-bit values.
+    pub fn u16(&self, buffer: BufferId) -> Vec<u16> {
+        self.bytes(buffer).chunks_exact(2).map(|c| u16::from_le_bytes([c[0], c[1]])).collect()
+    }
+
+    /// How many bytes of a buffer nobody has written.
+    pub fn unwritten(&self, buffer: BufferId) -> usize {
+        let written = self.buffers[buffer.index()].written.as_ref();
+        written.map_or(0, |written| written.iter().filter(|w| !**w).count())
+    }
+
+    // ---- addresses ------------------------------------------------------------
+
+    /// The address of a byte of a buffer.
+    pub(crate) fn address(buffer: BufferId, offset: u64) -> u64 {
+        ((buffer.0 as u64 + 1) << BUFFER_SHIFT) + BUFFER_START + offset
+    }
+
+    /// The buffer and offset of `bytes` bytes at an address.
+    pub(crate) fn locate(&self, address: u64, bytes: u64) -> Result<(usize, usize), String> {
+        let index = (address >> BUFFER_SHIFT).wrapping_sub(1);
+        let offset = (address & ((1 << BUFFER_SHIFT) - 1)).wrapping_sub(BUFFER_START);
+        let Some(buffer) = self.buffers.get(index as usize) else {
+            return Err(format!("address {address:#x}, which is in no buffer"));
+        };
+        let length = buffer.bytes.len() as u64;
+        if offset < length && bytes <= length - offset {
+            return Ok((index as usize, offset as usize));
+        }
+        let (name, offset) = (&buffer.name, offset as i64);
+        Err(format!("{bytes} bytes at byte {offset} of buffer {name:?}, which has {length}"))
+    }
+
+    pub(crate) fn buffer(&self, index: usize) -> &Buffer {
+        &self.buffers[index]
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.buffers.len()
+    }
+
+    pub(crate) fn write(&mut self, buffer: usize, offset: usize, bytes: &[u8]) {
+        let buffer = &mut self.buffers[buffer];
+        buffer.bytes[offset..offset + bytes.len()].copy_from_slice(bytes);
+        if let Some(written) = &mut buffer.written {
+            written[offset..offset + bytes.len()].fill(true);
+        }
+    }
+
+    /// The first byte of a range that nobody has written.
+    pub(crate) fn first_unwritten(
+        &self,
+        buffer: usize,
+        offset: usize,
+        bytes: usize,
+    ) -> Option<usize> {
+        let written = self.buffers[buffer].written.as_ref()?;
+        written[offset..offset + bytes].iter().position(|w| !w).map(|at| offset + at)
+    }
+}

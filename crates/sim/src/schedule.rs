@@ -1,0 +1,451 @@
+//! Who goes next: seeded policies, and what is said when nobody can.
+
+use crate::Policy;
+use crate::hazard::{Hazard, HazardKind};
+use crate::machine::{Cluster, Executor, OperationKind, Step, World};
+use crate::warp::{State, Wait, Warp};
+
+/// Something that can go on now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Choice {
+    Warp { cluster: usize, warp: usize },
+    Operation { cluster: usize, id: u64 },
+    Product { cluster: usize, group: usize },
+}
+
+/// Polls in a row that may find nothing before it is called a deadlock.
+const POLLS: u32 = 256;
+/// Turns in a row that warps may use up before the latest policy lets an
+/// operation go: someone may be spinning on it.
+const PATIENCE: u32 = 64;
+
+/// Runs all clusters of the grid to their end.
+pub(crate) fn run(world: &mut World<'_>) -> Step<()> {
+    let per_cluster = world.program.cluster.max(1);
+    let total = world.grid / per_cluster;
+    let mut clusters: Vec<Cluster<'_>> = Vec::new();
+    let mut launched = 0;
+    let mut schedule = Schedule { idle_polls: 0, spins: 0, turn: world.options.seed as usize };
+    loop {
+        clusters.retain(|cluster| !(cluster.is_done() && cluster.operations.is_empty()));
+        while launched < total && clusters.len() < world.options.resident.max(1) as usize {
+            clusters.push(Cluster::new(world, launched));
+            launched += 1;
+        }
+        if clusters.is_empty() {
+            return Ok(());
+        }
+        if world.steps > world.options.step_limit {
+            let text = format!("after {} steps the run is not over", world.steps);
+            return Err(world.hazard(HazardKind::Runaway, text));
+        }
+        schedule.step(world, &mut clusters)?;
+    }
+}
+
+struct Schedule {
+    idle_polls: u32,
+    spins: u32,
+    /// Rotates among equals.
+    turn: usize,
+}
+
+impl Schedule {
+    fn step<'a>(&mut self, world: &mut World<'a>, clusters: &mut [Cluster<'a>]) -> Step<()> {
+        let (warps, others) = candidates(world, clusters);
+        let choice = match self.choose(world, clusters, &warps, &others) {
+            Some(choice) => {
+                self.idle_polls = 0;
+                choice
+            }
+            None => {
+                // Only warps that ask again and again are left, if any.
+                let polling = pollers(clusters);
+                self.idle_polls += 1;
+                if polling.is_empty() || self.idle_polls > POLLS {
+                    return Err(stuck(world, clusters));
+                }
+                polling[self.idle_polls as usize % polling.len()]
+            }
+        };
+        match choice {
+            Choice::Operation { cluster, id } => {
+                Executor { world, cluster: &mut clusters[cluster] }.complete(id)
+            }
+            Choice::Product { cluster, group } => {
+                Executor { world, cluster: &mut clusters[cluster] }.finish_product(group)
+            }
+            Choice::Warp { cluster, warp } => {
+                let quantum = match world.options.policy {
+                    Policy::Earliest => 32,
+                    Policy::Latest => 4096,
+                    Policy::Random => 1 + world.random.below(48) as u32,
+                    Policy::Modelled => 4,
+                };
+                let cluster = &mut clusters[cluster];
+                cluster.current = warp;
+                let mut taken = cluster.warps[warp].take().expect("warps are in their place");
+                let mut executor = Executor { world, cluster };
+                let mut quantum = quantum;
+                match std::mem::replace(&mut taken.state, State::Ready) {
+                    State::Blocked(wait) => executor.finish_wait(&mut taken, wait),
+                    // Long enough to ask again: else it would look like progress.
+                    State::Polling(_) => quantum = quantum.max(256),
+                    State::Ready | State::Done => {}
+                }
+                // Four schedulers share the warps of a block, an instruction a clock each.
+                let modelled = executor.world.options.policy == Policy::Modelled;
+                let scheduler = 4 * taken.block + taken.in_block as usize % 4;
+                if modelled {
+                    taken.time = taken.time.max(executor.cluster.issue_free[scheduler]);
+                }
+                let before = taken.time;
+                let first = taken.pc;
+                let result = executor.turn(&mut taken, quantum);
+                if modelled {
+                    executor.cluster.issue_free[scheduler] = taken.time;
+                }
+                let block = executor.cluster.blocks[taken.block].index;
+                if let Some(trace) = &mut world.trace
+                    && taken.time > before
+                {
+                    let place = taken.code.places[first];
+                    let name = place.map(|p| format!("run from {p}")).unwrap_or_default();
+                    let track = crate::Track::Warp(taken.in_block);
+                    let (start, end) = (before, taken.time);
+                    trace.push(crate::trace::Span { block, track, name, start, end, runs: true });
+                }
+                cluster.warps[warp] = Some(taken);
+                result
+            }
+        }
+    }
+
+    fn choose(
+        &mut self,
+        world: &mut World<'_>,
+        clusters: &[Cluster<'_>],
+        warps: &[Choice],
+        others: &[Choice],
+    ) -> Option<Choice> {
+        match world.options.policy {
+            Policy::Earliest => {
+                if let Some(first) = others.first() {
+                    return Some(*first);
+                }
+                self.turn = self.turn.wrapping_add(1);
+                (!warps.is_empty()).then(|| warps[self.turn % warps.len()])
+            }
+            Policy::Latest => {
+                let same = |choice: &&Choice| match choice {
+                    Choice::Warp { cluster, warp } => clusters[*cluster].current == *warp,
+                    Choice::Operation { .. } | Choice::Product { .. } => false,
+                };
+                self.spins += 1;
+                if !warps.is_empty() && (self.spins < PATIENCE || others.is_empty()) {
+                    // A turn that was used up goes to the next warp.
+                    let next = self.turn % warps.len();
+                    self.turn = self.turn.wrapping_add(1);
+                    let spinning = self.spins > 8;
+                    let current = warps.iter().find(same).filter(|_| !spinning);
+                    return Some(*current.unwrap_or(&warps[next]));
+                }
+                self.spins = 0;
+                if others.is_empty() {
+                    return None;
+                }
+                let products: Vec<_> =
+                    others.iter().filter(|c| matches!(c, Choice::Product { .. })).collect();
+                if !products.is_empty() && world.random.below(2) == 0 {
+                    return Some(*products[world.random.below(products.len() as u64) as usize]);
+                }
+                others.last().copied()
+            }
+            Policy::Random => {
+                // Some seeds are slow to copy, some slow to run.
+                let (warp_weight, other_weight) = match world.options.seed % 4 {
+                    0 => (1, 1),
+                    1 => (12, 1),
+                    2 => (1, 12),
+                    _ => (3, 1),
+                };
+                let total = warps.len() as u64 * warp_weight + others.len() as u64 * other_weight;
+                if total == 0 {
+                    return None;
+                }
+                let at = world.random.below(total);
+                let boundary = warps.len() as u64 * warp_weight;
+                Some(if at < boundary {
+                    warps[(at / warp_weight) as usize]
+                } else {
+                    others[((at - boundary) / other_weight) as usize]
+                })
+            }
+            Policy::Modelled => {
+                let time = |choice: &Choice| match choice {
+                    Choice::Warp { cluster, warp } => {
+                        clusters[*cluster].warps[*warp].as_ref().map_or(0, |w| w.time)
+                    }
+                    Choice::Operation { cluster, id } => clusters[*cluster].operations[id].ready_at,
+                    Choice::Product { cluster, group } => {
+                        let product = clusters[*cluster].groups[*group].queue.front();
+                        product.map_or(0, |p| p.issued_at)
+                    }
+                };
+                warps.iter().chain(others).min_by_key(|c| time(c)).copied()
+            }
+        }
+    }
+}
+
+/// What can go on: warps, and operations in the order they were issued.
+fn candidates<'a>(
+    world: &mut World<'a>,
+    clusters: &mut [Cluster<'a>],
+) -> (Vec<Choice>, Vec<Choice>) {
+    let (mut warps, mut others) = (Vec::new(), Vec::new());
+    for (index, cluster) in clusters.iter_mut().enumerate() {
+        let executor = Executor { world, cluster };
+        for (number, warp) in executor.cluster.warps.iter().enumerate() {
+            let warp = warp.as_ref().expect("warps are in their place");
+            let ready = match &warp.state {
+                State::Ready => true,
+                State::Polling(progress) => executor.world.progress > *progress,
+                State::Blocked(wait) => executor.is_over(warp, wait),
+                State::Done => false,
+            };
+            if ready {
+                warps.push(Choice::Warp { cluster: index, warp: number });
+            }
+        }
+        for (id, operation) in &executor.cluster.operations {
+            let ready = match &operation.kind {
+                OperationKind::ArriveOnCopies { after, .. } => {
+                    after.iter().all(|id| !executor.cluster.operations.contains_key(id))
+                }
+                OperationKind::CopyAsync(_)
+                | OperationKind::Load { .. }
+                | OperationKind::Store { .. } => true,
+            };
+            if ready {
+                others.push(Choice::Operation { cluster: index, id: *id });
+            }
+        }
+        for (group, state) in executor.cluster.groups.iter().enumerate() {
+            if state.queue.front().is_some_and(|product| product.issued == 0xF) {
+                others.push(Choice::Product { cluster: index, group });
+            }
+        }
+    }
+    (warps, others)
+}
+
+fn pollers(clusters: &[Cluster<'_>]) -> Vec<Choice> {
+    let mut polling = Vec::new();
+    for (cluster, state) in clusters.iter().enumerate() {
+        for (warp, state) in state.warps.iter().enumerate() {
+            if matches!(state.as_ref().map(|w| &w.state), Some(State::Polling(_))) {
+                polling.push(Choice::Warp { cluster, warp });
+            }
+        }
+    }
+    polling
+}
+
+// ---- nobody can go on ----------------------------------------------------------------
+
+/// Why nobody can go on.
+fn stuck<'a>(world: &mut World<'a>, clusters: &mut [Cluster<'a>]) -> Box<Hazard> {
+    for cluster in clusters.iter_mut() {
+        let executor = Executor { world, cluster };
+        if let Some(hazard) = executor.stuck() {
+            return hazard;
+        }
+    }
+    world.hazard(HazardKind::Deadlock, "nothing can go on")
+}
+
+impl<'a> Executor<'_, 'a> {
+    fn stuck(&self) -> Option<Box<Hazard>> {
+        let blocked: Vec<&Warp<'a>> = (self.cluster.warps.iter().flatten())
+            .filter(|w| matches!(w.state, State::Blocked(_) | State::Polling(_)))
+            .map(|w| &**w)
+            .collect();
+        let first = *blocked.first()?;
+        if let Some(hazard) = self.stuck_for_a_reason(&blocked) {
+            return Some(hazard);
+        }
+        let mut lines = Vec::new();
+        let mut shown = Vec::new();
+        for warp in &blocked {
+            let (text, _) = self.waiting_for(warp);
+            let place = self.world.code.places[warp.pc];
+            // Warps that wait for the same thing in the same place say so once.
+            if shown.contains(&(warp.block, warp.pc, text.clone())) {
+                continue;
+            }
+            let place = place.map(|p| format!(" at {p}")).unwrap_or_default();
+            lines.push(format!("{} waits for {text}{place}", self.actor(warp, None)));
+            shown.push((warp.block, warp.pc, text));
+        }
+        if let Some(cycle) = self.cycle(first) {
+            lines.push(format!("the cycle: {cycle}"));
+        }
+        let mut hazard = self.hazard(
+            first,
+            None,
+            HazardKind::Deadlock,
+            format!("nobody can go on:\n{}", lines.join("\n")),
+        );
+        let other = blocked.iter().find(|w| w.pc != first.pc);
+        hazard.other = other.and_then(|w| self.world.code.places[w.pc]);
+        Some(hazard)
+    }
+
+    /// Deadlocks that have a better name.
+    fn stuck_for_a_reason(&self, blocked: &[&Warp<'a>]) -> Option<Box<Hazard>> {
+        for warp in blocked {
+            let State::Blocked(wait) = &warp.state else { continue };
+            match wait {
+                Wait::Mbarrier(waits) => {
+                    for (address, _, _) in waits {
+                        let barrier = self.cluster.blocks[warp.block].mbarriers.get(address)?;
+                        let bytes = barrier.transactions;
+                        let name = self.shared_name(*address);
+                        let text = if bytes < 0 {
+                            format!(
+                                "the phase of {name} cannot end: {} bytes came that nobody \
+                                 expected",
+                                -bytes
+                            )
+                        } else if bytes > 0 && barrier.pending == 0 {
+                            format!(
+                                "the phase of {name} cannot end: {bytes} expected bytes never came"
+                            )
+                        } else {
+                            continue;
+                        };
+                        let kind = HazardKind::TransactionCount;
+                        let mut hazard = self.hazard(warp, None, kind, text);
+                        hazard.other = barrier.expected_at.or(barrier.initialised_at);
+                        return Some(hazard);
+                    }
+                }
+                Wait::Registers { count } => {
+                    let pool = self.cluster.blocks[warp.block].register_pool;
+                    let need = 32 * (count - warp.registers);
+                    let text = format!(
+                        "the warp waits for {need} registers, {pool} are free and nobody will \
+                         give any back"
+                    );
+                    return Some(self.hazard(warp, None, HazardKind::RegisterBudget, text));
+                }
+                Wait::Products { .. } => {
+                    let product = self.cluster.groups[warp.group].queue.front()?;
+                    let missing: Vec<u32> =
+                        (0..4).filter(|m| product.issued >> m & 1 == 0).collect();
+                    let text = format!(
+                        "the warp waits for a product that warps {missing:?} of its warpgroup \
+                         never issue"
+                    );
+                    let kind = HazardKind::WarpgroupMismatch;
+                    let mut hazard = self.hazard(warp, None, kind, text);
+                    hazard.other = self.world.code.places[product.step];
+                    return Some(hazard);
+                }
+                Wait::Named { barrier, .. } => {
+                    let others_done = (self.cluster.warps.iter().flatten())
+                        .filter(|w| w.block == warp.block)
+                        .all(|w| {
+                            matches!(w.state, State::Done | State::Blocked(Wait::Named { .. }))
+                        });
+                    if others_done {
+                        let named = &self.cluster.blocks[warp.block].named[*barrier as usize];
+                        let text = format!(
+                            "{} of {} threads have arrived at barrier {barrier}, and no others \
+                             will",
+                            32 * named.arrived.len(),
+                            named.expected
+                        );
+                        return Some(self.hazard(warp, None, HazardKind::BarrierCount, text));
+                    }
+                }
+                Wait::Cluster { .. } | Wait::Copies { .. } | Wait::Stores { .. } => {}
+            }
+        }
+        None
+    }
+
+    /// What a warp waits for, in words, and the warps that it may wait for.
+    fn waiting_for(&self, warp: &Warp<'a>) -> (String, Vec<usize>) {
+        let State::Blocked(wait) = &warp.state else {
+            return ("a memory barrier it asks again and again".to_owned(), Vec::new());
+        };
+        match wait {
+            Wait::Mbarrier(waits) => {
+                let (address, parity, _) = waits[0];
+                let name = self.shared_name(address);
+                let Some(barrier) = self.cluster.blocks[warp.block].mbarriers.get(&address) else {
+                    return (format!("{name}, which is no memory barrier any more"), Vec::new());
+                };
+                let mut text = format!(
+                    "parity {parity} of {name} (in phase {}, {} of {} arrivals missing",
+                    barrier.phase, barrier.pending, barrier.expected
+                );
+                if barrier.transactions != 0 {
+                    text += &format!(", {} bytes", barrier.transactions);
+                }
+                text += ")";
+                let arrivers: Vec<usize> = barrier.arrivers.iter().map(|(w, _)| *w).collect();
+                match barrier.arrivers.last() {
+                    Some((_, place)) => text += &format!(", last arrived at from {place}"),
+                    None => text += ", where nobody ever arrived",
+                }
+                (text, arrivers)
+            }
+            Wait::Named { barrier, .. } => {
+                let named = &self.cluster.blocks[warp.block].named[*barrier as usize];
+                let missing = (self.cluster.warps.iter().flatten())
+                    .filter(|w| w.block == warp.block && !named.arrived.contains(&w.index))
+                    .map(|w| w.index)
+                    .collect();
+                let arrived = 32 * named.arrived.len();
+                (format!("barrier {barrier} ({arrived} of {} threads)", named.expected), missing)
+            }
+            Wait::Cluster { generation } => {
+                let missing = (self.cluster.warps.iter().flatten())
+                    .filter(|w| w.cluster_arrived != Some(*generation))
+                    .filter(|w| !matches!(w.state, State::Blocked(Wait::Cluster { .. })))
+                    .map(|w| w.index)
+                    .collect();
+                ("the cluster's barrier".to_owned(), missing)
+            }
+            Wait::Products { until } => (format!("its product {until}"), Vec::new()),
+            Wait::Copies { .. } => ("asynchronous copies".to_owned(), Vec::new()),
+            Wait::Stores { .. } => ("bulk stores".to_owned(), Vec::new()),
+            Wait::Registers { count } => (format!("{count} registers"), Vec::new()),
+        }
+    }
+
+    /// Follows who waits for whom until someone comes twice.
+    fn cycle(&self, first: &Warp<'a>) -> Option<String> {
+        let mut path = vec![first.index];
+        loop {
+            let last = self.warp(*path.last()?);
+            let (_, for_whom) = self.waiting_for(last);
+            let next = for_whom
+                .into_iter()
+                .rev()
+                .find(|w| matches!(self.warp(*w).state, State::Blocked(_) | State::Polling(_)))?;
+            let seen = path.iter().position(|w| *w == next);
+            path.push(next);
+            if let Some(seen) = seen {
+                let names: Vec<String> = path[seen..]
+                    .iter()
+                    .map(|w| self.actor(self.warp(*w), None).to_string())
+                    .collect();
+                return Some(names.join(" waits for "));
+            }
+        }
+    }
+}

@@ -1,0 +1,173 @@
+//! Named barriers and memory barriers.
+
+use flashcore_sim::HazardKind as H;
+use flashcore_sim::mutate;
+use ptx::{
+    Barriers, Builder, Expression, Instruction, Operand, Reg, Role, Scope, SharedAddress,
+    StatementKind, Target,
+};
+
+use crate::{fails, passes};
+
+#[test]
+fn barrier_counts_differ() {
+    let mut k = Builder::new("kernel", Target::SM_90A, 64);
+    k.role(Role::warps("first", 0..1), |k| k.barrier_sync(1, 64));
+    k.role(Role::warps("second", 1..2), |k| k.barrier_sync(1, 96));
+    fails("barrier_counts_differ", H::BarrierCount, &k.finish().unwrap());
+}
+
+#[test]
+fn barrier_with_too_few() {
+    let mut k = Builder::new("kernel", Target::SM_90A, 64);
+    k.role(Role::warps("first", 0..1), |k| k.barrier_sync(1, 64));
+    fails("barrier_with_too_few", H::BarrierCount, &k.finish().unwrap());
+}
+
+/// A kernel with one initialised memory barrier for `arrivals` arrivals.
+fn with_barrier(
+    threads: u32,
+    arrivals: u32,
+    body: impl FnOnce(&mut Builder, Reg<SharedAddress>),
+) -> ptx::Program {
+    let mut k = Builder::new("kernel", Target::SM_90A, threads);
+    let barriers = Barriers::new(&mut k, "barrier", 1, arrivals);
+    let thread = k.thread_index();
+    k.if_(thread.equals(0), |k| barriers.init(k));
+    k.barriers_ready();
+    let barrier = barriers.at(&mut k, 0);
+    body(&mut k, barrier);
+    k.finish().unwrap()
+}
+
+#[test]
+fn mbarrier_not_initialised() {
+    let mut k = Builder::new("kernel", Target::SM_90A, 32);
+    let offset = k.shared("barrier", 8, 8);
+    let barrier = k.shared_address(offset);
+    k.mbarrier_wait(barrier, 1, Scope::Block);
+    fails("mbarrier_not_initialised", H::MbarrierUninitialised, &k.finish().unwrap());
+}
+
+#[test]
+fn mbarrier_initialised_twice() {
+    let program = with_barrier(32, 1, |k, barrier| {
+        let thread = k.thread_index();
+        k.if_(thread.equals(0), |k| {
+            let address = ptx::Address { base: barrier.register(), offset: 0 };
+            k.push(Instruction::MbarrierInit { address, count: Operand::u32(1) });
+        });
+    });
+    fails("mbarrier_initialised_twice", H::MbarrierReinitialised, &program);
+}
+
+#[test]
+fn mbarrier_initialisation_not_visible() {
+    let kernel = |sync: bool| {
+        let mut k = Builder::new("kernel", Target::SM_90A, 64);
+        let barriers = Barriers::new(&mut k, "barrier", 1, 64);
+        let thread = k.thread_index();
+        k.if_(thread.equals(0), |k| barriers.init(k));
+        if sync {
+            k.block_sync();
+        } else {
+            // The warp may see it, the other warp may not.
+            k.push(Instruction::WarpSync);
+        }
+        let barrier = barriers.at(&mut k, 0);
+        k.if_(thread.less(32), |k| k.mbarrier_arrive(barrier));
+        k.if_(thread.at_least(32), |k| {
+            k.push(Instruction::Sleep { nanoseconds: Operand::u32(1000) });
+            k.mbarrier_arrive(barrier);
+        });
+        k.finish().unwrap()
+    };
+    passes(&kernel(true));
+    let program = kernel(false);
+    let found =
+        crate::hazard(&program, &flashcore_sim::Options::checked(flashcore_sim::Policy::Latest, 0));
+    assert_eq!(found.kind, H::MbarrierInitNotVisible);
+    insta::assert_snapshot!("mbarrier_not_visible", crate::show(&found.to_string()));
+}
+
+#[test]
+fn too_many_arrivals() {
+    let program = with_barrier(32, 1, |k, barrier| {
+        let thread = k.thread_index();
+        k.if_(thread.equals(0), |k| {
+            let address = ptx::Address { base: barrier.register(), offset: 0 };
+            let count = Some(Operand::u32(2));
+            k.push(Instruction::MbarrierArrive { space: ptx::Space::Shared, address, count });
+        });
+    });
+    fails("too_many_arrivals", H::MbarrierOverArrived, &program);
+}
+
+#[test]
+fn mbarrier_memory_touched() {
+    let program = with_barrier(32, 1, |k, barrier| {
+        let thread = k.thread_index();
+        k.if_(thread.equals(3), |k| k.store(barrier, 1.0));
+    });
+    fails("mbarrier_memory_touched", H::MbarrierTouched, &program);
+}
+
+#[test]
+fn deadlock_of_two_warps() {
+    let mut k = Builder::new("kernel", Target::SM_90A, 64);
+    let barriers = Barriers::new(&mut k, "turn", 2, 1);
+    let thread = k.thread_index();
+    k.if_(thread.equals(0), |k| barriers.init(k));
+    k.barriers_ready();
+    let (first, second) = (barriers.at(&mut k, 0), barriers.at(&mut k, 1));
+    // Each gives the other a turn once, then both wait for the second.
+    k.role(Role::warps("left", 0..1), |k| {
+        let leader = k.elect();
+        k.if_(leader, |k| k.mbarrier_arrive(second));
+        k.mbarrier_wait(first, 0, Scope::Block);
+        k.mbarrier_wait(first, 1, Scope::Block);
+        k.if_(leader, |k| k.mbarrier_arrive(second));
+    });
+    k.role(Role::warps("right", 1..2), |k| {
+        let leader = k.elect();
+        k.if_(leader, |k| k.mbarrier_arrive(first));
+        k.mbarrier_wait(second, 0, Scope::Block);
+        k.mbarrier_wait(second, 1, Scope::Block);
+        k.if_(leader, |k| k.mbarrier_arrive(first));
+    });
+    fails("deadlock", H::Deadlock, &k.finish().unwrap());
+}
+
+#[test]
+fn polling_forever() {
+    let program = with_barrier(32, 1, |k, barrier| {
+        k.loop_(|k| {
+            let done = k.register::<ptx::Pred>();
+            let address = ptx::Address { base: barrier.register(), offset: 0 };
+            k.push(Instruction::MbarrierTryWait {
+                dst: done.register(),
+                address,
+                parity: Operand::u32(0),
+                scope: Scope::Block,
+            });
+            k.break_if(done);
+        });
+    });
+    fails("polling_forever", H::Deadlock, &program);
+}
+
+#[test]
+fn cluster_barrier_order() {
+    let mut k = Builder::new("kernel", Target::SM_90A, 32).cluster(2);
+    k.cluster_sync();
+    let program = k.finish().unwrap();
+    passes(&program);
+    let without = |wanted: fn(&Instruction) -> bool| {
+        mutate::edit(
+            &program,
+            &mut |statement| !matches!(&statement.kind, StatementKind::Instruction(i) if wanted(i)),
+        )
+    };
+    let program = without(|i| matches!(i, Instruction::ClusterArrive { .. }));
+    fails("cluster_wait_without_arrival", H::ClusterBarrierOrder, &program);
+}

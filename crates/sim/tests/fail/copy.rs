@@ -1,0 +1,232 @@
+//! Asynchronous copies.
+
+use flashcore_sim::HazardKind as H;
+use ptx::{
+    Address, Barriers, Builder, Expression, GlobalAddress, Instruction, Operand, Reg, Scope,
+    SharedAddress, Target, U32,
+};
+
+use crate::{fails, passes};
+
+/// What a kernel with one bulk load has.
+struct Load {
+    input: Reg<GlobalAddress>,
+    tile: Reg<SharedAddress>,
+    barrier: Reg<SharedAddress>,
+    thread: Reg<U32>,
+}
+
+fn at(base: ptx::Register) -> Address {
+    Address { base, offset: 0 }
+}
+
+impl Load {
+    fn issue(&self, k: &mut Builder, bytes: u32) {
+        k.push(Instruction::BulkLoad {
+            dst: at(self.tile.register()),
+            src: at(self.input.register()),
+            bytes: Operand::u32(bytes),
+            barrier: at(self.barrier.register()),
+            multicast: None,
+            policy: None,
+        });
+    }
+}
+
+fn with_load(body: impl FnOnce(&mut Builder, &Load)) -> ptx::Program {
+    let mut k = Builder::new("kernel", Target::SM_90A, 64);
+    let input = k.parameter::<GlobalAddress>("input");
+    let offset = k.shared("tile", 256, 128);
+    let barriers = Barriers::new(&mut k, "loaded", 1, 1);
+    let tile = k.shared_address(offset);
+    let thread = k.thread_index();
+    k.if_(thread.equals(0), |k| barriers.init(k));
+    k.barriers_ready();
+    let barrier = barriers.at(&mut k, 0);
+    body(&mut k, &Load { input, tile, barrier, thread });
+    k.finish().unwrap()
+}
+
+#[test]
+fn touched_before_arrival() {
+    let kernel = |wait: bool| {
+        with_load(|k, load| {
+            k.if_(load.thread.equals(0), |k| {
+                k.mbarrier_arrive_expect(load.barrier, 256);
+                load.issue(k, 256);
+            });
+            k.block_sync();
+            if wait {
+                k.mbarrier_wait(load.barrier, 0, Scope::Block);
+            }
+            k.load::<U32, _>(load.tile + load.thread * 4);
+            k.mbarrier_wait(load.barrier, 0, Scope::Block);
+        })
+    };
+    passes(&kernel(true));
+    fails("touched_before_arrival", H::TouchedBeforeArrival, &kernel(false));
+}
+
+#[test]
+fn too_few_bytes_expected() {
+    let program = with_load(|k, load| {
+        k.if_(load.thread.equals(0), |k| {
+            k.mbarrier_arrive_expect(load.barrier, 128);
+            load.issue(k, 256);
+        });
+        k.mbarrier_wait(load.barrier, 0, Scope::Block);
+    });
+    fails("too_few_bytes_expected", H::TransactionCount, &program);
+}
+
+#[test]
+fn no_bytes_expected() {
+    let program = with_load(|k, load| {
+        k.if_(load.thread.equals(0), |k| {
+            load.issue(k, 256);
+            k.mbarrier_arrive(load.barrier);
+        });
+        k.mbarrier_wait(load.barrier, 0, Scope::Block);
+    });
+    // By luck the bytes may come before the arrival; then they are too many.
+    fails("no_bytes_expected", H::TransactionCount, &program);
+}
+
+#[test]
+fn copy_in_flight_at_exit() {
+    let program = with_load(|k, load| {
+        k.if_(load.thread.equals(0), |k| {
+            k.mbarrier_arrive_expect(load.barrier, 256);
+            load.issue(k, 256);
+        });
+    });
+    let options = flashcore_sim::Options::checked(flashcore_sim::Policy::Latest, 0);
+    let found = crate::hazard(&program, &options);
+    assert_eq!(found.kind, H::CopyInFlightAtExit);
+    insta::assert_snapshot!("copy_in_flight_at_exit", crate::show(&found.to_string()));
+}
+
+#[test]
+fn store_in_flight_at_exit() {
+    let mut k = Builder::new("kernel", Target::SM_90A, 32);
+    let out = k.parameter::<GlobalAddress>("out");
+    let offset = k.shared("tile", 128, 128);
+    let tile = k.shared_address(offset);
+    let thread = k.thread_index();
+    k.store(tile + thread * 4, thread);
+    k.fence(ptx::Fence::ProxyAsyncShared);
+    k.block_sync();
+    k.if_(thread.equals(0), |k| {
+        let (dst, src) = (at(out.register()), at(tile.register()));
+        k.push(Instruction::BulkStore { dst, src, bytes: Operand::u32(128), policy: None });
+        k.push(Instruction::BulkCommit);
+    });
+    fails("store_in_flight_at_exit", H::CopyInFlightAtExit, &k.finish().unwrap());
+}
+
+#[test]
+fn operand_overwritten_in_flight() {
+    let kernel = |wait: bool| {
+        let mut k = Builder::new("kernel", Target::SM_90A, 32);
+        let out = k.parameter::<GlobalAddress>("out");
+        let offset = k.shared("tile", 128, 128);
+        let tile = k.shared_address(offset);
+        let thread = k.thread_index();
+        k.store(tile + thread * 4, thread);
+        k.fence(ptx::Fence::ProxyAsyncShared);
+        k.block_sync();
+        k.if_(thread.equals(0), |k| {
+            let (dst, src) = (at(out.register()), at(tile.register()));
+            k.push(Instruction::BulkStore { dst, src, bytes: Operand::u32(128), policy: None });
+            k.push(Instruction::BulkCommit);
+            if wait {
+                k.push(Instruction::BulkWait { pending: 0, read_only: true });
+            }
+        });
+        k.block_sync();
+        k.store(tile + thread * 4, 0.0);
+        k.push(Instruction::BulkWait { pending: 0, read_only: true });
+        k.finish().unwrap()
+    };
+    passes(&kernel(true));
+    fails("operand_overwritten_in_flight", H::OverwrittenInFlight, &kernel(false));
+}
+
+#[test]
+fn bad_copy_size() {
+    let program = with_load(|k, load| {
+        k.if_(load.thread.equals(0), |k| {
+            let bytes = k.eval(load.thread + 24);
+            k.push(Instruction::BulkLoad {
+                dst: at(load.tile.register()),
+                src: at(load.input.register()),
+                bytes: bytes.into(),
+                barrier: at(load.barrier.register()),
+                multicast: None,
+                policy: None,
+            });
+        });
+    });
+    fails("bad_copy_size", H::BadCopySize, &program);
+}
+
+#[test]
+fn no_init_fence_before_a_copy() {
+    let program = with_load(|k, load| {
+        k.if_(load.thread.equals(0), |k| {
+            k.mbarrier_arrive_expect(load.barrier, 256);
+            load.issue(k, 256);
+        });
+        k.mbarrier_wait(load.barrier, 0, Scope::Block);
+    });
+    passes(&program);
+    let fences = flashcore_sim::mutate::sites(&program);
+    let fence = fences.iter().find(|s| matches!(s.instruction, Instruction::Fence(_))).unwrap();
+    let program = flashcore_sim::mutate::without(&program, fence.index);
+    fails("no_init_fence", H::MbarrierInitNotVisible, &program);
+}
+
+#[test]
+fn not_a_tensor_map() {
+    let mut k = Builder::new("kernel", Target::SM_90A, 32);
+    let input = k.parameter::<GlobalAddress>("input");
+    let address = k.eval(input.reinterpret::<ptx::U64>());
+    k.push(Instruction::TensorMapPrefetch { map: address.register() });
+    fails("not_a_tensor_map", H::TensorMapMismatch, &k.finish().unwrap());
+}
+
+#[test]
+fn asynchronous_copies_in_groups() {
+    // Two groups of cp.async; waiting for all but one is enough for the first.
+    let kernel = |pending: u32, arrive: bool| {
+        let mut k = Builder::new("kernel", Target::SM_90A, 32);
+        let input = k.parameter::<GlobalAddress>("input");
+        let offset = k.shared("tile", 1024, 128);
+        let barriers = Barriers::new(&mut k, "copied", 1, 32);
+        let tile = k.shared_address(offset);
+        let thread = k.thread_index();
+        k.if_(thread.equals(0), |k| barriers.init(k));
+        k.barriers_ready();
+        let barrier = barriers.at(&mut k, 0);
+        let mine = k.eval(thread.convert::<ptx::U64>() * 16);
+        for group in 0..2u32 {
+            k.copy_async(tile + (thread * 16 + group * 512), input + (mine + group * 512), None);
+            k.push(Instruction::CopyAsyncCommit);
+        }
+        if arrive {
+            k.push(Instruction::MbarrierArriveOnCopies { address: at(barrier.register()) });
+            k.mbarrier_wait(barrier, 0, Scope::Block);
+        } else {
+            k.push(Instruction::CopyAsyncWait { pending });
+        }
+        k.load::<U32, _>(tile + thread * 16);
+        if arrive {
+            k.load::<U32, _>(tile + ((thread + 1) % 32 * 16 + 512));
+        }
+        k.push(Instruction::CopyAsyncWait { pending: 0 });
+        k.finish().unwrap()
+    };
+    passes(&kernel(1, false));
+    passes(&kernel(0, true));
+    fails("copy_group_not_waited", H::TouchedBeforeArrival, &kernel(2, false));
+}

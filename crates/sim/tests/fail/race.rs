@@ -1,0 +1,181 @@
+//! Accesses that nothing orders.
+
+use flashcore_sim::HazardKind as H;
+use ptx::{
+    AtomicOperation, AtomicOrder, Builder, Expression, F32, Fence, GlobalAddress, Instruction,
+    LoadHint, LoadOrder, Scope, Space, StoreHint, StoreOrder, Target, U32, U64,
+};
+
+use crate::{fails, passes};
+
+/// Every thread writes its word, then reads the one of a thread `distance` on.
+fn exchange(threads: u32, distance: u32, synchronise: impl Fn(&mut Builder)) -> ptx::Program {
+    let mut k = Builder::new("kernel", Target::SM_90A, threads);
+    let offset = k.shared("tile", 4 * threads, 16);
+    let tile = k.shared_address(offset);
+    let thread = k.thread_index();
+    k.store(tile + thread * 4, 0.0);
+    k.block_sync();
+    k.store(tile + thread * 4, thread);
+    synchronise(&mut k);
+    let other = k.eval((thread + distance) % threads);
+    k.load::<U32, _>(tile + other * 4);
+    k.finish().unwrap()
+}
+
+#[test]
+fn data_race() {
+    fails("data_race", H::DataRace, &exchange(64, 32, |_| {}));
+    passes(&exchange(64, 32, |k| k.block_sync()));
+}
+
+#[test]
+fn race_between_lanes() {
+    fails("race_between_lanes", H::LaneRace, &exchange(32, 1, |_| {}));
+    passes(&exchange(32, 1, |k| k.push(Instruction::WarpSync)));
+}
+
+#[test]
+fn a_lane_that_arrives_does_not_speak_for_the_others() {
+    let kernel = |meet: bool| {
+        let mut k = Builder::new("kernel", Target::SM_90A, 64);
+        let tile = k.shared("tile", 128, 16);
+        let barriers = ptx::Barriers::new(&mut k, "ready", 1, 1);
+        let tile = k.shared_address(tile);
+        let thread = k.thread_index();
+        k.if_(thread.equals(0), |k| barriers.init(k));
+        k.barriers_ready();
+        let barrier = barriers.at(&mut k, 0);
+        k.role(ptx::Role::warps("writer", 0..1), |k| {
+            k.store(tile + thread * 4, thread);
+            if meet {
+                k.push(Instruction::WarpSync);
+            }
+            k.if_(thread.equals(0), |k| k.mbarrier_arrive(barrier));
+        });
+        k.role(ptx::Role::warps("reader", 1..2), |k| {
+            k.mbarrier_wait(barrier, 0, Scope::Block);
+            k.load::<U32, _>(tile + (thread - 32) * 4);
+        });
+        k.finish().unwrap()
+    };
+    fails("elected_lane", H::DataRace, &kernel(false));
+    passes(&kernel(true));
+}
+
+/// One warp writes data and raises a flag; the other waits for the flag.
+fn flag(store: StoreOrder, load: LoadOrder) -> ptx::Program {
+    let mut k = Builder::new("kernel", Target::SM_90A, 64);
+    let data = k.parameter::<GlobalAddress>("data");
+    let raised = k.parameter::<GlobalAddress>("flag");
+    let thread = k.thread_index();
+    k.if_else(
+        thread.less(32),
+        |k| {
+            k.if_(thread.equals(0), |k| {
+                k.store(data, 1.0);
+                let one = k.eval::<U32>(1);
+                k.store_vector(raised, &[one], StoreHint { order: store, ..StoreHint::default() });
+            });
+        },
+        |k| {
+            k.if_(thread.equals(32), |k| {
+                k.loop_(|k| {
+                    let hint = LoadHint { order: load, ..LoadHint::default() };
+                    let [seen] = k.load_vector::<U32, _, 1>(raised, hint);
+                    k.break_if(seen.equals(1));
+                });
+                k.load::<F32, _>(data);
+            });
+        },
+    );
+    k.finish().unwrap()
+}
+
+#[test]
+fn flags_order_by_release_and_acquire() {
+    let (release, acquire) = (StoreOrder::Release(Scope::Gpu), LoadOrder::Acquire(Scope::Gpu));
+    passes(&flag(release, acquire));
+    let (relaxed_store, relaxed_load) =
+        (StoreOrder::Relaxed(Scope::Gpu), LoadOrder::Relaxed(Scope::Gpu));
+    fails("flag_relaxed", H::DataRace, &flag(relaxed_store, acquire));
+    fails("flag_relaxed_load", H::DataRace, &flag(release, relaxed_load));
+}
+
+#[test]
+fn atomics_of_many_blocks_do_not_race() {
+    let mut k = Builder::new("kernel", Target::SM_90A, 64).cluster(2);
+    let sum = k.parameter::<GlobalAddress>("sum");
+    k.reduce_add::<F32, _>(sum, 1.0, Scope::Gpu);
+    let before = k.atomic_add::<U32, _>(sum + 4, 1, Scope::Gpu);
+    let value = before.register();
+    let address = ptx::Address { base: sum.register(), offset: 8 };
+    k.push(Instruction::Reduce {
+        operation: AtomicOperation::Maximum,
+        ty: ptx::Type::U32,
+        src: vec![value],
+        space: Space::Global,
+        address,
+        scope: Scope::Gpu,
+        order: AtomicOrder::Relaxed,
+    });
+    passes(&k.finish().unwrap());
+}
+
+/// Threads write a tile, one of them sends it off with a bulk store.
+fn send(fence: bool) -> ptx::Program {
+    let mut k = Builder::new("kernel", Target::SM_90A, 64);
+    let out = k.parameter::<GlobalAddress>("out");
+    let offset = k.shared("tile", 256, 128);
+    let tile = k.shared_address(offset);
+    let thread = k.thread_index();
+    k.store(tile + thread * 4, thread);
+    if fence {
+        k.fence(Fence::ProxyAsyncShared);
+    }
+    k.block_sync();
+    k.if_(thread.equals(0), |k| {
+        let dst = ptx::Address { base: out.register(), offset: 0 };
+        let src = ptx::Address { base: tile.register(), offset: 0 };
+        let bytes = ptx::Operand::u32(256);
+        k.push(Instruction::BulkStore { dst, src, bytes, policy: None });
+        k.push(Instruction::BulkCommit);
+        k.push(Instruction::BulkWait { pending: 0, read_only: true });
+    });
+    k.finish().unwrap()
+}
+
+#[test]
+fn missing_proxy_fence() {
+    fails("missing_proxy_fence", H::MissingProxyFence, &send(false));
+    passes(&send(true));
+}
+
+#[test]
+fn global_memory_through_two_proxies() {
+    let kernel = |wait_for_write: bool| {
+        let mut k = Builder::new("kernel", Target::SM_90A, 32);
+        let out = k.parameter::<GlobalAddress>("out");
+        let offset = k.shared("tile", 128, 128);
+        let tile = k.shared_address(offset);
+        let thread = k.thread_index();
+        k.store(tile + thread * 4, thread);
+        k.fence(Fence::ProxyAsyncShared);
+        k.block_sync();
+        k.if_(thread.equals(0), |k| {
+            let dst = ptx::Address { base: out.register(), offset: 0 };
+            let src = ptx::Address { base: tile.register(), offset: 0 };
+            let bytes = ptx::Operand::u32(128);
+            k.push(Instruction::BulkStore { dst, src, bytes, policy: None });
+            k.push(Instruction::BulkCommit);
+            k.push(Instruction::BulkWait { pending: 0, read_only: !wait_for_write });
+        });
+        k.block_sync();
+        k.load::<U32, _>(out + thread.convert::<U64>() * 4);
+        k.finish().unwrap()
+    };
+    passes(&kernel(true));
+    // Before the store has written, its destination holds something old, and
+    // afterwards nobody has waited for it: either way it is a race.
+    fails("store_not_visible", H::TouchedBeforeArrival, &kernel(false));
+}

@@ -1,0 +1,67 @@
+//! Every fence, wait, arrival and announcement of the product kernel is
+//! missed when it is taken out.
+
+use flashcore_sim as sim;
+use kernels::Product;
+use ptx::Instruction;
+use sim::{HazardKind, Options, Policy, mutate};
+
+use crate::product::Problem;
+
+/// What may be found when a statement is missing, by any schedule.
+fn expected(cluster: u32, site: &mutate::Site) -> &'static [HazardKind] {
+    use HazardKind as H;
+    match (&site.instruction, cluster) {
+        (Instruction::Fence(_), _) => &[H::MbarrierInitNotVisible],
+        (Instruction::WgmmaFence, _) => &[H::MissingWgmmaFence],
+        (Instruction::WgmmaCommit | Instruction::WgmmaWait { .. }, _) => {
+            &[H::OverwrittenInFlight, H::AccumulatorInFlight, H::NeverWaited]
+        }
+        // The barrier before the roles; the cluster's own stands for it below.
+        (Instruction::BarrierSync { threads: None, .. }, _) => {
+            &[H::MbarrierUninitialised, H::MbarrierInitNotVisible]
+        }
+        (Instruction::ClusterWait, _) => {
+            &[H::MbarrierUninitialised, H::MbarrierInitNotVisible, H::ExitedBlock]
+        }
+        (Instruction::ClusterArrive { .. }, _) => &[H::ClusterBarrierOrder],
+        // The producer fills a stage in use, or the consumer uses one not full.
+        (Instruction::MbarrierWait { .. }, _) => &[
+            H::OverwrittenInFlight,
+            H::TouchedBeforeArrival,
+            H::UninitialisedMemory,
+            H::MbarrierOverArrived,
+        ],
+        (Instruction::MbarrierArriveExpect { .. }, _) => &[H::TransactionCount],
+        (Instruction::MbarrierArrive { .. }, _) => &[H::Deadlock],
+        other => panic!("no expectation for {other:?}"),
+    }
+}
+
+#[test]
+fn no_site_can_be_left_out() {
+    for cluster in [1, 2] {
+        let configuration = Product { columns: 16, stages: 2, cluster, ..Product::PLAIN };
+        let problem = Problem::new(configuration, 128, 384);
+        for site in mutate::sites(&problem.program) {
+            // A product is over for all four warps or for none, so with both
+            // operands in shared memory nobody needs the warpgroup to meet.
+            if matches!(site.instruction, Instruction::BarrierSync { threads: Some(_), .. }) {
+                continue;
+            }
+            let program = mutate::without(&problem.program, site.index);
+            for policy in Policy::HOSTILE {
+                for seed in 0..4 {
+                    let mut memory = problem.memory.clone();
+                    let launch = problem.launch(&program);
+                    let result = sim::run(&launch, &mut memory, &Options::checked(policy, seed));
+                    let what = format!("{:?} taken out from {}", site.instruction, site.place);
+                    let failure = result.err().unwrap_or_else(|| panic!("{what} is not missed"));
+                    let kind = failure.hazard().expect("a hazard").kind;
+                    let right = expected(cluster, &site).contains(&kind);
+                    assert!(right, "{what} gives, by {policy} {seed}: {failure}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,74 @@
+//! Between types.
+
+use flashcore_sim::float;
+use ptx::{BF16x2, E4M3x2, E5M2x2, Expression, F16x2, F32, Instruction, S32, U32};
+
+use crate::{each, map_words, word};
+
+#[test]
+fn integers_and_floats() {
+    let values = [0.0f32, 1.5, -1.5, 1e10, -1e10, f32::NAN, 4294967040.0, 0.999];
+    let a = each(|lane| values[lane as usize % 8].to_bits());
+    let n = each(|lane| 0xFFFF_FF00u32.wrapping_add(9 * lane));
+    let results = map_words([a, n], |k, [a, n]| {
+        let x = k.eval(a.reinterpret::<F32>());
+        let unsigned = k.eval(x.convert::<U32>());
+        let signed = k.eval(x.convert::<S32>());
+        let from_unsigned = k.eval(n.convert::<F32>());
+        let n = k.eval(n.reinterpret::<S32>());
+        let from_signed = k.eval(n.convert::<F32>());
+        vec![unsigned, word(k, signed), word(k, from_unsigned), word(k, from_signed)]
+    });
+    for lane in 0..32 {
+        let x = f32::from_bits(a[lane]);
+        assert_eq!(results[0][lane], x as u32);
+        assert_eq!(results[1][lane], x as i32 as u32);
+        assert_eq!(results[2][lane], (n[lane] as f32).to_bits());
+        assert_eq!(results[3][lane], (n[lane] as i32 as f32).to_bits());
+    }
+}
+
+#[test]
+fn pairs() {
+    let a = each(|lane| (1.0 + lane as f32 / 7.0).to_bits());
+    let b = each(|lane| (-0.3 * lane as f32).to_bits());
+    let results = map_words([a, b], |k, [a, b]| {
+        let (a, b) = (k.eval(a.reinterpret::<F32>()), k.eval(b.reinterpret::<F32>()));
+        let half = k.pack::<F16x2>(a, b);
+        let brain = k.pack::<BF16x2>(a, b);
+        let sum = k.add_packed(half, half);
+        let product = k.multiply_packed(brain, brain);
+        let [low, high] = k.unpack(half);
+        let mut out = vec![word(k, half), word(k, brain), word(k, sum), word(k, product)];
+        out.extend([word(k, low), word(k, high)]);
+        // 8-bit pairs have no 32-bit form: through f16 and back.
+        let small = k.pack::<E4M3x2>(a, b);
+        let wide = k.register::<F16x2>();
+        k.push(Instruction::ConvertPacked { dst: wide.register(), src: small.register() });
+        out.push(word(k, wide));
+        let small = k.register::<E5M2x2>();
+        k.push(Instruction::ConvertPacked { dst: small.register(), src: half.register() });
+        let wide = k.register::<F16x2>();
+        k.push(Instruction::ConvertPacked { dst: wide.register(), src: small.register() });
+        out.push(word(k, wide));
+        out
+    });
+    let pack = |low: u16, high: u16| low as u32 | (high as u32) << 16;
+    for lane in 0..32 {
+        let (x, y) = (f32::from_bits(a[lane]), f32::from_bits(b[lane]));
+        let (hx, hy) = (float::f16_bits(x), float::f16_bits(y));
+        let (bx, by) = (float::bf16_bits(x), float::bf16_bits(y));
+        assert_eq!(results[0][lane], pack(hx, hy));
+        assert_eq!(results[1][lane], pack(bx, by));
+        let double = |h: u16| float::f16_bits(2.0 * float::from_f16(h));
+        assert_eq!(results[2][lane], pack(double(hx), double(hy)));
+        let square = |b: u16| float::bf16_bits(float::from_bf16(b) * float::from_bf16(b));
+        assert_eq!(results[3][lane], pack(square(bx), square(by)));
+        assert_eq!(f32::from_bits(results[4][lane]), float::from_f16(hx));
+        assert_eq!(f32::from_bits(results[5][lane]), float::from_f16(hy));
+        let e4m3 = |x: f32| float::f16_bits(float::from_e4m3(float::e4m3_bits(x)));
+        assert_eq!(results[6][lane], pack(e4m3(x), e4m3(y)));
+        let e5m2 = |h: u16| float::f16_bits(float::from_e5m2(float::e5m2_bits(float::from_f16(h))));
+        assert_eq!(results[7][lane], pack(e5m2(hx), e5m2(hy)));
+    }
+}
