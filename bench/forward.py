@@ -6,7 +6,7 @@ CUBINS is a folder with cubins and their `kernels.json`. Each sample is one call
 between two CUDA events; the order of the candidates is reversed from round to round; the median
 counts. Outputs are compared with an f32 reference on a sample of rows before anything is timed.
 """
-import argparse, ctypes, json, math, os, sys, statistics
+import argparse, ctypes, heapq, json, math, os, sys, statistics
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -42,6 +42,51 @@ def divisor(n):
     return [n, -(-(1 << (32 + shift)) // n), shift]
 
 
+def tile_lists(m, s, sk, h, hk, b, processors, cache=30 << 20, overhead=2):
+    """The tiles of each block, as crates/kernels/src/forward/lists.rs shares them out."""
+    rows, block = m["query_rows"], m["key_block"]
+    row_tiles, heads, group = -(-s // rows), h * b, h // hk
+    blocks = min(processors, row_tiles * heads)
+    lists, loads = [[] for _ in range(blocks)], [0] * blocks
+
+    def cost(tile):
+        seen = max((tile + 1) * rows + sk - s, 0)
+        return min(max(-(-seen // block), 1), -(-sk // block)) + overhead
+
+    def give_to(i, head, tile):
+        lists[i].append(head * row_tiles + tile)
+        loads[i] += cost(tile)
+
+    def give_all(tiles):
+        free = [(load, i) for i, load in enumerate(loads)]
+        heapq.heapify(free)
+        for head, tile in tiles:
+            _, i = heapq.heappop(free)
+            give_to(i, head, tile)
+            heapq.heappush(free, (loads[i], i))
+
+    if row_tiles >= (40 if rows == 192 else 100):
+        together = max(min(-(-processors // row_tiles), cache // max(sk * 2 * m["head_dim"] * 2, 1) * group), 1)
+        together = -(-together // group) * group
+        give_all([(head, tile) for first in range(0, heads, together) for tile in reversed(range(row_tiles))
+                  for head in range(first, min(first + together, heads))])
+    else:
+        half = -(-row_tiles // 2)
+        pairs = [[(p // half, t) for t in sorted({row_tiles - 1 - p % half, p % half}, reverse=True)] for p in range(half * heads)]
+        whole = len(pairs) // blocks * blocks
+        for p, pair in enumerate(pairs[:whole]):
+            for head, tile in pair:
+                give_to(p % blocks, head, tile)
+        give_all(sorted((t for pair in pairs[whole:] for t in pair), key=lambda t: -cost(t[1])))
+    words, start = [], blocks
+    for l in lists:
+        words.append(start)
+        start += len(l) + 1
+    for l in lists:
+        words += l + [0xFFFFFFFF]
+    return blocks, torch.tensor(words, dtype=torch.int64, device="cuda").to(torch.uint32)
+
+
 class Kernel:
     def __init__(self, folder, meta):
         self.meta = meta
@@ -55,19 +100,22 @@ class Kernel:
         m = self.meta
         b, s, h, d = q.shape
         rows = m["query_rows"]
-        tiles_of_head = -(-s // rows)
-        per_head = -(-tiles_of_head // 2) if m["causal"] else tiles_of_head
-        units = per_head * h * b
+        per_head = -(-s // rows)
+        processors = torch.cuda.get_device_properties(0).multi_processor_count
+        lists = None
+        if m["causal"]:
+            grid, lists = tile_lists(m, s, k.shape[1], h, k.shape[2], b, processors)
+        else:
+            grid = min(processors, per_head * h * b)
         maps = [tensor_map(q, 64, rows), tensor_map(k, 64, m["key_block"]),
                 tensor_map(v, 64, m["key_block"]), tensor_map(o, 64, 64)]
         numbers = [ctypes.c_uint64(lse.data_ptr()), ctypes.c_uint32(s), ctypes.c_uint32(k.shape[1]),
                    ctypes.c_float(math.log2(math.e) / math.sqrt(d)),
-                   ctypes.c_uint32(units * (2 if m["causal"] else 1))]
+                   ctypes.c_uint64(lists.data_ptr()) if m["causal"] else ctypes.c_uint32(per_head * h * b)]
         for n in (per_head, h, h // k.shape[2]):
             numbers += [ctypes.c_uint32(x) for x in divisor(n)]
         pointers = (ctypes.c_void_p * (4 + len(numbers)))(*[a for _, a in maps], *[ctypes.addressof(n) for n in numbers])
-        keep = (maps, numbers, pointers)
-        grid = min(torch.cuda.get_device_properties(0).multi_processor_count, units)
+        keep = (maps, numbers, pointers, lists)
         threads = m["threads"]
 
         def call(keep=keep):
@@ -110,6 +158,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--only", default="")
     parser.add_argument("--odd", action="store_true", help="check odd shapes too")
+    parser.add_argument("--small", action="store_true", help="small shapes inside a CUDA graph")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     try:
@@ -124,7 +173,9 @@ def main():
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
     if arguments.odd:
         odd(kernels)
-    lengths = {"paper": [512, 1024, 2048, 4096, 8192, 16384], "quick": [512, 2048, 16384], "mid": [1024, 4096]}[arguments.cells]
+    if arguments.small:
+        return small(kernels, fa3)
+    lengths = {"paper": [512, 1024, 2048, 4096, 8192, 16384], "quick": [512, 2048, 16384], "mid": [1024, 4096], "none": []}[arguments.cells]
     ratios, rows_out = {}, []
     for d in map(int, arguments.dims.split(",")):
         for mask in arguments.masks.split(","):
@@ -194,6 +245,45 @@ def main():
         print(f"best of ours per cell: geometric mean {math.exp(sum(map(math.log, best)) / len(best)):.3f}, lowest {min(best):.3f}, cells {len(best)}")
     if arguments.json:
         json.dump(rows_out, open(arguments.json, "w"))
+
+
+def small(kernels, fa3, calls=20):
+    """Microseconds per call inside a CUDA graph of several calls."""
+    for b, h, s, d in [(1, 8, 512, 64), (1, 8, 1024, 64), (1, 32, 512, 128), (4, 16, 2048, 64)]:
+        q, k, v = [torch.randn(b, s, h, d, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        qt, kt, vt = [x.transpose(1, 2) for x in (q, k, v)]
+
+        def cudnn():
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                return F.scaled_dot_product_attention(qt, kt, vt)
+        candidates = {"cudnn": cudnn}
+        if fa3:
+            candidates["fa3"] = lambda: fa3.flash_attn_func(q, k, v)
+        for kernel in kernels:
+            if kernel.meta["head_dim"] == d and not kernel.meta["causal"] and kernel.meta["element"] == "bf16":
+                o, lse = torch.empty_like(q), torch.empty(b, h, s, device="cuda")
+                call = kernel.bind(q, k, v, o, lse)
+                candidates[kernel.meta["label"]] = lambda call=call, alive=(o, lse): call()
+        graphs, times = {}, {}
+        for name, call in candidates.items():
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                call(); call()
+            torch.cuda.synchronize()
+            graphs[name] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[name]):
+                for _ in range(calls):
+                    call()
+            times[name] = []
+        for _ in range(25):
+            for name, graph in graphs.items():
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record(); graph.replay(); end.record()
+                torch.cuda.synchronize()
+                times[name].append(start.elapsed_time(end) * 1e3 / calls)
+        median = {n: statistics.median(t) for n, t in times.items()}
+        best = min(median[n] for n in ("cudnn", "fa3") if n in median)
+        print((b, h, s, d), " ".join(f"{n} {t:.2f} us ({t / best:.2f})" for n, t in median.items()), flush=True)
 
 
 def odd(kernels):
