@@ -59,7 +59,8 @@ pub(crate) struct Arguments {
     /// Back end to use
     #[arg(long, value_enum, default_value_t = BackendChoice::Auto)]
     backend: BackendChoice,
-    /// Kernel to use [default: the best for the problem]
+    /// Kernel to use, such as `forward` or `gpu/scalar` [default: $FLASHCORE_KERNEL, or the best for
+    /// the problem]
     #[arg(long, value_name = "NAME")]
     kernel: Option<String>,
     /// Skip the comparison with the reference
@@ -95,8 +96,13 @@ const CHECK_ELEMENTS: usize = 1 << 25;
 pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     let (problem, tensors) = prepare(arguments)?;
     let machine = Machine::discover();
-    let preference =
-        Preference { backend: arguments.backend.name(), kernel: arguments.kernel.clone() };
+    let mut preference = match &arguments.kernel {
+        Some(name) => Preference::named(name),
+        None => Preference::from_environment(),
+    };
+    if let Some(backend) = arguments.backend.name() {
+        preference.backend = Some(backend);
+    }
     let result = {
         let bar = Bar::new("attention");
         machine.attend(&problem, tensors.inputs(), &preference, Some(&bar))?
@@ -224,6 +230,9 @@ fn describe(
         ),
         ("rate", format!("{:.4} TFLOP/s", report.tflops(problem))),
     ];
+    if let Some(configuration) = &report.configuration {
+        fields.insert(4, ("configuration", configuration.clone()));
+    }
     fields.extend(report.notes.iter().map(|note| ("note", note.clone())));
     if let Some(verdict) = verdict {
         fields.push(("output", verdict.output.to_string()));

@@ -25,6 +25,9 @@ pub(crate) struct Arguments {
     /// Check this element type only: f32, f16 or bf16
     #[arg(long)]
     dtype: Option<DType>,
+    /// A thousand problems for each element type instead of the usual hundred
+    #[arg(long)]
+    thorough: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -67,6 +70,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     let machine = Machine::discover();
     let dtypes = match arguments.dtype {
         Some(dtype) => vec![dtype],
+        // The long list is for the kernels of tensor cores.
+        None if arguments.thorough => vec![DType::F16, DType::BF16],
         None => DType::ALL.to_vec(),
     };
     let wanted = arguments.backend.name();
@@ -77,13 +82,17 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         .filter(|backend| wanted.as_deref().is_none_or(|name| name == backend.name()))
         .collect();
     let mut lines = Vec::new();
-    for backend in backends {
-        for dtype in &dtypes {
-            lines.extend(check_backend(backend, *dtype, arguments.kernel.as_deref())?);
-        }
+    for dtype in &dtypes {
+        lines.extend(check_attention(&backends, *dtype, arguments));
     }
+    lines.sort_by_key(|line| {
+        let place = backends.iter().position(|backend| backend.name() == line.backend);
+        (place, line.kernel.clone())
+    });
     let rungs = match machine.gpu() {
-        Some(gpu) if wanted.as_deref() != Some("cpu") => check_ladder(gpu, arguments)?,
+        Some(gpu) if wanted.as_deref() != Some("cpu") && !arguments.thorough => {
+            check_ladder(gpu, arguments)?
+        }
         _ => Vec::new(),
     };
     if lines.is_empty() && rungs.is_empty() {
@@ -108,35 +117,27 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     Ok(Answer { text, passed })
 }
 
-/// One line per kernel of the back end.
-fn check_backend(
-    backend: &dyn Backend,
-    dtype: DType,
-    kernel: Option<&str>,
-) -> Result<Vec<Line>, Box<dyn Error>> {
-    let cases = cases::standard(dtype);
+/// One line per kernel.
+fn check_attention(backends: &[&dyn Backend], dtype: DType, arguments: &Arguments) -> Vec<Line> {
+    let cases = match arguments.thorough {
+        true => cases::thorough(dtype),
+        false => cases::standard(dtype),
+    };
     let bar = Bar::new("checking");
-    bar.begin(cases.len() as u64);
     let mut lines: Vec<Line> = Vec::new();
-    for case in &cases {
-        for candidate in backend.candidates(&case.problem) {
-            if !candidate.accepted || kernel.is_some_and(|name| name != candidate.kernel) {
-                continue;
-            }
-            let outcome = check::run(backend, &candidate.kernel, case);
-            let known = lines.iter().position(|line| line.kernel == candidate.kernel);
-            let index = known.unwrap_or_else(|| {
-                lines.push(Line::new(backend.name(), candidate.kernel, dtype));
-                lines.len() - 1
-            });
-            lines[index].add(case.to_string(), outcome);
-        }
-        bar.advance(1);
+    for checked in check::run_all(backends, arguments.kernel.as_deref(), &cases, &bar) {
+        let is_its =
+            |line: &Line| (line.backend, &line.kernel) == (checked.backend, &checked.kernel);
+        let index = lines.iter().position(is_its).unwrap_or_else(|| {
+            lines.push(Line::new(checked.backend, checked.kernel, dtype));
+            lines.len() - 1
+        });
+        lines[index].add(checked.case.to_string(), checked.outcome);
     }
     for line in &mut lines {
         line.mean_error /= line.cases as f64;
     }
-    Ok(lines)
+    lines
 }
 
 /// Every matrix kernel that the GPU can run.

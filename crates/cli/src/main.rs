@@ -9,7 +9,9 @@ mod doctor;
 mod inspect;
 mod memory;
 mod progress;
+mod sim;
 mod terminal;
+mod warm;
 
 use std::error::Error;
 use std::io::Write;
@@ -31,6 +33,8 @@ enum Command {
     Check(check::Arguments),
     Doctor(doctor::Arguments),
     Inspect(inspect::Arguments),
+    Sim(sim::Arguments),
+    Warm(warm::Arguments),
 }
 
 /// What a subcommand has to say.
@@ -63,6 +67,8 @@ fn main() -> ExitCode {
         Command::Check(arguments) => check::run(arguments),
         Command::Doctor(arguments) => doctor::run(arguments),
         Command::Inspect(arguments) => inspect::run(arguments),
+        Command::Sim(arguments) => sim::run(arguments),
+        Command::Warm(arguments) => warm::run(arguments),
     };
     match answer {
         Ok(answer) => print(&answer),

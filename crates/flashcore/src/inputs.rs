@@ -3,7 +3,7 @@
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::problem::Problem;
-use crate::tensor::{Shape, Tensor};
+use crate::tensor::{Layout, Shape, Tensor, TensorError};
 
 /// Query, key and value.
 ///
@@ -67,6 +67,29 @@ impl InputTensors {
     }
 }
 
+/// How query, key and value lie in memory: what a kernel may have to refuse before there is any
+/// tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct InputLayouts {
+    /// The query's.
+    pub query: Layout,
+    /// The key's.
+    pub key: Layout,
+    /// The value's.
+    pub value: Layout,
+}
+
+impl InputLayouts {
+    /// Memory in the order (batch, length, heads, dim), without gaps.
+    pub fn contiguous(problem: &Problem) -> Result<Self, TensorError> {
+        Ok(InputLayouts {
+            query: Layout::contiguous(problem.query_shape())?,
+            key: Layout::contiguous(problem.key_shape())?,
+            value: Layout::contiguous(problem.value_shape())?,
+        })
+    }
+}
+
 /// A tensor that does not belong to its problem.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
@@ -107,6 +130,15 @@ impl<'a> Inputs<'a> {
     /// The three tensors in their usual order.
     pub fn new(query: &'a Tensor, key: &'a Tensor, value: &'a Tensor) -> Self {
         Inputs { query, key, value }
+    }
+
+    /// How they lie in memory.
+    pub fn layouts(&self) -> InputLayouts {
+        InputLayouts {
+            query: self.query.layout(),
+            key: self.key.layout(),
+            value: self.value.layout(),
+        }
     }
 
     /// The unmasked problem with the sizes and the element type of these tensors.

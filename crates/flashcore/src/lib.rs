@@ -33,7 +33,10 @@
 //! # What runs
 //!
 //! Nothing falls back silently: the [`Report`](backend::Report) in every result names the kernel
-//! and why it was chosen, and a [`Plan`] lists what was refused.
+//! and why it was chosen, and a [`Plan`] lists what was refused. On a Hopper GPU it is the kernel
+//! `forward`, where that serves the problem. [`Preference`] or the environment variable
+//! `FLASHCORE_KERNEL` insist on another; [`gpu::ForwardPlan`] launches it on tensors that are on
+//! the device already.
 
 pub mod backend;
 pub mod check;
@@ -52,16 +55,17 @@ pub mod verdict;
 pub use backend::{Backend, BackendError, CpuBackend, GpuBackend, Output, Progress, RunOptions};
 pub use dtype::{DType, UnknownDType};
 pub use error::Error;
-pub use inputs::{InputError, InputTensors, Inputs};
+pub use inputs::{InputError, InputLayouts, InputTensors, Inputs};
 pub use machine::Machine;
 pub use plan::{Plan, Preference};
-pub use problem::{Mask, Problem, ProblemError};
+pub use problem::{Mask, Problem, ProblemError, ProblemTextError};
 pub use tensor::{Elements, Head, Layout, Shape, Strides, Tensor, TensorError};
 pub use verdict::{Verdict, compare};
 
 /// Attention on the best back end of this machine.
 ///
-/// Discovers the machine anew on every call; keep a [`Machine`] to avoid that.
+/// Discovers the machine anew on every call; keep a [`Machine`] to avoid that. The environment may
+/// insist on a kernel: see [`Preference::from_environment`].
 pub fn attend(problem: &Problem, inputs: Inputs<'_>) -> Result<Output, Error> {
-    Machine::discover().attend(problem, inputs, &Preference::default(), None)
+    Machine::discover().attend(problem, inputs, &Preference::from_environment(), None)
 }

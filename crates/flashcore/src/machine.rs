@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::backend::{Backend, CpuBackend, GpuBackend, Output, Progress, RunOptions};
 use crate::error::Error;
 use crate::gpu::Gpu;
-use crate::inputs::Inputs;
+use crate::inputs::{InputLayouts, Inputs};
 use crate::plan::{Missing, Plan, Preference};
 use crate::problem::Problem;
 
@@ -64,10 +64,24 @@ impl Machine {
         &self.missing
     }
 
-    /// Choose a kernel for a problem.
+    /// Choose a kernel for a problem whose tensors have no gaps.
     pub fn plan(&self, problem: &Problem, preference: &Preference) -> Result<Plan, Error> {
         problem.validate()?;
-        Ok(Plan::choose(problem, &self.backends, &self.missing, preference)?)
+        let layouts = InputLayouts::contiguous(problem)?;
+        self.plan_for(problem, &layouts, preference)
+    }
+
+    /// Choose a kernel for a problem whose tensors lie in memory like this.
+    pub fn plan_for(
+        &self,
+        problem: &Problem,
+        layouts: &InputLayouts,
+        preference: &Preference,
+    ) -> Result<Plan, Error> {
+        problem.validate()?;
+        let of = |backend: &dyn Backend| (backend.name(), backend.candidates(problem, layouts));
+        let candidates = self.backends.iter().map(|backend| of(backend.as_ref())).collect();
+        Ok(Plan::choose(problem, candidates, &self.missing, preference)?)
     }
 
     /// Choose a kernel and run it.
@@ -78,8 +92,11 @@ impl Machine {
         preference: &Preference,
         progress: Option<&dyn Progress>,
     ) -> Result<Output, Error> {
-        let plan = self.plan(problem, preference)?;
-        let options = RunOptions { kernel: Some(plan.chosen.kernel.clone()), progress };
+        problem.validate()?;
+        inputs.validate(problem)?;
+        let plan = self.plan_for(problem, &inputs.layouts(), preference)?;
+        let kernel = Some(plan.chosen.kernel.clone());
+        let options = RunOptions { kernel, progress, ..RunOptions::default() };
         let backend = self
             .backends
             .iter()
@@ -115,11 +132,12 @@ mod tests {
             String::new()
         }
 
-        fn candidates(&self, _: &Problem) -> Vec<Candidate> {
+        fn candidates(&self, _: &Problem, _: &InputLayouts) -> Vec<Candidate> {
             let candidate = |&(kernel, accepted): &(&str, bool)| Candidate {
                 backend: self.0,
                 kernel: kernel.to_owned(),
                 accepted,
+                configuration: None,
                 reason: if accepted { "fits" } else { "too small" }.to_owned(),
             };
             self.1.iter().map(candidate).collect()
@@ -177,9 +195,12 @@ mod tests {
             "there is no kernel `fastest` here, only gpu/fast, gpu/plain, cpu/blocked"
         );
         assert_eq!(
+            refusal(Some("cpu"), Some("plain")),
+            "there is no kernel `plain` here, only cpu/blocked"
+        );
+        assert_eq!(
             refusal(None, Some("fast")),
-            "no kernel can serve this problem: gpu/fast (too small), \
-             gpu/plain (not asked for), cpu/blocked (not asked for)"
+            "gpu/fast cannot serve this problem: too small; gpu/plain, cpu/blocked can"
         );
     }
 }

@@ -4,7 +4,10 @@ use std::fmt;
 
 use serde::Serialize;
 
-use crate::backend::{Backend, BackendError, Candidate};
+use crate::backend::{Backend, BackendError, Candidate, CpuBackend, gpu};
+use crate::error::Error;
+use crate::gpu::Chip;
+use crate::inputs::InputLayouts;
 use crate::problem::Problem;
 
 /// What the caller insists on. The default leaves the choice open.
@@ -20,6 +23,24 @@ pub struct Preference {
     pub backend: Option<String>,
     /// The kernel to use.
     pub kernel: Option<String>,
+}
+
+impl Preference {
+    /// What the environment insists on: `FLASHCORE_KERNEL` may name a kernel (`forward`) or a back
+    /// end and a kernel (`gpu/forward`).
+    pub fn from_environment() -> Self {
+        std::env::var("FLASHCORE_KERNEL")
+            .map_or_else(|_| Preference::default(), |name| Preference::named(&name))
+    }
+
+    /// A kernel by its name, with or without its back end; nothing where the name is empty.
+    pub fn named(name: &str) -> Self {
+        let of = |text: &str| Some(text.trim().to_owned()).filter(|text| !text.is_empty());
+        match name.split_once('/') {
+            Some((backend, kernel)) => Preference { backend: of(backend), kernel: of(kernel) },
+            None => Preference { backend: None, kernel: of(name) },
+        }
+    }
 }
 
 /// A back end that this machine or this build does not have.
@@ -54,20 +75,34 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Choose among back ends given in order of preference. The first accepted candidate that the
-    /// caller's preference allows is taken.
+    /// Choose for a GPU that need not be there, and the CPU of this machine: what would run, and
+    /// why. See [`Chip`] for an example.
+    pub fn on_chip(chip: &Chip, problem: &Problem, preference: &Preference) -> Result<Plan, Error> {
+        problem.validate()?;
+        let layouts = InputLayouts::contiguous(problem)?;
+        let cpu = CpuBackend::new();
+        let candidates = vec![
+            (gpu::NAME, gpu::candidates(chip, problem, &layouts)),
+            (cpu.name(), cpu.candidates(problem, &layouts)),
+        ];
+        Ok(Plan::choose(problem, candidates, &[], preference)?)
+    }
+
+    /// Choose among the kernels of back ends given in order of preference. The first accepted
+    /// candidate that the caller's preference allows is taken.
     pub(crate) fn choose(
         problem: &Problem,
-        backends: &[Box<dyn Backend>],
+        backends: Vec<(&'static str, Vec<Candidate>)>,
         missing: &[Missing],
         preference: &Preference,
     ) -> Result<Plan, BackendError> {
-        if let Some(name) = &preference.backend
-            && !backends.iter().any(|backend| backend.name() == name)
+        let (backend, kernel) = (preference.backend.as_deref(), preference.kernel.as_deref());
+        if let Some(name) = backend
+            && !backends.iter().any(|(backend, _)| *backend == name)
         {
             let absent = missing.iter().find(|missing| missing.backend == name);
             return Err(BackendError::Unavailable {
-                backend: name.clone(),
+                backend: name.to_owned(),
                 reason: absent.map_or_else(
                     || "no such back end exists".to_owned(),
                     |missing| missing.reason.clone(),
@@ -75,37 +110,30 @@ impl Plan {
             });
         }
         let mut candidates: Vec<Candidate> =
-            backends.iter().flat_map(|backend| backend.candidates(problem)).collect();
-        let known = names(&candidates);
-        let mut asked_for = 0;
+            backends.into_iter().flat_map(|(_, candidates)| candidates).collect();
+        let of_backend =
+            |candidate: &Candidate| backend.is_none_or(|name| name == candidate.backend);
+        let asked_for = |candidate: &Candidate| {
+            of_backend(candidate) && kernel.is_none_or(|name| name == candidate.kernel)
+        };
+        if let Some(kernel) = kernel
+            && !candidates.iter().any(asked_for)
+        {
+            let known = names(candidates.iter().filter(|candidate| of_backend(candidate)));
+            return Err(BackendError::UnknownKernel { kernel: kernel.to_owned(), known });
+        }
+        if !candidates.iter().any(|candidate| candidate.accepted && asked_for(candidate)) {
+            return Err(refusal(&candidates, asked_for));
+        }
         for candidate in &mut candidates {
-            let backend = preference.backend.as_deref();
-            let kernel = preference.kernel.as_deref();
-            if backend.is_some_and(|name| name != candidate.backend)
-                || kernel.is_some_and(|name| name != candidate.kernel)
-            {
+            if !asked_for(candidate) {
                 candidate.accepted = false;
                 candidate.reason = "not asked for".to_owned();
-            } else {
-                asked_for += 1;
             }
         }
-        if let (0, Some(kernel)) = (asked_for, &preference.kernel) {
-            return Err(BackendError::UnknownKernel { kernel: kernel.clone(), known });
-        }
-        let Some(chosen) = candidates.iter().find(|candidate| candidate.accepted) else {
-            let refusals: Vec<String> = candidates
-                .iter()
-                .map(|candidate| format!("{} ({})", name(candidate), candidate.reason))
-                .collect();
-            return Err(BackendError::Unsupported { reasons: refusals.join(", ") });
-        };
-        Ok(Plan {
-            problem: problem.clone(),
-            chosen: chosen.clone(),
-            candidates,
-            missing: missing.to_vec(),
-        })
+        let chosen = candidates.iter().find(|candidate| candidate.accepted);
+        let chosen = chosen.expect("one is accepted and asked for").clone();
+        Ok(Plan { problem: problem.clone(), chosen, candidates, missing: missing.to_vec() })
     }
 
     /// Why the chosen kernel, and why nothing before it, in a line.
@@ -116,7 +144,7 @@ impl Plan {
         }
         let before = self.candidates.iter().take_while(|candidate| **candidate != self.chosen);
         for candidate in before {
-            reason += &format!("; not {}: {}", name(candidate), candidate.reason);
+            reason += &format!("; not {}: {}", candidate.full_name(), candidate.reason);
         }
         reason
     }
@@ -134,17 +162,34 @@ impl fmt::Display for Plan {
                 true => "possible",
                 false => "refused",
             };
-            write!(f, "\n  {}: {verdict}, {}", name(candidate), candidate.reason)?;
+            write!(f, "\n  {}: {verdict}, {}", candidate.full_name(), candidate.reason)?;
         }
         Ok(())
     }
 }
 
-fn name(candidate: &Candidate) -> String {
-    format!("{}/{}", candidate.backend, candidate.kernel)
+/// Why none of the kernels asked for can serve a problem, and which others can.
+fn refusal(candidates: &[Candidate], asked_for: impl Fn(&Candidate) -> bool) -> BackendError {
+    let (asked_for, others): (Vec<&Candidate>, Vec<&Candidate>) =
+        candidates.iter().partition(|candidate| asked_for(candidate));
+    let able: Vec<&Candidate> = others.into_iter().filter(|candidate| candidate.accepted).collect();
+    if able.is_empty() {
+        let reasons: Vec<String> = candidates
+            .iter()
+            .map(|candidate| format!("{} ({})", candidate.full_name(), candidate.reason))
+            .collect();
+        return BackendError::Unsupported { reasons: reasons.join(", ") };
+    }
+    let reasons: Vec<String> = asked_for
+        .into_iter()
+        .map(|candidate| {
+            format!("{} cannot serve this problem: {}", candidate.full_name(), candidate.reason)
+        })
+        .collect();
+    BackendError::Refused { reasons: reasons.join(", "), instead: names(able) }
 }
 
-fn names(candidates: &[Candidate]) -> String {
-    let names: Vec<String> = candidates.iter().map(name).collect();
+fn names<'a>(candidates: impl IntoIterator<Item = &'a Candidate>) -> String {
+    let names: Vec<String> = candidates.into_iter().map(Candidate::full_name).collect();
     names.join(", ")
 }

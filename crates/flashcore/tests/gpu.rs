@@ -1,9 +1,14 @@
 //! What only a GPU can show. Each test passes over itself where there is none.
 
+use std::time::Instant;
+
 use cuda::{Arguments, Buffer, Cache, Launch, Module, OptimizationLevel, Parameter};
-use flashcore::check::ladder;
-use flashcore::gpu::Gpu;
-use flashcore::{Progress, check, check::cases};
+use flashcore::check::{self, Checked, cases, ladder};
+use flashcore::gpu::{DeviceTensor, ForwardPlan, ForwardTensors, Gpu, GpuError, Policy, Stream};
+use flashcore::{
+    Backend, DType, GpuBackend, InputTensors, Machine, Mask, Preference, Problem, Progress,
+    RunOptions, Strides, Tensor,
+};
 use kernels::Ceiling;
 use ptx::Target;
 
@@ -35,16 +40,205 @@ impl Progress for Silent {
     fn advance(&self, _: u64) {}
 }
 
+/// Every case that a kernel accepts must pass; how many there are.
+fn check_all(backend: &GpuBackend, kernel: &str, cases: &[check::Case]) -> usize {
+    let backends: [&dyn Backend; 1] = [backend];
+    let checked = check::run_all(&backends, Some(kernel), cases, &Silent);
+    let complaint = |Checked { case, outcome, .. }: &Checked<'_>| match outcome {
+        Ok(outcome) if outcome.passed => None,
+        Ok(outcome) => Some(format!("{case}: {outcome}")),
+        Err(error) => Some(format!("{case}: {error}")),
+    };
+    let complaints: Vec<String> = checked.iter().filter_map(complaint).collect();
+    let count = complaints.len();
+    assert!(count == 0, "{count} of {} failed:\n{}", checked.len(), complaints.join("\n"));
+    checked.len()
+}
+
 #[test]
 fn scalar_attention_is_right() {
     let Some(gpu) = gpu() else { return };
-    let backend = flashcore::GpuBackend::new(gpu.into());
-    for dtype in flashcore::DType::ALL {
-        for case in cases::standard(dtype) {
-            let outcome = check::run(&backend, "scalar", &case).unwrap();
-            assert!(outcome.passed, "{case}: {outcome}");
+    let backend = GpuBackend::new(gpu.into());
+    for dtype in DType::ALL {
+        assert!(check_all(&backend, "scalar", &cases::standard(dtype)) > 80);
+    }
+}
+
+#[test]
+fn forward_attention_is_right() {
+    let Some(gpu) = hopper() else { return };
+    let backend = GpuBackend::new(gpu.into());
+    let mut count = 0;
+    for dtype in [DType::F16, DType::BF16] {
+        count += check_all(&backend, "forward", &cases::standard(dtype));
+        count += check_all(&backend, "forward", &cases::thorough(dtype));
+    }
+    println!("{count} cases");
+    assert!(count >= 2000, "{count}");
+}
+
+#[test]
+fn hopper_runs_the_forward_kernel_and_says_so() {
+    let Some(_) = hopper() else { return };
+    let problem = Problem::new(1, 4, 300, 64).with_dtype(DType::BF16).with_mask(Mask::Causal);
+    let tensors = InputTensors::random(&problem, 0).unwrap();
+    let machine = Machine::discover();
+    let result = machine.attend(&problem, tensors.inputs(), &Preference::default(), None).unwrap();
+    assert_eq!(result.report.kernel, "forward");
+    let configuration = result.report.configuration.unwrap();
+    assert!(configuration.starts_with("forward_bf16_d64x64_causal_"), "{configuration}");
+    assert!(result.report.reason.contains("tiles"), "{}", result.report.reason);
+}
+
+/// Tensors of a problem on the device, between nothing.
+struct OnDevice {
+    tensors: ForwardTensors,
+    output: Buffer,
+    lse: Buffer,
+    /// Kept alive.
+    _inputs: [Buffer; 3],
+}
+
+impl OnDevice {
+    fn new(gpu: &Gpu, problem: &Problem, seed: u64) -> Self {
+        let inputs = InputTensors::random(problem, seed).unwrap();
+        let upload = |tensor: &Tensor| Buffer::from_slice(gpu.stream(), tensor.bytes()).unwrap();
+        let inputs = [upload(&inputs.query), upload(&inputs.key), upload(&inputs.value)];
+        let elements = problem.output_shape().elements().unwrap() as u64;
+        let output = Buffer::new(gpu.device(), elements * problem.dtype.bytes() as u64).unwrap();
+        let lse = Buffer::new(gpu.device(), 4 * problem.rows() as u64).unwrap();
+        let addresses = [&inputs[0], &inputs[1], &inputs[2], &output].map(Buffer::address);
+        let tensors = ForwardTensors::contiguous(problem, addresses, lse.address()).unwrap();
+        OnDevice { tensors, output, lse, _inputs: inputs }
+    }
+
+    /// The bits of the result.
+    fn read(&self, stream: &Stream) -> (Vec<u16>, Vec<u32>) {
+        let output = stream.download_vec(self.output.all()).unwrap();
+        (output, stream.download_vec(self.lse.all()).unwrap())
+    }
+
+    fn poison(&self, stream: &Stream) {
+        stream.fill(self.output.all(), 0xFF).unwrap();
+        stream.fill(self.lse.all(), 0xFF).unwrap();
+    }
+}
+
+#[test]
+fn a_thousand_runs_give_the_same_bits() {
+    let Some(gpu) = hopper() else { return };
+    for (dim, mask) in [(64, Mask::Causal), (128, Mask::None), (256, Mask::Causal)] {
+        // More tiles than multiprocessors, and odd lengths.
+        let problem = Problem::new(3, 10, 700, dim)
+            .with_kv_heads(5)
+            .with_key_length(901)
+            .with_dtype(DType::BF16)
+            .with_mask(mask);
+        let device = OnDevice::new(&gpu, &problem, 7);
+        let mut plan = ForwardPlan::new(&gpu, &problem).unwrap();
+        let mut run = || {
+            device.poison(gpu.stream());
+            plan.launch(gpu.stream(), &device.tensors).unwrap();
+            device.read(gpu.stream())
+        };
+        let first = run();
+        for repeat in 1..1000 {
+            assert!(run() == first, "{problem}: run {repeat} differs");
         }
     }
+}
+
+/// The plan on streams of a caller's, with tensors that move, against the back end.
+#[test]
+fn a_plan_follows_its_tensors() {
+    let Some(gpu) = hopper() else { return };
+    let problem = Problem::new(2, 4, 200, 128).with_dtype(DType::F16).with_mask(Mask::Causal);
+    let backend = GpuBackend::new(Gpu::with_cache(0, Cache::disabled()).unwrap().into());
+    let mut plan = ForwardPlan::new(&gpu, &problem).unwrap();
+    let streams = [Stream::new(gpu.device()).unwrap(), Stream::new(gpu.device()).unwrap()];
+    let devices = [OnDevice::new(&gpu, &problem, 1), OnDevice::new(&gpu, &problem, 2)];
+    for round in 0..6 {
+        let which = round % 3 % 2;
+        let (stream, device) = (&streams[round % 2], &devices[which]);
+        device.poison(stream);
+        plan.launch(stream, &device.tensors).unwrap();
+        let inputs = InputTensors::random(&problem, which as u64 + 1).unwrap();
+        let expected = backend.run(&problem, inputs.inputs(), &RunOptions::default()).unwrap();
+        let (output, lse) = device.read(stream);
+        assert_eq!(output, half_bits(&expected.output), "round {round}");
+        let bits: Vec<u32> = expected.lse.iter().map(|value| value.to_bits()).collect();
+        assert_eq!(lse, bits, "round {round}");
+    }
+    // What the copy engine cannot read is named, and the plan goes on afterwards.
+    let good = devices[0].tensors;
+    let odd = Strides { heads: 129, ..good.key.strides };
+    let wrong = ForwardTensors { key: DeviceTensor { strides: odd, ..good.key }, ..good };
+    let error = plan.launch(&streams[0], &wrong).unwrap_err();
+    assert!(matches!(error, GpuError::Tensor { tensor: "key", .. }), "{error}");
+    let address = good.output.address.offset(8);
+    let wrong = ForwardTensors { output: DeviceTensor { address, ..good.output }, ..good };
+    let error = plan.launch(&streams[0], &wrong).unwrap_err().to_string();
+    assert!(error.starts_with("the output tensor: "), "{error}");
+    plan.launch(&streams[0], &good).unwrap();
+    streams[0].synchronize().unwrap();
+}
+
+fn half_bits(tensor: &Tensor) -> Vec<u16> {
+    let pairs = tensor.bytes().chunks_exact(2);
+    pairs.map(|pair| u16::from_le_bytes([pair[0], pair[1]])).collect()
+}
+
+/// What a launch costs the host, with the same tensors and with four that moved.
+#[test]
+fn a_launch_costs_the_host_under_four_microseconds() {
+    let Some(gpu) = hopper() else { return };
+    let problem = Problem::new(1, 1, 64, 64).with_dtype(DType::BF16);
+    let mut plan = ForwardPlan::new(&gpu, &problem).unwrap();
+    let devices = [OnDevice::new(&gpu, &problem, 1), OnDevice::new(&gpu, &problem, 2)];
+    for (what, period) in [("the same tensors", 1), ("tensors that move", 2)] {
+        let mut costs = Vec::new();
+        // Bursts shorter than the driver's queue, which would make the host wait.
+        for _ in 0..50 {
+            gpu.stream().synchronize().unwrap();
+            let begin = Instant::now();
+            for launch in 0..200 {
+                plan.launch(gpu.stream(), &devices[launch % period].tensors).unwrap();
+            }
+            costs.push(begin.elapsed().as_secs_f64() * 1e6 / 200.0);
+        }
+        gpu.stream().synchronize().unwrap();
+        costs.sort_by(f64::total_cmp);
+        println!("{what}: {:.2} us a launch (best {:.2})", costs[25], costs[0]);
+        assert!(costs[25] < 4.0, "{what}: {:.2} us a launch", costs[25]);
+    }
+}
+
+/// A kernel that is compiled twice gives the same answers before and after.
+#[test]
+fn the_full_build_takes_over_from_the_quick_one() {
+    let Some(_) = hopper() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let (quick, full) = (OptimizationLevel::O1, OptimizationLevel::O3);
+    let policy = Policy::QuickThenFull { quick, full };
+    let open = || Gpu::with_policy(0, Cache::at(folder.path()), policy).unwrap();
+    let problem = Problem::new(1, 2, 300, 64).with_dtype(DType::BF16);
+    let gpu = open();
+    let device = OnDevice::new(&gpu, &problem, 3);
+    let mut plan = ForwardPlan::new(&gpu, &problem).unwrap();
+    let mut run = || {
+        device.poison(gpu.stream());
+        plan.launch(gpu.stream(), &device.tensors).unwrap();
+        (device.read(gpu.stream()), plan.kernel().compilation().level)
+    };
+    let (early, _) = run();
+    gpu.finish_compiling();
+    let (late, level) = run();
+    assert_eq!(level, full);
+    assert!(early == late, "the two builds differ");
+    // The next process finds the full build.
+    let next = ForwardPlan::new(&open(), &problem).unwrap();
+    assert!(next.kernel().compilation().cached);
+    assert_eq!(next.kernel().compilation().level, full);
 }
 
 #[test]

@@ -4,6 +4,7 @@
 //! | module | what it computes |
 //! | --- | --- |
 //! | [`scalar`] | attention on any GPU, with ordinary arithmetic |
+//! | [`forward`] | attention on Hopper, with wgmma and TMA |
 //! | [`single`] | one `wgmma` |
 //! | [`product`] | a matrix product: TMA, pipelines, swizzles, clusters |
 //! | [`ceiling`] | the loop that says how fast the tensor cores are |

@@ -17,9 +17,9 @@
 //! and sends it to both.
 
 use ptx::{
-    Accumulate, Accumulator, Builder, CopyHint, Element, Expression, Fragment, GlobalAddress,
-    MatrixA, Pipeline, Program, Reg, Role, S32, SharedTiles, StoreHint, Swizzle, Target, TensorMap,
-    TileLayout, U32, U64,
+    Accumulate, Accumulator, Builder, CopyHint, Element, Expression, Fence, Fragment,
+    GlobalAddress, MatrixA, Pipeline, Program, Reg, Role, S32, SharedTiles, StoreHint, Swizzle,
+    Target, TensorMap, TileLayout, U32, U64,
 };
 
 use crate::Error;
@@ -269,6 +269,10 @@ impl Product {
 
     /// Gives a stage back: to this block's producer, or to both.
     fn release(&self, k: &mut Builder, consumer: &ptx::Consumer, thread: Reg<U32>) {
+        if self.source == Source::Registers {
+            // Ordinary reads come before what the copy engine writes next.
+            k.fence(Fence::ProxyAsyncShared);
+        }
         // All four warps must be done before one thread speaks for them.
         k.barrier_sync(1, 128);
         if self.cluster == 1 {

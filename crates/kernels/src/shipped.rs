@@ -3,8 +3,9 @@
 
 use ptx::{Element, Program, Swizzle, Target};
 
+use crate::forward::{Workload, every_tuned, tuned};
 use crate::product::{Contiguous, Source};
-use crate::{Ceiling, Error, Product, Scalar, Single};
+use crate::{Ceiling, Error, Forward, Product, Scalar, Single};
 
 /// One configuration of one kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -12,6 +13,8 @@ use crate::{Ceiling, Error, Product, Scalar, Single};
 pub enum Shipped {
     /// Attention with ordinary arithmetic.
     Scalar(Scalar),
+    /// Attention on Hopper.
+    Forward(Forward),
     /// One `wgmma`.
     Single(Single),
     /// A matrix product.
@@ -25,6 +28,7 @@ impl Shipped {
     pub fn family(&self) -> &'static str {
         match self {
             Shipped::Scalar(_) => "scalar",
+            Shipped::Forward(_) => "forward",
             Shipped::Single(_) => "single",
             Shipped::Product(_) => "product",
             Shipped::Ceiling(_) => "ceiling",
@@ -35,6 +39,7 @@ impl Shipped {
     pub fn name(&self) -> String {
         match self {
             Shipped::Scalar(configuration) => configuration.name(),
+            Shipped::Forward(configuration) => configuration.name(),
             Shipped::Single(configuration) => configuration.name(),
             Shipped::Product(configuration) => configuration.name(),
             Shipped::Ceiling(configuration) => configuration.name(),
@@ -45,6 +50,7 @@ impl Shipped {
     pub fn summary(&self) -> &'static str {
         match self {
             Shipped::Scalar(_) => "attention with ordinary arithmetic, on any GPU",
+            Shipped::Forward(_) => "attention with wgmma and TMA, on Hopper",
             Shipped::Single(_) => "one 64x64x16 wgmma",
             Shipped::Product(_) => "a matrix product with TMA, a pipeline and wgmma",
             Shipped::Ceiling(_) => "wgmma m64n256k16 in a loop: the tensor cores' ceiling",
@@ -55,6 +61,7 @@ impl Shipped {
     pub fn program(&self) -> Result<Program, Error> {
         match self {
             Shipped::Scalar(configuration) => configuration.program(),
+            Shipped::Forward(configuration) => configuration.program(),
             Shipped::Single(configuration) => configuration.program(),
             Shipped::Product(configuration) => configuration.program(),
             Shipped::Ceiling(configuration) => configuration.program(),
@@ -64,8 +71,8 @@ impl Shipped {
 
 /// Every shipped configuration for a target.
 ///
-/// Scalar attention is built for whatever a problem asks; the ones listed
-/// stand for the rest: each element, wide and odd head dimensions, both masks.
+/// Attention is built for whatever a problem asks; the ones listed stand for
+/// the rest: each element, wide and odd head dimensions, both masks.
 pub fn shipped(target: Target) -> Vec<Shipped> {
     let mut all = Vec::new();
     for element in [Element::F32, Element::F16, Element::BF16] {
@@ -82,6 +89,7 @@ pub fn shipped(target: Target) -> Vec<Shipped> {
         }
     }
     if target == Target::SM_90A {
+        all.extend(forwards().into_iter().map(Shipped::Forward));
         for element in [Element::F16, Element::BF16] {
             all.push(Shipped::Single(Single { element }));
         }
@@ -91,6 +99,26 @@ pub fn shipped(target: Target) -> Vec<Shipped> {
                 all.push(Shipped::Ceiling(Ceiling { element, unroll, warpgroups }));
             }
         }
+    }
+    all
+}
+
+/// Forward attention: every tuned configuration, and head dimensions that are
+/// not a whole number of panels, or of tensor core steps.
+fn forwards() -> Vec<Forward> {
+    let mut all = every_tuned();
+    for (index, dim) in [8, 40, 72, 136, 200, 248].into_iter().enumerate() {
+        let workload = Workload {
+            element: if index % 2 == 0 { Element::BF16 } else { Element::F16 },
+            head_dim: dim,
+            value_head_dim: dim,
+            causal: index % 2 == 0,
+            query_length: 512,
+            key_length: 512,
+            heads: 8,
+            multiprocessors: 132,
+        };
+        all.extend(tuned(&workload).map(|tuned| tuned.configuration));
     }
     all
 }

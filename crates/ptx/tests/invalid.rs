@@ -206,17 +206,53 @@ fn products_in_flight() {
     let text = validate(&program).unwrap_err().fault.to_string();
     assert!(text.contains("was touched after the last wgmma.fence"), "{text}");
 
-    assert_eq!(
+    // Left in flight by a loop, and touched at its next pass.
+    assert!(
         fault(|k| {
             let (a, b) = tiles(k);
             let thread = k.thread_index();
+            let o = Accumulator::zeros(k, 64);
             k.loop_(|k| {
                 k.break_if(thread.equals(0));
-                let _ = k.wgmma(a.matrix(), b.transposed());
+                k.set(o.registers()[0], 1.0);
+                k.start_product(&o, Accumulate::Yes, a.matrix(), b.transposed());
             });
-        }),
-        "a loop leaves other wgmma groups in flight than it found"
+            k.wait_products(0);
+        })
+        .contains("which has not been waited for")
     );
+    // One more in flight on one path than on the other: a wait counts from the newest.
+    assert!(
+        fault(|k| {
+            let (a, b) = tiles(k);
+            let thread = k.thread_index();
+            let [o, p] = [(); 2].map(|_| Accumulator::zeros(k, 64));
+            k.start_product(&o, Accumulate::Yes, a.matrix(), b.transposed());
+            k.if_(thread.equals(0), |k| {
+                k.start_product(&p, Accumulate::Yes, a.matrix(), b.transposed());
+            });
+            k.wait_products(1);
+            k.eval(o.registers()[0] + 1.0);
+            k.wait_products(0);
+        })
+        .contains("which has not been waited for")
+    );
+    // A loop that leaves one in flight around its end and waits for it in time.
+    let mut k = Builder::new("fine", Target::SM_90A, 128);
+    let (a, b) = tiles(&mut k);
+    let thread = k.thread_index();
+    let [o, p] = [(); 2].map(|_| Accumulator::zeros(&mut k, 64));
+    k.loop_(|k| {
+        k.start_product(&p, Accumulate::No, a.matrix(), b.transposed());
+        k.wait_products(1);
+        k.set(o.registers()[0], o.registers()[0] * 2.0);
+        k.start_product(&o, Accumulate::Yes, a.matrix(), b.transposed());
+        k.wait_products(1);
+        k.eval(p.registers()[0] + 1.0);
+        k.break_if(thread.equals(0));
+    });
+    k.wait_products(0);
+    k.finish().unwrap();
     // Two in flight, waited for one after the other, is what attention does.
     let mut k = Builder::new("fine", Target::SM_90A, 128);
     let (a, b) = tiles(&mut k);

@@ -2,9 +2,8 @@
 
 use std::time::Instant;
 
-use flashcore_sim::{
-    Argument, Launch, Measure, Memory, Mode, Options, Policy, TensorMapArgument, run,
-};
+use flashcore_sim::scene::Scene;
+use flashcore_sim::{Argument, Launch, Measure, Memory, Mode, Options, Policy, run};
 use kernels::Product;
 use ptx::{Builder, Expression, F32, GlobalAddress, Program, Target, U64};
 
@@ -54,25 +53,9 @@ fn arithmetic(mode: Mode) {
 
 /// The multi-wgmma kernel, 32 seeds.
 fn product(mode: Mode, policy: Policy) {
-    let configuration = Product::PLAIN;
-    let program = configuration.program().expect("valid");
-    let (rows, inner) = (256u32, 512u32);
-    let mut memory = Memory::new();
-    let mut map = |name: &str, rows: u32, layout: ptx::TileLayout| {
-        let ones = vec![0x3F80u16; (rows * inner) as usize];
-        Argument::TensorMap(TensorMapArgument {
-            buffer: memory.input_u16(name, &ones),
-            offset: 0,
-            dimensions: vec![inner as u64, rows as u64],
-            strides: vec![2 * inner as u64],
-            tensor_box: layout.tensor_box(2),
-        })
-    };
-    let a = map("a", rows, configuration.a_layout());
-    let b = map("b", configuration.columns, configuration.b_part_layout());
-    let d = memory.output("d", (4 * rows * configuration.columns) as usize);
-    let arguments = vec![a, b, Argument::Address(d, 0), Argument::U32(rows), Argument::U32(inner)];
-    measure("product", &program, rows / 64, arguments, memory, policy, mode, 32);
+    let Scene { program, grid, arguments, memory, .. } =
+        Scene::product(Product::PLAIN, 256, 512).expect("valid");
+    measure("product", &program, grid, arguments, memory, policy, mode, 32);
 }
 
 #[allow(clippy::too_many_arguments)] // one line a measurement

@@ -160,20 +160,25 @@ pub struct Hazard {
     pub seed: u64,
 }
 
-impl fmt::Display for Hazard {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "hazard: {}", self.kind)?;
-        writeln!(f, "  {}", self.message.replace('\n', "\n  "))?;
+impl Hazard {
+    /// What happened and where, without how to see it again.
+    pub fn describe(&self) -> String {
+        let mut text = format!("hazard: {}\n", self.kind);
+        text += &format!("  {}", self.message.replace('\n', "\n  "));
         if let Some(place) = self.place {
-            write!(f, "  at {place}")?;
-            match self.actor {
-                Some(actor) => writeln!(f, " ({actor})")?,
-                None => writeln!(f)?,
-            }
+            text += &format!("\n  at {place}");
+            text += &self.actor.map(|actor| format!(" ({actor})")).unwrap_or_default();
         }
         if let Some(other) = self.other {
-            writeln!(f, "  and {other}")?;
+            text += &format!("\n  and {other}");
         }
+        text
+    }
+}
+
+impl fmt::Display for Hazard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{}", self.describe())?;
         write!(f, "  replay with policy {}, seed {}", self.policy, self.seed)
     }
 }

@@ -49,6 +49,7 @@
 //! | `clock`, `shadow` | what happened before what |
 //! | `float` | the small float formats |
 //! | [`mutate`] | programs with one statement missing, to test the tests |
+//! | [`scene`] | the kernels of FlashCore with inputs, and what must come out |
 //!
 //! # What the model cannot see
 //!
@@ -94,6 +95,7 @@ mod machine;
 mod memory;
 pub mod mutate;
 mod run;
+pub mod scene;
 mod schedule;
 mod shadow;
 mod step;

@@ -78,6 +78,11 @@ impl Memory {
         BufferId(self.buffers.len() as u32 - 1)
     }
 
+    /// Every buffer, in the order they were made.
+    pub fn ids(&self) -> impl Iterator<Item = BufferId> {
+        (0..self.buffers.len() as u32).map(BufferId)
+    }
+
     /// The bytes of a buffer.
     pub fn bytes(&self, buffer: BufferId) -> &[u8] {
         &self.buffers[buffer.index()].bytes

@@ -1,7 +1,9 @@
-//! `flashcore inspect`: what a kernel is made of, and what assemblers make of it.
+//! `flashcore inspect`: what a kernel is made of, what assemblers make of it, and what would run
+//! for a problem.
 
 mod assembly;
-mod choose;
+pub(crate) mod choose;
+mod plan;
 mod program;
 
 use std::error::Error;
@@ -9,6 +11,7 @@ use std::fs;
 use std::path::PathBuf;
 
 use clap::Args;
+use flashcore::Problem;
 use ptx::Target;
 use serde::Serialize;
 
@@ -17,7 +20,7 @@ use self::choose::Family;
 use self::program::Anatomy;
 use crate::{Answer, terminal};
 
-/// Look into a kernel: configuration, shared memory, registers, spills, PTX, SASS
+/// Look into a kernel (configuration, shared memory, registers, spills, PTX, SASS) or a plan
 #[derive(Args)]
 pub(crate) struct Arguments {
     /// A configuration or a family by name [default: list them]
@@ -25,6 +28,9 @@ pub(crate) struct Arguments {
     /// The architecture to build for [default: this machine's GPU, or sm_90a]
     #[arg(long, value_parser = choose::parse_target)]
     target: Option<Target>,
+    /// What would run for a problem, such as b=1,h=16,s=4096,d=128,bf16,causal
+    #[arg(long, value_name = "PROBLEM", conflicts_with_all = ["kernel", "all", "text"])]
+    problem: Option<Problem>,
     /// List every configuration
     #[arg(long, conflicts_with = "kernel")]
     all: bool,
@@ -43,6 +49,9 @@ pub(crate) struct Arguments {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
+    if let Some(problem) = &arguments.problem {
+        return plan::run(problem, arguments.target, arguments.json);
+    }
     let target = arguments.target.unwrap_or_else(choose::default_target);
     let Some(name) = &arguments.kernel else {
         return list(arguments, target);

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::Value;
 
-use crate::{fail, json, succeed};
+use crate::{command, fail, failure, json, succeed, success};
 
 /// A file of tensors that hold zeros.
 fn tensors(folder: &Path, tensors: &[(&str, Dtype, &[usize])]) -> PathBuf {
@@ -150,6 +150,23 @@ fn files_that_cannot_be_used_are_refused_in_a_line() {
     assert!(nowhere.starts_with("cannot read /nowhere/q.safetensors: "), "{nowhere}");
     let nowhere = fail(1, &["attend", "--seq", "4", "--output", "/nowhere/o.safetensors"]);
     assert!(nowhere.starts_with("cannot write /nowhere/o.safetensors: "), "{nowhere}");
+}
+
+#[test]
+fn the_environment_may_insist_on_a_kernel() {
+    let attend = |kernel: &str, arguments: &[&str]| {
+        let mut attend = command(&[&["attend", "--seq", "16", "--json"], arguments].concat());
+        attend.env("FLASHCORE_KERNEL", kernel);
+        attend
+    };
+    let answer: Value = serde_json::from_str(&success(attend("cpu/blocked", &[]))).unwrap();
+    assert_eq!(answer["report"]["kernel"], "blocked");
+    let message = failure(1, attend("unheard-of", &[]));
+    assert!(message.starts_with("there is no kernel `unheard-of` here, only "), "{message}");
+    // What is written on the command line counts more.
+    success(attend("unheard-of", &["--kernel", "blocked"]));
+    let message = failure(1, attend("forward", &["--backend", "cpu"]));
+    assert_eq!(message, "there is no kernel `forward` here, only cpu/blocked");
 }
 
 #[test]

@@ -16,7 +16,7 @@ const PRODUCT: &str = "product_bf16_n128_w128_kks_s4_c1";
 #[test]
 fn kernels_are_listed() {
     let text = succeed(&[&["inspect"], &HOPPER[..]].concat());
-    for family in ["scalar", "single", "product", "ceiling"] {
+    for family in ["scalar", "forward", "single", "product", "ceiling"] {
         assert!(text.lines().any(|line| line.starts_with(family)), "no `{family}` in\n{text}");
     }
     let names = succeed(&[&["inspect", "--all"], &HOPPER[..]].concat());
@@ -62,6 +62,54 @@ fn a_family_stands_for_one_of_its_configurations() {
 }
 
 #[test]
+fn a_plan_is_explained() {
+    let problem = ["--problem", "b=1,h=16,s=4096,d=128,bf16,causal"];
+    let text = succeed(&[&["inspect"], &problem[..], &HOPPER].concat());
+    for word in ["gpu/forward", "chosen", "gpu/scalar", "possible", "forward_bf16_d128x128_causal_"]
+    {
+        assert!(text.contains(word), "no `{word}` in\n{text}");
+    }
+    for word in ["queries,", "tiles", "blocks of", "waves", "shared memory"] {
+        assert!(text.contains(word), "no `{word}` in\n{text}");
+    }
+    let answer = json(&[&["inspect", "--json"], &problem[..], &HOPPER].concat());
+    assert_eq!(answer["gpu"]["target"], "sm_90a");
+    assert_eq!(answer["chosen"]["kernel"], "forward");
+    assert_eq!(answer["candidates"].as_array().unwrap().len(), 3);
+    let launch = &answer["launch"];
+    assert_eq!(launch["tiles"], launch["tiles_per_head"].as_u64().unwrap() * 16);
+    assert!(launch["shared_bytes"].as_u64() <= launch["shared_limit"].as_u64(), "{launch}");
+    assert_eq!(launch["configuration"], answer["chosen"]["configuration"]);
+
+    let older = json(&[&["inspect", "--json", "--target", "sm_80"], &problem[..]].concat());
+    assert_eq!(older["chosen"]["kernel"], "scalar");
+    assert_eq!(older["candidates"][0]["reason"], "sm_80 has no wgmma");
+}
+
+#[test]
+fn problems_that_mean_nothing_are_refused_in_a_line() {
+    let refuse = |problem: &str| fail(2, &["inspect", "--problem", problem]);
+    assert!(refuse("b=1,x=2").contains("there is no size `x`"));
+    assert!(refuse("bf17").contains("`bf17` means nothing; a problem is written like"));
+    assert!(fail(2, &["inspect", "single", "--problem", "d=64"]).contains("cannot be used with"));
+}
+
+#[test]
+fn the_environment_may_insist_on_a_kernel() {
+    let mut inspect = command(&["inspect", "--problem", "d=20", "--target", "sm_90a"]);
+    inspect.env("FLASHCORE_KERNEL", "forward");
+    assert_eq!(
+        failure(1, inspect),
+        "gpu/forward cannot serve this problem: head dim 20 is not a multiple of 8 up to 256; \
+         gpu/scalar, cpu/blocked can"
+    );
+    let mut inspect = command(&["inspect", "--problem", "d=64", "--target", "sm_90a", "--json"]);
+    inspect.env("FLASHCORE_KERNEL", "gpu/scalar");
+    let answer: Value = serde_json::from_str(&success(inspect)).unwrap();
+    assert_eq!(answer["chosen"]["kernel"], "scalar");
+}
+
+#[test]
 fn ptx_is_for_the_target_and_goes_to_a_file() {
     let ptx = succeed(&["inspect", "scalar", "--target", "sm_75", "--ptx"]);
     assert!(ptx.starts_with(".version 6.3\n.target sm_75\n"), "{ptx}");
@@ -88,7 +136,10 @@ fn kernels_and_targets_that_do_not_exist_are_refused_in_a_line() {
          product_bf16_n120_w128_kks_s4_c1, product_bf16_n128_w128_kks_s4_c1"
     );
     assert!(inspect("PRODUCT_F16").ends_with(" more"));
-    assert!(inspect("unheard-of").contains("configurations of scalar, single, product, ceiling"));
+    assert!(
+        inspect("unheard-of")
+            .contains("configurations of scalar, forward, single, product, ceiling")
+    );
     assert_eq!(
         fail(1, &["inspect", "ceiling", "--target", "sm_80"]),
         "kernel `ceiling` is not for sm_80, only for sm_90a"

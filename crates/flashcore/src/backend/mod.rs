@@ -5,7 +5,7 @@
 //! serve all of them.
 
 pub mod cpu;
-mod gpu;
+pub mod gpu;
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ pub use cpu::CpuBackend;
 pub use gpu::GpuBackend;
 
 use crate::error::Error;
-use crate::inputs::Inputs;
+use crate::inputs::{InputLayouts, Inputs};
 use crate::problem::Problem;
 use crate::tensor::Tensor;
 
@@ -44,7 +44,7 @@ pub trait Backend: Send + Sync {
 
     /// Every kernel of this back end, best for this problem first, each accepted or refused with
     /// a reason.
-    fn candidates(&self, problem: &Problem) -> Vec<Candidate>;
+    fn candidates(&self, problem: &Problem, layouts: &InputLayouts) -> Vec<Candidate>;
 
     /// Compute the problem. Problem and inputs are validated; nothing the caller passes panics.
     fn run(
@@ -64,8 +64,17 @@ pub struct Candidate {
     pub kernel: String,
     /// Whether it can serve the problem.
     pub accepted: bool,
+    /// The configuration that would run, where the kernel has several.
+    pub configuration: Option<String>,
     /// Why, in a line.
     pub reason: String,
+}
+
+impl Candidate {
+    /// Back end and kernel: `gpu/forward`.
+    pub fn full_name(&self) -> String {
+        format!("{}/{}", self.backend, self.kernel)
+    }
 }
 
 /// How a [`Backend`] is to run.
@@ -75,6 +84,9 @@ pub struct RunOptions<'a> {
     pub kernel: Option<String>,
     /// Told about the progress of long runs.
     pub progress: Option<&'a dyn Progress>,
+    /// Run once, untimed, and look for writes beside the results and to the inputs: they are an
+    /// error. For checks.
+    pub guard: bool,
 }
 
 /// Told how far a long computation has come. Calls come from many threads.
@@ -104,6 +116,8 @@ pub struct Report {
     pub backend: &'static str,
     /// The kernel's name.
     pub kernel: String,
+    /// Its configuration, where it has several.
+    pub configuration: Option<String>,
     /// Why this kernel.
     pub reason: String,
     /// The computation alone.
@@ -153,6 +167,14 @@ pub enum BackendError {
     Unsupported {
         /// Each kernel's reason.
         reasons: String,
+    },
+    /// The kernels asked for cannot serve the problem, and others can.
+    #[error("{reasons}; {instead} can")]
+    Refused {
+        /// Each asked-for kernel's reason.
+        reasons: String,
+        /// The kernels that would work.
+        instead: String,
     },
     /// There is no memory for the log-sum-exp.
     #[error("no memory for the log-sum-exp")]

@@ -5,11 +5,13 @@ pub mod ladder;
 
 use std::fmt;
 
+use rayon::prelude::*;
 use serde::Serialize;
 
-use crate::backend::{Backend, Output, RunOptions};
+use crate::backend::{Backend, Output, Progress, RunOptions};
 use crate::error::Error;
-use crate::reference::{self, Rows};
+use crate::inputs::InputTensors;
+use crate::reference::{self, Answer, Rows};
 use crate::verdict::{Verdict, compare};
 
 pub use cases::{Case, Contents, Order};
@@ -23,6 +25,8 @@ pub struct Outcome {
     pub verdict: Verdict,
     /// Whether a second run gave the same bits.
     pub repeats: bool,
+    /// Values that are NaN among rows that were not compared, where no input is.
+    pub holes: usize,
 }
 
 impl fmt::Display for Outcome {
@@ -31,11 +35,58 @@ impl fmt::Display for Outcome {
         if !self.repeats {
             f.write_str(", a second run gave other bits")?;
         }
+        if self.holes > 0 {
+            write!(f, ", {} values are NaN or were never written", self.holes)?;
+        }
         Ok(())
     }
 }
 
-/// Run one kernel of a back end on a case, twice, and judge it over every row.
+/// Floating-point operations of a case's reference: more, and a sample of its rows is compared.
+/// About a quarter of a second on one core.
+const REFERENCE_OPERATIONS: f64 = 2.5e8;
+
+/// A case with its tensors and with what the result should be.
+#[derive(Debug)]
+pub struct Expected<'a> {
+    case: &'a Case,
+    tensors: InputTensors,
+    reference: Answer,
+    baseline: Answer,
+}
+
+impl<'a> Expected<'a> {
+    /// Makes the tensors and computes the reference.
+    pub fn of(case: &'a Case) -> Result<Self, Error> {
+        let problem = &case.problem;
+        let tensors = case.tensors()?;
+        let share = REFERENCE_OPERATIONS / problem.visible_flops().max(1.0);
+        let rows = match share < 1.0 {
+            true => Rows::sample(problem, (share * problem.rows() as f64) as usize, case.seed),
+            false => Rows::all(problem),
+        };
+        let reference = reference::attention(problem, tensors.inputs(), &rows, None)?;
+        let baseline = reference::baseline(problem, tensors.inputs(), &rows, None)?;
+        Ok(Expected { case, tensors, reference, baseline })
+    }
+
+    /// Runs a kernel twice, with guard zones, and judges it.
+    pub fn check(&self, backend: &dyn Backend, kernel: &str) -> Result<Outcome, Error> {
+        let problem = &self.case.problem;
+        let options =
+            RunOptions { kernel: Some(kernel.to_owned()), guard: true, ..RunOptions::default() };
+        let first = backend.run(problem, self.tensors.inputs(), &options)?;
+        let second = backend.run(problem, self.tensors.inputs(), &options)?;
+        let verdict = compare(problem, &first, &self.reference, &self.baseline)?;
+        let repeats = same_bits(&first, &second);
+        let sampled = verdict.rows < verdict.total_rows;
+        let holes = if sampled && self.case.contents.is_finite() { holes(&first) } else { 0 };
+        let passed = verdict.passed && repeats && holes == 0;
+        Ok(Outcome { passed, verdict, repeats, holes })
+    }
+}
+
+/// Run one kernel of a back end on a case, twice, and judge it.
 ///
 /// ```
 /// use flashcore::{CpuBackend, DType, check};
@@ -48,21 +99,79 @@ impl fmt::Display for Outcome {
 /// # Ok::<(), flashcore::Error>(())
 /// ```
 pub fn run(backend: &dyn Backend, kernel: &str, case: &Case) -> Result<Outcome, Error> {
-    let problem = &case.problem;
-    let tensors = case.tensors()?;
-    let inputs = tensors.inputs();
-    let options = RunOptions { kernel: Some(kernel.to_owned()), progress: None };
-    let rows = Rows::all(problem);
-    let reference = reference::attention(problem, inputs, &rows, None)?;
-    let baseline = reference::baseline(problem, inputs, &rows, None)?;
-    let first = backend.run(problem, inputs, &options)?;
-    let second = backend.run(problem, inputs, &options)?;
-    let verdict = compare(problem, &first, &reference, &baseline)?;
-    let repeats = same_bits(&first, &second);
-    Ok(Outcome { passed: verdict.passed && repeats, verdict, repeats })
+    Expected::of(case)?.check(backend, kernel)
+}
+
+/// How one kernel did on one of many cases.
+#[derive(Debug)]
+pub struct Checked<'a> {
+    /// The case.
+    pub case: &'a Case,
+    /// The back end's name.
+    pub backend: &'static str,
+    /// The kernel's name.
+    pub kernel: String,
+    /// What came of it.
+    pub outcome: Result<Outcome, Error>,
+}
+
+/// Run every kernel that accepts a case, or only the one of this name, for every case. The
+/// reference takes all cores and is computed once for each case. Results come in the order of the
+/// cases.
+pub fn run_all<'a>(
+    backends: &[&dyn Backend],
+    kernel: Option<&str>,
+    cases: &'a [Case],
+    progress: &dyn Progress,
+) -> Vec<Checked<'a>> {
+    progress.begin(cases.len() as u64);
+    let check_case = |case: &'a Case| {
+        let checked = check_case(backends, kernel, case);
+        progress.advance(1);
+        checked
+    };
+    cases.par_iter().flat_map_iter(check_case).collect()
+}
+
+fn check_case<'a>(
+    backends: &[&dyn Backend],
+    kernel: Option<&str>,
+    case: &'a Case,
+) -> Vec<Checked<'a>> {
+    let Ok(layouts) = case.layouts() else {
+        return Vec::new();
+    };
+    let mut kernels = Vec::new();
+    for backend in backends {
+        for candidate in backend.candidates(&case.problem, &layouts) {
+            if candidate.accepted && kernel.is_none_or(|name| name == candidate.kernel) {
+                kernels.push((*backend, candidate.kernel));
+            }
+        }
+    }
+    if kernels.is_empty() {
+        return Vec::new();
+    }
+    let expected = Expected::of(case);
+    kernels
+        .into_iter()
+        .map(|(backend, kernel)| {
+            let outcome = match &expected {
+                Ok(expected) => expected.check(backend, &kernel),
+                Err(_) => run(backend, &kernel, case),
+            };
+            Checked { case, backend: backend.name(), kernel, outcome }
+        })
+        .collect()
 }
 
 fn same_bits(first: &Output, second: &Output) -> bool {
     let bits = |lse: &[f32]| lse.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
     first.output.bytes() == second.output.bytes() && bits(&first.lse) == bits(&second.lse)
+}
+
+/// Values that are NaN.
+fn holes(result: &Output) -> usize {
+    let values = result.output.to_f32();
+    values.iter().chain(&result.lse).filter(|value| value.is_nan()).count()
 }

@@ -1,13 +1,26 @@
 //! The host side of the GPU: a device, its compiled kernels, and running them.
+//!
+//! [`Machine`](crate::Machine) takes tensors in host memory. Whoever has them on the device
+//! already makes a [`ForwardPlan`] and launches it on a stream of their own.
 
+mod chip;
+pub mod forward;
 mod kernel;
+mod room;
+mod warm;
 
-pub use kernel::{Compilation, Kernel};
+pub use chip::{Chip, target_of};
+pub use cuda::{Buffer, Device, DeviceAddress, DeviceSlice, Stream};
+pub use forward::{DeviceTensor, ForwardPlan, ForwardTensors};
+pub use kernel::{Compilation, Kernel, Policy};
+pub(crate) use room::Room;
+pub use warm::Warmed;
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 
-use cuda::{Buffer, Cache, Device, DeviceInfo, Event, OptimizationLevel, Stream};
+use cuda::{Cache, DeviceInfo, Event};
 use ptx::{Program, Target};
 
 /// One GPU with a stream of ours and the kernels compiled for it so far.
@@ -16,8 +29,15 @@ pub struct Gpu {
     device: Device,
     stream: Stream,
     cache: Cache,
-    kernels: Mutex<HashMap<String, Arc<Kernel>>>,
+    policy: Policy,
+    /// Each under a lock of its own, so that two threads do not compile the same.
+    kernels: Mutex<HashMap<String, Place>>,
+    /// Threads that compile kernels a second time.
+    compilers: Mutex<Vec<JoinHandle<()>>>,
 }
+
+/// Where a kernel will be once it is compiled.
+type Place = Arc<Mutex<Option<Arc<Kernel>>>>;
 
 /// Why a GPU did not do what it was asked.
 #[derive(Debug, thiserror::Error)]
@@ -35,6 +55,36 @@ pub enum GpuError {
         /// What is too large.
         what: &'static str,
     },
+    /// The kernel does not serve the problem.
+    #[error("the {kernel} kernel does not serve this problem: {reason}")]
+    Unsupported {
+        /// The kernel.
+        kernel: &'static str,
+        /// Why not.
+        reason: String,
+    },
+    /// A tensor cannot be given to the kernel as it lies in memory.
+    #[error("the {tensor} tensor: {reason}")]
+    Tensor {
+        /// Its role.
+        tensor: &'static str,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A kernel has a parameter that the host does not know: a bug of ours.
+    #[error("kernel `{kernel}` has a parameter `{parameter}` that nobody sets")]
+    Parameter {
+        /// The kernel.
+        kernel: String,
+        /// The parameter.
+        parameter: String,
+    },
+    /// A kernel wrote where it must not: a bug of ours.
+    #[error("the kernel wrote {place}")]
+    Trespass {
+        /// Where.
+        place: String,
+    },
 }
 
 impl Gpu {
@@ -45,9 +95,15 @@ impl Gpu {
 
     /// Opens a GPU with a given cache.
     pub fn with_cache(ordinal: u32, cache: Cache) -> Result<Self, GpuError> {
+        Gpu::with_policy(ordinal, cache, Policy::default())
+    }
+
+    /// Opens a GPU with a given cache and way of compiling.
+    pub fn with_policy(ordinal: u32, cache: Cache, policy: Policy) -> Result<Self, GpuError> {
         let device = Device::open(ordinal)?;
         let stream = Stream::new(&device)?;
-        Ok(Gpu { device, stream, cache, kernels: Mutex::default() })
+        let (kernels, compilers) = Default::default();
+        Ok(Gpu { device, stream, cache, policy, kernels, compilers })
     }
 
     /// What the driver says of it.
@@ -70,10 +126,19 @@ impl Gpu {
         &self.cache
     }
 
+    /// How kernels are compiled.
+    pub fn policy(&self) -> Policy {
+        self.policy
+    }
+
+    /// Its size.
+    pub fn chip(&self) -> Chip {
+        Chip::of(self.info())
+    }
+
     /// What programs can be built for: everything the device has.
     pub fn target(&self) -> Target {
-        let capability = self.info().compute_capability;
-        target_of(capability.major * 10 + capability.minor)
+        self.chip().target
     }
 
     /// The compiled kernel of this name, built and compiled the first time.
@@ -82,31 +147,32 @@ impl Gpu {
         name: &str,
         build: impl FnOnce() -> Result<Program, kernels::Error>,
     ) -> Result<Arc<Kernel>, GpuError> {
-        let lock = || self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(kernel) = lock().get(name) {
+        let place = lock(&self.kernels).entry(name.to_owned()).or_default().clone();
+        let mut kernel = lock(&place);
+        if let Some(kernel) = &*kernel {
             return Ok(kernel.clone());
         }
-        // Compiled outside of the lock: a second thread may do it again, which
-        // is wasteful and right.
-        let program = build()?;
-        let level = OptimizationLevel::default();
-        let kernel = Arc::new(Kernel::compile(&self.device, &self.cache, &program, level)?);
-        lock().insert(name.to_owned(), kernel.clone());
-        Ok(kernel)
+        let (compiled, remainder) =
+            Kernel::compile(&self.device, &self.cache, build()?, self.policy)?;
+        if let Some(remainder) = remainder {
+            lock(&self.compilers).push(std::thread::spawn(remainder));
+        }
+        Ok(kernel.insert(compiled).clone())
+    }
+
+    /// Waits until every kernel that was asked for is compiled at its full level.
+    pub fn finish_compiling(&self) {
+        let compilers = std::mem::take(&mut *lock(&self.compilers));
+        for compiler in compilers {
+            // A compiler that panicked leaves the quick binary in place.
+            let _ = compiler.join();
+        }
     }
 
     /// A buffer with these bytes; never empty, so that it has an address.
     pub(crate) fn upload(&self, bytes: &[u8]) -> Result<Buffer, GpuError> {
-        let buffer = self.room(bytes.len())?;
+        let buffer = Buffer::new(&self.device, (bytes.len() as u64).max(16))?;
         self.stream.upload(bytes, buffer.slice(0..bytes.len() as u64)?)?;
-        Ok(buffer)
-    }
-
-    /// A buffer of at least this size, its contents poisoned: an element
-    /// that a kernel forgets to write is NaN in every float format.
-    pub(crate) fn room(&self, bytes: usize) -> Result<Buffer, GpuError> {
-        let buffer = Buffer::new(&self.device, (bytes as u64).max(16))?;
-        self.stream.fill(buffer.all(), 0xFF)?;
         Ok(buffer)
     }
 
@@ -124,10 +190,13 @@ impl Gpu {
     }
 }
 
-/// The richest target of a compute capability, as one number (90 for 9.0).
-pub fn target_of(architecture: u32) -> Target {
-    match architecture {
-        90 => Target::SM_90A,
-        other => Target::portable(other),
+impl Drop for Gpu {
+    /// A thread inside the driver while the process ends would crash it.
+    fn drop(&mut self) {
+        self.finish_compiling();
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -5,8 +5,8 @@ use ptx::{
     Pred, Reg, S32, SharedTile, TensorMap, U32, U64,
 };
 
-use super::schedule::Finished;
-use super::softmax::Softmax;
+use super::schedule::Current;
+use super::warpgroup::Warpgroup;
 use super::{Shared, barrier};
 
 /// Where results go.
@@ -28,7 +28,8 @@ pub(super) struct Output {
 }
 
 impl Output {
-    pub(super) fn new(k: &mut Builder, shared: &Shared, index: Reg<U32>, thread: Reg<U32>) -> Self {
+    pub(super) fn new(k: &mut Builder, shared: &Shared, group: &Warpgroup<'_>) -> Self {
+        let (index, thread) = (group.index, group.thread);
         Output {
             tile: shared.output.at(k, index),
             barrier: k.eval(index + barrier::OUTPUT),
@@ -57,16 +58,15 @@ impl Output {
 }
 
 impl Epilogue {
-    /// Stores the output of a finished tile. The copies are only begun.
+    /// Stores the output of a finished tile, given the factors and log-sum-exps
+    /// of the thread's rows. The copies are only begun.
     pub(super) fn store(
         &self,
         k: &mut Builder,
         room: &Output,
-        softmax: &Softmax,
         output: &Accumulator,
-        tile: &Finished,
+        ([factors, log_sums], tile): ([[Reg<F32>; 2]; 2], &Current),
     ) {
-        let (factors, log_sums) = softmax.finish(k);
         self.store_log_sums(k, room, tile, log_sums);
 
         let layout = room.tile.layout();
@@ -103,7 +103,7 @@ impl Epilogue {
         &self,
         k: &mut Builder,
         room: &Output,
-        tile: &Finished,
+        tile: &Current,
         log_sums: [Reg<F32>; 2],
     ) {
         let position = Accumulator::position(k, room.thread);

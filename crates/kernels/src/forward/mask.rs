@@ -3,7 +3,8 @@
 use ptx::{Accumulator, Builder, Choose, Expression, F32, Reg, S32, U32, Value};
 
 use super::Forward;
-use super::schedule::{Schedule, Tile};
+use super::schedule::{Current, Schedule};
+use super::warpgroup::Warpgroup;
 
 /// The mask of one thread's elements.
 pub(super) struct Mask {
@@ -21,14 +22,13 @@ impl Mask {
         k: &mut Builder,
         forward: &Forward,
         schedule: &Schedule,
-        warpgroup: Reg<U32>,
-        thread: Reg<U32>,
+        group: &Warpgroup<'_>,
     ) -> Self {
-        let position = Accumulator::position(k, thread);
+        let position = Accumulator::position(k, group.thread);
         Mask {
             causal: forward.causal,
             key_block: forward.key_block,
-            row: k.eval(warpgroup * 64 + position.row),
+            row: k.eval(group.index * 64 + position.row),
             column: position.column,
             key_length: schedule.key_length,
             query_length: schedule.query_length,
@@ -39,7 +39,7 @@ impl Mask {
     pub(super) fn apply(
         &self,
         k: &mut Builder,
-        tile: &Tile,
+        tile: &Current,
         block: Reg<U32>,
         scores: &Accumulator,
     ) {
@@ -55,7 +55,7 @@ impl Mask {
 
     /// For each of the thread's two rows, the last column of the block that it
     /// sees, counted from the thread's first column; negative if there is none.
-    fn last_seen_columns(&self, k: &mut Builder, tile: &Tile, block: Reg<U32>) -> [Reg<S32>; 2] {
+    fn last_seen_columns(&self, k: &mut Builder, tile: &Current, block: Reg<U32>) -> [Reg<S32>; 2] {
         let signed = |value: Value<U32>| value.reinterpret::<S32>();
         let first_column = k.eval(signed(block * self.key_block + self.column));
         let end = k.eval(signed(self.key_length - 1) - first_column);

@@ -24,12 +24,17 @@
 mod consumer;
 mod divisor;
 mod epilogue;
+mod lists;
 mod mask;
 mod producer;
 mod schedule;
 mod softmax;
+mod tuned;
+mod warpgroup;
 
 pub use divisor::Divisor;
+pub use lists::TileLists;
+pub use tuned::{Tuned, Workload, every_tuned, tuned};
 
 use ptx::{
     Builder, Element, Expression, F32, GlobalAddress, Pipeline, Program, Reg, Role, SharedTiles,
@@ -37,6 +42,7 @@ use ptx::{
 };
 
 use crate::Error;
+use crate::product::Source;
 use epilogue::Epilogue;
 use schedule::Schedule;
 
@@ -59,6 +65,8 @@ pub struct Forward {
     pub stages: u32,
     /// Query tiles in shared memory: 2 lets the next tile's come early.
     pub query_buffers: u32,
+    /// Where the tensor cores take queries from.
+    pub query_source: Source,
     /// Whether warpgroups take turns at the tensor cores.
     pub ping_pong: bool,
 }
@@ -95,12 +103,16 @@ impl Forward {
     /// The name of this configuration.
     pub fn name(&self) -> String {
         let Forward { element, head_dim, value_head_dim, causal, warpgroups, .. } = self;
-        let Forward { key_block, stages, query_buffers, ping_pong, .. } = self;
+        let Forward { key_block, stages, query_buffers, query_source, ping_pong, .. } = self;
         let mask = if *causal { "causal" } else { "dense" };
         let rows = 64 * warpgroups;
         let turns = if *ping_pong { "_turns" } else { "" };
+        let source = match query_source {
+            Source::Shared => "",
+            Source::Registers => "r",
+        };
         format!(
-            "forward_{element}_d{head_dim}x{value_head_dim}_{mask}_{rows}x{key_block}_s{stages}q{query_buffers}{turns}"
+            "forward_{element}_d{head_dim}x{value_head_dim}_{mask}_{rows}x{key_block}_s{stages}q{query_buffers}{source}{turns}"
         )
     }
 
@@ -146,12 +158,13 @@ impl Forward {
             + self.stages * (self.key_layout().bytes() + self.value_layout().bytes())
     }
 
-    /// Registers of a producer's and of a consumer's thread.
-    fn register_budgets(&self) -> (u32, u32) {
+    /// Registers of a producer's and of a consumer's thread. Two warpgroups
+    /// together have as many as a thread can use.
+    fn register_budgets(&self) -> Option<(u32, u32)> {
         match self.warpgroups {
-            1 => (56, 256),
-            2 => (24, 240),
-            _ => (32, 160),
+            1 => None,
+            2 => Some((24, 240)),
+            _ => Some((32, 160)),
         }
     }
 
@@ -160,10 +173,11 @@ impl Forward {
     /// Parameters, in order: the tensor maps of queries, keys, values and
     /// output over (dimension, position, head, batch); the address of the
     /// log-sum-exps, (batch, head, query) in `f32`; query length, key length;
-    /// the scale times log2(e), which must be positive; tiles in all; then
+    /// the scale times log2(e), which must be positive; the address of the
+    /// tile lists ([`TileLists`]) if there are any, else tiles in all; then
     /// the [`Divisor`]s (number, multiplier, shift) of query tiles of a head,
     /// of query heads, and of query heads per key head. Key length must not
-    /// be zero. Any number of blocks.
+    /// be zero. Any number of blocks; with lists, one for each.
     pub fn program(&self) -> Result<Program, Error> {
         let refuse = |reason| Err(Error::configuration(self.name(), reason));
         if !matches!(self.element, Element::F16 | Element::BF16) {
@@ -221,12 +235,16 @@ impl Forward {
         });
         k.barriers_ready();
 
-        let (producer_registers, consumer_registers) = self.register_budgets();
-        k.role(Role::warpgroups("producer", 0..1).registers(producer_registers), |k| {
+        let mut producer = Role::warpgroups("producer", 0..1);
+        let mut consumer = Role::warpgroups("consumer", 1..1 + self.warpgroups);
+        if let Some((producer_registers, consumer_registers)) = self.register_budgets() {
+            producer = producer.registers(producer_registers);
+            consumer = consumer.registers(consumer_registers);
+        }
+        k.role(producer, |k| {
             k.if_(thread.equals(0), |k| producer::produce(k, self, &shared, &maps, &schedule));
         });
-        let consumers = 1..1 + self.warpgroups;
-        k.role(Role::warpgroups("consumer", consumers).registers(consumer_registers), |k| {
+        k.role(consumer, |k| {
             let epilogue = Epilogue { output: maps.output, lse, query_length };
             consumer::consume(k, self, &shared, &schedule, scale_log2, &epilogue);
         });

@@ -2,17 +2,17 @@
 //!
 //! A tile is some query rows of one head. Tiles are numbered with the rows
 //! moving fastest, so that blocks running at the same time share the keys and
-//! values of few heads in the second-level cache. Block `b` of `g` takes tiles
-//! `b`, `b + g`, ...
+//! values of few heads in the second-level cache. Without a mask all tiles are
+//! alike, and block `b` of `g` takes tiles `b`, `b + g`, ... With a causal mask
+//! they differ in length, and each block has a list ([`TileLists`]), read one
+//! entry ahead.
 //!
-//! With a causal mask, tiles differ in length. Number `2p` and `2p + 1` are then
-//! the `p`-th longest and the `p`-th shortest tile of a head, and a block takes
-//! both: every such pair is the same work.
+//! [`TileLists`]: super::TileLists
 
-use ptx::{Builder, Choose, Expression, Pred, Reg, S32, U32, Value};
+use ptx::{Builder, Expression, GlobalAddress, Pred, Reg, S32, U32, U64, Value};
 
-use super::Forward;
 use super::divisor::DivisorRegisters;
+use super::{Forward, TileLists};
 
 /// The numbering of tiles.
 pub(super) struct Schedule {
@@ -21,19 +21,26 @@ pub(super) struct Schedule {
     key_block: u32,
     pub(super) query_length: Reg<U32>,
     pub(super) key_length: Reg<U32>,
-    /// Tiles in all; with a causal mask an even number for each head.
-    tiles: Reg<U32>,
-    /// Tiles of a head; with a causal mask, pairs of tiles.
+    order: Order,
+    /// Tiles of a head.
     per_head: DivisorRegisters,
     heads: DivisorRegisters,
     group: DivisorRegisters,
-    /// Blocks of the grid.
-    blocks: Reg<U32>,
+}
+
+/// How a block goes on from one tile to the next.
+enum Order {
+    /// In steps of the grid's size, up to the number of tiles in all.
+    Strided { tiles: Reg<U32>, blocks: Reg<U32> },
+    /// By lists at this address.
+    Listed(Reg<GlobalAddress>),
 }
 
 /// Where a block stands: its tile, in registers that change from tile to tile.
 pub(super) struct Tile {
     number: Reg<U32>,
+    /// Where the list goes on, and the entry there.
+    ahead: Option<(Reg<GlobalAddress>, Reg<U32>)>,
     pub(super) first_row: Reg<U32>,
     pub(super) head: Reg<U32>,
     pub(super) key_head: Reg<U32>,
@@ -45,10 +52,12 @@ pub(super) struct Tile {
     pub(super) first_masked: Reg<U32>,
 }
 
-/// What is needed to store a tile when the block has gone on to the next, in
-/// registers that change from tile to tile.
-pub(super) struct Finished {
+/// The tile that is being computed, when the block has already begun the next:
+/// what is needed to mask and to store it, in registers that change from tile
+/// to tile.
+pub(super) struct Current {
     pub(super) first_row: Reg<U32>,
+    pub(super) first_masked: Reg<U32>,
     pub(super) head: Reg<U32>,
     pub(super) batch: Reg<U32>,
     pub(super) heads: Reg<U32>,
@@ -67,30 +76,36 @@ impl Schedule {
             key_block: forward.key_block,
             query_length,
             key_length,
-            tiles: k.parameter("tiles"),
+            order: if forward.causal {
+                Order::Listed(k.parameter("tile lists"))
+            } else {
+                let tiles = k.parameter("tiles");
+                let blocks = k.special(ptx::Special::GridExtent(ptx::Axis::X));
+                Order::Strided { tiles, blocks }
+            },
             per_head: DivisorRegisters::parameters(k, "tiles of a head"),
             heads: DivisorRegisters::parameters(k, "query heads"),
             group: DivisorRegisters::parameters(k, "query heads per key head"),
-            blocks: k.special(ptx::Special::GridExtent(ptx::Axis::X)),
         }
-    }
-
-    /// Every tile of this block, one after the other.
-    pub(super) fn for_each_tile(&self, k: &mut Builder, body: impl FnOnce(&mut Builder, &Tile)) {
-        let tile = self.first_tile(k);
-        k.loop_(|k| {
-            k.break_if(!self.has_tile(&tile));
-            body(k, &tile);
-            self.next_tile(k, &tile);
-        });
     }
 
     /// The block's first tile; there may be none.
     pub(super) fn first_tile(&self, k: &mut Builder) -> Tile {
         let block = k.block_index();
-        let number = k.variable(if self.causal { block * 2 } else { block.into() });
+        let (number, ahead) = match &self.order {
+            Order::Strided { .. } => (k.variable(block), None),
+            Order::Listed(lists) => {
+                let start = k.load::<U32, _>(*lists + block.convert::<U64>() * 4);
+                let first = k.eval(*lists + start.convert::<U64>() * 4);
+                let number = k.load::<U32, _>(first);
+                let next = k.variable(first + 4);
+                let entry = k.load::<U32, _>(next);
+                (number, Some((next, entry)))
+            }
+        };
         let tile = Tile {
             number,
+            ahead,
             first_row: k.register(),
             head: k.register(),
             key_head: k.register(),
@@ -104,24 +119,33 @@ impl Schedule {
 
     /// Goes on to the block's next tile; there may be none.
     pub(super) fn next_tile(&self, k: &mut Builder, tile: &Tile) {
-        if self.causal {
-            // From the long tile of a pair to its short one, then to the next pair.
-            let long = k.eval((tile.number & 1).equals(0));
-            let further = k.eval(tile.number + (self.blocks * 2 - 1));
-            k.set(tile.number, long.choose::<U32>(tile.number + 1, further));
-        } else {
-            k.set(tile.number, tile.number + self.blocks);
+        match (&self.order, tile.ahead) {
+            (Order::Listed(_), Some((next, entry))) => {
+                k.set(tile.number, entry);
+                // Nobody reads behind the end of a list.
+                k.if_(entry.differs(TileLists::END), |k| {
+                    k.set(next, next + 4);
+                    let further = k.load::<U32, _>(next);
+                    k.set(entry, further);
+                });
+            }
+            (Order::Strided { blocks, .. }, _) => k.set(tile.number, tile.number + *blocks),
+            (Order::Listed(_), None) => unreachable!("listed tiles read ahead"),
         }
         self.locate(k, tile);
     }
 
     pub(super) fn has_tile(&self, tile: &Tile) -> Value<Pred> {
-        tile.number.less(self.tiles)
+        match &self.order {
+            Order::Strided { tiles, .. } => tile.number.less(*tiles),
+            Order::Listed(_) => tile.number.differs(TileLists::END),
+        }
     }
 
-    pub(super) fn finished(&self, k: &mut Builder, tile: &Tile) -> Finished {
-        Finished {
+    pub(super) fn current(&self, k: &mut Builder, tile: &Tile) -> Current {
+        Current {
             first_row: k.variable(tile.first_row),
+            first_masked: k.variable(tile.first_masked),
             head: k.variable(tile.head),
             batch: k.variable(tile.batch),
             heads: self.heads.number,
@@ -130,34 +154,14 @@ impl Schedule {
 
     /// Finds the coordinates of a tile by its number.
     fn locate(&self, k: &mut Builder, tile: &Tile) {
-        let row_tile = if self.causal {
-            let pair = k.eval(tile.number >> 1);
-            let (head_and_batch, pair) = self.per_head.divide(k, pair);
-            self.place_head(k, tile, head_and_batch);
-            let last = (self.query_length + (self.query_rows - 1)) / self.query_rows - 1;
-            let long = (tile.number & 1).equals(0);
-            // Of an odd number of tiles the middle one is its own pair; the
-            // second time it is put behind the end, where there is nothing to do.
-            let last = k.eval(last);
-            let long_tile = k.eval(last - pair);
-            let middle = k.eval(long_tile.equals(pair));
-            let short_tile = k.eval(middle.choose::<U32>(last + 1, pair));
-            k.eval(long.choose::<U32>(long_tile, short_tile))
-        } else {
-            let (head_and_batch, row_tile) = self.per_head.divide(k, tile.number);
-            self.place_head(k, tile, head_and_batch);
-            row_tile
-        };
-        k.set(tile.first_row, row_tile * self.query_rows);
-        self.find_blocks(k, tile);
-    }
-
-    fn place_head(&self, k: &mut Builder, tile: &Tile, head_and_batch: Reg<U32>) {
+        let (head_and_batch, row_tile) = self.per_head.divide(k, tile.number);
         let (batch, head) = self.heads.divide(k, head_and_batch);
         let (key_head, _) = self.group.divide(k, head);
         k.set(tile.batch, batch);
         k.set(tile.head, head);
         k.set(tile.key_head, key_head);
+        k.set(tile.first_row, row_tile * self.query_rows);
+        self.find_blocks(k, tile);
     }
 
     /// Which key blocks the tile needs, and which of them need no mask.
@@ -176,18 +180,16 @@ impl Schedule {
         let first_sees = k.eval((signed(tile.first_row + 1) + offset).maximum(0));
         let last_sees = (signed(tile.first_row + self.query_rows) + offset).maximum(0);
         let needed = (last_sees.reinterpret::<U32>() + (size - 1)) / size;
-        let needed = k.eval(needed.minimum(all).maximum(1));
-        // The second half of a middle pair lies behind the end: next to nothing.
-        let behind = tile.first_row.at_least(self.query_length);
-        k.set(tile.blocks, behind.choose::<U32>(1, needed));
+        k.set(tile.blocks, needed.minimum(all).maximum(1));
         k.set(tile.first_masked, (first_sees.reinterpret::<U32>() / size).minimum(whole));
     }
 }
 
-impl Finished {
-    /// Takes the place of a tile that is done.
+impl Current {
+    /// Becomes this tile.
     pub(super) fn take(&self, k: &mut Builder, tile: &Tile) {
         k.set(self.first_row, tile.first_row);
+        k.set(self.first_masked, tile.first_masked);
         k.set(self.head, tile.head);
         k.set(self.batch, tile.batch);
     }

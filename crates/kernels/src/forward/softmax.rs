@@ -119,9 +119,9 @@ impl Softmax {
         })
     }
 
-    /// Ends the rows: the factor of each row's output, and its log-sum-exp. A
+    /// Ends the rows: the factors of their outputs, and their log-sum-exps. A
     /// row that saw nothing is zero, with log-sum-exp minus infinity.
-    pub(super) fn finish(&self, k: &mut Builder) -> ([Reg<F32>; 2], [Reg<F32>; 2]) {
+    pub(super) fn finish(&self, k: &mut Builder) -> [[Reg<F32>; 2]; 2] {
         let mut factors = Vec::new();
         let mut log_sums = Vec::new();
         for row in 0..2 {
@@ -134,7 +134,7 @@ impl Softmax {
             let natural = k.eval(natural * std::f32::consts::LN_2);
             log_sums.push(k.eval(empty.choose::<F32>(f32::NEG_INFINITY, natural)));
         }
-        ([factors[0], factors[1]], [log_sums[0], log_sums[1]])
+        [[factors[0], factors[1]], [log_sums[0], log_sums[1]]]
     }
 }
 

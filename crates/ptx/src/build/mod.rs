@@ -351,6 +351,16 @@ impl Builder {
         self.branch(condition.into(), then, |_| {}, Location::caller());
     }
 
+    /// Threads where `condition` holds execute one instruction, which is
+    /// placed where this was called.
+    #[track_caller]
+    pub(crate) fn if_one(&mut self, condition: impl Into<Value<Pred>>, instruction: Instruction) {
+        let place = Location::caller();
+        let condition = self.eval(condition).register;
+        let then = vec![Statement { kind: StatementKind::Instruction(instruction), place }];
+        self.append(StatementKind::If { condition, then, otherwise: Vec::new() }, place);
+    }
+
     /// Threads where `condition` holds do `then`, the others `otherwise`.
     #[track_caller]
     pub fn if_else(

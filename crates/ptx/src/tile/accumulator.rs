@@ -48,6 +48,14 @@ impl Accumulator {
         self.columns
     }
 
+    /// Copies another accumulator of the same shape.
+    #[track_caller]
+    pub fn set(&self, k: &mut Builder, other: &Accumulator) {
+        for (dst, src) in self.registers.iter().zip(&other.registers) {
+            k.set(*dst, *src);
+        }
+    }
+
     /// The thread's elements, in register order.
     pub fn registers(&self) -> &[Reg<F32>] {
         &self.registers
@@ -152,15 +160,20 @@ impl Fragment {
         if element.bytes() != 2 {
             k.misuse(format!("fragments of {element} cannot be loaded by ldmatrix"));
         }
+        let fragment = Fragment::new(k, element, tile.columns);
+        fragment.load_into(k, tile, warp);
+        fragment
+    }
+
+    /// Loads 64 rows of a tile into these registers.
+    #[track_caller]
+    pub fn load_into(&self, k: &mut Builder, tile: &SharedTile, warp: impl Into<Value<U32>>) {
         let row = k.eval(warp.into() * 16);
-        let mut registers = Vec::new();
-        for step in 0..tile.columns / 16 {
-            let address = tile.fragment_address(k, row, step * 16);
+        for (step, registers) in self.registers.chunks(4).enumerate() {
+            let address = tile.fragment_address(k, row, 16 * step as u32);
             let address = crate::Address { base: address.register, offset: 0 };
-            let dst: Vec<_> = (0..4).map(|_| k.register_of(packed_type(element))).collect();
-            registers.extend_from_slice(&dst);
+            let dst = registers.to_vec();
             k.push(Instruction::LoadMatrix { dst, address, transpose: false });
         }
-        Fragment { element, registers }
     }
 }

@@ -70,7 +70,8 @@ impl Builder {
     /// Starts `a * b`: 64 rows of `a` times all columns of `b`.
     ///
     /// All 128 threads of a warpgroup call this. Products finish in the order
-    /// they were started; a product may not stay in flight around a loop's end.
+    /// they were started. The handle counts the products started after it, so
+    /// it is waited for in the same pass of the same loop.
     #[track_caller]
     pub fn wgmma(&mut self, a: impl Into<MatrixA>, b: Matrix) -> InFlight<Accumulator> {
         let accumulator = Accumulator::new(self, b.columns());
@@ -106,6 +107,29 @@ impl Builder {
             self.issue_product(accumulator, accumulate, a, *b);
         }
         InFlight { group: self.commit_products(), accumulator }
+    }
+
+    /// Starts a product whose wait is [`wait_products`](Builder::wait_products):
+    /// for loops that leave one in flight around their end, where no handle
+    /// can follow. The validator still sees to it that nothing is touched
+    /// before it has landed.
+    #[track_caller]
+    pub fn start_product(
+        &mut self,
+        accumulator: &Accumulator,
+        accumulate: Accumulate,
+        a: impl Into<MatrixA>,
+        b: Matrix,
+    ) {
+        self.push(Instruction::WgmmaFence);
+        self.issue_product(accumulator, accumulate, &a.into(), b);
+        self.commit_products();
+    }
+
+    /// Waits until at most the `pending` latest products are in flight.
+    #[track_caller]
+    pub fn wait_products(&mut self, pending: u32) {
+        self.push(Instruction::WgmmaWait { pending });
     }
 
     #[track_caller]

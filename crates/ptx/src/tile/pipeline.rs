@@ -180,7 +180,9 @@ impl Consumer {
     #[track_caller]
     pub fn release(&self, k: &mut Builder, arrives: impl Into<Value<crate::Pred>>) {
         let empty = self.cursor.pipeline.empty.at(k, self.cursor.stage);
-        k.if_(arrives, |k| k.mbarrier_arrive(empty));
+        let address = crate::Address { base: empty.register, offset: 0 };
+        let space = crate::Space::Shared;
+        k.if_one(arrives, Instruction::MbarrierArrive { space, address, count: None });
         self.cursor.advance(k);
     }
 

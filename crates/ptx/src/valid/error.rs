@@ -77,8 +77,6 @@ pub enum Fault {
     Uncommitted { issued: Place },
     /// A group of products is still in flight at the end.
     NeverWaited { issued: Place },
-    /// A loop or branch leaves other products in flight than it found.
-    Unbalanced { what: &'static str },
     /// Together the roles hold more registers than there are.
     RegisterBudget { wanted: u32, available: u32 },
 }
@@ -127,9 +125,6 @@ impl fmt::Display for Fault {
             }
             Fault::NeverWaited { issued } => {
                 write!(f, "the wgmma issued at {issued} is never waited for")
-            }
-            Fault::Unbalanced { what } => {
-                write!(f, "{what} leaves other wgmma groups in flight than it found")
             }
             Fault::RegisterBudget { wanted, available } => {
                 write!(f, "the roles hold {wanted} registers, the multiprocessor has {available}")

@@ -1,7 +1,6 @@
 //! Checks along the paths of a program: assignment, and products in flight.
 //!
-//! Both walk the tree of statements once, loops twice: the second time with
-//! what the first left behind.
+//! Both walk the tree of statements, loops until nothing changes any more.
 
 use std::collections::BTreeSet;
 
@@ -55,14 +54,26 @@ impl State {
         }
     }
 
-    /// The state where two paths meet.
+    /// The state where two paths meet: what both have written, what either
+    /// may have touched or left in flight. Groups are matched from the newest
+    /// on, as waits count them.
     fn meet(&mut self, other: &State) {
         self.assigned.intersect(&other.assigned);
         self.touched.unite(&other.touched);
+        add_products(&mut self.open, &other.open);
+        let missing = other.groups.len().saturating_sub(self.groups.len());
+        self.groups.splice(0..0, std::iter::repeat_n(Vec::new(), missing));
+        let first = self.groups.len() - other.groups.len();
+        for (mine, theirs) in self.groups[first..].iter_mut().zip(&other.groups) {
+            add_products(mine, theirs);
+        }
     }
 
-    fn same_products(&self, other: &State) -> bool {
-        self.open == other.open && self.groups == other.groups
+    fn same(&self, other: &State) -> bool {
+        self.assigned.0 == other.assigned.0
+            && self.touched.0 == other.touched.0
+            && self.open == other.open
+            && self.groups == other.groups
     }
 
     fn in_flight(&self) -> impl Iterator<Item = &Product> {
@@ -89,21 +100,15 @@ impl Walk<'_> {
                     let mut other = state.clone();
                     self.block(then, state)?;
                     self.block(otherwise, &mut other)?;
-                    if !state.same_products(&other) {
-                        return Err(Invalid::at(Fault::Unbalanced { what: "a branch" }, place));
-                    }
                     state.meet(&other);
                 }
                 StatementKind::Role { member, body, .. } => {
                     self.read(*member, state, place)?;
                     let before = state.clone();
                     self.block(body, state)?;
-                    if !state.same_products(&before) {
-                        return Err(Invalid::at(Fault::Unbalanced { what: "a role" }, place));
-                    }
                     state.meet(&before);
                 }
-                StatementKind::Loop { body } => self.repeat(body, state, place)?,
+                StatementKind::Loop { body } => self.repeat(body, state)?,
                 StatementKind::Break { condition } => {
                     self.read(*condition, state, place)?;
                     match self.breaks.last_mut() {
@@ -116,35 +121,30 @@ impl Walk<'_> {
         Ok(())
     }
 
-    fn repeat(&mut self, body: &Block, state: &mut State, place: Place) -> Result<(), Invalid> {
-        let unbalanced = || Invalid::at(Fault::Unbalanced { what: "a loop" }, place);
-        let before = state.clone();
-        // The second time, registers that the body touches are touched at its
-        // start; what it writes does not count as written there.
-        for round in 0..2 {
+    /// Walks a loop until nothing new comes around: what its end leaves behind
+    /// meets what was there before it.
+    fn repeat(&mut self, body: &Block, state: &mut State) -> Result<(), Invalid> {
+        loop {
+            let head = state.clone();
             self.breaks.push(Vec::new());
-            if round == 1 {
-                let touched = state.touched.clone();
-                *state = before.clone();
-                state.touched.unite(&touched);
-            }
             self.block(body, state)?;
             let breaks = self.breaks.pop().expect("pushed above");
-            if !state.same_products(&before) || breaks.iter().any(|b| !b.same_products(&before)) {
-                return Err(unbalanced());
+            let mut again = head.clone();
+            again.meet(state);
+            if !again.same(&head) {
+                *state = again;
+                continue;
             }
-            if round == 1 {
-                // Behind the loop is where its breaks lead; without any, nowhere.
-                let mut breaks = breaks.into_iter();
-                if let Some(mut first) = breaks.next() {
-                    for other in breaks {
-                        first.meet(&other);
-                    }
-                    *state = first;
+            // Behind the loop is where its breaks lead; without any, nowhere.
+            let mut breaks = breaks.into_iter();
+            if let Some(mut first) = breaks.next() {
+                for other in breaks {
+                    first.meet(&other);
                 }
+                *state = first;
             }
+            return Ok(());
         }
-        Ok(())
     }
 
     fn read(&self, register: Register, state: &mut State, place: Place) -> Result<(), Invalid> {
@@ -248,6 +248,15 @@ impl Walk<'_> {
         let accumulator = accumulator.to_vec();
         state.open.push(Product { registers, accumulator, issued: place });
         Ok(())
+    }
+}
+
+/// Adds the products of another path that this one does not have.
+fn add_products(mine: &mut Vec<Product>, theirs: &[Product]) {
+    for product in theirs {
+        if !mine.contains(product) {
+            mine.push(product.clone());
+        }
     }
 }
 

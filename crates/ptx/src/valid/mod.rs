@@ -18,9 +18,8 @@
 //!   roles together fit the multiprocessor;
 //! - *products*: a `wgmma` follows a fence that comes after the last other
 //!   touch of its registers; its accumulator and its register operand are not
-//!   touched until its group has been waited for; every group is waited for
-//!   before the program ends, and loops and branches leave as many in flight
-//!   as they found;
+//!   touched until its group has been waited for, on any path; every group is
+//!   waited for before the program ends;
 //! - *copies*: tensor copies name as many coordinates as their map has
 //!   dimensions, and the boxes of tensor maps are ones the hardware takes.
 //!

@@ -393,7 +393,11 @@ impl<'a> Executor<'_, 'a> {
             }
         }
         warp.set_predicate(dst, done);
-        Ok(if done == warp.active { Flow::Next } else { Flow::Poll })
+        if done == warp.active {
+            return Ok(Flow::Next);
+        }
+        self.world.counts.add(Measure::BlockedWaits, 1);
+        Ok(Flow::Poll)
     }
 
     pub(super) fn mbarrier_wait(

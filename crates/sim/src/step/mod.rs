@@ -66,6 +66,9 @@ impl<'a> Executor<'_, 'a> {
                             break Ok(());
                         }
                         Ok(Flow::Block(wait)) => {
+                            if !self.is_over(warp, &wait) {
+                                self.world.counts.add(Measure::BlockedWaits, 1);
+                            }
                             // The instruction completes when the wait is over.
                             warp.state = State::Blocked(wait);
                             warp.waiting_since = warp.time;

@@ -4,9 +4,8 @@
 use flashcore_sim as sim;
 use kernels::Product;
 use ptx::Instruction;
+use sim::scene::Scene;
 use sim::{HazardKind, Options, Policy, mutate};
-
-use crate::product::Problem;
 
 /// What may be found when a statement is missing, by any schedule.
 fn expected(cluster: u32, site: &mutate::Site) -> &'static [HazardKind] {
@@ -42,18 +41,18 @@ fn expected(cluster: u32, site: &mutate::Site) -> &'static [HazardKind] {
 fn no_site_can_be_left_out() {
     for cluster in [1, 2] {
         let configuration = Product { columns: 16, stages: 2, cluster, ..Product::PLAIN };
-        let problem = Problem::new(configuration, 128, 384);
-        for site in mutate::sites(&problem.program) {
+        let scene = Scene::product(configuration, 128, 384).unwrap();
+        for site in mutate::sites(&scene.program) {
             // A product is over for all four warps or for none, so with both
             // operands in shared memory nobody needs the warpgroup to meet.
             if matches!(site.instruction, Instruction::BarrierSync { threads: Some(_), .. }) {
                 continue;
             }
-            let program = mutate::without(&problem.program, site.index);
+            let program = mutate::without(&scene.program, site.index);
             for policy in Policy::HOSTILE {
                 for seed in 0..4 {
-                    let mut memory = problem.memory.clone();
-                    let launch = problem.launch(&program);
+                    let mut memory = scene.memory.clone();
+                    let launch = scene.launch_of(&program);
                     let result = sim::run(&launch, &mut memory, &Options::checked(policy, seed));
                     let what = format!("{:?} taken out from {}", site.instruction, site.place);
                     let failure = result.err().unwrap_or_else(|| panic!("{what} is not missed"));

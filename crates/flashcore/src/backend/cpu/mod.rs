@@ -14,7 +14,7 @@ use rayon::prelude::*;
 use self::block::{QUERY_BLOCK, WalkKeys, Workspace};
 use super::{Backend, BackendError, Candidate, Output, Progress, Report, RunOptions};
 use crate::error::Error;
-use crate::inputs::Inputs;
+use crate::inputs::{InputLayouts, Inputs};
 use crate::problem::Problem;
 use crate::tensor::{Element, Tensor, with_elements};
 
@@ -49,7 +49,7 @@ impl Backend for CpuBackend {
         format!("{threads} thread{plural}, {}", instruction_set())
     }
 
-    fn candidates(&self, problem: &Problem) -> Vec<Candidate> {
+    fn candidates(&self, problem: &Problem, _: &InputLayouts) -> Vec<Candidate> {
         let largest = problem.head_dim.max(problem.value_head_dim);
         let (accepted, reason) = if let Err(error) = problem.validate() {
             (false, error.to_string())
@@ -58,7 +58,8 @@ impl Backend for CpuBackend {
         } else {
             (true, "serves every length, mask and element type".to_owned())
         };
-        vec![Candidate { backend: self.name(), kernel: KERNEL.to_owned(), accepted, reason }]
+        let (backend, kernel) = (self.name(), KERNEL.to_owned());
+        vec![Candidate { backend, kernel, accepted, configuration: None, reason }]
     }
 
     fn run(
@@ -75,7 +76,7 @@ impl Backend for CpuBackend {
                 known: format!("{}/{KERNEL}", self.name()),
             }));
         }
-        let candidate = self.candidates(problem).remove(0);
+        let candidate = self.candidates(problem, &inputs.layouts()).remove(0);
         if !candidate.accepted {
             return Err(Error::Backend(BackendError::Unsupported {
                 reasons: format!("{}/{KERNEL} ({})", self.name(), candidate.reason),
@@ -92,6 +93,7 @@ impl Backend for CpuBackend {
         let report = Report {
             backend: self.name(),
             kernel: KERNEL.to_owned(),
+            configuration: None,
             reason: candidate.reason,
             kernel_time: kernel_begin.elapsed(),
             total_time: begin.elapsed(),

@@ -1,5 +1,9 @@
 //! What is to be computed: sizes, element type, mask and scale, without the tensors.
 
+mod text;
+
+pub use text::ProblemTextError;
+
 use std::fmt;
 use std::ops::Range;
 

@@ -1,10 +1,14 @@
 //! Problems that are not kind to kernels, with the contents and memory orders that go with them.
 
+mod thorough;
+
+pub use thorough::thorough;
+
 use crate::dtype::DType;
 use crate::error::Error;
-use crate::inputs::InputTensors;
+use crate::inputs::{InputLayouts, InputTensors};
 use crate::problem::{Mask, Problem};
-use crate::tensor::{Layout, Strides, Tensor};
+use crate::tensor::{Layout, Shape, Strides, Tensor, TensorError};
 
 /// A problem with its inputs, described rather than stored.
 #[derive(Debug, Clone, PartialEq)]
@@ -32,14 +36,25 @@ pub enum Contents {
     TinyLogits,
     /// Keys grow with their position, so that every block has a new maximum.
     GrowingLogits,
+    /// Keys shrink with their position: a kernel that begins at the last key meets growing ones.
+    FallingLogits,
     /// The last key is 30 times as large.
     LateHugeKey,
+    /// The first key is 30 times as large.
+    EarlyHugeKey,
     /// Every 97th element of every tensor is 50 times as large.
     Outliers,
     /// One element of the middle key is NaN.
     NanKey,
     /// One element of the middle value is infinite.
     InfiniteValue,
+}
+
+impl Contents {
+    /// Whether every element is finite.
+    pub fn is_finite(self) -> bool {
+        !matches!(self, Contents::NanKey | Contents::InfiniteValue)
+    }
 }
 
 /// How the tensors of a [`Case`] lie in memory.
@@ -102,11 +117,15 @@ impl Case {
                     (Contents::HugeLogits, Role::Query) => value * 200.0,
                     (Contents::TinyLogits, Role::Query) => value / 1000.0,
                     // Positive queries make longer keys mean larger scores.
-                    (Contents::GrowingLogits, Role::Query) => value.abs(),
+                    (Contents::GrowingLogits | Contents::FallingLogits, Role::Query) => value.abs(),
                     (Contents::GrowingLogits, Role::Key) => {
                         value.abs() * 20.0 * (position + 1) as f32 / keys as f32
                     }
+                    (Contents::FallingLogits, Role::Key) => {
+                        value.abs() * 20.0 * (keys - position) as f32 / keys as f32
+                    }
                     (Contents::LateHugeKey, Role::Key) if position + 1 == keys => value * 30.0,
+                    (Contents::EarlyHugeKey, Role::Key) if position == 0 => value * 30.0,
                     (Contents::Outliers, _) if index.is_multiple_of(97) => value * 50.0,
                     (Contents::NanKey, Role::Key) if position == keys / 2 && element == 0 => {
                         f32::NAN
@@ -122,20 +141,34 @@ impl Case {
         Ok(changed)
     }
 
-    fn arrange(&self, tensor: Tensor) -> Result<Tensor, Error> {
-        let shape = tensor.shape();
-        let layout = match self.order {
-            Order::Contiguous => return Ok(tensor),
-            Order::HeadsFirst => Layout::heads_first(shape)?,
+    /// How the tensors will lie in memory.
+    pub fn layouts(&self) -> Result<InputLayouts, Error> {
+        self.problem.validate()?;
+        Ok(InputLayouts {
+            query: self.layout(self.problem.query_shape())?,
+            key: self.layout(self.problem.key_shape())?,
+            value: self.layout(self.problem.value_shape())?,
+        })
+    }
+
+    fn layout(&self, shape: Shape) -> Result<Layout, TensorError> {
+        match self.order {
+            Order::Contiguous => Layout::contiguous(shape),
+            Order::HeadsFirst => Layout::heads_first(shape),
             Order::Padded => {
                 let heads = shape.dim.next_multiple_of(8) + 8;
                 let length = heads * shape.heads + 16;
                 let batch = length * shape.length + 8;
-                let strides = Strides { batch, length, heads };
-                Layout::strided(shape, strides)?
+                Layout::strided(shape, Strides { batch, length, heads })
             }
-        };
-        Ok(tensor.to_layout(layout, f32::NAN)?)
+        }
+    }
+
+    fn arrange(&self, tensor: Tensor) -> Result<Tensor, Error> {
+        if self.order == Order::Contiguous {
+            return Ok(tensor);
+        }
+        Ok(tensor.to_layout(self.layout(tensor.shape())?, f32::NAN)?)
     }
 }
 
@@ -154,7 +187,9 @@ impl std::fmt::Display for Case {
             Contents::HugeLogits => f.write_str(", huge logits")?,
             Contents::TinyLogits => f.write_str(", tiny logits")?,
             Contents::GrowingLogits => f.write_str(", growing logits")?,
+            Contents::FallingLogits => f.write_str(", falling logits")?,
             Contents::LateHugeKey => f.write_str(", a huge last key")?,
+            Contents::EarlyHugeKey => f.write_str(", a huge first key")?,
             Contents::Outliers => f.write_str(", outliers")?,
             Contents::NanKey => f.write_str(", a NaN in a key")?,
             Contents::InfiniteValue => f.write_str(", an infinite value")?,
@@ -214,7 +249,9 @@ pub fn standard(dtype: DType) -> Vec<Case> {
             Contents::HugeLogits,
             Contents::TinyLogits,
             Contents::GrowingLogits,
+            Contents::FallingLogits,
             Contents::LateHugeKey,
+            Contents::EarlyHugeKey,
             Contents::Outliers,
         ] {
             cases.push(Case::new(problem(1, 2, 200, 64)).with_contents(contents));

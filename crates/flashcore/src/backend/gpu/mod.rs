@@ -1,0 +1,301 @@
+//! The GPU back end. Each kernel has a file: whether it serves a problem, and how it is launched.
+
+mod forward;
+mod scalar;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use cuda::{Buffer, Stream};
+use kernels::Shipped;
+
+use super::{Backend, BackendError, Candidate, Output, Report, RunOptions};
+use crate::error::Error;
+use crate::gpu::{Chip, Compilation, Gpu, GpuError, Room};
+use crate::inputs::{InputLayouts, Inputs};
+use crate::plan::{Plan, Preference};
+use crate::problem::Problem;
+use crate::tensor::{Layout, Tensor};
+
+/// Attention on an NVIDIA GPU.
+#[derive(Debug)]
+pub struct GpuBackend {
+    gpu: Arc<Gpu>,
+}
+
+/// The back end's name.
+pub(crate) const NAME: &str = "gpu";
+
+/// Runs shorter than this are timed again, and the median is reported.
+const SHORT: Duration = Duration::from_millis(50);
+
+/// Every kernel for a GPU, best first, each accepted or refused with a reason. The GPU need not be
+/// there.
+///
+/// ```
+/// use flashcore::backend::gpu;
+/// use flashcore::gpu::Chip;
+/// use flashcore::{DType, InputLayouts, Problem};
+///
+/// let problem = Problem::new(1, 8, 512, 64).with_dtype(DType::F32);
+/// let layouts = InputLayouts::contiguous(&problem)?;
+/// for candidate in gpu::candidates(&Chip::H200, &problem, &layouts) {
+///     println!("{}: {}", candidate.full_name(), candidate.reason);
+/// }
+/// # Ok::<(), flashcore::Error>(())
+/// ```
+pub fn candidates(chip: &Chip, problem: &Problem, layouts: &InputLayouts) -> Vec<Candidate> {
+    vec![forward::candidate(chip, problem, layouts), scalar::candidate(chip, problem)]
+}
+
+/// What a kernel of this name would be built as for a problem that it serves.
+pub fn configuration(chip: &Chip, problem: &Problem, kernel: &str) -> Option<Shipped> {
+    match kernel {
+        forward::NAME => forward::configuration(chip, problem).map(Shipped::Forward),
+        scalar::NAME => Some(Shipped::Scalar(scalar::configuration(chip.target, problem))),
+        _ => None,
+    }
+}
+
+impl GpuBackend {
+    /// The back end on a GPU.
+    pub fn new(gpu: Arc<Gpu>) -> Self {
+        GpuBackend { gpu }
+    }
+
+    /// The GPU.
+    pub fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+
+    fn attend(
+        &self,
+        problem: &Problem,
+        inputs: Inputs<'_>,
+        chosen: Candidate,
+        guard: bool,
+    ) -> Result<Output, Error> {
+        let begun = Instant::now();
+        let layout = Layout::contiguous(problem.output_shape())?;
+        let mut output = Tensor::filled(problem.dtype, layout, 0.0)?;
+        let mut lse = Vec::new();
+        lse.try_reserve_exact(problem.rows()).map_err(|_| BackendError::OutOfMemory)?;
+        lse.resize(problem.rows(), f32::NEG_INFINITY);
+
+        let mut notes = Vec::new();
+        let mut milliseconds = 0.0;
+        if problem.rows() > 0 {
+            let operands = Operands::new(&self.gpu, inputs, &output, 4 * lse.len())?;
+            let mut launch: Box<dyn Launch> = match chosen.kernel.as_str() {
+                forward::NAME => Box::new(forward::prepare(&self.gpu, problem, inputs, &operands)?),
+                _ => Box::new(scalar::prepare(&self.gpu, problem, inputs, &operands)?),
+            };
+            if guard {
+                launch.launch(self.gpu.stream())?;
+            } else {
+                milliseconds = self.time(launch.as_mut(), &mut notes)?;
+            }
+            operands.output.read(&self.gpu, output.bytes_mut())?;
+            operands.lse.read(&self.gpu, &mut lse)?;
+            if guard {
+                operands.look_for_trespasses(&self.gpu, inputs)?;
+            }
+            describe(launch.compilation(), &mut notes);
+        }
+        let report = Report {
+            backend: NAME,
+            kernel: chosen.kernel,
+            configuration: chosen.configuration,
+            reason: chosen.reason,
+            kernel_time: Duration::from_secs_f64(milliseconds / 1e3),
+            total_time: begun.elapsed(),
+            notes,
+        };
+        Ok(Output { output, lse, report })
+    }
+
+    /// Milliseconds of a launch, the median of several if it is short.
+    fn time(&self, launch: &mut dyn Launch, notes: &mut Vec<String>) -> Result<f64, GpuError> {
+        let mut run = || self.gpu.time(|| launch.launch(self.gpu.stream()));
+        let first = run()?;
+        if first >= SHORT.as_secs_f64() * 1e3 {
+            return Ok(first);
+        }
+        let mut times: Vec<f64> = (0..5).map(|_| run()).collect::<Result<_, _>>()?;
+        times.sort_by(f64::total_cmp);
+        notes.push(format!("kernel time is the median of {} runs", times.len()));
+        Ok(times[times.len() / 2])
+    }
+}
+
+impl Backend for GpuBackend {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn describe(&self) -> String {
+        let info = self.gpu.info();
+        let (name, count) = (&info.name, info.multiprocessors);
+        format!("{name}, compute capability {}, {count} multiprocessors", info.compute_capability)
+    }
+
+    fn candidates(&self, problem: &Problem, layouts: &InputLayouts) -> Vec<Candidate> {
+        candidates(&self.gpu.chip(), problem, layouts)
+    }
+
+    fn run(
+        &self,
+        problem: &Problem,
+        inputs: Inputs<'_>,
+        options: &RunOptions<'_>,
+    ) -> Result<Output, Error> {
+        problem.validate()?;
+        inputs.validate(problem)?;
+        let candidates = vec![(NAME, self.candidates(problem, &inputs.layouts()))];
+        let preference = Preference { backend: None, kernel: options.kernel.clone() };
+        let plan = Plan::choose(problem, candidates, &[], &preference)?;
+        self.attend(problem, inputs, plan.chosen, options.guard)
+    }
+}
+
+/// A kernel with its arguments.
+trait Launch {
+    fn launch(&mut self, stream: &Stream) -> Result<(), GpuError>;
+    fn compilation(&self) -> &Compilation;
+}
+
+/// The device memory of one call.
+struct Operands {
+    query: Buffer,
+    key: Buffer,
+    value: Buffer,
+    output: Room,
+    lse: Room,
+}
+
+impl Operands {
+    fn new(
+        gpu: &Gpu,
+        inputs: Inputs<'_>,
+        output: &Tensor,
+        lse_bytes: usize,
+    ) -> Result<Self, GpuError> {
+        Ok(Operands {
+            query: gpu.upload(inputs.query.bytes())?,
+            key: gpu.upload(inputs.key.bytes())?,
+            value: gpu.upload(inputs.value.bytes())?,
+            output: Room::new(gpu, output.bytes().len())?,
+            lse: Room::new(gpu, lse_bytes)?,
+        })
+    }
+
+    /// An error if something other than the results was written.
+    fn look_for_trespasses(&self, gpu: &Gpu, inputs: Inputs<'_>) -> Result<(), GpuError> {
+        let trespass = |place: String| Err(GpuError::Trespass { place });
+        for (name, room) in [("output", &self.output), ("log-sum-exp", &self.lse)] {
+            if !room.is_intact(gpu)? {
+                return trespass(format!("beside the {name}"));
+            }
+        }
+        for (name, buffer, tensor) in [
+            ("query", &self.query, inputs.query),
+            ("key", &self.key, inputs.key),
+            ("value", &self.value, inputs.value),
+        ] {
+            let bytes = tensor.bytes();
+            let found = buffer.slice(0..bytes.len() as u64)?;
+            if gpu.stream().download_vec::<u8>(found)? != bytes {
+                return trespass(format!("to the {name}"));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn describe(compilation: &Compilation, notes: &mut Vec<String>) {
+    notes.extend(compilation.warnings.iter().cloned());
+    notes.push(format!(
+        "{} in {:.0} ms",
+        if compilation.cached { "taken from the cache" } else { "compiled" },
+        compilation.milliseconds
+    ));
+}
+
+#[cfg(test)]
+mod tests {
+    use ptx::Target;
+
+    use super::*;
+    use crate::dtype::DType;
+    use crate::problem::Mask;
+    use crate::tensor::Strides;
+
+    fn plan(chip: &Chip, problem: &Problem, kernel: Option<&str>) -> Result<Plan, Error> {
+        let preference = Preference { backend: None, kernel: kernel.map(str::to_owned) };
+        Plan::on_chip(chip, problem, &preference)
+    }
+
+    #[test]
+    fn hopper_runs_the_forward_kernel_and_says_which() {
+        let problem =
+            Problem::new(1, 16, 4096, 128).with_dtype(DType::BF16).with_mask(Mask::Causal);
+        let plan = plan(&Chip::H200, &problem, None).unwrap();
+        assert_eq!(plan.chosen.full_name(), "gpu/forward");
+        let configuration = plan.chosen.configuration.as_deref().unwrap();
+        assert!(configuration.starts_with("forward_bf16_d128x128_causal_"), "{configuration}");
+        assert!(plan.chosen.reason.contains("tiles"), "{}", plan.chosen.reason);
+        let names: Vec<String> = plan.candidates.iter().map(Candidate::full_name).collect();
+        assert_eq!(names, ["gpu/forward", "gpu/scalar", "cpu/blocked"]);
+    }
+
+    #[test]
+    fn what_the_forward_kernel_refuses_goes_to_the_scalar_kernel_with_the_reason() {
+        for (chip, problem, reason) in [
+            (Chip::typical(Target::SM_80), Problem::new(1, 2, 64, 64), "sm_80 has no wgmma"),
+            (
+                Chip::H200,
+                Problem::new(1, 2, 64, 20),
+                "head dim 20 is not a multiple of 8 up to 256",
+            ),
+            (
+                Chip::H200,
+                Problem::new(1, 2, 64, 64).with_dtype(DType::F32),
+                "the tensor cores take f16 and bf16, not f32",
+            ),
+            (Chip::H200, Problem::new(1, 2, 64, 64).with_key_length(0), "there are no keys"),
+        ] {
+            let plan = plan(&chip, &problem, None).unwrap();
+            assert_eq!(plan.chosen.full_name(), "gpu/scalar");
+            assert_eq!(plan.candidates[0].reason, reason);
+            assert!(plan.reason().contains(&format!("not gpu/forward: {reason}")));
+        }
+    }
+
+    #[test]
+    fn a_kernel_that_cannot_serve_is_refused_with_those_that_can() {
+        let odd = Problem::new(1, 2, 64, 20);
+        assert_eq!(
+            plan(&Chip::H200, &odd, Some("forward")).unwrap_err().to_string(),
+            "gpu/forward cannot serve this problem: head dim 20 is not a multiple of 8 up to 256; \
+             gpu/scalar, cpu/blocked can"
+        );
+        let even = Problem::new(1, 2, 64, 64);
+        assert_eq!(plan(&Chip::H200, &even, Some("scalar")).unwrap().chosen.kernel, "scalar");
+    }
+
+    #[test]
+    fn tensors_that_the_copy_engine_cannot_read_are_refused() {
+        let problem = Problem::new(1, 2, 64, 64);
+        let mut layouts = InputLayouts::contiguous(&problem).unwrap();
+        let strides = Strides { batch: 64 * 140, length: 140, heads: 68 };
+        layouts.key = Layout::strided(problem.key_shape(), strides).unwrap();
+        let candidates = candidates(&Chip::H200, &problem, &layouts);
+        assert!(!candidates[0].accepted && candidates[1].accepted);
+        assert_eq!(
+            candidates[0].reason,
+            "the key tensor: its length stride of 280 bytes is not a multiple of 16"
+        );
+        layouts.key = Layout::heads_first(problem.key_shape()).unwrap();
+        assert!(super::candidates(&Chip::H200, &problem, &layouts)[0].accepted);
+    }
+}

@@ -1,0 +1,231 @@
+//! Lists of tiles, one for each block: work of unequal length shared out evenly.
+//!
+//! With a causal mask tiles differ in length. Two ways to share them out, each
+//! measured to be the better one somewhere:
+//!
+//! - *pairs*: the longest tile of a head with its shortest, the next longest
+//!   with the next shortest, and so on: all pairs are the same work, and a block
+//!   takes pairs in turn. Both tiles of a pair read the same keys and values.
+//!   What does not fill a last round is given out tile by tile, longest first.
+//! - *longest first*: every tile to whichever block has the least to do, heads
+//!   in groups that fill the GPU. Best where a head alone nearly fills it.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use super::Forward;
+
+/// The tiles that each block takes, in order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TileLists {
+    /// Blocks of the grid.
+    pub blocks: u32,
+    /// What the kernel reads: for each block, where its list begins; then the
+    /// lists, tile numbers (row tiles fastest, then heads, then batch), each
+    /// ended by [`TileLists::END`].
+    pub words: Vec<u32>,
+}
+
+/// What a tile costs beyond its key blocks, in key blocks: the first scores,
+/// which nothing overlaps, and the way out.
+const OVERHEAD: u64 = 2;
+
+impl TileLists {
+    /// Ends a list.
+    pub const END: u32 = u32::MAX;
+
+    /// Shares out the tiles of a problem over at most `processors` blocks.
+    /// `cache_bytes` is the part of the second-level cache to count on.
+    pub fn new(
+        forward: &Forward,
+        [query_length, key_length]: [u32; 2],
+        [heads, key_heads, batch]: [u32; 3],
+        processors: u32,
+        cache_bytes: u64,
+    ) -> Self {
+        let row_tiles = query_length.div_ceil(forward.query_rows());
+        let all_heads = heads as u64 * batch as u64;
+        let group_size = (heads / key_heads.max(1)).max(1) as u64;
+        let head_bytes = key_length as u64
+            * (forward.head_dim + forward.value_head_dim) as u64
+            * forward.element.bytes() as u64;
+        // Enough heads for every block to have a tile, if the cache holds them;
+        // query heads that share keys and values come together.
+        let wanted = (processors as u64).div_ceil(row_tiles.max(1) as u64);
+        let held = cache_bytes / head_bytes.max(1) * group_size;
+        let together = wanted.min(held).max(1).next_multiple_of(group_size);
+        let blocks = (processors as u64).min(row_tiles as u64 * all_heads).max(1) as u32;
+        let mut shares = Shares::new(blocks);
+        let cost = |row_tile| forward.key_blocks(row_tile, query_length, key_length) + OVERHEAD;
+        let number = |head: u64, row_tile: u32| (head * row_tiles as u64) as u32 + row_tile;
+        if row_tiles >= forward.longest_first_from() {
+            let mut first = 0;
+            while first < all_heads {
+                let end = (first + together).min(all_heads);
+                for row_tile in (0..row_tiles).rev() {
+                    for head in first..end {
+                        shares.give(number(head, row_tile), cost(row_tile));
+                    }
+                }
+                first = end;
+            }
+        } else {
+            let pairs_of_head = row_tiles.div_ceil(2);
+            let pairs = pairs_of_head as u64 * all_heads;
+            let whole_rounds = pairs / blocks as u64 * blocks as u64;
+            let mut rest = Vec::new();
+            for pair in 0..pairs {
+                let head = pair / pairs_of_head as u64;
+                let short = (pair % pairs_of_head as u64) as u32;
+                let long = row_tiles - 1 - short;
+                // Of an odd number of tiles the middle one is alone.
+                let both = [Some(long), (short != long).then_some(short)];
+                for row_tile in both.into_iter().flatten() {
+                    let (number, cost) = (number(head, row_tile), cost(row_tile));
+                    if pair < whole_rounds {
+                        shares.give_to((pair % blocks as u64) as usize, number, cost);
+                    } else {
+                        rest.push((number, cost));
+                    }
+                }
+            }
+            rest.sort_by_key(|(_, cost)| Reverse(*cost));
+            for (number, cost) in rest {
+                shares.give(number, cost);
+            }
+        }
+        let lists = shares.lists;
+        let mut words: Vec<u32> = Vec::new();
+        let mut start = blocks;
+        for list in &lists {
+            words.push(start);
+            start += list.len() as u32 + 1;
+        }
+        for list in lists {
+            words.extend(list);
+            words.push(TileLists::END);
+        }
+        TileLists { blocks, words }
+    }
+}
+
+/// Blocks and what they have been given.
+struct Shares {
+    lists: Vec<Vec<u32>>,
+    loads: Vec<u64>,
+    /// Blocks by what they have to do, the least first; may be out of date,
+    /// which shows by the load.
+    free: BinaryHeap<Reverse<(u64, usize)>>,
+}
+
+impl Shares {
+    fn new(blocks: u32) -> Self {
+        Shares {
+            lists: vec![Vec::new(); blocks as usize],
+            loads: vec![0; blocks as usize],
+            free: (0..blocks as usize).map(|block| Reverse((0, block))).collect(),
+        }
+    }
+
+    fn give_to(&mut self, block: usize, tile: u32, cost: u64) {
+        self.lists[block].push(tile);
+        self.loads[block] += cost;
+        self.free.push(Reverse((self.loads[block], block)));
+    }
+
+    /// Gives a tile to the block with the least to do.
+    fn give(&mut self, tile: u32, cost: u64) {
+        while let Some(Reverse((load, block))) = self.free.pop() {
+            if load == self.loads[block] {
+                return self.give_to(block, tile, cost);
+            }
+        }
+    }
+}
+
+impl Forward {
+    /// From how many tiles of a head on they are given out longest first.
+    fn longest_first_from(&self) -> u32 {
+        if self.warpgroups == 3 { 40 } else { 100 }
+    }
+
+    /// Key blocks that a row tile needs.
+    fn key_blocks(&self, row_tile: u32, query_length: u32, key_length: u32) -> u64 {
+        let all = key_length.div_ceil(self.key_block) as i64;
+        if !self.causal {
+            return all as u64;
+        }
+        let end = (row_tile as i64 + 1) * self.query_rows() as i64;
+        let seen = (end + key_length as i64 - query_length as i64).max(0);
+        (seen as u64).div_ceil(self.key_block as u64).clamp(1, all.max(1) as u64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::product::Source;
+
+    fn forward(causal: bool) -> Forward {
+        Forward {
+            element: ptx::Element::BF16,
+            head_dim: 64,
+            value_head_dim: 64,
+            causal,
+            warpgroups: 3,
+            key_block: 96,
+            stages: 2,
+            query_buffers: 2,
+            query_source: Source::Shared,
+            ping_pong: true,
+        }
+    }
+
+    fn loads(lists: &TileLists, forward: &Forward, lengths: [u32; 2]) -> (Vec<u64>, Vec<u32>) {
+        let row_tiles = lengths[0].div_ceil(forward.query_rows());
+        let mut tiles = Vec::new();
+        let loads = (0..lists.blocks as usize)
+            .map(|block| {
+                let mut at = lists.words[block] as usize;
+                let mut load = 0;
+                while lists.words[at] != TileLists::END {
+                    let tile = lists.words[at];
+                    let row_tile = tile % row_tiles;
+                    load += forward.key_blocks(row_tile, lengths[0], lengths[1]) + OVERHEAD;
+                    tiles.push(tile);
+                    at += 1;
+                }
+                load
+            })
+            .collect();
+        tiles.sort();
+        (loads, tiles)
+    }
+
+    #[test]
+    fn every_tile_is_in_one_list() {
+        for (causal, lengths, heads) in [
+            (true, [16384, 16384], [32, 32, 1]),
+            (true, [1000, 77], [6, 2, 3]),
+            (false, [513, 700], [5, 5, 2]),
+            (true, [1, 1], [1, 1, 1]),
+        ] {
+            let forward = forward(causal);
+            let lists = TileLists::new(&forward, lengths, heads, 132, 30 << 20);
+            let (_, tiles) = loads(&lists, &forward, lengths);
+            let count = lengths[0].div_ceil(forward.query_rows()) * heads[0] * heads[2];
+            assert_eq!(tiles, (0..count).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn the_longest_list_is_hardly_longer_than_the_mean() {
+        let forward = forward(true);
+        let lengths = [16384, 16384];
+        let lists = TileLists::new(&forward, lengths, [32, 32, 1], 132, 30 << 20);
+        let (loads, _) = loads(&lists, &forward, lengths);
+        let mean = loads.iter().sum::<u64>() as f64 / loads.len() as f64;
+        let longest = *loads.iter().max().unwrap() as f64;
+        assert!(longest < 1.02 * mean, "{longest} against {mean}");
+    }
+}

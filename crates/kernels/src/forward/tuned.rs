@@ -1,0 +1,340 @@
+//! Which configuration serves which problem: a table of what was measured.
+//!
+//! A rule names the widest head dimensions it serves, and the first that fits is taken; narrower
+//! ones are built with their own dimensions and the rule's tiles. Registers depend on the tiles
+//! and the value dimension alone, shared memory on dimensions rounded up to whole panels, so what
+//! fits at a rule's own dimensions fits at every narrower one.
+
+use ptx::Element;
+
+use super::Forward;
+use crate::product::Source;
+
+/// What a choice may depend on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Workload {
+    /// The element of all tensors.
+    pub element: Element,
+    /// The width of queries and keys.
+    pub head_dim: u32,
+    /// The width of values and outputs.
+    pub value_head_dim: u32,
+    /// Whether there is a causal mask.
+    pub causal: bool,
+    /// Queries of a sequence.
+    pub query_length: u64,
+    /// Keys of a sequence.
+    pub key_length: u64,
+    /// Query heads of all sequences together.
+    pub heads: u64,
+    /// Multiprocessors of the GPU.
+    pub multiprocessors: u32,
+}
+
+impl Workload {
+    /// Whether tiles of 128 rows would leave more than half of the GPU without work.
+    fn is_small(&self) -> bool {
+        let tiles = self.query_length.div_ceil(128).saturating_mul(self.heads);
+        tiles.saturating_mul(2) <= self.multiprocessors as u64
+    }
+}
+
+/// A configuration and why it was chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Tuned {
+    /// What to build.
+    pub configuration: Forward,
+    /// Why, in a few words.
+    pub reason: &'static str,
+}
+
+/// One line of the table.
+struct Rule {
+    /// The widest queries and the widest values it serves.
+    dims: (u32, u32),
+    masks: Masks,
+    /// The longest sequences it serves: the shorter of queries and keys counts.
+    length: u64,
+    /// Whether it serves only problems too small to fill half of the GPU with tiles of 128 rows.
+    few: bool,
+    tile: Tile,
+    reason: &'static str,
+}
+
+/// What a rule sets.
+#[derive(Clone, Copy)]
+struct Tile {
+    warpgroups: u32,
+    key_block: u32,
+    stages: u32,
+    query_buffers: u32,
+    query_source: Source,
+    ping_pong: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Masks {
+    Dense,
+    Causal,
+    Both,
+}
+
+const ANY_LENGTH: u64 = u64::MAX;
+
+const TILE_64X128: Tile = Tile { warpgroups: 1, ping_pong: false, ..TILE_128X128 };
+const TILE_128X128: Tile = Tile {
+    warpgroups: 2,
+    key_block: 128,
+    stages: 2,
+    query_buffers: 2,
+    query_source: Source::Shared,
+    ping_pong: true,
+};
+const TILE_128X128_REGISTERS: Tile =
+    Tile { query_buffers: 1, query_source: Source::Registers, ..TILE_128X128 };
+const TILE_192X96: Tile = Tile { warpgroups: 3, key_block: 96, ..TILE_128X128 };
+// A second buffer of queries does not fit beside keys and values this wide.
+const TILE_128X96: Tile = Tile { key_block: 96, query_buffers: 1, ..TILE_128X128 };
+const TILE_128X64: Tile = Tile { key_block: 64, query_buffers: 1, ..TILE_128X128 };
+
+/// Measured on an H200 in bf16; docs/performance.md has the numbers. Narrow before wide, short
+/// before long.
+const RULES: &[Rule] = &[
+    Rule {
+        dims: (128, 128),
+        masks: Masks::Both,
+        length: ANY_LENGTH,
+        few: true,
+        tile: TILE_64X128,
+        reason: "64 x 128 tiles keep more of the GPU busy where 128 rows would fill less than half",
+    },
+    Rule {
+        dims: (64, 64),
+        masks: Masks::Dense,
+        length: 2048,
+        few: false,
+        tile: TILE_128X128_REGISTERS,
+        reason: "128 x 128 tiles are fastest up to 2048 positions",
+    },
+    Rule {
+        dims: (64, 64),
+        masks: Masks::Causal,
+        length: 512,
+        few: false,
+        tile: TILE_128X128,
+        reason: "128 x 128 tiles are fastest up to 512 positions under a causal mask",
+    },
+    Rule {
+        dims: (64, 64),
+        masks: Masks::Causal,
+        length: 4096,
+        few: false,
+        tile: TILE_128X128_REGISTERS,
+        reason: "128 x 128 tiles with queries in registers are fastest up to 4096 positions under \
+                 a causal mask",
+    },
+    Rule {
+        dims: (64, 64),
+        masks: Masks::Both,
+        length: ANY_LENGTH,
+        few: false,
+        tile: TILE_192X96,
+        reason: "192 x 96 tiles are fastest for long sequences",
+    },
+    Rule {
+        dims: (96, 96),
+        masks: Masks::Both,
+        length: ANY_LENGTH,
+        few: false,
+        tile: TILE_128X128,
+        reason: "128 x 128 tiles are fastest up to head dim 96",
+    },
+    Rule {
+        dims: (128, 128),
+        masks: Masks::Both,
+        length: ANY_LENGTH,
+        few: false,
+        tile: TILE_128X128,
+        reason: "128 x 128 tiles are fastest up to head dim 128",
+    },
+    Rule {
+        dims: (192, 128),
+        masks: Masks::Both,
+        length: ANY_LENGTH,
+        few: false,
+        tile: TILE_128X96,
+        reason: "128 x 96 tiles fit beside queries of up to 192",
+    },
+    Rule {
+        dims: (192, 192),
+        masks: Masks::Both,
+        length: ANY_LENGTH,
+        few: false,
+        tile: TILE_128X96,
+        reason: "128 x 96 tiles are fastest up to head dim 192",
+    },
+    Rule {
+        dims: (256, 256),
+        masks: Masks::Both,
+        length: ANY_LENGTH,
+        few: false,
+        tile: TILE_128X64,
+        reason: "128 x 64 tiles are the largest whose output fits the registers at head dim 256",
+    },
+];
+
+/// The configuration for a workload, or nothing where the kernel does not serve it: the element
+/// must be `F16` or `BF16`, the dimensions multiples of 8 up to 256.
+///
+/// ```
+/// use flashcore_kernels::forward::{Workload, tuned};
+/// use ptx::Element;
+///
+/// let workload = Workload {
+///     element: Element::BF16,
+///     head_dim: 128,
+///     value_head_dim: 128,
+///     causal: true,
+///     query_length: 4096,
+///     key_length: 4096,
+///     heads: 64,
+///     multiprocessors: 132,
+/// };
+/// let choice = tuned(&workload).expect("128 is a multiple of 8");
+/// assert_eq!(choice.configuration.query_rows(), 128);
+/// println!("{}: {}", choice.configuration.name(), choice.reason);
+/// ```
+pub fn tuned(workload: &Workload) -> Option<Tuned> {
+    let served = |dim: u32| dim > 0 && dim.is_multiple_of(8);
+    if !matches!(workload.element, Element::F16 | Element::BF16)
+        || !served(workload.head_dim)
+        || !served(workload.value_head_dim)
+    {
+        return None;
+    }
+    let rule = RULES.iter().find(|rule| rule.serves(workload))?;
+    let configuration = rule.configuration(
+        workload.element,
+        (workload.head_dim, workload.value_head_dim),
+        workload.causal,
+    );
+    Some(Tuned { configuration, reason: rule.reason })
+}
+
+/// Every line of the table at its own dimensions, for both elements and its masks.
+pub fn every_tuned() -> Vec<Forward> {
+    let mut all = Vec::new();
+    for rule in RULES {
+        for element in [Element::F16, Element::BF16] {
+            for causal in [false, true] {
+                if rule.masks.include(causal) {
+                    all.push(rule.configuration(element, rule.dims, causal));
+                }
+            }
+        }
+    }
+    all
+}
+
+impl Rule {
+    fn serves(&self, workload: &Workload) -> bool {
+        workload.head_dim <= self.dims.0
+            && workload.value_head_dim <= self.dims.1
+            && self.masks.include(workload.causal)
+            && workload.query_length.min(workload.key_length) <= self.length
+            && (!self.few || workload.is_small())
+    }
+
+    /// The one place that names every field of a configuration.
+    fn configuration(&self, element: Element, dims: (u32, u32), causal: bool) -> Forward {
+        Forward {
+            element,
+            head_dim: dims.0,
+            value_head_dim: dims.1,
+            causal,
+            warpgroups: self.tile.warpgroups,
+            key_block: self.tile.key_block,
+            stages: self.tile.stages,
+            query_buffers: self.tile.query_buffers,
+            query_source: self.tile.query_source,
+            ping_pong: self.tile.ping_pong,
+        }
+    }
+}
+
+impl Masks {
+    fn include(self, causal: bool) -> bool {
+        match self {
+            Masks::Dense => !causal,
+            Masks::Causal => causal,
+            Masks::Both => true,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn workload(head_dim: u32, value_head_dim: u32, causal: bool, length: u64) -> Workload {
+        Workload {
+            element: Element::BF16,
+            head_dim,
+            value_head_dim,
+            causal,
+            query_length: length,
+            key_length: length,
+            heads: 16,
+            multiprocessors: 132,
+        }
+    }
+
+    /// Building checks the shared memory among other things.
+    #[test]
+    fn every_pair_of_dimensions_is_served() {
+        for head_dim in (8..=256).step_by(8) {
+            for value_head_dim in (8..=256).step_by(8) {
+                // The diagonal and a few columns: the rest is between them.
+                if value_head_dim != head_dim && ![8, 64, 128, 200, 256].contains(&value_head_dim) {
+                    continue;
+                }
+                for (causal, length) in [(false, 1), (true, 1), (false, 8192), (true, 8192)] {
+                    let workload = workload(head_dim, value_head_dim, causal, length);
+                    let chosen = tuned(&workload).expect("a multiple of 8 up to 256");
+                    let configuration = chosen.configuration;
+                    assert_eq!(configuration.head_dim, head_dim);
+                    assert_eq!(configuration.value_head_dim, value_head_dim);
+                    assert_eq!(configuration.causal, causal);
+                    let built = configuration.program();
+                    assert!(built.is_ok(), "{}: {built:?}", configuration.name());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_not_served_has_no_configuration() {
+        for (head_dim, value_head_dim) in [(0, 64), (4, 64), (64, 100), (264, 64), (64, 512)] {
+            assert_eq!(tuned(&workload(head_dim, value_head_dim, false, 100)), None);
+        }
+        let single = Workload { element: Element::F32, ..workload(64, 64, false, 100) };
+        assert_eq!(tuned(&single), None);
+    }
+
+    #[test]
+    fn the_first_rule_that_fits_is_taken() {
+        let rows = |workload| tuned(&workload).unwrap().configuration.query_rows();
+        assert_eq!(rows(workload(64, 64, false, 2048)), 128);
+        assert_eq!(rows(workload(64, 64, false, 2049)), 192);
+        assert_eq!(rows(workload(64, 64, true, 4096)), 128);
+        assert_eq!(rows(workload(64, 64, true, 4097)), 192);
+        // A few queries over many keys do not fill a long tile.
+        let decode = Workload { query_length: 1, ..workload(64, 64, false, 100_000) };
+        assert_eq!(rows(Workload { heads: 1000, ..decode }), 128);
+        // Nor do few tiles fill the GPU: 16 heads of four tiles do not, of five they do.
+        assert_eq!(rows(workload(64, 64, false, 512)), 64);
+        assert_eq!(rows(workload(128, 128, true, 513)), 128);
+        assert_eq!(rows(decode), 64);
+        assert_eq!(rows(workload(64, 128, false, 100_000)), 128);
+    }
+}

@@ -1,0 +1,155 @@
+//! A consumer warpgroup: its part of shared memory, its pipelines and its turn.
+
+use ptx::{
+    Accumulate, Accumulator, Builder, Choose, Consumer, Expression, Fence, Fragment, InFlight,
+    MatrixA, Pred, Reg, SharedTile, U32,
+};
+
+use super::{Forward, Shared, barrier};
+use crate::product::Source;
+
+/// What one warpgroup holds.
+pub(super) struct Warpgroup<'a> {
+    shared: &'a Shared,
+    /// Which of the consumer warpgroups it is.
+    pub(super) index: Reg<U32>,
+    /// The thread's index in the warpgroup.
+    pub(super) thread: Reg<U32>,
+    warp: Reg<U32>,
+    /// True in the lane that gives stages back for its warp.
+    speaks: Reg<Pred>,
+    queries: Consumer,
+    /// The queries in registers, if they are taken from there.
+    query_fragment: Option<Fragment>,
+    keys: Consumer,
+    values: Consumer,
+    pub(super) turns: Turns,
+}
+
+impl<'a> Warpgroup<'a> {
+    pub(super) fn new(k: &mut Builder, forward: &Forward, shared: &'a Shared) -> Self {
+        let thread = k.thread_index();
+        let index = k.eval(thread / 128 - 1);
+        let thread = k.eval(thread % 128);
+        let lane = k.lane();
+        Warpgroup {
+            shared,
+            index,
+            thread,
+            warp: k.eval(thread / 32),
+            speaks: k.eval(lane.equals(0)),
+            queries: shared.query_pipeline.consumer(k),
+            query_fragment: (forward.query_source == Source::Registers)
+                .then(|| Fragment::new(k, forward.element, forward.query_layout().columns)),
+            keys: shared.key_pipeline.consumer(k),
+            values: shared.value_pipeline.consumer(k),
+            turns: Turns::new(k, forward, index),
+        }
+    }
+
+    /// Waits for the tile's queries; into registers, they are loaded and their
+    /// room given back at once.
+    pub(super) fn take_queries(&self, k: &mut Builder) {
+        self.queries.wait(k);
+        if let Some(fragment) = &self.query_fragment {
+            let tile = self.query_rows(k);
+            fragment.load_into(k, &tile, self.warp);
+            // Ordinary reads come before what the copy engine writes next.
+            k.fence(Fence::ProxyAsyncShared);
+            self.queries.release(k, self.speaks);
+        }
+    }
+
+    /// Gives the tile's queries back after its last scores.
+    pub(super) fn release_queries(&self, k: &mut Builder) {
+        if self.query_fragment.is_none() {
+            self.queries.release(k, self.speaks);
+        }
+    }
+
+    fn query_rows(&self, k: &mut Builder) -> SharedTile {
+        let queries = self.shared.queries.at(k, self.queries.stage());
+        queries.rows(k, self.index * 64, 64)
+    }
+
+    pub(super) fn wait_for_keys(&self, k: &mut Builder) {
+        self.keys.wait(k);
+    }
+
+    pub(super) fn release_keys(&self, k: &mut Builder) {
+        self.keys.release(k, self.speaks);
+    }
+
+    pub(super) fn wait_for_values(&self, k: &mut Builder) {
+        self.values.wait(k);
+    }
+
+    pub(super) fn release_values(&self, k: &mut Builder) {
+        self.values.release(k, self.speaks);
+    }
+
+    /// The operands of `Q K^T` for the stage of keys last waited for.
+    pub(super) fn score_operands(&self, k: &mut Builder) -> (MatrixA, ptx::Matrix) {
+        let queries = match &self.query_fragment {
+            Some(fragment) => fragment.into(),
+            None => self.query_rows(k).matrix().into(),
+        };
+        let keys = self.shared.keys.at(k, self.keys.stage());
+        (queries, keys.transposed())
+    }
+
+    /// Starts `Q K^T`.
+    pub(super) fn start_scores(&self, k: &mut Builder) -> InFlight<Accumulator> {
+        let (queries, keys) = self.score_operands(k);
+        k.wgmma(queries, keys)
+    }
+
+    /// The values of the stage last waited for.
+    pub(super) fn value_operand(&self, k: &mut Builder) -> ptx::Matrix {
+        self.shared.values.at(k, self.values.stage()).matrix()
+    }
+
+    /// Starts `O += P V`, or `O = P V`.
+    pub(super) fn start_update<'o>(
+        &self,
+        k: &mut Builder,
+        output: &'o mut Accumulator,
+        accumulate: Accumulate,
+        p: &Fragment,
+    ) -> InFlight<&'o mut Accumulator> {
+        let values = self.value_operand(k);
+        k.wgmma_into(output, accumulate, p, values)
+    }
+}
+
+/// Turns at the tensor cores: a named barrier for each warpgroup, at which it
+/// waits and the one before it arrives.
+pub(super) struct Turns {
+    mine: Option<(Reg<U32>, Reg<U32>)>,
+}
+
+impl Turns {
+    fn new(k: &mut Builder, forward: &Forward, index: Reg<U32>) -> Self {
+        if !forward.ping_pong || forward.warpgroups == 1 {
+            return Turns { mine: None };
+        }
+        let last = k.eval(index.equals(forward.warpgroups - 1));
+        let own = k.eval(index + barrier::TURN);
+        let next = k.eval(last.choose::<U32>(barrier::TURN, index + (barrier::TURN + 1)));
+        // The first turn is the first warpgroup's.
+        k.if_(last, |k| k.barrier_arrive(barrier::TURN, 256));
+        Turns { mine: Some((own, next)) }
+    }
+
+    pub(super) fn take(&self, k: &mut Builder) {
+        if let Some((own, _)) = self.mine {
+            k.barrier_sync(own, 256);
+        }
+    }
+
+    pub(super) fn pass(&self, k: &mut Builder) {
+        if let Some((_, next)) = self.mine {
+            k.barrier_arrive(next, 256);
+        }
+    }
+}

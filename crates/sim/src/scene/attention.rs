@@ -1,0 +1,374 @@
+//! Scenes of the attention kernels.
+
+use kernels::forward::{Divisor, TileLists};
+use kernels::{Forward, Scalar};
+use ptx::{Element, Program, TileLayout};
+
+use super::{Expected, Random, Scene, SceneError, encode, round};
+use crate::{Argument, BufferId, Memory, TensorMapArgument};
+
+/// The extents of an attention problem; the kernel's configuration has the rest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AttentionSize {
+    /// Sequences.
+    pub batch: usize,
+    /// Queries of a sequence.
+    pub queries: usize,
+    /// Keys of a sequence.
+    pub keys: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads; divides `heads`.
+    pub key_heads: usize,
+}
+
+impl AttentionSize {
+    /// Small, for the kernel with ordinary arithmetic: a block and a bit.
+    pub const SCALAR: AttentionSize =
+        AttentionSize { batch: 1, queries: 11, keys: 21, heads: 2, key_heads: 1 };
+
+    /// Small, for a forward kernel: a tile that is not full, three blocks of
+    /// keys of which the last is hardly begun.
+    pub fn small(forward: &Forward) -> Self {
+        let queries = forward.query_rows() as usize - 3;
+        let keys = 2 * forward.key_block as usize + 5;
+        AttentionSize { batch: 1, queries, keys, heads: 1, key_heads: 1 }
+    }
+
+    fn group(&self) -> usize {
+        self.heads / self.key_heads
+    }
+}
+
+/// How many multiprocessors tiles are shared out over: fewer than most
+/// problems have tiles, so that blocks go from one tile to the next.
+const PROCESSORS: u32 = 2;
+
+impl Scene {
+    /// Attention with ordinary arithmetic.
+    pub fn scalar(configuration: Scalar, size: &AttentionSize) -> Result<Self, SceneError> {
+        let program = configuration.program()?;
+        let stage = Stage::new(
+            configuration.element,
+            (configuration.head_dim, configuration.value_head_dim),
+            configuration.causal,
+            size,
+        )?;
+        let AttentionSize { batch, queries, heads, .. } = *size;
+        let blocks = Scalar::blocks(queries as u32, heads as u32, batch as u32);
+        let grid = u32::try_from(blocks).map_err(|_| too_large())?;
+        let arguments = stage.arguments(&program, |name| stage.scalar_argument(name))?;
+        Ok(stage.scene(program, grid, arguments))
+    }
+
+    /// Attention on Hopper.
+    pub fn forward(configuration: Forward, size: &AttentionSize) -> Result<Self, SceneError> {
+        if size.keys == 0 {
+            return Err(SceneError::Size("the forward kernel needs at least one key".to_owned()));
+        }
+        let program = configuration.program()?;
+        let mut stage = Stage::new(
+            configuration.element,
+            (configuration.head_dim, configuration.value_head_dim),
+            configuration.causal,
+            size,
+        )?;
+        let AttentionSize { batch, queries, keys, heads, key_heads } = *size;
+        let lists = TileLists::new(
+            &configuration,
+            [queries, keys].map(|length| length as u32),
+            [heads, key_heads, batch].map(|count| count as u32),
+            PROCESSORS,
+            1 << 20,
+        );
+        let list_buffer = stage.memory.input_u32("tile lists", &lists.words);
+        let arguments = stage.arguments(&program, |name| match name {
+            "tile lists" => Some(Argument::Address(list_buffer, 0)),
+            _ => stage.forward_argument(&configuration, name),
+        })?;
+        Ok(stage.scene(program, lists.blocks, arguments))
+    }
+}
+
+fn too_large() -> SceneError {
+    SceneError::Size("the problem is too large to simulate".to_owned())
+}
+
+/// The tensors of a problem, (batch, position, head, dimension), contiguous.
+struct Stage {
+    size: AttentionSize,
+    element: Element,
+    dim: usize,
+    value_dim: usize,
+    scale: f32,
+    memory: Memory,
+    queries: BufferId,
+    keys: BufferId,
+    values: BufferId,
+    output: BufferId,
+    lse: BufferId,
+    results: Vec<Expected>,
+}
+
+impl Stage {
+    fn new(
+        element: Element,
+        (dim, value_dim): (u32, u32),
+        causal: bool,
+        size: &AttentionSize,
+    ) -> Result<Self, SceneError> {
+        let AttentionSize { batch, queries, keys, heads, key_heads } = *size;
+        if batch == 0 || queries == 0 || heads == 0 || key_heads == 0 {
+            return Err(SceneError::Size("the problem is empty".to_owned()));
+        }
+        if !heads.is_multiple_of(key_heads) {
+            let text = format!("{heads} query heads cannot be divided among {key_heads} key heads");
+            return Err(SceneError::Size(text));
+        }
+        // All numbers and every address fit 32 bits in what one would wait for.
+        let largest = [batch, queries.max(keys).max(1), heads, dim.max(value_dim) as usize];
+        let elements = largest.into_iter().try_fold(1usize, |product, n| product.checked_mul(n));
+        if elements.is_none_or(|elements| elements > 1 << 28) {
+            return Err(too_large());
+        }
+        let (dim, value_dim) = (dim as usize, value_dim as usize);
+        let mut random = Random::new(5);
+        let mut memory = Memory::new();
+        let mut tensor = |name: &str, positions: usize, heads: usize, dim: usize| {
+            // Up to 2: scores far enough apart that the maximum moves.
+            let values = random.numbers(element, batch * positions * heads * dim, 2.0);
+            (memory.input(name, encode(element, &values)), values)
+        };
+        let (query_buffer, q) = tensor("queries", queries, heads, dim);
+        let (key_buffer, k) = tensor("keys", keys, key_heads, dim);
+        let (value_buffer, v) = tensor("values", keys, key_heads, value_dim);
+        let bytes = element.bytes() as usize;
+        let output = memory.output("output", bytes * batch * queries * heads * value_dim);
+        let lse = memory.output("lse", 4 * batch * heads * queries);
+        let scale = 1.0 / (dim as f32).sqrt();
+        let inputs = Inputs { q, k, v, size: *size, dim, value_dim, causal, scale: scale as f64 };
+        let results = expected(&inputs, element, output, lse);
+        Ok(Stage {
+            size: *size,
+            element,
+            dim,
+            value_dim,
+            scale,
+            memory,
+            queries: query_buffer,
+            keys: key_buffer,
+            values: value_buffer,
+            output,
+            lse,
+            results,
+        })
+    }
+
+    /// An argument for each parameter, by its name: their order is the
+    /// kernel's own business.
+    fn arguments(
+        &self,
+        program: &Program,
+        named: impl Fn(&str) -> Option<Argument>,
+    ) -> Result<Vec<Argument>, SceneError> {
+        let argument = |name: &str| {
+            let number = |number: usize| Some(Argument::U32(number as u32));
+            let found = named(name).or_else(|| match name {
+                "lse" => Some(Argument::Address(self.lse, 0)),
+                "query length" => number(self.size.queries),
+                "key length" => number(self.size.keys),
+                "scale times log2(e)" => Some(Argument::F32(self.scale * std::f32::consts::LOG2_E)),
+                _ => None,
+            });
+            found.ok_or_else(|| SceneError::Size(format!("nothing is known for `{name}`")))
+        };
+        program.parameters.iter().map(|parameter| argument(&parameter.name)).collect()
+    }
+
+    fn scalar_argument(&self, name: &str) -> Option<Argument> {
+        let AttentionSize { batch, queries, keys, heads, key_heads } = self.size;
+        let address = |buffer| Some(Argument::Address(buffer, 0));
+        match name {
+            "queries" => return address(self.queries),
+            "keys" => return address(self.keys),
+            "values" => return address(self.values),
+            "output" => return address(self.output),
+            "query heads" => return Some(Argument::U32(heads as u32)),
+            "query heads per key head" => return Some(Argument::U32(self.size.group() as u32)),
+            "batch" => return Some(Argument::U32(batch as u32)),
+            _ => {}
+        }
+        let (tensor, stride) = name.split_once(' ')?;
+        let (positions, heads, dim) = match tensor {
+            "queries" => (queries, heads, self.dim),
+            "keys" => (keys, key_heads, self.dim),
+            "values" => (keys, key_heads, self.value_dim),
+            "output" => (queries, heads, self.value_dim),
+            _ => return None,
+        };
+        let elements = match stride {
+            "batch stride" => positions * heads * dim,
+            "row stride" => heads * dim,
+            "head stride" => dim,
+            _ => return None,
+        };
+        Some(Argument::U64(elements as u64))
+    }
+
+    fn forward_argument(&self, forward: &Forward, name: &str) -> Option<Argument> {
+        let AttentionSize { batch, queries, keys, heads, key_heads } = self.size;
+        let (dim, value_dim) = (self.dim, self.value_dim);
+        let map = |buffer, positions: usize, heads: usize, dim: usize, layout: TileLayout| {
+            let strides = [heads * dim, dim, positions * heads * dim];
+            Some(Argument::TensorMap(TensorMapArgument {
+                buffer,
+                offset: 0,
+                dimensions: [dim, positions, heads, batch].map(|n| n as u64).to_vec(),
+                strides: strides.map(|n| (n as u32 * self.element.bytes()) as u64).to_vec(),
+                tensor_box: layout.tensor_box(4),
+            }))
+        };
+        let row_tiles = (queries as u32).div_ceil(forward.query_rows());
+        let (what, part) = name.split_once(", ").unwrap_or((name, "number"));
+        let number = match what {
+            "queries" => return map(self.queries, queries, heads, dim, forward.query_layout()),
+            "keys" => return map(self.keys, keys, key_heads, dim, forward.key_layout()),
+            "values" => {
+                return map(self.values, keys, key_heads, value_dim, forward.value_layout());
+            }
+            "output" => {
+                return map(self.output, queries, heads, value_dim, forward.output_layout());
+            }
+            "tiles" => return Some(Argument::U32(row_tiles * (heads * batch) as u32)),
+            "tiles of a head" => row_tiles,
+            "query heads" => heads as u32,
+            "query heads per key head" => self.size.group() as u32,
+            _ => return None,
+        };
+        let Divisor { number, multiplier, shift } = Divisor::new(number);
+        match part {
+            "number" => Some(Argument::U32(number)),
+            "multiplier" => Some(Argument::U32(multiplier)),
+            "shift" => Some(Argument::U32(shift)),
+            _ => None,
+        }
+    }
+
+    fn scene(self, program: Program, grid: u32, arguments: Vec<Argument>) -> Scene {
+        let AttentionSize { batch, queries, keys, heads, key_heads } = self.size;
+        let size = format!(
+            "batch {batch}, {queries} queries, {keys} keys, {heads} query and {key_heads} key heads"
+        );
+        Scene { program, grid, arguments, memory: self.memory, results: self.results, size }
+    }
+}
+
+/// The tensors as numbers.
+struct Inputs {
+    q: Vec<f64>,
+    k: Vec<f64>,
+    v: Vec<f64>,
+    size: AttentionSize,
+    dim: usize,
+    value_dim: usize,
+    causal: bool,
+    scale: f64,
+}
+
+/// What attention gives.
+struct Answer {
+    output: Vec<f64>,
+    /// Of each output, the weighted sum of the values' magnitudes.
+    magnitude: Vec<f64>,
+    lse: Vec<f64>,
+}
+
+impl Inputs {
+    /// Attention with scores, weights and outputs stored as `store` has it:
+    /// exact if it changes nothing, the plain algorithm in low precision if it
+    /// rounds. Log-sum-exps are of the scores as they are.
+    fn attend(&self, store: impl Fn(f64) -> f64) -> Answer {
+        let AttentionSize { batch, queries, keys, heads, key_heads } = self.size;
+        let (dim, value_dim) = (self.dim, self.value_dim);
+        let mut output = vec![0.0; batch * queries * heads * value_dim];
+        let mut magnitude = output.clone();
+        let mut lse = vec![f64::NEG_INFINITY; batch * heads * queries];
+        for b in 0..batch {
+            for h in 0..heads {
+                for i in 0..queries {
+                    let visible = match self.causal {
+                        true => (i + 1 + keys).saturating_sub(queries).min(keys),
+                        false => keys,
+                    };
+                    if visible == 0 {
+                        continue;
+                    }
+                    let at = (b * queries + i) * heads + h;
+                    let row = |j: usize| (b * keys + j) * key_heads + h / self.size.group();
+                    let q = &self.q[at * dim..][..dim];
+                    let scores: Vec<f64> = (0..visible)
+                        .map(|j| {
+                            let k = &self.k[row(j) * dim..][..dim];
+                            self.scale * q.iter().zip(k).map(|(q, k)| q * k).sum::<f64>()
+                        })
+                        .collect();
+                    let (_, top, sum) = softmax(scores.iter().copied());
+                    lse[(b * heads + h) * queries + i] = top + sum.ln();
+                    let (weights, _, sum) = softmax(scores.into_iter().map(&store));
+                    let output = &mut output[at * value_dim..][..value_dim];
+                    let magnitude = &mut magnitude[at * value_dim..][..value_dim];
+                    for (j, weight) in weights.into_iter().enumerate() {
+                        let weight = store(weight / sum);
+                        let v = &self.v[row(j) * value_dim..][..value_dim];
+                        for d in 0..value_dim {
+                            output[d] += weight * v[d];
+                            magnitude[d] += weight * v[d].abs();
+                        }
+                    }
+                    output.iter_mut().for_each(|value| *value = store(*value));
+                }
+            }
+        }
+        Answer { output, magnitude, lse }
+    }
+}
+
+/// The exponentials relative to the largest, the largest, and their sum.
+fn softmax(scores: impl Iterator<Item = f64> + Clone) -> (Vec<f64>, f64, f64) {
+    let top = scores.clone().fold(f64::NEG_INFINITY, f64::max);
+    let weights: Vec<f64> = scores.map(|score| (score - top).exp()).collect();
+    let sum = weights.iter().sum();
+    (weights, top, sum)
+}
+
+/// The library's rule: twice the error of the plain algorithm in the same
+/// precision, and the rounding of the answer itself.
+fn expected(inputs: &Inputs, element: Element, output: BufferId, lse: BufferId) -> Vec<Expected> {
+    let exact = inputs.attend(|value| value);
+    let baseline = inputs.attend(|value| round(element, value));
+    let finite = |values: &[f64]| {
+        values.iter().filter(|v| v.is_finite()).fold(0f64, |top, v| top.max(v.abs()))
+    };
+    let largest_lse = finite(&exact.lse).max(1.0);
+    let differences = exact.output.iter().zip(&baseline.output).map(|(a, b)| (a - b).abs());
+    let baseline_error = differences.fold(0f64, f64::max);
+    let units = match element {
+        Element::F16 => 2f64.powi(-10),
+        Element::BF16 => 2f64.powi(-7),
+        // Weights are off by what the scores, close to the log-sum-exp, are off.
+        _ => 4.0 * largest_lse * f32::EPSILON as f64,
+    };
+    let output_tolerance = 2.0 * baseline_error + units * finite(&exact.output);
+    // Room for the approximate logarithm and exponential, good to 22 bits.
+    let lse_tolerance = largest_lse / (1 << 18) as f64;
+    let results = [
+        ("output", output, element, exact.output, exact.magnitude, output_tolerance),
+        ("lse", lse, Element::F32, exact.lse.clone(), exact.lse, lse_tolerance),
+    ];
+    let expected = results.map(|(name, buffer, element, exact, magnitude, tolerance)| {
+        let magnitude = magnitude.into_iter().map(f64::abs).collect();
+        let tolerance = vec![tolerance; exact.len()];
+        Expected { name, buffer, element, exact, magnitude, tolerance }
+    });
+    expected.into()
+}
