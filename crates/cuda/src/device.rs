@@ -220,6 +220,14 @@ impl Device {
         let mut current = std::ptr::null_mut();
         // SAFETY: the driver is initialised, since there is a device.
         check("cuCtxGetCurrent", unsafe { sys::cuCtxGetCurrent(&mut current) })?;
+        if current.is_null() {
+            // Nobody's context is displaced, so ours may stay: the next call
+            // finds it there.
+            // SAFETY: as below.
+            let result = unsafe { sys::cuCtxSetCurrent(self.shared.context) };
+            check("cuCtxSetCurrent", result)?;
+            return Ok(Bound { pushed: false, thread: PhantomData });
+        }
         let pushed = current != self.shared.context;
         if pushed {
             // SAFETY: the context is retained for as long as `self` lives.

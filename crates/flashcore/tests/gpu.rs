@@ -305,3 +305,33 @@ fn by_hand(gpu: &Gpu) -> f64 {
     }
     best
 }
+
+/// Not a check but a measurement: what each optimisation level costs to compile, and what the
+/// kernel then does. Run with `CUDA_CACHE_DISABLE=1`, or the driver's own cache answers.
+#[test]
+#[ignore = "prints a table"]
+fn compile_levels() {
+    let Some(_) = hopper() else { return };
+    for (heads, length, dim) in [(8, 512, 64), (16, 8192, 64), (16, 8192, 128), (8, 8192, 256)] {
+        let problem = Problem::new(1, heads, length, dim)
+            .with_dtype(DType::BF16)
+            .with_mask(flashcore::Mask::Causal);
+        for level in OptimizationLevel::ALL.into_iter().skip(1) {
+            let gpu = Gpu::with_policy(0, Cache::disabled(), Policy::Once(level)).unwrap();
+            let device = OnDevice::new(&gpu, &problem, 1);
+            let mut plan = ForwardPlan::new(&gpu, &problem).unwrap();
+            let milliseconds = plan.kernel().compilation().milliseconds;
+            let [start, end] = [(); 2].map(|_| cuda::Event::new(gpu.device()).unwrap());
+            plan.launch(gpu.stream(), &device.tensors).unwrap();
+            start.record(gpu.stream()).unwrap();
+            for _ in 0..10 {
+                plan.launch(gpu.stream(), &device.tensors).unwrap();
+            }
+            end.record(gpu.stream()).unwrap();
+            end.synchronize().unwrap();
+            let run = end.milliseconds_since(&start).unwrap() / 10.0;
+            let name = plan.configuration().name();
+            println!("{name} {level:?}: compiled in {milliseconds:.0} ms, runs in {run:.4} ms");
+        }
+    }
+}

@@ -5,6 +5,7 @@ mod attend;
 mod check;
 mod doctor;
 mod inspect;
+mod sim;
 mod warm;
 
 use std::process::{Command, Stdio};

@@ -3,7 +3,7 @@
 use super::{Accumulator, Fragment, SharedTile, Swizzle};
 use crate::{
     Accumulate, Builder, Element, Expression, Instruction, Operand, Reg, SharedAddress, U32, U64,
-    WgmmaA,
+    Value, WgmmaA,
 };
 
 /// A tile in shared memory as an operand of a product, transposed or not.
@@ -203,11 +203,16 @@ impl Builder {
         }
     }
 
-    /// The address field of a descriptor: bits 4 to 17 of the address. A block's
-    /// own shared memory lies below 256 KiB, so there are no others.
+    /// The address field of a descriptor: bits 4 to 17 of the address. In a
+    /// cluster the upper bits say whose shared memory it is and must go; a
+    /// block by itself has none.
     #[track_caller]
     fn encode_address(&mut self, address: Reg<SharedAddress>) -> Reg<U64> {
-        self.eval((address.reinterpret::<U32>() >> 4).convert::<U64>())
+        let mut bits: Value<U32> = address.reinterpret();
+        if self.cluster_size() > 1 {
+            bits = bits & 0x3_FFFF;
+        }
+        self.eval((bits >> 4).convert::<U64>())
     }
 }
 
