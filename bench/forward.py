@@ -122,11 +122,11 @@ def peers(fa3, q, k, v, causal):
     return candidates
 
 
-def cell(command, fa3, flush, rounds, b, h, hk, s, d, causal):
+def cell(command, fa3, flush, rounds, dtype, b, h, hk, s, d, causal):
     """One line of the table: milliseconds by candidate, ours under "flashcore"."""
     torch.manual_seed(s + d)
-    q = torch.randn(b, s, h, d, device="cuda", dtype=torch.bfloat16)
-    k, v = [torch.randn(b, s, hk, d, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    q = torch.randn(b, s, h, d, device="cuda", dtype=dtype)
+    k, v = [torch.randn(b, s, hk, d, device="cuda", dtype=dtype) for _ in range(2)]
     candidates = peers(fa3, q, k, v, causal)
     kernel = Kernel(command, q, k, causal)
     o, lse = torch.full_like(q, float("nan")), torch.full((b, h, s), float("nan"), device="cuda")
@@ -185,6 +185,7 @@ def main():
     parser.add_argument("--lengths", default="512,1024,2048,4096,8192,16384")
     parser.add_argument("--dims", default="64,128,256")
     parser.add_argument("--masks", default="dense,causal")
+    parser.add_argument("--dtype", default="bf16", choices=["bf16", "f16"], help="FlashAttention-3's wheel has no f16")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--small", action="store_true", help="small shapes inside a CUDA graph instead")
     parser.add_argument("--grouped", action="store_true", help="batch 1, heads 64/8, dim 128 at 16k and 32k instead")
@@ -205,9 +206,12 @@ def main():
              for s in map(int, arguments.lengths.split(","))]
     if arguments.grouped:
         cells = [(1, 64, 8, s, 128, causal) for s in (16384, 32768) for causal in (False, True)]
+    dtype = torch.bfloat16 if arguments.dtype == "bf16" else torch.float16
+    if arguments.dtype == "f16":
+        fa3 = None
     ratios, out = [], []
     for b, h, hk, s, d, causal in cells:
-        median, right, name = cell(arguments.command, fa3, flush, arguments.rounds, b, h, hk, s, d, causal)
+        median, right, name = cell(arguments.command, fa3, flush, arguments.rounds, dtype, b, h, hk, s, d, causal)
         flop = 4 * b * h * s * s * d * (0.5 if causal else 1)
         ratio = min(t for n, t in median.items() if n != "flashcore") / median["flashcore"]
         ratios.append(ratio)
