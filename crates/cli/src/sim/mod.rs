@@ -33,8 +33,6 @@ pub(crate) struct Arguments {
     /// Run this seed only: replays a failure
     #[arg(long, conflicts_with = "seeds")]
     seed: Option<u64>,
-    #[command(flatten)]
-    size: SizeArguments,
     /// Look for every kind of hazard [default]
     #[arg(long, conflicts_with = "values")]
     checked: bool,
@@ -50,6 +48,9 @@ pub(crate) struct Arguments {
     /// Print one JSON object
     #[arg(long)]
     json: bool,
+    // Last, for its heading takes in what follows.
+    #[command(flatten)]
+    size: SizeArguments,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]

@@ -46,11 +46,11 @@ struct Parts {
 /// Columns of 32 words, a lane each: all 32 words in one bank.
 fn many(parts: &mut Parts) {
     parts.load(|k, tile, lane, round| {
-        let address = tile + lane * 128 + (round * 5 & 31) * 4;
+        let address = tile + lane * 128 + ((round * 5) & 31) * 4;
         vec![k.load::<U32, _>(address)]
     });
     parts.store(|k, tile, lane, round| {
-        let address = tile + lane * 128 + (round * 3 & 31) * 4;
+        let address = tile + lane * 128 + ((round * 3) & 31) * 4;
         k.store(address, round + lane);
     });
 }
@@ -79,7 +79,7 @@ fn none(parts: &mut Parts) {
         k.load_matrix::<U32, 4>(row, false).to_vec()
     });
     parts.load(|k, tile, lane, round| {
-        let address = tile + lane * (33 * 4) + (round * 5 & 31) * 4;
+        let address = tile + lane * (33 * 4) + ((round * 5) & 31) * 4;
         vec![k.load::<U32, _>(address)]
     });
     parts.store(|k, tile, lane, round| {

@@ -3,7 +3,8 @@
 
 use flashcore_sim as sim;
 use kernels::Product;
-use ptx::Instruction;
+use kernels::product::Source;
+use ptx::{Fence, Instruction};
 use sim::scene::Scene;
 use sim::{HazardKind, Options, Policy, mutate};
 
@@ -11,10 +12,15 @@ use sim::{HazardKind, Options, Policy, mutate};
 fn expected(cluster: u32, site: &mutate::Site) -> &'static [HazardKind] {
     use HazardKind as H;
     match (&site.instruction, cluster) {
+        (Instruction::Fence(Fence::ProxyAsyncShared), _) => &[H::MissingProxyFence],
         (Instruction::Fence(_), _) => &[H::MbarrierInitNotVisible],
         (Instruction::WgmmaFence, _) => &[H::MissingWgmmaFence],
         (Instruction::WgmmaCommit | Instruction::WgmmaWait { .. }, _) => {
-            &[H::OverwrittenInFlight, H::AccumulatorInFlight, H::NeverWaited]
+            &[H::OverwrittenInFlight, H::AccumulatorInFlight, H::OperandInFlight, H::NeverWaited]
+        }
+        // Threads that have read are not waited for before the stage is filled.
+        (Instruction::BarrierSync { threads: Some(_), .. }, _) => {
+            &[H::OverwrittenInFlight, H::MissingProxyFence]
         }
         // The barrier before the roles; the cluster's own stands for it below.
         (Instruction::BarrierSync { threads: None, .. }, _) => {
@@ -39,13 +45,17 @@ fn expected(cluster: u32, site: &mutate::Site) -> &'static [HazardKind] {
 
 #[test]
 fn no_site_can_be_left_out() {
-    for cluster in [1, 2] {
-        let configuration = Product { columns: 16, stages: 2, cluster, ..Product::PLAIN };
+    for (source, cluster) in
+        [(Source::Shared, 1), (Source::Shared, 2), (Source::Registers, 1), (Source::Registers, 2)]
+    {
+        let configuration = Product { columns: 16, stages: 2, source, cluster, ..Product::PLAIN };
         let scene = Scene::product(configuration, 128, 384).unwrap();
         for site in mutate::sites(&scene.program) {
             // A product is over for all four warps or for none, so with both
             // operands in shared memory nobody needs the warpgroup to meet.
-            if matches!(site.instruction, Instruction::BarrierSync { threads: Some(_), .. }) {
+            let meets =
+                matches!(site.instruction, Instruction::BarrierSync { threads: Some(_), .. });
+            if meets && source == Source::Shared {
                 continue;
             }
             let program = mutate::without(&scene.program, site.index);

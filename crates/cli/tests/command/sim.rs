@@ -1,0 +1,97 @@
+//! `flashcore sim`.
+
+use serde_json::Value;
+
+use crate::{command, fail, json, succeed};
+
+/// Small enough to be simulated in a blink.
+const SINGLE: &str = "single_wgmma_bf16";
+
+#[test]
+fn every_family_is_simulated() {
+    for family in ["scalar", "single", "product", "ceiling", "forward"] {
+        let answer = json(&["sim", family, "--seeds", "1", "--policy", "latest", "--json"]);
+        assert_eq!(answer["family"], family);
+        assert_eq!((&answer["passed"], &answer["checked"]), (&true.into(), &true.into()));
+        let line = &answer["policies"][0];
+        assert_eq!((&line["passed"], &line["seeds"]), (&1.into(), &1.into()), "{answer}");
+        assert!(line["tolerance_used"].as_f64().unwrap() < 1.0, "{answer}");
+        assert!(line["counts"]["lane instructions"].as_u64().unwrap() > 1000, "{answer}");
+    }
+}
+
+#[test]
+fn every_policy_has_a_line() {
+    let text = succeed(&["sim", SINGLE, "--seeds", "3"]);
+    for policy in ["earliest", "latest", "random"] {
+        let line = text.lines().find(|line| line.starts_with(policy)).unwrap();
+        assert!(line.contains("3 of 3"), "{text}");
+    }
+    for word in [SINGLE, "tensor operations", "131072", "every kind of hazard", "single.rs:"] {
+        assert!(text.contains(word), "no `{word}` in\n{text}");
+    }
+    assert!(!text.contains("atomics"), "what is not done is not listed:\n{text}");
+    assert!(succeed(&["sim", SINGLE, "--values", "--seed", "7"]).contains("1 of 1"));
+}
+
+#[test]
+fn sizes_are_those_of_the_kernel() {
+    let run = |arguments: &[&str]| {
+        let fixed = ["--seeds", "1", "--policy", "random", "--values", "--json"];
+        json(&[&["sim"], arguments, &fixed[..]].concat())
+    };
+    let answer = run(&["product", "--rows", "65", "--inner", "64"]);
+    assert_eq!((&answer["size"], &answer["blocks"]), (&"65 x 128 x 64".into(), &2.into()));
+    let answer = run(&["scalar_f16_d7x33_causal", "--seq", "3", "--heads", "4", "--kv-heads", "2"]);
+    assert_eq!(answer["size"], "batch 1, 3 queries, 3 keys, 4 query and 2 key heads");
+    let message = fail(1, &["sim", "single", "--rows", "3"]);
+    assert_eq!(message, "--rows means nothing to the single kernel");
+    let message = fail(1, &["sim", "scalar", "--heads", "3", "--kv-heads", "2"]);
+    assert!(message.contains("cannot be divided"), "{message}");
+    let message = fail(1, &["sim", "forward", "--kv-seq", "0"]);
+    assert!(message.contains("at least one key"), "{message}");
+}
+
+/// What is over its budget fails, with the command that shows it again.
+#[test]
+fn a_budget_is_kept() {
+    succeed(&["sim", SINGLE, "--budget", "bank-conflicts=32"]);
+    let budget = ["--budget", "bank-conflicts=31", "--seeds", "1", "--policy", "latest"];
+    let output = command(&[&["sim", SINGLE], &budget[..]].concat()).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.contains("over budget: bank conflicts is 32, at most 31 allowed"), "{text}");
+    let replay = "replay: flashcore sim single_wgmma_bf16 --policy latest --seed 0 --budget \
+                  bank-conflicts=31";
+    assert!(text.contains(replay), "{text}");
+    assert!(fail(2, &["sim", SINGLE, "--budget", "bank-conflicts"]).contains("MEASURE=NUMBER"));
+    assert!(fail(2, &["sim", SINGLE, "--budget", "luck=3"]).contains("`luck` is not counted"));
+}
+
+#[test]
+fn a_timeline_is_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("timeline.json");
+    let file = path.to_str().unwrap();
+    let arguments = ["sim", "forward", "--seeds", "1", "--policy", "latest", "--values"];
+    let text = succeed(&[&arguments[..], &["--trace", file]].concat());
+    assert!(text.contains("ui.perfetto.dev"), "{text}");
+    let trace: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    for row in ["tensor cores", "copies", "warp 4"] {
+        assert!(events.iter().any(|event| event["args"]["name"] == row), "no row `{row}`");
+    }
+    let nowhere = folder.path().join("missing").join("timeline.json");
+    let message = fail(1, &["sim", SINGLE, "--trace", nowhere.to_str().unwrap()]);
+    assert!(message.starts_with("cannot write "), "{message}");
+}
+
+#[test]
+fn mistakes_are_named() {
+    assert!(fail(1, &["sim", "unheard-of"]).contains("there is no kernel `unheard-of`"));
+    assert!(fail(2, &["sim"]).contains("KERNEL"));
+    assert!(
+        fail(2, &["sim", SINGLE, "--policy", "kind"]).contains("earliest, latest, random, all")
+    );
+    assert!(fail(2, &["sim", SINGLE, "--seed", "1", "--seeds", "2"]).contains("cannot be used"));
+}

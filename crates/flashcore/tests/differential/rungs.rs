@@ -1,0 +1,192 @@
+//! Every rung: scalar attention, one `wgmma`, products, the ceiling loop, forward attention.
+
+use flashcore::gpu::Gpu;
+use kernels::product::{Contiguous, Source};
+use kernels::{Ceiling, Product, Scalar, Shipped, Single, shipped};
+use ptx::{Element, Swizzle, Target};
+use rayon::prelude::*;
+use sim::scene::{AttentionSize, Expected, Scene, decode};
+
+use crate::{gpu, hopper, on_gpu, simulated};
+
+/// By how much a value may differ: a share of the sum of magnitudes that it is made of, and units
+/// in its own last place.
+struct Bound {
+    share: f64,
+    units: f64,
+}
+
+impl Bound {
+    /// Tensor cores add up in an order and with a truncation of their own.
+    const ACCUMULATION: Bound = Bound { share: 1e-6, units: 0.0 };
+
+    /// Order and rounding are those of the program, except for `ex2`, `lg2` and `rcp`: each is good
+    /// to 2^-22, so the GPU's and ours differ by 2^-21. A weight is multiplied by a further `ex2`
+    /// each time the maximum moves; eight of them are more than 21 random keys ever take. Where the
+    /// result is then rounded to 16 bits, the two may fall to either side.
+    fn approximations(element: Element) -> Self {
+        let units = if element == Element::F32 { 0.0 } else { 1.0 };
+        Bound { share: 8.0 / (1 << 21) as f64, units }
+    }
+
+    /// Scores differ as sums of the tensor cores do. Weights are rounded to 16 bits before they go
+    /// back there, so that each may fall to either side: all of them doing so the same way is one
+    /// unit of every summand. Then the output is rounded too. Log-sum-exps see no such rounding.
+    fn fused(result: &Expected) -> Self {
+        match result.element {
+            Element::F32 => Bound { share: 8.0 / (1 << 21) as f64, units: 0.0 },
+            element => Bound { share: epsilon(element), units: 1.0 },
+        }
+    }
+}
+
+fn epsilon(element: Element) -> f64 {
+    match element {
+        Element::F16 => 2f64.powi(-10),
+        Element::BF16 => 2f64.powi(-7),
+        _ => f32::EPSILON as f64,
+    }
+}
+
+/// Runs a scene on both; every result within its bound, and nothing else written.
+fn agree(gpu: &Gpu, scene: &Scene, bound: impl Fn(&Expected) -> Bound) {
+    let (ours, theirs) = (simulated(scene), on_gpu(gpu, scene));
+    let name = format!("{}, {}", scene.program.name, scene.size);
+    for (index, id) in scene.memory.ids().enumerate() {
+        let Some(result) = scene.results.iter().find(|result| result.buffer == id) else {
+            assert_eq!(theirs[index], scene.memory.bytes(id), "{name}: an input was written");
+            continue;
+        };
+        let Bound { share, units } = bound(result);
+        let values = [&ours[index], &theirs[index]].map(|it| decode(result.element, it));
+        let (mut equal, mut worst) = (0, 0f64);
+        for (at, (ours, theirs)) in values[0].iter().zip(&values[1]).enumerate() {
+            if ours == theirs {
+                equal += 1;
+                continue;
+            }
+            // A log-sum-exp near zero is still made of scores around one.
+            let floor = if result.name == "lse" { 1.0 } else { 0.0 };
+            let size = result.magnitude[at].max(floor);
+            let unit = epsilon(result.element) * ours.abs().max(theirs.abs());
+            let allowed = share * size + units * unit;
+            let difference = (ours - theirs).abs();
+            assert!(
+                difference <= allowed,
+                "{name}: element {at} of {} is {theirs} on the GPU and {ours} in the simulator, \
+                 {difference:.1e} apart, {allowed:.1e} allowed",
+                result.name
+            );
+            worst = worst.max(difference / size);
+        }
+        let percent = 100.0 * equal as f64 / values[0].len() as f64;
+        println!("{name}: {} {percent:.1} % equal bits, at most {worst:.1e} apart", result.name);
+    }
+}
+
+/// Scenes one after the other, their kernels compiled on all cores before.
+fn all_agree(gpu: &Gpu, scenes: Vec<Scene>, bound: impl Fn(&Expected) -> Bound) {
+    scenes.par_iter().for_each(|scene| {
+        gpu.kernel(&scene.program.name, || Ok(scene.program.clone())).unwrap();
+    });
+    for scene in &scenes {
+        agree(gpu, scene, &bound);
+    }
+}
+
+fn scalars(gpu: &Gpu, element: Element) -> impl Iterator<Item = Scalar> {
+    let target = gpu.target();
+    [(64, 64, false), (80, 80, true), (7, 33, true)].into_iter().map(
+        move |(head_dim, value_head_dim, causal)| Scalar {
+            target,
+            element,
+            head_dim,
+            value_head_dim,
+            causal,
+        },
+    )
+}
+
+#[test]
+fn scalar_attention() {
+    let Some(gpu) = gpu() else { return };
+    for element in [Element::F32, Element::F16, Element::BF16] {
+        for scalar in scalars(&gpu, element) {
+            for queries in [11, 40] {
+                let size = AttentionSize { queries, ..AttentionSize::SCALAR };
+                let scene = Scene::scalar(scalar, &size).unwrap();
+                agree(&gpu, &scene, |_| Bound::approximations(element));
+            }
+        }
+    }
+}
+
+/// With one key the weight is `ex2(0)` and its sum 1, which every approximation has exactly: what
+/// is left has a defined order, bit for bit.
+#[test]
+fn scalar_attention_to_one_key() {
+    let Some(gpu) = gpu() else { return };
+    for element in [Element::F32, Element::F16, Element::BF16] {
+        for scalar in scalars(&gpu, element) {
+            let size = AttentionSize { keys: 1, ..AttentionSize::SCALAR };
+            let scene = Scene::scalar(scalar, &size).unwrap();
+            agree(&gpu, &scene, |_| Bound { share: 0.0, units: 0.0 });
+        }
+    }
+}
+
+#[test]
+fn one_wgmma() {
+    let Some(gpu) = hopper() else { return };
+    let scenes = [Element::F16, Element::BF16].map(|element| Scene::single(Single { element }));
+    all_agree(&gpu, scenes.map(Result::unwrap).into(), |_| Bound::ACCUMULATION);
+}
+
+#[test]
+fn products() {
+    let Some(gpu) = hopper() else { return };
+    let mut configurations = vec![Product::PLAIN];
+    for swizzle in Swizzle::ALL {
+        let plain = Product { swizzle, columns: 64, stages: 3, ..Product::PLAIN };
+        let (a, b) = (Contiguous::Outer, Contiguous::Outer);
+        configurations.extend([
+            Product { b, ..plain },
+            Product { a, ..plain },
+            Product { a, b, cluster: 2, ..plain },
+            Product { cluster: 2, ..plain },
+            Product { source: Source::Registers, ..plain },
+            Product { source: Source::Registers, cluster: 2, element: Element::F16, b, ..plain },
+        ]);
+    }
+    configurations.extend([8, 104, 256].map(|columns| Product { columns, ..Product::PLAIN }));
+    let (rows, inner) = (200, 328);
+    let scenes = configurations.into_iter().map(|it| Scene::product(it, rows, inner).unwrap());
+    all_agree(&gpu, scenes.collect(), |_| Bound::ACCUMULATION);
+}
+
+#[test]
+fn ceiling() {
+    let Some(gpu) = hopper() else { return };
+    let configurations = [(1, 1), (4, 1), (4, 2)].map(|(unroll, warpgroups)| {
+        let element = if unroll == 1 { Element::F16 } else { Element::BF16 };
+        Ceiling { element, unroll, warpgroups }
+    });
+    let scenes = configurations.map(|it| Scene::ceiling(it, Scene::CEILING_ROUNDS).unwrap());
+    all_agree(&gpu, scenes.into(), |_| Bound::ACCUMULATION);
+}
+
+/// Every shipped configuration on its smallest problem; two with more tiles than blocks.
+#[test]
+fn forward_attention() {
+    let Some(gpu) = hopper() else { return };
+    let mut scenes = Vec::new();
+    for configuration in shipped(Target::SM_90A) {
+        let Shipped::Forward(forward) = configuration else { continue };
+        scenes.push(Scene::forward(forward, &AttentionSize::small(&forward)).unwrap());
+        if forward.head_dim == 64 && forward.element == Element::BF16 {
+            let size = AttentionSize { batch: 2, queries: 300, keys: 200, heads: 2, key_heads: 1 };
+            scenes.push(Scene::forward(forward, &size).unwrap());
+        }
+    }
+    all_agree(&gpu, scenes, Bound::fused);
+}
