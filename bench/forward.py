@@ -55,7 +55,7 @@ class Kernel:
         self.launch = found["launch"]
         self.name = self.launch["configuration"]
         if self.name not in Kernel.modules:
-            ptx = subprocess.check_output([command, "inspect", self.name, "--ptx", "--target", "sm_90a"]) + b"\0"
+            ptx = subprocess.check_output([command, "inspect", "--problem", text, "--ptx"]) + b"\0"
             module, function = ctypes.c_void_p(), ctypes.c_void_p()
             check(cu.cuModuleLoadData(ctypes.byref(module), ptx), "cuModuleLoadData")
             check(cu.cuModuleGetFunction(ctypes.byref(function), module, self.name.encode()), "cuModuleGetFunction")

@@ -562,7 +562,9 @@ mod tests {
             assert_eq!(pointers[1].cast::<u64>().read(), u64::MAX);
             assert_eq!(pointers[2].cast::<f32>().read(), 1.5);
         }
-        assert!(pointers[3..].iter().all(|pointer| pointer.is_null()));
+        // Parameters beyond the arguments read zeros.
+        let zeros: *const Nothing = &NOTHING;
+        assert!(pointers[3..].iter().all(|pointer| pointer.cast_const() == zeros.cast()));
     }
 
     #[test]

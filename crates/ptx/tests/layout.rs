@@ -151,3 +151,20 @@ fn accumulators_cover_the_matrix() {
     }
     assert!(taken.into_iter().all(|taken| taken));
 }
+
+/// In a cluster a shared address says in its upper bits whose it is, which a
+/// descriptor must not: they ran into its other fields once, on a GPU.
+#[test]
+fn descriptors_in_clusters_keep_only_the_address() {
+    let text = |cluster| {
+        let mut k = Builder::new("k", Target::SM_90A, 128).cluster(cluster);
+        let tile = layout(Swizzle::B128, 64, 64);
+        let a = SharedTiles::new(&mut k, "a", tile, 1).at(&mut k, 0);
+        let b = SharedTiles::new(&mut k, "b", tile, 1).at(&mut k, 0);
+        k.wgmma(a.matrix(), b.transposed()).wait(&mut k);
+        print(&k.finish().unwrap())
+    };
+    let masked = |text: String| text.lines().filter(|line| line.contains(", 262143;")).count();
+    assert_eq!(masked(text(1)), 0);
+    assert_eq!(masked(text(2)), 2, "one for each operand");
+}

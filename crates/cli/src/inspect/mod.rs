@@ -24,21 +24,22 @@ use crate::{Answer, terminal};
 #[derive(Args)]
 pub(crate) struct Arguments {
     /// A configuration or a family by name [default: list them]
+    #[arg(group = "subject")]
     kernel: Option<String>,
     /// The architecture to build for [default: this machine's GPU, or sm_90a]
     #[arg(long, value_parser = choose::parse_target)]
     target: Option<Target>,
     /// What would run for a problem, such as b=1,h=16,s=4096,d=128,bf16,causal
-    #[arg(long, value_name = "PROBLEM", conflicts_with_all = ["kernel", "all", "text"])]
+    #[arg(long, value_name = "PROBLEM", group = "subject", conflicts_with = "all")]
     problem: Option<Problem>,
     /// List every configuration
     #[arg(long, conflicts_with = "kernel")]
     all: bool,
     /// Print the PTX and nothing else
-    #[arg(long, group = "text", requires = "kernel")]
+    #[arg(long, group = "text", requires = "subject")]
     ptx: bool,
     /// Print the machine code and nothing else (needs ptxas and nvdisasm)
-    #[arg(long, group = "text", requires = "kernel")]
+    #[arg(long, group = "text", requires = "subject")]
     sass: bool,
     /// Write the PTX or the machine code to a file
     #[arg(long, value_name = "FILE", requires = "text", conflicts_with = "json")]
@@ -49,14 +50,20 @@ pub(crate) struct Arguments {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
-    if let Some(problem) = &arguments.problem {
-        return plan::run(problem, arguments.target, arguments.json);
-    }
-    let target = arguments.target.unwrap_or_else(choose::default_target);
-    let Some(name) = &arguments.kernel else {
-        return list(arguments, target);
+    let (shipped, target) = match (&arguments.problem, &arguments.kernel) {
+        // The text of what the plan chooses, or the plan.
+        (Some(problem), _) if arguments.ptx || arguments.sass => {
+            plan::chosen(problem, arguments.target)?
+        }
+        (Some(problem), _) => return plan::run(problem, arguments.target, arguments.json),
+        (None, name) => {
+            let target = arguments.target.unwrap_or_else(choose::default_target);
+            match name {
+                Some(name) => (choose::kernel(name, target)?, target),
+                None => return list(arguments, target),
+            }
+        }
     };
-    let shipped = choose::kernel(name, target)?;
     let program = shipped.program()?;
     let ptx = ptx::print(&program);
     let sass = if arguments.sass { Some(assembly::disassemble(&ptx)?) } else { None };

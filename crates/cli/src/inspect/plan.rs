@@ -60,21 +60,49 @@ struct Tiles {
     lists: Option<Vec<u32>>,
 }
 
+/// A plan for this machine's GPU, or for a typical one.
+struct Planned {
+    chip: Chip,
+    assumed: bool,
+    plan: Plan,
+    /// The chosen kernel, where it is one of a GPU.
+    chosen: Option<Shipped>,
+}
+
+impl Planned {
+    fn new(problem: &Problem, target: Option<Target>) -> Result<Self, Box<dyn Error>> {
+        let here = DeviceInfo::query(0).ok().map(|info| Chip::of(&info));
+        let here = here.filter(|chip| target.is_none_or(|target| target == chip.target));
+        let assumed = here.is_none();
+        let chip = here.unwrap_or_else(|| Chip::typical(target.unwrap_or(Target::SM_90A)));
+        let preference = Preference::from_environment();
+        let plan = Plan::on_chip(&chip, problem, &preference)?;
+        let chosen = match plan.chosen.backend {
+            "gpu" => gpu::configuration(&chip, problem, &plan.chosen.kernel),
+            _ => None,
+        };
+        Ok(Planned { chip, assumed, plan, chosen })
+    }
+}
+
+/// The kernel that a plan chooses, and what it is built for.
+pub(super) fn chosen(
+    problem: &Problem,
+    target: Option<Target>,
+) -> Result<(Shipped, Target), Box<dyn Error>> {
+    let Planned { chip, plan, chosen, .. } = Planned::new(problem, target)?;
+    let shipped = chosen.ok_or_else(|| {
+        format!("{} would run, which is no kernel of a GPU", plan.chosen.full_name())
+    })?;
+    Ok((shipped, chip.target))
+}
+
 pub(super) fn run(
     problem: &Problem,
     target: Option<Target>,
     json: bool,
 ) -> Result<Answer, Box<dyn Error>> {
-    let here = DeviceInfo::query(0).ok().map(|info| Chip::of(&info));
-    let here = here.filter(|chip| target.is_none_or(|target| target == chip.target));
-    let assumed = here.is_none();
-    let chip = here.unwrap_or_else(|| Chip::typical(target.unwrap_or(Target::SM_90A)));
-    let preference = Preference::from_environment();
-    let plan = Plan::on_chip(&chip, problem, &preference)?;
-    let chosen = match plan.chosen.backend {
-        "gpu" => gpu::configuration(&chip, problem, &plan.chosen.kernel),
-        _ => None,
-    };
+    let Planned { chip, assumed, plan, chosen } = Planned::new(problem, target)?;
     let (mut launch, mut assembly) = (None, None);
     if let Some(shipped) = chosen {
         let program = shipped.program()?;

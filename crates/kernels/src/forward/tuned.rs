@@ -81,7 +81,8 @@ enum Masks {
 
 const ANY_LENGTH: u64 = u64::MAX;
 
-const TILE_64X128: Tile = Tile { warpgroups: 1, ping_pong: false, ..TILE_128X128 };
+const TILE_64X128: Tile =
+    Tile { warpgroups: 1, query_buffers: 1, ping_pong: false, ..TILE_128X128 };
 const TILE_128X128: Tile = Tile {
     warpgroups: 2,
     key_block: 128,

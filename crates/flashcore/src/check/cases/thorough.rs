@@ -143,6 +143,18 @@ impl List {
         for contents in CONTENTS {
             cases.push(Case::new(self.problem(1, 1, lengths[1], 64)).with_contents(contents));
         }
+        // As many heads as it takes for a large GPU not to prefer small tiles.
+        let (heads, lengths): (usize, &[usize]) = match self.mask {
+            Mask::None => (4, &[2049, 2112, 2113]),
+            Mask::Causal => (3, &[4097, 4225]),
+        };
+        for &length in lengths {
+            cases.push(Case::new(self.problem(1, heads, length, 64)));
+        }
+        for contents in [Contents::GrowingLogits, Contents::LateHugeKey] {
+            let problem = self.problem(1, heads, lengths[1] - 1, 40);
+            cases.push(Case::new(problem).with_contents(contents));
+        }
         cases
     }
 
@@ -206,6 +218,15 @@ impl List {
         ] {
             let problem = self.problem(batch, heads, queries, dim).with_key_length(keys);
             cases.push(Case::new(problem));
+        }
+        // Enough heads for the tiles of large problems, at the edges of those tiles.
+        for length in [63, 65, 97, 127, 130, 193] {
+            for dim in [64, 128] {
+                cases.push(Case::new(self.problem(1, 70, length, dim)));
+            }
+        }
+        for contents in CONTENTS {
+            cases.push(Case::new(self.problem(1, 68, 140, 128)).with_contents(contents));
         }
         cases
     }

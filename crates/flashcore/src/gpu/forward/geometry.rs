@@ -118,9 +118,9 @@ mod tests {
 
     #[test]
     fn every_row_is_in_a_tile() {
-        let geometry = cut(&Problem::new(2, 6, 300, 128).with_kv_heads(3)).unwrap();
+        let geometry = cut(&Problem::new(4, 6, 300, 128).with_kv_heads(3)).unwrap();
         assert_eq!((geometry.query_rows, geometry.key_block), (128, 128));
-        assert_eq!((geometry.tiles_per_head, geometry.tiles, geometry.blocks), (3, 36, 36));
+        assert_eq!((geometry.tiles_per_head, geometry.tiles, geometry.blocks), (3, 72, 72));
         let divisors = [geometry.per_head, geometry.heads, geometry.group];
         assert_eq!(divisors.map(|divisor| divisor.number), [3, 6, 2]);
         assert!(geometry.waves(&Chip::H200) < 1.0);
