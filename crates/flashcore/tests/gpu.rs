@@ -1,5 +1,7 @@
 //! What only a GPU can show. Each test passes over itself where there is none.
 
+mod device;
+
 use std::time::Instant;
 
 use cuda::{Arguments, Buffer, Cache, Launch, Module, OptimizationLevel, Parameter};
@@ -10,28 +12,8 @@ use flashcore::{
     RunOptions, Strides, Tensor,
 };
 use kernels::Ceiling;
-use ptx::Target;
 
-/// The GPU, or a word on why not.
-fn gpu() -> Option<Gpu> {
-    match Gpu::with_cache(0, Cache::disabled()) {
-        Ok(gpu) => Some(gpu),
-        Err(error) => {
-            eprintln!("skipped: {error}");
-            None
-        }
-    }
-}
-
-/// The GPU, if it is one with `wgmma`.
-fn hopper() -> Option<Gpu> {
-    let gpu = gpu()?;
-    let fits = gpu.target() == Target::SM_90A;
-    if !fits {
-        eprintln!("skipped: {} has no wgmma", gpu.info().name);
-    }
-    fits.then_some(gpu)
-}
+use device::{gpu, hopper};
 
 struct Silent;
 

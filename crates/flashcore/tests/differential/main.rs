@@ -2,35 +2,17 @@
 //! there is no GPU that can run it.
 
 mod banks;
+#[path = "../device/mod.rs"]
+mod device;
 mod rungs;
 mod words;
 
-use cuda::{Arguments, Buffer, Cache, TensorMap};
+use cuda::{Arguments, Buffer, TensorMap};
 use flashcore::gpu::Gpu;
-use ptx::Target;
 use sim::scene::Scene;
 use sim::{Argument, Options, Policy};
 
-/// The GPU, or a word on why not.
-fn gpu() -> Option<Gpu> {
-    match Gpu::with_cache(0, Cache::disabled()) {
-        Ok(gpu) => Some(gpu),
-        Err(error) => {
-            eprintln!("skipped: {error}");
-            None
-        }
-    }
-}
-
-/// The GPU, if it is one with `wgmma`.
-fn hopper() -> Option<Gpu> {
-    let gpu = gpu()?;
-    let fits = gpu.target() == Target::SM_90A;
-    if !fits {
-        eprintln!("skipped: {} has no wgmma", gpu.info().name);
-    }
-    fits.then_some(gpu)
-}
+use device::{gpu, hopper};
 
 /// Every buffer of a scene after the kernel ran on the GPU.
 fn on_gpu(gpu: &Gpu, scene: &Scene) -> Vec<Vec<u8>> {

@@ -119,18 +119,16 @@ impl Schedule {
 
     /// Goes on to the block's next tile; there may be none.
     pub(super) fn next_tile(&self, k: &mut Builder, tile: &Tile) {
-        match (&self.order, tile.ahead) {
-            (Order::Listed(_), Some((next, entry))) => {
-                k.set(tile.number, entry);
-                // Nobody reads behind the end of a list.
-                k.if_(entry.differs(TileLists::END), |k| {
-                    k.set(next, next + 4);
-                    let further = k.load::<U32, _>(next);
-                    k.set(entry, further);
-                });
-            }
-            (Order::Strided { blocks, .. }, _) => k.set(tile.number, tile.number + *blocks),
-            (Order::Listed(_), None) => unreachable!("listed tiles read ahead"),
+        if let Some((next, entry)) = tile.ahead {
+            k.set(tile.number, entry);
+            // Nobody reads behind the end of a list.
+            k.if_(entry.differs(TileLists::END), |k| {
+                k.set(next, next + 4);
+                let further = k.load::<U32, _>(next);
+                k.set(entry, further);
+            });
+        } else if let Order::Strided { blocks, .. } = &self.order {
+            k.set(tile.number, tile.number + *blocks);
         }
         self.locate(k, tile);
     }
