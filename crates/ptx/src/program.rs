@@ -8,6 +8,9 @@ use crate::{Instruction, Register, Target, TensorBox, Type};
 /// Where in the kernel's Rust source a statement was written.
 pub type Place = &'static Location<'static>;
 
+/// 32-bit registers of a multiprocessor, on every architecture so far.
+pub const MULTIPROCESSOR_REGISTERS: u32 = 65536;
+
 /// One kernel, ready to be validated, printed or simulated.
 #[derive(Clone, Debug)]
 pub struct Program {
@@ -35,6 +38,14 @@ impl Program {
     /// The dynamic shared memory a launch must ask for.
     pub fn shared_bytes(&self) -> u32 {
         self.shared.iter().map(|region| region.offset + region.bytes).max().unwrap_or(0)
+    }
+
+    /// Registers of a thread at entry: what those of the multiprocessor come to
+    /// for the blocks that shall fit on it, in steps of 8 and at most 255.
+    pub fn registers_at_entry(&self) -> u32 {
+        let blocks = self.blocks_per_multiprocessor.unwrap_or(1).max(1);
+        let each = MULTIPROCESSOR_REGISTERS / (self.threads.max(1) * blocks) / 8 * 8;
+        each.min(255)
     }
 
     /// The type of a register.

@@ -26,6 +26,17 @@ impl Element {
         }
     }
 
+    /// The type of the registers that hold elements of a matrix operand: as
+    /// many side by side as 32 bits have room for.
+    pub const fn packed(self) -> Type {
+        match self {
+            Element::F32 => Type::F32,
+            Element::F16 => Type::F16x2,
+            Element::BF16 => Type::BF16x2,
+            Element::E4M3 | Element::E5M2 => Type::U32,
+        }
+    }
+
     /// The name used on command lines and in kernel names.
     pub const fn name(self) -> &'static str {
         match self {

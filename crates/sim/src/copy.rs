@@ -122,22 +122,8 @@ impl<'a> Executor<'_, 'a> {
     fn copy_lane(&mut self, operation: &Operation, copy: LaneCopy, event: u32) -> Step<()> {
         let mut bytes = [0u8; 16];
         let valid = copy.source_bytes as usize;
-        if valid > 0 {
-            let located = self.world.memory.locate(copy.src, valid as u64);
-            let (buffer, offset) = located
-                .map_err(|text| self.operation_hazard(operation, HazardKind::OutOfBounds, text))?;
-            if self.world.checked {
-                let target = Target::Global { buffer, offset };
-                self.check_access(
-                    &operation.start,
-                    NO_LANE,
-                    target,
-                    valid as u32,
-                    event,
-                    false,
-                    u64::MAX,
-                )?;
-            }
+        let source = self.global_row(operation, copy.src, valid as u64, event, false)?;
+        if let Some((buffer, offset)) = source {
             bytes[..valid]
                 .copy_from_slice(&self.world.memory.buffer(buffer).bytes[offset..offset + valid]);
             self.world.counts.add(Measure::CopyBytesRead, valid as u64);

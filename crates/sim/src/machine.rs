@@ -18,8 +18,6 @@ pub(crate) const SHARED_BASE: u32 = 1024;
 pub(crate) const CLUSTER_WINDOW: u32 = 1 << 24;
 /// Where the addresses of tensor maps start.
 pub(crate) const TENSOR_MAPS: u64 = 1 << 62;
-/// 32-bit registers of a multiprocessor.
-const REGISTERS: u32 = 65536;
 
 /// A boxed hazard is the error of everything that executes.
 pub(crate) type Step<T> = Result<T, Box<Hazard>>;
@@ -143,7 +141,7 @@ impl<'a> Cluster<'a> {
             for in_block in 0..warps_per_block {
                 let number = warps.len();
                 let mut warp = Warp::new(world.code, number, block as usize, in_block);
-                warp.registers = registers_at_entry(program);
+                warp.registers = program.registers_at_entry();
                 let groups_per_block = warps_per_block.div_ceil(4);
                 warp.group = (block * groups_per_block + in_block / 4) as usize;
                 if world.checked {
@@ -219,12 +217,6 @@ pub(crate) fn stream_entry(clock: u32) -> Entry {
     Entry::of(u32::MAX, clock, 0)
 }
 
-/// Registers of a thread at entry, as the validator has it.
-fn registers_at_entry(program: &Program) -> u32 {
-    let blocks = program.blocks_per_multiprocessor.unwrap_or(1).max(1);
-    (REGISTERS / (program.threads.max(1) * blocks) / 8 * 8).min(255)
-}
-
 /// A block.
 pub(crate) struct Block {
     /// Its index in the grid.
@@ -250,7 +242,7 @@ impl Block {
         let bytes = program.shared_bytes() as usize;
         let shadow = if world.checked { bytes } else { 0 };
         let blocks = program.blocks_per_multiprocessor.unwrap_or(1).max(1);
-        let held = registers_at_entry(program) * program.threads;
+        let held = program.registers_at_entry() * program.threads;
         Block {
             index,
             // Whatever was there before: NaN in every float format.
@@ -262,7 +254,7 @@ impl Block {
             named: vec![Named::default(); 16],
             live_warps: program.threads / 32,
             visitors: BTreeMap::new(),
-            register_pool: (REGISTERS / blocks).saturating_sub(held),
+            register_pool: (ptx::MULTIPROCESSOR_REGISTERS / blocks).saturating_sub(held),
         }
     }
 }

@@ -238,6 +238,21 @@ impl Shadow {
         }
     }
 
+    /// The conflict of an access with the last write, if there is one.
+    fn write_conflict(
+        &mut self,
+        cell: &Cell,
+        observer: &Observer<'_>,
+        own: u32,
+    ) -> Option<Conflict> {
+        if cell.write == 0 {
+            return None;
+        }
+        let lanes = lane_mask(cell.write_lane);
+        let order = self.order(observer, cell.write, lanes, own);
+        (order != Order::Before).then(|| self.conflict(order, cell.write, lanes, false))
+    }
+
     /// Records a read; the conflict with the last write, if there is one.
     pub(crate) fn read(
         &mut self,
@@ -246,14 +261,7 @@ impl Shadow {
         lane: u8,
     ) -> Option<Conflict> {
         let own = lane_mask(lane);
-        let mut conflict = None;
-        if cell.write != 0 {
-            let lanes = lane_mask(cell.write_lane);
-            let order = self.order(observer, cell.write, lanes, own);
-            if order != Order::Before {
-                conflict = Some(self.conflict(order, cell.write, lanes, false));
-            }
-        }
+        let conflict = self.write_conflict(cell, observer, own);
         if cell.reads == 0 {
             (cell.reads, cell.read_lane) = (observer.event, lane);
         } else if cell.reads & SET == 0 {
@@ -283,14 +291,7 @@ impl Shadow {
         lane: u8,
     ) -> Option<Conflict> {
         let own = lane_mask(lane);
-        let mut conflict = None;
-        if cell.write != 0 {
-            let lanes = lane_mask(cell.write_lane);
-            let order = self.order(observer, cell.write, lanes, own);
-            if order != Order::Before {
-                conflict = Some(self.conflict(order, cell.write, lanes, false));
-            }
-        }
+        let mut conflict = self.write_conflict(cell, observer, own);
         if cell.reads & SET == 0 {
             if cell.reads != 0 && conflict.is_none() {
                 let lanes = lane_mask(cell.read_lane);

@@ -1,4 +1,4 @@
-//! The consumers' loop, one block of scores at a time.
+//! The consumers' loop: key blocks of a tile, tiles of a block.
 
 use ptx::{Accumulate, Accumulator, Builder, Expression, F32, Fragment, Pred, Reg, U32};
 
@@ -80,8 +80,7 @@ pub(super) fn consume(
             group.turns.pass(k);
             let landed = update.wait(k);
             group.release_values(k);
-            let ends = softmax.finish(k);
-            epilogue.store(k, &room, landed, (ends, current));
+            epilogue.store(k, &room, softmax, landed, current);
             let scores = scores.wait(k);
             group.release_keys(k);
             current.take(k, &tile);
@@ -94,8 +93,7 @@ pub(super) fn consume(
         group.wait_for_values(k);
         let landed = group.start_update(k, output, accumulate, &even).wait(k);
         group.release_values(k);
-        let ends = softmax.finish(k);
-        epilogue.store(k, &room, landed, (ends, current));
+        epilogue.store(k, &room, softmax, landed, current);
         room.drain(k);
     });
 }

@@ -6,6 +6,7 @@ use ptx::{
 };
 
 use super::schedule::Current;
+use super::softmax::Softmax;
 use super::warpgroup::Warpgroup;
 use super::{Shared, barrier};
 
@@ -58,15 +59,16 @@ impl Output {
 }
 
 impl Epilogue {
-    /// Stores the output of a finished tile, given the factors and log-sum-exps
-    /// of the thread's rows. The copies are only begun.
+    /// Stores the output of a finished tile. The copies are only begun.
     pub(super) fn store(
         &self,
         k: &mut Builder,
         room: &Output,
+        softmax: &Softmax,
         output: &Accumulator,
-        ([factors, log_sums], tile): ([[Reg<F32>; 2]; 2], &Current),
+        tile: &Current,
     ) {
+        let [factors, log_sums] = softmax.finish(k);
         self.store_log_sums(k, room, tile, log_sums);
 
         let layout = room.tile.layout();

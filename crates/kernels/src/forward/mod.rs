@@ -1,6 +1,6 @@
 //! Attention forward on Hopper.
 //!
-//! One producer warp brings tiles with TMA; two or three consumer warpgroups
+//! One producer thread brings tiles with TMA; one to three consumer warpgroups
 //! take 64 query rows each and walk the key blocks from the last to the first.
 //! Inside a warpgroup the tensor cores and the exponentials overlap:
 //!
@@ -19,7 +19,8 @@
 //! Warpgroups take turns at the tensor cores, so that one computes
 //! exponentials while another multiplies. Blocks stay and take tile after tile.
 //! The parts have a file each: `producer`, `consumer` (the loop above),
-//! `softmax`, `mask`, `epilogue` and `schedule`.
+//! `warpgroup`, `softmax`, `mask`, `epilogue`, `schedule` with `lists`, and
+//! `tuned`, which says what serves which problem.
 
 mod consumer;
 mod divisor;

@@ -3,8 +3,7 @@
 use super::Builder;
 use crate::{
     BF16, BF16x2, BinaryOperation, E4M3x2, E5M2x2, Element, F16, F16x2, F32, Instruction, Operand,
-    PackedHalf, Pred, Reg, S32, Scalar, ShuffleMode, Type, U32, U64, UnaryOperation, Value,
-    VoteMode,
+    PackedHalf, Pred, Reg, S32, Scalar, ShuffleMode, U32, U64, UnaryOperation, Value, VoteMode,
 };
 
 /// Scalars with a fused multiply-add.
@@ -248,15 +247,5 @@ impl Builder {
             distance *= 2;
         }
         value
-    }
-}
-
-/// The packed register type of two elements of a matrix operand.
-pub(crate) fn packed_type(element: Element) -> Type {
-    match element {
-        Element::F32 => Type::F32,
-        Element::F16 => Type::F16x2,
-        Element::BF16 => Type::BF16x2,
-        Element::E4M3 | Element::E5M2 => Type::U32,
     }
 }

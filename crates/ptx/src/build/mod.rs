@@ -11,7 +11,6 @@ mod copy;
 mod memory;
 mod role;
 
-pub(crate) use arithmetic::packed_type;
 pub use arithmetic::{Fused, Pair};
 pub use copy::CopyHint;
 pub use memory::{LoadHint, StoreHint};
@@ -111,7 +110,7 @@ impl Builder {
     /// How many registers a thread starts with when the block fills its share
     /// of the multiprocessor.
     pub fn registers_at_entry(&self) -> u32 {
-        crate::valid::registers_at_entry(&self.program)
+        self.program.registers_at_entry()
     }
 
     /// Ends the kernel and validates it.

@@ -403,14 +403,9 @@ impl Visitor<'_> {
     }
 }
 
-/// The register type that holds packed elements of a matrix operand.
+/// What a matrix operand of these elements must be.
 fn packed(element: Element) -> Expected {
-    match element {
-        Element::F32 => Expected::Type(Type::F32),
-        Element::F16 => Expected::Type(Type::F16x2),
-        Element::BF16 => Expected::Type(Type::BF16x2),
-        Element::E4M3 | Element::E5M2 => Expected::Type(Type::U32),
-    }
+    Expected::Type(element.packed())
 }
 
 fn special_type(special: Special) -> Expected {

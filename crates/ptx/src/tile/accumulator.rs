@@ -1,7 +1,6 @@
 //! Matrices in the registers of a warpgroup.
 
 use super::SharedTile;
-use crate::build::packed_type;
 use crate::{Builder, Element, F32, Instruction, PackedHalf, Reg, Register, U32, Value};
 
 /// The result of a `wgmma`: 64 rows by `columns` of `f32`, spread over the
@@ -46,14 +45,6 @@ impl Accumulator {
     /// How many columns the matrix has.
     pub fn columns(&self) -> u32 {
         self.columns
-    }
-
-    /// Copies another accumulator of the same shape.
-    #[track_caller]
-    pub fn set(&self, k: &mut Builder, other: &Accumulator) {
-        for (dst, src) in self.registers.iter().zip(&other.registers) {
-            k.set(*dst, *src);
-        }
     }
 
     /// The thread's elements, in register order.
@@ -107,7 +98,7 @@ impl Fragment {
     /// Registers for `columns` columns, not yet written.
     pub fn new(k: &mut Builder, element: Element, columns: u32) -> Self {
         let count = columns * element.bytes() / 8;
-        let registers = (0..count).map(|_| k.register_of(packed_type(element))).collect();
+        let registers = (0..count).map(|_| k.register_of(element.packed())).collect();
         Fragment { element, registers }
     }
 

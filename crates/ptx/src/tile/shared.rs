@@ -24,8 +24,7 @@ pub struct SharedTile {
 impl SharedTiles {
     /// Reserves room for `stages` tiles.
     pub fn new(k: &mut Builder, name: &str, layout: TileLayout, stages: u32) -> Self {
-        let stride = layout.bytes().next_multiple_of(layout.alignment());
-        let offset = k.shared(name, stride * stages, layout.alignment());
+        let offset = k.shared(name, stride(layout) * stages, layout.alignment());
         SharedTiles { layout, offset, stages }
     }
 
@@ -42,12 +41,17 @@ impl SharedTiles {
     /// The tile of a stage.
     #[track_caller]
     pub fn at(&self, k: &mut Builder, stage: impl Into<Value<U32>>) -> SharedTile {
-        let stride = self.layout.bytes().next_multiple_of(self.layout.alignment());
         let base = k.shared_address(self.offset);
+        let stride = stride(self.layout);
         let address = if self.stages == 1 { base } else { k.eval(base + stage.into() * stride) };
         let TileLayout { rows, columns, .. } = self.layout;
         SharedTile { layout: self.layout, address, rows, columns }
     }
+}
+
+/// Bytes from one stage's tile to the next.
+fn stride(layout: TileLayout) -> u32 {
+    layout.bytes().next_multiple_of(layout.alignment())
 }
 
 impl SharedTile {

@@ -4,12 +4,9 @@ use std::ops::Range;
 
 use super::error::{Fault, Invalid};
 use crate::{
-    Block, Capability, Instruction, ParameterKind, Program, RegisterChange, Statement,
-    StatementKind, Swizzle, TensorBox,
+    Block, Capability, Instruction, MULTIPROCESSOR_REGISTERS, ParameterKind, Program,
+    RegisterChange, Statement, StatementKind, Swizzle, TensorBox,
 };
-
-/// 32-bit registers of a multiprocessor.
-pub(super) const REGISTERS: u32 = 65536;
 
 pub(super) fn check(program: &Program) -> Result<(), Invalid> {
     let launch = |text: String| Err(Invalid::from(Fault::Launch { text }));
@@ -151,7 +148,7 @@ fn budget(body: &Block) -> Option<(RegisterChange, u32)> {
 /// All warps together may not hold more registers than the multiprocessor
 /// has, and a budget needs a bound at entry to change.
 fn check_budgets(program: &Program) -> Result<(), Invalid> {
-    let entry = super::registers_at_entry(program);
+    let entry = program.registers_at_entry();
     let mut total = entry * program.threads;
     let mut any = false;
     for statement in &program.body {
@@ -167,7 +164,8 @@ fn check_budgets(program: &Program) -> Result<(), Invalid> {
         let text = "register budgets need a number of blocks per multiprocessor".to_owned();
         return Err(Fault::Launch { text }.into());
     }
-    let available = REGISTERS / program.blocks_per_multiprocessor.unwrap_or(1).max(1);
+    let available =
+        MULTIPROCESSOR_REGISTERS / program.blocks_per_multiprocessor.unwrap_or(1).max(1);
     if any && total > available {
         return Err(Fault::RegisterBudget { wanted: total, available }.into());
     }

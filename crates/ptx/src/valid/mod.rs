@@ -59,14 +59,6 @@ pub fn validate(program: &Program) -> Result<(), Invalid> {
     }
 }
 
-/// Registers of a thread at entry: what the multiprocessor's 65,536 come to
-/// for the blocks that shall fit on it, in steps of 8 and at most 255.
-pub(crate) fn registers_at_entry(program: &Program) -> u32 {
-    let blocks = program.blocks_per_multiprocessor.unwrap_or(1).max(1);
-    let each = launch::REGISTERS / (program.threads.max(1) * blocks) / 8 * 8;
-    each.min(255)
-}
-
 fn predicate_fault(program: &Program, register: crate::Register) -> Option<Fault> {
     let expected = crate::Expected::Type(crate::Type::Pred);
     operand_fault(program, Operand::Register(register), expected)
