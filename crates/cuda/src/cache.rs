@@ -22,7 +22,7 @@ use sha2::{Digest, Sha256};
 use crate::{ComputeCapability, Driver, Error, OptimizationLevel, Result};
 
 /// The version of what a key is made of and of how a file is laid out.
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 
 /// The first bytes of every file.
 const MAGIC: [u8; 8] = *b"FLASHCUB";
@@ -705,7 +705,7 @@ mod tests {
     #[test]
     fn keys_stay_the_same_between_builds() {
         // A key that changes without a new FORMAT would orphan every cache.
-        let expected = "2f5e14fbee3ea65350d6291f02503b015fbe60e4d5a7a760c79310b29abe8e76";
+        let expected = "51587fbb6efd475d2c430e12113a8a6392e66d302035efcd9f33aa0ca99d4dae";
         assert_eq!(key("kernel").to_string(), expected);
     }
 

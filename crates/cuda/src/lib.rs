@@ -64,6 +64,7 @@
 
 mod cache;
 mod compile;
+mod compiler;
 mod device;
 mod driver;
 mod error;

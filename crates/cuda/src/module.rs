@@ -29,21 +29,23 @@ unsafe impl Send for Module {}
 unsafe impl Sync for Module {}
 
 impl Module {
-    /// Loads a cubin, which takes about 0.1 ms.
+    /// Loads a cubin, which takes about 0.1 ms, or PTX that ends in a NUL,
+    /// which the driver then compiles while other calls wait.
     ///
     /// The code is trusted: it may do anything that device code can.
-    pub fn load(device: &Device, cubin: &[u8]) -> Result<Module> {
-        // The driver finds the end of a cubin by itself and is not told its
-        // length, so the header must be there and must stay within the bytes.
-        let sound = elf_bytes(cubin).is_some_and(|bytes| bytes <= cubin.len() as u64);
-        if !sound {
+    pub fn load(device: &Device, image: &[u8]) -> Result<Module> {
+        // The driver finds the end of an image by itself and is not told its
+        // length. So a cubin's header must be there and must stay within the
+        // bytes, and a text must end.
+        let sound = elf_bytes(image).is_some_and(|bytes| bytes <= image.len() as u64);
+        if !sound && !is_ptx(image) {
             return Err(Error::InvalidCubin);
         }
         let _bound = device.bind()?;
         let mut handle = null_mut();
-        // SAFETY: a context is bound, and all that the header speaks of is
+        // SAFETY: a context is bound, and all that the driver will read is
         // within the bytes.
-        let result = unsafe { sys::cuModuleLoadData(&mut handle, cubin.as_ptr().cast()) };
+        let result = unsafe { sys::cuModuleLoadData(&mut handle, image.as_ptr().cast()) };
         check("cuModuleLoadData", result)?;
         Ok(Module { device: device.clone(), handle })
     }
@@ -106,6 +108,11 @@ fn elf_bytes(file: &[u8]) -> Option<u64> {
     let programs = word(32).checked_add(half(54) * half(56))?;
     let sections = word(40).checked_add(half(58) * half(60))?;
     Some(programs.max(sections).max(64))
+}
+
+/// Whether this is a PTX text with its end.
+fn is_ptx(image: &[u8]) -> bool {
+    image.starts_with(b".version") && image.last() == Some(&0)
 }
 
 /// The most blocks of a cluster that every device with clusters can hold.
@@ -337,6 +344,8 @@ mod tests {
         assert_eq!(elf_bytes(b"\x7fELF\x02\x01"), None);
         assert_eq!(elf_bytes(b".version 8.0"), None);
         assert_eq!(elf_bytes(b""), None);
+        assert!(is_ptx(b".version 8.0\n\0"));
+        assert!(!is_ptx(b".version 8.0\n") && !is_ptx(b"\0") && !is_ptx(b""));
     }
 
     #[test]
