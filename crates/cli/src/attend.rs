@@ -94,8 +94,14 @@ const CHECK_OPERATIONS: f64 = 5e9;
 const CHECK_ELEMENTS: usize = 1 << 25;
 
 pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
-    let (problem, tensors) = prepare(arguments)?;
-    let machine = Machine::discover();
+    // Opening a GPU takes as long as making up large tensors: both at once.
+    let (prepared, machine) = std::thread::scope(|scope| {
+        let machine = scope.spawn(Machine::discover);
+        let prepared = prepare(arguments).map_err(|error| error.to_string());
+        (prepared, machine.join())
+    });
+    let (problem, tensors) = prepared?;
+    let machine = machine.map_err(|_| "looking for GPUs panicked")?;
     let mut preference = match &arguments.kernel {
         Some(name) => Preference::named(name),
         None => Preference::from_environment(),

@@ -11,7 +11,8 @@ use flashcore::{
     Backend, DType, GpuBackend, InputTensors, Machine, Mask, Preference, Problem, Progress,
     RunOptions, Strides, Tensor,
 };
-use kernels::Ceiling;
+use kernels::forward::Form;
+use kernels::{Ceiling, Forward};
 
 use device::{gpu, hopper};
 
@@ -196,32 +197,48 @@ fn a_launch_costs_the_host_a_few_microseconds() {
     }
 }
 
-/// A kernel that is compiled twice gives the same answers before and after.
+/// The compact form of a kernel gives the same answers as the full one, which takes over.
 #[test]
-fn the_full_build_takes_over_from_the_quick_one() {
+fn the_full_form_takes_over_from_the_compact_one() {
     let Some(_) = hopper() else { return };
     let folder = tempfile::tempdir().unwrap();
-    let (quick, full) = (OptimizationLevel::O1, OptimizationLevel::O3);
-    let policy = Policy::QuickThenFull { quick, full };
-    let open = || Gpu::with_policy(0, Cache::at(folder.path()), policy).unwrap();
-    let problem = Problem::new(1, 2, 300, 64).with_dtype(DType::BF16);
-    let gpu = open();
-    let device = OnDevice::new(&gpu, &problem, 3);
-    let mut plan = ForwardPlan::new(&gpu, &problem).unwrap();
-    let mut run = || {
-        device.poison(gpu.stream());
-        plan.launch(gpu.stream(), &device.tensors).unwrap();
-        (device.read(gpu.stream()), plan.kernel().compilation().level)
-    };
-    let (early, _) = run();
-    gpu.finish_compiling();
-    let (late, level) = run();
-    assert_eq!(level, full);
-    assert!(early == late, "the two builds differ");
-    // The next process finds the full build.
-    let next = ForwardPlan::new(&open(), &problem).unwrap();
-    assert!(next.kernel().compilation().cached);
-    assert_eq!(next.kernel().compilation().level, full);
+    let open = || Gpu::with_cache(0, Cache::at(folder.path())).unwrap();
+    for (heads, length, dim) in [(2, 300, 64), (40, 700, 128), (70, 1000, 64), (9, 2000, 256)] {
+        let problem = Problem::new(2, heads, length, dim)
+            .with_dtype(DType::BF16)
+            .with_mask(flashcore::Mask::Causal);
+        let gpu = open();
+        let device = OnDevice::new(&gpu, &problem, 3);
+        let full = ForwardPlan::new(&gpu, &problem).unwrap();
+        assert!(full.kernel().compilation().compact, "the cache was not empty");
+        gpu.finish_compiling();
+        assert!(!full.kernel().compilation().compact);
+        let compact = Forward { form: Form::COMPACT, ..*full.configuration() };
+        let compact = ForwardPlan::with_configuration(&gpu, &problem, compact, "asked for");
+        let [late, early] = [full, compact.unwrap()].map(|mut plan| {
+            device.poison(gpu.stream());
+            plan.launch(gpu.stream(), &device.tensors).unwrap();
+            device.read(gpu.stream())
+        });
+        assert!(early == late, "the two forms differ: {problem}");
+        // The next process finds the full form.
+        let next = ForwardPlan::new(&open(), &problem).unwrap();
+        assert!(next.kernel().compilation().cached && !next.kernel().compilation().compact);
+    }
+}
+
+/// What the driver's compiler makes of a kernel is what the tests of the assembler saw: nothing in
+/// local memory, and no complaint.
+#[test]
+fn the_driver_compiles_forward_kernels_without_a_spill() {
+    let Some(_) = hopper() else { return };
+    let gpu = Gpu::with_policy(0, Cache::disabled(), Policy::AtOnce).unwrap();
+    for configuration in kernels::forward::every_tuned() {
+        let kernel = gpu.kernel(&configuration.name(), || configuration.program()).unwrap();
+        let (name, compilation) = (configuration.name(), kernel.compilation());
+        assert_eq!(kernel.attributes().local_bytes, 0, "{name}");
+        assert!(compilation.warnings.is_empty(), "{name}: {:?}", compilation.warnings);
+    }
 }
 
 #[test]
@@ -289,32 +306,68 @@ fn by_hand(gpu: &Gpu) -> f64 {
     best
 }
 
-/// Not a check but a measurement: what each optimisation level costs to compile, and what the
-/// kernel then does. Run with `CUDA_CACHE_DISABLE=1`, or the driver's own cache answers.
+/// Not a check but a measurement: what each form costs to compile, and how it then runs. Run with
+/// `CUDA_CACHE_DISABLE=1`, or the driver's own cache answers.
 #[test]
 #[ignore = "prints a table"]
-fn compile_levels() {
+fn forms() {
     let Some(_) = hopper() else { return };
-    for (heads, length, dim) in [(8, 512, 64), (16, 8192, 64), (16, 8192, 128), (8, 8192, 256)] {
-        let problem = Problem::new(1, heads, length, dim)
+    let forms: Vec<Form> = (0..8)
+        .map(|bits| Form {
+            overlap_tiles: bits & 1 == 0,
+            two_steps: bits & 2 == 0,
+            slow_path_apart: bits & 4 == 0,
+        })
+        .collect();
+    let gpu = Gpu::with_policy(0, Cache::disabled(), Policy::AtOnce).unwrap();
+    let shapes = [(32, 1, 64), (32, 8, 64), (16, 1, 128), (16, 8, 128), (8, 1, 256), (8, 8, 256)];
+    for ((heads, thousands, dim), mask) in shapes.into_iter().flat_map(|shape| {
+        [flashcore::Mask::None, flashcore::Mask::Causal].map(|mask| (shape, mask))
+    }) {
+        let problem = Problem::new(16 / thousands, heads, 1024 * thousands, dim)
             .with_dtype(DType::BF16)
-            .with_mask(flashcore::Mask::Causal);
-        for level in OptimizationLevel::ALL.into_iter().skip(1) {
-            let gpu = Gpu::with_policy(0, Cache::disabled(), Policy::Once(level)).unwrap();
-            let device = OnDevice::new(&gpu, &problem, 1);
-            let mut plan = ForwardPlan::new(&gpu, &problem).unwrap();
-            let milliseconds = plan.kernel().compilation().milliseconds;
-            let [start, end] = [(); 2].map(|_| cuda::Event::new(gpu.device()).unwrap());
-            plan.launch(gpu.stream(), &device.tensors).unwrap();
-            start.record(gpu.stream()).unwrap();
-            for _ in 0..10 {
+            .with_mask(mask);
+        let device = OnDevice::new(&gpu, &problem, 1);
+        let chosen = *ForwardPlan::new(&gpu, &problem).unwrap().configuration();
+        let mut plans: Vec<ForwardPlan> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (forms.iter())
+                .map(|&form| {
+                    let (gpu, problem) = (&gpu, &problem);
+                    let configuration = Forward { form, ..chosen };
+                    scope.spawn(move || {
+                        ForwardPlan::with_configuration(gpu, problem, configuration, "").unwrap()
+                    })
+                })
+                .collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        let mut times = vec![Vec::new(); plans.len()];
+        for _ in 0..15 {
+            for (plan, times) in plans.iter_mut().zip(&mut times) {
+                let [start, end] = [(); 2].map(|_| cuda::Event::new(gpu.device()).unwrap());
                 plan.launch(gpu.stream(), &device.tensors).unwrap();
+                start.record(gpu.stream()).unwrap();
+                for _ in 0..3 {
+                    plan.launch(gpu.stream(), &device.tensors).unwrap();
+                }
+                end.record(gpu.stream()).unwrap();
+                end.synchronize().unwrap();
+                times.push(end.milliseconds_since(&start).unwrap() / 3.0);
             }
-            end.record(gpu.stream()).unwrap();
-            end.synchronize().unwrap();
-            let run = end.milliseconds_since(&start).unwrap() / 10.0;
-            let name = plan.configuration().name();
-            println!("{name} {level:?}: compiled in {milliseconds:.0} ms, runs in {run:.4} ms");
+        }
+        let medians: Vec<f64> = (times.iter_mut())
+            .map(|times| {
+                times.sort_by(f64::total_cmp);
+                times[times.len() / 2]
+            })
+            .collect();
+        for (plan, median) in plans.iter().zip(&medians) {
+            println!(
+                "{:<70} compiled in {:5.0} ms, runs in {median:.4} ms, speed {:.3}",
+                plan.configuration().name(),
+                plan.kernel().compilation().milliseconds,
+                medians[0] / median
+            );
         }
     }
 }

@@ -3,7 +3,7 @@
 
 use ptx::{Element, Program, Swizzle, Target};
 
-use crate::forward::{Workload, every_tuned, tuned};
+use crate::forward::{Form, Workload, every_tuned, tuned};
 use crate::product::{Contiguous, Source};
 use crate::{Ceiling, Error, Forward, Product, Scalar, Single};
 
@@ -103,8 +103,8 @@ pub fn shipped(target: Target) -> Vec<Shipped> {
     all
 }
 
-/// Forward attention: every tuned configuration, and head dimensions that are
-/// not a whole number of panels, or of tensor core steps.
+/// Forward attention: every tuned configuration, head dimensions that are not
+/// a whole number of panels or of tensor core steps, and of each its compact form.
 fn forwards() -> Vec<Forward> {
     let mut all = every_tuned();
     for (index, dim) in [8, 40, 72, 136, 200, 248].into_iter().enumerate() {
@@ -120,6 +120,9 @@ fn forwards() -> Vec<Forward> {
         };
         all.extend(tuned(&workload).map(|tuned| tuned.configuration));
     }
+    let compact: Vec<Forward> =
+        all.iter().map(|it| Forward { form: Form::COMPACT, ..*it }).collect();
+    all.extend(compact);
     all
 }
 

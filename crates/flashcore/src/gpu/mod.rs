@@ -32,7 +32,7 @@ pub struct Gpu {
     policy: Policy,
     /// Each under a lock of its own, so that two threads do not compile the same.
     kernels: Mutex<HashMap<String, Place>>,
-    /// Threads that compile kernels a second time.
+    /// Threads that compile the full form of kernels.
     compilers: Mutex<Vec<JoinHandle<()>>>,
 }
 
@@ -147,24 +147,46 @@ impl Gpu {
         name: &str,
         build: impl FnOnce() -> Result<Program, kernels::Error>,
     ) -> Result<Arc<Kernel>, GpuError> {
-        let place = lock(&self.kernels).entry(name.to_owned()).or_default().clone();
-        let mut kernel = lock(&place);
-        if let Some(kernel) = &*kernel {
-            return Ok(kernel.clone());
-        }
-        let (compiled, remainder) =
-            Kernel::compile(&self.device, &self.cache, build()?, self.policy)?;
-        if let Some(remainder) = remainder {
-            lock(&self.compilers).push(std::thread::spawn(remainder));
-        }
-        Ok(kernel.insert(compiled).clone())
+        self.kernel_or(name, || Ok(Kernel::at_once(&self.device, &self.cache, &build()?)?))
     }
 
-    /// Waits until every kernel that was asked for is compiled at its full level.
+    /// The same for a kernel that has a compact form, by the GPU's [`Policy`].
+    pub fn kernel_of_two_forms(
+        &self,
+        name: &str,
+        full: impl FnOnce() -> Result<Program, kernels::Error>,
+        compact: impl FnOnce() -> Result<Program, kernels::Error>,
+    ) -> Result<Arc<Kernel>, GpuError> {
+        self.kernel_or(name, || {
+            let (device, cache, full) = (&self.device, &self.cache, full()?);
+            if self.policy == Policy::AtOnce || kernel::is_cached(device, cache, &full) {
+                return Ok(Kernel::at_once(device, cache, &full)?);
+            }
+            let (kernel, beside) = Kernel::compact_first(device, cache, full, &compact()?);
+            lock(&self.compilers).push(beside);
+            Ok(kernel?)
+        })
+    }
+
+    /// The compiled kernel of this name, or what makes it.
+    fn kernel_or(
+        &self,
+        name: &str,
+        compile: impl FnOnce() -> Result<Arc<Kernel>, GpuError>,
+    ) -> Result<Arc<Kernel>, GpuError> {
+        let place = lock(&self.kernels).entry(name.to_owned()).or_default().clone();
+        let mut kernel = lock(&place);
+        match &*kernel {
+            Some(kernel) => Ok(kernel.clone()),
+            None => Ok(kernel.insert(compile()?).clone()),
+        }
+    }
+
+    /// Waits until every kernel that was asked for is compiled in its full form.
     pub fn finish_compiling(&self) {
         let compilers = std::mem::take(&mut *lock(&self.compilers));
         for compiler in compilers {
-            // A compiler that panicked leaves the quick binary in place.
+            // A compiler that panicked leaves the compact form in place.
             let _ = compiler.join();
         }
     }

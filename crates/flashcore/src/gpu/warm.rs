@@ -4,6 +4,7 @@ use kernels::Shipped;
 use rayon::prelude::*;
 use serde::Serialize;
 
+use super::kernel::LEVEL;
 use super::{Gpu, GpuError};
 use crate::backend::Progress;
 
@@ -23,7 +24,7 @@ pub struct Warmed {
 }
 
 impl Gpu {
-    /// Compiles kernels into the cache at their full level, on all cores, without running them. A
+    /// Compiles kernels into the cache, on all cores, without running them. A
     /// later process on this machine finds them there.
     pub fn warm(
         &self,
@@ -33,7 +34,7 @@ impl Gpu {
         progress.begin(configurations.len() as u64);
         let warm = |configuration: &Shipped| {
             let text = ptx::print(&configuration.program()?);
-            let cubin = self.device.compile_cached(&text, self.policy.full(), &self.cache)?;
+            let cubin = self.device.compile_cached(&text, LEVEL, &self.cache)?;
             progress.advance(1);
             Ok(Warmed {
                 name: configuration.name(),

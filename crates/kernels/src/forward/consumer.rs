@@ -4,13 +4,14 @@ use ptx::{Accumulate, Accumulator, Builder, Expression, F32, Fragment, Pred, Reg
 
 use super::epilogue::{Epilogue, Output};
 use super::mask::Mask;
-use super::schedule::{Current, Schedule};
+use super::schedule::{Current, Schedule, Tile};
 use super::softmax::Softmax;
 use super::warpgroup::Warpgroup;
-use super::{Forward, Shared};
+use super::{Form, Forward, Shared};
 
 /// What the loop carries from step to step.
 struct State<'a> {
+    form: Form,
     group: Warpgroup<'a>,
     mask: Mask,
     softmax: Softmax,
@@ -39,66 +40,127 @@ pub(super) fn consume(
 
     let tile = schedule.first_tile(k);
     let mut state = State {
+        form: forward.form,
         mask: Mask::new(k, forward, schedule, &group),
         group,
-        softmax: Softmax::new(k, forward.element, scale_log2),
+        softmax: Softmax::new(k, forward, scale_log2),
         output: Accumulator::new(k, forward.value_head_dim),
         output_begun: k.register(),
         current: schedule.current(k, &tile),
         block: k.variable(tile.blocks - 1),
     };
-    let block = state.block;
     k.if_(schedule.has_tile(&tile), |k| {
-        state.group.take_queries(k);
-        state.group.wait_for_keys(k);
-        let scores = state.group.start_scores(k).wait(k);
-        state.group.release_keys(k);
-        state.first_block(k, &scores, &even);
+        let p = [&even, &odd];
+        if forward.form.overlap_tiles {
+            state.tiles_overlapped(k, schedule, &tile, epilogue, &room, p);
+        } else {
+            state.tiles_one_by_one(k, schedule, &tile, epilogue, &room, p);
+        }
+        room.drain(k);
+    });
+}
 
+impl State<'_> {
+    /// The next tile's first scores are computed while a tile is stored, and
+    /// steps go in pairs, so that probabilities are never copied.
+    fn tiles_overlapped(
+        &mut self,
+        k: &mut Builder,
+        schedule: &Schedule,
+        tile: &Tile,
+        epilogue: &Epilogue,
+        room: &Output,
+        [even, odd]: [&Fragment; 2],
+    ) {
+        let block = self.block;
+        self.begin(k, even);
         k.loop_(|k| {
-            k.loop_(|k| {
-                k.break_if(block.equals(0));
-                state.step(k, &even, &odd);
-                let last = k.eval(block.equals(0));
-                k.if_(last, |k| even.set(k, &odd));
-                k.break_if(last);
-                state.step(k, &odd, &even);
-            });
-            state.group.release_queries(k);
-            schedule.next_tile(k, &tile);
-            k.break_if(!schedule.has_tile(&tile));
+            self.steps(k, [even, odd]);
+            self.group.release_queries(k);
+            schedule.next_tile(k, tile);
+            k.break_if(!schedule.has_tile(tile));
 
-            // The next tile's first scores are computed while this tile is stored.
-            let State { group, output, softmax, current, output_begun, .. } = &mut state;
+            let State { group, output, softmax, current, output_begun, .. } = self;
             let accumulate = Accumulate::If(output_begun.register());
             group.wait_for_values(k);
             group.turns.take(k);
-            let update = group.start_update(k, output, accumulate, &even);
+            let update = group.start_update(k, output, accumulate, even);
             group.take_queries(k);
             group.wait_for_keys(k);
             let scores = group.start_scores(k);
             group.turns.pass(k);
             let landed = update.wait(k);
             group.release_values(k);
-            epilogue.store(k, &room, softmax, landed, current);
+            epilogue.store(k, room, softmax, landed, current);
             let scores = scores.wait(k);
             group.release_keys(k);
-            current.take(k, &tile);
+            current.take(k, tile);
             k.set(block, tile.blocks - 1);
-            state.first_block(k, &scores, &even);
+            self.first_block(k, &scores, even);
         });
+        self.end(k, epilogue, room, even);
+    }
 
-        let State { group, output, softmax, current, output_begun, .. } = &mut state;
+    /// The same arithmetic in the same order, with one copy of everything.
+    fn tiles_one_by_one(
+        &mut self,
+        k: &mut Builder,
+        schedule: &Schedule,
+        tile: &Tile,
+        epilogue: &Epilogue,
+        room: &Output,
+        [p, next]: [&Fragment; 2],
+    ) {
+        let block = self.block;
+        k.loop_(|k| {
+            self.begin(k, p);
+            self.steps(k, [p, next]);
+            self.group.release_queries(k);
+            self.end(k, epilogue, room, p);
+            schedule.next_tile(k, tile);
+            self.current.take(k, tile);
+            k.set(block, tile.blocks - 1);
+            k.break_if(!schedule.has_tile(tile));
+        });
+    }
+
+    /// All of a tile's blocks after the first; the last one's probabilities
+    /// end in the first set.
+    fn steps(&mut self, k: &mut Builder, [even, odd]: [&Fragment; 2]) {
+        let (block, two_steps) = (self.block, self.form.two_steps);
+        k.loop_(|k| {
+            k.break_if(block.equals(0));
+            self.step(k, even, odd);
+            if two_steps {
+                let last = k.eval(block.equals(0));
+                k.if_(last, |k| even.set(k, odd));
+                k.break_if(last);
+                self.step(k, odd, even);
+            } else {
+                even.set(k, odd);
+            }
+        });
+    }
+
+    /// A tile's first scores, with nothing beside them.
+    fn begin(&mut self, k: &mut Builder, p: &Fragment) {
+        self.group.take_queries(k);
+        self.group.wait_for_keys(k);
+        let scores = self.group.start_scores(k).wait(k);
+        self.group.release_keys(k);
+        self.first_block(k, &scores, p);
+    }
+
+    /// A tile's last product, with nothing beside it, and its storing.
+    fn end(&mut self, k: &mut Builder, epilogue: &Epilogue, room: &Output, p: &Fragment) {
+        let State { group, output, softmax, current, output_begun, .. } = self;
         let accumulate = Accumulate::If(output_begun.register());
         group.wait_for_values(k);
-        let landed = group.start_update(k, output, accumulate, &even).wait(k);
+        let landed = group.start_update(k, output, accumulate, p).wait(k);
         group.release_values(k);
-        epilogue.store(k, &room, softmax, landed, current);
-        room.drain(k);
-    });
-}
+        epilogue.store(k, room, softmax, landed, current);
+    }
 
-impl State<'_> {
     /// A tile's first block: there is no output yet to be kept or rescaled.
     fn first_block(&mut self, k: &mut Builder, scores: &Accumulator, p: &Fragment) {
         self.mask.apply(k, &self.current, self.block, scores);

@@ -163,6 +163,7 @@ impl Forward {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Form;
     use super::*;
     use crate::product::Source;
 
@@ -178,6 +179,7 @@ mod tests {
             query_buffers: 2,
             query_source: Source::Shared,
             ping_pong: true,
+            form: Form::FULL,
         }
     }
 

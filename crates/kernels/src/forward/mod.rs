@@ -70,6 +70,49 @@ pub struct Forward {
     pub query_source: Source,
     /// Whether warpgroups take turns at the tensor cores.
     pub ping_pong: bool,
+    /// How the code is laid out: the same results bit for bit.
+    pub form: Form,
+}
+
+/// How a kernel's code is laid out. Every form gives the same results.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Form {
+    /// Whether a tile's first scores are computed while the one before is
+    /// stored. It shortens short sequences.
+    pub overlap_tiles: bool,
+    /// Whether the body of the loop is two steps, which lets two sets of
+    /// registers for probabilities change places, instead of one and a copy.
+    pub two_steps: bool,
+    /// Whether the guard's slow path has exponentials of its own, instead of
+    /// going back to those of the fast one.
+    pub slow_path_apart: bool,
+}
+
+impl Form {
+    /// What runs fastest in most configurations.
+    pub const FULL: Form = Form { overlap_tiles: true, two_steps: true, slow_path_apart: true };
+    /// One copy of everything: half the time to compile. It runs while
+    /// another form is compiled.
+    pub const COMPACT: Form =
+        Form { overlap_tiles: false, two_steps: false, slow_path_apart: false };
+
+    /// What distinguishes it from [`Form::FULL`], for names.
+    fn suffix(self) -> String {
+        if self == Form::COMPACT {
+            return "_compact".to_owned();
+        }
+        let mut suffix = String::new();
+        for (missing, name) in [
+            (!self.overlap_tiles, "_tilewise"),
+            (!self.two_steps, "_stepwise"),
+            (!self.slow_path_apart, "_again"),
+        ] {
+            if missing {
+                suffix += name;
+            }
+        }
+        suffix
+    }
 }
 
 /// Named barriers of the block; 0 is for all its threads. There is one of each
@@ -104,16 +147,17 @@ impl Forward {
     /// The name of this configuration.
     pub fn name(&self) -> String {
         let Forward { element, head_dim, value_head_dim, causal, warpgroups, .. } = self;
-        let Forward { key_block, stages, query_buffers, query_source, ping_pong, .. } = self;
+        let Forward { key_block, stages, query_buffers, query_source, ping_pong, form, .. } = self;
         let mask = if *causal { "causal" } else { "dense" };
         let rows = 64 * warpgroups;
         let turns = if *ping_pong { "_turns" } else { "" };
+        let form = form.suffix();
         let source = match query_source {
             Source::Shared => "",
             Source::Registers => "r",
         };
         format!(
-            "forward_{element}_d{head_dim}x{value_head_dim}_{mask}_{rows}x{key_block}_s{stages}q{query_buffers}{source}{turns}"
+            "forward_{element}_d{head_dim}x{value_head_dim}_{mask}_{rows}x{key_block}_s{stages}q{query_buffers}{source}{turns}{form}"
         )
     }
 

@@ -5,21 +5,21 @@
 //! first block and stays its *reference*; later blocks take `2^(s - reference)`
 //! straight away, with no maximum, no exchange between lanes and no rescaling.
 //! The sum of a block, which is needed anyway, is the guard: if it exceeds a
-//! bound (or is not a number) in any row of the warp, the block is done again
+//! bound in any row of the warp, the block is done again
 //! around a new, exact reference, and sum and output are rescaled.
 //!
 //! Scores stay untouched until the guard has passed, since the slow path needs
 //! them again: probabilities go into registers of their own.
 
-use ptx::{
-    Accumulator, Builder, Choose, Comparison, Element, Expression, F32, Fragment, Instruction,
-    Operand, Pred, Reg, Type,
-};
+use ptx::{Accumulator, Builder, Choose, Element, Expression, F32, Fragment, Pred, Reg, Value};
+
+use super::Forward;
 
 /// The state of a thread's two rows.
 pub(super) struct Softmax {
     /// A block's sum beyond this is too large for the element.
     bound: f32,
+    slow_path_apart: bool,
     scale_log2: Reg<F32>,
     /// What is subtracted from the scores of each row, before scaling.
     reference: [Reg<F32>; 2],
@@ -38,14 +38,15 @@ pub(super) struct Rescale {
 const NOTHING_SEEN: f32 = -1e30;
 
 impl Softmax {
-    pub(super) fn new(k: &mut Builder, element: Element, scale_log2: Reg<F32>) -> Self {
-        let bound = match element {
+    pub(super) fn new(k: &mut Builder, forward: &Forward, scale_log2: Reg<F32>) -> Self {
+        let bound = match forward.element {
             // The sum bounds each element, and 2^15 leaves f16 a margin of two.
             Element::F16 => 32_768.0,
             _ => (1u32 << 30) as f32,
         };
         let pair = |k: &mut Builder| [k.register(), k.register()];
-        Softmax { bound, scale_log2, reference: pair(k), sum: pair(k) }
+        let slow_path_apart = forward.form.slow_path_apart;
+        Softmax { bound, slow_path_apart, scale_log2, reference: pair(k), sum: pair(k) }
     }
 
     /// Starts a row: its exact maximum becomes its reference.
@@ -62,36 +63,68 @@ impl Softmax {
 
     /// Adds a block.
     pub(super) fn block(&mut self, k: &mut Builder, scores: &Accumulator, p: &Fragment) -> Rescale {
-        let sums = self.exponentials(k, scores, p).map(|sum| k.variable(sum));
         let factor = [k.variable(1.0), k.variable(1.0)];
-        let largest = k.eval(sums[0].maximum(sums[1]));
-        let beyond = k.register::<Pred>();
-        k.push(Instruction::Compare {
-            comparison: Comparison::GreaterOrUnordered,
-            ty: Type::F32,
-            dst: beyond.register(),
-            a: largest.into(),
-            b: Operand::f32(self.bound),
-        });
-        let needed = k.any(beyond);
-        k.if_(needed, |k| {
-            for row in 0..2 {
-                let maximum = row_maximum(k, scores, row);
-                let reference = k.eval(self.reference[row].maximum(maximum));
-                let lowered = k.exp2((self.reference[row] - reference) * self.scale_log2);
-                k.set(factor[row], lowered);
-                k.set(self.reference[row], reference);
-                k.set(self.sum[row], self.sum[row] * lowered);
-            }
-            let again = self.exponentials(k, scores, p);
-            for row in 0..2 {
-                k.set(sums[row], again[row]);
-            }
-        });
+        let (sums, needed) = if self.slow_path_apart {
+            let sums = self.exponentials(k, scores, p).map(|sum| k.variable(sum));
+            let needed = self.beyond(k, sums, self.bound);
+            k.if_(needed, |k| {
+                self.raise(k, scores, factor);
+                let again = self.exponentials(k, scores, p);
+                for row in 0..2 {
+                    k.set(sums[row], again[row]);
+                }
+            });
+            (sums, needed)
+        } else {
+            let sums = [k.register::<F32>(), k.register()];
+            let raised = k.variable(Value::<Pred>::from(false));
+            let bound = k.variable(self.bound);
+            // The exit stands last, or the assembler would copy what is before it.
+            k.loop_(|k| {
+                k.if_(raised, |k| {
+                    self.raise(k, scores, factor);
+                    // Once is enough: nothing is beyond infinity.
+                    k.set(bound, f32::INFINITY);
+                });
+                let found = self.exponentials(k, scores, p);
+                for row in 0..2 {
+                    k.set(sums[row], found[row]);
+                }
+                let beyond = self.beyond(k, sums, bound);
+                k.break_if(!beyond);
+                k.set(raised, true);
+            });
+            (sums, raised)
+        };
         for row in 0..2 {
             k.set(self.sum[row], self.sum[row] + sums[row]);
         }
         Rescale { needed, factor }
+    }
+
+    /// Whether any row of the warp has a sum beyond a bound. A sum that is not
+    /// a number is not: its row is lost, and no reference would save it.
+    fn beyond(
+        &self,
+        k: &mut Builder,
+        sums: [Reg<F32>; 2],
+        bound: impl Into<Value<F32>>,
+    ) -> Reg<Pred> {
+        let largest = k.eval(sums[0].maximum(sums[1]));
+        k.any(bound.into().less(largest))
+    }
+
+    /// Takes the block's exact maximum into each row's reference; `factor` is
+    /// what the row's sum was multiplied with, and its output must be.
+    fn raise(&self, k: &mut Builder, scores: &Accumulator, factor: [Reg<F32>; 2]) {
+        for row in 0..2 {
+            let maximum = row_maximum(k, scores, row);
+            let reference = k.eval(self.reference[row].maximum(maximum));
+            let lowered = k.exp2((self.reference[row] - reference) * self.scale_log2);
+            k.set(factor[row], lowered);
+            k.set(self.reference[row], reference);
+            k.set(self.sum[row], self.sum[row] * lowered);
+        }
     }
 
     /// `2^((s - reference) * scale)` of every score, rounded into `p`, and the

@@ -7,7 +7,7 @@
 
 use ptx::Element;
 
-use super::Forward;
+use super::{Form, Forward};
 use crate::product::Source;
 
 /// What a choice may depend on.
@@ -70,6 +70,7 @@ struct Tile {
     query_buffers: u32,
     query_source: Source,
     ping_pong: bool,
+    form: Form,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -90,13 +91,20 @@ const TILE_128X128: Tile = Tile {
     query_buffers: 2,
     query_source: Source::Shared,
     ping_pong: true,
+    form: Form::FULL,
 };
 const TILE_128X128_REGISTERS: Tile =
     Tile { query_buffers: 1, query_source: Source::Registers, ..TILE_128X128 };
 const TILE_192X96: Tile = Tile { warpgroups: 3, key_block: 96, ..TILE_128X128 };
 // A second buffer of queries does not fit beside keys and values this wide.
 const TILE_128X96: Tile = Tile { key_block: 96, query_buffers: 1, ..TILE_128X128 };
-const TILE_128X64: Tile = Tile { key_block: 64, query_buffers: 1, ..TILE_128X128 };
+// The tensor cores are the limit here, and the smallest loop that keeps them busy is fastest.
+const TILE_128X64: Tile = Tile {
+    key_block: 64,
+    query_buffers: 1,
+    form: Form { overlap_tiles: false, two_steps: false, slow_path_apart: true },
+    ..TILE_128X128
+};
 
 /// Measured on an H200 in bf16; docs/performance.md has the numbers. Narrow before wide, short
 /// before long.
@@ -259,6 +267,7 @@ impl Rule {
             query_buffers: self.tile.query_buffers,
             query_source: self.tile.query_source,
             ping_pong: self.tile.ping_pong,
+            form: self.tile.form,
         }
     }
 }

@@ -18,6 +18,7 @@ use std::sync::Arc;
 
 use cuda::{Arguments, Buffer, DeviceAddress, Stream, TensorMap};
 use kernels::Forward;
+use kernels::forward::Form;
 use ptx::TensorBox;
 
 use self::binding::Slot;
@@ -29,7 +30,7 @@ use crate::tensor::{Layout, Shape, Strides};
 /// Everything about a forward pass that does not depend on where its tensors are.
 ///
 /// Making one chooses the configuration, compiles the kernel where neither this process nor the
-/// cache has it, and shares out the tiles. Launching one encodes the tensor maps of those tensors
+/// cache has it (first in its compact form: see [`Policy`](super::Policy)), and shares out the tiles. Launching one encodes the tensor maps of those tensors
 /// that are not where they were in the last launch, and nothing else: it neither allocates nor
 /// compiles nor waits.
 ///
@@ -176,7 +177,12 @@ impl ForwardPlan {
             return Err(unsupported(reason));
         }
         let geometry = Geometry::new(&configuration, problem, &chip)?;
-        let kernel = gpu.kernel(&configuration.name(), || configuration.program())?;
+        let compact = Forward { form: Form::COMPACT, ..configuration };
+        let kernel = gpu.kernel_of_two_forms(
+            &configuration.name(),
+            || configuration.program(),
+            || compact.program(),
+        )?;
         let lists = match &geometry.lists {
             Some(lists) => Some(Buffer::from_slice(gpu.stream(), &lists.words)?),
             None => None,
