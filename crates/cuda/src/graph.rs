@@ -1,12 +1,13 @@
 //! Graphs: work that is captured once and launched many times as a whole.
 
 use std::fmt;
+use std::marker::PhantomData;
 use std::ptr::null_mut;
 
 use cudarc::driver::sys;
 
 use crate::error::check;
-use crate::{Device, Error, Result, Stream};
+use crate::{Device, Driver, Error, Result, Stream};
 
 /// Work that was captured.
 ///
@@ -77,6 +78,43 @@ impl Drop for Capture<'_> {
             let _ = self.end();
         }
     }
+}
+
+/// While this lives, the calling thread may allocate, free and load modules
+/// though a stream is being captured, by itself or by another thread.
+///
+/// PyTorch captures in the driver's global mode, in which an allocation on any
+/// thread is refused and breaks the capture. What is done meanwhile is not
+/// captured, so it must be meant for all launches of the graph.
+#[derive(Debug)]
+pub struct RelaxedCapture {
+    before: sys::CUstreamCaptureMode,
+    /// Not `Send`: the mode belongs to one thread.
+    thread: PhantomData<*const ()>,
+}
+
+impl RelaxedCapture {
+    /// Relaxes the mode of this thread until the answer is dropped.
+    pub fn begin() -> Result<RelaxedCapture> {
+        Driver::probe()?;
+        let before = exchange(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED)?;
+        Ok(RelaxedCapture { before, thread: PhantomData })
+    }
+}
+
+impl Drop for RelaxedCapture {
+    fn drop(&mut self) {
+        let _ = (exchange(self.before), self.thread);
+    }
+}
+
+/// Sets the calling thread's mode, and gives the one before.
+fn exchange(mut mode: sys::CUstreamCaptureMode) -> Result<sys::CUstreamCaptureMode> {
+    // SAFETY: the driver is initialised; reads one of the three modes and
+    // writes another.
+    let result = unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) };
+    check("cuThreadExchangeStreamCaptureMode", result)?;
+    Ok(mode)
 }
 
 impl Graph {

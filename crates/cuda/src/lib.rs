@@ -83,7 +83,7 @@ pub use device::{ComputeCapability, Device, DeviceInfo, Uuid};
 pub use driver::{Driver, DriverVersion};
 pub use error::{Error, Result};
 pub use event::Event;
-pub use graph::{ExecutableGraph, Graph};
+pub use graph::{ExecutableGraph, Graph, RelaxedCapture};
 pub use launch::{Argument, Arguments, Launch, MAX_ARGUMENTS, Parameter};
 pub use memory::{Buffer, DeviceAddress, DeviceSlice, Plain};
 pub use module::{Function, FunctionAttributes, Module};

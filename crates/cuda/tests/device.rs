@@ -7,7 +7,8 @@ use std::cell::Cell;
 
 use flashcore_cuda::{
     Arguments, Buffer, Cache, Device, DeviceAddress, DeviceInfo, DeviceSlice, Driver, Error, Event,
-    Function, Launch, Module, OptimizationLevel, Parameter, Result, Stream, TensorMap,
+    Function, Launch, Module, OptimizationLevel, Parameter, RelaxedCapture, Result, Stream,
+    TensorMap,
 };
 use ptx::{Element, Swizzle, TensorBox};
 
@@ -478,6 +479,22 @@ fn graphs_repeat_what_was_captured() {
     let sums = stream.download_vec::<f32>(c.all()).unwrap();
     // First a + 0.5, then a + (a + 0.5).
     assert!(sums.iter().enumerate().all(|(index, &sum)| sum == 2.0 * index as f32 + 0.5));
+}
+
+/// Allocation breaks a capture, except under the relaxed mode.
+#[test]
+fn a_relaxed_capture_may_allocate() {
+    let Some(device) = device() else { return };
+    let stream = Stream::new(&device).unwrap();
+    let allocate = || Buffer::new(&device, 1 << 20).map(drop);
+    assert!(stream.capture(|_| allocate()).is_err());
+    let relaxed = stream.capture(|_| {
+        let _relaxed = RelaxedCapture::begin()?;
+        allocate()
+    });
+    relaxed.unwrap();
+    // The mode is as it was.
+    assert!(stream.capture(|_| allocate()).is_err());
 }
 
 #[test]

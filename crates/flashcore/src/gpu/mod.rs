@@ -1,19 +1,25 @@
 //! The host side of the GPU: a device, its compiled kernels, and running them.
 //!
 //! [`Machine`](crate::Machine) takes tensors in host memory. Whoever has them on the device
-//! already makes a [`ForwardPlan`] and launches it on a stream of their own.
+//! already makes an [`AttentionPlan`], or a [`ForwardPlan`] where it must be that kernel, and launches
+//! it on a stream of their own.
 
+mod attention;
 mod chip;
 pub mod forward;
 mod kernel;
 mod room;
+pub(crate) mod scalar;
 mod warm;
 
+pub use attention::AttentionPlan;
+pub(crate) use attention::DeviceKernel;
 pub use chip::{Chip, target_of};
 pub use cuda::{Buffer, Device, DeviceAddress, DeviceSlice, Stream};
 pub use forward::{DeviceTensor, ForwardPlan, ForwardTensors};
 pub use kernel::{Compilation, Kernel, Policy};
 pub(crate) use room::Room;
+pub use scalar::ScalarPlan;
 pub use warm::Warmed;
 
 use std::collections::HashMap;

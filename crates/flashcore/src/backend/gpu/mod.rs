@@ -1,17 +1,20 @@
-//! The GPU back end. Each kernel has a file: whether it serves a problem, and how it is launched.
+//! The GPU back end. Each kernel has a file that says whether it serves a problem; how it is
+//! launched is in [`crate::gpu`].
 
-mod forward;
-mod scalar;
+pub(crate) mod forward;
+pub(crate) mod scalar;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use cuda::{Buffer, Stream};
+use cuda::Buffer;
 use kernels::Shipped;
 
 use super::{Backend, BackendError, Candidate, Output, Report, RunOptions};
 use crate::error::Error;
-use crate::gpu::{Chip, Compilation, Gpu, GpuError, Room};
+use crate::gpu::{
+    Chip, Compilation, DeviceKernel, DeviceTensor, ForwardTensors, Gpu, GpuError, Room,
+};
 use crate::inputs::{InputLayouts, Inputs};
 use crate::plan::{Plan, Preference};
 use crate::problem::Problem;
@@ -52,7 +55,10 @@ pub fn candidates(chip: &Chip, problem: &Problem, layouts: &InputLayouts) -> Vec
 pub fn configuration(chip: &Chip, problem: &Problem, kernel: &str) -> Option<Shipped> {
     match kernel {
         forward::NAME => forward::configuration(chip, problem).map(Shipped::Forward),
-        scalar::NAME => Some(Shipped::Scalar(scalar::configuration(chip.target, problem))),
+        scalar::NAME => {
+            let target = chip.target;
+            Some(Shipped::Scalar(crate::gpu::scalar::configuration(target, problem)))
+        }
         _ => None,
     }
 }
@@ -86,23 +92,21 @@ impl GpuBackend {
         let mut milliseconds = 0.0;
         if problem.rows() > 0 {
             let operands = Operands::new(&self.gpu, inputs, &output, 4 * lse.len())?;
-            let mut launch: Box<dyn Launch> = match chosen.kernel.as_str() {
-                forward::NAME => Box::new(forward::prepare(&self.gpu, problem, inputs, &operands)?),
-                _ => Box::new(scalar::prepare(&self.gpu, problem, inputs, &operands)?),
-            };
+            let tensors = operands.tensors(inputs, &output);
+            let mut kernel = DeviceKernel::new(&self.gpu, problem, &chosen.kernel)?;
             if guard {
                 // What is checked is what will run in the end.
                 self.gpu.finish_compiling();
-                launch.launch(self.gpu.stream())?;
+                kernel.launch(self.gpu.stream(), &tensors)?;
             } else {
-                milliseconds = self.time(launch.as_mut(), begun, &mut notes)?;
+                milliseconds = self.time(&mut kernel, &tensors, begun, &mut notes)?;
             }
             operands.output.read(&self.gpu, output.bytes_mut())?;
             operands.lse.read(&self.gpu, &mut lse)?;
             if guard {
                 operands.look_for_trespasses(&self.gpu, inputs)?;
             }
-            describe(launch.compilation(), &mut notes);
+            describe(kernel.compilation(), &mut notes);
         }
         let report = Report {
             backend: NAME,
@@ -120,12 +124,13 @@ impl GpuBackend {
     /// the first result, the time is the full form's.
     fn time(
         &self,
-        launch: &mut dyn Launch,
+        kernel: &mut DeviceKernel,
+        tensors: &ForwardTensors,
         begun: Instant,
         notes: &mut Vec<String>,
     ) -> Result<f64, GpuError> {
-        let compact = launch.compilation().compact;
-        let mut run = || self.gpu.time(|| launch.launch(self.gpu.stream()));
+        let compact = kernel.compilation().compact;
+        let mut run = || self.gpu.time(|| kernel.launch(self.gpu.stream(), tensors));
         let mut first = run()?;
         if compact {
             let milliseconds = 1e3 * begun.elapsed().as_secs_f64();
@@ -176,12 +181,6 @@ impl Backend for GpuBackend {
     }
 }
 
-/// A kernel with its arguments.
-trait Launch {
-    fn launch(&mut self, stream: &Stream) -> Result<(), GpuError>;
-    fn compilation(&self) -> &Compilation;
-}
-
 /// The device memory of one call.
 struct Operands {
     query: Buffer,
@@ -205,6 +204,19 @@ impl Operands {
             output: Room::new(gpu, output.bytes().len())?,
             lse: Room::new(gpu, lse_bytes)?,
         })
+    }
+
+    /// Where everything is and how it lies there.
+    fn tensors(&self, inputs: Inputs<'_>, output: &Tensor) -> ForwardTensors {
+        let tensor =
+            |address, of: &Tensor| DeviceTensor { address, strides: of.layout().strides() };
+        ForwardTensors {
+            query: tensor(self.query.address(), inputs.query),
+            key: tensor(self.key.address(), inputs.key),
+            value: tensor(self.value.address(), inputs.value),
+            output: tensor(self.output.address(), output),
+            lse: self.lse.address(),
+        }
     }
 
     /// An error if something other than the results was written.

@@ -12,7 +12,7 @@ mod geometry;
 mod support;
 
 pub use geometry::Geometry;
-pub use support::{check_layouts, choose};
+pub use support::{check_layouts, check_tensors, choose};
 
 use std::sync::Arc;
 
@@ -34,8 +34,9 @@ use crate::tensor::{Layout, Shape, Strides};
 /// that are not where they were in the last launch, and nothing else: it neither allocates nor
 /// compiles nor waits.
 ///
-/// Keep one for each shape, and for each thread that launches. It must outlive the launches it
-/// made, and a graph that captured them: the kernel reads the tile lists that it holds.
+/// Keep one for each shape, and for each thread that launches: a clone shares what is on the
+/// device. One of them must outlive the launches they made, and a graph that captured them: the
+/// kernel reads the tile lists that they hold.
 ///
 /// ```no_run
 /// use flashcore::gpu::{Buffer, ForwardPlan, ForwardTensors, Gpu, GpuError, Stream};
@@ -76,7 +77,7 @@ use crate::tensor::{Layout, Shape, Strides};
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct ForwardPlan {
     problem: Problem,
     configuration: Forward,
@@ -84,7 +85,7 @@ pub struct ForwardPlan {
     geometry: Geometry,
     kernel: Arc<Kernel>,
     /// The memory of the tile lists.
-    lists: Option<Buffer>,
+    lists: Option<Arc<Buffer>>,
     /// The boxes in which queries, keys, values and outputs are copied.
     boxes: [TensorBox; 4],
     /// Where each of them and the log-sum-exp is among the arguments.
@@ -93,7 +94,7 @@ pub struct ForwardPlan {
 }
 
 /// The arguments of the last launch, and what they were made from.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 struct Bound {
     tensors: ForwardTensors,
     arguments: Arguments,
@@ -143,7 +144,7 @@ impl ForwardTensors {
         })
     }
 
-    fn tensors(&self) -> [DeviceTensor; 4] {
+    pub(super) fn tensors(&self) -> [DeviceTensor; 4] {
         [self.query, self.key, self.value, self.output]
     }
 }
@@ -184,10 +185,10 @@ impl ForwardPlan {
             || compact.program(),
         )?;
         let lists = match &geometry.lists {
-            Some(lists) => Some(Buffer::from_slice(gpu.stream(), &lists.words)?),
+            Some(lists) => Some(Arc::new(Buffer::from_slice(gpu.stream(), &lists.words)?)),
             None => None,
         };
-        let address = lists.as_ref().map(Buffer::address);
+        let address = lists.as_ref().map(|lists| lists.address());
         let slots = binding::slots(kernel.parameters(), problem, &geometry, address)
             .map_err(|parameter| GpuError::Parameter { kernel: configuration.name(), parameter })?;
         Ok(ForwardPlan {
@@ -304,7 +305,7 @@ impl ForwardPlan {
 
     /// Device memory that the plan holds besides the kernel.
     pub fn device_bytes(&self) -> u64 {
-        self.lists.as_ref().map_or(0, Buffer::bytes)
+        self.lists.as_ref().map_or(0, |lists| lists.bytes())
     }
 
     /// The element type of all tensors.

@@ -5,6 +5,7 @@ use std::ops::RangeInclusive;
 use kernels::forward::{Tuned, Workload, tuned};
 use ptx::{Capability, Element};
 
+use super::ForwardTensors;
 use crate::dtype::DType;
 use crate::gpu::Chip;
 use crate::inputs::InputLayouts;
@@ -68,6 +69,24 @@ pub fn check_layouts(problem: &Problem, layouts: &InputLayouts) -> Result<(), St
     Ok(())
 }
 
+/// Whether the copy engine can read and write these very tensors: their strides, and their
+/// addresses.
+pub fn check_tensors(problem: &Problem, tensors: &ForwardTensors) -> Result<(), String> {
+    let shapes =
+        [problem.query_shape(), problem.key_shape(), problem.value_shape(), problem.output_shape()];
+    for ((name, shape), tensor) in super::ROLES.into_iter().zip(shapes).zip(tensors.tensors()) {
+        map_strides(problem.dtype, shape, tensor.strides)
+            .map_err(|reason| format!("the {name} tensor: {reason}"))?;
+        let address = tensor.address;
+        if !address.0.is_multiple_of(COPY_BYTES) {
+            return Err(format!(
+                "the {name} tensor: its address {address} is not a multiple of {COPY_BYTES}"
+            ));
+        }
+    }
+    Ok(())
+}
+
 /// The strides of a tensor map over (dim, length, heads, batch), in bytes, or why there is none.
 pub(super) fn map_strides(
     dtype: DType,
@@ -102,6 +121,7 @@ pub(super) fn map_strides(
 
 #[cfg(test)]
 mod tests {
+    use cuda::DeviceAddress;
     use ptx::Target;
 
     use super::*;
@@ -166,5 +186,25 @@ mod tests {
         let single = Shape::new(1, 100, 4, 64);
         let odd = Strides { batch: 7, ..strides };
         assert_eq!(map_strides(DType::F16, single, odd), Ok([512, 128, 128]));
+    }
+
+    #[test]
+    fn tensors_are_those_of_the_copy_engine() {
+        let problem = Problem::new(1, 2, 100, 64);
+        let addresses = [0x1000, 0x2000, 0x3000, 0x4000].map(DeviceAddress);
+        let good = ForwardTensors::contiguous(&problem, addresses, DeviceAddress(0x5004)).unwrap();
+        assert_eq!(check_tensors(&problem, &good), Ok(()));
+        let mut moved = good;
+        moved.value.address = DeviceAddress(0x3008);
+        assert_eq!(
+            check_tensors(&problem, &moved).unwrap_err(),
+            "the value tensor: its address 0x3008 is not a multiple of 16"
+        );
+        let mut strided = good;
+        strided.output.strides.length = 129;
+        assert_eq!(
+            check_tensors(&problem, &strided).unwrap_err(),
+            "the output tensor: its length stride of 258 bytes is not a multiple of 16"
+        );
     }
 }

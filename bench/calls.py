@@ -1,0 +1,60 @@
+"""What a call costs the host, from Python to the launch, beside FlashAttention-3 and PyTorch.
+
+    python3 bench/calls.py
+
+A tiny problem, bursts of calls shorter than the driver's queue with the device idle before each; the
+median over bursts, candidates alternating. FlashAttention-3 is the PyPI wheel fa3-fwd, unpacked into
+the folder that the variable FA3 names.
+"""
+import os, statistics, sys, time
+import torch
+import torch.nn.functional as F
+from flashcore import flash_attn_func, scaled_dot_product_attention
+from flashcore import _flashcore
+
+BURST, ROUNDS = 100, 200
+
+
+def cost(call):
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(BURST):
+        call()
+    return (time.perf_counter() - begin) / BURST * 1e6
+
+
+def main():
+    q, k, v = (torch.randn(1, 64, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    heads_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    operator = torch.ops.flashcore.attention.default
+    candidates = {
+        "flashcore.flash_attn_func": lambda: flash_attn_func(q, k, v, causal=True),
+        "flashcore.flash_attn_func, lse": lambda: flash_attn_func(q, k, v, causal=True, return_attn_probs=True),
+        "flashcore.scaled_dot_product_attention": lambda: scaled_dot_product_attention(*heads_first, is_causal=True),
+        "torch.ops.flashcore.attention": lambda: operator(q, k, v, None, True),
+        "F.scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(*heads_first, is_causal=True),
+        "torch.empty_like": lambda: torch.empty_like(q),
+        "the extension alone": lambda: _flashcore.attend_torch(q, k, v, None, True, False, False),
+    }
+    if "FA3" in os.environ:
+        sys.path.insert(0, os.environ["FA3"])
+        from fa3_fwd_interface import flash_attn_func as fa3
+
+        candidates["flash-attention 3"] = lambda: fa3(q, k, v, causal=True)
+    times = {name: [] for name in candidates}
+    with torch.no_grad():
+        for call in candidates.values():
+            cost(call)
+        for round in range(ROUNDS):
+            names = list(candidates)
+            for name in names if round % 2 else reversed(names):
+                times[name].append(cost(candidates[name]))
+    torch.cuda.synchronize()
+    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, us per call on the host")
+    print(f"{'call':<40} {'median':>7} {'lowest':>7}")
+    for name, values in times.items():
+        print(f"{name:<40} {statistics.median(values):7.2f} {min(values):7.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+//! Arrays of any library that speaks DLPack. Their results are memory of ours, which the library
+//! takes over.
+
+use std::sync::Arc;
+
+use cuda::{Buffer, Event, Stream};
+use flashcore::DType;
+use pyo3::exceptions::PyBufferError;
+use pyo3::prelude::*;
+
+use crate::dlpack::{self, Export};
+use crate::gpu::{self, Key};
+use crate::info::{self, Last};
+use crate::torch;
+use crate::view::{Place, Request};
+use crate::{cpu, error};
+
+/// A result that a library takes over through DLPack.
+#[pyclass(frozen, module = "flashcore._flashcore")]
+pub(crate) struct Array {
+    memory: Arc<Memory>,
+    sizes: Vec<i64>,
+    dtype: DType,
+    /// bf16 goes out as 16-bit integers.
+    words: bool,
+    place: Place,
+}
+
+enum Memory {
+    /// Words of four bytes, so that every element type is aligned.
+    Host(Vec<u32>),
+    Device(Buffer),
+}
+
+impl Memory {
+    fn new(place: Place, bytes: u64) -> PyResult<Arc<Memory>> {
+        Ok(Arc::new(match place {
+            Place::Host => Memory::Host(vec![0; (bytes as usize).div_ceil(4)]),
+            Place::Cuda(ordinal) => {
+                let device = gpu::device(ordinal).map_err(error::library)?;
+                let buffer = Buffer::new(device.gpu.device(), bytes.max(16));
+                Memory::Device(buffer.map_err(|error| error::library(error.into()))?)
+            }
+        }))
+    }
+
+    fn address(&self) -> u64 {
+        match self {
+            Memory::Host(words) => words.as_ptr() as u64,
+            Memory::Device(buffer) => buffer.address().0,
+        }
+    }
+}
+
+#[pymethods]
+impl Array {
+    fn __dlpack_device__(&self) -> (i32, i32) {
+        match self.place {
+            Place::Host => (dlpack::CPU, 0),
+            Place::Cuda(ordinal) => (dlpack::CUDA, ordinal as i32),
+        }
+    }
+
+    /// Gives the memory to a consumer. On a GPU its stream waits for the result.
+    #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
+    fn __dlpack__<'py>(
+        &self,
+        py: Python<'py>,
+        stream: Option<i64>,
+        max_version: Option<(u32, u32)>,
+        dl_device: Option<(i32, i32)>,
+        copy: Option<bool>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let (kind, ordinal) = self.__dlpack_device__();
+        if dl_device.is_some_and(|device| device != (kind, ordinal)) || copy == Some(true) {
+            return Err(PyBufferError::new_err("a result is given where it is, without a copy"));
+        }
+        if let Place::Cuda(ordinal) = self.place {
+            py.detach(|| order(ordinal, stream)).map_err(error::library)?;
+        }
+        let export = Export {
+            address: self.memory.address(),
+            sizes: self.sizes.clone(),
+            device: dlpack::Device { kind, ordinal },
+            dtype: self.dtype,
+            words: self.words,
+            owner: self.memory.clone(),
+        };
+        export.capsule(py, max_version.is_some_and(|version| version >= (1, 0)))
+    }
+}
+
+/// Makes a consumer's stream wait for ours. Without a stream the host waits.
+fn order(ordinal: u32, stream: Option<i64>) -> Result<(), flashcore::Error> {
+    let gpu = &gpu::device(ordinal)?.gpu;
+    match stream {
+        // The consumer sees to it.
+        Some(-1) => Ok(()),
+        Some(handle) if handle >= 0 => {
+            // 1 and 2, DLPack's names for the default streams, are the driver's names too.
+            // SAFETY: by the protocol a stream of the consumer's on this device.
+            let consumer = unsafe { Stream::borrow(gpu.device(), handle as u64) };
+            let event = Event::new(gpu.device())?;
+            event.record(gpu.stream())?;
+            Ok(consumer.wait(&event)?)
+        }
+        _ => Ok(gpu.stream().synchronize()?),
+    }
+}
+
+/// Attention over three arrays: output and log-sum-exps.
+pub(crate) fn attend<'py>(
+    tensors: [&Bound<'py, PyAny>; 3],
+    request: &Request,
+    words: bool,
+) -> PyResult<(Array, Array)> {
+    let py = tensors[0].py();
+    // On a GPU the work goes to a stream of ours: the protocol has no other in common.
+    let stream = |ordinal: u32| -> PyResult<i64> {
+        let device = gpu::device(ordinal).map_err(error::library)?;
+        Ok(device.gpu.stream().handle() as i64)
+    };
+    let borrow = |at: usize| dlpack::borrow(tensors[at], request.convention, at, stream, words);
+    let lent = [borrow(0)?, borrow(1)?, borrow(2)?];
+    let views = lent.each_ref().map(|lent| lent.view);
+    let key = Key::new(&views, request.scale, request.causal, request.convention);
+    let place = views[0].form.place;
+    let array = |sizes: Vec<i64>, dtype: DType| -> PyResult<Array> {
+        let elements: i64 = sizes.iter().product();
+        let memory = Memory::new(place, elements as u64 * dtype.bytes() as u64)?;
+        Ok(Array { memory, sizes, dtype, words, place })
+    };
+    let results = |form: &crate::view::Form| -> PyResult<(Array, Array)> {
+        let [batch, length, heads, _] = form.sizes;
+        Ok((
+            array(request.convention.reorder(form.sizes).to_vec(), form.dtype)?,
+            array(vec![batch, heads, length], DType::F32)?,
+        ))
+    };
+    match place {
+        Place::Cuda(ordinal) => {
+            let device = gpu::device(ordinal).map_err(error::library)?;
+            let entry = match device.find(&key) {
+                Some(entry) => entry,
+                None => torch::plan(py, device, key, request, &views)?,
+            };
+            let (output, lse) = results(&entry.output)?;
+            let addresses = [output.memory.address(), lse.memory.address()];
+            py.detach(|| {
+                let [output, lse] = addresses;
+                device.launch(&entry, device.gpu.stream(), &views, output, Some(lse))
+            })
+            .map_err(error::library)?;
+            info::remember(|| Last::Gpu { ordinal, entry });
+            Ok((output, lse))
+        }
+        Place::Host => {
+            let problem = request.problem(&key.forms)?;
+            let form = gpu::output(&problem, &key);
+            let (output, lse) = results(&form)?;
+            let addresses = [output.memory.address(), lse.memory.address()];
+            let run = || {
+                let [output, lse] = addresses;
+                // SAFETY: the arrays are lent, and the results were made just now and are known
+                // to nobody else.
+                unsafe { cpu::attend(&problem, &views, (output, &form), Some(lse)) }
+            };
+            let report = py.detach(run).map_err(error::library)?;
+            info::remember(|| Last::Cpu { problem, report });
+            Ok((output, lse))
+        }
+    }
+}

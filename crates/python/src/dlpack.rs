@@ -1,0 +1,374 @@
+//! DLPack: how array libraries show each other their memory.
+//!
+//! The structures are those of version 1 of the protocol; tensors of the protocol before it, which
+//! had no version, are taken too.
+
+use std::ffi::{CStr, c_void};
+use std::ptr::NonNull;
+
+use flashcore::DType;
+use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
+use pyo3::ffi;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyCapsule, PyDict};
+
+use crate::view::{Convention, Form, Place, View};
+
+pub(crate) const CPU: i32 = 1;
+pub(crate) const CUDA: i32 = 2;
+const CUDA_HOST: i32 = 3;
+const CUDA_MANAGED: i32 = 13;
+
+const UINT: u8 = 1;
+const FLOAT: u8 = 2;
+const BFLOAT: u8 = 4;
+
+const NAME: &CStr = c"dltensor";
+const NAME_VERSIONED: &CStr = c"dltensor_versioned";
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Device {
+    pub(crate) kind: i32,
+    pub(crate) ordinal: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct DataType {
+    code: u8,
+    bits: u8,
+    lanes: u16,
+}
+
+/// `DLTensor`.
+#[repr(C)]
+pub(crate) struct Tensor {
+    data: *mut c_void,
+    device: Device,
+    dimensions: i32,
+    dtype: DataType,
+    shape: *mut i64,
+    strides: *mut i64,
+    byte_offset: u64,
+}
+
+/// `DLManagedTensor`.
+#[repr(C)]
+struct Managed {
+    tensor: Tensor,
+    context: *mut c_void,
+    deleter: Option<unsafe extern "C" fn(*mut Managed)>,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Version {
+    major: u32,
+    minor: u32,
+}
+
+/// `DLManagedTensorVersioned`.
+#[repr(C)]
+struct ManagedVersioned {
+    version: Version,
+    context: *mut c_void,
+    deleter: Option<unsafe extern "C" fn(*mut ManagedVersioned)>,
+    flags: u64,
+    tensor: Tensor,
+}
+
+/// `DLPackExchangeAPI`: a producer's C functions, which spare the capsules.
+#[repr(C)]
+pub(crate) struct Exchange {
+    version: Version,
+    previous: *const c_void,
+    allocate: *const c_void,
+    managed_from_object: *const c_void,
+    managed_to_object: *const c_void,
+    tensor_from_object: Option<unsafe extern "C" fn(*mut c_void, *mut Tensor) -> i32>,
+    current_stream: Option<unsafe extern "C" fn(i32, i32, *mut *mut c_void) -> i32>,
+}
+
+// SAFETY: a table that nobody changes; its functions may be called by whoever is attached to
+// Python, which those who call them here are.
+unsafe impl Sync for Exchange {}
+
+impl Exchange {
+    /// The functions of a type, where it has them. They live as long as the process.
+    pub(crate) fn of(kind: &Bound<'_, PyAny>) -> Option<&'static Exchange> {
+        let capsule = kind.getattr(intern!(kind.py(), "__dlpack_c_exchange_api__")).ok()?;
+        let capsule = capsule.cast::<PyCapsule>().ok()?;
+        let pointer = capsule.pointer_checked(Some(c"dlpack_exchange_api")).ok()?;
+        // SAFETY: by the protocol a capsule of this name points to the structure, which is never
+        // freed; the version comes first in all of its versions.
+        let exchange = unsafe { pointer.cast::<Exchange>().as_ref() };
+        let whole = exchange.tensor_from_object.is_some() && exchange.current_stream.is_some();
+        (exchange.version.major == 1 && whole).then_some(exchange)
+    }
+
+    /// What the tensor is. The object must be of the type that the functions belong to.
+    pub(crate) fn view(
+        &self,
+        object: &Bound<'_, PyAny>,
+        convention: Convention,
+        argument: usize,
+    ) -> PyResult<View> {
+        let function = self.tensor_from_object.expect("looked for when it was found");
+        let mut tensor = Tensor::EMPTY;
+        // SAFETY: an object of the producer's; it fills in a tensor whose shape and strides belong
+        // to that object, which is alive while they are read here.
+        unsafe {
+            if function(object.as_ptr().cast(), &mut tensor) != 0 {
+                return Err(PyErr::fetch(object.py()));
+            }
+            tensor.view(convention, argument, false)
+        }
+    }
+
+    /// The stream on which the producer's work goes now.
+    pub(crate) fn stream(&self, py: Python<'_>, ordinal: u32) -> PyResult<u64> {
+        let function = self.current_stream.expect("looked for when it was found");
+        let mut stream = std::ptr::null_mut();
+        // SAFETY: writes one handle.
+        if unsafe { function(CUDA, ordinal as i32, &mut stream) } != 0 {
+            return Err(PyErr::fetch(py));
+        }
+        Ok(stream as u64)
+    }
+}
+
+impl Tensor {
+    const EMPTY: Tensor = Tensor {
+        data: std::ptr::null_mut(),
+        device: Device { kind: CPU, ordinal: 0 },
+        dimensions: 0,
+        dtype: DataType { code: FLOAT, bits: 32, lanes: 1 },
+        shape: std::ptr::null_mut(),
+        strides: std::ptr::null_mut(),
+        byte_offset: 0,
+    };
+
+    /// What the tensor is. `words` takes 16-bit integers for the bits of bf16, which NumPy cannot
+    /// name.
+    ///
+    /// # Safety
+    ///
+    /// Shape and strides must point to as many numbers as there are dimensions; strides may be
+    /// null.
+    unsafe fn view(&self, convention: Convention, argument: usize, words: bool) -> PyResult<View> {
+        let name = convention.names()[argument];
+        let place = match self.device.kind {
+            CPU | CUDA_HOST => Place::Host,
+            CUDA | CUDA_MANAGED => Place::Cuda(self.device.ordinal.max(0) as u32),
+            other => {
+                return Err(PyValueError::new_err(format!(
+                    "{name} is on a device of DLPack's kind {other}, expected the CPU or a CUDA \
+                     device"
+                )));
+            }
+        };
+        let DataType { code, bits, lanes } = self.dtype;
+        let dtype = match (code, bits, lanes) {
+            (FLOAT, 32, 1) => DType::F32,
+            (FLOAT, 16, 1) => DType::F16,
+            (BFLOAT, 16, 1) => DType::BF16,
+            (UINT, 16, 1) if words => DType::BF16,
+            _ => {
+                let kind = match code {
+                    0 => "int",
+                    UINT => "uint",
+                    FLOAT => "float",
+                    BFLOAT => "bfloat",
+                    5 => "complex",
+                    6 => "bool",
+                    _ => "type",
+                };
+                return Err(PyTypeError::new_err(format!(
+                    "{name} has element type {kind}{bits}, expected float16, bfloat16 or float32"
+                )));
+            }
+        };
+        let count = self.dimensions.max(0) as usize;
+        // SAFETY: the caller's promise.
+        let of = |pointer: *mut i64| unsafe { std::slice::from_raw_parts(pointer, count) };
+        let sizes = convention.four(argument, if count == 0 { &[] } else { of(self.shape) })?;
+        let strides = if self.strides.is_null() {
+            crate::view::contiguous(convention, sizes)
+        } else {
+            convention.four(argument, of(self.strides))?
+        };
+        let address = (self.data as u64).wrapping_add(self.byte_offset);
+        Ok(View { address, form: Form { sizes, strides, dtype, place } })
+    }
+}
+
+/// A tensor that a producer lends for as long as this lives.
+pub(crate) struct Lent<'py> {
+    pub(crate) view: View,
+    /// Not taken over: its own destructor gives the tensor back.
+    _capsule: Bound<'py, PyAny>,
+}
+
+/// Asks an object for its memory. On a GPU, what was put on the producer's streams is done before
+/// what comes next on `stream`.
+pub(crate) fn borrow<'py>(
+    object: &Bound<'py, PyAny>,
+    convention: Convention,
+    argument: usize,
+    stream: impl Fn(u32) -> PyResult<i64>,
+    words: bool,
+) -> PyResult<Lent<'py>> {
+    let py = object.py();
+    let name = convention.names()[argument];
+    let device = object.call_method0(intern!(py, "__dlpack_device__")).map_err(|_| {
+        PyTypeError::new_err(format!(
+            "{name} is a {}, expected a tensor with __dlpack__",
+            object.get_type()
+        ))
+    })?;
+    let (kind, ordinal): (i32, i32) = device.extract()?;
+    let arguments = PyDict::new(py);
+    if matches!(kind, CUDA | CUDA_MANAGED) {
+        arguments.set_item(intern!(py, "stream"), stream(ordinal.max(0) as u32)?)?;
+    }
+    let method = object.getattr(intern!(py, "__dlpack__"))?;
+    arguments.set_item(intern!(py, "max_version"), (1, 0))?;
+    let capsule = method.call((), Some(&arguments)).or_else(|error| {
+        if !error.is_instance_of::<PyTypeError>(py) {
+            return Err(error);
+        }
+        // A producer of the time before versions.
+        arguments.del_item(intern!(py, "max_version"))?;
+        method.call((), Some(&arguments))
+    })?;
+    let of = |name: &CStr| {
+        let capsule = capsule.cast::<PyCapsule>().ok()?;
+        capsule.pointer_checked(Some(name)).ok()
+    };
+    let tensor: NonNull<Tensor> = if let Some(pointer) = of(NAME_VERSIONED) {
+        let managed = pointer.cast::<ManagedVersioned>();
+        // SAFETY: by the protocol a capsule of this name points to the structure.
+        unsafe {
+            let major = managed.as_ref().version.major;
+            if major != 1 {
+                return Err(PyBufferError::new_err(format!(
+                    "{name} speaks version {major} of DLPack, expected 1"
+                )));
+            }
+            NonNull::from(&managed.as_ref().tensor)
+        }
+    } else if let Some(pointer) = of(NAME) {
+        // SAFETY: as above.
+        NonNull::from(unsafe { &pointer.cast::<Managed>().as_ref().tensor })
+    } else {
+        return Err(PyTypeError::new_err(format!("{name}.__dlpack__() gave no DLPack capsule")));
+    };
+    // SAFETY: the producer keeps the structure as long as the capsule.
+    let view = unsafe { tensor.as_ref().view(convention, argument, words)? };
+    Ok(Lent { view, _capsule: capsule })
+}
+
+/// What an exported tensor is made of.
+pub(crate) struct Export<T> {
+    pub(crate) address: u64,
+    pub(crate) sizes: Vec<i64>,
+    pub(crate) device: Device,
+    /// f32, or the element type of a result; bf16 as 16-bit integers where `words` is set.
+    pub(crate) dtype: DType,
+    pub(crate) words: bool,
+    /// Keeps the memory.
+    pub(crate) owner: T,
+}
+
+/// What the structures of an exported tensor point to.
+struct Kept<T> {
+    sizes: Vec<i64>,
+    strides: Vec<i64>,
+    _owner: T,
+}
+
+impl<T: Send> Export<T> {
+    /// A capsule of the new protocol or of the old one.
+    pub(crate) fn capsule(self, py: Python<'_>, versioned: bool) -> PyResult<Bound<'_, PyAny>> {
+        let mut strides = vec![1; self.sizes.len()];
+        for index in (1..self.sizes.len()).rev() {
+            strides[index - 1] = strides[index] * self.sizes[index].max(1);
+        }
+        let dtype = match self.dtype {
+            DType::BF16 if self.words => DataType { code: UINT, bits: 16, lanes: 1 },
+            DType::BF16 => DataType { code: BFLOAT, bits: 16, lanes: 1 },
+            other => DataType { code: FLOAT, bits: 8 * other.bytes() as u8, lanes: 1 },
+        };
+        let mut kept = Box::new(Kept { sizes: self.sizes, strides, _owner: self.owner });
+        let tensor = Tensor {
+            data: self.address as *mut c_void,
+            device: self.device,
+            dimensions: kept.sizes.len() as i32,
+            dtype,
+            shape: kept.sizes.as_mut_ptr(),
+            strides: kept.strides.as_mut_ptr(),
+            byte_offset: 0,
+        };
+        let context = Box::into_raw(kept).cast();
+        if versioned {
+            let version = Version { major: 1, minor: 0 };
+            let deleter = Some(delete_versioned::<T> as _);
+            let managed = ManagedVersioned { version, context, deleter, flags: 0, tensor };
+            let managed = Box::into_raw(Box::new(managed));
+            // SAFETY: a fresh pointer; the destructor knows its name.
+            let capsule = unsafe {
+                ffi::PyCapsule_New(managed.cast(), NAME_VERSIONED.as_ptr(), Some(give_back))
+            };
+            // SAFETY: a new reference, or null with an exception set.
+            unsafe { Bound::from_owned_ptr_or_err(py, capsule) }
+        } else {
+            let deleter = Some(delete::<T> as _);
+            let managed = Box::into_raw(Box::new(Managed { tensor, context, deleter }));
+            // SAFETY: as above.
+            let capsule =
+                unsafe { ffi::PyCapsule_New(managed.cast(), NAME.as_ptr(), Some(give_back)) };
+            // SAFETY: as above.
+            unsafe { Bound::from_owned_ptr_or_err(py, capsule) }
+        }
+    }
+}
+
+/// Frees what `Export::capsule` made. Consumers call it once, from any thread.
+unsafe extern "C" fn delete<T>(managed: *mut Managed) {
+    // SAFETY: both boxes were made by `capsule` with these types.
+    unsafe {
+        let managed = Box::from_raw(managed);
+        drop(Box::from_raw(managed.context.cast::<Kept<T>>()));
+    }
+}
+
+/// As [`delete`].
+unsafe extern "C" fn delete_versioned<T>(managed: *mut ManagedVersioned) {
+    // SAFETY: as above.
+    unsafe {
+        let managed = Box::from_raw(managed);
+        drop(Box::from_raw(managed.context.cast::<Kept<T>>()));
+    }
+}
+
+/// A capsule that nobody consumed: a consumer renames it.
+unsafe extern "C" fn give_back(capsule: *mut ffi::PyObject) {
+    // SAFETY: Python gives the capsule that is being destroyed; the pointer under the first name
+    // is ours, and so is its deleter.
+    unsafe {
+        if ffi::PyCapsule_IsValid(capsule, NAME.as_ptr()) != 0 {
+            let managed = ffi::PyCapsule_GetPointer(capsule, NAME.as_ptr()).cast::<Managed>();
+            if let Some(deleter) = (*managed).deleter {
+                deleter(managed);
+            }
+        } else if ffi::PyCapsule_IsValid(capsule, NAME_VERSIONED.as_ptr()) != 0 {
+            let managed = ffi::PyCapsule_GetPointer(capsule, NAME_VERSIONED.as_ptr())
+                .cast::<ManagedVersioned>();
+            if let Some(deleter) = (*managed).deleter {
+                deleter(managed);
+            }
+        }
+    }
+}

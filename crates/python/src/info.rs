@@ -1,0 +1,86 @@
+//! What there is, and what ran last.
+
+use std::sync::{Arc, Mutex};
+
+use cuda::DeviceInfo;
+use flashcore::backend::Report;
+use flashcore::{Backend, CpuBackend, Problem};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+
+use crate::gpu::{Entry, lock};
+
+/// The last call.
+pub(crate) enum Last {
+    Gpu { ordinal: u32, entry: Arc<Entry> },
+    Cpu { problem: Problem, report: Report },
+}
+
+static LAST: Mutex<Option<Last>> = Mutex::new(None);
+
+/// Notes a call.
+pub(crate) fn remember(last: impl FnOnce() -> Last) {
+    *lock(&LAST) = Some(last());
+}
+
+/// `flashcore.info()` as a dictionary.
+pub(crate) fn info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+    let info = PyDict::new(py);
+    info.set_item("version", env!("CARGO_PKG_VERSION"))?;
+    info.set_item("cpu", CpuBackend::new().describe())?;
+    let devices = PyList::empty(py);
+    match cuda::Device::count() {
+        Ok(count) => {
+            for ordinal in 0..count {
+                devices.append(device(py, ordinal)?)?;
+            }
+            info.set_item("no_gpu", py.None())?;
+        }
+        Err(error) => info.set_item("no_gpu", error.to_string())?,
+    }
+    info.set_item("gpus", devices)?;
+    info.set_item("last", last(py)?)?;
+    Ok(info)
+}
+
+fn device(py: Python<'_>, ordinal: u32) -> PyResult<Bound<'_, PyDict>> {
+    let info = DeviceInfo::query(ordinal).map_err(crate::error::runtime)?;
+    let device = PyDict::new(py);
+    device.set_item("device", format!("cuda:{ordinal}"))?;
+    device.set_item("name", info.name)?;
+    device.set_item("compute_capability", info.compute_capability.to_string())?;
+    device.set_item("multiprocessors", info.multiprocessors)?;
+    device.set_item("memory_bytes", info.memory_bytes)?;
+    device.set_item("driver", info.driver.version.to_string())?;
+    Ok(device)
+}
+
+fn last(py: Python<'_>) -> PyResult<Option<Bound<'_, PyDict>>> {
+    let last = lock(&LAST);
+    let described = PyDict::new(py);
+    match &*last {
+        None => return Ok(None),
+        Some(Last::Gpu { ordinal, entry }) => {
+            described.set_item("device", format!("cuda:{ordinal}"))?;
+            described.set_item("problem", entry.problem.to_string())?;
+            if let Some(plan) = &entry.plan {
+                let chosen = &plan.plan().chosen;
+                described.set_item("kernel", chosen.full_name())?;
+                described.set_item("configuration", chosen.configuration.as_deref())?;
+                described.set_item("reason", plan.plan().reason())?;
+            } else {
+                described.set_item("kernel", py.None())?;
+                described.set_item("configuration", py.None())?;
+                described.set_item("reason", "there are no queries")?;
+            }
+        }
+        Some(Last::Cpu { problem, report }) => {
+            described.set_item("device", "cpu")?;
+            described.set_item("problem", problem.to_string())?;
+            described.set_item("kernel", format!("{}/{}", report.backend, report.kernel))?;
+            described.set_item("configuration", report.configuration.as_deref())?;
+            described.set_item("reason", &report.reason)?;
+        }
+    }
+    Ok(Some(described))
+}

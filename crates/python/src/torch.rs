@@ -1,0 +1,282 @@
+//! PyTorch's tensors.
+//!
+//! Between Python and the launch there is: reading three tensors, finding the plan, and letting
+//! PyTorch make the output. Everything that can be looked up once is kept in [`Torch`].
+
+use std::sync::Arc;
+
+use cuda::Stream;
+use pyo3::exceptions::{PyNotImplementedError, PyTypeError, PyUserWarning};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyDict, PyTuple};
+
+use crate::dlpack::{self, Exchange};
+use crate::gpu::{self, Entry, Key};
+use crate::info::{self, Last};
+use crate::view::{Convention, Form, Place, Request, View};
+use crate::{cpu, error};
+
+/// What is needed of the module `torch`.
+pub(crate) struct Torch {
+    tensor: Py<PyAny>,
+    /// From PyTorch 2.10 on.
+    exchange: Option<&'static Exchange>,
+    empty: Py<PyAny>,
+    empty_like: Py<PyAny>,
+    float32: Py<PyAny>,
+    is_grad_enabled: Py<PyAny>,
+    /// How many modes want to see operators before they run.
+    modes: Py<PyAny>,
+    raw_stream: Option<Py<PyAny>>,
+}
+
+static TORCH: PyOnceLock<Torch> = PyOnceLock::new();
+
+/// Remembers the module `torch`.
+pub(crate) fn adopt(module: &Bound<'_, PyAny>) -> PyResult<()> {
+    let py = module.py();
+    let inner = module.getattr("_C")?;
+    let tensor = module.getattr("Tensor")?;
+    let torch = Torch {
+        exchange: Exchange::of(&tensor),
+        tensor: tensor.unbind(),
+        empty: module.getattr("empty")?.unbind(),
+        empty_like: module.getattr("empty_like")?.unbind(),
+        float32: module.getattr("float32")?.unbind(),
+        is_grad_enabled: inner.getattr("is_grad_enabled")?.unbind(),
+        modes: inner.getattr("_len_torch_dispatch_stack")?.unbind(),
+        raw_stream: inner.getattr("_cuda_getCurrentRawStream").ok().map(Bound::unbind),
+    };
+    // A second import finds the first.
+    let _ = TORCH.set(py, torch);
+    Ok(())
+}
+
+/// Whether a call can go straight to the kernel.
+pub(crate) enum Way {
+    /// No tensor of PyTorch's.
+    Foreign,
+    /// PyTorch's dispatcher must see it: a subclass, a mode, a transformation.
+    Dispatcher,
+    Straight(&'static Torch),
+}
+
+impl Torch {
+    /// The module that was adopted.
+    pub(crate) fn get(py: Python<'_>) -> PyResult<&'static Torch> {
+        TORCH.get(py).ok_or_else(|| error::runtime("PyTorch was not imported"))
+    }
+
+    /// How tensors are to be treated.
+    pub(crate) fn way(
+        py: Python<'_>,
+        tensors: [&Bound<'_, PyAny>; 3],
+        convention: Convention,
+    ) -> PyResult<Way> {
+        let Some(torch) = TORCH.get(py) else {
+            return Ok(Way::Foreign);
+        };
+        let class = torch.tensor.bind(py);
+        let exact = tensors.map(|tensor| tensor.get_type().is(class));
+        if exact == [true; 3] {
+            let modes: usize = torch.modes.bind(py).call0()?.extract()?;
+            return Ok(if modes == 0 { Way::Straight(torch) } else { Way::Dispatcher });
+        }
+        let mut count = 0;
+        for (index, tensor) in tensors.iter().enumerate() {
+            if exact[index] || tensor.is_instance(class)? {
+                count += 1;
+            }
+        }
+        if count == 0 {
+            return Ok(Way::Foreign);
+        }
+        if count < 3 {
+            let names = convention.names();
+            let odd = (0..3).find(|&at| !tensors[at].is_instance(class).unwrap_or(false));
+            let odd = odd.unwrap_or(0);
+            return Err(PyTypeError::new_err(format!(
+                "{} is a {}, expected a torch.Tensor like the others",
+                names[odd],
+                tensors[odd].get_type()
+            )));
+        }
+        Ok(Way::Dispatcher)
+    }
+
+    /// An error if a gradient would be lost.
+    pub(crate) fn refuse_gradients(
+        &self,
+        tensors: [&Bound<'_, PyAny>; 3],
+        convention: Convention,
+    ) -> PyResult<()> {
+        for (tensor, name) in tensors.iter().zip(convention.names()) {
+            let py = tensor.py();
+            if tensor.getattr(intern!(py, "requires_grad"))?.is_truthy()?
+                && self.is_grad_enabled.bind(py).call0()?.is_truthy()?
+            {
+                return Err(PyNotImplementedError::new_err(format!(
+                    "{name} requires grad, expected a tensor that does not: FlashCore has no \
+                     backward pass yet; call it under torch.no_grad() or detach the tensor"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    fn view(
+        &self,
+        tensor: &Bound<'_, PyAny>,
+        convention: Convention,
+        argument: usize,
+    ) -> PyResult<View> {
+        if let Some(exchange) = self.exchange {
+            return exchange.view(tensor, convention, argument);
+        }
+        // Exporting a tensor that requires grad is refused, even where nothing records it.
+        let tensor = tensor.call_method0(intern!(tensor.py(), "detach"))?;
+        // No stream of ours is to wait: the work goes to PyTorch's own.
+        Ok(dlpack::borrow(&tensor, convention, argument, |_| Ok(-1), false)?.view)
+    }
+
+    /// What three tensors are, or nothing where they are not in memory.
+    pub(crate) fn views(
+        &self,
+        tensors: [&Bound<'_, PyAny>; 3],
+        convention: Convention,
+    ) -> PyResult<[View; 3]> {
+        let view = |at: usize| self.view(tensors[at], convention, at);
+        Ok([view(0)?, view(1)?, view(2)?])
+    }
+
+    fn stream(&self, py: Python<'_>, ordinal: u32) -> PyResult<u64> {
+        match (self.exchange, &self.raw_stream) {
+            (Some(exchange), _) => exchange.stream(py, ordinal),
+            (None, Some(function)) => function.bind(py).call1((ordinal,))?.extract(),
+            (None, None) => Err(error::runtime("this PyTorch was built without CUDA")),
+        }
+    }
+
+    /// A tensor for the output, and where it is.
+    fn output<'py>(
+        &self,
+        query: &Bound<'py, PyAny>,
+        first: &Form,
+        form: &Form,
+        convention: Convention,
+    ) -> PyResult<(Bound<'py, PyAny>, u64)> {
+        let py = query.py();
+        let output = if first.sizes == form.sizes && first.strides == form.strides {
+            self.empty_like.bind(py).call1((query,))?
+        } else {
+            let [a, b, c, d] = convention.reorder(form.sizes);
+            self.empty(query, query.getattr(intern!(py, "dtype"))?, (a, b, c, d))?
+        };
+        let address = self.address(&output)?;
+        Ok((output, address))
+    }
+
+    fn empty<'py>(
+        &self,
+        query: &Bound<'py, PyAny>,
+        dtype: Bound<'py, PyAny>,
+        sizes: impl IntoPyObject<'py, Target = PyTuple, Output = Bound<'py, PyTuple>, Error = PyErr>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = query.py();
+        let arguments = PyDict::new(py);
+        arguments.set_item(intern!(py, "dtype"), dtype)?;
+        arguments.set_item(intern!(py, "device"), query.getattr(intern!(py, "device"))?)?;
+        self.empty.bind(py).call((sizes.into_pyobject(py)?,), Some(&arguments))
+    }
+
+    fn address(&self, tensor: &Bound<'_, PyAny>) -> PyResult<u64> {
+        tensor.call_method0(intern!(tensor.py(), "data_ptr"))?.extract()
+    }
+
+    /// Runs the kernel on tensors that are in memory: the output, and the log-sum-exps if asked.
+    pub(crate) fn attend<'py>(
+        &self,
+        tensors: [&Bound<'py, PyAny>; 3],
+        views: &[View; 3],
+        request: &Request,
+        with_lse: bool,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let query = tensors[0];
+        let py = query.py();
+        let Request { convention, scale, causal } = *request;
+        let key = Key::new(views, scale, causal, convention);
+        let lse = |sizes: [i64; 4]| -> PyResult<(Bound<'py, PyAny>, u64)> {
+            let float32 = self.float32.bind(py).clone();
+            let [batch, length, heads, _] = sizes;
+            let lse = self.empty(query, float32, (batch, heads, length))?;
+            let address = self.address(&lse)?;
+            Ok((lse, address))
+        };
+        let (output, lse) = match views[0].form.place {
+            Place::Cuda(ordinal) => {
+                let device = gpu::device(ordinal).map_err(error::library)?;
+                let entry = match device.find(&key) {
+                    Some(entry) => entry,
+                    None => plan(py, device, key, request, views)?,
+                };
+                let form = &entry.output;
+                let (output, address) = self.output(query, &views[0].form, form, convention)?;
+                let lse = with_lse.then(|| lse(form.sizes)).transpose()?;
+                let lse_address = lse.as_ref().map(|(_, address)| *address);
+                let handle = self.stream(py, ordinal)?;
+                // A full queue makes the driver wait, perhaps for work that needs Python.
+                py.detach(|| {
+                    // SAFETY: PyTorch's current stream of this device, which it keeps.
+                    let stream = unsafe { Stream::borrow(device.gpu.device(), handle) };
+                    device.launch(&entry, &stream, views, address, lse_address)
+                })
+                .map_err(error::library)?;
+                info::remember(|| Last::Gpu { ordinal, entry });
+                (output, lse)
+            }
+            Place::Host => {
+                let problem = request.problem(&key.forms)?;
+                let form = gpu::output(&problem, &key);
+                let (output, address) = self.output(query, &views[0].form, &form, convention)?;
+                let lse = with_lse.then(|| lse(form.sizes)).transpose()?;
+                let lse_address = lse.as_ref().map(|(_, address)| *address);
+                let run = || {
+                    // SAFETY: the views are of tensors that the caller holds, output and
+                    // log-sum-exps of tensors made just now for them.
+                    unsafe { cpu::attend(&problem, views, (address, &form), lse_address) }
+                };
+                let report = py.detach(run).map_err(error::library)?;
+                info::remember(|| Last::Cpu { problem, report });
+                (output, lse)
+            }
+        };
+        match lse {
+            Some((lse, _)) => Ok((output, lse).into_pyobject(py)?.into_any()),
+            None => Ok(output),
+        }
+    }
+}
+
+/// Checks a problem and makes its plan, the first time.
+pub(crate) fn plan(
+    py: Python<'_>,
+    device: &'static gpu::Device,
+    key: Key,
+    request: &Request,
+    views: &[View; 3],
+) -> PyResult<Arc<Entry>> {
+    let problem = request.problem(&key.forms)?;
+    // Compiles for a second or so.
+    let entry = py.detach(|| device.plan(key, problem, views)).map_err(error::library)?;
+    if let Some(plan) = &entry.plan
+        && plan.plan().chosen != plan.plan().candidates[0]
+    {
+        let (name, reason) = (plan.plan().chosen.full_name(), plan.plan().reason());
+        let text = format!("the slow kernel {name} serves {}: {reason}\0", entry.problem);
+        let text = std::ffi::CStr::from_bytes_until_nul(text.as_bytes()).unwrap_or_default();
+        PyErr::warn(py, &py.get_type::<PyUserWarning>(), text, 2)?;
+    }
+    Ok(entry)
+}

@@ -1,0 +1,252 @@
+"""Fused attention with FlashAttention's functions.
+
+    from flashcore import flash_attn_func
+
+Tensors of PyTorch, and arrays of every library that speaks DLPack (NumPy, CuPy, JAX): on an NVIDIA
+GPU by FlashCore's kernels, on the CPU by its CPU back end. The answer is of the kind that was given.
+
+What FlashAttention has and FlashCore has not yet is accepted at its default value and refused by
+name otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+from . import _arrays
+from ._flashcore import attend_torch as _attend_torch
+from ._flashcore import info as _info
+
+try:
+    from . import _torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    _torch = None  # type: ignore[assignment]
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "info",
+    "scaled_dot_product_attention",
+]
+
+__version__: str = _info()["version"]
+
+
+def _never() -> bool:
+    return False
+
+
+_is_compiling = _never if _torch is None else _torch.is_compiling
+
+
+def _attend(q: Any, k: Any, v: Any, scale: float | None, causal: bool, lse: bool, pytorch: bool) -> Any:
+    if _is_compiling():
+        return _torch.attend(q, k, v, scale, causal, lse, pytorch)
+    result = _attend_torch(q, k, v, scale, causal, lse, pytorch)
+    if result is None:
+        return _arrays.attend(q, k, v, scale, causal, lse, pytorch)
+    if result is NotImplemented:
+        return _torch.attend(q, k, v, scale, causal, lse, pytorch)
+    return result
+
+
+def _refuse(name: str, value: object, default: object) -> NotImplementedError:
+    return NotImplementedError(f"{name}={value!r} is not supported yet, expected {default!r}")
+
+
+def flash_attn_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    qv: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    attention_chunk: int = 0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Any:
+    """``softmax(softmax_scale * q @ k^T + mask) @ v`` for every batch entry and head.
+
+    The names, order and defaults are FlashAttention-2's; what FlashAttention-3 adds is taken by
+    keyword.
+
+    Args:
+        q: (batch, queries, heads, head dim), float16, bfloat16 or float32.
+        k: (batch, keys, key heads, head dim). Key heads divide heads: query head ``h`` reads key
+            head ``h // (heads // key_heads)``.
+        v: (batch, keys, key heads, value head dim). Head dims are multiples of 8 up to 256.
+        softmax_scale: ``1 / sqrt(head dim)`` unless given.
+        causal: The last query sees every key, the one before all but the last, and so on, whatever
+            the lengths. A query that sees no key gets zeros.
+        deterministic: Always so; bitwise equal from call to call.
+        return_attn_probs: Return ``(out, softmax_lse, None)``; the probabilities themselves are
+            never made.
+
+    Returns:
+        (batch, queries, heads, value head dim) in the element type of ``q``; with
+        ``return_attn_probs`` also the log-sum-exp of each row of scaled scores, (batch, heads,
+        queries) in float32, and None.
+    """
+    if dropout_p:
+        raise _refuse("dropout_p", dropout_p, 0.0)
+    if window_size != (-1, -1) and tuple(window_size) != (-1, -1):
+        raise _refuse("window_size", window_size, (-1, -1))
+    if softcap:
+        raise _refuse("softcap", softcap, 0.0)
+    if alibi_slopes is not None:
+        raise _refuse("alibi_slopes", "a tensor", None)
+    if (
+        qv is not None
+        or q_descale is not None
+        or k_descale is not None
+        or v_descale is not None
+        or attention_chunk
+        or num_splits != 1
+        or pack_gqa is not None
+        or sm_margin
+    ):
+        _refuse_of_three(
+            qv=qv,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            attention_chunk=attention_chunk,
+            num_splits=num_splits,
+            pack_gqa=pack_gqa,
+            sm_margin=sm_margin,
+        )
+    result = _attend(q, k, v, softmax_scale, causal, return_attn_probs, False)
+    return (*result, None) if return_attn_probs else result
+
+
+def _refuse_of_three(**arguments: object) -> None:
+    """Refuses the first argument of FlashAttention-3's that is not at its default."""
+    defaults: dict[str, object] = {"attention_chunk": 0, "num_splits": 1, "sm_margin": 0}
+    for name, value in arguments.items():
+        default = defaults.get(name)
+        if value is None and default is None:
+            continue
+        if default is None or value != default:
+            shown = value if isinstance(value, (bool, int, float)) else "a tensor"
+            raise _refuse(name, shown, default)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """:func:`flash_attn_func` of a tensor (batch, length, 3, heads, head dim)."""
+    _unpackable("qkv", qkv, 3)
+    return flash_attn_func(
+        qkv[:, :, 0],
+        qkv[:, :, 1],
+        qkv[:, :, 2],
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_kvpacked_func(
+    q: Any,
+    kv: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """:func:`flash_attn_func` of ``q`` and a tensor (batch, keys, 2, key heads, head dim)."""
+    _unpackable("kv", kv, 2)
+    return flash_attn_func(
+        q,
+        kv[:, :, 0],
+        kv[:, :, 1],
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def _unpackable(name: str, packed: Any, count: int) -> None:
+    """Refuses what is not ``count`` tensors in one."""
+    shape = getattr(packed, "shape", None)
+    if shape is None:
+        raise TypeError(f"{name} is a {type(packed)}, expected a tensor")
+    if len(shape) != 5 or shape[2] != count:
+        raise ValueError(
+            f"{name} has shape {list(shape)}, expected (batch, length, {count}, heads, head dim)"
+        )
+    if _torch is not None:
+        _torch.refuse_gradient(name, packed)
+
+
+def scaled_dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Attention with PyTorch's signature, over (batch, heads, length, head dim).
+
+    As there, ``is_causal`` lets query ``i`` see the keys up to ``i``, whatever the lengths; more
+    queries than keys are refused.
+    """
+    if attn_mask is not None:
+        raise _refuse("attn_mask", "a tensor", None)
+    if dropout_p:
+        raise _refuse("dropout_p", dropout_p, 0.0)
+    if not enable_gqa and len(query.shape) == len(key.shape) == 4 and query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"key has {key.shape[1]} heads, expected the {query.shape[1]} of query unless "
+            "enable_gqa=True"
+        )
+    return _attend(query, key, value, scale, is_causal, False, True)
+
+
+def info() -> dict[str, Any]:
+    """What there is and what ran.
+
+    ``version``; ``cpu`` and ``gpus``, what can be used; ``no_gpu``, why there is none; and ``last``,
+    the last call: its device, problem, kernel, the kernel's configuration, and the reason for the
+    choice, which names what was refused.
+    """
+    return _info()
