@@ -1,6 +1,9 @@
 from types import NotImplementedType
-from typing import Any
+from typing import Any, final
 
+__all__ = ["Array", "adopt_torch", "attend_arrays", "attend_dispatched", "attend_torch", "info"]
+
+@final
 class Array:
     def __dlpack_device__(self) -> tuple[int, int]: ...
     def __dlpack__(

@@ -6,6 +6,7 @@
 mod assemble;
 mod bless;
 mod process;
+mod python;
 mod table;
 mod test;
 #[allow(dead_code, unreachable_pub)] // Written for the crate it lives in; used here in part.
@@ -24,6 +25,7 @@ Chores:
                               --verbose shows the output of checks that pass too
   tools                       fetch NVIDIA's assembler and disassembler into .tools/
   assemble <files|folders>    assemble .ptx files with both pinned ptxas and show the cost
+  wheel                       build the Python wheel into dist/
   bless                       run the tests and accept what they print as the new snapshots
 ";
 
@@ -40,6 +42,7 @@ fn main() -> ExitCode {
             true
         }),
         ["assemble", ref paths @ ..] => assemble::assemble(paths),
+        ["wheel"] => python::wheel(),
         ["bless"] => bless::bless(),
         [] | ["help" | "--help" | "-h"] => {
             print!("{HELP}");

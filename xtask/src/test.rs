@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use crate::process::{self, Done, cargo, program};
 use crate::table::table;
-use crate::{Outcome, tools};
+use crate::{Outcome, python, tools};
 
 /// What a check found: a few words about what passed, or all there is to say about what did not.
 type Finding = Result<String, String>;
@@ -20,7 +20,7 @@ struct Check {
     slow: bool,
 }
 
-const CHECKS: [Check; 7] = [
+const CHECKS: [Check; 8] = [
     Check { name: "format", run: format, slow: false },
     Check { name: "clippy", run: clippy, slow: false },
     Check { name: "docs", run: docs, slow: true },
@@ -28,6 +28,7 @@ const CHECKS: [Check; 7] = [
     Check { name: "tests", run: tests, slow: false },
     Check { name: "attend", run: attend, slow: true },
     Check { name: "check", run: check, slow: true },
+    Check { name: "python", run: python::test, slow: true },
 ];
 
 /// Runs the checks; true when all passed.

@@ -61,7 +61,7 @@ pub(crate) fn tools() -> Result<String, String> {
     }
     fs::create_dir_all(&tools)
         .map_err(|error| format!("cannot create {}: {error}", tools.display()))?;
-    let python = environment(&tools)?;
+    let python = environment(&tools.join("venv"))?;
     for release in &absent {
         eprintln!("fetching {}", release.packages.join(", "));
         fetch(&python, &tools, release)?;
@@ -142,9 +142,8 @@ fn remove(folder: &Path) -> Result<(), String> {
     }
 }
 
-/// The Python of a virtual environment under `.tools/`, made if need be.
-fn environment(tools: &Path) -> Result<PathBuf, String> {
-    let venv = tools.join("venv");
+/// The Python of a virtual environment, made if need be.
+pub(crate) fn environment(venv: &Path) -> Result<PathBuf, String> {
     let python = venv.join("bin/python");
     let works = |python: &Path| {
         let mut pip = program(python);
@@ -155,9 +154,9 @@ fn environment(tools: &Path) -> Result<PathBuf, String> {
         return Ok(python);
     }
     let create = || {
-        remove(&venv)?;
+        remove(venv)?;
         let mut command = program("python3");
-        command.args(["-m", "venv"]).arg(&venv);
+        command.args(["-m", "venv"]).arg(venv);
         keep(command).and_then(|done| if done.success { Ok(()) } else { Err(done.log) })
     };
     if let Err(first) = create() {

@@ -29,7 +29,7 @@
 //!
 //! # What is trusted
 //!
-//! All `unsafe` code of FlashCore is in this crate. Its own functions are safe
+//! All `unsafe` code around the driver is in this crate. Its own functions are safe
 //! to call, but for [`Stream::borrow`], since the driver follows a stream's
 //! handle as a pointer. The code of a kernel and the device addresses given to
 //! it are trusted, as are [`DeviceSlice::foreign`] addresses: what a wrong one

@@ -166,7 +166,7 @@ pub(crate) fn attend<'py>(
                 unsafe { cpu::attend(&problem, &views, (output, &form), Some(lse)) }
             };
             let report = py.detach(run).map_err(error::library)?;
-            info::remember(|| Last::Cpu { problem, report });
+            info::remember(|| Last::Cpu { problem: problem.into(), report: report.into() });
             Ok((output, lse))
         }
     }

@@ -13,7 +13,7 @@ use crate::gpu::{Entry, lock};
 /// The last call.
 pub(crate) enum Last {
     Gpu { ordinal: u32, entry: Arc<Entry> },
-    Cpu { problem: Problem, report: Report },
+    Cpu { problem: Box<Problem>, report: Box<Report> },
 }
 
 static LAST: Mutex<Option<Last>> = Mutex::new(None);

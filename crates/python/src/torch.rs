@@ -248,7 +248,7 @@ impl Torch {
                     unsafe { cpu::attend(&problem, views, (address, &form), lse_address) }
                 };
                 let report = py.detach(run).map_err(error::library)?;
-                info::remember(|| Last::Cpu { problem, report });
+                info::remember(|| Last::Cpu { problem: problem.into(), report: report.into() });
                 (output, lse)
             }
         };

@@ -102,7 +102,7 @@ impl AttentionPlan {
 #[derive(Debug, Clone)]
 pub(crate) enum DeviceKernel {
     Forward(Box<ForwardPlan>),
-    Scalar(ScalarPlan),
+    Scalar(Box<ScalarPlan>),
 }
 
 impl DeviceKernel {
@@ -111,7 +111,7 @@ impl DeviceKernel {
             backend::forward::NAME => {
                 DeviceKernel::Forward(Box::new(ForwardPlan::new(gpu, problem)?))
             }
-            _ => DeviceKernel::Scalar(ScalarPlan::new(gpu, problem)?),
+            _ => DeviceKernel::Scalar(Box::new(ScalarPlan::new(gpu, problem)?)),
         })
     }
 

@@ -1,0 +1,133 @@
+//! The Python package: its wheel, and its tests.
+//!
+//! ```text
+//! .tools/python/    a virtual environment with what builds, checks and tests it
+//! dist/             the wheel for others
+//! ```
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::{fs, io};
+
+use crate::process::{Done, keep, program, show, words};
+use crate::{Outcome, root, tools};
+
+/// Builds wheels.
+const BUILD: [&str; 1] = ["maturin==1.16.0"];
+
+/// Links against an old C library, so that a wheel runs on systems that are older than this one.
+const LINKER: [&str; 1] = ["ziglang==0.17.0"];
+
+/// Tests the package.
+const TEST: [&str; 4] = ["ml_dtypes==0.6.0", "mypy==2.4.1", "numpy==2.4.6", "pytest==9.2.0"];
+
+/// The oldest systems that the wheel is for: glibc 2.17, the first that Rust's library takes.
+const COMPATIBILITY: &str = "manylinux2014";
+
+/// The largest wheel that we promise.
+const LARGEST: u64 = 6 << 20;
+
+/// Builds the wheel for others.
+pub(crate) fn wheel() -> Outcome {
+    let python = environment(&[&BUILD[..], &LINKER[..]].concat())?;
+    let folder = root().join("dist");
+    empty(&folder)?;
+    let mut command = maturin(&python, "build");
+    command.args(["--release", "--strip", "--zig", "--compatibility", COMPATIBILITY]);
+    command.arg("--out").arg(&folder);
+    if !show(command)? {
+        return Ok(false);
+    }
+    let wheel = built(&folder)?;
+    let bytes = size(&wheel)?;
+    println!("{}: {:.2} MB", wheel.display(), bytes as f64 / 1e6);
+    if bytes > LARGEST {
+        return Err(format!("the wheel is larger than {} MB", LARGEST >> 20));
+    }
+    Ok(true)
+}
+
+/// Builds a wheel as a user's `pip install .` would, installs it, and runs its tests and the type
+/// checker over it; gives the last line of the tests.
+pub(crate) fn test(verbose: bool) -> Result<String, String> {
+    let python = environment(&[&BUILD[..], &TEST[..]].concat())?;
+    let folder = tools::folder().join("wheel");
+    empty(&folder)?;
+    let run = |command: Command| -> Result<Done, String> {
+        let words = words(&command);
+        let done = keep(command)?;
+        if verbose {
+            print!("{}", done.log);
+        }
+        if done.success { Ok(done) } else { Err(format!("{words}\n{}", done.log)) }
+    };
+    let mut build = maturin(&python, "build");
+    // Built as the command line is for the checks before: what they have in common is there.
+    build.args(["--release", "--compatibility", "linux", "--out"]).arg(&folder);
+    run(build)?;
+    let mut install = program(&python);
+    install.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
+    install.args(["--no-index", "--no-deps", "--force-reinstall"]).arg(built(&folder)?);
+    run(install)?;
+    let mut types = program(&python);
+    types.args(["-m", "mypy", "--config-file", "pyproject.toml"]);
+    run(types)?;
+    let mut stubs = program(&python);
+    stubs.args(["-m", "mypy.stubtest", "flashcore._flashcore"]);
+    run(stubs)?;
+    let mut tests = program(&python);
+    tests.args(["-m", "pytest", "--quiet"]);
+    let done = run(tests)?;
+    Ok(done.log.trim_end().lines().last().unwrap_or_default().trim_matches(['=', ' ']).to_owned())
+}
+
+/// The Python of `.tools/python`, with these packages at exactly these versions.
+fn environment(packages: &[&str]) -> Result<PathBuf, String> {
+    let python = tools::environment(&tools::folder().join("python"))?;
+    let mut pip = program(&python);
+    pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
+    pip.args(["--only-binary", ":all:"]).args(packages);
+    let done = keep(pip)?;
+    if done.success {
+        Ok(python)
+    } else {
+        Err(format!("pip could not fetch {}\n\n{}", packages.join(", "), done.log))
+    }
+}
+
+fn maturin(python: &Path, command: &str) -> Command {
+    let mut maturin = program(python);
+    maturin.args(["-m", "maturin", command, "--quiet"]);
+    // It looks for Python and for its linker there.
+    let folders = python.parent().map(Path::to_owned).into_iter();
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let folders = folders.chain(std::env::split_paths(&path));
+    if let Ok(path) = std::env::join_paths(folders) {
+        maturin.env("PATH", path);
+    }
+    maturin
+}
+
+fn empty(folder: &Path) -> Result<(), String> {
+    let failed = |error: io::Error| format!("cannot empty {}: {error}", folder.display());
+    match fs::remove_dir_all(folder) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
+        _ => {}
+    }
+    fs::create_dir_all(folder).map_err(failed)
+}
+
+/// The one wheel in a folder.
+fn built(folder: &Path) -> Result<PathBuf, String> {
+    let entries = fs::read_dir(folder).and_then(Iterator::collect::<Result<Vec<_>, _>>);
+    let entries = entries.map_err(|error| format!("cannot read {}: {error}", folder.display()))?;
+    let is_wheel = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "whl");
+    let mut wheels = entries.iter().map(fs::DirEntry::path).filter(is_wheel);
+    wheels.next().ok_or_else(|| format!("no wheel came to {}", folder.display()))
+}
+
+fn size(file: &Path) -> Result<u64, String> {
+    let metadata = fs::metadata(file);
+    let metadata = metadata.map_err(|error| format!("cannot read {}: {error}", file.display()))?;
+    Ok(metadata.len())
+}
