@@ -38,9 +38,12 @@ def main():
     }
     if "FA3" in os.environ:
         sys.path.insert(0, os.environ["FA3"])
-        from fa3_fwd_interface import flash_attn_func as fa3
+        try:
+            from fa3_fwd_interface import flash_attn_func as fa3
 
-        candidates["flash-attention 3"] = lambda: fa3(q, k, v, causal=True)
+            candidates["flash-attention 3"] = lambda: fa3(q, k, v, causal=True)
+        except ImportError as error:
+            print(f"without FlashAttention-3: {error}")
     times = {name: [] for name in candidates}
     with torch.no_grad():
         for call in candidates.values():
