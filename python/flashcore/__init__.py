@@ -11,10 +11,12 @@ name otherwise.
 
 from __future__ import annotations
 
+import atexit as _atexit
 from typing import Any, Sequence
 
 from . import _arrays
 from ._flashcore import attend_torch as _attend_torch
+from ._flashcore import finish_compiling as _finish_compiling
 from ._flashcore import info as _info
 
 try:
@@ -33,6 +35,8 @@ __all__ = [
 ]
 
 __version__: str = _info()["version"]
+
+_atexit.register(_finish_compiling)
 
 
 def _never() -> bool:

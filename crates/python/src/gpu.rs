@@ -72,9 +72,20 @@ pub(crate) struct Entry {
     used: AtomicU64,
 }
 
+/// The devices that were opened, by their ordinals. They stay open to the end of the process.
+static DEVICES: Mutex<Vec<(u32, &'static Device)>> = Mutex::new(Vec::new());
+
+/// Waits for the kernels that are still being compiled: a thread inside the compiler while the
+/// process ends would crash it.
+pub(crate) fn finish_compiling() {
+    let devices = lock(&DEVICES).clone();
+    for (_, device) in devices {
+        device.gpu.finish_compiling();
+    }
+}
+
 /// The device of an ordinal, opened the first time.
 pub(crate) fn device(ordinal: u32) -> Result<&'static Device, Error> {
-    static DEVICES: Mutex<Vec<(u32, &'static Device)>> = Mutex::new(Vec::new());
     let mut devices = lock(&DEVICES);
     if let Some((_, device)) = devices.iter().find(|(found, _)| *found == ordinal) {
         return Ok(device);

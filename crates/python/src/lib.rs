@@ -107,6 +107,12 @@ mod module {
         array::attend([q, k, v], &request, words)
     }
 
+    /// Waits for kernels that are still being compiled; for the end of the process.
+    #[pyfunction]
+    fn finish_compiling(py: Python<'_>) {
+        py.detach(super::gpu::finish_compiling);
+    }
+
     /// What there is, and what ran last.
     #[pyfunction]
     fn info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {

@@ -5,7 +5,7 @@ use std::thread::JoinHandle;
 
 use cuda::{
     Arguments, Cache, Device, Function, FunctionAttributes, Launch, Module, OptimizationLevel,
-    Parameter, Stream,
+    Parameter, RelaxedCapture, Stream,
 };
 use ptx::{ParameterKind, Program, Type};
 
@@ -85,6 +85,8 @@ impl Kernel {
         let beside = {
             let (device, cache, kernel) = (device.clone(), cache.clone(), kernel.clone());
             std::thread::spawn(move || {
+                // Loading the module must not break a capture that is under way elsewhere.
+                let _relaxed = RelaxedCapture::begin();
                 // If it does not compile, the compact form stays, and the next process tries again.
                 if let Ok(binary) = Binary::compile(&device, &cache, &full, false) {
                     kernel.full.get_or_init(|| binary);
