@@ -233,6 +233,7 @@ def test_threads():
         assert all(pool.map(work, range(8)))
 
 
+@pytest.mark.filterwarnings("ignore:the slow kernel")  # f32, on a machine whose JAX has a GPU
 def test_jax():
     jnp = pytest.importorskip("jax.numpy")
     tensors = [random(1, 20, 4, 32, seed=seed) for seed in range(3)]
