@@ -5,6 +5,7 @@ use crate::file::FileError;
 use crate::gpu::GpuError;
 use crate::inputs::InputError;
 use crate::problem::ProblemError;
+use crate::serving::ServingError;
 use crate::tensor::TensorError;
 
 /// Any error of this crate. Every message is one line.
@@ -20,6 +21,9 @@ pub enum Error {
     /// A tensor does not belong to the problem.
     #[error(transparent)]
     Input(#[from] InputError),
+    /// Sequences or their places make no sense.
+    #[error(transparent)]
+    Serving(#[from] ServingError),
     /// A file cannot be read or written.
     #[error(transparent)]
     File(#[from] FileError),

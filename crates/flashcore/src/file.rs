@@ -123,6 +123,8 @@ pub fn read_inputs(path: impl AsRef<Path>, names: &Names) -> Result<InputTensors
         query: tensor(path, &file, &names.query)?,
         key: tensor(path, &file, &names.key)?,
         value: tensor(path, &file, &names.value)?,
+        slopes: None,
+        sinks: None,
     })
 }
 

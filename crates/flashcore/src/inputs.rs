@@ -1,11 +1,11 @@
-//! The three tensors that attention reads, and whether they answer a problem.
+//! The tensors that attention reads, and whether they answer a problem.
 
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::problem::Problem;
-use crate::tensor::{Layout, Shape, Tensor, TensorError};
+use crate::tensor::{Layout, Shape, Tensor, TensorError, random};
 
-/// Query, key and value.
+/// Query, key and value, with the slopes and sinks of problems that have them.
 ///
 /// ```
 /// use flashcore::{DType, Inputs, Shape, Tensor};
@@ -25,9 +25,13 @@ pub struct Inputs<'a> {
     pub key: &'a Tensor,
     /// The value tensor, (batch, key length, key/value heads, value head dim).
     pub value: &'a Tensor,
+    /// ALiBi slopes: one for each query head, or for each batch entry and query head.
+    pub slopes: Option<&'a [f32]>,
+    /// Sinks: one for each query head.
+    pub sinks: Option<&'a [f32]>,
 }
 
-/// Query, key and value with their memory.
+/// What [`Inputs`] borrow, with its memory.
 ///
 /// ```
 /// use flashcore::{InputTensors, Problem};
@@ -45,10 +49,15 @@ pub struct InputTensors {
     pub key: Tensor,
     /// The value tensor.
     pub value: Tensor,
+    /// ALiBi slopes.
+    pub slopes: Option<Vec<f32>>,
+    /// Sinks.
+    pub sinks: Option<Vec<f32>>,
 }
 
 impl InputTensors {
     /// Standard normal tensors for a problem; the same seed gives the same tensors everywhere.
+    /// ALiBi slopes are those of its authors, falling from head to head by a constant factor.
     pub fn random(problem: &Problem, seed: u64) -> Result<Self, Error> {
         problem.validate()?;
         let tensor = |shape, stream| {
@@ -58,13 +67,26 @@ impl InputTensors {
             query: tensor(problem.query_shape(), 0)?,
             key: tensor(problem.key_shape(), 1)?,
             value: tensor(problem.value_shape(), 2)?,
+            slopes: problem.alibi.then(|| alibi_slopes(problem.query_heads)),
+            sinks: problem.sinks.then(|| {
+                (0..problem.query_heads as u64).map(|head| random::normal(!seed, head)).collect()
+            }),
         })
     }
 
     /// The tensors as a back end takes them.
     pub fn inputs(&self) -> Inputs<'_> {
-        Inputs::new(&self.query, &self.key, &self.value)
+        Inputs {
+            slopes: self.slopes.as_deref(),
+            sinks: self.sinks.as_deref(),
+            ..Inputs::new(&self.query, &self.key, &self.value)
+        }
     }
+}
+
+/// The slopes of ALiBi's authors: 2^(-8 / heads), its square, and so on.
+fn alibi_slopes(heads: usize) -> Vec<f32> {
+    (1..=heads).map(|head| (-8.0 * head as f32 / heads as f32).exp2()).collect()
 }
 
 /// How query, key and value lie in memory: what a kernel may have to refuse before there is any
@@ -124,12 +146,43 @@ pub enum InputError {
         /// The length that the problem or the reference asks for.
         expected: usize,
     },
+    /// The problem needs it, and it was not given.
+    #[error("the problem has {tensor}, and none were given")]
+    Missing {
+        /// What it is.
+        tensor: &'static str,
+    },
+    /// It was given, and the problem knows nothing of it.
+    #[error("{tensor} were given, and the problem has none")]
+    Unexpected {
+        /// What it is.
+        tensor: &'static str,
+    },
 }
 
 impl<'a> Inputs<'a> {
     /// The three tensors in their usual order.
     pub fn new(query: &'a Tensor, key: &'a Tensor, value: &'a Tensor) -> Self {
-        Inputs { query, key, value }
+        Inputs { query, key, value, slopes: None, sinks: None }
+    }
+
+    /// The same with ALiBi slopes.
+    pub fn with_slopes(self, slopes: &'a [f32]) -> Self {
+        Inputs { slopes: Some(slopes), ..self }
+    }
+
+    /// The same with sinks.
+    pub fn with_sinks(self, sinks: &'a [f32]) -> Self {
+        Inputs { sinks: Some(sinks), ..self }
+    }
+
+    /// The ALiBi slope of a query head; zero without.
+    pub(crate) fn slope(&self, problem: &Problem, batch: usize, head: usize) -> f32 {
+        let of_head = |slopes: &[f32]| match slopes.len() > problem.query_heads {
+            true => slopes[batch * problem.query_heads + head],
+            false => slopes[head],
+        };
+        self.slopes.map_or(0.0, of_head)
     }
 
     /// How they lie in memory.
@@ -141,7 +194,8 @@ impl<'a> Inputs<'a> {
         }
     }
 
-    /// The unmasked problem with the sizes and the element type of these tensors.
+    /// The unmasked problem with the sizes and the element type of these tensors, and with the
+    /// slopes and sinks that are there.
     pub fn problem(&self) -> Result<Problem, InputError> {
         let (query, key, value) = (self.query.shape(), self.key.shape(), self.value.shape());
         let problem = Problem::new(query.batch, query.heads, query.length, query.dim)
@@ -149,6 +203,8 @@ impl<'a> Inputs<'a> {
             .with_key_length(key.length)
             .with_value_head_dim(value.dim)
             .with_dtype(self.query.dtype());
+        let (alibi, sinks) = (self.slopes.is_some(), self.sinks.is_some());
+        let problem = Problem { alibi, sinks, ..problem };
         self.validate(&problem)?;
         Ok(problem)
     }
@@ -164,12 +220,32 @@ impl<'a> Inputs<'a> {
             if tensor.shape() != expected {
                 return Err(InputError::Shape { tensor: name, given: tensor.shape(), expected });
             }
-            if tensor.dtype() != problem.dtype {
-                return Err(InputError::DType {
-                    tensor: name,
-                    given: tensor.dtype(),
-                    expected: problem.dtype,
-                });
+        }
+        self.validate_elements(problem)
+    }
+
+    /// Refuse element types, slopes and sinks that are not the problem's.
+    pub(crate) fn validate_elements(&self, problem: &Problem) -> Result<(), InputError> {
+        let tensors = [("query", self.query), ("key", self.key), ("value", self.value)];
+        for (tensor, given) in tensors.map(|(name, tensor)| (name, tensor.dtype())) {
+            if given != problem.dtype {
+                return Err(InputError::DType { tensor, given, expected: problem.dtype });
+            }
+        }
+        let heads = problem.query_heads;
+        let vectors = [
+            ("slopes", self.slopes, problem.alibi, [heads, problem.batch.saturating_mul(heads)]),
+            ("sinks", self.sinks, problem.sinks, [heads, heads]),
+        ];
+        for (tensor, given, expected, lengths) in vectors {
+            match given {
+                None if expected => return Err(InputError::Missing { tensor }),
+                Some(_) if !expected => return Err(InputError::Unexpected { tensor }),
+                Some(given) if !lengths.contains(&given.len()) => {
+                    let (given, expected) = (given.len(), heads);
+                    return Err(InputError::Length { tensor, given, expected });
+                }
+                _ => {}
             }
         }
         Ok(())

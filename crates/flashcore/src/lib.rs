@@ -49,6 +49,7 @@ mod machine;
 pub mod plan;
 mod problem;
 pub mod reference;
+pub mod serving;
 mod tensor;
 pub mod verdict;
 
@@ -60,7 +61,7 @@ pub use machine::Machine;
 pub use plan::{Plan, Preference};
 pub use problem::{Mask, Problem, ProblemError, ProblemTextError};
 pub use tensor::{Elements, Head, Layout, Shape, Strides, Tensor, TensorError};
-pub use verdict::{Verdict, compare};
+pub use verdict::{Verdict, compare, compare_sequences};
 
 /// Attention on the best back end of this machine.
 ///

@@ -19,6 +19,7 @@ use crate::dtype::DType;
 use crate::inputs::InputError;
 use crate::problem::Problem;
 use crate::reference::{Answer, Row};
+use crate::serving::Sequences;
 
 /// The error allowed for the rounding of an output whose largest value is `largest`.
 ///
@@ -135,11 +136,53 @@ pub fn compare(
         }
     }
 
+    let read = |row: Row, values: &mut [f32]| {
+        result.output.head(row.batch, row.head).read(row.query, values);
+        let first = (row.batch * problem.query_heads + row.head) * problem.query_length;
+        result.lse[first + row.query]
+    };
+    Ok(judge(problem, problem.rows(), read, reference, baseline))
+}
+
+/// The same over sequences.
+pub fn compare_sequences(
+    sequences: &Sequences,
+    result: &Output,
+    reference: &Answer,
+    baseline: &Answer,
+) -> Result<Verdict, InputError> {
+    let problem = sequences.problem();
+    let shape = result.output.shape();
+    let lengths = [
+        ("log-sum-exp", result.lse.len(), shape.batch * shape.heads * shape.length),
+        ("baseline", baseline.rows.len(), reference.rows.len()),
+    ];
+    for (tensor, given, expected) in lengths {
+        if given != expected {
+            return Err(InputError::Length { tensor, given, expected });
+        }
+    }
+    let read = |row: Row, values: &mut [f32]| {
+        let (entry, position) = sequences.queries().locate(row.batch, row.query);
+        result.output.head(entry, row.head).read(position, values);
+        result.lse[sequences.lse_index(shape, row.batch, row.head, row.query)]
+    };
+    Ok(judge(problem, sequences.rows(), read, reference, baseline))
+}
+
+/// Judge by what `read` knows of a row: it fills its output and returns its log-sum-exp.
+fn judge(
+    problem: &Problem,
+    total_rows: usize,
+    read: impl Fn(Row, &mut [f32]) -> f32,
+    reference: &Answer,
+    baseline: &Answer,
+) -> Verdict {
     let mut output = Judge::new(problem.dtype);
     let mut lse = Judge::new(DType::F32);
     let mut values = vec![0.0; problem.value_head_dim];
     for (index, &row) in reference.rows.as_slice().iter().enumerate() {
-        result.output.head(row.batch, row.head).read(row.query, &mut values);
+        let row_lse = read(row, &mut values);
         let first = index * problem.value_head_dim;
         for (element, value) in values.iter().enumerate() {
             let place = Place {
@@ -150,26 +193,21 @@ pub fn compare(
             };
             output.look_at(place, baseline.output[first + element]);
         }
-        let position = (row.batch * problem.query_heads + row.head) * problem.query_length;
-        let place = Place {
-            row,
-            element: 0,
-            result: f64::from(result.lse[position + row.query]),
-            reference: reference.lse[index],
-        };
+        let reference = reference.lse[index];
+        let place = Place { row, element: 0, result: f64::from(row_lse), reference };
         lse.look_at(place, baseline.lse[index]);
     }
     let output_rounding = output_rounding(problem.dtype, output.largest, lse.largest);
     let output = output.conclude(output_rounding);
     let lse_rounding = LSE_ROUNDING * lse.largest.max(1.0);
     let lse = lse.conclude(lse_rounding);
-    Ok(Verdict {
+    Verdict {
         passed: output.passed && lse.passed,
         output,
         lse,
         rows: reference.rows.len(),
-        total_rows: problem.rows(),
-    })
+        total_rows,
+    }
 }
 
 /// A comparison under way.

@@ -17,6 +17,7 @@ pub use gpu::GpuBackend;
 use crate::error::Error;
 use crate::inputs::{InputLayouts, Inputs};
 use crate::problem::Problem;
+use crate::serving::Sequences;
 use crate::tensor::Tensor;
 
 /// Something that computes attention.
@@ -53,6 +54,22 @@ pub trait Backend: Send + Sync {
         inputs: Inputs<'_>,
         options: &RunOptions<'_>,
     ) -> Result<Output, Error>;
+
+    /// Compute attention over sequences of unequal lengths. The output has the shape of the query
+    /// tensor with the value head dim; its rows that belong to no sequence are not defined. The
+    /// log-sum-exp is in the order (batch, heads, length) of the query tensor.
+    ///
+    /// A back end that has no kernel for it says so.
+    fn run_sequences(
+        &self,
+        sequences: &Sequences,
+        inputs: Inputs<'_>,
+        _options: &RunOptions<'_>,
+    ) -> Result<Output, Error> {
+        sequences.validate_inputs(inputs)?;
+        let reasons = format!("{} (sequences of unequal lengths are not served)", self.name());
+        Err(BackendError::Unsupported { reasons }.into())
+    }
 }
 
 /// A kernel and whether it can serve a problem.

@@ -1,7 +1,11 @@
 //! What is to be computed: sizes, element type, mask and scale, without the tensors.
 
+mod mask;
+mod scores;
 mod text;
 
+pub use mask::Mask;
+pub(crate) use scores::Scores;
 pub use text::ProblemTextError;
 
 use std::fmt;
@@ -57,64 +61,15 @@ pub struct Problem {
     pub mask: Mask,
     /// Factor of the scores before the softmax; `1 / sqrt(head_dim)` when `None`.
     pub softmax_scale: Option<f32>,
-}
-
-/// Which keys a query may see. A masked key contributes nothing, even if it holds NaN.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize)]
-#[serde(rename_all = "lowercase")]
-#[non_exhaustive]
-pub enum Mask {
-    /// Every query sees every key.
-    #[default]
-    None,
-    /// Query `i` sees the keys `j <= i + key_length - query_length`: the last query sees every
-    /// key, whatever the lengths (bottom-right aligned).
-    Causal,
-}
-
-impl Mask {
-    /// The keys that `query` sees, as one range; empty for a fully masked row.
-    ///
-    /// ```
-    /// use flashcore::Mask;
-    ///
-    /// assert_eq!(Mask::Causal.visible_keys(0, 2, 5), 0..4);
-    /// assert_eq!(Mask::Causal.visible_keys(0, 5, 2), 0..0);
-    /// ```
-    pub fn visible_keys(
-        self,
-        query: usize,
-        query_length: usize,
-        key_length: usize,
-    ) -> Range<usize> {
-        match self {
-            Mask::None => 0..key_length,
-            Mask::Causal => {
-                0..(query + 1 + key_length).saturating_sub(query_length).min(key_length)
-            }
-        }
-    }
-
-    /// How many (query, key) pairs one head of one sequence computes.
-    fn visible_pairs(self, query_length: usize, key_length: usize) -> u128 {
-        let (queries, keys) = (query_length as u128, key_length as u128);
-        match self {
-            Mask::None => queries * keys,
-            Mask::Causal if keys >= queries => {
-                queries * (keys - queries) + queries * (queries + 1) / 2
-            }
-            Mask::Causal => keys * (keys + 1) / 2,
-        }
-    }
-}
-
-impl fmt::Display for Mask {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Mask::None => "none",
-            Mask::Causal => "causal",
-        })
-    }
+    /// Scaled scores `s` become `softcap * tanh(s / softcap)`.
+    pub softcap: Option<f32>,
+    /// Whether each query head has an ALiBi slope, by which scores fall with the distance between
+    /// query and key. The slopes are among the [`Inputs`](crate::Inputs).
+    pub alibi: bool,
+    /// Whether each query head has a sink: one more score in every row, without a value. It takes
+    /// its share of the weights and counts in the log-sum-exp, which is the sink itself in a row
+    /// that sees no key. The sinks are among the [`Inputs`](crate::Inputs).
+    pub sinks: bool,
 }
 
 /// Why a [`Problem`] makes no sense.
@@ -135,6 +90,9 @@ pub enum ProblemError {
     /// The softmax scale is infinite or not a number.
     #[error("the softmax scale must be finite, not {0}")]
     Scale(f32),
+    /// The softcap is no positive number.
+    #[error("the softcap must be positive and finite, not {0}")]
+    Softcap(f32),
     /// A tensor of this problem cannot be addressed.
     #[error("the {0} tensor would be larger than the address space")]
     TooLarge(&'static str),
@@ -155,6 +113,9 @@ impl Problem {
             dtype: DType::F16,
             mask: Mask::None,
             softmax_scale: None,
+            softcap: None,
+            alibi: false,
+            sinks: false,
         }
     }
 
@@ -188,6 +149,21 @@ impl Problem {
         Problem { softmax_scale: Some(scale), ..self }
     }
 
+    /// Cap the scaled scores.
+    pub fn with_softcap(self, softcap: f32) -> Self {
+        Problem { softcap: Some(softcap), ..self }
+    }
+
+    /// Give query heads ALiBi slopes.
+    pub fn with_alibi(self) -> Self {
+        Problem { alibi: true, ..self }
+    }
+
+    /// Give query heads sinks.
+    pub fn with_sinks(self) -> Self {
+        Problem { sinks: true, ..self }
+    }
+
     /// Refuse what has no meaning. Lengths and batch may be zero: a row without keys gives
     /// output 0 and a log-sum-exp of minus infinity, no queries give an empty output.
     pub fn validate(&self) -> Result<(), ProblemError> {
@@ -208,6 +184,9 @@ impl Problem {
         }
         if !self.scale().is_finite() {
             return Err(ProblemError::Scale(self.scale()));
+        }
+        if let Some(softcap) = self.softcap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
+            return Err(ProblemError::Softcap(softcap));
         }
         let tensors = [
             ("query", self.query_shape()),
@@ -252,6 +231,18 @@ impl Problem {
         self.mask.visible_keys(query, self.query_length, self.key_length)
     }
 
+    /// The first thing that goes beyond scaled scores under no mask or a causal one, for kernels
+    /// that serve no more than that.
+    pub(crate) fn beyond_plain(&self) -> Option<&'static str> {
+        let extras = [
+            (matches!(self.mask, Mask::Window { .. }), "windows"),
+            (self.softcap.is_some(), "softcaps"),
+            (self.alibi, "ALiBi slopes"),
+            (self.sinks, "sinks"),
+        ];
+        extras.into_iter().find(|(present, _)| *present).map(|(_, name)| name)
+    }
+
     /// The shape of the query tensor.
     pub fn query_shape(&self) -> Shape {
         Shape::new(self.batch, self.query_length, self.query_heads, self.head_dim)
@@ -284,7 +275,8 @@ impl Problem {
     }
 
     /// Floating-point operations by the published convention: two products over every
-    /// (query, key) pair, halved for causal. This is what TFLOP/s are quoted with.
+    /// (query, key) pair, halved for causal; with a window, over the visible pairs. This is what
+    /// TFLOP/s are quoted with.
     ///
     /// ```
     /// use flashcore::{Mask, Problem};
@@ -301,6 +293,7 @@ impl Problem {
         let share = match self.mask {
             Mask::None => 1.0,
             Mask::Causal => 0.5,
+            Mask::Window { .. } => return self.visible_flops(),
         };
         share * pairs * self.flops_per_pair()
     }
@@ -337,6 +330,14 @@ impl fmt::Display for Problem {
         if let Some(scale) = self.softmax_scale {
             write!(f, ", scale {scale}")?;
         }
+        if let Some(softcap) = self.softcap {
+            write!(f, ", softcap {softcap}")?;
+        }
+        for (present, name) in [(self.alibi, "alibi"), (self.sinks, "sinks")] {
+            if present {
+                write!(f, ", {name}")?;
+            }
+        }
         Ok(())
     }
 }
@@ -368,6 +369,10 @@ mod tests {
         assert_eq!(
             refusal(good.clone().with_scale(f32::NAN)),
             "the softmax scale must be finite, not NaN"
+        );
+        assert_eq!(
+            refusal(good.clone().with_softcap(0.0)),
+            "the softcap must be positive and finite, not 0"
         );
         assert_eq!(
             refusal(good.clone().with_key_length(usize::MAX)),
@@ -407,19 +412,6 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_pair_count_is_the_sum_over_rows(
-            queries in 0usize..40,
-            keys in 0usize..40,
-            causal: bool,
-        ) {
-            let mask = if causal { Mask::Causal } else { Mask::None };
-            let sum: usize = (0..queries)
-                .map(|query| mask.visible_keys(query, queries, keys).len())
-                .sum();
-            prop_assert_eq!(mask.visible_pairs(queries, keys), sum as u128);
-        }
-
-        #[test]
         fn validation_never_overflows(
             sizes in prop::array::uniform7(prop_oneof![0usize..9, any::<usize>()]),
         ) {
@@ -428,7 +420,7 @@ mod tests {
                 .with_kv_heads(kv_heads)
                 .with_key_length(keys)
                 .with_value_head_dim(value_dim)
-                .with_mask(Mask::Causal);
+                .with_mask(Mask::window(Some(queries), Some(keys)));
             let _ = problem.validate();
             let _ = problem.flops();
         }

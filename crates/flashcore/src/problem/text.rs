@@ -8,7 +8,8 @@ use crate::dtype::DType;
 /// Why a text is no [`Problem`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{reason}; a problem is written like b=1,h=16,hk=4,s=4096,sk=8192,d=128,dv=64,bf16,causal,scale=0.1"
+    "{reason}; a problem is written like b=1,h=16,hk=4,s=4096,sk=8192,d=128,dv=64,bf16,causal,scale=0.1; \
+     there are window=LEFT:RIGHT, softcap=, alibi and sinks too"
 )]
 pub struct ProblemTextError {
     reason: String,
@@ -30,7 +31,8 @@ impl FromStr for Problem {
 
     /// Words between commas, in any order: sizes with their short or long names (`b` or `batch`,
     /// `h` or `heads`, `hk` or `kv_heads`, `s` or `seq`, `sk` or `kv_seq`, `d` or `head_dim`, `dv`
-    /// or `value_head_dim`), `scale=`, an element type, `causal`.
+    /// or `value_head_dim`), `scale=`, `softcap=`, an element type, `causal` or `window=4096:0` (a
+    /// side left out is open), `alibi`, `sinks`.
     ///
     /// What is left out is as for `flashcore attend`: one sequence of 1024, 8 heads of dim 128,
     /// bf16, keys and values like the queries, no mask.
@@ -46,11 +48,14 @@ impl FromStr for Problem {
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let wrong = |reason: String| ProblemTextError { reason };
         let mut sizes = [None; SIZES.len()];
-        let (mut dtype, mut mask, mut scale) = (DType::BF16, Mask::None, None);
+        let (mut dtype, mut mask) = (DType::BF16, Mask::None);
+        let (mut scale, mut softcap, mut alibi, mut sinks) = (None, None, false, false);
         for word in text.split(',').map(str::trim).filter(|word| !word.is_empty()) {
             let Some((name, value)) = word.split_once('=') else {
                 match (word, word.parse()) {
                     ("causal", _) => mask = Mask::Causal,
+                    ("alibi", _) => alibi = true,
+                    ("sinks", _) => sinks = true,
                     (_, Ok(found)) => dtype = found,
                     _ => return Err(wrong(format!("`{word}` means nothing"))),
                 }
@@ -58,8 +63,20 @@ impl FromStr for Problem {
             };
             let value = value.trim();
             let no_number = || wrong(format!("`{value}` is no number for `{name}`"));
-            if name == "scale" {
-                scale = Some(value.parse().map_err(|_| no_number())?);
+            match name {
+                "scale" => scale = Some(value.parse().map_err(|_| no_number())?),
+                "softcap" => softcap = Some(value.parse().map_err(|_| no_number())?),
+                "window" => {
+                    let side = |text: &str| match text.trim() {
+                        "" => Ok(None),
+                        text => text.parse().map(Some).map_err(|_| no_number()),
+                    };
+                    let (left, right) = value.split_once(':').ok_or_else(no_number)?;
+                    mask = Mask::window(side(left)?, side(right)?);
+                }
+                _ => {}
+            }
+            if ["scale", "softcap", "window"].contains(&name) {
                 continue;
             }
             let known = SIZES.iter().position(|(short, long)| [*short, *long].contains(&name));
@@ -75,7 +92,7 @@ impl FromStr for Problem {
             .with_value_head_dim(value_dim.unwrap_or(dim))
             .with_dtype(dtype)
             .with_mask(mask);
-        let problem = Problem { softmax_scale: scale, ..problem };
+        let problem = Problem { softmax_scale: scale, softcap, alibi, sinks, ..problem };
         problem.validate().map_err(|error| wrong(error.to_string()))?;
         Ok(problem)
     }
@@ -97,6 +114,12 @@ mod tests {
             parse("heads=6,kv_heads=2,head_dim=192,value_head_dim=128,scale=0.5").unwrap(),
             "batch 1, heads 6/2, length 1024, head dim 192/128, bf16, scale 0.5"
         );
+        assert_eq!(
+            parse("window=4096:0,softcap=30,sinks,alibi").unwrap(),
+            "batch 1, heads 8, length 1024, head dim 128, bf16, window 4096:0, softcap 30, alibi, \
+             sinks"
+        );
+        assert_eq!(parse("window=:0").unwrap(), parse("causal").unwrap());
     }
 
     #[test]

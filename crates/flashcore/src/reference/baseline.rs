@@ -10,11 +10,12 @@ use super::RowInputs;
 const LANES: usize = 8;
 
 pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
-    let RowInputs { query, keys, values, problem } = inputs;
-    let dtype = problem.dtype;
+    let RowInputs { query, keys, values, first, scores, sink, dtype } = inputs;
     let round = |value: f32| dtype.round(f64::from(value)) as f32;
-    let exact: Vec<f32> =
-        keys.chunks_exact(query.len()).map(|key| problem.scale() * dot(query, key)).collect();
+    let score = |(index, key): (usize, &[f32])| {
+        scores.score(f64::from(dot(query, key)), first + index) as f32
+    };
+    let exact: Vec<f32> = keys.chunks_exact(query.len()).enumerate().map(score).collect();
     // A score beyond f16's range stays as it is: infinite ones would turn the row into NaN, and
     // a yardstick of NaN measures nothing.
     let stored: Vec<f32> = exact
@@ -24,8 +25,8 @@ pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
             if rounded.is_infinite() { *score } else { rounded }
         })
         .collect();
-    let (_, exact_sum, exact_maximum) = softmax(&exact);
-    let (weights, sum, _) = softmax(&stored);
+    let (_, exact_sum, exact_maximum) = softmax(&exact, sink);
+    let (weights, sum, _) = softmax(&stored, sink);
     if exact_sum == 0.0 {
         output.fill(0.0);
         return f64::NEG_INFINITY;
@@ -43,12 +44,12 @@ pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
     f64::from(exact_maximum + exact_sum.ln())
 }
 
-/// The exponentials relative to the maximum, their sum and the maximum.
-fn softmax(scores: &[f32]) -> (Vec<f32>, f32, f32) {
-    let maximum = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+/// The exponentials relative to the maximum, their sum with the sink's, and the maximum.
+fn softmax(scores: &[f32], sink: f32) -> (Vec<f32>, f32, f32) {
+    let maximum = scores.iter().copied().fold(sink, f32::max);
     let shift = if maximum == f32::NEG_INFINITY { 0.0 } else { maximum };
     let weights: Vec<f32> = scores.iter().map(|score| (score - shift).exp()).collect();
-    let sum = weights.iter().sum();
+    let sum = weights.iter().sum::<f32>() + (sink - shift).exp();
     (weights, sum, maximum)
 }
 

@@ -7,14 +7,15 @@ const LANES: usize = 8;
 
 /// Two passes over the scores: maximum, then exponentials.
 pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
-    let RowInputs { query, keys, values, problem } = inputs;
-    let scale = f64::from(problem.scale());
+    let RowInputs { query, keys, values, first, scores, sink, .. } = inputs;
     let query: Vec<f64> = query.iter().copied().map(f64::from).collect();
+    let sink = f64::from(sink);
+    let keys = keys.chunks_exact(query.len()).enumerate();
     let scores: Vec<f64> =
-        keys.chunks_exact(query.len()).map(|key| scale * dot(&query, key)).collect();
-    let maximum = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        keys.map(|(index, key)| scores.score(dot(&query, key), first + index)).collect();
+    let maximum = scores.iter().copied().fold(sink, f64::max);
     let shift = if maximum == f64::NEG_INFINITY { 0.0 } else { maximum };
-    let mut sum = 0.0;
+    let mut sum = (sink - shift).exp();
     output.fill(0.0);
     for (score, value) in scores.iter().zip(values.chunks_exact(output.len())) {
         let weight = (score - shift).exp();

@@ -2,7 +2,7 @@
 //! precision as the yardstick for errors.
 //!
 //! Both work row by row, so that a sample of rows can be checked when all would take too long.
-//! Neither reads a masked key.
+//! Neither reads a masked key. Both serve [`Sequences`], of which a plain problem is the simplest.
 
 mod baseline;
 mod exact;
@@ -11,9 +11,11 @@ use rayon::prelude::*;
 use serde::Serialize;
 
 use crate::backend::Progress;
+use crate::dtype::DType;
 use crate::error::Error;
 use crate::inputs::Inputs;
-use crate::problem::Problem;
+use crate::problem::{Problem, Scores};
+use crate::serving::{Placement, Sequences};
 use crate::tensor::{Tensor, random};
 
 /// One row of the softmax.
@@ -43,6 +45,19 @@ impl Rows {
     /// Every row.
     pub fn all(problem: &Problem) -> Self {
         Rows((0..problem.rows()).map(|index| row(problem, index)).collect())
+    }
+
+    /// Every row of sequences.
+    pub fn of(sequences: &Sequences) -> Self {
+        let heads = sequences.problem().query_heads;
+        let of_head = |batch: usize, head: usize| {
+            let queries = 0..sequences.queries().length(batch);
+            queries.map(move |query| Row { batch, head, query })
+        };
+        let of_sequence = |batch: usize| {
+            (0..heads).flat_map(move |head| of_head(batch, head)).collect::<Vec<_>>()
+        };
+        Rows((0..sequences.len()).flat_map(of_sequence).collect())
     }
 
     /// `count` different rows, or all if there are no more: the first and the last of the
@@ -119,7 +134,9 @@ pub fn attention(
     rows: &Rows,
     progress: Option<&dyn Progress>,
 ) -> Result<Answer, Error> {
-    by_row(problem, inputs, rows, progress, exact::row)
+    problem.validate()?;
+    inputs.validate(problem)?;
+    by_row(&Sequences::plain(problem), inputs, rows, progress, exact::row)
 }
 
 /// The plain algorithm in the problem's precision: scores, probabilities and output each rounded
@@ -130,7 +147,29 @@ pub fn baseline(
     rows: &Rows,
     progress: Option<&dyn Progress>,
 ) -> Result<Answer, Error> {
-    by_row(problem, inputs, rows, progress, baseline::row)
+    problem.validate()?;
+    inputs.validate(problem)?;
+    by_row(&Sequences::plain(problem), inputs, rows, progress, baseline::row)
+}
+
+/// [`attention`] over sequences. A row's `batch` is its sequence.
+pub fn attention_of_sequences(
+    sequences: &Sequences,
+    inputs: Inputs<'_>,
+    rows: &Rows,
+) -> Result<Answer, Error> {
+    sequences.validate_inputs(inputs)?;
+    by_row(sequences, inputs, rows, None, exact::row)
+}
+
+/// [`baseline`] over sequences.
+pub fn baseline_of_sequences(
+    sequences: &Sequences,
+    inputs: Inputs<'_>,
+    rows: &Rows,
+) -> Result<Answer, Error> {
+    sequences.validate_inputs(inputs)?;
+    by_row(sequences, inputs, rows, None, baseline::row)
 }
 
 /// What one row is computed from: its query and the keys and values that it sees.
@@ -140,19 +179,23 @@ struct RowInputs<'a> {
     keys: &'a [f32],
     /// Row-major, `value_head_dim` wide.
     values: &'a [f32],
-    problem: &'a Problem,
+    /// The position of the first of these keys.
+    first: usize,
+    scores: Scores,
+    /// Minus infinity where there is none.
+    sink: f32,
+    dtype: DType,
 }
 
 /// Run `compute` for each row; it fills the row's output and returns its log-sum-exp.
 fn by_row(
-    problem: &Problem,
+    sequences: &Sequences,
     inputs: Inputs<'_>,
     rows: &Rows,
     progress: Option<&dyn Progress>,
     compute: fn(RowInputs<'_>, &mut [f64]) -> f64,
 ) -> Result<Answer, Error> {
-    problem.validate()?;
-    inputs.validate(problem)?;
+    let problem = sequences.problem();
     let (dim, value_dim) = (problem.head_dim, problem.value_head_dim);
     let mut output = vec![0.0; rows.len() * value_dim];
     let mut lse = vec![0.0; rows.len()];
@@ -164,8 +207,8 @@ fn by_row(
     let (mut output_rest, mut lse_rest) = (&mut output[..], &mut lse[..]);
     for rows in rows.0.chunk_by(|a, b| head_of(a) == head_of(b)) {
         let (batch, kv_head) = head_of(&rows[0]);
-        let keys = widen(inputs.key, batch, kv_head);
-        let values = widen(inputs.value, batch, kv_head);
+        let keys = widen(inputs.key, sequences.keys(), batch, kv_head);
+        let values = widen(inputs.value, sequences.keys(), batch, kv_head);
         let output = output_rest.split_off_mut(..rows.len() * value_dim);
         let lse = lse_rest.split_off_mut(..rows.len());
         let (Some(output), Some(lse)) = (output, lse) else {
@@ -173,13 +216,18 @@ fn by_row(
         };
         let results = output.par_chunks_mut(value_dim).zip(lse);
         rows.par_iter().zip(results).for_each(|(row, (output, lse))| {
-            let query = inputs.query.head(batch, row.head).row(row.query);
-            let visible = problem.visible_keys(batch, row.query);
+            let (entry, position) = sequences.queries().locate(batch, row.query);
+            let query = inputs.query.head(entry, row.head).row(position);
+            let visible = sequences.visible_keys(batch, row.query);
+            let slope = inputs.slope(problem, batch, row.head);
             let inputs = RowInputs {
                 query: &query,
                 keys: &keys[visible.start * dim..visible.end * dim],
                 values: &values[visible.start * value_dim..visible.end * value_dim],
-                problem,
+                first: visible.start,
+                scores: sequences.scores(batch, row.query, slope),
+                sink: inputs.sinks.map_or(f32::NEG_INFINITY, |sinks| sinks[row.head]),
+                dtype: problem.dtype,
             };
             *lse = compute(inputs, output);
             if let Some(progress) = progress {
@@ -190,13 +238,13 @@ fn by_row(
     Ok(Answer { rows: rows.clone(), output, lse })
 }
 
-/// One head as a row-major f32 matrix, which holds every element type exactly.
-fn widen(tensor: &Tensor, batch: usize, head: usize) -> Vec<f32> {
-    let shape = tensor.shape();
-    let head = tensor.head(batch, head);
-    let mut matrix = vec![0.0; shape.length * shape.dim];
-    for (position, row) in matrix.chunks_exact_mut(shape.dim).enumerate() {
-        head.read(position, row);
+/// One head of a sequence as a row-major f32 matrix, which holds every element type exactly.
+fn widen(tensor: &Tensor, placement: &Placement, sequence: usize, head: usize) -> Vec<f32> {
+    let dim = tensor.shape().dim;
+    let mut matrix = vec![0.0; placement.length(sequence) * dim];
+    for (position, values) in matrix.chunks_exact_mut(dim).enumerate() {
+        let (entry, row) = placement.locate(sequence, position);
+        tensor.head(entry, head).read(row, values);
     }
     matrix
 }

@@ -292,6 +292,15 @@ impl Tensor {
         Head { tensor: self, batch, head }
     }
 
+    /// Copies a vector of a tensor with the same dim and element type, bit for bit.
+    pub(crate) fn copy_row(&mut self, to: [usize; 3], from: &Tensor, place: [usize; 3]) {
+        let bytes = self.dtype().bytes();
+        let [to, place] = [(self.layout, to), (from.layout, place)]
+            .map(|(layout, [batch, position, head])| layout.offset(batch, position, head) * bytes);
+        let length = self.shape().dim * bytes;
+        self.bytes_mut()[to..to + length].copy_from_slice(&from.bytes()[place..place + length]);
+    }
+
     fn set_row(&mut self, [batch, position, head]: [usize; 3], values: &[f32]) {
         let start = self.layout.offset(batch, position, head);
         with_elements!(&mut self.elements, vector =>

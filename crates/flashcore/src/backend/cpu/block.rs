@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use super::exp::exp;
-use crate::problem::Problem;
+use crate::problem::{Problem, Scores};
 use crate::tensor::Head;
 
 /// Queries of one task. More would reuse each packed key block more often, fewer would leave
@@ -30,6 +30,8 @@ pub(super) struct Workspace {
     queries: Vec<[f32; ROWS]>,
     /// The keys each query sees.
     visible: Vec<Range<usize>>,
+    /// What becomes of each query's scaled products.
+    rules: Vec<Scores>,
     /// Keys by panel and dim: `keys[panel * head_dim + dim][lane]`.
     keys: Vec<Lanes>,
     /// Values by panel and key: `values[panel * KEY_BLOCK + key][lane]`.
@@ -83,6 +85,7 @@ impl Workspace {
             value_head_dim: problem.value_head_dim,
             queries: vec![[0.0; ROWS]; rows / ROWS * problem.head_dim],
             visible: Vec::with_capacity(rows),
+            rules: Vec::with_capacity(rows),
             keys: vec![[0.0; LANES]; KEY_BLOCK / LANES * problem.head_dim],
             values: vec![[0.0; LANES]; panels * KEY_BLOCK],
             scores: vec![[0.0; KEY_BLOCK]; rows],
@@ -93,12 +96,15 @@ impl Workspace {
         }
     }
 
-    /// Begin a block: pack its queries and forget the previous block's results.
+    /// Begin a block: pack its queries and forget the previous block's results. A sink is a score
+    /// that every row begins with.
     pub(super) fn load_queries(
         &mut self,
         query: Head<'_>,
         queries: Range<usize>,
         visible: impl Fn(usize) -> Range<usize>,
+        rules: impl Fn(usize) -> Scores,
+        sink: Option<f32>,
     ) {
         let vector = &mut self.vector[..self.head_dim];
         for (row, position) in queries.clone().enumerate() {
@@ -109,10 +115,13 @@ impl Workspace {
             }
         }
         self.visible.clear();
-        self.visible.extend(queries.map(visible));
+        self.visible.extend(queries.clone().map(visible));
+        self.rules.clear();
+        self.rules.extend(queries.map(rules));
         self.accumulators.fill([0.0; LANES]);
-        self.maximum.fill(f32::NEG_INFINITY);
-        self.sum.fill(0.0);
+        let sink = sink.filter(|sink| *sink > f32::NEG_INFINITY);
+        self.maximum.fill(sink.unwrap_or(f32::NEG_INFINITY));
+        self.sum.fill(if sink.is_some() { 1.0 } else { 0.0 });
     }
 
     /// The keys from the first to the last that some query sees.
@@ -195,6 +204,12 @@ impl Workspace {
         let scores = &mut self.scores[row];
         for score in scores.iter_mut() {
             *score *= scale;
+        }
+        let rule = self.rules[row];
+        if !rule.only_scale() {
+            for (score, key) in scores.iter_mut().zip(keys.start..) {
+                *score = rule.adjust(f64::from(*score), key) as f32;
+            }
         }
         scores[..seen.start].fill(f32::NEG_INFINITY);
         scores[seen.end..].fill(f32::NEG_INFINITY);

@@ -15,7 +15,8 @@ use self::block::{QUERY_BLOCK, WalkKeys, Workspace};
 use super::{Backend, BackendError, Candidate, Output, Progress, Report, RunOptions};
 use crate::error::Error;
 use crate::inputs::{InputLayouts, Inputs};
-use crate::problem::Problem;
+use crate::problem::{Problem, Scores};
+use crate::serving::Sequences;
 use crate::tensor::{Element, Tensor, with_elements};
 
 /// The CPU as a back end.
@@ -101,6 +102,43 @@ impl Backend for CpuBackend {
         };
         Ok(Output { output, lse, report })
     }
+
+    /// One sequence after the other, each gathered into tensors of its own.
+    fn run_sequences(
+        &self,
+        sequences: &Sequences,
+        inputs: Inputs<'_>,
+        options: &RunOptions<'_>,
+    ) -> Result<Output, Error> {
+        sequences.validate_inputs(inputs)?;
+        let begin = Instant::now();
+        let query = inputs.query.shape();
+        let shape = sequences.output_shape(query);
+        let mut output = Tensor::zeros(sequences.problem().dtype, shape)?;
+        let mut lse = vec![f32::NEG_INFINITY; query.batch * query.heads * query.length];
+        for sequence in 0..sequences.len() {
+            let problem = sequences.alone(sequence);
+            let tensors = sequences.gather(inputs, sequence)?;
+            let options = RunOptions { progress: None, ..options.clone() };
+            let result = self.run(&problem, tensors.inputs(), &options)?;
+            for [_, position, head] in problem.output_shape().vectors() {
+                let (entry, row) = sequences.queries().locate(sequence, position);
+                output.copy_row([entry, row, head], &result.output, [0, position, head]);
+                let index = sequences.lse_index(query, sequence, head, position);
+                lse[index] = result.lse[head * problem.query_length + position];
+            }
+        }
+        let report = Report {
+            backend: self.name(),
+            kernel: KERNEL.to_owned(),
+            configuration: None,
+            reason: "serves every length, mask and element type".to_owned(),
+            kernel_time: begin.elapsed(),
+            total_time: begin.elapsed(),
+            notes: Vec::new(),
+        };
+        Ok(Output { output, lse, report })
+    }
 }
 
 /// What the arithmetic is compiled for, chosen when the program starts.
@@ -146,7 +184,11 @@ fn attend<T: Element>(
             let value = inputs.value.head(task.batch, kv_head);
             let visible = |query| problem.visible_keys(task.batch, query);
             let queries = task.first_query..task.first_query + task.output.len();
-            workspace.load_queries(query, queries, visible);
+            let slope = inputs.slope(problem, task.batch, task.head);
+            let (rows, keys) = (problem.query_length, problem.key_length);
+            let rules = |query| Scores::of(problem, query, rows, keys, slope);
+            let sink = inputs.sinks.map(|sinks| sinks[task.head]);
+            workspace.load_queries(query, queries, visible, rules, sink);
             arch.dispatch(WalkKeys { workspace, key, value, scale: problem.scale() });
             for (row, (output, lse)) in task.output.iter_mut().zip(task.lse).enumerate() {
                 let (values, row_lse) = workspace.finish(row);

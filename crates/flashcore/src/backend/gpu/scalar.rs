@@ -8,9 +8,10 @@ use crate::problem::Problem;
 pub(crate) const NAME: &str = "scalar";
 
 pub(super) fn candidate(chip: &Chip, problem: &Problem) -> Candidate {
-    let (accepted, reason) = match scalar::blocks(problem) {
-        Ok(_) => (true, "serves every head dim, length, mask and type".to_owned()),
-        Err(error) => (false, error.to_string()),
+    let (accepted, reason) = match (problem.beyond_plain(), scalar::blocks(problem)) {
+        (None, Ok(_)) => (true, "serves every head dim, length and type".to_owned()),
+        (Some(extra), _) => (false, format!("{extra} are not served")),
+        (None, Err(error)) => (false, error.to_string()),
     };
     let configuration = accepted.then(|| scalar::configuration(chip.target, problem).name());
     Candidate { backend: super::NAME, kernel: NAME.to_owned(), accepted, configuration, reason }

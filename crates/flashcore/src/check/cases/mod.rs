@@ -98,6 +98,8 @@ impl Case {
             query: self.arrange(self.fill(&random.query, Role::Query)?)?,
             key: self.arrange(self.fill(&random.key, Role::Key)?)?,
             value: self.arrange(self.fill(&random.value, Role::Value)?)?,
+            slopes: random.slopes,
+            sinks: random.sinks,
         })
     }
 
@@ -207,8 +209,8 @@ impl std::fmt::Display for Case {
 }
 
 /// The standard set for one element type: every head dim that kernels are tuned for and odd ones,
-/// lengths around the edges of tiles, unequal and zero lengths, shared heads, both masks, every
-/// content and memory order. Each is small: the set is meant to be run often.
+/// lengths around the edges of tiles, unequal and zero lengths, shared heads, both masks, windows,
+/// softcaps, slopes and sinks, every content and memory order. Each is small: the set is meant to be run often.
 ///
 /// ```
 /// use flashcore::{DType, check::cases};
@@ -259,6 +261,23 @@ pub fn standard(dtype: DType) -> Vec<Case> {
         for order in [Order::HeadsFirst, Order::Padded] {
             cases.push(Case::new(problem(2, 4, 90, 64).with_kv_heads(2)).with_order(order));
         }
+    }
+    // Windows and what changes scores, alone and together.
+    let plain = |queries, keys| {
+        Problem::new(2, 4, queries, 64).with_kv_heads(2).with_key_length(keys).with_dtype(dtype)
+    };
+    for (queries, keys) in [(1, 130), (100, 100), (70, 200), (90, 40)] {
+        for (left, right) in
+            [(Some(20), Some(0)), (Some(33), Some(7)), (None, Some(5)), (Some(0), None)]
+        {
+            let window = Mask::window(left, right);
+            cases.push(Case::new(plain(queries, keys).with_mask(window)));
+        }
+        cases.push(Case::new(plain(queries, keys).with_softcap(2.0)));
+        cases.push(Case::new(plain(queries, keys).with_alibi()));
+        cases.push(Case::new(plain(queries, keys).with_sinks().with_mask(Mask::Causal)));
+        let together = plain(queries, keys).with_softcap(5.0).with_alibi().with_sinks();
+        cases.push(Case::new(together.with_mask(Mask::window(Some(40), Some(0)))));
     }
     // Without a mask: with one, whether a masked NaN is read is the kernel's own affair.
     let unmasked = Problem::new(1, 2, 100, 64).with_dtype(dtype);

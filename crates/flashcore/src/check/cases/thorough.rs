@@ -130,7 +130,7 @@ impl List {
     fn long(&self) -> Vec<Case> {
         let lengths: &[usize] = match self.mask {
             Mask::None => &[1025, 1151, 1152, 1153, 1249],
-            Mask::Causal => &[2049, 2111, 2112, 2113, 2305],
+            Mask::Causal | Mask::Window { .. } => &[2049, 2111, 2112, 2113, 2305],
         };
         let mut cases = Vec::new();
         for &length in lengths {
@@ -146,7 +146,7 @@ impl List {
         // As many heads as it takes for a large GPU not to prefer small tiles.
         let (heads, lengths): (usize, &[usize]) = match self.mask {
             Mask::None => (4, &[2049, 2112, 2113]),
-            Mask::Causal => (3, &[4097, 4225]),
+            Mask::Causal | Mask::Window { .. } => (3, &[4097, 4225]),
         };
         for &length in lengths {
             cases.push(Case::new(self.problem(1, heads, length, 64)));

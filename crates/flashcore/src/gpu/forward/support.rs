@@ -36,6 +36,9 @@ pub fn choose(chip: &Chip, problem: &Problem) -> Result<Tuned, String> {
             return Err(format!("{name} {dim} is not a multiple of 8 up to 256"));
         }
     }
+    if let Some(extra) = problem.beyond_plain() {
+        return Err(format!("{extra} are not served"));
+    }
     if !SCALES.contains(&problem.scale()) {
         let (least, most) = (SCALES.start(), SCALES.end());
         return Err(format!("scale {} is not between {least:e} and {most:e}", problem.scale()));
@@ -165,6 +168,9 @@ mod tests {
             let reason = refusal(&good.clone().with_scale(scale));
             assert!(reason.ends_with("is not between 1e-20 and 1e6"), "{reason}");
         }
+        assert_eq!(refusal(&good.clone().with_sinks()), "sinks are not served");
+        let window = good.clone().with_mask(Mask::window(Some(5), Some(0)));
+        assert_eq!(refusal(&window), "windows are not served");
         assert_eq!(refusal(&good.clone().with_key_length(0)), "there are no keys");
         assert_eq!(refusal(&Problem::new(0, 2, 100, 64)), "there are no queries");
         assert_eq!(refusal(&Problem::new(1, 2, 0, 64)), "there are no queries");
