@@ -34,9 +34,112 @@
 //!
 //! Nothing falls back silently: the [`Report`](backend::Report) in every result names the kernel
 //! and why it was chosen, and a [`Plan`] lists what was refused. On a Hopper GPU it is the kernel
-//! `forward`, where that serves the problem. [`Preference`] or the environment variable
-//! `FLASHCORE_KERNEL` insist on another; [`gpu::ForwardPlan`] launches it on tensors that are on
-//! the device already.
+//! `forward`, where that serves the problem; without a GPU it is the CPU's. [`Preference`] or the
+//! environment variable `FLASHCORE_KERNEL` insist on another.
+//!
+//! # Tensors in host memory
+//!
+//! [`attend`] finds the machine's GPU anew on every call. A program that calls it often keeps a
+//! [`Machine`], which also keeps the kernels that were compiled. Tensors are read where they lie:
+//! [`Layout`] takes any strides, as long as the elements of a vector are adjacent.
+//!
+//! ```
+//! use flashcore::{Inputs, Layout, Machine, Preference, Shape, Tensor};
+//!
+//! let machine = Machine::discover();
+//! // Two heads of three positions, kept head by head.
+//! let shape = Shape::new(1, 3, 2, 4);
+//! let memory: Vec<f32> = (0..24).map(|i| i as f32 / 24.0).collect();
+//! let tensor = Tensor::new(Layout::heads_first(shape)?, memory)?;
+//! let inputs = Inputs::new(&tensor, &tensor, &tensor);
+//!
+//! let problem = inputs.problem()?.with_scale(0.5);
+//! let result = machine.attend(&problem, inputs, &Preference::default(), None)?;
+//! // The log-sum-exp comes with every result: (batch, query heads, query length).
+//! assert_eq!(result.lse.len(), problem.rows());
+//! # Ok::<(), flashcore::Error>(())
+//! ```
+//!
+//! # Tensors on a device
+//!
+//! A program with tensors on the GPU opens a [`gpu::Gpu`], makes a [`gpu::ForwardPlan`] for each
+//! shape and launches it on a stream of its own, or on one that it borrows from another library
+//! ([`gpu::Stream::borrow`]). A launch neither allocates nor compiles nor waits, and can be captured
+//! in a CUDA graph.
+//!
+//! ```no_run
+//! use flashcore::gpu::{Buffer, ForwardPlan, ForwardTensors, Gpu, Stream};
+//! use flashcore::{DType, InputTensors, Mask, Problem};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let gpu = Gpu::open(0)?;
+//! let stream = Stream::new(gpu.device())?;
+//! let problem = Problem::new(2, 16, 4096, 128).with_dtype(DType::BF16).with_mask(Mask::Causal);
+//! let mut plan = ForwardPlan::new(&gpu, &problem)?;
+//!
+//! // Allocate on the device. The tensors could as well be PyTorch's: only addresses are needed.
+//! let host = InputTensors::random(&problem, 0)?;
+//! let upload = |tensor: &flashcore::Tensor| Buffer::from_slice(&stream, tensor.bytes());
+//! let inputs = [upload(&host.query)?, upload(&host.key)?, upload(&host.value)?];
+//! let output = Buffer::new(gpu.device(), inputs[0].bytes())?;
+//! let lse = Buffer::new(gpu.device(), 4 * problem.rows() as u64)?;
+//!
+//! let addresses = [&inputs[0], &inputs[1], &inputs[2], &output].map(Buffer::address);
+//! let tensors = ForwardTensors::contiguous(&problem, addresses, lse.address())?;
+//! plan.launch(&stream, &tensors)?;
+//!
+//! // Copying waits for the stream, and reports what went wrong on it.
+//! let lse: Vec<f32> = stream.download_vec(lse.all())?;
+//! let output: Vec<half::bf16> = stream.download_vec(output.all())?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Errors
+//!
+//! Nothing that a caller passes in panics. [`Error`] has a variant for each thing that can be
+//! wrong, and each message is one line that names what was given and what was expected:
+//!
+//! ```
+//! use flashcore::{BackendError, Error, InputTensors, Machine, Preference, Problem, ProblemError};
+//!
+//! let machine = Machine::discover();
+//! let problem = Problem::new(1, 8, 64, 64);
+//! let tensors = InputTensors::random(&problem, 0)?;
+//!
+//! let uneven = problem.clone().with_kv_heads(3);
+//! match machine.plan(&uneven, &Preference::default()) {
+//!     Err(Error::Problem(ProblemError::Heads { query_heads: 8, kv_heads: 3 })) => {}
+//!     other => panic!("{other:?}"),
+//! }
+//!
+//! // Tensors of another shape than the problem's.
+//! let longer = problem.clone().with_key_length(65);
+//! let error = machine.attend(&longer, tensors.inputs(), &Preference::default(), None).unwrap_err();
+//! assert_eq!(error.to_string(), "key has shape [1, 64, 8, 64], expected [1, 65, 8, 64]");
+//!
+//! // A kernel that is not there.
+//! let error = machine.plan(&problem, &Preference::named("cpu/fastest")).unwrap_err();
+//! assert!(matches!(error, Error::Backend(BackendError::UnknownKernel { .. })));
+//! # Ok::<(), Error>(())
+//! ```
+//!
+//! # Threads
+//!
+//! A [`Machine`] and a [`gpu::Gpu`] may be shared by threads; a kernel that two of them ask for is
+//! compiled once. A [`gpu::ForwardPlan`] belongs to one thread at a time: keep one for each thread
+//! that launches, with a stream for each. The CPU back end runs on rayon's global pool, or on the
+//! pool in which it is called.
+//!
+//! # Where to read on
+//!
+//! | to | see |
+//! | --- | --- |
+//! | describe what is to be computed | [`Problem`], [`Mask`], [`DType`] |
+//! | hold and lay out tensors | [`Tensor`], [`Layout`], [`Inputs`], [`mod@file`] |
+//! | choose a kernel, or learn why one was chosen | [`mod@plan`], [`Backend`] |
+//! | run on a device | [`mod@gpu`] |
+//! | know whether a result is right | [`verdict`], [`mod@reference`], [`check`] |
 
 pub mod backend;
 pub mod check;

@@ -88,6 +88,29 @@ impl Plan {
         Ok(Plan::choose(problem, candidates, &[], preference)?)
     }
 
+    /// Choose among the kernels of these back ends, given in order of preference.
+    ///
+    /// ```
+    /// use flashcore::{CpuBackend, InputLayouts, Plan, Preference, Problem};
+    ///
+    /// let problem = Problem::new(1, 8, 512, 64);
+    /// let layouts = InputLayouts::contiguous(&problem)?;
+    /// let cpu = CpuBackend::new();
+    /// let plan = Plan::among(&[&cpu], &problem, &layouts, &Preference::default())?;
+    /// assert_eq!(plan.chosen.full_name(), "cpu/blocked");
+    /// # Ok::<(), flashcore::Error>(())
+    /// ```
+    pub fn among(
+        backends: &[&dyn Backend],
+        problem: &Problem,
+        layouts: &InputLayouts,
+        preference: &Preference,
+    ) -> Result<Plan, Error> {
+        problem.validate()?;
+        let candidates = backends.iter().map(|it| (it.name(), it.candidates(problem, layouts)));
+        Ok(Plan::choose(problem, candidates.collect(), &[], preference)?)
+    }
+
     /// Choose among the kernels of back ends given in order of preference. The first accepted
     /// candidate that the caller's preference allows is taken.
     pub(crate) fn choose(

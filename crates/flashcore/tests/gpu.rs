@@ -166,6 +166,80 @@ fn a_plan_follows_its_tensors() {
     streams[0].synchronize().unwrap();
 }
 
+/// What front ends do: results in new memory for every call, plans made and dropped, each thread
+/// on a stream of its own.
+#[test]
+fn eight_threads_share_a_gpu_and_leak_nothing() {
+    const THREADS: usize = 8;
+    const CALLS: usize = 10_000;
+    // Less than any of the results that a call allocates would come to, were it not freed.
+    const SLACK: u64 = 4 << 20;
+
+    let Some(gpu) = hopper() else { return };
+    let problems: Vec<Problem> = (0..THREADS)
+        .map(|thread| {
+            let mask = if thread % 3 == 0 { Mask::None } else { Mask::Causal };
+            Problem::new(1 + thread % 2, 4, 130 + 61 * thread, [64, 128, 256][thread % 3])
+                .with_kv_heads(2)
+                .with_dtype(if thread % 2 == 0 { DType::BF16 } else { DType::F16 })
+                .with_mask(mask)
+        })
+        .collect();
+    let devices: Vec<OnDevice> = problems
+        .iter()
+        .zip(0..)
+        .map(|(problem, seed)| OnDevice::new(&gpu, problem, seed))
+        .collect();
+    let expected: Vec<_> = problems
+        .iter()
+        .zip(&devices)
+        .map(|(problem, device)| {
+            let mut plan = ForwardPlan::new(&gpu, problem).unwrap();
+            plan.launch(gpu.stream(), &device.tensors).unwrap();
+            device.read(gpu.stream())
+        })
+        .collect();
+
+    let work = |thread: usize, calls: usize| {
+        let (problem, device) = (&problems[thread], &devices[thread]);
+        let stream = Stream::new(gpu.device()).unwrap();
+        let mut plan = ForwardPlan::new(&gpu, problem).unwrap();
+        for call in 0..calls {
+            if call % 10 == 9 {
+                plan = ForwardPlan::new(&gpu, problem).unwrap();
+            }
+            let [output, lse] = [&device.output, &device.lse]
+                .map(|like| Buffer::new(gpu.device(), like.bytes()).unwrap());
+            stream.fill(output.all(), 0xFF).unwrap();
+            stream.fill(lse.all(), 0xFF).unwrap();
+            let written = DeviceTensor { address: output.address(), ..device.tensors.output };
+            let tensors = ForwardTensors { output: written, lse: lse.address(), ..device.tensors };
+            plan.launch(&stream, &tensors).unwrap();
+            let found: (Vec<u16>, Vec<u32>) = (
+                stream.download_vec(output.all()).unwrap(),
+                stream.download_vec(lse.all()).unwrap(),
+            );
+            assert!(found == expected[thread], "call {call} of {problem} differs");
+        }
+    };
+    let on_all_threads = |calls: usize| {
+        std::thread::scope(|scope| {
+            let work = &work;
+            for thread in 0..THREADS {
+                scope.spawn(move || work(thread, calls));
+            }
+        });
+        gpu.device().synchronize().unwrap();
+        gpu.device().free_memory().unwrap()
+    };
+    // The driver keeps some of what the first calls made it allocate.
+    let before = on_all_threads(20);
+    let begin = Instant::now();
+    let after = on_all_threads(CALLS / THREADS);
+    println!("{CALLS} calls in {:.2} s", begin.elapsed().as_secs_f64());
+    assert!(after + SLACK >= before, "{} bytes were not given back", before - after);
+}
+
 fn half_bits(tensor: &Tensor) -> Vec<u16> {
     let pairs = tensor.bytes().chunks_exact(2);
     pairs.map(|pair| u16::from_le_bytes([pair[0], pair[1]])).collect()

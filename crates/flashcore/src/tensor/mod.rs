@@ -252,6 +252,11 @@ impl Tensor {
         &self.elements
     }
 
+    /// The memory, given away.
+    pub fn into_elements(self) -> Elements {
+        self.elements
+    }
+
     /// The memory, to be written. Its length cannot change.
     pub(crate) fn elements_mut(&mut self) -> &mut Elements {
         &mut self.elements

@@ -1,0 +1,205 @@
+//! Attention over candle tensors against candle's own operations, and the words of every refusal.
+
+use candle_core::{D, DType, Device, Result, Tensor, Var};
+use flashcore_candle::{Attention, Mask, Options, attend, flash_attn, plan};
+
+/// Standard normal tensors of one type: query, key and value.
+fn tensors(
+    dtype: DType,
+    [batch, queries, keys]: [usize; 3],
+    [heads, kv_heads]: [usize; 2],
+    [dim, value_dim]: [usize; 2],
+) -> Result<[Tensor; 3]> {
+    let random = |shape: [usize; 4]| {
+        Tensor::randn(0f32, 1., shape.as_slice(), &Device::Cpu)?.to_dtype(dtype)
+    };
+    Ok([
+        random([batch, queries, heads, dim])?,
+        random([batch, keys, kv_heads, dim])?,
+        random([batch, keys, kv_heads, value_dim])?,
+    ])
+}
+
+/// The plain algorithm with candle's operations, in f64: output and log-sum-exp.
+fn plain([query, key, value]: &[Tensor; 3], options: &Options) -> Result<(Tensor, Tensor)> {
+    let (_, queries, heads, dim) = query.dims4()?;
+    let (batch, keys, kv_heads, _) = key.dims4()?;
+    let wide = |tensor: &Tensor| tensor.to_dtype(DType::F64)?.transpose(1, 2)?.contiguous();
+    let repeat = |tensor: Tensor| {
+        let (_, _, _, dim) = tensor.dims4()?;
+        let group = heads / kv_heads;
+        let shape = (batch, kv_heads, group, keys, dim);
+        tensor.unsqueeze(2)?.broadcast_as(shape)?.contiguous()?.reshape((batch, heads, keys, dim))
+    };
+    let (query, key, value) = (wide(query)?, repeat(wide(key)?)?, repeat(wide(value)?)?);
+    let scale = options.softmax_scale.map_or(1. / (dim as f64).sqrt(), f64::from);
+    let scores = (query.matmul(&key.t()?.contiguous()?)? * scale)?;
+    let mut bias = vec![0f64; queries * keys];
+    for row in 0..queries {
+        let visible = options.mask.visible_keys(row, queries, keys);
+        for column in (0..keys).filter(|column| !visible.contains(column)) {
+            bias[row * keys + column] = f64::NEG_INFINITY;
+        }
+    }
+    let bias = Tensor::from_vec(bias, (queries, keys), &Device::Cpu)?;
+    let scores = scores.broadcast_add(&bias)?;
+    let maximum = scores.max_keepdim(D::Minus1)?;
+    let weights = scores.broadcast_sub(&maximum)?.exp()?;
+    let sum = weights.sum_keepdim(D::Minus1)?;
+    let output = weights.broadcast_div(&sum)?.matmul(&value)?.transpose(1, 2)?;
+    let lse = (maximum + sum.log()?)?.squeeze(D::Minus1)?;
+    Ok((output.contiguous()?, lse))
+}
+
+/// The largest difference between two tensors.
+fn distance(one: &Tensor, other: &Tensor) -> Result<f64> {
+    let wide = |tensor: &Tensor| tensor.to_dtype(DType::F64);
+    (wide(one)? - wide(other)?)?.abs()?.flatten_all()?.max(0)?.to_scalar()
+}
+
+#[test]
+fn agrees_with_the_plain_algorithm() -> Result<()> {
+    for (dtype, bound) in [(DType::F32, 1e-5), (DType::F16, 2e-3), (DType::BF16, 2e-2)] {
+        for mask in [Mask::None, Mask::Causal] {
+            for (sizes, heads, dims) in [
+                ([2, 33, 33], [4, 4], [64, 64]),
+                ([1, 20, 150], [6, 2], [128, 128]),
+                ([3, 1, 70], [4, 1], [32, 32]),
+                ([1, 130, 131], [2, 2], [48, 80]),
+            ] {
+                let inputs = tensors(dtype, sizes, heads, dims)?;
+                for softmax_scale in [None, Some(0.3)] {
+                    let options = Options { mask, softmax_scale, lse: true };
+                    let [query, key, value] = &inputs;
+                    let Attention { output, lse } = attend(query, key, value, &options)?;
+                    let (expected, expected_lse) = plain(&inputs, &options)?;
+                    let lse = lse.expect("it was asked for");
+                    assert_eq!(output.dims(), expected.dims());
+                    assert_eq!((output.dtype(), lse.dtype()), (dtype, DType::F32));
+                    let error = distance(&output, &expected)?;
+                    assert!(error < bound, "{dtype:?} {sizes:?} {mask:?}: output off by {error}");
+                    let error = distance(&lse, &expected_lse)?;
+                    assert!(error < 1e-5, "{dtype:?} {sizes:?} {mask:?}: lse off by {error}");
+                    // Without the log-sum-exp the output is the same, bit for bit.
+                    let without = Options { lse: false, ..options };
+                    let again = attend(query, key, value, &without)?;
+                    assert!(again.lse.is_none());
+                    assert_eq!(distance(&again.output, &output)?, 0.);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Views of larger tensors are read where they lie.
+#[test]
+fn any_strides_will_do() -> Result<()> {
+    let [query, key, value] = tensors(DType::F32, [2, 40, 50], [4, 2], [32, 32])?;
+    let expected = flash_attn(&query, &key, &value, 0.2, true)?;
+    // Heads before positions, as caches are kept.
+    let heads_first = |tensor: &Tensor| tensor.transpose(1, 2)?.contiguous()?.transpose(1, 2);
+    let (key_view, value_view) = (heads_first(&key)?, heads_first(&value)?);
+    assert!(!key_view.is_contiguous());
+    let output = flash_attn(&heads_first(&query)?, &key_view, &value_view, 0.2, true)?;
+    assert_eq!(distance(&output, &expected)?, 0.);
+    // A slice that begins in the middle of its memory.
+    let padded = key.pad_with_zeros(1, 7, 5)?.pad_with_zeros(0, 1, 0)?;
+    let slice = padded.narrow(0, 1, 2)?.narrow(1, 7, 50)?;
+    let output = flash_attn(&query, &slice, &value, 0.2, true)?;
+    assert_eq!(distance(&output, &expected)?, 0.);
+    Ok(())
+}
+
+#[test]
+fn nothing_to_compute_is_no_error() -> Result<()> {
+    let [query, key, value] = tensors(DType::F32, [1, 3, 0], [2, 2], [8, 8])?;
+    let options = Options { lse: true, ..Options::default() };
+    let attention = attend(&query, &key, &value, &options)?;
+    assert_eq!(attention.output.flatten_all()?.to_vec1::<f32>()?, [0.; 48]);
+    let lse = attention.lse.expect("it was asked for").flatten_all()?.to_vec1::<f32>()?;
+    assert_eq!(lse, [f32::NEG_INFINITY; 6]);
+    let [query, key, value] = tensors(DType::F32, [1, 0, 3], [2, 2], [8, 8])?;
+    assert_eq!(attend(&query, &key, &value, &options)?.output.dims(), [1, 0, 2, 8]);
+    Ok(())
+}
+
+/// The first line of the message, without candle's backtrace.
+fn refusal<T: std::fmt::Debug>(result: Result<T>) -> String {
+    let text = result.expect_err("wrong use is refused").to_string();
+    text.lines().next().unwrap_or_default().to_owned()
+}
+
+#[test]
+fn wrong_use_names_the_tensor_and_what_was_expected() -> Result<()> {
+    let [query, key, value] = tensors(DType::F32, [2, 3, 5], [4, 2], [16, 16])?;
+    let call = |query: &Tensor, key: &Tensor, value: &Tensor| {
+        refusal(attend(query, key, value, &Options::default()))
+    };
+    assert_eq!(
+        call(&query.squeeze(0)?.flatten(0, 1)?, &key, &value),
+        "attention: the query has shape [6, 4, 16], expected four dimensions: (batch, length, \
+         heads, dim)"
+    );
+    assert_eq!(
+        call(&query, &key.to_dtype(DType::F16)?, &value),
+        "attention: the key has dtype F16, expected F32 like the query"
+    );
+    assert_eq!(
+        call(&query.to_dtype(DType::F64)?, &key, &value),
+        "attention: the query has dtype F64, expected F32, F16 or BF16"
+    );
+    assert_eq!(
+        call(&query, &key.narrow(3, 0, 7)?.contiguous()?, &value),
+        "attention: the key has shape [2, 5, 2, 7], expected batch 2 and head dim 16 like the \
+         query's [2, 3, 4, 16]"
+    );
+    assert_eq!(
+        call(&query, &key, &value.narrow(1, 0, 4)?),
+        "attention: the value has shape [2, 4, 2, 16], expected batch, length and heads of the \
+         key's [2, 5, 2, 16]"
+    );
+    assert_eq!(
+        call(&query.transpose(1, 3)?, &key, &value),
+        "attention: the query has strides [192, 1, 16, 64], expected the last dimension without \
+         gaps: call `contiguous` on it"
+    );
+    let [_, key, value] = tensors(DType::F32, [2, 3, 5], [4, 3], [16, 16])?;
+    assert_eq!(
+        call(&query, &key, &value),
+        "4 query heads cannot be divided among 3 key/value heads"
+    );
+    let scale = Options { softmax_scale: Some(f32::NAN), ..Options::default() };
+    assert_eq!(
+        refusal(attend(&query, &query, &query, &scale)),
+        "the softmax scale must be finite, not NaN"
+    );
+    Ok(())
+}
+
+/// A gradient that cannot be had is an error and not a zero.
+#[test]
+fn gradients_are_refused() -> Result<()> {
+    let [query, key, value] = tensors(DType::F32, [1, 3, 5], [2, 2], [16, 16])?;
+    let variable = Var::from_tensor(&key)?;
+    let output = flash_attn(&query, variable.as_tensor(), &value, 0.2, false)?;
+    assert_eq!(distance(&output, &flash_attn(&query, &key, &value, 0.2, false)?)?, 0.);
+    let message = refusal(output.sum_all()?.backward());
+    assert!(message.contains("flashcore-attention"), "{message}");
+    let lse = Options { lse: true, ..Options::default() };
+    assert_eq!(
+        refusal(attend(&query, variable.as_tensor(), &value, &lse)),
+        "the log-sum-exp has no gradient, and the key depends on a variable: detach it, or do \
+         without the log-sum-exp"
+    );
+    assert!(attend(&query, &variable.as_detached_tensor(), &value, &lse).is_ok());
+    Ok(())
+}
+
+#[test]
+fn the_plan_says_what_runs() -> Result<()> {
+    let [query, key, value] = tensors(DType::BF16, [1, 3, 5], [2, 2], [16, 16])?;
+    let plan = plan(&query, &key, &value, &Options::default())?;
+    assert_eq!(plan.chosen.full_name(), "cpu/blocked");
+    Ok(())
+}
