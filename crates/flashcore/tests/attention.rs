@@ -76,6 +76,28 @@ fn empty_problems_have_empty_or_zero_answers() {
     }
 }
 
+/// A row's bits depend neither on the number of threads nor on the rows beside it.
+#[test]
+fn any_number_of_threads_gives_the_same_bits() {
+    for mask in [Mask::None, Mask::Causal, Mask::window(Some(150), Some(20))] {
+        let problem = Problem::new(2, 6, 301, 40)
+            .with_kv_heads(2)
+            .with_key_length(333)
+            .with_dtype(DType::F32)
+            .with_mask(mask);
+        let tensors = InputTensors::random(&problem, 3).unwrap();
+        let on = |threads: usize| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            let result = pool.install(|| run(&problem, tensors.inputs()));
+            (result.output.bytes().to_vec(), result.lse)
+        };
+        let one = on(1);
+        for threads in [2, 3, 40] {
+            assert!(on(threads) == one, "{mask}, {threads} threads");
+        }
+    }
+}
+
 #[test]
 fn masked_keys_are_not_read() {
     // Everything that a causal mask hides from the first half of the queries is NaN.

@@ -36,9 +36,19 @@ impl Scores {
         }
     }
 
-    /// Whether there is nothing but the scale.
-    pub(crate) fn only_scale(&self) -> bool {
-        self.softcap.is_none() && self.slope == 0.0
+    /// The cap, if there is one.
+    pub(crate) fn softcap(&self) -> Option<f32> {
+        self.softcap.map(|cap| cap as f32)
+    }
+
+    /// ALiBi's slope; zero without.
+    pub(crate) fn slope(&self) -> f32 {
+        self.slope as f32
+    }
+
+    /// Where the query stands among the keys.
+    pub(crate) fn position(&self) -> f32 {
+        self.position as f32
     }
 
     /// The score of a key from its product with the query.

@@ -1,294 +1,276 @@
-//! One block of queries against every key it sees: scores, online softmax, update.
-//!
-//! Both matrix products run over panels of [`LANES`] columns and tiles of [`ROWS`] rows held in
-//! registers, with fixed trip counts inside, which is the form that compilers vectorise. They are
-//! inlined into [`WalkKeys`], which is compiled once for each instruction set.
+//! One block of rows against every key that it sees: products, online softmax, update.
 
 use std::ops::Range;
 
-use super::exp::exp;
-use crate::problem::{Problem, Scores};
+use pulp::Simd;
+
+use super::softmax::{RowRule, Rows};
+use super::tile::{Tile, accumulate, products, rows, rows_mut};
+use crate::problem::Problem;
 use crate::tensor::Head;
 
-/// Queries of one task. More would reuse each packed key block more often, fewer would leave
-/// threads idle on short sequences.
-pub(super) const QUERY_BLOCK: usize = 128;
-/// Keys handled between two updates of the running maximum.
-const KEY_BLOCK: usize = 64;
-/// Rows of a register tile.
-const ROWS: usize = 4;
-/// Columns of a register tile: two AVX2 registers.
-const LANES: usize = 16;
+/// Rows of one task at most. Each loaded block of keys and values is used for all of them. With
+/// vectors of dim 128, queries, outputs and such a block take 360 KB: most second-level caches.
+pub(super) const MAX_ROWS: usize = 256;
+/// Rows of one task at least, where there are as many.
+pub(super) const MIN_ROWS: usize = 32;
+/// Keys handled between two updates of the running maximum: a multiple of every tile's rows.
+const KEY_BLOCK: usize = 96;
 
-type Lanes = [f32; LANES];
-
-/// What one thread needs for a block of queries, reused from block to block.
+/// What one thread needs for a block of rows, reused from block to block.
 pub(super) struct Workspace {
+    tile: Tile,
+    /// Rows of a register tile.
+    tile_rows: usize,
+    /// Columns of a panel.
+    lanes: usize,
     head_dim: usize,
     value_head_dim: usize,
-    /// Queries by tile and dim: `queries[tile * head_dim + dim][row]`.
-    queries: Vec<[f32; ROWS]>,
-    /// The keys each query sees.
-    visible: Vec<Range<usize>>,
-    /// What becomes of each query's scaled products.
-    rules: Vec<Scores>,
-    /// Keys by panel and dim: `keys[panel * head_dim + dim][lane]`.
-    keys: Vec<Lanes>,
-    /// Values by panel and key: `values[panel * KEY_BLOCK + key][lane]`.
-    values: Vec<Lanes>,
-    /// Scores, later probabilities, by row and key.
-    scores: Vec<[f32; KEY_BLOCK]>,
-    /// The output before normalisation: `accumulators[row * panels + panel][lane]`.
-    accumulators: Vec<Lanes>,
-    /// The largest score of each row so far.
-    maximum: Vec<f32>,
-    /// The sum of exponentials of each row so far, relative to the maximum.
-    sum: Vec<f32>,
-    /// One vector of a tensor as f32.
+    /// Queries by panel, dim and lane.
+    queries: Vec<f32>,
+    /// Keys by position and dim; one tile more than a block, since the last tile may reach beyond.
+    keys: Vec<f32>,
+    /// Values by tile of dims, position and dim within the tile; zero where one is not finite.
+    values: Vec<f32>,
+    /// The values that are not finite. The weight of a masked key is zero, and zero times these
+    /// would not be nothing: they are added to the rows that see them and to no other.
+    infinite: Vec<Infinite>,
+    /// The products of one panel, later probabilities, by key and lane.
+    scores: Vec<f32>,
+    /// The output before normalisation, by panel, dim and lane.
+    accumulators: Vec<f32>,
+    softmax: Rows,
+    /// One vector of a tensor as f32, as long as the tiles of a value.
     vector: Vec<f32>,
 }
 
-/// Attend to every key that some query of the block sees.
+/// A value that is NaN or infinite.
+struct Infinite {
+    position: usize,
+    dim: usize,
+    value: f32,
+}
+
+/// The tile and the lanes of a panel on an instruction set, for tasks of so many rows.
+struct Measure(usize);
+
+impl pulp::WithSimd for Measure {
+    type Output = (Tile, usize);
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) -> Self::Output {
+        let tile = Tile::of::<S>(self.0);
+        (tile, tile.size().1 * S::F32_LANES)
+    }
+}
+
+/// Attend to every key that some row of the block sees.
 pub(super) struct WalkKeys<'a> {
     pub(super) workspace: &'a mut Workspace,
     pub(super) key: Head<'a>,
     pub(super) value: Head<'a>,
-    pub(super) scale: f32,
 }
 
-impl pulp::NullaryFnOnce for WalkKeys<'_> {
+impl pulp::WithSimd for WalkKeys<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn call(self) {
-        let WalkKeys { workspace, key, value, scale } = self;
-        let seen = workspace.seen();
-        for first in seen.clone().step_by(KEY_BLOCK) {
-            let keys = first..seen.end.min(first + KEY_BLOCK);
-            workspace.load_keys(key, keys.clone());
-            workspace.load_values(value, keys.clone());
-            workspace.score();
-            for row in 0..workspace.visible.len() {
-                workspace.softmax(row, &keys, scale);
+    fn with_simd<S: Simd>(self, simd: S) {
+        // The tiles that the instruction set cannot have are compiled away.
+        let narrow = self.workspace.tile == Tile::Narrow;
+        match Tile::of::<S>(if narrow { 1 } else { usize::MAX }) {
+            Tile::Narrow => self.walk::<S, 12, 1>(simd),
+            Tile::Few => self.walk::<S, 6, 2>(simd),
+            Tile::Many => self.walk::<S, 6, 4>(simd),
+            Tile::Wide => self.walk::<S, 12, 2>(simd),
+        }
+    }
+}
+
+impl WalkKeys<'_> {
+    #[inline(always)]
+    fn walk<S: Simd, const ROWS: usize, const COLUMNS: usize>(self, simd: S) {
+        let WalkKeys { workspace, key, value } = self;
+        let (lanes, count) = (workspace.lanes, workspace.softmax.count());
+        let seen = workspace.softmax.seen(0..count);
+        // Blocks begin at the same keys for every row, whatever rows share a task: so a row's bits do
+        // not depend on the number of threads.
+        for first in (seen.start / KEY_BLOCK * KEY_BLOCK..seen.end).step_by(KEY_BLOCK) {
+            let block = first..seen.end.min(first + KEY_BLOCK);
+            workspace.load_keys(key, block.clone());
+            workspace.load_values::<ROWS>(value, block.clone());
+            for panel in 0..count.div_ceil(lanes) {
+                let seen = workspace.softmax.seen(panel * lanes..(panel + 1) * lanes);
+                let keys = seen.start.max(block.start)..seen.end.min(block.end);
+                if keys.is_empty() {
+                    continue;
+                }
+                workspace.multiply::<S, ROWS, COLUMNS>(simd, panel, first, &keys);
+                let scores = &mut workspace.scores[..keys.len() * lanes];
+                let columns = panel * lanes..(panel + 1) * lanes;
+                workspace.softmax.weigh::<S, COLUMNS>(simd, columns, &keys, scores);
+                workspace.update::<S, ROWS, COLUMNS>(simd, panel, first, &keys);
+                workspace.update_infinite(panel, &keys);
             }
-            workspace.update(&keys);
         }
     }
 }
 
 impl Workspace {
-    pub(super) fn new(problem: &Problem) -> Self {
-        let rows = QUERY_BLOCK.min(problem.query_length.next_multiple_of(ROWS));
-        let panels = problem.value_head_dim.div_ceil(LANES);
+    pub(super) fn new(arch: pulp::Arch, problem: &Problem, rows: usize) -> Self {
+        let (tile, lanes) = arch.dispatch(Measure(rows));
+        let (tile_rows, _) = tile.size();
+        let panels = rows.div_ceil(lanes);
+        let value_rows = problem.value_head_dim.next_multiple_of(tile_rows);
+        let zeros = |count: usize| vec![0.0; count];
         Workspace {
+            tile,
+            tile_rows,
+            lanes,
             head_dim: problem.head_dim,
             value_head_dim: problem.value_head_dim,
-            queries: vec![[0.0; ROWS]; rows / ROWS * problem.head_dim],
-            visible: Vec::with_capacity(rows),
-            rules: Vec::with_capacity(rows),
-            keys: vec![[0.0; LANES]; KEY_BLOCK / LANES * problem.head_dim],
-            values: vec![[0.0; LANES]; panels * KEY_BLOCK],
-            scores: vec![[0.0; KEY_BLOCK]; rows],
-            accumulators: vec![[0.0; LANES]; rows * panels],
-            maximum: vec![0.0; rows],
-            sum: vec![0.0; rows],
-            vector: vec![0.0; problem.head_dim.max(problem.value_head_dim)],
+            queries: zeros(panels * problem.head_dim * lanes),
+            keys: zeros((KEY_BLOCK + tile_rows) * problem.head_dim),
+            values: zeros(value_rows * KEY_BLOCK),
+            infinite: Vec::new(),
+            scores: zeros((KEY_BLOCK + tile_rows) * lanes),
+            accumulators: zeros(panels * value_rows * lanes),
+            softmax: Rows::new(panels * lanes),
+            vector: zeros(problem.head_dim.max(value_rows)),
         }
     }
 
-    /// Begin a block: pack its queries and forget the previous block's results. A sink is a score
-    /// that every row begins with.
-    pub(super) fn load_queries(
+    /// Begin a block: pack its queries, each with the rule of its row, and forget the previous
+    /// block's results.
+    pub(super) fn load_queries<'a>(
         &mut self,
-        query: Head<'_>,
-        queries: Range<usize>,
-        visible: impl Fn(usize) -> Range<usize>,
-        rules: impl Fn(usize) -> Scores,
-        sink: Option<f32>,
+        scale: f32,
+        queries: impl Iterator<Item = (Head<'a>, usize)>,
+        rules: impl Iterator<Item = RowRule>,
     ) {
         let vector = &mut self.vector[..self.head_dim];
-        for (row, position) in queries.clone().enumerate() {
-            query.read(position, vector);
-            let tile = &mut self.queries[row / ROWS * self.head_dim..][..self.head_dim];
-            for (to, from) in tile.iter_mut().zip(vector.iter()) {
-                to[row % ROWS] = *from;
+        for (row, (head, position)) in queries.enumerate() {
+            head.read(position, vector);
+            let panel = &mut self.queries[row / self.lanes * self.head_dim * self.lanes..];
+            let lane = row % self.lanes;
+            for (to, from) in panel.chunks_exact_mut(self.lanes).zip(vector.iter()) {
+                to[lane] = *from;
             }
         }
-        self.visible.clear();
-        self.visible.extend(queries.clone().map(visible));
-        self.rules.clear();
-        self.rules.extend(queries.map(rules));
-        self.accumulators.fill([0.0; LANES]);
-        let sink = sink.filter(|sink| *sink > f32::NEG_INFINITY);
-        self.maximum.fill(sink.unwrap_or(f32::NEG_INFINITY));
-        self.sum.fill(if sink.is_some() { 1.0 } else { 0.0 });
-    }
-
-    /// The keys from the first to the last that some query sees.
-    fn seen(&self) -> Range<usize> {
-        let seen = self.visible.iter().filter(|keys| !keys.is_empty());
-        let begin = seen.clone().map(|keys| keys.start).min().unwrap_or(0);
-        let end = seen.map(|keys| keys.end).max().unwrap_or(0);
-        begin..end
+        self.accumulators.fill(0.0);
+        self.softmax.begin(scale, rules);
     }
 
     /// The normalised output of a row and its log-sum-exp. A row without weight is zero.
     pub(super) fn finish(&mut self, row: usize) -> (&[f32], f32) {
-        let panels = self.accumulators.len() / self.scores.len();
-        let accumulators = &mut self.accumulators[row * panels..][..panels];
-        let output = &mut accumulators.as_flattened_mut()[..self.value_head_dim];
-        let (maximum, sum) = (self.maximum[row], self.sum[row]);
-        if sum == 0.0 {
+        let output = &mut self.vector[..self.value_head_dim];
+        let Some((sum, lse)) = self.softmax.finish(row) else {
             output.fill(0.0);
             return (output, f32::NEG_INFINITY);
+        };
+        let value_rows = self.value_head_dim.next_multiple_of(self.tile_rows);
+        let panel = &self.accumulators[row / self.lanes * value_rows * self.lanes..];
+        for (to, from) in output.iter_mut().zip(panel.chunks_exact(self.lanes)) {
+            *to = from[row % self.lanes] / sum;
         }
-        for element in output.iter_mut() {
-            *element /= sum;
-        }
-        (output, maximum + sum.ln())
+        (output, lse)
     }
 
-    /// Pack a block of keys. Lanes beyond its end keep old keys; their scores are masked.
+    /// Load a block of keys. Rows beyond its end keep old keys; their scores are not read.
     fn load_keys(&mut self, key: Head<'_>, keys: Range<usize>) {
-        let vector = &mut self.vector[..self.head_dim];
-        for (index, position) in keys.enumerate() {
-            key.read(position, vector);
-            let panel = &mut self.keys[index / LANES * self.head_dim..][..self.head_dim];
-            for (to, from) in panel.iter_mut().zip(vector.iter()) {
-                to[index % LANES] = *from;
-            }
+        for (row, position) in self.keys.chunks_exact_mut(self.head_dim).zip(keys) {
+            key.read(position, row);
         }
     }
 
-    /// Pack a block of values. Rows beyond its end keep old values; no query reads them.
-    fn load_values(&mut self, value: Head<'_>, keys: Range<usize>) {
-        let vector = &mut self.vector[..self.value_head_dim];
+    /// Pack a block of values, and set aside those that are not finite.
+    #[inline(always)]
+    fn load_values<const ROWS: usize>(&mut self, value: Head<'_>, keys: Range<usize>) {
+        self.infinite.clear();
+        self.vector[self.value_head_dim..].fill(0.0);
         for (index, position) in keys.enumerate() {
+            let vector = &mut self.vector[..self.value_head_dim];
             value.read(position, vector);
-            for (panel, from) in vector.chunks(LANES).enumerate() {
-                self.values[panel * KEY_BLOCK + index][..from.len()].copy_from_slice(from);
+            if !all_finite(vector) {
+                for (dim, value) in vector.iter_mut().enumerate().filter(|it| !it.1.is_finite()) {
+                    self.infinite.push(Infinite { position, dim, value: *value });
+                    *value = 0.0;
+                }
+            }
+            // Pieces of a size that the compiler knows: a call for each would cost more than they.
+            let (tiles, _) = self.values.as_chunks_mut::<ROWS>();
+            let tiles = tiles.iter_mut().skip(index).step_by(KEY_BLOCK);
+            for (to, from) in tiles.zip(self.vector.as_chunks::<ROWS>().0) {
+                *to = *from;
             }
         }
     }
 
-    /// `scores = queries * keys^T` for the whole block.
+    /// The products of a panel of queries with some keys of the block that begins with `first`.
     #[inline(always)]
-    fn score(&mut self) {
-        let panels = self.keys.chunks_exact(self.head_dim);
-        for (panel, keys) in panels.enumerate() {
-            let tiles = self.queries.chunks_exact(self.head_dim);
-            for (queries, scores) in tiles.zip(self.scores.chunks_exact_mut(ROWS)) {
-                let mut tile = [[0.0; LANES]; ROWS];
-                for (query, key) in queries.iter().zip(keys) {
-                    for row in 0..ROWS {
-                        for lane in 0..LANES {
-                            tile[row][lane] += query[row] * key[lane];
-                        }
-                    }
-                }
-                for row in 0..ROWS {
-                    scores[row][panel * LANES..][..LANES].copy_from_slice(&tile[row]);
-                }
-            }
+    fn multiply<S: Simd, const ROWS: usize, const COLUMNS: usize>(
+        &mut self,
+        simd: S,
+        panel: usize,
+        first: usize,
+        keys: &Range<usize>,
+    ) {
+        let size = self.head_dim * self.lanes;
+        let queries = rows::<S, COLUMNS>(&self.queries[panel * size..][..size]);
+        let vectors =
+            self.keys[(keys.start - first) * self.head_dim..].chunks_exact(ROWS * self.head_dim);
+        let scores = rows_mut::<S, COLUMNS>(&mut self.scores);
+        let tiles = keys.len().div_ceil(ROWS);
+        for (tile, vectors) in scores.chunks_exact_mut(ROWS).zip(vectors).take(tiles) {
+            let products = products::<S, ROWS, COLUMNS>(simd, vectors, self.head_dim, queries);
+            tile.copy_from_slice(&products);
         }
     }
 
-    /// Turn a row's scores into probabilities relative to the new maximum, and rescale what was
-    /// accumulated relative to the old one.
+    /// Rescale what a panel has accumulated, and add its probabilities times the values.
     #[inline(always)]
-    fn softmax(&mut self, row: usize, keys: &Range<usize>, scale: f32) {
-        let seen = seen(&self.visible[row], keys);
-        if seen.is_empty() {
-            return;
-        }
-        let scores = &mut self.scores[row];
-        for score in scores.iter_mut() {
-            *score *= scale;
-        }
-        let rule = self.rules[row];
-        if !rule.only_scale() {
-            for (score, key) in scores.iter_mut().zip(keys.start..) {
-                *score = rule.adjust(f64::from(*score), key) as f32;
-            }
-        }
-        scores[..seen.start].fill(f32::NEG_INFINITY);
-        scores[seen.end..].fill(f32::NEG_INFINITY);
-
-        // Several running maxima, because one would be a chain of dependent instructions.
-        let mut maxima = [self.maximum[row]; LANES];
-        for chunk in scores.chunks_exact(LANES) {
-            for (maximum, score) in maxima.iter_mut().zip(chunk) {
-                *maximum = if *score > *maximum { *score } else { *maximum };
-            }
-        }
-        let maximum = maxima.into_iter().fold(f32::NEG_INFINITY, f32::max);
-        // While every score is minus infinity there is no maximum to subtract.
-        let reference = if maximum == f32::NEG_INFINITY { 0.0 } else { maximum };
-
-        let mut sums = [0.0; LANES];
-        for chunk in scores.chunks_exact_mut(LANES) {
-            for (sum, score) in sums.iter_mut().zip(chunk) {
-                *score = exp(*score - reference);
-                *sum += *score;
-            }
-        }
-        let rescale = exp(self.maximum[row] - reference);
-        self.sum[row] = self.sum[row] * rescale + sums.iter().sum::<f32>();
-        self.maximum[row] = maximum;
-        if rescale != 1.0 {
-            let panels = self.accumulators.len() / self.scores.len();
-            for lanes in &mut self.accumulators[row * panels..][..panels] {
-                for lane in lanes {
-                    *lane *= rescale;
-                }
-            }
+    fn update<S: Simd, const ROWS: usize, const COLUMNS: usize>(
+        &mut self,
+        simd: S,
+        panel: usize,
+        first: usize,
+        keys: &Range<usize>,
+    ) {
+        let value_rows = self.value_head_dim.next_multiple_of(ROWS);
+        let size = value_rows * self.lanes;
+        let accumulators = &mut self.accumulators[panel * size..][..size];
+        let (tiles, _) = rows_mut::<S, COLUMNS>(accumulators).as_chunks_mut::<ROWS>();
+        let rescale = self.softmax.rescale(panel * self.lanes..(panel + 1) * self.lanes);
+        let rescale = &rows::<S, COLUMNS>(rescale)[0];
+        let scores = &rows::<S, COLUMNS>(&self.scores)[..keys.len()];
+        for (tile, values) in tiles.iter_mut().zip(self.values.chunks_exact(KEY_BLOCK * ROWS)) {
+            let values = &values.as_chunks::<ROWS>().0[keys.start - first..][..keys.len()];
+            accumulate(simd, tile, rescale, values, scores);
         }
     }
 
-    /// `accumulators += probabilities * values`.
-    #[inline(always)]
-    fn update(&mut self, keys: &Range<usize>) {
-        let panels = self.accumulators.len() / self.scores.len();
-        for (panel, values) in self.values.chunks_exact(KEY_BLOCK).enumerate() {
-            for first in (0..self.visible.len()).step_by(ROWS) {
-                let rows = first..self.visible.len().min(first + ROWS);
-                let full = |row| seen(&self.visible[row], keys).len() == KEY_BLOCK;
-                if rows.len() == ROWS && rows.clone().all(full) {
-                    let probabilities: &[[f32; KEY_BLOCK]; ROWS] =
-                        self.scores[first..].first_chunk().expect("a tile of rows");
-                    let mut tile: [Lanes; ROWS] = std::array::from_fn(|row| {
-                        self.accumulators[(first + row) * panels + panel]
-                    });
-                    for (key, value) in values.iter().enumerate() {
-                        for row in 0..ROWS {
-                            for lane in 0..LANES {
-                                tile[row][lane] += probabilities[row][key] * value[lane];
-                            }
-                        }
-                    }
-                    for (row, tile) in tile.into_iter().enumerate() {
-                        self.accumulators[(first + row) * panels + panel] = tile;
-                    }
-                } else {
-                    // Only the keys that the row sees: zero times a masked NaN would be NaN.
-                    for row in rows {
-                        let accumulator = &mut self.accumulators[row * panels + panel];
-                        for key in seen(&self.visible[row], keys) {
-                            for lane in 0..LANES {
-                                accumulator[lane] += self.scores[row][key] * values[key][lane];
-                            }
-                        }
-                    }
+    /// Add what the values that are not finite contribute.
+    fn update_infinite(&mut self, panel: usize, keys: &Range<usize>) {
+        let lanes = self.lanes;
+        let size = self.value_head_dim.next_multiple_of(self.tile_rows) * lanes;
+        let accumulators = &mut self.accumulators[panel * size..][..size];
+        let here = self.infinite.iter().filter(|infinite| keys.contains(&infinite.position));
+        for Infinite { position, dim, value } in here {
+            let scores = &self.scores[(position - keys.start) * lanes..][..lanes];
+            for (lane, sum) in accumulators[dim * lanes..][..lanes].iter_mut().enumerate() {
+                if self.softmax.sees(panel * lanes + lane, *position) {
+                    *sum += scores[lane] * value;
                 }
             }
         }
     }
 }
 
-/// The keys of a block that a row sees, counted from the block's first.
+/// Whether no number is NaN or infinite, by a comparison of bits that compilers turn into vector
+/// code.
 #[inline(always)]
-fn seen(visible: &Range<usize>, block: &Range<usize>) -> Range<usize> {
-    let begin = visible.start.clamp(block.start, block.end);
-    let end = visible.end.clamp(begin, block.end);
-    begin - block.start..end - block.start
+fn all_finite(numbers: &[f32]) -> bool {
+    const MAGNITUDE: u32 = !(1 << 31);
+    let largest = numbers.iter().fold(0, |most, it| (it.to_bits() & MAGNITUDE).max(most));
+    largest < f32::INFINITY.to_bits()
 }

@@ -1,17 +1,28 @@
 //! Attention on the CPU: the same blocked online softmax as on a GPU, over all cores.
 //!
-//! A task is one block of queries of one head. It walks over the visible keys in blocks, so
-//! memory grows with the sequence length and not with its square. Which rows a task owns is
-//! settled before the threads start: every row of the output is handed to exactly one task.
+//! A task is one block of queries, with every query head that reads the same key/value head. It
+//! walks over the visible keys in blocks, so memory grows with the sequence length and not with its
+//! square. Which rows a task owns is settled before the threads start: every row of the output is
+//! handed to exactly one task.
+//!
+//! | file | its subject |
+//! | --- | --- |
+//! | `block` | the walk of a task over its keys |
+//! | `tile` | products of matrices in registers |
+//! | `softmax` | scores, masks and the online softmax |
+//! | `exp` | exponential and tangent |
 
 mod block;
 mod exp;
+mod softmax;
+mod tile;
 
 use std::time::Instant;
 
 use rayon::prelude::*;
 
-use self::block::{QUERY_BLOCK, WalkKeys, Workspace};
+use self::block::{MAX_ROWS, MIN_ROWS, WalkKeys, Workspace};
+use self::softmax::RowRule;
 use super::{Backend, BackendError, Candidate, Output, Progress, Report, RunOptions};
 use crate::error::Error;
 use crate::inputs::{InputLayouts, Inputs};
@@ -28,7 +39,7 @@ pub struct CpuBackend {}
 /// The one kernel's name.
 const KERNEL: &str = "blocked";
 
-/// The largest head dim. Each thread holds blocks of about 400 vectors as f32, 100 MB at this
+/// The largest head dim. Each thread holds blocks of about 450 vectors as f32, 120 MB at this
 /// dim, and nobody has asked for a hundredth of it.
 const MAX_HEAD_DIM: usize = 1 << 16;
 
@@ -144,19 +155,24 @@ impl Backend for CpuBackend {
 /// What the arithmetic is compiled for, chosen when the program starts.
 fn instruction_set() -> &'static str {
     #[cfg(any(target_arch = "x86", target_arch = "x86_64"))]
-    if let pulp::Arch::V3(_) = pulp::Arch::new() {
-        return "AVX2";
+    match pulp::Arch::new() {
+        pulp::Arch::V4(_) => return "AVX-512",
+        pulp::Arch::V3(_) => return "AVX2",
+        _ => {}
     }
     if cfg!(target_arch = "aarch64") { "NEON" } else { "the architecture's baseline instructions" }
 }
 
-/// One block of queries of one head, with the rows of the results that belong to it.
+/// A block of queries of the heads that share a key/value head, with the results that belong to
+/// it.
 struct Task<'a, T> {
     batch: usize,
-    head: usize,
+    kv_head: usize,
     first_query: usize,
+    /// For each query, the outputs of the heads, one after the other.
     output: Vec<&'a mut [T]>,
-    lse: &'a mut [f32],
+    /// For each head, the log-sum-exps of the queries.
+    lse: Vec<&'a mut [f32]>,
 }
 
 /// Split the results into tasks and run them on all threads.
@@ -170,30 +186,35 @@ fn attend<T: Element>(
     if problem.rows() == 0 {
         return;
     }
-    let tasks = tasks(problem, output, lse);
+    let group = problem.group_size();
+    let block = query_block(problem, rayon::current_num_threads());
+    let tasks = tasks(problem, block, output, lse);
     if let Some(progress) = progress {
         progress.begin(tasks.len() as u64);
     }
     let arch = pulp::Arch::new();
     tasks.into_par_iter().for_each_init(
-        || Workspace::new(problem),
+        || Workspace::new(arch, problem, block * group),
         |workspace, mut task| {
-            let kv_head = problem.kv_head(task.head);
-            let query = inputs.query.head(task.batch, task.head);
-            let key = inputs.key.head(task.batch, kv_head);
-            let value = inputs.value.head(task.batch, kv_head);
-            let visible = |query| problem.visible_keys(task.batch, query);
+            let key = inputs.key.head(task.batch, task.kv_head);
+            let value = inputs.value.head(task.batch, task.kv_head);
+            // The heads of one query are neighbours, so that a block reaches over few queries and
+            // few keys are loaded in vain.
+            let heads = task.kv_head * group..(task.kv_head + 1) * group;
             let queries = task.first_query..task.first_query + task.output.len();
-            let slope = inputs.slope(problem, task.batch, task.head);
-            let (rows, keys) = (problem.query_length, problem.key_length);
-            let rules = |query| Scores::of(problem, query, rows, keys, slope);
-            let sink = inputs.sinks.map(|sinks| sinks[task.head]);
-            workspace.load_queries(query, queries, visible, rules, sink);
-            arch.dispatch(WalkKeys { workspace, key, value, scale: problem.scale() });
-            for (row, (output, lse)) in task.output.iter_mut().zip(task.lse).enumerate() {
-                let (values, row_lse) = workspace.finish(row);
-                T::narrow(values, output);
-                *lse = row_lse;
+            let rows = queries.flat_map(|query| heads.clone().map(move |head| (query, head)));
+            let vectors =
+                rows.clone().map(|(query, head)| (inputs.query.head(task.batch, head), query));
+            let rules = rows.map(|(query, head)| rule(problem, inputs, task.batch, head, query));
+            workspace.load_queries(problem.scale(), vectors, rules);
+            arch.dispatch(WalkKeys { workspace, key, value });
+            for (query, output) in task.output.iter_mut().enumerate() {
+                let outputs = output.chunks_exact_mut(problem.value_head_dim);
+                for (head, output) in outputs.enumerate() {
+                    let (values, row_lse) = workspace.finish(query * group + head);
+                    T::narrow(values, output);
+                    task.lse[head][query] = row_lse;
+                }
             }
             if let Some(progress) = progress {
                 progress.advance(1);
@@ -202,27 +223,53 @@ fn attend<T: Element>(
     );
 }
 
-/// The tasks in the order (batch, head, first query).
-fn tasks<'a, T>(problem: &Problem, output: &'a mut [T], lse: &'a mut [f32]) -> Vec<Task<'a, T>> {
-    let blocks = problem.query_length.div_ceil(QUERY_BLOCK);
-    let mut tasks: Vec<Task<'a, T>> = lse
-        .chunks_mut(problem.query_length)
-        .enumerate()
-        .flat_map(|(index, lse)| {
-            let (batch, head) = (index / problem.query_heads, index % problem.query_heads);
-            lse.chunks_mut(QUERY_BLOCK).enumerate().map(move |(block, lse)| Task {
-                batch,
-                head,
-                first_query: block * QUERY_BLOCK,
-                output: Vec::with_capacity(lse.len()),
-                lse,
-            })
-        })
-        .collect();
-    let rows = output.chunks_mut(problem.value_head_dim);
-    for ([batch, query, head], row) in problem.output_shape().vectors().zip(rows) {
-        let block = (batch * problem.query_heads + head) * blocks + query / QUERY_BLOCK;
-        tasks[block].output.push(row);
+/// What the softmax is to know of a row.
+fn rule(problem: &Problem, inputs: Inputs<'_>, batch: usize, head: usize, query: usize) -> RowRule {
+    let slope = inputs.slope(problem, batch, head);
+    RowRule {
+        visible: problem.visible_keys(batch, query),
+        scores: Scores::of(problem, query, problem.query_length, problem.key_length, slope),
+        sink: inputs.sinks.map(|sinks| sinks[head]),
+    }
+}
+
+/// Tasks for each thread, where there are as many: causal ones differ in size, and threads in speed.
+const TASKS: usize = 8;
+
+/// Queries of a task.
+fn query_block(problem: &Problem, threads: usize) -> usize {
+    let rows = (problem.rows() / (threads * TASKS)).clamp(MIN_ROWS, MAX_ROWS);
+    (rows / problem.group_size()).clamp(1, problem.query_length)
+}
+
+/// The tasks in the order (batch, key/value head, first query).
+fn tasks<'a, T>(
+    problem: &Problem,
+    block: usize,
+    output: &'a mut [T],
+    lse: &'a mut [f32],
+) -> Vec<Task<'a, T>> {
+    let (group, kv_heads) = (problem.group_size(), problem.kv_heads);
+    let blocks = problem.query_length.div_ceil(block);
+    let of = |index: usize| Task {
+        batch: index / blocks / kv_heads,
+        kv_head: index / blocks % kv_heads,
+        first_query: index % blocks * block,
+        output: Vec::with_capacity(block),
+        lse: Vec::with_capacity(group),
+    };
+    let mut tasks: Vec<Task<'a, T>> = (0..problem.batch * kv_heads * blocks).map(of).collect();
+    // Rows of the log-sum-exp lie head by head, and those of the output query by query.
+    for (head, lse) in lse.chunks_mut(problem.query_length).enumerate() {
+        for (task, lse) in lse.chunks_mut(block).enumerate() {
+            tasks[head / group * blocks + task].lse.push(lse);
+        }
+    }
+    let heads = output.chunks_mut(group * problem.value_head_dim);
+    for (index, output) in heads.enumerate() {
+        let (query, kv_head) = (index / kv_heads, index % kv_heads);
+        let (batch, query) = (query / problem.query_length, query % problem.query_length);
+        tasks[(batch * kv_heads + kv_head) * blocks + query / block].output.push(output);
     }
     tasks
 }

@@ -1,0 +1,126 @@
+//! Products of matrices, a register tile at a time.
+//!
+//! A tile holds a few rows of `panel` columns in registers, where a panel is as wide as one or a
+//! few vectors. Both products of attention have this form when the columns are queries:
+//!
+//! ```text
+//! scores[key][query]       = sum over dim  keys[key][dim]   * queries[dim][query]
+//! output[value dim][query] = sum over key  values[key][dim] * probabilities[key][query]
+//! ```
+//!
+//! so the softmax, which works down a column, never crosses the lanes of a vector.
+
+use pulp::Simd;
+
+/// Rows of the tile by columns in vectors, chosen to fill the registers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Tile {
+    /// 12 by 1: a panel that fits one vector, as when there is one query. Twelve sums in flight
+    /// hide the latency of a multiplication and addition on every current core.
+    Narrow,
+    /// 6 by 2: 15 of 16 registers (AVX2).
+    Few,
+    /// 6 by 4: 29 of 32 registers of four lanes (NEON).
+    Many,
+    /// 12 by 2: 27 of 32 registers of sixteen lanes (AVX-512).
+    Wide,
+}
+
+impl Tile {
+    /// The tile for panels of an instruction set, where a task has so many columns.
+    #[inline(always)]
+    pub(super) fn of<S: Simd>(columns: usize) -> Self {
+        if columns <= S::F32_LANES {
+            Tile::Narrow
+        } else if S::REGISTER_COUNT < 32 {
+            Tile::Few
+        } else if S::F32_LANES < 16 {
+            Tile::Many
+        } else {
+            Tile::Wide
+        }
+    }
+
+    /// Rows, and columns in vectors.
+    pub(super) const fn size(self) -> (usize, usize) {
+        match self {
+            Tile::Narrow => (12, 1),
+            Tile::Few => (6, 2),
+            Tile::Many => (6, 4),
+            Tile::Wide => (12, 2),
+        }
+    }
+}
+
+/// One row of a panel.
+pub(super) type Row<S, const COLUMNS: usize> = [<S as Simd>::f32s; COLUMNS];
+
+/// Numbers as rows of a panel.
+#[inline(always)]
+pub(super) fn rows<S: Simd, const COLUMNS: usize>(numbers: &[f32]) -> &[Row<S, COLUMNS>] {
+    S::as_simd_f32s(numbers).0.as_chunks().0
+}
+
+/// Numbers as rows of a panel, to be written.
+#[inline(always)]
+pub(super) fn rows_mut<S: Simd, const COLUMNS: usize>(
+    numbers: &mut [f32],
+) -> &mut [Row<S, COLUMNS>] {
+    S::as_mut_simd_f32s(numbers).0.as_chunks_mut().0
+}
+
+/// `tile[row] += factors[row] * panel_row` for every row.
+#[inline(always)]
+pub(super) fn multiply_add<S: Simd, const ROWS: usize, const COLUMNS: usize>(
+    simd: S,
+    tile: &mut [Row<S, COLUMNS>; ROWS],
+    factors: impl Fn(usize) -> f32,
+    panel_row: &Row<S, COLUMNS>,
+) {
+    for row in 0..ROWS {
+        let factor = simd.splat_f32s(factors(row));
+        for column in 0..COLUMNS {
+            tile[row][column] = simd.mul_add_e_f32s(factor, panel_row[column], tile[row][column]);
+        }
+    }
+}
+
+/// The products of `ROWS` vectors of length `dim`, one after the other in `vectors`, with every
+/// column of a panel of `dim` rows.
+#[inline(always)]
+pub(super) fn products<S: Simd, const ROWS: usize, const COLUMNS: usize>(
+    simd: S,
+    vectors: &[f32],
+    dim: usize,
+    panel: &[Row<S, COLUMNS>],
+) -> [Row<S, COLUMNS>; ROWS] {
+    // Slices whose length the compiler knows to be `dim` are read without checks.
+    let vectors: [&[f32]; ROWS] = std::array::from_fn(|row| &vectors[row * dim..][..dim]);
+    let panel = &panel[..dim];
+    let mut tile = [[simd.splat_f32s(0.0); COLUMNS]; ROWS];
+    for index in 0..dim {
+        multiply_add(simd, &mut tile, |row| vectors[row][index], &panel[index]);
+    }
+    tile
+}
+
+/// `tile = tile * factor + the sum over rows of weights * panel`.
+#[inline(always)]
+pub(super) fn accumulate<S: Simd, const ROWS: usize, const COLUMNS: usize>(
+    simd: S,
+    tile: &mut [Row<S, COLUMNS>; ROWS],
+    factor: &Row<S, COLUMNS>,
+    weights: &[[f32; ROWS]],
+    panel: &[Row<S, COLUMNS>],
+) {
+    let mut sums = *tile;
+    for row in 0..ROWS {
+        for column in 0..COLUMNS {
+            sums[row][column] = simd.mul_f32s(sums[row][column], factor[column]);
+        }
+    }
+    for (weights, panel_row) in weights.iter().zip(panel) {
+        multiply_add(simd, &mut sums, |row| weights[row], panel_row);
+    }
+    *tile = sums;
+}
