@@ -2,6 +2,7 @@
 
 use std::error::Error;
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use flashcore::file::{self, Names};
@@ -94,6 +95,7 @@ const CHECK_OPERATIONS: f64 = 5e9;
 const CHECK_ELEMENTS: usize = 1 << 25;
 
 pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
+    let started = Instant::now();
     // Opening a GPU takes as long as making up large tensors: both at once.
     let (prepared, machine) = std::thread::scope(|scope| {
         let machine = scope.spawn(Machine::discover);
@@ -109,6 +111,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     if let Some(backend) = arguments.backend.name() {
         preference.backend = Some(backend);
     }
+    let before = started.elapsed();
     let result = {
         let bar = Bar::new("attention");
         machine.attend(&problem, tensors.inputs(), &preference, Some(&bar))?
@@ -124,6 +127,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
             problem: &problem,
             report: &result.report,
             tflops: result.report.tflops(&problem),
+            since_start_ms: 1e3 * (before + result.report.first_result_time).as_secs_f64(),
             flops: problem.flops(),
             visible_flops: problem.visible_flops(),
             verdict: verdict.as_ref(),
@@ -131,7 +135,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         };
         return Answer::json(&json, passed);
     }
-    let text = describe(arguments, &machine, &problem, &result, verdict.as_ref());
+    let text = describe(arguments, &machine, &problem, &result, verdict.as_ref(), before);
     Ok(Answer { text, passed })
 }
 
@@ -142,6 +146,8 @@ struct Json<'a> {
     scale: f32,
     report: &'a flashcore::backend::Report,
     tflops: f64,
+    /// From the start of the process to the first result.
+    since_start_ms: f64,
     flops: f64,
     visible_flops: f64,
     verdict: Option<&'a Verdict>,
@@ -204,6 +210,7 @@ fn describe(
     problem: &Problem,
     result: &Output,
     verdict: Option<&Verdict>,
+    before: Duration,
 ) -> String {
     let report = &result.report;
     let backend = machine.backends().iter().find(|backend| backend.name() == report.backend);
@@ -235,6 +242,13 @@ fn describe(
             ),
         ),
         ("rate", format!("{:.4} TFLOP/s", report.tflops(problem))),
+        (
+            "first result",
+            format!(
+                "{} after the start of the process",
+                terminal::duration(before + report.first_result_time)
+            ),
+        ),
     ];
     if let Some(configuration) = &report.configuration {
         fields.insert(4, ("configuration", configuration.clone()));

@@ -140,6 +140,9 @@ pub struct Report {
     /// The computation alone.
     #[serde(rename = "kernel_ms", serialize_with = "milliseconds")]
     pub kernel_time: Duration,
+    /// From the call until there was a result, on the device where it was computed there.
+    #[serde(rename = "first_result_ms", serialize_with = "milliseconds")]
+    pub first_result_time: Duration,
     /// With allocation, compilation and copies.
     #[serde(rename = "total_ms", serialize_with = "milliseconds")]
     pub total_time: Duration,

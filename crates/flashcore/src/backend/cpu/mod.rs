@@ -108,6 +108,7 @@ impl Backend for CpuBackend {
             configuration: None,
             reason: candidate.reason,
             kernel_time: kernel_begin.elapsed(),
+            first_result_time: begin.elapsed(),
             total_time: begin.elapsed(),
             notes: Vec::new(),
         };
@@ -145,6 +146,7 @@ impl Backend for CpuBackend {
             configuration: None,
             reason: "serves every length, mask and element type".to_owned(),
             kernel_time: begin.elapsed(),
+            first_result_time: begin.elapsed(),
             total_time: begin.elapsed(),
             notes: Vec::new(),
         };
