@@ -120,9 +120,12 @@ fn forwards() -> Vec<Forward> {
         };
         all.extend(tuned(&workload).map(|tuned| tuned.configuration));
     }
-    let compact: Vec<Forward> =
-        all.iter().map(|it| Forward { form: Form::COMPACT, ..*it }).collect();
-    all.extend(compact);
+    for full in all.clone() {
+        let compact = Forward { form: Form::COMPACT, ..full };
+        if !all.contains(&compact) {
+            all.push(compact);
+        }
+    }
     all
 }
 

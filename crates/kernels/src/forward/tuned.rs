@@ -93,18 +93,19 @@ const TILE_128X128: Tile = Tile {
     ping_pong: true,
     form: Form::FULL,
 };
+const TILE_128X128_WITHOUT_TURNS: Tile = Tile { ping_pong: false, ..TILE_128X128 };
 const TILE_128X128_REGISTERS: Tile =
-    Tile { query_buffers: 1, query_source: Source::Registers, ..TILE_128X128 };
-const TILE_192X96: Tile = Tile { warpgroups: 3, key_block: 96, ..TILE_128X128 };
+    Tile { query_buffers: 1, query_source: Source::Registers, stages: 3, ..TILE_128X128 };
+const TILE_128X128_DEEP: Tile = Tile { stages: 4, ..TILE_128X128_REGISTERS };
+const TILE_192X96: Tile = Tile { warpgroups: 3, key_block: 96, stages: 3, ..TILE_128X128 };
+const TILE_192X96_ONE_BUFFER: Tile = Tile { query_buffers: 1, ..TILE_192X96 };
+const TILE_192X80_REGISTERS: Tile =
+    Tile { key_block: 80, query_source: Source::Registers, ..TILE_192X96 };
 // A second buffer of queries does not fit beside keys and values this wide.
 const TILE_128X96: Tile = Tile { key_block: 96, query_buffers: 1, ..TILE_128X128 };
-// The tensor cores are the limit here, and the smallest loop that keeps them busy is fastest.
-const TILE_128X64: Tile = Tile {
-    key_block: 64,
-    query_buffers: 1,
-    form: Form { overlap_tiles: false, two_steps: false, slow_path_apart: true },
-    ..TILE_128X128
-};
+// The tensor cores are the limit here: every form is within 1 %, and this one compiles fastest.
+const TILE_128X64: Tile =
+    Tile { key_block: 64, query_buffers: 1, form: Form::COMPACT, ..TILE_128X128 };
 
 /// Measured on an H200 in bf16; docs/performance.md has the numbers. Narrow before wide, short
 /// before long.
@@ -122,8 +123,24 @@ const RULES: &[Rule] = &[
         masks: Masks::Dense,
         length: 2048,
         few: false,
-        tile: TILE_128X128_REGISTERS,
-        reason: "128 x 128 tiles are fastest up to 2048 positions",
+        tile: TILE_128X128_DEEP,
+        reason: "128 x 128 tiles with four stages are fastest up to 2048 positions",
+    },
+    Rule {
+        dims: (64, 64),
+        masks: Masks::Dense,
+        length: 4096,
+        few: false,
+        tile: TILE_192X96,
+        reason: "192 x 96 tiles are fastest up to 4096 positions",
+    },
+    Rule {
+        dims: (64, 64),
+        masks: Masks::Dense,
+        length: ANY_LENGTH,
+        few: false,
+        tile: TILE_192X80_REGISTERS,
+        reason: "192 x 80 tiles with queries in registers are fastest for long sequences",
     },
     Rule {
         dims: (64, 64),
@@ -144,11 +161,11 @@ const RULES: &[Rule] = &[
     },
     Rule {
         dims: (64, 64),
-        masks: Masks::Both,
+        masks: Masks::Causal,
         length: ANY_LENGTH,
         few: false,
-        tile: TILE_192X96,
-        reason: "192 x 96 tiles are fastest for long sequences",
+        tile: TILE_192X96_ONE_BUFFER,
+        reason: "192 x 96 tiles are fastest for long sequences under a causal mask",
     },
     Rule {
         dims: (96, 96),
@@ -160,11 +177,27 @@ const RULES: &[Rule] = &[
     },
     Rule {
         dims: (128, 128),
-        masks: Masks::Both,
+        masks: Masks::Dense,
+        length: 1024,
+        few: false,
+        tile: TILE_128X128,
+        reason: "128 x 128 tiles in turns are fastest up to 1024 positions",
+    },
+    Rule {
+        dims: (128, 128),
+        masks: Masks::Dense,
+        length: ANY_LENGTH,
+        few: false,
+        tile: TILE_128X128_WITHOUT_TURNS,
+        reason: "128 x 128 tiles are fastest up to head dim 128, and turns no longer pay",
+    },
+    Rule {
+        dims: (128, 128),
+        masks: Masks::Causal,
         length: ANY_LENGTH,
         few: false,
         tile: TILE_128X128,
-        reason: "128 x 128 tiles are fastest up to head dim 128",
+        reason: "128 x 128 tiles in turns are fastest up to head dim 128 under a causal mask",
     },
     Rule {
         dims: (192, 128),

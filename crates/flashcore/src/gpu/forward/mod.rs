@@ -178,12 +178,14 @@ impl ForwardPlan {
             return Err(unsupported(reason));
         }
         let geometry = Geometry::new(&configuration, problem, &chip)?;
+        let name = configuration.name();
         let compact = Forward { form: Form::COMPACT, ..configuration };
-        let kernel = gpu.kernel_of_two_forms(
-            &configuration.name(),
-            || configuration.program(),
-            || compact.program(),
-        )?;
+        let full = || configuration.program();
+        let kernel = if compact == configuration {
+            gpu.kernel(&name, full)?
+        } else {
+            gpu.kernel_of_two_forms(&name, full, || compact.program())?
+        };
         let lists = match &geometry.lists {
             Some(lists) => Some(Arc::new(Buffer::from_slice(gpu.stream(), &lists.words)?)),
             None => None,
