@@ -1,9 +1,12 @@
 //! The consumers' loop: key blocks of a tile, tiles of a block.
 
-use ptx::{Accumulate, Accumulator, Builder, Expression, F32, Fragment, Pred, Reg, U32};
+use ptx::{
+    Accumulate, Accumulator, Builder, Expression, F32, Fragment, GlobalAddress, Pred, Reg, U32,
+};
 
 use super::epilogue::{Epilogue, Output};
 use super::mask::Mask;
+use super::probe::{Phase, Probe};
 use super::schedule::{Current, Schedule, Tile};
 use super::softmax::Softmax;
 use super::warpgroup::Warpgroup;
@@ -13,6 +16,7 @@ use super::{Form, Forward, Shared};
 struct State<'a> {
     form: Form,
     group: Warpgroup<'a>,
+    probe: Probe,
     mask: Mask,
     softmax: Softmax,
     output: Accumulator,
@@ -31,6 +35,7 @@ pub(super) fn consume(
     schedule: &Schedule,
     scale_log2: Reg<F32>,
     epilogue: &Epilogue,
+    probe: Option<Reg<GlobalAddress>>,
 ) {
     let group = Warpgroup::new(k, forward, shared);
     let room = Output::new(k, shared, &group);
@@ -41,6 +46,7 @@ pub(super) fn consume(
     let tile = schedule.first_tile(k);
     let mut state = State {
         form: forward.form,
+        probe: Probe::new(k, probe, forward.warpgroups, group.index, group.thread),
         mask: Mask::new(k, forward, schedule, &group),
         group,
         softmax: Softmax::new(k, forward, scale_log2),
@@ -50,6 +56,7 @@ pub(super) fn consume(
         block: k.variable(tile.blocks - 1),
     };
     k.if_(schedule.has_tile(&tile), |k| {
+        state.probe.stamp(k, Phase::Begin);
         let p = [&even, &odd];
         if forward.form.overlap_tiles {
             state.tiles_overlapped(k, schedule, &tile, epilogue, &room, p);
@@ -80,20 +87,26 @@ impl State<'_> {
             schedule.next_tile(k, tile);
             k.break_if(!schedule.has_tile(tile));
 
-            let State { group, output, softmax, current, output_begun, .. } = self;
+            let State { group, probe, output, softmax, current, output_begun, .. } = self;
             let accumulate = Accumulate::If(output_begun.register());
             group.wait_for_values(k);
             group.turns.take(k);
+            probe.stamp(k, Phase::Turn);
             let update = group.start_update(k, output, accumulate, even);
             group.take_queries(k);
+            probe.stamp(k, Phase::Queries);
             group.wait_for_keys(k);
+            probe.stamp(k, Phase::WaitForKeys);
             let scores = group.start_scores(k);
             group.turns.pass(k);
             let landed = update.wait(k);
             group.release_values(k);
+            probe.stamp(k, Phase::Update);
             epilogue.store(k, room, softmax, landed, current);
+            probe.stamp(k, Phase::Epilogue);
             let scores = scores.wait(k);
             group.release_keys(k);
+            probe.stamp(k, Phase::Scores);
             current.take(k, tile);
             k.set(block, tile.blocks - 1);
             self.first_block(k, &scores, even);
@@ -145,48 +158,59 @@ impl State<'_> {
     /// A tile's first scores, with nothing beside them.
     fn begin(&mut self, k: &mut Builder, p: &Fragment) {
         self.group.take_queries(k);
+        self.probe.stamp(k, Phase::Queries);
         self.group.wait_for_keys(k);
+        self.probe.stamp(k, Phase::WaitForKeys);
         let scores = self.group.start_scores(k).wait(k);
         self.group.release_keys(k);
+        self.probe.stamp(k, Phase::Scores);
         self.first_block(k, &scores, p);
     }
 
     /// A tile's last product, with nothing beside it, and its storing.
     fn end(&mut self, k: &mut Builder, epilogue: &Epilogue, room: &Output, p: &Fragment) {
-        let State { group, output, softmax, current, output_begun, .. } = self;
+        let State { group, probe, output, softmax, current, output_begun, .. } = self;
         let accumulate = Accumulate::If(output_begun.register());
         group.wait_for_values(k);
         let landed = group.start_update(k, output, accumulate, p).wait(k);
         group.release_values(k);
+        probe.stamp(k, Phase::Update);
         epilogue.store(k, room, softmax, landed, current);
+        probe.stamp(k, Phase::Epilogue);
     }
 
     /// A tile's first block: there is no output yet to be kept or rescaled.
     fn first_block(&mut self, k: &mut Builder, scores: &Accumulator, p: &Fragment) {
         self.mask.apply(k, &self.current, self.block, scores);
         self.softmax.first_block(k, scores, p);
+        self.probe.stamp(k, Phase::Softmax);
         k.set(self.output_begun, false);
     }
 
     /// One key block: the scores of this one while the output takes the last.
     /// `before` are the probabilities of the block before, `p` those of this one.
     fn step(&mut self, k: &mut Builder, before: &Fragment, p: &Fragment) {
-        let State { group, output, output_begun, .. } = self;
+        let State { group, probe, output, output_begun, .. } = self;
         let accumulate = Accumulate::If(output_begun.register());
         group.wait_for_keys(k);
+        probe.stamp(k, Phase::WaitForKeys);
         group.turns.take(k);
+        probe.stamp(k, Phase::Turn);
         let scores = group.start_scores(k);
         group.wait_for_values(k);
         let update = group.start_update(k, output, accumulate, before);
         group.turns.pass(k);
         let scores = scores.wait(k);
         group.release_keys(k);
+        probe.stamp(k, Phase::Scores);
         k.set(*output_begun, true);
         k.set(self.block, self.block - 1);
         self.mask.apply(k, &self.current, self.block, &scores);
         let rescale = self.softmax.block(k, &scores, p);
+        probe.stamp(k, Phase::Softmax);
         let landed = update.wait(k);
         group.release_values(k);
+        probe.stamp(k, Phase::Update);
         rescale.apply(k, landed);
     }
 }

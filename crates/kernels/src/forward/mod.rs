@@ -19,14 +19,16 @@
 //! Warpgroups take turns at the tensor cores, so that one computes
 //! exponentials while another multiplies. Blocks stay and take tile after tile.
 //! The parts have a file each: `producer`, `consumer` (the loop above),
-//! `warpgroup`, `softmax`, `mask`, `epilogue`, `schedule` with `lists`, and
-//! `tuned`, which says what serves which problem.
+//! `warpgroup`, `softmax`, `mask`, `epilogue`, `schedule` with `lists`,
+//! `tuned`, which says what serves which problem, and `probe`, which takes the
+//! time of all that.
 
 mod consumer;
 mod divisor;
 mod epilogue;
 mod lists;
 mod mask;
+mod probe;
 mod producer;
 mod schedule;
 mod softmax;
@@ -35,6 +37,7 @@ mod warpgroup;
 
 pub use divisor::Divisor;
 pub use lists::TileLists;
+pub use probe::{PROBE_WORDS, Phase};
 pub use tuned::{Tuned, Workload, every_tuned, tuned};
 
 use ptx::{
@@ -224,6 +227,16 @@ impl Forward {
     /// of query heads, and of query heads per key head. Key length must not
     /// be zero. Any number of blocks; with lists, one for each.
     pub fn program(&self) -> Result<Program, Error> {
+        self.build(false)
+    }
+
+    /// Builds the kernel with timestamps: one more parameter at the end, the address of
+    /// [`PROBE_WORDS`] words of 64 bits for each block and consumer warpgroup, all zero.
+    pub fn probed(&self) -> Result<Program, Error> {
+        self.build(true)
+    }
+
+    fn build(&self, probed: bool) -> Result<Program, Error> {
         let refuse = |reason| Err(Error::configuration(self.name(), reason));
         if !matches!(self.element, Element::F16 | Element::BF16) {
             return refuse("the element is not f16 or bf16");
@@ -243,12 +256,13 @@ impl Forward {
             return refuse("there is at least one stage");
         }
         let threads = 128 * (self.warpgroups + 1);
-        let mut k = Builder::new(self.name(), Target::SM_90A, threads).blocks_per_multiprocessor(1);
-        self.write(&mut k);
+        let name = if probed { self.name() + "_probed" } else { self.name() };
+        let mut k = Builder::new(name, Target::SM_90A, threads).blocks_per_multiprocessor(1);
+        self.write(&mut k, probed);
         Ok(k.finish()?)
     }
 
-    fn write(&self, k: &mut Builder) {
+    fn write(&self, k: &mut Builder, probed: bool) {
         let maps = Maps {
             queries: k.tensor_map("queries", self.query_layout().tensor_box(4)),
             keys: k.tensor_map("keys", self.key_layout().tensor_box(4)),
@@ -260,6 +274,7 @@ impl Forward {
         let key_length: Reg<U32> = k.parameter("key length");
         let scale_log2: Reg<F32> = k.parameter("scale times log2(e)");
         let schedule = Schedule::parameters(k, self, query_length, key_length);
+        let probe = probe::parameter(k, probed);
 
         // A warp speaks for its lanes when it gives a stage back.
         let warps = 4 * self.warpgroups;
@@ -291,7 +306,7 @@ impl Forward {
         });
         k.role(consumer, |k| {
             let epilogue = Epilogue { output: maps.output, lse, query_length };
-            consumer::consume(k, self, &shared, &schedule, scale_log2, &epilogue);
+            consumer::consume(k, self, &shared, &schedule, scale_log2, &epilogue, probe);
         });
     }
 }
