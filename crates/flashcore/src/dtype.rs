@@ -28,6 +28,15 @@ pub enum DType {
 }
 
 impl DType {
+    /// What kernels are built for.
+    pub const fn element(self) -> ptx::Element {
+        match self {
+            DType::F32 => ptx::Element::F32,
+            DType::F16 => ptx::Element::F16,
+            DType::BF16 => ptx::Element::BF16,
+        }
+    }
+
     /// Every type, widest first.
     pub const ALL: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 

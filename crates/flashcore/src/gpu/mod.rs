@@ -6,6 +6,7 @@
 
 mod attention;
 mod chip;
+mod description;
 pub mod forward;
 mod kernel;
 mod room;
@@ -16,6 +17,7 @@ pub use attention::AttentionPlan;
 pub(crate) use attention::DeviceKernel;
 pub use chip::{Chip, target_of};
 pub use cuda::{Buffer, Device, DeviceAddress, DeviceSlice, Stream};
+pub use description::{LaunchDescription, Passed, TensorRole};
 pub use forward::{DeviceTensor, ForwardPlan, ForwardTensors};
 pub use kernel::{Compilation, Kernel, Policy};
 pub(crate) use room::Room;

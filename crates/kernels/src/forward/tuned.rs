@@ -33,7 +33,7 @@ pub struct Workload {
 
 impl Workload {
     /// Whether tiles of 128 rows would leave more than half of the GPU without work.
-    fn is_small(&self) -> bool {
+    pub fn is_small(&self) -> bool {
         let tiles = self.query_length.div_ceil(128).saturating_mul(self.heads);
         tiles.saturating_mul(2) <= self.multiprocessors as u64
     }

@@ -19,7 +19,7 @@ pub(super) fn candidate(chip: &Chip, problem: &Problem, layouts: &InputLayouts) 
         Ok(chosen)
     });
     let (accepted, configuration, reason) = match served {
-        Ok(chosen) => (true, Some(chosen.configuration.name()), chosen.reason.to_owned()),
+        Ok(chosen) => (true, Some(chosen.configuration.name()), chosen.reason.into_owned()),
         Err(reason) => (false, None, reason),
     };
     Candidate { backend: super::NAME, kernel: NAME.to_owned(), accepted, configuration, reason }

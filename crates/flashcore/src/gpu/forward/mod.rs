@@ -4,25 +4,29 @@
 //! | --- | --- |
 //! | `support` | what the kernel serves, and in which configuration |
 //! | `geometry` | tiles, blocks and the numbers that find them |
+//! | `tuning` | what a search found better, from files |
 //! | `binding` | which argument goes to which parameter |
 //! | this one | the plan that ties them together |
 
 mod binding;
 mod geometry;
 mod support;
+mod tuning;
 
 pub use geometry::Geometry;
-pub use support::{check_layouts, check_tensors, choose};
+pub use support::{check_layouts, check_tensors, choose, workload};
+pub use tuning::{Choice, Entry, Tuning, TuningFile, bucket, fingerprint};
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use cuda::{Arguments, Buffer, DeviceAddress, Stream, TensorMap};
 use kernels::Forward;
 use kernels::forward::Form;
-use ptx::TensorBox;
+use ptx::{Program, TensorBox};
 
-use self::binding::Slot;
-use super::{Gpu, GpuError, Kernel};
+use self::binding::{Number, Slot};
+use super::{Gpu, GpuError, Kernel, Passed};
 use crate::dtype::DType;
 use crate::problem::Problem;
 use crate::tensor::{Layout, Shape, Strides};
@@ -81,7 +85,7 @@ use crate::tensor::{Layout, Shape, Strides};
 pub struct ForwardPlan {
     problem: Problem,
     configuration: Forward,
-    reason: &'static str,
+    reason: Cow<'static, str>,
     geometry: Geometry,
     kernel: Arc<Kernel>,
     /// The memory of the tile lists.
@@ -167,7 +171,7 @@ impl ForwardPlan {
         gpu: &Gpu,
         problem: &Problem,
         configuration: Forward,
-        reason: &'static str,
+        reason: impl Into<Cow<'static, str>>,
     ) -> Result<Self, GpuError> {
         let chip = gpu.chip();
         let unsupported = |reason: String| GpuError::Unsupported { kernel: "forward", reason };
@@ -196,7 +200,7 @@ impl ForwardPlan {
         Ok(ForwardPlan {
             problem: problem.clone(),
             configuration,
-            reason,
+            reason: reason.into(),
             geometry,
             kernel,
             lists,
@@ -291,8 +295,8 @@ impl ForwardPlan {
     }
 
     /// Why this configuration.
-    pub fn reason(&self) -> &'static str {
-        self.reason
+    pub fn reason(&self) -> &str {
+        &self.reason
     }
 
     /// Tiles and blocks.
@@ -314,6 +318,24 @@ impl ForwardPlan {
     pub fn dtype(&self) -> DType {
         self.problem.dtype
     }
+}
+
+/// For each parameter of the kernel, the number that is passed; nothing for tensors and lists.
+pub(super) fn numbers(
+    program: &Program,
+    problem: &Problem,
+    geometry: &Geometry,
+) -> Result<Vec<Option<Passed>>, GpuError> {
+    let names: Vec<String> = program.parameters.iter().map(|it| it.name.clone()).collect();
+    let lists = geometry.lists.as_ref().map(|_| DeviceAddress(0));
+    let slots = binding::slots(&names, problem, geometry, lists)
+        .map_err(|parameter| GpuError::Parameter { kernel: program.name.clone(), parameter })?;
+    let number = |slot: Slot| match slot {
+        Slot::Number(Number::U32(value)) => Some(Passed::U32 { value }),
+        Slot::Number(Number::F32(value)) => Some(Passed::F32 { value }),
+        _ => None,
+    };
+    Ok(slots.into_iter().map(number).collect())
 }
 
 /// The boxes of queries, keys, values and outputs.

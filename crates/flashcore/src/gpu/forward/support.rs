@@ -2,10 +2,11 @@
 
 use std::ops::RangeInclusive;
 
-use kernels::forward::{Tuned, Workload, tuned};
+use kernels::forward::{Workload, tuned};
 use ptx::{Capability, Element};
 
 use super::ForwardTensors;
+use super::tuning::{Choice, Tunings};
 use crate::dtype::DType;
 use crate::gpu::Chip;
 use crate::inputs::InputLayouts;
@@ -21,7 +22,14 @@ const SCALES: RangeInclusive<f32> = 1e-20..=1e6;
 const COPY_BYTES: u64 = 16;
 
 /// The configuration for a problem, or why the kernel does not serve it.
-pub fn choose(chip: &Chip, problem: &Problem) -> Result<Tuned, String> {
+pub fn choose(chip: &Chip, problem: &Problem) -> Result<Choice, String> {
+    let workload = workload(chip, problem)?;
+    let rules = tuned(&workload).ok_or_else(|| "no configuration is tuned for it".to_owned())?;
+    Ok(Tunings::of_this_process().choose(chip, &workload, rules))
+}
+
+/// What a choice depends on, or why the kernel does not serve a problem.
+pub fn workload(chip: &Chip, problem: &Problem) -> Result<Workload, String> {
     if !chip.target.has(Capability::Wgmma) {
         return Err(format!("{} has no wgmma", chip.target));
     }
@@ -49,7 +57,7 @@ pub fn choose(chip: &Chip, problem: &Problem) -> Result<Tuned, String> {
     if problem.key_length == 0 {
         return Err("there are no keys".to_owned());
     }
-    let workload = Workload {
+    Ok(Workload {
         element,
         head_dim: problem.head_dim as u32,
         value_head_dim: problem.value_head_dim as u32,
@@ -58,8 +66,7 @@ pub fn choose(chip: &Chip, problem: &Problem) -> Result<Tuned, String> {
         key_length: problem.key_length as u64,
         heads: problem.batch as u64 * problem.query_heads as u64,
         multiprocessors: chip.multiprocessors,
-    };
-    tuned(&workload).ok_or_else(|| "no configuration is tuned for it".to_owned())
+    })
 }
 
 /// Whether the copy engine can read tensors that lie like this.
