@@ -4,13 +4,17 @@
 //! closed pipes, colours and exit codes are dealt with here, once.
 
 mod attend;
+mod bench;
 mod check;
 mod doctor;
+mod gate;
 mod inspect;
 mod memory;
+mod profile;
 mod progress;
 mod sim;
 mod terminal;
+mod tune;
 mod warm;
 
 use std::error::Error;
@@ -30,10 +34,14 @@ struct Arguments {
 #[derive(Subcommand)]
 enum Command {
     Attend(attend::Arguments),
+    Bench(bench::Arguments),
     Check(check::Arguments),
     Doctor(doctor::Arguments),
+    Gate(gate::Arguments),
     Inspect(inspect::Arguments),
+    Profile(profile::Arguments),
     Sim(sim::Arguments),
+    Tune(tune::Arguments),
     Warm(warm::Arguments),
 }
 
@@ -64,10 +72,14 @@ fn main() -> ExitCode {
     };
     let answer = match &arguments.command {
         Command::Attend(arguments) => attend::run(arguments),
+        Command::Bench(arguments) => bench::run(arguments),
         Command::Check(arguments) => check::run(arguments),
         Command::Doctor(arguments) => doctor::run(arguments),
+        Command::Gate(arguments) => gate::run(arguments),
         Command::Inspect(arguments) => inspect::run(arguments),
+        Command::Profile(arguments) => profile::run(arguments),
         Command::Sim(arguments) => sim::run(arguments),
+        Command::Tune(arguments) => tune::run(arguments),
         Command::Warm(arguments) => warm::run(arguments),
     };
     match answer {

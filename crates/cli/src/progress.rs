@@ -29,6 +29,15 @@ impl Bar {
     }
 }
 
+impl Bar {
+    /// A line above the bar.
+    pub(crate) fn note(&self, text: &str) {
+        if self.terminal {
+            eprintln!("{text}");
+        }
+    }
+}
+
 impl Progress for Bar {
     fn begin(&self, total: u64) {
         self.bar.set_length(total);

@@ -2,10 +2,14 @@
 //! subcommand; here is what they share.
 
 mod attend;
+mod bench;
 mod check;
 mod doctor;
+mod gate;
 mod inspect;
+mod profile;
 mod sim;
+mod tune;
 mod warm;
 
 use std::process::{Command, Stdio};

@@ -1,0 +1,418 @@
+//! `flashcore gate`: accept or reject a kernel, with the reasons.
+
+use std::error::Error;
+use std::path::PathBuf;
+
+use clap::Args;
+use flashcore::check::ladder;
+use flashcore::gpu::Gpu;
+use flashcore::{Mask, Problem, Progress};
+use harness::bench::Candidate;
+use harness::gate::{
+    self, Contract, Foreign, Judgement, Outcome, Own, Pace, Step, Thresholds, ncu_command,
+};
+use harness::provenance::GpuFound;
+use harness::subject::{GpuSubject, Source, Subject, Tensors};
+use kernels::{Shipped, shipped};
+use ptx::Target;
+
+use crate::inspect::choose;
+use crate::{Answer, terminal};
+
+/// Accept or reject a kernel: validate, assemble, simulate, check, time, count
+#[derive(Args)]
+pub(crate) struct Arguments {
+    /// A configuration or a family by name, or a PTX file
+    #[arg(required_unless_present = "all")]
+    kernel: Option<String>,
+    /// Every shipped configuration
+    #[arg(long, conflicts_with_all = ["kernel", "description"])]
+    all: bool,
+    /// How the kernel of a PTX file is launched [default: the file's name with .json]
+    #[arg(long, value_name = "FILE")]
+    description: Option<PathBuf>,
+    /// Who it must be as fast as: a candidate as `bench` knows them [default: scalar, the kernel
+    /// with ordinary arithmetic]
+    #[arg(long, value_name = "CANDIDATE", value_parser = Candidate::parse)]
+    baseline: Option<Candidate>,
+    /// The least share of the baseline's speed
+    #[arg(long, value_name = "SHARE", default_value_t = 0.95)]
+    at_least: f64,
+    /// What is timed [default: 4096 positions of the kernel's own dims]
+    #[arg(long)]
+    problem: Option<Problem>,
+    /// Samples of each when it is timed
+    #[arg(long, default_value_t = 7)]
+    rounds: usize,
+    /// Seeds of every hostile policy of the simulator
+    #[arg(long, default_value_t = 3)]
+    seeds: u64,
+    /// Makes the inputs new; a run without it takes the time
+    #[arg(long)]
+    salt: Option<u64>,
+    /// Bounds of hardware counters, as JSON [default: those that ship]
+    #[arg(long, value_name = "FILE")]
+    thresholds: Option<PathBuf>,
+    /// Leave these steps out
+    #[arg(long, value_delimiter = ',', value_parser = step)]
+    without: Vec<Step>,
+    /// Run the kernel once on the timed problem and nothing else: for profilers
+    #[arg(long, hide = true)]
+    once: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+fn step(name: &str) -> Result<Step, String> {
+    Step::ALL.into_iter().find(|step| step.name() == name).ok_or_else(|| {
+        let known = Step::ALL.map(Step::name).join(", ");
+        format!("there is no step `{name}`; there are {known}")
+    })
+}
+
+/// What is judged.
+enum Judged {
+    Own(Box<Own>),
+    Foreign(Box<Foreign>),
+}
+
+impl Judged {
+    fn find(arguments: &Arguments, name: &str) -> Result<Self, Box<dyn Error>> {
+        if name.ends_with(".ptx") {
+            let ptx = PathBuf::from(name);
+            let beside = ptx.with_extension("json");
+            let description = arguments.description.as_ref().unwrap_or(&beside);
+            return Ok(Judged::Foreign(Box::new(Foreign::read(&ptx, description)?)));
+        }
+        let kernel = choose::kernel(name, Target::SM_90A);
+        let kernel = kernel
+            .or_else(|error| harness::tune::space::find(name).map(Shipped::Forward).ok_or(error))?;
+        Ok(Judged::Own(Box::new(Own::new(kernel)?)))
+    }
+
+    fn name(&self) -> String {
+        match self {
+            Judged::Own(own) => own.kernel.name(),
+            Judged::Foreign(foreign) => foreign.description.entry.clone(),
+        }
+    }
+
+    fn text(&self) -> String {
+        match self {
+            Judged::Own(own) => ptx::print(&own.program),
+            Judged::Foreign(foreign) => foreign.ptx.clone(),
+        }
+    }
+
+    fn contract(&self) -> Option<Contract> {
+        match self {
+            Judged::Own(own) => Contract::of(&own.kernel),
+            Judged::Foreign(foreign) => Some(foreign.contract.clone()),
+        }
+    }
+
+    /// What launches it; nothing where it is no attention.
+    fn source(&self) -> Option<Box<dyn Source>> {
+        match self {
+            Judged::Own(own) => {
+                Contract::of(&own.kernel)?;
+                let who = harness::bench::Who::Kernel(own.kernel);
+                Some(Box::new(Candidate { name: own.kernel.name(), who }))
+            }
+            Judged::Foreign(foreign) => Some(Box::new((**foreign).clone())),
+        }
+    }
+}
+
+pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
+    let gpu = Gpu::open(0).map_err(|error| error.to_string());
+    if arguments.once {
+        let name = arguments.kernel.as_deref().unwrap_or_default();
+        return once(arguments, &Judged::find(arguments, name)?, gpu.as_ref());
+    }
+    let thresholds = match &arguments.thresholds {
+        Some(path) => Thresholds::read(path)?,
+        None => Thresholds::default(),
+    };
+    let names: Vec<String> = match &arguments.kernel {
+        Some(name) => vec![name.clone()],
+        None => shipped(Target::SM_90A).iter().map(Shipped::name).collect(),
+    };
+    let mut judgements = Vec::new();
+    {
+        let bar = crate::progress::Bar::new("judging");
+        bar.begin(names.len() as u64);
+        for name in &names {
+            let judged = Judged::find(arguments, name)?;
+            judgements.push(judge(arguments, name, &judged, gpu.as_ref(), &thresholds));
+            bar.advance(1);
+        }
+    }
+    let accepted = judgements.iter().all(|it| it.accepted);
+    if arguments.json {
+        return match &judgements[..] {
+            [judgement] => Answer::json(judgement, accepted),
+            all => Answer::json(&all, accepted),
+        };
+    }
+    let text: String = match &judgements[..] {
+        [judgement] => describe(judgement),
+        all => summary(all),
+    };
+    Ok(Answer { text, passed: accepted })
+}
+
+fn judge(
+    arguments: &Arguments,
+    typed: &str,
+    judged: &Judged,
+    gpu: Result<&Gpu, &String>,
+    thresholds: &Thresholds,
+) -> Judgement {
+    let salt = arguments.salt.unwrap_or_else(|| {
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+        now.map_or(1, |now| now.as_nanos() as u64)
+    });
+    let no_gpu = |error: &String| Outcome::skip(format!("there is no GPU: {error}"));
+    let all: Vec<(Step, Box<dyn FnOnce() -> Outcome + '_>)> = vec![
+        (
+            Step::Validate,
+            Box::new(|| match judged {
+                Judged::Own(own) => gate::validate(own),
+                Judged::Foreign(foreign) => foreign.validate(),
+            }),
+        ),
+        (Step::Assemble, Box::new(|| gate::assemble(&judged.text()))),
+        (
+            Step::Simulate,
+            Box::new(|| match judged {
+                Judged::Own(own) => gate::simulate(own, arguments.seeds),
+                Judged::Foreign(_) => {
+                    Outcome::skip("the simulator runs programs of our language, and this is PTX")
+                }
+            }),
+        ),
+        (
+            Step::Correct,
+            Box::new(move || match gpu {
+                Ok(gpu) => correct(gpu, judged, salt),
+                Err(error) => no_gpu(error),
+            }),
+        ),
+        (
+            Step::Fast,
+            Box::new(move || match gpu {
+                Ok(gpu) => fast(arguments, gpu, judged, salt),
+                Err(error) => no_gpu(error),
+            }),
+        ),
+        (
+            Step::Counters,
+            Box::new(move || match gpu {
+                Ok(_) => count(arguments, typed, judged, thresholds),
+                Err(error) => no_gpu(error),
+            }),
+        ),
+    ];
+    let asked = all.into_iter().filter(|(step, _)| !arguments.without.contains(step));
+    Judgement::of(&judged.name(), asked)
+}
+
+fn correct(gpu: &Gpu, judged: &Judged, salt: u64) -> Outcome {
+    if let (Judged::Own(own), None) = (judged, judged.contract()) {
+        return rung(gpu, own);
+    }
+    let (Some(contract), Some(source)) = (judged.contract(), judged.source()) else {
+        return Outcome::skip("it does not compute attention");
+    };
+    match GpuSubject::new(gpu, source.as_ref()) {
+        Ok(mut subject) => gate::correct(&mut subject, &contract, salt),
+        Err(error) => Outcome::skip(error.to_string()),
+    }
+}
+
+/// A matrix kernel, by the checks that it has.
+fn rung(gpu: &Gpu, own: &Own) -> Outcome {
+    struct Silent;
+    impl Progress for Silent {
+        fn begin(&self, _: u64) {}
+        fn advance(&self, _: u64) {}
+    }
+    match ladder::run(gpu, &[own.kernel], &Silent) {
+        Ok(rungs) if rungs.iter().all(|rung| rung.passed) => {
+            let used = rungs.iter().map(|rung| rung.tolerance_used).fold(0.0, f64::max);
+            Outcome::Accept { found: format!("{:.0} % of the tolerance used", 100.0 * used) }
+        }
+        Ok(rungs) => {
+            let complaint = rungs.into_iter().find_map(|rung| rung.complaint);
+            let reason = complaint.unwrap_or_else(|| "an element is wrong".to_owned());
+            Outcome::Reject { rule: gate::Rule::Wrong, reason }
+        }
+        Err(error) => Outcome::Reject { rule: gate::Rule::Failed, reason: error.to_string() },
+    }
+}
+
+/// What is timed: 4096 positions, as many heads as make a hidden size of 2048.
+fn timed_problem(arguments: &Arguments, contract: &Contract) -> Problem {
+    let model = &contract.model;
+    let length = 4096usize.next_multiple_of(contract.length_step);
+    let heads = (2048 / model.head_dim.max(1)).clamp(1, 64);
+    arguments.problem.clone().unwrap_or_else(|| {
+        Problem::new(1, heads, length, model.head_dim)
+            .with_value_head_dim(model.value_head_dim)
+            .with_dtype(model.dtype)
+            .with_mask(if model.mask == Mask::Causal { Mask::Causal } else { Mask::None })
+    })
+}
+
+fn fast(arguments: &Arguments, gpu: &Gpu, judged: &Judged, salt: u64) -> Outcome {
+    let (Some(contract), Some(source)) = (judged.contract(), judged.source()) else {
+        return Outcome::skip("it does not compute attention");
+    };
+    let scalar = || Candidate::parse("scalar").expect("it is always there");
+    let baseline = arguments.baseline.clone().unwrap_or_else(scalar);
+    if let Some(peer) = baseline.peer() {
+        return Outcome::skip(format!("{peer} lives in another process: `flashcore bench` has it"));
+    }
+    let pace = Pace {
+        problem: timed_problem(arguments, &contract),
+        rounds: arguments.rounds,
+        at_least: arguments.at_least,
+        peak_tflops: Some(GpuFound::of(gpu.info()).peak_tflops()),
+    };
+    let subjects = (GpuSubject::new(gpu, source.as_ref()), GpuSubject::new(gpu, &baseline));
+    match subjects {
+        (Ok(mut subject), Ok(mut baseline)) => {
+            gate::fast(&mut subject, &mut baseline, &contract, &pace, salt)
+        }
+        (Err(error), _) | (_, Err(error)) => Outcome::skip(error.to_string()),
+    }
+}
+
+/// The command that runs the kernel once.
+fn once_command(typed: &str, arguments: &Arguments) -> Vec<String> {
+    let own = std::env::current_exe().map(|path| path.display().to_string());
+    let mut command = vec![own.unwrap_or_else(|_| "flashcore".to_owned())];
+    command.extend(["gate", typed, "--once"].map(str::to_owned));
+    if let Some(problem) = &arguments.problem {
+        command.extend(["--problem".to_owned(), harness::problems::text(problem)]);
+    }
+    if let Some(description) = &arguments.description {
+        command.extend(["--description".to_owned(), description.display().to_string()]);
+    }
+    command
+}
+
+fn count(arguments: &Arguments, typed: &str, judged: &Judged, thresholds: &Thresholds) -> Outcome {
+    if judged.contract().is_none() {
+        return Outcome::skip("it does not compute attention");
+    }
+    let name = judged.name();
+    gate::counters(&name, &name, &once_command(typed, arguments), thresholds)
+}
+
+fn once(
+    arguments: &Arguments,
+    judged: &Judged,
+    gpu: Result<&Gpu, &String>,
+) -> Result<Answer, Box<dyn Error>> {
+    let gpu = gpu.map_err(|error| format!("there is no GPU to run on: {error}"))?;
+    let (Some(contract), Some(source)) = (judged.contract(), judged.source()) else {
+        return Err("it does not compute attention".into());
+    };
+    let problem = timed_problem(arguments, &contract);
+    let mut subject = GpuSubject::new(gpu, source.as_ref())?;
+    subject.prepare(&problem)?;
+    let tensors = flashcore::InputTensors::random(&problem, 0)?;
+    let mut memory = Vec::new();
+    for role in flashcore::gpu::TensorRole::ALL {
+        memory.push(subject.allocate(role.bytes(&problem).unwrap_or(0))?);
+    }
+    for (memory, tensor) in memory.iter().zip([&tensors.query, &tensors.key, &tensors.value]) {
+        subject.write(*memory, 0, tensor.bytes())?;
+    }
+    let memory = memory.try_into().expect("as many as roles");
+    subject.call(&Tensors { memory, offset: 0 })?;
+    subject.settle()?;
+    Ok(Answer { text: String::new(), passed: true })
+}
+
+fn describe(judgement: &Judgement) -> String {
+    let mut text = format!("{}\n", terminal::paint(terminal::HEADING, &judgement.kernel));
+    let lines: Vec<(&str, String)> = judgement
+        .findings
+        .iter()
+        .map(|finding| {
+            let line = match &finding.outcome {
+                Outcome::Accept { found } => {
+                    format!("{}: {found}", terminal::paint(terminal::GOOD, "accepted"))
+                }
+                Outcome::Reject { rule, reason } => {
+                    let rule = serde_json::to_value(rule).unwrap_or_default();
+                    let rule = rule.as_str().unwrap_or_default().replace('_', " ");
+                    format!("{} ({rule}): {reason}", terminal::paint(terminal::BAD, "rejected"))
+                }
+                Outcome::Skip { reason } => format!("skipped: {reason}"),
+            };
+            (finding.step.name(), line)
+        })
+        .collect();
+    text += &terminal::fields(&lines);
+    text + &format!("\n{}", verdict(judgement))
+}
+
+fn verdict(judgement: &Judgement) -> String {
+    let skipped: Vec<&str> = judgement
+        .findings
+        .iter()
+        .filter(|it| matches!(it.outcome, Outcome::Skip { .. }))
+        .map(|it| it.step.name())
+        .collect();
+    match (judgement.accepted, skipped.is_empty()) {
+        (true, true) => format!("{}\n", terminal::paint(terminal::GOOD, "accepted")),
+        (true, false) => format!(
+            "{}, as far as could be asked (not {})\n",
+            terminal::paint(terminal::GOOD, "accepted"),
+            skipped.join(", ")
+        ),
+        (false, _) => format!("{}\n", terminal::paint(terminal::BAD, "rejected")),
+    }
+}
+
+fn summary(judgements: &[Judgement]) -> String {
+    let mut text = String::new();
+    for judgement in judgements.iter().filter(|it| !it.accepted) {
+        text += &format!("{}\n", describe(judgement));
+    }
+    let rows: Vec<_> = Step::ALL
+        .into_iter()
+        .map(|step| {
+            let outcomes = judgements.iter().flat_map(|it| &it.findings);
+            let outcomes: Vec<&Outcome> =
+                outcomes.filter(|it| it.step == step).map(|it| &it.outcome).collect();
+            let count = |is: fn(&Outcome) -> bool| outcomes.iter().filter(|it| is(it)).count();
+            let numbers = [
+                count(|it| matches!(it, Outcome::Accept { .. })),
+                count(|it| matches!(it, Outcome::Reject { .. })),
+                count(|it| matches!(it, Outcome::Skip { .. })),
+            ];
+            let mut row = vec![(terminal::PLAIN, step.name().to_owned())];
+            row.extend(numbers.map(|number| (terminal::PLAIN, number.to_string())));
+            row
+        })
+        .collect();
+    text += &terminal::table(&["step", "accepted", "rejected", "skipped"], &rows);
+    let accepted = judgements.iter().filter(|it| it.accepted).count();
+    text + &format!("{accepted} of {} kernels accepted\n", judgements.len())
+}
+
+/// The command line for Nsight Compute, for a kernel by name.
+pub(crate) fn ncu_line(kernel: &str, entry: &str, problem: Option<&Problem>) -> String {
+    let mut command = vec!["flashcore".to_owned(), "gate".to_owned(), kernel.to_owned()];
+    command.push("--once".to_owned());
+    if let Some(problem) = problem {
+        command.extend(["--problem".to_owned(), harness::problems::text(problem)]);
+    }
+    ncu_command(entry, &command).join(" ")
+}

@@ -1,0 +1,277 @@
+//! `flashcore tune`: search for the best configurations, and the tuning file that the planner reads.
+
+use std::error::Error;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use flashcore::gpu::forward::{TuningFile, choose};
+use flashcore::gpu::{Chip, Gpu};
+use flashcore::{Problem, Progress};
+use harness::problems::{ProblemSet, text};
+use harness::tune::cost::{BlockCost, predict};
+use harness::tune::insight::{Effect, effects};
+use harness::tune::log::Log;
+use harness::tune::search::{Found, Plan, Start, search};
+use harness::tune::space::{Gene, Genome, possible};
+use harness::tune::{GpuMeter, entry, save};
+use serde::Serialize;
+
+use crate::progress::Bar;
+use crate::{Answer, terminal};
+
+/// Search for the best configurations of the forward kernel
+#[derive(Args)]
+pub(crate) struct Arguments {
+    /// What to tune for, such as b=2,h=32,s=8192,d=64,bf16; may be given many times
+    #[arg(long, value_name = "PROBLEM", required_unless_present = "set")]
+    problem: Vec<Problem>,
+    /// A set of problems, as `bench` knows them
+    #[arg(long, conflicts_with = "problem")]
+    set: Option<String>,
+    /// Seconds in all, shared by the problems
+    #[arg(long, default_value_t = 240)]
+    seconds: u64,
+    /// How the search begins
+    #[arg(long, value_enum, default_value_t = StartChoice::Rules)]
+    start: StartChoice,
+    /// Makes it the same search again, but for the times
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Where every configuration is noted; a search with the same log goes on where it was
+    #[arg(long, value_name = "FILE")]
+    log: Option<PathBuf>,
+    /// Where the result goes [default: $FLASHCORE_TUNING, or tuning.json in the cache]
+    #[arg(long, value_name = "FILE")]
+    output: Option<PathBuf>,
+    /// Rank configurations by the cost model alone, without a GPU
+    #[arg(long)]
+    model: bool,
+    /// How many of the best the model shows
+    #[arg(long, default_value_t = 10, requires = "model")]
+    show: usize,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum StartChoice {
+    /// From the rules' choice and a few at random
+    Rules,
+    /// From the poorest configuration alone, to see that the search works
+    Poor,
+}
+
+#[derive(Serialize)]
+struct Line {
+    problem: String,
+    rules: String,
+    best: String,
+    milliseconds: [f64; 2],
+    speedup: f64,
+    noise: f64,
+    better: bool,
+    generations: usize,
+    seen: usize,
+    measured: usize,
+    seconds: f64,
+    effects: Vec<Effect>,
+}
+
+pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
+    let problems = match &arguments.set {
+        Some(name) => ProblemSet::find(name)?.problems,
+        None => arguments.problem.clone(),
+    };
+    if arguments.model {
+        return model(arguments, &problems);
+    }
+    let gpu = Gpu::open(0).map_err(|error| {
+        format!(
+            "there is no GPU to tune for: {error}; `--model` ranks configurations by the cost \
+             model alone"
+        )
+    })?;
+    let output = arguments.output.clone().or_else(TuningFile::location);
+    let output = output.ok_or("there is no place for the result: give --output")?;
+    let mut log = match &arguments.log {
+        Some(path) => Log::open(path)?,
+        None => Log::new(),
+    };
+    let chip = gpu.chip();
+    let (mut lines, mut entries) = (Vec::new(), Vec::new());
+    let budget = Duration::from_secs(arguments.seconds) / problems.len().max(1) as u32;
+    for problem in &problems {
+        let rules = choose(&chip, problem)?.configuration;
+        let name = text(problem);
+        let plan = Plan {
+            start: match arguments.start {
+                StartChoice::Rules => Start::Rules,
+                StartChoice::Poor => Start::Poor,
+            },
+            budget,
+            seed: arguments.seed,
+            ..Plan::default()
+        };
+        let mut meter = GpuMeter::new(&gpu, problem, arguments.seed)?;
+        let bar = Bar::new("tuning");
+        let mut told = |text: &str| bar.note(text);
+        let found = search(&name, rules, &plan, &mut meter, &mut log, &mut told)?;
+        drop(bar);
+        if found.better {
+            entries.push(entry(&found, problem, &chip)?);
+        }
+        let its: Vec<_> = log.records().iter().filter(|it| it.problem == name).cloned().collect();
+        lines.push(Line::new(name, &rules, &found, effects(&its)));
+    }
+    let kept = entries.len();
+    if kept > 0 {
+        save(&output, &gpu, entries)?;
+    }
+    if arguments.json {
+        return Answer::json(&lines, true);
+    }
+    let mut answer = describe(&lines);
+    answer += &match kept {
+        0 => "nothing is better than the rules by more than noise: no file is written\n".to_owned(),
+        kept => format!("{kept} entries written to {}\n", output.display()),
+    };
+    Ok(Answer { text: answer, passed: true })
+}
+
+impl Line {
+    fn new(problem: String, rules: &kernels::Forward, found: &Found, effects: Vec<Effect>) -> Self {
+        Line {
+            problem,
+            rules: rules.name(),
+            best: found.best.configuration(rules).name(),
+            milliseconds: found.milliseconds,
+            speedup: found.speedup,
+            noise: found.noise,
+            better: found.better,
+            generations: found.generations,
+            seen: found.seen,
+            measured: found.measured,
+            seconds: found.seconds,
+            effects,
+        }
+    }
+}
+
+fn describe(lines: &[Line]) -> String {
+    let plain = |text: String| (terminal::PLAIN, text);
+    let rows: Vec<_> = lines
+        .iter()
+        .map(|line| {
+            let (style, verdict) = match (line.better, line.speedup.ln() < -line.noise) {
+                (true, _) => (terminal::GOOD, "better"),
+                (false, true) => (terminal::BAD, "worse"),
+                (false, false) => (terminal::PLAIN, "as good"),
+            };
+            vec![
+                plain(line.problem.clone()),
+                plain(format!("{:.3}", line.speedup)),
+                plain(format!("{:.1} %", 100.0 * line.noise)),
+                (style, verdict.to_owned()),
+                plain(format!("{} of {}", line.measured, line.seen)),
+                plain(format!("{:.0} s", line.seconds)),
+                plain(line.best.clone()),
+            ]
+        })
+        .collect();
+    let heading =
+        ["problem", "of the rules' speed", "noise", "verdict", "measured", "time", "best found"];
+    let mut text = terminal::table(&heading, &rows);
+    for line in lines {
+        text += &format!("\n{}\n", terminal::paint(terminal::HEADING, &line.problem));
+        let shown: Vec<_> = line.effects.iter().filter(|it| it.pairs > 1).take(8).collect();
+        let rows: Vec<_> = shown
+            .into_iter()
+            .map(|effect| {
+                let [from, to] = effect.change;
+                let [least, most] = effect.range.map(|it| 100.0 * (it - 1.0));
+                vec![
+                    plain(format!("{}: {from} to {to}", effect.gene.name())),
+                    plain(format!("{:+.1} %", 100.0 * (effect.speedup - 1.0))),
+                    plain(format!("{least:+.1} to {most:+.1} %")),
+                    plain(effect.pairs.to_string()),
+                ]
+            })
+            .collect();
+        text += &terminal::table(&["what helped", "speed", "range", "pairs"], &rows);
+    }
+    text
+}
+
+#[derive(Serialize)]
+struct Ranked {
+    problem: String,
+    possible: usize,
+    of: usize,
+    best: Vec<Prediction>,
+}
+
+#[derive(Serialize)]
+struct Prediction {
+    configuration: String,
+    milliseconds: f64,
+    chosen_by_rules: bool,
+}
+
+/// The cost model's ranking, for an H200 or the GPU that is here.
+fn model(arguments: &Arguments, problems: &[Problem]) -> Result<Answer, Box<dyn Error>> {
+    let info = cuda::DeviceInfo::query(0).ok();
+    let chip = info.as_ref().map_or(Chip::H200, Chip::of);
+    let clock = info.map_or(1980.0, |info| f64::from(info.clock_kilohertz) / 1e3);
+    let mut all = Vec::new();
+    for problem in problems {
+        let rules = choose(&chip, problem)?.configuration;
+        let genomes = Genome::all();
+        let forwards: Vec<_> = (genomes.iter().map(|it| it.configuration(&rules)))
+            .filter(|forward| possible(forward).is_ok())
+            .collect();
+        let bar = Bar::new("simulating");
+        bar.begin(forwards.len() as u64);
+        // What a block costs does not depend on buffers and stages: each is counted once.
+        let mut costs = std::collections::HashMap::new();
+        let mut best = Vec::new();
+        for forward in &forwards {
+            let plain = Genome::of(forward).with(Gene::Stages, 2).with(Gene::QueryBuffers, 1);
+            let cost = match costs.get(&plain) {
+                Some(cost) => *cost,
+                None => *costs.entry(plain).or_insert(BlockCost::count(forward)?),
+            };
+            let milliseconds = predict(forward, &cost, problem, &chip, clock)?;
+            let chosen_by_rules = *forward == rules;
+            best.push(Prediction { configuration: forward.name(), milliseconds, chosen_by_rules });
+            bar.advance(1);
+        }
+        best.sort_by(|a, b| a.milliseconds.total_cmp(&b.milliseconds));
+        best.truncate(arguments.show);
+        let (possible, of) = (forwards.len(), genomes.len());
+        all.push(Ranked { problem: text(problem), possible, of, best });
+    }
+    if arguments.json {
+        return Answer::json(&all, true);
+    }
+    let mut answer = String::new();
+    for ranked in &all {
+        let Ranked { problem, possible, of, best } = ranked;
+        answer += &format!("{}\n", terminal::paint(terminal::HEADING, problem));
+        answer += &format!("{possible} of {of} configurations are possible; by the model:\n");
+        let rows: Vec<_> = best
+            .iter()
+            .map(|it| {
+                let chosen = if it.chosen_by_rules { "the rules' choice" } else { "" };
+                vec![
+                    (terminal::PLAIN, it.configuration.clone()),
+                    (terminal::PLAIN, format!("{:.4}", it.milliseconds)),
+                    (terminal::NAME, chosen.to_owned()),
+                ]
+            })
+            .collect();
+        answer += &terminal::table(&["configuration", "ms", ""], &rows);
+    }
+    Ok(Answer { text: answer, passed: true })
+}

@@ -1,0 +1,215 @@
+//! Who takes part: kernels of ours by name, and peers.
+
+use std::fmt;
+
+use flashcore::backend::gpu as kernels_of_gpu;
+use flashcore::gpu::{Chip, Gpu, LaunchDescription};
+use flashcore::{Mask, Plan, Preference, Problem};
+use kernels::{Shipped, shipped};
+use ptx::Target;
+
+use crate::Error;
+use crate::subject::Source;
+
+/// Someone to be measured, under a name.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Candidate {
+    /// The name in tables.
+    pub name: String,
+    /// Who it is.
+    pub who: Who,
+}
+
+/// What is measured.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Who {
+    /// Whatever our planner chooses for a problem.
+    Planned,
+    /// Our kernel with ordinary arithmetic.
+    Scalar,
+    /// One configuration of ours; it has no part in problems that it does not serve.
+    Kernel(Shipped),
+    /// Somebody else's.
+    Peer(Peer),
+}
+
+/// Other people's attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Peer {
+    /// NVIDIA's library, through PyTorch.
+    CuDnn,
+    /// FlashAttention-2, as PyTorch has it.
+    FlashAttention2,
+    /// FlashAttention-3, from the wheel `fa3-fwd`.
+    FlashAttention3,
+    /// Memory-efficient attention, as PyTorch has it.
+    Efficient,
+    /// PyTorch's FlexAttention, compiled.
+    Flex,
+    /// JAX's kernel in Mosaic GPU.
+    Jax,
+}
+
+impl Peer {
+    /// Every peer.
+    pub const ALL: [Peer; 6] = [
+        Peer::CuDnn,
+        Peer::FlashAttention2,
+        Peer::FlashAttention3,
+        Peer::Efficient,
+        Peer::Flex,
+        Peer::Jax,
+    ];
+
+    /// Its name in commands and tables.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Peer::CuDnn => "cudnn",
+            Peer::FlashAttention2 => "fa2",
+            Peer::FlashAttention3 => "fa3",
+            Peer::Efficient => "efficient",
+            Peer::Flex => "flex",
+            Peer::Jax => "jax",
+        }
+    }
+
+    /// What it is.
+    pub const fn about(self) -> &'static str {
+        match self {
+            Peer::CuDnn => "cuDNN through PyTorch's scaled_dot_product_attention",
+            Peer::FlashAttention2 => {
+                "FlashAttention-2 through PyTorch's scaled_dot_product_attention"
+            }
+            Peer::FlashAttention3 => "FlashAttention-3, the wheel fa3-fwd",
+            Peer::Efficient => "memory-efficient attention through PyTorch",
+            Peer::Flex => "PyTorch's FlexAttention, compiled",
+            Peer::Jax => "JAX's attention in Mosaic GPU, host clock",
+        }
+    }
+}
+
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl Candidate {
+    /// The candidate of a name: `flashcore`, `scalar`, a configuration, a peer; with `label=` in
+    /// front it goes by another name.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let (label, name) = match text.split_once('=') {
+            Some((label, name)) => (label.trim(), name.trim()),
+            None => (text.trim(), text.trim()),
+        };
+        let who = match name {
+            "flashcore" => Who::Planned,
+            "scalar" => Who::Scalar,
+            _ => match Peer::ALL.into_iter().find(|peer| peer.name() == name) {
+                Some(peer) => Who::Peer(peer),
+                None => Who::Kernel(configuration(name)?),
+            },
+        };
+        Ok(Candidate { name: label.to_owned(), who })
+    }
+
+    /// The peer, if it is one.
+    pub fn peer(&self) -> Option<Peer> {
+        match self.who {
+            Who::Peer(peer) => Some(peer),
+            _ => None,
+        }
+    }
+
+    /// What it is, in a few words.
+    pub fn about(&self) -> String {
+        match &self.who {
+            Who::Planned => "what FlashCore's planner chooses".to_owned(),
+            Who::Scalar => "FlashCore's kernel with ordinary arithmetic".to_owned(),
+            Who::Kernel(kernel) => kernel.name(),
+            Who::Peer(peer) => peer.about().to_owned(),
+        }
+    }
+
+    /// The kernel of ours that runs for a problem, or why it has no part in it.
+    pub fn kernel(&self, problem: &Problem, chip: &Chip) -> Result<Shipped, String> {
+        let named = |kernel: &str| {
+            kernels_of_gpu::configuration(chip, problem, kernel)
+                .ok_or_else(|| format!("no configuration of `{kernel}` serves it"))
+        };
+        match &self.who {
+            Who::Planned => {
+                let preference = Preference { backend: Some("gpu".to_owned()), kernel: None };
+                let plan = Plan::on_chip(chip, problem, &preference);
+                named(&plan.map_err(|error| error.to_string())?.chosen.kernel)
+            }
+            Who::Scalar => named("scalar"),
+            Who::Kernel(kernel) if serves(kernel, problem) => Ok(*kernel),
+            Who::Kernel(_) => Err("it is for another element, head dim or mask".to_owned()),
+            Who::Peer(peer) => Err(format!("{peer} is not ours")),
+        }
+    }
+}
+
+impl Source for Candidate {
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+
+    fn launch(&self, gpu: &Gpu, problem: &Problem) -> Result<(String, LaunchDescription), Error> {
+        let chip = gpu.chip();
+        let kernel = self.kernel(problem, &chip).map_err(Error::Impossible)?;
+        let description = LaunchDescription::of(&kernel, problem, &chip)?;
+        Ok((ptx::print(&kernel.program()?), description))
+    }
+}
+
+/// Whether a configuration is for a problem's element, dims and mask.
+pub fn serves(kernel: &Shipped, problem: &Problem) -> bool {
+    let dims = (problem.head_dim as u32, problem.value_head_dim as u32);
+    let wanted = (problem.dtype.element(), dims, problem.mask == Mask::Causal);
+    match kernel {
+        Shipped::Forward(it) => (it.element, (it.head_dim, it.value_head_dim), it.causal) == wanted,
+        Shipped::Scalar(it) => (it.element, (it.head_dim, it.value_head_dim), it.causal) == wanted,
+        _ => false,
+    }
+}
+
+/// The configuration of a name: a shipped one, or any that the tuner could try.
+pub fn configuration(name: &str) -> Result<Shipped, String> {
+    let shipped = shipped(Target::SM_90A).into_iter().find(|it| it.name() == name);
+    let found = shipped.or_else(|| crate::tune::space::find(name).map(Shipped::Forward));
+    found.ok_or_else(|| {
+        let peers = Peer::ALL.map(Peer::name).join(", ");
+        format!(
+            "there is no candidate `{name}`; there are flashcore, scalar, configurations as \
+             `flashcore inspect --all` lists them, and the peers {peers}"
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_mean_what_they_say() {
+        assert_eq!(Candidate::parse("flashcore").unwrap().who, Who::Planned);
+        assert_eq!(Candidate::parse("fa3").unwrap().peer(), Some(Peer::FlashAttention3));
+        let labelled = Candidate::parse("again=flashcore").unwrap();
+        assert_eq!((labelled.name.as_str(), labelled.who), ("again", Who::Planned));
+        let message = Candidate::parse("fa4").unwrap_err();
+        assert!(message.contains("no candidate `fa4`") && message.contains("cudnn"), "{message}");
+    }
+
+    #[test]
+    fn a_configuration_serves_its_own_problems() {
+        let problem: Problem = "b=1,h=16,s=4096,d=128,bf16".parse().unwrap();
+        let planned = Candidate::parse("flashcore").unwrap();
+        let kernel = planned.kernel(&problem, &Chip::H200).unwrap();
+        let named = Candidate::parse(&kernel.name()).unwrap();
+        assert_eq!(named.kernel(&problem, &Chip::H200), Ok(kernel));
+        let causal: Problem = "b=1,h=16,s=4096,d=128,bf16,causal".parse().unwrap();
+        assert!(named.kernel(&causal, &Chip::H200).unwrap_err().contains("another element"));
+    }
+}

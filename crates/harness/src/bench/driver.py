@@ -1,0 +1,314 @@
+"""Measures attention of several kinds in alternation, in one process on one GPU.
+
+    python3 driver.py JOB.json
+
+`flashcore bench` writes the job and reads what is printed here: one JSON object on each line. FlashCore's
+own kernels come as cubins with a description of their launch; nothing about them is known here.
+"""
+import ctypes, json, math, os, random, sys, time
+
+import torch
+import torch.nn.functional as F
+
+cu = ctypes.CDLL("libcuda.so.1")
+DEVICE = "cuda"
+WARM_UP = 2
+# Cycles that the GPU waits while the host puts a call and the marks around it on the stream.
+HEAD_START = 200_000
+
+
+def say(**what):
+    print(json.dumps(what), flush=True)
+
+
+def check(code, what):
+    if code:
+        raise RuntimeError(f"{what} failed: CUDA error {code}")
+
+
+class Kernel:
+    """A kernel of FlashCore, bound to tensors."""
+    functions = {}
+
+    def __init__(self, job, tensors):
+        launch = job["launch"]
+        if launch["cluster"] != 1:
+            raise RuntimeError("kernels in clusters are not launched from here")
+        key = (job["cubin"], launch["entry"])
+        if key not in Kernel.functions:
+            module, function = ctypes.c_void_p(), ctypes.c_void_p()
+            cubin = open(job["cubin"], "rb").read()
+            check(cu.cuModuleLoadData(ctypes.byref(module), cubin), "cuModuleLoadData")
+            check(cu.cuModuleGetFunction(ctypes.byref(function), module, launch["entry"].encode()), "cuModuleGetFunction")
+            check(cu.cuFuncSetAttribute(function, 8, launch["shared_bytes"]), "cuFuncSetAttribute")
+            Kernel.functions[key] = function
+        self.function, self.launch = Kernel.functions[key], launch
+        self.alive = [self.argument(argument, tensors) for argument in launch["arguments"]]
+        self.pointers = (ctypes.c_void_p * len(self.alive))(*[address for _, address in self.alive])
+
+    def argument(self, argument, tensors):
+        """What must stay alive, and the address of the argument."""
+        kind = argument["kind"]
+        if kind == "tensor_map":
+            return tensor_map(tensors[argument["tensor"]], argument["extent"], argument["swizzle"])
+        if kind == "words":
+            words = torch.tensor(argument["values"] or [0], dtype=torch.int64, device=DEVICE).to(torch.uint32)
+            value = ctypes.c_uint64(words.data_ptr())
+            return (words, value), ctypes.addressof(value)
+        if kind == "address":
+            value = ctypes.c_uint64(tensors[argument["tensor"]].data_ptr())
+        else:
+            value = {"u32": ctypes.c_uint32, "u64": ctypes.c_uint64, "f32": ctypes.c_float}[kind](argument["value"])
+        return value, ctypes.addressof(value)
+
+    def __call__(self):
+        launch = self.launch
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        check(cu.cuLaunchKernel(self.function, *launch["grid"], launch["threads"], 1, 1,
+                                launch["shared_bytes"], stream, self.pointers, None), "cuLaunchKernel")
+
+
+def tensor_map(tensor, extent, swizzle):
+    """A tensor map over (dim, length, heads, batch) of a (batch, length, heads, dim) tensor."""
+    raw = (ctypes.c_byte * 256)()
+    address = (ctypes.addressof(raw) + 127) // 128 * 128
+    batch, length, heads, dim = tensor.shape
+    size = tensor.element_size()
+    dimensions = (ctypes.c_uint64 * 4)(dim, length, heads, batch)
+    strides = (ctypes.c_uint64 * 3)(heads * dim * size, dim * size, length * heads * dim * size)
+    box, ones = (ctypes.c_uint32 * 4)(*extent), (ctypes.c_uint32 * 4)(1, 1, 1, 1)
+    kind = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}[tensor.dtype]
+    mode = {0: 0, 32: 1, 64: 2, 128: 3}[swizzle]
+    check(cu.cuTensorMapEncodeTiled(ctypes.c_void_p(address), kind, 4, ctypes.c_void_p(tensor.data_ptr()),
+                                    dimensions, strides, box, ones, 0, mode, 3, 0), "cuTensorMapEncodeTiled")
+    return (raw, tensor), address
+
+
+# ---- peers: each makes a call for a problem, or raises with the reason why it cannot -----------------
+
+
+def sdpa(backend):
+    def make(q, k, v, problem):
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        qt, kt, vt = [x.transpose(1, 2) for x in (q, k, v)]
+        which, grouped = getattr(SDPBackend, backend), q.shape[2] != k.shape[2]
+        if problem["causal"] and q.shape[1] != k.shape[1]:
+            raise RuntimeError("PyTorch's causal mask is aligned to the first key, not to the last")
+
+        def call():
+            with sdpa_kernel(which):
+                return F.scaled_dot_product_attention(qt, kt, vt, is_causal=problem["causal"], scale=problem["scale"], enable_gqa=grouped)
+        return call, lambda out: (out.transpose(1, 2), None)
+    return make
+
+
+def fa3(q, k, v, problem):
+    if q.dtype != torch.bfloat16:
+        raise RuntimeError("the wheel has bf16 alone")
+    sys.path.insert(0, os.environ.get("FA3", "fa3"))
+    import fa3_fwd_interface as interface
+
+    def call():
+        return interface.flash_attn_func(q, k, v, softmax_scale=problem["scale"], causal=problem["causal"])
+    return call, lambda out: (out[0] if isinstance(out, tuple) else out, None)
+
+
+def flex(q, k, v, problem):
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    qt, kt, vt = [x.transpose(1, 2) for x in (q, k, v)]
+    offset = k.shape[1] - q.shape[1]
+    mask = None
+    if problem["causal"]:
+        mask = create_block_mask(lambda b, h, i, j: i + offset >= j, None, None, q.shape[1], k.shape[1], device=DEVICE)
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def call():
+        return compiled(qt, kt, vt, block_mask=mask, scale=problem["scale"], enable_gqa=q.shape[2] != k.shape[2])
+    return call, lambda out: (out.transpose(1, 2), None)
+
+
+def mosaic(q, k, v, problem):
+    import jax
+    from jax.experimental.pallas.ops.gpu import attention_mgpu
+    if not math.isclose(problem["scale"], 1.0 / math.sqrt(q.shape[-1]), rel_tol=1e-6):
+        raise RuntimeError("its scale is fixed")
+    config = attention_mgpu.TuningConfig(block_q=64, block_kv=128 if q.shape[-1] <= 128 else 64, max_concurrent_steps=2,
+                                         use_schedule_barrier=True, causal=problem["causal"])
+    arrays = [jax.dlpack.from_dlpack(x) for x in (q, k, v)]
+
+    def call():
+        return jax.block_until_ready(attention_mgpu.attention(*arrays, config))
+    call.host_clock = True
+    return call, lambda out: (torch.from_dlpack(out), None)
+
+
+PEERS = {"cudnn": sdpa("CUDNN_ATTENTION"), "fa2": sdpa("FLASH_ATTENTION"), "efficient": sdpa("EFFICIENT_ATTENTION"),
+         "fa3": fa3, "flex": flex, "jax": mosaic}
+
+
+# ---- what is right --------------------------------------------------------------------------------------
+
+
+class Truth:
+    """f64 attention of some rows of the first and the last head, and the plain algorithm in low precision."""
+
+    def __init__(self, q, k, v, problem):
+        self.rows = torch.randint(0, q.shape[1], (64,), device=DEVICE)
+        self.exact, self.lse, self.baseline = [], [], []
+        group = q.shape[2] // k.shape[2]
+        for b, h in ((0, 0), (q.shape[0] - 1, q.shape[2] - 1)):
+            keys, values = k[b, :, h // group].double(), v[b, :, h // group].double()
+            scores = (q[b, self.rows, h].double() @ keys.T) * problem["scale"]
+            if problem["causal"]:
+                limit = self.rows[:, None] + k.shape[1] - q.shape[1]
+                scores.masked_fill_(torch.arange(k.shape[1], device=DEVICE)[None] > limit, float("-inf"))
+            lse = scores.logsumexp(-1)
+            self.lse.append(lse)
+            self.exact.append(torch.where(lse[:, None] == float("-inf"), 0.0, (scores - lse[:, None]).exp()) @ values)
+            low = scores.to(q.dtype).float().softmax(-1).nan_to_num(0.0).to(q.dtype)
+            self.baseline.append((low.float() @ values.float()).to(q.dtype).double())
+        difference = max((a - b).abs().max().item() for a, b in zip(self.exact, self.baseline))
+        largest = max(a.abs().max().item() for a in self.exact)
+        self.tolerance = 2 * difference + torch.finfo(q.dtype).eps * largest
+
+    def judge(self, out, lse):
+        """The largest error, and whether all is right."""
+        ends = [(0, 0), (-1, -1)]
+        error = max((out[b, self.rows, h].double() - exact).abs().max().item() for (b, h), exact in zip(ends, self.exact))
+        right = error <= self.tolerance and bool(torch.isfinite(out).all())
+        if lse is not None:
+            for (b, h), exact in zip(ends, self.lse):
+                found = lse[b, h, self.rows].double()
+                off = torch.where(found == exact, 0.0, (found - exact).abs()).max().item()
+                right = right and off <= 2.0 ** -16 * max(1.0, exact[torch.isfinite(exact)].abs().max().item())
+        return error, right
+
+
+# ---- measuring ------------------------------------------------------------------------------------------
+
+
+class Sampler:
+    """Takes samples of one candidate."""
+
+    def __init__(self, call, poison, calls):
+        self.call, self.poison, self.calls, self.graph = call, poison, calls, None
+        if calls > 1:
+            side = torch.cuda.Stream()
+            with torch.cuda.stream(side):
+                call(), call()
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                for _ in range(calls):
+                    self.out = call()
+
+    def run(self):
+        if self.graph is None:
+            return self.call()
+        self.graph.replay()
+        return self.out
+
+    def sample(self, flush, cold):
+        """Two marks around a call, or milliseconds; and what the call gave."""
+        self.poison()
+        if cold:
+            flush.zero_()
+        else:
+            self.run()
+        if getattr(self.call, "host_clock", False):
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            out = self.run()
+            return (time.perf_counter() - begun) * 1e3, out
+        torch.cuda._sleep(HEAD_START)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        out = self.run()
+        end.record()
+        return (start, end), out
+
+    def milliseconds(self, mark):
+        elapsed = mark if isinstance(mark, float) else mark[0].elapsed_time(mark[1])
+        return elapsed / self.calls
+
+
+def cell(job, index, flush, chance):
+    problem = job["cells"][index]["problem"]
+    dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[problem["dtype"]]
+    shape = [problem["batch"], problem["query_length"], problem["heads"], problem["head_dim"]]
+    keys = [problem["batch"], problem["key_length"], problem["kv_heads"], problem["head_dim"]]
+    q, k = torch.randn(shape, device=DEVICE, dtype=dtype), torch.randn(keys, device=DEVICE, dtype=dtype)
+    v = torch.randn([*keys[:3], problem["value_head_dim"]], device=DEVICE, dtype=dtype)
+    samplers, results, refused = {}, {}, {}
+    for ours in job["cells"][index]["ours"]:
+        out = torch.empty([*shape[:3], problem["value_head_dim"]], device=DEVICE, dtype=dtype)
+        lse = torch.empty([shape[0], shape[2], shape[1]], device=DEVICE, dtype=torch.float32)
+        kernel = Kernel(ours, dict(query=q, key=k, value=v, output=out, lse=lse))
+
+        def poison(out=out, lse=lse):
+            out.fill_(float("nan")), lse.fill_(float("nan"))
+        samplers[ours["name"]] = Sampler(kernel, poison, job["calls"])
+        results[ours["name"]] = lambda _, out=out, lse=lse: (out, lse)
+    for name, peer in job["peers"].items():
+        try:
+            call, results[name] = PEERS[peer](q, k, v, problem)
+            call()
+            torch.cuda.synchronize()
+            samplers[name] = Sampler(call, lambda: None, job["calls"])
+        except Exception as error:
+            refused[name] = (str(error).strip() or repr(error)).splitlines()[0]
+    names = [name for name in job["order"] if name in samplers]
+    for cache in job["caches"]:
+        marks = {name: [] for name in names}
+        checked, judged = WARM_UP + chance.randrange(job["rounds"]), {}
+        for turn in range(WARM_UP + job["rounds"]):
+            for tensor in (q, k, v):
+                tensor.normal_()
+            for name in names if turn % 2 else names[::-1]:
+                mark, out = samplers[name].sample(flush, cache == "cold")
+                if turn >= WARM_UP:
+                    marks[name].append(mark)
+                if turn == checked:
+                    torch.cuda.synchronize()
+                    if not judged:
+                        truth = Truth(q, k, v, problem)
+                    error, right = truth.judge(*results[name](out))
+                    judged[name] = dict(error=error if math.isfinite(error) else None, tolerance=truth.tolerance, right=right)
+                del out
+        torch.cuda.synchronize()
+        times = {name: [samplers[name].milliseconds(mark) for mark in marks[name]] for name in names}
+        say(event="cell", index=index, cache=cache, milliseconds=times, judged=judged, refused=refused)
+
+
+def versions():
+    found = {"python": sys.version.split()[0], "torch": torch.__version__, "CUDA of torch": str(torch.version.cuda)}
+    try:
+        found["cuDNN"] = str(torch.backends.cudnn.version())
+    except Exception:
+        pass
+    for package in ("fa3-fwd", "jax"):
+        try:
+            from importlib.metadata import version
+            found[package] = version(package)
+        except Exception:
+            pass
+    return found
+
+
+def main():
+    job = json.load(open(sys.argv[1]))
+    torch.manual_seed(job["seed"])
+    torch.zeros(1, device=DEVICE)  # makes the context that cubins are loaded into
+    say(event="begin", versions=versions())
+    flush = torch.empty(job["flush_bytes"], dtype=torch.int8, device=DEVICE)
+    chance = random.Random(job["seed"])
+    for index in range(len(job["cells"])):
+        try:
+            cell(job, index, flush, chance)
+        except Exception as error:
+            say(event="failed", index=index, reason=(str(error).strip() or repr(error)).splitlines()[0])
+    say(event="end")
+
+
+if __name__ == "__main__":
+    main()

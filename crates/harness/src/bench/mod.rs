@@ -1,0 +1,118 @@
+//! Candidates measured against each other, in one process on one GPU.
+//!
+//! Rounds: in each, every candidate makes one call between two events on the stream, after a
+//! flush of the second-level cache (or after the same call, for hot caches); the order is reversed
+//! from round to round; inputs have fresh contents in every round. The output of every candidate
+//! is compared with f64 in a round chosen at random.
+//!
+//! Kernels of ours alone are measured by this process ([`ours`](self)). Peers live in Python:
+//! then one Python process measures everybody, ours from their cubins, and streams what it finds.
+
+mod candidate;
+mod contents;
+mod ours;
+mod peers;
+
+pub use candidate::{Candidate, Peer, Who, configuration, serves};
+pub use contents::Pool;
+pub use ours::Arena;
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use flashcore::gpu::Gpu;
+
+use crate::Error;
+use crate::problems::ProblemSet;
+use crate::provenance::Provenance;
+use crate::report::{Cache, CandidateNote, Cell, Method, Results};
+
+/// What to measure and how.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// The problems.
+    pub set: ProblemSet,
+    /// The candidates; the first that is ours is compared with the peers.
+    pub candidates: Vec<Candidate>,
+    /// Samples of each.
+    pub rounds: usize,
+    /// States of the caches to measure, apart.
+    pub caches: Vec<Cache>,
+    /// Calls of a sample: more than one are captured in a graph.
+    pub calls: usize,
+    /// Chooses contents and the calls that are validated.
+    pub seed: u64,
+    /// The Python that has the peers.
+    pub python: PathBuf,
+}
+
+/// Is told how far a measurement has come.
+pub trait Observer {
+    /// So many problems are ahead.
+    fn begin(&mut self, cells: usize);
+    /// Something worth knowing.
+    fn note(&mut self, text: &str);
+    /// A problem is done.
+    fn cell(&mut self, results: &Results, cell: &Cell);
+}
+
+/// Measures.
+pub fn run(options: &Options, observer: &mut dyn Observer) -> Result<Results, Error> {
+    check(options)?;
+    let begun = Instant::now();
+    let has_peers = options.candidates.iter().any(|it| it.peer().is_some());
+    let gpu = Gpu::open(0).map_err(|error| {
+        Error::Impossible(format!(
+            "there is no GPU to measure on: {error}; `--plan` says what would be measured, `bench \
+             compare` and `bench report` need none"
+        ))
+    })?;
+    let mut provenance = Provenance::of_this_process();
+    provenance.note_conditions("before");
+    let note = |it: &Candidate| CandidateNote {
+        name: it.name.clone(),
+        peer: it.peer().is_some(),
+        about: it.about(),
+    };
+    let mut results = Results {
+        form: Results::FORM,
+        provenance,
+        method: Method {
+            set: options.set.name.clone(),
+            rounds: options.rounds,
+            calls: options.calls,
+            process: "flashcore".to_owned(),
+            seconds: 0.0,
+        },
+        candidates: options.candidates.iter().map(note).collect(),
+        cells: Vec::new(),
+    };
+    observer.begin(options.set.problems.len());
+    if has_peers {
+        peers::run(gpu, options, &mut results, observer)?;
+    } else {
+        ours::run(&gpu, options, &mut results, observer)?;
+    }
+    results.provenance.note_conditions("after");
+    results.method.seconds = begun.elapsed().as_secs_f64();
+    Ok(results)
+}
+
+fn check(options: &Options) -> Result<(), Error> {
+    let refuse = |text: &str| Err(Error::Impossible(text.to_owned()));
+    if options.candidates.is_empty() {
+        return refuse("there is nobody to measure");
+    }
+    if options.rounds < 2 || options.calls == 0 {
+        return refuse("two rounds of one call are the least: one sample says nothing about noise");
+    }
+    for (index, one) in options.candidates.iter().enumerate() {
+        if options.candidates[..index].iter().any(|other| other.name == one.name) {
+            let name = &one.name;
+            return refuse(&format!(
+                "two candidates are called `{name}`: give one another name, as in again={name}"
+            ));
+        }
+    }
+    Ok(())
+}

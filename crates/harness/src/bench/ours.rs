@@ -1,0 +1,266 @@
+//! Kernels of ours, measured by this process.
+
+use cuda::{Buffer, Event, ExecutableGraph, Stream};
+use flashcore::gpu::forward::fingerprint;
+use flashcore::gpu::{Gpu, TensorRole};
+use flashcore::{Problem, Verdict};
+
+use super::{Candidate, Observer, Options, Pool};
+use crate::Error;
+use crate::report::{Cache, Cell, Measurement, Results};
+use crate::statistics::Random;
+use crate::subject::{Addresses, Launcher, Source, flush_bytes};
+use crate::verify::{POISON, Truth, inputs};
+
+/// Rounds before those that count.
+const WARM_UP: usize = 2;
+
+pub(super) fn run(
+    gpu: &Gpu,
+    options: &Options,
+    results: &mut Results,
+    observer: &mut dyn Observer,
+) -> Result<(), Error> {
+    let mut random = Random::new(options.seed);
+    let mut pool: Option<Pool> = None;
+    for problem in &options.set.problems {
+        let kept = pool.take().filter(|pool| pool.dtype() == problem.dtype);
+        let filled = kept.map_or_else(|| Pool::new(gpu, problem.dtype, options.seed), Ok)?;
+        let mut arena = Arena::new(gpu, problem, filled)?;
+        let cell = measure(gpu, options, problem, &mut arena, &mut random)?;
+        observer.cell(results, &cell);
+        results.cells.push(cell);
+        pool = Some(arena.pool);
+    }
+    Ok(())
+}
+
+/// A candidate on a problem.
+#[derive(Debug)]
+struct Contestant {
+    launcher: Launcher,
+    graph: Option<ExecutableGraph>,
+    output: Buffer,
+    lse: Buffer,
+    addresses: Addresses,
+    marks: [Event; 2],
+}
+
+impl Contestant {
+    fn new(
+        gpu: &Gpu,
+        calls: usize,
+        candidate: &Candidate,
+        problem: &Problem,
+        inputs: &[Buffer; 3],
+    ) -> Result<(Self, String, String), Error> {
+        let (ptx, description) = candidate.launch(gpu, problem)?;
+        let kernel = description.entry.clone();
+        let mut launcher = Launcher::new(gpu, &ptx, description, problem)?;
+        let output = Buffer::new(gpu.device(), bytes(TensorRole::Output, problem)?)?;
+        let lse = Buffer::new(gpu.device(), bytes(TensorRole::Lse, problem)?)?;
+        let [query, key, value] = inputs.each_ref().map(Buffer::address);
+        let addresses = [query, key, value, output.address(), lse.address()];
+        let graph = match calls {
+            1 => None,
+            calls => {
+                let graph = gpu.stream().capture(|stream| {
+                    (0..calls).try_for_each(|_| launcher.launch(stream, &addresses))
+                })?;
+                Some(graph.instantiate()?)
+            }
+        };
+        let marks = [Event::new(gpu.device())?, Event::new(gpu.device())?];
+        let contestant = Contestant { launcher, graph, output, lse, addresses, marks };
+        Ok((contestant, kernel, fingerprint(&ptx)))
+    }
+
+    fn call(&mut self, stream: &Stream) -> Result<(), Error> {
+        match &mut self.graph {
+            Some(graph) => Ok(graph.launch(stream)?),
+            None => self.launcher.launch(stream, &self.addresses),
+        }
+    }
+
+    /// One sample, in milliseconds of a call.
+    fn sample(
+        &mut self,
+        stream: &Stream,
+        cache: Cache,
+        flush: &Buffer,
+        calls: usize,
+    ) -> Result<f64, Error> {
+        stream.fill(self.output.all(), POISON)?;
+        stream.fill(self.lse.all(), POISON)?;
+        // Either keeps the GPU busy while the host puts the marks around the call.
+        match cache {
+            Cache::Cold => stream.fill(flush.all(), 0)?,
+            Cache::Hot => self.call(stream)?,
+        }
+        self.marks[0].record(stream)?;
+        self.call(stream)?;
+        self.marks[1].record(stream)?;
+        self.marks[1].synchronize()?;
+        Ok(self.marks[1].milliseconds_since(&self.marks[0])? / calls as f64)
+    }
+}
+
+fn bytes(role: TensorRole, problem: &Problem) -> Result<u64, Error> {
+    let bytes = role.bytes(problem).filter(|bytes| *bytes > 0);
+    let refused = || Error::Impossible(format!("a tensor of {problem} is empty or endless"));
+    Ok(bytes.ok_or_else(refused)? as u64)
+}
+
+/// The inputs of a problem on the device, and what changes and flushes them.
+#[derive(Debug)]
+pub struct Arena {
+    inputs: [Buffer; 3],
+    flush: Buffer,
+    pool: Pool,
+}
+
+/// A round whose outputs are compared with the truth, and the seed of the rows that are.
+type Checked = Option<(usize, u64)>;
+
+/// What one candidate's rounds came to: samples, and whether the output was right.
+type Rounds = (Vec<f64>, Option<Result<Verdict, String>>);
+
+impl Arena {
+    /// For a problem of the pool's element type.
+    pub fn new(gpu: &Gpu, problem: &Problem, pool: Pool) -> Result<Self, Error> {
+        let new = |role| -> Result<Buffer, Error> {
+            Ok(Buffer::new(gpu.device(), bytes(role, problem)?)?)
+        };
+        Ok(Arena {
+            inputs: [new(TensorRole::Query)?, new(TensorRole::Key)?, new(TensorRole::Value)?],
+            flush: Buffer::new(gpu.device(), flush_bytes(gpu))?,
+            pool,
+        })
+    }
+
+    /// Milliseconds of candidates, all of which must serve the problem, round by round.
+    pub fn time(
+        &mut self,
+        gpu: &Gpu,
+        problem: &Problem,
+        candidates: &[Candidate],
+        rounds: usize,
+    ) -> Result<Vec<Vec<f64>>, Error> {
+        let mut contestants = Vec::new();
+        for candidate in candidates {
+            contestants.push(Contestant::new(gpu, 1, candidate, problem, &self.inputs)?.0);
+        }
+        let mut all: Vec<&mut Contestant> = contestants.iter_mut().collect();
+        let times = self.rounds(gpu, problem, &mut all, Cache::Cold, 1, rounds, None)?;
+        Ok(times.into_iter().map(|(samples, _)| samples).collect())
+    }
+
+    /// An error if a candidate's output is wrong.
+    pub fn validate(
+        &mut self,
+        gpu: &Gpu,
+        problem: &Problem,
+        candidate: &Candidate,
+        seed: u64,
+    ) -> Result<(), Error> {
+        let (mut contestant, ..) = Contestant::new(gpu, 1, candidate, problem, &self.inputs)?;
+        let checked = Some((0, seed));
+        let all = &mut [&mut contestant];
+        let mut rounds = self.rounds(gpu, problem, all, Cache::Cold, 1, 1, checked)?;
+        match rounds.pop().and_then(|(_, verdict)| verdict) {
+            Some(Err(wrong)) => Err(Error::Impossible(format!("{}: {wrong}", candidate.name))),
+            _ => Ok(()),
+        }
+    }
+
+    /// The rounds of a measurement, after those that warm up.
+    #[allow(clippy::too_many_arguments)]
+    fn rounds(
+        &mut self,
+        gpu: &Gpu,
+        problem: &Problem,
+        contestants: &mut [&mut Contestant],
+        cache: Cache,
+        calls: usize,
+        rounds: usize,
+        checked: Checked,
+    ) -> Result<Vec<Rounds>, Error> {
+        let count = contestants.len();
+        let mut results: Vec<Rounds> = vec![(Vec::new(), None); count];
+        for round in 0..WARM_UP + rounds {
+            for tensor in &self.inputs {
+                self.pool.fill(gpu, tensor.all())?;
+            }
+            for place in 0..count {
+                let index = if round % 2 == 0 { place } else { count - 1 - place };
+                let time = contestants[index].sample(gpu.stream(), cache, &self.flush, calls)?;
+                if round >= WARM_UP {
+                    results[index].0.push(time);
+                }
+            }
+            if let Some((checked, seed)) = checked
+                && round == WARM_UP + checked
+            {
+                let read = |buffer: &Buffer| gpu.stream().download_vec::<u8>(buffer.all());
+                let [query, key, value] = self.inputs.each_ref().map(read);
+                let (query, key, value) = (query?, key?, value?);
+                let host = inputs(problem, [&query, &key, &value])?;
+                let truth = Truth::of(problem, &host, seed)?;
+                for ((_, verdict), contestant) in results.iter_mut().zip(contestants.iter()) {
+                    let judged = truth.judge(&read(&contestant.output)?, &read(&contestant.lse)?);
+                    *verdict = Some(judged.map_err(|wrong| wrong.to_string()));
+                }
+            }
+        }
+        Ok(results)
+    }
+}
+
+fn measure(
+    gpu: &Gpu,
+    options: &Options,
+    problem: &Problem,
+    arena: &mut Arena,
+    random: &mut Random,
+) -> Result<Cell, Error> {
+    let mut cell = Cell::new(problem);
+    let mut contestants = Vec::new();
+    for candidate in &options.candidates {
+        match Contestant::new(gpu, options.calls, candidate, problem, &arena.inputs) {
+            Ok((contestant, kernel, ptx)) => {
+                contestants.push((candidate.name.as_str(), contestant, kernel, ptx));
+            }
+            Err(Error::Impossible(reason)) => {
+                let mut refused = Measurement::new(&candidate.name, options.caches[0], Vec::new());
+                refused.note = Some(reason);
+                cell.measurements.push(refused);
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    for &cache in &options.caches {
+        let checked = Some((random.below(options.rounds), random.bits()));
+        let mut all: Vec<&mut Contestant> =
+            contestants.iter_mut().map(|(_, contestant, ..)| contestant).collect();
+        let (calls, rounds) = (options.calls, options.rounds);
+        let found = arena.rounds(gpu, problem, &mut all, cache, calls, rounds, checked)?;
+        for ((name, _, kernel, ptx), (samples, verdict)) in contestants.iter().zip(found) {
+            let mut measurement = Measurement::new(name, cache, samples);
+            measurement.kernel = Some(kernel.clone());
+            measurement.ptx = Some(ptx.clone());
+            match verdict {
+                Some(Ok(verdict)) => {
+                    measurement.right = Some(true);
+                    measurement.error = Some([verdict.output.max_error, verdict.output.tolerance]);
+                }
+                Some(Err(wrong)) => {
+                    measurement.right = Some(false);
+                    measurement.note = Some(wrong);
+                }
+                None => {}
+            }
+            cell.measurements.push(measurement);
+        }
+    }
+    Ok(cell)
+}

@@ -1,0 +1,371 @@
+//! Peers, and ours beside them, measured by one Python process.
+//!
+//! The process gets a job: cubins of ours with their launches, names of peers, problems. It prints
+//! one JSON object on each line, which become cells as they come.
+
+use std::collections::{BTreeMap, HashMap};
+use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+use cuda::OptimizationLevel;
+use flashcore::Problem;
+use flashcore::gpu::forward::fingerprint;
+use flashcore::gpu::{Chip, Gpu, LaunchDescription};
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use super::{Candidate, Observer, Options};
+use crate::Error;
+use crate::report::{Cache, Cell, Measurement, Results};
+use crate::subject::flush_bytes;
+
+/// What the process runs.
+const DRIVER: &str = include_str!("driver.py");
+
+#[derive(Serialize)]
+struct Job<'a> {
+    rounds: usize,
+    calls: usize,
+    caches: &'a [Cache],
+    seed: u64,
+    flush_bytes: u64,
+    /// Names in tables and the peers they mean.
+    peers: BTreeMap<&'a str, &'static str>,
+    /// Everyone, in the order of the first round.
+    order: Vec<&'a str>,
+    cells: Vec<CellJob>,
+}
+
+#[derive(Serialize)]
+struct CellJob {
+    problem: ProblemJob,
+    ours: Vec<OursJob>,
+}
+
+#[derive(Serialize)]
+struct ProblemJob {
+    batch: usize,
+    heads: usize,
+    kv_heads: usize,
+    query_length: usize,
+    key_length: usize,
+    head_dim: usize,
+    value_head_dim: usize,
+    dtype: String,
+    causal: bool,
+    scale: f32,
+}
+
+#[derive(Serialize)]
+struct OursJob {
+    name: String,
+    cubin: String,
+    launch: LaunchDescription,
+    #[serde(skip)]
+    ptx: String,
+}
+
+/// What the process says.
+#[derive(Deserialize)]
+#[serde(tag = "event", rename_all = "lowercase")]
+enum Event {
+    Begin {
+        versions: BTreeMap<String, String>,
+    },
+    Cell {
+        index: usize,
+        cache: Cache,
+        milliseconds: HashMap<String, Vec<f64>>,
+        judged: HashMap<String, Judged>,
+        refused: HashMap<String, String>,
+    },
+    Failed {
+        index: usize,
+        reason: String,
+    },
+    End,
+}
+
+#[derive(Deserialize)]
+struct Judged {
+    /// Absent where a value is not a number.
+    error: Option<f64>,
+    tolerance: f64,
+    right: bool,
+}
+
+/// Takes the GPU, to give it up before the other process needs its memory.
+pub(super) fn run(
+    gpu: Gpu,
+    options: &Options,
+    results: &mut Results,
+    observer: &mut dyn Observer,
+) -> Result<(), Error> {
+    let folder = tempfile::tempdir().map_err(Error::io("cannot make a temporary folder"))?;
+    let (cells, refusals) = compile(&gpu, options, folder.path())?;
+    let names = |it: &'_ Candidate| Some((it.name.clone(), it.peer()?.name()));
+    let peers: Vec<(String, &'static str)> = options.candidates.iter().filter_map(names).collect();
+    let job = Job {
+        rounds: options.rounds,
+        calls: options.calls,
+        caches: &options.caches,
+        seed: options.seed,
+        flush_bytes: flush_bytes(&gpu),
+        peers: peers.iter().map(|(name, peer)| (name.as_str(), *peer)).collect(),
+        order: options.candidates.iter().map(|it| it.name.as_str()).collect(),
+        cells,
+    };
+    drop(gpu);
+    let write = |name: &str, text: &str| -> Result<std::path::PathBuf, Error> {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).map_err(Error::io("cannot write to a temporary folder"))?;
+        Ok(path)
+    };
+    let driver = write("driver.py", DRIVER)?;
+    let text = serde_json::to_string(&job).map_err(|error| Error::Malformed {
+        what: "the job".to_owned(),
+        reason: error.to_string(),
+    })?;
+    let job_file = write("job.json", &text)?;
+    let mut process = Process::start(&options.python, &driver, &job_file)?;
+    results.method.process = format!("{} with PyTorch", options.python.display());
+    let mut cells: Vec<Cell> = options.set.problems.iter().map(Cell::new).collect();
+    let mut missing = options.caches.len();
+    while let Some(event) = process.next()? {
+        match event {
+            Event::Begin { versions } => results.provenance.versions.extend(versions),
+            Event::Cell { index, cache, milliseconds, judged, refused } => {
+                let Some(cell) = cells.get_mut(index) else { continue };
+                take(cell, options, cache, milliseconds, &judged, &refused);
+                label(cell, cache, &job.cells[index].ours, &refusals[index]);
+                missing -= 1;
+                if missing == 0 {
+                    missing = options.caches.len();
+                    observer.cell(results, cell);
+                    results.cells.push(cell.clone());
+                }
+            }
+            Event::Failed { index, reason } => {
+                let problem = options.set.problems.get(index);
+                let problem = problem.map(ToString::to_string).unwrap_or_default();
+                observer.note(&format!("{problem}: {reason}"));
+                missing = options.caches.len();
+            }
+            Event::End => return process.end(),
+        }
+    }
+    Err(process.failure())
+}
+
+/// Who of ours has no part in a problem, and why.
+type Refusals = HashMap<String, String>;
+
+/// Compiles what runs for every problem, on all cores, and writes the cubins. Beside the jobs,
+/// for each problem: who of ours has no part in it, and why.
+fn compile(
+    gpu: &Gpu,
+    options: &Options,
+    folder: &Path,
+) -> Result<(Vec<CellJob>, Vec<Refusals>), Error> {
+    let chip = gpu.chip();
+    let ours: Vec<&Candidate> =
+        options.candidates.iter().filter(|it| it.peer().is_none()).collect();
+    let mut texts: BTreeMap<String, String> = BTreeMap::new();
+    let (mut cells, mut refusals) = (Vec::new(), Vec::new());
+    for problem in &options.set.problems {
+        let mut cell = CellJob { problem: ProblemJob::of(problem), ours: Vec::new() };
+        let mut refused = HashMap::new();
+        for candidate in &ours {
+            match describe(candidate, problem, &chip, folder) {
+                Ok((job, text)) => {
+                    texts.insert(job.cubin.clone(), text);
+                    cell.ours.push(job);
+                }
+                Err(reason) => {
+                    refused.insert(candidate.name.clone(), reason);
+                }
+            }
+        }
+        cells.push(cell);
+        refusals.push(refused);
+    }
+    let compile = |(path, text): (&String, &String)| -> Result<(), Error> {
+        let level = OptimizationLevel::default();
+        let cubin = gpu.device().compile_cached(text, level, gpu.cache())?;
+        std::fs::write(path, &cubin.bytes).map_err(Error::io("cannot write to a temporary folder"))
+    };
+    texts.par_iter().map(compile).collect::<Result<(), _>>()?;
+    Ok((cells, refusals))
+}
+
+fn describe(
+    candidate: &Candidate,
+    problem: &Problem,
+    chip: &Chip,
+    folder: &Path,
+) -> Result<(OursJob, String), String> {
+    let kernel = candidate.kernel(problem, chip)?;
+    let launch =
+        LaunchDescription::of(&kernel, problem, chip).map_err(|error| error.to_string())?;
+    let text = ptx::print(&kernel.program().map_err(|error| error.to_string())?);
+    let cubin = folder.join(format!("{}.cubin", kernel.name())).display().to_string();
+    let job = OursJob { name: candidate.name.clone(), cubin, launch, ptx: fingerprint(&text) };
+    Ok((job, text))
+}
+
+impl ProblemJob {
+    fn of(problem: &Problem) -> Self {
+        ProblemJob {
+            batch: problem.batch,
+            heads: problem.query_heads,
+            kv_heads: problem.kv_heads,
+            query_length: problem.query_length,
+            key_length: problem.key_length,
+            head_dim: problem.head_dim,
+            value_head_dim: problem.value_head_dim,
+            dtype: problem.dtype.to_string(),
+            causal: problem.mask == flashcore::Mask::Causal,
+            scale: problem.scale(),
+        }
+    }
+}
+
+/// Turns what the process said of a problem into measurements.
+fn take(
+    cell: &mut Cell,
+    options: &Options,
+    cache: Cache,
+    mut milliseconds: HashMap<String, Vec<f64>>,
+    judged: &HashMap<String, Judged>,
+    refused: &HashMap<String, String>,
+) {
+    for candidate in &options.candidates {
+        let samples = milliseconds.remove(&candidate.name).unwrap_or_default();
+        let mut measurement = Measurement::new(&candidate.name, cache, samples);
+        if let Some(judged) = judged.get(&candidate.name) {
+            measurement.right = Some(judged.right);
+            measurement.error = judged.error.map(|error| [error, judged.tolerance]);
+        }
+        measurement.note = refused.get(&candidate.name).cloned();
+        cell.measurements.push(measurement);
+    }
+}
+
+/// Names the kernels of ours.
+fn label(cell: &mut Cell, cache: Cache, ours: &[OursJob], refused: &HashMap<String, String>) {
+    for measurement in cell.measurements.iter_mut().filter(|it| it.cache == cache) {
+        if let Some(job) = ours.iter().find(|job| job.name == measurement.candidate) {
+            measurement.kernel = Some(job.launch.entry.clone());
+            measurement.ptx = Some(job.ptx.clone());
+        }
+        if let Some(reason) = refused.get(&measurement.candidate) {
+            measurement.note = Some(reason.clone());
+        }
+    }
+}
+
+/// The Python process.
+struct Process {
+    child: Child,
+    lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
+    errors: Option<std::thread::JoinHandle<String>>,
+}
+
+impl Process {
+    fn start(python: &Path, driver: &Path, job: &Path) -> Result<Self, Error> {
+        let mut command = Command::new(python);
+        command.arg(driver).arg(job).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let name = python.display();
+        let mut child = command.spawn().map_err(Error::io(format!("cannot run {name}")))?;
+        let output = child.stdout.take().expect("piped");
+        let mut errors = child.stderr.take().expect("piped");
+        let errors = std::thread::spawn(move || {
+            let mut text = String::new();
+            // What cannot be read is not worth an error of its own.
+            let _ = errors.read_to_string(&mut text);
+            text
+        });
+        Ok(Process { child, lines: BufReader::new(output).lines(), errors: Some(errors) })
+    }
+
+    /// The next thing it says; nothing when it has ended. Lines that are no JSON are libraries'.
+    fn next(&mut self) -> Result<Option<Event>, Error> {
+        for line in self.lines.by_ref() {
+            let line = line.map_err(Error::io("cannot read from Python"))?;
+            if !line.starts_with('{') {
+                continue;
+            }
+            let event = serde_json::from_str(&line).map_err(|error| Error::Malformed {
+                what: "an answer of the Python process".to_owned(),
+                reason: format!("{error} in {line}"),
+            })?;
+            return Ok(Some(event));
+        }
+        Ok(None)
+    }
+
+    fn end(mut self) -> Result<(), Error> {
+        // It said that it was done: how it leaves does not matter any more.
+        let _ = self.child.wait();
+        Ok(())
+    }
+
+    fn failure(mut self) -> Error {
+        let status = self.child.wait();
+        let errors = self.errors.take().and_then(|it| it.join().ok()).unwrap_or_default();
+        let last = errors.lines().rev().find(|line| !line.trim().is_empty());
+        let last = last.unwrap_or("it said nothing").to_owned();
+        let status = status.map(|status| status.to_string()).unwrap_or_default();
+        Error::Impossible(format!("the peers' Python process failed ({status}): {last}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_python_says_becomes_measurements() {
+        let line = r#"{"event": "cell", "index": 0, "cache": "cold",
+            "milliseconds": {"flashcore": [1.0, 1.1], "cudnn": [1.3, 1.3]},
+            "judged": {"cudnn": {"error": 0.001, "tolerance": 0.01, "right": true}},
+            "refused": {"fa3": "No module named 'fa3_fwd_interface'"}}"#;
+        let event = serde_json::from_str(line).unwrap();
+        let Event::Cell { cache, milliseconds, judged, refused, .. } = event else { panic!() };
+        let options = Options {
+            set: crate::problems::ProblemSet::find("small").unwrap(),
+            candidates: ["flashcore", "cudnn", "fa3"]
+                .map(|name| Candidate::parse(name).unwrap())
+                .to_vec(),
+            rounds: 2,
+            caches: vec![Cache::Cold],
+            calls: 1,
+            seed: 0,
+            python: "python3".into(),
+        };
+        let mut cell = Cell::new(&options.set.problems[0]);
+        take(&mut cell, &options, cache, milliseconds, &judged, &refused);
+        assert_eq!(cell.measurements.len(), 3);
+        assert_eq!(cell.find("cudnn", Cache::Cold).unwrap().right, Some(true));
+        assert!(cell.find("fa3", Cache::Cold).is_none());
+        assert!(cell.measurements[2].note.as_ref().unwrap().contains("fa3_fwd_interface"));
+    }
+
+    /// A process that dies is an error with its last words.
+    #[test]
+    fn the_last_words_of_a_process_are_told() {
+        let folder = tempfile::tempdir().unwrap();
+        let script = folder.path().join("script");
+        std::fs::write(&script, "echo '{\"event\": \"end\"}'; echo no torch here >&2; exit 3")
+            .unwrap();
+        let mut process = Process::start(Path::new("sh"), &script, &script).unwrap();
+        assert!(matches!(process.next().unwrap(), Some(Event::End)));
+        assert!(process.next().unwrap().is_none());
+        let message = process.failure().to_string();
+        assert!(
+            message.contains("exit status: 3") && message.ends_with("no torch here"),
+            "{message}"
+        );
+    }
+}

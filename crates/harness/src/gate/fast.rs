@@ -1,0 +1,219 @@
+//! Is it fast enough, by a clock that is not the kernel's?
+//!
+//! Every timed call is one logical call on contents that have never been there before, into
+//! poisoned memory, between marks that the gate puts; every output is looked at, and one, chosen
+//! at random, is judged whole. Then the same contents again, and zeros, and ones: a kernel that
+//! is much faster there did not do the work.
+
+use std::time::Instant;
+
+use flashcore::{InputTensors, Problem};
+
+use super::correct::{Contract, Room, bytes_of, judge};
+use super::{Broken, Outcome, Rule, failed};
+use crate::statistics::{Difference, Random, median};
+use crate::subject::Subject;
+use crate::verify::{POISON, inputs};
+
+/// What is fast enough.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Pace {
+    /// The problem that is timed.
+    pub problem: Problem,
+    /// Samples of each.
+    pub rounds: usize,
+    /// The least speed, as a share of the baseline's.
+    pub at_least: f64,
+    /// What the hardware can do, in TFLOP/s, where it is known.
+    pub peak_tflops: Option<f64>,
+}
+
+/// A call on contents that were there before may be this much faster: caches are flushed, so
+/// there is no honest reason to be faster at all.
+const SEEN: f64 = 0.7;
+/// A call on zeros or ones may be this much faster: quiet wires save power, and power is clock.
+const CONSTANT: f64 = 0.6;
+/// Milliseconds for which the device may be busy when a call is over by its marks, besides the
+/// call's own time: copies of the results are still under way.
+const BUSY: f64 = 20.0;
+
+/// Times a kernel against a baseline, in alternation.
+pub fn fast(
+    subject: &mut dyn Subject,
+    baseline: &mut dyn Subject,
+    contract: &Contract,
+    pace: &Pace,
+    salt: u64,
+) -> Outcome {
+    time(subject, baseline, contract, pace, salt).into()
+}
+
+/// One of the two, ready to be timed.
+struct Runner<'a> {
+    subject: &'a mut dyn Subject,
+    room: Room,
+}
+
+impl<'a> Runner<'a> {
+    fn new(subject: &'a mut dyn Subject, problem: &Problem) -> Result<Self, Broken> {
+        subject.prepare(problem).map_err(failed)?;
+        let room = Room::new(subject, problem).map_err(failed)?;
+        Ok(Runner { subject, room })
+    }
+
+    /// Milliseconds of one call, on new contents if there are some, and what it wrote.
+    fn sample(
+        &mut self,
+        problem: &Problem,
+        contents: Option<[&[u8]; 3]>,
+    ) -> Result<(f64, [Vec<u8>; 2]), Broken> {
+        let Runner { subject, room } = self;
+        if let Some(contents) = contents {
+            room.write(*subject, contents).map_err(failed)?;
+        }
+        room.poison(*subject).map_err(failed)?;
+        subject.settle().map_err(failed)?;
+        subject.flush().map_err(failed)?;
+        subject.mark(0).map_err(failed)?;
+        subject.call(&room.tensors).map_err(failed)?;
+        subject.mark(1).map_err(failed)?;
+        room.shadow(*subject).map_err(failed)?;
+        let milliseconds = subject.elapsed().map_err(failed)?;
+        let over = Instant::now();
+        subject.settle().map_err(failed)?;
+        let busy = over.elapsed().as_secs_f64() * 1e3;
+        let results = room.results(*subject, problem)?;
+        if busy > BUSY + milliseconds {
+            return Err((
+                Rule::Outlives,
+                format!(
+                    "{busy:.0} ms of work after a call that took {milliseconds:.3} ms by its marks"
+                ),
+            ));
+        }
+        let element = problem.dtype.bytes();
+        let unwritten = |bytes: &[u8]| {
+            let poison = |element: &&[u8]| element.iter().all(|byte| *byte == POISON);
+            bytes.chunks_exact(element).filter(poison).count()
+        };
+        let holes = unwritten(&results[0]);
+        if holes > 0 {
+            let of = results[0].len() / element;
+            let reason = format!("a timed call left {holes} of {of} values unwritten");
+            return Err((Rule::Unwritten, reason));
+        }
+        Ok((milliseconds, results))
+    }
+}
+
+fn time(
+    subject: &mut dyn Subject,
+    baseline: &mut dyn Subject,
+    contract: &Contract,
+    pace: &Pace,
+    salt: u64,
+) -> Result<String, Broken> {
+    let problem = &pace.problem;
+    let other = baseline.name();
+    let mut random = Random::new(salt);
+    let library = |error: flashcore::Error| failed(error.into());
+    let base = InputTensors::random(problem, salt).map_err(library)?;
+    let mut runner = Runner::new(subject, problem)?;
+    let mut rival = Runner::new(baseline, problem)?;
+    let (mut own, mut others) = (Vec::new(), Vec::new());
+    let rounds = pace.rounds.max(3);
+    let judged = random.below(rounds);
+    let warm_up = 1;
+    for round in 0..warm_up + rounds {
+        let contents = turned(&base, problem.dtype.bytes(), &mut random);
+        let views = contents.each_ref().map(Vec::as_slice);
+        let mut results = None;
+        for place in 0..2 {
+            let is_subject = (place + round) % 2 == 0;
+            let who = if is_subject { &mut runner } else { &mut rival };
+            let sampled = who.sample(problem, Some(views));
+            let (milliseconds, written) = match (sampled, is_subject) {
+                (Ok(sampled), _) => sampled,
+                (Err(broken), true) => return Err(broken),
+                (Err((_, reason)), false) => {
+                    return Err((Rule::Failed, format!("the baseline {other} itself: {reason}")));
+                }
+            };
+            if round >= warm_up {
+                if is_subject { &mut own } else { &mut others }.push(milliseconds);
+            }
+            if is_subject {
+                results = Some(written);
+            }
+        }
+        if round == warm_up + judged
+            && let Some(results) = results
+        {
+            let tensors = inputs(problem, views).map_err(failed)?;
+            judge(contract, problem, &tensors, &results, salt, None)?;
+        }
+    }
+    let usual = median(&own);
+    if let Some(peak) = pace.peak_tflops {
+        let speed = problem.visible_flops() / usual / 1e9;
+        if speed > peak {
+            let reason = format!("{speed:.0} TFLOP/s, and the hardware has {peak:.0}");
+            return Err((Rule::AboveRoofline, reason));
+        }
+    }
+    let mut median_on = |contents: Option<[&[u8]; 3]>| -> Result<f64, Broken> {
+        let mut samples = Vec::new();
+        for index in 0..4 {
+            let (milliseconds, _) = runner.sample(problem, contents)?;
+            // The first sees the contents; those after it have seen them.
+            if index > 0 {
+                samples.push(milliseconds);
+            }
+        }
+        Ok(median(&samples))
+    };
+    let seen = median_on(None)?;
+    if seen < SEEN * usual {
+        let reason =
+            format!("{seen:.4} ms on contents that it has seen, {usual:.4} ms on new ones");
+        return Err((Rule::RemembersContents, reason));
+    }
+    for value in [0.0, 1.0] {
+        let constant = |shape| {
+            let layout = flashcore::Layout::contiguous(shape)?;
+            flashcore::Tensor::filled(problem.dtype, layout, value)
+        };
+        let shapes = [problem.query_shape(), problem.key_shape(), problem.value_shape()];
+        let [query, key, value_tensor] = shapes.map(constant);
+        let wrap =
+            |result: Result<_, flashcore::TensorError>| result.map_err(|e| library(e.into()));
+        let tensors =
+            InputTensors { query: wrap(query)?, key: wrap(key)?, value: wrap(value_tensor)? };
+        let time = median_on(Some(bytes_of(&tensors)))?;
+        if time < CONSTANT * usual {
+            let reason = format!("{time:.4} ms where all inputs are {value}, else {usual:.4} ms");
+            return Err((Rule::SkipsConstants, reason));
+        }
+    }
+    let Difference { ratio, noise } = Difference::between(&own, &others);
+    let text = format!(
+        "{ratio:.3} times the speed of {other}, within {:.1} %: {:.0} TFLOP/s on {problem}",
+        100.0 * noise,
+        problem.flops() / usual / 1e9
+    );
+    if ratio < pace.at_least && (pace.at_least / ratio).ln() > noise {
+        return Err((Rule::Slow, format!("{text}; {:.3} is asked", pace.at_least)));
+    }
+    Ok(text)
+}
+
+/// The same numbers from another place on: contents that were never there, without drawing each
+/// number anew.
+fn turned(base: &InputTensors, element: usize, random: &mut Random) -> [Vec<u8>; 3] {
+    bytes_of(base).map(|bytes| {
+        let mut turned = bytes.to_vec();
+        let elements = bytes.len() / element;
+        turned.rotate_left(element * random.below(elements));
+        turned
+    })
+}

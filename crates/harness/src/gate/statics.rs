@@ -1,0 +1,120 @@
+//! The steps that need no GPU.
+
+use cuda::toolkit::{self, Options as AssemblerOptions, Toolkit};
+use kernels::Shipped;
+use ptx::{Program, Target};
+use sim::scene::{Scene, schedules};
+use sim::{Counts, Measure, Mode, Options, Policy};
+
+use super::{Outcome, Rule};
+
+/// A kernel in our language.
+#[derive(Debug, Clone)]
+pub struct Own {
+    /// Which kernel it is, or says it is.
+    pub kernel: Shipped,
+    /// What it is made of.
+    pub program: Program,
+}
+
+impl Own {
+    /// A configuration as it is built.
+    pub fn new(kernel: Shipped) -> Result<Self, kernels::Error> {
+        Ok(Own { kernel, program: kernel.program()? })
+    }
+}
+
+/// Is the program in order?
+pub fn validate(own: &Own) -> Outcome {
+    let limit = own.program.target.shared_memory_limit();
+    let bytes = own.program.shared_bytes();
+    if bytes > limit {
+        return too_much_shared(bytes, limit);
+    }
+    match ptx::validate(&own.program) {
+        Ok(()) => Outcome::accept(format!(
+            "{} instructions, {bytes} of {limit} bytes of shared memory",
+            own.program.instruction_count()
+        )),
+        Err(invalid) => Outcome::reject(Rule::Invalid, invalid.to_string()),
+    }
+}
+
+pub(super) fn too_much_shared(bytes: u32, limit: u32) -> Outcome {
+    let reason = format!("a block asks for {bytes} bytes of shared memory, and may have {limit}");
+    Outcome::reject(Rule::SharedMemory, reason)
+}
+
+/// What does it cost? The newest `ptxas` is asked.
+pub fn assemble(text: &str) -> Outcome {
+    let toolkit = Toolkit::find();
+    let ptxas = match toolkit.assemblers.iter().max_by_key(|ptxas| ptxas.version) {
+        Some(ptxas) => ptxas,
+        None => return Outcome::skip("there is no ptxas here (`cargo xtask tools` brings it)"),
+    };
+    let version = ptxas.version;
+    match ptxas.assemble(text, &AssemblerOptions::default()) {
+        Ok(assembled) => {
+            let faults = assembled.faults();
+            if faults.is_empty() {
+                let registers = assembled.registers;
+                return Outcome::accept(format!(
+                    "{registers} registers, no spill, no stack frame, no note (ptxas {version})"
+                ));
+            }
+            Outcome::reject(Rule::SlowCode, format!("{} (ptxas {version})", faults.join("; ")))
+        }
+        Err(toolkit::Error::Failed { log, .. }) => {
+            let first = log.lines().find(|line| !line.trim().is_empty()).unwrap_or_default();
+            Outcome::reject(Rule::Refused, format!("ptxas {version}: {first}"))
+        }
+        Err(error) => Outcome::skip(error.to_string()),
+    }
+}
+
+/// Conflicts that a wavefront of shared memory may have in the mean: one. Whole tiles go through
+/// swizzles and have none; what is left are single values in odd places.
+const CONFLICTS_PER_WAVEFRONT: f64 = 0.5;
+
+/// Is it right under every schedule, and does it use shared memory well?
+pub fn simulate(own: &Own, seeds: u64) -> Outcome {
+    if own.program.target != Target::SM_90A && !matches!(own.kernel, Shipped::Scalar(_)) {
+        return Outcome::skip(format!("nothing is known to do for {}", own.program.target));
+    }
+    let scene = match Scene::small(&own.kernel) {
+        Ok(scene) => Scene { program: own.program.clone(), ..scene },
+        Err(error) => return Outcome::reject(Rule::Invalid, error.to_string()),
+    };
+    let schedules = schedules(&Policy::HOSTILE, 0..seeds.max(1));
+    let options = Options { mode: Mode::Checked, ..Options::default() };
+    let outcomes = scene.sweep(&schedules, &options, || {});
+    for outcome in &outcomes {
+        let Some(complaint) = outcome.complaint() else { continue };
+        let rule = match &outcome.result {
+            Err(failure) if failure.hazard().is_some() => Rule::Hazard,
+            Err(_) => Rule::Failed,
+            Ok(_) => Rule::Wrong,
+        };
+        let (policy, seed) = (outcome.policy, outcome.seed);
+        return Outcome::reject(rule, format!("policy {policy}, seed {seed}: {complaint}"));
+    }
+    let counts: Vec<&Counts> = outcomes
+        .iter()
+        .filter_map(|it| it.result.as_ref().ok())
+        .map(|(counts, _)| counts)
+        .collect();
+    let most = |measure| counts.iter().map(|counts| counts.get(measure)).max().unwrap_or(0);
+    let conflicts = most(Measure::BankConflicts);
+    let wavefronts = most(Measure::SharedWavefronts);
+    if conflicts as f64 > CONFLICTS_PER_WAVEFRONT * wavefronts as f64 {
+        let reason =
+            format!("{conflicts} bank conflicts in {wavefronts} passes over shared memory");
+        return Outcome::reject(Rule::BankConflicts, reason);
+    }
+    let runs = outcomes.len();
+    Outcome::accept(format!(
+        "right and without hazards under {runs} schedules, {conflicts} bank conflicts in \
+         {wavefronts} passes ({})",
+        scene.size
+    ))
+}

@@ -1,0 +1,181 @@
+//! Sets of problems: by name, or a file with one problem on each line.
+
+use std::path::Path;
+
+use flashcore::{DType, Mask, Problem};
+
+use crate::Error;
+
+/// Problems that are measured together.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ProblemSet {
+    /// Its name, or the file it came from.
+    pub name: String,
+    /// The problems, in the order in which they are shown.
+    pub problems: Vec<Problem>,
+}
+
+/// The named sets and what they are.
+pub const NAMED: [(&str, &str); 7] = [
+    ("paper", "head dims 64, 128, 256, dense and causal, 512 to 16k: 16,384 tokens of 2048"),
+    ("grouped", "64 query and 8 key heads of 128, one sequence of 16k and 32k"),
+    ("small", "a few heads and short sequences, where a launch is all there is"),
+    ("llama", "prompts of Llama 3: 8B and 70B heads, 2k to 32k, causal"),
+    ("gpt-oss", "prompts of gpt-oss: 64 query and 8 key heads of 64, 2k to 32k, causal"),
+    ("diffusion", "image transformers: 24 heads of 128 and 64, 1k to 4k positions, dense"),
+    ("quick", "one length of each head dim and mask of `paper`"),
+];
+
+impl ProblemSet {
+    /// The set of this name; else the file of this name.
+    pub fn find(name: &str) -> Result<Self, Error> {
+        if let Some(problems) = named(name) {
+            return Ok(ProblemSet { name: name.to_owned(), problems });
+        }
+        let path = Path::new(name);
+        if !path.exists() {
+            let names = NAMED.map(|(name, _)| name).join(", ");
+            return Err(Error::Impossible(format!(
+                "there is neither a set nor a file `{name}`; sets are {names}"
+            )));
+        }
+        let text =
+            std::fs::read_to_string(path).map_err(Error::io(format!("cannot read {name}")))?;
+        let mut problems = Vec::new();
+        for (number, line) in text.lines().enumerate() {
+            let line = line.split('#').next().unwrap_or_default().trim();
+            if line.is_empty() {
+                continue;
+            }
+            problems.push(line.parse::<Problem>().map_err(|error| Error::Malformed {
+                what: format!("{name}, line {}", number + 1),
+                reason: error.to_string(),
+            })?);
+        }
+        if problems.is_empty() {
+            let reason = "it has no problems, one on each line".to_owned();
+            return Err(Error::Malformed { what: name.to_owned(), reason });
+        }
+        Ok(ProblemSet { name: name.to_owned(), problems })
+    }
+}
+
+fn named(name: &str) -> Option<Vec<Problem>> {
+    const MASKS: [Mask; 2] = [Mask::None, Mask::Causal];
+    let new =
+        |batch, heads, length, dim| Problem::new(batch, heads, length, dim).with_dtype(DType::BF16);
+    let paper = |lengths: &[usize]| {
+        let mut problems = Vec::new();
+        for dim in [64, 128, 256] {
+            for mask in MASKS {
+                for length in lengths {
+                    problems.push(new(16_384 / length, 2048 / dim, *length, dim).with_mask(mask));
+                }
+            }
+        }
+        problems
+    };
+    let causal = |shapes: &[(usize, usize, usize)], lengths: &[usize]| {
+        let mut problems = Vec::new();
+        for (heads, kv_heads, dim) in shapes {
+            for length in lengths {
+                let problem = new(1, *heads, *length, *dim).with_kv_heads(*kv_heads);
+                problems.push(problem.with_mask(Mask::Causal));
+            }
+        }
+        problems
+    };
+    const LONG: [usize; 3] = [2048, 8192, 32_768];
+    Some(match name {
+        "paper" => paper(&[512, 1024, 2048, 4096, 8192, 16_384]),
+        "quick" => paper(&[4096]),
+        "grouped" => [16_384, 32_768]
+            .into_iter()
+            .flat_map(|length| {
+                MASKS.map(|mask| new(1, 64, length, 128).with_kv_heads(8).with_mask(mask))
+            })
+            .collect(),
+        "small" => [(1, 8, 512, 64), (1, 8, 1024, 64), (1, 32, 512, 128), (4, 16, 2048, 64)]
+            .map(|(batch, heads, length, dim)| new(batch, heads, length, dim))
+            .to_vec(),
+        "llama" => causal(&[(32, 8, 128), (64, 8, 128)], &LONG),
+        "gpt-oss" => causal(&[(64, 8, 64)], &LONG),
+        "diffusion" => [(24, 128), (24, 64)]
+            .into_iter()
+            .flat_map(|(heads, dim)| [1024, 4096].map(|length| new(2, heads, length, dim)))
+            .chain([new(1, 24, 4608, 128)])
+            .collect(),
+        _ => return None,
+    })
+}
+
+/// A problem as its text, which parses again.
+pub fn text(problem: &Problem) -> String {
+    let Problem { batch, query_heads, kv_heads, query_length, key_length, .. } = problem;
+    let mut text = format!("b={batch},h={query_heads}");
+    if kv_heads != query_heads {
+        text += &format!(",hk={kv_heads}");
+    }
+    text += &format!(",s={query_length}");
+    if key_length != query_length {
+        text += &format!(",sk={key_length}");
+    }
+    text += &format!(",d={}", problem.head_dim);
+    if problem.value_head_dim != problem.head_dim {
+        text += &format!(",dv={}", problem.value_head_dim);
+    }
+    text += &format!(",{}", problem.dtype);
+    if problem.mask == Mask::Causal {
+        text += ",causal";
+    }
+    problem.softmax_scale.map_or(text.clone(), |scale| format!("{text},scale={scale}"))
+}
+
+/// Bytes that must cross the memory bus at least once.
+pub fn least_bytes(problem: &Problem) -> f64 {
+    flashcore::gpu::TensorRole::ALL
+        .into_iter()
+        .map(|role| role.bytes(problem).unwrap_or(usize::MAX) as f64)
+        .sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn named_sets_are_valid_and_their_texts_parse() {
+        for (name, _) in NAMED {
+            let set = ProblemSet::find(name).unwrap();
+            assert!(!set.problems.is_empty(), "{name}");
+            for problem in set.problems {
+                problem.validate().unwrap();
+                assert_eq!(text(&problem).parse::<Problem>().unwrap(), problem);
+            }
+        }
+        assert_eq!(ProblemSet::find("paper").unwrap().problems.len(), 36);
+        let odd = "b=2,h=6,hk=2,s=5,sk=7,d=192,dv=128,f16,causal,scale=0.5";
+        assert_eq!(text(&odd.parse().unwrap()), odd);
+    }
+
+    #[test]
+    fn files_have_a_problem_on_each_line() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("own");
+        let find = |text: &str| {
+            std::fs::write(&path, text).unwrap();
+            ProblemSet::find(path.to_str().unwrap())
+        };
+        let set =
+            find("# two\nb=1,h=2,s=64,d=64\n\nb=1,h=2,s=64,d=128,causal # the second\n").unwrap();
+        assert_eq!(set.problems.len(), 2);
+        let message = find("b=1\nnonsense\n").unwrap_err().to_string();
+        assert!(message.contains("line 2: `nonsense` means nothing"), "{message}");
+        assert!(find("# nothing\n").unwrap_err().to_string().contains("it has no problems"));
+        let message = ProblemSet::find("papers").unwrap_err().to_string();
+        assert!(
+            message.contains("neither a set nor a file `papers`; sets are paper,"),
+            "{message}"
+        );
+    }
+}

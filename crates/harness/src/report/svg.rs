@@ -1,0 +1,135 @@
+//! Just enough SVG.
+
+use std::fmt::Write;
+
+/// A drawing, in pixels.
+pub(super) struct Drawing {
+    width: f64,
+    height: f64,
+    body: String,
+}
+
+/// Where a text hangs from its point.
+#[derive(Clone, Copy)]
+pub(super) enum Anchor {
+    Start,
+    Middle,
+    End,
+}
+
+pub(super) const INK: &str = "#1f2328";
+pub(super) const FAINT: &str = "#6b7280";
+pub(super) const GRID: &str = "#e5e7eb";
+
+impl Drawing {
+    pub(super) fn new(width: f64, height: f64) -> Self {
+        Drawing { width, height, body: String::new() }
+    }
+
+    pub(super) fn line(
+        &mut self,
+        [x1, y1]: [f64; 2],
+        [x2, y2]: [f64; 2],
+        colour: &str,
+        width: f64,
+    ) {
+        let _ = writeln!(
+            self.body,
+            r#"<line x1="{x1:.1}" y1="{y1:.1}" x2="{x2:.1}" y2="{y2:.1}" stroke="{colour}" stroke-width="{width}"/>"#
+        );
+    }
+
+    /// A line through points.
+    pub(super) fn path(&mut self, points: &[[f64; 2]], colour: &str, width: f64, dashed: bool) {
+        let points: Vec<String> = points.iter().map(|[x, y]| format!("{x:.1},{y:.1}")).collect();
+        let dash = if dashed { r#" stroke-dasharray="5 4""# } else { "" };
+        let _ = writeln!(
+            self.body,
+            r#"<polyline points="{}" fill="none" stroke="{colour}" stroke-width="{width}" stroke-linejoin="round"{dash}/>"#,
+            points.join(" ")
+        );
+    }
+
+    /// A dot, with what to say about it when pointed at.
+    pub(super) fn dot(&mut self, [x, y]: [f64; 2], radius: f64, colour: &str, title: &str) {
+        let title = escape(title);
+        let _ = writeln!(
+            self.body,
+            r#"<circle cx="{x:.1}" cy="{y:.1}" r="{radius}" fill="{colour}"><title>{title}</title></circle>"#
+        );
+    }
+
+    pub(super) fn rectangle(
+        &mut self,
+        [x, y]: [f64; 2],
+        [width, height]: [f64; 2],
+        colour: &str,
+        title: &str,
+    ) {
+        let title = escape(title);
+        let _ = writeln!(
+            self.body,
+            r#"<rect x="{x:.1}" y="{y:.1}" width="{width:.1}" height="{height:.1}" rx="2" fill="{colour}"><title>{title}</title></rect>"#
+        );
+    }
+
+    pub(super) fn text(
+        &mut self,
+        [x, y]: [f64; 2],
+        anchor: Anchor,
+        size: f64,
+        colour: &str,
+        text: &str,
+    ) {
+        self.write_text([x, y], anchor, size, colour, "normal", text);
+    }
+
+    pub(super) fn heading(&mut self, [x, y]: [f64; 2], size: f64, text: &str) {
+        self.write_text([x, y], Anchor::Start, size, INK, "600", text);
+    }
+
+    fn write_text(
+        &mut self,
+        [x, y]: [f64; 2],
+        anchor: Anchor,
+        size: f64,
+        colour: &str,
+        weight: &str,
+        text: &str,
+    ) {
+        let anchor = match anchor {
+            Anchor::Start => "start",
+            Anchor::Middle => "middle",
+            Anchor::End => "end",
+        };
+        let text = escape(text);
+        let _ = writeln!(
+            self.body,
+            r#"<text x="{x:.1}" y="{y:.1}" text-anchor="{anchor}" font-size="{size}" font-weight="{weight}" fill="{colour}">{text}</text>"#
+        );
+    }
+
+    /// A row of names with their colours.
+    pub(super) fn legend(&mut self, [mut x, y]: [f64; 2], names: &[(String, &str)]) {
+        for (name, colour) in names {
+            self.dot([x, y - 4.0], 5.0, colour, name);
+            self.text([x + 10.0, y], Anchor::Start, 13.0, INK, name);
+            x += 30.0 + 7.4 * name.chars().count() as f64;
+        }
+    }
+
+    pub(super) fn finish(self) -> String {
+        let Drawing { width, height, body } = self;
+        format!(
+            r##"<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0} {height:.0}" width="{width:.0}" height="{height:.0}" font-family="system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif">
+<rect width="100%" height="100%" fill="#ffffff"/>
+{body}</svg>
+"##
+        )
+    }
+}
+
+/// Text that means itself in XML.
+pub(super) fn escape(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+}

@@ -1,0 +1,120 @@
+//! A kernel on a GPU.
+
+use cuda::{Buffer, DeviceAddress, Event};
+use flashcore::Problem;
+use flashcore::gpu::{Gpu, LaunchDescription};
+
+use super::{Addresses, Launcher, Memory, Subject, Tensors};
+use crate::Error;
+
+/// The text of a kernel and how it is launched for a problem.
+pub trait Source {
+    /// The kernel's name.
+    fn name(&self) -> String;
+    /// Its PTX for a problem, and its launch.
+    fn launch(&self, gpu: &Gpu, problem: &Problem) -> Result<(String, LaunchDescription), Error>;
+}
+
+/// A kernel on a GPU.
+pub struct GpuSubject<'a> {
+    gpu: &'a Gpu,
+    source: &'a dyn Source,
+    launcher: Option<Launcher>,
+    memory: Vec<Buffer>,
+    /// Larger than the second-level cache, to take its place.
+    flush: Buffer,
+    marks: [Event; 2],
+}
+
+impl<'a> GpuSubject<'a> {
+    /// Puts a kernel on a GPU.
+    pub fn new(gpu: &'a Gpu, source: &'a dyn Source) -> Result<Self, Error> {
+        let device = gpu.device();
+        Ok(GpuSubject {
+            gpu,
+            source,
+            launcher: None,
+            memory: Vec::new(),
+            flush: Buffer::new(device, flush_bytes(gpu))?,
+            marks: [Event::new(device)?, Event::new(device)?],
+        })
+    }
+
+    fn buffer(&self, memory: Memory) -> Result<&Buffer, Error> {
+        let missing = || Error::Impossible(format!("there is no memory {}", memory.0));
+        self.memory.get(memory.0).ok_or_else(missing)
+    }
+}
+
+/// Four times the second-level cache.
+pub(crate) fn flush_bytes(gpu: &Gpu) -> u64 {
+    4 * gpu.info().l2_bytes.max(16 << 20)
+}
+
+impl Subject for GpuSubject<'_> {
+    fn name(&self) -> String {
+        self.source.name()
+    }
+
+    fn prepare(&mut self, problem: &Problem) -> Result<(), Error> {
+        let (ptx, description) = self.source.launch(self.gpu, problem)?;
+        self.launcher = Some(Launcher::new(self.gpu, &ptx, description, problem)?);
+        Ok(())
+    }
+
+    fn allocate(&mut self, bytes: usize) -> Result<Memory, Error> {
+        self.memory.push(Buffer::new(self.gpu.device(), (bytes as u64).max(16))?);
+        Ok(Memory(self.memory.len() - 1))
+    }
+
+    fn release(&mut self) {
+        self.memory.clear();
+    }
+
+    fn write(&mut self, memory: Memory, offset: usize, bytes: &[u8]) -> Result<(), Error> {
+        let (start, end) = (offset as u64, (offset + bytes.len()) as u64);
+        let to = self.buffer(memory)?.slice(start..end)?;
+        Ok(self.gpu.stream().upload(bytes, to)?)
+    }
+
+    fn fill(&mut self, memory: Memory, byte: u8) -> Result<(), Error> {
+        Ok(self.gpu.stream().fill(self.buffer(memory)?.all(), byte)?)
+    }
+
+    fn copy(&mut self, from: Memory, to: Memory) -> Result<(), Error> {
+        Ok(self.gpu.stream().copy(self.buffer(from)?.all(), self.buffer(to)?.all())?)
+    }
+
+    fn read(&mut self, memory: Memory) -> Result<Vec<u8>, Error> {
+        Ok(self.gpu.stream().download_vec(self.buffer(memory)?.all())?)
+    }
+
+    fn flush(&mut self) -> Result<(), Error> {
+        Ok(self.gpu.stream().fill(self.flush.all(), 0)?)
+    }
+
+    fn mark(&mut self, which: usize) -> Result<(), Error> {
+        Ok(self.marks[which.min(1)].record(self.gpu.stream())?)
+    }
+
+    fn call(&mut self, tensors: &Tensors) -> Result<(), Error> {
+        let mut addresses: Addresses = [DeviceAddress(0); 5];
+        for (address, memory) in addresses.iter_mut().zip(tensors.memory) {
+            *address = self.buffer(memory)?.address().offset(tensors.offset as u64);
+        }
+        let launcher = self.launcher.as_mut();
+        let launcher =
+            launcher.ok_or_else(|| Error::Impossible("no problem was prepared".to_owned()))?;
+        launcher.launch(self.gpu.stream(), &addresses)
+    }
+
+    fn elapsed(&mut self) -> Result<f64, Error> {
+        let [start, end] = &self.marks;
+        end.synchronize()?;
+        Ok(end.milliseconds_since(start)?)
+    }
+
+    fn settle(&mut self) -> Result<(), Error> {
+        Ok(self.gpu.device().synchronize()?)
+    }
+}

@@ -1,0 +1,95 @@
+//! Compiling and measuring configurations on a GPU.
+
+use std::collections::HashMap;
+
+use cuda::OptimizationLevel;
+use cuda::toolkit::Assembled;
+use flashcore::Problem;
+use flashcore::gpu::Gpu;
+use flashcore::gpu::forward::fingerprint;
+use kernels::{Forward, Shipped};
+use rayon::prelude::*;
+
+use super::cost::{BlockCost, predict};
+use super::search::Meter;
+use crate::Error;
+use crate::bench::{Arena, Candidate, Pool, Who};
+use crate::provenance::GpuFound;
+use crate::statistics::Random;
+
+/// Measures configurations for one problem on a GPU.
+pub struct GpuMeter<'a> {
+    gpu: &'a Gpu,
+    problem: Problem,
+    arena: Arena,
+    random: Random,
+    /// What the compiler said of each, by fingerprint: the cache of cubins has no log.
+    known: std::sync::Mutex<HashMap<String, Result<(), String>>>,
+}
+
+impl<'a> GpuMeter<'a> {
+    /// For a problem.
+    pub fn new(gpu: &'a Gpu, problem: &Problem, seed: u64) -> Result<Self, Error> {
+        Ok(GpuMeter {
+            gpu,
+            problem: problem.clone(),
+            arena: Arena::new(gpu, problem, Pool::new(gpu, problem.dtype, seed)?)?,
+            random: Random::new(seed),
+            known: Default::default(),
+        })
+    }
+
+    fn candidates(forwards: &[Forward]) -> Vec<Candidate> {
+        let of = |(index, forward): (usize, &Forward)| Candidate {
+            name: index.to_string(),
+            who: Who::Kernel(Shipped::Forward(*forward)),
+        };
+        forwards.iter().enumerate().map(of).collect()
+    }
+
+    /// Compiles one: its fingerprint, or why it is of no use.
+    fn compile_one(&self, forward: &Forward) -> Result<String, String> {
+        let program = forward.program().map_err(|error| error.to_string())?;
+        let text = ptx::print(&program);
+        let kernel = fingerprint(&text);
+        let lock = || self.known.lock().unwrap_or_else(|poison| poison.into_inner());
+        if let Some(known) = lock().get(&kernel) {
+            return known.clone().map(|()| kernel);
+        }
+        let level = OptimizationLevel::default();
+        let compiled = self.gpu.device().compile_cached(&text, level, self.gpu.cache());
+        let verdict = compiled.map_err(|error| error.to_string()).and_then(|cubin| {
+            let faults = Assembled::from_log(cubin.log).faults();
+            if faults.is_empty() { Ok(()) } else { Err(faults.join("; ")) }
+        });
+        lock().insert(kernel.clone(), verdict.clone());
+        verdict.map(|()| kernel)
+    }
+}
+
+impl Meter for GpuMeter<'_> {
+    fn machine(&self) -> String {
+        let found = GpuFound::of(self.gpu.info());
+        format!("{}, {}", found.name, found.driver)
+    }
+
+    fn predict(&self, forward: &Forward) -> Result<f64, String> {
+        let cost = BlockCost::count(forward)?;
+        let clock = f64::from(self.gpu.info().clock_kilohertz) / 1e3;
+        predict(forward, &cost, &self.problem, &self.gpu.chip(), clock)
+    }
+
+    fn compile(&self, forwards: &[Forward]) -> Vec<Result<String, String>> {
+        forwards.par_iter().map(|forward| self.compile_one(forward)).collect()
+    }
+
+    fn measure(&mut self, forwards: &[Forward], rounds: usize) -> Result<Vec<Vec<f64>>, Error> {
+        let candidates = GpuMeter::candidates(forwards);
+        self.arena.time(self.gpu, &self.problem, &candidates, rounds)
+    }
+
+    fn check(&mut self, forward: &Forward) -> Result<(), Error> {
+        let candidates = GpuMeter::candidates(std::slice::from_ref(forward));
+        self.arena.validate(self.gpu, &self.problem, &candidates[0], self.random.bits())
+    }
+}

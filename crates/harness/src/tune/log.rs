@@ -1,0 +1,159 @@
+//! The log of a search: one line of JSON for each configuration that was looked at. A search
+//! that is begun again with the same log goes on where it was.
+
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::space::Genome;
+use crate::Error;
+
+/// What became of a configuration.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Record {
+    /// The problem, as its text.
+    pub problem: String,
+    /// The GPU and its driver.
+    pub machine: String,
+    /// The configuration.
+    pub genome: Genome,
+    /// The fingerprint of its PTX, where it was built.
+    pub kernel: Option<String>,
+    /// In which generation.
+    pub generation: usize,
+    /// Milliseconds by the cost model.
+    pub predicted: Option<f64>,
+    /// What came of it.
+    pub fate: Fate,
+}
+
+/// How far a configuration came.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "fate", rename_all = "snake_case")]
+pub enum Fate {
+    /// It cannot be built.
+    Impossible {
+        /// Why.
+        reason: String,
+    },
+    /// The cost model gave it up.
+    Hopeless,
+    /// The compiler refused it, or it spills.
+    Discarded {
+        /// Why.
+        reason: String,
+    },
+    /// It was measured.
+    Measured {
+        /// Milliseconds.
+        milliseconds: f64,
+        /// Samples that is the median of.
+        rounds: usize,
+    },
+}
+
+impl Record {
+    /// Milliseconds, if it was measured.
+    pub fn milliseconds(&self) -> Option<f64> {
+        match self.fate {
+            Fate::Measured { milliseconds, .. } => Some(milliseconds),
+            _ => None,
+        }
+    }
+}
+
+/// A log, in memory and perhaps in a file.
+#[derive(Debug, Default)]
+pub struct Log {
+    records: Vec<Record>,
+    file: Option<File>,
+}
+
+impl Log {
+    /// A log in memory alone.
+    pub fn new() -> Self {
+        Log::default()
+    }
+
+    /// A log in a file; what is there already is read. A last line that was cut off in the middle
+    /// is no error.
+    pub fn open(path: &Path) -> Result<Self, Error> {
+        let what = path.display().to_string();
+        let text = match std::fs::read_to_string(path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
+            Err(error) => return Err(Error::io(format!("cannot read {what}"))(error)),
+        };
+        let mut records = Vec::new();
+        let count = text.lines().count();
+        for (number, line) in text.lines().enumerate() {
+            match serde_json::from_str(line) {
+                Ok(record) => records.push(record),
+                Err(_) if number + 1 == count => {}
+                Err(error) => {
+                    let what = format!("{what}, line {}", number + 1);
+                    return Err(Error::Malformed { what, reason: error.to_string() });
+                }
+            }
+        }
+        let open = OpenOptions::new().create(true).append(true).open(path);
+        let mut file = open.map_err(Error::io(format!("cannot write {what}")))?;
+        if !text.is_empty() && !text.ends_with('\n') {
+            file.write_all(b"\n").map_err(Error::io(format!("cannot write {what}")))?;
+        }
+        Ok(Log { records, file: Some(file) })
+    }
+
+    /// Adds a record.
+    pub fn push(&mut self, record: Record) -> Result<(), Error> {
+        if let Some(file) = &mut self.file {
+            let mut line = serde_json::to_string(&record).map_err(|error| Error::Malformed {
+                what: "a record".to_owned(),
+                reason: error.to_string(),
+            })?;
+            line.push('\n');
+            file.write_all(line.as_bytes()).map_err(Error::io("cannot write the log"))?;
+        }
+        self.records.push(record);
+        Ok(())
+    }
+
+    /// Everything, oldest first.
+    pub fn records(&self) -> &[Record] {
+        &self.records
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_log_is_read_again_even_if_it_was_cut_off() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("log.jsonl");
+        let record = |generation| Record {
+            problem: "b=1".to_owned(),
+            machine: "a GPU".to_owned(),
+            genome: Genome::POOR,
+            kernel: None,
+            generation,
+            predicted: Some(1.5),
+            fate: Fate::Measured { milliseconds: 1.25, rounds: 3 },
+        };
+        let mut log = Log::open(&path).unwrap();
+        log.push(record(0)).unwrap();
+        log.push(record(1)).unwrap();
+        drop(log);
+        let mut text = std::fs::read_to_string(&path).unwrap();
+        text.push_str("{\"problem\": \"b=");
+        std::fs::write(&path, text).unwrap();
+        let mut log = Log::open(&path).unwrap();
+        assert_eq!(log.records(), [record(0), record(1)]);
+        log.push(record(2)).unwrap();
+        let message = Log::open(&path).unwrap_err().to_string();
+        assert!(message.contains("line 3"), "{message}");
+    }
+}

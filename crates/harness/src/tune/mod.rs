@@ -1,0 +1,88 @@
+//! Search for the best configuration of the forward kernel, problem by problem.
+//!
+//! | file | its subject |
+//! | --- | --- |
+//! | `space` | what can be varied |
+//! | `cost` | what the simulator's counts say about a configuration |
+//! | `search` | generations, successive halving, the last duel with the rules' choice |
+//! | `log` | what was looked at, to go on from |
+//! | `insight` | what helped, and by how much |
+//! | `gpu` | compiling and measuring on a GPU |
+//!
+//! What is found is the tuning file that the planner reads
+//! ([`TuningFile`](flashcore::gpu::forward::TuningFile)).
+
+pub mod cost;
+mod gpu;
+pub mod insight;
+pub mod log;
+pub mod search;
+pub mod space;
+
+pub use gpu::GpuMeter;
+
+use std::path::Path;
+
+use flashcore::Problem;
+use flashcore::gpu::forward::{Entry, Tuning, TuningFile, bucket, workload};
+use flashcore::gpu::{Chip, Gpu};
+
+use crate::Error;
+use crate::report::write;
+use search::Found;
+
+/// The entry of a tuning file for what a search found.
+pub fn entry(found: &Found, problem: &Problem, chip: &Chip) -> Result<Entry, Error> {
+    let workload = workload(chip, problem).map_err(Error::Impossible)?;
+    let best = found.best;
+    Ok(Entry {
+        bucket: bucket(&workload),
+        warpgroups: best.warpgroups,
+        key_block: best.key_block,
+        stages: best.stages,
+        query_buffers: best.query_buffers,
+        query_registers: best.query_registers,
+        turns: best.turns,
+        kernel: found.kernel.clone(),
+        speedup: found.speedup,
+        noise: found.noise,
+    })
+}
+
+/// Puts entries into a tuning file, in place of those of the same buckets. The file is replaced as
+/// a whole.
+pub fn save(path: &Path, gpu: &Gpu, entries: Vec<Entry>) -> Result<(), Error> {
+    let malformed = |reason: String| Error::Malformed { what: path.display().to_string(), reason };
+    let mut file = TuningFile::read(path).map_err(malformed)?.unwrap_or_default();
+    let (info, chip) = (gpu.info(), gpu.chip());
+    let target = chip.target.to_string();
+    let driver = info.driver.release.clone();
+    let is_here = |it: &Tuning| {
+        it.target == target
+            && it.multiprocessors == chip.multiprocessors
+            && it.driver == driver
+            && it.gpu == info.name
+    };
+    let index = file.tunings.iter().position(is_here).unwrap_or_else(|| {
+        file.tunings.push(Tuning {
+            gpu: info.name.clone(),
+            target: target.clone(),
+            multiprocessors: chip.multiprocessors,
+            driver: driver.clone(),
+            entries: Vec::new(),
+        });
+        file.tunings.len() - 1
+    });
+    let tuning = &mut file.tunings[index];
+    for entry in entries {
+        tuning.entries.retain(|it| it.bucket != entry.bucket);
+        tuning.entries.push(entry);
+    }
+    tuning.entries.sort_by(|a, b| a.bucket.cmp(&b.bucket));
+    let text = serde_json::to_string_pretty(&file).map_err(|error| malformed(error.to_string()))?;
+    if let Some(folder) = path.parent().filter(|it| !it.as_os_str().is_empty()) {
+        let what = format!("cannot make {}", folder.display());
+        std::fs::create_dir_all(folder).map_err(Error::io(what))?;
+    }
+    write(path, &(text + "\n"))
+}

@@ -1,0 +1,533 @@
+//! The search: a population of configurations, their children, and ever longer measurements for
+//! ever fewer of them.
+
+use std::collections::{HashMap, HashSet};
+use std::time::{Duration, Instant};
+
+use kernels::Forward;
+use rayon::prelude::*;
+
+use super::log::{Fate, Log, Record};
+use super::space::{Genome, possible};
+use crate::Error;
+use crate::statistics::{Difference, Random, median};
+
+/// How configurations are compiled, predicted and measured. The GPU is one; tests have another.
+pub trait Meter: Sync {
+    /// The GPU and its driver, for the log.
+    fn machine(&self) -> String;
+    /// Milliseconds by the cost model.
+    fn predict(&self, forward: &Forward) -> Result<f64, String>;
+    /// Compiles them, on all cores: the fingerprint of each, or why it is of no use.
+    fn compile(&self, forwards: &[Forward]) -> Vec<Result<String, String>>;
+    /// Milliseconds of each, round by round, in alternation.
+    fn measure(&mut self, forwards: &[Forward], rounds: usize) -> Result<Vec<Vec<f64>>, Error>;
+    /// Whether its output is right.
+    fn check(&mut self, forward: &Forward) -> Result<(), Error>;
+}
+
+/// How a search begins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Start {
+    /// From what the rules choose, and a few at random.
+    Rules,
+    /// From the poorest configuration alone.
+    Poor,
+}
+
+/// How to search.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Plan {
+    /// How it begins.
+    pub start: Start,
+    /// When it must end.
+    pub budget: Duration,
+    /// Makes it the same search again, but for the times.
+    pub seed: u64,
+    /// How many configurations of a generation reach the compiler.
+    pub batch: usize,
+    /// Generations without anything better, after which it ends.
+    pub patience: usize,
+}
+
+impl Default for Plan {
+    fn default() -> Self {
+        Plan {
+            start: Start::Rules,
+            budget: Duration::from_secs(60),
+            seed: 0,
+            batch: 16,
+            patience: 6,
+        }
+    }
+}
+
+/// Configurations that survive a generation.
+const POPULATION: usize = 12;
+/// What the model expects to take so many times as long as what it expects of the best measured
+/// one is hopeless.
+const HOPELESS: f64 = 1.5;
+/// Rounds of successive halving; those that are left after the last make the population.
+const HALVINGS: [usize; 3] = [3, 5, 9];
+/// Rounds of the last duel.
+const DUEL: usize = 21;
+
+/// What a search found.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Found {
+    /// The best.
+    pub best: Genome,
+    /// The fingerprint of its PTX.
+    pub kernel: String,
+    /// What the rules choose.
+    pub rules: Genome,
+    /// Milliseconds of both in the last duel.
+    pub milliseconds: [f64; 2],
+    /// The speed of the best over that of the rules' choice.
+    pub speedup: f64,
+    /// What that may be off by.
+    pub noise: f64,
+    /// Whether the best is better than the rules by more than noise.
+    pub better: bool,
+    /// Generations, and configurations looked at, compiled and measured.
+    pub generations: usize,
+    /// Configurations looked at.
+    pub seen: usize,
+    /// Configurations measured.
+    pub measured: usize,
+    /// Seconds it took.
+    pub seconds: f64,
+}
+
+/// Someone of the population: milliseconds relative to all others, whenever they were measured.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Member {
+    genome: Genome,
+    milliseconds: f64,
+}
+
+struct Search<'a> {
+    problem: &'a str,
+    base: Forward,
+    plan: &'a Plan,
+    meter: &'a mut dyn Meter,
+    log: &'a mut Log,
+    random: Random,
+    seen: HashSet<Genome>,
+    kernels: HashMap<Genome, String>,
+    predictions: HashMap<Genome, f64>,
+    population: Vec<Member>,
+    measured: usize,
+}
+
+/// Searches for the best configuration for a problem. `base` is what the rules choose for it.
+pub fn search(
+    problem: &str,
+    base: Forward,
+    plan: &Plan,
+    meter: &mut dyn Meter,
+    log: &mut Log,
+    told: &mut dyn FnMut(&str),
+) -> Result<Found, Error> {
+    let begun = Instant::now();
+    let rules = Genome::of(&base);
+    let mut search = Search {
+        problem,
+        base,
+        plan,
+        meter,
+        log,
+        random: Random::new(plan.seed),
+        seen: HashSet::new(),
+        kernels: HashMap::new(),
+        predictions: HashMap::new(),
+        population: Vec::new(),
+        measured: 0,
+    };
+    search.resume();
+    let mut quiet = 0;
+    let mut generation = 0;
+    while quiet < plan.patience && begun.elapsed() < plan.budget {
+        let before = search.best().map(|it| it.milliseconds);
+        let candidates = match (generation, search.population.is_empty()) {
+            (0, true) => search.beginning(),
+            _ => search.children(),
+        };
+        if candidates.is_empty() {
+            break;
+        }
+        search.generation(generation, candidates)?;
+        generation += 1;
+        let Some(best) = search.best() else { continue };
+        let improved = before.is_none_or(|before| best.milliseconds < 0.998 * before);
+        quiet = if improved { 0 } else { quiet + 1 };
+        told(&format!(
+            "{problem}: generation {generation}, {} measured, best {:.4} ms ({})",
+            search.measured,
+            best.milliseconds,
+            best.genome.configuration(&search.base).name()
+        ));
+    }
+    let mut found = search.duel(rules)?;
+    found.generations = generation;
+    found.seconds = begun.elapsed().as_secs_f64();
+    Ok(found)
+}
+
+impl Search<'_> {
+    fn best(&self) -> Option<Member> {
+        self.population.first().copied()
+    }
+
+    /// Takes over what the log has of this problem on this machine, where the kernel is the same.
+    fn resume(&mut self) {
+        let machine = self.meter.machine();
+        let records: Vec<Record> = (self.log.records().iter())
+            .filter(|it| it.problem == self.problem && it.machine == machine)
+            .cloned()
+            .collect();
+        for record in records {
+            if let Some(kernel) = &record.kernel {
+                let program = record.genome.configuration(&self.base).program();
+                let text = program.map(|program| ptx::print(&program)).unwrap_or_default();
+                if flashcore::gpu::forward::fingerprint(&text) != *kernel {
+                    continue;
+                }
+                self.kernels.insert(record.genome, kernel.clone());
+            }
+            self.seen.insert(record.genome);
+            if let Some(predicted) = record.predicted {
+                self.predictions.insert(record.genome, predicted);
+            }
+            if let Some(milliseconds) = record.milliseconds() {
+                self.admit(Member { genome: record.genome, milliseconds });
+            }
+        }
+    }
+
+    fn admit(&mut self, member: Member) {
+        self.population.retain(|it| it.genome != member.genome);
+        self.population.push(member);
+        self.population.sort_by(|a, b| a.milliseconds.total_cmp(&b.milliseconds));
+        self.population.truncate(POPULATION);
+    }
+
+    fn beginning(&mut self) -> Vec<Genome> {
+        match self.plan.start {
+            Start::Poor => vec![Genome::POOR],
+            Start::Rules => {
+                let mut genomes = vec![Genome::of(&self.base)];
+                let all = Genome::all();
+                while genomes.len() < self.plan.batch {
+                    let genome = match self.random.below(2) {
+                        0 => genomes[0].mutate(&mut self.random),
+                        _ => all[self.random.below(all.len())],
+                    };
+                    if !genomes.contains(&genome) {
+                        genomes.push(genome);
+                    }
+                }
+                genomes
+            }
+        }
+    }
+
+    /// New configurations: children and neighbours of the population, and strangers.
+    fn children(&mut self) -> Vec<Genome> {
+        let all = Genome::all();
+        let mut genomes: Vec<Genome> = Vec::new();
+        // More than are compiled: the model will give up many of them.
+        let wanted = 4 * self.plan.batch;
+        for _ in 0..50 * wanted {
+            if genomes.len() == wanted {
+                break;
+            }
+            let parent = self.parent();
+            let child = match self.random.below(4) {
+                0 => all[self.random.below(all.len())],
+                1 => parent.cross(self.parent(), &mut self.random).mutate(&mut self.random),
+                2 => parent.cross(self.parent(), &mut self.random),
+                _ => parent.mutate(&mut self.random),
+            };
+            if !self.seen.contains(&child) && !genomes.contains(&child) {
+                genomes.push(child);
+            }
+        }
+        genomes
+    }
+
+    /// The better of two, drawn at random.
+    fn parent(&mut self) -> Genome {
+        let count = self.population.len();
+        let [one, two] = [self.random.below(count), self.random.below(count)];
+        self.population[one.min(two)].genome
+    }
+
+    fn record(&mut self, genome: Genome, generation: usize, fate: Fate) -> Result<(), Error> {
+        self.seen.insert(genome);
+        self.log.push(Record {
+            problem: self.problem.to_owned(),
+            machine: self.meter.machine(),
+            genome,
+            kernel: self.kernels.get(&genome).cloned(),
+            generation,
+            predicted: self.predictions.get(&genome).copied(),
+            fate,
+        })
+    }
+
+    /// Discards the hopeless, compiles the rest and measures what is left of them.
+    fn generation(&mut self, generation: usize, candidates: Vec<Genome>) -> Result<(), Error> {
+        let base = self.base;
+        let (meter, first) = (&*self.meter, self.population.is_empty());
+        let judged: Vec<(Genome, Result<f64, String>)> = candidates
+            .into_par_iter()
+            .map(|genome| {
+                let forward = genome.configuration(&base);
+                (genome, possible(&forward).and_then(|()| meter.predict(&forward)))
+            })
+            .collect();
+        let mut hopeful = Vec::new();
+        for (genome, predicted) in judged {
+            match predicted {
+                Err(reason) => self.record(genome, generation, Fate::Impossible { reason })?,
+                Ok(predicted) => {
+                    self.predictions.insert(genome, predicted);
+                    hopeful.push((genome, predicted));
+                }
+            }
+        }
+        hopeful.sort_by(|a, b| a.1.total_cmp(&b.1));
+        let known = self.population.iter().filter_map(|it| self.predictions.get(&it.genome));
+        let best =
+            known.copied().chain(hopeful.first().map(|it| it.1)).fold(f64::INFINITY, f64::min);
+        let mut chosen = Vec::new();
+        for (index, (genome, predicted)) in hopeful.into_iter().enumerate() {
+            if !first && predicted > HOPELESS * best {
+                self.record(genome, generation, Fate::Hopeless)?;
+            } else if index < self.plan.batch || first {
+                chosen.push(genome);
+            }
+        }
+        let forwards: Vec<Forward> = chosen.iter().map(|it| it.configuration(&base)).collect();
+        let compiled = self.meter.compile(&forwards);
+        let mut alive = Vec::new();
+        for (genome, compiled) in chosen.into_iter().zip(compiled) {
+            match compiled {
+                Ok(kernel) => {
+                    self.kernels.insert(genome, kernel);
+                    alive.push(genome);
+                }
+                Err(reason) => self.record(genome, generation, Fate::Discarded { reason })?,
+            }
+        }
+        self.halve(generation, alive)
+    }
+
+    /// Successive halving: everyone a little, the better half more, and so on. The best so far
+    /// runs along, so that times of different generations can be compared.
+    fn halve(&mut self, generation: usize, mut alive: Vec<Genome>) -> Result<(), Error> {
+        let champion = self.best();
+        for (step, rounds) in HALVINGS.into_iter().enumerate() {
+            if alive.is_empty() {
+                return Ok(());
+            }
+            let mut genomes = alive.clone();
+            genomes.extend(champion.map(|it| it.genome));
+            let forwards: Vec<Forward> =
+                genomes.iter().map(|it| it.configuration(&self.base)).collect();
+            let samples = self.meter.measure(&forwards, rounds)?;
+            if step == 0 {
+                self.measured += alive.len();
+            }
+            let time = |index: usize| match champion {
+                Some(champion) => {
+                    let reference = &samples[genomes.len() - 1];
+                    champion.milliseconds * Difference::between(reference, &samples[index]).ratio
+                }
+                None => median(&samples[index]),
+            };
+            let mut ranked: Vec<Member> = (0..alive.len())
+                .map(|index| Member { genome: alive[index], milliseconds: time(index) })
+                .collect();
+            ranked.sort_by(|a, b| a.milliseconds.total_cmp(&b.milliseconds));
+            let last = step + 1 == HALVINGS.len() || ranked.len() <= 2;
+            let keep = if last { 0 } else { ranked.len().div_ceil(2) };
+            for member in &ranked[keep..] {
+                let Member { genome, milliseconds } = *member;
+                self.record(genome, generation, Fate::Measured { milliseconds, rounds })?;
+                self.admit(*member);
+            }
+            alive = ranked[..keep].iter().map(|it| it.genome).collect();
+        }
+        Ok(())
+    }
+
+    /// The best few and the rules' choice, at length: the rules give way to nothing but a real
+    /// difference.
+    fn duel(&mut self, rules: Genome) -> Result<Found, Error> {
+        let mut genomes = vec![rules];
+        let others = self.population.iter().map(|it| it.genome).filter(|it| *it != rules);
+        genomes.extend(others.take(3));
+        let forwards: Vec<Forward> =
+            genomes.iter().map(|it| it.configuration(&self.base)).collect();
+        let compiled: Vec<String> = (self.meter.compile(&forwards).into_iter())
+            .collect::<Result<_, _>>()
+            .map_err(Error::Impossible)?;
+        let samples = self.meter.measure(&forwards, DUEL)?;
+        let mut order: Vec<usize> = (0..genomes.len()).collect();
+        order.sort_by(|a, b| median(&samples[*a]).total_cmp(&median(&samples[*b])));
+        let difference = |index: usize| Difference::between(&samples[index], &samples[0]);
+        let mut winner = 0;
+        for index in order {
+            let difference = difference(index);
+            if index == 0 || !difference.is_real() || difference.ratio < 1.0 {
+                break;
+            }
+            // What is fast and wrong is not fast.
+            if self.meter.check(&forwards[index]).is_ok() {
+                winner = index;
+                break;
+            }
+        }
+        let contender = if winner == 0 && genomes.len() > 1 {
+            (1..genomes.len())
+                .min_by(|a, b| median(&samples[*a]).total_cmp(&median(&samples[*b])))
+                .unwrap_or(0)
+        } else {
+            winner
+        };
+        let Difference { ratio, noise } = difference(contender);
+        Ok(Found {
+            best: genomes[contender],
+            kernel: compiled[contender].clone(),
+            rules,
+            milliseconds: [median(&samples[contender]), median(&samples[0])],
+            speedup: ratio,
+            noise,
+            better: winner != 0,
+            generations: 0,
+            seen: self.seen.len(),
+            measured: self.measured,
+            seconds: 0.0,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::space::Gene;
+    use super::*;
+
+    /// A GPU whose times are known: each thing costs something, and blocks of 112 are best.
+    struct Known {
+        random: Random,
+        measured: usize,
+    }
+
+    fn true_time(forward: &Forward) -> f64 {
+        let genome = Genome::of(forward);
+        let block = 1.0 + 0.02 * (genome.key_block as f64 / 16.0 - 7.0).abs();
+        let groups = [1.6, 1.0, 1.1][genome.warpgroups as usize - 1];
+        let stages = [1.5, 1.0, 1.01, 1.02][genome.stages as usize - 1];
+        let turns = if genome.turns { 1.0 } else { 1.08 };
+        block * groups * stages * turns * if genome.query_buffers == 2 { 1.0 } else { 1.01 }
+    }
+
+    impl Meter for Known {
+        fn machine(&self) -> String {
+            "known".to_owned()
+        }
+
+        fn predict(&self, forward: &Forward) -> Result<f64, String> {
+            Ok(true_time(forward) * (0.9 + 0.02 * f64::from(forward.key_block % 5)))
+        }
+
+        fn compile(&self, forwards: &[Forward]) -> Vec<Result<String, String>> {
+            let spills = |forward: &Forward| forward.key_block > 160;
+            let of = |forward: &Forward| match spills(forward) {
+                true => Err("registers spill".to_owned()),
+                false => {
+                    let program = forward.program().map_err(|error| error.to_string())?;
+                    Ok(flashcore::gpu::forward::fingerprint(&ptx::print(&program)))
+                }
+            };
+            forwards.iter().map(of).collect()
+        }
+
+        fn measure(&mut self, forwards: &[Forward], rounds: usize) -> Result<Vec<Vec<f64>>, Error> {
+            self.measured += forwards.len();
+            let mut samples = vec![Vec::new(); forwards.len()];
+            for _ in 0..rounds {
+                let drift = 1.0 + 0.02 * self.random.normal();
+                for (forward, samples) in forwards.iter().zip(&mut samples) {
+                    let noise = 1.0 + 0.003 * self.random.normal();
+                    samples.push(true_time(forward) * drift * noise);
+                }
+            }
+            Ok(samples)
+        }
+
+        fn check(&mut self, _: &Forward) -> Result<(), Error> {
+            Ok(())
+        }
+    }
+
+    fn base() -> Forward {
+        let problem = "b=2,h=32,s=8192,d=64,bf16".parse().unwrap();
+        let chip = flashcore::gpu::Chip::H200;
+        flashcore::gpu::forward::choose(&chip, &problem).unwrap().configuration
+    }
+
+    fn run(start: Start, log: &mut Log) -> (Found, usize) {
+        let mut meter = Known { random: Random::new(3), measured: 0 };
+        let plan = Plan { start, budget: Duration::from_secs(60), ..Plan::default() };
+        let found = search("p", base(), &plan, &mut meter, log, &mut |_| {}).unwrap();
+        (found, meter.measured)
+    }
+
+    #[test]
+    fn from_a_poor_start_it_comes_within_two_percent_of_the_best() {
+        let possible = Genome::all().into_iter().map(|it| it.configuration(&base()));
+        let possible = possible.filter(|it| super::possible(it).is_ok() && it.key_block <= 160);
+        let best = possible.map(|it| true_time(&it)).fold(f64::INFINITY, f64::min);
+        for start in [Start::Poor, Start::Rules] {
+            let (found, measured) = run(start, &mut Log::new());
+            let time = true_time(&found.best.configuration(&base()));
+            assert!(time <= 1.02 * best, "{start:?}: {time} against {best} with {:?}", found.best);
+            assert!(found.better && measured < 700, "{found:?} after {measured}");
+        }
+    }
+
+    #[test]
+    fn a_log_is_gone_on_with() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("log.jsonl");
+        let (_, first) = run(Start::Poor, &mut Log::open(&path).unwrap());
+        let mut log = Log::open(&path).unwrap();
+        let before = log.records().len();
+        let (found, second) = run(Start::Poor, &mut log);
+        assert!(second < first, "{second} after {first}");
+        assert!(found.better);
+        // Nothing is looked at twice.
+        let genomes: Vec<Genome> = log.records().iter().map(|it| it.genome).collect();
+        let mut once = genomes.clone();
+        once.sort();
+        once.dedup();
+        assert_eq!(once.len(), genomes.len());
+        assert!(log.records().len() >= before);
+    }
+
+    #[test]
+    fn the_hopeless_are_not_measured() {
+        let mut log = Log::new();
+        run(Start::Rules, &mut log);
+        let fates = |is: fn(&Fate) -> bool| log.records().iter().filter(|it| is(&it.fate)).count();
+        assert!(fates(|it| matches!(it, Fate::Hopeless)) > 0);
+        assert!(fates(|it| matches!(it, Fate::Impossible { .. })) > 0);
+        let single_stage = log.records().iter().filter(|it| {
+            it.genome.get(Gene::Stages) == 1 && it.milliseconds().is_some() && it.generation > 0
+        });
+        assert_eq!(single_stage.count(), 0);
+    }
+}

@@ -1,0 +1,285 @@
+//! What can be varied of the forward kernel, and how.
+
+use kernels::forward::every_tuned;
+use kernels::product::Source;
+use kernels::{Forward, Shipped, shipped};
+use ptx::Target;
+use serde::{Deserialize, Serialize};
+
+use crate::statistics::Random;
+
+/// What the search varies: everything of a configuration but what the problem says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Genome {
+    /// Consumer warpgroups.
+    pub warpgroups: u32,
+    /// Keys in a block.
+    pub key_block: u32,
+    /// Stages of keys and of values.
+    pub stages: u32,
+    /// Query tiles in shared memory.
+    pub query_buffers: u32,
+    /// Whether queries are multiplied from registers.
+    pub query_registers: bool,
+    /// Whether warpgroups take turns at the tensor cores.
+    pub turns: bool,
+}
+
+/// One thing that can be varied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Gene {
+    /// Consumer warpgroups.
+    Warpgroups,
+    /// Keys in a block.
+    KeyBlock,
+    /// Stages of keys and of values.
+    Stages,
+    /// Query tiles in shared memory.
+    QueryBuffers,
+    /// Whether queries are multiplied from registers.
+    QueryRegisters,
+    /// Whether warpgroups take turns.
+    Turns,
+}
+
+impl Gene {
+    /// Every gene.
+    pub const ALL: [Gene; 6] = [
+        Gene::Warpgroups,
+        Gene::KeyBlock,
+        Gene::Stages,
+        Gene::QueryBuffers,
+        Gene::QueryRegisters,
+        Gene::Turns,
+    ];
+
+    /// Its name in reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Gene::Warpgroups => "consumer warpgroups",
+            Gene::KeyBlock => "keys in a block",
+            Gene::Stages => "stages",
+            Gene::QueryBuffers => "query buffers",
+            Gene::QueryRegisters => "queries in registers",
+            Gene::Turns => "turns",
+        }
+    }
+
+    /// Every value it can have, in order.
+    pub fn values(self) -> Vec<u32> {
+        match self {
+            Gene::Warpgroups => vec![1, 2, 3],
+            Gene::KeyBlock => (16..=256).step_by(16).collect(),
+            Gene::Stages => vec![1, 2, 3, 4],
+            Gene::QueryBuffers => vec![1, 2],
+            Gene::QueryRegisters | Gene::Turns => vec![0, 1],
+        }
+    }
+}
+
+impl Genome {
+    /// A poor beginning: one of everything, small blocks, no turns.
+    pub const POOR: Genome = Genome {
+        warpgroups: 1,
+        key_block: 16,
+        stages: 1,
+        query_buffers: 1,
+        query_registers: false,
+        turns: false,
+    };
+
+    /// What a configuration has.
+    pub fn of(forward: &Forward) -> Self {
+        Genome {
+            warpgroups: forward.warpgroups,
+            key_block: forward.key_block,
+            stages: forward.stages,
+            query_buffers: forward.query_buffers,
+            query_registers: forward.query_source == Source::Registers,
+            turns: forward.ping_pong,
+        }
+    }
+
+    /// A configuration like `base` with these genes.
+    pub fn configuration(&self, base: &Forward) -> Forward {
+        let query_source = if self.query_registers { Source::Registers } else { Source::Shared };
+        Forward {
+            warpgroups: self.warpgroups,
+            key_block: self.key_block,
+            stages: self.stages,
+            query_buffers: self.query_buffers,
+            query_source,
+            ping_pong: self.turns,
+            ..*base
+        }
+    }
+
+    /// The value of a gene.
+    pub fn get(&self, gene: Gene) -> u32 {
+        match gene {
+            Gene::Warpgroups => self.warpgroups,
+            Gene::KeyBlock => self.key_block,
+            Gene::Stages => self.stages,
+            Gene::QueryBuffers => self.query_buffers,
+            Gene::QueryRegisters => u32::from(self.query_registers),
+            Gene::Turns => u32::from(self.turns),
+        }
+    }
+
+    /// The same with another value of a gene. A lone warpgroup has nobody to take turns with.
+    pub fn with(mut self, gene: Gene, value: u32) -> Self {
+        match gene {
+            Gene::Warpgroups => self.warpgroups = value,
+            Gene::KeyBlock => self.key_block = value,
+            Gene::Stages => self.stages = value,
+            Gene::QueryBuffers => self.query_buffers = value,
+            Gene::QueryRegisters => self.query_registers = value != 0,
+            Gene::Turns => self.turns = value != 0,
+        }
+        self.turns &= self.warpgroups > 1;
+        self
+    }
+
+    /// A child of two, gene by gene.
+    pub fn cross(self, other: Genome, random: &mut Random) -> Genome {
+        Gene::ALL.into_iter().fold(self, |child, gene| match random.below(2) {
+            0 => child,
+            _ => child.with(gene, other.get(gene)),
+        })
+    }
+
+    /// A neighbour: a gene or two have another value, those with many values a near one more often
+    /// than a far one.
+    pub fn mutate(self, random: &mut Random) -> Genome {
+        let mut child = self;
+        for _ in 0..1 + random.below(2) {
+            let gene = Gene::ALL[random.below(Gene::ALL.len())];
+            let values = gene.values();
+            let here = values.iter().position(|value| *value == child.get(gene)).unwrap_or(0);
+            let there = if values.len() > 4 && random.below(3) > 0 {
+                let step = 1 + random.below(2) as isize;
+                let signed = if random.below(2) == 0 { step } else { -step };
+                (here as isize + signed).clamp(0, values.len() as isize - 1) as usize
+            } else {
+                random.below(values.len())
+            };
+            child = child.with(gene, values[there]);
+        }
+        child
+    }
+
+    /// Every genome there is.
+    pub fn all() -> Vec<Genome> {
+        let mut all = vec![Genome::POOR];
+        for gene in Gene::ALL {
+            all = all
+                .into_iter()
+                .flat_map(|genome| gene.values().into_iter().map(move |it| genome.with(gene, it)))
+                .collect();
+        }
+        all.sort();
+        all.dedup();
+        all
+    }
+}
+
+/// Whether a configuration can be built and can hold its tiles in registers: nothing that fails
+/// here is worth compiling.
+pub fn possible(forward: &Forward) -> Result<(), String> {
+    // What a thread holds at once: scores, the probabilities of two blocks, the output, queries.
+    let scores = forward.key_block / 2;
+    let probabilities = 2 * forward.key_block / 4;
+    let output = forward.value_head_dim.next_multiple_of(8) / 2;
+    let queries = match forward.query_source {
+        Source::Registers => forward.head_dim.next_multiple_of(16) / 4,
+        Source::Shared => 0,
+    };
+    let needed = scores + probabilities + output + queries + ADDRESSES;
+    let available = match forward.warpgroups {
+        1 => 255,
+        2 => 240,
+        _ => 160,
+    };
+    if needed > available {
+        return Err(format!("about {needed} registers of a thread, and there are {available}"));
+    }
+    forward.program().map(|_| ()).map_err(|error| error.to_string())
+}
+
+/// Registers for addresses, counters and the state of the softmax. The shipped configurations,
+/// of which none spills, leave no less.
+const ADDRESSES: u32 = 16;
+
+/// The configuration of a name, among all that the search could try for the head dims that are
+/// shipped.
+pub fn find(name: &str) -> Option<Forward> {
+    let mut bases: Vec<Forward> = every_tuned();
+    bases.extend(shipped(Target::SM_90A).into_iter().filter_map(|it| match it {
+        Shipped::Forward(forward) => Some(forward),
+        _ => None,
+    }));
+    // Names begin with what the problem says.
+    let prefix = |forward: &Forward| {
+        let name = forward.name();
+        let rows = format!("_{}x{}_", forward.query_rows(), forward.key_block);
+        name.split(&rows).next().unwrap_or_default().to_owned()
+    };
+    bases.retain(|base| name.starts_with(&prefix(base)));
+    let genomes = if bases.is_empty() { Vec::new() } else { Genome::all() };
+    bases.iter().find_map(|base| {
+        let all = genomes.iter().map(|genome| genome.configuration(base));
+        all.into_iter().find(|forward| forward.name() == name)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_shipped_configuration_is_in_the_space() {
+        let all = Genome::all();
+        for forward in every_tuned() {
+            let genome = Genome::of(&forward);
+            assert!(all.contains(&genome), "{}", forward.name());
+            assert_eq!(genome.configuration(&forward), forward);
+            assert_eq!(possible(&forward), Ok(()), "{}", forward.name());
+        }
+    }
+
+    #[test]
+    fn names_find_configurations_that_are_not_shipped() {
+        let base = every_tuned()[0];
+        let odd = Genome { key_block: 48, stages: 3, ..Genome::of(&base) }.configuration(&base);
+        assert_eq!(find(&odd.name()), Some(odd));
+        assert_eq!(find("forward_bf16_d128x128_dense_1x1"), None);
+        assert_eq!(find("nonsense"), None);
+    }
+
+    #[test]
+    fn children_are_in_the_space_and_the_same_for_a_seed() {
+        let all = Genome::all();
+        let draw = |seed| {
+            let mut random = Random::new(seed);
+            let mut genome = Genome::POOR;
+            let mut seen = Vec::new();
+            for _ in 0..200 {
+                let other = genome.mutate(&mut random);
+                genome = genome.cross(other, &mut random).mutate(&mut random);
+                assert!(all.contains(&genome), "{genome:?}");
+                seen.push(genome);
+            }
+            seen
+        };
+        assert_eq!(draw(1), draw(1));
+        assert_ne!(draw(1), draw(2));
+    }
+
+    #[test]
+    fn what_cannot_be_held_is_not_possible() {
+        let base = every_tuned().into_iter().find(|it| it.head_dim == 128).unwrap();
+        let wide = Genome { warpgroups: 3, key_block: 256, ..Genome::of(&base) };
+        assert!(possible(&wide.configuration(&base)).unwrap_err().contains("registers"));
+    }
+}
