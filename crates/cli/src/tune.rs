@@ -227,7 +227,10 @@ fn model(arguments: &Arguments, problems: &[Problem]) -> Result<Answer, Box<dyn 
     let mut all = Vec::new();
     for problem in problems {
         let rules = choose(&chip, problem)?.configuration;
-        let genomes = Genome::all();
+        // The model knows nothing about how code is laid out.
+        let like_rules = Genome::of(&rules);
+        let mut genomes = Genome::all();
+        genomes.retain(|it| it.same_form(&like_rules));
         let forwards: Vec<_> = (genomes.iter().map(|it| it.configuration(&rules)))
             .filter(|forward| possible(forward).is_ok())
             .collect();

@@ -226,10 +226,14 @@ fn settings(shipped: &Shipped) -> Vec<Setting> {
         match line.len() - text.len() {
             INDENTATION if !text.starts_with(['}', ')', ']']) => fields.push(text.to_owned()),
             // The inside and the end of a field that takes several lines.
-            INDENTATION.. => fields.last_mut().into_iter().for_each(|it| *it += text),
+            INDENTATION.. => {
+                fields.last_mut().into_iter().for_each(|it| *it += &format!(" {text}"))
+            }
             _ => {}
         }
     }
+    // As `{:?}` writes it: no comma before a closing brace.
+    fields.iter_mut().for_each(|field| *field = field.replace(", }", " }"));
     let settings = fields.iter().filter_map(|field| field.split_once(": "));
     settings
         // The target has a line of its own.

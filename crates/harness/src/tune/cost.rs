@@ -76,7 +76,8 @@ pub fn predict(
 ) -> Result<f64, String> {
     let geometry = Geometry::new(forward, problem, chip).map_err(|error| error.to_string())?;
     let each = cost.cycles(forward);
-    let begin = if forward.query_buffers > 1 { 1200.0 } else { 1800.0 };
+    let begin = if forward.query_buffers > 1 { 1200.0 } else { 1800.0 }
+        + if forward.form.overlap_tiles { 0.0 } else { 600.0 };
     let tile = |number: u32| {
         let row_tile = number % geometry.tiles_per_head.max(1);
         key_blocks(forward, row_tile, problem) * each + begin

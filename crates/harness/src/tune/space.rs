@@ -1,6 +1,6 @@
 //! What can be varied of the forward kernel, and how.
 
-use kernels::forward::every_tuned;
+use kernels::forward::{Form, every_tuned};
 use kernels::product::Source;
 use kernels::{Forward, Shipped, shipped};
 use ptx::Target;
@@ -23,6 +23,12 @@ pub struct Genome {
     pub query_registers: bool,
     /// Whether warpgroups take turns at the tensor cores.
     pub turns: bool,
+    /// Whether a tile's first scores are computed while the one before is stored.
+    pub overlap_tiles: bool,
+    /// Whether the body of the loop is two steps.
+    pub two_steps: bool,
+    /// Whether the guard's slow path has exponentials of its own.
+    pub slow_path_apart: bool,
 }
 
 /// One thing that can be varied.
@@ -41,17 +47,26 @@ pub enum Gene {
     QueryRegisters,
     /// Whether warpgroups take turns.
     Turns,
+    /// Whether tiles overlap.
+    OverlapTiles,
+    /// Whether the body of the loop is two steps.
+    TwoSteps,
+    /// Whether the guard's slow path is apart.
+    SlowPathApart,
 }
 
 impl Gene {
     /// Every gene.
-    pub const ALL: [Gene; 6] = [
+    pub const ALL: [Gene; 9] = [
         Gene::Warpgroups,
         Gene::KeyBlock,
         Gene::Stages,
         Gene::QueryBuffers,
         Gene::QueryRegisters,
         Gene::Turns,
+        Gene::OverlapTiles,
+        Gene::TwoSteps,
+        Gene::SlowPathApart,
     ];
 
     /// Its name in reports.
@@ -63,6 +78,9 @@ impl Gene {
             Gene::QueryBuffers => "query buffers",
             Gene::QueryRegisters => "queries in registers",
             Gene::Turns => "turns",
+            Gene::OverlapTiles => "tiles overlap",
+            Gene::TwoSteps => "two steps in the loop",
+            Gene::SlowPathApart => "slow path apart",
         }
     }
 
@@ -73,7 +91,11 @@ impl Gene {
             Gene::KeyBlock => (16..=256).step_by(16).collect(),
             Gene::Stages => vec![1, 2, 3, 4],
             Gene::QueryBuffers => vec![1, 2],
-            Gene::QueryRegisters | Gene::Turns => vec![0, 1],
+            Gene::QueryRegisters
+            | Gene::Turns
+            | Gene::OverlapTiles
+            | Gene::TwoSteps
+            | Gene::SlowPathApart => vec![0, 1],
         }
     }
 }
@@ -87,6 +109,9 @@ impl Genome {
         query_buffers: 1,
         query_registers: false,
         turns: false,
+        overlap_tiles: false,
+        two_steps: false,
+        slow_path_apart: false,
     };
 
     /// What a configuration has.
@@ -98,6 +123,9 @@ impl Genome {
             query_buffers: forward.query_buffers,
             query_registers: forward.query_source == Source::Registers,
             turns: forward.ping_pong,
+            overlap_tiles: forward.form.overlap_tiles,
+            two_steps: forward.form.two_steps,
+            slow_path_apart: forward.form.slow_path_apart,
         }
     }
 
@@ -111,6 +139,11 @@ impl Genome {
             query_buffers: self.query_buffers,
             query_source,
             ping_pong: self.turns,
+            form: Form {
+                overlap_tiles: self.overlap_tiles,
+                two_steps: self.two_steps,
+                slow_path_apart: self.slow_path_apart,
+            },
             ..*base
         }
     }
@@ -124,6 +157,9 @@ impl Genome {
             Gene::QueryBuffers => self.query_buffers,
             Gene::QueryRegisters => u32::from(self.query_registers),
             Gene::Turns => u32::from(self.turns),
+            Gene::OverlapTiles => u32::from(self.overlap_tiles),
+            Gene::TwoSteps => u32::from(self.two_steps),
+            Gene::SlowPathApart => u32::from(self.slow_path_apart),
         }
     }
 
@@ -136,6 +172,9 @@ impl Genome {
             Gene::QueryBuffers => self.query_buffers = value,
             Gene::QueryRegisters => self.query_registers = value != 0,
             Gene::Turns => self.turns = value != 0,
+            Gene::OverlapTiles => self.overlap_tiles = value != 0,
+            Gene::TwoSteps => self.two_steps = value != 0,
+            Gene::SlowPathApart => self.slow_path_apart = value != 0,
         }
         self.turns &= self.warpgroups > 1;
         self
@@ -167,6 +206,12 @@ impl Genome {
             child = child.with(gene, values[there]);
         }
         child
+    }
+
+    /// Whether the code is laid out like another's.
+    pub fn same_form(&self, other: &Genome) -> bool {
+        let form = |it: &Genome| (it.overlap_tiles, it.two_steps, it.slow_path_apart);
+        form(self) == form(other)
     }
 
     /// Every genome there is.

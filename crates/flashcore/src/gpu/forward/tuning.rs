@@ -12,7 +12,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use cuda::{Cache, Driver};
 use kernels::Forward;
-use kernels::forward::{Tuned, Workload};
+use kernels::forward::{Form, Tuned, Workload};
 use kernels::product::Source;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -87,6 +87,12 @@ pub struct Entry {
     pub query_registers: bool,
     /// Whether warpgroups take turns.
     pub turns: bool,
+    /// How the code is laid out: see [`Form`].
+    pub overlap_tiles: bool,
+    /// Likewise.
+    pub two_steps: bool,
+    /// Likewise.
+    pub slow_path_apart: bool,
     /// The [`fingerprint`] of the PTX that was measured.
     pub kernel: String,
     /// How much faster it was than what the rules choose.
@@ -175,6 +181,11 @@ impl Entry {
             query_buffers: self.query_buffers,
             query_source: if self.query_registers { Source::Registers } else { Source::Shared },
             ping_pong: self.turns,
+            form: Form {
+                overlap_tiles: self.overlap_tiles,
+                two_steps: self.two_steps,
+                slow_path_apart: self.slow_path_apart,
+            },
             ..*rules
         }
     }
@@ -283,6 +294,9 @@ mod tests {
             query_buffers: 1,
             query_registers: false,
             turns: true,
+            overlap_tiles: true,
+            two_steps: false,
+            slow_path_apart: true,
             kernel: String::new(),
             speedup: 1.02,
             noise: 0.005,
