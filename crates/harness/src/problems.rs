@@ -125,10 +125,23 @@ pub fn text(problem: &Problem) -> String {
         text += &format!(",dv={}", problem.value_head_dim);
     }
     text += &format!(",{}", problem.dtype);
-    if problem.mask == Mask::Causal {
-        text += ",causal";
+    match problem.mask {
+        Mask::Causal => text += ",causal",
+        Mask::Window { left, right } => {
+            let side = |side: Option<usize>| side.map_or_else(String::new, |keys| keys.to_string());
+            text += &format!(",window={}:{}", side(left), side(right));
+        }
+        _ => {}
     }
-    problem.softmax_scale.map_or(text.clone(), |scale| format!("{text},scale={scale}"))
+    for (name, number) in [("scale", problem.softmax_scale), ("softcap", problem.softcap)] {
+        text += &number.map_or_else(String::new, |number| format!(",{name}={number}"));
+    }
+    for (name, has) in [("alibi", problem.alibi), ("sinks", problem.sinks)] {
+        if has {
+            text += &format!(",{name}");
+        }
+    }
+    text
 }
 
 /// Bytes that must cross the memory bus at least once.
@@ -154,8 +167,13 @@ mod tests {
             }
         }
         assert_eq!(ProblemSet::find("paper").unwrap().problems.len(), 36);
-        let odd = "b=2,h=6,hk=2,s=5,sk=7,d=192,dv=128,f16,causal,scale=0.5";
-        assert_eq!(text(&odd.parse().unwrap()), odd);
+        for odd in [
+            "b=2,h=6,hk=2,s=5,sk=7,d=192,dv=128,f16,causal,scale=0.5",
+            "b=1,h=8,s=1024,d=64,bf16,window=128:0,softcap=30,alibi,sinks",
+            "b=1,h=8,s=1024,d=64,bf16,window=:7",
+        ] {
+            assert_eq!(text(&odd.parse().unwrap()), odd);
+        }
     }
 
     #[test]

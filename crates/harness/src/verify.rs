@@ -21,6 +21,8 @@ pub fn inputs(problem: &Problem, bytes: [&[u8]; 3]) -> Result<InputTensors, Erro
         query: tensor(problem.query_shape(), bytes[0])?,
         key: tensor(problem.key_shape(), bytes[1])?,
         value: tensor(problem.value_shape(), bytes[2])?,
+        slopes: None,
+        sinks: None,
     })
 }
 

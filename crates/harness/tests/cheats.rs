@@ -251,6 +251,8 @@ impl Subject for Host {
                     query: rounded(&inputs.query),
                     key: rounded(&inputs.key),
                     value: rounded(&inputs.value),
+                    slopes: None,
+                    sinks: None,
                 };
                 self.attend(&problem, &inputs)
             }

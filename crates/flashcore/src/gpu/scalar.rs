@@ -4,11 +4,10 @@ use std::sync::Arc;
 
 use cuda::{Arguments, Stream};
 use kernels::Scalar;
-use ptx::{Element, Target};
+use ptx::Target;
 
 use super::forward::ForwardTensors;
 use super::{Gpu, GpuError, Kernel};
-use crate::dtype::DType;
 use crate::problem::{Mask, Problem};
 
 /// Attention with ordinary arithmetic: every head dim, length, mask, type and stride, and slow.
@@ -89,7 +88,7 @@ fn arguments(problem: &Problem) -> Arguments {
 pub(crate) fn configuration(target: Target, problem: &Problem) -> Scalar {
     Scalar {
         target,
-        element: element(problem.dtype),
+        element: problem.dtype.element(),
         head_dim: problem.head_dim as u32,
         value_head_dim: problem.value_head_dim as u32,
         causal: problem.mask == Mask::Causal,
@@ -117,12 +116,4 @@ pub(crate) fn blocks(problem: &Problem) -> Result<u32, GpuError> {
         return Err(GpuError::TooLarge { what: "the number of rows" });
     }
     Ok(blocks.min(largest))
-}
-
-fn element(dtype: DType) -> Element {
-    match dtype {
-        DType::F32 => Element::F32,
-        DType::F16 => Element::F16,
-        DType::BF16 => Element::BF16,
-    }
 }

@@ -233,7 +233,7 @@ impl Problem {
 
     /// The first thing that goes beyond scaled scores under no mask or a causal one, for kernels
     /// that serve no more than that.
-    pub(crate) fn beyond_plain(&self) -> Option<&'static str> {
+    pub fn beyond_plain(&self) -> Option<&'static str> {
         let extras = [
             (matches!(self.mask, Mask::Window { .. }), "windows"),
             (self.softcap.is_some(), "softcaps"),

@@ -106,6 +106,11 @@ fn check(options: &Options) -> Result<(), Error> {
     if options.rounds < 2 || options.calls == 0 {
         return refuse("two rounds of one call are the least: one sample says nothing about noise");
     }
+    for problem in &options.set.problems {
+        if let Some(extra) = problem.beyond_plain() {
+            return refuse(&format!("{problem}: {extra} are not measured yet"));
+        }
+    }
     for (index, one) in options.candidates.iter().enumerate() {
         if options.candidates[..index].iter().any(|other| other.name == one.name) {
             let name = &one.name;
