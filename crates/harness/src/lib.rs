@@ -7,7 +7,7 @@
 //! | [`provenance`] | on what, with what and when something was measured |
 //! | [`subject`] | a kernel in the place where it runs: memory, calls, a clock |
 //! | [`verify`] | whether the bytes that a call left behind are right |
-//! | [`bench`] | candidates alternated in one process, ours and others' |
+//! | [`mod@bench`] | candidates alternated in one process, ours and others' |
 //! | [`report`] | results as data, as a page with plots, and two of them compared |
 //! | [`gate`] | accept or reject a kernel, with reasons |
 //! | [`tune`] | search for the best configuration |

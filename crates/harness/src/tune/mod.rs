@@ -9,8 +9,7 @@
 //! | `insight` | what helped, and by how much |
 //! | `gpu` | compiling and measuring on a GPU |
 //!
-//! What is found is the tuning file that the planner reads
-//! ([`TuningFile`](flashcore::gpu::forward::TuningFile)).
+//! What is found is the [`TuningFile`] that the planner reads.
 
 pub mod cost;
 mod gpu;
