@@ -2,13 +2,14 @@
 //!
 //! The order is from quick to slow. A failed check never hides the next one.
 
+use std::ffi::OsString;
 use std::io::Write;
 use std::process::Command;
 use std::time::Instant;
 
 use crate::process::{self, Done, cargo, program};
 use crate::table::table;
-use crate::{Outcome, python, tools};
+use crate::{Outcome, python, root, tools};
 
 /// What a check found: a few words about what passed, or all there is to say about what did not.
 type Finding = Result<String, String>;
@@ -20,9 +21,10 @@ struct Check {
     slow: bool,
 }
 
-const CHECKS: [Check; 8] = [
+const CHECKS: [Check; 9] = [
     Check { name: "format", run: format, slow: false },
     Check { name: "clippy", run: clippy, slow: false },
+    Check { name: "candle", run: candle, slow: true },
     Check { name: "docs", run: docs, slow: true },
     Check { name: "tools", run: |_| tools::tools(), slow: false },
     Check { name: "tests", run: tests, slow: false },
@@ -81,6 +83,20 @@ fn clippy(verbose: bool) -> Finding {
     component("clippy", "clippy")?;
     run(cargo(&["clippy", "--workspace", "--all-targets", "--", "--deny", "warnings"]), verbose)?;
     Ok(String::new())
+}
+
+/// The part of `crates/candle` that is for GPUs, which candle builds with NVIDIA's compiler: checked
+/// with one that compiles nothing.
+fn candle(verbose: bool) -> Finding {
+    let mut path = OsString::from(root().join("xtask/pretend/bin"));
+    path.push(":");
+    path.push(std::env::var_os("PATH").unwrap_or_default());
+    let arguments = ["clippy", "--package", "flashcore-candle", "--features", "cuda"];
+    let mut command = cargo(&arguments);
+    command.args(["--all-targets", "--", "--deny", "warnings"]);
+    command.env("PATH", path).env_remove("NVCC").env("CUDA_COMPUTE_CAP", "90");
+    run(command, verbose)?;
+    Ok("checked, not built".to_owned())
 }
 
 fn docs(verbose: bool) -> Finding {

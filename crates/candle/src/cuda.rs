@@ -181,7 +181,7 @@ fn place(stream: &CudaStream) -> Result<Arc<Place>> {
 }
 
 /// Where a tensor is on the device, with the guard of its use on a stream.
-fn tensor<'a, T: CudaDType>(
+fn tensor<'a, T: CudaDType + 'a>(
     (storage, of): (&'a CudaStorage, &Layout),
     stream: &'a CudaStream,
 ) -> Result<(DeviceTensor, SyncOnDrop<'a>)> {
