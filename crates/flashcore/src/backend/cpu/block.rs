@@ -76,9 +76,10 @@ impl pulp::WithSimd for WalkKeys<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        // The tiles that the instruction set cannot have are compiled away.
+        // The tiles of other instruction sets are compiled away, except for tests.
         let narrow = self.workspace.tile == Tile::Narrow;
-        match Tile::of::<S>(if narrow { 1 } else { usize::MAX }) {
+        let own = Tile::of::<S>(if narrow { 1 } else { usize::MAX });
+        match if cfg!(test) { self.workspace.tile } else { own } {
             Tile::Narrow => self.walk::<S, 12, 1>(simd),
             Tile::Few => self.walk::<S, 6, 2>(simd),
             Tile::Many => self.walk::<S, 6, 4>(simd),
@@ -119,6 +120,11 @@ impl WalkKeys<'_> {
 impl Workspace {
     pub(super) fn new(arch: pulp::Arch, problem: &Problem, rows: usize) -> Self {
         let (tile, lanes) = arch.dispatch(Measure(rows));
+        Workspace::with_tile(tile, lanes, problem, rows)
+    }
+
+    /// Room for panels of so many lanes.
+    fn with_tile(tile: Tile, lanes: usize, problem: &Problem, rows: usize) -> Self {
         let (tile_rows, _) = tile.size();
         let panels = rows.div_ceil(lanes);
         let value_rows = problem.value_head_dim.next_multiple_of(tile_rows);
@@ -273,4 +279,66 @@ fn all_finite(numbers: &[f32]) -> bool {
     const MAGNITUDE: u32 = !(1 << 31);
     let largest = numbers.iter().fold(0, |most, it| (it.to_bits() & MAGNITUDE).max(most));
     largest < f32::INFINITY.to_bits()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::DType;
+    use crate::inputs::InputTensors;
+    use crate::problem::{Mask, Scores};
+
+    /// Outputs and log-sum-exps of a small problem, by a tile that need not be the best.
+    struct Attend(Tile);
+
+    impl pulp::WithSimd for Attend {
+        type Output = Vec<f32>;
+
+        #[inline(always)]
+        fn with_simd<S: Simd>(self, simd: S) -> Self::Output {
+            let (queries, keys) = (37, 211);
+            let problem = Problem::new(1, 1, queries, 20)
+                .with_key_length(keys)
+                .with_value_head_dim(29)
+                .with_dtype(DType::F32)
+                .with_mask(Mask::Causal);
+            let tensors = InputTensors::random(&problem, 1).unwrap();
+            let [query, key, value] =
+                [&tensors.query, &tensors.key, &tensors.value].map(|tensor| tensor.head(0, 0));
+            let lanes = self.0.size().1 * S::F32_LANES;
+            let mut workspace = Workspace::with_tile(self.0, lanes, &problem, queries);
+            let rule = |query| RowRule {
+                visible: problem.visible_keys(0, query),
+                scores: Scores::of(&problem, query, queries, keys, 0.0),
+                sink: None,
+            };
+            let vectors = (0..queries).map(|position| (query, position));
+            workspace.load_queries(problem.scale(), vectors, (0..queries).map(rule));
+            simd.vectorize(WalkKeys { workspace: &mut workspace, key, value });
+            let mut results = Vec::new();
+            for row in 0..queries {
+                let (output, lse) = workspace.finish(row);
+                results.extend_from_slice(output);
+                results.push(lse);
+            }
+            results
+        }
+    }
+
+    /// Those of other instruction sets are run here too, if slowly.
+    #[test]
+    fn every_tile_gives_the_same() {
+        let expected = pulp::Scalar::new().vectorize(Attend(Tile::Narrow));
+        assert!(expected.iter().all(|value| value.is_finite()));
+        for tile in [Tile::Narrow, Tile::Few, Tile::Many, Tile::Wide] {
+            for found in [
+                pulp::Scalar::new().vectorize(Attend(tile)),
+                pulp::Arch::new().dispatch(Attend(tile)),
+            ] {
+                let worst = expected.iter().zip(&found).map(|(one, other)| (one - other).abs());
+                let worst = worst.fold(0.0, f32::max);
+                assert!(worst < 2e-6, "{tile:?}: off by {worst}");
+            }
+        }
+    }
 }
