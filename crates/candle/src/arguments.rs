@@ -42,6 +42,7 @@ impl Arguments {
         let shapes = [query, key, value].map(|layout| layout.shape());
         let mut problem = problem(shapes)?.with_dtype(dtype).with_mask(options.mask);
         problem.softmax_scale = options.softmax_scale;
+        problem.softcap = options.softcap;
         problem.validate().map_err(wrap)?;
         Ok(Arguments { problem, layouts: InputLayouts { query, key, value } })
     }

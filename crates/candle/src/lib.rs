@@ -75,6 +75,8 @@ pub struct Options {
     pub mask: Mask,
     /// Factor of the scores before the softmax; `1 / sqrt(head dim)` when `None`.
     pub softmax_scale: Option<f32>,
+    /// Scores are brought below this by a hyperbolic tangent, after they are scaled.
+    pub softcap: Option<f32>,
     /// Whether the log-sum-exp of the scores is wanted.
     pub lse: bool,
 }
@@ -153,7 +155,8 @@ pub fn flash_attn(
     causal: bool,
 ) -> Result<Tensor> {
     let mask = if causal { Mask::Causal } else { Mask::None };
-    let options = Options { mask, softmax_scale: Some(softmax_scale), lse: false };
+    let softmax_scale = Some(softmax_scale);
+    let options = Options { mask, softmax_scale, ..Options::default() };
     Ok(attend(q, k, v, &options)?.output)
 }
 

@@ -33,7 +33,10 @@ fn plain([query, key, value]: &[Tensor; 3], options: &Options) -> Result<(Tensor
     };
     let (query, key, value) = (wide(query)?, repeat(wide(key)?)?, repeat(wide(value)?)?);
     let scale = options.softmax_scale.map_or(1. / (dim as f64).sqrt(), f64::from);
-    let scores = (query.matmul(&key.t()?.contiguous()?)? * scale)?;
+    let mut scores = (query.matmul(&key.t()?.contiguous()?)? * scale)?;
+    if let Some(cap) = options.softcap.map(f64::from) {
+        scores = ((scores / cap)?.tanh()? * cap)?;
+    }
     let mut bias = vec![0f64; queries * keys];
     for row in 0..queries {
         let visible = options.mask.visible_keys(row, queries, keys);
@@ -60,7 +63,7 @@ fn distance(one: &Tensor, other: &Tensor) -> Result<f64> {
 #[test]
 fn agrees_with_the_plain_algorithm() -> Result<()> {
     for (dtype, bound) in [(DType::F32, 1e-5), (DType::F16, 2e-3), (DType::BF16, 2e-2)] {
-        for mask in [Mask::None, Mask::Causal] {
+        for mask in [Mask::None, Mask::Causal, Mask::window(Some(30), Some(4))] {
             for (sizes, heads, dims) in [
                 ([2, 33, 33], [4, 4], [64, 64]),
                 ([1, 20, 150], [6, 2], [128, 128]),
@@ -68,8 +71,9 @@ fn agrees_with_the_plain_algorithm() -> Result<()> {
                 ([1, 130, 131], [2, 2], [48, 80]),
             ] {
                 let inputs = tensors(dtype, sizes, heads, dims)?;
-                for softmax_scale in [None, Some(0.3)] {
-                    let options = Options { mask, softmax_scale, lse: true };
+                for (softmax_scale, softcap) in [(None, None), (Some(0.3), None), (None, Some(2.5))]
+                {
+                    let options = Options { mask, softmax_scale, softcap, lse: true };
                     let [query, key, value] = &inputs;
                     let Attention { output, lse } = attend(query, key, value, &options)?;
                     let (expected, expected_lse) = plain(&inputs, &options)?;
