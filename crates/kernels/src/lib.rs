@@ -4,6 +4,7 @@
 //! | module | what it computes |
 //! | --- | --- |
 //! | [`scalar`] | attention on any GPU, with ordinary arithmetic |
+//! | [`mma`] | attention on Ampere and later, with mma.sync and cp.async |
 //! | [`forward`] | attention on Hopper, with wgmma and TMA |
 //! | [`single`] | one `wgmma` |
 //! | [`product`] | a matrix product: TMA, pipelines, swizzles, clusters |
@@ -13,15 +14,20 @@
 //! the same configuration twice gives the same program.
 
 pub mod ceiling;
+mod divisor;
 mod element;
 pub mod forward;
+pub mod mma;
 pub mod product;
 pub mod scalar;
 mod shipped;
 pub mod single;
+mod strides;
 
 pub use ceiling::Ceiling;
+pub use divisor::Divisor;
 pub use forward::Forward;
+pub use mma::Mma;
 pub use product::Product;
 pub use scalar::Scalar;
 pub use shipped::{Shipped, shipped};

@@ -20,6 +20,7 @@ use ptx::{
 };
 
 use crate::Error;
+use crate::strides::Strides;
 use crate::element::{load_as_f32, store_from_f32};
 
 /// Query rows that one block takes: a warp each.
@@ -38,37 +39,6 @@ pub struct Scalar {
     pub value_head_dim: u32,
     /// Whether query `i` sees only keys up to `i + keys - queries`.
     pub causal: bool,
-}
-
-/// The strides of a (batch, sequence, head, dimension) tensor, in elements.
-struct Strides {
-    batch: Reg<U64>,
-    row: Reg<U64>,
-    head: Reg<U64>,
-}
-
-impl Strides {
-    fn parameters(k: &mut Builder, tensor: &str) -> Self {
-        Strides {
-            batch: k.parameter(&format!("{tensor} batch stride")),
-            row: k.parameter(&format!("{tensor} row stride")),
-            head: k.parameter(&format!("{tensor} head stride")),
-        }
-    }
-
-    /// The address of the first element of a row of a head.
-    fn row_address(
-        &self,
-        k: &mut Builder,
-        base: Reg<GlobalAddress>,
-        element: Element,
-        [batch, row, head]: [Reg<U32>; 3],
-    ) -> Reg<GlobalAddress> {
-        let index = batch.convert::<U64>() * self.batch
-            + row.convert::<U64>() * self.row
-            + head.convert::<U64>() * self.head;
-        k.eval(base + index * element.bytes())
-    }
 }
 
 impl Scalar {

@@ -5,7 +5,7 @@ use ptx::{Element, Program, Swizzle, Target};
 
 use crate::forward::{Form, Workload, every_tuned, tuned};
 use crate::product::{Contiguous, Source};
-use crate::{Ceiling, Error, Forward, Product, Scalar, Single};
+use crate::{Ceiling, Error, Forward, Mma, Product, Scalar, Single, mma};
 
 /// One configuration of one kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -13,6 +13,8 @@ use crate::{Ceiling, Error, Forward, Product, Scalar, Single};
 pub enum Shipped {
     /// Attention with ordinary arithmetic.
     Scalar(Scalar),
+    /// Attention with `mma.sync`.
+    Mma(Mma),
     /// Attention on Hopper.
     Forward(Forward),
     /// One `wgmma`.
@@ -28,6 +30,7 @@ impl Shipped {
     pub fn family(&self) -> &'static str {
         match self {
             Shipped::Scalar(_) => "scalar",
+            Shipped::Mma(_) => "mma",
             Shipped::Forward(_) => "forward",
             Shipped::Single(_) => "single",
             Shipped::Product(_) => "product",
@@ -39,6 +42,7 @@ impl Shipped {
     pub fn name(&self) -> String {
         match self {
             Shipped::Scalar(configuration) => configuration.name(),
+            Shipped::Mma(configuration) => configuration.name(),
             Shipped::Forward(configuration) => configuration.name(),
             Shipped::Single(configuration) => configuration.name(),
             Shipped::Product(configuration) => configuration.name(),
@@ -50,6 +54,7 @@ impl Shipped {
     pub fn summary(&self) -> &'static str {
         match self {
             Shipped::Scalar(_) => "attention with ordinary arithmetic, on any GPU",
+            Shipped::Mma(_) => "attention with mma.sync and cp.async, on Ampere and later",
             Shipped::Forward(_) => "attention with wgmma and TMA, on Hopper",
             Shipped::Single(_) => "one 64x64x16 wgmma",
             Shipped::Product(_) => "a matrix product with TMA, a pipeline and wgmma",
@@ -61,6 +66,7 @@ impl Shipped {
     pub fn program(&self) -> Result<Program, Error> {
         match self {
             Shipped::Scalar(configuration) => configuration.program(),
+            Shipped::Mma(configuration) => configuration.program(),
             Shipped::Forward(configuration) => configuration.program(),
             Shipped::Single(configuration) => configuration.program(),
             Shipped::Product(configuration) => configuration.program(),

@@ -24,7 +24,6 @@
 //! time of all that.
 
 mod consumer;
-mod divisor;
 mod epilogue;
 mod lists;
 mod mask;
@@ -35,7 +34,7 @@ mod softmax;
 mod tuned;
 mod warpgroup;
 
-pub use divisor::Divisor;
+pub use crate::divisor::Divisor;
 pub use lists::TileLists;
 pub use probe::{PROBE_WORDS, Phase};
 pub use tuned::{Tuned, Workload, every_tuned, tuned};

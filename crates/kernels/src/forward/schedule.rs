@@ -11,7 +11,7 @@
 
 use ptx::{Builder, Expression, GlobalAddress, Pred, Reg, S32, U32, U64, Value};
 
-use super::divisor::DivisorRegisters;
+use crate::divisor::DivisorRegisters;
 use super::{Forward, TileLists};
 
 /// The numbering of tiles.

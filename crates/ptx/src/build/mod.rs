@@ -10,11 +10,13 @@ mod barrier;
 mod copy;
 mod memory;
 mod role;
+mod weave;
 
 pub use arithmetic::{Fused, Pair};
 pub use copy::CopyHint;
 pub use memory::{LoadHint, StoreHint};
 pub use role::Role;
+pub use weave::Passage;
 
 use std::panic::Location;
 
@@ -181,7 +183,8 @@ impl Builder {
         Reg::new(self.register_of(T::TYPE))
     }
 
-    pub(crate) fn register_of(&mut self, ty: Type) -> Register {
+    /// A new register of a type that is only known when the kernel is built.
+    pub fn register_of(&mut self, ty: Type) -> Register {
         self.program.registers.push(ty);
         Register(self.program.registers.len() as u32 - 1)
     }

@@ -1,7 +1,7 @@
 //! Scenes of the attention kernels.
 
 use kernels::forward::{Divisor, TileLists};
-use kernels::{Forward, Scalar};
+use kernels::{Forward, Mma, Scalar};
 use ptx::{Element, Program, TileLayout};
 
 use super::{Expected, Random, Scene, SceneError, encode, round};
@@ -58,6 +58,26 @@ impl Scene {
         let blocks = Scalar::blocks(queries as u32, heads as u32, batch as u32);
         let grid = u32::try_from(blocks).map_err(|_| too_large())?;
         let arguments = stage.arguments(&program, |name| stage.scalar_argument(name))?;
+        Ok(stage.scene(program, grid, arguments))
+    }
+
+    /// Attention with `mma.sync`.
+    pub fn mma(configuration: Mma, size: &AttentionSize) -> Result<Self, SceneError> {
+        let program = configuration.program()?;
+        let stage = Stage::new(
+            configuration.element,
+            (configuration.head_dim, configuration.value_head_dim),
+            configuration.causal,
+            size,
+        )?;
+        let AttentionSize { batch, queries, heads, .. } = *size;
+        let row_tiles = (queries as u32).div_ceil(configuration.query_rows());
+        let grid = row_tiles as u64 * heads as u64 * batch as u64;
+        let grid = u32::try_from(grid).map_err(|_| too_large())?;
+        let arguments = stage.arguments(&program, |name| {
+            let by_divisor = stage.divisor_argument(row_tiles, name);
+            by_divisor.or_else(|| stage.scalar_argument(name))
+        })?;
         Ok(stage.scene(program, grid, arguments))
     }
 
@@ -229,19 +249,22 @@ impl Stage {
             }))
         };
         let row_tiles = (queries as u32).div_ceil(forward.query_rows());
+        match name {
+            "queries" => map(self.queries, queries, heads, dim, forward.query_layout()),
+            "keys" => map(self.keys, keys, key_heads, dim, forward.key_layout()),
+            "values" => map(self.values, keys, key_heads, value_dim, forward.value_layout()),
+            "output" => map(self.output, queries, heads, value_dim, forward.output_layout()),
+            "tiles" => Some(Argument::U32(row_tiles * (heads * batch) as u32)),
+            _ => self.divisor_argument(row_tiles, name),
+        }
+    }
+
+    /// The numbers that kernels divide by, each in three parts.
+    fn divisor_argument(&self, row_tiles: u32, name: &str) -> Option<Argument> {
         let (what, part) = name.split_once(", ").unwrap_or((name, "number"));
         let number = match what {
-            "queries" => return map(self.queries, queries, heads, dim, forward.query_layout()),
-            "keys" => return map(self.keys, keys, key_heads, dim, forward.key_layout()),
-            "values" => {
-                return map(self.values, keys, key_heads, value_dim, forward.value_layout());
-            }
-            "output" => {
-                return map(self.output, queries, heads, value_dim, forward.output_layout());
-            }
-            "tiles" => return Some(Argument::U32(row_tiles * (heads * batch) as u32)),
             "tiles of a head" => row_tiles,
-            "query heads" => heads as u32,
+            "query heads" => self.size.heads as u32,
             "query heads per key head" => self.size.group() as u32,
             _ => return None,
         };

@@ -4,6 +4,7 @@
 use ptx::{Address, BulkElement, Operand, Register, Space};
 
 use crate::clock::Knowledge;
+use crate::count::wavefronts;
 use crate::hazard::HazardKind;
 use crate::machine::{
     Executor, LaneCopy, LoadSource, Operation, OperationKind, SHARED_BASE, Step, StoreTarget,
@@ -104,6 +105,8 @@ impl<'a> Executor<'_, 'a> {
             }
             lanes.push(LaneCopy { dst: to[at], src: from[at], bytes, source_bytes });
         }
+        let (passes, ideal) = wavefronts(&to, warp.active, bytes);
+        self.world.counts.banks(warp.pc, warp.code.places[warp.pc], passes, ideal);
         let start = self.issue_knowledge(warp, warp.active);
         let id = self.cluster.next_operation;
         let clock = warp.copies.issue(id, warp.active);

@@ -3,6 +3,7 @@
 
 mod attention;
 mod banks;
+mod mma;
 mod mutation;
 mod product;
 mod rungs;

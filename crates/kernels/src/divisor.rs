@@ -32,14 +32,14 @@ impl Divisor {
 
 /// A [`Divisor`] inside a kernel.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct DivisorRegisters {
-    pub(super) number: Reg<U32>,
+pub(crate) struct DivisorRegisters {
+    pub(crate) number: Reg<U32>,
     multiplier: Reg<U32>,
     shift: Reg<U32>,
 }
 
 impl DivisorRegisters {
-    pub(super) fn parameters(k: &mut Builder, what: &str) -> Self {
+    pub(crate) fn parameters(k: &mut Builder, what: &str) -> Self {
         DivisorRegisters {
             number: k.parameter(what),
             multiplier: k.parameter(&format!("{what}, multiplier")),
@@ -48,7 +48,7 @@ impl DivisorRegisters {
     }
 
     /// The quotient and the remainder.
-    pub(super) fn divide(&self, k: &mut Builder, dividend: Reg<U32>) -> (Reg<U32>, Reg<U32>) {
+    pub(crate) fn divide(&self, k: &mut Builder, dividend: Reg<U32>) -> (Reg<U32>, Reg<U32>) {
         use ptx::{Choose, Expression};
         let high = k.register::<U32>();
         k.push(Instruction::Binary {
