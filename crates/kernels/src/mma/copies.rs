@@ -6,8 +6,8 @@
 //! have two lanes at one bank.
 
 use ptx::{
-    Builder, Choose, Expression, GlobalAddress, Instruction, Reg, SharedAddress, TileLayout, U32,
-    U64,
+    Builder, Choose, Expression, GlobalAddress, Instruction, Reg, SharedAddress, TileLayout, Type,
+    U32, U64,
 };
 
 use super::Mma;
@@ -50,26 +50,35 @@ impl Ring {
     }
 }
 
-/// The blocks of one tensor, from the last to the first.
+/// The blocks of one head of a tensor.
 pub(super) struct Blocks {
     layout: TileLayout,
     /// Columns that the tensor has.
     columns: u32,
     /// Rows that one pass of the block of threads copies.
     pass: u32,
-    /// The thread's row and chunk.
-    row: Reg<U32>,
-    chunk: Reg<U32>,
-    /// Where the thread's chunk lies in a tile.
-    inside: Reg<U32>,
-    /// The thread's chunk in the block that is copied next.
+    /// The head's first element, the same in all threads.
     source: Reg<GlobalAddress>,
     /// Bytes from row to row.
-    row_bytes: Reg<U64>,
+    row_bytes: Reg<U32>,
+}
+
+/// Where a thread stands in a pass.
+struct Part {
+    row: Reg<U32>,
+    chunk: Reg<U32>,
+}
+
+impl Part {
+    /// Found anew for each block: what depends on the thread would otherwise
+    /// be kept in registers all along.
+    fn new(k: &mut Builder) -> Self {
+        let thread = k.thread_index();
+        Part { row: k.eval(thread / 8), chunk: k.eval(thread % 8) }
+    }
 }
 
 impl Blocks {
-    /// `source` is the first element of the first block to be copied.
     pub(super) fn new(
         k: &mut Builder,
         mma: &Mma,
@@ -78,16 +87,9 @@ impl Blocks {
         source: Reg<GlobalAddress>,
         row_stride: Reg<U64>,
     ) -> Self {
-        let thread = k.thread_index();
-        let row = k.eval(thread / 8);
-        let chunk = k.eval(thread % 8);
-        let inside = k.eval(row * ROW + (chunk ^ (row % 8)) * CHUNK);
-        let row_bytes = k.eval(row_stride * layout.element.bytes());
-        let source = k.variable(
-            source + row.convert::<U64>() * row_bytes + (chunk * CHUNK).convert::<U64>(),
-        );
         let pass = mma.threads() / 8;
-        Blocks { layout, columns, pass, row, chunk, inside, source, row_bytes }
+        let row_bytes = k.eval(row_stride.convert::<U32>() * layout.element.bytes());
+        Blocks { layout, columns, pass, source, row_bytes }
     }
 
     /// Chunks of a row that the tensor has, and that the tensor cores read.
@@ -117,48 +119,45 @@ impl Blocks {
         }
     }
 
-    /// Copies a block of which only the first `rows` rows exist; the others
-    /// become zeros.
-    pub(super) fn copy_ragged(&self, k: &mut Builder, slot: Reg<SharedAddress>, rows: Reg<U32>) {
-        self.copy(k, slot, Some(rows));
-    }
-
-    /// Copies a whole block.
-    pub(super) fn copy_whole(&self, k: &mut Builder, slot: Reg<SharedAddress>) {
-        self.copy(k, slot, None);
-    }
-
-    fn copy(&self, k: &mut Builder, slot: Reg<SharedAddress>, rows: Option<Reg<U32>>) {
+    /// Copies the block of rows from `first_row` on. With `rows`, only so many
+    /// exist, and the others become zeros.
+    pub(super) fn copy(
+        &self,
+        k: &mut Builder,
+        slot: Reg<SharedAddress>,
+        first_row: Reg<U32>,
+        rows: Option<Reg<U32>>,
+    ) {
         let (held, _) = self.chunks();
-        let target = k.eval(slot + self.inside);
-        let step = k.eval(self.row_bytes * self.pass);
-        let mut source = self.source;
+        let Part { row, chunk } = Part::new(k);
+        let target = k.eval(slot + row * ROW + (chunk ^ (row % 8)) * CHUNK);
+        let column = k.eval(self.source + (chunk * CHUNK).convert::<U64>());
         for first in (0..self.layout.rows).step_by(self.pass as usize) {
             let valid = rows.map(|rows| {
-                let row = k.eval(self.row + first);
-                // Signed lengths do not occur: a row beyond 2^31 is not there.
+                let row = k.eval(row + first);
                 k.eval(row.less(rows).choose::<U32>(CHUNK, 0))
             });
+            let source = {
+                let row = k.eval(first_row + row + first);
+                let offset = k.register::<U64>();
+                k.push(Instruction::MultiplyWide {
+                    ty: Type::U32,
+                    dst: offset.register(),
+                    a: row.into(),
+                    b: self.row_bytes.into(),
+                });
+                k.eval(column + offset)
+            };
             for panel in 0..self.layout.panels() {
                 let to = target + first * ROW + panel * self.layout.panel_bytes();
                 let from = source + panel * ROW;
                 let copy = |k: &mut Builder| k.copy_async(to.clone(), from.clone(), valid);
                 match held - 8 * panel {
                     8.. => copy(k),
-                    rest => k.if_(self.chunk.less(rest), |k| copy(k)),
+                    rest => k.if_(chunk.less(rest), |k| copy(k)),
                 }
             }
-            if first + self.pass < self.layout.rows {
-                source = k.eval(source + step);
-            }
         }
-    }
-
-    /// Goes on to the block before.
-    pub(super) fn advance(&self, k: &mut Builder) {
-        let source = k.eval(self.source.reinterpret::<U64>());
-        let back = self.row_bytes * self.layout.rows;
-        k.set(self.source, (source - back).reinterpret::<GlobalAddress>());
     }
 }
 

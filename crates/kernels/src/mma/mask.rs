@@ -5,33 +5,32 @@ use ptx::{Builder, Choose, Expression, F32, Reg, S32, U32, Value};
 use super::products::Cells;
 use super::{Mma, Numbers};
 
-/// The mask of one thread's elements.
+/// The mask of a warp's elements. Where a thread stands is found anew in each
+/// masked strip: there are few of them, and registers are dear in all others.
 pub(super) struct Mask {
     causal: bool,
-    /// The last key of all, seen from the thread's first column.
-    end: Reg<S32>,
-    /// The last key that the thread's first row sees, likewise.
-    diagonal: Reg<S32>,
+    /// The warp's first row.
+    first_row: Reg<U32>,
+    query_length: Reg<U32>,
+    key_length: Reg<U32>,
 }
 
 impl Mask {
-    /// `row` is the thread's first row.
-    pub(super) fn new(k: &mut Builder, mma: &Mma, numbers: &Numbers, row: Reg<U32>) -> Self {
-        let lane = k.lane();
-        let signed = |value: Value<U32>| value.reinterpret::<S32>();
-        let column = k.eval(lane % 4 * 2);
-        let end = k.eval(signed(numbers.key_length - 1) - signed(column.into()));
-        let offset = signed(numbers.key_length - numbers.query_length);
-        let diagonal = k.eval(signed(row.into()) + offset - signed(column.into()));
-        Mask { causal: mma.causal, end, diagonal }
+    pub(super) fn new(mma: &Mma, numbers: &Numbers, first_row: Reg<U32>) -> Self {
+        let Numbers { query_length, key_length, .. } = *numbers;
+        Mask { causal: mma.causal, first_row, query_length, key_length }
     }
 
     /// Sets the scores of unseen keys to minus infinity; `first_key` is the
     /// strip's first.
     pub(super) fn apply(&self, k: &mut Builder, scores: &Cells, first_key: impl Into<Value<U32>>) {
-        let first = k.eval(first_key.into().reinterpret::<S32>());
-        let end = k.eval(self.end - first);
-        let diagonal = k.eval(self.diagonal - first);
+        let signed = |value: Value<U32>| value.reinterpret::<S32>();
+        let lane = k.lane();
+        let first_column = k.eval(signed(first_key.into() + lane % 4 * 2));
+        // The last column that there is, and the last that the first row sees.
+        let end = k.eval(signed(self.key_length - 1) - first_column);
+        let offset = self.key_length - self.query_length;
+        let diagonal = k.eval(signed(self.first_row + lane / 4 + offset) - first_column);
         for (tile, group, cell) in scores.each() {
             for half in 0..2 {
                 let last = if self.causal {

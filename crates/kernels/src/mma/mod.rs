@@ -262,28 +262,22 @@ impl Mma {
         let key_ring = Ring::new(k, "keys", self.key_layout(), self.key_slots());
         let value_ring = Ring::new(k, "values", self.value_layout(), self.value_slots());
 
-        // The last block of keys comes first; only that one may be ragged.
-        let last_row = k.eval(place.first_key(self, place.blocks));
-        let at = [place.batch, last_row, place.key_head];
-        let key_blocks = {
-            let source = key_strides.row_address(k, keys, self.element, at);
-            Blocks::new(k, self, self.key_layout(), self.head_dim, source, key_strides.row)
+        let zero = k.eval(0);
+        let blocks = |k: &mut Builder, layout, columns, tensor, strides: &Strides, head| {
+            let at = [place.batch, zero, head];
+            let source = strides.row_address(k, tensor, self.element, at);
+            Blocks::new(k, self, layout, columns, source, strides.row)
         };
-        let value_blocks = {
-            let source = value_strides.row_address(k, values, self.element, at);
-            let (layout, dim) = (self.value_layout(), self.value_head_dim);
-            Blocks::new(k, self, layout, dim, source, value_strides.row)
-        };
-        {
-            let at = [place.batch, place.first_row, place.head];
-            let source = query_strides.row_address(k, queries, self.element, at);
-            let layout = self.query_layout();
-            let blocks = Blocks::new(k, self, layout, self.head_dim, source, query_strides.row);
-            blocks.clear_padding(k, &query_room);
-            blocks.clear_padding(k, &key_ring);
-            let rows = k.eval(numbers.query_length - place.first_row);
-            blocks.copy_ragged(k, query_room.at(0), rows);
-        }
+        let key_blocks =
+            blocks(k, self.key_layout(), self.head_dim, keys, &key_strides, place.key_head);
+        let (layout, columns) = (self.value_layout(), self.value_head_dim);
+        let value_blocks = blocks(k, layout, columns, values, &value_strides, place.key_head);
+        let query_blocks =
+            blocks(k, self.query_layout(), self.head_dim, queries, &query_strides, place.head);
+        query_blocks.clear_padding(k, &query_room);
+        key_blocks.clear_padding(k, &key_ring);
+        let rows = k.eval(numbers.query_length - place.first_row);
+        query_blocks.copy(k, query_room.at(0), place.first_row, Some(rows));
 
         let mut warp =
             Warp::new(k, self, &numbers, &place, query_room, key_ring, value_ring);

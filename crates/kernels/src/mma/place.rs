@@ -67,8 +67,12 @@ impl Place {
 
     /// The first key of the block that is walked when `remaining` are left,
     /// itself among them. Without any it is no key.
-    pub(super) fn first_key(&self, mma: &Mma, remaining: Reg<U32>) -> Value<U32> {
-        (self.first_block + remaining - 1) * mma.key_block
+    pub(super) fn first_key(
+        &self,
+        mma: &Mma,
+        remaining: impl Into<Value<U32>>,
+    ) -> Value<U32> {
+        (self.first_block + remaining.into() - 1) * mma.key_block
     }
 
     /// How many of the walked blocks the warp whose rows begin at `first_row`

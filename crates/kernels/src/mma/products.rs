@@ -6,8 +6,8 @@
 //! their 16 columns, so probabilities never leave their registers.
 
 use ptx::{
-    Address, Builder, Element, Expression, F16, F32, Instruction, MmaShape, Reg, Register,
-    SharedAddress, TileLayout, U32,
+    Builder, Element, Expression, F16, F32, Instruction, MmaShape, Reg, Register, SharedAddress,
+    TileLayout, U32, Value,
 };
 
 use super::Mma;
@@ -27,17 +27,10 @@ impl Cells {
         Cells((0..mma.row_tiles).map(|_| row(k)).collect())
     }
 
-    pub(super) fn zeros(k: &mut Builder, mma: &Mma, columns: u32) -> Self {
-        let cells = Cells::new(k, mma, columns);
-        for element in cells.all() {
-            k.set(element, 0.0);
+    pub(super) fn clear(&self, k: &mut Builder) {
+        for element in self.0.iter().flatten().flatten() {
+            k.set(*element, 0.0);
         }
-        cells
-    }
-
-    /// Every element.
-    fn all(&self) -> impl Iterator<Item = Reg<F32>> {
-        self.0.iter().flatten().flatten().copied()
     }
 
     /// The cells, each with its tile of rows and its group of columns; tiles
@@ -145,53 +138,93 @@ impl Reader {
         matrices: usize,
         transpose: bool,
     ) -> Vec<Register> {
-        let ty = self.layout.element.packed();
-        let dst: Vec<Register> = (0..matrices).map(|_| k.register_of(ty)).collect();
+        let address = self.address(row, step);
+        load_matrices(k, self.layout.element, address, matrices, transpose)
+    }
+
+    /// The lane's address of the row it gives to `ldmatrix`.
+    fn address(&self, row: u32, step: u32) -> Value<SharedAddress> {
         let offset = step / 4 * self.layout.panel_bytes() + row * 128;
-        let base = self.steps[step as usize % 4].register();
-        let address = Address { base, offset: offset as i32 };
-        k.push(Instruction::LoadMatrix { dst: dst.clone(), address, transpose });
-        dst
+        self.steps[step as usize % 4] + offset
     }
 }
 
 /// The queries of a warp.
+///
+/// They come as rows. Taken once, they lie as the tensor cores want them: for
+/// each 16 x 16 elements 512 bytes, 16 of each lane, so that one address and
+/// constants reach them all.
 pub(super) struct Queries {
+    layout: TileLayout,
+    /// The warp's rows, and the lane's part of what was made of them.
+    rows: Reg<SharedAddress>,
+    mine: Reg<SharedAddress>,
     /// In registers, by step and tile of rows, if they are taken from there.
     held: Option<Vec<Vec<Vec<Register>>>>,
-    reader: Reader,
 }
 
 impl Queries {
     /// The queries in shared memory, from the warp's first row on.
-    pub(super) fn new(
-        k: &mut Builder,
-        mma: &Mma,
-        lanes: Lanes,
-        first: Reg<SharedAddress>,
-    ) -> Self {
-        let reader = Reader::new(k, mma.query_layout(), first, lanes.rows_first);
-        Queries { held: None, reader }
+    pub(super) fn new(k: &mut Builder, mma: &Mma, rows: Reg<SharedAddress>) -> Self {
+        let lane = k.lane();
+        let mine = k.eval(rows + lane * 16);
+        Queries { layout: mma.query_layout(), rows, mine, held: None }
     }
 
-    /// Once the queries have come: into registers, if they are taken from there.
-    pub(super) fn take(&mut self, k: &mut Builder, mma: &Mma) {
+    /// Once the queries have come: into registers, or as the tensor cores want
+    /// them into the place where they lay.
+    pub(super) fn take(&mut self, k: &mut Builder, mma: &Mma, lanes: Lanes) {
+        let reader = Reader::new(k, self.layout, self.rows, lanes.rows_first);
+        let steps = 0..mma.padded_dim() / 16;
         if mma.query_source == Source::Registers {
-            let steps = 0..mma.padded_dim() / 16;
-            self.held = Some(steps.map(|step| self.load(k, mma, step)).collect());
+            let tiles = |k: &mut Builder, step: u32| -> Vec<Vec<Register>> {
+                (0..mma.row_tiles).map(|tile| reader.load(k, 16 * tile, step, 4, false)).collect()
+            };
+            self.held = Some(steps.map(|step| tiles(k, step)).collect());
+            return;
         }
+        let places = steps.flat_map(|step| (0..mma.row_tiles).map(move |tile| (step, tile)));
+        let rows: Vec<_> = places
+            .map(|(step, tile)| {
+                let row: [Reg<U32>; 4] =
+                    k.load_vector(reader.address(16 * tile, step), Default::default());
+                (self.address(mma, step, tile), row)
+            })
+            .collect();
+        k.push(Instruction::WarpSync);
+        for (to, row) in rows {
+            k.store_vector(to, &row, Default::default());
+        }
+        k.push(Instruction::WarpSync);
     }
 
-    fn load(&self, k: &mut Builder, mma: &Mma, step: u32) -> Vec<Vec<Register>> {
-        (0..mma.row_tiles).map(|tile| self.reader.load(k, 16 * tile, step, 4, false)).collect()
+    /// The steps of a panel have the room that the warp's rows had in it.
+    fn address(&self, mma: &Mma, step: u32, tile: u32) -> Value<SharedAddress> {
+        let within = (step % 4 * mma.row_tiles + tile) * 512;
+        self.mine + (step / 4 * self.layout.panel_bytes() + within)
     }
 
+    /// The operands of a step, by tile of rows.
     fn at(&self, k: &mut Builder, mma: &Mma, step: u32) -> Vec<Vec<Register>> {
-        match &self.held {
-            Some(held) => held[step as usize].clone(),
-            None => self.load(k, mma, step),
+        if let Some(held) = &self.held {
+            return held[step as usize].clone();
         }
+        let tiles = 0..mma.row_tiles;
+        tiles.map(|tile| load_matrices(k, mma.element, self.address(mma, step, tile), 4, false)).collect()
     }
+}
+
+/// Loads two or four 8 x 8 matrices.
+fn load_matrices(
+    k: &mut Builder,
+    element: Element,
+    address: Value<SharedAddress>,
+    matrices: usize,
+    transpose: bool,
+) -> Vec<Register> {
+    let dst: Vec<Register> = (0..matrices).map(|_| k.register_of(element.packed())).collect();
+    k.load_matrices(&dst, address, transpose);
+    dst
 }
 
 /// One `mma.sync` of 16 x 8 x 16: `d = a b + c`.
@@ -295,24 +328,27 @@ pub(super) fn scores(
 ) {
     let reader = Reader::new(k, mma.key_layout(), slot, lanes.columns_first);
     let sums = Sums::new(k, mma, scores);
-    let load = |k: &mut Builder, step: u32| {
-        let a = queries.at(k, mma, step);
-        let rows = (0..mma.strip).step_by(16);
-        let b = rows.map(|row| reader.load(k, strip * mma.strip + row, step, 4, false));
-        (a, b.collect::<Vec<_>>())
+    // Steps of 16 columns, each over the strip's keys 16 at a time.
+    let pieces: Vec<(u32, u32)> = (0..mma.padded_dim() / 16)
+        .flat_map(|step| (0..mma.strip / 16).map(move |pair| (step, pair)))
+        .collect();
+    let load = |k: &mut Builder, (step, pair): (u32, u32)| {
+        reader.load(k, strip * mma.strip + 16 * pair, step, 4, false)
     };
-    let steps = mma.padded_dim() / 16;
-    let mut next = Some(load(k, 0));
-    for step in 0..steps {
-        let (a, b) = next.take().expect("loaded one step ahead");
-        if step + 1 < steps {
-            next = Some(load(k, step + 1));
+    let mut next = Some(load(k, pieces[0]));
+    let mut a = Vec::new();
+    for (index, (step, pair)) in pieces.iter().copied().enumerate() {
+        let keys = next.take().expect("loaded one piece ahead");
+        if pair == 0 {
+            a = queries.at(k, mma, step);
         }
-        for (pair, keys) in b.iter().enumerate() {
-            for (half, keys) in keys.chunks(2).enumerate() {
-                for (tile, a) in a.iter().enumerate() {
-                    sums.add(k, mma, (tile, 2 * pair + half), a, keys, step == 0);
-                }
+        if let Some(piece) = pieces.get(index + 1) {
+            next = Some(load(k, *piece));
+        }
+        for (half, keys) in keys.chunks(2).enumerate() {
+            for (tile, a) in a.iter().enumerate() {
+                let group = 2 * pair as usize + half;
+                sums.add(k, mma, (tile, group), a, keys, step == 0);
             }
         }
     }

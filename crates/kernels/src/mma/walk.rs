@@ -54,11 +54,12 @@ impl<'a> Warp<'a> {
         values: Ring,
     ) -> Self {
         let thread = k.thread_index();
-        let lane = k.lane();
-        let first_row = k.eval(thread / 32 * mma.warp_rows());
+        // From one lane to all: so the assembler knows that the warp goes one way.
+        let warp = k.eval(thread / 32);
+        let warp = k.shuffle_index(warp, 0);
+        let first_row = k.eval(warp * mma.warp_rows());
         let row = k.eval(place.first_row + first_row);
         let (seen, unmasked) = place.of_warp(k, mma, numbers, row);
-        let thread_row = k.eval(row + lane / 4);
         let lanes = Lanes::new(k);
         let room = k.eval(query_room.at(0) + first_row * 128);
         Warp {
@@ -66,12 +67,12 @@ impl<'a> Warp<'a> {
             lanes,
             first_row,
             room,
-            queries: Queries::new(k, mma, lanes, room),
+            queries: Queries::new(k, mma, room),
             keys,
             values,
-            mask: Mask::new(k, mma, numbers, thread_row),
+            mask: Mask::new(mma, numbers, row),
             softmax: Softmax::new(k, mma, numbers.scale_log2),
-            output: Cells::zeros(k, mma, mma.value_head_dim),
+            output: Cells::new(k, mma, mma.value_head_dim),
             remaining: k.variable(place.blocks),
             seen,
             unmasked,
@@ -89,16 +90,12 @@ impl<'a> Warp<'a> {
     ) {
         let (ahead, lead) = (self.mma.ahead, self.mma.lead());
         let remaining = self.remaining;
-        let last_key = k.eval(place.first_key(self.mma, remaining));
-        let rows = k.eval(numbers.key_length - last_key);
-        // Only the first block to be walked can be ragged.
         let copy = |k: &mut Builder, blocks: &Blocks, ring: &Ring, block: u32| {
             k.if_(remaining.greater(block), |k| {
-                match block {
-                    0 => blocks.copy_ragged(k, ring.at(0), rows),
-                    _ => blocks.copy_whole(k, ring.at(block)),
-                }
-                blocks.advance(k);
+                let first_key = k.eval(place.first_key(self.mma, remaining - block));
+                // Only the first block to be walked can be ragged.
+                let rows = (block == 0).then(|| k.eval(numbers.key_length - first_key));
+                blocks.copy(k, ring.at(block), first_key, rows);
             });
         };
         for block in 0..lead {
@@ -111,14 +108,15 @@ impl<'a> Warp<'a> {
             commit(k);
         }
         wait(k, ahead);
-        self.queries.take(k, self.mma);
+        self.queries.take(k, self.mma, self.lanes);
 
         // Blocks that no row of the warp sees: it only helps to copy.
         k.loop_(|k| {
             k.break_if(remaining.at_most(self.seen));
-            self.turn(k, keys, values);
+            self.turn(k, place, keys, values);
             self.advance(k);
         });
+        self.output.clear(k);
         k.if_(remaining.greater(0), |k| {
             if self.mma.is_woven() {
                 self.walk_woven(k, place, keys, values);
@@ -129,15 +127,15 @@ impl<'a> Warp<'a> {
     }
 
     /// Begins a block: waits for its group and sends the one that is `ahead` on.
-    fn turn(&self, k: &mut Builder, keys: &Blocks, values: &Blocks) {
+    fn turn(&self, k: &mut Builder, place: &Place, keys: &Blocks, values: &Blocks) {
         let (ahead, lead) = (self.mma.ahead, self.mma.lead());
         wait(k, ahead - 1);
         for (blocks, ring, block) in
             [(keys, &self.keys, ahead + lead), (values, &self.values, ahead)]
         {
             k.if_(self.remaining.greater(block), |k| {
-                blocks.copy_whole(k, ring.at(block));
-                blocks.advance(k);
+                let first_key = k.eval(place.first_key(self.mma, self.remaining - block));
+                blocks.copy(k, ring.at(block), first_key, None);
             });
         }
         commit(k);
@@ -160,7 +158,7 @@ impl<'a> Warp<'a> {
         self.mask(k, &carried, self.remaining, first_key, strips - 1);
         self.softmax.begin(k, &carried);
         k.loop_(|k| {
-            self.turn(k, keys, values);
+            self.turn(k, place, keys, values);
             let first_key = k.eval(place.first_key(mma, self.remaining));
             let mut before: Option<(Probabilities, u32)> = None;
             let mut current: Option<Cells> = None;
@@ -211,7 +209,7 @@ impl<'a> Warp<'a> {
     fn walk_plain(&self, k: &mut Builder, place: &Place, keys: &Blocks, values: &Blocks) {
         let mma = self.mma;
         k.loop_(|k| {
-            self.turn(k, keys, values);
+            self.turn(k, place, keys, values);
             let first_key = k.eval(place.first_key(mma, self.remaining));
             let here = Cells::new(k, mma, mma.strip);
             self.scores(k, self.keys.at(0), 0, &here);

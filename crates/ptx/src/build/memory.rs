@@ -3,7 +3,7 @@
 use super::Builder;
 use crate::{
     AddressOf, AtomicOperation, AtomicOrder, Eviction, Instruction, LoadCache, LoadOrder, Reg,
-    Scalar, Scope, SharedAddress, StoreCache, StoreOrder, U64, Value,
+    Register, Scalar, Scope, SharedAddress, StoreCache, StoreOrder, U64, Value,
 };
 
 /// How a load treats order and caches.
@@ -157,11 +157,22 @@ impl Builder {
         address: impl Into<Value<SharedAddress>>,
         transpose: bool,
     ) -> [Reg<T>; N] {
-        let address = self.address(address);
         let dst: [Reg<T>; N] = std::array::from_fn(|_| self.register());
-        let registers = dst.iter().map(|r| r.register).collect();
-        self.push(Instruction::LoadMatrix { dst: registers, address, transpose });
+        self.load_matrices(&dst.map(|r| r.register), address, transpose);
         dst
+    }
+
+    /// Loads 8x8 matrices of 16-bit elements into registers whose type is only
+    /// known when the kernel is built.
+    #[track_caller]
+    pub fn load_matrices(
+        &mut self,
+        dst: &[Register],
+        address: impl Into<Value<SharedAddress>>,
+        transpose: bool,
+    ) {
+        let address = self.address(address);
+        self.push(Instruction::LoadMatrix { dst: dst.to_vec(), address, transpose });
     }
 
     /// Stores 8x8 matrices of 16-bit elements, one register of `T` each.
