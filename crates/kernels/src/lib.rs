@@ -6,6 +6,7 @@
 //! | [`scalar`] | attention on any GPU, with ordinary arithmetic |
 //! | [`mma`] | attention on Ampere and later, with mma.sync and cp.async |
 //! | [`forward`] | attention on Hopper, with wgmma and TMA |
+//! | [`combine`] | partial attention over parts of the keys, put together |
 //! | [`single`] | one `wgmma` |
 //! | [`product`] | a matrix product: TMA, pipelines, swizzles, clusters |
 //! | [`ceiling`] | the loop that says how fast the tensor cores are |
@@ -14,6 +15,7 @@
 //! the same configuration twice gives the same program.
 
 pub mod ceiling;
+pub mod combine;
 mod divisor;
 mod element;
 pub mod forward;
@@ -25,6 +27,7 @@ pub mod single;
 mod strides;
 
 pub use ceiling::Ceiling;
+pub use combine::Combine;
 pub use divisor::Divisor;
 pub use forward::Forward;
 pub use mma::Mma;

@@ -20,8 +20,8 @@ use ptx::{
 };
 
 use crate::Error;
-use crate::strides::Strides;
 use crate::element::{load_as_f32, store_from_f32};
+use crate::strides::Strides;
 
 /// Query rows that one block takes: a warp each.
 pub const ROWS_PER_BLOCK: u32 = 8;

@@ -1,11 +1,11 @@
 //! The configurations that FlashCore ships: every one of them is assembled,
 //! simulated and checked.
 
-use ptx::{Element, Program, Swizzle, Target};
+use ptx::{Capability, Element, Program, Swizzle, Target};
 
 use crate::forward::{Form, Workload, every_tuned, tuned};
 use crate::product::{Contiguous, Source};
-use crate::{Ceiling, Error, Forward, Mma, Product, Scalar, Single, mma};
+use crate::{Ceiling, Combine, Error, Forward, Mma, Product, Scalar, Single, mma};
 
 /// One configuration of one kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -17,6 +17,8 @@ pub enum Shipped {
     Mma(Mma),
     /// Attention on Hopper.
     Forward(Forward),
+    /// Partial attention put together.
+    Combine(Combine),
     /// One `wgmma`.
     Single(Single),
     /// A matrix product.
@@ -32,6 +34,7 @@ impl Shipped {
             Shipped::Scalar(_) => "scalar",
             Shipped::Mma(_) => "mma",
             Shipped::Forward(_) => "forward",
+            Shipped::Combine(_) => "combine",
             Shipped::Single(_) => "single",
             Shipped::Product(_) => "product",
             Shipped::Ceiling(_) => "ceiling",
@@ -44,6 +47,7 @@ impl Shipped {
             Shipped::Scalar(configuration) => configuration.name(),
             Shipped::Mma(configuration) => configuration.name(),
             Shipped::Forward(configuration) => configuration.name(),
+            Shipped::Combine(configuration) => configuration.name(),
             Shipped::Single(configuration) => configuration.name(),
             Shipped::Product(configuration) => configuration.name(),
             Shipped::Ceiling(configuration) => configuration.name(),
@@ -56,6 +60,7 @@ impl Shipped {
             Shipped::Scalar(_) => "attention with ordinary arithmetic, on any GPU",
             Shipped::Mma(_) => "attention with mma.sync and cp.async, on Ampere and later",
             Shipped::Forward(_) => "attention with wgmma and TMA, on Hopper",
+            Shipped::Combine(_) => "partial attention over parts of the keys, put together",
             Shipped::Single(_) => "one 64x64x16 wgmma",
             Shipped::Product(_) => "a matrix product with TMA, a pipeline and wgmma",
             Shipped::Ceiling(_) => "wgmma m64n256k16 in a loop: the tensor cores' ceiling",
@@ -68,6 +73,7 @@ impl Shipped {
             Shipped::Scalar(configuration) => configuration.program(),
             Shipped::Mma(configuration) => configuration.program(),
             Shipped::Forward(configuration) => configuration.program(),
+            Shipped::Combine(configuration) => configuration.program(),
             Shipped::Single(configuration) => configuration.program(),
             Shipped::Product(configuration) => configuration.program(),
             Shipped::Ceiling(configuration) => configuration.program(),
@@ -93,6 +99,10 @@ pub fn shipped(target: Target) -> Vec<Shipped> {
                 }));
             }
         }
+    }
+    if target.has(Capability::Mma) {
+        all.extend(mmas(target).into_iter().map(Shipped::Mma));
+        all.extend(combines(target).into_iter().map(Shipped::Combine));
     }
     if target == Target::SM_90A {
         all.extend(forwards().into_iter().map(Shipped::Forward));
@@ -133,6 +143,49 @@ fn forwards() -> Vec<Forward> {
         }
     }
     all
+}
+
+/// Attention with `mma.sync`: what a target gets for narrow, wide and widest
+/// heads, for few queries and for keys that are split, and with sums in `f16`.
+/// Elements and masks take turns.
+fn mmas(target: Target) -> Vec<Mma> {
+    use Element::{BF16, F16};
+    let cases = [
+        (BF16, (64, 64), true, 4096, 1024),
+        (F16, (64, 64), false, 4096, 1024),
+        (BF16, (128, 128), false, 4096, 1024),
+        (F16, (128, 128), true, 4096, 1024),
+        (BF16, (256, 256), true, 4096, 1024),
+        (F16, (192, 128), false, 4096, 1024),
+        (BF16, (128, 128), true, 1, 8),
+    ];
+    let mut all: Vec<Mma> = Vec::new();
+    for (element, (head_dim, value_head_dim), causal, query_length, heads) in cases {
+        let workload = Workload {
+            element,
+            head_dim,
+            value_head_dim,
+            causal,
+            query_length,
+            key_length: 4096,
+            heads,
+            multiprocessors: 128,
+        };
+        all.extend(mma::tuned(target, &workload).map(|tuned| tuned.configuration));
+    }
+    let halves = all.iter().find(|it| it.element == F16 && it.head_dim == 128).copied();
+    all.extend(halves.map(|it| Mma { accumulate: F16, ..it }));
+    all
+}
+
+/// From what split attention leaves, and from each element to itself.
+fn combines(target: Target) -> Vec<Combine> {
+    let value_head_dim = 128;
+    [Element::F16, Element::BF16]
+        .into_iter()
+        .flat_map(|element| [(Element::F32, element), (element, element)])
+        .map(|(partial, element)| Combine { target, partial, element, value_head_dim })
+        .collect()
 }
 
 /// Products: every width once, then every combination of the rest at a few widths.

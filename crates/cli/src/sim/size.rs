@@ -32,6 +32,9 @@ pub(super) struct SizeArguments {
     /// Key and value heads
     #[arg(long, value_name = "COUNT")]
     kv_heads: Option<u32>,
+    /// Partial results that are put together
+    #[arg(long, value_name = "COUNT")]
+    parts: Option<u32>,
 }
 
 impl SizeArguments {
@@ -40,9 +43,10 @@ impl SizeArguments {
         let taken: &[&str] = match kernel {
             Shipped::Product(_) => &["rows", "inner"],
             Shipped::Ceiling(_) => &["rounds"],
-            Shipped::Scalar(_) | Shipped::Forward(_) => {
+            Shipped::Scalar(_) | Shipped::Mma(_) | Shipped::Forward(_) => {
                 &["batch", "seq", "kv-seq", "heads", "kv-heads"]
             }
+            Shipped::Combine(_) => &["batch", "seq", "heads", "parts"],
             _ => &[],
         };
         if let Some((name, _)) = self.given().find(|(name, _)| !taken.contains(name)) {
@@ -59,6 +63,11 @@ impl SizeArguments {
             }
             Shipped::Scalar(scalar) => {
                 Scene::scalar(*scalar, &self.attention(AttentionSize::SCALAR))
+            }
+            Shipped::Mma(mma) => Scene::mma(*mma, &self.attention(AttentionSize::small_mma(mma))),
+            Shipped::Combine(combine) => {
+                let parts = self.parts.map_or(Scene::COMBINE_PARTS, |parts| parts as usize);
+                Scene::combine(*combine, &self.attention(AttentionSize::SCALAR), parts)
             }
             Shipped::Forward(forward) => {
                 Scene::forward(*forward, &self.attention(AttentionSize::small(forward)))
@@ -97,6 +106,7 @@ impl SizeArguments {
             ("kv-seq", self.kv_seq),
             ("heads", self.heads),
             ("kv-heads", self.kv_heads),
+            ("parts", self.parts),
         ];
         all.into_iter().filter_map(|(name, value)| Some((name, value?)))
     }

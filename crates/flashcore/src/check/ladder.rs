@@ -60,8 +60,9 @@ pub fn run(
 /// The matrix kernels that the GPU can run.
 pub fn configurations(gpu: &Gpu) -> Vec<Shipped> {
     let all = shipped(gpu.target()).into_iter();
-    let is_attention = |it: &Shipped| matches!(it, Shipped::Scalar(_) | Shipped::Forward(_));
-    all.filter(|configuration| !is_attention(configuration)).collect()
+    let is_matrix =
+        |it: &Shipped| matches!(it, Shipped::Single(_) | Shipped::Product(_) | Shipped::Ceiling(_));
+    all.filter(is_matrix).collect()
 }
 
 /// How fast the ceiling loop is, in TFLOP/s: the best of some launches that

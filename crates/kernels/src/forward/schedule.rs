@@ -11,8 +11,8 @@
 
 use ptx::{Builder, Expression, GlobalAddress, Pred, Reg, S32, U32, U64, Value};
 
-use crate::divisor::DivisorRegisters;
 use super::{Forward, TileLists};
+use crate::divisor::DivisorRegisters;
 
 /// The numbering of tiles.
 pub(super) struct Schedule {

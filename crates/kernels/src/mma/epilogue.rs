@@ -81,9 +81,7 @@ impl Epilogue {
         let row_bytes = 4 * mma.value_head_dim;
         let (row, column) = (k.eval(lane / 4), k.eval(lane % 4 * 2));
         let address = k.eval(
-            self.output
-                + (flat + row.convert::<U64>()) * row_bytes
-                + (column * 4).convert::<U64>(),
+            self.output + (flat + row.convert::<U64>()) * row_bytes + (column * 4).convert::<U64>(),
         );
         for tile in 0..mma.row_tiles as usize {
             for half in 0..2 {

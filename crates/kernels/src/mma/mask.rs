@@ -6,7 +6,7 @@ use super::products::Cells;
 use super::{Mma, Numbers};
 
 /// The mask of a warp's elements. Where a thread stands is found anew in each
-/// masked strip: there are few of them, and registers are dear in all others.
+/// masked block: there are few of them, and registers are dear in all others.
 pub(super) struct Mask {
     causal: bool,
     /// The warp's first row.
@@ -22,7 +22,7 @@ impl Mask {
     }
 
     /// Sets the scores of unseen keys to minus infinity; `first_key` is the
-    /// strip's first.
+    /// block's first.
     pub(super) fn apply(&self, k: &mut Builder, scores: &Cells, first_key: impl Into<Value<U32>>) {
         let signed = |value: Value<U32>| value.reinterpret::<S32>();
         let lane = k.lane();

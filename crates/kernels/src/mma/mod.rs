@@ -2,17 +2,18 @@
 //!
 //! A block of threads takes some query rows of one head; each of its warps has
 //! 16 or 32 of them to itself and walks the key blocks from the last to the
-//! first. Keys and values come by `cp.async`, some blocks ahead. A warp cuts a
-//! key block into *strips* and overlaps its products with its exponentials:
+//! first. Keys and values come by `cp.async`, some blocks ahead:
 //!
 //! ```text
-//! S(n-1) = Q K(n-1)^T                      strips are numbered from the first key
-//! for i = n-1 down to 0:
-//!     O += P(i+1) V(i+1)  |
-//!     S(i-1) = Q K(i-1)^T | P(i) = softmax(S(i))       woven into one stream
-//! O += P(0) V(0)
+//! for j = n-1 down to 0:
+//!     wait for K(j), V(j); send for K(j - ahead), V(j - ahead)
+//!     S = Q K(j)^T;  P = softmax(S);  O += P V(j)
 //! normalise; store
 //! ```
+//!
+//! A warp does one step after the other: while it computes exponentials, the
+//! tensor cores have the products of another warp, of this block of threads or
+//! of a second one on the same multiprocessor. Probabilities stay in registers.
 //!
 //! The parts have a file each: `place` says which rows and keys, `copies`
 //! brings tiles, `products` multiplies them, `softmax` and `mask` do what their
@@ -28,7 +29,7 @@ mod softmax;
 mod tuned;
 mod walk;
 
-pub use tuned::{Tuned, Workload, every_tuned, tuned, variants};
+pub use tuned::{Tuned, Workload, every_tuned, tuned};
 
 use ptx::{
     Builder, Capability, Element, F32, GlobalAddress, Program, Reg, Swizzle, Target, TileLayout,
@@ -61,17 +62,12 @@ pub struct Mma {
     /// Tiles of 16 query rows that each warp takes: 1 or 2. With two, what is
     /// loaded of keys and values serves twice.
     pub row_tiles: u32,
-    /// Keys that are copied at a time: a multiple of 16.
+    /// Keys that are copied and multiplied at a time: a multiple of 16.
     pub key_block: u32,
-    /// Keys whose scores a warp holds at a time: a multiple of 16. A block is
-    /// one strip, and then nothing is woven, or an even number of them.
-    pub strip: u32,
     /// How many key blocks copies run ahead.
     pub ahead: u32,
     /// Where the tensor cores take queries from.
     pub query_source: Source,
-    /// What exponentials are woven into.
-    pub weave: Weave,
     /// Blocks of threads that shall fit on a multiprocessor: bounds registers.
     pub residents: u32,
     /// What products are added up in: `F32`, or `F16` for elements of `F16`.
@@ -79,15 +75,6 @@ pub struct Mma {
     /// Whether keys are split over blocks of threads: outputs are then partial,
     /// in `f32`, for the combining kernel to put together.
     pub split: bool,
-}
-
-/// What the exponentials of a strip are woven into.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Weave {
-    /// The scores of the next strip.
-    Scores,
-    /// The output's update by the strip before, and the scores of the next.
-    Products,
 }
 
 /// The parameters that are numbers.
@@ -100,21 +87,17 @@ struct Numbers {
 impl Mma {
     /// The name of this configuration.
     pub fn name(&self) -> String {
-        let Mma { element, head_dim, value_head_dim, causal, key_block, strip, ahead, .. } = self;
+        let Mma { element, head_dim, value_head_dim, causal, key_block, ahead, .. } = self;
         let mask = if *causal { "causal" } else { "dense" };
         let (rows, warps, residents) = (self.query_rows(), self.warps, self.residents);
         let source = match self.query_source {
             Source::Shared => "",
             Source::Registers => "q",
         };
-        let weave = match self.weave {
-            Weave::Scores => "",
-            Weave::Products => "p",
-        };
         let half = if self.accumulate == Element::F16 { "_half" } else { "" };
         let split = if self.split { "_split" } else { "" };
         format!(
-            "mma_{element}_d{head_dim}x{value_head_dim}_{mask}_{rows}x{key_block}_w{warps}n{strip}a{ahead}r{residents}{source}{weave}{half}{split}"
+            "mma_{element}_d{head_dim}x{value_head_dim}_{mask}_{rows}x{key_block}_w{warps}a{ahead}r{residents}{source}{half}{split}"
         )
     }
 
@@ -132,22 +115,8 @@ impl Mma {
         32 * self.warps
     }
 
-    /// Whether the products of one strip run along with the exponentials of another.
-    fn is_woven(&self) -> bool {
-        self.strip != self.key_block
-    }
-
-    /// How many blocks keys come before values: woven, the next block's keys
-    /// are read before this one's are done with.
-    fn lead(&self) -> u32 {
-        self.is_woven() as u32
-    }
-
-    fn key_slots(&self) -> u32 {
-        self.ahead + self.lead() + 1
-    }
-
-    fn value_slots(&self) -> u32 {
+    /// Key blocks in shared memory: the one that is read, and those under way.
+    fn slots(&self) -> u32 {
         self.ahead + 1
     }
 
@@ -175,8 +144,7 @@ impl Mma {
     /// The shared memory of a block of threads.
     pub fn shared_bytes(&self) -> u32 {
         self.query_layout().bytes()
-            + self.key_slots() * self.key_layout().bytes()
-            + self.value_slots() * self.value_layout().bytes()
+            + self.slots() * (self.key_layout().bytes() + self.value_layout().bytes())
     }
 
     /// Why there is no such kernel, if so.
@@ -198,18 +166,13 @@ impl Mma {
         if ![1, 2].contains(&self.row_tiles) {
             return Some("a warp takes one or two tiles of 16 rows");
         }
-        if self.strip == 0 || !self.strip.is_multiple_of(16) {
-            return Some("the strip is not a multiple of 16");
+        if self.key_block == 0 || !self.key_block.is_multiple_of(16) {
+            return Some("the key block is not a multiple of 16");
         }
         // Each pass of the copying threads takes as many rows as there are
         // groups of eight threads.
-        if self.key_block == 0 || !self.key_block.is_multiple_of(4 * self.warps) {
+        if !self.key_block.is_multiple_of(4 * self.warps) {
             return Some("the key block is not a multiple of four rows a warp");
-        }
-        let strips = self.key_block / self.strip;
-        if !self.key_block.is_multiple_of(self.strip) || (strips != 1 && !strips.is_multiple_of(2))
-        {
-            return Some("the key block is neither one strip nor an even number of them");
         }
         if self.ahead == 0 || self.residents == 0 {
             return Some("copies run at least one block ahead, and one block is resident");
@@ -259,8 +222,8 @@ impl Mma {
         let place = Place::new(k, self, &numbers);
 
         let query_room = Ring::new(k, "queries", self.query_layout(), 1);
-        let key_ring = Ring::new(k, "keys", self.key_layout(), self.key_slots());
-        let value_ring = Ring::new(k, "values", self.value_layout(), self.value_slots());
+        let key_ring = Ring::new(k, "keys", self.key_layout(), self.slots());
+        let value_ring = Ring::new(k, "values", self.value_layout(), self.slots());
 
         let zero = k.eval(0);
         let blocks = |k: &mut Builder, layout, columns, tensor, strides: &Strides, head| {
@@ -279,8 +242,7 @@ impl Mma {
         let rows = k.eval(numbers.query_length - place.first_row);
         query_blocks.copy(k, query_room.at(0), place.first_row, Some(rows));
 
-        let mut warp =
-            Warp::new(k, self, &numbers, &place, query_room, key_ring, value_ring);
+        let mut warp = Warp::new(k, self, &numbers, &place, query_room, key_ring, value_ring);
         warp.walk(k, &place, &key_blocks, &value_blocks, &numbers);
         let epilogue = Epilogue { output, strides: output_strides, lse };
         epilogue.store(k, self, &numbers, &place, &warp);

@@ -49,8 +49,7 @@ impl Place {
         let (head_and_batch, row_tile) = per_head.divide(k, tile);
         let (batch, head) = heads.divide(k, head_and_batch);
         let (key_head, _) = group.divide(k, head);
-        let row_tile =
-            if mma.causal { k.eval(per_head.number - 1 - row_tile) } else { row_tile };
+        let row_tile = if mma.causal { k.eval(per_head.number - 1 - row_tile) } else { row_tile };
         let first_row = k.eval(row_tile * mma.query_rows());
         let end_row = k.eval(first_row + mma.query_rows());
         let seen = blocks_seen(k, mma, numbers, end_row);
@@ -67,11 +66,7 @@ impl Place {
 
     /// The first key of the block that is walked when `remaining` are left,
     /// itself among them. Without any it is no key.
-    pub(super) fn first_key(
-        &self,
-        mma: &Mma,
-        remaining: impl Into<Value<U32>>,
-    ) -> Value<U32> {
+    pub(super) fn first_key(&self, mma: &Mma, remaining: impl Into<Value<U32>>) -> Value<U32> {
         (self.first_block + remaining.into() - 1) * mma.key_block
     }
 

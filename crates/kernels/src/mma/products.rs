@@ -52,7 +52,7 @@ impl Cells {
     }
 }
 
-/// Probabilities of a strip, rounded: for each tile of rows and group of 8
+/// Probabilities of a key block, rounded: for each tile of rows and group of 8
 /// columns, the two of the first row and the two of the second.
 pub(super) struct Probabilities(Vec<Vec<[Register; 2]>>);
 
@@ -60,7 +60,7 @@ impl Probabilities {
     pub(super) fn new(k: &mut Builder, mma: &Mma) -> Self {
         let ty = mma.element.packed();
         let pair = |k: &mut Builder| [k.register_of(ty), k.register_of(ty)];
-        let row = |k: &mut Builder| (0..mma.strip / 8).map(|_| pair(k)).collect();
+        let row = |k: &mut Builder| (0..mma.key_block / 8).map(|_| pair(k)).collect();
         Probabilities((0..mma.row_tiles).map(|_| row(k)).collect())
     }
 
@@ -112,12 +112,7 @@ struct Reader {
 impl Reader {
     /// `lane` is the lane's part of the address; the tile begins at a multiple
     /// of 1024.
-    fn new(
-        k: &mut Builder,
-        layout: TileLayout,
-        tile: Reg<SharedAddress>,
-        lane: Reg<U32>,
-    ) -> Self {
+    fn new(k: &mut Builder, layout: TileLayout, tile: Reg<SharedAddress>, lane: Reg<U32>) -> Self {
         let first = k.eval(tile + lane);
         let used = layout.columns.div_ceil(16).min(4);
         let mut steps = vec![first];
@@ -210,7 +205,9 @@ impl Queries {
             return held[step as usize].clone();
         }
         let tiles = 0..mma.row_tiles;
-        tiles.map(|tile| load_matrices(k, mma.element, self.address(mma, step, tile), 4, false)).collect()
+        tiles
+            .map(|tile| load_matrices(k, mma.element, self.address(mma, step, tile), 4, false))
+            .collect()
     }
 }
 
@@ -248,7 +245,7 @@ fn mma_sync(
     });
 }
 
-/// What products of one strip are added up in.
+/// What the products of one key block are added up in.
 struct Sums {
     accumulator: Element,
     /// By tile of rows and group of columns.
@@ -315,26 +312,24 @@ impl Sums {
     }
 }
 
-/// `scores = Q K^T` for one strip of the keys in `slot`. What the next step
-/// needs is loaded before this one is multiplied.
+/// `scores = Q K^T` for the keys in `slot`. What the next step needs is loaded
+/// before this one is multiplied.
 pub(super) fn scores(
     k: &mut Builder,
     mma: &Mma,
     lanes: Lanes,
     queries: &Queries,
     slot: Reg<SharedAddress>,
-    strip: u32,
     scores: &Cells,
 ) {
     let reader = Reader::new(k, mma.key_layout(), slot, lanes.columns_first);
     let sums = Sums::new(k, mma, scores);
-    // Steps of 16 columns, each over the strip's keys 16 at a time.
+    // Steps of 16 columns, each over the block's keys 16 at a time.
     let pieces: Vec<(u32, u32)> = (0..mma.padded_dim() / 16)
-        .flat_map(|step| (0..mma.strip / 16).map(move |pair| (step, pair)))
+        .flat_map(|step| (0..mma.key_block / 16).map(move |pair| (step, pair)))
         .collect();
-    let load = |k: &mut Builder, (step, pair): (u32, u32)| {
-        reader.load(k, strip * mma.strip + 16 * pair, step, 4, false)
-    };
+    let load =
+        |k: &mut Builder, (step, pair): (u32, u32)| reader.load(k, 16 * pair, step, 4, false);
     let mut next = Some(load(k, pieces[0]));
     let mut a = Vec::new();
     for (index, (step, pair)) in pieces.iter().copied().enumerate() {
@@ -355,26 +350,25 @@ pub(super) fn scores(
     sums.widen(k, scores, false);
 }
 
-/// `output += P V` for one strip of the values in `slot`.
+/// `output += P V` for the values in `slot`.
 pub(super) fn update(
     k: &mut Builder,
     mma: &Mma,
     lanes: Lanes,
     probabilities: &Probabilities,
     slot: Reg<SharedAddress>,
-    strip: u32,
     output: &Cells,
 ) {
     let reader = Reader::new(k, mma.value_layout(), slot, lanes.rows_first);
     let sums = Sums::new(k, mma, output);
     let in_place = sums.accumulator == Element::F32;
     // Steps of 16 keys, each over the columns 16 at a time, eight at the end.
-    let pieces: Vec<(u32, u32)> = (0..mma.strip / 16)
+    let pieces: Vec<(u32, u32)> = (0..mma.key_block / 16)
         .flat_map(|step| (0..mma.value_head_dim.div_ceil(16)).map(move |column| (step, column)))
         .collect();
     let load = |k: &mut Builder, (step, column): (u32, u32)| {
         let matrices = if 16 * column + 8 < mma.value_head_dim { 4 } else { 2 };
-        reader.load(k, strip * mma.strip + 16 * step, column, matrices, true)
+        reader.load(k, 16 * step, column, matrices, true)
     };
     let mut next = Some(load(k, pieces[0]));
     for (index, (step, column)) in pieces.iter().copied().enumerate() {

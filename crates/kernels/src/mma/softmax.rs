@@ -1,14 +1,13 @@
 //! The guarded softmax of a warp's rows.
 //!
 //! As in the Hopper kernel: a row's reference is the exact maximum of its first
-//! strip, later strips take `2^(s - reference)` straight away, and a strip
+//! key block, later blocks take `2^(s - reference)` straight away, and a block
 //! whose sum exceeds a bound in any row of the warp is done again around an
 //! exact maximum. Scores are not kept for that: the tensor cores make them
-//! again, which is cheaper than the registers in every other strip.
+//! again, which is cheaper than the registers in every other block.
 
 use ptx::{
     Builder, Choose, Comparison, Element, Expression, F32, Instruction, Operand, Pred, Reg, Type,
-
 };
 
 use super::Mma;
@@ -16,7 +15,7 @@ use super::products::{Cells, Probabilities};
 
 /// The state of a thread's rows: two for each tile.
 pub(super) struct Softmax {
-    /// A strip's sum beyond this is too large.
+    /// A block's sum beyond this is too large.
     bound: f32,
     scale_log2: Reg<F32>,
     /// The negative reference of each row, scaled: what is added to its scores.
@@ -49,7 +48,7 @@ impl Softmax {
         }
     }
 
-    /// Takes the exact maximum of the rows' first strip as their reference.
+    /// Takes the exact maximum of the rows' first block as their reference.
     pub(super) fn begin(&self, k: &mut Builder, scores: &Cells) {
         for (row, offset) in self.offset.iter().enumerate() {
             let maximum = row_maximum(k, scores, row);
@@ -59,7 +58,13 @@ impl Softmax {
 
     /// `2^((s - reference) * scale)` of every score, rounded into `p`, and the
     /// thread's sums of them.
-    pub(super) fn exponentials(&self, k: &mut Builder, scores: &Cells, p: &Probabilities, sums: &[Reg<F32>]) {
+    pub(super) fn exponentials(
+        &self,
+        k: &mut Builder,
+        scores: &Cells,
+        p: &Probabilities,
+        sums: &[Reg<F32>],
+    ) {
         let mut begun = vec![false; sums.len()];
         for (tile, group, cell) in scores.each() {
             for half in 0..2 {
@@ -98,7 +103,7 @@ impl Softmax {
         k.any(beyond)
     }
 
-    /// Raises the references to a strip's exact maximum; sums and output follow.
+    /// Raises the references to a block's exact maximum; sums and output follow.
     pub(super) fn raise(&self, k: &mut Builder, scores: &Cells, output: &Cells) {
         for row in 0..self.offset.len() {
             let maximum = row_maximum(k, scores, row);
@@ -112,10 +117,10 @@ impl Softmax {
         }
     }
 
-    /// Adds a strip's sums.
+    /// Adds a block's sums.
     pub(super) fn add(&self, k: &mut Builder, sums: &[Reg<F32>]) {
-        for (sum, strip) in self.sum.iter().zip(sums) {
-            k.set(*sum, *sum + *strip);
+        for (sum, part) in self.sum.iter().zip(sums) {
+            k.set(*sum, *sum + *part);
         }
     }
 

@@ -1,12 +1,13 @@
 //! Which configuration serves which problem.
 //!
-//! A rule names the widest head dimensions it serves. The first whose shared
-//! memory fits the target, as often as it wants to be resident, is taken; so
-//! the same table serves 99 KB of an Ada and 227 KB of a Hopper.
+//! A rule names the widest head dimensions and the most queries it serves. The
+//! first whose shared memory fits the target, as often as it wants to be
+//! resident, is taken; so one table serves the 99 KB of an Ada, the 163 KB of
+//! an A100 and the 227 KB of a Hopper.
 
 use ptx::{Element, Target};
 
-use super::{Mma, Weave};
+use super::Mma;
 pub use crate::forward::Workload;
 use crate::product::Source;
 
@@ -15,6 +16,9 @@ use crate::product::Source;
 pub struct Tuned {
     /// What to build.
     pub configuration: Mma,
+    /// Over how many blocks of threads the keys of a tile are split: more than
+    /// one where the configuration is a split one.
+    pub splits: u32,
     /// Why, in a few words.
     pub reason: &'static str,
 }
@@ -23,6 +27,8 @@ pub struct Tuned {
 struct Rule {
     /// The widest queries and the widest values it serves.
     dims: (u32, u32),
+    /// The most queries of a sequence it serves.
+    queries: u64,
     tile: Tile,
     reason: &'static str,
 }
@@ -33,74 +39,83 @@ struct Tile {
     warps: u32,
     row_tiles: u32,
     key_block: u32,
-    strip: u32,
-    ahead: u32,
     query_source: Source,
-    weave: Weave,
     residents: u32,
 }
 
-/// 128 rows, 32 of each warp.
-const TILE_128X64: Tile = Tile {
-    warps: 4,
-    row_tiles: 2,
-    key_block: 64,
-    strip: 32,
-    ahead: 1,
-    query_source: Source::Shared,
-    weave: Weave::Scores,
-    residents: 2,
-};
-const TILE_128X128: Tile = Tile {
-    key_block: 128,
-    query_source: Source::Registers,
-    weave: Weave::Products,
-    ..TILE_128X64
-};
+const ANY_LENGTH: u64 = u64::MAX;
 
-/// Narrow before wide, large before small.
+/// 32 rows of each of four warps: what is loaded of keys and values serves
+/// twice, which matters where tensor cores are fast for their shared memory.
+const TILE_128X64: Tile =
+    Tile { warps: 4, row_tiles: 2, key_block: 64, query_source: Source::Shared, residents: 2 };
+const TILE_128X64_REGISTERS: Tile = Tile { query_source: Source::Registers, ..TILE_128X64 };
+const TILE_128X32: Tile = Tile { key_block: 32, ..TILE_128X64 };
+/// 16 rows of each of eight warps: as many warps as two blocks of the others
+/// have, where only one fits, and half the registers for a wide output.
+const TILE_128X64_NARROW: Tile = Tile { warps: 8, row_tiles: 1, residents: 1, ..TILE_128X64 };
+const TILE_128X32_NARROW: Tile = Tile { key_block: 32, ..TILE_128X64_NARROW };
+/// For few queries: half the rows, and so half of the work on rows that are not there.
+const TILE_64X64: Tile = Tile { row_tiles: 1, ..TILE_128X64 };
+const TILE_64X32: Tile = Tile { row_tiles: 1, ..TILE_128X32 };
+
+/// Measured on an H200 in bf16 (docs/performance.md); what serves targets with
+/// less shared memory is the same reasoning with their budgets. Few queries
+/// before many, narrow before wide, large before small.
 const RULES: &[Rule] = &[
     Rule {
-        dims: (64, 64),
-        tile: TILE_128X128,
-        reason: "128 x 128 tiles are fastest up to head dim 64",
-    },
-    Rule {
-        dims: (64, 64),
-        tile: Tile { key_block: 64, ..TILE_128X128 },
-        reason: "128 x 64 tiles are the largest that fit twice up to head dim 64",
+        dims: (128, 128),
+        queries: 64,
+        tile: TILE_64X64,
+        reason: "64 x 64 tiles waste the least on up to 64 queries",
     },
     Rule {
         dims: (128, 128),
+        queries: 64,
+        tile: TILE_64X32,
+        reason: "64 x 32 tiles waste the least on up to 64 queries and fit twice",
+    },
+    Rule {
+        dims: (64, 64),
+        queries: ANY_LENGTH,
+        tile: TILE_128X64_REGISTERS,
+        reason: "128 x 64 tiles with queries in registers are fastest up to head dim 64",
+    },
+    Rule {
+        dims: (128, 128),
+        queries: ANY_LENGTH,
         tile: TILE_128X64,
         reason: "128 x 64 tiles are fastest up to head dim 128",
     },
     Rule {
         dims: (128, 128),
-        tile: Tile { key_block: 32, strip: 16, ..TILE_128X64 },
+        queries: ANY_LENGTH,
+        tile: TILE_128X32,
         reason: "128 x 32 tiles are the largest that fit twice up to head dim 128",
     },
     Rule {
-        dims: (128, 128),
-        tile: Tile { key_block: 32, strip: 16, residents: 1, ..TILE_128X64 },
-        reason: "128 x 32 tiles are the largest that fit up to head dim 128",
+        dims: (256, 256),
+        queries: ANY_LENGTH,
+        tile: TILE_128X64_NARROW,
+        reason: "128 x 64 tiles, 16 rows of each of eight warps, are the largest that fit",
     },
     Rule {
         dims: (256, 256),
-        tile: Tile { warps: 8, row_tiles: 1, residents: 1, ..TILE_128X64 },
-        reason: "128 x 64 tiles, 16 rows of each warp, are the largest that fit head dim 256",
+        queries: ANY_LENGTH,
+        tile: TILE_128X32_NARROW,
+        reason: "128 x 32 tiles, 16 rows of each of eight warps, are the largest that fit",
     },
     Rule {
         dims: (256, 256),
-        tile: Tile { warps: 8, row_tiles: 1, key_block: 32, strip: 16, residents: 1, ..TILE_128X64 },
-        reason: "128 x 32 tiles, 16 rows of each warp, are the largest that fit head dim 256",
-    },
-    Rule {
-        dims: (256, 256),
-        tile: Tile { row_tiles: 1, key_block: 32, strip: 32, residents: 1, ..TILE_128X64 },
-        reason: "64 x 32 tiles are the largest that fit head dim 256",
+        queries: ANY_LENGTH,
+        tile: Tile { residents: 1, ..TILE_64X32 },
+        reason: "64 x 32 tiles are the largest that fit",
     },
 ];
+
+/// The fewest key blocks of a split: fewer would not pay for the partial
+/// results that are written and read again.
+const LEAST_OF_A_SPLIT: u64 = 4;
 
 impl Rule {
     fn configuration(&self, target: Target, workload: &Workload) -> Mma {
@@ -113,10 +128,8 @@ impl Rule {
             warps: self.tile.warps,
             row_tiles: self.tile.row_tiles,
             key_block: self.tile.key_block,
-            strip: self.tile.strip,
-            ahead: self.tile.ahead,
+            ahead: 1,
             query_source: self.tile.query_source,
-            weave: self.tile.weave,
             residents: self.tile.residents,
             accumulate: Element::F32,
             split: false,
@@ -126,6 +139,7 @@ impl Rule {
     fn serves(&self, target: Target, workload: &Workload) -> bool {
         workload.head_dim <= self.dims.0
             && workload.value_head_dim <= self.dims.1
+            && workload.query_length <= self.queries
             && self.configuration(target, workload).fits()
     }
 }
@@ -137,21 +151,55 @@ impl Mma {
         let each = self.shared_bytes() + 1024;
         each * self.residents <= self.target.shared_memory_limit() + 1024
     }
+
+    /// Over how many blocks of threads the keys of a tile should be split: as
+    /// many as fill the GPU, where tiles alone fill less than half of it.
+    fn splits(&self, workload: &Workload) -> u32 {
+        let tiles = workload.query_length.div_ceil(self.query_rows() as u64) * workload.heads;
+        let places = workload.multiprocessors as u64 * self.residents as u64;
+        if tiles == 0 || 2 * tiles > places {
+            return 1;
+        }
+        let key_blocks = workload.key_length.div_ceil(self.key_block as u64);
+        let wanted = (places / tiles).min(key_blocks / LEAST_OF_A_SPLIT).max(1);
+        // Splits are equally long: so many of that length there are.
+        key_blocks.max(1).div_ceil(key_blocks.max(1).div_ceil(wanted)) as u32
+    }
 }
 
 /// The configuration for a workload, or nothing where the kernel does not
 /// serve it: the element must be `F16` or `BF16`, the dimensions multiples of
 /// 8 up to 256.
+///
+/// ```
+/// use flashcore_kernels::mma::{Workload, tuned};
+/// use ptx::{Element, Target};
+///
+/// let workload = Workload {
+///     element: Element::BF16,
+///     head_dim: 128,
+///     value_head_dim: 128,
+///     causal: true,
+///     query_length: 4096,
+///     key_length: 4096,
+///     heads: 64,
+///     multiprocessors: 108,
+/// };
+/// let choice = tuned(Target::SM_80, &workload).expect("128 is a multiple of 8");
+/// assert_eq!((choice.configuration.query_rows(), choice.splits), (128, 1));
+/// ```
 pub fn tuned(target: Target, workload: &Workload) -> Option<Tuned> {
     let rule = RULES.iter().find(|rule| rule.serves(target, workload))?;
     let configuration = rule.configuration(target, workload);
-    configuration.fault().is_none().then_some(Tuned { configuration, reason: rule.reason })
+    let splits = configuration.splits(workload);
+    let configuration = Mma { split: splits > 1, ..configuration };
+    configuration.fault().is_none().then_some(Tuned { configuration, splits, reason: rule.reason })
 }
 
-/// Every line of the table that a target can have, at its own dimensions, for
-/// both elements and masks.
+/// What a target gets at the dimensions of each line of the table, for both
+/// elements and masks, many queries and few.
 pub fn every_tuned(target: Target) -> Vec<Mma> {
-    let mut all = Vec::new();
+    let mut all: Vec<Mma> = Vec::new();
     for rule in RULES {
         for element in [Element::F16, Element::BF16] {
             for causal in [false, true] {
@@ -160,20 +208,87 @@ pub fn every_tuned(target: Target) -> Vec<Mma> {
                     head_dim: rule.dims.0,
                     value_head_dim: rule.dims.1,
                     causal,
-                    query_length: 4096,
+                    query_length: rule.queries.min(4096),
                     key_length: 4096,
-                    heads: 64,
-                    multiprocessors: 108,
+                    heads: 1024,
+                    multiprocessors: 128,
                 };
-                all.extend(tuned(target, &workload).map(|tuned| tuned.configuration));
+                let chosen = tuned(target, &workload).map(|tuned| tuned.configuration);
+                all.extend(chosen.filter(|configuration| !all.contains(configuration)));
             }
         }
     }
-    all.dedup();
     all
 }
 
-/// Configurations worth timing against the tuned one.
-pub fn variants(tuned: &Mma) -> Vec<Mma> {
-    vec![*tuned]
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TARGETS: [Target; 5] =
+        [Target::SM_80, Target::SM_86, Target::SM_89, Target::SM_90, Target::SM_120];
+
+    fn workload(dims: (u32, u32), queries: u64, heads: u64) -> Workload {
+        Workload {
+            element: Element::BF16,
+            head_dim: dims.0,
+            value_head_dim: dims.1,
+            causal: true,
+            query_length: queries,
+            key_length: 4096,
+            heads,
+            multiprocessors: 100,
+        }
+    }
+
+    /// Building checks the shared memory among other things.
+    #[test]
+    fn every_pair_of_dimensions_is_served_on_every_target() {
+        for target in TARGETS {
+            for head_dim in (8..=256).step_by(8) {
+                for value_head_dim in [head_dim, 8, 64, 128, 200, 256] {
+                    // The programs of a few stand for the rest; that there is one is cheap to ask.
+                    let dims = (head_dim, value_head_dim);
+                    for queries in [1, 4096] {
+                        let chosen = tuned(target, &workload(dims, queries, 100)).unwrap();
+                        assert!(chosen.configuration.fits(), "{}", chosen.configuration.name());
+                        if target == Target::SM_86 && queries == 4096 {
+                            let built = chosen.configuration.program();
+                            assert!(built.is_ok(), "{}: {built:?}", chosen.configuration.name());
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_not_served_has_no_configuration() {
+        for dims in [(0, 64), (4, 64), (64, 100), (264, 64), (64, 512)] {
+            assert_eq!(tuned(Target::SM_80, &workload(dims, 100, 1)), None);
+        }
+        let single = Workload { element: Element::F32, ..workload((64, 64), 100, 1) };
+        assert_eq!(tuned(Target::SM_80, &single), None);
+        assert_eq!(tuned(Target::SM_75, &workload((64, 64), 100, 1)), None);
+    }
+
+    /// Few tiles over many keys are split; many tiles, or few keys, are not.
+    #[test]
+    fn splits_fill_the_gpu() {
+        let splits = |queries, keys, heads| {
+            let workload = Workload { key_length: keys, ..workload((128, 128), queries, heads) };
+            tuned(Target::SM_90, &workload).unwrap().splits
+        };
+        // 200 places.
+        assert_eq!(splits(1, 64 * 800, 1), 200);
+        assert_eq!(splits(1, 64 * 400, 8), 25);
+        assert_eq!(splits(1, 64 * 400, 101), 1);
+        assert_eq!(splits(1, 64 * 400, 100), 2);
+        assert_eq!(splits(4096, 4096, 16), 1);
+        assert_eq!(splits(128, 64 * 8, 1), 2);
+        assert_eq!(splits(128, 64 * 7, 1), 1);
+        assert_eq!(splits(128, 0, 1), 1);
+        // 10 blocks in two splits of five, not in three of four and two left over.
+        assert_eq!(splits(1, 64 * 10, 1), 2);
+    }
 }

@@ -10,13 +10,11 @@ mod barrier;
 mod copy;
 mod memory;
 mod role;
-mod weave;
 
 pub use arithmetic::{Fused, Pair};
 pub use copy::CopyHint;
 pub use memory::{LoadHint, StoreHint};
 pub use role::Role;
-pub use weave::Passage;
 
 use std::panic::Location;
 

@@ -1,7 +1,9 @@
 //! Scenes of the attention kernels.
 
+use std::ops::Range;
+
 use kernels::forward::{Divisor, TileLists};
-use kernels::{Forward, Mma, Scalar};
+use kernels::{Combine, Forward, Mma, Scalar};
 use ptx::{Element, Program, TileLayout};
 
 use super::{Expected, Random, Scene, SceneError, encode, round};
@@ -35,10 +37,20 @@ impl AttentionSize {
         AttentionSize { batch: 1, queries, keys, heads: 1, key_heads: 1 }
     }
 
+    /// The same for a kernel with `mma.sync`.
+    pub fn small_mma(mma: &Mma) -> Self {
+        let queries = mma.query_rows() as usize - 3;
+        let keys = 2 * mma.key_block as usize + 5;
+        AttentionSize { batch: 1, queries, keys, heads: 1, key_heads: 1 }
+    }
+
     fn group(&self) -> usize {
         self.heads / self.key_heads
     }
 }
+
+/// How many key blocks a split has: few, so that small problems have several.
+const KEY_BLOCKS_OF_A_SPLIT: u32 = 2;
 
 /// How many multiprocessors tiles are shared out over: fewer than most
 /// problems have tiles, so that blocks go from one tile to the next.
@@ -52,6 +64,7 @@ impl Scene {
             configuration.element,
             (configuration.head_dim, configuration.value_head_dim),
             configuration.causal,
+            None,
             size,
         )?;
         let AttentionSize { batch, queries, heads, .. } = *size;
@@ -64,21 +77,100 @@ impl Scene {
     /// Attention with `mma.sync`.
     pub fn mma(configuration: Mma, size: &AttentionSize) -> Result<Self, SceneError> {
         let program = configuration.program()?;
-        let stage = Stage::new(
+        let mut stage = Stage::new(
             configuration.element,
             (configuration.head_dim, configuration.value_head_dim),
             configuration.causal,
+            configuration
+                .split
+                .then_some((KEY_BLOCKS_OF_A_SPLIT * configuration.key_block) as usize),
             size,
         )?;
+        if configuration.accumulate == Element::F16 {
+            stage.allow_half_sums();
+        }
         let AttentionSize { batch, queries, heads, .. } = *size;
         let row_tiles = (queries as u32).div_ceil(configuration.query_rows());
-        let grid = row_tiles as u64 * heads as u64 * batch as u64;
+        let grid = row_tiles as u64 * heads as u64 * batch as u64 * stage.splits as u64;
         let grid = u32::try_from(grid).map_err(|_| too_large())?;
-        let arguments = stage.arguments(&program, |name| {
-            let by_divisor = stage.divisor_argument(row_tiles, name);
-            by_divisor.or_else(|| stage.scalar_argument(name))
+        let arguments = stage.arguments(&program, |name| match name {
+            "key blocks of a split" => Some(Argument::U32(KEY_BLOCKS_OF_A_SPLIT)),
+            _ => {
+                let by_divisor = stage.divisor_argument(row_tiles, name);
+                by_divisor.or_else(|| stage.scalar_argument(name))
+            }
         })?;
         Ok(stage.scene(program, grid, arguments))
+    }
+
+    /// Partial attention put together: `parts` of them, of which some rows saw
+    /// nothing. Only batch, queries and heads of the size matter.
+    pub fn combine(
+        configuration: Combine,
+        size: &AttentionSize,
+        parts: usize,
+    ) -> Result<Self, SceneError> {
+        let program = configuration.program()?;
+        let AttentionSize { batch, queries, heads, .. } = *size;
+        let dim = configuration.value_head_dim as usize;
+        let rows = batch * heads * queries;
+        if rows == 0 || parts == 0 {
+            return Err(SceneError::Size("the problem is empty".to_owned()));
+        }
+        let all = rows.checked_mul(parts).and_then(|rows| rows.checked_mul(dim));
+        if all.is_none_or(|elements| elements > 1 << 28) {
+            return Err(too_large());
+        }
+        let mut random = Random::new(7);
+        let o = random.numbers(configuration.partial, parts * rows * dim, 2.0);
+        // Every third part of a row saw nothing, and every fourth row nothing at all.
+        let mut lse = random.numbers(Element::F32, parts * rows, 20.0);
+        for (index, log_sum) in lse.iter_mut().enumerate() {
+            if (index / rows + index).is_multiple_of(3) || (index % rows).is_multiple_of(4) {
+                *log_sum = f64::NEG_INFINITY;
+            }
+        }
+        let mut memory = Memory::new();
+        let partial_outputs = memory.input("partial outputs", encode(configuration.partial, &o));
+        let partial_lse = memory.input("partial lse", encode(Element::F32, &lse));
+        let output = memory.output("output", configuration.element.bytes() as usize * rows * dim);
+        let lse_out = memory.output("lse", 4 * rows);
+        let results = combined(configuration.element, &o, &lse, (rows, dim), output, lse_out);
+        let argument = |name: &str| {
+            let number = |number: usize| Some(Argument::U32(number as u32));
+            let wide = |number: usize| Some(Argument::U64(number as u64));
+            match name {
+                "partial outputs" => Some(Argument::Address(partial_outputs, 0)),
+                "partial outputs part stride" => wide(rows * dim),
+                "partial outputs batch stride" | "output batch stride" => {
+                    wide(heads * queries * dim)
+                }
+                "partial outputs head stride" | "output head stride" => wide(queries * dim),
+                "partial outputs row stride" | "output row stride" => wide(dim),
+                "partial lse" => Some(Argument::Address(partial_lse, 0)),
+                "partial lse part stride" => wide(rows),
+                "partial lse batch stride" | "lse batch stride" => wide(heads * queries),
+                "partial lse head stride" | "lse head stride" => wide(queries),
+                "partial lse row stride" | "lse row stride" => wide(1),
+                "output" => Some(Argument::Address(output, 0)),
+                "lse" => Some(Argument::Address(lse_out, 0)),
+                "query length" => number(queries),
+                "query heads" => number(heads),
+                "rows" => number(rows),
+                "parts" => number(parts),
+                _ => None,
+            }
+        };
+        let arguments = (program.parameters.iter())
+            .map(|parameter| {
+                let name = &parameter.name;
+                let unknown = || SceneError::Size(format!("nothing is known for `{name}`"));
+                argument(name).ok_or_else(unknown)
+            })
+            .collect::<Result<_, _>>()?;
+        let grid = u32::try_from(configuration.blocks(rows as u64)).map_err(|_| too_large())?;
+        let size = format!("batch {batch}, {queries} queries, {heads} heads, {parts} parts");
+        Ok(Scene { program, grid, arguments, memory, results, size })
     }
 
     /// Attention on Hopper.
@@ -91,6 +183,7 @@ impl Scene {
             configuration.element,
             (configuration.head_dim, configuration.value_head_dim),
             configuration.causal,
+            None,
             size,
         )?;
         let AttentionSize { batch, queries, keys, heads, key_heads } = *size;
@@ -127,14 +220,18 @@ struct Stage {
     values: BufferId,
     output: BufferId,
     lse: BufferId,
+    /// Over how many blocks of threads keys are split.
+    splits: usize,
     results: Vec<Expected>,
 }
 
 impl Stage {
+    /// With `split`, results are partial: of so many keys each, in `f32`.
     fn new(
         element: Element,
         (dim, value_dim): (u32, u32),
         causal: bool,
+        split: Option<usize>,
         size: &AttentionSize,
     ) -> Result<Self, SceneError> {
         let AttentionSize { batch, queries, keys, heads, key_heads } = *size;
@@ -162,12 +259,22 @@ impl Stage {
         let (query_buffer, q) = tensor("queries", queries, heads, dim);
         let (key_buffer, k) = tensor("keys", keys, key_heads, dim);
         let (value_buffer, v) = tensor("values", keys, key_heads, value_dim);
-        let bytes = element.bytes() as usize;
-        let output = memory.output("output", bytes * batch * queries * heads * value_dim);
-        let lse = memory.output("lse", 4 * batch * heads * queries);
+        let parts: Vec<Range<usize>> = match split {
+            None => vec![0..keys],
+            Some(length) => {
+                (0..keys.max(1)).step_by(length).map(|k| k..(k + length).min(keys)).collect()
+            }
+        };
+        let rows = parts.len() * batch * heads * queries;
+        let result = if split.is_some() { Element::F32 } else { element };
+        let output = memory.output("output", result.bytes() as usize * rows * value_dim);
+        let lse = memory.output("lse", 4 * rows);
         let scale = 1.0 / (dim as f32).sqrt();
         let inputs = Inputs { q, k, v, size: *size, dim, value_dim, causal, scale: scale as f64 };
-        let results = expected(&inputs, element, output, lse);
+        let results = match split {
+            None => expected(&inputs, element, output, lse),
+            Some(_) => expected_parts(&inputs, element, &parts, output, lse),
+        };
         Ok(Stage {
             size: *size,
             element,
@@ -180,8 +287,20 @@ impl Stage {
             values: value_buffer,
             output,
             lse,
+            splits: parts.len(),
             results,
         })
+    }
+
+    /// Scores are added up in `f16`: rounded once for every 16 dimensions, and
+    /// in size near the log-sum-exps, whose error they become.
+    fn allow_half_sums(&mut self) {
+        let roundings = self.dim.div_ceil(16) as f64;
+        for result in self.results.iter_mut().filter(|result| result.name == "lse") {
+            let finite = result.exact.iter().filter(|value| value.is_finite());
+            let largest = finite.fold(1f64, |top, value| top.max(value.abs()));
+            result.tolerance.fill(roundings * 2f64.powi(-11) * largest);
+        }
     }
 
     /// An argument for each parameter, by its name: their order is the
@@ -266,6 +385,7 @@ impl Stage {
             "tiles of a head" => row_tiles,
             "query heads" => self.size.heads as u32,
             "query heads per key head" => self.size.group() as u32,
+            "splits" => self.splits as u32,
             _ => return None,
         };
         let Divisor { number, multiplier, shift } = Divisor::new(number);
@@ -309,8 +429,9 @@ struct Answer {
 impl Inputs {
     /// Attention with scores, weights and outputs stored as `store` has it:
     /// exact if it changes nothing, the plain algorithm in low precision if it
-    /// rounds. Log-sum-exps are of the scores as they are.
-    fn attend(&self, store: impl Fn(f64) -> f64) -> Answer {
+    /// rounds. Log-sum-exps are of the scores as they are. Only keys `within`
+    /// are seen.
+    fn attend(&self, within: Range<usize>, store: impl Fn(f64) -> f64) -> Answer {
         let AttentionSize { batch, queries, keys, heads, key_heads } = self.size;
         let (dim, value_dim) = (self.dim, self.value_dim);
         let mut output = vec![0.0; batch * queries * heads * value_dim];
@@ -323,13 +444,14 @@ impl Inputs {
                         true => (i + 1 + keys).saturating_sub(queries).min(keys),
                         false => keys,
                     };
-                    if visible == 0 {
+                    let seen = within.start..visible.min(within.end);
+                    if seen.is_empty() {
                         continue;
                     }
                     let at = (b * queries + i) * heads + h;
                     let row = |j: usize| (b * keys + j) * key_heads + h / self.size.group();
                     let q = &self.q[at * dim..][..dim];
-                    let scores: Vec<f64> = (0..visible)
+                    let scores: Vec<f64> = (seen.clone())
                         .map(|j| {
                             let k = &self.k[row(j) * dim..][..dim];
                             self.scale * q.iter().zip(k).map(|(q, k)| q * k).sum::<f64>()
@@ -340,7 +462,7 @@ impl Inputs {
                     let (weights, _, sum) = softmax(scores.into_iter().map(&store));
                     let output = &mut output[at * value_dim..][..value_dim];
                     let magnitude = &mut magnitude[at * value_dim..][..value_dim];
-                    for (j, weight) in weights.into_iter().enumerate() {
+                    for (j, weight) in seen.zip(weights) {
                         let weight = store(weight / sum);
                         let v = &self.v[row(j) * value_dim..][..value_dim];
                         for d in 0..value_dim {
@@ -353,6 +475,22 @@ impl Inputs {
             }
         }
         Answer { output, magnitude, lse }
+    }
+
+    /// (batch, query, head, dimension) as (batch, head, query, dimension).
+    fn heads_first(&self, values: &[f64]) -> Vec<f64> {
+        let AttentionSize { batch, queries, heads, .. } = self.size;
+        let dim = self.value_dim;
+        let mut all = Vec::with_capacity(values.len());
+        for b in 0..batch {
+            for h in 0..heads {
+                for i in 0..queries {
+                    let at = (b * queries + i) * heads + h;
+                    all.extend_from_slice(&values[at * dim..][..dim]);
+                }
+            }
+        }
+        all
     }
 }
 
@@ -367,8 +505,42 @@ fn softmax(scores: impl Iterator<Item = f64> + Clone) -> (Vec<f64>, f64, f64) {
 /// The library's rule: twice the error of the plain algorithm in the same
 /// precision, and the rounding of the answer itself.
 fn expected(inputs: &Inputs, element: Element, output: BufferId, lse: BufferId) -> Vec<Expected> {
-    let exact = inputs.attend(|value| value);
-    let baseline = inputs.attend(|value| round(element, value));
+    let keys = 0..inputs.size.keys;
+    let exact = inputs.attend(keys.clone(), |value| value);
+    let baseline = inputs.attend(keys, |value| round(element, value));
+    results(exact, baseline, (element, element), output, lse)
+}
+
+/// The same of each part of the keys, one after the other, each head's rows together.
+fn expected_parts(
+    inputs: &Inputs,
+    element: Element,
+    parts: &[Range<usize>],
+    output: BufferId,
+    lse: BufferId,
+) -> Vec<Expected> {
+    let of_parts = |store: &dyn Fn(f64) -> f64| {
+        let mut all = Answer { output: Vec::new(), magnitude: Vec::new(), lse: Vec::new() };
+        for part in parts {
+            let answer = inputs.attend(part.clone(), store);
+            all.output.extend(inputs.heads_first(&answer.output));
+            all.magnitude.extend(inputs.heads_first(&answer.magnitude));
+            all.lse.extend(answer.lse);
+        }
+        all
+    };
+    let (exact, baseline) = (of_parts(&|value| value), of_parts(&|value| round(element, value)));
+    results(exact, baseline, (element, Element::F32), output, lse)
+}
+
+/// What comes out in one element after a computation in another.
+fn results(
+    exact: Answer,
+    baseline: Answer,
+    (element, stored): (Element, Element),
+    output: BufferId,
+    lse: BufferId,
+) -> Vec<Expected> {
     let finite = |values: &[f64]| {
         values.iter().filter(|v| v.is_finite()).fold(0f64, |top, v| top.max(v.abs()))
     };
@@ -385,7 +557,7 @@ fn expected(inputs: &Inputs, element: Element, output: BufferId, lse: BufferId) 
     // Room for the approximate logarithm and exponential, good to 22 bits.
     let lse_tolerance = largest_lse / (1 << 18) as f64;
     let results = [
-        ("output", output, element, exact.output, exact.magnitude, output_tolerance),
+        ("output", output, stored, exact.output, exact.magnitude, output_tolerance),
         ("lse", lse, Element::F32, exact.lse.clone(), exact.lse, lse_tolerance),
     ];
     let expected = results.map(|(name, buffer, element, exact, magnitude, tolerance)| {
@@ -394,4 +566,57 @@ fn expected(inputs: &Inputs, element: Element, output: BufferId, lse: BufferId) 
         Expected { name, buffer, element, exact, magnitude, tolerance }
     });
     expected.into()
+}
+
+/// Parts put together, exactly. An element of the output may be off by its own
+/// rounding and by that of the weights.
+fn combined(
+    element: Element,
+    partial: &[f64],
+    partial_lse: &[f64],
+    (rows, dim): (usize, usize),
+    output: BufferId,
+    lse: BufferId,
+) -> Vec<Expected> {
+    let mut exact = vec![0.0; rows * dim];
+    let mut magnitude = exact.clone();
+    let mut exact_lse = vec![f64::NEG_INFINITY; rows];
+    for row in 0..rows {
+        let parts = || (row..partial_lse.len()).step_by(rows);
+        let log_sums: Vec<f64> = parts().map(|part| partial_lse[part]).collect();
+        if log_sums.iter().all(|log_sum| *log_sum == f64::NEG_INFINITY) {
+            continue;
+        }
+        let (weights, top, sum) = softmax(log_sums.iter().copied());
+        exact_lse[row] = top + sum.ln();
+        for (part, weight) in parts().zip(weights) {
+            for d in 0..dim {
+                let value = weight / sum * partial[part * dim + d];
+                exact[row * dim + d] += value;
+                magnitude[row * dim + d] += value.abs();
+            }
+        }
+    }
+    let unit = match element {
+        Element::F16 => 2f64.powi(-11),
+        Element::BF16 => 2f64.powi(-8),
+        _ => 0.0,
+    };
+    // Log-sum-exps of up to 20 are known to 24 bits, weights so to 18.
+    let weights = 2f64.powi(-18);
+    let tolerance = exact.iter().zip(&magnitude).map(|(x, m)| unit * x.abs() + weights * m);
+    let tolerance = tolerance.collect();
+    let lse_magnitude: Vec<f64> = exact_lse.iter().map(|value| value.abs()).collect();
+    let lse_tolerance = vec![20.0 * weights; rows];
+    vec![
+        Expected { name: "output", buffer: output, element, exact, magnitude, tolerance },
+        Expected {
+            name: "lse",
+            buffer: lse,
+            element: Element::F32,
+            exact: exact_lse,
+            magnitude: lse_magnitude,
+            tolerance: lse_tolerance,
+        },
+    ]
 }

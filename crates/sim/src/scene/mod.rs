@@ -115,12 +115,19 @@ impl fmt::Display for Accuracy {
 }
 
 impl Scene {
+    /// How many parts are put together where nobody says otherwise.
+    pub const COMBINE_PARTS: usize = 3;
+
     /// A shipped kernel on the smallest problem that takes it around its loops
     /// and has ragged ends.
     pub fn small(kernel: &Shipped) -> Result<Self, SceneError> {
         match kernel {
             Shipped::Scalar(scalar) => Scene::scalar(*scalar, &AttentionSize::SCALAR),
+            Shipped::Mma(mma) => Scene::mma(*mma, &AttentionSize::small_mma(mma)),
             Shipped::Forward(forward) => Scene::forward(*forward, &AttentionSize::small(forward)),
+            Shipped::Combine(combine) => {
+                Scene::combine(*combine, &AttentionSize::SCALAR, Scene::COMBINE_PARTS)
+            }
             Shipped::Single(single) => Scene::single(*single),
             Shipped::Product(product) => {
                 let (rows, inner) = Scene::PRODUCT;

@@ -1,0 +1,212 @@
+//! Partial attention over parts of the keys, put together by log-sum-exps.
+//!
+//! Softmax over all keys is the mean of softmaxes over parts of them, each
+//! weighted by its sum of exponentials: with `l(i)` the log-sum-exp of part
+//! `i` and `l` that of all,
+//!
+//! ```text
+//! l = log(sum of exp(l(i)));   O = sum of exp(l(i) - l) O(i)
+//! ```
+//!
+//! A thread takes two neighbours of one row and goes twice through the parts:
+//! once for the largest log-sum-exp, once for the sums.
+
+use ptx::{
+    BF16x2, Builder, Choose, Element, Expression, F16x2, F32, GlobalAddress, Program, Reg, Target,
+    U32, U64, Value,
+};
+
+use crate::Error;
+use crate::strides::Strides;
+
+/// Threads of a block.
+const THREADS: u32 = 256;
+
+/// What the kernel is built for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Combine {
+    /// The architecture: Ampere or later where an element is `BF16`.
+    pub target: Target,
+    /// The element of the partial outputs: `F32`, `F16` or `BF16`.
+    pub partial: Element,
+    /// The element of the output: `F32`, `F16` or `BF16`.
+    pub element: Element,
+    /// The width of outputs: even.
+    pub value_head_dim: u32,
+}
+
+/// A tensor with one more stride, from part to part.
+struct Parts {
+    base: Reg<GlobalAddress>,
+    element: Element,
+    strides: Strides,
+    part: Reg<U64>,
+}
+
+impl Parts {
+    fn parameters(k: &mut Builder, name: &str, element: Element) -> Self {
+        Parts {
+            base: k.parameter(name),
+            element,
+            part: k.parameter(&format!("{name} part stride")),
+            strides: Strides::parameters(k, name),
+        }
+    }
+
+    /// The address of the first part's row, and the bytes from part to part.
+    fn row(&self, k: &mut Builder, at: [Reg<U32>; 3]) -> (Reg<GlobalAddress>, Reg<U64>) {
+        let first = self.strides.row_address(k, self.base, self.element, at);
+        (first, k.eval(self.part * self.element.bytes()))
+    }
+}
+
+impl Combine {
+    /// The name of this configuration.
+    pub fn name(&self) -> String {
+        let Combine { partial, element, value_head_dim, .. } = self;
+        format!("combine_{partial}_to_{element}_d{value_head_dim}")
+    }
+
+    /// How many blocks cover so many rows, counted over all heads and sequences.
+    pub fn blocks(&self, rows: u64) -> u64 {
+        (rows * self.row_threads() as u64).div_ceil(THREADS as u64)
+    }
+
+    fn row_threads(&self) -> u32 {
+        self.value_head_dim / 2
+    }
+
+    /// Builds the kernel.
+    ///
+    /// Parameters, in order: the partial outputs' address, their stride from
+    /// part to part, then of batch, row and head; the same of the partial
+    /// log-sum-exps; the addresses of output and log-sum-exps, each with its
+    /// batch, row and head strides; query length, query heads, rows of all
+    /// heads and sequences, parts. Strides count elements, log-sum-exps are
+    /// `f32`, the address of every pair of neighbours is a multiple of its
+    /// size. [`Combine::blocks`] blocks, whose threads 32 bits must count.
+    ///
+    /// A part whose log-sum-exp is minus infinity saw no key and is not read.
+    /// A row without any other is zero, its log-sum-exp minus infinity.
+    pub fn program(&self) -> Result<Program, Error> {
+        if self.value_head_dim == 0 || !self.value_head_dim.is_multiple_of(2) {
+            return Err(Error::configuration(self.name(), "the head dimension is not even"));
+        }
+        for element in [self.partial, self.element] {
+            if !matches!(element, Element::F32 | Element::F16 | Element::BF16) {
+                return Err(Error::configuration(
+                    self.name(),
+                    "an element is not f32, f16 or bf16",
+                ));
+            }
+        }
+        let mut k = Builder::new(self.name(), self.target, THREADS);
+        self.write(&mut k);
+        Ok(k.finish()?)
+    }
+
+    fn write(&self, k: &mut Builder) {
+        let partial_outputs = Parts::parameters(k, "partial outputs", self.partial);
+        let partial_lse = Parts::parameters(k, "partial lse", Element::F32);
+        let [(output, output_strides), (lse, lse_strides)] = ["output", "lse"]
+            .map(|name| (k.parameter::<GlobalAddress>(name), Strides::parameters(k, name)));
+        let query_length: Reg<U32> = k.parameter("query length");
+        let heads: Reg<U32> = k.parameter("query heads");
+        let rows: Reg<U32> = k.parameter("rows");
+        let parts: Reg<U32> = k.parameter("parts");
+
+        let (block, thread) = (k.block_index(), k.thread_index());
+        let index = k.eval(block * THREADS + thread);
+        let flat = k.eval(index / self.row_threads());
+        let pair = k.eval(index % self.row_threads());
+        k.if_(flat.less(rows), |k| {
+            let row = k.eval(flat % query_length);
+            let head = k.eval(flat / query_length % heads);
+            let batch = k.eval(flat / query_length / heads);
+            let at = [batch, row, head];
+
+            let (first_lse, lse_step) = partial_lse.row(k, at);
+            let largest = k.variable(f32::NEG_INFINITY);
+            let address = k.variable(first_lse);
+            k.for_range(0, parts, 1, |k, _| {
+                let log_sum = k.load::<F32, _>(address);
+                k.set(largest, largest.maximum(log_sum));
+                k.set(address, address + lse_step);
+            });
+            // Where no part saw a key, minus infinity minus itself would not be a number.
+            let nothing = k.eval(largest.equals(f32::NEG_INFINITY));
+            let reference = k.eval(nothing.choose::<F32>(0.0, largest));
+
+            let (first, step) = partial_outputs.row(k, at);
+            let mine = pair.convert::<U64>() * (2 * self.partial.bytes());
+            let source = k.variable(first + mine);
+            let sums: [Reg<F32>; 2] = std::array::from_fn(|_| k.variable(0.0));
+            let weights = k.variable(0.0);
+            k.set(address, first_lse);
+            k.for_range(0, parts, 1, |k, _| {
+                let log_sum = k.load::<F32, _>(address);
+                // Not "greater": a log-sum-exp that is not a number shall show.
+                k.if_(!log_sum.equals(f32::NEG_INFINITY), |k| {
+                    let weight = k.exp2((log_sum - reference) * std::f32::consts::LOG2_E);
+                    k.set(weights, weights + weight);
+                    let values = load_pair(k, self.partial, source);
+                    for (sum, value) in sums.iter().zip(values) {
+                        let next = k.fma(weight, value, *sum);
+                        k.set(*sum, next);
+                    }
+                });
+                k.set(address, address + lse_step);
+                k.set(source, source + step);
+            });
+
+            let reciprocal = k.reciprocal(weights);
+            let factor = k.eval(nothing.choose::<F32>(0.0, reciprocal));
+            let target = output_strides.row_address(k, output, self.element, at);
+            let mine = pair.convert::<U64>() * (2 * self.element.bytes());
+            let result = sums.map(|sum| k.eval(sum * factor));
+            store_pair(k, self.element, target + mine, result);
+            k.if_(pair.equals(0), |k| {
+                let log2 = k.log2(weights);
+                let log_sum = reference + log2 * std::f32::consts::LN_2;
+                let log_sum = k.eval(nothing.choose::<F32>(f32::NEG_INFINITY, log_sum));
+                let target = lse_strides.row_address(k, lse, Element::F32, at);
+                k.store(target, log_sum);
+            });
+        });
+    }
+}
+
+/// Loads two neighbours and widens them.
+fn load_pair(k: &mut Builder, element: Element, address: Reg<GlobalAddress>) -> [Reg<F32>; 2] {
+    match element {
+        Element::F16 => {
+            let pair = k.load::<F16x2, _>(address);
+            k.unpack(pair)
+        }
+        Element::BF16 => {
+            let pair = k.load::<BF16x2, _>(address);
+            k.unpack(pair)
+        }
+        _ => k.load_vector(address, Default::default()),
+    }
+}
+
+/// Rounds two neighbours and stores them.
+fn store_pair(
+    k: &mut Builder,
+    element: Element,
+    address: Value<GlobalAddress>,
+    [low, high]: [Reg<F32>; 2],
+) {
+    match element {
+        Element::F16 => {
+            let pair = k.pack::<F16x2>(low, high);
+            k.store(address, pair);
+        }
+        Element::BF16 => {
+            let pair = k.pack::<BF16x2>(low, high);
+            k.store(address, pair);
+        }
+        _ => k.store_vector(address, &[low, high], Default::default()),
+    }
+}
