@@ -7,8 +7,7 @@ use clap::Args;
 use flashcore::backend::gpu;
 use flashcore::gpu::{Gpu, Warmed};
 use flashcore::{Plan, Preference, Problem};
-use kernels::Shipped;
-use kernels::forward::every_tuned;
+use kernels::{Shipped, forward, mma};
 use ptx::Capability;
 use serde::Serialize;
 
@@ -65,16 +64,19 @@ fn configurations(gpu: &Gpu, what: &What) -> Result<Vec<Shipped>, Box<dyn Error>
     let chip = gpu.chip();
     let mut all: Vec<Shipped> = Vec::new();
     if what.all {
-        if !chip.target.has(Capability::Wgmma) {
+        if chip.target.has(Capability::Wgmma) {
+            all.extend(forward::every_tuned().into_iter().map(Shipped::Forward));
+        } else if chip.target.has(Capability::Mma) {
+            all.extend(mma::every_tuned(chip.target).into_iter().map(Shipped::Mma));
+        } else {
             return Err(format!("nothing is tuned for {}: name a --problem", chip.target).into());
         }
-        all.extend(every_tuned().into_iter().map(Shipped::Forward));
     }
     for problem in &what.problem {
         let preference =
             Preference { backend: Some("gpu".to_owned()), ..Preference::from_environment() };
         let plan = Plan::on_chip(&chip, problem, &preference)?;
-        all.extend(gpu::configuration(&chip, problem, &plan.chosen.kernel));
+        all.extend(gpu::configurations(&chip, problem, &plan.chosen.kernel));
     }
     let mut seen = std::collections::HashSet::new();
     all.retain(|configuration| seen.insert(*configuration));

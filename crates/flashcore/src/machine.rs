@@ -137,6 +137,7 @@ mod tests {
                 backend: self.0,
                 kernel: kernel.to_owned(),
                 accepted,
+                on_request: false,
                 configuration: None,
                 reason: if accepted { "fits" } else { "too small" }.to_owned(),
             };

@@ -137,7 +137,8 @@ impl Plan {
         let of_backend =
             |candidate: &Candidate| backend.is_none_or(|name| name == candidate.backend);
         let asked_for = |candidate: &Candidate| {
-            of_backend(candidate) && kernel.is_none_or(|name| name == candidate.kernel)
+            let named = kernel.map(|name| name == candidate.kernel);
+            of_backend(candidate) && named.unwrap_or(!candidate.on_request)
         };
         if let Some(kernel) = kernel
             && !candidates.iter().any(asked_for)
@@ -150,8 +151,12 @@ impl Plan {
         }
         for candidate in &mut candidates {
             if !asked_for(candidate) {
+                let reason = match candidate.on_request {
+                    true => "only when asked for by name",
+                    false => "not asked for",
+                };
                 candidate.accepted = false;
-                candidate.reason = "not asked for".to_owned();
+                candidate.reason = reason.to_owned();
             }
         }
         let chosen = candidates.iter().find(|candidate| candidate.accepted);

@@ -149,18 +149,17 @@ fn forwards() -> Vec<Forward> {
 /// heads, for few queries and for keys that are split, and with sums in `f16`.
 /// Elements and masks take turns.
 fn mmas(target: Target) -> Vec<Mma> {
-    use Element::{BF16, F16};
+    use Element::{BF16, F16, F32};
     let cases = [
-        (BF16, (64, 64), true, 4096, 1024),
-        (F16, (64, 64), false, 4096, 1024),
-        (BF16, (128, 128), false, 4096, 1024),
-        (F16, (128, 128), true, 4096, 1024),
-        (BF16, (256, 256), true, 4096, 1024),
-        (F16, (192, 128), false, 4096, 1024),
-        (BF16, (128, 128), true, 1, 8),
+        (BF16, (64, 64), true, 4096, 1024, F32),
+        (F16, (64, 64), false, 4096, 1024, F16),
+        (BF16, (128, 128), false, 4096, 1024, F32),
+        (F16, (128, 128), true, 4096, 1024, F32),
+        (F16, (128, 128), true, 4096, 1024, F16),
+        (BF16, (256, 256), true, 4096, 1024, F32),
+        (BF16, (128, 128), false, 1, 8, F32),
     ];
-    let mut all: Vec<Mma> = Vec::new();
-    for (element, (head_dim, value_head_dim), causal, query_length, heads) in cases {
+    let chosen = |(element, (head_dim, value_head_dim), causal, query_length, heads, sums)| {
         let workload = Workload {
             element,
             head_dim,
@@ -171,11 +170,9 @@ fn mmas(target: Target) -> Vec<Mma> {
             heads,
             multiprocessors: 128,
         };
-        all.extend(mma::tuned(target, &workload).map(|tuned| tuned.configuration));
-    }
-    let halves = all.iter().find(|it| it.element == F16 && it.head_dim == 128).copied();
-    all.extend(halves.map(|it| Mma { accumulate: F16, ..it }));
-    all
+        mma::tuned(target, &workload, sums).map(|tuned| tuned.configuration)
+    };
+    cases.into_iter().filter_map(chosen).collect()
 }
 
 /// From what split attention leaves, and from each element to itself.

@@ -99,6 +99,7 @@ fn is_plain(configuration: &Shipped) -> bool {
     match configuration {
         // What a problem of head dim 128 gets.
         Shipped::Forward(forward) => forward.head_dim == 128 && forward.element == Element::BF16,
+        Shipped::Mma(mma) => mma.head_dim == 128 && mma.element == Element::BF16 && !mma.split,
         Shipped::Product(product) => *product == Product::PLAIN,
         Shipped::Ceiling(ceiling) => *ceiling == Ceiling::PLAIN,
         _ => false,

@@ -4,8 +4,7 @@ use std::error::Error;
 
 use cuda::DeviceInfo;
 use flashcore::backend::{Candidate, gpu};
-use flashcore::gpu::Chip;
-use flashcore::gpu::forward::Geometry;
+use flashcore::gpu::{Chip, forward, mma};
 use flashcore::{Plan, Preference, Problem};
 use kernels::Shipped;
 use ptx::Target;
@@ -53,8 +52,10 @@ struct Tiles {
     key_block: u32,
     tiles_per_head: u32,
     tiles: u32,
+    /// Over how many blocks the keys of a tile are split, where the kernel can do that.
+    splits: Option<u32>,
     blocks: u32,
-    /// Tiles for each multiprocessor.
+    /// Tiles and splits for each multiprocessor.
     waves: f64,
     /// What the device is told of which block takes which tiles.
     lists: Option<Vec<u32>>,
@@ -130,19 +131,36 @@ impl Tiles {
         problem: &Problem,
         chip: &Chip,
     ) -> Result<Option<Self>, Box<dyn Error>> {
-        let Shipped::Forward(configuration) = shipped else {
-            return Ok(None);
-        };
-        let geometry = Geometry::new(configuration, problem, chip)?;
-        Ok(Some(Tiles {
-            query_rows: geometry.query_rows,
-            key_block: geometry.key_block,
-            tiles_per_head: geometry.tiles_per_head,
-            tiles: geometry.tiles,
-            blocks: geometry.blocks,
-            waves: geometry.waves(chip),
-            lists: geometry.lists.map(|lists| lists.words),
-        }))
+        Ok(match shipped {
+            Shipped::Forward(configuration) => {
+                let geometry = forward::Geometry::new(configuration, problem, chip)?;
+                Some(Tiles {
+                    query_rows: geometry.query_rows,
+                    key_block: geometry.key_block,
+                    tiles_per_head: geometry.tiles_per_head,
+                    tiles: geometry.tiles,
+                    splits: None,
+                    blocks: geometry.blocks,
+                    waves: geometry.waves(chip),
+                    lists: geometry.lists.map(|lists| lists.words),
+                })
+            }
+            Shipped::Mma(configuration) => {
+                let splits = mma::choose(chip, problem, mma::Sums::F32)?.splits;
+                let geometry = mma::Geometry::new(configuration, splits, problem)?;
+                Some(Tiles {
+                    query_rows: geometry.query_rows,
+                    key_block: geometry.key_block,
+                    tiles_per_head: geometry.tiles_per_head,
+                    tiles: geometry.tiles,
+                    splits: Some(geometry.splits),
+                    blocks: geometry.blocks,
+                    waves: geometry.waves(chip),
+                    lists: None,
+                })
+            }
+            _ => None,
+        })
     }
 }
 
@@ -184,13 +202,16 @@ impl Launch {
         let mut fields = vec![("configuration", self.configuration.clone())];
         if let Some(tiles) = &self.tiles {
             let Tiles { query_rows, key_block, tiles_per_head, .. } = tiles;
-            let Tiles { tiles: count, blocks, waves, lists, .. } = tiles;
+            let Tiles { tiles: count, splits, blocks, waves, lists, .. } = tiles;
             fields.extend([
                 ("tile", format!("{query_rows} queries, {key_block} keys at a time")),
                 ("tiles", format!("{count}, {tiles_per_head} for each head")),
                 ("grid", format!("{blocks} blocks of {} threads", self.threads)),
                 ("waves", format!("{waves:.2} tiles for each multiprocessor")),
             ]);
+            if let Some(splits) = splits.filter(|splits| *splits > 1) {
+                fields.push(("splits", format!("{splits} for each tile, put together afterwards")));
+            }
             if let Some(lists) = lists {
                 let bytes = terminal::bytes(4 * lists.len() as u128);
                 fields.push(("tile lists", format!("{bytes} of device memory")));

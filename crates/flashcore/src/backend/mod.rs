@@ -81,6 +81,8 @@ pub struct Candidate {
     pub kernel: String,
     /// Whether it can serve the problem.
     pub accepted: bool,
+    /// Whether it is taken only by those who ask for it by name.
+    pub on_request: bool,
     /// The configuration that would run, where the kernel has several.
     pub configuration: Option<String>,
     /// Why, in a line.

@@ -144,7 +144,8 @@ fn check_case<'a>(
     let mut kernels = Vec::new();
     for backend in backends {
         for candidate in backend.candidates(&case.problem, &layouts) {
-            if candidate.accepted && kernel.is_none_or(|name| name == candidate.kernel) {
+            let asked_for = kernel.map_or(!candidate.on_request, |name| name == candidate.kernel);
+            if candidate.accepted && asked_for {
                 kernels.push((*backend, candidate.kernel));
             }
         }

@@ -3,6 +3,7 @@
 use cuda::Stream;
 
 use super::forward::{self, ForwardPlan, ForwardTensors};
+use super::mma::{self, MmaPlan, Sums};
 use super::{Compilation, Gpu, GpuError, ScalarPlan};
 use crate::backend::gpu as backend;
 use crate::error::Error;
@@ -67,9 +68,14 @@ impl AttentionPlan {
         };
         let mut candidates = backend::candidates(&gpu.chip(), problem, &layouts);
         for candidate in candidates.iter_mut().filter(|candidate| candidate.accepted) {
-            if candidate.kernel == backend::forward::NAME
-                && let Err(reason) = forward::check_tensors(problem, tensors)
-            {
+            let checked = match candidate.kernel.as_str() {
+                backend::forward::NAME => forward::check_tensors(problem, tensors),
+                backend::mma::NAME | backend::mma::HALF_NAME => {
+                    mma::check_tensors(problem, tensors)
+                }
+                _ => Ok(()),
+            };
+            if let Err(reason) = checked {
                 candidate.accepted = false;
                 candidate.reason = reason;
             }
@@ -102,6 +108,7 @@ impl AttentionPlan {
 #[derive(Debug, Clone)]
 pub(crate) enum DeviceKernel {
     Forward(Box<ForwardPlan>),
+    Mma(Box<MmaPlan>),
     Scalar(Box<ScalarPlan>),
 }
 
@@ -110,6 +117,12 @@ impl DeviceKernel {
         Ok(match name {
             backend::forward::NAME => {
                 DeviceKernel::Forward(Box::new(ForwardPlan::new(gpu, problem)?))
+            }
+            backend::mma::NAME => {
+                DeviceKernel::Mma(Box::new(MmaPlan::new(gpu, problem, Sums::F32)?))
+            }
+            backend::mma::HALF_NAME => {
+                DeviceKernel::Mma(Box::new(MmaPlan::new(gpu, problem, Sums::F16)?))
             }
             _ => DeviceKernel::Scalar(Box::new(ScalarPlan::new(gpu, problem)?)),
         })
@@ -122,6 +135,7 @@ impl DeviceKernel {
     ) -> Result<(), GpuError> {
         match self {
             DeviceKernel::Forward(plan) => plan.launch(stream, tensors),
+            DeviceKernel::Mma(plan) => plan.launch(stream, tensors),
             DeviceKernel::Scalar(plan) => plan.launch(stream, tensors),
         }
     }
@@ -129,6 +143,7 @@ impl DeviceKernel {
     pub(crate) fn compilation(&self) -> &Compilation {
         match self {
             DeviceKernel::Forward(plan) => plan.kernel().compilation(),
+            DeviceKernel::Mma(plan) => plan.kernel().compilation(),
             DeviceKernel::Scalar(plan) => plan.kernel().compilation(),
         }
     }

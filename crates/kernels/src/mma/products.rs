@@ -289,23 +289,22 @@ impl Sums {
         mma_sync(k, mma.element, self.accumulator, d, a, b, c);
     }
 
-    /// Widens sums in `f16`: into the cells, or added to them.
-    fn widen(&self, k: &mut Builder, cells: &Cells, add: bool) {
+    /// Widens the sums of a cell from `f16`: into it, or added to it. Sums in
+    /// `f32` are already there.
+    fn widen(&self, k: &mut Builder, (tile, group): (usize, usize), cell: Cell, add: bool) {
         if self.accumulator == Element::F32 {
             return;
         }
-        for (tile, group, cell) in cells.each() {
-            for (pair, half) in cell.chunks(2).zip(&self.registers[tile][group]) {
-                let (low, high) = (k.register::<F16>(), k.register::<F16>());
-                let (low_half, high_half) = (low.register(), high.register());
-                k.push(Instruction::Split { low: low_half, high: high_half, src: *half });
-                for (element, part) in pair.iter().zip([low, high]) {
-                    let wide = k.eval(part.convert::<F32>());
-                    if add {
-                        k.set(*element, *element + wide);
-                    } else {
-                        k.set(*element, wide);
-                    }
+        for (pair, half) in cell.chunks(2).zip(&self.registers[tile][group]) {
+            let (low, high) = (k.register::<F16>(), k.register::<F16>());
+            let (low_half, high_half) = (low.register(), high.register());
+            k.push(Instruction::Split { low: low_half, high: high_half, src: *half });
+            for (element, part) in pair.iter().zip([low, high]) {
+                let wide = k.eval(part.convert::<F32>());
+                if add {
+                    k.set(*element, *element + wide);
+                } else {
+                    k.set(*element, wide);
                 }
             }
         }
@@ -347,7 +346,9 @@ pub(super) fn scores(
             }
         }
     }
-    sums.widen(k, scores, false);
+    for (tile, group, cell) in scores.each() {
+        sums.widen(k, (tile, group), cell, false);
+    }
 }
 
 /// `output += P V` for the values in `slot`.
@@ -362,9 +363,15 @@ pub(super) fn update(
     let reader = Reader::new(k, mma.value_layout(), slot, lanes.rows_first);
     let sums = Sums::new(k, mma, output);
     let in_place = sums.accumulator == Element::F32;
-    // Steps of 16 keys, each over the columns 16 at a time, eight at the end.
-    let pieces: Vec<(u32, u32)> = (0..mma.key_block / 16)
-        .flat_map(|step| (0..mma.value_head_dim.div_ceil(16)).map(move |column| (step, column)))
+    // Steps of 16 keys and columns 16 at a time, eight at the end. Step after step keeps the
+    // products apart that wait for each other; sums in f16 are gone through column after
+    // column, for only those of one are there beside the output.
+    let (steps, columns) = (mma.key_block / 16, mma.value_head_dim.div_ceil(16));
+    let pieces: Vec<(u32, u32)> = (0..steps * columns)
+        .map(|index| match in_place {
+            true => (index / columns, index % columns),
+            false => (index % steps, index / steps),
+        })
         .collect();
     let load = |k: &mut Builder, (step, column): (u32, u32)| {
         let matrices = if 16 * column + 8 < mma.value_head_dim { 4 } else { 2 };
@@ -379,10 +386,12 @@ pub(super) fn update(
         for (half, values) in values.chunks(2).enumerate() {
             for tile in 0..mma.row_tiles as usize {
                 let a = probabilities.operand(tile, step as usize);
-                let group = 2 * column as usize + half;
-                sums.add(k, mma, (tile, group), &a, values, step == 0 && !in_place);
+                let at = (tile, 2 * column as usize + half);
+                sums.add(k, mma, at, &a, values, step == 0 && !in_place);
+                if step == steps - 1 {
+                    sums.widen(k, at, output.cell(at.0, at.1), true);
+                }
             }
         }
     }
-    sums.widen(k, output, true);
 }

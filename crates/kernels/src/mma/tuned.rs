@@ -29,6 +29,8 @@ struct Rule {
     dims: (u32, u32),
     /// The most queries of a sequence it serves.
     queries: u64,
+    /// Whether there are registers for sums in `f16` beside the output.
+    half_sums: bool,
     tile: Tile,
     reason: &'static str,
 }
@@ -66,48 +68,63 @@ const RULES: &[Rule] = &[
     Rule {
         dims: (128, 128),
         queries: 64,
+        half_sums: true,
         tile: TILE_64X64,
         reason: "64 x 64 tiles waste the least on up to 64 queries",
     },
     Rule {
         dims: (128, 128),
         queries: 64,
+        half_sums: true,
         tile: TILE_64X32,
         reason: "64 x 32 tiles waste the least on up to 64 queries and fit twice",
     },
     Rule {
         dims: (64, 64),
         queries: ANY_LENGTH,
+        half_sums: true,
         tile: TILE_128X64_REGISTERS,
         reason: "128 x 64 tiles with queries in registers are fastest up to head dim 64",
     },
     Rule {
         dims: (128, 128),
         queries: ANY_LENGTH,
+        half_sums: false,
         tile: TILE_128X64,
         reason: "128 x 64 tiles are fastest up to head dim 128",
     },
     Rule {
         dims: (128, 128),
         queries: ANY_LENGTH,
+        half_sums: false,
         tile: TILE_128X32,
         reason: "128 x 32 tiles are the largest that fit twice up to head dim 128",
     },
     Rule {
-        dims: (256, 256),
+        dims: (128, 128),
         queries: ANY_LENGTH,
+        half_sums: true,
         tile: TILE_128X64_NARROW,
         reason: "128 x 64 tiles, 16 rows of each of eight warps, are the largest that fit",
     },
     Rule {
         dims: (256, 256),
         queries: ANY_LENGTH,
+        half_sums: false,
+        tile: TILE_128X64_NARROW,
+        reason: "128 x 64 tiles, 16 rows of each of eight warps, are the largest that fit",
+    },
+    Rule {
+        dims: (256, 256),
+        queries: ANY_LENGTH,
+        half_sums: false,
         tile: TILE_128X32_NARROW,
         reason: "128 x 32 tiles, 16 rows of each of eight warps, are the largest that fit",
     },
     Rule {
         dims: (256, 256),
         queries: ANY_LENGTH,
+        half_sums: false,
         tile: Tile { residents: 1, ..TILE_64X32 },
         reason: "64 x 32 tiles are the largest that fit",
     },
@@ -118,7 +135,7 @@ const RULES: &[Rule] = &[
 const LEAST_OF_A_SPLIT: u64 = 4;
 
 impl Rule {
-    fn configuration(&self, target: Target, workload: &Workload) -> Mma {
+    fn configuration(&self, target: Target, workload: &Workload, sums: Element) -> Mma {
         Mma {
             target,
             element: workload.element,
@@ -131,16 +148,17 @@ impl Rule {
             ahead: 1,
             query_source: self.tile.query_source,
             residents: self.tile.residents,
-            accumulate: Element::F32,
+            accumulate: sums,
             split: false,
         }
     }
 
-    fn serves(&self, target: Target, workload: &Workload) -> bool {
+    fn serves(&self, target: Target, workload: &Workload, sums: Element) -> bool {
         workload.head_dim <= self.dims.0
             && workload.value_head_dim <= self.dims.1
             && workload.query_length <= self.queries
-            && self.configuration(target, workload).fits()
+            && (self.half_sums || sums == Element::F32)
+            && self.configuration(target, workload, sums).fits()
     }
 }
 
@@ -167,9 +185,10 @@ impl Mma {
     }
 }
 
-/// The configuration for a workload, or nothing where the kernel does not
-/// serve it: the element must be `F16` or `BF16`, the dimensions multiples of
-/// 8 up to 256.
+/// The configuration for a workload with sums in this element, or nothing where
+/// the kernel does not serve it: the element must be `F16` or `BF16`, the
+/// dimensions multiples of 8 up to 256. Sums are in `F32`, or in `F16` for
+/// elements of `F16` and dimensions up to 128.
 ///
 /// ```
 /// use flashcore_kernels::mma::{Workload, tuned};
@@ -185,12 +204,12 @@ impl Mma {
 ///     heads: 64,
 ///     multiprocessors: 108,
 /// };
-/// let choice = tuned(Target::SM_80, &workload).expect("128 is a multiple of 8");
+/// let choice = tuned(Target::SM_80, &workload, Element::F32).expect("128 is a multiple of 8");
 /// assert_eq!((choice.configuration.query_rows(), choice.splits), (128, 1));
 /// ```
-pub fn tuned(target: Target, workload: &Workload) -> Option<Tuned> {
-    let rule = RULES.iter().find(|rule| rule.serves(target, workload))?;
-    let configuration = rule.configuration(target, workload);
+pub fn tuned(target: Target, workload: &Workload, sums: Element) -> Option<Tuned> {
+    let rule = RULES.iter().find(|rule| rule.serves(target, workload, sums))?;
+    let configuration = rule.configuration(target, workload, sums);
     let splits = configuration.splits(workload);
     let configuration = Mma { split: splits > 1, ..configuration };
     configuration.fault().is_none().then_some(Tuned { configuration, splits, reason: rule.reason })
@@ -213,7 +232,8 @@ pub fn every_tuned(target: Target) -> Vec<Mma> {
                     heads: 1024,
                     multiprocessors: 128,
                 };
-                let chosen = tuned(target, &workload).map(|tuned| tuned.configuration);
+                let chosen =
+                    tuned(target, &workload, Element::F32).map(|tuned| tuned.configuration);
                 all.extend(chosen.filter(|configuration| !all.contains(configuration)));
             }
         }
@@ -223,6 +243,8 @@ pub fn every_tuned(target: Target) -> Vec<Mma> {
 
 #[cfg(test)]
 mod tests {
+    use Element::{F16, F32};
+
     use super::*;
 
     const TARGETS: [Target; 5] =
@@ -250,7 +272,7 @@ mod tests {
                     // The programs of a few stand for the rest; that there is one is cheap to ask.
                     let dims = (head_dim, value_head_dim);
                     for queries in [1, 4096] {
-                        let chosen = tuned(target, &workload(dims, queries, 100)).unwrap();
+                        let chosen = tuned(target, &workload(dims, queries, 100), F32).unwrap();
                         assert!(chosen.configuration.fits(), "{}", chosen.configuration.name());
                         if target == Target::SM_86 && queries == 4096 {
                             let built = chosen.configuration.program();
@@ -265,11 +287,24 @@ mod tests {
     #[test]
     fn what_is_not_served_has_no_configuration() {
         for dims in [(0, 64), (4, 64), (64, 100), (264, 64), (64, 512)] {
-            assert_eq!(tuned(Target::SM_80, &workload(dims, 100, 1)), None);
+            assert_eq!(tuned(Target::SM_80, &workload(dims, 100, 1), F32), None);
         }
         let single = Workload { element: Element::F32, ..workload((64, 64), 100, 1) };
-        assert_eq!(tuned(Target::SM_80, &single), None);
-        assert_eq!(tuned(Target::SM_75, &workload((64, 64), 100, 1)), None);
+        assert_eq!(tuned(Target::SM_80, &single, F32), None);
+        assert_eq!(tuned(Target::SM_75, &workload((64, 64), 100, 1), F32), None);
+    }
+
+    #[test]
+    fn sums_in_f16_are_for_f16_up_to_128() {
+        let halves = |dims| Workload { element: F16, ..workload(dims, 4096, 100) };
+        for target in TARGETS {
+            for dims in [(8, 8), (64, 64), (128, 128), (40, 128)] {
+                let chosen = tuned(target, &halves(dims), F16).unwrap().configuration;
+                assert_eq!((chosen.accumulate, chosen.head_dim), (F16, dims.0));
+            }
+            assert_eq!(tuned(target, &halves((136, 64)), F16), None);
+            assert_eq!(tuned(target, &workload((64, 64), 4096, 100), F16), None);
+        }
     }
 
     /// Few tiles over many keys are split; many tiles, or few keys, are not.
@@ -277,7 +312,7 @@ mod tests {
     fn splits_fill_the_gpu() {
         let splits = |queries, keys, heads| {
             let workload = Workload { key_length: keys, ..workload((128, 128), queries, heads) };
-            tuned(Target::SM_90, &workload).unwrap().splits
+            tuned(Target::SM_90, &workload, F32).unwrap().splits
         };
         // 200 places.
         assert_eq!(splits(1, 64 * 800, 1), 200);

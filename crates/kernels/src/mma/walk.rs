@@ -103,11 +103,13 @@ impl<'a> Warp<'a> {
             self.advance(k);
         });
         self.output.clear(k);
-        k.loop_(|k| {
-            k.break_if(remaining.equals(0));
-            self.turn(k, place, keys, values);
-            self.attend(k, place);
-            self.advance(k);
+        k.if_(remaining.greater(0), |k| {
+            k.loop_(|k| {
+                self.turn(k, place, keys, values);
+                self.attend(k, place);
+                self.advance(k);
+                k.break_if(remaining.equals(0));
+            });
         });
     }
 

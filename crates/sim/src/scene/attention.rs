@@ -260,7 +260,7 @@ impl Stage {
         let (key_buffer, k) = tensor("keys", keys, key_heads, dim);
         let (value_buffer, v) = tensor("values", keys, key_heads, value_dim);
         let parts: Vec<Range<usize>> = match split {
-            None => vec![0..keys],
+            None => std::iter::once(0..keys).collect(),
             Some(length) => {
                 (0..keys.max(1)).step_by(length).map(|k| k..(k + length).min(keys)).collect()
             }

@@ -71,7 +71,8 @@ impl Backend for CpuBackend {
             (true, "serves every length, mask and element type".to_owned())
         };
         let (backend, kernel) = (self.name(), KERNEL.to_owned());
-        vec![Candidate { backend, kernel, accepted, configuration: None, reason }]
+        let on_request = false;
+        vec![Candidate { backend, kernel, accepted, on_request, configuration: None, reason }]
     }
 
     fn run(

@@ -22,7 +22,14 @@ pub(super) fn candidate(chip: &Chip, problem: &Problem, layouts: &InputLayouts) 
         Ok(chosen) => (true, Some(chosen.configuration.name()), chosen.reason.into_owned()),
         Err(reason) => (false, None, reason),
     };
-    Candidate { backend: super::NAME, kernel: NAME.to_owned(), accepted, configuration, reason }
+    Candidate {
+        backend: super::NAME,
+        kernel: NAME.to_owned(),
+        accepted,
+        on_request: false,
+        configuration,
+        reason,
+    }
 }
 
 pub(super) fn configuration(chip: &Chip, problem: &Problem) -> Option<Forward> {

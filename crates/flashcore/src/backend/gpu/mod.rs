@@ -2,6 +2,7 @@
 //! launched is in [`crate::gpu`].
 
 pub(crate) mod forward;
+pub(crate) mod mma;
 pub(crate) mod scalar;
 
 use std::sync::Arc;
@@ -12,6 +13,7 @@ use kernels::Shipped;
 
 use super::{Backend, BackendError, Candidate, Output, Report, RunOptions};
 use crate::error::Error;
+use crate::gpu::mma::Sums;
 use crate::gpu::{
     Chip, Compilation, DeviceKernel, DeviceTensor, ForwardTensors, Gpu, GpuError, Room,
 };
@@ -48,18 +50,39 @@ const SHORT: Duration = Duration::from_millis(50);
 /// # Ok::<(), flashcore::Error>(())
 /// ```
 pub fn candidates(chip: &Chip, problem: &Problem, layouts: &InputLayouts) -> Vec<Candidate> {
-    vec![forward::candidate(chip, problem, layouts), scalar::candidate(chip, problem)]
+    vec![
+        forward::candidate(chip, problem, layouts),
+        mma::candidate(chip, problem, layouts, Sums::F32),
+        scalar::candidate(chip, problem),
+        mma::candidate(chip, problem, layouts, Sums::F16),
+    ]
 }
 
 /// What a kernel of this name would be built as for a problem that it serves.
 pub fn configuration(chip: &Chip, problem: &Problem, kernel: &str) -> Option<Shipped> {
+    configurations(chip, problem, kernel).into_iter().next()
+}
+
+/// The same with what is launched after it.
+pub fn configurations(chip: &Chip, problem: &Problem, kernel: &str) -> Vec<Shipped> {
+    let mma = |sums| match mma::configurations(chip, problem, sums) {
+        Some((mma, combine)) => {
+            let combine = combine.map(Shipped::Combine);
+            [Shipped::Mma(mma)].into_iter().chain(combine).collect()
+        }
+        None => Vec::new(),
+    };
     match kernel {
-        forward::NAME => forward::configuration(chip, problem).map(Shipped::Forward),
+        forward::NAME => {
+            forward::configuration(chip, problem).map(Shipped::Forward).into_iter().collect()
+        }
+        mma::NAME => mma(Sums::F32),
+        mma::HALF_NAME => mma(Sums::F16),
         scalar::NAME => {
             let target = chip.target;
-            Some(Shipped::Scalar(crate::gpu::scalar::configuration(target, problem)))
+            vec![Shipped::Scalar(crate::gpu::scalar::configuration(target, problem))]
         }
-        _ => None,
+        _ => Vec::new(),
     }
 }
 
@@ -278,27 +301,36 @@ mod tests {
         assert!(configuration.starts_with("forward_bf16_d128x128_causal_"), "{configuration}");
         assert!(plan.chosen.reason.contains("tiles"), "{}", plan.chosen.reason);
         let names: Vec<String> = plan.candidates.iter().map(Candidate::full_name).collect();
-        assert_eq!(names, ["gpu/forward", "gpu/scalar", "cpu/blocked"]);
+        let all = ["gpu/forward", "gpu/mma", "gpu/scalar", "gpu/mma-half", "cpu/blocked"];
+        assert_eq!(names, all);
     }
 
     #[test]
-    fn what_the_forward_kernel_refuses_goes_to_the_scalar_kernel_with_the_reason() {
-        for (chip, problem, reason) in [
-            (Chip::typical(Target::SM_80), Problem::new(1, 2, 64, 64), "sm_80 has no wgmma"),
+    fn what_the_forward_kernel_refuses_goes_to_the_next_with_the_reason() {
+        let ampere = Chip::typical(Target::SM_80);
+        for (kernel, chip, problem, reason) in [
+            ("gpu/mma", ampere, Problem::new(1, 2, 64, 64), "sm_80 has no wgmma"),
             (
+                "gpu/scalar",
                 Chip::H200,
                 Problem::new(1, 2, 64, 20),
                 "head dim 20 is not a multiple of 8 up to 256",
             ),
             (
+                "gpu/scalar",
                 Chip::H200,
                 Problem::new(1, 2, 64, 64).with_dtype(DType::F32),
                 "the tensor cores take f16 and bf16, not f32",
             ),
-            (Chip::H200, Problem::new(1, 2, 64, 64).with_key_length(0), "there are no keys"),
+            (
+                "gpu/mma",
+                Chip::H200,
+                Problem::new(1, 2, 64, 64).with_key_length(0),
+                "there are no keys",
+            ),
         ] {
             let plan = plan(&chip, &problem, None).unwrap();
-            assert_eq!(plan.chosen.full_name(), "gpu/scalar");
+            assert_eq!(plan.chosen.full_name(), kernel);
             assert_eq!(plan.candidates[0].reason, reason);
             assert!(plan.reason().contains(&format!("not gpu/forward: {reason}")));
         }
@@ -313,7 +345,48 @@ mod tests {
              gpu/scalar, cpu/blocked can"
         );
         let even = Problem::new(1, 2, 64, 64);
-        assert_eq!(plan(&Chip::H200, &even, Some("scalar")).unwrap().chosen.kernel, "scalar");
+        for kernel in ["forward", "mma", "mma-half", "scalar"] {
+            assert_eq!(plan(&Chip::H200, &even, Some(kernel)).unwrap().chosen.kernel, kernel);
+        }
+        assert_eq!(
+            plan(&Chip::typical(Target::SM_89), &even, Some("forward")).unwrap_err().to_string(),
+            "gpu/forward cannot serve this problem: sm_89 has no wgmma; gpu/mma, gpu/scalar, \
+             gpu/mma-half, cpu/blocked can"
+        );
+    }
+
+    /// Even where it is all there is: sums in f16 are for those who ask for them.
+    #[test]
+    fn sums_in_f16_are_never_chosen_unless_asked_for() {
+        for target in [Target::SM_80, Target::SM_86, Target::SM_89, Target::SM_90A, Target::SM_120]
+        {
+            let problem = Problem::new(1, 2, 64, 64);
+            let chosen = plan(&Chip::typical(target), &problem, None).unwrap();
+            let half = chosen.candidates.iter().find(|it| it.kernel == "mma-half").unwrap();
+            assert!(!half.accepted && half.reason == "only when asked for by name");
+            assert_ne!(chosen.chosen.kernel, "mma-half");
+        }
+        let problem = Problem::new(1, 2, 64, 64);
+        let layouts = InputLayouts::contiguous(&problem).unwrap();
+        let mut only = candidates(&Chip::H200, &problem, &layouts);
+        only.retain(|candidate| candidate.on_request);
+        assert_eq!(only.len(), 1);
+        let refused = Plan::choose(&problem, vec![(NAME, only)], &[], &Preference::default());
+        assert!(refused.is_err());
+    }
+
+    /// What a launch needs is all there is to compile ahead of time.
+    #[test]
+    fn split_keys_bring_the_kernel_that_puts_parts_together() {
+        let chip = Chip::typical(Target::SM_80);
+        let decode = Problem::new(1, 8, 1, 128).with_key_length(8192);
+        let families = |problem: &Problem| -> Vec<&str> {
+            configurations(&chip, problem, "mma").iter().map(Shipped::family).collect()
+        };
+        assert_eq!(families(&decode), ["mma", "combine"]);
+        assert_eq!(families(&Problem::new(8, 32, 4096, 128)), ["mma"]);
+        let reason = plan(&chip, &decode, None).unwrap().chosen.reason;
+        assert!(reason.contains("keys split"), "{reason}");
     }
 
     #[test]
@@ -323,11 +396,14 @@ mod tests {
         let strides = Strides { batch: 64 * 140, length: 140, heads: 68 };
         layouts.key = Layout::strided(problem.key_shape(), strides).unwrap();
         let candidates = candidates(&Chip::H200, &problem, &layouts);
-        assert!(!candidates[0].accepted && candidates[1].accepted);
-        assert_eq!(
-            candidates[0].reason,
-            "the key tensor: its length stride of 280 bytes is not a multiple of 16"
-        );
+        assert!(candidates[2].accepted);
+        for candidate in &candidates[..2] {
+            assert!(!candidate.accepted);
+            assert_eq!(
+                candidate.reason,
+                "the key tensor: its length stride of 280 bytes is not a multiple of 16"
+            );
+        }
         layouts.key = Layout::heads_first(problem.key_shape()).unwrap();
         assert!(super::candidates(&Chip::H200, &problem, &layouts)[0].accepted);
     }

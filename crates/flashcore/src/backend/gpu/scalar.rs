@@ -14,5 +14,12 @@ pub(super) fn candidate(chip: &Chip, problem: &Problem) -> Candidate {
         (None, Err(error)) => (false, error.to_string()),
     };
     let configuration = accepted.then(|| scalar::configuration(chip.target, problem).name());
-    Candidate { backend: super::NAME, kernel: NAME.to_owned(), accepted, configuration, reason }
+    Candidate {
+        backend: super::NAME,
+        kernel: NAME.to_owned(),
+        accepted,
+        on_request: false,
+        configuration,
+        reason,
+    }
 }

@@ -31,13 +31,13 @@ pub struct Geometry {
 impl Geometry {
     /// Says what of a problem cannot be counted, if anything. Cheaper than cutting it up.
     pub fn countable(configuration: &Forward, problem: &Problem) -> Result<(), GpuError> {
-        Counts::new(configuration, problem).map(|_| ())
+        Counts::new(configuration.query_rows(), problem).map(|_| ())
     }
 
     /// Cuts a problem up, or says what cannot be counted.
     pub fn new(configuration: &Forward, problem: &Problem, chip: &Chip) -> Result<Self, GpuError> {
         let Counts { query_length, key_length, heads, key_heads, batch, tiles_per_head, tiles } =
-            Counts::new(configuration, problem)?;
+            Counts::new(configuration.query_rows(), problem)?;
         let lists = configuration.causal.then(|| {
             // Something else wants a place in the cache too: queries, outputs, the other heads.
             let cache_bytes = chip.l2_bytes / 5 * 3;
@@ -71,18 +71,18 @@ impl Geometry {
 }
 
 /// The sizes of a problem as the kernel counts them.
-struct Counts {
+pub(in crate::gpu) struct Counts {
     query_length: u32,
-    key_length: u32,
-    heads: u32,
-    key_heads: u32,
+    pub(in crate::gpu) key_length: u32,
+    pub(in crate::gpu) heads: u32,
+    pub(in crate::gpu) key_heads: u32,
     batch: u32,
-    tiles_per_head: u32,
-    tiles: u32,
+    pub(in crate::gpu) tiles_per_head: u32,
+    pub(in crate::gpu) tiles: u32,
 }
 
 impl Counts {
-    fn new(configuration: &Forward, problem: &Problem) -> Result<Self, GpuError> {
+    pub(in crate::gpu) fn new(query_rows: u32, problem: &Problem) -> Result<Self, GpuError> {
         let too_large = |what| GpuError::TooLarge { what };
         let count = |size: usize| u32::try_from(size).map_err(|_| too_large("the problem"));
         let [query_length, key_length] = [count(problem.query_length)?, count(problem.key_length)?];
@@ -94,7 +94,7 @@ impl Counts {
         if positions > i32::MAX as u64 {
             return Err(too_large("the lengths"));
         }
-        let tiles_per_head = query_length.div_ceil(configuration.query_rows());
+        let tiles_per_head = query_length.div_ceil(query_rows);
         // Numbers of tiles are divided by a product that is exact below 2^31.
         let tiles = u64::from(heads)
             .checked_mul(batch.into())

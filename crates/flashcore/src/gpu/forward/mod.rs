@@ -13,7 +13,9 @@ mod geometry;
 mod support;
 mod tuning;
 
+pub(super) use geometry::Counts;
 pub use geometry::Geometry;
+pub(super) use support::{COPY_BYTES, tensor_core_workload};
 pub use support::{check_layouts, check_tensors, choose, workload};
 pub use tuning::{Choice, Entry, Tuning, TuningFile, bucket, fingerprint};
 
@@ -154,7 +156,7 @@ impl ForwardTensors {
 }
 
 /// The roles of the four tensors, for errors.
-const ROLES: [&str; 4] = ["query", "key", "value", "output"];
+pub(super) const ROLES: [&str; 4] = ["query", "key", "value", "output"];
 
 impl ForwardPlan {
     /// A plan in the configuration that is best for the problem.

@@ -19,7 +19,7 @@ use crate::tensor::{Shape, Strides};
 const SCALES: RangeInclusive<f32> = 1e-20..=1e6;
 
 /// The copy engine takes steps of this many bytes.
-const COPY_BYTES: u64 = 16;
+pub(in crate::gpu) const COPY_BYTES: u64 = 16;
 
 /// The configuration for a problem, or why the kernel does not serve it.
 pub fn choose(chip: &Chip, problem: &Problem) -> Result<Choice, String> {
@@ -33,6 +33,19 @@ pub fn workload(chip: &Chip, problem: &Problem) -> Result<Workload, String> {
     if !chip.target.has(Capability::Wgmma) {
         return Err(format!("{} has no wgmma", chip.target));
     }
+    let workload = tensor_core_workload(chip, problem)?;
+    if problem.key_length == 0 {
+        return Err("there are no keys".to_owned());
+    }
+    Ok(workload)
+}
+
+/// What the choice among configurations depends on in every kernel with tensor cores, or why none
+/// serves a problem.
+pub(in crate::gpu) fn tensor_core_workload(
+    chip: &Chip,
+    problem: &Problem,
+) -> Result<Workload, String> {
     let element = match problem.dtype {
         DType::F16 => Element::F16,
         DType::BF16 => Element::BF16,
@@ -53,9 +66,6 @@ pub fn workload(chip: &Chip, problem: &Problem) -> Result<Workload, String> {
     }
     if problem.rows() == 0 {
         return Err("there are no queries".to_owned());
-    }
-    if problem.key_length == 0 {
-        return Err("there are no keys".to_owned());
     }
     Ok(Workload {
         element,

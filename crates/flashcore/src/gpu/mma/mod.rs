@@ -1,0 +1,149 @@
+//! Launching the `mma.sync` kernel on tensors that are on the device.
+//!
+//! | file | its subject |
+//! | --- | --- |
+//! | `support` | what the kernel serves, and in which configuration |
+//! | `geometry` | tiles, splits and the numbers that find them |
+//! | `binding` | which argument goes to which parameter |
+//! | `workspace` | memory for partial results |
+//! | this one | the plan that ties them together |
+
+mod binding;
+mod geometry;
+mod support;
+mod workspace;
+
+pub use geometry::Geometry;
+pub use support::{Sums, check_layouts, check_tensors, choose};
+
+use std::sync::Arc;
+
+use cuda::{Arguments, Stream};
+use kernels::{Combine, Mma};
+use ptx::Element;
+
+use self::binding::{Role, Slot};
+use self::workspace::{Workspace, Workspaces};
+use super::forward::ForwardTensors;
+use super::{Gpu, GpuError, Kernel};
+use crate::problem::Problem;
+
+/// Attention with `mma.sync`: everything that does not depend on where its tensors are.
+///
+/// Like a [`ForwardPlan`](super::ForwardPlan), it launches without compiling or waiting, and each
+/// thread that launches has its own. Where keys are split, partial results need memory, of which
+/// each stream has its own: the first launch on a stream allocates it.
+#[derive(Debug, Clone)]
+pub struct MmaPlan {
+    configuration: Mma,
+    geometry: Geometry,
+    /// The attention kernel and, where keys are split, the one that puts parts together.
+    passes: Vec<Pass>,
+    workspaces: Workspaces,
+    bound: Option<(ForwardTensors, Option<Workspace>)>,
+}
+
+/// A kernel and its arguments.
+#[derive(Debug, Clone)]
+struct Pass {
+    kernel: Arc<Kernel>,
+    blocks: u32,
+    slots: Vec<Slot>,
+    arguments: Arguments,
+}
+
+impl MmaPlan {
+    /// A plan in the configuration that is best for the problem.
+    pub fn new(gpu: &Gpu, problem: &Problem, sums: Sums) -> Result<Self, GpuError> {
+        let unsupported = |reason| GpuError::Unsupported { kernel: sums.kernel(), reason };
+        problem.validate().map_err(|error| unsupported(error.to_string()))?;
+        let chosen = choose(&gpu.chip(), problem, sums).map_err(unsupported)?;
+        let configuration = chosen.configuration;
+        let geometry = Geometry::new(&configuration, chosen.splits, problem)?;
+        let kernel = gpu.kernel(&configuration.name(), || configuration.program())?;
+        let mut passes = Vec::new();
+        let role = if configuration.split { Role::Parts } else { Role::Whole };
+        passes.push(Pass::new(kernel, geometry.blocks, role, problem, &geometry)?);
+        if let Some(combine) = combine(&configuration) {
+            let kernel = gpu.kernel(&combine.name(), || combine.program())?;
+            let blocks = combine.blocks(problem.rows() as u64);
+            let blocks = u32::try_from(blocks)
+                .map_err(|_| GpuError::TooLarge { what: "the number of rows" })?;
+            passes.push(Pass::new(kernel, blocks, Role::Combine, problem, &geometry)?);
+        }
+        let workspaces = Workspaces::new(&geometry, problem);
+        Ok(MmaPlan { configuration, geometry, passes, workspaces, bound: None })
+    }
+
+    /// Puts attention on a stream of the plan's device. Does not wait.
+    ///
+    /// That the addresses are right is the caller's business, as for
+    /// [`ForwardPlan::launch`](super::ForwardPlan::launch).
+    pub fn launch(&mut self, stream: &Stream, tensors: &ForwardTensors) -> Result<(), GpuError> {
+        let workspace = self.workspaces.of(stream)?;
+        if self.bound != Some((*tensors, workspace)) {
+            for pass in &mut self.passes {
+                pass.bind(tensors, workspace)?;
+            }
+            self.bound = Some((*tensors, workspace));
+        }
+        for pass in &self.passes {
+            pass.kernel.launch(stream, pass.blocks, &pass.arguments)?;
+        }
+        Ok(())
+    }
+
+    /// What the kernel was built for.
+    pub fn configuration(&self) -> &Mma {
+        &self.configuration
+    }
+
+    /// Tiles, splits and blocks.
+    pub fn geometry(&self) -> &Geometry {
+        &self.geometry
+    }
+
+    /// The compiled attention kernel.
+    pub fn kernel(&self) -> &Kernel {
+        &self.passes[0].kernel
+    }
+}
+
+impl Pass {
+    fn new(
+        kernel: Arc<Kernel>,
+        blocks: u32,
+        role: Role,
+        problem: &Problem,
+        geometry: &Geometry,
+    ) -> Result<Self, GpuError> {
+        let slots = binding::slots(kernel.parameters(), role, problem, geometry)
+            .map_err(|parameter| GpuError::Parameter { kernel: format!("{role:?}"), parameter })?;
+        let mut arguments = Arguments::new();
+        for slot in &slots {
+            arguments.push(slot.value(None, None));
+        }
+        Ok(Pass { kernel, blocks, slots, arguments })
+    }
+
+    fn bind(
+        &mut self,
+        tensors: &ForwardTensors,
+        workspace: Option<Workspace>,
+    ) -> Result<(), GpuError> {
+        for (index, slot) in self.slots.iter().enumerate() {
+            self.arguments.set(index, slot.value(Some(tensors), workspace))?;
+        }
+        Ok(())
+    }
+}
+
+/// What puts the parts of a split kernel together.
+pub(crate) fn combine(configuration: &Mma) -> Option<Combine> {
+    configuration.split.then_some(Combine {
+        target: configuration.target,
+        partial: Element::F32,
+        element: configuration.element,
+        value_head_dim: configuration.value_head_dim,
+    })
+}
