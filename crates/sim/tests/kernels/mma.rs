@@ -2,7 +2,7 @@
 
 use flashcore_sim as sim;
 use kernels::product::Source;
-use kernels::{Combine, Mma};
+use kernels::{Combine, Mma, Shipped, shipped};
 use ptx::{Element, Target};
 use sim::scene::{AttentionSize, Scene};
 use sim::{Budget, Measure, Mode, Options, Policy};
@@ -77,17 +77,29 @@ fn mma_under_many_schedules() {
     }
 }
 
+/// As shipped for a target with little shared memory and for one with much, right under every
+/// schedule and without a bank conflict: `ldmatrix`, copies, and the way out.
 #[test]
-fn neither_matrices_nor_copies_meet_at_a_bank() {
-    for mma in [
-        small(),
+fn shipped_configurations_are_attention_without_bank_conflicts() {
+    let budget = Budget::default().at_most(Measure::BankConflicts, 0);
+    let odd = [
         Mma { causal: true, head_dim: 72, value_head_dim: 40, ..small() },
-        Mma { head_dim: 128, value_head_dim: 128, row_tiles: 1, ..small() },
-    ] {
-        let scene = Scene::mma(mma, &size(130, 133, 1, 1)).unwrap();
-        let budget = Budget::default().at_most(Measure::BankConflicts, 0);
-        let options = Options { budget, ..Options::values(Policy::Earliest, 0) };
-        scene.run(&options).unwrap_or_else(|failure| panic!("{}: {failure}", scene.program.name));
+        Mma { head_dim: 8, value_head_dim: 248, row_tiles: 1, ..small() },
+    ];
+    let shipped = [Target::SM_89, Target::SM_90].into_iter().flat_map(shipped);
+    let shipped = shipped.filter_map(|it| match it {
+        Shipped::Mma(mma) => Some(mma),
+        _ => None,
+    });
+    for mma in shipped.chain(odd) {
+        let scene = Scene::mma(mma, &AttentionSize::small_mma(&mma)).unwrap();
+        let options = Options { budget: budget.clone(), ..Options::values(Policy::Earliest, 0) };
+        let (memory, _) = scene
+            .run(&options)
+            .unwrap_or_else(|failure| panic!("{}: {failure}", scene.program.name));
+        let accuracy = scene.judge(&memory);
+        assert!(accuracy.passed(), "{}: {accuracy}", scene.program.name);
+        every_schedule(&scene, Mode::Checked, 1);
     }
 }
 
