@@ -6,13 +6,17 @@ use std::time::Instant;
 
 use cuda::{Arguments, Buffer, Cache, Launch, Module, OptimizationLevel, Parameter};
 use flashcore::check::{self, Checked, cases, ladder};
-use flashcore::gpu::{DeviceTensor, ForwardPlan, ForwardTensors, Gpu, GpuError, Policy, Stream};
+use flashcore::gpu::mma::Sums;
+use flashcore::gpu::{
+    DeviceTensor, ForwardPlan, ForwardTensors, Gpu, GpuError, MmaPlan, Policy, Stream,
+};
 use flashcore::{
     Backend, DType, GpuBackend, InputTensors, Machine, Mask, Preference, Problem, Progress,
     RunOptions, Strides, Tensor,
 };
 use kernels::forward::Form;
 use kernels::{Ceiling, Forward};
+use ptx::Capability;
 
 use device::{gpu, hopper};
 
@@ -58,6 +62,60 @@ fn forward_attention_is_right() {
     }
     println!("{count} cases");
     assert!(count >= 2000, "{count}");
+}
+
+#[test]
+fn mma_attention_is_right() {
+    let Some(gpu) = gpu() else { return };
+    if !gpu.target().has(Capability::Mma) {
+        return eprintln!("skipped: {} has no mma.sync", gpu.info().name);
+    }
+    let backend = GpuBackend::new(gpu.into());
+    let mut count = 0;
+    for dtype in [DType::F16, DType::BF16] {
+        count += check_all(&backend, "mma", &cases::standard(dtype));
+    }
+    println!("{count} cases");
+    assert!(count >= 100, "{count}");
+}
+
+/// Partial results of two streams at once do not meet, and what the kernel cannot read is named.
+#[test]
+fn split_keys_are_put_together_on_each_stream() {
+    let Some(gpu) = gpu() else { return };
+    if !gpu.target().has(Capability::Mma) {
+        return eprintln!("skipped: {} has no mma.sync", gpu.info().name);
+    }
+    let problem = Problem::new(1, 4, 3, 128).with_key_length(20_000).with_dtype(DType::BF16);
+    let mut plan = MmaPlan::new(&gpu, &problem, Sums::F32).unwrap();
+    assert!(plan.geometry().splits > 4, "{:?}", plan.geometry());
+    let streams = [Stream::new(gpu.device()).unwrap(), Stream::new(gpu.device()).unwrap()];
+    let devices = [OnDevice::new(&gpu, &problem, 1), OnDevice::new(&gpu, &problem, 2)];
+    let expected: Vec<_> = (devices.iter())
+        .map(|device| {
+            plan.launch(&streams[0], &device.tensors).unwrap();
+            device.read(&streams[0])
+        })
+        .collect();
+    assert_ne!(expected[0], expected[1]);
+    for _ in 0..100 {
+        for (stream, device) in streams.iter().zip(&devices) {
+            device.poison(stream);
+        }
+        for (stream, device) in streams.iter().zip(&devices) {
+            plan.launch(stream, &device.tensors).unwrap();
+        }
+        for ((stream, device), expected) in streams.iter().zip(&devices).zip(&expected) {
+            assert!(device.read(stream) == *expected);
+        }
+    }
+    let good = devices[0].tensors;
+    let odd = Strides { heads: 129, ..good.key.strides };
+    let wrong = ForwardTensors { key: DeviceTensor { strides: odd, ..good.key }, ..good };
+    let error = plan.launch(&streams[0], &wrong).unwrap_err();
+    assert!(matches!(error, GpuError::Tensor { tensor: "key", .. }), "{error}");
+    plan.launch(&streams[0], &good).unwrap();
+    assert!(devices[0].read(&streams[0]) == expected[0]);
 }
 
 #[test]
@@ -304,7 +362,7 @@ fn the_full_form_takes_over_from_the_compact_one() {
 /// What the driver's compiler makes of a kernel is what the tests of the assembler saw: nothing in
 /// local memory, and no complaint.
 #[test]
-fn the_driver_compiles_forward_kernels_without_a_spill() {
+fn the_driver_compiles_kernels_without_a_spill() {
     let Some(_) = hopper() else { return };
     let gpu = Gpu::with_policy(0, Cache::disabled(), Policy::AtOnce).unwrap();
     for configuration in kernels::forward::every_tuned() {
@@ -312,6 +370,10 @@ fn the_driver_compiles_forward_kernels_without_a_spill() {
         let (name, compilation) = (configuration.name(), kernel.compilation());
         assert_eq!(kernel.attributes().local_bytes, 0, "{name}");
         assert!(compilation.warnings.is_empty(), "{name}: {:?}", compilation.warnings);
+    }
+    for configuration in kernels::mma::every_tuned(gpu.target()) {
+        let kernel = gpu.kernel(&configuration.name(), || configuration.program()).unwrap();
+        assert_eq!(kernel.attributes().local_bytes, 0, "{}", configuration.name());
     }
 }
 

@@ -71,7 +71,7 @@ impl AttentionPlan {
             let checked = match candidate.kernel.as_str() {
                 backend::forward::NAME => forward::check_tensors(problem, tensors),
                 backend::mma::NAME | backend::mma::HALF_NAME => {
-                    mma::check_tensors(problem, tensors)
+                    mma::check_tensors(problem, tensors).map_err(|error| error.to_string())
                 }
                 _ => Ok(()),
             };

@@ -35,6 +35,7 @@ use crate::problem::Problem;
 /// each stream has its own: the first launch on a stream allocates it.
 #[derive(Debug, Clone)]
 pub struct MmaPlan {
+    problem: Problem,
     configuration: Mma,
     geometry: Geometry,
     /// The attention kernel and, where keys are split, the one that puts parts together.
@@ -72,16 +73,20 @@ impl MmaPlan {
             passes.push(Pass::new(kernel, blocks, Role::Combine, problem, &geometry)?);
         }
         let workspaces = Workspaces::new(&geometry, problem);
-        Ok(MmaPlan { configuration, geometry, passes, workspaces, bound: None })
+        let problem = problem.clone();
+        Ok(MmaPlan { problem, configuration, geometry, passes, workspaces, bound: None })
     }
 
     /// Puts attention on a stream of the plan's device. Does not wait.
     ///
-    /// That the addresses are right is the caller's business, as for
+    /// That there is memory at the addresses is the caller's business, as for
     /// [`ForwardPlan::launch`](super::ForwardPlan::launch).
     pub fn launch(&mut self, stream: &Stream, tensors: &ForwardTensors) -> Result<(), GpuError> {
         let workspace = self.workspaces.of(stream)?;
         if self.bound != Some((*tensors, workspace)) {
+            check_tensors(&self.problem, tensors)?;
+            // On an error the arguments are half changed: they are made anew next time.
+            self.bound = None;
             for pass in &mut self.passes {
                 pass.bind(tensors, workspace)?;
             }

@@ -4,8 +4,8 @@ use kernels::mma::{Tuned, tuned};
 use ptx::{Capability, Element};
 
 use crate::dtype::DType;
-use crate::gpu::Chip;
 use crate::gpu::forward::{COPY_BYTES, ForwardTensors, ROLES, tensor_core_workload};
+use crate::gpu::{Chip, GpuError};
 use crate::inputs::InputLayouts;
 use crate::problem::Problem;
 use crate::tensor::{Shape, Strides};
@@ -63,17 +63,16 @@ pub fn check_layouts(problem: &Problem, layouts: &InputLayouts) -> Result<(), St
 }
 
 /// Whether the kernel can read and write these very tensors: their strides, and their addresses.
-pub fn check_tensors(problem: &Problem, tensors: &ForwardTensors) -> Result<(), String> {
+pub fn check_tensors(problem: &Problem, tensors: &ForwardTensors) -> Result<(), GpuError> {
     let shapes =
         [problem.query_shape(), problem.key_shape(), problem.value_shape(), problem.output_shape()];
     for ((name, shape), tensor) in ROLES.into_iter().zip(shapes).zip(tensors.tensors()) {
-        check_strides(problem.dtype, shape, tensor.strides)
-            .map_err(|reason| format!("the {name} tensor: {reason}"))?;
+        let refused = |reason| GpuError::Tensor { tensor: name, reason };
+        check_strides(problem.dtype, shape, tensor.strides).map_err(refused)?;
         let address = tensor.address;
         if !address.0.is_multiple_of(COPY_BYTES) {
-            return Err(format!(
-                "the {name} tensor: its address {address} is not a multiple of {COPY_BYTES}"
-            ));
+            let reason = format!("its address {address} is not a multiple of {COPY_BYTES}");
+            return Err(refused(reason));
         }
     }
     Ok(())
