@@ -20,6 +20,7 @@ use crate::inputs::InputError;
 use crate::problem::Problem;
 use crate::reference::{Answer, Row};
 use crate::serving::Sequences;
+use crate::tensor::Tensor;
 
 /// The error allowed for the rounding of an output whose largest value is `largest`.
 ///
@@ -112,22 +113,33 @@ pub fn compare(
     reference: &Answer,
     baseline: &Answer,
 ) -> Result<Verdict, InputError> {
-    if result.output.shape() != problem.output_shape() {
+    compare_tensors(problem, &result.output, &result.lse, reference, baseline)
+}
+
+/// The same for an output that nobody reported on.
+pub fn compare_tensors(
+    problem: &Problem,
+    output: &Tensor,
+    lse: &[f32],
+    reference: &Answer,
+    baseline: &Answer,
+) -> Result<Verdict, InputError> {
+    if output.shape() != problem.output_shape() {
         return Err(InputError::Shape {
             tensor: "output",
-            given: result.output.shape(),
+            given: output.shape(),
             expected: problem.output_shape(),
         });
     }
-    if result.output.dtype() != problem.dtype {
+    if output.dtype() != problem.dtype {
         return Err(InputError::DType {
             tensor: "output",
-            given: result.output.dtype(),
+            given: output.dtype(),
             expected: problem.dtype,
         });
     }
     let lengths = [
-        ("log-sum-exp", result.lse.len(), problem.rows()),
+        ("log-sum-exp", lse.len(), problem.rows()),
         ("baseline", baseline.rows.len(), reference.rows.len()),
     ];
     for (tensor, given, expected) in lengths {
@@ -137,9 +149,9 @@ pub fn compare(
     }
 
     let read = |row: Row, values: &mut [f32]| {
-        result.output.head(row.batch, row.head).read(row.query, values);
+        output.head(row.batch, row.head).read(row.query, values);
         let first = (row.batch * problem.query_heads + row.head) * problem.query_length;
-        result.lse[first + row.query]
+        lse[first + row.query]
     };
     Ok(judge(problem, problem.rows(), read, reference, baseline))
 }

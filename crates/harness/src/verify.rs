@@ -1,10 +1,8 @@
 //! Whether the bytes that a call left behind are right.
 
-use std::time::Duration;
-
-use flashcore::backend::Report;
 use flashcore::reference::{self, Rows};
-use flashcore::{DType, InputTensors, Layout, Output, Problem, Shape, Tensor, Verdict, compare};
+use flashcore::verdict::compare_tensors;
+use flashcore::{DType, InputTensors, Layout, Problem, Shape, Tensor, Verdict};
 
 use crate::Error;
 
@@ -78,17 +76,8 @@ impl Truth {
                 return Err(Wrong::Holes { holes, values: values.len() + lse.len() });
             }
         }
-        let report = Report {
-            backend: "harness",
-            kernel: String::new(),
-            configuration: None,
-            reason: String::new(),
-            kernel_time: Duration::ZERO,
-            total_time: Duration::ZERO,
-            notes: Vec::new(),
-        };
-        let result = Output { output: tensor, lse, report };
-        let verdict = compare(&self.problem, &result, &self.reference, &self.baseline)
+        let (reference, baseline) = (&self.reference, &self.baseline);
+        let verdict = compare_tensors(&self.problem, &tensor, &lse, reference, baseline)
             .map_err(|error| Wrong::Shape(error.to_string()))?;
         if verdict.passed { Ok(verdict) } else { Err(Wrong::Values(Box::new(verdict))) }
     }
