@@ -67,8 +67,12 @@ pub(crate) fn kernel(name: &str, target: Target) -> Result<Shipped, String> {
     if let Some(found) = find(name, &configurations) {
         return Ok(found);
     }
-    if find(name, &shipped(Target::SM_90A)).is_some() {
-        return Err(format!("kernel `{name}` is not for {target}, only for {}", Target::SM_90A));
+    let has = |target: &Target| find(name, &shipped(*target)).is_some();
+    let others: Vec<String> =
+        TARGETS.into_iter().filter(has).map(|target| target.to_string()).collect();
+    if !others.is_empty() {
+        let others = others.join(", ");
+        return Err(format!("kernel `{name}` is not for {target}, only for {others}"));
     }
     let text = name.to_lowercase();
     let names: Vec<String> = configurations.iter().map(Shipped::name).collect();

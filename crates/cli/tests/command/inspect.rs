@@ -16,7 +16,7 @@ const PRODUCT: &str = "product_bf16_n128_w128_kks_s4_c1";
 #[test]
 fn kernels_are_listed() {
     let text = succeed(&[&["inspect"], &HOPPER[..]].concat());
-    for family in ["scalar", "forward", "single", "product", "ceiling"] {
+    for family in ["scalar", "mma", "combine", "forward", "single", "product", "ceiling"] {
         assert!(text.lines().any(|line| line.starts_with(family)), "no `{family}` in\n{text}");
     }
     let names = succeed(&[&["inspect", "--all"], &HOPPER[..]].concat());
@@ -25,8 +25,8 @@ fn kernels_are_listed() {
     let answer = json(&["inspect", "--target", "sm_80", "--json"]);
     assert_eq!(answer["target"], "sm_80");
     let families = answer["families"].as_array().unwrap();
-    assert_eq!(families.len(), 1, "an Ampere GPU runs no wgmma");
-    assert_eq!(families[0]["name"], "scalar");
+    let names: Vec<&str> = families.iter().filter_map(|family| family["name"].as_str()).collect();
+    assert_eq!(names, ["scalar", "mma", "combine"], "an Ampere GPU runs no wgmma");
 }
 
 #[test]
@@ -52,6 +52,7 @@ fn a_kernel_is_taken_apart() {
 fn a_family_stands_for_one_of_its_configurations() {
     for (family, name) in [
         ("scalar", "scalar_f32_d64x64_dense"),
+        ("mma", "mma_bf16_d128x128_dense_128x64_w4a1r2"),
         ("single", "single_wgmma_f16"),
         ("product", PRODUCT),
         ("ceiling", "ceiling_bf16_u4_w2"),
@@ -75,15 +76,21 @@ fn a_plan_is_explained() {
     let answer = json(&[&["inspect", "--json"], &problem[..], &HOPPER].concat());
     assert_eq!(answer["gpu"]["target"], "sm_90a");
     assert_eq!(answer["chosen"]["kernel"], "forward");
-    assert_eq!(answer["candidates"].as_array().unwrap().len(), 3);
+    assert_eq!(answer["candidates"].as_array().unwrap().len(), 5);
     let launch = &answer["launch"];
     assert_eq!(launch["tiles"], launch["tiles_per_head"].as_u64().unwrap() * 16);
     assert!(launch["shared_bytes"].as_u64() <= launch["shared_limit"].as_u64(), "{launch}");
     assert_eq!(launch["configuration"], answer["chosen"]["configuration"]);
 
     let older = json(&[&["inspect", "--json", "--target", "sm_80"], &problem[..]].concat());
-    assert_eq!(older["chosen"]["kernel"], "scalar");
+    assert_eq!(older["chosen"]["kernel"], "mma");
     assert_eq!(older["candidates"][0]["reason"], "sm_80 has no wgmma");
+    assert_eq!(older["launch"]["splits"], 1);
+    let decode = ["--problem", "b=1,h=8,s=1,sk=8192,d=128"];
+    let split = succeed(&[&["inspect", "--target", "sm_80"], &decode[..]].concat());
+    assert!(split.contains("keys split") && split.contains("put together"), "{split}");
+    let oldest = json(&[&["inspect", "--json", "--target", "sm_75"], &problem[..]].concat());
+    assert_eq!(oldest["chosen"]["kernel"], "scalar");
 }
 
 #[test]
@@ -138,12 +145,14 @@ fn kernels_and_targets_that_do_not_exist_are_refused_in_a_line() {
     assert!(inspect("PRODUCT_F16").ends_with(" more"));
     assert!(
         inspect("unheard-of")
-            .contains("configurations of scalar, forward, single, product, ceiling")
+            .contains("configurations of scalar, mma, combine, forward, single, product, ceiling")
     );
     assert_eq!(
         fail(1, &["inspect", "ceiling", "--target", "sm_80"]),
         "kernel `ceiling` is not for sm_80, only for sm_90a"
     );
+    let old = fail(1, &["inspect", "mma", "--target", "sm_75"]);
+    assert!(old.starts_with("kernel `mma` is not for sm_75, only for sm_80, sm_86"), "{old}");
     let target = fail(2, &["inspect", "scalar", "--target", "sm_42"]);
     assert!(target.contains("`sm_42` is no known target"), "{target}");
     assert!(target.contains("sm_75") && target.contains("sm_90a"), "{target}");
