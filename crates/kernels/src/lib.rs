@@ -5,6 +5,7 @@
 //! | --- | --- |
 //! | [`scalar`] | attention on any GPU, with ordinary arithmetic |
 //! | [`mma`] | attention on Ampere and later, with mma.sync and cp.async |
+//! | [`decode`] | attention of few queries over long, maybe paged, caches |
 //! | [`forward`] | attention on Hopper, with wgmma and TMA |
 //! | [`combine`] | partial attention over parts of the keys, put together |
 //! | [`single`] | one `wgmma` |
@@ -16,6 +17,7 @@
 
 pub mod ceiling;
 pub mod combine;
+pub mod decode;
 mod divisor;
 mod element;
 pub mod forward;
@@ -28,6 +30,7 @@ mod strides;
 
 pub use ceiling::Ceiling;
 pub use combine::Combine;
+pub use decode::Decode;
 pub use divisor::Divisor;
 pub use forward::Forward;
 pub use mma::Mma;

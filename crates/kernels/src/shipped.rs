@@ -5,7 +5,7 @@ use ptx::{Capability, Element, Program, Swizzle, Target};
 
 use crate::forward::{Form, Workload, every_tuned, tuned};
 use crate::product::{Contiguous, Source};
-use crate::{Ceiling, Combine, Error, Forward, Mma, Product, Scalar, Single, mma};
+use crate::{Ceiling, Combine, Decode, Error, Forward, Mma, Product, Scalar, Single, mma};
 
 /// One configuration of one kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -19,6 +19,8 @@ pub enum Shipped {
     Forward(Forward),
     /// Partial attention put together.
     Combine(Combine),
+    /// Attention of few queries over a cache.
+    Decode(Decode),
     /// One `wgmma`.
     Single(Single),
     /// A matrix product.
@@ -35,6 +37,7 @@ impl Shipped {
             Shipped::Mma(_) => "mma",
             Shipped::Forward(_) => "forward",
             Shipped::Combine(_) => "combine",
+            Shipped::Decode(_) => "decode",
             Shipped::Single(_) => "single",
             Shipped::Product(_) => "product",
             Shipped::Ceiling(_) => "ceiling",
@@ -48,6 +51,7 @@ impl Shipped {
             Shipped::Mma(configuration) => configuration.name(),
             Shipped::Forward(configuration) => configuration.name(),
             Shipped::Combine(configuration) => configuration.name(),
+            Shipped::Decode(configuration) => configuration.name(),
             Shipped::Single(configuration) => configuration.name(),
             Shipped::Product(configuration) => configuration.name(),
             Shipped::Ceiling(configuration) => configuration.name(),
@@ -61,6 +65,7 @@ impl Shipped {
             Shipped::Mma(_) => "attention with mma.sync and cp.async, on Ampere and later",
             Shipped::Forward(_) => "attention with wgmma and TMA, on Hopper",
             Shipped::Combine(_) => "partial attention over parts of the keys, put together",
+            Shipped::Decode(_) => "attention of few queries over a long cache, Ampere and later",
             Shipped::Single(_) => "one 64x64x16 wgmma",
             Shipped::Product(_) => "a matrix product with TMA, a pipeline and wgmma",
             Shipped::Ceiling(_) => "wgmma m64n256k16 in a loop: the tensor cores' ceiling",
@@ -74,6 +79,7 @@ impl Shipped {
             Shipped::Mma(configuration) => configuration.program(),
             Shipped::Forward(configuration) => configuration.program(),
             Shipped::Combine(configuration) => configuration.program(),
+            Shipped::Decode(configuration) => configuration.program(),
             Shipped::Single(configuration) => configuration.program(),
             Shipped::Product(configuration) => configuration.program(),
             Shipped::Ceiling(configuration) => configuration.program(),

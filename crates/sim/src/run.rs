@@ -66,6 +66,8 @@ pub fn run(launch: &Launch<'_>, memory: &mut Memory, options: &Options) -> Resul
             (ParameterKind::Address, Argument::Address(buffer, offset)) => {
                 Memory::address(*buffer, *offset)
             }
+            // An address that is no buffer's: 0 says that there is none.
+            (ParameterKind::Address, Argument::U64(address)) => *address,
             (ParameterKind::TensorMap(tensor_box), Argument::TensorMap(given)) => {
                 if let Some(text) = map_fault(tensor_box, given) {
                     return Err(Failure::Launch(format!("tensor map {}: {text}", parameter.name)));

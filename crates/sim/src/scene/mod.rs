@@ -14,6 +14,7 @@
 
 mod attention;
 mod banks;
+mod decode;
 mod matrix;
 mod sweep;
 
@@ -23,6 +24,7 @@ use kernels::Shipped;
 use ptx::{Element, Program};
 
 pub use attention::AttentionSize;
+pub use decode::DecodeSize;
 pub use sweep::{Outcome, schedules};
 
 use crate::{Argument, BufferId, Failure, Launch, Memory, Options, Report, float};
@@ -128,6 +130,7 @@ impl Scene {
             Shipped::Combine(combine) => {
                 Scene::combine(*combine, &AttentionSize::SCALAR, Scene::COMBINE_PARTS)
             }
+            Shipped::Decode(decode) => Scene::small_decode(decode),
             Shipped::Single(single) => Scene::single(*single),
             Shipped::Product(product) => {
                 let (rows, inner) = Scene::PRODUCT;

@@ -3,6 +3,7 @@
 
 mod attention;
 mod banks;
+mod decode;
 mod mma;
 mod mutation;
 mod product;

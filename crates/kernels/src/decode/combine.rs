@@ -1,0 +1,151 @@
+//! A sequence that several teams have parts of: the block that comes last puts it together.
+//!
+//! Parts are added in the order of teams, whoever comes last, so the result does
+//! not depend on who does. The counter is left as it was found, at zero.
+
+use ptx::{
+    AtomicOperation, AtomicOrder, Builder, Choose, Expression, F32, GlobalAddress, Instruction,
+    LoadCache, LoadHint, Operand, Pred, Reg, Scope, Space, Type, U32, U64,
+};
+
+use super::merge::{Item, Merge, Sums};
+use super::reference;
+use super::schedule::Part;
+
+/// Parts whose loads are under way at the same time.
+const TOGETHER: u32 = 8;
+
+/// Parts come from other multiprocessors: not from this one's cache.
+const FRESH: LoadHint =
+    LoadHint { order: ptx::LoadOrder::Weak, cache: LoadCache::L2Only, policy: None };
+
+pub(super) struct Combine<'a> {
+    pub(super) merge: &'a Merge<'a>,
+    pub(super) part: &'a Part,
+}
+
+impl Combine<'_> {
+    /// This block's part is in the workspace: counts it, and if it was the last, combines all.
+    pub(super) fn run(&self, k: &mut Builder) {
+        let last = self.arrive(k);
+        k.if_(last, |k| {
+            self.factors(k);
+            k.block_sync();
+            self.merge.each_item(k, self.part, |k, item| {
+                let sums = self.combined(k, &item);
+                self.merge.store(k, self.part, &item, &sums);
+            });
+        });
+    }
+
+    fn counter(&self, k: &mut Builder) -> Reg<GlobalAddress> {
+        let numbers = self.merge.numbers;
+        let index = k.eval(self.part.sequence * numbers.members + numbers.member);
+        k.eval(self.merge.results.counters + index.convert::<U64>() * 4)
+    }
+
+    /// Whether all other parts are there.
+    fn arrive(&self, k: &mut Builder) -> Reg<Pred> {
+        // What all threads of the block have stored comes before the one thread's release.
+        k.block_sync();
+        k.if_(self.merge.thread.equals(0), |k| {
+            let counter = self.counter(k);
+            let before = k.register::<U32>();
+            k.push(Instruction::Atomic {
+                operation: AtomicOperation::Add,
+                ty: Type::U32,
+                dst: before.register(),
+                space: Space::Global,
+                address: ptx::Address { base: counter.register(), offset: 0 },
+                value: Operand::u32(1),
+                scope: Scope::Gpu,
+                order: AtomicOrder::AcquireRelease,
+            });
+            let last = k.eval((before + 1).equals(self.part.teams));
+            k.if_(last, |k| k.store::<U32, _>(counter, 0));
+            k.store(self.merge.last, last.choose::<U32>(1, 0));
+        });
+        k.block_sync();
+        let last = k.load::<U32, _>(self.merge.last);
+        k.eval(last.differs(0))
+    }
+
+    /// The address of the part of the team that is `index` after the first.
+    fn address(&self, k: &mut Builder, index: Reg<U32>) -> Reg<GlobalAddress> {
+        let numbers = self.merge.numbers;
+        let block = (self.part.first_team + index) * numbers.members + numbers.member;
+        // Only the first team has the sequence's beginning.
+        let slot = k.eval(block * 2 + index.equals(0).choose::<U32>(1, 0));
+        self.merge.part_address(k, slot)
+    }
+
+    /// The factor of each part and row, and the rows' maxima and sums, into shared memory: a warp
+    /// takes row after row, its lanes the parts.
+    fn factors(&self, k: &mut Builder) {
+        let (merge, decode) = (self.merge, self.merge.decode);
+        let (warp, lane) = (merge.numbers.warp, merge.numbers.lane);
+        let rows = k.eval(self.part.rows.minimum(decode.rows));
+        let padded = k.eval((self.part.teams + (TOGETHER - 1)) / TOGETHER * TOGETHER);
+        k.for_range(warp, rows, decode.warps, |k, row| {
+            let statistics = |k: &mut Builder, index: Reg<U32>| -> [Reg<F32>; 2] {
+                let address = self.address(k, index);
+                let place = k.eval((row * 2 + decode.rows * decode.value_head_dim) * 4);
+                k.load_vector(address + place.convert::<U64>(), FRESH)
+            };
+            let top = k.variable(f32::NEG_INFINITY);
+            k.for_range(lane, self.part.teams, 32, |k, index| {
+                let [maximum, _] = statistics(k, index);
+                k.set(top, top.maximum(maximum));
+            });
+            let maximum = k.reduce_lanes(top, 32, |a, b| a.maximum(b));
+            let reference = reference(k, maximum);
+            let share = k.variable(0.0);
+            k.for_range(lane, padded, 32, |k, index| {
+                let factor = k.variable(0.0);
+                k.if_(index.less(self.part.teams), |k| {
+                    let [maximum, sum] = statistics(k, index);
+                    let weight = k.exp2(maximum - reference);
+                    k.set(factor, weight);
+                    let total = k.fma(weight, sum, share);
+                    k.set(share, total);
+                });
+                let place = (index * decode.rows + row) * 4;
+                k.store(merge.outputs + place, factor);
+            });
+            let sum = k.reduce_lanes(share, 32, |a, b| a + b);
+            k.if_(lane.equals(0), |k| {
+                k.store_vector(merge.rows + row * 8, &[maximum, sum], Default::default());
+            });
+        });
+    }
+
+    /// An item's sums over the parts.
+    fn combined(&self, k: &mut Builder, item: &Item) -> Sums {
+        let (merge, decode) = (self.merge, self.merge.decode);
+        let outputs = [0.0f32; 4].map(|zero| k.variable(zero));
+        let place = k.eval((item.row * decode.value_head_dim + item.column) * 4);
+        let place = k.eval(place.convert::<U64>());
+        let last = k.eval(self.part.teams - 1);
+        k.for_range(0, self.part.teams, TOGETHER, |k, first| {
+            let loaded: Vec<(Reg<F32>, [Reg<F32>; 4])> = (0..TOGETHER)
+                .map(|ahead| {
+                    // Beyond the last part: the last again, with a factor of zero.
+                    let index = k.eval((first + ahead).minimum(last));
+                    let address = self.address(k, index);
+                    let values = k.load_vector(address + place, FRESH);
+                    let at = ((first + ahead) * decode.rows + item.row) * 4;
+                    (k.load(merge.outputs + at), values)
+                })
+                .collect();
+            for (factor, values) in loaded {
+                for (output, value) in outputs.iter().zip(values) {
+                    let sum = k.fma(factor, value, *output);
+                    k.set(*output, sum);
+                }
+            }
+        });
+        let [maximum, sum]: [Reg<F32>; 2] =
+            k.load_vector(merge.rows + item.row * 8, Default::default());
+        Sums { outputs, maximum, sum }
+    }
+}

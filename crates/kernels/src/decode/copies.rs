@@ -1,0 +1,418 @@
+//! Tiles of keys and values, copied some tiles ahead.
+//!
+//! Each warp has a ring of stages of its own and refills a stage when it has
+//! read it. Lanes of a warp are ordered by warp barriers; nobody else is waited for.
+
+use ptx::{
+    Barriers, Builder, Choose, CopyHint, Element, Eviction, Expression, Fence, GlobalAddress,
+    Instruction, Reg, S32, Scope, SharedAddress, TensorMap, TileLayout, U32, U64, Value,
+};
+
+use super::place::Places;
+use super::schedule::Cursor;
+use super::{Decode, KeyCopy, Numbers};
+use crate::strides::Strides;
+
+/// Bytes of a panel's row, and of a chunk.
+const ROW: u32 = 128;
+const CHUNK: u32 = 16;
+
+/// Where keys and values come from.
+pub(super) enum Copies {
+    Gather { keys: Source, values: Source },
+    Tensor { keys: TensorMap, values: TensorMap },
+}
+
+/// A tensor that is read by address.
+pub(super) struct Source {
+    address: Reg<GlobalAddress>,
+    strides: Strides,
+}
+
+impl Copies {
+    pub(super) fn parameters(k: &mut Builder, decode: &Decode) -> Self {
+        match decode.copy {
+            KeyCopy::Gather => {
+                let source = |k: &mut Builder, name: &str| Source {
+                    address: k.parameter(name),
+                    strides: Strides::parameters(k, name),
+                };
+                Copies::Gather { keys: source(k, "keys"), values: source(k, "values") }
+            }
+            KeyCopy::Tensor => Copies::Tensor {
+                keys: k.tensor_map("keys", decode.key_layout().tensor_box(4)),
+                values: k.tensor_map("values", decode.value_layout().tensor_box(4)),
+            },
+        }
+    }
+
+    /// Reserves the ring and gets it ready.
+    pub(super) fn prepare(self, k: &mut Builder, decode: &Decode, numbers: &Numbers) -> Ring {
+        let (keys, values) = (decode.key_layout(), decode.value_layout());
+        let bytes = keys.bytes() + values.bytes();
+        let tiles = decode.warps * decode.stages;
+        let offset = k.shared("tiles", tiles * bytes, keys.alignment());
+        let base = k.shared_address(offset);
+        let base = k.eval(base + numbers.warp * (decode.stages * bytes));
+        let kind = match self {
+            Copies::Gather { keys: key_source, values: value_source } => {
+                let gather = Gather::new(k, decode, numbers, key_source, value_source);
+                gather.clear_padding(k, decode, base, bytes);
+                Kind::Gather(gather)
+            }
+            Copies::Tensor { keys: key_map, values: value_map } => {
+                let full = Barriers::new(k, "tiles full", tiles, 1);
+                let thread = k.thread_index();
+                k.if_(thread.equals(0), |k| full.init(k));
+                k.barriers_ready();
+                let first = k.eval(numbers.warp * decode.stages);
+                let barriers = full.at(k, first);
+                Kind::Tensor(Tensor {
+                    keys: key_map,
+                    values: value_map,
+                    barriers,
+                    phase: k.variable(0),
+                    head: numbers.key_head,
+                    policy: k.cache_policy(Eviction::First),
+                })
+            }
+        };
+        let (entry, row) = (k.variable(0), k.variable(0));
+        let stage = k.variable(0);
+        Ring { kind, base, bytes, stage, entry, row, lane: numbers.lane, warp: numbers.warp }
+    }
+}
+
+/// The ring of one warp.
+pub(super) struct Ring {
+    kind: Kind,
+    base: Reg<SharedAddress>,
+    /// Of a stage: a tile of keys, then one of values.
+    bytes: u32,
+    /// The stage that is read next.
+    stage: Reg<U32>,
+    /// Where the lane's row of the tile to be copied next is.
+    entry: Reg<U32>,
+    row: Reg<U32>,
+    lane: Reg<U32>,
+    warp: Reg<U32>,
+}
+
+enum Kind {
+    Gather(Gather),
+    Tensor(Tensor),
+}
+
+impl Ring {
+    /// Begins with a sequence: looks up the first tile and copies as many as there is room for.
+    pub(super) fn begin(
+        &self,
+        k: &mut Builder,
+        decode: &Decode,
+        cursor: &Cursor,
+        places: &Places,
+        numbers: &Numbers,
+    ) {
+        self.look_up(k, decode, cursor, places, numbers.warp);
+        let stage = k.variable(self.stage);
+        for ahead in 0..decode.stages {
+            let tile = k.eval(numbers.warp + ahead * decode.warps);
+            self.copy(k, decode, cursor, places, tile, stage);
+            self.next(k, decode, stage);
+        }
+    }
+
+    /// Finds the lane's row of a tile: the row of its index, or the first for all.
+    fn look_up(
+        &self,
+        k: &mut Builder,
+        decode: &Decode,
+        cursor: &Cursor,
+        places: &Places,
+        tile: Reg<U32>,
+    ) {
+        let mine: Value<U32> = match &self.kind {
+            Kind::Gather(_) => self.lane % decode.tile_keys,
+            Kind::Tensor(_) => Value::from(0),
+        };
+        let key = k.eval(cursor.first_key + tile * decode.tile_keys + mine);
+        let (entry, row) = places.locate(k, cursor, key);
+        k.set(self.entry, entry);
+        k.set(self.row, row);
+    }
+
+    /// Copies a tile of the sequence, if there is such a one, and looks up the warp's next.
+    fn copy(
+        &self,
+        k: &mut Builder,
+        decode: &Decode,
+        cursor: &Cursor,
+        places: &Places,
+        tile: Reg<U32>,
+        stage: Reg<U32>,
+    ) {
+        k.if_(tile.less(cursor.count), |k| {
+            let target = k.eval(self.base + stage * self.bytes);
+            match &self.kind {
+                Kind::Gather(gather) => {
+                    let first = k.eval(cursor.first_key + tile * decode.tile_keys);
+                    let valid = k.eval(cursor.keys - first.minimum(cursor.keys));
+                    gather.copy(k, decode, target, [self.entry, self.row], valid);
+                }
+                Kind::Tensor(tensor) => {
+                    k.if_(self.lane.equals(0), |k| {
+                        tensor.copy(k, decode, target, stage, [self.entry, self.row]);
+                    });
+                }
+            }
+            let next = k.eval(tile + decode.warps);
+            self.look_up(k, decode, cursor, places, next);
+        });
+        if let Kind::Gather(_) = self.kind {
+            k.push(Instruction::CopyAsyncCommit);
+        }
+    }
+
+    /// Waits for the next tile and gives its address: keys, then values.
+    pub(super) fn wait(&self, k: &mut Builder, decode: &Decode) -> Reg<SharedAddress> {
+        match &self.kind {
+            Kind::Gather(_) => {
+                k.push(Instruction::CopyAsyncWait { pending: decode.stages - 1 });
+                k.push(Instruction::WarpSync);
+            }
+            Kind::Tensor(tensor) => {
+                let barrier = tensor.barriers + self.stage * 8;
+                k.mbarrier_wait(barrier, tensor.phase, Scope::Block);
+            }
+        }
+        k.eval(self.base + self.stage * self.bytes)
+    }
+
+    /// Gives the tile back, which is the warp's `tile`, fills its stage again and goes on.
+    pub(super) fn release(
+        &self,
+        k: &mut Builder,
+        decode: &Decode,
+        cursor: &Cursor,
+        places: &Places,
+        tile: Reg<U32>,
+    ) {
+        if let Kind::Tensor(_) = self.kind {
+            k.fence(Fence::ProxyAsyncShared);
+        }
+        k.push(Instruction::WarpSync);
+        let next = k.eval(tile + decode.stages * decode.warps);
+        self.copy(k, decode, cursor, places, next, self.stage);
+        self.next(k, decode, self.stage);
+        if let Kind::Tensor(tensor) = &self.kind {
+            let around = k.eval(self.stage.equals(0));
+            k.set(tensor.phase, around.choose::<U32>(tensor.phase ^ 1, tensor.phase));
+        }
+    }
+
+    fn next(&self, k: &mut Builder, decode: &Decode, stage: Reg<U32>) {
+        let next = k.eval(stage + 1);
+        let around = k.eval(next.equals(decode.stages));
+        k.set(stage, around.choose::<U32>(0, next));
+    }
+
+    /// The warp whose ring it is.
+    pub(super) fn warp(&self) -> Reg<U32> {
+        self.warp
+    }
+}
+
+/// Copies by tensor maps: one lane starts them, a barrier of each stage counts their bytes.
+struct Tensor {
+    keys: TensorMap,
+    values: TensorMap,
+    /// Of the warp's first stage.
+    barriers: Reg<SharedAddress>,
+    phase: Reg<U32>,
+    head: Reg<U32>,
+    /// What is read once need not stay in the second-level cache.
+    policy: Reg<U64>,
+}
+
+impl Tensor {
+    fn copy(
+        &self,
+        k: &mut Builder,
+        decode: &Decode,
+        target: Reg<SharedAddress>,
+        stage: Reg<U32>,
+        [entry, row]: [Reg<U32>; 2],
+    ) {
+        let barrier = k.eval(self.barriers + stage * 8);
+        let (keys, values) = (decode.key_layout(), decode.value_layout());
+        k.mbarrier_arrive_expect(barrier, keys.bytes() + values.bytes());
+        let signed = |value: Reg<U32>| value.reinterpret::<S32>();
+        for (map, layout, offset) in [(self.keys, keys, 0), (self.values, values, keys.bytes())] {
+            for panel in 0..layout.panels() {
+                let column = Value::<S32>::from((panel * layout.panel_columns()) as i32);
+                let corner = [column, signed(row), signed(self.head), signed(entry)];
+                let to = target + (offset + panel * layout.panel_bytes());
+                let hint = CopyHint { policy: Some(self.policy), ..CopyHint::default() };
+                k.tensor_load(to, map, &corner, barrier, hint);
+            }
+        }
+    }
+}
+
+/// Copies by `cp.async`: eight neighbouring lanes copy one row of a panel, 128 bytes, chunks of 16
+/// permuted as the swizzle says.
+struct Gather {
+    keys: GatherSource,
+    values: GatherSource,
+    /// The lane's row among four, and its chunk.
+    row: Reg<U32>,
+    chunk: Reg<U32>,
+    /// Where the lane's chunk lies in a tile, in the first four rows of eight and in the others.
+    inside: [Reg<U32>; 2],
+}
+
+/// A tensor, from the block's head on.
+struct GatherSource {
+    address: Reg<GlobalAddress>,
+    /// Bytes from one batch entry or page, and from one row, to the next.
+    entry_bytes: Reg<U64>,
+    row_bytes: Reg<U64>,
+    columns: u32,
+}
+
+impl GatherSource {
+    fn new(
+        k: &mut Builder,
+        element: Element,
+        columns: u32,
+        source: Source,
+        head: Reg<U32>,
+        chunk: Reg<U32>,
+    ) -> Self {
+        let bytes = element.bytes();
+        let Source { address, strides } = source;
+        let head = head.convert::<U64>() * strides.head * bytes;
+        GatherSource {
+            address: k.eval(address + head + (chunk * CHUNK).convert::<U64>()),
+            entry_bytes: k.eval(strides.batch * bytes),
+            row_bytes: k.eval(strides.row * bytes),
+            columns,
+        }
+    }
+}
+
+impl Gather {
+    fn new(
+        k: &mut Builder,
+        decode: &Decode,
+        numbers: &Numbers,
+        keys: Source,
+        values: Source,
+    ) -> Self {
+        let row = k.eval(numbers.lane / 8);
+        let chunk = k.eval(numbers.lane % 8);
+        let first = k.eval(row * ROW + (chunk ^ row) * CHUNK);
+        // Four rows on, the bit of 4 in the row flips that of the chunk.
+        let second = k.eval(first ^ (4 * CHUNK));
+        let (element, head) = (decode.element, numbers.key_head);
+        Gather {
+            keys: GatherSource::new(k, element, decode.head_dim, keys, head, chunk),
+            values: GatherSource::new(k, element, decode.value_head_dim, values, head, chunk),
+            row,
+            chunk,
+            inside: [first, second],
+        }
+    }
+
+    /// Fills the chunks beyond the tensors' columns with zeros, in every stage: copies leave them
+    /// alone and products read them.
+    fn clear_padding(
+        &self,
+        k: &mut Builder,
+        decode: &Decode,
+        base: Reg<SharedAddress>,
+        stage_bytes: u32,
+    ) {
+        let (keys, values) = (decode.key_layout(), decode.value_layout());
+        let tiles = [(keys, decode.head_dim, 0), (values, decode.value_head_dim, keys.bytes())];
+        for (layout, columns, offset) in tiles {
+            if columns == layout.columns {
+                continue;
+            }
+            let zero = [0; 4].map(|zero| k.eval::<U32>(zero));
+            let chunk = columns / 8;
+            let lane = k.lane();
+            for stage in 0..decode.stages {
+                k.if_(lane.less(layout.rows), |k| {
+                    let within = lane * ROW + ((lane % 8) ^ (chunk % 8)) * CHUNK;
+                    let panel = stage * stage_bytes + offset + chunk / 8 * layout.panel_bytes();
+                    k.store_vector(base + within + panel, &zero, Default::default());
+                });
+            }
+        }
+        k.push(Instruction::WarpSync);
+    }
+
+    /// Copies a tile of which the first `valid` rows exist; the others become zeros. Lane `r`
+    /// knows where row `r` is.
+    fn copy(
+        &self,
+        k: &mut Builder,
+        decode: &Decode,
+        target: Reg<SharedAddress>,
+        [entry, row]: [Reg<U32>; 2],
+        valid: Reg<U32>,
+    ) {
+        let (keys, values) = (decode.key_layout(), decode.value_layout());
+        for (source, layout, offset) in
+            [(&self.keys, keys, 0), (&self.values, values, keys.bytes())]
+        {
+            let mine = k.eval(
+                entry.convert::<U64>() * source.entry_bytes
+                    + row.convert::<U64>() * source.row_bytes,
+            );
+            let to = self.inside.map(|inside| k.eval(target + inside + offset));
+            for pass in 0..decode.tile_keys / 4 {
+                let index = k.eval(self.row + 4 * pass);
+                let from = shuffle_wide(k, mine, index);
+                let from = k.eval(source.address + from);
+                let bytes = k.eval(index.less(valid).choose::<U32>(CHUNK, 0));
+                self.copy_row(k, source, layout, to[pass as usize % 2], pass, from, bytes);
+            }
+        }
+    }
+
+    #[allow(clippy::too_many_arguments)] // one row of what `copy` has in hand
+    fn copy_row(
+        &self,
+        k: &mut Builder,
+        source: &GatherSource,
+        layout: TileLayout,
+        to: Reg<SharedAddress>,
+        pass: u32,
+        from: Reg<GlobalAddress>,
+        bytes: Reg<U32>,
+    ) {
+        for panel in 0..layout.panels() {
+            let to = to + (panel * layout.panel_bytes() + 4 * pass * ROW);
+            let from = from + panel * ROW;
+            match source.columns / 8 - 8 * panel {
+                8.. => k.copy_async(to, from, Some(bytes)),
+                rest => {
+                    k.if_(self.chunk.less(rest), |k| k.copy_async(to, from, Some(bytes)));
+                }
+            }
+        }
+    }
+}
+
+/// The 64-bit value of another lane.
+fn shuffle_wide(k: &mut Builder, value: Reg<U64>, lane: Reg<U32>) -> Reg<U64> {
+    let (low, high) = (k.register::<U32>(), k.register::<U32>());
+    let (low_half, high_half) = (low.register(), high.register());
+    k.push(Instruction::Split { low: low_half, high: high_half, src: value.register() });
+    let (low, high) = (k.shuffle_index(low, lane), k.shuffle_index(high, lane));
+    let whole = k.register::<U64>();
+    k.push(Instruction::Join { dst: whole.register(), low: low.into(), high: high.into() });
+    whole
+}

@@ -1,0 +1,82 @@
+//! Which keys a row does not see, and keys that nobody sees.
+
+use ptx::{
+    Builder, Choose, Expression, F32, Instruction, Pred, Reg, S32, SharedAddress, U32, Value,
+};
+
+use super::schedule::Cursor;
+use super::{Decode, Numbers};
+
+/// The keys that the queries of a sequence see.
+pub(super) struct Mask {
+    /// Keys that every query sees lie between these.
+    inner: [Reg<S32>; 2],
+    /// Keys that any query sees lie between these.
+    outer: [Reg<S32>; 2],
+}
+
+impl Mask {
+    pub(super) fn new(k: &mut Builder, cursor: &Cursor) -> Self {
+        let first = k.eval::<U32>(0);
+        let last = k.eval(cursor.queries.maximum(1) - 1);
+        let [outer_begin, inner_end] = cursor.visible(k, first);
+        let [inner_begin, outer_end] = cursor.visible(k, last);
+        Mask { inner: [inner_begin, inner_end], outer: [outer_begin, outer_end] }
+    }
+
+    /// Whether some query does not see some key of the tile from `first_key` on.
+    pub(super) fn touches(&self, decode: &Decode, first_key: Reg<U32>) -> Value<Pred> {
+        let first = || first_key.reinterpret::<S32>();
+        let [begin, end] = self.inner;
+        first().less(begin) | (first() + decode.tile_keys as i32).greater(end)
+    }
+
+    /// Sets the scores of keys that a row does not see to minus infinity.
+    pub(super) fn hide(
+        &self,
+        k: &mut Builder,
+        numbers: &Numbers,
+        [begin, end]: [Reg<S32>; 2],
+        scores: &[[Reg<F32>; 2]],
+        first_key: Reg<U32>,
+    ) {
+        let column = k.eval(first_key + numbers.lane % 4 * 2);
+        let column = k.eval(column.reinterpret::<S32>());
+        let (begin, end) = (k.eval(begin - column), k.eval(end - column));
+        for (eight, pair) in scores.iter().enumerate() {
+            for (index, &score) in pair.iter().enumerate() {
+                let key = (8 * eight + index) as i32;
+                let seen = begin.at_most(key) & end.greater(key);
+                k.set(score, seen.choose::<F32>(score, f32::NEG_INFINITY));
+            }
+        }
+    }
+
+    /// Overwrites values that nobody sees with zeros: memory beyond a sequence may hold anything,
+    /// and no probability of zero makes a number of it.
+    pub(super) fn clear(
+        &self,
+        k: &mut Builder,
+        decode: &Decode,
+        numbers: &Numbers,
+        values: Reg<SharedAddress>,
+        first_key: Reg<U32>,
+    ) {
+        let layout = decode.value_layout();
+        let zero = [0; 4].map(|zero| k.eval::<U32>(zero));
+        let [begin, end] = self.outer;
+        for pass in 0..decode.tile_keys / 4 {
+            let row = k.eval(numbers.lane / 8 + 4 * pass);
+            let key = k.eval((first_key + row).reinterpret::<S32>());
+            k.if_(key.less(begin) | key.at_least(end), |k| {
+                // All chunks of a row: their order does not matter.
+                let at = k.eval(values + row * 128 + numbers.lane % 8 * 16);
+                for panel in 0..layout.panels() {
+                    let to = at + panel * layout.panel_bytes();
+                    k.store_vector(to, &zero, Default::default());
+                }
+            });
+        }
+        k.push(Instruction::WarpSync);
+    }
+}

@@ -1,0 +1,280 @@
+//! The end of a part of a sequence: the warps' results become one, and go out.
+
+use ptx::{
+    Builder, Choose, Expression, F32, GlobalAddress, Instruction, Operand, Reg, Register,
+    SharedAddress, Space, StoreCache, StoreOrder, U32, U64,
+};
+
+use super::combine::Combine;
+use super::schedule::Part;
+use super::walk::Walk;
+use super::{Decode, Numbers, reference};
+use crate::strides::Strides;
+
+/// Where results go.
+pub(super) struct Results {
+    output: Reg<GlobalAddress>,
+    strides: Strides,
+    lse: Reg<GlobalAddress>,
+    lse_batch: Reg<U64>,
+    lse_head: Reg<U64>,
+    pub(super) parts: Reg<GlobalAddress>,
+    pub(super) counters: Reg<GlobalAddress>,
+}
+
+impl Results {
+    pub(super) fn parameters(k: &mut Builder) -> Self {
+        Results {
+            output: k.parameter("output"),
+            strides: Strides::parameters(k, "output"),
+            lse: k.parameter("lse"),
+            lse_batch: k.parameter("lse batch stride"),
+            lse_head: k.parameter("lse head stride"),
+            parts: k.parameter("parts"),
+            counters: k.parameter("counters"),
+        }
+    }
+}
+
+/// Four neighbouring output columns of a query row: what a thread finishes at a time.
+pub(super) struct Item {
+    pub(super) row: Reg<U32>,
+    pub(super) column: Reg<U32>,
+}
+
+/// An item's sums: unnormalised outputs, and the row's maximum and sum.
+pub(super) struct Sums {
+    pub(super) outputs: [Reg<F32>; 4],
+    pub(super) maximum: Reg<F32>,
+    pub(super) sum: Reg<F32>,
+}
+
+/// The shared memory of the merge.
+pub(super) struct Merge<'a> {
+    pub(super) decode: &'a Decode,
+    pub(super) numbers: &'a Numbers,
+    pub(super) results: Results,
+    sinks: Option<Reg<GlobalAddress>>,
+    /// Outputs by warp, row and column, in `f32`; with several teams, then the factors of parts.
+    pub(super) outputs: Reg<SharedAddress>,
+    /// Maximum and sum by warp and row.
+    pub(super) rows: Reg<SharedAddress>,
+    /// Whether this block is the last of a sequence.
+    pub(super) last: Reg<SharedAddress>,
+    pub(super) thread: Reg<U32>,
+}
+
+impl<'a> Merge<'a> {
+    pub(super) fn new(
+        k: &mut Builder,
+        decode: &'a Decode,
+        numbers: &'a Numbers,
+        results: Results,
+        sinks: Option<Reg<GlobalAddress>>,
+    ) -> Self {
+        let rows = decode.warps * decode.rows;
+        let outputs = k.shared("merged outputs", 4 * rows * decode.value_head_dim, 16);
+        let statistics = k.shared("merged rows", 8 * rows, 8);
+        let last = k.shared("last", 4, 4);
+        Merge {
+            decode,
+            numbers,
+            results,
+            sinks,
+            outputs: k.shared_address(outputs),
+            rows: k.shared_address(statistics),
+            last: k.shared_address(last),
+            thread: k.thread_index(),
+        }
+    }
+
+    /// Finishes a part: all warps of the block call this.
+    pub(super) fn finish(&self, k: &mut Builder, walk: &Walk<'_>, part: &Part) {
+        // Whoever still reads from the part before.
+        k.block_sync();
+        self.deposit(k, walk);
+        k.block_sync();
+        self.each_item(k, part, |k, item| {
+            let sums = self.merged(k, &item);
+            k.if_else(
+                part.whole,
+                |k| self.store(k, part, &item, &sums),
+                |k| self.store_part(k, part, &item, &sums),
+            );
+        });
+        k.if_(!part.whole, |k| {
+            let combine = Combine { merge: self, part };
+            combine.run(k);
+        });
+    }
+
+    /// The byte of an output in shared memory, from its warp's first. Columns are permuted by
+    /// eights so that the threads of a warp, which have four pairs of rows, meet in no bank.
+    fn output_byte(&self, row: Reg<U32>, column: Reg<U32>) -> ptx::Value<U32> {
+        let swizzle = row / 2 % 4 * 8;
+        // Widths that are no power of two have room for part of the permutation only.
+        let permuted = match self.decode.value_head_dim % 32 {
+            0 => column ^ swizzle,
+            _ => column.into(),
+        };
+        (row * self.decode.value_head_dim + permuted) * 4
+    }
+
+    /// Writes the warp's results to shared memory.
+    fn deposit(&self, k: &mut Builder, walk: &Walk<'_>) {
+        let Numbers { warp, lane, .. } = *self.numbers;
+        let decode = self.decode;
+        let rows = k.eval(self.rows + warp * (8 * decode.rows));
+        let outputs = k.eval(self.outputs + warp * (4 * decode.rows * decode.value_head_dim));
+        for eight in 0..decode.rows as usize / 8 {
+            let sum = k.reduce_lanes(walk.softmax.sum[eight], 4, |a, b| a + b);
+            k.if_((lane % 4).equals(0), |k| {
+                let at = rows + lane / 4 * 8 + 64 * eight;
+                k.store_vector(at, &[walk.softmax.maximum[eight], sum], Default::default());
+            });
+            for odd in 0..2 {
+                let row = k.eval(lane % 4 * 2 + (8 * eight + odd));
+                for (index, cell) in walk.output.eight(eight).iter().enumerate() {
+                    for half in 0..2 {
+                        let first = 16 * index as u32 + 8 * half;
+                        if first >= decode.value_head_dim {
+                            continue;
+                        }
+                        let column = k.eval(lane / 4 + first);
+                        let at = outputs + self.output_byte(row, column);
+                        k.store(at, cell[2 * half as usize + odd]);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Every item of the part's rows, shared out among the threads.
+    pub(super) fn each_item(
+        &self,
+        k: &mut Builder,
+        part: &Part,
+        body: impl Fn(&mut Builder, Item),
+    ) {
+        let width = self.decode.value_head_dim / 4;
+        let rows = k.eval(part.rows.minimum(self.decode.rows));
+        let items = k.eval(rows * width);
+        k.for_range(self.thread, items, self.decode.threads(), |k, item| {
+            let row = k.eval(item / width);
+            let column = k.eval((item - row * width) * 4);
+            body(k, Item { row, column });
+        });
+    }
+
+    /// An item's sums over the warps.
+    fn merged(&self, k: &mut Builder, item: &Item) -> Sums {
+        let decode = self.decode;
+        let statistics: Vec<[Reg<F32>; 2]> = (0..decode.warps)
+            .map(|warp| {
+                let at = self.rows + item.row * 8 + warp * 8 * decode.rows;
+                k.load_vector(at, Default::default())
+            })
+            .collect();
+        let mut maximum = statistics[0][0];
+        for [other, _] in &statistics[1..] {
+            maximum = k.eval(maximum.maximum(*other));
+        }
+        let reference = reference(k, maximum);
+        let mut sum = k.eval::<F32>(0.0);
+        let mut outputs = [0.0f32; 4].map(|zero| k.eval(zero));
+        for (warp, [warp_maximum, warp_sum]) in (0u32..).zip(statistics) {
+            let factor = k.exp2(warp_maximum - reference);
+            sum = k.fma(factor, warp_sum, sum);
+            let at = self.outputs
+                + self.output_byte(item.row, item.column)
+                + warp * 4 * decode.rows * decode.value_head_dim;
+            let values: [Reg<F32>; 4] = k.load_vector(at, Default::default());
+            for (output, value) in outputs.iter_mut().zip(values) {
+                *output = k.fma(factor, value, *output);
+            }
+        }
+        Sums { outputs, maximum, sum }
+    }
+
+    /// Stores an item of a part into the workspace.
+    fn store_part(&self, k: &mut Builder, part: &Part, item: &Item, sums: &Sums) {
+        let block = k.block_index();
+        let slot = k.eval(block * 2 + part.begins.choose::<U32>(1, 0));
+        let address = self.part_address(k, slot);
+        let place = item.row * self.decode.value_head_dim + item.column;
+        k.store_vector(address + (place * 4).convert::<U64>(), &sums.outputs, Default::default());
+        k.if_(item.column.equals(0), |k| {
+            let place = item.row * 2 + self.decode.rows * self.decode.value_head_dim;
+            let at = address + (place * 4).convert::<U64>();
+            k.store_vector(at, &[sums.maximum, sums.sum], Default::default());
+        });
+    }
+
+    /// The address of a part in the workspace.
+    pub(super) fn part_address(&self, k: &mut Builder, slot: Reg<U32>) -> Reg<GlobalAddress> {
+        let bytes = 4 * super::part_floats(self.decode.rows, self.decode.value_head_dim);
+        k.eval(self.results.parts + slot.convert::<U64>() * bytes)
+    }
+
+    /// Normalises an item and stores it; a row's first item stores its log-sum-exp.
+    pub(super) fn store(&self, k: &mut Builder, part: &Part, item: &Item, sums: &Sums) {
+        let numbers = self.numbers;
+        let row = k.eval(numbers.first_row + item.row);
+        let query = k.eval(row / numbers.group);
+        let head = k.eval(numbers.key_head * numbers.group + (row - query * numbers.group));
+        let place = k.eval(part.first_query + query);
+        let (factor, log_sum) = self.normalise(k, head, sums);
+
+        let at = [part.sequence, place, head];
+        let address =
+            self.results.strides.row_address(k, self.results.output, self.decode.element, at);
+        let bytes = (item.column * self.decode.element.bytes()).convert::<U64>();
+        let address = k.eval(address + bytes);
+        let outputs = sums.outputs.map(|output| Operand::from(k.eval(output * factor)));
+        let words: Vec<Register> = outputs
+            .chunks(2)
+            .map(|pair| {
+                let dst = k.register_of(self.decode.element.packed());
+                k.push(Instruction::ConvertPair { dst, high: pair[1], low: pair[0] });
+                dst
+            })
+            .collect();
+        k.push(Instruction::Store {
+            src: words,
+            space: Space::Global,
+            address: ptx::Address { base: address.register(), offset: 0 },
+            order: StoreOrder::Weak,
+            cache: StoreCache::Default,
+            policy: None,
+        });
+        k.if_(item.column.equals(0), |k| {
+            let index = part.sequence.convert::<U64>() * self.results.lse_batch
+                + head.convert::<U64>() * self.results.lse_head
+                + place.convert::<U64>();
+            k.store(self.results.lse + index * 4, log_sum);
+        });
+    }
+
+    /// What a row's outputs are multiplied with, and its log-sum-exp. A row that saw no key is
+    /// zero, with log-sum-exp minus infinity or its sink.
+    fn normalise(&self, k: &mut Builder, head: Reg<U32>, sums: &Sums) -> (Reg<F32>, Reg<F32>) {
+        let Sums { mut maximum, mut sum, .. } = *sums;
+        let mut factor = k.eval::<F32>(1.0);
+        if let Some(sinks) = self.sinks {
+            let sink = k.load::<F32, _>(sinks + head.convert::<U64>() * 4);
+            let sink = k.eval(sink * std::f32::consts::LOG2_E);
+            let top = k.eval(maximum.maximum(sink));
+            let reference = reference(k, top);
+            factor = k.exp2(maximum - reference);
+            let share = k.exp2(sink - reference);
+            sum = k.fma(sum, factor, share);
+            maximum = top;
+        }
+        let empty = k.eval(sum.equals(0.0));
+        let reciprocal = k.reciprocal(sum);
+        let factor = k.eval(empty.choose::<F32>(0.0, reciprocal * factor));
+        let log2 = k.log2(sum);
+        let log_sum = (maximum + log2) * std::f32::consts::LN_2;
+        (factor, k.eval(empty.choose::<F32>(f32::NEG_INFINITY, log_sum)))
+    }
+}

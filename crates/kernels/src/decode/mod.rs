@@ -1,0 +1,316 @@
+//! Attention of a few queries for each sequence over a long cache, at the speed
+//! of memory: decode.
+//!
+//! Query heads that share a key head are rows of one tile, so that each key and
+//! value is read once. The tiles of keys of the whole batch are one list, cut
+//! into equal parts: as many as there are *teams* of thread blocks, a team
+//! having one block for each key head. A sequence that ends up in several teams
+//! is put together by the block that comes last. Lengths are read on the
+//! device: a launch has the same shape whatever they are, and the result depends
+//! on the lengths and the number of teams alone, to the last bit.
+//!
+//! ```text
+//! for each sequence that the team has a part of:         mod.rs, schedule.rs
+//!     for each tile of keys of a warp:                    walk.rs
+//!         wait for the tile, copied some tiles ahead      copies.rs, place.rs
+//!         S = Q K^T                                       products.rs
+//!         S = rule(S), masked                             scores.rs, mask.rs
+//!         P = 2^(S - m), l += row sums, rescale           softmax.rs
+//!         O^T += V^T P^T                                  products.rs
+//!     merge the warps                                     merge.rs
+//!     the whole sequence?  O / l and log-sum-exp          merge.rs
+//!     a part of it?        store it; the last combines    combine.rs
+//! ```
+//!
+//! A warp is on its own until the merge: it copies its own tiles, waits for its
+//! own copies and holds its own row maxima.
+
+mod combine;
+mod copies;
+mod mask;
+mod merge;
+mod place;
+mod products;
+mod schedule;
+mod scores;
+mod softmax;
+mod walk;
+
+use ptx::{
+    Builder, Capability, Element, Expression, F32, GlobalAddress, Program, Reg, Swizzle, Target,
+    TileLayout, U32,
+};
+
+use crate::Error;
+use crate::strides::Strides;
+use copies::Copies;
+use merge::{Merge, Results};
+use place::Places;
+use products::Lanes;
+use schedule::{Cursor, Schedule};
+use scores::Rule;
+use walk::Walk;
+
+/// What the kernel is built for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Decode {
+    /// The architecture.
+    pub target: Target,
+    /// The element of all four tensors: `F16` or `BF16`.
+    pub element: Element,
+    /// The width of queries and keys: a multiple of 8 up to 256.
+    pub head_dim: u32,
+    /// The width of values and outputs: a multiple of 8 up to 256.
+    pub value_head_dim: u32,
+    /// Query rows of a block, queries times query heads of a key head: 8 or 16. Where there
+    /// are more, several blocks read the same keys.
+    pub rows: u32,
+    /// Whether keys and values lie in pages.
+    pub paged: bool,
+    /// Whether scores are capped.
+    pub softcap: bool,
+    /// Whether scores fall with the distance between query and key.
+    pub alibi: bool,
+    /// Whether each head has a sink.
+    pub sinks: bool,
+    /// How tiles come.
+    pub copy: KeyCopy,
+    /// Warps of a block.
+    pub warps: u32,
+    /// Keys of a tile: 16 or 32.
+    pub tile_keys: u32,
+    /// Tiles that a warp has room for.
+    pub stages: u32,
+    /// Blocks that share a multiprocessor.
+    pub blocks: u32,
+}
+
+/// How tiles of keys and values come to shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum KeyCopy {
+    /// By `cp.async`, row by row: every memory order and page size.
+    Gather,
+    /// By tensor maps, on Hopper and later: a tile must not cross the end of a page.
+    Tensor,
+}
+
+/// Elements of `f32` that a part of a sequence takes in the workspace: unnormalised outputs, then
+/// maximum and sum of each row.
+const fn part_floats(rows: u32, value_head_dim: u32) -> u32 {
+    rows * (value_head_dim + 2)
+}
+
+/// The numbers that every part of the kernel needs.
+struct Numbers {
+    /// Query heads of a key head.
+    group: Reg<U32>,
+    /// The key head of this block.
+    key_head: Reg<U32>,
+    /// The first query row of this block, among those of a sequence and key head.
+    first_row: Reg<U32>,
+    /// The block's place in its team: key head and first row in one.
+    member: Reg<U32>,
+    /// Blocks of a team.
+    members: Reg<U32>,
+    warp: Reg<U32>,
+    lane: Reg<U32>,
+}
+
+impl Decode {
+    /// The name of this configuration.
+    pub fn name(&self) -> String {
+        let Decode { element, head_dim, value_head_dim, rows, warps, tile_keys, .. } = self;
+        let Decode { stages, blocks, .. } = self;
+        let copy = match self.copy {
+            KeyCopy::Gather => "gather",
+            KeyCopy::Tensor => "tensor",
+        };
+        let extras = [
+            (self.paged, "_paged"),
+            (self.softcap, "_softcap"),
+            (self.alibi, "_alibi"),
+            (self.sinks, "_sinks"),
+        ];
+        let extras: String = extras.iter().filter(|(on, _)| *on).map(|(_, name)| *name).collect();
+        format!(
+            "decode_{element}_d{head_dim}x{value_head_dim}_r{rows}{extras}_{copy}_w{warps}x{tile_keys}_s{stages}b{blocks}"
+        )
+    }
+
+    /// The tile of keys of one warp.
+    pub fn key_layout(&self) -> TileLayout {
+        self.layout(self.head_dim.next_multiple_of(16))
+    }
+
+    /// The tile of values of one warp.
+    pub fn value_layout(&self) -> TileLayout {
+        self.layout(self.value_head_dim.next_multiple_of(16))
+    }
+
+    fn layout(&self, columns: u32) -> TileLayout {
+        let (element, rows) = (self.element, self.tile_keys);
+        TileLayout { element, rows, columns, swizzle: Swizzle::B128 }
+    }
+
+    /// Threads of a block.
+    pub const fn threads(&self) -> u32 {
+        32 * self.warps
+    }
+
+    /// Blocks of a team: one for each key head and each [`rows`](Decode::rows) of the query rows
+    /// of a sequence and key head.
+    pub const fn team(&self, key_heads: u32, query_rows: u32) -> u32 {
+        key_heads * query_rows.div_ceil(self.rows)
+    }
+
+    /// The most teams that a launch may have: the block that combines a sequence has room for the
+    /// factors of so many parts.
+    pub const fn most_teams(&self) -> u32 {
+        self.warps * self.value_head_dim
+    }
+
+    /// Bytes of workspace for the parts of sequences, for a grid of so many blocks.
+    pub const fn workspace_bytes(&self, blocks: u32) -> u64 {
+        // A block has at most a sequence that began before it and one that goes on after it.
+        2 * 4 * part_floats(self.rows, self.value_head_dim) as u64 * blocks as u64
+    }
+
+    /// Builds the kernel.
+    ///
+    /// The grid is a number of teams times the blocks of a [`team`](Decode::team). Parameters by
+    /// name:
+    ///
+    /// | parameters | |
+    /// | --- | --- |
+    /// | `queries`, `output` | addresses, with batch, row and head strides in elements |
+    /// | `keys`, `values` | tensor maps over (dimension, position, head, batch entry or page), or addresses with strides |
+    /// | `lse` | the address of the log-sum-exps, `f32`, with batch and head strides in elements |
+    /// | `parts`, `counters` | workspace; a counter for each sequence and block of a team, zero before the first launch and after each |
+    /// | `batch`, `query length`, `key length` | sequences, and the longest lengths |
+    /// | `query rows` | of the query tensor, in all: bounds the query starts |
+    /// | `lengths`, `left padding`, `batch entries`, `query starts` | addresses of 32-bit numbers for each sequence, or 0 |
+    /// | `batch entries there are` | batch entries or pages of the cache |
+    /// | `block table`, `pages of a sequence`, `page size` | with pages |
+    /// | `key heads`, `query heads per key head`, `blocks of a team` | |
+    /// | `least tiles` | that a team takes |
+    /// | `window left`, `window right` | keys before and after a query's position that it sees |
+    /// | `scale times log2(e)`, or `scale over softcap` and `softcap times log2(e)` | |
+    /// | `slopes` and their `batch stride`, `sinks` | addresses of `f32` for each query head |
+    pub fn program(&self) -> Result<Program, Error> {
+        let refuse = |reason| Err(Error::configuration(self.name(), reason));
+        if !matches!(self.element, Element::F16 | Element::BF16) {
+            return refuse("the element is not f16 or bf16");
+        }
+        for dim in [self.head_dim, self.value_head_dim] {
+            if dim == 0 || dim > 256 || !dim.is_multiple_of(8) {
+                return refuse("a head dimension is not a multiple of 8 up to 256");
+            }
+        }
+        if ![8, 16].contains(&self.rows) {
+            return refuse("a block has 8 or 16 query rows");
+        }
+        if ![16, 32].contains(&self.tile_keys) {
+            return refuse("a tile has 16 or 32 keys");
+        }
+        if self.stages == 0 || !(1..=16).contains(&self.warps) || self.blocks == 0 {
+            return refuse("there are 1 to 16 warps and at least one stage and block");
+        }
+        let needed = match self.copy {
+            KeyCopy::Gather => Capability::AsyncCopies,
+            KeyCopy::Tensor => Capability::TensorCopies,
+        };
+        if !self.target.has(needed) || !self.target.has(Capability::Mma) {
+            return refuse("the target has no such copies or products");
+        }
+        let mut k = Builder::new(self.name(), self.target, self.threads())
+            .blocks_per_multiprocessor(self.blocks);
+        self.write(&mut k);
+        Ok(k.finish()?)
+    }
+
+    fn write(&self, k: &mut Builder) {
+        let queries: Reg<GlobalAddress> = k.parameter("queries");
+        let query_strides = Strides::parameters(k, "queries");
+        let results = Results::parameters(k);
+        let schedule = Schedule::parameters(k);
+        let copies = Copies::parameters(k, self);
+        let places = Places::parameters(k, self.paged);
+        let rule = Rule::parameters(k, self);
+        let numbers = self.numbers(k);
+        let sinks = self.sinks.then(|| k.parameter::<GlobalAddress>("sinks"));
+
+        let ring = copies.prepare(k, self, &numbers);
+        let merge = Merge::new(k, self, &numbers, results, sinks);
+        let lanes = Lanes::new(k, numbers.lane);
+
+        let mut cursor = Cursor::new(k, self, &schedule, &numbers);
+        k.if_(cursor.has_more(), |k| {
+            cursor.load(k, self, &schedule, &places);
+            ring.begin(k, self, &cursor, &places, &numbers);
+            k.loop_(|k| {
+                let mut walk = Walk::new(k, self, &numbers, lanes);
+                walk.load_queries(k, queries, &query_strides, &cursor);
+                walk.keys(k, &ring, &cursor, &places, &rule);
+
+                // The next sequence's first tiles are on their way before this one is finished.
+                let part = cursor.part(k, &numbers);
+                cursor.advance(k);
+                let more = k.eval(cursor.has_more());
+                k.if_(more, |k| {
+                    cursor.load(k, self, &schedule, &places);
+                    ring.begin(k, self, &cursor, &places, &numbers);
+                });
+                merge.finish(k, &walk, &part);
+                k.break_if(!more);
+            });
+        });
+    }
+
+    fn numbers(&self, k: &mut Builder) -> Numbers {
+        let key_heads: Reg<U32> = k.parameter("key heads");
+        let group: Reg<U32> = k.parameter("query heads per key head");
+        let block = k.block_index();
+        let thread = k.thread_index();
+        let members: Reg<U32> = k.parameter("blocks of a team");
+        let member = k.eval(block % members);
+        Numbers {
+            group,
+            key_head: k.eval(member % key_heads),
+            first_row: k.eval(member / key_heads * self.rows),
+            member,
+            members,
+            warp: k.eval(thread / 32),
+            lane: k.lane(),
+        }
+    }
+}
+
+/// A number that may be negative in memory, between two bounds.
+fn clamp(k: &mut Builder, value: Reg<ptx::S32>, most: Reg<U32>) -> Reg<U32> {
+    let most = most.reinterpret::<ptx::S32>();
+    let bounded = k.eval(value.minimum(most).maximum(0));
+    k.eval(bounded.reinterpret::<U32>())
+}
+
+/// The 32-bit number of a sequence in a list that may be absent (its address is 0).
+fn entry_of(
+    k: &mut Builder,
+    list: Reg<GlobalAddress>,
+    index: impl Into<ptx::Value<U32>>,
+    otherwise: impl Into<ptx::Value<ptx::S32>>,
+) -> Reg<ptx::S32> {
+    let value = k.variable(otherwise);
+    let index = k.eval(index);
+    let present = k.eval(list.reinterpret::<ptx::U64>().differs(0));
+    k.if_(present, |k| {
+        let loaded = k.load::<ptx::S32, _>(list + index.convert::<ptx::U64>() * 4);
+        k.set(value, loaded);
+    });
+    value
+}
+
+/// Minus infinity where a row has seen nothing; there is no maximum to subtract then.
+fn reference(k: &mut Builder, maximum: Reg<F32>) -> Reg<F32> {
+    use ptx::Choose;
+    k.eval(maximum.equals(f32::NEG_INFINITY).choose::<F32>(0.0, maximum))
+}

@@ -1,0 +1,297 @@
+//! Which tiles of which sequences a team takes.
+//!
+//! The tiles that each sequence's queries see, at least one for each, are one
+//! list in the order of sequences. A team takes as many as every other, from its
+//! index times that number on. Every warp finds its own place in the list: it
+//! needs the lengths and nothing else.
+
+use ptx::{
+    Builder, Choose, Expression, GlobalAddress, Instruction, Operand, Pred, Reg, S32, Special,
+    Type, U32, UnaryOperation, Value,
+};
+
+use super::place::Places;
+use super::{Decode, Numbers, clamp, entry_of};
+
+/// The lengths of sequences and the mask.
+pub(super) struct Schedule {
+    batch: Reg<U32>,
+    /// The longest lengths.
+    query_length: Reg<U32>,
+    key_length: Reg<U32>,
+    /// Of the query tensor.
+    query_rows: Reg<U32>,
+    lengths: Reg<GlobalAddress>,
+    padding: Reg<GlobalAddress>,
+    query_starts: Reg<GlobalAddress>,
+    least_tiles: Reg<U32>,
+    left: Reg<S32>,
+    right: Reg<S32>,
+}
+
+/// What is known of one sequence.
+#[derive(Clone, Copy)]
+struct Lengths {
+    queries: Reg<U32>,
+    first_query: Reg<U32>,
+    keys: Reg<U32>,
+    skipped: Reg<U32>,
+    first_tile: Reg<U32>,
+    tiles: Reg<U32>,
+}
+
+impl Schedule {
+    pub(super) fn parameters(k: &mut Builder) -> Self {
+        Schedule {
+            batch: k.parameter("batch"),
+            query_length: k.parameter("query length"),
+            key_length: k.parameter("key length"),
+            query_rows: k.parameter("query rows"),
+            lengths: k.parameter("lengths"),
+            padding: k.parameter("left padding"),
+            query_starts: k.parameter("query starts"),
+            least_tiles: k.parameter("least tiles"),
+            left: k.parameter("window left"),
+            right: k.parameter("window right"),
+        }
+    }
+
+    /// Whatever memory holds, what comes out is within the launch's bounds.
+    fn lengths(&self, k: &mut Builder, decode: &Decode, sequence: Reg<U32>) -> Lengths {
+        let signed = |value: Reg<U32>| value.reinterpret::<S32>();
+        let keys = entry_of(k, self.lengths, sequence, signed(self.key_length));
+        let end = clamp(k, keys, self.key_length);
+        let skipped = entry_of(k, self.padding, sequence, 0);
+        let skipped = clamp(k, skipped, end);
+        let keys = k.eval(end - skipped);
+
+        let start = entry_of(k, self.query_starts, sequence, 0);
+        let first_query = clamp(k, start, self.query_rows);
+        let all = k.eval(first_query + self.query_length);
+        let next = entry_of(k, self.query_starts, sequence + 1, signed(all));
+        let next = clamp(k, next, self.query_rows);
+        let count = k.eval(signed(next) - signed(first_query));
+        let queries = clamp(k, count, self.query_length);
+
+        // The first query stands `queries` before the end, and sees `left` keys before that.
+        let begin = k.eval((signed(keys) - signed(queries) - self.left).maximum(0));
+        let begin = k.eval(begin.reinterpret::<U32>());
+        let first_tile = k.eval(begin / decode.tile_keys);
+        let end_tile = (keys + (decode.tile_keys - 1)) / decode.tile_keys;
+        let tiles = k.eval((end_tile.maximum(first_tile + 1)) - first_tile);
+        Lengths { queries, first_query, keys, skipped, first_tile, tiles }
+    }
+
+    /// The tiles of the sequence of each lane; zero beyond the last.
+    fn tiles_of(&self, k: &mut Builder, decode: &Decode, sequence: Reg<U32>) -> Reg<U32> {
+        let tiles = k.variable(0);
+        k.if_(sequence.less(self.batch), |k| {
+            let lengths = self.lengths(k, decode, sequence);
+            k.set(tiles, lengths.tiles);
+        });
+        tiles
+    }
+}
+
+/// Where a team stands in the list, and the sequence that is there.
+pub(super) struct Cursor {
+    /// Tiles of a team.
+    quota: Reg<U32>,
+    /// The tile it stands at, and the one it ends before.
+    tile: Reg<U32>,
+    end: Reg<U32>,
+    sequence: Reg<U32>,
+    /// Tiles before the sequence.
+    before: Reg<U32>,
+    left: Reg<S32>,
+    right: Reg<S32>,
+
+    // What follows is of the sequence.
+    pub(super) queries: Reg<U32>,
+    pub(super) first_query: Reg<U32>,
+    pub(super) keys: Reg<U32>,
+    pub(super) skipped: Reg<U32>,
+    /// The batch entry of the cache, without pages.
+    pub(super) entry: Reg<U32>,
+    tiles: Reg<U32>,
+    /// The first key of the team's first tile of the sequence.
+    pub(super) first_key: Reg<U32>,
+    /// The team's tiles of the sequence.
+    pub(super) count: Reg<U32>,
+}
+
+/// The part of a sequence that a team has done.
+pub(super) struct Part {
+    pub(super) sequence: Reg<U32>,
+    pub(super) first_query: Reg<U32>,
+    /// Query rows of this block.
+    pub(super) rows: Reg<U32>,
+    /// Whether the team has all tiles of the sequence.
+    pub(super) whole: Reg<Pred>,
+    /// Whether it has the first.
+    pub(super) begins: Reg<Pred>,
+    /// The teams that have parts of it: the first, and how many.
+    pub(super) first_team: Reg<U32>,
+    pub(super) teams: Reg<U32>,
+}
+
+impl Cursor {
+    /// Finds the team's place in the list.
+    pub(super) fn new(
+        k: &mut Builder,
+        decode: &Decode,
+        schedule: &Schedule,
+        numbers: &Numbers,
+    ) -> Self {
+        let grid = k.special(Special::GridExtent(ptx::Axis::X));
+        let block = k.block_index();
+        let teams = k.eval(grid / numbers.members);
+        let team = k.eval(block / numbers.members);
+
+        let mine = k.variable(0);
+        k.for_range(0, schedule.batch, 32, |k, first| {
+            let sequence = k.eval(first + numbers.lane);
+            let tiles = schedule.tiles_of(k, decode, sequence);
+            k.set(mine, mine + tiles);
+        });
+        let total = k.reduce_lanes(mine, 32, |a, b| a + b);
+        let share = (total + teams - 1) / teams;
+        let quota = k.eval(share.maximum(schedule.least_tiles).maximum(1));
+        let tile = k.variable((team * quota).minimum(total));
+        let end = k.eval((tile + quota).minimum(total));
+
+        let sequence = k.variable(schedule.batch);
+        let before = k.variable(0);
+        let first = k.variable(0);
+        k.loop_(|k| {
+            k.break_if(first.at_least(schedule.batch));
+            let mine = k.eval(first + numbers.lane);
+            let tiles = schedule.tiles_of(k, decode, mine);
+            let through = inclusive_sum(k, tiles, numbers.lane);
+            let passed = k.eval((before + through).at_most(tile));
+            let count = count_lanes(k, passed);
+            // The tiles of the sequences that the team is past.
+            let last = k.eval(count - 1);
+            let last = k.shuffle_index(through, last % 32);
+            let skipped = k.eval(count.equals(0).choose::<U32>(0, last));
+            k.set(before, before + skipped);
+            k.set(sequence, first + count);
+            k.break_if(count.less(32));
+            k.set(first, first + 32);
+        });
+        let zero = |k: &mut Builder| k.variable::<U32>(0);
+        Cursor {
+            quota,
+            tile,
+            end,
+            sequence,
+            before,
+            left: schedule.left,
+            right: schedule.right,
+            queries: zero(k),
+            first_query: zero(k),
+            keys: zero(k),
+            skipped: zero(k),
+            entry: zero(k),
+            tiles: zero(k),
+            first_key: zero(k),
+            count: zero(k),
+        }
+    }
+
+    /// Whether there is a tile left.
+    pub(super) fn has_more(&self) -> Value<Pred> {
+        self.tile.less(self.end)
+    }
+
+    /// Reads what is to be known of the sequence.
+    pub(super) fn load(
+        &mut self,
+        k: &mut Builder,
+        decode: &Decode,
+        schedule: &Schedule,
+        places: &Places,
+    ) {
+        let lengths = schedule.lengths(k, decode, self.sequence);
+        let inside = k.eval(self.tile - self.before);
+        k.set(self.queries, lengths.queries);
+        k.set(self.first_query, lengths.first_query);
+        k.set(self.keys, lengths.keys);
+        k.set(self.skipped, lengths.skipped);
+        k.set(self.tiles, lengths.tiles);
+        k.set(self.first_key, (lengths.first_tile + inside) * decode.tile_keys);
+        k.set(self.count, (lengths.tiles - inside).minimum(self.end - self.tile));
+        let entry = places.entry(k, self.sequence);
+        k.set(self.entry, entry);
+    }
+
+    /// The part that the team has of the sequence.
+    pub(super) fn part(&self, k: &mut Builder, numbers: &Numbers) -> Part {
+        let all = self.queries * numbers.group;
+        let inside = k.eval(self.tile.equals(self.before));
+        let first_team = k.eval(self.before / self.quota);
+        let last_team = (self.before + self.tiles - 1) / self.quota;
+        Part {
+            sequence: k.variable(self.sequence),
+            first_query: k.variable(self.first_query),
+            rows: k.eval(all.maximum(numbers.first_row) - numbers.first_row),
+            whole: k.eval(self.count.equals(self.tiles)),
+            begins: inside,
+            first_team,
+            teams: k.eval(last_team - first_team + 1),
+        }
+    }
+
+    /// Goes on to the next sequence.
+    pub(super) fn advance(&self, k: &mut Builder) {
+        k.set(self.tile, self.tile + self.count);
+        k.set(self.before, self.before + self.tiles);
+        k.set(self.sequence, self.sequence + 1);
+    }
+
+    /// The sequence it stands at.
+    pub(super) fn sequence(&self) -> Reg<U32> {
+        self.sequence
+    }
+
+    /// Where a query of the sequence stands among the keys: the last stands at the last.
+    pub(super) fn position(&self, k: &mut Builder, query: Reg<U32>) -> Reg<S32> {
+        let signed = |value: Reg<U32>| value.reinterpret::<S32>();
+        k.eval(signed(self.keys) - signed(self.queries) + signed(query))
+    }
+
+    /// The keys that a query of the sequence sees, from the first to before the last; the query
+    /// counts from the sequence's first.
+    pub(super) fn visible(&self, k: &mut Builder, query: Reg<U32>) -> [Reg<S32>; 2] {
+        let signed = |value: Reg<U32>| value.reinterpret::<S32>();
+        let position = self.position(k, query);
+        let begin = k.eval((position - self.left).maximum(0));
+        let end = k.eval((position + self.right + 1).minimum(signed(self.keys)));
+        [begin, end]
+    }
+}
+
+/// The sum of the values of the lanes up to each.
+fn inclusive_sum(k: &mut Builder, value: Reg<U32>, lane: Reg<U32>) -> Reg<U32> {
+    let mut sum = value;
+    for distance in [1, 2, 4, 8, 16u32] {
+        let from = k.eval((lane - distance) % 32);
+        let other = k.shuffle_index(sum, from);
+        let other = lane.at_least(distance).choose::<U32>(other, 0);
+        sum = k.eval(sum + other);
+    }
+    sum
+}
+
+/// In how many lanes a predicate holds.
+fn count_lanes(k: &mut Builder, predicate: Reg<Pred>) -> Reg<U32> {
+    let (lanes, count) = (k.register::<U32>(), k.register::<U32>());
+    k.push(Instruction::Ballot { dst: lanes.register(), predicate: predicate.register() });
+    k.push(Instruction::Unary {
+        operation: UnaryOperation::PopulationCount,
+        ty: Type::U32,
+        dst: count.register(),
+        a: Operand::from(lanes),
+    });
+    count
+}

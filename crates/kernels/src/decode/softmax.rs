@@ -1,0 +1,87 @@
+//! The online softmax of one warp's tiles.
+
+use ptx::{Builder, Expression, F32, Instruction, Operand, Pred, Reg, Register, Value};
+
+use super::products::Output;
+use super::{Decode, Numbers, reference};
+
+/// Of the thread's row among each eight query rows: the maximum of the scores so far, in units of
+/// log2, and the thread's share of the sum of exponentials relative to it.
+pub(super) struct Softmax {
+    pub(super) maximum: Vec<Reg<F32>>,
+    pub(super) sum: Vec<Reg<F32>>,
+}
+
+impl Softmax {
+    pub(super) fn new(k: &mut Builder, decode: &Decode) -> Self {
+        let eights = 0..decode.rows / 8;
+        Softmax {
+            maximum: eights.clone().map(|_| k.variable(f32::NEG_INFINITY)).collect(),
+            sum: eights.map(|_| k.variable(0.0)).collect(),
+        }
+    }
+
+    /// Takes in a row's scores: gives its probabilities, rounded, and by what earlier sums and
+    /// outputs shrink.
+    pub(super) fn row(
+        &self,
+        k: &mut Builder,
+        decode: &Decode,
+        eight: usize,
+        scores: &[[Reg<F32>; 2]],
+    ) -> (Vec<Register>, Reg<F32>) {
+        let (maximum, sum) = (self.maximum[eight], self.sum[eight]);
+        let mut top = scores[0][0];
+        for score in scores.iter().flatten().skip(1) {
+            top = k.eval(top.maximum(*score));
+        }
+        // Four neighbouring lanes share a row.
+        let top = k.reduce_lanes(top, 4, |a, b| a.maximum(b));
+        let new = k.eval(maximum.maximum(top));
+        let reference = reference(k, new);
+        let shrink = k.exp2(maximum - reference);
+        k.set(maximum, new);
+        let mut total = k.eval(sum * shrink);
+        let mut probabilities = Vec::new();
+        for pair in scores {
+            let weights = pair.map(|score| k.exp2(score - reference));
+            total = k.eval(total + (weights[0] + weights[1]));
+            let dst = k.register_of(decode.element.packed());
+            let [low, high] = weights.map(Operand::from);
+            k.push(Instruction::ConvertPair { dst, high, low });
+            probabilities.push(dst);
+        }
+        k.set(sum, total);
+        (probabilities, shrink)
+    }
+
+    /// Shrinks the output where any row of the warp has a new maximum. A thread's output has rows
+    /// `2 * (lane % 4)` and the next, whose factors are in other lanes.
+    pub(super) fn rescale(
+        &self,
+        k: &mut Builder,
+        numbers: &Numbers,
+        output: &Output,
+        shrinks: &[Reg<F32>],
+    ) {
+        let changed = shrinks
+            .iter()
+            .map(|shrink| shrink.differs(1.0))
+            .reduce(|a: Value<Pred>, b| a | b)
+            .expect("there are rows");
+        let changed = k.any(changed);
+        k.if_(changed, |k| {
+            let source = k.eval(numbers.lane % 4 * 8);
+            for (eight, shrink) in shrinks.iter().enumerate() {
+                let even = k.shuffle_index(*shrink, source);
+                let odd = k.shuffle_index(*shrink, source + 4);
+                for cell in output.eight(eight) {
+                    for (index, element) in cell.iter().enumerate() {
+                        let factor = if index % 2 == 0 { even } else { odd };
+                        k.set(*element, *element * factor);
+                    }
+                }
+            }
+        });
+    }
+}
