@@ -5,7 +5,9 @@ use ptx::{Capability, Element, Program, Swizzle, Target};
 
 use crate::forward::{Form, Workload, every_tuned, tuned};
 use crate::product::{Contiguous, Source};
-use crate::{Ceiling, Combine, Decode, Error, Forward, Mma, Product, Scalar, Single, mma};
+use crate::{
+    Ceiling, Combine, Decode, Error, Forward, Mma, Product, Scalar, Single, decode, mma,
+};
 
 /// One configuration of one kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -109,6 +111,9 @@ pub fn shipped(target: Target) -> Vec<Shipped> {
     if target.has(Capability::Mma) {
         all.extend(mmas(target).into_iter().map(Shipped::Mma));
         all.extend(combines(target).into_iter().map(Shipped::Combine));
+    if [Target::SM_80, Target::SM_89, Target::SM_90A].contains(&target) {
+        // One for each size of shared memory: the kernel is the same on all of them.
+        all.extend(decode::every_tuned(target).into_iter().map(Shipped::Decode));
     }
     if target == Target::SM_90A {
         all.extend(forwards().into_iter().map(Shipped::Forward));

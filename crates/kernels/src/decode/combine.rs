@@ -5,7 +5,7 @@
 
 use ptx::{
     AtomicOperation, AtomicOrder, Builder, Choose, Expression, F32, GlobalAddress, Instruction,
-    LoadCache, LoadHint, Operand, Pred, Reg, Scope, Space, Type, U32, U64,
+    LoadCache, LoadHint, Operand, Pred, Reg, Scope, SharedAddress, Space, Type, U32, U64, Value,
 };
 
 use super::merge::{Item, Merge, Sums};
@@ -13,18 +13,26 @@ use super::reference;
 use super::schedule::Part;
 
 /// Parts whose loads are under way at the same time.
-const TOGETHER: u32 = 8;
+pub(super) const TOGETHER: u32 = 16;
 
 /// Parts come from other multiprocessors: not from this one's cache.
 const FRESH: LoadHint =
     LoadHint { order: ptx::LoadOrder::Weak, cache: LoadCache::L2Only, policy: None };
 
 pub(super) struct Combine<'a> {
-    pub(super) merge: &'a Merge<'a>,
-    pub(super) part: &'a Part,
+    merge: &'a Merge<'a>,
+    part: &'a Part,
+    /// The teams that have parts: the first, and how many.
+    first_team: Reg<U32>,
+    teams: Reg<U32>,
 }
 
-impl Combine<'_> {
+impl<'a> Combine<'a> {
+    pub(super) fn new(k: &mut Builder, merge: &'a Merge<'a>, part: &'a Part) -> Self {
+        let (first_team, teams) = part.teams(k);
+        Combine { merge, part, first_team, teams }
+    }
+
     /// This block's part is in the workspace: counts it, and if it was the last, combines all.
     pub(super) fn run(&self, k: &mut Builder) {
         let last = self.arrive(k);
@@ -61,7 +69,7 @@ impl Combine<'_> {
                 scope: Scope::Gpu,
                 order: AtomicOrder::AcquireRelease,
             });
-            let last = k.eval((before + 1).equals(self.part.teams));
+            let last = k.eval((before + 1).equals(self.teams));
             k.if_(last, |k| k.store::<U32, _>(counter, 0));
             k.store(self.merge.last, last.choose::<U32>(1, 0));
         });
@@ -73,10 +81,16 @@ impl Combine<'_> {
     /// The address of the part of the team that is `index` after the first.
     fn address(&self, k: &mut Builder, index: Reg<U32>) -> Reg<GlobalAddress> {
         let numbers = self.merge.numbers;
-        let block = (self.part.first_team + index) * numbers.members + numbers.member;
+        let block = (self.first_team + index) * numbers.members + numbers.member;
         // Only the first team has the sequence's beginning.
         let slot = k.eval(block * 2 + index.equals(0).choose::<U32>(1, 0));
         self.merge.part_address(k, slot)
+    }
+
+    /// Where the factor of a part of a row is in shared memory.
+    fn factor_place(&self, row: Reg<U32>, index: impl Into<Value<U32>>) -> Value<SharedAddress> {
+        let place = row * self.merge.decode.factors_of_a_row() + index.into();
+        self.merge.outputs + place * 4
     }
 
     /// The factor of each part and row, and the rows' maxima and sums, into shared memory: a warp
@@ -85,33 +99,37 @@ impl Combine<'_> {
         let (merge, decode) = (self.merge, self.merge.decode);
         let (warp, lane) = (merge.numbers.warp, merge.numbers.lane);
         let rows = k.eval(self.part.rows.minimum(decode.rows));
-        let padded = k.eval((self.part.teams + (TOGETHER - 1)) / TOGETHER * TOGETHER);
+        let padded = k.eval((self.teams + (TOGETHER - 1)) / TOGETHER * TOGETHER);
         k.for_range(warp, rows, decode.warps, |k, row| {
-            let statistics = |k: &mut Builder, index: Reg<U32>| -> [Reg<F32>; 2] {
+            let place = k.eval((row * 2 + decode.rows * decode.value_head_dim) * 4);
+            let place = k.eval(place.convert::<U64>());
+            // The maximum and the sum of the lane's parts; their maxima wait where factors will be.
+            let (top, share) = (k.variable(f32::NEG_INFINITY), k.variable(0.0));
+            k.for_range(lane, self.teams, 32, |k, index| {
                 let address = self.address(k, index);
-                let place = k.eval((row * 2 + decode.rows * decode.value_head_dim) * 4);
-                k.load_vector(address + place.convert::<U64>(), FRESH)
-            };
-            let top = k.variable(f32::NEG_INFINITY);
-            k.for_range(lane, self.part.teams, 32, |k, index| {
-                let [maximum, _] = statistics(k, index);
-                k.set(top, top.maximum(maximum));
+                let [maximum, sum]: [Reg<F32>; 2] = k.load_vector(address + place, FRESH);
+                k.store(self.factor_place(row, index), maximum);
+                let new = k.eval(top.maximum(maximum));
+                let reference = reference(k, new);
+                let (shrink, weight) = (k.exp2(top - reference), k.exp2(maximum - reference));
+                let added = k.eval(weight * sum);
+                let total = k.fma(share, shrink, added);
+                k.set(share, total);
+                k.set(top, new);
             });
             let maximum = k.reduce_lanes(top, 32, |a, b| a.maximum(b));
             let reference = reference(k, maximum);
-            let share = k.variable(0.0);
             k.for_range(lane, padded, 32, |k, index| {
                 let factor = k.variable(0.0);
-                k.if_(index.less(self.part.teams), |k| {
-                    let [maximum, sum] = statistics(k, index);
+                k.if_(index.less(self.teams), |k| {
+                    let maximum = k.load::<F32, _>(self.factor_place(row, index));
                     let weight = k.exp2(maximum - reference);
                     k.set(factor, weight);
-                    let total = k.fma(weight, sum, share);
-                    k.set(share, total);
                 });
-                let place = (index * decode.rows + row) * 4;
-                k.store(merge.outputs + place, factor);
+                k.store(self.factor_place(row, index), factor);
             });
+            let weight = k.exp2(top - reference);
+            let share = k.eval(share * weight);
             let sum = k.reduce_lanes(share, 32, |a, b| a + b);
             k.if_(lane.equals(0), |k| {
                 k.store_vector(merge.rows + row * 8, &[maximum, sum], Default::default());
@@ -125,16 +143,15 @@ impl Combine<'_> {
         let outputs = [0.0f32; 4].map(|zero| k.variable(zero));
         let place = k.eval((item.row * decode.value_head_dim + item.column) * 4);
         let place = k.eval(place.convert::<U64>());
-        let last = k.eval(self.part.teams - 1);
-        k.for_range(0, self.part.teams, TOGETHER, |k, first| {
+        let last = k.eval(self.teams - 1);
+        k.for_range(0, self.teams, TOGETHER, |k, first| {
             let loaded: Vec<(Reg<F32>, [Reg<F32>; 4])> = (0..TOGETHER)
                 .map(|ahead| {
                     // Beyond the last part: the last again, with a factor of zero.
                     let index = k.eval((first + ahead).minimum(last));
                     let address = self.address(k, index);
                     let values = k.load_vector(address + place, FRESH);
-                    let at = ((first + ahead) * decode.rows + item.row) * 4;
-                    (k.load(merge.outputs + at), values)
+                    (k.load(self.factor_place(item.row, first + ahead)), values)
                 })
                 .collect();
             for (factor, values) in loaded {

@@ -1,106 +1,76 @@
-//! Tiles of keys and values, copied some tiles ahead.
+//! Tiles of keys and values, copied some tiles ahead by `cp.async`.
 //!
 //! Each warp has a ring of stages of its own and refills a stage when it has
 //! read it. Lanes of a warp are ordered by warp barriers; nobody else is waited for.
 
 use ptx::{
-    Barriers, Builder, Choose, CopyHint, Element, Eviction, Expression, Fence, GlobalAddress,
-    Instruction, Reg, S32, Scope, SharedAddress, TensorMap, TileLayout, U32, U64, Value,
+    Builder, Choose, Element, Expression, GlobalAddress, Instruction, Reg, SharedAddress,
+    TileLayout, U32, U64, Value,
 };
 
 use super::place::Places;
 use super::schedule::Cursor;
-use super::{Decode, KeyCopy, Numbers};
+use super::{Decode, Numbers};
 use crate::strides::Strides;
 
 /// Bytes of a panel's row, and of a chunk.
 const ROW: u32 = 128;
 const CHUNK: u32 = 16;
 
+/// Rows of a tile that a warp copies at a time, eight lanes to each.
+const ROWS: u32 = 4;
+
 /// Where keys and values come from.
-pub(super) enum Copies {
-    Gather { keys: Source, values: Source },
-    Tensor { keys: TensorMap, values: TensorMap },
+pub(super) struct Copies {
+    keys: Source,
+    values: Source,
 }
 
 /// A tensor that is read by address.
-pub(super) struct Source {
+struct Source {
     address: Reg<GlobalAddress>,
     strides: Strides,
 }
 
+impl Source {
+    fn parameters(k: &mut Builder, name: &str) -> Self {
+        Source { address: k.parameter(name), strides: Strides::parameters(k, name) }
+    }
+}
+
 impl Copies {
-    pub(super) fn parameters(k: &mut Builder, decode: &Decode) -> Self {
-        match decode.copy {
-            KeyCopy::Gather => {
-                let source = |k: &mut Builder, name: &str| Source {
-                    address: k.parameter(name),
-                    strides: Strides::parameters(k, name),
-                };
-                Copies::Gather { keys: source(k, "keys"), values: source(k, "values") }
-            }
-            KeyCopy::Tensor => Copies::Tensor {
-                keys: k.tensor_map("keys", decode.key_layout().tensor_box(4)),
-                values: k.tensor_map("values", decode.value_layout().tensor_box(4)),
-            },
-        }
+    pub(super) fn parameters(k: &mut Builder) -> Self {
+        Copies { keys: Source::parameters(k, "keys"), values: Source::parameters(k, "values") }
     }
 
     /// Reserves the ring and gets it ready.
     pub(super) fn prepare(self, k: &mut Builder, decode: &Decode, numbers: &Numbers) -> Ring {
         let (keys, values) = (decode.key_layout(), decode.value_layout());
         let bytes = keys.bytes() + values.bytes();
-        let tiles = decode.warps * decode.stages;
-        let offset = k.shared("tiles", tiles * bytes, keys.alignment());
+        let offset = k.shared("tiles", decode.warps * decode.stages * bytes, keys.alignment());
         let base = k.shared_address(offset);
         let base = k.eval(base + numbers.warp * (decode.stages * bytes));
-        let kind = match self {
-            Copies::Gather { keys: key_source, values: value_source } => {
-                let gather = Gather::new(k, decode, numbers, key_source, value_source);
-                gather.clear_padding(k, decode, base, bytes);
-                Kind::Gather(gather)
-            }
-            Copies::Tensor { keys: key_map, values: value_map } => {
-                let full = Barriers::new(k, "tiles full", tiles, 1);
-                let thread = k.thread_index();
-                k.if_(thread.equals(0), |k| full.init(k));
-                k.barriers_ready();
-                let first = k.eval(numbers.warp * decode.stages);
-                let barriers = full.at(k, first);
-                Kind::Tensor(Tensor {
-                    keys: key_map,
-                    values: value_map,
-                    barriers,
-                    phase: k.variable(0),
-                    head: numbers.key_head,
-                    policy: k.cache_policy(Eviction::First),
-                })
-            }
-        };
+        let gather = Gather::new(k, decode, numbers, self);
+        gather.clear_padding(k, decode, base, bytes);
         let (entry, row) = (k.variable(0), k.variable(0));
         let stage = k.variable(0);
-        Ring { kind, base, bytes, stage, entry, row, lane: numbers.lane, warp: numbers.warp }
+        Ring { gather, base, bytes, stage, entry, row, lane: numbers.lane, warp: numbers.warp }
     }
 }
 
 /// The ring of one warp.
 pub(super) struct Ring {
-    kind: Kind,
+    gather: Gather,
     base: Reg<SharedAddress>,
     /// Of a stage: a tile of keys, then one of values.
     bytes: u32,
     /// The stage that is read next.
     stage: Reg<U32>,
-    /// Where the lane's row of the tile to be copied next is.
+    /// Where the tile to be copied next is: with pages, the lane's row of it, else its first.
     entry: Reg<U32>,
     row: Reg<U32>,
     lane: Reg<U32>,
     warp: Reg<U32>,
-}
-
-enum Kind {
-    Gather(Gather),
-    Tensor(Tensor),
 }
 
 impl Ring {
@@ -122,7 +92,7 @@ impl Ring {
         }
     }
 
-    /// Finds the lane's row of a tile: the row of its index, or the first for all.
+    /// Finds a tile: with pages each lane its row, else all the first.
     fn look_up(
         &self,
         k: &mut Builder,
@@ -131,9 +101,9 @@ impl Ring {
         places: &Places,
         tile: Reg<U32>,
     ) {
-        let mine: Value<U32> = match &self.kind {
-            Kind::Gather(_) => self.lane % decode.tile_keys,
-            Kind::Tensor(_) => Value::from(0),
+        let mine: Value<U32> = match decode.paged {
+            true => self.lane % decode.tile_keys,
+            false => Value::from(0),
         };
         let key = k.eval(cursor.first_key + tile * decode.tile_keys + mine);
         let (entry, row) = places.locate(k, cursor, key);
@@ -153,38 +123,19 @@ impl Ring {
     ) {
         k.if_(tile.less(cursor.count), |k| {
             let target = k.eval(self.base + stage * self.bytes);
-            match &self.kind {
-                Kind::Gather(gather) => {
-                    let first = k.eval(cursor.first_key + tile * decode.tile_keys);
-                    let valid = k.eval(cursor.keys - first.minimum(cursor.keys));
-                    gather.copy(k, decode, target, [self.entry, self.row], valid);
-                }
-                Kind::Tensor(tensor) => {
-                    k.if_(self.lane.equals(0), |k| {
-                        tensor.copy(k, decode, target, stage, [self.entry, self.row]);
-                    });
-                }
-            }
+            let first = k.eval(cursor.first_key + tile * decode.tile_keys);
+            let valid = k.eval(cursor.keys - first.minimum(cursor.keys));
+            self.gather.copy(k, decode, target, [self.entry, self.row], valid);
             let next = k.eval(tile + decode.warps);
             self.look_up(k, decode, cursor, places, next);
         });
-        if let Kind::Gather(_) = self.kind {
-            k.push(Instruction::CopyAsyncCommit);
-        }
+        k.push(Instruction::CopyAsyncCommit);
     }
 
     /// Waits for the next tile and gives its address: keys, then values.
     pub(super) fn wait(&self, k: &mut Builder, decode: &Decode) -> Reg<SharedAddress> {
-        match &self.kind {
-            Kind::Gather(_) => {
-                k.push(Instruction::CopyAsyncWait { pending: decode.stages - 1 });
-                k.push(Instruction::WarpSync);
-            }
-            Kind::Tensor(tensor) => {
-                let barrier = tensor.barriers + self.stage * 8;
-                k.mbarrier_wait(barrier, tensor.phase, Scope::Block);
-            }
-        }
+        k.push(Instruction::CopyAsyncWait { pending: decode.stages - 1 });
+        k.push(Instruction::WarpSync);
         k.eval(self.base + self.stage * self.bytes)
     }
 
@@ -197,17 +148,10 @@ impl Ring {
         places: &Places,
         tile: Reg<U32>,
     ) {
-        if let Kind::Tensor(_) = self.kind {
-            k.fence(Fence::ProxyAsyncShared);
-        }
         k.push(Instruction::WarpSync);
         let next = k.eval(tile + decode.stages * decode.warps);
         self.copy(k, decode, cursor, places, next, self.stage);
         self.next(k, decode, self.stage);
-        if let Kind::Tensor(tensor) = &self.kind {
-            let around = k.eval(self.stage.equals(0));
-            k.set(tensor.phase, around.choose::<U32>(tensor.phase ^ 1, tensor.phase));
-        }
     }
 
     fn next(&self, k: &mut Builder, decode: &Decode, stage: Reg<U32>) {
@@ -222,44 +166,7 @@ impl Ring {
     }
 }
 
-/// Copies by tensor maps: one lane starts them, a barrier of each stage counts their bytes.
-struct Tensor {
-    keys: TensorMap,
-    values: TensorMap,
-    /// Of the warp's first stage.
-    barriers: Reg<SharedAddress>,
-    phase: Reg<U32>,
-    head: Reg<U32>,
-    /// What is read once need not stay in the second-level cache.
-    policy: Reg<U64>,
-}
-
-impl Tensor {
-    fn copy(
-        &self,
-        k: &mut Builder,
-        decode: &Decode,
-        target: Reg<SharedAddress>,
-        stage: Reg<U32>,
-        [entry, row]: [Reg<U32>; 2],
-    ) {
-        let barrier = k.eval(self.barriers + stage * 8);
-        let (keys, values) = (decode.key_layout(), decode.value_layout());
-        k.mbarrier_arrive_expect(barrier, keys.bytes() + values.bytes());
-        let signed = |value: Reg<U32>| value.reinterpret::<S32>();
-        for (map, layout, offset) in [(self.keys, keys, 0), (self.values, values, keys.bytes())] {
-            for panel in 0..layout.panels() {
-                let column = Value::<S32>::from((panel * layout.panel_columns()) as i32);
-                let corner = [column, signed(row), signed(self.head), signed(entry)];
-                let to = target + (offset + panel * layout.panel_bytes());
-                let hint = CopyHint { policy: Some(self.policy), ..CopyHint::default() };
-                k.tensor_load(to, map, &corner, barrier, hint);
-            }
-        }
-    }
-}
-
-/// Copies by `cp.async`: eight neighbouring lanes copy one row of a panel, 128 bytes, chunks of 16
+/// How lanes share a tile: eight neighbours copy one row of a panel, 128 bytes, chunks of 16
 /// permuted as the swizzle says.
 struct Gather {
     keys: GatherSource,
@@ -271,7 +178,7 @@ struct Gather {
     inside: [Reg<U32>; 2],
 }
 
-/// A tensor, from the block's head on.
+/// A tensor, from the block's head and the lane's chunk on.
 struct GatherSource {
     address: Reg<GlobalAddress>,
     /// Bytes from one batch entry or page, and from one row, to the next.
@@ -299,22 +206,22 @@ impl GatherSource {
             columns,
         }
     }
+
+    fn row(&self, k: &mut Builder, entry: Reg<U32>, row: Reg<U32>) -> Reg<U64> {
+        let entry = entry.convert::<U64>() * self.entry_bytes;
+        k.eval(entry + row.convert::<U64>() * self.row_bytes)
+    }
 }
 
 impl Gather {
-    fn new(
-        k: &mut Builder,
-        decode: &Decode,
-        numbers: &Numbers,
-        keys: Source,
-        values: Source,
-    ) -> Self {
+    fn new(k: &mut Builder, decode: &Decode, numbers: &Numbers, copies: Copies) -> Self {
         let row = k.eval(numbers.lane / 8);
         let chunk = k.eval(numbers.lane % 8);
         let first = k.eval(row * ROW + (chunk ^ row) * CHUNK);
         // Four rows on, the bit of 4 in the row flips that of the chunk.
         let second = k.eval(first ^ (4 * CHUNK));
         let (element, head) = (decode.element, numbers.key_head);
+        let Copies { keys, values } = copies;
         Gather {
             keys: GatherSource::new(k, element, decode.head_dim, keys, head, chunk),
             values: GatherSource::new(k, element, decode.value_head_dim, values, head, chunk),
@@ -353,33 +260,61 @@ impl Gather {
         k.push(Instruction::WarpSync);
     }
 
-    /// Copies a tile of which the first `valid` rows exist; the others become zeros. Lane `r`
-    /// knows where row `r` is.
+    /// Copies a tile of which the first `valid` rows exist; the others become zeros.
     fn copy(
         &self,
         k: &mut Builder,
         decode: &Decode,
         target: Reg<SharedAddress>,
-        [entry, row]: [Reg<U32>; 2],
+        place: [Reg<U32>; 2],
         valid: Reg<U32>,
     ) {
         let (keys, values) = (decode.key_layout(), decode.value_layout());
+        let sizes: Vec<Reg<U32>> = (0..decode.tile_keys / ROWS)
+            .map(|pass| k.eval((self.row + ROWS * pass).less(valid).choose::<U32>(CHUNK, 0)))
+            .collect();
         for (source, layout, offset) in
             [(&self.keys, keys, 0), (&self.values, values, keys.bytes())]
         {
-            let mine = k.eval(
-                entry.convert::<U64>() * source.entry_bytes
-                    + row.convert::<U64>() * source.row_bytes,
-            );
             let to = self.inside.map(|inside| k.eval(target + inside + offset));
-            for pass in 0..decode.tile_keys / 4 {
-                let index = k.eval(self.row + 4 * pass);
-                let from = shuffle_wide(k, mine, index);
-                let from = k.eval(source.address + from);
-                let bytes = k.eval(index.less(valid).choose::<U32>(CHUNK, 0));
-                self.copy_row(k, source, layout, to[pass as usize % 2], pass, from, bytes);
+            let rows = self.rows(k, decode, source, place);
+            for (pass, (from, bytes)) in rows.into_iter().zip(&sizes).enumerate() {
+                self.copy_row(k, source, layout, to[pass % 2], pass as u32, from, *bytes);
             }
         }
+    }
+
+    /// Where the rows are that the lane copies chunks of. Rows of a page may be anywhere, and each
+    /// lane knows where one is; others are neighbours.
+    fn rows(
+        &self,
+        k: &mut Builder,
+        decode: &Decode,
+        source: &GatherSource,
+        [entry, row]: [Reg<U32>; 2],
+    ) -> Vec<Reg<GlobalAddress>> {
+        let passes = 0..decode.tile_keys / ROWS;
+        if decode.paged {
+            let mine = source.row(k, entry, row);
+            let from = |pass| {
+                let index = k.eval(self.row + ROWS * pass);
+                let other = shuffle_wide(k, mine, index);
+                k.eval(source.address + other)
+            };
+            return passes.map(from).collect();
+        }
+        let row = k.eval(row + self.row);
+        let offset = source.row(k, entry, row);
+        let mut from = k.eval(source.address + offset);
+        let step = k.eval(source.row_bytes * ROWS);
+        passes
+            .map(|pass| {
+                if pass > 0 {
+                    from = k.eval(from + step);
+                }
+                from
+            })
+            .collect()
     }
 
     #[allow(clippy::too_many_arguments)] // one row of what `copy` has in hand
@@ -394,7 +329,7 @@ impl Gather {
         bytes: Reg<U32>,
     ) {
         for panel in 0..layout.panels() {
-            let to = to + (panel * layout.panel_bytes() + 4 * pass * ROW);
+            let to = to + (panel * layout.panel_bytes() + ROWS * pass * ROW);
             let from = from + panel * ROW;
             match source.columns / 8 - 8 * panel {
                 8.. => k.copy_async(to, from, Some(bytes)),

@@ -102,10 +102,7 @@ impl<'a> Merge<'a> {
                 |k| self.store_part(k, part, &item, &sums),
             );
         });
-        k.if_(!part.whole, |k| {
-            let combine = Combine { merge: self, part };
-            combine.run(k);
-        });
+        k.if_(!part.whole, |k| Combine::new(k, self, part).run(k));
     }
 
     /// The byte of an output in shared memory, from its warp's first. Columns are permuted by
@@ -220,8 +217,8 @@ impl<'a> Merge<'a> {
     pub(super) fn store(&self, k: &mut Builder, part: &Part, item: &Item, sums: &Sums) {
         let numbers = self.numbers;
         let row = k.eval(numbers.first_row + item.row);
-        let query = k.eval(row / numbers.group);
-        let head = k.eval(numbers.key_head * numbers.group + (row - query * numbers.group));
+        let (query, member) = numbers.group.divide(k, row);
+        let head = k.eval(numbers.key_head * numbers.group.number + member);
         let place = k.eval(part.first_query + query);
         let (factor, log_sum) = self.normalise(k, head, sums);
 

@@ -34,7 +34,10 @@ mod products;
 mod schedule;
 mod scores;
 mod softmax;
+mod tuned;
 mod walk;
+
+pub use tuned::{DecodeWorkload, Tuned, every_tuned, tuned};
 
 use ptx::{
     Builder, Capability, Element, Expression, F32, GlobalAddress, Program, Reg, Swizzle, Target,
@@ -42,6 +45,7 @@ use ptx::{
 };
 
 use crate::Error;
+use crate::divisor::DivisorRegisters;
 use crate::strides::Strides;
 use copies::Copies;
 use merge::{Merge, Results};
@@ -73,8 +77,6 @@ pub struct Decode {
     pub alibi: bool,
     /// Whether each head has a sink.
     pub sinks: bool,
-    /// How tiles come.
-    pub copy: KeyCopy,
     /// Warps of a block.
     pub warps: u32,
     /// Keys of a tile: 16 or 32.
@@ -83,15 +85,6 @@ pub struct Decode {
     pub stages: u32,
     /// Blocks that share a multiprocessor.
     pub blocks: u32,
-}
-
-/// How tiles of keys and values come to shared memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum KeyCopy {
-    /// By `cp.async`, row by row: every memory order and page size.
-    Gather,
-    /// By tensor maps, on Hopper and later: a tile must not cross the end of a page.
-    Tensor,
 }
 
 /// Elements of `f32` that a part of a sequence takes in the workspace: unnormalised outputs, then
@@ -103,11 +96,13 @@ const fn part_floats(rows: u32, value_head_dim: u32) -> u32 {
 /// The numbers that every part of the kernel needs.
 struct Numbers {
     /// Query heads of a key head.
-    group: Reg<U32>,
+    group: DivisorRegisters,
     /// The key head of this block.
     key_head: Reg<U32>,
     /// The first query row of this block, among those of a sequence and key head.
     first_row: Reg<U32>,
+    /// The team of this block.
+    team: Reg<U32>,
     /// The block's place in its team: key head and first row in one.
     member: Reg<U32>,
     /// Blocks of a team.
@@ -121,10 +116,6 @@ impl Decode {
     pub fn name(&self) -> String {
         let Decode { element, head_dim, value_head_dim, rows, warps, tile_keys, .. } = self;
         let Decode { stages, blocks, .. } = self;
-        let copy = match self.copy {
-            KeyCopy::Gather => "gather",
-            KeyCopy::Tensor => "tensor",
-        };
         let extras = [
             (self.paged, "_paged"),
             (self.softcap, "_softcap"),
@@ -133,7 +124,7 @@ impl Decode {
         ];
         let extras: String = extras.iter().filter(|(on, _)| *on).map(|(_, name)| *name).collect();
         format!(
-            "decode_{element}_d{head_dim}x{value_head_dim}_r{rows}{extras}_{copy}_w{warps}x{tile_keys}_s{stages}b{blocks}"
+            "decode_{element}_d{head_dim}x{value_head_dim}_r{rows}{extras}_w{warps}x{tile_keys}_s{stages}b{blocks}"
         )
     }
 
@@ -166,6 +157,11 @@ impl Decode {
     /// The most teams that a launch may have: the block that combines a sequence has room for the
     /// factors of so many parts.
     pub const fn most_teams(&self) -> u32 {
+        self.factors_of_a_row() / combine::TOGETHER * combine::TOGETHER
+    }
+
+    /// Factors of parts that a row has room for, where the merged outputs were.
+    const fn factors_of_a_row(&self) -> u32 {
         self.warps * self.value_head_dim
     }
 
@@ -173,6 +169,46 @@ impl Decode {
     pub const fn workspace_bytes(&self, blocks: u32) -> u64 {
         // A block has at most a sequence that began before it and one that goes on after it.
         2 * 4 * part_floats(self.rows, self.value_head_dim) as u64 * blocks as u64
+    }
+
+    /// Shared memory of a block.
+    pub fn shared_bytes(&self) -> u32 {
+        let tiles =
+            self.warps * self.stages * (self.key_layout().bytes() + self.value_layout().bytes());
+        let rows = self.warps * self.rows;
+        tiles + 4 * rows * self.value_head_dim + 8 * rows + 4
+    }
+
+    /// Why there is no such kernel.
+    fn fault(&self) -> Option<&'static str> {
+        let wide = |dim: u32| dim == 0 || dim > 256 || !dim.is_multiple_of(8);
+        // The system keeps 1 KB of the multiprocessor's for each block.
+        let fits = |target: Target| {
+            (self.shared_bytes() + 1024) * self.blocks <= target.shared_memory_limit() + 1024
+        };
+        let faults = [
+            (
+                !matches!(self.element, Element::F16 | Element::BF16),
+                "the element is not f16 or bf16",
+            ),
+            (
+                wide(self.head_dim) || wide(self.value_head_dim),
+                "a head dimension is not a multiple of 8 up to 256",
+            ),
+            (![8, 16].contains(&self.rows), "a block has 8 or 16 query rows"),
+            (![16, 32].contains(&self.tile_keys), "a tile has 16 or 32 keys"),
+            (
+                self.stages == 0 || !(1..=16).contains(&self.warps) || self.blocks == 0,
+                "there are 1 to 16 warps and at least one stage and block",
+            ),
+            (self.most_teams() == 0, "there is no room for the factors of parts"),
+            (
+                !self.target.has(Capability::AsyncCopies) || !self.target.has(Capability::Mma),
+                "the target has no cp.async or no mma.sync",
+            ),
+        ];
+        let fault = faults.into_iter().find(|(faulty, _)| *faulty).map(|(_, fault)| fault);
+        fault.or_else(|| (!fits(self.target)).then_some("shared memory is too small for its tiles"))
     }
 
     /// Builds the kernel.
@@ -183,7 +219,7 @@ impl Decode {
     /// | parameters | |
     /// | --- | --- |
     /// | `queries`, `output` | addresses, with batch, row and head strides in elements |
-    /// | `keys`, `values` | tensor maps over (dimension, position, head, batch entry or page), or addresses with strides |
+    /// | `keys`, `values` | the same; a batch entry may be a page |
     /// | `lse` | the address of the log-sum-exps, `f32`, with batch and head strides in elements |
     /// | `parts`, `counters` | workspace; a counter for each sequence and block of a team, zero before the first launch and after each |
     /// | `batch`, `query length`, `key length` | sequences, and the longest lengths |
@@ -191,36 +227,14 @@ impl Decode {
     /// | `lengths`, `left padding`, `batch entries`, `query starts` | addresses of 32-bit numbers for each sequence, or 0 |
     /// | `batch entries there are` | batch entries or pages of the cache |
     /// | `block table`, `pages of a sequence`, `page size` | with pages |
-    /// | `key heads`, `query heads per key head`, `blocks of a team` | |
+    /// | `key heads`, `query heads per key head`, `blocks of a team`, `teams` | [`Divisor`](crate::Divisor)s |
     /// | `least tiles` | that a team takes |
     /// | `window left`, `window right` | keys before and after a query's position that it sees |
     /// | `scale times log2(e)`, or `scale over softcap` and `softcap times log2(e)` | |
     /// | `slopes` and their `batch stride`, `sinks` | addresses of `f32` for each query head |
     pub fn program(&self) -> Result<Program, Error> {
-        let refuse = |reason| Err(Error::configuration(self.name(), reason));
-        if !matches!(self.element, Element::F16 | Element::BF16) {
-            return refuse("the element is not f16 or bf16");
-        }
-        for dim in [self.head_dim, self.value_head_dim] {
-            if dim == 0 || dim > 256 || !dim.is_multiple_of(8) {
-                return refuse("a head dimension is not a multiple of 8 up to 256");
-            }
-        }
-        if ![8, 16].contains(&self.rows) {
-            return refuse("a block has 8 or 16 query rows");
-        }
-        if ![16, 32].contains(&self.tile_keys) {
-            return refuse("a tile has 16 or 32 keys");
-        }
-        if self.stages == 0 || !(1..=16).contains(&self.warps) || self.blocks == 0 {
-            return refuse("there are 1 to 16 warps and at least one stage and block");
-        }
-        let needed = match self.copy {
-            KeyCopy::Gather => Capability::AsyncCopies,
-            KeyCopy::Tensor => Capability::TensorCopies,
-        };
-        if !self.target.has(needed) || !self.target.has(Capability::Mma) {
-            return refuse("the target has no such copies or products");
+        if let Some(fault) = self.fault() {
+            return Err(Error::configuration(self.name(), fault));
         }
         let mut k = Builder::new(self.name(), self.target, self.threads())
             .blocks_per_multiprocessor(self.blocks);
@@ -233,7 +247,7 @@ impl Decode {
         let query_strides = Strides::parameters(k, "queries");
         let results = Results::parameters(k);
         let schedule = Schedule::parameters(k);
-        let copies = Copies::parameters(k, self);
+        let copies = Copies::parameters(k);
         let places = Places::parameters(k, self.paged);
         let rule = Rule::parameters(k, self);
         let numbers = self.numbers(k);
@@ -267,18 +281,20 @@ impl Decode {
     }
 
     fn numbers(&self, k: &mut Builder) -> Numbers {
-        let key_heads: Reg<U32> = k.parameter("key heads");
-        let group: Reg<U32> = k.parameter("query heads per key head");
+        let key_heads = DivisorRegisters::parameters(k, "key heads");
+        let group = DivisorRegisters::parameters(k, "query heads per key head");
+        let members = DivisorRegisters::parameters(k, "blocks of a team");
         let block = k.block_index();
         let thread = k.thread_index();
-        let members: Reg<U32> = k.parameter("blocks of a team");
-        let member = k.eval(block % members);
+        let (team, member) = members.divide(k, block);
+        let (rows, key_head) = key_heads.divide(k, member);
         Numbers {
             group,
-            key_head: k.eval(member % key_heads),
-            first_row: k.eval(member / key_heads * self.rows),
+            key_head,
+            first_row: k.eval(rows * self.rows),
+            team,
             member,
-            members,
+            members: members.number,
             warp: k.eval(thread / 32),
             lane: k.lane(),
         }

@@ -6,12 +6,13 @@
 //! needs the lengths and nothing else.
 
 use ptx::{
-    Builder, Choose, Expression, GlobalAddress, Instruction, Operand, Pred, Reg, S32, Special,
-    Type, U32, UnaryOperation, Value,
+    Builder, Choose, Expression, GlobalAddress, Instruction, Operand, Pred, Reg, S32, Type, U32,
+    UnaryOperation, Value,
 };
 
 use super::place::Places;
 use super::{Decode, Numbers, clamp, entry_of};
+use crate::divisor::DivisorRegisters;
 
 /// The lengths of sequences and the mask.
 pub(super) struct Schedule {
@@ -24,6 +25,7 @@ pub(super) struct Schedule {
     lengths: Reg<GlobalAddress>,
     padding: Reg<GlobalAddress>,
     query_starts: Reg<GlobalAddress>,
+    teams: DivisorRegisters,
     least_tiles: Reg<U32>,
     left: Reg<S32>,
     right: Reg<S32>,
@@ -50,6 +52,7 @@ impl Schedule {
             lengths: k.parameter("lengths"),
             padding: k.parameter("left padding"),
             query_starts: k.parameter("query starts"),
+            teams: DivisorRegisters::parameters(k, "teams"),
             least_tiles: k.parameter("least tiles"),
             left: k.parameter("window left"),
             right: k.parameter("window right"),
@@ -130,9 +133,19 @@ pub(super) struct Part {
     pub(super) whole: Reg<Pred>,
     /// Whether it has the first.
     pub(super) begins: Reg<Pred>,
-    /// The teams that have parts of it: the first, and how many.
-    pub(super) first_team: Reg<U32>,
-    pub(super) teams: Reg<U32>,
+    /// Tiles of a team, before the sequence and of it.
+    quota: Reg<U32>,
+    before: Reg<U32>,
+    tiles: Reg<U32>,
+}
+
+impl Part {
+    /// The teams that have parts of the sequence: the first, and how many.
+    pub(super) fn teams(&self, k: &mut Builder) -> (Reg<U32>, Reg<U32>) {
+        let first = k.eval(self.before / self.quota);
+        let last = (self.before + self.tiles - 1) / self.quota;
+        (first, k.eval(last - first + 1))
+    }
 }
 
 impl Cursor {
@@ -143,11 +156,6 @@ impl Cursor {
         schedule: &Schedule,
         numbers: &Numbers,
     ) -> Self {
-        let grid = k.special(Special::GridExtent(ptx::Axis::X));
-        let block = k.block_index();
-        let teams = k.eval(grid / numbers.members);
-        let team = k.eval(block / numbers.members);
-
         let mine = k.variable(0);
         k.for_range(0, schedule.batch, 32, |k, first| {
             let sequence = k.eval(first + numbers.lane);
@@ -155,9 +163,10 @@ impl Cursor {
             k.set(mine, mine + tiles);
         });
         let total = k.reduce_lanes(mine, 32, |a, b| a + b);
-        let share = (total + teams - 1) / teams;
+        let rounded = k.eval(total + (schedule.teams.number - 1));
+        let (share, _) = schedule.teams.divide(k, rounded);
         let quota = k.eval(share.maximum(schedule.least_tiles).maximum(1));
-        let tile = k.variable((team * quota).minimum(total));
+        let tile = k.variable((numbers.team * quota).minimum(total));
         let end = k.eval((tile + quota).minimum(total));
 
         let sequence = k.variable(schedule.batch);
@@ -227,18 +236,16 @@ impl Cursor {
 
     /// The part that the team has of the sequence.
     pub(super) fn part(&self, k: &mut Builder, numbers: &Numbers) -> Part {
-        let all = self.queries * numbers.group;
-        let inside = k.eval(self.tile.equals(self.before));
-        let first_team = k.eval(self.before / self.quota);
-        let last_team = (self.before + self.tiles - 1) / self.quota;
+        let all = self.queries * numbers.group.number;
         Part {
             sequence: k.variable(self.sequence),
             first_query: k.variable(self.first_query),
             rows: k.eval(all.maximum(numbers.first_row) - numbers.first_row),
             whole: k.eval(self.count.equals(self.tiles)),
-            begins: inside,
-            first_team,
-            teams: k.eval(last_team - first_team + 1),
+            begins: k.eval(self.tile.equals(self.before)),
+            quota: self.quota,
+            before: k.variable(self.before),
+            tiles: k.variable(self.tiles),
         }
     }
 

@@ -54,11 +54,10 @@ impl<'a> Walk<'a> {
     fn row(&self, k: &mut Builder, cursor: &Cursor, eight: u32) -> Row {
         let numbers = self.numbers;
         let index = k.eval(numbers.first_row + 8 * eight + numbers.lane / 4);
-        let query = k.eval(index / numbers.group);
-        let member = index - query * numbers.group;
+        let (query, member) = numbers.group.divide(k, index);
         Row {
             query,
-            head: k.eval(numbers.key_head * numbers.group + member),
+            head: k.eval(numbers.key_head * numbers.group.number + member),
             exists: k.eval(query.less(cursor.queries)),
         }
     }
@@ -152,8 +151,8 @@ impl<'a> Walk<'a> {
                 let visible = cursor.visible(k, query);
                 let position = cursor.position(k, query);
                 // Heads beyond the last row's are not there: any head will do.
-                let head = k
-                    .eval(row.head.minimum(numbers.key_head * numbers.group + (numbers.group - 1)));
+                let group = numbers.group.number;
+                let head = k.eval(row.head.minimum(numbers.key_head * group + (group - 1)));
                 (visible, rule.row(k, numbers, cursor.sequence(), head, position))
             })
             .collect();

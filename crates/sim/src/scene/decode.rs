@@ -1,12 +1,11 @@
 //! Scenes of the decode kernel: sequences of unequal lengths over a cache,
 //! contiguous or in shuffled pages, with what changes scores.
 
-use kernels::Decode;
-use kernels::decode::KeyCopy;
-use ptx::{Element, TileLayout};
+use kernels::{Decode, Divisor};
+use ptx::Element;
 
 use super::{Expected, Random, Scene, SceneError, encode, round};
-use crate::{Argument, Memory, TensorMapArgument};
+use crate::{Argument, Memory};
 
 /// The extents of a batch of sequences; the kernel's configuration has the rest.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -134,18 +133,7 @@ impl Scene {
         let slopes_buffer = memory.input_f32("slopes", &slopes);
         let sinks_buffer = memory.input_f32("sinks", &sinks);
 
-        let map = |buffer, dim: usize, layout: TileLayout| {
-            let strides = [key_heads * dim, dim, rows * key_heads * dim];
-            Argument::TensorMap(TensorMapArgument {
-                buffer,
-                offset: 0,
-                dimensions: [dim, rows, *key_heads, entries].map(|n| n as u64).to_vec(),
-                strides: strides.map(|n| (n * bytes) as u64).to_vec(),
-                tensor_box: layout.tensor_box(4),
-            })
-        };
         let number = |number: usize| Argument::U32(number as u32);
-        let tensor = decode.copy == KeyCopy::Tensor;
         let log2e = std::f32::consts::LOG2_E;
         let argument = |name: &str| -> Option<Argument> {
             let strided = [
@@ -164,10 +152,24 @@ impl Scene {
                     _ => {}
                 }
             }
+            let (divisor, part) = name.split_once(", ").unwrap_or((name, "number"));
+            let divisor = match divisor {
+                "key heads" => Some(*key_heads),
+                "query heads per key head" => Some(group),
+                "blocks of a team" => Some(team as usize),
+                "teams" => Some(*teams),
+                _ => None,
+            };
+            if let Some(divisor) = divisor {
+                let divisor = Divisor::new(divisor as u32);
+                return Some(Argument::U32(match part {
+                    "multiplier" => divisor.multiplier,
+                    "shift" => divisor.shift,
+                    _ => divisor.number,
+                }));
+            }
             Some(match name {
                 "queries" => Argument::Address(query_buffer, 0),
-                "keys" if tensor => map(key_buffer, dim, decode.key_layout()),
-                "values" if tensor => map(value_buffer, value_dim, decode.value_layout()),
                 "keys" => Argument::Address(key_buffer, 0),
                 "values" => Argument::Address(value_buffer, 0),
                 "output" => Argument::Address(output, 0),
@@ -188,9 +190,6 @@ impl Scene {
                 "batch entries there are" => number(entries),
                 "pages of a sequence" => number(columns),
                 "page size" => number(rows),
-                "key heads" => number(*key_heads),
-                "query heads per key head" => number(group),
-                "blocks of a team" => Argument::U32(team),
                 "least tiles" => number(1),
                 "window left" => Argument::S32(size.window.0),
                 "window right" => Argument::S32(size.window.1),

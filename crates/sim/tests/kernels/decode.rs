@@ -2,7 +2,6 @@
 
 use flashcore_sim as sim;
 use kernels::Decode;
-use kernels::decode::KeyCopy;
 use ptx::{Element, Target};
 use sim::scene::{DecodeSize, Scene};
 use sim::{Budget, Measure, Mode, Options, Policy};
@@ -21,16 +20,11 @@ fn small() -> Decode {
         softcap: false,
         alibi: false,
         sinks: false,
-        copy: KeyCopy::Gather,
         warps: 2,
         tile_keys: 16,
         stages: 2,
         blocks: 1,
     }
-}
-
-fn tensor() -> Decode {
-    Decode { target: Target::SM_90, copy: KeyCopy::Tensor, ..small() }
 }
 
 #[test]
@@ -45,13 +39,10 @@ fn decode_is_attention() {
         (small(), DecodeSize { teams: 1, ..size.clone() }),
         (small(), DecodeSize { teams: 9, ..size.clone() }),
         (small(), causal.clone()),
-        (small(), window.clone()),
-        (tensor(), size.clone()),
-        (tensor(), causal.clone()),
-        (tensor(), window),
+        (small(), window),
         (Decode { paged: true, ..small() }, DecodeSize { page_size: 1, ..size.clone() }),
         (Decode { paged: true, ..small() }, DecodeSize { page_size: 5, ..size.clone() }),
-        (Decode { paged: true, ..tensor() }, DecodeSize { page_size: 32, ..size.clone() }),
+        (Decode { paged: true, ..small() }, DecodeSize { page_size: 32, ..size.clone() }),
         (Decode { softcap: true, ..small() }, size.clone()),
         (Decode { alibi: true, ..small() }, causal.clone()),
         (Decode { sinks: true, ..small() }, size.clone()),
@@ -62,15 +53,15 @@ fn decode_is_attention() {
         // More rows than a block has.
         (small(), DecodeSize { queries: 5, ..causal }),
         (
-            Decode { rows: 16, tile_keys: 32, stages: 3, ..tensor() },
+            Decode { rows: 16, tile_keys: 32, stages: 3, ..small() },
             DecodeSize { heads: 22, ..size.clone() },
         ),
         (
             Decode { element: Element::F16, head_dim: 40, value_head_dim: 72, ..small() },
             size.clone(),
         ),
-        (Decode { head_dim: 72, value_head_dim: 40, ..tensor() }, size.clone()),
-        (Decode { head_dim: 128, value_head_dim: 128, rows: 16, warps: 4, ..tensor() }, size),
+        (Decode { head_dim: 72, value_head_dim: 40, ..small() }, size.clone()),
+        (Decode { head_dim: 128, value_head_dim: 128, rows: 16, warps: 4, ..small() }, size),
     ] {
         every_schedule(&Scene::decode(decode, &size).unwrap(), Mode::Checked, 1);
     }
@@ -78,7 +69,7 @@ fn decode_is_attention() {
 
 #[test]
 fn decode_under_many_schedules() {
-    for decode in [small(), tensor(), Decode { paged: true, stages: 3, ..small() }] {
+    for decode in [small(), Decode { paged: true, stages: 3, ..small() }] {
         let scene = Scene::decode(decode, &DecodeSize::small(&decode)).unwrap();
         every_schedule(&scene, Mode::Values, 32);
         every_schedule(&scene, Mode::Checked, 4);
@@ -102,7 +93,7 @@ fn a_second_launch_finds_everything_in_order() {
 fn no_two_lanes_meet_at_a_bank() {
     // With one team: the factors of parts are written once, and not for speed.
     let size = |decode: &Decode| DecodeSize { teams: 1, ..DecodeSize::small(decode) };
-    for decode in [small(), tensor(), Decode { head_dim: 128, value_head_dim: 128, ..small() }] {
+    for decode in [small(), Decode { head_dim: 128, value_head_dim: 128, ..small() }] {
         let scene = Scene::decode(decode, &size(&decode)).unwrap();
         let budget = Budget::default().at_most(Measure::BankConflicts, 0);
         let options = Options { budget, ..Options::values(Policy::Earliest, 0) };

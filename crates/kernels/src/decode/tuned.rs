@@ -1,0 +1,108 @@
+//! Which configuration serves which decode.
+//!
+//! Memory is the limit, so what counts is how many bytes are under way on each
+//! multiprocessor: the first shape of the table whose tiles fit is taken. The
+//! same table serves 99 KB of an Ada and 227 KB of a Hopper.
+
+use ptx::{Element, Target};
+
+use super::Decode;
+
+/// What a configuration is chosen for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct DecodeWorkload {
+    /// The element of all four tensors.
+    pub element: Element,
+    /// The width of queries and keys.
+    pub head_dim: u32,
+    /// The width of values and outputs.
+    pub value_head_dim: u32,
+    /// Query rows of a sequence and key head: queries times query heads of a key head.
+    pub query_rows: u32,
+    /// Whether keys and values lie in pages.
+    pub paged: bool,
+    /// Whether scores are capped.
+    pub softcap: bool,
+    /// Whether scores fall with the distance between query and key.
+    pub alibi: bool,
+    /// Whether each head has a sink.
+    pub sinks: bool,
+}
+
+/// A configuration and why it was chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Tuned {
+    /// What to build.
+    pub configuration: Decode,
+    /// Why, in a few words.
+    pub reason: &'static str,
+}
+
+/// Warps of a block, keys of a tile, tiles of a warp, and why.
+struct Shape(u32, u32, u32, &'static str);
+
+/// Most bytes first. One block fills a multiprocessor: two halves of it were as fast on long
+/// sequences and slower on short ones, which have twice as many parts then. Copies by tensor maps
+/// lost up to 7 % to `cp.async`, row by row, wherever memory was busy.
+const SHAPES: &[Shape] = &[
+    Shape(8, 32, 3, "8 warps with 3 tiles of 32 keys each are the most that fit"),
+    Shape(8, 16, 3, "8 warps with 3 tiles of 16 keys each are the most that fit"),
+    Shape(6, 16, 3, "6 warps with 3 tiles of 16 keys each are the most that fit"),
+    Shape(4, 16, 4, "4 warps with 4 tiles of 16 keys each are the most that fit"),
+    Shape(4, 16, 3, "4 warps with 3 tiles of 16 keys each are the most that fit"),
+    Shape(4, 16, 2, "4 warps with 2 tiles of 16 keys each are the most that fit"),
+    Shape(2, 16, 3, "2 warps with 3 tiles of 16 keys each are the most that fit"),
+    Shape(2, 16, 2, "2 warps with 2 tiles of 16 keys each are the most that fit"),
+];
+
+/// The configuration for a workload, or nothing where the kernel does not serve it: the element
+/// must be `F16` or `BF16`, the dimensions multiples of 8 up to 256.
+pub fn tuned(target: Target, workload: &DecodeWorkload) -> Option<Tuned> {
+    // Sixteen rows of the widest heads are more than registers hold.
+    let wide = workload.head_dim + workload.value_head_dim > 384;
+    let rows = if workload.query_rows <= 8 || wide { 8 } else { 16 };
+    let of = |Shape(warps, tile_keys, stages, reason): &Shape| Tuned {
+        configuration: Decode {
+            target,
+            element: workload.element,
+            head_dim: workload.head_dim,
+            value_head_dim: workload.value_head_dim,
+            rows,
+            paged: workload.paged,
+            softcap: workload.softcap,
+            alibi: workload.alibi,
+            sinks: workload.sinks,
+            warps: *warps,
+            tile_keys: *tile_keys,
+            stages: *stages,
+            blocks: 1,
+        },
+        reason,
+    };
+    let fits = |tuned: &Tuned| tuned.configuration.fault().is_none();
+    SHAPES.iter().map(of).find(fits)
+}
+
+/// What stands for the rest on a target: each width that has a shape of its own, both numbers of
+/// rows, both memory orders, and each rule of the scores.
+pub fn every_tuned(target: Target) -> Vec<Decode> {
+    let mut all = Vec::new();
+    for (index, dim) in [64, 96, 128, 192, 256, 40, 72].into_iter().enumerate() {
+        for query_rows in [8, 16] {
+            let paged = (index + query_rows as usize / 16).is_multiple_of(2);
+            let workload = DecodeWorkload {
+                element: if index % 2 == 0 { Element::BF16 } else { Element::F16 },
+                head_dim: dim,
+                value_head_dim: if dim == 192 { 128 } else { dim },
+                query_rows,
+                paged,
+                softcap: index == 4,
+                alibi: index == 5,
+                sinks: index == 6,
+            };
+            all.extend(tuned(target, &workload).map(|tuned| tuned.configuration));
+        }
+    }
+    all.dedup();
+    all
+}
