@@ -84,6 +84,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     let mut lines = Vec::new();
     for dtype in &dtypes {
         lines.extend(check_attention(&backends, *dtype, arguments));
+        lines.extend(check_sequences(&backends, *dtype, arguments));
     }
     lines.sort_by_key(|line| {
         let place = backends.iter().position(|backend| backend.name() == line.backend);
@@ -124,15 +125,36 @@ fn check_attention(backends: &[&dyn Backend], dtype: DType, arguments: &Argument
         false => cases::standard(dtype),
     };
     let bar = Bar::new("checking");
+    let checked = check::run_all(backends, arguments.kernel.as_deref(), &cases, &bar);
+    let of = |it: check::Checked<'_>| (it.backend, it.kernel, it.case.to_string(), it.outcome);
+    lines(dtype, checked.into_iter().map(of))
+}
+
+/// One line per kernel that serves sequences of unequal lengths.
+fn check_sequences(backends: &[&dyn Backend], dtype: DType, arguments: &Arguments) -> Vec<Line> {
+    let seeds = if arguments.thorough { 1_600 } else { 40 };
+    let bar = Bar::new("checking");
+    let kernel = arguments.kernel.as_deref();
+    let checked = check::run_sequences(backends, kernel, dtype, seeds, &bar);
+    let of = |it: check::CheckedSequences| {
+        (it.backend, format!("{} of sequences", it.kernel), it.case, it.outcome)
+    };
+    lines(dtype, checked.into_iter().map(of))
+}
+
+/// One line per kernel: back end, kernel, case and what came of it.
+fn lines(
+    dtype: DType,
+    checked: impl Iterator<Item = (&'static str, String, String, Result<Outcome, flashcore::Error>)>,
+) -> Vec<Line> {
     let mut lines: Vec<Line> = Vec::new();
-    for checked in check::run_all(backends, arguments.kernel.as_deref(), &cases, &bar) {
-        let is_its =
-            |line: &Line| (line.backend, &line.kernel) == (checked.backend, &checked.kernel);
+    for (backend, kernel, case, outcome) in checked {
+        let is_its = |line: &Line| (line.backend, &line.kernel) == (backend, &kernel);
         let index = lines.iter().position(is_its).unwrap_or_else(|| {
-            lines.push(Line::new(checked.backend, checked.kernel, dtype));
+            lines.push(Line::new(backend, kernel.clone(), dtype));
             lines.len() - 1
         });
-        lines[index].add(checked.case.to_string(), checked.outcome);
+        lines[index].add(case, outcome);
     }
     for line in &mut lines {
         line.mean_error /= line.cases as f64;

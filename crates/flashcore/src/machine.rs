@@ -8,6 +8,7 @@ use crate::gpu::Gpu;
 use crate::inputs::{InputLayouts, Inputs};
 use crate::plan::{Missing, Plan, Preference};
 use crate::problem::Problem;
+use crate::serving::Sequences;
 
 /// The back ends of this machine.
 ///
@@ -97,14 +98,37 @@ impl Machine {
         let plan = self.plan_for(problem, &inputs.layouts(), preference)?;
         let kernel = Some(plan.chosen.kernel.clone());
         let options = RunOptions { kernel, progress, ..RunOptions::default() };
-        let backend = self
-            .backends
-            .iter()
-            .find(|backend| backend.name() == plan.chosen.backend)
-            .expect("a plan names one of the back ends it was made from");
-        let mut output = backend.run(problem, inputs, &options)?;
+        let mut output = self.backend_of(&plan).run(problem, inputs, &options)?;
         output.report.reason = plan.reason();
         Ok(output)
+    }
+
+    /// Choose a kernel for sequences of unequal lengths and run it.
+    pub fn attend_sequences(
+        &self,
+        sequences: &Sequences,
+        inputs: Inputs<'_>,
+        preference: &Preference,
+    ) -> Result<Output, Error> {
+        sequences.validate_inputs(inputs)?;
+        let layouts = inputs.layouts();
+        let of = |backend: &dyn Backend| {
+            (backend.name(), backend.candidates_of_sequences(sequences, &layouts))
+        };
+        let candidates = self.backends.iter().map(|backend| of(backend.as_ref())).collect();
+        let plan = Plan::choose(sequences.problem(), candidates, &self.missing, preference)?;
+        let kernel = Some(plan.chosen.kernel.clone());
+        let options = RunOptions { kernel, ..RunOptions::default() };
+        let backend = self.backend_of(&plan);
+        let mut output = backend.run_sequences(sequences, inputs, &options)?;
+        output.report.reason = plan.reason();
+        Ok(output)
+    }
+
+    fn backend_of(&self, plan: &Plan) -> &dyn Backend {
+        let named = |backend: &&Box<dyn Backend>| backend.name() == plan.chosen.backend;
+        let backend = self.backends.iter().find(named);
+        backend.expect("a plan names one of the back ends it was made from").as_ref()
     }
 }
 

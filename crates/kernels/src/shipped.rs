@@ -111,6 +111,7 @@ pub fn shipped(target: Target) -> Vec<Shipped> {
     if target.has(Capability::Mma) {
         all.extend(mmas(target).into_iter().map(Shipped::Mma));
         all.extend(combines(target).into_iter().map(Shipped::Combine));
+    }
     if [Target::SM_80, Target::SM_89, Target::SM_90A].contains(&target) {
         // One for each size of shared memory: the kernel is the same on all of them.
         all.extend(decode::every_tuned(target).into_iter().map(Shipped::Decode));

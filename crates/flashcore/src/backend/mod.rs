@@ -55,6 +55,15 @@ pub trait Backend: Send + Sync {
         options: &RunOptions<'_>,
     ) -> Result<Output, Error>;
 
+    /// Every kernel of this back end for sequences of unequal lengths, best first; none without.
+    fn candidates_of_sequences(
+        &self,
+        _sequences: &Sequences,
+        _layouts: &InputLayouts,
+    ) -> Vec<Candidate> {
+        Vec::new()
+    }
+
     /// Compute attention over sequences of unequal lengths. The output has the shape of the query
     /// tensor with the value head dim; its rows that belong to no sequence are not defined. The
     /// log-sum-exp is in the order (batch, heads, length) of the query tensor.
@@ -106,6 +115,9 @@ pub struct RunOptions<'a> {
     /// Run once, untimed, and look for writes beside the results and to the inputs: they are an
     /// error. For checks.
     pub guard: bool,
+    /// Into how many parts kernels that split the keys cut them; as many as fill the GPU when
+    /// `None`. For checks.
+    pub splits: Option<u32>,
 }
 
 /// Told how far a long computation has come. Calls come from many threads.

@@ -2,6 +2,7 @@
 
 pub mod cases;
 pub mod ladder;
+mod sequences;
 
 use std::fmt;
 
@@ -15,6 +16,7 @@ use crate::reference::{self, Answer, Rows};
 use crate::verdict::{Verdict, compare};
 
 pub use cases::{Case, Contents, Order};
+pub use sequences::{CheckedSequences, ExpectedOfSequences, SequencesCase, run_sequences};
 
 /// How a kernel did on a [`Case`].
 #[derive(Debug, Clone, PartialEq, Serialize)]

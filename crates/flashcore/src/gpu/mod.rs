@@ -6,6 +6,7 @@
 
 mod attention;
 mod chip;
+pub mod decode;
 mod description;
 pub mod forward;
 mod kernel;
@@ -18,6 +19,7 @@ pub use attention::AttentionPlan;
 pub(crate) use attention::DeviceKernel;
 pub use chip::{Chip, target_of};
 pub use cuda::{Buffer, Device, DeviceAddress, DeviceSlice, Stream};
+pub use decode::{DecodePages, DecodePlan, DecodeSize, DecodeTensors};
 pub use description::{LaunchDescription, Passed, TensorRole};
 pub use forward::{DeviceTensor, ForwardPlan, ForwardTensors};
 pub use kernel::{Compilation, Kernel, Policy};

@@ -116,6 +116,14 @@ impl Backend for CpuBackend {
         Ok(Output { output, lse, report })
     }
 
+    fn candidates_of_sequences(
+        &self,
+        sequences: &Sequences,
+        layouts: &InputLayouts,
+    ) -> Vec<Candidate> {
+        self.candidates(sequences.problem(), layouts)
+    }
+
     /// One sequence after the other, each gathered into tensors of its own.
     fn run_sequences(
         &self,

@@ -1,6 +1,7 @@
 //! The GPU back end. Each kernel has a file that says whether it serves a problem; how it is
 //! launched is in [`crate::gpu`].
 
+pub(crate) mod decode;
 pub(crate) mod forward;
 pub(crate) mod mma;
 pub(crate) mod scalar;
@@ -8,7 +9,7 @@ pub(crate) mod scalar;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use cuda::Buffer;
+use cuda::{Buffer, Stream};
 use kernels::Shipped;
 
 use super::{Backend, BackendError, Candidate, Output, Report, RunOptions};
@@ -20,7 +21,8 @@ use crate::gpu::{
 use crate::inputs::{InputLayouts, Inputs};
 use crate::plan::{Plan, Preference};
 use crate::problem::Problem;
-use crate::tensor::{Layout, Tensor};
+use crate::serving::Sequences;
+use crate::tensor::{Layout, Shape, Tensor};
 
 /// Attention on an NVIDIA GPU.
 #[derive(Debug)]
@@ -50,12 +52,16 @@ const SHORT: Duration = Duration::from_millis(50);
 /// # Ok::<(), flashcore::Error>(())
 /// ```
 pub fn candidates(chip: &Chip, problem: &Problem, layouts: &InputLayouts) -> Vec<Candidate> {
-    vec![
+    let mut all = vec![
         forward::candidate(chip, problem, layouts),
         mma::candidate(chip, problem, layouts, Sums::F32),
         scalar::candidate(chip, problem),
         mma::candidate(chip, problem, layouts, Sums::F16),
-    ]
+    ];
+    // Before all that read keys once for every tile of queries, or after those that do it well.
+    let place = if decode::comes_first(problem) { 0 } else { 2 };
+    all.insert(place, decode::candidate(chip, problem, layouts));
+    all
 }
 
 /// What a kernel of this name would be built as for a problem that it serves.
@@ -75,6 +81,9 @@ pub fn configurations(chip: &Chip, problem: &Problem, kernel: &str) -> Vec<Shipp
     match kernel {
         forward::NAME => {
             forward::configuration(chip, problem).map(Shipped::Forward).into_iter().collect()
+        }
+        decode::NAME => {
+            decode::configuration(chip, problem).map(Shipped::Decode).into_iter().collect()
         }
         mma::NAME => mma(Sums::F32),
         mma::HALF_NAME => mma(Sums::F16),
@@ -97,35 +106,36 @@ impl GpuBackend {
         &self.gpu
     }
 
+    /// Runs what `prepare` makes of the device memory of the call.
     fn attend(
         &self,
-        problem: &Problem,
+        shape: Shape,
         inputs: Inputs<'_>,
         chosen: Candidate,
         guard: bool,
+        prepare: impl FnOnce(&Operands, &Tensor) -> Result<Box<dyn Launch>, Error>,
     ) -> Result<Output, Error> {
         let begun = Instant::now();
-        let layout = Layout::contiguous(problem.output_shape())?;
-        let mut output = Tensor::filled(problem.dtype, layout, 0.0)?;
+        let mut output = Tensor::filled(inputs.query.dtype(), Layout::contiguous(shape)?, 0.0)?;
+        let rows = shape.batch * shape.heads * shape.length;
         let mut lse = Vec::new();
-        lse.try_reserve_exact(problem.rows()).map_err(|_| BackendError::OutOfMemory)?;
-        lse.resize(problem.rows(), f32::NEG_INFINITY);
+        lse.try_reserve_exact(rows).map_err(|_| BackendError::OutOfMemory)?;
+        lse.resize(rows, f32::NEG_INFINITY);
 
         let mut notes = Vec::new();
         let mut milliseconds = 0.0;
         let mut first_result_time = Duration::ZERO;
-        if problem.rows() > 0 {
+        if rows > 0 {
             let operands = Operands::new(&self.gpu, inputs, &output, 4 * lse.len())?;
-            let tensors = operands.tensors(inputs, &output);
-            let mut kernel = DeviceKernel::new(&self.gpu, problem, &chosen.kernel)?;
+            let mut kernel = prepare(&operands, &output)?;
             if guard {
                 // What is checked is what will run in the end.
                 self.gpu.finish_compiling();
-                kernel.launch(self.gpu.stream(), &tensors)?;
+                kernel.launch(self.gpu.stream())?;
             } else {
-                let first = self.gpu.time(|| kernel.launch(self.gpu.stream(), &tensors))?;
+                let first = self.gpu.time(|| kernel.launch(self.gpu.stream()))?;
                 first_result_time = begun.elapsed();
-                milliseconds = self.time(&mut kernel, &tensors, first, &mut notes)?;
+                milliseconds = self.time(kernel.as_mut(), first, &mut notes)?;
             }
             operands.output.read(&self.gpu, output.bytes_mut())?;
             operands.lse.read(&self.gpu, &mut lse)?;
@@ -151,13 +161,12 @@ impl GpuBackend {
     /// form gave the first result, the time is the full form's.
     fn time(
         &self,
-        kernel: &mut DeviceKernel,
-        tensors: &ForwardTensors,
+        kernel: &mut dyn Launch,
         mut first: f64,
         notes: &mut Vec<String>,
     ) -> Result<f64, GpuError> {
         let compact = kernel.compilation().compact;
-        let mut run = || self.gpu.time(|| kernel.launch(self.gpu.stream(), tensors));
+        let mut run = || self.gpu.time(|| kernel.launch(self.gpu.stream()));
         if compact {
             notes.push(
                 "the first result is of the compact form, which compiles faster; the time is the \
@@ -203,7 +212,65 @@ impl Backend for GpuBackend {
         let candidates = vec![(NAME, self.candidates(problem, &inputs.layouts()))];
         let preference = Preference { backend: None, kernel: options.kernel.clone() };
         let plan = Plan::choose(problem, candidates, &[], &preference)?;
-        self.attend(problem, inputs, plan.chosen, options.guard)
+        let (gpu, name) = (&self.gpu, plan.chosen.kernel.clone());
+        self.attend(problem.output_shape(), inputs, plan.chosen, options.guard, |operands, output| {
+            if name == decode::NAME {
+                let sequences = Sequences::plain(problem);
+                let splits = options.splits;
+                return Ok(Box::new(decode::prepare(gpu, &sequences, inputs, operands, splits)?));
+            }
+            let kernel = DeviceKernel::new(gpu, problem, &name)?;
+            Ok(Box::new(Prepared { kernel, tensors: operands.tensors(inputs, output) }))
+        })
+    }
+
+    fn candidates_of_sequences(
+        &self,
+        sequences: &Sequences,
+        layouts: &InputLayouts,
+    ) -> Vec<Candidate> {
+        vec![decode::candidate_of_sequences(&self.gpu.chip(), sequences, layouts)]
+    }
+
+    /// Rows that belong to no sequence are not written.
+    fn run_sequences(
+        &self,
+        sequences: &Sequences,
+        inputs: Inputs<'_>,
+        options: &RunOptions<'_>,
+    ) -> Result<Output, Error> {
+        sequences.validate_inputs(inputs)?;
+        let candidates = self.candidates_of_sequences(sequences, &inputs.layouts());
+        let preference = Preference { backend: None, kernel: options.kernel.clone() };
+        let plan =
+            Plan::choose(sequences.problem(), vec![(NAME, candidates)], &[], &preference)?;
+        let shape = sequences.output_shape(inputs.query.shape());
+        self.attend(shape, inputs, plan.chosen, options.guard, |operands, _| {
+            let (gpu, splits) = (&self.gpu, options.splits);
+            Ok(Box::new(decode::prepare(gpu, sequences, inputs, operands, splits)?))
+        })
+    }
+}
+
+/// A kernel with its arguments.
+trait Launch {
+    fn launch(&mut self, stream: &Stream) -> Result<(), GpuError>;
+    fn compilation(&self) -> &Compilation;
+}
+
+/// A kernel for plain problems, with its tensors.
+struct Prepared {
+    kernel: DeviceKernel,
+    tensors: ForwardTensors,
+}
+
+impl Launch for Prepared {
+    fn launch(&mut self, stream: &Stream) -> Result<(), GpuError> {
+        self.kernel.launch(stream, &self.tensors)
+    }
+
+    fn compilation(&self) -> &Compilation {
+        self.kernel.compilation()
     }
 }
 
@@ -301,8 +368,9 @@ mod tests {
         assert!(configuration.starts_with("forward_bf16_d128x128_causal_"), "{configuration}");
         assert!(plan.chosen.reason.contains("tiles"), "{}", plan.chosen.reason);
         let names: Vec<String> = plan.candidates.iter().map(Candidate::full_name).collect();
-        let all = ["gpu/forward", "gpu/mma", "gpu/scalar", "gpu/mma-half", "cpu/blocked"];
-        assert_eq!(names, all);
+        let gpu = ["gpu/forward", "gpu/mma", "gpu/decode", "gpu/scalar", "gpu/mma-half"];
+        assert_eq!(names[..5], gpu);
+        assert_eq!(names[5..], ["cpu/blocked"]);
     }
 
     #[test]
@@ -334,6 +402,17 @@ mod tests {
             assert_eq!(plan.candidates[0].reason, reason);
             assert!(plan.reason().contains(&format!("not gpu/forward: {reason}")));
         }
+    }
+
+    #[test]
+    fn few_queries_and_unusual_scores_go_to_the_decode_kernel() {
+        let few = Problem::new(4, 32, 1, 128).with_kv_heads(8).with_key_length(4096);
+        let chosen = plan(&Chip::H200, &few, None).unwrap().chosen;
+        assert_eq!(chosen.full_name(), "gpu/decode");
+        assert!(chosen.reason.contains("tiles of 16 keys"), "{}", chosen.reason);
+        let window =
+            Problem::new(1, 4, 300, 64).with_mask(Mask::window(Some(40), Some(0))).with_sinks();
+        assert_eq!(plan(&Chip::H200, &window, None).unwrap().chosen.full_name(), "gpu/decode");
     }
 
     #[test]
@@ -396,8 +475,8 @@ mod tests {
         let strides = Strides { batch: 64 * 140, length: 140, heads: 68 };
         layouts.key = Layout::strided(problem.key_shape(), strides).unwrap();
         let candidates = candidates(&Chip::H200, &problem, &layouts);
-        assert!(candidates[2].accepted);
-        for candidate in &candidates[..2] {
+        assert!(candidates[3].accepted);
+        for candidate in &candidates[..3] {
             assert!(!candidate.accepted);
             assert_eq!(
                 candidate.reason,

@@ -1,0 +1,353 @@
+//! Checking kernels over sequences of unequal lengths: random caches, each described by a seed.
+
+use std::fmt;
+
+use rayon::prelude::*;
+
+use super::{Outcome, same_bits};
+use crate::backend::{Backend, Progress, RunOptions};
+use crate::dtype::DType;
+use crate::error::Error;
+use crate::inputs::InputTensors;
+use crate::problem::{Mask, Problem};
+use crate::reference::{self, Answer, Rows};
+use crate::serving::{Pages, Placement, Sequences};
+use crate::tensor::random::mix;
+use crate::tensor::{Layout, Shape, Tensor};
+use crate::verdict::compare_sequences;
+
+/// Sequences with their tensors, all of it from a seed.
+#[derive(Debug)]
+pub struct SequencesCase {
+    seed: u64,
+    sequences: Sequences,
+    tensors: InputTensors,
+    splits: Option<u32>,
+}
+
+/// A case with what the result should be.
+#[derive(Debug)]
+pub struct ExpectedOfSequences<'a> {
+    case: &'a SequencesCase,
+    reference: Answer,
+    baseline: Answer,
+}
+
+/// How one kernel did on one of many cases of sequences.
+#[derive(Debug)]
+pub struct CheckedSequences {
+    /// The case.
+    pub case: String,
+    /// The back end's name.
+    pub backend: &'static str,
+    /// The kernel's name.
+    pub kernel: String,
+    /// What came of it.
+    pub outcome: Result<Outcome, Error>,
+}
+
+/// Run every kernel that accepts a case, or only the one of this name, for the cases of the first
+/// seeds.
+pub fn run_sequences(
+    backends: &[&dyn Backend],
+    kernel: Option<&str>,
+    dtype: DType,
+    seeds: u64,
+    progress: &dyn Progress,
+) -> Vec<CheckedSequences> {
+    progress.begin(seeds);
+    let check = |seed: u64| {
+        let checked = check_seed(backends, kernel, dtype, seed);
+        progress.advance(1);
+        checked
+    };
+    (0..seeds).into_par_iter().flat_map_iter(check).collect()
+}
+
+fn check_seed(
+    backends: &[&dyn Backend],
+    wanted: Option<&str>,
+    dtype: DType,
+    seed: u64,
+) -> Vec<CheckedSequences> {
+    let Ok(case) = SequencesCase::random(dtype, seed) else {
+        return Vec::new();
+    };
+    let mut kernels: Vec<(&dyn Backend, String)> = Vec::new();
+    for backend in backends {
+        kernels.extend(case.kernel(*backend).map(|kernel| (*backend, kernel)));
+    }
+    kernels.retain(|(_, kernel)| wanted.is_none_or(|wanted| wanted == kernel));
+    if kernels.is_empty() {
+        return Vec::new();
+    }
+    let expected = case.expected();
+    let check = |(backend, kernel): (&dyn Backend, String)| {
+        let outcome = match &expected {
+            Ok(expected) => expected.check(backend),
+            Err(_) => case.expected().and_then(|expected| expected.check(backend)),
+        };
+        CheckedSequences { case: case.to_string(), backend: backend.name(), kernel, outcome }
+    };
+    kernels.into_iter().map(check).collect()
+}
+
+/// Numbers under a seed, one after the other.
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, most: usize) -> usize {
+        self.0 = mix(self.0);
+        (self.0 >> 33) as usize % most.max(1)
+    }
+
+    fn of<T: Copy>(&mut self, values: &[T]) -> T {
+        values[self.below(values.len())]
+    }
+
+    fn one_in(&mut self, chances: usize) -> bool {
+        self.below(chances) == 0
+    }
+
+    /// The numbers below `count` in another order.
+    fn shuffled(&mut self, count: usize) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..count).collect();
+        for index in (1..count).rev() {
+            order.swap(index, self.below(index + 1));
+        }
+        order
+    }
+}
+
+const PAGE_SIZES: [usize; 8] = [1, 4, 16, 48, 64, 64, 128, 256];
+const DIMS: [(usize, usize); 12] = [
+    (64, 64),
+    (64, 64),
+    (128, 128),
+    (128, 128),
+    (128, 128),
+    (96, 96),
+    (192, 128),
+    (192, 192),
+    (256, 256),
+    (8, 8),
+    (40, 72),
+    (136, 24),
+];
+const SPLITS: [u32; 9] = [1, 2, 3, 5, 8, 16, 33, 47, 64];
+
+impl SequencesCase {
+    /// The case of a seed: lengths with zeros, packed, padded and paged caches with whatever is no
+    /// key of a sequence NaN, left padding, windows, softcaps, slopes and sinks, groups of 1 to 16
+    /// query heads, one query for each sequence or several, 1 to 64 splits.
+    pub fn random(dtype: DType, seed: u64) -> Result<Self, Error> {
+        let mut dice = Dice(mix(seed ^ 0x5e9e_0ce5));
+        let batch = dice.of(&[1, 1, 2, 3, 5, 9, 33]);
+        let kv_heads = dice.of(&[1, 1, 2, 3]);
+        let group = dice.of(&[1, 2, 3, 4, 6, 7, 8, 16]);
+        let (head_dim, value_head_dim) = dice.of(&DIMS);
+        let top = match batch {
+            33 => dice.of(&[3, 40, 120]),
+            1..=2 => dice.of(&[1, 16, 100, 257, 700, 1500]),
+            _ => dice.of(&[1, 15, 17, 63, 100, 300]),
+        };
+        let lengths: Vec<usize> = (0..batch)
+            .map(|_| match dice.below(6) {
+                0 => 0,
+                1 => 1.min(top),
+                2 | 3 => top,
+                _ => dice.below(top + 1),
+            })
+            .collect();
+        let mask = match dice.below(5) {
+            0 => Mask::None,
+            1 | 2 => Mask::Causal,
+            3 => Mask::window(Some(dice.below(60)), Some(0)),
+            _ => Mask::window(Some(dice.below(300)), Some(dice.below(5))),
+        };
+        let mut problem = Problem::new(batch, kv_heads * group, 1, head_dim)
+            .with_kv_heads(kv_heads)
+            .with_value_head_dim(value_head_dim)
+            .with_dtype(dtype)
+            .with_mask(mask);
+        problem.softcap = dice.one_in(4).then(|| dice.of(&[2.0, 30.0]));
+        problem.alibi = dice.one_in(4);
+        problem.sinks = dice.one_in(4);
+
+        let (queries, query) = Self::queries(&mut dice, batch, problem.query_heads, head_dim);
+        let (keys, cache) = Self::keys(&mut dice, lengths, kv_heads, head_dim)?;
+        let sequences = Sequences::new(problem, queries, keys)?;
+        let tensors = tensors(&sequences, query, cache, seed)?;
+        let splits = (!dice.one_in(3)).then(|| dice.of(&SPLITS));
+        Ok(SequencesCase { seed, sequences, tensors, splits })
+    }
+
+    fn queries(dice: &mut Dice, batch: usize, heads: usize, dim: usize) -> (Placement, Shape) {
+        if dice.one_in(3) {
+            let mut starts = vec![0];
+            for sequence in 0..batch {
+                starts.push(starts[sequence] + dice.below(5));
+            }
+            let shape = Shape::new(1, starts[batch], heads, dim);
+            return (Placement::packed(starts), shape);
+        }
+        let length = dice.of(&[1, 1, 1, 2, 3, 5]);
+        (Placement::padded(vec![length; batch]), Shape::new(batch, length, heads, dim))
+    }
+
+    fn keys(
+        dice: &mut Dice,
+        lengths: Vec<usize>,
+        heads: usize,
+        dim: usize,
+    ) -> Result<(Placement, Shape), Error> {
+        let (batch, longest) = (lengths.len(), lengths.iter().copied().max().unwrap_or(0));
+        let padding: Option<Vec<usize>> =
+            dice.one_in(4).then(|| lengths.iter().map(|length| dice.below(length + 1)).collect());
+        let (placement, shape) = match dice.below(4) {
+            0 => {
+                let mut starts = vec![0];
+                for length in &lengths {
+                    starts.push(starts[starts.len() - 1] + length + dice.of(&[0, 0, 3]));
+                }
+                let rows = starts[batch].max(1);
+                let placement = Placement::packed(starts).with_lengths(lengths);
+                (placement, Shape::new(1, rows, heads, dim))
+            }
+            1 => {
+                let entries = dice.shuffled(batch + 1)[..batch].to_vec();
+                let room = (longest + dice.of(&[0, 0, 3])).max(1);
+                (Placement::entries(lengths, entries), Shape::new(batch + 1, room, heads, dim))
+            }
+            _ => {
+                let size = dice.of(&PAGE_SIZES);
+                let columns = longest.div_ceil(size).max(1) + dice.below(2);
+                let pages = batch * columns + 3;
+                let mut table: Vec<u32> = dice.shuffled(pages)[..batch * columns]
+                    .iter()
+                    .map(|page| *page as u32)
+                    .collect();
+                // Pages beyond a sequence's end are nonsense.
+                for (row, length) in table.chunks_mut(columns).zip(&lengths) {
+                    row[length.div_ceil(size)..].fill(u32::MAX - 7);
+                }
+                let shape = Shape::new(pages, size, heads, dim);
+                (Placement::paged(lengths, Pages::new(size, columns, table)?), shape)
+            }
+        };
+        Ok(match padding {
+            Some(padding) => (placement.with_left_padding(padding), shape),
+            None => (placement, shape),
+        })
+    }
+
+    /// What is computed.
+    pub fn sequences(&self) -> &Sequences {
+        &self.sequences
+    }
+
+    /// Computes the reference.
+    pub fn expected(&self) -> Result<ExpectedOfSequences<'_>, Error> {
+        let rows = Rows::of(&self.sequences);
+        let inputs = self.tensors.inputs();
+        let reference = reference::attention_of_sequences(&self.sequences, inputs, &rows)?;
+        let baseline = reference::baseline_of_sequences(&self.sequences, inputs, &rows)?;
+        Ok(ExpectedOfSequences { case: self, reference, baseline })
+    }
+
+    /// The kernel of a back end that serves it.
+    pub fn kernel(&self, backend: &dyn Backend) -> Option<String> {
+        let layouts = self.tensors.inputs().layouts();
+        let candidates = backend.candidates_of_sequences(&self.sequences, &layouts);
+        candidates.into_iter().find(|it| it.accepted).map(|it| it.kernel)
+    }
+}
+
+impl ExpectedOfSequences<'_> {
+    /// Runs a back end twice, with guard zones, and judges it.
+    pub fn check(&self, backend: &dyn Backend) -> Result<Outcome, Error> {
+        let SequencesCase { sequences, tensors, splits, .. } = self.case;
+        let options = RunOptions { guard: true, splits: *splits, ..RunOptions::default() };
+        let first = backend.run_sequences(sequences, tensors.inputs(), &options)?;
+        let second = backend.run_sequences(sequences, tensors.inputs(), &options)?;
+        let verdict = compare_sequences(sequences, &first, &self.reference, &self.baseline)?;
+        let repeats = same_bits(&first, &second);
+        Ok(Outcome { passed: verdict.passed && repeats, verdict, repeats, holes: 0 })
+    }
+}
+
+/// Standard normal queries and keys; whatever is no key of a sequence is NaN.
+fn tensors(
+    sequences: &Sequences,
+    query: Shape,
+    cache: Shape,
+    seed: u64,
+) -> Result<InputTensors, Error> {
+    let problem = sequences.problem();
+    let extras = InputTensors::random(
+        &Problem { batch: 1, query_length: 1, key_length: 1, ..problem.clone() },
+        seed,
+    )?;
+    let keys = sequences.keys();
+    let of_cache = |dim: usize, stream: u64| -> Result<Tensor, Error> {
+        let shape = Shape { dim, ..cache };
+        let random = Tensor::random(problem.dtype, shape, seed.wrapping_mul(3) + stream)?;
+        let layout = Layout::contiguous(shape)?;
+        let mut tensor = Tensor::filled(problem.dtype, layout, f32::NAN)?;
+        for sequence in 0..sequences.len() {
+            for position in 0..keys.length(sequence) {
+                let (entry, row) = keys.locate(sequence, position);
+                for head in 0..shape.heads {
+                    tensor.copy_row([entry, row, head], &random, [entry, row, head]);
+                }
+            }
+        }
+        Ok(tensor)
+    };
+    Ok(InputTensors {
+        query: Tensor::random(problem.dtype, query, seed.wrapping_mul(3))?,
+        key: of_cache(problem.head_dim, 1)?,
+        value: of_cache(problem.value_head_dim, 2)?,
+        slopes: extras.slopes,
+        sinks: extras.sinks,
+    })
+}
+
+impl fmt::Display for SequencesCase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let keys = self.sequences.keys();
+        write!(f, "{}, keys {:?}", self.sequences.problem(), keys.ends())?;
+        if let Some(pages) = keys.pages() {
+            write!(f, ", pages of {}", pages.size())?;
+        }
+        if !keys.left_padding().is_empty() {
+            f.write_str(", left padding")?;
+        }
+        if self.sequences.queries().starts().is_some() {
+            f.write_str(", packed queries")?;
+        }
+        if let Some(splits) = self.splits {
+            write!(f, ", {splits} splits")?;
+        }
+        write!(f, ", seed {}", self.seed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::CpuBackend;
+
+    #[test]
+    fn the_cpu_is_right_about_random_sequences() {
+        let backend = CpuBackend::new();
+        for seed in 0..40 {
+            for dtype in [DType::F16, DType::BF16] {
+                let case = SequencesCase::random(dtype, seed).unwrap();
+                assert_eq!(case.kernel(&backend).as_deref(), Some("blocked"));
+                let outcome = case.expected().unwrap().check(&backend).unwrap();
+                assert!(outcome.passed, "{case}: {outcome}");
+            }
+        }
+    }
+}
