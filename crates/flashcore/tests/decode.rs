@@ -240,3 +240,74 @@ fn what_the_host_can_see_is_refused() {
         assert!(matches!(DecodePlan::new(&gpu, &size), Err(GpuError::Unsupported { .. })));
     }
 }
+
+/// Microseconds of the plan itself, caches cold: run with `--ignored --nocapture`.
+#[test]
+#[ignore = "a measurement"]
+fn how_long_decode_takes() {
+    let Some(gpu) = gpu() else { return };
+    let stream = gpu.stream();
+    let flush = Buffer::new(gpu.device(), 256 << 20).unwrap();
+    let cells = [(1, 32, 8192), (1, 64, 131_072), (16, 32, 8192), (64, 64, 8192), (128, 32, 4096)];
+    for (batch, heads, keys) in cells {
+        let problem = Problem::new(batch, heads, 1, 128)
+            .with_kv_heads(8)
+            .with_key_length(keys)
+            .with_dtype(DType::BF16);
+        for page in [0, 1, 16, 64] {
+            let (entries, rows) =
+                if page == 0 { (batch, keys) } else { (batch * keys / page, page) };
+            let mut size = DecodeSize::new(problem.clone());
+            if page > 0 {
+                size = size.with_pages(page, keys / page, entries);
+            }
+            let mut plan = DecodePlan::new(&gpu, &size).unwrap();
+            let cache = Layout::contiguous(Shape::new(entries, rows, 8, 128)).unwrap().strides();
+            let one = Layout::contiguous(problem.query_shape()).unwrap().strides();
+            let room = |bytes: usize| {
+                let buffer = Buffer::new(gpu.device(), bytes as u64).unwrap();
+                stream.fill_words(buffer.all(), 0x3f00_3e80).unwrap();
+                buffer
+            };
+            let bytes = 2 * batch * keys * 8 * 128;
+            let (key, value) = (room(bytes), room(bytes));
+            let (query, output) = (room(2 * batch * heads * 128), room(2 * batch * heads * 128));
+            let lse = room(4 * batch * heads);
+            let lengths = Buffer::from_slice(stream, &vec![keys as u32; batch]).unwrap();
+            let table = Buffer::from_slice(stream, &shuffled(batch * keys / page.max(1))).unwrap();
+            let at = |buffer: &Buffer, strides| DeviceTensor { address: buffer.address(), strides };
+            let mut tensors = DecodeTensors::new(
+                at(&query, one),
+                at(&key, cache),
+                at(&value, cache),
+                at(&output, one),
+                lse.address(),
+            );
+            tensors.lengths = Some(lengths.address());
+            tensors.block_table = (page > 0).then(|| table.address());
+            let mut times: Vec<f64> = (0..13)
+                .map(|_| {
+                    stream.fill(flush.all(), 1).unwrap();
+                    let (start, end) = (event(&gpu), event(&gpu));
+                    start.record(stream).unwrap();
+                    plan.launch(stream, &tensors).unwrap();
+                    end.record(stream).unwrap();
+                    end.synchronize().unwrap();
+                    end.milliseconds_since(&start).unwrap()
+                })
+                .collect();
+            times.sort_by(f64::total_cmp);
+            let microseconds = 1e3 * times[times.len() / 2];
+            println!(
+                "B{batch} H{heads}/8 {keys} page {page}: {microseconds:.1} us, {:.0} GB/s, {} teams, {}",
+                2.0 * bytes as f64 / microseconds / 1e3,
+                plan.teams(),
+                plan.configuration().name()
+            );
+        }
+    }
+}
+
+fn event(gpu: &Gpu) -> cuda::Event {
+    cuda::Event::new(gpu.device()).unwrap()
+}

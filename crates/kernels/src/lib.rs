@@ -6,6 +6,7 @@
 //! | [`scalar`] | attention on any GPU, with ordinary arithmetic |
 //! | [`mma`] | attention on Ampere and later, with mma.sync and cp.async |
 //! | [`decode`] | attention of few queries over long, maybe paged, caches |
+//! | [`append`] | new keys and values into a cache, with rotary embeddings |
 //! | [`forward`] | attention on Hopper, with wgmma and TMA |
 //! | [`combine`] | partial attention over parts of the keys, put together |
 //! | [`single`] | one `wgmma` |
@@ -15,6 +16,7 @@
 //! A configuration is plain data: print it, hash it, search over it. Building
 //! the same configuration twice gives the same program.
 
+pub mod append;
 pub mod ceiling;
 pub mod combine;
 pub mod decode;
@@ -28,6 +30,7 @@ mod shipped;
 pub mod single;
 mod strides;
 
+pub use append::Append;
 pub use ceiling::Ceiling;
 pub use combine::Combine;
 pub use decode::Decode;

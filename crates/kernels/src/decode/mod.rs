@@ -29,7 +29,7 @@ mod combine;
 mod copies;
 mod mask;
 mod merge;
-mod place;
+pub(crate) mod place;
 mod products;
 mod schedule;
 mod scores;
@@ -302,14 +302,14 @@ impl Decode {
 }
 
 /// A number that may be negative in memory, between two bounds.
-fn clamp(k: &mut Builder, value: Reg<ptx::S32>, most: Reg<U32>) -> Reg<U32> {
+pub(crate) fn clamp(k: &mut Builder, value: Reg<ptx::S32>, most: Reg<U32>) -> Reg<U32> {
     let most = most.reinterpret::<ptx::S32>();
     let bounded = k.eval(value.minimum(most).maximum(0));
     k.eval(bounded.reinterpret::<U32>())
 }
 
 /// The 32-bit number of a sequence in a list that may be absent (its address is 0).
-fn entry_of(
+pub(crate) fn entry_of(
     k: &mut Builder,
     list: Reg<GlobalAddress>,
     index: impl Into<ptx::Value<U32>>,

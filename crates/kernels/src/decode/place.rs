@@ -5,11 +5,10 @@
 
 use ptx::{Builder, Expression, GlobalAddress, Reg, S32, U32, U64};
 
-use super::schedule::Cursor;
 use super::{clamp, entry_of};
 
 /// The memory order of keys and values.
-pub(super) struct Places {
+pub(crate) struct Places {
     /// The batch entry of each sequence, or 0.
     entries: Reg<GlobalAddress>,
     /// Batch entries or pages that there are.
@@ -25,7 +24,7 @@ struct Pages {
 }
 
 impl Places {
-    pub(super) fn parameters(k: &mut Builder, paged: bool) -> Self {
+    pub(crate) fn parameters(k: &mut Builder, paged: bool) -> Self {
         Places {
             entries: k.parameter("batch entries"),
             count: k.parameter("batch entries there are"),
@@ -38,7 +37,7 @@ impl Places {
     }
 
     /// The batch entry of a sequence; with pages, its row of the block table.
-    pub(super) fn entry(&self, k: &mut Builder, sequence: Reg<U32>) -> Reg<U32> {
+    pub(crate) fn entry(&self, k: &mut Builder, sequence: Reg<U32>) -> Reg<U32> {
         match &self.pages {
             Some(_) => sequence,
             None => {
@@ -49,22 +48,22 @@ impl Places {
         }
     }
 
-    /// The batch entry or page, and the row in it, of a key of the cursor's sequence. Keys
-    /// beyond the table are taken from its last page: nobody sees them.
-    pub(super) fn locate(
+    /// The batch entry or page, and the row in it, of a row of a sequence's place; `entry` is what
+    /// [`entry`](Places::entry) gave. Rows beyond the table are taken from its last page: nobody
+    /// sees them.
+    pub(crate) fn locate(
         &self,
         k: &mut Builder,
-        cursor: &Cursor,
-        key: Reg<U32>,
+        entry: Reg<U32>,
+        row: Reg<U32>,
     ) -> (Reg<U32>, Reg<U32>) {
-        let row = k.eval(cursor.skipped + key);
         let Some(Pages { table, columns, size }) = &self.pages else {
-            return (cursor.entry, row);
+            return (entry, row);
         };
         let index = k.eval(row / *size);
         let within = k.eval(row - index * *size);
         let column = index.minimum(*columns - 1);
-        let at = cursor.entry.convert::<U64>() * columns.convert::<U64>() + column.convert::<U64>();
+        let at = entry.convert::<U64>() * columns.convert::<U64>() + column.convert::<U64>();
         let page = k.load::<S32, _>(*table + at * 4);
         let last = k.eval(self.count - 1);
         (clamp(k, page, last), within)

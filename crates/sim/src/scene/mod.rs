@@ -12,6 +12,7 @@
 //! this crate lies below it, and two references that agree are worth more than
 //! one.
 
+mod append;
 mod attention;
 mod banks;
 mod decode;
@@ -23,6 +24,7 @@ use std::fmt;
 use kernels::Shipped;
 use ptx::{Element, Program};
 
+pub use append::AppendSize;
 pub use attention::AttentionSize;
 pub use decode::DecodeSize;
 pub use sweep::{Outcome, schedules};

@@ -1,6 +1,7 @@
 //! The kernels of `crates/kernels`, simulated: values against a reference,
 //! every policy, many seeds, no alarm.
 
+mod append;
 mod attention;
 mod banks;
 mod decode;
