@@ -1,7 +1,7 @@
 //! Sequences of unequal lengths through the back ends that need no GPU, against the reference.
 
 use flashcore::reference::{self, Rows};
-use flashcore::serving::{Pages, Placement, Sequences};
+use flashcore::serving::{Pages, Placement, Rotary, Sequences, append, merge};
 use flashcore::{
     Backend, CpuBackend, DType, InputTensors, Inputs, Mask, Problem, RunOptions, Shape, Tensor,
     compare_sequences,
@@ -122,4 +122,81 @@ fn left_padding_and_batch_entries_choose_the_rows() {
     check(&sequences, tensors.inputs());
     let gathered = sequences.gather(tensors.inputs(), 0).unwrap();
     assert_eq!(gathered.key.head(0, 1).row(0), tensors.key.head(3, 1).row(4));
+}
+
+#[test]
+fn a_cache_in_two_parts_merges_to_the_whole() {
+    let problem =
+        Problem::new(2, 4, 3, 16).with_kv_heads(2).with_key_length(50).with_dtype(DType::F32);
+    let tensors = InputTensors::random(&problem, 4).unwrap();
+    let backend = CpuBackend::new();
+    let run = |begin: usize, end: usize| {
+        let keys = Placement::padded(vec![end; 2]).with_left_padding(vec![begin; 2]);
+        let queries = Placement::padded(vec![3; 2]);
+        let sequences = Sequences::new(problem.clone(), queries, keys).unwrap();
+        backend.run_sequences(&sequences, tensors.inputs(), &RunOptions::default()).unwrap()
+    };
+    let (whole, first, second, nothing) = (run(0, 50), run(0, 17), run(17, 50), run(9, 9));
+    let (output, lse) = merge(&[nothing.part(), first.part(), second.part()]).unwrap();
+    for (merged, whole) in output.to_f32().iter().zip(whole.output.to_f32()) {
+        assert!((merged - whole).abs() < 1e-5, "{merged} {whole}");
+    }
+    for (merged, whole) in lse.iter().zip(&whole.lse) {
+        assert!((merged - whole).abs() < 1e-5, "{merged} {whole}");
+    }
+    assert_eq!(merge(&[]).unwrap_err().to_string(), "the problem has parts, and none were given");
+    let short = merge(&[(&first.output, &first.lse[1..])]).unwrap_err().to_string();
+    assert_eq!(short, "log-sum-exp has length 23, expected 24");
+}
+
+#[test]
+fn new_tokens_go_behind_the_sequences() {
+    let cache = Shape::new(6, 4, 2, 8);
+    let before = Tensor::random(DType::BF16, cache, 1).unwrap();
+    let new_shape = Shape::new(1, 5, 2, 8);
+    let new_key = Tensor::random(DType::BF16, new_shape, 2).unwrap();
+    let new_value = Tensor::random(DType::BF16, new_shape, 3).unwrap();
+    let pages = Pages::new(4, 3, vec![5, 0, 2, 1, 3, 4]).unwrap();
+    let place = Placement::paged(vec![3, 8], pages.clone());
+    let new = Placement::packed(vec![0, 2, 5]);
+    let (mut key, mut value) = (before.clone(), before.clone());
+    let added = (&new_key, &new_value);
+    append((&mut key, &mut value), &place, added, &new, None).unwrap();
+    let grown = Placement::paged(vec![5, 11], pages);
+    for (sequence, first, count) in [(0, 3, 2), (1, 8, 3)] {
+        for index in 0..count {
+            let (page, row) = grown.locate(sequence, first + index);
+            let (_, from) = new.locate(sequence, index);
+            for head in 0..2 {
+                assert_eq!(key.head(page, head).row(row), new_key.head(0, head).row(from));
+                assert_eq!(value.head(page, head).row(row), new_value.head(0, head).row(from));
+            }
+        }
+    }
+    // What was there is there.
+    assert_eq!(key.head(5, 1).row(2), before.head(5, 1).row(2));
+
+    // A quarter turn of the first pair at every position.
+    let (mut cosines, mut sines) = (vec![1.0; 24], vec![0.0; 24]);
+    for position in 0..12 {
+        (cosines[2 * position], sines[2 * position]) = (0.0, 1.0);
+    }
+    for (interleaved, second) in [(true, 1), (false, 2)] {
+        let rotary = Rotary { dim: 4, interleaved, cosines: &cosines, sines: &sines };
+        let (mut key, mut value) = (before.clone(), before.clone());
+        append((&mut key, &mut value), &place, added, &new, Some(rotary)).unwrap();
+        let (page, row) = grown.locate(1, 9);
+        let (turned, source) = (key.head(page, 0).row(row), new_key.head(0, 0).row(3));
+        assert_eq!((turned[0], turned[second]), (-source[second], source[0]));
+        assert_eq!(turned[4..], source[4..]);
+    }
+    let odd = Rotary { dim: 10, interleaved: true, cosines: &cosines, sines: &sines };
+    let refusal = append((&mut key, &mut value), &place, added, &new, Some(odd)).unwrap_err();
+    assert_eq!(
+        refusal.to_string(),
+        "a rotary dim of 10 is not even, or not from 2 to the head dim 8"
+    );
+    let full = Placement::paged(vec![11, 8], Pages::new(4, 3, vec![5, 0, 2, 1, 3, 4]).unwrap());
+    let refusal = append((&mut key, &mut value), &full, added, &new, None).unwrap_err();
+    assert_eq!(refusal.to_string(), "sequence 0 has 13 positions, and there is room for 12");
 }

@@ -23,8 +23,12 @@
 //!
 //! Masks are aligned for each sequence: its last query stands at its last key.
 
+mod append;
+mod merge;
 mod placement;
 
+pub use append::{Rotary, append};
+pub use merge::merge;
 pub use placement::{Pages, Placement};
 
 use std::ops::Range;
@@ -111,6 +115,14 @@ pub enum ServingError {
         given: usize,
         /// The table's.
         expected: usize,
+    },
+    /// A rotary embedding of another width.
+    #[error("a rotary dim of {given} is not even, or not from 2 to the head dim {head_dim}")]
+    RotaryDim {
+        /// The embedding's.
+        given: usize,
+        /// The keys'.
+        head_dim: usize,
     },
     /// Queries cannot be in pages.
     #[error("queries are padded or packed, not paged")]

@@ -306,7 +306,7 @@ impl Tensor {
         self.bytes_mut()[to..to + length].copy_from_slice(&from.bytes()[place..place + length]);
     }
 
-    fn set_row(&mut self, [batch, position, head]: [usize; 3], values: &[f32]) {
+    pub(crate) fn set_row(&mut self, [batch, position, head]: [usize; 3], values: &[f32]) {
         let start = self.layout.offset(batch, position, head);
         with_elements!(&mut self.elements, vector =>
             Element::narrow(values, &mut vector[start..start + values.len()]));

@@ -1,0 +1,112 @@
+//! New keys and values into a cache that lies in host memory.
+
+use super::{Placement, ServingError};
+use crate::error::Error;
+use crate::inputs::InputError;
+use crate::tensor::{Shape, Tensor};
+
+/// Rotary embedding: pairs of columns of a key are turned by an angle that its position has.
+#[derive(Debug, Clone, Copy)]
+pub struct Rotary<'a> {
+    /// The first so many columns are turned, the others stay.
+    pub dim: usize,
+    /// Whether neighbours are pairs; else column `i` and column `dim / 2 + i`.
+    pub interleaved: bool,
+    /// `dim / 2` cosines for each position.
+    pub cosines: &'a [f32],
+    /// `dim / 2` sines for each position.
+    pub sines: &'a [f32],
+}
+
+impl Rotary<'_> {
+    /// Turns a key at a position: in f32, to be rounded once.
+    fn turn(&self, key: &mut [f32], position: usize) {
+        let half = self.dim / 2;
+        for pair in 0..half {
+            let (first, second) = match self.interleaved {
+                true => (2 * pair, 2 * pair + 1),
+                false => (pair, pair + half),
+            };
+            let (cosine, sine) =
+                (self.cosines[position * half + pair], self.sines[position * half + pair]);
+            let (x, y) = (key[first], key[second]);
+            key[first] = x * cosine - y * sine;
+            key[second] = x * sine + y * cosine;
+        }
+    }
+
+    /// Refuse what is no embedding of keys of this width up to a position.
+    fn validate(&self, head_dim: usize, positions: usize) -> Result<(), ServingError> {
+        let Rotary { dim, cosines, sines, .. } = *self;
+        if dim == 0 || !dim.is_multiple_of(2) || dim > head_dim {
+            return Err(ServingError::RotaryDim { given: dim, head_dim });
+        }
+        let expected = positions.saturating_mul(dim / 2);
+        for (list, given) in
+            [("the table of cosines", cosines.len()), ("the table of sines", sines.len())]
+        {
+            if given < expected {
+                return Err(ServingError::Entries { list, given, expected });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Writes new keys and values behind the sequences of a cache, in place; without rotary embeddings
+/// bit for bit. `place` says where the sequences are and how long they were, `new` where the new
+/// rows are: row `i` of a sequence becomes its position `length + i`.
+pub fn append(
+    (key, value): (&mut Tensor, &mut Tensor),
+    place: &Placement,
+    (new_key, new_value): (&Tensor, &Tensor),
+    new: &Placement,
+    rotary: Option<Rotary<'_>>,
+) -> Result<(), Error> {
+    let count = new.sequences();
+    if place.sequences() != count {
+        let (list, given) = ("the placement of the cache", place.sequences());
+        return Err(ServingError::Entries { list, given, expected: count }.into());
+    }
+    let grown: Vec<usize> =
+        (0..count).map(|sequence| place.ends()[sequence] + new.length(sequence)).collect();
+    let longest = grown.iter().copied().max().unwrap_or(0);
+    let grown = place.clone().with_lengths(grown);
+    grown.validate()?;
+    new.validate()?;
+    for (name, cache, added) in [("key", &*key, new_key), ("value", &*value, new_value)] {
+        let (given, existing) = (added.shape(), cache.shape());
+        if (given.heads, given.dim) != (existing.heads, existing.dim) {
+            let expected = Shape { heads: existing.heads, dim: existing.dim, ..given };
+            return Err(InputError::Shape { tensor: name, given, expected }.into());
+        }
+        if added.dtype() != cache.dtype() {
+            let (given, expected) = (added.dtype(), cache.dtype());
+            return Err(InputError::DType { tensor: name, given, expected }.into());
+        }
+        grown.fits(existing)?;
+        new.fits(given)?;
+    }
+    if let Some(rotary) = rotary {
+        rotary.validate(key.shape().dim, longest)?;
+    }
+    let mut row = vec![0f32; key.shape().dim];
+    for sequence in 0..count {
+        for index in 0..new.length(sequence) {
+            let (entry, from) = new.locate(sequence, index);
+            let position = place.length(sequence) + index;
+            let (page, to) = grown.locate(sequence, position);
+            for head in 0..key.shape().heads {
+                value.copy_row([page, to, head], new_value, [entry, from, head]);
+                let Some(rotary) = rotary else {
+                    key.copy_row([page, to, head], new_key, [entry, from, head]);
+                    continue;
+                };
+                new_key.head(entry, head).read(from, &mut row);
+                rotary.turn(&mut row, place.ends()[sequence] + index);
+                key.set_row([page, to, head], &row);
+            }
+        }
+    }
+    Ok(())
+}
