@@ -126,9 +126,9 @@ impl Machine {
     }
 
     fn backend_of(&self, plan: &Plan) -> &dyn Backend {
-        let named = |backend: &&Box<dyn Backend>| backend.name() == plan.chosen.backend;
-        let backend = self.backends.iter().find(named);
-        backend.expect("a plan names one of the back ends it was made from").as_ref()
+        let mut backends = self.backends.iter().map(AsRef::as_ref);
+        let named = backends.find(|backend: &&dyn Backend| backend.name() == plan.chosen.backend);
+        named.expect("a plan names one of the back ends it was made from")
     }
 }
 

@@ -11,7 +11,7 @@ use crate::gpu::DeviceTensor;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Slot {
     /// The plan.
-    Fixed(Argument),
+    Fixed(Number),
     /// The address of query, key, value or output, by number.
     Tensor(usize),
     /// A stride of one of them.
@@ -20,6 +20,28 @@ pub(super) enum Slot {
     Lse,
     /// A list on the device, or nothing.
     List(List),
+}
+
+/// An argument that stays.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Number {
+    U32(u32),
+    I32(i32),
+    U64(u64),
+    F32(f32),
+    Address(DeviceAddress),
+}
+
+impl From<Number> for Argument {
+    fn from(number: Number) -> Self {
+        match number {
+            Number::U32(value) => value.into(),
+            Number::I32(value) => value.into(),
+            Number::U64(value) => value.into(),
+            Number::F32(value) => value.into(),
+            Number::Address(value) => value.into(),
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -45,7 +67,7 @@ impl Slot {
     pub(super) fn argument(self, tensors: &DecodeTensors, packed: bool) -> Argument {
         let all = [tensors.query, tensors.key, tensors.value, tensors.output];
         match self {
-            Slot::Fixed(argument) => argument,
+            Slot::Fixed(number) => number.into(),
             Slot::Tensor(role) => all[role].address.into(),
             Slot::Stride(role, stride) => {
                 let DeviceTensor { strides, .. } = all[role];
@@ -75,8 +97,8 @@ impl Slot {
     }
 }
 
-/// The numbers of a launch.
-pub(super) struct Numbers<'a> {
+/// What the numbers of a launch are made from.
+pub(super) struct Launch<'a> {
     pub(super) size: &'a DecodeSize,
     pub(super) teams: u32,
     pub(super) members: u32,
@@ -85,21 +107,21 @@ pub(super) struct Numbers<'a> {
 }
 
 /// The slots of a kernel's parameters, or the name of the one that is not known.
-pub(super) fn slots(parameters: &[String], numbers: &Numbers<'_>) -> Result<Vec<Slot>, String> {
+pub(super) fn slots(parameters: &[String], numbers: &Launch<'_>) -> Result<Vec<Slot>, String> {
     parameters.iter().map(|name| numbers.slot(name).ok_or_else(|| name.clone())).collect()
 }
 
-impl Numbers<'_> {
+impl Launch<'_> {
     fn slot(&self, name: &str) -> Option<Slot> {
         let DecodeSize { problem, pages, entries, query_rows, .. } = self.size;
-        let number = |value: usize| Some(Slot::Fixed(Argument::U32(u32::try_from(value).ok()?)));
-        let float = |value: f32| Some(Slot::Fixed(Argument::F32(value)));
-        let word = |value: usize| Some(Slot::Fixed(Argument::U64(value as u64)));
+        let number = |value: usize| Some(Slot::Fixed(Number::U32(u32::try_from(value).ok()?)));
+        let float = |value: f32| Some(Slot::Fixed(Number::F32(value)));
+        let word = |value: usize| Some(Slot::Fixed(Number::U64(value as u64)));
         let log2e = std::f32::consts::LOG2_E;
         let (left, right) = problem.mask.reach();
         let reach = |keys: Option<usize>| {
             let keys = keys.map_or(OPEN, |keys| i32::try_from(keys).unwrap_or(OPEN).min(OPEN));
-            Some(Slot::Fixed(Argument::I32(keys)))
+            Some(Slot::Fixed(Number::I32(keys)))
         };
         let page = |of: fn(&DecodePages) -> usize| number(pages.as_ref().map_or(0, of));
         let packed = self.size.packed_queries;
@@ -108,8 +130,8 @@ impl Numbers<'_> {
             "lse batch stride" if packed => word(0),
             "lse batch stride" => word(problem.query_heads * query_rows),
             "lse head stride" => word(*query_rows),
-            "parts" => Some(Slot::Fixed(self.workspace.parts().into())),
-            "counters" => Some(Slot::Fixed(self.workspace.counters().into())),
+            "parts" => Some(Slot::Fixed(Number::Address(self.workspace.parts()))),
+            "counters" => Some(Slot::Fixed(Number::Address(self.workspace.counters()))),
             "batch" => number(problem.batch),
             "query length" => number(problem.query_length),
             "key length" => number(problem.key_length),
@@ -165,7 +187,7 @@ impl Numbers<'_> {
             "shift" => divisor.shift,
             _ => return None,
         };
-        Some(Slot::Fixed(Argument::U32(number)))
+        Some(Slot::Fixed(Number::U32(number)))
     }
 }
 
@@ -193,13 +215,8 @@ mod tests {
                 size = size.with_pages(16, 40, 90);
             }
             let workspace = Workspace::nowhere();
-            let numbers = Numbers {
-                size: &size,
-                teams: 3,
-                members: 2,
-                least_tiles: 1,
-                workspace: &workspace,
-            };
+            let numbers =
+                Launch { size: &size, teams: 3, members: 2, least_tiles: 1, workspace: &workspace };
             let parameters = configuration.program().unwrap().parameters;
             let names: Vec<String> = parameters.iter().map(|it| it.name.clone()).collect();
             assert!(names.len() <= cuda::MAX_ARGUMENTS, "{}", names.len());
@@ -207,16 +224,16 @@ mod tests {
                 .unwrap_or_else(|name| panic!("{}: `{name}`", configuration.name()));
             for (parameter, slot) in parameters.iter().zip(slots) {
                 let fits = match (&parameter.kind, slot) {
-                    (ParameterKind::Address, Slot::Fixed(Argument::Address(_))) => true,
+                    (ParameterKind::Address, Slot::Fixed(Number::Address(_))) => true,
                     (ParameterKind::Address, Slot::Tensor(_) | Slot::Lse | Slot::List(_)) => true,
                     (ParameterKind::Scalar(ptx::Type::U64), slot) => {
-                        matches!(slot, Slot::Stride(..) | Slot::Fixed(Argument::U64(_)))
+                        matches!(slot, Slot::Stride(..) | Slot::Fixed(Number::U64(_)))
                     }
-                    (ParameterKind::Scalar(ty), Slot::Fixed(argument)) => matches!(
-                        (ty, argument),
-                        (ptx::Type::U32, Argument::U32(_))
-                            | (ptx::Type::S32, Argument::I32(_))
-                            | (ptx::Type::F32, Argument::F32(_))
+                    (ParameterKind::Scalar(ty), Slot::Fixed(number)) => matches!(
+                        (ty, number),
+                        (ptx::Type::U32, Number::U32(_))
+                            | (ptx::Type::S32, Number::I32(_))
+                            | (ptx::Type::F32, Number::F32(_))
                     ),
                     _ => false,
                 };

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use cuda::{Arguments, Buffer, DeviceAddress, Stream};
 use kernels::Decode;
 
-use self::binding::{Numbers, Slot};
+use self::binding::{Launch, Slot};
 use super::{DeviceTensor, Gpu, GpuError, Kernel};
 use crate::problem::Problem;
 
@@ -271,8 +271,8 @@ impl DecodePlan {
             }
         };
         let least_tiles = configuration.warps;
-        let numbers = Numbers { size, teams, members, least_tiles, workspace: &workspace };
-        let slots = binding::slots(kernel.parameters(), &numbers)
+        let launch = Launch { size, teams, members, least_tiles, workspace: &workspace };
+        let slots = binding::slots(kernel.parameters(), &launch)
             .map_err(|parameter| GpuError::Parameter { kernel: configuration.name(), parameter })?;
         Ok(DecodePlan {
             size: size.clone(),
