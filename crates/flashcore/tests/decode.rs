@@ -169,6 +169,7 @@ fn report() -> flashcore::backend::Report {
         configuration: None,
         reason: String::new(),
         kernel_time: Default::default(),
+        first_result_time: Default::default(),
         total_time: Default::default(),
         notes: Vec::new(),
     }

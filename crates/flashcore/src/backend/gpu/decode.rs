@@ -16,7 +16,7 @@ use crate::serving::{Placement, Sequences};
 use crate::tensor::{Layout, Shape, Strides, Tensor};
 
 /// The kernel's name.
-pub(super) const NAME: &str = "decode";
+pub(crate) const NAME: &str = "decode";
 
 /// Query rows for which it comes before kernels that read keys once for every tile of queries.
 const FEW_ROWS: usize = 16;
@@ -58,7 +58,14 @@ fn of(served: Result<(Decode, String), String>) -> Candidate {
         Ok((configuration, reason)) => (true, Some(configuration.name()), reason),
         Err(reason) => (false, None, reason),
     };
-    Candidate { backend: super::NAME, kernel: NAME.to_owned(), accepted, configuration, reason }
+    Candidate {
+        backend: super::NAME,
+        kernel: NAME.to_owned(),
+        accepted,
+        on_request: false,
+        configuration,
+        reason,
+    }
 }
 
 /// Whether it is the best kernel for a problem that it serves.
