@@ -5,9 +5,7 @@ use ptx::{Capability, Element, Program, Swizzle, Target};
 
 use crate::forward::{Form, Workload, every_tuned, tuned};
 use crate::product::{Contiguous, Source};
-use crate::{
-    Ceiling, Combine, Decode, Error, Forward, Mma, Product, Scalar, Single, decode, mma,
-};
+use crate::{Ceiling, Combine, Decode, Error, Forward, Mma, Product, Scalar, Single, decode, mma};
 
 /// One configuration of one kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -16,7 +16,8 @@ const PRODUCT: &str = "product_bf16_n128_w128_kks_s4_c1";
 #[test]
 fn kernels_are_listed() {
     let text = succeed(&[&["inspect"], &HOPPER[..]].concat());
-    for family in ["scalar", "mma", "combine", "forward", "single", "product", "ceiling"] {
+    for family in ["scalar", "mma", "combine", "decode", "forward", "single", "product", "ceiling"]
+    {
         assert!(text.lines().any(|line| line.starts_with(family)), "no `{family}` in\n{text}");
     }
     let names = succeed(&[&["inspect", "--all"], &HOPPER[..]].concat());
@@ -26,7 +27,7 @@ fn kernels_are_listed() {
     assert_eq!(answer["target"], "sm_80");
     let families = answer["families"].as_array().unwrap();
     let names: Vec<&str> = families.iter().filter_map(|family| family["name"].as_str()).collect();
-    assert_eq!(names, ["scalar", "mma", "combine"], "an Ampere GPU runs no wgmma");
+    assert_eq!(names, ["scalar", "mma", "combine", "decode"], "an Ampere GPU runs no wgmma");
 }
 
 #[test]
@@ -76,7 +77,7 @@ fn a_plan_is_explained() {
     let answer = json(&[&["inspect", "--json"], &problem[..], &HOPPER].concat());
     assert_eq!(answer["gpu"]["target"], "sm_90a");
     assert_eq!(answer["chosen"]["kernel"], "forward");
-    assert_eq!(answer["candidates"].as_array().unwrap().len(), 5);
+    assert_eq!(answer["candidates"].as_array().unwrap().len(), 6);
     let launch = &answer["launch"];
     assert_eq!(launch["tiles"], launch["tiles_per_head"].as_u64().unwrap() * 16);
     assert!(launch["shared_bytes"].as_u64() <= launch["shared_limit"].as_u64(), "{launch}");
@@ -86,9 +87,12 @@ fn a_plan_is_explained() {
     assert_eq!(older["chosen"]["kernel"], "mma");
     assert_eq!(older["candidates"][0]["reason"], "sm_80 has no wgmma");
     assert_eq!(older["launch"]["splits"], 1);
-    let decode = ["--problem", "b=1,h=8,s=1,sk=8192,d=128"];
-    let split = succeed(&[&["inspect", "--target", "sm_80"], &decode[..]].concat());
+    let few = ["--problem", "b=1,h=8,s=64,sk=8192,d=128"];
+    let split = succeed(&[&["inspect", "--target", "sm_80"], &few[..]].concat());
     assert!(split.contains("keys split") && split.contains("put together"), "{split}");
+    let decode = ["--problem", "b=1,h=8,s=1,sk=8192,d=128"];
+    let answer = json(&[&["inspect", "--json", "--target", "sm_80"], &decode[..]].concat());
+    assert_eq!(answer["chosen"]["kernel"], "decode");
     let oldest = json(&[&["inspect", "--json", "--target", "sm_75"], &problem[..]].concat());
     assert_eq!(oldest["chosen"]["kernel"], "scalar");
 }
@@ -143,10 +147,9 @@ fn kernels_and_targets_that_do_not_exist_are_refused_in_a_line() {
          product_bf16_n120_w128_kks_s4_c1, product_bf16_n128_w128_kks_s4_c1"
     );
     assert!(inspect("PRODUCT_F16").ends_with(" more"));
-    assert!(
-        inspect("unheard-of")
-            .contains("configurations of scalar, mma, combine, forward, single, product, ceiling")
-    );
+    assert!(inspect("unheard-of").contains(
+        "configurations of scalar, mma, combine, decode, forward, single, product, ceiling"
+    ));
     assert_eq!(
         fail(1, &["inspect", "ceiling", "--target", "sm_80"]),
         "kernel `ceiling` is not for sm_80, only for sm_90a"

@@ -213,15 +213,23 @@ impl Backend for GpuBackend {
         let preference = Preference { backend: None, kernel: options.kernel.clone() };
         let plan = Plan::choose(problem, candidates, &[], &preference)?;
         let (gpu, name) = (&self.gpu, plan.chosen.kernel.clone());
-        self.attend(problem.output_shape(), inputs, plan.chosen, options.guard, |operands, output| {
-            if name == decode::NAME {
-                let sequences = Sequences::plain(problem);
-                let splits = options.splits;
-                return Ok(Box::new(decode::prepare(gpu, &sequences, inputs, operands, splits)?));
-            }
-            let kernel = DeviceKernel::new(gpu, problem, &name)?;
-            Ok(Box::new(Prepared { kernel, tensors: operands.tensors(inputs, output) }))
-        })
+        self.attend(
+            problem.output_shape(),
+            inputs,
+            plan.chosen,
+            options.guard,
+            |operands, output| {
+                if name == decode::NAME {
+                    let sequences = Sequences::plain(problem);
+                    let splits = options.splits;
+                    return Ok(Box::new(decode::prepare(
+                        gpu, &sequences, inputs, operands, splits,
+                    )?));
+                }
+                let kernel = DeviceKernel::new(gpu, problem, &name)?;
+                Ok(Box::new(Prepared { kernel, tensors: operands.tensors(inputs, output) }))
+            },
+        )
     }
 
     fn candidates_of_sequences(
@@ -242,8 +250,7 @@ impl Backend for GpuBackend {
         sequences.validate_inputs(inputs)?;
         let candidates = self.candidates_of_sequences(sequences, &inputs.layouts());
         let preference = Preference { backend: None, kernel: options.kernel.clone() };
-        let plan =
-            Plan::choose(sequences.problem(), vec![(NAME, candidates)], &[], &preference)?;
+        let plan = Plan::choose(sequences.problem(), vec![(NAME, candidates)], &[], &preference)?;
         let shape = sequences.output_shape(inputs.query.shape());
         self.attend(shape, inputs, plan.chosen, options.guard, |operands, _| {
             let (gpu, splits) = (&self.gpu, options.splits);
@@ -429,8 +436,8 @@ mod tests {
         }
         assert_eq!(
             plan(&Chip::typical(Target::SM_89), &even, Some("forward")).unwrap_err().to_string(),
-            "gpu/forward cannot serve this problem: sm_89 has no wgmma; gpu/mma, gpu/scalar, \
-             gpu/mma-half, cpu/blocked can"
+            "gpu/forward cannot serve this problem: sm_89 has no wgmma; gpu/mma, gpu/decode, \
+             gpu/scalar, gpu/mma-half, cpu/blocked can"
         );
     }
 
@@ -464,7 +471,7 @@ mod tests {
         };
         assert_eq!(families(&decode), ["mma", "combine"]);
         assert_eq!(families(&Problem::new(8, 32, 4096, 128)), ["mma"]);
-        let reason = plan(&chip, &decode, None).unwrap().chosen.reason;
+        let reason = plan(&chip, &decode, Some("mma")).unwrap().chosen.reason;
         assert!(reason.contains("keys split"), "{reason}");
     }
 

@@ -145,11 +145,14 @@ impl List {
         }
         // As many heads as it takes for a large GPU not to prefer small tiles.
         let (heads, lengths): (usize, &[usize]) = match self.mask {
-            Mask::None => (4, &[2049, 2112, 2113]),
+            Mask::None => (4, &[2049, 2112, 2113, 4097, 4161]),
             Mask::Causal | Mask::Window { .. } => (3, &[4097, 4225]),
         };
         for &length in lengths {
             cases.push(Case::new(self.problem(1, heads, length, 64)));
+        }
+        for length in [1025, 1153] {
+            cases.push(Case::new(self.problem(1, 9, length, 128)));
         }
         for contents in [Contents::GrowingLogits, Contents::LateHugeKey] {
             let problem = self.problem(1, heads, lengths[1] - 1, 40);

@@ -48,8 +48,7 @@ pub fn choose(chip: &Chip, problem: &Problem, sums: Sums) -> Result<Tuned, Strin
         }
         Sums::F16 => Element::F16,
     };
-    tuned(target, &workload, sums)
-        .ok_or_else(|| "no configuration is tuned for it".to_owned())
+    tuned(target, &workload, sums).ok_or_else(|| "no configuration is tuned for it".to_owned())
 }
 
 /// Whether the kernel can read tensors that lie like this.
