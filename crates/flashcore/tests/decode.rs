@@ -256,8 +256,8 @@ fn how_long_decode_takes() {
             .with_key_length(keys)
             .with_dtype(DType::BF16);
         for page in [0, 1, 16, 64] {
-            let (entries, rows) =
-                if page == 0 { (batch, keys) } else { (batch * keys / page, page) };
+            let rows = if page > 0 { page } else { keys };
+            let entries = batch * keys / rows;
             let mut size = DecodeSize::new(problem.clone());
             if page > 0 {
                 size = size.with_pages(page, keys / page, entries);
@@ -275,7 +275,7 @@ fn how_long_decode_takes() {
             let (query, output) = (room(2 * batch * heads * 128), room(2 * batch * heads * 128));
             let lse = room(4 * batch * heads);
             let lengths = Buffer::from_slice(stream, &vec![keys as u32; batch]).unwrap();
-            let table = Buffer::from_slice(stream, &shuffled(batch * keys / page.max(1))).unwrap();
+            let table = Buffer::from_slice(stream, &shuffled(entries)).unwrap();
             let at = |buffer: &Buffer, strides| DeviceTensor { address: buffer.address(), strides };
             let mut tensors = DecodeTensors::new(
                 at(&query, one),

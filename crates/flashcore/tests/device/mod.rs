@@ -19,6 +19,7 @@ pub(crate) fn gpu() -> Option<Gpu> {
 }
 
 /// The GPU, if it is one with `wgmma`.
+#[allow(dead_code)] // not every test that has a GPU asks for this one
 pub(crate) fn hopper() -> Option<Gpu> {
     let gpu = gpu()?;
     let fits = gpu.target() == Target::SM_90A;
