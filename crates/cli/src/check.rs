@@ -132,7 +132,7 @@ fn check_attention(backends: &[&dyn Backend], dtype: DType, arguments: &Argument
 
 /// One line per kernel that serves sequences of unequal lengths.
 fn check_sequences(backends: &[&dyn Backend], dtype: DType, arguments: &Arguments) -> Vec<Line> {
-    let seeds = if arguments.thorough { 1_600 } else { 40 };
+    let seeds = if arguments.thorough { 1_600 } else { 60 };
     let bar = Bar::new("checking");
     let kernel = arguments.kernel.as_deref();
     let checked = check::run_sequences(backends, kernel, dtype, seeds, &bar);
