@@ -76,13 +76,33 @@ fn empty_problems_have_empty_or_zero_answers() {
     }
 }
 
+/// Few queries over many keys, which the CPU takes in chunks.
+#[test]
+fn long_caches() {
+    let problem =
+        |queries: usize| Problem::new(2, 6, queries, 40).with_kv_heads(2).with_value_head_dim(24);
+    for (queries, keys) in [(1, 1537), (1, 5000), (3, 3072), (10, 4001)] {
+        for mask in [Mask::None, Mask::Causal, Mask::window(Some(1700), Some(0))] {
+            let plain = problem(queries).with_key_length(keys).with_mask(mask);
+            check(&Case::new(plain.clone().with_dtype(DType::F32)));
+            check(&Case::new(plain.clone().with_dtype(DType::BF16)));
+            check(&Case::new(plain.with_sinks().with_alibi().with_softcap(3.0)));
+        }
+    }
+}
+
 /// A row's bits depend neither on the number of threads nor on the rows beside it.
 #[test]
 fn any_number_of_threads_gives_the_same_bits() {
-    for mask in [Mask::None, Mask::Causal, Mask::window(Some(150), Some(20))] {
-        let problem = Problem::new(2, 6, 301, 40)
+    for (queries, keys, mask) in [
+        (301, 333, Mask::None),
+        (301, 333, Mask::Causal),
+        (301, 333, Mask::window(Some(150), Some(20))),
+        (2, 5000, Mask::Causal),
+    ] {
+        let problem = Problem::new(2, 6, queries, 40)
             .with_kv_heads(2)
-            .with_key_length(333)
+            .with_key_length(keys)
             .with_dtype(DType::F32)
             .with_mask(mask);
         let tensors = InputTensors::random(&problem, 3).unwrap();

@@ -1,9 +1,9 @@
 //! Attention on the CPU: the same blocked online softmax as on a GPU, over all cores.
 //!
 //! A task is one block of queries, with every query head that reads the same key/value head. It
-//! walks over the visible keys in blocks, so memory grows with the sequence length and not with its
+//! walks over the visible keys in steps, so memory grows with the sequence length and not with its
 //! square. Which rows a task owns is settled before the threads start: every row of the output is
-//! handed to exactly one task.
+//! handed to exactly one task. Where queries are few, a task is a chunk of the keys instead.
 //!
 //! | file | its subject |
 //! | --- | --- |
@@ -17,18 +17,19 @@ mod exp;
 mod softmax;
 mod tile;
 
+use std::ops::Range;
 use std::time::Instant;
 
 use rayon::prelude::*;
 
-use self::block::{MAX_ROWS, MIN_ROWS, WalkKeys, Workspace};
+use self::block::{Block, KEY_BLOCK, MAX_ROWS, MIN_ROWS, Shape, WalkKeys, Workspace};
 use self::softmax::RowRule;
 use super::{Backend, BackendError, Candidate, Output, Progress, Report, RunOptions};
 use crate::error::Error;
 use crate::inputs::{InputLayouts, Inputs};
 use crate::problem::{Problem, Scores};
 use crate::serving::Sequences;
-use crate::tensor::{Element, Tensor, with_elements};
+use crate::tensor::{Element, Head, Tensor, with_elements};
 
 /// The CPU as a back end.
 ///
@@ -186,7 +187,7 @@ struct Task<'a, T> {
     lse: Vec<&'a mut [f32]>,
 }
 
-/// Split the results into tasks and run them on all threads.
+/// Compute on all threads.
 fn attend<T: Element>(
     problem: &Problem,
     inputs: Inputs<'_>,
@@ -197,41 +198,149 @@ fn attend<T: Element>(
     if problem.rows() == 0 {
         return;
     }
+    let rows = problem.query_length * problem.group_size();
+    if rows <= MIN_ROWS && problem.key_length > KEY_CHUNK {
+        attend_in_chunks(problem, inputs, output, lse, progress);
+    } else {
+        attend_in_blocks(problem, inputs, output, lse, progress);
+    }
+}
+
+/// Many queries: a task is a block of them over all keys.
+fn attend_in_blocks<T: Element>(
+    problem: &Problem,
+    inputs: Inputs<'_>,
+    output: &mut [T],
+    lse: &mut [f32],
+    progress: Option<&dyn Progress>,
+) {
     let group = problem.group_size();
-    let block = query_block(problem, rayon::current_num_threads());
-    let tasks = tasks(problem, block, output, lse);
+    let queries = query_block(problem, rayon::current_num_threads());
+    let tasks = tasks(problem, queries, output, lse);
     if let Some(progress) = progress {
         progress.begin(tasks.len() as u64);
     }
     let arch = pulp::Arch::new();
-    tasks.into_par_iter().for_each_init(
-        || Workspace::new(arch, problem, block * group),
-        |workspace, mut task| {
-            let key = inputs.key.head(task.batch, task.kv_head);
-            let value = inputs.value.head(task.batch, task.kv_head);
-            // The heads of one query are neighbours, so that a block reaches over few queries and
-            // few keys are loaded in vain.
-            let heads = task.kv_head * group..(task.kv_head + 1) * group;
-            let queries = task.first_query..task.first_query + task.output.len();
-            let rows = queries.flat_map(|query| heads.clone().map(move |head| (query, head)));
-            let vectors =
-                rows.clone().map(|(query, head)| (inputs.query.head(task.batch, head), query));
-            let rules = rows.map(|(query, head)| rule(problem, inputs, task.batch, head, query));
-            workspace.load_queries(problem.scale(), vectors, rules);
-            arch.dispatch(WalkKeys { workspace, key, value });
-            for (query, output) in task.output.iter_mut().enumerate() {
-                let outputs = output.chunks_exact_mut(problem.value_head_dim);
-                for (head, output) in outputs.enumerate() {
-                    let (values, row_lse) = workspace.finish(query * group + head);
-                    T::narrow(values, output);
-                    task.lse[head][query] = row_lse;
-                }
+    let shape = Shape::new(arch, problem, queries * group);
+    let room = || (Workspace::new(shape), Some(Block::new(shape, queries * group)));
+    tasks.into_par_iter().for_each_init(room, |(workspace, room), mut task| {
+        let mut block = room.take().expect("the task before gave it back");
+        let queries = task.first_query..task.first_query + task.output.len();
+        begin(&mut block, problem, inputs, task.batch, task.kv_head, queries, true);
+        let mut blocks = [with_head(block, inputs, task.batch, task.kv_head)];
+        let keys = 0..problem.key_length;
+        arch.dispatch(WalkKeys { workspace, blocks: &mut blocks, keys });
+        let [(block, ..)] = blocks;
+        let mut row = vec![0.0; problem.value_head_dim];
+        for (query, output) in task.output.iter_mut().enumerate() {
+            let outputs = output.chunks_exact_mut(problem.value_head_dim);
+            for (head, output) in outputs.enumerate() {
+                task.lse[head][query] = block.finish(query * group + head, &mut row);
+                T::narrow(&row, output);
             }
-            if let Some(progress) = progress {
-                progress.advance(1);
+        }
+        *room = Some(block);
+        if let Some(progress) = progress {
+            progress.advance(1);
+        }
+    });
+}
+
+/// Keys of a task where queries are few.
+const KEY_CHUNK: usize = 16 * KEY_BLOCK;
+
+/// Few queries: a task is a chunk of the keys for all heads, whose keys are neighbours in memory,
+/// and what the chunks come to is put together. Chunks are the same on any number of threads.
+fn attend_in_chunks<T: Element>(
+    problem: &Problem,
+    inputs: Inputs<'_>,
+    output: &mut [T],
+    lse: &mut [f32],
+    progress: Option<&dyn Progress>,
+) {
+    let (group, queries, keys) = (problem.group_size(), problem.query_length, problem.key_length);
+    let chunks = keys.div_ceil(KEY_CHUNK);
+    if let Some(progress) = progress {
+        progress.begin((problem.batch * chunks) as u64);
+    }
+    let arch = pulp::Arch::new();
+    let shape = Shape::new(arch, problem, queries * group);
+    let attend = |workspace: &mut Workspace, task: usize| -> Vec<Block> {
+        let (batch, chunk) = (task / chunks, task % chunks);
+        let begun = |kv_head: usize| {
+            let mut block = Block::new(shape, queries * group);
+            // A sink counts once.
+            begin(&mut block, problem, inputs, batch, kv_head, 0..queries, chunk == 0);
+            with_head(block, inputs, batch, kv_head)
+        };
+        let mut blocks: Vec<_> = (0..problem.kv_heads).map(begun).collect();
+        let keys = chunk * KEY_CHUNK..keys.min((chunk + 1) * KEY_CHUNK);
+        arch.dispatch(WalkKeys { workspace, blocks: &mut blocks, keys });
+        if let Some(progress) = progress {
+            progress.advance(1);
+        }
+        blocks.into_iter().map(|(block, ..)| block).collect()
+    };
+    let tasks = (0..problem.batch * chunks).into_par_iter();
+    let results: Vec<Vec<Block>> = tasks.map_init(|| Workspace::new(shape), attend).collect();
+
+    let mut row = vec![0.0; problem.value_head_dim];
+    let mut results = results.into_iter();
+    for batch in 0..problem.batch {
+        let mut whole = results.next().expect("a result for each chunk of each sequence");
+        for part in results.by_ref().take(chunks - 1) {
+            whole.iter_mut().zip(&part).for_each(|(whole, part)| whole.merge(part));
+        }
+        for (kv_head, block) in whole.iter().enumerate() {
+            for (query, head) in rows(0..queries, kv_head, group) {
+                let index = query * group + head % group;
+                lse[(batch * problem.query_heads + head) * queries + query] =
+                    block.finish(index, &mut row);
+                let place = (batch * queries + query) * problem.query_heads + head;
+                T::narrow(&row, &mut output[place * row.len()..][..row.len()]);
             }
-        },
-    );
+        }
+    }
+}
+
+/// A block with the keys and values that it reads.
+fn with_head<'a>(
+    block: Block,
+    inputs: Inputs<'a>,
+    batch: usize,
+    kv_head: usize,
+) -> (Block, Head<'a>, Head<'a>) {
+    (block, inputs.key.head(batch, kv_head), inputs.value.head(batch, kv_head))
+}
+
+/// The rows (query, head) of a block. The heads of one query are neighbours, so that a block reaches
+/// over few queries and few keys are loaded in vain.
+fn rows(
+    queries: Range<usize>,
+    kv_head: usize,
+    group: usize,
+) -> impl Iterator<Item = (usize, usize)> + Clone {
+    let heads = kv_head * group..(kv_head + 1) * group;
+    queries.flat_map(move |query| heads.clone().map(move |head| (query, head)))
+}
+
+/// Begin a block with the rows of some queries.
+fn begin(
+    block: &mut Block,
+    problem: &Problem,
+    inputs: Inputs<'_>,
+    batch: usize,
+    kv_head: usize,
+    queries: Range<usize>,
+    sinks: bool,
+) {
+    let rows = rows(queries, kv_head, problem.group_size());
+    let vectors = rows.clone().map(|(query, head)| (inputs.query.head(batch, head), query));
+    let rules = rows.map(|(query, head)| {
+        let rule = rule(problem, inputs, batch, head, query);
+        RowRule { sink: rule.sink.filter(|_| sinks), ..rule }
+    });
+    block.begin(problem.scale(), vectors, rules);
 }
 
 /// What the softmax is to know of a row.

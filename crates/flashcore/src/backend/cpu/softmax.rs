@@ -124,6 +124,18 @@ impl Rows {
         (sum != 0.0).then(|| (sum, maximum + sum.ln()))
     }
 
+    /// Add what a row came to over other keys; what both sums are to be multiplied with.
+    pub(super) fn merge(&mut self, row: usize, other: &Rows) -> [f32; 2] {
+        let maxima = [self.maximum[row], other.maximum[row]];
+        let maximum = maxima[0].max(maxima[1]);
+        // While every score is minus infinity there is no maximum to subtract.
+        let reference = if maximum == f32::NEG_INFINITY { 0.0 } else { maximum };
+        let factors = maxima.map(|maximum| (maximum - reference).exp());
+        self.sum[row] = self.sum[row] * factors[0] + other.sum[row] * factors[1];
+        self.maximum[row] = maximum;
+        factors
+    }
+
     /// Turn the products of a panel with some keys into probabilities relative to the new maximum.
     /// `panel` has a row for each key, and a column for each of the lanes.
     #[inline(always)]
