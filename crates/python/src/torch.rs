@@ -271,7 +271,7 @@ pub(crate) fn plan(
     // Compiles for a second or so.
     let entry = py.detach(|| device.plan(key, problem, views)).map_err(error::library)?;
     if let Some(plan) = &entry.plan
-        && plan.plan().chosen != plan.plan().candidates[0]
+        && plan.plan().chosen.kernel == "scalar"
     {
         let (name, reason) = (plan.plan().chosen.full_name(), plan.plan().reason());
         let text = format!("the slow kernel {name} serves {}: {reason}\0", entry.problem);
