@@ -2,7 +2,7 @@
 
 use std::error::Error;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use flashcore::gpu::forward::{TuningFile, choose};
@@ -100,9 +100,15 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         None => Log::new(),
     };
     let chip = gpu.chip();
-    let (mut lines, mut entries) = (Vec::new(), Vec::new());
-    let budget = Duration::from_secs(arguments.seconds) / problems.len().max(1) as u32;
-    for problem in &problems {
+    let (mut lines, mut kept) = (Vec::new(), 0);
+    let (begun, seconds) = (Instant::now(), Duration::from_secs(arguments.seconds));
+    for (index, problem) in problems.iter().enumerate() {
+        // What one problem takes beyond its share is taken from those behind it.
+        let left = seconds.saturating_sub(begun.elapsed());
+        if left.is_zero() {
+            break;
+        }
+        let budget = left / (problems.len() - index) as u32;
         let rules = choose(&chip, problem)?.configuration;
         let name = text(problem);
         let plan = Plan {
@@ -119,15 +125,13 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         let mut told = |text: &str| bar.note(text);
         let found = search(&name, rules, &plan, &mut meter, &mut log, &mut told)?;
         drop(bar);
+        // At once: a search that is cut short keeps what it has found.
         if found.better {
-            entries.push(entry(&found, problem, &chip)?);
+            save(&output, &gpu, vec![entry(&found, problem, &chip)?])?;
+            kept += 1;
         }
         let its: Vec<_> = log.records().iter().filter(|it| it.problem == name).cloned().collect();
         lines.push(Line::new(name, &rules, &found, effects(&its)));
-    }
-    let kept = entries.len();
-    if kept > 0 {
-        save(&output, &gpu, entries)?;
     }
     if arguments.json {
         return Answer::json(&lines, true);
@@ -137,6 +141,10 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         0 => "nothing is better than the rules by more than noise: no file is written\n".to_owned(),
         kept => format!("{kept} entries written to {}\n", output.display()),
     };
+    if lines.len() < problems.len() {
+        let missed: Vec<String> = problems[lines.len()..].iter().map(text).collect();
+        answer += &format!("no time was left for {}\n", missed.join(", "));
+    }
     Ok(Answer { text: answer, passed: true })
 }
 
