@@ -1,7 +1,7 @@
 from types import NotImplementedType
 from typing import Any, final
 
-__all__ = ["Array", "adopt_torch", "attend_arrays", "attend_dispatched", "attend_torch", "info"]
+__all__ = ["Array", "adopt_torch", "attend_arrays", "attend_dispatched", "attend_torch", "finish_compiling", "info"]
 
 @final
 class Array:
