@@ -22,15 +22,14 @@ pub(crate) const NAME: &str = "decode";
 const FEW_ROWS: usize = 16;
 
 pub(super) fn candidate(chip: &Chip, problem: &Problem, layouts: &InputLayouts) -> Candidate {
-    let tensors = [("query", layouts.query), ("key", layouts.key), ("value", layouts.value)];
     let served = choose(chip, problem, false).and_then(|chosen| {
-        for (name, layout) in tensors {
-            aligned(problem, layout.shape(), layout.strides())
-                .map_err(|reason| format!("the {name} tensor: {reason}"))?;
-        }
+        aligned_inputs(problem, layouts)?;
         Ok(chosen)
     });
-    of(served.map(|chosen| (chosen.configuration, chosen.reason.to_owned())))
+    super::candidate(
+        NAME,
+        served.map(|chosen| (chosen.configuration.name(), chosen.reason.to_owned())),
+    )
 }
 
 /// The kernel for sequences of unequal lengths.
@@ -40,32 +39,16 @@ pub(super) fn candidate_of_sequences(
     layouts: &InputLayouts,
 ) -> Candidate {
     let problem = sequences.problem();
-    let tensors = [("query", layouts.query), ("key", layouts.key), ("value", layouts.value)];
     let paged = sequences.keys().pages().is_some();
     let served = choose(chip, problem, paged).and_then(|chosen| {
-        for (name, layout) in tensors {
-            aligned(problem, layout.shape(), layout.strides())
-                .map_err(|reason| format!("the {name} tensor: {reason}"))?;
-        }
+        aligned_inputs(problem, layouts)?;
         regular(sequences.queries())?;
         Ok(chosen)
     });
-    of(served.map(|chosen| (chosen.configuration, chosen.reason.to_owned())))
-}
-
-fn of(served: Result<(Decode, String), String>) -> Candidate {
-    let (accepted, configuration, reason) = match served {
-        Ok((configuration, reason)) => (true, Some(configuration.name()), reason),
-        Err(reason) => (false, None, reason),
-    };
-    Candidate {
-        backend: super::NAME,
-        kernel: NAME.to_owned(),
-        accepted,
-        on_request: false,
-        configuration,
-        reason,
-    }
+    super::candidate(
+        NAME,
+        served.map(|chosen| (chosen.configuration.name(), chosen.reason.to_owned())),
+    )
 }
 
 /// Whether it is the best kernel for a problem that it serves.
@@ -76,6 +59,15 @@ pub(super) fn comes_first(problem: &Problem) -> bool {
 
 pub(super) fn configuration(chip: &Chip, problem: &Problem) -> Option<Decode> {
     choose(chip, problem, false).ok().map(|chosen| chosen.configuration)
+}
+
+fn aligned_inputs(problem: &Problem, layouts: &InputLayouts) -> Result<(), String> {
+    let tensors = [("query", layouts.query), ("key", layouts.key), ("value", layouts.value)];
+    for (name, layout) in tensors {
+        aligned(problem, layout.shape(), layout.strides())
+            .map_err(|reason| format!("the {name} tensor: {reason}"))?;
+    }
+    Ok(())
 }
 
 /// Copies are of 16 bytes.

@@ -18,18 +18,10 @@ pub(super) fn candidate(chip: &Chip, problem: &Problem, layouts: &InputLayouts) 
         countable.map_err(|error| error.to_string())?;
         Ok(chosen)
     });
-    let (accepted, configuration, reason) = match served {
-        Ok(chosen) => (true, Some(chosen.configuration.name()), chosen.reason.into_owned()),
-        Err(reason) => (false, None, reason),
-    };
-    Candidate {
-        backend: super::NAME,
-        kernel: NAME.to_owned(),
-        accepted,
-        on_request: false,
-        configuration,
-        reason,
-    }
+    super::candidate(
+        NAME,
+        served.map(|chosen| (chosen.configuration.name(), chosen.reason.into_owned())),
+    )
 }
 
 pub(super) fn configuration(chip: &Chip, problem: &Problem) -> Option<Forward> {

@@ -24,25 +24,15 @@ pub(super) fn candidate(
         let geometry = Geometry::new(&chosen.configuration, chosen.splits, problem);
         Ok((chosen, geometry.map_err(|error| error.to_string())?))
     });
-    let (accepted, configuration, reason) = match served {
-        Ok((chosen, geometry)) => {
-            let mut reason = chosen.reason.to_owned();
-            if geometry.splits > 1 {
-                let Geometry { tiles, splits, .. } = geometry;
-                reason += &format!("; {tiles} tiles leave places empty: keys split {splits} ways");
-            }
-            (true, Some(chosen.configuration.name()), reason)
+    let served = served.map(|(chosen, geometry)| {
+        let mut reason = chosen.reason.to_owned();
+        if geometry.splits > 1 {
+            let Geometry { tiles, splits, .. } = geometry;
+            reason += &format!("; {tiles} tiles leave places empty: keys split {splits} ways");
         }
-        Err(reason) => (false, None, reason),
-    };
-    Candidate {
-        backend: super::NAME,
-        kernel: sums.kernel().to_owned(),
-        accepted,
-        on_request: sums != Sums::F32,
-        configuration,
-        reason,
-    }
+        (chosen.configuration.name(), reason)
+    });
+    Candidate { on_request: sums != Sums::F32, ..super::candidate(sums.kernel(), served) }
 }
 
 /// What would be built, and what puts its parts together.

@@ -95,6 +95,17 @@ pub fn configurations(chip: &Chip, problem: &Problem, kernel: &str) -> Vec<Shipp
     }
 }
 
+/// A kernel with its configuration and the reason for it, or the reason why it cannot serve.
+fn candidate(kernel: &str, served: Result<(String, String), String>) -> Candidate {
+    let accepted = served.is_ok();
+    let (configuration, reason) = match served {
+        Ok((configuration, reason)) => (Some(configuration), reason),
+        Err(reason) => (None, reason),
+    };
+    let kernel = kernel.to_owned();
+    Candidate { backend: NAME, kernel, accepted, on_request: false, configuration, reason }
+}
+
 impl GpuBackend {
     /// The back end on a GPU.
     pub fn new(gpu: Arc<Gpu>) -> Self {

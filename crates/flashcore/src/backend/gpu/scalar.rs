@@ -8,18 +8,13 @@ use crate::problem::Problem;
 pub(crate) const NAME: &str = "scalar";
 
 pub(super) fn candidate(chip: &Chip, problem: &Problem) -> Candidate {
-    let (accepted, reason) = match (problem.beyond_plain(), scalar::blocks(problem)) {
-        (None, Ok(_)) => (true, "serves every head dim, length and type".to_owned()),
-        (Some(extra), _) => (false, format!("{extra} are not served")),
-        (None, Err(error)) => (false, error.to_string()),
+    let served = match (problem.beyond_plain(), scalar::blocks(problem)) {
+        (None, Ok(_)) => {
+            let configuration = scalar::configuration(chip.target, problem).name();
+            Ok((configuration, "serves every head dim, length and type".to_owned()))
+        }
+        (Some(extra), _) => Err(format!("{extra} are not served")),
+        (None, Err(error)) => Err(error.to_string()),
     };
-    let configuration = accepted.then(|| scalar::configuration(chip.target, problem).name());
-    Candidate {
-        backend: super::NAME,
-        kernel: NAME.to_owned(),
-        accepted,
-        on_request: false,
-        configuration,
-        reason,
-    }
+    super::candidate(NAME, served)
 }

@@ -1,11 +1,11 @@
 //! What the decode kernel serves, and in which configuration.
 
 use kernels::decode::{DecodeWorkload, Tuned, tuned};
-use ptx::{Capability, Element};
+use ptx::Capability;
 
 use super::DecodeSize;
-use crate::dtype::DType;
 use crate::gpu::Chip;
+use crate::gpu::forward::tensor_core_element;
 use crate::problem::Problem;
 
 /// Positions are counted in 31 bits, with room for a window on both sides.
@@ -16,17 +16,7 @@ pub fn choose(chip: &Chip, problem: &Problem, paged: bool) -> Result<Tuned, Stri
     if !chip.target.has(Capability::AsyncCopies) || !chip.target.has(Capability::Mma) {
         return Err(format!("{} has no cp.async or no mma.sync", chip.target));
     }
-    let element = match problem.dtype {
-        DType::F16 => Element::F16,
-        DType::BF16 => Element::BF16,
-        other => return Err(format!("the tensor cores take f16 and bf16, not {other}")),
-    };
-    for (name, dim) in [("head dim", problem.head_dim), ("value head dim", problem.value_head_dim)]
-    {
-        if dim == 0 || dim > 256 || !dim.is_multiple_of(8) {
-            return Err(format!("{name} {dim} is not a multiple of 8 up to 256"));
-        }
-    }
+    let element = tensor_core_element(problem)?;
     let query_rows = query_rows(problem).ok_or("there are too many queries")?;
     if query_rows == 0 || problem.batch == 0 {
         return Err("there are no queries".to_owned());
@@ -69,6 +59,7 @@ mod tests {
     use ptx::Target;
 
     use super::*;
+    use crate::dtype::DType;
 
     #[test]
     fn every_width_is_served_from_ampere_on() {

@@ -40,12 +40,8 @@ pub fn workload(chip: &Chip, problem: &Problem) -> Result<Workload, String> {
     Ok(workload)
 }
 
-/// What the choice among configurations depends on in every kernel with tensor cores, or why none
-/// serves a problem.
-pub(in crate::gpu) fn tensor_core_workload(
-    chip: &Chip,
-    problem: &Problem,
-) -> Result<Workload, String> {
+/// The element of a problem whose type and head dims the tensor cores take, or why they do not.
+pub(in crate::gpu) fn tensor_core_element(problem: &Problem) -> Result<Element, String> {
     let element = match problem.dtype {
         DType::F16 => Element::F16,
         DType::BF16 => Element::BF16,
@@ -57,6 +53,16 @@ pub(in crate::gpu) fn tensor_core_workload(
             return Err(format!("{name} {dim} is not a multiple of 8 up to 256"));
         }
     }
+    Ok(element)
+}
+
+/// What the choice among configurations depends on in every kernel with tensor cores, or why none
+/// serves a problem.
+pub(in crate::gpu) fn tensor_core_workload(
+    chip: &Chip,
+    problem: &Problem,
+) -> Result<Workload, String> {
+    let element = tensor_core_element(problem)?;
     if let Some(extra) = problem.beyond_plain() {
         return Err(format!("{extra} are not served"));
     }
