@@ -4,7 +4,7 @@ mod device;
 
 use cuda::{Buffer, DeviceAddress};
 use flashcore::check::{self, CheckedSequences, cases};
-use flashcore::gpu::{DecodePlan, DecodeSize, DecodeTensors, DeviceTensor, Gpu, GpuError};
+use flashcore::gpu::{DecodePlan, DeviceTensor, Gpu, GpuError, ServingSize, ServingTensors};
 use flashcore::reference::{self, Rows};
 use flashcore::serving::{Pages, Placement, Sequences};
 use flashcore::{
@@ -64,7 +64,7 @@ fn decode_is_right_about_plain_problems() {
 /// A paged cache on the device, and a plan over it.
 struct Served {
     plan: DecodePlan,
-    tensors: DecodeTensors,
+    tensors: ServingTensors,
     lengths: Buffer,
     table: Buffer,
     output: Buffer,
@@ -88,7 +88,7 @@ fn problem(batch: usize) -> Problem {
 impl Served {
     fn new(gpu: &Gpu, query: &Tensor, key: &Tensor, value: &Tensor, table: &[u32]) -> Self {
         let batch = query.shape().batch;
-        let size = DecodeSize::new(problem(batch)).with_pages(PAGE, COLUMNS, key.shape().batch);
+        let size = ServingSize::new(problem(batch)).with_pages(PAGE, COLUMNS, key.shape().batch);
         let plan = DecodePlan::new(gpu, &size).unwrap();
         let upload = |tensor: &Tensor| {
             let buffer = Buffer::from_slice(gpu.stream(), tensor.bytes()).unwrap();
@@ -102,7 +102,7 @@ impl Served {
         let table = Buffer::from_slice(gpu.stream(), table).unwrap();
         let strides = query.layout().strides();
         let out = DeviceTensor { address: output.address(), strides };
-        let mut tensors = DecodeTensors::new(q.0, k.0, v.0, out, lse.address());
+        let mut tensors = ServingTensors::new(q.0, k.0, v.0, out, lse.address());
         tensors.lengths = Some(lengths.address());
         tensors.block_table = Some(table.address());
         Served { plan, tensors, lengths, table, output, lse, _held: vec![q.1, k.1, v.1] }
@@ -219,24 +219,24 @@ fn what_the_host_can_see_is_refused() {
     let cache = Tensor::zeros(DType::BF16, Shape::new(COLUMNS, PAGE, KV_HEADS, DIM)).unwrap();
     let mut served = Served::new(&gpu, &query, &cache, &cache, &shuffled(COLUMNS));
     let good = served.tensors;
-    let mut refusal = |tensors: DecodeTensors| {
+    let mut refusal = |tensors: ServingTensors| {
         served.plan.launch(gpu.stream(), &tensors).unwrap_err().to_string()
     };
     assert_eq!(
-        refusal(DecodeTensors { block_table: None, ..good }),
+        refusal(ServingTensors { block_table: None, ..good }),
         "the block table tensor: it is missing"
     );
     assert_eq!(
-        refusal(DecodeTensors { sinks: good.lengths, ..good }),
+        refusal(ServingTensors { sinks: good.lengths, ..good }),
         "the list of sinks tensor: the plan knows of none"
     );
     let key = DeviceTensor { address: DeviceAddress(good.key.address.0 + 8), ..good.key };
-    let reason = refusal(DecodeTensors { key, ..good });
+    let reason = refusal(ServingTensors { key, ..good });
     assert!(reason.ends_with("is not a multiple of 16"), "{reason}");
     for size in [
-        DecodeSize::new(problem(1)).with_pages(0, 4, 4),
-        DecodeSize::new(problem(1)).with_pages(16, 0, 4),
-        DecodeSize::new(problem(1)).with_entries(0),
+        ServingSize::new(problem(1)).with_pages(0, 4, 4),
+        ServingSize::new(problem(1)).with_pages(16, 0, 4),
+        ServingSize::new(problem(1)).with_entries(0),
     ] {
         assert!(matches!(DecodePlan::new(&gpu, &size), Err(GpuError::Unsupported { .. })));
     }
@@ -258,7 +258,7 @@ fn how_long_decode_takes() {
         for page in [0, 1, 16, 64] {
             let rows = if page > 0 { page } else { keys };
             let entries = batch * keys / rows;
-            let mut size = DecodeSize::new(problem.clone());
+            let mut size = ServingSize::new(problem.clone());
             if page > 0 {
                 size = size.with_pages(page, keys / page, entries);
             }
@@ -277,7 +277,7 @@ fn how_long_decode_takes() {
             let lengths = Buffer::from_slice(stream, &vec![keys as u32; batch]).unwrap();
             let table = Buffer::from_slice(stream, &shuffled(entries)).unwrap();
             let at = |buffer: &Buffer, strides| DeviceTensor { address: buffer.address(), strides };
-            let mut tensors = DecodeTensors::new(
+            let mut tensors = ServingTensors::new(
                 at(&query, one),
                 at(&key, cache),
                 at(&value, cache),

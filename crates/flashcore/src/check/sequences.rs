@@ -189,10 +189,21 @@ impl SequencesCase {
                 starts.push(starts[sequence] + dice.below(5));
             }
             let shape = Shape::new(1, starts[batch], heads, dim);
-            return (Placement::packed(starts), shape);
+            let rooms: Vec<usize> = starts.windows(2).map(|pair| pair[1] - pair[0]).collect();
+            return (Self::used(dice, Placement::packed(starts), &rooms), shape);
         }
         let length = dice.of(&[1, 1, 1, 2, 3, 5]);
-        (Placement::padded(vec![length; batch]), Shape::new(batch, length, heads, dim))
+        let rooms = vec![length; batch];
+        let placement = Placement::padded(rooms.clone());
+        (Self::used(dice, placement, &rooms), Shape::new(batch, length, heads, dim))
+    }
+
+    /// Sometimes not every query that there is room for.
+    fn used(dice: &mut Dice, queries: Placement, rooms: &[usize]) -> Placement {
+        match dice.one_in(4) {
+            true => queries.with_lengths(rooms.iter().map(|room| dice.below(room + 1)).collect()),
+            false => queries,
+        }
     }
 
     fn keys(
@@ -322,6 +333,9 @@ impl fmt::Display for SequencesCase {
         }
         if !keys.left_padding().is_empty() {
             f.write_str(", left padding")?;
+        }
+        if keys.starts().is_some() {
+            f.write_str(", packed keys")?;
         }
         if self.sequences.queries().starts().is_some() {
             f.write_str(", packed queries")?;

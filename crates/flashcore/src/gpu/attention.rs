@@ -74,7 +74,7 @@ impl AttentionPlan {
                     mma::check_tensors(problem, tensors).map_err(|error| error.to_string())
                 }
                 // Its workspace is not for two streams, and it may need slopes and sinks.
-                backend::decode::NAME => Err("on the device it has a DecodePlan".to_owned()),
+                backend::decode::NAME => Err("on the device it has a ServingPlan".to_owned()),
                 _ => Ok(()),
             };
             if let Err(reason) = checked {

@@ -2,7 +2,7 @@
 //!
 //! [`Machine`](crate::Machine) takes tensors in host memory. Whoever has them on the device
 //! already makes an [`AttentionPlan`], or a [`ForwardPlan`] where it must be that kernel, and launches
-//! it on a stream of their own.
+//! it on a stream of their own; for sequences of unequal lengths and caches, a [`ServingPlan`].
 
 mod attention;
 mod chip;
@@ -13,19 +13,21 @@ mod kernel;
 pub mod mma;
 mod room;
 pub(crate) mod scalar;
+pub mod serving;
 mod warm;
 
 pub use attention::AttentionPlan;
 pub(crate) use attention::DeviceKernel;
 pub use chip::{Chip, target_of};
 pub use cuda::{Buffer, Device, DeviceAddress, DeviceSlice, Stream};
-pub use decode::{DecodePages, DecodePlan, DecodeSize, DecodeTensors};
+pub use decode::DecodePlan;
 pub use description::{LaunchDescription, Passed, TensorRole};
 pub use forward::{DeviceTensor, ForwardPlan, ForwardTensors};
 pub use kernel::{Compilation, Kernel, Policy};
 pub use mma::MmaPlan;
 pub(crate) use room::Room;
 pub use scalar::ScalarPlan;
+pub use serving::{ServingPages, ServingPlan, ServingSize, ServingTensors};
 pub use warm::Warmed;
 
 use std::collections::HashMap;

@@ -105,7 +105,7 @@ impl Ring {
             true => self.lane % decode.tile_keys,
             false => Value::from(0),
         };
-        let row = k.eval(cursor.skipped + cursor.first_key + tile * decode.tile_keys + mine);
+        let row = k.eval(cursor.first_row + cursor.first_key + tile * decode.tile_keys + mine);
         let (entry, row) = places.locate(k, cursor.entry, row);
         k.set(self.entry, entry);
         k.set(self.row, row);

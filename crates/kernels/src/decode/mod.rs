@@ -223,8 +223,9 @@ impl Decode {
     /// | `lse` | the address of the log-sum-exps, `f32`, with batch and head strides in elements |
     /// | `parts`, `counters` | workspace; a counter for each sequence and block of a team, zero before the first launch and after each |
     /// | `batch`, `query length`, `key length` | sequences, and the longest lengths |
-    /// | `query rows` | of the query tensor, in all: bounds the query starts |
-    /// | `lengths`, `left padding`, `batch entries`, `query starts` | addresses of 32-bit numbers for each sequence, or 0 |
+    /// | `query rows`, `key rows` | of a batch entry of the query and key tensors: bound the starts |
+    /// | `query starts`, `key starts` | addresses of 32-bit numbers, where each sequence begins and the last ends, or 0: then each has a batch entry of its own |
+    /// | `query lengths`, `lengths`, `left padding`, `batch entries` | addresses of 32-bit numbers for each sequence, or 0 |
     /// | `batch entries there are` | batch entries or pages of the cache |
     /// | `block table`, `pages of a sequence`, `page size` | with pages |
     /// | `key heads`, `query heads per key head`, `blocks of a team`, `teams` | [`Divisor`](crate::Divisor)s |

@@ -22,13 +22,46 @@ pub(super) struct Schedule {
     key_length: Reg<U32>,
     /// Of the query tensor.
     query_rows: Reg<U32>,
+    /// Of the key tensor, where keys are packed.
+    key_rows: Reg<U32>,
     lengths: Reg<GlobalAddress>,
     padding: Reg<GlobalAddress>,
     query_starts: Reg<GlobalAddress>,
+    query_lengths: Reg<GlobalAddress>,
+    key_starts: Reg<GlobalAddress>,
     teams: DivisorRegisters,
     least_tiles: Reg<U32>,
     left: Reg<S32>,
     right: Reg<S32>,
+}
+
+/// Where the rows of sequences are in a tensor, queries or keys: lists that may be absent.
+struct Place {
+    /// Where each sequence begins, and where the last ends.
+    starts: Reg<GlobalAddress>,
+    /// Of the tensor.
+    rows: Reg<U32>,
+    /// Of a sequence.
+    most: Reg<U32>,
+    /// How many of its rows each sequence uses.
+    lengths: Reg<GlobalAddress>,
+}
+
+impl Place {
+    /// The first row of a sequence, and how many it has.
+    fn of(self, k: &mut Builder, sequence: Reg<U32>) -> (Reg<U32>, Reg<U32>) {
+        let Place { starts, rows, most, lengths } = self;
+        let signed = |value: Reg<U32>| value.reinterpret::<S32>();
+        let start = entry_of(k, starts, sequence, 0);
+        let first = clamp(k, start, rows);
+        let all = k.eval(first + most);
+        let next = entry_of(k, starts, sequence + 1, signed(all));
+        let next = clamp(k, next, rows);
+        let room = k.eval(signed(next) - signed(first));
+        let room = clamp(k, room, most);
+        let length = entry_of(k, lengths, sequence, signed(room));
+        (first, clamp(k, length, room))
+    }
 }
 
 /// What is known of one sequence.
@@ -37,7 +70,8 @@ struct Lengths {
     queries: Reg<U32>,
     first_query: Reg<U32>,
     keys: Reg<U32>,
-    skipped: Reg<U32>,
+    /// The row of the first key in the sequence's batch entry or pages.
+    first_row: Reg<U32>,
     first_tile: Reg<U32>,
     tiles: Reg<U32>,
 }
@@ -49,9 +83,12 @@ impl Schedule {
             query_length: k.parameter("query length"),
             key_length: k.parameter("key length"),
             query_rows: k.parameter("query rows"),
+            key_rows: k.parameter("key rows"),
             lengths: k.parameter("lengths"),
             padding: k.parameter("left padding"),
             query_starts: k.parameter("query starts"),
+            query_lengths: k.parameter("query lengths"),
+            key_starts: k.parameter("key starts"),
             teams: DivisorRegisters::parameters(k, "teams"),
             least_tiles: k.parameter("least tiles"),
             left: k.parameter("window left"),
@@ -62,19 +99,25 @@ impl Schedule {
     /// Whatever memory holds, what comes out is within the launch's bounds.
     fn lengths(&self, k: &mut Builder, decode: &Decode, sequence: Reg<U32>) -> Lengths {
         let signed = |value: Reg<U32>| value.reinterpret::<S32>();
-        let keys = entry_of(k, self.lengths, sequence, signed(self.key_length));
-        let end = clamp(k, keys, self.key_length);
+        let (first_key, end) = Place {
+            starts: self.key_starts,
+            rows: self.key_rows,
+            most: self.key_length,
+            lengths: self.lengths,
+        }
+        .of(k, sequence);
         let skipped = entry_of(k, self.padding, sequence, 0);
         let skipped = clamp(k, skipped, end);
         let keys = k.eval(end - skipped);
+        let first_row = k.eval(first_key + skipped);
 
-        let start = entry_of(k, self.query_starts, sequence, 0);
-        let first_query = clamp(k, start, self.query_rows);
-        let all = k.eval(first_query + self.query_length);
-        let next = entry_of(k, self.query_starts, sequence + 1, signed(all));
-        let next = clamp(k, next, self.query_rows);
-        let count = k.eval(signed(next) - signed(first_query));
-        let queries = clamp(k, count, self.query_length);
+        let (first_query, queries) = Place {
+            starts: self.query_starts,
+            rows: self.query_rows,
+            most: self.query_length,
+            lengths: self.query_lengths,
+        }
+        .of(k, sequence);
 
         // The first query stands `queries` before the end, and sees `left` keys before that.
         let begin = k.eval((signed(keys) - signed(queries) - self.left).maximum(0));
@@ -82,7 +125,7 @@ impl Schedule {
         let first_tile = k.eval(begin / decode.tile_keys);
         let end_tile = (keys + (decode.tile_keys - 1)) / decode.tile_keys;
         let tiles = k.eval((end_tile.maximum(first_tile + 1)) - first_tile);
-        Lengths { queries, first_query, keys, skipped, first_tile, tiles }
+        Lengths { queries, first_query, keys, first_row, first_tile, tiles }
     }
 
     /// The tiles of the sequence of each lane; zero beyond the last.
@@ -113,7 +156,8 @@ pub(super) struct Cursor {
     pub(super) queries: Reg<U32>,
     pub(super) first_query: Reg<U32>,
     pub(super) keys: Reg<U32>,
-    pub(super) skipped: Reg<U32>,
+    /// The row of the first key in the sequence's batch entry or pages.
+    pub(super) first_row: Reg<U32>,
     /// The batch entry of the cache, without pages.
     pub(super) entry: Reg<U32>,
     tiles: Reg<U32>,
@@ -200,7 +244,7 @@ impl Cursor {
             queries: zero(k),
             first_query: zero(k),
             keys: zero(k),
-            skipped: zero(k),
+            first_row: zero(k),
             entry: zero(k),
             tiles: zero(k),
             first_key: zero(k),
@@ -226,7 +270,7 @@ impl Cursor {
         k.set(self.queries, lengths.queries);
         k.set(self.first_query, lengths.first_query);
         k.set(self.keys, lengths.keys);
-        k.set(self.skipped, lengths.skipped);
+        k.set(self.first_row, lengths.first_row);
         k.set(self.tiles, lengths.tiles);
         k.set(self.first_key, (lengths.first_tile + inside) * decode.tile_keys);
         k.set(self.count, (lengths.tiles - inside).minimum(self.end - self.tile));

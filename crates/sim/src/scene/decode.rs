@@ -12,8 +12,12 @@ use crate::{Argument, Memory};
 pub struct DecodeSize {
     /// Keys of each sequence.
     pub lengths: Vec<usize>,
-    /// Queries of each sequence.
+    /// Queries of each sequence that there is room for.
     pub queries: usize,
+    /// How many of them each sequence uses; all of them when empty.
+    pub used: Vec<usize>,
+    /// Whether keys are packed, sequence after sequence with a row between them that is of none.
+    pub packed_keys: bool,
     /// Query heads.
     pub heads: usize,
     /// Key and value heads; divides `heads`.
@@ -30,6 +34,11 @@ pub struct DecodeSize {
 const OPEN: i32 = 1 << 29;
 
 impl DecodeSize {
+    /// Queries that a sequence uses.
+    fn used(&self, sequence: usize) -> usize {
+        self.used.get(sequence).copied().unwrap_or(self.queries)
+    }
+
     /// Small: sequences of several tiles, of one key and of none, over more teams than there are
     /// sequences, so that parts are combined.
     pub fn small(decode: &Decode) -> Self {
@@ -37,6 +46,8 @@ impl DecodeSize {
         DecodeSize {
             lengths: vec![5 * tile + 3, 0, 1, tile],
             queries: 1,
+            used: Vec::new(),
+            packed_keys: false,
             heads: 3,
             key_heads: 1,
             page_size: tile,
@@ -71,12 +82,19 @@ impl Scene {
         if batch == 0 || group == 0 || heads % key_heads != 0 || *queries == 0 || *teams == 0 {
             return Err(SceneError::Size("the problem is empty or its heads do not divide".into()));
         }
+        if decode.paged && size.packed_keys {
+            return Err(SceneError::Size("keys are in pages or packed, not both".into()));
+        }
         let (dim, value_dim) = (decode.head_dim as usize, decode.value_head_dim as usize);
         let capacity = lengths.iter().copied().max().unwrap_or(0).max(1);
         let (entries, rows) = match decode.paged {
             true => (batch * capacity.div_ceil(*page_size) + 1, *page_size),
+            false if size.packed_keys => (1, lengths.iter().sum::<usize>() + batch),
             false => (batch, capacity),
         };
+        let starts: Vec<u32> = (0..=batch)
+            .map(|sequence| (lengths[..sequence].iter().sum::<usize>() + sequence) as u32)
+            .collect();
         let columns = capacity.div_ceil(rows);
         let mut random = Random::new(11);
         // Pages in an order of their own, none of them shared.
@@ -85,9 +103,11 @@ impl Scene {
             let other = (random.number().abs() * 1e6) as usize % (index + 1);
             order.swap(index, other);
         }
-        let table: Vec<u32> = (0..batch * columns).map(|index| order[index] as u32).collect();
+        let in_pages = if decode.paged { batch * columns } else { 0 };
+        let table: Vec<u32> = order[..in_pages].iter().map(|page| *page as u32).collect();
         let place = |sequence: usize, key: usize| match decode.paged {
             true => (table[sequence * columns + key / rows] as usize, key % rows),
+            false if size.packed_keys => (0, starts[sequence] as usize + key),
             false => (sequence, key),
         };
 
@@ -121,8 +141,13 @@ impl Scene {
         let key_buffer = memory.input("keys", encode(element, &key_memory));
         let value_buffer = memory.input("values", encode(element, &value_memory));
         let bytes = element.bytes() as usize;
-        let output = memory.output("output", bytes * batch * queries * heads * value_dim);
-        let lse = memory.output("lse", 4 * batch * heads * queries);
+        // Where not everything is written, what is not stays as it was: zero.
+        let mut result = |name, bytes: usize| match size.used.is_empty() {
+            true => memory.output(name, bytes),
+            false => memory.input(name, vec![0; bytes]),
+        };
+        let output = result("output", bytes * batch * queries * heads * value_dim);
+        let lse = result("lse", 4 * batch * heads * queries);
         let team = decode.team(*key_heads as u32, (queries * group) as u32);
         let grid = team * *teams as u32;
         let parts = memory.output("parts", decode.workspace_bytes(grid) as usize);
@@ -130,6 +155,9 @@ impl Scene {
         let length_words: Vec<u32> = lengths.iter().map(|length| *length as u32).collect();
         let lengths_buffer = memory.input_u32("lengths", &length_words);
         let table_buffer = memory.input_u32("block table", &table);
+        let starts_buffer = memory.input_u32("key starts", &starts);
+        let used: Vec<u32> = (0..batch).map(|sequence| size.used(sequence) as u32).collect();
+        let used_buffer = memory.input_u32("query lengths", &used);
         let slopes_buffer = memory.input_f32("slopes", &slopes);
         let sinks_buffer = memory.input_f32("sinks", &sinks);
 
@@ -144,6 +172,9 @@ impl Scene {
             ];
             for (tensor, rows, heads, dim) in strided {
                 match name.strip_prefix(tensor).map(str::trim) {
+                    Some("batch stride") if heads == *key_heads && size.packed_keys => {
+                        return Some(Argument::U64(0));
+                    }
                     Some("batch stride") => {
                         return Some(Argument::U64((rows * heads * dim) as u64));
                     }
@@ -181,12 +212,16 @@ impl Scene {
                 "lengths" => Argument::Address(lengths_buffer, 0),
                 "left padding" | "query starts" | "batch entries" => Argument::U64(0),
                 "block table" => Argument::Address(table_buffer, 0),
+                "key starts" if size.packed_keys => Argument::Address(starts_buffer, 0),
+                "query lengths" if !size.used.is_empty() => Argument::Address(used_buffer, 0),
+                "key starts" | "query lengths" => Argument::U64(0),
                 "slopes" => Argument::Address(slopes_buffer, 0),
                 "slopes batch stride" => number(0),
                 "sinks" => Argument::Address(sinks_buffer, 0),
                 "batch" => number(batch),
                 "query length" | "query rows" => number(*queries),
                 "key length" => number(capacity),
+                "key rows" => number(if size.packed_keys { rows } else { capacity }),
                 "batch entries there are" => number(entries),
                 "pages of a sequence" => number(columns),
                 "page size" => number(rows),
@@ -211,8 +246,9 @@ impl Scene {
 
         let inputs = Inputs { size, decode: &decode, q, k, v, slopes, sinks, scale: scale as f64 };
         let results = inputs.expected(output, lse);
+        let packed = if size.packed_keys { " packed" } else { "" };
         let size = format!(
-            "lengths {lengths:?}, {queries} queries, {heads} query and {key_heads} key heads, {teams} teams"
+            "lengths {lengths:?}{packed}, {queries} queries, {heads} query and {key_heads} key heads, {teams} teams"
         );
         Ok(Scene { program, grid, arguments, memory, results, size })
     }
@@ -231,15 +267,18 @@ impl Inputs<'_> {
         let decode = self.decode;
         let (dim, value_dim) = (decode.head_dim as usize, decode.value_head_dim as usize);
         let group = heads / key_heads;
-        let mut output = Vec::new();
-        let mut magnitude = Vec::new();
-        let mut lse = vec![0.0; lengths.len() * heads * queries];
+        let rows = lengths.len() * heads * queries;
+        // What is no query stays as it was.
+        let mut output = vec![0.0; rows * value_dim];
+        let mut magnitude = vec![0.0; rows * value_dim];
+        let mut lse = vec![0.0; rows];
         for (sequence, &length) in lengths.iter().enumerate() {
-            for query in 0..*queries {
+            let used = self.size.used(sequence);
+            for query in 0..used {
                 for head in 0..*heads {
                     let at = (sequence * queries + query) * heads + head;
                     let q = &self.q[at * dim..][..dim];
-                    let position = length as i64 + query as i64 - *queries as i64;
+                    let position = length as i64 + query as i64 - used as i64;
                     let seen: Vec<usize> = (0..length)
                         .filter(|key| {
                             let distance = *key as i64 - position;
@@ -287,8 +326,10 @@ impl Inputs<'_> {
                             *magnitude += weight * v.abs();
                         }
                     }
-                    output.extend(row.iter().map(|(sum, _)| store(*sum)));
-                    magnitude.extend(row.iter().map(|(_, magnitude)| *magnitude));
+                    for (column, (sum, weighted)) in row.into_iter().enumerate() {
+                        output[at * value_dim + column] = store(sum);
+                        magnitude[at * value_dim + column] = weighted;
+                    }
                 }
             }
         }

@@ -43,6 +43,12 @@ fn decode_is_attention() {
         (Decode { paged: true, ..small() }, DecodeSize { page_size: 1, ..size.clone() }),
         (Decode { paged: true, ..small() }, DecodeSize { page_size: 5, ..size.clone() }),
         (Decode { paged: true, ..small() }, DecodeSize { page_size: 32, ..size.clone() }),
+        (small(), DecodeSize { packed_keys: true, ..size.clone() }),
+        (small(), DecodeSize { used: vec![2, 3, 0, 1], packed_keys: true, ..causal.clone() }),
+        (
+            Decode { paged: true, ..small() },
+            DecodeSize { used: vec![2, 3, 0, 1], ..causal.clone() },
+        ),
         (Decode { softcap: true, ..small() }, size.clone()),
         (Decode { alibi: true, ..small() }, causal.clone()),
         (Decode { sinks: true, ..small() }, size.clone()),

@@ -7,8 +7,8 @@ use super::{Candidate, Launch, Operands};
 use crate::error::Error;
 use crate::gpu::decode::choose;
 use crate::gpu::{
-    Chip, Compilation, DecodePlan, DecodeSize, DecodeTensors, DeviceAddress, DeviceTensor, Gpu,
-    GpuError,
+    Chip, Compilation, DecodePlan, DeviceAddress, DeviceTensor, Gpu, GpuError, ServingSize,
+    ServingTensors,
 };
 use crate::inputs::{InputLayouts, Inputs};
 use crate::problem::Problem;
@@ -86,34 +86,34 @@ fn aligned(problem: &Problem, shape: Shape, strides: Strides) -> Result<(), Stri
     Ok(())
 }
 
-/// Queries are packed without gaps, or as many for each sequence in batch entries in order.
+/// Queries are packed, or each sequence has the batch entry of its index.
 fn regular(queries: &Placement) -> Result<(), String> {
     if !queries.left_padding().is_empty() {
         return Err("queries with left padding are not served".to_owned());
     }
-    let lengths = queries.ends();
+    let in_order =
+        (0..queries.sequences()).all(|sequence| queries.entry(sequence) == Some(sequence));
+    match queries.starts().is_some() || in_order {
+        true => Ok(()),
+        false => Err("queries in batch entries of another order are not served".to_owned()),
+    }
+}
+
+/// Whether each sequence has as many queries as its place has room for.
+fn full(queries: &Placement, rows: usize) -> bool {
     match queries.starts() {
         Some(starts) => {
-            let full =
-                starts.windows(2).zip(lengths).all(|(pair, length)| pair[1] - pair[0] == *length);
-            full.then_some(()).ok_or("packed queries with gaps are not served".to_owned())
+            let places = starts.windows(2).map(|pair| pair[1] - pair[0]);
+            places.eq(queries.ends().iter().copied())
         }
-        None => {
-            let equal = lengths.windows(2).all(|pair| pair[0] == pair[1]);
-            let in_order =
-                (0..lengths.len()).all(|sequence| queries.entry(sequence) == Some(sequence));
-            match equal && in_order {
-                true => Ok(()),
-                false => Err("queries of unequal lengths are served packed".to_owned()),
-            }
-        }
+        None => queries.ends().iter().all(|length| *length == rows),
     }
 }
 
 /// The kernel with its plan and its lists.
 pub(super) struct Prepared {
     plan: DecodePlan,
-    tensors: DecodeTensors,
+    tensors: ServingTensors,
     /// What the tensors point to.
     _lists: Vec<Buffer>,
 }
@@ -160,7 +160,7 @@ pub(super) fn prepare(
         strides: unit_strides(tensor.shape(), tensor.layout().strides()),
     };
     let output = Layout::contiguous(sequences.output_shape(query))?;
-    let mut tensors = DecodeTensors::new(
+    let mut tensors = ServingTensors::new(
         tensor(operands.query.address(), inputs.query),
         tensor(operands.key.address(), inputs.key),
         tensor(operands.value.address(), inputs.value),
@@ -169,23 +169,22 @@ pub(super) fn prepare(
     );
     let mut lists = Lists { gpu, buffers: Vec::new() };
     let longest = keys.ends().iter().copied().max().unwrap_or(0);
-    let mut size = DecodeSize::new(Problem { key_length: longest, ..problem.clone() });
+    let mut size = ServingSize::new(Problem { key_length: longest, ..problem.clone() });
     size.query_rows = query.length;
     if let Some(starts) = queries.starts() {
         size = size.with_packed_queries(query.length);
         tensors.query_starts = Some(lists.numbers(starts)?);
+    }
+    if !full(queries, query.length) {
+        tensors.query_lengths = Some(lists.numbers(queries.ends())?);
     }
     if let Some(pages) = keys.pages() {
         size = size.with_pages(pages.size(), pages.columns(), inputs.key.shape().batch);
         let table: Vec<usize> = pages.table().iter().map(|page| *page as usize).collect();
         tensors.block_table = Some(lists.numbers(&table)?);
     } else if let Some(starts) = keys.starts() {
-        // Every row of packed keys is a batch entry of what follows it.
-        for cache in [&mut tensors.key, &mut tensors.value] {
-            cache.strides.batch = cache.strides.length;
-        }
-        size = size.with_entries(inputs.key.shape().length);
-        tensors.entries = Some(lists.numbers(&starts[..starts.len() - 1])?);
+        size = size.with_packed_keys(inputs.key.shape().length);
+        tensors.key_starts = Some(lists.numbers(starts)?);
     } else {
         let entries: Vec<usize> =
             (0..sequences.len()).filter_map(|sequence| keys.entry(sequence)).collect();

@@ -4,8 +4,8 @@
 use cuda::{Argument, DeviceAddress};
 use kernels::Divisor;
 
-use super::{DecodePages, DecodeSize, DecodeTensors, Workspace};
-use crate::gpu::DeviceTensor;
+use super::Workspace;
+use crate::gpu::{DeviceTensor, ServingPages, ServingSize, ServingTensors};
 
 /// What an argument depends on.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -57,6 +57,8 @@ pub(super) enum List {
     LeftPadding,
     Entries,
     QueryStarts,
+    QueryLengths,
+    KeyStarts,
     BlockTable,
     Slopes,
     Sinks,
@@ -64,16 +66,20 @@ pub(super) enum List {
 
 impl Slot {
     /// The argument for a launch.
-    pub(super) fn argument(self, tensors: &DecodeTensors, packed: bool) -> Argument {
+    pub(super) fn argument(self, tensors: &ServingTensors, size: &ServingSize) -> Argument {
         let all = [tensors.query, tensors.key, tensors.value, tensors.output];
         match self {
             Slot::Fixed(number) => number.into(),
             Slot::Tensor(role) => all[role].address.into(),
             Slot::Stride(role, stride) => {
                 let DeviceTensor { strides, .. } = all[role];
+                // Packed tensors have one batch entry for all sequences.
+                let packed = match role {
+                    0 | 3 => size.packed_queries,
+                    _ => size.packed_keys,
+                };
                 let elements = match stride {
-                    // Packed queries and outputs have one batch entry for all sequences.
-                    Stride::Batch if packed && (role == 0 || role == 3) => 0,
+                    Stride::Batch if packed => 0,
                     Stride::Batch => strides.batch,
                     Stride::Row => strides.length,
                     Stride::Head => strides.heads,
@@ -87,6 +93,8 @@ impl Slot {
                     List::LeftPadding => tensors.left_padding,
                     List::Entries => tensors.entries,
                     List::QueryStarts => tensors.query_starts,
+                    List::QueryLengths => tensors.query_lengths,
+                    List::KeyStarts => tensors.key_starts,
                     List::BlockTable => tensors.block_table,
                     List::Slopes => tensors.slopes,
                     List::Sinks => tensors.sinks,
@@ -99,7 +107,7 @@ impl Slot {
 
 /// What the numbers of a launch are made from.
 pub(super) struct Launch<'a> {
-    pub(super) size: &'a DecodeSize,
+    pub(super) size: &'a ServingSize,
     pub(super) teams: u32,
     pub(super) members: u32,
     pub(super) least_tiles: u32,
@@ -113,7 +121,7 @@ pub(super) fn slots(parameters: &[String], numbers: &Launch<'_>) -> Result<Vec<S
 
 impl Launch<'_> {
     fn slot(&self, name: &str) -> Option<Slot> {
-        let DecodeSize { problem, pages, entries, query_rows, .. } = self.size;
+        let ServingSize { problem, pages, entries, query_rows, key_rows, .. } = self.size;
         let number = |value: usize| Some(Slot::Fixed(Number::U32(u32::try_from(value).ok()?)));
         let float = |value: f32| Some(Slot::Fixed(Number::F32(value)));
         let word = |value: usize| Some(Slot::Fixed(Number::U64(value as u64)));
@@ -123,7 +131,7 @@ impl Launch<'_> {
             let keys = keys.map_or(OPEN, |keys| i32::try_from(keys).unwrap_or(OPEN).min(OPEN));
             Some(Slot::Fixed(Number::I32(keys)))
         };
-        let page = |of: fn(&DecodePages) -> usize| number(pages.as_ref().map_or(0, of));
+        let page = |of: fn(&ServingPages) -> usize| number(pages.as_ref().map_or(0, of));
         let packed = self.size.packed_queries;
         match name {
             "lse" => Some(Slot::Lse),
@@ -136,10 +144,14 @@ impl Launch<'_> {
             "query length" => number(problem.query_length),
             "key length" => number(problem.key_length),
             "query rows" => number(*query_rows),
+            "key rows" if self.size.packed_keys => number(*key_rows),
+            "key rows" => number(problem.key_length),
             "lengths" => Some(Slot::List(List::Lengths)),
             "left padding" => Some(Slot::List(List::LeftPadding)),
             "batch entries" => Some(Slot::List(List::Entries)),
             "query starts" => Some(Slot::List(List::QueryStarts)),
+            "query lengths" => Some(Slot::List(List::QueryLengths)),
+            "key starts" => Some(Slot::List(List::KeyStarts)),
             "batch entries there are" => number(*entries),
             "block table" => Some(Slot::List(List::BlockTable)),
             "pages of a sequence" => page(|pages| pages.columns),
@@ -210,7 +222,7 @@ mod tests {
                 .with_key_length(300)
                 .with_mask(Mask::Causal);
             problem.softcap = configuration.softcap.then_some(3.0);
-            let mut size = DecodeSize::new(problem);
+            let mut size = ServingSize::new(problem);
             if configuration.paged {
                 size = size.with_pages(16, 40, 90);
             }

@@ -3,9 +3,8 @@
 use kernels::decode::{DecodeWorkload, Tuned, tuned};
 use ptx::Capability;
 
-use super::DecodeSize;
-use crate::gpu::Chip;
 use crate::gpu::forward::tensor_core_element;
+use crate::gpu::{Chip, ServingSize};
 use crate::problem::Problem;
 
 /// Positions are counted in 31 bits, with room for a window on both sides.
@@ -46,7 +45,7 @@ pub(super) fn query_rows(problem: &Problem) -> Option<u32> {
 }
 
 /// How many teams fill a chip without leaving a warp of them without a tile.
-pub(super) fn teams(chip: &Chip, tuned: &kernels::Decode, size: &DecodeSize, members: u32) -> u32 {
+pub(super) fn teams(chip: &Chip, tuned: &kernels::Decode, size: &ServingSize, members: u32) -> u32 {
     let places = chip.multiprocessors * tuned.blocks;
     let tiles = size.problem.key_length.div_ceil(tuned.tile_keys as usize).max(1);
     let useful = size.problem.batch.saturating_mul(tiles).div_ceil(tuned.warps as usize);

@@ -1,0 +1,109 @@
+//! Attention over sequences of unequal lengths that are on the device, by whichever kernel serves
+//! them best.
+//!
+//! | file | its subject |
+//! | --- | --- |
+//! | `size` | what a plan is made for |
+//! | `tensors` | what a launch reads and writes |
+//! | this one | the plan that holds a kernel's |
+
+mod size;
+mod tensors;
+
+pub use size::{ServingPages, ServingSize};
+pub use tensors::ServingTensors;
+
+use cuda::Stream;
+
+use super::{DecodePlan, Gpu, GpuError, Kernel};
+
+/// Everything about attention over a batch of sequences that does not depend on where its tensors
+/// are and how long the sequences have become: prefill, decode and what is in between.
+///
+/// A launch has the same shape whatever the lengths are, allocates nothing and waits for nothing:
+/// a CUDA graph that captured it is right for every length up to the plan's, read when the graph
+/// runs. Lengths and tables beyond their bounds are cut to them on the device, so that no launch
+/// reads or writes outside its tensors.
+///
+/// Launches of one plan share its workspace: they must follow each other, on one stream. The plan
+/// must outlive them, and graphs that captured them.
+///
+/// ```no_run
+/// use flashcore::gpu::{Gpu, ServingPlan, ServingSize};
+/// use flashcore::{DType, Mask, Problem};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let gpu = Gpu::open(0)?;
+/// // One query for each of 64 sequences, over 4096 pages of 64 positions, 128 at most for each.
+/// let problem = Problem::new(64, 32, 1, 128)
+///     .with_kv_heads(8)
+///     .with_dtype(DType::BF16)
+///     .with_mask(Mask::Causal);
+/// let plan = ServingPlan::new(&gpu, &ServingSize::new(problem).with_pages(64, 128, 4096))?;
+/// println!("{}: {}", plan.kernel_name(), plan.reason());
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct ServingPlan {
+    kernel: ServingKernel,
+}
+
+/// The kernels that serve sequences.
+#[derive(Debug)]
+enum ServingKernel {
+    Decode(Box<DecodePlan>),
+}
+
+impl ServingPlan {
+    /// A plan of the kernel that is best for the size.
+    pub fn new(gpu: &Gpu, size: &ServingSize) -> Result<Self, GpuError> {
+        let kernel = ServingKernel::Decode(Box::new(DecodePlan::new(gpu, size)?));
+        Ok(ServingPlan { kernel })
+    }
+
+    /// Puts attention on a stream of the plan's device. Neither allocates nor waits.
+    ///
+    /// That the addresses are right is the caller's business: what goes wrong on the device is
+    /// reported by the stream, when it is next waited for.
+    pub fn launch(&mut self, stream: &Stream, tensors: &ServingTensors) -> Result<(), GpuError> {
+        match &mut self.kernel {
+            ServingKernel::Decode(plan) => plan.launch(stream, tensors),
+        }
+    }
+
+    /// What it was made for.
+    pub fn size(&self) -> &ServingSize {
+        match &self.kernel {
+            ServingKernel::Decode(plan) => plan.size(),
+        }
+    }
+
+    /// Why this kernel in this configuration.
+    pub fn reason(&self) -> &str {
+        match &self.kernel {
+            ServingKernel::Decode(plan) => plan.reason(),
+        }
+    }
+
+    /// The name of the kernel's configuration.
+    pub fn kernel_name(&self) -> String {
+        match &self.kernel {
+            ServingKernel::Decode(plan) => plan.configuration().name(),
+        }
+    }
+
+    /// The compiled kernel.
+    pub fn kernel(&self) -> &Kernel {
+        match &self.kernel {
+            ServingKernel::Decode(plan) => plan.kernel(),
+        }
+    }
+
+    /// Device memory that the plan holds besides the kernel.
+    pub fn device_bytes(&self) -> u64 {
+        match &self.kernel {
+            ServingKernel::Decode(plan) => plan.device_bytes(),
+        }
+    }
+}
