@@ -85,6 +85,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     for dtype in &dtypes {
         lines.extend(check_attention(&backends, *dtype, arguments));
         lines.extend(check_sequences(&backends, *dtype, arguments));
+        if let Some(gpu) = machine.gpu().filter(|_| wanted.as_deref() != Some("cpu")) {
+            lines.extend(check_caches(gpu, *dtype, arguments));
+        }
     }
     lines.sort_by_key(|line| {
         let place = backends.iter().position(|backend| backend.name() == line.backend);
@@ -140,6 +143,22 @@ fn check_sequences(backends: &[&dyn Backend], dtype: DType, arguments: &Argument
         (it.backend, format!("{} of sequences", it.kernel), it.case, it.outcome)
     };
     lines(dtype, checked.into_iter().map(of))
+}
+
+/// One line for new keys and values into caches, and one for partial results put together.
+fn check_caches(gpu: &Gpu, dtype: DType, arguments: &Arguments) -> Vec<Line> {
+    let seeds = if arguments.thorough { 1_600 } else { 60 };
+    let bar = Bar::new("checking");
+    let wanted = |name: &str| arguments.kernel.as_deref().is_none_or(|kernel| kernel == name);
+    let mut checked = Vec::new();
+    // The kernels that look at a cache take 16-bit elements.
+    if wanted("append") && dtype != DType::F32 {
+        checked.extend(check::run_appends(gpu, dtype, seeds, &bar));
+    }
+    if wanted("merge") {
+        checked.extend(check::run_merges(gpu, dtype, seeds, &bar));
+    }
+    lines(dtype, checked.into_iter().map(|it| (it.backend, it.kernel, it.case, it.outcome)))
 }
 
 /// One line per kernel: back end, kernel, case and what came of it.

@@ -223,7 +223,7 @@ fn judge(
 }
 
 /// A comparison under way.
-struct Judge {
+pub(crate) struct Judge {
     dtype: DType,
     values: usize,
     finite: usize,
@@ -237,7 +237,7 @@ struct Judge {
 }
 
 impl Judge {
-    fn new(dtype: DType) -> Self {
+    pub(crate) fn new(dtype: DType) -> Self {
         Judge {
             dtype,
             values: 0,
@@ -251,7 +251,12 @@ impl Judge {
         }
     }
 
-    fn look_at(&mut self, place: Place, baseline: f64) {
+    /// The largest finite magnitude in the reference so far.
+    pub(crate) fn largest(&self) -> f64 {
+        self.largest
+    }
+
+    pub(crate) fn look_at(&mut self, place: Place, baseline: f64) {
         let Place { result, reference, .. } = place;
         self.values += 1;
         if reference.is_finite() {
@@ -289,7 +294,7 @@ impl Judge {
         result.is_infinite() && overflows && result.signum() == reference.signum()
     }
 
-    fn conclude(self, rounding: f64) -> Comparison {
+    pub(crate) fn conclude(self, rounding: f64) -> Comparison {
         let tolerance = 2.0 * self.baseline_error + rounding;
         Comparison {
             passed: self.misplaced == 0 && self.max_error <= tolerance,

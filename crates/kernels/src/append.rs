@@ -1,7 +1,9 @@
-//! New keys and values into a cache, where they belong, keys turned by rotary embeddings.
+//! New keys and values into a cache, where they belong, keys turned by rotary embeddings; and
+//! with those, in the same launch, the queries that will look at them.
 //!
-//! A warp takes one row: a new token of a sequence and a key head. Lengths and
-//! tables are read on the device; what would lie beyond the cache is not written.
+//! A warp takes one row: a new token of a sequence and a key head, or a query
+//! and a query head. Lengths and tables are read on the device; what would lie
+//! beyond the cache is not written.
 
 use ptx::{
     Address, Builder, Capability, Element, Expression, GlobalAddress, Instruction, LoadCache,
@@ -9,7 +11,7 @@ use ptx::{
 };
 
 use crate::Error;
-use crate::decode::place::Places;
+use crate::decode::place::{Places, Span};
 use crate::decode::{clamp, entry_of};
 use crate::divisor::DivisorRegisters;
 use crate::element::{load_as_f32, store_from_f32};
@@ -60,7 +62,8 @@ impl Append {
         32 * ROWS
     }
 
-    /// Blocks for so many rows: sequences times new tokens of each at most times key heads.
+    /// Blocks for so many rows: sequences times new tokens of each at most times key heads, and
+    /// sequences times queries of each at most times query heads.
     pub const fn blocks(&self, rows: u32) -> u32 {
         rows.div_ceil(ROWS)
     }
@@ -76,9 +79,22 @@ impl Append {
     /// | `new rows` | of the tensors of new keys: bounds the starts |
     /// | `key length` | positions that a sequence has room for |
     /// | `lengths` | keys of each sequence before, or 0 |
+    /// | `new lengths` | new tokens of each sequence, or 0 |
     /// | `new starts` | where each sequence's new tokens begin and the last end, or 0 |
+    /// | `lengths after` | where the lengths with the new tokens go, or 0; not the memory of `lengths` |
     /// | `batch entries`, `batch entries there are`, `block table`, `pages of a sequence`, `page size` | as decode has them |
+    ///
+    /// and with rotary embeddings:
+    ///
+    /// | parameters | |
+    /// | --- | --- |
     /// | `cosines`, `sines`, `rotary positions` | tables of `dim / 2` for each position, in the tensors' element |
+    /// | `rotary starts` | the position of each sequence's first new token for its angle, or 0: its length before |
+    /// | `queries`, `turned queries` | addresses with strides; may be the same memory |
+    /// | `query heads`, `query length` | [`Divisor`](crate::Divisor)s; the most queries of a sequence |
+    /// | `turned rows` | sequences times queries times query heads, or 0 |
+    /// | `query rows`, `query starts`, `query lengths` | as decode has them |
+    /// | `query step` | 1 where queries stand at positions one after the other, 0 where all stand at the first |
     pub fn program(&self) -> Result<Program, Error> {
         let refuse = |reason| Err(Error::configuration(self.name(), reason));
         if !matches!(self.element, Element::F16 | Element::BF16) {
@@ -104,43 +120,132 @@ impl Append {
         let rows: Reg<U32> = k.parameter("rows");
         let key_heads = DivisorRegisters::parameters(k, "key heads");
         let tokens = DivisorRegisters::parameters(k, "new tokens");
-        let new_rows: Reg<U32> = k.parameter("new rows");
-        let capacity: Reg<U32> = k.parameter("key length");
-        let lengths: Reg<GlobalAddress> = k.parameter("lengths");
-        let starts: Reg<GlobalAddress> = k.parameter("new starts");
+        let new = Span {
+            rows: k.parameter("new rows"),
+            most: tokens.number,
+            lengths: k.parameter("new lengths"),
+            starts: k.parameter("new starts"),
+        };
+        let before =
+            Before { lengths: k.parameter("lengths"), capacity: k.parameter("key length") };
+        let after: Reg<GlobalAddress> = k.parameter("lengths after");
         let places = Places::parameters(k, self.paged);
         let angles = self.rotary.map(|rotary| Angles::parameters(k, rotary));
+        let queries = self.rotary.map(|_| Queries::parameters(k));
 
         let (block, thread) = (k.block_index(), k.thread_index());
         let index = k.eval(block * ROWS + thread / 32);
         k.if_(index.less(rows), |k| {
             let (rest, head) = key_heads.divide(k, index);
             let (sequence, token) = tokens.divide(k, rest);
-            let signed = |value: Reg<U32>| value.reinterpret::<S32>();
-            let start = entry_of(k, starts, sequence, 0);
-            let first = clamp(k, start, new_rows);
-            let all = k.eval(first + tokens.number);
-            let end = entry_of(k, starts, sequence + 1, signed(all));
-            let end = clamp(k, end, new_rows);
-            let length = entry_of(k, lengths, sequence, 0);
-            let length = clamp(k, length, capacity);
+            let (first, count) = new.of(k, sequence);
+            let length = before.length(k, sequence);
             let source = k.eval(first + token);
             let position = k.eval(length + token);
-            k.if_(source.less(end) & position.less(capacity), |k| {
+            k.if_(token.less(count) & position.less(before.capacity), |k| {
                 let entry = places.entry(k, sequence);
                 let (entry, row) = places.locate(k, entry, position);
                 let (from, to) = ([sequence, source, head], [entry, row, head]);
                 let key = [new_keys.row(k, self.element, from), keys.row(k, self.element, to)];
-                let turned = angles.as_ref().map_or(0, |angles| {
-                    angles.turn(k, self.element, key, position);
-                    angles.rotary.dim
-                });
-                copy(k, self.element, key, turned..self.head_dim);
+                match &angles {
+                    Some(angles) => {
+                        let start = angles.start(k, sequence, length);
+                        let position = k.eval(start + token);
+                        self.turn(k, angles, key, position);
+                    }
+                    None => copy(k, self.element, key, 0..self.head_dim),
+                }
                 let value =
                     [new_values.row(k, self.element, from), values.row(k, self.element, to)];
                 copy(k, self.element, value, 0..self.value_head_dim);
             });
+            let wanted = k.eval(after.reinterpret::<U64>().differs(0));
+            let lane = k.lane();
+            let mine = k.eval(token.equals(0) & head.equals(0) & lane.equals(0));
+            k.if_(wanted & mine, |k| {
+                let length = k.eval((length + count).minimum(before.capacity));
+                k.store(after + sequence.convert::<U64>() * 4, length);
+            });
         });
+        if let (Some(angles), Some(queries)) = (angles, queries) {
+            // Rows of keys wrap around, to beyond every row of queries.
+            let index = k.eval(index - rows);
+            k.if_(index.less(queries.turned_rows), |k| {
+                let (rest, head) = queries.heads.divide(k, index);
+                let (sequence, query) = queries.length.divide(k, rest);
+                let (first, count) = queries.span().of(k, sequence);
+                k.if_(query.less(count), |k| {
+                    let length = before.length(k, sequence);
+                    let start = angles.start(k, sequence, length);
+                    let position = k.eval(start + query * queries.step);
+                    let row = k.eval(first + query);
+                    let at = [sequence, row, head];
+                    let ends = [&queries.from, &queries.to].map(|it| it.row(k, self.element, at));
+                    self.turn(k, &angles, ends, position);
+                });
+            });
+        }
+    }
+
+    /// Copies a row that is turned on its way.
+    fn turn(
+        &self,
+        k: &mut Builder,
+        angles: &Angles,
+        ends: [Reg<GlobalAddress>; 2],
+        position: Reg<U32>,
+    ) {
+        angles.turn(k, self.element, ends, position);
+        copy(k, self.element, ends, angles.rotary.dim..self.head_dim);
+    }
+}
+
+/// The sequences before the new tokens.
+struct Before {
+    lengths: Reg<GlobalAddress>,
+    /// Positions that a sequence has room for.
+    capacity: Reg<U32>,
+}
+
+impl Before {
+    fn length(&self, k: &mut Builder, sequence: Reg<U32>) -> Reg<U32> {
+        let length = entry_of(k, self.lengths, sequence, 0);
+        clamp(k, length, self.capacity)
+    }
+}
+
+/// The queries that are turned.
+struct Queries {
+    from: Tensor,
+    to: Tensor,
+    heads: DivisorRegisters,
+    /// The most queries of a sequence.
+    length: DivisorRegisters,
+    turned_rows: Reg<U32>,
+    rows: Reg<U32>,
+    starts: Reg<GlobalAddress>,
+    lengths: Reg<GlobalAddress>,
+    step: Reg<U32>,
+}
+
+impl Queries {
+    fn parameters(k: &mut Builder) -> Self {
+        Queries {
+            from: Tensor::parameters(k, "queries"),
+            to: Tensor::parameters(k, "turned queries"),
+            heads: DivisorRegisters::parameters(k, "query heads"),
+            length: DivisorRegisters::parameters(k, "query length"),
+            turned_rows: k.parameter("turned rows"),
+            rows: k.parameter("query rows"),
+            starts: k.parameter("query starts"),
+            lengths: k.parameter("query lengths"),
+            step: k.parameter("query step"),
+        }
+    }
+
+    fn span(&self) -> Span {
+        let Queries { rows, starts, lengths, length, .. } = *self;
+        Span { starts, rows, most: length.number, lengths }
     }
 }
 
@@ -196,6 +301,7 @@ struct Angles {
     cosines: Reg<GlobalAddress>,
     sines: Reg<GlobalAddress>,
     positions: Reg<U32>,
+    starts: Reg<GlobalAddress>,
 }
 
 impl Angles {
@@ -205,7 +311,14 @@ impl Angles {
             cosines: k.parameter("cosines"),
             sines: k.parameter("sines"),
             positions: k.parameter("rotary positions"),
+            starts: k.parameter("rotary starts"),
         }
+    }
+
+    /// The position of a sequence's first new token, which had this length before.
+    fn start(&self, k: &mut Builder, sequence: Reg<U32>, length: Reg<U32>) -> Reg<U32> {
+        let start = entry_of(k, self.starts, sequence, length.reinterpret::<S32>());
+        clamp(k, start, self.positions)
     }
 
     /// Turns the first columns of a row on their way.

@@ -86,8 +86,10 @@ impl Combine {
     /// `f32`, the address of every pair of neighbours is a multiple of its
     /// size. [`Combine::blocks`] blocks, whose threads 32 bits must count.
     ///
-    /// A part whose log-sum-exp is minus infinity saw no key and is not read.
-    /// A row without any other is zero, its log-sum-exp minus infinity.
+    /// A part whose log-sum-exp is minus infinity saw no key and is not read,
+    /// nor is one that would not count beside the largest. A row without any
+    /// other is zero, its log-sum-exp minus infinity. One that is plus infinity
+    /// or not a number makes the row not a number.
     pub fn program(&self) -> Result<Program, Error> {
         if self.value_head_dim == 0 || !self.value_head_dim.is_multiple_of(2) {
             return Err(Error::configuration(self.name(), "the head dimension is not even"));
@@ -134,8 +136,8 @@ impl Combine {
                 k.set(address, address + lse_step);
             });
             // Where no part saw a key, minus infinity minus itself would not be a number.
-            let nothing = k.eval(largest.equals(f32::NEG_INFINITY));
-            let reference = k.eval(nothing.choose::<F32>(0.0, largest));
+            let reference = largest.equals(f32::NEG_INFINITY).choose::<F32>(0.0, largest);
+            let reference = k.eval(reference);
 
             let (first, step) = partial_outputs.row(k, at);
             let mine = pair.convert::<U64>() * (2 * self.partial.bytes());
@@ -145,9 +147,9 @@ impl Combine {
             k.set(address, first_lse);
             k.for_range(0, parts, 1, |k, _| {
                 let log_sum = k.load::<F32, _>(address);
+                let weight = k.exp2((log_sum - reference) * std::f32::consts::LOG2_E);
                 // Not "greater": a log-sum-exp that is not a number shall show.
-                k.if_(!log_sum.equals(f32::NEG_INFINITY), |k| {
-                    let weight = k.exp2((log_sum - reference) * std::f32::consts::LOG2_E);
+                k.if_(!weight.equals(0.0), |k| {
                     k.set(weights, weights + weight);
                     let values = load_pair(k, self.partial, source);
                     for (sum, value) in sums.iter().zip(values) {
@@ -159,6 +161,7 @@ impl Combine {
                 k.set(source, source + step);
             });
 
+            let nothing = k.eval(weights.equals(0.0));
             let reciprocal = k.reciprocal(weights);
             let factor = k.eval(nothing.choose::<F32>(0.0, reciprocal));
             let target = output_strides.row_address(k, output, self.element, at);

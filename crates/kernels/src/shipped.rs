@@ -3,6 +3,7 @@
 
 use ptx::{Capability, Element, Program, Swizzle, Target};
 
+use crate::append::{Append, Rotary};
 use crate::forward::{Form, Workload, every_tuned, tuned};
 use crate::product::{Contiguous, Source};
 use crate::{Ceiling, Combine, Decode, Error, Forward, Mma, Product, Scalar, Single, decode, mma};
@@ -21,6 +22,8 @@ pub enum Shipped {
     Combine(Combine),
     /// Attention of few queries over a cache.
     Decode(Decode),
+    /// New keys and values into a cache.
+    Append(Append),
     /// One `wgmma`.
     Single(Single),
     /// A matrix product.
@@ -38,6 +41,7 @@ impl Shipped {
             Shipped::Forward(_) => "forward",
             Shipped::Combine(_) => "combine",
             Shipped::Decode(_) => "decode",
+            Shipped::Append(_) => "append",
             Shipped::Single(_) => "single",
             Shipped::Product(_) => "product",
             Shipped::Ceiling(_) => "ceiling",
@@ -52,6 +56,7 @@ impl Shipped {
             Shipped::Forward(configuration) => configuration.name(),
             Shipped::Combine(configuration) => configuration.name(),
             Shipped::Decode(configuration) => configuration.name(),
+            Shipped::Append(configuration) => configuration.name(),
             Shipped::Single(configuration) => configuration.name(),
             Shipped::Product(configuration) => configuration.name(),
             Shipped::Ceiling(configuration) => configuration.name(),
@@ -66,6 +71,7 @@ impl Shipped {
             Shipped::Forward(_) => "attention with wgmma and TMA, on Hopper",
             Shipped::Combine(_) => "partial attention over parts of the keys, put together",
             Shipped::Decode(_) => "attention of few queries over a long cache, Ampere and later",
+            Shipped::Append(_) => "new keys and values into a cache, keys and queries turned",
             Shipped::Single(_) => "one 64x64x16 wgmma",
             Shipped::Product(_) => "a matrix product with TMA, a pipeline and wgmma",
             Shipped::Ceiling(_) => "wgmma m64n256k16 in a loop: the tensor cores' ceiling",
@@ -80,6 +86,7 @@ impl Shipped {
             Shipped::Forward(configuration) => configuration.program(),
             Shipped::Combine(configuration) => configuration.program(),
             Shipped::Decode(configuration) => configuration.program(),
+            Shipped::Append(configuration) => configuration.program(),
             Shipped::Single(configuration) => configuration.program(),
             Shipped::Product(configuration) => configuration.program(),
             Shipped::Ceiling(configuration) => configuration.program(),
@@ -113,6 +120,7 @@ pub fn shipped(target: Target) -> Vec<Shipped> {
     if [Target::SM_80, Target::SM_89, Target::SM_90A].contains(&target) {
         // One for each size of shared memory: the kernel is the same on all of them.
         all.extend(decode::every_tuned(target).into_iter().map(Shipped::Decode));
+        all.extend(appends(target).into_iter().map(Shipped::Append));
     }
     if target == Target::SM_90A {
         all.extend(forwards().into_iter().map(Shipped::Forward));
@@ -185,12 +193,34 @@ fn mmas(target: Target) -> Vec<Mma> {
     cases.into_iter().filter_map(chosen).collect()
 }
 
+/// New tokens: both memory orders, without and with rotary embeddings of whole and part of a key.
+fn appends(target: Target) -> Vec<Append> {
+    let rotary = |dim, interleaved| Some(Rotary { dim, interleaved });
+    let cases = [
+        (Element::BF16, (128, 128), false, None),
+        (Element::F16, (64, 64), true, None),
+        (Element::BF16, (128, 128), true, rotary(128, false)),
+        (Element::F16, (192, 128), false, rotary(64, true)),
+    ];
+    cases
+        .map(|(element, (head_dim, value_head_dim), paged, rotary)| Append {
+            target,
+            element,
+            head_dim,
+            value_head_dim,
+            paged,
+            rotary,
+        })
+        .into()
+}
+
 /// From what split attention leaves, and from each element to itself.
 fn combines(target: Target) -> Vec<Combine> {
     let value_head_dim = 128;
     [Element::F16, Element::BF16]
         .into_iter()
         .flat_map(|element| [(Element::F32, element), (element, element)])
+        .chain([(Element::F32, Element::F32)])
         .map(|(partial, element)| Combine { target, partial, element, value_head_dim })
         .collect()
 }

@@ -1,7 +1,10 @@
 //! Checking a kernel: run a case, compare with the reference, run it again.
 
+mod append;
 pub mod cases;
 pub mod ladder;
+mod merge;
+mod random;
 mod sequences;
 
 use std::fmt;
@@ -15,7 +18,9 @@ use crate::inputs::InputTensors;
 use crate::reference::{self, Answer, Rows};
 use crate::verdict::{Verdict, compare};
 
+pub use append::run_appends;
 pub use cases::{Case, Contents, Order};
+pub use merge::run_merges;
 pub use sequences::{CheckedSequences, ExpectedOfSequences, SequencesCase, run_sequences};
 
 /// How a kernel did on a [`Case`].

@@ -4,6 +4,7 @@ use std::fmt;
 
 use rayon::prelude::*;
 
+use super::random::Dice;
 use super::{Outcome, same_bits};
 use crate::backend::{Backend, Progress, RunOptions};
 use crate::dtype::DType;
@@ -11,7 +12,7 @@ use crate::error::Error;
 use crate::inputs::InputTensors;
 use crate::problem::{Mask, Problem};
 use crate::reference::{self, Answer, Rows};
-use crate::serving::{Pages, Placement, Sequences};
+use crate::serving::{Placement, Sequences};
 use crate::tensor::random::mix;
 use crate::tensor::{Layout, Shape, Tensor};
 use crate::verdict::compare_sequences;
@@ -92,34 +93,6 @@ fn check_seed(
     kernels.into_iter().map(check).collect()
 }
 
-/// Numbers under a seed, one after the other.
-struct Dice(u64);
-
-impl Dice {
-    fn below(&mut self, most: usize) -> usize {
-        self.0 = mix(self.0);
-        (self.0 >> 33) as usize % most.max(1)
-    }
-
-    fn of<T: Copy>(&mut self, values: &[T]) -> T {
-        values[self.below(values.len())]
-    }
-
-    fn one_in(&mut self, chances: usize) -> bool {
-        self.below(chances) == 0
-    }
-
-    /// The numbers below `count` in another order.
-    fn shuffled(&mut self, count: usize) -> Vec<usize> {
-        let mut order: Vec<usize> = (0..count).collect();
-        for index in (1..count).rev() {
-            order.swap(index, self.below(index + 1));
-        }
-        order
-    }
-}
-
-const PAGE_SIZES: [usize; 8] = [1, 4, 16, 48, 64, 64, 128, 256];
 const DIMS: [(usize, usize); 12] = [
     (64, 64),
     (64, 64),
@@ -141,7 +114,7 @@ impl SequencesCase {
     /// key of a sequence NaN, left padding, windows, softcaps, slopes and sinks, groups of 1 to 16
     /// query heads, one query for each sequence or several, 1 to 64 splits.
     pub fn random(dtype: DType, seed: u64) -> Result<Self, Error> {
-        let mut dice = Dice(mix(seed ^ 0x5e9e_0ce5));
+        let mut dice = Dice::new(mix(seed ^ 0x5e9e_0ce5));
         let batch = dice.of(&[1, 1, 2, 3, 5, 9, 33]);
         let kv_heads = dice.of(&[1, 1, 2, 3]);
         let group = dice.of(&[1, 2, 3, 4, 6, 7, 8, 16]);
@@ -212,7 +185,7 @@ impl SequencesCase {
         heads: usize,
         dim: usize,
     ) -> Result<(Placement, Shape), Error> {
-        let (batch, longest) = (lengths.len(), lengths.iter().copied().max().unwrap_or(0));
+        let batch = lengths.len();
         let padding: Option<Vec<usize>> =
             dice.one_in(4).then(|| lengths.iter().map(|length| dice.below(length + 1)).collect());
         let (placement, shape) = match dice.below(4) {
@@ -225,26 +198,7 @@ impl SequencesCase {
                 let placement = Placement::packed(starts).with_lengths(lengths);
                 (placement, Shape::new(1, rows, heads, dim))
             }
-            1 => {
-                let entries = dice.shuffled(batch + 1)[..batch].to_vec();
-                let room = (longest + dice.of(&[0, 0, 3])).max(1);
-                (Placement::entries(lengths, entries), Shape::new(batch + 1, room, heads, dim))
-            }
-            _ => {
-                let size = dice.of(&PAGE_SIZES);
-                let columns = longest.div_ceil(size).max(1) + dice.below(2);
-                let pages = batch * columns + 3;
-                let mut table: Vec<u32> = dice.shuffled(pages)[..batch * columns]
-                    .iter()
-                    .map(|page| *page as u32)
-                    .collect();
-                // Pages beyond a sequence's end are nonsense.
-                for (row, length) in table.chunks_mut(columns).zip(&lengths) {
-                    row[length.div_ceil(size)..].fill(u32::MAX - 7);
-                }
-                let shape = Shape::new(pages, size, heads, dim);
-                (Placement::paged(lengths, Pages::new(size, columns, table)?), shape)
-            }
+            _ => dice.cache(lengths, heads, dim)?,
         };
         Ok(match padding {
             Some(padding) => (placement.with_left_padding(padding), shape),

@@ -4,18 +4,23 @@
 //! already makes an [`AttentionPlan`], or a [`ForwardPlan`] where it must be that kernel, and launches
 //! it on a stream of their own; for sequences of unequal lengths and caches, a [`ServingPlan`].
 
+pub mod append;
 mod attention;
+mod binding;
 mod chip;
 pub mod decode;
 mod description;
 pub mod forward;
 mod kernel;
+mod lists;
+mod merge;
 pub mod mma;
 mod room;
 pub(crate) mod scalar;
 pub mod serving;
 mod warm;
 
+pub use append::{AppendPlan, AppendSize, AppendTensors, RotarySize, RotaryTables, TurnedQueries};
 pub use attention::AttentionPlan;
 pub(crate) use attention::DeviceKernel;
 pub use chip::{Chip, target_of};
@@ -24,6 +29,8 @@ pub use decode::DecodePlan;
 pub use description::{LaunchDescription, Passed, TensorRole};
 pub use forward::{DeviceTensor, ForwardPlan, ForwardTensors};
 pub use kernel::{Compilation, Kernel, Policy};
+pub(crate) use lists::Lists;
+pub use merge::{AttentionState, MergePlan, MergeSize, MergeTensors};
 pub use mma::MmaPlan;
 pub(crate) use room::Room;
 pub use scalar::ScalarPlan;

@@ -26,6 +26,13 @@ impl Room {
         Ok(Room { buffer, bytes })
     }
 
+    /// Room that holds something already, between the same guard zones.
+    pub(crate) fn of(gpu: &Gpu, bytes: &[u8]) -> Result<Self, GpuError> {
+        let room = Room::new(gpu, bytes.len())?;
+        gpu.stream().upload(bytes, room.buffer.slice(GUARD..GUARD + room.bytes)?)?;
+        Ok(room)
+    }
+
     /// Where the result goes; a multiple of 256.
     pub(crate) fn address(&self) -> DeviceAddress {
         self.buffer.address().offset(GUARD)

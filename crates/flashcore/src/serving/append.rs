@@ -19,8 +19,12 @@ pub struct Rotary<'a> {
 }
 
 impl Rotary<'_> {
-    /// Turns a key at a position: in f32, to be rounded once.
-    fn turn(&self, key: &mut [f32], position: usize) {
+    /// Turns a key, or a query, at a position: in f32, to be rounded once.
+    ///
+    /// # Panics
+    ///
+    /// If the row is narrower than `dim` or the tables end before the position.
+    pub fn turn(&self, key: &mut [f32], position: usize) {
         let half = self.dim / 2;
         for pair in 0..half {
             let (first, second) = match self.interleaved {

@@ -9,7 +9,8 @@ use crate::tensor::Tensor;
 /// prefix and what follows it, levels of a cascade, slices of a context on several devices.
 ///
 /// Outputs have the same shape and element type, log-sum-exps are in the order (batch, heads,
-/// length). A row that no part has seen a key for is zero with a log-sum-exp of minus infinity.
+/// length). A row that no part has seen a key for is zero with a log-sum-exp of minus infinity; one
+/// with a log-sum-exp that is plus infinity or not a number is not a number.
 ///
 /// ```
 /// use flashcore::serving::merge;
@@ -49,7 +50,7 @@ pub fn merge(parts: &[(&Tensor, &[f32])]) -> Result<(Tensor, Vec<f32>), Error> {
     for [batch, position, head] in shape.vectors() {
         let index = (batch * shape.heads + head) * shape.length + position;
         let top = parts.iter().map(|(_, lse)| lse[index]).fold(f32::NEG_INFINITY, f32::max);
-        if top == f32::NEG_INFINITY {
+        if parts.iter().all(|(_, lse)| lse[index] == f32::NEG_INFINITY) {
             continue;
         }
         sums.fill(0.0);

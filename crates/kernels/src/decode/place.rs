@@ -1,4 +1,4 @@
-//! Where a key is: the batch entry or page, and the row in it.
+//! Where a key is: the batch entry or page, and the row in it; and where sequences begin and end.
 //!
 //! This is all that a memory order has to say. A tile's rows are looked up a
 //! tile ahead, so that the block table's latency is not in the way of copies.
@@ -67,5 +67,35 @@ impl Places {
         let page = k.load::<S32, _>(*table + at * 4);
         let last = k.eval(self.count - 1);
         (clamp(k, page, last), within)
+    }
+}
+
+/// The rows of sequences in a tensor, packed or each in a batch entry of its own. Lists may be
+/// absent (their address is 0); whatever they hold, what comes out is within the bounds.
+pub(crate) struct Span {
+    /// Where each sequence begins, and where the last ends.
+    pub(crate) starts: Reg<GlobalAddress>,
+    /// Of the tensor.
+    pub(crate) rows: Reg<U32>,
+    /// Of a sequence.
+    pub(crate) most: Reg<U32>,
+    /// How many of its rows each sequence uses.
+    pub(crate) lengths: Reg<GlobalAddress>,
+}
+
+impl Span {
+    /// The first row of a sequence, and how many it has.
+    pub(crate) fn of(&self, k: &mut Builder, sequence: Reg<U32>) -> (Reg<U32>, Reg<U32>) {
+        let Span { starts, rows, most, lengths } = *self;
+        let signed = |value: Reg<U32>| value.reinterpret::<S32>();
+        let start = entry_of(k, starts, sequence, 0);
+        let first = clamp(k, start, rows);
+        let all = k.eval(first + most);
+        let next = entry_of(k, starts, sequence + 1, signed(all));
+        let next = clamp(k, next, rows);
+        let room = k.eval(signed(next) - signed(first));
+        let room = clamp(k, room, most);
+        let length = entry_of(k, lengths, sequence, signed(room));
+        (first, clamp(k, length, room))
     }
 }

@@ -10,7 +10,7 @@ use ptx::{
     UnaryOperation, Value,
 };
 
-use super::place::Places;
+use super::place::{Places, Span};
 use super::{Decode, Numbers, clamp, entry_of};
 use crate::divisor::DivisorRegisters;
 
@@ -33,35 +33,6 @@ pub(super) struct Schedule {
     least_tiles: Reg<U32>,
     left: Reg<S32>,
     right: Reg<S32>,
-}
-
-/// Where the rows of sequences are in a tensor, queries or keys: lists that may be absent.
-struct Place {
-    /// Where each sequence begins, and where the last ends.
-    starts: Reg<GlobalAddress>,
-    /// Of the tensor.
-    rows: Reg<U32>,
-    /// Of a sequence.
-    most: Reg<U32>,
-    /// How many of its rows each sequence uses.
-    lengths: Reg<GlobalAddress>,
-}
-
-impl Place {
-    /// The first row of a sequence, and how many it has.
-    fn of(self, k: &mut Builder, sequence: Reg<U32>) -> (Reg<U32>, Reg<U32>) {
-        let Place { starts, rows, most, lengths } = self;
-        let signed = |value: Reg<U32>| value.reinterpret::<S32>();
-        let start = entry_of(k, starts, sequence, 0);
-        let first = clamp(k, start, rows);
-        let all = k.eval(first + most);
-        let next = entry_of(k, starts, sequence + 1, signed(all));
-        let next = clamp(k, next, rows);
-        let room = k.eval(signed(next) - signed(first));
-        let room = clamp(k, room, most);
-        let length = entry_of(k, lengths, sequence, signed(room));
-        (first, clamp(k, length, room))
-    }
 }
 
 /// What is known of one sequence.
@@ -99,7 +70,7 @@ impl Schedule {
     /// Whatever memory holds, what comes out is within the launch's bounds.
     fn lengths(&self, k: &mut Builder, decode: &Decode, sequence: Reg<U32>) -> Lengths {
         let signed = |value: Reg<U32>| value.reinterpret::<S32>();
-        let (first_key, end) = Place {
+        let (first_key, end) = Span {
             starts: self.key_starts,
             rows: self.key_rows,
             most: self.key_length,
@@ -111,7 +82,7 @@ impl Schedule {
         let keys = k.eval(end - skipped);
         let first_row = k.eval(first_key + skipped);
 
-        let (first_query, queries) = Place {
+        let (first_query, queries) = Span {
             starts: self.query_starts,
             rows: self.query_rows,
             most: self.query_length,

@@ -1,11 +1,13 @@
 //! Scenes of the append kernel: new tokens for sequences of unequal lengths, into shuffled pages or
-//! batch entries.
+//! batch entries, and their queries turned.
 
-use kernels::Divisor;
 use kernels::append::{Append, Rotary};
+use ptx::Element;
 
+use super::arguments::Arguments;
+use super::cache::Cache;
 use super::{Expected, Random, Scene, SceneError, encode, round};
-use crate::{Argument, Memory};
+use crate::Memory;
 
 /// The extents of a cache and of what is appended.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -20,84 +22,121 @@ pub struct AppendSize {
     pub page_size: usize,
     /// Positions that a sequence has room for; tokens beyond are dropped.
     pub capacity: usize,
+    /// Query heads, where queries are turned.
+    pub heads: usize,
+    /// Queries of each sequence, packed one after the other.
+    pub queries: Vec<usize>,
+    /// Whether queries stand at positions one after the other; else all at the first.
+    pub in_order: bool,
+}
+
+impl AppendSize {
+    /// Small: sequences that begin, grow, stay as they are and run out of room.
+    pub fn small() -> Self {
+        AppendSize {
+            lengths: vec![0, 5, 9, 7],
+            new: vec![3, 1, 0, 4],
+            key_heads: 3,
+            page_size: 4,
+            capacity: 9,
+            heads: 2,
+            queries: vec![1, 3, 0, 2],
+            in_order: true,
+        }
+    }
+}
+
+/// Where sequences of these lengths begin when packed, and the last ends.
+fn starts(lengths: &[usize]) -> Vec<u32> {
+    (0..=lengths.len()).map(|count| lengths[..count].iter().sum::<usize>() as u32).collect()
+}
+
+/// A row, turned by the angles of its position.
+fn turned(append: &Append, rotary: Rotary, row: &[f64], [cosines, sines]: [&[f64]; 2]) -> Vec<f64> {
+    let half = rotary.dim as usize / 2;
+    let mut turned = row.to_vec();
+    for pair in 0..half {
+        let (a, b) = match rotary.interleaved {
+            true => (2 * pair, 2 * pair + 1),
+            false => (pair, pair + half),
+        };
+        let (c, s) = (cosines[pair], sines[pair]);
+        turned[a] = round(append.element, row[a] * c - row[b] * s);
+        turned[b] = round(append.element, row[a] * s + row[b] * c);
+    }
+    turned
 }
 
 impl Scene {
     /// New tokens into a cache.
     pub fn append(append: Append, size: &AppendSize) -> Result<Self, SceneError> {
         let program = append.program()?;
-        let AppendSize { lengths, new, key_heads, page_size, capacity } = size;
+        let AppendSize { lengths, new, key_heads, page_size, capacity, heads, queries, in_order } =
+            size;
         let batch = lengths.len();
-        if batch == 0 || new.len() != batch || *key_heads == 0 || *capacity == 0 {
+        let lists = [new.len(), queries.len()];
+        if batch == 0 || lists != [batch; 2] || [key_heads, capacity, page_size].contains(&&0) {
             return Err(SceneError::Size("there is no sequence or no room".into()));
         }
         let (dim, value_dim) = (append.head_dim as usize, append.value_head_dim as usize);
-        let (rows, columns) = match append.paged {
-            true => (*page_size, capacity.div_ceil(*page_size)),
-            false => (*capacity, 1),
-        };
-        let entries = batch * columns + 1;
-        // Pages, or batch entries, from the last to the first.
-        let table: Vec<u32> =
-            (0..batch * columns).map(|index| (entries - 1 - index) as u32).collect();
-        let starts: Vec<u32> = std::iter::once(0)
-            .chain(new.iter().scan(0, |sum, count| {
-                *sum += *count as u32;
-                Some(*sum)
-            }))
-            .collect();
-        let total = starts[batch] as usize;
-        let most = new.iter().copied().max().unwrap_or(0).max(1);
+        let mut random = Random::new(5);
+        let places = Cache::new(&mut random, batch, *capacity, append.paged.then_some(*page_size));
+        let most = |counts: &[usize]| counts.iter().copied().max().unwrap_or(0).max(1);
+        let (new_starts, query_starts) = (starts(new), starts(queries));
+        let (new_rows, query_rows) = (new_starts[batch] as usize, query_starts[batch] as usize);
 
         let element = append.element;
-        let mut random = Random::new(5);
         let mut numbers = |count: usize| random.numbers(element, count, 2.0);
-        let (new_k, new_v) =
-            (numbers(total * key_heads * dim), numbers(total * key_heads * value_dim));
-        let mut k = numbers(entries * rows * key_heads * dim);
-        let mut v = numbers(entries * rows * key_heads * value_dim);
+        let new_k = numbers(new_rows * key_heads * dim);
+        let new_v = numbers(new_rows * key_heads * value_dim);
+        let cached = places.entries * places.rows * key_heads;
+        let (mut k, mut v) = (numbers(cached * dim), numbers(cached * value_dim));
+        let mut q = numbers(query_rows * heads * dim);
         let half = append.rotary.map_or(1, |rotary| rotary.dim as usize / 2);
         let positions = capacity + 1;
         let (cosines, sines) = (numbers(positions * half), numbers(positions * half));
 
         let mut memory = Memory::new();
-        let new_key_buffer = memory.input("new keys", encode(element, &new_k));
-        let new_value_buffer = memory.input("new values", encode(element, &new_v));
-        let key_buffer = memory.input("keys", encode(element, &k));
-        let value_buffer = memory.input("values", encode(element, &v));
-        let lengths_words: Vec<u32> = lengths.iter().map(|length| *length as u32).collect();
-        let lengths_buffer = memory.input_u32("lengths", &lengths_words);
-        let starts_buffer = memory.input_u32("new starts", &starts);
-        let table_buffer = memory.input_u32("block table", &table);
-        let cosine_buffer = memory.input("cosines", encode(element, &cosines));
-        let sine_buffer = memory.input("sines", encode(element, &sines));
+        let mut input = |name, values: &[f64]| memory.input(name, encode(element, values));
+        let (new_keys, new_values) = (input("new keys", &new_k), input("new values", &new_v));
+        let (keys, values) = (input("keys", &k), input("values", &v));
+        let query_buffer = input("queries", &q);
+        let (cosine_buffer, sine_buffer) = (input("cosines", &cosines), input("sines", &sines));
+        let words: Vec<u32> = lengths.iter().map(|length| *length as u32).collect();
+        let lengths_buffer = memory.input_u32("lengths", &words);
+        let new_starts_buffer = memory.input_u32("new starts", &new_starts);
+        let query_starts_buffer = memory.input_u32("query starts", &query_starts);
+        let after = memory.output("lengths after", 4 * batch);
 
+        let turn = |row: &[f64], position: usize| match append.rotary {
+            // Beyond the tables: the last angles.
+            Some(rotary) => {
+                let first = position.min(positions - 1) * half;
+                turned(&append, rotary, row, [&cosines[first..], &sines[first..]])
+            }
+            None => row.to_vec(),
+        };
         for sequence in 0..batch {
             for token in 0..new[sequence] {
                 let position = lengths[sequence] + token;
                 if position >= *capacity {
                     continue;
                 }
-                let page = table[sequence * columns + position / rows] as usize;
                 for head in 0..*key_heads {
-                    let from = (starts[sequence] as usize + token) * key_heads + head;
-                    let to = (page * rows + position % rows) * key_heads + head;
+                    let from = (new_starts[sequence] as usize + token) * key_heads + head;
+                    let to = places.row(sequence, position) * key_heads + head;
                     v[to * value_dim..][..value_dim]
                         .copy_from_slice(&new_v[from * value_dim..][..value_dim]);
-                    let source = &new_k[from * dim..][..dim];
-                    let target = &mut k[to * dim..][..dim];
-                    target.copy_from_slice(source);
-                    let Some(Rotary { interleaved, .. }) = append.rotary else { continue };
-                    for pair in 0..half {
-                        let (a, b) = match interleaved {
-                            true => (2 * pair, 2 * pair + 1),
-                            false => (pair, pair + half),
-                        };
-                        let angle = position * half + pair;
-                        let (c, s) = (cosines[angle], sines[angle]);
-                        target[a] = round(element, source[a] * c - source[b] * s);
-                        target[b] = round(element, source[a] * s + source[b] * c);
-                    }
+                    k[to * dim..][..dim]
+                        .copy_from_slice(&turn(&new_k[from * dim..][..dim], position));
+                }
+            }
+            for query in 0..queries[sequence] {
+                let position = lengths[sequence] + if *in_order { query } else { 0 };
+                for head in 0..*heads {
+                    let at = (query_starts[sequence] as usize + query) * heads + head;
+                    let row = turn(&q[at * dim..][..dim], position);
+                    q[at * dim..][..dim].copy_from_slice(&row);
                 }
             }
         }
@@ -108,71 +147,58 @@ impl Scene {
             let magnitude = exact.iter().map(|value| value.abs()).collect();
             Expected { name, buffer, element, exact, magnitude, tolerance }
         };
-        let results = vec![expected("keys", key_buffer, k), expected("values", value_buffer, v)];
+        let grown: Vec<f64> = (0..batch)
+            .map(|sequence| (lengths[sequence] + new[sequence]).min(*capacity))
+            .map(|length| f32::from_bits(length as u32) as f64)
+            .collect();
+        let results = vec![
+            // Whole numbers, as the floats that have their bits: every other bit shows.
+            Expected {
+                name: "lengths after",
+                buffer: after,
+                element: Element::F32,
+                magnitude: grown.clone(),
+                tolerance: vec![0.0; batch],
+                exact: grown,
+            },
+            expected("keys", keys, k),
+            expected("values", values, v),
+            expected("queries", query_buffer, q),
+        ];
 
-        let count = batch * most * key_heads;
-        let number = |number: usize| Argument::U32(number as u32);
-        let argument = |name: &str| -> Option<Argument> {
-            let strided = [
-                ("new keys", 0, dim),
-                ("new values", 0, value_dim),
-                ("keys", rows, dim),
-                ("values", rows, value_dim),
-            ];
-            for (tensor, rows, dim) in strided {
-                match name.strip_prefix(tensor).map(str::trim) {
-                    Some("batch stride") => {
-                        return Some(Argument::U64((rows * key_heads * dim) as u64));
-                    }
-                    Some("row stride") => return Some(Argument::U64((key_heads * dim) as u64)),
-                    Some("head stride") => return Some(Argument::U64(dim as u64)),
-                    _ => {}
-                }
-            }
-            let (divisor, part) = name.split_once(", ").unwrap_or((name, "number"));
-            let divisor = match divisor {
-                "key heads" => Some(*key_heads),
-                "new tokens" => Some(most),
-                _ => None,
-            };
-            if let Some(divisor) = divisor {
-                let divisor = Divisor::new(divisor as u32);
-                return Some(Argument::U32(match part {
-                    "multiplier" => divisor.multiplier,
-                    "shift" => divisor.shift,
-                    _ => divisor.number,
-                }));
-            }
-            Some(match name {
-                "new keys" => Argument::Address(new_key_buffer, 0),
-                "new values" => Argument::Address(new_value_buffer, 0),
-                "keys" => Argument::Address(key_buffer, 0),
-                "values" => Argument::Address(value_buffer, 0),
-                "rows" => number(count),
-                "new rows" => number(total),
-                "key length" => number(*capacity),
-                "lengths" => Argument::Address(lengths_buffer, 0),
-                "new starts" => Argument::Address(starts_buffer, 0),
-                "batch entries" | "block table" => Argument::Address(table_buffer, 0),
-                "batch entries there are" => number(entries),
-                "pages of a sequence" => number(columns),
-                "page size" => number(rows),
-                "cosines" => Argument::Address(cosine_buffer, 0),
-                "sines" => Argument::Address(sine_buffer, 0),
-                "rotary positions" => number(positions),
-                _ => return None,
-            })
-        };
-        let arguments = program
-            .parameters
-            .iter()
-            .map(|parameter| {
-                let unknown =
-                    || SceneError::Size(format!("nothing is known for `{}`", parameter.name));
-                argument(&parameter.name).ok_or_else(unknown)
-            })
-            .collect::<Result<_, _>>()?;
-        let grid = append.blocks(count as u32);
+        let count = batch * most(new) * key_heads;
+        let turned_rows = batch * most(queries) * heads;
+        let of = |rows: usize, heads: usize, dim: usize| [rows * heads * dim, heads * dim, dim];
+        let in_cache = |dim: usize| of(places.rows, *key_heads, dim);
+        let known = Arguments::default()
+            .tensor("new keys", new_keys, of(0, *key_heads, dim))
+            .tensor("new values", new_values, of(0, *key_heads, value_dim))
+            .tensor("keys", keys, in_cache(dim))
+            .tensor("values", values, in_cache(value_dim))
+            .tensor("queries", query_buffer, of(0, *heads, dim))
+            .tensor("turned queries", query_buffer, of(0, *heads, dim))
+            .number("rows", count)
+            .divisor("key heads", *key_heads)
+            .divisor("new tokens", most(new))
+            .number("new rows", new_rows)
+            .address("lengths", lengths_buffer)
+            .address("lengths after", after)
+            .address("new starts", new_starts_buffer)
+            .list("new lengths", None)
+            .number("turned rows", turned_rows)
+            .divisor("query heads", *heads)
+            .divisor("query length", most(queries))
+            .number("query rows", query_rows)
+            .address("query starts", query_starts_buffer)
+            .list("query lengths", None)
+            .number("query step", usize::from(*in_order))
+            .address("cosines", cosine_buffer)
+            .address("sines", sine_buffer)
+            .number("rotary positions", positions)
+            .list("rotary starts", None);
+        let arguments = places.describe(&mut memory, known).of(&program)?;
+        let turned_rows = if append.rotary.is_some() { turned_rows } else { 0 };
+        let grid = append.blocks((count + turned_rows) as u32);
         let size = format!("lengths {lengths:?}, new {new:?}, {key_heads} heads, room {capacity}");
         Ok(Scene { program, grid, arguments, memory, results, size })
     }

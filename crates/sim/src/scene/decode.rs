@@ -1,9 +1,11 @@
 //! Scenes of the decode kernel: sequences of unequal lengths over a cache,
 //! contiguous or in shuffled pages, with what changes scores.
 
-use kernels::{Decode, Divisor};
+use kernels::Decode;
 use ptx::Element;
 
+use super::arguments::Arguments;
+use super::cache::Cache;
 use super::{Expected, Random, Scene, SceneError, encode, round};
 use crate::{Argument, Memory};
 
@@ -86,43 +88,26 @@ impl Scene {
             return Err(SceneError::Size("keys are in pages or packed, not both".into()));
         }
         let (dim, value_dim) = (decode.head_dim as usize, decode.value_head_dim as usize);
-        let capacity = lengths.iter().copied().max().unwrap_or(0).max(1);
-        let (entries, rows) = match decode.paged {
-            true => (batch * capacity.div_ceil(*page_size) + 1, *page_size),
-            false if size.packed_keys => (1, lengths.iter().sum::<usize>() + batch),
-            false => (batch, capacity),
-        };
-        let starts: Vec<u32> = (0..=batch)
-            .map(|sequence| (lengths[..sequence].iter().sum::<usize>() + sequence) as u32)
-            .collect();
-        let columns = capacity.div_ceil(rows);
         let mut random = Random::new(11);
-        // Pages in an order of their own, none of them shared.
-        let mut order: Vec<usize> = (0..entries).collect();
-        for index in (1..entries).rev() {
-            let other = (random.number().abs() * 1e6) as usize % (index + 1);
-            order.swap(index, other);
-        }
-        let in_pages = if decode.paged { batch * columns } else { 0 };
-        let table: Vec<u32> = order[..in_pages].iter().map(|page| *page as u32).collect();
-        let place = |sequence: usize, key: usize| match decode.paged {
-            true => (table[sequence * columns + key / rows] as usize, key % rows),
-            false if size.packed_keys => (0, starts[sequence] as usize + key),
-            false => (sequence, key),
+        let places = match size.packed_keys {
+            true => Cache::packed(lengths),
+            false => {
+                let capacity = lengths.iter().copied().max().unwrap_or(0).max(1);
+                Cache::new(&mut random, batch, capacity, decode.paged.then_some(*page_size))
+            }
         };
 
         let element = decode.element;
         let q = random.numbers(element, batch * queries * heads * dim, 2.0);
         // Whatever is no key of a sequence is NaN: it must not be seen.
         let mut cache = |dim: usize| {
-            let mut memory = vec![f64::NAN; entries * rows * key_heads * dim];
+            let width = key_heads * dim;
+            let mut memory = vec![f64::NAN; places.entries * places.rows * width];
             let sequences = (0..batch).map(|sequence| {
                 let length = lengths[sequence];
-                let values = random.numbers(element, length * key_heads * dim, 2.0);
+                let values = random.numbers(element, length * width, 2.0);
                 for key in 0..length {
-                    let (entry, row) = place(sequence, key);
-                    let width = key_heads * dim;
-                    memory[(entry * rows + row) * width..][..width]
+                    memory[places.row(sequence, key) * width..][..width]
                         .copy_from_slice(&values[key * width..][..width]);
                 }
                 values
@@ -152,97 +137,46 @@ impl Scene {
         let grid = team * *teams as u32;
         let parts = memory.output("parts", decode.workspace_bytes(grid) as usize);
         let counters = memory.input_u32("counters", &vec![0; batch * team as usize]);
-        let length_words: Vec<u32> = lengths.iter().map(|length| *length as u32).collect();
-        let lengths_buffer = memory.input_u32("lengths", &length_words);
-        let table_buffer = memory.input_u32("block table", &table);
-        let starts_buffer = memory.input_u32("key starts", &starts);
-        let used: Vec<u32> = (0..batch).map(|sequence| size.used(sequence) as u32).collect();
-        let used_buffer = memory.input_u32("query lengths", &used);
+        let words = |numbers: &[usize]| numbers.iter().map(|it| *it as u32).collect::<Vec<u32>>();
+        let lengths_buffer = memory.input_u32("lengths", &words(lengths));
+        let used =
+            (!size.used.is_empty()).then(|| memory.input_u32("query lengths", &words(&size.used)));
         let slopes_buffer = memory.input_f32("slopes", &slopes);
         let sinks_buffer = memory.input_f32("sinks", &sinks);
 
-        let number = |number: usize| Argument::U32(number as u32);
+        let strides =
+            |rows: usize, heads: usize, dim: usize| [rows * heads * dim, heads * dim, dim];
+        let of_cache = |dim: usize| [places.batch_stride(key_heads * dim), key_heads * dim, dim];
         let log2e = std::f32::consts::LOG2_E;
-        let argument = |name: &str| -> Option<Argument> {
-            let strided = [
-                ("queries", *queries, *heads, dim),
-                ("keys", rows, *key_heads, dim),
-                ("values", rows, *key_heads, value_dim),
-                ("output", *queries, *heads, value_dim),
-            ];
-            for (tensor, rows, heads, dim) in strided {
-                match name.strip_prefix(tensor).map(str::trim) {
-                    Some("batch stride") if heads == *key_heads && size.packed_keys => {
-                        return Some(Argument::U64(0));
-                    }
-                    Some("batch stride") => {
-                        return Some(Argument::U64((rows * heads * dim) as u64));
-                    }
-                    Some("row stride") => return Some(Argument::U64((heads * dim) as u64)),
-                    Some("head stride") => return Some(Argument::U64(dim as u64)),
-                    _ => {}
-                }
-            }
-            let (divisor, part) = name.split_once(", ").unwrap_or((name, "number"));
-            let divisor = match divisor {
-                "key heads" => Some(*key_heads),
-                "query heads per key head" => Some(group),
-                "blocks of a team" => Some(team as usize),
-                "teams" => Some(*teams),
-                _ => None,
-            };
-            if let Some(divisor) = divisor {
-                let divisor = Divisor::new(divisor as u32);
-                return Some(Argument::U32(match part {
-                    "multiplier" => divisor.multiplier,
-                    "shift" => divisor.shift,
-                    _ => divisor.number,
-                }));
-            }
-            Some(match name {
-                "queries" => Argument::Address(query_buffer, 0),
-                "keys" => Argument::Address(key_buffer, 0),
-                "values" => Argument::Address(value_buffer, 0),
-                "output" => Argument::Address(output, 0),
-                "lse" => Argument::Address(lse, 0),
-                "lse batch stride" => Argument::U64((heads * queries) as u64),
-                "lse head stride" => Argument::U64(*queries as u64),
-                "parts" => Argument::Address(parts, 0),
-                "counters" => Argument::Address(counters, 0),
-                "lengths" => Argument::Address(lengths_buffer, 0),
-                "left padding" | "query starts" | "batch entries" => Argument::U64(0),
-                "block table" => Argument::Address(table_buffer, 0),
-                "key starts" if size.packed_keys => Argument::Address(starts_buffer, 0),
-                "query lengths" if !size.used.is_empty() => Argument::Address(used_buffer, 0),
-                "key starts" | "query lengths" => Argument::U64(0),
-                "slopes" => Argument::Address(slopes_buffer, 0),
-                "slopes batch stride" => number(0),
-                "sinks" => Argument::Address(sinks_buffer, 0),
-                "batch" => number(batch),
-                "query length" | "query rows" => number(*queries),
-                "key length" => number(capacity),
-                "key rows" => number(if size.packed_keys { rows } else { capacity }),
-                "batch entries there are" => number(entries),
-                "pages of a sequence" => number(columns),
-                "page size" => number(rows),
-                "least tiles" => number(1),
-                "window left" => Argument::S32(size.window.0),
-                "window right" => Argument::S32(size.window.1),
-                "scale times log2(e)" => Argument::F32(scale * log2e),
-                "scale over softcap" => Argument::F32(scale / SOFTCAP as f32),
-                "softcap times log2(e)" => Argument::F32(SOFTCAP as f32 * log2e),
-                _ => return None,
-            })
-        };
-        let arguments = program
-            .parameters
-            .iter()
-            .map(|parameter| {
-                let unknown =
-                    || SceneError::Size(format!("nothing is known for `{}`", parameter.name));
-                argument(&parameter.name).ok_or_else(unknown)
-            })
-            .collect::<Result<_, _>>()?;
+        let known = Arguments::default()
+            .tensor("queries", query_buffer, strides(*queries, *heads, dim))
+            .tensor("keys", key_buffer, of_cache(dim))
+            .tensor("values", value_buffer, of_cache(value_dim))
+            .tensor("output", output, strides(*queries, *heads, value_dim))
+            .tensor("lse", lse, [heads * queries, 1, *queries])
+            .address("parts", parts)
+            .address("counters", counters)
+            .address("lengths", lengths_buffer)
+            .list("left padding", None)
+            .list("query starts", None)
+            .list("query lengths", used)
+            .address("slopes", slopes_buffer)
+            .number("slopes batch stride", 0)
+            .address("sinks", sinks_buffer)
+            .number("batch", batch)
+            .number("query length", *queries)
+            .number("query rows", *queries)
+            .number("least tiles", 1)
+            .divisor("key heads", *key_heads)
+            .divisor("query heads per key head", group)
+            .divisor("blocks of a team", team as usize)
+            .divisor("teams", *teams)
+            .with("window left", Argument::S32(size.window.0))
+            .with("window right", Argument::S32(size.window.1))
+            .with("scale times log2(e)", Argument::F32(scale * log2e))
+            .with("scale over softcap", Argument::F32(scale / SOFTCAP as f32))
+            .with("softcap times log2(e)", Argument::F32(SOFTCAP as f32 * log2e));
+        let arguments = places.describe(&mut memory, known).of(&program)?;
 
         let inputs = Inputs { size, decode: &decode, q, k, v, slopes, sinks, scale: scale as f64 };
         let results = inputs.expected(output, lse);

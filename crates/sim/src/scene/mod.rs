@@ -13,8 +13,10 @@
 //! one.
 
 mod append;
+mod arguments;
 mod attention;
 mod banks;
+mod cache;
 mod decode;
 mod matrix;
 mod sweep;
@@ -133,6 +135,7 @@ impl Scene {
                 Scene::combine(*combine, &AttentionSize::SCALAR, Scene::COMBINE_PARTS)
             }
             Shipped::Decode(decode) => Scene::small_decode(decode),
+            Shipped::Append(append) => Scene::append(*append, &AppendSize::small()),
             Shipped::Single(single) => Scene::single(*single),
             Shipped::Product(product) => {
                 let (rows, inner) = Scene::PRODUCT;

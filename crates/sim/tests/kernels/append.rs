@@ -18,13 +18,6 @@ fn new_tokens_are_where_they_belong() {
         paged: false,
         rotary: None,
     };
-    let size = AppendSize {
-        lengths: vec![0, 5, 9, 7],
-        new: vec![3, 1, 0, 4],
-        key_heads: 3,
-        page_size: 4,
-        capacity: 9,
-    };
     let rotary = |dim, interleaved| Some(Rotary { dim, interleaved });
     for append in [
         plain,
@@ -34,7 +27,10 @@ fn new_tokens_are_where_they_belong() {
         Append { rotary: rotary(16, false), element: Element::F16, paged: true, ..plain },
         Append { rotary: rotary(48, true), element: Element::F16, head_dim: 128, ..plain },
     ] {
-        every_schedule(&Scene::append(append, &size).unwrap(), Mode::Checked, 1);
+        for in_order in [true, false] {
+            let size = AppendSize { in_order, ..AppendSize::small() };
+            every_schedule(&Scene::append(append, &size).unwrap(), Mode::Checked, 1);
+        }
     }
 }
 

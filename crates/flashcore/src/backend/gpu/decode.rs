@@ -7,7 +7,7 @@ use super::{Candidate, Launch, Operands};
 use crate::error::Error;
 use crate::gpu::decode::choose;
 use crate::gpu::{
-    Chip, Compilation, DecodePlan, DeviceAddress, DeviceTensor, Gpu, GpuError, ServingSize,
+    Chip, Compilation, DecodePlan, DeviceAddress, DeviceTensor, Gpu, GpuError, Lists, ServingSize,
     ServingTensors,
 };
 use crate::inputs::{InputLayouts, Inputs};
@@ -118,32 +118,6 @@ pub(super) struct Prepared {
     _lists: Vec<Buffer>,
 }
 
-/// Lists on the device.
-struct Lists<'a> {
-    gpu: &'a Gpu,
-    buffers: Vec<Buffer>,
-}
-
-impl Lists<'_> {
-    fn numbers(&mut self, values: &[usize]) -> Result<DeviceAddress, GpuError> {
-        let words: Vec<u8> =
-            values.iter().flat_map(|value| (*value as u32).to_le_bytes()).collect();
-        self.bytes(&words)
-    }
-
-    fn floats(&mut self, values: &[f32]) -> Result<DeviceAddress, GpuError> {
-        let words: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        self.bytes(&words)
-    }
-
-    fn bytes(&mut self, bytes: &[u8]) -> Result<DeviceAddress, GpuError> {
-        let buffer = self.gpu.upload(bytes)?;
-        let address = buffer.address();
-        self.buffers.push(buffer);
-        Ok(address)
-    }
-}
-
 /// Prepares a launch over sequences, with a given number of teams or with as many as fill the GPU.
 pub(super) fn prepare(
     gpu: &Gpu,
@@ -167,7 +141,7 @@ pub(super) fn prepare(
         DeviceTensor { address: operands.output.address(), strides: output.strides() },
         operands.lse.address(),
     );
-    let mut lists = Lists { gpu, buffers: Vec::new() };
+    let mut lists = Lists::new(gpu);
     let longest = keys.ends().iter().copied().max().unwrap_or(0);
     let mut size = ServingSize::new(Problem { key_length: longest, ..problem.clone() });
     size.query_rows = query.length;
@@ -206,7 +180,7 @@ pub(super) fn prepare(
         .map_err(|reason| GpuError::Unsupported { kernel: NAME, reason })?;
     let plan =
         DecodePlan::with_configuration(gpu, &size, chosen.configuration, teams, chosen.reason)?;
-    Ok(Prepared { plan, tensors, _lists: lists.buffers })
+    Ok(Prepared { plan, tensors, _lists: lists.into_buffers() })
 }
 
 /// A dimension of one has no stride to speak of.

@@ -145,7 +145,8 @@ impl DecodePlan {
         };
         let least_tiles = configuration.warps;
         let launch = Launch { size, teams, members, least_tiles, workspace: &workspace };
-        let slots = binding::slots(kernel.parameters(), &launch)
+        let slots = launch
+            .slots(kernel.parameters())
             .map_err(|parameter| GpuError::Parameter { kernel: configuration.name(), parameter })?;
         Ok(DecodePlan {
             size: size.clone(),
@@ -168,8 +169,9 @@ impl DecodePlan {
         tensors.validate(&self.size)?;
         // The room for arguments stays from launch to launch.
         self.arguments.clear();
+        let strided = tensors.strided(&self.size);
         for slot in &self.slots {
-            self.arguments.push(slot.argument(tensors, &self.size));
+            self.arguments.push(slot.argument(&strided, |list| list.of(tensors)));
         }
         Ok(self.kernel.launch(stream, self.blocks, &self.arguments)?)
     }

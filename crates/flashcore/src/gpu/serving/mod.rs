@@ -12,6 +12,7 @@ mod tensors;
 
 pub use size::{ServingPages, ServingSize};
 pub use tensors::ServingTensors;
+pub(super) use tensors::{Known, List};
 
 use cuda::Stream;
 

@@ -141,48 +141,77 @@ impl ServingTensors {
 
     /// Refuses what can be seen from the host.
     pub(in crate::gpu) fn validate(&self, size: &ServingSize) -> Result<(), GpuError> {
-        let element = size.problem.dtype.bytes();
-        let all = [self.query, self.key, self.value, self.output];
-        for (tensor, DeviceTensor { address, strides }) in ROLES.into_iter().zip(all) {
-            let refuse = |reason: String| Err(GpuError::Tensor { tensor, reason });
-            if address.0 == 0 || !address.0.is_multiple_of(16) {
-                return refuse(format!("its address {address} is not a multiple of 16"));
-            }
-            for (name, stride) in
-                [("batch", strides.batch), ("length", strides.length), ("heads", strides.heads)]
-            {
-                let bytes = stride * element;
-                if !bytes.is_multiple_of(16) {
-                    return refuse(format!(
-                        "its {name} stride of {bytes} bytes is not a multiple of 16"
-                    ));
-                }
-            }
+        for (role, tensor) in ROLES.into_iter().zip(self.strided(size)) {
+            tensor.aligned(role, size.problem.dtype.bytes(), 16)?;
         }
         let problem = &size.problem;
+        let needed = Known::needed_if;
         let padded = size.pages.is_none() && !size.packed_keys;
         let lists = [
-            ("block table", self.block_table, size.pages.is_some(), true),
-            ("list of query starts", self.query_starts, size.packed_queries, true),
-            ("list of key starts", self.key_starts, size.packed_keys, true),
-            ("list of slopes", self.slopes, problem.alibi, true),
-            ("list of sinks", self.sinks, problem.sinks, true),
-            ("list of batch entries", self.entries, padded, false),
-            ("list of lengths", self.lengths, true, false),
-            ("list of query lengths", self.query_lengths, true, false),
-            ("list of left paddings", self.left_padding, true, false),
+            List("block table", self.block_table, needed(size.pages.is_some())),
+            List("list of query starts", self.query_starts, needed(size.packed_queries)),
+            List("list of key starts", self.key_starts, needed(size.packed_keys)),
+            List("list of slopes", self.slopes, needed(problem.alibi)),
+            List("list of sinks", self.sinks, needed(problem.sinks)),
+            List("list of batch entries", self.entries, Known::optional_if(padded)),
+            List("list of lengths", self.lengths, Known::Optional),
+            List("list of query lengths", self.query_lengths, Known::Optional),
+            List("list of left paddings", self.left_padding, Known::Optional),
         ];
-        for (tensor, given, known, needed) in lists {
-            let reason = match given {
-                None if known && needed => "it is missing".to_owned(),
-                Some(_) if !known => "the plan knows of none".to_owned(),
-                Some(address) if !address.0.is_multiple_of(4) => {
-                    format!("its address {address} is not a multiple of 4")
-                }
-                _ => continue,
-            };
-            return Err(GpuError::Tensor { tensor, reason });
-        }
-        Ok(())
+        lists.into_iter().try_for_each(List::validate)
+    }
+
+    /// Query, key, value and output, packed ones with one batch entry for all sequences.
+    pub(in crate::gpu) fn strided(&self, size: &ServingSize) -> [DeviceTensor; 4] {
+        [
+            self.query.packed(size.packed_queries),
+            self.key.packed(size.packed_keys),
+            self.value.packed(size.packed_keys),
+            self.output.packed(size.packed_queries),
+        ]
+    }
+}
+
+/// A list that a launch was given or not: its name, whether the plan knows of it, and whether it
+/// cannot do without.
+pub(in crate::gpu) struct List(
+    pub(in crate::gpu) &'static str,
+    pub(in crate::gpu) Option<DeviceAddress>,
+    pub(in crate::gpu) Known,
+);
+
+/// What a plan makes of a list.
+#[derive(Clone, Copy, PartialEq)]
+pub(in crate::gpu) enum Known {
+    Needed,
+    Optional,
+    No,
+}
+
+impl List {
+    /// Refuses a list that is missing, not expected or not aligned.
+    pub(in crate::gpu) fn validate(self) -> Result<(), GpuError> {
+        let List(tensor, given, known) = self;
+        let reason = match given {
+            None if known == Known::Needed => "it is missing".to_owned(),
+            Some(_) if known == Known::No => "the plan knows of none".to_owned(),
+            Some(address) if !address.0.is_multiple_of(4) => {
+                format!("its address {address} is not a multiple of 4")
+            }
+            _ => return Ok(()),
+        };
+        Err(GpuError::Tensor { tensor, reason })
+    }
+}
+
+impl Known {
+    /// Needed if the plan has it, else unknown.
+    pub(in crate::gpu) fn needed_if(it: bool) -> Self {
+        if it { Known::Needed } else { Known::No }
+    }
+
+    /// Optional if the plan could use it, else unknown.
+    pub(in crate::gpu) fn optional_if(it: bool) -> Self {
+        if it { Known::Optional } else { Known::No }
     }
 }
