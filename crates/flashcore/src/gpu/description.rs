@@ -1,12 +1,12 @@
 //! A launch in words: everything that someone else needs to launch a kernel of ours, another
 //! process or a harness that treats all kernels alike.
 
-use kernels::{Forward, Scalar, Shipped};
+use kernels::{Forward, Mma, Scalar, Shipped};
 use ptx::{ParameterKind, Program, TensorBox};
 use serde::Serialize;
 
 use super::forward::{self, Geometry};
-use super::{Chip, GpuError};
+use super::{Chip, GpuError, mma};
 use crate::problem::Problem;
 use crate::tensor::{Layout, Shape};
 
@@ -131,18 +131,33 @@ impl TensorRole {
 }
 
 impl LaunchDescription {
-    /// The launch of an attention kernel for a problem.
+    /// The launch of an attention kernel for a problem: of one that needs no memory but its
+    /// tensors.
     pub fn of(kernel: &Shipped, problem: &Problem, chip: &Chip) -> Result<Self, GpuError> {
         match kernel {
             Shipped::Forward(configuration) => {
                 LaunchDescription::forward(configuration, problem, chip)
             }
+            Shipped::Mma(configuration) if !configuration.split => {
+                LaunchDescription::mma(configuration, problem)
+            }
             Shipped::Scalar(configuration) => LaunchDescription::scalar(configuration, problem),
-            other => Err(GpuError::Unsupported {
-                kernel: other.family(),
-                reason: "it does not compute attention".to_owned(),
-            }),
+            other => {
+                let reason = match other {
+                    Shipped::Mma(_) => "its keys are split, and their parts need a second launch",
+                    Shipped::Decode(_) => "it needs memory beyond its tensors",
+                    _ => "it does not compute attention",
+                };
+                Err(GpuError::Unsupported { kernel: other.family(), reason: reason.to_owned() })
+            }
         }
+    }
+
+    fn mma(configuration: &Mma, problem: &Problem) -> Result<Self, GpuError> {
+        let geometry = mma::Geometry::new(configuration, 1, problem)?;
+        let program = configuration.program()?;
+        let passed = mma::passed(&program, problem, &geometry)?;
+        assemble(&program, geometry.blocks, |(index, _)| passed[index].clone())
     }
 
     fn forward(configuration: &Forward, problem: &Problem, chip: &Chip) -> Result<Self, GpuError> {
@@ -250,6 +265,9 @@ mod tests {
             let (element, dims, causal) = match &shipped {
                 Shipped::Forward(it) => (it.element, (it.head_dim, it.value_head_dim), it.causal),
                 Shipped::Scalar(it) => (it.element, (it.head_dim, it.value_head_dim), it.causal),
+                Shipped::Mma(it) if !it.split => {
+                    (it.element, (it.head_dim, it.value_head_dim), it.causal)
+                }
                 _ => continue,
             };
             let dtype = match element {
@@ -274,5 +292,10 @@ mod tests {
         let product = Shipped::Product(kernels::Product::PLAIN);
         let refusal = LaunchDescription::of(&product, &Problem::new(1, 1, 1, 8), &Chip::H200);
         assert!(refusal.unwrap_err().to_string().contains("does not compute attention"));
+        let problem = Problem::new(1, 8, 16, 128).with_key_length(10_000).with_dtype(DType::BF16);
+        let chosen = mma::choose(&Chip::H200, &problem, mma::Sums::F32).unwrap();
+        let split = Shipped::Mma(chosen.configuration);
+        let refusal = LaunchDescription::of(&split, &problem, &Chip::H200);
+        assert!(refusal.unwrap_err().to_string().contains("need a second launch"));
     }
 }

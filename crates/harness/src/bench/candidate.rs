@@ -3,7 +3,7 @@
 use std::fmt;
 
 use flashcore::backend::gpu as kernels_of_gpu;
-use flashcore::gpu::{Chip, Gpu, LaunchDescription};
+use flashcore::gpu::{Chip, Gpu, GpuError, LaunchDescription};
 use flashcore::{Mask, Plan, Preference, Problem};
 use kernels::{Shipped, shipped};
 use ptx::Target;
@@ -25,13 +25,16 @@ pub struct Candidate {
 pub enum Who {
     /// Whatever our planner chooses for a problem.
     Planned,
-    /// Our kernel with ordinary arithmetic.
-    Scalar,
+    /// A kernel of ours by its name, in the configuration that is best for a problem.
+    Named(&'static str),
     /// One configuration of ours; it has no part in problems that it does not serve.
     Kernel(Shipped),
     /// Somebody else's.
     Peer(Peer),
 }
+
+/// The kernels that can be asked for by name.
+const NAMED: [&str; 4] = ["forward", "mma", "mma-half", "scalar"];
 
 /// Other people's attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -95,20 +98,19 @@ impl fmt::Display for Peer {
 }
 
 impl Candidate {
-    /// The candidate of a name: `flashcore`, `scalar`, a configuration, a peer; with `label=` in
-    /// front it goes by another name.
+    /// The candidate of a name: `flashcore`, a kernel such as `mma`, a configuration, a peer; with
+    /// `label=` in front it goes by another name.
     pub fn parse(text: &str) -> Result<Self, String> {
         let (label, name) = match text.split_once('=') {
             Some((label, name)) => (label.trim(), name.trim()),
             None => (text.trim(), text.trim()),
         };
-        let who = match name {
-            "flashcore" => Who::Planned,
-            "scalar" => Who::Scalar,
-            _ => match Peer::ALL.into_iter().find(|peer| peer.name() == name) {
-                Some(peer) => Who::Peer(peer),
-                None => Who::Kernel(configuration(name)?),
-            },
+        let peer = Peer::ALL.into_iter().find(|peer| peer.name() == name).map(Who::Peer);
+        let named = NAMED.into_iter().find(|it| *it == name).map(Who::Named);
+        let who = match peer.or(named) {
+            Some(who) => who,
+            None if name == "flashcore" => Who::Planned,
+            None => Who::Kernel(configuration(name)?),
         };
         Ok(Candidate { name: label.to_owned(), who })
     }
@@ -125,7 +127,7 @@ impl Candidate {
     pub fn about(&self) -> String {
         match &self.who {
             Who::Planned => "what FlashCore's planner chooses".to_owned(),
-            Who::Scalar => "FlashCore's kernel with ordinary arithmetic".to_owned(),
+            Who::Named(kernel) => format!("FlashCore's `{kernel}`"),
             Who::Kernel(kernel) => kernel.name(),
             Who::Peer(peer) => peer.about().to_owned(),
         }
@@ -143,7 +145,7 @@ impl Candidate {
                 let plan = Plan::on_chip(chip, problem, &preference);
                 named(&plan.map_err(|error| error.to_string())?.chosen.kernel)
             }
-            Who::Scalar => named("scalar"),
+            Who::Named(kernel) => named(kernel),
             Who::Kernel(kernel) if serves(kernel, problem) => Ok(*kernel),
             Who::Kernel(_) => Err("it is for another element, head dim or mask".to_owned()),
             Who::Peer(peer) => Err(format!("{peer} is not ours")),
@@ -159,7 +161,12 @@ impl Source for Candidate {
     fn launch(&self, gpu: &Gpu, problem: &Problem) -> Result<(String, LaunchDescription), Error> {
         let chip = gpu.chip();
         let kernel = self.kernel(problem, &chip).map_err(Error::Impossible)?;
-        let description = LaunchDescription::of(&kernel, problem, &chip)?;
+        let description = match LaunchDescription::of(&kernel, problem, &chip) {
+            Err(error @ GpuError::Unsupported { .. }) => {
+                return Err(Error::Impossible(error.to_string()));
+            }
+            described => described?,
+        };
         Ok((ptx::print(&kernel.program()?), description))
     }
 }
@@ -170,6 +177,7 @@ pub fn serves(kernel: &Shipped, problem: &Problem) -> bool {
     let wanted = (problem.dtype.element(), dims, problem.mask == Mask::Causal);
     match kernel {
         Shipped::Forward(it) => (it.element, (it.head_dim, it.value_head_dim), it.causal) == wanted,
+        Shipped::Mma(it) => (it.element, (it.head_dim, it.value_head_dim), it.causal) == wanted,
         Shipped::Scalar(it) => (it.element, (it.head_dim, it.value_head_dim), it.causal) == wanted,
         _ => false,
     }
@@ -181,9 +189,10 @@ pub fn configuration(name: &str) -> Result<Shipped, String> {
     let found = shipped.or_else(|| crate::tune::space::find(name).map(Shipped::Forward));
     found.ok_or_else(|| {
         let peers = Peer::ALL.map(Peer::name).join(", ");
+        let kernels = NAMED.join(", ");
         format!(
-            "there is no candidate `{name}`; there are flashcore, scalar, configurations as \
-             `flashcore inspect --all` lists them, and the peers {peers}"
+            "there is no candidate `{name}`; there are flashcore, the kernels {kernels}, \
+             configurations as `flashcore inspect --all` lists them, and the peers {peers}"
         )
     })
 }

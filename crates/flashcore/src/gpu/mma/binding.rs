@@ -46,7 +46,7 @@ pub(super) enum Axis {
 }
 
 impl Axis {
-    fn of(self, strides: Strides) -> u64 {
+    pub(super) fn of(self, strides: Strides) -> u64 {
         let stride = match self {
             Axis::Batch => strides.batch,
             Axis::Row => strides.length,

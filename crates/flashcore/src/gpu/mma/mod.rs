@@ -20,13 +20,14 @@ use std::sync::Arc;
 
 use cuda::{Arguments, Stream};
 use kernels::{Combine, Mma};
-use ptx::Element;
+use ptx::{Element, Program};
 
 use self::binding::{Role, Slot};
 use self::workspace::{Workspace, Workspaces};
 use super::forward::ForwardTensors;
-use super::{Gpu, GpuError, Kernel};
+use super::{Gpu, GpuError, Kernel, Passed, TensorRole};
 use crate::problem::Problem;
+use crate::tensor::Layout;
 
 /// Attention with `mma.sync`: everything that does not depend on where its tensors are.
 ///
@@ -141,6 +142,30 @@ impl Pass {
         }
         Ok(())
     }
+}
+
+/// What is passed for each parameter of a kernel that sees all keys, on contiguous tensors.
+pub(super) fn passed(
+    program: &Program,
+    problem: &Problem,
+    geometry: &Geometry,
+) -> Result<Vec<Option<Passed>>, GpuError> {
+    let names: Vec<String> = program.parameters.iter().map(|it| it.name.clone()).collect();
+    let slots = binding::slots(&names, Role::Whole, problem, geometry)
+        .map_err(|parameter| GpuError::Parameter { kernel: program.name.clone(), parameter })?;
+    let passed = |slot: Slot| match slot {
+        Slot::Tensor(role) => Some(Passed::Address { tensor: TensorRole::ALL[role] }),
+        Slot::Stride(role, axis) => {
+            let layout = Layout::contiguous(TensorRole::ALL[role].shape(problem)).ok()?;
+            Some(Passed::U64 { value: axis.of(layout.strides()) })
+        }
+        Slot::Lse => Some(Passed::Address { tensor: TensorRole::Lse }),
+        Slot::PartialOutputs | Slot::PartialLse => None,
+        Slot::U32(value) => Some(Passed::U32 { value }),
+        Slot::U64(value) => Some(Passed::U64 { value }),
+        Slot::F32(value) => Some(Passed::F32 { value }),
+    };
+    Ok(slots.into_iter().map(passed).collect())
 }
 
 /// What puts the parts of a split kernel together.
