@@ -4,7 +4,7 @@ use std::ffi::CString;
 use std::time::Instant;
 
 use crate::compiler::PtxCompiler;
-use crate::{Cache, CacheKey, CacheWarning, Device, Error, Result};
+use crate::{Cache, CacheEntry, CacheKey, CacheWarning, Device, Error, Result};
 
 /// How hard the compiler tries, as ptxas's `-O0` to `-O4`.
 ///
@@ -59,6 +59,15 @@ pub struct Cubin {
     pub warnings: Vec<CacheWarning>,
 }
 
+impl Cubin {
+    /// What the cache gave or kept, asked since `start`.
+    fn of(entry: CacheEntry, log: String, start: Instant) -> Self {
+        let CacheEntry { bytes, cached, warnings } = entry;
+        let milliseconds = start.elapsed().as_secs_f64() * 1e3;
+        Cubin { bytes, log, milliseconds, cached, warnings }
+    }
+}
+
 impl Device {
     /// Compiles a PTX text for this device, without any cache.
     ///
@@ -102,13 +111,21 @@ impl Device {
             log = cubin.log;
             Ok::<_, Error>(cubin.bytes)
         })?;
-        Ok(Cubin {
-            bytes: entry.bytes,
-            log,
-            milliseconds: start.elapsed().as_secs_f64() * 1e3,
-            cached: entry.cached,
-            warnings: entry.warnings,
-        })
+        Ok(Cubin::of(entry, log, start))
+    }
+
+    /// Takes the cubin of a PTX text from the cache, if it is there.
+    pub fn cached(&self, ptx: &str, level: OptimizationLevel, cache: &Cache) -> Option<Cubin> {
+        let start = Instant::now();
+        // The only error of this call is the one made here: nothing to compile with.
+        let entry = cache.get_or_compile(&self.cache_key(ptx, level), || Err(())).ok()?;
+        Some(Cubin::of(entry, String::new(), start))
+    }
+
+    /// Whether cubins can be compiled ahead. Where the driver's compiler cannot be called by
+    /// itself, a text is compiled while its module is loaded, one after the other.
+    pub fn compiles_ahead(&self) -> bool {
+        PtxCompiler::get().is_some()
     }
 
     /// The cache's name for what [`Device::compile_cached`] compiles.

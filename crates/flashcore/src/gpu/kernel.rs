@@ -4,8 +4,8 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 
 use cuda::{
-    Arguments, Cache, Device, Function, FunctionAttributes, Launch, Module, OptimizationLevel,
-    Parameter, RelaxedCapture, Stream,
+    Arguments, Cache, Cubin, Device, Function, FunctionAttributes, Launch, Module,
+    OptimizationLevel, Parameter, RelaxedCapture, Stream,
 };
 use ptx::{ParameterKind, Program, Type};
 
@@ -19,6 +19,7 @@ pub enum Policy {
     AtOnce,
     /// Where a kernel has a compact form, that one before the first use, and the full one by a
     /// thread beside it: launches take it as soon as it is there. Both give the same results.
+    /// Where the driver's compiler cannot be called beside the driver, at once.
     #[default]
     CompactFirst,
 }
@@ -31,6 +32,12 @@ pub struct Kernel {
     full: OnceLock<Binary>,
     /// The names of its parameters.
     parameters: Vec<String>,
+}
+
+/// One form of a kernel as the compiler takes it.
+pub(super) struct Source {
+    program: Program,
+    ptx: String,
 }
 
 /// One form of a kernel, on the device.
@@ -55,21 +62,36 @@ pub struct Compilation {
 }
 
 impl Kernel {
-    fn new(program: &Program) -> Self {
-        let parameters = program.parameters.iter().map(|it| it.name.clone()).collect();
+    fn new(source: &Source) -> Self {
+        let parameters = source.program.parameters.iter().map(|it| it.name.clone()).collect();
         Kernel { compact: OnceLock::new(), full: OnceLock::new(), parameters }
     }
 
-    /// Compiles a program, or takes it from the cache.
+    /// Of a cubin of its full form.
+    fn loaded(device: &Device, source: &Source, cubin: &Cubin) -> cuda::Result<Arc<Self>> {
+        let kernel = Kernel::new(source);
+        let binary = Binary::load(device, source, cubin, false)?;
+        kernel.full.get_or_init(|| binary);
+        Ok(Arc::new(kernel))
+    }
+
+    /// Compiles it, or takes it from the cache.
     pub(super) fn at_once(
         device: &Device,
         cache: &Cache,
-        program: &Program,
+        source: &Source,
     ) -> cuda::Result<Arc<Self>> {
-        let kernel = Kernel::new(program);
-        let binary = Binary::compile(device, cache, program, false)?;
-        kernel.full.get_or_init(|| binary);
-        Ok(Arc::new(kernel))
+        Kernel::loaded(device, source, &source.compile(device, cache)?)
+    }
+
+    /// Takes it from the cache, if it is there.
+    pub(super) fn cached(
+        device: &Device,
+        cache: &Cache,
+        source: &Source,
+    ) -> cuda::Result<Option<Arc<Self>>> {
+        let cubin = device.cached(&source.ptx, LEVEL, cache);
+        cubin.map(|cubin| Kernel::loaded(device, source, &cubin)).transpose()
     }
 
     /// Compiles the compact form, or takes it from the cache, and the full form on a thread beside
@@ -77,8 +99,8 @@ impl Kernel {
     pub(super) fn compact_first(
         device: &Device,
         cache: &Cache,
-        full: Program,
-        compact: &Program,
+        full: Source,
+        compact: &Source,
     ) -> (cuda::Result<Arc<Self>>, JoinHandle<()>) {
         let kernel = Arc::new(Kernel::new(&full));
         let beside = {
@@ -87,16 +109,20 @@ impl Kernel {
                 // Loading the module must not break a capture that is under way elsewhere.
                 let _relaxed = RelaxedCapture::begin();
                 // If it does not compile, the compact form stays, and the next process tries again.
-                if let Ok(binary) = Binary::compile(&device, &cache, &full, false) {
+                let compiled = full.compile(&device, &cache);
+                let loaded = compiled.and_then(|cubin| Binary::load(&device, &full, &cubin, false));
+                if let Ok(binary) = loaded {
                     kernel.full.get_or_init(|| binary);
                 }
             })
         };
-        let compiled = Binary::compile(device, cache, compact, true).map(|binary| {
+        let compiled = compact.compile(device, cache);
+        let loaded = compiled.and_then(|cubin| Binary::load(device, compact, &cubin, true));
+        let kernel = loaded.map(|binary| {
             kernel.compact.get_or_init(|| binary);
             kernel
         });
-        (compiled, beside)
+        (kernel, beside)
     }
 
     /// The best binary so far.
@@ -128,21 +154,21 @@ impl Kernel {
     }
 }
 
-/// Whether the cache has a program compiled.
-pub(super) fn is_cached(device: &Device, cache: &Cache, program: &Program) -> bool {
-    // The only error of this call is the one made here: nothing to compile with.
-    let key = device.cache_key(&ptx::print(program), LEVEL);
-    cache.get_or_compile(&key, || Err(())).is_ok()
+impl Source {
+    /// Prints a program, once for all that is asked about it.
+    pub(super) fn new(program: Program) -> Self {
+        let ptx = ptx::print(&program);
+        Source { program, ptx }
+    }
+
+    fn compile(&self, device: &Device, cache: &Cache) -> cuda::Result<Cubin> {
+        device.compile_cached(&self.ptx, LEVEL, cache)
+    }
 }
 
 impl Binary {
-    fn compile(
-        device: &Device,
-        cache: &Cache,
-        program: &Program,
-        compact: bool,
-    ) -> cuda::Result<Self> {
-        let cubin = device.compile_cached(&ptx::print(program), LEVEL, cache)?;
+    fn load(device: &Device, source: &Source, cubin: &Cubin, compact: bool) -> cuda::Result<Self> {
+        let program = &source.program;
         let module = Module::load(device, &cubin.bytes)?;
         let function = module.function(&program.name, &signature(program))?;
         let shared_bytes = program.shared_bytes();

@@ -28,6 +28,7 @@ pub use cuda::{Buffer, Device, DeviceAddress, DeviceSlice, Stream};
 pub use decode::DecodePlan;
 pub use description::{LaunchDescription, Passed, TensorRole};
 pub use forward::{DeviceTensor, ForwardPlan, ForwardTensors};
+use kernel::Source;
 pub use kernel::{Compilation, Kernel, Policy};
 pub(crate) use lists::Lists;
 pub use merge::{AttentionState, MergePlan, MergeSize, MergeTensors};
@@ -168,7 +169,9 @@ impl Gpu {
         name: &str,
         build: impl FnOnce() -> Result<Program, kernels::Error>,
     ) -> Result<Arc<Kernel>, GpuError> {
-        self.kernel_or(name, || Ok(Kernel::at_once(&self.device, &self.cache, &build()?)?))
+        self.kernel_or(name, || {
+            Ok(Kernel::at_once(&self.device, &self.cache, &Source::new(build()?))?)
+        })
     }
 
     /// The same for a kernel that has a compact form, by the GPU's [`Policy`].
@@ -179,11 +182,15 @@ impl Gpu {
         compact: impl FnOnce() -> Result<Program, kernels::Error>,
     ) -> Result<Arc<Kernel>, GpuError> {
         self.kernel_or(name, || {
-            let (device, cache, full) = (&self.device, &self.cache, full()?);
-            if self.policy == Policy::AtOnce || kernel::is_cached(device, cache, &full) {
+            let (device, cache, full) = (&self.device, &self.cache, Source::new(full()?));
+            if self.policy == Policy::AtOnce || !device.compiles_ahead() {
                 return Ok(Kernel::at_once(device, cache, &full)?);
             }
-            let (kernel, beside) = Kernel::compact_first(device, cache, full, &compact()?);
+            if let Some(kernel) = Kernel::cached(device, cache, &full)? {
+                return Ok(kernel);
+            }
+            let compact = Source::new(compact()?);
+            let (kernel, beside) = Kernel::compact_first(device, cache, full, &compact);
             lock(&self.compilers).push(beside);
             Ok(kernel?)
         })
