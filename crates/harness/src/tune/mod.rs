@@ -33,18 +33,9 @@ use search::Found;
 /// The entry of a tuning file for what a search found.
 pub fn entry(found: &Found, problem: &Problem, chip: &Chip) -> Result<Entry, Error> {
     let workload = workload(chip, problem).map_err(Error::Impossible)?;
-    let best = found.best;
     Ok(Entry {
         bucket: bucket(&workload),
-        warpgroups: best.warpgroups,
-        key_block: best.key_block,
-        stages: best.stages,
-        query_buffers: best.query_buffers,
-        query_registers: best.query_registers,
-        turns: best.turns,
-        overlap_tiles: best.overlap_tiles,
-        two_steps: best.two_steps,
-        slow_path_apart: best.slow_path_apart,
+        variant: found.best.0,
         kernel: found.kernel.clone(),
         speedup: found.speedup,
         noise: found.noise,

@@ -426,7 +426,7 @@ mod tests {
     }
 
     fn true_time(forward: &Forward) -> f64 {
-        let genome = Genome::of(forward);
+        let Genome(genome) = Genome::of(forward);
         let block = 1.0 + 0.02 * (genome.key_block as f64 / 16.0 - 7.0).abs();
         let groups = [1.6, 1.0, 1.1][genome.warpgroups as usize - 1];
         let stages = [1.5, 1.0, 1.01, 1.02][genome.stages as usize - 1];

@@ -1,6 +1,7 @@
 //! What can be varied of the forward kernel, and how.
 
-use kernels::forward::{Form, every_tuned};
+use flashcore::gpu::forward::Variant;
+use kernels::forward::every_tuned;
 use kernels::product::Source;
 use kernels::{Forward, Shipped, shipped};
 use ptx::Target;
@@ -8,28 +9,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::statistics::Random;
 
-/// What the search varies: everything of a configuration but what the problem says.
+/// A configuration as the search sees it: gene by gene.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Genome {
-    /// Consumer warpgroups.
-    pub warpgroups: u32,
-    /// Keys in a block.
-    pub key_block: u32,
-    /// Stages of keys and of values.
-    pub stages: u32,
-    /// Query tiles in shared memory.
-    pub query_buffers: u32,
-    /// Whether queries are multiplied from registers.
-    pub query_registers: bool,
-    /// Whether warpgroups take turns at the tensor cores.
-    pub turns: bool,
-    /// Whether a tile's first scores are computed while the one before is stored.
-    pub overlap_tiles: bool,
-    /// Whether the body of the loop is two steps.
-    pub two_steps: bool,
-    /// Whether the guard's slow path has exponentials of its own.
-    pub slow_path_apart: bool,
-}
+#[serde(transparent)]
+pub struct Genome(pub Variant);
 
 /// One thing that can be varied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
@@ -102,7 +85,7 @@ impl Gene {
 
 impl Genome {
     /// A poor beginning: one of everything, small blocks, no turns.
-    pub const POOR: Genome = Genome {
+    pub const POOR: Genome = Genome(Variant {
         warpgroups: 1,
         key_block: 16,
         stages: 1,
@@ -112,71 +95,49 @@ impl Genome {
         overlap_tiles: false,
         two_steps: false,
         slow_path_apart: false,
-    };
+    });
 
     /// What a configuration has.
     pub fn of(forward: &Forward) -> Self {
-        Genome {
-            warpgroups: forward.warpgroups,
-            key_block: forward.key_block,
-            stages: forward.stages,
-            query_buffers: forward.query_buffers,
-            query_registers: forward.query_source == Source::Registers,
-            turns: forward.ping_pong,
-            overlap_tiles: forward.form.overlap_tiles,
-            two_steps: forward.form.two_steps,
-            slow_path_apart: forward.form.slow_path_apart,
-        }
+        Genome(Variant::of(forward))
     }
 
     /// A configuration like `base` with these genes.
     pub fn configuration(&self, base: &Forward) -> Forward {
-        let query_source = if self.query_registers { Source::Registers } else { Source::Shared };
-        Forward {
-            warpgroups: self.warpgroups,
-            key_block: self.key_block,
-            stages: self.stages,
-            query_buffers: self.query_buffers,
-            query_source,
-            ping_pong: self.turns,
-            form: Form {
-                overlap_tiles: self.overlap_tiles,
-                two_steps: self.two_steps,
-                slow_path_apart: self.slow_path_apart,
-            },
-            ..*base
-        }
+        self.0.configuration(base)
     }
 
     /// The value of a gene.
     pub fn get(&self, gene: Gene) -> u32 {
+        let Genome(variant) = self;
         match gene {
-            Gene::Warpgroups => self.warpgroups,
-            Gene::KeyBlock => self.key_block,
-            Gene::Stages => self.stages,
-            Gene::QueryBuffers => self.query_buffers,
-            Gene::QueryRegisters => u32::from(self.query_registers),
-            Gene::Turns => u32::from(self.turns),
-            Gene::OverlapTiles => u32::from(self.overlap_tiles),
-            Gene::TwoSteps => u32::from(self.two_steps),
-            Gene::SlowPathApart => u32::from(self.slow_path_apart),
+            Gene::Warpgroups => variant.warpgroups,
+            Gene::KeyBlock => variant.key_block,
+            Gene::Stages => variant.stages,
+            Gene::QueryBuffers => variant.query_buffers,
+            Gene::QueryRegisters => u32::from(variant.query_registers),
+            Gene::Turns => u32::from(variant.turns),
+            Gene::OverlapTiles => u32::from(variant.overlap_tiles),
+            Gene::TwoSteps => u32::from(variant.two_steps),
+            Gene::SlowPathApart => u32::from(variant.slow_path_apart),
         }
     }
 
     /// The same with another value of a gene. A lone warpgroup has nobody to take turns with.
     pub fn with(mut self, gene: Gene, value: u32) -> Self {
+        let variant = &mut self.0;
         match gene {
-            Gene::Warpgroups => self.warpgroups = value,
-            Gene::KeyBlock => self.key_block = value,
-            Gene::Stages => self.stages = value,
-            Gene::QueryBuffers => self.query_buffers = value,
-            Gene::QueryRegisters => self.query_registers = value != 0,
-            Gene::Turns => self.turns = value != 0,
-            Gene::OverlapTiles => self.overlap_tiles = value != 0,
-            Gene::TwoSteps => self.two_steps = value != 0,
-            Gene::SlowPathApart => self.slow_path_apart = value != 0,
+            Gene::Warpgroups => variant.warpgroups = value,
+            Gene::KeyBlock => variant.key_block = value,
+            Gene::Stages => variant.stages = value,
+            Gene::QueryBuffers => variant.query_buffers = value,
+            Gene::QueryRegisters => variant.query_registers = value != 0,
+            Gene::Turns => variant.turns = value != 0,
+            Gene::OverlapTiles => variant.overlap_tiles = value != 0,
+            Gene::TwoSteps => variant.two_steps = value != 0,
+            Gene::SlowPathApart => variant.slow_path_apart = value != 0,
         }
-        self.turns &= self.warpgroups > 1;
+        variant.turns &= variant.warpgroups > 1;
         self
     }
 
@@ -210,7 +171,7 @@ impl Genome {
 
     /// Whether the code is laid out like another's.
     pub fn same_form(&self, other: &Genome) -> bool {
-        let form = |it: &Genome| (it.overlap_tiles, it.two_steps, it.slow_path_apart);
+        let form = |Genome(it): &Genome| (it.overlap_tiles, it.two_steps, it.slow_path_apart);
         form(self) == form(other)
     }
 
@@ -296,7 +257,7 @@ mod tests {
     #[test]
     fn names_find_configurations_that_are_not_shipped() {
         let base = every_tuned()[0];
-        let odd = Genome { key_block: 48, stages: 3, ..Genome::of(&base) }.configuration(&base);
+        let odd = Variant { key_block: 48, stages: 3, ..Variant::of(&base) }.configuration(&base);
         assert_eq!(find(&odd.name()), Some(odd));
         assert_eq!(find("forward_bf16_d128x128_dense_1x1"), None);
         assert_eq!(find("nonsense"), None);
@@ -324,7 +285,7 @@ mod tests {
     #[test]
     fn what_cannot_be_held_is_not_possible() {
         let base = every_tuned().into_iter().find(|it| it.head_dim == 128).unwrap();
-        let wide = Genome { warpgroups: 3, key_block: 256, ..Genome::of(&base) };
+        let wide = Variant { warpgroups: 3, key_block: 256, ..Variant::of(&base) };
         assert!(possible(&wide.configuration(&base)).unwrap_err().contains("registers"));
     }
 }

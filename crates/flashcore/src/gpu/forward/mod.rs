@@ -17,7 +17,7 @@ pub(super) use geometry::Counts;
 pub use geometry::Geometry;
 pub(super) use support::{COPY_BYTES, tensor_core_element, tensor_core_workload};
 pub use support::{check_layouts, check_tensors, choose, workload};
-pub use tuning::{Choice, Entry, Tuning, TuningFile, bucket, fingerprint};
+pub use tuning::{Choice, Entry, Tuning, TuningFile, Variant, bucket, fingerprint};
 
 use std::borrow::Cow;
 use std::sync::Arc;

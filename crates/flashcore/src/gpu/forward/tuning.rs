@@ -75,6 +75,20 @@ pub struct Tuning {
 pub struct Entry {
     /// The problems it is for: see [`bucket`].
     pub bucket: String,
+    /// The configuration.
+    pub variant: Variant,
+    /// The [`fingerprint`] of the PTX that was measured.
+    pub kernel: String,
+    /// How much faster it was than what the rules choose.
+    pub speedup: f64,
+    /// What that may be off by.
+    pub noise: f64,
+}
+
+/// What a search may vary: everything of a configuration but what the problem says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Variant {
     /// Consumer warpgroups.
     pub warpgroups: u32,
     /// Keys in a block.
@@ -85,20 +99,49 @@ pub struct Entry {
     pub query_buffers: u32,
     /// Whether queries are multiplied from registers.
     pub query_registers: bool,
-    /// Whether warpgroups take turns.
+    /// Whether warpgroups take turns at the tensor cores.
     pub turns: bool,
-    /// How the code is laid out: see [`Form`].
+    /// Whether a tile's first scores are computed while the one before is stored.
     pub overlap_tiles: bool,
-    /// Likewise.
+    /// Whether the body of the loop is two steps.
     pub two_steps: bool,
-    /// Likewise.
+    /// Whether the guard's slow path has exponentials of its own.
     pub slow_path_apart: bool,
-    /// The [`fingerprint`] of the PTX that was measured.
-    pub kernel: String,
-    /// How much faster it was than what the rules choose.
-    pub speedup: f64,
-    /// What that may be off by.
-    pub noise: f64,
+}
+
+impl Variant {
+    /// What a configuration has.
+    pub fn of(forward: &Forward) -> Self {
+        Variant {
+            warpgroups: forward.warpgroups,
+            key_block: forward.key_block,
+            stages: forward.stages,
+            query_buffers: forward.query_buffers,
+            query_registers: forward.query_source == Source::Registers,
+            turns: forward.ping_pong,
+            overlap_tiles: forward.form.overlap_tiles,
+            two_steps: forward.form.two_steps,
+            slow_path_apart: forward.form.slow_path_apart,
+        }
+    }
+
+    /// A configuration for the problem of another one.
+    pub fn configuration(&self, base: &Forward) -> Forward {
+        Forward {
+            warpgroups: self.warpgroups,
+            key_block: self.key_block,
+            stages: self.stages,
+            query_buffers: self.query_buffers,
+            query_source: if self.query_registers { Source::Registers } else { Source::Shared },
+            ping_pong: self.turns,
+            form: Form {
+                overlap_tiles: self.overlap_tiles,
+                two_steps: self.two_steps,
+                slow_path_apart: self.slow_path_apart,
+            },
+            ..*base
+        }
+    }
 }
 
 impl Default for TuningFile {
@@ -110,7 +153,7 @@ impl Default for TuningFile {
 
 impl TuningFile {
     /// The form that this version reads and writes.
-    pub const FORM: u32 = 1;
+    pub const FORM: u32 = 2;
 
     /// Where the environment says the file is; nothing where it is switched off or there is no
     /// cache.
@@ -171,26 +214,6 @@ pub fn fingerprint(ptx: &str) -> String {
     digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect()
 }
 
-impl Entry {
-    /// The configuration, for the problem that `rules` is for.
-    pub fn configuration(&self, rules: &Forward) -> Forward {
-        Forward {
-            warpgroups: self.warpgroups,
-            key_block: self.key_block,
-            stages: self.stages,
-            query_buffers: self.query_buffers,
-            query_source: if self.query_registers { Source::Registers } else { Source::Shared },
-            ping_pong: self.turns,
-            form: Form {
-                overlap_tiles: self.overlap_tiles,
-                two_steps: self.two_steps,
-                slow_path_apart: self.slow_path_apart,
-            },
-            ..*rules
-        }
-    }
-}
-
 /// The files that this process goes by.
 #[derive(Debug)]
 pub(super) struct Tunings {
@@ -234,7 +257,7 @@ impl Tunings {
         let mut choice = Choice::from(rules);
         for (name, file) in &self.files {
             let Some(entry) = file.find(chip, self.driver.as_deref(), workload) else { continue };
-            let configuration = entry.configuration(&rules.configuration);
+            let configuration = entry.variant.configuration(&rules.configuration);
             if self.is_current(configuration, &entry.kernel) {
                 let percent = 100.0 * (entry.speedup - 1.0);
                 choice.configuration = configuration;
@@ -286,23 +309,15 @@ mod tests {
     }
 
     fn entry(rules: &Forward) -> Entry {
-        let mut entry = Entry {
+        let variant = Variant { key_block: 80, query_buffers: 1, ..Variant::of(rules) };
+        let program = variant.configuration(rules).program().unwrap();
+        Entry {
             bucket: "bf16,d=128,dv=128,dense,s<=8192".to_owned(),
-            warpgroups: 2,
-            key_block: 80,
-            stages: 2,
-            query_buffers: 1,
-            query_registers: false,
-            turns: true,
-            overlap_tiles: true,
-            two_steps: false,
-            slow_path_apart: true,
-            kernel: String::new(),
+            variant,
+            kernel: fingerprint(&ptx::print(&program)),
             speedup: 1.02,
             noise: 0.005,
-        };
-        entry.kernel = fingerprint(&ptx::print(&entry.configuration(rules).program().unwrap()));
-        entry
+        }
     }
 
     fn file(entry: Entry, driver: Option<&str>) -> TuningFile {
@@ -380,7 +395,7 @@ mod tests {
                 ..workload()
             };
             let rules = tuned(&workload).unwrap().configuration;
-            let configuration = entry.configuration(&rules);
+            let configuration = entry.variant.configuration(&rules);
             assert!(tunings.is_current(configuration, &entry.kernel), "{}", entry.bucket);
         }
     }
