@@ -7,8 +7,9 @@ mod device;
 mod rungs;
 mod words;
 
-use cuda::{Arguments, Buffer, TensorMap};
+use cuda::{Arguments, Buffer, DeviceAddress, TensorMap};
 use flashcore::gpu::Gpu;
+use ptx::ParameterKind;
 use sim::scene::Scene;
 use sim::{Argument, Options, Policy};
 
@@ -22,8 +23,12 @@ fn on_gpu(gpu: &Gpu, scene: &Scene) -> Vec<Vec<u8>> {
     let buffers: Vec<Buffer> = ids.iter().map(|id| upload(memory.bytes(*id))).collect();
     let buffer = |id| &buffers[ids.iter().position(|it| *it == id).unwrap()];
     let mut arguments = Arguments::new();
-    for argument in &scene.arguments {
+    for (argument, parameter) in scene.arguments.iter().zip(&scene.program.parameters) {
         match argument {
+            // Nowhere: what the kernel has no use for.
+            Argument::U64(address) if parameter.kind == ParameterKind::Address => {
+                arguments.push(DeviceAddress(*address))
+            }
             Argument::U32(value) => arguments.push(*value),
             Argument::S32(value) => arguments.push(*value),
             Argument::U64(value) => arguments.push(*value),
