@@ -47,7 +47,7 @@ impl Truth {
             problem: problem.clone(),
             reference: reference::attention(problem, inputs, &rows, None)?,
             baseline: reference::baseline(problem, inputs, &rows, None)?,
-            finite: all.iter().all(|tensor| tensor.to_f32().iter().all(|value| value.is_finite())),
+            finite: all.iter().all(|tensor| tensor.elements().are_finite()),
         })
     }
 
@@ -70,8 +70,8 @@ impl Truth {
         let tensor = layout.and_then(|it| Tensor::from_bytes(self.problem.dtype, it, output));
         let tensor = tensor.map_err(|error| Wrong::Shape(error.to_string()))?;
         if self.finite {
-            let values = tensor.to_f32();
-            let holes = values.iter().chain(&lse).filter(|value| value.is_nan()).count();
+            let values = tensor.elements();
+            let holes = values.nans() + lse.iter().filter(|value| value.is_nan()).count();
             if holes > 0 {
                 return Err(Wrong::Holes { holes, values: values.len() + lse.len() });
             }

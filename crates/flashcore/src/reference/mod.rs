@@ -242,9 +242,9 @@ fn by_row(
 fn widen(tensor: &Tensor, placement: &Placement, sequence: usize, head: usize) -> Vec<f32> {
     let dim = tensor.shape().dim;
     let mut matrix = vec![0.0; placement.length(sequence) * dim];
-    for (position, values) in matrix.chunks_exact_mut(dim).enumerate() {
+    matrix.par_chunks_exact_mut(dim).enumerate().for_each(|(position, values)| {
         let (entry, row) = placement.locate(sequence, position);
         tensor.head(entry, head).read(row, values);
-    }
+    });
     matrix
 }

@@ -88,6 +88,16 @@ impl Elements {
         with_elements!(self, vector => vector.len())
     }
 
+    /// Whether none is infinite or NaN. On all cores.
+    pub fn are_finite(&self) -> bool {
+        with_elements!(self, vector => vector.par_iter().all(|value| value.is_finite()))
+    }
+
+    /// How many are NaN. On all cores.
+    pub fn nans(&self) -> usize {
+        with_elements!(self, vector => vector.par_iter().filter(|value| value.is_nan()).count())
+    }
+
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
