@@ -147,7 +147,7 @@ impl Tiles {
             }
             Shipped::Mma(configuration) => {
                 let splits = mma::choose(chip, problem, mma::Sums::F32)?.splits;
-                let geometry = mma::Geometry::new(configuration, splits, problem)?;
+                let geometry = mma::Geometry::new(configuration, splits, problem, chip)?;
                 Some(Tiles {
                     query_rows: geometry.query_rows,
                     key_block: geometry.key_block,

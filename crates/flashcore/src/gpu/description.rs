@@ -139,7 +139,7 @@ impl LaunchDescription {
                 LaunchDescription::forward(configuration, problem, chip)
             }
             Shipped::Mma(configuration) if !configuration.split => {
-                LaunchDescription::mma(configuration, problem)
+                LaunchDescription::mma(configuration, problem, chip)
             }
             Shipped::Scalar(configuration) => LaunchDescription::scalar(configuration, problem),
             other => {
@@ -153,8 +153,8 @@ impl LaunchDescription {
         }
     }
 
-    fn mma(configuration: &Mma, problem: &Problem) -> Result<Self, GpuError> {
-        let geometry = mma::Geometry::new(configuration, 1, problem)?;
+    fn mma(configuration: &Mma, problem: &Problem, chip: &Chip) -> Result<Self, GpuError> {
+        let geometry = mma::Geometry::new(configuration, 1, problem, chip)?;
         let program = configuration.program()?;
         let passed = mma::passed(&program, problem, &geometry)?;
         assemble(&program, geometry.blocks, |(index, _)| passed[index].clone())

@@ -3,7 +3,10 @@
 //! One block of threads, one tile of query rows of one head: tiles are
 //! numbered with the rows moving fastest, so that blocks running at the same
 //! time share the keys and values of few heads in the second-level cache.
-//! Under a causal mask the longest tiles of a head come first.
+//!
+//! Under a causal mask tiles are of unequal length, and whoever gets a long one
+//! last is waited for. Heads go in groups then, as many as the cache holds, and
+//! the longest tiles of a group come first: what is left at the end is short.
 
 use ptx::{Builder, Expression, Reg, S32, U32, Value};
 
@@ -33,7 +36,6 @@ pub(super) struct Split {
 
 impl Place {
     pub(super) fn new(k: &mut Builder, mma: &Mma, numbers: &Numbers) -> Self {
-        let per_head = DivisorRegisters::parameters(k, "tiles of a head");
         let heads = DivisorRegisters::parameters(k, "query heads");
         let group = DivisorRegisters::parameters(k, "query heads per key head");
         let block = k.block_index();
@@ -46,10 +48,19 @@ impl Place {
         } else {
             (block, None)
         };
-        let (head_and_batch, row_tile) = per_head.divide(k, tile);
+        let (head_and_batch, row_tile) = if mma.causal {
+            let tiles_of_group = DivisorRegisters::parameters(k, "tiles of a group");
+            let heads_of_group = DivisorRegisters::parameters(k, "heads of a group");
+            let tiles_of_head: Reg<U32> = k.parameter("tiles of a head");
+            let (group, tile) = tiles_of_group.divide(k, tile);
+            let (shorter, member) = heads_of_group.divide(k, tile);
+            let head_and_batch = k.eval(group * heads_of_group.number + member);
+            (head_and_batch, k.eval(tiles_of_head - 1 - shorter))
+        } else {
+            DivisorRegisters::parameters(k, "tiles of a head").divide(k, tile)
+        };
         let (batch, head) = heads.divide(k, head_and_batch);
         let (key_head, _) = group.divide(k, head);
-        let row_tile = if mma.causal { k.eval(per_head.number - 1 - row_tile) } else { row_tile };
         let first_row = k.eval(row_tile * mma.query_rows());
         let end_row = k.eval(first_row + mma.query_rows());
         let seen = blocks_seen(k, mma, numbers, end_row);

@@ -383,6 +383,9 @@ impl Stage {
         let (what, part) = name.split_once(", ").unwrap_or((name, "number"));
         let number = match what {
             "tiles of a head" => row_tiles,
+            // Groups of tiles that come longest first: the heads of a sequence.
+            "tiles of a group" => row_tiles * self.size.heads as u32,
+            "heads of a group" => self.size.heads as u32,
             "query heads" => self.size.heads as u32,
             "query heads per key head" => self.size.group() as u32,
             "splits" => self.splits as u32,

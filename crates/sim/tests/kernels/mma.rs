@@ -41,6 +41,8 @@ fn mma_is_attention() {
         (small(), size(70, 70, 2, 1)),
         (causal, size(150, 100, 2, 1)),
         (causal, size(37, 133, 3, 1)),
+        // Two groups of three heads, the longest tiles of each first.
+        (causal, AttentionSize { batch: 2, ..size(150, 133, 3, 1) }),
         // More queries than keys: rows that see nothing.
         (causal, size(150, 40, 1, 1)),
         (small(), size(70, 101, 2, 1)),

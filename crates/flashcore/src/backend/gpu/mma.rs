@@ -21,7 +21,7 @@ pub(super) fn candidate(
 ) -> Candidate {
     let served = choose(chip, problem, sums).and_then(|chosen| {
         check_layouts(problem, layouts)?;
-        let geometry = Geometry::new(&chosen.configuration, chosen.splits, problem);
+        let geometry = Geometry::new(&chosen.configuration, chosen.splits, problem, chip);
         Ok((chosen, geometry.map_err(|error| error.to_string())?))
     });
     let served = served.map(|(chosen, geometry)| {

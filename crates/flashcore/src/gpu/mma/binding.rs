@@ -152,6 +152,8 @@ fn divisor(name: &str, geometry: &Geometry) -> Option<Slot> {
     let (name, part) = name.split_once(", ").unwrap_or((name, "number"));
     let divisor = match name {
         "tiles of a head" => geometry.per_head,
+        "tiles of a group" => geometry.per_group,
+        "heads of a group" => geometry.heads_of_group,
         "query heads" => geometry.heads,
         "query heads per key head" => geometry.group,
         "splits" => Divisor::new(geometry.splits),
@@ -172,6 +174,7 @@ mod tests {
     use ptx::{ParameterKind, Target, Type};
 
     use super::*;
+    use crate::gpu::Chip;
     use crate::problem::Mask;
 
     /// Every parameter of every tuned configuration gets an argument of its kind.
@@ -185,7 +188,8 @@ mod tests {
                     .with_value_head_dim(configuration.value_head_dim as usize)
                     .with_mask(mask);
                 let splits = if configuration.split { 2 } else { 1 };
-                let geometry = Geometry::new(&configuration, splits, &problem).unwrap();
+                let geometry =
+                    Geometry::new(&configuration, splits, &problem, &Chip::H200).unwrap();
                 let role = if configuration.split { Role::Parts } else { Role::Whole };
                 let combine = super::super::combine(&configuration);
                 let programs = [(role, configuration.program())]

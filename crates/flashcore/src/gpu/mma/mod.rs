@@ -61,7 +61,7 @@ impl MmaPlan {
         problem.validate().map_err(|error| unsupported(error.to_string()))?;
         let chosen = choose(&gpu.chip(), problem, sums).map_err(unsupported)?;
         let configuration = chosen.configuration;
-        let geometry = Geometry::new(&configuration, chosen.splits, problem)?;
+        let geometry = Geometry::new(&configuration, chosen.splits, problem, &gpu.chip())?;
         let kernel = gpu.kernel(&configuration.name(), || configuration.program())?;
         let mut passes = Vec::new();
         let role = if configuration.split { Role::Parts } else { Role::Whole };
