@@ -82,10 +82,14 @@ impl Contract {
             .collect()
     }
 
-    /// What a kernel of ours serves.
+    /// What a kernel of ours serves; nothing where it is no attention, takes more than one launch,
+    /// or is less exact by design.
     pub fn of(kernel: &kernels::Shipped) -> Option<Self> {
         let (element, dims, causal) = match kernel {
             kernels::Shipped::Forward(it) => {
+                (it.element, (it.head_dim, it.value_head_dim), it.causal)
+            }
+            kernels::Shipped::Mma(it) if !it.split && it.accumulate == ptx::Element::F32 => {
                 (it.element, (it.head_dim, it.value_head_dim), it.causal)
             }
             kernels::Shipped::Scalar(it) => {
