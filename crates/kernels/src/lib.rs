@@ -8,6 +8,7 @@
 //! | [`decode`] | attention of few queries over long, maybe paged, caches |
 //! | [`append`] | new keys and values into a cache, with rotary embeddings |
 //! | [`forward`] | attention on Hopper, with wgmma and TMA |
+//! | [`sequencer`] | the tiles of a ragged batch in the order in which `forward` takes them |
 //! | [`combine`] | partial attention over parts of the keys, put together |
 //! | [`single`] | one `wgmma` |
 //! | [`product`] | a matrix product: TMA, pipelines, swizzles, clusters |
@@ -26,6 +27,7 @@ pub mod forward;
 pub mod mma;
 pub mod product;
 pub mod scalar;
+pub mod sequencer;
 mod shipped;
 pub mod single;
 mod strides;
@@ -35,10 +37,11 @@ pub use ceiling::Ceiling;
 pub use combine::Combine;
 pub use decode::Decode;
 pub use divisor::Divisor;
-pub use forward::Forward;
+pub use forward::{Forward, Prefill};
 pub use mma::Mma;
 pub use product::Product;
 pub use scalar::Scalar;
+pub use sequencer::Sequencer;
 pub use shipped::{Shipped, shipped};
 pub use single::Single;
 

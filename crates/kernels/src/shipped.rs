@@ -4,9 +4,12 @@
 use ptx::{Capability, Element, Program, Swizzle, Target};
 
 use crate::append::{Append, Rotary};
-use crate::forward::{Form, Workload, every_tuned, tuned};
+use crate::forward::{Form, Workload, every_prefill, every_tuned, tuned};
 use crate::product::{Contiguous, Source};
-use crate::{Ceiling, Combine, Decode, Error, Forward, Mma, Product, Scalar, Single, decode, mma};
+use crate::{
+    Ceiling, Combine, Decode, Error, Forward, Mma, Prefill, Product, Scalar, Sequencer, Single,
+    decode, mma,
+};
 
 /// One configuration of one kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -18,6 +21,10 @@ pub enum Shipped {
     Mma(Mma),
     /// Attention on Hopper.
     Forward(Forward),
+    /// Attention on Hopper over ragged batches.
+    Prefill(Prefill),
+    /// The tiles of a ragged batch in order.
+    Sequencer(Sequencer),
     /// Partial attention put together.
     Combine(Combine),
     /// Attention of few queries over a cache.
@@ -39,6 +46,8 @@ impl Shipped {
             Shipped::Scalar(_) => "scalar",
             Shipped::Mma(_) => "mma",
             Shipped::Forward(_) => "forward",
+            Shipped::Prefill(_) => "prefill",
+            Shipped::Sequencer(_) => "sequencer",
             Shipped::Combine(_) => "combine",
             Shipped::Decode(_) => "decode",
             Shipped::Append(_) => "append",
@@ -54,6 +63,8 @@ impl Shipped {
             Shipped::Scalar(configuration) => configuration.name(),
             Shipped::Mma(configuration) => configuration.name(),
             Shipped::Forward(configuration) => configuration.name(),
+            Shipped::Prefill(configuration) => configuration.name(),
+            Shipped::Sequencer(configuration) => configuration.name(),
             Shipped::Combine(configuration) => configuration.name(),
             Shipped::Decode(configuration) => configuration.name(),
             Shipped::Append(configuration) => configuration.name(),
@@ -69,6 +80,8 @@ impl Shipped {
             Shipped::Scalar(_) => "attention with ordinary arithmetic, on any GPU",
             Shipped::Mma(_) => "attention with mma.sync and cp.async, on Ampere and later",
             Shipped::Forward(_) => "attention with wgmma and TMA, on Hopper",
+            Shipped::Prefill(_) => "attention over ragged batches, with windows, on Hopper",
+            Shipped::Sequencer(_) => "the tiles of a ragged batch in the order they are taken",
             Shipped::Combine(_) => "partial attention over parts of the keys, put together",
             Shipped::Decode(_) => "attention of few queries over a long cache, Ampere and later",
             Shipped::Append(_) => "new keys and values into a cache, keys and queries turned",
@@ -84,6 +97,8 @@ impl Shipped {
             Shipped::Scalar(configuration) => configuration.program(),
             Shipped::Mma(configuration) => configuration.program(),
             Shipped::Forward(configuration) => configuration.program(),
+            Shipped::Prefill(configuration) => configuration.program(),
+            Shipped::Sequencer(configuration) => configuration.program(),
             Shipped::Combine(configuration) => configuration.program(),
             Shipped::Decode(configuration) => configuration.program(),
             Shipped::Append(configuration) => configuration.program(),
@@ -124,6 +139,8 @@ pub fn shipped(target: Target) -> Vec<Shipped> {
     }
     if target == Target::SM_90A {
         all.extend(forwards().into_iter().map(Shipped::Forward));
+        all.extend(every_prefill().into_iter().map(Shipped::Prefill));
+        all.push(Shipped::Sequencer(Sequencer { target }));
         for element in [Element::F16, Element::BF16] {
             all.push(Shipped::Single(Single { element }));
         }

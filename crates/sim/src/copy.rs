@@ -479,7 +479,8 @@ impl Rows {
     }
 
     fn part(&self, index: usize) -> Option<Part> {
-        let mut address = self.base as i64;
+        // Addresses wrap around, as the hardware's do.
+        let mut address = self.base;
         let mut rest = index;
         for dimension in 1..self.extent.len() {
             let extent = self.extent[dimension] as usize;
@@ -488,7 +489,7 @@ impl Rows {
             if at < 0 || at as u64 >= self.dimensions[dimension] {
                 return None;
             }
-            address += at * self.strides[dimension - 1] as i64;
+            address = address.wrapping_add((at as u64).wrapping_mul(self.strides[dimension - 1]));
         }
         let width = self.element.bytes() as i64;
         let first = self.corner[0] as i64;
@@ -498,7 +499,7 @@ impl Rows {
             return None;
         }
         Some(Part {
-            address: (address + begin * width) as u64,
+            address: address.wrapping_add((begin * width) as u64),
             start: ((begin - first) * width) as usize,
             end: ((end - first) * width) as usize,
         })

@@ -73,8 +73,10 @@ impl AttentionPlan {
                 backend::mma::NAME | backend::mma::HALF_NAME => {
                     mma::check_tensors(problem, tensors).map_err(|error| error.to_string())
                 }
-                // Its workspace is not for two streams, and it may need slopes and sinks.
-                backend::decode::NAME => Err("on the device it has a ServingPlan".to_owned()),
+                // Their workspace is not for two streams, and they may need slopes and sinks.
+                backend::decode::NAME | backend::prefill::NAME => {
+                    Err("on the device it has a ServingPlan".to_owned())
+                }
                 _ => Ok(()),
             };
             if let Err(reason) = checked {

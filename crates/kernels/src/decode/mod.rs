@@ -51,6 +51,7 @@ use copies::Copies;
 use merge::{Merge, Results};
 use place::Places;
 use products::Lanes;
+pub(crate) use schedule::inclusive_sum;
 use schedule::{Cursor, Schedule};
 use scores::Rule;
 use walk::Walk;

@@ -294,7 +294,7 @@ impl Cursor {
 }
 
 /// The sum of the values of the lanes up to each.
-fn inclusive_sum(k: &mut Builder, value: Reg<U32>, lane: Reg<U32>) -> Reg<U32> {
+pub(crate) fn inclusive_sum(k: &mut Builder, value: Reg<U32>, lane: Reg<U32>) -> Reg<U32> {
     let mut sum = value;
     for distance in [1, 2, 4, 8, 16u32] {
         let from = k.eval((lane - distance) % 32);

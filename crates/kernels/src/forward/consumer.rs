@@ -1,39 +1,39 @@
 //! The consumers' loop: key blocks of a tile, tiles of a block.
 
-use ptx::{
-    Accumulate, Accumulator, Builder, Expression, F32, Fragment, GlobalAddress, Pred, Reg, U32,
-};
+use ptx::{Accumulate, Accumulator, Builder, Fragment, GlobalAddress, Pred, Reg, U32};
 
 use super::epilogue::{Epilogue, Output};
 use super::mask::Mask;
 use super::probe::{Phase, Probe};
-use super::schedule::{Current, Schedule, Tile};
+use super::scores::{Rule, Scores};
 use super::softmax::Softmax;
+use super::tiles::Consume;
 use super::warpgroup::Warpgroup;
 use super::{Form, Forward, Shared};
 
 /// What the loop carries from step to step.
-struct State<'a> {
+struct State<'a, T: Consume> {
     form: Form,
+    tiles: &'a T,
     group: Warpgroup<'a>,
     probe: Probe,
-    mask: Mask,
+    rule: Rule,
     softmax: Softmax,
     output: Accumulator,
     /// False until a tile's first product has been added to the output.
     output_begun: Reg<Pred>,
-    current: Current,
+    current: T::Current,
     /// The block whose scores are being computed.
     block: Reg<U32>,
 }
 
 /// One warpgroup's work: 64 query rows of each of the block's tiles.
-pub(super) fn consume(
+pub(super) fn consume<T: Consume>(
     k: &mut Builder,
     forward: &Forward,
     shared: &Shared,
-    schedule: &Schedule,
-    scale_log2: Reg<F32>,
+    tiles: &T,
+    scores: Scores,
     epilogue: &Epilogue,
     probe: Option<Reg<GlobalAddress>>,
 ) {
@@ -43,38 +43,38 @@ pub(super) fn consume(
     let even = Fragment::new(k, forward.element, forward.key_block);
     let odd = Fragment::new(k, forward.element, forward.key_block);
 
-    let tile = schedule.first_tile(k);
+    let tile = tiles.first_tile(k);
     let mut state = State {
         form: forward.form,
+        tiles,
         probe: Probe::new(k, probe, forward.warpgroups, group.index, group.thread),
-        mask: Mask::new(k, forward, schedule, &group),
+        rule: Rule { scores, mask: Mask::new(k, forward, &group) },
         group,
-        softmax: Softmax::new(k, forward, scale_log2),
+        softmax: Softmax::new(k, forward, scores.scale_log2),
         output: Accumulator::new(k, forward.value_head_dim),
         output_begun: k.register(),
-        current: schedule.current(k, &tile),
-        block: k.variable(tile.blocks - 1),
+        current: tiles.current(k, &tile),
+        block: k.variable(tiles.last_block(&tile)),
     };
-    k.if_(schedule.has_tile(&tile), |k| {
+    k.if_(tiles.has_tile(&tile), |k| {
         state.probe.stamp(k, Phase::Begin);
         let p = [&even, &odd];
         if forward.form.overlap_tiles {
-            state.tiles_overlapped(k, schedule, &tile, epilogue, &room, p);
+            state.tiles_overlapped(k, &tile, epilogue, &room, p);
         } else {
-            state.tiles_one_by_one(k, schedule, &tile, epilogue, &room, p);
+            state.tiles_one_by_one(k, &tile, epilogue, &room, p);
         }
         room.drain(k);
     });
 }
 
-impl State<'_> {
+impl<T: Consume> State<'_, T> {
     /// The next tile's first scores are computed while a tile is stored, and
     /// steps go in pairs, so that probabilities are never copied.
     fn tiles_overlapped(
         &mut self,
         k: &mut Builder,
-        schedule: &Schedule,
-        tile: &Tile,
+        tile: &T::Tile,
         epilogue: &Epilogue,
         room: &Output,
         [even, odd]: [&Fragment; 2],
@@ -84,10 +84,10 @@ impl State<'_> {
         k.loop_(|k| {
             self.steps(k, [even, odd]);
             self.group.release_queries(k);
-            schedule.next_tile(k, tile);
-            k.break_if(!schedule.has_tile(tile));
+            self.tiles.next_tile(k, tile);
+            k.break_if(!self.tiles.has_tile(tile));
 
-            let State { group, probe, output, softmax, current, output_begun, .. } = self;
+            let State { tiles, group, probe, output, softmax, current, output_begun, .. } = self;
             let accumulate = Accumulate::If(output_begun.register());
             group.wait_for_values(k);
             group.turns.take(k);
@@ -102,13 +102,13 @@ impl State<'_> {
             let landed = update.wait(k);
             group.release_values(k);
             probe.stamp(k, Phase::Update);
-            epilogue.store(k, room, softmax, landed, current);
+            epilogue.store(k, *tiles, room, softmax, landed, current);
             probe.stamp(k, Phase::Epilogue);
             let scores = scores.wait(k);
             group.release_keys(k);
             probe.stamp(k, Phase::Scores);
-            current.take(k, tile);
-            k.set(block, tile.blocks - 1);
+            tiles.take(k, current, tile);
+            k.set(block, tiles.last_block(tile));
             self.first_block(k, &scores, even);
         });
         self.end(k, epilogue, room, even);
@@ -118,8 +118,7 @@ impl State<'_> {
     fn tiles_one_by_one(
         &mut self,
         k: &mut Builder,
-        schedule: &Schedule,
-        tile: &Tile,
+        tile: &T::Tile,
         epilogue: &Epilogue,
         room: &Output,
         [p, next]: [&Fragment; 2],
@@ -130,10 +129,10 @@ impl State<'_> {
             self.steps(k, [p, next]);
             self.group.release_queries(k);
             self.end(k, epilogue, room, p);
-            schedule.next_tile(k, tile);
-            self.current.take(k, tile);
-            k.set(block, tile.blocks - 1);
-            k.break_if(!schedule.has_tile(tile));
+            self.tiles.next_tile(k, tile);
+            self.tiles.take(k, &self.current, tile);
+            k.set(block, self.tiles.last_block(tile));
+            k.break_if(!self.tiles.has_tile(tile));
         });
     }
 
@@ -142,10 +141,10 @@ impl State<'_> {
     fn steps(&mut self, k: &mut Builder, [even, odd]: [&Fragment; 2]) {
         let (block, two_steps) = (self.block, self.form.two_steps);
         k.loop_(|k| {
-            k.break_if(block.equals(0));
+            k.break_if(self.tiles.is_first_block(&self.current, block));
             self.step(k, even, odd);
             if two_steps {
-                let last = k.eval(block.equals(0));
+                let last = k.eval(self.tiles.is_first_block(&self.current, block));
                 k.if_(last, |k| even.set(k, odd));
                 k.break_if(last);
                 self.step(k, odd, even);
@@ -169,19 +168,19 @@ impl State<'_> {
 
     /// A tile's last product, with nothing beside it, and its storing.
     fn end(&mut self, k: &mut Builder, epilogue: &Epilogue, room: &Output, p: &Fragment) {
-        let State { group, probe, output, softmax, current, output_begun, .. } = self;
+        let State { tiles, group, probe, output, softmax, current, output_begun, .. } = self;
         let accumulate = Accumulate::If(output_begun.register());
         group.wait_for_values(k);
         let landed = group.start_update(k, output, accumulate, p).wait(k);
         group.release_values(k);
         probe.stamp(k, Phase::Update);
-        epilogue.store(k, room, softmax, landed, current);
+        epilogue.store(k, *tiles, room, softmax, landed, current);
         probe.stamp(k, Phase::Epilogue);
     }
 
     /// A tile's first block: there is no output yet to be kept or rescaled.
     fn first_block(&mut self, k: &mut Builder, scores: &Accumulator, p: &Fragment) {
-        self.mask.apply(k, &self.current, self.block, scores);
+        self.rule.apply(k, self.tiles, &self.current, self.block, scores);
         self.softmax.first_block(k, scores, p);
         self.probe.stamp(k, Phase::Softmax);
         k.set(self.output_begun, false);
@@ -205,7 +204,7 @@ impl State<'_> {
         probe.stamp(k, Phase::Scores);
         k.set(*output_begun, true);
         k.set(self.block, self.block - 1);
-        self.mask.apply(k, &self.current, self.block, &scores);
+        self.rule.apply(k, self.tiles, &self.current, self.block, &scores);
         let rescale = self.softmax.block(k, &scores, p);
         probe.stamp(k, Phase::Softmax);
         let landed = update.wait(k);

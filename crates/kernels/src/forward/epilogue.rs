@@ -2,11 +2,11 @@
 
 use ptx::{
     Accumulator, Builder, Element, Expression, F32, Fence, Fragment, GlobalAddress, Instruction,
-    Pred, Reg, S32, SharedTile, TensorMap, U32, U64,
+    Pred, Reg, SharedTile, TensorMap, U32, U64,
 };
 
-use super::schedule::Current;
 use super::softmax::Softmax;
+use super::tiles::{Consume, Place};
 use super::warpgroup::Warpgroup;
 use super::{Shared, barrier};
 
@@ -14,7 +14,6 @@ use super::{Shared, barrier};
 pub(super) struct Epilogue {
     pub(super) output: TensorMap,
     pub(super) lse: Reg<GlobalAddress>,
-    pub(super) query_length: Reg<U32>,
 }
 
 /// A warpgroup's room for its output, and the thread's place in it.
@@ -60,19 +59,22 @@ impl Output {
 
 impl Epilogue {
     /// Stores the output of a finished tile. The copies are only begun.
-    pub(super) fn store(
+    pub(super) fn store<T: Consume>(
         &self,
         k: &mut Builder,
+        tiles: &T,
         room: &Output,
         softmax: &Softmax,
         output: &Accumulator,
-        tile: &Current,
+        current: &T::Current,
     ) {
-        let [factors, log_sums] = softmax.finish(k);
-        self.store_log_sums(k, room, tile, log_sums);
+        let sink = tiles.sink(k, current);
+        let [factors, log_sums] = softmax.finish(k, sink);
+        let place = tiles.place(k, current);
+        self.store_log_sums(k, tiles, room, current, &place, log_sums);
 
         let layout = room.tile.layout();
-        let first_row = k.eval(tile.first_row + room.index * 64);
+        let first_row = k.eval(place.first_row + room.index * 64);
         // As many columns at a time as there is room for.
         let registers = output.registers();
         for first in (0..output.columns()).step_by(layout.columns as usize) {
@@ -87,11 +89,11 @@ impl Epilogue {
             k.fence(Fence::ProxyAsyncShared);
             room.meet(k);
             k.if_(room.leads, |k| {
-                let [row, head, batch] =
-                    [first_row, tile.head, tile.batch].map(|r| r.reinterpret::<S32>());
+                let further = tiles.output_corner(k, current, &place, first_row);
                 for panel in 0..columns.div_ceil(layout.panel_columns()) {
                     let column = (first + panel * layout.panel_columns()) as i32;
-                    let corner = [column.into(), row.clone(), head.clone(), batch.clone()];
+                    let mut corner = vec![column.into()];
+                    corner.extend(further.iter().cloned());
                     let source = room.tile.address() + panel * layout.panel_bytes();
                     k.tensor_store(self.output, &corner, source);
                 }
@@ -101,21 +103,22 @@ impl Epilogue {
     }
 
     /// The lane at a row's first column stores its log-sum-exp.
-    fn store_log_sums(
+    fn store_log_sums<T: Consume>(
         &self,
         k: &mut Builder,
+        tiles: &T,
         room: &Output,
-        tile: &Current,
+        current: &T::Current,
+        place: &Place,
         log_sums: [Reg<F32>; 2],
     ) {
         let position = Accumulator::position(k, room.thread);
-        let first = k.eval(tile.first_row + room.index * 64 + position.row);
-        let head = k.eval(tile.batch * tile.heads + tile.head);
-        let base = head.convert::<U64>() * self.query_length.convert::<U64>();
+        let first = k.eval(place.first_row + room.index * 64 + position.row);
+        let base = tiles.first_log_sum(k, current, place);
         let address = k.eval(self.lse + (base + first.convert::<U64>()) * 4);
         for (half, log_sum) in log_sums.into_iter().enumerate() {
             let row = first + 8 * half;
-            let mine = position.column.equals(0) & row.less(self.query_length);
+            let mine = position.column.equals(0) & row.less(place.query_length);
             k.if_(mine, |k| k.store(address + 32 * half, log_sum));
         }
     }

@@ -23,24 +23,29 @@
 //! `tuned`, which says what serves which problem, and `probe`, which takes the
 //! time of all that.
 
+mod board;
 mod consumer;
 mod epilogue;
 mod lists;
 mod mask;
+mod prefill;
 mod probe;
 mod producer;
 mod schedule;
+mod scores;
 mod softmax;
+mod tiles;
 mod tuned;
 mod warpgroup;
 
 pub use crate::divisor::Divisor;
 pub use lists::TileLists;
+pub use prefill::{Prefill, SLICE_EXTENT};
 pub use probe::{PROBE_WORDS, Phase};
-pub use tuned::{Tuned, Workload, every_tuned, tuned};
+pub use tuned::{Tuned, Workload, every_prefill, every_tuned, tuned, tuned_prefill};
 
 use ptx::{
-    Builder, Element, Expression, F32, GlobalAddress, Pipeline, Program, Reg, Role, SharedTiles,
+    Builder, Element, Expression, GlobalAddress, Pipeline, Program, Reg, Role, SharedTiles,
     Swizzle, Target, TensorMap, TileLayout, U32,
 };
 
@@ -48,6 +53,7 @@ use crate::Error;
 use crate::product::Source;
 use epilogue::Epilogue;
 use schedule::Schedule;
+use scores::Scores;
 
 /// What the kernel is built for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -236,29 +242,44 @@ impl Forward {
     }
 
     fn build(&self, probed: bool) -> Result<Program, Error> {
-        let refuse = |reason| Err(Error::configuration(self.name(), reason));
-        if !matches!(self.element, Element::F16 | Element::BF16) {
-            return refuse("the element is not f16 or bf16");
-        }
-        for dim in [self.head_dim, self.value_head_dim] {
-            if dim == 0 || dim > 256 || !dim.is_multiple_of(8) {
-                return refuse("a head dimension is not a multiple of 8 up to 256");
-            }
-        }
-        if !(1..=3).contains(&self.warpgroups) {
-            return refuse("there are one, two or three consumer warpgroups");
-        }
-        if self.key_block == 0 || self.key_block > 256 || !self.key_block.is_multiple_of(16) {
-            return refuse("the key block is not a multiple of 16 up to 256");
-        }
-        if self.stages == 0 || self.query_buffers == 0 {
-            return refuse("there is at least one stage");
+        let name = if probed { self.name() + "_probed" } else { self.name() };
+        self.build_with(name, |k| self.write(k, probed))
+    }
+
+    /// Builds a kernel with these tiles.
+    fn build_with(&self, name: String, write: impl FnOnce(&mut Builder)) -> Result<Program, Error> {
+        if let Some(fault) = self.fault() {
+            return Err(Error::configuration(name, fault));
         }
         let threads = 128 * (self.warpgroups + 1);
-        let name = if probed { self.name() + "_probed" } else { self.name() };
         let mut k = Builder::new(name, Target::SM_90A, threads).blocks_per_multiprocessor(1);
-        self.write(&mut k, probed);
+        write(&mut k);
         Ok(k.finish()?)
+    }
+
+    /// Why there is no such kernel.
+    fn fault(&self) -> Option<&'static str> {
+        let wrong = |dim: u32| dim == 0 || dim > 256 || !dim.is_multiple_of(8);
+        let faults = [
+            (
+                !matches!(self.element, Element::F16 | Element::BF16),
+                "the element is not f16 or bf16",
+            ),
+            (
+                wrong(self.head_dim) || wrong(self.value_head_dim),
+                "a head dimension is not a multiple of 8 up to 256",
+            ),
+            (
+                !(1..=3).contains(&self.warpgroups),
+                "there are one, two or three consumer warpgroups",
+            ),
+            (
+                self.key_block == 0 || self.key_block > 256 || !self.key_block.is_multiple_of(16),
+                "the key block is not a multiple of 16 up to 256",
+            ),
+            (self.stages == 0 || self.query_buffers == 0, "there is at least one stage"),
+        ];
+        faults.into_iter().find(|(faulty, _)| *faulty).map(|(_, fault)| fault)
     }
 
     fn write(&self, k: &mut Builder, probed: bool) {
@@ -271,13 +292,29 @@ impl Forward {
         let lse: Reg<GlobalAddress> = k.parameter("lse");
         let query_length: Reg<U32> = k.parameter("query length");
         let key_length: Reg<U32> = k.parameter("key length");
-        let scale_log2: Reg<F32> = k.parameter("scale times log2(e)");
+        let scores = Scores::parameters(k, false);
         let schedule = Schedule::parameters(k, self, query_length, key_length);
         let probe = probe::parameter(k, probed);
+        let shared = self.shared(k);
+        let thread = k.thread_index();
+        k.if_(thread.equals(0), |k| shared.init(k));
+        k.barriers_ready();
+        self.roles(
+            k,
+            self.register_budgets(),
+            |k| producer::produce(k, self, &shared, &maps, &schedule),
+            |k| {
+                let epilogue = Epilogue { output: maps.output, lse };
+                consumer::consume(k, self, &shared, &schedule, scores, &epilogue, probe);
+            },
+        );
+    }
 
+    /// Reserves the shared memory.
+    fn shared(&self, k: &mut Builder) -> Shared {
         // A warp speaks for its lanes when it gives a stage back.
         let warps = 4 * self.warpgroups;
-        let shared = Shared {
+        Shared {
             queries: SharedTiles::new(k, "queries", self.query_layout(), self.query_buffers),
             keys: SharedTiles::new(k, "keys", self.key_layout(), self.stages),
             values: SharedTiles::new(k, "values", self.value_layout(), self.stages),
@@ -285,27 +322,34 @@ impl Forward {
             query_pipeline: Pipeline::new(k, "queries", self.query_buffers, warps),
             key_pipeline: Pipeline::new(k, "keys", self.stages, warps),
             value_pipeline: Pipeline::new(k, "values", self.stages, warps),
-        };
-        let thread = k.thread_index();
-        k.if_(thread.equals(0), |k| {
-            shared.query_pipeline.init(k);
-            shared.key_pipeline.init(k);
-            shared.value_pipeline.init(k);
-        });
-        k.barriers_ready();
+        }
+    }
 
+    /// One thread produces, some warpgroups consume.
+    fn roles(
+        &self,
+        k: &mut Builder,
+        budgets: Option<(u32, u32)>,
+        produce: impl FnOnce(&mut Builder),
+        consume: impl FnOnce(&mut Builder),
+    ) {
         let mut producer = Role::warpgroups("producer", 0..1);
         let mut consumer = Role::warpgroups("consumer", 1..1 + self.warpgroups);
-        if let Some((producer_registers, consumer_registers)) = self.register_budgets() {
+        if let Some((producer_registers, consumer_registers)) = budgets {
             producer = producer.registers(producer_registers);
             consumer = consumer.registers(consumer_registers);
         }
-        k.role(producer, |k| {
-            k.if_(thread.equals(0), |k| producer::produce(k, self, &shared, &maps, &schedule));
-        });
-        k.role(consumer, |k| {
-            let epilogue = Epilogue { output: maps.output, lse, query_length };
-            consumer::consume(k, self, &shared, &schedule, scale_log2, &epilogue, probe);
-        });
+        let thread = k.thread_index();
+        k.role(producer, |k| k.if_(thread.equals(0), produce));
+        k.role(consumer, consume);
+    }
+}
+
+impl Shared {
+    /// One thread makes the barriers ready.
+    fn init(&self, k: &mut Builder) {
+        self.query_pipeline.init(k);
+        self.key_pipeline.init(k);
+        self.value_pipeline.init(k);
     }
 }

@@ -5,18 +5,21 @@
 //! across tiles as well: the next tile's first keys and its queries come before
 //! this tile's last values.
 
-use ptx::{Builder, CopyHint, Expression, Producer, Reg, S32, SharedTiles, TensorMap, U32};
+use ptx::{
+    Builder, CopyHint, Producer, Reg, S32, SharedAddress, SharedTile, SharedTiles, TensorMap, U32,
+    Value,
+};
 
-use super::schedule::{Schedule, Tile};
+use super::tiles::Supply;
 use super::{Forward, Maps, Shared};
 use crate::product::Source;
 
-pub(super) fn produce(
+pub(super) fn produce<T: Supply>(
     k: &mut Builder,
     forward: &Forward,
     shared: &Shared,
     maps: &Maps,
-    schedule: &Schedule,
+    tiles: &T,
 ) {
     let queries = Loader::new(shared.query_pipeline.producer(k), &shared.queries, maps.queries);
     let keys = Loader::new(shared.key_pipeline.producer(k), &shared.keys, maps.keys);
@@ -24,47 +27,47 @@ pub(super) fn produce(
     let early = forward.query_buffers > 1 || forward.query_source == Source::Registers;
     let row = |k: &mut Builder, block: Reg<U32>| k.eval(block * forward.key_block);
 
-    let tile = schedule.first_tile(k);
-    let block = k.variable(tile.blocks - 1);
-    let key_head = k.variable(tile.key_head);
-    let batch = k.variable(tile.batch);
-    let begin = |k: &mut Builder, tile: &Tile| {
-        let last = k.eval(tile.blocks - 1);
+    let tile = tiles.first_tile(k);
+    let block = k.variable(tiles.last_block(&tile));
+    let held = tiles.hold(k, &tile);
+    let begin = |k: &mut Builder, tile: &T::Tile| {
+        let last = k.eval(tiles.last_block(tile));
         let last_row = row(k, last);
-        keys.load(k, last_row, tile.key_head, tile.batch);
-        queries.load(k, tile.first_row, tile.head, tile.batch);
+        tiles.load(k, &keys, tiles.rows(tile), last_row);
+        tiles.load_queries(k, &queries, tile);
     };
-    k.if_(schedule.has_tile(&tile), |k| begin(k, &tile));
+    k.if_(tiles.has_tile(&tile), |k| begin(k, &tile));
     k.loop_(|k| {
-        k.break_if(!schedule.has_tile(&tile));
+        k.break_if(!tiles.has_tile(&tile));
         k.loop_(|k| {
-            k.break_if(block.equals(0));
+            k.break_if(tiles.is_first_block(&held, block));
             let next = k.eval(block - 1);
             let next_row = row(k, next);
-            keys.load(k, next_row, key_head, batch);
+            tiles.load(k, &keys, &held, next_row);
             let this_row = row(k, block);
-            values.load(k, this_row, key_head, batch);
+            tiles.load(k, &values, &held, this_row);
             k.set(block, next);
         });
-        schedule.next_tile(k, &tile);
+        tiles.next_tile(k, &tile);
         let begin_next = |k: &mut Builder| {
-            k.if_(schedule.has_tile(&tile), |k| begin(k, &tile));
+            k.if_(tiles.has_tile(&tile), |k| begin(k, &tile));
         };
         if early {
             begin_next(k);
         }
-        values.load(k, block, key_head, batch);
+        let first_row = row(k, block);
+        tiles.load(k, &values, &held, first_row);
         if !early {
             begin_next(k);
         }
-        k.set(block, tile.blocks - 1);
-        k.set(key_head, tile.key_head);
-        k.set(batch, tile.batch);
+        k.set(block, tiles.last_block(&tile));
+        tiles.take(k, &held, &tile);
     });
+    tiles.finish(k);
 }
 
 /// Brings one tensor's tiles, stage after stage.
-struct Loader<'a> {
+pub(super) struct Loader<'a> {
     producer: Producer,
     tiles: &'a SharedTiles,
     map: TensorMap,
@@ -75,13 +78,25 @@ impl<'a> Loader<'a> {
         Loader { producer, tiles, map }
     }
 
-    /// Fills the next stage from `row` on.
-    fn load(&self, k: &mut Builder, row: Reg<U32>, head: Reg<U32>, batch: Reg<U32>) {
+    /// Fills the next stage from a corner on.
+    pub(super) fn load(&self, k: &mut Builder, corner: &[Value<S32>]) {
+        self.fill(k, |k, tile, full| tile.load(k, self.map, corner, full, CopyHint::default()));
+    }
+
+    /// Fills the next stage by copies that complete on the barrier given.
+    pub(super) fn fill(
+        &self,
+        k: &mut Builder,
+        copies: impl FnOnce(&mut Builder, SharedTile, Reg<SharedAddress>),
+    ) {
         let stage = self.producer.acquire(k);
         let full = self.producer.expect(k, self.tiles.layout().bytes());
-        let [row, head, batch] = [row, head, batch].map(|r| r.reinterpret::<S32>());
-        let corner = [0.into(), row, head, batch];
-        self.tiles.at(k, stage).load(k, self.map, &corner, full, CopyHint::default());
+        let tile = self.tiles.at(k, stage);
+        copies(k, tile, full);
         self.producer.advance(k);
+    }
+
+    pub(super) fn map(&self) -> TensorMap {
+        self.map
     }
 }

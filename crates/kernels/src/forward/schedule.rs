@@ -9,8 +9,10 @@
 //!
 //! [`TileLists`]: super::TileLists
 
-use ptx::{Builder, Expression, GlobalAddress, Pred, Reg, S32, U32, U64, Value};
+use ptx::{Builder, Expression, F32, GlobalAddress, Pred, Reg, S32, U32, U64, Value};
 
+use super::producer::Loader;
+use super::tiles::{Consume, Place, Sight, Supply, Walk};
 use super::{Forward, TileLists};
 use crate::divisor::DivisorRegisters;
 
@@ -19,8 +21,8 @@ pub(super) struct Schedule {
     causal: bool,
     query_rows: u32,
     key_block: u32,
-    pub(super) query_length: Reg<U32>,
-    pub(super) key_length: Reg<U32>,
+    query_length: Reg<U32>,
+    key_length: Reg<U32>,
     order: Order,
     /// Tiles of a head.
     per_head: DivisorRegisters,
@@ -41,26 +43,28 @@ pub(super) struct Tile {
     number: Reg<U32>,
     /// Where the list goes on, and the entry there.
     ahead: Option<(Reg<GlobalAddress>, Reg<U32>)>,
-    pub(super) first_row: Reg<U32>,
-    pub(super) head: Reg<U32>,
-    pub(super) key_head: Reg<U32>,
-    pub(super) batch: Reg<U32>,
+    first_row: Reg<U32>,
+    head: Reg<U32>,
+    rows: Rows,
     /// Key blocks that some row of the tile sees; at least one, so that a tile
     /// of rows that see nothing is written too.
-    pub(super) blocks: Reg<U32>,
+    blocks: Reg<U32>,
     /// The first of them that some row does not see whole.
-    pub(super) first_masked: Reg<U32>,
+    first_masked: Reg<U32>,
 }
 
-/// The tile that is being computed, when the block has already begun the next:
-/// what is needed to mask and to store it, in registers that change from tile
-/// to tile.
+/// Where a tile's keys and values are.
+pub(super) struct Rows {
+    key_head: Reg<U32>,
+    batch: Reg<U32>,
+}
+
+/// What is left of a tile when the block has already begun the next.
 pub(super) struct Current {
-    pub(super) first_row: Reg<U32>,
-    pub(super) first_masked: Reg<U32>,
-    pub(super) head: Reg<U32>,
-    pub(super) batch: Reg<U32>,
-    pub(super) heads: Reg<U32>,
+    first_row: Reg<U32>,
+    first_masked: Reg<U32>,
+    head: Reg<U32>,
+    batch: Reg<U32>,
 }
 
 impl Schedule {
@@ -89,75 +93,14 @@ impl Schedule {
         }
     }
 
-    /// The block's first tile; there may be none.
-    pub(super) fn first_tile(&self, k: &mut Builder) -> Tile {
-        let block = k.block_index();
-        let (number, ahead) = match &self.order {
-            Order::Strided { .. } => (k.variable(block), None),
-            Order::Listed(lists) => {
-                let start = k.load::<U32, _>(*lists + block.convert::<U64>() * 4);
-                let first = k.eval(*lists + start.convert::<U64>() * 4);
-                let number = k.load::<U32, _>(first);
-                let next = k.variable(first + 4);
-                let entry = k.load::<U32, _>(next);
-                (number, Some((next, entry)))
-            }
-        };
-        let tile = Tile {
-            number,
-            ahead,
-            first_row: k.register(),
-            head: k.register(),
-            key_head: k.register(),
-            batch: k.register(),
-            blocks: k.register(),
-            first_masked: k.register(),
-        };
-        self.locate(k, &tile);
-        tile
-    }
-
-    /// Goes on to the block's next tile; there may be none.
-    pub(super) fn next_tile(&self, k: &mut Builder, tile: &Tile) {
-        if let Some((next, entry)) = tile.ahead {
-            k.set(tile.number, entry);
-            // Nobody reads behind the end of a list.
-            k.if_(entry.differs(TileLists::END), |k| {
-                k.set(next, next + 4);
-                let further = k.load::<U32, _>(next);
-                k.set(entry, further);
-            });
-        } else if let Order::Strided { blocks, .. } = &self.order {
-            k.set(tile.number, tile.number + *blocks);
-        }
-        self.locate(k, tile);
-    }
-
-    pub(super) fn has_tile(&self, tile: &Tile) -> Value<Pred> {
-        match &self.order {
-            Order::Strided { tiles, .. } => tile.number.less(*tiles),
-            Order::Listed(_) => tile.number.differs(TileLists::END),
-        }
-    }
-
-    pub(super) fn current(&self, k: &mut Builder, tile: &Tile) -> Current {
-        Current {
-            first_row: k.variable(tile.first_row),
-            first_masked: k.variable(tile.first_masked),
-            head: k.variable(tile.head),
-            batch: k.variable(tile.batch),
-            heads: self.heads.number,
-        }
-    }
-
     /// Finds the coordinates of a tile by its number.
     fn locate(&self, k: &mut Builder, tile: &Tile) {
         let (head_and_batch, row_tile) = self.per_head.divide(k, tile.number);
         let (batch, head) = self.heads.divide(k, head_and_batch);
         let (key_head, _) = self.group.divide(k, head);
-        k.set(tile.batch, batch);
+        k.set(tile.rows.batch, batch);
         k.set(tile.head, head);
-        k.set(tile.key_head, key_head);
+        k.set(tile.rows.key_head, key_head);
         k.set(tile.first_row, row_tile * self.query_rows);
         self.find_blocks(k, tile);
     }
@@ -183,12 +126,171 @@ impl Schedule {
     }
 }
 
-impl Current {
-    /// Becomes this tile.
-    pub(super) fn take(&self, k: &mut Builder, tile: &Tile) {
-        k.set(self.first_row, tile.first_row);
-        k.set(self.first_masked, tile.first_masked);
-        k.set(self.head, tile.head);
-        k.set(self.batch, tile.batch);
+impl Walk for Schedule {
+    type Tile = Tile;
+
+    fn first_tile(&self, k: &mut Builder) -> Tile {
+        let block = k.block_index();
+        let (number, ahead) = match &self.order {
+            Order::Strided { .. } => (k.variable(block), None),
+            Order::Listed(lists) => {
+                let start = k.load::<U32, _>(*lists + block.convert::<U64>() * 4);
+                let first = k.eval(*lists + start.convert::<U64>() * 4);
+                let number = k.load::<U32, _>(first);
+                let next = k.variable(first + 4);
+                let entry = k.load::<U32, _>(next);
+                (number, Some((next, entry)))
+            }
+        };
+        let tile = Tile {
+            number,
+            ahead,
+            first_row: k.register(),
+            head: k.register(),
+            rows: Rows { key_head: k.register(), batch: k.register() },
+            blocks: k.register(),
+            first_masked: k.register(),
+        };
+        self.locate(k, &tile);
+        tile
     }
+
+    fn next_tile(&self, k: &mut Builder, tile: &Tile) {
+        if let Some((next, entry)) = tile.ahead {
+            k.set(tile.number, entry);
+            // Nobody reads behind the end of a list.
+            k.if_(entry.differs(TileLists::END), |k| {
+                k.set(next, next + 4);
+                let further = k.load::<U32, _>(next);
+                k.set(entry, further);
+            });
+        } else if let Order::Strided { blocks, .. } = &self.order {
+            k.set(tile.number, tile.number + *blocks);
+        }
+        self.locate(k, tile);
+    }
+
+    fn has_tile(&self, tile: &Tile) -> Value<Pred> {
+        match &self.order {
+            Order::Strided { tiles, .. } => tile.number.less(*tiles),
+            Order::Listed(_) => tile.number.differs(TileLists::END),
+        }
+    }
+
+    fn last_block(&self, tile: &Tile) -> Value<U32> {
+        tile.blocks - 1
+    }
+}
+
+impl Supply for Schedule {
+    type Rows = Rows;
+
+    fn rows<'a>(&self, tile: &'a Tile) -> &'a Rows {
+        &tile.rows
+    }
+
+    fn hold(&self, k: &mut Builder, tile: &Tile) -> Rows {
+        Rows { key_head: k.variable(tile.rows.key_head), batch: k.variable(tile.rows.batch) }
+    }
+
+    fn take(&self, k: &mut Builder, held: &Rows, tile: &Tile) {
+        k.set(held.key_head, tile.rows.key_head);
+        k.set(held.batch, tile.rows.batch);
+    }
+
+    fn is_first_block(&self, _: &Rows, block: Reg<U32>) -> Value<Pred> {
+        block.equals(0)
+    }
+
+    fn load(&self, k: &mut Builder, loader: &Loader<'_>, rows: &Rows, row: Reg<U32>) {
+        loader.load(k, &corner(row, rows.key_head, rows.batch));
+    }
+
+    fn load_queries(&self, k: &mut Builder, loader: &Loader<'_>, tile: &Tile) {
+        loader.load(k, &corner(tile.first_row, tile.head, tile.rows.batch));
+    }
+
+    fn finish(&self, _: &mut Builder) {}
+}
+
+impl Consume for Schedule {
+    type Current = Current;
+
+    fn current(&self, k: &mut Builder, tile: &Tile) -> Current {
+        Current {
+            first_row: k.variable(tile.first_row),
+            first_masked: k.variable(tile.first_masked),
+            head: k.variable(tile.head),
+            batch: k.variable(tile.rows.batch),
+        }
+    }
+
+    fn take(&self, k: &mut Builder, current: &Current, tile: &Tile) {
+        k.set(current.first_row, tile.first_row);
+        k.set(current.first_masked, tile.first_masked);
+        k.set(current.head, tile.head);
+        k.set(current.batch, tile.rows.batch);
+    }
+
+    fn is_first_block(&self, _: &Current, block: Reg<U32>) -> Value<Pred> {
+        block.equals(0)
+    }
+
+    fn needs_mask(&self, current: &Current, block: Reg<U32>) -> Value<Pred> {
+        block.at_least(current.first_masked)
+    }
+
+    fn place(&self, _: &mut Builder, current: &Current) -> Place {
+        Place {
+            first_row: current.first_row,
+            query_length: self.query_length,
+            key_length: self.key_length,
+            head: current.head,
+        }
+    }
+
+    fn sight(
+        &self,
+        k: &mut Builder,
+        place: &Place,
+        row: Reg<U32>,
+        first_column: Reg<S32>,
+    ) -> Sight {
+        let signed = |value: Value<U32>| value.reinterpret::<S32>();
+        let end = k.eval(signed(self.key_length - 1) - first_column);
+        if !self.causal {
+            return Sight { first: None, last: [end; 2] };
+        }
+        let diagonal = k.eval(signed(place.first_row + row) + place.offset() - first_column);
+        let last = [k.eval(diagonal.minimum(end)), k.eval((diagonal + 8).minimum(end))];
+        Sight { first: None, last }
+    }
+
+    fn first_log_sum(&self, k: &mut Builder, current: &Current, place: &Place) -> Value<U64> {
+        let head = k.eval(current.batch * self.heads.number + place.head);
+        head.convert::<U64>() * self.query_length.convert::<U64>()
+    }
+
+    fn output_corner(
+        &self,
+        _: &mut Builder,
+        current: &Current,
+        place: &Place,
+        row: Reg<U32>,
+    ) -> Vec<Value<S32>> {
+        [row, place.head, current.batch].map(|r| r.reinterpret::<S32>()).to_vec()
+    }
+
+    fn slope(&self, _: &mut Builder, _: &Current) -> Option<Reg<F32>> {
+        None
+    }
+
+    fn sink(&self, _: &mut Builder, _: &Current) -> Option<Reg<F32>> {
+        None
+    }
+}
+
+fn corner(row: Reg<U32>, head: Reg<U32>, batch: Reg<U32>) -> [Value<S32>; 4] {
+    let [row, head, batch] = [row, head, batch].map(|r| r.reinterpret::<S32>());
+    [0.into(), row, head, batch]
 }

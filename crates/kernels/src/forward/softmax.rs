@@ -153,12 +153,19 @@ impl Softmax {
     }
 
     /// Ends the rows: the factors of their outputs, and their log-sum-exps. A
-    /// row that saw nothing is zero, with log-sum-exp minus infinity.
-    pub(super) fn finish(&self, k: &mut Builder) -> [[Reg<F32>; 2]; 2] {
+    /// row that saw nothing is zero, with log-sum-exp minus infinity. A sink, in
+    /// units of log2, takes its part of the sum and adds nothing to the output.
+    pub(super) fn finish(&self, k: &mut Builder, sink: Option<Reg<F32>>) -> [[Reg<F32>; 2]; 2] {
         let mut factors = Vec::new();
         let mut log_sums = Vec::new();
         for row in 0..2 {
             let sum = k.reduce_lanes(self.sum[row], 4, |a, b| a + b);
+            if let Some(sink) = sink {
+                let (factor, log_sum) = self.finish_beside(k, row, sum, sink);
+                factors.push(factor);
+                log_sums.push(log_sum);
+                continue;
+            }
             let empty = k.eval(sum.equals(0.0));
             let reciprocal = k.reciprocal(sum);
             factors.push(k.eval(empty.choose::<F32>(0.0, reciprocal)));
@@ -168,6 +175,28 @@ impl Softmax {
             log_sums.push(k.eval(empty.choose::<F32>(f32::NEG_INFINITY, natural)));
         }
         [[factors[0], factors[1]], [log_sums[0], log_sums[1]]]
+    }
+
+    /// The factor and the log-sum-exp of a row with a sink, which may be far above
+    /// the row's reference or far below.
+    fn finish_beside(
+        &self,
+        k: &mut Builder,
+        row: usize,
+        sum: Reg<F32>,
+        sink: Reg<F32>,
+    ) -> (Reg<F32>, Reg<F32>) {
+        let reference = k.eval(self.reference[row] * self.scale_log2);
+        let top = k.eval(reference.maximum(sink));
+        let lowered = k.exp2(reference - top);
+        let beside = k.exp2(sink - top);
+        let total = k.fma(sum, lowered, beside);
+        let empty = k.eval(total.equals(0.0));
+        let reciprocal = k.reciprocal(total);
+        let factor = k.eval(empty.choose::<F32>(0.0, lowered * reciprocal));
+        let log2 = k.log2(total);
+        let natural = k.eval((top + log2) * std::f32::consts::LN_2);
+        (factor, k.eval(empty.choose::<F32>(f32::NEG_INFINITY, natural)))
     }
 }
 

@@ -7,7 +7,7 @@
 
 use ptx::Element;
 
-use super::{Form, Forward};
+use super::{Form, Forward, Prefill};
 use crate::product::Source;
 
 /// What a choice may depend on.
@@ -225,6 +225,82 @@ const RULES: &[Rule] = &[
     },
 ];
 
+/// The same for ragged batches. Producers need more registers there, which leaves too few for
+/// tiles of 192 rows.
+const PREFILL_RULES: &[Rule] = &[
+    Rule {
+        dims: (128, 128),
+        masks: Masks::Both,
+        length: ANY_LENGTH,
+        few: true,
+        tile: TILE_64X128,
+        reason: "64 x 128 tiles keep more of the GPU busy where 128 rows would fill less than half",
+    },
+    Rule {
+        dims: (64, 64),
+        masks: Masks::Both,
+        length: ANY_LENGTH,
+        few: false,
+        tile: TILE_128X128_REGISTERS,
+        reason: "128 x 128 tiles with queries in registers are fastest up to head dim 64",
+    },
+    Rule {
+        dims: (128, 128),
+        masks: Masks::Both,
+        length: ANY_LENGTH,
+        few: false,
+        tile: TILE_128X128,
+        reason: "128 x 128 tiles in turns are fastest up to head dim 128",
+    },
+    Rule {
+        dims: (192, 192),
+        masks: Masks::Both,
+        length: ANY_LENGTH,
+        few: false,
+        tile: TILE_128X96,
+        reason: "128 x 96 tiles are fastest up to head dim 192",
+    },
+    Rule {
+        dims: (256, 256),
+        masks: Masks::Both,
+        length: ANY_LENGTH,
+        few: false,
+        tile: TILE_128X64,
+        reason: "128 x 64 tiles are the largest whose output fits the registers at head dim 256",
+    },
+];
+
+/// The tiles for a ragged batch, or nothing where the kernel does not serve it; lengths and heads
+/// of the workload say how much there is to do in all, and its mask does not matter.
+pub fn tuned_prefill(workload: &Workload) -> Option<Tuned> {
+    choose(PREFILL_RULES, &Workload { causal: false, ..*workload })
+}
+
+/// Every line of the table of ragged batches at its own dimensions: plain, with pages, and with
+/// everything that changes scores; elements take turns. Of the plain ones also the compact form.
+pub fn every_prefill() -> Vec<Prefill> {
+    let mut all = Vec::new();
+    for rule in PREFILL_RULES {
+        let tile = |element| rule.configuration(element, rule.dims, false);
+        let plain = Prefill {
+            tile: tile(Element::BF16),
+            softcap: false,
+            alibi: false,
+            sinks: false,
+            page_rows: None,
+        };
+        let compact = Forward { form: Form::COMPACT, ..plain.tile };
+        all.push(plain);
+        if compact != plain.tile {
+            all.push(Prefill { tile: compact, ..plain });
+        }
+        all.push(Prefill { page_rows: Some(16), ..plain });
+        let half = tile(Element::F16);
+        all.push(Prefill { tile: half, softcap: true, alibi: true, sinks: true, ..plain });
+    }
+    all
+}
+
 /// The configuration for a workload, or nothing where the kernel does not serve it: the element
 /// must be `F16` or `BF16`, the dimensions multiples of 8 up to 256.
 ///
@@ -247,6 +323,10 @@ const RULES: &[Rule] = &[
 /// println!("{}: {}", choice.configuration.name(), choice.reason);
 /// ```
 pub fn tuned(workload: &Workload) -> Option<Tuned> {
+    choose(RULES, workload)
+}
+
+fn choose(rules: &[Rule], workload: &Workload) -> Option<Tuned> {
     let served = |dim: u32| dim > 0 && dim.is_multiple_of(8);
     if !matches!(workload.element, Element::F16 | Element::BF16)
         || !served(workload.head_dim)
@@ -254,7 +334,7 @@ pub fn tuned(workload: &Workload) -> Option<Tuned> {
     {
         return None;
     }
-    let rule = RULES.iter().find(|rule| rule.serves(workload))?;
+    let rule = rules.iter().find(|rule| rule.serves(workload))?;
     let configuration = rule.configuration(
         workload.element,
         (workload.head_dim, workload.value_head_dim),

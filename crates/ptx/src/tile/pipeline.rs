@@ -148,6 +148,13 @@ impl Producer {
         full
     }
 
+    /// Announces that the stage is full, where ordinary stores filled it.
+    #[track_caller]
+    pub fn publish(&self, k: &mut Builder) {
+        let full = self.cursor.pipeline.full.at(k, self.cursor.stage);
+        k.mbarrier_arrive(full);
+    }
+
     /// Goes on to the next stage.
     #[track_caller]
     pub fn advance(&self, k: &mut Builder) {
@@ -179,11 +186,28 @@ impl Consumer {
     /// thread calls this; those where `arrives` holds do the arriving.
     #[track_caller]
     pub fn release(&self, k: &mut Builder, arrives: impl Into<Value<crate::Pred>>) {
-        let empty = self.cursor.pipeline.empty.at(k, self.cursor.stage);
+        self.give_back(k, self.cursor.stage, arrives);
+        self.cursor.advance(k);
+    }
+
+    /// Goes on to the next stage and keeps this one, to be given back later.
+    #[track_caller]
+    pub fn keep(&self, k: &mut Builder) {
+        self.cursor.advance(k);
+    }
+
+    /// Gives back a stage that was kept, as [`release`](Consumer::release) does.
+    #[track_caller]
+    pub fn give_back(
+        &self,
+        k: &mut Builder,
+        stage: Reg<U32>,
+        arrives: impl Into<Value<crate::Pred>>,
+    ) {
+        let empty = self.cursor.pipeline.empty.at(k, stage);
         let address = crate::Address { base: empty.register, offset: 0 };
         let space = crate::Space::Shared;
         k.if_one(arrives, Instruction::MbarrierArrive { space, address, count: None });
-        self.cursor.advance(k);
     }
 
     /// The same for a stage that several blocks of the cluster fill by

@@ -1,13 +1,14 @@
-//! Scenes of the decode kernel: sequences of unequal lengths over a cache,
-//! contiguous or in shuffled pages, with what changes scores.
+//! Scenes of the kernels over sequences, decode and prefill: unequal lengths,
+//! contiguous, packed or in shuffled pages, with what changes scores.
 
-use kernels::Decode;
-use ptx::Element;
+use kernels::sequencer::Slice;
+use kernels::{Decode, Prefill, Sequencer};
+use ptx::{Element, Program, TensorBox};
 
 use super::arguments::Arguments;
 use super::cache::Cache;
 use super::{Expected, Random, Scene, SceneError, encode, round};
-use crate::{Argument, Memory};
+use crate::{Argument, BufferId, Memory, TensorMapArgument};
 
 /// The extents of a batch of sequences; the kernel's configuration has the rest.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,7 +27,7 @@ pub struct DecodeSize {
     pub key_heads: usize,
     /// Positions of a page, where the kernel has pages.
     pub page_size: usize,
-    /// Teams of blocks.
+    /// Teams of blocks; blocks, where the kernel has no teams.
     pub teams: usize,
     /// Keys before and after its position that a query sees.
     pub window: (i32, i32),
@@ -57,12 +58,79 @@ impl DecodeSize {
             window: (OPEN, OPEN),
         }
     }
+
+    /// The same for a prefill kernel: two tiles of queries, one and none, over a key more than
+    /// there are queries, under a causal mask.
+    pub fn small_prefill(prefill: &Prefill) -> Self {
+        let rows = prefill.tile.query_rows() as usize;
+        DecodeSize {
+            lengths: vec![1, rows + 4, 0, 5],
+            queries: rows + 3,
+            used: vec![2, rows + 3, 1, 0],
+            packed_keys: prefill.page_rows.is_none(),
+            heads: 2,
+            key_heads: 1,
+            page_size: prefill.page_rows.map_or(1, |rows| 2 * rows) as usize,
+            teams: 2,
+            window: (OPEN, 0),
+        }
+    }
+}
+
+/// A kernel over sequences.
+enum Served<'a> {
+    Decode(&'a Decode),
+    Prefill(&'a Prefill),
+}
+
+/// What both kernels are built for.
+#[derive(Clone, Copy)]
+struct Rules {
+    element: Element,
+    dim: usize,
+    value_dim: usize,
+    paged: bool,
+    softcap: bool,
+    alibi: bool,
+    sinks: bool,
+}
+
+impl Served<'_> {
+    fn program(&self) -> Result<Program, kernels::Error> {
+        match self {
+            Served::Decode(decode) => decode.program(),
+            Served::Prefill(prefill) => prefill.program(),
+        }
+    }
+
+    fn rules(&self) -> Rules {
+        match *self {
+            Served::Decode(decode) => Rules {
+                element: decode.element,
+                dim: decode.head_dim as usize,
+                value_dim: decode.value_head_dim as usize,
+                paged: decode.paged,
+                softcap: decode.softcap,
+                alibi: decode.alibi,
+                sinks: decode.sinks,
+            },
+            Served::Prefill(prefill) => Rules {
+                element: prefill.tile.element,
+                dim: prefill.tile.head_dim as usize,
+                value_dim: prefill.tile.value_head_dim as usize,
+                paged: prefill.page_rows.is_some(),
+                softcap: prefill.softcap,
+                alibi: prefill.alibi,
+                sinks: prefill.sinks,
+            },
+        }
+    }
 }
 
 /// The inputs as numbers, gathered by sequence.
 struct Inputs<'a> {
     size: &'a DecodeSize,
-    decode: &'a Decode,
+    rules: Rules,
     /// (sequence, query, head, dimension).
     q: Vec<f64>,
     /// Of each sequence: (key, head, dimension).
@@ -78,26 +146,35 @@ const SOFTCAP: f64 = 3.0;
 impl Scene {
     /// Decode over sequences.
     pub fn decode(decode: Decode, size: &DecodeSize) -> Result<Self, SceneError> {
-        let program = decode.program()?;
+        Scene::sequences(Served::Decode(&decode), size)
+    }
+
+    /// Attention on Hopper over sequences, their tiles already in order.
+    pub fn prefill(prefill: Prefill, size: &DecodeSize) -> Result<Self, SceneError> {
+        Scene::sequences(Served::Prefill(&prefill), size)
+    }
+
+    fn sequences(served: Served<'_>, size: &DecodeSize) -> Result<Self, SceneError> {
+        let program = served.program()?;
+        let rules = served.rules();
+        let Rules { element, dim, value_dim, paged, .. } = rules;
         let DecodeSize { lengths, queries, heads, key_heads, page_size, teams, .. } = size;
         let (batch, group) = (lengths.len(), heads / key_heads.max(&1));
         if batch == 0 || group == 0 || heads % key_heads != 0 || *queries == 0 || *teams == 0 {
             return Err(SceneError::Size("the problem is empty or its heads do not divide".into()));
         }
-        if decode.paged && size.packed_keys {
+        if paged && size.packed_keys {
             return Err(SceneError::Size("keys are in pages or packed, not both".into()));
         }
-        let (dim, value_dim) = (decode.head_dim as usize, decode.value_head_dim as usize);
         let mut random = Random::new(11);
         let places = match size.packed_keys {
             true => Cache::packed(lengths),
             false => {
                 let capacity = lengths.iter().copied().max().unwrap_or(0).max(1);
-                Cache::new(&mut random, batch, capacity, decode.paged.then_some(*page_size))
+                Cache::new(&mut random, batch, capacity, paged.then_some(*page_size))
             }
         };
 
-        let element = decode.element;
         let q = random.numbers(element, batch * queries * heads * dim, 2.0);
         // Whatever is no key of a sequence is NaN: it must not be seen.
         let mut cache = |dim: usize| {
@@ -133,10 +210,6 @@ impl Scene {
         };
         let output = result("output", bytes * batch * queries * heads * value_dim);
         let lse = result("lse", 4 * batch * heads * queries);
-        let team = decode.team(*key_heads as u32, (queries * group) as u32);
-        let grid = team * *teams as u32;
-        let parts = memory.output("parts", decode.workspace_bytes(grid) as usize);
-        let counters = memory.input_u32("counters", &vec![0; batch * team as usize]);
         let words = |numbers: &[usize]| numbers.iter().map(|it| *it as u32).collect::<Vec<u32>>();
         let lengths_buffer = memory.input_u32("lengths", &words(lengths));
         let used =
@@ -154,8 +227,6 @@ impl Scene {
             .tensor("values", value_buffer, of_cache(value_dim))
             .tensor("output", output, strides(*queries, *heads, value_dim))
             .tensor("lse", lse, [heads * queries, 1, *queries])
-            .address("parts", parts)
-            .address("counters", counters)
             .address("lengths", lengths_buffer)
             .list("left padding", None)
             .list("query starts", None)
@@ -166,19 +237,24 @@ impl Scene {
             .number("batch", batch)
             .number("query length", *queries)
             .number("query rows", *queries)
-            .number("least tiles", 1)
-            .divisor("key heads", *key_heads)
             .divisor("query heads per key head", group)
-            .divisor("blocks of a team", team as usize)
-            .divisor("teams", *teams)
             .with("window left", Argument::S32(size.window.0))
             .with("window right", Argument::S32(size.window.1))
             .with("scale times log2(e)", Argument::F32(scale * log2e))
             .with("scale over softcap", Argument::F32(scale / SOFTCAP as f32))
             .with("softcap times log2(e)", Argument::F32(SOFTCAP as f32 * log2e));
-        let arguments = places.describe(&mut memory, known).of(&program)?;
+        let known = places.describe(&mut memory, known);
+        let buffers = [query_buffer, key_buffer, value_buffer, output];
+        let (known, grid) = match served {
+            Served::Decode(decode) => in_teams(decode, size, &mut memory, known),
+            Served::Prefill(prefill) => {
+                let known = in_slices(prefill, size, &places, &mut memory, known, buffers);
+                (known, *teams as u32)
+            }
+        };
+        let arguments = known.of(&program)?;
 
-        let inputs = Inputs { size, decode: &decode, q, k, v, slopes, sinks, scale: scale as f64 };
+        let inputs = Inputs { size, rules, q, k, v, slopes, sinks, scale: scale as f64 };
         let results = inputs.expected(output, lse);
         let packed = if size.packed_keys { " packed" } else { "" };
         let size = format!(
@@ -191,6 +267,82 @@ impl Scene {
     pub(super) fn small_decode(decode: &Decode) -> Result<Self, SceneError> {
         Scene::decode(*decode, &DecodeSize::small(decode))
     }
+
+    /// The prefill kernel's.
+    pub(super) fn small_prefill(prefill: &Prefill) -> Result<Self, SceneError> {
+        Scene::prefill(*prefill, &DecodeSize::small_prefill(prefill))
+    }
+}
+
+/// What decode alone wants to know, and its blocks.
+fn in_teams(
+    decode: &Decode,
+    size: &DecodeSize,
+    memory: &mut Memory,
+    known: Arguments,
+) -> (Arguments, u32) {
+    let DecodeSize { lengths, queries, heads, key_heads, teams, .. } = size;
+    let team = decode.team(*key_heads as u32, (queries * heads / key_heads) as u32);
+    let grid = team * *teams as u32;
+    let parts = memory.output("parts", decode.workspace_bytes(grid) as usize);
+    let counters = memory.input_u32("counters", &vec![0; lengths.len() * team as usize]);
+    let known = known
+        .address("parts", parts)
+        .address("counters", counters)
+        .number("least tiles", 1)
+        .divisor("key heads", *key_heads)
+        .divisor("blocks of a team", team as usize)
+        .divisor("teams", *teams);
+    (known, grid)
+}
+
+/// What prefill alone wants to know: tensor maps, and the tiles in order.
+fn in_slices(
+    prefill: &Prefill,
+    size: &DecodeSize,
+    places: &Cache,
+    memory: &mut Memory,
+    known: Arguments,
+    buffers: [BufferId; 4],
+) -> Arguments {
+    let DecodeSize { lengths, queries, heads, key_heads, .. } = size;
+    let slice = |sequence: usize| Slice {
+        query_start: (sequence * queries) as u32,
+        queries: size.used(sequence) as u32,
+        key_start: places.row(sequence, 0) as u32,
+        keys: lengths[sequence] as u32,
+        output_start: (sequence * queries) as u32,
+        lse_start: (sequence * heads * queries) as u32,
+    };
+    let slices: Vec<Slice> = (0..lengths.len()).map(slice).collect();
+    let schedule = Sequencer::schedule(prefill.tile.query_rows(), &slices);
+    let schedule = memory.input_u32("schedule", &schedule);
+    let bytes = u64::from(prefill.tile.element.bytes());
+    let map = |buffer, tensor_box: TensorBox, heads: usize, dim: u32| {
+        let (heads, dim) = (heads as u64, u64::from(dim));
+        let (dimensions, strides) = Prefill::slices(dim, heads, heads * dim * bytes);
+        Argument::TensorMap(TensorMapArgument {
+            buffer,
+            offset: 0,
+            dimensions: dimensions.to_vec(),
+            strides: [&strides[..], &[dim * bytes]].concat(),
+            tensor_box,
+        })
+    };
+    let [query_box, key_box, value_box, output_box] = prefill.boxes();
+    let (dim, value_dim) = (prefill.tile.head_dim, prefill.tile.value_head_dim);
+    known
+        .with("queries", map(buffers[0], query_box, *heads, dim))
+        .with("keys", map(buffers[1], key_box, *key_heads, dim))
+        .with("values", map(buffers[2], value_box, *key_heads, value_dim))
+        .with("output", map(buffers[3], output_box, *heads, value_dim))
+        .address("schedule", schedule)
+        .number("lse head stride", *queries)
+        .number("query heads", *heads)
+        .number("heads together", heads / key_heads)
+        .number("pages there are", places.entries)
+        .number("rows from page to page", places.rows)
+        .divisor("page size", places.rows)
 }
 
 impl Inputs<'_> {
@@ -198,8 +350,7 @@ impl Inputs<'_> {
     /// outputs stored as `store` has it.
     fn attend(&self, store: impl Fn(f64) -> f64) -> [Vec<f64>; 3] {
         let DecodeSize { lengths, queries, heads, key_heads, window, .. } = self.size;
-        let decode = self.decode;
-        let (dim, value_dim) = (decode.head_dim as usize, decode.value_head_dim as usize);
+        let Rules { dim, value_dim, softcap, alibi, sinks, .. } = self.rules;
         let group = heads / key_heads;
         let rows = lengths.len() * heads * queries;
         // What is no query stays as it was.
@@ -224,16 +375,16 @@ impl Inputs<'_> {
                         let k = &self.k[sequence][row * dim..][..dim];
                         let mut score =
                             self.scale * q.iter().zip(k).map(|(q, k)| q * k).sum::<f64>();
-                        if decode.softcap {
+                        if softcap {
                             score = SOFTCAP * (score / SOFTCAP).tanh();
                         }
-                        if decode.alibi {
+                        if alibi {
                             let distance = (position - *key as i64).abs() as f64;
                             score -= self.slopes[head] as f64 * distance;
                         }
                         score
                     };
-                    let sink = match decode.sinks {
+                    let sink = match sinks {
                         true => self.sinks[head] as f64,
                         false => f64::NEG_INFINITY,
                     };
@@ -272,7 +423,7 @@ impl Inputs<'_> {
 
     /// The rule of the attention scenes.
     fn expected(&self, output: crate::BufferId, lse: crate::BufferId) -> Vec<Expected> {
-        let element = self.decode.element;
+        let element = self.rules.element;
         let [exact, magnitude, exact_lse] = self.attend(|value| value);
         let [baseline, ..] = self.attend(|value| round(element, value));
         let differences = exact.iter().zip(&baseline).map(|(a, b)| (a - b).abs());

@@ -19,6 +19,7 @@ mod banks;
 mod cache;
 mod decode;
 mod matrix;
+mod sequencer;
 mod sweep;
 
 use std::fmt;
@@ -29,6 +30,7 @@ use ptx::{Element, Program};
 pub use append::AppendSize;
 pub use attention::AttentionSize;
 pub use decode::DecodeSize;
+pub use sequencer::RaggedSize;
 pub use sweep::{Outcome, schedules};
 
 use crate::{Argument, BufferId, Failure, Launch, Memory, Options, Report, float};
@@ -135,6 +137,8 @@ impl Scene {
                 Scene::combine(*combine, &AttentionSize::SCALAR, Scene::COMBINE_PARTS)
             }
             Shipped::Decode(decode) => Scene::small_decode(decode),
+            Shipped::Prefill(prefill) => Scene::small_prefill(prefill),
+            Shipped::Sequencer(sequencer) => Scene::sequencer(*sequencer, &RaggedSize::small()),
             Shipped::Append(append) => Scene::append(*append, &AppendSize::small()),
             Shipped::Single(single) => Scene::single(*single),
             Shipped::Product(product) => {

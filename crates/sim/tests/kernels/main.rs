@@ -7,6 +7,7 @@ mod banks;
 mod decode;
 mod mma;
 mod mutation;
+mod prefill;
 mod product;
 mod rungs;
 

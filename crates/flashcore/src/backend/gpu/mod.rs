@@ -4,7 +4,9 @@
 pub(crate) mod decode;
 pub(crate) mod forward;
 pub(crate) mod mma;
+pub(crate) mod prefill;
 pub(crate) mod scalar;
+mod sequences;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -54,12 +56,13 @@ const SHORT: Duration = Duration::from_millis(50);
 pub fn candidates(chip: &Chip, problem: &Problem, layouts: &InputLayouts) -> Vec<Candidate> {
     let mut all = vec![
         forward::candidate(chip, problem, layouts),
+        prefill::candidate(chip, problem, layouts),
         mma::candidate(chip, problem, layouts, Sums::F32),
         scalar::candidate(chip, problem),
         mma::candidate(chip, problem, layouts, Sums::F16),
     ];
     // Before all that read keys once for every tile of queries, or after those that do it well.
-    let place = if decode::comes_first(problem) { 0 } else { 2 };
+    let place = if decode::comes_first(problem) { 0 } else { 3 };
     all.insert(place, decode::candidate(chip, problem, layouts));
     all
 }
@@ -84,6 +87,11 @@ pub fn configurations(chip: &Chip, problem: &Problem, kernel: &str) -> Vec<Shipp
         }
         decode::NAME => {
             decode::configuration(chip, problem).map(Shipped::Decode).into_iter().collect()
+        }
+        prefill::NAME => {
+            let both = prefill::configurations(chip, problem);
+            both.map(|(first, kernel)| vec![Shipped::Prefill(kernel), Shipped::Sequencer(first)])
+                .unwrap_or_default()
         }
         mma::NAME => mma(Sums::F32),
         mma::HALF_NAME => mma(Sums::F16),
@@ -168,6 +176,22 @@ impl GpuBackend {
         Ok(Output { output, lse, report })
     }
 
+    /// Prepares a kernel over sequences.
+    fn prepare(
+        &self,
+        name: &str,
+        sequences: &Sequences,
+        inputs: Inputs<'_>,
+        operands: &Operands,
+        options: &RunOptions<'_>,
+    ) -> Result<Box<dyn Launch>, Error> {
+        let placed = sequences::place(&self.gpu, sequences, inputs, operands)?;
+        Ok(match name {
+            prefill::NAME => Box::new(prefill::prepare(&self.gpu, placed)?),
+            _ => Box::new(decode::prepare(&self.gpu, placed, options.splits)?),
+        })
+    }
+
     /// Milliseconds of a launch, the median of several if the first was short. Where a compact
     /// form gave the first result, the time is the full form's.
     fn time(
@@ -230,12 +254,9 @@ impl Backend for GpuBackend {
             plan.chosen,
             options.guard,
             |operands, output| {
-                if name == decode::NAME {
+                if [decode::NAME, prefill::NAME].contains(&name.as_str()) {
                     let sequences = Sequences::plain(problem);
-                    let splits = options.splits;
-                    return Ok(Box::new(decode::prepare(
-                        gpu, &sequences, inputs, operands, splits,
-                    )?));
+                    return self.prepare(&name, &sequences, inputs, operands, options);
                 }
                 let kernel = DeviceKernel::new(gpu, problem, &name)?;
                 Ok(Box::new(Prepared { kernel, tensors: operands.tensors(inputs, output) }))
@@ -248,7 +269,15 @@ impl Backend for GpuBackend {
         sequences: &Sequences,
         layouts: &InputLayouts,
     ) -> Vec<Candidate> {
-        vec![decode::candidate_of_sequences(&self.gpu.chip(), sequences, layouts)]
+        let chip = self.gpu.chip();
+        let mut both = vec![
+            prefill::candidate_of_sequences(&chip, sequences, layouts),
+            decode::candidate_of_sequences(&chip, sequences, layouts),
+        ];
+        if !prefill::comes_first(sequences) {
+            both.reverse();
+        }
+        both
     }
 
     /// Rows that belong to no sequence are not written.
@@ -263,9 +292,9 @@ impl Backend for GpuBackend {
         let preference = Preference { backend: None, kernel: options.kernel.clone() };
         let plan = Plan::choose(sequences.problem(), vec![(NAME, candidates)], &[], &preference)?;
         let shape = sequences.output_shape(inputs.query.shape());
+        let name = plan.chosen.kernel.clone();
         self.attend(shape, inputs, plan.chosen, options.guard, |operands, _| {
-            let (gpu, splits) = (&self.gpu, options.splits);
-            Ok(Box::new(decode::prepare(gpu, sequences, inputs, operands, splits)?))
+            self.prepare(&name, sequences, inputs, operands, options)
         })
     }
 }

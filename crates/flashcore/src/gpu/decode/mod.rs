@@ -16,7 +16,8 @@ use std::sync::Arc;
 use cuda::{Arguments, Buffer, DeviceAddress, Stream};
 use kernels::Decode;
 
-use self::binding::{Launch, Slot};
+use self::binding::Launch;
+use super::serving::Slot;
 use super::{Gpu, GpuError, Kernel, ServingSize, ServingTensors};
 
 /// Everything about decode that does not depend on where its tensors are and how long sequences

@@ -15,7 +15,7 @@ mod tuning;
 
 pub(super) use geometry::Counts;
 pub use geometry::Geometry;
-pub(super) use support::{COPY_BYTES, tensor_core_element, tensor_core_workload};
+pub(super) use support::{COPY_BYTES, check_scale, tensor_core_element, tensor_core_workload};
 pub use support::{check_layouts, check_tensors, choose, workload};
 pub use tuning::{Choice, Entry, Tuning, TuningFile, Variant, bucket, fingerprint};
 

@@ -66,10 +66,7 @@ pub(in crate::gpu) fn tensor_core_workload(
     if let Some(extra) = problem.beyond_plain() {
         return Err(format!("{extra} are not served"));
     }
-    if !SCALES.contains(&problem.scale()) {
-        let (least, most) = (SCALES.start(), SCALES.end());
-        return Err(format!("scale {} is not between {least:e} and {most:e}", problem.scale()));
-    }
+    check_scale(problem)?;
     if problem.rows() == 0 {
         return Err("there are no queries".to_owned());
     }
@@ -83,6 +80,16 @@ pub(in crate::gpu) fn tensor_core_workload(
         heads: problem.batch as u64 * problem.query_heads as u64,
         multiprocessors: chip.multiprocessors,
     })
+}
+
+/// Refuses scales for which the softmax's references leave the range of numbers.
+pub(in crate::gpu) fn check_scale(problem: &Problem) -> Result<(), String> {
+    let scale = problem.scale();
+    if SCALES.contains(&scale) {
+        return Ok(());
+    }
+    let (least, most) = (SCALES.start(), SCALES.end());
+    Err(format!("scale {scale} is not between {least:e} and {most:e}"))
 }
 
 /// Whether the copy engine can read tensors that lie like this.

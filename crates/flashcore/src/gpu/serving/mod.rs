@@ -5,18 +5,21 @@
 //! | --- | --- |
 //! | `size` | what a plan is made for |
 //! | `tensors` | what a launch reads and writes |
+//! | `binding` | arguments that several kernels have |
 //! | this one | the plan that holds a kernel's |
 
+mod binding;
 mod size;
 mod tensors;
 
+pub(super) use binding::{Slot, shared_slot};
 pub use size::{ServingPages, ServingSize};
 pub use tensors::ServingTensors;
 pub(super) use tensors::{Known, List};
 
 use cuda::Stream;
 
-use super::{DecodePlan, Gpu, GpuError, Kernel};
+use super::{Compilation, DecodePlan, Gpu, GpuError, Kernel, PrefillPlan, prefill};
 
 /// Everything about attention over a batch of sequences that does not depend on where its tensors
 /// are and how long the sequences have become: prefill, decode and what is in between.
@@ -54,12 +57,22 @@ pub struct ServingPlan {
 #[derive(Debug)]
 enum ServingKernel {
     Decode(Box<DecodePlan>),
+    Prefill(Box<PrefillPlan>),
 }
+
+/// From how many queries of a sequence on tiles of queries are worth more than reading each key
+/// for few of them.
+const PREFILL_QUERIES: usize = 32;
 
 impl ServingPlan {
     /// A plan of the kernel that is best for the size.
     pub fn new(gpu: &Gpu, size: &ServingSize) -> Result<Self, GpuError> {
-        let kernel = ServingKernel::Decode(Box::new(DecodePlan::new(gpu, size)?));
+        let many = size.problem.query_length >= PREFILL_QUERIES;
+        let kernel = if many && prefill::choose(&gpu.chip(), size).is_ok() {
+            ServingKernel::Prefill(Box::new(PrefillPlan::new(gpu, size)?))
+        } else {
+            ServingKernel::Decode(Box::new(DecodePlan::new(gpu, size)?))
+        };
         Ok(ServingPlan { kernel })
     }
 
@@ -70,6 +83,24 @@ impl ServingPlan {
     pub fn launch(&mut self, stream: &Stream, tensors: &ServingTensors) -> Result<(), GpuError> {
         match &mut self.kernel {
             ServingKernel::Decode(plan) => plan.launch(stream, tensors),
+            ServingKernel::Prefill(plan) => plan.launch(stream, tensors),
+        }
+    }
+
+    /// Does what depends on lengths alone, for [`attend`](ServingPlan::attend): layers with the
+    /// same lengths need it once. Decode has nothing to do here.
+    pub fn schedule(&mut self, stream: &Stream, tensors: &ServingTensors) -> Result<(), GpuError> {
+        match &mut self.kernel {
+            ServingKernel::Decode(_) => Ok(()),
+            ServingKernel::Prefill(plan) => plan.schedule(stream, tensors),
+        }
+    }
+
+    /// Does the rest of a [`launch`](ServingPlan::launch), after a schedule of the same lengths.
+    pub fn attend(&mut self, stream: &Stream, tensors: &ServingTensors) -> Result<(), GpuError> {
+        match &mut self.kernel {
+            ServingKernel::Decode(plan) => plan.launch(stream, tensors),
+            ServingKernel::Prefill(plan) => plan.attend(stream, tensors),
         }
     }
 
@@ -77,6 +108,7 @@ impl ServingPlan {
     pub fn size(&self) -> &ServingSize {
         match &self.kernel {
             ServingKernel::Decode(plan) => plan.size(),
+            ServingKernel::Prefill(plan) => plan.size(),
         }
     }
 
@@ -84,6 +116,7 @@ impl ServingPlan {
     pub fn reason(&self) -> &str {
         match &self.kernel {
             ServingKernel::Decode(plan) => plan.reason(),
+            ServingKernel::Prefill(plan) => plan.reason(),
         }
     }
 
@@ -91,6 +124,7 @@ impl ServingPlan {
     pub fn kernel_name(&self) -> String {
         match &self.kernel {
             ServingKernel::Decode(plan) => plan.configuration().name(),
+            ServingKernel::Prefill(plan) => plan.configuration().name(),
         }
     }
 
@@ -98,13 +132,20 @@ impl ServingPlan {
     pub fn kernel(&self) -> &Kernel {
         match &self.kernel {
             ServingKernel::Decode(plan) => plan.kernel(),
+            ServingKernel::Prefill(plan) => plan.kernel(),
         }
+    }
+
+    /// How the kernel's binary was come by.
+    pub fn compilation(&self) -> &Compilation {
+        self.kernel().compilation()
     }
 
     /// Device memory that the plan holds besides the kernel.
     pub fn device_bytes(&self) -> u64 {
         match &self.kernel {
             ServingKernel::Decode(plan) => plan.device_bytes(),
+            ServingKernel::Prefill(plan) => plan.device_bytes(),
         }
     }
 }

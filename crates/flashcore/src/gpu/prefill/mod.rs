@@ -1,0 +1,300 @@
+//! Launching the prefill kernel on tensors that are on the device.
+//!
+//! | file | its subject |
+//! | --- | --- |
+//! | `support` | what the kernel serves, in which configuration |
+//! | `rows` | tensors as long lists of rows |
+//! | `binding` | which argument goes to which parameter |
+//! | this one | the plan that ties them together |
+
+mod binding;
+mod rows;
+mod support;
+
+pub use support::{Choice, choose};
+
+use std::sync::Arc;
+
+use cuda::{Arguments, Buffer, Stream, TensorMap};
+use kernels::forward::Form;
+use kernels::{Forward, Prefill, Sequencer};
+
+use self::binding::{Launch, Numbers, Slot};
+use self::rows::{Extents, Rows};
+use super::{DeviceTensor, Gpu, GpuError, Kernel, ServingSize, ServingTensors};
+use crate::tensor::Strides;
+
+/// Everything about attention over a ragged batch on Hopper that does not depend on where its
+/// tensors are and how long sequences have become.
+///
+/// A launch is two kernels: one that puts the tiles of the batch in order from the lengths on the
+/// device, and one that computes them. Layers with the same lengths need the first only once:
+/// [`schedule`](PrefillPlan::schedule), then [`attend`](PrefillPlan::attend) for each layer.
+///
+/// A launch has the same shape whatever the lengths are, allocates nothing and waits for nothing.
+/// Launches of one plan share its schedule: they must follow each other, on one stream. The plan
+/// must outlive them, and graphs that captured them.
+///
+/// ```no_run
+/// use flashcore::gpu::{Gpu, PrefillPlan, ServingSize};
+/// use flashcore::{DType, Mask, Problem};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let gpu = Gpu::open(0)?;
+/// // Up to 64 sequences of up to 8192 tokens, 32768 in all.
+/// let problem = Problem::new(64, 32, 8192, 128)
+///     .with_kv_heads(8)
+///     .with_dtype(DType::BF16)
+///     .with_mask(Mask::Causal);
+/// let size = ServingSize::new(problem).with_packed_queries(32_768).with_packed_keys(32_768);
+/// let plan = PrefillPlan::new(&gpu, &size)?;
+/// println!("{}: {}", plan.configuration().name(), plan.reason());
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct PrefillPlan {
+    size: ServingSize,
+    configuration: Prefill,
+    reason: &'static str,
+    blocks: u32,
+    kernel: Arc<Kernel>,
+    sequencer: Arc<Kernel>,
+    schedule: Buffer,
+    slots: Vec<Slot>,
+    sequencer_slots: Vec<Slot>,
+    arguments: Arguments,
+    bound: Option<Bound>,
+}
+
+/// The tensor maps of the last launch, and what they were made from.
+#[derive(Debug, Clone, Copy)]
+struct Bound {
+    tensors: [DeviceTensor; 4],
+    rows: [Rows; 4],
+    maps: [TensorMap; 4],
+}
+
+/// The roles of the four tensors, for errors.
+const ROLES: [&str; 4] = ["query", "key", "value", "output"];
+
+impl PrefillPlan {
+    /// A plan in the configuration that is best for the size.
+    pub fn new(gpu: &Gpu, size: &ServingSize) -> Result<Self, GpuError> {
+        let chosen = choose(&gpu.chip(), size).map_err(unsupported)?;
+        PrefillPlan::with_configuration(gpu, size, chosen.configuration, chosen.reason)
+    }
+
+    /// A plan in a given configuration, which must be one for the size's element, dims, scores and
+    /// pages.
+    pub fn with_configuration(
+        gpu: &Gpu,
+        size: &ServingSize,
+        configuration: Prefill,
+        reason: &'static str,
+    ) -> Result<Self, GpuError> {
+        size.validate("prefill")?;
+        let chip = gpu.chip();
+        let tuned = choose(&chip, size).map_err(unsupported)?.configuration;
+        let fits = |it: &Prefill| {
+            let scores = (it.softcap, it.alibi, it.sinks, it.page_rows.is_some());
+            (it.tile.element, it.tile.head_dim, it.tile.value_head_dim, scores)
+        };
+        if fits(&configuration) != fits(&tuned) {
+            let name = configuration.name();
+            return Err(unsupported(format!("{name} is for another element, dim or score")));
+        }
+        let problem = &size.problem;
+        let rows = match size.packed_queries {
+            true => size.query_rows,
+            false => problem.batch.saturating_mul(problem.query_length),
+        };
+        let tile_rows = configuration.tile.query_rows();
+        let records = Sequencer::records(problem.batch as u64, rows as u64, tile_rows.into());
+        let tiles = records.checked_mul(problem.query_heads as u64);
+        let log_sums = (problem.query_heads as u64).saturating_mul(rows as u64);
+        let counted = tiles.filter(|tiles| (*tiles).max(log_sums) <= i32::MAX as u64);
+        let Some(tiles) = counted else {
+            return Err(GpuError::TooLarge { what: "the number of query rows of all heads" });
+        };
+        let name = configuration.name();
+        let compact_tile = Forward { form: Form::COMPACT, ..configuration.tile };
+        let compact = Prefill { tile: compact_tile, ..configuration };
+        let full = || configuration.program();
+        let kernel = if compact == configuration {
+            gpu.kernel(&name, full)?
+        } else {
+            gpu.kernel_of_two_forms(&name, full, || compact.program())?
+        };
+        let first = Sequencer { target: chip.target };
+        let sequencer = gpu.kernel(&first.name(), || first.program())?;
+        let schedule = Buffer::new(gpu.device(), Sequencer::bytes(records))?;
+        let numbers = Numbers {
+            size,
+            tile_rows,
+            records: records as u32,
+            together: support::heads_together(&chip, size),
+            schedule: schedule.address(),
+        };
+        let unknown = |kernel: String| move |parameter| GpuError::Parameter { kernel, parameter };
+        let slots = Numbers::slots(kernel.parameters(), |name| numbers.of_kernel(name))
+            .map_err(unknown(name))?;
+        let sequencer_slots =
+            Numbers::slots(sequencer.parameters(), |name| numbers.of_sequencer(name))
+                .map_err(unknown(first.name()))?;
+        Ok(PrefillPlan {
+            blocks: u64::from(chip.multiprocessors).min(tiles).max(1) as u32,
+            size: size.clone(),
+            configuration,
+            reason,
+            kernel,
+            sequencer,
+            schedule,
+            slots,
+            sequencer_slots,
+            arguments: Arguments::new(),
+            bound: None,
+        })
+    }
+
+    /// Puts attention on a stream of the plan's device, with its tiles put in order before. Neither
+    /// allocates nor waits.
+    ///
+    /// That the addresses are right is the caller's business: what goes wrong on the device is
+    /// reported by the stream, when it is next waited for.
+    pub fn launch(&mut self, stream: &Stream, tensors: &ServingTensors) -> Result<(), GpuError> {
+        self.schedule(stream, tensors)?;
+        self.attend(stream, tensors)
+    }
+
+    /// Puts the tiles of a batch in order: needed before [`attend`](PrefillPlan::attend) whenever
+    /// lengths, their lists or the order of the tensors in memory have changed.
+    pub fn schedule(&mut self, stream: &Stream, tensors: &ServingTensors) -> Result<(), GpuError> {
+        let bound = self.bind(stream, tensors)?;
+        self.fill(&bound, tensors, |plan| &plan.sequencer_slots);
+        Ok(self.sequencer.launch(stream, 1, &self.arguments)?)
+    }
+
+    /// Computes the tiles of the batch that was last put in order.
+    pub fn attend(&mut self, stream: &Stream, tensors: &ServingTensors) -> Result<(), GpuError> {
+        let bound = self.bind(stream, tensors)?;
+        self.fill(&bound, tensors, |plan| &plan.slots);
+        Ok(self.kernel.launch(stream, self.blocks, &self.arguments)?)
+    }
+
+    /// The room for arguments stays from launch to launch.
+    fn fill(&mut self, bound: &Bound, tensors: &ServingTensors, slots: fn(&Self) -> &Vec<Slot>) {
+        let launch = Launch { tensors, rows: &bound.rows, maps: &bound.maps };
+        let mut arguments = std::mem::take(&mut self.arguments);
+        arguments.clear();
+        for slot in slots(self) {
+            arguments.push(slot.argument(&launch));
+        }
+        self.arguments = arguments;
+    }
+
+    /// The tensor maps, made anew where tensors are not where they were.
+    fn bind(&mut self, stream: &Stream, tensors: &ServingTensors) -> Result<Bound, GpuError> {
+        tensors.validate(&self.size)?;
+        if self.size.pages.is_some() && tensors.left_padding.is_some() {
+            let reason = "prefill serves no left padding in pages".to_owned();
+            return Err(GpuError::Tensor { tensor: "list of left paddings", reason });
+        }
+        let all = [tensors.query, tensors.key, tensors.value, tensors.output];
+        if let Some(bound) = self.bound.filter(|bound| bound.tensors == all) {
+            return Ok(bound);
+        }
+        let [query, key, value] =
+            rows_of_inputs(&self.size, [0, 1, 2].map(|role: usize| all[role].strides))?;
+        let output = rows_of(&self.size, 3, tensors.output.strides)?;
+        let rows = [query, key, value, output];
+        let maps = [0, 1, 2, 3].map(|role| self.encode(stream, role, all[role], &rows[role]));
+        let [query, key, value, output] = maps;
+        let bound = Bound { tensors: all, rows, maps: [query?, key?, value?, output?] };
+        self.bound = Some(bound);
+        Ok(bound)
+    }
+
+    fn encode(
+        &self,
+        stream: &Stream,
+        role: usize,
+        tensor: DeviceTensor,
+        rows: &Rows,
+    ) -> Result<TensorMap, GpuError> {
+        let problem = &self.size.problem;
+        let dim = if role < 2 { problem.head_dim } else { problem.value_head_dim };
+        let heads = extents(&self.size, role).heads;
+        let (dimensions, strides) = Prefill::slices(dim as u64, heads as u64, rows.row_bytes);
+        let [inside, end, back] = strides;
+        let strides = [inside, end, back, rows.head_bytes];
+        let tensor_box = &self.configuration.boxes()[role];
+        TensorMap::encode(stream.device(), tensor_box, tensor.address, &dimensions, &strides)
+            .map_err(|error| GpuError::Tensor { tensor: ROLES[role], reason: error.to_string() })
+    }
+
+    /// What it was made for.
+    pub fn size(&self) -> &ServingSize {
+        &self.size
+    }
+
+    /// What the kernel was built for.
+    pub fn configuration(&self) -> &Prefill {
+        &self.configuration
+    }
+
+    /// Why this configuration.
+    pub fn reason(&self) -> &'static str {
+        self.reason
+    }
+
+    /// The compiled kernel.
+    pub fn kernel(&self) -> &Kernel {
+        &self.kernel
+    }
+
+    /// Device memory that the plan holds besides the kernels.
+    pub fn device_bytes(&self) -> u64 {
+        self.schedule.bytes()
+    }
+}
+
+/// Whether the copy engine can walk tensors with the strides of query, key and value.
+pub fn check_strides(size: &ServingSize, strides: [Strides; 3]) -> Result<(), GpuError> {
+    rows_of_inputs(size, strides).map(|_| ())
+}
+
+fn rows_of_inputs(size: &ServingSize, strides: [Strides; 3]) -> Result<[Rows; 3], GpuError> {
+    let [query, key, value] = [0, 1, 2].map(|role: usize| rows_of(size, role, strides[role]));
+    let (query, key, value) = (query?, key?, value?);
+    if key.entry_rows != value.entry_rows {
+        let reason = format!(
+            "a batch entry is {} rows from the next, and {} in the key tensor: prefill wants both \
+             alike",
+            value.entry_rows, key.entry_rows
+        );
+        return Err(GpuError::Tensor { tensor: "value", reason });
+    }
+    Ok([query, key, value])
+}
+
+fn rows_of(size: &ServingSize, role: usize, strides: Strides) -> Result<Rows, GpuError> {
+    Rows::new(ROLES[role], strides, size.problem.dtype, extents(size, role))
+}
+
+/// The extents of query, key, value or output.
+fn extents(size: &ServingSize, role: usize) -> Extents {
+    let ServingSize { problem, entries, query_rows, key_rows, .. } = size;
+    match role {
+        0 | 3 => Extents {
+            entries: if size.packed_queries { 1 } else { problem.batch },
+            rows: *query_rows,
+            heads: problem.query_heads,
+        },
+        _ => Extents { entries: *entries, rows: *key_rows, heads: problem.kv_heads },
+    }
+}
+
+fn unsupported(reason: String) -> GpuError {
+    GpuError::Unsupported { kernel: "prefill", reason }
+}

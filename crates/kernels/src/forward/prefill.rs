@@ -1,0 +1,163 @@
+//! Attention over ragged batches on Hopper: the forward kernel's loops, with
+//! tiles from a list on the device, windows, and rules of scores.
+//!
+//! Sequences are slices of one long tensor of rows, packed or in batch entries,
+//! and a copy must not cross the end of one: keys behind it would be another
+//! sequence's, and so would outputs. The copy engine checks that itself. A
+//! tensor map has the dimensions (dim, inside, end, back, head), where `inside`,
+//! `end` and `back` all move along the rows:
+//!
+//! ```text
+//! inside = 2^30 - length + row      ends at 2^30: rows beyond the slice are outside
+//! end    = start + length
+//! back   = 2^30                     with a stride of 2^34 bytes less a row
+//! ```
+//!
+//! Addresses are 64 bits wide and wrap around, so that the sum is `start + row`.
+
+use ptx::{Builder, Expression, GlobalAddress, Program, Reg, TensorBox, TileLayout};
+
+use super::board::{Batch, Board, Claims, Posts};
+use super::epilogue::Epilogue;
+use super::scores::Scores;
+use super::{Forward, Maps, consumer, probe, producer};
+use crate::Error;
+
+/// Where the dimension `inside` of a slice ends.
+pub const SLICE_EXTENT: u32 = 1 << 30;
+
+/// What the kernel is built for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Prefill {
+    /// Element, dims and tiles. Masks are windows, so it is not causal.
+    pub tile: Forward,
+    /// Whether scores are capped.
+    pub softcap: bool,
+    /// Whether scores fall with the distance between query and key.
+    pub alibi: bool,
+    /// Whether each head has a sink.
+    pub sinks: bool,
+    /// With pages, how many of their rows are copied at a time: divides the page
+    /// size and the key block, a multiple of 8.
+    pub page_rows: Option<u32>,
+}
+
+/// The rank of the tensor maps.
+const RANK: usize = 5;
+
+impl Prefill {
+    /// The name of this configuration.
+    pub fn name(&self) -> String {
+        let extras = [(self.softcap, "_softcap"), (self.alibi, "_alibi"), (self.sinks, "_sinks")];
+        let extras: String = extras.iter().filter(|(on, _)| *on).map(|(_, name)| *name).collect();
+        let pages = self.page_rows.map_or_else(String::new, |rows| format!("_pages{rows}"));
+        let tile = self.tile.name();
+        let tile = tile.trim_start_matches("forward").replace("_dense", "");
+        format!("prefill{tile}{extras}{pages}")
+    }
+
+    /// The boxes in which queries, keys, values and outputs are copied.
+    pub fn boxes(&self) -> [TensorBox; 4] {
+        let part = |layout: TileLayout| match self.page_rows {
+            Some(rows) => TileLayout { rows, ..layout },
+            None => layout,
+        };
+        [
+            self.tile.query_layout(),
+            part(self.tile.key_layout()),
+            part(self.tile.value_layout()),
+            self.tile.output_layout(),
+        ]
+        .map(|layout| layout.tensor_box(RANK))
+    }
+
+    /// The dimensions of a tensor map over `heads` heads of rows that lie
+    /// `row_stride` bytes apart, and all strides but that of the heads.
+    pub fn slices(dim: u64, heads: u64, row_stride: u64) -> ([u64; RANK], [u64; 3]) {
+        let far = 1 << 31;
+        let back = (1u64 << 34).wrapping_sub(row_stride);
+        ([dim, SLICE_EXTENT.into(), far, far, heads], [row_stride, row_stride, back])
+    }
+
+    /// Registers of a producer's and of a consumer's thread: claims and slices
+    /// take more of the producer's than one tensor does.
+    fn register_budgets(&self) -> Option<(u32, u32)> {
+        match self.tile.warpgroups {
+            1 => None,
+            2 => Some((56, 224)),
+            _ => Some((56, 152)),
+        }
+    }
+
+    fn fault(&self) -> Option<&'static str> {
+        if self.tile.causal {
+            return Some("masks are windows: the tile is not causal");
+        }
+        let divides = |rows: u32| {
+            rows > 0 && rows.is_multiple_of(8) && self.tile.key_block.is_multiple_of(rows)
+        };
+        match self.page_rows {
+            Some(rows) if !divides(rows) => {
+                Some("the rows of a copy are no multiple of 8 that divides the key block")
+            }
+            _ => None,
+        }
+    }
+
+    /// Builds the kernel.
+    ///
+    /// Any number of blocks. Parameters by name:
+    ///
+    /// | parameters | |
+    /// | --- | --- |
+    /// | `queries`, `keys`, `values`, `output` | tensor maps of [`slices`](Prefill::slices) |
+    /// | `lse`, `lse head stride` | the address of the log-sum-exps, and from one head to the next |
+    /// | `scale times log2(e)`, or `scale over softcap` and `softcap times log2(e)` | |
+    /// | `schedule` | what the [`Sequencer`](crate::Sequencer) wrote |
+    /// | `query heads`, `heads together` | heads, and how many of them are a round: divides them |
+    /// | `query heads per key head` | a [`Divisor`](crate::Divisor) |
+    /// | `window left`, `window right` | keys before and after a query's position that it sees |
+    /// | `slopes` and their `batch stride`, `sinks` | addresses of `f32` for each query head |
+    /// | `block table`, `pages of a sequence`, `pages there are`, `page size`, `rows from page to page` | with pages; the size is a divisor |
+    pub fn program(&self) -> Result<Program, Error> {
+        if let Some(fault) = self.fault() {
+            return Err(Error::configuration(self.name(), fault));
+        }
+        self.tile.build_with(self.name(), |k| self.write(k))
+    }
+
+    fn write(&self, k: &mut Builder) {
+        let [queries, keys, values, output] = self.boxes();
+        let maps = Maps {
+            queries: k.tensor_map("queries", queries),
+            keys: k.tensor_map("keys", keys),
+            values: k.tensor_map("values", values),
+            output: k.tensor_map("output", output),
+        };
+        let lse: Reg<GlobalAddress> = k.parameter("lse");
+        let scores = Scores::parameters(k, self.softcap);
+        let batch = Batch::parameters(k, self, scores.scale_log2);
+        let shared = self.tile.shared(k);
+        let board = Board::new(k, 4 * self.tile.warpgroups);
+        let thread = k.thread_index();
+        k.if_(thread.equals(0), |k| {
+            shared.init(k);
+            board.pipeline.init(k);
+        });
+        k.barriers_ready();
+        self.tile.roles(
+            k,
+            self.register_budgets(),
+            |k| {
+                let claims = Claims::new(k, self, &board, &batch);
+                producer::produce(k, &self.tile, &shared, &maps, &claims);
+            },
+            |k| {
+                let posts = Posts::new(k, &board, &batch);
+                let epilogue = Epilogue { output: maps.output, lse };
+                let probe = probe::parameter(k, false);
+                consumer::consume(k, &self.tile, &shared, &posts, scores, &epilogue, probe);
+            },
+        );
+    }
+}

@@ -1,0 +1,124 @@
+//! Prefill: ragged batches through the forward kernel's loops, and their order.
+
+use flashcore_sim as sim;
+use kernels::forward::Form;
+use kernels::product::Source;
+use kernels::{Forward, Prefill, Sequencer};
+use ptx::{Element, Target};
+use sim::scene::{DecodeSize, RaggedSize, Scene};
+use sim::{Mode, Options};
+
+use crate::every_schedule;
+
+/// A small configuration that has every part.
+fn small() -> Prefill {
+    Prefill {
+        tile: Forward {
+            element: Element::BF16,
+            head_dim: 64,
+            value_head_dim: 64,
+            causal: false,
+            warpgroups: 1,
+            key_block: 32,
+            stages: 2,
+            query_buffers: 1,
+            query_source: Source::Shared,
+            ping_pong: false,
+            form: Form::FULL,
+        },
+        softcap: false,
+        alibi: false,
+        sinks: false,
+        page_rows: None,
+    }
+}
+
+fn with(tile: Forward) -> Prefill {
+    Prefill { tile, ..small() }
+}
+
+#[test]
+fn prefill_is_attention() {
+    let size = DecodeSize::small_prefill(&small());
+    let open = DecodeSize { window: (1 << 29, 1 << 29), ..size.clone() };
+    let window = DecodeSize { window: (20, 3), lengths: vec![130, 70, 0, 9], ..size.clone() };
+    let padded = DecodeSize { packed_keys: false, teams: 1, ..size.clone() };
+    // Queries before the first key, which see nothing.
+    let early =
+        DecodeSize { lengths: vec![2, 40, 33, 1], used: vec![66, 66, 0, 3], ..size.clone() };
+    let grouped = DecodeSize { heads: 4, key_heads: 2, teams: 3, ..size.clone() };
+    let pages = |page_size: usize| DecodeSize { page_size, packed_keys: false, ..size.clone() };
+    let everything =
+        Prefill { softcap: true, alibi: true, sinks: true, page_rows: Some(8), ..small() };
+    let tile = small().tile;
+    for (prefill, size) in [
+        (small(), size.clone()),
+        (small(), open.clone()),
+        (small(), window.clone()),
+        (small(), padded),
+        (small(), early.clone()),
+        (small(), grouped.clone()),
+        (Prefill { page_rows: Some(32), ..small() }, pages(32)),
+        (Prefill { page_rows: Some(16), ..small() }, pages(48)),
+        (Prefill { softcap: true, ..small() }, size.clone()),
+        (Prefill { alibi: true, ..small() }, window.clone()),
+        (Prefill { sinks: true, ..small() }, early.clone()),
+        (everything, DecodeSize { packed_keys: false, page_size: 8, ..window.clone() }),
+        (with(Forward { form: Form::COMPACT, ..tile }), window.clone()),
+        (with(Forward { query_buffers: 2, stages: 3, ..tile }), window.clone()),
+        (with(Forward { query_source: Source::Registers, ..tile }), grouped),
+        (with(Forward { warpgroups: 2, ping_pong: true, ..tile }), early),
+        (with(Forward { element: Element::F16, head_dim: 40, value_head_dim: 72, ..tile }), open),
+    ] {
+        every_schedule(&Scene::prefill(prefill, &size).unwrap(), Mode::Checked, 1);
+    }
+}
+
+#[test]
+fn prefill_under_many_schedules() {
+    let tile = small().tile;
+    for prefill in [
+        small(),
+        with(Forward { warpgroups: 2, ping_pong: true, query_buffers: 2, ..tile }),
+        Prefill { page_rows: Some(16), ..with(Forward { form: Form::COMPACT, ..tile }) },
+    ] {
+        let scene = Scene::prefill(prefill, &DecodeSize::small_prefill(&prefill)).unwrap();
+        every_schedule(&scene, Mode::Values, 16);
+        every_schedule(&scene, Mode::Checked, 4);
+    }
+}
+
+/// The schedule is as it was found, so that other layers can use it.
+#[test]
+fn a_second_launch_finds_the_schedule_in_order() {
+    let scene = Scene::prefill(small(), &DecodeSize::small_prefill(&small())).unwrap();
+    let (memory, _) = scene.run(&Options::default()).unwrap();
+    let again = Scene { memory: memory.clone(), ..scene.clone() };
+    let (second, _) = again.run(&Options::default()).unwrap();
+    assert!(again.judge(&second).passed());
+    for id in memory.ids() {
+        assert_eq!(memory.bytes(id), second.bytes(id));
+    }
+}
+
+#[test]
+fn tiles_are_put_in_order() {
+    let sequencer = Sequencer { target: Target::SM_90A };
+    let many = 1100;
+    let mixed = |sequence: u32| sequence * 7919 % 301;
+    for size in [
+        RaggedSize::small(),
+        RaggedSize { queries: vec![1], keys: vec![1], tile_rows: 128 },
+        RaggedSize { queries: vec![0, 0], keys: vec![7, 0], tile_rows: 128 },
+        RaggedSize { queries: vec![5000], keys: vec![9000], tile_rows: 128 },
+        RaggedSize {
+            queries: (0..many).map(mixed).collect(),
+            keys: (0..many).map(|sequence| mixed(sequence + 5)).collect(),
+            tile_rows: 64,
+        },
+    ] {
+        let scene = Scene::sequencer(sequencer, &size).unwrap();
+        let mode = if size.keys.len() > 100 { Mode::Values } else { Mode::Checked };
+        every_schedule(&scene, mode, 1);
+    }
+}
