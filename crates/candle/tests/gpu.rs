@@ -69,19 +69,26 @@ fn any_strides_will_do() -> Result<()> {
     Ok(())
 }
 
-/// Many calls at once from many threads, each with its own tensors.
+/// Many calls at once from many threads, each with its own tensors: one kernel without memory of
+/// its own, and one that puts split keys together there.
 #[test]
 fn threads_share_what_was_planned() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
     std::thread::scope(|scope| {
         let work = |seed: usize| -> Result<()> {
             let query = random(DType::F16, [1, 64 + seed % 3, 4, 64])?;
+            let key = random(DType::F16, [1, 5000, 4, 64])?;
             let expected = flash_attn(&query, &query, &query, 0.125, false)?;
-            // Candle's stream is another one on each thread.
-            let query = query.to_device(&gpu)?;
+            let last = query.narrow(1, 0, 1)?;
+            let expected_of_many = flash_attn(&last, &key, &key, 0.125, false)?;
+            // Candle's stream is another one on each thread, under one handle.
+            let (query, key) = (query.to_device(&gpu)?, key.to_device(&gpu)?);
+            let last = query.narrow(1, 0, 1)?;
             for _ in 0..500 {
                 let found = flash_attn(&query, &query, &query, 0.125, false)?;
+                let found_of_many = flash_attn(&last, &key, &key, 0.125, false)?;
                 assert!(distance(&found, &expected)? < 4e-3);
+                assert!(distance(&found_of_many, &expected_of_many)? < 4e-3);
             }
             Ok(())
         };

@@ -87,5 +87,5 @@ pub use graph::{ExecutableGraph, Graph, RelaxedCapture};
 pub use launch::{Argument, Arguments, Launch, MAX_ARGUMENTS, Parameter};
 pub use memory::{Buffer, DeviceAddress, DeviceSlice, Plain};
 pub use module::{Function, FunctionAttributes, Module};
-pub use stream::Stream;
+pub use stream::{Stream, StreamIdentity};
 pub use tensor_map::{L2Promotion, TensorMap, TensorMapError};

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::ptr::null_mut;
+use std::thread::{self, ThreadId};
 
 use cudarc::driver::sys;
 
@@ -19,6 +20,17 @@ pub struct Stream {
 unsafe impl Send for Stream {}
 // SAFETY: the driver locks a stream for each call on it.
 unsafe impl Sync for Stream {}
+
+/// Tells queues apart, for what must not be shared by work that runs at the same time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct StreamIdentity {
+    handle: u64,
+    /// The thread, where the handle is that of another queue on each.
+    thread: Option<ThreadId>,
+}
+
+/// The handle that every thread has for a default stream of its own, `CU_STREAM_PER_THREAD`.
+const PER_THREAD: u64 = 2;
 
 impl Stream {
     /// A new stream, which does not wait for the default stream.
@@ -56,6 +68,13 @@ impl Stream {
     /// The driver's handle, for other libraries.
     pub fn handle(&self) -> u64 {
         self.handle as u64
+    }
+
+    /// Which queue it is on this thread. Handles alone do not tell: one of them is the default
+    /// stream of whichever thread uses it.
+    pub fn identity(&self) -> StreamIdentity {
+        let handle = self.handle();
+        StreamIdentity { handle, thread: (handle == PER_THREAD).then(|| thread::current().id()) }
     }
 
     pub(crate) fn raw(&self) -> sys::CUstream {

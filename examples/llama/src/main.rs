@@ -12,6 +12,8 @@
 
 mod swapped;
 
+use std::collections::HashMap;
+
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use candle_transformers::models::llama::{Cache, Config, Llama};
@@ -25,28 +27,45 @@ const ANSWERS: usize = 8;
 fn main() -> Result<()> {
     let device = Device::cuda_if_available(0)?;
     // On a GPU the tensor cores are to be seen, and everything between two layers is rounded.
-    let (dtype, bound) = match device.is_cuda() {
-        true => (DType::BF16, 5e-2),
-        false => (DType::F32, 1e-4),
+    let types = match device.is_cuda() {
+        true => vec![(DType::BF16, 5e-2), (DType::F16, 1e-2)],
+        false => vec![(DType::F32, 1e-4)],
     };
-    let config = config();
-    let weights = VarMap::new();
-    let builder = VarBuilder::from_varmap(&weights, dtype, &device);
-    let untouched = |config: &Config| {
-        let model = Llama::load(builder.clone(), config)?;
-        let mut cache = Cache::new(true, dtype, config, &device)?;
-        logits(&device, |tokens, position| model.forward(tokens, position, &mut cache))
-    };
-    let expected = untouched(&config)?;
-
-    let mut model = Swapped::load(builder.clone(), &config)?;
-    let found = logits(&device, |tokens, position| model.forward(tokens, position))?;
-    compare("the model with its attention swapped", &found, &expected, bound)?;
-    if cfg!(feature = "cuda") {
-        let found = untouched(&Config { use_flash_attn: true, ..config })?;
-        compare("the untouched model, told to use flash attention", &found, &expected, bound)?;
+    let weights = weights(&config())?;
+    for (dtype, bound) in types {
+        let builder = VarBuilder::from_tensors(weights.clone(), dtype, &device);
+        check(builder, bound)?;
     }
     Ok(())
+}
+
+/// The logits with candle's attention and with FlashCore's, in the type of the weights.
+fn check(weights: VarBuilder, bound: f64) -> Result<()> {
+    let (dtype, device) = (weights.dtype(), weights.device());
+    let untouched = |config: &Config| {
+        let model = Llama::load(weights.clone(), config)?;
+        let mut cache = Cache::new(true, dtype, config, device)?;
+        logits(device, |tokens, position| model.forward(tokens, position, &mut cache))
+    };
+    let config = config();
+    let expected = untouched(&config)?;
+
+    let mut model = Swapped::load(weights.clone(), &config)?;
+    let found = logits(device, |tokens, position| model.forward(tokens, position))?;
+    compare(&format!("{dtype:?}, attention swapped"), &found, &expected, bound)?;
+    if cfg!(feature = "cuda") {
+        let found = untouched(&Config { use_flash_attn: true, ..config })?;
+        compare(&format!("{dtype:?}, told to use flash attention"), &found, &expected, bound)?;
+    }
+    Ok(())
+}
+
+/// Random weights. They are drawn on the CPU, since candle draws no half precision on a GPU.
+fn weights(config: &Config) -> Result<HashMap<String, Tensor>> {
+    let drawn = VarMap::new();
+    Llama::load(VarBuilder::from_varmap(&drawn, DType::F32, &Device::Cpu), config)?;
+    let drawn = drawn.data().lock().expect("no thread panicked");
+    Ok(drawn.iter().map(|(name, weight)| (name.clone(), weight.as_detached_tensor())).collect())
 }
 
 /// Four query heads for each key/value head, as in Llama 3.

@@ -1,6 +1,6 @@
 //! Memory for the partial results of split keys.
 
-use cuda::{Buffer, DeviceAddress, RelaxedCapture, Stream};
+use cuda::{Buffer, DeviceAddress, RelaxedCapture, Stream, StreamIdentity};
 
 use super::Geometry;
 use crate::gpu::GpuError;
@@ -18,8 +18,7 @@ pub(super) struct Workspace {
 pub(super) struct Workspaces {
     /// Bytes of the partial outputs and of the partial log-sum-exps; none where nothing is split.
     bytes: Option<(u64, u64)>,
-    /// By the handle of their stream.
-    all: Vec<(u64, Buffer)>,
+    all: Vec<(StreamIdentity, Buffer)>,
 }
 
 impl Workspaces {
@@ -34,12 +33,13 @@ impl Workspaces {
         let Some((outputs, lse)) = self.bytes else {
             return Ok(None);
         };
-        let index = match self.all.iter().position(|(handle, _)| *handle == stream.handle()) {
+        let identity = stream.identity();
+        let index = match self.all.iter().position(|(of, _)| *of == identity) {
             Some(index) => index,
             None => {
                 // The memory outlives a capture that may be under way.
                 let _relaxed = RelaxedCapture::begin();
-                self.all.push((stream.handle(), Buffer::new(stream.device(), outputs + lse)?));
+                self.all.push((identity, Buffer::new(stream.device(), outputs + lse)?));
                 self.all.len() - 1
             }
         };
