@@ -1,6 +1,6 @@
 //! Attention over [candle](candle_core) tensors, on the CPU and on NVIDIA GPUs.
 //!
-//! [`attend`] is the one function, with [`Options`] for what is not plain attention:
+//! [`attend`] is the function, with [`Options`] for what is not plain attention:
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};
@@ -21,19 +21,24 @@
 //! # }
 //! ```
 //!
-//! [`flash_attn`] has the name, the arguments and the meaning of the function in
-//! `candle-flash-attn`, so that a program changes one import; it also works on the CPU.
+//! [`attend_sequences`] is the same for sequences of unequal lengths: ragged batches, caches and
+//! paged caches, as an inference engine has them. [`append`] writes new keys and values into such a
+//! cache, and [`merge`] puts attention over parts of the keys together.
+//!
+//! The functions of [`candle_flash_attn`] have the names, the arguments and the meaning of those in
+//! the crate of that name, so that a program changes one import; they also work on the CPU.
 //!
 //! # What the tensors may be
 //!
-//! Four dimensions (batch, length, heads, dim), f32, f16 or bf16, all three of one type and on one
-//! device. Any strides, as long as the elements of a vector are adjacent. Anything else is an error
+//! Four dimensions (batch, length, heads, dim), or three where rows are packed, f32, f16 or bf16,
+//! all three of one type and on one device. Any strides, as long as the elements of a vector are adjacent. Anything else is an error
 //! that names the tensor and what was expected of it.
 //!
 //! # Gradients
 //!
 //! There is no backward pass yet. An output that depends on a variable says so when `backward`
-//! reaches it; it never lacks a gradient silently. The log-sum-exp of such tensors is refused.
+//! reaches it; it never lacks a gradient silently. The log-sum-exp of such tensors is refused, and
+//! so are slopes and sinks that depend on a variable.
 //!
 //! # On a GPU
 //!
@@ -41,22 +46,35 @@
 //! the output is allocated by candle. What was chosen and compiled for a problem is kept for the
 //! next call, so a repeated call costs microseconds. [`plan`] says which kernel serves a call, and
 //! why not the others.
+//!
+//! What was captured in a graph shares the memory of its plan with the calls on the stream that it
+//! was captured on: replay it there, or while nothing else runs.
 
 // Borrowing candle's stream and memory is a promise to the driver.
 #![cfg_attr(feature = "cuda", allow(unsafe_code))]
 
+mod append;
 mod arguments;
+pub mod candle_flash_attn;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod merge;
 mod operation;
+mod placement;
+mod sequences;
 
 use candle_core::op::BackpropOp;
 use candle_core::{Result, Storage, Tensor};
 
+pub use append::{Rotary, append};
+pub use candle_flash_attn::flash_attn;
 pub use flashcore::{Mask, Plan};
+pub use merge::merge;
+pub use placement::Placement;
+pub use sequences::Sequences;
 
-use crate::arguments::Arguments;
+use crate::arguments::Call;
 use crate::operation::Operation;
 
 /// What is to be computed. The default is plain attention: every key visible, scores scaled by
@@ -69,7 +87,7 @@ use crate::operation::Operation;
 ///
 /// let options = Options { mask: Mask::Causal, ..Options::default() };
 /// ```
-#[derive(Debug, Clone, PartialEq, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Options {
     /// Which keys a query sees.
     pub mask: Mask,
@@ -77,6 +95,11 @@ pub struct Options {
     pub softmax_scale: Option<f32>,
     /// Scores are brought below this by a hyperbolic tangent, after they are scaled.
     pub softcap: Option<f32>,
+    /// ALiBi slopes, by which scores fall with the distance between query and key: (query heads) or
+    /// (sequences, query heads) in f32.
+    pub slopes: Option<Tensor>,
+    /// Sinks: one more score in each row of a query head, without a value; (query heads) in f32.
+    pub sinks: Option<Tensor>,
     /// Whether the log-sum-exp of the scores is wanted.
     pub lse: bool,
 }
@@ -88,7 +111,7 @@ pub struct Attention {
     pub output: Tensor,
     /// The natural logarithm of each row's sum of exponentials of scaled scores, (batch, query
     /// heads, query length) in f32, if [`Options::lse`] asked for it; minus infinity for a row
-    /// that sees no key.
+    /// that sees no key. Of packed queries it is (query heads, rows).
     pub lse: Option<Tensor>,
 }
 
@@ -103,12 +126,32 @@ pub fn attend(
     value: &Tensor,
     options: &Options,
 ) -> Result<Attention> {
-    let arguments = Arguments::new(query, key, value, options)?;
+    run([query, key, value], Call::plain([query, key, value], options)?, options.lse)
+}
+
+/// Attention over sequences that each have lengths of their own, placed as `sequences` says. The
+/// output has the shape of the query, with the values' head dim; its rows that belong to no sequence
+/// are not defined.
+///
+/// See [`Sequences::ragged`] and [`Sequences::paged`] for examples.
+pub fn attend_sequences(
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    sequences: &Sequences,
+    options: &Options,
+) -> Result<Attention> {
+    let call = Call::of_sequences([query, key, value], sequences, options)?;
+    run([query, key, value], call, options.lse)
+}
+
+fn run([query, key, value]: [&Tensor; 3], call: Call, lse: bool) -> Result<Attention> {
     let tracked = [("query", query), ("key", key), ("value", value)]
         .into_iter()
         .find(|(_, tensor)| tensor.track_op());
-    if !options.lse {
-        let operation = Operation::new(arguments.problem);
+    let shape = call.lse_shape();
+    let operation = Operation::new(call, lse);
+    if !lse {
         let output = match tracked {
             Some(_) => query.apply_op3(key, value, operation)?,
             None => query.apply_op3_no_bwd(key, value, &operation)?,
@@ -121,43 +164,10 @@ pub fn attend(
              do without the log-sum-exp"
         );
     }
-    let shape = (query.dim(0)?, query.dim(2)?, query.dim(1)?);
-    let operation = Operation::with_lse(arguments.problem);
     let output = query.apply_op3_no_bwd(key, value, &operation)?;
     let lse: Storage = operation.into_lse()?;
     let lse = Tensor::from_storage(lse, shape, BackpropOp::none(), false);
     Ok(Attention { output, lse: Some(lse) })
-}
-
-/// Attention under the name and with the arguments of the function in `candle-flash-attn`.
-///
-/// Tensors are (batch, length, heads, dim). With `causal`, the last query sees every key, whatever
-/// the lengths.
-///
-/// ```
-/// use candle_core::{Device, Tensor};
-/// use flashcore_candle::flash_attn;
-///
-/// # fn main() -> candle_core::Result<()> {
-/// let query = Tensor::randn(0f32, 1., (2, 10, 4, 32), &Device::Cpu)?;
-/// let key = Tensor::randn(0f32, 1., (2, 10, 4, 32), &Device::Cpu)?;
-/// let value = Tensor::randn(0f32, 1., (2, 10, 4, 32), &Device::Cpu)?;
-/// let output = flash_attn(&query, &key, &value, 1. / 32f32.sqrt(), true)?;
-/// assert_eq!(output.dims(), [2, 10, 4, 32]);
-/// # Ok(())
-/// # }
-/// ```
-pub fn flash_attn(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    softmax_scale: f32,
-    causal: bool,
-) -> Result<Tensor> {
-    let mask = if causal { Mask::Causal } else { Mask::None };
-    let softmax_scale = Some(softmax_scale);
-    let options = Options { mask, softmax_scale, ..Options::default() };
-    Ok(attend(q, k, v, &options)?.output)
 }
 
 /// Which kernel [`attend`] runs for these tensors, and why not the others. Computes nothing.
@@ -174,11 +184,11 @@ pub fn flash_attn(
 /// # }
 /// ```
 pub fn plan(query: &Tensor, key: &Tensor, value: &Tensor, options: &Options) -> Result<Plan> {
-    let arguments = Arguments::new(query, key, value, options)?;
+    let call = Call::plain([query, key, value], options)?;
     match query.device() {
-        candle_core::Device::Cpu => cpu::plan(&arguments),
+        candle_core::Device::Cpu => cpu::plan(&call),
         #[cfg(feature = "cuda")]
-        candle_core::Device::Cuda(_) => cuda::plan(&arguments, [query, key, value]),
+        candle_core::Device::Cuda(_) => cuda::plan(&call, [query, key, value]),
         other => Err(arguments::no_device(other)),
     }
 }

@@ -6,23 +6,19 @@
 use std::sync::{Mutex, PoisonError};
 
 use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, Result, Shape, Storage};
-use flashcore::Problem;
 
+use crate::arguments::Call;
 use crate::cpu;
 
 pub(crate) struct Operation {
-    problem: Problem,
+    call: Call,
     /// Where the log-sum-exp is left, if it is wanted.
     lse: Option<Mutex<Option<Storage>>>,
 }
 
 impl Operation {
-    pub(crate) fn new(problem: Problem) -> Self {
-        Operation { problem, lse: None }
-    }
-
-    pub(crate) fn with_lse(problem: Problem) -> Self {
-        Operation { problem, lse: Some(Mutex::new(None)) }
+    pub(crate) fn new(call: Call, lse: bool) -> Self {
+        Operation { call, lse: lse.then(Mutex::default) }
     }
 
     /// The log-sum-exp of the run that was.
@@ -35,10 +31,6 @@ impl Operation {
         if let Some(place) = &self.lse {
             *place.lock().unwrap_or_else(PoisonError::into_inner) = Some(lse);
         }
-    }
-
-    fn shape(&self) -> Shape {
-        <[usize; 4]>::from(self.problem.output_shape()).to_vec().into()
     }
 }
 
@@ -57,9 +49,9 @@ impl CustomOp3 for Operation {
         value_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let tensors = [(query, query_layout), (key, key_layout), (value, value_layout)];
-        let (output, lse) = cpu::attend(&self.problem, tensors)?;
+        let (output, lse) = cpu::attend(&self.call, tensors)?;
         self.leave(Storage::Cpu(CpuStorage::F32(lse)));
-        Ok((output, self.shape()))
+        Ok((output, self.call.output_shape()))
     }
 
     #[cfg(feature = "cuda")]
@@ -73,9 +65,9 @@ impl CustomOp3 for Operation {
         value_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
         let tensors = [(query, query_layout), (key, key_layout), (value, value_layout)];
-        let (output, lse) = crate::cuda::attend(&self.problem, tensors)?;
+        let (output, lse) = crate::cuda::attend(&self.call, tensors)?;
         self.leave(Storage::Cuda(lse));
-        Ok((output, self.shape()))
+        Ok((output, self.call.output_shape()))
     }
 
     #[cfg(not(feature = "cuda"))]

@@ -73,7 +73,9 @@ fn agrees_with_the_plain_algorithm() -> Result<()> {
                 let inputs = tensors(dtype, sizes, heads, dims)?;
                 for (softmax_scale, softcap) in [(None, None), (Some(0.3), None), (None, Some(2.5))]
                 {
-                    let options = Options { mask, softmax_scale, softcap, lse: true };
+                    let lse = true;
+                    let options =
+                        Options { mask, softmax_scale, softcap, lse, ..Options::default() };
                     let [query, key, value] = &inputs;
                     let Attention { output, lse } = attend(query, key, value, &options)?;
                     let (expected, expected_lse) = plain(&inputs, &options)?;

@@ -2,7 +2,11 @@
 #![cfg(feature = "cuda")]
 
 use candle_core::{DType, Device, Result, Tensor};
-use flashcore_candle::{Mask, Options, attend, flash_attn, plan};
+use flashcore_candle::candle_flash_attn::{flash_attn_alibi, flash_attn_varlen_paged_windowed};
+use flashcore_candle::{
+    Attention, Mask, Options, Placement, Sequences, attend, attend_sequences, flash_attn, merge,
+    plan,
+};
 
 /// The GPU, or a word on why not.
 fn gpu() -> Option<Device> {
@@ -10,11 +14,10 @@ fn gpu() -> Option<Device> {
         eprintln!("skipped: {error}");
         return None;
     }
-    // Nothing in these tests needs a kernel of candle's.
     Some(Device::new_cuda(0).expect("there is a GPU"))
 }
 
-fn random(dtype: DType, shape: [usize; 4]) -> Result<Tensor> {
+fn random<const N: usize>(dtype: DType, shape: [usize; N]) -> Result<Tensor> {
     Tensor::randn(0f32, 1., shape.as_slice(), &Device::Cpu)?.to_dtype(dtype)
 }
 
@@ -97,6 +100,138 @@ fn threads_share_what_was_planned() -> Result<()> {
     })
 }
 
+/// Each way in which rows can lie, with every rule of scores, on a device.
+fn attend_to_sequences(tensors: &[Tensor], device: &Device) -> Result<Vec<Attention>> {
+    let tensors: Vec<_> =
+        tensors.iter().map(|tensor| tensor.to_device(device)).collect::<Result<_>>()?;
+    let [packed, padded, rows, pages, slopes, sinks] = &tensors[..] else { unreachable!() };
+    let list = |numbers: &[u32]| Tensor::new(numbers, device);
+    let queries = Placement::packed(&list(&[0, 90, 90, 140])?, 90);
+    let ragged = Placement::packed(&list(&[0, 170, 230, 400])?, 170);
+    let table = Tensor::new(&[[7u32, 0, 2, 5], [3, 3, 9, 9], [1, 8, 4, 4]], device)?;
+    let paged = Placement::paged(&list(&[250, 2, 130])?, &table);
+    let slots = Placement::entries(&list(&[4, 0, 3])?)
+        .with_lengths(&list(&[60, 11, 9])?)
+        .with_left_padding(&list(&[3, 0, 7])?);
+    let plain = Options { lse: true, ..Options::default() };
+    let causal = Options { mask: Mask::Causal, ..plain.clone() };
+    let window =
+        Options { mask: Mask::window(Some(60), Some(0)), softcap: Some(2.0), ..plain.clone() };
+    let alibi = Options { slopes: Some(slopes.clone()), ..causal.clone() };
+    let sinks = Options { sinks: Some(sinks.clone()), ..causal.clone() };
+    let padding = Placement::padded;
+    let mut results = Vec::new();
+    for (query, keys, queries, placement) in [
+        (packed, rows, queries.clone(), ragged),
+        (packed, pages, queries, paged.clone()),
+        (padded, pages, padding(), paged),
+        (padded, pages, padding(), slots),
+    ] {
+        let sequences = Sequences { queries, keys: placement };
+        for options in [&plain, &causal, &window, &alibi, &sinks] {
+            results.push(attend_sequences(query, keys, keys, &sequences, options)?);
+        }
+    }
+    Ok(results)
+}
+
+#[test]
+fn sequences_agree_with_the_cpu() -> Result<()> {
+    let Some(gpu) = gpu() else { return Ok(()) };
+    for (dtype, bound) in [(DType::F16, 4e-3), (DType::BF16, 4e-2)] {
+        let tensors = [
+            random(dtype, [140, 8, 128])?,
+            random(dtype, [3, 2, 8, 128])?,
+            random(dtype, [400, 2, 128])?,
+            random(dtype, [10, 64, 2, 128])?,
+            random(DType::F32, [3, 8])?.abs()?,
+            random(DType::F32, [8])?,
+        ];
+        let expected = attend_to_sequences(&tensors, &Device::Cpu)?;
+        let found = attend_to_sequences(&tensors, &gpu)?;
+        for (number, (found, expected)) in found.iter().zip(&expected).enumerate() {
+            assert!(found.output.device().is_cuda());
+            let error = distance(&found.output, &expected.output)?;
+            assert!(error < bound, "{dtype:?} {number}: output off by {error}");
+            let lse = |attention: &Attention| attention.lse.clone().expect("it was asked for");
+            let error = distance(&lse(found), &lse(expected))?;
+            assert!(error < 1e-3, "{dtype:?} {number}: lse off by {error}");
+        }
+        // The same queries over other keys are parts of a whole.
+        let parts = |results: &[Attention]| merge(&[results[0].clone(), results[5].clone()]);
+        let error = distance(&parts(&found)?.output, &parts(&expected)?.output)?;
+        assert!(error < bound, "{dtype:?}: merged output off by {error}");
+    }
+    Ok(())
+}
+
+/// What candle-flash-attn has of it.
+#[test]
+fn slopes_and_pages_are_served() -> Result<()> {
+    let Some(gpu) = gpu() else { return Ok(()) };
+    let (query, key) = (random(DType::BF16, [2, 60, 8, 64])?, random(DType::BF16, [2, 70, 2, 64])?);
+    let pages = key.reshape((5, 28, 2, 64))?;
+    let slopes = random(DType::F32, [8])?.abs()?;
+    let call = |device: &Device| {
+        let there = |tensor: &Tensor| tensor.to_device(device);
+        let (query, key, pages) = (there(&query)?, there(&key)?, there(&pages)?);
+        let plain = flash_attn_alibi(&query, &key, &key, &there(&slopes)?, 0.125, true)?;
+        let rows = query.flatten(0, 1)?;
+        let queries = Tensor::new(&[0u32, 60, 120], device)?;
+        let keys = Tensor::new(&[0u32, 65, 130], device)?;
+        let table = Tensor::new(&[[0u32, 1, 4], [2, 3, 4]], device)?;
+        let paged = flash_attn_varlen_paged_windowed(
+            &rows,
+            &pages,
+            &pages,
+            &queries,
+            &keys,
+            &table,
+            None,
+            60,
+            65,
+            0.125,
+            None,
+            Some(0),
+            28,
+            None,
+        )?;
+        Ok::<_, candle_core::Error>([plain.flatten(0, 1)?, paged])
+    };
+    for (found, expected) in call(&gpu)?.iter().zip(&call(&Device::Cpu)?) {
+        let error = distance(found, expected)?;
+        assert!(error < 4e-2, "off by {error}");
+    }
+    Ok(())
+}
+
+/// Decode on many threads: plans of one size, each with the workspace of its thread's stream.
+#[test]
+fn each_thread_has_its_own_workspace() -> Result<()> {
+    let Some(gpu) = gpu() else { return Ok(()) };
+    std::thread::scope(|scope| {
+        let work = || -> Result<()> {
+            let query = random(DType::F16, [2, 1, 8, 64])?;
+            let cache = random(DType::F16, [100, 64, 2, 64])?;
+            let numbers: Vec<u32> = (0..100).map(|page| page * 7 % 100).collect();
+            let call = |query: &Tensor, cache: &Tensor| {
+                let device = query.device();
+                let table = Tensor::new(numbers.as_slice(), device)?.reshape((2, 50))?;
+                let sequences = Sequences::paged(&Tensor::new(&[3000u32, 1700], device)?, &table);
+                attend_sequences(query, cache, cache, &sequences, &Options::default())
+            };
+            let expected = call(&query, &cache)?.output;
+            let (query, cache) = (query.to_device(&gpu)?, cache.to_device(&gpu)?);
+            for _ in 0..200 {
+                assert!(distance(&call(&query, &cache)?.output, &expected)? < 4e-3);
+            }
+            Ok(())
+        };
+        let threads: Vec<_> = (0..8).map(|_| scope.spawn(work)).collect();
+        threads.into_iter().try_for_each(|thread| thread.join().expect("a thread that ends"))
+    })
+}
+
 #[test]
 fn mixed_devices_are_refused() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
@@ -105,5 +240,13 @@ fn mixed_devices_are_refused() -> Result<()> {
     let text = error.to_string();
     let text = text.lines().next().unwrap_or_default();
     assert_eq!(text, "attention: the key is on Cpu, expected Cuda { gpu_id: 0 } like the query");
+    // A list as well.
+    let query = query.to_device(&gpu)?;
+    let lengths = Tensor::new(&[8u32], &Device::Cpu)?;
+    let keys = Placement::padded().with_lengths(&lengths);
+    let sequences = Sequences { queries: Placement::padded(), keys };
+    let error = attend_sequences(&query, &query, &query, &sequences, &Options::default());
+    let text = error.unwrap_err().to_string();
+    assert!(text.contains("list of lengths is on Cpu, expected Cuda { gpu_id: 0 }"), "{text}");
     Ok(())
 }

@@ -7,6 +7,6 @@
 //! candle-flash-attn = { path = "flashcore/crates/candle/candle-flash-attn" }
 //! ```
 //!
-//! Of the functions in candle's crate this has the one that most models call.
+//! It has the functions of candle's crate, and none of its types.
 
-pub use flashcore_candle::flash_attn;
+pub use flashcore_candle::candle_flash_attn::*;

@@ -25,7 +25,7 @@ pub use append::{AppendPlan, AppendSize, AppendTensors, RotarySize, RotaryTables
 pub use attention::AttentionPlan;
 pub(crate) use attention::DeviceKernel;
 pub use chip::{Chip, target_of};
-pub use cuda::{Buffer, Device, DeviceAddress, DeviceSlice, Stream};
+pub use cuda::{Buffer, Device, DeviceAddress, DeviceSlice, Stream, StreamIdentity};
 pub use decode::DecodePlan;
 pub use description::{LaunchDescription, Passed, TensorRole};
 pub use forward::{DeviceTensor, ForwardPlan, ForwardTensors};

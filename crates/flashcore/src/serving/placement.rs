@@ -182,7 +182,7 @@ impl Placement {
     }
 
     /// Refuse lists that contradict each other.
-    pub(super) fn validate(&self) -> Result<(), ServingError> {
+    pub fn validate(&self) -> Result<(), ServingError> {
         let expected = self.sequences();
         let entries = |list, given| match given == expected {
             true => Ok(()),
@@ -224,7 +224,7 @@ impl Placement {
     }
 
     /// Refuse a tensor that has no room for the sequences.
-    pub(super) fn fits(&self, tensor: Shape) -> Result<(), ServingError> {
+    pub fn fits(&self, tensor: Shape) -> Result<(), ServingError> {
         let inside = |sequence, what, given, existing| match given < existing {
             true => Ok(()),
             false => Err(ServingError::Outside { sequence, what, given, existing }),

@@ -1,4 +1,13 @@
 //! Attention on candle tensors on a GPU.
+//!
+//! | file | its subject |
+//! | --- | --- |
+//! | `plans` | what is kept from call to call |
+//! | `serving` | sequences of unequal lengths, slopes and sinks |
+//! | this one | plain attention, and what both need |
+
+mod plans;
+mod serving;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,28 +18,21 @@ use candle_core::cuda_backend::cudarc::driver::{
     CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop,
 };
 use candle_core::{CudaStorage, Layout, Result, Storage, Tensor};
-use flashcore::gpu::{AttentionPlan, DeviceAddress, DeviceTensor, ForwardTensors, Gpu, Stream};
-use flashcore::{DType, Plan, Preference, Problem, Strides};
+use flashcore::gpu::{
+    AttentionPlan, DeviceAddress, DeviceTensor, ForwardTensors, Gpu, ServingPlan, Stream,
+};
+use flashcore::{DType, Plan, Preference, Problem, Shape, Strides};
 use half::{bf16, f16};
 
-use crate::arguments::{Arguments, layout};
+use self::plans::Plans;
+use crate::arguments::Call;
 use crate::wrap;
-
-/// Plans that are kept for each GPU. One holds some kilobytes of device memory at most.
-const KEPT: usize = 64;
 
 /// A GPU, and what was made for the problems that it had to solve.
 struct Place {
     gpu: Gpu,
-    /// The most recent first.
-    plans: Mutex<Vec<Entry>>,
-}
-
-struct Entry {
-    key: Key,
-    plan: Arc<Mutex<AttentionPlan>>,
-    /// A graph that was captured goes on reading what the plan has on the device.
-    captured: bool,
+    plans: Plans<Key, AttentionPlan>,
+    serving: Plans<serving::Key, ServingPlan>,
 }
 
 /// What the choice of a kernel depends on.
@@ -44,55 +46,65 @@ struct Key {
 
 /// Output and log-sum-exp.
 pub(crate) fn attend(
-    problem: &Problem,
+    call: &Call,
     tensors: [(&CudaStorage, &Layout); 3],
 ) -> Result<(CudaStorage, CudaStorage)> {
-    match problem.dtype {
-        DType::F32 => attend_as::<f32>(problem, tensors),
-        DType::F16 => attend_as::<f16>(problem, tensors),
-        DType::BF16 => attend_as::<bf16>(problem, tensors),
+    match call.problem.dtype {
+        DType::F32 => attend_as::<f32>(call, tensors),
+        DType::F16 => attend_as::<f16>(call, tensors),
+        DType::BF16 => attend_as::<bf16>(call, tensors),
         other => candle_core::bail!("attention takes no {other} from candle"),
     }
 }
 
 fn attend_as<T: CudaDType + DeviceRepr>(
-    problem: &Problem,
+    call: &Call,
     tensors: [(&CudaStorage, &Layout); 3],
 ) -> Result<(CudaStorage, CudaStorage)> {
     let device = tensors[0].0.device().clone();
     let stream = device.cuda_stream();
-    let elements = problem.output_shape().elements().unwrap_or(0);
-    // SAFETY: the kernel writes every element before anything later on the stream can read it. An
-    // allocation is never empty, which the driver would refuse.
+    let [elements, rows] = [call.output_shape(), call.lse_shape()].map(|it| it.elem_count());
+    // An allocation is never empty, which the driver would refuse.
+    // SAFETY: the kernel writes every element of a query before anything later on the stream can
+    // read it; other rows are not defined.
     let mut output = unsafe { device.alloc::<T>(elements.max(1)) }?;
     // SAFETY: as above.
-    let mut lse = unsafe { device.alloc::<f32>(problem.rows().max(1)) }?;
-    if problem.rows() > 0 {
+    let mut lse = unsafe { device.alloc::<f32>(rows.max(1)) }?;
+    if call.problem.rows() > 0 && rows > 0 {
         let place = place(&stream)?;
         // Each guard makes the stream wait for what wrote its memory, and tells candle of this
         // use of it when it is dropped: after the launch.
-        let (query, _query) = tensor::<T>(tensors[0], &stream)?;
-        let (key, _key) = tensor::<T>(tensors[1], &stream)?;
-        let (value, _value) = tensor::<T>(tensors[2], &stream)?;
+        let layouts = &call.layouts;
+        let (query, _query) = tensor::<T>(tensors[0], &layouts.query, &stream)?;
+        let (key, _key) = tensor::<T>(tensors[1], &layouts.key, &stream)?;
+        let (value, _value) = tensor::<T>(tensors[2], &layouts.value, &stream)?;
         let (output, _output) = output.device_ptr_mut(&stream);
         let (lse, _lse) = lse.device_ptr_mut(&stream);
-        let contiguous = flashcore::Layout::contiguous(problem.output_shape()).map_err(wrap)?;
-        let (address, strides) = (DeviceAddress(output), contiguous.strides());
+        let (address, strides) = (DeviceAddress(output), output_strides(call)?);
         let output = DeviceTensor { address, strides };
         let tensors = ForwardTensors { query, key, value, output, lse: DeviceAddress(lse) };
         // SAFETY: the stream belongs to candle's device, which `device` keeps alive, and to the
         // primary context of the GPU that was opened by its number.
-        let stream = unsafe { Stream::borrow(place.gpu.device(), stream.cu_stream() as u64) };
-        let plan = place.plan(problem, &tensors, &stream)?;
-        lock(&plan).launch(&stream, &tensors).map_err(wrap)?;
+        let borrowed = unsafe { Stream::borrow(place.gpu.device(), stream.cu_stream() as u64) };
+        if call.is_plain() {
+            let plan = place.plan(&call.problem, &tensors, &borrowed)?;
+            lock(&plan).launch(&borrowed, &tensors).map_err(wrap)?;
+        } else {
+            serving::launch(call, tensors, &place, &borrowed, &stream)?;
+        }
     }
     let output = CudaStorage::wrap_cuda_slice(output, device.clone());
     Ok((output, CudaStorage::wrap_cuda_slice(lse, device)))
 }
 
+/// The output, which candle allocates, has the query's shape and no gaps.
+fn output_strides(call: &Call) -> Result<Strides> {
+    let shape = Shape { dim: call.problem.value_head_dim, ..call.layouts.query.shape() };
+    Ok(flashcore::Layout::contiguous(shape).map_err(wrap)?.strides())
+}
+
 /// Which kernel serves these tensors, and why.
-pub(crate) fn plan(arguments: &Arguments, tensors: [&Tensor; 3]) -> Result<Plan> {
-    let problem = &arguments.problem;
+pub(crate) fn plan(call: &Call, tensors: [&Tensor; 3]) -> Result<Plan> {
     let [query, key, value] = tensors.map(Tensor::storage_and_layout);
     let (Storage::Cuda(query_memory), Storage::Cuda(key_memory), Storage::Cuda(value_memory)) =
         (&*query.0, &*key.0, &*value.0)
@@ -100,27 +112,27 @@ pub(crate) fn plan(arguments: &Arguments, tensors: [&Tensor; 3]) -> Result<Plan>
         candle_core::bail!("attention: the tensors are not on a CUDA device")
     };
     let tensors = [(query_memory, query.1), (key_memory, key.1), (value_memory, value.1)];
-    match problem.dtype {
-        DType::F32 => plan_as::<f32>(problem, tensors),
-        DType::F16 => plan_as::<f16>(problem, tensors),
-        DType::BF16 => plan_as::<bf16>(problem, tensors),
+    match call.problem.dtype {
+        DType::F32 => plan_as::<f32>(call, tensors),
+        DType::F16 => plan_as::<f16>(call, tensors),
+        DType::BF16 => plan_as::<bf16>(call, tensors),
         other => candle_core::bail!("attention takes no {other} from candle"),
     }
 }
 
-fn plan_as<T: CudaDType>(problem: &Problem, tensors: [(&CudaStorage, &Layout); 3]) -> Result<Plan> {
+fn plan_as<T: CudaDType>(call: &Call, tensors: [(&CudaStorage, &Layout); 3]) -> Result<Plan> {
     let stream = tensors[0].0.device().cuda_stream();
     let place = place(&stream)?;
-    let (query, _query) = tensor::<T>(tensors[0], &stream)?;
-    let (key, _key) = tensor::<T>(tensors[1], &stream)?;
-    let (value, _value) = tensor::<T>(tensors[2], &stream)?;
+    let layouts = &call.layouts;
+    let (query, _query) = tensor::<T>(tensors[0], &layouts.query, &stream)?;
+    let (key, _key) = tensor::<T>(tensors[1], &layouts.key, &stream)?;
+    let (value, _value) = tensor::<T>(tensors[2], &layouts.value, &stream)?;
     // The output, which candle allocates, is always aligned.
-    let strides = flashcore::Layout::contiguous(problem.output_shape()).map_err(wrap)?.strides();
-    let output = DeviceTensor { address: DeviceAddress(0), strides };
+    let output = DeviceTensor { address: DeviceAddress(0), strides: output_strides(call)? };
     let tensors = ForwardTensors { query, key, value, output, lse: DeviceAddress(0) };
     // SAFETY: as in `attend_as`.
     let stream = unsafe { Stream::borrow(place.gpu.device(), stream.cu_stream() as u64) };
-    let plan = place.plan(problem, &tensors, &stream)?;
+    let plan = place.plan(&call.problem, &tensors, &stream)?;
     Ok(lock(&plan).plan().clone())
 }
 
@@ -138,30 +150,10 @@ impl Place {
             strides: inputs.map(|tensor| tensor.strides),
             aligned: inputs.iter().all(|tensor| tensor.address.0.is_multiple_of(16)),
         };
-        let captured = stream.is_capturing().map_err(wrap)?;
-        let mut plans = lock(&self.plans);
-        if let Some(found) = plans.iter().position(|entry| entry.key == key) {
-            plans[..=found].rotate_right(1);
-            plans[0].captured |= captured;
-            return Ok(plans[0].plan.clone());
-        }
-        if captured {
-            candle_core::bail!(
-                "attention cannot be captured in a graph before it has run once with these \
-                 tensors: its kernel may have to be compiled"
-            );
-        }
-        let preference = Preference::from_environment();
-        let plan = AttentionPlan::new(&self.gpu, problem, tensors, &preference).map_err(wrap)?;
-        let plan = Arc::new(Mutex::new(plan));
-        if plans.len() >= KEPT
-            && let Some(last) = plans.iter().rposition(|entry| !entry.captured)
-        {
-            // Freeing its memory waits for the launches that read it.
-            plans.remove(last);
-        }
-        plans.insert(0, Entry { key, plan: plan.clone(), captured });
-        Ok(plan)
+        self.plans.get(key, stream, || {
+            let preference = Preference::from_environment();
+            AttentionPlan::new(&self.gpu, problem, tensors, &preference).map_err(wrap)
+        })
     }
 }
 
@@ -175,7 +167,7 @@ fn place(stream: &CudaStream) -> Result<Arc<Place>> {
         return Ok(place.clone());
     }
     let gpu = Gpu::open(ordinal as u32).map_err(wrap)?;
-    let place = Arc::new(Place { gpu, plans: Mutex::default() });
+    let place = Arc::new(Place { gpu, plans: Plans::new(), serving: Plans::new() });
     places.insert(ordinal, place.clone());
     Ok(place)
 }
@@ -183,9 +175,10 @@ fn place(stream: &CudaStream) -> Result<Arc<Place>> {
 /// Where a tensor is on the device, with the guard of its use on a stream.
 fn tensor<'a, T: CudaDType + 'a>(
     (storage, of): (&'a CudaStorage, &Layout),
+    layout: &flashcore::Layout,
     stream: &'a CudaStream,
 ) -> Result<(DeviceTensor, SyncOnDrop<'a>)> {
-    let strides = layout("tensor", of)?.strides();
+    let strides = layout.strides();
     let (address, guard) = storage.as_cuda_slice::<T>()?.device_ptr(stream);
     let address = DeviceAddress(address).offset((of.start_offset() * size_of::<T>()) as u64);
     Ok((DeviceTensor { address, strides }, guard))

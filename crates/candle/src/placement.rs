@@ -1,0 +1,227 @@
+//! Where the rows of sequences lie in a tensor, by lists that are tensors too.
+
+use candle_core::{DType, Device, Result, Tensor};
+use flashcore::Shape;
+use flashcore::serving::{self, Pages};
+
+use crate::arguments::refusal;
+use crate::wrap;
+
+/// How long each sequence is and where its rows are in a tensor.
+///
+/// | made by | where position `p` of sequence `i` is | the tensor |
+/// | --- | --- | --- |
+/// | [`padded`](Placement::padded) | batch entry `i`, row `p` | (sequences, room, heads, dim) |
+/// | [`entries`](Placement::entries) | batch entry `entries[i]`, row `p` | (entries, room, heads, dim) |
+/// | [`packed`](Placement::packed) | row `starts[i] + p` | (rows, heads, dim) |
+/// | [`paged`](Placement::paged) | page `table[i][p / size]`, row `p % size` | (pages, size, heads, dim) |
+///
+/// Lists are tensors of u32 or i32, without gaps, on the device of the tensors. On a GPU they are
+/// read when the kernel runs: the host waits for nothing, and a graph is right for whatever they
+/// hold when it is replayed. Numbers that lead outside a tensor are cut to it there; on the CPU they
+/// are an error.
+#[derive(Debug, Clone)]
+pub struct Placement {
+    pub(crate) storage: Storage,
+    pub(crate) lengths: Option<Tensor>,
+    pub(crate) left_padding: Option<Tensor>,
+}
+
+#[derive(Debug, Clone)]
+pub(crate) enum Storage {
+    Padded { entries: Option<Tensor> },
+    Packed { starts: Tensor, longest: usize },
+    Paged { table: Tensor },
+}
+
+impl Placement {
+    /// Sequence `i` is batch entry `i`, all of it.
+    pub fn padded() -> Self {
+        Storage::Padded { entries: None }.into()
+    }
+
+    /// Sequence `i` is batch entry `entries[i]`, all of it: the slots of a cache.
+    pub fn entries(entries: &Tensor) -> Self {
+        Storage::Padded { entries: Some(entries.clone()) }.into()
+    }
+
+    /// Sequence `i` is the rows from `starts[i]` to `starts[i + 1]`, cumulative lengths. None has
+    /// more than `longest` rows, which the host could not know without waiting.
+    pub fn packed(starts: &Tensor, longest: usize) -> Self {
+        Storage::Packed { starts: starts.clone(), longest }.into()
+    }
+
+    /// Sequence `i` is `lengths[i]` positions in the pages of row `i` of the block table,
+    /// (sequences, pages of one).
+    pub fn paged(lengths: &Tensor, table: &Tensor) -> Self {
+        Placement::from(Storage::Paged { table: table.clone() }).with_lengths(lengths)
+    }
+
+    /// Use only the first `lengths[i]` rows of a sequence's place.
+    pub fn with_lengths(self, lengths: &Tensor) -> Self {
+        Placement { lengths: Some(lengths.clone()), ..self }
+    }
+
+    /// The first `skipped[i]` rows of a sequence's place, which its length counts, are no part of
+    /// it. For keys.
+    pub fn with_left_padding(self, skipped: &Tensor) -> Self {
+        Placement { left_padding: Some(skipped.clone()), ..self }
+    }
+
+    pub(crate) fn is_packed(&self) -> bool {
+        matches!(self.storage, Storage::Packed { .. })
+    }
+
+    /// Whether a kernel can find queries by it.
+    pub(crate) fn serves_queries(&self) -> bool {
+        let storage =
+            matches!(self.storage, Storage::Padded { entries: None } | Storage::Packed { .. });
+        storage && self.left_padding.is_none()
+    }
+
+    /// The most rows that a sequence can have in a tensor.
+    pub(crate) fn longest(&self, tensor: Shape) -> usize {
+        match &self.storage {
+            Storage::Padded { .. } => tensor.length,
+            Storage::Packed { longest, .. } => (*longest).min(tensor.length),
+            Storage::Paged { table } => table.dims()[1].saturating_mul(tensor.length),
+        }
+    }
+
+    /// How many sequences there are in a tensor, if the lists go together.
+    pub(crate) fn sequences(&self, tensor: Shape, device: &Device) -> Result<usize> {
+        let count = match &self.storage {
+            Storage::Padded { entries: Some(entries) } => entries.elem_count(),
+            Storage::Padded { entries: None } => {
+                self.lengths.as_ref().map_or(tensor.batch, Tensor::elem_count)
+            }
+            Storage::Packed { starts, .. } => match starts.elem_count() {
+                0 => return Err(refusal("list of starts", "is empty", "at least one start")),
+                starts => starts - 1,
+            },
+            Storage::Paged { table } => match table.dims() {
+                [sequences, _] => *sequences,
+                dims => {
+                    let expected = "two dimensions: (sequences, pages of one)";
+                    return Err(refusal("block table", format!("has shape {dims:?}"), expected));
+                }
+            },
+        };
+        for (name, list, entries) in [
+            ("list of lengths", &self.lengths, count),
+            ("list of left padding", &self.left_padding, count),
+        ] {
+            if let Some(list) = list {
+                check_list(name, list, &[entries], device)?;
+            }
+        }
+        match &self.storage {
+            Storage::Padded { entries: Some(entries) } => {
+                check_list("list of batch entries", entries, &[count], device)?;
+            }
+            Storage::Padded { entries: None } if count > tensor.batch => {
+                let expected = format!("{} at most, one for each batch entry", tensor.batch);
+                return Err(refusal("list of lengths", format!("has {count} entries"), expected));
+            }
+            Storage::Padded { .. } => {}
+            Storage::Packed { starts, .. } => {
+                check_list("list of starts", starts, &[count + 1], device)?;
+            }
+            Storage::Paged { table } => {
+                check_list("block table", table, &[count, table.dims()[1]], device)?;
+            }
+        }
+        Ok(count)
+    }
+
+    /// The placement with its lists read, which are on the host, if they fit a tensor.
+    pub(crate) fn read(&self, count: usize, tensor: Shape) -> Result<serving::Placement> {
+        let placement = match &self.storage {
+            Storage::Padded { entries } => {
+                let lengths = vec![tensor.length; count];
+                match entries {
+                    Some(entries) => serving::Placement::entries(lengths, numbers(entries)?),
+                    None => serving::Placement::padded(lengths),
+                }
+            }
+            Storage::Packed { starts, .. } => serving::Placement::packed(numbers(starts)?),
+            Storage::Paged { table } => {
+                let columns = table.dims()[1];
+                let table = numbers(table)?.into_iter().map(|page| page as u32).collect();
+                let pages = Pages::new(tensor.length, columns, table).map_err(wrap)?;
+                serving::Placement::paged(vec![0; count], pages)
+            }
+        };
+        let placement = match &self.lengths {
+            Some(lengths) => placement.with_lengths(numbers(lengths)?),
+            None => placement,
+        };
+        let placement = match &self.left_padding {
+            Some(skipped) => placement.with_left_padding(numbers(skipped)?),
+            None => placement,
+        };
+        placement.validate().map_err(wrap)?;
+        placement.fits(tensor).map_err(wrap)?;
+        if let Storage::Packed { longest, .. } = self.storage
+            && placement.longest() > longest
+        {
+            let given = format!("has a sequence of {} rows", placement.longest());
+            return Err(refusal("list of starts", given, format!("{longest} at most, as given")));
+        }
+        Ok(placement)
+    }
+}
+
+impl From<Storage> for Placement {
+    fn from(storage: Storage) -> Self {
+        Placement { storage, lengths: None, left_padding: None }
+    }
+}
+
+/// Refuse a list that the kernels could not read.
+pub(crate) fn check_list(
+    name: &str,
+    list: &Tensor,
+    shape: &[usize],
+    device: &Device,
+) -> Result<()> {
+    if !matches!(list.dtype(), DType::U32 | DType::I32) {
+        return Err(refusal(name, format!("has dtype {:?}", list.dtype()), "U32 or I32"));
+    }
+    check_place(name, list, shape, device)
+}
+
+/// Refuse a tensor of another shape, with gaps, or on another device.
+pub(crate) fn check_place(
+    name: &str,
+    tensor: &Tensor,
+    shape: &[usize],
+    device: &Device,
+) -> Result<()> {
+    if tensor.dims() != shape {
+        let given = format!("has shape {:?}", tensor.dims());
+        return Err(refusal(name, given, format!("{shape:?}")));
+    }
+    if !tensor.is_contiguous() {
+        let expected = "no gaps: call `contiguous` on it";
+        return Err(refusal(name, format!("has strides {:?}", tensor.stride()), expected));
+    }
+    let (given, expected) = (tensor.device().location(), device.location());
+    if given != expected {
+        return Err(refusal(name, format!("is on {given:?}"), format!("{expected:?}")));
+    }
+    Ok(())
+}
+
+/// The numbers of a list that is on the host.
+fn numbers(list: &Tensor) -> Result<Vec<usize>> {
+    let list = list.flatten_all()?;
+    if list.dtype() == DType::U32 {
+        return Ok(list.to_vec1::<u32>()?.into_iter().map(|number| number as usize).collect());
+    }
+    let checked = |number: i32| {
+        usize::try_from(number)
+            .map_err(|_| refusal("list", format!("has {number}"), "no negative number"))
+    };
+    list.to_vec1::<i32>()?.into_iter().map(checked).collect()
+}
