@@ -62,16 +62,18 @@ mod cuda;
 mod merge;
 mod operation;
 mod placement;
+mod rotary;
 mod sequences;
 
 use candle_core::op::BackpropOp;
 use candle_core::{Result, Storage, Tensor};
 
-pub use append::{Rotary, append};
+pub use append::append;
 pub use candle_flash_attn::flash_attn;
 pub use flashcore::{Mask, Plan};
 pub use merge::merge;
 pub use placement::Placement;
+pub use rotary::Rotary;
 pub use sequences::Sequences;
 
 use crate::arguments::Call;

@@ -4,8 +4,8 @@
 use candle_core::{DType, Device, Result, Tensor};
 use flashcore_candle::candle_flash_attn::{flash_attn_alibi, flash_attn_varlen_paged_windowed};
 use flashcore_candle::{
-    Attention, Mask, Options, Placement, Sequences, attend, attend_sequences, flash_attn, merge,
-    plan,
+    Attention, Mask, Options, Placement, Rotary, Sequences, append, attend, attend_sequences,
+    flash_attn, merge, plan,
 };
 
 /// The GPU, or a word on why not.
@@ -201,6 +201,50 @@ fn slopes_and_pages_are_served() -> Result<()> {
     for (found, expected) in call(&gpu)?.iter().zip(&call(&Device::Cpu)?) {
         let error = distance(found, expected)?;
         assert!(error < 4e-2, "off by {error}");
+    }
+    Ok(())
+}
+
+/// New tokens into pages, into batch entries, and into a cache of keys and values in one tensor.
+#[test]
+fn new_keys_are_written_as_on_the_cpu() -> Result<()> {
+    let Some(gpu) = gpu() else { return Ok(()) };
+    let angles = Tensor::rand(0f32, 6., (64, 32), &Device::Cpu)?;
+    let (cosines, sines) = (angles.cos()?, angles.sin()?);
+    for (dtype, interleaved) in [(DType::F16, true), (DType::BF16, false)] {
+        let both = random(dtype, [9, 2, 16, 2, 64])?;
+        let new = random(dtype, [2, 6, 2, 64])?;
+        let [cosines, sines] =
+            [&cosines, &sines].map(|table| table.to_dtype(dtype).expect("a table"));
+        let write = |device: &Device| {
+            // On a device of its own, since it is written to.
+            let there = |tensor: &Tensor| tensor.copy()?.to_device(device);
+            let both = there(&both)?;
+            let caches = (both.get_on_dim(1, 0)?, both.get_on_dim(1, 1)?);
+            let other = (there(&caches.0.contiguous()?)?, there(&caches.1.contiguous()?)?);
+            let new = (there(&new.get(0)?)?, there(&new.get(1)?)?);
+            let list = |numbers: &[u32]| Tensor::new(numbers, device);
+            let table = Tensor::new(&[[7u32, 0], [3, 1], [5, 4]], device)?;
+            let pages = Placement::paged(&list(&[6, 0, 29])?, &table);
+            let entries = Placement::entries(&list(&[4, 8, 2])?).with_lengths(&list(&[6, 0, 12])?);
+            let packed = Placement::packed(&list(&[0, 3, 5, 6])?, 3);
+            let rotary = Rotary { cosines: there(&cosines)?, sines: there(&sines)?, interleaved };
+            let lengths = [
+                append((&caches.0, &caches.1), &pages, (&new.0, &new.1), &packed, Some(&rotary))?,
+                append((&other.0, &other.1), &entries, (&new.0, &new.1), &packed, None)?,
+            ];
+            Ok::<_, candle_core::Error>((lengths, [both, other.0, other.1]))
+        };
+        let (lengths, expected) = write(&Device::Cpu)?;
+        let (found_lengths, found) = write(&gpu)?;
+        for (found, expected) in found_lengths.iter().zip(&lengths) {
+            assert_eq!(found.to_vec1::<u32>()?, expected.to_vec1::<u32>()?);
+        }
+        // Turned keys are rounded once; the others are copied.
+        assert!(distance(&found[0], &expected[0])? < 4e-2);
+        assert_eq!(distance(&found[1], &expected[1])?, 0.);
+        assert_eq!(distance(&found[2], &expected[2])?, 0.);
+        assert!(distance(&expected[0], &both)? > 0.5);
     }
     Ok(())
 }

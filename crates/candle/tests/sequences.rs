@@ -309,11 +309,11 @@ fn new_keys_are_written_behind_the_old() -> Result<()> {
     let place = Placement::paged(&list(&[6, 0, 8])?, &table);
     let (positions, pairs) = (16, 8);
     let angles = Tensor::rand(0f32, 6., (positions, pairs), &Device::Cpu)?;
-    let (cosines, sines) = (angles.cos()?, angles.sin()?);
-    let numbers = |tensor: &Tensor| tensor.flatten_all()?.to_vec1::<f32>();
+    let numbers = |tensor: &Tensor| tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
     for (dtype, interleaved) in
         [(DType::F32, None), (DType::BF16, Some(false)), (DType::F16, Some(true))]
     {
+        let (cosines, sines) = (angles.cos()?.to_dtype(dtype)?, angles.sin()?.to_dtype(dtype)?);
         // A view, as if keys and values were one tensor.
         let both = random(dtype, &[9, 2, 8, KV_HEADS, DIM])?;
         let caches = [both.narrow(1, 0, 1)?.squeeze(1)?, both.narrow(1, 1, 1)?.squeeze(1)?];
@@ -340,7 +340,9 @@ fn new_keys_are_written_behind_the_old() -> Result<()> {
             sines: sines.clone(),
             interleaved,
         });
-        append((&caches[0], &caches[1]), &place, (&new[0], &new[1]), &added, rotary.as_ref())?;
+        let both_caches = (&caches[0], &caches[1]);
+        let grown = append(both_caches, &place, (&new[0], &new[1]), &added, rotary.as_ref())?;
+        assert_eq!(grown.to_vec1::<u32>()?, [9, 2, 9]);
         assert_eq!(ours(&caches[0]).to_f32(), key.to_f32());
         assert_eq!(ours(&caches[1]).to_f32(), value.to_f32());
     }
@@ -348,6 +350,12 @@ fn new_keys_are_written_behind_the_old() -> Result<()> {
     let long = random(DType::F32, &[3, 9, KV_HEADS, DIM])?;
     let full = append((&cache, &cache), &place, (&long, &long), &Placement::padded(), None);
     assert_eq!(refusal(full), "sequence 2 has 17 positions, and there is room for 16");
+    let without = append((&cache, &cache), &Placement::padded(), (&long, &long), &place, None);
+    assert_eq!(
+        refusal(without),
+        "attention: the placement of the cache has no room, expected pages, \
+         or a list of lengths"
+    );
     let other = long.to_dtype(DType::F16)?;
     let mixed = append((&cache, &cache), &place, (&long, &other), &Placement::padded(), None);
     assert_eq!(

@@ -2,10 +2,14 @@
 //!
 //! | file | its subject |
 //! | --- | --- |
+//! | `append` | new keys and values into a cache |
+//! | `lists` | lists of numbers that are tensors |
 //! | `plans` | what is kept from call to call |
 //! | `serving` | sequences of unequal lengths, slopes and sinks |
 //! | this one | plain attention, and what both need |
 
+pub(crate) mod append;
+mod lists;
 mod plans;
 mod serving;
 
@@ -19,7 +23,8 @@ use candle_core::cuda_backend::cudarc::driver::{
 };
 use candle_core::{CudaStorage, Layout, Result, Storage, Tensor};
 use flashcore::gpu::{
-    AttentionPlan, DeviceAddress, DeviceTensor, ForwardTensors, Gpu, ServingPlan, Stream,
+    AppendPlan, AppendSize, AttentionPlan, DeviceAddress, DeviceTensor, ForwardTensors, Gpu,
+    ServingPlan, Stream,
 };
 use flashcore::{DType, Plan, Preference, Problem, Shape, Strides};
 use half::{bf16, f16};
@@ -33,6 +38,7 @@ struct Place {
     gpu: Gpu,
     plans: Plans<Key, AttentionPlan>,
     serving: Plans<serving::Key, ServingPlan>,
+    appending: Plans<AppendSize, AppendPlan>,
 }
 
 /// What the choice of a kernel depends on.
@@ -167,7 +173,12 @@ fn place(stream: &CudaStream) -> Result<Arc<Place>> {
         return Ok(place.clone());
     }
     let gpu = Gpu::open(ordinal as u32).map_err(wrap)?;
-    let place = Arc::new(Place { gpu, plans: Plans::new(), serving: Plans::new() });
+    let place = Arc::new(Place {
+        gpu,
+        plans: Plans::new(),
+        serving: Plans::new(),
+        appending: Plans::new(),
+    });
     places.insert(ordinal, place.clone());
     Ok(place)
 }

@@ -40,7 +40,7 @@ impl Rotary<'_> {
     }
 
     /// Refuse what is no embedding of keys of this width up to a position.
-    fn validate(&self, head_dim: usize, positions: usize) -> Result<(), ServingError> {
+    pub fn validate(&self, head_dim: usize, positions: usize) -> Result<(), ServingError> {
         let Rotary { dim, cosines, sines, .. } = *self;
         if dim == 0 || !dim.is_multiple_of(2) || dim > head_dim {
             return Err(ServingError::RotaryDim { given: dim, head_dim });
