@@ -8,18 +8,11 @@ use flashcore::gpu::{DecodePlan, DeviceTensor, Gpu, GpuError, ServingSize, Servi
 use flashcore::reference::{self, Rows};
 use flashcore::serving::{Pages, Placement, Sequences};
 use flashcore::{
-    Backend, DType, GpuBackend, Inputs, Layout, Mask, Output, Problem, Progress, Shape, Tensor,
+    Backend, DType, GpuBackend, Inputs, Layout, Mask, Output, Problem, Shape, Tensor,
     compare_sequences,
 };
 
-use device::gpu;
-
-struct Silent;
-
-impl Progress for Silent {
-    fn begin(&self, _: u64) {}
-    fn advance(&self, _: u64) {}
-}
+use device::{Silent, gpu};
 
 #[test]
 fn decode_is_right_about_random_sequences() {
@@ -156,22 +149,9 @@ fn a_graph_is_right_for_growing_lengths() {
         let rows = Rows::of(&sequences);
         let reference = reference::attention_of_sequences(&sequences, inputs, &rows).unwrap();
         let baseline = reference::baseline_of_sequences(&sequences, inputs, &rows).unwrap();
-        let result = Output { output, lse, report: report() };
+        let result = Output { output, lse, report: device::report("decode") };
         let verdict = compare_sequences(&sequences, &result, &reference, &baseline).unwrap();
         assert!(verdict.passed, "{lengths:?}: {verdict}");
-    }
-}
-
-fn report() -> flashcore::backend::Report {
-    flashcore::backend::Report {
-        backend: "gpu",
-        kernel: "decode".to_owned(),
-        configuration: None,
-        reason: String::new(),
-        kernel_time: Default::default(),
-        first_result_time: Default::default(),
-        total_time: Default::default(),
-        notes: Vec::new(),
     }
 }
 

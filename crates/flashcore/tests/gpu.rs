@@ -11,21 +11,14 @@ use flashcore::gpu::{
     DeviceTensor, ForwardPlan, ForwardTensors, Gpu, GpuError, MmaPlan, Policy, Stream,
 };
 use flashcore::{
-    Backend, DType, GpuBackend, InputTensors, Machine, Mask, Preference, Problem, Progress,
-    RunOptions, Strides, Tensor,
+    Backend, DType, GpuBackend, InputTensors, Machine, Mask, Preference, Problem, RunOptions,
+    Strides, Tensor,
 };
 use kernels::forward::Form;
 use kernels::{Ceiling, Forward};
 use ptx::Capability;
 
-use device::{gpu, hopper};
-
-struct Silent;
-
-impl Progress for Silent {
-    fn begin(&self, _: u64) {}
-    fn advance(&self, _: u64) {}
-}
+use device::{Silent, gpu, hopper};
 
 /// Every case that a kernel accepts must pass; how many there are.
 fn check_all(backend: &GpuBackend, kernel: &str, cases: &[check::Case]) -> usize {

@@ -1,6 +1,9 @@
-//! The GPU that a test runs on, if there is one.
+//! The GPU that a test runs on, if there is one, and what tests on it have in common.
+#![allow(dead_code)] // no test needs all of it
 
 use cuda::{Cache, Error};
+use flashcore::Progress;
+use flashcore::backend::Report;
 use flashcore::gpu::{Gpu, GpuError};
 use ptx::Target;
 
@@ -19,7 +22,6 @@ pub(crate) fn gpu() -> Option<Gpu> {
 }
 
 /// The GPU, if it is one with `wgmma`.
-#[allow(dead_code)] // not every test that has a GPU asks for this one
 pub(crate) fn hopper() -> Option<Gpu> {
     let gpu = gpu()?;
     let fits = gpu.target() == Target::SM_90A;
@@ -27,4 +29,26 @@ pub(crate) fn hopper() -> Option<Gpu> {
         eprintln!("skipped: {} has no wgmma", gpu.info().name);
     }
     fits.then_some(gpu)
+}
+
+/// Nobody looks on.
+pub(crate) struct Silent;
+
+impl Progress for Silent {
+    fn begin(&self, _: u64) {}
+    fn advance(&self, _: u64) {}
+}
+
+/// The report of a kernel that a test launched itself.
+pub(crate) fn report(kernel: &str) -> Report {
+    Report {
+        backend: "gpu",
+        kernel: kernel.to_owned(),
+        configuration: None,
+        reason: String::new(),
+        kernel_time: Default::default(),
+        first_result_time: Default::default(),
+        total_time: Default::default(),
+        notes: Vec::new(),
+    }
 }

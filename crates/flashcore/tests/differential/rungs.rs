@@ -1,12 +1,13 @@
 //! Every rung: scalar attention, one `wgmma`, products, the ceiling loop, forward attention,
-//! attention with `mma.sync`, decode.
+//! attention with `mma.sync`, decode, prefill.
 
 use flashcore::gpu::Gpu;
+use kernels::forward::every_prefill;
 use kernels::product::{Contiguous, Source};
-use kernels::{Ceiling, Product, Scalar, Shipped, Single, decode as decoding, shipped};
+use kernels::{Ceiling, Product, Scalar, Sequencer, Shipped, Single, decode as decoding, shipped};
 use ptx::{Capability, Element, Swizzle, Target};
 use rayon::prelude::*;
-use sim::scene::{AttentionSize, DecodeSize, Expected, Scene, decode};
+use sim::scene::{AttentionSize, DecodeSize, Expected, RaggedSize, Scene, decode};
 
 use crate::{gpu, hopper, on_gpu, simulated};
 
@@ -262,4 +263,21 @@ fn decode_attention() {
         }
     }
     each_agrees(&gpu, scenes, |element, result| Bound::fused(result, element));
+}
+
+/// Ragged batches, their tiles claimed in whatever order, and the order itself.
+#[test]
+fn prefill_attention() {
+    let Some(gpu) = hopper() else { return };
+    let mut scenes = Vec::new();
+    for prefill in every_prefill() {
+        let small = DecodeSize::small_prefill(&prefill);
+        let window = DecodeSize { heads: 4, key_heads: 2, window: (40, 3), ..small.clone() };
+        for size in [small, window] {
+            scenes.push((prefill.tile.element, Scene::prefill(prefill, &size).unwrap()));
+        }
+    }
+    each_agrees(&gpu, scenes, |element, result| Bound::fused(result, element));
+    let sequencer = Scene::sequencer(Sequencer { target: gpu.target() }, &RaggedSize::small());
+    all_agree(&gpu, vec![sequencer.unwrap()], |_| Bound { share: 0.0, units: 0.0 });
 }
