@@ -5,7 +5,7 @@ use std::thread::JoinHandle;
 
 use cuda::{
     Arguments, Cache, Cubin, Device, Function, FunctionAttributes, Launch, Module,
-    OptimizationLevel, Parameter, RelaxedCapture, Stream,
+    OptimizationLevel, Parameter, RelaxedCapture, Stream, Unfinished,
 };
 use ptx::{ParameterKind, Program, Type};
 
@@ -105,15 +105,10 @@ impl Kernel {
         let kernel = Arc::new(Kernel::new(&full));
         let beside = {
             let (device, cache, kernel) = (device.clone(), cache.clone(), kernel.clone());
+            let unfinished = Unfinished::begin();
             std::thread::spawn(move || {
-                // Loading the module must not break a capture that is under way elsewhere.
-                let _relaxed = RelaxedCapture::begin();
-                // If it does not compile, the compact form stays, and the next process tries again.
-                let compiled = full.compile(&device, &cache);
-                let loaded = compiled.and_then(|cubin| Binary::load(&device, &full, &cubin, false));
-                if let Ok(binary) = loaded {
-                    kernel.full.get_or_init(|| binary);
-                }
+                kernel.complete(device, cache, full);
+                drop(unfinished);
             })
         };
         let compiled = compact.compile(device, cache);
@@ -122,7 +117,21 @@ impl Kernel {
             kernel.compact.get_or_init(|| binary);
             kernel
         });
+        // Whoever keeps the GPU in a static never drops it, and does not wait by that.
+        Unfinished::finish_before_exit();
         (kernel, beside)
+    }
+
+    /// Compiles the full form.
+    fn complete(self: Arc<Self>, device: Device, cache: Cache, full: Source) {
+        // Loading the module must not break a capture that is under way elsewhere.
+        let _relaxed = RelaxedCapture::begin();
+        // If it does not compile, the compact form stays, and the next process tries again.
+        let compiled = full.compile(&device, &cache);
+        let loaded = compiled.and_then(|cubin| Binary::load(&device, &full, &cubin, false));
+        if let Ok(binary) = loaded {
+            self.full.get_or_init(|| binary);
+        }
     }
 
     /// The best binary so far.
