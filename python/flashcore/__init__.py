@@ -15,21 +15,31 @@ import atexit as _atexit
 from typing import Any, Sequence
 
 from . import _arrays
+from ._arguments import refusal as _refusal
+from ._arguments import refuse as _refuse
 from ._flashcore import attend_torch as _attend_torch
 from ._flashcore import finish_compiling as _finish_compiling
 from ._flashcore import info as _info
-
-try:
-    from . import _torch
-except ModuleNotFoundError as error:
-    if error.name != "torch":
-        raise
-    _torch = None  # type: ignore[assignment]
+from ._serving import _torch
+from ._serving import attend as _attend_sequences
+from ._serving import (
+    flash_attn_combine,
+    flash_attn_merge,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    get_scheduler_metadata,
+)
+from ._serving import is_compiling as _is_compiling
 
 __all__ = [
+    "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
+    "flash_attn_merge",
     "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
     "info",
     "scaled_dot_product_attention",
 ]
@@ -37,13 +47,6 @@ __all__ = [
 __version__: str = _info()["version"]
 
 _atexit.register(_finish_compiling)
-
-
-def _never() -> bool:
-    return False
-
-
-_is_compiling = _never if _torch is None else _torch.is_compiling
 
 
 def _attend(q: Any, k: Any, v: Any, scale: float | None, causal: bool, lse: bool, pytorch: bool) -> Any:
@@ -55,10 +58,6 @@ def _attend(q: Any, k: Any, v: Any, scale: float | None, causal: bool, lse: bool
     if result is NotImplemented:
         return _torch.attend(q, k, v, scale, causal, lse, pytorch)
     return result
-
-
-def _refuse(name: str, value: object, default: object) -> NotImplementedError:
-    return NotImplementedError(f"{name}={value!r} is not supported yet, expected {default!r}")
 
 
 def flash_attn_func(
@@ -82,6 +81,7 @@ def flash_attn_func(
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
+    s_aux: Any = None,
 ) -> Any:
     """``softmax(softmax_scale * q @ k^T + mask) @ v`` for every batch entry and head.
 
@@ -96,25 +96,24 @@ def flash_attn_func(
         softmax_scale: ``1 / sqrt(head dim)`` unless given.
         causal: The last query sees every key, the one before all but the last, and so on, whatever
             the lengths. A query that sees no key gets zeros.
+        window_size: A query sees so many keys before and after its own, where its own is that of
+            the causal mask; all of them where negative.
+        softcap: Scores ``s`` become ``softcap * tanh(s / softcap)``, unless it is 0.
+        alibi_slopes: (heads,) or (batch, heads) in float32: scores fall by the slope for each
+            position between query and key.
         deterministic: Always so; bitwise equal from call to call.
         return_attn_probs: Return ``(out, softmax_lse, None)``; the probabilities themselves are
             never made.
+        s_aux: (heads,) in float32: a sink for each head, one more score without a value.
 
     Returns:
         (batch, queries, heads, value head dim) in the element type of ``q``; with
         ``return_attn_probs`` also the log-sum-exp of each row of scaled scores, (batch, heads,
         queries) in float32, and None.
     """
-    if dropout_p:
-        raise _refuse("dropout_p", dropout_p, 0.0)
-    if window_size != (-1, -1) and tuple(window_size) != (-1, -1):
-        raise _refuse("window_size", window_size, (-1, -1))
-    if softcap:
-        raise _refuse("softcap", softcap, 0.0)
-    if alibi_slopes is not None:
-        raise _refuse("alibi_slopes", "a tensor", None)
     if (
-        qv is not None
+        dropout_p
+        or qv is not None
         or q_descale is not None
         or k_descale is not None
         or v_descale is not None
@@ -123,7 +122,8 @@ def flash_attn_func(
         or pack_gqa is not None
         or sm_margin
     ):
-        _refuse_of_three(
+        _refuse(
+            dropout_p=dropout_p,
             qv=qv,
             q_descale=q_descale,
             k_descale=k_descale,
@@ -133,20 +133,19 @@ def flash_attn_func(
             pack_gqa=pack_gqa,
             sm_margin=sm_margin,
         )
-    result = _attend(q, k, v, softmax_scale, causal, return_attn_probs, False)
+    left, right = window_size
+    if left < 0 and right == 0:
+        causal, right = True, -1
+    if left >= 0 or (right >= 0 and not causal) or softcap or alibi_slopes is not None or s_aux is not None:
+        result = _attend_sequences(
+            (q, k, v, None, None, None, None, None, None, None, alibi_slopes, s_aux),
+            (None, None, softmax_scale, causal, left, right, softcap),
+            "flash_attn_func",
+            return_attn_probs,
+        )
+    else:
+        result = _attend(q, k, v, softmax_scale, causal, return_attn_probs, False)
     return (*result, None) if return_attn_probs else result
-
-
-def _refuse_of_three(**arguments: object) -> None:
-    """Refuses the first argument of FlashAttention-3's that is not at its default."""
-    defaults: dict[str, object] = {"attention_chunk": 0, "num_splits": 1, "sm_margin": 0}
-    for name, value in arguments.items():
-        default = defaults.get(name)
-        if value is None and default is None:
-            continue
-        if default is None or value != default:
-            shown = value if isinstance(value, (bool, int, float)) else "a tensor"
-            raise _refuse(name, shown, default)
 
 
 def flash_attn_qkvpacked_func(
@@ -235,9 +234,9 @@ def scaled_dot_product_attention(
     queries than keys are refused.
     """
     if attn_mask is not None:
-        raise _refuse("attn_mask", "a tensor", None)
+        raise _refusal("attn_mask", "a tensor", None)
     if dropout_p:
-        raise _refuse("dropout_p", dropout_p, 0.0)
+        raise _refusal("dropout_p", dropout_p, 0.0)
     if not enable_gqa and len(query.shape) == len(key.shape) == 4 and query.shape[1] != key.shape[1]:
         raise ValueError(
             f"key has {key.shape[1]} heads, expected the {query.shape[1]} of query unless "

@@ -3,39 +3,105 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Callable
 
-from ._flashcore import attend_arrays
+from . import _flashcore
 
 
 def attend(q: Any, k: Any, v: Any, scale: float | None, causal: bool, lse: bool, pytorch: bool) -> Any:
     """Output, or output and log-sum-exps, of the kind that ``q`` is."""
-    take = _importer(q)
-    element = _bfloat16(q)
-    if element is not None:
-        # NumPy does not export bf16, and does not mind bits.
-        import numpy
-
-        q, k, v = (array.view(numpy.uint16) if array.dtype == element else array for array in (q, k, v))
-        output, sums = attend_arrays(q, k, v, scale, causal, pytorch, True)
-        output, sums = take(output).view(element), take(sums)
-    else:
-        output, sums = (take(array) for array in attend_arrays(q, k, v, scale, causal, pytorch, False))
+    exchange = _Exchange(q)
+    q, k, v = exchange.give((q, k, v))
+    results = _flashcore.attend_arrays(q, k, v, scale, causal, pytorch, exchange.element is not None)
+    output, sums = (exchange.take(array) for array in results)
     return (output, sums) if lse else output
 
 
-def _importer(array: Any) -> Any:
-    """The function that takes a DLPack tensor over into the library of an array."""
+def attend_sequences(tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool) -> Any:
+    """As :func:`attend`, over sequences."""
+    exchange = _Exchange(tensors[0])
+    given = exchange.give(tensors)
+    result = _flashcore.attend_sequences(given, numbers, function, lse, exchange.entrance())
+    if not lse:
+        return exchange.take(result)
+    output, sums = result
+    return exchange.take(output), exchange.take(sums)
+
+
+def append(tensors: tuple[Any, ...], flags: tuple[bool, bool], most: int | None) -> Any:
+    """Writes new keys and values into arrays, in place."""
+    for name, cache in zip(("k_cache", "v_cache"), tensors):
+        if _library(cache) in ("jax", "jaxlib"):
+            raise TypeError(f"{name} is a {type(cache)}, which cannot be written, expected k=None")
+    exchange = _Exchange(tensors[0])
+    turned, lengths = _flashcore.append(exchange.give(tensors), flags, most, exchange.entrance())
+    return None if turned is None else exchange.take(turned), exchange.take(lengths)
+
+
+def combine(tensors: tuple[Any, ...], name: str | None, dtype: Any) -> Any:
+    """Parts put together."""
+    exchange = _Exchange(tensors[0])
+    out = tensors[2]
+    if exchange.numpy and (name == "bfloat16" or (out is not None and _is_bfloat16(out))):
+        exchange.element = dtype if out is None else out.dtype
+    output, sums = _flashcore.combine(exchange.give(tensors), name, exchange.entrance())
+    return exchange.take(output) if out is None else out, exchange.take(sums)
+
+
+def merge(tensors: tuple[Any, ...]) -> Any:
+    """Two answers put together."""
+    exchange = _Exchange(tensors[0])
+    output, sums = _flashcore.merge(exchange.give(tensors), exchange.entrance())
+    return exchange.take(output), exchange.take(sums)
+
+
+def full(count: int, value: int, like: Any) -> Any:
+    """A list of one number."""
+    namespace = _namespace(like)
+    if not hasattr(namespace, "full"):
+        raise TypeError(f"{type(like)} has no function `full`, expected a list instead of a number")
+    return namespace.full((count,), value, dtype=namespace.int32)
+
+
+class _Exchange:
+    """How arrays go to and fro, after the first of them."""
+
+    def __init__(self, first: Any) -> None:
+        self.numpy = _library(first) == "numpy"
+        # A library that cannot take results over gets what speaks DLPack.
+        self._import: Callable[[Any], Any] = getattr(_namespace(first), "from_dlpack", lambda result: result)
+        # NumPy's name for bf16, which the package ml_dtypes gives it, if that is what the elements
+        # are: NumPy does not export it, and does not mind bits.
+        self.element = first.dtype if self.numpy and _is_bfloat16(first) else None
+
+    def entrance(self) -> str:
+        return "arrays" if self.element is None else "words"
+
+    def give(self, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+        if self.element is None:
+            return arrays
+        import numpy
+
+        return tuple(
+            array.view(numpy.uint16) if array is not None and _is_bfloat16(array) else array for array in arrays
+        )
+
+    def take(self, result: Any) -> Any:
+        array = self._import(result)
+        if self.element is not None and array.dtype.name == "uint16":
+            return array.view(self.element)
+        return array
+
+
+def _library(array: Any) -> str:
+    return type(array).__module__.partition(".")[0]
+
+
+def _namespace(array: Any) -> Any:
     if hasattr(array, "__array_namespace__"):
-        namespace = array.__array_namespace__()
-    else:
-        namespace = sys.modules[type(array).__module__.partition(".")[0]]
-    # A library that cannot take it over gets what speaks DLPack.
-    return getattr(namespace, "from_dlpack", lambda result: result)
+        return array.__array_namespace__()
+    return sys.modules[_library(array)]
 
 
-def _bfloat16(array: Any) -> Any:
-    """NumPy's name for bf16, which the package ml_dtypes gives it, if that is what the elements are."""
-    if type(array).__module__.partition(".")[0] != "numpy":
-        return None
-    return array.dtype if array.dtype.name == "bfloat16" else None
+def _is_bfloat16(array: Any) -> bool:
+    return getattr(getattr(array, "dtype", None), "name", None) == "bfloat16"

@@ -1,7 +1,19 @@
 from types import NotImplementedType
 from typing import Any, final
 
-__all__ = ["Array", "adopt_torch", "attend_arrays", "attend_dispatched", "attend_torch", "finish_compiling", "info"]
+__all__ = [
+    "Array",
+    "adopt_torch",
+    "append",
+    "attend_arrays",
+    "attend_dispatched",
+    "attend_sequences",
+    "attend_torch",
+    "combine",
+    "finish_compiling",
+    "info",
+    "merge",
+]
 
 @final
 class Array:
@@ -25,5 +37,15 @@ def attend_dispatched(
 def attend_arrays(
     q: Any, k: Any, v: Any, scale: float | None, causal: bool, pytorch: bool, words: bool, /
 ) -> tuple[Array, Array]: ...
+def attend_sequences(
+    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, entrance: str, /
+) -> Any | NotImplementedType | None: ...
+def append(
+    tensors: tuple[Any, ...], flags: tuple[bool, bool], max_seqlen_q: int | None, entrance: str, /
+) -> Any | NotImplementedType | None: ...
+def combine(
+    tensors: tuple[Any, ...], dtype: str | None, entrance: str, /
+) -> Any | NotImplementedType | None: ...
+def merge(tensors: tuple[Any, ...], entrance: str, /) -> Any | NotImplementedType | None: ...
 def finish_compiling() -> None: ...
 def info() -> dict[str, Any]: ...

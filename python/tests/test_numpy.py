@@ -147,9 +147,6 @@ GOOD = random(1, 16, 2, 32)
     "name, value",
     [
         ("dropout_p", 0.1),
-        ("window_size", (128, 0)),
-        ("softcap", 30.0),
-        ("alibi_slopes", np.ones(2, np.float32)),
         ("qv", GOOD),
         ("q_descale", np.ones(1)),
         ("k_descale", np.ones(1)),

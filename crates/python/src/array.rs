@@ -12,7 +12,7 @@ use crate::dlpack::{self, Export};
 use crate::gpu::{self, Key};
 use crate::info::{self, Last};
 use crate::torch;
-use crate::view::{Place, Request};
+use crate::view::{Element, Place, Request, View};
 use crate::{cpu, error};
 
 /// A result that a library takes over through DLPack.
@@ -20,7 +20,7 @@ use crate::{cpu, error};
 pub(crate) struct Array {
     memory: Arc<Memory>,
     sizes: Vec<i64>,
-    dtype: DType,
+    element: Element,
     /// bf16 goes out as 16-bit integers.
     words: bool,
     place: Place,
@@ -49,6 +49,24 @@ impl Memory {
             Memory::Host(words) => words.as_ptr() as u64,
             Memory::Device(buffer) => buffer.address().0,
         }
+    }
+}
+
+impl Array {
+    /// Memory for a result without gaps.
+    pub(crate) fn new(
+        place: Place,
+        sizes: Vec<i64>,
+        element: Element,
+        words: bool,
+    ) -> PyResult<Array> {
+        let elements: i64 = sizes.iter().product();
+        let memory = Memory::new(place, elements as u64 * element.bytes())?;
+        Ok(Array { memory, sizes, element, words, place })
+    }
+
+    pub(crate) fn address(&self) -> u64 {
+        self.memory.address()
     }
 }
 
@@ -82,7 +100,7 @@ impl Array {
             address: self.memory.address(),
             sizes: self.sizes.clone(),
             device: dlpack::Device { kind, ordinal },
-            dtype: self.dtype,
+            element: self.element,
             words: self.words,
             owner: self.memory.clone(),
         };
@@ -120,16 +138,14 @@ pub(crate) fn attend<'py>(
         let device = gpu::device(ordinal).map_err(error::library)?;
         Ok(device.gpu.stream().handle() as i64)
     };
-    let borrow = |at: usize| dlpack::borrow(tensors[at], request.convention, at, stream, words);
+    let names = request.convention.names();
+    let borrow = |at: usize| dlpack::borrow(tensors[at], names[at], stream, words);
     let lent = [borrow(0)?, borrow(1)?, borrow(2)?];
-    let views = lent.each_ref().map(|lent| lent.view);
+    let view = |at: usize| View::new(&lent[at].memory, request.convention, at);
+    let views = [view(0)?, view(1)?, view(2)?];
     let key = Key::new(&views, request.scale, request.causal, request.convention);
     let place = views[0].form.place;
-    let array = |sizes: Vec<i64>, dtype: DType| -> PyResult<Array> {
-        let elements: i64 = sizes.iter().product();
-        let memory = Memory::new(place, elements as u64 * dtype.bytes() as u64)?;
-        Ok(Array { memory, sizes, dtype, words, place })
-    };
+    let array = |sizes, dtype| Array::new(place, sizes, Element::Float(dtype), words);
     let results = |form: &crate::view::Form| -> PyResult<(Array, Array)> {
         let [batch, length, heads, _] = form.sizes;
         Ok((

@@ -20,7 +20,7 @@ pub(crate) unsafe fn attend(
     let shapes = [problem.query_shape(), problem.key_shape(), problem.value_shape()];
     let read = |index: usize| -> Result<Tensor, Error> {
         // SAFETY: the caller's promise.
-        unsafe { copy(problem, shapes[index], &views[index]) }
+        unsafe { copy(shapes[index], &views[index]) }
     };
     let (query, key, value) = (read(0)?, read(1)?, read(2)?);
     let inputs = Inputs::new(&query, &key, &value);
@@ -46,16 +46,16 @@ pub(crate) unsafe fn attend(
 /// # Safety
 ///
 /// As for [`attend`].
-unsafe fn copy(problem: &Problem, shape: Shape, view: &View) -> Result<Tensor, Error> {
+pub(crate) unsafe fn copy(shape: Shape, view: &View) -> Result<Tensor, Error> {
     let layout = flashcore::Layout::strided(shape, view::strides(view.form.strides))?;
-    let bytes = layout.span() * problem.dtype.bytes();
+    let bytes = layout.span() * view.form.dtype.bytes();
     let memory = if bytes == 0 {
         &[][..]
     } else {
         // SAFETY: the layout's span is what its last element needs.
         unsafe { std::slice::from_raw_parts(view.address as *const u8, bytes) }
     };
-    Ok(Tensor::from_bytes(problem.dtype, layout, memory)?)
+    Ok(Tensor::from_bytes(view.form.dtype, layout, memory)?)
 }
 
 /// Copies a contiguous result row by row.
@@ -63,7 +63,7 @@ unsafe fn copy(problem: &Problem, shape: Shape, view: &View) -> Result<Tensor, E
 /// # Safety
 ///
 /// As for [`attend`].
-unsafe fn write(result: &Tensor, address: u64, form: &Form) {
+pub(crate) unsafe fn write(result: &Tensor, address: u64, form: &Form) {
     let [batch, length, heads, dim] = form.sizes.map(|size| size as usize);
     let size = result.dtype().bytes();
     let row = dim * size;

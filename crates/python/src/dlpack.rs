@@ -13,16 +13,20 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyDict};
 
-use crate::view::{Convention, Form, Place, View};
+use crate::view::{Element, MOST_DIMENSIONS, Memory, Place};
 
 pub(crate) const CPU: i32 = 1;
 pub(crate) const CUDA: i32 = 2;
 const CUDA_HOST: i32 = 3;
 const CUDA_MANAGED: i32 = 13;
 
+const INT: u8 = 0;
 const UINT: u8 = 1;
 const FLOAT: u8 = 2;
 const BFLOAT: u8 = 4;
+
+/// The flag of a tensor that must not be written.
+const READ_ONLY: u64 = 1;
 
 const NAME: &CStr = c"dltensor";
 const NAME_VERSIONED: &CStr = c"dltensor_versioned";
@@ -109,12 +113,7 @@ impl Exchange {
     }
 
     /// What the tensor is. The object must be of the type that the functions belong to.
-    pub(crate) fn view(
-        &self,
-        object: &Bound<'_, PyAny>,
-        convention: Convention,
-        argument: usize,
-    ) -> PyResult<View> {
+    pub(crate) fn read(&self, object: &Bound<'_, PyAny>, name: &str) -> PyResult<Memory> {
         let function = self.tensor_from_object.expect("looked for when it was found");
         let mut tensor = Tensor::EMPTY;
         // SAFETY: an object of the producer's; it fills in a tensor whose shape and strides belong
@@ -123,7 +122,7 @@ impl Exchange {
             if function(object.as_ptr().cast(), &mut tensor) != 0 {
                 return Err(PyErr::fetch(object.py()));
             }
-            tensor.view(convention, argument, false)
+            tensor.memory(name, false)
         }
     }
 
@@ -157,8 +156,7 @@ impl Tensor {
     ///
     /// Shape and strides must point to as many numbers as there are dimensions; strides may be
     /// null.
-    unsafe fn view(&self, convention: Convention, argument: usize, words: bool) -> PyResult<View> {
-        let name = convention.names()[argument];
+    unsafe fn memory(&self, name: &str, words: bool) -> PyResult<Memory> {
         let place = match self.device.kind {
             CPU | CUDA_HOST => Place::Host,
             CUDA | CUDA_MANAGED => Place::Cuda(self.device.ordinal.max(0) as u32),
@@ -170,14 +168,15 @@ impl Tensor {
             }
         };
         let DataType { code, bits, lanes } = self.dtype;
-        let dtype = match (code, bits, lanes) {
-            (FLOAT, 32, 1) => DType::F32,
-            (FLOAT, 16, 1) => DType::F16,
-            (BFLOAT, 16, 1) => DType::BF16,
-            (UINT, 16, 1) if words => DType::BF16,
+        let element = match (code, bits, lanes) {
+            (FLOAT, 32, 1) => Element::Float(DType::F32),
+            (FLOAT, 16, 1) => Element::Float(DType::F16),
+            (BFLOAT, 16, 1) => Element::Float(DType::BF16),
+            (UINT, 16, 1) if words => Element::Float(DType::BF16),
+            (INT, 32, 1) => Element::I32,
             _ => {
                 let kind = match code {
-                    0 => "int",
+                    INT => "int",
                     UINT => "uint",
                     FLOAT => "float",
                     BFLOAT => "bfloat",
@@ -185,28 +184,36 @@ impl Tensor {
                     6 => "bool",
                     _ => "type",
                 };
-                return Err(PyTypeError::new_err(format!(
-                    "{name} has element type {kind}{bits}, expected float16, bfloat16 or float32"
-                )));
+                Element::Other(kind, bits)
             }
         };
-        let count = self.dimensions.max(0) as usize;
-        // SAFETY: the caller's promise.
-        let of = |pointer: *mut i64| unsafe { std::slice::from_raw_parts(pointer, count) };
-        let sizes = convention.four(argument, if count == 0 { &[] } else { of(self.shape) })?;
-        let strides = if self.strides.is_null() {
-            crate::view::contiguous(convention, sizes)
-        } else {
-            convention.four(argument, of(self.strides))?
-        };
+        let dimensions = self.dimensions.max(0) as usize;
+        if dimensions > MOST_DIMENSIONS {
+            return Err(PyValueError::new_err(format!(
+                "{name} has {dimensions} dimensions, expected {MOST_DIMENSIONS} at most"
+            )));
+        }
+        let (mut sizes, mut strides) = ([1; MOST_DIMENSIONS], [0; MOST_DIMENSIONS]);
+        let mut whole = 1;
+        for index in (0..dimensions).rev() {
+            // SAFETY: the caller's promise.
+            unsafe {
+                sizes[index] = *self.shape.add(index);
+                strides[index] =
+                    if self.strides.is_null() { whole } else { *self.strides.add(index) };
+            }
+            whole *= sizes[index].max(1);
+        }
         let address = (self.data as u64).wrapping_add(self.byte_offset);
-        Ok(View { address, form: Form { sizes, strides, dtype, place } })
+        Ok(Memory { address, dimensions, sizes, strides, element, place })
     }
 }
 
 /// A tensor that a producer lends for as long as this lives.
 pub(crate) struct Lent<'py> {
-    pub(crate) view: View,
+    pub(crate) memory: Memory,
+    /// Whether the producer forbids writing.
+    pub(crate) read_only: bool,
     /// Not taken over: its own destructor gives the tensor back.
     _capsule: Bound<'py, PyAny>,
 }
@@ -215,13 +222,11 @@ pub(crate) struct Lent<'py> {
 /// what comes next on `stream`.
 pub(crate) fn borrow<'py>(
     object: &Bound<'py, PyAny>,
-    convention: Convention,
-    argument: usize,
+    name: &str,
     stream: impl Fn(u32) -> PyResult<i64>,
     words: bool,
 ) -> PyResult<Lent<'py>> {
     let py = object.py();
-    let name = convention.names()[argument];
     let device = object.call_method0(intern!(py, "__dlpack_device__")).map_err(|_| {
         PyTypeError::new_err(format!(
             "{name} is a {}, expected a tensor with __dlpack__",
@@ -247,6 +252,7 @@ pub(crate) fn borrow<'py>(
         let capsule = capsule.cast::<PyCapsule>().ok()?;
         capsule.pointer_checked(Some(name)).ok()
     };
+    let mut read_only = false;
     let tensor: NonNull<Tensor> = if let Some(pointer) = of(NAME_VERSIONED) {
         let managed = pointer.cast::<ManagedVersioned>();
         // SAFETY: by the protocol a capsule of this name points to the structure.
@@ -257,6 +263,7 @@ pub(crate) fn borrow<'py>(
                     "{name} speaks version {major} of DLPack, expected 1"
                 )));
             }
+            read_only = managed.as_ref().flags & READ_ONLY != 0;
             NonNull::from(&managed.as_ref().tensor)
         }
     } else if let Some(pointer) = of(NAME) {
@@ -266,8 +273,8 @@ pub(crate) fn borrow<'py>(
         return Err(PyTypeError::new_err(format!("{name}.__dlpack__() gave no DLPack capsule")));
     };
     // SAFETY: the producer keeps the structure as long as the capsule.
-    let view = unsafe { tensor.as_ref().view(convention, argument, words)? };
-    Ok(Lent { view, _capsule: capsule })
+    let memory = unsafe { tensor.as_ref().memory(name, words)? };
+    Ok(Lent { memory, read_only, _capsule: capsule })
 }
 
 /// What an exported tensor is made of.
@@ -275,8 +282,8 @@ pub(crate) struct Export<T> {
     pub(crate) address: u64,
     pub(crate) sizes: Vec<i64>,
     pub(crate) device: Device,
-    /// f32, or the element type of a result; bf16 as 16-bit integers where `words` is set.
-    pub(crate) dtype: DType,
+    /// bf16 goes out as 16-bit integers where `words` is set.
+    pub(crate) element: Element,
     pub(crate) words: bool,
     /// Keeps the memory.
     pub(crate) owner: T,
@@ -296,11 +303,16 @@ impl<T: Send> Export<T> {
         for index in (1..self.sizes.len()).rev() {
             strides[index - 1] = strides[index] * self.sizes[index].max(1);
         }
-        let dtype = match self.dtype {
-            DType::BF16 if self.words => DataType { code: UINT, bits: 16, lanes: 1 },
-            DType::BF16 => DataType { code: BFLOAT, bits: 16, lanes: 1 },
-            other => DataType { code: FLOAT, bits: 8 * other.bytes() as u8, lanes: 1 },
+        let (code, bits) = match self.element {
+            Element::Float(DType::BF16) if self.words => (UINT, 16),
+            Element::Float(DType::BF16) => (BFLOAT, 16),
+            Element::Float(other) => (FLOAT, 8 * other.bytes() as u8),
+            Element::I32 => (INT, 32),
+            Element::Other(kind, bits) => {
+                return Err(PyTypeError::new_err(format!("a result of {kind}{bits}")));
+            }
         };
+        let dtype = DataType { code, bits, lanes: 1 };
         let mut kept = Box::new(Kept { sizes: self.sizes, strides, _owner: self.owner });
         let tensor = Tensor {
             data: self.address as *mut c_void,

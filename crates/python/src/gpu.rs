@@ -9,6 +9,7 @@ use cuda::{Buffer, DeviceAddress, RelaxedCapture, Stream};
 use flashcore::gpu::{AttentionPlan, DeviceTensor, ForwardTensors, Gpu};
 use flashcore::{Error, Preference, Problem};
 
+use crate::serving;
 use crate::view::{self, Convention, Form, View};
 
 /// A GPU with the plans made on it. One that was opened stays: kernels may run on it until the
@@ -22,6 +23,7 @@ pub(crate) struct Device {
     unread: Mutex<Vec<Buffer>>,
     /// Counts calls, to tell which plans were not used for long.
     clock: AtomicU64,
+    pub(crate) serving: serving::gpu::Plans,
 }
 
 /// The plans that a device keeps at most, but for those that a graph has captured.
@@ -96,6 +98,7 @@ pub(crate) fn device(ordinal: u32) -> Result<&'static Device, Error> {
         plans: Mutex::default(),
         unread: Mutex::default(),
         clock: AtomicU64::new(0),
+        serving: serving::gpu::Plans::default(),
     }));
     devices.push((ordinal, device));
     Ok(device)
@@ -155,7 +158,8 @@ impl Device {
         Ok(entry)
     }
 
-    fn unread(&self, bytes: u64) -> Result<DeviceAddress, Error> {
+    /// Room that nobody reads.
+    pub(crate) fn unread(&self, bytes: u64) -> Result<DeviceAddress, Error> {
         let mut buffers = lock(&self.unread);
         if let Some(buffer) = buffers.last().filter(|buffer| buffer.bytes() >= bytes) {
             return Ok(buffer.address());

@@ -9,10 +9,12 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
 use crate::gpu::{Entry, lock};
+use crate::serving;
 
 /// The last call.
 pub(crate) enum Last {
     Gpu { ordinal: u32, entry: Arc<Entry> },
+    Sequences { ordinal: u32, entry: Arc<serving::gpu::Entry> },
     Cpu { problem: Box<Problem>, report: Box<Report> },
 }
 
@@ -73,6 +75,13 @@ fn last(py: Python<'_>) -> PyResult<Option<Bound<'_, PyDict>>> {
                 described.set_item("configuration", py.None())?;
                 described.set_item("reason", "there are no queries")?;
             }
+        }
+        Some(Last::Sequences { ordinal, entry }) => {
+            described.set_item("device", format!("cuda:{ordinal}"))?;
+            described.set_item("problem", entry.problem.to_string())?;
+            described.set_item("kernel", format!("gpu/{}", entry.kernel()))?;
+            described.set_item("configuration", &entry.configuration)?;
+            described.set_item("reason", &entry.reason)?;
         }
         Some(Last::Cpu { problem, report }) => {
             described.set_item("device", "cpu")?;

@@ -9,6 +9,7 @@
 //! | `torch` | PyTorch's tensors |
 //! | `array`, `dlpack` | everyone else's |
 //! | `gpu`, `cpu` | where the work is done |
+//! | `serving` | sequences, caches and parts |
 //! | `info` | what ran |
 // Python's objects, DLPack's structures and other libraries' memory are C.
 #![allow(unsafe_code)]
@@ -19,6 +20,7 @@ mod dlpack;
 mod error;
 mod gpu;
 mod info;
+mod serving;
 mod torch;
 mod view;
 
@@ -26,10 +28,11 @@ mod view;
 #[pyo3::pymodule(name = "_flashcore")]
 mod module {
     use pyo3::prelude::*;
-    use pyo3::types::{PyDict, PyNotImplemented};
+    use pyo3::types::{PyDict, PyNotImplemented, PyTuple};
 
     #[pymodule_export]
     use super::array::Array;
+    use super::serving::{self, Entrance, Function, Numbers};
     use super::torch::{self, Torch, Way};
     use super::view::{Convention, Request};
     use super::{array, convention};
@@ -58,13 +61,16 @@ mod module {
     ) -> PyResult<Bound<'py, PyAny>> {
         let convention = convention(pytorch);
         let tensors = [q, k, v];
+        let named = || convention.names().into_iter().zip(tensors);
         let dispatch = || Ok(PyNotImplemented::get(py).to_owned().into_any());
-        let torch = match Torch::way(py, tensors, convention)? {
+        let torch = match Torch::way(py, named())? {
             Way::Straight(torch) => torch,
             Way::Dispatcher => return dispatch(),
             Way::Foreign => return Ok(py.None().into_bound(py)),
         };
-        torch.refuse_gradients(tensors, convention)?;
+        for (name, tensor) in named() {
+            torch.refuse_gradient(tensor, name)?;
+        }
         let Ok(views) = torch.views(tensors, convention) else {
             return dispatch();
         };
@@ -105,6 +111,57 @@ mod module {
     ) -> PyResult<(Array, Array)> {
         let request = Request { convention: convention(pytorch), scale, causal };
         array::attend([q, k, v], &request, words)
+    }
+
+    /// Attention over sequences: the output, or output and log-sum-exps. Tensors are those of
+    /// `flash_attn_varlen_func` and `flash_attn_with_kvcache` together, numbers the most queries
+    /// and keys, scale, causal, window and softcap. Through the entrance `function`,
+    /// `NotImplemented` where PyTorch's dispatcher must see the call first, and `None` for tensors
+    /// of others.
+    #[pyfunction]
+    #[pyo3(signature = (tensors, numbers, function, lse, entrance, /))]
+    fn attend_sequences<'py>(
+        tensors: &Bound<'py, PyTuple>,
+        numbers: Numbers,
+        function: Function,
+        lse: bool,
+        entrance: Entrance,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        serving::attend(tensors, numbers, function, lse, entrance)
+    }
+
+    /// New keys and values into a cache: the queries, turned or None, and the new lengths.
+    /// Flags are whether neighbours are pairs and whether queries advance.
+    #[pyfunction]
+    #[pyo3(signature = (tensors, flags, max_seqlen_q, entrance, /))]
+    fn append<'py>(
+        tensors: &Bound<'py, PyTuple>,
+        flags: (bool, bool),
+        max_seqlen_q: Option<i64>,
+        entrance: Entrance,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        serving::append(tensors, flags, max_seqlen_q, entrance)
+    }
+
+    /// Parts in one tensor put together: output and log-sum-exps.
+    #[pyfunction]
+    #[pyo3(signature = (tensors, dtype, entrance, /))]
+    fn combine<'py>(
+        tensors: &Bound<'py, PyTuple>,
+        dtype: Option<&str>,
+        entrance: Entrance,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        serving::combine(tensors, dtype, entrance)
+    }
+
+    /// Two answers of attention put together: output and log-sum-exps.
+    #[pyfunction]
+    #[pyo3(signature = (tensors, entrance, /))]
+    fn merge<'py>(
+        tensors: &Bound<'py, PyTuple>,
+        entrance: Entrance,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        serving::merge_states(tensors, entrance)
     }
 
     /// Waits for kernels that are still being compiled; for the end of the process.

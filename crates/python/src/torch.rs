@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use cuda::Stream;
+use flashcore::DType;
 use pyo3::exceptions::{PyNotImplementedError, PyTypeError, PyUserWarning};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -15,7 +16,7 @@ use pyo3::types::{PyDict, PyTuple};
 use crate::dlpack::{self, Exchange};
 use crate::gpu::{self, Entry, Key};
 use crate::info::{self, Last};
-use crate::view::{Convention, Form, Place, Request, View};
+use crate::view::{Convention, Element, Form, Memory, Place, Request, View};
 use crate::{cpu, error};
 
 /// What is needed of the module `torch`.
@@ -26,7 +27,11 @@ pub(crate) struct Torch {
     empty: Py<PyAny>,
     empty_like: Py<PyAny>,
     float32: Py<PyAny>,
+    float16: Py<PyAny>,
+    bfloat16: Py<PyAny>,
+    int32: Py<PyAny>,
     is_grad_enabled: Py<PyAny>,
+    increment_version: Option<Py<PyAny>>,
     /// How many modes want to see operators before they run.
     modes: Py<PyAny>,
     raw_stream: Option<Py<PyAny>>,
@@ -39,13 +44,18 @@ pub(crate) fn adopt(module: &Bound<'_, PyAny>) -> PyResult<()> {
     let py = module.py();
     let inner = module.getattr("_C")?;
     let tensor = module.getattr("Tensor")?;
+    let graph = module.getattr("autograd").and_then(|autograd| autograd.getattr("graph"));
     let torch = Torch {
         exchange: Exchange::of(&tensor),
         tensor: tensor.unbind(),
         empty: module.getattr("empty")?.unbind(),
         empty_like: module.getattr("empty_like")?.unbind(),
         float32: module.getattr("float32")?.unbind(),
+        float16: module.getattr("float16")?.unbind(),
+        bfloat16: module.getattr("bfloat16")?.unbind(),
+        int32: module.getattr("int32")?.unbind(),
         is_grad_enabled: inner.getattr("is_grad_enabled")?.unbind(),
+        increment_version: graph.and_then(|graph| graph.getattr("increment_version")).ok().map(Bound::unbind),
         modes: inner.getattr("_len_torch_dispatch_stack")?.unbind(),
         raw_stream: inner.getattr("_cuda_getCurrentRawStream").ok().map(Bound::unbind),
     };
@@ -69,76 +79,72 @@ impl Torch {
         TORCH.get(py).ok_or_else(|| error::runtime("PyTorch was not imported"))
     }
 
-    /// How tensors are to be treated.
-    pub(crate) fn way(
-        py: Python<'_>,
-        tensors: [&Bound<'_, PyAny>; 3],
-        convention: Convention,
+    /// How tensors, which come with their names, are to be treated.
+    pub(crate) fn way<'a, 'py: 'a>(
+        py: Python<'py>,
+        tensors: impl Iterator<Item = (&'static str, &'a Bound<'py, PyAny>)> + Clone,
     ) -> PyResult<Way> {
         let Some(torch) = TORCH.get(py) else {
             return Ok(Way::Foreign);
         };
         let class = torch.tensor.bind(py);
-        let exact = tensors.map(|tensor| tensor.get_type().is(class));
-        if exact == [true; 3] {
+        if tensors.clone().all(|(_, tensor)| tensor.get_type().is(class)) {
             let modes: usize = torch.modes.bind(py).call0()?.extract()?;
             return Ok(if modes == 0 { Way::Straight(torch) } else { Way::Dispatcher });
         }
-        let mut count = 0;
-        for (index, tensor) in tensors.iter().enumerate() {
-            if exact[index] || tensor.is_instance(class)? {
-                count += 1;
+        let mut odd = None;
+        let mut found = false;
+        for (name, tensor) in tensors {
+            if tensor.is_instance(class)? {
+                found = true;
+            } else {
+                odd = odd.or(Some((name, tensor)));
             }
         }
-        if count == 0 {
-            return Ok(Way::Foreign);
+        match (found, odd) {
+            (false, _) => Ok(Way::Foreign),
+            (true, None) => Ok(Way::Dispatcher),
+            (true, Some((name, tensor))) => Err(PyTypeError::new_err(format!(
+                "{name} is a {}, expected a torch.Tensor like the others",
+                tensor.get_type()
+            ))),
         }
-        if count < 3 {
-            let names = convention.names();
-            let odd = (0..3).find(|&at| !tensors[at].is_instance(class).unwrap_or(false));
-            let odd = odd.unwrap_or(0);
-            return Err(PyTypeError::new_err(format!(
-                "{} is a {}, expected a torch.Tensor like the others",
-                names[odd],
-                tensors[odd].get_type()
-            )));
-        }
-        Ok(Way::Dispatcher)
     }
 
     /// An error if a gradient would be lost.
-    pub(crate) fn refuse_gradients(
-        &self,
-        tensors: [&Bound<'_, PyAny>; 3],
-        convention: Convention,
-    ) -> PyResult<()> {
-        for (tensor, name) in tensors.iter().zip(convention.names()) {
-            let py = tensor.py();
-            if tensor.getattr(intern!(py, "requires_grad"))?.is_truthy()?
-                && self.is_grad_enabled.bind(py).call0()?.is_truthy()?
-            {
-                return Err(PyNotImplementedError::new_err(format!(
-                    "{name} requires grad, expected a tensor that does not: FlashCore has no \
-                     backward pass yet; call it under torch.no_grad() or detach the tensor"
-                )));
-            }
+    pub(crate) fn refuse_gradient(&self, tensor: &Bound<'_, PyAny>, name: &str) -> PyResult<()> {
+        let py = tensor.py();
+        if tensor.getattr(intern!(py, "requires_grad"))?.is_truthy()?
+            && self.is_grad_enabled.bind(py).call0()?.is_truthy()?
+        {
+            return Err(PyNotImplementedError::new_err(format!(
+                "{name} requires grad, expected a tensor that does not: FlashCore has no backward \
+                 pass yet; call it under torch.no_grad() or detach the tensor"
+            )));
         }
         Ok(())
     }
 
-    fn view(
-        &self,
-        tensor: &Bound<'_, PyAny>,
-        convention: Convention,
-        argument: usize,
-    ) -> PyResult<View> {
+    /// What a tensor is.
+    pub(crate) fn read(&self, tensor: &Bound<'_, PyAny>, name: &str) -> PyResult<Memory> {
         if let Some(exchange) = self.exchange {
-            return exchange.view(tensor, convention, argument);
+            return exchange.read(tensor, name);
         }
         // Exporting a tensor that requires grad is refused, even where nothing records it.
         let tensor = tensor.call_method0(intern!(tensor.py(), "detach"))?;
         // No stream of ours is to wait: the work goes to PyTorch's own.
-        Ok(dlpack::borrow(&tensor, convention, argument, |_| Ok(-1), false)?.view)
+        Ok(dlpack::borrow(&tensor, name, |_| Ok(-1), false)?.memory)
+    }
+
+    /// Tells autograd, where it is listening, that a tensor was written.
+    pub(crate) fn written(&self, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
+        let py = tensor.py();
+        if let Some(function) = &self.increment_version
+            && self.is_grad_enabled.bind(py).call0()?.is_truthy()?
+        {
+            function.bind(py).call1((tensor,))?;
+        }
+        Ok(())
     }
 
     /// What three tensors are, or nothing where they are not in memory.
@@ -147,11 +153,13 @@ impl Torch {
         tensors: [&Bound<'_, PyAny>; 3],
         convention: Convention,
     ) -> PyResult<[View; 3]> {
-        let view = |at: usize| self.view(tensors[at], convention, at);
+        let view = |at: usize| {
+            View::new(&self.read(tensors[at], convention.names()[at])?, convention, at)
+        };
         Ok([view(0)?, view(1)?, view(2)?])
     }
 
-    fn stream(&self, py: Python<'_>, ordinal: u32) -> PyResult<u64> {
+    pub(crate) fn stream(&self, py: Python<'_>, ordinal: u32) -> PyResult<u64> {
         match (self.exchange, &self.raw_stream) {
             (Some(exchange), _) => exchange.stream(py, ordinal),
             (None, Some(function)) => function.bind(py).call1((ordinal,))?.extract(),
@@ -171,27 +179,33 @@ impl Torch {
         let output = if first.sizes == form.sizes && first.strides == form.strides {
             self.empty_like.bind(py).call1((query,))?
         } else {
-            let [a, b, c, d] = convention.reorder(form.sizes);
-            self.empty(query, query.getattr(intern!(py, "dtype"))?, (a, b, c, d))?
+            self.make(query, &convention.reorder(form.sizes), Element::Float(form.dtype))?
         };
         let address = self.address(&output)?;
         Ok((output, address))
     }
 
-    fn empty<'py>(
+    /// A tensor without gaps on the device of another.
+    pub(crate) fn make<'py>(
         &self,
-        query: &Bound<'py, PyAny>,
-        dtype: Bound<'py, PyAny>,
-        sizes: impl IntoPyObject<'py, Target = PyTuple, Output = Bound<'py, PyTuple>, Error = PyErr>,
+        like: &Bound<'py, PyAny>,
+        sizes: &[i64],
+        element: Element,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let py = query.py();
+        let py = like.py();
+        let dtype = match element {
+            Element::Float(DType::F16) => &self.float16,
+            Element::Float(DType::BF16) => &self.bfloat16,
+            Element::I32 => &self.int32,
+            _ => &self.float32,
+        };
         let arguments = PyDict::new(py);
         arguments.set_item(intern!(py, "dtype"), dtype)?;
-        arguments.set_item(intern!(py, "device"), query.getattr(intern!(py, "device"))?)?;
-        self.empty.bind(py).call((sizes.into_pyobject(py)?,), Some(&arguments))
+        arguments.set_item(intern!(py, "device"), like.getattr(intern!(py, "device"))?)?;
+        self.empty.bind(py).call((PyTuple::new(py, sizes)?,), Some(&arguments))
     }
 
-    fn address(&self, tensor: &Bound<'_, PyAny>) -> PyResult<u64> {
+    pub(crate) fn address(&self, tensor: &Bound<'_, PyAny>) -> PyResult<u64> {
         tensor.call_method0(intern!(tensor.py(), "data_ptr"))?.extract()
     }
 
@@ -208,9 +222,8 @@ impl Torch {
         let Request { convention, scale, causal } = *request;
         let key = Key::new(views, scale, causal, convention);
         let lse = |sizes: [i64; 4]| -> PyResult<(Bound<'py, PyAny>, u64)> {
-            let float32 = self.float32.bind(py).clone();
             let [batch, length, heads, _] = sizes;
-            let lse = self.empty(query, float32, (batch, heads, length))?;
+            let lse = self.make(query, &[batch, heads, length], Element::Float(DType::F32))?;
             let address = self.address(&lse)?;
             Ok((lse, address))
         };

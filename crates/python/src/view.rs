@@ -24,6 +24,134 @@ impl fmt::Display for Place {
     }
 }
 
+/// What the elements of a tensor are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Element {
+    Float(DType),
+    I32,
+    /// A kind that nothing here takes, with its bits.
+    Other(&'static str, u8),
+}
+
+impl Element {
+    pub(crate) fn bytes(self) -> u64 {
+        match self {
+            Element::Float(dtype) => dtype.bytes() as u64,
+            Element::I32 => 4,
+            Element::Other(_, bits) => u64::from(bits).div_ceil(8),
+        }
+    }
+}
+
+impl fmt::Display for Element {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Element::Float(dtype) => dtype.fmt(f),
+            Element::I32 => f.write_str("int32"),
+            Element::Other(kind, bits) => write!(f, "{kind}{bits}"),
+        }
+    }
+}
+
+/// The dimensions that a tensor of any function here can have.
+pub(crate) const MOST_DIMENSIONS: usize = 5;
+
+/// A tensor in memory, whatever it is for. Strides are in elements.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Memory {
+    pub(crate) address: u64,
+    pub(crate) dimensions: usize,
+    pub(crate) sizes: [i64; MOST_DIMENSIONS],
+    pub(crate) strides: [i64; MOST_DIMENSIONS],
+    pub(crate) element: Element,
+    pub(crate) place: Place,
+}
+
+impl Memory {
+    pub(crate) fn sizes(&self) -> &[i64] {
+        &self.sizes[..self.dimensions]
+    }
+
+    pub(crate) fn strides(&self) -> &[i64] {
+        &self.strides[..self.dimensions]
+    }
+
+    /// Whether there are no gaps between elements.
+    pub(crate) fn is_contiguous(&self) -> bool {
+        let mut whole = 1;
+        (0..self.dimensions).rev().all(|index| {
+            let fits = self.sizes[index] <= 1 || self.strides[index] == whole;
+            whole *= self.sizes[index].max(1);
+            fits
+        })
+    }
+
+    /// The entries of a list of integers.
+    pub(crate) fn list(&self, name: &str) -> PyResult<i64> {
+        self.whole(name, Element::I32, "int32")?;
+        match self.sizes() {
+            [entries] => Ok(*entries),
+            other => Err(PyValueError::new_err(format!(
+                "{name} has {} dimensions, expected 1",
+                other.len()
+            ))),
+        }
+    }
+
+    /// Rows and columns of a table of integers in the memory of the first tensor.
+    pub(crate) fn table(&self, name: &str, place: Place, first: &str) -> PyResult<[i64; 2]> {
+        self.whole(name, Element::I32, "int32")?;
+        self.on(name, place, first)?;
+        <[i64; 2]>::try_from(self.sizes()).map_err(|_| {
+            PyValueError::new_err(format!("{name} has {} dimensions, expected 2", self.dimensions))
+        })
+    }
+
+    /// Refuses what is no tensor of f32 without gaps in the memory of the first one.
+    pub(crate) fn floats(&self, name: &str, place: Place, first: &str) -> PyResult<()> {
+        self.whole(name, Element::Float(DType::F32), "float32")?;
+        self.on(name, place, first)
+    }
+
+    /// Refuses other elements, and gaps between them.
+    pub(crate) fn whole(&self, name: &str, element: Element, expected: &str) -> PyResult<()> {
+        if self.element != element {
+            return Err(PyTypeError::new_err(format!(
+                "{name} has element type {}, expected {expected}",
+                self.element
+            )));
+        }
+        if !self.is_contiguous() {
+            return Err(PyValueError::new_err(format!(
+                "{name} has strides {:?}, expected no gaps between its elements",
+                self.strides()
+            )));
+        }
+        Ok(())
+    }
+
+    /// Refuses another memory than the first tensor's.
+    pub(crate) fn on(&self, name: &str, place: Place, first: &str) -> PyResult<()> {
+        if self.place != place {
+            return Err(PyValueError::new_err(format!(
+                "{name} is on {}, expected {place} like {first}",
+                self.place
+            )));
+        }
+        Ok(())
+    }
+
+    /// The element type of a tensor of floating-point numbers.
+    pub(crate) fn float(&self, name: &str) -> PyResult<DType> {
+        match self.element {
+            Element::Float(dtype) => Ok(dtype),
+            other => Err(PyTypeError::new_err(format!(
+                "{name} has element type {other}, expected float16, bfloat16 or float32"
+            ))),
+        }
+    }
+}
+
 /// Everything about a tensor but its address. Sizes and strides are those of
 /// (batch, length, heads, dim), in elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -34,11 +162,65 @@ pub(crate) struct Form {
     pub(crate) place: Place,
 }
 
+impl Form {
+    /// Refuses what no back end reads.
+    pub(crate) fn usable(&self, name: &str) -> PyResult<()> {
+        let empty = self.sizes.contains(&0);
+        if !empty && self.sizes[3] > 1 && self.strides[3] != 1 {
+            return Err(PyValueError::new_err(format!(
+                "{name} has stride {} in its last dimension, expected 1: call .contiguous() or \
+                 copy it",
+                self.strides[3]
+            )));
+        }
+        if self.strides.iter().any(|stride| *stride < 0) {
+            return Err(PyValueError::new_err(format!(
+                "{name} has a negative stride, expected none: copy it"
+            )));
+        }
+        let dim = self.sizes[3];
+        if !(8..=256).contains(&dim) || dim % 8 != 0 {
+            return Err(PyValueError::new_err(format!(
+                "{name} has head dim {dim}, expected a multiple of 8 up to 256"
+            )));
+        }
+        Ok(())
+    }
+
+    /// Refuses another element type or memory than the first tensor has.
+    pub(crate) fn like(&self, name: &str, other: &Form, first: &str) -> PyResult<()> {
+        if self.place != other.place {
+            return Err(PyValueError::new_err(format!(
+                "{name} is on {}, expected {} like {first}",
+                self.place, other.place
+            )));
+        }
+        if self.dtype != other.dtype {
+            return Err(PyTypeError::new_err(format!(
+                "{name} has element type {}, expected {} like {first}",
+                self.dtype, other.dtype
+            )));
+        }
+        Ok(())
+    }
+}
+
 /// A tensor in memory.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct View {
     pub(crate) address: u64,
     pub(crate) form: Form,
+}
+
+impl View {
+    /// One of the three tensors of attention.
+    pub(crate) fn new(memory: &Memory, convention: Convention, argument: usize) -> PyResult<View> {
+        let dtype = memory.float(convention.names()[argument])?;
+        let sizes = convention.four(argument, memory.sizes())?;
+        let strides = convention.four(argument, memory.strides())?;
+        let form = Form { sizes, strides, dtype, place: memory.place };
+        Ok(View { address: memory.address, form })
+    }
 }
 
 /// Whose conventions a call follows: the names of its arguments, the order of their dimensions,
@@ -101,41 +283,11 @@ impl Request {
     pub(crate) fn problem(&self, forms: &[Form; 3]) -> PyResult<Problem> {
         let names = self.convention.names();
         let [query, key, value] = forms;
-        for (name, form) in names.iter().zip(forms).skip(1) {
-            let first = names[0];
-            if form.place != query.place {
-                return Err(PyValueError::new_err(format!(
-                    "{name} is on {}, expected {} like {first}",
-                    form.place, query.place
-                )));
-            }
-            if form.dtype != query.dtype {
-                return Err(PyTypeError::new_err(format!(
-                    "{name} has element type {}, expected {} like {first}",
-                    form.dtype, query.dtype
-                )));
-            }
+        for (name, form) in names.iter().zip(forms) {
+            form.like(name, query, names[0])?;
         }
         for (name, form) in names.iter().zip(forms) {
-            let empty = form.sizes.contains(&0);
-            if !empty && form.sizes[3] > 1 && form.strides[3] != 1 {
-                return Err(PyValueError::new_err(format!(
-                    "{name} has stride {} in its last dimension, expected 1: call .contiguous() \
-                     or copy it",
-                    form.strides[3]
-                )));
-            }
-            if form.strides.iter().any(|stride| *stride < 0) {
-                return Err(PyValueError::new_err(format!(
-                    "{name} has a negative stride, expected none: copy it"
-                )));
-            }
-            let dim = form.sizes[3];
-            if !(8..=256).contains(&dim) || dim % 8 != 0 {
-                return Err(PyValueError::new_err(format!(
-                    "{name} has head dim {dim}, expected a multiple of 8 up to 256"
-                )));
-            }
+            form.usable(name)?;
         }
         self.expect(1, key.sizes, [query.sizes[0], key.sizes[1], key.sizes[2], query.sizes[3]])?;
         self.expect(2, value.sizes, [query.sizes[0], key.sizes[1], key.sizes[2], value.sizes[3]])?;

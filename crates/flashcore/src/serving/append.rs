@@ -5,7 +5,7 @@ use crate::error::Error;
 use crate::inputs::InputError;
 use crate::tensor::{Shape, Tensor};
 
-/// Rotary embedding: pairs of columns of a key are turned by an angle that its position has.
+/// Rotary embedding: pairs of columns of a query or a key are turned by an angle that its position has.
 #[derive(Debug, Clone, Copy)]
 pub struct Rotary<'a> {
     /// The first so many columns are turned, the others stay.
@@ -19,12 +19,42 @@ pub struct Rotary<'a> {
 }
 
 impl Rotary<'_> {
-    /// Turns a key, or a query, at a position: in f32, to be rounded once.
+    /// Queries or keys, turned: row `i` of every batch entry as one at position `positions[i]`.
+    ///
+    /// ```
+    /// use flashcore::serving::Rotary;
+    /// use flashcore::{DType, Shape, Tensor};
+    ///
+    /// // Two positions: no angle at the first, a quarter turn at the second.
+    /// let rotary = Rotary { dim: 2, interleaved: true, cosines: &[1.0, 0.0], sines: &[0.0, 1.0] };
+    /// let queries = Tensor::from_f32(DType::F32, Shape::new(1, 1, 1, 4), &[1.0, 2.0, 3.0, 4.0])?;
+    /// assert_eq!(rotary.rotate(&queries, &[1])?.to_f32(), [-2.0, 1.0, 3.0, 4.0]);
+    /// # Ok::<(), flashcore::Error>(())
+    /// ```
+    pub fn rotate(&self, tensor: &Tensor, positions: &[usize]) -> Result<Tensor, Error> {
+        let shape = tensor.shape();
+        if positions.len() != shape.length {
+            let (list, given) = ("the list of positions", positions.len());
+            return Err(ServingError::Entries { list, given, expected: shape.length }.into());
+        }
+        let last = positions.iter().max();
+        self.validate(shape.dim, last.map_or(0, |last| last.saturating_add(1)))?;
+        let mut rotated = Tensor::zeros(tensor.dtype(), shape)?;
+        let mut row = vec![0f32; shape.dim];
+        for [batch, index, head] in shape.vectors() {
+            tensor.head(batch, head).read(index, &mut row);
+            self.turn(&mut row, positions[index]);
+            rotated.set_row([batch, index, head], &row);
+        }
+        Ok(rotated)
+    }
+
+    /// Turns a query or a key at a position: in f32, to be rounded once.
     ///
     /// # Panics
     ///
     /// If the row is narrower than `dim` or the tables end before the position.
-    pub fn turn(&self, key: &mut [f32], position: usize) {
+    pub fn turn(&self, vector: &mut [f32], position: usize) {
         let half = self.dim / 2;
         for pair in 0..half {
             let (first, second) = match self.interleaved {
@@ -33,13 +63,13 @@ impl Rotary<'_> {
             };
             let (cosine, sine) =
                 (self.cosines[position * half + pair], self.sines[position * half + pair]);
-            let (x, y) = (key[first], key[second]);
-            key[first] = x * cosine - y * sine;
-            key[second] = x * sine + y * cosine;
+            let (x, y) = (vector[first], vector[second]);
+            vector[first] = x * cosine - y * sine;
+            vector[second] = x * sine + y * cosine;
         }
     }
 
-    /// Refuse what is no embedding of keys of this width up to a position.
+    /// Refuse what is no embedding of vectors of this width up to a position.
     pub fn validate(&self, head_dim: usize, positions: usize) -> Result<(), ServingError> {
         let Rotary { dim, cosines, sines, .. } = *self;
         if dim == 0 || !dim.is_multiple_of(2) || dim > head_dim {

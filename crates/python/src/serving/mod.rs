@@ -1,0 +1,277 @@
+//! What serving engines call: sequences of unequal lengths, caches, parts.
+//!
+//! | file | its subject |
+//! | --- | --- |
+//! | `library` | whose tensors a call has |
+//! | `request`, `update`, `parts` | what calls of attention, of appending and of merging give |
+//! | `cpu` | host memory |
+//! | `gpu` | devices: plans, and all that is asked of the library there |
+//! | this one | from a call to its answer |
+
+mod cpu;
+pub(crate) mod gpu;
+mod library;
+mod parts;
+mod request;
+mod update;
+
+use flashcore::DType;
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyNotImplemented, PyTuple};
+
+use self::library::{Choice, Library, Made};
+pub(crate) use self::library::Entrance;
+use self::parts::Parts;
+pub(crate) use self::request::{Function, Numbers};
+use self::request::{Request, named};
+use self::update::Update;
+use crate::error;
+use crate::info::{self, Last};
+use crate::view::{Convention, Element, Form, Place, View, contiguous};
+
+/// Takes the library of a call's tensors, or answers Python with what it says.
+macro_rules! ours {
+    ($choice:expr) => {
+        match $choice {
+            Choice::Ours(library) => library,
+            Choice::Theirs(answer) => return Ok(answer),
+        }
+    };
+}
+
+/// Sends a call whose tensors are not in memory to PyTorch's dispatcher, which knows them or says
+/// what is wrong.
+fn or_dispatch<'py, T>(
+    py: Python<'py>,
+    entrance: Entrance,
+    read: PyResult<T>,
+) -> PyResult<Result<T, Bound<'py, PyAny>>> {
+    match read {
+        Ok(read) => Ok(Ok(read)),
+        Err(_) if entrance == Entrance::Function => {
+            Ok(Err(PyNotImplemented::get(py).to_owned().into_any()))
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Attention over sequences: the output, and the log-sum-exps if asked.
+pub(crate) fn attend<'py>(
+    tensors: &Bound<'py, PyTuple>,
+    numbers: Numbers,
+    function: Function,
+    with_lse: bool,
+    entrance: Entrance,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = tensors.py();
+    let tensors = named(function.names(), tensors)?;
+    let library = ours!(Library::of(py, entrance, &tensors)?);
+    let request =
+        match or_dispatch(py, entrance, Request::read(&library, &tensors, numbers))? {
+            Ok(request) => request,
+            Err(answer) => return Ok(answer),
+        };
+    let size = request.size()?;
+    let Form { dtype, place, .. } = request.query.form;
+    let (sizes, sums) = request.results();
+    let hidden = request.hidden();
+    let output = library.make(py, &sizes[hidden..], Element::Float(dtype), place)?;
+    let lse = || library.make(py, &sums[hidden..], Element::Float(DType::F32), place);
+    let mut lse = with_lse.then(lse).transpose()?;
+    let nothing = sizes.contains(&0);
+    match place {
+        Place::Cuda(ordinal) if !nothing => {
+            let device = crate::gpu::device(ordinal).map_err(error::library)?;
+            let stream = library.stream(py, device)?;
+            let sums = lse.as_ref().map(|lse| lse.address);
+            // Making a plan compiles, and a full queue makes the driver wait.
+            let run = || gpu::attend(device, &request, size, &stream, output.address, sums);
+            let entry = py.detach(run)?;
+            info::remember(|| Last::Sequences { ordinal, entry });
+        }
+        Place::Host if !nothing => {
+            if lse.is_none() {
+                let room = library.make(py, &sums[hidden..], Element::Float(DType::F32), place)?;
+                lse = Some(room);
+            }
+            let sums = lse.as_ref().map_or(0, |lse| lse.address);
+            let run = || {
+                // SAFETY: the tensors are the caller's, who holds them; the results were made just
+                // now and are known to nobody else.
+                unsafe { cpu::attend(&request, &size, output.address, sums) }
+            };
+            let report = py.detach(run)?;
+            let problem = size.problem.into();
+            info::remember(|| Last::Cpu { problem, report: report.into() });
+        }
+        _ => {}
+    }
+    match lse {
+        Some(lse) if with_lse => Ok((output.object, lse.object).into_pyobject(py)?.into_any()),
+        _ => Ok(output.object),
+    }
+}
+
+/// New keys and values into a cache: the queries, turned where there is an embedding and None
+/// where there is not, and the new lengths.
+pub(crate) fn append<'py>(
+    tensors: &Bound<'py, PyTuple>,
+    (interleaved, advancing): (bool, bool),
+    most_queries: Option<i64>,
+    entrance: Entrance,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = tensors.py();
+    let tensors = named(update::NAMES, tensors)?;
+    let library = ours!(Library::of(py, entrance, &tensors)?);
+    let read = Update::read(&library, &tensors, (interleaved, advancing), most_queries);
+    let update = match or_dispatch(py, entrance, read)? {
+        Ok(update) => update,
+        Err(answer) => return Ok(answer),
+    };
+    let Form { sizes, dtype, place, .. } = update.query.form;
+    let turned = update.rotary.is_some().then(|| {
+        let hidden = usize::from(update.query_starts.is_some());
+        library.make(py, &sizes[hidden..], Element::Float(dtype), place)
+    });
+    let turned = turned.transpose()?;
+    let lengths = library.make(py, &[update.sequences as i64], Element::I32, place)?;
+    let address = turned.as_ref().map(|turned| turned.address);
+    match place {
+        Place::Cuda(ordinal) => {
+            let device = crate::gpu::device(ordinal).map_err(error::library)?;
+            let stream = library.stream(py, device)?;
+            py.detach(|| gpu::append(device, &update, &stream, address, lengths.address))?;
+        }
+        Place::Host => {
+            // SAFETY: the tensors are the caller's, who gave the caches to be written; the results
+            // were made just now.
+            py.detach(|| unsafe { cpu::append(&update, address, lengths.address) })?;
+        }
+    }
+    library.written(&[&tensors[0].1, &tensors[1].1])?;
+    let turned = turned.map(|turned| turned.object);
+    Ok((turned, lengths.object).into_pyobject(py)?.into_any())
+}
+
+/// Parts in one tensor put together: the output, (batch, length, heads, dim), and the
+/// log-sum-exps, (batch, heads, length). The output is written to `out` where that is given.
+pub(crate) fn combine<'py>(
+    tensors: &Bound<'py, PyTuple>,
+    dtype: Option<&str>,
+    entrance: Entrance,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = tensors.py();
+    let tensors = named(["out_partial", "lse_partial", "out"], tensors)?;
+    let library = ours!(Library::of(py, entrance, &tensors)?);
+    let read = || -> PyResult<(Parts, Option<View>)> {
+        let tensor = |at: usize| {
+            let (name, tensor) = &tensors[at];
+            let tensor = tensor.as_ref().ok_or_else(|| {
+                PyTypeError::new_err(format!("{name} is None, expected a tensor"))
+            })?;
+            library.read(tensor, name)
+        };
+        let out = match &tensors[2] {
+            (name, Some(out)) => {
+                let memory = library.read_mutable(out, name)?;
+                Some(request::rows(name, &memory, false)?)
+            }
+            _ => None,
+        };
+        let dtype = dtype.map(float).transpose()?;
+        Ok((Parts::stacked(&tensor(0)?, &tensor(1)?, dtype, out.as_ref())?, out))
+    };
+    let (parts, out) = match or_dispatch(py, entrance, read())? {
+        Ok(read) => read,
+        Err(answer) => return Ok(answer),
+    };
+    let given = tensors[2].1.clone();
+    let (output, lse) = merge(&library, py, &parts, false, out)?;
+    match given {
+        Some(out) => {
+            library.written(&[&Some(out.clone())])?;
+            Ok((out, lse.object).into_pyobject(py)?.into_any())
+        }
+        None => Ok((output.map(|it| it.object), lse.object).into_pyobject(py)?.into_any()),
+    }
+}
+
+/// Two answers of attention put together: output and log-sum-exps in the caller's dimensions.
+pub(crate) fn merge_states<'py>(
+    tensors: &Bound<'py, PyTuple>,
+    entrance: Entrance,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = tensors.py();
+    let tensors = named(["out_a", "lse_a", "out_b", "lse_b"], tensors)?;
+    let library = ours!(Library::of(py, entrance, &tensors)?);
+    let read = || -> PyResult<(Parts, bool)> {
+        let mut memories = Vec::new();
+        for (name, tensor) in &tensors {
+            let tensor = tensor.as_ref().ok_or_else(|| {
+                PyTypeError::new_err(format!("{name} is None, expected a tensor"))
+            })?;
+            memories.push(library.read(tensor, name)?);
+        }
+        let [a, b, c, d] = &memories[..] else { unreachable!("four tensors have names") };
+        Ok((Parts::separate([(a, b), (c, d)])?, a.dimensions == 3))
+    };
+    let (parts, packed) = match or_dispatch(py, entrance, read())? {
+        Ok(read) => read,
+        Err(answer) => return Ok(answer),
+    };
+    let (output, lse) = merge(&library, py, &parts, packed, None)?;
+    Ok((output.map(|it| it.object), lse.object).into_pyobject(py)?.into_any())
+}
+
+/// Merges into `out`, or into a tensor that is made for it.
+fn merge<'py>(
+    library: &Library<'py>,
+    py: Python<'py>,
+    parts: &Parts,
+    packed: bool,
+    out: Option<View>,
+) -> PyResult<(Option<Made<'py>>, Made<'py>)> {
+    let Form { sizes, place, .. } = parts.outputs[0].form;
+    let [batch, length, heads, _] = sizes;
+    let hidden = usize::from(packed);
+    let element = Element::Float(parts.dtype);
+    let made = match out {
+        None => Some(library.make(py, &sizes[hidden..], element, place)?),
+        Some(_) => None,
+    };
+    let sums = [batch, heads, length];
+    let lse = library.make(py, &sums[hidden..], Element::Float(DType::F32), place)?;
+    let output = out.unwrap_or_else(|| {
+        let strides = contiguous(Convention::FlashAttention, sizes);
+        let form = Form { sizes, strides, dtype: parts.dtype, place };
+        View { address: made.as_ref().map_or(0, |made| made.address), form }
+    });
+    if !sizes.contains(&0) {
+        match place {
+            Place::Cuda(ordinal) => {
+                let device = crate::gpu::device(ordinal).map_err(error::library)?;
+                let stream = library.stream(py, device)?;
+                py.detach(|| gpu::merge(device, parts, &stream, &output, lse.address))?;
+            }
+            Place::Host => {
+                // SAFETY: the tensors are the caller's, who gave `out` to be written; the others
+                // were made just now.
+                py.detach(|| unsafe { cpu::merge(parts, &output, lse.address) })?;
+            }
+        }
+    }
+    Ok((made, lse))
+}
+
+/// An element type by the name that Python's libraries give it.
+fn float(name: &str) -> PyResult<DType> {
+    match name {
+        "float32" => Ok(DType::F32),
+        "float16" => Ok(DType::F16),
+        "bfloat16" => Ok(DType::BF16),
+        other => Err(PyValueError::new_err(format!(
+            "out_dtype={other}, expected float16, bfloat16 or float32"
+        ))),
+    }
+}

@@ -1,0 +1,418 @@
+"""Sequences of unequal lengths, caches and parts, with FlashAttention-3's functions."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+from . import _arrays, _flashcore
+from ._arguments import refusal, refuse
+
+try:
+    from . import _torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    _torch = None  # type: ignore[assignment]
+
+
+def _never() -> bool:
+    return False
+
+
+is_compiling = _never if _torch is None else _torch.is_compiling
+
+
+def attend(tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool) -> Any:
+    """Attention over sequences: the output, or output and log-sum-exps."""
+    if is_compiling():
+        return _torch.attend_sequences(tensors, numbers, function, lse)
+    result = _flashcore.attend_sequences(tensors, numbers, function, lse, "function")
+    if result is None:
+        return _arrays.attend_sequences(tensors, numbers, function, lse)
+    if result is NotImplemented:
+        return _torch.attend_sequences(tensors, numbers, function, lse)
+    return result
+
+
+def flash_attn_varlen_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    window_size: Sequence[int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    dropout_p: float = 0.0,
+    alibi_slopes: Any = None,
+    block_table: Any = None,
+    s_aux: Any = None,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Attention over sequences that lie one after the other, each with lengths of its own.
+
+    The names, order and defaults are FlashAttention-3's; what FlashAttention-2 has besides, and
+    sinks, are taken by keyword. Masks and windows are aligned for each sequence: its last query
+    stands at its last key. Lists are int32; on a GPU they are read when the kernel runs.
+
+    Args:
+        q: (queries of all sequences, heads, head dim).
+        k: (keys of all sequences, key heads, head dim), or with ``block_table`` (pages, page size,
+            key heads, head dim).
+        v: As ``k``, with a head dim of its own.
+        cu_seqlens_q: (sequences + 1,) where each sequence's queries begin, and where the last end.
+            Without it ``q`` is (sequences, queries, heads, head dim).
+        cu_seqlens_k: The same for keys. With ``block_table``, their lengths unless ``seqused_k``
+            has them.
+        max_seqlen_q: No sequence has more queries.
+        max_seqlen_k: No sequence has more keys.
+        seqused_q: (sequences,) how many of the queries of each there are; the output's other rows
+            are not defined.
+        seqused_k: (sequences,) how many of the keys of each are used.
+        window_size: A query sees so many keys before and after its own; all of them where negative.
+        softcap: Scores ``s`` become ``softcap * tanh(s / softcap)``, unless it is 0.
+        alibi_slopes: (heads,) or (sequences, heads) in float32: scores fall by the slope for each
+            position between query and key.
+        block_table: (sequences, pages of each) the pages that hold each sequence's keys.
+        s_aux: (heads,) in float32: a sink for each head, one more score without a value.
+        return_attn_probs, return_softmax_lse: Return ``(out, softmax_lse)``.
+
+    Returns:
+        As ``q``, with the head dim of ``v``; the log-sum-exps are (heads, queries of all
+        sequences) in float32.
+    """
+    refuse(
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        sm_margin=sm_margin,
+        dropout_p=dropout_p,
+    )
+    if block_table is not None:
+        if seqused_k is None and cu_seqlens_k is not None:
+            seqused_k = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+        cu_seqlens_k = None
+    left, right = window_size
+    return attend(
+        (
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_q,
+            seqused_k,
+            None,
+            None,
+            block_table,
+            alibi_slopes,
+            s_aux,
+        ),
+        (max_seqlen_q, max_seqlen_k, softmax_scale, causal, left, right, softcap),
+        "flash_attn_varlen_func",
+        return_attn_probs or return_softmax_lse,
+    )
+
+
+def flash_attn_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any = None,
+    v: Any = None,
+    qv: Any = None,
+    rotary_cos: Any = None,
+    rotary_sin: Any = None,
+    cache_seqlens: Any = None,
+    cache_batch_idx: Any = None,
+    cache_leftpad: Any = None,
+    page_table: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k_new: Any = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Any = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    alibi_slopes: Any = None,
+    block_table: Any = None,
+    s_aux: Any = None,
+) -> Any:
+    """Attention over a cache of keys and values, to which new ones are added first.
+
+    The names, order and defaults are FlashAttention-3's; what FlashAttention-2 has besides, and
+    sinks, are taken by keyword. Lists are int32. On a GPU they are read when the kernel runs, so
+    that a CUDA graph is right as they change, and what is beyond a bound is cut to it; on the CPU
+    it is refused.
+
+    Args:
+        q: (sequences, queries, heads, head dim), or with ``cu_seqlens_q`` (queries of all
+            sequences, heads, head dim).
+        k_cache: (batch entries, positions, key heads, head dim), or with ``page_table`` (pages,
+            page size, key heads, head dim). Written in place where ``k`` is given.
+        v_cache: As ``k_cache``, with a head dim of its own.
+        k: New keys, (sequences, new, key heads, head dim), or with ``cu_seqlens_k_new`` (new of all
+            sequences, key heads, head dim): behind the ``cache_seqlens`` there are.
+        v: New values.
+        rotary_cos: (positions, half the rotary dim) in the element type of ``q``: the first columns
+            of new keys and of queries are turned, by the angle of their position. Queries that are
+            neither causal nor in a window all stand at the first new position.
+        rotary_sin: As ``rotary_cos``.
+        cache_seqlens: (sequences,) or a number: positions of each sequence before ``k``, left
+            padding included; the whole cache without.
+        cache_batch_idx: (sequences,) the batch entry of each; its index without.
+        cache_leftpad: (sequences,) positions at the beginning that are no part of the sequence.
+        page_table: (sequences, pages of each) the pages that hold each sequence. FlashAttention-2
+            calls it ``block_table``.
+        cu_seqlens_q: (sequences + 1,) where each sequence's queries begin, and where the last end.
+        cu_seqlens_k_new: The same for ``k``.
+        max_seqlen_q: With ``cu_seqlens_q``: no sequence has more queries.
+        rotary_seqlens: (sequences,) the position of each sequence's first new key where angles are
+            concerned; ``cache_seqlens`` without.
+        rotary_interleaved: Whether columns 0 and 1 are a pair, 2 and 3, and so on; else column 0
+            and the first of the second half.
+        window_size, softcap, alibi_slopes, s_aux: As :func:`flash_attn_varlen_func` has them.
+        scheduler_metadata: What :func:`get_scheduler_metadata` gave.
+        return_softmax_lse: Return ``(out, softmax_lse)``.
+
+    Returns:
+        As ``q``, with the head dim of ``v_cache``; the log-sum-exps are (sequences, heads, queries)
+        or (heads, queries of all sequences) in float32.
+    """
+    if num_splits != 0:
+        raise refusal("num_splits", num_splits, 0)
+    refuse(
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+        pack_gqa=pack_gqa,
+        sm_margin=sm_margin,
+    )
+    if block_table is not None:
+        if page_table is not None:
+            raise ValueError("block_table was given with page_table, expected one of the two names")
+        page_table = block_table
+    if isinstance(cache_seqlens, int):
+        cache_seqlens = _full(_sequences(q, cu_seqlens_q), cache_seqlens, k_cache)
+    if scheduler_metadata is not None:
+        _check_metadata(scheduler_metadata, _sequences(q, cu_seqlens_q))
+    left, right = window_size
+    if k is not None or v is not None:
+        advancing = causal or left >= 0 or right >= 0
+        turned, cache_seqlens = _append(
+            (
+                k_cache,
+                v_cache,
+                k,
+                v,
+                q,
+                cache_seqlens,
+                cu_seqlens_k_new,
+                cu_seqlens_q,
+                cache_batch_idx,
+                page_table,
+                rotary_cos,
+                rotary_sin,
+                rotary_seqlens,
+            ),
+            (rotary_interleaved, advancing),
+            max_seqlen_q,
+        )
+        q = q if turned is None else turned
+    else:
+        _refuse_without_new(
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            rotary_seqlens=rotary_seqlens,
+            cu_seqlens_k_new=cu_seqlens_k_new,
+        )
+    return attend(
+        (
+            q,
+            k_cache,
+            v_cache,
+            cu_seqlens_q,
+            None,
+            None,
+            cache_seqlens,
+            cache_leftpad,
+            cache_batch_idx,
+            page_table,
+            alibi_slopes,
+            s_aux,
+        ),
+        (max_seqlen_q, None, softmax_scale, causal, left, right, softcap),
+        "flash_attn_with_kvcache",
+        return_softmax_lse,
+    )
+
+
+def _append(tensors: tuple[Any, ...], flags: tuple[bool, bool], most: int | None) -> Any:
+    """Writes new keys and values: the queries, turned or None, and the new lengths."""
+    if is_compiling():
+        return _torch.append(tensors, flags, most)
+    result = _flashcore.append(tensors, flags, most, "function")
+    if result is None:
+        return _arrays.append(tensors, flags, most)
+    if result is NotImplemented:
+        return _torch.append(tensors, flags, most)
+    return result
+
+
+def _refuse_without_new(**arguments: object) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"{name} was given without k and v, expected them with it")
+
+
+def _sequences(q: Any, cu_seqlens_q: Any) -> int:
+    """How many sequences a call is about."""
+    return int(q.shape[0]) if cu_seqlens_q is None else int(cu_seqlens_q.shape[0]) - 1
+
+
+def _full(count: int, value: int, like: Any) -> Any:
+    """A list of one number on the device of another tensor."""
+    if _torch is not None and _torch.is_tensor(like):
+        return _torch.full(count, value, like)
+    return _arrays.full(count, value, like)
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Any,
+    qkv_dtype: Any = None,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k_new: Any = None,
+    cache_leftpad: Any = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Any:
+    """What :func:`flash_attn_with_kvcache` takes as ``scheduler_metadata``.
+
+    FlashAttention-3's signature, for programs that plan ahead. FlashCore's kernels find their work
+    from the lengths when they run: the answer is a list of zeros, (batch_size,) in int32, which the
+    function checks and does not need.
+    """
+    if num_splits != 0:
+        raise refusal("num_splits", num_splits, 0)
+    refuse(attention_chunk=attention_chunk, pack_gqa=pack_gqa, sm_margin=sm_margin)
+    if _name(getattr(cache_seqlens, "dtype", None)) != "int32":
+        raise TypeError("cache_seqlens has another element type, expected a tensor of int32")
+    if tuple(cache_seqlens.shape) != (batch_size,):
+        raise ValueError(
+            f"cache_seqlens has shape {list(cache_seqlens.shape)}, expected [{batch_size}]"
+        )
+    return _full(batch_size, 0, cache_seqlens)
+
+
+def _check_metadata(metadata: Any, sequences: int) -> None:
+    shape = getattr(metadata, "shape", None)
+    if shape is None or _name(metadata.dtype) != "int32" or tuple(shape) != (sequences,):
+        raise ValueError(
+            f"scheduler_metadata is not what get_scheduler_metadata gives for {sequences} "
+            f"sequences, expected [{sequences}] of int32"
+        )
+
+
+def flash_attn_combine(
+    out_partial: Any, lse_partial: Any, out: Any = None, out_dtype: Any = None
+) -> Any:
+    """Attention over parts of the keys, put together by the log-sum-exps of the parts.
+
+    Args:
+        out_partial: (parts, batch, queries, heads, head dim) in float32. A part whose log-sum-exp
+            is minus infinity saw no key and is not read.
+        lse_partial: (parts, batch, queries, heads) in float32.
+        out: (batch, queries, heads, head dim), written in place.
+        out_dtype: float16, bfloat16 or float32, which it is without.
+
+    Returns:
+        ``(out, softmax_lse)``, as (batch, queries, heads, head dim) and (batch, queries, heads).
+    """
+    name = None if out_dtype is None else _name(out_dtype)
+    tensors = (out_partial, lse_partial, out)
+    if is_compiling():
+        result = _torch.combine(tensors, out_dtype)
+    else:
+        result = _flashcore.combine(tensors, name, "function")
+        if result is None:
+            result = _arrays.combine(tensors, name, out_dtype)
+        elif result is NotImplemented:
+            result = _torch.combine(tensors, out_dtype)
+    output, lse = result
+    return output, lse.swapaxes(1, 2)
+
+
+def flash_attn_merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Any:
+    """Two answers of attention over different keys as one over all of them: a shared prefix and
+    what follows it, levels of a cascade, slices of a context.
+
+    Outputs and log-sum-exps are as the functions give them: (batch, queries, heads, head dim) with
+    (batch, heads, queries), or (queries of all sequences, heads, head dim) with (heads, queries of
+    all sequences).
+
+    Returns:
+        ``(out, softmax_lse)`` of the same shapes and element types.
+    """
+    tensors = (out_a, lse_a, out_b, lse_b)
+    if is_compiling():
+        return _torch.merge(tensors)
+    result = _flashcore.merge(tensors, "function")
+    if result is None:
+        return _arrays.merge(tensors)
+    if result is NotImplemented:
+        return _torch.merge(tensors)
+    return result
+
+
+def _name(dtype: Any) -> str:
+    """What PyTorch and NumPy call an element type, without the library's name."""
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    return str(name).rpartition(".")[2]
