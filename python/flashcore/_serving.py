@@ -8,7 +8,7 @@ from . import _arrays, _flashcore
 from ._arguments import refusal, refuse
 
 try:
-    from . import _torch
+    from . import _torch as _torch
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise

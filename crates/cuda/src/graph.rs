@@ -1,5 +1,6 @@
 //! Graphs: work that is captured once and launched many times as a whole.
 
+use std::ffi::c_void;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ptr::null_mut;
@@ -36,6 +37,74 @@ impl Stream {
         let mut capture = Capture::begin(self)?;
         work(self)?;
         Ok(capture.end()?)
+    }
+}
+
+/// A capture under way on a stream, whoever began it.
+#[derive(Debug)]
+pub struct Recording<'stream> {
+    id: u64,
+    graph: sys::CUgraph,
+    /// While the capture lasts, so does its graph.
+    stream: PhantomData<&'stream Stream>,
+}
+
+impl Stream {
+    /// The capture that what is put on this stream goes to. None on the default stream, which
+    /// cannot be captured.
+    pub fn recording(&self) -> Result<Option<Recording<'_>>> {
+        if self.raw().is_null() {
+            return Ok(None);
+        }
+        let _bound = self.device().bind()?;
+        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        let (mut id, mut graph) = (0, null_mut());
+        // SAFETY: writes a status, a number and a handle; what is null is not asked for.
+        let result = unsafe {
+            sys::cuStreamGetCaptureInfo_v2(
+                self.raw(),
+                &mut status,
+                &mut id,
+                &mut graph,
+                null_mut(),
+                null_mut(),
+            )
+        };
+        check("cuStreamGetCaptureInfo", result)?;
+        let active = status == sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE;
+        Ok(active.then_some(Recording { id, graph, stream: PhantomData }))
+    }
+}
+
+impl Recording<'_> {
+    /// A number that no other capture of this process has.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// Gives something to the graph that is being captured: it is dropped when neither the graph
+    /// nor what was instantiated from it is left. That may happen on a thread of the driver's, in
+    /// which the driver must not be called.
+    pub fn give<T: Send + 'static>(&self, thing: T) -> Result<()> {
+        unsafe extern "C" fn take<T>(thing: *mut c_void) {
+            // SAFETY: the pointer is the one below, and the driver gives it once.
+            drop(unsafe { Box::from_raw(thing.cast::<T>()) });
+        }
+        let thing = Box::into_raw(Box::new(thing)).cast::<c_void>();
+        let mut object = null_mut();
+        let unordered = sys::CUuserObject_flags_enum::CU_USER_OBJECT_NO_DESTRUCTOR_SYNC as u32;
+        // SAFETY: writes one handle; `take` knows what the pointer is.
+        let result =
+            unsafe { sys::cuUserObjectCreate(&mut object, thing, Some(take::<T>), 1, unordered) };
+        if let Err(error) = check("cuUserObjectCreate", result) {
+            // SAFETY: nobody else has it.
+            unsafe { take::<T>(thing) };
+            return Err(error);
+        }
+        let moved = sys::CUuserObjectRetain_flags_enum::CU_GRAPH_USER_OBJECT_MOVE as u32;
+        // SAFETY: the graph of a capture under way; the one reference to the object becomes its.
+        let result = unsafe { sys::cuGraphRetainUserObject(self.graph, object, 1, moved) };
+        check("cuGraphRetainUserObject", result)
     }
 }
 

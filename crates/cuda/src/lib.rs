@@ -85,7 +85,7 @@ pub use driver::{Driver, DriverVersion};
 pub use error::{Error, Result};
 pub use event::Event;
 pub use exit::Unfinished;
-pub use graph::{ExecutableGraph, Graph, RelaxedCapture};
+pub use graph::{ExecutableGraph, Graph, Recording, RelaxedCapture};
 pub use launch::{Argument, Arguments, Launch, MAX_ARGUMENTS, Parameter};
 pub use memory::{Buffer, DeviceAddress, DeviceSlice, Plain};
 pub use module::{Function, FunctionAttributes, Module};

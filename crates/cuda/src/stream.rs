@@ -118,30 +118,6 @@ impl Stream {
         check("cuStreamIsCapturing", result)?;
         Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
     }
-
-    /// The capture that what is put on it goes to, by a number that no other capture of this
-    /// process has. None on the default stream, which cannot be captured.
-    pub fn capture_id(&self) -> Result<Option<u64>> {
-        if self.handle.is_null() {
-            return Ok(None);
-        }
-        let _bound = self.device.bind()?;
-        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-        let mut id = 0;
-        // SAFETY: writes a status and a number; what is null is not asked for.
-        let result = unsafe {
-            sys::cuStreamGetCaptureInfo_v2(
-                self.handle,
-                &mut status,
-                &mut id,
-                null_mut(),
-                null_mut(),
-                null_mut(),
-            )
-        };
-        check("cuStreamGetCaptureInfo", result)?;
-        Ok((status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE).then_some(id))
-    }
 }
 
 impl Drop for Stream {

@@ -4,6 +4,8 @@
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
+use std::sync::Arc;
+use std::time::Duration;
 
 use flashcore_cuda::{
     Arguments, Buffer, Cache, Device, DeviceAddress, DeviceInfo, DeviceSlice, Driver, Error, Event,
@@ -479,6 +481,44 @@ fn graphs_repeat_what_was_captured() {
     let sums = stream.download_vec::<f32>(c.all()).unwrap();
     // First a + 0.5, then a + (a + 0.5).
     assert!(sums.iter().enumerate().all(|(index, &sum)| sum == 2.0 * index as f32 + 0.5));
+}
+
+/// What is given to a graph lives as long as the graph and what was made from it.
+#[test]
+fn graphs_keep_what_they_are_given() {
+    let Some(device) = device() else { return };
+    let stream = Stream::new(&device).unwrap();
+    assert!(stream.recording().unwrap().is_none());
+    assert!(Stream::default_of(&device).recording().unwrap().is_none());
+    let kept = Arc::new(());
+    let mut ids = Vec::new();
+    let addition = Addition::new(&device);
+    let mut graphs = Vec::new();
+    for _ in 0..2 {
+        let graph = addition.stream.capture(|stream| {
+            let recording = stream.recording()?.expect("a capture is under way");
+            ids.push(recording.id());
+            recording.give(kept.clone())?;
+            addition.launch()
+        });
+        graphs.push(graph.unwrap());
+    }
+    assert_ne!(ids[0], ids[1]);
+    assert_eq!(Arc::strong_count(&kept), 3);
+    let mut executable = graphs.pop().unwrap().instantiate().unwrap();
+    executable.launch(&addition.stream).unwrap();
+    addition.stream.synchronize().unwrap();
+    assert_eq!(Arc::strong_count(&kept), 3);
+    drop((executable, graphs));
+    addition.stream.synchronize().unwrap();
+    // The driver may drop it a little later, on a thread of its own.
+    for _ in 0..100 {
+        if Arc::strong_count(&kept) == 1 {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    panic!("{} references are left", Arc::strong_count(&kept));
 }
 
 /// Allocation breaks a capture, except under the relaxed mode.

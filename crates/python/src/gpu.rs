@@ -1,14 +1,13 @@
 //! Devices and their plans: made at the first call of a kind, found again at the next.
 
-use std::collections::HashMap;
-use std::hash::{BuildHasherDefault, Hasher};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cuda::{Buffer, DeviceAddress, RelaxedCapture, Stream};
 use flashcore::gpu::{AttentionPlan, DeviceTensor, ForwardTensors, Gpu};
 use flashcore::{Error, Preference, Problem};
 
+use crate::plans::Plans;
 use crate::serving;
 use crate::view::{self, Convention, Form, View};
 
@@ -16,14 +15,12 @@ use crate::view::{self, Convention, Form, View};
 /// process ends.
 pub(crate) struct Device {
     pub(crate) gpu: Gpu,
-    plans: Mutex<HashMap<Key, Arc<Entry>, BuildHasherDefault<Mixer>>>,
+    plans: Plans<Key, Entry>,
     /// Room for log-sum-exps that nobody asked for. The kernels write them anyway; that several
     /// launches write to one place does no harm, since it is never read. A graph may know a
     /// buffer's address, so none is given back; each is at least twice as large as the last.
     unread: Mutex<Vec<Buffer>>,
-    /// Counts calls, to tell which plans were not used for long.
-    clock: AtomicU64,
-    pub(crate) serving: serving::gpu::Plans,
+    pub(crate) serving: serving::gpu::Served,
 }
 
 /// The plans that a device keeps at most, but for those that a graph has captured.
@@ -71,7 +68,6 @@ pub(crate) struct Entry {
     unread: DeviceAddress,
     /// Whether a graph may launch it again at any time.
     captured: AtomicBool,
-    used: AtomicU64,
 }
 
 /// The devices that were opened, by their ordinals. They stay open to the end of the process.
@@ -95,10 +91,9 @@ pub(crate) fn device(ordinal: u32) -> Result<&'static Device, Error> {
     let _relaxed = RelaxedCapture::begin()?;
     let device: &'static Device = Box::leak(Box::new(Device {
         gpu: Gpu::open(ordinal)?,
-        plans: Mutex::default(),
+        plans: Plans::new(CAPACITY, |_, entry: &Entry| entry.captured.load(Ordering::Relaxed)),
         unread: Mutex::default(),
-        clock: AtomicU64::new(0),
-        serving: serving::gpu::Plans::default(),
+        serving: serving::gpu::Served::new(),
     }));
     devices.push((ordinal, device));
     Ok(device)
@@ -107,9 +102,7 @@ pub(crate) fn device(ordinal: u32) -> Result<&'static Device, Error> {
 impl Device {
     /// The plan of an earlier call.
     pub(crate) fn find(&self, key: &Key) -> Option<Arc<Entry>> {
-        let entry = lock(&self.plans).get(key).cloned()?;
-        entry.used.store(self.clock.fetch_add(1, Ordering::Relaxed), Ordering::Relaxed);
-        Some(entry)
+        self.plans.find(key)
     }
 
     /// Makes the plan for a problem that was checked. Compiles where need be.
@@ -129,32 +122,16 @@ impl Device {
             plan = Some(AttentionPlan::new(&self.gpu, &problem, &tensors, &preference)?);
             unread = self.unread(4 * problem.rows() as u64)?;
         }
-        let entry = Arc::new(Entry {
+        let entry = Entry {
             problem,
             output,
             plan,
             idle: Mutex::default(),
             unread,
             captured: AtomicBool::new(false),
-            used: AtomicU64::new(self.clock.fetch_add(1, Ordering::Relaxed)),
-        });
-        let mut plans = lock(&self.plans);
-        let mut old = Vec::new();
-        if plans.len() >= CAPACITY {
-            // A quarter at a time: what is freed makes the host wait for the device.
-            let mut ages: Vec<(u64, Key)> = plans
-                .iter()
-                .filter(|(_, entry)| !entry.captured.load(Ordering::Relaxed))
-                .map(|(key, entry)| (entry.used.load(Ordering::Relaxed), *key))
-                .collect();
-            ages.sort_by_key(|(used, _)| *used);
-            let oldest = ages.into_iter().take(CAPACITY / 4);
-            old.extend(oldest.filter_map(|(_, key)| plans.remove(&key)));
-        }
-        let entry = plans.entry(key).or_insert(entry).clone();
-        drop(plans);
-        // Under the relaxed mode, and not under the lock.
-        drop(old);
+        };
+        // Old ones are dropped under the relaxed mode.
+        let (entry, _old) = self.plans.keep(key, entry);
         Ok(entry)
     }
 
@@ -219,25 +196,4 @@ fn tensors(
 
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Hashes a key word by word. Keys come from the program itself, so nobody gains by making them
-/// collide.
-#[derive(Default)]
-pub(crate) struct Mixer(u64);
-
-impl Hasher for Mixer {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        for chunk in bytes.chunks(8) {
-            let mut word = [0; 8];
-            word[..chunk.len()].copy_from_slice(chunk);
-            // 2^64 divided by the golden ratio.
-            self.0 = (self.0.rotate_left(23) ^ u64::from_le_bytes(word))
-                .wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        }
-    }
 }

@@ -9,6 +9,7 @@
 //! | `torch` | PyTorch's tensors |
 //! | `array`, `dlpack` | everyone else's |
 //! | `gpu`, `cpu` | where the work is done |
+//! | `plans` | what a device remembers |
 //! | `serving` | sequences, caches and parts |
 //! | `info` | what ran |
 // Python's objects, DLPack's structures and other libraries' memory are C.
@@ -20,6 +21,7 @@ mod dlpack;
 mod error;
 mod gpu;
 mod info;
+mod plans;
 mod serving;
 mod torch;
 mod view;

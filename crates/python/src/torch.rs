@@ -55,7 +55,10 @@ pub(crate) fn adopt(module: &Bound<'_, PyAny>) -> PyResult<()> {
         bfloat16: module.getattr("bfloat16")?.unbind(),
         int32: module.getattr("int32")?.unbind(),
         is_grad_enabled: inner.getattr("is_grad_enabled")?.unbind(),
-        increment_version: graph.and_then(|graph| graph.getattr("increment_version")).ok().map(Bound::unbind),
+        increment_version: graph
+            .and_then(|graph| graph.getattr("increment_version"))
+            .ok()
+            .map(Bound::unbind),
         modes: inner.getattr("_len_torch_dispatch_stack")?.unbind(),
         raw_stream: inner.getattr("_cuda_getCurrentRawStream").ok().map(Bound::unbind),
     };
@@ -153,9 +156,8 @@ impl Torch {
         tensors: [&Bound<'_, PyAny>; 3],
         convention: Convention,
     ) -> PyResult<[View; 3]> {
-        let view = |at: usize| {
-            View::new(&self.read(tensors[at], convention.names()[at])?, convention, at)
-        };
+        let view =
+            |at: usize| View::new(&self.read(tensors[at], convention.names()[at])?, convention, at);
         Ok([view(0)?, view(1)?, view(2)?])
     }
 

@@ -30,6 +30,7 @@ pub(crate) unsafe fn attend(
 ) -> PyResult<Report> {
     // SAFETY: the caller's promise, here and below.
     let integers = |list: &Option<Memory>| list.as_ref().map(|it| unsafe { integers(it) });
+    // SAFETY: the same.
     let floats = |list: &Option<Memory>| list.as_ref().map(|it| unsafe { floats(it) });
     let names = &request.names;
     let count = size.problem.batch;
@@ -380,8 +381,7 @@ unsafe fn gather(view: &View, placement: &Placement) -> PyResult<Tensor> {
     let Form { sizes: [_, _, heads, dim], dtype, .. } = view.form;
     let rows = (0..placement.sequences()).map(|sequence| placement.length(sequence)).sum();
     let shape = Shape::new(1, rows, heads as usize, dim as usize);
-    let mut tensor =
-        Tensor::zeros(dtype, shape).map_err(|error| error::library(error.into()))?;
+    let mut tensor = Tensor::zeros(dtype, shape).map_err(|error| error::library(error.into()))?;
     let bytes = (dim as usize * dtype.bytes()).max(1);
     let mut to = tensor.bytes_mut().chunks_exact_mut(bytes);
     for sequence in 0..placement.sequences() {
@@ -423,11 +423,7 @@ fn vectors(tensor: &Tensor) -> std::slice::ChunksExact<'_, u8> {
 /// # Safety
 ///
 /// The row must be inside of the view.
-unsafe fn copy_row(
-    from: &mut std::slice::ChunksExact<'_, u8>,
-    view: &View,
-    place: (usize, usize),
-) {
+unsafe fn copy_row(from: &mut std::slice::ChunksExact<'_, u8>, view: &View, place: (usize, usize)) {
     for (head, from) in (0..view.form.sizes[2] as usize).zip(from) {
         let to = vector(view, place, head) as *mut u8;
         // SAFETY: the caller's promise.

@@ -34,6 +34,9 @@ enum Kind<'py> {
     },
 }
 
+/// A tensor that a call may give, with its argument's name.
+pub(crate) type Named<'py> = (&'static str, Option<Bound<'py, PyAny>>);
+
 /// A tensor of the answer.
 pub(crate) struct Made<'py> {
     pub(crate) object: Bound<'py, PyAny>,
@@ -80,7 +83,7 @@ impl<'py> Library<'py> {
     pub(crate) fn of(
         py: Python<'py>,
         entrance: Entrance,
-        tensors: &[(&'static str, Option<Bound<'py, PyAny>>)],
+        tensors: &[Named<'py>],
     ) -> PyResult<Choice<'py>> {
         let given = || tensors.iter().filter_map(|(name, it)| Some((*name, it.as_ref()?)));
         let torch = |torch: &'static Torch| -> PyResult<Library<'py>> {
@@ -90,8 +93,7 @@ impl<'py> Library<'py> {
             let copies = RefCell::default();
             Ok(Library { kind: Kind::Torch { torch, first: first.clone(), copies } })
         };
-        let arrays =
-            |words| Library { kind: Kind::Arrays { words, lent: RefCell::default() } };
+        let arrays = |words| Library { kind: Kind::Arrays { words, lent: RefCell::default() } };
         Ok(Choice::Ours(match entrance {
             Entrance::Function => match Torch::way(py, given())? {
                 Way::Straight(found) => {

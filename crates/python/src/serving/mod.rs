@@ -20,8 +20,8 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyNotImplemented, PyTuple};
 
-use self::library::{Choice, Library, Made};
 pub(crate) use self::library::Entrance;
+use self::library::{Choice, Library, Made};
 use self::parts::Parts;
 pub(crate) use self::request::{Function, Numbers};
 use self::request::{Request, named};
@@ -67,11 +67,10 @@ pub(crate) fn attend<'py>(
     let py = tensors.py();
     let tensors = named(function.names(), tensors)?;
     let library = ours!(Library::of(py, entrance, &tensors)?);
-    let request =
-        match or_dispatch(py, entrance, Request::read(&library, &tensors, numbers))? {
-            Ok(request) => request,
-            Err(answer) => return Ok(answer),
-        };
+    let request = match or_dispatch(py, entrance, Request::read(&library, &tensors, numbers))? {
+        Ok(request) => request,
+        Err(answer) => return Ok(answer),
+    };
     let size = request.size()?;
     let Form { dtype, place, .. } = request.query.form;
     let (sizes, sums) = request.results();
@@ -138,6 +137,7 @@ pub(crate) fn append<'py>(
     let lengths = library.make(py, &[update.sequences as i64], Element::I32, place)?;
     let address = turned.as_ref().map(|turned| turned.address);
     match place {
+        _ if update.sequences == 0 => {}
         Place::Cuda(ordinal) => {
             let device = crate::gpu::device(ordinal).map_err(error::library)?;
             let stream = library.stream(py, device)?;
@@ -211,7 +211,7 @@ pub(crate) fn merge_states<'py>(
             let tensor = tensor.as_ref().ok_or_else(|| {
                 PyTypeError::new_err(format!("{name} is None, expected a tensor"))
             })?;
-            memories.push(library.read(tensor, name)?);
+            memories.push(library.read_whole(tensor, name)?);
         }
         let [a, b, c, d] = &memories[..] else { unreachable!("four tensors have names") };
         Ok((Parts::separate([(a, b), (c, d)])?, a.dimensions == 3))

@@ -15,6 +15,8 @@ pub(crate) struct Parts {
     pub(crate) lses: Vec<Lse>,
     /// The element type of the answer.
     pub(crate) dtype: DType,
+    /// What the caller calls the first output.
+    pub(crate) name: &'static str,
 }
 
 /// Where the log-sum-exps of a part are.
@@ -92,7 +94,8 @@ impl Parts {
         }
         let dtype = dtype.or(out.map(|out| out.form.dtype)).unwrap_or(DType::F32);
         let [lse_step, by_batch, by_row, by_head, _] = lse.strides;
-        let at = |address: u64, step: i64, part: i64| address.wrapping_add((4 * step * part) as u64);
+        let at =
+            |address: u64, step: i64, part: i64| address.wrapping_add((4 * step * part) as u64);
         Ok(Parts {
             outputs: (0..parts)
                 .map(|part| View { address: at(output.address, step, part), form })
@@ -104,11 +107,12 @@ impl Parts {
                 })
                 .collect(),
             dtype,
+            name: o,
         })
     }
 
     /// Parts that are tensors of their own, as attention gives them: (batch, length, heads, dim)
-    /// with (batch, heads, length), or packed (rows, heads, dim) with (heads, rows).
+    /// with (batch, heads, length), or packed (rows, heads, dim) with (heads, rows). Without gaps.
     pub(crate) fn separate(parts: [(&Memory, &Memory); 2]) -> PyResult<Parts> {
         let names = [("out_a", "lse_a"), ("out_b", "lse_b")];
         let packed = parts[0].0.dimensions == 3;
@@ -150,6 +154,6 @@ impl Parts {
             lses.push(Lse { address: lse.address, strides });
         }
         let dtype = outputs[0].form.dtype;
-        Ok(Parts { outputs, lses, dtype })
+        Ok(Parts { outputs, lses, dtype, name: names[0].0 })
     }
 }

@@ -6,7 +6,7 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use super::library::Library;
+use super::library::{Library, Named};
 use crate::error;
 use crate::view::{Form, Memory, View};
 
@@ -103,7 +103,7 @@ pub(crate) struct Request {
 pub(crate) fn named<'py, const COUNT: usize>(
     names: [&'static str; COUNT],
     tensors: &Bound<'py, PyTuple>,
-) -> PyResult<[(&'static str, Option<Bound<'py, PyAny>>); COUNT]> {
+) -> PyResult<[Named<'py>; COUNT]> {
     if tensors.len() != COUNT {
         let given = tensors.len();
         return Err(PyTypeError::new_err(format!("{given} tensors, expected {COUNT}")));
@@ -121,7 +121,7 @@ impl Request {
     /// Reads the tensors of a call.
     pub(crate) fn read<'py>(
         library: &Library<'py>,
-        tensors: &[(&'static str, Option<Bound<'py, PyAny>>); TENSORS],
+        tensors: &[Named<'py>; TENSORS],
         numbers: Numbers,
     ) -> PyResult<Request> {
         let names = tensors.each_ref().map(|(name, _)| *name);
@@ -279,10 +279,12 @@ impl Request {
                 return Ok(rows);
             }
             match given {
-                None => Err(PyValueError::new_err(format!("{name} is None, expected it with {of}"))),
-                Some(most) if most < 0 => {
-                    Err(PyValueError::new_err(format!("{name}={most}, expected no negative number")))
+                None => {
+                    Err(PyValueError::new_err(format!("{name} is None, expected it with {of}")))
                 }
+                Some(most) if most < 0 => Err(PyValueError::new_err(format!(
+                    "{name}={most}, expected no negative number"
+                ))),
                 // No sequence is longer than all of them.
                 Some(most) => Ok(most.min(rows)),
             }
@@ -290,8 +292,7 @@ impl Request {
         let Numbers { most_queries, most_keys, scale, causal, left, right, softcap } = self.numbers;
         let queries =
             most(&self.query_starts, "max_seqlen_q", self.names[3], most_queries, query.sizes[1])?;
-        let keys =
-            most(&self.key_starts, "max_seqlen_k", self.names[4], most_keys, key.sizes[1])?;
+        let keys = most(&self.key_starts, "max_seqlen_k", self.names[4], most_keys, key.sizes[1])?;
         let mut problem = Problem::new(
             sequences as usize,
             query.sizes[2] as usize,

@@ -3,7 +3,7 @@
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use super::library::Library;
+use super::library::{Library, Named};
 use super::request::rows;
 use crate::view::{Element, Memory, View};
 
@@ -75,7 +75,7 @@ impl Update {
     /// Reads the tensors of a call.
     pub(crate) fn read<'py>(
         library: &Library<'py>,
-        tensors: &[(&'static str, Option<Bound<'py, PyAny>>); TENSORS],
+        tensors: &[Named<'py>; TENSORS],
         (interleaved, advancing): (bool, bool),
         most_queries: Option<i64>,
     ) -> PyResult<Update> {
@@ -89,10 +89,11 @@ impl Update {
                 PyValueError::new_err(format!("{name} is None, expected a tensor with k and v"))
             })
         };
-        let view = |at: usize, packed: bool| rows(NAMES[at], &library.read(needed(at)?, NAMES[at])?, packed);
-        let cache = |at: usize| {
-            rows(NAMES[at], &library.read_mutable(needed(at)?, NAMES[at])?, false)
+        let view = |at: usize, packed: bool| {
+            rows(NAMES[at], &library.read(needed(at)?, NAMES[at])?, packed)
         };
+        let cache =
+            |at: usize| rows(NAMES[at], &library.read_mutable(needed(at)?, NAMES[at])?, false);
         let (key_starts, query_starts) = (list(6)?, list(7)?);
         let rotary = match (list(10)?, list(11)?, list(12)?) {
             (Some(cosines), Some(sines), positions) => {
@@ -166,6 +167,17 @@ impl Update {
                 "v has {:?} entries and rows, expected the {:?} of k",
                 &self.value.form.sizes[..2],
                 &self.key.form.sizes[..2]
+            )));
+        }
+        let ([_, _, heads, dim], [_, _, shared, width]) = (self.query.form.sizes, cache.sizes);
+        if dim != width {
+            return Err(PyValueError::new_err(format!(
+                "k_cache has head dim {width}, expected the {dim} of q"
+            )));
+        }
+        if shared == 0 || heads % shared != 0 {
+            return Err(PyValueError::new_err(format!(
+                "q has {heads} heads, expected a multiple of the {shared} of k_cache"
             )));
         }
         let sequences = self.lengths.list(NAMES[5])?;
