@@ -9,7 +9,7 @@ the folder that the variable FA3 names.
 import os, statistics, sys, time
 import torch
 import torch.nn.functional as F
-from flashcore import flash_attn_func, scaled_dot_product_attention
+from flashcore import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, scaled_dot_product_attention
 from flashcore import _flashcore
 
 BURST, ROUNDS = 100, 200
@@ -27,21 +27,43 @@ def main():
     q, k, v = (torch.randn(1, 64, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     heads_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
     operator = torch.ops.flashcore.attention.default
+    # Decode: a token for each of two sequences, over a cache in pages.
+    ints = lambda *numbers: torch.tensor(numbers, dtype=torch.int32, device="cuda")
+    token, new = q[:, :2].transpose(0, 1), k[:, :2].transpose(0, 1)
+    k_cache, v_cache = (torch.randn(8, 16, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    decode = {"cache_seqlens": ints(20, 50), "page_table": ints(*range(8)).view(2, 4), "causal": True}
+    cosines, sines = torch.randn(2, 64, 32, device="cuda", dtype=torch.bfloat16)
+    turned = {"rotary_cos": cosines, "rotary_sin": sines, **decode}
+    rows, starts = (x[0] for x in (q, k, v)), ints(0, 24, 64)
+    ragged = (*rows, starts, starts, 40, 40)
     candidates = {
         "flashcore.flash_attn_func": lambda: flash_attn_func(q, k, v, causal=True),
         "flashcore.flash_attn_func, lse": lambda: flash_attn_func(q, k, v, causal=True, return_attn_probs=True),
         "flashcore.scaled_dot_product_attention": lambda: scaled_dot_product_attention(*heads_first, is_causal=True),
         "torch.ops.flashcore.attention": lambda: operator(q, k, v, None, True),
         "F.scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(*heads_first, is_causal=True),
+        "flashcore.flash_attn_varlen_func": lambda: flash_attn_varlen_func(*ragged, causal=True),
+        "flashcore.flash_attn_with_kvcache": lambda: flash_attn_with_kvcache(token, k_cache, v_cache, **decode),
+        "the same, appending": lambda: flash_attn_with_kvcache(token, k_cache, v_cache, new, new, **decode),
+        "the same, with rotary embeddings": lambda: flash_attn_with_kvcache(
+            token, k_cache, v_cache, new, new, **turned
+        ),
         "torch.empty_like": lambda: torch.empty_like(q),
         "the extension alone": lambda: _flashcore.attend_torch(q, k, v, None, True, False, False),
     }
     if "FA3" in os.environ:
         sys.path.insert(0, os.environ["FA3"])
         try:
-            from fa3_fwd_interface import flash_attn_func as fa3
+            import fa3_fwd_interface as fa3
 
-            candidates["flash-attention 3"] = lambda: fa3(q, k, v, causal=True)
+            candidates["flash-attention 3"] = lambda: fa3.flash_attn_func(q, k, v, causal=True)
+            candidates["flash-attention 3, varlen"] = lambda: fa3.flash_attn_varlen_func(*ragged, causal=True)
+            candidates["flash-attention 3, kvcache"] = lambda: fa3.flash_attn_with_kvcache(
+                token, k_cache, v_cache, **decode
+            )
+            candidates["flash-attention 3, appending, rotary"] = lambda: fa3.flash_attn_with_kvcache(
+                token, k_cache, v_cache, new, new, **turned
+            )
         except ImportError as error:
             print(f"without FlashAttention-3: {error}")
     times = {name: [] for name in candidates}

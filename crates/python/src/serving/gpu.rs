@@ -2,11 +2,11 @@
 
 use std::sync::{Arc, Mutex};
 
-use cuda::{DeviceAddress, Recording, RelaxedCapture, Stream};
+use cuda::{DeviceAddress, Recording, RelaxedCapture, Stream, StreamIdentity};
 use flashcore::gpu::{
     AppendPlan, AppendSize, AppendTensors, AttentionState, DeviceTensor, GpuError, MergePlan,
     MergeSize, MergeTensors, RotarySize, RotaryTables, ServingPlan, ServingSize, ServingTensors,
-    TurnedQueries,
+    TurnedQueries, prefill,
 };
 use flashcore::{DType, Mask, Problem, Shape, Strides};
 use pyo3::PyErr;
@@ -55,12 +55,15 @@ struct Key {
     scale: u32,
     softcap: Option<u32>,
     flags: [bool; 5],
-    stream: u64,
+    /// Whether tensors lie as the prefill kernel wants them.
+    walkable: bool,
+    stream: Option<StreamIdentity>,
     capture: Option<u64>,
 }
 
 impl Key {
-    fn new(size: &ServingSize, stream: u64, capture: Option<u64>) -> Self {
+    /// The size alone.
+    fn new(size: &ServingSize) -> Self {
         let problem = &size.problem;
         let pages = size.pages.map_or((0, 0), |pages| (pages.size, pages.columns));
         Key {
@@ -89,8 +92,9 @@ impl Key {
                 size.packed_keys,
                 size.slopes_of_sequences,
             ],
-            stream,
-            capture,
+            walkable: false,
+            stream: None,
+            capture: None,
         }
     }
 }
@@ -141,9 +145,9 @@ pub(crate) fn attend(
     }
     // A tensor without elements is never read, and still has to be somewhere.
     size.entries = size.entries.max(1);
-    let entry = plan(device, size, stream)?;
-    let lse = lse.map_or(entry.unread, DeviceAddress);
-    let tensors = ServingTensors { lse, ..tensors(request, output) };
+    let mut tensors = tensors(request, output);
+    let entry = plan(device, size, &tensors, stream)?;
+    tensors.lse = lse.map_or(entry.unread, DeviceAddress);
     let launched = lock(&entry.plan).launch(stream, &tensors);
     let roles = ["query", "key", "value"].into_iter().zip(request.names);
     launched.map_err(|error| named(error, roles))?;
@@ -151,9 +155,19 @@ pub(crate) fn attend(
 }
 
 /// The plan of attention for a size, made the first time.
-fn plan(device: &'static Device, size: ServingSize, stream: &Stream) -> PyResult<Arc<Entry>> {
+fn plan(
+    device: &'static Device,
+    size: ServingSize,
+    tensors: &ServingTensors,
+    stream: &Stream,
+) -> PyResult<Arc<Entry>> {
     let recording = stream.recording().map_err(driver)?;
-    let key = Key::new(&size, stream.handle(), recording.as_ref().map(Recording::id));
+    let key = Key {
+        stream: Some(stream.identity()),
+        capture: recording.as_ref().map(Recording::id),
+        walkable: prefill::check_tensors(&size, tensors).is_ok(),
+        ..Key::new(&size)
+    };
     let plans = &device.serving.attention;
     if let Some(entry) = plans.find(&key) {
         return Ok(entry);
@@ -161,7 +175,7 @@ fn plan(device: &'static Device, size: ServingSize, stream: &Stream) -> PyResult
     let _relaxed = RelaxedCapture::begin().map_err(driver)?;
     let batch = if size.packed_queries { 1 } else { size.problem.batch };
     let rows = batch * size.query_rows * size.problem.query_heads;
-    let plan = ServingPlan::new(&device.gpu, &size).map_err(refused)?;
+    let plan = ServingPlan::for_tensors(&device.gpu, &size, tensors).map_err(refused)?;
     let entry = Entry {
         configuration: plan.kernel_name(),
         reason: plan.reason().to_owned(),
@@ -188,7 +202,7 @@ pub(crate) fn append(
 ) -> PyResult<()> {
     let size = append_size(update);
     let key = AppendKey {
-        serving: Key::new(&size.serving, 0, None),
+        serving: Key::new(&size.serving),
         new: [size.new_tokens, size.new_rows],
         packed: size.packed_new,
         rotary: size.rotary,

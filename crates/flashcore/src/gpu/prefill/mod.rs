@@ -196,10 +196,7 @@ impl PrefillPlan {
     /// The tensor maps, made anew where tensors are not where they were.
     fn bind(&mut self, stream: &Stream, tensors: &ServingTensors) -> Result<Bound, GpuError> {
         tensors.validate(&self.size)?;
-        if self.size.pages.is_some() && tensors.left_padding.is_some() {
-            let reason = "prefill serves no left padding in pages".to_owned();
-            return Err(GpuError::Tensor { tensor: "list of left paddings", reason });
-        }
+        check_lists(&self.size, tensors)?;
         let all = [tensors.query, tensors.key, tensors.value, tensors.output];
         if let Some(bound) = self.bound.filter(|bound| bound.tensors == all) {
             return Ok(bound);
@@ -257,6 +254,21 @@ impl PrefillPlan {
     pub fn device_bytes(&self) -> u64 {
         self.schedule.bytes()
     }
+}
+
+/// Whether the kernel serves a launch on these tensors: the copy engine can walk them.
+pub fn check_tensors(size: &ServingSize, tensors: &ServingTensors) -> Result<(), GpuError> {
+    check_lists(size, tensors)?;
+    let ServingTensors { query, key, value, .. } = tensors;
+    check_strides(size, [query.strides, key.strides, value.strides])
+}
+
+fn check_lists(size: &ServingSize, tensors: &ServingTensors) -> Result<(), GpuError> {
+    if size.pages.is_some() && tensors.left_padding.is_some() {
+        let reason = "prefill serves no left padding in pages".to_owned();
+        return Err(GpuError::Tensor { tensor: "list of left paddings", reason });
+    }
+    Ok(())
 }
 
 /// Whether the copy engine can walk tensors with the strides of query, key and value.

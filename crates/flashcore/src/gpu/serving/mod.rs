@@ -65,7 +65,8 @@ enum ServingKernel {
 const PREFILL_QUERIES: usize = 32;
 
 impl ServingPlan {
-    /// A plan of the kernel that is best for the size.
+    /// A plan of the kernel that is best for the size. It may refuse tensors that lie in memory
+    /// like no other's; [`for_tensors`](ServingPlan::for_tensors) looks at them first.
     pub fn new(gpu: &Gpu, size: &ServingSize) -> Result<Self, GpuError> {
         let many = size.problem.query_length >= PREFILL_QUERIES;
         let kernel = if many && prefill::choose(&gpu.chip(), size).is_ok() {
@@ -73,6 +74,19 @@ impl ServingPlan {
         } else {
             ServingKernel::Decode(Box::new(DecodePlan::new(gpu, size)?))
         };
+        Ok(ServingPlan { kernel })
+    }
+
+    /// A plan of the best kernel for the size that serves tensors like these.
+    pub fn for_tensors(
+        gpu: &Gpu,
+        size: &ServingSize,
+        tensors: &ServingTensors,
+    ) -> Result<Self, GpuError> {
+        if prefill::check_tensors(size, tensors).is_ok() {
+            return ServingPlan::new(gpu, size);
+        }
+        let kernel = ServingKernel::Decode(Box::new(DecodePlan::new(gpu, size)?));
         Ok(ServingPlan { kernel })
     }
 
