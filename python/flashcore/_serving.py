@@ -97,17 +97,28 @@ def flash_attn_varlen_func(
         As ``q``, with the head dim of ``v``; the log-sum-exps are (heads, queries of all
         sequences) in float32.
     """
-    refuse(
-        qv=qv,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        attention_chunk=attention_chunk,
-        num_splits=num_splits,
-        pack_gqa=pack_gqa,
-        sm_margin=sm_margin,
-        dropout_p=dropout_p,
-    )
+    if (
+        qv is not None
+        or q_descale is not None
+        or k_descale is not None
+        or v_descale is not None
+        or attention_chunk
+        or num_splits != 1
+        or pack_gqa is not None
+        or sm_margin
+        or dropout_p
+    ):
+        refuse(
+            qv=qv,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            attention_chunk=attention_chunk,
+            num_splits=num_splits,
+            pack_gqa=pack_gqa,
+            sm_margin=sm_margin,
+            dropout_p=dropout_p,
+        )
     if block_table is not None:
         if seqused_k is None and cu_seqlens_k is not None:
             seqused_k = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
@@ -213,15 +224,24 @@ def flash_attn_with_kvcache(
     """
     if num_splits != 0:
         raise refusal("num_splits", num_splits, 0)
-    refuse(
-        qv=qv,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        attention_chunk=attention_chunk,
-        pack_gqa=pack_gqa,
-        sm_margin=sm_margin,
-    )
+    if (
+        qv is not None
+        or q_descale is not None
+        or k_descale is not None
+        or v_descale is not None
+        or attention_chunk
+        or pack_gqa is not None
+        or sm_margin
+    ):
+        refuse(
+            qv=qv,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            attention_chunk=attention_chunk,
+            pack_gqa=pack_gqa,
+            sm_margin=sm_margin,
+        )
     if block_table is not None:
         if page_table is not None:
             raise ValueError("block_table was given with page_table, expected one of the two names")

@@ -1,6 +1,8 @@
 """Sequences, caches and parts as PyTorch's tensors, the same bodies on the CPU and on a GPU."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 
@@ -520,3 +522,30 @@ def test_what_ran_is_told(device):
     assert last["problem"].startswith("batch 2, heads 4/2, length 1x64")
     if device == "cuda":
         assert last["kernel"] == "gpu/decode" and last["configuration"].startswith("decode_")
+
+
+@every_device
+@torch.no_grad()
+def test_the_loop_of_the_documentation(device):
+    """It runs as it is printed, and gives the tokens that whole sequences would."""
+    text = Path(__file__).parents[2] / "docs" / "serving.md"
+    if not text.exists():
+        pytest.skip("no documentation beside the tests")
+    loop = re.search(r"```python\n(.*?)```", text.read_text(), re.DOTALL).group(1)
+    names = {}
+    exec(loop.partition('\ndevice = "cuda"')[0], names)
+    torch.manual_seed(3)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = names["Model"]().to(device, dtype)
+    prompts = [torch.randint(1000, (length,), device=device) for length in (5, 40, 1)]
+    answers = names["generate"](model, prompts, 20)
+    assert answers.shape == (3, 20)
+    wide = names["Model"]().to(device, torch.float64)
+    wide.load_state_dict(model.state_dict())
+    for prompt, answer in zip(prompts, answers):
+        x, q, k, v = wide.before(torch.cat([prompt, answer]))
+        attended, _ = plain(q, k, v, causal=True)
+        scores = wide.words(x + attended.flatten(-2))[len(prompt) - 1 : -1]
+        # Within what rounding could turn around, the best.
+        chosen = scores.gather(1, answer.long()[:, None])[:, 0]
+        assert (scores.max(1).values - chosen).max().item() < (5e-2 if device == "cuda" else 1e-4)
