@@ -16,12 +16,16 @@ pub struct ProblemSet {
 }
 
 /// The named sets and what they are.
-pub const NAMED: [(&str, &str); 7] = [
+pub const NAMED: [(&str, &str); 8] = [
     ("paper", "head dims 64, 128, 256, dense and causal, 512 to 16k: 16,384 tokens of 2048"),
     ("grouped", "64 query and 8 key heads of 128, one sequence of 16k and 32k"),
     ("small", "a few heads and short sequences, where a launch is all there is"),
     ("llama", "prompts of Llama 3: 8B and 70B heads, 2k to 32k, causal"),
     ("gpt-oss", "prompts of gpt-oss: 64 query and 8 key heads of 64, 2k to 32k, causal"),
+    (
+        "decode",
+        "one query, 8 key heads of 128, batch 1 to 128, 4k to 128k keys: memory is the limit",
+    ),
     ("diffusion", "image transformers: 24 heads of 128 and 64, 1k to 4k positions, dense"),
     ("quick", "one length of each head dim and mask of `paper`"),
 ];
@@ -100,6 +104,13 @@ fn named(name: &str) -> Option<Vec<Problem>> {
             .to_vec(),
         "llama" => causal(&[(32, 8, 128), (64, 8, 128)], &LONG),
         "gpt-oss" => causal(&[(64, 8, 64)], &LONG),
+        "decode" => {
+            [(1, 32, 8192), (1, 64, 131_072), (16, 32, 8192), (64, 64, 8192), (128, 32, 4096)]
+                .map(|(batch, heads, keys)| {
+                    new(batch, heads, 1, 128).with_kv_heads(8).with_key_length(keys)
+                })
+                .to_vec()
+        }
         "diffusion" => [(24, 128), (24, 64)]
             .into_iter()
             .flat_map(|(heads, dim)| [1024, 4096].map(|length| new(2, heads, length, dim)))

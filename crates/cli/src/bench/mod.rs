@@ -7,7 +7,7 @@ use std::error::Error;
 use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand, ValueEnum};
-use flashcore::gpu::{Chip, LaunchDescription};
+use flashcore::gpu::Chip;
 use harness::bench::{Candidate, Options};
 use harness::problems::{NAMED, ProblemSet};
 use harness::report::compare::compare;
@@ -43,8 +43,8 @@ struct Measure {
     /// A set of problems by name (see `bench sets`), or a file with one on each line
     #[arg(long, default_value = "paper")]
     set: String,
-    /// Who is measured: flashcore, forward, mma, mma-half, scalar, configurations, cudnn, fa2, fa3,
-    /// efficient, flex, jax; NAME=CANDIDATE gives one another name
+    /// Who is measured: flashcore, forward, mma, mma-half, scalar, configurations, pageN (decode over
+    /// pages of N keys), cudnn, fa2, fa3, efficient, flex, jax; NAME=CANDIDATE gives one another name
     #[arg(long, value_delimiter = ',', value_parser = Candidate::parse,
           default_value = "flashcore,cudnn,fa3")]
     candidates: Vec<Candidate>,
@@ -220,16 +220,13 @@ fn plan(options: &Options, json: bool) -> Result<Answer, Box<dyn Error>> {
                 blocks: None,
                 note: None,
             };
-            match (candidate.peer(), candidate.kernel(problem, &chip)) {
+            match (candidate.peer(), candidate.describe(problem, &chip)) {
                 (Some(peer), _) => line.note = Some(peer.about().to_owned()),
                 (None, Err(reason)) => line.note = Some(reason),
-                (None, Ok(kernel)) => match LaunchDescription::of(&kernel, problem, &chip) {
-                    Ok(launch) => {
-                        line.blocks = Some(launch.grid[0]);
-                        line.kernel = Some(kernel.name());
-                    }
-                    Err(error) => line.note = Some(error.to_string()),
-                },
+                (None, Ok((kernel, launch))) => {
+                    line.blocks = Some(launch.grid[0]);
+                    line.kernel = Some(kernel.name());
+                }
             }
             lines.push(line);
         }

@@ -12,16 +12,31 @@ pub(crate) fn line(results: &Results, cell: &Cell) -> String {
         .measurements
         .iter()
         .filter_map(|it| {
-            let speed = it.tflops(cell)?;
             let wrong = if it.right == Some(false) { " WRONG" } else { "" };
-            Some(format!("{} {speed:.0}{wrong}", it.candidate))
+            Some(match memory_bound(cell) {
+                true => format!("{} {:.1}{wrong}", it.candidate, 1e3 * it.summary?.median),
+                false => format!("{} {:.0}{wrong}", it.candidate, it.tflops(cell)?),
+            })
         })
         .collect();
     let cache = cell.measurements.first().map_or(Cache::Cold, |it| it.cache);
     let subject = results.subject().unwrap_or_default();
     let ratio = results.ratio(cell, subject, cache);
     let ratio = ratio.map_or_else(String::new, |it| format!("  ratio {:.3}", it.ratio));
-    format!("{:<40} {} TFLOP/s{ratio}", cell.problem, speeds.join("  "))
+    let unit = if memory_bound(cell) { "us" } else { "TFLOP/s" };
+    format!("{:<40} {} {unit}{ratio}", cell.problem, speeds.join("  "))
+}
+
+/// Whether operations per second say little: where a launch is what takes time, and where memory is
+/// the limit of every problem.
+fn in_microseconds(results: &Results) -> bool {
+    let few = !results.cells.is_empty() && results.cells.iter().all(memory_bound);
+    results.method.calls > 1 || few
+}
+
+/// Whether there are so few operations for each byte that no GPU of today is kept busy.
+fn memory_bound(cell: &Cell) -> bool {
+    cell.flops < 50.0 * cell.bytes
 }
 
 /// Everything that was measured.
@@ -50,7 +65,7 @@ pub(super) fn results(results: &Results) -> String {
 }
 
 fn one_cache(results: &Results, cache: Cache) -> String {
-    let micro = results.method.calls > 1;
+    let micro = in_microseconds(results);
     let unit = if micro { "us" } else { "TFLOP/s" };
     let first = format!("{unit}, caches {}", cache.name());
     let mut heading: Vec<&str> = vec![&first];

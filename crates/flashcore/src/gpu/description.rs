@@ -1,12 +1,15 @@
 //! A launch in words: everything that someone else needs to launch a kernel of ours, another
 //! process or a harness that treats all kernels alike.
 
-use kernels::{Forward, Mma, Scalar, Shipped};
+use kernels::{Decode, Forward, Mma, Scalar, Shipped};
 use ptx::{ParameterKind, Program, TensorBox};
 use serde::Serialize;
 
+use super::binding::{Number, Slot, Stride};
+use super::decode::{self, Grid};
 use super::forward::{self, Geometry};
-use super::{Chip, GpuError, mma};
+use super::serving::ListRole;
+use super::{Chip, GpuError, ServingSize, mma};
 use crate::problem::Problem;
 use crate::tensor::{Layout, Shape};
 
@@ -73,6 +76,11 @@ pub enum Passed {
     F32 {
         /// The number.
         value: f32,
+    },
+    /// The address of so much device memory, zero before the first launch.
+    Zeros {
+        /// How much.
+        bytes: u64,
     },
     /// The address of device memory with these words in it.
     Words {
@@ -142,10 +150,13 @@ impl LaunchDescription {
                 LaunchDescription::mma(configuration, problem, chip)
             }
             Shipped::Scalar(configuration) => LaunchDescription::scalar(configuration, problem),
+            Shipped::Decode(configuration) if !configuration.paged => {
+                LaunchDescription::decode(configuration, problem, chip, None)
+            }
             other => {
                 let reason = match other {
                     Shipped::Mma(_) => "its keys are split, and their parts need a second launch",
-                    Shipped::Decode(_) => "it needs memory beyond its tensors",
+                    Shipped::Decode(_) => "its keys are in pages",
                     _ => "it does not compute attention",
                 };
                 Err(GpuError::Unsupported { kernel: other.family(), reason: reason.to_owned() })
@@ -174,6 +185,85 @@ impl LaunchDescription {
             ParameterKind::Scalar(_) => numbers[index].clone(),
         };
         assemble(&program, geometry.blocks, argument)
+    }
+
+    /// The launch of decode over the same tensors in pages: each sequence's own, in an order that
+    /// is not theirs. A query that sees every key of its sequence sees the same keys.
+    pub fn in_pages(
+        configuration: &Decode,
+        problem: &Problem,
+        chip: &Chip,
+        page_size: usize,
+    ) -> Result<Self, GpuError> {
+        LaunchDescription::decode(configuration, problem, chip, Some(page_size))
+    }
+
+    fn decode(
+        configuration: &Decode,
+        problem: &Problem,
+        chip: &Chip,
+        page_size: Option<usize>,
+    ) -> Result<Self, GpuError> {
+        let unsupported = |reason: &str| {
+            let reason = reason.to_owned();
+            GpuError::Unsupported { kernel: "decode", reason }
+        };
+        let mut size = ServingSize::new(problem.clone());
+        let mut table = Vec::new();
+        if let Some(page) = page_size {
+            if page == 0 || !problem.key_length.is_multiple_of(page) {
+                return Err(unsupported("keys are not a whole number of pages"));
+            }
+            let columns = problem.key_length / page;
+            size = size.with_pages(page, columns, problem.batch * columns);
+            let order = shuffled(columns);
+            for sequence in 0..problem.batch {
+                table.extend(order.iter().map(|column| (sequence * columns + column) as u32));
+            }
+        }
+        if configuration.paged != page_size.is_some() || problem.alibi || problem.sinks {
+            return Err(unsupported("pages, slopes and sinks are not the configuration's"));
+        }
+        size.validate("decode")?;
+        let grid = Grid::new(chip, configuration, &size, None)?;
+        let program = configuration.program()?;
+        let tensors = [TensorRole::Query, TensorRole::Key, TensorRole::Value, TensorRole::Output];
+        let argument = |(_, parameter): (usize, &ptx::Parameter)| {
+            let workspace = |which: usize| match grid.workspace {
+                Some(bytes) => Passed::Zeros { bytes: bytes[which] },
+                None => Passed::U64 { value: 0 },
+            };
+            match parameter.name.as_str() {
+                "parts" => return Some(workspace(0)),
+                "counters" => return Some(workspace(1)),
+                _ => {}
+            }
+            Some(match decode::describe(configuration, &size, grid, &parameter.name)? {
+                Slot::Fixed(Number::U32(value)) => Passed::U32 { value },
+                Slot::Fixed(Number::I32(value)) => Passed::U32 { value: value as u32 },
+                Slot::Fixed(Number::U64(value)) => Passed::U64 { value },
+                Slot::Fixed(Number::F32(value)) => Passed::F32 { value },
+                Slot::Fixed(Number::Address(address)) => Passed::U64 { value: address.0 },
+                Slot::Tensor(role) => Passed::Address { tensor: tensors[role] },
+                Slot::Stride(role, stride) => {
+                    let mut shape = tensors[role].shape(problem);
+                    if let (Some(page), 1 | 2) = (page_size, role) {
+                        shape = Shape { batch: size.entries, length: page, ..shape };
+                    }
+                    let strides = Layout::contiguous(shape).ok()?.strides();
+                    let elements = match stride {
+                        Stride::Batch => strides.batch,
+                        Stride::Row => strides.length,
+                        Stride::Head => strides.heads,
+                    };
+                    Passed::U64 { value: elements as u64 }
+                }
+                Slot::List(ListRole::Lse) => Passed::Address { tensor: TensorRole::Lse },
+                Slot::List(ListRole::BlockTable) => Passed::Words { values: table.clone() },
+                Slot::List(_) => Passed::U64 { value: 0 },
+            })
+        };
+        assemble(&program, grid.blocks(), argument)
     }
 
     fn scalar(configuration: &Scalar, problem: &Problem) -> Result<Self, GpuError> {
@@ -210,6 +300,13 @@ impl LaunchDescription {
         };
         assemble(&program, blocks, argument)
     }
+}
+
+/// The numbers below a count in another order, the same every time: steps of a prime that does not
+/// divide it.
+fn shuffled(count: usize) -> Vec<usize> {
+    let step = [1_000_003, 999_983, 7_919].into_iter().find(|prime| !count.is_multiple_of(*prime));
+    (0..count).map(|index| (index * step.unwrap_or(1) + count / 2) % count).collect()
 }
 
 /// A description of a program whose arguments are found one by one.
@@ -288,6 +385,27 @@ mod tests {
                 .iter()
                 .filter(|it| matches!(it, Passed::TensorMap { .. } | Passed::Address { .. }));
             assert_eq!(tensors.count(), TensorRole::ALL.len(), "{}", shipped.name());
+        }
+        let problem = Problem::new(2, 8, 1, 128).with_kv_heads(2).with_key_length(640);
+        for page in [None, Some(16)] {
+            let chosen = decode::choose(&Chip::H200, &problem, page.is_some()).unwrap();
+            let decode = chosen.configuration;
+            let launch = match page {
+                Some(page) => LaunchDescription::in_pages(&decode, &problem, &Chip::H200, page),
+                None => LaunchDescription::of(&Shipped::Decode(decode), &problem, &Chip::H200),
+            };
+            let launch = launch.unwrap();
+            let tensors = launch.arguments.iter().filter(|it| matches!(it, Passed::Address { .. }));
+            assert_eq!(tensors.count(), TensorRole::ALL.len());
+            let tables = launch.arguments.iter().filter_map(|it| match it {
+                Passed::Words { values } => Some(values.clone()),
+                _ => None,
+            });
+            for mut table in tables {
+                assert!(page.is_some() && !table.is_sorted());
+                table.sort_unstable();
+                assert_eq!(table, (0..80).collect::<Vec<u32>>());
+            }
         }
         let product = Shipped::Product(kernels::Product::PLAIN);
         let refusal = LaunchDescription::of(&product, &Problem::new(1, 1, 1, 8), &Chip::H200);

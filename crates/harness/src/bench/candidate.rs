@@ -3,9 +3,9 @@
 use std::fmt;
 
 use flashcore::backend::gpu as kernels_of_gpu;
-use flashcore::gpu::{Chip, Gpu, GpuError, LaunchDescription};
+use flashcore::gpu::{Chip, Gpu, LaunchDescription};
 use flashcore::{Mask, Plan, Preference, Problem};
-use kernels::{Shipped, shipped};
+use kernels::{Decode, Shipped, shipped};
 use ptx::Target;
 
 use crate::Error;
@@ -29,6 +29,8 @@ pub enum Who {
     Named(&'static str),
     /// One configuration of ours; it has no part in problems that it does not serve.
     Kernel(Shipped),
+    /// Our decode over the same keys in pages of so many positions, in an order of their own.
+    Pages(usize),
     /// Somebody else's.
     Peer(Peer),
 }
@@ -107,7 +109,8 @@ impl Candidate {
         };
         let peer = Peer::ALL.into_iter().find(|peer| peer.name() == name).map(Who::Peer);
         let named = NAMED.into_iter().find(|it| *it == name).map(Who::Named);
-        let who = match peer.or(named) {
+        let size = name.strip_prefix("page").and_then(|size| size.parse().ok());
+        let who = match peer.or(named).or(size.map(Who::Pages)) {
             Some(who) => who,
             None if name == "flashcore" => Who::Planned,
             None => Who::Kernel(configuration(name)?),
@@ -129,6 +132,7 @@ impl Candidate {
             Who::Planned => "what FlashCore's planner chooses".to_owned(),
             Who::Named(kernel) => format!("FlashCore's `{kernel}`"),
             Who::Kernel(kernel) => kernel.name(),
+            Who::Pages(size) => format!("FlashCore's decode over pages of {size}, shuffled"),
             Who::Peer(peer) => peer.about().to_owned(),
         }
     }
@@ -148,8 +152,33 @@ impl Candidate {
             Who::Named(kernel) => named(kernel),
             Who::Kernel(kernel) if serves(kernel, problem) => Ok(*kernel),
             Who::Kernel(_) => Err("it is for another element, head dim or mask".to_owned()),
+            Who::Pages(_) => {
+                let chosen = flashcore::gpu::decode::choose(chip, problem, true)?;
+                Ok(Shipped::Decode(chosen.configuration))
+            }
             Who::Peer(peer) => Err(format!("{peer} is not ours")),
         }
+    }
+}
+
+impl Candidate {
+    /// The kernel of ours that runs for a problem and its launch, or why it has no part in it.
+    pub fn describe(
+        &self,
+        problem: &Problem,
+        chip: &Chip,
+    ) -> Result<(Shipped, LaunchDescription), String> {
+        let kernel = self.kernel(problem, chip)?;
+        let described = match (&self.who, &kernel) {
+            (Who::Pages(_), _) if problem.query_length > 1 => {
+                return Err("keys in another order are the same to one query alone".to_owned());
+            }
+            (Who::Pages(size), Shipped::Decode(decode)) => {
+                LaunchDescription::in_pages(decode, problem, chip, *size)
+            }
+            _ => LaunchDescription::of(&kernel, problem, chip),
+        };
+        Ok((kernel, described.map_err(|error| error.to_string())?))
     }
 }
 
@@ -159,14 +188,8 @@ impl Source for Candidate {
     }
 
     fn launch(&self, gpu: &Gpu, problem: &Problem) -> Result<(String, LaunchDescription), Error> {
-        let chip = gpu.chip();
-        let kernel = self.kernel(problem, &chip).map_err(Error::Impossible)?;
-        let description = match LaunchDescription::of(&kernel, problem, &chip) {
-            Err(error @ GpuError::Unsupported { .. }) => {
-                return Err(Error::Impossible(error.to_string()));
-            }
-            described => described?,
-        };
+        let (kernel, description) =
+            self.describe(problem, &gpu.chip()).map_err(Error::Impossible)?;
         Ok((ptx::print(&kernel.program()?), description))
     }
 }
@@ -179,6 +202,13 @@ pub fn serves(kernel: &Shipped, problem: &Problem) -> bool {
         Shipped::Forward(it) => (it.element, (it.head_dim, it.value_head_dim), it.causal) == wanted,
         Shipped::Mma(it) => (it.element, (it.head_dim, it.value_head_dim), it.causal) == wanted,
         Shipped::Scalar(it) => (it.element, (it.head_dim, it.value_head_dim), it.causal) == wanted,
+        // Masks are numbers to it.
+        Shipped::Decode(it) => {
+            let scores = (it.softcap, it.alibi, it.sinks);
+            (it.element, (it.head_dim, it.value_head_dim)) == (wanted.0, wanted.1)
+                && scores == (problem.softcap.is_some(), problem.alibi, problem.sinks)
+                && !it.paged
+        }
         _ => false,
     }
 }
@@ -186,7 +216,9 @@ pub fn serves(kernel: &Shipped, problem: &Problem) -> bool {
 /// The configuration of a name: a shipped one, or any that the tuner could try.
 pub fn configuration(name: &str) -> Result<Shipped, String> {
     let shipped = shipped(Target::SM_90A).into_iter().find(|it| it.name() == name);
-    let found = shipped.or_else(|| crate::tune::space::find(name).map(Shipped::Forward));
+    let found = shipped
+        .or_else(|| crate::tune::space::find(name).map(Shipped::Forward))
+        .or_else(|| decode_shape(name).map(Shipped::Decode));
     found.ok_or_else(|| {
         let peers = Peer::ALL.map(Peer::name).join(", ");
         let kernels = NAMED.join(", ");
@@ -197,9 +229,52 @@ pub fn configuration(name: &str) -> Result<Shipped, String> {
     })
 }
 
+/// The decode configuration of a name: a shipped one's element, dims and scores in any shape that
+/// can be built.
+fn decode_shape(name: &str) -> Option<Decode> {
+    let bases = kernels::decode::every_tuned(Target::SM_90A).into_iter();
+    let bases = bases.flat_map(|base| [false, true].map(|paged| Decode { paged, ..base }));
+    for base in bases.flat_map(|base| [8, 16].map(|rows| Decode { rows, ..base })) {
+        // All but the shape, which is what names end with.
+        let own = base.name();
+        let shape = own.rfind("_w").unwrap_or(own.len());
+        if !name.starts_with(&own[..shape + 2]) {
+            continue;
+        }
+        for (warps, tile_keys) in (1..=16).flat_map(|warps| [(warps, 16), (warps, 32)]) {
+            for (stages, blocks) in (1..=8).flat_map(|stages| (1..=4).map(move |it| (stages, it))) {
+                let shaped = Decode { warps, tile_keys, stages, blocks, ..base };
+                if shaped.name() == name && shaped.program().is_ok() {
+                    return Some(shaped);
+                }
+            }
+        }
+    }
+    None
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn decode_has_shapes_beside_the_shipped_and_pages() {
+        let problem: Problem = "b=1,h=32,hk=8,s=1,sk=8192,d=128,bf16".parse().unwrap();
+        let candidate = |name: &str| Candidate::parse(name).unwrap();
+        let planned = candidate("flashcore").describe(&problem, &Chip::H200).unwrap();
+        assert_eq!(planned.0.name(), "decode_bf16_d128x128_r8_w8x16_s3b1");
+        for shape in ["w4x32_s3b1", "w4x16_s3b2", "w8x16_s3b1"] {
+            let name = format!("decode_bf16_d128x128_r8_{shape}");
+            let (kernel, launch) = candidate(&name).describe(&problem, &Chip::H200).unwrap();
+            assert_eq!((kernel.name(), launch.entry), (name.clone(), name));
+        }
+        let impossible = "decode_bf16_d128x128_r8_w16x32_s8b4";
+        assert!(Candidate::parse(impossible).unwrap_err().contains("no candidate"));
+        let paged = candidate("page16").describe(&problem, &Chip::H200).unwrap();
+        assert!(paged.0.name().contains("_paged_"), "{}", paged.0.name());
+        let refusal = candidate("page24").describe(&problem, &Chip::H200).unwrap_err();
+        assert!(refusal.contains("whole number of pages"), "{refusal}");
+    }
 
     #[test]
     fn names_mean_what_they_say() {

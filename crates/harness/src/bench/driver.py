@@ -55,6 +55,10 @@ class Kernel:
             words = torch.tensor(argument["values"] or [0], dtype=torch.int64, device=DEVICE).to(torch.uint32)
             value = ctypes.c_uint64(words.data_ptr())
             return (words, value), ctypes.addressof(value)
+        if kind == "zeros":
+            memory = torch.zeros(max(argument["bytes"], 4), dtype=torch.uint8, device=DEVICE)
+            value = ctypes.c_uint64(memory.data_ptr())
+            return (memory, value), ctypes.addressof(value)
         if kind == "address":
             value = ctypes.c_uint64(tensors[argument["tensor"]].data_ptr())
         else:
@@ -108,8 +112,11 @@ def fa3(q, k, v, problem):
     sys.path.insert(0, os.environ.get("FA3", "fa3"))
     import fa3_fwd_interface as interface
 
+    # Zero leaves the number of parts to its own rule; one is what it takes unless asked.
+    splits = 0 if problem["query_length"] * problem["heads"] <= 64 * problem["kv_heads"] else 1
+
     def call():
-        return interface.flash_attn_func(q, k, v, softmax_scale=problem["scale"], causal=problem["causal"])
+        return interface.flash_attn_func(q, k, v, softmax_scale=problem["scale"], causal=problem["causal"], num_splits=splits)
     return call, lambda out: (out[0] if isinstance(out, tuple) else out, None)
 
 

@@ -205,9 +205,7 @@ fn describe(
     chip: &Chip,
     folder: &Path,
 ) -> Result<(OursJob, String), String> {
-    let kernel = candidate.kernel(problem, chip)?;
-    let launch =
-        LaunchDescription::of(&kernel, problem, chip).map_err(|error| error.to_string())?;
+    let (kernel, launch) = candidate.describe(problem, chip)?;
     let text = ptx::print(&kernel.program().map_err(|error| error.to_string())?);
     let cubin = folder.join(format!("{}.cubin", kernel.name())).display().to_string();
     let job = OursJob { name: candidate.name.clone(), cubin, launch, ptx: fingerprint(&text) };

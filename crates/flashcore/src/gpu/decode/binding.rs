@@ -1,6 +1,9 @@
 //! Which argument goes to which parameter of the decode kernel.
 
-use super::Workspace;
+use cuda::DeviceAddress;
+use kernels::Decode;
+
+use super::Grid;
 use crate::gpu::ServingSize;
 use crate::gpu::binding::Number;
 use crate::gpu::serving::{Slot, shared_slot};
@@ -8,10 +11,10 @@ use crate::gpu::serving::{Slot, shared_slot};
 /// What the numbers of a launch are made from.
 pub(super) struct Launch<'a> {
     pub(super) size: &'a ServingSize,
-    pub(super) teams: u32,
-    pub(super) members: u32,
-    pub(super) least_tiles: u32,
-    pub(super) workspace: &'a Workspace,
+    pub(super) configuration: &'a Decode,
+    pub(super) grid: Grid,
+    /// Parts of sequences, and counters.
+    pub(super) workspace: [DeviceAddress; 2],
 }
 
 impl Launch<'_> {
@@ -28,12 +31,12 @@ impl Launch<'_> {
             "lse batch stride" if self.size.packed_queries => word(0),
             "lse batch stride" => word(problem.query_heads * query_rows),
             "lse head stride" => word(*query_rows),
-            "parts" => Some(Slot::Fixed(Number::Address(self.workspace.parts()))),
-            "counters" => Some(Slot::Fixed(Number::Address(self.workspace.counters()))),
+            "parts" => Some(Slot::Fixed(Number::Address(self.workspace[0]))),
+            "counters" => Some(Slot::Fixed(Number::Address(self.workspace[1]))),
             "query rows" => number(*query_rows),
             "key rows" if self.size.packed_keys => number(*key_rows),
             "key rows" => number(problem.key_length),
-            "least tiles" => number(self.least_tiles as usize),
+            "least tiles" => number(self.configuration.warps as usize),
             _ => shared_slot(self.size, name)
                 .or_else(|| Slot::tensor(&["queries", "keys", "values", "output"], name))
                 .or_else(|| Slot::divisor(name, |name| self.divisor(name))),
@@ -43,11 +46,21 @@ impl Launch<'_> {
     fn divisor(&self, name: &str) -> Option<u32> {
         Some(match name {
             "key heads" => self.size.problem.kv_heads as u32,
-            "blocks of a team" => self.members,
-            "teams" => self.teams,
+            "blocks of a team" => self.grid.members,
+            "teams" => self.grid.teams,
             _ => return None,
         })
     }
+}
+
+/// What every parameter of a configuration depends on, but for the workspace.
+pub(in crate::gpu) fn describe(
+    configuration: &Decode,
+    size: &ServingSize,
+    grid: Grid,
+    name: &str,
+) -> Option<Slot> {
+    Launch { size, configuration, grid, workspace: [DeviceAddress(0); 2] }.slot(name)
 }
 
 #[cfg(test)]
@@ -71,9 +84,9 @@ mod tests {
             if configuration.paged {
                 size = size.with_pages(16, 40, 90);
             }
-            let workspace = Workspace::nowhere();
-            let launch =
-                Launch { size: &size, teams: 3, members: 2, least_tiles: 1, workspace: &workspace };
+            let grid = Grid { teams: 3, members: 2, workspace: None };
+            let workspace = [DeviceAddress(0); 2];
+            let launch = Launch { size: &size, configuration: &configuration, grid, workspace };
             check_kinds(&configuration.program().unwrap(), |name| launch.slot(name))
                 .unwrap_or_else(|fault| panic!("{}: {fault}", configuration.name()));
         }

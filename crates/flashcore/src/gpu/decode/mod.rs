@@ -9,6 +9,8 @@
 mod binding;
 mod support;
 
+pub(super) use binding::describe;
+pub(super) use support::Grid;
 pub use support::choose;
 
 use std::sync::Arc;
@@ -52,8 +54,7 @@ pub struct DecodePlan {
     size: ServingSize,
     configuration: Decode,
     reason: &'static str,
-    teams: u32,
-    blocks: u32,
+    grid: Grid,
     kernel: Arc<Kernel>,
     workspace: Workspace,
     slots: Vec<Slot>,
@@ -125,27 +126,14 @@ impl DecodePlan {
             let name = configuration.name();
             return Err(unsupported(format!("{name} is for another element, dim or score")));
         }
-        let rows = support::query_rows(problem).unwrap_or(0);
-        let members = configuration.team(problem.kv_heads as u32, rows);
-        let fill = support::teams(&chip, &configuration, size, members);
-        let teams = teams.unwrap_or(fill).clamp(1, configuration.most_teams());
-        let blocks = teams.checked_mul(members).filter(|blocks| *blocks <= i32::MAX as u32);
-        let blocks = blocks.ok_or(GpuError::TooLarge { what: "the number of query rows" })?;
-        // Tiles are counted in 31 bits, at least one for each sequence.
-        let tiles = problem.key_length / configuration.tile_keys as usize + 2;
-        if problem.batch.checked_mul(tiles).is_none_or(|tiles| tiles > i32::MAX as usize) {
-            return Err(GpuError::TooLarge { what: "the number of keys of all sequences" });
-        }
+        let grid = Grid::new(&chip, &configuration, size, teams)?;
         let kernel = gpu.kernel(&configuration.name(), || configuration.program())?;
-        let workspace = match teams {
-            1 => Workspace::nowhere(),
-            _ => {
-                let counters = 4 * problem.batch as u64 * u64::from(members);
-                Workspace::new(gpu, configuration.workspace_bytes(blocks), counters)?
-            }
+        let workspace = match grid.workspace {
+            None => Workspace::nowhere(),
+            Some([parts, counters]) => Workspace::new(gpu, parts, counters)?,
         };
-        let least_tiles = configuration.warps;
-        let launch = Launch { size, teams, members, least_tiles, workspace: &workspace };
+        let addresses = [workspace.parts(), workspace.counters()];
+        let launch = Launch { size, grid, configuration: &configuration, workspace: addresses };
         let slots = launch
             .slots(kernel.parameters())
             .map_err(|parameter| GpuError::Parameter { kernel: configuration.name(), parameter })?;
@@ -153,8 +141,7 @@ impl DecodePlan {
             size: size.clone(),
             configuration,
             reason,
-            teams,
-            blocks,
+            grid,
             kernel,
             workspace,
             slots,
@@ -174,7 +161,7 @@ impl DecodePlan {
         for slot in &self.slots {
             self.arguments.push(slot.argument(&strided, |list| list.of(tensors)));
         }
-        Ok(self.kernel.launch(stream, self.blocks, &self.arguments)?)
+        Ok(self.kernel.launch(stream, self.grid.blocks(), &self.arguments)?)
     }
 
     /// What it was made for.
@@ -194,7 +181,7 @@ impl DecodePlan {
 
     /// Teams of blocks: into how many parts the keys of the batch are cut at most.
     pub fn teams(&self) -> u32 {
-        self.teams
+        self.grid.teams
     }
 
     /// The compiled kernel.

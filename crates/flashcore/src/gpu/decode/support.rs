@@ -1,10 +1,11 @@
 //! What the decode kernel serves, and in which configuration.
 
+use kernels::Decode;
 use kernels::decode::{DecodeWorkload, Tuned, tuned};
 use ptx::Capability;
 
 use crate::gpu::forward::tensor_core_element;
-use crate::gpu::{Chip, ServingSize};
+use crate::gpu::{Chip, GpuError, ServingSize};
 use crate::problem::Problem;
 
 /// Positions are counted in 31 bits, with room for a window on both sides.
@@ -38,14 +39,55 @@ pub fn choose(chip: &Chip, problem: &Problem, paged: bool) -> Result<Tuned, Stri
 }
 
 /// Query rows of a sequence and key head.
-pub(super) fn query_rows(problem: &Problem) -> Option<u32> {
+fn query_rows(problem: &Problem) -> Option<u32> {
     let group = problem.query_heads / problem.kv_heads.max(1);
     let rows = problem.query_length.checked_mul(group)?;
     u32::try_from(rows).ok().filter(|rows| *rows <= MOST_POSITIONS as u32)
 }
 
+/// The blocks of a launch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::gpu) struct Grid {
+    /// Teams of blocks.
+    pub(in crate::gpu) teams: u32,
+    /// Blocks of a team.
+    pub(in crate::gpu) members: u32,
+    /// Bytes of workspace for parts of sequences, and for counters; none for one team.
+    pub(in crate::gpu) workspace: Option<[u64; 2]>,
+}
+
+impl Grid {
+    /// With a given number of teams, or with as many as fill the chip.
+    pub(in crate::gpu) fn new(
+        chip: &Chip,
+        configuration: &Decode,
+        size: &ServingSize,
+        wanted: Option<u32>,
+    ) -> Result<Self, GpuError> {
+        let problem = &size.problem;
+        let rows = query_rows(problem).unwrap_or(0);
+        let members = configuration.team(problem.kv_heads as u32, rows);
+        let fill = teams(chip, configuration, size, members);
+        let teams = wanted.unwrap_or(fill).clamp(1, configuration.most_teams());
+        let blocks = teams.checked_mul(members).filter(|blocks| *blocks <= i32::MAX as u32);
+        let blocks = blocks.ok_or(GpuError::TooLarge { what: "the number of query rows" })?;
+        // Tiles are counted in 31 bits, at least one for each sequence.
+        let tiles = problem.key_length / configuration.tile_keys as usize + 2;
+        if problem.batch.checked_mul(tiles).is_none_or(|tiles| tiles > i32::MAX as usize) {
+            return Err(GpuError::TooLarge { what: "the number of keys of all sequences" });
+        }
+        let counters = 4 * problem.batch as u64 * u64::from(members);
+        let workspace = (teams > 1).then(|| [configuration.workspace_bytes(blocks), counters]);
+        Ok(Grid { teams, members, workspace })
+    }
+
+    pub(in crate::gpu) fn blocks(&self) -> u32 {
+        self.teams * self.members
+    }
+}
+
 /// How many teams fill a chip without leaving a warp of them without a tile.
-pub(super) fn teams(chip: &Chip, tuned: &kernels::Decode, size: &ServingSize, members: u32) -> u32 {
+fn teams(chip: &Chip, tuned: &Decode, size: &ServingSize, members: u32) -> u32 {
     let places = chip.multiprocessors * tuned.blocks;
     let tiles = size.problem.key_length.div_ceil(tuned.tile_keys as usize).max(1);
     let useful = size.problem.batch.saturating_mul(tiles).div_ceil(tuned.warps as usize);

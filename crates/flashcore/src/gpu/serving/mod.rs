@@ -12,7 +12,7 @@ mod binding;
 mod size;
 mod tensors;
 
-pub(super) use binding::{Slot, shared_slot};
+pub(super) use binding::{List as ListRole, Slot, shared_slot};
 pub use size::{ServingPages, ServingSize};
 pub use tensors::ServingTensors;
 pub(super) use tensors::{Known, List};
