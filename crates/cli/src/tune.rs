@@ -81,7 +81,10 @@ struct Line {
 
 pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     let problems = match &arguments.set {
-        Some(name) => ProblemSet::find(name)?.problems,
+        Some(name) => {
+            let set = ProblemSet::find(name)?.workloads.into_iter();
+            set.filter(|it| !it.is_packed()).map(|it| it.problem).collect()
+        }
         None => arguments.problem.clone(),
     };
     if arguments.model {

@@ -211,16 +211,16 @@ struct Planned {
 fn plan(options: &Options, json: bool) -> Result<Answer, Box<dyn Error>> {
     let chip = cuda::DeviceInfo::query(0).map_or(Chip::H200, |info| Chip::of(&info));
     let mut lines = Vec::new();
-    for problem in &options.set.problems {
+    for workload in &options.set.workloads {
         for candidate in &options.candidates {
             let mut line = Planned {
-                problem: harness::problems::text(problem),
+                problem: workload.to_string(),
                 candidate: candidate.name.clone(),
                 kernel: None,
                 blocks: None,
                 note: None,
             };
-            match (candidate.peer(), candidate.describe(problem, &chip)) {
+            match (candidate.peer(), candidate.describe(workload, &chip)) {
                 (Some(peer), _) => line.note = Some(peer.about().to_owned()),
                 (None, Err(reason)) => line.note = Some(reason),
                 (None, Ok((kernel, launch))) => {

@@ -43,6 +43,17 @@ pub struct LaunchDescription {
     pub arguments: Vec<Passed>,
 }
 
+/// How the keys of a launch lie.
+#[derive(Clone, Copy)]
+enum Order<'a> {
+    /// A batch entry for each sequence.
+    Plain,
+    /// Pages of so many positions.
+    Pages(usize),
+    /// Sequences of these lengths, one after the other.
+    Packed(&'a [usize]),
+}
+
 /// What is passed for a parameter.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
@@ -151,7 +162,7 @@ impl LaunchDescription {
             }
             Shipped::Scalar(configuration) => LaunchDescription::scalar(configuration, problem),
             Shipped::Decode(configuration) if !configuration.paged => {
-                LaunchDescription::decode(configuration, problem, chip, None)
+                LaunchDescription::decode(configuration, problem, chip, Order::Plain)
             }
             other => {
                 let reason = match other {
@@ -195,33 +206,59 @@ impl LaunchDescription {
         chip: &Chip,
         page_size: usize,
     ) -> Result<Self, GpuError> {
-        LaunchDescription::decode(configuration, problem, chip, Some(page_size))
+        LaunchDescription::decode(configuration, problem, chip, Order::Pages(page_size))
+    }
+
+    /// The launch of decode over packed sequences of these lengths, queries and keys alike: the
+    /// problem is one batch entry with the rows of all.
+    pub fn packed(
+        configuration: &Decode,
+        problem: &Problem,
+        chip: &Chip,
+        lengths: &[usize],
+    ) -> Result<Self, GpuError> {
+        LaunchDescription::decode(configuration, problem, chip, Order::Packed(lengths))
     }
 
     fn decode(
         configuration: &Decode,
         problem: &Problem,
         chip: &Chip,
-        page_size: Option<usize>,
+        order: Order<'_>,
     ) -> Result<Self, GpuError> {
         let unsupported = |reason: &str| {
             let reason = reason.to_owned();
             GpuError::Unsupported { kernel: "decode", reason }
         };
         let mut size = ServingSize::new(problem.clone());
-        let mut table = Vec::new();
-        if let Some(page) = page_size {
-            if page == 0 || !problem.key_length.is_multiple_of(page) {
-                return Err(unsupported("keys are not a whole number of pages"));
+        let (mut table, mut starts) = (Vec::new(), Vec::new());
+        match order {
+            Order::Plain => {}
+            Order::Pages(page) => {
+                if page == 0 || !problem.key_length.is_multiple_of(page) {
+                    return Err(unsupported("keys are not a whole number of pages"));
+                }
+                let columns = problem.key_length / page;
+                size = size.with_pages(page, columns, problem.batch * columns);
+                let order = shuffled(columns);
+                for sequence in 0..problem.batch {
+                    table.extend(order.iter().map(|column| (sequence * columns + column) as u32));
+                }
             }
-            let columns = problem.key_length / page;
-            size = size.with_pages(page, columns, problem.batch * columns);
-            let order = shuffled(columns);
-            for sequence in 0..problem.batch {
-                table.extend(order.iter().map(|column| (sequence * columns + column) as u32));
+            Order::Packed(lengths) => {
+                let start = |count: usize| lengths[..count].iter().sum::<usize>();
+                let rows = problem.query_length;
+                if problem.batch != 1 || [start(lengths.len()), problem.key_length] != [rows; 2] {
+                    return Err(unsupported("the rows are not those of all sequences"));
+                }
+                starts = (0..=lengths.len()).map(|count| start(count) as u32).collect();
+                size.problem.batch = lengths.len();
+                size.problem.query_length = lengths.iter().copied().max().unwrap_or(0);
+                size.problem.key_length = size.problem.query_length;
+                size = size.with_packed_queries(rows).with_packed_keys(rows);
             }
         }
-        if configuration.paged != page_size.is_some() || problem.alibi || problem.sinks {
+        if configuration.paged != size.pages.is_some() || problem.alibi || problem.sinks {
             return Err(unsupported("pages, slopes and sinks are not the configuration's"));
         }
         size.validate("decode")?;
@@ -247,19 +284,23 @@ impl LaunchDescription {
                 Slot::Tensor(role) => Passed::Address { tensor: tensors[role] },
                 Slot::Stride(role, stride) => {
                     let mut shape = tensors[role].shape(problem);
-                    if let (Some(page), 1 | 2) = (page_size, role) {
+                    if let (Order::Pages(page), 1 | 2) = (order, role) {
                         shape = Shape { batch: size.entries, length: page, ..shape };
                     }
                     let strides = Layout::contiguous(shape).ok()?.strides();
-                    let elements = match stride {
-                        Stride::Batch => strides.batch,
-                        Stride::Row => strides.length,
-                        Stride::Head => strides.heads,
+                    let elements = match (stride, order) {
+                        (Stride::Batch, Order::Packed(_)) => 0,
+                        (Stride::Batch, _) => strides.batch,
+                        (Stride::Row, _) => strides.length,
+                        (Stride::Head, _) => strides.heads,
                     };
                     Passed::U64 { value: elements as u64 }
                 }
                 Slot::List(ListRole::Lse) => Passed::Address { tensor: TensorRole::Lse },
                 Slot::List(ListRole::BlockTable) => Passed::Words { values: table.clone() },
+                Slot::List(ListRole::QueryStarts | ListRole::KeyStarts) if !starts.is_empty() => {
+                    Passed::Words { values: starts.clone() }
+                }
                 Slot::List(_) => Passed::U64 { value: 0 },
             })
         };

@@ -3,12 +3,13 @@
 use std::fmt;
 
 use flashcore::backend::gpu as kernels_of_gpu;
-use flashcore::gpu::{Chip, Gpu, LaunchDescription};
+use flashcore::gpu::{Chip, Gpu, LaunchDescription, decode};
 use flashcore::{Mask, Plan, Preference, Problem};
 use kernels::{Decode, Shipped, shipped};
 use ptx::Target;
 
 use crate::Error;
+use crate::problems::Workload;
 use crate::subject::Source;
 
 /// Someone to be measured, under a name.
@@ -153,7 +154,7 @@ impl Candidate {
             Who::Kernel(kernel) if serves(kernel, problem) => Ok(*kernel),
             Who::Kernel(_) => Err("it is for another element, head dim or mask".to_owned()),
             Who::Pages(_) => {
-                let chosen = flashcore::gpu::decode::choose(chip, problem, true)?;
+                let chosen = decode::choose(chip, problem, true)?;
                 Ok(Shipped::Decode(chosen.configuration))
             }
             Who::Peer(peer) => Err(format!("{peer} is not ours")),
@@ -165,9 +166,13 @@ impl Candidate {
     /// The kernel of ours that runs for a problem and its launch, or why it has no part in it.
     pub fn describe(
         &self,
-        problem: &Problem,
+        workload: &Workload,
         chip: &Chip,
     ) -> Result<(Shipped, LaunchDescription), String> {
+        let problem = &workload.problem;
+        if workload.is_packed() {
+            return self.describe_packed(workload, chip);
+        }
         let kernel = self.kernel(problem, chip)?;
         let described = match (&self.who, &kernel) {
             (Who::Pages(_), _) if problem.query_length > 1 => {
@@ -180,6 +185,23 @@ impl Candidate {
         };
         Ok((kernel, described.map_err(|error| error.to_string())?))
     }
+
+    /// The same for packed sequences.
+    fn describe_packed(
+        &self,
+        workload: &Workload,
+        chip: &Chip,
+    ) -> Result<(Shipped, LaunchDescription), String> {
+        let Workload { problem, lengths } = workload;
+        let decode = match &self.who {
+            Who::Planned => decode::choose(chip, problem, false)?.configuration,
+            Who::Kernel(kernel @ Shipped::Decode(decode)) if serves(kernel, problem) => *decode,
+            Who::Peer(peer) => return Err(format!("{peer} is not ours")),
+            _ => return Err("it does not serve packed sequences".to_owned()),
+        };
+        let launch = LaunchDescription::packed(&decode, problem, chip, lengths);
+        Ok((Shipped::Decode(decode), launch.map_err(|error| error.to_string())?))
+    }
 }
 
 impl Source for Candidate {
@@ -189,7 +211,7 @@ impl Source for Candidate {
 
     fn launch(&self, gpu: &Gpu, problem: &Problem) -> Result<(String, LaunchDescription), Error> {
         let (kernel, description) =
-            self.describe(problem, &gpu.chip()).map_err(Error::Impossible)?;
+            self.describe(&problem.clone().into(), &gpu.chip()).map_err(Error::Impossible)?;
         Ok((ptx::print(&kernel.program()?), description))
     }
 }
@@ -255,11 +277,13 @@ fn decode_shape(name: &str) -> Option<Decode> {
 
 #[cfg(test)]
 mod tests {
+    use flashcore::gpu::Passed;
+
     use super::*;
 
     #[test]
     fn decode_has_shapes_beside_the_shipped_and_pages() {
-        let problem: Problem = "b=1,h=32,hk=8,s=1,sk=8192,d=128,bf16".parse().unwrap();
+        let problem: Workload = "b=1,h=32,hk=8,s=1,sk=8192,d=128,bf16".parse().unwrap();
         let candidate = |name: &str| Candidate::parse(name).unwrap();
         let planned = candidate("flashcore").describe(&problem, &Chip::H200).unwrap();
         assert_eq!(planned.0.name(), "decode_bf16_d128x128_r8_w8x16_s3b1");
@@ -274,6 +298,12 @@ mod tests {
         assert!(paged.0.name().contains("_paged_"), "{}", paged.0.name());
         let refusal = candidate("page24").describe(&problem, &Chip::H200).unwrap_err();
         assert!(refusal.contains("whole number of pages"), "{refusal}");
+
+        let packed: Workload = "b=1,h=8,s=900,d=128,bf16,causal,packed=9".parse().unwrap();
+        let (kernel, launch) = candidate("flashcore").describe(&packed, &Chip::H200).unwrap();
+        let lists = launch.arguments.iter().filter(|it| matches!(it, Passed::Words { .. }));
+        assert_eq!((kernel.family(), lists.count()), ("decode", 2));
+        assert!(candidate("page16").describe(&packed, &Chip::H200).is_err());
     }
 
     #[test]

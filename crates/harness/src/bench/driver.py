@@ -91,8 +91,65 @@ def tensor_map(tensor, extent, swizzle):
 # ---- peers: each makes a call for a problem, or raises with the reason why it cannot -----------------
 
 
+def mask_of(problem, q, k):
+    """Whether a query sees a key, by their numbers: for masks that are functions."""
+    offset, window = k.shape[1] - q.shape[1], problem["window"]
+    left, right = window if window else (None, 0 if problem["causal"] else None)
+    sequence = None
+    if problem["starts"]:
+        starts = torch.tensor(problem["starts"][1:], device=DEVICE)
+        sequence = torch.searchsorted(starts, torch.arange(q.shape[1], device=DEVICE), right=True)
+
+    def seen(b, h, i, j):
+        known = j >= 0
+        if left is not None:
+            known = known & (j >= i + offset - left)
+        if right is not None:
+            known = known & (j <= i + offset + right)
+        if sequence is not None:
+            known = known & (sequence[i] == sequence[j])
+        return known
+    return None if sequence is None and left is None and right is None else seen
+
+
+def plain(problem):
+    """An error if it is packed or has a window."""
+    if problem["starts"]:
+        raise RuntimeError("packed sequences are not served through this call")
+    if problem["window"]:
+        raise RuntimeError("windows are not served through this call")
+
+
+def starts_of(problem):
+    """Where packed sequences begin, twice, and the longest, twice."""
+    starts = problem["starts"]
+    longest = max(b - a for a, b in zip(starts, starts[1:]))
+    starts = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
+    return starts, starts, longest, longest
+
+
+def fa2(q, k, v, problem):
+    if not problem["starts"] and not problem["window"]:
+        return sdpa("FLASH_ATTENTION")(q, k, v, problem)
+    # What PyTorch's own call has no words for, its operator has.
+    starts, longest = (None, None), (q.shape[1], k.shape[1])
+    tensors = (q, k, v)
+    if problem["starts"]:
+        *starts, longest_q, longest_k = starts_of(problem)
+        longest, tensors = (longest_q, longest_k), (q[0], k[0], v[0])
+    sides = {}
+    if problem["window"]:
+        names = ("window_size_left", "window_size_right")
+        sides = {name: -1 if side is None else side for name, side in zip(names, problem["window"])}
+
+    def call():
+        return torch.ops.aten._flash_attention_forward(*tensors, *starts, *longest, 0.0, problem["causal"], False, scale=problem["scale"], **sides)[0]
+    return call, lambda out: (out.view(q.shape[0], q.shape[1], q.shape[2], -1), None)
+
+
 def sdpa(backend):
     def make(q, k, v, problem):
+        plain(problem)
         from torch.nn.attention import SDPBackend, sdpa_kernel
         qt, kt, vt = [x.transpose(1, 2) for x in (q, k, v)]
         which, grouped = getattr(SDPBackend, backend), q.shape[2] != k.shape[2]
@@ -111,22 +168,28 @@ def fa3(q, k, v, problem):
         raise RuntimeError("the wheel has bf16 alone")
     sys.path.insert(0, os.environ.get("FA3", "fa3"))
     import fa3_fwd_interface as interface
+    window = tuple(-1 if side is None else side for side in problem["window"] or (None, None))
+    if problem["starts"]:
+        bounds = starts_of(problem)
+
+        def call():
+            return interface.flash_attn_varlen_func(q[0], k[0], v[0], *bounds, softmax_scale=problem["scale"], causal=problem["causal"], window_size=window)
+        return call, lambda out: ((out[0] if isinstance(out, tuple) else out)[None], None)
 
     # Zero leaves the number of parts to its own rule; one is what it takes unless asked.
     splits = 0 if problem["query_length"] * problem["heads"] <= 64 * problem["kv_heads"] else 1
 
     def call():
-        return interface.flash_attn_func(q, k, v, softmax_scale=problem["scale"], causal=problem["causal"], num_splits=splits)
+        return interface.flash_attn_func(q, k, v, softmax_scale=problem["scale"], causal=problem["causal"], window_size=window, num_splits=splits)
     return call, lambda out: (out[0] if isinstance(out, tuple) else out, None)
 
 
 def flex(q, k, v, problem):
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     qt, kt, vt = [x.transpose(1, 2) for x in (q, k, v)]
-    offset = k.shape[1] - q.shape[1]
-    mask = None
-    if problem["causal"]:
-        mask = create_block_mask(lambda b, h, i, j: i + offset >= j, None, None, q.shape[1], k.shape[1], device=DEVICE)
+    seen, mask = mask_of(problem, q, k), None
+    if seen:
+        mask = create_block_mask(seen, None, None, q.shape[1], k.shape[1], device=DEVICE)
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def call():
@@ -135,6 +198,7 @@ def flex(q, k, v, problem):
 
 
 def mosaic(q, k, v, problem):
+    plain(problem)
     import jax
     from jax.experimental.pallas.ops.gpu import attention_mgpu
     if not math.isclose(problem["scale"], 1.0 / math.sqrt(q.shape[-1]), rel_tol=1e-6):
@@ -149,7 +213,7 @@ def mosaic(q, k, v, problem):
     return call, lambda out: (torch.from_dlpack(out), None)
 
 
-PEERS = {"cudnn": sdpa("CUDNN_ATTENTION"), "fa2": sdpa("FLASH_ATTENTION"), "efficient": sdpa("EFFICIENT_ATTENTION"),
+PEERS = {"cudnn": sdpa("CUDNN_ATTENTION"), "fa2": fa2, "efficient": sdpa("EFFICIENT_ATTENTION"),
          "fa3": fa3, "flex": flex, "jax": mosaic}
 
 
@@ -166,9 +230,10 @@ class Truth:
         for b, h in ((0, 0), (q.shape[0] - 1, q.shape[2] - 1)):
             keys, values = k[b, :, h // group].double(), v[b, :, h // group].double()
             scores = (q[b, self.rows, h].double() @ keys.T) * problem["scale"]
-            if problem["causal"]:
-                limit = self.rows[:, None] + k.shape[1] - q.shape[1]
-                scores.masked_fill_(torch.arange(k.shape[1], device=DEVICE)[None] > limit, float("-inf"))
+            seen = mask_of(problem, q, k)
+            if seen:
+                keys_there = torch.arange(k.shape[1], device=DEVICE)[None]
+                scores.masked_fill_(~seen(b, h, self.rows[:, None], keys_there), float("-inf"))
             lse = scores.logsumexp(-1)
             self.lse.append(lse)
             self.exact.append(torch.where(lse[:, None] == float("-inf"), 0.0, (scores - lse[:, None]).exp()) @ values)

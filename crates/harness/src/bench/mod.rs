@@ -20,6 +20,7 @@ pub use ours::Arena;
 use std::path::PathBuf;
 use std::time::Instant;
 
+use flashcore::Problem;
 use flashcore::gpu::Gpu;
 
 use crate::Error;
@@ -87,7 +88,7 @@ pub fn run(options: &Options, observer: &mut dyn Observer) -> Result<Results, Er
         candidates: options.candidates.iter().map(note).collect(),
         cells: Vec::new(),
     };
-    observer.begin(options.set.problems.len());
+    observer.begin(options.set.workloads.len());
     if has_peers {
         peers::run(gpu, options, &mut results, observer)?;
     } else {
@@ -106,9 +107,14 @@ fn check(options: &Options) -> Result<(), Error> {
     if options.rounds < 2 || options.calls == 0 {
         return refuse("two rounds of one call are the least: one sample says nothing about noise");
     }
-    for problem in &options.set.problems {
-        if let Some(extra) = problem.beyond_plain() {
-            return refuse(&format!("{problem}: {extra} are not measured yet"));
+    let has_peers = options.candidates.iter().any(|it| it.peer().is_some());
+    for workload in &options.set.workloads {
+        let Problem { softcap, alibi, sinks, .. } = workload.problem;
+        if softcap.is_some() || alibi || sinks {
+            return refuse(&format!("{workload}: rules of scores are not measured yet"));
+        }
+        if workload.is_packed() && !has_peers {
+            return refuse(&format!("{workload}: packed sequences are measured beside a peer"));
         }
     }
     for (index, one) in options.candidates.iter().enumerate() {

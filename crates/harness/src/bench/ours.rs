@@ -7,6 +7,7 @@ use flashcore::{Problem, Verdict};
 
 use super::{Candidate, Observer, Options, Pool};
 use crate::Error;
+use crate::problems::Workload;
 use crate::report::{Cache, Cell, Measurement, Results};
 use crate::statistics::Random;
 use crate::subject::{Addresses, Launcher, Source, flush_bytes};
@@ -23,11 +24,12 @@ pub(super) fn run(
 ) -> Result<(), Error> {
     let mut random = Random::new(options.seed);
     let mut pool: Option<Pool> = None;
-    for problem in &options.set.problems {
+    for workload in &options.set.workloads {
+        let problem = &workload.problem;
         let kept = pool.take().filter(|pool| pool.dtype() == problem.dtype);
         let filled = kept.map_or_else(|| Pool::new(gpu, problem.dtype, options.seed), Ok)?;
         let mut arena = Arena::new(gpu, problem, filled)?;
-        let cell = measure(gpu, options, problem, &mut arena, &mut random)?;
+        let cell = measure(gpu, options, workload, &mut arena, &mut random)?;
         observer.cell(results, &cell);
         results.cells.push(cell);
         pool = Some(arena.pool);
@@ -282,11 +284,12 @@ impl Kept {
 fn measure(
     gpu: &Gpu,
     options: &Options,
-    problem: &Problem,
+    workload: &Workload,
     arena: &mut Arena,
     random: &mut Random,
 ) -> Result<Cell, Error> {
-    let mut cell = Cell::new(problem);
+    let problem = &workload.problem;
+    let mut cell = Cell::new(workload);
     let mut contestants = Vec::new();
     for candidate in &options.candidates {
         match Contestant::new(gpu, options.calls, candidate, problem, &arena.inputs) {

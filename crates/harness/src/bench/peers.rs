@@ -9,7 +9,6 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use cuda::OptimizationLevel;
-use flashcore::Problem;
 use flashcore::gpu::forward::fingerprint;
 use flashcore::gpu::{Chip, Gpu, LaunchDescription};
 use rayon::prelude::*;
@@ -17,6 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Candidate, Observer, Options};
 use crate::Error;
+use crate::problems::Workload;
 use crate::report::{Cache, Cell, Measurement, Results};
 use crate::subject::flush_bytes;
 
@@ -54,7 +54,12 @@ struct ProblemJob {
     value_head_dim: usize,
     dtype: String,
     causal: bool,
+    /// Keys before and after its position that a query sees, where there is a window; all of a
+    /// side that has none.
+    window: Option<[Option<usize>; 2]>,
     scale: f32,
+    /// Where packed sequences begin, and the last ends.
+    starts: Option<Vec<usize>>,
 }
 
 #[derive(Serialize)]
@@ -130,7 +135,7 @@ pub(super) fn run(
     let job_file = write("job.json", &text)?;
     let mut process = Process::start(&options.python, &driver, &job_file)?;
     results.method.process = format!("{} with PyTorch", options.python.display());
-    let mut cells: Vec<Cell> = options.set.problems.iter().map(Cell::new).collect();
+    let mut cells: Vec<Cell> = options.set.workloads.iter().map(Cell::new).collect();
     let mut missing = options.caches.len();
     while let Some(event) = process.next()? {
         match event {
@@ -147,7 +152,7 @@ pub(super) fn run(
                 }
             }
             Event::Failed { index, reason } => {
-                let problem = options.set.problems.get(index);
+                let problem = options.set.workloads.get(index);
                 let problem = problem.map(ToString::to_string).unwrap_or_default();
                 observer.note(&format!("{problem}: {reason}"));
                 missing = options.caches.len();
@@ -173,11 +178,11 @@ fn compile(
         options.candidates.iter().filter(|it| it.peer().is_none()).collect();
     let mut texts: BTreeMap<String, String> = BTreeMap::new();
     let (mut cells, mut refusals) = (Vec::new(), Vec::new());
-    for problem in &options.set.problems {
-        let mut cell = CellJob { problem: ProblemJob::of(problem), ours: Vec::new() };
+    for workload in &options.set.workloads {
+        let mut cell = CellJob { problem: ProblemJob::of(workload), ours: Vec::new() };
         let mut refused = HashMap::new();
         for candidate in &ours {
-            match describe(candidate, problem, &chip, folder) {
+            match describe(candidate, workload, &chip, folder) {
                 Ok((job, text)) => {
                     texts.insert(job.cubin.clone(), text);
                     cell.ours.push(job);
@@ -201,11 +206,11 @@ fn compile(
 
 fn describe(
     candidate: &Candidate,
-    problem: &Problem,
+    workload: &Workload,
     chip: &Chip,
     folder: &Path,
 ) -> Result<(OursJob, String), String> {
-    let (kernel, launch) = candidate.describe(problem, chip)?;
+    let (kernel, launch) = candidate.describe(workload, chip)?;
     let text = ptx::print(&kernel.program().map_err(|error| error.to_string())?);
     let cubin = folder.join(format!("{}.cubin", kernel.name())).display().to_string();
     let job = OursJob { name: candidate.name.clone(), cubin, launch, ptx: fingerprint(&text) };
@@ -213,7 +218,13 @@ fn describe(
 }
 
 impl ProblemJob {
-    fn of(problem: &Problem) -> Self {
+    fn of(workload: &Workload) -> Self {
+        let Workload { problem, lengths } = workload;
+        let start = |sequence: usize| lengths[..sequence].iter().sum();
+        let window = match problem.mask {
+            flashcore::Mask::Window { left, right } => Some([left, right]),
+            _ => None,
+        };
         ProblemJob {
             batch: problem.batch,
             heads: problem.query_heads,
@@ -224,7 +235,9 @@ impl ProblemJob {
             value_head_dim: problem.value_head_dim,
             dtype: problem.dtype.to_string(),
             causal: problem.mask == flashcore::Mask::Causal,
+            window,
             scale: problem.scale(),
+            starts: workload.is_packed().then(|| (0..=lengths.len()).map(start).collect()),
         }
     }
 }
@@ -342,7 +355,7 @@ mod tests {
             seed: 0,
             python: "python3".into(),
         };
-        let mut cell = Cell::new(&options.set.problems[0]);
+        let mut cell = Cell::new(&options.set.workloads[0]);
         take(&mut cell, &options, cache, milliseconds, &judged, &refused);
         assert_eq!(cell.measurements.len(), 3);
         assert_eq!(cell.find("cudnn", Cache::Cold).unwrap().right, Some(true));
