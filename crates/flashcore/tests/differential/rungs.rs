@@ -1,13 +1,13 @@
 //! Every rung: scalar attention, one `wgmma`, products, the ceiling loop, forward attention,
-//! attention with `mma.sync`, decode, prefill.
+//! attention with `mma.sync`, and what serves: decode, prefill and its order, append.
 
 use flashcore::gpu::Gpu;
 use kernels::forward::every_prefill;
 use kernels::product::{Contiguous, Source};
-use kernels::{Ceiling, Product, Scalar, Sequencer, Shipped, Single, decode as decoding, shipped};
+use kernels::{Ceiling, Product, Scalar, Shipped, Single, decode as decoding, shipped};
 use ptx::{Capability, Element, Swizzle, Target};
 use rayon::prelude::*;
-use sim::scene::{AttentionSize, DecodeSize, Expected, RaggedSize, Scene, decode};
+use sim::scene::{AttentionSize, DecodeSize, Expected, Scene, decode};
 
 use crate::{gpu, hopper, on_gpu, simulated};
 
@@ -265,7 +265,7 @@ fn decode_attention() {
     each_agrees(&gpu, scenes, |element, result| Bound::fused(result, element));
 }
 
-/// Ragged batches, their tiles claimed in whatever order, and the order itself.
+/// Ragged batches through the forward kernel's loops, their tiles claimed in whatever order.
 #[test]
 fn prefill_attention() {
     let Some(gpu) = hopper() else { return };
@@ -278,6 +278,20 @@ fn prefill_attention() {
         }
     }
     each_agrees(&gpu, scenes, |element, result| Bound::fused(result, element));
-    let sequencer = Scene::sequencer(Sequencer { target: gpu.target() }, &RaggedSize::small());
-    all_agree(&gpu, vec![sequencer.unwrap()], |_| Bound { share: 0.0, units: 0.0 });
+}
+
+/// Tiles in order, and keys copied or turned on their way into caches. Whole numbers bit for bit;
+/// of a turned pair the assembler may fuse a product and a sum, and the rounding to 16 bits then
+/// falls to either side.
+#[test]
+fn order_and_append() {
+    let Some(gpu) = gpu() else { return };
+    let scenes = shipped(gpu.target())
+        .into_iter()
+        .filter(|kernel| matches!(kernel, Shipped::Sequencer(_) | Shipped::Append(_)));
+    let scenes = scenes.map(|kernel| Scene::small(&kernel).unwrap());
+    all_agree(&gpu, scenes.collect(), |result| match result.element {
+        Element::F32 => Bound { share: 0.0, units: 0.0 },
+        _ => Bound { share: 0.0, units: 1.0 },
+    });
 }
