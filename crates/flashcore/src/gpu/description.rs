@@ -167,7 +167,8 @@ impl LaunchDescription {
             other => {
                 let reason = match other {
                     Shipped::Mma(_) => "its keys are split, and their parts need a second launch",
-                    Shipped::Decode(_) | Shipped::Prefill(_) => "its keys are in pages",
+                    Shipped::Decode(_) => "its keys are in pages",
+                    Shipped::Prefill(_) => "its tiles are put in order by another launch",
                     _ => "it does not compute attention",
                 };
                 Err(GpuError::Unsupported { kernel: other.family(), reason: reason.to_owned() })
