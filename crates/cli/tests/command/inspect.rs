@@ -16,8 +16,19 @@ const PRODUCT: &str = "product_bf16_n128_w128_kks_s4_c1";
 #[test]
 fn kernels_are_listed() {
     let text = succeed(&[&["inspect"], &HOPPER[..]].concat());
-    for family in ["scalar", "mma", "combine", "decode", "forward", "single", "product", "ceiling"]
-    {
+    for family in [
+        "scalar",
+        "mma",
+        "combine",
+        "decode",
+        "append",
+        "forward",
+        "prefill",
+        "sequencer",
+        "single",
+        "product",
+        "ceiling",
+    ] {
         assert!(text.lines().any(|line| line.starts_with(family)), "no `{family}` in\n{text}");
     }
     let names = succeed(&[&["inspect", "--all"], &HOPPER[..]].concat());
@@ -27,7 +38,7 @@ fn kernels_are_listed() {
     assert_eq!(answer["target"], "sm_80");
     let families = answer["families"].as_array().unwrap();
     let names: Vec<&str> = families.iter().filter_map(|family| family["name"].as_str()).collect();
-    assert_eq!(names, ["scalar", "mma", "combine", "decode"], "an Ampere GPU runs no wgmma");
+    assert_eq!(names, ["scalar", "mma", "combine", "decode", "append"], "an Ampere GPU runs no wgmma");
 }
 
 #[test]

@@ -415,9 +415,9 @@ mod tests {
         assert!(configuration.starts_with("forward_bf16_d128x128_causal_"), "{configuration}");
         assert!(plan.chosen.reason.contains("tiles"), "{}", plan.chosen.reason);
         let names: Vec<String> = plan.candidates.iter().map(Candidate::full_name).collect();
-        let gpu = ["gpu/forward", "gpu/mma", "gpu/decode", "gpu/scalar", "gpu/mma-half"];
-        assert_eq!(names[..5], gpu);
-        assert_eq!(names[5..], ["cpu/blocked"]);
+        let gpu = ["forward", "prefill", "mma", "decode", "scalar", "mma-half"];
+        assert_eq!(names[..6], gpu.map(|kernel| format!("gpu/{kernel}")));
+        assert_eq!(names[6..], ["cpu/blocked"]);
     }
 
     #[test]
@@ -438,7 +438,7 @@ mod tests {
                 "the tensor cores take f16 and bf16, not f32",
             ),
             (
-                "gpu/mma",
+                "gpu/prefill",
                 Chip::H200,
                 Problem::new(1, 2, 64, 64).with_key_length(0),
                 "there are no keys",
@@ -452,14 +452,16 @@ mod tests {
     }
 
     #[test]
-    fn few_queries_and_unusual_scores_go_to_the_decode_kernel() {
+    fn few_queries_and_unusual_scores_go_to_the_kernels_of_sequences() {
         let few = Problem::new(4, 32, 1, 128).with_kv_heads(8).with_key_length(4096);
         let chosen = plan(&Chip::H200, &few, None).unwrap().chosen;
         assert_eq!(chosen.full_name(), "gpu/decode");
         assert!(chosen.reason.contains("tiles of 16 keys"), "{}", chosen.reason);
         let window =
             Problem::new(1, 4, 300, 64).with_mask(Mask::window(Some(40), Some(0))).with_sinks();
-        assert_eq!(plan(&Chip::H200, &window, None).unwrap().chosen.full_name(), "gpu/decode");
+        assert_eq!(plan(&Chip::H200, &window, None).unwrap().chosen.full_name(), "gpu/prefill");
+        let older = Chip::typical(Target::SM_80);
+        assert_eq!(plan(&older, &window, None).unwrap().chosen.full_name(), "gpu/decode");
     }
 
     #[test]
@@ -522,8 +524,8 @@ mod tests {
         let strides = Strides { batch: 64 * 140, length: 140, heads: 68 };
         layouts.key = Layout::strided(problem.key_shape(), strides).unwrap();
         let candidates = candidates(&Chip::H200, &problem, &layouts);
-        assert!(candidates[3].accepted);
-        for candidate in &candidates[..3] {
+        assert!(candidates[4].accepted);
+        for candidate in &candidates[..4] {
             assert!(!candidate.accepted);
             assert_eq!(
                 candidate.reason,
