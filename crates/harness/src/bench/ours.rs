@@ -1,9 +1,12 @@
 //! Kernels of ours, measured by this process.
 
-use cuda::{Buffer, Event, ExecutableGraph, Stream};
+use std::collections::BTreeSet;
+
+use cuda::{Buffer, Event, ExecutableGraph, OptimizationLevel, Stream};
 use flashcore::gpu::forward::fingerprint;
 use flashcore::gpu::{Gpu, TensorRole};
 use flashcore::{Problem, Verdict};
+use rayon::prelude::*;
 
 use super::{Candidate, Observer, Options, Pool};
 use crate::Error;
@@ -22,6 +25,7 @@ pub(super) fn run(
     results: &mut Results,
     observer: &mut dyn Observer,
 ) -> Result<(), Error> {
+    compile_ahead(gpu, options);
     let mut random = Random::new(options.seed);
     let mut pool: Option<Pool> = None;
     for workload in &options.set.workloads {
@@ -35,6 +39,21 @@ pub(super) fn run(
         pool = Some(arena.pool);
     }
     Ok(())
+}
+
+/// Compiles what will run into the cache, on all cores. Whatever fails here fails again, and is
+/// told, where it is measured.
+fn compile_ahead(gpu: &Gpu, options: &Options) {
+    if gpu.cache().directory().is_none() {
+        return;
+    }
+    let all = options.set.problems.iter().flat_map(|problem| {
+        options.candidates.iter().filter_map(move |it| Some(it.launch(gpu, problem).ok()?.0))
+    });
+    let texts: BTreeSet<String> = all.collect();
+    texts.par_iter().for_each(|text| {
+        let _ = gpu.device().compile_cached(text, OptimizationLevel::default(), gpu.cache());
+    });
 }
 
 /// A candidate on a problem.
