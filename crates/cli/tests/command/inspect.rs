@@ -38,7 +38,11 @@ fn kernels_are_listed() {
     assert_eq!(answer["target"], "sm_80");
     let families = answer["families"].as_array().unwrap();
     let names: Vec<&str> = families.iter().filter_map(|family| family["name"].as_str()).collect();
-    assert_eq!(names, ["scalar", "mma", "combine", "decode", "append"], "an Ampere GPU runs no wgmma");
+    assert_eq!(
+        names,
+        ["scalar", "mma", "combine", "decode", "append"],
+        "an Ampere GPU runs no wgmma"
+    );
 }
 
 #[test]
@@ -88,7 +92,7 @@ fn a_plan_is_explained() {
     let answer = json(&[&["inspect", "--json"], &problem[..], &HOPPER].concat());
     assert_eq!(answer["gpu"]["target"], "sm_90a");
     assert_eq!(answer["chosen"]["kernel"], "forward");
-    assert_eq!(answer["candidates"].as_array().unwrap().len(), 6);
+    assert_eq!(answer["candidates"].as_array().unwrap().len(), 7);
     let launch = &answer["launch"];
     assert_eq!(launch["tiles"], launch["tiles_per_head"].as_u64().unwrap() * 16);
     assert!(launch["shared_bytes"].as_u64() <= launch["shared_limit"].as_u64(), "{launch}");
@@ -159,7 +163,8 @@ fn kernels_and_targets_that_do_not_exist_are_refused_in_a_line() {
     );
     assert!(inspect("PRODUCT_F16").ends_with(" more"));
     assert!(inspect("unheard-of").contains(
-        "configurations of scalar, mma, combine, decode, forward, single, product, ceiling"
+        "configurations of scalar, mma, combine, decode, append, forward, prefill, sequencer, \
+         single, product, ceiling"
     ));
     assert_eq!(
         fail(1, &["inspect", "ceiling", "--target", "sm_80"]),

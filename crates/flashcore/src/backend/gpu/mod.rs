@@ -452,16 +452,16 @@ mod tests {
     }
 
     #[test]
-    fn few_queries_and_unusual_scores_go_to_the_kernels_of_sequences() {
+    fn few_queries_go_to_decode_and_unusual_scores_to_prefill_or_decode() {
         let few = Problem::new(4, 32, 1, 128).with_kv_heads(8).with_key_length(4096);
         let chosen = plan(&Chip::H200, &few, None).unwrap().chosen;
         assert_eq!(chosen.full_name(), "gpu/decode");
         assert!(chosen.reason.contains("tiles of 16 keys"), "{}", chosen.reason);
         let window =
             Problem::new(1, 4, 300, 64).with_mask(Mask::window(Some(40), Some(0))).with_sinks();
-        assert_eq!(plan(&Chip::H200, &window, None).unwrap().chosen.full_name(), "gpu/prefill");
-        let older = Chip::typical(Target::SM_80);
-        assert_eq!(plan(&older, &window, None).unwrap().chosen.full_name(), "gpu/decode");
+        let chosen = |chip: &Chip| plan(chip, &window, None).unwrap().chosen.full_name();
+        assert_eq!(chosen(&Chip::H200), "gpu/prefill");
+        assert_eq!(chosen(&Chip::typical(Target::SM_80)), "gpu/decode");
     }
 
     #[test]
