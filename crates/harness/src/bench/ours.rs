@@ -47,7 +47,7 @@ fn compile_ahead(gpu: &Gpu, options: &Options) {
     if gpu.cache().directory().is_none() {
         return;
     }
-    let all = options.set.problems.iter().flat_map(|problem| {
+    let all = options.set.workloads.iter().flat_map(|Workload { problem, .. }| {
         options.candidates.iter().filter_map(move |it| Some(it.launch(gpu, problem).ok()?.0))
     });
     let texts: BTreeSet<String> = all.collect();
