@@ -43,8 +43,9 @@ struct Measure {
     /// A set of problems by name (see `bench sets`), or a file with one on each line
     #[arg(long, default_value = "paper")]
     set: String,
-    /// Who is measured: flashcore, forward, mma, mma-half, scalar, configurations, pageN (decode over
-    /// pages of N keys), cudnn, fa2, fa3, efficient, flex, jax; NAME=CANDIDATE gives one another name
+    /// Who is measured: flashcore, forward, prefill, decode, mma, mma-half, scalar, configurations,
+    /// pageN (decode over pages of N keys), cudnn, fa2, fa3, efficient, flex, jax; NAME=CANDIDATE
+    /// gives one another name
     #[arg(long, value_delimiter = ',', value_parser = Candidate::parse,
           default_value = "flashcore,cudnn,fa3")]
     candidates: Vec<Candidate>,
@@ -223,9 +224,10 @@ fn plan(options: &Options, json: bool) -> Result<Answer, Box<dyn Error>> {
             match (candidate.peer(), candidate.describe(workload, &chip)) {
                 (Some(peer), _) => line.note = Some(peer.about().to_owned()),
                 (None, Err(reason)) => line.note = Some(reason),
-                (None, Ok((kernel, launch))) => {
-                    line.blocks = Some(launch.grid[0]);
-                    line.kernel = Some(kernel.name());
+                (None, Ok(launches)) => {
+                    let last = launches.last();
+                    line.blocks = last.map(|(_, launch)| launch.grid[0]);
+                    line.kernel = last.map(|(kernel, _)| kernel.name());
                 }
             }
             lines.push(line);

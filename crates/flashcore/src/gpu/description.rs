@@ -1,15 +1,16 @@
 //! A launch in words: everything that someone else needs to launch a kernel of ours, another
 //! process or a harness that treats all kernels alike.
 
-use kernels::{Decode, Forward, Mma, Scalar, Shipped};
+mod sequences;
+
+pub use sequences::Order;
+
+use kernels::{Forward, Mma, Scalar, Shipped};
 use ptx::{ParameterKind, Program, TensorBox};
 use serde::Serialize;
 
-use super::binding::{Number, Slot, Stride};
-use super::decode::{self, Grid};
 use super::forward::{self, Geometry};
-use super::serving::ListRole;
-use super::{Chip, GpuError, ServingSize, mma};
+use super::{Chip, GpuError, mma};
 use crate::problem::Problem;
 use crate::tensor::{Layout, Shape};
 
@@ -41,17 +42,6 @@ pub struct LaunchDescription {
     pub shared_bytes: u32,
     /// One for each parameter, in order.
     pub arguments: Vec<Passed>,
-}
-
-/// How the keys of a launch lie.
-#[derive(Clone, Copy)]
-enum Order<'a> {
-    /// A batch entry for each sequence.
-    Plain,
-    /// Pages of so many positions.
-    Pages(usize),
-    /// Sequences of these lengths, one after the other.
-    Packed(&'a [usize]),
 }
 
 /// What is passed for a parameter.
@@ -88,9 +78,25 @@ pub enum Passed {
         /// The number.
         value: f32,
     },
-    /// The address of so much device memory, zero before the first launch.
-    Zeros {
-        /// How much.
+    /// A tensor map over dimensions that are not the tensor's own.
+    Slices {
+        /// Of which tensor.
+        tensor: TensorRole,
+        /// The dimensions in elements, fastest first.
+        dimensions: Vec<u64>,
+        /// The strides in bytes, of all dimensions but the first.
+        strides: Vec<u64>,
+        /// The extents of a copy, fastest first.
+        extent: Vec<u32>,
+        /// Over how many bytes it is swizzled; 0 is not at all.
+        swizzle: u32,
+    },
+    /// The address of device memory, zero before the first launch. Launches that belong together
+    /// share what they call by the same name.
+    Memory {
+        /// What it is called.
+        name: &'static str,
+        /// How much it is.
         bytes: u64,
     },
     /// The address of device memory with these words in it.
@@ -162,7 +168,7 @@ impl LaunchDescription {
             }
             Shipped::Scalar(configuration) => LaunchDescription::scalar(configuration, problem),
             Shipped::Decode(configuration) if !configuration.paged => {
-                LaunchDescription::decode(configuration, problem, chip, Order::Plain)
+                sequences::decode(configuration, problem, chip, Order::Plain)
             }
             other => {
                 let reason = match other {
@@ -197,115 +203,6 @@ impl LaunchDescription {
             ParameterKind::Scalar(_) => numbers[index].clone(),
         };
         assemble(&program, geometry.blocks, argument)
-    }
-
-    /// The launch of decode over the same tensors in pages: each sequence's own, in an order that
-    /// is not theirs. A query that sees every key of its sequence sees the same keys.
-    pub fn in_pages(
-        configuration: &Decode,
-        problem: &Problem,
-        chip: &Chip,
-        page_size: usize,
-    ) -> Result<Self, GpuError> {
-        LaunchDescription::decode(configuration, problem, chip, Order::Pages(page_size))
-    }
-
-    /// The launch of decode over packed sequences of these lengths, queries and keys alike: the
-    /// problem is one batch entry with the rows of all.
-    pub fn packed(
-        configuration: &Decode,
-        problem: &Problem,
-        chip: &Chip,
-        lengths: &[usize],
-    ) -> Result<Self, GpuError> {
-        LaunchDescription::decode(configuration, problem, chip, Order::Packed(lengths))
-    }
-
-    fn decode(
-        configuration: &Decode,
-        problem: &Problem,
-        chip: &Chip,
-        order: Order<'_>,
-    ) -> Result<Self, GpuError> {
-        let unsupported = |reason: &str| {
-            let reason = reason.to_owned();
-            GpuError::Unsupported { kernel: "decode", reason }
-        };
-        let mut size = ServingSize::new(problem.clone());
-        let (mut table, mut starts) = (Vec::new(), Vec::new());
-        match order {
-            Order::Plain => {}
-            Order::Pages(page) => {
-                if page == 0 || !problem.key_length.is_multiple_of(page) {
-                    return Err(unsupported("keys are not a whole number of pages"));
-                }
-                let columns = problem.key_length / page;
-                size = size.with_pages(page, columns, problem.batch * columns);
-                let order = shuffled(columns);
-                for sequence in 0..problem.batch {
-                    table.extend(order.iter().map(|column| (sequence * columns + column) as u32));
-                }
-            }
-            Order::Packed(lengths) => {
-                let start = |count: usize| lengths[..count].iter().sum::<usize>();
-                let rows = problem.query_length;
-                if problem.batch != 1 || [start(lengths.len()), problem.key_length] != [rows; 2] {
-                    return Err(unsupported("the rows are not those of all sequences"));
-                }
-                starts = (0..=lengths.len()).map(|count| start(count) as u32).collect();
-                size.problem.batch = lengths.len();
-                size.problem.query_length = lengths.iter().copied().max().unwrap_or(0);
-                size.problem.key_length = size.problem.query_length;
-                size = size.with_packed_queries(rows).with_packed_keys(rows);
-            }
-        }
-        if configuration.paged != size.pages.is_some() || problem.alibi || problem.sinks {
-            return Err(unsupported("pages, slopes and sinks are not the configuration's"));
-        }
-        size.validate("decode")?;
-        let grid = Grid::new(chip, configuration, &size, None)?;
-        let program = configuration.program()?;
-        let tensors = [TensorRole::Query, TensorRole::Key, TensorRole::Value, TensorRole::Output];
-        let argument = |(_, parameter): (usize, &ptx::Parameter)| {
-            let workspace = |which: usize| match grid.workspace {
-                Some(bytes) => Passed::Zeros { bytes: bytes[which] },
-                None => Passed::U64 { value: 0 },
-            };
-            match parameter.name.as_str() {
-                "parts" => return Some(workspace(0)),
-                "counters" => return Some(workspace(1)),
-                _ => {}
-            }
-            Some(match decode::describe(configuration, &size, grid, &parameter.name)? {
-                Slot::Fixed(Number::U32(value)) => Passed::U32 { value },
-                Slot::Fixed(Number::I32(value)) => Passed::U32 { value: value as u32 },
-                Slot::Fixed(Number::U64(value)) => Passed::U64 { value },
-                Slot::Fixed(Number::F32(value)) => Passed::F32 { value },
-                Slot::Fixed(Number::Address(address)) => Passed::U64 { value: address.0 },
-                Slot::Tensor(role) => Passed::Address { tensor: tensors[role] },
-                Slot::Stride(role, stride) => {
-                    let mut shape = tensors[role].shape(problem);
-                    if let (Order::Pages(page), 1 | 2) = (order, role) {
-                        shape = Shape { batch: size.entries, length: page, ..shape };
-                    }
-                    let strides = Layout::contiguous(shape).ok()?.strides();
-                    let elements = match (stride, order) {
-                        (Stride::Batch, Order::Packed(_)) => 0,
-                        (Stride::Batch, _) => strides.batch,
-                        (Stride::Row, _) => strides.length,
-                        (Stride::Head, _) => strides.heads,
-                    };
-                    Passed::U64 { value: elements as u64 }
-                }
-                Slot::List(ListRole::Lse) => Passed::Address { tensor: TensorRole::Lse },
-                Slot::List(ListRole::BlockTable) => Passed::Words { values: table.clone() },
-                Slot::List(ListRole::QueryStarts | ListRole::KeyStarts) if !starts.is_empty() => {
-                    Passed::Words { values: starts.clone() }
-                }
-                Slot::List(_) => Passed::U64 { value: 0 },
-            })
-        };
-        assemble(&program, grid.blocks(), argument)
     }
 
     fn scalar(configuration: &Scalar, problem: &Problem) -> Result<Self, GpuError> {
@@ -344,13 +241,6 @@ impl LaunchDescription {
     }
 }
 
-/// The numbers below a count in another order, the same every time: steps of a prime that does not
-/// divide it.
-fn shuffled(count: usize) -> Vec<usize> {
-    let step = [1_000_003, 999_983, 7_919].into_iter().find(|prime| !count.is_multiple_of(*prime));
-    (0..count).map(|index| (index * step.unwrap_or(1) + count / 2) % count).collect()
-}
-
 /// A description of a program whose arguments are found one by one.
 fn assemble(
     program: &Program,
@@ -374,11 +264,16 @@ fn assemble(
 }
 
 fn map(name: &str, tensor_box: &TensorBox) -> Option<Passed> {
-    let swizzle = match tensor_box.swizzle {
+    let (extent, swizzle) = (tensor_box.extent.clone(), swizzled_bytes(tensor_box));
+    Some(Passed::TensorMap { tensor: role(name)?, extent, swizzle })
+}
+
+/// Over how many bytes copies are swizzled; 0 is not at all.
+fn swizzled_bytes(tensor_box: &TensorBox) -> u32 {
+    match tensor_box.swizzle {
         ptx::Swizzle::None => 0,
         swizzle => swizzle.width(),
-    };
-    Some(Passed::TensorMap { tensor: role(name)?, extent: tensor_box.extent.clone(), swizzle })
+    }
 }
 
 /// The tensor of a parameter's name.
@@ -427,27 +322,6 @@ mod tests {
                 .iter()
                 .filter(|it| matches!(it, Passed::TensorMap { .. } | Passed::Address { .. }));
             assert_eq!(tensors.count(), TensorRole::ALL.len(), "{}", shipped.name());
-        }
-        let problem = Problem::new(2, 8, 1, 128).with_kv_heads(2).with_key_length(640);
-        for page in [None, Some(16)] {
-            let chosen = decode::choose(&Chip::H200, &problem, page.is_some()).unwrap();
-            let decode = chosen.configuration;
-            let launch = match page {
-                Some(page) => LaunchDescription::in_pages(&decode, &problem, &Chip::H200, page),
-                None => LaunchDescription::of(&Shipped::Decode(decode), &problem, &Chip::H200),
-            };
-            let launch = launch.unwrap();
-            let tensors = launch.arguments.iter().filter(|it| matches!(it, Passed::Address { .. }));
-            assert_eq!(tensors.count(), TensorRole::ALL.len());
-            let tables = launch.arguments.iter().filter_map(|it| match it {
-                Passed::Words { values } => Some(values.clone()),
-                _ => None,
-            });
-            for mut table in tables {
-                assert!(page.is_some() && !table.is_sorted());
-                table.sort_unstable();
-                assert_eq!(table, (0..80).collect::<Vec<u32>>());
-            }
         }
         let product = Shipped::Product(kernels::Product::PLAIN);
         let refusal = LaunchDescription::of(&product, &Problem::new(1, 1, 1, 8), &Chip::H200);

@@ -27,7 +27,7 @@ pub(crate) use attention::DeviceKernel;
 pub use chip::{Chip, target_of};
 pub use cuda::{Buffer, Device, DeviceAddress, DeviceSlice, Stream, StreamIdentity};
 pub use decode::DecodePlan;
-pub use description::{LaunchDescription, Passed, TensorRole};
+pub use description::{LaunchDescription, Order, Passed, TensorRole};
 pub use forward::{DeviceTensor, ForwardPlan, ForwardTensors};
 use kernel::Source;
 pub use kernel::{Compilation, Kernel, Policy};

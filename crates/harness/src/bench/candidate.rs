@@ -3,7 +3,7 @@
 use std::fmt;
 
 use flashcore::backend::gpu as kernels_of_gpu;
-use flashcore::gpu::{Chip, Gpu, LaunchDescription, decode};
+use flashcore::gpu::{Chip, Gpu, LaunchDescription, Order, decode, serving};
 use flashcore::{Mask, Plan, Preference, Problem};
 use kernels::{Decode, Shipped, shipped};
 use ptx::Target;
@@ -37,7 +37,7 @@ pub enum Who {
 }
 
 /// The kernels that can be asked for by name.
-const NAMED: [&str; 4] = ["forward", "mma", "mma-half", "scalar"];
+const NAMED: [&str; 6] = ["forward", "prefill", "decode", "mma", "mma-half", "scalar"];
 
 /// Other people's attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -163,44 +163,30 @@ impl Candidate {
 }
 
 impl Candidate {
-    /// The kernel of ours that runs for a problem and its launch, or why it has no part in it.
+    /// What of ours is launched for a workload, launch after launch, or why it has no part in it.
     pub fn describe(
         &self,
         workload: &Workload,
         chip: &Chip,
-    ) -> Result<(Shipped, LaunchDescription), String> {
-        let problem = &workload.problem;
-        if workload.is_packed() {
-            return self.describe_packed(workload, chip);
-        }
-        let kernel = self.kernel(problem, chip)?;
-        let described = match (&self.who, &kernel) {
-            (Who::Pages(_), _) if problem.query_length > 1 => {
+    ) -> Result<Vec<(Shipped, LaunchDescription)>, String> {
+        let Workload { problem, lengths } = workload;
+        let order = match self.who {
+            Who::Pages(_) if problem.query_length > 1 => {
                 return Err("keys in another order are the same to one query alone".to_owned());
             }
-            (Who::Pages(size), Shipped::Decode(decode)) => {
-                LaunchDescription::in_pages(decode, problem, chip, *size)
+            Who::Pages(size) => Order::Pages(size),
+            _ if workload.is_packed() => Order::Packed(lengths),
+            _ => Order::Plain,
+        };
+        let kernel = match (&self.who, order) {
+            (Who::Planned, Order::Packed(_)) => {
+                let size = order.size(problem).map_err(|error| error.to_string())?;
+                serving::choose(chip, &size)?
             }
-            _ => LaunchDescription::of(&kernel, problem, chip),
+            _ => self.kernel(problem, chip)?,
         };
-        Ok((kernel, described.map_err(|error| error.to_string())?))
-    }
-
-    /// The same for packed sequences.
-    fn describe_packed(
-        &self,
-        workload: &Workload,
-        chip: &Chip,
-    ) -> Result<(Shipped, LaunchDescription), String> {
-        let Workload { problem, lengths } = workload;
-        let decode = match &self.who {
-            Who::Planned => decode::choose(chip, problem, false)?.configuration,
-            Who::Kernel(kernel @ Shipped::Decode(decode)) if serves(kernel, problem) => *decode,
-            Who::Peer(peer) => return Err(format!("{peer} is not ours")),
-            _ => return Err("it does not serve packed sequences".to_owned()),
-        };
-        let launch = LaunchDescription::packed(&decode, problem, chip, lengths);
-        Ok((Shipped::Decode(decode), launch.map_err(|error| error.to_string())?))
+        let described = LaunchDescription::of_sequences(&kernel, problem, chip, order);
+        described.map_err(|error| error.to_string())
     }
 }
 
@@ -210,9 +196,12 @@ impl Source for Candidate {
     }
 
     fn launch(&self, gpu: &Gpu, problem: &Problem) -> Result<(String, LaunchDescription), Error> {
-        let (kernel, description) =
+        let launches =
             self.describe(&problem.clone().into(), &gpu.chip()).map_err(Error::Impossible)?;
-        Ok((ptx::print(&kernel.program()?), description))
+        match &launches[..] {
+            [(kernel, description)] => Ok((ptx::print(&kernel.program()?), description.clone())),
+            _ => Err(Error::Impossible("several launches are measured beside a peer".to_owned())),
+        }
     }
 }
 
@@ -224,12 +213,18 @@ pub fn serves(kernel: &Shipped, problem: &Problem) -> bool {
         Shipped::Forward(it) => (it.element, (it.head_dim, it.value_head_dim), it.causal) == wanted,
         Shipped::Mma(it) => (it.element, (it.head_dim, it.value_head_dim), it.causal) == wanted,
         Shipped::Scalar(it) => (it.element, (it.head_dim, it.value_head_dim), it.causal) == wanted,
-        // Masks are numbers to it.
+        // Masks are numbers to what serves sequences.
         Shipped::Decode(it) => {
             let scores = (it.softcap, it.alibi, it.sinks);
             (it.element, (it.head_dim, it.value_head_dim)) == (wanted.0, wanted.1)
                 && scores == (problem.softcap.is_some(), problem.alibi, problem.sinks)
                 && !it.paged
+        }
+        Shipped::Prefill(it) => {
+            let (tile, scores) = (&it.tile, (it.softcap, it.alibi, it.sinks));
+            (tile.element, (tile.head_dim, tile.value_head_dim)) == (wanted.0, wanted.1)
+                && scores == (problem.softcap.is_some(), problem.alibi, problem.sinks)
+                && it.page_rows.is_none()
         }
         _ => false,
     }
@@ -277,32 +272,33 @@ fn decode_shape(name: &str) -> Option<Decode> {
 
 #[cfg(test)]
 mod tests {
-    use flashcore::gpu::Passed;
-
     use super::*;
 
     #[test]
     fn decode_has_shapes_beside_the_shipped_and_pages() {
         let problem: Workload = "b=1,h=32,hk=8,s=1,sk=8192,d=128,bf16".parse().unwrap();
         let candidate = |name: &str| Candidate::parse(name).unwrap();
-        let planned = candidate("flashcore").describe(&problem, &Chip::H200).unwrap();
-        assert_eq!(planned.0.name(), "decode_bf16_d128x128_r8_w8x16_s3b1");
+        let kernels = |name: &str, workload: &Workload| -> Result<Vec<String>, String> {
+            let launches = candidate(name).describe(workload, &Chip::H200)?;
+            Ok(launches.into_iter().map(|(kernel, _)| kernel.name()).collect())
+        };
+        let shipped = "decode_bf16_d128x128_r8_w8x16_s3b1";
+        assert_eq!(kernels("flashcore", &problem).unwrap(), [shipped]);
         for shape in ["w4x32_s3b1", "w4x16_s3b2", "w8x16_s3b1"] {
             let name = format!("decode_bf16_d128x128_r8_{shape}");
-            let (kernel, launch) = candidate(&name).describe(&problem, &Chip::H200).unwrap();
-            assert_eq!((kernel.name(), launch.entry), (name.clone(), name));
+            assert_eq!(kernels(&name, &problem).unwrap(), [name]);
         }
         let impossible = "decode_bf16_d128x128_r8_w16x32_s8b4";
         assert!(Candidate::parse(impossible).unwrap_err().contains("no candidate"));
-        let paged = candidate("page16").describe(&problem, &Chip::H200).unwrap();
-        assert!(paged.0.name().contains("_paged_"), "{}", paged.0.name());
-        let refusal = candidate("page24").describe(&problem, &Chip::H200).unwrap_err();
+        let paged = kernels("page16", &problem).unwrap();
+        assert!(paged[0].contains("_paged_"), "{paged:?}");
+        let refusal = kernels("page24", &problem).unwrap_err();
         assert!(refusal.contains("whole number of pages"), "{refusal}");
 
         let packed: Workload = "b=1,h=8,s=900,d=128,bf16,causal,packed=9".parse().unwrap();
-        let (kernel, launch) = candidate("flashcore").describe(&packed, &Chip::H200).unwrap();
-        let lists = launch.arguments.iter().filter(|it| matches!(it, Passed::Words { .. }));
-        assert_eq!((kernel.family(), lists.count()), ("decode", 2));
+        let both = kernels("flashcore", &packed).unwrap();
+        assert!(both.len() == 2 && both[1].starts_with("prefill"), "{both:?}");
+        assert_eq!(kernels(shipped, &packed).unwrap(), [shipped]);
         assert!(candidate("page16").describe(&packed, &Chip::H200).is_err());
     }
 

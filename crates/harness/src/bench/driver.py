@@ -27,63 +27,73 @@ def check(code, what):
 
 
 class Kernel:
-    """A kernel of FlashCore, bound to tensors."""
+    """A kernel of FlashCore, with those that are launched before it, bound to tensors."""
     functions = {}
 
     def __init__(self, job, tensors):
-        launch = job["launch"]
+        self.memory, self.alive = {}, []
+        self.launches = [self.bind(one["cubin"], one["launch"], tensors) for one in job["launches"]]
+
+    def bind(self, cubin, launch, tensors):
+        """What cuLaunchKernel takes, but for the stream."""
         if launch["cluster"] != 1:
             raise RuntimeError("kernels in clusters are not launched from here")
-        key = (job["cubin"], launch["entry"])
+        key = (cubin, launch["entry"])
         if key not in Kernel.functions:
             module, function = ctypes.c_void_p(), ctypes.c_void_p()
-            cubin = open(job["cubin"], "rb").read()
-            check(cu.cuModuleLoadData(ctypes.byref(module), cubin), "cuModuleLoadData")
+            check(cu.cuModuleLoadData(ctypes.byref(module), open(cubin, "rb").read()), "cuModuleLoadData")
             check(cu.cuModuleGetFunction(ctypes.byref(function), module, launch["entry"].encode()), "cuModuleGetFunction")
             check(cu.cuFuncSetAttribute(function, 8, launch["shared_bytes"]), "cuFuncSetAttribute")
             Kernel.functions[key] = function
-        self.function, self.launch = Kernel.functions[key], launch
-        self.alive = [self.argument(argument, tensors) for argument in launch["arguments"]]
-        self.pointers = (ctypes.c_void_p * len(self.alive))(*[address for _, address in self.alive])
+        arguments = [self.argument(argument, tensors) for argument in launch["arguments"]]
+        self.alive.append(arguments)
+        pointers = (ctypes.c_void_p * len(arguments))(*[address for _, address in arguments])
+        return Kernel.functions[key], launch["grid"], launch["threads"], launch["shared_bytes"], pointers
 
     def argument(self, argument, tensors):
         """What must stay alive, and the address of the argument."""
         kind = argument["kind"]
         if kind == "tensor_map":
             return tensor_map(tensors[argument["tensor"]], argument["extent"], argument["swizzle"])
+        if kind == "slices":
+            return encoded(tensors[argument["tensor"]], argument["dimensions"], argument["strides"], argument["extent"], argument["swizzle"])
         if kind == "words":
             words = torch.tensor(argument["values"] or [0], dtype=torch.int64, device=DEVICE).to(torch.uint32)
             value = ctypes.c_uint64(words.data_ptr())
             return (words, value), ctypes.addressof(value)
-        if kind == "zeros":
-            memory = torch.zeros(max(argument["bytes"], 4), dtype=torch.uint8, device=DEVICE)
-            value = ctypes.c_uint64(memory.data_ptr())
-            return (memory, value), ctypes.addressof(value)
-        if kind == "address":
+        if kind == "memory":
+            if argument["name"] not in self.memory:
+                self.memory[argument["name"]] = torch.zeros(max(argument["bytes"], 4), dtype=torch.uint8, device=DEVICE)
+            value = ctypes.c_uint64(self.memory[argument["name"]].data_ptr())
+        elif kind == "address":
             value = ctypes.c_uint64(tensors[argument["tensor"]].data_ptr())
         else:
             value = {"u32": ctypes.c_uint32, "u64": ctypes.c_uint64, "f32": ctypes.c_float}[kind](argument["value"])
         return value, ctypes.addressof(value)
 
     def __call__(self):
-        launch = self.launch
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        check(cu.cuLaunchKernel(self.function, *launch["grid"], launch["threads"], 1, 1,
-                                launch["shared_bytes"], stream, self.pointers, None), "cuLaunchKernel")
+        for function, grid, threads, shared, pointers in self.launches:
+            check(cu.cuLaunchKernel(function, *grid, threads, 1, 1, shared, stream, pointers, None), "cuLaunchKernel")
 
 
 def tensor_map(tensor, extent, swizzle):
     """A tensor map over (dim, length, heads, batch) of a (batch, length, heads, dim) tensor."""
-    raw = (ctypes.c_byte * 256)()
-    address = (ctypes.addressof(raw) + 127) // 128 * 128
     batch, length, heads, dim = tensor.shape
     size = tensor.element_size()
-    dimensions = (ctypes.c_uint64 * 4)(dim, length, heads, batch)
-    strides = (ctypes.c_uint64 * 3)(heads * dim * size, dim * size, length * heads * dim * size)
-    box, ones = (ctypes.c_uint32 * 4)(*extent), (ctypes.c_uint32 * 4)(1, 1, 1, 1)
+    strides = [heads * dim * size, dim * size, length * heads * dim * size]
+    return encoded(tensor, [dim, length, heads, batch], strides, extent, swizzle)
+
+
+def encoded(tensor, dimensions, strides, extent, swizzle):
+    """A tensor map over dimensions in elements with strides in bytes."""
+    raw, rank = (ctypes.c_byte * 256)(), len(dimensions)
+    address = (ctypes.addressof(raw) + 127) // 128 * 128
+    dimensions, strides = (ctypes.c_uint64 * rank)(*dimensions), (ctypes.c_uint64 * (rank - 1))(*strides)
+    box, ones = (ctypes.c_uint32 * rank)(*extent), (ctypes.c_uint32 * rank)(*[1] * rank)
     kind = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}[tensor.dtype]
     mode = {0: 0, 32: 1, 64: 2, 128: 3}[swizzle]
-    check(cu.cuTensorMapEncodeTiled(ctypes.c_void_p(address), kind, 4, ctypes.c_void_p(tensor.data_ptr()),
+    check(cu.cuTensorMapEncodeTiled(ctypes.c_void_p(address), kind, rank, ctypes.c_void_p(tensor.data_ptr()),
                                     dimensions, strides, box, ones, 0, mode, 3, 0), "cuTensorMapEncodeTiled")
     return (raw, tensor), address
 

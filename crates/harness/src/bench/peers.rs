@@ -65,6 +65,12 @@ struct ProblemJob {
 #[derive(Serialize)]
 struct OursJob {
     name: String,
+    /// One after the other; the last computes the output.
+    launches: Vec<LaunchJob>,
+}
+
+#[derive(Serialize)]
+struct LaunchJob {
     cubin: String,
     launch: LaunchDescription,
     #[serde(skip)]
@@ -183,8 +189,8 @@ fn compile(
         let mut refused = HashMap::new();
         for candidate in &ours {
             match describe(candidate, workload, &chip, folder) {
-                Ok((job, text)) => {
-                    texts.insert(job.cubin.clone(), text);
+                Ok((job, its_texts)) => {
+                    texts.extend(its_texts);
                     cell.ours.push(job);
                 }
                 Err(reason) => {
@@ -209,12 +215,16 @@ fn describe(
     workload: &Workload,
     chip: &Chip,
     folder: &Path,
-) -> Result<(OursJob, String), String> {
-    let (kernel, launch) = candidate.describe(workload, chip)?;
-    let text = ptx::print(&kernel.program().map_err(|error| error.to_string())?);
-    let cubin = folder.join(format!("{}.cubin", kernel.name())).display().to_string();
-    let job = OursJob { name: candidate.name.clone(), cubin, launch, ptx: fingerprint(&text) };
-    Ok((job, text))
+) -> Result<(OursJob, Vec<(String, String)>), String> {
+    let mut job = OursJob { name: candidate.name.clone(), launches: Vec::new() };
+    let mut texts = Vec::new();
+    for (kernel, launch) in candidate.describe(workload, chip)? {
+        let text = ptx::print(&kernel.program().map_err(|error| error.to_string())?);
+        let cubin = folder.join(format!("{}.cubin", kernel.name())).display().to_string();
+        job.launches.push(LaunchJob { cubin: cubin.clone(), launch, ptx: fingerprint(&text) });
+        texts.push((cubin, text));
+    }
+    Ok((job, texts))
 }
 
 impl ProblemJob {
@@ -266,9 +276,10 @@ fn take(
 /// Names the kernels of ours.
 fn label(cell: &mut Cell, cache: Cache, ours: &[OursJob], refused: &HashMap<String, String>) {
     for measurement in cell.measurements.iter_mut().filter(|it| it.cache == cache) {
-        if let Some(job) = ours.iter().find(|job| job.name == measurement.candidate) {
-            measurement.kernel = Some(job.launch.entry.clone());
-            measurement.ptx = Some(job.ptx.clone());
+        let job = ours.iter().find(|job| job.name == measurement.candidate);
+        if let Some(last) = job.and_then(|job| job.launches.last()) {
+            measurement.kernel = Some(last.launch.entry.clone());
+            measurement.ptx = Some(last.ptx.clone());
         }
         if let Some(reason) = refused.get(&measurement.candidate) {
             measurement.note = Some(reason.clone());

@@ -20,7 +20,7 @@ pub struct Launcher {
     description: LaunchDescription,
     function: Function,
     launch: Launch,
-    /// The memory behind [`Passed::Words`] and [`Passed::Zeros`], by argument.
+    /// The memory behind [`Passed::Words`] and [`Passed::Memory`], by argument.
     words: Vec<Option<Buffer>>,
     bound: Option<(Addresses, Arguments)>,
 }
@@ -52,7 +52,7 @@ impl Launcher {
                     Some(Buffer::from_slice(gpu.stream(), &[0u32])?)
                 }
                 Passed::Words { values } => Some(Buffer::from_slice(gpu.stream(), values)?),
-                Passed::Zeros { bytes } => {
+                Passed::Memory { bytes, .. } => {
                     let buffer = Buffer::new(gpu.device(), (*bytes).max(4))?;
                     gpu.stream().fill(buffer.all(), 0)?;
                     Some(buffer)
@@ -114,7 +114,7 @@ impl Launcher {
                 Passed::F32 { value } => {
                     arguments.push(*value);
                 }
-                Passed::Words { .. } | Passed::Zeros { .. } => {
+                Passed::Words { .. } | Passed::Memory { .. } => {
                     let words = words.as_ref().expect("made with the launcher");
                     arguments.push(words.address());
                 }

@@ -11,7 +11,7 @@ use crate::gpu::{ServingSize, ServingTensors};
 
 /// What an argument depends on.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum Slot {
+pub(in crate::gpu) enum Slot {
     /// What other kernels over sequences know as well.
     Shared(serving::Slot),
     /// The tensor map of query, key, value or output, by number.
@@ -48,7 +48,7 @@ impl Slot {
 }
 
 /// What the numbers of both kernels are made from.
-pub(super) struct Numbers<'a> {
+pub(in crate::gpu) struct Numbers<'a> {
     pub(super) size: &'a ServingSize,
     pub(super) tile_rows: u32,
     pub(super) records: u32,
@@ -71,7 +71,7 @@ impl Numbers<'_> {
     }
 
     /// A parameter of the kernel.
-    pub(super) fn of_kernel(&self, name: &str) -> Option<Slot> {
+    pub(in crate::gpu) fn of_kernel(&self, name: &str) -> Option<Slot> {
         let ServingSize { problem, entries, query_rows, .. } = self.size;
         match name {
             "queries" => Some(Slot::Map(QUERY)),
@@ -89,7 +89,7 @@ impl Numbers<'_> {
     }
 
     /// A parameter of the sequencer.
-    pub(super) fn of_sequencer(&self, name: &str) -> Option<Slot> {
+    pub(in crate::gpu) fn of_sequencer(&self, name: &str) -> Option<Slot> {
         let ServingSize { problem, pages, packed_queries, query_rows, .. } = self.size;
         let of_pages = pages.is_some();
         match name {

@@ -4,13 +4,17 @@
 //! | --- | --- |
 //! | `support` | what the kernel serves, in which configuration |
 //! | `rows` | tensors as long lists of rows |
+//! | `outline` | how large a launch is |
 //! | `binding` | which argument goes to which parameter |
 //! | this one | the plan that ties them together |
 
 mod binding;
+mod outline;
 mod rows;
 mod support;
 
+pub(super) use binding::Slot;
+pub(super) use outline::Outline;
 pub use support::{Choice, choose};
 
 use std::sync::Arc;
@@ -19,7 +23,7 @@ use cuda::{Arguments, Buffer, Stream, TensorMap};
 use kernels::forward::Form;
 use kernels::{Forward, Prefill, Sequencer};
 
-use self::binding::{Launch, Numbers, Slot};
+use self::binding::{Launch, Numbers};
 use self::rows::{Extents, Rows};
 use super::{DeviceTensor, Gpu, GpuError, Kernel, ServingSize, ServingTensors};
 use crate::tensor::Strides;
@@ -104,19 +108,7 @@ impl PrefillPlan {
             let name = configuration.name();
             return Err(unsupported(format!("{name} is for another element, dim or score")));
         }
-        let problem = &size.problem;
-        let rows = match size.packed_queries {
-            true => size.query_rows,
-            false => problem.batch.saturating_mul(problem.query_length),
-        };
-        let tile_rows = configuration.tile.query_rows();
-        let records = Sequencer::records(problem.batch as u64, rows as u64, tile_rows.into());
-        let tiles = records.checked_mul(problem.query_heads as u64);
-        let log_sums = (problem.query_heads as u64).saturating_mul(rows as u64);
-        let counted = tiles.filter(|tiles| (*tiles).max(log_sums) <= i32::MAX as u64);
-        let Some(tiles) = counted else {
-            return Err(GpuError::TooLarge { what: "the number of query rows of all heads" });
-        };
+        let outline = Outline::new(&chip, &configuration, size)?;
         let name = configuration.name();
         let compact_tile = Forward { form: Form::COMPACT, ..configuration.tile };
         let compact = Prefill { tile: compact_tile, ..configuration };
@@ -128,14 +120,8 @@ impl PrefillPlan {
         };
         let first = Sequencer { target: chip.target };
         let sequencer = gpu.kernel(&first.name(), || first.program())?;
-        let schedule = Buffer::new(gpu.device(), Sequencer::bytes(records))?;
-        let numbers = Numbers {
-            size,
-            tile_rows,
-            records: records as u32,
-            together: support::heads_together(&chip, size),
-            schedule: schedule.address(),
-        };
+        let schedule = Buffer::new(gpu.device(), outline.schedule_bytes())?;
+        let numbers = outline.numbers(size, schedule.address());
         let unknown = |kernel: String| move |parameter| GpuError::Parameter { kernel, parameter };
         let slots = Numbers::slots(kernel.parameters(), |name| numbers.of_kernel(name))
             .map_err(unknown(name))?;
@@ -143,7 +129,7 @@ impl PrefillPlan {
             Numbers::slots(sequencer.parameters(), |name| numbers.of_sequencer(name))
                 .map_err(unknown(first.name()))?;
         Ok(PrefillPlan {
-            blocks: u64::from(chip.multiprocessors).min(tiles).max(1) as u32,
+            blocks: outline.blocks,
             size: size.clone(),
             configuration,
             reason,
@@ -201,10 +187,7 @@ impl PrefillPlan {
         if let Some(bound) = self.bound.filter(|bound| bound.tensors == all) {
             return Ok(bound);
         }
-        let [query, key, value] =
-            rows_of_inputs(&self.size, [0, 1, 2].map(|role: usize| all[role].strides))?;
-        let output = rows_of(&self.size, 3, tensors.output.strides)?;
-        let rows = [query, key, value, output];
+        let rows = rows(&self.size, all.map(|tensor| tensor.strides))?;
         let maps = [0, 1, 2, 3].map(|role| self.encode(stream, role, all[role], &rows[role]));
         let [query, key, value, output] = maps;
         let bound = Bound { tensors: all, rows, maps: [query?, key?, value?, output?] };
@@ -219,12 +202,7 @@ impl PrefillPlan {
         tensor: DeviceTensor,
         rows: &Rows,
     ) -> Result<TensorMap, GpuError> {
-        let problem = &self.size.problem;
-        let dim = if role < 2 { problem.head_dim } else { problem.value_head_dim };
-        let heads = extents(&self.size, role).heads;
-        let (dimensions, strides) = Prefill::slices(dim as u64, heads as u64, rows.row_bytes);
-        let [inside, end, back] = strides;
-        let strides = [inside, end, back, rows.head_bytes];
+        let (dimensions, strides) = map(&self.size, role, rows);
         let tensor_box = &self.configuration.boxes()[role];
         TensorMap::encode(stream.device(), tensor_box, tensor.address, &dimensions, &strides)
             .map_err(|error| GpuError::Tensor { tensor: ROLES[role], reason: error.to_string() })
@@ -288,6 +266,23 @@ fn rows_of_inputs(size: &ServingSize, strides: [Strides; 3]) -> Result<[Rows; 3]
         return Err(GpuError::Tensor { tensor: "value", reason });
     }
     Ok([query, key, value])
+}
+
+/// The rows of query, key, value and output.
+pub(super) fn rows(size: &ServingSize, strides: [Strides; 4]) -> Result<[Rows; 4], GpuError> {
+    let [query, key, value, output] = strides;
+    let [query, key, value] = rows_of_inputs(size, [query, key, value])?;
+    Ok([query, key, value, rows_of(size, 3, output)?])
+}
+
+/// The dimensions and strides of a tensor map over rows.
+pub(super) fn map(size: &ServingSize, role: usize, rows: &Rows) -> ([u64; 5], [u64; 4]) {
+    let problem = &size.problem;
+    let dim = if role < 2 { problem.head_dim } else { problem.value_head_dim };
+    let heads = extents(size, role).heads;
+    let (dimensions, strides) = Prefill::slices(dim as u64, heads as u64, rows.row_bytes);
+    let [inside, end, back] = strides;
+    (dimensions, [inside, end, back, rows.head_bytes])
 }
 
 fn rows_of(size: &ServingSize, role: usize, strides: Strides) -> Result<Rows, GpuError> {

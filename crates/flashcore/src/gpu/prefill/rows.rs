@@ -6,15 +6,15 @@ use crate::tensor::Strides;
 
 /// How a tensor of batch entries lies, as one list of rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Rows {
+pub(in crate::gpu) struct Rows {
     /// From a row to the next, in bytes.
     pub(super) row_bytes: u64,
     /// From a head to the next, in bytes.
     pub(super) head_bytes: u64,
     /// From a batch entry to the next, in rows.
-    pub(super) entry_rows: u32,
+    pub(in crate::gpu) entry_rows: u32,
     /// In all, gaps included.
-    pub(super) count: u32,
+    pub(in crate::gpu) count: u32,
 }
 
 /// The extents of a tensor: batch entries, rows of one, heads.

@@ -18,8 +18,9 @@ pub use tensors::ServingTensors;
 pub(super) use tensors::{Known, List};
 
 use cuda::Stream;
+use kernels::Shipped;
 
-use super::{Compilation, DecodePlan, Gpu, GpuError, Kernel, PrefillPlan, prefill};
+use super::{Chip, Compilation, DecodePlan, Gpu, GpuError, Kernel, PrefillPlan, decode, prefill};
 
 /// Everything about attention over a batch of sequences that does not depend on where its tensors
 /// are and how long the sequences have become: prefill, decode and what is in between.
@@ -64,15 +65,26 @@ enum ServingKernel {
 /// for few of them.
 const PREFILL_QUERIES: usize = 32;
 
+/// The kernel that a plan takes, or why none serves the size.
+pub fn choose(chip: &Chip, size: &ServingSize) -> Result<Shipped, String> {
+    if size.problem.query_length >= PREFILL_QUERIES
+        && let Ok(chosen) = prefill::choose(chip, size)
+    {
+        return Ok(Shipped::Prefill(chosen.configuration));
+    }
+    let chosen = decode::choose(chip, &size.problem, size.pages.is_some())?;
+    Ok(Shipped::Decode(chosen.configuration))
+}
+
 impl ServingPlan {
     /// A plan of the kernel that is best for the size. It may refuse tensors that lie in memory
     /// like no other's; [`for_tensors`](ServingPlan::for_tensors) looks at them first.
     pub fn new(gpu: &Gpu, size: &ServingSize) -> Result<Self, GpuError> {
-        let many = size.problem.query_length >= PREFILL_QUERIES;
-        let kernel = if many && prefill::choose(&gpu.chip(), size).is_ok() {
-            ServingKernel::Prefill(Box::new(PrefillPlan::new(gpu, size)?))
-        } else {
-            ServingKernel::Decode(Box::new(DecodePlan::new(gpu, size)?))
+        let kernel = match choose(&gpu.chip(), size) {
+            Ok(Shipped::Prefill(_)) => {
+                ServingKernel::Prefill(Box::new(PrefillPlan::new(gpu, size)?))
+            }
+            _ => ServingKernel::Decode(Box::new(DecodePlan::new(gpu, size)?)),
         };
         Ok(ServingPlan { kernel })
     }
