@@ -254,7 +254,7 @@ mod tests {
     #[test]
     fn every_field_of_a_configuration_is_found() {
         for shipped in kernels::shipped(ptx::Target::SM_90A) {
-            // A field that takes several lines has other spaces in one.
+            // A field that takes several lines has other spaces in one, and more commas.
             let squeezed = |text: &str| text.replace(' ', "").replace(",}", "}").replace(",)", ")");
             let compact = squeezed(&format!("{shipped:?}"));
             for setting in settings(&shipped) {
