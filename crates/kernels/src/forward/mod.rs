@@ -19,9 +19,10 @@
 //! Warpgroups take turns at the tensor cores, so that one computes
 //! exponentials while another multiplies. Blocks stay and take tile after tile.
 //! The parts have a file each: `producer`, `consumer` (the loop above),
-//! `warpgroup`, `softmax`, `mask`, `epilogue`, `schedule` with `lists`,
-//! `tuned`, which says what serves which problem, and `probe`, which takes the
-//! time of all that.
+//! `warpgroup`, `scores`, `mask`, `softmax`, `epilogue`; `tiles` says what they
+//! must know of tiles, which come from `schedule` with `lists`, or for ragged
+//! batches ([`Prefill`]) from `board`. `tuned` says what serves which problem,
+//! and `probe` takes the time of all that.
 
 mod board;
 mod consumer;
