@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use cuda::DeviceInfo;
+use cuda::{DeviceInfo, RelaxedCapture};
 use flashcore::backend::Report;
 use flashcore::{Backend, CpuBackend, Problem};
 use pyo3::prelude::*;
@@ -22,7 +22,15 @@ static LAST: Mutex<Option<Last>> = Mutex::new(None);
 
 /// Notes a call.
 pub(crate) fn remember(last: impl FnOnce() -> Last) {
-    *lock(&LAST) = Some(last());
+    let before = lock(&LAST).replace(last());
+    let count = match &before {
+        Some(Last::Gpu { entry, .. }) => Arc::strong_count(entry),
+        Some(Last::Sequences { entry, .. }) => Arc::strong_count(entry),
+        Some(Last::Cpu { .. }) | None => return,
+    };
+    // A plan that nobody else keeps frees its memory, which would break a capture.
+    let _relaxed = (count == 1).then(RelaxedCapture::begin);
+    drop(before);
 }
 
 /// `flashcore.info()` as a dictionary.

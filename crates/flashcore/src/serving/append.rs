@@ -5,7 +5,8 @@ use crate::error::Error;
 use crate::inputs::InputError;
 use crate::tensor::{Shape, Tensor};
 
-/// Rotary embedding: pairs of columns of a query or a key are turned by an angle that its position has.
+/// Rotary embedding: pairs of columns of a query or a key are turned by an angle that its position
+/// has.
 #[derive(Debug, Clone, Copy)]
 pub struct Rotary<'a> {
     /// The first so many columns are turned, the others stay.
