@@ -21,7 +21,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyNotImplemented, PyTuple};
 
 pub(crate) use self::library::Entrance;
-use self::library::{Choice, Library, Made};
+use self::library::{Choice, Library, Made, Named};
 use self::parts::Parts;
 pub(crate) use self::request::{Function, Numbers};
 use self::request::{Request, named};
@@ -30,27 +30,25 @@ use crate::error;
 use crate::info::{self, Last};
 use crate::view::{Convention, Element, Form, Place, View, contiguous};
 
-/// Takes the library of a call's tensors, or answers Python with what it says.
-macro_rules! ours {
-    ($choice:expr) => {
-        match $choice {
-            Choice::Ours(library) => library,
-            Choice::Theirs(answer) => return Ok(answer),
-        }
-    };
-}
-
-/// Sends a call whose tensors are not in memory to PyTorch's dispatcher, which knows them or says
+/// Answers a call: finds the library of its tensors, reads what they give, and runs it.
+///
+/// A call whose tensors are not in memory goes to PyTorch's dispatcher, which knows them or says
 /// what is wrong.
-fn or_dispatch<'py, T>(
+fn answer<'py, T>(
     py: Python<'py>,
     entrance: Entrance,
-    read: PyResult<T>,
-) -> PyResult<Result<T, Bound<'py, PyAny>>> {
-    match read {
-        Ok(read) => Ok(Ok(read)),
+    tensors: &[Named<'py>],
+    read: impl FnOnce(&Library<'py>) -> PyResult<T>,
+    run: impl FnOnce(&Library<'py>, T) -> PyResult<Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let library = match Library::of(py, entrance, tensors)? {
+        Choice::Ours(library) => library,
+        Choice::Theirs(answer) => return Ok(answer),
+    };
+    match read(&library) {
+        Ok(read) => run(&library, read),
         Err(_) if entrance == Entrance::Function => {
-            Ok(Err(PyNotImplemented::get(py).to_owned().into_any()))
+            Ok(PyNotImplemented::get(py).to_owned().into_any())
         }
         Err(error) => Err(error),
     }
@@ -66,11 +64,16 @@ pub(crate) fn attend<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = tensors.py();
     let tensors = named(function.names(), tensors)?;
-    let library = ours!(Library::of(py, entrance, &tensors)?);
-    let request = match or_dispatch(py, entrance, Request::read(&library, &tensors, numbers))? {
-        Ok(request) => request,
-        Err(answer) => return Ok(answer),
-    };
+    let read = |library: &Library<'py>| Request::read(library, &tensors, numbers);
+    answer(py, entrance, &tensors, read, |library, request| run(library, py, &request, with_lse))
+}
+
+fn run<'py>(
+    library: &Library<'py>,
+    py: Python<'py>,
+    request: &Request,
+    with_lse: bool,
+) -> PyResult<Bound<'py, PyAny>> {
     let size = request.size()?;
     let Form { dtype, place, .. } = request.query.form;
     let (sizes, sums) = request.results();
@@ -85,8 +88,8 @@ pub(crate) fn attend<'py>(
             let stream = library.stream(py, device)?;
             let sums = lse.as_ref().map(|lse| lse.address);
             // Making a plan compiles, and a full queue makes the driver wait.
-            let run = || gpu::attend(device, &request, size, &stream, output.address, sums);
-            let entry = py.detach(run)?;
+            let launch = || gpu::attend(device, request, size, &stream, output.address, sums);
+            let entry = py.detach(launch)?;
             info::remember(|| Last::Sequences { ordinal, entry });
         }
         Place::Host if !nothing => {
@@ -95,12 +98,12 @@ pub(crate) fn attend<'py>(
                 lse = Some(room);
             }
             let sums = lse.as_ref().map_or(0, |lse| lse.address);
-            let run = || {
+            let compute = || {
                 // SAFETY: the tensors are the caller's, who holds them; the results were made just
                 // now and are known to nobody else.
-                unsafe { cpu::attend(&request, &size, output.address, sums) }
+                unsafe { cpu::attend(request, &size, output.address, sums) }
             };
-            let report = py.detach(run)?;
+            let report = py.detach(compute)?;
             let problem = size.problem.into();
             info::remember(|| Last::Cpu { problem, report: report.into() });
         }
@@ -116,18 +119,25 @@ pub(crate) fn attend<'py>(
 /// where there is not, and the new lengths.
 pub(crate) fn append<'py>(
     tensors: &Bound<'py, PyTuple>,
-    (interleaved, advancing): (bool, bool),
+    flags: (bool, bool),
     most_queries: Option<i64>,
     entrance: Entrance,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = tensors.py();
     let tensors = named(update::NAMES, tensors)?;
-    let library = ours!(Library::of(py, entrance, &tensors)?);
-    let read = Update::read(&library, &tensors, (interleaved, advancing), most_queries);
-    let update = match or_dispatch(py, entrance, read)? {
-        Ok(update) => update,
-        Err(answer) => return Ok(answer),
-    };
+    let read = |library: &Library<'py>| Update::read(library, &tensors, flags, most_queries);
+    answer(py, entrance, &tensors, read, |library, update| {
+        let answer = write(library, py, &update)?;
+        library.written(&[&tensors[0].1, &tensors[1].1])?;
+        Ok(answer)
+    })
+}
+
+fn write<'py>(
+    library: &Library<'py>,
+    py: Python<'py>,
+    update: &Update,
+) -> PyResult<Bound<'py, PyAny>> {
     let Form { sizes, dtype, place, .. } = update.query.form;
     let turned = update.rotary.is_some().then(|| {
         let hidden = usize::from(update.query_starts.is_some());
@@ -141,15 +151,14 @@ pub(crate) fn append<'py>(
         Place::Cuda(ordinal) => {
             let device = crate::gpu::device(ordinal).map_err(error::library)?;
             let stream = library.stream(py, device)?;
-            py.detach(|| gpu::append(device, &update, &stream, address, lengths.address))?;
+            py.detach(|| gpu::append(device, update, &stream, address, lengths.address))?;
         }
         Place::Host => {
             // SAFETY: the tensors are the caller's, who gave the caches to be written; the results
             // were made just now.
-            py.detach(|| unsafe { cpu::append(&update, address, lengths.address) })?;
+            py.detach(|| unsafe { cpu::append(update, address, lengths.address) })?;
         }
     }
-    library.written(&[&tensors[0].1, &tensors[1].1])?;
     let turned = turned.map(|turned| turned.object);
     Ok((turned, lengths.object).into_pyobject(py)?.into_any())
 }
@@ -163,38 +172,23 @@ pub(crate) fn combine<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = tensors.py();
     let tensors = named(["out_partial", "lse_partial", "out"], tensors)?;
-    let library = ours!(Library::of(py, entrance, &tensors)?);
-    let read = || -> PyResult<(Parts, Option<View>)> {
-        let tensor = |at: usize| {
-            let (name, tensor) = &tensors[at];
-            let tensor = tensor.as_ref().ok_or_else(|| {
-                PyTypeError::new_err(format!("{name} is None, expected a tensor"))
-            })?;
-            library.read(tensor, name)
-        };
+    let read = |library: &Library<'py>| -> PyResult<(Parts, Option<View>)> {
         let out = match &tensors[2] {
             (name, Some(out)) => {
-                let memory = library.read_mutable(out, name)?;
-                Some(request::rows(name, &memory, false)?)
+                Some(request::rows(name, &library.read_mutable(out, name)?, false)?)
             }
             _ => None,
         };
+        let [output, lse] = [&tensors[0], &tensors[1]].map(|it| library.read(needed(it)?, it.0));
         let dtype = dtype.map(float).transpose()?;
-        Ok((Parts::stacked(&tensor(0)?, &tensor(1)?, dtype, out.as_ref())?, out))
+        Ok((Parts::stacked(&output?, &lse?, dtype, out.as_ref())?, out))
     };
-    let (parts, out) = match or_dispatch(py, entrance, read())? {
-        Ok(read) => read,
-        Err(answer) => return Ok(answer),
-    };
-    let given = tensors[2].1.clone();
-    let (output, lse) = merge(&library, py, &parts, false, out)?;
-    match given {
-        Some(out) => {
-            library.written(&[&Some(out.clone())])?;
-            Ok((out, lse.object).into_pyobject(py)?.into_any())
-        }
-        None => Ok((output.map(|it| it.object), lse.object).into_pyobject(py)?.into_any()),
-    }
+    answer(py, entrance, &tensors, read, |library, (parts, out)| {
+        let (made, lse) = merge(library, py, &parts, false, out)?;
+        library.written(&[&tensors[2].1])?;
+        let output = made.map(|made| made.object).or_else(|| tensors[2].1.clone());
+        Ok((output, lse.object).into_pyobject(py)?.into_any())
+    })
 }
 
 /// Two answers of attention put together: output and log-sum-exps in the caller's dimensions.
@@ -204,24 +198,22 @@ pub(crate) fn merge_states<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = tensors.py();
     let tensors = named(["out_a", "lse_a", "out_b", "lse_b"], tensors)?;
-    let library = ours!(Library::of(py, entrance, &tensors)?);
-    let read = || -> PyResult<(Parts, bool)> {
-        let mut memories = Vec::new();
-        for (name, tensor) in &tensors {
-            let tensor = tensor.as_ref().ok_or_else(|| {
-                PyTypeError::new_err(format!("{name} is None, expected a tensor"))
-            })?;
-            memories.push(library.read_whole(tensor, name)?);
-        }
-        let [a, b, c, d] = &memories[..] else { unreachable!("four tensors have names") };
-        Ok((Parts::separate([(a, b), (c, d)])?, a.dimensions == 3))
+    let read = |library: &Library<'py>| -> PyResult<(Parts, bool)> {
+        let [a, b, c, d] = tensors.each_ref().map(|it| library.read_whole(needed(it)?, it.0));
+        let (a, b, c, d) = (a?, b?, c?, d?);
+        Ok((Parts::separate([(&a, &b), (&c, &d)])?, a.dimensions == 3))
     };
-    let (parts, packed) = match or_dispatch(py, entrance, read())? {
-        Ok(read) => read,
-        Err(answer) => return Ok(answer),
-    };
-    let (output, lse) = merge(&library, py, &parts, packed, None)?;
-    Ok((output.map(|it| it.object), lse.object).into_pyobject(py)?.into_any())
+    answer(py, entrance, &tensors, read, |library, (parts, packed)| {
+        let (made, lse) = merge(library, py, &parts, packed, None)?;
+        Ok((made.map(|made| made.object), lse.object).into_pyobject(py)?.into_any())
+    })
+}
+
+/// A tensor that must be given.
+fn needed<'a, 'py>((name, tensor): &'a Named<'py>) -> PyResult<&'a Bound<'py, PyAny>> {
+    tensor
+        .as_ref()
+        .ok_or_else(|| PyTypeError::new_err(format!("{name} is None, expected a tensor")))
 }
 
 /// Merges into `out`, or into a tensor that is made for it.
