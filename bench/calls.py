@@ -56,14 +56,21 @@ def main():
         try:
             import fa3_fwd_interface as fa3
 
-            candidates["flash-attention 3"] = lambda: fa3.flash_attn_func(q, k, v, causal=True)
-            candidates["flash-attention 3, varlen"] = lambda: fa3.flash_attn_varlen_func(*ragged, causal=True)
-            candidates["flash-attention 3, kvcache"] = lambda: fa3.flash_attn_with_kvcache(
-                token, k_cache, v_cache, **decode
-            )
-            candidates["flash-attention 3, appending, rotary"] = lambda: fa3.flash_attn_with_kvcache(
-                token, k_cache, v_cache, new, new, **turned
-            )
+            # The wheel has no pages: a contiguous cache instead.
+            caches = [x.view(2, 64, 2, 64) for x in (k_cache, v_cache)]
+            plain = {"cache_seqlens": decode["cache_seqlens"], "causal": True}
+            theirs = {
+                "flash-attention 3": lambda: fa3.flash_attn_func(q, k, v, causal=True),
+                "flash-attention 3, varlen": lambda: fa3.flash_attn_varlen_func(*ragged, causal=True),
+                "flash-attention 3, kvcache": lambda: fa3.flash_attn_with_kvcache(token, *caches, **plain),
+                "flash-attention 3, appending": lambda: fa3.flash_attn_with_kvcache(token, *caches, new, new, **plain),
+            }
+            for name, call in theirs.items():
+                try:
+                    call()
+                    candidates[name] = call
+                except (RuntimeError, TypeError) as error:
+                    print(f"without {name}: {str(error).splitlines()[0]}")
         except ImportError as error:
             print(f"without FlashAttention-3: {error}")
     times = {name: [] for name in candidates}
