@@ -177,14 +177,18 @@ impl Torch {
         form: &Form,
         convention: Convention,
     ) -> PyResult<(Bound<'py, PyAny>, u64)> {
-        let py = query.py();
         let output = if first.sizes == form.sizes && first.strides == form.strides {
-            self.empty_like.bind(py).call1((query,))?
+            self.make_like(query)?
         } else {
             self.make(query, &convention.reorder(form.sizes), Element::Float(form.dtype))?
         };
         let address = self.address(&output)?;
         Ok((output, address))
+    }
+
+    /// A tensor like another one, which has no gaps.
+    pub(crate) fn make_like<'py>(&self, like: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        self.empty_like.bind(like.py()).call1((like,))
     }
 
     /// A tensor without gaps on the device of another.

@@ -78,12 +78,7 @@ impl Memory {
 
     /// Whether there are no gaps between elements.
     pub(crate) fn is_contiguous(&self) -> bool {
-        let mut whole = 1;
-        (0..self.dimensions).rev().all(|index| {
-            let fits = self.sizes[index] <= 1 || self.strides[index] == whole;
-            whole *= self.sizes[index].max(1);
-            fits
-        })
+        is_contiguous(self.sizes(), self.strides())
     }
 
     /// The entries of a list of integers.
@@ -342,6 +337,16 @@ impl Request {
             names[argument]
         )))
     }
+}
+
+/// Whether there are no gaps between elements. The stride of what there is one of means nothing.
+pub(crate) fn is_contiguous(sizes: &[i64], strides: &[i64]) -> bool {
+    let mut whole = 1;
+    sizes.iter().zip(strides).rev().all(|(size, stride)| {
+        let fits = *size <= 1 || *stride == whole;
+        whole *= size.max(&1);
+        fits
+    })
 }
 
 /// Strides without gaps in the caller's order, given in ours.

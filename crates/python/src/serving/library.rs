@@ -12,7 +12,7 @@ use crate::dlpack::{self, Lent};
 use crate::error;
 use crate::gpu::{self, Device};
 use crate::torch::{Torch, Way};
-use crate::view::{Element, Memory, Place};
+use crate::view::{Element, Form, Memory, Place, is_contiguous};
 
 /// The library that a call's tensors belong to.
 pub(crate) struct Library<'py> {
@@ -186,6 +186,24 @@ impl<'py> Library<'py> {
                 Ok(Made { object: Bound::new(py, array)?.into_any(), address })
             }
         }
+    }
+
+    /// A tensor for results that are of a query's shape, but for the last dimension.
+    pub(crate) fn make_like(
+        &self,
+        query: &Bound<'py, PyAny>,
+        form: &Form,
+        sizes: &[i64],
+    ) -> PyResult<Made<'py>> {
+        if let Kind::Torch { torch, .. } = &self.kind
+            && form.sizes.ends_with(sizes)
+            && is_contiguous(&form.sizes, &form.strides)
+        {
+            let object = torch.make_like(query)?;
+            let address = torch.address(&object)?;
+            return Ok(Made { object, address });
+        }
+        self.make(query.py(), sizes, Element::Float(form.dtype), form.place)
     }
 
     /// Notes that tensors were written, for those who remember what was in them.

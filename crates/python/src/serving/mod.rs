@@ -65,20 +65,23 @@ pub(crate) fn attend<'py>(
     let py = tensors.py();
     let tensors = named(function.names(), tensors)?;
     let read = |library: &Library<'py>| Request::read(library, &tensors, numbers);
-    answer(py, entrance, &tensors, read, |library, request| run(library, py, &request, with_lse))
+    answer(py, entrance, &tensors, read, |library, request| {
+        run(library, needed(&tensors[0])?, &request, with_lse)
+    })
 }
 
 fn run<'py>(
     library: &Library<'py>,
-    py: Python<'py>,
+    query: &Bound<'py, PyAny>,
     request: &Request,
     with_lse: bool,
 ) -> PyResult<Bound<'py, PyAny>> {
+    let py = query.py();
     let size = request.size()?;
-    let Form { dtype, place, .. } = request.query.form;
+    let place = request.query.form.place;
     let (sizes, sums) = request.results();
     let hidden = request.hidden();
-    let output = library.make(py, &sizes[hidden..], Element::Float(dtype), place)?;
+    let output = library.make_like(query, &request.query.form, &sizes[hidden..])?;
     let lse = || library.make(py, &sums[hidden..], Element::Float(DType::F32), place);
     let mut lse = with_lse.then(lse).transpose()?;
     let nothing = sizes.contains(&0);
@@ -127,7 +130,7 @@ pub(crate) fn append<'py>(
     let tensors = named(update::NAMES, tensors)?;
     let read = |library: &Library<'py>| Update::read(library, &tensors, flags, most_queries);
     answer(py, entrance, &tensors, read, |library, update| {
-        let answer = write(library, py, &update)?;
+        let answer = write(library, needed(&tensors[4])?, &update)?;
         library.written(&[&tensors[0].1, &tensors[1].1])?;
         Ok(answer)
     })
@@ -135,13 +138,15 @@ pub(crate) fn append<'py>(
 
 fn write<'py>(
     library: &Library<'py>,
-    py: Python<'py>,
+    query: &Bound<'py, PyAny>,
     update: &Update,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let Form { sizes, dtype, place, .. } = update.query.form;
+    let py = query.py();
+    let form = &update.query.form;
+    let place = form.place;
     let turned = update.rotary.is_some().then(|| {
         let hidden = usize::from(update.query_starts.is_some());
-        library.make(py, &sizes[hidden..], Element::Float(dtype), place)
+        library.make_like(query, form, &form.sizes[hidden..])
     });
     let turned = turned.transpose()?;
     let lengths = library.make(py, &[update.sequences as i64], Element::I32, place)?;

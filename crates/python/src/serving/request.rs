@@ -59,24 +59,26 @@ impl Function {
 }
 
 /// What a call gives besides tensors.
-#[derive(Debug, Clone, Copy, FromPyObject)]
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct Numbers {
-    #[pyo3(item(0))]
     most_queries: Option<i64>,
-    #[pyo3(item(1))]
     most_keys: Option<i64>,
-    #[pyo3(item(2))]
     scale: Option<f64>,
-    #[pyo3(item(3))]
     causal: bool,
     /// Keys before and after a query's own; all of them if negative.
-    #[pyo3(item(4))]
     left: i64,
-    #[pyo3(item(5))]
     right: i64,
     /// None if zero.
-    #[pyo3(item(6))]
     softcap: f64,
+}
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Numbers {
+    type Error = PyErr;
+
+    fn extract(numbers: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        let (most_queries, most_keys, scale, causal, left, right, softcap) = numbers.extract()?;
+        Ok(Numbers { most_queries, most_keys, scale, causal, left, right, softcap })
+    }
 }
 
 /// A call.
