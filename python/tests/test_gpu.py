@@ -163,8 +163,9 @@ def test_what_the_fast_kernel_cannot_read_is_served_with_a_warning():
         output, lse, _ = flash_attn_func(*wide, return_attn_probs=True)
     assert (output - plain(*wide, dtype=torch.float64)[0]).abs().max().item() < 1e-5
     assert flashcore.info()["last"]["kernel"] == "gpu/scalar"
-    with pytest.warns(UserWarning, match="there are no keys"):
-        assert not flash_attn_func(q, k[:, :0], v[:, :0]).any()
+    # Nor does it copy nothing.
+    assert not flash_attn_func(q, k[:, :0], v[:, :0]).any()
+    assert flashcore.info()["last"]["kernel"] == "gpu/mma"
     # Once for each kind of call.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
