@@ -228,7 +228,7 @@ impl Decode {
     /// | `query starts`, `key starts` | addresses of 32-bit numbers, where each sequence begins and the last ends, or 0: then each has a batch entry of its own |
     /// | `query lengths`, `lengths`, `left padding`, `batch entries` | addresses of 32-bit numbers for each sequence, or 0 |
     /// | `batch entries there are` | batch entries or pages of the cache |
-    /// | `block table`, `pages of a sequence`, `page size` | with pages |
+    /// | `block table`, `pages of a sequence`, `page size` | with pages; the size is a divisor |
     /// | `key heads`, `query heads per key head`, `blocks of a team`, `teams` | [`Divisor`](crate::Divisor)s |
     /// | `least tiles` | that a team takes |
     /// | `window left`, `window right` | keys before and after a query's position that it sees |
@@ -253,6 +253,10 @@ impl Decode {
         let places = Places::parameters(k, self.paged);
         let rule = Rule::parameters(k, self);
         let numbers = self.numbers(k);
+        let block = k.block_index();
+        let thread = k.thread_index();
+        let thread = k.eval(block * self.threads() + thread);
+        places.warm(k, schedule.sequences(), thread);
         let sinks = self.sinks.then(|| k.parameter::<GlobalAddress>("sinks"));
 
         let ring = copies.prepare(k, self, &numbers);

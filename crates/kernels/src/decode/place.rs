@@ -3,9 +3,10 @@
 //! This is all that a memory order has to say. A tile's rows are looked up a
 //! tile ahead, so that the block table's latency is not in the way of copies.
 
-use ptx::{Builder, Expression, GlobalAddress, Reg, S32, U32, U64};
+use ptx::{Builder, Expression, GlobalAddress, LoadHint, LoadOrder, Reg, S32, Scope, U32, U64};
 
 use super::{clamp, entry_of};
+use crate::divisor::DivisorRegisters;
 
 /// The memory order of keys and values.
 pub(crate) struct Places {
@@ -20,7 +21,7 @@ struct Pages {
     table: Reg<GlobalAddress>,
     /// Pages of a sequence in the table.
     columns: Reg<U32>,
-    size: Reg<U32>,
+    size: DivisorRegisters,
 }
 
 impl Places {
@@ -31,9 +32,23 @@ impl Places {
             pages: paged.then(|| Pages {
                 table: k.parameter("block table"),
                 columns: k.parameter("pages of a sequence"),
-                size: k.parameter("page size"),
+                size: DivisorRegisters::parameters(k, "page size"),
             }),
         }
+    }
+
+    /// Brings the block table into the second-level cache while lengths are still being read: each
+    /// `thread` of the grid asks for a line of it and waits for nothing.
+    pub(crate) fn warm(&self, k: &mut Builder, sequences: Reg<U32>, thread: Reg<U32>) {
+        const LINE: u32 = 128;
+        let Some(Pages { table, columns, .. }) = &self.pages else { return };
+        let first = k.eval(thread * (LINE / 4));
+        k.if_(first.less(sequences * *columns), |k| {
+            // An ordinary load that nobody uses would be left out.
+            let hint = LoadHint { order: LoadOrder::Relaxed(Scope::Gpu), ..Default::default() };
+            let at = *table + first.convert::<U64>() * 4;
+            let [_unused] = k.load_vector::<U32, _, 1>(at, hint);
+        });
     }
 
     /// The batch entry of a sequence; with pages, its row of the block table.
@@ -60,8 +75,7 @@ impl Places {
         let Some(Pages { table, columns, size }) = &self.pages else {
             return (entry, row);
         };
-        let index = k.eval(row / *size);
-        let within = k.eval(row - index * *size);
+        let (index, within) = size.divide(k, row);
         let column = index.minimum(*columns - 1);
         let at = entry.convert::<U64>() * columns.convert::<U64>() + column.convert::<U64>();
         let page = k.load::<S32, _>(*table + at * 4);

@@ -99,6 +99,10 @@ impl Schedule {
         Lengths { queries, first_query, keys, first_row, first_tile, tiles }
     }
 
+    pub(super) fn sequences(&self) -> Reg<U32> {
+        self.batch
+    }
+
     /// The tiles of the sequence of each lane; zero beyond the last.
     fn tiles_of(&self, k: &mut Builder, decode: &Decode, sequence: Reg<U32>) -> Reg<U32> {
         let tiles = k.variable(0);

@@ -86,7 +86,7 @@ impl Cache {
                     .list("batch entries", (!paged).then_some(table))
                     .address("block table", table)
                     .number("pages of a sequence", *columns)
-                    .number("page size", self.rows)
+                    .divisor("page size", self.rows)
             }
             Order::Packed { starts } => {
                 let starts = memory.input_u32("key starts", starts);

@@ -342,7 +342,6 @@ fn in_slices(
         .number("heads together", heads / key_heads)
         .number("pages there are", places.entries)
         .number("rows from page to page", places.rows)
-        .divisor("page size", places.rows)
 }
 
 impl Inputs<'_> {

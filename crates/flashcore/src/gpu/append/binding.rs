@@ -91,7 +91,6 @@ impl<'a> Launch<'a> {
             "rotary positions" => number(rotary.map_or(0, |rotary| rotary.positions)),
             "batch entries there are" => number(serving.entries),
             "pages of a sequence" => number(pages.map_or(0, |pages| pages.columns)),
-            "page size" => number(pages.map_or(0, |pages| pages.size)),
             "lengths" => list(List::Lengths),
             "lengths after" => list(List::LengthsAfter),
             "new starts" => list(List::NewStarts),
@@ -115,6 +114,7 @@ impl<'a> Launch<'a> {
             "new tokens" => self.size.new_tokens,
             "query heads" => problem.query_heads,
             "query length" => problem.query_length,
+            "page size" => self.size.serving.pages?.size,
             _ => return None,
         };
         Some(number as u32)
