@@ -1,16 +1,17 @@
 //! Puts the tiles of a ragged batch in order, on the device.
 //!
-//! A tile is some query rows of one sequence, and costs what the sequence has
-//! keys. Long sequences come first, and of each sequence its last rows, which
-//! see the most keys under a causal mask: the list ends in small work, so that
-//! blocks that take from it one by one end together.
+//! A tile is some query rows of one sequence, and costs what its rows see of the
+//! keys. The list goes from much to little, so that blocks that take from it one
+//! by one end together.
 //!
-//! One block does it. Sequences are taken a thousand at a time; each thread
-//! counts how many of them come before its own, a scan over their tiles says
-//! where each begins in the list, and warps write the records.
+//! One block does it, a thousand sequences at a time: threads read what is to be
+//! known of them, tiles are counted by cost, a scan says where each cost begins
+//! in the list, and warps write the records. Tiles of nearly the same cost come
+//! in any order.
 
 use ptx::{
-    Builder, Choose, Expression, GlobalAddress, Program, Reg, S32, SharedAddress, Target, U32, U64,
+    Builder, Choose, Expression, GlobalAddress, Program, Reg, S32, Scope, SharedAddress, Target,
+    U32, U64, Value,
 };
 
 use crate::Error;
@@ -50,7 +51,7 @@ pub struct Slice {
     pub lse_start: u32,
 }
 
-/// Sequences that are sorted together: one for each thread.
+/// Sequences that are sorted together, one for each thread; and kinds of cost that are told apart.
 const CHUNK: u32 = 1024;
 const WARPS: u32 = CHUNK / 32;
 
@@ -74,25 +75,32 @@ impl Sequencer {
         RECORDS_BYTE as u64 + RECORD_BYTES as u64 * records
     }
 
-    /// What the kernel writes, in 32-bit words, worked out here.
-    pub fn schedule(tile_rows: u32, sequences: &[Slice]) -> Vec<u32> {
-        let mut records = Vec::new();
+    /// What the kernel writes, in 32-bit words, worked out here, for tiles of `tile_rows` rows that
+    /// see `left` keys before their position and `right` after it.
+    pub fn schedule(tile_rows: u32, [left, right]: [i32; 2], sequences: &[Slice]) -> Vec<u32> {
+        let mut records: Vec<[u32; 8]> = Vec::new();
         for (chunk, sequences) in sequences.chunks(CHUNK as usize).enumerate() {
-            let mut order: Vec<usize> = (0..sequences.len()).collect();
-            order.sort_by_key(|index| std::cmp::Reverse(sequences[*index].keys));
-            for index in order {
-                let Slice { query_start, queries, key_start, keys, .. } = sequences[index];
-                let Slice { output_start, lse_start, .. } = sequences[index];
+            let top = sequences.iter().map(|slice| slice.keys).max().unwrap_or(0);
+            let mut tiles = Vec::new();
+            for (index, slice) in sequences.iter().enumerate() {
+                let Slice { query_start, queries, key_start, keys, .. } = *slice;
                 let sequence = chunk as u32 * CHUNK + index as u32;
-                for tile in (0..queries.div_ceil(tile_rows)).rev() {
-                    let first_row = tile * tile_rows;
-                    records.extend([sequence, first_row, query_start, queries]);
-                    records.extend([key_start, keys, output_start, lse_start]);
+                for first_row in (0..queries).step_by(tile_rows as usize) {
+                    let offset = i64::from(keys) - i64::from(queries);
+                    let last = i64::from((first_row + tile_rows).min(queries)) - 1 + offset;
+                    let end = (last + i64::from(right) + 1).clamp(0, keys.into());
+                    let begin = (i64::from(first_row) + offset - i64::from(left)).max(0);
+                    let kind = (end - begin).max(0) as u32 / (top / CHUNK + 1);
+                    let Slice { output_start, lse_start, .. } = *slice;
+                    let [a, b, c, d] = [sequence, first_row, query_start, queries];
+                    let [e, f, g, h] = [key_start, keys, output_start, lse_start];
+                    tiles.push((kind, [a, b, c, d, e, f, g, h]));
                 }
             }
+            tiles.sort_by_key(|(kind, _)| std::cmp::Reverse(*kind));
+            records.extend(tiles.into_iter().map(|(_, record)| record));
         }
-        let count = records.len() as u32 * 4 / RECORD_BYTES;
-        [vec![count, 0, 0, 0], records].concat()
+        [vec![records.len() as u32, 0, 0, 0], records.concat()].concat()
     }
 
     /// Builds the kernel.
@@ -102,7 +110,7 @@ impl Sequencer {
     /// | parameters | |
     /// | --- | --- |
     /// | `schedule`, `records there is room for` | where it goes |
-    /// | `rows of a tile` | |
+    /// | `rows of a tile`, `window left`, `window right` | what its rows see says what a tile costs |
     /// | `batch`, `query length`, `key length` | sequences, and the longest lengths |
     /// | `query rows`, `key rows` | of the tensors in all: bound the starts |
     /// | `query starts`, `query lengths`, `key starts`, `lengths`, `left padding`, `batch entries` | addresses of 32-bit numbers for each sequence, or 0 |
@@ -230,52 +238,56 @@ impl Batch {
 fn write(k: &mut Builder) {
     let schedule: Reg<GlobalAddress> = k.parameter("schedule");
     let room: Reg<U32> = k.parameter("records there is room for");
-    let tile_rows: Reg<U32> = k.parameter("rows of a tile");
+    let tiles = Tiles::parameters(k);
     let batch = Batch::parameters(k);
-    let costs = Words::new(k, "costs", CHUNK);
-    let tiles = Words::new(k, "tiles", CHUNK);
-    let order = Words::new(k, "order", CHUNK);
+    let known = Known::new(k);
+    let tops = Words::new(k, "tops of warps", WARPS);
     let sums = Words::new(k, "sums of warps", WARPS);
+    let kinds = Words::new(k, "kinds of cost", CHUNK);
 
     let thread = k.thread_index();
     let lane = k.lane();
     let warp = k.eval(thread / 32);
-    let tiles_of = |k: &mut Builder, sequence: &Sequence| {
-        k.eval((sequence.queries + (tile_rows - 1)) / tile_rows)
-    };
     // Records before this chunk.
     let before = k.variable(0);
     k.for_range(0, batch.batch, CHUNK, |k, first| {
         let here = k.eval((batch.batch - first).minimum(CHUNK));
-        let takes_part = k.eval(thread.less(here));
-        let cost = k.variable(0);
-        let count = k.variable(0);
-        k.if_(takes_part, |k| {
+        let keys = k.variable(0);
+        k.if_(thread.less(here), |k| {
             let index = k.eval(first + thread);
             let sequence = batch.sequence(k, index);
-            k.set(cost, sequence.keys);
-            let tiles = tiles_of(k, &sequence);
-            k.set(count, tiles);
+            known.set(k, thread, &sequence);
+            k.set(keys, sequence.keys);
         });
-        costs.set(k, thread, cost);
+        let top = k.reduce_lanes(keys, 32, |a, b| a.maximum(b));
+        k.if_(lane.equals(0), |k| tops.set(k, warp, top));
+        kinds.set(k, thread, 0);
         k.block_sync();
 
-        // Its rank: how many cost more, or as much and come before. Threads without a sequence
-        // stay where they are, with no tiles.
-        let rank = k.variable(takes_part.choose::<U32>(0, thread));
-        k.if_(takes_part, |k| {
-            k.for_range(0, here, 1, |k, other| {
-                let others = costs.get(k, other);
-                let more = others.greater(cost) | (others.equals(cost) & other.less(thread));
-                k.set(rank, rank + more.choose::<U32>(1, 0));
+        // Costs fall into as many kinds as there are threads.
+        let top = tops.get(k, lane);
+        let top = k.reduce_lanes(top, 32, |a, b| a.maximum(b));
+        let step = k.eval(top / CHUNK + 1);
+        let each_tile = |k: &mut Builder, body: &dyn Fn(&mut Builder, &Tile)| {
+            k.for_range(warp, here, WARPS, |k, index| {
+                let sequence = known.get(k, index);
+                let count = tiles.of(k, &sequence);
+                k.for_range(lane, count, 32, |k, number| {
+                    let first_row = k.eval(number * tiles.rows);
+                    let cost = tiles.cost(k, &sequence, first_row);
+                    let kind = k.eval(Value::<U32>::from(CHUNK - 1) - cost / step);
+                    let index = k.eval(first + index);
+                    body(k, &Tile { sequence: &sequence, index, first_row, kind });
+                });
             });
+        };
+        each_tile(k, &|k, tile| {
+            kinds.add_one(k, tile.kind);
         });
-        tiles.set(k, rank, count);
-        order.set(k, rank, thread);
         k.block_sync();
 
-        // Where each rank begins: a scan in each warp, and one over the warps.
-        let mine = tiles.get(k, thread);
+        // Where each kind begins: a scan in each warp, and one over the warps.
+        let mine = kinds.get(k, thread);
         let through = inclusive_sum(k, mine, lane);
         k.if_(lane.equals(31), |k| sums.set(k, warp, through));
         k.block_sync();
@@ -285,28 +297,20 @@ fn write(k: &mut Builder) {
         let earlier = k.eval((warp + 31) % 32);
         let earlier = k.shuffle_index(through_warps, earlier);
         let earlier = k.eval(warp.equals(0).choose::<U32>(0, earlier));
-        tiles.set(k, thread, before + earlier + through - mine);
+        kinds.set(k, thread, before + earlier + through - mine);
         k.block_sync();
 
-        k.for_range(warp, here, WARPS, |k, rank| {
-            let index = order.get(k, rank);
-            let index = k.eval(first + index);
-            let start = tiles.get(k, rank);
-            let sequence = batch.sequence(k, index);
-            let tiles = tiles_of(k, &sequence);
-            k.for_range(lane, tiles, 32, |k, tile| {
-                let number = k.eval(start + tile);
-                k.if_(number.less(room), |k| {
-                    let first_row = k.eval((tiles - 1 - tile) * tile_rows);
-                    let at = k.eval(
-                        schedule + RECORDS_BYTE + number.convert::<U64>() * RECORD_BYTES as u64,
-                    );
-                    let rows = [index, first_row, sequence.query_start, sequence.queries];
-                    k.store_vector(at, &rows, Default::default());
-                    let Sequence { key_start, keys, output_start, lse_start, .. } = sequence;
-                    let rest = [key_start, keys, output_start, lse_start];
-                    k.store_vector(at + 16, &rest, Default::default());
-                });
+        each_tile(k, &|k, tile| {
+            let number = kinds.add_one(k, tile.kind);
+            k.if_(number.less(room), |k| {
+                let at =
+                    k.eval(schedule + RECORDS_BYTE + number.convert::<U64>() * RECORD_BYTES as u64);
+                let Sequence { query_start, queries, key_start, keys, .. } = *tile.sequence;
+                let Sequence { output_start, lse_start, .. } = *tile.sequence;
+                let rows = [tile.index, tile.first_row, query_start, queries];
+                k.store_vector(at, &rows, Default::default());
+                let rest = [key_start, keys, output_start, lse_start];
+                k.store_vector(at + 16, &rest, Default::default());
             });
         });
         k.set(before, before + total);
@@ -317,6 +321,75 @@ fn write(k: &mut Builder) {
         let count = k.eval(before.minimum(room));
         k.store_vector(schedule + COUNT_BYTE, &[count, zero, zero, zero], Default::default());
     });
+}
+
+/// Some rows of a sequence.
+struct Tile<'a> {
+    sequence: &'a Sequence,
+    index: Reg<U32>,
+    first_row: Reg<U32>,
+    kind: Reg<U32>,
+}
+
+/// How sequences are cut into tiles, and what a row sees.
+struct Tiles {
+    rows: Reg<U32>,
+    left: Reg<S32>,
+    right: Reg<S32>,
+}
+
+impl Tiles {
+    fn parameters(k: &mut Builder) -> Self {
+        Tiles {
+            rows: k.parameter("rows of a tile"),
+            left: k.parameter("window left"),
+            right: k.parameter("window right"),
+        }
+    }
+
+    /// The tiles of a sequence.
+    fn of(&self, k: &mut Builder, sequence: &Sequence) -> Reg<U32> {
+        k.eval((sequence.queries + (self.rows - 1)) / self.rows)
+    }
+
+    /// The keys that some row of a tile sees.
+    fn cost(&self, k: &mut Builder, sequence: &Sequence, first_row: Reg<U32>) -> Reg<U32> {
+        let signed = |value: Reg<U32>| value.reinterpret::<S32>();
+        let Sequence { queries, keys, .. } = *sequence;
+        let offset = k.eval(signed(keys) - signed(queries));
+        let end_row = k.eval((first_row + self.rows).minimum(queries));
+        let end = (signed(end_row) + offset + self.right).minimum(signed(keys)).maximum(0);
+        let begin = (signed(first_row) + offset - self.left).maximum(0);
+        let seen = k.eval((end - begin).maximum(0));
+        k.eval(seen.reinterpret::<U32>())
+    }
+}
+
+/// What is known of the sequences of a chunk, in shared memory.
+struct Known {
+    words: [Words; 6],
+}
+
+impl Known {
+    fn new(k: &mut Builder) -> Self {
+        let names =
+            ["query starts", "queries", "key starts", "keys", "output starts", "lse starts"];
+        Known { words: names.map(|name| Words::new(k, name, CHUNK)) }
+    }
+
+    fn set(&self, k: &mut Builder, index: Reg<U32>, sequence: &Sequence) {
+        let Sequence { query_start, queries, key_start, keys, output_start, lse_start } = *sequence;
+        let values = [query_start, queries, key_start, keys, output_start, lse_start];
+        for (words, value) in self.words.iter().zip(values) {
+            words.set(k, index, value);
+        }
+    }
+
+    fn get(&self, k: &mut Builder, index: Reg<U32>) -> Sequence {
+        let [query_start, queries, key_start, keys, output_start, lse_start] =
+            std::array::from_fn(|at| self.words[at].get(k, index));
+        Sequence { query_start, queries, key_start, keys, output_start, lse_start }
+    }
 }
 
 /// Words in shared memory.
@@ -339,8 +412,14 @@ impl Words {
         k.load(address)
     }
 
-    fn set(&self, k: &mut Builder, index: Reg<U32>, value: impl Into<ptx::Value<U32>>) {
+    fn set(&self, k: &mut Builder, index: Reg<U32>, value: impl Into<Value<U32>>) {
         let address = self.address(k, index);
         k.store(address, value);
+    }
+
+    /// What a word was before one was added.
+    fn add_one(&self, k: &mut Builder, index: Reg<U32>) -> Reg<U32> {
+        let address = self.address(k, index);
+        k.atomic_add(address, 1, Scope::Block)
     }
 }

@@ -138,8 +138,9 @@ pub(super) struct Claims<'a> {
 /// A tile that was claimed.
 pub(super) struct Claimed {
     number: Reg<U32>,
-    /// The number of the next one.
+    /// The number of the next one, and what was looked up of it.
     ahead: Reg<U32>,
+    found: Option<Found>,
     first_row: Reg<U32>,
     query_length: Reg<U32>,
     /// Where the sequence's queries end in their tensor.
@@ -148,6 +149,13 @@ pub(super) struct Claimed {
     /// The last key block and one.
     blocks: Reg<U32>,
     rows: Rows,
+}
+
+/// The head and the record of a tile.
+#[derive(Clone, Copy)]
+struct Found {
+    head: Reg<U32>,
+    record: [Reg<U32>; 8],
 }
 
 /// Where a tile's keys and values are.
@@ -192,7 +200,32 @@ impl<'a> Claims<'a> {
         k.eval(before + self.blocks)
     }
 
-    /// Reads the record of a tile and posts it, or posts that there is none.
+    /// Finds the tile of a number. Nobody waits for it here.
+    fn look_up(&self, k: &mut Builder, number: Reg<U32>) -> Found {
+        let Batch { schedule, together, .. } = self.batch;
+        let per_round = k.eval(self.records * *together);
+        let round = k.eval(number / per_round);
+        let rest = k.eval(number - round * per_round);
+        let record = k.eval(rest / *together);
+        let head = k.eval(round * *together + (rest - record * *together));
+        let at = k.eval(*schedule + RECORDS_BYTE + record.convert::<U64>() * RECORD_BYTES as u64);
+        let [a, b, c, d] = k.load_vector::<U32, _, 4>(at, Default::default());
+        let [e, f, g, h] = k.load_vector::<U32, _, 4>(at + 16, Default::default());
+        Found { head, record: [a, b, c, d, e, f, g, h] }
+    }
+
+    /// The same for a tile to come, in registers that are kept until then.
+    fn look_up_into(&self, k: &mut Builder, kept: &Found, number: Reg<U32>) {
+        k.if_(number.less(self.tiles), |k| {
+            let found = self.look_up(k, number);
+            k.set(kept.head, found.head);
+            for (kept, word) in kept.record.iter().zip(found.record) {
+                k.set(*kept, word);
+            }
+        });
+    }
+
+    /// Posts the tile that was looked up, or that there is none.
     fn locate(&self, k: &mut Builder, tile: &Claimed) {
         let slot = self.posts.acquire(k);
         let slot = self.board.slot(k, slot);
@@ -209,17 +242,13 @@ impl<'a> Claims<'a> {
     }
 
     fn post(&self, k: &mut Builder, tile: &Claimed, slot: Reg<SharedAddress>) {
-        let Batch { schedule, together, group, left, right, .. } = self.batch;
-        let per_round = k.eval(self.records * *together);
-        let round = k.eval(tile.number / per_round);
-        let rest = k.eval(tile.number - round * per_round);
-        let record = k.eval(rest / *together);
-        let head = k.eval(round * *together + (rest - record * *together));
-        let at = k.eval(*schedule + RECORDS_BYTE + record.convert::<U64>() * RECORD_BYTES as u64);
-        let [sequence, first_row, query_start, query_length] =
-            k.load_vector::<U32, _, 4>(at, Default::default());
-        let [key_start, key_length, output_start, lse_start] =
-            k.load_vector::<U32, _, 4>(at + 16, Default::default());
+        let Batch { group, left, right, .. } = self.batch;
+        let Found { head, record } = match tile.found {
+            Some(found) => found,
+            None => self.look_up(k, tile.number),
+        };
+        let [sequence, first_row, query_start, query_length, ..] = record;
+        let [.., key_start, key_length, output_start, lse_start] = record;
         let (key_head, _) = group.divide(k, head);
 
         k.set(tile.first_row, first_row);
@@ -288,6 +317,9 @@ impl Walk for Claims<'_> {
         let tile = Claimed {
             number,
             ahead: k.variable(ahead),
+            // With pages there are no registers left to keep it in.
+            found: (self.batch.pages.is_none())
+                .then(|| Found { head: zero(k), record: std::array::from_fn(|_| zero(k)) }),
             first_row: zero(k),
             query_length: zero(k),
             query_end: zero(k),
@@ -303,6 +335,9 @@ impl Walk for Claims<'_> {
                 },
             },
         };
+        if let Some(found) = &tile.found {
+            self.look_up_into(k, found, number);
+        }
         self.locate(k, &tile);
         tile
     }
@@ -387,6 +422,13 @@ impl Supply for Claims<'_> {
     fn load_queries(&self, k: &mut Builder, loader: &Loader<'_>, tile: &Claimed) {
         let corner = slice_corner(k, tile.first_row, tile.query_length, tile.query_end, tile.head);
         loader.load(k, &corner);
+    }
+
+    /// The claim and the record come while the producer waits for stages.
+    fn look_ahead(&self, k: &mut Builder, tile: &Claimed) {
+        if let Some(found) = &tile.found {
+            self.look_up_into(k, found, tile.ahead);
+        }
     }
 
     /// The last block sets the counters back for the next launch.

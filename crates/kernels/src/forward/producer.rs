@@ -37,6 +37,7 @@ pub(super) fn produce<T: Supply>(
         tiles.load_queries(k, &queries, tile);
     };
     k.if_(tiles.has_tile(&tile), |k| begin(k, &tile));
+    tiles.look_ahead(k, &tile);
     k.loop_(|k| {
         k.break_if(!tiles.has_tile(&tile));
         k.loop_(|k| {
@@ -62,6 +63,7 @@ pub(super) fn produce<T: Supply>(
         }
         k.set(block, tiles.last_block(&tile));
         tiles.take(k, &held, &tile);
+        tiles.look_ahead(k, &tile);
     });
     tiles.finish(k);
 }

@@ -47,6 +47,9 @@ pub(super) trait Supply: Walk {
     /// Brings a tile's queries.
     fn load_queries(&self, k: &mut Builder, loader: &Loader<'_>, tile: &Self::Tile);
 
+    /// Looks ahead: called when a tile's copies are under way.
+    fn look_ahead(&self, k: &mut Builder, tile: &Self::Tile);
+
     /// Called when there are no more tiles.
     fn finish(&self, k: &mut Builder);
 }

@@ -315,7 +315,8 @@ fn in_slices(
         lse_start: (sequence * heads * queries) as u32,
     };
     let slices: Vec<Slice> = (0..lengths.len()).map(slice).collect();
-    let schedule = Sequencer::schedule(prefill.tile.query_rows(), &slices);
+    let window = [size.window.0, size.window.1];
+    let schedule = Sequencer::schedule(prefill.tile.query_rows(), window, &slices);
     let schedule = memory.input_u32("schedule", &schedule);
     let bytes = u64::from(prefill.tile.element.bytes());
     let map = |buffer, tensor_box: TensorBox, heads: usize, dim: u32| {

@@ -6,7 +6,7 @@ use kernels::product::Source;
 use kernels::{Forward, Prefill, Sequencer};
 use ptx::{Element, Target};
 use sim::scene::{DecodeSize, RaggedSize, Scene};
-use sim::{Mode, Options};
+use sim::{Memory, Mode, Options, Policy};
 
 use crate::every_schedule;
 
@@ -104,21 +104,53 @@ fn a_second_launch_finds_the_schedule_in_order() {
 #[test]
 fn tiles_are_put_in_order() {
     let sequencer = Sequencer { target: Target::SM_90A };
+    every_schedule(&Scene::sequencer(sequencer, &RaggedSize::small()).unwrap(), Mode::Checked, 4);
     let many = 1100;
     let mixed = |sequence: u32| sequence * 7919 % 301;
-    for size in [
-        RaggedSize::small(),
-        RaggedSize { queries: vec![1], keys: vec![1], tile_rows: 128 },
-        RaggedSize { queries: vec![0, 0], keys: vec![7, 0], tile_rows: 128 },
-        RaggedSize { queries: vec![5000], keys: vec![9000], tile_rows: 128 },
-        RaggedSize {
-            queries: (0..many).map(mixed).collect(),
-            keys: (0..many).map(|sequence| mixed(sequence + 5)).collect(),
-            tile_rows: 64,
-        },
+    for (size, mode) in [
+        (RaggedSize { queries: vec![1], keys: vec![1], tile_rows: 128 }, Mode::Checked),
+        (RaggedSize { queries: vec![0, 0], keys: vec![7, 0], tile_rows: 128 }, Mode::Checked),
+        (RaggedSize { queries: vec![5000; 3], keys: vec![9000; 3], tile_rows: 128 }, Mode::Checked),
+        (
+            RaggedSize {
+                queries: (0..many).map(mixed).collect(),
+                keys: (0..many).map(|sequence| mixed(sequence + 5)).collect(),
+                tile_rows: 64,
+            },
+            Mode::Values,
+        ),
     ] {
         let scene = Scene::sequencer(sequencer, &size).unwrap();
-        let mode = if size.keys.len() > 100 { Mode::Values } else { Mode::Checked };
-        every_schedule(&scene, mode, 1);
+        for policy in Policy::HOSTILE {
+            let options = Options { mode, policy, ..Options::default() };
+            let (memory, _) = scene.run(&options).unwrap_or_else(|failure| panic!("{failure}"));
+            in_order(&scene, &memory, &size);
+        }
     }
+}
+
+/// The records are those that the scene expects, each costing at most as much as the one before it,
+/// chunk by chunk; a little more counts as the same.
+fn in_order(scene: &Scene, memory: &Memory, size: &RaggedSize) {
+    let schedule = &scene.results[0];
+    let word = |bytes: &[u8]| u32::from_le_bytes(bytes.try_into().unwrap());
+    let words: Vec<u32> = memory.bytes(schedule.buffer).chunks(4).map(word).collect();
+    let expected: Vec<u32> = schedule.exact.iter().map(|it| (*it as f32).to_bits()).collect();
+    assert_eq!(words[..4], expected[..4], "{}", scene.size);
+    let records =
+        |words: &[u32]| -> Vec<Vec<u32>> { words[4..].chunks(8).map(Vec::from).collect() };
+    let (found, mut wanted) = (records(&words), records(&expected));
+    let cost = |record: &[u32]| {
+        let [_, first_row, _, queries, _, keys, ..] = *record else { panic!("{record:?}") };
+        let end = (first_row + size.tile_rows).min(queries);
+        (keys + end).saturating_sub(queries)
+    };
+    let same = size.keys.iter().max().unwrap() / 1024 + 1;
+    for pair in found.windows(2).filter(|pair| pair[0][0] / 1024 == pair[1][0] / 1024) {
+        assert!(cost(&pair[1]) < cost(&pair[0]) + same, "{}: {pair:?}", scene.size);
+    }
+    let mut found = found;
+    found.sort();
+    wanted.sort();
+    assert_eq!(found, wanted, "{}", scene.size);
 }
