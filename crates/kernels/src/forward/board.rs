@@ -1,7 +1,7 @@
 //! Tiles of a ragged batch: claimed by the producer, posted for the consumers.
 //!
-//! The [`Sequencer`](crate::Sequencer) leaves a list of records, a row tile of
-//! a sequence each, long sequences first. The producer of each block claims the
+//! The [`Sequencer`](crate::Sequencer) leaves a list of records, a row tile of a
+//! sequence each, from much work to little. The producer of each block claims the
 //! next tile of the list when it needs one, so that blocks end together whatever
 //! tiles cost and whatever else runs on the GPU. It works out what the tile
 //! needs and writes that to a slot in shared memory, the *board*, where the
