@@ -4,7 +4,7 @@
 mod device;
 
 use cuda::{Buffer, DeviceAddress};
-use flashcore::check::{self, CheckedSequences, cases};
+use flashcore::check;
 use flashcore::gpu::{
     AppendPlan, AppendSize, AppendTensors, DeviceTensor, Gpu, GpuError, MergePlan, MergeSize,
     MergeTensors, RotaryTables, ServingPlan, ServingSize, ServingTensors, TurnedQueries,
@@ -16,27 +16,7 @@ use flashcore::{
     compare_sequences,
 };
 
-use device::{Silent, gpu};
-
-/// All of so many cases at least must pass.
-fn all_pass(checked: impl IntoIterator<Item = CheckedSequences>, least: usize) {
-    let mut count = 0;
-    let mut complaints = Vec::new();
-    for CheckedSequences { case, outcome, .. } in checked {
-        count += 1;
-        match outcome {
-            Ok(outcome) if outcome.passed => {}
-            Ok(outcome) => complaints.push(format!("{case}: {outcome}")),
-            Err(error) => complaints.push(format!("{case}: {error}")),
-        }
-    }
-    println!("{count} cases");
-    let wrong = complaints.len();
-    assert!(wrong == 0, "{wrong} of {count} failed:\n{}", complaints.join("\n"));
-    assert!(count >= least, "{count}");
-}
-
-const HALVES: [DType; 2] = [DType::F16, DType::BF16];
+use device::{HALVES, Silent, all_pass, gpu};
 
 #[test]
 fn decode_is_right_about_random_sequences() {
@@ -50,17 +30,7 @@ fn decode_is_right_about_random_sequences() {
 #[test]
 fn decode_is_right_about_plain_problems() {
     let Some(gpu) = gpu() else { return };
-    let backend = GpuBackend::new(gpu.into());
-    let backends: [&dyn Backend; 1] = [&backend];
-    for dtype in HALVES {
-        let cases = cases::standard(dtype);
-        let checked = check::run_all(&backends, Some("decode"), &cases, &Silent);
-        assert!(checked.len() > 80, "{}", checked.len());
-        for it in checked {
-            let outcome = it.outcome.unwrap_or_else(|error| panic!("{}: {error}", it.case));
-            assert!(outcome.passed, "{}: {outcome}", it.case);
-        }
-    }
+    device::is_right_about_plain_problems(gpu, "decode");
 }
 
 #[test]

@@ -3,7 +3,7 @@
 mod device;
 
 use cuda::{Buffer, DeviceAddress};
-use flashcore::check::{self, CheckedSequences, cases};
+use flashcore::check;
 use flashcore::gpu::{DeviceTensor, Gpu, GpuError, PrefillPlan, ServingSize, ServingTensors};
 use flashcore::reference::{self, Rows};
 use flashcore::serving::{Placement, Sequences};
@@ -12,46 +12,21 @@ use flashcore::{
     compare_sequences,
 };
 
-use device::{Silent, hopper};
+use device::{HALVES, Silent, all_pass, hopper};
 
 #[test]
 fn prefill_is_right_about_random_sequences() {
     let Some(gpu) = hopper() else { return };
     let backend = GpuBackend::new(gpu.into());
     let backends: [&dyn Backend; 1] = [&backend];
-    let mut count = 0;
-    let mut complaints = Vec::new();
-    for dtype in [DType::F16, DType::BF16] {
-        for checked in check::run_sequences(&backends, Some("prefill"), dtype, 2_500, &Silent) {
-            let CheckedSequences { case, outcome, .. } = checked;
-            count += 1;
-            match outcome {
-                Ok(outcome) if outcome.passed => {}
-                Ok(outcome) => complaints.push(format!("{case}: {outcome}")),
-                Err(error) => complaints.push(format!("{case}: {error}")),
-            }
-        }
-    }
-    println!("{count} cases");
-    let wrong = complaints.len();
-    assert!(wrong == 0, "{wrong} of {count} failed:\n{}", complaints[..wrong.min(40)].join("\n"));
-    assert!(count >= 3_000, "{count}");
+    let run = |dtype| check::run_sequences(&backends, Some("prefill"), dtype, 2_500, &Silent);
+    all_pass(HALVES.into_iter().flat_map(run), 3_000);
 }
 
 #[test]
 fn prefill_is_right_about_plain_problems() {
     let Some(gpu) = hopper() else { return };
-    let backend = GpuBackend::new(gpu.into());
-    let backends: [&dyn Backend; 1] = [&backend];
-    for dtype in [DType::F16, DType::BF16] {
-        let cases = cases::standard(dtype);
-        let checked = check::run_all(&backends, Some("prefill"), &cases, &Silent);
-        assert!(checked.len() > 80, "{}", checked.len());
-        for it in checked {
-            let outcome = it.outcome.unwrap_or_else(|error| panic!("{}: {error}", it.case));
-            assert!(outcome.passed, "{}: {outcome}", it.case);
-        }
-    }
+    device::is_right_about_plain_problems(gpu, "prefill");
 }
 
 const HEADS: usize = 4;

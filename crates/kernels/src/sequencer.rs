@@ -15,6 +15,7 @@ use ptx::{
 };
 
 use crate::Error;
+use crate::decode::place::Span;
 use crate::decode::{clamp, entry_of, inclusive_sum};
 
 /// The kernel; there is one.
@@ -127,14 +128,8 @@ impl Sequencer {
 /// What is known of the batch.
 struct Batch {
     batch: Reg<U32>,
-    query_length: Reg<U32>,
-    key_length: Reg<U32>,
-    query_rows: Reg<U32>,
-    key_rows: Reg<U32>,
-    query_starts: Reg<GlobalAddress>,
-    query_lengths: Reg<GlobalAddress>,
-    key_starts: Reg<GlobalAddress>,
-    lengths: Reg<GlobalAddress>,
+    queries: Span,
+    keys: Span,
     padding: Reg<GlobalAddress>,
     entries: Reg<GlobalAddress>,
     query_entry_rows: Reg<U32>,
@@ -158,14 +153,18 @@ impl Batch {
     fn parameters(k: &mut Builder) -> Self {
         Batch {
             batch: k.parameter("batch"),
-            query_length: k.parameter("query length"),
-            key_length: k.parameter("key length"),
-            query_rows: k.parameter("query rows"),
-            key_rows: k.parameter("key rows"),
-            query_starts: k.parameter("query starts"),
-            query_lengths: k.parameter("query lengths"),
-            key_starts: k.parameter("key starts"),
-            lengths: k.parameter("lengths"),
+            queries: Span {
+                starts: k.parameter("query starts"),
+                rows: k.parameter("query rows"),
+                most: k.parameter("query length"),
+                lengths: k.parameter("query lengths"),
+            },
+            keys: Span {
+                starts: k.parameter("key starts"),
+                rows: k.parameter("key rows"),
+                most: k.parameter("key length"),
+                lengths: k.parameter("lengths"),
+            },
             padding: k.parameter("left padding"),
             entries: k.parameter("batch entries"),
             query_entry_rows: k.parameter("query rows of an entry"),
@@ -178,23 +177,14 @@ impl Batch {
 
     /// Whatever memory holds, what comes out is within the launch's bounds.
     fn sequence(&self, k: &mut Builder, index: Reg<U32>) -> Sequence {
-        let (query_start, queries) = self.slice(
-            k,
-            index,
-            (self.query_starts, self.query_lengths),
-            (index, self.query_entry_rows),
-            (self.query_length, self.query_rows),
-        );
-        let entry = entry_of(k, self.entries, index, index.reinterpret::<S32>());
+        let signed = |value: Reg<U32>| value.reinterpret::<S32>();
+        let of_entry = k.eval(index * self.query_entry_rows);
+        let (query_start, queries) = self.queries.from(k, index, signed(of_entry));
+        let entry = entry_of(k, self.entries, index, signed(index));
         let last = k.eval(self.entry_count - 1);
         let entry = clamp(k, entry, last);
-        let (key_start, keys) = self.slice(
-            k,
-            index,
-            (self.key_starts, self.lengths),
-            (entry, self.key_entry_rows),
-            (self.key_length, self.key_rows),
-        );
+        let of_entry = k.eval(entry * self.key_entry_rows);
+        let (key_start, keys) = self.keys.from(k, index, signed(of_entry));
         let skipped = entry_of(k, self.padding, index, 0);
         let skipped = clamp(k, skipped, keys);
         // Where packed queries begin, their outputs and log-sum-exps do.
@@ -208,30 +198,6 @@ impl Batch {
             output_start: k.eval(of_entry(self.output_entry_rows)),
             lse_start: k.eval(of_entry(self.lse_entry_rows)),
         }
-    }
-
-    /// The rows of a sequence: from its start in a list, or the start of its
-    /// entry, to the next one's start, or as many as there may be; fewer where
-    /// its length is in a list.
-    fn slice(
-        &self,
-        k: &mut Builder,
-        index: Reg<U32>,
-        (starts, lengths): (Reg<GlobalAddress>, Reg<GlobalAddress>),
-        (entry, entry_rows): (Reg<U32>, Reg<U32>),
-        (most, rows): (Reg<U32>, Reg<U32>),
-    ) -> (Reg<U32>, Reg<U32>) {
-        let signed = |value: Reg<U32>| value.reinterpret::<S32>();
-        let of_entry = k.eval(entry * entry_rows);
-        let start = entry_of(k, starts, index, signed(of_entry));
-        let start = clamp(k, start, rows);
-        let all = k.eval(start + most);
-        let end = entry_of(k, starts, index + 1, signed(all));
-        let end = clamp(k, end, rows);
-        let there = k.eval(signed(end) - signed(start));
-        let there = clamp(k, there, most);
-        let length = entry_of(k, lengths, index, signed(there));
-        (start, clamp(k, length, there))
     }
 }
 

@@ -2,9 +2,10 @@
 #![allow(dead_code)] // no test needs all of it
 
 use cuda::{Cache, Error};
-use flashcore::Progress;
 use flashcore::backend::Report;
+use flashcore::check::{self, CheckedSequences, cases};
 use flashcore::gpu::{Gpu, GpuError};
+use flashcore::{Backend, DType, GpuBackend, Progress};
 use ptx::Target;
 
 /// The GPU, or a word on why not. One that is there and fails is a failure of the test.
@@ -37,6 +38,42 @@ pub(crate) struct Silent;
 impl Progress for Silent {
     fn begin(&self, _: u64) {}
     fn advance(&self, _: u64) {}
+}
+
+/// The elements of the tensor cores.
+pub(crate) const HALVES: [DType; 2] = [DType::F16, DType::BF16];
+
+/// All of so many cases at least must pass.
+pub(crate) fn all_pass(checked: impl IntoIterator<Item = CheckedSequences>, least: usize) {
+    let mut count = 0;
+    let mut complaints = Vec::new();
+    for CheckedSequences { case, outcome, .. } in checked {
+        count += 1;
+        match outcome {
+            Ok(outcome) if outcome.passed => {}
+            Ok(outcome) => complaints.push(format!("{case}: {outcome}")),
+            Err(error) => complaints.push(format!("{case}: {error}")),
+        }
+    }
+    println!("{count} cases");
+    let wrong = complaints.len();
+    assert!(wrong == 0, "{wrong} of {count} failed:\n{}", complaints.join("\n"));
+    assert!(count >= least, "{count}");
+}
+
+/// A kernel must be right about the standard problems.
+pub(crate) fn is_right_about_plain_problems(gpu: Gpu, kernel: &str) {
+    let backend = GpuBackend::new(gpu.into());
+    let backends: [&dyn Backend; 1] = [&backend];
+    for dtype in HALVES {
+        let cases = cases::standard(dtype);
+        let checked = check::run_all(&backends, Some(kernel), &cases, &Silent);
+        assert!(checked.len() > 80, "{}", checked.len());
+        for it in checked {
+            let outcome = it.outcome.unwrap_or_else(|error| panic!("{}: {error}", it.case));
+            assert!(outcome.passed, "{}: {outcome}", it.case);
+        }
+    }
 }
 
 /// The report of a kernel that a test launched itself.

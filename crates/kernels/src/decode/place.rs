@@ -3,7 +3,9 @@
 //! This is all that a memory order has to say. A tile's rows are looked up a
 //! tile ahead, so that the block table's latency is not in the way of copies.
 
-use ptx::{Builder, Expression, GlobalAddress, LoadHint, LoadOrder, Reg, S32, Scope, U32, U64};
+use ptx::{
+    Builder, Expression, GlobalAddress, LoadHint, LoadOrder, Reg, S32, Scope, U32, U64, Value,
+};
 
 use super::{clamp, entry_of};
 use crate::divisor::DivisorRegisters;
@@ -100,9 +102,19 @@ pub(crate) struct Span {
 impl Span {
     /// The first row of a sequence, and how many it has.
     pub(crate) fn of(&self, k: &mut Builder, sequence: Reg<U32>) -> (Reg<U32>, Reg<U32>) {
+        self.from(k, sequence, 0)
+    }
+
+    /// The same where a sequence begins at `otherwise` if there is no list that says where.
+    pub(crate) fn from(
+        &self,
+        k: &mut Builder,
+        sequence: Reg<U32>,
+        otherwise: impl Into<Value<S32>>,
+    ) -> (Reg<U32>, Reg<U32>) {
         let Span { starts, rows, most, lengths } = *self;
         let signed = |value: Reg<U32>| value.reinterpret::<S32>();
-        let start = entry_of(k, starts, sequence, 0);
+        let start = entry_of(k, starts, sequence, otherwise);
         let first = clamp(k, start, rows);
         let all = k.eval(first + most);
         let next = entry_of(k, starts, sequence + 1, signed(all));
