@@ -387,14 +387,20 @@ fn every_matrix_kernel_is_right() {
 fn the_ceiling_loop_is_as_fast_as_by_hand() {
     let Some(gpu) = hopper() else { return };
     let mut ratios = Vec::new();
-    for _ in 0..5 {
-        let hand = by_hand(&gpu);
-        let ours = ladder::measure_ceiling(&gpu, Ceiling::PLAIN).unwrap();
+    for round in 0..6 {
+        // Whoever comes second finds the chip warmer, so they take turns.
+        let measure_ours = || ladder::measure_ceiling(&gpu, Ceiling::PLAIN).unwrap();
+        let (ours, hand) = if round % 2 == 0 {
+            (measure_ours(), by_hand(&gpu))
+        } else {
+            let hand = by_hand(&gpu);
+            (measure_ours(), hand)
+        };
         println!("ceiling: {ours:.0} TFLOP/s, by hand {hand:.0}");
         ratios.push(ours / hand);
     }
     ratios.sort_by(f64::total_cmp);
-    assert!(ratios[2] >= 0.95, "{ratios:?}");
+    assert!((ratios[2] + ratios[3]) / 2.0 >= 0.95, "{ratios:?}");
 }
 
 /// TFLOP/s of the loop in `data/ceiling_by_hand.ptx`.
