@@ -17,6 +17,7 @@ from typing import Any, Sequence
 from . import _arrays
 from ._arguments import refusal as _refusal
 from ._arguments import refuse as _refuse
+from ._arguments import window as _window
 from ._flashcore import attend_torch as _attend_torch
 from ._flashcore import finish_compiling as _finish_compiling
 from ._flashcore import info as _info
@@ -133,7 +134,7 @@ def flash_attn_func(
             pack_gqa=pack_gqa,
             sm_margin=sm_margin,
         )
-    left, right = window_size
+    left, right = _window(window_size)
     if left < 0 and right == 0:
         causal, right = True, -1
     if left >= 0 or (right >= 0 and not causal) or softcap or alibi_slopes is not None or s_aux is not None:

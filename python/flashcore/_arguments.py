@@ -1,6 +1,8 @@
-"""Arguments that FlashAttention has and FlashCore does not serve: refused by name, never ignored."""
+"""Arguments as they are given: what FlashCore does not serve is refused by name, never ignored."""
 
 from __future__ import annotations
+
+from typing import Any
 
 # The values at which they change nothing. Where FlashAttention's functions differ, the caller says
 # so.
@@ -26,3 +28,11 @@ def refuse(**arguments: object) -> None:
         if default is None or value != default:
             shown = value if isinstance(value, (bool, int, float)) else "a tensor"
             raise refusal(name, shown, default)
+
+
+def window(window_size: Any) -> tuple[int, int]:
+    """Keys before and after a query's own, or an error that names the argument."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"window_size={window_size!r}, expected two numbers, (left, right)")
+    left, right = window_size
+    return left, right

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Sequence
 
 from . import _arrays, _flashcore
-from ._arguments import refusal, refuse
+from ._arguments import refusal, refuse, window
 
 try:
     from . import _torch as _torch
@@ -123,7 +123,7 @@ def flash_attn_varlen_func(
         if seqused_k is None and cu_seqlens_k is not None:
             seqused_k = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
         cu_seqlens_k = None
-    left, right = window_size
+    left, right = window(window_size)
     return attend(
         (
             q,
@@ -250,7 +250,7 @@ def flash_attn_with_kvcache(
         cache_seqlens = _full(_sequences(q, cu_seqlens_q), cache_seqlens, k_cache)
     if scheduler_metadata is not None:
         _check_metadata(scheduler_metadata, _sequences(q, cu_seqlens_q))
-    left, right = window_size
+    left, right = window(window_size)
     if k is not None or v is not None:
         advancing = causal or left >= 0 or right >= 0
         turned, cache_seqlens = _append(

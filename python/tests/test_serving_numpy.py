@@ -114,6 +114,9 @@ def test_windows_that_have_a_name():
     q, k, v = random(1, 20, 2, 16), random(1, 30, 2, 16, seed=1), random(1, 30, 2, 16, seed=2)
     assert np.array_equal(flash_attn_func(q, k, v, window_size=(-1, 0)), flash_attn_func(q, k, v, causal=True))
     assert np.array_equal(flash_attn_func(q, k, v, window_size=[-1, -1]), flash_attn_func(q, k, v))
+    for wrong in [(1, 2, 3), (4,), 5, None]:
+        with pytest.raises(ValueError, match=r"window_size=.* expected two numbers, \(left, right\)"):
+            flash_attn_func(q, k, v, window_size=wrong)
     assert np.array_equal(
         flash_attn_func(q, k, v, causal=True, window_size=(7, 9)), flash_attn_func(q, k, v, window_size=(7, 0))
     )
