@@ -33,3 +33,14 @@ pub(crate) fn some_schedules(scene: &Scene, mode: Mode, schedules: &[(Policy, u6
         }
     }
 }
+
+/// A second launch over what the first left behind gives the same, and leaves the same.
+pub(crate) fn can_be_launched_again(scene: &Scene) {
+    let (memory, _) = scene.run(&Options::default()).unwrap();
+    let again = Scene { memory: memory.clone(), ..scene.clone() };
+    let (second, _) = again.run(&Options::default()).unwrap();
+    assert!(again.judge(&second).passed());
+    for id in memory.ids() {
+        assert_eq!(memory.bytes(id), second.bytes(id));
+    }
+}

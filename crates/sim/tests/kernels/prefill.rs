@@ -8,7 +8,7 @@ use ptx::{Element, Target};
 use sim::scene::{DecodeSize, RaggedSize, Scene};
 use sim::{Memory, Mode, Options, Policy};
 
-use crate::every_schedule;
+use crate::{can_be_launched_again, every_schedule};
 
 /// A small configuration that has every part.
 fn small() -> Prefill {
@@ -92,13 +92,7 @@ fn prefill_under_many_schedules() {
 #[test]
 fn a_second_launch_finds_the_schedule_in_order() {
     let scene = Scene::prefill(small(), &DecodeSize::small_prefill(&small())).unwrap();
-    let (memory, _) = scene.run(&Options::default()).unwrap();
-    let again = Scene { memory: memory.clone(), ..scene.clone() };
-    let (second, _) = again.run(&Options::default()).unwrap();
-    assert!(again.judge(&second).passed());
-    for id in memory.ids() {
-        assert_eq!(memory.bytes(id), second.bytes(id));
-    }
+    can_be_launched_again(&scene);
 }
 
 #[test]

@@ -6,7 +6,7 @@ use kernels::{Prefill, Sequencer};
 use super::sequences::{self, Placed};
 use super::{Candidate, Launch};
 use crate::error::Error;
-use crate::gpu::prefill::{check_strides, choose};
+use crate::gpu::prefill::{check_strides, choose, has_many_queries};
 use crate::gpu::{Chip, Compilation, Gpu, GpuError, PrefillPlan};
 use crate::inputs::InputLayouts;
 use crate::problem::Problem;
@@ -14,9 +14,6 @@ use crate::serving::Sequences;
 
 /// The kernel's name.
 pub(crate) const NAME: &str = "prefill";
-
-/// Queries of a sequence from which on it comes before the kernel for few of them.
-const MANY_QUERIES: usize = 32;
 
 pub(super) fn candidate(chip: &Chip, problem: &Problem, layouts: &InputLayouts) -> Candidate {
     candidate_of_sequences(chip, &Sequences::plain(problem), layouts)
@@ -51,7 +48,7 @@ fn served(
 
 /// Whether it is the best kernel for sequences that it serves.
 pub(super) fn comes_first(sequences: &Sequences) -> bool {
-    sequences.problem().query_length >= MANY_QUERIES
+    has_many_queries(sequences.problem())
 }
 
 pub(super) fn configurations(chip: &Chip, problem: &Problem) -> Option<(Sequencer, Prefill)> {

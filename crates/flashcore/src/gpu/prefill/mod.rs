@@ -15,6 +15,7 @@ mod support;
 
 pub(super) use binding::Slot;
 pub(super) use outline::Outline;
+pub(crate) use support::has_many_queries;
 pub use support::{Choice, choose};
 
 use std::sync::Arc;

@@ -6,6 +6,7 @@ use ptx::Capability;
 
 use crate::gpu::forward::{check_scale, tensor_core_element};
 use crate::gpu::{Chip, ServingPages, ServingSize};
+use crate::problem::Problem;
 
 /// A configuration and why it was chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,6 +19,15 @@ pub struct Choice {
 
 /// Copies of a page have at least so many rows, after which the swizzle repeats.
 const FEWEST_PAGE_ROWS: usize = 8;
+
+/// From how many queries of a sequence on tiles of queries are worth more than reading each key
+/// for few of them.
+const MANY_QUERIES: usize = 32;
+
+/// Whether the kernel comes before the one for few queries.
+pub(crate) fn has_many_queries(problem: &Problem) -> bool {
+    problem.query_length >= MANY_QUERIES
+}
 
 /// The configuration for a batch, or why the kernel does not serve it.
 pub fn choose(chip: &Chip, size: &ServingSize) -> Result<Choice, String> {
@@ -98,7 +108,7 @@ mod tests {
 
     use super::*;
     use crate::dtype::DType;
-    use crate::problem::{Mask, Problem};
+    use crate::problem::Mask;
 
     fn packed(dim: usize) -> ServingSize {
         let problem = Problem::new(64, 16, 4096, dim)

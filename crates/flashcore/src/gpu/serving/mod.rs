@@ -61,13 +61,9 @@ enum ServingKernel {
     Prefill(Box<PrefillPlan>),
 }
 
-/// From how many queries of a sequence on tiles of queries are worth more than reading each key
-/// for few of them.
-const PREFILL_QUERIES: usize = 32;
-
 /// The kernel that a plan takes, or why none serves the size.
 pub fn choose(chip: &Chip, size: &ServingSize) -> Result<Shipped, String> {
-    if size.problem.query_length >= PREFILL_QUERIES
+    if prefill::has_many_queries(&size.problem)
         && let Ok(chosen) = prefill::choose(chip, size)
     {
         return Ok(Shipped::Prefill(chosen.configuration));
