@@ -15,7 +15,8 @@ use crate::decode::place::{Places, Span};
 use crate::decode::{clamp, entry_of};
 use crate::divisor::DivisorRegisters;
 use crate::element::{load_as_f32, store_from_f32};
-use crate::strides::Strides;
+use crate::parameter::{List, Number, Tensor};
+use crate::strides::Strided;
 
 /// Warps of a block: rows that it takes.
 pub const ROWS: u32 = 4;
@@ -116,19 +117,20 @@ impl Append {
 
     fn write(&self, k: &mut Builder) {
         let [new_keys, new_values, keys, values] =
-            ["new keys", "new values", "keys", "values"].map(|name| Tensor::parameters(k, name));
-        let rows: Reg<U32> = k.parameter("rows");
-        let key_heads = DivisorRegisters::parameters(k, "key heads");
-        let tokens = DivisorRegisters::parameters(k, "new tokens");
+            [Tensor::NewKey, Tensor::NewValue, Tensor::Key, Tensor::Value]
+                .map(|tensor| Strided::parameters(k, tensor));
+        let rows: Reg<U32> = Number::AllNewRows.read(k);
+        let key_heads = DivisorRegisters::parameters(k, Number::KeyHeads);
+        let tokens = DivisorRegisters::parameters(k, Number::NewTokens);
         let new = Span {
-            rows: k.parameter("new rows"),
+            rows: Number::NewRows.read(k),
             most: tokens.number,
-            lengths: k.parameter("new lengths"),
-            starts: k.parameter("new starts"),
+            lengths: List::NewLengths.address(k),
+            starts: List::NewStarts.address(k),
         };
         let before =
-            Before { lengths: k.parameter("lengths"), capacity: k.parameter("key length") };
-        let after: Reg<GlobalAddress> = k.parameter("lengths after");
+            Before { lengths: List::KeyLengths.address(k), capacity: Number::KeyLength.read(k) };
+        let after: Reg<GlobalAddress> = List::LengthsAfter.address(k);
         let places = Places::parameters(k, self.paged);
         let angles = self.rotary.map(|rotary| Angles::parameters(k, rotary));
         let queries = self.rotary.map(|_| Queries::parameters(k));
@@ -216,8 +218,8 @@ impl Before {
 
 /// The queries that are turned.
 struct Queries {
-    from: Tensor,
-    to: Tensor,
+    from: Strided,
+    to: Strided,
     heads: DivisorRegisters,
     /// The most queries of a sequence.
     length: DivisorRegisters,
@@ -231,36 +233,21 @@ struct Queries {
 impl Queries {
     fn parameters(k: &mut Builder) -> Self {
         Queries {
-            from: Tensor::parameters(k, "queries"),
-            to: Tensor::parameters(k, "turned queries"),
-            heads: DivisorRegisters::parameters(k, "query heads"),
-            length: DivisorRegisters::parameters(k, "query length"),
-            turned_rows: k.parameter("turned rows"),
-            rows: k.parameter("query rows"),
-            starts: k.parameter("query starts"),
-            lengths: k.parameter("query lengths"),
-            step: k.parameter("query step"),
+            from: Strided::parameters(k, Tensor::Query),
+            to: Strided::parameters(k, Tensor::RotatedQuery),
+            heads: DivisorRegisters::parameters(k, Number::QueryHeads),
+            length: DivisorRegisters::parameters(k, Number::QueryLength),
+            turned_rows: Number::AllRotatedRows.read(k),
+            rows: Number::QueryRows.read(k),
+            starts: List::QueryStarts.address(k),
+            lengths: List::QueryLengths.address(k),
+            step: Number::QueryStep.read(k),
         }
     }
 
     fn span(&self) -> Span {
         let Queries { rows, starts, lengths, length, .. } = *self;
         Span { starts, rows, most: length.number, lengths }
-    }
-}
-
-struct Tensor {
-    address: Reg<GlobalAddress>,
-    strides: Strides,
-}
-
-impl Tensor {
-    fn parameters(k: &mut Builder, name: &str) -> Self {
-        Tensor { address: k.parameter(name), strides: Strides::parameters(k, name) }
-    }
-
-    fn row(&self, k: &mut Builder, element: Element, at: [Reg<U32>; 3]) -> Reg<GlobalAddress> {
-        self.strides.row_address(k, self.address, element, at)
     }
 }
 
@@ -308,10 +295,10 @@ impl Angles {
     fn parameters(k: &mut Builder, rotary: Rotary) -> Self {
         Angles {
             rotary,
-            cosines: k.parameter("cosines"),
-            sines: k.parameter("sines"),
-            positions: k.parameter("rotary positions"),
-            starts: k.parameter("rotary starts"),
+            cosines: List::Cosines.address(k),
+            sines: List::Sines.address(k),
+            positions: Number::RotaryPositions.read(k),
+            starts: List::RotaryStarts.address(k),
         }
     }
 

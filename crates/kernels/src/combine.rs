@@ -17,6 +17,7 @@ use ptx::{
 };
 
 use crate::Error;
+use crate::parameter::{Axis, Number, Tensor};
 use crate::strides::Strides;
 
 /// Threads of a block.
@@ -44,12 +45,12 @@ struct Parts {
 }
 
 impl Parts {
-    fn parameters(k: &mut Builder, name: &str, element: Element) -> Self {
+    fn parameters(k: &mut Builder, tensor: Tensor, element: Element) -> Self {
         Parts {
-            base: k.parameter(name),
+            base: tensor.address(k),
             element,
-            part: k.parameter(&format!("{name} part stride")),
-            strides: Strides::parameters(k, name),
+            part: tensor.stride(k, Axis::Part),
+            strides: Strides::parameters(k, tensor),
         }
     }
 
@@ -108,14 +109,14 @@ impl Combine {
     }
 
     fn write(&self, k: &mut Builder) {
-        let partial_outputs = Parts::parameters(k, "partial outputs", self.partial);
-        let partial_lse = Parts::parameters(k, "partial lse", Element::F32);
-        let [(output, output_strides), (lse, lse_strides)] = ["output", "lse"]
-            .map(|name| (k.parameter::<GlobalAddress>(name), Strides::parameters(k, name)));
-        let query_length: Reg<U32> = k.parameter("query length");
-        let heads: Reg<U32> = k.parameter("query heads");
-        let rows: Reg<U32> = k.parameter("rows");
-        let parts: Reg<U32> = k.parameter("parts");
+        let partial_outputs = Parts::parameters(k, Tensor::PartialOutput, self.partial);
+        let partial_lse = Parts::parameters(k, Tensor::PartialLse, Element::F32);
+        let [(output, output_strides), (lse, lse_strides)] = [Tensor::Output, Tensor::Lse]
+            .map(|tensor| (tensor.address(k), Strides::parameters(k, tensor)));
+        let query_length: Reg<U32> = Number::QueryLength.read(k);
+        let heads: Reg<U32> = Number::QueryHeads.read(k);
+        let rows: Reg<U32> = Number::AllRows.read(k);
+        let parts: Reg<U32> = Number::Parts.read(k);
 
         let (block, thread) = (k.block_index(), k.thread_index());
         let index = k.eval(block * THREADS + thread);

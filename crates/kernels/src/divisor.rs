@@ -2,6 +2,8 @@
 
 use ptx::{BinaryOperation, Builder, Instruction, Reg, Type, U32, Value};
 
+use crate::parameter::{Number, Parameter};
+
 /// What a launch passes for a divisor.
 ///
 /// `n / d = (n * multiplier) >> 32 >> shift` for all `n` below 2^31, with the
@@ -39,11 +41,11 @@ pub(crate) struct DivisorRegisters {
 }
 
 impl DivisorRegisters {
-    pub(crate) fn parameters(k: &mut Builder, what: &str) -> Self {
+    pub(crate) fn parameters(k: &mut Builder, number: Number) -> Self {
         DivisorRegisters {
-            number: k.parameter(what),
-            multiplier: k.parameter(&format!("{what}, multiplier")),
-            shift: k.parameter(&format!("{what}, shift")),
+            number: number.read(k),
+            multiplier: k.parameter(&Parameter::Multiplier(number).to_string()),
+            shift: k.parameter(&Parameter::Shift(number).to_string()),
         }
     }
 

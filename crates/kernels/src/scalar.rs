@@ -21,6 +21,7 @@ use ptx::{
 
 use crate::Error;
 use crate::element::{load_as_f32, store_from_f32};
+use crate::parameter::{Number, Scale, Tensor};
 use crate::strides::Strides;
 
 /// Query rows that one block takes: a warp each.
@@ -75,15 +76,17 @@ impl Scalar {
 
     fn write(&self, k: &mut Builder) {
         let [queries, keys, values, output, lse] =
-            ["queries", "keys", "values", "output", "lse"].map(|name| k.parameter(name));
+            [Tensor::Query, Tensor::Key, Tensor::Value, Tensor::Output, Tensor::Lse]
+                .map(|tensor| tensor.address(k));
         let [query_strides, key_strides, value_strides, output_strides] =
-            ["queries", "keys", "values", "output"].map(|name| Strides::parameters(k, name));
-        let query_length: Reg<U32> = k.parameter("query length");
-        let key_length: Reg<U32> = k.parameter("key length");
-        let heads: Reg<U32> = k.parameter("query heads");
-        let group: Reg<U32> = k.parameter("query heads per key head");
-        let batches: Reg<U32> = k.parameter("batch");
-        let scale_log2: Reg<F32> = k.parameter("scale times log2(e)");
+            [Tensor::Query, Tensor::Key, Tensor::Value, Tensor::Output]
+                .map(|tensor| Strides::parameters(k, tensor));
+        let query_length: Reg<U32> = Number::QueryLength.read(k);
+        let key_length: Reg<U32> = Number::KeyLength.read(k);
+        let heads: Reg<U32> = Number::QueryHeads.read(k);
+        let group: Reg<U32> = Number::GroupSize.read(k);
+        let batches: Reg<U32> = Number::Batch.read(k);
+        let scale_log2: Reg<F32> = Scale::Log2.read(k);
 
         let thread = k.thread_index();
         let warp = k.eval(thread / 32);

@@ -17,6 +17,7 @@ use ptx::{
 use crate::Error;
 use crate::decode::place::Span;
 use crate::decode::{clamp, entry_of, inclusive_sum};
+use crate::parameter::{List, Number, Reach, Tensor, Workspace};
 
 /// The kernel; there is one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -152,26 +153,26 @@ struct Sequence {
 impl Batch {
     fn parameters(k: &mut Builder) -> Self {
         Batch {
-            batch: k.parameter("batch"),
+            batch: Number::Batch.read(k),
             queries: Span {
-                starts: k.parameter("query starts"),
-                rows: k.parameter("query rows"),
-                most: k.parameter("query length"),
-                lengths: k.parameter("query lengths"),
+                starts: List::QueryStarts.address(k),
+                rows: Tensor::Query.rows(k),
+                most: Number::QueryLength.read(k),
+                lengths: List::QueryLengths.address(k),
             },
             keys: Span {
-                starts: k.parameter("key starts"),
-                rows: k.parameter("key rows"),
-                most: k.parameter("key length"),
-                lengths: k.parameter("lengths"),
+                starts: List::KeyStarts.address(k),
+                rows: Tensor::Key.rows(k),
+                most: Number::KeyLength.read(k),
+                lengths: List::KeyLengths.address(k),
             },
-            padding: k.parameter("left padding"),
-            entries: k.parameter("batch entries"),
-            query_entry_rows: k.parameter("query rows of an entry"),
-            output_entry_rows: k.parameter("output rows of an entry"),
-            key_entry_rows: k.parameter("key rows of an entry"),
-            entry_count: k.parameter("batch entries there are"),
-            lse_entry_rows: k.parameter("lse rows of an entry"),
+            padding: List::LeftPadding.address(k),
+            entries: List::BatchIndex.address(k),
+            query_entry_rows: Tensor::Query.sequence_rows(k),
+            output_entry_rows: Tensor::Output.sequence_rows(k),
+            key_entry_rows: Tensor::Key.sequence_rows(k),
+            entry_count: Number::Entries.read(k),
+            lse_entry_rows: Number::LseBatchStride.read(k),
         }
     }
 
@@ -202,8 +203,8 @@ impl Batch {
 }
 
 fn write(k: &mut Builder) {
-    let schedule: Reg<GlobalAddress> = k.parameter("schedule");
-    let room: Reg<U32> = k.parameter("records there is room for");
+    let schedule: Reg<GlobalAddress> = Workspace::Schedule.address(k);
+    let room: Reg<U32> = Number::MaxTiles.read(k);
     let tiles = Tiles::parameters(k);
     let batch = Batch::parameters(k);
     let known = Known::new(k);
@@ -307,9 +308,9 @@ struct Tiles {
 impl Tiles {
     fn parameters(k: &mut Builder) -> Self {
         Tiles {
-            rows: k.parameter("rows of a tile"),
-            left: k.parameter("window left"),
-            right: k.parameter("window right"),
+            rows: Number::TileRows.read(k),
+            left: Reach::Left.read(k),
+            right: Reach::Right.read(k),
         }
     }
 

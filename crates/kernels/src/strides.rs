@@ -2,6 +2,8 @@
 
 use ptx::{Builder, Element, Expression, GlobalAddress, Reg, U32, U64};
 
+use crate::parameter::{Axis, Tensor};
+
 /// The strides of a tensor, in elements; the dimension is contiguous.
 pub(crate) struct Strides {
     pub(crate) batch: Reg<U64>,
@@ -10,11 +12,11 @@ pub(crate) struct Strides {
 }
 
 impl Strides {
-    pub(crate) fn parameters(k: &mut Builder, tensor: &str) -> Self {
+    pub(crate) fn parameters(k: &mut Builder, tensor: Tensor) -> Self {
         Strides {
-            batch: k.parameter(&format!("{tensor} batch stride")),
-            row: k.parameter(&format!("{tensor} row stride")),
-            head: k.parameter(&format!("{tensor} head stride")),
+            batch: tensor.stride(k, Axis::Batch),
+            row: tensor.stride(k, Axis::Row),
+            head: tensor.stride(k, Axis::Head),
         }
     }
 
@@ -30,5 +32,27 @@ impl Strides {
             + row.convert::<U64>() * self.row
             + head.convert::<U64>() * self.head;
         k.eval(base + index * element.bytes())
+    }
+}
+
+/// A tensor with its strides.
+pub(crate) struct Strided {
+    pub(crate) address: Reg<GlobalAddress>,
+    pub(crate) strides: Strides,
+}
+
+impl Strided {
+    pub(crate) fn parameters(k: &mut Builder, tensor: Tensor) -> Self {
+        Strided { address: tensor.address(k), strides: Strides::parameters(k, tensor) }
+    }
+
+    /// The address of the first element of a row of a head.
+    pub(crate) fn row(
+        &self,
+        k: &mut Builder,
+        element: Element,
+        at: [Reg<U32>; 3],
+    ) -> Reg<GlobalAddress> {
+        self.strides.row_address(k, self.address, element, at)
     }
 }

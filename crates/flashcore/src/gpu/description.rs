@@ -196,7 +196,7 @@ impl LaunchDescription {
         let words = geometry.lists.as_ref().map_or(&[][..], |lists| &lists.words);
         let argument = |(index, parameter): (usize, &ptx::Parameter)| match &parameter.kind {
             ParameterKind::TensorMap(tensor_box) => map(&parameter.name, tensor_box),
-            ParameterKind::Address if parameter.name == "lse" => {
+            ParameterKind::Address if parameter.name == "Lse" => {
                 Some(Passed::Address { tensor: TensorRole::Lse })
             }
             ParameterKind::Address => Some(Passed::Words { values: words.to_vec() }),
@@ -212,13 +212,13 @@ impl LaunchDescription {
             let name = parameter.name.as_str();
             let number = |value: usize| Some(Passed::U32 { value: value as u32 });
             match name {
-                "query length" => number(problem.query_length),
-                "key length" => number(problem.key_length),
-                "query heads" => number(problem.query_heads),
-                "query heads per key head" => number(problem.group_size()),
-                "batch" => number(problem.batch),
-                "lse" => Some(Passed::Address { tensor: TensorRole::Lse }),
-                "scale times log2(e)" => {
+                "QueryLength" => number(problem.query_length),
+                "KeyLength" => number(problem.key_length),
+                "QueryHeads" => number(problem.query_heads),
+                "GroupSize" => number(problem.group_size()),
+                "Batch" => number(problem.batch),
+                "Lse" => Some(Passed::Address { tensor: TensorRole::Lse }),
+                "ScaleLog2" => {
                     Some(Passed::F32 { value: problem.scale() * std::f32::consts::LOG2_E })
                 }
                 _ => match name.split_once(' ') {
@@ -279,10 +279,10 @@ fn swizzled_bytes(tensor_box: &TensorBox) -> u32 {
 /// The tensor of a parameter's name.
 fn role(name: &str) -> Option<TensorRole> {
     match name {
-        "queries" => Some(TensorRole::Query),
-        "keys" => Some(TensorRole::Key),
-        "values" => Some(TensorRole::Value),
-        "output" => Some(TensorRole::Output),
+        "Query" => Some(TensorRole::Query),
+        "Key" => Some(TensorRole::Key),
+        "Value" => Some(TensorRole::Value),
+        "Output" => Some(TensorRole::Output),
         _ => None,
     }
 }

@@ -11,7 +11,8 @@ use ptx::{
 use super::place::Places;
 use super::schedule::Cursor;
 use super::{Decode, Numbers};
-use crate::strides::Strides;
+use crate::parameter::Tensor;
+use crate::strides::Strided;
 
 /// Bytes of a panel's row, and of a chunk.
 const ROW: u32 = 128;
@@ -22,25 +23,16 @@ const ROWS: u32 = 4;
 
 /// Where keys and values come from.
 pub(super) struct Copies {
-    keys: Source,
-    values: Source,
-}
-
-/// A tensor that is read by address.
-struct Source {
-    address: Reg<GlobalAddress>,
-    strides: Strides,
-}
-
-impl Source {
-    fn parameters(k: &mut Builder, name: &str) -> Self {
-        Source { address: k.parameter(name), strides: Strides::parameters(k, name) }
-    }
+    keys: Strided,
+    values: Strided,
 }
 
 impl Copies {
     pub(super) fn parameters(k: &mut Builder) -> Self {
-        Copies { keys: Source::parameters(k, "keys"), values: Source::parameters(k, "values") }
+        Copies {
+            keys: Strided::parameters(k, Tensor::Key),
+            values: Strided::parameters(k, Tensor::Value),
+        }
     }
 
     /// Reserves the ring and gets it ready.
@@ -192,12 +184,12 @@ impl GatherSource {
         k: &mut Builder,
         element: Element,
         columns: u32,
-        source: Source,
+        source: Strided,
         head: Reg<U32>,
         chunk: Reg<U32>,
     ) -> Self {
         let bytes = element.bytes();
-        let Source { address, strides } = source;
+        let Strided { address, strides } = source;
         let head = head.convert::<U64>() * strides.head * bytes;
         GatherSource {
             address: k.eval(address + head + (chunk * CHUNK).convert::<U64>()),

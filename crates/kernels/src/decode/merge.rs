@@ -9,6 +9,7 @@ use super::combine::Combine;
 use super::schedule::Part;
 use super::walk::Walk;
 use super::{Decode, Numbers, reference};
+use crate::parameter::{Axis, Tensor, Workspace};
 use crate::strides::Strides;
 
 /// Where results go.
@@ -25,13 +26,13 @@ pub(super) struct Results {
 impl Results {
     pub(super) fn parameters(k: &mut Builder) -> Self {
         Results {
-            output: k.parameter("output"),
-            strides: Strides::parameters(k, "output"),
-            lse: k.parameter("lse"),
-            lse_batch: k.parameter("lse batch stride"),
-            lse_head: k.parameter("lse head stride"),
-            parts: k.parameter("parts"),
-            counters: k.parameter("counters"),
+            output: Tensor::Output.address(k),
+            strides: Strides::parameters(k, Tensor::Output),
+            lse: Tensor::Lse.address(k),
+            lse_batch: Tensor::Lse.stride(k, Axis::Batch),
+            lse_head: Tensor::Lse.stride(k, Axis::Head),
+            parts: Workspace::Partials.address(k),
+            counters: Workspace::Counters.address(k),
         }
     }
 }

@@ -46,6 +46,7 @@ use ptx::{
 
 use crate::Error;
 use crate::divisor::DivisorRegisters;
+use crate::parameter::{List, Number, Tensor};
 use crate::strides::Strides;
 use copies::Copies;
 use merge::{Merge, Results};
@@ -245,8 +246,8 @@ impl Decode {
     }
 
     fn write(&self, k: &mut Builder) {
-        let queries: Reg<GlobalAddress> = k.parameter("queries");
-        let query_strides = Strides::parameters(k, "queries");
+        let queries: Reg<GlobalAddress> = Tensor::Query.address(k);
+        let query_strides = Strides::parameters(k, Tensor::Query);
         let results = Results::parameters(k);
         let schedule = Schedule::parameters(k);
         let copies = Copies::parameters(k);
@@ -257,7 +258,7 @@ impl Decode {
         let thread = k.thread_index();
         let thread = k.eval(block * self.threads() + thread);
         places.warm(k, schedule.sequences(), thread);
-        let sinks = self.sinks.then(|| k.parameter::<GlobalAddress>("sinks"));
+        let sinks = self.sinks.then(|| List::Sinks.address(k));
 
         let ring = copies.prepare(k, self, &numbers);
         let merge = Merge::new(k, self, &numbers, results, sinks);
@@ -287,9 +288,9 @@ impl Decode {
     }
 
     fn numbers(&self, k: &mut Builder) -> Numbers {
-        let key_heads = DivisorRegisters::parameters(k, "key heads");
-        let group = DivisorRegisters::parameters(k, "query heads per key head");
-        let members = DivisorRegisters::parameters(k, "blocks of a team");
+        let key_heads = DivisorRegisters::parameters(k, Number::KeyHeads);
+        let group = DivisorRegisters::parameters(k, Number::GroupSize);
+        let members = DivisorRegisters::parameters(k, Number::BlocksPerTeam);
         let block = k.block_index();
         let thread = k.thread_index();
         let (team, member) = members.divide(k, block);

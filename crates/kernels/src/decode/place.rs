@@ -9,6 +9,7 @@ use ptx::{
 
 use super::{clamp, entry_of};
 use crate::divisor::DivisorRegisters;
+use crate::parameter::{List, Number};
 
 /// The memory order of keys and values.
 pub(crate) struct Places {
@@ -29,12 +30,12 @@ struct Pages {
 impl Places {
     pub(crate) fn parameters(k: &mut Builder, paged: bool) -> Self {
         Places {
-            entries: k.parameter("batch entries"),
-            count: k.parameter("batch entries there are"),
+            entries: List::BatchIndex.address(k),
+            count: Number::Entries.read(k),
             pages: paged.then(|| Pages {
-                table: k.parameter("block table"),
-                columns: k.parameter("pages of a sequence"),
-                size: DivisorRegisters::parameters(k, "page size"),
+                table: List::BlockTable.address(k),
+                columns: Number::PageColumns.read(k),
+                size: DivisorRegisters::parameters(k, Number::PageSize),
             }),
         }
     }

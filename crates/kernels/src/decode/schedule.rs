@@ -13,6 +13,7 @@ use ptx::{
 use super::place::{Places, Span};
 use super::{Decode, Numbers, clamp, entry_of};
 use crate::divisor::DivisorRegisters;
+use crate::parameter::{List, Number, Reach};
 
 /// The lengths of sequences and the mask.
 pub(super) struct Schedule {
@@ -50,20 +51,20 @@ struct Lengths {
 impl Schedule {
     pub(super) fn parameters(k: &mut Builder) -> Self {
         Schedule {
-            batch: k.parameter("batch"),
-            query_length: k.parameter("query length"),
-            key_length: k.parameter("key length"),
-            query_rows: k.parameter("query rows"),
-            key_rows: k.parameter("key rows"),
-            lengths: k.parameter("lengths"),
-            padding: k.parameter("left padding"),
-            query_starts: k.parameter("query starts"),
-            query_lengths: k.parameter("query lengths"),
-            key_starts: k.parameter("key starts"),
-            teams: DivisorRegisters::parameters(k, "teams"),
-            least_tiles: k.parameter("least tiles"),
-            left: k.parameter("window left"),
-            right: k.parameter("window right"),
+            batch: Number::Batch.read(k),
+            query_length: Number::QueryLength.read(k),
+            key_length: Number::KeyLength.read(k),
+            query_rows: Number::QueryRows.read(k),
+            key_rows: Number::KeyRows.read(k),
+            lengths: List::KeyLengths.address(k),
+            padding: List::LeftPadding.address(k),
+            query_starts: List::QueryStarts.address(k),
+            query_lengths: List::QueryLengths.address(k),
+            key_starts: List::KeyStarts.address(k),
+            teams: DivisorRegisters::parameters(k, Number::Teams),
+            least_tiles: Number::LeastTiles.read(k),
+            left: Reach::Left.read(k),
+            right: Reach::Right.read(k),
         }
     }
 

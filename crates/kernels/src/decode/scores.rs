@@ -7,14 +7,15 @@
 use ptx::{Builder, Expression, F32, GlobalAddress, Reg, S32, U32, U64};
 
 use super::{Decode, Numbers};
+use crate::parameter::{List, Number, Scale};
 
 /// How products become scores.
 pub(super) struct Rule {
-    scale: Scale,
+    scale: Factor,
     alibi: Option<Alibi>,
 }
 
-enum Scale {
+enum Factor {
     /// The scale times log2(e).
     Plain(Reg<F32>),
     /// `cap * tanh(scale / cap * s)`, all times log2(e).
@@ -36,16 +37,13 @@ pub(super) struct RowRule {
 impl Rule {
     pub(super) fn parameters(k: &mut Builder, decode: &Decode) -> Self {
         let scale = if decode.softcap {
-            Scale::Capped {
-                inner: k.parameter("scale over softcap"),
-                outer: k.parameter("softcap times log2(e)"),
-            }
+            Factor::Capped { inner: Scale::OverSoftcap.read(k), outer: Scale::SoftcapLog2.read(k) }
         } else {
-            Scale::Plain(k.parameter("scale times log2(e)"))
+            Factor::Plain(Scale::Log2.read(k))
         };
         let alibi = decode.alibi.then(|| Alibi {
-            slopes: k.parameter("slopes"),
-            stride: k.parameter("slopes batch stride"),
+            slopes: List::Slopes.address(k),
+            stride: Number::SlopesStride.read(k),
         });
         Rule { scale, alibi }
     }
@@ -80,8 +78,8 @@ impl Rule {
     ) {
         for &product in products.iter().flatten() {
             match self.scale {
-                Scale::Plain(scale) => k.set(product, product * scale),
-                Scale::Capped { inner, outer } => {
+                Factor::Plain(scale) => k.set(product, product * scale),
+                Factor::Capped { inner, outer } => {
                     // tanh(x) = 1 - 2 / (e^2x + 1): the hardware's own is good to 11 bits only.
                     let double = product * inner * (2.0 * std::f32::consts::LOG2_E);
                     let power = k.exp2(double);

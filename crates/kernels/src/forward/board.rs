@@ -20,6 +20,7 @@ use super::producer::Loader;
 use super::tiles::{Consume, Place, Sight, Supply, Walk};
 use crate::decode::clamp;
 use crate::divisor::DivisorRegisters;
+use crate::parameter::{List, Number, Reach, Tensor, Workspace};
 use crate::sequencer::{CLAIMED_BYTE, COUNT_BYTE, DONE_BYTE, RECORD_BYTES, RECORDS_BYTE};
 
 /// Tiles that may be posted before the first of them is done: the one in work,
@@ -96,25 +97,25 @@ struct Pages {
 impl Batch {
     pub(super) fn parameters(k: &mut Builder, prefill: &Prefill, scale_log2: Reg<F32>) -> Self {
         Batch {
-            schedule: k.parameter("schedule"),
-            heads: k.parameter("query heads"),
-            together: k.parameter("heads together"),
-            group: DivisorRegisters::parameters(k, "query heads per key head"),
-            lse_head_stride: k.parameter("lse head stride"),
-            left: k.parameter("window left"),
-            right: k.parameter("window right"),
+            schedule: Workspace::Schedule.address(k),
+            heads: Number::QueryHeads.read(k),
+            together: Number::HeadsPerGroup.read(k),
+            group: DivisorRegisters::parameters(k, Number::GroupSize),
+            lse_head_stride: Number::LseHeadStride.read(k),
+            left: Reach::Left.read(k),
+            right: Reach::Right.read(k),
             slopes: prefill.alibi.then(|| Slopes {
-                address: k.parameter("slopes"),
-                stride: k.parameter("slopes batch stride"),
+                address: List::Slopes.address(k),
+                stride: Number::SlopesStride.read(k),
                 scale_log2,
             }),
-            sinks: prefill.sinks.then(|| k.parameter("sinks")),
+            sinks: prefill.sinks.then(|| List::Sinks.address(k)),
             pages: prefill.page_rows.map(|rows| Pages {
-                table: k.parameter("block table"),
-                columns: k.parameter("pages of a sequence"),
-                count: k.parameter("pages there are"),
-                size: DivisorRegisters::parameters(k, "page size"),
-                stride: k.parameter("rows from page to page"),
+                table: List::BlockTable.address(k),
+                columns: Number::PageColumns.read(k),
+                count: Number::Entries.read(k),
+                size: DivisorRegisters::parameters(k, Number::PageSize),
+                stride: Tensor::Key.entry_rows(k),
                 rows,
             }),
         }

@@ -51,6 +51,7 @@ use ptx::{
 };
 
 use crate::Error;
+use crate::parameter::{Number, Tensor};
 use crate::product::Source;
 use epilogue::Epilogue;
 use schedule::Schedule;
@@ -285,14 +286,14 @@ impl Forward {
 
     fn write(&self, k: &mut Builder, probed: bool) {
         let maps = Maps {
-            queries: k.tensor_map("queries", self.query_layout().tensor_box(4)),
-            keys: k.tensor_map("keys", self.key_layout().tensor_box(4)),
-            values: k.tensor_map("values", self.value_layout().tensor_box(4)),
-            output: k.tensor_map("output", self.output_layout().tensor_box(4)),
+            queries: Tensor::Query.map(k, self.query_layout().tensor_box(4)),
+            keys: Tensor::Key.map(k, self.key_layout().tensor_box(4)),
+            values: Tensor::Value.map(k, self.value_layout().tensor_box(4)),
+            output: Tensor::Output.map(k, self.output_layout().tensor_box(4)),
         };
-        let lse: Reg<GlobalAddress> = k.parameter("lse");
-        let query_length: Reg<U32> = k.parameter("query length");
-        let key_length: Reg<U32> = k.parameter("key length");
+        let lse: Reg<GlobalAddress> = Tensor::Lse.address(k);
+        let query_length: Reg<U32> = Number::QueryLength.read(k);
+        let key_length: Reg<U32> = Number::KeyLength.read(k);
         let scores = Scores::parameters(k, false);
         let schedule = Schedule::parameters(k, self, query_length, key_length);
         let probe = probe::parameter(k, probed);

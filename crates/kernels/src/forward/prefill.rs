@@ -22,6 +22,7 @@ use super::epilogue::Epilogue;
 use super::scores::Scores;
 use super::{Forward, Maps, consumer, probe, producer};
 use crate::Error;
+use crate::parameter::Tensor;
 
 /// Where the dimension `inside` of a slice ends.
 pub const SLICE_EXTENT: u32 = 1 << 30;
@@ -129,12 +130,12 @@ impl Prefill {
     fn write(&self, k: &mut Builder) {
         let [queries, keys, values, output] = self.boxes();
         let maps = Maps {
-            queries: k.tensor_map("queries", queries),
-            keys: k.tensor_map("keys", keys),
-            values: k.tensor_map("values", values),
-            output: k.tensor_map("output", output),
+            queries: Tensor::Query.map(k, queries),
+            keys: Tensor::Key.map(k, keys),
+            values: Tensor::Value.map(k, values),
+            output: Tensor::Output.map(k, output),
         };
-        let lse: Reg<GlobalAddress> = k.parameter("lse");
+        let lse: Reg<GlobalAddress> = Tensor::Lse.address(k);
         let scores = Scores::parameters(k, self.softcap);
         let batch = Batch::parameters(k, self, scores.scale_log2);
         let shared = self.tile.shared(k);

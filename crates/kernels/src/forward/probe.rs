@@ -4,6 +4,7 @@
 //! One thread of each consumer warpgroup notes the multiprocessor's clock whenever a phase ends.
 //! Where the room for notes is full, it stops noting.
 
+use crate::parameter::Workspace;
 use ptx::{Builder, Expression, GlobalAddress, Reg, Special, U32, U64};
 
 /// What a warpgroup is doing. A stamp says that this has just ended.
@@ -74,7 +75,7 @@ struct Notes {
 
 /// The parameter, read before the roles part.
 pub(super) fn parameter(k: &mut Builder, probed: bool) -> Option<Reg<GlobalAddress>> {
-    probed.then(|| k.parameter("probe"))
+    probed.then(|| Workspace::Probe.address(k))
 }
 
 impl Probe {

@@ -15,6 +15,7 @@ use super::producer::Loader;
 use super::tiles::{Consume, Place, Sight, Supply, Walk};
 use super::{Forward, TileLists};
 use crate::divisor::DivisorRegisters;
+use crate::parameter::{Number, Workspace};
 
 /// The numbering of tiles.
 pub(super) struct Schedule {
@@ -81,15 +82,15 @@ impl Schedule {
             query_length,
             key_length,
             order: if forward.causal {
-                Order::Listed(k.parameter("tile lists"))
+                Order::Listed(Workspace::TileLists.address(k))
             } else {
-                let tiles = k.parameter("tiles");
+                let tiles = Number::Tiles.read(k);
                 let blocks = k.special(ptx::Special::GridExtent(ptx::Axis::X));
                 Order::Strided { tiles, blocks }
             },
-            per_head: DivisorRegisters::parameters(k, "tiles of a head"),
-            heads: DivisorRegisters::parameters(k, "query heads"),
-            group: DivisorRegisters::parameters(k, "query heads per key head"),
+            per_head: DivisorRegisters::parameters(k, Number::TilesPerHead),
+            heads: DivisorRegisters::parameters(k, Number::QueryHeads),
+            group: DivisorRegisters::parameters(k, Number::GroupSize),
         }
     }
 

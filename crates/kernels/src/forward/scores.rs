@@ -4,6 +4,7 @@ use ptx::{Accumulator, Builder, F32, Reg, U32};
 
 use super::mask::Mask;
 use super::tiles::Consume;
+use crate::parameter::Scale;
 
 /// How products become scores. What depends on the distance between query and
 /// key is the mask's business, which knows where they are.
@@ -19,11 +20,11 @@ pub(super) struct Scores {
 impl Scores {
     pub(super) fn parameters(k: &mut Builder, softcap: bool) -> Self {
         if !softcap {
-            return Scores { scale_log2: k.parameter("scale times log2(e)"), cap: None };
+            return Scores { scale_log2: Scale::Log2.read(k), cap: None };
         }
-        let inner: Reg<F32> = k.parameter("scale over softcap");
+        let inner: Reg<F32> = Scale::OverSoftcap.read(k);
         let cap = Some(k.eval(inner * (2.0 * std::f32::consts::LOG2_E)));
-        Scores { scale_log2: k.parameter("softcap times log2(e)"), cap }
+        Scores { scale_log2: Scale::SoftcapLog2.read(k), cap }
     }
 
     /// Caps scores: `tanh(x) = 1 - 2 / (e^2x + 1)`, for the hardware's own is good

@@ -31,12 +31,10 @@ mod walk;
 
 pub use tuned::{Tuned, Workload, every_tuned, tuned};
 
-use ptx::{
-    Builder, Capability, Element, F32, GlobalAddress, Program, Reg, Swizzle, Target, TileLayout,
-    U32,
-};
+use ptx::{Builder, Capability, Element, F32, Program, Reg, Swizzle, Target, TileLayout, U32};
 
 use crate::Error;
+use crate::parameter::{Number, Scale, Tensor};
 use crate::product::Source;
 use crate::strides::Strides;
 use copies::{Blocks, Ring};
@@ -210,14 +208,20 @@ impl Mma {
     }
 
     fn write(&self, k: &mut Builder) {
-        let [queries, keys, values, output, lse]: [Reg<GlobalAddress>; 5] =
-            ["queries", "keys", "values", "output", "lse"].map(|name| k.parameter(name));
+        let results = match self.split {
+            true => [Tensor::PartialOutput, Tensor::PartialLse],
+            false => [Tensor::Output, Tensor::Lse],
+        };
+        let [queries, keys, values] =
+            [Tensor::Query, Tensor::Key, Tensor::Value].map(|tensor| tensor.address(k));
+        let [output, lse] = results.map(|tensor| tensor.address(k));
         let [query_strides, key_strides, value_strides, output_strides] =
-            ["queries", "keys", "values", "output"].map(|name| Strides::parameters(k, name));
+            [Tensor::Query, Tensor::Key, Tensor::Value, Tensor::Output]
+                .map(|tensor| Strides::parameters(k, tensor));
         let numbers = Numbers {
-            query_length: k.parameter("query length"),
-            key_length: k.parameter("key length"),
-            scale_log2: k.parameter("scale times log2(e)"),
+            query_length: Number::QueryLength.read(k),
+            key_length: Number::KeyLength.read(k),
+            scale_log2: Scale::Log2.read(k),
         };
         let place = Place::new(k, self, &numbers);
 

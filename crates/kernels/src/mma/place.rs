@@ -12,6 +12,7 @@ use ptx::{Builder, Expression, Reg, S32, U32, Value};
 
 use super::{Mma, Numbers};
 use crate::divisor::DivisorRegisters;
+use crate::parameter::Number;
 
 /// What one block of threads computes.
 pub(super) struct Place {
@@ -36,28 +37,28 @@ pub(super) struct Split {
 
 impl Place {
     pub(super) fn new(k: &mut Builder, mma: &Mma, numbers: &Numbers) -> Self {
-        let heads = DivisorRegisters::parameters(k, "query heads");
-        let group = DivisorRegisters::parameters(k, "query heads per key head");
+        let heads = DivisorRegisters::parameters(k, Number::QueryHeads);
+        let group = DivisorRegisters::parameters(k, Number::GroupSize);
         let block = k.block_index();
         let (tile, split) = if mma.split {
-            let splits = DivisorRegisters::parameters(k, "splits");
+            let splits = DivisorRegisters::parameters(k, Number::Splits);
             let (tile, index) = splits.divide(k, block);
-            let batches = k.parameter("batch");
-            let length: Reg<U32> = k.parameter("key blocks of a split");
+            let batches = Number::Batch.read(k);
+            let length: Reg<U32> = Number::BlocksPerSplit.read(k);
             (tile, Some((Split { index, batches }, length)))
         } else {
             (block, None)
         };
         let (head_and_batch, row_tile) = if mma.causal {
-            let tiles_of_group = DivisorRegisters::parameters(k, "tiles of a group");
-            let heads_of_group = DivisorRegisters::parameters(k, "heads of a group");
-            let tiles_of_head: Reg<U32> = k.parameter("tiles of a head");
+            let tiles_of_group = DivisorRegisters::parameters(k, Number::TilesPerGroup);
+            let heads_of_group = DivisorRegisters::parameters(k, Number::HeadsPerGroup);
+            let tiles_of_head: Reg<U32> = Number::TilesPerHead.read(k);
             let (group, tile) = tiles_of_group.divide(k, tile);
             let (shorter, member) = heads_of_group.divide(k, tile);
             let head_and_batch = k.eval(group * heads_of_group.number + member);
             (head_and_batch, k.eval(tiles_of_head - 1 - shorter))
         } else {
-            DivisorRegisters::parameters(k, "tiles of a head").divide(k, tile)
+            DivisorRegisters::parameters(k, Number::TilesPerHead).divide(k, tile)
         };
         let (batch, head) = heads.divide(k, head_and_batch);
         let (key_head, _) = group.divide(k, head);

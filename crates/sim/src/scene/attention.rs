@@ -94,7 +94,7 @@ impl Scene {
         let grid = row_tiles as u64 * heads as u64 * batch as u64 * stage.splits as u64;
         let grid = u32::try_from(grid).map_err(|_| too_large())?;
         let arguments = stage.arguments(&program, |name| match name {
-            "key blocks of a split" => Some(Argument::U32(KEY_BLOCKS_OF_A_SPLIT)),
+            "BlocksPerSplit" => Some(Argument::U32(KEY_BLOCKS_OF_A_SPLIT)),
             _ => {
                 let by_divisor = stage.divisor_argument(row_tiles, name);
                 by_divisor.or_else(|| stage.scalar_argument(name))
@@ -140,24 +140,22 @@ impl Scene {
             let number = |number: usize| Some(Argument::U32(number as u32));
             let wide = |number: usize| Some(Argument::U64(number as u64));
             match name {
-                "partial outputs" => Some(Argument::Address(partial_outputs, 0)),
-                "partial outputs part stride" => wide(rows * dim),
-                "partial outputs batch stride" | "output batch stride" => {
-                    wide(heads * queries * dim)
-                }
-                "partial outputs head stride" | "output head stride" => wide(queries * dim),
-                "partial outputs row stride" | "output row stride" => wide(dim),
-                "partial lse" => Some(Argument::Address(partial_lse, 0)),
-                "partial lse part stride" => wide(rows),
-                "partial lse batch stride" | "lse batch stride" => wide(heads * queries),
-                "partial lse head stride" | "lse head stride" => wide(queries),
-                "partial lse row stride" | "lse row stride" => wide(1),
-                "output" => Some(Argument::Address(output, 0)),
-                "lse" => Some(Argument::Address(lse_out, 0)),
-                "query length" => number(queries),
-                "query heads" => number(heads),
-                "rows" => number(rows),
-                "parts" => number(parts),
+                "PartialOutput" => Some(Argument::Address(partial_outputs, 0)),
+                "PartialOutput part stride" => wide(rows * dim),
+                "PartialOutput batch stride" | "Output batch stride" => wide(heads * queries * dim),
+                "PartialOutput head stride" | "Output head stride" => wide(queries * dim),
+                "PartialOutput row stride" | "Output row stride" => wide(dim),
+                "PartialLse" => Some(Argument::Address(partial_lse, 0)),
+                "PartialLse part stride" => wide(rows),
+                "PartialLse batch stride" | "Lse batch stride" => wide(heads * queries),
+                "PartialLse head stride" | "Lse head stride" => wide(queries),
+                "PartialLse row stride" | "Lse row stride" => wide(1),
+                "Output" => Some(Argument::Address(output, 0)),
+                "Lse" => Some(Argument::Address(lse_out, 0)),
+                "QueryLength" => number(queries),
+                "QueryHeads" => number(heads),
+                "AllRows" => number(rows),
+                "Parts" => number(parts),
                 _ => None,
             }
         };
@@ -196,7 +194,7 @@ impl Scene {
         );
         let list_buffer = stage.memory.input_u32("tile lists", &lists.words);
         let arguments = stage.arguments(&program, |name| match name {
-            "tile lists" => Some(Argument::Address(list_buffer, 0)),
+            "TileLists" => Some(Argument::Address(list_buffer, 0)),
             _ => stage.forward_argument(&configuration, name),
         })?;
         Ok(stage.scene(program, lists.blocks, arguments))
@@ -313,10 +311,10 @@ impl Stage {
         let argument = |name: &str| {
             let number = |number: usize| Some(Argument::U32(number as u32));
             let found = named(name).or_else(|| match name {
-                "lse" => Some(Argument::Address(self.lse, 0)),
-                "query length" => number(self.size.queries),
-                "key length" => number(self.size.keys),
-                "scale times log2(e)" => Some(Argument::F32(self.scale * std::f32::consts::LOG2_E)),
+                "Lse" | "PartialLse" => Some(Argument::Address(self.lse, 0)),
+                "QueryLength" => number(self.size.queries),
+                "KeyLength" => number(self.size.keys),
+                "ScaleLog2" => Some(Argument::F32(self.scale * std::f32::consts::LOG2_E)),
                 _ => None,
             });
             found.ok_or_else(|| SceneError::Size(format!("nothing is known for `{name}`")))
@@ -328,21 +326,21 @@ impl Stage {
         let AttentionSize { batch, queries, keys, heads, key_heads } = self.size;
         let address = |buffer| Some(Argument::Address(buffer, 0));
         match name {
-            "queries" => return address(self.queries),
-            "keys" => return address(self.keys),
-            "values" => return address(self.values),
-            "output" => return address(self.output),
-            "query heads" => return Some(Argument::U32(heads as u32)),
-            "query heads per key head" => return Some(Argument::U32(self.size.group() as u32)),
-            "batch" => return Some(Argument::U32(batch as u32)),
+            "Query" => return address(self.queries),
+            "Key" => return address(self.keys),
+            "Value" => return address(self.values),
+            "Output" | "PartialOutput" => return address(self.output),
+            "QueryHeads" => return Some(Argument::U32(heads as u32)),
+            "GroupSize" => return Some(Argument::U32(self.size.group() as u32)),
+            "Batch" => return Some(Argument::U32(batch as u32)),
             _ => {}
         }
         let (tensor, stride) = name.split_once(' ')?;
         let (positions, heads, dim) = match tensor {
-            "queries" => (queries, heads, self.dim),
-            "keys" => (keys, key_heads, self.dim),
-            "values" => (keys, key_heads, self.value_dim),
-            "output" => (queries, heads, self.value_dim),
+            "Query" => (queries, heads, self.dim),
+            "Key" => (keys, key_heads, self.dim),
+            "Value" => (keys, key_heads, self.value_dim),
+            "Output" => (queries, heads, self.value_dim),
             _ => return None,
         };
         let elements = match stride {
@@ -369,11 +367,11 @@ impl Stage {
         };
         let row_tiles = (queries as u32).div_ceil(forward.query_rows());
         match name {
-            "queries" => map(self.queries, queries, heads, dim, forward.query_layout()),
-            "keys" => map(self.keys, keys, key_heads, dim, forward.key_layout()),
-            "values" => map(self.values, keys, key_heads, value_dim, forward.value_layout()),
-            "output" => map(self.output, queries, heads, value_dim, forward.output_layout()),
-            "tiles" => Some(Argument::U32(row_tiles * (heads * batch) as u32)),
+            "Query" => map(self.queries, queries, heads, dim, forward.query_layout()),
+            "Key" => map(self.keys, keys, key_heads, dim, forward.key_layout()),
+            "Value" => map(self.values, keys, key_heads, value_dim, forward.value_layout()),
+            "Output" => map(self.output, queries, heads, value_dim, forward.output_layout()),
+            "Tiles" => Some(Argument::U32(row_tiles * (heads * batch) as u32)),
             _ => self.divisor_argument(row_tiles, name),
         }
     }
@@ -382,13 +380,13 @@ impl Stage {
     fn divisor_argument(&self, row_tiles: u32, name: &str) -> Option<Argument> {
         let (what, part) = name.split_once(", ").unwrap_or((name, "number"));
         let number = match what {
-            "tiles of a head" => row_tiles,
+            "TilesPerHead" => row_tiles,
             // Groups of tiles that come longest first: the heads of a sequence.
-            "tiles of a group" => row_tiles * self.size.heads as u32,
-            "heads of a group" => self.size.heads as u32,
-            "query heads" => self.size.heads as u32,
-            "query heads per key head" => self.size.group() as u32,
-            "splits" => self.splits as u32,
+            "TilesPerGroup" => row_tiles * self.size.heads as u32,
+            "HeadsPerGroup" => self.size.heads as u32,
+            "QueryHeads" => self.size.heads as u32,
+            "GroupSize" => self.size.group() as u32,
+            "Splits" => self.splits as u32,
             _ => return None,
         };
         let Divisor { number, multiplier, shift } = Divisor::new(number);

@@ -73,24 +73,22 @@ impl Cache {
 
     /// The lists and numbers by which a kernel finds its way.
     pub(super) fn describe(&self, memory: &mut Memory, known: Arguments) -> Arguments {
-        let known = known
-            .number("batch entries there are", self.entries)
-            .number("key length", self.capacity);
+        let known = known.number("Entries", self.entries).number("KeyLength", self.capacity);
         let packed = |known: Arguments, rows, starts| {
-            known.number("key rows", rows).list("key starts", starts)
+            known.number("KeyRows", rows).list("KeyStarts", starts)
         };
         match &self.order {
             Order::Table { columns, paged, table } => {
                 let table = memory.input_u32("block table", table);
                 packed(known, self.capacity, None)
-                    .list("batch entries", (!paged).then_some(table))
-                    .address("block table", table)
-                    .number("pages of a sequence", *columns)
-                    .divisor("page size", self.rows)
+                    .list("BatchIndex", (!paged).then_some(table))
+                    .address("BlockTable", table)
+                    .number("PageColumns", *columns)
+                    .divisor("PageSize", self.rows)
             }
             Order::Packed { starts } => {
                 let starts = memory.input_u32("key starts", starts);
-                packed(known, self.rows, Some(starts)).list("batch entries", None)
+                packed(known, self.rows, Some(starts)).list("BatchIndex", None)
             }
         }
     }

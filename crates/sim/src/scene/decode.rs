@@ -222,27 +222,27 @@ impl Scene {
         let of_cache = |dim: usize| [places.batch_stride(key_heads * dim), key_heads * dim, dim];
         let log2e = std::f32::consts::LOG2_E;
         let known = Arguments::default()
-            .tensor("queries", query_buffer, strides(*queries, *heads, dim))
-            .tensor("keys", key_buffer, of_cache(dim))
-            .tensor("values", value_buffer, of_cache(value_dim))
-            .tensor("output", output, strides(*queries, *heads, value_dim))
-            .tensor("lse", lse, [heads * queries, 1, *queries])
-            .address("lengths", lengths_buffer)
-            .list("left padding", None)
-            .list("query starts", None)
-            .list("query lengths", used)
-            .address("slopes", slopes_buffer)
-            .number("slopes batch stride", 0)
-            .address("sinks", sinks_buffer)
-            .number("batch", batch)
-            .number("query length", *queries)
-            .number("query rows", *queries)
-            .divisor("query heads per key head", group)
-            .with("window left", Argument::S32(size.window.0))
-            .with("window right", Argument::S32(size.window.1))
-            .with("scale times log2(e)", Argument::F32(scale * log2e))
-            .with("scale over softcap", Argument::F32(scale / SOFTCAP as f32))
-            .with("softcap times log2(e)", Argument::F32(SOFTCAP as f32 * log2e));
+            .tensor("Query", query_buffer, strides(*queries, *heads, dim))
+            .tensor("Key", key_buffer, of_cache(dim))
+            .tensor("Value", value_buffer, of_cache(value_dim))
+            .tensor("Output", output, strides(*queries, *heads, value_dim))
+            .tensor("Lse", lse, [heads * queries, 1, *queries])
+            .address("KeyLengths", lengths_buffer)
+            .list("LeftPadding", None)
+            .list("QueryStarts", None)
+            .list("QueryLengths", used)
+            .address("Slopes", slopes_buffer)
+            .number("SlopesStride", 0)
+            .address("Sinks", sinks_buffer)
+            .number("Batch", batch)
+            .number("QueryLength", *queries)
+            .number("QueryRows", *queries)
+            .divisor("GroupSize", group)
+            .with("ReachLeft", Argument::S32(size.window.0))
+            .with("ReachRight", Argument::S32(size.window.1))
+            .with("ScaleLog2", Argument::F32(scale * log2e))
+            .with("ScaleOverSoftcap", Argument::F32(scale / SOFTCAP as f32))
+            .with("ScaleSoftcapLog2", Argument::F32(SOFTCAP as f32 * log2e));
         let known = places.describe(&mut memory, known);
         let buffers = [query_buffer, key_buffer, value_buffer, output];
         let (known, grid) = match served {
@@ -287,12 +287,12 @@ fn in_teams(
     let parts = memory.output("parts", decode.workspace_bytes(grid) as usize);
     let counters = memory.input_u32("counters", &vec![0; lengths.len() * team as usize]);
     let known = known
-        .address("parts", parts)
-        .address("counters", counters)
-        .number("least tiles", 1)
-        .divisor("key heads", *key_heads)
-        .divisor("blocks of a team", team as usize)
-        .divisor("teams", *teams);
+        .address("Partials", parts)
+        .address("Counters", counters)
+        .number("LeastTiles", 1)
+        .divisor("KeyHeads", *key_heads)
+        .divisor("BlocksPerTeam", team as usize)
+        .divisor("Teams", *teams);
     (known, grid)
 }
 
@@ -333,16 +333,16 @@ fn in_slices(
     let [query_box, key_box, value_box, output_box] = prefill.boxes();
     let (dim, value_dim) = (prefill.tile.head_dim, prefill.tile.value_head_dim);
     known
-        .with("queries", map(buffers[0], query_box, *heads, dim))
-        .with("keys", map(buffers[1], key_box, *key_heads, dim))
-        .with("values", map(buffers[2], value_box, *key_heads, value_dim))
-        .with("output", map(buffers[3], output_box, *heads, value_dim))
-        .address("schedule", schedule)
-        .number("lse head stride", *queries)
-        .number("query heads", *heads)
-        .number("heads together", heads / key_heads)
-        .number("pages there are", places.entries)
-        .number("rows from page to page", places.rows)
+        .with("Query", map(buffers[0], query_box, *heads, dim))
+        .with("Key", map(buffers[1], key_box, *key_heads, dim))
+        .with("Value", map(buffers[2], value_box, *key_heads, value_dim))
+        .with("Output", map(buffers[3], output_box, *heads, value_dim))
+        .address("Schedule", schedule)
+        .number("LseHeadStride", *queries)
+        .number("QueryHeads", *heads)
+        .number("HeadsPerGroup", heads / key_heads)
+        .number("Entries", places.entries)
+        .number("Key rows of an entry", places.rows)
 }
 
 impl Inputs<'_> {

@@ -44,8 +44,7 @@ impl List {
 }
 
 /// The parameters of tensors, in the order of [`AppendTensors::strided`].
-const TENSORS: [&str; 6] =
-    ["new keys", "new values", "keys", "values", "queries", "turned queries"];
+const TENSORS: [&str; 6] = ["NewKey", "NewValue", "Key", "Value", "Query", "RotatedQuery"];
 
 /// What the numbers of a launch are made from.
 pub(super) struct Launch<'a> {
@@ -82,26 +81,26 @@ impl<'a> Launch<'a> {
         let number = Slot::number;
         let list = |list: List| Some(Slot::List(list));
         match name {
-            "rows" => number(self.rows as usize),
-            "turned rows" => number(self.turned_rows as usize),
-            "new rows" => number(*new_rows),
-            "key length" => number(problem.key_length),
-            "query rows" => number(serving.query_rows),
-            "query step" => number(usize::from(problem.mask.reach() != Mask::None.reach())),
-            "rotary positions" => number(rotary.map_or(0, |rotary| rotary.positions)),
-            "batch entries there are" => number(serving.entries),
-            "pages of a sequence" => number(pages.map_or(0, |pages| pages.columns)),
-            "lengths" => list(List::Lengths),
-            "lengths after" => list(List::LengthsAfter),
-            "new starts" => list(List::NewStarts),
-            "new lengths" => list(List::NewLengths),
-            "batch entries" => list(List::Entries),
-            "block table" => list(List::BlockTable),
-            "cosines" => list(List::Cosines),
-            "sines" => list(List::Sines),
-            "rotary starts" => list(List::RotaryStarts),
-            "query starts" => list(List::QueryStarts),
-            "query lengths" => list(List::QueryLengths),
+            "AllNewRows" => number(self.rows as usize),
+            "AllRotatedRows" => number(self.turned_rows as usize),
+            "NewRows" => number(*new_rows),
+            "KeyLength" => number(problem.key_length),
+            "QueryRows" => number(serving.query_rows),
+            "QueryStep" => number(usize::from(problem.mask.reach() != Mask::None.reach())),
+            "RotaryPositions" => number(rotary.map_or(0, |rotary| rotary.positions)),
+            "Entries" => number(serving.entries),
+            "PageColumns" => number(pages.map_or(0, |pages| pages.columns)),
+            "KeyLengths" => list(List::Lengths),
+            "LengthsAfter" => list(List::LengthsAfter),
+            "NewStarts" => list(List::NewStarts),
+            "NewLengths" => list(List::NewLengths),
+            "BatchIndex" => list(List::Entries),
+            "BlockTable" => list(List::BlockTable),
+            "Cosines" => list(List::Cosines),
+            "Sines" => list(List::Sines),
+            "RotaryStarts" => list(List::RotaryStarts),
+            "QueryStarts" => list(List::QueryStarts),
+            "QueryLengths" => list(List::QueryLengths),
             _ => Slot::tensor(&TENSORS, name)
                 .or_else(|| Slot::divisor(name, |name| self.divisor(name))),
         }
@@ -110,11 +109,11 @@ impl<'a> Launch<'a> {
     fn divisor(&self, name: &str) -> Option<u32> {
         let problem = &self.size.serving.problem;
         let number = match name {
-            "key heads" => problem.kv_heads,
-            "new tokens" => self.size.new_tokens,
-            "query heads" => problem.query_heads,
-            "query length" => problem.query_length,
-            "page size" => self.size.serving.pages?.size,
+            "KeyHeads" => problem.kv_heads,
+            "NewTokens" => self.size.new_tokens,
+            "QueryHeads" => problem.query_heads,
+            "QueryLength" => problem.query_length,
+            "PageSize" => self.size.serving.pages?.size,
             _ => return None,
         };
         Some(number as u32)

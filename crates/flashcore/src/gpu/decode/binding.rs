@@ -28,26 +28,26 @@ impl Launch<'_> {
         let number = Slot::number;
         let word = |value: usize| Some(Slot::Fixed(Number::U64(value as u64)));
         match name {
-            "lse batch stride" if self.size.packed_queries => word(0),
-            "lse batch stride" => word(problem.query_heads * query_rows),
-            "lse head stride" => word(*query_rows),
-            "parts" => Some(Slot::Fixed(Number::Address(self.workspace[0]))),
-            "counters" => Some(Slot::Fixed(Number::Address(self.workspace[1]))),
-            "query rows" => number(*query_rows),
-            "key rows" if self.size.packed_keys => number(*key_rows),
-            "key rows" => number(problem.key_length),
-            "least tiles" => number(self.configuration.warps as usize),
+            "Lse batch stride" if self.size.packed_queries => word(0),
+            "Lse batch stride" => word(problem.query_heads * query_rows),
+            "Lse head stride" => word(*query_rows),
+            "Partials" => Some(Slot::Fixed(Number::Address(self.workspace[0]))),
+            "Counters" => Some(Slot::Fixed(Number::Address(self.workspace[1]))),
+            "QueryRows" => number(*query_rows),
+            "KeyRows" if self.size.packed_keys => number(*key_rows),
+            "KeyRows" => number(problem.key_length),
+            "LeastTiles" => number(self.configuration.warps as usize),
             _ => shared_slot(self.size, name)
-                .or_else(|| Slot::tensor(&["queries", "keys", "values", "output"], name))
+                .or_else(|| Slot::tensor(&["Query", "Key", "Value", "Output"], name))
                 .or_else(|| Slot::divisor(name, |name| self.divisor(name))),
         }
     }
 
     fn divisor(&self, name: &str) -> Option<u32> {
         Some(match name {
-            "key heads" => self.size.problem.kv_heads as u32,
-            "blocks of a team" => self.grid.members,
-            "teams" => self.grid.teams,
+            "KeyHeads" => self.size.problem.kv_heads as u32,
+            "BlocksPerTeam" => self.grid.members,
+            "Teams" => self.grid.teams,
             _ => return None,
         })
     }

@@ -176,8 +176,8 @@ pub(super) fn decode(
             None => Passed::U64 { value: 0 },
         };
         match parameter.name.as_str() {
-            "parts" => Some(memory("parts", 0)),
-            "counters" => Some(memory("counters", 1)),
+            "Partials" => Some(memory("Partials", 0)),
+            "Counters" => Some(memory("Counters", 1)),
             name => {
                 let slot = decode::describe(configuration, &size, grid, name)?;
                 order.passed(problem, slot)
@@ -205,8 +205,8 @@ fn prefill(
     let rows = prefill::rows(&size, [query, key, value, output])?;
     let numbers = outline.numbers(&size, cuda::DeviceAddress(0));
     let passed = |name: &str, slot: prefill::Slot| match slot {
-        prefill::Slot::Shared(_) if name == "schedule" => {
-            Some(Passed::Memory { name: "schedule", bytes: outline.schedule_bytes() })
+        prefill::Slot::Shared(_) if name == "Schedule" => {
+            Some(Passed::Memory { name: "Schedule", bytes: outline.schedule_bytes() })
         }
         prefill::Slot::Shared(slot) => order.passed(problem, slot),
         prefill::Slot::Count(role) => Some(Passed::U32 { value: rows[role].count }),
@@ -295,7 +295,7 @@ mod tests {
         let [(_, first), (_, second)] = &launches[..] else { panic!("{launches:?}") };
         assert_eq!(words(first), [[0, 500, 500, 800, 900]; 2]);
         let shared = |launch: &LaunchDescription| {
-            let is_it = |it: &&Passed| matches!(it, Passed::Memory { name: "schedule", .. });
+            let is_it = |it: &&Passed| matches!(it, Passed::Memory { name: "Schedule", .. });
             launch.arguments.iter().find(is_it).cloned().unwrap()
         };
         assert_eq!(shared(first), shared(second));

@@ -55,25 +55,25 @@ fn slot(
 ) -> Option<Slot> {
     let number = |value: u32| Some(Slot::Number(Number::U32(value)));
     match name {
-        "queries" => Some(Slot::Tensor(0)),
-        "keys" => Some(Slot::Tensor(1)),
-        "values" => Some(Slot::Tensor(2)),
-        "output" => Some(Slot::Tensor(3)),
-        "lse" => Some(Slot::Lse),
-        "query length" => number(geometry.query_length),
-        "key length" => number(geometry.key_length),
-        "scale times log2(e)" => {
+        "Query" => Some(Slot::Tensor(0)),
+        "Key" => Some(Slot::Tensor(1)),
+        "Value" => Some(Slot::Tensor(2)),
+        "Output" => Some(Slot::Tensor(3)),
+        "Lse" => Some(Slot::Lse),
+        "QueryLength" => number(geometry.query_length),
+        "KeyLength" => number(geometry.key_length),
+        "ScaleLog2" => {
             let scale = problem.scale() * std::f32::consts::LOG2_E;
             Some(Slot::Number(Number::F32(scale)))
         }
-        "tiles" => number(geometry.tiles),
-        "tile lists" => Some(Slot::Number(Number::Address(lists?))),
+        "Tiles" => number(geometry.tiles),
+        "TileLists" => Some(Slot::Number(Number::Address(lists?))),
         _ => {
             let (name, part) = name.split_once(", ").unwrap_or((name, "number"));
             let divisor: Divisor = match name {
-                "tiles of a head" => geometry.per_head,
-                "query heads" => geometry.heads,
-                "query heads per key head" => geometry.group,
+                "TilesPerHead" => geometry.per_head,
+                "QueryHeads" => geometry.heads,
+                "GroupSize" => geometry.group,
                 _ => return None,
             };
             match part {

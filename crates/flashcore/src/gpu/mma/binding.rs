@@ -94,22 +94,22 @@ fn slot(name: &str, role: Role, problem: &Problem, geometry: &Geometry) -> Optio
     // Counted by the geometry: they fit.
     let number = |size: usize| Some(Slot::U32(size as u32));
     match name {
-        "queries" => Some(Slot::Tensor(0)),
-        "keys" => Some(Slot::Tensor(1)),
-        "values" => Some(Slot::Tensor(2)),
-        "output" if role == Role::Parts => Some(Slot::PartialOutputs),
-        "lse" if role == Role::Parts => Some(Slot::PartialLse),
-        "output" => Some(Slot::Tensor(3)),
-        "lse" => Some(Slot::Lse),
-        "partial outputs" => Some(Slot::PartialOutputs),
-        "partial lse" => Some(Slot::PartialLse),
-        "query length" => number(problem.query_length),
-        "key length" => number(problem.key_length),
-        "batch" => number(problem.batch),
-        "rows" => number(problem.rows()),
-        "parts" => Some(Slot::U32(geometry.splits)),
-        "key blocks of a split" => Some(Slot::U32(geometry.split_length)),
-        "scale times log2(e)" => Some(Slot::F32(problem.scale() * std::f32::consts::LOG2_E)),
+        "Query" => Some(Slot::Tensor(0)),
+        "Key" => Some(Slot::Tensor(1)),
+        "Value" => Some(Slot::Tensor(2)),
+        "Output" if role == Role::Parts => Some(Slot::PartialOutputs),
+        "Lse" if role == Role::Parts => Some(Slot::PartialLse),
+        "Output" => Some(Slot::Tensor(3)),
+        "Lse" => Some(Slot::Lse),
+        "PartialOutput" => Some(Slot::PartialOutputs),
+        "PartialLse" => Some(Slot::PartialLse),
+        "QueryLength" => number(problem.query_length),
+        "KeyLength" => number(problem.key_length),
+        "Batch" => number(problem.batch),
+        "AllRows" => number(problem.rows()),
+        "Parts" => Some(Slot::U32(geometry.splits)),
+        "BlocksPerSplit" => Some(Slot::U32(geometry.split_length)),
+        "ScaleLog2" => Some(Slot::F32(problem.scale() * std::f32::consts::LOG2_E)),
         _ => stride(name, problem).or_else(|| divisor(name, geometry)),
     }
 }
@@ -130,12 +130,12 @@ fn stride(name: &str, problem: &Problem) -> Option<Slot> {
         }))
     };
     let role = match tensor {
-        "queries" => 0,
-        "keys" => 1,
-        "values" => 2,
-        "output" => 3,
-        "partial outputs" => return flat(problem.value_head_dim as u64),
-        "partial lse" | "lse" => return flat(1),
+        "Query" => 0,
+        "Key" => 1,
+        "Value" => 2,
+        "Output" => 3,
+        "PartialOutput" => return flat(problem.value_head_dim as u64),
+        "PartialLse" | "Lse" => return flat(1),
         _ => return None,
     };
     let axis = match axis {
@@ -151,12 +151,12 @@ fn stride(name: &str, problem: &Problem) -> Option<Slot> {
 fn divisor(name: &str, geometry: &Geometry) -> Option<Slot> {
     let (name, part) = name.split_once(", ").unwrap_or((name, "number"));
     let divisor = match name {
-        "tiles of a head" => geometry.per_head,
-        "tiles of a group" => geometry.per_group,
-        "heads of a group" => geometry.heads_of_group,
-        "query heads" => geometry.heads,
-        "query heads per key head" => geometry.group,
-        "splits" => Divisor::new(geometry.splits),
+        "TilesPerHead" => geometry.per_head,
+        "TilesPerGroup" => geometry.per_group,
+        "HeadsPerGroup" => geometry.heads_of_group,
+        "QueryHeads" => geometry.heads,
+        "GroupSize" => geometry.group,
+        "Splits" => Divisor::new(geometry.splits),
         _ => return None,
     };
     Some(Slot::U32(match part {

@@ -74,16 +74,16 @@ impl Numbers<'_> {
     pub(in crate::gpu) fn of_kernel(&self, name: &str) -> Option<Slot> {
         let ServingSize { problem, entries, query_rows, .. } = self.size;
         match name {
-            "queries" => Some(Slot::Map(QUERY)),
-            "keys" => Some(Slot::Map(KEY)),
-            "values" => Some(Slot::Map(VALUE)),
-            "output" => Some(Slot::Map(OUTPUT)),
-            "lse head stride" => Slot::number(*query_rows),
-            "schedule" => Slot::address(self.schedule),
-            "query heads" => Slot::number(problem.query_heads),
-            "heads together" => Slot::number(self.together as usize),
-            "pages there are" => Slot::number(*entries),
-            "rows from page to page" => Some(Slot::EntryRows(KEY)),
+            "Query" => Some(Slot::Map(QUERY)),
+            "Key" => Some(Slot::Map(KEY)),
+            "Value" => Some(Slot::Map(VALUE)),
+            "Output" => Some(Slot::Map(OUTPUT)),
+            "LseHeadStride" => Slot::number(*query_rows),
+            "Schedule" => Slot::address(self.schedule),
+            "QueryHeads" => Slot::number(problem.query_heads),
+            "HeadsPerGroup" => Slot::number(self.together as usize),
+            "Entries" => Slot::number(*entries),
+            "Key rows of an entry" => Some(Slot::EntryRows(KEY)),
             _ => shared_slot(self.size, name).map(Slot::Shared),
         }
     }
@@ -93,19 +93,19 @@ impl Numbers<'_> {
         let ServingSize { problem, pages, packed_queries, query_rows, .. } = self.size;
         let of_pages = pages.is_some();
         match name {
-            "schedule" => Slot::address(self.schedule),
-            "records there is room for" => Slot::number(self.records as usize),
-            "rows of a tile" => Slot::number(self.tile_rows as usize),
-            "query rows" => Some(Slot::Count(QUERY)),
-            "query rows of an entry" => Some(Slot::EntryRows(QUERY)),
-            "output rows of an entry" => Some(Slot::EntryRows(OUTPUT)),
+            "Schedule" => Slot::address(self.schedule),
+            "MaxTiles" => Slot::number(self.records as usize),
+            "TileRows" => Slot::number(self.tile_rows as usize),
+            "Query rows" => Some(Slot::Count(QUERY)),
+            "Query rows of a sequence" => Some(Slot::EntryRows(QUERY)),
+            "Output rows of a sequence" => Some(Slot::EntryRows(OUTPUT)),
             // Keys in pages are found by the block table, and start nowhere else.
-            "key rows" if of_pages => Slot::number(problem.key_length),
-            "key rows" => Some(Slot::Count(KEY)),
-            "key rows of an entry" if of_pages => Slot::number(0),
-            "key rows of an entry" => Some(Slot::EntryRows(KEY)),
-            "lse rows of an entry" if *packed_queries => Slot::number(0),
-            "lse rows of an entry" => Slot::number(problem.query_heads * query_rows),
+            "Key rows" if of_pages => Slot::number(problem.key_length),
+            "Key rows" => Some(Slot::Count(KEY)),
+            "Key rows of a sequence" if of_pages => Slot::number(0),
+            "Key rows of a sequence" => Some(Slot::EntryRows(KEY)),
+            "LseBatchStride" if *packed_queries => Slot::number(0),
+            "LseBatchStride" => Slot::number(problem.query_heads * query_rows),
             _ => shared_slot(self.size, name).map(Slot::Shared),
         }
     }

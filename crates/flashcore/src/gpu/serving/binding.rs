@@ -56,34 +56,30 @@ pub(in crate::gpu) fn shared_slot(size: &ServingSize, name: &str) -> Option<Slot
     };
     let list = |list: List| Some(Slot::List(list));
     match name {
-        "lse" => list(List::Lse),
-        "batch" => number(problem.batch),
-        "query length" => number(problem.query_length),
-        "key length" => number(problem.key_length),
-        "lengths" => list(List::Lengths),
-        "left padding" => list(List::LeftPadding),
-        "batch entries" => list(List::Entries),
-        "query starts" => list(List::QueryStarts),
-        "query lengths" => list(List::QueryLengths),
-        "key starts" => list(List::KeyStarts),
-        "batch entries there are" => number(*entries),
-        "block table" => list(List::BlockTable),
-        "pages of a sequence" => number(pages.as_ref().map_or(0, |pages| pages.columns)),
-        "window left" => reach(left),
-        "window right" => reach(right),
-        "scale times log2(e)" => float(problem.scale() * log2e),
-        "scale over softcap" => float(problem.scale() / problem.softcap?),
-        "softcap times log2(e)" => float(problem.softcap? * log2e),
-        "slopes" => list(List::Slopes),
-        "slopes batch stride" => {
-            number(if size.slopes_of_sequences { problem.query_heads } else { 0 })
-        }
-        "sinks" => list(List::Sinks),
+        "Lse" => list(List::Lse),
+        "Batch" => number(problem.batch),
+        "QueryLength" => number(problem.query_length),
+        "KeyLength" => number(problem.key_length),
+        "KeyLengths" => list(List::Lengths),
+        "LeftPadding" => list(List::LeftPadding),
+        "BatchIndex" => list(List::Entries),
+        "QueryStarts" => list(List::QueryStarts),
+        "QueryLengths" => list(List::QueryLengths),
+        "KeyStarts" => list(List::KeyStarts),
+        "Entries" => number(*entries),
+        "BlockTable" => list(List::BlockTable),
+        "PageColumns" => number(pages.as_ref().map_or(0, |pages| pages.columns)),
+        "ReachLeft" => reach(left),
+        "ReachRight" => reach(right),
+        "ScaleLog2" => float(problem.scale() * log2e),
+        "ScaleOverSoftcap" => float(problem.scale() / problem.softcap?),
+        "ScaleSoftcapLog2" => float(problem.softcap? * log2e),
+        "Slopes" => list(List::Slopes),
+        "SlopesStride" => number(if size.slopes_of_sequences { problem.query_heads } else { 0 }),
+        "Sinks" => list(List::Sinks),
         _ => Slot::divisor(name, |name| match name {
-            "query heads per key head" => {
-                u32::try_from(problem.query_heads / problem.kv_heads).ok()
-            }
-            "page size" => u32::try_from(pages.as_ref()?.size).ok(),
+            "GroupSize" => u32::try_from(problem.query_heads / problem.kv_heads).ok(),
+            "PageSize" => u32::try_from(pages.as_ref()?.size).ok(),
             _ => None,
         }),
     }
