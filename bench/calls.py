@@ -27,13 +27,14 @@ def main():
     q, k, v = (torch.randn(1, 64, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     heads_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
     operator = torch.ops.flashcore.attention.default
+    tensors, numbers = (q, k, v, *(None,) * 9), (None, True, -1, -1, 0, 0.0, None, None)
     # Decode: a token for each of two sequences, over a cache in pages.
     ints = lambda *numbers: torch.tensor(numbers, dtype=torch.int32, device="cuda")
     token, new = q[:, :2].transpose(0, 1), k[:, :2].transpose(0, 1)
     k_cache, v_cache = (torch.randn(8, 16, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     decode = {"cache_seqlens": ints(20, 50), "page_table": ints(*range(8)).view(2, 4), "causal": True}
     cosines, sines = torch.randn(2, 64, 32, device="cuda", dtype=torch.bfloat16)
-    turned = {"rotary_cos": cosines, "rotary_sin": sines, **decode}
+    rotated = {"rotary_cos": cosines, "rotary_sin": sines, **decode}
     rows, starts = (x[0] for x in (q, k, v)), ints(0, 24, 64)
     ragged = (*rows, starts, starts, 40, 40)
     candidates = {
@@ -46,10 +47,10 @@ def main():
         "flashcore.flash_attn_with_kvcache": lambda: flash_attn_with_kvcache(token, k_cache, v_cache, **decode),
         "the same, appending": lambda: flash_attn_with_kvcache(token, k_cache, v_cache, new, new, **decode),
         "the same, with rotary embeddings": lambda: flash_attn_with_kvcache(
-            token, k_cache, v_cache, new, new, **turned
+            token, k_cache, v_cache, new, new, **rotated
         ),
         "torch.empty_like": lambda: torch.empty_like(q),
-        "the extension alone": lambda: _flashcore.attend_torch(q, k, v, None, True, False, False),
+        "the extension alone": lambda: _flashcore.attend(tensors, numbers, "flash_attn_func", False, "function"),
     }
     if "FA3" in os.environ:
         sys.path.insert(0, os.environ["FA3"])

@@ -12,25 +12,23 @@ name otherwise.
 from __future__ import annotations
 
 import atexit as _atexit
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-from . import _arrays
 from ._arguments import refusal as _refusal
 from ._arguments import refuse as _refuse
 from ._arguments import window as _window
-from ._flashcore import attend_torch as _attend_torch
 from ._flashcore import finish_compiling as _finish_compiling
 from ._flashcore import info as _info
-from ._serving import _torch
-from ._serving import attend as _attend_sequences
 from ._serving import (
+    _torch,
     flash_attn_combine,
     flash_attn_merge,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     get_scheduler_metadata,
 )
-from ._serving import is_compiling as _is_compiling
+from ._serving import attend as _attend
 
 __all__ = [
     "flash_attn_combine",
@@ -48,17 +46,6 @@ __all__ = [
 __version__: str = _info()["version"]
 
 _atexit.register(_finish_compiling)
-
-
-def _attend(q: Any, k: Any, v: Any, scale: float | None, causal: bool, lse: bool, pytorch: bool) -> Any:
-    if _is_compiling():
-        return _torch.attend(q, k, v, scale, causal, lse, pytorch)
-    result = _attend_torch(q, k, v, scale, causal, lse, pytorch)
-    if result is None:
-        return _arrays.attend(q, k, v, scale, causal, lse, pytorch)
-    if result is NotImplemented:
-        return _torch.attend(q, k, v, scale, causal, lse, pytorch)
-    return result
 
 
 def flash_attn_func(
@@ -105,6 +92,8 @@ def flash_attn_func(
         deterministic: Always so; bitwise equal from call to call.
         return_attn_probs: Return ``(out, softmax_lse, None)``; the probabilities themselves are
             never made.
+        attention_chunk: Positions come in chunks of so many, and a query sees keys of its own chunk
+            only, unless it is 0.
         s_aux: (heads,) in float32: a sink for each head, one more score without a value.
 
     Returns:
@@ -118,7 +107,6 @@ def flash_attn_func(
         or q_descale is not None
         or k_descale is not None
         or v_descale is not None
-        or attention_chunk
         or num_splits != 1
         or pack_gqa is not None
         or sm_margin
@@ -129,23 +117,17 @@ def flash_attn_func(
             q_descale=q_descale,
             k_descale=k_descale,
             v_descale=v_descale,
-            attention_chunk=attention_chunk,
             num_splits=num_splits,
             pack_gqa=pack_gqa,
             sm_margin=sm_margin,
         )
-    left, right = _window(window_size)
-    if left < 0 and right == 0:
-        causal, right = True, -1
-    if left >= 0 or (right >= 0 and not causal) or softcap or alibi_slopes is not None or s_aux is not None:
-        result = _attend_sequences(
-            (q, k, v, None, None, None, None, None, None, None, alibi_slopes, s_aux),
-            (None, None, softmax_scale, causal, left, right, softcap),
-            "flash_attn_func",
-            return_attn_probs,
-        )
-    else:
-        result = _attend(q, k, v, softmax_scale, causal, return_attn_probs, False)
+    left, right = (-1, -1) if window_size == (-1, -1) else _window(window_size)
+    result = _attend(
+        (q, k, v, None, None, None, None, None, None, None, alibi_slopes, s_aux),
+        (softmax_scale, causal, left, right, attention_chunk, softcap, None, None),
+        "flash_attn_func",
+        return_attn_probs,
+    )
     return (*result, None) if return_attn_probs else result
 
 
@@ -238,12 +220,19 @@ def scaled_dot_product_attention(
         raise _refusal("attn_mask", "a tensor", None)
     if dropout_p:
         raise _refusal("dropout_p", dropout_p, 0.0)
-    if not enable_gqa and len(query.shape) == len(key.shape) == 4 and query.shape[1] != key.shape[1]:
-        raise ValueError(
-            f"key has {key.shape[1]} heads, expected the {query.shape[1]} of query unless "
-            "enable_gqa=True"
-        )
-    return _attend(query, key, value, scale, is_causal, False, True)
+    if not enable_gqa:
+        # Each look at a shape makes a new one.
+        given, expected = key.shape, query.shape
+        if len(given) == len(expected) == 4 and given[1] != expected[1]:
+            raise ValueError(
+                f"key has {given[1]} heads, expected the {expected[1]} of query unless enable_gqa=True"
+            )
+    return _attend(
+        (query, key, value, None, None, None, None, None, None, None, None, None),
+        (scale, is_causal, -1, -1, 0, 0.0, None, None),
+        "scaled_dot_product_attention",
+        False,
+    )
 
 
 def info() -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any
 # so.
 _DEFAULTS: dict[str, object] = {
     "dropout_p": 0.0,
-    "attention_chunk": 0,
     "num_splits": 1,
     "sm_margin": 0,
 }

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 from . import _flashcore
 
 
-def attend(q: Any, k: Any, v: Any, scale: float | None, causal: bool, lse: bool, pytorch: bool) -> Any:
-    """Output, or output and log-sum-exps, of the kind that ``q`` is."""
-    exchange = _Exchange(q)
-    q, k, v = exchange.give((q, k, v))
-    results = _flashcore.attend_arrays(q, k, v, scale, causal, pytorch, exchange.element is not None)
-    output, sums = (exchange.take(array) for array in results)
-    return (output, sums) if lse else output
-
-
-def attend_sequences(tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool) -> Any:
-    """As :func:`attend`, over sequences."""
+def attend(tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool) -> Any:
+    """Output, or output and log-sum-exps, of the kind that the queries are."""
     exchange = _Exchange(tensors[0])
-    given = exchange.give(tensors)
-    result = _flashcore.attend_sequences(given, numbers, function, lse, exchange.entrance())
+    result = _flashcore.attend(exchange.give(tensors), numbers, function, lse, exchange.entrance())
     if not lse:
         return exchange.take(result)
     output, sums = result
@@ -34,8 +25,8 @@ def append(tensors: tuple[Any, ...], flags: tuple[bool, bool], most: int | None)
         if _library(cache) in ("jax", "jaxlib"):
             raise TypeError(f"{name} is a {type(cache)}, which cannot be written, expected k=None")
     exchange = _Exchange(tensors[0])
-    turned, lengths = _flashcore.append(exchange.give(tensors), flags, most, exchange.entrance())
-    return None if turned is None else exchange.take(turned), exchange.take(lengths)
+    rotated, lengths = _flashcore.append(exchange.give(tensors), flags, most, exchange.entrance())
+    return None if rotated is None else exchange.take(rotated), exchange.take(lengths)
 
 
 def combine(tensors: tuple[Any, ...], name: str | None, dtype: Any) -> Any:

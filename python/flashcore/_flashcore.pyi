@@ -1,18 +1,15 @@
-from types import NotImplementedType
 from typing import Any, final
 
 __all__ = [
     "Array",
     "adopt_torch",
     "append",
-    "attend_arrays",
-    "attend_dispatched",
-    "attend_sequences",
-    "attend_torch",
+    "attend",
     "combine",
     "finish_compiling",
     "info",
     "merge",
+    "plan_for",
 ]
 
 @final
@@ -28,18 +25,12 @@ class Array:
     ) -> Any: ...
 
 def adopt_torch(torch: Any) -> None: ...
-def attend_torch(
-    q: Any, k: Any, v: Any, scale: float | None, causal: bool, lse: bool, pytorch: bool, /
-) -> Any | NotImplementedType | None: ...
-def attend_dispatched(
-    q: Any, k: Any, v: Any, scale: float | None, causal: bool, lse: bool, /
-) -> Any: ...
-def attend_arrays(
-    q: Any, k: Any, v: Any, scale: float | None, causal: bool, pytorch: bool, words: bool, /
-) -> tuple[Array, Array]: ...
-def attend_sequences(
+def attend(
     tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, entrance: str, /
 ) -> Any: ...
+def plan_for(
+    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, chip: str, /
+) -> tuple[str, str, str | None, str]: ...
 def append(
     tensors: tuple[Any, ...], flags: tuple[bool, bool], max_seqlen_q: int | None, entrance: str, /
 ) -> Any: ...

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from . import _arrays, _flashcore
 from ._arguments import refusal, refuse, window
@@ -23,14 +24,14 @@ is_compiling = _never if _torch is None else _torch.is_compiling
 
 
 def attend(tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool) -> Any:
-    """Attention over sequences: the output, or output and log-sum-exps."""
+    """Attention, whichever function asks: the output, or output and log-sum-exps."""
     if is_compiling():
-        return _torch.attend_sequences(tensors, numbers, function, lse)
-    result = _flashcore.attend_sequences(tensors, numbers, function, lse, "function")
+        return _torch.attend(tensors, numbers, function, lse)
+    result = _flashcore.attend(tensors, numbers, function, lse, "function")
     if result is None:
-        return _arrays.attend_sequences(tensors, numbers, function, lse)
+        return _arrays.attend(tensors, numbers, function, lse)
     if result is NotImplemented:
-        return _torch.attend_sequences(tensors, numbers, function, lse)
+        return _torch.attend(tensors, numbers, function, lse)
     return result
 
 
@@ -86,6 +87,8 @@ def flash_attn_varlen_func(
             are not defined.
         seqused_k: (sequences,) how many of the keys of each are used.
         window_size: A query sees so many keys before and after its own; all of them where negative.
+        attention_chunk: Positions come in chunks of so many, and a query sees keys of its own chunk
+            only, unless it is 0.
         softcap: Scores ``s`` become ``softcap * tanh(s / softcap)``, unless it is 0.
         alibi_slopes: (heads,) or (sequences, heads) in float32: scores fall by the slope for each
             position between query and key.
@@ -102,7 +105,6 @@ def flash_attn_varlen_func(
         or q_descale is not None
         or k_descale is not None
         or v_descale is not None
-        or attention_chunk
         or num_splits != 1
         or pack_gqa is not None
         or sm_margin
@@ -113,7 +115,6 @@ def flash_attn_varlen_func(
             q_descale=q_descale,
             k_descale=k_descale,
             v_descale=v_descale,
-            attention_chunk=attention_chunk,
             num_splits=num_splits,
             pack_gqa=pack_gqa,
             sm_margin=sm_margin,
@@ -139,7 +140,7 @@ def flash_attn_varlen_func(
             alibi_slopes,
             s_aux,
         ),
-        (max_seqlen_q, max_seqlen_k, softmax_scale, causal, left, right, softcap),
+        (softmax_scale, causal, left, right, attention_chunk, softcap, max_seqlen_q, max_seqlen_k),
         "flash_attn_varlen_func",
         return_attn_probs or return_softmax_lse,
     )
@@ -198,8 +199,8 @@ def flash_attn_with_kvcache(
             sequences, key heads, head dim): behind the ``cache_seqlens`` there are.
         v: New values.
         rotary_cos: (positions, half the rotary dim) in the element type of ``q``: the first columns
-            of new keys and of queries are turned, by the angle of their position. Queries that are
-            neither causal nor in a window all stand at the first new position.
+            of new keys and of queries are rotated, by the angle of their position. Queries that are
+            neither causal nor in a window or chunk all stand at the first new position.
         rotary_sin: As ``rotary_cos``.
         cache_seqlens: (sequences,) or a number: positions of each sequence before ``k``, left
             padding included; the whole cache without.
@@ -214,7 +215,7 @@ def flash_attn_with_kvcache(
             concerned; ``cache_seqlens`` without.
         rotary_interleaved: Whether columns 0 and 1 are a pair, 2 and 3, and so on; else column 0
             and the first of the second half.
-        window_size, softcap, alibi_slopes, s_aux: As :func:`flash_attn_varlen_func` has them.
+        window_size, attention_chunk, softcap, alibi_slopes, s_aux: As :func:`flash_attn_varlen_func` has them.
         scheduler_metadata: What :func:`get_scheduler_metadata` gave.
         return_softmax_lse: Return ``(out, softmax_lse)``.
 
@@ -229,7 +230,6 @@ def flash_attn_with_kvcache(
         or q_descale is not None
         or k_descale is not None
         or v_descale is not None
-        or attention_chunk
         or pack_gqa is not None
         or sm_margin
     ):
@@ -238,7 +238,6 @@ def flash_attn_with_kvcache(
             q_descale=q_descale,
             k_descale=k_descale,
             v_descale=v_descale,
-            attention_chunk=attention_chunk,
             pack_gqa=pack_gqa,
             sm_margin=sm_margin,
         )
@@ -252,8 +251,8 @@ def flash_attn_with_kvcache(
         _check_metadata(scheduler_metadata, _sequences(q, cu_seqlens_q))
     left, right = window(window_size)
     if k is not None or v is not None:
-        advancing = causal or left >= 0 or right >= 0
-        turned, cache_seqlens = _append(
+        advancing = causal or left >= 0 or right >= 0 or attention_chunk > 0
+        rotated, cache_seqlens = _append(
             (
                 k_cache,
                 v_cache,
@@ -272,7 +271,7 @@ def flash_attn_with_kvcache(
             (rotary_interleaved, advancing),
             max_seqlen_q,
         )
-        q = q if turned is None else turned
+        q = q if rotated is None else rotated
     else:
         _refuse_without_new(
             rotary_cos=rotary_cos,
@@ -295,14 +294,14 @@ def flash_attn_with_kvcache(
             alibi_slopes,
             s_aux,
         ),
-        (max_seqlen_q, None, softmax_scale, causal, left, right, softcap),
+        (softmax_scale, causal, left, right, attention_chunk, softcap, max_seqlen_q, None),
         "flash_attn_with_kvcache",
         return_softmax_lse,
     )
 
 
 def _append(tensors: tuple[Any, ...], flags: tuple[bool, bool], most: int | None) -> Any:
-    """Writes new keys and values: the queries, turned or None, and the new lengths."""
+    """Writes new keys and values: the queries, rotated or None, and the new lengths."""
     if is_compiling():
         return _torch.append(tensors, flags, most)
     result = _flashcore.append(tensors, flags, most, "function")
@@ -362,7 +361,7 @@ def get_scheduler_metadata(
     """
     if num_splits != 0:
         raise refusal("num_splits", num_splits, 0)
-    refuse(attention_chunk=attention_chunk, pack_gqa=pack_gqa, sm_margin=sm_margin)
+    refuse(pack_gqa=pack_gqa, sm_margin=sm_margin)
     if _name(getattr(cache_seqlens, "dtype", None)) != "int32":
         raise TypeError("cache_seqlens has another element type, expected a tensor of int32")
     if tuple(cache_seqlens.shape) != (batch_size,):

@@ -18,48 +18,6 @@ is_compiling = torch.compiler.is_dynamo_compiling
 
 _library = torch.library.Library("flashcore", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-_ARGUMENTS = "(Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal)"
-_library.define(f"attention{_ARGUMENTS} -> Tensor", tags=_TAGS)
-_library.define(f"attention_with_lse{_ARGUMENTS} -> (Tensor, Tensor)", tags=_TAGS)
-
-
-def _attention(q: Any, k: Any, v: Any, scale: float | None, causal: bool) -> Any:
-    return _flashcore.attend_dispatched(q, k, v, scale, causal, False)
-
-
-def _attention_with_lse(q: Any, k: Any, v: Any, scale: float | None, causal: bool) -> Any:
-    return _flashcore.attend_dispatched(q, k, v, scale, causal, True)
-
-
-def _fake_attention(q: Any, k: Any, v: Any, scale: float | None, causal: bool) -> Any:
-    _check(q, k, v)
-    batch, queries, heads, _ = q.shape
-    return q.new_empty((batch, queries, heads, v.shape[3]))
-
-
-def _fake_attention_with_lse(q: Any, k: Any, v: Any, scale: float | None, causal: bool) -> Any:
-    output = _fake_attention(q, k, v, scale, causal)
-    batch, queries, heads, _ = q.shape
-    return output, q.new_empty((batch, heads, queries), dtype=torch.float32)
-
-
-def _check(q: Any, k: Any, v: Any) -> None:
-    """What can be said of tensors that have no memory; the rest is said when there is one."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != 4:
-            raise ValueError(
-                f"{name} has {tensor.dim()} dimensions, expected 4: (batch, length, heads, head dim)"
-            )
-        if tensor.dtype != q.dtype:
-            raise TypeError(f"{name} has element type {tensor.dtype}, expected {q.dtype} like q")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device}, expected {q.device} like q")
-
-
-def _no_backward(context: Any, *gradients: Any) -> Any:
-    raise NotImplementedError("FlashCore has no backward pass yet")
-
-
 _LISTS = (
     "cu_seqlens_q",
     "cu_seqlens_k",
@@ -68,15 +26,22 @@ _LISTS = (
     "cache_leftpad",
     "cache_batch_idx",
     "page_table",
+    "alibi_slopes",
+    "s_aux",
 )
-_library.define(
-    "sequences(Tensor q, Tensor k, Tensor v, "
-    f"{', '.join(f'Tensor? {name}' for name in _LISTS)}, Tensor? alibi_slopes, Tensor? s_aux, "
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, float? softmax_scale, bool causal, "
-    "int window_left, int window_right, float softcap, str function) -> (Tensor, Tensor)",
-    tags=_TAGS,
+_FEW = "(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, bool causal=False)"
+_ALL = (
+    "(Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal, int window_left, "
+    "int window_right, int attention_chunk, float softcap, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
+    f"{', '.join(f'Tensor? {name}' for name in _LISTS)}, str function)"
 )
-# The queries, turned, or nothing in an empty tensor: an answer is no input. And the new lengths.
+# The dispatcher looks at each argument that there is, so the plain call has an overload of its own.
+for _overload, _arguments in (("", _FEW), (".all", _ALL)):
+    _library.define(f"attention{_overload}{_arguments} -> Tensor", tags=_TAGS)
+    _library.define(f"attention_with_lse{_overload}{_arguments} -> (Tensor, Tensor)", tags=_TAGS)
+# What a plain call has beyond the arguments of its overload.
+_PLAIN = ((-1, -1, 0, 0.0, None, None), (None,) * len(_LISTS), "flash_attn_func")
+# The queries, rotated, or nothing in an empty tensor: an answer is no input. And the new lengths.
 _library.define(
     "append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor q, "
     "Tensor cache_seqlens, Tensor? cu_seqlens_k_new, Tensor? cu_seqlens_q, Tensor? cache_batch_idx, "
@@ -95,22 +60,43 @@ _library.define(
 )
 
 
-def _sequences(*arguments: Any) -> Any:
-    tensors, numbers, function = arguments[:12], arguments[12:19], arguments[19]
-    return _flashcore.attend_sequences(tensors, numbers, function, True, "dispatcher")
+def _call(lse: bool, q: Any, k: Any, v: Any, scale: Any, causal: Any, others: tuple[Any, ...]) -> Any:
+    numbers, lists, function = (others[:6], others[6:-1], others[-1]) if others else _PLAIN
+    return _flashcore.attend((q, k, v, *lists), (scale, causal, *numbers), function, lse, "dispatcher")
 
 
-def _fake_sequences(q: Any, k: Any, v: Any, *others: Any) -> Any:
+def _attention(q: Any, k: Any, v: Any, scale: Any = None, causal: Any = False, *others: Any) -> Any:
+    return _call(False, q, k, v, scale, causal, others)
+
+
+def _attention_with_lse(q: Any, k: Any, v: Any, scale: Any = None, causal: Any = False, *others: Any) -> Any:
+    return _call(True, q, k, v, scale, causal, others)
+
+
+def _fake_attention(q: Any, k: Any, v: Any, *others: Any) -> Any:
+    """What can be said of tensors that have no memory; the rest is said when there is one."""
     for name, tensor in (("k", k), ("v", v)):
         _check_like(name, tensor, q)
-    output = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    sums = (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
-    return output, q.new_empty(sums, dtype=torch.float32)
+    # Behind the scale and the causal mask: six numbers, and where packed queries begin.
+    expected = 4 if len(others) <= 8 or others[8] is None else 3
+    if q.dim() != expected:
+        raise ValueError(f"q has {q.dim()} dimensions, expected {expected}")
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+
+def _fake_attention_with_lse(q: Any, k: Any, v: Any, *others: Any) -> Any:
+    output = _fake_attention(q, k, v, *others)
+    *batch, queries, heads, _ = q.shape
+    return output, q.new_empty((*batch, heads, queries), dtype=torch.float32)
+
+
+def _no_backward(context: Any, *gradients: Any) -> Any:
+    raise NotImplementedError("FlashCore has no backward pass yet")
 
 
 def _append(*arguments: Any) -> Any:
-    turned, lengths = _flashcore.append(arguments[:13], arguments[13:15], arguments[15], "dispatcher")
-    return arguments[4].new_empty(0) if turned is None else turned, lengths
+    rotated, lengths = _flashcore.append(arguments[:13], arguments[13:15], arguments[15], "dispatcher")
+    return arguments[4].new_empty(0) if rotated is None else rotated, lengths
 
 
 def _fake_append(
@@ -119,8 +105,8 @@ def _fake_append(
     for name, tensor in (("v_cache", v_cache), ("k", k), ("v", v), ("q", q)):
         _check_like(name, tensor, k_cache, "k_cache")
     rotary_cos = others[4]
-    turned = q.new_empty(0) if rotary_cos is None else q.new_empty(q.shape)
-    return turned, torch.empty_like(cache_seqlens)
+    rotated = q.new_empty(0) if rotary_cos is None else q.new_empty(q.shape)
+    return rotated, torch.empty_like(cache_seqlens)
 
 
 def _combine(out_partial: Any, lse_partial: Any, dtype: Any) -> Any:
@@ -164,8 +150,9 @@ _MUTABLE = ("append", "combine_out")
 
 for _name, _run, _fake in (
     ("attention", _attention, _fake_attention),
+    ("attention.all", _attention, _fake_attention),
     ("attention_with_lse", _attention_with_lse, _fake_attention_with_lse),
-    ("sequences", _sequences, _fake_sequences),
+    ("attention_with_lse.all", _attention_with_lse, _fake_attention_with_lse),
     ("append", _append, _fake_append),
     ("combine", _combine, _fake_combine),
     ("combine_out", _combine_out, _fake_combine_out),
@@ -187,46 +174,29 @@ def refuse_gradient(name: str, tensor: Any) -> None:
         )
 
 
-def attend(q: Any, k: Any, v: Any, scale: float | None, causal: bool, lse: bool, pytorch: bool) -> Any:
-    """Attention through the dispatcher; with ``pytorch``, by the conventions of PyTorch's function."""
-    names = ("query", "key", "value") if pytorch else ("q", "k", "v")
-    for name, tensor in zip(names, (q, k, v)):
-        refuse_gradient(name, tensor)
-    if pytorch:
-        if causal:
-            queries, keys = q.shape[2], k.shape[2]
-            if queries > keys:
-                raise NotImplementedError(
-                    f"is_causal with {queries} queries and {keys} keys is not supported: expected no "
-                    "more queries than keys"
-                )
-            # Keys behind the last query are seen by nobody, and without them the mask is ours.
-            k, v = k[:, :, :queries], v[:, :, :queries]
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if lse:
-        return torch.ops.flashcore.attention_with_lse(q, k, v, scale, causal)
-    output = torch.ops.flashcore.attention(q, k, v, scale, causal)
-    return output.transpose(1, 2) if pytorch else output
-
-
-def attend_sequences(tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool) -> Any:
-    """Attention over sequences through the dispatcher."""
-    cached = function == "flash_attn_with_kvcache"
-    names = ("q", "k_cache", "v_cache") if cached else ("q", "k", "v")
-    _refuse_gradients((*names, *_LISTS, "alibi_slopes", "s_aux"), tensors)
-    output, sums = torch.ops.flashcore.sequences(*tensors, *numbers, function)
-    return (output, sums) if lse else output
+def attend(tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool) -> Any:
+    """Attention through the dispatcher."""
+    names = {
+        "flash_attn_with_kvcache": ("q", "k_cache", "v_cache"),
+        "scaled_dot_product_attention": ("query", "key", "value"),
+    }.get(function, ("q", "k", "v"))
+    _refuse_gradients((*names, *_LISTS), tensors)
+    operator = torch.ops.flashcore.attention_with_lse if lse else torch.ops.flashcore.attention
+    others, _, plain = _PLAIN
+    if function == plain and numbers[2:] == others and all(list is None for list in tensors[3:]):
+        return operator.default(*tensors[:3], *numbers[:2])
+    return operator.all(*tensors[:3], *numbers, *tensors[3:], function)
 
 
 def append(tensors: tuple[Any, ...], flags: tuple[bool, bool], most: int | None) -> Any:
-    """New keys and values through the dispatcher: the queries, turned or None, and the lengths."""
+    """New keys and values through the dispatcher: the queries, rotated or None, and the lengths."""
     names = ("k_cache", "v_cache", "k", "v", "q", "cache_seqlens")
     for name, tensor in zip(names, tensors):
         if tensor is None:
             raise ValueError(f"{name} is None, expected a tensor with k and v")
     _refuse_gradients(names, tensors)
-    turned, lengths = torch.ops.flashcore.append(*tensors, *flags, most)
-    return None if tensors[10] is None else turned, lengths
+    rotated, lengths = torch.ops.flashcore.append(*tensors, *flags, most)
+    return None if tensors[10] is None else rotated, lengths
 
 
 def combine(tensors: tuple[Any, ...], dtype: Any) -> Any:

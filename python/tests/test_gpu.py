@@ -165,7 +165,7 @@ def test_what_the_fast_kernel_cannot_read_is_served_with_a_warning():
     assert flashcore.info()["last"]["kernel"] == "gpu/scalar"
     # Nor does it copy nothing.
     assert not flash_attn_func(q, k[:, :0], v[:, :0]).any()
-    assert flashcore.info()["last"]["kernel"] == "gpu/mma"
+    assert flashcore.info()["last"]["kernel"] in ("gpu/mma", "gpu/prefill")
     # Once for each kind of call.
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -151,7 +151,6 @@ GOOD = random(1, 16, 2, 32)
         ("q_descale", np.ones(1)),
         ("k_descale", np.ones(1)),
         ("v_descale", np.ones(1)),
-        ("attention_chunk", 64),
         ("num_splits", 4),
         ("pack_gqa", True),
         ("sm_margin", 8),

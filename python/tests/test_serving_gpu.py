@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from flashcore import flash_attn_combine, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from test_gpu import NAP, Foreign
-from test_serving_torch import Decoder, angles, check, decoder, ints, plain, random, starts, turned
+from test_serving_torch import Decoder, angles, check, decoder, ints, plain, random, starts, rotated
 
 pytestmark = pytest.mark.gpu
 
@@ -46,9 +46,9 @@ class Step:
         for at, length in enumerate(self.lengths.tolist()):
             keys, values = (cache[self.table[at].long()].flatten(0, 1)[:length] for cache in self.caches)
             position = torch.tensor([length - 1], device="cuda")
-            query = turned(self.q[at], position, *self.angles, False)
+            query = rotated(self.q[at], position, *self.angles, False)
             check(output[at], lse[at], query, keys, values, causal=True)
-            key = turned(self.new[0][at], position, *self.angles, False)
+            key = rotated(self.new[0][at], position, *self.angles, False)
             assert (keys[-1].float() - key[0].float()).abs().max().item() <= 2**-6
             assert torch.equal(values[-1], self.new[1][at, 0])
 
@@ -208,11 +208,12 @@ def test_nonsense_in_lists_stays_inside_the_tensors():
 
 def test_what_is_not_served_says_why():
     q, cache = random(1, 1, 2, 64, device="cuda"), random(1, 16, 2, 64, device="cuda")
+    lengths = ints((9,), "cuda")
     with pytest.raises(NotImplementedError, match="f16 and bf16, not f32"):
-        flash_attn_with_kvcache(q.float(), cache.float(), cache.float())
+        flash_attn_with_kvcache(q.float(), cache.float(), cache.float(), cache_seqlens=lengths)
     shifted = torch.zeros(16 * 2 * 64 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(1, 16, 2, 64)
-    with pytest.raises(ValueError, match="k_cache is not served on a GPU: its address .* multiple of 16"):
-        flash_attn_with_kvcache(q, shifted, cache)
+    with pytest.raises(NotImplementedError, match="address is not a multiple of 16"):
+        flash_attn_with_kvcache(q, shifted, cache, cache_seqlens=lengths)
     with pytest.raises(ValueError, match="cache_seqlens is on the CPU, expected cuda:0 like q"):
         flash_attn_with_kvcache(q, cache, cache, cache_seqlens=ints((3,), "cpu"))
 

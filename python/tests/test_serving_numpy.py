@@ -28,18 +28,21 @@ def starts(*lengths):
     return np.cumsum([0, *lengths], dtype=np.int32)
 
 
-def reference(q, k, v, causal=False, window=(-1, -1), softcap=0.0, slopes=None, sinks=None, scale=None):
+def reference(q, k, v, causal=False, window=(-1, -1), chunk=0, softcap=0.0, slopes=None, sinks=None, scale=None):
     """One sequence, (queries, heads, dim), in f64, and its log-sum-exps, (heads, queries)."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
     scores = np.einsum("ihd,jhd->hij", q, k) * (scale or q.shape[2] ** -0.5)
     if softcap:
         scores = softcap * np.tanh(scores / softcap)
-    distance = np.arange(len(k))[None, :] - (np.arange(len(q))[:, None] + len(k) - len(q))
+    here, there = np.arange(len(q))[:, None] + len(k) - len(q), np.arange(len(k))[None, :]
+    distance = there - here
     if slopes is not None:
         scores -= np.asarray(slopes, np.float64)[:, None, None] * np.abs(distance)
     left, right = window[0], 0 if causal else window[1]
     hidden = ((left >= 0) & (distance < -left)) | ((right >= 0) & (distance > right))
+    if chunk:
+        hidden |= here // chunk != there // chunk
     scores[:, hidden] = -np.inf
     if sinks is not None:
         # One more key, without a value.
@@ -69,6 +72,8 @@ RULES = [
     {"softcap": 2.0, "softmax_scale": 0.4},
     {"alibi_slopes": True, "causal": True},
     {"s_aux": True, "causal": True, "window_size": (4, 0)},
+    {"attention_chunk": 7},
+    {"attention_chunk": 6, "causal": True, "window_size": (4, -1)},
 ]
 
 
@@ -78,7 +83,10 @@ def rules(chosen, heads):
     for name, seed in (("alibi_slopes", 5), ("s_aux", 6)):
         if given.get(name):
             given[name] = np.abs(random(heads, seed=seed))
-    names = {"window_size": "window", "alibi_slopes": "slopes", "s_aux": "sinks", "softmax_scale": "scale"}
+    names = {
+        "window_size": "window", "attention_chunk": "chunk", "alibi_slopes": "slopes", "s_aux": "sinks",
+        "softmax_scale": "scale",
+    }  # fmt: skip
     return given, {names.get(name, name): value for name, value in given.items()}
 
 
@@ -183,13 +191,17 @@ def test_a_cache_with_entries_and_padding():
         mine = (entries[at], slice(padding[at], lengths[at]))
         expected, sums = reference(q[at], k_cache[mine], v_cache[mine], causal=True)
         assert close(output[at], expected) and close(lse[at], sums)
+        chunked = flash_attn_with_kvcache(
+            q, k_cache, v_cache, cache_seqlens=lengths, cache_batch_idx=entries, cache_leftpad=padding, attention_chunk=5
+        )
+        assert close(chunked[at], reference(q[at], k_cache[mine], v_cache[mine], chunk=5)[0])
     whole = flash_attn_with_kvcache(q, k_cache[:3], v_cache[:3])
     assert np.array_equal(whole, flash_attn_func(q, k_cache[:3], v_cache[:3]))
     assert np.array_equal(flash_attn_with_kvcache(q, k_cache[:3], v_cache[:3], cache_seqlens=32), whole)
 
 
-def turned(x, positions, cosines, sines, interleaved):
-    """Rows (rows, heads, dim) turned by the angles of their positions."""
+def rotated(x, positions, cosines, sines, interleaved):
+    """Rows (rows, heads, dim) rotated by the angles of their positions."""
     half = cosines.shape[1]
     first, second = (
         (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(0, half), slice(half, 2 * half))
@@ -233,9 +245,9 @@ def test_appending_with_rotary_embeddings(pages, packed, causal, interleaved):
             along = first + np.arange(added[at])
             keys, values = old_keys[at].copy(), old_values[at].copy()
             written = slice(lengths[at], lengths[at] + added[at])
-            keys[written] = turned(new_keys[mine], along, cosines, sines, interleaved)
+            keys[written] = rotated(new_keys[mine], along, cosines, sines, interleaved)
             values[written] = new_values[mine]
-            query = turned(q[mine], along if causal else along * 0 + first, cosines, sines, interleaved)
+            query = rotated(q[mine], along if causal else along * 0 + first, cosines, sines, interleaved)
             used = slice(padding[at], written.stop)
             expected = reference(query, keys[used], values[used], causal=causal)[0]
             assert close(output[mine] if packed else output[at], expected, 1e-4)
@@ -370,6 +382,7 @@ def test_the_good_call_is_good():
         (lambda a: {"alibi_slopes": random(3)}, ValueError, r"alibi_slopes has shape \[3\], expected \[4\] or \[2, 4\]"),
         (lambda a: {"s_aux": random(4).astype(np.float64)}, TypeError, "s_aux has element type float64, expected float32"),
         (lambda a: {"softcap": -1.0}, ValueError, "softcap must be positive"),
+        (lambda a: {"attention_chunk": -1}, ValueError, "attention_chunk=-1, expected no negative number"),
     ],
 )  # fmt: skip
 def test_wrong_use_of_a_cache_is_named(change, error, words):
@@ -424,7 +437,7 @@ def test_wrong_use_of_parts_is_named():
 
 
 @pytest.mark.parametrize(
-    "name, value", [("qv", np.zeros(1)), ("k_descale", np.zeros(1)), ("attention_chunk", 4), ("num_splits", 3), ("pack_gqa", True), ("sm_margin", 8)]
+    "name, value", [("qv", np.zeros(1)), ("k_descale", np.zeros(1)), ("num_splits", 3), ("pack_gqa", True), ("sm_margin", 8)]
 )  # fmt: skip
 def test_what_is_not_served_is_refused_by_name(name, value):
     x, cu = random(4, 2, 16), starts(4)
@@ -450,7 +463,12 @@ def test_what_ran_is_told():
 
 
 def test_jax():
-    jnp = pytest.importorskip("jax.numpy")
+    jax = pytest.importorskip("jax")
+    with jax.default_device(jax.devices("cpu")[0]):
+        of_jax_arrays(jax.numpy)
+
+
+def of_jax_arrays(jnp):
     q, k, cu = random(6, 2, 16), random(6, 2, 16, seed=1), starts(2, 4)
     output = flash_attn_varlen_func(*map(jnp.asarray, (q, k, k, cu, cu)), 4, 4, causal=True)
     assert isinstance(output, jnp.ndarray) and close(output[2:], reference(q[2:], k[2:], k[2:], causal=True)[0])

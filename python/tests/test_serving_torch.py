@@ -35,7 +35,9 @@ def starts(lengths, device):
     return ints([sum(lengths[:at]) for at in range(len(lengths) + 1)], device)
 
 
-def plain(q, k, v, causal=False, window=(-1, -1), softcap=0.0, slopes=None, sinks=None, scale=None, dtype=None):
+def plain(
+    q, k, v, causal=False, window=(-1, -1), chunk=0, softcap=0.0, slopes=None, sinks=None, scale=None, dtype=None
+):
     """One sequence, (queries, heads, dim), in a precision, and its log-sum-exps, (heads, queries)."""
     q, k, v = (x.to(dtype or x.dtype).transpose(0, 1) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], dim=0) for x in (k, v))
@@ -53,6 +55,8 @@ def plain(q, k, v, causal=False, window=(-1, -1), softcap=0.0, slopes=None, sink
         hidden |= distance < -left
     if right >= 0:
         hidden |= distance > right
+    if chunk:
+        hidden |= at // chunk != (at + distance) // chunk
     scores = scores.masked_fill(hidden, -math.inf)
     if sinks is not None:
         # One more key, without a value.
@@ -90,6 +94,7 @@ RULES = [
     {"softcap": 5.0, "softmax_scale": 0.3},
     {"alibi_slopes": True, "causal": True},
     {"s_aux": True, "causal": True, "window_size": (64, 0)},
+    {"attention_chunk": 50, "causal": True},
 ]
 
 
@@ -99,7 +104,10 @@ def rules(chosen, heads, device):
     for name, seed in (("alibi_slopes", 5), ("s_aux", 6)):
         if given.get(name):
             given[name] = random(heads, device=device, dtype=torch.float32, seed=seed).abs()
-    names = {"window_size": "window", "alibi_slopes": "slopes", "s_aux": "sinks", "softmax_scale": "scale"}
+    names = {
+        "window_size": "window", "attention_chunk": "chunk", "alibi_slopes": "slopes", "s_aux": "sinks",
+        "softmax_scale": "scale",
+    }  # fmt: skip
     return given, {names.get(name, name): value for name, value in given.items()}
 
 
@@ -221,8 +229,8 @@ def test_a_cache_with_entries_and_padding(queries, device):
     assert torch.equal(flash_attn_with_kvcache(q, *other), whole)
 
 
-def turned(x, positions, cosines, sines, interleaved):
-    """Rows (rows, heads, dim) turned by the angles of their positions, rounded once."""
+def rotated(x, positions, cosines, sines, interleaved):
+    """Rows (rows, heads, dim) rotated by the angles of their positions, rounded once."""
     half = cosines.shape[1]
     pairs = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(0, half), slice(half, 2 * half))
     first, second = (x[..., part].float() for part in pairs)
@@ -277,9 +285,9 @@ def test_appending_with_rotary_embeddings(pages, packed, causal, interleaved, de
             along = first + torch.arange(added[at], device=device)
             keys, values = old_keys[at].clone(), old_values[at].clone()
             written = slice(lengths[at], lengths[at] + added[at])
-            keys[written] = turned(new_keys[mine], along, cosines, sines, interleaved)
+            keys[written] = rotated(new_keys[mine], along, cosines, sines, interleaved)
             values[written] = new_values[mine]
-            query = turned(q[mine], along if causal else along * 0 + first, cosines, sines, interleaved)
+            query = rotated(q[mine], along if causal else along * 0 + first, cosines, sines, interleaved)
             used = slice(padding[at], written.stop)
             check(output[mine] if packed else output[at], None, query, keys[used], values[used], causal=causal)
             for cache, kept in ((k_cache, keys), (v_cache, values)):
@@ -287,7 +295,7 @@ def test_appending_with_rotary_embeddings(pages, packed, causal, interleaved, de
                     found = cache[table[at, :5].long()].flatten(0, 1)
                 else:
                     found = cache[place["cache_batch_idx"][at]]
-                # One rounding apart at most where numbers were turned.
+                # One rounding apart at most where numbers were rotated.
                 assert (found.double() - kept.double()).abs().max().item() <= 2**-6
                 assert torch.equal(found[: lengths[at]], kept[: lengths[at]])
                 assert torch.equal(found[written.stop :], kept[written.stop :])
@@ -413,7 +421,7 @@ def test_compile_in_one_graph(device):
     ragged = lambda q, cu, most: flash_attn_varlen_func(q, q, q, cu, cu, most, most, causal=True, return_softmax_lse=True)
     for found, expected in zip(torch.compile(ragged, fullgraph=True, backend=backend)(q, cu, 15), ragged(q, cu, 15)):
         assert torch.equal(found, expected)
-    soft = lambda q: flash_attn_func(q, q, q, window_size=(7, 0), softcap=3.0)
+    soft = lambda q: flash_attn_func(q, q, q, window_size=(7, 0), softcap=3.0, attention_chunk=5)
     assert torch.equal(torch.compile(soft, fullgraph=True, backend=backend)(q[None]), soft(q[None]))
     whole = lambda q, cache: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=9)
     cache = random(2, 16, 2, 64, device=device)
@@ -436,10 +444,9 @@ def test_the_operators_keep_pytorchs_rules(device):
     q, new = random(3, 2, 4, 64, device=device), random(3, 2, 2, 64, device=device)
     operators = torch.ops.flashcore
     lists = (None, None, None, lengths, None, None, table, None, None)
-    torch.library.opcheck(
-        operators.sequences.default,
-        (q, k_cache, v_cache, *lists, None, None, None, True, -1, -1, 0.0, "flash_attn_with_kvcache"),
-    )
+    numbers = (None, True, -1, -1, 0, 0.0, None, None)
+    for operator in (operators.attention.all, operators.attention_with_lse.all):
+        torch.library.opcheck(operator, (q, k_cache, v_cache, *numbers, *lists, "flash_attn_with_kvcache"))
     for tables in ((None, None), (cosines, sines)):
         torch.library.opcheck(
             operators.append.default,
@@ -474,7 +481,7 @@ def test_modes_see_the_operators(device):
     with Watch():
         assert torch.equal(step(caches), expected)
     assert torch.equal(caches[0], copies[0])
-    assert {torch.ops.flashcore.sequences.default, torch.ops.flashcore.append.default} <= set(seen)
+    assert {torch.ops.flashcore.attention.all, torch.ops.flashcore.append.default} <= set(seen)
 
 
 @every_device

@@ -75,8 +75,10 @@ def test_the_answer_is_right(shape, causal, dtype, device):
     assert torch.equal(flash_attn_func(q, k, v, causal=causal), output)
     if device == "cuda" and torch.cuda.get_device_capability() == (9, 0):
         last = flashcore.info()["last"]
-        assert last["device"] == "cuda:0" and last["kernel"] == "gpu/forward"
-        assert last["configuration"].startswith("forward_")
+        # Few queries go to the kernel that reads keys once for all heads of a group.
+        kernel = "forward" if shape[1] >= 32 else "decode"
+        assert last["device"] == "cuda:0" and last["kernel"] == f"gpu/{kernel}"
+        assert last["configuration"].startswith(f"{kernel}_")
 
 
 @every_device

@@ -1,7 +1,8 @@
 //! What the tensors ask for, and whether they go together.
 
 use candle_core::{DType, Device, Error, Layout, Result, Tensor};
-use flashcore::{InputLayouts, Problem, Shape, Strides};
+use flashcore::gpu::{DeviceAddress, DeviceTensor, Tensors};
+use flashcore::{Alibi, Lists, Problem, Shape, Strides};
 
 use crate::placement::check_place;
 use crate::{Options, Sequences, wrap};
@@ -9,115 +10,100 @@ use crate::{Options, Sequences, wrap};
 /// All that a call asks for.
 pub(crate) struct Call {
     pub(crate) problem: Problem,
-    pub(crate) layouts: InputLayouts,
-    /// Where sequences of unequal lengths are.
-    pub(crate) sequences: Option<Sequences>,
+    /// Of query, key and value.
+    pub(crate) layouts: [flashcore::Layout; 3],
+    /// Where they begin in their memory, in bytes.
+    offsets: [u64; 3],
+    pub(crate) sequences: Sequences,
     pub(crate) slopes: Option<Tensor>,
     pub(crate) sinks: Option<Tensor>,
 }
 
 impl Call {
-    /// Every batch entry is a sequence, and all have the same lengths.
-    pub(crate) fn plain(tensors: [&Tensor; 3], options: &Options) -> Result<Self> {
-        let dtype = element_type(tensors)?;
-        let [query, key, value] = tensors;
-        let layouts = InputLayouts {
-            query: layout("query", query.layout(), false)?,
-            key: layout("key", key.layout(), false)?,
-            value: layout("value", value.layout(), false)?,
-        };
-        let shapes = [layouts.query, layouts.key, layouts.value].map(|layout| layout.shape());
-        let problem = plain_problem(shapes)?.with_dtype(dtype);
-        Call { problem, layouts, sequences: None, slopes: None, sinks: None }
-            .with_options(options, query.device())
-    }
-
-    /// Sequences have lengths of their own.
-    pub(crate) fn of_sequences(
+    pub(crate) fn new(
         tensors: [&Tensor; 3],
         sequences: &Sequences,
         options: &Options,
     ) -> Result<Self> {
-        let dtype = element_type(tensors)?;
         let [query, key, value] = tensors;
         let device = query.device();
-        let (queries, keys) = (&sequences.queries, &sequences.keys);
-        let layouts = InputLayouts {
-            query: layout("query", query.layout(), queries.is_packed())?,
-            key: layout("key", key.layout(), keys.is_packed())?,
-            value: layout("value", value.layout(), keys.is_packed())?,
-        };
-        let problem = sequences.problem(&layouts, device)?.with_dtype(dtype);
-        let sequences = Some(sequences.clone());
-        Call { problem, layouts, sequences, slopes: None, sinks: None }
-            .with_options(options, device)
-    }
-
-    fn with_options(mut self, options: &Options, device: &Device) -> Result<Self> {
-        self.problem.mask = options.mask;
-        self.problem.softmax_scale = options.softmax_scale;
-        self.problem.softcap = options.softcap;
-        self.problem.alibi = options.slopes.is_some();
-        self.problem.sinks = options.sinks.is_some();
-        self.problem.validate().map_err(wrap)?;
-        let (batch, heads) = (self.problem.batch, self.problem.query_heads);
+        if !(device.is_cpu() || device.is_cuda()) {
+            return Err(no_device(device));
+        }
+        let dtype = element("query", query)?;
+        for (name, tensor) in [("key", key), ("value", value)] {
+            check_alike((name, tensor), ("query", query))?;
+        }
+        let packed_keys = sequences.keys.is_packed();
+        let layouts = [
+            layout("query", query.layout(), sequences.queries.is_packed())?,
+            layout("key", key.layout(), packed_keys)?,
+            layout("value", value.layout(), packed_keys)?,
+        ];
+        let problem = sequences.problem(layouts.map(|layout| layout.shape()), device)?;
+        let mut problem = problem.with_dtype(dtype).with_mask(options.mask);
+        problem.scores = options.scores();
+        problem.lse = options.lse;
+        problem.validate().map_err(wrap)?;
+        let of_each = [problem.batch, problem.query_heads];
         if let Some(slopes) = &options.slopes {
-            // Of each head, or of each sequence and head.
-            let of_each = [batch, heads];
-            let shape = if slopes.rank() == 2 { &of_each[..] } else { &of_each[1..] };
-            check_numbers("list of slopes", slopes, shape, device)?;
+            let per_head = usize::from(problem.scores.alibi == Alibi::PerHead);
+            check_numbers("list of slopes", slopes, &of_each[per_head..], device)?;
         }
         if let Some(sinks) = &options.sinks {
-            check_numbers("list of sinks", sinks, &[heads], device)?;
+            check_numbers("list of sinks", sinks, &of_each[1..], device)?;
         }
-        self.slopes = options.slopes.clone();
-        self.sinks = options.sinks.clone();
-        Ok(self)
+        Ok(Call {
+            problem,
+            layouts,
+            offsets: tensors.map(|tensor| (tensor.layout().start_offset() * dtype.bytes()) as u64),
+            sequences: sequences.clone(),
+            slopes: options.slopes.clone(),
+            sinks: options.sinks.clone(),
+        })
     }
 
-    /// Whether a kernel for plain tensors alone will do.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn is_plain(&self) -> bool {
-        self.sequences.is_none() && self.slopes.is_none() && self.sinks.is_none()
+    /// Query, key, value and output, without gaps, in memory that begins there.
+    pub(crate) fn tensors(&self, memory: [DeviceAddress; 4]) -> Result<Tensors> {
+        let output = flashcore::Layout::contiguous(self.problem.output_shape()).map_err(wrap)?;
+        let [query, key, value] = self.layouts;
+        let strides = [query, key, value, output].map(|layout| layout.strides());
+        let [of_query, of_key, of_value] = self.offsets;
+        let offsets = [of_query, of_key, of_value, 0];
+        let tensors = std::array::from_fn(|index| DeviceTensor {
+            address: memory[index].offset(offsets[index]),
+            strides: strides[index],
+        });
+        Ok(Tensors::new(tensors, None))
     }
 
-    fn has_packed_queries(&self) -> bool {
-        self.sequences.as_ref().is_some_and(|sequences| sequences.queries.is_packed())
+    /// What the choice of a kernel looks at. Allocations begin where every copy can.
+    pub(crate) fn at_rest(&self) -> Result<Tensors> {
+        self.tensors([DeviceAddress(0); 4])
     }
 
     /// The shape of the output: the query's with the values' head dim.
     pub(crate) fn output_shape(&self) -> candle_core::Shape {
-        let query = self.layouts.query.shape();
-        let dim = self.problem.value_head_dim;
-        match self.has_packed_queries() {
-            true => (query.length, query.heads, dim).into(),
-            false => (query.batch, query.length, query.heads, dim).into(),
+        let Shape { batch, length, heads, dim } = self.problem.output_shape();
+        match self.problem.queries.is_packed() {
+            true => (length, heads, dim).into(),
+            false => (batch, length, heads, dim).into(),
         }
     }
 
     /// The shape of the log-sum-exp.
     pub(crate) fn lse_shape(&self) -> candle_core::Shape {
-        let query = self.layouts.query.shape();
-        match self.has_packed_queries() {
-            true => (query.heads, query.length).into(),
-            false => (query.batch, query.heads, query.length).into(),
+        let Shape { batch, length, heads, .. } = self.problem.output_shape();
+        match self.problem.queries.is_packed() {
+            true => (heads, length).into(),
+            false => (batch, heads, length).into(),
         }
     }
 }
 
 impl Sequences {
-    /// The problem of the longest sequences that there can be.
-    fn problem(&self, layouts: &InputLayouts, device: &Device) -> Result<Problem> {
-        let [query, key, value] =
-            [layouts.query, layouts.key, layouts.value].map(|layout| layout.shape());
-        if key.dim != query.dim {
-            let expected = format!("head dim {} like the query's {query}", query.dim);
-            return Err(refusal("key", format!("has shape {key}"), expected));
-        }
-        if value != (Shape { dim: value.dim, ..key }) {
-            let expected = format!("the shape of the key's {key} but for the head dim");
-            return Err(refusal("value", format!("has shape {value}"), expected));
-        }
+    /// The problem of the longest sequences that there can be, if everything goes together.
+    fn problem(&self, [query, key, value]: [Shape; 3], device: &Device) -> Result<Problem> {
         let (queries, keys) = (&self.queries, &self.keys);
         if !queries.serves_queries() {
             let expected = "padded or packed, without left padding";
@@ -129,36 +115,32 @@ impl Sequences {
             let expected = format!("{} like the query's {query}", query.batch);
             return Err(refusal("placement of queries", given, expected));
         }
-        let keys_of = keys.sequences(key, device)?;
-        if keys_of != count {
-            let given = format!("is of {keys_of} sequences");
+        if key.dim != query.dim || (keys.is_plain() && key.batch != count) {
+            let batch = if keys.is_plain() { format!("batch {count} and ") } else { String::new() };
+            let expected = format!("{batch}head dim {} like the query's {query}", query.dim);
+            return Err(refusal("key", format!("has shape {key}"), expected));
+        }
+        if value != (Shape { dim: value.dim, ..key }) {
+            let expected = format!("batch, length and heads of the key's {key}");
+            return Err(refusal("value", format!("has shape {value}"), expected));
+        }
+        let of_keys = keys.sequences(key, device)?;
+        if of_keys != count {
+            let given = format!("is of {of_keys} sequences");
             return Err(refusal("placement of keys", given, format!("{count} like the queries'")));
         }
         Ok(Problem::new(count, query.heads, queries.longest(query), query.dim)
             .with_kv_heads(key.heads)
             .with_key_length(keys.longest(key))
-            .with_value_head_dim(value.dim))
+            .with_value_head_dim(value.dim)
+            .with_storage(queries.storage(query, count), keys.storage(key, count))
+            .with_lists(Lists {
+                query_lengths: queries.lengths.is_some(),
+                key_lengths: keys.lengths.is_some(),
+                left_padding: keys.left_padding.is_some(),
+                batch_index: keys.batch_index().is_some(),
+            }))
     }
-}
-
-/// The sizes, if the shapes go together.
-fn plain_problem([query, key, value]: [Shape; 3]) -> Result<Problem> {
-    let problem = Problem::new(query.batch, query.heads, query.length, query.dim)
-        .with_kv_heads(key.heads)
-        .with_key_length(key.length)
-        .with_value_head_dim(value.dim);
-    if key != problem.key_shape() {
-        let expected = format!(
-            "batch {} and head dim {} like the query's {query}",
-            problem.batch, problem.head_dim
-        );
-        return Err(refusal("key", format!("has shape {key}"), expected));
-    }
-    if value != problem.value_shape() {
-        let expected = format!("batch, length and heads of the key's {key}");
-        return Err(refusal("value", format!("has shape {value}"), expected));
-    }
-    Ok(problem)
 }
 
 /// The shape and the strides of a tensor; packed rows are one batch entry.
@@ -189,43 +171,54 @@ pub(crate) fn layout(name: &str, layout: &Layout, packed: bool) -> Result<flashc
     flashcore::Layout::strided(shape, strides).map_err(wrap)
 }
 
-/// The type that all three have, if they are on one device that is served.
-fn element_type([query, key, value]: [&Tensor; 3]) -> Result<flashcore::DType> {
-    if !(query.device().is_cpu() || query.device().is_cuda()) {
-        return Err(no_device(query.device()));
+/// The element type of a tensor, if it is served.
+pub(crate) fn element(name: &str, tensor: &Tensor) -> Result<flashcore::DType> {
+    match tensor.dtype() {
+        DType::F32 => Ok(flashcore::DType::F32),
+        DType::F16 => Ok(flashcore::DType::F16),
+        DType::BF16 => Ok(flashcore::DType::BF16),
+        other => Err(refusal(name, format!("has dtype {other:?}"), "F32, F16 or BF16")),
     }
-    let dtype = match query.dtype() {
-        DType::F32 => flashcore::DType::F32,
-        DType::F16 => flashcore::DType::F16,
-        DType::BF16 => flashcore::DType::BF16,
-        other => {
-            return Err(refusal("query", format!("has dtype {other:?}"), "F32, F16 or BF16"));
-        }
-    };
-    for (name, tensor) in [("key", key), ("value", value)] {
-        // As candle does: two handles of one GPU are one device.
-        let (given, expected) = (tensor.device().location(), query.device().location());
-        if given != expected {
-            let expected = format!("{expected:?} like the query");
-            return Err(refusal(name, format!("is on {given:?}"), expected));
-        }
-        if tensor.dtype() != query.dtype() {
-            let expected = format!("{:?} like the query", query.dtype());
-            return Err(refusal(name, format!("has dtype {:?}", tensor.dtype()), expected));
-        }
-    }
-    Ok(dtype)
 }
 
-/// Refuse slopes or sinks of another type or shape, and those that a gradient would be lost for.
-fn check_numbers(name: &str, tensor: &Tensor, shape: &[usize], device: &Device) -> Result<()> {
+/// Refuse a tensor of another type or on another device than one that came before.
+pub(crate) fn check_alike(
+    (name, tensor): (&str, &Tensor),
+    (like, other): (&str, &Tensor),
+) -> Result<()> {
+    // As candle does: two handles of one GPU are one device.
+    let (given, expected) = (tensor.device().location(), other.device().location());
+    if given != expected {
+        let expected = format!("{expected:?} like the {like}");
+        return Err(refusal(name, format!("is on {given:?}"), expected));
+    }
+    let (given, expected) = (tensor.dtype(), other.dtype());
+    if given != expected {
+        let expected = format!("{expected:?} like the {like}");
+        return Err(refusal(name, format!("has dtype {given:?}"), expected));
+    }
+    Ok(())
+}
+
+/// Refuse numbers of another type or shape, and those that a gradient would be lost for.
+pub(crate) fn check_numbers(
+    name: &str,
+    tensor: &Tensor,
+    shape: &[usize],
+    device: &Device,
+) -> Result<()> {
     if tensor.dtype() != DType::F32 {
         return Err(refusal(name, format!("has dtype {:?}", tensor.dtype()), "F32"));
     }
-    if tensor.track_op() {
-        return Err(refusal(name, "depends on a variable", "none: `detach` it"));
-    }
+    check_detached(name, tensor)?;
     check_place(name, tensor, shape, device)
+}
+
+pub(crate) fn check_detached(name: &str, tensor: &Tensor) -> Result<()> {
+    match tensor.track_op() {
+        true => Err(refusal(name, "depends on a variable", "none: `detach` it")),
+        false => Ok(()),
+    }
 }
 
 /// There is no attention on a device.

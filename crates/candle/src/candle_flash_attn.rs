@@ -250,7 +250,7 @@ fn ragged([q, k, v]: [&Tensor; 3], sequences: Sequences, options: Options) -> Re
 }
 
 fn causal_mask(causal: bool) -> Mask {
-    if causal { Mask::Causal } else { Mask::None }
+    if causal { Mask::CAUSAL } else { Mask::NONE }
 }
 
 fn options(

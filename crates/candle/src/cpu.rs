@@ -1,100 +1,120 @@
 //! Attention on candle tensors in host memory.
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, Layout, Result};
+use candle_core::{CpuStorage, Layout, Result, Storage};
 use flashcore::serving::{self, Placement};
 use flashcore::{
     Backend, CpuBackend, Elements, Inputs, Plan, Preference, RunOptions, Shape, Tensor,
 };
 
 use crate::arguments::Call;
-use crate::{Sequences, wrap};
+use crate::wrap;
 
 /// Output and log-sum-exp.
 pub(crate) fn attend(
     call: &Call,
     [query, key, value]: [(&CpuStorage, &Layout); 3],
 ) -> Result<(CpuStorage, Vec<f32>)> {
-    let numbers = |tensor: &candle_core::Tensor| tensor.flatten_all()?.to_vec1::<f32>();
     let slopes = call.slopes.as_ref().map(numbers).transpose()?;
     let sinks = call.sinks.as_ref().map(numbers).transpose()?;
-    let inputs = |query, key, value| Inputs {
+    let Call { problem, layouts, sequences, .. } = call;
+    let queries = sequences.queries.read(problem.batch, layouts[0].shape())?;
+    let mut keys = sequences.keys.read(problem.batch, layouts[1].shape())?;
+    // A cache may be much larger than the sequences in it are.
+    let in_cache = !problem.has_equal_lengths() && !problem.keys.is_packed();
+    let gathered = in_cache.then_some(&keys);
+    let query = tensor(query, layouts[0], None)?;
+    let (key, value) = (tensor(key, layouts[1], gathered)?, tensor(value, layouts[2], gathered)?);
+    if in_cache {
+        keys = packed(&keys);
+    }
+    let sequences = serving::Sequences::new(problem.clone(), queries, keys).map_err(wrap)?;
+    let inputs = Inputs {
         slopes: slopes.as_deref(),
         sinks: sinks.as_deref(),
-        ..Inputs::new(query, key, value)
+        ..Inputs::new(&query, &key, &value)
     };
-    let (backend, options) = (CpuBackend::new(), RunOptions::default());
-    let layouts = &call.layouts;
-    let query = tensor(query, layouts.query)?;
-    let result = match &call.sequences {
-        None => {
-            let (key, value) = (tensor(key, layouts.key)?, tensor(value, layouts.value)?);
-            backend.run(&call.problem, inputs(&query, &key, &value), &options)
-        }
-        Some(Sequences { queries, keys }) => {
-            let count = call.problem.batch;
-            let queries = queries.read(count, layouts.query.shape())?;
-            let keys = keys.read(count, layouts.key.shape())?;
-            let key = gather(key, layouts.key, &keys)?;
-            let value = gather(value, layouts.value, &keys)?;
-            let keys = packed(&keys);
-            let sequences = serving::Sequences::new(call.problem.clone(), queries, keys);
-            let inputs = inputs(&query, &key, &value);
-            backend.run_sequences(&sequences.map_err(wrap)?, inputs, &options)
-        }
-    };
-    let result = result.map_err(wrap)?;
-    let output = match result.output.into_elements() {
+    let (problem, inputs) = sequences.over(inputs).map_err(wrap)?;
+    let result = CpuBackend::new().run(&problem, inputs, &RunOptions::default()).map_err(wrap)?;
+    Ok((storage(result.output)?, result.lse))
+}
+
+/// Output and log-sum-exp of parts together. Outputs have no gaps.
+pub(crate) fn combine(
+    shape: Shape,
+    outputs: &[&candle_core::Tensor],
+    lses: &[&candle_core::Tensor],
+) -> Result<(Storage, Storage)> {
+    let layout = flashcore::Layout::contiguous(shape).map_err(wrap)?;
+    let mut parts = Vec::with_capacity(outputs.len());
+    for (output, lse) in outputs.iter().zip(lses) {
+        let (memory, of) = output.storage_and_layout();
+        let Storage::Cpu(memory) = &*memory else {
+            candle_core::bail!("combine: a part is not in host memory")
+        };
+        parts.push((tensor((memory, of), layout, None)?, numbers(lse)?));
+    }
+    let parts: Vec<_> = parts.iter().map(|(output, lse)| (output, lse.as_slice())).collect();
+    let (output, lse) = serving::combine(&parts).map_err(wrap)?;
+    Ok((Storage::Cpu(storage(output)?), Storage::Cpu(CpuStorage::F32(lse))))
+}
+
+pub(crate) fn plan(call: &Call) -> Result<Plan> {
+    let arrangement = call.at_rest()?.arrangement();
+    // The tensors are here, so no preference for another back end can be meant for them.
+    let (cpu, preference) = (CpuBackend::new(), Preference::default());
+    Plan::among(&[&cpu], &call.problem, &arrangement, &preference).map_err(wrap)
+}
+
+fn numbers(tensor: &candle_core::Tensor) -> Result<Vec<f32>> {
+    tensor.flatten_all()?.to_vec1()
+}
+
+/// The elements of a tensor of ours, which has no gaps, as candle keeps them.
+fn storage(tensor: Tensor) -> Result<CpuStorage> {
+    Ok(match tensor.into_elements() {
         Elements::F32(elements) => CpuStorage::F32(elements),
         Elements::F16(elements) => CpuStorage::F16(elements),
         Elements::BF16(elements) => CpuStorage::BF16(elements),
         other => candle_core::bail!("candle has no storage for {} on the CPU", other.dtype()),
-    };
-    Ok((output, result.lse))
+    })
 }
 
-pub(crate) fn plan(call: &Call) -> Result<Plan> {
-    let Call { problem, layouts, .. } = call;
-    // The tensors are here, so no preference for another back end can be meant for them.
-    Plan::among(&[&CpuBackend::new()], problem, layouts, &Preference::default()).map_err(wrap)
-}
-
-/// A tensor of ours with the elements of one of candle's.
-fn tensor((storage, of): (&CpuStorage, &Layout), layout: flashcore::Layout) -> Result<Tensor> {
-    let elements = of.start_offset()..of.start_offset() + layout.span();
+/// A tensor of ours with the elements of one of candle's: all of them, or the rows of sequences that
+/// are placed in it, one after the other.
+fn tensor(
+    (storage, of): (&CpuStorage, &Layout),
+    layout: flashcore::Layout,
+    placement: Option<&Placement>,
+) -> Result<Tensor> {
+    let begin = of.start_offset();
     let elements: Elements = match storage {
-        CpuStorage::F32(all) => all[elements].to_vec().into(),
-        CpuStorage::F16(all) => all[elements].to_vec().into(),
-        CpuStorage::BF16(all) => all[elements].to_vec().into(),
+        CpuStorage::F32(all) => copy(&all[begin..], layout, placement).into(),
+        CpuStorage::F16(all) => copy(&all[begin..], layout, placement).into(),
+        CpuStorage::BF16(all) => copy(&all[begin..], layout, placement).into(),
         other => candle_core::bail!("attention takes no {:?}", other.dtype()),
+    };
+    let layout = match placement {
+        None => layout,
+        Some(placement) => {
+            let Shape { heads, dim, .. } = layout.shape();
+            let length = lengths(placement).sum();
+            flashcore::Layout::contiguous(Shape::new(1, length, heads, dim)).map_err(wrap)?
+        }
     };
     Tensor::new(layout, elements).map_err(wrap)
 }
 
-/// The rows of all sequences, one after the other: a cache may be much larger than they are.
-fn gather(
-    (storage, of): (&CpuStorage, &Layout),
+fn copy<T: Copy>(
+    elements: &[T],
     layout: flashcore::Layout,
-    placement: &Placement,
-) -> Result<Tensor> {
-    let begin = of.start_offset();
-    let elements: Elements = match storage {
-        CpuStorage::F32(all) => rows(&all[begin..], layout, placement).into(),
-        CpuStorage::F16(all) => rows(&all[begin..], layout, placement).into(),
-        CpuStorage::BF16(all) => rows(&all[begin..], layout, placement).into(),
-        other => candle_core::bail!("attention takes no {:?}", other.dtype()),
-    };
-    let Shape { heads, dim, .. } = layout.shape();
-    let rows = (0..placement.sequences()).map(|sequence| placement.length(sequence)).sum();
-    let shape = Shape::new(1, rows, heads, dim);
-    Tensor::new(flashcore::Layout::contiguous(shape).map_err(wrap)?, elements).map_err(wrap)
-}
-
-fn rows<T: Copy>(elements: &[T], layout: flashcore::Layout, placement: &Placement) -> Vec<T> {
+    placement: Option<&Placement>,
+) -> Vec<T> {
+    let Some(placement) = placement else { return elements[..layout.span()].to_vec() };
     let Shape { heads, dim, .. } = layout.shape();
     let mut rows = Vec::new();
-    for sequence in 0..placement.sequences() {
-        for position in 0..placement.length(sequence) {
+    for (sequence, length) in lengths(placement).enumerate() {
+        for position in 0..length {
             let (entry, row) = placement.locate(sequence, position);
             for head in 0..heads {
                 rows.extend_from_slice(&elements[layout.offset(entry, row, head)..][..dim]);
@@ -104,11 +124,15 @@ fn rows<T: Copy>(elements: &[T], layout: flashcore::Layout, placement: &Placemen
     rows
 }
 
-/// Where the rows are that were gathered.
+/// Where the rows are that were copied one sequence after the other.
 fn packed(placement: &Placement) -> Placement {
     let mut starts = vec![0];
-    for sequence in 0..placement.sequences() {
-        starts.push(starts[sequence] + placement.length(sequence));
+    for (sequence, length) in lengths(placement).enumerate() {
+        starts.push(starts[sequence] + length);
     }
     Placement::packed(starts)
+}
+
+fn lengths(placement: &Placement) -> impl Iterator<Item = usize> {
+    (0..placement.sequences()).map(|sequence| placement.length(sequence))
 }

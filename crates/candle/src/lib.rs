@@ -13,7 +13,7 @@
 //! let key = Tensor::randn(0f32, 1., (1, 120, 2, 64), &device)?;
 //! let value = Tensor::randn(0f32, 1., (1, 120, 2, 64), &device)?;
 //!
-//! let options = Options { mask: Mask::Causal, lse: true, ..Options::default() };
+//! let options = Options { mask: Mask::CAUSAL, lse: true, ..Options::default() };
 //! let attention = attend(&query, &key, &value, &options)?;
 //! assert_eq!(attention.output.dims(), [1, 100, 8, 64]);
 //! assert_eq!(attention.lse.unwrap().dims(), [1, 8, 100]);
@@ -23,16 +23,16 @@
 //!
 //! [`attend_sequences`] is the same for sequences of unequal lengths: ragged batches, caches and
 //! paged caches, as an inference engine has them. [`append`] writes new keys and values into such a
-//! cache, and [`merge`] puts attention over parts of the keys together.
+//! cache, and [`combine`] puts attention over parts of the keys together.
 //!
 //! The functions of [`candle_flash_attn`] have the names, the arguments and the meaning of those in
 //! the crate of that name, so that a program changes one import; they also work on the CPU.
 //!
 //! # What the tensors may be
 //!
-//! Four dimensions (batch, length, heads, dim), or three where rows are packed, f32, f16 or bf16,
-//! all three of one type and on one device. Any strides, as long as the elements of a vector are adjacent. Anything else is an error
-//! that names the tensor and what was expected of it.
+//! Four dimensions (batch, length, heads, dim), or three where rows are packed; f32, f16 or bf16, all
+//! three of one type and on one device; any strides, as long as the elements of a vector are
+//! adjacent. Anything else is an error that names the tensor and what was expected of it.
 //!
 //! # Gradients
 //!
@@ -43,12 +43,14 @@
 //! # On a GPU
 //!
 //! Build with the feature `cuda`. The kernel is put on the stream of the tensors' candle device, and
-//! the output is allocated by candle. What was chosen and compiled for a problem is kept for the
-//! next call, so a repeated call costs microseconds. [`plan`] says which kernel serves a call, and
-//! why not the others.
+//! the output is allocated by candle. What was chosen and compiled for a call is kept for the next
+//! of its kind, so a repeated call costs microseconds. [`plan`] and [`plan_sequences`] say which
+//! kernel serves a call, and why not the others.
 //!
-//! What was captured in a graph shares the memory of its plan with the calls on the stream that it
-//! was captured on: replay it there, or while nothing else runs.
+//! A call may be captured in a graph, the first of its kind too: its kernel is then compiled and its
+//! memory allocated beside the capture. Each capture has a workspace of its own, so its graph may run
+//! beside other calls, but not beside itself. Plans and workspaces stay for as long as the graph. The
+//! tensors that a graph reads and writes are candle's: keep them.
 
 // Borrowing candle's stream and memory is a promise to the driver.
 #![cfg_attr(feature = "cuda", allow(unsafe_code))]
@@ -56,22 +58,25 @@
 mod append;
 mod arguments;
 pub mod candle_flash_attn;
+#[cfg(test)]
+mod choices;
+mod combine;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
-mod merge;
 mod operation;
 mod placement;
 mod rotary;
 mod sequences;
 
 use candle_core::op::BackpropOp;
-use candle_core::{Result, Storage, Tensor};
+use candle_core::{Result, Shape, Storage, Tensor};
+use flashcore::{Alibi, Scores};
 
 pub use append::append;
 pub use candle_flash_attn::flash_attn;
+pub use combine::combine;
 pub use flashcore::{Mask, Plan};
-pub use merge::merge;
 pub use placement::Placement;
 pub use rotary::Rotary;
 pub use sequences::Sequences;
@@ -87,11 +92,15 @@ use crate::operation::Operation;
 /// ```
 /// use flashcore_candle::{Mask, Options};
 ///
-/// let options = Options { mask: Mask::Causal, ..Options::default() };
+/// let options = Options { mask: Mask::CAUSAL, ..Options::default() };
+/// // A causal window of 4096 positions, within chunks of 8192.
+/// let mask = Mask::window(Some(4096), Some(0)).with_chunk(8192);
+/// let options = Options { mask, softcap: Some(30.0), ..Options::default() };
 /// ```
 #[derive(Debug, Clone, Default)]
 pub struct Options {
-    /// Which keys a query sees.
+    /// Which keys a query sees: a causal mask, a window ([`Mask::window`]), chunks
+    /// ([`Mask::with_chunk`], `attention_chunk`).
     pub mask: Mask,
     /// Factor of the scores before the softmax; `1 / sqrt(head dim)` when `None`.
     pub softmax_scale: Option<f32>,
@@ -104,6 +113,22 @@ pub struct Options {
     pub sinks: Option<Tensor>,
     /// Whether the log-sum-exp of the scores is wanted.
     pub lse: bool,
+}
+
+impl Options {
+    /// What becomes of the product of a query and a key.
+    fn scores(&self) -> Scores {
+        let mut scores = Scores::default();
+        scores.scale = self.softmax_scale;
+        scores.softcap = self.softcap;
+        scores.alibi = match &self.slopes {
+            None => Alibi::None,
+            Some(slopes) if slopes.rank() == 2 => Alibi::PerSequence,
+            Some(_) => Alibi::PerHead,
+        };
+        scores.sinks = self.sinks.is_some();
+        scores
+    }
 }
 
 /// The result of [`attend`].
@@ -128,7 +153,7 @@ pub fn attend(
     value: &Tensor,
     options: &Options,
 ) -> Result<Attention> {
-    run([query, key, value], Call::plain([query, key, value], options)?, options.lse)
+    attend_sequences(query, key, value, &Sequences::default(), options)
 }
 
 /// Attention over sequences that each have lengths of their own, placed as `sequences` says. The
@@ -143,17 +168,11 @@ pub fn attend_sequences(
     sequences: &Sequences,
     options: &Options,
 ) -> Result<Attention> {
-    let call = Call::of_sequences([query, key, value], sequences, options)?;
-    run([query, key, value], call, options.lse)
-}
-
-fn run([query, key, value]: [&Tensor; 3], call: Call, lse: bool) -> Result<Attention> {
     let tracked = [("query", query), ("key", key), ("value", value)]
         .into_iter()
         .find(|(_, tensor)| tensor.track_op());
-    let shape = call.lse_shape();
-    let operation = Operation::new(call, lse);
-    if !lse {
+    let operation = Operation::new(Call::new([query, key, value], sequences, options)?);
+    if !options.lse {
         let output = match tracked {
             Some(_) => query.apply_op3(key, value, operation)?,
             None => query.apply_op3_no_bwd(key, value, &operation)?,
@@ -167,9 +186,7 @@ fn run([query, key, value]: [&Tensor; 3], call: Call, lse: bool) -> Result<Atten
         );
     }
     let output = query.apply_op3_no_bwd(key, value, &operation)?;
-    let lse: Storage = operation.into_lse()?;
-    let lse = Tensor::from_storage(lse, shape, BackpropOp::none(), false);
-    Ok(Attention { output, lse: Some(lse) })
+    Ok(Attention { output, lse: Some(operation.into_lse()?) })
 }
 
 /// Which kernel [`attend`] runs for these tensors, and why not the others. Computes nothing.
@@ -186,13 +203,44 @@ fn run([query, key, value]: [&Tensor; 3], call: Call, lse: bool) -> Result<Atten
 /// # }
 /// ```
 pub fn plan(query: &Tensor, key: &Tensor, value: &Tensor, options: &Options) -> Result<Plan> {
-    let call = Call::plain([query, key, value], options)?;
+    plan_sequences(query, key, value, &Sequences::default(), options)
+}
+
+/// Which kernel [`attend_sequences`] runs for these tensors, and why not the others. Computes
+/// nothing, and reads no list.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use flashcore_candle::{Options, Sequences, plan_sequences};
+///
+/// # fn main() -> candle_core::Result<()> {
+/// let starts = Tensor::new(&[0u32, 5, 12], &Device::Cpu)?;
+/// let query = Tensor::zeros((12, 8, 64), DType::F16, &Device::Cpu)?;
+/// let sequences = Sequences::ragged((&starts, 7), (&starts, 7));
+/// let plan = plan_sequences(&query, &query, &query, &sequences, &Options::default())?;
+/// println!("{plan}");
+/// # Ok(())
+/// # }
+/// ```
+pub fn plan_sequences(
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    sequences: &Sequences,
+    options: &Options,
+) -> Result<Plan> {
+    let call = Call::new([query, key, value], sequences, options)?;
     match query.device() {
         candle_core::Device::Cpu => cpu::plan(&call),
         #[cfg(feature = "cuda")]
-        candle_core::Device::Cuda(_) => cuda::plan(&call, [query, key, value]),
+        candle_core::Device::Cuda(device) => cuda::plan(&call, device),
         other => Err(arguments::no_device(other)),
     }
+}
+
+/// A tensor without a place in candle's graph of operations.
+fn tensor(storage: Storage, shape: impl Into<Shape>) -> Tensor {
+    Tensor::from_storage(storage, shape, BackpropOp::none(), false)
 }
 
 /// An error of ours as candle's.

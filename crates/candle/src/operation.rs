@@ -5,32 +5,32 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, Result, Shape, Storage};
+use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, Result, Shape, Storage, Tensor};
 
 use crate::arguments::Call;
 use crate::cpu;
 
 pub(crate) struct Operation {
     call: Call,
-    /// Where the log-sum-exp is left, if it is wanted.
-    lse: Option<Mutex<Option<Storage>>>,
+    /// Where the log-sum-exp is left.
+    lse: Mutex<Option<Storage>>,
 }
 
 impl Operation {
-    pub(crate) fn new(call: Call, lse: bool) -> Self {
-        Operation { call, lse: lse.then(Mutex::default) }
+    pub(crate) fn new(call: Call) -> Self {
+        Operation { call, lse: Mutex::default() }
     }
 
     /// The log-sum-exp of the run that was.
-    pub(crate) fn into_lse(self) -> Result<Storage> {
-        let lse = self.lse.and_then(|lse| lse.into_inner().unwrap_or_else(PoisonError::into_inner));
-        lse.ok_or_else(|| candle_core::Error::Msg("attention left no log-sum-exp".to_owned()))
+    pub(crate) fn into_lse(self) -> Result<Tensor> {
+        let lse = self.lse.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let lse =
+            lse.ok_or_else(|| candle_core::Error::Msg("attention left no log-sum-exp".to_owned()))?;
+        Ok(crate::tensor(lse, self.call.lse_shape()))
     }
 
-    fn leave(&self, lse: Storage) {
-        if let Some(place) = &self.lse {
-            *place.lock().unwrap_or_else(PoisonError::into_inner) = Some(lse);
-        }
+    fn leave(&self, lse: Option<Storage>) {
+        *self.lse.lock().unwrap_or_else(PoisonError::into_inner) = lse;
     }
 }
 
@@ -50,7 +50,7 @@ impl CustomOp3 for Operation {
     ) -> Result<(CpuStorage, Shape)> {
         let tensors = [(query, query_layout), (key, key_layout), (value, value_layout)];
         let (output, lse) = cpu::attend(&self.call, tensors)?;
-        self.leave(Storage::Cpu(CpuStorage::F32(lse)));
+        self.leave(Some(Storage::Cpu(CpuStorage::F32(lse))));
         Ok((output, self.call.output_shape()))
     }
 
@@ -58,15 +58,14 @@ impl CustomOp3 for Operation {
     fn cuda_fwd(
         &self,
         query: &CudaStorage,
-        query_layout: &Layout,
+        _: &Layout,
         key: &CudaStorage,
-        key_layout: &Layout,
+        _: &Layout,
         value: &CudaStorage,
-        value_layout: &Layout,
+        _: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        let tensors = [(query, query_layout), (key, key_layout), (value, value_layout)];
-        let (output, lse) = crate::cuda::attend(&self.call, tensors)?;
-        self.leave(Storage::Cuda(lse));
+        let (output, lse) = crate::cuda::attend(&self.call, [query, key, value])?;
+        self.leave(lse.map(Storage::Cuda));
         Ok((output, self.call.output_shape()))
     }
 

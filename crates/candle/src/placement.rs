@@ -1,8 +1,8 @@
 //! Where the rows of sequences lie in a tensor, by lists that are tensors too.
 
 use candle_core::{DType, Device, Result, Tensor};
-use flashcore::Shape;
 use flashcore::serving::{self, Pages};
+use flashcore::{Shape, Storage};
 
 use crate::arguments::refusal;
 use crate::wrap;
@@ -20,15 +20,15 @@ use crate::wrap;
 /// read when the kernel runs: the host waits for nothing, and a graph is right for whatever they
 /// hold when it is replayed. Numbers that lead outside a tensor are cut to it there; on the CPU they
 /// are an error.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct Placement {
-    pub(crate) storage: Storage,
+    rows: Rows,
     pub(crate) lengths: Option<Tensor>,
     pub(crate) left_padding: Option<Tensor>,
 }
 
 #[derive(Debug, Clone)]
-pub(crate) enum Storage {
+enum Rows {
     Padded { entries: Option<Tensor> },
     Packed { starts: Tensor, longest: usize },
     Paged { table: Tensor },
@@ -37,24 +37,24 @@ pub(crate) enum Storage {
 impl Placement {
     /// Sequence `i` is batch entry `i`, all of it.
     pub fn padded() -> Self {
-        Storage::Padded { entries: None }.into()
+        Placement::default()
     }
 
     /// Sequence `i` is batch entry `entries[i]`, all of it: the slots of a cache.
     pub fn entries(entries: &Tensor) -> Self {
-        Storage::Padded { entries: Some(entries.clone()) }.into()
+        Rows::Padded { entries: Some(entries.clone()) }.into()
     }
 
     /// Sequence `i` is the rows from `starts[i]` to `starts[i + 1]`, cumulative lengths. None has
     /// more than `longest` rows, which the host could not know without waiting.
     pub fn packed(starts: &Tensor, longest: usize) -> Self {
-        Storage::Packed { starts: starts.clone(), longest }.into()
+        Rows::Packed { starts: starts.clone(), longest }.into()
     }
 
     /// Sequence `i` is `lengths[i]` positions in the pages of row `i` of the block table,
     /// (sequences, pages of one).
     pub fn paged(lengths: &Tensor, table: &Tensor) -> Self {
-        Placement::from(Storage::Paged { table: table.clone() }).with_lengths(lengths)
+        Placement::from(Rows::Paged { table: table.clone() }).with_lengths(lengths)
     }
 
     /// Use only the first `lengths[i]` rows of a sequence's place.
@@ -69,37 +69,80 @@ impl Placement {
     }
 
     pub(crate) fn is_packed(&self) -> bool {
-        matches!(self.storage, Storage::Packed { .. })
+        self.starts().is_some()
+    }
+
+    /// Whether a sequence is all of the batch entry of its number.
+    pub(crate) fn is_plain(&self) -> bool {
+        let lists = [&self.lengths, &self.left_padding];
+        matches!(self.rows, Rows::Padded { entries: None }) && lists.iter().all(|it| it.is_none())
+    }
+
+    /// The batch entries of sequences, if a list names them.
+    pub(crate) fn batch_index(&self) -> Option<&Tensor> {
+        match &self.rows {
+            Rows::Padded { entries } => entries.as_ref(),
+            _ => None,
+        }
+    }
+
+    /// The cumulative lengths of packed sequences.
+    pub(crate) fn starts(&self) -> Option<&Tensor> {
+        match &self.rows {
+            Rows::Packed { starts, .. } => Some(starts),
+            _ => None,
+        }
+    }
+
+    /// The block table.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn table(&self) -> Option<&Tensor> {
+        match &self.rows {
+            Rows::Paged { table } => Some(table),
+            _ => None,
+        }
+    }
+
+    /// How the rows of so many sequences lie in a tensor.
+    pub(crate) fn storage(&self, tensor: Shape, sequences: usize) -> Storage {
+        match &self.rows {
+            Rows::Padded { entries: None } if tensor.batch == sequences => Storage::Padded,
+            Rows::Padded { .. } => Storage::Entries(tensor.batch),
+            Rows::Packed { .. } => Storage::Packed(tensor.length),
+            Rows::Paged { table } => {
+                let (size, columns) = (tensor.length, table.dims()[1]);
+                Storage::Paged { size, columns, pages: tensor.batch }
+            }
+        }
     }
 
     /// Whether a kernel can find queries by it.
     pub(crate) fn serves_queries(&self) -> bool {
-        let storage =
-            matches!(self.storage, Storage::Padded { entries: None } | Storage::Packed { .. });
-        storage && self.left_padding.is_none()
+        let rows = matches!(self.rows, Rows::Padded { entries: None } | Rows::Packed { .. });
+        rows && self.left_padding.is_none()
     }
 
     /// The most rows that a sequence can have in a tensor.
     pub(crate) fn longest(&self, tensor: Shape) -> usize {
-        match &self.storage {
-            Storage::Padded { .. } => tensor.length,
-            Storage::Packed { longest, .. } => (*longest).min(tensor.length),
-            Storage::Paged { table } => table.dims()[1].saturating_mul(tensor.length),
+        match &self.rows {
+            Rows::Padded { .. } => tensor.length,
+            Rows::Packed { longest, .. } => (*longest).min(tensor.length),
+            Rows::Paged { table } => table.dims()[1].saturating_mul(tensor.length),
         }
     }
 
     /// How many sequences there are in a tensor, if the lists go together.
     pub(crate) fn sequences(&self, tensor: Shape, device: &Device) -> Result<usize> {
-        let count = match &self.storage {
-            Storage::Padded { entries: Some(entries) } => entries.elem_count(),
-            Storage::Padded { entries: None } => {
+        let count = match &self.rows {
+            Rows::Padded { entries: Some(entries) } => entries.elem_count(),
+            Rows::Padded { entries: None } => {
                 self.lengths.as_ref().map_or(tensor.batch, Tensor::elem_count)
             }
-            Storage::Packed { starts, .. } => match starts.elem_count() {
+            Rows::Packed { starts, .. } => match starts.elem_count() {
                 0 => return Err(refusal("list of starts", "is empty", "at least one start")),
                 starts => starts - 1,
             },
-            Storage::Paged { table } => match table.dims() {
+            Rows::Paged { table } => match table.dims() {
                 [sequences, _] => *sequences,
                 dims => {
                     let expected = "two dimensions: (sequences, pages of one)";
@@ -115,19 +158,19 @@ impl Placement {
                 check_list(name, list, &[entries], device)?;
             }
         }
-        match &self.storage {
-            Storage::Padded { entries: Some(entries) } => {
+        match &self.rows {
+            Rows::Padded { entries: Some(entries) } => {
                 check_list("list of batch entries", entries, &[count], device)?;
             }
-            Storage::Padded { entries: None } if count > tensor.batch => {
+            Rows::Padded { entries: None } if count > tensor.batch => {
                 let expected = format!("{} at most, one for each batch entry", tensor.batch);
                 return Err(refusal("list of lengths", format!("has {count} entries"), expected));
             }
-            Storage::Padded { .. } => {}
-            Storage::Packed { starts, .. } => {
+            Rows::Padded { .. } => {}
+            Rows::Packed { starts, .. } => {
                 check_list("list of starts", starts, &[count + 1], device)?;
             }
-            Storage::Paged { table } => {
+            Rows::Paged { table } => {
                 check_list("block table", table, &[count, table.dims()[1]], device)?;
             }
         }
@@ -136,16 +179,16 @@ impl Placement {
 
     /// The placement with its lists read, which are on the host, if they fit a tensor.
     pub(crate) fn read(&self, count: usize, tensor: Shape) -> Result<serving::Placement> {
-        let placement = match &self.storage {
-            Storage::Padded { entries } => {
+        let placement = match &self.rows {
+            Rows::Padded { entries } => {
                 let lengths = vec![tensor.length; count];
                 match entries {
                     Some(entries) => serving::Placement::entries(lengths, numbers(entries)?),
                     None => serving::Placement::padded(lengths),
                 }
             }
-            Storage::Packed { starts, .. } => serving::Placement::packed(numbers(starts)?),
-            Storage::Paged { table } => {
+            Rows::Packed { starts, .. } => serving::Placement::packed(numbers(starts)?),
+            Rows::Paged { table } => {
                 let columns = table.dims()[1];
                 let table = numbers(table)?.into_iter().map(|page| page as u32).collect();
                 let pages = Pages::new(tensor.length, columns, table).map_err(wrap)?;
@@ -162,7 +205,7 @@ impl Placement {
         };
         placement.validate().map_err(wrap)?;
         placement.fits(tensor).map_err(wrap)?;
-        if let Storage::Packed { longest, .. } = self.storage
+        if let Rows::Packed { longest, .. } = self.rows
             && placement.longest() > longest
         {
             let given = format!("has a sequence of {} rows", placement.longest());
@@ -172,9 +215,15 @@ impl Placement {
     }
 }
 
-impl From<Storage> for Placement {
-    fn from(storage: Storage) -> Self {
-        Placement { storage, lengths: None, left_padding: None }
+impl Default for Rows {
+    fn default() -> Self {
+        Rows::Padded { entries: None }
+    }
+}
+
+impl From<Rows> for Placement {
+    fn from(rows: Rows) -> Self {
+        Placement { rows, lengths: None, left_padding: None }
     }
 }
 

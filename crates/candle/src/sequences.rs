@@ -6,8 +6,9 @@ use crate::Placement;
 
 /// Where the queries of each sequence are, and where its keys and values.
 ///
-/// Masks are aligned for each sequence: its last query stands at its last key.
-#[derive(Debug, Clone)]
+/// Masks are aligned for each sequence: its last query stands at its last key. By default, each
+/// sequence is all of a batch entry: what [`attend`](crate::attend) takes.
+#[derive(Debug, Clone, Default)]
 pub struct Sequences {
     /// Of the query, and so of the output. Padded or packed.
     pub queries: Placement,
@@ -32,7 +33,7 @@ impl Sequences {
     /// let value = Tensor::randn(0f32, 1., (12, 2, 64), &device)?;
     ///
     /// let sequences = Sequences::ragged((&starts, 7), (&starts, 7));
-    /// let options = Options { mask: Mask::Causal, ..Options::default() };
+    /// let options = Options { mask: Mask::CAUSAL, ..Options::default() };
     /// let attention = attend_sequences(&query, &key, &value, &sequences, &options)?;
     /// assert_eq!(attention.output.dims(), [12, 8, 64]);
     /// # Ok(())
@@ -64,7 +65,7 @@ impl Sequences {
     /// let cache = Tensor::zeros((10, 16, 2, 64), DType::F32, &device)?;
     ///
     /// let sequences = Sequences::paged(&lengths, &table);
-    /// let options = Options { mask: Mask::Causal, ..Options::default() };
+    /// let options = Options { mask: Mask::CAUSAL, ..Options::default() };
     /// let attention = attend_sequences(&query, &cache, &cache, &sequences, &options)?;
     /// assert_eq!(attention.output.dims(), [2, 1, 8, 64]);
     /// # Ok(())

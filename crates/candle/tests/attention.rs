@@ -63,7 +63,13 @@ fn distance(one: &Tensor, other: &Tensor) -> Result<f64> {
 #[test]
 fn agrees_with_the_plain_algorithm() -> Result<()> {
     for (dtype, bound) in [(DType::F32, 1e-5), (DType::F16, 2e-3), (DType::BF16, 2e-2)] {
-        for mask in [Mask::None, Mask::Causal, Mask::window(Some(30), Some(4))] {
+        let masks = [
+            Mask::NONE,
+            Mask::CAUSAL,
+            Mask::window(Some(30), Some(4)),
+            Mask::CAUSAL.with_chunk(16),
+        ];
+        for mask in masks {
             for (sizes, heads, dims) in [
                 ([2, 33, 33], [4, 4], [64, 64]),
                 ([1, 20, 150], [6, 2], [128, 128]),

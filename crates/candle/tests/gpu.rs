@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use flashcore_candle::candle_flash_attn::{flash_attn_alibi, flash_attn_varlen_paged_windowed};
 use flashcore_candle::{
     Attention, Mask, Options, Placement, Rotary, Sequences, append, attend, attend_sequences,
-    flash_attn, merge, plan,
+    combine, flash_attn, plan, plan_sequences,
 };
 
 /// The GPU, or a word on why not.
@@ -30,14 +30,20 @@ fn distance(one: &Tensor, other: &Tensor) -> Result<f64> {
 fn agrees_with_the_cpu() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
     for (dtype, bound) in [(DType::F32, 1e-4), (DType::F16, 4e-3), (DType::BF16, 4e-2)] {
-        for mask in [Mask::None, Mask::Causal] {
+        for (mask, softcap) in [
+            (Mask::NONE, None),
+            (Mask::CAUSAL, None),
+            (Mask::window(Some(100), Some(0)), None),
+            (Mask::CAUSAL.with_chunk(128), None),
+            (Mask::CAUSAL, Some(2.0)),
+        ] {
             for (batch, queries, keys, heads, kv_heads, dim) in
                 [(2, 300, 300, 4, 4, 64), (1, 1, 515, 8, 2, 128), (1, 130, 131, 2, 2, 256)]
             {
                 let query = random(dtype, [batch, queries, heads, dim])?;
                 let key = random(dtype, [batch, keys, kv_heads, dim])?;
                 let value = random(dtype, [batch, keys, kv_heads, dim])?;
-                let options = Options { mask, lse: true, ..Options::default() };
+                let options = Options { mask, softcap, lse: true, ..Options::default() };
                 let expected = attend(&query, &key, &value, &options)?;
                 let [query, key, value] =
                     [&query, &key, &value].map(|tensor| tensor.to_device(&gpu));
@@ -48,6 +54,11 @@ fn agrees_with_the_cpu() -> Result<()> {
                 assert!(error < bound, "{dtype:?} {mask:?} {keys} {dim}: output off by {error}");
                 let error = distance(&found.lse.unwrap(), &expected.lse.unwrap())?;
                 assert!(error < 1e-3, "{dtype:?} {mask:?} {keys} {dim}: lse off by {error}");
+                // Without the log-sum-exp the output is the same, bit for bit.
+                let without = Options { lse: false, ..options.clone() };
+                let again = attend(&query, &key, &value, &without)?;
+                assert!(again.lse.is_none());
+                assert_eq!(distance(&again.output, &found.output)?, 0.);
                 let plan = plan(&query, &key, &value, &options)?;
                 println!("{dtype:?} {mask:?} {keys} {dim}: {}", plan.chosen.full_name());
             }
@@ -114,9 +125,10 @@ fn attend_to_sequences(tensors: &[Tensor], device: &Device) -> Result<Vec<Attent
         .with_lengths(&list(&[60, 11, 9])?)
         .with_left_padding(&list(&[3, 0, 7])?);
     let plain = Options { lse: true, ..Options::default() };
-    let causal = Options { mask: Mask::Causal, ..plain.clone() };
+    let causal = Options { mask: Mask::CAUSAL, ..plain.clone() };
     let window =
         Options { mask: Mask::window(Some(60), Some(0)), softcap: Some(2.0), ..plain.clone() };
+    let chunk = Options { mask: Mask::CAUSAL.with_chunk(50), ..plain.clone() };
     let alibi = Options { slopes: Some(slopes.clone()), ..causal.clone() };
     let sinks = Options { sinks: Some(sinks.clone()), ..causal.clone() };
     let padding = Placement::padded;
@@ -128,7 +140,9 @@ fn attend_to_sequences(tensors: &[Tensor], device: &Device) -> Result<Vec<Attent
         (padded, pages, padding(), slots),
     ] {
         let sequences = Sequences { queries, keys: placement };
-        for options in [&plain, &causal, &window, &alibi, &sinks] {
+        for options in [&plain, &causal, &window, &chunk, &alibi, &sinks] {
+            let plan = plan_sequences(query, keys, keys, &sequences, options)?;
+            println!("{}: {}", plan.problem, plan.chosen.full_name());
             results.push(attend_sequences(query, keys, keys, &sequences, options)?);
         }
     }
@@ -158,9 +172,9 @@ fn sequences_agree_with_the_cpu() -> Result<()> {
             assert!(error < 1e-3, "{dtype:?} {number}: lse off by {error}");
         }
         // The same queries over other keys are parts of a whole.
-        let parts = |results: &[Attention]| merge(&[results[0].clone(), results[5].clone()]);
+        let parts = |results: &[Attention]| combine(&[results[0].clone(), results[6].clone()]);
         let error = distance(&parts(&found)?.output, &parts(&expected)?.output)?;
-        assert!(error < bound, "{dtype:?}: merged output off by {error}");
+        assert!(error < bound, "{dtype:?}: combined output off by {error}");
     }
     Ok(())
 }

@@ -3,14 +3,15 @@
 use std::time::Duration;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use flashcore::backend::Report;
-use flashcore::reference::{self, Rows};
 use flashcore::serving::{self, Pages};
-use flashcore::{InputTensors, Inputs, Output, Problem, Shape, compare_sequences};
+use flashcore::{Alibi, InputTensors, Output, Problem, Report, Shape};
 use flashcore_candle::candle_flash_attn::*;
 use flashcore_candle::{
-    Attention, Mask, Options, Placement, Rotary, Sequences, append, attend, attend_sequences, merge,
+    Attention, Mask, Options, Placement, Rotary, Sequences, append, attend, attend_sequences,
+    combine, plan_sequences,
 };
+use testing::compare_sequences;
+use testing::reference::{self, Rows};
 
 /// A list of u32 on the CPU.
 fn list(numbers: &[u32]) -> Result<Tensor> {
@@ -136,22 +137,26 @@ impl Case {
             .with_value_head_dim(VALUE_DIM)
             .with_dtype(tensors.query.dtype())
             .with_mask(options.mask);
-        problem.softcap = options.softcap;
-        problem.softmax_scale = options.softmax_scale;
-        problem.alibi = options.slopes.is_some();
-        problem.sinks = options.sinks.is_some();
+        problem.scores.softcap = options.softcap;
+        problem.scores.scale = options.softmax_scale;
+        problem.scores.alibi = match &options.slopes {
+            None => Alibi::None,
+            Some(slopes) if slopes.rank() == 2 => Alibi::PerSequence,
+            Some(_) => Alibi::PerHead,
+        };
+        problem.scores.sinks = options.sinks.is_some();
         let [queries, keys] = self.placements.clone();
         let sequences = serving::Sequences::new(problem, queries, keys).unwrap();
-        let inputs: Inputs<'_> = tensors.inputs();
+        let (problem, inputs) = sequences.over(tensors.inputs()).unwrap();
         let rows = Rows::of(&sequences);
-        let expected = reference::attention_of_sequences(&sequences, inputs, &rows).unwrap();
-        let baseline = reference::baseline_of_sequences(&sequences, inputs, &rows).unwrap();
+        let expected = reference::attention(&problem, inputs, &rows, None).unwrap();
+        let baseline = reference::baseline(&problem, inputs, &rows, None).unwrap();
         let output = Output {
             output: ours(&found.output),
             lse: numbers(&lse)?,
             report: Report {
                 backend: "candle",
-                kernel: String::new(),
+                kernel: "",
                 configuration: None,
                 reason: String::new(),
                 kernel_time: Duration::ZERO,
@@ -163,6 +168,8 @@ impl Case {
         let verdict = compare_sequences(&sequences, &output, &expected, &baseline).unwrap();
         assert!(verdict.passed, "{:?} {options:?}: {verdict}", self.sequences);
         assert_eq!(verdict.rows, sequences.rows());
+        let plan = plan_sequences(query, key, value, &self.sequences, options)?;
+        assert_eq!(plan.chosen.full_name(), "cpu/blocked");
         Ok(())
     }
 }
@@ -173,11 +180,12 @@ fn sequences_agree_with_the_reference() -> Result<()> {
     let of_sequences = Tensor::randn(0f32, 1., (3, HEADS), &Device::Cpu)?.abs()?;
     let sinks = Tensor::randn(0f32, 1., HEADS, &Device::Cpu)?;
     let plain = Options { lse: true, ..Options::default() };
-    let causal = Options { mask: Mask::Causal, ..plain.clone() };
+    let causal = Options { mask: Mask::CAUSAL, ..plain.clone() };
     let every_option = [
         plain.clone(),
         causal.clone(),
         Options { mask: Mask::window(Some(6), Some(1)), softmax_scale: Some(0.3), ..plain.clone() },
+        Options { mask: Mask::CAUSAL.with_chunk(7), ..plain.clone() },
         Options { softcap: Some(2.0), slopes: Some(slopes), ..causal.clone() },
         Options { slopes: Some(of_sequences), sinks: Some(sinks), ..causal },
     ];
@@ -366,7 +374,7 @@ fn new_keys_are_written_behind_the_old() -> Result<()> {
 }
 
 #[test]
-fn parts_of_the_keys_merge_to_the_whole() -> Result<()> {
+fn parts_of_the_keys_combine_to_the_whole() -> Result<()> {
     let query = random(DType::F32, &[2, 3, HEADS, DIM])?;
     let [key, value] =
         [0, 1].map(|_| random(DType::F32, &[2, 50, KV_HEADS, DIM]).expect("a tensor"));
@@ -381,13 +389,24 @@ fn parts_of_the_keys_merge_to_the_whole() -> Result<()> {
     };
     let nothing = part(9, 9)?;
     let anything = Attention { output: (nothing.output.clone() / 0.)?, ..nothing.clone() };
-    let merged = merge(&[anything, part(0, 17)?, part(17, 50)?])?;
-    assert!(distance(&merged.output, &whole.output)? < 1e-5);
-    assert!(distance(&merged.lse.unwrap(), &whole.lse.unwrap())? < 1e-5);
-    let empty = merge(&[nothing.clone(), nothing])?;
+    let combined = combine(&[anything, part(0, 17)?, part(17, 50)?])?;
+    assert!(distance(&combined.output, &whole.output)? < 1e-5);
+    assert!(distance(&combined.lse.unwrap(), whole.lse.as_ref().unwrap())? < 1e-5);
+    let empty = combine(&[nothing.clone(), nothing])?;
     assert_eq!(empty.output.abs()?.sum_all()?.to_scalar::<f32>()?, 0.);
     assert_eq!(empty.lse.unwrap().max_all()?.to_scalar::<f32>()?, f32::NEG_INFINITY);
-    assert_eq!(refusal(merge(&[])), "merge: there are no parts, expected at least one");
+    assert_eq!(refusal(combine(&[])), "combine: there are no parts, expected at least one");
+    let without = Attention { lse: None, ..whole.clone() };
+    assert_eq!(
+        refusal(combine(&[whole.clone(), without])),
+        "combine: part 1 has no log-sum-exp, expected one"
+    );
+    let shorter =
+        Attention { output: whole.output.narrow(1, 0, 2)?.contiguous()?, ..whole.clone() };
+    assert_eq!(
+        refusal(combine(&[whole, shorter])),
+        "attention: the output of part 1 has shape [2, 2, 4, 24], expected [2, 3, 4, 24]"
+    );
     Ok(())
 }
 

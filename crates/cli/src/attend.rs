@@ -4,20 +4,25 @@ use std::error::Error;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use flashcore::file::{self, Names};
-use flashcore::reference::{self, Rows};
-use flashcore::{
-    DType, InputTensors, Machine, Mask, Output, Preference, Problem, Verdict, compare,
-};
+use flashcore::{DType, InputTensors, Inputs, Machine, Mask, Output, Problem};
+use harness::given::Given;
+use harness::verify::Truth;
 use serde::Serialize;
+use testing::Verdict;
 
+use crate::preference::Preferred;
 use crate::progress::Bar;
 use crate::{Answer, memory, terminal};
 
 /// Compute attention on the best back end there is, and check it
 #[derive(Args)]
 pub(crate) struct Arguments {
+    /// What is computed, such as b=2,h=16,s=4096,d=128,bf16,causal or
+    /// b=4,s=900,queries=packed:2000,keys=packed:2000; options beside it change it
+    #[arg(long, value_name = "PROBLEM", conflicts_with = "input")]
+    problem: Option<Problem>,
     /// Sequences [default: 1]
     #[arg(long, conflicts_with = "input")]
     batch: Option<usize>,
@@ -45,9 +50,24 @@ pub(crate) struct Arguments {
     /// Mask the keys after each query, aligned to the last query and key
     #[arg(long)]
     causal: bool,
+    /// Mask keys further than this before and after each query; a side left out is open
+    #[arg(long, value_name = "LEFT:RIGHT", value_parser = window, conflicts_with = "causal")]
+    window: Option<Mask>,
+    /// Mask the keys of other chunks of so many positions
+    #[arg(long, value_name = "POSITIONS")]
+    chunk: Option<usize>,
     /// Softmax scale [default: 1 / sqrt(head dim)]
     #[arg(long, allow_hyphen_values = true)]
     scale: Option<f32>,
+    /// Cap scaled scores: softcap * tanh(score / softcap)
+    #[arg(long)]
+    softcap: Option<f32>,
+    /// Let scores fall with the distance between query and key, by ALiBi's slopes
+    #[arg(long, conflicts_with = "input")]
+    alibi: bool,
+    /// Give each query head a sink
+    #[arg(long, conflicts_with = "input")]
+    sinks: bool,
     /// Seed of the generated tensors [default: 0]
     #[arg(long, conflicts_with = "input")]
     seed: Option<u64>,
@@ -57,13 +77,8 @@ pub(crate) struct Arguments {
     /// Write `output` and `lse` to a safetensors file
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// Back end to use
-    #[arg(long, value_enum, default_value_t = BackendChoice::Auto)]
-    backend: BackendChoice,
-    /// Kernel to use, such as `forward` or `gpu/scalar` [default: $FLASHCORE_KERNEL, or the best for
-    /// the problem]
-    #[arg(long, value_name = "NAME")]
-    kernel: Option<String>,
+    #[command(flatten)]
+    preferred: Preferred,
     /// Skip the comparison with the reference
     #[arg(long)]
     no_check: bool,
@@ -72,27 +87,15 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum BackendChoice {
-    Auto,
-    Cpu,
-    Gpu,
-}
-
-impl BackendChoice {
-    pub(crate) fn name(self) -> Option<String> {
-        match self {
-            BackendChoice::Auto => None,
-            BackendChoice::Cpu => Some("cpu".to_owned()),
-            BackendChoice::Gpu => Some("gpu".to_owned()),
-        }
-    }
+fn window(text: &str) -> Result<Mask, String> {
+    let problem: Problem = format!("window={text}")
+        .parse()
+        .map_err(|_| format!("`{text}` is not of the form LEFT:RIGHT, such as 4096:0 or :7"))?;
+    Ok(problem.mask)
 }
 
 /// Floating-point operations that a check may take: about a second on two cores.
 const CHECK_OPERATIONS: f64 = 5e9;
-/// Output elements that a check may hold: half a gigabyte of f64 for reference and baseline.
-const CHECK_ELEMENTS: usize = 1 << 25;
 
 pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     let started = Instant::now();
@@ -102,24 +105,19 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         let prepared = prepare(arguments).map_err(|error| error.to_string());
         (prepared, machine.join())
     });
-    let (problem, tensors) = prepared?;
+    let (problem, tensors, given) = prepared?;
+    let inputs = given.as_ref().map_or_else(|| tensors.inputs(), |given| given.inputs(&tensors));
     let machine = machine.map_err(|_| "looking for GPUs panicked")?;
-    let mut preference = match &arguments.kernel {
-        Some(name) => Preference::named(name),
-        None => Preference::from_environment(),
-    };
-    if let Some(backend) = arguments.backend.name() {
-        preference.backend = Some(backend);
-    }
+    let preference = arguments.preferred.preference();
     let before = started.elapsed();
     let result = {
         let bar = Bar::new("attention");
-        machine.attend(&problem, tensors.inputs(), &preference, Some(&bar))?
+        machine.attend(&problem, inputs, &preference, Some(&bar))?
     };
     if let Some(path) = &arguments.output {
         file::write_output(path, &problem, &result)?;
     }
-    let verdict = if arguments.no_check { None } else { Some(judge(&problem, &tensors, &result)?) };
+    let verdict = if arguments.no_check { None } else { Some(judge(&problem, inputs, &result)?) };
     let passed = verdict.as_ref().is_none_or(|verdict| verdict.passed);
     if arguments.json {
         let json = Json {
@@ -144,7 +142,7 @@ struct Json<'a> {
     problem: &'a Problem,
     /// The scale in force, also when the problem leaves it to the default.
     scale: f32,
-    report: &'a flashcore::backend::Report,
+    report: &'a flashcore::Report,
     tflops: f64,
     /// From the start of the process to the first result.
     since_start_ms: f64,
@@ -154,54 +152,72 @@ struct Json<'a> {
     output: Option<String>,
 }
 
-/// The problem and its tensors, from the file or generated.
-fn prepare(arguments: &Arguments) -> Result<(Problem, InputTensors), Box<dyn Error>> {
-    let finish = |mut problem: Problem| -> Result<Problem, Box<dyn Error>> {
-        problem.softmax_scale = arguments.scale;
-        if arguments.causal {
-            problem = problem.with_mask(Mask::Causal);
-        }
-        problem.validate()?;
-        Ok(problem)
-    };
+/// The problem and its tensors, from the file or generated: then with lengths and tables too.
+fn prepare(
+    arguments: &Arguments,
+) -> Result<(Problem, InputTensors, Option<Given>), Box<dyn Error>> {
     if let Some(path) = &arguments.input {
         let tensors = file::read_inputs(path, &Names::default())?;
-        let problem = finish(tensors.inputs().problem()?)?;
-        return Ok((problem, tensors));
+        let problem = arguments.changed(tensors.inputs().problem()?);
+        problem.validate()?;
+        return Ok((problem, tensors, None));
     }
-    let heads = arguments.heads.unwrap_or(8);
-    let length = arguments.seq.unwrap_or(1024);
-    let head_dim = arguments.head_dim.unwrap_or(128);
-    let problem = finish(
-        Problem::new(arguments.batch.unwrap_or(1), heads, length, head_dim)
-            .with_kv_heads(arguments.kv_heads.unwrap_or(heads))
-            .with_key_length(arguments.kv_seq.unwrap_or(length))
-            .with_value_head_dim(arguments.value_head_dim.unwrap_or(head_dim))
-            .with_dtype(arguments.dtype.unwrap_or(DType::BF16)),
-    )?;
+    let usual = || "".parse::<Problem>();
+    let problem = arguments.changed(arguments.problem.clone().map_or_else(usual, Ok)?);
+    problem.validate()?;
     memory::admit(&problem)?;
+    let given = Given::of(&problem)?;
     let tensors = InputTensors::random(&problem, arguments.seed.unwrap_or(0))?;
-    Ok((problem, tensors))
+    Ok((problem, tensors, Some(given)))
+}
+
+impl Arguments {
+    /// A problem with what the options say. Sizes that follow others by default do so here too.
+    fn changed(&self, mut problem: Problem) -> Problem {
+        problem.batch = self.batch.unwrap_or(problem.batch);
+        let follow =
+            |size: &mut usize, given: Option<usize>| given.into_iter().for_each(|it| *size = it);
+        for (size, other, given, own) in [
+            (&mut problem.query_heads, &mut problem.kv_heads, self.heads, self.kv_heads),
+            (&mut problem.query_length, &mut problem.key_length, self.seq, self.kv_seq),
+            (
+                &mut problem.head_dim,
+                &mut problem.value_head_dim,
+                self.head_dim,
+                self.value_head_dim,
+            ),
+        ] {
+            follow(size, given);
+            follow(other, own.or(given));
+        }
+        if let Some(dtype) = self.dtype {
+            problem = problem.with_dtype(dtype);
+        }
+        if self.causal {
+            problem.mask.right = Some(0);
+        }
+        if let Some(Mask { left, right, .. }) = self.window {
+            (problem.mask.left, problem.mask.right) = (left, right);
+        }
+        if let Some(chunk) = self.chunk {
+            problem.mask = problem.mask.with_chunk(chunk);
+        }
+        problem.scores.scale = self.scale.or(problem.scores.scale);
+        problem.scores.softcap = self.softcap.or(problem.scores.softcap);
+        problem.scores.sinks |= self.sinks;
+        if self.alibi { problem.with_alibi() } else { problem }
+    }
 }
 
 /// Compare with the reference, over as many rows as there is time for.
 fn judge(
     problem: &Problem,
-    tensors: &InputTensors,
+    inputs: Inputs<'_>,
     result: &Output,
-) -> Result<Verdict, flashcore::Error> {
-    let share = (CHECK_OPERATIONS / problem.visible_flops().max(1.0)).min(1.0);
-    let affordable = (share * problem.rows() as f64) as usize;
-    let count = affordable.min(CHECK_ELEMENTS / problem.value_head_dim);
-    let rows = Rows::sample(problem, count.max(16), 0);
-    let inputs = tensors.inputs();
+) -> Result<Verdict, Box<dyn Error>> {
     let bar = Bar::new("reference");
-    let reference = reference::attention(problem, inputs, &rows, Some(&bar))?;
-    drop(bar);
-    let bar = Bar::new("baseline ");
-    let baseline = reference::baseline(problem, inputs, &rows, Some(&bar))?;
-    drop(bar);
-    Ok(compare(problem, result, &reference, &baseline)?)
+    let truth = Truth::within(CHECK_OPERATIONS, problem, inputs, 0, Some(&bar))?;
+    Ok(truth.verdict(&result.output, &result.lse)?)
 }
 
 fn describe(
@@ -231,7 +247,7 @@ fn describe(
         ),
         (
             "kernel",
-            format!("{} ({})", terminal::paint(terminal::HEADING, &report.kernel), report.reason),
+            format!("{} ({})", terminal::paint(terminal::HEADING, report.kernel), report.reason),
         ),
         (
             "time",

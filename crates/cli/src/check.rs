@@ -3,13 +3,13 @@
 use std::error::Error;
 
 use clap::Args;
-use flashcore::check::ladder::{self, Rung};
-use flashcore::check::{self, Outcome, cases};
 use flashcore::gpu::Gpu;
 use flashcore::{Backend, DType, Machine, Progress};
 use serde::Serialize;
+use testing::check::ladder::{self, Rung};
+use testing::check::{self, Outcome, cases};
 
-use crate::attend::BackendChoice;
+use crate::preference::BackendChoice;
 use crate::progress::Bar;
 use crate::{Answer, terminal};
 
@@ -79,13 +79,13 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         .backends()
         .iter()
         .map(AsRef::as_ref)
-        .filter(|backend| wanted.as_deref().is_none_or(|name| name == backend.name()))
+        .filter(|backend| wanted.is_none_or(|name| name == backend.name()))
         .collect();
     let mut lines = Vec::new();
     for dtype in &dtypes {
         lines.extend(check_attention(&backends, *dtype, arguments));
         lines.extend(check_sequences(&backends, *dtype, arguments));
-        if let Some(gpu) = machine.gpu().filter(|_| wanted.as_deref() != Some("cpu")) {
+        if let Some(gpu) = machine.gpu().filter(|_| wanted != Some("cpu")) {
             lines.extend(check_caches(gpu, *dtype, arguments));
         }
     }
@@ -94,14 +94,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         (place, line.kernel.clone())
     });
     let rungs = match machine.gpu() {
-        Some(gpu) if wanted.as_deref() != Some("cpu") && !arguments.thorough => {
-            check_ladder(gpu, arguments)?
-        }
+        Some(gpu) if wanted != Some("cpu") && !arguments.thorough => check_ladder(gpu, arguments)?,
         _ => Vec::new(),
     };
     if lines.is_empty() && rungs.is_empty() {
-        let absent =
-            machine.missing().iter().find(|missing| Some(missing.backend) == wanted.as_deref());
+        let absent = machine.missing().iter().find(|missing| Some(missing.backend) == wanted);
         return Err(match (absent, &arguments.kernel) {
             (Some(missing), _) => {
                 format!("there is no {} back end here: {}", missing.backend, missing.reason)
@@ -129,7 +126,9 @@ fn check_attention(backends: &[&dyn Backend], dtype: DType, arguments: &Argument
     };
     let bar = Bar::new("checking");
     let checked = check::run_all(backends, arguments.kernel.as_deref(), &cases, &bar);
-    let of = |it: check::Checked<'_>| (it.backend, it.kernel, it.case.to_string(), it.outcome);
+    let of = |it: check::Checked<'_>| {
+        (it.backend, it.kernel.to_owned(), it.case.to_string(), it.outcome)
+    };
     lines(dtype, checked.into_iter().map(of))
 }
 
@@ -155,10 +154,11 @@ fn check_caches(gpu: &Gpu, dtype: DType, arguments: &Arguments) -> Vec<Line> {
     if wanted("append") && dtype != DType::F32 {
         checked.extend(check::run_appends(gpu, dtype, seeds, &bar));
     }
-    if wanted("merge") {
-        checked.extend(check::run_merges(gpu, dtype, seeds, &bar));
+    if wanted("combine") {
+        checked.extend(check::run_combines(gpu, dtype, seeds, &bar));
     }
-    lines(dtype, checked.into_iter().map(|it| (it.backend, it.kernel, it.case, it.outcome)))
+    let of = |it: check::CheckedSequences| (it.backend, it.kernel.to_owned(), it.case, it.outcome);
+    lines(dtype, checked.into_iter().map(of))
 }
 
 /// One line per kernel: back end, kernel, case and what came of it.
@@ -252,13 +252,12 @@ fn describe_ladder(rungs: &[Rung]) -> String {
                 0 => (terminal::GOOD, "passed".to_owned()),
                 count => (terminal::BAD, format!("{count} failed")),
             };
-            let plain = |text: String| (terminal::PLAIN, text);
             vec![
-                plain(format!("gpu/{family}")),
-                plain(of_family.len().to_string()),
-                plain(format!("{:.2e}", largest(|rung| rung.max_error))),
-                plain(format!("{:.2e}", mean / of_family.len() as f64)),
-                plain(format!("{:.0} %", largest(|rung| rung.tolerance_used) * 100.0)),
+                terminal::plain(format!("gpu/{family}")),
+                terminal::plain(of_family.len().to_string()),
+                terminal::plain(format!("{:.2e}", largest(|rung| rung.max_error))),
+                terminal::plain(format!("{:.2e}", mean / of_family.len() as f64)),
+                terminal::plain(format!("{:.0} %", largest(|rung| rung.tolerance_used) * 100.0)),
                 (style, verdict),
             ]
         })
@@ -293,15 +292,14 @@ fn describe(machine: &Machine, lines: &[Line]) -> String {
                 0 => (terminal::GOOD, "passed".to_owned()),
                 count => (terminal::BAD, format!("{count} failed")),
             };
-            let plain = |text: String| (terminal::PLAIN, text);
             vec![
-                plain(format!("{}/{}", line.backend, line.kernel)),
-                plain(line.dtype.to_string()),
-                plain(line.cases.to_string()),
-                plain(format!("{:.2e}", line.max_error)),
-                plain(format!("{:.2e}", line.mean_error)),
-                plain(format!("{:.2e}", line.lse_max_error)),
-                plain(format!("{:.0} %", line.tolerance_used * 100.0)),
+                terminal::plain(format!("{}/{}", line.backend, line.kernel)),
+                terminal::plain(line.dtype.to_string()),
+                terminal::plain(line.cases.to_string()),
+                terminal::plain(format!("{:.2e}", line.max_error)),
+                terminal::plain(format!("{:.2e}", line.mean_error)),
+                terminal::plain(format!("{:.2e}", line.lse_max_error)),
+                terminal::plain(format!("{:.0} %", line.tolerance_used * 100.0)),
                 (style, verdict),
             ]
         })

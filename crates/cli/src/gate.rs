@@ -4,17 +4,19 @@ use std::error::Error;
 use std::path::PathBuf;
 
 use clap::Args;
-use flashcore::check::ladder;
 use flashcore::gpu::Gpu;
-use flashcore::{Mask, Problem, Progress};
-use harness::bench::Candidate;
+use flashcore::{Problem, Progress};
+use harness::Silent;
+use harness::bench::{Candidate, configuration};
 use harness::gate::{
-    self, Contract, Foreign, Judgement, Outcome, Own, Pace, Step, Thresholds, ncu_command,
+    self, Contract, Foreign, Judgement, Outcome, Own, Pace, Step, Stored, Thresholds, ncu_command,
 };
+use harness::given::tensor_bytes;
 use harness::provenance::GpuFound;
 use harness::subject::{GpuSubject, Source, Subject, Tensors};
-use kernels::{Shipped, shipped};
+use kernels::{Configuration, shipped};
 use ptx::Target;
+use testing::check::ladder;
 
 use crate::inspect::choose;
 use crate::{Answer, terminal};
@@ -32,13 +34,13 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "FILE")]
     description: Option<PathBuf>,
     /// Who it must be as fast as: a candidate as `bench` knows them [default: scalar, the kernel
-    /// with ordinary arithmetic]
+    /// with ordinary arithmetic; over ragged batches what the planner chooses]
     #[arg(long, value_name = "CANDIDATE", value_parser = Candidate::parse)]
     baseline: Option<Candidate>,
     /// The least share of the baseline's speed
     #[arg(long, value_name = "SHARE", default_value_t = 0.95)]
     at_least: f64,
-    /// What is timed [default: 4096 positions of the kernel's own dims]
+    /// What is timed [default: 4096 positions of the kernel's own dims, or one query over 8192]
     #[arg(long)]
     problem: Option<Problem>,
     /// Samples of each when it is timed
@@ -64,6 +66,12 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
+impl Arguments {
+    fn timed(&self, contract: &Contract) -> Problem {
+        self.problem.clone().unwrap_or_else(|| contract.timed())
+    }
+}
+
 fn step(name: &str) -> Result<Step, String> {
     Step::ALL.into_iter().find(|step| step.name() == name).ok_or_else(|| {
         let known = Step::ALL.map(Step::name).join(", ");
@@ -86,8 +94,7 @@ impl Judged {
             return Ok(Judged::Foreign(Box::new(Foreign::read(&ptx, description)?)));
         }
         let kernel = choose::kernel(name, Target::SM_90A);
-        let kernel = kernel
-            .or_else(|error| harness::tune::space::find(name).map(Shipped::Forward).ok_or(error))?;
+        let kernel = kernel.or_else(|error| configuration(name).map_err(|_| error))?;
         Ok(Judged::Own(Box::new(Own::new(kernel)?)))
     }
 
@@ -117,8 +124,7 @@ impl Judged {
         match self {
             Judged::Own(own) => {
                 Contract::of(&own.kernel)?;
-                let who = harness::bench::Who::Kernel(own.kernel);
-                Some(Box::new(Candidate { name: own.kernel.name(), who }))
+                Some(Box::new(Candidate::of(own.kernel)))
             }
             Judged::Foreign(foreign) => Some(Box::new((**foreign).clone())),
         }
@@ -126,7 +132,7 @@ impl Judged {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
-    let gpu = Gpu::open(0).map_err(|error| error.to_string());
+    let gpu = harness::open_gpu().map_err(|error| error.to_string());
     if arguments.once {
         let name = arguments.kernel.as_deref().unwrap_or_default();
         return once(arguments, &Judged::find(arguments, name)?, gpu.as_ref());
@@ -137,7 +143,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     };
     let names: Vec<String> = match &arguments.kernel {
         Some(name) => vec![name.clone()],
-        None => shipped(Target::SM_90A).iter().map(Shipped::name).collect(),
+        None => shipped(Target::SM_90A).iter().map(Configuration::name).collect(),
     };
     let mut judgements = Vec::new();
     {
@@ -234,11 +240,6 @@ fn correct(gpu: &Gpu, judged: &Judged, salt: u64) -> Outcome {
 
 /// A matrix kernel, by the checks that it has.
 fn rung(gpu: &Gpu, own: &Own) -> Outcome {
-    struct Silent;
-    impl Progress for Silent {
-        fn begin(&self, _: u64) {}
-        fn advance(&self, _: u64) {}
-    }
     match ladder::run(gpu, &[own.kernel], &Silent) {
         Ok(rungs) if rungs.is_empty() => Outcome::skip("`flashcore check` has this kernel"),
         Ok(rungs) if rungs.iter().all(|rung| rung.passed) => {
@@ -254,30 +255,20 @@ fn rung(gpu: &Gpu, own: &Own) -> Outcome {
     }
 }
 
-/// What is timed: 4096 positions, as many heads as make a hidden size of 2048.
-fn timed_problem(arguments: &Arguments, contract: &Contract) -> Problem {
-    let model = &contract.model;
-    let length = 4096usize.next_multiple_of(contract.length_step);
-    let heads = (2048 / model.head_dim.max(1)).clamp(1, 64);
-    arguments.problem.clone().unwrap_or_else(|| {
-        Problem::new(1, heads, length, model.head_dim)
-            .with_value_head_dim(model.value_head_dim)
-            .with_dtype(model.dtype)
-            .with_mask(if model.mask == Mask::Causal { Mask::Causal } else { Mask::None })
-    })
-}
-
 fn fast(arguments: &Arguments, gpu: &Gpu, judged: &Judged, salt: u64) -> Outcome {
     let (Some(contract), Some(source)) = (judged.contract(), judged.source()) else {
         return Outcome::skip("it does not compute attention");
     };
-    let scalar = || Candidate::parse("scalar").expect("it is always there");
-    let baseline = arguments.baseline.clone().unwrap_or_else(scalar);
+    // What has no counterpart with ordinary arithmetic is held against the planner's choice.
+    let usual = if contract.storage == Stored::Equal { "scalar" } else { "flashcore" };
+    let usual = || Candidate::parse(usual).expect("it is always there");
+    let baseline = arguments.baseline.clone().unwrap_or_else(usual);
     if let Some(peer) = baseline.peer() {
+        let peer = peer.name;
         return Outcome::skip(format!("{peer} lives in another process: `flashcore bench` has it"));
     }
     let pace = Pace {
-        problem: timed_problem(arguments, &contract),
+        problem: arguments.timed(&contract),
         rounds: arguments.rounds,
         at_least: arguments.at_least,
         peak_tflops: Some(GpuFound::of(gpu.info()).peak_tflops()),
@@ -297,7 +288,7 @@ fn once_command(typed: &str, arguments: &Arguments) -> Vec<String> {
     let mut command = vec![own.unwrap_or_else(|_| "flashcore".to_owned())];
     command.extend(["gate", typed, "--once"].map(str::to_owned));
     if let Some(problem) = &arguments.problem {
-        command.extend(["--problem".to_owned(), harness::problems::text(problem)]);
+        command.extend(["--problem".to_owned(), problem.text()]);
     }
     if let Some(description) = &arguments.description {
         command.extend(["--description".to_owned(), description.display().to_string()]);
@@ -322,13 +313,13 @@ fn once(
     let (Some(contract), Some(source)) = (judged.contract(), judged.source()) else {
         return Err("it does not compute attention".into());
     };
-    let problem = timed_problem(arguments, &contract);
+    let problem = arguments.timed(&contract);
     let mut subject = GpuSubject::new(gpu, source.as_ref())?;
     subject.prepare(&problem)?;
     let tensors = flashcore::InputTensors::random(&problem, 0)?;
     let mut memory = Vec::new();
-    for role in flashcore::gpu::TensorRole::ALL {
-        memory.push(subject.allocate(role.bytes(&problem).unwrap_or(0))?);
+    for bytes in tensor_bytes(&problem).ok_or("the problem is too large")? {
+        memory.push(subject.allocate(bytes)?);
     }
     for (memory, tensor) in memory.iter().zip([&tensors.query, &tensors.key, &tensors.value]) {
         subject.write(*memory, 0, tensor.bytes())?;
@@ -413,7 +404,7 @@ pub(crate) fn ncu_line(kernel: &str, entry: &str, problem: Option<&Problem>) -> 
     let mut command = vec!["flashcore".to_owned(), "gate".to_owned(), kernel.to_owned()];
     command.push("--once".to_owned());
     if let Some(problem) = problem {
-        command.extend(["--problem".to_owned(), harness::problems::text(problem)]);
+        command.extend(["--problem".to_owned(), problem.text()]);
     }
     ncu_command(entry, &command).join(" ")
 }

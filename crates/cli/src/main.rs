@@ -10,6 +10,7 @@ mod doctor;
 mod gate;
 mod inspect;
 mod memory;
+mod preference;
 mod profile;
 mod progress;
 mod sim;

@@ -17,7 +17,7 @@ pub(crate) fn admit(problem: &Problem) -> Result<(), Box<dyn Error>> {
             .sum();
     // The output's rows are listed once while they are shared out among threads.
     let rows = problem.rows() as u128 * (4 + 16);
-    let needed = elements * problem.dtype.bytes() as u128 + rows;
+    let needed = elements * problem.dtype().bytes() as u128 + rows;
     match available() {
         Some(available) if needed > available => Err(format!(
             "this problem needs {} of memory, {} are free",

@@ -1,28 +1,27 @@
-//! `flashcore profile`: where the time goes inside the forward kernel.
+//! `flashcore profile`: where the time goes, inside the forward kernel and between launches.
 
 use std::error::Error;
 use std::path::PathBuf;
 
 use clap::Args;
 use flashcore::Problem;
-use flashcore::gpu::forward::choose;
 use flashcore::gpu::{Chip, Gpu};
-use harness::profile::{self, Line};
+use harness::profile::{self, LaunchTime, Line};
 use harness::report::write;
-use kernels::Shipped;
+use kernels::Configuration;
 use serde::Serialize;
 
+use crate::preference::Ours;
 use crate::{Answer, gate, terminal};
 
-/// Show where the time goes inside the forward kernel
+/// Show where the time goes: inside the forward kernel, and between the launches of the others
 #[derive(Args)]
 pub(crate) struct Arguments {
     /// What is computed, such as b=2,h=16,s=8192,d=128,bf16,causal
     #[arg(long, default_value = "b=2,h=16,s=8192,d=128,bf16")]
     problem: Problem,
-    /// A configuration by name [default: what the planner chooses]
-    #[arg(long, value_name = "NAME")]
-    kernel: Option<String>,
+    #[command(flatten)]
+    ours: Ours,
     /// Write a timeline that opens in ui.perfetto.dev, the GPU's beside the simulator's
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
@@ -42,7 +41,10 @@ struct Report {
     gpu: Option<Measured>,
     /// Why there is none.
     missing: Option<String>,
-    /// The same stamps in the simulator, whose clock is a simple model.
+    /// Each launch of the plan on the GPU.
+    launches: Vec<LaunchTime>,
+    /// The same stamps in the simulator, whose clock is a simple model; none where the kernel takes
+    /// none.
     simulator: Vec<Line>,
     timeline: Option<String>,
     /// What counts the rest.
@@ -58,25 +60,30 @@ struct Measured {
 
 pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     let problem = &arguments.problem;
-    let gpu = Gpu::open(0);
+    let gpu = harness::open_gpu();
     let chip = gpu.as_ref().map_or(Chip::H200, Gpu::chip);
-    let forward = match &arguments.kernel {
-        Some(name) => match harness::bench::configuration(name)? {
-            Shipped::Forward(forward) => forward,
-            other => return Err(format!("{} takes no timestamps", other.name()).into()),
-        },
-        None => choose(&chip, problem)?.configuration,
+    let (plan, given) = arguments.ours.candidate()?.plan(&chip, problem)?;
+    let choice = plan.chosen.choice.as_ref().ok_or("it is no kernel of a GPU")?;
+    let name = choice.kernel().name();
+    // Timestamps from inside are for the forward kernel alone.
+    let forward = match choice.kernel() {
+        Configuration::Forward(forward) => Some(forward),
+        _ => None,
     };
-    if !harness::bench::serves(&Shipped::Forward(forward), problem) {
-        return Err(format!("{} is for another element, dim or mask", forward.name()).into());
+    let (simulated, trace) = forward.map(profile::in_simulator).transpose()?.unwrap_or_default();
+    let mut recording = None;
+    let mut launches = Vec::new();
+    if let Ok(gpu) = &gpu {
+        launches = profile::launches(gpu, &plan, &given)?;
+        let probed = |forward| profile::on_gpu(gpu, forward, &plan, &given);
+        recording = forward.map(probed).transpose()?;
     }
-    let (simulated, trace) = profile::in_simulator(&forward)?;
-    let (recording, missing) = match &gpu {
-        Ok(gpu) => (Some(profile::on_gpu(gpu, &forward, problem)?), None),
-        Err(error) => (None, Some(error.to_string())),
-    };
+    let missing = gpu.as_ref().err().map(ToString::to_string);
     let spans = recording.as_ref().map_or(&[][..], |recording| &recording.spans);
     let timeline = match &arguments.trace {
+        Some(path) if forward.is_none() => {
+            return Err(format!("{name} takes no timestamps: no {}", path.display()).into());
+        }
         Some(path) => {
             let text = profile::timeline(spans, arguments.blocks, Some((&simulated, &trace)));
             write(path, &text)?;
@@ -84,14 +91,14 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         }
         None => None,
     };
-    let name = forward.name();
     let report = Report {
-        problem: harness::problems::text(problem),
+        problem: problem.text(),
         gpu: recording.as_ref().map(|recording| Measured {
             phases: profile::summarise(&recording.spans),
             milliseconds: recording.milliseconds,
         }),
         missing,
+        launches,
         simulator: profile::summarise(&simulated),
         timeline,
         ncu: gate::ncu_line(&name, &name, Some(problem)),
@@ -118,10 +125,24 @@ fn describe(report: &Report) -> String {
                 "{without:.4} ms without timestamps, {with:.4} ms with them ({slower:+.1} %)\n"
             );
         }
-        (None, missing) => {
-            let reason = missing.as_deref().unwrap_or_default();
-            text += &format!("\nno times from a GPU: {reason}\n");
-        }
+        (None, Some(reason)) => text += &format!("\nno times from a GPU: {reason}\n"),
+        (None, None) => {}
+    }
+    if !report.launches.is_empty() {
+        text += &format!("\n{}\n", terminal::paint(terminal::HEADING, "launch by launch"));
+        let row = |it: &LaunchTime| {
+            vec![
+                terminal::plain(it.kernel.clone()),
+                terminal::plain(format!("{:.2}", 1e3 * it.milliseconds)),
+            ]
+        };
+        let rows: Vec<_> = report.launches.iter().map(row).collect();
+        text += &terminal::table(&["kernel", "us"], &rows);
+    }
+    if report.simulator.is_empty() {
+        let kernel = &report.kernel;
+        text += &format!("\n{kernel} takes no timestamps: whole launches are what there is\n");
+        return text + &format!("\nhardware counters:\n  {}\n", report.ncu);
     }
     let heading = "in the simulator (a small problem, a simple model of costs)";
     text += &format!("\n{}\n", terminal::paint(terminal::HEADING, heading));
@@ -133,15 +154,14 @@ fn describe(report: &Report) -> String {
 }
 
 fn table(lines: &[Line]) -> String {
-    let plain = |text: String| (terminal::PLAIN, text);
     let rows: Vec<_> = lines
         .iter()
         .map(|line| {
             vec![
-                plain(line.phase.to_owned()),
-                plain(format!("{:.1} %", 100.0 * line.share)),
-                plain(format!("{:.0}", line.cycles)),
-                plain(line.count.to_string()),
+                terminal::plain(line.phase.to_owned()),
+                terminal::plain(format!("{:.1} %", 100.0 * line.share)),
+                terminal::plain(format!("{:.0}", line.cycles)),
+                terminal::plain(line.count.to_string()),
             ]
         })
         .collect();

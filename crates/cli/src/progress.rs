@@ -33,13 +33,14 @@ impl Bar {
     /// A line above the bar.
     pub(crate) fn note(&self, text: &str) {
         if self.terminal {
-            eprintln!("{text}");
+            self.bar.suspend(|| eprintln!("{text}"));
         }
     }
 }
 
 impl Progress for Bar {
     fn begin(&self, total: u64) {
+        self.bar.reset();
         self.bar.set_length(total);
     }
 

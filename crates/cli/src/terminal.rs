@@ -15,6 +15,11 @@ pub(crate) const BAD: Style = AnsiColor::Red.on_default().bold();
 /// For ordinary text.
 pub(crate) const PLAIN: Style = Style::new();
 
+/// A cell of a table in ordinary text.
+pub(crate) fn plain(text: impl Into<String>) -> (Style, String) {
+    (PLAIN, text.into())
+}
+
 /// Text in a style, if standard output is a terminal that wants colours.
 pub(crate) fn paint(style: Style, text: &str) -> String {
     if wants_colour(&std::io::stdout()) {

@@ -5,22 +5,25 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
-use flashcore::gpu::forward::{TuningFile, choose};
-use flashcore::gpu::{Chip, Gpu};
+use flashcore::family::tuning::TuningFile;
+use flashcore::gpu::Chip;
 use flashcore::{Problem, Progress};
-use harness::problems::{ProblemSet, text};
+use harness::bench::Candidate;
+use harness::problems::ProblemSet;
 use harness::tune::cost::{BlockCost, predict};
 use harness::tune::insight::{Effect, effects};
 use harness::tune::log::Log;
-use harness::tune::search::{Found, Plan, Start, search};
+use harness::tune::search::{Found, Plan, Start, search, sweep};
 use harness::tune::space::{Gene, Genome, possible};
 use harness::tune::{GpuMeter, entry, save};
+use kernels::Configuration;
 use serde::Serialize;
 
+use crate::preference::Ours;
 use crate::progress::Bar;
 use crate::{Answer, terminal};
 
-/// Search for the best configurations of the forward kernel
+/// Search for the best configurations of the kernels that serve problems
 #[derive(Args)]
 pub(crate) struct Arguments {
     /// What to tune for, such as b=2,h=32,s=8192,d=64,bf16; may be given many times
@@ -29,6 +32,8 @@ pub(crate) struct Arguments {
     /// A set of problems, as `bench` knows them
     #[arg(long, conflicts_with = "problem")]
     set: Option<String>,
+    #[command(flatten)]
+    ours: Ours,
     /// Seconds in all, shared by the problems
     #[arg(long, default_value_t = 240)]
     seconds: u64,
@@ -81,16 +86,13 @@ struct Line {
 
 pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     let problems = match &arguments.set {
-        Some(name) => {
-            let set = ProblemSet::find(name)?.workloads.into_iter();
-            set.filter(|it| !it.is_packed()).map(|it| it.problem).collect()
-        }
+        Some(name) => ProblemSet::find(name)?.problems,
         None => arguments.problem.clone(),
     };
     if arguments.model {
         return model(arguments, &problems);
     }
-    let gpu = Gpu::open(0).map_err(|error| {
+    let gpu = harness::open_gpu().map_err(|error| {
         format!(
             "there is no GPU to tune for: {error}; `--model` ranks configurations by the cost \
              model alone"
@@ -103,7 +105,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         None => Log::new(),
     };
     let chip = gpu.chip();
-    let (mut lines, mut kept) = (Vec::new(), 0);
+    let (mut lines, mut kept, mut told_only) = (Vec::new(), 0, 0);
     let (begun, seconds) = (Instant::now(), Duration::from_secs(arguments.seconds));
     for (index, problem) in problems.iter().enumerate() {
         // What one problem takes beyond its share is taken from those behind it.
@@ -112,8 +114,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
             break;
         }
         let budget = left / (problems.len() - index) as u32;
-        let rules = choose(&chip, problem)?.configuration;
-        let name = text(problem);
+        let rules = chosen(&arguments.ours.candidate()?, &chip, problem)?;
+        let name = problem.text();
         let plan = Plan {
             start: match arguments.start {
                 StartChoice::Rules => Start::Rules,
@@ -126,37 +128,61 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         let mut meter = GpuMeter::new(&gpu, problem, arguments.seed)?;
         let bar = Bar::new("tuning");
         let mut told = |text: &str| bar.note(text);
-        let found = search(&name, rules, &plan, &mut meter, &mut log, &mut told)?;
+        let found = match rules {
+            Configuration::Forward(rules) => {
+                search(&name, rules, &plan, &mut meter, &mut log, &mut told)?
+            }
+            other => sweep(&name, other, &mut meter, &mut told)?,
+        };
         drop(bar);
         // At once: a search that is cut short keeps what it has found.
-        if found.better {
-            save(&output, &gpu, vec![entry(&found, problem, &chip)?])?;
-            kept += 1;
+        let entry = entry(&found, problem, &chip).filter(|_| found.better);
+        kept += usize::from(entry.is_some());
+        told_only += usize::from(found.better && entry.is_none());
+        if let Some(entry) = entry {
+            save(&output, &gpu, vec![entry])?;
         }
         let its: Vec<_> = log.records().iter().filter(|it| it.problem == name).cloned().collect();
-        lines.push(Line::new(name, &rules, &found, effects(&its)));
+        lines.push(Line::new(name, &found, effects(&its)));
     }
     if arguments.json {
         return Answer::json(&lines, true);
     }
     let mut answer = describe(&lines);
     answer += &match kept {
+        0 if told_only > 0 => String::new(),
         0 => "nothing is better than the rules by more than noise: no file is written\n".to_owned(),
         kept => format!("{kept} entries written to {}\n", output.display()),
     };
+    if told_only > 0 {
+        answer += &format!(
+            "{told_only} found for kernels that the tuning file cannot express yet: not written\n"
+        );
+    }
     if lines.len() < problems.len() {
-        let missed: Vec<String> = problems[lines.len()..].iter().map(text).collect();
+        let missed: Vec<String> = problems[lines.len()..].iter().map(Problem::text).collect();
         answer += &format!("no time was left for {}\n", missed.join(", "));
     }
     Ok(Answer { text: answer, passed: true })
 }
 
+/// The configuration that a candidate runs for a problem.
+fn chosen(
+    candidate: &Candidate,
+    chip: &Chip,
+    problem: &Problem,
+) -> Result<Configuration, Box<dyn Error>> {
+    let (plan, _) = candidate.plan(chip, problem)?;
+    let choice = plan.chosen.choice.ok_or("it is no kernel of a GPU")?;
+    Ok(*choice.kernel())
+}
+
 impl Line {
-    fn new(problem: String, rules: &kernels::Forward, found: &Found, effects: Vec<Effect>) -> Self {
+    fn new(problem: String, found: &Found, effects: Vec<Effect>) -> Self {
         Line {
             problem,
-            rules: rules.name(),
-            best: found.best.configuration(rules).name(),
+            rules: found.rules.name(),
+            best: found.best.name(),
             milliseconds: found.milliseconds,
             speedup: found.speedup,
             noise: found.noise,
@@ -171,7 +197,6 @@ impl Line {
 }
 
 fn describe(lines: &[Line]) -> String {
-    let plain = |text: String| (terminal::PLAIN, text);
     let rows: Vec<_> = lines
         .iter()
         .map(|line| {
@@ -181,13 +206,13 @@ fn describe(lines: &[Line]) -> String {
                 (false, false) => (terminal::PLAIN, "as good"),
             };
             vec![
-                plain(line.problem.clone()),
-                plain(format!("{:.3}", line.speedup)),
-                plain(format!("{:.1} %", 100.0 * line.noise)),
+                terminal::plain(line.problem.clone()),
+                terminal::plain(format!("{:.3}", line.speedup)),
+                terminal::plain(format!("{:.1} %", 100.0 * line.noise)),
                 (style, verdict.to_owned()),
-                plain(format!("{} of {}", line.measured, line.seen)),
-                plain(format!("{:.0} s", line.seconds)),
-                plain(line.best.clone()),
+                terminal::plain(format!("{} of {}", line.measured, line.seen)),
+                terminal::plain(format!("{:.0} s", line.seconds)),
+                terminal::plain(line.best.clone()),
             ]
         })
         .collect();
@@ -203,10 +228,10 @@ fn describe(lines: &[Line]) -> String {
                 let [from, to] = effect.change;
                 let [least, most] = effect.range.map(|it| 100.0 * (it - 1.0));
                 vec![
-                    plain(format!("{}: {from} to {to}", effect.gene.name())),
-                    plain(format!("{:+.1} %", 100.0 * (effect.speedup - 1.0))),
-                    plain(format!("{least:+.1} to {most:+.1} %")),
-                    plain(effect.pairs.to_string()),
+                    terminal::plain(format!("{}: {from} to {to}", effect.gene.name())),
+                    terminal::plain(format!("{:+.1} %", 100.0 * (effect.speedup - 1.0))),
+                    terminal::plain(format!("{least:+.1} to {most:+.1} %")),
+                    terminal::plain(effect.pairs.to_string()),
                 ]
             })
             .collect();
@@ -237,7 +262,10 @@ fn model(arguments: &Arguments, problems: &[Problem]) -> Result<Answer, Box<dyn 
     let clock = info.map_or(1980.0, |info| f64::from(info.clock_kilohertz) / 1e3);
     let mut all = Vec::new();
     for problem in problems {
-        let rules = choose(&chip, problem)?.configuration;
+        let Configuration::Forward(rules) = chosen(&Candidate::parse("forward")?, &chip, problem)?
+        else {
+            return Err("the model knows the forward kernel alone".into());
+        };
         // The model knows nothing about how code is laid out.
         let like_rules = Genome::of(&rules);
         let mut genomes = Genome::all();
@@ -264,7 +292,7 @@ fn model(arguments: &Arguments, problems: &[Problem]) -> Result<Answer, Box<dyn 
         best.sort_by(|a, b| a.milliseconds.total_cmp(&b.milliseconds));
         best.truncate(arguments.show);
         let (possible, of) = (forwards.len(), genomes.len());
-        all.push(Ranked { problem: text(problem), possible, of, best });
+        all.push(Ranked { problem: problem.text(), possible, of, best });
     }
     if arguments.json {
         return Answer::json(&all, true);

@@ -4,13 +4,14 @@
 use std::error::Error;
 
 use clap::Args;
-use flashcore::backend::gpu;
 use flashcore::gpu::{Gpu, Warmed};
+use flashcore::plan::Arrangement;
 use flashcore::{Plan, Preference, Problem};
-use kernels::{Shipped, forward, mma};
-use ptx::Capability;
+use harness::bench::families;
+use kernels::{Configuration, shipped};
 use serde::Serialize;
 
+use crate::preference::Preferred;
 use crate::progress::Bar;
 use crate::{Answer, terminal};
 
@@ -31,6 +32,8 @@ pub(crate) struct What {
 pub(crate) struct Arguments {
     #[command(flatten)]
     what: What,
+    #[command(flatten)]
+    preferred: Preferred,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -47,7 +50,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     let Some(cache) = gpu.cache().directory().map(|path| path.display().to_string()) else {
         return Err("the cache is off ($FLASHCORE_CACHE): nothing would be kept".into());
     };
-    let configurations = configurations(&gpu, &arguments.what)?;
+    let configurations = configurations(&gpu, &arguments.what, &arguments.preferred.preference())?;
     let kernels = {
         let bar = Bar::new("compiling");
         gpu.warm(&configurations, &bar)?
@@ -60,23 +63,21 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
 }
 
 /// What is to be compiled, each once.
-fn configurations(gpu: &Gpu, what: &What) -> Result<Vec<Shipped>, Box<dyn Error>> {
+fn configurations(
+    gpu: &Gpu,
+    what: &What,
+    preference: &Preference,
+) -> Result<Vec<Configuration>, Box<dyn Error>> {
     let chip = gpu.chip();
-    let mut all: Vec<Shipped> = Vec::new();
+    let mut all: Vec<Configuration> = Vec::new();
     if what.all {
-        if chip.target.has(Capability::Wgmma) {
-            all.extend(forward::every_tuned().into_iter().map(Shipped::Forward));
-        } else if chip.target.has(Capability::Mma) {
-            all.extend(mma::every_tuned(chip.target).into_iter().map(Shipped::Mma));
-        } else {
-            return Err(format!("nothing is tuned for {}: name a --problem", chip.target).into());
-        }
+        let families = families();
+        all.extend(shipped(chip.target).into_iter().filter(|it| families.contains(&it.family())));
     }
     for problem in &what.problem {
-        let preference =
-            Preference { backend: Some("gpu".to_owned()), ..Preference::from_environment() };
-        let plan = Plan::on_chip(&chip, problem, &preference)?;
-        all.extend(gpu::configurations(&chip, problem, &plan.chosen.kernel));
+        let plan = Plan::on_gpu(&chip, problem, &Arrangement::contiguous(problem)?, preference)?;
+        let launches = plan.chosen.choice.into_iter().flat_map(|choice| choice.launches);
+        all.extend(launches.map(|launch| launch.kernel));
     }
     let mut seen = std::collections::HashSet::new();
     all.retain(|configuration| seen.insert(*configuration));
@@ -84,7 +85,6 @@ fn configurations(gpu: &Gpu, what: &What) -> Result<Vec<Shipped>, Box<dyn Error>
 }
 
 fn describe(cache: &str, kernels: &[Warmed]) -> String {
-    let plain = |text: String| (terminal::PLAIN, text);
     let rows: Vec<_> = kernels
         .iter()
         .map(|kernel| {
@@ -94,9 +94,9 @@ fn describe(cache: &str, kernels: &[Warmed]) -> String {
                 (true, false) => (terminal::GOOD, "compiled"),
             };
             vec![
-                plain(kernel.name.clone()),
-                plain(format!("{:.0} ms", kernel.milliseconds)),
-                plain(terminal::bytes(kernel.bytes as u128)),
+                terminal::plain(kernel.name.clone()),
+                terminal::plain(format!("{:.0} ms", kernel.milliseconds)),
+                terminal::plain(terminal::bytes(kernel.bytes as u128)),
                 (style, state.to_owned()),
             ]
         })

@@ -28,7 +28,7 @@ fn main() -> Result<(), Error> {
     let (length, heads, head_dim) = (size(4096), size(8), size(128));
     let problems = DType::ALL.into_iter().flat_map(|dtype| {
         let problem = Problem::new(1, heads, length, head_dim).with_dtype(dtype);
-        [Mask::None, Mask::Causal].map(|mask| problem.clone().with_mask(mask))
+        [Mask::NONE, Mask::CAUSAL].map(|mask| problem.clone().with_mask(mask))
     });
     let (backend, options) = (CpuBackend::new(), RunOptions::default());
     let mut cases = Vec::new();
@@ -53,7 +53,7 @@ fn main() -> Result<(), Error> {
     println!("attention, 1 x {heads} heads x {length} x {head_dim}:");
     for (_, problem, seconds) in &cases {
         let rate = problem.visible_flops() / seconds / 1e9;
-        let (dtype, mask, share) = (problem.dtype, problem.mask, rate / peak);
+        let (dtype, mask, share) = (problem.dtype(), problem.mask, rate / peak);
         println!("  {dtype} {mask}: {seconds:.3} s, {rate:.1} GFLOP/s, {share:.2} of gemm");
     }
     Ok(())

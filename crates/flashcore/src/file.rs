@@ -149,7 +149,7 @@ pub fn write_output(
     let shape: [usize; 4] = result.output.shape().into();
     let lse_shape = [problem.batch, problem.query_heads, problem.query_length];
     let views = [
-        ("output", format_of(problem.dtype), &shape[..], result.output.bytes()),
+        ("output", format_of(problem.dtypes.output), &shape[..], result.output.bytes()),
         ("lse", Dtype::F32, &lse_shape, bytemuck::cast_slice(&result.lse)),
     ]
     .into_iter()
@@ -222,7 +222,8 @@ fn format_error(path: &Path, error: SafeTensorError) -> FileError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::{Backend, CpuBackend, RunOptions};
+    use crate::backend::{Backend, RunOptions};
+    use crate::cpu::CpuBackend;
 
     fn view(dtype: Dtype, shape: &[usize], bytes: &'static [u8]) -> TensorView<'static> {
         TensorView::new(dtype, shape.to_vec(), bytes).unwrap()

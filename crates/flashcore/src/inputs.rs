@@ -1,8 +1,12 @@
 //! The tensors that attention reads, and whether they answer a problem.
 
+use kernels::parameter::List;
+
 use crate::dtype::DType;
 use crate::error::Error;
-use crate::problem::Problem;
+use crate::plan::Arrangement;
+use crate::problem::{Alibi, DTypes, Problem, Scores};
+use crate::serving::Placement;
 use crate::tensor::{Layout, Shape, Tensor, TensorError, random};
 
 /// Query, key and value, with the slopes and sinks of problems that have them.
@@ -29,6 +33,10 @@ pub struct Inputs<'a> {
     pub slopes: Option<&'a [f32]>,
     /// Sinks: one for each query head.
     pub sinks: Option<&'a [f32]>,
+    /// Where the queries of each sequence lie, where the problem has sequences of unequal lengths.
+    pub queries: Option<&'a Placement>,
+    /// Where the keys and values of each sequence lie.
+    pub keys: Option<&'a Placement>,
 }
 
 /// What [`Inputs`] borrow, with its memory.
@@ -60,15 +68,20 @@ impl InputTensors {
     /// ALiBi slopes are those of its authors, falling from head to head by a constant factor.
     pub fn random(problem: &Problem, seed: u64) -> Result<Self, Error> {
         problem.validate()?;
-        let tensor = |shape, stream| {
-            Tensor::random(problem.dtype, shape, seed.wrapping_mul(3).wrapping_add(stream))
+        let tensor = |dtype, shape, stream| {
+            Tensor::random(dtype, shape, seed.wrapping_mul(3).wrapping_add(stream))
         };
+        let DTypes { query, key, value, .. } = problem.dtypes;
         Ok(InputTensors {
-            query: tensor(problem.query_shape(), 0)?,
-            key: tensor(problem.key_shape(), 1)?,
-            value: tensor(problem.value_shape(), 2)?,
-            slopes: problem.alibi.then(|| alibi_slopes(problem.query_heads)),
-            sinks: problem.sinks.then(|| {
+            query: tensor(query, problem.query_shape(), 0)?,
+            key: tensor(key, problem.key_shape(), 1)?,
+            value: tensor(value, problem.value_shape(), 2)?,
+            slopes: match problem.scores.alibi {
+                Alibi::None => None,
+                Alibi::PerHead => Some(alibi_slopes(problem.query_heads)),
+                Alibi::PerSequence => Some(alibi_slopes(problem.query_heads).repeat(problem.batch)),
+            },
+            sinks: problem.scores.sinks.then(|| {
                 (0..problem.query_heads as u64).map(|head| random::normal(!seed, head)).collect()
             }),
         })
@@ -87,29 +100,6 @@ impl InputTensors {
 /// The slopes of ALiBi's authors: 2^(-8 / heads), its square, and so on.
 fn alibi_slopes(heads: usize) -> Vec<f32> {
     (1..=heads).map(|head| (-8.0 * head as f32 / heads as f32).exp2()).collect()
-}
-
-/// How query, key and value lie in memory: what a kernel may have to refuse before there is any
-/// tensor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct InputLayouts {
-    /// The query's.
-    pub query: Layout,
-    /// The key's.
-    pub key: Layout,
-    /// The value's.
-    pub value: Layout,
-}
-
-impl InputLayouts {
-    /// Memory in the order (batch, length, heads, dim), without gaps.
-    pub fn contiguous(problem: &Problem) -> Result<Self, TensorError> {
-        Ok(InputLayouts {
-            query: Layout::contiguous(problem.query_shape())?,
-            key: Layout::contiguous(problem.key_shape())?,
-            value: Layout::contiguous(problem.value_shape())?,
-        })
-    }
 }
 
 /// A tensor that does not belong to its problem.
@@ -163,7 +153,7 @@ pub enum InputError {
 impl<'a> Inputs<'a> {
     /// The three tensors in their usual order.
     pub fn new(query: &'a Tensor, key: &'a Tensor, value: &'a Tensor) -> Self {
-        Inputs { query, key, value, slopes: None, sinks: None }
+        Inputs { query, key, value, slopes: None, sinks: None, queries: None, keys: None }
     }
 
     /// The same with ALiBi slopes.
@@ -177,7 +167,7 @@ impl<'a> Inputs<'a> {
     }
 
     /// The ALiBi slope of a query head; zero without.
-    pub(crate) fn slope(&self, problem: &Problem, batch: usize, head: usize) -> f32 {
+    pub fn slope(&self, problem: &Problem, batch: usize, head: usize) -> f32 {
         let of_head = |slopes: &[f32]| match slopes.len() > problem.query_heads {
             true => slopes[batch * problem.query_heads + head],
             false => slopes[head],
@@ -185,13 +175,38 @@ impl<'a> Inputs<'a> {
         self.slopes.map_or(0.0, of_head)
     }
 
-    /// How they lie in memory.
-    pub fn layouts(&self) -> InputLayouts {
-        InputLayouts {
-            query: self.query.layout(),
-            key: self.key.layout(),
-            value: self.value.layout(),
+    /// The words of a list that a call of a problem has on the device; nothing where it has none.
+    pub fn list(&self, problem: &Problem, list: List) -> Option<Vec<u32>> {
+        let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect();
+        let words = |values: &[usize]| values.iter().map(|value| *value as u32).collect();
+        let Problem { lists, batch, .. } = problem;
+        let ragged = !problem.has_equal_lengths();
+        let (queries, keys) = (self.queries.filter(|_| ragged), self.keys.filter(|_| ragged));
+        match list {
+            List::Slopes => self.slopes.map(bits),
+            List::Sinks => self.sinks.map(bits),
+            List::QueryStarts => queries?.starts().map(words),
+            List::KeyStarts => keys?.starts().map(words),
+            List::BlockTable => keys?.pages().map(|pages| pages.table().to_vec()),
+            List::QueryLengths if lists.query_lengths => Some(words(queries?.ends())),
+            List::KeyLengths if lists.key_lengths => Some(words(keys?.ends())),
+            List::LeftPadding if lists.left_padding => Some(words(keys?.left_padding())),
+            List::BatchIndex if lists.batch_index => {
+                (0..*batch).map(|sequence| keys?.entry(sequence).map(|it| it as u32)).collect()
+            }
+            _ => None,
         }
+    }
+
+    /// How they lie in memory, with an output without gaps.
+    pub fn arrangement(&self, problem: &Problem) -> Result<Arrangement, TensorError> {
+        Ok(Arrangement {
+            query: self.query.layout().strides(),
+            key: self.key.layout().strides(),
+            value: self.value.layout().strides(),
+            output: Layout::contiguous(problem.output_shape())?.strides(),
+            aligned: true,
+        })
     }
 
     /// The unmasked problem with the sizes and the element type of these tensors, and with the
@@ -203,46 +218,59 @@ impl<'a> Inputs<'a> {
             .with_key_length(key.length)
             .with_value_head_dim(value.dim)
             .with_dtype(self.query.dtype());
-        let (alibi, sinks) = (self.slopes.is_some(), self.sinks.is_some());
-        let problem = Problem { alibi, sinks, ..problem };
+        let of_each = |slopes: &[f32]| match slopes.len() > query.heads {
+            true => Alibi::PerSequence,
+            false => Alibi::PerHead,
+        };
+        let scores = Scores::default().with_alibi(self.slopes.map_or(Alibi::None, of_each));
+        let scores = if self.sinks.is_some() { scores.with_sinks() } else { scores };
+        let problem = problem.with_scores(scores);
         self.validate(&problem)?;
         Ok(problem)
     }
 
-    /// Refuse tensors whose shape or element type is not the problem's.
+    /// Refuse tensors whose shape or element type is not the problem's, and lists that are missing.
     pub fn validate(&self, problem: &Problem) -> Result<(), InputError> {
+        let DTypes { query, key, value, .. } = problem.dtypes;
         let tensors = [
-            ("query", self.query, problem.query_shape()),
-            ("key", self.key, problem.key_shape()),
-            ("value", self.value, problem.value_shape()),
+            ("query", self.query, problem.query_shape(), query),
+            ("key", self.key, problem.key_shape(), key),
+            ("value", self.value, problem.value_shape(), value),
         ];
-        for (name, tensor, expected) in tensors {
-            if tensor.shape() != expected {
-                return Err(InputError::Shape { tensor: name, given: tensor.shape(), expected });
+        for (tensor, given, expected, _) in tensors {
+            if given.shape() != expected {
+                return Err(InputError::Shape { tensor, given: given.shape(), expected });
             }
         }
-        self.validate_elements(problem)
+        for (tensor, given, _, expected) in tensors {
+            let given = given.dtype();
+            if given != expected {
+                return Err(InputError::DType { tensor, given, expected });
+            }
+        }
+        if !problem.has_equal_lengths() && (self.queries.is_none() || self.keys.is_none()) {
+            return Err(InputError::Missing { tensor: "placements of sequences" });
+        }
+        self.validate_vectors(problem)
     }
 
-    /// Refuse element types, slopes and sinks that are not the problem's.
-    pub(crate) fn validate_elements(&self, problem: &Problem) -> Result<(), InputError> {
-        let tensors = [("query", self.query), ("key", self.key), ("value", self.value)];
-        for (tensor, given) in tensors.map(|(name, tensor)| (name, tensor.dtype())) {
-            if given != problem.dtype {
-                return Err(InputError::DType { tensor, given, expected: problem.dtype });
-            }
-        }
+    /// Refuse slopes and sinks that are not the problem's.
+    fn validate_vectors(&self, problem: &Problem) -> Result<(), InputError> {
         let heads = problem.query_heads;
+        let slopes = match problem.scores.alibi {
+            Alibi::PerSequence => [problem.batch.saturating_mul(heads); 2],
+            _ => [heads; 2],
+        };
         let vectors = [
-            ("slopes", self.slopes, problem.alibi, [heads, problem.batch.saturating_mul(heads)]),
-            ("sinks", self.sinks, problem.sinks, [heads, heads]),
+            ("slopes", self.slopes, problem.scores.has_alibi(), slopes),
+            ("sinks", self.sinks, problem.scores.sinks, [heads, heads]),
         ];
         for (tensor, given, expected, lengths) in vectors {
             match given {
                 None if expected => return Err(InputError::Missing { tensor }),
                 Some(_) if !expected => return Err(InputError::Unexpected { tensor }),
                 Some(given) if !lengths.contains(&given.len()) => {
-                    let (given, expected) = (given.len(), heads);
+                    let (given, expected) = (given.len(), lengths[0]);
                     return Err(InputError::Length { tensor, given, expected });
                 }
                 _ => {}

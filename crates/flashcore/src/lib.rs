@@ -1,7 +1,7 @@
 //! Fused attention for NVIDIA GPUs in pure Rust.
 //!
-//! A [`Problem`] says what is to be computed, [`Inputs`] hold the tensors, a [`Machine`] knows
-//! the [`Backend`]s there are, makes a [`Plan`] and runs it:
+//! A [`Problem`] describes what is asked: sizes, element types, [`Mask`], [`Scores`], where sequences
+//! lie. A [`Machine`] knows the [`Backend`]s there are, makes a [`Plan`] and runs it:
 //!
 //! ```
 //! use flashcore::{DType, InputTensors, Mask, Problem};
@@ -9,7 +9,7 @@
 //! let problem = Problem::new(1, 8, 256, 64)
 //!     .with_kv_heads(2)
 //!     .with_dtype(DType::BF16)
-//!     .with_mask(Mask::Causal);
+//!     .with_mask(Mask::CAUSAL);
 //! let tensors = InputTensors::random(&problem, 0)?;
 //! let result = flashcore::attend(&problem, tensors.inputs())?;
 //!
@@ -20,22 +20,20 @@
 //!
 //! # What the result is
 //!
-//! For every batch entry and query head, `softmax(scale * Q K^T + mask) V` and the log-sum-exp of
-//! each row of scaled scores, for every length:
+//! For every sequence and query head, `softmax(scale * Q K^T + mask) V` and the log-sum-exp of each
+//! row of scaled scores, for every length:
 //!
 //! - A row that sees no key has output 0 and a log-sum-exp of minus infinity.
 //! - A masked key contributes nothing.
 //! - NaN and infinity in visible inputs propagate as in the plain algorithm.
 //!
-//! Whether a result is right is a matter of rule, not of taste: see [`verdict`]. The rule needs
-//! the true answer ([`mod@reference`]) and unkind problems ([`check::cases`]).
-//!
 //! # What runs
 //!
-//! Nothing falls back silently: the [`Report`](backend::Report) in every result names the kernel
-//! and why it was chosen, and a [`Plan`] lists what was refused. On a Hopper GPU it is the kernel
-//! `forward`, where that serves the problem; without a GPU it is the CPU's. [`Preference`] or the
-//! environment variable `FLASHCORE_KERNEL` insist on another.
+//! Every call takes one way: a description ([`Problem`]), a choice among the families of kernels with
+//! its reasons ([`mod@plan`], [`family`]), launches that are compiled and bound ([`mod@gpu`]). Nothing
+//! falls back silently: the [`Report`] in every result names the kernel and why it was chosen, and a
+//! [`Plan`] lists what was refused. [`Preference`] or the environment variable `FLASHCORE_KERNEL`
+//! insist on a kernel.
 //!
 //! # Tensors in host memory
 //!
@@ -60,22 +58,24 @@
 //! # Ok::<(), flashcore::Error>(())
 //! ```
 //!
+//! Sequences of unequal lengths, packed, padded or in pages, are the same call with placements:
+//! [`serving`].
+//!
 //! # Tensors on a device
 //!
-//! A program with tensors on the GPU opens a [`gpu::Gpu`], makes a [`gpu::ForwardPlan`] for each
-//! shape and launches it on a stream of its own, or on one that it borrows from another library
-//! ([`gpu::Stream::borrow`]). A launch neither allocates nor compiles nor waits, and can be captured
-//! in a CUDA graph.
+//! A program with tensors on the GPU opens a [`gpu::Gpu`] and calls [`gpu::Gpu::attend`] on a stream
+//! of its own, or on one that it borrows from another library ([`gpu::Stream::borrow`]). The plan of a
+//! call is made once and kept; a call then neither allocates nor compiles nor waits, and can be
+//! captured in a CUDA graph.
 //!
 //! ```no_run
-//! use flashcore::gpu::{Buffer, ForwardPlan, ForwardTensors, Gpu, Stream};
+//! use flashcore::gpu::{Buffer, Gpu, Stream, Tensors};
 //! use flashcore::{DType, InputTensors, Mask, Problem};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let gpu = Gpu::open(0)?;
 //! let stream = Stream::new(gpu.device())?;
-//! let problem = Problem::new(2, 16, 4096, 128).with_dtype(DType::BF16).with_mask(Mask::Causal);
-//! let mut plan = ForwardPlan::new(&gpu, &problem)?;
+//! let problem = Problem::new(2, 16, 4096, 128).with_dtype(DType::BF16).with_mask(Mask::CAUSAL);
 //!
 //! // Allocate on the device. The tensors could as well be PyTorch's: only addresses are needed.
 //! let host = InputTensors::random(&problem, 0)?;
@@ -85,8 +85,9 @@
 //! let lse = Buffer::new(gpu.device(), 4 * problem.rows() as u64)?;
 //!
 //! let addresses = [&inputs[0], &inputs[1], &inputs[2], &output].map(Buffer::address);
-//! let tensors = ForwardTensors::contiguous(&problem, addresses, lse.address())?;
-//! plan.launch(&stream, &tensors)?;
+//! let tensors = Tensors::contiguous(&problem, addresses, Some(lse.address()))?;
+//! let plan = gpu.attend(&stream, &problem, &tensors)?;
+//! println!("{}", plan.plan().reason());
 //!
 //! // Copying waits for the stream, and reports what went wrong on it.
 //! let lse: Vec<f32> = stream.download_vec(lse.all())?;
@@ -126,45 +127,36 @@
 //!
 //! # Threads
 //!
-//! A [`Machine`] and a [`gpu::Gpu`] may be shared by threads; a kernel that two of them ask for is
-//! compiled once. A [`gpu::ForwardPlan`] belongs to one thread at a time: keep one for each thread
-//! that launches, with a stream for each. The CPU back end runs on rayon's global pool, or on the
-//! pool in which it is called.
-//!
-//! # Where to read on
-//!
-//! | to | see |
-//! | --- | --- |
-//! | describe what is to be computed | [`Problem`], [`Mask`], [`DType`] |
-//! | hold and lay out tensors | [`Tensor`], [`Layout`], [`Inputs`], [`mod@file`] |
-//! | choose a kernel, or learn why one was chosen | [`mod@plan`], [`Backend`] |
-//! | run on a device | [`mod@gpu`] |
-//! | know whether a result is right | [`verdict`], [`mod@reference`], [`check`] |
+//! A [`Machine`], a [`gpu::Gpu`] and its plans may be shared by threads; a kernel that two of them ask
+//! for is compiled once. The CPU back end runs on rayon's global pool, or on the pool in which it is
+//! called.
 
-pub mod backend;
-pub mod check;
+mod backend;
+mod cpu;
 mod dtype;
 mod error;
+pub mod family;
 pub mod file;
 pub mod gpu;
 mod inputs;
 mod machine;
 pub mod plan;
 mod problem;
-pub mod reference;
 pub mod serving;
 mod tensor;
-pub mod verdict;
 
-pub use backend::{Backend, BackendError, CpuBackend, GpuBackend, Output, Progress, RunOptions};
+pub use backend::{Backend, BackendError, Output, Progress, Report, RunOptions};
+pub use cpu::CpuBackend;
 pub use dtype::{DType, UnknownDType};
 pub use error::Error;
-pub use inputs::{InputError, InputLayouts, InputTensors, Inputs};
+pub use gpu::GpuBackend;
+pub use inputs::{InputError, InputTensors, Inputs};
 pub use machine::Machine;
 pub use plan::{Plan, Preference};
-pub use problem::{Mask, Problem, ProblemError, ProblemTextError};
-pub use tensor::{Elements, Head, Layout, Shape, Strides, Tensor, TensorError};
-pub use verdict::{Verdict, compare, compare_sequences};
+pub use problem::{
+    Alibi, DTypes, Lists, Mask, Problem, ProblemError, ProblemTextError, RowScores, Scores, Storage,
+};
+pub use tensor::{Elements, Head, Layout, Shape, Strides, Tensor, TensorError, random};
 
 /// Attention on the best back end of this machine.
 ///

@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
-use crate::backend::{Backend, CpuBackend, GpuBackend, Output, Progress, RunOptions};
+use crate::backend::{Backend, Output, Progress, RunOptions};
+use crate::cpu::CpuBackend;
 use crate::error::Error;
-use crate::gpu::Gpu;
-use crate::inputs::{InputLayouts, Inputs};
-use crate::plan::{Missing, Plan, Preference};
+use crate::gpu::{Gpu, GpuBackend};
+use crate::inputs::Inputs;
+use crate::plan::{Arrangement, Missing, Plan, Preference};
 use crate::problem::Problem;
 use crate::serving::Sequences;
 
@@ -16,9 +17,9 @@ use crate::serving::Sequences;
 /// use flashcore::{Inputs, Machine, Preference, Problem, Tensor};
 ///
 /// let problem = Problem::new(1, 4, 100, 32);
-/// let query = Tensor::random(problem.dtype, problem.query_shape(), 0)?;
-/// let key = Tensor::random(problem.dtype, problem.key_shape(), 1)?;
-/// let value = Tensor::random(problem.dtype, problem.value_shape(), 2)?;
+/// let query = Tensor::random(problem.dtype(), problem.query_shape(), 0)?;
+/// let key = Tensor::random(problem.dtype(), problem.key_shape(), 1)?;
+/// let value = Tensor::random(problem.dtype(), problem.value_shape(), 2)?;
 ///
 /// let machine = Machine::discover();
 /// let inputs = Inputs::new(&query, &key, &value);
@@ -68,19 +69,18 @@ impl Machine {
     /// Choose a kernel for a problem whose tensors have no gaps.
     pub fn plan(&self, problem: &Problem, preference: &Preference) -> Result<Plan, Error> {
         problem.validate()?;
-        let layouts = InputLayouts::contiguous(problem)?;
-        self.plan_for(problem, &layouts, preference)
+        self.plan_for(problem, &Arrangement::contiguous(problem)?, preference)
     }
 
     /// Choose a kernel for a problem whose tensors lie in memory like this.
     pub fn plan_for(
         &self,
         problem: &Problem,
-        layouts: &InputLayouts,
+        arrangement: &Arrangement,
         preference: &Preference,
     ) -> Result<Plan, Error> {
         problem.validate()?;
-        let of = |backend: &dyn Backend| (backend.name(), backend.candidates(problem, layouts));
+        let of = |backend: &dyn Backend| (backend.name(), backend.candidates(problem, arrangement));
         let candidates = self.backends.iter().map(|backend| of(backend.as_ref())).collect();
         Ok(Plan::choose(problem, candidates, &self.missing, preference)?)
     }
@@ -95,34 +95,22 @@ impl Machine {
     ) -> Result<Output, Error> {
         problem.validate()?;
         inputs.validate(problem)?;
-        let plan = self.plan_for(problem, &inputs.layouts(), preference)?;
-        let kernel = Some(plan.chosen.kernel.clone());
-        let options = RunOptions { kernel, progress, ..RunOptions::default() };
-        let mut output = self.backend_of(&plan).run(problem, inputs, &options)?;
+        let plan = self.plan_for(problem, &inputs.arrangement(problem)?, preference)?;
+        let options = RunOptions { progress, ..RunOptions::default() };
+        let mut output = self.backend_of(&plan).execute(&plan, inputs, &options)?;
         output.report.reason = plan.reason();
         Ok(output)
     }
 
-    /// Choose a kernel for sequences of unequal lengths and run it.
+    /// The same for sequences of unequal lengths, which lie in the tensors as their placements say.
     pub fn attend_sequences(
         &self,
         sequences: &Sequences,
         inputs: Inputs<'_>,
         preference: &Preference,
     ) -> Result<Output, Error> {
-        sequences.validate_inputs(inputs)?;
-        let layouts = inputs.layouts();
-        let of = |backend: &dyn Backend| {
-            (backend.name(), backend.candidates_of_sequences(sequences, &layouts))
-        };
-        let candidates = self.backends.iter().map(|backend| of(backend.as_ref())).collect();
-        let plan = Plan::choose(sequences.problem(), candidates, &self.missing, preference)?;
-        let kernel = Some(plan.chosen.kernel.clone());
-        let options = RunOptions { kernel, ..RunOptions::default() };
-        let backend = self.backend_of(&plan);
-        let mut output = backend.run_sequences(sequences, inputs, &options)?;
-        output.report.reason = plan.reason();
-        Ok(output)
+        let (problem, inputs) = sequences.over(inputs)?;
+        self.attend(&problem, inputs, preference, None)
     }
 
     fn backend_of(&self, plan: &Plan) -> &dyn Backend {
@@ -142,7 +130,7 @@ impl std::fmt::Debug for Machine {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::Candidate;
+    use crate::plan::Candidate;
 
     /// A back end whose kernels are given.
     struct Fixed(&'static str, Vec<(&'static str, bool)>);
@@ -156,19 +144,20 @@ mod tests {
             String::new()
         }
 
-        fn candidates(&self, _: &Problem, _: &InputLayouts) -> Vec<Candidate> {
-            let candidate = |&(kernel, accepted): &(&str, bool)| Candidate {
+        fn candidates(&self, _: &Problem, _: &Arrangement) -> Vec<Candidate> {
+            let candidate = |&(kernel, accepted): &(&'static str, bool)| Candidate {
                 backend: self.0,
-                kernel: kernel.to_owned(),
+                kernel,
                 accepted,
                 on_request: false,
                 configuration: None,
+                choice: None,
                 reason: if accepted { "fits" } else { "too small" }.to_owned(),
             };
             self.1.iter().map(candidate).collect()
         }
 
-        fn run(&self, _: &Problem, _: Inputs<'_>, _: &RunOptions<'_>) -> Result<Output, Error> {
+        fn execute(&self, _: &Plan, _: Inputs<'_>, _: &RunOptions<'_>) -> Result<Output, Error> {
             unreachable!("only planned, never run")
         }
     }

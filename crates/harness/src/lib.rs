@@ -3,6 +3,7 @@
 //! | module | what it does |
 //! | --- | --- |
 //! | [`problems`] | sets of problems by name or from a file |
+//! | [`given`] | lengths, tables, slopes and sinks of a problem |
 //! | [`statistics`] | medians, spread, and what is noise |
 //! | [`provenance`] | on what, with what and when something was measured |
 //! | [`subject`] | a kernel in the place where it runs: memory, calls, a clock |
@@ -17,6 +18,7 @@
 
 pub mod bench;
 pub mod gate;
+pub mod given;
 pub mod problems;
 pub mod profile;
 pub mod provenance;
@@ -25,6 +27,24 @@ pub mod statistics;
 pub mod subject;
 pub mod tune;
 pub mod verify;
+
+use cuda::Cache;
+use flashcore::Progress;
+use flashcore::gpu::{Gpu, GpuError, Policy};
+
+/// The first GPU of this machine, with every launch of the machine code that is meant.
+pub fn open_gpu() -> Result<Gpu, GpuError> {
+    Gpu::with_policy(0, Cache::from_environment(), Policy::AtOnce)
+}
+
+/// Progress that nobody looks at.
+#[derive(Debug, Clone, Copy)]
+pub struct Silent;
+
+impl Progress for Silent {
+    fn begin(&self, _: u64) {}
+    fn advance(&self, _: u64) {}
+}
 
 /// Why a measurement or a judgement did not come about.
 #[derive(Debug, thiserror::Error)]

@@ -1,13 +1,10 @@
 //! Sets of problems: by name, or a file with one problem on each line.
 
-use std::fmt;
 use std::path::Path;
-use std::str::FromStr;
 
-use flashcore::{DType, Mask, Problem};
+use flashcore::{DType, Lists, Mask, Problem, Scores, Storage};
 
 use crate::Error;
-use crate::statistics::Random;
 
 /// Problems that are measured together.
 #[derive(Debug, Clone, PartialEq)]
@@ -15,105 +12,11 @@ pub struct ProblemSet {
     /// Its name, or the file it came from.
     pub name: String,
     /// The problems, in the order in which they are shown.
-    pub workloads: Vec<Workload>,
-}
-
-/// A problem to be measured, alone or as a batch of sequences of unequal lengths.
-///
-/// ```
-/// use flashcore_harness::problems::Workload;
-///
-/// let workload: Workload = "b=1,h=16,s=4096,d=128,bf16,causal,packed=20".parse()?;
-/// assert_eq!(workload.lengths.len(), 20);
-/// assert_eq!(workload.lengths.iter().sum::<usize>(), 4096);
-/// # Ok::<(), String>(())
-/// ```
-#[derive(Debug, Clone, PartialEq)]
-pub struct Workload {
-    /// The problem; of packed sequences, one batch entry with the rows of all.
-    pub problem: Problem,
-    /// The lengths of packed sequences, queries and keys alike; none where there is one problem.
-    pub lengths: Vec<usize>,
-}
-
-impl From<Problem> for Workload {
-    fn from(problem: Problem) -> Self {
-        Workload { problem, lengths: Vec::new() }
-    }
-}
-
-impl Workload {
-    /// The rows of a problem as so many packed sequences, whose lengths are log-normal: many short
-    /// ones and a few long. The same every time.
-    pub fn packed(problem: Problem, sequences: usize) -> Result<Self, String> {
-        let rows = problem.query_length;
-        if problem.batch != 1 || problem.key_length != rows {
-            return Err("packed sequences are one batch entry, as many keys as queries".to_owned());
-        }
-        if sequences == 0 || sequences > rows {
-            return Err(format!("{rows} rows are no {sequences} sequences"));
-        }
-        let mut random = Random::new(0x5e90_e2ce);
-        let weights: Vec<f64> = (0..sequences).map(|_| random.normal().exp()).collect();
-        let scale = (rows - sequences) as f64 / weights.iter().sum::<f64>();
-        let mut lengths: Vec<usize> = weights.iter().map(|it| 1 + (it * scale) as usize).collect();
-        let rest = rows - lengths.iter().sum::<usize>();
-        for length in lengths.iter_mut().take(rest) {
-            *length += 1;
-        }
-        Ok(Workload { problem, lengths })
-    }
-
-    /// Whether it is sequences in one batch entry.
-    pub fn is_packed(&self) -> bool {
-        !self.lengths.is_empty()
-    }
-
-    /// Each sequence as a problem of its own.
-    fn parts(&self) -> Vec<Problem> {
-        let of = |length: &usize| {
-            let mut problem = self.problem.clone();
-            (problem.query_length, problem.key_length) = (*length, *length);
-            problem
-        };
-        match self.is_packed() {
-            true => self.lengths.iter().map(of).collect(),
-            false => vec![self.problem.clone()],
-        }
-    }
-
-    /// Floating-point operations by the published convention.
-    pub fn flops(&self) -> f64 {
-        self.parts().iter().map(Problem::flops).sum()
-    }
-}
-
-impl fmt::Display for Workload {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&text(&self.problem))?;
-        if self.is_packed() {
-            write!(f, ",packed={}", self.lengths.len())?;
-        }
-        Ok(())
-    }
-}
-
-impl FromStr for Workload {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let (packed, plain): (Vec<&str>, Vec<&str>) =
-            text.split(',').partition(|field| field.trim().starts_with("packed="));
-        let problem = plain.join(",").parse::<Problem>().map_err(|error| error.to_string())?;
-        let Some(field) = packed.first() else { return Ok(problem.into()) };
-        let number = field.trim().trim_start_matches("packed=");
-        let number = number.parse().map_err(|_| format!("`{field}` has no number of sequences"))?;
-        Workload::packed(problem, number)
-    }
+    pub problems: Vec<Problem>,
 }
 
 /// The named sets and what they are.
-pub const NAMED: [(&str, &str); 9] = [
+pub const NAMED: [(&str, &str); 11] = [
     ("paper", "head dims 64, 128, 256, dense and causal, 512 to 16k: 16,384 tokens of 2048"),
     ("grouped", "64 query and 8 key heads of 128, one sequence of 16k and 32k"),
     ("small", "a few heads and short sequences, where a launch is all there is"),
@@ -127,6 +30,8 @@ pub const NAMED: [(&str, &str); 9] = [
         "prefill",
         "32k tokens of 16 heads of 128, causal: 64 packed sequences, one, and one with a window",
     ),
+    ("serving", "ragged batches over caches in shuffled pages of 16: decode, drafts, a chunk"),
+    ("rules", "16 heads of 128, 8k: a window, chunks, capped scores, slopes, sinks"),
     ("diffusion", "image transformers: 24 heads of 128 and 64, 1k to 4k positions, dense"),
     ("quick", "one length of each head dim and mask of `paper`"),
 ];
@@ -134,8 +39,8 @@ pub const NAMED: [(&str, &str); 9] = [
 impl ProblemSet {
     /// The set of this name; else the file of this name.
     pub fn find(name: &str) -> Result<Self, Error> {
-        if let Some(workloads) = named(name) {
-            return Ok(ProblemSet { name: name.to_owned(), workloads });
+        if let Some(problems) = named(name) {
+            return Ok(ProblemSet { name: name.to_owned(), problems });
         }
         let path = Path::new(name);
         if !path.exists() {
@@ -146,27 +51,27 @@ impl ProblemSet {
         }
         let text =
             std::fs::read_to_string(path).map_err(Error::io(format!("cannot read {name}")))?;
-        let mut workloads = Vec::new();
+        let mut problems = Vec::new();
         for (number, line) in text.lines().enumerate() {
             let line = line.split('#').next().unwrap_or_default().trim();
             if line.is_empty() {
                 continue;
             }
-            workloads.push(line.parse::<Workload>().map_err(|reason| Error::Malformed {
+            problems.push(line.parse::<Problem>().map_err(|error| Error::Malformed {
                 what: format!("{name}, line {}", number + 1),
-                reason,
+                reason: error.to_string(),
             })?);
         }
-        if workloads.is_empty() {
+        if problems.is_empty() {
             let reason = "it has no problems, one on each line".to_owned();
             return Err(Error::Malformed { what: name.to_owned(), reason });
         }
-        Ok(ProblemSet { name: name.to_owned(), workloads })
+        Ok(ProblemSet { name: name.to_owned(), problems })
     }
 }
 
-fn named(name: &str) -> Option<Vec<Workload>> {
-    const MASKS: [Mask; 2] = [Mask::None, Mask::Causal];
+fn named(name: &str) -> Option<Vec<Problem>> {
+    const MASKS: [Mask; 2] = [Mask::NONE, Mask::CAUSAL];
     let new =
         |batch, heads, length, dim| Problem::new(batch, heads, length, dim).with_dtype(DType::BF16);
     let paper = |lengths: &[usize]| {
@@ -185,22 +90,13 @@ fn named(name: &str) -> Option<Vec<Workload>> {
         for (heads, kv_heads, dim) in shapes {
             for length in lengths {
                 let problem = new(1, *heads, *length, *dim).with_kv_heads(*kv_heads);
-                problems.push(problem.with_mask(Mask::Causal));
+                problems.push(problem.with_mask(Mask::CAUSAL));
             }
         }
         problems
     };
     const LONG: [usize; 3] = [2048, 8192, 32_768];
-    if name == "prefill" {
-        let tokens = new(1, 16, 32_768, 128);
-        let causal = tokens.clone().with_mask(Mask::Causal);
-        return Some(vec![
-            Workload::packed(causal.clone(), 64).ok()?,
-            causal.into(),
-            tokens.with_mask(Mask::window(Some(4096), Some(0))).into(),
-        ]);
-    }
-    let problems: Vec<Problem> = match name {
+    Some(match name {
         "paper" => paper(&[512, 1024, 2048, 4096, 8192, 16_384]),
         "quick" => paper(&[4096]),
         "grouped" => [16_384, 32_768]
@@ -221,57 +117,44 @@ fn named(name: &str) -> Option<Vec<Workload>> {
                 })
                 .to_vec()
         }
+        "prefill" => {
+            let (tokens, packed) = (new(1, 16, 32_768, 128), Storage::Packed(32_768));
+            let sequences = new(64, 16, 4096, 128).with_storage(packed, packed);
+            vec![
+                sequences.with_mask(Mask::CAUSAL),
+                tokens.clone().with_mask(Mask::CAUSAL),
+                tokens.with_mask(Mask::window(Some(4096), Some(0))),
+            ]
+        }
+        "serving" => {
+            let pages = |size: usize, batch: usize, keys: usize| {
+                let columns = keys.div_ceil(size);
+                Storage::Paged { size, columns, pages: batch * columns }
+            };
+            let lists = Lists { key_lengths: true, ..Lists::default() };
+            let cache = |batch, queries, keys| {
+                let problem = new(batch, 32, queries, 128).with_kv_heads(8).with_key_length(keys);
+                let problem = problem.with_mask(Mask::CAUSAL).with_lists(lists);
+                problem.with_storage(Storage::Padded, pages(16, batch, keys))
+            };
+            let mut chunk = cache(8, 512, 8192);
+            chunk.queries = Storage::Packed(2048);
+            vec![cache(16, 1, 8192), cache(128, 1, 4096), cache(16, 4, 8192), chunk]
+        }
+        "rules" => {
+            let tokens = new(1, 16, 8192, 128).with_mask(Mask::CAUSAL);
+            let masks = [Mask::window(Some(1024), Some(0)), Mask::CAUSAL.with_chunk(2048)];
+            let masked = masks.map(|mask| tokens.clone().with_mask(mask));
+            let ruled = Scores::EACH_RULE.map(|scores| tokens.clone().with_scores(scores));
+            masked.into_iter().chain(ruled).collect()
+        }
         "diffusion" => [(24, 128), (24, 64)]
             .into_iter()
             .flat_map(|(heads, dim)| [1024, 4096].map(|length| new(2, heads, length, dim)))
             .chain([new(1, 24, 4608, 128)])
             .collect(),
         _ => return None,
-    };
-    Some(problems.into_iter().map(Workload::from).collect())
-}
-
-/// A problem as its text, which parses again.
-pub fn text(problem: &Problem) -> String {
-    let Problem { batch, query_heads, kv_heads, query_length, key_length, .. } = problem;
-    let mut text = format!("b={batch},h={query_heads}");
-    if kv_heads != query_heads {
-        text += &format!(",hk={kv_heads}");
-    }
-    text += &format!(",s={query_length}");
-    if key_length != query_length {
-        text += &format!(",sk={key_length}");
-    }
-    text += &format!(",d={}", problem.head_dim);
-    if problem.value_head_dim != problem.head_dim {
-        text += &format!(",dv={}", problem.value_head_dim);
-    }
-    text += &format!(",{}", problem.dtype);
-    match problem.mask {
-        Mask::Causal => text += ",causal",
-        Mask::Window { left, right } => {
-            let side = |side: Option<usize>| side.map_or_else(String::new, |keys| keys.to_string());
-            text += &format!(",window={}:{}", side(left), side(right));
-        }
-        _ => {}
-    }
-    for (name, number) in [("scale", problem.softmax_scale), ("softcap", problem.softcap)] {
-        text += &number.map_or_else(String::new, |number| format!(",{name}={number}"));
-    }
-    for (name, has) in [("alibi", problem.alibi), ("sinks", problem.sinks)] {
-        if has {
-            text += &format!(",{name}");
-        }
-    }
-    text
-}
-
-/// Bytes that must cross the memory bus at least once.
-pub fn least_bytes(problem: &Problem) -> f64 {
-    flashcore::gpu::TensorRole::ALL
-        .into_iter()
-        .map(|role| role.bytes(problem).unwrap_or(usize::MAX) as f64)
-        .sum()
+    })
 }
 
 #[cfg(test)]
@@ -282,37 +165,13 @@ mod tests {
     fn named_sets_are_valid_and_their_texts_parse() {
         for (name, _) in NAMED {
             let set = ProblemSet::find(name).unwrap();
-            assert!(!set.workloads.is_empty(), "{name}");
-            for workload in set.workloads {
-                workload.problem.validate().unwrap();
-                assert_eq!(workload.to_string().parse::<Workload>().unwrap(), workload);
+            assert!(!set.problems.is_empty(), "{name}");
+            for problem in set.problems {
+                problem.validate().unwrap();
+                assert_eq!(problem.text().parse::<Problem>().unwrap(), problem);
             }
         }
-        assert_eq!(ProblemSet::find("paper").unwrap().workloads.len(), 36);
-        for odd in [
-            "b=2,h=6,hk=2,s=5,sk=7,d=192,dv=128,f16,causal,scale=0.5",
-            "b=1,h=8,s=1024,d=64,bf16,window=128:0,softcap=30,alibi,sinks",
-            "b=1,h=8,s=1024,d=64,bf16,window=:7",
-        ] {
-            assert_eq!(text(&odd.parse().unwrap()), odd);
-        }
-    }
-
-    #[test]
-    fn packed_sequences_are_of_all_lengths() {
-        let problem: Problem = "b=1,h=16,s=32768,d=128,bf16,causal".parse().unwrap();
-        let packed = Workload::packed(problem.clone(), 64).unwrap();
-        assert_eq!(packed.lengths.iter().sum::<usize>(), 32_768);
-        let longest = packed.lengths.iter().max().unwrap();
-        let shortest = packed.lengths.iter().min().unwrap();
-        assert!(*longest > 1500 && *shortest < 150 && *shortest > 0, "{:?}", packed.lengths);
-        assert!(packed.flops() < problem.flops() / 10.0);
-        assert_eq!(
-            Workload::packed(problem.clone(), 0).unwrap_err(),
-            "32768 rows are no 0 sequences"
-        );
-        let refused = "b=2,h=1,s=64,d=64,packed=3".parse::<Workload>().unwrap_err();
-        assert!(refused.contains("one batch entry"), "{refused}");
+        assert_eq!(ProblemSet::find("paper").unwrap().problems.len(), 36);
     }
 
     #[test]
@@ -325,7 +184,7 @@ mod tests {
         };
         let set =
             find("# two\nb=1,h=2,s=64,d=64\n\nb=1,h=2,s=64,d=128,causal # the second\n").unwrap();
-        assert_eq!(set.workloads.len(), 2);
+        assert_eq!(set.problems.len(), 2);
         let message = find("b=1\nnonsense\n").unwrap_err().to_string();
         assert!(message.contains("line 2: `nonsense` means nothing"), "{message}");
         assert!(find("# nothing\n").unwrap_err().to_string().contains("it has no problems"));

@@ -1,4 +1,5 @@
-//! Where the time goes inside the forward kernel, from timestamps that it takes itself.
+//! Where the time goes: inside the forward kernel, from timestamps that it takes itself, and between
+//! the launches of every family.
 //!
 //! [`Forward::probed`](kernels::Forward::probed) is the kernel with one thread of each consumer
 //! warpgroup noting the clock when a phase ends. The same program runs on the GPU and in the
@@ -7,19 +8,20 @@
 
 use std::collections::BTreeMap;
 
-use flashcore::Problem;
-use flashcore::gpu::{Gpu, LaunchDescription, Passed, TensorRole};
+use flashcore::Plan;
+use flashcore::gpu::Gpu;
 use kernels::forward::{PROBE_WORDS, Phase};
-use kernels::{Forward, Shipped};
+use kernels::{Configuration, Forward};
 use serde::Serialize;
 use serde_json::{Value, json};
-use sim::scene::{AttentionSize, Scene};
 use sim::{Argument, Options, Policy, Trace};
+use testing::scene::Call;
 
 use crate::Error;
 use crate::bench::Pool;
+use crate::given::{Given, tensor_bytes};
 use crate::statistics::median;
-use crate::subject::{Addresses, Launcher, flush_bytes};
+use crate::subject::{self, Addresses, Launcher, Planned, flush_bytes, of_program};
 use cuda::{Buffer, Event};
 
 /// A stretch of time in a warpgroup.
@@ -98,52 +100,97 @@ pub struct Recording {
     pub milliseconds: [f64; 2],
 }
 
-/// Runs the kernel with timestamps on a GPU.
-pub fn on_gpu(gpu: &Gpu, forward: &Forward, problem: &Problem) -> Result<Recording, Error> {
-    let chip = gpu.chip();
-    let plain = LaunchDescription::of(&Shipped::Forward(*forward), problem, &chip)?;
-    let program = forward.probed()?;
-    let words = plain.grid[0] as usize * forward.warpgroups as usize * PROBE_WORDS;
-    let mut probed = plain.clone();
-    probed.entry = program.name.clone();
-    probed.arguments.push(Passed::Words { values: vec![0; 2 * words] });
-    let notes = probed.arguments.len() - 1;
+/// What one launch of a plan takes.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct LaunchTime {
+    /// The kernel.
+    pub kernel: String,
+    /// Milliseconds, from the beginning of the call to the end of this launch, less those of the
+    /// launches before it.
+    pub milliseconds: f64,
+}
 
-    let mut pool = Pool::new(gpu, problem.dtype, 0)?;
-    let mut buffers = Vec::new();
-    for role in TensorRole::ALL {
-        let bytes = role.bytes(problem).filter(|bytes| *bytes > 0);
+/// Runs the kernel of a plan with timestamps on a GPU.
+pub fn on_gpu(
+    gpu: &Gpu,
+    forward: &Forward,
+    plan: &Plan,
+    given: &Given,
+) -> Result<Recording, Error> {
+    let impossible = || Error::Impossible("it is no kernel of a GPU".to_owned());
+    let choice = plan.chosen.choice.as_ref().ok_or_else(impossible)?;
+    let program = forward.probed()?;
+    let words = choice.launches[0].blocks as usize * forward.warpgroups as usize * PROBE_WORDS;
+    let probed = of_program(plan, given, 0, &program, 8 * words as u64)
+        .map_err(|reason| Error::Malformed { what: program.name.clone(), reason })?;
+    let mut table = Table::new(gpu, plan)?;
+    let mut without = Planned::new(gpu, plan.clone(), given)?;
+    let mut with = Launcher::new(gpu, &ptx::print(&program), probed)?;
+    let milliseconds = [table.time(gpu, &mut without)?, table.time(gpu, &mut with)?];
+    // The notes are those of the last launch: each writes the same places.
+    let words = with.memory(gpu, "Workspace(Probe)")?;
+    Ok(Recording { spans: decode(&words, forward.warpgroups), milliseconds })
+}
+
+/// Times the launches of a plan one by one: the first alone, then with the second, and so on.
+pub fn launches(gpu: &Gpu, plan: &Plan, given: &Given) -> Result<Vec<LaunchTime>, Error> {
+    let mut table = Table::new(gpu, plan)?;
+    let mut times = Vec::new();
+    let mut before = 0.0;
+    let all = plan.chosen.choice.as_ref().map_or(0, |choice| choice.launches.len());
+    for count in 1..=all {
+        let mut part = plan.clone();
+        let Some(choice) = &mut part.chosen.choice else { break };
+        choice.launches.truncate(count);
+        choice.prepared = choice.prepared.min(count - 1);
+        let kernel = choice.launches[count - 1].kernel.name();
+        let until = table.time(gpu, &mut Planned::new(gpu, part, given)?)?;
+        times.push(LaunchTime { kernel, milliseconds: until - before });
+        before = until;
+    }
+    Ok(times)
+}
+
+/// The tensors of a call, and a clock.
+struct Table {
+    buffers: Vec<Buffer>,
+    flush: Buffer,
+    marks: [Event; 2],
+}
+
+impl Table {
+    fn new(gpu: &Gpu, plan: &Plan) -> Result<Self, Error> {
+        let problem = &plan.problem;
+        let mut pool = Pool::new(gpu, problem.dtype(), 0)?;
+        let bytes = tensor_bytes(problem).filter(|all| all.iter().all(|bytes| *bytes > 0));
         let empty = || Error::Impossible(format!("a tensor of {problem} is empty or endless"));
-        buffers.push(Buffer::new(gpu.device(), bytes.ok_or_else(empty)? as u64)?);
+        let mut buffers = Vec::new();
+        for bytes in bytes.ok_or_else(empty)? {
+            buffers.push(Buffer::new(gpu.device(), bytes as u64)?);
+        }
+        for buffer in &buffers[..3] {
+            pool.fill(gpu, buffer.all())?;
+        }
+        let flush = Buffer::new(gpu.device(), flush_bytes(gpu))?;
+        let marks = [Event::new(gpu.device())?, Event::new(gpu.device())?];
+        Ok(Table { buffers, flush, marks })
     }
-    for buffer in &buffers[..3] {
-        pool.fill(gpu, buffer.all())?;
-    }
-    let addresses: Addresses = std::array::from_fn(|index| buffers[index].address());
-    let flush = Buffer::new(gpu.device(), flush_bytes(gpu))?;
-    let marks = [Event::new(gpu.device())?, Event::new(gpu.device())?];
-    let text = ptx::print(&forward.program()?);
-    let mut without = Launcher::new(gpu, &text, plain, problem)?;
-    let mut with = Launcher::new(gpu, &ptx::print(&program), probed, problem)?;
-    let time = |launcher: &mut Launcher| -> Result<f64, Error> {
+
+    /// Milliseconds of a call, the median of several with cold caches.
+    fn time(&mut self, gpu: &Gpu, kernel: &mut dyn subject::Call) -> Result<f64, Error> {
+        let addresses: Addresses = std::array::from_fn(|index| self.buffers[index].address());
+        let [start, end] = &self.marks;
         let mut samples = Vec::new();
         for _ in 0..5 {
-            gpu.stream().fill(flush.all(), 0)?;
-            marks[0].record(gpu.stream())?;
-            launcher.launch(gpu.stream(), &addresses)?;
-            marks[1].record(gpu.stream())?;
-            marks[1].synchronize()?;
-            samples.push(marks[1].milliseconds_since(&marks[0])?);
+            gpu.stream().fill(self.flush.all(), 0)?;
+            start.record(gpu.stream())?;
+            kernel.launch(gpu.stream(), &addresses)?;
+            end.record(gpu.stream())?;
+            end.synchronize()?;
+            samples.push(end.milliseconds_since(start)?);
         }
         Ok(median(&samples))
-    };
-    let milliseconds = [time(&mut without)?, time(&mut with)?];
-    // The notes are those of the last launch: each writes the same places.
-    let halves: Vec<u32> = with.words(gpu, notes)?;
-    let words: Vec<u64> = (halves.chunks_exact(2))
-        .map(|pair| u64::from(pair[0]) | u64::from(pair[1]) << 32)
-        .collect();
-    Ok(Recording { spans: decode(&words, forward.warpgroups), milliseconds })
+    }
 }
 
 /// Runs the kernel with timestamps in the simulator, on a problem that takes one block around its
@@ -151,14 +198,9 @@ pub fn on_gpu(gpu: &Gpu, forward: &Forward, problem: &Problem) -> Result<Recordi
 pub fn in_simulator(forward: &Forward) -> Result<(Vec<Span>, Trace), Error> {
     let what = || forward.name();
     let failed = |reason: String| Error::Malformed { what: what(), reason };
-    let size = AttentionSize {
-        batch: 1,
-        queries: 2 * forward.query_rows() as usize,
-        keys: 6 * forward.key_block as usize,
-        heads: 2,
-        key_heads: 2,
-    };
-    let mut scene = Scene::forward(*forward, &size).map_err(|error| failed(error.to_string()))?;
+    let lengths = [2 * forward.query_rows(), 6 * forward.key_block].map(|it| it as usize);
+    let call = Call::new(Configuration::Forward(*forward), 1, lengths, [2, 2]);
+    let mut scene = call.scene().map_err(|error| failed(error.to_string()))?;
     scene.program = forward.probed()?;
     let bytes = 8 * scene.grid as usize * forward.warpgroups as usize * PROBE_WORDS;
     let buffer = scene.memory.input("probe", vec![0; bytes]);
@@ -232,9 +274,7 @@ mod tests {
     use super::*;
 
     fn forward(text: &str) -> Forward {
-        let problem = text.parse().unwrap();
-        let chip = flashcore::gpu::Chip::H200;
-        flashcore::gpu::forward::choose(&chip, &problem).unwrap().configuration
+        crate::tune::space::chosen(text)
     }
 
     #[test]

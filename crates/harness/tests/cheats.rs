@@ -12,7 +12,7 @@ use harness::Error;
 use harness::gate::{self, Contract, Foreign, Judgement, Outcome, Own, Pace, Rule, Step};
 use harness::subject::{Memory, Subject, Tensors};
 use harness::verify;
-use kernels::{Product, Scalar, Shipped};
+use kernels::{Configuration, Product, Rules, Scalar};
 use ptx::{Element, Target};
 
 /// Milliseconds that honest work takes on the host's clock, and that a cheat takes.
@@ -86,7 +86,7 @@ impl Host {
         let shapes = [problem.query_shape(), problem.key_shape(), problem.value_shape()];
         let mut slices: Vec<&[u8]> = Vec::new();
         for (memory, shape) in tensors.memory.iter().zip(shapes) {
-            let bytes = shape.elements().unwrap() * problem.dtype.bytes();
+            let bytes = shape.elements().unwrap() * problem.dtype().bytes();
             slices.push(&self.memory[memory.0][tensors.offset..tensors.offset + bytes]);
         }
         verify::inputs(problem, [slices[0], slices[1], slices[2]]).unwrap()
@@ -264,8 +264,8 @@ impl Subject for Host {
             }
             Behaviour::WrongMask => {
                 let shifted = match problem.mask {
-                    Mask::Causal => problem.clone().with_mask(Mask::None),
-                    _ => problem.clone().with_mask(Mask::Causal),
+                    Mask::CAUSAL => problem.clone().with_mask(Mask::NONE),
+                    _ => problem.clone().with_mask(Mask::CAUSAL),
                 };
                 self.attend(&shifted, &inputs)
             }
@@ -315,7 +315,7 @@ fn judge(behaviour: Behaviour, mask: Mask) -> Judgement {
 
 #[test]
 fn an_honest_kernel_is_accepted() {
-    for mask in [Mask::None, Mask::Causal] {
+    for mask in [Mask::NONE, Mask::CAUSAL] {
         let judgement = judge(Behaviour::Honest, mask);
         assert!(judgement.accepted, "{judgement:?}");
         assert_eq!(judgement.findings.len(), 2);
@@ -335,7 +335,7 @@ fn every_cheat_breaks_its_rule() {
         (Behaviour::DividesAGraph, Step::Correct, Rule::Unwritten),
         (Behaviour::Impossible, Step::Fast, Rule::AboveRoofline),
     ] {
-        let judgement = judge(behaviour, Mask::None);
+        let judgement = judge(behaviour, Mask::NONE);
         assert_eq!(judgement.broken(), Some(rule), "{judgement:?}");
         assert_eq!(judgement.findings.last().unwrap().step, step, "{judgement:?}");
     }
@@ -358,7 +358,7 @@ fn timed_calls_are_looked_at() {
             at_least: 0.9,
             peak_tflops: None,
         };
-        let contract = Contract::whole(model(Mask::None));
+        let contract = Contract::whole(model(Mask::NONE));
         let (mut subject, mut baseline) = (Host::new(behaviour), Host::new(Behaviour::Honest));
         let outcome = gate::fast(&mut subject, &mut baseline, &contract, &pace, 3);
         let Outcome::Reject { rule: broken, reason } = outcome else { panic!("{behaviour:?}") };
@@ -369,12 +369,12 @@ fn timed_calls_are_looked_at() {
 #[test]
 fn every_planted_defect_breaks_its_rule() {
     for (behaviour, mask, rule) in [
-        (Behaviour::WrongMask, Mask::Causal, Rule::Wrong),
-        (Behaviour::WrongMask, Mask::None, Rule::Wrong),
-        (Behaviour::WritesInput, Mask::None, Rule::InputChanged),
-        (Behaviour::WritesBeside, Mask::None, Rule::Trespass),
-        (Behaviour::Unrepeatable, Mask::None, Rule::Unrepeatable),
-        (Behaviour::Slow, Mask::None, Rule::Slow),
+        (Behaviour::WrongMask, Mask::CAUSAL, Rule::Wrong),
+        (Behaviour::WrongMask, Mask::NONE, Rule::Wrong),
+        (Behaviour::WritesInput, Mask::NONE, Rule::InputChanged),
+        (Behaviour::WritesBeside, Mask::NONE, Rule::Trespass),
+        (Behaviour::Unrepeatable, Mask::NONE, Rule::Unrepeatable),
+        (Behaviour::Slow, Mask::NONE, Rule::Slow),
     ] {
         let judgement = judge(behaviour, mask);
         assert_eq!(judgement.broken(), Some(rule), "{judgement:?}");
@@ -391,7 +391,7 @@ fn rule_of(outcome: &Outcome) -> Option<Rule> {
 /// A fence or a wait less, and the simulator names what is missing.
 #[test]
 fn a_race_is_a_hazard() {
-    let kernel = Shipped::Product(Product { columns: 16, stages: 2, ..Product::PLAIN });
+    let kernel = Configuration::Product(Product { columns: 16, stages: 2, ..Product::PLAIN });
     let own = Own::new(kernel).unwrap();
     let accepted = gate::simulate(&own, 2);
     assert!(matches!(accepted, Outcome::Accept { .. }), "{accepted:?}");
@@ -408,15 +408,15 @@ fn a_race_is_a_hazard() {
 /// The dense kernel where the causal one is asked for.
 #[test]
 fn a_wrong_mask_is_wrong_in_the_simulator() {
-    let scalar = |causal| Scalar {
+    let scalar = |rules| Scalar {
         target: Target::SM_90A,
         element: Element::F16,
         head_dim: 7,
         value_head_dim: 33,
-        causal,
+        rules,
     };
-    let kernel = Shipped::Scalar(scalar(true));
-    let program = scalar(false).program().unwrap();
+    let kernel = Configuration::Scalar(scalar(Rules::CAUSAL));
+    let program = scalar(Rules::DENSE).program().unwrap();
     let outcome = gate::simulate(&Own { kernel, program }, 1);
     assert_eq!(rule_of(&outcome), Some(Rule::Wrong), "{outcome:?}");
 }
@@ -431,7 +431,7 @@ fn a_spill_is_slow_code() {
         element: Element::F32,
         head_dim: 128,
         value_head_dim: 128,
-        causal: false,
+        rules: Rules::DENSE,
     };
     let text = ptx::print(&scalar.program().unwrap());
     let outcome = gate::assemble(&text);

@@ -1,4 +1,4 @@
-//! New keys and values into a cache, where they belong, keys turned by rotary embeddings; and
+//! New keys and values into a cache, where they belong, keys rotated by rotary embeddings; and
 //! with those, in the same launch, the queries that will look at them.
 //!
 //! A warp takes one row: a new token of a sequence and a key head, or a query
@@ -6,13 +6,11 @@
 //! beyond the cache is not written.
 
 use ptx::{
-    Address, Builder, Capability, Element, Expression, GlobalAddress, Instruction, LoadCache,
-    LoadOrder, Program, Reg, S32, Space, StoreCache, StoreOrder, Target, U32, U64,
+    Builder, Capability, Element, Expression, GlobalAddress, Program, Reg, S32, Target, U32, U64,
 };
 
 use crate::Error;
-use crate::decode::place::{Places, Span};
-use crate::decode::{clamp, entry_of};
+use crate::attention::sequences::{Places, Span, clamp, entry_of};
 use crate::divisor::DivisorRegisters;
 use crate::element::{load_as_f32, store_from_f32};
 use crate::parameter::{List, Number, Tensor};
@@ -34,14 +32,14 @@ pub struct Append {
     pub value_head_dim: u32,
     /// Whether the cache lies in pages.
     pub paged: bool,
-    /// How keys are turned.
+    /// How keys are rotated.
     pub rotary: Option<Rotary>,
 }
 
-/// Rotary embedding: pairs of columns are turned by an angle that grows with the position.
+/// Rotary embedding: pairs of columns are rotated by an angle that grows with the position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Rotary {
-    /// The first so many columns are turned, the others stay: even.
+    /// The first so many columns are rotated, the others stay: even.
     pub dim: u32,
     /// Whether neighbours are pairs; else column `i` and column `dim / 2 + i`.
     pub interleaved: bool,
@@ -91,9 +89,9 @@ impl Append {
     /// | --- | --- |
     /// | `cosines`, `sines`, `rotary positions` | tables of `dim / 2` for each position, in the tensors' element |
     /// | `rotary starts` | the position of each sequence's first new token for its angle, or 0: its length before |
-    /// | `queries`, `turned queries` | addresses with strides; may be the same memory |
+    /// | `queries`, `rotated queries` | addresses with strides; may be the same memory |
     /// | `query heads`, `query length` | [`Divisor`](crate::Divisor)s; the most queries of a sequence |
-    /// | `turned rows` | sequences times queries times query heads, or 0 |
+    /// | `rotated rows` | sequences times queries times query heads, or 0 |
     /// | `query rows`, `query starts`, `query lengths` | as decode has them |
     /// | `query step` | 1 where queries stand at positions one after the other, 0 where all stand at the first |
     pub fn program(&self) -> Result<Program, Error> {
@@ -172,7 +170,7 @@ impl Append {
         if let (Some(angles), Some(queries)) = (angles, queries) {
             // Rows of keys wrap around, to beyond every row of queries.
             let index = k.eval(index - rows);
-            k.if_(index.less(queries.turned_rows), |k| {
+            k.if_(index.less(queries.rotated_rows), |k| {
                 let (rest, head) = queries.heads.divide(k, index);
                 let (sequence, query) = queries.length.divide(k, rest);
                 let (first, count) = queries.span().of(k, sequence);
@@ -189,7 +187,7 @@ impl Append {
         }
     }
 
-    /// Copies a row that is turned on its way.
+    /// Copies a row that is rotated on its way.
     fn turn(
         &self,
         k: &mut Builder,
@@ -216,14 +214,14 @@ impl Before {
     }
 }
 
-/// The queries that are turned.
+/// The queries that are rotated.
 struct Queries {
     from: Strided,
     to: Strided,
     heads: DivisorRegisters,
     /// The most queries of a sequence.
     length: DivisorRegisters,
-    turned_rows: Reg<U32>,
+    rotated_rows: Reg<U32>,
     rows: Reg<U32>,
     starts: Reg<GlobalAddress>,
     lengths: Reg<GlobalAddress>,
@@ -237,7 +235,7 @@ impl Queries {
             to: Strided::parameters(k, Tensor::RotatedQuery),
             heads: DivisorRegisters::parameters(k, Number::QueryHeads),
             length: DivisorRegisters::parameters(k, Number::QueryLength),
-            turned_rows: Number::AllRotatedRows.read(k),
+            rotated_rows: Number::AllRotatedRows.read(k),
             rows: Number::QueryRows.read(k),
             starts: List::QueryStarts.address(k),
             lengths: List::QueryLengths.address(k),
@@ -262,23 +260,8 @@ fn copy(
     k.for_range(lane + columns.start / 2, columns.end / 2, 32, |k, word| {
         let offset = k.eval((word * 4).convert::<U64>());
         let (from, to) = (k.eval(from + offset), k.eval(to + offset));
-        let pair = k.register_of(element.packed());
-        k.push(Instruction::Load {
-            dst: vec![pair],
-            space: Space::Global,
-            address: Address { base: from.register(), offset: 0 },
-            order: LoadOrder::Weak,
-            cache: LoadCache::Default,
-            policy: None,
-        });
-        k.push(Instruction::Store {
-            src: vec![pair],
-            space: Space::Global,
-            address: Address { base: to.register(), offset: 0 },
-            order: StoreOrder::Weak,
-            cache: StoreCache::Default,
-            policy: None,
-        });
+        let pair = k.load_packed(element, from);
+        k.store_packed(to, &[pair]);
     });
 }
 
@@ -332,8 +315,8 @@ impl Angles {
             let offset = |column: Reg<U32>| (column * bytes).convert::<U64>();
             let x = load_as_f32(k, element, from + offset(first));
             let y = load_as_f32(k, element, from + offset(second));
-            let turned = [k.eval(x * cosine - y * sine), k.eval(x * sine + y * cosine)];
-            for (column, value) in [first, second].into_iter().zip(turned) {
+            let rotated = [k.eval(x * cosine - y * sine), k.eval(x * sine + y * cosine)];
+            for (column, value) in [first, second].into_iter().zip(rotated) {
                 store_from_f32(k, element, to + offset(column), value);
             }
         });

@@ -12,11 +12,12 @@
 //! once for the largest log-sum-exp, once for the sums.
 
 use ptx::{
-    BF16x2, Builder, Choose, Element, Expression, F16x2, F32, GlobalAddress, Program, Reg, Target,
-    U32, U64, Value,
+    BF16x2, Builder, Element, Expression, F16x2, F32, GlobalAddress, Program, Reg, Target, U32,
+    U64, Value,
 };
 
 use crate::Error;
+use crate::attention::rows::{Finished, Reference, finish, reference};
 use crate::parameter::{Axis, Number, Tensor};
 use crate::strides::Strides;
 
@@ -137,8 +138,7 @@ impl Combine {
                 k.set(address, address + lse_step);
             });
             // Where no part saw a key, minus infinity minus itself would not be a number.
-            let reference = largest.equals(f32::NEG_INFINITY).choose::<F32>(0.0, largest);
-            let reference = k.eval(reference);
+            let reference = reference(k, largest);
 
             let (first, step) = partial_outputs.row(k, at);
             let mine = pair.convert::<U64>() * (2 * self.partial.bytes());
@@ -162,17 +162,13 @@ impl Combine {
                 k.set(source, source + step);
             });
 
-            let nothing = k.eval(weights.equals(0.0));
-            let reciprocal = k.reciprocal(weights);
-            let factor = k.eval(nothing.choose::<F32>(0.0, reciprocal));
+            let Finished { factor, log_sum } =
+                finish(k, Reference::Natural(reference), weights, None);
             let target = output_strides.row_address(k, output, self.element, at);
             let mine = pair.convert::<U64>() * (2 * self.element.bytes());
             let result = sums.map(|sum| k.eval(sum * factor));
             store_pair(k, self.element, target + mine, result);
             k.if_(pair.equals(0), |k| {
-                let log2 = k.log2(weights);
-                let log_sum = reference + log2 * std::f32::consts::LN_2;
-                let log_sum = k.eval(nothing.choose::<F32>(f32::NEG_INFINITY, log_sum));
                 let target = lse_strides.row_address(k, lse, Element::F32, at);
                 k.store(target, log_sum);
             });

@@ -1,6 +1,6 @@
 //! Division by a number that is known at launch: a product and a shift.
 
-use ptx::{BinaryOperation, Builder, Instruction, Reg, Type, U32, Value};
+use ptx::{Builder, Reg, U32, Value};
 
 use crate::parameter::{Number, Parameter};
 
@@ -52,14 +52,7 @@ impl DivisorRegisters {
     /// The quotient and the remainder.
     pub(crate) fn divide(&self, k: &mut Builder, dividend: Reg<U32>) -> (Reg<U32>, Reg<U32>) {
         use ptx::{Choose, Expression};
-        let high = k.register::<U32>();
-        k.push(Instruction::Binary {
-            operation: BinaryOperation::MultiplyHigh,
-            ty: Type::U32,
-            dst: high.register(),
-            a: dividend.into(),
-            b: self.multiplier.into(),
-        });
+        let high = k.multiply_high(dividend, self.multiplier);
         let one = self.number.equals(1);
         let quotient = k.eval(one.choose::<U32>(dividend, high >> Value::from(self.shift)));
         let remainder = k.eval(dividend - quotient * self.number);

@@ -3,6 +3,7 @@
 //!
 //! | module | what it computes |
 //! | --- | --- |
+//! | [`attention`] | what attention means: rules that the kernels share |
 //! | [`scalar`] | attention on any GPU, with ordinary arithmetic |
 //! | [`mma`] | attention on Ampere and later, with mma.sync and cp.async |
 //! | [`decode`] | attention of few queries over long, maybe paged, caches |
@@ -18,6 +19,7 @@
 //! the same configuration twice gives the same program.
 
 pub mod append;
+pub mod attention;
 pub mod ceiling;
 pub mod combine;
 pub mod decode;
@@ -34,6 +36,7 @@ pub mod single;
 mod strides;
 
 pub use append::Append;
+pub use attention::{Batch, MaskKind, Rules, Window};
 pub use ceiling::Ceiling;
 pub use combine::Combine;
 pub use decode::Decode;
@@ -44,7 +47,7 @@ pub use parameter::Parameter;
 pub use product::Product;
 pub use scalar::Scalar;
 pub use sequencer::Sequencer;
-pub use shipped::{Shipped, shipped};
+pub use shipped::{Configuration, shipped};
 pub use single::Single;
 
 use ptx::Invalid;

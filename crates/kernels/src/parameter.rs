@@ -8,9 +8,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::OnceLock;
 
-use ptx::{Builder, F32, GlobalAddress, Program, Reg, S32, TensorBox, TensorMap, U32, U64};
-
-use crate::Error;
+use ptx::{Builder, F32, GlobalAddress, Reg, S32, TensorBox, TensorMap, U32, U64};
 
 /// A parameter of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -42,261 +40,197 @@ pub enum Parameter {
     Scale(Scale),
 }
 
-/// The tensors of attention and of what goes with it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Tensor {
-    /// The queries.
-    Query,
-    /// The keys, or their cache.
-    Key,
-    /// The values, or their cache.
-    Value,
-    /// The output.
-    Output,
-    /// The log-sum-exps.
-    Lse,
-    /// Outputs over parts of the keys.
-    PartialOutput,
-    /// Log-sum-exps over parts of the keys.
-    PartialLse,
-    /// Keys that are appended to a cache.
-    NewKey,
-    /// Values that are appended to a cache.
-    NewValue,
-    /// Queries with rotary embeddings.
-    RotatedQuery,
+/// Enumerations with a list of what they have, for the table of names.
+macro_rules! listed {
+    ($($(#[$of_enum:meta])* pub enum $name:ident { $($(#[$of_one:meta])* $one:ident,)* })*) => {$(
+        $(#[$of_enum])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub enum $name {
+            $($(#[$of_one])* $one,)*
+        }
+
+        impl $name {
+            const EVERY: &[$name] = &[$($name::$one),*];
+        }
+    )*};
 }
 
-/// A dimension of a tensor along which there is a stride.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Axis {
-    /// From batch entry (or page) to batch entry.
-    Batch,
-    /// From row to row.
-    Row,
-    /// From head to head.
-    Head,
-    /// From part to part.
-    Part,
-}
+listed! {
+    /// The tensors of attention and of what goes with it.
+    pub enum Tensor {
+        /// The queries.
+        Query,
+        /// The keys, or their cache.
+        Key,
+        /// The values, or their cache.
+        Value,
+        /// The output.
+        Output,
+        /// The log-sum-exps.
+        Lse,
+        /// Outputs over parts of the keys.
+        PartialOutput,
+        /// Log-sum-exps over parts of the keys.
+        PartialLse,
+        /// Keys that are appended to a cache.
+        NewKey,
+        /// Values that are appended to a cache.
+        NewValue,
+        /// Queries with rotary embeddings.
+        RotatedQuery,
+    }
 
-/// Lists of 32-bit numbers on the device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum List {
-    /// Where each sequence's packed queries begin, and where the last end (`cu_seqlens_q`).
-    QueryStarts,
-    /// Queries that each sequence uses (`seqused_q`).
-    QueryLengths,
-    /// Where each sequence's packed keys begin, and where the last end (`cu_seqlens_k`).
-    KeyStarts,
-    /// Keys that each sequence uses (`seqused_k`, `cache_seqlens`).
-    KeyLengths,
-    /// Positions before each sequence that are no part of it (`leftpad_k`).
-    LeftPadding,
-    /// The batch entry of each sequence (`cache_batch_idx`).
-    BatchIndex,
-    /// The pages of each sequence (`block_table`).
-    BlockTable,
-    /// ALiBi slopes in `f32`.
-    Slopes,
-    /// Sinks in `f32`.
-    Sinks,
-    /// Where each sequence's new keys begin, and where the last end.
-    NewStarts,
-    /// New keys of each sequence.
-    NewLengths,
-    /// Where the lengths with the new keys go.
-    LengthsAfter,
-    /// Cosines of rotary embeddings.
-    Cosines,
-    /// Sines of rotary embeddings.
-    Sines,
-    /// The position of each sequence's first new key for its angle.
-    RotaryStarts,
-}
+    /// A dimension of a tensor along which there is a stride.
+    pub enum Axis {
+        /// From batch entry (or page) to batch entry.
+        Batch,
+        /// From row to row.
+        Row,
+        /// From row to row, where batch entries are taken for one list of rows.
+        FlatRow,
+        /// From head to head.
+        Head,
+        /// From part to part.
+        Part,
+    }
 
-/// Memory that belongs to a plan.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Workspace {
-    /// The tiles of each block of the forward kernel.
-    TileLists,
-    /// The tiles of a ragged batch, in order.
-    Schedule,
-    /// Partial results of sequences that are split.
-    Partials,
-    /// How many parts of each sequence are there; zero between launches.
-    Counters,
-    /// Timestamps from inside the kernel.
-    Probe,
-}
+    /// Lists of 32-bit numbers on the device.
+    pub enum List {
+        /// Where each sequence's packed queries begin, and where the last end (`cu_seqlens_q`).
+        QueryStarts,
+        /// Queries that each sequence uses (`seqused_q`).
+        QueryLengths,
+        /// Where each sequence's packed keys begin, and where the last end (`cu_seqlens_k`).
+        KeyStarts,
+        /// Keys that each sequence uses (`seqused_k`, `cache_seqlens`).
+        KeyLengths,
+        /// Positions before each sequence that are no part of it (`leftpad_k`).
+        LeftPadding,
+        /// The batch entry of each sequence (`cache_batch_idx`).
+        BatchIndex,
+        /// The pages of each sequence (`block_table`).
+        BlockTable,
+        /// ALiBi slopes in `f32`.
+        Slopes,
+        /// Sinks in `f32`.
+        Sinks,
+        /// Where each sequence's new keys begin, and where the last end.
+        NewStarts,
+        /// New keys of each sequence.
+        NewLengths,
+        /// Where the lengths with the new keys go.
+        LengthsAfter,
+        /// Cosines of rotary embeddings.
+        Cosines,
+        /// Sines of rotary embeddings.
+        Sines,
+        /// The position of each sequence's first new key for its angle.
+        RotaryStarts,
+    }
 
-/// Numbers that a problem or the shape of a launch has.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Number {
-    /// Sequences.
-    Batch,
-    /// Queries of a sequence, at most.
-    QueryLength,
-    /// Keys of a sequence, at most.
-    KeyLength,
-    /// Query heads.
-    QueryHeads,
-    /// Key heads.
-    KeyHeads,
-    /// Query heads that share a key head.
-    GroupSize,
-    /// Rows of a batch entry of the query tensor: all of them, where queries are packed.
-    QueryRows,
-    /// Rows of the key tensor that sequences may begin at.
-    KeyRows,
-    /// Batch entries or pages of the cache.
-    Entries,
-    /// Positions of a page.
-    PageSize,
-    /// Pages of a sequence in the block table.
-    PageColumns,
-    /// Log-sum-exps from a head to the next, in elements.
-    LseHeadStride,
-    /// Log-sum-exps from a sequence to the next, in elements; 0 where queries are packed.
-    LseBatchStride,
-    /// From the slopes of a sequence to the next's; 0 where all have the same.
-    SlopesStride,
-    /// Positions of a chunk, where attention is chunked.
-    Chunk,
-    /// Tiles in all.
-    Tiles,
-    /// Tiles of query rows of a head.
-    TilesPerHead,
-    /// Tiles of a group of heads that share the second-level cache.
-    TilesPerGroup,
-    /// Heads of such a group.
-    HeadsPerGroup,
-    /// Parts that the keys of a tile are split into.
-    Splits,
-    /// Key blocks of such a part.
-    BlocksPerSplit,
-    /// Parts of the keys that are combined.
-    Parts,
-    /// Rows over all heads and sequences.
-    AllRows,
-    /// Teams of blocks.
-    Teams,
-    /// Blocks of a team.
-    BlocksPerTeam,
-    /// The fewest tiles of keys that a team takes.
-    LeastTiles,
-    /// Query rows of a tile.
-    TileRows,
-    /// Tiles that a schedule has room for.
-    MaxTiles,
-    /// New keys of a sequence, at most.
-    NewTokens,
-    /// Rows of the tensors of new keys.
-    NewRows,
-    /// Rows of new keys over all heads and sequences.
-    AllNewRows,
-    /// Rows of rotated queries over all heads and sequences.
-    AllRotatedRows,
-    /// Positions of the rotary tables.
-    RotaryPositions,
-    /// Positions from a query to the next: 1, or 0 where all stand at the first new key.
-    QueryStep,
-}
+    /// Memory that belongs to a plan.
+    pub enum Workspace {
+        /// The tiles of each block of the forward kernel.
+        TileLists,
+        /// The tiles of a ragged batch, in order.
+        Schedule,
+        /// Partial results of sequences that are split.
+        Partials,
+        /// How many parts of each sequence are there; zero between launches.
+        Counters,
+        /// Timestamps from inside the kernel.
+        Probe,
+    }
 
-/// How far a query sees.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Reach {
-    /// Keys before its position.
-    Left,
-    /// Keys after its position.
-    Right,
-}
+    /// Numbers that a problem or the shape of a launch has.
+    pub enum Number {
+        /// Sequences.
+        Batch,
+        /// Queries of a sequence, at most.
+        QueryLength,
+        /// Keys of a sequence, at most.
+        KeyLength,
+        /// Query heads.
+        QueryHeads,
+        /// Key heads.
+        KeyHeads,
+        /// Query heads that share a key head.
+        GroupSize,
+        /// Rows of a batch entry of the query tensor: all of them, where queries are packed.
+        QueryRows,
+        /// Rows of the key tensor that sequences may begin at.
+        KeyRows,
+        /// Batch entries or pages of the cache.
+        Entries,
+        /// Positions of a page.
+        PageSize,
+        /// Pages of a sequence in the block table.
+        PageColumns,
+        /// Log-sum-exps from a head to the next, in elements.
+        LseHeadStride,
+        /// Log-sum-exps from a sequence to the next, in elements; 0 where queries are packed.
+        LseBatchStride,
+        /// From the slopes of a sequence to the next's; 0 where all have the same.
+        SlopesStride,
+        /// Positions of a chunk, where attention is chunked.
+        Chunk,
+        /// Tiles in all.
+        Tiles,
+        /// Tiles of query rows of a head.
+        TilesPerHead,
+        /// Tiles of a group of heads that share the second-level cache.
+        TilesPerGroup,
+        /// Heads of such a group.
+        HeadsPerGroup,
+        /// Parts that the keys of a tile are split into.
+        Splits,
+        /// Key blocks of such a part.
+        BlocksPerSplit,
+        /// Parts of the keys that are combined.
+        Parts,
+        /// Rows over all heads and sequences.
+        AllRows,
+        /// Teams of blocks.
+        Teams,
+        /// Blocks of a team.
+        BlocksPerTeam,
+        /// The fewest tiles of keys that a team takes.
+        LeastTiles,
+        /// Query rows of a tile.
+        TileRows,
+        /// Tiles that a schedule has room for.
+        MaxTiles,
+        /// New keys of a sequence, at most.
+        NewTokens,
+        /// Rows of the tensors of new keys.
+        NewRows,
+        /// Rows of new keys over all heads and sequences.
+        AllNewRows,
+        /// Rows of rotated queries over all heads and sequences.
+        AllRotatedRows,
+        /// Positions of the rotary tables.
+        RotaryPositions,
+        /// Positions from a query to the next: 1, or 0 where all stand at the first new key.
+        QueryStep,
+    }
 
-/// Factors of the scores.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Scale {
-    /// The softmax scale times log2(e).
-    Log2,
-    /// The softmax scale over the softcap.
-    OverSoftcap,
-    /// The softcap times log2(e).
-    SoftcapLog2,
-}
+    /// How far a query sees.
+    pub enum Reach {
+        /// Keys before its position.
+        Left,
+        /// Keys after its position.
+        Right,
+    }
 
-/// Every tensor, list, memory and number, for the table of names.
-mod every {
-    use super::{Axis, List, Number, Reach, Scale, Tensor, Workspace};
-
-    pub(super) const TENSORS: &[Tensor] = {
-        use Tensor::*;
-        &[Query, Key, Value, Output, Lse, PartialOutput, PartialLse, NewKey, NewValue, RotatedQuery]
-    };
-    pub(super) const AXES: &[Axis] = &[Axis::Batch, Axis::Row, Axis::Head, Axis::Part];
-    pub(super) const LISTS: &[List] = {
-        use List::*;
-        &[
-            QueryStarts,
-            QueryLengths,
-            KeyStarts,
-            KeyLengths,
-            LeftPadding,
-            BatchIndex,
-            BlockTable,
-            Slopes,
-            Sinks,
-            NewStarts,
-            NewLengths,
-            LengthsAfter,
-            Cosines,
-            Sines,
-            RotaryStarts,
-        ]
-    };
-    pub(super) const WORKSPACES: &[Workspace] = {
-        use Workspace::*;
-        &[TileLists, Schedule, Partials, Counters, Probe]
-    };
-    pub(super) const NUMBERS: &[Number] = {
-        use Number::*;
-        &[
-            Batch,
-            QueryLength,
-            KeyLength,
-            QueryHeads,
-            KeyHeads,
-            GroupSize,
-            QueryRows,
-            KeyRows,
-            Entries,
-            PageSize,
-            PageColumns,
-            LseHeadStride,
-            LseBatchStride,
-            SlopesStride,
-            Chunk,
-            Tiles,
-            TilesPerHead,
-            TilesPerGroup,
-            HeadsPerGroup,
-            Splits,
-            BlocksPerSplit,
-            Parts,
-            AllRows,
-            Teams,
-            BlocksPerTeam,
-            LeastTiles,
-            TileRows,
-            MaxTiles,
-            NewTokens,
-            NewRows,
-            AllNewRows,
-            AllRotatedRows,
-            RotaryPositions,
-            QueryStep,
-        ]
-    };
-    pub(super) const REACHES: &[Reach] = &[Reach::Left, Reach::Right];
-    pub(super) const SCALES: &[Scale] = &[Scale::Log2, Scale::OverSoftcap, Scale::SoftcapLog2];
+    /// Factors of the scores.
+    pub enum Scale {
+        /// The softmax scale times log2(e).
+        Log2,
+        /// The softmax scale over the cap of scores: what is inside of the hyperbolic tangent.
+        Inner,
+        /// The cap times log2(e): what is outside of it.
+        Outer,
+    }
 }
 
 impl fmt::Display for Parameter {
@@ -308,6 +242,7 @@ impl fmt::Display for Parameter {
                 let axis = match axis {
                     Axis::Batch => "batch",
                     Axis::Row => "row",
+                    Axis::FlatRow => "flat row",
                     Axis::Head => "head",
                     Axis::Part => "part",
                 };
@@ -328,35 +263,34 @@ impl fmt::Display for Parameter {
 }
 
 impl Parameter {
-    /// The parameters of a program, in order; an error if it has one that is none of these.
-    pub fn of(program: &Program) -> Result<Vec<Parameter>, Error> {
-        let unknown = |name: &str| Error::Configuration {
-            kernel: program.name.clone(),
-            reason: format!("nobody knows what to pass for the parameter `{name}`"),
+    /// What declared parameters are, in order; an error names one that is none of these.
+    pub fn of(declared: &[ptx::Parameter]) -> Result<Vec<Parameter>, String> {
+        let of = |it: &ptx::Parameter| {
+            let unknown = || format!("nobody knows what to pass for the parameter `{}`", it.name);
+            Parameter::named(&it.name).ok_or_else(unknown)
         };
-        let of = |it: &ptx::Parameter| Parameter::named(&it.name).ok_or_else(|| unknown(&it.name));
-        program.parameters.iter().map(of).collect()
+        declared.iter().map(of).collect()
     }
 
     fn named(name: &str) -> Option<Parameter> {
         static NAMES: OnceLock<HashMap<String, Parameter>> = OnceLock::new();
         let names = NAMES.get_or_init(|| {
             let mut all = Vec::new();
-            for tensor in every::TENSORS {
+            for tensor in Tensor::EVERY {
                 let it = *tensor;
                 all.extend([Parameter::Tensor(it), Parameter::Rows(it)]);
                 all.extend([Parameter::EntryRows(it), Parameter::SequenceRows(it)]);
-                all.extend(every::AXES.iter().map(|axis| Parameter::Stride(it, *axis)));
+                all.extend(Axis::EVERY.iter().map(|axis| Parameter::Stride(it, *axis)));
             }
-            for number in every::NUMBERS {
+            for number in Number::EVERY {
                 let it = *number;
                 all.extend([Parameter::Number(it), Parameter::Multiplier(it)]);
                 all.push(Parameter::Shift(it));
             }
-            all.extend(every::LISTS.iter().map(|it| Parameter::List(*it)));
-            all.extend(every::WORKSPACES.iter().map(|it| Parameter::Workspace(*it)));
-            all.extend(every::REACHES.iter().map(|it| Parameter::Reach(*it)));
-            all.extend(every::SCALES.iter().map(|it| Parameter::Scale(*it)));
+            all.extend(List::EVERY.iter().map(|it| Parameter::List(*it)));
+            all.extend(Workspace::EVERY.iter().map(|it| Parameter::Workspace(*it)));
+            all.extend(Reach::EVERY.iter().map(|it| Parameter::Reach(*it)));
+            all.extend(Scale::EVERY.iter().map(|it| Parameter::Scale(*it)));
             all.into_iter().map(|it| (it.to_string(), it)).collect()
         });
         names.get(name).copied()

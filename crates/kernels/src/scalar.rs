@@ -2,7 +2,7 @@
 //!
 //! One warp takes one query row. Its lanes share the head dimension, so a
 //! score is a sum over lanes; keys come one after the other through the online
-//! softmax. Every head dimension, length, mask and element that FlashCore
+//! softmax. Every head dimension, length, rule and element that FlashCore
 //! knows is served; speed is not the point.
 //!
 //! Per key, with scores in units of log2 so that one `ex2` is an exponential:
@@ -14,14 +14,15 @@
 //! o     = o * 2^(m - m') + 2^(s - m') * v
 //! ```
 
-use ptx::{
-    Builder, Choose, Element, Expression, F32, GlobalAddress, Pred, Program, Reg, S32, Target, U32,
-    U64, Value,
-};
+use ptx::{Builder, Element, Expression, F32, GlobalAddress, Program, Reg, S32, Target, U32, U64};
 
 use crate::Error;
+use crate::attention::rows::{Reference, Sinks, finish, reference};
+use crate::attention::scores::{ScoreRule, Slopes, alibi};
+use crate::attention::visibility::Visibility;
+use crate::attention::{Rules, Score};
 use crate::element::{load_as_f32, store_from_f32};
-use crate::parameter::{Number, Scale, Tensor};
+use crate::parameter::{Number, Tensor};
 use crate::strides::Strides;
 
 /// Query rows that one block takes: a warp each.
@@ -38,16 +39,15 @@ pub struct Scalar {
     pub head_dim: u32,
     /// The width of values and outputs.
     pub value_head_dim: u32,
-    /// Whether query `i` sees only keys up to `i + keys - queries`.
-    pub causal: bool,
+    /// Which keys a query sees, and what changes scores.
+    pub rules: Rules,
 }
 
 impl Scalar {
     /// The name of this configuration.
     pub fn name(&self) -> String {
-        let Scalar { element, head_dim, value_head_dim, causal, .. } = self;
-        let mask = if *causal { "causal" } else { "dense" };
-        format!("scalar_{element}_d{head_dim}x{value_head_dim}_{mask}")
+        let Scalar { element, head_dim, value_head_dim, rules, .. } = self;
+        format!("scalar_{element}_d{head_dim}x{value_head_dim}_{}", rules.name())
     }
 
     /// How many blocks cover the problem; each takes further ones as they come.
@@ -60,7 +60,10 @@ impl Scalar {
     /// Parameters, in order: the addresses of queries, keys, values, output
     /// and log-sum-exp; the batch, row and head strides in elements of
     /// queries, keys, values and output; query length, key length, query
-    /// heads, query heads per key head, batch; the scale times log2(e).
+    /// heads, query heads per key head, batch; the scale, or the two of capped
+    /// scores ([`Scale`](crate::parameter::Scale)); then, as far as the rules
+    /// ask for them, the reach to the left and right, the divisor of the chunk,
+    /// the slopes with their stride from sequence to sequence, and the sinks.
     /// Log-sum-exps are stored as (batch, head, query) in `f32`.
     pub fn program(&self) -> Result<Program, Error> {
         if self.head_dim == 0 || self.value_head_dim == 0 {
@@ -86,7 +89,10 @@ impl Scalar {
         let heads: Reg<U32> = Number::QueryHeads.read(k);
         let group: Reg<U32> = Number::GroupSize.read(k);
         let batches: Reg<U32> = Number::Batch.read(k);
-        let scale_log2: Reg<F32> = Scale::Log2.read(k);
+        let score_rule = ScoreRule::parameters(k, &self.rules);
+        let visibility = Visibility::parameters(k, self.rules.mask);
+        let slopes = self.rules.alibi.then(|| Slopes::parameters(k));
+        let sinks = self.rules.sinks.then(|| Sinks::parameters(k));
 
         let thread = k.thread_index();
         let warp = k.eval(thread / 32);
@@ -106,20 +112,37 @@ impl Scalar {
                     let address = query_strides.row_address(k, queries, self.element, at);
                     self.load_row(k, address, lane, self.head_dim)
                 };
-                let visible = self.visible_keys(k, row, query_length, key_length);
+                let position = {
+                    let [row, queries, keys] =
+                        [row, query_length, key_length].map(|r| r.reinterpret::<S32>());
+                    k.eval(row + keys - queries)
+                };
+                let [begin, end] = visibility.keys(k, position, key_length).map(|edge| {
+                    let edge = k.eval(edge.maximum(0));
+                    k.eval(edge.reinterpret::<U32>())
+                });
+                let slope = slopes.map(|slopes| slopes.log2(k, batch, head));
                 let mut state = Online::new(k, self.value_head_dim);
-                k.for_range(0, visible, 1, |k, key| {
+                k.for_range(begin, end, 1, |k, key| {
                     let at = [batch, key, key_head];
                     let address = key_strides.row_address(k, keys, self.element, at);
                     let score = {
                         let key_row = self.load_row(k, address, lane, self.head_dim);
                         dot(k, &q, &key_row)
                     };
+                    let scores = [Score { row: 0, column: 0, register: score }];
+                    score_rule.cap(k, &scores);
+                    score_rule.scale(k, &scores);
+                    if let Some(slope) = slope {
+                        let distance = position - key.reinterpret::<S32>();
+                        alibi(k, &scores, &[0], distance, slope);
+                    }
                     let address = value_strides.row_address(k, values, self.element, at);
                     let value_row = self.load_row(k, address, lane, self.value_head_dim);
-                    state.add(k, score * scale_log2, &value_row);
+                    state.add(k, score, &value_row);
                 });
-                let (result, log_sum) = state.finish(k);
+                let sink = sinks.map(|sinks| sinks.of(k, head));
+                let (result, log_sum) = state.finish(k, sink);
                 let at = [batch, row, head];
                 let address = output_strides.row_address(k, output, self.element, at);
                 self.store_row(k, address, lane, &result);
@@ -131,22 +154,6 @@ impl Scalar {
                 });
             });
         });
-    }
-
-    /// How many keys a query row sees.
-    fn visible_keys(
-        &self,
-        k: &mut Builder,
-        row: Reg<U32>,
-        query_length: Reg<U32>,
-        key_length: Reg<U32>,
-    ) -> Reg<U32> {
-        if !self.causal {
-            return key_length;
-        }
-        let [row, queries, keys] = [row, query_length, key_length].map(|r| r.reinterpret::<S32>());
-        let count = (row + 1 + keys - queries).maximum(0);
-        k.eval(count.reinterpret::<U32>())
     }
 
     /// The lane's elements of a row: `lane`, `lane + 32`, ...; zero beyond the end.
@@ -219,12 +226,9 @@ impl Online {
         }
     }
 
-    fn add(&mut self, k: &mut Builder, score: Value<F32>, value_row: &[Reg<F32>]) {
-        let score = k.eval(score);
+    fn add(&mut self, k: &mut Builder, score: Reg<F32>, value_row: &[Reg<F32>]) {
         let maximum = k.eval(self.maximum.maximum(score));
-        // While all scores are -inf, -inf minus -inf would be NaN: measure
-        // from zero instead.
-        let reference = k.eval(is_minus_infinity(maximum).choose::<F32>(0.0, maximum));
+        let reference = reference(k, maximum);
         let rescale = k.exp2(self.maximum - reference);
         let weight = k.exp2(score - reference);
         k.set(self.maximum, maximum);
@@ -237,20 +241,9 @@ impl Online {
         }
     }
 
-    /// The normalised output and the natural log-sum-exp. A row that saw no
-    /// key is zero, with log-sum-exp -inf.
-    fn finish(&self, k: &mut Builder) -> (Vec<Reg<F32>>, Reg<F32>) {
-        let empty = k.eval(self.sum.equals(0.0));
-        let reciprocal = k.reciprocal(self.sum);
-        let factor = k.eval(empty.choose::<F32>(0.0, reciprocal));
-        let output = self.output.iter().map(|output| k.eval(*output * factor)).collect();
-        let log2 = k.log2(self.sum);
-        let log_sum = k.eval((self.maximum + log2) * std::f32::consts::LN_2);
-        let log_sum = k.eval(empty.choose::<F32>(f32::NEG_INFINITY, log_sum));
-        (output, log_sum)
+    /// The normalised output and the natural log-sum-exp.
+    fn finish(&self, k: &mut Builder, sink: Option<Reg<F32>>) -> (Vec<Reg<F32>>, Reg<F32>) {
+        let row = finish(k, Reference::Maximum(self.maximum), self.sum, sink);
+        (self.output.iter().map(|output| k.eval(*output * row.factor)).collect(), row.log_sum)
     }
-}
-
-fn is_minus_infinity(x: Reg<F32>) -> Value<Pred> {
-    x.equals(f32::NEG_INFINITY)
 }

@@ -15,15 +15,18 @@ use ptx::{
 };
 
 use crate::Error;
-use crate::decode::place::Span;
-use crate::decode::{clamp, entry_of, inclusive_sum};
-use crate::parameter::{List, Number, Reach, Tensor, Workspace};
+use crate::attention::sequences::{Span, clamp, entry_of, inclusive_sum};
+use crate::attention::visibility::Visibility;
+use crate::attention::{MaskKind, Window};
+use crate::parameter::{List, Number, Tensor, Workspace};
 
-/// The kernel; there is one.
+/// What the kernel is built for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Sequencer {
     /// The architecture.
     pub target: Target,
+    /// What a tile's rows see: a window, with chunks or without.
+    pub mask: MaskKind,
 }
 
 /// Where a schedule has the number of its records, how many tiles were claimed
@@ -63,7 +66,8 @@ impl Sequencer {
 
     /// The name of the kernel.
     pub fn name(&self) -> String {
-        format!("sequencer_{}", self.target)
+        let chunks = if self.mask == MaskKind::Chunked { "_chunked" } else { "" };
+        format!("sequencer_{}{chunks}", self.target)
     }
 
     /// The most records that a batch can have: sequences, rows of all their
@@ -78,8 +82,8 @@ impl Sequencer {
     }
 
     /// What the kernel writes, in 32-bit words, worked out here, for tiles of `tile_rows` rows that
-    /// see `left` keys before their position and `right` after it.
-    pub fn schedule(tile_rows: u32, [left, right]: [i32; 2], sequences: &[Slice]) -> Vec<u32> {
+    /// see keys through a window.
+    pub fn schedule(tile_rows: u32, window: &Window, sequences: &[Slice]) -> Vec<u32> {
         let mut records: Vec<[u32; 8]> = Vec::new();
         for (chunk, sequences) in sequences.chunks(CHUNK as usize).enumerate() {
             let top = sequences.iter().map(|slice| slice.keys).max().unwrap_or(0);
@@ -90,9 +94,8 @@ impl Sequencer {
                 for first_row in (0..queries).step_by(tile_rows as usize) {
                     let offset = i64::from(keys) - i64::from(queries);
                     let last = i64::from((first_row + tile_rows).min(queries)) - 1 + offset;
-                    let end = (last + i64::from(right) + 1).clamp(0, keys.into());
-                    let begin = (i64::from(first_row) + offset - i64::from(left)).max(0);
-                    let kind = (end - begin).max(0) as u32 / (top / CHUNK + 1);
+                    let seen = window.tile_keys(i64::from(first_row) + offset, last, keys);
+                    let kind = seen.len() as u32 / (top / CHUNK + 1);
                     let Slice { output_start, lse_start, .. } = *slice;
                     let [a, b, c, d] = [sequence, first_row, query_start, queries];
                     let [e, f, g, h] = [key_start, keys, output_start, lse_start];
@@ -112,7 +115,7 @@ impl Sequencer {
     /// | parameters | |
     /// | --- | --- |
     /// | `schedule`, `records there is room for` | where it goes |
-    /// | `rows of a tile`, `window left`, `window right` | what its rows see says what a tile costs |
+    /// | `rows of a tile`, `window left`, `window right`, `chunk` | what its rows see says what a tile costs |
     /// | `batch`, `query length`, `key length` | sequences, and the longest lengths |
     /// | `query rows`, `key rows` | of the tensors in all: bound the starts |
     /// | `query starts`, `query lengths`, `key starts`, `lengths`, `left padding`, `batch entries` | addresses of 32-bit numbers for each sequence, or 0 |
@@ -120,8 +123,14 @@ impl Sequencer {
     /// | `batch entries there are` | |
     /// | `lse rows of an entry` | the same for log-sum-exps; 0: they and outputs lie as packed queries do |
     pub fn program(&self) -> Result<Program, Error> {
+        if !self.mask.is_window() {
+            return Err(Error::configuration(
+                self.name(),
+                "the mask of a ragged batch is a window",
+            ));
+        }
         let mut k = Builder::new(self.name(), self.target, CHUNK).blocks_per_multiprocessor(1);
-        write(&mut k);
+        write(&mut k, self.mask);
         Ok(k.finish()?)
     }
 }
@@ -202,10 +211,10 @@ impl Batch {
     }
 }
 
-fn write(k: &mut Builder) {
+fn write(k: &mut Builder, mask: MaskKind) {
     let schedule: Reg<GlobalAddress> = Workspace::Schedule.address(k);
     let room: Reg<U32> = Number::MaxTiles.read(k);
-    let tiles = Tiles::parameters(k);
+    let tiles = Tiles::parameters(k, mask);
     let batch = Batch::parameters(k);
     let known = Known::new(k);
     let tops = Words::new(k, "tops of warps", WARPS);
@@ -301,17 +310,12 @@ struct Tile<'a> {
 /// How sequences are cut into tiles, and what a row sees.
 struct Tiles {
     rows: Reg<U32>,
-    left: Reg<S32>,
-    right: Reg<S32>,
+    visibility: Visibility,
 }
 
 impl Tiles {
-    fn parameters(k: &mut Builder) -> Self {
-        Tiles {
-            rows: Number::TileRows.read(k),
-            left: Reach::Left.read(k),
-            right: Reach::Right.read(k),
-        }
+    fn parameters(k: &mut Builder, mask: MaskKind) -> Self {
+        Tiles { rows: Number::TileRows.read(k), visibility: Visibility::parameters(k, mask) }
     }
 
     /// The tiles of a sequence.
@@ -321,14 +325,9 @@ impl Tiles {
 
     /// The keys that some row of a tile sees.
     fn cost(&self, k: &mut Builder, sequence: &Sequence, first_row: Reg<U32>) -> Reg<U32> {
-        let signed = |value: Reg<U32>| value.reinterpret::<S32>();
         let Sequence { queries, keys, .. } = *sequence;
-        let offset = k.eval(signed(keys) - signed(queries));
-        let end_row = k.eval((first_row + self.rows).minimum(queries));
-        let end = (signed(end_row) + offset + self.right).minimum(signed(keys)).maximum(0);
-        let begin = (signed(first_row) + offset - self.left).maximum(0);
-        let seen = k.eval((end - begin).maximum(0));
-        k.eval(seen.reinterpret::<U32>())
+        let end_row = (first_row + self.rows).minimum(queries);
+        self.visibility.tile_keys(k, first_row, end_row, [queries, keys])
     }
 }
 

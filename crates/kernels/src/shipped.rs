@@ -7,14 +7,14 @@ use crate::append::{Append, Rotary};
 use crate::forward::{Form, Workload, every_prefill, every_tuned, tuned};
 use crate::product::{Contiguous, Source};
 use crate::{
-    Ceiling, Combine, Decode, Error, Forward, Mma, Prefill, Product, Scalar, Sequencer, Single,
-    decode, mma,
+    Batch, Ceiling, Combine, Decode, Error, Forward, MaskKind, Mma, Prefill, Product, Rules,
+    Scalar, Sequencer, Single, decode, mma,
 };
 
 /// One configuration of one kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Shipped {
+pub enum Configuration {
     /// Attention with ordinary arithmetic.
     Scalar(Scalar),
     /// Attention with `mma.sync`.
@@ -39,72 +39,91 @@ pub enum Shipped {
     Ceiling(Ceiling),
 }
 
-impl Shipped {
+impl Configuration {
     /// The name of the kernel, without its configuration.
     pub fn family(&self) -> &'static str {
         match self {
-            Shipped::Scalar(_) => "scalar",
-            Shipped::Mma(_) => "mma",
-            Shipped::Forward(_) => "forward",
-            Shipped::Prefill(_) => "prefill",
-            Shipped::Sequencer(_) => "sequencer",
-            Shipped::Combine(_) => "combine",
-            Shipped::Decode(_) => "decode",
-            Shipped::Append(_) => "append",
-            Shipped::Single(_) => "single",
-            Shipped::Product(_) => "product",
-            Shipped::Ceiling(_) => "ceiling",
+            Configuration::Scalar(_) => "scalar",
+            Configuration::Mma(_) => "mma",
+            Configuration::Forward(_) => "forward",
+            Configuration::Prefill(_) => "prefill",
+            Configuration::Sequencer(_) => "sequencer",
+            Configuration::Combine(_) => "combine",
+            Configuration::Decode(_) => "decode",
+            Configuration::Append(_) => "append",
+            Configuration::Single(_) => "single",
+            Configuration::Product(_) => "product",
+            Configuration::Ceiling(_) => "ceiling",
         }
     }
 
     /// The name of the configuration: also the entry point's.
     pub fn name(&self) -> String {
         match self {
-            Shipped::Scalar(configuration) => configuration.name(),
-            Shipped::Mma(configuration) => configuration.name(),
-            Shipped::Forward(configuration) => configuration.name(),
-            Shipped::Prefill(configuration) => configuration.name(),
-            Shipped::Sequencer(configuration) => configuration.name(),
-            Shipped::Combine(configuration) => configuration.name(),
-            Shipped::Decode(configuration) => configuration.name(),
-            Shipped::Append(configuration) => configuration.name(),
-            Shipped::Single(configuration) => configuration.name(),
-            Shipped::Product(configuration) => configuration.name(),
-            Shipped::Ceiling(configuration) => configuration.name(),
+            Configuration::Scalar(configuration) => configuration.name(),
+            Configuration::Mma(configuration) => configuration.name(),
+            Configuration::Forward(configuration) => configuration.name(),
+            Configuration::Prefill(configuration) => configuration.name(),
+            Configuration::Sequencer(configuration) => configuration.name(),
+            Configuration::Combine(configuration) => configuration.name(),
+            Configuration::Decode(configuration) => configuration.name(),
+            Configuration::Append(configuration) => configuration.name(),
+            Configuration::Single(configuration) => configuration.name(),
+            Configuration::Product(configuration) => configuration.name(),
+            Configuration::Ceiling(configuration) => configuration.name(),
         }
     }
 
     /// What it computes, in a few words.
     pub fn summary(&self) -> &'static str {
         match self {
-            Shipped::Scalar(_) => "attention with ordinary arithmetic, on any GPU",
-            Shipped::Mma(_) => "attention with mma.sync and cp.async, on Ampere and later",
-            Shipped::Forward(_) => "attention with wgmma and TMA, on Hopper",
-            Shipped::Prefill(_) => "attention over ragged batches, with windows, on Hopper",
-            Shipped::Sequencer(_) => "the tiles of a ragged batch in the order they are taken",
-            Shipped::Combine(_) => "partial attention over parts of the keys, put together",
-            Shipped::Decode(_) => "attention of few queries over a long cache, Ampere and later",
-            Shipped::Append(_) => "new keys and values into a cache, keys and queries turned",
-            Shipped::Single(_) => "one 64x64x16 wgmma",
-            Shipped::Product(_) => "a matrix product with TMA, a pipeline and wgmma",
-            Shipped::Ceiling(_) => "wgmma m64n256k16 in a loop: the tensor cores' ceiling",
+            Configuration::Scalar(_) => "attention with ordinary arithmetic, on any GPU",
+            Configuration::Mma(_) => "attention with mma.sync and cp.async, on Ampere and later",
+            Configuration::Forward(_) => "attention with wgmma and TMA, on Hopper",
+            Configuration::Prefill(_) => "attention over ragged batches, with windows, on Hopper",
+            Configuration::Sequencer(_) => {
+                "the tiles of a ragged batch in the order they are taken"
+            }
+            Configuration::Combine(_) => "partial attention over parts of the keys, put together",
+            Configuration::Decode(_) => {
+                "attention of few queries over a long cache, Ampere and later"
+            }
+            Configuration::Append(_) => "new keys and values into a cache, keys and queries turned",
+            Configuration::Single(_) => "one 64x64x16 wgmma",
+            Configuration::Product(_) => "a matrix product with TMA, a pipeline and wgmma",
+            Configuration::Ceiling(_) => "wgmma m64n256k16 in a loop: the tensor cores' ceiling",
         }
+    }
+
+    /// The form of it that compiles fastest, where there is another one.
+    pub fn compact(&self) -> Option<Configuration> {
+        let compact = match *self {
+            Configuration::Forward(it) => {
+                Configuration::Forward(Forward { form: Form::COMPACT, ..it })
+            }
+            Configuration::Prefill(it) => {
+                let tile = Forward { form: Form::COMPACT, ..it.tile };
+                Configuration::Prefill(Prefill { tile, ..it })
+            }
+            _ => return None,
+        };
+        Some(compact).filter(|compact| compact != self)
     }
 
     /// Builds it.
     pub fn program(&self) -> Result<Program, Error> {
         match self {
-            Shipped::Scalar(configuration) => configuration.program(),
-            Shipped::Mma(configuration) => configuration.program(),
-            Shipped::Forward(configuration) => configuration.program(),
-            Shipped::Prefill(configuration) => configuration.program(),
-            Shipped::Sequencer(configuration) => configuration.program(),
-            Shipped::Combine(configuration) => configuration.program(),
-            Shipped::Decode(configuration) => configuration.program(),
-            Shipped::Append(configuration) => configuration.program(),
-            Shipped::Single(configuration) => configuration.program(),
-            Shipped::Product(configuration) => configuration.program(),
-            Shipped::Ceiling(configuration) => configuration.program(),
+            Configuration::Scalar(configuration) => configuration.program(),
+            Configuration::Mma(configuration) => configuration.program(),
+            Configuration::Forward(configuration) => configuration.program(),
+            Configuration::Prefill(configuration) => configuration.program(),
+            Configuration::Sequencer(configuration) => configuration.program(),
+            Configuration::Combine(configuration) => configuration.program(),
+            Configuration::Decode(configuration) => configuration.program(),
+            Configuration::Append(configuration) => configuration.program(),
+            Configuration::Single(configuration) => configuration.program(),
+            Configuration::Product(configuration) => configuration.program(),
+            Configuration::Ceiling(configuration) => configuration.program(),
         }
     }
 }
@@ -113,41 +132,43 @@ impl Shipped {
 ///
 /// Attention is built for whatever a problem asks; the ones listed stand for
 /// the rest: each element, wide and odd head dimensions, both masks.
-pub fn shipped(target: Target) -> Vec<Shipped> {
+pub fn shipped(target: Target) -> Vec<Configuration> {
     let mut all = Vec::new();
+    let scalar = |element, (head_dim, value_head_dim), rules| {
+        Configuration::Scalar(Scalar { target, element, head_dim, value_head_dim, rules })
+    };
     for element in [Element::F32, Element::F16, Element::BF16] {
-        for (head_dim, value_head_dim) in [(64, 64), (80, 80), (128, 128), (192, 128), (7, 33)] {
-            for causal in [false, true] {
-                all.push(Shipped::Scalar(Scalar {
-                    target,
-                    element,
-                    head_dim,
-                    value_head_dim,
-                    causal,
-                }));
-            }
+        for dims in [(64, 64), (80, 80), (128, 128), (192, 128), (7, 33)] {
+            all.extend([Rules::DENSE, Rules::CAUSAL].map(|rules| scalar(element, dims, rules)));
         }
     }
+    for mask in [MaskKind::Local, MaskKind::Chunked] {
+        all.push(scalar(Element::F16, (64, 64), Rules { mask, ..Rules::EVERY }));
+    }
     if target.has(Capability::Mma) {
-        all.extend(mmas(target).into_iter().map(Shipped::Mma));
-        all.extend(combines(target).into_iter().map(Shipped::Combine));
+        all.extend(mmas(target).into_iter().map(Configuration::Mma));
+        all.extend(combines(target).into_iter().map(Configuration::Combine));
     }
     if [Target::SM_80, Target::SM_89, Target::SM_90A].contains(&target) {
         // One for each size of shared memory: the kernel is the same on all of them.
-        all.extend(decode::every_tuned(target).into_iter().map(Shipped::Decode));
-        all.extend(appends(target).into_iter().map(Shipped::Append));
+        all.extend(ragged_mmas(target).into_iter().map(Configuration::Mma));
+        all.extend(decode::every_tuned(target).into_iter().map(Configuration::Decode));
+        all.extend(appends(target).into_iter().map(Configuration::Append));
     }
     if target == Target::SM_90A {
-        all.extend(forwards().into_iter().map(Shipped::Forward));
-        all.extend(every_prefill().into_iter().map(Shipped::Prefill));
-        all.push(Shipped::Sequencer(Sequencer { target }));
-        for element in [Element::F16, Element::BF16] {
-            all.push(Shipped::Single(Single { element }));
+        all.extend(forwards().into_iter().map(Configuration::Forward));
+        all.extend(every_prefill().into_iter().map(Configuration::Prefill));
+        all.extend(chunked_prefills().into_iter().map(Configuration::Prefill));
+        for mask in [MaskKind::Local, MaskKind::Chunked] {
+            all.push(Configuration::Sequencer(Sequencer { target, mask }));
         }
-        all.extend(products().into_iter().map(Shipped::Product));
+        for element in [Element::F16, Element::BF16] {
+            all.push(Configuration::Single(Single { element }));
+        }
+        all.extend(products().into_iter().map(Configuration::Product));
         for (unroll, warpgroups) in [(1, 1), (4, 1), (4, 2)] {
             for element in [Element::F16, Element::BF16] {
-                all.push(Shipped::Ceiling(Ceiling { element, unroll, warpgroups }));
+                all.push(Configuration::Ceiling(Ceiling { element, unroll, warpgroups }));
             }
         }
     }
@@ -163,7 +184,7 @@ fn forwards() -> Vec<Forward> {
             element: if index % 2 == 0 { Element::BF16 } else { Element::F16 },
             head_dim: dim,
             value_head_dim: dim,
-            causal: index % 2 == 0,
+            rules: if index % 2 == 0 { Rules::CAUSAL } else { Rules::DENSE },
             query_length: 512,
             key_length: 512,
             heads: 8,
@@ -171,6 +192,7 @@ fn forwards() -> Vec<Forward> {
         };
         all.extend(tuned(&workload).map(|tuned| tuned.configuration));
     }
+    all.extend(ruled_forwards());
     for full in all.clone() {
         let compact = Forward { form: Form::COMPACT, ..full };
         if !all.contains(&compact) {
@@ -178,6 +200,53 @@ fn forwards() -> Vec<Forward> {
         }
     }
     all
+}
+
+/// Forward attention with rules beyond a causal mask: each in tiles where registers are dear.
+fn ruled_forwards() -> Vec<Forward> {
+    use Element::{BF16, F16};
+    let local = Rules::LOCAL;
+    let chunked = Rules { mask: MaskKind::Chunked, ..local };
+    let cases = [
+        (BF16, 64, local),
+        (BF16, 128, local),
+        (BF16, 192, local),
+        (BF16, 256, local),
+        (BF16, 128, local.capped()),
+        (BF16, 64, local.capped()),
+        (F16, 128, Rules { alibi: true, sinks: true, ..local }),
+        (F16, 64, Rules { alibi: true, sinks: true, ..local }),
+        (F16, 128, Rules { mask: MaskKind::Causal, ..Rules::EVERY }),
+        (F16, 64, Rules { mask: MaskKind::Dense, ..Rules::EVERY }),
+        (BF16, 64, chunked),
+        (BF16, 128, chunked),
+        (F16, 128, Rules { mask: MaskKind::Chunked, ..Rules::EVERY }),
+        (F16, 256, Rules::EVERY),
+    ];
+    let chosen = |(element, dim, rules)| {
+        let workload = Workload {
+            element,
+            head_dim: dim,
+            value_head_dim: dim,
+            rules,
+            query_length: 8192,
+            key_length: 8192,
+            heads: 64,
+            multiprocessors: 132,
+        };
+        tuned(&workload).map(|tuned| tuned.configuration)
+    };
+    cases.into_iter().filter_map(chosen).collect()
+}
+
+/// Ragged batches in chunks: plain, and with pages and everything that changes scores.
+fn chunked_prefills() -> Vec<Prefill> {
+    let chunked = |prefill: &Prefill| {
+        let rules = Rules { mask: MaskKind::Chunked, ..prefill.tile.rules };
+        Prefill { tile: Forward { rules, ..prefill.tile }, ..*prefill }
+    };
+    let dims = |prefill: &&Prefill| prefill.tile.head_dim == 128 && prefill.tile.warpgroups == 2;
+    every_prefill().iter().filter(dims).map(chunked).collect()
 }
 
 /// Attention with `mma.sync`: what a target gets for narrow, wide and widest
@@ -199,13 +268,48 @@ fn mmas(target: Target) -> Vec<Mma> {
             element,
             head_dim,
             value_head_dim,
-            causal,
+            rules: if causal { Rules::CAUSAL } else { Rules::DENSE },
             query_length,
             key_length: 4096,
             heads,
             multiprocessors: 128,
         };
         mma::tuned(target, &workload, sums).map(|tuned| tuned.configuration)
+    };
+    cases.into_iter().filter_map(chosen).collect()
+}
+
+/// The same with windows, chunks and what changes scores, and over ragged batches, packed and in
+/// pages.
+fn ragged_mmas(target: Target) -> Vec<Mma> {
+    use Element::{BF16, F16};
+    let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
+    let cases = [
+        (BF16, 128, Rules::LOCAL, Batch::Equal),
+        (F16, 64, Rules::EVERY, Batch::Equal),
+        (BF16, 128, Rules::EVERY, Batch::Equal),
+        (F16, 128, chunked, Batch::Equal),
+        (BF16, 128, Rules::LOCAL, Batch::Ragged),
+        (BF16, 64, Rules::LOCAL, Batch::Ragged),
+        (F16, 128, chunked, Batch::Ragged),
+        (BF16, 256, Rules::EVERY, Batch::Ragged),
+        (BF16, 128, Rules::LOCAL, Batch::Paged),
+        (F16, 64, Rules::LOCAL, Batch::Paged),
+        (F16, 128, Rules { mask: MaskKind::Chunked, ..Rules::EVERY }, Batch::Paged),
+        (BF16, 256, Rules::LOCAL, Batch::Paged),
+    ];
+    let chosen = |(element, dim, rules, batch)| {
+        let workload = Workload {
+            element,
+            head_dim: dim,
+            value_head_dim: dim,
+            rules,
+            query_length: 4096,
+            key_length: 4096,
+            heads: 1024,
+            multiprocessors: 128,
+        };
+        mma::tuned_batch(target, &workload, Element::F32, batch).map(|tuned| tuned.configuration)
     };
     cases.into_iter().filter_map(chosen).collect()
 }

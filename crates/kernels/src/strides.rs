@@ -35,6 +35,35 @@ impl Strides {
     }
 }
 
+/// A tensor whose batch entries are one list of rows.
+pub(crate) struct Rows {
+    address: Reg<GlobalAddress>,
+    pub(crate) row: Reg<U64>,
+    head: Reg<U64>,
+}
+
+impl Rows {
+    pub(crate) fn parameters(k: &mut Builder, tensor: Tensor) -> Self {
+        Rows {
+            address: tensor.address(k),
+            row: tensor.stride(k, Axis::FlatRow),
+            head: tensor.stride(k, Axis::Head),
+        }
+    }
+
+    /// The address of the first element of a row of a head.
+    pub(crate) fn row_address(
+        &self,
+        k: &mut Builder,
+        element: Element,
+        row: Reg<U32>,
+        head: Reg<U32>,
+    ) -> Reg<GlobalAddress> {
+        let index = row.convert::<U64>() * self.row + head.convert::<U64>() * self.head;
+        k.eval(self.address + index * element.bytes())
+    }
+}
+
 /// A tensor with its strides.
 pub(crate) struct Strided {
     pub(crate) address: Reg<GlobalAddress>,

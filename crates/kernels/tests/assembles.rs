@@ -2,19 +2,9 @@
 //! newest without a spill, a stack frame or a note about slow tensor-core code.
 
 use cuda::toolkit::{Options, Toolkit};
-use flashcore_kernels::{Shipped, shipped};
+use flashcore_kernels::{Configuration, shipped};
 use ptx::Target;
 use rayon::prelude::*;
-
-const TARGETS: [Target; 7] = [
-    Target::SM_75,
-    Target::SM_80,
-    Target::SM_86,
-    Target::SM_89,
-    Target::SM_90,
-    Target::SM_90A,
-    Target::SM_120,
-];
 
 #[test]
 fn shipped_configurations_assemble_cleanly() {
@@ -23,7 +13,7 @@ fn shipped_configurations_assemble_cleanly() {
         return;
     };
     let newest = toolkit.assemblers.iter().map(|p| p.version).max();
-    let all: Vec<Shipped> = TARGETS.into_iter().flat_map(shipped).collect();
+    let all: Vec<Configuration> = Target::NAMED.into_iter().flat_map(shipped).collect();
     let faults: Vec<String> = all
         .par_iter()
         .flat_map_iter(|configuration| {
@@ -57,8 +47,8 @@ fn shipped_configurations_assemble_cleanly() {
 /// Names are entry points and keys of caches: no two configurations share one.
 #[test]
 fn names_are_unique() {
-    for target in TARGETS {
-        let mut names: Vec<String> = shipped(target).iter().map(Shipped::name).collect();
+    for target in Target::NAMED {
+        let mut names: Vec<String> = shipped(target).iter().map(Configuration::name).collect();
         let count = names.len();
         names.sort();
         names.dedup();

@@ -31,6 +31,16 @@ impl Target {
     pub const SM_90A: Target = Target { architecture: 90, specific: true };
     /// Blackwell, GeForce.
     pub const SM_120: Target = Target::portable(120);
+    /// All of the above.
+    pub const NAMED: [Target; 7] = [
+        Target::SM_75,
+        Target::SM_80,
+        Target::SM_86,
+        Target::SM_89,
+        Target::SM_90,
+        Target::SM_90A,
+        Target::SM_120,
+    ];
 
     /// An architecture without its own features.
     pub const fn portable(architecture: u32) -> Self {

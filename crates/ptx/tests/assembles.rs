@@ -5,16 +5,6 @@ mod common;
 use common::{forms, refused};
 use flashcore_ptx::{Target, print};
 
-const TARGETS: [Target; 7] = [
-    Target::SM_75,
-    Target::SM_80,
-    Target::SM_86,
-    Target::SM_89,
-    Target::SM_90,
-    Target::SM_90A,
-    Target::SM_120,
-];
-
 /// Each form alone, for the lowest target that has it: the PTX version that
 /// the printer chose must know it.
 #[test]
@@ -22,7 +12,7 @@ fn every_form_alone_on_its_lowest_target() {
     let mut programs = Vec::new();
     let mut nowhere = Vec::new();
     for form in forms::all() {
-        match TARGETS.iter().find_map(|target| form.program(*target).ok()) {
+        match Target::NAMED.iter().find_map(|target| form.program(*target).ok()) {
             Some(program) => programs.push((form.name, program)),
             None => nowhere.push(form.name),
         }
@@ -39,7 +29,7 @@ fn every_form_alone_on_its_lowest_target() {
 #[test]
 fn every_form_of_every_target() {
     let forms = forms::all();
-    let programs: Vec<_> = TARGETS
+    let programs: Vec<_> = Target::NAMED
         .iter()
         .map(|target| (target.to_string(), forms::all_in_one(&forms, *target).unwrap()))
         .collect();

@@ -4,16 +4,12 @@
 use std::sync::Arc;
 
 use cuda::{Buffer, Event, Stream};
-use flashcore::DType;
 use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
 
 use crate::dlpack::{self, Export};
-use crate::gpu::{self, Key};
-use crate::info::{self, Last};
-use crate::torch;
-use crate::view::{Element, Place, Request, View};
-use crate::{cpu, error};
+use crate::view::{Element, Place};
+use crate::{error, gpu};
 
 /// A result that a library takes over through DLPack.
 #[pyclass(frozen, module = "flashcore._flashcore")]
@@ -37,8 +33,8 @@ impl Memory {
         Ok(Arc::new(match place {
             Place::Host => Memory::Host(vec![0; (bytes as usize).div_ceil(4)]),
             Place::Cuda(ordinal) => {
-                let device = gpu::device(ordinal).map_err(error::library)?;
-                let buffer = Buffer::new(device.gpu.device(), bytes.max(16));
+                let gpu = gpu::device(ordinal).map_err(error::library)?;
+                let buffer = Buffer::new(gpu.device(), bytes.max(16));
                 Memory::Device(buffer.map_err(|error| error::library(error.into()))?)
             }
         }))
@@ -110,7 +106,7 @@ impl Array {
 
 /// Makes a consumer's stream wait for ours. Without a stream the host waits.
 fn order(ordinal: u32, stream: Option<i64>) -> Result<(), flashcore::Error> {
-    let gpu = &gpu::device(ordinal)?.gpu;
+    let gpu = gpu::device(ordinal)?;
     match stream {
         // The consumer sees to it.
         Some(-1) => Ok(()),
@@ -123,67 +119,5 @@ fn order(ordinal: u32, stream: Option<i64>) -> Result<(), flashcore::Error> {
             Ok(consumer.wait(&event)?)
         }
         _ => Ok(gpu.stream().synchronize()?),
-    }
-}
-
-/// Attention over three arrays: output and log-sum-exps.
-pub(crate) fn attend<'py>(
-    tensors: [&Bound<'py, PyAny>; 3],
-    request: &Request,
-    words: bool,
-) -> PyResult<(Array, Array)> {
-    let py = tensors[0].py();
-    // On a GPU the work goes to a stream of ours: the protocol has no other in common.
-    let stream = |ordinal: u32| -> PyResult<i64> {
-        let device = gpu::device(ordinal).map_err(error::library)?;
-        Ok(device.gpu.stream().handle() as i64)
-    };
-    let names = request.convention.names();
-    let borrow = |at: usize| dlpack::borrow(tensors[at], names[at], stream, words);
-    let lent = [borrow(0)?, borrow(1)?, borrow(2)?];
-    let view = |at: usize| View::new(&lent[at].memory, request.convention, at);
-    let views = [view(0)?, view(1)?, view(2)?];
-    let key = Key::new(&views, request.scale, request.causal, request.convention);
-    let place = views[0].form.place;
-    let array = |sizes, dtype| Array::new(place, sizes, Element::Float(dtype), words);
-    let results = |form: &crate::view::Form| -> PyResult<(Array, Array)> {
-        let [batch, length, heads, _] = form.sizes;
-        Ok((
-            array(request.convention.reorder(form.sizes).to_vec(), form.dtype)?,
-            array(vec![batch, heads, length], DType::F32)?,
-        ))
-    };
-    match place {
-        Place::Cuda(ordinal) => {
-            let device = gpu::device(ordinal).map_err(error::library)?;
-            let entry = match device.find(&key) {
-                Some(entry) => entry,
-                None => torch::plan(py, device, key, request, &views)?,
-            };
-            let (output, lse) = results(&entry.output)?;
-            let addresses = [output.memory.address(), lse.memory.address()];
-            py.detach(|| {
-                let [output, lse] = addresses;
-                device.launch(&entry, device.gpu.stream(), &views, output, Some(lse))
-            })
-            .map_err(error::library)?;
-            info::remember(|| Last::Gpu { ordinal, entry });
-            Ok((output, lse))
-        }
-        Place::Host => {
-            let problem = request.problem(&key.forms)?;
-            let form = gpu::output(&problem, &key);
-            let (output, lse) = results(&form)?;
-            let addresses = [output.memory.address(), lse.memory.address()];
-            let run = || {
-                let [output, lse] = addresses;
-                // SAFETY: the arrays are lent, and the results were made just now and are known
-                // to nobody else.
-                unsafe { cpu::attend(&problem, &views, (output, &form), Some(lse)) }
-            };
-            let report = py.detach(run).map_err(error::library)?;
-            info::remember(|| Last::Cpu { problem: problem.into(), report: report.into() });
-            Ok((output, lse))
-        }
     }
 }

@@ -1,85 +1,486 @@
-//! Calls on tensors in host memory, by the library's CPU back end.
+//! Host memory, by the library's CPU back end.
+//!
+//! Of a cache only what a call uses is read, into tensors in which sequences lie one after the other.
+//! Unlike a device, the host sees all lists: nonsense in them is refused.
 
-use flashcore::backend::Report;
-use flashcore::{Backend, CpuBackend, Error, Inputs, Problem, RunOptions, Shape, Tensor};
+use flashcore::serving::{self, Pages, Placement, Sequences};
+use flashcore::{
+    Backend, CpuBackend, DType, Inputs, Layout, Problem, Report, RunOptions, Shape, Tensor,
+};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
 
-use crate::view::{self, Form, View};
+use crate::error;
+use crate::parts::Parts;
+use crate::request::Request;
+use crate::update::{NAMES, Update};
+use crate::view::{self, Form, Memory, View, contiguous};
 
-/// Attention over host memory; waits for the answer.
+/// Attention; waits for the answer.
 ///
 /// # Safety
 ///
-/// The views must be of this problem and of memory that stays as it is meanwhile; `output` must be
-/// memory for the form and `lse`, if any, for the problem's rows. Nobody else may use those two.
+/// The request must be of host memory that stays as it is meanwhile, `output` of memory for its
+/// output and `lse`, if any, memory for the problem's rows. Nobody else may use those two.
 pub(crate) unsafe fn attend(
+    request: &Request,
     problem: &Problem,
-    views: &[View; 3],
-    output: (u64, &Form),
+    output: &View,
     lse: Option<u64>,
-) -> Result<Report, Error> {
-    let shapes = [problem.query_shape(), problem.key_shape(), problem.value_shape()];
-    let read = |index: usize| -> Result<Tensor, Error> {
-        // SAFETY: the caller's promise.
-        unsafe { copy(shapes[index], &views[index]) }
+) -> PyResult<Report> {
+    // SAFETY: the caller's promise, here and below.
+    let floats = |memory: &Option<Memory>| memory.as_ref().map(|it| unsafe { list::<f32>(it) });
+    // SAFETY: the same.
+    let copy = |shape, view| unsafe { copy(shape, view) };
+    let (slopes, sinks) = (floats(&request.slopes), floats(&request.sinks));
+    let run = |problem: &Problem, inputs: Inputs<'_>| {
+        CpuBackend::new().run(problem, inputs, &RunOptions::default()).map_err(error::library)
     };
-    let (query, key, value) = (read(0)?, read(1)?, read(2)?);
-    let inputs = Inputs::new(&query, &key, &value);
-    let result = CpuBackend::new().run(problem, inputs, &RunOptions::default())?;
-    let (address, form) = output;
-    // SAFETY: the caller's promise.
-    unsafe { write(&result.output, address, form) };
-    if let Some(lse) = lse {
-        // SAFETY: the caller's promise; the two do not overlap, since one was made here.
-        unsafe {
-            std::ptr::copy_nonoverlapping(
-                result.lse.as_ptr().cast::<u8>(),
-                lse as *mut u8,
-                4 * result.lse.len(),
-            );
+    let given = |inputs| Inputs { slopes: slopes.as_deref(), sinks: sinks.as_deref(), ..inputs };
+    let query = copy(problem.query_shape(), &request.query)?;
+    let result = if problem.has_equal_lengths() {
+        let key = copy(problem.key_shape(), &request.key)?;
+        let value = copy(problem.value_shape(), &request.value)?;
+        run(problem, given(Inputs::new(&query, &key, &value)))?
+    } else {
+        // SAFETY: as above; the placements are inside of the tensors.
+        let (queries, keys) = unsafe { placements(request, problem)? };
+        // SAFETY: the same.
+        let [key, value] =
+            [&request.key, &request.value].map(|view| unsafe { gather(view, &keys) });
+        let (key, value) = (key?, value?);
+        let sequences = Sequences::new(problem.clone(), queries, Placement::packed(starts(&keys)));
+        let sequences = sequences.map_err(error::value)?;
+        let over = sequences.over(given(Inputs::new(&query, &key, &value)));
+        let (problem, inputs) = over.map_err(error::library)?;
+        run(&problem, inputs)?
+    };
+    // SAFETY: as above; the results were made here.
+    unsafe {
+        write(&result.output, output);
+        if let Some(lse) = lse {
+            std::ptr::copy_nonoverlapping(result.lse.as_ptr(), lse as *mut f32, result.lse.len());
         }
     }
     Ok(result.report)
+}
+
+/// Where the queries and the keys of a call are.
+///
+/// # Safety
+///
+/// The request must be of host memory.
+unsafe fn placements(request: &Request, problem: &Problem) -> PyResult<(Placement, Placement)> {
+    // SAFETY: the caller's promise.
+    let integers = |memory: &Option<Memory>| memory.as_ref().map(|it| unsafe { list(it) });
+    let [q, k, _, cu_q, cu_k, used_q, used_k, leftpad, index, table, ..] = request.names();
+    let count = problem.batch;
+    let queries = Rows { name: q, form: &request.query.form, count }.placement(
+        (cu_q, integers(&request.query_starts)),
+        (used_q, integers(&request.query_lengths)),
+        ("queries", "max_seqlen_q", problem.query_length),
+    )?;
+    let (form, room) = (&request.key.form, problem.key_length);
+    let (starts, lengths) = (integers(&request.key_starts), integers(&request.key_lengths));
+    let keys = if starts.is_some() {
+        let most = ("keys", "max_seqlen_k", room);
+        Rows { name: k, form, count }.placement((cu_k, starts), (used_k, lengths), most)?
+    } else {
+        let ends = match lengths {
+            Some(lengths) => lengths_within(used_k, &lengths, |_| room)?,
+            None => vec![room; count],
+        };
+        let lists = (integers(&request.entries), integers(&request.pages));
+        in_cache(form, ends, lists, [k, index, table])?
+    };
+    let keys = match integers(&request.left_padding) {
+        None => keys,
+        Some(skipped) => {
+            let ends = keys.ends().to_vec();
+            keys.with_left_padding(lengths_within(leftpad, &skipped, |at| ends[at])?)
+        }
+    };
+    Ok((queries, keys))
+}
+
+/// Writes new keys and values into a cache, the new lengths to `after`, and queries rotated as its
+/// keys are to `rotated`.
+///
+/// # Safety
+///
+/// The update must be of host memory, of which nobody else uses the caches meanwhile; `after`
+/// memory for a list, `rotated` for the queries where there is an embedding.
+pub(crate) unsafe fn append(update: &Update, rotated: Option<u64>, after: u64) -> PyResult<()> {
+    // SAFETY: the caller's promise, here and below.
+    let integers = |memory: &Option<Memory>| memory.as_ref().map(|it| unsafe { list(it) });
+    let (count, room) = (update.sequences, update.room);
+    // SAFETY: the same.
+    let lengths = lengths_within(NAMES[5], &unsafe { list(&update.lengths) }, |_| room)?;
+    let rows = |name, view: &View, starts: &Option<Memory>, list| {
+        let form = &view.form;
+        let most = ("rows", name, form.sizes[1] as usize);
+        Rows { name, form, count }.placement((list, integers(starts)), ("", None), most)
+    };
+    let new = rows(NAMES[2], &update.key, &update.key_starts, NAMES[6])?;
+    let mut grown = Vec::with_capacity(count);
+    for (sequence, length) in lengths.iter().enumerate() {
+        let added = new.length(sequence);
+        if length + added > room {
+            return Err(PyValueError::new_err(format!(
+                "k has {added} rows for sequence {sequence} behind the {length} there are, \
+                 expected no more than the {room} positions of k_cache"
+            )));
+        }
+        grown.push(length + added);
+    }
+    let lists = (integers(&update.entries), integers(&update.pages));
+    let cache = in_cache(&update.key_cache.form, grown, lists, [NAMES[0], NAMES[8], NAMES[9]])?;
+
+    // SAFETY: as above.
+    let (mut key, value) = unsafe { (gather(&update.key, &new)?, gather(&update.value, &new)?) };
+    if let Some(rotary) = &update.rotary {
+        let (positions, dim) = rotary.sizes();
+        // SAFETY: as above.
+        let (cosines, sines) = unsafe {
+            let dtype = update.key.form.dtype;
+            (floats(&rotary.cosines, dtype)?, floats(&rotary.sines, dtype)?)
+        };
+        let turn = serving::Rotary {
+            dim,
+            interleaved: rotary.interleaved,
+            cosines: &cosines,
+            sines: &sines,
+        };
+        let first = match integers(&rotary.positions) {
+            Some(list) => lengths_within(NAMES[12], &list, |_| positions)?,
+            None => lengths,
+        };
+        let rotate = |tensor: &Tensor, rows: &Placement, advancing: bool| {
+            let mut at = Vec::with_capacity(tensor.shape().length);
+            for (sequence, first) in first.iter().enumerate() {
+                let step = usize::from(advancing);
+                at.extend((0..rows.length(sequence)).map(|index| first + step * index));
+            }
+            if let Some(position) = at.iter().find(|position| **position >= positions) {
+                return Err(PyValueError::new_err(format!(
+                    "rotary_cos has {positions} positions, expected more than {position}"
+                )));
+            }
+            turn.rotate(tensor, &at).map_err(error::library)
+        };
+        key = rotate(&key, &new, true)?;
+        if let Some(address) = rotated {
+            let queries = rows(NAMES[4], &update.query, &update.query_starts, NAMES[7])?;
+            // SAFETY: as above.
+            unsafe {
+                let query = rotate(&gather(&update.query, &queries)?, &queries, rotary.advancing)?;
+                let sizes = update.query.form.sizes;
+                let form = Form { sizes, strides: contiguous(sizes), ..update.query.form };
+                scatter(&query, &View { address, form }, &queries);
+            }
+        }
+    }
+    for (tensor, to) in [(&key, &update.key_cache), (&value, &update.value_cache)] {
+        let mut from = vectors(tensor);
+        for sequence in 0..count {
+            let before = cache.length(sequence) - new.length(sequence);
+            for index in 0..new.length(sequence) {
+                let place = cache.locate(sequence, before + index);
+                // SAFETY: as above; the place is inside of the cache.
+                unsafe { copy_row(&mut from, to, place) };
+            }
+        }
+    }
+    for (sequence, end) in cache.ends().iter().enumerate() {
+        // SAFETY: as above. Lengths were 32 bits before, and are at most the room.
+        unsafe { *(after as *mut i32).add(sequence) = *end as i32 };
+    }
+    Ok(())
+}
+
+/// Puts parts together; log-sum-exps go to (batch, heads, length).
+///
+/// # Safety
+///
+/// The parts must be of host memory that stays as it is meanwhile, `output` of memory of their shape
+/// and `lse` memory for their rows, which nobody else uses.
+pub(crate) unsafe fn combine(parts: &Parts, output: &View, lse: u64) -> PyResult<()> {
+    let [batch, length, heads, dim] = parts.outputs[0].form.sizes.map(|size| size as usize);
+    let shape = Shape::new(batch, length, heads, dim);
+    let mut tensors = Vec::new();
+    for (part, sums) in parts.outputs.iter().zip(&parts.lses) {
+        let [by_batch, by_row, by_head, one] = sums.form.strides;
+        let form = Form { strides: [by_batch, by_head, by_row, one], ..sums.form };
+        let sums = View { form, ..*sums };
+        // SAFETY: the caller's promise.
+        let (tensor, sums) =
+            unsafe { (copy(shape, part)?, copy(Shape::new(batch, heads, length, 1), &sums)?) };
+        tensors.push((tensor, sums.to_f32()));
+    }
+    let borrowed: Vec<(&Tensor, &[f32])> =
+        tensors.iter().map(|(tensor, list)| (tensor, &list[..])).collect();
+    let (mut combined, sums) = serving::combine(&borrowed).map_err(error::library)?;
+    if combined.dtype() != parts.dtype {
+        let rounded = Tensor::from_f32(parts.dtype, shape, &combined.to_f32());
+        combined = rounded.map_err(|error| error::library(error.into()))?;
+    }
+    // SAFETY: the caller's promise.
+    unsafe {
+        write(&combined, output);
+        std::ptr::copy_nonoverlapping(sums.as_ptr(), lse as *mut f32, sums.len());
+    }
+    Ok(())
+}
+
+/// Rows of queries, or of new keys, padded or packed.
+struct Rows<'a> {
+    name: &'a str,
+    form: &'a Form,
+    count: usize,
+}
+
+impl Rows<'_> {
+    /// Where they are. Starts and lengths come with their names, and so does the most of a
+    /// sequence.
+    fn placement(
+        &self,
+        (starts_name, starts): (&str, Option<Vec<i32>>),
+        (lengths_name, lengths): (&str, Option<Vec<i32>>),
+        (what, most_name, most): (&str, &str, usize),
+    ) -> PyResult<Placement> {
+        let rows = self.form.sizes[1] as usize;
+        let Some(starts) = starts else {
+            return Ok(Placement::padded(match lengths {
+                Some(lengths) => lengths_within(lengths_name, &lengths, |_| rows)?,
+                None => vec![rows; self.count],
+            }));
+        };
+        for (sequence, pair) in starts.windows(2).enumerate() {
+            if pair[0] < 0 || pair[1] < pair[0] {
+                return Err(PyValueError::new_err(format!(
+                    "{starts_name} goes from {} to {} in sequence {sequence}, expected cumulative \
+                     lengths",
+                    pair[0], pair[1]
+                )));
+            }
+            if (pair[1] - pair[0]) as usize > most {
+                return Err(PyValueError::new_err(format!(
+                    "{starts_name} gives sequence {sequence} {} {what}, expected at most \
+                     {most_name}={most}",
+                    pair[1] - pair[0]
+                )));
+            }
+        }
+        let starts: Vec<usize> = starts.into_iter().map(|start| start.max(0) as usize).collect();
+        if let Some(last) = starts.last().filter(|last| **last > rows) {
+            return Err(PyValueError::new_err(format!(
+                "{starts_name} ends at {last}, expected at most the {rows} rows of {}",
+                self.name
+            )));
+        }
+        let placement = Placement::packed(starts);
+        Ok(match lengths {
+            None => placement,
+            Some(lengths) => {
+                let room = |at| placement.length(at);
+                let lengths = lengths_within(lengths_name, &lengths, room)?;
+                placement.with_lengths(lengths)
+            }
+        })
+    }
+}
+
+/// Where sequences of these lengths are in a cache, by its list of batch entries or its table of
+/// pages; names are of the cache, the list and the table.
+fn in_cache(
+    form: &Form,
+    ends: Vec<usize>,
+    (entries, pages): (Option<Vec<i32>>, Option<Vec<i32>>),
+    [cache, list, table]: [&str; 3],
+) -> PyResult<Placement> {
+    let [there, size, ..] = form.sizes.map(|size| size as usize);
+    let outside = |name: &str, sequence: usize, given: i32| {
+        PyValueError::new_err(format!(
+            "{name} has {given} for sequence {sequence}, expected from 0 to below the {there} of \
+             {cache}"
+        ))
+    };
+    let inside = |given: i32| usize::try_from(given).is_ok_and(|given| given < there);
+    if let Some(pages) = pages {
+        let columns = pages.len().checked_div(ends.len()).unwrap_or(0);
+        for (sequence, end) in ends.iter().enumerate() {
+            let used = &pages[sequence * columns..][..end.div_ceil(size.max(1))];
+            if let Some(given) = used.iter().find(|page| !inside(**page)) {
+                return Err(outside(table, sequence, *given));
+            }
+        }
+        // What is behind a sequence's end may be anything.
+        let pages = pages.into_iter().map(|page| page.max(0) as u32).collect();
+        let pages = Pages::new(size, columns, pages).map_err(error::value)?;
+        return Ok(Placement::paged(ends, pages));
+    }
+    let Some(entries) = entries else {
+        return Ok(Placement::padded(ends));
+    };
+    if let Some(sequence) = entries.iter().position(|entry| !inside(*entry)) {
+        return Err(outside(list, sequence, entries[sequence]));
+    }
+    Ok(Placement::entries(ends, entries.into_iter().map(|entry| entry as usize).collect()))
+}
+
+/// A list of lengths, each at most what there is room for.
+fn lengths_within(
+    name: &str,
+    lengths: &[i32],
+    room: impl Fn(usize) -> usize,
+) -> PyResult<Vec<usize>> {
+    let check = |(sequence, length): (usize, &i32)| {
+        let room = room(sequence);
+        usize::try_from(*length).ok().filter(|length| *length <= room).ok_or_else(|| {
+            PyValueError::new_err(format!(
+                "{name} has {length} for sequence {sequence}, expected from 0 to {room}"
+            ))
+        })
+    };
+    lengths.iter().enumerate().map(check).collect()
+}
+
+/// Where sequences begin when they lie one after the other.
+fn starts(placement: &Placement) -> Vec<usize> {
+    let mut starts = vec![0];
+    for sequence in 0..placement.sequences() {
+        starts.push(starts[sequence] + placement.length(sequence));
+    }
+    starts
+}
+
+/// The rows of a placement, sequence after sequence.
+///
+/// # Safety
+///
+/// The placement must be inside of the view, and the view of memory that stays as it is.
+unsafe fn gather(view: &View, placement: &Placement) -> PyResult<Tensor> {
+    let Form { sizes: [_, _, heads, dim], dtype, .. } = view.form;
+    let rows = (0..placement.sequences()).map(|sequence| placement.length(sequence)).sum();
+    let shape = Shape::new(1, rows, heads as usize, dim as usize);
+    let mut tensor = Tensor::zeros(dtype, shape).map_err(|error| error::library(error.into()))?;
+    let bytes = (dim as usize * dtype.bytes()).max(1);
+    let mut to = tensor.bytes_mut().chunks_exact_mut(bytes);
+    for sequence in 0..placement.sequences() {
+        for position in 0..placement.length(sequence) {
+            let place = placement.locate(sequence, position);
+            for (head, to) in (0..heads as usize).zip(&mut to) {
+                let from = vector(view, place, head) as *const u8;
+                // SAFETY: the caller's promise.
+                unsafe { std::ptr::copy_nonoverlapping(from, to.as_mut_ptr(), bytes) };
+            }
+        }
+    }
+    Ok(tensor)
+}
+
+/// Writes what [`gather`] would give to where it would take it from.
+///
+/// # Safety
+///
+/// As for [`gather`]; nobody else may use the memory.
+unsafe fn scatter(tensor: &Tensor, view: &View, placement: &Placement) {
+    let mut from = vectors(tensor);
+    for sequence in 0..placement.sequences() {
+        for position in 0..placement.length(sequence) {
+            // SAFETY: the caller's promise.
+            unsafe { copy_row(&mut from, view, placement.locate(sequence, position)) };
+        }
+    }
+}
+
+/// Writes a tensor without gaps.
+///
+/// # Safety
+///
+/// The view must be of memory that nobody else uses.
+unsafe fn write(tensor: &Tensor, to: &View) {
+    let Shape { batch, length, .. } = tensor.shape();
+    let mut from = vectors(tensor);
+    for place in (0..batch).flat_map(|entry| (0..length).map(move |row| (entry, row))) {
+        // SAFETY: the caller's promise.
+        unsafe { copy_row(&mut from, to, place) };
+    }
 }
 
 /// A tensor with the contents of a view, gaps included.
 ///
 /// # Safety
 ///
-/// As for [`attend`].
-pub(crate) unsafe fn copy(shape: Shape, view: &View) -> Result<Tensor, Error> {
-    let layout = flashcore::Layout::strided(shape, view::strides(view.form.strides))?;
-    let bytes = layout.span() * view.form.dtype.bytes();
-    let memory = if bytes == 0 {
-        &[][..]
-    } else {
-        // SAFETY: the layout's span is what its last element needs.
-        unsafe { std::slice::from_raw_parts(view.address as *const u8, bytes) }
-    };
-    Ok(Tensor::from_bytes(view.form.dtype, layout, memory)?)
+/// The view must be of memory that stays as it is.
+unsafe fn copy(shape: Shape, view: &View) -> PyResult<Tensor> {
+    let layout = Layout::strided(shape, view::strides(view.form.strides));
+    let layout = layout.map_err(|error| error::library(error.into()))?;
+    // SAFETY: the layout's span is what its last element needs.
+    let memory = unsafe { slice(view.address, layout.span() * view.form.dtype.bytes()) };
+    let tensor = Tensor::from_bytes(view.form.dtype, layout, memory);
+    tensor.map_err(|error| error::library(error.into()))
 }
 
-/// Copies a contiguous result row by row.
+/// The vectors of a tensor without gaps.
+fn vectors(tensor: &Tensor) -> std::slice::ChunksExact<'_, u8> {
+    let bytes = tensor.shape().dim * tensor.dtype().bytes();
+    tensor.bytes().chunks_exact(bytes.max(1))
+}
+
+/// Writes the next vectors, one for each head, to a row of a view.
 ///
 /// # Safety
 ///
-/// As for [`attend`].
-pub(crate) unsafe fn write(result: &Tensor, address: u64, form: &Form) {
-    let [batch, length, heads, dim] = form.sizes.map(|size| size as usize);
-    let size = result.dtype().bytes();
-    let row = dim * size;
-    let mut rows = result.bytes().chunks_exact(row.max(1));
-    for b in 0..batch {
-        for s in 0..length {
-            for h in 0..heads {
-                let Some(row) = rows.next() else { return };
-                let strides = view::strides(form.strides);
-                let offset = b * strides.batch + s * strides.length + h * strides.heads;
-                // SAFETY: inside of the form, and apart from the result.
-                unsafe {
-                    let to = (address as *mut u8).add(offset * size);
-                    std::ptr::copy_nonoverlapping(row.as_ptr(), to, row.len());
-                }
-            }
-        }
+/// The row must be inside of the view.
+unsafe fn copy_row(from: &mut std::slice::ChunksExact<'_, u8>, view: &View, place: (usize, usize)) {
+    for (head, from) in (0..view.form.sizes[2] as usize).zip(from) {
+        let to = vector(view, place, head) as *mut u8;
+        // SAFETY: the caller's promise.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len()) };
+    }
+}
+
+/// The address of a vector.
+fn vector(view: &View, (entry, row): (usize, usize), head: usize) -> u64 {
+    let [by_entry, by_row, by_head, _] = view.form.strides.map(|stride| stride as usize);
+    let offset = entry * by_entry + row * by_row + head * by_head;
+    view.address + (offset * view.form.dtype.bytes()) as u64
+}
+
+/// The numbers of a list.
+///
+/// # Safety
+///
+/// It must be a list of such elements without gaps in host memory.
+unsafe fn list<T: Copy>(list: &Memory) -> Vec<T> {
+    let count = list.sizes().iter().product::<i64>() as usize;
+    // SAFETY: the caller's promise.
+    unsafe { slice(list.address, count) }.to_vec()
+}
+
+/// A table without gaps of any element type.
+///
+/// # Safety
+///
+/// It must be in host memory.
+unsafe fn floats(table: &Memory, dtype: DType) -> PyResult<Vec<f32>> {
+    let sizes = [1, table.sizes[0], 1, table.sizes[1]];
+    let form = Form { sizes, strides: contiguous(sizes), dtype, place: table.place };
+    let shape = Shape::from(sizes.map(|size| size as usize));
+    // SAFETY: the caller's promise.
+    Ok(unsafe { copy(shape, &View { address: table.address, form }) }?.to_f32())
+}
+
+/// Memory at an address, which may be none where it is empty.
+///
+/// # Safety
+///
+/// It must be memory of so many elements that stays as it is.
+unsafe fn slice<'a, T>(address: u64, count: usize) -> &'a [T] {
+    match count {
+        0 => &[],
+        // SAFETY: the caller's promise.
+        _ => unsafe { std::slice::from_raw_parts(address as *const T, count) },
     }
 }

@@ -2,7 +2,9 @@
 
 use std::fmt::Display;
 
-use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyValueError};
+use flashcore::gpu::GpuError;
+use flashcore::{BackendError, Error, TensorError};
+use pyo3::exceptions::{PyMemoryError, PyNotImplementedError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
 /// For what a caller can put right.
@@ -16,9 +18,7 @@ pub(crate) fn runtime(error: impl Display) -> PyErr {
 }
 
 /// For any error of the library.
-pub(crate) fn library(error: flashcore::Error) -> PyErr {
-    use flashcore::gpu::GpuError;
-    use flashcore::{BackendError, Error, TensorError};
+pub(crate) fn library(error: Error) -> PyErr {
     match &error {
         Error::Tensor(TensorError::OutOfMemory { .. })
         | Error::Backend(BackendError::OutOfMemory)
@@ -26,7 +26,28 @@ pub(crate) fn library(error: flashcore::Error) -> PyErr {
         | Error::Gpu(GpuError::Driver(cuda::Error::OutOfMemory { .. })) => {
             PyMemoryError::new_err(error.to_string())
         }
-        Error::Problem(_) | Error::Tensor(_) | Error::Input(_) | Error::Backend(_) => value(error),
+        // What no kernel serves is no failure of the machine.
+        Error::Backend(BackendError::Unsupported { .. })
+        | Error::Gpu(GpuError::Unsupported { .. } | GpuError::TooLarge { .. }) => {
+            PyNotImplementedError::new_err(error.to_string())
+        }
+        Error::Problem(_)
+        | Error::Tensor(_)
+        | Error::Input(_)
+        | Error::Serving(_)
+        | Error::Backend(_) => value(error),
         _ => runtime(error),
+    }
+}
+
+/// The same, with the names that the caller gave to tensors.
+pub(crate) fn named(error: Error, roles: &[(&'static str, &'static str)]) -> PyErr {
+    match error {
+        Error::Gpu(GpuError::Tensor { tensor, reason }) => {
+            let role = roles.iter().find(|(role, _)| *role == tensor);
+            let name = role.map_or(tensor, |(_, name)| name);
+            value(format!("{name} is not served on a GPU: {reason}"))
+        }
+        other => library(other),
     }
 }

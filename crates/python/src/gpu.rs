@@ -1,197 +1,175 @@
-//! Devices and their plans: made at the first call of a kind, found again at the next.
+//! Devices, and all that is asked of the library there.
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use cuda::{Buffer, DeviceAddress, RelaxedCapture, Stream};
-use flashcore::gpu::{AttentionPlan, DeviceTensor, ForwardTensors, Gpu};
-use flashcore::{Error, Preference, Problem};
+use cuda::{DeviceAddress, RelaxedCapture, Stream};
+use flashcore::gpu::{
+    AppendProblem, AppendTensors, AttentionPlan, AttentionState, CombineProblem, CombineTensors,
+    Gpu, RotaryTables, RotatedQueries,
+};
+use flashcore::{Error, Mask, Problem, Shape, Storage};
+use pyo3::PyResult;
 
-use crate::plans::Plans;
-use crate::serving;
-use crate::view::{self, Convention, Form, View};
+use crate::error::named;
+use crate::parts::Parts;
+use crate::request::{Request, address};
+use crate::update::Update;
+use crate::view::{Form, View, contiguous};
 
-/// A GPU with the plans made on it. One that was opened stays: kernels may run on it until the
-/// process ends.
-pub(crate) struct Device {
-    pub(crate) gpu: Gpu,
-    plans: Plans<Key, Entry>,
-    /// Room for log-sum-exps that nobody asked for. The kernels write them anyway; that several
-    /// launches write to one place does no harm, since it is never read. A graph may know a
-    /// buffer's address, so none is given back; each is at least twice as large as the last.
-    unread: Mutex<Vec<Buffer>>,
-    pub(crate) serving: serving::gpu::Served,
-}
-
-/// The plans that a device keeps at most, but for those that a graph has captured.
-const CAPACITY: usize = 1024;
-
-/// What a plan depends on. Two calls with the same key differ in addresses alone.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Key {
-    pub(crate) forms: [Form; 3],
-    /// Whether every address is one that the copy engine takes.
-    pub(crate) aligned: bool,
-    pub(crate) scale: Option<u64>,
-    pub(crate) causal: bool,
-    pub(crate) convention: Convention,
-}
-
-impl Key {
-    pub(crate) fn new(
-        views: &[View; 3],
-        scale: Option<f64>,
-        causal: bool,
-        convention: Convention,
-    ) -> Self {
-        Key {
-            forms: views.each_ref().map(|view| view.form),
-            aligned: views.iter().all(|view| view.address.is_multiple_of(16)),
-            scale: scale.map(f64::to_bits),
-            causal,
-            convention,
-        }
-    }
-}
-
-/// A problem with its plan.
-pub(crate) struct Entry {
-    pub(crate) problem: Problem,
-    /// In our order.
-    pub(crate) output: Form,
-    /// Nothing where there is nothing to do.
-    pub(crate) plan: Option<AttentionPlan>,
-    /// Copies of the plan that nobody is launching. Each holds the arguments of its last launch,
-    /// so as many come to be as threads launch at the same time.
-    idle: Mutex<Vec<AttentionPlan>>,
-    /// Where log-sum-exps go that nobody asked for.
-    unread: DeviceAddress,
-    /// Whether a graph may launch it again at any time.
-    captured: AtomicBool,
-}
-
-/// The devices that were opened, by their ordinals. They stay open to the end of the process.
-static DEVICES: Mutex<Vec<(u32, &'static Device)>> = Mutex::new(Vec::new());
+/// The devices that were opened, by their ordinals. They stay open to the end of the process:
+/// kernels may run on them until then.
+static DEVICES: Mutex<Vec<(u32, &'static Gpu)>> = Mutex::new(Vec::new());
 
 /// Waits for the kernels that are still being compiled: a thread inside the compiler while the
 /// process ends would crash it.
 pub(crate) fn finish_compiling() {
     let devices = lock(&DEVICES).clone();
-    for (_, device) in devices {
-        device.gpu.finish_compiling();
+    for (_, gpu) in devices {
+        gpu.finish_compiling();
     }
 }
 
 /// The device of an ordinal, opened the first time.
-pub(crate) fn device(ordinal: u32) -> Result<&'static Device, Error> {
+pub(crate) fn device(ordinal: u32) -> Result<&'static Gpu, Error> {
     let mut devices = lock(&DEVICES);
-    if let Some((_, device)) = devices.iter().find(|(found, _)| *found == ordinal) {
-        return Ok(device);
+    if let Some((_, gpu)) = devices.iter().find(|(found, _)| *found == ordinal) {
+        return Ok(gpu);
     }
     let _relaxed = RelaxedCapture::begin()?;
-    let device: &'static Device = Box::leak(Box::new(Device {
-        gpu: Gpu::open(ordinal)?,
-        plans: Plans::new(CAPACITY, |_, entry: &Entry| entry.captured.load(Ordering::Relaxed)),
-        unread: Mutex::default(),
-        serving: serving::gpu::Served::new(),
-    }));
-    devices.push((ordinal, device));
-    Ok(device)
+    let gpu: &'static Gpu = Box::leak(Box::new(Gpu::open(ordinal)?));
+    devices.push((ordinal, gpu));
+    Ok(gpu)
 }
 
-impl Device {
-    /// The plan of an earlier call.
-    pub(crate) fn find(&self, key: &Key) -> Option<Arc<Entry>> {
-        self.plans.find(key)
-    }
-
-    /// Makes the plan for a problem that was checked. Compiles where need be.
-    pub(crate) fn plan(
-        &self,
-        key: Key,
-        problem: Problem,
-        views: &[View; 3],
-    ) -> Result<Arc<Entry>, Error> {
-        let _relaxed = RelaxedCapture::begin()?;
-        let output = output(&problem, &key);
-        let (mut plan, mut unread) = (None, DeviceAddress(0));
-        if problem.rows() > 0 {
-            // The output is as well aligned as allocators make it.
-            let tensors = tensors(views, &output, DeviceAddress(0), DeviceAddress(0));
-            let preference = Preference::from_environment();
-            plan = Some(AttentionPlan::new(&self.gpu, &problem, &tensors, &preference)?);
-            unread = self.unread(4 * problem.rows() as u64)?;
-        }
-        let entry = Entry {
-            problem,
-            output,
-            plan,
-            idle: Mutex::default(),
-            unread,
-            captured: AtomicBool::new(false),
-        };
-        // Old ones are dropped under the relaxed mode.
-        let (entry, _old) = self.plans.keep(key, entry);
-        Ok(entry)
-    }
-
-    /// Room that nobody reads.
-    pub(crate) fn unread(&self, bytes: u64) -> Result<DeviceAddress, Error> {
-        let mut buffers = lock(&self.unread);
-        if let Some(buffer) = buffers.last().filter(|buffer| buffer.bytes() >= bytes) {
-            return Ok(buffer.address());
-        }
-        let least = buffers.last().map_or(1 << 16, |buffer| 2 * buffer.bytes());
-        let buffer = Buffer::new(self.gpu.device(), bytes.max(least))?;
-        let address = buffer.address();
-        buffers.push(buffer);
-        Ok(address)
-    }
-
-    /// Puts a plan on a stream. Log-sum-exps go to `lse`, or nowhere.
-    pub(crate) fn launch(
-        &self,
-        entry: &Entry,
-        stream: &Stream,
-        views: &[View; 3],
-        output: u64,
-        lse: Option<u64>,
-    ) -> Result<(), Error> {
-        let Some(template) = &entry.plan else {
-            return Ok(());
-        };
-        // The default stream cannot be captured, and asking is an error while others are.
-        if stream.handle() != 0 && stream.is_capturing()? {
-            entry.captured.store(true, Ordering::Relaxed);
-        }
-        let lse = lse.map_or(entry.unread, DeviceAddress);
-        let tensors = tensors(views, &entry.output, DeviceAddress(output), lse);
-        let idle = lock(&entry.idle).pop();
-        let mut plan = idle.unwrap_or_else(|| template.clone());
-        let result = plan.launch(stream, &tensors);
-        lock(&entry.idle).push(plan);
-        Ok(result?)
-    }
+/// Puts attention on a stream; log-sum-exps go to `lse`, or nowhere.
+pub(crate) fn attend(
+    gpu: &Gpu,
+    stream: &Stream,
+    request: &Request,
+    problem: &Problem,
+    output: &View,
+    lse: Option<u64>,
+) -> PyResult<Arc<AttentionPlan>> {
+    let attended = gpu.attend(stream, problem, &request.tensors(output, lse));
+    let [query, key, value, ..] = request.names();
+    attended.map_err(|error| named(error, &[("query", query), ("key", key), ("value", value)]))
 }
 
-/// The output's form: like the caller's own tensors without gaps, but in our order.
-pub(crate) fn output(problem: &Problem, key: &Key) -> Form {
-    let sizes = <[usize; 4]>::from(problem.output_shape()).map(|size| size as i64);
-    Form { sizes, strides: view::contiguous(key.convention, sizes), ..key.forms[0] }
+/// Puts appending on a stream: queries go to `rotated`, new lengths to `after`.
+pub(crate) fn append(
+    gpu: &Gpu,
+    stream: &Stream,
+    update: &Update,
+    rotated: Option<u64>,
+    after: u64,
+) -> PyResult<()> {
+    let problem = append_problem(update);
+    let on_device = |view: &View| view.on_device(update.key_cache.address);
+    let all = [&update.key, &update.value, &update.key_cache, &update.value_cache];
+    let tensors = AppendTensors {
+        key_lengths: Some(DeviceAddress(update.lengths.address)),
+        lengths_after: Some(DeviceAddress(after)),
+        new_starts: address(&update.key_starts),
+        batch_index: address(&update.entries),
+        block_table: address(&update.pages),
+        rotary: update.rotary.as_ref().map(|rotary| RotaryTables {
+            cosines: DeviceAddress(rotary.cosines.address),
+            sines: DeviceAddress(rotary.sines.address),
+            starts: address(&rotary.positions),
+        }),
+        queries: rotated.filter(|_| problem.rotated_queries).map(|rotated| {
+            let form = update.query.form;
+            let form = Form { strides: contiguous(form.sizes), ..form };
+            RotatedQueries {
+                from: on_device(&update.query),
+                to: on_device(&View { address: rotated, form }),
+                starts: address(&update.query_starts),
+                lengths: None,
+            }
+        }),
+        ..AppendTensors::new(all.map(on_device))
+    };
+    let roles = [
+        ("new key", "k"),
+        ("new value", "v"),
+        ("key", "k_cache"),
+        ("value", "v_cache"),
+        ("query", "q"),
+    ];
+    let appended = gpu.append(stream, &problem, &tensors);
+    appended.map(drop).map_err(|error| named(error.into(), &roles))
 }
 
-fn tensors(
-    views: &[View; 3],
-    output: &Form,
-    address: DeviceAddress,
-    lse: DeviceAddress,
-) -> ForwardTensors {
-    let [query, key, value] = views.each_ref().map(|view| DeviceTensor {
-        address: DeviceAddress(view.address),
-        strides: view::strides(view.form.strides),
-    });
-    let output = DeviceTensor { address, strides: view::strides(output.strides) };
-    ForwardTensors { query, key, value, output, lse }
+fn append_problem(update: &Update) -> AppendProblem {
+    let [entries, page, shared, dim] = update.key_cache.form.sizes.map(|size| size as usize);
+    let [_, query_rows, heads, _] = update.query.form.sizes.map(|size| size as usize);
+    let rotary = update.rotary.as_ref();
+    // Where queries advance, the mask hides something.
+    let mask = if rotary.is_some_and(|it| it.advancing) { Mask::CAUSAL } else { Mask::NONE };
+    let queries = match &update.query_starts {
+        Some(_) => Storage::Packed(query_rows),
+        None => Storage::Padded,
+    };
+    let keys = match &update.pages {
+        Some(table) => {
+            Storage::Paged { size: page, columns: table.sizes[1] as usize, pages: entries }
+        }
+        None => Storage::Entries(entries),
+    };
+    let cache = Problem::new(update.sequences, heads, update.most_queries, dim)
+        .with_kv_heads(shared)
+        .with_key_length(update.room)
+        .with_value_head_dim(update.value_cache.form.sizes[3] as usize)
+        .with_dtype(update.key_cache.form.dtype)
+        .with_mask(mask)
+        .with_storage(queries, keys);
+    let rows = update.key.form.sizes[1] as usize;
+    // No sequence gets more than all of them, nor than it has room for.
+    let mut problem = AppendProblem::new(cache, rows.min(update.room).max(1));
+    problem.new_rows = rows;
+    problem.packed_new = update.key_starts.is_some();
+    if let Some(rotary) = rotary {
+        let (positions, dim) = rotary.sizes();
+        problem = problem.with_rotary(dim, rotary.interleaved, positions);
+        // Without queries there are none to be rotated.
+        problem.rotated_queries = query_rows > 0;
+    }
+    problem
+}
+
+/// Puts combining on a stream; log-sum-exps go to (batch, heads, length).
+pub(crate) fn combine(
+    gpu: &Gpu,
+    stream: &Stream,
+    parts: &Parts,
+    output: &View,
+    lse: &View,
+) -> PyResult<()> {
+    let form = &parts.outputs[0].form;
+    let [batch, length, heads, dim] = form.sizes.map(|size| size as usize);
+    let problem = CombineProblem {
+        parts: parts.outputs.len(),
+        shape: Shape::new(batch, length, heads, dim),
+        partial: form.dtype,
+        output: parts.dtype,
+    };
+    let state = |output: &View, lse: &View| AttentionState {
+        output: output.on_device(output.address),
+        lse: lse.on_device(lse.address),
+    };
+    let part = |at: usize| state(&parts.outputs[at], &parts.lses[at]);
+    // From each part to the next it is as far as from the first to the second.
+    let first = [part(0), part(usize::from(problem.parts > 1))];
+    let roles = [
+        ("partial output", parts.name),
+        ("output", "out"),
+        ("second output", "out_b"),
+        ("second log-sum-exp", "lse_b"),
+    ];
+    CombineTensors::pair(&problem, first, state(output, lse))
+        .and_then(|tensors| gpu.combine(stream, &problem, &tensors))
+        .map(drop)
+        .map_err(|error| named(error.into(), &roles))
 }
 
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

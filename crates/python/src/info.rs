@@ -3,18 +3,16 @@
 use std::sync::{Arc, Mutex};
 
 use cuda::{DeviceInfo, RelaxedCapture};
-use flashcore::backend::Report;
-use flashcore::{Backend, CpuBackend, Problem};
+use flashcore::gpu::AttentionPlan;
+use flashcore::{Backend, CpuBackend, Problem, Report};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-use crate::gpu::{Entry, lock};
-use crate::serving;
+use crate::gpu::lock;
 
 /// The last call.
 pub(crate) enum Last {
-    Gpu { ordinal: u32, entry: Arc<Entry> },
-    Sequences { ordinal: u32, entry: Arc<serving::gpu::Entry> },
+    Gpu { ordinal: u32, plan: Arc<AttentionPlan> },
     Cpu { problem: Box<Problem>, report: Box<Report> },
 }
 
@@ -24,8 +22,7 @@ static LAST: Mutex<Option<Last>> = Mutex::new(None);
 pub(crate) fn remember(last: impl FnOnce() -> Last) {
     let before = lock(&LAST).replace(last());
     let count = match &before {
-        Some(Last::Gpu { entry, .. }) => Arc::strong_count(entry),
-        Some(Last::Sequences { entry, .. }) => Arc::strong_count(entry),
+        Some(Last::Gpu { plan, .. }) => Arc::strong_count(plan),
         Some(Last::Cpu { .. }) | None => return,
     };
     // A plan that nobody else keeps frees its memory, which would break a capture.
@@ -70,26 +67,13 @@ fn last(py: Python<'_>) -> PyResult<Option<Bound<'_, PyDict>>> {
     let described = PyDict::new(py);
     match &*last {
         None => return Ok(None),
-        Some(Last::Gpu { ordinal, entry }) => {
+        Some(Last::Gpu { ordinal, plan }) => {
+            let plan = plan.plan();
             described.set_item("device", format!("cuda:{ordinal}"))?;
-            described.set_item("problem", entry.problem.to_string())?;
-            if let Some(plan) = &entry.plan {
-                let chosen = &plan.plan().chosen;
-                described.set_item("kernel", chosen.full_name())?;
-                described.set_item("configuration", chosen.configuration.as_deref())?;
-                described.set_item("reason", plan.plan().reason())?;
-            } else {
-                described.set_item("kernel", py.None())?;
-                described.set_item("configuration", py.None())?;
-                described.set_item("reason", "there are no queries")?;
-            }
-        }
-        Some(Last::Sequences { ordinal, entry }) => {
-            described.set_item("device", format!("cuda:{ordinal}"))?;
-            described.set_item("problem", entry.problem.to_string())?;
-            described.set_item("kernel", format!("gpu/{}", entry.kernel()))?;
-            described.set_item("configuration", &entry.configuration)?;
-            described.set_item("reason", &entry.reason)?;
+            described.set_item("problem", plan.problem.to_string())?;
+            described.set_item("kernel", plan.chosen.full_name())?;
+            described.set_item("configuration", plan.chosen.configuration.as_deref())?;
+            described.set_item("reason", plan.reason())?;
         }
         Some(Last::Cpu { problem, report }) => {
             described.set_item("device", "cpu")?;

@@ -1,23 +1,17 @@
 //! PyTorch's tensors.
 //!
-//! Between Python and the launch there is: reading three tensors, finding the plan, and letting
-//! PyTorch make the output. Everything that can be looked up once is kept in [`Torch`].
+//! Everything that can be looked up once is kept in [`Torch`].
 
-use std::sync::Arc;
-
-use cuda::Stream;
 use flashcore::DType;
-use pyo3::exceptions::{PyNotImplementedError, PyTypeError, PyUserWarning};
+use pyo3::exceptions::{PyNotImplementedError, PyTypeError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::dlpack::{self, Exchange};
-use crate::gpu::{self, Entry, Key};
-use crate::info::{self, Last};
-use crate::view::{Convention, Element, Form, Memory, Place, Request, View};
-use crate::{cpu, error};
+use crate::error;
+use crate::view::{Element, Memory};
 
 /// What is needed of the module `torch`.
 pub(crate) struct Torch {
@@ -150,40 +144,13 @@ impl Torch {
         Ok(())
     }
 
-    /// What three tensors are, or nothing where they are not in memory.
-    pub(crate) fn views(
-        &self,
-        tensors: [&Bound<'_, PyAny>; 3],
-        convention: Convention,
-    ) -> PyResult<[View; 3]> {
-        let view =
-            |at: usize| View::new(&self.read(tensors[at], convention.names()[at])?, convention, at);
-        Ok([view(0)?, view(1)?, view(2)?])
-    }
-
+    /// The stream on which PyTorch's work goes now.
     pub(crate) fn stream(&self, py: Python<'_>, ordinal: u32) -> PyResult<u64> {
         match (self.exchange, &self.raw_stream) {
             (Some(exchange), _) => exchange.stream(py, ordinal),
             (None, Some(function)) => function.bind(py).call1((ordinal,))?.extract(),
             (None, None) => Err(error::runtime("this PyTorch was built without CUDA")),
         }
-    }
-
-    /// A tensor for the output, and where it is.
-    fn output<'py>(
-        &self,
-        query: &Bound<'py, PyAny>,
-        first: &Form,
-        form: &Form,
-        convention: Convention,
-    ) -> PyResult<(Bound<'py, PyAny>, u64)> {
-        let output = if first.sizes == form.sizes && first.strides == form.strides {
-            self.make_like(query)?
-        } else {
-            self.make(query, &convention.reorder(form.sizes), Element::Float(form.dtype))?
-        };
-        let address = self.address(&output)?;
-        Ok((output, address))
     }
 
     /// A tensor like another one, which has no gaps.
@@ -214,88 +181,4 @@ impl Torch {
     pub(crate) fn address(&self, tensor: &Bound<'_, PyAny>) -> PyResult<u64> {
         tensor.call_method0(intern!(tensor.py(), "data_ptr"))?.extract()
     }
-
-    /// Runs the kernel on tensors that are in memory: the output, and the log-sum-exps if asked.
-    pub(crate) fn attend<'py>(
-        &self,
-        tensors: [&Bound<'py, PyAny>; 3],
-        views: &[View; 3],
-        request: &Request,
-        with_lse: bool,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let query = tensors[0];
-        let py = query.py();
-        let Request { convention, scale, causal } = *request;
-        let key = Key::new(views, scale, causal, convention);
-        let lse = |sizes: [i64; 4]| -> PyResult<(Bound<'py, PyAny>, u64)> {
-            let [batch, length, heads, _] = sizes;
-            let lse = self.make(query, &[batch, heads, length], Element::Float(DType::F32))?;
-            let address = self.address(&lse)?;
-            Ok((lse, address))
-        };
-        let (output, lse) = match views[0].form.place {
-            Place::Cuda(ordinal) => {
-                let device = gpu::device(ordinal).map_err(error::library)?;
-                let entry = match device.find(&key) {
-                    Some(entry) => entry,
-                    None => plan(py, device, key, request, views)?,
-                };
-                let form = &entry.output;
-                let (output, address) = self.output(query, &views[0].form, form, convention)?;
-                let lse = with_lse.then(|| lse(form.sizes)).transpose()?;
-                let lse_address = lse.as_ref().map(|(_, address)| *address);
-                let handle = self.stream(py, ordinal)?;
-                // A full queue makes the driver wait, perhaps for work that needs Python.
-                py.detach(|| {
-                    // SAFETY: PyTorch's current stream of this device, which it keeps.
-                    let stream = unsafe { Stream::borrow(device.gpu.device(), handle) };
-                    device.launch(&entry, &stream, views, address, lse_address)
-                })
-                .map_err(error::library)?;
-                info::remember(|| Last::Gpu { ordinal, entry });
-                (output, lse)
-            }
-            Place::Host => {
-                let problem = request.problem(&key.forms)?;
-                let form = gpu::output(&problem, &key);
-                let (output, address) = self.output(query, &views[0].form, &form, convention)?;
-                let lse = with_lse.then(|| lse(form.sizes)).transpose()?;
-                let lse_address = lse.as_ref().map(|(_, address)| *address);
-                let run = || {
-                    // SAFETY: the views are of tensors that the caller holds, output and
-                    // log-sum-exps of tensors made just now for them.
-                    unsafe { cpu::attend(&problem, views, (address, &form), lse_address) }
-                };
-                let report = py.detach(run).map_err(error::library)?;
-                info::remember(|| Last::Cpu { problem: problem.into(), report: report.into() });
-                (output, lse)
-            }
-        };
-        match lse {
-            Some((lse, _)) => Ok((output, lse).into_pyobject(py)?.into_any()),
-            None => Ok(output),
-        }
-    }
-}
-
-/// Checks a problem and makes its plan, the first time.
-pub(crate) fn plan(
-    py: Python<'_>,
-    device: &'static gpu::Device,
-    key: Key,
-    request: &Request,
-    views: &[View; 3],
-) -> PyResult<Arc<Entry>> {
-    let problem = request.problem(&key.forms)?;
-    // Compiles for a second or so.
-    let entry = py.detach(|| device.plan(key, problem, views)).map_err(error::library)?;
-    if let Some(plan) = &entry.plan
-        && plan.plan().chosen.kernel == "scalar"
-    {
-        let (name, reason) = (plan.plan().chosen.full_name(), plan.plan().reason());
-        let text = format!("the slow kernel {name} serves {}: {reason}\0", entry.problem);
-        let text = std::ffi::CStr::from_bytes_until_nul(text.as_bytes()).unwrap_or_default();
-        PyErr::warn(py, &py.get_type::<PyUserWarning>(), text, 2)?;
-    }
-    Ok(entry)
 }

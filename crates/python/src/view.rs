@@ -2,11 +2,11 @@
 
 use std::fmt;
 
-use flashcore::{DType, Mask, Problem, Strides};
-use pyo3::exceptions::{PyNotImplementedError, PyTypeError, PyValueError};
+use cuda::DeviceAddress;
+use flashcore::gpu::DeviceTensor;
+use flashcore::{DType, Strides};
+use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
-
-use crate::error;
 
 /// Which memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -20,6 +20,18 @@ impl fmt::Display for Place {
         match self {
             Place::Host => f.write_str("the CPU"),
             Place::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+        }
+    }
+}
+
+impl Place {
+    /// Refuses another place than the first tensor's.
+    pub(crate) fn same(self, name: &str, place: Place, first: &str) -> PyResult<()> {
+        match self == place {
+            true => Ok(()),
+            false => Err(PyValueError::new_err(format!(
+                "{name} is on {self}, expected {place} like {first}"
+            ))),
         }
     }
 }
@@ -76,9 +88,32 @@ impl Memory {
         &self.strides[..self.dimensions]
     }
 
-    /// Whether there are no gaps between elements.
+    /// The same without gaps and with another last dimension, nowhere yet: an answer.
+    pub(crate) fn like(&self, last: i64) -> Memory {
+        let mut sizes = self.sizes;
+        // What is behind the last dimension counts one.
+        sizes[self.dimensions - 1] = last;
+        Memory { address: 0, sizes, strides: contiguous(sizes), ..*self }
+    }
+
+    /// Whether there are no gaps between elements. The stride of what there is one of means nothing.
     pub(crate) fn is_contiguous(&self) -> bool {
-        is_contiguous(self.sizes(), self.strides())
+        let mut whole = 1;
+        self.sizes().iter().zip(self.strides()).rev().all(|(size, stride)| {
+            let fits = *size <= 1 || *stride == whole;
+            whole *= size.max(&1);
+            fits
+        })
+    }
+
+    /// Refuses a list of integers with another number of entries.
+    pub(crate) fn entries(&self, name: &str, expected: i64, sequences: i64) -> PyResult<()> {
+        match self.list(name)? {
+            given if given == expected => Ok(()),
+            given => Err(PyValueError::new_err(format!(
+                "{name} has {given} entries, expected {expected} for {sequences} sequences"
+            ))),
+        }
     }
 
     /// The entries of a list of integers.
@@ -93,13 +128,27 @@ impl Memory {
         }
     }
 
-    /// Rows and columns of a table of integers in the memory of the first tensor.
-    pub(crate) fn table(&self, name: &str, place: Place, first: &str) -> PyResult<[i64; 2]> {
+    /// The columns of a table of integers in the memory of the first tensor, which has a row for
+    /// each sequence.
+    pub(crate) fn pages(
+        &self,
+        name: &str,
+        sequences: i64,
+        place: Place,
+        first: &str,
+    ) -> PyResult<i64> {
         self.whole(name, Element::I32, "int32")?;
         self.on(name, place, first)?;
-        <[i64; 2]>::try_from(self.sizes()).map_err(|_| {
-            PyValueError::new_err(format!("{name} has {} dimensions, expected 2", self.dimensions))
-        })
+        match *self.sizes() {
+            [rows, columns] if rows == sequences => Ok(columns),
+            [rows, _] => Err(PyValueError::new_err(format!(
+                "{name} has {rows} rows, expected {sequences}, one for each sequence"
+            ))),
+            _ => Err(PyValueError::new_err(format!(
+                "{name} has {} dimensions, expected 2",
+                self.dimensions
+            ))),
+        }
     }
 
     /// Refuses what is no tensor of f32 without gaps in the memory of the first one.
@@ -127,13 +176,7 @@ impl Memory {
 
     /// Refuses another memory than the first tensor's.
     pub(crate) fn on(&self, name: &str, place: Place, first: &str) -> PyResult<()> {
-        if self.place != place {
-            return Err(PyValueError::new_err(format!(
-                "{name} is on {}, expected {place} like {first}",
-                self.place
-            )));
-        }
-        Ok(())
+        self.place.same(name, place, first)
     }
 
     /// The element type of a tensor of floating-point numbers.
@@ -184,12 +227,7 @@ impl Form {
 
     /// Refuses another element type or memory than the first tensor has.
     pub(crate) fn like(&self, name: &str, other: &Form, first: &str) -> PyResult<()> {
-        if self.place != other.place {
-            return Err(PyValueError::new_err(format!(
-                "{name} is on {}, expected {} like {first}",
-                self.place, other.place
-            )));
-        }
+        self.place.same(name, other.place, first)?;
         if self.dtype != other.dtype {
             return Err(PyTypeError::new_err(format!(
                 "{name} has element type {}, expected {} like {first}",
@@ -208,155 +246,77 @@ pub(crate) struct View {
 }
 
 impl View {
-    /// One of the three tensors of attention.
-    pub(crate) fn new(memory: &Memory, convention: Convention, argument: usize) -> PyResult<View> {
-        let dtype = memory.float(convention.names()[argument])?;
-        let sizes = convention.four(argument, memory.sizes())?;
-        let strides = convention.four(argument, memory.strides())?;
+    /// As the library takes it. One without elements is never read, and is somewhere else.
+    pub(crate) fn on_device(&self, somewhere: u64) -> DeviceTensor {
+        let empty = self.form.sizes.contains(&0);
+        let address = DeviceAddress(if empty { somewhere } else { self.address });
+        let mut strides = self.form.strides;
+        for (stride, size) in strides.iter_mut().zip(self.form.sizes) {
+            // The step to a second of what there is one of means nothing.
+            if size <= 1 {
+                *stride = 0;
+            }
+        }
+        DeviceTensor { address, strides: self::strides(strides) }
+    }
+}
+
+/// The dimensions of a tensor of rows, as the caller has them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Order {
+    /// (batch, length, heads, head dim)
+    Padded,
+    /// (rows of all sequences, heads, head dim): one batch entry.
+    Packed,
+    /// (batch, heads, length, head dim)
+    HeadsFirst,
+}
+
+impl Order {
+    /// Packed or padded.
+    pub(crate) fn of(packed: bool) -> Self {
+        if packed { Order::Packed } else { Order::Padded }
+    }
+
+    /// A tensor of rows in our order, or an error that names it.
+    pub(crate) fn view(self, name: &str, memory: &Memory) -> PyResult<View> {
+        let dtype = memory.float(name)?;
+        let (sizes, strides) = match (self, memory.sizes(), memory.strides()) {
+            (Order::Packed, &[a, b, c], &[x, y, z]) => ([1, a, b, c], [0, x, y, z]),
+            (Order::Padded, &[a, b, c, d], &[x, y, z, w]) => ([a, b, c, d], [x, y, z, w]),
+            (Order::HeadsFirst, &[a, b, c, d], &[x, y, z, w]) => ([a, c, b, d], [x, z, y, w]),
+            _ => {
+                let (count, expected) = match self {
+                    Order::Packed => (3, "(rows of all sequences, heads, head dim)"),
+                    Order::Padded => (4, "(batch, length, heads, head dim)"),
+                    Order::HeadsFirst => (4, "(batch, heads, length, head dim)"),
+                };
+                return Err(PyValueError::new_err(format!(
+                    "{name} has {} dimensions, expected {count}: {expected}",
+                    memory.dimensions
+                )));
+            }
+        };
         let form = Form { sizes, strides, dtype, place: memory.place };
         Ok(View { address: memory.address, form })
     }
-}
 
-/// Whose conventions a call follows: the names of its arguments, the order of their dimensions,
-/// and where a causal mask is anchored when the lengths differ.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Convention {
-    /// `q, k, v` as (batch, length, heads, dim); the last query sees every key.
-    FlashAttention,
-    /// `query, key, value` as (batch, heads, length, dim); the first query sees one key.
-    PyTorch,
-}
-
-impl Convention {
-    pub(crate) fn names(self) -> [&'static str; 3] {
+    /// Sizes in the caller's order from those in ours.
+    pub(crate) fn back(self, [batch, length, heads, dim]: [i64; 4]) -> [i64; 4] {
         match self {
-            Convention::FlashAttention => ["q", "k", "v"],
-            Convention::PyTorch => ["query", "key", "value"],
+            Order::HeadsFirst => [batch, heads, length, dim],
+            _ => [batch, length, heads, dim],
         }
-    }
-
-    fn dimensions(self) -> &'static str {
-        match self {
-            Convention::FlashAttention => "(batch, length, heads, head dim)",
-            Convention::PyTorch => "(batch, heads, length, head dim)",
-        }
-    }
-
-    /// Sizes or strides in our order from those in the caller's, and back.
-    pub(crate) fn reorder(self, [a, b, c, d]: [i64; 4]) -> [i64; 4] {
-        match self {
-            Convention::FlashAttention => [a, b, c, d],
-            Convention::PyTorch => [a, c, b, d],
-        }
-    }
-
-    /// Four numbers from any, or an error that names the argument.
-    pub(crate) fn four(self, argument: usize, numbers: &[i64]) -> PyResult<[i64; 4]> {
-        let four = <[i64; 4]>::try_from(numbers).map_err(|_| {
-            PyValueError::new_err(format!(
-                "{} has {} dimensions, expected 4: {}",
-                self.names()[argument],
-                numbers.len(),
-                self.dimensions()
-            ))
-        })?;
-        Ok(self.reorder(four))
     }
 }
 
-/// What a call asks for besides its tensors.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Request {
-    pub(crate) convention: Convention,
-    pub(crate) scale: Option<f64>,
-    pub(crate) causal: bool,
-}
-
-impl Request {
-    /// The problem that these tensors pose, or what is wrong with them.
-    pub(crate) fn problem(&self, forms: &[Form; 3]) -> PyResult<Problem> {
-        let names = self.convention.names();
-        let [query, key, value] = forms;
-        for (name, form) in names.iter().zip(forms) {
-            form.like(name, query, names[0])?;
-        }
-        for (name, form) in names.iter().zip(forms) {
-            form.usable(name)?;
-        }
-        self.expect(1, key.sizes, [query.sizes[0], key.sizes[1], key.sizes[2], query.sizes[3]])?;
-        self.expect(2, value.sizes, [query.sizes[0], key.sizes[1], key.sizes[2], value.sizes[3]])?;
-        let (heads, shared) = (query.sizes[2], key.sizes[2]);
-        if heads == 0 || shared == 0 || heads % shared != 0 {
-            return Err(PyValueError::new_err(format!(
-                "{} has {heads} heads, expected a multiple of the {shared} of {}",
-                names[0], names[1]
-            )));
-        }
-
-        let mut problem = Problem::new(
-            query.sizes[0] as usize,
-            heads as usize,
-            query.sizes[1] as usize,
-            query.sizes[3] as usize,
-        )
-        .with_kv_heads(shared as usize)
-        .with_key_length(key.sizes[1] as usize)
-        .with_value_head_dim(value.sizes[3] as usize)
-        .with_dtype(query.dtype);
-        if self.causal {
-            if self.convention == Convention::PyTorch {
-                // Anchored at the first query and key. Keys behind the last query are seen by
-                // nobody, and without them both anchors are one.
-                if problem.query_length > problem.key_length {
-                    return Err(PyNotImplementedError::new_err(format!(
-                        "is_causal with {} queries and {} keys is not supported: expected no more \
-                         queries than keys",
-                        problem.query_length, problem.key_length
-                    )));
-                }
-                problem = problem.clone().with_key_length(problem.query_length);
-            }
-            problem = problem.with_mask(Mask::Causal);
-        }
-        if let Some(scale) = self.scale {
-            problem = problem.with_scale(scale as f32);
-        }
-        problem.validate().map_err(error::value)?;
-        Ok(problem)
+/// Strides without gaps.
+pub(crate) fn contiguous<const COUNT: usize>(sizes: [i64; COUNT]) -> [i64; COUNT] {
+    let mut strides = [1; COUNT];
+    for index in (1..COUNT).rev() {
+        strides[index - 1] = strides[index] * sizes[index].max(1);
     }
-
-    fn expect(&self, argument: usize, given: [i64; 4], expected: [i64; 4]) -> PyResult<()> {
-        if given == expected {
-            return Ok(());
-        }
-        let names = self.convention.names();
-        let [given, expected] = [given, expected].map(|sizes| self.convention.reorder(sizes));
-        Err(PyValueError::new_err(format!(
-            "{} has shape {given:?}, expected {expected:?} to go with the other tensors",
-            names[argument]
-        )))
-    }
-}
-
-/// Whether there are no gaps between elements. The stride of what there is one of means nothing.
-pub(crate) fn is_contiguous(sizes: &[i64], strides: &[i64]) -> bool {
-    let mut whole = 1;
-    sizes.iter().zip(strides).rev().all(|(size, stride)| {
-        let fits = *size <= 1 || *stride == whole;
-        whole *= size.max(&1);
-        fits
-    })
-}
-
-/// Strides without gaps in the caller's order, given in ours.
-pub(crate) fn contiguous(convention: Convention, sizes: [i64; 4]) -> [i64; 4] {
-    let sizes = convention.reorder(sizes);
-    let mut strides = [1; 4];
-    for index in (0..3).rev() {
-        strides[index] = strides[index + 1] * sizes[index + 1].max(1);
-    }
-    convention.reorder(strides)
+    strides
 }
 
 /// The library's words for strides that were checked.

@@ -7,6 +7,27 @@
 //! name, told with both places in the kernel's source and the seed that
 //! replays it.
 //!
+//! ```
+//! use flashcore_sim::{Argument, Launch, Memory, Options, run};
+//! use ptx::{Builder, Expression, F32, GlobalAddress, Target, U64};
+//!
+//! let mut k = Builder::new("double", Target::SM_90A, 32);
+//! let data = k.parameter::<GlobalAddress>("data");
+//! let thread = k.thread_index();
+//! let mine = k.eval(data + thread.convert::<U64>() * 4);
+//! let value = k.load::<F32, _>(mine);
+//! k.store(mine, value * 2.0);
+//! let program = k.finish()?;
+//!
+//! let mut memory = Memory::new();
+//! let buffer = memory.input_f32("data", &[1.5; 32]);
+//! let arguments = vec![Argument::Address(buffer, 0)];
+//! let launch = Launch { program: &program, grid: 1, arguments };
+//! run(&launch, &mut memory, &Options::default())?;
+//! assert_eq!(memory.f32(buffer), [3.0; 32]);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
 //! # Time is hostile
 //!
 //! Nothing in a GPU happens at a promised time. Here neither: a warp runs for
@@ -49,7 +70,6 @@
 //! | `clock`, `shadow` | what happened before what |
 //! | `float` | the small float formats |
 //! | [`mutate`] | programs with one statement missing, to test the tests |
-//! | [`scene`] | the kernels of FlashCore with inputs, and what must come out |
 //!
 //! # What the model cannot see
 //!
@@ -95,7 +115,6 @@ mod machine;
 mod memory;
 pub mod mutate;
 mod run;
-pub mod scene;
 mod schedule;
 mod shadow;
 mod step;

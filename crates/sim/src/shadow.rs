@@ -226,42 +226,71 @@ impl Shadow {
         Order::Before
     }
 
-    fn conflict(&self, order: Order, id: u32, lanes: u32, other_reads: bool) -> Conflict {
-        let other_lane = (lanes.count_ones() > 0).then(|| lanes.trailing_zeros());
-        let other = self.events[id as usize];
-        Conflict {
-            other,
-            other_id: id,
-            other_lane,
-            other_reads,
-            unfenced: order == Order::Unfenced,
-        }
-    }
-
-    /// The conflict of an access with the last write, if there is one.
-    fn write_conflict(
+    /// The conflict of an access with an earlier one, unless that is ordered before.
+    fn conflict(
         &mut self,
-        cell: &Cell,
         observer: &Observer<'_>,
         own: u32,
+        (id, lanes): (u32, u32),
+        other_reads: bool,
     ) -> Option<Conflict> {
-        if cell.write == 0 {
-            return None;
-        }
-        let lanes = lane_mask(cell.write_lane);
-        let order = self.order(observer, cell.write, lanes, own);
-        (order != Order::Before).then(|| self.conflict(order, cell.write, lanes, false))
+        let order = self.order(observer, id, lanes, own);
+        (order != Order::Before).then(|| Conflict {
+            other: self.events[id as usize],
+            other_id: id,
+            other_lane: (lanes != 0).then(|| lanes.trailing_zeros()),
+            other_reads,
+            unfenced: order == Order::Unfenced,
+        })
     }
 
-    /// Records a read; the conflict with the last write, if there is one.
-    pub(crate) fn read(
+    /// The conflict with the last write, if there is one.
+    fn with_write(&mut self, cell: &Cell, observer: &Observer<'_>, own: u32) -> Option<Conflict> {
+        match cell.write {
+            0 => None,
+            write => self.conflict(observer, own, (write, lane_mask(cell.write_lane)), false),
+        }
+    }
+
+    /// The conflict with a read since the last write, if there is one.
+    fn with_reads(&mut self, cell: &Cell, observer: &Observer<'_>, own: u32) -> Option<Conflict> {
+        match cell.reads {
+            0 => None,
+            read if read & SET == 0 => {
+                self.conflict(observer, own, (read, lane_mask(cell.read_lane)), true)
+            }
+            reads => {
+                let set = (reads & !SET) as usize;
+                (0..self.sets[set].len())
+                    .find_map(|index| self.conflict(observer, own, self.sets[set][index], true))
+            }
+        }
+    }
+
+    /// Records an access; the conflict with the last write, or of a write with a read, if there is
+    /// one.
+    pub(crate) fn access(
         &mut self,
         cell: &mut Cell,
         observer: &Observer<'_>,
         lane: u8,
+        write: bool,
     ) -> Option<Conflict> {
         let own = lane_mask(lane);
-        let conflict = self.write_conflict(cell, observer, own);
+        let conflict = self.with_write(cell, observer, own);
+        if !write {
+            self.read(cell, observer, lane);
+            return conflict;
+        }
+        let conflict = conflict.or_else(|| self.with_reads(cell, observer, own));
+        (cell.write, cell.write_lane) = (observer.event, lane);
+        (cell.reads, cell.swizzle, cell.initialised) = (0, 0, true);
+        conflict
+    }
+
+    /// Remembers a read, in the place of those that are ordered before it.
+    fn read(&mut self, cell: &mut Cell, observer: &Observer<'_>, lane: u8) {
+        let own = lane_mask(lane);
         if cell.reads == 0 {
             (cell.reads, cell.read_lane) = (observer.event, lane);
         } else if cell.reads & SET == 0 {
@@ -280,40 +309,6 @@ impl Shadow {
         } else {
             cell.reads = SET | self.union(cell.reads & !SET, observer.event, own);
         }
-        conflict
-    }
-
-    /// Records a write; the conflict with the last write or a read, if there is one.
-    pub(crate) fn write(
-        &mut self,
-        cell: &mut Cell,
-        observer: &Observer<'_>,
-        lane: u8,
-    ) -> Option<Conflict> {
-        let own = lane_mask(lane);
-        let mut conflict = self.write_conflict(cell, observer, own);
-        if cell.reads & SET == 0 {
-            if cell.reads != 0 && conflict.is_none() {
-                let lanes = lane_mask(cell.read_lane);
-                let order = self.order(observer, cell.reads, lanes, own);
-                if order != Order::Before {
-                    conflict = Some(self.conflict(order, cell.reads, lanes, true));
-                }
-            }
-        } else if conflict.is_none() {
-            let set = (cell.reads & !SET) as usize;
-            for index in 0..self.sets[set].len() {
-                let (id, lanes) = self.sets[set][index];
-                let order = self.order(observer, id, lanes, own);
-                if order != Order::Before {
-                    conflict = Some(self.conflict(order, id, lanes, true));
-                    break;
-                }
-            }
-        }
-        (cell.write, cell.write_lane) = (observer.event, lane);
-        (cell.reads, cell.swizzle, cell.initialised) = (0, 0, true);
-        conflict
     }
 
     /// The set with one more read.

@@ -120,7 +120,7 @@ impl Attention {
             value = Tensor::cat(&[values, &value], 1)?;
         }
         self.cache = Some([key.clone(), value.clone()]);
-        let options = Options { mask: Mask::Causal, ..Options::default() };
+        let options = Options { mask: Mask::CAUSAL, ..Options::default() };
         let output = attend(&query, &key, &value, &options)?.output;
         self.output.forward(&output.reshape((batch, length, self.heads * self.head_dim))?)
     }

@@ -74,7 +74,7 @@ impl Tables {
 impl Rows<'_> {
     fn write<T: WithDType>(&self, cache: &mut [T], new: &[T]) {
         let (heads, dim) = (self.layout.shape().heads, self.layout.shape().dim);
-        let mut turned = vec![0f32; dim];
+        let mut rotated = vec![0f32; dim];
         for sequence in 0..self.new.sequences() {
             let added = self.new.length(sequence);
             for index in 0..added {
@@ -88,14 +88,14 @@ impl Rows<'_> {
                         to.copy_from_slice(from);
                         continue;
                     };
-                    for (turned, element) in turned.iter_mut().zip(from) {
-                        *turned = element.to_f64() as f32;
+                    for (rotated, element) in rotated.iter_mut().zip(from) {
+                        *rotated = element.to_f64() as f32;
                     }
                     // Angles count left padding, as lengths do.
                     let position = self.grown.ends()[sequence] - added + index;
-                    tables.rotary().turn(&mut turned, position);
-                    for (element, turned) in to.iter_mut().zip(&turned) {
-                        *element = T::from_f64(f64::from(*turned));
+                    tables.rotary().turn(&mut rotated, position);
+                    for (element, rotated) in to.iter_mut().zip(&rotated) {
+                        *element = T::from_f64(f64::from(*rotated));
                     }
                 }
             }

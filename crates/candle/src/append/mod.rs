@@ -4,12 +4,12 @@ mod cpu;
 
 use candle_core::{Device, Result, Tensor};
 
-use crate::arguments::{layout, no_device, refusal};
+use crate::arguments::{check_alike, element, layout, no_device, refusal};
 use crate::placement::check_place;
 use crate::{Placement, Rotary};
 
 /// Writes new keys and values behind the sequences of a cache, in place; bit for bit where nothing
-/// is turned. `cache` says where the sequences are and how long they were, `new` where the new rows
+/// is rotated. `cache` says where the sequences are and how long they were, `new` where the new rows
 /// are: row `i` of a sequence becomes its position `length + i`. Returns the lengths with the new
 /// rows in u32, as the attention that follows takes them.
 ///
@@ -37,7 +37,7 @@ use crate::{Placement, Rotary};
 ///
 /// let query = Tensor::randn(0f32, 1., (2, 1, 8, 64), &device)?;
 /// let sequences = Sequences::paged(&lengths, &table);
-/// let options = Options { mask: Mask::Causal, ..Options::default() };
+/// let options = Options { mask: Mask::CAUSAL, ..Options::default() };
 /// let attention = attend_sequences(&query, &key_cache, &value_cache, &sequences, &options)?;
 /// # Ok(())
 /// # }
@@ -89,18 +89,11 @@ impl<'a> Append<'a> {
         new: &'a Placement,
         rotary: Option<&'a Rotary>,
     ) -> Result<Self> {
-        let (device, dtype) = (key_cache.device(), key_cache.dtype());
-        for (name, tensor) in [("value cache", value_cache), ("new key", key), ("new value", value)]
-        {
-            if tensor.dtype() != dtype {
-                let expected = format!("{dtype:?} like the key cache");
-                return Err(refusal(name, format!("has dtype {:?}", tensor.dtype()), expected));
-            }
-            let (given, expected) = (tensor.device().location(), device.location());
-            if given != expected {
-                let expected = format!("{expected:?} like the key cache");
-                return Err(refusal(name, format!("is on {given:?}"), expected));
-            }
+        let device = key_cache.device();
+        let of_keys = ("key cache", key_cache);
+        element(of_keys.0, key_cache)?;
+        for tensor in [("value cache", value_cache), ("new key", key), ("new value", value)] {
+            check_alike(tensor, of_keys)?;
         }
         let Some(lengths) = place.lengths.as_ref().filter(|_| !place.is_packed()) else {
             let expected = "pages, or a list of lengths";
@@ -130,10 +123,7 @@ impl<'a> Append<'a> {
         }
         if let Some(Rotary { cosines, sines, .. }) = rotary {
             for (name, table) in [("table of cosines", cosines), ("table of sines", sines)] {
-                if table.dtype() != dtype {
-                    let expected = format!("{dtype:?} like the key cache");
-                    return Err(refusal(name, format!("has dtype {:?}", table.dtype()), expected));
-                }
+                check_alike((name, table), of_keys)?;
                 let (positions, pairs) = cosines.dims2()?;
                 check_place(name, table, &[positions, pairs], device)?;
             }

@@ -1,21 +1,21 @@
 //! `flashcore bench`: kernels against each other and against peers, in one process.
 
 mod table;
-mod view;
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand, ValueEnum};
+use flashcore::Progress;
 use flashcore::gpu::Chip;
-use harness::bench::{Candidate, Options};
+use harness::bench::{Candidate, Observer, Options};
 use harness::problems::{NAMED, ProblemSet};
 use harness::report::compare::compare;
-use harness::report::{Cache, Results, chart, html, write};
+use harness::report::{Cache, Cell, Results, chart, html, write};
 use harness::statistics::Difference;
 use serde::Serialize;
 
-use self::view::Screen;
+use crate::progress::Bar;
 use crate::{Answer, terminal};
 
 /// Measure kernels against each other and against peers
@@ -44,8 +44,8 @@ struct Measure {
     #[arg(long, default_value = "paper")]
     set: String,
     /// Who is measured: flashcore, forward, prefill, decode, mma, mma-half, scalar, configurations,
-    /// pageN (decode over pages of N keys), cudnn, fa2, fa3, efficient, flex, jax; NAME=CANDIDATE
-    /// gives one another name
+    /// pageN (one query over pages of N keys), cudnn, fa2, fa3, fa4, efficient, flex, jax;
+    /// NAME=CANDIDATE gives one another name
     #[arg(long, value_delimiter = ',', value_parser = Candidate::parse,
           default_value = "flashcore,cudnn,fa3")]
     candidates: Vec<Candidate>,
@@ -149,6 +149,22 @@ impl Measure {
     }
 }
 
+/// A line for each problem as it is done, above the bar.
+impl Observer for Bar {
+    fn begin(&mut self, cells: usize) {
+        Progress::begin(self, cells as u64);
+    }
+
+    fn note(&mut self, text: &str) {
+        Bar::note(self, text);
+    }
+
+    fn cell(&mut self, results: &Results, cell: &Cell) {
+        Bar::note(self, &table::line(results, cell));
+        self.advance(1);
+    }
+}
+
 fn measure(arguments: &Measure) -> Result<Answer, Box<dyn Error>> {
     let options = arguments.options()?;
     if arguments.plan {
@@ -157,7 +173,7 @@ fn measure(arguments: &Measure) -> Result<Answer, Box<dyn Error>> {
     if let Some(trials) = arguments.same {
         return same(options, trials, arguments.json);
     }
-    let mut screen = Screen::new();
+    let mut screen = Bar::new("measuring");
     let results = harness::bench::run(&options, &mut screen)?;
     drop(screen);
     let passed = results.wrong().is_empty() && results.unbelievable().is_empty();
@@ -212,22 +228,22 @@ struct Planned {
 fn plan(options: &Options, json: bool) -> Result<Answer, Box<dyn Error>> {
     let chip = cuda::DeviceInfo::query(0).map_or(Chip::H200, |info| Chip::of(&info));
     let mut lines = Vec::new();
-    for workload in &options.set.workloads {
+    for problem in &options.set.problems {
         for candidate in &options.candidates {
             let mut line = Planned {
-                problem: workload.to_string(),
+                problem: problem.text(),
                 candidate: candidate.name.clone(),
                 kernel: None,
                 blocks: None,
                 note: None,
             };
-            match (candidate.peer(), candidate.describe(workload, &chip)) {
-                (Some(peer), _) => line.note = Some(peer.about().to_owned()),
+            match (candidate.peer(), candidate.plan(&chip, problem)) {
+                (Some(peer), _) => line.note = Some(peer.about.to_owned()),
                 (None, Err(reason)) => line.note = Some(reason),
-                (None, Ok(launches)) => {
-                    let last = launches.last();
-                    line.blocks = last.map(|(_, launch)| launch.grid[0]);
-                    line.kernel = last.map(|(kernel, _)| kernel.name());
+                (None, Ok((plan, _))) => {
+                    let choice = plan.chosen.choice;
+                    line.blocks = choice.map(|choice| choice.launches[choice.prepared].blocks);
+                    line.kernel = plan.chosen.configuration;
                 }
             }
             lines.push(line);
@@ -236,13 +252,17 @@ fn plan(options: &Options, json: bool) -> Result<Answer, Box<dyn Error>> {
     if json {
         return Answer::json(&lines, true);
     }
-    let plain = |text: String| (terminal::PLAIN, text);
     let rows: Vec<_> = lines
         .into_iter()
         .map(|line| {
             let what = line.kernel.or(line.note).unwrap_or_default();
             let blocks = line.blocks.map_or("-".to_owned(), |blocks| blocks.to_string());
-            vec![plain(line.problem), plain(line.candidate), plain(blocks), plain(what)]
+            vec![
+                terminal::plain(line.problem),
+                terminal::plain(line.candidate),
+                terminal::plain(blocks),
+                terminal::plain(what),
+            ]
         })
         .collect();
     let text = terminal::table(&["problem", "candidate", "blocks", "what runs"], &rows);
@@ -264,7 +284,7 @@ fn same(mut options: Options, trials: usize, json: bool) -> Result<Answer, Box<d
     let named = |name: &str| Candidate { name: name.to_owned(), who: who.clone() };
     options.candidates = vec![named("first"), named("second")];
     let mut differences = Vec::new();
-    let mut screen = Screen::new();
+    let mut screen = Bar::new("measuring");
     for trial in 0..trials.max(1) {
         options.seed = trial as u64;
         let results = harness::bench::run(&options, &mut screen)?;

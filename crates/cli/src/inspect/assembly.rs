@@ -175,29 +175,28 @@ impl Assembler {
     }
 
     fn row(&self) -> Vec<(anstyle::Style, String)> {
-        let plain = |text: String| (terminal::PLAIN, text);
         let bytes = |bytes: u32| match bytes {
-            0 => plain("none".to_owned()),
+            0 => terminal::plain("none".to_owned()),
             bytes => (terminal::BAD, format!("{bytes} bytes")),
         };
-        let mut row = vec![plain(self.name.clone())];
+        let mut row = vec![terminal::plain(self.name.clone())];
         match &self.costs {
             Some(costs) => row.extend([
-                plain(costs.registers.to_string()),
+                terminal::plain(costs.registers.to_string()),
                 bytes(costs.spill_store_bytes + costs.spill_load_bytes),
                 bytes(costs.stack_frame_bytes),
             ]),
             None => row.extend([
                 (terminal::BAD, "refused".to_owned()),
-                plain("-".to_owned()),
-                plain("-".to_owned()),
+                terminal::plain("-".to_owned()),
+                terminal::plain("-".to_owned()),
             ]),
         }
         let time = self.seconds.map_or_else(
             || "-".to_owned(),
             |seconds| terminal::duration(Duration::from_secs_f64(seconds)),
         );
-        row.push(plain(time));
+        row.push(terminal::plain(time));
         row
     }
 }

@@ -2,7 +2,7 @@
 
 use cuda::DeviceInfo;
 use flashcore::gpu::target_of;
-use kernels::{Ceiling, Product, Shipped, shipped};
+use kernels::{Ceiling, Configuration, Product, shipped};
 use ptx::{Element, Target};
 use serde::Serialize;
 
@@ -62,7 +62,7 @@ pub(super) fn families(target: Target) -> Vec<Family> {
 }
 
 /// The configuration of this name, or the one that stands for the family of this name.
-pub(crate) fn kernel(name: &str, target: Target) -> Result<Shipped, String> {
+pub(crate) fn kernel(name: &str, target: Target) -> Result<Configuration, String> {
     let configurations = shipped(target);
     if let Some(found) = find(name, &configurations) {
         return Ok(found);
@@ -75,7 +75,7 @@ pub(crate) fn kernel(name: &str, target: Target) -> Result<Shipped, String> {
         return Err(format!("kernel `{name}` is not for {target}, only for {others}"));
     }
     let text = name.to_lowercase();
-    let names: Vec<String> = configurations.iter().map(Shipped::name).collect();
+    let names: Vec<String> = configurations.iter().map(Configuration::name).collect();
     let near: Vec<&str> =
         names.iter().map(String::as_str).filter(|name| name.contains(&text)).collect();
     let hint = match near.len() {
@@ -92,20 +92,24 @@ pub(crate) fn kernel(name: &str, target: Target) -> Result<Shipped, String> {
     Err(format!("there is no kernel `{name}` for {target}, {hint}"))
 }
 
-fn find(name: &str, configurations: &[Shipped]) -> Option<Shipped> {
+fn find(name: &str, configurations: &[Configuration]) -> Option<Configuration> {
     let mut family = configurations.iter().filter(|it| it.family() == name);
     let exact = configurations.iter().find(|it| it.name() == name);
     exact.or_else(|| family.clone().find(|it| is_plain(it))).or_else(|| family.next()).copied()
 }
 
 /// Whether the kernel's own file calls this configuration the one to look at.
-fn is_plain(configuration: &Shipped) -> bool {
+fn is_plain(configuration: &Configuration) -> bool {
     match configuration {
         // What a problem of head dim 128 gets.
-        Shipped::Forward(forward) => forward.head_dim == 128 && forward.element == Element::BF16,
-        Shipped::Mma(mma) => mma.head_dim == 128 && mma.element == Element::BF16 && !mma.split,
-        Shipped::Product(product) => *product == Product::PLAIN,
-        Shipped::Ceiling(ceiling) => *ceiling == Ceiling::PLAIN,
+        Configuration::Forward(forward) => {
+            forward.head_dim == 128 && forward.element == Element::BF16
+        }
+        Configuration::Mma(mma) => {
+            mma.head_dim == 128 && mma.element == Element::BF16 && !mma.split
+        }
+        Configuration::Product(product) => *product == Product::PLAIN,
+        Configuration::Ceiling(ceiling) => *ceiling == Ceiling::PLAIN,
         _ => false,
     }
 }

@@ -18,6 +18,7 @@ use serde::Serialize;
 use self::assembly::Assembly;
 use self::choose::Family;
 use self::program::Anatomy;
+use crate::preference::Preferred;
 use crate::{Answer, terminal};
 
 /// Look into a kernel (configuration, shared memory, registers, spills, PTX, SASS) or a plan
@@ -32,6 +33,8 @@ pub(crate) struct Arguments {
     /// What would run for a problem, such as b=1,h=16,s=4096,d=128,bf16,causal
     #[arg(long, value_name = "PROBLEM", group = "subject", conflicts_with = "all")]
     problem: Option<Problem>,
+    #[command(flatten)]
+    preferred: Preferred,
     /// List every configuration
     #[arg(long, conflicts_with = "kernel")]
     all: bool,
@@ -50,12 +53,15 @@ pub(crate) struct Arguments {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
+    let preference = arguments.preferred.preference();
     let (shipped, target) = match (&arguments.problem, &arguments.kernel) {
         // The text of what the plan chooses, or the plan.
         (Some(problem), _) if arguments.ptx || arguments.sass => {
-            plan::chosen(problem, arguments.target)?
+            plan::chosen(problem, arguments.target, &preference)?
         }
-        (Some(problem), _) => return plan::run(problem, arguments.target, arguments.json),
+        (Some(problem), _) => {
+            return plan::run(problem, arguments.target, &preference, arguments.json);
+        }
         (None, name) => {
             let target = arguments.target.unwrap_or_else(choose::default_target);
             match name {

@@ -3,10 +3,11 @@
 use std::error::Error;
 
 use cuda::DeviceInfo;
-use flashcore::backend::{Candidate, gpu};
-use flashcore::gpu::{Chip, forward, mma};
+use flashcore::family::{Choice, Tiling};
+use flashcore::gpu::Chip;
+use flashcore::plan::{Candidate, Source};
 use flashcore::{Plan, Preference, Problem};
-use kernels::Shipped;
+use kernels::Configuration;
 use ptx::Target;
 use serde::Serialize;
 
@@ -20,8 +21,10 @@ struct Found {
     scale: f32,
     #[serde(flatten)]
     plan: Plan,
-    /// How the chosen kernel would be launched, where it is one of a GPU.
-    launch: Option<Launch>,
+    /// What the chosen kernel would launch, one after the other; nothing on a CPU.
+    launches: Vec<Launch>,
+    memory: Vec<Memory>,
+    /// Of the attention kernel.
     assembly: Option<Assembly>,
 }
 
@@ -36,132 +39,83 @@ struct ChipFound {
 #[derive(Serialize)]
 struct Launch {
     configuration: String,
+    /// Whether it depends on lengths alone, and serves all layers that share them.
+    prepares: bool,
+    blocks: u32,
     /// Threads in a block.
     threads: u32,
     /// Shared memory of a block.
     shared_bytes: u32,
     /// What a block may have.
     shared_limit: u32,
-    #[serde(flatten)]
-    tiles: Option<Tiles>,
 }
 
 #[derive(Serialize)]
-struct Tiles {
-    query_rows: u32,
-    key_block: u32,
-    tiles_per_head: u32,
-    tiles: u32,
-    /// Over how many blocks the keys of a tile are split, where the kernel can do that.
-    splits: Option<u32>,
-    blocks: u32,
-    /// Tiles and splits for each multiprocessor.
-    waves: f64,
-    /// What the device is told of which block takes which tiles.
-    lists: Option<Vec<u32>>,
+struct Memory {
+    name: String,
+    bytes: u64,
 }
 
 /// A plan for this machine's GPU, or for a typical one.
-struct Planned {
-    chip: Chip,
-    assumed: bool,
-    plan: Plan,
-    /// The chosen kernel, where it is one of a GPU.
-    chosen: Option<Shipped>,
-}
-
-impl Planned {
-    fn new(problem: &Problem, target: Option<Target>) -> Result<Self, Box<dyn Error>> {
-        let here = DeviceInfo::query(0).ok().map(|info| Chip::of(&info));
-        let here = here.filter(|chip| target.is_none_or(|target| target == chip.target));
-        let assumed = here.is_none();
-        let chip = here.unwrap_or_else(|| Chip::typical(target.unwrap_or(Target::SM_90A)));
-        let preference = Preference::from_environment();
-        let plan = Plan::on_chip(&chip, problem, &preference)?;
-        let chosen = match plan.chosen.backend {
-            "gpu" => gpu::configuration(&chip, problem, &plan.chosen.kernel),
-            _ => None,
-        };
-        Ok(Planned { chip, assumed, plan, chosen })
-    }
+fn plan_for(
+    problem: &Problem,
+    target: Option<Target>,
+    preference: &Preference,
+) -> Result<(Chip, bool, Plan), Box<dyn Error>> {
+    let here = DeviceInfo::query(0).ok().map(|info| Chip::of(&info));
+    let here = here.filter(|chip| target.is_none_or(|target| target == chip.target));
+    let chip = here.unwrap_or_else(|| Chip::typical(target.unwrap_or(Target::SM_90A)));
+    Ok((chip, here.is_none(), Plan::on_chip(&chip, problem, preference)?))
 }
 
 /// The kernel that a plan chooses, and what it is built for.
 pub(super) fn chosen(
     problem: &Problem,
     target: Option<Target>,
-) -> Result<(Shipped, Target), Box<dyn Error>> {
-    let Planned { chip, plan, chosen, .. } = Planned::new(problem, target)?;
-    let shipped = chosen.ok_or_else(|| {
-        format!("{} would run, which is no kernel of a GPU", plan.chosen.full_name())
-    })?;
-    Ok((shipped, chip.target))
+    preference: &Preference,
+) -> Result<(Configuration, Target), Box<dyn Error>> {
+    let (chip, _, plan) = plan_for(problem, target, preference)?;
+    let name = plan.chosen.full_name();
+    let choice = plan.chosen.choice.ok_or_else(|| format!("{name} is no kernel of a GPU"))?;
+    Ok((*choice.kernel(), chip.target))
 }
 
 pub(super) fn run(
     problem: &Problem,
     target: Option<Target>,
+    preference: &Preference,
     json: bool,
 ) -> Result<Answer, Box<dyn Error>> {
-    let Planned { chip, assumed, plan, chosen } = Planned::new(problem, target)?;
-    let (mut launch, mut assembly) = (None, None);
-    if let Some(shipped) = chosen {
-        let program = shipped.program()?;
-        launch = Some(Launch {
-            configuration: shipped.name(),
-            threads: program.threads,
-            shared_bytes: program.shared_bytes(),
-            shared_limit: program.target.shared_memory_limit(),
-            tiles: Tiles::of(&shipped, problem, &chip)?,
-        });
-        assembly = Some(Assembly::of(&ptx::print(&program), chip.target));
+    let (chip, assumed, plan) = plan_for(problem, target, preference)?;
+    let (mut launches, mut memory, mut assembly) = (Vec::new(), Vec::new(), None);
+    if let Some(choice) = &plan.chosen.choice {
+        for (index, launch) in choice.launches.iter().enumerate() {
+            let program = launch.kernel.program()?;
+            launches.push(Launch {
+                configuration: launch.kernel.name(),
+                prepares: index < choice.prepared,
+                blocks: launch.blocks,
+                threads: program.threads,
+                shared_bytes: program.shared_bytes(),
+                shared_limit: program.target.shared_memory_limit(),
+            });
+        }
+        let name = |source| match source {
+            Source::Workspace(workspace) => format!("{workspace:?}"),
+            Source::Tensor(tensor) => format!("{tensor:?}"),
+            Source::List(list) => format!("{list:?}"),
+        };
+        let named = choice.memory.iter().map(|it| (name(it.source), it.bytes));
+        memory.extend(named.map(|(name, bytes)| Memory { name, bytes }));
+        assembly = Some(Assembly::of(&ptx::print(&choice.kernel().program()?), chip.target));
     }
     let (target, multiprocessors) = (chip.target.to_string(), chip.multiprocessors);
     let gpu = ChipFound { target, multiprocessors, assumed };
-    let found = Found { gpu, scale: problem.scale(), plan, launch, assembly };
+    let found = Found { gpu, scale: problem.scale(), plan, launches, memory, assembly };
     if json {
         return Answer::json(&found, true);
     }
     Ok(Answer { text: describe(&found), passed: true })
-}
-
-impl Tiles {
-    fn of(
-        shipped: &Shipped,
-        problem: &Problem,
-        chip: &Chip,
-    ) -> Result<Option<Self>, Box<dyn Error>> {
-        Ok(match shipped {
-            Shipped::Forward(configuration) => {
-                let geometry = forward::Geometry::new(configuration, problem, chip)?;
-                Some(Tiles {
-                    query_rows: geometry.query_rows,
-                    key_block: geometry.key_block,
-                    tiles_per_head: geometry.tiles_per_head,
-                    tiles: geometry.tiles,
-                    splits: None,
-                    blocks: geometry.blocks,
-                    waves: geometry.waves(chip),
-                    lists: geometry.lists.map(|lists| lists.words),
-                })
-            }
-            Shipped::Mma(configuration) => {
-                let splits = mma::choose(chip, problem, mma::Sums::F32)?.splits;
-                let geometry = mma::Geometry::new(configuration, splits, problem, chip)?;
-                Some(Tiles {
-                    query_rows: geometry.query_rows,
-                    key_block: geometry.key_block,
-                    tiles_per_head: geometry.tiles_per_head,
-                    tiles: geometry.tiles,
-                    splits: Some(geometry.splits),
-                    blocks: geometry.blocks,
-                    waves: geometry.waves(chip),
-                    lists: None,
-                })
-            }
-            _ => None,
-        })
-    }
 }
 
 fn describe(found: &Found) -> String {
@@ -187,9 +141,9 @@ fn describe(found: &Found) -> String {
         })
         .collect();
     text += &terminal::fields(&candidates);
-    if let Some(launch) = &found.launch {
-        text += &format!("\n{}\n", terminal::paint(terminal::HEADING, "launch"));
-        text += &terminal::fields(&launch.fields());
+    if let Some(choice) = &found.plan.chosen.choice {
+        text += &format!("\n{}\n", terminal::paint(terminal::HEADING, "launches"));
+        text += &terminal::fields(&found.launches(choice));
     }
     if let Some(assembly) = &found.assembly {
         text += &assembly.describe();
@@ -197,30 +151,31 @@ fn describe(found: &Found) -> String {
     text
 }
 
-impl Launch {
-    fn fields(&self) -> Vec<(&'static str, String)> {
-        let mut fields = vec![("configuration", self.configuration.clone())];
-        if let Some(tiles) = &self.tiles {
-            let Tiles { query_rows, key_block, tiles_per_head, .. } = tiles;
-            let Tiles { tiles: count, splits, blocks, waves, lists, .. } = tiles;
+impl Found {
+    fn launches(&self, choice: &Choice) -> Vec<(&'static str, String)> {
+        let mut fields = Vec::new();
+        for launch in &self.launches {
+            let Launch { configuration, blocks, threads, shared_bytes, shared_limit, .. } = launch;
+            let what = if launch.prepares { "prepares" } else { "launches" };
+            fields.push((what, configuration.clone()));
+            fields.push(("grid", format!("{blocks} blocks of {threads} threads")));
+            fields.push(("shared memory", format!("{shared_bytes} of {shared_limit} bytes")));
+        }
+        if let Some(tiling) = choice.tiling {
+            let Tiling { query_rows, key_block, tiles_per_head, tiles, splits, waves } = tiling;
             fields.extend([
                 ("tile", format!("{query_rows} queries, {key_block} keys at a time")),
-                ("tiles", format!("{count}, {tiles_per_head} for each head")),
-                ("grid", format!("{blocks} blocks of {} threads", self.threads)),
+                ("tiles", format!("{tiles}, {tiles_per_head} for each head")),
                 ("waves", format!("{waves:.2} tiles for each multiprocessor")),
             ]);
-            if let Some(splits) = splits.filter(|splits| *splits > 1) {
+            if splits > 1 {
                 fields.push(("splits", format!("{splits} for each tile, put together afterwards")));
             }
-            if let Some(lists) = lists {
-                let bytes = terminal::bytes(4 * lists.len() as u128);
-                fields.push(("tile lists", format!("{bytes} of device memory")));
-            }
-        } else {
-            fields.push(("block", format!("{} threads", self.threads)));
         }
-        let shared = format!("{} of {} bytes", self.shared_bytes, self.shared_limit);
-        fields.push(("shared memory", shared));
+        for Memory { name, bytes } in &self.memory {
+            fields
+                .push(("device memory", format!("{} of {name}", terminal::bytes((*bytes).into()))));
+        }
         fields
     }
 }

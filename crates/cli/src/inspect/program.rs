@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use kernels::Shipped;
+use kernels::Configuration;
 use ptx::{Parameter, ParameterKind, Program, StatementKind};
 use serde::{Serialize, Serializer};
 use serde_json::Value;
@@ -76,7 +76,7 @@ struct Instructions {
 }
 
 impl Anatomy {
-    pub(super) fn of(shipped: &Shipped, program: &Program, ptx: &str) -> Self {
+    pub(super) fn of(shipped: &Configuration, program: &Program, ptx: &str) -> Self {
         let version = ptx.lines().find_map(|line| line.strip_prefix(".version "));
         let mut roles = Vec::new();
         let mut families = BTreeMap::new();
@@ -164,16 +164,15 @@ impl SharedMemory {
         };
         let mut text = format!("\n{}\n", terminal::paint(terminal::HEADING, &heading));
         if !self.regions.is_empty() {
-            let plain = |text: String| (terminal::PLAIN, text);
             let rows: Vec<_> = self
                 .regions
                 .iter()
                 .map(|region| {
                     vec![
-                        plain(region.name.clone()),
-                        plain(region.offset.to_string()),
-                        plain(region.bytes.to_string()),
-                        plain(region.alignment.to_string()),
+                        terminal::plain(region.name.clone()),
+                        terminal::plain(region.offset.to_string()),
+                        terminal::plain(region.bytes.to_string()),
+                        terminal::plain(region.alignment.to_string()),
                     ]
                 })
                 .collect();
@@ -218,7 +217,7 @@ fn variant(debug: &str) -> String {
 ///     Product {
 ///         element: BF16,
 /// ```
-fn settings(shipped: &Shipped) -> Vec<Setting> {
+fn settings(shipped: &Configuration) -> Vec<Setting> {
     const INDENTATION: usize = 8;
     let mut fields: Vec<String> = Vec::new();
     for line in format!("{shipped:#?}").lines() {
@@ -263,7 +262,7 @@ mod tests {
                 assert!(compact.contains(&field), "no `{field}` in {compact}");
             }
         }
-        let product = Shipped::Product(kernels::Product::PLAIN);
+        let product = Configuration::Product(kernels::Product::PLAIN);
         let names: Vec<_> = settings(&product).into_iter().map(|setting| setting.name).collect();
         let expected = ["element", "columns", "swizzle", "a", "b", "source", "stages", "cluster"];
         assert_eq!(names, expected);

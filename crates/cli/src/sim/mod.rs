@@ -7,11 +7,11 @@ use std::error::Error;
 use std::fs;
 use std::path::PathBuf;
 
-use ::sim::scene::{Scene, schedules};
 use ::sim::{Budget, Measure, Mode, Options, Policy};
 use clap::{Args, ValueEnum};
 use flashcore::Progress;
 use ptx::Target;
+use testing::scene::{Scene, schedules};
 
 use self::report::{Report, Timeline};
 use self::size::SizeArguments;

@@ -2,10 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use ::sim::scene::{Outcome, Scene};
 use ::sim::{Counts, Failure, Measure, Mode, Policy};
-use kernels::Shipped;
+use kernels::Configuration;
 use serde::Serialize;
+use testing::scene::{Outcome, Scene};
 
 use crate::terminal;
 
@@ -65,7 +65,7 @@ pub(super) struct Timeline {
 
 impl Report {
     pub(super) fn new(
-        kernel: &Shipped,
+        kernel: &Configuration,
         scene: &Scene,
         mode: Mode,
         policies: &[Policy],
@@ -181,7 +181,7 @@ impl Line {
                 *count = (*count).max(found.get(measure));
             }
         }
-        let largest = |number: fn(&::sim::scene::Accuracy) -> f64| {
+        let largest = |number: fn(&testing::scene::Accuracy) -> f64| {
             ended.iter().map(|(_, accuracy)| number(accuracy)).reduce(f64::max)
         };
         let failure = outcomes.iter().find_map(|outcome| {

@@ -1,8 +1,9 @@
 //! The size of the simulated problem.
 
-use ::sim::scene::{AttentionSize, Scene};
 use clap::Args;
-use kernels::Shipped;
+use harness::bench::families;
+use kernels::Configuration;
+use testing::scene::{Call, Ragged, Scene};
 
 /// What is not given is small. An option that the kernel has no use for is refused.
 #[derive(Args)]
@@ -39,56 +40,61 @@ pub(super) struct SizeArguments {
 
 impl SizeArguments {
     /// The kernel on a problem of this size.
-    pub(super) fn scene(&self, kernel: &Shipped) -> Result<Scene, String> {
+    pub(super) fn scene(&self, kernel: &Configuration) -> Result<Scene, String> {
+        let attention = families().contains(&kernel.family());
         let taken: &[&str] = match kernel {
-            Shipped::Product(_) => &["rows", "inner"],
-            Shipped::Ceiling(_) => &["rounds"],
-            Shipped::Scalar(_) | Shipped::Mma(_) | Shipped::Forward(_) => {
-                &["batch", "seq", "kv-seq", "heads", "kv-heads"]
-            }
-            Shipped::Combine(_) => &["batch", "seq", "heads", "parts"],
+            Configuration::Product(_) => &["rows", "inner"],
+            Configuration::Ceiling(_) => &["rounds"],
+            Configuration::Combine(_) => &["batch", "seq", "heads", "parts"],
+            _ if attention => &["batch", "seq", "kv-seq", "heads", "kv-heads"],
             _ => &[],
         };
         if let Some((name, _)) = self.given().find(|(name, _)| !taken.contains(name)) {
             let family = kernel.family();
             return Err(format!("--{name} means nothing to the {family} kernel"));
         }
+        let or = |given: Option<u32>, small: usize| given.map_or(small, |given| given as usize);
         let scene = match kernel {
-            Shipped::Product(product) => {
+            Configuration::Product(product) => {
                 let (rows, inner) = Scene::PRODUCT;
                 Scene::product(*product, self.rows.unwrap_or(rows), self.inner.unwrap_or(inner))
             }
-            Shipped::Ceiling(ceiling) => {
+            Configuration::Ceiling(ceiling) => {
                 Scene::ceiling(*ceiling, self.rounds.unwrap_or(Scene::CEILING_ROUNDS))
             }
-            Shipped::Scalar(scalar) => {
-                Scene::scalar(*scalar, &self.attention(AttentionSize::SCALAR))
+            Configuration::Combine(combine) => {
+                let sizes = [or(self.batch, 1), or(self.seq, 11), or(self.heads, 2)];
+                Scene::combine(*combine, sizes, or(self.parts, Scene::COMBINE_PARTS))
             }
-            Shipped::Mma(mma) => Scene::mma(*mma, &self.attention(AttentionSize::small_mma(mma))),
-            Shipped::Combine(combine) => {
-                let parts = self.parts.map_or(Scene::COMBINE_PARTS, |parts| parts as usize);
-                Scene::combine(*combine, &self.attention(AttentionSize::SCALAR), parts)
-            }
-            Shipped::Forward(forward) => {
-                Scene::forward(*forward, &self.attention(AttentionSize::small(forward)))
-            }
+            kernel if attention && self.given().next().is_some() => self.call(*kernel)?.scene(),
             other => Scene::small(other),
         };
         scene.map_err(|error| error.to_string())
     }
 
-    fn attention(&self, small: AttentionSize) -> AttentionSize {
+    /// A call of this size. Sequences of unequal lengths become as many of equal ones.
+    fn call(&self, kernel: Configuration) -> Result<Call, String> {
+        let small = Call::small(kernel);
         let or = |given: Option<u32>, small| given.map_or(small, |given| given as usize);
-        let heads = or(self.heads, small.heads);
+        let problem = &small.problem;
+        let heads = or(self.heads, problem.query_heads);
         // Some heads and no word on key heads: as many.
-        let key_heads = if self.heads.is_some() { heads } else { small.key_heads };
-        AttentionSize {
-            batch: or(self.batch, small.batch),
-            queries: or(self.seq, small.queries),
-            keys: or(self.kv_seq, self.seq.map_or(small.keys, |seq| seq as usize)),
-            heads,
-            key_heads: or(self.kv_heads, key_heads),
+        let key_heads = if self.heads.is_some() { heads } else { problem.kv_heads };
+        let (batch, queries) = (or(self.batch, problem.batch), or(self.seq, problem.query_length));
+        let keys = or(self.kv_seq, self.seq.map_or(problem.key_length, |seq| seq as usize));
+        let heads = [heads, or(self.kv_heads, key_heads)];
+        let plain = Call::new(kernel, batch, [queries, keys], heads);
+        plain.problem.validate().map_err(|error| error.to_string())?;
+        if matches!(kernel, Configuration::Forward(_)) && keys == 0 {
+            return Err("the forward kernel takes at least one key".to_owned());
         }
+        Ok(match small.ragged {
+            None => plain,
+            Some(ragged) => {
+                let equal = Ragged::new(vec![queries; batch], vec![keys; batch]);
+                Call::ragged(kernel, equal.over(ragged.key_place), heads).on(small.processors)
+            }
+        })
     }
 
     /// The options that were given, as one would type them again.

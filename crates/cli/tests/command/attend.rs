@@ -62,7 +62,7 @@ fn attend_in_json() {
         "--json",
     ]);
     assert_eq!(answer["problem"]["kv_heads"], 2);
-    assert_eq!(answer["problem"]["mask"], "causal");
+    assert_eq!(answer["problem"]["mask"]["right"], 0);
     assert_eq!(answer["scale"], -0.25);
     assert_eq!(answer["report"]["backend"], "cpu");
     assert!(answer["report"]["kernel_ms"].as_f64().unwrap() > 0.0);
@@ -71,6 +71,32 @@ fn attend_in_json() {
 
     let answer = json(&["attend", "--seq", "20", "--no-check", "--json"]);
     assert_eq!(answer["verdict"], Value::Null);
+}
+
+/// Windows, chunks, score rules and ragged storage, by options and by the text of a problem.
+#[test]
+fn every_rule_and_storage_can_be_asked_for() {
+    for (problem, rows) in [
+        ("b=2,h=4,s=40,sk=90,d=32,f16", 320),
+        ("b=5,h=2,s=60,d=16,f16,causal,queries=packed:120,keys=packed:120", 240),
+        ("b=3,h=4,hk=1,s=2,sk=70,d=8,softcap=5,keys=pages:16:5:17,key_lengths", 24),
+    ] {
+        for rules in
+            [&[][..], &["--window", "20:3", "--softcap", "9"], &["--chunk", "32", "--causal"]]
+        {
+            let scores = ["--alibi", "--sinks", "--backend", "cpu", "--json"];
+            let answer = json(&[&["attend", "--problem", problem], rules, &scores].concat());
+            assert_eq!(answer["verdict"]["passed"], true, "{answer}");
+            assert_eq!(answer["verdict"]["rows"], rows, "{answer}");
+            assert_eq!(answer["problem"]["scores"]["sinks"], true);
+        }
+    }
+    let text = succeed(&["attend", "--problem", "h=2,s=33,d=16", "--window", "7:", "--batch", "3"]);
+    assert!(text.contains("batch 3, heads 2, length 33") && text.contains("window=7:"), "{text}");
+    assert!(fail(2, &["attend", "--window", "7"]).contains("is not of the form LEFT:RIGHT"));
+    let message = fail(1, &["attend", "--problem", "b=4,h=1,s=5,d=8,keys=entries:2"]);
+    assert_eq!(message, "sequence 2 is in batch entry 2, and there are 2");
+    assert!(fail(1, &["attend", "--softcap", "0"]).contains("softcap must be positive"));
 }
 
 #[test]
@@ -165,6 +191,11 @@ fn the_environment_may_insist_on_a_kernel() {
     assert!(message.starts_with("there is no kernel `unheard-of` here, only "), "{message}");
     // What is written on the command line counts more.
     success(attend("unheard-of", &["--kernel", "blocked"]));
+    // Ragged batches obey as well.
+    let ragged = ["--problem", "b=2,h=1,s=9,d=8,queries=packed:12,keys=packed:12"];
+    let message = failure(1, attend("cpu/unheard-of", &ragged));
+    assert_eq!(message, "there is no kernel `unheard-of` here, only cpu/blocked");
+    success(attend("cpu/blocked", &ragged));
     let message = failure(1, attend("forward", &["--backend", "cpu"]));
     assert_eq!(message, "there is no kernel `forward` here, only cpu/blocked");
 }

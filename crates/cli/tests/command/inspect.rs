@@ -92,21 +92,29 @@ fn a_plan_is_explained() {
     assert_eq!(answer["gpu"]["target"], "sm_90a");
     assert_eq!(answer["chosen"]["kernel"], "forward");
     assert_eq!(answer["candidates"].as_array().unwrap().len(), 7);
-    let launch = &answer["launch"];
-    assert_eq!(launch["tiles"], launch["tiles_per_head"].as_u64().unwrap() * 16);
+    let (launch, tiling) = (&answer["launches"][0], &answer["chosen"]["launch"]["tiling"]);
+    assert_eq!(tiling["tiles"], tiling["tiles_per_head"].as_u64().unwrap() * 16);
     assert!(launch["shared_bytes"].as_u64() <= launch["shared_limit"].as_u64(), "{launch}");
     assert_eq!(launch["configuration"], answer["chosen"]["configuration"]);
+    assert_eq!(answer["memory"][0]["name"], "TileLists");
 
     let older = json(&[&["inspect", "--json", "--target", "sm_80"], &problem[..]].concat());
     assert_eq!(older["chosen"]["kernel"], "mma");
     assert_eq!(older["candidates"][0]["reason"], "sm_80 has no wgmma");
-    assert_eq!(older["launch"]["splits"], 1);
+    assert_eq!(older["chosen"]["launch"]["tiling"]["splits"], 1);
     let few = ["--problem", "b=1,h=8,s=64,sk=8192,d=128"];
     let split = succeed(&[&["inspect", "--target", "sm_80"], &few[..]].concat());
     assert!(split.contains("keys split") && split.contains("put together"), "{split}");
     let decode = ["--problem", "b=1,h=8,s=1,sk=8192,d=128"];
     let answer = json(&[&["inspect", "--json", "--target", "sm_80"], &decode[..]].concat());
     assert_eq!(answer["chosen"]["kernel"], "decode");
+    let packed = ["--problem", "b=9,h=8,s=99,d=128,queries=packed:300,keys=packed:300"];
+    let text = succeed(&[&["inspect"], &packed[..], &HOPPER].concat());
+    for word in ["prepares", "sequencer", "launches", "Schedule"] {
+        assert!(text.contains(word), "no `{word}` in\n{text}");
+    }
+    let asked = [&packed[..], &["--kernel", "decode", "--json"], &HOPPER].concat();
+    assert_eq!(json(&[&["inspect"], &asked[..]].concat())["chosen"]["kernel"], "decode");
     let oldest = json(&[&["inspect", "--json", "--target", "sm_75"], &problem[..]].concat());
     assert_eq!(oldest["chosen"]["kernel"], "scalar");
 }
@@ -230,6 +238,6 @@ fn missing_tools_are_said_in_a_line() {
     assert!(message.starts_with("ptxas not found"), "{message}");
     // The rest needs no tools.
     let text = success(without_tools(&inspect, empty.path()).unwrap());
-    assert!(text.contains("scale times log2(e)"), "{text}");
+    assert!(text.contains("ScaleLog2"), "{text}");
     assert!(text.contains("not assembled: ptxas not found"), "{text}");
 }

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::{fail, json};
+use crate::{fail, json, succeed};
 
 #[test]
 fn the_simulator_tells_where_the_time_goes() {
@@ -23,10 +23,21 @@ fn the_simulator_tells_where_the_time_goes() {
     }
 }
 
+/// Families without timestamps say so.
+#[test]
+fn the_others_are_profiled_by_launches() {
+    let problem = ["--problem", "b=2,h=8,s=1,sk=512,d=64,bf16", "--kernel", "decode"];
+    let text = succeed(&[&["profile"], &problem[..]].concat());
+    assert!(text.contains("takes no timestamps: whole launches"), "{text}");
+    let message = fail(1, &[&["profile"], &problem[..], &["--trace", "x.json"]].concat());
+    assert!(message.contains("takes no timestamps: no x.json"), "{message}");
+}
+
 #[test]
 fn mistakes_are_named() {
     assert!(fail(1, &["profile", "--kernel", "nothing"]).contains("no candidate `nothing`"));
-    assert!(fail(1, &["profile", "--kernel", "single_wgmma_bf16"]).contains("takes no timestamps"));
+    let single = fail(1, &["profile", "--kernel", "single_wgmma_bf16"]);
+    assert!(single.contains("there is no kernel `single`"), "{single}");
     let other = ["--kernel", "forward_bf16_d64x64_dense_192x96_s2q2_turns"];
-    assert!(fail(1, &[&["profile"], &other[..]].concat()).contains("another element, dim or mask"));
+    assert!(fail(1, &[&["profile"], &other[..]].concat()).contains("another element, head dim"));
 }

@@ -9,7 +9,8 @@ const SINGLE: &str = "single_wgmma_bf16";
 
 #[test]
 fn every_family_is_simulated() {
-    for family in ["scalar", "single", "product", "ceiling", "forward"] {
+    for family in ["scalar", "mma", "decode", "prefill", "single", "product", "ceiling", "forward"]
+    {
         let answer = json(&["sim", family, "--seeds", "1", "--policy", "latest", "--json"]);
         assert_eq!(answer["family"], family);
         assert_eq!((&answer["passed"], &answer["checked"]), (&true.into(), &true.into()));
@@ -43,7 +44,10 @@ fn sizes_are_those_of_the_kernel() {
     let answer = run(&["product", "--rows", "65", "--inner", "64"]);
     assert_eq!((&answer["size"], &answer["blocks"]), (&"65 x 128 x 64".into(), &2.into()));
     let answer = run(&["scalar_f16_d7x33_causal", "--seq", "3", "--heads", "4", "--kv-heads", "2"]);
-    assert_eq!(answer["size"], "batch 1, 3 queries, 3 keys, 4 query and 2 key heads");
+    let size = answer["size"].as_str().unwrap();
+    assert!(size.starts_with("batch 1, heads 4/2, length 3, head dim 7/33, f16, causal"), "{size}");
+    let answer = run(&["decode", "--batch", "2", "--seq", "1", "--kv-seq", "33"]);
+    assert!(answer["size"].as_str().unwrap().starts_with("batch 2, "), "{answer}");
     let message = fail(1, &["sim", "single", "--rows", "3"]);
     assert_eq!(message, "--rows means nothing to the single kernel");
     let message = fail(1, &["sim", "scalar", "--heads", "3", "--kv-heads", "2"]);

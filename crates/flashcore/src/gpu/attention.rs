@@ -1,34 +1,40 @@
 //! Attention on tensors that are on the device, by whichever kernel serves them best.
 
-use cuda::Stream;
+use std::sync::Arc;
 
-use super::forward::{self, ForwardPlan, ForwardTensors};
-use super::mma::{self, MmaPlan, Sums};
-use super::{Compilation, Gpu, GpuError, ScalarPlan};
-use crate::backend::gpu as backend;
+use cuda::{RelaxedCapture, Stream};
+
+use super::executable::{Executable, Part};
+use super::plans::Kept;
+use super::tensors::Tensors;
+use super::{Compilation, Gpu, GpuError, Kernel};
 use crate::error::Error;
-use crate::inputs::InputLayouts;
-use crate::plan::{Plan, Preference};
-use crate::problem::Problem;
-use crate::tensor::Layout;
+use crate::plan::{Arrangement, Plan, Preference, bind};
+use crate::problem::{Problem, Storage};
 
-/// A kernel for a problem and the way its tensors lie in memory, ready to launch on a stream of
-/// the caller's.
+/// A plan for a problem and the way its tensors lie in memory, ready to launch on a stream of the
+/// caller's.
 ///
-/// Making one chooses among the kernels for the GPU, as [`Machine`](crate::Machine) does for
-/// tensors in host memory, and compiles the choice where need be. Launching one neither allocates
-/// nor compiles nor waits. It must outlive the launches it made, and a graph that captured them.
+/// Making one chooses among the kernels for the GPU, as [`Machine`](crate::Machine) does for tensors
+/// in host memory, and compiles the choice where need be (first in a form that compiles fast: see
+/// [`Policy`](super::Policy)). Launching one neither compiles nor waits; where the plan has a
+/// workspace, each stream has its own, which the first launch there allocates.
 ///
-/// A clone shares what is on the device and can be launched from another thread meanwhile.
+/// A launch has the same shape whatever the lists of lengths hold: a CUDA graph that captured it is
+/// right for every length up to the problem's, read when the graph runs. Lengths and tables beyond
+/// their bounds are cut to them on the device, so that no launch reads or writes outside its tensors.
+///
+/// Threads may share a plan. It must outlive the launches it made, and graphs that captured them;
+/// [`Gpu::attention`] keeps plans for as long as that.
 ///
 /// ```no_run
-/// use flashcore::gpu::{AttentionPlan, Buffer, ForwardTensors, Gpu, Stream};
+/// use flashcore::gpu::{AttentionPlan, Buffer, Gpu, Stream, Tensors};
 /// use flashcore::{DType, InputTensors, Mask, Preference, Problem};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let gpu = Gpu::open(0)?;
 /// let stream = Stream::new(gpu.device())?;
-/// let problem = Problem::new(1, 16, 4096, 128).with_dtype(DType::BF16).with_mask(Mask::Causal);
+/// let problem = Problem::new(1, 16, 4096, 128).with_dtype(DType::BF16).with_mask(Mask::CAUSAL);
 ///
 /// let host = InputTensors::random(&problem, 0)?;
 /// let query = Buffer::from_slice(&stream, host.query.bytes())?;
@@ -37,118 +43,168 @@ use crate::tensor::Layout;
 /// let output = Buffer::new(gpu.device(), query.bytes())?;
 /// let lse = Buffer::new(gpu.device(), 4 * problem.rows() as u64)?;
 /// let addresses = [&query, &key, &value, &output].map(Buffer::address);
-/// let tensors = ForwardTensors::contiguous(&problem, addresses, lse.address())?;
+/// let tensors = Tensors::contiguous(&problem, addresses, Some(lse.address()))?;
 ///
-/// let mut plan = AttentionPlan::new(&gpu, &problem, &tensors, &Preference::default())?;
+/// let arrangement = tensors.arrangement();
+/// let plan = AttentionPlan::new(&gpu, &problem, &arrangement, &Preference::default())?;
 /// println!("{}: {}", plan.plan().chosen.full_name(), plan.plan().reason());
 /// plan.launch(&stream, &tensors)?;
 /// stream.synchronize()?;
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct AttentionPlan {
     plan: Plan,
-    kernel: DeviceKernel,
+    arrangement: Arrangement,
+    executable: Executable,
 }
 
+/// What a plan depends on: two calls with the same key differ in addresses alone.
+pub(super) type Key = (Problem, Arrangement);
+
 impl AttentionPlan {
-    /// Chooses for these tensors: for their strides, and for addresses as well aligned as theirs.
+    /// Chooses for tensors that lie like this.
     pub fn new(
         gpu: &Gpu,
         problem: &Problem,
-        tensors: &ForwardTensors,
+        arrangement: &Arrangement,
         preference: &Preference,
     ) -> Result<Self, Error> {
-        problem.validate()?;
-        let layouts = InputLayouts {
-            query: Layout::strided(problem.query_shape(), tensors.query.strides)?,
-            key: Layout::strided(problem.key_shape(), tensors.key.strides)?,
-            value: Layout::strided(problem.value_shape(), tensors.value.strides)?,
+        let plan = Plan::on_gpu(&gpu.chip(), problem, arrangement, preference)?;
+        AttentionPlan::of(gpu, plan, *arrangement)
+    }
+
+    /// Compiles what a plan chose.
+    pub fn of(gpu: &Gpu, plan: Plan, arrangement: Arrangement) -> Result<Self, Error> {
+        let Some(choice) = &plan.chosen.choice else {
+            let kernel = plan.chosen.full_name();
+            return Err(GpuError::Binding(format!("{kernel} is no kernel of a GPU")).into());
         };
-        let mut candidates = backend::candidates(&gpu.chip(), problem, &layouts);
-        for candidate in candidates.iter_mut().filter(|candidate| candidate.accepted) {
-            let checked = match candidate.kernel.as_str() {
-                backend::forward::NAME => forward::check_tensors(problem, tensors),
-                backend::mma::NAME | backend::mma::HALF_NAME => {
-                    mma::check_tensors(problem, tensors).map_err(|error| error.to_string())
-                }
-                // Their workspace is not for two streams, and they may need slopes and sinks.
-                backend::decode::NAME | backend::prefill::NAME => {
-                    Err("on the device it has a ServingPlan".to_owned())
-                }
-                _ => Ok(()),
-            };
-            if let Err(reason) = checked {
-                candidate.accepted = false;
-                candidate.reason = reason;
-            }
-        }
-        let plan = Plan::choose(problem, vec![(backend::NAME, candidates)], &[], preference)?;
-        let kernel = DeviceKernel::new(gpu, problem, &plan.chosen.kernel)?;
-        Ok(AttentionPlan { plan, kernel })
+        let executable = Executable::new(gpu, choice, |launch, declared| {
+            bind(launch, declared, &plan.problem, &arrangement)
+        })?;
+        Ok(AttentionPlan { plan, arrangement, executable })
     }
 
     /// Puts attention on a stream of the plan's device. Does not wait.
     ///
     /// That the addresses are right is the caller's business: what goes wrong on the device is
     /// reported by the stream, when it is next waited for.
-    pub fn launch(&mut self, stream: &Stream, tensors: &ForwardTensors) -> Result<(), GpuError> {
-        self.kernel.launch(stream, tensors)
+    pub fn launch(&self, stream: &Stream, tensors: &Tensors) -> Result<(), GpuError> {
+        self.launch_part(stream, tensors, Part::All)
     }
 
-    /// Which kernel, why, and why not the others.
+    /// Does what depends on lengths alone, for [`attend`](AttentionPlan::attend): layers with the
+    /// same lengths need it once. Most plans have nothing to do here.
+    pub fn prepare(&self, stream: &Stream, tensors: &Tensors) -> Result<(), GpuError> {
+        self.launch_part(stream, tensors, Part::Preparation)
+    }
+
+    /// Does the rest of a [`launch`](AttentionPlan::launch), after a preparation with the same
+    /// lengths on the same stream.
+    pub fn attend(&self, stream: &Stream, tensors: &Tensors) -> Result<(), GpuError> {
+        self.launch_part(stream, tensors, Part::Computation)
+    }
+
+    fn launch_part(&self, stream: &Stream, tensors: &Tensors, part: Part) -> Result<(), GpuError> {
+        tensors.validate(&self.plan.problem)?;
+        let given = tensors.arrangement();
+        // A plan for any address takes multiples of 16 too.
+        let aligned = given.aligned && self.arrangement.aligned;
+        if (Arrangement { aligned, ..given }) != self.arrangement {
+            let reason = "they do not lie as those that the plan was made for".to_owned();
+            return Err(GpuError::Tensor { tensor: "four", reason });
+        }
+        self.executable.launch(stream, part, tensors)
+    }
+
+    /// What it computes, which kernel, why, and why not the others.
     pub fn plan(&self) -> &Plan {
         &self.plan
     }
 
-    /// How the kernel's binary was come by.
+    /// The compiled attention kernel.
+    pub fn kernel(&self) -> &Kernel {
+        self.executable.kernel()
+    }
+
+    /// How its binary was come by.
     pub fn compilation(&self) -> &Compilation {
-        self.kernel.compilation()
+        self.executable.compilation()
+    }
+
+    /// Device memory that the plan holds besides the kernels.
+    pub fn device_bytes(&self) -> u64 {
+        self.executable.device_bytes()
     }
 }
 
-/// The kernels that can be launched on the device's tensors, by their names as candidates.
-#[derive(Debug, Clone)]
-pub(crate) enum DeviceKernel {
-    Forward(Box<ForwardPlan>),
-    Mma(Box<MmaPlan>),
-    Scalar(Box<ScalarPlan>),
-}
-
-impl DeviceKernel {
-    pub(crate) fn new(gpu: &Gpu, problem: &Problem, name: &str) -> Result<Self, GpuError> {
-        Ok(match name {
-            backend::forward::NAME => {
-                DeviceKernel::Forward(Box::new(ForwardPlan::new(gpu, problem)?))
-            }
-            backend::mma::NAME => {
-                DeviceKernel::Mma(Box::new(MmaPlan::new(gpu, problem, Sums::F32)?))
-            }
-            backend::mma::HALF_NAME => {
-                DeviceKernel::Mma(Box::new(MmaPlan::new(gpu, problem, Sums::F16)?))
-            }
-            _ => DeviceKernel::Scalar(Box::new(ScalarPlan::new(gpu, problem)?)),
-        })
+impl Kept for AttentionPlan {
+    fn device_bytes(&self) -> u64 {
+        self.executable.device_bytes()
     }
 
-    pub(crate) fn launch(
-        &mut self,
+    fn is_captured(&self) -> bool {
+        self.executable.is_captured()
+    }
+}
+
+impl Gpu {
+    /// The plan for a call, made at the first of its kind and kept: what the environment insists on
+    /// then is obeyed.
+    pub fn attention(
+        &self,
+        problem: &Problem,
+        tensors: &Tensors,
+    ) -> Result<Arc<AttentionPlan>, Error> {
+        let key = (for_many_lengths(problem), tensors.arrangement());
+        if let Some(plan) = self.attention.find(&key) {
+            return Ok(plan);
+        }
+        let _relaxed = RelaxedCapture::begin()?;
+        key.0.validate()?;
+        let plan = AttentionPlan::new(self, &key.0, &key.1, &Preference::from_environment())?;
+        // Old ones are dropped under the relaxed mode.
+        let (plan, _old) = self.attention.keep(key, plan);
+        Ok(plan)
+    }
+
+    /// Puts attention on a stream, by the plan that is kept for such calls. Log-sum-exps that
+    /// nobody wants are written where nobody reads.
+    pub fn attend(
+        &self,
         stream: &Stream,
-        tensors: &ForwardTensors,
-    ) -> Result<(), GpuError> {
-        match self {
-            DeviceKernel::Forward(plan) => plan.launch(stream, tensors),
-            DeviceKernel::Mma(plan) => plan.launch(stream, tensors),
-            DeviceKernel::Scalar(plan) => plan.launch(stream, tensors),
-        }
+        problem: &Problem,
+        tensors: &Tensors,
+    ) -> Result<Arc<AttentionPlan>, Error> {
+        let plan = self.attention(problem, tensors)?;
+        let lse = match tensors.lse {
+            Some(lse) => lse,
+            None => self.unread(4 * problem.rows() as u64)?,
+        };
+        // They lie as the plan was found for.
+        tensors.validate(&plan.plan.problem)?;
+        plan.executable.launch(stream, Part::All, &Tensors { lse: Some(lse), ..*tensors })?;
+        Ok(plan)
     }
+}
 
-    pub(crate) fn compilation(&self) -> &Compilation {
-        match self {
-            DeviceKernel::Forward(plan) => plan.kernel().compilation(),
-            DeviceKernel::Mma(plan) => plan.kernel().compilation(),
-            DeviceKernel::Scalar(plan) => plan.kernel().compilation(),
-        }
+/// The problem that a plan is made for. Lists bound packed sequences, so that a plan for longer ones
+/// serves as well: few plans for lengths that change from call to call, and little beyond what is
+/// asked.
+fn for_many_lengths(problem: &Problem) -> Problem {
+    // The next number of three binary digits and zeros.
+    let rounded = |length: usize| {
+        let zeros = length.max(1).ilog2().saturating_sub(2);
+        length.max(1).next_multiple_of(1 << zeros)
+    };
+    let mut problem = Problem { lse: false, ..problem.clone() };
+    if let Storage::Packed(rows) = problem.queries {
+        problem.query_length = rounded(problem.query_length).min(rows.max(1));
     }
+    if let Storage::Packed(rows) = problem.keys {
+        problem.key_length = rounded(problem.key_length).min(rows);
+    }
+    problem
 }

@@ -30,8 +30,7 @@ pub struct Kernel {
     /// What runs until `full` is there.
     compact: OnceLock<Binary>,
     full: OnceLock<Binary>,
-    /// The names of its parameters.
-    parameters: Vec<String>,
+    parameters: Vec<ptx::Parameter>,
 }
 
 /// One form of a kernel as the compiler takes it.
@@ -63,7 +62,7 @@ pub struct Compilation {
 
 impl Kernel {
     fn new(source: &Source) -> Self {
-        let parameters = source.program.parameters.iter().map(|it| it.name.clone()).collect();
+        let parameters = source.program.parameters.clone();
         Kernel { compact: OnceLock::new(), full: OnceLock::new(), parameters }
     }
 
@@ -157,8 +156,8 @@ impl Kernel {
         &self.best().compilation
     }
 
-    /// The names of its parameters, in order.
-    pub fn parameters(&self) -> &[String] {
+    /// Its parameters, in order.
+    pub fn parameters(&self) -> &[ptx::Parameter] {
         &self.parameters
     }
 }

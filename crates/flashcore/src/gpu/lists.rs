@@ -1,42 +1,77 @@
 //! Lists of numbers on the device.
 
 use cuda::{Buffer, DeviceAddress};
+use kernels::parameter::List;
 
-use super::{Gpu, GpuError};
+use super::{Gpu, GpuError, Tensors};
+use crate::inputs::Inputs;
+use crate::problem::Problem;
 
 /// Lists that were copied to the device, and stay there as long as this.
 #[derive(Debug)]
-pub(crate) struct Lists<'a> {
+pub struct DeviceLists<'a> {
     gpu: &'a Gpu,
     buffers: Vec<Buffer>,
 }
 
-impl<'a> Lists<'a> {
-    pub(crate) fn new(gpu: &'a Gpu) -> Self {
-        Lists { gpu, buffers: Vec::new() }
+impl<'a> DeviceLists<'a> {
+    /// No lists yet.
+    pub fn new(gpu: &'a Gpu) -> Self {
+        DeviceLists { gpu, buffers: Vec::new() }
     }
 
     /// Whole numbers, of 32 bits each.
-    pub(crate) fn numbers(&mut self, values: &[usize]) -> Result<DeviceAddress, GpuError> {
+    pub fn numbers(&mut self, values: &[usize]) -> Result<DeviceAddress, GpuError> {
         let words: Vec<u8> =
             values.iter().flat_map(|value| (*value as u32).to_le_bytes()).collect();
         self.bytes(&words)
     }
 
-    pub(crate) fn floats(&mut self, values: &[f32]) -> Result<DeviceAddress, GpuError> {
+    /// Numbers of 32 bits each.
+    pub fn floats(&mut self, values: &[f32]) -> Result<DeviceAddress, GpuError> {
         let words: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         self.bytes(&words)
     }
 
-    pub(crate) fn bytes(&mut self, bytes: &[u8]) -> Result<DeviceAddress, GpuError> {
+    /// Bytes as they are.
+    pub fn bytes(&mut self, bytes: &[u8]) -> Result<DeviceAddress, GpuError> {
         let buffer = self.gpu.upload(bytes)?;
         let address = buffer.address();
         self.buffers.push(buffer);
         Ok(address)
     }
 
+    /// The lists that a call has beside its tensors: where sequences lie, slopes and sinks.
+    pub fn of_call(
+        &mut self,
+        problem: &Problem,
+        inputs: Inputs<'_>,
+        tensors: &mut Tensors,
+    ) -> Result<(), GpuError> {
+        for (list, address) in [
+            (List::QueryStarts, &mut tensors.query_starts),
+            (List::QueryLengths, &mut tensors.query_lengths),
+            (List::KeyStarts, &mut tensors.key_starts),
+            (List::KeyLengths, &mut tensors.key_lengths),
+            (List::LeftPadding, &mut tensors.left_padding),
+            (List::BatchIndex, &mut tensors.batch_index),
+            (List::BlockTable, &mut tensors.block_table),
+            (List::Slopes, &mut tensors.slopes),
+            (List::Sinks, &mut tensors.sinks),
+        ] {
+            *address = match inputs.list(problem, list) {
+                Some(words) => {
+                    let bytes: Vec<u8> = words.into_iter().flat_map(u32::to_le_bytes).collect();
+                    Some(self.bytes(&bytes)?)
+                }
+                None => None,
+            };
+        }
+        Ok(())
+    }
+
     /// The memory itself.
-    pub(crate) fn into_buffers(self) -> Vec<Buffer> {
+    pub fn into_buffers(self) -> Vec<Buffer> {
         self.buffers
     }
 }

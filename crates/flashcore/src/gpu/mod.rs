@@ -1,43 +1,49 @@
-//! The host side of the GPU: a device, its compiled kernels, and running them.
+//! The device: a GPU, its compiled kernels, and plans ready to launch.
 //!
-//! [`Machine`](crate::Machine) takes tensors in host memory. Whoever has them on the device
-//! already makes an [`AttentionPlan`], or a [`ForwardPlan`] where it must be that kernel, and launches
-//! it on a stream of their own; for sequences of unequal lengths and caches, a [`ServingPlan`].
+//! [`Machine`](crate::Machine) takes tensors in host memory. Whoever has them on the device already
+//! describes the call with a [`Problem`](crate::Problem) and [`Tensors`] and calls [`Gpu::attend`],
+//! or makes an [`AttentionPlan`] and launches it on a stream of their own.
+//!
+//! | file | its subject |
+//! | --- | --- |
+//! | `attention` | plans of attention |
+//! | `append`, `combine` | plans of what goes with it |
+//! | `tensors` | what a launch of attention reads and writes |
+//! | `executable` | launches that are compiled and bound, whatever the family |
+//! | `workspace` | memory that launches write to, one for each stream |
+//! | `plans` | the cache of plans |
+//! | `backend` | attention over tensors in host memory |
+//! | `kernel`, `warm` | compiling |
+//! | `chip` | the size of a GPU |
+//! | `lists`, `room` | lists and guarded results on the device |
 
-pub mod append;
+mod append;
 mod attention;
-mod binding;
+mod backend;
 mod chip;
-pub mod decode;
-mod description;
-pub mod forward;
+mod combine;
+mod executable;
+mod guarded;
 mod kernel;
 mod lists;
-mod merge;
-pub mod mma;
-pub mod prefill;
-mod room;
-pub(crate) mod scalar;
-pub mod serving;
+mod plans;
+mod tensors;
 mod warm;
+mod workspace;
 
-pub use append::{AppendPlan, AppendSize, AppendTensors, RotarySize, RotaryTables, TurnedQueries};
+pub use append::{
+    AppendPlan, AppendProblem, AppendTensors, RotarySize, RotaryTables, RotatedQueries,
+};
 pub use attention::AttentionPlan;
-pub(crate) use attention::DeviceKernel;
+pub use backend::GpuBackend;
 pub use chip::{Chip, target_of};
+pub use combine::{AttentionState, CombinePlan, CombineProblem, CombineTensors};
 pub use cuda::{Buffer, Device, DeviceAddress, DeviceSlice, Stream, StreamIdentity};
-pub use decode::DecodePlan;
-pub use description::{LaunchDescription, Order, Passed, TensorRole};
-pub use forward::{DeviceTensor, ForwardPlan, ForwardTensors};
+pub use guarded::GuardedBuffer;
 use kernel::Source;
 pub use kernel::{Compilation, Kernel, Policy};
-pub(crate) use lists::Lists;
-pub use merge::{AttentionState, MergePlan, MergeSize, MergeTensors};
-pub use mma::MmaPlan;
-pub use prefill::PrefillPlan;
-pub(crate) use room::Room;
-pub use scalar::ScalarPlan;
-pub use serving::{ServingPages, ServingPlan, ServingSize, ServingTensors};
+pub use lists::DeviceLists;
+pub use tensors::{DeviceTensor, Tensors};
 pub use warm::Warmed;
 
 use std::collections::HashMap;
@@ -45,7 +51,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use cuda::{Cache, DeviceInfo, Event};
+use kernels::Configuration;
 use ptx::{Program, Target};
+
+use self::plans::Plans;
 
 /// One GPU with a stream of ours and the kernels compiled for it so far.
 #[derive(Debug)]
@@ -55,13 +64,20 @@ pub struct Gpu {
     cache: Cache,
     policy: Policy,
     /// Each under a lock of its own, so that two threads do not compile the same.
-    kernels: Mutex<HashMap<String, Place>>,
+    kernels: Mutex<HashMap<Configuration, Slot>>,
     /// Threads that compile the full form of kernels.
     compilers: Mutex<Vec<JoinHandle<()>>>,
+    attention: Plans<attention::Key, AttentionPlan>,
+    appending: Plans<append::Key, AppendPlan>,
+    combining: Plans<combine::Key, CombinePlan>,
+    /// Memory for log-sum-exps that nobody asked for. The kernels write them anyway; that several
+    /// launches write to one place does no harm, since it is never read. A graph may know a
+    /// buffer's address, so none is given back; each is at least twice as large as the last.
+    unread: Mutex<Vec<Buffer>>,
 }
 
 /// Where a kernel will be once it is compiled.
-type Place = Arc<Mutex<Option<Arc<Kernel>>>>;
+type Slot = Arc<Mutex<Option<Arc<Kernel>>>>;
 
 /// Why a GPU did not do what it was asked.
 #[derive(Debug, thiserror::Error)]
@@ -95,14 +111,9 @@ pub enum GpuError {
         /// What is wrong with it.
         reason: String,
     },
-    /// A kernel has a parameter that the host does not know: a bug of ours.
-    #[error("kernel `{kernel}` has a parameter `{parameter}` that nobody sets")]
-    Parameter {
-        /// The kernel.
-        kernel: String,
-        /// The parameter.
-        parameter: String,
-    },
+    /// A kernel has a parameter that nobody sets: a bug of ours.
+    #[error("{0}")]
+    Binding(String),
     /// A kernel wrote where it must not: a bug of ours.
     #[error("the kernel wrote {place}")]
     Trespass {
@@ -126,8 +137,18 @@ impl Gpu {
     pub fn with_policy(ordinal: u32, cache: Cache, policy: Policy) -> Result<Self, GpuError> {
         let device = Device::open(ordinal)?;
         let stream = Stream::new(&device)?;
-        let (kernels, compilers) = Default::default();
-        Ok(Gpu { device, stream, cache, policy, kernels, compilers })
+        Ok(Gpu {
+            device,
+            stream,
+            cache,
+            policy,
+            kernels: Mutex::default(),
+            compilers: Mutex::default(),
+            attention: Plans::default(),
+            appending: Plans::default(),
+            combining: Plans::default(),
+            unread: Mutex::default(),
+        })
     }
 
     /// What the driver says of it.
@@ -165,51 +186,50 @@ impl Gpu {
         self.chip().target
     }
 
-    /// The compiled kernel of this name, built and compiled the first time.
-    pub fn kernel(
-        &self,
-        name: &str,
-        build: impl FnOnce() -> Result<Program, kernels::Error>,
-    ) -> Result<Arc<Kernel>, GpuError> {
-        self.kernel_or(name, || {
-            Ok(Kernel::at_once(&self.device, &self.cache, &Source::new(build()?))?)
-        })
-    }
-
-    /// The same for a kernel that has a compact form, by the GPU's [`Policy`].
-    pub fn kernel_of_two_forms(
-        &self,
-        name: &str,
-        full: impl FnOnce() -> Result<Program, kernels::Error>,
-        compact: impl FnOnce() -> Result<Program, kernels::Error>,
-    ) -> Result<Arc<Kernel>, GpuError> {
-        self.kernel_or(name, || {
-            let (device, cache, full) = (&self.device, &self.cache, Source::new(full()?));
-            if self.policy == Policy::AtOnce || !device.compiles_ahead() {
-                return Ok(Kernel::at_once(device, cache, &full)?);
-            }
-            if let Some(kernel) = Kernel::cached(device, cache, &full)? {
-                return Ok(kernel);
-            }
-            let compact = Source::new(compact()?);
-            let (kernel, beside) = Kernel::compact_first(device, cache, full, &compact);
-            lock(&self.compilers).push(beside);
-            Ok(kernel?)
-        })
-    }
-
-    /// The compiled kernel of this name, or what makes it.
-    fn kernel_or(
-        &self,
-        name: &str,
-        compile: impl FnOnce() -> Result<Arc<Kernel>, GpuError>,
-    ) -> Result<Arc<Kernel>, GpuError> {
-        let place = lock(&self.kernels).entry(name.to_owned()).or_default().clone();
-        let mut kernel = lock(&place);
+    /// A kernel, built and compiled the first time; one that has a compact form by the GPU's
+    /// [`Policy`].
+    pub fn compiled(&self, configuration: &Configuration) -> Result<Arc<Kernel>, GpuError> {
+        let slot = lock(&self.kernels).entry(*configuration).or_default().clone();
+        let mut kernel = lock(&slot);
         match &*kernel {
             Some(kernel) => Ok(kernel.clone()),
-            None => Ok(kernel.insert(compile()?).clone()),
+            None => Ok(kernel.insert(self.compile(configuration)?).clone()),
         }
+    }
+
+    fn compile(&self, configuration: &Configuration) -> Result<Arc<Kernel>, GpuError> {
+        let (device, cache) = (&self.device, &self.cache);
+        let full = Source::new(configuration.program()?);
+        let compact = match configuration.compact() {
+            Some(compact) if self.policy != Policy::AtOnce && device.compiles_ahead() => compact,
+            _ => return Ok(Kernel::at_once(device, cache, &full)?),
+        };
+        if let Some(kernel) = Kernel::cached(device, cache, &full)? {
+            return Ok(kernel);
+        }
+        let compact = Source::new(compact.program()?);
+        let (kernel, beside) = Kernel::compact_first(device, cache, full, &compact);
+        lock(&self.compilers).push(beside);
+        Ok(kernel?)
+    }
+
+    /// A program of anybody's, compiled.
+    pub fn compiled_program(&self, program: Program) -> Result<Arc<Kernel>, GpuError> {
+        Ok(Kernel::at_once(&self.device, &self.cache, &Source::new(program))?)
+    }
+
+    /// Memory that nobody reads.
+    fn unread(&self, bytes: u64) -> Result<DeviceAddress, GpuError> {
+        let mut buffers = lock(&self.unread);
+        if let Some(buffer) = buffers.last().filter(|buffer| buffer.bytes() >= bytes) {
+            return Ok(buffer.address());
+        }
+        let _relaxed = cuda::RelaxedCapture::begin()?;
+        let least = buffers.last().map_or(1 << 16, |buffer| 2 * buffer.bytes());
+        let buffer = Buffer::new(&self.device, bytes.max(least))?;
+        let address = buffer.address();
+        buffers.push(buffer);
+        Ok(address)
     }
 
     /// Waits until every kernel that was asked for is compiled in its full form.
@@ -222,17 +242,14 @@ impl Gpu {
     }
 
     /// A buffer with these bytes; never empty, so that it has an address.
-    pub(crate) fn upload(&self, bytes: &[u8]) -> Result<Buffer, GpuError> {
+    pub fn upload(&self, bytes: &[u8]) -> Result<Buffer, GpuError> {
         let buffer = Buffer::new(&self.device, (bytes.len() as u64).max(16))?;
         self.stream.upload(bytes, buffer.slice(0..bytes.len() as u64)?)?;
         Ok(buffer)
     }
 
     /// Milliseconds that the GPU spends on what `work` puts on the stream.
-    pub(crate) fn time(
-        &self,
-        work: impl FnOnce() -> Result<(), GpuError>,
-    ) -> Result<f64, GpuError> {
+    pub fn time(&self, work: impl FnOnce() -> Result<(), GpuError>) -> Result<f64, GpuError> {
         let (start, end) = (Event::new(&self.device)?, Event::new(&self.device)?);
         start.record(&self.stream)?;
         work()?;
@@ -246,6 +263,28 @@ impl Drop for Gpu {
     /// A thread inside the driver while the process ends would crash it.
     fn drop(&mut self) {
         self.finish_compiling();
+    }
+}
+
+impl DeviceTensor {
+    /// Refuses an address or strides that are no multiple of so many bytes.
+    fn aligned(&self, tensor: &'static str, element: usize, bytes: usize) -> Result<(), GpuError> {
+        let DeviceTensor { address, strides } = self;
+        let refuse = |reason: String| Err(GpuError::Tensor { tensor, reason });
+        if address.0 == 0 || !address.0.is_multiple_of(bytes as u64) {
+            return refuse(format!("its address {address} is not a multiple of {bytes}"));
+        }
+        for (name, stride) in
+            [("batch", strides.batch), ("length", strides.length), ("heads", strides.heads)]
+        {
+            let given = stride.saturating_mul(element);
+            if !given.is_multiple_of(bytes) {
+                return refuse(format!(
+                    "its {name} stride of {given} bytes is not a multiple of {bytes}"
+                ));
+            }
+        }
+        Ok(())
     }
 }
 

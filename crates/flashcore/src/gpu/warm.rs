@@ -1,6 +1,6 @@
 //! Compiling ahead of time.
 
-use kernels::Shipped;
+use kernels::Configuration;
 use rayon::prelude::*;
 use serde::Serialize;
 
@@ -28,11 +28,11 @@ impl Gpu {
     /// later process on this machine finds them there.
     pub fn warm(
         &self,
-        configurations: &[Shipped],
+        configurations: &[Configuration],
         progress: &dyn Progress,
     ) -> Result<Vec<Warmed>, GpuError> {
         progress.begin(configurations.len() as u64);
-        let warm = |configuration: &Shipped| {
+        let warm = |configuration: &Configuration| {
             let text = ptx::print(&configuration.program()?);
             let cubin = self.device.compile_cached(&text, LEVEL, &self.cache)?;
             progress.advance(1);

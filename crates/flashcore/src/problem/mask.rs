@@ -1,59 +1,51 @@
 //! Which keys a query sees.
 
 use std::fmt;
+use std::num::NonZeroUsize;
 use std::ops::Range;
 
 use serde::Serialize;
 
-/// Which keys a query may see. A masked key contributes nothing, even if it holds NaN.
+/// Which keys a query may see: those of one interval around its position. A masked key contributes
+/// nothing, even if it holds NaN.
 ///
 /// Queries are aligned to the end of the keys: query `i` stands at position
 /// `i + key_length - query_length`, so the last query stands at the last key, whatever the lengths.
+///
+/// ```
+/// use flashcore::Mask;
+///
+/// let window = Mask::window(Some(2), Some(0));
+/// assert_eq!(window.visible_keys(4, 10, 10), 2..5);
+/// assert_eq!(Mask::window(None, Some(0)), Mask::CAUSAL);
+/// assert_eq!(window.with_chunk(4).visible_keys(5, 10, 10), 4..6);
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize)]
-#[serde(rename_all = "lowercase")]
 #[non_exhaustive]
-pub enum Mask {
-    /// Every query sees every key.
-    #[default]
-    None,
-    /// A query sees the keys up to its own position.
-    Causal,
-    /// A query at position `p` sees the keys from `p - left` to `p + right`, both included. Make
-    /// it with [`Mask::window`], which knows the windows that have a name of their own.
-    Window {
-        /// Keys before the query's position; all of them when `None`.
-        left: Option<usize>,
-        /// Keys after the query's position; all of them when `None`.
-        right: Option<usize>,
-    },
+pub struct Mask {
+    /// Keys before the query's position that it sees; all of them when `None`.
+    pub left: Option<usize>,
+    /// Keys after the query's position that it sees; all of them when `None`.
+    pub right: Option<usize>,
+    /// Positions come in chunks of this size, and a query sees keys of its own chunk only
+    /// (`attention_chunk`).
+    pub chunk: Option<NonZeroUsize>,
 }
 
 impl Mask {
+    /// Every query sees every key.
+    pub const NONE: Mask = Mask { left: None, right: None, chunk: None };
+    /// A query sees the keys up to its own position.
+    pub const CAUSAL: Mask = Mask { right: Some(0), ..Mask::NONE };
+
     /// A sliding window; a causal one has `right` zero.
-    ///
-    /// ```
-    /// use flashcore::Mask;
-    ///
-    /// let window = Mask::window(Some(2), Some(0));
-    /// assert_eq!(window.visible_keys(4, 10, 10), 2..5);
-    /// assert_eq!(Mask::window(None, Some(0)), Mask::Causal);
-    /// assert_eq!(Mask::window(None, None), Mask::None);
-    /// ```
-    pub fn window(left: Option<usize>, right: Option<usize>) -> Self {
-        match (left, right) {
-            (None, None) => Mask::None,
-            (None, Some(0)) => Mask::Causal,
-            (left, right) => Mask::Window { left, right },
-        }
+    pub const fn window(left: Option<usize>, right: Option<usize>) -> Self {
+        Mask { left, right, chunk: None }
     }
 
-    /// How many keys before and after its own position a query sees; all when `None`.
-    pub fn reach(self) -> (Option<usize>, Option<usize>) {
-        match self {
-            Mask::None => (None, None),
-            Mask::Causal => (None, Some(0)),
-            Mask::Window { left, right } => (left, right),
-        }
+    /// The same within chunks of so many positions; of zero there are none.
+    pub const fn with_chunk(self, positions: usize) -> Self {
+        Mask { chunk: NonZeroUsize::new(positions), ..self }
     }
 
     /// The keys that `query` sees, as one range; empty for a fully masked row.
@@ -61,8 +53,8 @@ impl Mask {
     /// ```
     /// use flashcore::Mask;
     ///
-    /// assert_eq!(Mask::Causal.visible_keys(0, 2, 5), 0..4);
-    /// assert_eq!(Mask::Causal.visible_keys(0, 5, 2), 0..0);
+    /// assert_eq!(Mask::CAUSAL.visible_keys(0, 2, 5), 0..4);
+    /// assert_eq!(Mask::CAUSAL.visible_keys(0, 5, 2), 0..0);
     /// ```
     pub fn visible_keys(
         self,
@@ -70,30 +62,52 @@ impl Mask {
         query_length: usize,
         key_length: usize,
     ) -> Range<usize> {
-        let (left, right) = self.reach();
-        // Positions may be negative: both ends are kept `query_length` too large until the end.
-        let position = query + key_length;
-        let begin = left.map_or(0, |left| {
-            position.saturating_sub(query_length.saturating_add(left)).min(key_length)
-        });
-        let end = right.map_or(key_length, |right| {
-            position.saturating_add(right).saturating_add(1).saturating_sub(query_length)
-        });
-        let end = end.min(key_length);
-        if begin < end { begin..end } else { 0..0 }
+        let position = query as i128 + key_length as i128 - query_length as i128;
+        let mut begin = self.left.map_or(0, |left| position - left as i128);
+        let mut end = self.right.map_or(key_length as i128, |right| position + right as i128 + 1);
+        if let Some(chunk) = self.chunk {
+            let chunk = chunk.get() as i128;
+            let first = position.div_euclid(chunk) * chunk;
+            (begin, end) = (begin.max(first), end.min(first + chunk));
+        }
+        let (begin, end) = (begin.max(0), end.min(key_length as i128));
+        if begin < end { begin as usize..end as usize } else { 0..0 }
     }
 
     /// How many (query, key) pairs one head of one sequence computes.
     pub(super) fn visible_pairs(self, query_length: usize, key_length: usize) -> u128 {
         let (queries, keys) = (query_length as i128, key_length as i128);
+        let Some(chunk) = self.chunk.map(|chunk| chunk.get() as i128) else {
+            return self.pairs_between(keys - queries, queries, keys);
+        };
+        // Positions from 0 on; those before see nothing. All chunks but the first and the last of
+        // them are alike: the same queries over the same keys.
+        let first = (keys - queries).max(0);
+        let in_chunk = |begin: i128, end: i128| {
+            let within = begin.rem_euclid(chunk);
+            let keys = chunk.min(keys - (begin - within));
+            self.pairs_between(within, end - begin, keys)
+        };
+        let (head, tail) = ((first / chunk + 1) * chunk, keys / chunk * chunk);
+        if head >= keys {
+            return if first < keys { in_chunk(first, keys) } else { 0 };
+        }
+        let whole = ((tail - head) / chunk) as u128;
+        let whole = if whole == 0 { 0 } else { whole.saturating_mul(in_chunk(head, head + chunk)) };
+        let last = if tail < keys { in_chunk(tail, keys) } else { 0 };
+        in_chunk(first, head).saturating_add(whole).saturating_add(last)
+    }
+
+    /// The pairs of `queries` queries from a position on with `keys` keys, by the window alone.
+    fn pairs_between(self, position: i128, queries: i128, keys: i128) -> u128 {
         // Keys before the bound that a query at position p has at p + shift, over all queries.
         let before = |shift: i128| {
-            let first = keys - queries + shift;
+            let first = position + shift;
             clamped_sum(first + queries - 1, keys) - clamped_sum(first - 1, keys)
         };
-        let (left, right) = self.reach();
-        let end = right.map_or(queries.saturating_mul(keys), |right| before(right as i128 + 1));
-        let begin = left.map_or(0, |left| before(-(left as i128)));
+        let all = queries.saturating_mul(keys);
+        let end = self.right.map_or(all, |right| before(right as i128 + 1));
+        let begin = self.left.map_or(0, |left| before(-(left as i128)));
         u128::try_from(end - begin).unwrap_or(0)
     }
 }
@@ -106,15 +120,17 @@ fn clamped_sum(last: i128, most: i128) -> i128 {
 }
 
 impl fmt::Display for Mask {
+    /// As in the text of a problem: `causal`, `window=4096:0`, `window=:,chunk=8192`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Mask::None => f.pad("none"),
-            Mask::Causal => f.pad("causal"),
-            Mask::Window { left, right } => {
-                let side = |keys: &Option<usize>| keys.map_or(String::new(), |it| it.to_string());
-                f.pad(&format!("window {}:{}", side(left), side(right)))
-            }
+        let side = |keys: Option<usize>| keys.map_or(String::new(), |it| it.to_string());
+        let mut words = Vec::new();
+        match (self.left, self.right) {
+            (None, None) => {}
+            (None, Some(0)) => words.push("causal".to_owned()),
+            (left, right) => words.push(format!("window={}:{}", side(left), side(right))),
         }
+        words.extend(self.chunk.map(|chunk| format!("chunk={chunk}")));
+        f.pad(&if words.is_empty() { "none".to_owned() } else { words.join(",") })
     }
 }
 
@@ -143,8 +159,9 @@ mod tests {
             keys in 0usize..40,
             left in prop::option::of(0usize..50),
             right in prop::option::of(0usize..50),
+            chunk in 0usize..12,
         ) {
-            let mask = Mask::window(left, right);
+            let mask = Mask::window(left, right).with_chunk(chunk);
             let sum: usize = (0..queries)
                 .map(|query| mask.visible_keys(query, queries, keys).len())
                 .sum();
@@ -157,14 +174,17 @@ mod tests {
             keys in 1usize..20,
             left in prop::option::of(0usize..25),
             right in prop::option::of(0usize..25),
+            chunk in 0usize..12,
         ) {
-            let mask = Mask::window(left, right);
+            let mask = Mask::window(left, right).with_chunk(chunk);
             for query in 0..queries {
                 let position = query as isize + keys as isize - queries as isize;
                 let near = |key: usize| {
                     let distance = key as isize - position;
+                    let of_chunk = |at: isize| at.div_euclid(chunk.max(1) as isize);
                     left.is_none_or(|left| distance >= -(left as isize))
                         && right.is_none_or(|right| distance <= right as isize)
+                        && (chunk == 0 || of_chunk(key as isize) == of_chunk(position))
                 };
                 let expected: Vec<usize> = (0..keys).filter(|key| near(*key)).collect();
                 let found: Vec<usize> = mask.visible_keys(query, queries, keys).collect();

@@ -1,11 +1,21 @@
-//! What is to be computed: sizes, element type, mask and scale, without the tensors.
+//! The description of what is asked: sizes, element types, mask, scores, where sequences lie and
+//! what is wanted, without the tensors.
+//!
+//! | file | its subject |
+//! | --- | --- |
+//! | `mask` | which keys a query sees |
+//! | `scores` | what becomes of the product of a query and a key |
+//! | `storage` | how the rows of sequences lie in tensors |
+//! | `text` | problems as short texts |
 
 mod mask;
 mod scores;
+mod storage;
 mod text;
 
 pub use mask::Mask;
-pub(crate) use scores::Scores;
+pub use scores::{Alibi, RowScores, Scores};
+pub use storage::{Lists, Storage};
 pub use text::ProblemTextError;
 
 use std::fmt;
@@ -16,7 +26,7 @@ use serde::Serialize;
 use crate::dtype::DType;
 use crate::tensor::Shape;
 
-/// One attention problem: `softmax(scale * Q K^T + mask) V` over every batch entry and query head.
+/// One attention problem: `softmax(scale * Q K^T + mask) V` over every sequence and query head.
 ///
 /// Tensors have the layout (batch, length, heads, dim). With fewer key/value heads than query
 /// heads (grouped-query attention), query head `h` reads key/value head
@@ -30,15 +40,16 @@ use crate::tensor::Shape;
 /// let problem = Problem::new(2, 32, 4096, 128)
 ///     .with_kv_heads(8)
 ///     .with_dtype(DType::BF16)
-///     .with_mask(Mask::Causal);
+///     .with_mask(Mask::CAUSAL);
 /// problem.validate()?;
 /// assert_eq!(problem.scale(), 128f32.powf(-0.5));
 /// # Ok::<(), flashcore::ProblemError>(())
 /// ```
 ///
-/// Readers ask [`Problem::visible_keys`] which keys a query sees instead of matching on the mask,
-/// so that a new mask or lengths that differ per batch entry change one function.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+/// Sequences of unequal lengths are the same problem with another [`Storage`] of queries and keys:
+/// lengths are then the longest that there can be, and lists on the host or on the device say what
+/// they are.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub struct Problem {
     /// Sequences in the batch.
@@ -47,29 +58,66 @@ pub struct Problem {
     pub query_heads: usize,
     /// Heads of key and value; divides `query_heads`.
     pub kv_heads: usize,
-    /// Queries per sequence.
+    /// Queries per sequence; the most, where lengths differ.
     pub query_length: usize,
-    /// Keys (and values) per sequence.
+    /// Keys (and values) per sequence; the most, where lengths differ.
     pub key_length: usize,
     /// Elements of one query or key vector.
     pub head_dim: usize,
     /// Elements of one value or output vector.
     pub value_head_dim: usize,
-    /// Element type of every input and of the output. The log-sum-exp is always f32.
-    pub dtype: DType,
+    /// The element type of each tensor. The log-sum-exp is always f32.
+    pub dtypes: DTypes,
     /// Which keys a query may see.
     pub mask: Mask,
-    /// Factor of the scores before the softmax; `1 / sqrt(head_dim)` when `None`.
-    pub softmax_scale: Option<f32>,
-    /// Scaled scores `s` become `softcap * tanh(s / softcap)`.
-    pub softcap: Option<f32>,
-    /// Whether each query head has an ALiBi slope, by which scores fall with the distance between
-    /// query and key. The slopes are among the [`Inputs`](crate::Inputs).
-    pub alibi: bool,
-    /// Whether each query head has a sink: one more score in every row, without a value. It takes
-    /// its share of the weights and counts in the log-sum-exp, which is the sink itself in a row
-    /// that sees no key. The sinks are among the [`Inputs`](crate::Inputs).
-    pub sinks: bool,
+    /// What becomes of the product of a query and a key.
+    pub scores: Scores,
+    /// How the queries, and with them the outputs, lie.
+    pub queries: Storage,
+    /// How the keys and values lie.
+    pub keys: Storage,
+    /// Which lists there are beside the tensors.
+    pub lists: Lists,
+    /// Whether the log-sum-exp is wanted besides the output.
+    pub lse: bool,
+}
+
+/// The element type of each tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+pub struct DTypes {
+    /// The queries'.
+    pub query: DType,
+    /// The keys'.
+    pub key: DType,
+    /// The values'.
+    pub value: DType,
+    /// The output's.
+    pub output: DType,
+}
+
+impl DTypes {
+    /// One type for all.
+    pub const fn all(dtype: DType) -> Self {
+        DTypes { query: dtype, key: dtype, value: dtype, output: dtype }
+    }
+
+    /// The type that all have, or in words that they differ.
+    pub fn uniform(&self) -> Result<DType, String> {
+        match *self == DTypes::all(self.query) {
+            true => Ok(self.query),
+            false => Err(format!("tensors of different element types ({self})")),
+        }
+    }
+}
+
+impl fmt::Display for DTypes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let DTypes { query, key, value, output } = self;
+        match self.uniform() {
+            Ok(dtype) => write!(f, "{dtype}"),
+            Err(_) => write!(f, "q={query},k={key},v={value},o={output}"),
+        }
+    }
 }
 
 /// Why a [`Problem`] makes no sense.
@@ -90,9 +138,12 @@ pub enum ProblemError {
     /// The softmax scale is infinite or not a number.
     #[error("the softmax scale must be finite, not {0}")]
     Scale(f32),
-    /// The softcap is no positive number.
-    #[error("the softcap must be positive and finite, not {0}")]
-    Softcap(f32),
+    /// A score rule makes no sense.
+    #[error(transparent)]
+    Scores(#[from] scores::ScoreError),
+    /// Sequences lie in a way that makes no sense.
+    #[error("{0}")]
+    Storage(&'static str),
     /// A tensor of this problem cannot be addressed.
     #[error("the {0} tensor would be larger than the address space")]
     TooLarge(&'static str),
@@ -110,12 +161,13 @@ impl Problem {
             key_length: length,
             head_dim,
             value_head_dim: head_dim,
-            dtype: DType::F16,
-            mask: Mask::None,
-            softmax_scale: None,
-            softcap: None,
-            alibi: false,
-            sinks: false,
+            dtypes: DTypes::all(DType::F16),
+            mask: Mask::NONE,
+            scores: Scores::default(),
+            queries: Storage::Padded,
+            keys: Storage::Padded,
+            lists: Lists::default(),
+            lse: true,
         }
     }
 
@@ -134,9 +186,9 @@ impl Problem {
         Problem { value_head_dim, ..self }
     }
 
-    /// Set the element type.
+    /// Set the element type of all tensors.
     pub fn with_dtype(self, dtype: DType) -> Self {
-        Problem { dtype, ..self }
+        Problem { dtypes: DTypes::all(dtype), ..self }
     }
 
     /// Set the mask.
@@ -146,22 +198,22 @@ impl Problem {
 
     /// Set the softmax scale.
     pub fn with_scale(self, scale: f32) -> Self {
-        Problem { softmax_scale: Some(scale), ..self }
+        Problem { scores: self.scores.with_scale(scale), ..self }
     }
 
-    /// Cap the scaled scores.
-    pub fn with_softcap(self, softcap: f32) -> Self {
-        Problem { softcap: Some(softcap), ..self }
+    /// Set what becomes of the product of a query and a key.
+    pub fn with_scores(self, scores: Scores) -> Self {
+        Problem { scores, ..self }
     }
 
-    /// Give query heads ALiBi slopes.
-    pub fn with_alibi(self) -> Self {
-        Problem { alibi: true, ..self }
+    /// Set how queries and keys lie.
+    pub fn with_storage(self, queries: Storage, keys: Storage) -> Self {
+        Problem { queries, keys, ..self }
     }
 
-    /// Give query heads sinks.
-    pub fn with_sinks(self) -> Self {
-        Problem { sinks: true, ..self }
+    /// Set which lists there are.
+    pub fn with_lists(self, lists: Lists) -> Self {
+        Problem { lists, ..self }
     }
 
     /// Refuse what has no meaning. Lengths and batch may be zero: a row without keys gives
@@ -185,9 +237,8 @@ impl Problem {
         if !self.scale().is_finite() {
             return Err(ProblemError::Scale(self.scale()));
         }
-        if let Some(softcap) = self.softcap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
-            return Err(ProblemError::Softcap(softcap));
-        }
+        self.scores.validate()?;
+        self.validate_storage().map_err(ProblemError::Storage)?;
         let tensors = [
             ("query", self.query_shape()),
             ("key", self.key_shape()),
@@ -212,7 +263,7 @@ impl Problem {
 
     /// The softmax scale in force.
     pub fn scale(&self) -> f32 {
-        self.softmax_scale.unwrap_or_else(|| (1.0 / (self.head_dim as f64).sqrt()) as f32)
+        self.scores.scale.unwrap_or_else(|| (1.0 / (self.head_dim as f64).sqrt()) as f32)
     }
 
     /// Query heads per key/value head.
@@ -231,44 +282,39 @@ impl Problem {
         self.mask.visible_keys(query, self.query_length, self.key_length)
     }
 
-    /// The first thing that goes beyond scaled scores under no mask or a causal one, for kernels
-    /// that serve no more than that.
-    pub fn beyond_plain(&self) -> Option<&'static str> {
-        let extras = [
-            (matches!(self.mask, Mask::Window { .. }), "windows"),
-            (self.softcap.is_some(), "softcaps"),
-            (self.alibi, "ALiBi slopes"),
-            (self.sinks, "sinks"),
-        ];
-        extras.into_iter().find(|(present, _)| *present).map(|(_, name)| name)
+    /// The element type of the queries, and as a rule of all tensors.
+    pub fn dtype(&self) -> DType {
+        self.dtypes.query
     }
 
     /// The shape of the query tensor.
     pub fn query_shape(&self) -> Shape {
-        Shape::new(self.batch, self.query_length, self.query_heads, self.head_dim)
+        self.queries.shape(self.batch, self.query_length, self.query_heads, self.head_dim)
     }
 
     /// The shape of the key tensor.
     pub fn key_shape(&self) -> Shape {
-        Shape::new(self.batch, self.key_length, self.kv_heads, self.head_dim)
+        self.keys.shape(self.batch, self.key_length, self.kv_heads, self.head_dim)
     }
 
     /// The shape of the value tensor.
     pub fn value_shape(&self) -> Shape {
-        Shape::new(self.batch, self.key_length, self.kv_heads, self.value_head_dim)
+        Shape { dim: self.value_head_dim, ..self.key_shape() }
     }
 
     /// The shape of the output tensor.
     pub fn output_shape(&self) -> Shape {
-        Shape::new(self.batch, self.query_length, self.query_heads, self.value_head_dim)
+        Shape { dim: self.value_head_dim, ..self.query_shape() }
     }
 
-    /// Rows of the softmax: one per batch entry, query head and query.
+    /// Rows of the softmax, and log-sum-exps: one per query head and row of the query tensor.
     pub fn rows(&self) -> usize {
-        self.batch * self.query_heads * self.query_length
+        let Shape { batch, length, heads, .. } = self.query_shape();
+        batch * length * heads
     }
 
-    /// The (query, key) pairs that the mask leaves, over all heads and the whole batch.
+    /// The (query, key) pairs that the mask leaves, over all heads and the whole batch, were all
+    /// sequences as long as they can be.
     pub fn visible_pairs(&self) -> u128 {
         let heads = (self.batch as u128).saturating_mul(self.query_heads as u128);
         self.mask.visible_pairs(self.query_length, self.key_length).saturating_mul(heads)
@@ -283,7 +329,7 @@ impl Problem {
     ///
     /// let problem = Problem::new(1, 8, 512, 64);
     /// assert_eq!(problem.flops(), 4.0 * 8.0 * 512.0 * 512.0 * 64.0);
-    /// assert_eq!(problem.clone().with_mask(Mask::Causal).flops(), problem.flops() / 2.0);
+    /// assert_eq!(problem.clone().with_mask(Mask::CAUSAL).flops(), problem.flops() / 2.0);
     /// ```
     pub fn flops(&self) -> f64 {
         let pairs = self.batch as f64
@@ -291,9 +337,9 @@ impl Problem {
             * self.query_length as f64
             * self.key_length as f64;
         let share = match self.mask {
-            Mask::None => 1.0,
-            Mask::Causal => 0.5,
-            Mask::Window { .. } => return self.visible_flops(),
+            Mask::NONE => 1.0,
+            Mask::CAUSAL => 0.5,
+            _ => return self.visible_flops(),
         };
         share * pairs * self.flops_per_pair()
     }
@@ -323,20 +369,12 @@ impl fmt::Display for Problem {
         if self.value_head_dim != self.head_dim {
             write!(f, "/{}", self.value_head_dim)?;
         }
-        write!(f, ", {}", self.dtype)?;
-        if self.mask != Mask::None {
+        write!(f, ", {}", self.dtypes)?;
+        if self.mask != Mask::NONE {
             write!(f, ", {}", self.mask)?;
         }
-        if let Some(scale) = self.softmax_scale {
-            write!(f, ", scale {scale}")?;
-        }
-        if let Some(softcap) = self.softcap {
-            write!(f, ", softcap {softcap}")?;
-        }
-        for (present, name) in [(self.alibi, "alibi"), (self.sinks, "sinks")] {
-            if present {
-                write!(f, ", {name}")?;
-            }
+        for word in self.scores.words().into_iter().chain(self.storage_words()) {
+            write!(f, ", {word}")?;
         }
         Ok(())
     }
@@ -371,10 +409,6 @@ mod tests {
             "the softmax scale must be finite, not NaN"
         );
         assert_eq!(
-            refusal(good.clone().with_softcap(0.0)),
-            "the softcap must be positive and finite, not 0"
-        );
-        assert_eq!(
             refusal(good.clone().with_key_length(usize::MAX)),
             "the key tensor would be larger than the address space"
         );
@@ -402,11 +436,11 @@ mod tests {
             .with_key_length(7)
             .with_value_head_dim(128)
             .with_dtype(DType::BF16)
-            .with_mask(Mask::Causal)
+            .with_mask(Mask::CAUSAL)
             .with_scale(0.5);
         assert_eq!(
             problem.to_string(),
-            "batch 2, heads 8/2, length 5x7, head dim 192/128, bf16, causal, scale 0.5"
+            "batch 2, heads 8/2, length 5x7, head dim 192/128, bf16, causal, scale=0.5"
         );
     }
 

@@ -1,44 +1,237 @@
 //! What becomes of the product of a query and a key before the softmax.
+//!
+//! ```text
+//! s = scale * (q . k)
+//! s = softcap * tanh(s / softcap)       with a softcap
+//! s = s - slope * |position - key|      with ALiBi
+//! ```
+//!
+//! A sink is one more score in every row, without a value.
+
+use std::hash::{Hash, Hasher};
+
+use serde::Serialize;
 
 use super::Problem;
 
-/// The scores of one row: the product of query and key is scaled, capped and biased, in this order.
+/// The rules by which products become scores.
 ///
-/// ```text
-/// s = scale * (q . k)
-/// s = softcap * tanh(s / softcap)       with a softcap
-/// s = s - slope * |position - key|      with ALiBi
 /// ```
+/// use flashcore::{Alibi, Problem, Scores};
+///
+/// let scores = Scores::default().with_softcap(30.0).with_alibi(Alibi::PerHead);
+/// let problem = Problem::new(1, 8, 512, 64).with_scores(scores);
+/// assert_eq!(problem.to_string(), "batch 1, heads 8, length 512, head dim 64, f16, softcap=30, alibi");
+/// ```
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+#[non_exhaustive]
+pub struct Scores {
+    /// Factor of the scores before the softmax; `1 / sqrt(head_dim)` when `None`.
+    pub scale: Option<f32>,
+    /// Scaled scores `s` become `softcap * tanh(s / softcap)`.
+    pub softcap: Option<f32>,
+    /// Slopes by which scores fall with the distance between query and key. The slopes themselves
+    /// are among the inputs.
+    pub alibi: Alibi,
+    /// Whether each query head has a sink: one more score in every row, without a value. It takes
+    /// its share of the weights and counts in the log-sum-exp, which is the sink itself in a row
+    /// that sees no key. The sinks themselves are among the inputs.
+    pub sinks: bool,
+}
+
+/// Whether there are ALiBi slopes, and of what.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Alibi {
+    /// None.
+    #[default]
+    None,
+    /// One for each query head.
+    PerHead,
+    /// One for each sequence and query head.
+    PerSequence,
+}
+
+/// Why [`Scores`] make no sense.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum ScoreError {
+    /// The softcap is no positive number.
+    #[error("the softcap must be positive and finite, not {0}")]
+    Softcap(f32),
+}
+
+impl Scores {
+    const PLAIN: Scores = Scores { scale: None, softcap: None, alibi: Alibi::None, sinks: false };
+    const CAPPED: Scores = Scores { softcap: Some(30.0), ..Scores::PLAIN };
+
+    /// Each rule alone, for those who try or measure one after the other: a cap of 30, slopes of
+    /// heads, sinks.
+    pub const EACH_RULE: [Scores; 3] = [
+        Scores::CAPPED,
+        Scores { alibi: Alibi::PerHead, ..Scores::PLAIN },
+        Scores { sinks: true, ..Scores::PLAIN },
+    ];
+    /// Every rule together, with a cap that most scores feel.
+    pub const EVERY_RULE: Scores =
+        Scores { softcap: Some(2.0), alibi: Alibi::PerHead, sinks: true, ..Scores::PLAIN };
+
+    /// Set the softmax scale.
+    pub fn with_scale(self, scale: f32) -> Self {
+        Scores { scale: Some(scale), ..self }
+    }
+
+    /// Cap the scaled scores.
+    pub fn with_softcap(self, softcap: f32) -> Self {
+        Scores { softcap: Some(softcap), ..self }
+    }
+
+    /// Give query heads ALiBi slopes.
+    pub fn with_alibi(self, alibi: Alibi) -> Self {
+        Scores { alibi, ..self }
+    }
+
+    /// Give query heads sinks.
+    pub fn with_sinks(self) -> Self {
+        Scores { sinks: true, ..self }
+    }
+
+    /// Whether there are slopes.
+    pub fn has_alibi(&self) -> bool {
+        self.alibi != Alibi::None
+    }
+
+    /// Whether there is any rule beyond a scale.
+    pub fn has_rules(&self) -> bool {
+        Scores { scale: None, ..*self } != Scores::PLAIN
+    }
+
+    pub(super) fn validate(&self) -> Result<(), ScoreError> {
+        match self.softcap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
+            Some(softcap) => Err(ScoreError::Softcap(softcap)),
+            None => Ok(()),
+        }
+    }
+
+    /// What kernels are built for.
+    pub(crate) fn rules(&self, mask: kernels::attention::MaskKind) -> kernels::attention::Rules {
+        kernels::attention::Rules {
+            mask,
+            softcap: self.softcap.is_some(),
+            alibi: self.has_alibi(),
+            sinks: self.sinks,
+        }
+    }
+
+    /// What is not plain about them, for people and in the text of a problem.
+    pub(super) fn words(&self) -> Vec<String> {
+        let mut words = Vec::new();
+        words.extend(self.scale.map(|scale| format!("scale={scale}")));
+        words.extend(self.softcap.map(|softcap| format!("softcap={softcap}")));
+        match self.alibi {
+            Alibi::None => {}
+            Alibi::PerHead => words.push("alibi".to_owned()),
+            Alibi::PerSequence => words.push("alibi=sequences".to_owned()),
+        }
+        words.extend(self.sinks.then(|| "sinks".to_owned()));
+        words
+    }
+
+    /// Takes a word of the text of a problem in, if it is one of these.
+    pub(super) fn take(&mut self, name: &str, value: Option<&str>) -> Option<Result<(), ()>> {
+        let number = |value: Option<&str>| value.and_then(|it| it.parse::<f32>().ok()).ok_or(());
+        match (name, value) {
+            ("scale", value) => return Some(number(value).map(|it| self.scale = Some(it))),
+            ("softcap", value) => return Some(number(value).map(|it| self.softcap = Some(it))),
+            ("alibi", None) => self.alibi = Alibi::PerHead,
+            ("alibi", Some("sequences")) => self.alibi = Alibi::PerSequence,
+            ("sinks", None) => self.sinks = true,
+            _ => return None,
+        }
+        Some(Ok(()))
+    }
+}
+
+impl Problem {
+    /// Cap the scaled scores.
+    pub fn with_softcap(self, softcap: f32) -> Self {
+        Problem { scores: self.scores.with_softcap(softcap), ..self }
+    }
+
+    /// Give query heads ALiBi slopes.
+    pub fn with_alibi(self) -> Self {
+        Problem { scores: self.scores.with_alibi(Alibi::PerHead), ..self }
+    }
+
+    /// Give query heads sinks.
+    pub fn with_sinks(self) -> Self {
+        Problem { scores: self.scores.with_sinks(), ..self }
+    }
+
+    /// A factor of the scores as kernels are passed it.
+    pub(crate) fn factor(&self, factor: kernels::parameter::Scale) -> f32 {
+        use kernels::parameter::Scale;
+        let log2e = std::f32::consts::LOG2_E;
+        let cap = self.scores.softcap.unwrap_or(1.0);
+        match factor {
+            Scale::Log2 => self.scale() * log2e,
+            Scale::Inner => self.scale() / cap,
+            Scale::Outer => cap * log2e,
+        }
+    }
+}
+
+impl Scores {
+    fn bits(&self) -> (Option<u32>, Option<u32>, Alibi, bool) {
+        (self.scale.map(f32::to_bits), self.softcap.map(f32::to_bits), self.alibi, self.sinks)
+    }
+}
+
+/// By their bits, so that a problem can be looked up.
+impl PartialEq for Scores {
+    fn eq(&self, other: &Self) -> bool {
+        self.bits() == other.bits()
+    }
+}
+
+impl Eq for Scores {}
+
+impl Hash for Scores {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.bits().hash(state);
+    }
+}
+
+/// The scores of one row: what its products with keys become.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct Scores {
+pub struct RowScores {
     scale: f64,
-    softcap: Option<f64>,
+    cap: Option<f64>,
     /// ALiBi's; zero without.
     slope: f64,
     /// The position of the query among the keys; negative where there are more queries.
     position: i64,
 }
 
-impl Scores {
+impl RowScores {
     /// The scores of `query` in a sequence of these lengths, under a head's ALiBi slope.
-    pub(crate) fn of(
+    pub fn of(
         problem: &Problem,
         query: usize,
         query_length: usize,
         key_length: usize,
         slope: f32,
     ) -> Self {
-        Scores {
+        RowScores {
             scale: f64::from(problem.scale()),
-            softcap: problem.softcap.map(f64::from),
+            cap: problem.scores.softcap.map(f64::from),
             slope: f64::from(slope),
             position: query as i64 + key_length as i64 - query_length as i64,
         }
     }
 
     /// The cap, if there is one.
-    pub(crate) fn softcap(&self) -> Option<f32> {
-        self.softcap.map(|cap| cap as f32)
+    pub(crate) fn cap(&self) -> Option<f32> {
+        self.cap.map(|cap| cap as f32)
     }
 
     /// ALiBi's slope; zero without.
@@ -52,16 +245,40 @@ impl Scores {
     }
 
     /// The score of a key from its product with the query.
-    pub(crate) fn score(&self, product: f64, key: usize) -> f64 {
+    pub fn score(&self, product: f64, key: usize) -> f64 {
         self.adjust(self.scale * product, key)
     }
 
     /// The score of a key from its scaled product with the query.
-    pub(crate) fn adjust(&self, scaled: f64, key: usize) -> f64 {
-        let capped = self.softcap.map_or(scaled, |cap| cap * (scaled / cap).tanh());
+    pub fn adjust(&self, scaled: f64, key: usize) -> f64 {
+        let capped = self.cap.map_or(scaled, |cap| cap * (scaled / cap).tanh());
         if self.slope == 0.0 {
             return capped;
         }
         capped - self.slope * (self.position - key as i64).unsigned_abs() as f64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cap_is_positive_and_finite() {
+        let good = Problem::new(1, 8, 16, 64);
+        assert_eq!(good.clone().with_softcap(0.5).validate(), Ok(()));
+        for bad in [0.0, -1.0, f32::INFINITY, f32::NAN] {
+            assert_eq!(
+                good.clone().with_softcap(bad).validate().unwrap_err().to_string(),
+                format!("the softcap must be positive and finite, not {bad}")
+            );
+        }
+    }
+
+    #[test]
+    fn a_scale_is_no_rule() {
+        assert!(!Scores::default().with_scale(2.0).has_rules());
+        assert!(Scores::EACH_RULE.iter().all(Scores::has_rules));
+        assert!(Scores::EVERY_RULE.has_rules());
     }
 }

@@ -2,14 +2,14 @@
 
 use std::str::FromStr;
 
-use super::{Mask, Problem};
+use super::{DTypes, Lists, Mask, Problem, Scores, Storage};
 use crate::dtype::DType;
 
 /// Why a text is no [`Problem`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{reason}; a problem is written like b=1,h=16,hk=4,s=4096,sk=8192,d=128,dv=64,bf16,causal,scale=0.1; \
-     there are window=LEFT:RIGHT, softcap=, alibi and sinks too"
+     there are window=LEFT:RIGHT, chunk=, score rules, queries= and keys= too"
 )]
 pub struct ProblemTextError {
     reason: String,
@@ -31,8 +31,10 @@ impl FromStr for Problem {
 
     /// Words between commas, in any order: sizes with their short or long names (`b` or `batch`,
     /// `h` or `heads`, `hk` or `kv_heads`, `s` or `seq`, `sk` or `kv_seq`, `d` or `head_dim`, `dv`
-    /// or `value_head_dim`), `scale=`, `softcap=`, an element type, `causal` or `window=4096:0` (a
-    /// side left out is open), `alibi`, `sinks`.
+    /// or `value_head_dim`), an element type (or `q=`, `k=`, `v=`, `o=` for one tensor), `causal` or
+    /// `window=4096:0` (a side left out is open), `chunk=8192`, the rules of [`Scores`] by the names
+    /// of their fields, and how sequences lie: `queries=packed:ROWS`, `keys=packed:ROWS`,
+    /// `keys=entries:COUNT`, `keys=pages:SIZE:COLUMNS:PAGES`, with the names of [`Lists`].
     ///
     /// What is left out is as for `flashcore attend`: one sequence of 1024, 8 heads of dim 128,
     /// bf16, keys and values like the queries, no mask.
@@ -42,46 +44,64 @@ impl FromStr for Problem {
     ///
     /// let problem: Problem = "b=2,h=16,hk=4,s=4096,d=64,f16,causal".parse()?;
     /// assert_eq!((problem.kv_heads, problem.value_head_dim), (4, 64));
-    /// assert_eq!(problem.mask, Mask::Causal);
+    /// assert_eq!(problem.mask, Mask::CAUSAL);
     /// # Ok::<(), flashcore::ProblemTextError>(())
     /// ```
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let wrong = |reason: String| ProblemTextError { reason };
         let mut sizes = [None; SIZES.len()];
-        let (mut dtype, mut mask) = (DType::BF16, Mask::None);
-        let (mut scale, mut softcap, mut alibi, mut sinks) = (None, None, false, false);
+        let mut dtypes = DTypes::all(DType::BF16);
+        let (mut mask, mut scores) = (Mask::NONE, Scores::default());
+        let (mut queries, mut keys, mut lists) =
+            (Storage::Padded, Storage::Padded, Lists::default());
         for word in text.split(',').map(str::trim).filter(|word| !word.is_empty()) {
-            let Some((name, value)) = word.split_once('=') else {
-                match (word, word.parse()) {
-                    ("causal", _) => mask = Mask::Causal,
-                    ("alibi", _) => alibi = true,
-                    ("sinks", _) => sinks = true,
-                    (_, Ok(found)) => dtype = found,
-                    _ => return Err(wrong(format!("`{word}` means nothing"))),
+            let (name, value) = match word.split_once('=') {
+                Some((name, value)) => (name.trim(), Some(value.trim())),
+                None => (word, None),
+            };
+            let means_nothing = || wrong(format!("`{word}` means nothing"));
+            let no_number = || {
+                let value = value.unwrap_or_default();
+                wrong(format!("`{value}` is no number for `{name}`"))
+            };
+            if let Some(taken) = scores.take(name, value) {
+                taken.map_err(|()| no_number())?;
+                continue;
+            }
+            let Some(value) = value else {
+                match word.parse() {
+                    Ok(dtype) => dtypes = DTypes::all(dtype),
+                    Err(_) if word == "causal" => mask.right = Some(0),
+                    Err(_) if lists.insert(word) => {}
+                    Err(_) => return Err(means_nothing()),
                 }
                 continue;
             };
-            let value = value.trim();
-            let no_number = || wrong(format!("`{value}` is no number for `{name}`"));
+            let storage = || value.parse::<Storage>().map_err(|()| means_nothing());
+            let dtype = || value.parse::<DType>().map_err(|_| means_nothing());
             match name {
-                "scale" => scale = Some(value.parse().map_err(|_| no_number())?),
-                "softcap" => softcap = Some(value.parse().map_err(|_| no_number())?),
                 "window" => {
                     let side = |text: &str| match text.trim() {
                         "" => Ok(None),
                         text => text.parse().map(Some).map_err(|_| no_number()),
                     };
                     let (left, right) = value.split_once(':').ok_or_else(no_number)?;
-                    mask = Mask::window(side(left)?, side(right)?);
+                    (mask.left, mask.right) = (side(left)?, side(right)?);
                 }
-                _ => {}
+                "chunk" => mask = mask.with_chunk(value.parse().map_err(|_| no_number())?),
+                "queries" => queries = storage()?,
+                "keys" => keys = storage()?,
+                "q" => dtypes.query = dtype()?,
+                "k" => dtypes.key = dtype()?,
+                "v" => dtypes.value = dtype()?,
+                "o" => dtypes.output = dtype()?,
+                _ => {
+                    let known = |(short, long): &(&str, &str)| [*short, *long].contains(&name);
+                    let index = SIZES.iter().position(known);
+                    let index = index.ok_or_else(|| wrong(format!("there is no size `{name}`")))?;
+                    sizes[index] = Some(value.parse().map_err(|_| no_number())?);
+                }
             }
-            if ["scale", "softcap", "window"].contains(&name) {
-                continue;
-            }
-            let known = SIZES.iter().position(|(short, long)| [*short, *long].contains(&name));
-            let index = known.ok_or_else(|| wrong(format!("there is no size `{name}`")))?;
-            sizes[index] = Some(value.parse().map_err(|_| no_number())?);
         }
         let [batch, heads, kv_heads, length, key_length, dim, value_dim] = sizes;
         let (heads, length) = (heads.unwrap_or(8), length.unwrap_or(1024));
@@ -90,11 +110,48 @@ impl FromStr for Problem {
             .with_kv_heads(kv_heads.unwrap_or(heads))
             .with_key_length(key_length.unwrap_or(length))
             .with_value_head_dim(value_dim.unwrap_or(dim))
-            .with_dtype(dtype)
-            .with_mask(mask);
-        let problem = Problem { softmax_scale: scale, softcap, alibi, sinks, ..problem };
+            .with_mask(mask)
+            .with_scores(scores)
+            .with_storage(queries, keys)
+            .with_lists(lists);
+        let problem = Problem { dtypes, ..problem };
         problem.validate().map_err(|error| wrong(error.to_string()))?;
         Ok(problem)
+    }
+}
+
+impl Problem {
+    /// The problem as a text, which parses again.
+    ///
+    /// ```
+    /// use flashcore::Problem;
+    ///
+    /// let text = "b=2,h=16,hk=4,s=4096,d=64,f16,window=128:0,chunk=256,sinks,queries=packed:8192";
+    /// assert_eq!(text.parse::<Problem>()?.text(), text);
+    /// # Ok::<(), flashcore::ProblemTextError>(())
+    /// ```
+    pub fn text(&self) -> String {
+        let sizes = [
+            ("b", self.batch, None),
+            ("h", self.query_heads, None),
+            ("hk", self.kv_heads, Some(self.query_heads)),
+            ("s", self.query_length, None),
+            ("sk", self.key_length, Some(self.query_length)),
+            ("d", self.head_dim, None),
+            ("dv", self.value_head_dim, Some(self.head_dim)),
+        ];
+        let mut words: Vec<String> = sizes
+            .into_iter()
+            .filter(|(_, size, default)| Some(*size) != *default)
+            .map(|(name, size, _)| format!("{name}={size}"))
+            .collect();
+        words.push(self.dtypes.to_string());
+        if self.mask != Mask::NONE {
+            words.push(self.mask.to_string());
+        }
+        words.extend(self.scores.words());
+        words.extend(self.storage_words());
+        words.join(",")
     }
 }
 
@@ -112,12 +169,12 @@ mod tests {
         assert_eq!(parse("").unwrap(), "batch 1, heads 8, length 1024, head dim 128, bf16");
         assert_eq!(
             parse("heads=6,kv_heads=2,head_dim=192,value_head_dim=128,scale=0.5").unwrap(),
-            "batch 1, heads 6/2, length 1024, head dim 192/128, bf16, scale 0.5"
+            "batch 1, heads 6/2, length 1024, head dim 192/128, bf16, scale=0.5"
         );
         assert_eq!(
             parse("window=4096:0,softcap=30,sinks,alibi").unwrap(),
-            "batch 1, heads 8, length 1024, head dim 128, bf16, window 4096:0, softcap 30, alibi, \
-             sinks"
+            "batch 1, heads 8, length 1024, head dim 128, bf16, window=4096:0, softcap=30, \
+             alibi, sinks"
         );
         assert_eq!(parse("window=:0").unwrap(), parse("causal").unwrap());
     }

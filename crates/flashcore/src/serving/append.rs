@@ -5,11 +5,11 @@ use crate::error::Error;
 use crate::inputs::InputError;
 use crate::tensor::{Shape, Tensor};
 
-/// Rotary embedding: pairs of columns of a query or a key are turned by an angle that its position
+/// Rotary embedding: pairs of columns of a query or a key are rotated by an angle that its position
 /// has.
 #[derive(Debug, Clone, Copy)]
 pub struct Rotary<'a> {
-    /// The first so many columns are turned, the others stay.
+    /// The first so many columns are rotated, the others stay.
     pub dim: usize,
     /// Whether neighbours are pairs; else column `i` and column `dim / 2 + i`.
     pub interleaved: bool,
@@ -20,7 +20,7 @@ pub struct Rotary<'a> {
 }
 
 impl Rotary<'_> {
-    /// Queries or keys, turned: row `i` of every batch entry as one at position `positions[i]`.
+    /// Queries or keys, rotated: row `i` of every batch entry as one at position `positions[i]`.
     ///
     /// ```
     /// use flashcore::serving::Rotary;

@@ -12,7 +12,7 @@
 //! // Decode: one query for each of two sequences, over a cache in pages of 16 positions.
 //! let table = Pages::new(16, 3, vec![7, 0, 2, 5, 1, 1])?;
 //! let sequences = Sequences::new(
-//!     Problem::new(2, 32, 1, 128).with_kv_heads(8).with_mask(Mask::Causal),
+//!     Problem::new(2, 32, 1, 128).with_kv_heads(8).with_mask(Mask::CAUSAL),
 //!     Placement::padded(vec![1, 1]),
 //!     Placement::paged(vec![40, 25], table),
 //! )?;
@@ -24,18 +24,18 @@
 //! Masks are aligned for each sequence: its last query stands at its last key.
 
 mod append;
-mod merge;
+mod combine;
 mod placement;
 
 pub use append::{Rotary, append};
-pub use merge::merge;
+pub use combine::combine;
 pub use placement::{Pages, Placement};
 
 use std::ops::Range;
 
 use crate::error::Error;
-use crate::inputs::{InputError, InputTensors, Inputs};
-use crate::problem::{Problem, ProblemError, Scores};
+use crate::inputs::{InputTensors, Inputs};
+use crate::problem::{Alibi, Lists, Problem, ProblemError, RowScores, Storage};
 use crate::tensor::{Layout, Shape, Tensor};
 
 /// Attention over sequences that each have lengths of their own.
@@ -159,13 +159,73 @@ impl Sequences {
         Ok(Sequences { problem, queries, keys })
     }
 
-    /// A plain problem: every sequence has the problem's lengths.
-    pub(crate) fn plain(problem: &Problem) -> Self {
+    /// The sequences of a call, which lie in its tensors as the inputs' placements say; every
+    /// sequence has the problem's lengths where they say nothing.
+    pub fn of(problem: &Problem, inputs: Inputs<'_>) -> Self {
+        let padded = |length: usize| Placement::padded(vec![length; problem.batch]);
         Sequences {
             problem: problem.clone(),
-            queries: Placement::padded(vec![problem.query_length; problem.batch]),
-            keys: Placement::padded(vec![problem.key_length; problem.batch]),
+            queries: inputs.queries.cloned().unwrap_or_else(|| padded(problem.query_length)),
+            keys: inputs.keys.cloned().unwrap_or_else(|| padded(problem.key_length)),
         }
+    }
+
+    /// The problem that these sequences pose in given tensors, and the tensors with the placements.
+    pub fn over<'a>(&'a self, inputs: Inputs<'a>) -> Result<(Problem, Inputs<'a>), Error> {
+        let (query, key) = (inputs.query.shape(), inputs.key.shape());
+        let (queries, keys) = (&self.queries, &self.keys);
+        for (placement, tensor) in [(queries, query), (keys, key), (keys, inputs.value.shape())] {
+            placement.fits(tensor)?;
+        }
+        let mut problem = self.problem.clone();
+        let in_order = |placement: &Placement, batch: usize| {
+            let own = |sequence| placement.entry(sequence) == Some(sequence);
+            batch == placement.sequences() && (0..batch).all(own)
+        };
+        problem.queries = match queries.starts() {
+            Some(_) => Storage::Packed(query.length),
+            None if in_order(queries, query.batch) => Storage::Padded,
+            None => {
+                let reason = "queries in batch entries of another order are not served";
+                return Err(ProblemError::Storage(reason).into());
+            }
+        };
+        if !queries.left_padding().is_empty() {
+            let reason = "queries with left padding are not served";
+            return Err(ProblemError::Storage(reason).into());
+        }
+        if problem.queries == Storage::Padded {
+            problem.query_length = query.length;
+        }
+        problem.keys = match (keys.pages(), keys.starts()) {
+            (Some(pages), _) => {
+                let (size, columns) = (pages.size(), pages.columns());
+                problem.key_length = size * columns;
+                Storage::Paged { size, columns, pages: key.batch }
+            }
+            (None, Some(_)) => {
+                // Lists count padding too, and are cut to the longest that there can be.
+                problem.key_length = keys.ends().iter().copied().max().unwrap_or(0);
+                Storage::Packed(key.length)
+            }
+            (None, None) => {
+                problem.key_length = key.length;
+                match in_order(keys, key.batch) {
+                    true => Storage::Padded,
+                    false => Storage::Entries(key.batch),
+                }
+            }
+        };
+        problem.lists = Lists {
+            query_lengths: !queries.is_full(query.length),
+            key_lengths: keys.pages().is_some() || !keys.is_full(key.length),
+            left_padding: !keys.left_padding().is_empty(),
+            batch_index: matches!(problem.keys, Storage::Entries(_)),
+        };
+        problem.validate()?;
+        let inputs = Inputs { queries: Some(queries), keys: Some(keys), ..inputs };
+        inputs.validate(&problem)?;
+        Ok((problem, inputs))
     }
 
     /// What all sequences share; its lengths are the longest.
@@ -206,17 +266,25 @@ impl Sequences {
     }
 
     /// What becomes of a query's products with keys.
-    pub(crate) fn scores(&self, sequence: usize, query: usize, slope: f32) -> Scores {
+    pub fn scores(&self, sequence: usize, query: usize, slope: f32) -> RowScores {
         let (queries, keys) = (self.queries.length(sequence), self.keys.length(sequence));
-        Scores::of(&self.problem, query, queries, keys, slope)
+        RowScores::of(&self.problem, query, queries, keys, slope)
     }
 
     /// The plain problem that a sequence is by itself.
     pub fn alone(&self, sequence: usize) -> Problem {
+        let scores = match self.problem.scores.alibi {
+            Alibi::PerSequence => self.problem.scores.with_alibi(Alibi::PerHead),
+            _ => self.problem.scores,
+        };
         Problem {
             batch: 1,
             query_length: self.queries.length(sequence),
             key_length: self.keys.length(sequence),
+            scores,
+            queries: Storage::Padded,
+            keys: Storage::Padded,
+            lists: Lists::default(),
             ..self.problem.clone()
         }
     }
@@ -237,33 +305,10 @@ impl Sequences {
         })
     }
 
-    /// The shape of the output over a query tensor.
-    pub fn output_shape(&self, query: Shape) -> Shape {
-        Shape { dim: self.problem.value_head_dim, ..query }
-    }
-
     /// Where a row's log-sum-exp is, in the order (batch, heads, length) of the query tensor.
     pub fn lse_index(&self, query: Shape, sequence: usize, head: usize, position: usize) -> usize {
         let (entry, row) = self.queries.locate(sequence, position);
         (entry * query.heads + head) * query.length + row
-    }
-
-    /// Refuse tensors that are not large enough for the placements or are not the problem's.
-    pub fn validate_inputs(&self, inputs: Inputs<'_>) -> Result<(), Error> {
-        let tensors = [
-            ("query", inputs.query, &self.queries, self.problem.query_shape()),
-            ("key", inputs.key, &self.keys, self.problem.key_shape()),
-            ("value", inputs.value, &self.keys, self.problem.value_shape()),
-        ];
-        for (name, tensor, placement, shape) in tensors {
-            let given = tensor.shape();
-            if (given.heads, given.dim) != (shape.heads, shape.dim) {
-                let expected = Shape { heads: shape.heads, dim: shape.dim, ..given };
-                return Err(InputError::Shape { tensor: name, given, expected }.into());
-            }
-            placement.fits(given)?;
-        }
-        Ok(inputs.validate_elements(&self.problem)?)
     }
 }
 

@@ -160,6 +160,17 @@ impl Placement {
         &self.skipped
     }
 
+    /// Whether each sequence has as many rows as its place has room for, of a tensor with so many
+    /// rows in a batch entry.
+    pub(super) fn is_full(&self, rows: usize) -> bool {
+        match self.starts() {
+            Some(starts) => {
+                starts.windows(2).map(|pair| pair[1] - pair[0]).eq(self.ends.iter().copied())
+            }
+            None => self.ends.iter().all(|length| *length == rows),
+        }
+    }
+
     /// Where a position of a sequence is: the batch entry or page, and the row in it.
     ///
     /// # Panics

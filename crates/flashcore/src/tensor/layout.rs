@@ -69,7 +69,7 @@ impl fmt::Display for Shape {
 }
 
 /// Distances in elements between neighbours. Neighbours within a vector are always adjacent.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize)]
 pub struct Strides {
     /// From a sequence to the next.
     pub batch: usize,

@@ -4,7 +4,7 @@
 
 mod element;
 mod layout;
-pub(crate) mod random;
+pub mod random;
 
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -307,8 +307,13 @@ impl Tensor {
         Head { tensor: self, batch, head }
     }
 
-    /// Copies a vector of a tensor with the same dim and element type, bit for bit.
-    pub(crate) fn copy_row(&mut self, to: [usize; 3], from: &Tensor, place: [usize; 3]) {
+    /// Copies the vector at (batch entry, position, head) `place` of a tensor with the same dim and
+    /// element type to this tensor's `to`, bit for bit.
+    ///
+    /// # Panics
+    ///
+    /// If a vector lies outside of the memory.
+    pub fn copy_row(&mut self, to: [usize; 3], from: &Tensor, place: [usize; 3]) {
         let bytes = self.dtype().bytes();
         let [to, place] = [(self.layout, to), (from.layout, place)]
             .map(|(layout, [batch, position, head])| layout.offset(batch, position, head) * bytes);
@@ -316,7 +321,13 @@ impl Tensor {
         self.bytes_mut()[to..to + length].copy_from_slice(&from.bytes()[place..place + length]);
     }
 
-    pub(crate) fn set_row(&mut self, [batch, position, head]: [usize; 3], values: &[f32]) {
+    /// Rounds values to the element type and writes them over the vector at a batch entry, position
+    /// and head.
+    ///
+    /// # Panics
+    ///
+    /// If the vector lies outside of the memory.
+    pub fn set_row(&mut self, [batch, position, head]: [usize; 3], values: &[f32]) {
         let start = self.layout.offset(batch, position, head);
         with_elements!(&mut self.elements, vector =>
             Element::narrow(values, &mut vector[start..start + values.len()]));

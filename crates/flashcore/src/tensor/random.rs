@@ -6,7 +6,7 @@
 //! pseudorandom number generators", 2014), the transform is Box and Muller's.
 
 /// The standard normal deviate with this seed and index. Its magnitude is at most 6.7.
-pub(crate) fn normal(seed: u64, index: u64) -> f32 {
+pub fn normal(seed: u64, index: u64) -> f32 {
     let bits = bits(seed, index);
     let high = (bits >> 32) as f64;
     let low = (bits & 0xffff_ffff) as f64;
@@ -17,7 +17,7 @@ pub(crate) fn normal(seed: u64, index: u64) -> f32 {
 }
 
 /// A number between -1 and 1 with this seed and index, all equally likely.
-pub(crate) fn uniform(seed: u64, index: u64) -> f32 {
+pub fn uniform(seed: u64, index: u64) -> f32 {
     let bits = bits(seed, index) >> 40;
     bits as f32 / (1u32 << 23) as f32 - 1.0
 }
@@ -31,7 +31,7 @@ fn bits(seed: u64, index: u64) -> u64 {
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// SplitMix64's step.
-pub(crate) fn mix(state: u64) -> u64 {
+pub fn mix(state: u64) -> u64 {
     let z = state.wrapping_add(GOLDEN);
     let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

@@ -1,16 +1,19 @@
 //! Who takes part: kernels of ours by name, and peers.
 
-use std::fmt;
-
-use flashcore::backend::gpu as kernels_of_gpu;
-use flashcore::gpu::{Chip, Gpu, LaunchDescription, Order, decode, serving};
-use flashcore::{Mask, Plan, Preference, Problem};
-use kernels::{Decode, Shipped, shipped};
+use flashcore::family::Choice;
+use flashcore::family::tuning::Variant;
+use flashcore::gpu::{Chip, Gpu};
+use flashcore::plan::{Arrangement, candidates};
+use flashcore::serving::{Pages, Placement};
+use flashcore::{Plan, Preference, Problem, Storage};
+use kernels::attention::Batch;
+use kernels::{Configuration, Decode, Forward, MaskKind, Mma, Rules, Scalar, shipped};
 use ptx::Target;
 
 use crate::Error;
-use crate::problems::Workload;
-use crate::subject::Source;
+use crate::given::Given;
+use crate::statistics::Random;
+use crate::subject::{Call, Planned, Source};
 
 /// Someone to be measured, under a name.
 #[derive(Debug, Clone, PartialEq)]
@@ -26,92 +29,56 @@ pub struct Candidate {
 pub enum Who {
     /// Whatever our planner chooses for a problem.
     Planned,
-    /// A kernel of ours by its name, in the configuration that is best for a problem.
-    Named(&'static str),
+    /// A family of ours by its name, in the configuration that is best for a problem.
+    Family(&'static str),
     /// One configuration of ours; it has no part in problems that it does not serve.
-    Kernel(Shipped),
-    /// Our decode over the same keys in pages of so many positions, in an order of their own.
+    Kernel(Configuration),
+    /// What our planner chooses for the same keys in pages of so many positions, in an order of
+    /// their own.
     Pages(usize),
     /// Somebody else's.
-    Peer(Peer),
+    Peer(&'static Peer),
 }
-
-/// The kernels that can be asked for by name.
-const NAMED: [&str; 6] = ["forward", "prefill", "decode", "mma", "mma-half", "scalar"];
 
 /// Other people's attention.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Peer {
-    /// NVIDIA's library, through PyTorch.
-    CuDnn,
-    /// FlashAttention-2, as PyTorch has it.
-    FlashAttention2,
-    /// FlashAttention-3, from the wheel `fa3-fwd`.
-    FlashAttention3,
-    /// Memory-efficient attention, as PyTorch has it.
-    Efficient,
-    /// PyTorch's FlexAttention, compiled.
-    Flex,
-    /// JAX's kernel in Mosaic GPU.
-    Jax,
-}
-
-impl Peer {
-    /// Every peer.
-    pub const ALL: [Peer; 6] = [
-        Peer::CuDnn,
-        Peer::FlashAttention2,
-        Peer::FlashAttention3,
-        Peer::Efficient,
-        Peer::Flex,
-        Peer::Jax,
-    ];
-
+#[derive(Debug, PartialEq, Eq)]
+pub struct Peer {
     /// Its name in commands and tables.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Peer::CuDnn => "cudnn",
-            Peer::FlashAttention2 => "fa2",
-            Peer::FlashAttention3 => "fa3",
-            Peer::Efficient => "efficient",
-            Peer::Flex => "flex",
-            Peer::Jax => "jax",
-        }
-    }
-
+    pub name: &'static str,
     /// What it is.
-    pub const fn about(self) -> &'static str {
-        match self {
-            Peer::CuDnn => "cuDNN through PyTorch's scaled_dot_product_attention",
-            Peer::FlashAttention2 => {
-                "FlashAttention-2 through PyTorch's scaled_dot_product_attention"
-            }
-            Peer::FlashAttention3 => "FlashAttention-3, the wheel fa3-fwd",
-            Peer::Efficient => "memory-efficient attention through PyTorch",
-            Peer::Flex => "PyTorch's FlexAttention, compiled",
-            Peer::Jax => "JAX's attention in Mosaic GPU, host clock",
-        }
-    }
+    pub about: &'static str,
 }
 
-impl fmt::Display for Peer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
+/// Every peer; `driver.py` knows how each is called.
+pub static PEERS: [Peer; 7] = [
+    Peer { name: "cudnn", about: "cuDNN through PyTorch's scaled_dot_product_attention" },
+    Peer { name: "fa2", about: "FlashAttention-2 through PyTorch's scaled_dot_product_attention" },
+    Peer { name: "fa3", about: "FlashAttention-3, the wheel fa3-fwd" },
+    Peer { name: "fa4", about: "FlashAttention-4, the wheel flash-attn-4" },
+    Peer { name: "efficient", about: "memory-efficient attention through PyTorch" },
+    Peer { name: "flex", about: "PyTorch's FlexAttention, compiled" },
+    Peer { name: "jax", about: "JAX's attention in Mosaic GPU, host clock" },
+];
+
+/// The families that can be asked for by name.
+pub fn families() -> Vec<&'static str> {
+    let problem = Problem::new(1, 1, 1, 64);
+    let arrangement = Arrangement::contiguous(&problem).expect("a small problem");
+    candidates(&Chip::H200, &problem, &arrangement).into_iter().map(|it| it.kernel).collect()
 }
 
 impl Candidate {
-    /// The candidate of a name: `flashcore`, a kernel such as `mma`, a configuration, a peer; with
+    /// The candidate of a name: `flashcore`, a family such as `mma`, a configuration, a peer; with
     /// `label=` in front it goes by another name.
     pub fn parse(text: &str) -> Result<Self, String> {
         let (label, name) = match text.split_once('=') {
             Some((label, name)) => (label.trim(), name.trim()),
             None => (text.trim(), text.trim()),
         };
-        let peer = Peer::ALL.into_iter().find(|peer| peer.name() == name).map(Who::Peer);
-        let named = NAMED.into_iter().find(|it| *it == name).map(Who::Named);
+        let peer = PEERS.iter().find(|peer| peer.name == name).map(Who::Peer);
+        let family = families().into_iter().find(|it| *it == name).map(Who::Family);
         let size = name.strip_prefix("page").and_then(|size| size.parse().ok());
-        let who = match peer.or(named).or(size.map(Who::Pages)) {
+        let who = match peer.or(family).or(size.map(Who::Pages)) {
             Some(who) => who,
             None if name == "flashcore" => Who::Planned,
             None => Who::Kernel(configuration(name)?),
@@ -119,8 +86,22 @@ impl Candidate {
         Ok(Candidate { name: label.to_owned(), who })
     }
 
+    /// What the environment insists on, as [`Preference::from_environment`]; else what the planner
+    /// chooses.
+    pub fn from_environment() -> Result<Self, String> {
+        match Preference::from_environment().kernel {
+            Some(name) => Candidate::parse(&name),
+            None => Candidate::parse("flashcore"),
+        }
+    }
+
+    /// One configuration.
+    pub fn of(kernel: Configuration) -> Self {
+        Candidate { name: kernel.name(), who: Who::Kernel(kernel) }
+    }
+
     /// The peer, if it is one.
-    pub fn peer(&self) -> Option<Peer> {
+    pub fn peer(&self) -> Option<&'static Peer> {
         match self.who {
             Who::Peer(peer) => Some(peer),
             _ => None,
@@ -131,62 +112,53 @@ impl Candidate {
     pub fn about(&self) -> String {
         match &self.who {
             Who::Planned => "what FlashCore's planner chooses".to_owned(),
-            Who::Named(kernel) => format!("FlashCore's `{kernel}`"),
+            Who::Family(family) => format!("FlashCore's `{family}`"),
             Who::Kernel(kernel) => kernel.name(),
-            Who::Pages(size) => format!("FlashCore's decode over pages of {size}, shuffled"),
-            Who::Peer(peer) => peer.about().to_owned(),
+            Who::Pages(size) => format!("FlashCore over pages of {size}, shuffled"),
+            Who::Peer(peer) => peer.about.to_owned(),
         }
     }
 
-    /// The kernel of ours that runs for a problem, or why it has no part in it.
-    pub fn kernel(&self, problem: &Problem, chip: &Chip) -> Result<Shipped, String> {
-        let named = |kernel: &str| {
-            kernels_of_gpu::configuration(chip, problem, kernel)
-                .ok_or_else(|| format!("no configuration of `{kernel}` serves it"))
+    /// What of ours runs for a problem over contiguous tensors, and what its calls are given; or
+    /// why it has no part in it.
+    pub fn plan(&self, chip: &Chip, problem: &Problem) -> Result<(Plan, Given), String> {
+        let planned = |problem: &Problem, family: Option<&str>| {
+            let preference = Preference { backend: None, kernel: family.map(str::to_owned) };
+            let arrangement = Arrangement::contiguous(problem).map_err(|it| it.to_string())?;
+            let plan = Plan::on_gpu(chip, problem, &arrangement, &preference);
+            plan.map_err(|error| error.to_string())
         };
-        match &self.who {
-            Who::Planned => {
-                let preference = Preference { backend: Some("gpu".to_owned()), kernel: None };
-                let plan = Plan::on_chip(chip, problem, &preference);
-                named(&plan.map_err(|error| error.to_string())?.chosen.kernel)
+        let mut given = Given::of(problem).map_err(|error| error.to_string())?;
+        let plan = match &self.who {
+            Who::Planned => planned(problem, None)?,
+            Who::Family(family) => planned(problem, Some(family))?,
+            Who::Kernel(kernel) => {
+                let mut plan = planned(problem, Some(kernel.family()))?;
+                let best = plan.chosen.choice.as_ref().map(|choice| *choice.kernel());
+                if !best.is_some_and(|best| is_variant(kernel, &best, problem)) {
+                    return Err("it is for another element, head dim, mask or storage".to_owned());
+                }
+                let splits = splits(chip, problem, kernel)?;
+                let choice = Choice::for_kernel(chip, problem, *kernel, splits)?;
+                plan.chosen.configuration = Some(kernel.name());
+                plan.chosen.reason = choice.reason.clone();
+                plan.chosen.choice = Some(choice);
+                plan
             }
-            Who::Named(kernel) => named(kernel),
-            Who::Kernel(kernel) if serves(kernel, problem) => Ok(*kernel),
-            Who::Kernel(_) => Err("it is for another element, head dim or mask".to_owned()),
-            Who::Pages(_) => {
-                let chosen = decode::choose(chip, problem, true)?;
-                Ok(Shipped::Decode(chosen.configuration))
+            Who::Pages(size) => {
+                let paged = in_pages(problem, *size)?;
+                given = shuffled(&paged, given)?;
+                planned(&paged, None)?
             }
-            Who::Peer(peer) => Err(format!("{peer} is not ours")),
-        }
+            Who::Peer(peer) => return Err(format!("{} is not ours", peer.name)),
+        };
+        Ok((plan, given))
     }
-}
 
-impl Candidate {
-    /// What of ours is launched for a workload, launch after launch, or why it has no part in it.
-    pub fn describe(
-        &self,
-        workload: &Workload,
-        chip: &Chip,
-    ) -> Result<Vec<(Shipped, LaunchDescription)>, String> {
-        let Workload { problem, lengths } = workload;
-        let order = match self.who {
-            Who::Pages(_) if problem.query_length > 1 => {
-                return Err("keys in another order are the same to one query alone".to_owned());
-            }
-            Who::Pages(size) => Order::Pages(size),
-            _ if workload.is_packed() => Order::Packed(lengths),
-            _ => Order::Plain,
-        };
-        let kernel = match (&self.who, order) {
-            (Who::Planned, Order::Packed(_)) => {
-                let size = order.size(problem).map_err(|error| error.to_string())?;
-                serving::choose(chip, &size)?
-            }
-            _ => self.kernel(problem, chip)?,
-        };
-        let described = LaunchDescription::of_sequences(&kernel, problem, chip, order);
-        described.map_err(|error| error.to_string())
+    /// The same, ready on a GPU.
+    pub fn ready(&self, gpu: &Gpu, problem: &Problem) -> Result<Planned, Error> {
+        let (plan, given) = self.plan(&gpu.chip(), problem).map_err(Error::Impossible)?;
+        Planned::new(gpu, plan, &given)
     }
 }
 
@@ -195,52 +167,105 @@ impl Source for Candidate {
         self.name.clone()
     }
 
-    fn launch(&self, gpu: &Gpu, problem: &Problem) -> Result<(String, LaunchDescription), Error> {
-        let launches =
-            self.describe(&problem.clone().into(), &gpu.chip()).map_err(Error::Impossible)?;
-        match &launches[..] {
-            [(kernel, description)] => Ok((ptx::print(&kernel.program()?), description.clone())),
-            _ => Err(Error::Impossible("several launches are measured beside a peer".to_owned())),
-        }
+    fn prepare(&self, gpu: &Gpu, problem: &Problem) -> Result<Box<dyn Call>, Error> {
+        Ok(Box::new(self.ready(gpu, problem)?))
     }
 }
 
-/// Whether a configuration is for a problem's element, dims and mask.
-pub fn serves(kernel: &Shipped, problem: &Problem) -> bool {
-    let dims = (problem.head_dim as u32, problem.value_head_dim as u32);
-    let wanted = (problem.dtype.element(), dims, problem.mask == Mask::Causal);
-    match kernel {
-        Shipped::Forward(it) => (it.element, (it.head_dim, it.value_head_dim), it.causal) == wanted,
-        Shipped::Mma(it) => (it.element, (it.head_dim, it.value_head_dim), it.causal) == wanted,
-        Shipped::Scalar(it) => (it.element, (it.head_dim, it.value_head_dim), it.causal) == wanted,
-        // Masks are numbers to what serves sequences.
-        Shipped::Decode(it) => {
-            let scores = (it.softcap, it.alibi, it.sinks);
-            (it.element, (it.head_dim, it.value_head_dim)) == (wanted.0, wanted.1)
-                && scores == (problem.softcap.is_some(), problem.alibi, problem.sinks)
-                && !it.paged
+/// Whether a configuration differs from the best one for a problem in its shape alone. One that is
+/// built for windows serves masks that need less, too.
+fn is_variant(kernel: &Configuration, best: &Configuration, problem: &Problem) -> bool {
+    let chunked = problem.mask.chunk.is_some();
+    let rules = |own: Rules, best: Rules| match own.mask {
+        MaskKind::Local if !chunked => Rules { mask: own.mask, ..best },
+        MaskKind::Chunked if chunked => Rules { mask: own.mask, ..best },
+        _ => best,
+    };
+    let is_tile = |it: &Forward, best: &Forward| {
+        let best = Forward { rules: rules(it.rules, best.rules), ..*best };
+        Variant::of(it).configuration(&best) == *it
+    };
+    match (*kernel, *best) {
+        (Configuration::Forward(it), Configuration::Forward(best)) => is_tile(&it, &best),
+        (Configuration::Prefill(it), Configuration::Prefill(best)) => {
+            is_tile(&it.tile, &best.tile) && it.page_rows.is_some() == best.page_rows.is_some()
         }
-        Shipped::Prefill(it) => {
-            let (tile, scores) = (&it.tile, (it.softcap, it.alibi, it.sinks));
-            (tile.element, (tile.head_dim, tile.value_head_dim)) == (wanted.0, wanted.1)
-                && scores == (problem.softcap.is_some(), problem.alibi, problem.sinks)
-                && it.page_rows.is_none()
+        (Configuration::Mma(it), Configuration::Mma(best)) => {
+            let Mma { warps, row_tiles, key_block, ahead, query_source, residents, .. } = it;
+            let (accumulate, split, rules) = (it.accumulate, it.split, rules(it.rules, best.rules));
+            let tile = Mma { warps, row_tiles, key_block, ahead, query_source, residents, ..best };
+            // Equal lengths are lengths.
+            let batch = if best.batch == Batch::Equal { it.batch } else { best.batch };
+            let batch_fits = it.batch == best.batch || it.batch == Batch::Ragged;
+            batch_fits && Mma { accumulate, split, rules, batch, ..tile } == it
+        }
+        (Configuration::Decode(it), Configuration::Decode(best)) => {
+            let Decode { rows, warps, tile_keys, stages, blocks, .. } = it;
+            Decode { rows, warps, tile_keys, stages, blocks, ..best } == it
+        }
+        (Configuration::Scalar(it), Configuration::Scalar(best)) => {
+            Scalar { rules: rules(it.rules, best.rules), ..best } == it
         }
         _ => false,
     }
 }
 
+/// Into how many parts a configuration that splits keys cuts them: as many as fill the chip.
+fn splits(chip: &Chip, problem: &Problem, kernel: &Configuration) -> Result<Option<u32>, String> {
+    if !matches!(kernel, Configuration::Mma(mma) if mma.split) {
+        return Ok(None);
+    }
+    let whole = Choice::for_kernel(chip, problem, *kernel, None)?;
+    let tiling = whole.tiling.ok_or("it has no tiles")?;
+    let blocks = (problem.key_length as u32).div_ceil(tiling.key_block).max(1);
+    let wanted = (chip.multiprocessors / tiling.tiles.max(1)).max(2).min(blocks);
+    // Parts are equally long: so many of that length there are.
+    Ok(Some(blocks.div_ceil(blocks.div_ceil(wanted))))
+}
+
+/// The problem with its keys in pages, of the same memory.
+fn in_pages(problem: &Problem, size: usize) -> Result<Problem, String> {
+    let keys = problem.key_length;
+    if !problem.has_equal_lengths() || problem.query_length > 1 || problem.scores.has_alibi() {
+        return Err("keys in another order are the same to one query alone".to_owned());
+    }
+    if size == 0 || !keys.is_multiple_of(size) {
+        return Err(format!("{keys} keys are no whole number of pages of {size}"));
+    }
+    let columns = keys / size;
+    let pages = Storage::Paged { size, columns, pages: problem.batch * columns };
+    Ok(problem.clone().with_storage(Storage::Padded, pages))
+}
+
+/// Each sequence's pages in another order, so that the result is that of the plain problem.
+fn shuffled(paged: &Problem, given: Given) -> Result<Given, String> {
+    let Storage::Paged { size, columns, .. } = paged.keys else { return Ok(given) };
+    let mut random = Random::new(size as u64);
+    let mut table: Vec<u32> = (0..(paged.batch * columns) as u32).collect();
+    for row in table.chunks_exact_mut(columns.max(1)) {
+        for index in (1..row.len()).rev() {
+            row.swap(index, random.below(index + 1));
+        }
+    }
+    let pages = Pages::new(size, columns, table).map_err(|error| error.to_string())?;
+    Ok(Given {
+        queries: Some(Placement::padded(vec![paged.query_length; paged.batch])),
+        keys: Some(Placement::paged(vec![paged.key_length; paged.batch], pages)),
+        ..given
+    })
+}
+
 /// The configuration of a name: a shipped one, or any that the tuner could try.
-pub fn configuration(name: &str) -> Result<Shipped, String> {
+pub fn configuration(name: &str) -> Result<Configuration, String> {
     let shipped = shipped(Target::SM_90A).into_iter().find(|it| it.name() == name);
     let found = shipped
-        .or_else(|| crate::tune::space::find(name).map(Shipped::Forward))
-        .or_else(|| decode_shape(name).map(Shipped::Decode));
+        .or_else(|| crate::tune::space::find(name).map(Configuration::Forward))
+        .or_else(|| decode_shape(name).map(Configuration::Decode));
     found.ok_or_else(|| {
-        let peers = Peer::ALL.map(Peer::name).join(", ");
-        let kernels = NAMED.join(", ");
+        let peers = PEERS.each_ref().map(|peer| peer.name).join(", ");
+        let families = families().join(", ");
         format!(
-            "there is no candidate `{name}`; there are flashcore, the kernels {kernels}, \
+            "there is no candidate `{name}`; there are flashcore, the kernels {families}, \
              configurations as `flashcore inspect --all` lists them, and the peers {peers}"
         )
     })
@@ -258,13 +283,10 @@ fn decode_shape(name: &str) -> Option<Decode> {
         if !name.starts_with(&own[..shape + 2]) {
             continue;
         }
-        for (warps, tile_keys) in (1..=16).flat_map(|warps| [(warps, 16), (warps, 32)]) {
-            for (stages, blocks) in (1..=8).flat_map(|stages| (1..=4).map(move |it| (stages, it))) {
-                let shaped = Decode { warps, tile_keys, stages, blocks, ..base };
-                if shaped.name() == name && shaped.program().is_ok() {
-                    return Some(shaped);
-                }
-            }
+        let all = crate::tune::space::decodes(&base);
+        let named = all.into_iter().find(|it| it.name() == name);
+        if let Some(found) = named.filter(|it| it.program().is_ok()) {
+            return Some(found);
         }
     }
     None
@@ -274,52 +296,51 @@ fn decode_shape(name: &str) -> Option<Decode> {
 mod tests {
     use super::*;
 
+    fn kernels(name: &str, problem: &str) -> Result<Vec<String>, String> {
+        let problem = problem.parse().unwrap();
+        let (plan, _) = Candidate::parse(name)?.plan(&Chip::H200, &problem)?;
+        Ok(plan.chosen.choice.unwrap().launches.iter().map(|it| it.kernel.name()).collect())
+    }
+
     #[test]
     fn decode_has_shapes_beside_the_shipped_and_pages() {
-        let problem: Workload = "b=1,h=32,hk=8,s=1,sk=8192,d=128,bf16".parse().unwrap();
-        let candidate = |name: &str| Candidate::parse(name).unwrap();
-        let kernels = |name: &str, workload: &Workload| -> Result<Vec<String>, String> {
-            let launches = candidate(name).describe(workload, &Chip::H200)?;
-            Ok(launches.into_iter().map(|(kernel, _)| kernel.name()).collect())
-        };
-        let shipped = "decode_bf16_d128x128_r8_w8x16_s3b1";
-        assert_eq!(kernels("flashcore", &problem).unwrap(), [shipped]);
-        for shape in ["w4x32_s3b1", "w4x16_s3b2", "w8x16_s3b1"] {
-            let name = format!("decode_bf16_d128x128_r8_{shape}");
-            assert_eq!(kernels(&name, &problem).unwrap(), [name]);
+        let problem = "b=1,h=32,hk=8,s=1,sk=8192,d=128,bf16";
+        let shipped = kernels("flashcore", problem).unwrap();
+        assert!(shipped[0].starts_with("decode_bf16_d128x128_") && shipped.len() == 1);
+        let shape = &shipped[0][..shipped[0].rfind("_w").unwrap()];
+        for shape in ["w4x32_s3b1", "w4x16_s3b2", "w8x16_s3b1"].map(|it| format!("{shape}_{it}")) {
+            assert_eq!(kernels(&shape, problem).unwrap(), [shape]);
         }
-        let impossible = "decode_bf16_d128x128_r8_w16x32_s8b4";
-        assert!(Candidate::parse(impossible).unwrap_err().contains("no candidate"));
-        let paged = kernels("page16", &problem).unwrap();
+        let impossible = kernels(&format!("{shape}_w16x32_s8b4"), problem).unwrap_err();
+        assert!(impossible.contains("no candidate"), "{impossible}");
+        let paged = kernels("page16", problem).unwrap();
         assert!(paged[0].contains("_paged_"), "{paged:?}");
-        let refusal = kernels("page24", &problem).unwrap_err();
+        let refusal = kernels("page24", problem).unwrap_err();
         assert!(refusal.contains("whole number of pages"), "{refusal}");
 
-        let packed: Workload = "b=1,h=8,s=900,d=128,bf16,causal,packed=9".parse().unwrap();
-        let both = kernels("flashcore", &packed).unwrap();
+        let packed = "b=9,h=8,s=200,d=128,bf16,causal,queries=packed:900,keys=packed:900";
+        let both = kernels("flashcore", packed).unwrap();
         assert!(both.len() == 2 && both[1].starts_with("prefill"), "{both:?}");
-        assert_eq!(kernels(shipped, &packed).unwrap(), [shipped]);
-        assert!(candidate("page16").describe(&packed, &Chip::H200).is_err());
+        assert_eq!(kernels(&shipped[0], packed).unwrap(), shipped);
+        assert!(kernels("page16", packed).is_err());
     }
 
     #[test]
     fn names_mean_what_they_say() {
         assert_eq!(Candidate::parse("flashcore").unwrap().who, Who::Planned);
-        assert_eq!(Candidate::parse("fa3").unwrap().peer(), Some(Peer::FlashAttention3));
+        assert_eq!(Candidate::parse("fa4").unwrap().peer().unwrap().name, "fa4");
         let labelled = Candidate::parse("again=flashcore").unwrap();
         assert_eq!((labelled.name.as_str(), labelled.who), ("again", Who::Planned));
-        let message = Candidate::parse("fa4").unwrap_err();
-        assert!(message.contains("no candidate `fa4`") && message.contains("cudnn"), "{message}");
+        let message = Candidate::parse("fa5").unwrap_err();
+        assert!(message.contains("no candidate `fa5`") && message.contains("cudnn"), "{message}");
     }
 
     #[test]
     fn a_configuration_serves_its_own_problems() {
-        let problem: Problem = "b=1,h=16,s=4096,d=128,bf16".parse().unwrap();
-        let planned = Candidate::parse("flashcore").unwrap();
-        let kernel = planned.kernel(&problem, &Chip::H200).unwrap();
-        let named = Candidate::parse(&kernel.name()).unwrap();
-        assert_eq!(named.kernel(&problem, &Chip::H200), Ok(kernel));
-        let causal: Problem = "b=1,h=16,s=4096,d=128,bf16,causal".parse().unwrap();
-        assert!(named.kernel(&causal, &Chip::H200).unwrap_err().contains("another element"));
+        let dense = "b=1,h=16,s=4096,d=128,bf16";
+        let kernel = kernels("flashcore", dense).unwrap();
+        assert_eq!(kernels(&kernel[0], dense).unwrap(), kernel);
+        let causal = kernels(&kernel[0], "b=1,h=16,s=4096,d=128,bf16,causal").unwrap_err();
+        assert!(causal.contains("another element"), "{causal}");
     }
 }

@@ -54,8 +54,6 @@ class Kernel:
         """What must stay alive, and the address of the argument."""
         kind = argument["kind"]
         if kind == "tensor_map":
-            return tensor_map(tensors[argument["tensor"]], argument["extent"], argument["swizzle"])
-        if kind == "slices":
             return encoded(tensors[argument["tensor"]], argument["dimensions"], argument["strides"], argument["extent"], argument["swizzle"])
         if kind == "words":
             words = torch.tensor(argument["values"] or [0], dtype=torch.int64, device=DEVICE).to(torch.uint32)
@@ -68,21 +66,13 @@ class Kernel:
         elif kind == "address":
             value = ctypes.c_uint64(tensors[argument["tensor"]].data_ptr())
         else:
-            value = {"u32": ctypes.c_uint32, "u64": ctypes.c_uint64, "f32": ctypes.c_float}[kind](argument["value"])
+            value = {"u32": ctypes.c_uint32, "i32": ctypes.c_int32, "u64": ctypes.c_uint64, "f32": ctypes.c_float}[kind](argument["value"])
         return value, ctypes.addressof(value)
 
     def __call__(self):
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         for function, grid, threads, shared, pointers in self.launches:
             check(cu.cuLaunchKernel(function, *grid, threads, 1, 1, shared, stream, pointers, None), "cuLaunchKernel")
-
-
-def tensor_map(tensor, extent, swizzle):
-    """A tensor map over (dim, length, heads, batch) of a (batch, length, heads, dim) tensor."""
-    batch, length, heads, dim = tensor.shape
-    size = tensor.element_size()
-    strides = [heads * dim * size, dim * size, length * heads * dim * size]
-    return encoded(tensor, [dim, length, heads, batch], strides, extent, swizzle)
 
 
 def encoded(tensor, dimensions, strides, extent, swizzle):
@@ -194,6 +184,24 @@ def fa3(q, k, v, problem):
     return call, lambda out: (out[0] if isinstance(out, tuple) else out, None)
 
 
+def fa4(q, k, v, problem):
+    folder = os.environ.get("FA4", "fa4")
+    sys.path[:0] = [folder, os.path.join(folder, "nvidia_cutlass_dsl", "dsl_packages")]
+    from flash_attn.cute import interface
+    options = dict(softmax_scale=problem["scale"], causal=problem["causal"], window_size=tuple(problem["window"] or (None, None)))
+    if problem["starts"]:
+        starts, _, longest, _ = starts_of(problem)
+        bounds = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest)
+
+        def call():
+            return interface.flash_attn_varlen_func(q[0], k[0], v[0], **bounds, **options)
+        return call, lambda out: ((out[0] if isinstance(out, tuple) else out)[None], None)
+
+    def call():
+        return interface.flash_attn_func(q, k, v, **options)
+    return call, lambda out: (out[0] if isinstance(out, tuple) else out, None)
+
+
 def flex(q, k, v, problem):
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     qt, kt, vt = [x.transpose(1, 2) for x in (q, k, v)]
@@ -224,7 +232,7 @@ def mosaic(q, k, v, problem):
 
 
 PEERS = {"cudnn": sdpa("CUDNN_ATTENTION"), "fa2": fa2, "efficient": sdpa("EFFICIENT_ATTENTION"),
-         "fa3": fa3, "flex": flex, "jax": mosaic}
+         "fa3": fa3, "fa4": fa4, "flex": flex, "jax": mosaic}
 
 
 # ---- what is right --------------------------------------------------------------------------------------
@@ -368,7 +376,7 @@ def versions():
         found["cuDNN"] = str(torch.backends.cudnn.version())
     except Exception:
         pass
-    for package in ("fa3-fwd", "jax"):
+    for package in ("fa3-fwd", "flash-attn-4", "jax"):
         try:
             from importlib.metadata import version
             found[package] = version(package)

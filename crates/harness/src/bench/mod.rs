@@ -5,23 +5,23 @@
 //! from round to round; inputs have fresh contents in every round. The output of every candidate
 //! is compared with f64 in a round chosen at random.
 //!
-//! Kernels of ours alone are measured by this process ([`ours`](self)). Peers live in Python:
-//! then one Python process measures everybody, ours from their cubins, and streams what it finds.
+//! Kernels of ours alone are measured by this process ([`ours`](self)), over every storage and rule
+//! of scores. Peers live in Python: then one Python process measures everybody, ours from their
+//! cubins, and streams what it finds.
 
 mod candidate;
 mod contents;
 mod ours;
 mod peers;
 
-pub use candidate::{Candidate, Peer, Who, configuration, serves};
+pub use candidate::{Candidate, PEERS, Peer, Who, configuration, families};
 pub use contents::Pool;
 pub use ours::Arena;
 
 use std::path::PathBuf;
 use std::time::Instant;
 
-use flashcore::Problem;
-use flashcore::gpu::Gpu;
+use flashcore::{Lists, Problem};
 
 use crate::Error;
 use crate::problems::ProblemSet;
@@ -62,7 +62,7 @@ pub fn run(options: &Options, observer: &mut dyn Observer) -> Result<Results, Er
     check(options)?;
     let begun = Instant::now();
     let has_peers = options.candidates.iter().any(|it| it.peer().is_some());
-    let gpu = Gpu::open(0).map_err(|error| {
+    let gpu = crate::open_gpu().map_err(|error| {
         Error::Impossible(format!(
             "there is no GPU to measure on: {error}; `--plan` says what would be measured, `bench \
              compare` and `bench report` need none"
@@ -88,7 +88,7 @@ pub fn run(options: &Options, observer: &mut dyn Observer) -> Result<Results, Er
         candidates: options.candidates.iter().map(note).collect(),
         cells: Vec::new(),
     };
-    observer.begin(options.set.workloads.len());
+    observer.begin(options.set.problems.len());
     if has_peers {
         peers::run(gpu, options, &mut results, observer)?;
     } else {
@@ -108,13 +108,17 @@ fn check(options: &Options) -> Result<(), Error> {
         return refuse("two rounds of one call are the least: one sample says nothing about noise");
     }
     let has_peers = options.candidates.iter().any(|it| it.peer().is_some());
-    for workload in &options.set.workloads {
-        let Problem { softcap, alibi, sinks, .. } = workload.problem;
-        if softcap.is_some() || alibi || sinks {
-            return refuse(&format!("{workload}: rules of scores are not measured yet"));
+    for problem in options.set.problems.iter().filter(|_| has_peers) {
+        let text = problem.text();
+        let Problem { queries, keys, lists, scores, mask, .. } = problem;
+        if scores.has_rules() || mask.chunk.is_some() {
+            return refuse(&format!("{text}: rules of scores and chunks have no peers here yet"));
         }
-        if workload.is_packed() && !has_peers {
-            return refuse(&format!("{workload}: packed sequences are measured beside a peer"));
+        let alike = queries.is_packed() && queries == keys && *lists == Lists::default();
+        if !problem.has_equal_lengths() && !alike {
+            return refuse(&format!(
+                "{text}: of ragged batches, peers here take packed ones alone"
+            ));
         }
     }
     for (index, one) in options.candidates.iter().enumerate() {

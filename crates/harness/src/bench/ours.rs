@@ -1,20 +1,18 @@
-//! Kernels of ours, measured by this process.
+//! Kernels of ours, measured by this process: plans of the library, launched as its users do.
 
-use std::collections::BTreeSet;
-
-use cuda::{Buffer, Event, ExecutableGraph, OptimizationLevel, Stream};
-use flashcore::gpu::forward::fingerprint;
-use flashcore::gpu::{Gpu, TensorRole};
-use flashcore::{Problem, Verdict};
-use rayon::prelude::*;
+use cuda::{Buffer, Event, ExecutableGraph, Stream};
+use flashcore::Problem;
+use flashcore::family::tuning::fingerprint;
+use flashcore::gpu::Gpu;
+use testing::Verdict;
 
 use super::{Candidate, Observer, Options, Pool};
-use crate::Error;
-use crate::problems::Workload;
+use crate::given::{Given, tensor_bytes};
 use crate::report::{Cache, Cell, Measurement, Results};
 use crate::statistics::Random;
-use crate::subject::{Addresses, Launcher, Source, flush_bytes};
+use crate::subject::{Addresses, Call, Planned, flush_bytes};
 use crate::verify::{POISON, Truth, inputs};
+use crate::{Error, Silent};
 
 /// Rounds before those that count.
 const WARM_UP: usize = 2;
@@ -28,12 +26,11 @@ pub(super) fn run(
     compile_ahead(gpu, options);
     let mut random = Random::new(options.seed);
     let mut pool: Option<Pool> = None;
-    for workload in &options.set.workloads {
-        let problem = &workload.problem;
-        let kept = pool.take().filter(|pool| pool.dtype() == problem.dtype);
-        let filled = kept.map_or_else(|| Pool::new(gpu, problem.dtype, options.seed), Ok)?;
+    for problem in &options.set.problems {
+        let kept = pool.take().filter(|pool| pool.dtype() == problem.dtype());
+        let filled = kept.map_or_else(|| Pool::new(gpu, problem.dtype(), options.seed), Ok)?;
         let mut arena = Arena::new(gpu, problem, filled)?;
-        let cell = measure(gpu, options, workload, &mut arena, &mut random)?;
+        let cell = measure(gpu, options, problem, &mut arena, &mut random)?;
         observer.cell(results, &cell);
         results.cells.push(cell);
         pool = Some(arena.pool);
@@ -47,19 +44,21 @@ fn compile_ahead(gpu: &Gpu, options: &Options) {
     if gpu.cache().directory().is_none() {
         return;
     }
-    let all = options.set.workloads.iter().flat_map(|Workload { problem, .. }| {
-        options.candidates.iter().filter_map(move |it| Some(it.launch(gpu, problem).ok()?.0))
+    let chip = gpu.chip();
+    let plans = options.set.problems.iter().flat_map(|problem| {
+        options.candidates.iter().filter_map(move |it| it.plan(&chip, problem).ok())
     });
-    let texts: BTreeSet<String> = all.collect();
-    texts.par_iter().for_each(|text| {
-        let _ = gpu.device().compile_cached(text, OptimizationLevel::default(), gpu.cache());
-    });
+    let launches = plans
+        .flat_map(|(plan, _)| plan.chosen.choice.into_iter())
+        .flat_map(|choice| choice.launches.into_iter().map(|launch| launch.kernel));
+    let all: std::collections::HashSet<_> = launches.collect();
+    let _ = gpu.warm(&all.into_iter().collect::<Vec<_>>(), &Silent);
 }
 
 /// A candidate on a problem.
 #[derive(Debug)]
 struct Contestant {
-    launcher: Launcher,
+    plan: Planned,
     graph: Option<ExecutableGraph>,
     output: Buffer,
     lse: Buffer,
@@ -74,32 +73,29 @@ impl Contestant {
         candidate: &Candidate,
         problem: &Problem,
         inputs: &[Buffer; 3],
-    ) -> Result<(Self, String, String), Error> {
-        let (ptx, description) = candidate.launch(gpu, problem)?;
-        let kernel = description.entry.clone();
-        let mut launcher = Launcher::new(gpu, &ptx, description, problem)?;
-        let output = Buffer::new(gpu.device(), bytes(TensorRole::Output, problem)?)?;
-        let lse = Buffer::new(gpu.device(), bytes(TensorRole::Lse, problem)?)?;
+    ) -> Result<Self, Error> {
+        let mut plan = candidate.ready(gpu, problem)?;
+        let [.., output, lse] = bytes(problem)?;
+        let (output, lse) = (Buffer::new(gpu.device(), output)?, Buffer::new(gpu.device(), lse)?);
         let [query, key, value] = inputs.each_ref().map(Buffer::address);
         let addresses = [query, key, value, output.address(), lse.address()];
         let graph = match calls {
             1 => None,
             calls => {
                 let graph = gpu.stream().capture(|stream| {
-                    (0..calls).try_for_each(|_| launcher.launch(stream, &addresses))
+                    (0..calls).try_for_each(|_| plan.launch(stream, &addresses))
                 })?;
                 Some(graph.instantiate()?)
             }
         };
         let marks = [Event::new(gpu.device())?, Event::new(gpu.device())?];
-        let contestant = Contestant { launcher, graph, output, lse, addresses, marks };
-        Ok((contestant, kernel, fingerprint(&ptx)))
+        Ok(Contestant { plan, graph, output, lse, addresses, marks })
     }
 
     fn call(&mut self, stream: &Stream) -> Result<(), Error> {
         match &mut self.graph {
             Some(graph) => Ok(graph.launch(stream)?),
-            None => self.launcher.launch(stream, &self.addresses),
+            None => self.plan.launch(stream, &self.addresses),
         }
     }
 
@@ -126,10 +122,11 @@ impl Contestant {
     }
 }
 
-fn bytes(role: TensorRole, problem: &Problem) -> Result<u64, Error> {
-    let bytes = role.bytes(problem).filter(|bytes| *bytes > 0);
+/// The bytes of the five tensors of a call, none of which is empty.
+fn bytes(problem: &Problem) -> Result<[u64; 5], Error> {
+    let bytes = tensor_bytes(problem).filter(|bytes| bytes.iter().all(|it| *it > 0));
     let refused = || Error::Impossible(format!("a tensor of {problem} is empty or endless"));
-    Ok(bytes.ok_or_else(refused)? as u64)
+    Ok(bytes.ok_or_else(refused)?.map(|it| it as u64))
 }
 
 /// The inputs of a problem on the device, and what changes and flushes them.
@@ -149,11 +146,9 @@ type Rounds = (Vec<f64>, Option<Result<Verdict, String>>);
 impl Arena {
     /// For a problem of the pool's element type.
     pub fn new(gpu: &Gpu, problem: &Problem, pool: Pool) -> Result<Self, Error> {
-        let new = |role| -> Result<Buffer, Error> {
-            Ok(Buffer::new(gpu.device(), bytes(role, problem)?)?)
-        };
+        let [query, key, value, ..] = bytes(problem)?.map(|it| Buffer::new(gpu.device(), it));
         Ok(Arena {
-            inputs: [new(TensorRole::Query)?, new(TensorRole::Key)?, new(TensorRole::Value)?],
+            inputs: [query?, key?, value?],
             flush: Buffer::new(gpu.device(), flush_bytes(gpu))?,
             pool,
         })
@@ -169,7 +164,7 @@ impl Arena {
     ) -> Result<Vec<Vec<f64>>, Error> {
         let mut contestants = Vec::new();
         for candidate in candidates {
-            contestants.push(Contestant::new(gpu, 1, candidate, problem, &self.inputs)?.0);
+            contestants.push(Contestant::new(gpu, 1, candidate, problem, &self.inputs)?);
         }
         let mut all: Vec<&mut Contestant> = contestants.iter_mut().collect();
         let times = self.rounds(gpu, problem, &mut all, Cache::Cold, 1, rounds, None)?;
@@ -184,7 +179,7 @@ impl Arena {
         candidate: &Candidate,
         seed: u64,
     ) -> Result<(), Error> {
-        let (mut contestant, ..) = Contestant::new(gpu, 1, candidate, problem, &self.inputs)?;
+        let mut contestant = Contestant::new(gpu, 1, candidate, problem, &self.inputs)?;
         let checked = Some((0, seed));
         let all = &mut [&mut contestant];
         let mut rounds = self.rounds(gpu, problem, all, Cache::Cold, 1, 1, checked)?;
@@ -290,7 +285,8 @@ impl Kept {
         let read = |buffer: &Buffer| stream.download_vec::<u8>(buffer.all());
         let [query, key, value] = self.inputs.each_ref().map(read);
         let host = inputs(problem, [&query?, &key?, &value?])?;
-        let truth = Truth::of(problem, &host, seed)?;
+        let given = Given::of(problem)?;
+        let truth = Truth::of(problem, given.inputs(&host), seed)?;
         let mut verdicts = Vec::new();
         for [output, lse] in &self.results {
             let judged = truth.judge(&read(output)?, &read(lse)?);
@@ -303,18 +299,15 @@ impl Kept {
 fn measure(
     gpu: &Gpu,
     options: &Options,
-    workload: &Workload,
+    problem: &Problem,
     arena: &mut Arena,
     random: &mut Random,
 ) -> Result<Cell, Error> {
-    let problem = &workload.problem;
-    let mut cell = Cell::new(workload);
+    let mut cell = Cell::new(problem)?;
     let mut contestants = Vec::new();
     for candidate in &options.candidates {
         match Contestant::new(gpu, options.calls, candidate, problem, &arena.inputs) {
-            Ok((contestant, kernel, ptx)) => {
-                contestants.push((candidate.name.as_str(), contestant, kernel, ptx));
-            }
+            Ok(contestant) => contestants.push((candidate.name.as_str(), contestant)),
             Err(Error::Impossible(reason)) => {
                 let mut refused = Measurement::new(&candidate.name, options.caches[0], Vec::new());
                 refused.note = Some(reason);
@@ -326,13 +319,15 @@ fn measure(
     for &cache in &options.caches {
         let checked = Some((random.below(options.rounds), random.bits()));
         let mut all: Vec<&mut Contestant> =
-            contestants.iter_mut().map(|(_, contestant, ..)| contestant).collect();
+            contestants.iter_mut().map(|(_, contestant)| contestant).collect();
         let (calls, rounds) = (options.calls, options.rounds);
         let found = arena.rounds(gpu, problem, &mut all, cache, calls, rounds, checked)?;
-        for ((name, _, kernel, ptx), (samples, verdict)) in contestants.iter().zip(found) {
+        for ((name, contestant), (samples, verdict)) in contestants.iter().zip(found) {
             let mut measurement = Measurement::new(name, cache, samples);
-            measurement.kernel = Some(kernel.clone());
-            measurement.ptx = Some(ptx.clone());
+            if let Some(choice) = &contestant.plan.plan().chosen.choice {
+                measurement.kernel = Some(choice.kernel().name());
+                measurement.ptx = Some(fingerprint(&ptx::print(&choice.kernel().program()?)));
+            }
             match verdict {
                 Some(Ok(verdict)) => {
                     measurement.right = Some(true);

@@ -9,16 +9,17 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use cuda::OptimizationLevel;
-use flashcore::gpu::forward::fingerprint;
-use flashcore::gpu::{Chip, Gpu, LaunchDescription};
+use flashcore::family::tuning::fingerprint;
+use flashcore::gpu::{Chip, Gpu};
+use flashcore::{Mask, Problem};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::{Candidate, Observer, Options};
 use crate::Error;
-use crate::problems::Workload;
+use crate::given::Given;
 use crate::report::{Cache, Cell, Measurement, Results};
-use crate::subject::flush_bytes;
+use crate::subject::{LaunchDescription, flush_bytes, of_plan};
 
 /// What the process runs.
 const DRIVER: &str = include_str!("driver.py");
@@ -65,7 +66,10 @@ struct ProblemJob {
 #[derive(Serialize)]
 struct OursJob {
     name: String,
-    /// One after the other; the last computes the output.
+    /// The kernel of attention among its launches.
+    #[serde(skip)]
+    kernel: String,
+    /// One after the other.
     launches: Vec<LaunchJob>,
 }
 
@@ -115,7 +119,7 @@ pub(super) fn run(
 ) -> Result<(), Error> {
     let folder = tempfile::tempdir().map_err(Error::io("cannot make a temporary folder"))?;
     let (cells, refusals) = compile(&gpu, options, folder.path())?;
-    let names = |it: &'_ Candidate| Some((it.name.clone(), it.peer()?.name()));
+    let names = |it: &'_ Candidate| Some((it.name.clone(), it.peer()?.name));
     let peers: Vec<(String, &'static str)> = options.candidates.iter().filter_map(names).collect();
     let job = Job {
         rounds: options.rounds,
@@ -141,7 +145,8 @@ pub(super) fn run(
     let job_file = write("job.json", &text)?;
     let mut process = Process::start(&options.python, &driver, &job_file)?;
     results.method.process = format!("{} with PyTorch", options.python.display());
-    let mut cells: Vec<Cell> = options.set.workloads.iter().map(Cell::new).collect();
+    let cells = options.set.problems.iter().map(Cell::new);
+    let mut cells: Vec<Cell> = cells.collect::<Result<_, _>>()?;
     let mut missing = options.caches.len();
     while let Some(event) = process.next()? {
         match event {
@@ -158,8 +163,8 @@ pub(super) fn run(
                 }
             }
             Event::Failed { index, reason } => {
-                let problem = options.set.workloads.get(index);
-                let problem = problem.map(ToString::to_string).unwrap_or_default();
+                let problem = options.set.problems.get(index).map(Problem::text);
+                let problem = problem.unwrap_or_default();
                 observer.note(&format!("{problem}: {reason}"));
                 missing = options.caches.len();
             }
@@ -184,11 +189,11 @@ fn compile(
         options.candidates.iter().filter(|it| it.peer().is_none()).collect();
     let mut texts: BTreeMap<String, String> = BTreeMap::new();
     let (mut cells, mut refusals) = (Vec::new(), Vec::new());
-    for workload in &options.set.workloads {
-        let mut cell = CellJob { problem: ProblemJob::of(workload), ours: Vec::new() };
+    for problem in &options.set.problems {
+        let mut cell = CellJob { problem: ProblemJob::of(problem)?, ours: Vec::new() };
         let mut refused = HashMap::new();
         for candidate in &ours {
-            match describe(candidate, workload, &chip, folder) {
+            match describe(candidate, problem, &chip, folder) {
                 Ok((job, its_texts)) => {
                     texts.extend(its_texts);
                     cell.ours.push(job);
@@ -212,15 +217,20 @@ fn compile(
 
 fn describe(
     candidate: &Candidate,
-    workload: &Workload,
+    problem: &Problem,
     chip: &Chip,
     folder: &Path,
 ) -> Result<(OursJob, Vec<(String, String)>), String> {
-    let mut job = OursJob { name: candidate.name.clone(), launches: Vec::new() };
+    let (plan, given) = candidate.plan(chip, problem)?;
+    let mut job = OursJob {
+        name: candidate.name.clone(),
+        kernel: plan.chosen.configuration.clone().unwrap_or_default(),
+        launches: Vec::new(),
+    };
     let mut texts = Vec::new();
-    for (kernel, launch) in candidate.describe(workload, chip)? {
-        let text = ptx::print(&kernel.program().map_err(|error| error.to_string())?);
-        let cubin = folder.join(format!("{}.cubin", kernel.name())).display().to_string();
+    for (program, launch) in of_plan(&plan, &given)? {
+        let text = ptx::print(&program);
+        let cubin = folder.join(format!("{}.cubin", program.name)).display().to_string();
         job.launches.push(LaunchJob { cubin: cubin.clone(), launch, ptx: fingerprint(&text) });
         texts.push((cubin, text));
     }
@@ -228,27 +238,26 @@ fn describe(
 }
 
 impl ProblemJob {
-    fn of(workload: &Workload) -> Self {
-        let Workload { problem, lengths } = workload;
-        let start = |sequence: usize| lengths[..sequence].iter().sum();
-        let window = match problem.mask {
-            flashcore::Mask::Window { left, right } => Some([left, right]),
-            _ => None,
-        };
-        ProblemJob {
-            batch: problem.batch,
-            heads: problem.query_heads,
-            kv_heads: problem.kv_heads,
-            query_length: problem.query_length,
-            key_length: problem.key_length,
+    /// Packed sequences are one batch entry with the rows of all.
+    fn of(problem: &Problem) -> Result<Self, Error> {
+        let (query, key) = (problem.query_shape(), problem.key_shape());
+        let queries = Given::of(problem)?.queries;
+        let Mask { left, right, .. } = problem.mask;
+        let plain = [Mask::NONE, Mask::CAUSAL].contains(&problem.mask);
+        Ok(ProblemJob {
+            batch: query.batch,
+            heads: query.heads,
+            kv_heads: key.heads,
+            query_length: query.length,
+            key_length: key.length,
             head_dim: problem.head_dim,
             value_head_dim: problem.value_head_dim,
-            dtype: problem.dtype.to_string(),
-            causal: problem.mask == flashcore::Mask::Causal,
-            window,
+            dtype: problem.dtype().to_string(),
+            causal: problem.mask == Mask::CAUSAL,
+            window: (!plain).then_some([left, right]),
             scale: problem.scale(),
-            starts: workload.is_packed().then(|| (0..=lengths.len()).map(start).collect()),
-        }
+            starts: queries.and_then(|it| it.starts().map(<[usize]>::to_vec)),
+        })
     }
 }
 
@@ -277,9 +286,10 @@ fn take(
 fn label(cell: &mut Cell, cache: Cache, ours: &[OursJob], refused: &HashMap<String, String>) {
     for measurement in cell.measurements.iter_mut().filter(|it| it.cache == cache) {
         let job = ours.iter().find(|job| job.name == measurement.candidate);
-        if let Some(last) = job.and_then(|job| job.launches.last()) {
-            measurement.kernel = Some(last.launch.entry.clone());
-            measurement.ptx = Some(last.ptx.clone());
+        if let Some(OursJob { kernel, launches, .. }) = job {
+            let launch = launches.iter().find(|it| it.launch.entry == *kernel);
+            measurement.kernel = Some(kernel.clone());
+            measurement.ptx = launch.map(|it| it.ptx.clone());
         }
         if let Some(reason) = refused.get(&measurement.candidate) {
             measurement.note = Some(reason.clone());
@@ -366,7 +376,7 @@ mod tests {
             seed: 0,
             python: "python3".into(),
         };
-        let mut cell = Cell::new(&options.set.workloads[0]);
+        let mut cell = Cell::new(&options.set.problems[0]).unwrap();
         take(&mut cell, &options, cache, milliseconds, &judged, &refused);
         assert_eq!(cell.measurements.len(), 3);
         assert_eq!(cell.find("cudnn", Cache::Cold).unwrap().right, Some(true));

@@ -4,20 +4,29 @@
 //! poisoned before every call and lie between guard zones. A copy of them is taken behind the
 //! call, in the order of the queue: what is written later is late, whoever writes it.
 
-use flashcore::check::{Case, Contents};
-use flashcore::gpu::TensorRole;
-use flashcore::{InputTensors, Mask, Problem};
+use std::collections::HashSet;
+
+use flashcore::{InputTensors, Lists, Problem, Storage};
+use testing::check::cases::standard;
+use testing::check::{Case, Contents};
+use testing::scene::{Call, Place};
 
 use super::{Broken, Outcome, Rule, failed};
 use crate::Error;
-use crate::subject::{Memory, Subject, Tensors};
+use crate::bench::families;
+use crate::given::{Given, tensor_bytes};
+use crate::subject::{Memory, Role, Subject, Tensors};
 use crate::verify::{POISON, Truth, Wrong};
 
 /// What a kernel says it serves.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Contract {
-    /// Element, head dims and mask; lengths and heads are chosen by the gate.
+    /// Element, head dims, mask and scores; lengths and heads are chosen by the gate.
     pub model: Problem,
+    /// How sequences may lie.
+    pub storage: Stored,
+    /// Whether it is made for one query or a few of each sequence.
+    pub few_queries: bool,
     /// Lengths are multiples of this.
     pub length_step: usize,
     /// Whether queries and keys may differ in number.
@@ -29,9 +38,18 @@ pub struct Contract {
 }
 
 impl Contract {
-    /// Everything, for the element, head dims and mask of a problem.
+    /// Everything over sequences of equal lengths, for the element, head dims, mask and scores of a
+    /// problem.
     pub fn whole(model: Problem) -> Self {
-        Contract { model, length_step: 1, unequal_lengths: true, grouped: true, lse: true }
+        Contract {
+            model,
+            storage: Stored::Equal,
+            few_queries: false,
+            length_step: 1,
+            unequal_lengths: true,
+            grouped: true,
+            lse: true,
+        }
     }
 
     /// The problems that the kernel is asked, with their contents: lengths around the edges of
@@ -39,14 +57,12 @@ impl Contract {
     pub fn cases(&self) -> Vec<Case> {
         let problem = |batch, heads, kv_heads, queries, keys| {
             let round = |length: usize| length.next_multiple_of(self.length_step.max(1));
-            let model = &self.model;
             let keys = if self.unequal_lengths { keys } else { queries };
-            Problem::new(batch, heads, round(queries), model.head_dim)
-                .with_kv_heads(if self.grouped { kv_heads } else { heads })
-                .with_key_length(round(keys))
-                .with_value_head_dim(model.value_head_dim)
-                .with_dtype(model.dtype)
-                .with_mask(model.mask)
+            let mut problem = self.model.clone();
+            (problem.batch, problem.query_heads) = (batch, heads);
+            problem.kv_heads = if self.grouped { kv_heads } else { heads };
+            (problem.query_length, problem.key_length) = (round(queries), round(keys));
+            problem
         };
         let mut cases: Vec<Case> = [
             (1, 1, 1, 1, 1),
@@ -60,19 +76,18 @@ impl Contract {
             (2, 6, 3, 331, 331),
         ]
         .into_iter()
-        .map(|(batch, heads, kv_heads, queries, keys)| {
-            Case::new(problem(batch, heads, kv_heads, queries, keys))
+        .enumerate()
+        .flat_map(|(index, (batch, heads, kv_heads, queries, keys))| {
+            let plain = problem(batch, heads, kv_heads, queries, keys);
+            self.stored(plain, index).into_iter().map(Case::new)
         })
         .collect();
-        for contents in [
-            Contents::HugeLogits,
-            Contents::TinyLogits,
-            Contents::GrowingLogits,
-            Contents::FallingLogits,
-            Contents::LateHugeKey,
-            Contents::Outliers,
-        ] {
-            cases.push(Case::new(problem(1, 2, 1, 200, 200)).with_contents(contents));
+        // Every content that `flashcore check` knows.
+        let mut seen = HashSet::from([Contents::Normal]);
+        let standard = standard(self.model.dtype()).into_iter().map(|case| case.contents);
+        for contents in standard.filter(|it| it.is_finite() && seen.insert(*it)) {
+            let problem = self.stored(problem(1, 2, 1, 200, 200), 0);
+            cases.extend(problem.into_iter().map(|it| Case::new(it).with_contents(contents)));
         }
         cases.dedup();
         cases
@@ -82,28 +97,93 @@ impl Contract {
             .collect()
     }
 
-    /// What a kernel of ours serves; nothing where it is no attention, takes more than one launch,
-    /// or is less exact by design.
-    pub fn of(kernel: &kernels::Shipped) -> Option<Self> {
-        let (element, dims, causal) = match kernel {
-            kernels::Shipped::Forward(it) => {
-                (it.element, (it.head_dim, it.value_head_dim), it.causal)
-            }
-            kernels::Shipped::Mma(it) if !it.split && it.accumulate == ptx::Element::F32 => {
-                (it.element, (it.head_dim, it.value_head_dim), it.causal)
-            }
-            kernels::Shipped::Scalar(it) => {
-                (it.element, (it.head_dim, it.value_head_dim), it.causal)
-            }
-            _ => return None,
+    /// A problem in the ways that sequences may lie: as it is, and one way in turn.
+    fn stored(&self, plain: Problem, turn: usize) -> Vec<Problem> {
+        let Problem { batch, query_length, key_length, .. } = plain;
+        let rows = |length: usize| Storage::Packed((batch * length).div_ceil(2).max(length));
+        let lists = |turn: usize| Lists {
+            query_lengths: turn.is_multiple_of(3),
+            key_lengths: true,
+            left_padding: false,
+            batch_index: false,
         };
-        let dtype = flashcore::DType::ALL.into_iter().find(|it| it.element() == element)?;
-        let model = Problem::new(1, 1, 1, dims.0 as usize)
-            .with_value_head_dim(dims.1 as usize)
-            .with_dtype(dtype)
-            .with_mask(if causal { Mask::Causal } else { Mask::None });
-        Some(Contract::whole(model))
+        let packed = match turn % 2 {
+            0 => rows(query_length),
+            _ => Storage::Padded,
+        };
+        match self.storage {
+            Stored::Equal => vec![plain],
+            Stored::Ragged => {
+                let ragged = match turn % 3 {
+                    0 => plain.clone().with_storage(rows(query_length), rows(key_length)),
+                    1 => {
+                        let left_padding = true;
+                        let lists = Lists { left_padding, ..lists(turn) };
+                        plain.clone().with_storage(packed, Storage::Padded).with_lists(lists)
+                    }
+                    _ => {
+                        let entries = Storage::Entries(batch + 2);
+                        let lists = Lists { batch_index: true, ..lists(turn) };
+                        plain.clone().with_storage(packed, entries).with_lists(lists)
+                    }
+                };
+                vec![plain, ragged]
+            }
+            Stored::Pages(step) => {
+                let size = step * [1, 2, 4][turn % 3];
+                let columns = key_length.div_ceil(size).max(1);
+                let pages = Storage::Paged { size, columns, pages: batch * columns + 1 };
+                vec![plain.with_storage(packed, pages).with_lists(lists(turn))]
+            }
+        }
     }
+
+    /// What a kernel of ours serves; nothing where it is no attention by itself, or is less exact by
+    /// design.
+    pub fn of(kernel: &kernels::Configuration) -> Option<Self> {
+        if matches!(kernel, kernels::Configuration::Mma(it) if it.accumulate != ptx::Element::F32) {
+            return None;
+        }
+        if !families().contains(&kernel.family()) {
+            return None;
+        }
+        let Call { problem, ragged, .. } = Call::small(*kernel);
+        let storage = match ragged.map(|it| it.key_place) {
+            None => Stored::Equal,
+            Some(Place::Paged(size)) => Stored::Pages(size),
+            Some(_) => Stored::Ragged,
+        };
+        let few_queries = kernel.family() == "decode";
+        Some(Contract { storage, few_queries, ..Contract::whole(problem) })
+    }
+
+    /// What is timed where nobody says what: 4096 positions, as many heads as make a hidden size of
+    /// 2048; of few queries, one for each of 16 sequences over 8192.
+    pub fn timed(&self) -> Problem {
+        let mut problem = self.model.clone();
+        let heads = (2048 / problem.head_dim.max(1)).clamp(1, 64);
+        (problem.query_heads, problem.kv_heads) = (heads, heads);
+        let (batch, queries, keys) = match (self.few_queries, self.storage) {
+            (true, _) => (16, 1, 8192),
+            (false, Stored::Equal) => (1, 4096, 4096),
+            (false, _) => (4, 1024, 1024),
+        };
+        let round = |length: usize| length.next_multiple_of(self.length_step.max(1));
+        problem.batch = batch;
+        (problem.query_length, problem.key_length) = (round(queries), round(keys));
+        self.stored(problem.clone(), 0).pop().unwrap_or(problem)
+    }
+}
+
+/// How sequences may lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stored {
+    /// A batch entry for each, all of the same length.
+    Equal,
+    /// In any way but pages.
+    Ragged,
+    /// In pages whose sizes are multiples of this, and no other way.
+    Pages(usize),
 }
 
 /// Bytes on each side of a tensor that nobody may touch.
@@ -129,7 +209,7 @@ pub fn correct(subject: &mut dyn Subject, contract: &Contract, salt: u64) -> Out
 }
 
 /// The memory of a call.
-pub(super) struct Room {
+pub(super) struct CallMemory {
     pub(super) tensors: Tensors,
     /// Copies of output and log-sum-exp, taken behind a call.
     shadows: [Memory; 2],
@@ -137,23 +217,20 @@ pub(super) struct Room {
 }
 
 /// The results.
-const WRITTEN: [TensorRole; 2] = [TensorRole::Output, TensorRole::Lse];
+const WRITTEN: [Role; 2] = [Role::Output, Role::Lse];
 
-impl Room {
+impl CallMemory {
     pub(super) fn new(subject: &mut dyn Subject, problem: &Problem) -> Result<Self, Error> {
         subject.release();
         let endless = || Error::Impossible(format!("{problem} is too large"));
-        let mut bytes = [0; 5];
-        for (bytes, role) in bytes.iter_mut().zip(TensorRole::ALL) {
-            *bytes = role.bytes(problem).ok_or_else(endless)?;
-        }
+        let bytes = tensor_bytes(problem).ok_or_else(endless)?;
         let mut memory = [Memory(0); 5];
         for (memory, bytes) in memory.iter_mut().zip(bytes) {
             *memory = subject.allocate(bytes + 2 * GUARD)?;
         }
         let shadows =
             [subject.allocate(bytes[3] + 2 * GUARD)?, subject.allocate(bytes[4] + 2 * GUARD)?];
-        Ok(Room { tensors: Tensors { memory, offset: GUARD }, shadows, bytes })
+        Ok(CallMemory { tensors: Tensors { memory, offset: GUARD }, shadows, bytes })
     }
 
     /// Everything that is not an input is poison.
@@ -220,7 +297,7 @@ impl Room {
 
     /// Whether the inputs are what they were, guard zones included.
     fn check_inputs(&self, subject: &mut dyn Subject, inputs: [&[u8]; 3]) -> Result<(), Broken> {
-        for (role, bytes) in TensorRole::ALL.into_iter().zip(inputs) {
+        for (role, bytes) in Role::ALL.into_iter().zip(inputs) {
             let found = subject.read(self.tensors.at(role)).map_err(failed)?;
             let guard = [POISON; GUARD];
             let expected = [&guard[..], bytes, &guard[..]].concat();
@@ -243,20 +320,20 @@ pub(super) fn bytes_of(tensors: &InputTensors) -> [&[u8]; 3] {
 fn run(subject: &mut dyn Subject, contract: &Contract, case: &Case) -> Result<f64, Broken> {
     let problem = &case.problem;
     subject.prepare(problem).map_err(failed)?;
-    let room = Room::new(subject, problem).map_err(failed)?;
+    let memory = CallMemory::new(subject, problem).map_err(failed)?;
     let library = |error: flashcore::Error| failed(error.into());
     let first = case.tensors().map_err(library)?;
     let second = case.clone().with_seed(case.seed ^ 0x5EED).tensors().map_err(library)?;
     let mut call = |tensors: &InputTensors, fresh: bool| -> Result<[Vec<u8>; 2], Broken> {
         if fresh {
-            room.write(subject, bytes_of(tensors)).map_err(failed)?;
+            memory.write(subject, bytes_of(tensors)).map_err(failed)?;
         }
-        room.poison(subject).map_err(failed)?;
-        subject.call(&room.tensors).map_err(failed)?;
-        room.shadow(subject).map_err(failed)?;
+        memory.poison(subject).map_err(failed)?;
+        subject.call(&memory.tensors).map_err(failed)?;
+        memory.shadow(subject).map_err(failed)?;
         subject.settle().map_err(failed)?;
-        let results = room.results(subject, problem)?;
-        room.check_inputs(subject, bytes_of(tensors))?;
+        let results = memory.results(subject, problem)?;
+        memory.check_inputs(subject, bytes_of(tensors))?;
         Ok(results)
     };
     let results = call(&first, true)?;
@@ -284,7 +361,8 @@ pub(super) fn judge(
     seed: u64,
     before: Option<&[Vec<u8>; 2]>,
 ) -> Result<f64, Broken> {
-    let truth = Truth::of(problem, tensors, seed).map_err(failed)?;
+    let given = Given::of(problem).map_err(failed)?;
+    let truth = Truth::of(problem, given.inputs(tensors), seed).map_err(failed)?;
     let [output, lse] = results;
     // Without log-sum-exps of its own, a kernel is judged with the true ones.
     let known = truth.true_lse(lse.len());
@@ -302,5 +380,32 @@ pub(super) fn judge(
             "new contents in the same memory gave the result of the old ones".to_owned(),
         )),
         Err(wrong) => Err((Rule::Wrong, wrong.to_string())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use flashcore::gpu::Chip;
+
+    use super::*;
+    use crate::bench::Candidate;
+
+    /// Every attention kernel that ships can be launched on all that its contract names.
+    #[test]
+    fn contracts_are_served() {
+        let mut judged = std::collections::BTreeMap::new();
+        for kernel in kernels::shipped(ptx::Target::SM_90A) {
+            let Some(contract) = Contract::of(&kernel) else { continue };
+            let cases = contract.cases().into_iter().map(|case| case.problem);
+            for problem in cases.chain([contract.timed()]) {
+                let plan = Candidate::of(kernel).plan(&Chip::H200, &problem);
+                let (plan, _) =
+                    plan.unwrap_or_else(|it| panic!("{}, {problem}: {it}", kernel.name()));
+                assert_eq!(plan.chosen.configuration, Some(kernel.name()));
+            }
+            *judged.entry(kernel.family()).or_insert(0) += 1;
+        }
+        let families: Vec<&str> = judged.into_keys().collect();
+        assert_eq!(families, ["decode", "forward", "mma", "prefill", "scalar"]);
     }
 }

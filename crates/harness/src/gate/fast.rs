@@ -9,8 +9,9 @@ use std::time::Instant;
 
 use flashcore::{InputTensors, Problem};
 
-use super::correct::{Contract, Room, bytes_of, judge};
+use super::correct::{CallMemory, Contract, bytes_of, judge};
 use super::{Broken, Outcome, Rule, failed};
+use crate::given::Given;
 use crate::statistics::{Difference, Random, median};
 use crate::subject::Subject;
 use crate::verify::{POISON, inputs};
@@ -51,14 +52,17 @@ pub fn fast(
 /// One of the two, ready to be timed.
 struct Runner<'a> {
     subject: &'a mut dyn Subject,
-    room: Room,
+    memory: CallMemory,
+    /// Values of the output that belong to no sequence, and are not written.
+    unused: usize,
 }
 
 impl<'a> Runner<'a> {
-    fn new(subject: &'a mut dyn Subject, problem: &Problem) -> Result<Self, Broken> {
+    fn new(subject: &'a mut dyn Subject, problem: &Problem, given: &Given) -> Result<Self, Broken> {
         subject.prepare(problem).map_err(failed)?;
-        let room = Room::new(subject, problem).map_err(failed)?;
-        Ok(Runner { subject, room })
+        let memory = CallMemory::new(subject, problem).map_err(failed)?;
+        let unused = given.unused_rows(problem) * problem.value_head_dim;
+        Ok(Runner { subject, memory, unused })
     }
 
     /// Milliseconds of one call, on new contents if there are some, and what it wrote.
@@ -67,22 +71,22 @@ impl<'a> Runner<'a> {
         problem: &Problem,
         contents: Option<[&[u8]; 3]>,
     ) -> Result<(f64, [Vec<u8>; 2]), Broken> {
-        let Runner { subject, room } = self;
+        let Runner { subject, memory, unused } = self;
         if let Some(contents) = contents {
-            room.write(*subject, contents).map_err(failed)?;
+            memory.write(*subject, contents).map_err(failed)?;
         }
-        room.poison(*subject).map_err(failed)?;
+        memory.poison(*subject).map_err(failed)?;
         subject.settle().map_err(failed)?;
         subject.flush().map_err(failed)?;
         subject.mark(0).map_err(failed)?;
-        subject.call(&room.tensors).map_err(failed)?;
+        subject.call(&memory.tensors).map_err(failed)?;
         subject.mark(1).map_err(failed)?;
-        room.shadow(*subject).map_err(failed)?;
+        memory.shadow(*subject).map_err(failed)?;
         let milliseconds = subject.elapsed().map_err(failed)?;
         let over = Instant::now();
         subject.settle().map_err(failed)?;
         let busy = over.elapsed().as_secs_f64() * 1e3;
-        let results = room.results(*subject, problem)?;
+        let results = memory.results(*subject, problem)?;
         if busy > BUSY + milliseconds {
             return Err((
                 Rule::Outlives,
@@ -91,12 +95,12 @@ impl<'a> Runner<'a> {
                 ),
             ));
         }
-        let element = problem.dtype.bytes();
+        let element = problem.dtype().bytes();
         let unwritten = |bytes: &[u8]| {
             let poison = |element: &&[u8]| element.iter().all(|byte| *byte == POISON);
             bytes.chunks_exact(element).filter(poison).count()
         };
-        let holes = unwritten(&results[0]);
+        let holes = unwritten(&results[0]).saturating_sub(*unused);
         if holes > 0 {
             let of = results[0].len() / element;
             let reason = format!("a timed call left {holes} of {of} values unwritten");
@@ -118,14 +122,15 @@ fn time(
     let mut random = Random::new(salt);
     let library = |error: flashcore::Error| failed(error.into());
     let base = InputTensors::random(problem, salt).map_err(library)?;
-    let mut runner = Runner::new(subject, problem)?;
-    let mut rival = Runner::new(baseline, problem)?;
+    let given = Given::of(problem).map_err(failed)?;
+    let mut runner = Runner::new(subject, problem, &given)?;
+    let mut rival = Runner::new(baseline, problem, &given)?;
     let (mut own, mut others) = (Vec::new(), Vec::new());
     let rounds = pace.rounds.max(3);
     let judged = random.below(rounds);
     let warm_up = 1;
     for round in 0..warm_up + rounds {
-        let contents = turned(&base, problem.dtype.bytes(), &mut random);
+        let contents = turned(&base, problem.dtype().bytes(), &mut random);
         let views = contents.each_ref().map(Vec::as_slice);
         let mut results = None;
         for place in 0..2 {
@@ -155,7 +160,7 @@ fn time(
     }
     let usual = median(&own);
     if let Some(peak) = pace.peak_tflops {
-        let speed = problem.visible_flops() / usual / 1e9;
+        let speed = given.flops(problem, Problem::visible_flops) / usual / 1e9;
         if speed > peak {
             let reason = format!("{speed:.0} TFLOP/s, and the hardware has {peak:.0}");
             return Err((Rule::AboveRoofline, reason));
@@ -181,7 +186,7 @@ fn time(
     for value in [0.0, 1.0] {
         let constant = |shape| {
             let layout = flashcore::Layout::contiguous(shape)?;
-            flashcore::Tensor::filled(problem.dtype, layout, value)
+            flashcore::Tensor::filled(problem.dtype(), layout, value)
         };
         let shapes = [problem.query_shape(), problem.key_shape(), problem.value_shape()];
         let [query, key, value_tensor] = shapes.map(constant);
@@ -198,7 +203,7 @@ fn time(
     let text = format!(
         "{ratio:.3} times the speed of {other}, within {:.1} %: {:.0} TFLOP/s on {problem}",
         100.0 * noise,
-        problem.flops() / usual / 1e9
+        given.flops(problem, Problem::flops) / usual / 1e9
     );
     if ratio < pace.at_least && (pace.at_least / ratio).ln() > noise {
         return Err((Rule::Slow, format!("{text}; {:.3} is asked", pace.at_least)));

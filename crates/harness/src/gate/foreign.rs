@@ -27,14 +27,14 @@
 use std::path::Path;
 
 use flashcore::Problem;
-use flashcore::gpu::{Gpu, LaunchDescription, Passed, TensorRole};
+use flashcore::gpu::Gpu;
 use ptx::Target;
 use serde::Deserialize;
 
 use super::statics::too_much_shared;
 use super::{Contract, Outcome, Rule};
 use crate::Error;
-use crate::subject::Source;
+use crate::subject::{Call, LaunchDescription, Launcher, Passed, Role, Source, plain_map};
 
 /// A kernel from anywhere.
 #[derive(Debug, Clone)]
@@ -126,34 +126,6 @@ pub struct ArgumentText {
     pub f32: Option<Number>,
 }
 
-/// The tensors, as the file names them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Role {
-    /// The queries.
-    Query,
-    /// The keys.
-    Key,
-    /// The values.
-    Value,
-    /// The output.
-    Output,
-    /// The log-sum-exps.
-    Lse,
-}
-
-impl From<Role> for TensorRole {
-    fn from(role: Role) -> Self {
-        match role {
-            Role::Query => TensorRole::Query,
-            Role::Key => TensorRole::Key,
-            Role::Value => TensorRole::Value,
-            Role::Output => TensorRole::Output,
-            Role::Lse => TensorRole::Lse,
-        }
-    }
-}
-
 /// The names that expressions may use, with their values for a problem. Tensors are contiguous
 /// (batch, length, heads, dim), so strides are products of these.
 pub fn names(problem: &Problem) -> Vec<(&'static str, f64)> {
@@ -167,7 +139,7 @@ pub fn names(problem: &Problem) -> Vec<(&'static str, f64)> {
         ("key_length", number(problem.key_length)),
         ("head_dim", number(problem.head_dim)),
         ("value_head_dim", number(problem.value_head_dim)),
-        ("element_bytes", number(problem.dtype.bytes())),
+        ("element_bytes", number(problem.dtype().bytes())),
         ("scale", f64::from(problem.scale())),
         ("log2e", std::f64::consts::LOG2_E),
     ]
@@ -193,11 +165,11 @@ impl Foreign {
         let model: Problem =
             description.problem.parse().map_err(|error| format!("`problem`: {error}"))?;
         let contract = Contract {
-            model,
             length_step: description.length_step,
             unequal_lengths: description.unequal_lengths,
             grouped: description.grouped,
             lse: description.lse,
+            ..Contract::whole(model)
         };
         if contract.length_step == 0 {
             return Err("`length_step` is at least 1".to_owned());
@@ -242,14 +214,13 @@ impl Foreign {
                 return Err(format!("{what} is one of tensor, tensor_map, u32, u64, f32"));
             }
             if let Some(role) = text.tensor {
-                return Ok(Passed::Address { tensor: role.into() });
+                return Ok(Passed::Address { tensor: role });
             }
             if let Some(role) = text.tensor_map {
                 if text.extent.len() != 4 {
                     return Err(format!("{what}: the box of a tensor map has four extents"));
                 }
-                let (extent, swizzle) = (text.extent.clone(), text.swizzle);
-                return Ok(Passed::TensorMap { tensor: role.into(), extent, swizzle });
+                return plain_map(problem, role, text.extent.clone(), text.swizzle);
             }
             if let Some(number) = &text.u32 {
                 let value = whole(&what, number, f64::from(u32::MAX))? as u32;
@@ -285,7 +256,7 @@ impl Foreign {
         };
         let sizes = launch.arguments.iter().map(|argument| match argument {
             Passed::TensorMap { .. } => 128,
-            Passed::U32 { .. } | Passed::F32 { .. } => 4,
+            Passed::U32 { .. } | Passed::I32 { .. } | Passed::F32 { .. } => 4,
             _ => 8,
         });
         let described: Vec<u32> = sizes.collect();
@@ -321,12 +292,12 @@ impl Source for Foreign {
         self.description.entry.clone()
     }
 
-    fn launch(&self, _: &Gpu, problem: &Problem) -> Result<(String, LaunchDescription), Error> {
+    fn prepare(&self, gpu: &Gpu, problem: &Problem) -> Result<Box<dyn Call>, Error> {
         let launch = self.describe(problem).map_err(|reason| Error::Malformed {
             what: format!("the description of {}", self.description.entry),
             reason,
         })?;
-        Ok((self.ptx.clone(), launch))
+        Ok(Box::new(Launcher::new(gpu, &self.ptx, launch)?))
     }
 }
 

@@ -18,7 +18,7 @@ mod fast;
 pub mod foreign;
 mod statics;
 
-pub use correct::{Contract, correct};
+pub use correct::{Contract, Stored, correct};
 pub use counters::{METRICS, Threshold, Thresholds, counters, ncu_command};
 pub use fast::{Pace, fast};
 pub use foreign::Foreign;

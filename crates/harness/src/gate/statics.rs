@@ -1,10 +1,10 @@
 //! The steps that need no GPU.
 
 use cuda::toolkit::{self, Options as AssemblerOptions, Toolkit};
-use kernels::Shipped;
+use kernels::Configuration;
 use ptx::{Program, Target};
-use sim::scene::{Scene, schedules};
 use sim::{Counts, Measure, Mode, Options, Policy};
+use testing::scene::{Scene, schedules};
 
 use super::{Outcome, Rule};
 
@@ -12,14 +12,14 @@ use super::{Outcome, Rule};
 #[derive(Debug, Clone)]
 pub struct Own {
     /// Which kernel it is, or says it is.
-    pub kernel: Shipped,
+    pub kernel: Configuration,
     /// What it is made of.
     pub program: Program,
 }
 
 impl Own {
     /// A configuration as it is built.
-    pub fn new(kernel: Shipped) -> Result<Self, kernels::Error> {
+    pub fn new(kernel: Configuration) -> Result<Self, kernels::Error> {
         Ok(Own { kernel, program: kernel.program()? })
     }
 }
@@ -78,7 +78,7 @@ const CONFLICTS_PER_WAVEFRONT: f64 = 0.5;
 
 /// Is it right under every schedule, and does it use shared memory well?
 pub fn simulate(own: &Own, seeds: u64) -> Outcome {
-    if own.program.target != Target::SM_90A && !matches!(own.kernel, Shipped::Scalar(_)) {
+    if own.program.target != Target::SM_90A && !matches!(own.kernel, Configuration::Scalar(_)) {
         return Outcome::skip(format!("nothing is known to do for {}", own.program.target));
     }
     let scene = match Scene::small(&own.kernel) {

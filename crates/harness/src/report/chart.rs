@@ -56,7 +56,7 @@ fn title(problem: &Problem, with_heads: bool) -> String {
     if problem.value_head_dim != problem.head_dim {
         title += &format!("/{}", problem.value_head_dim);
     }
-    title += if problem.mask == Mask::Causal { ", causal" } else { ", dense" };
+    title += if problem.mask == Mask::CAUSAL { ", causal" } else { ", dense" };
     if with_heads {
         title += &format!(", heads {}/{}", problem.query_heads, problem.kv_heads);
     }

@@ -11,7 +11,7 @@ use flashcore::Problem;
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
-use crate::problems::{self, Workload};
+use crate::given::Given;
 use crate::provenance::Provenance;
 use crate::statistics::{Difference, Summary};
 
@@ -207,18 +207,19 @@ pub struct Ratio {
 
 impl Cell {
     /// An empty cell.
-    pub fn new(workload: &Workload) -> Self {
-        Cell {
-            problem: workload.to_string(),
-            flops: workload.flops(),
-            bytes: problems::least_bytes(&workload.problem),
+    pub fn new(problem: &Problem) -> Result<Self, Error> {
+        let given = Given::of(problem)?;
+        Ok(Cell {
+            problem: problem.text(),
+            flops: given.flops(problem, Problem::flops),
+            bytes: given.least_bytes(problem),
             measurements: Vec::new(),
-        }
+        })
     }
 
     /// The problem itself.
     pub fn parsed(&self) -> Option<Problem> {
-        self.problem.parse::<Workload>().ok().map(|workload| workload.problem)
+        self.problem.parse().ok()
     }
 
     /// The measurement of a candidate, if there is one with samples.
@@ -274,9 +275,9 @@ mod tests {
     /// Results that look like those of a GPU: each candidate by its time relative to ours.
     pub(super) fn results(candidates: &[(&str, f64)], seed: u64) -> Results {
         let mut random = Random::new(seed);
-        let cell = |workload: &Workload| {
-            let mut cell = Cell::new(workload);
-            let base = workload.flops() / 600e9 + 0.004;
+        let cell = |problem: &Problem| {
+            let mut cell = Cell::new(problem).unwrap();
+            let base = problem.flops() / 600e9 + 0.004;
             for (name, factor) in candidates {
                 let sample = |random: &mut Random| base * factor * (1.0 + 0.005 * random.normal());
                 let samples = (0..11).map(|_| sample(&mut random)).collect();
@@ -313,7 +314,7 @@ mod tests {
                     about: String::new(),
                 })
                 .collect(),
-            cells: set.workloads.iter().map(cell).collect(),
+            cells: set.problems.iter().map(cell).collect(),
         }
     }
 

@@ -2,24 +2,16 @@
 
 use cuda::{Buffer, DeviceAddress, Event};
 use flashcore::Problem;
-use flashcore::gpu::{Gpu, LaunchDescription};
+use flashcore::gpu::Gpu;
 
-use super::{Addresses, Launcher, Memory, Subject, Tensors};
+use super::{Addresses, Call, Memory, Source, Subject, Tensors};
 use crate::Error;
-
-/// The text of a kernel and how it is launched for a problem.
-pub trait Source {
-    /// The kernel's name.
-    fn name(&self) -> String;
-    /// Its PTX for a problem, and its launch.
-    fn launch(&self, gpu: &Gpu, problem: &Problem) -> Result<(String, LaunchDescription), Error>;
-}
 
 /// A kernel on a GPU.
 pub struct GpuSubject<'a> {
     gpu: &'a Gpu,
     source: &'a dyn Source,
-    launcher: Option<Launcher>,
+    kernel: Option<Box<dyn Call>>,
     memory: Vec<Buffer>,
     /// Larger than the second-level cache, to take its place.
     flush: Buffer,
@@ -33,7 +25,7 @@ impl<'a> GpuSubject<'a> {
         Ok(GpuSubject {
             gpu,
             source,
-            launcher: None,
+            kernel: None,
             memory: Vec::new(),
             flush: Buffer::new(device, flush_bytes(gpu))?,
             marks: [Event::new(device)?, Event::new(device)?],
@@ -57,8 +49,7 @@ impl Subject for GpuSubject<'_> {
     }
 
     fn prepare(&mut self, problem: &Problem) -> Result<(), Error> {
-        let (ptx, description) = self.source.launch(self.gpu, problem)?;
-        self.launcher = Some(Launcher::new(self.gpu, &ptx, description, problem)?);
+        self.kernel = Some(self.source.prepare(self.gpu, problem)?);
         Ok(())
     }
 
@@ -102,10 +93,9 @@ impl Subject for GpuSubject<'_> {
         for (address, memory) in addresses.iter_mut().zip(tensors.memory) {
             *address = self.buffer(memory)?.address().offset(tensors.offset as u64);
         }
-        let launcher = self.launcher.as_mut();
-        let launcher =
-            launcher.ok_or_else(|| Error::Impossible("no problem was prepared".to_owned()))?;
-        launcher.launch(self.gpu.stream(), &addresses)
+        let unprepared = || Error::Impossible("no problem was prepared".to_owned());
+        let kernel = self.kernel.as_mut().ok_or_else(unprepared)?;
+        kernel.launch(self.gpu.stream(), &addresses)
     }
 
     fn elapsed(&mut self) -> Result<f64, Error> {

@@ -4,23 +4,46 @@
 //! timed by somebody else's clock, and a way to wait until nothing is going on any more. The GPU
 //! is one such place; tests have another, on the host, where every known way to cheat is at home.
 
+mod description;
 mod gpu;
 mod launcher;
+mod planned;
 
+pub use description::{LaunchDescription, Passed, Role, of_plan};
+pub(crate) use description::{of_program, plain_map};
+pub use gpu::GpuSubject;
 pub(crate) use gpu::flush_bytes;
-pub use gpu::{GpuSubject, Source};
-pub use launcher::{Addresses, Launcher};
+pub use launcher::Launcher;
+pub use planned::Planned;
 
+use cuda::{DeviceAddress, Stream};
 use flashcore::Problem;
-use flashcore::gpu::TensorRole;
+use flashcore::gpu::Gpu;
 
 use crate::Error;
+
+/// Where tensors are on the device, in the order of [`Role::ALL`].
+pub type Addresses = [DeviceAddress; 5];
+
+/// Something that a GPU can be made to do for a problem.
+pub trait Source {
+    /// The kernel's name.
+    fn name(&self) -> String;
+    /// Gets ready for a problem, whose tensors will be contiguous.
+    fn prepare(&self, gpu: &Gpu, problem: &Problem) -> Result<Box<dyn Call>, Error>;
+}
+
+/// A kernel that is ready to be called.
+pub trait Call {
+    /// Puts a call on a stream, on tensors at these addresses.
+    fn launch(&mut self, stream: &Stream, addresses: &Addresses) -> Result<(), Error>;
+}
 
 /// A piece of a subject's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Memory(pub usize);
 
-/// Where the tensors of a call are, in the order of [`TensorRole::ALL`], each with the bytes
+/// Where the tensors of a call are, in the order of [`Role::ALL`], each with the bytes
 /// before its first: room for a guard zone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tensors {
@@ -32,9 +55,8 @@ pub struct Tensors {
 
 impl Tensors {
     /// Where one of them is.
-    pub fn at(&self, role: TensorRole) -> Memory {
-        let index = TensorRole::ALL.iter().position(|it| *it == role);
-        self.memory[index.expect("every role is listed")]
+    pub fn at(&self, role: Role) -> Memory {
+        self.memory[role as usize]
     }
 }
 

@@ -7,12 +7,12 @@
 //! where warpgroups take turns.
 
 use flashcore::Problem;
+use flashcore::family::{Choice, Contents};
 use flashcore::gpu::Chip;
-use flashcore::gpu::forward::Geometry;
-use kernels::Forward;
 use kernels::forward::TileLists;
-use sim::scene::{AttentionSize, Scene};
+use kernels::{Configuration, Forward, Rules};
 use sim::{Measure, Options, Policy};
+use testing::scene::Call;
 
 /// What a key block costs a multiprocessor, in cycles.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -29,16 +29,11 @@ impl BlockCost {
     /// Counts it in the simulator.
     pub fn count(forward: &Forward) -> Result<Self, String> {
         // A mask costs nothing in most blocks.
-        let dense = Forward { causal: false, ..*forward };
+        let dense = Forward { rules: Rules::DENSE, ..*forward };
         let count = |blocks: u32| {
-            let size = AttentionSize {
-                batch: 1,
-                queries: dense.query_rows() as usize,
-                keys: (blocks * dense.key_block) as usize,
-                heads: 1,
-                key_heads: 1,
-            };
-            let scene = Scene::forward(dense, &size).map_err(|error| error.to_string())?;
+            let lengths = [dense.query_rows(), blocks * dense.key_block].map(|it| it as usize);
+            let call = Call::new(Configuration::Forward(dense), 1, lengths, [1, 1]);
+            let scene = call.unjudged().map_err(|error| error.to_string())?;
             let options = Options::values(Policy::Earliest, 0);
             let (_, report) = scene.run(&options).map_err(|failure| failure.to_string())?;
             Ok::<_, String>(report.counts)
@@ -74,23 +69,26 @@ pub fn predict(
     chip: &Chip,
     clock_megahertz: f64,
 ) -> Result<f64, String> {
-    let geometry = Geometry::new(forward, problem, chip).map_err(|error| error.to_string())?;
+    let choice = Choice::for_kernel(chip, problem, Configuration::Forward(*forward), None)?;
+    let tiling = choice.tiling.ok_or("it has no tiles")?;
+    let blocks = choice.launches[0].blocks.max(1);
     let each = cost.cycles(forward);
     let begin = if forward.query_buffers > 1 { 1200.0 } else { 1800.0 }
         + if forward.form.overlap_tiles { 0.0 } else { 600.0 };
     let tile = |number: u32| {
-        let row_tile = number % geometry.tiles_per_head.max(1);
+        let row_tile = number % tiling.tiles_per_head.max(1);
         key_blocks(forward, row_tile, problem) * each + begin
     };
-    let cycles = match &geometry.lists {
-        None => {
-            let rounds = geometry.tiles.div_ceil(geometry.blocks.max(1));
-            f64::from(rounds) * tile(0)
-        }
-        Some(lists) => (0..lists.blocks as usize)
+    let lists = choice.memory.iter().find_map(|memory| match &memory.contents {
+        Contents::Tiles(order) => Some(order.words()),
+        _ => None,
+    });
+    let cycles = match lists {
+        None => f64::from(tiling.tiles.div_ceil(blocks)) * tile(0),
+        Some(words) => (0..blocks as usize)
             .map(|block| {
-                let from = lists.words[block] as usize;
-                let list = lists.words[from..].iter().take_while(|it| **it != TileLists::END);
+                let list = words[words[block] as usize..].iter();
+                let list = list.take_while(|it| **it != TileLists::END);
                 list.map(|number| tile(*number)).sum::<f64>()
             })
             .fold(0.0, f64::max),
@@ -101,7 +99,7 @@ pub fn predict(
 /// Key blocks that a row tile takes.
 fn key_blocks(forward: &Forward, row_tile: u32, problem: &Problem) -> f64 {
     let all = problem.key_length.div_ceil(forward.key_block as usize) as i64;
-    if !forward.causal {
+    if !forward.takes_lists() {
         return all as f64;
     }
     let end = (i64::from(row_tile) + 1) * i64::from(forward.query_rows());
@@ -122,7 +120,7 @@ mod tests {
         for text in ["b=2,h=32,s=8192,d=64,bf16", "b=2,h=16,s=8192,d=128,bf16,causal"] {
             let problem: Problem = text.parse().unwrap();
             let chip = Chip::H200;
-            let good = flashcore::gpu::forward::choose(&chip, &problem).unwrap().configuration;
+            let good = super::super::space::chosen(text);
             let poor = Genome::POOR.configuration(&good);
             let time = |forward: &Forward| {
                 let cost = BlockCost::count(forward).unwrap();

@@ -5,15 +5,15 @@ use std::collections::HashMap;
 use cuda::OptimizationLevel;
 use cuda::toolkit::Assembled;
 use flashcore::Problem;
+use flashcore::family::tuning::fingerprint;
 use flashcore::gpu::Gpu;
-use flashcore::gpu::forward::fingerprint;
-use kernels::{Forward, Shipped};
+use kernels::{Configuration, Forward};
 use rayon::prelude::*;
 
 use super::cost::{BlockCost, predict};
 use super::search::Meter;
 use crate::Error;
-use crate::bench::{Arena, Candidate, Pool, Who};
+use crate::bench::{Arena, Candidate, Pool};
 use crate::provenance::GpuFound;
 use crate::statistics::Random;
 
@@ -33,23 +33,15 @@ impl<'a> GpuMeter<'a> {
         Ok(GpuMeter {
             gpu,
             problem: problem.clone(),
-            arena: Arena::new(gpu, problem, Pool::new(gpu, problem.dtype, seed)?)?,
+            arena: Arena::new(gpu, problem, Pool::new(gpu, problem.dtype(), seed)?)?,
             random: Random::new(seed),
             known: Default::default(),
         })
     }
 
-    fn candidates(forwards: &[Forward]) -> Vec<Candidate> {
-        let of = |(index, forward): (usize, &Forward)| Candidate {
-            name: index.to_string(),
-            who: Who::Kernel(Shipped::Forward(*forward)),
-        };
-        forwards.iter().enumerate().map(of).collect()
-    }
-
     /// Compiles one: its fingerprint, or why it is of no use.
-    fn compile_one(&self, forward: &Forward) -> Result<String, String> {
-        let program = forward.program().map_err(|error| error.to_string())?;
+    fn compile_one(&self, kernel: &Configuration) -> Result<String, String> {
+        let program = kernel.program().map_err(|error| error.to_string())?;
         let text = ptx::print(&program);
         let kernel = fingerprint(&text);
         let lock = || self.known.lock().unwrap_or_else(|poison| poison.into_inner());
@@ -79,17 +71,21 @@ impl Meter for GpuMeter<'_> {
         predict(forward, &cost, &self.problem, &self.gpu.chip(), clock)
     }
 
-    fn compile(&self, forwards: &[Forward]) -> Vec<Result<String, String>> {
-        forwards.par_iter().map(|forward| self.compile_one(forward)).collect()
+    fn compile(&self, kernels: &[Configuration]) -> Vec<Result<String, String>> {
+        kernels.par_iter().map(|kernel| self.compile_one(kernel)).collect()
     }
 
-    fn measure(&mut self, forwards: &[Forward], rounds: usize) -> Result<Vec<Vec<f64>>, Error> {
-        let candidates = GpuMeter::candidates(forwards);
+    fn measure(
+        &mut self,
+        kernels: &[Configuration],
+        rounds: usize,
+    ) -> Result<Vec<Vec<f64>>, Error> {
+        let candidates: Vec<Candidate> = kernels.iter().map(|it| Candidate::of(*it)).collect();
         self.arena.time(self.gpu, &self.problem, &candidates, rounds)
     }
 
-    fn check(&mut self, forward: &Forward) -> Result<(), Error> {
-        let candidates = GpuMeter::candidates(std::slice::from_ref(forward));
-        self.arena.validate(self.gpu, &self.problem, &candidates[0], self.random.bits())
+    fn check(&mut self, kernel: &Configuration) -> Result<(), Error> {
+        let candidate = Candidate::of(*kernel);
+        self.arena.validate(self.gpu, &self.problem, &candidate, self.random.bits())
     }
 }

@@ -1,4 +1,5 @@
-//! Search for the best configuration of the forward kernel, problem by problem.
+//! Search for the best configurations, problem by problem: of the forward kernel in generations, of
+//! the others among all that are near what the rules choose.
 //!
 //! | file | its subject |
 //! | --- | --- |
@@ -23,19 +24,23 @@ pub use gpu::GpuMeter;
 use std::path::Path;
 
 use flashcore::Problem;
-use flashcore::gpu::forward::{Entry, Tuning, TuningFile, bucket, workload};
+use flashcore::family::tuning::{Entry, Tuning, TuningFile, Variant, bucket};
+use flashcore::family::workload;
 use flashcore::gpu::{Chip, Gpu};
+
+use kernels::Configuration;
 
 use crate::Error;
 use crate::report::write;
 use search::Found;
 
-/// The entry of a tuning file for what a search found.
-pub fn entry(found: &Found, problem: &Problem, chip: &Chip) -> Result<Entry, Error> {
-    let workload = workload(chip, problem).map_err(Error::Impossible)?;
-    Ok(Entry {
+/// The entry of a tuning file for what a search found; the file knows the forward kernel alone.
+pub fn entry(found: &Found, problem: &Problem, chip: &Chip) -> Option<Entry> {
+    let Configuration::Forward(best) = &found.best else { return None };
+    let workload = workload(chip, problem).ok()?;
+    Some(Entry {
         bucket: bucket(&workload),
-        variant: found.best.0,
+        variant: Variant::of(best),
         kernel: found.kernel.clone(),
         speedup: found.speedup,
         noise: found.noise,

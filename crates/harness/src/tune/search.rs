@@ -4,11 +4,11 @@
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
 
-use kernels::Forward;
+use kernels::{Configuration, Forward};
 use rayon::prelude::*;
 
 use super::log::{Fate, Log, Record};
-use super::space::{Genome, possible};
+use super::space::{Genome, beside, possible};
 use crate::Error;
 use crate::statistics::{Difference, Random, median};
 
@@ -16,14 +16,15 @@ use crate::statistics::{Difference, Random, median};
 pub trait Meter: Sync {
     /// The GPU and its driver, for the log.
     fn machine(&self) -> String;
-    /// Milliseconds by the cost model.
+    /// Milliseconds by the cost model, which knows the forward kernel alone.
     fn predict(&self, forward: &Forward) -> Result<f64, String>;
     /// Compiles them, on all cores: the fingerprint of each, or why it is of no use.
-    fn compile(&self, forwards: &[Forward]) -> Vec<Result<String, String>>;
+    fn compile(&self, kernels: &[Configuration]) -> Vec<Result<String, String>>;
     /// Milliseconds of each, round by round, in alternation.
-    fn measure(&mut self, forwards: &[Forward], rounds: usize) -> Result<Vec<Vec<f64>>, Error>;
+    fn measure(&mut self, kernels: &[Configuration], rounds: usize)
+    -> Result<Vec<Vec<f64>>, Error>;
     /// Whether its output is right.
-    fn check(&mut self, forward: &Forward) -> Result<(), Error>;
+    fn check(&mut self, kernel: &Configuration) -> Result<(), Error>;
 }
 
 /// How a search begins.
@@ -76,11 +77,11 @@ const DUEL: usize = 21;
 #[derive(Debug, Clone, PartialEq)]
 pub struct Found {
     /// The best.
-    pub best: Genome,
+    pub best: Configuration,
     /// The fingerprint of its PTX.
     pub kernel: String,
     /// What the rules choose.
-    pub rules: Genome,
+    pub rules: Configuration,
     /// Milliseconds of both in the last duel.
     pub milliseconds: [f64; 2],
     /// The speed of the best over that of the rules' choice.
@@ -130,7 +131,6 @@ pub fn search(
     told: &mut dyn FnMut(&str),
 ) -> Result<Found, Error> {
     let begun = Instant::now();
-    let rules = Genome::of(&base);
     let mut search = Search {
         problem,
         base,
@@ -168,13 +168,92 @@ pub fn search(
             best.genome.configuration(&search.base).name()
         ));
     }
-    let mut found = search.duel(rules)?;
-    found.generations = generation;
-    found.seconds = begun.elapsed().as_secs_f64();
-    Ok(found)
+    let rules = Configuration::Forward(base);
+    let best = search.population.iter().map(|it| search.kernel(&it.genome));
+    let best = best.filter(|it| *it != rules).take(3).collect();
+    let found = duel(search.meter, rules, best)?;
+    Ok(Found {
+        generations: generation,
+        seen: search.seen.len(),
+        measured: search.measured,
+        seconds: begun.elapsed().as_secs_f64(),
+        ..found
+    })
+}
+
+/// Searches among everything near what the rules choose: each is measured a little, and the best few
+/// at length.
+pub fn sweep(
+    problem: &str,
+    base: Configuration,
+    meter: &mut dyn Meter,
+    told: &mut dyn FnMut(&str),
+) -> Result<Found, Error> {
+    let begun = Instant::now();
+    let all = beside(&base);
+    let compiled = meter.compile(&all);
+    let kernels: Vec<Configuration> =
+        all.iter().zip(compiled).filter(|(_, it)| it.is_ok()).map(|(kernel, _)| *kernel).collect();
+    told(&format!("{problem}: {} of {} compile without a spill", kernels.len(), all.len()));
+    let samples = meter.measure(&kernels, HALVINGS[0])?;
+    let mut order: Vec<usize> = (0..kernels.len()).collect();
+    order.sort_by(|a, b| median(&samples[*a]).total_cmp(&median(&samples[*b])));
+    let best = order.iter().take(3).map(|index| kernels[*index]).collect();
+    let found = duel(meter, base, best)?;
+    let seconds = begun.elapsed().as_secs_f64();
+    Ok(Found { generations: 1, seen: all.len(), measured: kernels.len(), seconds, ..found })
+}
+
+/// The best few and the rules' choice, at length: the rules give way to nothing but a real
+/// difference.
+fn duel(
+    meter: &mut dyn Meter,
+    rules: Configuration,
+    best: Vec<Configuration>,
+) -> Result<Found, Error> {
+    let kernels = [&[rules][..], &best].concat();
+    let compiled: Vec<String> = (meter.compile(&kernels).into_iter())
+        .collect::<Result<_, _>>()
+        .map_err(Error::Impossible)?;
+    let samples = meter.measure(&kernels, DUEL)?;
+    let mut order: Vec<usize> = (0..kernels.len()).collect();
+    order.sort_by(|a, b| median(&samples[*a]).total_cmp(&median(&samples[*b])));
+    let difference = |index: usize| Difference::between(&samples[index], &samples[0]);
+    let mut winner = 0;
+    for &index in &order {
+        let difference = difference(index);
+        if index == 0 || !difference.is_real() || difference.ratio < 1.0 {
+            break;
+        }
+        // What is fast and wrong is not fast.
+        if meter.check(&kernels[index]).is_ok() {
+            winner = index;
+            break;
+        }
+    }
+    let other = order.into_iter().find(|index| *index != 0).unwrap_or(0);
+    let contender = if winner == 0 { other } else { winner };
+    let Difference { ratio, noise } = difference(contender);
+    Ok(Found {
+        best: kernels[contender],
+        kernel: compiled[contender].clone(),
+        rules,
+        milliseconds: [median(&samples[contender]), median(&samples[0])],
+        speedup: ratio,
+        noise,
+        better: winner != 0,
+        generations: 0,
+        seen: 0,
+        measured: 0,
+        seconds: 0.0,
+    })
 }
 
 impl Search<'_> {
+    fn kernel(&self, genome: &Genome) -> Configuration {
+        Configuration::Forward(genome.configuration(&self.base))
+    }
+
     fn best(&self) -> Option<Member> {
         self.population.first().copied()
     }
@@ -190,7 +269,7 @@ impl Search<'_> {
             if let Some(kernel) = &record.kernel {
                 let program = record.genome.configuration(&self.base).program();
                 let text = program.map(|program| ptx::print(&program)).unwrap_or_default();
-                if flashcore::gpu::forward::fingerprint(&text) != *kernel {
+                if flashcore::family::tuning::fingerprint(&text) != *kernel {
                     continue;
                 }
                 self.kernels.insert(record.genome, kernel.clone());
@@ -309,8 +388,8 @@ impl Search<'_> {
                 chosen.push(genome);
             }
         }
-        let forwards: Vec<Forward> = chosen.iter().map(|it| it.configuration(&base)).collect();
-        let compiled = self.meter.compile(&forwards);
+        let kernels: Vec<Configuration> = chosen.iter().map(|it| self.kernel(it)).collect();
+        let compiled = self.meter.compile(&kernels);
         let mut alive = Vec::new();
         for (genome, compiled) in chosen.into_iter().zip(compiled) {
             match compiled {
@@ -334,9 +413,8 @@ impl Search<'_> {
             }
             let mut genomes = alive.clone();
             genomes.extend(champion.map(|it| it.genome));
-            let forwards: Vec<Forward> =
-                genomes.iter().map(|it| it.configuration(&self.base)).collect();
-            let samples = self.meter.measure(&forwards, rounds)?;
+            let kernels: Vec<Configuration> = genomes.iter().map(|it| self.kernel(it)).collect();
+            let samples = self.meter.measure(&kernels, rounds)?;
             if step == 0 {
                 self.measured += alive.len();
             }
@@ -362,56 +440,6 @@ impl Search<'_> {
         }
         Ok(())
     }
-
-    /// The best few and the rules' choice, at length: the rules give way to nothing but a real
-    /// difference.
-    fn duel(&mut self, rules: Genome) -> Result<Found, Error> {
-        let mut genomes = vec![rules];
-        let others = self.population.iter().map(|it| it.genome).filter(|it| *it != rules);
-        genomes.extend(others.take(3));
-        let forwards: Vec<Forward> =
-            genomes.iter().map(|it| it.configuration(&self.base)).collect();
-        let compiled: Vec<String> = (self.meter.compile(&forwards).into_iter())
-            .collect::<Result<_, _>>()
-            .map_err(Error::Impossible)?;
-        let samples = self.meter.measure(&forwards, DUEL)?;
-        let mut order: Vec<usize> = (0..genomes.len()).collect();
-        order.sort_by(|a, b| median(&samples[*a]).total_cmp(&median(&samples[*b])));
-        let difference = |index: usize| Difference::between(&samples[index], &samples[0]);
-        let mut winner = 0;
-        for index in order {
-            let difference = difference(index);
-            if index == 0 || !difference.is_real() || difference.ratio < 1.0 {
-                break;
-            }
-            // What is fast and wrong is not fast.
-            if self.meter.check(&forwards[index]).is_ok() {
-                winner = index;
-                break;
-            }
-        }
-        let contender = if winner == 0 && genomes.len() > 1 {
-            (1..genomes.len())
-                .min_by(|a, b| median(&samples[*a]).total_cmp(&median(&samples[*b])))
-                .unwrap_or(0)
-        } else {
-            winner
-        };
-        let Difference { ratio, noise } = difference(contender);
-        Ok(Found {
-            best: genomes[contender],
-            kernel: compiled[contender].clone(),
-            rules,
-            milliseconds: [median(&samples[contender]), median(&samples[0])],
-            speedup: ratio,
-            noise,
-            better: winner != 0,
-            generations: 0,
-            seen: self.seen.len(),
-            measured: self.measured,
-            seconds: 0.0,
-        })
-    }
 }
 
 #[cfg(test)]
@@ -423,6 +451,13 @@ mod tests {
     struct Known {
         random: Random,
         measured: usize,
+    }
+
+    fn forward(kernel: &Configuration) -> Forward {
+        match kernel {
+            Configuration::Forward(forward) => *forward,
+            other => panic!("{other:?}"),
+        }
     }
 
     fn true_time(forward: &Forward) -> f64 {
@@ -443,40 +478,41 @@ mod tests {
             Ok(true_time(forward) * (0.9 + 0.02 * f64::from(forward.key_block % 5)))
         }
 
-        fn compile(&self, forwards: &[Forward]) -> Vec<Result<String, String>> {
-            let spills = |forward: &Forward| forward.key_block > 160;
-            let of = |forward: &Forward| match spills(forward) {
+        fn compile(&self, kernels: &[Configuration]) -> Vec<Result<String, String>> {
+            let of = |kernel: &Configuration| match forward(kernel).key_block > 160 {
                 true => Err("registers spill".to_owned()),
                 false => {
-                    let program = forward.program().map_err(|error| error.to_string())?;
-                    Ok(flashcore::gpu::forward::fingerprint(&ptx::print(&program)))
+                    let program = kernel.program().map_err(|error| error.to_string())?;
+                    Ok(flashcore::family::tuning::fingerprint(&ptx::print(&program)))
                 }
             };
-            forwards.iter().map(of).collect()
+            kernels.iter().map(of).collect()
         }
 
-        fn measure(&mut self, forwards: &[Forward], rounds: usize) -> Result<Vec<Vec<f64>>, Error> {
-            self.measured += forwards.len();
-            let mut samples = vec![Vec::new(); forwards.len()];
+        fn measure(
+            &mut self,
+            kernels: &[Configuration],
+            rounds: usize,
+        ) -> Result<Vec<Vec<f64>>, Error> {
+            self.measured += kernels.len();
+            let mut samples = vec![Vec::new(); kernels.len()];
             for _ in 0..rounds {
                 let drift = 1.0 + 0.02 * self.random.normal();
-                for (forward, samples) in forwards.iter().zip(&mut samples) {
+                for (kernel, samples) in kernels.iter().zip(&mut samples) {
                     let noise = 1.0 + 0.003 * self.random.normal();
-                    samples.push(true_time(forward) * drift * noise);
+                    samples.push(true_time(&forward(kernel)) * drift * noise);
                 }
             }
             Ok(samples)
         }
 
-        fn check(&mut self, _: &Forward) -> Result<(), Error> {
+        fn check(&mut self, _: &Configuration) -> Result<(), Error> {
             Ok(())
         }
     }
 
     fn base() -> Forward {
-        let problem = "b=2,h=32,s=8192,d=64,bf16".parse().unwrap();
-        let chip = flashcore::gpu::Chip::H200;
-        flashcore::gpu::forward::choose(&chip, &problem).unwrap().configuration
+        super::super::space::chosen("b=2,h=32,s=8192,d=64,bf16")
     }
 
     fn run(start: Start, log: &mut Log) -> (Found, usize) {
@@ -495,7 +531,7 @@ mod tests {
         let best = possible.map(|it| true_time(&it)).fold(f64::INFINITY, f64::min);
         for start in [Start::Poor, Start::Rules] {
             let (found, measured) = run(start, &mut Log::new());
-            let time = true_time(&found.best.configuration(&base()));
+            let time = true_time(&forward(&found.best));
             assert!(time <= 1.02 * best, "{start:?}: {time} against {best} with {:?}", found.best);
             assert!(found.better && measured < 700, "{found:?} after {measured}");
         }

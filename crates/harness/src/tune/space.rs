@@ -1,9 +1,9 @@
-//! What can be varied of the forward kernel, and how.
+//! What can be varied, and how.
 
-use flashcore::gpu::forward::Variant;
+use flashcore::family::tuning::Variant;
 use kernels::forward::every_tuned;
 use kernels::product::Source;
-use kernels::{Forward, Shipped, shipped};
+use kernels::{Configuration, Decode, Forward, Mma, Prefill, shipped};
 use ptx::Target;
 use serde::{Deserialize, Serialize};
 
@@ -222,7 +222,7 @@ const ADDRESSES: u32 = 16;
 pub fn find(name: &str) -> Option<Forward> {
     let mut bases: Vec<Forward> = every_tuned();
     bases.extend(shipped(Target::SM_90A).into_iter().filter_map(|it| match it {
-        Shipped::Forward(forward) => Some(forward),
+        Configuration::Forward(forward) => Some(forward),
         _ => None,
     }));
     // Names begin with what the problem says.
@@ -237,6 +237,64 @@ pub fn find(name: &str) -> Option<Forward> {
         let all = genomes.iter().map(|genome| genome.configuration(base));
         all.into_iter().find(|forward| forward.name() == name)
     })
+}
+
+/// Every shape of decode.
+pub fn decodes(base: &Decode) -> Vec<Decode> {
+    let shapes = (1..=16).flat_map(|warps| [(warps, 16), (warps, 32)]);
+    let stages = |shape| (1..=8).flat_map(move |stages| (1..=4).map(move |it| (shape, stages, it)));
+    let of =
+        |((warps, tile_keys), stages, blocks)| Decode { warps, tile_keys, stages, blocks, ..*base };
+    shapes.flat_map(stages).map(of).collect()
+}
+
+/// Configurations of the other families beside a given one, that can be built: the dimensions of
+/// their tables.
+pub fn beside(base: &Configuration) -> Vec<Configuration> {
+    let all: Vec<Configuration> = match base {
+        Configuration::Decode(base) => {
+            let tried = |it: &Decode| it.warps.is_multiple_of(2) && it.warps <= 8 && it.blocks <= 2;
+            let shapes = decodes(base).into_iter().filter(tried);
+            shapes.filter(|it| (2..=4).contains(&it.stages)).map(Configuration::Decode).collect()
+        }
+        Configuration::Mma(base) => mmas(base).into_iter().map(Configuration::Mma).collect(),
+        Configuration::Prefill(base) => {
+            let tile = Genome::of(&base.tile);
+            let near = Gene::ALL.into_iter().flat_map(|gene| {
+                gene.values().into_iter().map(move |value| tile.with(gene, value))
+            });
+            let tiles = near.map(|genome| genome.configuration(&base.tile));
+            tiles
+                .filter(|tile| possible(tile).is_ok())
+                .map(|tile| Configuration::Prefill(Prefill { tile, ..*base }))
+                .collect()
+        }
+        _ => Vec::new(),
+    };
+    let mut seen = std::collections::HashSet::from([*base]);
+    all.into_iter().filter(|it| seen.insert(*it) && it.program().is_ok()).collect()
+}
+
+fn mmas(base: &Mma) -> Vec<Mma> {
+    let mut all = vec![*base];
+    let sources = [Source::Shared, Source::Registers];
+    all = all.iter().flat_map(|it| [4, 8].map(|warps| Mma { warps, ..*it })).collect();
+    all = all.iter().flat_map(|it| [1, 2].map(|row_tiles| Mma { row_tiles, ..*it })).collect();
+    all =
+        all.iter().flat_map(|it| [32, 64, 128].map(|key_block| Mma { key_block, ..*it })).collect();
+    all = all.iter().flat_map(|it| [1, 2].map(|residents| Mma { residents, ..*it })).collect();
+    all.iter().flat_map(|it| sources.map(|query_source| Mma { query_source, ..*it })).collect()
+}
+
+/// What the planner chooses of the forward kernel on an H200.
+#[cfg(test)]
+pub(crate) fn chosen(problem: &str) -> Forward {
+    let forward = crate::bench::Candidate::parse("forward").unwrap();
+    let (plan, _) = forward.plan(&flashcore::gpu::Chip::H200, &problem.parse().unwrap()).unwrap();
+    match *plan.chosen.choice.unwrap().kernel() {
+        Configuration::Forward(forward) => forward,
+        other => panic!("{other:?}"),
+    }
 }
 
 #[cfg(test)]
@@ -280,6 +338,18 @@ mod tests {
         };
         assert_eq!(draw(1), draw(1));
         assert_ne!(draw(1), draw(2));
+    }
+
+    /// The others' tables are in their spaces too.
+    #[test]
+    fn other_families_have_neighbours() {
+        let kernels = shipped(Target::SM_90A);
+        for family in ["mma", "decode", "prefill"] {
+            let base = kernels.iter().find(|it| it.family() == family).unwrap();
+            let near = beside(base);
+            assert!(near.len() > 8 && !near.contains(base), "{family}: {}", near.len());
+            assert!(near.iter().all(|it| it.family() == family));
+        }
     }
 
     #[test]

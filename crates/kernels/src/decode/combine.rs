@@ -4,13 +4,13 @@
 //! not depend on who does. The counter is left as it was found, at zero.
 
 use ptx::{
-    AtomicOperation, AtomicOrder, Builder, Choose, Expression, F32, GlobalAddress, Instruction,
-    LoadCache, LoadHint, Operand, Pred, Reg, Scope, SharedAddress, Space, Type, U32, U64, Value,
+    AtomicOrder, Builder, Choose, Expression, F32, GlobalAddress, LoadCache, LoadHint, Pred, Reg,
+    Scope, SharedAddress, U32, U64, Value,
 };
 
 use super::merge::{Item, Merge, Sums};
-use super::reference;
 use super::schedule::Part;
+use crate::attention::rows::reference;
 
 /// Parts whose loads are under way at the same time.
 pub(super) const TOGETHER: u32 = 16;
@@ -58,17 +58,8 @@ impl<'a> Combine<'a> {
         k.block_sync();
         k.if_(self.merge.thread.equals(0), |k| {
             let counter = self.counter(k);
-            let before = k.register::<U32>();
-            k.push(Instruction::Atomic {
-                operation: AtomicOperation::Add,
-                ty: Type::U32,
-                dst: before.register(),
-                space: Space::Global,
-                address: ptx::Address { base: counter.register(), offset: 0 },
-                value: Operand::u32(1),
-                scope: Scope::Gpu,
-                order: AtomicOrder::AcquireRelease,
-            });
+            let order = AtomicOrder::AcquireRelease;
+            let before: Reg<U32> = k.atomic_add_ordered(counter, 1, Scope::Gpu, order);
             let last = k.eval((before + 1).equals(self.teams));
             k.if_(last, |k| k.store::<U32, _>(counter, 0));
             k.store(self.merge.last, last.choose::<U32>(1, 0));

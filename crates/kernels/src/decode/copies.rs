@@ -4,19 +4,15 @@
 //! read it. Lanes of a warp are ordered by warp barriers; nobody else is waited for.
 
 use ptx::{
-    Builder, Choose, Element, Expression, GlobalAddress, Instruction, Reg, SharedAddress,
-    TileLayout, U32, U64, Value,
+    Builder, Choose, ChunkPlace, Expression, GlobalAddress, Reg, RowCopies, SharedAddress, U32,
+    U64, Value,
 };
 
-use super::place::Places;
 use super::schedule::Cursor;
 use super::{Decode, Numbers};
+use crate::attention::sequences::Places;
 use crate::parameter::Tensor;
 use crate::strides::Strided;
-
-/// Bytes of a panel's row, and of a chunk.
-const ROW: u32 = 128;
-const CHUNK: u32 = 16;
 
 /// Rows of a tile that a warp copies at a time, eight lanes to each.
 const ROWS: u32 = 4;
@@ -36,7 +32,13 @@ impl Copies {
     }
 
     /// Reserves the ring and gets it ready.
-    pub(super) fn prepare(self, k: &mut Builder, decode: &Decode, numbers: &Numbers) -> Ring {
+    pub(super) fn prepare<'a>(
+        self,
+        k: &mut Builder,
+        decode: &'a Decode,
+        places: &'a Places,
+        numbers: &Numbers,
+    ) -> Ring<'a> {
         let (keys, values) = (decode.key_layout(), decode.value_layout());
         let bytes = keys.bytes() + values.bytes();
         let offset = k.shared("tiles", decode.warps * decode.stages * bytes, keys.alignment());
@@ -46,12 +48,15 @@ impl Copies {
         gather.clear_padding(k, decode, base, bytes);
         let (entry, row) = (k.variable(0), k.variable(0));
         let stage = k.variable(0);
-        Ring { gather, base, bytes, stage, entry, row, lane: numbers.lane, warp: numbers.warp }
+        let Numbers { lane, warp, .. } = *numbers;
+        Ring { decode, places, gather, base, bytes, stage, entry, row, lane, warp }
     }
 }
 
 /// The ring of one warp.
-pub(super) struct Ring {
+pub(super) struct Ring<'a> {
+    decode: &'a Decode,
+    places: &'a Places,
     gather: Gather,
     base: Reg<SharedAddress>,
     /// Of a stage: a tile of keys, then one of values.
@@ -65,90 +70,63 @@ pub(super) struct Ring {
     warp: Reg<U32>,
 }
 
-impl Ring {
+impl Ring<'_> {
     /// Begins with a sequence: looks up the first tile and copies as many as there is room for.
-    pub(super) fn begin(
-        &self,
-        k: &mut Builder,
-        decode: &Decode,
-        cursor: &Cursor,
-        places: &Places,
-        numbers: &Numbers,
-    ) {
-        self.look_up(k, decode, cursor, places, numbers.warp);
+    pub(super) fn begin(&self, k: &mut Builder, cursor: &Cursor) {
+        self.look_up(k, cursor, self.warp);
         let stage = k.variable(self.stage);
-        for ahead in 0..decode.stages {
-            let tile = k.eval(numbers.warp + ahead * decode.warps);
-            self.copy(k, decode, cursor, places, tile, stage);
-            self.next(k, decode, stage);
+        for ahead in 0..self.decode.stages {
+            let tile = k.eval(self.warp + ahead * self.decode.warps);
+            self.copy(k, cursor, tile, stage);
+            self.next(k, stage);
         }
     }
 
     /// Finds a tile: with pages each lane its row, else all the first.
-    fn look_up(
-        &self,
-        k: &mut Builder,
-        decode: &Decode,
-        cursor: &Cursor,
-        places: &Places,
-        tile: Reg<U32>,
-    ) {
-        let mine: Value<U32> = match decode.paged {
-            true => self.lane % decode.tile_keys,
+    fn look_up(&self, k: &mut Builder, cursor: &Cursor, tile: Reg<U32>) {
+        let Decode { paged, tile_keys, .. } = *self.decode;
+        let mine: Value<U32> = match paged {
+            true => self.lane % tile_keys,
             false => Value::from(0),
         };
-        let row = k.eval(cursor.first_row + cursor.first_key + tile * decode.tile_keys + mine);
-        let (entry, row) = places.locate(k, cursor.entry, row);
+        let row = k.eval(cursor.first_row + cursor.first_key + tile * tile_keys + mine);
+        let (entry, row) = self.places.locate(k, cursor.entry, row);
         k.set(self.entry, entry);
         k.set(self.row, row);
     }
 
     /// Copies a tile of the sequence, if there is such a one, and looks up the warp's next.
-    fn copy(
-        &self,
-        k: &mut Builder,
-        decode: &Decode,
-        cursor: &Cursor,
-        places: &Places,
-        tile: Reg<U32>,
-        stage: Reg<U32>,
-    ) {
+    fn copy(&self, k: &mut Builder, cursor: &Cursor, tile: Reg<U32>, stage: Reg<U32>) {
+        let decode = self.decode;
         k.if_(tile.less(cursor.count), |k| {
             let target = k.eval(self.base + stage * self.bytes);
             let first = k.eval(cursor.first_key + tile * decode.tile_keys);
             let valid = k.eval(cursor.keys - first.minimum(cursor.keys));
             self.gather.copy(k, decode, target, [self.entry, self.row], valid);
             let next = k.eval(tile + decode.warps);
-            self.look_up(k, decode, cursor, places, next);
+            self.look_up(k, cursor, next);
         });
-        k.push(Instruction::CopyAsyncCommit);
+        k.copy_async_commit();
     }
 
     /// Waits for the next tile and gives its address: keys, then values.
-    pub(super) fn wait(&self, k: &mut Builder, decode: &Decode) -> Reg<SharedAddress> {
-        k.push(Instruction::CopyAsyncWait { pending: decode.stages - 1 });
-        k.push(Instruction::WarpSync);
+    pub(super) fn wait(&self, k: &mut Builder) -> Reg<SharedAddress> {
+        k.copy_async_wait(self.decode.stages - 1);
+        k.warp_sync();
         k.eval(self.base + self.stage * self.bytes)
     }
 
     /// Gives the tile back, which is the warp's `tile`, fills its stage again and goes on.
-    pub(super) fn release(
-        &self,
-        k: &mut Builder,
-        decode: &Decode,
-        cursor: &Cursor,
-        places: &Places,
-        tile: Reg<U32>,
-    ) {
-        k.push(Instruction::WarpSync);
-        let next = k.eval(tile + decode.stages * decode.warps);
-        self.copy(k, decode, cursor, places, next, self.stage);
-        self.next(k, decode, self.stage);
+    pub(super) fn release(&self, k: &mut Builder, cursor: &Cursor, tile: Reg<U32>) {
+        k.warp_sync();
+        let next = k.eval(tile + self.decode.stages * self.decode.warps);
+        self.copy(k, cursor, next, self.stage);
+        self.next(k, self.stage);
     }
 
-    fn next(&self, k: &mut Builder, decode: &Decode, stage: Reg<U32>) {
+    fn next(&self, k: &mut Builder, stage: Reg<U32>) {
         let next = k.eval(stage + 1);
-        let around = k.eval(next.equals(decode.stages));
+        let around = k.eval(next.equals(self.decode.stages));
         k.set(stage, around.choose::<U32>(0, next));
     }
 
@@ -158,14 +136,12 @@ impl Ring {
     }
 }
 
-/// How lanes share a tile: eight neighbours copy one row of a panel, 128 bytes, chunks of 16
-/// permuted as the swizzle says.
+/// How lanes share a tile: eight neighbours copy one row of a panel.
 struct Gather {
     keys: GatherSource,
     values: GatherSource,
     /// The lane's row among four, and its chunk.
-    row: Reg<U32>,
-    chunk: Reg<U32>,
+    place: ChunkPlace,
     /// Where the lane's chunk lies in a tile, in the first four rows of eight and in the others.
     inside: [Reg<U32>; 2],
 }
@@ -176,26 +152,25 @@ struct GatherSource {
     /// Bytes from one batch entry or page, and from one row, to the next.
     entry_bytes: Reg<U64>,
     row_bytes: Reg<U64>,
-    columns: u32,
+    copies: RowCopies,
 }
 
 impl GatherSource {
     fn new(
         k: &mut Builder,
-        element: Element,
-        columns: u32,
+        copies: RowCopies,
         source: Strided,
         head: Reg<U32>,
-        chunk: Reg<U32>,
+        place: ChunkPlace,
     ) -> Self {
-        let bytes = element.bytes();
+        let bytes = copies.layout().element.bytes();
         let Strided { address, strides } = source;
         let head = head.convert::<U64>() * strides.head * bytes;
         GatherSource {
-            address: k.eval(address + head + (chunk * CHUNK).convert::<U64>()),
+            address: k.eval(address + head + place.source_bytes().convert::<U64>()),
             entry_bytes: k.eval(strides.batch * bytes),
             row_bytes: k.eval(strides.row * bytes),
-            columns,
+            copies,
         }
     }
 
@@ -207,20 +182,15 @@ impl GatherSource {
 
 impl Gather {
     fn new(k: &mut Builder, decode: &Decode, numbers: &Numbers, copies: Copies) -> Self {
-        let row = k.eval(numbers.lane / 8);
-        let chunk = k.eval(numbers.lane % 8);
-        let first = k.eval(row * ROW + (chunk ^ row) * CHUNK);
-        // Four rows on, the bit of 4 in the row flips that of the chunk.
-        let second = k.eval(first ^ (4 * CHUNK));
-        let (element, head) = (decode.element, numbers.key_head);
+        let place = ChunkPlace::of(k, numbers.lane);
+        let inside = place.swizzled_fours(k);
         let Copies { keys, values } = copies;
-        Gather {
-            keys: GatherSource::new(k, element, decode.head_dim, keys, head, chunk),
-            values: GatherSource::new(k, element, decode.value_head_dim, values, head, chunk),
-            row,
-            chunk,
-            inside: [first, second],
-        }
+        let head = numbers.key_head;
+        let rows = RowCopies::new(decode.key_layout(), decode.head_dim);
+        let keys = GatherSource::new(k, rows, keys, head, place);
+        let rows = RowCopies::new(decode.value_layout(), decode.value_head_dim);
+        let values = GatherSource::new(k, rows, values, head, place);
+        Gather { keys, values, place, inside }
     }
 
     /// Fills the chunks beyond the tensors' columns with zeros, in every stage: copies leave them
@@ -232,24 +202,19 @@ impl Gather {
         base: Reg<SharedAddress>,
         stage_bytes: u32,
     ) {
-        let (keys, values) = (decode.key_layout(), decode.value_layout());
-        let tiles = [(keys, decode.head_dim, 0), (values, decode.value_head_dim, keys.bytes())];
-        for (layout, columns, offset) in tiles {
-            if columns == layout.columns {
-                continue;
-            }
-            let zero = [0; 4].map(|zero| k.eval::<U32>(zero));
-            let chunk = columns / 8;
-            let lane = k.lane();
-            for stage in 0..decode.stages {
-                k.if_(lane.less(layout.rows), |k| {
-                    let within = lane * ROW + ((lane % 8) ^ (chunk % 8)) * CHUNK;
-                    let panel = stage * stage_bytes + offset + chunk / 8 * layout.panel_bytes();
-                    k.store_vector(base + within + panel, &zero, Default::default());
-                });
+        for (source, offset) in [(&self.keys, 0), (&self.values, decode.key_layout().bytes())] {
+            for chunk in source.copies.padding() {
+                let zero = [0; 4].map(|zero| k.eval::<U32>(zero));
+                let lane = k.lane();
+                for stage in 0..decode.stages {
+                    k.if_(lane.less(decode.tile_keys), |k| {
+                        let tile = (base, stage * stage_bytes + offset);
+                        source.copies.clear(k, tile, lane, chunk, &zero);
+                    });
+                }
             }
         }
-        k.push(Instruction::WarpSync);
+        k.warp_sync();
     }
 
     /// Copies a tile of which the first `valid` rows exist; the others become zeros.
@@ -261,17 +226,15 @@ impl Gather {
         place: [Reg<U32>; 2],
         valid: Reg<U32>,
     ) {
-        let (keys, values) = (decode.key_layout(), decode.value_layout());
         let sizes: Vec<Reg<U32>> = (0..decode.tile_keys / ROWS)
-            .map(|pass| k.eval((self.row + ROWS * pass).less(valid).choose::<U32>(CHUNK, 0)))
+            .map(|pass| self.keys.copies.valid_bytes(k, self.place.row + ROWS * pass, valid))
             .collect();
-        for (source, layout, offset) in
-            [(&self.keys, keys, 0), (&self.values, values, keys.bytes())]
-        {
+        for (source, offset) in [(&self.keys, 0), (&self.values, decode.key_layout().bytes())] {
             let to = self.inside.map(|inside| k.eval(target + inside + offset));
             let rows = self.rows(k, decode, source, place);
-            for (pass, (from, bytes)) in rows.into_iter().zip(&sizes).enumerate() {
-                self.copy_row(k, source, layout, to[pass % 2], pass as u32, from, *bytes);
+            for (pass, (from, bytes)) in (0u32..).zip(rows.into_iter().zip(&sizes)) {
+                let to = (to[pass as usize % 2], ROWS * pass);
+                source.copies.copy(k, self.place, to, from, Some(*bytes));
             }
         }
     }
@@ -289,13 +252,13 @@ impl Gather {
         if decode.paged {
             let mine = source.row(k, entry, row);
             let from = |pass| {
-                let index = k.eval(self.row + ROWS * pass);
-                let other = shuffle_wide(k, mine, index);
+                let index = k.eval(self.place.row + ROWS * pass);
+                let other = k.shuffle_index_wide(mine, index);
                 k.eval(source.address + other)
             };
             return passes.map(from).collect();
         }
-        let row = k.eval(row + self.row);
+        let row = k.eval(row + self.place.row);
         let offset = source.row(k, entry, row);
         let mut from = k.eval(source.address + offset);
         let step = k.eval(source.row_bytes * ROWS);
@@ -308,38 +271,4 @@ impl Gather {
             })
             .collect()
     }
-
-    #[allow(clippy::too_many_arguments)] // one row of what `copy` has in hand
-    fn copy_row(
-        &self,
-        k: &mut Builder,
-        source: &GatherSource,
-        layout: TileLayout,
-        to: Reg<SharedAddress>,
-        pass: u32,
-        from: Reg<GlobalAddress>,
-        bytes: Reg<U32>,
-    ) {
-        for panel in 0..layout.panels() {
-            let to = to + (panel * layout.panel_bytes() + ROWS * pass * ROW);
-            let from = from + panel * ROW;
-            match source.columns / 8 - 8 * panel {
-                8.. => k.copy_async(to, from, Some(bytes)),
-                rest => {
-                    k.if_(self.chunk.less(rest), |k| k.copy_async(to, from, Some(bytes)));
-                }
-            }
-        }
-    }
-}
-
-/// The 64-bit value of another lane.
-fn shuffle_wide(k: &mut Builder, value: Reg<U64>, lane: Reg<U32>) -> Reg<U64> {
-    let (low, high) = (k.register::<U32>(), k.register::<U32>());
-    let (low_half, high_half) = (low.register(), high.register());
-    k.push(Instruction::Split { low: low_half, high: high_half, src: value.register() });
-    let (low, high) = (k.shuffle_index(low, lane), k.shuffle_index(high, lane));
-    let whole = k.register::<U64>();
-    k.push(Instruction::Join { dst: whole.register(), low: low.into(), high: high.into() });
-    whole
 }

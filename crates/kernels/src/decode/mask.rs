@@ -1,8 +1,6 @@
-//! Which keys a row does not see, and keys that nobody sees.
+//! Which tiles need a mask, and keys that nobody sees.
 
-use ptx::{
-    Builder, Choose, Expression, F32, Instruction, Pred, Reg, S32, SharedAddress, U32, Value,
-};
+use ptx::{Builder, Expression, Pred, Reg, RowCopies, S32, SharedAddress, U32, Value};
 
 use super::schedule::Cursor;
 use super::{Decode, Numbers};
@@ -31,27 +29,6 @@ impl Mask {
         first().less(begin) | (first() + decode.tile_keys as i32).greater(end)
     }
 
-    /// Sets the scores of keys that a row does not see to minus infinity.
-    pub(super) fn hide(
-        &self,
-        k: &mut Builder,
-        numbers: &Numbers,
-        [begin, end]: [Reg<S32>; 2],
-        scores: &[[Reg<F32>; 2]],
-        first_key: Reg<U32>,
-    ) {
-        let column = k.eval(first_key + numbers.lane % 4 * 2);
-        let column = k.eval(column.reinterpret::<S32>());
-        let (begin, end) = (k.eval(begin - column), k.eval(end - column));
-        for (eight, pair) in scores.iter().enumerate() {
-            for (index, &score) in pair.iter().enumerate() {
-                let key = (8 * eight + index) as i32;
-                let seen = begin.at_most(key) & end.greater(key);
-                k.set(score, seen.choose::<F32>(score, f32::NEG_INFINITY));
-            }
-        }
-    }
-
     /// Overwrites values that nobody sees with zeros: memory beyond a sequence may hold anything,
     /// and no probability of zero makes a number of it.
     pub(super) fn clear(
@@ -62,21 +39,16 @@ impl Mask {
         values: Reg<SharedAddress>,
         first_key: Reg<U32>,
     ) {
-        let layout = decode.value_layout();
+        let copies = RowCopies::new(decode.value_layout(), decode.value_head_dim);
         let zero = [0; 4].map(|zero| k.eval::<U32>(zero));
         let [begin, end] = self.outer;
         for pass in 0..decode.tile_keys / 4 {
             let row = k.eval(numbers.lane / 8 + 4 * pass);
             let key = k.eval((first_key + row).reinterpret::<S32>());
             k.if_(key.less(begin) | key.at_least(end), |k| {
-                // All chunks of a row: their order does not matter.
-                let at = k.eval(values + row * 128 + numbers.lane % 8 * 16);
-                for panel in 0..layout.panels() {
-                    let to = at + panel * layout.panel_bytes();
-                    k.store_vector(to, &zero, Default::default());
-                }
+                copies.clear_row(k, values, (row, numbers.lane % 8), &zero);
             });
         }
-        k.push(Instruction::WarpSync);
+        k.warp_sync();
     }
 }

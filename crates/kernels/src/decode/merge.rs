@@ -1,14 +1,12 @@
 //! The end of a part of a sequence: the warps' results become one, and go out.
 
-use ptx::{
-    Builder, Choose, Expression, F32, GlobalAddress, Instruction, Operand, Reg, Register,
-    SharedAddress, Space, StoreCache, StoreOrder, U32, U64,
-};
+use ptx::{Builder, Choose, Expression, F32, GlobalAddress, Packed, Reg, SharedAddress, U32, U64};
 
 use super::combine::Combine;
 use super::schedule::Part;
 use super::walk::Walk;
-use super::{Decode, Numbers, reference};
+use super::{Decode, Numbers};
+use crate::attention::rows::{Finished, Reference, Sinks, finish, reference};
 use crate::parameter::{Axis, Tensor, Workspace};
 use crate::strides::Strides;
 
@@ -55,7 +53,7 @@ pub(super) struct Merge<'a> {
     pub(super) decode: &'a Decode,
     pub(super) numbers: &'a Numbers,
     pub(super) results: Results,
-    sinks: Option<Reg<GlobalAddress>>,
+    sinks: Option<Sinks>,
     /// Outputs by warp, row and column, in `f32`; with several teams, then the factors of parts.
     pub(super) outputs: Reg<SharedAddress>,
     /// Maximum and sum by warp and row.
@@ -71,7 +69,7 @@ impl<'a> Merge<'a> {
         decode: &'a Decode,
         numbers: &'a Numbers,
         results: Results,
-        sinks: Option<Reg<GlobalAddress>>,
+        sinks: Option<Sinks>,
     ) -> Self {
         let rows = decode.warps * decode.rows;
         let outputs = k.shared("merged outputs", 4 * rows * decode.value_head_dim, 16);
@@ -132,15 +130,15 @@ impl<'a> Merge<'a> {
             });
             for odd in 0..2 {
                 let row = k.eval(lane % 4 * 2 + (8 * eight + odd));
-                for (index, cell) in walk.output.eight(eight).iter().enumerate() {
+                for (tile, _, cell) in walk.output.eight(eight).cells() {
                     for half in 0..2 {
-                        let first = 16 * index as u32 + 8 * half;
+                        let first = (16 * tile + 8 * half) as u32;
                         if first >= decode.value_head_dim {
                             continue;
                         }
                         let column = k.eval(lane / 4 + first);
                         let at = outputs + self.output_byte(row, column);
-                        k.store(at, cell[2 * half as usize + odd]);
+                        k.store(at, cell.pair(half)[odd]);
                     }
                 }
             }
@@ -221,58 +219,24 @@ impl<'a> Merge<'a> {
         let (query, member) = numbers.group.divide(k, row);
         let head = k.eval(numbers.key_head * numbers.group.number + member);
         let place = k.eval(part.first_query + query);
-        let (factor, log_sum) = self.normalise(k, head, sums);
+        let sink = self.sinks.map(|sinks| sinks.of(k, head));
+        let Finished { factor, log_sum } =
+            finish(k, Reference::Maximum(sums.maximum), sums.sum, sink);
 
         let at = [part.sequence, place, head];
         let address =
             self.results.strides.row_address(k, self.results.output, self.decode.element, at);
         let bytes = (item.column * self.decode.element.bytes()).convert::<U64>();
         let address = k.eval(address + bytes);
-        let outputs = sums.outputs.map(|output| Operand::from(k.eval(output * factor)));
-        let words: Vec<Register> = outputs
-            .chunks(2)
-            .map(|pair| {
-                let dst = k.register_of(self.decode.element.packed());
-                k.push(Instruction::ConvertPair { dst, high: pair[1], low: pair[0] });
-                dst
-            })
-            .collect();
-        k.push(Instruction::Store {
-            src: words,
-            space: Space::Global,
-            address: ptx::Address { base: address.register(), offset: 0 },
-            order: StoreOrder::Weak,
-            cache: StoreCache::Default,
-            policy: None,
-        });
+        let outputs = sums.outputs.map(|output| k.eval(output * factor));
+        let pairs: Vec<Packed> =
+            outputs.chunks(2).map(|it| k.pack_as(self.decode.element, it[0], it[1])).collect();
+        k.store_packed(address, &pairs);
         k.if_(item.column.equals(0), |k| {
             let index = part.sequence.convert::<U64>() * self.results.lse_batch
                 + head.convert::<U64>() * self.results.lse_head
                 + place.convert::<U64>();
             k.store(self.results.lse + index * 4, log_sum);
         });
-    }
-
-    /// What a row's outputs are multiplied with, and its log-sum-exp. A row that saw no key is
-    /// zero, with log-sum-exp minus infinity or its sink.
-    fn normalise(&self, k: &mut Builder, head: Reg<U32>, sums: &Sums) -> (Reg<F32>, Reg<F32>) {
-        let Sums { mut maximum, mut sum, .. } = *sums;
-        let mut factor = k.eval::<F32>(1.0);
-        if let Some(sinks) = self.sinks {
-            let sink = k.load::<F32, _>(sinks + head.convert::<U64>() * 4);
-            let sink = k.eval(sink * std::f32::consts::LOG2_E);
-            let top = k.eval(maximum.maximum(sink));
-            let reference = reference(k, top);
-            factor = k.exp2(maximum - reference);
-            let share = k.exp2(sink - reference);
-            sum = k.fma(sum, factor, share);
-            maximum = top;
-        }
-        let empty = k.eval(sum.equals(0.0));
-        let reciprocal = k.reciprocal(sum);
-        let factor = k.eval(empty.choose::<F32>(0.0, reciprocal * factor));
-        let log2 = k.log2(sum);
-        let log_sum = (maximum + log2) * std::f32::consts::LN_2;
-        (factor, k.eval(empty.choose::<F32>(f32::NEG_INFINITY, log_sum)))
     }
 }

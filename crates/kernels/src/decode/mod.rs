@@ -12,9 +12,9 @@
 //! ```text
 //! for each sequence that the team has a part of:         mod.rs, schedule.rs
 //!     for each tile of keys of a warp:                    walk.rs
-//!         wait for the tile, copied some tiles ahead      copies.rs, place.rs
+//!         wait for the tile, copied some tiles ahead      copies.rs
 //!         S = Q K^T                                       products.rs
-//!         S = rule(S), masked                             scores.rs, mask.rs
+//!         S = rule(S), masked                             mask.rs, attention/
 //!         P = 2^(S - m), l += row sums, rescale           softmax.rs
 //!         O^T += V^T P^T                                  products.rs
 //!     merge the warps                                     merge.rs
@@ -29,10 +29,8 @@ mod combine;
 mod copies;
 mod mask;
 mod merge;
-pub(crate) mod place;
 mod products;
 mod schedule;
-mod scores;
 mod softmax;
 mod tuned;
 mod walk;
@@ -40,21 +38,21 @@ mod walk;
 pub use tuned::{DecodeWorkload, Tuned, every_tuned, tuned};
 
 use ptx::{
-    Builder, Capability, Element, Expression, F32, GlobalAddress, Program, Reg, Swizzle, Target,
+    Builder, Capability, Element, GlobalAddress, Program, Reg, SteppedLanes, Swizzle, Target,
     TileLayout, U32,
 };
 
 use crate::Error;
+use crate::attention::rows::Sinks;
+use crate::attention::scores::{ScoreRule, Slopes};
+use crate::attention::sequences::Places;
+use crate::attention::{MaskKind, Rules};
 use crate::divisor::DivisorRegisters;
-use crate::parameter::{List, Number, Tensor};
+use crate::parameter::{Number, Tensor};
 use crate::strides::Strides;
 use copies::Copies;
 use merge::{Merge, Results};
-use place::Places;
-use products::Lanes;
-pub(crate) use schedule::inclusive_sum;
 use schedule::{Cursor, Schedule};
-use scores::Rule;
 use walk::Walk;
 
 /// What the kernel is built for.
@@ -73,12 +71,8 @@ pub struct Decode {
     pub rows: u32,
     /// Whether keys and values lie in pages.
     pub paged: bool,
-    /// Whether scores are capped.
-    pub softcap: bool,
-    /// Whether scores fall with the distance between query and key.
-    pub alibi: bool,
-    /// Whether each head has a sink.
-    pub sinks: bool,
+    /// The mask, a window with chunks or without, and what changes scores.
+    pub rules: Rules,
     /// Warps of a block.
     pub warps: u32,
     /// Keys of a tile: 16 or 32.
@@ -118,13 +112,9 @@ impl Decode {
     pub fn name(&self) -> String {
         let Decode { element, head_dim, value_head_dim, rows, warps, tile_keys, .. } = self;
         let Decode { stages, blocks, .. } = self;
-        let extras = [
-            (self.paged, "_paged"),
-            (self.softcap, "_softcap"),
-            (self.alibi, "_alibi"),
-            (self.sinks, "_sinks"),
-        ];
-        let extras: String = extras.iter().filter(|(on, _)| *on).map(|(_, name)| *name).collect();
+        let paged = if self.paged { "_paged" } else { "" };
+        let chunked = if self.rules.mask == MaskKind::Chunked { "_chunked" } else { "" };
+        let extras = format!("{paged}{chunked}{}", self.rules.extras());
         format!(
             "decode_{element}_d{head_dim}x{value_head_dim}_r{rows}{extras}_w{warps}x{tile_keys}_s{stages}b{blocks}"
         )
@@ -197,6 +187,7 @@ impl Decode {
                 wide(self.head_dim) || wide(self.value_head_dim),
                 "a head dimension is not a multiple of 8 up to 256",
             ),
+            (!self.rules.mask.is_window(), "the mask of a ragged batch is a window"),
             (![8, 16].contains(&self.rows), "a block has 8 or 16 query rows"),
             (![16, 32].contains(&self.tile_keys), "a tile has 16 or 32 keys"),
             (
@@ -233,7 +224,8 @@ impl Decode {
     /// | `key heads`, `query heads per key head`, `blocks of a team`, `teams` | [`Divisor`](crate::Divisor)s |
     /// | `least tiles` | that a team takes |
     /// | `window left`, `window right` | keys before and after a query's position that it sees |
-    /// | `scale times log2(e)`, or `scale over softcap` and `softcap times log2(e)` | |
+    /// | `chunk` | a divisor, where attention is chunked |
+    /// | the scale, or the two of capped scores | see [`Scale`](crate::parameter::Scale) |
     /// | `slopes` and their `batch stride`, `sinks` | addresses of `f32` for each query head |
     pub fn program(&self) -> Result<Program, Error> {
         if let Some(fault) = self.fault() {
@@ -249,29 +241,30 @@ impl Decode {
         let queries: Reg<GlobalAddress> = Tensor::Query.address(k);
         let query_strides = Strides::parameters(k, Tensor::Query);
         let results = Results::parameters(k);
-        let schedule = Schedule::parameters(k);
+        let schedule = Schedule::parameters(k, self.rules.mask);
         let copies = Copies::parameters(k);
         let places = Places::parameters(k, self.paged);
-        let rule = Rule::parameters(k, self);
+        let scores = ScoreRule::parameters(k, &self.rules);
+        let slopes = self.rules.alibi.then(|| Slopes::parameters(k));
         let numbers = self.numbers(k);
         let block = k.block_index();
         let thread = k.thread_index();
         let thread = k.eval(block * self.threads() + thread);
         places.warm(k, schedule.sequences(), thread);
-        let sinks = self.sinks.then(|| List::Sinks.address(k));
+        let sinks = self.rules.sinks.then(|| Sinks::parameters(k));
 
-        let ring = copies.prepare(k, self, &numbers);
+        let ring = copies.prepare(k, self, &places, &numbers);
         let merge = Merge::new(k, self, &numbers, results, sinks);
-        let lanes = Lanes::new(k, numbers.lane);
+        let lanes = SteppedLanes::columns_first(k, numbers.lane);
 
         let mut cursor = Cursor::new(k, self, &schedule, &numbers);
         k.if_(cursor.has_more(), |k| {
             cursor.load(k, self, &schedule, &places);
-            ring.begin(k, self, &cursor, &places, &numbers);
+            ring.begin(k, &cursor);
             k.loop_(|k| {
                 let mut walk = Walk::new(k, self, &numbers, lanes);
                 walk.load_queries(k, queries, &query_strides, &cursor);
-                walk.keys(k, &ring, &cursor, &places, &rule);
+                walk.keys(k, &ring, &cursor, scores, slopes);
 
                 // The next sequence's first tiles are on their way before this one is finished.
                 let part = cursor.part(k, &numbers);
@@ -279,7 +272,7 @@ impl Decode {
                 let more = k.eval(cursor.has_more());
                 k.if_(more, |k| {
                     cursor.load(k, self, &schedule, &places);
-                    ring.begin(k, self, &cursor, &places, &numbers);
+                    ring.begin(k, &cursor);
                 });
                 merge.finish(k, &walk, &part);
                 k.break_if(!more);
@@ -306,34 +299,4 @@ impl Decode {
             lane: k.lane(),
         }
     }
-}
-
-/// A number that may be negative in memory, between two bounds.
-pub(crate) fn clamp(k: &mut Builder, value: Reg<ptx::S32>, most: Reg<U32>) -> Reg<U32> {
-    let most = most.reinterpret::<ptx::S32>();
-    let bounded = k.eval(value.minimum(most).maximum(0));
-    k.eval(bounded.reinterpret::<U32>())
-}
-
-/// The 32-bit number of a sequence in a list that may be absent (its address is 0).
-pub(crate) fn entry_of(
-    k: &mut Builder,
-    list: Reg<GlobalAddress>,
-    index: impl Into<ptx::Value<U32>>,
-    otherwise: impl Into<ptx::Value<ptx::S32>>,
-) -> Reg<ptx::S32> {
-    let value = k.variable(otherwise);
-    let index = k.eval(index);
-    let present = k.eval(list.reinterpret::<ptx::U64>().differs(0));
-    k.if_(present, |k| {
-        let loaded = k.load::<ptx::S32, _>(list + index.convert::<ptx::U64>() * 4);
-        k.set(value, loaded);
-    });
-    value
-}
-
-/// Minus infinity where a row has seen nothing; there is no maximum to subtract then.
-fn reference(k: &mut Builder, maximum: Reg<F32>) -> Reg<F32> {
-    use ptx::Choose;
-    k.eval(maximum.equals(f32::NEG_INFINITY).choose::<F32>(0.0, maximum))
 }

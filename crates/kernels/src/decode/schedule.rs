@@ -5,15 +5,14 @@
 //! index times that number on. Every warp finds its own place in the list: it
 //! needs the lengths and nothing else.
 
-use ptx::{
-    Builder, Choose, Expression, GlobalAddress, Instruction, Operand, Pred, Reg, S32, Type, U32,
-    UnaryOperation, Value,
-};
+use ptx::{Builder, Choose, Expression, GlobalAddress, Pred, Reg, S32, U32, Value};
 
-use super::place::{Places, Span};
-use super::{Decode, Numbers, clamp, entry_of};
+use super::{Decode, Numbers};
+use crate::attention::MaskKind;
+use crate::attention::sequences::{Places, Span, clamp, entry_of, inclusive_sum};
+use crate::attention::visibility::Visibility;
 use crate::divisor::DivisorRegisters;
-use crate::parameter::{List, Number, Reach};
+use crate::parameter::{List, Number};
 
 /// The lengths of sequences and the mask.
 pub(super) struct Schedule {
@@ -32,8 +31,7 @@ pub(super) struct Schedule {
     key_starts: Reg<GlobalAddress>,
     teams: DivisorRegisters,
     least_tiles: Reg<U32>,
-    left: Reg<S32>,
-    right: Reg<S32>,
+    pub(super) visibility: Visibility,
 }
 
 /// What is known of one sequence.
@@ -49,7 +47,7 @@ struct Lengths {
 }
 
 impl Schedule {
-    pub(super) fn parameters(k: &mut Builder) -> Self {
+    pub(super) fn parameters(k: &mut Builder, mask: MaskKind) -> Self {
         Schedule {
             batch: Number::Batch.read(k),
             query_length: Number::QueryLength.read(k),
@@ -63,8 +61,7 @@ impl Schedule {
             key_starts: List::KeyStarts.address(k),
             teams: DivisorRegisters::parameters(k, Number::Teams),
             least_tiles: Number::LeastTiles.read(k),
-            left: Reach::Left.read(k),
-            right: Reach::Right.read(k),
+            visibility: Visibility::parameters(k, mask),
         }
     }
 
@@ -91,8 +88,9 @@ impl Schedule {
         }
         .of(k, sequence);
 
-        // The first query stands `queries` before the end, and sees `left` keys before that.
-        let begin = k.eval((signed(keys) - signed(queries) - self.left).maximum(0));
+        // The first query stands `queries` before the end.
+        let first_position = k.eval(signed(keys) - signed(queries));
+        let [begin, _] = self.visibility.keys(k, first_position, keys);
         let begin = k.eval(begin.reinterpret::<U32>());
         let first_tile = k.eval(begin / decode.tile_keys);
         let end_tile = (keys + (decode.tile_keys - 1)) / decode.tile_keys;
@@ -125,8 +123,7 @@ pub(super) struct Cursor {
     sequence: Reg<U32>,
     /// Tiles before the sequence.
     before: Reg<U32>,
-    left: Reg<S32>,
-    right: Reg<S32>,
+    visibility: Visibility,
 
     // What follows is of the sequence.
     pub(super) queries: Reg<U32>,
@@ -198,7 +195,7 @@ impl Cursor {
             let tiles = schedule.tiles_of(k, decode, mine);
             let through = inclusive_sum(k, tiles, numbers.lane);
             let passed = k.eval((before + through).at_most(tile));
-            let count = count_lanes(k, passed);
+            let count = k.count_lanes(passed);
             // The tiles of the sequences that the team is past.
             let last = k.eval(count - 1);
             let last = k.shuffle_index(through, last % 32);
@@ -215,8 +212,7 @@ impl Cursor {
             end,
             sequence,
             before,
-            left: schedule.left,
-            right: schedule.right,
+            visibility: schedule.visibility,
             queries: zero(k),
             first_query: zero(k),
             keys: zero(k),
@@ -290,35 +286,7 @@ impl Cursor {
     /// The keys that a query of the sequence sees, from the first to before the last; the query
     /// counts from the sequence's first.
     pub(super) fn visible(&self, k: &mut Builder, query: Reg<U32>) -> [Reg<S32>; 2] {
-        let signed = |value: Reg<U32>| value.reinterpret::<S32>();
         let position = self.position(k, query);
-        let begin = k.eval((position - self.left).maximum(0));
-        let end = k.eval((position + self.right + 1).minimum(signed(self.keys)));
-        [begin, end]
+        self.visibility.keys(k, position, self.keys)
     }
-}
-
-/// The sum of the values of the lanes up to each.
-pub(crate) fn inclusive_sum(k: &mut Builder, value: Reg<U32>, lane: Reg<U32>) -> Reg<U32> {
-    let mut sum = value;
-    for distance in [1, 2, 4, 8, 16u32] {
-        let from = k.eval((lane - distance) % 32);
-        let other = k.shuffle_index(sum, from);
-        let other = lane.at_least(distance).choose::<U32>(other, 0);
-        sum = k.eval(sum + other);
-    }
-    sum
-}
-
-/// In how many lanes a predicate holds.
-fn count_lanes(k: &mut Builder, predicate: Reg<Pred>) -> Reg<U32> {
-    let (lanes, count) = (k.register::<U32>(), k.register::<U32>());
-    k.push(Instruction::Ballot { dst: lanes.register(), predicate: predicate.register() });
-    k.push(Instruction::Unary {
-        operation: UnaryOperation::PopulationCount,
-        ty: Type::U32,
-        dst: count.register(),
-        a: Operand::from(lanes),
-    });
-    count
 }

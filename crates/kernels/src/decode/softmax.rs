@@ -1,9 +1,11 @@
 //! The online softmax of one warp's tiles.
 
-use ptx::{Builder, Expression, F32, Instruction, Operand, Pred, Reg, Register, Value};
+use ptx::{Builder, Expression, F32, Packed, Pred, Reg, Value};
 
 use super::products::Output;
-use super::{Decode, Numbers, reference};
+use super::{Decode, Numbers};
+use crate::attention::Score;
+use crate::attention::rows::reference;
 
 /// Of the thread's row among each eight query rows: the maximum of the scores so far, in units of
 /// log2, and the thread's share of the sum of exponentials relative to it.
@@ -28,12 +30,12 @@ impl Softmax {
         k: &mut Builder,
         decode: &Decode,
         eight: usize,
-        scores: &[[Reg<F32>; 2]],
-    ) -> (Vec<Register>, Reg<F32>) {
+        scores: &[Score],
+    ) -> (Vec<Packed>, Reg<F32>) {
         let (maximum, sum) = (self.maximum[eight], self.sum[eight]);
-        let mut top = scores[0][0];
-        for score in scores.iter().flatten().skip(1) {
-            top = k.eval(top.maximum(*score));
+        let mut top = scores[0].register;
+        for score in &scores[1..] {
+            top = k.eval(top.maximum(score.register));
         }
         // Four neighbouring lanes share a row.
         let top = k.reduce_lanes(top, 4, |a, b| a.maximum(b));
@@ -43,13 +45,10 @@ impl Softmax {
         k.set(maximum, new);
         let mut total = k.eval(sum * shrink);
         let mut probabilities = Vec::new();
-        for pair in scores {
-            let weights = pair.map(|score| k.exp2(score - reference));
+        for pair in scores.chunks_exact(2) {
+            let weights = [pair[0], pair[1]].map(|score| k.exp2(score.register - reference));
             total = k.eval(total + (weights[0] + weights[1]));
-            let dst = k.register_of(decode.element.packed());
-            let [low, high] = weights.map(Operand::from);
-            k.push(Instruction::ConvertPair { dst, high, low });
-            probabilities.push(dst);
+            probabilities.push(k.pack_as(decode.element, weights[0], weights[1]));
         }
         k.set(sum, total);
         (probabilities, shrink)
@@ -75,10 +74,10 @@ impl Softmax {
             for (eight, shrink) in shrinks.iter().enumerate() {
                 let even = k.shuffle_index(*shrink, source);
                 let odd = k.shuffle_index(*shrink, source + 4);
-                for cell in output.eight(eight) {
-                    for (index, element) in cell.iter().enumerate() {
+                for (_, _, cell) in output.eight(eight).cells() {
+                    for (index, element) in cell.registers().into_iter().enumerate() {
                         let factor = if index % 2 == 0 { even } else { odd };
-                        k.set(*element, *element * factor);
+                        k.set(element, element * factor);
                     }
                 }
             }

@@ -7,6 +7,7 @@
 use ptx::{Element, Target};
 
 use super::Decode;
+use crate::attention::{MaskKind, Rules};
 
 /// What a configuration is chosen for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -21,12 +22,8 @@ pub struct DecodeWorkload {
     pub query_rows: u32,
     /// Whether keys and values lie in pages.
     pub paged: bool,
-    /// Whether scores are capped.
-    pub softcap: bool,
-    /// Whether scores fall with the distance between query and key.
-    pub alibi: bool,
-    /// Whether each head has a sink.
-    pub sinks: bool,
+    /// The mask, a window with chunks or without, and what changes scores.
+    pub rules: Rules,
 }
 
 /// A configuration and why it was chosen.
@@ -69,9 +66,7 @@ pub fn tuned(target: Target, workload: &DecodeWorkload) -> Option<Tuned> {
             value_head_dim: workload.value_head_dim,
             rows,
             paged: workload.paged,
-            softcap: workload.softcap,
-            alibi: workload.alibi,
-            sinks: workload.sinks,
+            rules: workload.rules,
             warps: *warps,
             tile_keys: *tile_keys,
             stages: *stages,
@@ -96,12 +91,24 @@ pub fn every_tuned(target: Target) -> Vec<Decode> {
                 value_head_dim: if dim == 192 { 128 } else { dim },
                 query_rows,
                 paged,
-                softcap: index == 4,
-                alibi: index == 5,
-                sinks: index == 6,
+                rules: match index {
+                    4 => Rules::LOCAL.capped(),
+                    5 => Rules { alibi: true, ..Rules::LOCAL },
+                    6 => Rules { sinks: true, ..Rules::LOCAL },
+                    _ => Rules::LOCAL,
+                },
             };
             all.extend(tuned(target, &workload).map(|tuned| tuned.configuration));
         }
+    }
+    // Chunks, in both memory orders.
+    let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
+    for paged in [false, true] {
+        let (element, rules) = (Element::BF16, chunked);
+        let (head_dim, value_head_dim, query_rows) = (128, 128, 8);
+        let workload =
+            DecodeWorkload { element, head_dim, value_head_dim, query_rows, paged, rules };
+        all.extend(tuned(target, &workload).map(|tuned| tuned.configuration));
     }
     all.dedup();
     all

@@ -1,28 +1,42 @@
 //! One warp's way through its tiles of a sequence.
 
 use ptx::{
-    Address, Builder, Expression, GlobalAddress, Instruction, LoadCache, LoadOrder, Operand, Reg,
-    Register, S32, Space, U32,
+    Builder, Expression, F32, FragmentA, GlobalAddress, Packed, Reg, S32, SteppedLanes, U32,
 };
 
 use super::copies::Ring;
 use super::mask::Mask;
-use super::place::Places;
-use super::products::{self, Lanes, Output};
+use super::products::{self, Output};
 use super::schedule::Cursor;
-use super::scores::{RowRule, Rule};
 use super::softmax::Softmax;
 use super::{Decode, Numbers};
+use crate::attention::Score;
+use crate::attention::scores::{ScoreRule, Slopes, alibi};
+use crate::attention::visibility::Seen;
 use crate::strides::Strides;
 
 pub(super) struct Walk<'a> {
     decode: &'a Decode,
     numbers: &'a Numbers,
-    lanes: Lanes,
+    lanes: SteppedLanes,
     /// By sixteen query rows and by sixteen columns.
-    queries: Vec<Vec<[Register; 4]>>,
+    queries: Vec<Vec<FragmentA>>,
     pub(super) softmax: Softmax,
     pub(super) output: Output,
+}
+
+/// What is known of the scores of the thread's row among eight.
+struct ScoreRow {
+    /// The first key that it sees, and the last.
+    seen: [Reg<S32>; 2],
+    /// Its slope in units of log2, and its position.
+    alibi: Option<(Reg<F32>, Reg<S32>)>,
+}
+
+/// The key of the thread's first column in the tile from `first_key` on.
+fn first_column(k: &mut Builder, numbers: &Numbers, first_key: Reg<U32>) -> Reg<S32> {
+    let column = k.eval(first_key + numbers.lane % 4 * 2);
+    k.eval(column.reinterpret::<S32>())
 }
 
 /// The thread's row among eight query rows.
@@ -38,7 +52,7 @@ impl<'a> Walk<'a> {
         k: &mut Builder,
         decode: &'a Decode,
         numbers: &'a Numbers,
-        lanes: Lanes,
+        lanes: SteppedLanes,
     ) -> Self {
         Walk {
             decode,
@@ -72,22 +86,16 @@ impl<'a> Walk<'a> {
         cursor: &Cursor,
     ) {
         let decode = self.decode;
-        let packed = decode.element.packed();
-        let zeros = |k: &mut Builder| {
-            let dst = k.register_of(packed);
-            k.push(Instruction::Move { dst, src: Operand::Immediate(0) });
-            dst
-        };
-        let nothing = zeros(k);
+        let nothing = k.packed_zero(decode.element);
         let steps = decode.head_dim.div_ceil(16);
         // The two words of each step, at columns from 0 and from 8 on.
-        let words: Vec<Vec<[Register; 2]>> = (0..decode.rows / 8)
+        let words: Vec<Vec<[Packed; 2]>> = (0..decode.rows / 8)
             .map(|eight| {
                 let row = self.row(k, cursor, eight);
-                let words: Vec<[Register; 2]> = (0..steps)
+                let words: Vec<[Packed; 2]> = (0..steps)
                     .map(|step| {
                         [0, 8].map(|half| match 16 * step + half < decode.head_dim {
-                            true => zeros(k),
+                            true => k.packed_zero(decode.element),
                             false => nothing,
                         })
                     })
@@ -103,15 +111,7 @@ impl<'a> Walk<'a> {
                             if 16 * step as u32 + 8 * half as u32 >= decode.head_dim {
                                 continue;
                             }
-                            let offset = (32 * step + 16 * half) as i32;
-                            k.push(Instruction::Load {
-                                dst: vec![*dst],
-                                space: Space::Global,
-                                address: Address { base: address.register(), offset },
-                                order: LoadOrder::Weak,
-                                cache: LoadCache::Default,
-                                policy: None,
-                            });
+                            k.load_packed_into(*dst, address + (32 * step + 16 * half));
                         }
                     }
                 });
@@ -125,7 +125,7 @@ impl<'a> Walk<'a> {
                     .map(|step| {
                         let first = eights[0][step];
                         let second = eights.get(1).map_or([nothing; 2], |eight| eight[step]);
-                        [first[0], second[0], first[1], second[1]]
+                        FragmentA([first[0], second[0], first[1], second[1]])
                     })
                     .collect()
             })
@@ -138,39 +138,50 @@ impl<'a> Walk<'a> {
         k: &mut Builder,
         ring: &Ring,
         cursor: &Cursor,
-        places: &Places,
-        rule: &Rule,
+        rule: ScoreRule,
+        slopes: Option<Slopes>,
     ) {
         let (decode, numbers) = (self.decode, self.numbers);
         let mask = Mask::new(k, cursor);
-        let rows: Vec<([Reg<S32>; 2], RowRule)> = (0..decode.rows / 8)
+        let rows: Vec<ScoreRow> = (0..decode.rows / 8)
             .map(|eight| {
                 let row = self.row(k, cursor, eight);
                 let last = k.eval(cursor.queries.maximum(1) - 1);
                 let query = k.eval(row.query.minimum(last));
-                let visible = cursor.visible(k, query);
-                let position = cursor.position(k, query);
+                let [first, end] = cursor.visible(k, query);
                 // Heads beyond the last row's are not there: any head will do.
                 let group = numbers.group.number;
                 let head = k.eval(row.head.minimum(numbers.key_head * group + (group - 1)));
-                (visible, rule.row(k, numbers, cursor.sequence(), head, position))
+                let alibi = slopes.map(|slopes| {
+                    let slope = slopes.log2(k, cursor.sequence(), head);
+                    (slope, cursor.position(k, query))
+                });
+                ScoreRow { seen: [first, k.eval(end - 1)], alibi }
             })
             .collect();
         let tile = k.variable(ring.warp());
         k.loop_(|k| {
             k.break_if(tile.at_least(cursor.count));
-            let keys = ring.wait(k, decode);
+            let keys = ring.wait(k);
             let values = k.eval(keys + decode.key_layout().bytes());
             let first_key = k.eval(cursor.first_key + tile * decode.tile_keys);
             let scores = products::scores(k, decode, self.lanes, &self.queries, keys);
             let eights = 0..decode.rows as usize / 8;
-            let scores: Vec<_> = eights.map(|eight| scores.row(eight)).collect();
-            for ((_, row), scores) in rows.iter().zip(&scores) {
-                rule.apply(k, row, scores, first_key);
+            let scores: Vec<Vec<Score>> =
+                eights.map(|eight| Score::of_warp_row(&scores, eight)).collect();
+            for (row, scores) in rows.iter().zip(&scores) {
+                rule.cap(k, scores);
+                rule.scale(k, scores);
+                if let Some((slope, position)) = row.alibi {
+                    let column = first_column(k, numbers, first_key);
+                    alibi(k, scores, &[0], position - column, slope);
+                }
             }
             k.if_(mask.touches(decode, first_key), |k| {
-                for ((visible, _), scores) in rows.iter().zip(&scores) {
-                    mask.hide(k, numbers, *visible, scores, first_key);
+                for (row, scores) in rows.iter().zip(&scores) {
+                    let column = first_column(k, numbers, first_key);
+                    let [first, last] = row.seen.map(|end| k.eval(end - column));
+                    Seen { first: Some(vec![first]), last: vec![last] }.hide_others(k, scores);
                 }
                 mask.clear(k, decode, numbers, values, first_key);
             });
@@ -181,7 +192,7 @@ impl<'a> Walk<'a> {
                 .unzip();
             self.softmax.rescale(k, numbers, &self.output, &shrinks);
             products::update(k, decode, self.lanes, &self.output, &probabilities, values);
-            ring.release(k, decode, cursor, places, tile);
+            ring.release(k, cursor, tile);
             k.set(tile, tile + decode.warps);
         });
     }

@@ -3,16 +3,17 @@
 use ptx::{Accumulate, Accumulator, Builder, Fragment, GlobalAddress, Pred, Reg, U32};
 
 use super::epilogue::{Epilogue, Output};
-use super::mask::Mask;
 use super::probe::{Phase, Probe};
-use super::scores::{Rule, Scores};
+use super::rule::Rule;
+use super::scheduler::ConsumerScheduler;
 use super::softmax::Softmax;
-use super::tiles::Consume;
 use super::warpgroup::Warpgroup;
 use super::{Form, Forward, Shared};
+use crate::attention::Score;
+use crate::attention::scores::ScoreRule;
 
 /// What the loop carries from step to step.
-struct State<'a, T: Consume> {
+struct State<'a, T: ConsumerScheduler> {
     form: Form,
     tiles: &'a T,
     group: Warpgroup<'a>,
@@ -28,17 +29,17 @@ struct State<'a, T: Consume> {
 }
 
 /// One warpgroup's work: 64 query rows of each of the block's tiles.
-pub(super) fn consume<T: Consume>(
+pub(super) fn consume<T: ConsumerScheduler>(
     k: &mut Builder,
     forward: &Forward,
     shared: &Shared,
     tiles: &T,
-    scores: Scores,
+    scores: ScoreRule,
     epilogue: &Epilogue,
     probe: Option<Reg<GlobalAddress>>,
 ) {
     let group = Warpgroup::new(k, forward, shared);
-    let room = Output::new(k, shared, &group);
+    let staging = Output::new(k, shared, &group);
     // The probabilities of one block and of the next: they change places.
     let even = Fragment::new(k, forward.element, forward.key_block);
     let odd = Fragment::new(k, forward.element, forward.key_block);
@@ -48,7 +49,7 @@ pub(super) fn consume<T: Consume>(
         form: forward.form,
         tiles,
         probe: Probe::new(k, probe, forward.warpgroups, group.index, group.thread),
-        rule: Rule { scores, mask: Mask::new(k, forward, &group) },
+        rule: Rule::new(k, forward, &group, scores),
         group,
         softmax: Softmax::new(k, forward, scores.scale_log2),
         output: Accumulator::new(k, forward.value_head_dim),
@@ -60,15 +61,15 @@ pub(super) fn consume<T: Consume>(
         state.probe.stamp(k, Phase::Begin);
         let p = [&even, &odd];
         if forward.form.overlap_tiles {
-            state.tiles_overlapped(k, &tile, epilogue, &room, p);
+            state.tiles_overlapped(k, &tile, epilogue, &staging, p);
         } else {
-            state.tiles_one_by_one(k, &tile, epilogue, &room, p);
+            state.tiles_one_by_one(k, &tile, epilogue, &staging, p);
         }
-        room.drain(k);
+        staging.drain(k);
     });
 }
 
-impl<T: Consume> State<'_, T> {
+impl<T: ConsumerScheduler> State<'_, T> {
     /// The next tile's first scores are computed while a tile is stored, and
     /// steps go in pairs, so that probabilities are never copied.
     fn tiles_overlapped(
@@ -76,7 +77,7 @@ impl<T: Consume> State<'_, T> {
         k: &mut Builder,
         tile: &T::Tile,
         epilogue: &Epilogue,
-        room: &Output,
+        staging: &Output,
         [even, odd]: [&Fragment; 2],
     ) {
         let block = self.block;
@@ -90,7 +91,7 @@ impl<T: Consume> State<'_, T> {
             let State { tiles, group, probe, output, softmax, current, output_begun, .. } = self;
             let accumulate = Accumulate::If(output_begun.register());
             group.wait_for_values(k);
-            group.turns.take(k);
+            group.ping_pong.take(k);
             probe.stamp(k, Phase::Turn);
             let update = group.start_update(k, output, accumulate, even);
             group.take_queries(k);
@@ -98,11 +99,11 @@ impl<T: Consume> State<'_, T> {
             group.wait_for_keys(k);
             probe.stamp(k, Phase::WaitForKeys);
             let scores = group.start_scores(k);
-            group.turns.pass(k);
+            group.ping_pong.pass(k);
             let landed = update.wait(k);
             group.release_values(k);
             probe.stamp(k, Phase::Update);
-            epilogue.store(k, *tiles, room, softmax, landed, current);
+            epilogue.store(k, *tiles, staging, softmax, landed, current);
             probe.stamp(k, Phase::Epilogue);
             let scores = scores.wait(k);
             group.release_keys(k);
@@ -111,7 +112,7 @@ impl<T: Consume> State<'_, T> {
             k.set(block, tiles.last_block(tile));
             self.first_block(k, &scores, even);
         });
-        self.end(k, epilogue, room, even);
+        self.end(k, epilogue, staging, even);
     }
 
     /// The same arithmetic in the same order, with one copy of everything.
@@ -120,7 +121,7 @@ impl<T: Consume> State<'_, T> {
         k: &mut Builder,
         tile: &T::Tile,
         epilogue: &Epilogue,
-        room: &Output,
+        staging: &Output,
         [p, next]: [&Fragment; 2],
     ) {
         let block = self.block;
@@ -128,7 +129,7 @@ impl<T: Consume> State<'_, T> {
             self.begin(k, p);
             self.steps(k, [p, next]);
             self.group.release_queries(k);
-            self.end(k, epilogue, room, p);
+            self.end(k, epilogue, staging, p);
             self.tiles.next_tile(k, tile);
             self.tiles.take(k, &self.current, tile);
             k.set(block, self.tiles.last_block(tile));
@@ -167,21 +168,22 @@ impl<T: Consume> State<'_, T> {
     }
 
     /// A tile's last product, with nothing beside it, and its storing.
-    fn end(&mut self, k: &mut Builder, epilogue: &Epilogue, room: &Output, p: &Fragment) {
+    fn end(&mut self, k: &mut Builder, epilogue: &Epilogue, staging: &Output, p: &Fragment) {
         let State { tiles, group, probe, output, softmax, current, output_begun, .. } = self;
         let accumulate = Accumulate::If(output_begun.register());
         group.wait_for_values(k);
         let landed = group.start_update(k, output, accumulate, p).wait(k);
         group.release_values(k);
         probe.stamp(k, Phase::Update);
-        epilogue.store(k, *tiles, room, softmax, landed, current);
+        epilogue.store(k, *tiles, staging, softmax, landed, current);
         probe.stamp(k, Phase::Epilogue);
     }
 
     /// A tile's first block: there is no output yet to be kept or rescaled.
     fn first_block(&mut self, k: &mut Builder, scores: &Accumulator, p: &Fragment) {
-        self.rule.apply(k, self.tiles, &self.current, self.block, scores);
-        self.softmax.first_block(k, scores, p);
+        let scores = Score::of(scores);
+        self.rule.apply(k, self.tiles, &self.current, self.block, &scores);
+        self.softmax.first_block(k, &scores, p);
         self.probe.stamp(k, Phase::Softmax);
         k.set(self.output_begun, false);
     }
@@ -193,13 +195,13 @@ impl<T: Consume> State<'_, T> {
         let accumulate = Accumulate::If(output_begun.register());
         group.wait_for_keys(k);
         probe.stamp(k, Phase::WaitForKeys);
-        group.turns.take(k);
+        group.ping_pong.take(k);
         probe.stamp(k, Phase::Turn);
         let scores = group.start_scores(k);
         group.wait_for_values(k);
         let update = group.start_update(k, output, accumulate, before);
-        group.turns.pass(k);
-        let scores = scores.wait(k);
+        group.ping_pong.pass(k);
+        let scores = Score::of(&scores.wait(k));
         group.release_keys(k);
         probe.stamp(k, Phase::Scores);
         k.set(*output_begun, true);

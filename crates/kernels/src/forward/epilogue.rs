@@ -1,14 +1,15 @@
 //! The way out: normalise, round, through shared memory, and by TMA to the tensor.
 
 use ptx::{
-    Accumulator, Builder, Element, Expression, F32, Fence, Fragment, GlobalAddress, Instruction,
-    Pred, Reg, SharedTile, TensorMap, U32, U64,
+    Accumulator, Builder, Element, Expression, F32, Fence, Fragment, GlobalAddress, Pred, Reg,
+    SharedTile, TensorMap, U32, U64,
 };
 
+use super::scheduler::{ConsumerScheduler, Place};
 use super::softmax::Softmax;
-use super::tiles::{Consume, Place};
 use super::warpgroup::Warpgroup;
 use super::{Shared, barrier};
+use crate::attention::rows::Finished;
 
 /// Where results go.
 pub(super) struct Epilogue {
@@ -16,7 +17,7 @@ pub(super) struct Epilogue {
     pub(super) lse: Reg<GlobalAddress>,
 }
 
-/// A warpgroup's room for its output, and the thread's place in it.
+/// The shared memory through which a warpgroup's output goes, and the thread's place in it.
 pub(super) struct Output {
     tile: SharedTile,
     barrier: Reg<U32>,
@@ -45,81 +46,81 @@ impl Output {
         k.barrier_sync(self.barrier, 128);
     }
 
-    /// Waits until the room can be written again.
+    /// Waits until it can be written again.
     fn wait_until_read(&self, k: &mut Builder) {
-        k.if_(self.leads, |k| k.push(Instruction::BulkWait { pending: 0, read_only: true }));
+        k.if_(self.leads, |k| k.bulk_wait_read(0));
         self.meet(k);
     }
 
     /// Waits until everything has been written: shared memory must outlive its copies.
     pub(super) fn drain(&self, k: &mut Builder) {
-        k.if_(self.leads, |k| k.push(Instruction::BulkWait { pending: 0, read_only: false }));
+        k.if_(self.leads, |k| k.bulk_wait(0));
     }
 }
 
 impl Epilogue {
     /// Stores the output of a finished tile. The copies are only begun.
-    pub(super) fn store<T: Consume>(
+    pub(super) fn store<T: ConsumerScheduler>(
         &self,
         k: &mut Builder,
         tiles: &T,
-        room: &Output,
+        staging: &Output,
         softmax: &Softmax,
         output: &Accumulator,
         current: &T::Current,
     ) {
         let sink = tiles.sink(k, current);
-        let [factors, log_sums] = softmax.finish(k, sink);
+        let rows = softmax.finish(k, sink);
         let place = tiles.place(k, current);
-        self.store_log_sums(k, tiles, room, current, &place, log_sums);
+        self.store_log_sums(k, tiles, staging, current, &place, &rows);
 
-        let layout = room.tile.layout();
-        let first_row = k.eval(place.first_row + room.index * 64);
+        let layout = staging.tile.layout();
+        let first_row = k.eval(place.first_row + staging.index * 64);
         // As many columns at a time as there is room for.
         let registers = output.registers();
         for first in (0..output.columns()).step_by(layout.columns as usize) {
             let columns = layout.columns.min(output.columns() - first);
             let part = &registers[(first / 2) as usize..((first + columns) / 2) as usize];
             let normal: Vec<Reg<F32>> = (part.iter().enumerate())
-                .map(|(index, x)| k.eval(*x * factors[Accumulator::row_of(index)]))
+                .map(|(index, x)| k.eval(*x * rows[Accumulator::row_of(index)].factor))
                 .collect();
             let rounded = round(k, layout.element, columns, &normal);
-            room.wait_until_read(k);
-            rounded.store(k, &room.tile, room.warp);
+            staging.wait_until_read(k);
+            rounded.store(k, &staging.tile, staging.warp);
             k.fence(Fence::ProxyAsyncShared);
-            room.meet(k);
-            k.if_(room.leads, |k| {
+            staging.meet(k);
+            k.if_(staging.leads, |k| {
                 let further = tiles.output_corner(k, current, &place, first_row);
                 for panel in 0..columns.div_ceil(layout.panel_columns()) {
                     let column = (first + panel * layout.panel_columns()) as i32;
                     let mut corner = vec![column.into()];
                     corner.extend(further.iter().cloned());
-                    let source = room.tile.address() + panel * layout.panel_bytes();
+                    let source = staging.tile.address() + panel * layout.panel_bytes();
                     k.tensor_store(self.output, &corner, source);
                 }
-                k.push(Instruction::BulkCommit);
+                k.bulk_commit();
             });
         }
     }
 
     /// The lane at a row's first column stores its log-sum-exp.
-    fn store_log_sums<T: Consume>(
+    fn store_log_sums<T: ConsumerScheduler>(
         &self,
         k: &mut Builder,
         tiles: &T,
-        room: &Output,
+        staging: &Output,
         current: &T::Current,
         place: &Place,
-        log_sums: [Reg<F32>; 2],
+        rows: &[Finished],
     ) {
-        let position = Accumulator::position(k, room.thread);
-        let first = k.eval(place.first_row + room.index * 64 + position.row);
+        let position = Accumulator::position(k, staging.thread);
+        let first = k.eval(place.first_row + staging.index * 64 + position.row);
         let base = tiles.first_log_sum(k, current, place);
         let address = k.eval(self.lse + (base + first.convert::<U64>()) * 4);
-        for (half, log_sum) in log_sums.into_iter().enumerate() {
+        for (half, Finished { log_sum, .. }) in rows.iter().enumerate() {
             let row = first + 8 * half;
             let mine = position.column.equals(0) & row.less(place.query_length);
-            k.if_(mine, |k| k.store(address + 32 * half, log_sum));
+            k.if_(mine, |k| k.store(address + 32 * half, *log_sum));
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Lists of tiles, one for each block: work of unequal length shared out evenly.
 //!
-//! With a causal mask tiles differ in length. Two ways to share them out, each
+//! With a mask tiles differ in length. Two ways to share them out, each
 //! measured to be the better one somewhere:
 //!
 //! - *pairs*: the longest tile of a head with its shortest, the next longest
@@ -8,12 +8,14 @@
 //!   takes pairs in turn. Both tiles of a pair read the same keys and values.
 //!   What does not fill a last round is given out tile by tile, longest first.
 //! - *longest first*: every tile to whichever block has the least to do, heads
-//!   in groups that fill the GPU. Best where a head alone nearly fills it.
+//!   in groups that fill the GPU. Best where a head alone nearly fills it, and for
+//!   windows and chunks, whose pairs are not the same work.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use super::Forward;
+use crate::attention::Window;
 
 /// The tiles that each block takes, in order.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,10 +36,12 @@ impl TileLists {
     /// Ends a list.
     pub const END: u32 = u32::MAX;
 
-    /// Shares out the tiles of a problem over at most `processors` blocks.
+    /// Shares out the tiles of a problem over at most `processors` blocks; tiles cost what they see
+    /// through the window.
     /// `cache_bytes` is the part of the second-level cache to count on.
     pub fn new(
         forward: &Forward,
+        window: &Window,
         [query_length, key_length]: [u32; 2],
         [heads, key_heads, batch]: [u32; 3],
         processors: u32,
@@ -56,13 +60,16 @@ impl TileLists {
         let together = wanted.min(held).max(1).next_multiple_of(group_size);
         let blocks = (processors as u64).min(row_tiles as u64 * all_heads).max(1) as u32;
         let mut shares = Shares::new(blocks);
-        let cost = |row_tile| forward.key_blocks(row_tile, query_length, key_length) + OVERHEAD;
+        let lengths = [query_length, key_length];
+        let cost = |row_tile| forward.key_blocks(window, row_tile, lengths) + OVERHEAD;
         let number = |head: u64, row_tile: u32| (head * row_tiles as u64) as u32 + row_tile;
-        if row_tiles >= forward.longest_first_from() {
+        if forward.rules.mask.is_window() || row_tiles >= forward.longest_first_from() {
+            let mut longest_first: Vec<u32> = (0..row_tiles).rev().collect();
+            longest_first.sort_by_key(|row_tile| Reverse(cost(*row_tile)));
             let mut first = 0;
             while first < all_heads {
                 let end = (first + together).min(all_heads);
-                for row_tile in (0..row_tiles).rev() {
+                for &row_tile in &longest_first {
                     for head in first..end {
                         shares.give(number(head, row_tile), cost(row_tile));
                     }
@@ -150,14 +157,14 @@ impl Forward {
     }
 
     /// Key blocks that a row tile needs.
-    fn key_blocks(&self, row_tile: u32, query_length: u32, key_length: u32) -> u64 {
-        let all = key_length.div_ceil(self.key_block) as i64;
-        if !self.causal {
-            return all as u64;
-        }
-        let end = (row_tile as i64 + 1) * self.query_rows() as i64;
-        let seen = (end + key_length as i64 - query_length as i64).max(0);
-        (seen as u64).div_ceil(self.key_block as u64).clamp(1, all.max(1) as u64)
+    fn key_blocks(&self, window: &Window, row_tile: u32, [queries, keys]: [u32; 2]) -> u64 {
+        let rows = i64::from(self.query_rows());
+        let first_row = i64::from(row_tile) * rows;
+        let offset = i64::from(keys) - i64::from(queries);
+        let last_row = (first_row + rows).min(queries.into()) - 1;
+        let seen = window.tile_keys(first_row + offset, last_row + offset, keys);
+        let blocks = seen.end.div_ceil(self.key_block) - seen.start / self.key_block;
+        u64::from(blocks.max(1))
     }
 }
 
@@ -165,14 +172,15 @@ impl Forward {
 mod tests {
     use super::super::Form;
     use super::*;
+    use crate::attention::{MaskKind, Rules};
     use crate::product::Source;
 
-    fn forward(causal: bool) -> Forward {
+    fn forward(rules: Rules) -> Forward {
         Forward {
             element: ptx::Element::BF16,
             head_dim: 64,
             value_head_dim: 64,
-            causal,
+            rules,
             warpgroups: 3,
             key_block: 96,
             stages: 2,
@@ -183,7 +191,12 @@ mod tests {
         }
     }
 
-    fn loads(lists: &TileLists, forward: &Forward, lengths: [u32; 2]) -> (Vec<u64>, Vec<u32>) {
+    fn loads(
+        lists: &TileLists,
+        forward: &Forward,
+        window: &Window,
+        lengths: [u32; 2],
+    ) -> (Vec<u64>, Vec<u32>) {
         let row_tiles = lengths[0].div_ceil(forward.query_rows());
         let mut tiles = Vec::new();
         let loads = (0..lists.blocks as usize)
@@ -193,7 +206,7 @@ mod tests {
                 while lists.words[at] != TileLists::END {
                     let tile = lists.words[at];
                     let row_tile = tile % row_tiles;
-                    load += forward.key_blocks(row_tile, lengths[0], lengths[1]) + OVERHEAD;
+                    load += forward.key_blocks(window, row_tile, lengths) + OVERHEAD;
                     tiles.push(tile);
                     at += 1;
                 }
@@ -206,15 +219,19 @@ mod tests {
 
     #[test]
     fn every_tile_is_in_one_list() {
-        for (causal, lengths, heads) in [
-            (true, [16384, 16384], [32, 32, 1]),
-            (true, [1000, 77], [6, 2, 3]),
-            (false, [513, 700], [5, 5, 2]),
-            (true, [1, 1], [1, 1, 1]),
+        let (dense, causal) = (Window::DENSE, Window::CAUSAL);
+        let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
+        for (rules, window, lengths, heads) in [
+            (Rules::CAUSAL, causal, [16384, 16384], [32, 32, 1]),
+            (Rules::CAUSAL, causal, [1000, 77], [6, 2, 3]),
+            (Rules::DENSE, dense, [513, 700], [5, 5, 2]),
+            (Rules::CAUSAL, causal, [1, 1], [1, 1, 1]),
+            (Rules::LOCAL, Window { left: 100, ..causal }, [5000, 3000], [3, 1, 2]),
+            (chunked, Window { chunk: Some(300), ..causal }, [5000, 5000], [3, 1, 2]),
         ] {
-            let forward = forward(causal);
-            let lists = TileLists::new(&forward, lengths, heads, 132, 30 << 20);
-            let (_, tiles) = loads(&lists, &forward, lengths);
+            let forward = forward(rules);
+            let lists = TileLists::new(&forward, &window, lengths, heads, 132, 30 << 20);
+            let (_, tiles) = loads(&lists, &forward, &window, lengths);
             let count = lengths[0].div_ceil(forward.query_rows()) * heads[0] * heads[2];
             assert_eq!(tiles, (0..count).collect::<Vec<_>>());
         }
@@ -222,12 +239,22 @@ mod tests {
 
     #[test]
     fn the_longest_list_is_hardly_longer_than_the_mean() {
-        let forward = forward(true);
-        let lengths = [16384, 16384];
-        let lists = TileLists::new(&forward, lengths, [32, 32, 1], 132, 30 << 20);
-        let (loads, _) = loads(&lists, &forward, lengths);
-        let mean = loads.iter().sum::<u64>() as f64 / loads.len() as f64;
-        let longest = *loads.iter().max().unwrap() as f64;
-        assert!(longest < 1.02 * mean, "{longest} against {mean}");
+        let window = Window { left: 3000, ..Window::CAUSAL };
+        let chunks = Window { chunk: Some(5000), ..Window::CAUSAL };
+        let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
+        for (rules, window, slack) in [
+            (Rules::CAUSAL, Window::CAUSAL, 1.02),
+            // Tiles of nearly one length: 2752 over 132 blocks are 20.8 each, and some have 21.
+            (Rules::LOCAL, window, 1.05),
+            (chunked, chunks, 1.05),
+        ] {
+            let forward = forward(rules);
+            let lengths = [16384, 16384];
+            let lists = TileLists::new(&forward, &window, lengths, [32, 32, 1], 132, 30 << 20);
+            let (loads, _) = loads(&lists, &forward, &window, lengths);
+            let mean = loads.iter().sum::<u64>() as f64 / loads.len() as f64;
+            let longest = *loads.iter().max().unwrap() as f64;
+            assert!(longest < slack * mean, "{window:?}: {longest} against {mean}");
+        }
     }
 }

@@ -19,23 +19,22 @@
 //! Warpgroups take turns at the tensor cores, so that one computes
 //! exponentials while another multiplies. Blocks stay and take tile after tile.
 //! The parts have a file each: `producer`, `consumer` (the loop above),
-//! `warpgroup`, `scores`, `mask`, `softmax`, `epilogue`; `tiles` says what they
-//! must know of tiles, which come from `schedule` with `lists`, or for ragged
-//! batches ([`Prefill`]) from `board`. `tuned` says what serves which problem,
+//! `warpgroup`, `rule`, `softmax`, `epilogue`; `scheduler` says what they
+//! must know of tiles, which come from `static_scheduler` with `lists`, or for
+//! ragged batches ([`Prefill`]) from `dynamic_scheduler`. `tuned` says what serves which problem,
 //! and `probe` takes the time of all that.
 
-mod board;
 mod consumer;
+mod dynamic_scheduler;
 mod epilogue;
 mod lists;
-mod mask;
 mod prefill;
 mod probe;
 mod producer;
-mod schedule;
-mod scores;
+mod rule;
+mod scheduler;
 mod softmax;
-mod tiles;
+mod static_scheduler;
 mod tuned;
 mod warpgroup;
 
@@ -51,11 +50,12 @@ use ptx::{
 };
 
 use crate::Error;
+use crate::attention::scores::ScoreRule;
+use crate::attention::{MaskKind, Rules};
 use crate::parameter::{Number, Tensor};
 use crate::product::Source;
 use epilogue::Epilogue;
-use schedule::Schedule;
-use scores::Scores;
+use static_scheduler::StaticScheduler;
 
 /// What the kernel is built for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -66,8 +66,8 @@ pub struct Forward {
     pub head_dim: u32,
     /// The width of values and outputs: a multiple of 8 up to 256.
     pub value_head_dim: u32,
-    /// Whether query `i` sees only keys up to `i + keys - queries`.
-    pub causal: bool,
+    /// Which keys a query sees, and what changes scores.
+    pub rules: Rules,
     /// Consumer warpgroups, of 64 query rows each.
     pub warpgroups: u32,
     /// Keys in a block: a multiple of 16.
@@ -156,9 +156,13 @@ struct Maps {
 impl Forward {
     /// The name of this configuration.
     pub fn name(&self) -> String {
-        let Forward { element, head_dim, value_head_dim, causal, warpgroups, .. } = self;
+        self.named("forward", &format!("_{}", self.rules.name()))
+    }
+
+    /// The name of a kernel of some family with these tiles.
+    fn named(&self, family: &str, rules: &str) -> String {
+        let Forward { element, head_dim, value_head_dim, warpgroups, .. } = self;
         let Forward { key_block, stages, query_buffers, query_source, ping_pong, form, .. } = self;
-        let mask = if *causal { "causal" } else { "dense" };
         let rows = 64 * warpgroups;
         let turns = if *ping_pong { "_turns" } else { "" };
         let form = form.suffix();
@@ -167,8 +171,13 @@ impl Forward {
             Source::Registers => "r",
         };
         format!(
-            "forward_{element}_d{head_dim}x{value_head_dim}_{mask}_{rows}x{key_block}_s{stages}q{query_buffers}{source}{turns}{form}"
+            "{family}_{element}_d{head_dim}x{value_head_dim}{rules}_{rows}x{key_block}_s{stages}q{query_buffers}{source}{turns}{form}"
         )
+    }
+
+    /// Whether its blocks take tiles from [`TileLists`]: where a mask makes tiles of unequal length.
+    pub fn takes_lists(&self) -> bool {
+        self.rules.mask != MaskKind::Dense
     }
 
     /// Query rows of a tile.
@@ -214,10 +223,12 @@ impl Forward {
     }
 
     /// Registers of a producer's and of a consumer's thread. Two warpgroups
-    /// together have as many as a thread can use.
+    /// together have as many as a thread can use; dividing by chunks takes the
+    /// producer more than the least it can have.
     fn register_budgets(&self) -> Option<(u32, u32)> {
         match self.warpgroups {
             1 => None,
+            2 if self.rules.mask == MaskKind::Chunked => Some((40, 232)),
             2 => Some((24, 240)),
             _ => Some((32, 160)),
         }
@@ -228,11 +239,15 @@ impl Forward {
     /// Parameters, in order: the tensor maps of queries, keys, values and
     /// output over (dimension, position, head, batch); the address of the
     /// log-sum-exps, (batch, head, query) in `f32`; query length, key length;
-    /// the scale times log2(e), which must be positive; the address of the
+    /// the scale, which must be positive, or the two of capped scores
+    /// ([`Scale`](crate::parameter::Scale)); the address of the
     /// tile lists ([`TileLists`]) if there are any, else tiles in all; then
     /// the [`Divisor`]s (number, multiplier, shift) of query tiles of a head,
-    /// of query heads, and of query heads per key head. Key length must not
-    /// be zero. Any number of blocks; with lists, one for each.
+    /// of query heads, and of query heads per key head; then, as far as the
+    /// rules ask for them, the reach to the left and right, the divisor of the
+    /// chunk, the slopes with their stride from sequence to sequence, and the
+    /// sinks. Key length must not be zero. Any number of blocks; with lists,
+    /// one for each.
     pub fn program(&self) -> Result<Program, Error> {
         self.build(false)
     }
@@ -294,8 +309,9 @@ impl Forward {
         let lse: Reg<GlobalAddress> = Tensor::Lse.address(k);
         let query_length: Reg<U32> = Number::QueryLength.read(k);
         let key_length: Reg<U32> = Number::KeyLength.read(k);
-        let scores = Scores::parameters(k, false);
-        let schedule = Schedule::parameters(k, self, query_length, key_length);
+        let scores = ScoreRule::parameters(k, &self.rules).with_small_tanh(!self.rules.alibi);
+        let schedule =
+            StaticScheduler::parameters(k, self, query_length, key_length, scores.scale_log2);
         let probe = probe::parameter(k, probed);
         let shared = self.shared(k);
         let thread = k.thread_index();
@@ -314,7 +330,7 @@ impl Forward {
 
     /// Reserves the shared memory.
     fn shared(&self, k: &mut Builder) -> Shared {
-        // A warp speaks for its lanes when it gives a stage back.
+        // A warp leader for its lanes when it gives a stage back.
         let warps = 4 * self.warpgroups;
         Shared {
             queries: SharedTiles::new(k, "queries", self.query_layout(), self.query_buffers),

@@ -17,11 +17,12 @@
 
 use ptx::{Builder, Expression, GlobalAddress, Program, Reg, TensorBox, TileLayout};
 
-use super::board::{Batch, Board, Claims, Posts};
+use super::dynamic_scheduler::{Batch, DynamicConsumer, DynamicProducer, WorkSlots};
 use super::epilogue::Epilogue;
-use super::scores::Scores;
 use super::{Forward, Maps, consumer, probe, producer};
 use crate::Error;
+use crate::attention::MaskKind;
+use crate::attention::scores::ScoreRule;
 use crate::parameter::Tensor;
 
 /// Where the dimension `inside` of a slice ends.
@@ -30,14 +31,8 @@ pub const SLICE_EXTENT: u32 = 1 << 30;
 /// What the kernel is built for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Prefill {
-    /// Element, dims and tiles. Masks are windows, so it is not causal.
+    /// Element, dims, tiles and rules; its mask is a window, with chunks or without.
     pub tile: Forward,
-    /// Whether scores are capped.
-    pub softcap: bool,
-    /// Whether scores fall with the distance between query and key.
-    pub alibi: bool,
-    /// Whether each head has a sink.
-    pub sinks: bool,
     /// With pages, how many of their rows are copied at a time: divides the page
     /// size and the key block, a multiple of 8.
     pub page_rows: Option<u32>,
@@ -49,12 +44,9 @@ const RANK: usize = 5;
 impl Prefill {
     /// The name of this configuration.
     pub fn name(&self) -> String {
-        let extras = [(self.softcap, "_softcap"), (self.alibi, "_alibi"), (self.sinks, "_sinks")];
-        let extras: String = extras.iter().filter(|(on, _)| *on).map(|(_, name)| *name).collect();
         let pages = self.page_rows.map_or_else(String::new, |rows| format!("_pages{rows}"));
-        let tile = self.tile.name();
-        let tile = tile.trim_start_matches("forward").replace("_dense", "");
-        format!("prefill{tile}{extras}{pages}")
+        let chunks = if self.tile.rules.mask == MaskKind::Chunked { "_chunked" } else { "" };
+        self.tile.named("prefill", chunks) + &self.tile.rules.extras() + &pages
     }
 
     /// The boxes in which queries, keys, values and outputs are copied.
@@ -91,8 +83,8 @@ impl Prefill {
     }
 
     fn fault(&self) -> Option<&'static str> {
-        if self.tile.causal {
-            return Some("masks are windows: the tile is not causal");
+        if !self.tile.rules.mask.is_window() {
+            return Some("the mask of a ragged batch is a window");
         }
         let divides = |rows: u32| {
             rows > 0 && rows.is_multiple_of(8) && self.tile.key_block.is_multiple_of(rows)
@@ -113,11 +105,12 @@ impl Prefill {
     /// | --- | --- |
     /// | `queries`, `keys`, `values`, `output` | tensor maps of [`slices`](Prefill::slices) |
     /// | `lse`, `lse head stride` | the address of the log-sum-exps, and from one head to the next |
-    /// | `scale times log2(e)`, or `scale over softcap` and `softcap times log2(e)` | |
+    /// | the scale, or the two of capped scores | see [`Scale`](crate::parameter::Scale) |
     /// | `schedule` | what the [`Sequencer`](crate::Sequencer) wrote |
     /// | `query heads`, `heads together` | heads, and how many of them are a round: divides them |
     /// | `query heads per key head` | a [`Divisor`](crate::Divisor) |
     /// | `window left`, `window right` | keys before and after a query's position that it sees |
+    /// | `chunk` | a divisor, where attention is chunked |
     /// | `slopes` and their `batch stride`, `sinks` | addresses of `f32` for each query head |
     /// | `block table`, `pages of a sequence`, `pages there are`, `page size`, `rows from page to page` | with pages; the size is a divisor |
     pub fn program(&self) -> Result<Program, Error> {
@@ -136,28 +129,28 @@ impl Prefill {
             output: Tensor::Output.map(k, output),
         };
         let lse: Reg<GlobalAddress> = Tensor::Lse.address(k);
-        let scores = Scores::parameters(k, self.softcap);
+        let scores = ScoreRule::parameters(k, &self.tile.rules);
         let batch = Batch::parameters(k, self, scores.scale_log2);
         let shared = self.tile.shared(k);
-        let board = Board::new(k, 4 * self.tile.warpgroups);
+        let slots = WorkSlots::new(k, 4 * self.tile.warpgroups);
         let thread = k.thread_index();
         k.if_(thread.equals(0), |k| {
             shared.init(k);
-            board.pipeline.init(k);
+            slots.pipeline.init(k);
         });
         k.barriers_ready();
         self.tile.roles(
             k,
             self.register_budgets(),
             |k| {
-                let claims = Claims::new(k, self, &board, &batch);
+                let claims = DynamicProducer::new(k, self, &slots, &batch);
                 producer::produce(k, &self.tile, &shared, &maps, &claims);
             },
             |k| {
-                let posts = Posts::new(k, &board, &batch);
+                let posted = DynamicConsumer::new(k, &slots, &batch);
                 let epilogue = Epilogue { output: maps.output, lse };
                 let probe = probe::parameter(k, false);
-                consumer::consume(k, &self.tile, &shared, &posts, scores, &epilogue, probe);
+                consumer::consume(k, &self.tile, &shared, &posted, scores, &epilogue, probe);
             },
         );
     }

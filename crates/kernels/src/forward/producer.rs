@@ -10,11 +10,11 @@ use ptx::{
     Value,
 };
 
-use super::tiles::Supply;
+use super::scheduler::ProducerScheduler;
 use super::{Forward, Maps, Shared};
 use crate::product::Source;
 
-pub(super) fn produce<T: Supply>(
+pub(super) fn produce<T: ProducerScheduler>(
     k: &mut Builder,
     forward: &Forward,
     shared: &Shared,

@@ -8,6 +8,7 @@
 use ptx::Element;
 
 use super::{Form, Forward, Prefill};
+use crate::attention::{MaskKind, Rules};
 use crate::product::Source;
 
 /// What a choice may depend on.
@@ -19,8 +20,8 @@ pub struct Workload {
     pub head_dim: u32,
     /// The width of values and outputs.
     pub value_head_dim: u32,
-    /// Whether there is a causal mask.
-    pub causal: bool,
+    /// The mask, and what changes scores.
+    pub rules: Rules,
     /// Queries of a sequence.
     pub query_length: u64,
     /// Keys of a sequence.
@@ -32,6 +33,14 @@ pub struct Workload {
 }
 
 impl Workload {
+    /// The length that rules go by: the shorter of queries and keys. Long sequences get tiles of
+    /// 192 rows: those leave no registers to compute more with than a mask, and the taller a tile,
+    /// the more of it lies beyond the edges of a window. So windows and score rules count as short.
+    fn counted_length(&self) -> u64 {
+        let length = self.query_length.min(self.key_length);
+        if self.rules.is_plain() { length } else { length.min(2048) }
+    }
+
     /// Whether tiles of 128 rows would leave more than half of the GPU without work.
     pub fn is_small(&self) -> bool {
         let tiles = self.query_length.div_ceil(128).saturating_mul(self.heads);
@@ -76,6 +85,7 @@ struct Tile {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Masks {
     Dense,
+    /// And windows: tiles of unequal length, of which some blocks are masked.
     Causal,
     Both,
 }
@@ -107,17 +117,36 @@ const TILE_128X96: Tile = Tile { key_block: 96, query_buffers: 1, ..TILE_128X128
 const TILE_128X64: Tile =
     Tile { key_block: 64, query_buffers: 1, form: Form::COMPACT, ..TILE_128X128 };
 
+// Lines that both tables have.
+const FEW_ROWS: Rule = Rule {
+    dims: (128, 128),
+    masks: Masks::Both,
+    length: ANY_LENGTH,
+    few: true,
+    tile: TILE_64X128,
+    reason: "64 x 128 tiles keep more of the GPU busy where 128 rows would fill less than half",
+};
+const UP_TO_192: Rule = Rule {
+    dims: (192, 192),
+    masks: Masks::Both,
+    length: ANY_LENGTH,
+    few: false,
+    tile: TILE_128X96,
+    reason: "128 x 96 tiles are fastest up to head dim 192",
+};
+const UP_TO_256: Rule = Rule {
+    dims: (256, 256),
+    masks: Masks::Both,
+    length: ANY_LENGTH,
+    few: false,
+    tile: TILE_128X64,
+    reason: "128 x 64 tiles are the largest whose output fits the registers at head dim 256",
+};
+
 /// Measured on an H200 in bf16; docs/performance.md has the numbers. Narrow before wide, short
 /// before long.
 const RULES: &[Rule] = &[
-    Rule {
-        dims: (128, 128),
-        masks: Masks::Both,
-        length: ANY_LENGTH,
-        few: true,
-        tile: TILE_64X128,
-        reason: "64 x 128 tiles keep more of the GPU busy where 128 rows would fill less than half",
-    },
+    FEW_ROWS,
     Rule {
         dims: (64, 64),
         masks: Masks::Dense,
@@ -207,35 +236,14 @@ const RULES: &[Rule] = &[
         tile: TILE_128X96,
         reason: "128 x 96 tiles fit beside queries of up to 192",
     },
-    Rule {
-        dims: (192, 192),
-        masks: Masks::Both,
-        length: ANY_LENGTH,
-        few: false,
-        tile: TILE_128X96,
-        reason: "128 x 96 tiles are fastest up to head dim 192",
-    },
-    Rule {
-        dims: (256, 256),
-        masks: Masks::Both,
-        length: ANY_LENGTH,
-        few: false,
-        tile: TILE_128X64,
-        reason: "128 x 64 tiles are the largest whose output fits the registers at head dim 256",
-    },
+    UP_TO_192,
+    UP_TO_256,
 ];
 
 /// The same for ragged batches. Producers need more registers there, which leaves too few for
 /// tiles of 192 rows.
 const PREFILL_RULES: &[Rule] = &[
-    Rule {
-        dims: (128, 128),
-        masks: Masks::Both,
-        length: ANY_LENGTH,
-        few: true,
-        tile: TILE_64X128,
-        reason: "64 x 128 tiles keep more of the GPU busy where 128 rows would fill less than half",
-    },
+    FEW_ROWS,
     Rule {
         dims: (64, 64),
         masks: Masks::Both,
@@ -252,28 +260,19 @@ const PREFILL_RULES: &[Rule] = &[
         tile: TILE_128X128,
         reason: "128 x 128 tiles in turns are fastest up to head dim 128",
     },
-    Rule {
-        dims: (192, 192),
-        masks: Masks::Both,
-        length: ANY_LENGTH,
-        few: false,
-        tile: TILE_128X96,
-        reason: "128 x 96 tiles are fastest up to head dim 192",
-    },
-    Rule {
-        dims: (256, 256),
-        masks: Masks::Both,
-        length: ANY_LENGTH,
-        few: false,
-        tile: TILE_128X64,
-        reason: "128 x 64 tiles are the largest whose output fits the registers at head dim 256",
-    },
+    UP_TO_192,
+    UP_TO_256,
 ];
 
 /// The tiles for a ragged batch, or nothing where the kernel does not serve it; lengths and heads
-/// of the workload say how much there is to do in all, and its mask does not matter.
+/// of the workload say how much there is to do in all. Its mask is passed as a window.
 pub fn tuned_prefill(workload: &Workload) -> Option<Tuned> {
-    choose(PREFILL_RULES, &Workload { causal: false, ..*workload })
+    let mask = match workload.rules.mask {
+        MaskKind::Dense | MaskKind::Causal | MaskKind::Local => MaskKind::Local,
+        MaskKind::Chunked => MaskKind::Chunked,
+    };
+    let rules = Rules { mask, ..workload.rules };
+    choose(PREFILL_RULES, &Workload { rules, ..*workload })
 }
 
 /// Every line of the table of ragged batches at its own dimensions: plain, with pages, and with
@@ -281,22 +280,15 @@ pub fn tuned_prefill(workload: &Workload) -> Option<Tuned> {
 pub fn every_prefill() -> Vec<Prefill> {
     let mut all = Vec::new();
     for rule in PREFILL_RULES {
-        let tile = |element| rule.configuration(element, rule.dims, false);
-        let plain = Prefill {
-            tile: tile(Element::BF16),
-            softcap: false,
-            alibi: false,
-            sinks: false,
-            page_rows: None,
-        };
+        let tile = |element, rules| rule.configuration(element, rule.dims, rules);
+        let plain = Prefill { tile: tile(Element::BF16, Rules::LOCAL), page_rows: None };
         let compact = Forward { form: Form::COMPACT, ..plain.tile };
         all.push(plain);
         if compact != plain.tile {
             all.push(Prefill { tile: compact, ..plain });
         }
         all.push(Prefill { page_rows: Some(16), ..plain });
-        let half = tile(Element::F16);
-        all.push(Prefill { tile: half, softcap: true, alibi: true, sinks: true, ..plain });
+        all.push(Prefill { tile: tile(Element::F16, Rules::EVERY), ..plain });
     }
     all
 }
@@ -305,6 +297,7 @@ pub fn every_prefill() -> Vec<Prefill> {
 /// must be `F16` or `BF16`, the dimensions multiples of 8 up to 256.
 ///
 /// ```
+/// use flashcore_kernels::Rules;
 /// use flashcore_kernels::forward::{Workload, tuned};
 /// use ptx::Element;
 ///
@@ -312,7 +305,7 @@ pub fn every_prefill() -> Vec<Prefill> {
 ///     element: Element::BF16,
 ///     head_dim: 128,
 ///     value_head_dim: 128,
-///     causal: true,
+///     rules: Rules::CAUSAL,
 ///     query_length: 4096,
 ///     key_length: 4096,
 ///     heads: 64,
@@ -338,19 +331,20 @@ fn choose(rules: &[Rule], workload: &Workload) -> Option<Tuned> {
     let configuration = rule.configuration(
         workload.element,
         (workload.head_dim, workload.value_head_dim),
-        workload.causal,
+        workload.rules,
     );
     Some(Tuned { configuration, reason: rule.reason })
 }
 
-/// Every line of the table at its own dimensions, for both elements and its masks.
+/// Every line of the table at its own dimensions, for both elements and without and with a causal
+/// mask where it serves them.
 pub fn every_tuned() -> Vec<Forward> {
     let mut all = Vec::new();
     for rule in RULES {
         for element in [Element::F16, Element::BF16] {
-            for causal in [false, true] {
-                if rule.masks.include(causal) {
-                    all.push(rule.configuration(element, rule.dims, causal));
+            for rules in [Rules::DENSE, Rules::CAUSAL] {
+                if rule.masks.include(rules.mask) {
+                    all.push(rule.configuration(element, rule.dims, rules));
                 }
             }
         }
@@ -362,18 +356,18 @@ impl Rule {
     fn serves(&self, workload: &Workload) -> bool {
         workload.head_dim <= self.dims.0
             && workload.value_head_dim <= self.dims.1
-            && self.masks.include(workload.causal)
-            && workload.query_length.min(workload.key_length) <= self.length
+            && self.masks.include(workload.rules.mask)
+            && workload.counted_length() <= self.length
             && (!self.few || workload.is_small())
     }
 
     /// The one place that names every field of a configuration.
-    fn configuration(&self, element: Element, dims: (u32, u32), causal: bool) -> Forward {
+    fn configuration(&self, element: Element, dims: (u32, u32), rules: Rules) -> Forward {
         Forward {
             element,
             head_dim: dims.0,
             value_head_dim: dims.1,
-            causal,
+            rules,
             warpgroups: self.tile.warpgroups,
             key_block: self.tile.key_block,
             stages: self.tile.stages,
@@ -386,10 +380,10 @@ impl Rule {
 }
 
 impl Masks {
-    fn include(self, causal: bool) -> bool {
+    fn include(self, mask: MaskKind) -> bool {
         match self {
-            Masks::Dense => !causal,
-            Masks::Causal => causal,
+            Masks::Dense => mask == MaskKind::Dense,
+            Masks::Causal => mask != MaskKind::Dense,
             Masks::Both => true,
         }
     }
@@ -404,7 +398,7 @@ mod tests {
             element: Element::BF16,
             head_dim,
             value_head_dim,
-            causal,
+            rules: if causal { Rules::CAUSAL } else { Rules::DENSE },
             query_length: length,
             key_length: length,
             heads: 16,
@@ -427,7 +421,7 @@ mod tests {
                     let configuration = chosen.configuration;
                     assert_eq!(configuration.head_dim, head_dim);
                     assert_eq!(configuration.value_head_dim, value_head_dim);
-                    assert_eq!(configuration.causal, causal);
+                    assert_eq!(configuration.rules, workload.rules);
                     let built = configuration.program();
                     assert!(built.is_ok(), "{}: {built:?}", configuration.name());
                 }

@@ -17,13 +17,13 @@ pub(super) struct Warpgroup<'a> {
     pub(super) thread: Reg<U32>,
     warp: Reg<U32>,
     /// True in the lane that gives stages back for its warp.
-    speaks: Reg<Pred>,
+    leader: Reg<Pred>,
     queries: Consumer,
     /// The queries in registers, if they are taken from there.
     query_fragment: Option<Fragment>,
     keys: Consumer,
     values: Consumer,
-    pub(super) turns: Turns,
+    pub(super) ping_pong: PingPong,
 }
 
 impl<'a> Warpgroup<'a> {
@@ -37,13 +37,13 @@ impl<'a> Warpgroup<'a> {
             index,
             thread,
             warp: k.eval(thread / 32),
-            speaks: k.eval(lane.equals(0)),
+            leader: k.eval(lane.equals(0)),
             queries: shared.query_pipeline.consumer(k),
             query_fragment: (forward.query_source == Source::Registers)
                 .then(|| Fragment::new(k, forward.element, forward.query_layout().columns)),
             keys: shared.key_pipeline.consumer(k),
             values: shared.value_pipeline.consumer(k),
-            turns: Turns::new(k, forward, index),
+            ping_pong: PingPong::new(k, forward, index),
         }
     }
 
@@ -56,14 +56,14 @@ impl<'a> Warpgroup<'a> {
             fragment.load_into(k, &tile, self.warp);
             // Ordinary reads come before what the copy engine writes next.
             k.fence(Fence::ProxyAsyncShared);
-            self.queries.release(k, self.speaks);
+            self.queries.release(k, self.leader);
         }
     }
 
     /// Gives the tile's queries back after its last scores.
     pub(super) fn release_queries(&self, k: &mut Builder) {
         if self.query_fragment.is_none() {
-            self.queries.release(k, self.speaks);
+            self.queries.release(k, self.leader);
         }
     }
 
@@ -77,7 +77,7 @@ impl<'a> Warpgroup<'a> {
     }
 
     pub(super) fn release_keys(&self, k: &mut Builder) {
-        self.keys.release(k, self.speaks);
+        self.keys.release(k, self.leader);
     }
 
     pub(super) fn wait_for_values(&self, k: &mut Builder) {
@@ -85,7 +85,7 @@ impl<'a> Warpgroup<'a> {
     }
 
     pub(super) fn release_values(&self, k: &mut Builder) {
-        self.values.release(k, self.speaks);
+        self.values.release(k, self.leader);
     }
 
     /// The operands of `Q K^T` for the stage of keys last waited for.
@@ -122,23 +122,23 @@ impl<'a> Warpgroup<'a> {
     }
 }
 
-/// Turns at the tensor cores: a named barrier for each warpgroup, at which it
+/// PingPong at the tensor cores: a named barrier for each warpgroup, at which it
 /// waits and the one before it arrives.
-pub(super) struct Turns {
+pub(super) struct PingPong {
     mine: Option<(Reg<U32>, Reg<U32>)>,
 }
 
-impl Turns {
+impl PingPong {
     fn new(k: &mut Builder, forward: &Forward, index: Reg<U32>) -> Self {
         if !forward.ping_pong || forward.warpgroups == 1 {
-            return Turns { mine: None };
+            return PingPong { mine: None };
         }
         let last = k.eval(index.equals(forward.warpgroups - 1));
         let own = k.eval(index + barrier::TURN);
         let next = k.eval(last.choose::<U32>(barrier::TURN, index + (barrier::TURN + 1)));
         // The first turn is the first warpgroup's.
         k.if_(last, |k| k.barrier_arrive(barrier::TURN, 256));
-        Turns { mine: Some((own, next)) }
+        PingPong { mine: Some((own, next)) }
     }
 
     pub(super) fn take(&self, k: &mut Builder) {

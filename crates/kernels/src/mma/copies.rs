@@ -1,81 +1,33 @@
-//! Bringing tiles by `cp.async`.
+//! Bringing tiles by `cp.async`: the block of threads takes some rows in each
+//! pass, eight threads a row.
 //!
-//! Eight neighbouring threads copy one row of a panel, 128 bytes; the block of
-//! threads takes some rows in each pass. Chunks of 16 bytes are permuted as the
-//! swizzle says, so that neither these writes nor the reads of `ldmatrix`
-//! have two lanes at one bank.
+//! Rows of a page may be anywhere. A warp copies the same few rows of every key
+//! block, so each of its lanes looks up one of them, a block ahead: the block
+//! table's latency is not in the way of copies.
 
 use ptx::{
-    Builder, Choose, Expression, GlobalAddress, Instruction, Reg, SharedAddress, TileLayout, Type,
-    U32, U64,
+    Builder, ChunkPlace, Expression, GlobalAddress, Reg, RowCopies, SharedAddress, TileLayout,
+    TileRing, U32, U64, Value,
 };
 
 use super::Mma;
+use super::place::{HeadRows, Place};
+use crate::attention::sequences::Places;
 
-/// Bytes of a panel's row, and of a chunk.
-const ROW: u32 = 128;
-const CHUNK: u32 = 16;
-
-/// Some tiles of shared memory that are filled and read in turn.
-pub(super) struct Ring {
-    layout: TileLayout,
-    /// Their addresses, the one to be read now first.
-    slots: Vec<Reg<SharedAddress>>,
-}
-
-impl Ring {
-    pub(super) fn new(k: &mut Builder, name: &str, layout: TileLayout, count: u32) -> Self {
-        let offset = k.shared(name, count * layout.bytes(), layout.alignment());
-        let slots = (0..count)
-            .map(|index| {
-                let address = k.shared_address(offset + index * layout.bytes());
-                k.variable(address)
-            })
-            .collect();
-        Ring { layout, slots }
-    }
-
-    /// The slot of the block that is `index` blocks on from the one read now.
-    pub(super) fn at(&self, index: u32) -> Reg<SharedAddress> {
-        self.slots[index as usize]
-    }
-
-    /// Goes on to the next block.
-    pub(super) fn rotate(&self, k: &mut Builder) {
-        let first = k.variable(self.slots[0]);
-        for pair in self.slots.windows(2) {
-            k.set(pair[0], pair[1]);
-        }
-        k.set(self.slots[self.slots.len() - 1], first);
-    }
-}
+/// Threads that copy a row, and rows that a warp copies in a pass.
+const ROW_THREADS: u32 = 8;
+const WARP_ROWS: u32 = 32 / ROW_THREADS;
 
 /// The blocks of one head of a tensor.
 pub(super) struct Blocks {
-    layout: TileLayout,
-    /// Columns that the tensor has.
-    columns: u32,
+    copies: RowCopies,
     /// Rows that one pass of the block of threads copies.
     pass: u32,
-    /// The head's first element, the same in all threads.
+    /// The head's first element, the same in all threads, and where rows begin.
     source: Reg<GlobalAddress>,
+    start: Option<Reg<U32>>,
     /// Bytes from row to row.
     row_bytes: Reg<U32>,
-}
-
-/// Where a thread stands in a pass.
-struct Part {
-    row: Reg<U32>,
-    chunk: Reg<U32>,
-}
-
-impl Part {
-    /// Found anew for each block: what depends on the thread would otherwise
-    /// be kept in registers all along.
-    fn new(k: &mut Builder) -> Self {
-        let thread = k.thread_index();
-        Part { row: k.eval(thread / 8), chunk: k.eval(thread % 8) }
-    }
 }
 
 impl Blocks {
@@ -84,35 +36,26 @@ impl Blocks {
         mma: &Mma,
         layout: TileLayout,
         columns: u32,
-        source: Reg<GlobalAddress>,
-        row_stride: Reg<U64>,
+        rows: HeadRows,
     ) -> Self {
-        let pass = mma.threads() / 8;
-        let row_bytes = k.eval(row_stride.convert::<U32>() * layout.element.bytes());
-        Blocks { layout, columns, pass, source, row_bytes }
-    }
-
-    /// Chunks of a row that the tensor has, and that the tensor cores read.
-    fn chunks(&self) -> (u32, u32) {
-        (self.columns / 8, self.layout.columns / 8)
+        let row_bytes = k.eval(rows.stride.convert::<U32>() * layout.element.bytes());
+        let copies = RowCopies::new(layout, columns);
+        Blocks { copies, pass: mma.pass(), source: rows.first, start: rows.start, row_bytes }
     }
 
     /// Fills the chunks beyond the tensor's columns with zeros, in every slot:
     /// copies leave them alone.
-    pub(super) fn clear_padding(&self, k: &mut Builder, ring: &Ring) {
-        let (held, read) = self.chunks();
-        let layout = ring.layout;
-        for chunk in held..read {
-            let panel = chunk / 8 * layout.panel_bytes();
+    pub(super) fn clear_padding(&self, k: &mut Builder, ring: &TileRing) {
+        let rows = ring.layout().rows;
+        for chunk in self.copies.padding() {
             let zero = [0; 4].map(|zero| k.eval::<U32>(zero));
-            for slot in &ring.slots {
-                let threads = 8 * self.pass;
-                for first in (0..layout.rows).step_by(threads as usize) {
+            for slot in ring.slots() {
+                let threads = ROW_THREADS * self.pass;
+                for first in (0..rows).step_by(threads as usize) {
                     let thread = k.thread_index();
                     let row = k.eval(thread + first);
-                    k.if_(row.less(layout.rows), |k| {
-                        let at = row * ROW + ((row % 8) ^ (chunk % 8)) * CHUNK;
-                        k.store_vector(*slot + at + panel, &zero, Default::default());
+                    k.if_(row.less(rows), |k| {
+                        self.copies.clear(k, (*slot, 0), row, chunk, &zero);
                     });
                 }
             }
@@ -128,46 +71,175 @@ impl Blocks {
         first_row: Reg<U32>,
         rows: Option<Reg<U32>>,
     ) {
-        let (held, _) = self.chunks();
-        let Part { row, chunk } = Part::new(k);
-        let target = k.eval(slot + row * ROW + (chunk ^ (row % 8)) * CHUNK);
-        let column = k.eval(self.source + (chunk * CHUNK).convert::<U64>());
-        for first in (0..self.layout.rows).step_by(self.pass as usize) {
+        let first_row = match self.start {
+            None => first_row,
+            Some(start) => k.eval(start + first_row),
+        };
+        self.copy_from(k, slot, rows, |k, place, first| {
+            let row = k.eval(first_row + place.row + first);
+            k.multiply_wide(row, self.row_bytes)
+        });
+    }
+
+    /// Copies the rows whose bytes from the first `offset` gives, for the thread's
+    /// row of the pass from a row on.
+    fn copy_from(
+        &self,
+        k: &mut Builder,
+        slot: Reg<SharedAddress>,
+        rows: Option<Reg<U32>>,
+        mut offset: impl FnMut(&mut Builder, ChunkPlace, u32) -> Reg<U64>,
+    ) {
+        // Found anew for each block: what depends on the thread would otherwise
+        // be kept in registers all along.
+        let thread = k.thread_index();
+        let place = ChunkPlace::of(k, thread);
+        let target = self.copies.target(k, slot, place);
+        let column = k.eval(self.source + place.source_bytes().convert::<U64>());
+        for first in (0..self.copies.layout().rows).step_by(self.pass as usize) {
             let valid = rows.map(|rows| {
-                let row = k.eval(row + first);
-                k.eval(row.less(rows).choose::<U32>(CHUNK, 0))
+                let row = k.eval(place.row + first);
+                self.copies.valid_bytes(k, row, rows)
             });
-            let source = {
-                let row = k.eval(first_row + row + first);
-                let offset = k.register::<U64>();
-                k.push(Instruction::MultiplyWide {
-                    ty: Type::U32,
-                    dst: offset.register(),
-                    a: row.into(),
-                    b: self.row_bytes.into(),
-                });
-                k.eval(column + offset)
-            };
-            for panel in 0..self.layout.panels() {
-                let to = target + first * ROW + panel * self.layout.panel_bytes();
-                let from = source + panel * ROW;
-                let copy = |k: &mut Builder| k.copy_async(to.clone(), from.clone(), valid);
-                match held - 8 * panel {
-                    8.. => copy(k),
-                    rest => k.if_(chunk.less(rest), |k| copy(k)),
-                }
+            let offset = offset(k, place, first);
+            let source = k.eval(column + offset);
+            self.copies.copy(k, place, (target, first), source, valid);
+        }
+    }
+}
+
+/// Where the rows of a sequence's pages are.
+#[derive(Clone, Copy)]
+pub(super) struct Pages {
+    places: Places,
+    sequence: Reg<U32>,
+    /// Positions before the first key that are no part of the sequence.
+    padding: Reg<U32>,
+    /// Bytes from page to page of keys and of values.
+    page_bytes: [Reg<U64>; 2],
+    /// The page of the lane's row of the block to be copied next, and the row in it.
+    page: Reg<U32>,
+    row: Reg<U32>,
+    /// Rows of a pass, and passes of a block.
+    pass: u32,
+    passes: u32,
+}
+
+impl Pages {
+    pub(super) fn new(
+        k: &mut Builder,
+        mma: &Mma,
+        places: Places,
+        sequence: Reg<U32>,
+        padding: Reg<U32>,
+        strides: [Reg<U64>; 2],
+    ) -> Self {
+        let bytes = |k: &mut Builder, stride: Reg<U64>| k.eval(stride * mma.element.bytes());
+        let (pass, passes) = (mma.pass(), mma.key_block / mma.pass());
+        let page_bytes = strides.map(|stride| bytes(k, stride));
+        let (page, row) = (k.variable(0), k.variable(0));
+        Pages { places, sequence, padding, page_bytes, page, row, pass, passes }
+    }
+
+    /// Looks up the lane's row of the block from `first_key` on.
+    fn look_up(&self, k: &mut Builder, first_key: Reg<U32>) {
+        let (thread, lane) = (k.thread_index(), k.lane());
+        let index = k.eval(lane % (WARP_ROWS * self.passes));
+        let row = index / WARP_ROWS * self.pass + thread / 32 * WARP_ROWS + index % WARP_ROWS;
+        let position = k.eval(self.padding + first_key + row);
+        let (page, row) = self.places.locate(k, self.sequence, position);
+        k.set(self.page, page);
+        k.set(self.row, row);
+    }
+
+    /// Copies the block that was looked up.
+    fn copy(
+        &self,
+        k: &mut Builder,
+        tensor: usize,
+        blocks: &Blocks,
+        slot: Reg<SharedAddress>,
+        rows: Option<Reg<U32>>,
+    ) {
+        let row = k.multiply_wide(self.row, blocks.row_bytes);
+        let mine = k.eval(self.page.convert::<U64>() * self.page_bytes[tensor] + row);
+        let lane = k.lane();
+        blocks.copy_from(k, slot, rows, |k, _, first| {
+            let index = k.eval(lane / ROW_THREADS + first / self.pass * WARP_ROWS);
+            k.shuffle_index_wide(mine, index)
+        });
+    }
+}
+
+/// The key blocks of a head: keys and values.
+pub(super) struct KeyBlocks {
+    keys: Blocks,
+    values: Blocks,
+    pages: Option<Pages>,
+}
+
+impl KeyBlocks {
+    pub(super) fn new(k: &mut Builder, mma: &Mma, place: &Place) -> Self {
+        let keys = Blocks::new(k, mma, mma.key_layout(), mma.head_dim, place.keys);
+        let values = Blocks::new(k, mma, mma.value_layout(), mma.value_head_dim, place.values);
+        KeyBlocks { keys, values, pages: place.pages }
+    }
+
+    /// Fills the chunks of keys beyond their columns with zeros. Columns of values
+    /// beyond theirs are not read.
+    pub(super) fn clear_padding(&self, k: &mut Builder, keys: &TileRing) {
+        self.keys.clear_padding(k, keys);
+    }
+
+    /// Whether a block is looked up before it is copied.
+    pub(super) fn are_looked_up(&self) -> bool {
+        self.pages.is_some()
+    }
+
+    /// Finds the block that is copied next, where that takes looking up.
+    pub(super) fn look_up(&self, k: &mut Builder, first_key: impl Into<Value<U32>>) {
+        if let Some(pages) = &self.pages {
+            let first_key = k.eval(first_key);
+            pages.look_up(k, first_key);
+        }
+    }
+
+    /// Copies the block from `first_key` on, which was looked up last. With
+    /// `rows`, only so many exist, and the others become zeros.
+    pub(super) fn copy(
+        &self,
+        k: &mut Builder,
+        [keys, values]: [Reg<SharedAddress>; 2],
+        first_key: Reg<U32>,
+        rows: Option<Reg<U32>>,
+    ) {
+        match &self.pages {
+            None => {
+                self.keys.copy(k, keys, first_key, rows);
+                self.values.copy(k, values, first_key, rows);
+            }
+            Some(pages) => {
+                pages.copy(k, 0, &self.keys, keys, rows);
+                pages.copy(k, 1, &self.values, values, rows);
             }
         }
     }
 }
 
-/// Closes the group of the copies issued since the last.
-pub(super) fn commit(k: &mut Builder) {
-    k.push(Instruction::CopyAsyncCommit);
+/// Waits until at most `pending` groups of copies are under way, in all threads.
+pub(super) fn wait(k: &mut Builder, pending: u32) {
+    k.copy_async_wait(pending);
+    k.block_sync();
 }
 
-/// Waits until at most `pending` groups are under way, in all threads.
-pub(super) fn wait(k: &mut Builder, pending: u32) {
-    k.push(Instruction::CopyAsyncWait { pending });
-    k.block_sync();
+impl Mma {
+    /// Rows that one pass of the block of threads copies.
+    fn pass(&self) -> u32 {
+        self.threads() / ROW_THREADS
+    }
+
+    /// Rows of a key block that each warp copies.
+    pub(super) fn warp_copies(&self) -> u32 {
+        self.key_block / self.warps
+    }
 }

@@ -15,31 +15,33 @@
 //! tensor cores have the products of another warp, of this block of threads or
 //! of a second one on the same multiprocessor. Probabilities stay in registers.
 //!
-//! The parts have a file each: `place` says which rows and keys, `copies`
-//! brings tiles, `products` multiplies them, `softmax` and `mask` do what their
-//! names say, `walk` is the loop above, `epilogue` stores, and `tuned` says
-//! what serves which problem.
+//! The parts have a file each: `place` says which rows and keys, `ragged` the
+//! same of sequences that have lengths of their own, `copies` brings tiles,
+//! `products` multiplies them, `rule` caps, biases and masks scores, `softmax`
+//! does what its name says, `walk` is the loop above, `epilogue` stores, and
+//! `tuned` says what serves which problem.
 
 mod copies;
 mod epilogue;
-mod mask;
 mod place;
 mod products;
+mod ragged;
+mod rule;
 mod softmax;
 mod tuned;
 mod walk;
 
-pub use tuned::{Tuned, Workload, every_tuned, tuned};
+pub use tuned::{Tuned, Workload, every_tuned, tuned, tuned_batch};
 
-use ptx::{Builder, Capability, Element, F32, Program, Reg, Swizzle, Target, TileLayout, U32};
+use ptx::{Builder, Capability, Element, Program, Swizzle, Target, TileLayout, TileRing};
 
 use crate::Error;
-use crate::parameter::{Number, Scale, Tensor};
+use crate::attention::{Batch, Rules};
 use crate::product::Source;
-use crate::strides::Strides;
-use copies::{Blocks, Ring};
-use epilogue::Epilogue;
-use place::Place;
+use copies::{Blocks, KeyBlocks};
+use place::{Equal, Place};
+use ragged::Ragged;
+use rule::RuleParameters;
 use walk::Warp;
 
 /// What the kernel is built for.
@@ -53,8 +55,10 @@ pub struct Mma {
     pub head_dim: u32,
     /// The width of values and outputs: a multiple of 8 up to 256.
     pub value_head_dim: u32,
-    /// Whether query `i` sees only keys up to `i + keys - queries`.
-    pub causal: bool,
+    /// The mask, and what changes scores.
+    pub rules: Rules,
+    /// How sequences lie in their tensors.
+    pub batch: Batch,
     /// Warps of a block: 2, 4 or 8.
     pub warps: u32,
     /// Tiles of 16 query rows that each warp takes: 1 or 2. With two, what is
@@ -75,18 +79,11 @@ pub struct Mma {
     pub split: bool,
 }
 
-/// The parameters that are numbers.
-struct Numbers {
-    query_length: Reg<U32>,
-    key_length: Reg<U32>,
-    scale_log2: Reg<F32>,
-}
-
 impl Mma {
     /// The name of this configuration.
     pub fn name(&self) -> String {
-        let Mma { element, head_dim, value_head_dim, causal, key_block, ahead, .. } = self;
-        let mask = if *causal { "causal" } else { "dense" };
+        let Mma { element, head_dim, value_head_dim, key_block, ahead, .. } = self;
+        let rules = self.rules.name();
         let (rows, warps, residents) = (self.query_rows(), self.warps, self.residents);
         let source = match self.query_source {
             Source::Shared => "",
@@ -94,8 +91,12 @@ impl Mma {
         };
         let half = if self.accumulate == Element::F16 { "_half" } else { "" };
         let split = if self.split { "_split" } else { "" };
+        let batch = match self.batch {
+            Batch::Equal => String::new(),
+            batch => format!("_{}", batch.name()),
+        };
         format!(
-            "mma_{element}_d{head_dim}x{value_head_dim}_{mask}_{rows}x{key_block}_w{warps}a{ahead}r{residents}{source}{half}{split}"
+            "mma_{element}_d{head_dim}x{value_head_dim}_{rules}_{rows}x{key_block}_w{warps}a{ahead}r{residents}{source}{half}{split}{batch}"
         )
     }
 
@@ -104,9 +105,20 @@ impl Mma {
         self.warps * self.warp_rows()
     }
 
+    /// Blocks of threads of a ragged batch, for a schedule with room for so many
+    /// [records](crate::Sequencer::records).
+    pub fn ragged_blocks(records: u64, query_heads: u64) -> u64 {
+        records * query_heads
+    }
+
     /// Query rows of a warp.
     fn warp_rows(&self) -> u32 {
         16 * self.row_tiles
+    }
+
+    /// Rows that each thread has elements of.
+    fn thread_rows(&self) -> usize {
+        2 * self.row_tiles as usize
     }
 
     fn threads(&self) -> u32 {
@@ -175,6 +187,13 @@ impl Mma {
         if self.ahead == 0 || self.residents == 0 {
             return Some("copies run at least one block ahead, and one block is resident");
         }
+        if self.split && (self.batch != Batch::Equal || self.rules.mask.is_window()) {
+            return Some("only sequences of one length and without a window are split");
+        }
+        // One lane of the warp looks up each.
+        if self.batch == Batch::Paged && self.warp_copies() > 32 {
+            return Some("a warp copies more than 32 rows of a key block in pages");
+        }
         match (self.accumulate, self.element) {
             (Element::F32, _) | (Element::F16, Element::F16) => None,
             _ => Some("products are added up in f32, or in f16 if the element is f16"),
@@ -183,20 +202,43 @@ impl Mma {
 
     /// Builds the kernel.
     ///
-    /// Parameters, in order: the addresses of queries, keys, values, output
-    /// and log-sum-exps; the batch, row and head strides in elements of
-    /// queries, keys, values and output; query length, key length; the scale
-    /// times log2(e), which must be positive; then the
-    /// [`Divisor`](crate::Divisor)s (number, multiplier, shift) of query tiles
-    /// of a head, of query heads, and of query heads per key head. Addresses
-    /// and strides are multiples of 16 bytes. Log-sum-exps are (batch, head,
-    /// query) in `f32`. One block of threads for each tile of query rows.
+    /// Parameters by name:
     ///
-    /// Split, there are a divisor of splits and the key blocks of a split
-    /// after these, and as many blocks of threads for each tile; the output
-    /// is (split, batch, head, query, dimension) in `f32` and the log-sum-exps
-    /// (split, batch, head, query), both without gaps and the output's strides
-    /// unused.
+    /// | parameters | |
+    /// | --- | --- |
+    /// | `Query`, `Key`, `Value`, `Output` | addresses, with row and head strides in elements; of an equal batch also batch strides |
+    /// | `Lse` | the address of the log-sum-exps, `f32` |
+    /// | `ScaleLog2`, positive, or `ScaleInner` and `ScaleOuter` | |
+    /// | `ReachLeft`, `ReachRight` | of a window |
+    /// | `Chunk` | a [`Divisor`](crate::Divisor), where attention is chunked |
+    /// | `Slopes`, `SlopesStride`, `Sinks` | `f32` for each (sequence and) query head |
+    /// | `QueryHeads`, `GroupSize` | divisors |
+    ///
+    /// Addresses and strides are multiples of 16 bytes.
+    ///
+    /// An equal batch has one block of threads for each tile of query rows, and
+    ///
+    /// | parameters | |
+    /// | --- | --- |
+    /// | `QueryLength`, `KeyLength` | |
+    /// | `TilesPerHead` | query tiles of a head: a divisor, but under a causal mask |
+    /// | `TilesPerGroup`, `HeadsPerGroup` | divisors, under a causal mask |
+    ///
+    /// Its log-sum-exps are (batch, head, query). Split, there are as many blocks
+    /// of threads for each tile as `Splits`, a divisor, of `BlocksPerSplit` key
+    /// blocks each, and `Batch`; the outputs are `PartialOutput`, (split, batch,
+    /// head, query, dimension) in `f32`, and `PartialLse`, (split, batch, head,
+    /// query), both without gaps and the output's strides unused.
+    ///
+    /// A ragged batch has [`ragged_blocks`](Mma::ragged_blocks) blocks of threads,
+    /// and
+    ///
+    /// | parameters | |
+    /// | --- | --- |
+    /// | `Schedule` | what the [`Sequencer`](crate::Sequencer) wrote for tiles of [`query_rows`](Mma::query_rows) |
+    /// | `LseHeadStride` | from one head's log-sum-exps to the next's |
+    /// | `Key batch stride`, `Value batch stride` | from page to page, with pages |
+    /// | `Entries`, `BlockTable`, `PageColumns`, `PageSize` | with pages; the size is a divisor |
     pub fn program(&self) -> Result<Program, Error> {
         if let Some(reason) = self.fault() {
             return Err(Error::configuration(self.name(), reason));
@@ -208,47 +250,38 @@ impl Mma {
     }
 
     fn write(&self, k: &mut Builder) {
-        let results = match self.split {
-            true => [Tensor::PartialOutput, Tensor::PartialLse],
-            false => [Tensor::Output, Tensor::Lse],
-        };
-        let [queries, keys, values] =
-            [Tensor::Query, Tensor::Key, Tensor::Value].map(|tensor| tensor.address(k));
-        let [output, lse] = results.map(|tensor| tensor.address(k));
-        let [query_strides, key_strides, value_strides, output_strides] =
-            [Tensor::Query, Tensor::Key, Tensor::Value, Tensor::Output]
-                .map(|tensor| Strides::parameters(k, tensor));
-        let numbers = Numbers {
-            query_length: Number::QueryLength.read(k),
-            key_length: Number::KeyLength.read(k),
-            scale_log2: Scale::Log2.read(k),
-        };
-        let place = Place::new(k, self, &numbers);
+        match self.batch {
+            Batch::Equal => {
+                let batch = Equal::parameters(k, self.split);
+                let rules = RuleParameters::parameters(k, &self.rules);
+                let place = batch.place(k, self, &rules.visibility);
+                self.attend(k, &rules, &place);
+            }
+            Batch::Ragged | Batch::Paged => {
+                let batch = Ragged::parameters(k, self.batch);
+                let rules = RuleParameters::parameters(k, &self.rules);
+                batch.with_tile(k, self, &rules.visibility, |k, place| {
+                    self.attend(k, &rules, &place);
+                });
+            }
+        }
+    }
 
-        let query_room = Ring::new(k, "queries", self.query_layout(), 1);
-        let key_ring = Ring::new(k, "keys", self.key_layout(), self.slots());
-        let value_ring = Ring::new(k, "values", self.value_layout(), self.slots());
+    /// All of one tile.
+    fn attend(&self, k: &mut Builder, rules: &RuleParameters, place: &Place) {
+        let query_room = TileRing::new(k, "queries", self.query_layout(), 1);
+        let key_ring = TileRing::new(k, "keys", self.key_layout(), self.slots());
+        let value_ring = TileRing::new(k, "values", self.value_layout(), self.slots());
 
-        let zero = k.eval(0);
-        let blocks = |k: &mut Builder, layout, columns, tensor, strides: &Strides, head| {
-            let at = [place.batch, zero, head];
-            let source = strides.row_address(k, tensor, self.element, at);
-            Blocks::new(k, self, layout, columns, source, strides.row)
-        };
-        let key_blocks =
-            blocks(k, self.key_layout(), self.head_dim, keys, &key_strides, place.key_head);
-        let (layout, columns) = (self.value_layout(), self.value_head_dim);
-        let value_blocks = blocks(k, layout, columns, values, &value_strides, place.key_head);
-        let query_blocks =
-            blocks(k, self.query_layout(), self.head_dim, queries, &query_strides, place.head);
-        query_blocks.clear_padding(k, &query_room);
+        let key_blocks = KeyBlocks::new(k, self, place);
+        let queries = Blocks::new(k, self, self.query_layout(), self.head_dim, place.queries);
+        queries.clear_padding(k, &query_room);
         key_blocks.clear_padding(k, &key_ring);
-        let rows = k.eval(numbers.query_length - place.first_row);
-        query_blocks.copy(k, query_room.at(0), place.first_row, Some(rows));
+        let rows = k.eval(place.query_length - place.first_row);
+        queries.copy(k, query_room.at(0), place.first_row, Some(rows));
 
-        let mut warp = Warp::new(k, self, &numbers, &place, query_room, key_ring, value_ring);
-        warp.walk(k, &place, &key_blocks, &value_blocks, &numbers);
-        let epilogue = Epilogue { output, strides: output_strides, lse };
-        epilogue.store(k, self, &numbers, &place, &warp);
+        let mut warp = Warp::new(k, self, rules, place, query_room, key_ring, value_ring);
+        warp.walk(k, place, &key_blocks);
+        epilogue::store(k, self, rules, place, &warp);
     }
 }

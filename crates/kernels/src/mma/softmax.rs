@@ -6,12 +6,11 @@
 //! exact maximum. Scores are not kept for that: the tensor cores make them
 //! again, which is cheaper than the registers in every other block.
 
-use ptx::{
-    Builder, Choose, Comparison, Element, Expression, F32, Instruction, Operand, Pred, Reg, Type,
-};
+use ptx::{Builder, Element, Expression, F32, Pred, Reg, WarpAccumulator, WarpFragment};
 
 use super::Mma;
-use super::products::{Cells, Probabilities};
+use crate::attention::rows::{Finished, NOTHING_SEEN, Reference, finish};
+use crate::attention::softmax::bound;
 
 /// The state of a thread's rows: two for each tile.
 pub(super) struct Softmax {
@@ -24,21 +23,15 @@ pub(super) struct Softmax {
     sum: Vec<Reg<F32>>,
 }
 
-/// A reference that is finite where a row has seen nothing: minus infinity
-/// minus itself would not be a number.
-const NOTHING_SEEN: f32 = -1e30;
-
 impl Softmax {
     pub(super) fn new(k: &mut Builder, mma: &Mma, scale_log2: Reg<F32>) -> Self {
-        let bound = match (mma.accumulate, mma.element) {
+        let bound = match mma.accumulate {
             // Sums of products with values must not overflow either: with as
             // little as this, values may be as large as a thousand.
-            (Element::F16, _) => 64.0,
-            // The sum bounds each element, and 2^15 leaves f16 a margin of two.
-            (_, Element::F16) => 32_768.0,
-            _ => (1u32 << 30) as f32,
+            Element::F16 => 64.0,
+            _ => bound(mma.element),
         };
-        let rows = 2 * mma.row_tiles;
+        let rows = mma.thread_rows();
         let nothing = k.eval(scale_log2 * -NOTHING_SEEN);
         Softmax {
             bound,
@@ -49,7 +42,7 @@ impl Softmax {
     }
 
     /// Takes the exact maximum of the rows' first block as their reference.
-    pub(super) fn begin(&self, k: &mut Builder, scores: &Cells) {
+    pub(super) fn begin(&self, k: &mut Builder, scores: &WarpAccumulator) {
         for (row, offset) in self.offset.iter().enumerate() {
             let maximum = row_maximum(k, scores, row);
             k.set(*offset, -(maximum.maximum(NOTHING_SEEN) * self.scale_log2));
@@ -61,20 +54,18 @@ impl Softmax {
     pub(super) fn exponentials(
         &self,
         k: &mut Builder,
-        scores: &Cells,
-        p: &Probabilities,
+        scores: &WarpAccumulator,
+        p: &WarpFragment,
         sums: &[Reg<F32>],
     ) {
         let mut begun = vec![false; sums.len()];
-        for (tile, group, cell) in scores.each() {
+        for (tile, group, cell) in scores.cells() {
             for half in 0..2 {
                 let row = 2 * tile + half;
-                let pair = [cell[2 * half], cell[2 * half + 1]];
-                let exponents = pair.map(|score| k.fma(score, self.scale_log2, self.offset[row]));
+                let exponents =
+                    cell.pair(half).map(|score| k.fma(score, self.scale_log2, self.offset[row]));
                 let weights = exponents.map(|exponent| k.exp2(exponent));
-                let dst = p.pair(tile, group, half);
-                let [low, high] = weights.map(Operand::from);
-                k.push(Instruction::ConvertPair { dst, high, low });
+                p.set_pair(k, row, group, weights);
                 if begun[row] {
                     k.set(sums[row], sums[row] + weights[0]);
                     k.set(sums[row], sums[row] + weights[1]);
@@ -86,25 +77,23 @@ impl Softmax {
         }
     }
 
-    /// Whether the guard trips: some row's sum, in any lane, is too large.
+    /// Whether the guard trips: some row's sum, in any lane, is too large. A sum
+    /// that is not a number is not: its row is lost.
     pub(super) fn exceeds(&self, k: &mut Builder, sums: &[Reg<F32>]) -> Reg<Pred> {
         let mut largest = sums[0];
         for sum in &sums[1..] {
             largest = k.eval(largest.maximum(*sum));
         }
-        let beyond = k.register::<Pred>();
-        k.push(Instruction::Compare {
-            comparison: Comparison::GreaterOrUnordered,
-            ty: Type::F32,
-            dst: beyond.register(),
-            a: largest.into(),
-            b: Operand::f32(self.bound),
-        });
-        k.any(beyond)
+        k.any(largest.greater(self.bound))
     }
 
     /// Raises the references to a block's exact maximum; sums and output follow.
-    pub(super) fn raise(&self, k: &mut Builder, scores: &Cells, output: &Cells) {
+    pub(super) fn raise(
+        &self,
+        k: &mut Builder,
+        scores: &WarpAccumulator,
+        output: &WarpAccumulator,
+    ) {
         for row in 0..self.offset.len() {
             let maximum = row_maximum(k, scores, row);
             let offset = k.eval(self.offset[row].minimum(-(maximum * self.scale_log2)));
@@ -124,25 +113,20 @@ impl Softmax {
         }
     }
 
-    /// Ends the rows: for each the factor of its output, and its log-sum-exp.
-    /// A row that saw nothing is zero, with log-sum-exp minus infinity.
-    pub(super) fn finish(&self, k: &mut Builder) -> Vec<[Reg<F32>; 2]> {
-        let mut rows = Vec::new();
-        for (sum, offset) in self.sum.iter().zip(&self.offset) {
+    /// Ends the rows, with a sink in units of log2 where there is one.
+    pub(super) fn finish(&self, k: &mut Builder, sink: Option<Reg<F32>>) -> Vec<Finished> {
+        let rows = self.sum.iter().zip(&self.offset);
+        rows.map(|(sum, offset)| {
             let sum = k.reduce_lanes(*sum, 4, |a, b| a + b);
-            let empty = k.eval(sum.equals(0.0));
-            let reciprocal = k.reciprocal(sum);
-            let factor = k.eval(empty.choose::<F32>(0.0, reciprocal));
-            let log2 = k.log2(sum);
-            let natural = k.eval((log2 - *offset) * std::f32::consts::LN_2);
-            rows.push([factor, k.eval(empty.choose::<F32>(f32::NEG_INFINITY, natural))]);
-        }
-        rows
+            let reference = k.eval(-*offset);
+            finish(k, Reference::Maximum(reference), sum, sink)
+        })
+        .collect()
     }
 }
 
 /// The largest score of a row, over the four lanes that share it.
-fn row_maximum(k: &mut Builder, scores: &Cells, row: usize) -> Reg<F32> {
+fn row_maximum(k: &mut Builder, scores: &WarpAccumulator, row: usize) -> Reg<F32> {
     let mut chains: [Option<Reg<F32>>; 2] = [None; 2];
     for (index, element) in scores.row(row).enumerate() {
         let chain = &mut chains[index % 2];

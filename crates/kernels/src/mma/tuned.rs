@@ -8,6 +8,7 @@
 use ptx::{Element, Target};
 
 use super::Mma;
+use crate::attention::{Batch, Rules};
 pub use crate::forward::Workload;
 use crate::product::Source;
 
@@ -31,8 +32,22 @@ struct Rule {
     queries: u64,
     /// Whether there are registers for sums in `f16` beside the output.
     half_sums: bool,
+    /// Whose registers it has room for.
+    rows: RowsServed,
     tile: Tile,
     reason: &'static str,
+}
+
+/// What there must be registers for beside scores and output.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum RowsServed {
+    /// Equal lengths under a plain mask: nothing.
+    Plain,
+    /// Windows, what changes scores, and where the rows of a ragged batch are; but not
+    /// windows over pages.
+    Ruled,
+    /// Any of them.
+    All,
 }
 
 /// What a rule sets.
@@ -52,6 +67,8 @@ const ANY_LENGTH: u64 = u64::MAX;
 const TILE_128X64: Tile =
     Tile { warps: 4, row_tiles: 2, key_block: 64, query_source: Source::Shared, residents: 2 };
 const TILE_128X64_REGISTERS: Tile = Tile { query_source: Source::Registers, ..TILE_128X64 };
+/// Fewer scores, and so registers to spare: 128 x 64 take all 255.
+const TILE_128X48: Tile = Tile { key_block: 48, ..TILE_128X64 };
 const TILE_128X32: Tile = Tile { key_block: 32, ..TILE_128X64 };
 /// 16 rows of each of eight warps: as many warps as two blocks of the others
 /// have, where only one fits, and half the registers for a wide output.
@@ -61,6 +78,16 @@ const TILE_128X32_NARROW: Tile = Tile { key_block: 32, ..TILE_128X64_NARROW };
 const TILE_64X64: Tile = Tile { row_tiles: 1, ..TILE_128X64 };
 const TILE_64X32: Tile = Tile { row_tiles: 1, ..TILE_128X32 };
 
+/// What is left for the widest heads where nothing larger fits.
+const LAST: Rule = Rule {
+    dims: (256, 256),
+    queries: ANY_LENGTH,
+    half_sums: false,
+    rows: RowsServed::All,
+    tile: Tile { residents: 1, ..TILE_64X32 },
+    reason: "64 x 32 tiles are the largest that fit",
+};
+
 /// Measured on an H200 in bf16 (docs/performance.md); what serves targets with
 /// less shared memory is the same reasoning with their budgets. Few queries
 /// before many, narrow before wide, large before small.
@@ -69,6 +96,7 @@ const RULES: &[Rule] = &[
         dims: (128, 128),
         queries: 64,
         half_sums: true,
+        rows: RowsServed::All,
         tile: TILE_64X64,
         reason: "64 x 64 tiles waste the least on up to 64 queries",
     },
@@ -76,6 +104,7 @@ const RULES: &[Rule] = &[
         dims: (128, 128),
         queries: 64,
         half_sums: true,
+        rows: RowsServed::All,
         tile: TILE_64X32,
         reason: "64 x 32 tiles waste the least on up to 64 queries and fit twice",
     },
@@ -83,6 +112,7 @@ const RULES: &[Rule] = &[
         dims: (64, 64),
         queries: ANY_LENGTH,
         half_sums: true,
+        rows: RowsServed::All,
         tile: TILE_128X64_REGISTERS,
         reason: "128 x 64 tiles with queries in registers are fastest up to head dim 64",
     },
@@ -90,6 +120,7 @@ const RULES: &[Rule] = &[
         dims: (128, 128),
         queries: ANY_LENGTH,
         half_sums: false,
+        rows: RowsServed::Plain,
         tile: TILE_128X64,
         reason: "128 x 64 tiles are fastest up to head dim 128",
     },
@@ -97,6 +128,15 @@ const RULES: &[Rule] = &[
         dims: (128, 128),
         queries: ANY_LENGTH,
         half_sums: false,
+        rows: RowsServed::Ruled,
+        tile: TILE_128X48,
+        reason: "128 x 48 tiles leave registers for windows, rules and ragged batches",
+    },
+    Rule {
+        dims: (128, 128),
+        queries: ANY_LENGTH,
+        half_sums: false,
+        rows: RowsServed::All,
         tile: TILE_128X32,
         reason: "128 x 32 tiles are the largest that fit twice up to head dim 128",
     },
@@ -104,30 +144,22 @@ const RULES: &[Rule] = &[
         dims: (128, 128),
         queries: ANY_LENGTH,
         half_sums: true,
+        rows: RowsServed::All,
         tile: TILE_128X64_NARROW,
         reason: "128 x 64 tiles, 16 rows of each of eight warps, are the largest that fit",
     },
     Rule {
-        dims: (256, 256),
-        queries: ANY_LENGTH,
-        half_sums: false,
+        rows: RowsServed::Plain,
         tile: TILE_128X64_NARROW,
         reason: "128 x 64 tiles, 16 rows of each of eight warps, are the largest that fit",
+        ..LAST
     },
     Rule {
-        dims: (256, 256),
-        queries: ANY_LENGTH,
-        half_sums: false,
         tile: TILE_128X32_NARROW,
         reason: "128 x 32 tiles, 16 rows of each of eight warps, are the largest that fit",
+        ..LAST
     },
-    Rule {
-        dims: (256, 256),
-        queries: ANY_LENGTH,
-        half_sums: false,
-        tile: Tile { residents: 1, ..TILE_64X32 },
-        reason: "64 x 32 tiles are the largest that fit",
-    },
+    LAST,
 ];
 
 /// The fewest key blocks of a split: fewer would not pay for the partial
@@ -135,13 +167,20 @@ const RULES: &[Rule] = &[
 const LEAST_OF_A_SPLIT: u64 = 4;
 
 impl Rule {
-    fn configuration(&self, target: Target, workload: &Workload, sums: Element) -> Mma {
+    fn configuration(
+        &self,
+        target: Target,
+        workload: &Workload,
+        sums: Element,
+        batch: Batch,
+    ) -> Mma {
         Mma {
             target,
             element: workload.element,
             head_dim: workload.head_dim,
             value_head_dim: workload.value_head_dim,
-            causal: workload.causal,
+            rules: workload.rules,
+            batch,
             warps: self.tile.warps,
             row_tiles: self.tile.row_tiles,
             key_block: self.tile.key_block,
@@ -153,12 +192,19 @@ impl Rule {
         }
     }
 
-    fn serves(&self, target: Target, workload: &Workload, sums: Element) -> bool {
+    fn serves(&self, target: Target, workload: &Workload, sums: Element, batch: Batch) -> bool {
+        let mask = workload.rules.mask;
+        let plain = batch == Batch::Equal && workload.rules.is_plain();
         workload.head_dim <= self.dims.0
             && workload.value_head_dim <= self.dims.1
             && workload.query_length <= self.queries
             && (self.half_sums || sums == Element::F32)
-            && self.configuration(target, workload, sums).fits()
+            && match self.rows {
+                RowsServed::All => true,
+                RowsServed::Plain => plain,
+                RowsServed::Ruled => !(plain || batch == Batch::Paged && mask.is_window()),
+            }
+            && self.configuration(target, workload, sums, batch).fits()
     }
 }
 
@@ -175,7 +221,8 @@ impl Mma {
     fn splits(&self, workload: &Workload) -> u32 {
         let tiles = workload.query_length.div_ceil(self.query_rows() as u64) * workload.heads;
         let places = workload.multiprocessors as u64 * self.residents as u64;
-        if tiles == 0 || 2 * tiles > places {
+        let whole = self.rules.mask.is_window() || self.batch != Batch::Equal;
+        if tiles == 0 || 2 * tiles > places || whole {
             return 1;
         }
         let key_blocks = workload.key_length.div_ceil(self.key_block as u64);
@@ -191,6 +238,7 @@ impl Mma {
 /// elements of `F16` and dimensions up to 128.
 ///
 /// ```
+/// use flashcore_kernels::Rules;
 /// use flashcore_kernels::mma::{Workload, tuned};
 /// use ptx::{Element, Target};
 ///
@@ -198,7 +246,7 @@ impl Mma {
 ///     element: Element::BF16,
 ///     head_dim: 128,
 ///     value_head_dim: 128,
-///     causal: true,
+///     rules: Rules::CAUSAL,
 ///     query_length: 4096,
 ///     key_length: 4096,
 ///     heads: 64,
@@ -208,8 +256,19 @@ impl Mma {
 /// assert_eq!((choice.configuration.query_rows(), choice.splits), (128, 1));
 /// ```
 pub fn tuned(target: Target, workload: &Workload, sums: Element) -> Option<Tuned> {
-    let rule = RULES.iter().find(|rule| rule.serves(target, workload, sums))?;
-    let configuration = rule.configuration(target, workload, sums);
+    tuned_batch(target, workload, sums, Batch::Equal)
+}
+
+/// The same for sequences that lie in their tensors as `batch` says; lengths are
+/// then the longest.
+pub fn tuned_batch(
+    target: Target,
+    workload: &Workload,
+    sums: Element,
+    batch: Batch,
+) -> Option<Tuned> {
+    let rule = RULES.iter().find(|rule| rule.serves(target, workload, sums, batch))?;
+    let configuration = rule.configuration(target, workload, sums, batch);
     let splits = configuration.splits(workload);
     let configuration = Mma { split: splits > 1, ..configuration };
     configuration.fault().is_none().then_some(Tuned { configuration, splits, reason: rule.reason })
@@ -221,12 +280,12 @@ pub fn every_tuned(target: Target) -> Vec<Mma> {
     let mut all: Vec<Mma> = Vec::new();
     for rule in RULES {
         for element in [Element::F16, Element::BF16] {
-            for causal in [false, true] {
+            for rules in [Rules::DENSE, Rules::CAUSAL] {
                 let workload = Workload {
                     element,
                     head_dim: rule.dims.0,
                     value_head_dim: rule.dims.1,
-                    causal,
+                    rules,
                     query_length: rule.queries.min(4096),
                     key_length: 4096,
                     heads: 1024,
@@ -255,7 +314,7 @@ mod tests {
             element: Element::BF16,
             head_dim: dims.0,
             value_head_dim: dims.1,
-            causal: true,
+            rules: Rules::CAUSAL,
             query_length: queries,
             key_length: 4096,
             heads,

@@ -5,45 +5,43 @@
 //! the block before any more, and the one that is `ahead` blocks on is sent for
 //! into its place.
 
-use ptx::{Builder, Expression, F32, Reg, SharedAddress, U32};
+use ptx::{
+    Builder, Expression, F32, Reg, SharedAddress, TileRing, U32, Value, WarpAccumulator,
+    WarpFragment,
+};
 
-use super::copies::{Blocks, Ring, commit, wait};
-use super::mask::Mask;
-use super::place::Place;
-use super::products::{Cells, Lanes, Probabilities, Queries, scores, update};
+use super::Mma;
+use super::copies::{KeyBlocks, wait};
+use super::place::{Place, WarpBlocks};
+use super::products::{Lanes, Queries, scores, update};
+use super::rule::{Rule, RuleParameters};
 use super::softmax::Softmax;
-use super::{Mma, Numbers};
 
 /// What one warp holds.
 pub(super) struct Warp<'a> {
     mma: &'a Mma,
     lanes: Lanes,
-    /// The warp's first row in the block's tile, and where its queries lie.
-    pub(super) first_row: Reg<U32>,
-    pub(super) room: Reg<SharedAddress>,
+    query_room: TileRing,
     queries: Queries,
-    keys: Ring,
-    values: Ring,
-    mask: Mask,
+    keys: TileRing,
+    values: TileRing,
+    rule: Rule,
     pub(super) softmax: Softmax,
-    pub(super) output: Cells,
+    pub(super) output: WarpAccumulator,
     /// Blocks left to walk, the current one among them.
     remaining: Reg<U32>,
-    /// How many of the walked blocks the warp's rows see, and how many of them
-    /// whole.
-    seen: Reg<U32>,
-    unmasked: Reg<U32>,
+    blocks: WarpBlocks,
 }
 
 impl<'a> Warp<'a> {
     pub(super) fn new(
         k: &mut Builder,
         mma: &'a Mma,
-        numbers: &Numbers,
+        rules: &RuleParameters,
         place: &Place,
-        query_room: Ring,
-        keys: Ring,
-        values: Ring,
+        query_room: TileRing,
+        keys: TileRing,
+        values: TileRing,
     ) -> Self {
         let thread = k.thread_index();
         // From one lane to all: so the assembler knows that the warp goes one way.
@@ -51,78 +49,100 @@ impl<'a> Warp<'a> {
         let warp = k.shuffle_index(warp, 0);
         let first_row = k.eval(warp * mma.warp_rows());
         let row = k.eval(place.first_row + first_row);
-        let (seen, unmasked) = place.of_warp(k, mma, numbers, row);
+        let blocks = place.of_warp(k, mma, &rules.visibility, row);
         let lanes = Lanes::new(k);
         let room = k.eval(query_room.at(0) + first_row * 128);
         Warp {
             mma,
             lanes,
-            first_row,
-            room,
             queries: Queries::new(k, mma, room),
+            query_room,
             keys,
             values,
-            mask: Mask::new(mma, numbers, row),
-            softmax: Softmax::new(k, mma, numbers.scale_log2),
-            output: Cells::new(k, mma, mma.value_head_dim),
-            remaining: k.variable(place.blocks),
-            seen,
-            unmasked,
+            rule: Rule::new(k, mma, rules, place, row),
+            softmax: Softmax::new(k, mma, rules.scores.scale_log2),
+            output: WarpAccumulator::new(k, mma.warp_rows(), mma.value_head_dim),
+            remaining: k.variable(place.blocks()),
+            blocks,
         }
     }
 
+    /// The warp's first row in the block's tile, and the room of its queries: found
+    /// anew, so as not to be kept until the end.
+    pub(super) fn room(&self, k: &mut Builder) -> (Reg<U32>, Reg<SharedAddress>) {
+        let thread = k.thread_index();
+        let first_row = k.eval(thread / 32 * self.mma.warp_rows());
+        (first_row, k.eval(self.query_room.at(0) + first_row * 128))
+    }
+
     /// All of it, from the first copies on. The queries are already under way.
-    pub(super) fn walk(
-        &mut self,
-        k: &mut Builder,
-        place: &Place,
-        keys: &Blocks,
-        values: &Blocks,
-        numbers: &Numbers,
-    ) {
+    pub(super) fn walk(&mut self, k: &mut Builder, place: &Place, key_blocks: &KeyBlocks) {
         let ahead = self.mma.ahead;
         let remaining = self.remaining;
-        commit(k);
+        k.copy_async_commit();
         for block in 0..ahead {
             k.if_(remaining.greater(block), |k| {
                 let first_key = k.eval(place.first_key(self.mma, remaining - block));
                 // Only the first block to be walked can be ragged.
-                let rows = (block == 0).then(|| k.eval(numbers.key_length - first_key));
-                keys.copy(k, self.keys.at(block), first_key, rows);
-                values.copy(k, self.values.at(block), first_key, rows);
+                let rows = (block == 0).then(|| k.eval(place.key_length - first_key));
+                key_blocks.look_up(k, first_key);
+                key_blocks.copy(k, self.slots(block), first_key, rows);
             });
-            commit(k);
+            k.copy_async_commit();
+        }
+        if key_blocks.are_looked_up() {
+            k.if_(remaining.greater(ahead), |k| {
+                key_blocks.look_up(k, place.first_key(self.mma, remaining - ahead));
+            });
         }
         wait(k, ahead);
         self.queries.take(k, self.mma, self.lanes);
 
         // Blocks that no row of the warp sees: it only helps to copy.
-        k.loop_(|k| {
-            k.break_if(remaining.at_most(self.seen));
-            self.turn(k, place, keys, values);
-            self.advance(k);
-        });
+        let WarpBlocks { seen, unseen, .. } = self.blocks;
+        self.help(k, place, key_blocks, seen);
         self.output.clear(k);
-        k.if_(remaining.greater(0), |k| {
+        let last = unseen.map_or(0.into(), Value::from);
+        k.if_(remaining.greater(last.clone()), |k| {
             k.loop_(|k| {
-                self.turn(k, place, keys, values);
+                self.turn(k, place, key_blocks);
                 self.attend(k, place);
                 self.advance(k);
-                k.break_if(remaining.equals(0));
+                k.break_if(remaining.equals(last));
             });
+        });
+        if unseen.is_some() {
+            let none = k.eval(0);
+            self.help(k, place, key_blocks, none);
+        }
+    }
+
+    /// Only helps to copy, until so many blocks are left.
+    fn help(&self, k: &mut Builder, place: &Place, key_blocks: &KeyBlocks, left: Reg<U32>) {
+        k.loop_(|k| {
+            k.break_if(self.remaining.at_most(left));
+            self.turn(k, place, key_blocks);
+            self.advance(k);
         });
     }
 
+    /// The tiles of keys and values of the block that is `index` blocks on.
+    fn slots(&self, index: u32) -> [Reg<SharedAddress>; 2] {
+        [self.keys.at(index), self.values.at(index)]
+    }
+
     /// Begins a block: waits for its group and sends the one that is `ahead` on.
-    fn turn(&self, k: &mut Builder, place: &Place, keys: &Blocks, values: &Blocks) {
+    fn turn(&self, k: &mut Builder, place: &Place, key_blocks: &KeyBlocks) {
         let ahead = self.mma.ahead;
         wait(k, ahead - 1);
         k.if_(self.remaining.greater(ahead), |k| {
             let first_key = k.eval(place.first_key(self.mma, self.remaining - ahead));
-            keys.copy(k, self.keys.at(ahead), first_key, None);
-            values.copy(k, self.values.at(ahead), first_key, None);
+            key_blocks.copy(k, self.slots(ahead), first_key, None);
+            // Beyond the last block, that one again.
+            let next = (self.remaining - (ahead + 1)).maximum(1);
+            key_blocks.look_up(k, place.first_key(self.mma, next));
         });
-        commit(k);
+        k.copy_async_commit();
     }
 
     fn advance(&self, k: &mut Builder) {
@@ -136,9 +156,9 @@ impl<'a> Warp<'a> {
         let mma = self.mma;
         let first_key = k.eval(place.first_key(mma, self.remaining));
         let scores = self.scores(k, first_key);
-        k.if_(self.remaining.equals(self.seen), |k| self.softmax.begin(k, &scores));
-        let p = Probabilities::new(k, mma);
-        let sums: Vec<Reg<F32>> = (0..2 * mma.row_tiles).map(|_| k.register()).collect();
+        k.if_(self.remaining.equals(self.blocks.seen), |k| self.softmax.begin(k, &scores));
+        let p = WarpFragment::new(k, mma.element, mma.warp_rows(), mma.key_block);
+        let sums: Vec<Reg<F32>> = (0..mma.thread_rows()).map(|_| k.register()).collect();
         self.softmax.exponentials(k, &scores, &p, &sums);
         let exceeds = self.softmax.exceeds(k, &sums);
         k.if_(exceeds, |k| {
@@ -151,10 +171,11 @@ impl<'a> Warp<'a> {
     }
 
     /// The scores of the block, masked where it needs it.
-    fn scores(&self, k: &mut Builder, first_key: Reg<U32>) -> Cells {
-        let cells = Cells::new(k, self.mma, self.mma.key_block);
+    fn scores(&self, k: &mut Builder, first_key: Reg<U32>) -> WarpAccumulator {
+        let cells = WarpAccumulator::new(k, self.mma.warp_rows(), self.mma.key_block);
         scores(k, self.mma, self.lanes, &self.queries, self.keys.at(0), &cells);
-        k.if_(self.remaining.greater(self.unmasked), |k| self.mask.apply(k, &cells, first_key));
+        let needs_mask = self.blocks.needs_mask(self.remaining);
+        self.rule.apply(k, &cells, first_key, needs_mask);
         cells
     }
 }

@@ -3,7 +3,8 @@
 use super::Builder;
 use crate::{
     BF16, BF16x2, BinaryOperation, E4M3x2, E5M2x2, Element, F16, F16x2, F32, Instruction, Operand,
-    PackedHalf, Pred, Reg, S32, Scalar, ShuffleMode, U32, U64, UnaryOperation, Value, VoteMode,
+    PackedHalf, Pred, Reg, S32, Scalar, ShuffleMode, Type, U32, U64, UnaryOperation, Value,
+    VoteMode,
 };
 
 /// Scalars with a fused multiply-add.
@@ -22,6 +23,21 @@ impl Pair for BF16x2 {}
 impl Pair for E4M3x2 {}
 impl Pair for E5M2x2 {}
 
+/// Scalars made of two halves that are scalars too.
+pub trait Splits: Scalar {
+    /// One half.
+    type Half: Scalar;
+}
+impl Splits for U64 {
+    type Half = U32;
+}
+impl Splits for F16x2 {
+    type Half = F16;
+}
+impl Splits for BF16x2 {
+    type Half = BF16;
+}
+
 impl Builder {
     #[track_caller]
     fn unary<T: Scalar>(&mut self, operation: UnaryOperation, a: impl Into<Value<T>>) -> Reg<T> {
@@ -32,7 +48,7 @@ impl Builder {
     }
 
     #[track_caller]
-    fn packed<T: PackedHalf>(
+    fn both_halves<T: PackedHalf>(
         &mut self,
         operation: BinaryOperation,
         a: Reg<T>,
@@ -56,6 +72,60 @@ impl Builder {
         let dst = self.register::<T>();
         self.push(Instruction::MultiplyAdd { ty: T::TYPE, dst: dst.register, a, b, c });
         dst
+    }
+
+    /// The upper half of a product of two 32-bit numbers.
+    #[track_caller]
+    pub fn multiply_high(
+        &mut self,
+        a: impl Into<Value<U32>>,
+        b: impl Into<Value<U32>>,
+    ) -> Reg<U32> {
+        let (a, b) = (self.operand(a), self.operand(b));
+        let dst = self.register::<U32>();
+        let operation = BinaryOperation::MultiplyHigh;
+        self.push(Instruction::Binary { operation, ty: Type::U32, dst: dst.register, a, b });
+        dst
+    }
+
+    /// The whole product of two 32-bit numbers.
+    #[track_caller]
+    pub fn multiply_wide(
+        &mut self,
+        a: impl Into<Value<U32>>,
+        b: impl Into<Value<U32>>,
+    ) -> Reg<U64> {
+        let (a, b) = (self.operand(a), self.operand(b));
+        let dst = self.register::<U64>();
+        self.push(Instruction::MultiplyWide { ty: Type::U32, dst: dst.register, a, b });
+        dst
+    }
+
+    /// How many bits are set.
+    #[track_caller]
+    pub fn population_count(&mut self, a: impl Into<Value<U32>>) -> Reg<U32> {
+        self.unary(UnaryOperation::PopulationCount, a)
+    }
+
+    /// The lower and the upper half.
+    #[track_caller]
+    pub fn split<T: Splits>(&mut self, whole: Reg<T>) -> [Reg<T::Half>; 2] {
+        let (low, high) = (self.register::<T::Half>(), self.register::<T::Half>());
+        self.push(Instruction::Split {
+            low: low.register,
+            high: high.register,
+            src: whole.register,
+        });
+        [low, high]
+    }
+
+    /// Two halves, the lower one first, as one.
+    #[track_caller]
+    pub fn join<T: Splits>(&mut self, [low, high]: [Reg<T::Half>; 2]) -> Reg<T> {
+        let whole = self.register::<T>();
+        let (low, high) = (low.into(), high.into());
+        self.push(Instruction::Join { dst: whole.register, low, high });
+        whole
     }
 
     /// `2^a`.
@@ -91,19 +161,19 @@ impl Builder {
     /// The sums of both halves.
     #[track_caller]
     pub fn add_packed<T: PackedHalf>(&mut self, a: Reg<T>, b: Reg<T>) -> Reg<T> {
-        self.packed(BinaryOperation::Add, a, b)
+        self.both_halves(BinaryOperation::Add, a, b)
     }
 
     /// The products of both halves.
     #[track_caller]
     pub fn multiply_packed<T: PackedHalf>(&mut self, a: Reg<T>, b: Reg<T>) -> Reg<T> {
-        self.packed(BinaryOperation::Multiply, a, b)
+        self.both_halves(BinaryOperation::Multiply, a, b)
     }
 
     /// The larger of both halves.
     #[track_caller]
     pub fn maximum_packed<T: PackedHalf>(&mut self, a: Reg<T>, b: Reg<T>) -> Reg<T> {
-        self.packed(BinaryOperation::Maximum, a, b)
+        self.both_halves(BinaryOperation::Maximum, a, b)
     }
 
     /// Two numbers rounded into one register.
@@ -132,12 +202,8 @@ impl Builder {
                 [low, high]
             }
             _ => {
-                let (low, high) = (self.register::<F16>(), self.register::<F16>());
-                self.push(Instruction::Split {
-                    low: low.register,
-                    high: high.register,
-                    src: pair.register,
-                });
+                let halves = Reg::<F16x2>::new(pair.register);
+                let [low, high] = self.split(halves);
                 [self.eval(low.convert::<F32>()), self.eval(high.convert::<F32>())]
             }
         }
@@ -194,6 +260,16 @@ impl Builder {
         self.shuffle(ShuffleMode::Index, value, lane)
     }
 
+    /// The 64-bit value of lane `lane`, a half at a time.
+    #[track_caller]
+    pub fn shuffle_index_wide(&mut self, value: Reg<U64>, lane: impl Into<Value<U32>>) -> Reg<U64> {
+        let [low, high] = self.split(value);
+        let lane = self.operand(lane);
+        let low = self.shuffle(ShuffleMode::Index, low, lane);
+        let high = self.shuffle(ShuffleMode::Index, high, lane);
+        self.join([low, high])
+    }
+
     #[track_caller]
     fn shuffle<T: Scalar>(&mut self, mode: ShuffleMode, value: Reg<T>, lane: Operand) -> Reg<T> {
         let dst = self.register::<T>();
@@ -221,6 +297,22 @@ impl Builder {
         let dst = self.register();
         self.push(Instruction::Vote { mode, dst: dst.register, predicate });
         dst
+    }
+
+    /// The lanes where the predicate holds, as bits.
+    #[track_caller]
+    pub fn ballot(&mut self, predicate: impl Into<Value<Pred>>) -> Reg<U32> {
+        let predicate = self.eval(predicate).register;
+        let dst = self.register();
+        self.push(Instruction::Ballot { dst: dst.register, predicate });
+        dst
+    }
+
+    /// In how many lanes of the warp the predicate holds.
+    #[track_caller]
+    pub fn count_lanes(&mut self, predicate: impl Into<Value<Pred>>) -> Reg<U32> {
+        let lanes = self.ballot(predicate);
+        self.population_count(lanes)
     }
 
     /// True in one lane of the warp.

@@ -12,6 +12,12 @@ impl Builder {
         self.push(Instruction::BarrierSync { barrier: crate::Operand::u32(0), threads: None });
     }
 
+    /// All lanes of the warp arrive here and see each other's writes.
+    #[track_caller]
+    pub fn warp_sync(&mut self) {
+        self.push(Instruction::WarpSync);
+    }
+
     /// `threads` threads arrive at named barrier `barrier`.
     #[track_caller]
     pub fn barrier_sync(&mut self, barrier: impl Into<Value<U32>>, threads: u32) {

@@ -32,6 +32,39 @@ impl Builder {
         });
     }
 
+    /// Closes the group of the thread's `copy_async`s since the last close.
+    #[track_caller]
+    pub fn copy_async_commit(&mut self) {
+        self.push(Instruction::CopyAsyncCommit);
+    }
+
+    /// Waits until at most `pending` of the thread's latest groups are under way.
+    /// What other threads copied is there when they have waited too.
+    #[track_caller]
+    pub fn copy_async_wait(&mut self, pending: u32) {
+        self.push(Instruction::CopyAsyncWait { pending });
+    }
+
+    /// Closes the group of the thread's stores to tensors since the last close.
+    #[track_caller]
+    pub fn bulk_commit(&mut self) {
+        self.push(Instruction::BulkCommit);
+    }
+
+    /// Waits until at most `pending` of the thread's latest groups of stores to
+    /// tensors are unfinished.
+    #[track_caller]
+    pub fn bulk_wait(&mut self, pending: u32) {
+        self.push(Instruction::BulkWait { pending, read_only: false });
+    }
+
+    /// Waits until at most `pending` of them have yet to read shared memory,
+    /// which can then be written again.
+    #[track_caller]
+    pub fn bulk_wait_read(&mut self, pending: u32) {
+        self.push(Instruction::BulkWait { pending, read_only: true });
+    }
+
     /// Copies a box of a tensor into shared memory, coordinates fastest first.
     #[track_caller]
     pub fn tensor_load(

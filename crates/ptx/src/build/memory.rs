@@ -3,7 +3,7 @@
 use super::Builder;
 use crate::{
     AddressOf, AtomicOperation, AtomicOrder, Eviction, Instruction, LoadCache, LoadOrder, Reg,
-    Register, Scalar, Scope, SharedAddress, StoreCache, StoreOrder, U64, Value,
+    Scalar, Scope, SharedAddress, StoreCache, StoreOrder, U64, Value,
 };
 
 /// How a load treats order and caches.
@@ -113,6 +113,18 @@ impl Builder {
         value: impl Into<Value<T>>,
         scope: Scope,
     ) -> Reg<T> {
+        self.atomic_add_ordered(address, value, scope, AtomicOrder::Relaxed)
+    }
+
+    /// The same, ordered with other accesses.
+    #[track_caller]
+    pub fn atomic_add_ordered<T: Scalar, A: AddressOf>(
+        &mut self,
+        address: impl Into<Value<A>>,
+        value: impl Into<Value<T>>,
+        scope: Scope,
+        order: AtomicOrder,
+    ) -> Reg<T> {
         let address = self.address(address);
         let value = self.operand(value);
         let dst = self.register::<T>();
@@ -124,7 +136,7 @@ impl Builder {
             address,
             value,
             scope,
-            order: AtomicOrder::Relaxed,
+            order,
         });
         dst
     }
@@ -158,21 +170,10 @@ impl Builder {
         transpose: bool,
     ) -> [Reg<T>; N] {
         let dst: [Reg<T>; N] = std::array::from_fn(|_| self.register());
-        self.load_matrices(&dst.map(|r| r.register), address, transpose);
-        dst
-    }
-
-    /// Loads 8x8 matrices of 16-bit elements into registers whose type is only
-    /// known when the kernel is built.
-    #[track_caller]
-    pub fn load_matrices(
-        &mut self,
-        dst: &[Register],
-        address: impl Into<Value<SharedAddress>>,
-        transpose: bool,
-    ) {
         let address = self.address(address);
-        self.push(Instruction::LoadMatrix { dst: dst.to_vec(), address, transpose });
+        let registers = dst.map(|r| r.register).to_vec();
+        self.push(Instruction::LoadMatrix { dst: registers, address, transpose });
+        dst
     }
 
     /// Stores 8x8 matrices of 16-bit elements, one register of `T` each.

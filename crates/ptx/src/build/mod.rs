@@ -9,11 +9,13 @@ mod arithmetic;
 mod barrier;
 mod copy;
 mod memory;
+mod packed;
 mod role;
 
-pub use arithmetic::{Fused, Pair};
+pub use arithmetic::{Fused, Pair, Splits};
 pub use copy::CopyHint;
 pub use memory::{LoadHint, StoreHint};
+pub use packed::Packed;
 pub use role::Role;
 
 use std::panic::Location;

@@ -122,6 +122,38 @@ impl Scene {
         }
         all
     }
+
+    /// An atomic operation, with both ways to give its operand.
+    fn atomic(
+        &mut self,
+        operation: AtomicOperation,
+        ty: Type,
+        space: Space,
+        scope: Scope,
+        order: AtomicOrder,
+    ) {
+        let (address, dst) = (self.address(space), self.fresh(ty));
+        for value in self.operands(ty) {
+            let atomic =
+                Instruction::Atomic { operation, ty, dst, space, address, value, scope, order };
+            self.k.push(atomic);
+        }
+    }
+
+    /// A reduction of so many registers.
+    fn reduce(
+        &mut self,
+        operation: AtomicOperation,
+        ty: Type,
+        count: usize,
+        space: Space,
+        scope: Scope,
+        order: AtomicOrder,
+    ) {
+        let (address, src) = (self.address(space), self.registers(ty, count));
+        let reduce = Instruction::Reduce { operation, ty, src, space, address, scope, order };
+        self.k.push(reduce);
+    }
 }
 
 impl Form {
@@ -458,31 +490,10 @@ fn memory(forms: &mut Vec<Form>) {
             ] {
                 let (scope, order) = (Scope::Gpu, AtomicOrder::Relaxed);
                 forms.push(Form::new(format!("atomic {operation:?} {ty:?} {space:?}"), move |s| {
-                    let (address, dst) = (s.address(space), s.fresh(ty));
-                    for value in s.operands(ty) {
-                        s.k.push(Instruction::Atomic {
-                            operation,
-                            ty,
-                            dst,
-                            space,
-                            address,
-                            value,
-                            scope,
-                            order,
-                        });
-                    }
+                    s.atomic(operation, ty, space, scope, order);
                 }));
                 forms.push(Form::new(format!("reduce {operation:?} {ty:?} {space:?}"), move |s| {
-                    let (address, src) = (s.address(space), vec![s.register(ty)]);
-                    s.k.push(Instruction::Reduce {
-                        operation,
-                        ty,
-                        src,
-                        space,
-                        address,
-                        scope,
-                        order,
-                    });
+                    s.reduce(operation, ty, 1, space, scope, order);
                 }));
             }
             forms.push(Form::new(format!("compare and swap {ty:?} {space:?}"), move |s| {
@@ -506,45 +517,17 @@ fn memory(forms: &mut Vec<Form>) {
                 let name = format!("atomic and reduction {order:?} {scope:?} {space:?}");
                 let (operation, ty) = (AtomicOperation::Add, Type::U32);
                 forms.push(Form::new(name.clone() + " (atomic)", move |s| {
-                    let (address, dst) = (s.address(space), s.fresh(ty));
-                    let value = s.register(ty).into();
-                    s.k.push(Instruction::Atomic {
-                        operation,
-                        ty,
-                        dst,
-                        space,
-                        address,
-                        value,
-                        scope,
-                        order,
-                    });
+                    s.atomic(operation, ty, space, scope, order);
                 }));
                 forms.push(Form::new(name + " (reduction)", move |s| {
-                    let (address, src) = (s.address(space), vec![s.register(ty)]);
-                    s.k.push(Instruction::Reduce {
-                        operation,
-                        ty,
-                        src,
-                        space,
-                        address,
-                        scope,
-                        order,
-                    });
+                    s.reduce(operation, ty, 1, space, scope, order);
                 }));
             }
         }
         for count in [2, 4] {
             forms.push(Form::new(format!("reduce {count} f32 {space:?}"), move |s| {
-                let (address, src) = (s.address(space), s.registers(Type::F32, count));
-                s.k.push(Instruction::Reduce {
-                    operation: AtomicOperation::Add,
-                    ty: Type::F32,
-                    src,
-                    space,
-                    address,
-                    scope: Scope::Gpu,
-                    order: AtomicOrder::Relaxed,
-                });
+                let (operation, order) = (AtomicOperation::Add, AtomicOrder::Relaxed);
+                s.reduce(operation, Type::F32, count, space, Scope::Gpu, order);
             }));
         }
     }
@@ -619,14 +602,23 @@ fn matrix(forms: &mut Vec<Form>) {
         }
     }
     for n in (8..=256).step_by(8) {
-        forms.push(wgmma(n, [Element::F16; 2], Element::F32, true, [false; 2], Accumulate::No));
+        forms.push(wgmma(
+            n,
+            [Element::F16; 2],
+            Element::F32,
+            true,
+            [false; 2],
+            Some(Accumulate::No),
+        ));
     }
+    let accumulate = Some(Accumulate::Yes);
     for a_element in ELEMENTS {
         for b_element in ELEMENTS {
             for accumulator in ELEMENTS {
-                let elements = [a_element, b_element];
-                forms.push(wgmma(64, elements, accumulator, true, [false; 2], Accumulate::Yes));
-                forms.push(wgmma(64, elements, accumulator, false, [false; 2], Accumulate::Yes));
+                for a_shared in [true, false] {
+                    let elements = [a_element, b_element];
+                    forms.push(wgmma(64, elements, accumulator, a_shared, [false; 2], accumulate));
+                }
             }
         }
     }
@@ -634,32 +626,22 @@ fn matrix(forms: &mut Vec<Form>) {
         for transposes in [[false, true], [true, false], [true, true]] {
             for a_shared in [true, false] {
                 let elements = [element; 2];
-                let accumulate = Accumulate::Yes;
                 forms.push(wgmma(32, elements, Element::F32, a_shared, transposes, accumulate));
             }
         }
     }
-    forms.push(Form::new("wgmma by a predicate", |s| {
-        let predicate = s.register(Type::Pred);
-        write_wgmma(
-            s,
-            16,
-            [Element::BF16; 2],
-            Element::F32,
-            true,
-            [false, true],
-            Accumulate::If(predicate),
-        );
-    }));
+    let form = wgmma(16, [Element::BF16; 2], Element::F32, true, [false, true], None);
+    forms.push(Form { name: "wgmma by a predicate".to_owned(), ..form });
 }
 
+/// Without `accumulate`, a predicate decides.
 fn wgmma(
     n: u32,
     elements: [Element; 2],
     accumulator: Element,
     a_shared: bool,
     transposes: [bool; 2],
-    accumulate: Accumulate,
+    accumulate: Option<Accumulate>,
 ) -> Form {
     let place = if a_shared { "shared" } else { "registers" };
     let name = format!(
@@ -667,46 +649,35 @@ fn wgmma(
         elements[0], elements[1]
     );
     Form::new(name, move |s| {
-        write_wgmma(s, n, elements, accumulator, a_shared, transposes, accumulate)
+        let accumulate = accumulate.unwrap_or_else(|| Accumulate::If(s.register(Type::Pred)));
+        let descriptor = s.register(Type::U64);
+        let a = if a_shared {
+            WgmmaA::Shared { descriptor, transpose: transposes[0] }
+        } else {
+            let registers = s.registers(packed(elements[0]), 4);
+            WgmmaA::Registers(registers.try_into().unwrap())
+        };
+        let count = if accumulator == Element::F32 { n / 2 } else { n / 4 } as usize;
+        let d = s.registers(packed(accumulator), count);
+        for negate in [false, true] {
+            s.k.push(Instruction::WgmmaFence);
+            s.k.push(Instruction::Wgmma {
+                n,
+                a_element: elements[0],
+                b_element: elements[1],
+                accumulator,
+                d: d.clone(),
+                accumulate,
+                a,
+                b: descriptor,
+                b_transpose: transposes[1],
+                negate_a: negate,
+                negate_b: negate,
+            });
+            s.k.push(Instruction::WgmmaCommit);
+            s.k.push(Instruction::WgmmaWait { pending: 0 });
+        }
     })
-}
-
-fn write_wgmma(
-    s: &mut Scene,
-    n: u32,
-    elements: [Element; 2],
-    accumulator: Element,
-    a_shared: bool,
-    transposes: [bool; 2],
-    accumulate: Accumulate,
-) {
-    let descriptor = s.register(Type::U64);
-    let a = if a_shared {
-        WgmmaA::Shared { descriptor, transpose: transposes[0] }
-    } else {
-        let registers = s.registers(packed(elements[0]), 4);
-        WgmmaA::Registers(registers.try_into().unwrap())
-    };
-    let count = if accumulator == Element::F32 { n / 2 } else { n / 4 } as usize;
-    let d = s.registers(packed(accumulator), count);
-    for negate in [false, true] {
-        s.k.push(Instruction::WgmmaFence);
-        s.k.push(Instruction::Wgmma {
-            n,
-            a_element: elements[0],
-            b_element: elements[1],
-            accumulator,
-            d: d.clone(),
-            accumulate,
-            a,
-            b: descriptor,
-            b_transpose: transposes[1],
-            negate_a: negate,
-            negate_b: negate,
-        });
-        s.k.push(Instruction::WgmmaCommit);
-        s.k.push(Instruction::WgmmaWait { pending: 0 });
-    }
 }
 
 fn barriers(forms: &mut Vec<Form>) {

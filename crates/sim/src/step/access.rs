@@ -678,13 +678,7 @@ impl<'a> Executor<'_, 'a> {
                 let text = format!("{here} was never written");
                 return Err(self.event_hazard(event, lane, HazardKind::UninitialisedMemory, text));
             }
-            let shadow = &mut world.shadow;
-            let conflict = if write {
-                shadow.write(cell, &observer, lane)
-            } else {
-                shadow.read(cell, &observer, lane)
-            };
-            if let Some(conflict) = conflict {
+            if let Some(conflict) = world.shadow.access(cell, &observer, lane, write) {
                 let at = match target {
                     Target::Shared { block, .. } => Target::Shared { block, offset: byte },
                     Target::Global { buffer, .. } => Target::Global { buffer, offset: byte },

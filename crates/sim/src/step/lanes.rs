@@ -1,27 +1,18 @@
 //! Across the lanes of a warp.
 
-use ptx::{Operand, Register, ShuffleMode, VoteMode};
+use ptx::{Register, ShuffleMode, VoteMode};
 
 use crate::warp::{Warp, Word};
 
-pub(super) fn shuffle(
-    warp: &mut Warp<'_>,
-    mode: ShuffleMode,
-    dst: Register,
-    valid: Option<Register>,
-    src: Register,
-    lane: Operand,
-    clamp: u32,
-) {
-    let source = *warp.word_of(src);
-    let operand = warp.word(lane);
+/// What each lane receives, and the lanes whose source is in range.
+pub(super) fn shuffle(mode: ShuffleMode, source: &Word, lane: &Word, clamp: u32) -> (Word, u32) {
     // As the PTX manual has it: bits 0 to 4 bound the lane, bits 8 to 12 fix
     // the segment.
     let (bound, segment) = (clamp & 0x1F, clamp >> 8 & 0x1F);
     let mut in_range = 0u32;
-    let result: Word = std::array::from_fn(|index| {
+    let result = std::array::from_fn(|index| {
         let own = index as u32;
-        let distance = operand[index] & 0x1F;
+        let distance = lane[index] & 0x1F;
         let max = (own & segment) | (bound & !segment & 0x1F);
         let min = own & segment;
         let (from, inside) = match mode {
@@ -39,10 +30,7 @@ pub(super) fn shuffle(
         in_range |= (inside as u32) << index;
         source[if inside { from as usize % 32 } else { index }]
     });
-    warp.set_word(dst, &result);
-    if let Some(valid) = valid {
-        warp.set_predicate(valid, in_range);
-    }
+    (result, in_range)
 }
 
 pub(super) fn vote(warp: &mut Warp<'_>, mode: VoteMode, dst: Register, predicate: Register) {

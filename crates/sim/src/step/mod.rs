@@ -343,7 +343,12 @@ impl<'a> Executor<'_, 'a> {
 
             I::Shuffle { mode, dst, valid, src, lane, clamp } => {
                 self.aligned(warp, "a shuffle")?;
-                lanes::shuffle(warp, *mode, *dst, *valid, *src, *lane, *clamp);
+                let (source, lane) = (warp.word_of(*src), warp.word(*lane));
+                let (result, in_range) = lanes::shuffle(*mode, source, &lane, *clamp);
+                warp.set_word(*dst, &result);
+                if let Some(valid) = valid {
+                    warp.set_predicate(*valid, in_range);
+                }
             }
             I::Vote { mode, dst, predicate } => {
                 self.aligned(warp, "a vote")?;

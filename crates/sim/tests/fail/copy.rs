@@ -21,14 +21,22 @@ fn at(base: ptx::Register) -> Address {
 }
 
 impl Load {
-    fn issue(&self, k: &mut Builder, bytes: u32) {
+    fn issue(&self, k: &mut Builder, bytes: Operand) {
         k.push(Instruction::BulkLoad {
             dst: at(self.tile.register()),
             src: at(self.input.register()),
-            bytes: Operand::u32(bytes),
+            bytes,
             barrier: at(self.barrier.register()),
             multicast: None,
             policy: None,
+        });
+    }
+
+    /// One thread expects so many bytes and loads 256.
+    fn expect_and_issue(&self, k: &mut Builder, expected: u32) {
+        k.if_(self.thread.equals(0), |k| {
+            k.mbarrier_arrive_expect(self.barrier, expected);
+            self.issue(k, Operand::u32(256));
         });
     }
 }
@@ -51,10 +59,7 @@ fn with_load(body: impl FnOnce(&mut Builder, &Load)) -> ptx::Program {
 fn touched_before_arrival() {
     let kernel = |wait: bool| {
         with_load(|k, load| {
-            k.if_(load.thread.equals(0), |k| {
-                k.mbarrier_arrive_expect(load.barrier, 256);
-                load.issue(k, 256);
-            });
+            load.expect_and_issue(k, 256);
             k.block_sync();
             if wait {
                 k.mbarrier_wait(load.barrier, 0, Scope::Block);
@@ -70,10 +75,7 @@ fn touched_before_arrival() {
 #[test]
 fn too_few_bytes_expected() {
     let program = with_load(|k, load| {
-        k.if_(load.thread.equals(0), |k| {
-            k.mbarrier_arrive_expect(load.barrier, 128);
-            load.issue(k, 256);
-        });
+        load.expect_and_issue(k, 128);
         k.mbarrier_wait(load.barrier, 0, Scope::Block);
     });
     fails("too_few_bytes_expected", H::TransactionCount, &program);
@@ -83,7 +85,7 @@ fn too_few_bytes_expected() {
 fn no_bytes_expected() {
     let program = with_load(|k, load| {
         k.if_(load.thread.equals(0), |k| {
-            load.issue(k, 256);
+            load.issue(k, Operand::u32(256));
             k.mbarrier_arrive(load.barrier);
         });
         k.mbarrier_wait(load.barrier, 0, Scope::Block);
@@ -95,10 +97,7 @@ fn no_bytes_expected() {
 #[test]
 fn copy_in_flight_at_exit() {
     let program = with_load(|k, load| {
-        k.if_(load.thread.equals(0), |k| {
-            k.mbarrier_arrive_expect(load.barrier, 256);
-            load.issue(k, 256);
-        });
+        load.expect_and_issue(k, 256);
     });
     let options = flashcore_sim::Options::checked(flashcore_sim::Policy::Latest, 0);
     let found = crate::hazard(&program, &options);
@@ -106,47 +105,64 @@ fn copy_in_flight_at_exit() {
     insta::assert_snapshot!("copy_in_flight_at_exit", crate::show(&found.to_string()));
 }
 
-#[test]
-fn store_in_flight_at_exit() {
-    let mut k = Builder::new("kernel", Target::SM_90A, 32);
+/// What a kernel with one bulk store has.
+pub(crate) struct Store {
+    pub(crate) out: Reg<GlobalAddress>,
+    tile: Reg<SharedAddress>,
+    pub(crate) thread: Reg<U32>,
+}
+
+/// Threads write a tile, one of them sends it off with a bulk store and goes on with `sent`, all of
+/// them with `after`.
+pub(crate) fn with_store(
+    fence: bool,
+    sent: impl FnOnce(&mut Builder),
+    after: impl FnOnce(&mut Builder, &Store),
+) -> ptx::Program {
+    let mut k = Builder::new("kernel", Target::SM_90A, 64);
     let out = k.parameter::<GlobalAddress>("out");
-    let offset = k.shared("tile", 128, 128);
+    let offset = k.shared("tile", 256, 128);
     let tile = k.shared_address(offset);
     let thread = k.thread_index();
     k.store(tile + thread * 4, thread);
-    k.fence(ptx::Fence::ProxyAsyncShared);
+    if fence {
+        k.fence(ptx::Fence::ProxyAsyncShared);
+    }
     k.block_sync();
     k.if_(thread.equals(0), |k| {
-        let (dst, src) = (at(out.register()), at(tile.register()));
-        k.push(Instruction::BulkStore { dst, src, bytes: Operand::u32(128), policy: None });
+        let (dst, src, bytes) = (at(out.register()), at(tile.register()), Operand::u32(256));
+        k.push(Instruction::BulkStore { dst, src, bytes, policy: None });
         k.push(Instruction::BulkCommit);
+        sent(k);
     });
-    fails("store_in_flight_at_exit", H::CopyInFlightAtExit, &k.finish().unwrap());
+    after(&mut k, &Store { out, tile, thread });
+    k.finish().unwrap()
+}
+
+/// Waits for the stores sent off to have read what they send, or to have written it as well.
+pub(crate) fn wait(k: &mut Builder, read_only: bool) {
+    k.push(Instruction::BulkWait { pending: 0, read_only });
+}
+
+#[test]
+fn store_in_flight_at_exit() {
+    let program = with_store(true, |_| {}, |_, _| {});
+    fails("store_in_flight_at_exit", H::CopyInFlightAtExit, &program);
 }
 
 #[test]
 fn operand_overwritten_in_flight() {
-    let kernel = |wait: bool| {
-        let mut k = Builder::new("kernel", Target::SM_90A, 32);
-        let out = k.parameter::<GlobalAddress>("out");
-        let offset = k.shared("tile", 128, 128);
-        let tile = k.shared_address(offset);
-        let thread = k.thread_index();
-        k.store(tile + thread * 4, thread);
-        k.fence(ptx::Fence::ProxyAsyncShared);
-        k.block_sync();
-        k.if_(thread.equals(0), |k| {
-            let (dst, src) = (at(out.register()), at(tile.register()));
-            k.push(Instruction::BulkStore { dst, src, bytes: Operand::u32(128), policy: None });
-            k.push(Instruction::BulkCommit);
-            if wait {
-                k.push(Instruction::BulkWait { pending: 0, read_only: true });
+    let kernel = |waits: bool| {
+        let sent = |k: &mut Builder| {
+            if waits {
+                wait(k, true);
             }
-        });
-        k.block_sync();
-        k.store(tile + thread * 4, 0.0);
-        k.push(Instruction::BulkWait { pending: 0, read_only: true });
-        k.finish().unwrap()
+        };
+        with_store(true, sent, |k, store| {
+            k.block_sync();
+            k.store(store.tile + store.thread * 4, 0.0);
+            wait(k, true);
+        })
     };
     passes(&kernel(true));
     fails("operand_overwritten_in_flight", H::OverwrittenInFlight, &kernel(false));
@@ -157,14 +173,7 @@ fn bad_copy_size() {
     let program = with_load(|k, load| {
         k.if_(load.thread.equals(0), |k| {
             let bytes = k.eval(load.thread + 24);
-            k.push(Instruction::BulkLoad {
-                dst: at(load.tile.register()),
-                src: at(load.input.register()),
-                bytes: bytes.into(),
-                barrier: at(load.barrier.register()),
-                multicast: None,
-                policy: None,
-            });
+            load.issue(k, bytes.into());
         });
     });
     fails("bad_copy_size", H::BadCopySize, &program);
@@ -173,10 +182,7 @@ fn bad_copy_size() {
 #[test]
 fn no_init_fence_before_a_copy() {
     let program = with_load(|k, load| {
-        k.if_(load.thread.equals(0), |k| {
-            k.mbarrier_arrive_expect(load.barrier, 256);
-            load.issue(k, 256);
-        });
+        load.expect_and_issue(k, 256);
         k.mbarrier_wait(load.barrier, 0, Scope::Block);
     });
     passes(&program);

@@ -2,10 +2,11 @@
 
 use flashcore_sim::HazardKind as H;
 use ptx::{
-    AtomicOperation, AtomicOrder, Builder, Expression, F32, Fence, GlobalAddress, Instruction,
-    LoadHint, LoadOrder, Scope, Space, StoreHint, StoreOrder, Target, U32, U64,
+    AtomicOperation, AtomicOrder, Builder, Expression, F32, GlobalAddress, Instruction, LoadHint,
+    LoadOrder, Scope, Space, StoreHint, StoreOrder, Target, U32, U64,
 };
 
+use crate::copy::{Store, wait, with_store};
 use crate::{fails, passes};
 
 /// Every thread writes its word, then reads the one of a thread `distance` on.
@@ -122,57 +123,24 @@ fn atomics_of_many_blocks_do_not_race() {
     passes(&k.finish().unwrap());
 }
 
-/// Threads write a tile, one of them sends it off with a bulk store.
-fn send(fence: bool) -> ptx::Program {
-    let mut k = Builder::new("kernel", Target::SM_90A, 64);
-    let out = k.parameter::<GlobalAddress>("out");
-    let offset = k.shared("tile", 256, 128);
-    let tile = k.shared_address(offset);
-    let thread = k.thread_index();
-    k.store(tile + thread * 4, thread);
-    if fence {
-        k.fence(Fence::ProxyAsyncShared);
-    }
-    k.block_sync();
-    k.if_(thread.equals(0), |k| {
-        let dst = ptx::Address { base: out.register(), offset: 0 };
-        let src = ptx::Address { base: tile.register(), offset: 0 };
-        let bytes = ptx::Operand::u32(256);
-        k.push(Instruction::BulkStore { dst, src, bytes, policy: None });
-        k.push(Instruction::BulkCommit);
-        k.push(Instruction::BulkWait { pending: 0, read_only: true });
-    });
-    k.finish().unwrap()
-}
-
 #[test]
 fn missing_proxy_fence() {
-    fails("missing_proxy_fence", H::MissingProxyFence, &send(false));
-    passes(&send(true));
+    let kernel = |fence: bool| with_store(fence, |k| wait(k, true), |_, _| {});
+    fails("missing_proxy_fence", H::MissingProxyFence, &kernel(false));
+    passes(&kernel(true));
 }
 
 #[test]
 fn global_memory_through_two_proxies() {
     let kernel = |wait_for_write: bool| {
-        let mut k = Builder::new("kernel", Target::SM_90A, 32);
-        let out = k.parameter::<GlobalAddress>("out");
-        let offset = k.shared("tile", 128, 128);
-        let tile = k.shared_address(offset);
-        let thread = k.thread_index();
-        k.store(tile + thread * 4, thread);
-        k.fence(Fence::ProxyAsyncShared);
-        k.block_sync();
-        k.if_(thread.equals(0), |k| {
-            let dst = ptx::Address { base: out.register(), offset: 0 };
-            let src = ptx::Address { base: tile.register(), offset: 0 };
-            let bytes = ptx::Operand::u32(128);
-            k.push(Instruction::BulkStore { dst, src, bytes, policy: None });
-            k.push(Instruction::BulkCommit);
-            k.push(Instruction::BulkWait { pending: 0, read_only: !wait_for_write });
-        });
-        k.block_sync();
-        k.load::<U32, _>(out + thread.convert::<U64>() * 4);
-        k.finish().unwrap()
+        with_store(
+            true,
+            |k| wait(k, !wait_for_write),
+            |k, Store { out, thread, .. }| {
+                k.block_sync();
+                k.load::<U32, _>(*out + thread.convert::<U64>() * 4);
+            },
+        )
     };
     passes(&kernel(true));
     // Before the store has written, its destination holds something old, and

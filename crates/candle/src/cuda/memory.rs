@@ -1,0 +1,85 @@
+//! Where candle's memory is on the device.
+//!
+//! Every address comes with the guard of its use on a stream: it makes the stream wait for what wrote
+//! the memory, and tells candle of this use of it when it is dropped, which must be after the launch.
+
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
+use candle_core::{CudaDevice, CudaStorage, DType, Layout, Result, Storage, StorageRef, Tensor};
+use flashcore::gpu::DeviceAddress;
+use half::{bf16, f16};
+
+/// The beginning of memory that is read.
+pub(super) fn address<'a>(
+    storage: &'a CudaStorage,
+    stream: &'a CudaStream,
+) -> Result<(DeviceAddress, SyncOnDrop<'a>)> {
+    let (address, guard) = match storage.dtype() {
+        DType::F32 => storage.as_cuda_slice::<f32>()?.device_ptr(stream),
+        DType::F16 => storage.as_cuda_slice::<f16>()?.device_ptr(stream),
+        DType::BF16 => storage.as_cuda_slice::<bf16>()?.device_ptr(stream),
+        DType::U32 => storage.as_cuda_slice::<u32>()?.device_ptr(stream),
+        DType::I32 => storage.as_cuda_slice::<i32>()?.device_ptr(stream),
+        other => candle_core::bail!("attention takes no {other:?}"),
+    };
+    Ok((DeviceAddress(address), guard))
+}
+
+/// The beginning of memory that is written.
+pub(super) fn address_mut<'a>(
+    storage: &'a mut CudaStorage,
+    stream: &'a CudaStream,
+) -> Result<(DeviceAddress, SyncOnDrop<'a>)> {
+    let (address, guard) = match storage.dtype() {
+        DType::F32 => storage.as_cuda_slice_mut::<f32>()?.device_ptr_mut(stream),
+        DType::F16 => storage.as_cuda_slice_mut::<f16>()?.device_ptr_mut(stream),
+        DType::BF16 => storage.as_cuda_slice_mut::<bf16>()?.device_ptr_mut(stream),
+        DType::U32 => storage.as_cuda_slice_mut::<u32>()?.device_ptr_mut(stream),
+        other => candle_core::bail!("attention writes no {other:?}"),
+    };
+    Ok((DeviceAddress(address), guard))
+}
+
+/// Memory for a result. It is never empty, which the driver would refuse.
+pub(super) fn uninitialized(
+    device: &CudaDevice,
+    elements: usize,
+    dtype: DType,
+) -> Result<CudaStorage> {
+    // SAFETY: the kernel writes every element of a query or a sequence before anything later on the
+    // stream can read it; others are not defined.
+    unsafe { device.alloc_uninit(&elements.max(1).into(), dtype) }
+}
+
+/// A tensor under the lock that candle has for it.
+pub(super) type Held<'a> = (StorageRef<'a>, &'a Layout);
+
+/// The tensors that are there, held, with the places for their addresses.
+pub(super) fn hold<'p, 't, const N: usize>(
+    lists: [(&'p mut Option<DeviceAddress>, Option<&'t Tensor>); N],
+) -> (Vec<&'p mut Option<DeviceAddress>>, Vec<Held<'t>>) {
+    let there = |(place, list): (_, Option<&'t Tensor>)| Some((place, list?.storage_and_layout()));
+    lists.into_iter().filter_map(there).unzip()
+}
+
+/// Writes the addresses of the first elements of tensors to their places.
+pub(super) fn find<'a>(
+    (places, held): (Vec<&mut Option<DeviceAddress>>, &'a [Held<'_>]),
+    stream: &'a CudaStream,
+) -> Result<Vec<SyncOnDrop<'a>>> {
+    let mut guards = Vec::with_capacity(held.len());
+    for (place, (storage, layout)) in places.into_iter().zip(held) {
+        let Storage::Cuda(storage) = &**storage else {
+            candle_core::bail!("attention: a tensor is not on a CUDA device")
+        };
+        let (address, guard) = address(storage, stream)?;
+        *place = Some(address.offset(start(storage, layout)));
+        guards.push(guard);
+    }
+    Ok(guards)
+}
+
+/// Bytes before the first element.
+pub(super) fn start(storage: &CudaStorage, layout: &Layout) -> u64 {
+    (layout.start_offset() * storage.dtype().size_in_bytes()) as u64
+}

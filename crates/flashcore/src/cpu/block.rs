@@ -1,0 +1,427 @@
+//! Blocks of rows against the keys that they see: products, online softmax, update.
+
+use std::ops::Range;
+
+use pulp::Simd;
+
+use super::softmax::{RowRule, Rows};
+use super::tile::{Row, Tile, accumulate, products, rows, rows_mut};
+use crate::problem::Problem;
+use crate::tensor::Head;
+
+/// Rows of one task at most. Each loaded block of keys and values is used for all of them. With
+/// vectors of dim 128, queries, outputs and such a block take 360 KB: most second-level caches.
+pub(super) const MAX_ROWS: usize = 256;
+/// Rows of one task at least, where there are as many.
+pub(super) const MIN_ROWS: usize = 32;
+/// Keys handled between two updates of the running maximum: a multiple of every tile's rows.
+pub(super) const KEY_BLOCK: usize = 96;
+
+/// The shape of everything that a task works on.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Shape {
+    tile: Tile,
+    /// Rows of a register tile.
+    tile_rows: usize,
+    /// Columns of a panel.
+    lanes: usize,
+    head_dim: usize,
+    value_head_dim: usize,
+}
+
+/// A block of keys and values, and what becomes of it: one for each thread.
+pub(super) struct Workspace {
+    shape: Shape,
+    /// Keys by position and dim; one tile more than a block, since the last tile may reach beyond.
+    keys: Vec<f32>,
+    /// Values by tile of dims, position and dim within the tile; zero where one is not finite.
+    values: Vec<f32>,
+    /// The values that are not finite. The weight of a masked key is zero, and zero times these
+    /// would not be nothing: they are added to the rows that see them and to no other.
+    infinite: Vec<Infinite>,
+    /// The products of one panel, later probabilities, by key and lane.
+    scores: Vec<f32>,
+    /// One vector of a tensor as f32, as long as the tiles of a value.
+    vector: Vec<f32>,
+}
+
+/// Rows that read one key/value head, and what they have come to.
+pub(super) struct Block {
+    shape: Shape,
+    /// Queries by panel, dim and lane.
+    queries: Vec<f32>,
+    /// The output before normalisation, by panel, dim and lane.
+    accumulators: Vec<f32>,
+    softmax: Rows,
+}
+
+/// A value that is NaN or infinite.
+struct Infinite {
+    position: usize,
+    dim: usize,
+    value: f32,
+}
+
+/// The tile and the lanes of a panel on an instruction set, for tasks of so many rows.
+struct Measure(usize);
+
+impl pulp::WithSimd for Measure {
+    type Output = (Tile, usize);
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) -> Self::Output {
+        let tile = Tile::of::<S>(self.0);
+        (tile, tile.size().1 * S::F32_LANES)
+    }
+}
+
+/// Let blocks attend to those of some keys that they see.
+pub(super) struct WalkKeys<'a, 'tensors> {
+    pub(super) workspace: &'a mut Workspace,
+    /// Each block with its keys and values.
+    pub(super) blocks: &'a mut [(Block, Head<'tensors>, Head<'tensors>)],
+    pub(super) keys: Range<usize>,
+}
+
+impl pulp::WithSimd for WalkKeys<'_, '_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        // The tiles of other instruction sets are compiled away, except for tests.
+        let tile = self.workspace.shape.tile;
+        let own = Tile::of::<S>(if tile == Tile::Narrow { 1 } else { usize::MAX });
+        match if cfg!(test) { tile } else { own } {
+            Tile::Narrow => self.walk::<S, 12, 1>(simd),
+            Tile::Few => self.walk::<S, 6, 2>(simd),
+            Tile::Many => self.walk::<S, 6, 4>(simd),
+            Tile::Wide => self.walk::<S, 12, 2>(simd),
+        }
+    }
+}
+
+impl WalkKeys<'_, '_> {
+    #[inline(always)]
+    fn walk<S: Simd, const ROWS: usize, const COLUMNS: usize>(self, simd: S) {
+        let WalkKeys { workspace, blocks, keys } = self;
+        // Steps begin at the same keys for every row, whatever rows share a task: so a row's bits
+        // do not depend on the number of threads. All heads take a step before the next, since
+        // their keys are neighbours in memory.
+        for first in (keys.start / KEY_BLOCK * KEY_BLOCK..keys.end).step_by(KEY_BLOCK) {
+            let step = first.max(keys.start)..keys.end.min(first + KEY_BLOCK);
+            for (block, key, value) in &mut *blocks {
+                let seen = block.seen(&step);
+                if seen.is_empty() {
+                    continue;
+                }
+                workspace.load_keys(*key, first, &seen);
+                workspace.load_values::<ROWS>(*value, first, &seen);
+                block.step::<S, ROWS, COLUMNS>(simd, workspace, first, &seen);
+            }
+        }
+    }
+}
+
+impl Shape {
+    /// For tasks of so many rows.
+    pub(super) fn new(arch: pulp::Arch, problem: &Problem, rows: usize) -> Self {
+        let (tile, lanes) = arch.dispatch(Measure(rows));
+        Shape::with_tile(tile, lanes, problem)
+    }
+
+    fn with_tile(tile: Tile, lanes: usize, problem: &Problem) -> Self {
+        let (head_dim, value_head_dim) = (problem.head_dim, problem.value_head_dim);
+        Shape { tile, tile_rows: tile.size().0, lanes, head_dim, value_head_dim }
+    }
+
+    /// The value head dim in whole tiles.
+    fn value_rows(&self) -> usize {
+        self.value_head_dim.next_multiple_of(self.tile_rows)
+    }
+}
+
+impl Block {
+    /// Room for so many rows.
+    pub(super) fn new(shape: Shape, rows: usize) -> Self {
+        let panels = rows.div_ceil(shape.lanes);
+        Block {
+            shape,
+            queries: vec![0.0; panels * shape.head_dim * shape.lanes],
+            accumulators: vec![0.0; panels * shape.value_rows() * shape.lanes],
+            softmax: Rows::new(panels * shape.lanes),
+        }
+    }
+
+    /// Begin: pack queries, each with the rule of its row, and forget those before.
+    pub(super) fn begin<'a>(
+        &mut self,
+        scale: f32,
+        queries: impl Iterator<Item = (Head<'a>, usize)>,
+        rules: impl Iterator<Item = RowRule>,
+    ) {
+        let Shape { lanes, head_dim, .. } = self.shape;
+        let mut vector = vec![0.0; head_dim];
+        for (row, (head, position)) in queries.enumerate() {
+            head.read(position, &mut vector);
+            let panel = &mut self.queries[row / lanes * head_dim * lanes..];
+            for (to, from) in panel.chunks_exact_mut(lanes).zip(&vector) {
+                to[row % lanes] = *from;
+            }
+        }
+        self.accumulators.fill(0.0);
+        self.softmax.begin(scale, rules);
+    }
+
+    /// Write the normalised output of a row, and give its log-sum-exp. A row without weight is
+    /// zero.
+    pub(super) fn finish(&self, row: usize, output: &mut [f32]) -> f32 {
+        let Some((sum, lse)) = self.softmax.finish(row) else {
+            output.fill(0.0);
+            return f32::NEG_INFINITY;
+        };
+        let lanes = self.shape.lanes;
+        let panel = &self.accumulators[row / lanes * self.shape.value_rows() * lanes..];
+        for (to, from) in output.iter_mut().zip(panel.chunks_exact(lanes)) {
+            *to = from[row % lanes] / sum;
+        }
+        lse
+    }
+
+    /// Add what the same rows came to over other keys.
+    pub(super) fn merge(&mut self, other: &Block) {
+        let Shape { lanes, .. } = self.shape;
+        let size = self.shape.value_rows() * lanes;
+        for row in 0..self.softmax.count() {
+            let [own, others] = self.softmax.merge(row, &other.softmax);
+            let (panel, lane) = (row / lanes * size, row % lanes);
+            let sums = self.accumulators[panel..][..size].iter_mut().skip(lane).step_by(lanes);
+            let added = other.accumulators[panel..][..size].iter().skip(lane).step_by(lanes);
+            for (sum, added) in sums.zip(added) {
+                *sum = *sum * own + added * others;
+            }
+        }
+    }
+
+    /// The keys among some from the first to the last that some row sees.
+    fn seen(&self, keys: &Range<usize>) -> Range<usize> {
+        let seen = self.softmax.seen(0..self.softmax.count());
+        seen.start.max(keys.start)..seen.end.min(keys.end)
+    }
+
+    /// Attend to the keys that are loaded: `loaded` of the step that begins with `first`.
+    #[inline(always)]
+    fn step<S: Simd, const ROWS: usize, const COLUMNS: usize>(
+        &mut self,
+        simd: S,
+        workspace: &mut Workspace,
+        first: usize,
+        loaded: &Range<usize>,
+    ) {
+        let lanes = self.shape.lanes;
+        for panel in 0..self.softmax.count().div_ceil(lanes) {
+            let columns = panel * lanes..(panel + 1) * lanes;
+            let seen = self.softmax.seen(columns.clone());
+            let keys = seen.start.max(loaded.start)..seen.end.min(loaded.end);
+            if keys.is_empty() {
+                continue;
+            }
+            let size = self.shape.head_dim * lanes;
+            let queries = rows::<S, COLUMNS>(&self.queries[panel * size..][..size]);
+            workspace.multiply::<S, ROWS, COLUMNS>(simd, queries, first, &keys);
+            let scores = &mut workspace.scores[..keys.len() * lanes];
+            self.softmax.weigh::<S, COLUMNS>(simd, columns.clone(), &keys, scores);
+
+            let size = self.shape.value_rows() * lanes;
+            let accumulators = &mut self.accumulators[panel * size..][..size];
+            let rescale = &rows::<S, COLUMNS>(self.softmax.rescale(columns))[0];
+            workspace.update::<S, ROWS, COLUMNS>(simd, accumulators, rescale, first, &keys);
+            for infinite in &workspace.infinite {
+                self.add(panel, infinite, &keys, &workspace.scores);
+            }
+        }
+    }
+
+    /// Add what a value that is not finite contributes to a panel, if it is among these keys.
+    fn add(&mut self, panel: usize, infinite: &Infinite, keys: &Range<usize>, scores: &[f32]) {
+        let Infinite { position, dim, value } = *infinite;
+        if !keys.contains(&position) {
+            return;
+        }
+        let lanes = self.shape.lanes;
+        let scores = &scores[(position - keys.start) * lanes..][..lanes];
+        let begin = panel * self.shape.value_rows() * lanes + dim * lanes;
+        for (lane, sum) in self.accumulators[begin..][..lanes].iter_mut().enumerate() {
+            if self.softmax.sees(panel * lanes + lane, position) {
+                *sum += scores[lane] * value;
+            }
+        }
+    }
+}
+
+impl Workspace {
+    pub(super) fn new(shape: Shape) -> Self {
+        let zeros = |count: usize| vec![0.0; count];
+        let rows = KEY_BLOCK + shape.tile_rows;
+        Workspace {
+            shape,
+            keys: zeros(rows * shape.head_dim),
+            values: zeros(shape.value_rows() * KEY_BLOCK),
+            infinite: Vec::new(),
+            scores: zeros(rows * shape.lanes),
+            vector: zeros(shape.value_rows()),
+        }
+    }
+
+    /// Load keys of the step that begins with `first`. Other rows keep old keys; their scores are
+    /// not read.
+    fn load_keys(&mut self, key: Head<'_>, first: usize, keys: &Range<usize>) {
+        let dim = self.shape.head_dim;
+        for position in keys.clone() {
+            key.read(position, &mut self.keys[(position - first) * dim..][..dim]);
+        }
+    }
+
+    /// Pack values of the step that begins with `first`, and set aside those that are not finite.
+    #[inline(always)]
+    fn load_values<const ROWS: usize>(
+        &mut self,
+        value: Head<'_>,
+        first: usize,
+        keys: &Range<usize>,
+    ) {
+        self.infinite.clear();
+        for position in keys.clone() {
+            let vector = &mut self.vector[..self.shape.value_head_dim];
+            value.read(position, vector);
+            if !all_finite(vector) {
+                for (dim, value) in vector.iter_mut().enumerate().filter(|it| !it.1.is_finite()) {
+                    self.infinite.push(Infinite { position, dim, value: *value });
+                    *value = 0.0;
+                }
+            }
+            // Pieces of a size that the compiler knows: a call for each would cost more than they.
+            let (tiles, _) = self.values.as_chunks_mut::<ROWS>();
+            let tiles = tiles.iter_mut().skip(position - first).step_by(KEY_BLOCK);
+            for (to, from) in tiles.zip(self.vector.as_chunks::<ROWS>().0) {
+                *to = *from;
+            }
+        }
+    }
+
+    /// The products of a panel of queries with some keys of the step that begins with `first`.
+    #[inline(always)]
+    fn multiply<S: Simd, const ROWS: usize, const COLUMNS: usize>(
+        &mut self,
+        simd: S,
+        queries: &[Row<S, COLUMNS>],
+        first: usize,
+        keys: &Range<usize>,
+    ) {
+        let dim = self.shape.head_dim;
+        let vectors = self.keys[(keys.start - first) * dim..].chunks_exact(ROWS * dim);
+        let scores = rows_mut::<S, COLUMNS>(&mut self.scores);
+        let tiles = keys.len().div_ceil(ROWS);
+        for (tile, vectors) in scores.chunks_exact_mut(ROWS).zip(vectors).take(tiles) {
+            tile.copy_from_slice(&products::<S, ROWS, COLUMNS>(simd, vectors, dim, queries));
+        }
+    }
+
+    /// Rescale what a panel has accumulated, and add its probabilities times the values.
+    #[inline(always)]
+    fn update<S: Simd, const ROWS: usize, const COLUMNS: usize>(
+        &self,
+        simd: S,
+        accumulators: &mut [f32],
+        rescale: &Row<S, COLUMNS>,
+        first: usize,
+        keys: &Range<usize>,
+    ) {
+        let (tiles, _) = rows_mut::<S, COLUMNS>(accumulators).as_chunks_mut::<ROWS>();
+        let scores = &rows::<S, COLUMNS>(&self.scores)[..keys.len()];
+        for (tile, values) in tiles.iter_mut().zip(self.values.chunks_exact(KEY_BLOCK * ROWS)) {
+            let values = &values.as_chunks::<ROWS>().0[keys.start - first..][..keys.len()];
+            accumulate(simd, tile, rescale, values, scores);
+        }
+    }
+}
+
+/// Whether no number is NaN or infinite, by a comparison of bits that compilers turn into vector
+/// code.
+#[inline(always)]
+fn all_finite(numbers: &[f32]) -> bool {
+    const MAGNITUDE: u32 = !(1 << 31);
+    let largest = numbers.iter().fold(0, |most, it| (it.to_bits() & MAGNITUDE).max(most));
+    largest < f32::INFINITY.to_bits()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::DType;
+    use crate::inputs::InputTensors;
+    use crate::problem::{Mask, RowScores};
+
+    /// Outputs and log-sum-exps of a small problem, by a tile that need not be the best.
+    struct Attend(Tile);
+
+    impl pulp::WithSimd for Attend {
+        type Output = Vec<f32>;
+
+        #[inline(always)]
+        fn with_simd<S: Simd>(self, simd: S) -> Self::Output {
+            let (queries, keys) = (37, 211);
+            let problem = Problem::new(1, 1, queries, 20)
+                .with_key_length(keys)
+                .with_value_head_dim(29)
+                .with_dtype(DType::F32)
+                .with_mask(Mask::CAUSAL);
+            let tensors = InputTensors::random(&problem, 1).unwrap();
+            let [query, key, value] =
+                [&tensors.query, &tensors.key, &tensors.value].map(|tensor| tensor.head(0, 0));
+            let lanes = self.0.size().1 * S::F32_LANES;
+            let shape = Shape::with_tile(self.0, lanes, &problem);
+            let rule = |query| RowRule {
+                visible: problem.visible_keys(0, query),
+                scores: RowScores::of(&problem, query, queries, keys, 0.0),
+                sink: None,
+            };
+            let mut blocks = [0..keys / 3, keys / 3..keys].map(|keys| {
+                let mut block = Block::new(shape, queries);
+                let vectors = (0..queries).map(|position| (query, position));
+                block.begin(problem.scale(), vectors, (0..queries).map(rule));
+                let mut blocks = [(block, key, value)];
+                let workspace = &mut Workspace::new(shape);
+                simd.vectorize(WalkKeys { workspace, blocks: &mut blocks, keys });
+                let [(block, ..)] = blocks;
+                block
+            });
+            let [block, other] = &mut blocks;
+            block.merge(other);
+            let mut results = Vec::new();
+            for row in 0..queries {
+                let mut output = [0.0; 29];
+                let lse = block.finish(row, &mut output);
+                results.extend(output);
+                results.push(lse);
+            }
+            results
+        }
+    }
+
+    /// Those of other instruction sets are run here too, if slowly.
+    #[test]
+    fn every_tile_gives_the_same() {
+        let expected = pulp::Scalar::new().vectorize(Attend(Tile::Narrow));
+        assert!(expected.iter().all(|value| value.is_finite()));
+        for tile in [Tile::Narrow, Tile::Few, Tile::Many, Tile::Wide] {
+            for found in [
+                pulp::Scalar::new().vectorize(Attend(tile)),
+                pulp::Arch::new().dispatch(Attend(tile)),
+            ] {
+                let worst = expected.iter().zip(&found).map(|(one, other)| (one - other).abs());
+                let worst = worst.fold(0.0, f32::max);
+                assert!(worst < 2e-6, "{tile:?}: off by {worst}");
+            }
+        }
+    }
+}

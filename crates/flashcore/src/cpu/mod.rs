@@ -1,0 +1,368 @@
+//! Attention on the CPU: the same blocked online softmax as on a GPU, over all cores.
+//!
+//! A task is one block of queries, with every query head that reads the same key/value head. It
+//! walks over the visible keys in steps, so memory grows with the sequence length and not with its
+//! square. Which rows a task owns is settled before the threads start: every row of the output is
+//! handed to exactly one task. Where queries are few, a task is a chunk of the keys instead.
+//!
+//! | file | its subject |
+//! | --- | --- |
+//! | `block` | the walk of a task over its keys |
+//! | `tile` | products of matrices in registers |
+//! | `softmax` | scores, masks and the online softmax |
+//! | `exp` | exponential and tangent |
+
+mod block;
+mod exp;
+mod softmax;
+mod tile;
+
+use std::ops::Range;
+use std::time::Instant;
+
+use rayon::prelude::*;
+
+use self::block::{Block, KEY_BLOCK, MAX_ROWS, MIN_ROWS, Shape, WalkKeys, Workspace};
+use self::softmax::RowRule;
+use crate::backend::{Backend, Output, Progress, Report, RunOptions, unseen};
+use crate::error::Error;
+use crate::inputs::Inputs;
+use crate::plan::{Arrangement, Candidate, Plan};
+use crate::problem::{Problem, RowScores};
+use crate::serving::Sequences;
+use crate::tensor::{Element, Head, Tensor, with_elements};
+
+/// The CPU as a back end.
+///
+/// It serves every length, mask and element type; see [`Backend`] for an example.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct CpuBackend {}
+
+/// The one kernel's name.
+const KERNEL: &str = "blocked";
+
+/// The largest head dim. Each thread holds blocks of about 450 vectors as f32, 120 MB at this
+/// dim, and nobody has asked for a hundredth of it.
+const MAX_HEAD_DIM: usize = 1 << 16;
+
+impl CpuBackend {
+    /// The back end over the global thread pool.
+    pub fn new() -> Self {
+        CpuBackend {}
+    }
+}
+
+impl Backend for CpuBackend {
+    fn name(&self) -> &'static str {
+        "cpu"
+    }
+
+    fn describe(&self) -> String {
+        let threads = rayon::current_num_threads();
+        let plural = if threads == 1 { "" } else { "s" };
+        format!("{threads} thread{plural}, {}", instruction_set())
+    }
+
+    fn candidates(&self, problem: &Problem, _: &Arrangement) -> Vec<Candidate> {
+        let largest = problem.head_dim.max(problem.value_head_dim);
+        let served = match (problem.validate(), problem.dtypes.uniform()) {
+            (Err(error), _) => Err(error.to_string()),
+            (_, Err(reason)) => Err(reason),
+            _ if largest > MAX_HEAD_DIM => Err(format!("head dims end at {MAX_HEAD_DIM}")),
+            _ => Ok("serves every length, mask and element type".to_owned()),
+        };
+        vec![Candidate {
+            backend: self.name(),
+            kernel: KERNEL,
+            accepted: served.is_ok(),
+            on_request: false,
+            configuration: None,
+            reason: served.unwrap_or_else(|reason| reason),
+            choice: None,
+        }]
+    }
+
+    fn execute(
+        &self,
+        plan: &Plan,
+        inputs: Inputs<'_>,
+        options: &RunOptions<'_>,
+    ) -> Result<Output, Error> {
+        let begin = Instant::now();
+        let problem = &plan.problem;
+        let (mut output, mut lse) = unseen(problem)?;
+        let kernel_begin = Instant::now();
+        match problem.has_equal_lengths() {
+            true => with_elements!(output.elements_mut(), elements =>
+                attend(problem, inputs, elements, &mut lse, options.progress)),
+            false => attend_sequences(problem, inputs, &mut output, &mut lse)?,
+        }
+        let report = Report {
+            backend: self.name(),
+            kernel: KERNEL,
+            configuration: None,
+            reason: plan.chosen.reason.clone(),
+            kernel_time: kernel_begin.elapsed(),
+            first_result_time: begin.elapsed(),
+            total_time: begin.elapsed(),
+            notes: Vec::new(),
+        };
+        Ok(Output { output, lse, report })
+    }
+}
+
+/// One sequence after the other, each gathered into tensors of its own.
+fn attend_sequences(
+    problem: &Problem,
+    inputs: Inputs<'_>,
+    output: &mut Tensor,
+    lse: &mut [f32],
+) -> Result<(), Error> {
+    let sequences = Sequences::of(problem, inputs);
+    let query = inputs.query.shape();
+    for sequence in 0..sequences.len() {
+        let alone = sequences.alone(sequence);
+        let tensors = sequences.gather(inputs, sequence)?;
+        let mut result = Tensor::zeros(problem.dtypes.output, alone.output_shape())?;
+        let mut sums = vec![f32::NEG_INFINITY; alone.rows()];
+        with_elements!(result.elements_mut(), elements =>
+            attend(&alone, tensors.inputs(), elements, &mut sums, None));
+        for [_, position, head] in alone.output_shape().vectors() {
+            let (entry, row) = sequences.queries().locate(sequence, position);
+            output.copy_row([entry, row, head], &result, [0, position, head]);
+            let index = sequences.lse_index(query, sequence, head, position);
+            lse[index] = sums[head * alone.query_length + position];
+        }
+    }
+    Ok(())
+}
+
+/// What the arithmetic is compiled for, chosen when the program starts.
+fn instruction_set() -> &'static str {
+    #[cfg(any(target_arch = "x86", target_arch = "x86_64"))]
+    match pulp::Arch::new() {
+        pulp::Arch::V4(_) => return "AVX-512",
+        pulp::Arch::V3(_) => return "AVX2",
+        _ => {}
+    }
+    if cfg!(target_arch = "aarch64") { "NEON" } else { "the architecture's baseline instructions" }
+}
+
+/// A block of queries of the heads that share a key/value head, with the results that belong to
+/// it.
+struct Task<'a, T> {
+    batch: usize,
+    kv_head: usize,
+    first_query: usize,
+    /// For each query, the outputs of the heads, one after the other.
+    output: Vec<&'a mut [T]>,
+    /// For each head, the log-sum-exps of the queries.
+    lse: Vec<&'a mut [f32]>,
+}
+
+/// Compute on all threads.
+fn attend<T: Element>(
+    problem: &Problem,
+    inputs: Inputs<'_>,
+    output: &mut [T],
+    lse: &mut [f32],
+    progress: Option<&dyn Progress>,
+) {
+    if problem.rows() == 0 {
+        return;
+    }
+    let rows = problem.query_length * problem.group_size();
+    if rows <= MIN_ROWS && problem.key_length > KEY_CHUNK {
+        attend_in_chunks(problem, inputs, output, lse, progress);
+    } else {
+        attend_in_blocks(problem, inputs, output, lse, progress);
+    }
+}
+
+/// Many queries: a task is a block of them over all keys.
+fn attend_in_blocks<T: Element>(
+    problem: &Problem,
+    inputs: Inputs<'_>,
+    output: &mut [T],
+    lse: &mut [f32],
+    progress: Option<&dyn Progress>,
+) {
+    let group = problem.group_size();
+    let queries = query_block(problem, rayon::current_num_threads());
+    let tasks = tasks(problem, queries, output, lse);
+    if let Some(progress) = progress {
+        progress.begin(tasks.len() as u64);
+    }
+    let arch = pulp::Arch::new();
+    let shape = Shape::new(arch, problem, queries * group);
+    let room = || (Workspace::new(shape), Some(Block::new(shape, queries * group)));
+    tasks.into_par_iter().for_each_init(room, |(workspace, room), mut task| {
+        let mut block = room.take().expect("the task before gave it back");
+        let queries = task.first_query..task.first_query + task.output.len();
+        begin(&mut block, problem, inputs, task.batch, task.kv_head, queries, true);
+        let mut blocks = [with_head(block, inputs, task.batch, task.kv_head)];
+        let keys = 0..problem.key_length;
+        arch.dispatch(WalkKeys { workspace, blocks: &mut blocks, keys });
+        let [(block, ..)] = blocks;
+        let mut row = vec![0.0; problem.value_head_dim];
+        for (query, output) in task.output.iter_mut().enumerate() {
+            let outputs = output.chunks_exact_mut(problem.value_head_dim);
+            for (head, output) in outputs.enumerate() {
+                task.lse[head][query] = block.finish(query * group + head, &mut row);
+                T::narrow(&row, output);
+            }
+        }
+        *room = Some(block);
+        if let Some(progress) = progress {
+            progress.advance(1);
+        }
+    });
+}
+
+/// Keys of a task where queries are few.
+const KEY_CHUNK: usize = 16 * KEY_BLOCK;
+
+/// Few queries: a task is a chunk of the keys for all heads, whose keys are neighbours in memory,
+/// and what the chunks come to is put together. Chunks are the same on any number of threads.
+fn attend_in_chunks<T: Element>(
+    problem: &Problem,
+    inputs: Inputs<'_>,
+    output: &mut [T],
+    lse: &mut [f32],
+    progress: Option<&dyn Progress>,
+) {
+    let (group, queries, keys) = (problem.group_size(), problem.query_length, problem.key_length);
+    let chunks = keys.div_ceil(KEY_CHUNK);
+    if let Some(progress) = progress {
+        progress.begin((problem.batch * chunks) as u64);
+    }
+    let arch = pulp::Arch::new();
+    let shape = Shape::new(arch, problem, queries * group);
+    let attend = |workspace: &mut Workspace, task: usize| -> Vec<Block> {
+        let (batch, chunk) = (task / chunks, task % chunks);
+        let begun = |kv_head: usize| {
+            let mut block = Block::new(shape, queries * group);
+            // A sink counts once.
+            begin(&mut block, problem, inputs, batch, kv_head, 0..queries, chunk == 0);
+            with_head(block, inputs, batch, kv_head)
+        };
+        let mut blocks: Vec<_> = (0..problem.kv_heads).map(begun).collect();
+        let keys = chunk * KEY_CHUNK..keys.min((chunk + 1) * KEY_CHUNK);
+        arch.dispatch(WalkKeys { workspace, blocks: &mut blocks, keys });
+        if let Some(progress) = progress {
+            progress.advance(1);
+        }
+        blocks.into_iter().map(|(block, ..)| block).collect()
+    };
+    let tasks = (0..problem.batch * chunks).into_par_iter();
+    let results: Vec<Vec<Block>> = tasks.map_init(|| Workspace::new(shape), attend).collect();
+
+    let mut row = vec![0.0; problem.value_head_dim];
+    let mut results = results.into_iter();
+    for batch in 0..problem.batch {
+        let mut whole = results.next().expect("a result for each chunk of each sequence");
+        for part in results.by_ref().take(chunks - 1) {
+            whole.iter_mut().zip(&part).for_each(|(whole, part)| whole.merge(part));
+        }
+        for (kv_head, block) in whole.iter().enumerate() {
+            for (query, head) in rows(0..queries, kv_head, group) {
+                let index = query * group + head % group;
+                lse[(batch * problem.query_heads + head) * queries + query] =
+                    block.finish(index, &mut row);
+                let place = (batch * queries + query) * problem.query_heads + head;
+                T::narrow(&row, &mut output[place * row.len()..][..row.len()]);
+            }
+        }
+    }
+}
+
+/// A block with the keys and values that it reads.
+fn with_head<'a>(
+    block: Block,
+    inputs: Inputs<'a>,
+    batch: usize,
+    kv_head: usize,
+) -> (Block, Head<'a>, Head<'a>) {
+    (block, inputs.key.head(batch, kv_head), inputs.value.head(batch, kv_head))
+}
+
+/// The rows (query, head) of a block. The heads of one query are neighbours, so that a block reaches
+/// over few queries and few keys are loaded in vain.
+fn rows(
+    queries: Range<usize>,
+    kv_head: usize,
+    group: usize,
+) -> impl Iterator<Item = (usize, usize)> + Clone {
+    let heads = kv_head * group..(kv_head + 1) * group;
+    queries.flat_map(move |query| heads.clone().map(move |head| (query, head)))
+}
+
+/// Begin a block with the rows of some queries.
+fn begin(
+    block: &mut Block,
+    problem: &Problem,
+    inputs: Inputs<'_>,
+    batch: usize,
+    kv_head: usize,
+    queries: Range<usize>,
+    sinks: bool,
+) {
+    let rows = rows(queries, kv_head, problem.group_size());
+    let vectors = rows.clone().map(|(query, head)| (inputs.query.head(batch, head), query));
+    let rules = rows.map(|(query, head)| {
+        let rule = rule(problem, inputs, batch, head, query);
+        RowRule { sink: rule.sink.filter(|_| sinks), ..rule }
+    });
+    block.begin(problem.scale(), vectors, rules);
+}
+
+/// What the softmax is to know of a row.
+fn rule(problem: &Problem, inputs: Inputs<'_>, batch: usize, head: usize, query: usize) -> RowRule {
+    let slope = inputs.slope(problem, batch, head);
+    RowRule {
+        visible: problem.visible_keys(batch, query),
+        scores: RowScores::of(problem, query, problem.query_length, problem.key_length, slope),
+        sink: inputs.sinks.map(|sinks| sinks[head]),
+    }
+}
+
+/// Tasks for each thread, where there are as many: causal ones differ in size, and threads in speed.
+const TASKS: usize = 8;
+
+/// Queries of a task.
+fn query_block(problem: &Problem, threads: usize) -> usize {
+    let rows = (problem.rows() / (threads * TASKS)).clamp(MIN_ROWS, MAX_ROWS);
+    (rows / problem.group_size()).clamp(1, problem.query_length)
+}
+
+/// The tasks in the order (batch, key/value head, first query).
+fn tasks<'a, T>(
+    problem: &Problem,
+    block: usize,
+    output: &'a mut [T],
+    lse: &'a mut [f32],
+) -> Vec<Task<'a, T>> {
+    let (group, kv_heads) = (problem.group_size(), problem.kv_heads);
+    let blocks = problem.query_length.div_ceil(block);
+    let of = |index: usize| Task {
+        batch: index / blocks / kv_heads,
+        kv_head: index / blocks % kv_heads,
+        first_query: index % blocks * block,
+        output: Vec::with_capacity(block),
+        lse: Vec::with_capacity(group),
+    };
+    let mut tasks: Vec<Task<'a, T>> = (0..problem.batch * kv_heads * blocks).map(of).collect();
+    // Rows of the log-sum-exp lie head by head, and those of the output query by query.
+    for (head, lse) in lse.chunks_mut(problem.query_length).enumerate() {
+        for (task, lse) in lse.chunks_mut(block).enumerate() {
+            tasks[head / group * blocks + task].lse.push(lse);
+        }
+    }
+    let heads = output.chunks_mut(group * problem.value_head_dim);
+    for (index, output) in heads.enumerate() {
+        let (query, kv_head) = (index / kv_heads, index % kv_heads);
+        let (batch, query) = (query / problem.query_length, query % problem.query_length);
+        tasks[(batch * kv_heads + kv_head) * blocks + query / block].output.push(output);
+    }
+    tasks
+}

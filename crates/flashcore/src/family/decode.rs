@@ -1,0 +1,158 @@
+//! Attention of few queries for each sequence over caches of any storage, on Ampere and later.
+
+use kernels::Configuration;
+use kernels::decode::{DecodeWorkload, tuned};
+use kernels::parameter::{Number, Workspace};
+use ptx::Capability;
+
+use super::{Asked, Choice, Contents, Family, Memory, tensor_core_element, window_kind};
+use crate::gpu::Chip;
+use crate::plan::Source;
+use crate::problem::Problem;
+
+/// The family.
+pub(super) struct Decode;
+
+/// Its name.
+pub(super) const NAME: &str = "decode";
+
+/// Positions are counted in 31 bits, with room for a window on both sides.
+const MOST_POSITIONS: usize = 1 << 29;
+
+impl Family for Decode {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn choose(&self, asked: &Asked<'_>) -> Result<Choice, String> {
+        let Asked { chip, problem, arrangement } = *asked;
+        if !chip.target.has(Capability::AsyncCopies) || !chip.target.has(Capability::Mma) {
+            return Err(format!("{} has no cp.async or no mma.sync", chip.target));
+        }
+        let element = tensor_core_element(problem)?;
+        let query_rows = query_rows(problem).ok_or("there are too many queries")?;
+        let rows = problem.query_shape().length.max(problem.key_shape().length);
+        if problem.key_length.max(rows) > MOST_POSITIONS {
+            let length = problem.key_length.max(rows);
+            return Err(format!("{length} keys are more than {MOST_POSITIONS}"));
+        }
+        let workload = DecodeWorkload {
+            element,
+            head_dim: problem.head_dim as u32,
+            value_head_dim: problem.value_head_dim as u32,
+            query_rows,
+            paged: problem.keys.is_paged(),
+            rules: problem.scores.rules(window_kind(problem)),
+        };
+        let tuned = tuned(chip.target, &workload)
+            .ok_or_else(|| "no configuration is tuned for it".to_owned())?;
+        arrangement.check_copies(problem)?;
+        launch(chip, problem, tuned.configuration, None, tuned.reason.to_owned())
+    }
+}
+
+/// The launch of a configuration, with a given number of teams of blocks or with as many as fill the
+/// chip.
+pub(crate) fn launch(
+    chip: &Chip,
+    problem: &Problem,
+    decode: kernels::Decode,
+    teams: Option<u32>,
+    reason: String,
+) -> Result<Choice, String> {
+    let members = decode.team(problem.kv_heads as u32, query_rows(problem).unwrap_or(0));
+    let teams = teams.unwrap_or_else(|| fill(chip, &decode, problem, members));
+    let teams = teams.clamp(1, decode.most_teams());
+    let blocks = teams.checked_mul(members).filter(|blocks| *blocks <= i32::MAX as u32);
+    let blocks = blocks.ok_or("the number of query rows is too large for the GPU kernel")?;
+    // Tiles are counted in 31 bits, at least one for each sequence.
+    let tiles = problem.key_length / decode.tile_keys as usize + 2;
+    if problem.batch.checked_mul(tiles).is_none_or(|tiles| tiles > i32::MAX as usize) {
+        return Err("the number of keys of all sequences is too large".to_owned());
+    }
+    let mut choice = Choice::of(Configuration::Decode(decode), blocks, reason);
+    choice.launches[0].numbers = vec![
+        (Number::Teams, teams),
+        (Number::BlocksPerTeam, members),
+        (Number::LeastTiles, decode.warps),
+    ];
+    if teams > 1 {
+        let counters = 4 * problem.batch as u64 * u64::from(members);
+        let memory = |workspace, bytes, contents| Memory {
+            source: Source::Workspace(workspace),
+            bytes,
+            contents,
+        };
+        choice.memory = vec![
+            memory(Workspace::Partials, decode.workspace_bytes(blocks), Contents::Anything),
+            memory(Workspace::Counters, counters, Contents::Zeros),
+        ];
+    }
+    Ok(choice)
+}
+
+/// Query rows of a sequence and key head.
+fn query_rows(problem: &Problem) -> Option<u32> {
+    let rows = problem.query_length.checked_mul(problem.group_size())?;
+    u32::try_from(rows).ok().filter(|rows| *rows <= MOST_POSITIONS as u32)
+}
+
+/// How many teams fill a chip without leaving a warp of them without a tile.
+fn fill(chip: &Chip, decode: &kernels::Decode, problem: &Problem, members: u32) -> u32 {
+    let places = chip.multiprocessors * decode.blocks;
+    let tiles = problem.key_length.div_ceil(decode.tile_keys as usize).max(1);
+    let useful = problem.batch.saturating_mul(tiles).div_ceil(decode.warps as usize);
+    let useful = u32::try_from(useful).unwrap_or(u32::MAX);
+    (places / members.max(1)).clamp(1, decode.most_teams()).min(useful)
+}
+
+#[cfg(test)]
+mod tests {
+    use ptx::Target;
+
+    use super::*;
+    use crate::dtype::DType;
+    use crate::plan::Arrangement;
+    use crate::problem::Storage;
+
+    fn choose(chip: &Chip, problem: &Problem) -> Result<Choice, String> {
+        let arrangement = Arrangement::contiguous(problem).unwrap();
+        Decode.choose(&Asked { chip, problem, arrangement: &arrangement })
+    }
+
+    #[test]
+    fn every_width_is_served_from_ampere_on() {
+        for target in [Target::SM_80, Target::SM_89, Target::SM_90A, Target::SM_120] {
+            for dim in (8..=256).step_by(8) {
+                for (heads, kv_heads) in [(1, 1), (16, 1)] {
+                    let keys = Storage::Paged { size: 16, columns: 4, pages: 9 };
+                    let problem = Problem::new(3, heads, 1, dim)
+                        .with_kv_heads(kv_heads)
+                        .with_storage(Storage::Padded, keys);
+                    let choice = choose(&Chip::typical(target), &problem).unwrap();
+                    let Configuration::Decode(decode) = choice.kernel() else { panic!() };
+                    assert_eq!((decode.head_dim as usize, decode.paged), (dim, true));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_not_served_is_refused_with_the_reason() {
+        let refusal = |chip: Chip, problem: Problem| choose(&chip, &problem).unwrap_err();
+        let good = Problem::new(1, 2, 1, 64);
+        assert_eq!(
+            refusal(Chip::typical(Target::SM_75), good.clone()),
+            "sm_75 has no cp.async or no mma.sync"
+        );
+        assert_eq!(
+            refusal(Chip::H200, good.clone().with_dtype(DType::F32)),
+            "the tensor cores take f16 and bf16, not f32"
+        );
+        assert_eq!(refusal(Chip::H200, Problem::new(0, 2, 1, 64)), "there are no queries");
+        assert_eq!(
+            refusal(Chip::H200, good.with_key_length(1 << 30)),
+            "1073741824 keys are more than 536870912"
+        );
+    }
+}

@@ -1,0 +1,241 @@
+//! Attention on Hopper over sequences of equal lengths: wgmma and TMA.
+
+use kernels::Configuration;
+use kernels::attention::{MaskKind, Window};
+use kernels::forward::{TileLists, Workload, tuned};
+use kernels::parameter::{Number, Workspace};
+use ptx::Capability;
+
+use super::tuning::Tunings;
+use super::{
+    Asked, Choice, Contents, Counts, Family, Memory, Tiling, check_equal_lengths, check_scale,
+    effective_mask, mask_kind, tensor_core_element,
+};
+use crate::gpu::Chip;
+use crate::plan::arrangement::TENSORS;
+use crate::plan::{Source, map_strides, window};
+use crate::problem::Problem;
+
+/// The family.
+pub(super) struct Forward;
+
+impl Family for Forward {
+    fn name(&self) -> &'static str {
+        "forward"
+    }
+
+    fn choose(&self, asked: &Asked<'_>) -> Result<Choice, String> {
+        let Asked { chip, problem, arrangement } = *asked;
+        let workload = workload(chip, problem)?;
+        let rules =
+            tuned(&workload).ok_or_else(|| "no configuration is tuned for it".to_owned())?;
+        let chosen = Tunings::of_this_process().choose(chip, &workload, rules);
+        arrangement.check_copies(problem)?;
+        for tensor in TENSORS {
+            map_strides(problem, arrangement, tensor)?;
+        }
+        launch(chip, problem, chosen.configuration, chosen.reason.into_owned())
+    }
+}
+
+/// The launch of a configuration, tuned or not.
+pub(crate) fn launch(
+    chip: &Chip,
+    problem: &Problem,
+    forward: kernels::Forward,
+    reason: String,
+) -> Result<Choice, String> {
+    let counts = Counts::new(forward.query_rows(), problem)?;
+    let blocks = chip.multiprocessors.min(counts.tiles).max(1);
+    let mut choice = Choice::of(Configuration::Forward(forward), blocks, reason);
+    choice.launches[0].numbers =
+        vec![(Number::Tiles, counts.tiles), (Number::TilesPerHead, counts.tiles_per_head)];
+    if forward.rules.mask != MaskKind::Dense {
+        let order = TileOrder {
+            forward,
+            lengths: [counts.query_length, counts.key_length],
+            heads: [counts.heads, counts.key_heads, counts.batch],
+            window: window(&Problem { mask: effective_mask(problem), ..problem.clone() }),
+            processors: chip.multiprocessors,
+            // Something else wants a place in the cache too: queries, outputs, the other heads.
+            cache_bytes: chip.l2_bytes / 5 * 3,
+        };
+        // For each block where its list begins and ends, and the tiles.
+        let bytes = 4 * (2 * u64::from(blocks) + u64::from(counts.tiles));
+        let source = Source::Workspace(Workspace::TileLists);
+        choice.memory.push(Memory { source, bytes, contents: Contents::Tiles(order) });
+    }
+    choice.tiling = Some(Tiling {
+        query_rows: forward.query_rows(),
+        key_block: forward.key_block,
+        tiles_per_head: counts.tiles_per_head,
+        tiles: counts.tiles,
+        splits: 1,
+        waves: f64::from(counts.tiles) / f64::from(chip.multiprocessors.max(1)),
+    });
+    Ok(choice)
+}
+
+/// What the choice among configurations depends on, or why the kernel does not serve a problem.
+pub fn workload(chip: &Chip, problem: &Problem) -> Result<Workload, String> {
+    if !chip.target.has(Capability::Wgmma) {
+        return Err(format!("{} has no wgmma", chip.target));
+    }
+    let workload = equal_lengths_workload(chip, problem)?;
+    match problem.key_length {
+        0 => Err("there are no keys".to_owned()),
+        _ => Ok(workload),
+    }
+}
+
+/// The same for every kernel with tensor cores over sequences of equal lengths.
+pub(super) fn equal_lengths_workload(chip: &Chip, problem: &Problem) -> Result<Workload, String> {
+    let element = tensor_core_element(problem)?;
+    check_equal_lengths(problem)?;
+    check_scale(problem)?;
+    Ok(Workload {
+        element,
+        head_dim: problem.head_dim as u32,
+        value_head_dim: problem.value_head_dim as u32,
+        rules: problem.scores.rules(mask_kind(problem)),
+        query_length: problem.query_length as u64,
+        key_length: problem.key_length as u64,
+        heads: problem.batch as u64 * problem.query_heads as u64,
+        multiprocessors: chip.multiprocessors,
+    })
+}
+
+/// The order in which blocks take tiles of unequal lengths.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct TileOrder {
+    forward: kernels::Forward,
+    lengths: [u32; 2],
+    heads: [u32; 3],
+    window: Window,
+    processors: u32,
+    cache_bytes: u64,
+}
+
+impl TileOrder {
+    /// The lists that the kernel reads.
+    pub fn words(&self) -> Vec<u32> {
+        let TileOrder { forward, lengths, heads, window, processors, cache_bytes } = self;
+        TileLists::new(forward, window, *lengths, *heads, *processors, *cache_bytes).words
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ptx::Target;
+
+    use super::*;
+    use crate::dtype::DType;
+    use crate::plan::Arrangement;
+    use crate::problem::Mask;
+    use crate::tensor::Strides;
+
+    fn choose(chip: &Chip, problem: &Problem) -> Result<Choice, String> {
+        let arrangement = Arrangement::contiguous(problem).unwrap();
+        Forward.choose(&Asked { chip, problem, arrangement: &arrangement })
+    }
+
+    fn configuration(problem: &Problem) -> kernels::Forward {
+        match *choose(&Chip::H200, problem).unwrap().kernel() {
+            Configuration::Forward(forward) => forward,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn what_is_served_has_a_configuration_of_its_own_dimensions() {
+        for dim in (8..=256).step_by(8) {
+            let problem = Problem::new(1, 2, 100, dim).with_dtype(DType::BF16);
+            let forward = configuration(&problem);
+            assert_eq!((forward.head_dim as usize, forward.rules.mask), (dim, MaskKind::Dense));
+        }
+        let problem = Problem::new(1, 2, 100, 192).with_value_head_dim(128);
+        let forward = configuration(&problem.with_mask(Mask::CAUSAL));
+        assert_eq!((forward.head_dim, forward.value_head_dim), (192, 128));
+        assert_eq!(forward.rules.mask, MaskKind::Causal);
+    }
+
+    /// A window that hides nothing is none.
+    #[test]
+    fn masks_have_the_cheapest_kind_that_is_right() {
+        let kind = |mask: Mask| {
+            let problem = Problem::new(1, 2, 100, 64).with_key_length(200).with_mask(mask);
+            configuration(&problem).rules.mask
+        };
+        assert_eq!(kind(Mask::window(Some(199), Some(99))), MaskKind::Dense);
+        assert_eq!(kind(Mask::window(Some(199), Some(0))), MaskKind::Causal);
+        assert_eq!(kind(Mask::window(Some(198), Some(0))), MaskKind::Local);
+        assert_eq!(kind(Mask::window(None, Some(98))), MaskKind::Local);
+        assert_eq!(kind(Mask::NONE.with_chunk(200)), MaskKind::Dense);
+        assert_eq!(kind(Mask::CAUSAL.with_chunk(199)), MaskKind::Chunked);
+    }
+
+    #[test]
+    fn what_is_not_served_is_refused_with_the_reason() {
+        let good = Problem::new(1, 2, 100, 64);
+        let refusal = |problem: &Problem| choose(&Chip::H200, problem).unwrap_err();
+        let older = Chip::typical(Target::SM_80);
+        assert_eq!(choose(&older, &good).unwrap_err(), "sm_80 has no wgmma");
+        assert_eq!(
+            refusal(&good.clone().with_dtype(DType::F32)),
+            "the tensor cores take f16 and bf16, not f32"
+        );
+        assert_eq!(
+            refusal(&Problem::new(1, 2, 100, 100)),
+            "head dim 100 is not a multiple of 8 up to 256"
+        );
+        for scale in [0.0, -1.0, 1e7] {
+            let reason = refusal(&good.clone().with_scale(scale));
+            assert!(reason.ends_with("is not between 1e-20 and 1e6"), "{reason}");
+        }
+        assert_eq!(refusal(&good.clone().with_key_length(0)), "there are no keys");
+        assert_eq!(refusal(&Problem::new(0, 2, 100, 64)), "there are no queries");
+        assert_eq!(refusal(&Problem::new(1, 2, 0, 64)), "there are no queries");
+        let many = refusal(&Problem::new(1 << 20, 1 << 12, 1, 8));
+        assert!(many.starts_with("the number of tiles"), "{many}");
+        assert!(refusal(&Problem::new(1, 1, 1 << 31, 8)).starts_with("the lengths"));
+        // A batch of 65 thousand and more than 2^31 elements are no trouble.
+        assert!(choose(&Chip::H200, &Problem::new(65_536, 32, 128, 128)).is_ok());
+    }
+
+    #[test]
+    fn strides_are_those_of_the_copy_engine() {
+        let problem = Problem::new(2, 4, 100, 64);
+        let good = Arrangement::contiguous(&problem).unwrap();
+        let refusal = |arrangement: Arrangement| {
+            let asked = Asked { chip: &Chip::H200, problem: &problem, arrangement: &arrangement };
+            Forward.choose(&asked).unwrap_err()
+        };
+        let with = |key: Strides| Arrangement { key, ..good };
+        assert_eq!(
+            refusal(with(Strides { heads: 68, ..good.key })),
+            "the key tensor: its heads stride of 136 bytes is not a multiple of 16"
+        );
+        assert_eq!(
+            refusal(with(Strides { batch: 0, ..good.key })),
+            "the key tensor: its batch stride of 0 bytes cannot be walked"
+        );
+        let apart = refusal(Arrangement { aligned: false, ..good });
+        assert_eq!(apart, "a tensor's address is not a multiple of 16");
+    }
+
+    #[test]
+    fn every_row_is_in_a_tile() {
+        let problem = Problem::new(4, 6, 300, 128).with_kv_heads(3);
+        let choice = choose(&Chip::H200, &problem).unwrap();
+        let tiling = choice.tiling.unwrap();
+        assert_eq!((tiling.query_rows, tiling.key_block), (128, 128));
+        assert_eq!((tiling.tiles_per_head, tiling.tiles), (3, 72));
+        assert_eq!((choice.launches[0].blocks, choice.memory.len()), (72, 0));
+        let causal = Problem::new(2, 4, 1000, 128).with_mask(Mask::CAUSAL);
+        let choice = choose(&Chip::H200, &causal).unwrap();
+        let [Memory { bytes, contents: Contents::Tiles(order), .. }] = &choice.memory[..] else {
+            panic!("{:?}", choice.memory);
+        };
+        assert_eq!(*bytes, 4 * order.words().len() as u64);
+    }
+}

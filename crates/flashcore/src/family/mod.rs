@@ -1,0 +1,269 @@
+//! The families of attention kernels, a file each: what a family serves and why not, in which
+//! configuration, with which launches and which memory.
+//!
+//! A family joins by its line in `FAMILIES`.
+
+mod decode;
+mod forward;
+mod mma;
+mod prefill;
+mod scalar;
+mod schedule;
+pub mod tuning;
+
+pub(crate) use decode::launch as teams;
+pub use forward::{TileOrder, workload};
+
+use kernels::Configuration;
+use kernels::attention::{Batch, MaskKind};
+use ptx::Element;
+use serde::Serialize;
+
+use crate::gpu::Chip;
+use crate::plan::{Arrangement, Launch, Source};
+use crate::problem::{Mask, Problem};
+
+/// What a plan is asked for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Asked<'a> {
+    pub(crate) chip: &'a Chip,
+    pub(crate) problem: &'a Problem,
+    pub(crate) arrangement: &'a Arrangement,
+}
+
+/// A family of kernels.
+pub(crate) trait Family: Sync {
+    /// Its name, by which it can be asked for.
+    fn name(&self) -> &'static str;
+
+    /// Whether it is taken only by those who ask for it by name.
+    fn only_on_request(&self) -> bool {
+        false
+    }
+
+    /// What it would run, or why it does not serve the problem.
+    fn choose(&self, asked: &Asked<'_>) -> Result<Choice, String>;
+}
+
+/// Every family, the best for many queries first.
+pub(crate) const FAMILIES: [&dyn Family; 6] = [
+    &forward::Forward,
+    &prefill::Prefill,
+    &mma::Mma { sums: Element::F32 },
+    &decode::Decode,
+    &scalar::Scalar,
+    &mma::Mma { sums: Element::F16 },
+];
+
+/// From how many queries of a sequence on a tile of queries is worth more than reading each key
+/// for few of them.
+const MANY_QUERIES: usize = 32;
+
+/// The families in the order in which they are preferred for a problem.
+pub(crate) fn in_order(problem: &Problem) -> Vec<&'static dyn Family> {
+    let mut families = FAMILIES.to_vec();
+    if problem.query_length < MANY_QUERIES {
+        // The one family that reads keys once for all query heads of a group comes first.
+        families.sort_by_key(|family| family.name() != decode::NAME);
+    }
+    families
+}
+
+/// What a family runs for a problem.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Choice {
+    /// The launches, one after the other.
+    pub launches: Vec<Launch>,
+    /// How many of them come first and depend on lengths alone: layers with the same lengths need
+    /// them once.
+    pub prepared: usize,
+    /// The memory that launches share.
+    #[serde(skip)]
+    pub memory: Vec<Memory>,
+    /// How the problem is cut up.
+    pub tiling: Option<Tiling>,
+    /// Why this configuration.
+    #[serde(skip)]
+    pub reason: String,
+}
+
+/// Memory that belongs to a plan.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Memory {
+    /// What asks for it.
+    pub source: Source,
+    /// How much it is.
+    pub bytes: u64,
+    /// What is in it before the first launch.
+    pub contents: Contents,
+}
+
+/// What is in the memory of a plan before the first launch.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Contents {
+    /// Anything. Launches on two streams must not share it.
+    Anything,
+    /// Zeros, and again after each launch. Launches on two streams must not share it.
+    Zeros,
+    /// The tiles of each block. Nobody writes to it.
+    Tiles(TileOrder),
+}
+
+/// How a problem is cut into tiles.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Tiling {
+    /// Query rows of a tile.
+    pub query_rows: u32,
+    /// Keys of a block.
+    pub key_block: u32,
+    /// Tiles of one query head; of a ragged batch, of all sequences at most.
+    pub tiles_per_head: u32,
+    /// Tiles in all.
+    pub tiles: u32,
+    /// Over how many blocks of threads the keys of a tile are split.
+    pub splits: u32,
+    /// Tiles and splits for each multiprocessor: below 1 some have nothing to do.
+    pub waves: f64,
+}
+
+impl Choice {
+    /// One launch without memory.
+    fn of(kernel: Configuration, blocks: u32, reason: impl Into<String>) -> Self {
+        Choice {
+            launches: vec![Launch { kernel, blocks, numbers: Vec::new() }],
+            prepared: 0,
+            memory: Vec::new(),
+            tiling: None,
+            reason: reason.into(),
+        }
+    }
+
+    /// The launches of a configuration of the caller's own, tuned or not, on a problem that it is
+    /// built for, with keys cut into so many parts where it cuts them: for measuring and for tests.
+    pub fn for_kernel(
+        chip: &Chip,
+        problem: &Problem,
+        kernel: Configuration,
+        splits: Option<u32>,
+    ) -> Result<Self, String> {
+        let reason = "asked for".to_owned();
+        match kernel {
+            Configuration::Scalar(scalar) => scalar::launch(problem, scalar, reason),
+            Configuration::Mma(mma) if mma.batch != Batch::Equal => {
+                mma::launch_ragged(chip, problem, mma, reason)
+            }
+            Configuration::Mma(mma) => mma::launch(chip, problem, mma, splits.unwrap_or(1), reason),
+            Configuration::Forward(forward) => forward::launch(chip, problem, forward, reason),
+            Configuration::Prefill(prefill) => prefill::launch(chip, problem, prefill, reason),
+            Configuration::Decode(decode) => decode::launch(chip, problem, decode, splits, reason),
+            other => Err(format!("{} is no attention by itself", other.name())),
+        }
+    }
+
+    /// The attention kernel: the first launch that is no preparation.
+    pub fn kernel(&self) -> &Configuration {
+        &self.launches[self.prepared].kernel
+    }
+}
+
+/// The kind of mask that kernels are built for, where masks without a bound have kinds of their own.
+fn mask_kind(problem: &Problem) -> MaskKind {
+    match effective_mask(problem) {
+        Mask::NONE => MaskKind::Dense,
+        Mask::CAUSAL => MaskKind::Causal,
+        mask if mask.chunk.is_some() => MaskKind::Chunked,
+        _ => MaskKind::Local,
+    }
+}
+
+/// The same where every mask is a window.
+fn window_kind(problem: &Problem) -> MaskKind {
+    match problem.mask.chunk {
+        Some(_) => MaskKind::Chunked,
+        None => MaskKind::Local,
+    }
+}
+
+/// The mask without bounds that hide nothing, where all sequences have the same lengths.
+fn effective_mask(problem: &Problem) -> Mask {
+    let (queries, keys, mut mask) = (problem.query_length, problem.key_length, problem.mask);
+    mask.left = mask.left.filter(|left| left.saturating_add(1) < keys);
+    mask.right = mask.right.filter(|right| right.saturating_add(1) < queries || *right == 0);
+    mask.chunk = mask.chunk.filter(|chunk| chunk.get() < keys || queries > keys);
+    mask
+}
+
+/// The element of a problem whose types and head dims the tensor cores take, or why they do not.
+fn tensor_core_element(problem: &Problem) -> Result<Element, String> {
+    let dtype = problem.dtypes.uniform()?;
+    let element = dtype.element();
+    if !matches!(element, Element::F16 | Element::BF16) {
+        return Err(format!("the tensor cores take f16 and bf16, not {dtype}"));
+    }
+    for (name, dim) in [("head dim", problem.head_dim), ("value head dim", problem.value_head_dim)]
+    {
+        if dim == 0 || dim > 256 || !dim.is_multiple_of(8) {
+            return Err(format!("{name} {dim} is not a multiple of 8 up to 256"));
+        }
+    }
+    if problem.rows() == 0 || problem.batch == 0 || problem.query_length == 0 {
+        return Err("there are no queries".to_owned());
+    }
+    Ok(element)
+}
+
+/// Refuses scales for which the guarded softmax's references leave the range of numbers: for
+/// "nothing seen", -1e30, to stay finite and not to vanish. A scale of zero and negative scales are
+/// outside: the maximum of unscaled scores would not be the maximum of scaled ones.
+fn check_scale(problem: &Problem) -> Result<(), String> {
+    const LEAST: f32 = 1e-20;
+    const MOST: f32 = 1e6;
+    let scale = problem.scale();
+    match (LEAST..=MOST).contains(&scale) {
+        true => Ok(()),
+        false => Err(format!("scale {scale} is not between {LEAST:e} and {MOST:e}")),
+    }
+}
+
+/// Refuses sequences of unequal lengths.
+fn check_equal_lengths(problem: &Problem) -> Result<(), String> {
+    match problem.has_equal_lengths() {
+        true => Ok(()),
+        false => Err("sequences of unequal lengths are not served".to_owned()),
+    }
+}
+
+/// The sizes of a problem of equal lengths as kernels count them.
+struct Counts {
+    query_length: u32,
+    key_length: u32,
+    heads: u32,
+    key_heads: u32,
+    batch: u32,
+    tiles_per_head: u32,
+    tiles: u32,
+}
+
+impl Counts {
+    fn new(query_rows: u32, problem: &Problem) -> Result<Self, String> {
+        let too_large = |what: &str| format!("{what} is too large for the GPU kernel");
+        let count = |size: usize| u32::try_from(size).map_err(|_| too_large("the problem"));
+        let [query_length, key_length] = [count(problem.query_length)?, count(problem.key_length)?];
+        let [heads, key_heads] = [count(problem.query_heads)?, count(problem.kv_heads)?];
+        let batch = count(problem.batch)?;
+        // Positions are compared as signed numbers, some of them a tile behind the end.
+        let margin = 1024;
+        let positions = u64::from(query_length) + u64::from(key_length) + margin;
+        if positions > i32::MAX as u64 {
+            return Err(too_large("the lengths"));
+        }
+        let tiles_per_head = query_length.div_ceil(query_rows);
+        // Numbers of tiles are divided by a product that is exact below 2^31.
+        let tiles = u64::from(heads)
+            .checked_mul(batch.into())
+            .and_then(|heads| heads.checked_mul(tiles_per_head.into()))
+            .filter(|tiles| *tiles < 1 << 31)
+            .ok_or_else(|| too_large("the number of tiles"))? as u32;
+        Ok(Counts { query_length, key_length, heads, key_heads, batch, tiles_per_head, tiles })
+    }
+}

@@ -1,0 +1,123 @@
+//! The tiles of a ragged batch, put in order on the device by a launch before the one that takes
+//! them: what the families over schedules have in common.
+
+use kernels::attention::MaskKind;
+use kernels::forward::Workload;
+use kernels::parameter::{Number, Workspace};
+use kernels::{Configuration, Sequencer};
+use ptx::Target;
+
+use super::{Choice, Contents, Memory, Tiling, check_scale, tensor_core_element, window_kind};
+use crate::gpu::Chip;
+use crate::plan::{Launch, Source};
+use crate::problem::{Problem, Storage};
+
+/// How large a schedule is.
+pub(super) struct Schedule {
+    /// Tiles of queries of a head that there is room for.
+    pub(super) most_tiles: u32,
+    /// The same for all heads.
+    pub(super) all_tiles: u32,
+    tile_rows: u32,
+}
+
+impl Schedule {
+    pub(super) fn new(problem: &Problem, tile_rows: u32) -> Result<Self, String> {
+        let rows = query_rows(problem);
+        let most = Sequencer::records(problem.batch as u64, rows, tile_rows.into());
+        let heads = problem.query_heads as u64;
+        let all = most.checked_mul(heads).filter(|all| *all <= i32::MAX as u64);
+        let counted = rows.checked_mul(heads).is_some_and(|rows| rows <= i32::MAX as u64);
+        let Some(all_tiles) = all.filter(|_| counted) else {
+            return Err("the number of query rows of all heads is too large".to_owned());
+        };
+        Ok(Schedule { most_tiles: most as u32, all_tiles: all_tiles as u32, tile_rows })
+    }
+
+    /// How the batch is cut into tiles.
+    pub(super) fn tiling(&self, chip: &Chip, query_rows: u32, key_block: u32) -> Tiling {
+        Tiling {
+            query_rows,
+            key_block,
+            tiles_per_head: self.most_tiles,
+            tiles: self.all_tiles,
+            splits: 1,
+            waves: f64::from(self.all_tiles) / f64::from(chip.multiprocessors.max(1)),
+        }
+    }
+
+    /// Puts the launch that makes the schedule before a choice's own.
+    pub(super) fn before(&self, target: Target, mask: MaskKind, choice: &mut Choice) {
+        let numbers = vec![(Number::MaxTiles, self.most_tiles), (Number::TileRows, self.tile_rows)];
+        let kernel = Configuration::Sequencer(Sequencer { target, mask });
+        choice.launches.insert(0, Launch { kernel, blocks: 1, numbers });
+        choice.prepared = 1;
+        choice.memory.push(Memory {
+            source: Source::Workspace(Workspace::Schedule),
+            bytes: Sequencer::bytes(self.most_tiles.into()),
+            contents: Contents::Zeros,
+        });
+    }
+}
+
+/// What the choice among configurations over schedules depends on, or why the tensor cores do not
+/// serve a problem.
+pub(super) fn ragged_workload(chip: &Chip, problem: &Problem) -> Result<Workload, String> {
+    let element = tensor_core_element(problem)?;
+    check_scale(problem)?;
+    Ok(Workload {
+        element,
+        head_dim: problem.head_dim as u32,
+        value_head_dim: problem.value_head_dim as u32,
+        rules: problem.scores.rules(window_kind(problem)),
+        query_length: query_rows(problem),
+        key_length: problem.key_length as u64,
+        heads: problem.query_heads as u64,
+        multiprocessors: chip.multiprocessors,
+    })
+}
+
+/// Query rows of all sequences: packed queries say how much there is to do, longest lengths would be
+/// too much.
+fn query_rows(problem: &Problem) -> u64 {
+    match problem.queries {
+        Storage::Packed(rows) => rows as u64,
+        _ => (problem.batch as u64).saturating_mul(problem.query_length as u64),
+    }
+}
+
+/// Query heads that go together: those of as many key heads as the second-level cache holds with all
+/// their keys and values.
+pub(super) fn heads_together(chip: &Chip, problem: &Problem) -> u32 {
+    let rows = match problem.keys {
+        Storage::Packed(rows) => rows,
+        _ => problem.batch.saturating_mul(problem.key_length),
+    };
+    let width = problem.head_dim * problem.dtypes.key.bytes()
+        + problem.value_head_dim * problem.dtypes.value.bytes();
+    let head_bytes = (rows as u64).saturating_mul(width as u64).max(1);
+    // Something else wants a place in the cache too: queries and outputs.
+    let held = (chip.l2_bytes / 5 * 3 / head_bytes).max(1);
+    let kv_heads = problem.kv_heads as u64;
+    let together = (1..=kv_heads).rev().find(|n| kv_heads.is_multiple_of(*n) && *n <= held);
+    together.unwrap_or(1) as u32 * problem.group_size() as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::DType;
+
+    /// Two key heads of 32,768 rows of 512 bytes have their place in 30 MB, and four have not.
+    #[test]
+    fn heads_go_together_as_the_cache_has_room() {
+        let together = |dim: usize| {
+            let problem = Problem::new(64, 16, 4096, dim)
+                .with_kv_heads(4)
+                .with_dtype(DType::BF16)
+                .with_storage(Storage::Packed(32_768), Storage::Packed(32_768));
+            heads_together(&Chip::H200, &problem)
+        };
+        assert_eq!([128, 64, 8].map(together), [4, 8, 16]);
+    }
+}

@@ -1,0 +1,224 @@
+//! Launches that are compiled and bound, ready for a stream: whatever the family.
+//!
+//! What does not depend on where tensors are is bound once. A launch puts the addresses of its
+//! tensors, lists and workspace in their places, those that are not what they were the last time.
+
+use std::sync::{Arc, Mutex};
+
+use cuda::{Arguments, Buffer, DeviceAddress, Stream, TensorMap};
+
+use super::workspace::{Held, Workspaces};
+use super::{Compilation, Gpu, GpuError, Kernel, lock};
+use crate::family::{Choice, Contents};
+use crate::plan::{Launch, Map, Source, Value};
+
+/// Where the sources of a launch are.
+pub(super) trait Addresses {
+    /// The address; nothing where the call has none.
+    fn address(&self, source: Source) -> Option<DeviceAddress>;
+}
+
+#[derive(Debug)]
+pub(super) struct Executable {
+    steps: Vec<Step>,
+    prepared: usize,
+    /// Memory that nobody writes to.
+    constant: Vec<(Source, Buffer)>,
+    workspaces: Workspaces,
+    /// Arguments of earlier launches, which nobody is launching now: as many come to be as threads
+    /// launch at the same time.
+    idle: Mutex<Vec<Vec<Option<Bound>>>>,
+    /// A graph that captured a launch holds another one.
+    graph: Arc<()>,
+}
+
+/// A compiled kernel and what it is passed.
+#[derive(Debug)]
+struct Step {
+    kernel: Arc<Kernel>,
+    blocks: u32,
+    values: Vec<Value>,
+    /// The parameters that are addresses or tensor maps, by their index.
+    moving: Vec<(usize, Source)>,
+}
+
+/// The arguments of a step's last launch, and the addresses they were made from.
+#[derive(Debug, Clone)]
+struct Bound {
+    arguments: Arguments,
+    addresses: Vec<DeviceAddress>,
+}
+
+/// Which launches are made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Part {
+    /// All of them.
+    All,
+    /// Those that depend on lengths alone.
+    Preparation,
+    /// The others.
+    Computation,
+}
+
+impl Executable {
+    /// Compiles the kernels of a choice and binds what can be bound.
+    pub(super) fn new(
+        gpu: &Gpu,
+        choice: &Choice,
+        bind: impl Fn(&Launch, &[ptx::Parameter]) -> Result<Vec<Value>, String>,
+    ) -> Result<Self, GpuError> {
+        let mut steps = Vec::new();
+        for launch in &choice.launches {
+            let kernel = gpu.compiled(&launch.kernel)?;
+            let values = bind(launch, kernel.parameters()).map_err(GpuError::Binding)?;
+            let moving = |(index, value): (usize, &Value)| match value {
+                Value::Address(source) => Some((index, *source)),
+                Value::Map(map) => Some((index, Source::Tensor(map.tensor))),
+                _ => None,
+            };
+            let moving = values.iter().enumerate().filter_map(moving).collect();
+            steps.push(Step { kernel, blocks: launch.blocks, values, moving });
+        }
+        let mut constant = Vec::new();
+        for memory in &choice.memory {
+            if let Contents::Tiles(order) = &memory.contents {
+                constant.push((memory.source, Buffer::from_slice(gpu.stream(), &order.words())?));
+            }
+        }
+        Ok(Executable {
+            steps,
+            prepared: choice.prepared,
+            constant,
+            workspaces: Workspaces::new(&choice.memory),
+            idle: Mutex::default(),
+            graph: Arc::new(()),
+        })
+    }
+
+    /// Puts launches on a stream. Does not wait; allocates a workspace at the first launch on a
+    /// stream, where there is one.
+    pub(super) fn launch(
+        &self,
+        stream: &Stream,
+        part: Part,
+        addresses: &impl Addresses,
+    ) -> Result<(), GpuError> {
+        let recording = stream.recording()?;
+        if let Some(recording) = &recording {
+            recording.give(self.graph.clone())?;
+        }
+        let workspace = self.workspaces.of(stream, recording.as_ref())?;
+        // Launches that belong together stay together on the stream.
+        let held = workspace.as_deref().map(lock);
+        let idle = lock(&self.idle).pop();
+        let mut bound = idle.unwrap_or_else(|| vec![None; self.steps.len()]);
+        let steps = match part {
+            Part::All => 0..self.steps.len(),
+            Part::Preparation => 0..self.prepared,
+            Part::Computation => self.prepared..self.steps.len(),
+        };
+        for index in steps {
+            let step = &self.steps[index];
+            let find = |source| self.find(source, held.as_deref(), addresses);
+            let last = match bound[index].take() {
+                Some(last) => step.rebind(stream, last, find)?,
+                None => step.bind(stream, find)?,
+            };
+            step.kernel.launch(stream, step.blocks, &last.arguments)?;
+            bound[index] = Some(last);
+        }
+        lock(&self.idle).push(bound);
+        Ok(())
+    }
+
+    fn find(
+        &self,
+        source: Source,
+        held: Option<&Held>,
+        addresses: &impl Addresses,
+    ) -> DeviceAddress {
+        if let Some(address) = addresses.address(source) {
+            return address;
+        }
+        let constant = self.constant.iter().find(|(of, _)| *of == source);
+        let own = constant.map(|(_, buffer)| buffer.address());
+        own.or_else(|| held.and_then(|held| held.address(source))).unwrap_or(DeviceAddress(0))
+    }
+
+    /// How the attention kernel's binary was come by.
+    pub(super) fn compilation(&self) -> &Compilation {
+        self.kernel().compilation()
+    }
+
+    /// The compiled kernel of the first launch that is no preparation.
+    pub(super) fn kernel(&self) -> &Kernel {
+        &self.steps[self.prepared].kernel
+    }
+
+    /// Device memory besides the kernels.
+    pub(super) fn device_bytes(&self) -> u64 {
+        let constant: u64 = self.constant.iter().map(|(_, buffer)| buffer.bytes()).sum();
+        constant + self.workspaces.device_bytes()
+    }
+
+    /// Whether a graph may launch it again at any time.
+    pub(super) fn is_captured(&self) -> bool {
+        Arc::strong_count(&self.graph) > 1
+    }
+}
+
+impl Step {
+    /// All arguments.
+    fn bind(
+        &self,
+        stream: &Stream,
+        find: impl Fn(Source) -> DeviceAddress,
+    ) -> Result<Bound, GpuError> {
+        let mut arguments = Arguments::new();
+        for value in &self.values {
+            match value {
+                Value::U32(value) => arguments.push(*value),
+                Value::I32(value) => arguments.push(*value),
+                Value::U64(value) => arguments.push(*value),
+                Value::F32(value) => arguments.push(*value),
+                Value::Address(source) => arguments.push(find(*source)),
+                Value::Map(map) => {
+                    let address = find(Source::Tensor(map.tensor));
+                    arguments.push(encode(stream, map, address)?)
+                }
+            };
+        }
+        let addresses = self.moving.iter().map(|(_, source)| find(*source)).collect();
+        Ok(Bound { arguments, addresses })
+    }
+
+    /// The arguments of the last launch, with those whose address has moved made anew. On an error
+    /// they are half changed, and given up.
+    fn rebind(
+        &self,
+        stream: &Stream,
+        mut bound: Bound,
+        find: impl Fn(Source) -> DeviceAddress,
+    ) -> Result<Bound, GpuError> {
+        for ((index, source), last) in self.moving.iter().zip(&mut bound.addresses) {
+            let address = find(*source);
+            if *last == address {
+                continue;
+            }
+            match &self.values[*index] {
+                Value::Map(map) => bound.arguments.set(*index, encode(stream, map, address)?)?,
+                _ => bound.arguments.set(*index, address)?,
+            }
+            *last = address;
+        }
+        Ok(bound)
+    }
+}
+
+fn encode(stream: &Stream, map: &Map, address: DeviceAddress) -> Result<TensorMap, GpuError> {
+    TensorMap::encode(stream.device(), &map.tensor_box, address, &map.dimensions, &map.strides)
+        .map_err(|error| GpuError::Tensor {
+            tensor: crate::plan::arrangement::name(map.tensor),
+            reason: error.to_string(),
+        })
+}

@@ -1,0 +1,168 @@
+//! Plans by what they depend on: made at the first call of a kind, found again at the next. This is
+//! the one cache of plans, whoever calls.
+
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hash, Hasher};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use super::lock;
+
+/// A plan that can be kept.
+pub(super) trait Kept {
+    /// Device memory that it holds.
+    fn device_bytes(&self) -> u64;
+    /// Whether a graph may launch it again at any time: it stays.
+    fn is_captured(&self) -> bool;
+}
+
+/// Plans that are kept of one sort, besides those that must stay.
+const MOST: usize = 1024;
+/// Device memory that they may hold before the oldest make room.
+const MOST_BYTES: u64 = 1 << 29;
+
+/// Plans of one sort. Those that were not used for long make room for others.
+#[derive(Debug)]
+pub(super) struct Plans<K, P> {
+    kept: Mutex<HashMap<K, Entry<P>, BuildHasherDefault<Mixer>>>,
+    /// Counts calls, to tell which plans were not used for long.
+    clock: AtomicU64,
+}
+
+#[derive(Debug)]
+struct Entry<P> {
+    plan: Arc<P>,
+    used: u64,
+}
+
+impl<K, P> Default for Plans<K, P> {
+    fn default() -> Self {
+        Plans { kept: Mutex::default(), clock: AtomicU64::new(0) }
+    }
+}
+
+impl<K: Clone + Eq + Hash, P: Kept> Plans<K, P> {
+    /// The plan of an earlier call.
+    pub(super) fn find(&self, key: &K) -> Option<Arc<P>> {
+        let mut plans = lock(&self.kept);
+        let entry = plans.get_mut(key)?;
+        entry.used = self.now();
+        Some(entry.plan.clone())
+    }
+
+    /// Keeps a plan, unless another thread was faster: gives the one that is kept, and those that
+    /// had to go. Dropping them may make the host wait for the device.
+    pub(super) fn keep(&self, key: K, plan: P) -> (Arc<P>, Vec<Arc<P>>) {
+        let mut plans = lock(&self.kept);
+        let bytes: u64 = plans.values().map(|entry| entry.plan.device_bytes()).sum();
+        let mut old = Vec::new();
+        if plans.len() >= MOST || bytes > MOST_BYTES {
+            let mut ages: Vec<(u64, K)> = plans
+                .iter()
+                .filter(|(_, entry)| !entry.plan.is_captured())
+                .map(|(key, entry)| (entry.used, key.clone()))
+                .collect();
+            // A quarter at a time, so that it happens rarely.
+            ages.sort_by_key(|(used, _)| *used);
+            let oldest = ages.len().div_ceil(4);
+            let oldest = ages.into_iter().take(oldest);
+            old.extend(oldest.filter_map(|(_, key)| Some(plans.remove(&key)?.plan)));
+        }
+        let used = self.now();
+        let entry = plans.entry(key).or_insert_with(|| Entry { plan: Arc::new(plan), used });
+        (entry.plan.clone(), old)
+    }
+
+    fn now(&self) -> u64 {
+        self.clock.fetch_add(1, Ordering::Relaxed)
+    }
+}
+
+/// Hashes a key word by word. Keys come from the program itself, so nobody gains by making them
+/// collide.
+#[derive(Debug, Default)]
+pub(super) struct Mixer(u64);
+
+impl Mixer {
+    fn mix(&mut self, word: u64) {
+        // 2^64 divided by the golden ratio.
+        self.0 = (self.0.rotate_left(23) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+}
+
+impl Hasher for Mixer {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for chunk in bytes.chunks(8) {
+            let mut word = [0; 8];
+            word[..chunk.len()].copy_from_slice(chunk);
+            self.mix(u64::from_le_bytes(word));
+        }
+    }
+
+    fn write_u8(&mut self, word: u8) {
+        self.mix(word.into());
+    }
+
+    fn write_u32(&mut self, word: u32) {
+        self.mix(word.into());
+    }
+
+    fn write_u64(&mut self, word: u64) {
+        self.mix(word);
+    }
+
+    fn write_usize(&mut self, word: usize) {
+        self.mix(word as u64);
+    }
+
+    fn write_isize(&mut self, word: isize) {
+        self.mix(word as u64);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Plan {
+        bytes: u64,
+        captured: bool,
+    }
+
+    impl Kept for Plan {
+        fn device_bytes(&self) -> u64 {
+            self.bytes
+        }
+
+        fn is_captured(&self) -> bool {
+            self.captured
+        }
+    }
+
+    #[test]
+    fn the_oldest_make_room_and_captured_ones_stay() {
+        let plans = Plans::<usize, Plan>::default();
+        for key in 0..MOST {
+            plans.keep(key, Plan { bytes: 0, captured: key == 0 });
+        }
+        assert!(plans.find(&1).is_some());
+        let (_, old) = plans.keep(MOST, Plan { bytes: 0, captured: false });
+        assert_eq!(old.len(), MOST / 4);
+        assert!(plans.find(&0).is_some() && plans.find(&1).is_some());
+        assert!(plans.find(&2).is_none() && plans.find(&(MOST - 1)).is_some());
+    }
+
+    #[test]
+    fn memory_is_bounded_and_the_first_to_come_is_kept() {
+        let plans = Plans::<usize, Plan>::default();
+        plans.keep(0, Plan { bytes: MOST_BYTES + 1, captured: false });
+        let (kept, old) = plans.keep(1, Plan { bytes: 7, captured: false });
+        assert_eq!((kept.bytes, old.len()), (7, 1));
+        let (kept, _) = plans.keep(1, Plan { bytes: 8, captured: false });
+        assert_eq!(kept.bytes, 7);
+    }
+}

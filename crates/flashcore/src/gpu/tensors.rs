@@ -1,0 +1,174 @@
+//! What a launch of attention reads and writes.
+
+use cuda::DeviceAddress;
+use kernels::parameter::{List, Tensor};
+
+use super::GpuError;
+use super::executable::Addresses;
+use crate::plan::arrangement::COPY_BYTES;
+use crate::plan::{Arrangement, Source};
+use crate::problem::{Problem, Storage};
+use crate::tensor::{Layout, Strides, TensorError};
+
+/// A tensor on the device, logically (batch, length, heads, dim). The dim is contiguous.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct DeviceTensor {
+    /// Its first element.
+    pub address: DeviceAddress,
+    /// Distances in elements.
+    pub strides: Strides,
+}
+
+/// The tensors and lists of one call, on the device.
+///
+/// Lists have a 32-bit number for each sequence, starts one more. They are read on the device when
+/// the launch runs, and whatever they hold is cut there to what the problem says. Which of them
+/// there are, the problem's [`Storage`] and [`Lists`](crate::Lists) say.
+///
+/// | here | in FlashAttention |
+/// | --- | --- |
+/// | `query_starts`, `key_starts` | `cu_seqlens_q`, `cu_seqlens_k` |
+/// | `query_lengths`, `key_lengths` | `seqused_q`, `seqused_k` or `cache_seqlens` |
+/// | `left_padding` | `leftpad_k` |
+/// | `batch_index` | `cache_batch_idx` |
+/// | `block_table` | `block_table` or `page_table` |
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Tensors {
+    /// The queries, of the problem's [`query_shape`](Problem::query_shape).
+    pub query: DeviceTensor,
+    /// The keys, of the problem's [`key_shape`](Problem::key_shape).
+    pub key: DeviceTensor,
+    /// The values, of the keys' shape but for the dim.
+    pub value: DeviceTensor,
+    /// Where the output goes, of the queries' shape; must not overlap the others. Rows that are no
+    /// query of a sequence are not written.
+    pub output: DeviceTensor,
+    /// Where the log-sum-exps go, in f32 without gaps: (sequences, query heads, queries), and for
+    /// packed queries (query heads, rows), as FlashAttention has them. Nowhere, where the problem
+    /// does not want them.
+    pub lse: Option<DeviceAddress>,
+    /// Where each sequence's queries begin, and where the last end.
+    pub query_starts: Option<DeviceAddress>,
+    /// Queries of each sequence. The last one stands at the last key.
+    pub query_lengths: Option<DeviceAddress>,
+    /// Where each sequence's keys begin, and where the last end.
+    pub key_starts: Option<DeviceAddress>,
+    /// Keys of each sequence, left padding included.
+    pub key_lengths: Option<DeviceAddress>,
+    /// Positions of each sequence that are no part of it.
+    pub left_padding: Option<DeviceAddress>,
+    /// The batch entry of each sequence.
+    pub batch_index: Option<DeviceAddress>,
+    /// The pages of each sequence, row after row.
+    pub block_table: Option<DeviceAddress>,
+    /// ALiBi slopes in f32: of each query head, or of each sequence and query head.
+    pub slopes: Option<DeviceAddress>,
+    /// Sinks in f32, one for each query head.
+    pub sinks: Option<DeviceAddress>,
+}
+
+impl Tensors {
+    /// Tensors without lists.
+    pub fn new([query, key, value, output]: [DeviceTensor; 4], lse: Option<DeviceAddress>) -> Self {
+        Tensors {
+            query,
+            key,
+            value,
+            output,
+            lse,
+            query_starts: None,
+            query_lengths: None,
+            key_starts: None,
+            key_lengths: None,
+            left_padding: None,
+            batch_index: None,
+            block_table: None,
+            slopes: None,
+            sinks: None,
+        }
+    }
+
+    /// Query, key, value and output without gaps in the order (batch, length, heads, dim).
+    pub fn contiguous(
+        problem: &Problem,
+        addresses: [DeviceAddress; 4],
+        lse: Option<DeviceAddress>,
+    ) -> Result<Self, TensorError> {
+        let shapes = [
+            problem.query_shape(),
+            problem.key_shape(),
+            problem.value_shape(),
+            problem.output_shape(),
+        ];
+        let mut tensors =
+            addresses.map(|address| DeviceTensor { address, strides: Strides::default() });
+        for (tensor, shape) in tensors.iter_mut().zip(shapes) {
+            tensor.strides = Layout::contiguous(shape)?.strides();
+        }
+        Ok(Tensors::new(tensors, lse))
+    }
+
+    /// How they lie: what a plan is made for.
+    pub fn arrangement(&self) -> Arrangement {
+        let Tensors { query, key, value, output, .. } = self;
+        let aligned = |tensor: &&DeviceTensor| tensor.address.0.is_multiple_of(COPY_BYTES);
+        Arrangement {
+            query: query.strides,
+            key: key.strides,
+            value: value.strides,
+            output: output.strides,
+            aligned: [query, key, value, output].iter().all(aligned),
+        }
+    }
+
+    /// Refuses what can be seen from the host.
+    pub(super) fn validate(&self, problem: &Problem) -> Result<(), GpuError> {
+        let Problem { queries, keys, lists, scores, .. } = problem;
+        let check = |tensor: &'static str, given: Option<DeviceAddress>, expected: bool| {
+            let reason = match given {
+                None if expected => "it is missing".to_owned(),
+                Some(_) if !expected => "the problem has none".to_owned(),
+                Some(address) if !address.0.is_multiple_of(4) => {
+                    format!("its address {address} is not a multiple of 4")
+                }
+                _ => return Ok(()),
+            };
+            Err(GpuError::Tensor { tensor, reason })
+        };
+        check("list of query starts", self.query_starts, queries.is_packed())?;
+        check("list of query lengths", self.query_lengths, lists.query_lengths)?;
+        check("list of key starts", self.key_starts, keys.is_packed())?;
+        check("list of key lengths", self.key_lengths, lists.key_lengths)?;
+        check("list of left paddings", self.left_padding, lists.left_padding)?;
+        check("batch index", self.batch_index, lists.batch_index)?;
+        check("block table", self.block_table, matches!(keys, Storage::Paged { .. }))?;
+        check("list of slopes", self.slopes, scores.has_alibi())?;
+        check("list of sinks", self.sinks, scores.sinks)?;
+        check("log-sum-exp", self.lse, self.lse.is_some() || problem.lse)
+    }
+}
+
+impl Addresses for Tensors {
+    fn address(&self, source: Source) -> Option<DeviceAddress> {
+        match source {
+            Source::Tensor(Tensor::Query) => Some(self.query.address),
+            Source::Tensor(Tensor::Key) => Some(self.key.address),
+            Source::Tensor(Tensor::Value) => Some(self.value.address),
+            Source::Tensor(Tensor::Output) => Some(self.output.address),
+            Source::Tensor(Tensor::Lse) => self.lse,
+            Source::List(list) => match list {
+                List::QueryStarts => self.query_starts,
+                List::QueryLengths => self.query_lengths,
+                List::KeyStarts => self.key_starts,
+                List::KeyLengths => self.key_lengths,
+                List::LeftPadding => self.left_padding,
+                List::BatchIndex => self.batch_index,
+                List::BlockTable => self.block_table,
+                List::Slopes => self.slopes,
+                List::Sinks => self.sinks,
+                _ => None,
+            },
+            _ => None,
+        }
+    }
+}

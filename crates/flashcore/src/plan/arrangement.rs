@@ -1,0 +1,123 @@
+//! How the tensors of a call lie in memory: what a kernel may have to refuse before there is any
+//! address.
+
+use kernels::parameter::Tensor;
+
+use crate::problem::Problem;
+use crate::tensor::{Layout, Shape, Strides, TensorError};
+
+/// Copies are of this many bytes.
+pub(crate) const COPY_BYTES: u64 = 16;
+
+/// The strides of query, key, value and output, and whether all begin at a multiple of 16 bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Arrangement {
+    /// The query's.
+    pub query: Strides,
+    /// The key's.
+    pub key: Strides,
+    /// The value's.
+    pub value: Strides,
+    /// The output's.
+    pub output: Strides,
+    /// Whether every address is one that copies of 16 bytes take.
+    pub aligned: bool,
+}
+
+/// The tensors that a planner looks at.
+pub(crate) const TENSORS: [Tensor; 4] = [Tensor::Query, Tensor::Key, Tensor::Value, Tensor::Output];
+
+/// The name of a tensor in errors.
+pub(crate) fn name(tensor: Tensor) -> &'static str {
+    match tensor {
+        Tensor::Query => "query",
+        Tensor::Key => "key",
+        Tensor::Value => "value",
+        Tensor::Output => "output",
+        Tensor::Lse => "log-sum-exp",
+        Tensor::PartialOutput => "partial output",
+        Tensor::PartialLse => "partial log-sum-exp",
+        Tensor::NewKey => "new key",
+        Tensor::NewValue => "new value",
+        Tensor::RotatedQuery => "rotated query",
+    }
+}
+
+impl Arrangement {
+    /// Memory in the order (batch, length, heads, dim), without gaps.
+    pub fn contiguous(problem: &Problem) -> Result<Self, TensorError> {
+        let strides = |tensor| Ok(Layout::contiguous(shape(problem, tensor))?.strides());
+        Ok(Arrangement {
+            query: strides(Tensor::Query)?,
+            key: strides(Tensor::Key)?,
+            value: strides(Tensor::Value)?,
+            output: strides(Tensor::Output)?,
+            aligned: true,
+        })
+    }
+
+    /// The strides of one of the four tensors.
+    pub(crate) fn strides(&self, tensor: Tensor) -> Strides {
+        match tensor {
+            Tensor::Query => self.query,
+            Tensor::Key => self.key,
+            Tensor::Value => self.value,
+            _ => self.output,
+        }
+    }
+
+    /// Whether copies of 16 bytes can read and write the tensors.
+    pub(crate) fn check_copies(&self, problem: &Problem) -> Result<(), String> {
+        for tensor in TENSORS {
+            let of = |reason: String| format!("the {} tensor: {reason}", name(tensor));
+            for (axis, bytes) in self.steps(problem, tensor) {
+                if !bytes.is_multiple_of(COPY_BYTES) {
+                    return Err(of(format!(
+                        "its {axis} stride of {bytes} bytes is not a multiple of {COPY_BYTES}"
+                    )));
+                }
+            }
+        }
+        match self.aligned {
+            true => Ok(()),
+            false => Err(format!("a tensor's address is not a multiple of {COPY_BYTES}")),
+        }
+    }
+
+    /// The strides in bytes along which there are steps: nobody takes one along a dimension of one,
+    /// and its stride may be anything.
+    pub(crate) fn steps(&self, problem: &Problem, tensor: Tensor) -> [(&'static str, u64); 3] {
+        let (shape, strides) = (shape(problem, tensor), self.strides(tensor));
+        let bytes = element_bytes(problem, tensor) as u64;
+        [
+            ("length", shape.length, strides.length),
+            ("heads", shape.heads, strides.heads),
+            ("batch", shape.batch, strides.batch),
+        ]
+        .map(|(axis, size, stride)| {
+            (axis, if size <= 1 { 0 } else { (stride as u64).saturating_mul(bytes) })
+        })
+    }
+}
+
+/// The shape of one of the four tensors.
+pub(crate) fn shape(problem: &Problem, tensor: Tensor) -> Shape {
+    match tensor {
+        Tensor::Query => problem.query_shape(),
+        Tensor::Key => problem.key_shape(),
+        Tensor::Value => problem.value_shape(),
+        _ => problem.output_shape(),
+    }
+}
+
+/// Bytes of an element of one of the four tensors.
+pub(crate) fn element_bytes(problem: &Problem, tensor: Tensor) -> usize {
+    let dtypes = &problem.dtypes;
+    let dtype = match tensor {
+        Tensor::Query => dtypes.query,
+        Tensor::Key => dtypes.key,
+        Tensor::Value => dtypes.value,
+        _ => dtypes.output,
+    };
+    dtype.bytes()
+}

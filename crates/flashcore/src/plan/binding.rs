@@ -1,0 +1,324 @@
+//! The one binding: what is passed for each parameter that a kernel declares.
+//!
+//! Everything that does not depend on where tensors are is a number here. Addresses stay names of
+//! their sources: a GPU puts device addresses in their place, the simulator buffers.
+
+use kernels::attention::Window;
+use kernels::parameter::{Axis, List, Number, Parameter, Reach, Tensor, Workspace};
+use kernels::{Configuration, Divisor, Prefill};
+use ptx::{ParameterKind, TensorBox, Type};
+use serde::{Serialize, Serializer};
+
+use super::arrangement::{self, Arrangement};
+use super::rows::Rows;
+use crate::problem::{Alibi, Problem, Storage};
+use crate::tensor::Strides;
+
+/// One launch of one kernel.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Launch {
+    /// The kernel.
+    #[serde(serialize_with = "by_name")]
+    pub kernel: Configuration,
+    /// Blocks of the grid.
+    pub blocks: u32,
+    /// The numbers that the shape of the launch has; the problem has the others.
+    #[serde(skip)]
+    pub numbers: Vec<(Number, u32)>,
+}
+
+fn by_name<S: Serializer>(kernel: &Configuration, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(&kernel.name())
+}
+
+/// Where an address comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Source {
+    /// A tensor of the call.
+    Tensor(Tensor),
+    /// A list of the call; nothing where it has none.
+    List(List),
+    /// Memory of the plan.
+    Workspace(Workspace),
+}
+
+/// What is passed for a parameter.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Value {
+    /// An unsigned number of 32 bits.
+    U32(u32),
+    /// A signed number of 32 bits.
+    I32(i32),
+    /// A number of 64 bits.
+    U64(u64),
+    /// A single-precision number.
+    F32(f32),
+    /// An address.
+    Address(Source),
+    /// A tensor map.
+    Map(Map),
+}
+
+/// A tensor map over a tensor.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Map {
+    /// The tensor.
+    pub tensor: Tensor,
+    /// The dimensions in elements, fastest first.
+    pub dimensions: Vec<u64>,
+    /// The strides in bytes, of all dimensions but the first.
+    pub strides: Vec<u64>,
+    /// The box of one copy.
+    pub tensor_box: TensorBox,
+}
+
+/// Strides of tensors that are not the four of attention: of what is appended or combined.
+pub(crate) type OtherStrides<'a> = &'a dyn Fn(Tensor, Axis) -> Option<u64>;
+
+/// What is passed for each parameter of a launch, in order; an error says what cannot be.
+pub fn bind(
+    launch: &Launch,
+    declared: &[ptx::Parameter],
+    problem: &Problem,
+    arrangement: &Arrangement,
+) -> Result<Vec<Value>, String> {
+    bind_with(launch, declared, problem, arrangement, &|_, _| None)
+}
+
+/// The same for launches with tensors of their own.
+pub(crate) fn bind_with(
+    launch: &Launch,
+    declared: &[ptx::Parameter],
+    problem: &Problem,
+    arrangement: &Arrangement,
+    others: OtherStrides<'_>,
+) -> Result<Vec<Value>, String> {
+    let binding = Binding { launch, problem, arrangement, others };
+    let name = launch.kernel.name();
+    let parameters = Parameter::of(declared).map_err(|error| format!("{name}: {error}"))?;
+    let bound = parameters.iter().zip(declared).map(|(parameter, declared)| {
+        let value = binding.value(*parameter, &declared.kind)?;
+        match fits(&value, &declared.kind) {
+            true => Ok(value),
+            false => Err(format!("{name} takes no {value:?} for {parameter}")),
+        }
+    });
+    bound.collect()
+}
+
+/// Whether a value is of the kind that a parameter takes.
+fn fits(value: &Value, kind: &ParameterKind) -> bool {
+    matches!(
+        (value, kind),
+        (Value::U32(_), ParameterKind::Scalar(Type::U32))
+            | (Value::I32(_), ParameterKind::Scalar(Type::S32))
+            | (Value::U64(_), ParameterKind::Scalar(Type::U64))
+            | (Value::F32(_), ParameterKind::Scalar(Type::F32))
+            | (Value::Address(_), ParameterKind::Address)
+            | (Value::Map(_), ParameterKind::TensorMap(_))
+    )
+}
+
+struct Binding<'a> {
+    launch: &'a Launch,
+    problem: &'a Problem,
+    arrangement: &'a Arrangement,
+    others: OtherStrides<'a>,
+}
+
+impl Binding<'_> {
+    fn value(&self, parameter: Parameter, kind: &ParameterKind) -> Result<Value, String> {
+        Ok(match (parameter, kind) {
+            (Parameter::Tensor(tensor), ParameterKind::TensorMap(tensor_box)) => {
+                Value::Map(self.map(tensor, tensor_box)?)
+            }
+            (Parameter::Tensor(tensor), _) => Value::Address(Source::Tensor(tensor)),
+            (Parameter::List(list), _) => Value::Address(Source::List(list)),
+            (Parameter::Workspace(memory), _) => Value::Address(Source::Workspace(memory)),
+            (Parameter::Stride(tensor, axis), _) => Value::U64(self.stride(tensor, axis)?),
+            (Parameter::Number(number), _) => Value::U32(self.number(number)?),
+            (Parameter::Multiplier(number), _) => Value::U32(self.divisor(number)?.multiplier),
+            (Parameter::Shift(number), _) => Value::U32(self.divisor(number)?.shift),
+            (Parameter::Scale(scale), _) => Value::F32(self.problem.factor(scale)),
+            (Parameter::Reach(reach), _) => {
+                let window = window(self.problem);
+                Value::I32(match reach {
+                    Reach::Left => window.left,
+                    Reach::Right => window.right,
+                })
+            }
+            // Keys in pages are found by the block table, and begin nowhere else.
+            (Parameter::Rows(Tensor::Key), _) if self.problem.keys.is_paged() => {
+                Value::U32(self.problem.key_length as u32)
+            }
+            (Parameter::SequenceRows(Tensor::Key), _) if self.problem.keys.is_paged() => {
+                Value::U32(0)
+            }
+            (Parameter::Rows(tensor), _) => Value::U32(self.rows(tensor)?.count),
+            (Parameter::EntryRows(tensor) | Parameter::SequenceRows(tensor), _) => {
+                Value::U32(self.rows(tensor)?.entry_rows)
+            }
+        })
+    }
+
+    fn divisor(&self, number: Number) -> Result<Divisor, String> {
+        Ok(Divisor::new(self.number(number)?))
+    }
+
+    fn number(&self, number: Number) -> Result<u32, String> {
+        let of_launch = self.launch.numbers.iter().find(|(it, _)| *it == number);
+        if let Some((_, value)) = of_launch {
+            return Ok(*value);
+        }
+        let value = of_problem(self.problem, number)
+            .ok_or_else(|| format!("nobody sets {number:?} of {}", self.launch.kernel.name()))?;
+        u32::try_from(value).map_err(|_| format!("{number:?} is beyond 32 bits"))
+    }
+
+    fn stride(&self, tensor: Tensor, axis: Axis) -> Result<u64, String> {
+        if let Some(stride) = (self.others)(tensor, axis) {
+            return Ok(stride);
+        }
+        let problem = self.problem;
+        let (rows, heads) = (problem.query_shape().length as u64, problem.query_heads as u64);
+        // (part, batch, head, row), the outputs with a dimension more.
+        let flat = |width: u64| match axis {
+            Axis::Part => problem.rows() as u64 * width,
+            Axis::Batch if problem.queries.is_packed() => 0,
+            Axis::Batch => heads * rows * width,
+            Axis::Head => rows * width,
+            Axis::Row | Axis::FlatRow => width,
+        };
+        let strides = match tensor {
+            Tensor::Lse | Tensor::PartialLse => return Ok(flat(1)),
+            Tensor::PartialOutput => return Ok(flat(problem.value_head_dim as u64)),
+            Tensor::Query | Tensor::Key | Tensor::Value | Tensor::Output => {
+                self.arrangement.strides(tensor)
+            }
+            other => return Err(format!("nobody knows the strides of {other:?}")),
+        };
+        let packed = match tensor {
+            Tensor::Query | Tensor::Output => problem.queries.is_packed(),
+            _ => problem.keys.is_packed(),
+        };
+        Ok(match axis {
+            // One batch entry for all sequences.
+            Axis::Batch if packed => 0,
+            Axis::Batch => strides.batch as u64,
+            Axis::Row => strides.length as u64,
+            Axis::FlatRow => {
+                let bytes = arrangement::element_bytes(problem, tensor) as u64;
+                self.rows(tensor)?.row_bytes / bytes
+            }
+            Axis::Head => strides.heads as u64,
+            Axis::Part => return Err(format!("{tensor:?} has no parts")),
+        })
+    }
+
+    fn rows(&self, tensor: Tensor) -> Result<Rows, String> {
+        Rows::of(self.problem, self.arrangement, tensor)
+    }
+
+    /// Forward's maps are over (dim, length, heads, batch); those over ragged batches are slices of
+    /// one list of rows ([`Prefill::slices`]).
+    fn map(&self, tensor: Tensor, tensor_box: &TensorBox) -> Result<Map, String> {
+        let shape = arrangement::shape(self.problem, tensor);
+        let tensor_box = tensor_box.clone();
+        if tensor_box.extent.len() == 4 {
+            let strides = map_strides(self.problem, self.arrangement, tensor)?;
+            let dimensions = [shape.dim, shape.length, shape.heads, shape.batch];
+            let dimensions = dimensions.map(|extent| extent as u64).to_vec();
+            return Ok(Map { tensor, dimensions, strides: strides.to_vec(), tensor_box });
+        }
+        let rows = self.rows(tensor)?;
+        let (dimensions, strides) =
+            Prefill::slices(shape.dim as u64, shape.heads as u64, rows.row_bytes);
+        let strides = [&strides[..], &[rows.head_bytes]].concat();
+        Ok(Map { tensor, dimensions: dimensions.to_vec(), strides, tensor_box })
+    }
+}
+
+/// The strides of a tensor map over (dim, length, heads, batch), in bytes, or why there is none.
+pub(crate) fn map_strides(
+    problem: &Problem,
+    arrangement: &Arrangement,
+    tensor: Tensor,
+) -> Result<[u64; 3], String> {
+    let refuse =
+        |reason: String| Err(format!("the {} tensor: {reason}", arrangement::name(tensor)));
+    let shape = arrangement::shape(problem, tensor);
+    let row = (shape.dim * arrangement::element_bytes(problem, tensor)) as u64;
+    let mut strides = [row; 3];
+    let sizes = [shape.length, shape.heads, shape.batch];
+    for ((stride, size), (axis, bytes)) in
+        strides.iter_mut().zip(sizes).zip(arrangement.steps(problem, tensor))
+    {
+        if size <= 1 {
+            continue;
+        }
+        if bytes == 0 || bytes >= 1 << 40 {
+            return refuse(format!("its {axis} stride of {bytes} bytes cannot be walked"));
+        }
+        *stride = bytes;
+    }
+    Ok(strides)
+}
+
+/// The numbers of a problem's mask as kernels take them.
+pub(crate) fn window(problem: &Problem) -> Window {
+    let reach = |keys: Option<usize>| {
+        keys.map_or(Window::OPEN, |keys| i32::try_from(keys).unwrap_or(Window::OPEN))
+            .min(Window::OPEN)
+    };
+    let mask = problem.mask;
+    let chunk = mask.chunk.map(|chunk| u32::try_from(chunk.get()).unwrap_or(1 << 30).min(1 << 30));
+    Window { left: reach(mask.left), right: reach(mask.right), chunk }
+}
+
+/// A number that the problem has.
+fn of_problem(problem: &Problem, number: Number) -> Option<usize> {
+    let query_rows = problem.query_shape().length;
+    Some(match number {
+        Number::Batch => problem.batch,
+        Number::QueryLength => problem.query_length,
+        Number::KeyLength => problem.key_length,
+        Number::QueryHeads => problem.query_heads,
+        Number::KeyHeads => problem.kv_heads,
+        Number::GroupSize => problem.group_size(),
+        Number::QueryRows => query_rows,
+        Number::KeyRows => match problem.keys {
+            Storage::Packed(rows) => rows,
+            _ => problem.key_length,
+        },
+        Number::Entries => problem.entries().max(1),
+        Number::PageSize => match problem.keys {
+            Storage::Paged { size, .. } => size,
+            _ => return None,
+        },
+        Number::PageColumns => match problem.keys {
+            Storage::Paged { columns, .. } => columns,
+            _ => return None,
+        },
+        Number::LseHeadStride => query_rows,
+        Number::LseBatchStride if problem.queries.is_packed() => 0,
+        Number::LseBatchStride => problem.query_heads * query_rows,
+        Number::SlopesStride => match problem.scores.alibi {
+            Alibi::PerSequence => problem.query_heads,
+            _ => 0,
+        },
+        Number::Chunk => window(problem).chunk.unwrap_or(1) as usize,
+        Number::AllRows => problem.rows(),
+        _ => return None,
+    })
+}
+
+/// Strides in the order of [`Axis`], for tensors of their own.
+pub(crate) fn axis_of(strides: Strides, axis: Axis) -> u64 {
+    let stride = match axis {
+        Axis::Batch => strides.batch,
+        Axis::Row | Axis::FlatRow => strides.length,
+        Axis::Head => strides.heads,
+        Axis::Part => 0,
+    };
+    stride as u64
+}

@@ -1,0 +1,172 @@
+//! How the rows of sequences lie in a tensor, and which lists say so.
+
+use serde::Serialize;
+
+use super::Problem;
+use crate::tensor::Shape;
+
+/// How the rows of sequences lie in a tensor (batch, length, heads, dim).
+///
+/// | | where position `p` of sequence `i` is | the tensor |
+/// | --- | --- | --- |
+/// | `Padded` | batch entry `i`, row `p` | (sequences, length, heads, dim) |
+/// | `Entries` | batch entry `batch_index[i]`, row `p` | (entries, length, heads, dim) |
+/// | `Packed` | row `starts[i] + p` | (1, rows, heads, dim) |
+/// | `Paged` | page `block_table[i][p / size]`, row `p % size` | (pages, size, heads, dim) |
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Storage {
+    /// A batch entry for each sequence.
+    #[default]
+    Padded,
+    /// A cache of so many batch entries, of which a list names one for each sequence
+    /// (`cache_batch_idx`), or the first ones are theirs.
+    Entries(usize),
+    /// Sequence after sequence in so many rows, with a list of where they begin (`cu_seqlens`).
+    Packed(usize),
+    /// Pages that a block table names.
+    Paged {
+        /// Positions of a page.
+        size: usize,
+        /// Pages of a sequence in the block table.
+        columns: usize,
+        /// Pages in all.
+        pages: usize,
+    },
+}
+
+/// Which lists of numbers there are, one number for each sequence, besides those that the storage
+/// itself needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize)]
+pub struct Lists {
+    /// How many queries each sequence uses (`seqused_q`).
+    pub query_lengths: bool,
+    /// How many keys each sequence uses, left padding included (`seqused_k`, `cache_seqlens`).
+    pub key_lengths: bool,
+    /// Positions before each sequence that are no part of it (`leftpad_k`).
+    pub left_padding: bool,
+    /// The batch entry of each sequence (`cache_batch_idx`).
+    pub batch_index: bool,
+}
+
+impl Storage {
+    /// The shape of a tensor of `batch` sequences of up to `length` rows.
+    pub(super) fn shape(self, batch: usize, length: usize, heads: usize, dim: usize) -> Shape {
+        let (batch, length) = match self {
+            Storage::Padded => (batch, length),
+            Storage::Entries(entries) => (entries, length),
+            Storage::Packed(rows) => (1, rows),
+            Storage::Paged { size, pages, .. } => (pages, size),
+        };
+        Shape::new(batch, length, heads, dim)
+    }
+
+    /// Whether sequences follow each other.
+    pub fn is_packed(self) -> bool {
+        matches!(self, Storage::Packed(_))
+    }
+
+    /// Whether there is a block table.
+    pub fn is_paged(self) -> bool {
+        matches!(self, Storage::Paged { .. })
+    }
+}
+
+impl Problem {
+    /// Whether every sequence has the problem's lengths and a batch entry of its own.
+    pub fn has_equal_lengths(&self) -> bool {
+        (self.queries, self.keys) == (Storage::Padded, Storage::Padded)
+            && self.lists == Lists::default()
+    }
+
+    /// Batch entries or pages of the key tensor.
+    pub fn entries(&self) -> usize {
+        self.key_shape().batch
+    }
+
+    pub(super) fn validate_storage(&self) -> Result<(), &'static str> {
+        let padded = !(self.keys.is_packed() || self.keys.is_paged());
+        let faults = [
+            (
+                self.queries.is_paged() || matches!(self.queries, Storage::Entries(_)),
+                "queries are padded or packed, not in a cache",
+            ),
+            (
+                matches!(self.keys, Storage::Paged { size, columns, .. } if size == 0 || columns == 0),
+                "pages and the rows of the block table must not be empty",
+            ),
+            (
+                matches!(self.keys, Storage::Paged { size, columns, .. }
+                    if size.saturating_mul(columns) < self.key_length),
+                "the block table has no room for the longest sequence",
+            ),
+            (
+                self.lists.batch_index && !padded,
+                "a batch index is for keys that are neither packed nor in pages",
+            ),
+        ];
+        faults.into_iter().find(|(fault, _)| *fault).map_or(Ok(()), |(_, fault)| Err(fault))
+    }
+
+    /// What is not plain about the storage, for people and in the text of a problem.
+    pub(super) fn storage_words(&self) -> Vec<String> {
+        let mut words = Vec::new();
+        for (name, storage) in [("queries", self.queries), ("keys", self.keys)] {
+            words.extend(match storage {
+                Storage::Padded => None,
+                Storage::Entries(entries) => Some(format!("{name}=entries:{entries}")),
+                Storage::Packed(rows) => Some(format!("{name}=packed:{rows}")),
+                Storage::Paged { size, columns, pages } => {
+                    Some(format!("{name}=pages:{size}:{columns}:{pages}"))
+                }
+            });
+        }
+        let lists = self.lists.named().into_iter().filter(|(_, on)| **on);
+        words.extend(lists.map(|(name, _)| name.to_owned()));
+        words
+    }
+}
+
+impl Lists {
+    /// The lists, each with its name in the text of a problem.
+    fn named(&self) -> [(&'static str, &bool); 4] {
+        [
+            ("query_lengths", &self.query_lengths),
+            ("key_lengths", &self.key_lengths),
+            ("left_padding", &self.left_padding),
+            ("batch_index", &self.batch_index),
+        ]
+    }
+
+    /// Adds the list of a name, if it is one.
+    pub(super) fn insert(&mut self, name: &str) -> bool {
+        let list = match name {
+            "query_lengths" => &mut self.query_lengths,
+            "key_lengths" => &mut self.key_lengths,
+            "left_padding" => &mut self.left_padding,
+            "batch_index" => &mut self.batch_index,
+            _ => return false,
+        };
+        *list = true;
+        true
+    }
+}
+
+impl std::str::FromStr for Storage {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        let (kind, numbers) = text.split_once(':').unwrap_or((text, ""));
+        let numbers: Result<Vec<usize>, _> =
+            numbers.split(':').filter(|it| !it.is_empty()).map(str::parse).collect();
+        match (kind, &numbers.map_err(|_| ())?[..]) {
+            ("padded", []) => Ok(Storage::Padded),
+            ("entries", [entries]) => Ok(Storage::Entries(*entries)),
+            ("packed", [rows]) => Ok(Storage::Packed(*rows)),
+            ("pages", [size, columns, pages]) => {
+                Ok(Storage::Paged { size: *size, columns: *columns, pages: *pages })
+            }
+            _ => Err(()),
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! Attention over parts of the keys, combined by the log-sum-exps of the parts.
+
+use crate::backend::Output;
+use crate::error::Error;
+use crate::inputs::InputError;
+use crate::tensor::Tensor;
+
+/// What attention over all keys would have given, from attention over parts of them: a shared
+/// prefix and what follows it, levels of a cascade, slices of a context on several devices.
+///
+/// Outputs have the same shape and element type, log-sum-exps are in the order (batch, heads,
+/// length). A row that no part has seen a key for is zero with a log-sum-exp of minus infinity; one
+/// with a log-sum-exp that is plus infinity or not a number is not a number.
+///
+/// ```
+/// use flashcore::serving::combine;
+/// use flashcore::{DType, Shape, Tensor};
+///
+/// let part = |value| Tensor::from_fn(DType::F32, Shape::new(1, 1, 1, 2), move |_| value);
+/// // Three keys in one part, one in the other, all of the same score.
+/// let (output, lse) = combine(&[(&part(1.0)?, &[3f32.ln()]), (&part(5.0)?, &[0.0])])?;
+/// assert!((output.to_f32()[0] - 2.0).abs() < 1e-6 && (lse[0] - 4f32.ln()).abs() < 1e-6);
+/// # Ok::<(), flashcore::Error>(())
+/// ```
+pub fn combine(parts: &[(&Tensor, &[f32])]) -> Result<(Tensor, Vec<f32>), Error> {
+    let Some(((first, _), others)) = parts.split_first() else {
+        return Err(InputError::Missing { tensor: "parts" }.into());
+    };
+    let (shape, dtype) = (first.shape(), first.dtype());
+    for (tensor, _) in others {
+        if tensor.shape() != shape {
+            let (given, expected) = (tensor.shape(), shape);
+            return Err(InputError::Shape { tensor: "part", given, expected }.into());
+        }
+        if tensor.dtype() != dtype {
+            let (given, expected) = (tensor.dtype(), dtype);
+            return Err(InputError::DType { tensor: "part", given, expected }.into());
+        }
+    }
+    let rows = shape.batch * shape.heads * shape.length;
+    for (_, lse) in parts {
+        if lse.len() != rows {
+            let (given, expected) = (lse.len(), rows);
+            return Err(InputError::Length { tensor: "log-sum-exp", given, expected }.into());
+        }
+    }
+    let mut merged = Tensor::zeros(dtype, shape)?;
+    let mut merged_lse = vec![f32::NEG_INFINITY; rows];
+    let (mut sums, mut row) = (vec![0f32; shape.dim], vec![0f32; shape.dim]);
+    for [batch, position, head] in shape.vectors() {
+        let index = (batch * shape.heads + head) * shape.length + position;
+        let top = parts.iter().map(|(_, lse)| lse[index]).fold(f32::NEG_INFINITY, f32::max);
+        if parts.iter().all(|(_, lse)| lse[index] == f32::NEG_INFINITY) {
+            continue;
+        }
+        sums.fill(0.0);
+        let mut total = 0.0;
+        for (tensor, lse) in parts {
+            let weight = (lse[index] - top).exp();
+            // The output of a part that saw nothing may be anything.
+            if weight == 0.0 {
+                continue;
+            }
+            total += weight;
+            tensor.head(batch, head).read(position, &mut row);
+            for (sum, value) in sums.iter_mut().zip(&row) {
+                *sum += weight * value;
+            }
+        }
+        sums.iter_mut().for_each(|sum| *sum /= total);
+        merged.set_row([batch, position, head], &sums);
+        merged_lse[index] = top + total.ln();
+    }
+    Ok((merged, merged_lse))
+}
+
+impl Output {
+    /// What [`combine`] takes of a result.
+    pub fn part(&self) -> (&Tensor, &[f32]) {
+        (&self.output, &self.lse)
+    }
+}

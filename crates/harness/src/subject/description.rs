@@ -1,0 +1,228 @@
+//! How a kernel is launched, as data: of somebody else's kernel from the file beside it, of ours
+//! from what the library binds, for whoever launches it elsewhere.
+
+use flashcore::family::Contents;
+use flashcore::plan::{Arrangement, Map, Source, Value, bind};
+use flashcore::{Plan, Problem};
+use kernels::parameter::{Tensor, Workspace};
+use ptx::{Element, Program, Swizzle};
+use serde::{Deserialize, Serialize};
+
+use crate::given::Given;
+
+/// The tensors of a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Role {
+    /// The queries.
+    Query,
+    /// The keys.
+    Key,
+    /// The values.
+    Value,
+    /// The output.
+    Output,
+    /// The log-sum-exps.
+    Lse,
+}
+
+impl Role {
+    /// Every tensor, inputs first.
+    pub const ALL: [Role; 5] = [Role::Query, Role::Key, Role::Value, Role::Output, Role::Lse];
+
+    fn of(tensor: Tensor) -> Option<Role> {
+        Some(match tensor {
+            Tensor::Query => Role::Query,
+            Tensor::Key => Role::Key,
+            Tensor::Value => Role::Value,
+            Tensor::Output => Role::Output,
+            Tensor::Lse => Role::Lse,
+            _ => return None,
+        })
+    }
+}
+
+/// How a kernel is launched for a problem.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct LaunchDescription {
+    /// The entry point.
+    pub entry: String,
+    /// Blocks along x, y and z.
+    pub grid: [u32; 3],
+    /// Threads of a block.
+    pub threads: u32,
+    /// Blocks of a cluster.
+    pub cluster: u32,
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: u32,
+    /// One for each parameter.
+    pub arguments: Vec<Passed>,
+}
+
+/// What is passed for a parameter.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum Passed {
+    /// A tensor map.
+    TensorMap {
+        /// Over which tensor.
+        tensor: Role,
+        /// Its elements.
+        #[serde(skip)]
+        element: Element,
+        /// The dimensions in elements, fastest first.
+        dimensions: Vec<u64>,
+        /// The strides in bytes, of all but the first.
+        strides: Vec<u64>,
+        /// The box of one copy.
+        extent: Vec<u32>,
+        /// Over how many bytes it is swizzled: 0, 32, 64 or 128.
+        swizzle: u32,
+    },
+    /// The address of a tensor.
+    Address {
+        /// Which one.
+        tensor: Role,
+    },
+    /// A number of 32 bits.
+    U32 {
+        /// The number.
+        value: u32,
+    },
+    /// A signed number of 32 bits.
+    I32 {
+        /// The number.
+        value: i32,
+    },
+    /// A number of 64 bits.
+    U64 {
+        /// The number.
+        value: u64,
+    },
+    /// A single-precision number.
+    F32 {
+        /// The number.
+        value: f32,
+    },
+    /// The address of words that are there before the launch.
+    Words {
+        /// The words.
+        values: Vec<u32>,
+    },
+    /// The address of memory that is zero before the first launch, and the same for all launches
+    /// that name it.
+    Memory {
+        /// Its name.
+        name: String,
+        /// How much it is.
+        bytes: u64,
+    },
+}
+
+/// Every launch of a plan over contiguous tensors, in order.
+pub fn of_plan(plan: &Plan, given: &Given) -> Result<Vec<(Program, LaunchDescription)>, String> {
+    let choice = plan.chosen.choice.as_ref();
+    let launches = choice.map(|it| &it.launches[..]).unwrap_or_default().iter();
+    launches
+        .enumerate()
+        .map(|(index, launch)| {
+            let program = launch.kernel.program().map_err(|error| error.to_string())?;
+            let description = of_program(plan, given, index, &program, 0)?;
+            Ok((program, description))
+        })
+        .collect()
+}
+
+/// One launch of a plan, with a program in place of its kernel that may take timestamps: into so
+/// many bytes.
+pub(crate) fn of_program(
+    plan: &Plan,
+    given: &Given,
+    index: usize,
+    program: &Program,
+    probe: u64,
+) -> Result<LaunchDescription, String> {
+    let Plan { problem, chosen, .. } = plan;
+    let choice = chosen.choice.as_ref().ok_or("it is no kernel of a GPU")?;
+    let launch = &choice.launches[index];
+    let arrangement = Arrangement::contiguous(problem).map_err(|error| error.to_string())?;
+    let values = bind(launch, &program.parameters, problem, &arrangement)?;
+    let passed = |value: Value| match value {
+        Value::U32(value) => Ok(Passed::U32 { value }),
+        Value::I32(value) => Ok(Passed::I32 { value }),
+        Value::U64(value) => Ok(Passed::U64 { value }),
+        Value::F32(value) => Ok(Passed::F32 { value }),
+        Value::Map(map) => mapped(map),
+        Value::Address(Source::List(list)) => Ok(match given.list(problem, list) {
+            Some(values) => Passed::Words { values },
+            None => Passed::U64 { value: 0 },
+        }),
+        Value::Address(source) => {
+            if let Source::Tensor(tensor) = source
+                && let Some(tensor) = Role::of(tensor)
+            {
+                return Ok(Passed::Address { tensor });
+            }
+            let name = format!("{source:?}");
+            let memory = choice.memory.iter().find(|memory| memory.source == source);
+            Ok(match memory.map(|memory| (&memory.contents, memory.bytes)) {
+                Some((Contents::Tiles(order), _)) => Passed::Words { values: order.words() },
+                Some((_, bytes)) => Passed::Memory { name, bytes },
+                None if source == Source::Workspace(Workspace::Probe) => {
+                    Passed::Memory { name, bytes: probe }
+                }
+                None => Passed::U64 { value: 0 },
+            })
+        }
+    };
+    Ok(LaunchDescription {
+        entry: program.name.clone(),
+        grid: [launch.blocks, 1, 1],
+        threads: program.threads,
+        cluster: program.cluster,
+        shared_bytes: program.shared_bytes(),
+        arguments: values.into_iter().map(passed).collect::<Result<_, String>>()?,
+    })
+}
+
+fn mapped(map: Map) -> Result<Passed, String> {
+    let unknown = || format!("nobody maps {:?}", map.tensor);
+    Ok(Passed::TensorMap {
+        tensor: Role::of(map.tensor).ok_or_else(unknown)?,
+        element: map.tensor_box.element,
+        dimensions: map.dimensions,
+        strides: map.strides,
+        extent: map.tensor_box.extent,
+        swizzle: match map.tensor_box.swizzle {
+            Swizzle::None => 0,
+            swizzle => swizzle.width(),
+        },
+    })
+}
+
+/// A tensor map over (dim, length, heads, batch) of a contiguous tensor of a plain problem.
+pub(crate) fn plain_map(
+    problem: &Problem,
+    tensor: Role,
+    extent: Vec<u32>,
+    swizzle: u32,
+) -> Result<Passed, String> {
+    let (shape, dtype) = match tensor {
+        Role::Query => (problem.query_shape(), problem.dtypes.query),
+        Role::Key => (problem.key_shape(), problem.dtypes.key),
+        Role::Value => (problem.value_shape(), problem.dtypes.value),
+        Role::Output => (problem.output_shape(), problem.dtypes.output),
+        Role::Lse => return Err("the log-sum-exps have no tensor map".to_owned()),
+    };
+    let strides = flashcore::Layout::contiguous(shape).map_err(|it| it.to_string())?.strides();
+    let bytes = dtype.bytes() as u64;
+    Ok(Passed::TensorMap {
+        tensor,
+        element: dtype.element(),
+        dimensions: [shape.dim, shape.length, shape.heads, shape.batch].map(|n| n as u64).to_vec(),
+        // A dimension of one is never stepped along, but its stride must be in order.
+        strides: [strides.length, strides.heads, strides.batch].map(|n| n as u64 * bytes).to_vec(),
+        extent,
+        swizzle,
+    })
+}

@@ -1,0 +1,51 @@
+//! A plan of the library on a GPU, launched as a user would.
+
+use cuda::{Buffer, DeviceAddress, Stream};
+use flashcore::gpu::{AttentionPlan, DeviceLists, Gpu, Tensors};
+use flashcore::plan::Arrangement;
+use flashcore::{Error as LibraryError, Plan};
+
+use super::{Addresses, Call};
+use crate::Error;
+use crate::given::Given;
+
+/// A plan with the lists that its calls are given.
+#[derive(Debug)]
+pub struct Planned {
+    plan: AttentionPlan,
+    tensors: Tensors,
+    /// What the tensors point to.
+    _lists: Vec<Buffer>,
+}
+
+impl Planned {
+    /// Compiles a plan over contiguous tensors.
+    pub fn new(gpu: &Gpu, plan: Plan, given: &Given) -> Result<Self, Error> {
+        let problem = &plan.problem;
+        let nowhere = [DeviceAddress(0); 4];
+        let tensors = Tensors::contiguous(problem, nowhere, Some(DeviceAddress(0)));
+        let mut tensors = tensors.map_err(LibraryError::from)?;
+        let mut lists = DeviceLists::new(gpu);
+        given.on_device(problem, &mut lists, &mut tensors)?;
+        let arrangement = Arrangement::contiguous(problem).map_err(LibraryError::from)?;
+        let plan = AttentionPlan::of(gpu, plan, arrangement)?;
+        Ok(Planned { plan, tensors, _lists: lists.into_buffers() })
+    }
+
+    /// The plan.
+    pub fn plan(&self) -> &Plan {
+        self.plan.plan()
+    }
+}
+
+impl Call for Planned {
+    fn launch(&mut self, stream: &Stream, addresses: &Addresses) -> Result<(), Error> {
+        let [query, key, value, output, lse] = *addresses;
+        let Tensors { query: q, key: k, value: v, output: o, .. } = &mut self.tensors;
+        for (tensor, address) in [(q, query), (k, key), (v, value), (o, output)] {
+            tensor.address = address;
+        }
+        self.tensors.lse = Some(lse);
+        Ok(self.plan.launch(stream, &self.tensors)?)
+    }
+}

@@ -1,0 +1,192 @@
+//! Where sequences begin and end, and where a key is: the batch entry or page, and the row in it.
+//!
+//! This is all that a memory order has to say. Lists may be absent, and whatever they hold, what
+//! comes out is within the bounds of the launch.
+
+use ptx::{
+    Builder, Choose, Expression, GlobalAddress, LoadHint, LoadOrder, Reg, S32, Scope, U32, U64,
+    Value,
+};
+
+use crate::divisor::DivisorRegisters;
+use crate::parameter::{List, Number};
+
+/// The memory order of keys and values.
+#[derive(Clone, Copy)]
+pub(crate) struct Places {
+    /// The batch entry of each sequence, or 0; not needed where all is in pages.
+    entries: Option<Reg<GlobalAddress>>,
+    /// Batch entries or pages that there are.
+    count: Reg<U32>,
+    pages: Option<Pages>,
+}
+
+#[derive(Clone, Copy)]
+struct Pages {
+    table: Reg<GlobalAddress>,
+    /// Pages of a sequence in the table.
+    columns: Reg<U32>,
+    size: DivisorRegisters,
+}
+
+impl Pages {
+    fn parameters(k: &mut Builder) -> Self {
+        Pages {
+            table: List::BlockTable.address(k),
+            columns: Number::PageColumns.read(k),
+            size: DivisorRegisters::parameters(k, Number::PageSize),
+        }
+    }
+}
+
+impl Places {
+    pub(crate) fn parameters(k: &mut Builder, paged: bool) -> Self {
+        Places {
+            entries: Some(List::BatchIndex.address(k)),
+            count: Number::Entries.read(k),
+            pages: paged.then(|| Pages::parameters(k)),
+        }
+    }
+
+    /// Pages and no batch entries.
+    pub(crate) fn in_pages(k: &mut Builder) -> Self {
+        let count = Number::Entries.read(k);
+        Places { entries: None, count, pages: Some(Pages::parameters(k)) }
+    }
+
+    /// Brings the block table into the second-level cache while lengths are still being read: each
+    /// `thread` of the grid asks for a line of it and waits for nothing.
+    pub(crate) fn warm(&self, k: &mut Builder, sequences: Reg<U32>, thread: Reg<U32>) {
+        const LINE: u32 = 128;
+        let Some(Pages { table, columns, .. }) = &self.pages else { return };
+        let first = k.eval(thread * (LINE / 4));
+        k.if_(first.less(sequences * *columns), |k| {
+            // An ordinary load that nobody uses would be left out.
+            let hint = LoadHint { order: LoadOrder::Relaxed(Scope::Gpu), ..Default::default() };
+            let at = *table + first.convert::<U64>() * 4;
+            let [_unused] = k.load_vector::<U32, _, 1>(at, hint);
+        });
+    }
+
+    /// The batch entry of a sequence; with pages, its row of the block table.
+    pub(crate) fn entry(&self, k: &mut Builder, sequence: Reg<U32>) -> Reg<U32> {
+        match self.entries {
+            None => sequence,
+            Some(_) if self.pages.is_some() => sequence,
+            Some(entries) => {
+                let entry = entry_of(k, entries, sequence, sequence.reinterpret::<S32>());
+                let last = k.eval(self.count - 1);
+                clamp(k, entry, last)
+            }
+        }
+    }
+
+    /// The batch entry or page, and the row in it, of a row of a sequence's place; `entry` is what
+    /// [`entry`](Places::entry) gave. Rows beyond the table are taken from its last page: nobody
+    /// sees them.
+    pub(crate) fn locate(
+        &self,
+        k: &mut Builder,
+        entry: Reg<U32>,
+        row: Reg<U32>,
+    ) -> (Reg<U32>, Reg<U32>) {
+        let Some(Pages { table, columns, size }) = &self.pages else {
+            return (entry, row);
+        };
+        let (index, within) = size.divide(k, row);
+        let column = index.minimum(*columns - 1);
+        (page_of(k, *table, *columns, self.count, entry, column), within)
+    }
+}
+
+/// The page in a column of a sequence's row of a block table with so many `columns`; one of the
+/// `count` that there are, whatever the table holds.
+pub(crate) fn page_of(
+    k: &mut Builder,
+    table: Reg<GlobalAddress>,
+    columns: Reg<U32>,
+    count: Reg<U32>,
+    sequence: Reg<U32>,
+    column: Value<U32>,
+) -> Reg<U32> {
+    let at = sequence.convert::<U64>() * columns.convert::<U64>() + column.convert::<U64>();
+    let page = k.load::<S32, _>(table + at * 4);
+    let last = k.eval(count - 1);
+    clamp(k, page, last)
+}
+
+/// The rows of sequences in a tensor, packed or each in a batch entry of its own. Lists may be
+/// absent (their address is 0); whatever they hold, what comes out is within the bounds.
+pub(crate) struct Span {
+    /// Where each sequence begins, and where the last ends.
+    pub(crate) starts: Reg<GlobalAddress>,
+    /// Of the tensor.
+    pub(crate) rows: Reg<U32>,
+    /// Of a sequence.
+    pub(crate) most: Reg<U32>,
+    /// How many of its rows each sequence uses.
+    pub(crate) lengths: Reg<GlobalAddress>,
+}
+
+impl Span {
+    /// The first row of a sequence, and how many it has.
+    pub(crate) fn of(&self, k: &mut Builder, sequence: Reg<U32>) -> (Reg<U32>, Reg<U32>) {
+        self.from(k, sequence, 0)
+    }
+
+    /// The same where a sequence begins at `otherwise` if there is no list that says where.
+    pub(crate) fn from(
+        &self,
+        k: &mut Builder,
+        sequence: Reg<U32>,
+        otherwise: impl Into<Value<S32>>,
+    ) -> (Reg<U32>, Reg<U32>) {
+        let Span { starts, rows, most, lengths } = *self;
+        let signed = |value: Reg<U32>| value.reinterpret::<S32>();
+        let start = entry_of(k, starts, sequence, otherwise);
+        let first = clamp(k, start, rows);
+        let all = k.eval(first + most);
+        let next = entry_of(k, starts, sequence + 1, signed(all));
+        let next = clamp(k, next, rows);
+        let room = k.eval(signed(next) - signed(first));
+        let room = clamp(k, room, most);
+        let length = entry_of(k, lengths, sequence, signed(room));
+        (first, clamp(k, length, room))
+    }
+}
+
+/// A number that may be negative in memory, between two bounds.
+pub(crate) fn clamp(k: &mut Builder, value: Reg<S32>, most: Reg<U32>) -> Reg<U32> {
+    let most = most.reinterpret::<S32>();
+    let bounded = k.eval(value.minimum(most).maximum(0));
+    k.eval(bounded.reinterpret::<U32>())
+}
+
+/// The 32-bit number of a sequence in a list that may be absent (its address is 0).
+pub(crate) fn entry_of(
+    k: &mut Builder,
+    list: Reg<GlobalAddress>,
+    index: impl Into<Value<U32>>,
+    otherwise: impl Into<Value<S32>>,
+) -> Reg<S32> {
+    let value = k.variable(otherwise);
+    let index = k.eval(index);
+    let present = k.eval(list.reinterpret::<U64>().differs(0));
+    k.if_(present, |k| {
+        let loaded = k.load::<S32, _>(list + index.convert::<U64>() * 4);
+        k.set(value, loaded);
+    });
+    value
+}
+
+/// The sum of the values of the lanes up to each.
+pub(crate) fn inclusive_sum(k: &mut Builder, value: Reg<U32>, lane: Reg<U32>) -> Reg<U32> {
+    let mut sum = value;
+    for distance in [1, 2, 4, 8, 16u32] {
+        let from = k.eval((lane - distance) % 32);
+        let other = k.shuffle_index(sum, from);
+        let other = lane.at_least(distance).choose::<U32>(other, 0);
+        sum = k.eval(sum + other);
+    }
+    sum
+}

@@ -1,0 +1,303 @@
+//! Which keys a row sees, which key blocks a tile of rows needs, and hiding the rest.
+//!
+//! The first and the last key that a row sees only move on with its position, whatever the mask.
+//! So the first row of a tile and its last say all: the tile needs the blocks from the first row's
+//! first key to the last row's last, and every row sees whole what lies between the last row's
+//! first key and the first row's last.
+
+use ptx::{Builder, Choose, Expression, F32, Reg, S32, U32, Value};
+
+use super::{MaskKind, Score};
+use crate::divisor::DivisorRegisters;
+use crate::parameter::{Number, Reach};
+
+/// A mask inside a kernel.
+#[derive(Clone, Copy)]
+pub(crate) enum Visibility {
+    /// Every key.
+    Dense,
+    /// Keys up to the position.
+    Causal,
+    /// A window around the position.
+    Window(WindowRegisters),
+}
+
+/// A window around a position.
+#[derive(Clone, Copy)]
+pub(crate) struct WindowRegisters {
+    left: Reg<S32>,
+    right: Reg<S32>,
+    /// With chunks, how long they are.
+    chunk: Option<DivisorRegisters>,
+}
+
+/// Some rows of a sequence, one after the other.
+#[derive(Clone, Copy)]
+pub(crate) struct RowTile {
+    pub(crate) first_row: Reg<U32>,
+    /// How many there are; those beyond the sequence's queries do not count.
+    pub(crate) rows: u32,
+    pub(crate) query_length: Reg<U32>,
+    pub(crate) key_length: Reg<U32>,
+}
+
+/// How keys are cut into blocks, and the registers for those that a tile needs.
+#[derive(Clone, Copy)]
+pub(crate) struct Blocks {
+    /// Keys of a block.
+    pub(crate) size: u32,
+    /// The fewest blocks that a tile has: 1 where rows that see nothing are walked too.
+    pub(crate) least: u32,
+    /// Becomes the first that it needs; with a window only.
+    pub(crate) first: Option<Reg<U32>>,
+    /// Becomes the one after the last.
+    pub(crate) end: Reg<U32>,
+}
+
+/// Which of a tile's blocks some row does not see whole.
+pub(crate) struct Masked {
+    /// From this block on.
+    pub(crate) from: Value<U32>,
+    /// With a window, also before this one.
+    pub(crate) before: Option<Value<U32>>,
+}
+
+/// What the rows of a thread see: columns from the first, where one is given, to the last,
+/// counted from the thread's first column.
+pub(crate) struct Seen {
+    pub(crate) first: Option<Vec<Reg<S32>>>,
+    pub(crate) last: Vec<Reg<S32>>,
+}
+
+impl Visibility {
+    /// Declares what a mask is passed at launch.
+    pub(crate) fn parameters(k: &mut Builder, mask: MaskKind) -> Self {
+        let chunked = match mask {
+            MaskKind::Dense => return Visibility::Dense,
+            MaskKind::Causal => return Visibility::Causal,
+            MaskKind::Local => false,
+            MaskKind::Chunked => true,
+        };
+        Visibility::Window(WindowRegisters {
+            left: Reach::Left.read(k),
+            right: Reach::Right.read(k),
+            chunk: chunked.then(|| DivisorRegisters::parameters(k, Number::Chunk)),
+        })
+    }
+
+    /// Whether a tile may begin behind the first key.
+    pub(crate) fn is_window(&self) -> bool {
+        matches!(self, Visibility::Window(_))
+    }
+
+    /// The keys that a row at a position sees: from the first to before the second. There are none
+    /// where the second is no larger; it may be negative.
+    pub(crate) fn keys(
+        &self,
+        k: &mut Builder,
+        position: Reg<S32>,
+        key_length: Reg<U32>,
+    ) -> [Reg<S32>; 2] {
+        let all = key_length.reinterpret::<S32>();
+        match self {
+            Visibility::Dense => [k.eval(0), k.eval(all)],
+            Visibility::Causal => [k.eval(0), k.eval((position + 1).minimum(all))],
+            Visibility::Window(window) => {
+                let chunk = window.chunk_of(k, position);
+                let begin = k.eval(window.begin(position.into(), chunk));
+                [begin, k.eval(window.end(position + window.right + 1, chunk).minimum(all))]
+            }
+        }
+    }
+
+    /// How many keys lie between the first that the first row of a tile sees and the last that its
+    /// last row sees; `end_row` comes after the last.
+    pub(crate) fn tile_keys(
+        &self,
+        k: &mut Builder,
+        first_row: Reg<U32>,
+        end_row: Value<U32>,
+        [query_length, key_length]: [Reg<U32>; 2],
+    ) -> Reg<U32> {
+        let signed = |value: Reg<U32>| value.reinterpret::<S32>();
+        let offset = k.eval(signed(key_length) - signed(query_length));
+        let end_row = k.eval(end_row);
+        let clip = |end: Value<S32>| end.minimum(signed(key_length)).maximum(0);
+        let seen = match self {
+            Visibility::Dense => k.eval(signed(key_length)),
+            Visibility::Causal => k.eval(clip(signed(end_row) + offset)),
+            Visibility::Window(window) => {
+                let [first, last] = match window.chunk {
+                    None => [None; 2],
+                    Some(_) => {
+                        let first = k.eval(signed(first_row) + offset);
+                        let last = k.eval(signed(end_row) + offset - 1);
+                        [window.chunk_of(k, first), window.chunk_of(k, last)]
+                    }
+                };
+                let end = clip(window.end(signed(end_row) + offset + window.right, last));
+                let begin = window.begin(signed(first_row) + offset, first);
+                k.eval((end - begin).maximum(0))
+            }
+        };
+        k.eval(seen.reinterpret::<U32>())
+    }
+
+    /// Finds the key blocks of a tile.
+    pub(crate) fn find_blocks(&self, k: &mut Builder, tile: &RowTile, blocks: Blocks) -> Masked {
+        if let Visibility::Window(window) = self {
+            return window.find_blocks(k, tile, blocks);
+        }
+        let RowTile { first_row, rows, query_length, key_length } = *tile;
+        let Blocks { size, least, end, .. } = blocks;
+        let all = k.eval((key_length + (size - 1)) / size);
+        let whole = k.eval(key_length / size);
+        if let Visibility::Dense = self {
+            k.set(end, all);
+            return Masked { from: whole.into(), before: None };
+        }
+        let signed = |value: Value<U32>| value.reinterpret::<S32>();
+        // Keys that the first row sees, and the last of the tile.
+        let offset = k.eval(signed(key_length - query_length));
+        let first_sees = k.eval((signed(first_row + 1) + offset).maximum(0));
+        let last_sees = (signed(first_row + rows) + offset).maximum(0);
+        let needed = (last_sees.reinterpret::<U32>() + (size - 1)) / size;
+        k.set(end, at_least(needed.minimum(all), least));
+        Masked { from: (first_sees.reinterpret::<U32>() / size).minimum(whole), before: None }
+    }
+
+    /// What a thread's rows see of the keys from its first column on. `position` is that of its
+    /// first row, `rows` say how far below its rows lie.
+    pub(crate) fn seen(
+        &self,
+        k: &mut Builder,
+        rows: &[u32],
+        position: Value<S32>,
+        first_column: Reg<S32>,
+        key_length: Reg<U32>,
+    ) -> Seen {
+        let end = (key_length - 1).reinterpret::<S32>() - first_column;
+        let below = |k: &mut Builder, from: Reg<S32>, row: u32| match row {
+            0 => from,
+            row => k.eval(from + row as i32),
+        };
+        match self {
+            Visibility::Dense => {
+                let end = k.eval(end);
+                Seen { first: None, last: vec![end; rows.len()] }
+            }
+            Visibility::Causal => {
+                let end = k.eval(end);
+                let diagonal = k.eval(position - first_column);
+                let last = rows.iter().map(|row| k.eval(plus(diagonal, *row).minimum(end)));
+                Seen { first: None, last: last.collect() }
+            }
+            Visibility::Window(window) => {
+                let chunks: Option<Vec<_>> = window.chunk.map(|_| {
+                    let position = k.eval(position.clone());
+                    let chunk = |row: &u32| {
+                        let position = below(k, position, *row);
+                        let [begin, end] = window.chunk_of(k, position).expect("there are chunks");
+                        [k.eval(begin - first_column), k.eval(end - 1 - first_column)]
+                    };
+                    rows.iter().map(chunk).collect()
+                });
+                let position = k.eval(position - first_column);
+                let end = k.eval(end);
+                let first = k.eval(position - window.left);
+                let last = k.eval(position + window.right);
+                let mut firsts: Vec<_> = rows.iter().map(|row| below(k, first, *row)).collect();
+                let mut lasts: Vec<_> =
+                    rows.iter().map(|row| k.eval(plus(last, *row).minimum(end))).collect();
+                for (row, [begin, end]) in chunks.into_iter().flatten().enumerate() {
+                    firsts[row] = k.eval(firsts[row].maximum(begin));
+                    lasts[row] = k.eval(lasts[row].minimum(end));
+                }
+                Seen { first: Some(firsts), last: lasts }
+            }
+        }
+    }
+}
+
+impl Seen {
+    /// Sets the scores of keys that their row does not see to minus infinity.
+    pub(crate) fn hide_others(&self, k: &mut Builder, scores: &[Score]) {
+        for Score { row, column, register } in scores {
+            let mut seen = self.last[*row].at_least(*column as i32);
+            if let Some(first) = &self.first {
+                seen = seen & first[*row].at_most(*column as i32);
+            }
+            k.set(*register, seen.choose::<F32>(*register, f32::NEG_INFINITY));
+        }
+    }
+}
+
+impl WindowRegisters {
+    /// Where the chunk of a position begins and ends. Before the first key there is an empty one.
+    fn chunk_of(&self, k: &mut Builder, position: Reg<S32>) -> Option<[Reg<S32>; 2]> {
+        let chunk = self.chunk?;
+        let among_keys = k.eval(position.maximum(0).reinterpret::<U32>());
+        let (_, within) = chunk.divide(k, among_keys);
+        let begin = k.eval((among_keys - within).reinterpret::<S32>());
+        let end = begin + chunk.number.reinterpret::<S32>();
+        Some([begin, k.eval(position.less(0).choose::<S32>(0, end))])
+    }
+
+    /// The first key that a row at a position in this chunk sees.
+    fn begin(&self, position: Value<S32>, chunk: Option<[Reg<S32>; 2]>) -> Value<S32> {
+        match chunk {
+            None => (position - self.left).maximum(0),
+            Some([begin, _]) => (position - self.left).maximum(begin),
+        }
+    }
+
+    /// What is left of an end in a chunk.
+    fn end(&self, end: Value<S32>, chunk: Option<[Reg<S32>; 2]>) -> Value<S32> {
+        match chunk {
+            None => end,
+            Some([_, chunk_end]) => end.minimum(chunk_end),
+        }
+    }
+
+    fn find_blocks(&self, k: &mut Builder, tile: &RowTile, blocks: Blocks) -> Masked {
+        let RowTile { first_row, rows, query_length, key_length } = *tile;
+        let Blocks { size, least, first, end } = blocks;
+        // The positions of the tile's first and last row, and what they see.
+        let signed = |value: Reg<U32>| value.reinterpret::<S32>();
+        let offset = k.eval(signed(key_length) - signed(query_length));
+        let first_position = k.eval(signed(first_row) + offset);
+        let end_row = (first_row + rows).minimum(query_length);
+        let last_position = k.eval((end_row - 1).reinterpret::<S32>() + offset);
+        let first_chunk = self.chunk_of(k, first_position);
+        let last_chunk = self.chunk_of(k, last_position);
+        let end_of = |k: &mut Builder, position: Reg<S32>, chunk| {
+            let end = self.end(position + self.right + 1, chunk);
+            let end = end.minimum(signed(key_length)).maximum(0);
+            k.eval(end.reinterpret::<U32>())
+        };
+        let begin_of = |k: &mut Builder, position: Reg<S32>, chunk| {
+            k.eval(self.begin(position.into(), chunk).reinterpret::<U32>())
+        };
+        let last_end = end_of(k, last_position, last_chunk);
+        k.set(end, at_least((last_end + (size - 1)) / size, least));
+        if let Some(first) = first {
+            let first_begin = begin_of(k, first_position, first_chunk);
+            // No further than the end, so that the walk down from there comes to it.
+            let furthest = if least == 0 { end.into() } else { end - 1 };
+            k.set(first, (first_begin / size).minimum(furthest));
+        }
+        let first_end = end_of(k, first_position, first_chunk);
+        let from = k.eval(first_end / size);
+        let last_begin = begin_of(k, last_position, last_chunk);
+        let before = k.eval((last_begin + (size - 1)) / size);
+        Masked { from: from.into(), before: Some(before.into()) }
+    }
+}
+
+fn plus(value: Reg<S32>, distance: u32) -> Value<S32> {
+    if distance == 0 { value.into() } else { value + distance as i32 }
+}
+
+fn at_least(count: Value<U32>, least: u32) -> Value<U32> {
+    if least == 0 { count } else { count.maximum(least) }
+}

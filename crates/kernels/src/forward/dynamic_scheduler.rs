@@ -1,0 +1,594 @@
+//! The dynamic tile scheduler, for ragged batches: tiles are claimed by the producer and handed to
+//! the consumers.
+//!
+//! The [`Sequencer`](crate::Sequencer) leaves a list of records, a row tile of a
+//! sequence each, from much work to little. The producer of each block claims the
+//! next tile of the list when it needs one, so that blocks end together whatever
+//! tiles cost and whatever else runs on the GPU. It works out what the tile
+//! needs and writes that to a slot in shared memory, where the consumers find
+//! it. Which block takes a tile has no influence on its result.
+//!
+//! Heads go in rounds of some at a time, so that the keys and values of a round
+//! stay in the second-level cache.
+
+use ptx::{
+    Builder, Consumer, Expression, F32, GlobalAddress, Pipeline, Pred, Producer, Reg, S32, Scope,
+    SharedAddress, U32, U64, Value,
+};
+
+use super::prefill::{Prefill, SLICE_EXTENT};
+use super::producer::Loader;
+use super::scheduler::{ConsumerScheduler, Place, ProducerScheduler, TileScheduler};
+use crate::attention::rows::Sinks;
+use crate::attention::scores::Slopes;
+use crate::attention::sequences::page_of;
+use crate::attention::visibility::{Blocks, Masked, RowTile, Visibility};
+use crate::divisor::DivisorRegisters;
+use crate::parameter::{List, Number, Tensor, Workspace};
+use crate::sequencer::{CLAIMED_BYTE, COUNT_BYTE, DONE_BYTE, RECORD_BYTES, RECORDS_BYTE};
+
+/// Tiles that may be posted before the first of them is done: the one in work,
+/// the one begun, and one ahead, with one to spare.
+const SLOTS: u32 = 4;
+/// Words of a slot: key blocks up to the last, the first of them, where masks
+/// begin on the right and end on the left; first row, lengths and head; the end
+/// of the outputs, the start of the log-sum-exps, slope and sink.
+const SLOT_BYTES: u32 = 64;
+
+/// Slots in shared memory through which tiles go from the producer to the consumers.
+pub(super) struct WorkSlots {
+    offset: u32,
+    pub(super) pipeline: Pipeline,
+}
+
+impl WorkSlots {
+    pub(super) fn new(k: &mut Builder, consumer_warps: u32) -> Self {
+        let offset = k.shared("slots", SLOTS * SLOT_BYTES, 16);
+        WorkSlots { offset, pipeline: Pipeline::new(k, "slots", SLOTS, consumer_warps) }
+    }
+
+    fn slot(&self, k: &mut Builder, slot: Reg<U32>) -> Reg<SharedAddress> {
+        let base = k.shared_address(self.offset);
+        k.eval(base + slot * SLOT_BYTES)
+    }
+
+    fn read(&self, k: &mut Builder, slot: Reg<U32>, quarter: u32) -> [Reg<U32>; 4] {
+        let slot = self.slot(k, slot);
+        k.load_vector(slot + 16 * quarter, Default::default())
+    }
+
+    /// One word as a float.
+    fn read_float(&self, k: &mut Builder, slot: Reg<U32>, word: u32) -> Reg<F32> {
+        let slot = self.slot(k, slot);
+        k.load(slot + 4 * word)
+    }
+}
+
+/// What a launch says of its batch.
+pub(super) struct Batch {
+    schedule: Reg<GlobalAddress>,
+    heads: Reg<U32>,
+    /// Heads of a round.
+    together: Reg<U32>,
+    group: DivisorRegisters,
+    lse_head_stride: Reg<U32>,
+    visibility: Visibility,
+    slopes: Option<Slopes>,
+    sinks: Option<Sinks>,
+    scale_log2: Reg<F32>,
+    pages: Option<Pages>,
+}
+
+struct Pages {
+    table: Reg<GlobalAddress>,
+    /// Pages of a sequence, and in all.
+    columns: Reg<U32>,
+    count: Reg<U32>,
+    size: DivisorRegisters,
+    /// From a page to the next in the tensor.
+    stride: Reg<U32>,
+    /// Rows of one copy.
+    rows: u32,
+}
+
+impl Batch {
+    pub(super) fn parameters(k: &mut Builder, prefill: &Prefill, scale_log2: Reg<F32>) -> Self {
+        let rules = prefill.tile.rules;
+        Batch {
+            schedule: Workspace::Schedule.address(k),
+            heads: Number::QueryHeads.read(k),
+            together: Number::HeadsPerGroup.read(k),
+            group: DivisorRegisters::parameters(k, Number::GroupSize),
+            lse_head_stride: Number::LseHeadStride.read(k),
+            visibility: Visibility::parameters(k, rules.mask),
+            slopes: rules.alibi.then(|| Slopes::parameters(k)),
+            sinks: rules.sinks.then(|| Sinks::parameters(k)),
+            scale_log2,
+            pages: prefill.page_rows.map(|rows| Pages {
+                table: List::BlockTable.address(k),
+                columns: Number::PageColumns.read(k),
+                count: Number::Entries.read(k),
+                size: DivisorRegisters::parameters(k, Number::PageSize),
+                stride: Tensor::Key.entry_rows(k),
+                rows,
+            }),
+        }
+    }
+}
+
+/// The producer's side.
+pub(super) struct DynamicProducer<'a> {
+    query_rows: u32,
+    key_block: u32,
+    slots: &'a WorkSlots,
+    batch: &'a Batch,
+    posted: Producer,
+    /// Records of the list, and tiles in all.
+    records: Reg<U32>,
+    tiles: Reg<U32>,
+    /// Blocks of the grid.
+    blocks: Reg<U32>,
+}
+
+/// A tile that was claimed.
+pub(super) struct Claimed {
+    number: Reg<U32>,
+    /// The number of the next one, and what was looked up of it.
+    ahead: Reg<U32>,
+    found: Option<Found>,
+    first_row: Reg<U32>,
+    query_length: Reg<U32>,
+    /// Where the sequence's queries end in their tensor.
+    query_end: Reg<U32>,
+    head: Reg<U32>,
+    /// The last key block and one.
+    blocks: Reg<U32>,
+    rows: Rows,
+}
+
+/// The head and the record of a tile.
+#[derive(Clone, Copy)]
+struct Found {
+    head: Reg<U32>,
+    record: [Reg<U32>; 8],
+}
+
+/// Where a tile's keys and values are.
+pub(super) struct Rows {
+    first_block: Reg<U32>,
+    key_length: Reg<U32>,
+    key_head: Reg<U32>,
+    place: RowsPlace,
+}
+
+enum RowsPlace {
+    /// Where the sequence's keys end in their tensor.
+    Slice { end: Reg<U32> },
+    /// The sequence, which is its row of the block table.
+    Pages { sequence: Reg<U32> },
+}
+
+impl<'a> DynamicProducer<'a> {
+    pub(super) fn new(
+        k: &mut Builder,
+        prefill: &Prefill,
+        slots: &'a WorkSlots,
+        batch: &'a Batch,
+    ) -> Self {
+        let records = k.load::<U32, _>(batch.schedule + COUNT_BYTE);
+        DynamicProducer {
+            query_rows: prefill.tile.query_rows(),
+            key_block: prefill.tile.key_block,
+            slots,
+            batch,
+            posted: slots.pipeline.producer(k),
+            records,
+            tiles: k.eval(records * batch.heads),
+            blocks: k.special(ptx::Special::GridExtent(ptx::Axis::X)),
+        }
+    }
+
+    /// The number of a tile that nobody has.
+    fn claim(&self, k: &mut Builder) -> Reg<U32> {
+        let counter = self.batch.schedule + CLAIMED_BYTE;
+        let before = k.atomic_add::<U32, _>(counter, 1, Scope::Gpu);
+        k.eval(before + self.blocks)
+    }
+
+    /// Finds the tile of a number. Nobody waits for it here.
+    fn look_up(&self, k: &mut Builder, number: Reg<U32>) -> Found {
+        let Batch { schedule, together, .. } = self.batch;
+        let per_round = k.eval(self.records * *together);
+        let round = k.eval(number / per_round);
+        let rest = k.eval(number - round * per_round);
+        let record = k.eval(rest / *together);
+        let head = k.eval(round * *together + (rest - record * *together));
+        let at = k.eval(*schedule + RECORDS_BYTE + record.convert::<U64>() * RECORD_BYTES as u64);
+        let [a, b, c, d] = k.load_vector::<U32, _, 4>(at, Default::default());
+        let [e, f, g, h] = k.load_vector::<U32, _, 4>(at + 16, Default::default());
+        Found { head, record: [a, b, c, d, e, f, g, h] }
+    }
+
+    /// The same for a tile to come, in registers that are kept until then.
+    fn look_up_into(&self, k: &mut Builder, kept: &Found, number: Reg<U32>) {
+        k.if_(number.less(self.tiles), |k| {
+            let found = self.look_up(k, number);
+            k.set(kept.head, found.head);
+            for (kept, word) in kept.record.iter().zip(found.record) {
+                k.set(*kept, word);
+            }
+        });
+    }
+
+    /// DynamicConsumer the tile that was looked up, or that there is none.
+    fn locate(&self, k: &mut Builder, tile: &Claimed) {
+        let slot = self.posted.acquire(k);
+        let slot = self.slots.slot(k, slot);
+        k.if_else(
+            self.has_tile(tile),
+            |k| self.post(k, tile, slot),
+            |k| {
+                let none = [0; 4].map(|zero| k.eval::<U32>(zero));
+                k.store_vector(slot, &none, Default::default());
+            },
+        );
+        self.posted.publish(k);
+        self.posted.advance(k);
+    }
+
+    fn post(&self, k: &mut Builder, tile: &Claimed, slot: Reg<SharedAddress>) {
+        let Batch { group, visibility, .. } = self.batch;
+        let Found { head, record } = match tile.found {
+            Some(found) => found,
+            None => self.look_up(k, tile.number),
+        };
+        let [sequence, first_row, query_start, query_length, ..] = record;
+        let [.., key_start, key_length, output_start, lse_start] = record;
+        let (key_head, _) = group.divide(k, head);
+
+        k.set(tile.first_row, first_row);
+        k.set(tile.query_length, query_length);
+        k.set(tile.query_end, query_start + query_length);
+        k.set(tile.head, head);
+        k.set(tile.rows.key_length, key_length);
+        k.set(tile.rows.key_head, key_head);
+        match tile.rows.place {
+            RowsPlace::Slice { end } => k.set(end, key_start + key_length),
+            RowsPlace::Pages { sequence: row } => k.set(row, sequence),
+        }
+
+        let rows = RowTile { first_row, rows: self.query_rows, query_length, key_length };
+        let first = Some(tile.rows.first_block);
+        let blocks = Blocks { size: self.key_block, least: 1, first, end: tile.blocks };
+        let Masked { from, before } = visibility.find_blocks(k, &rows, blocks);
+        let masked_from = k.eval(from);
+        let whole_from = k.eval(before.unwrap_or_else(|| 0.into()));
+
+        let blocks = [tile.blocks, tile.rows.first_block, masked_from, whole_from];
+        k.store_vector(slot, &blocks, Default::default());
+        let rows = [first_row, query_length, key_length, head];
+        k.store_vector(slot + 16, &rows, Default::default());
+        let output_end = k.eval(output_start + query_length);
+        k.store_vector(slot + 32, &[output_end, lse_start], Default::default());
+        if let Some(slopes) = &self.batch.slopes {
+            let slope = slopes.unscaled(k, sequence, head, self.batch.scale_log2);
+            k.store(slot + 40, slope);
+        }
+        if let Some(sinks) = &self.batch.sinks {
+            let sink = sinks.of(k, head);
+            k.store(slot + 44, sink);
+        }
+    }
+}
+
+impl TileScheduler for DynamicProducer<'_> {
+    type Tile = Claimed;
+
+    fn first_tile(&self, k: &mut Builder) -> Claimed {
+        let block = k.block_index();
+        let number = k.variable(block);
+        let ahead = self.claim(k);
+        let zero = |k: &mut Builder| k.variable::<U32>(0);
+        let tile = Claimed {
+            number,
+            ahead: k.variable(ahead),
+            // With pages there are no registers left to keep it in.
+            found: (self.batch.pages.is_none())
+                .then(|| Found { head: zero(k), record: std::array::from_fn(|_| zero(k)) }),
+            first_row: zero(k),
+            query_length: zero(k),
+            query_end: zero(k),
+            head: zero(k),
+            blocks: zero(k),
+            rows: Rows {
+                first_block: zero(k),
+                key_length: zero(k),
+                key_head: zero(k),
+                place: match self.batch.pages {
+                    None => RowsPlace::Slice { end: zero(k) },
+                    Some(_) => RowsPlace::Pages { sequence: zero(k) },
+                },
+            },
+        };
+        if let Some(found) = &tile.found {
+            self.look_up_into(k, found, number);
+        }
+        self.locate(k, &tile);
+        tile
+    }
+
+    fn next_tile(&self, k: &mut Builder, tile: &Claimed) {
+        k.set(tile.number, tile.ahead);
+        self.locate(k, tile);
+        k.if_(self.has_tile(tile), |k| {
+            let ahead = self.claim(k);
+            k.set(tile.ahead, ahead);
+        });
+    }
+
+    fn has_tile(&self, tile: &Claimed) -> Value<Pred> {
+        tile.number.less(self.tiles)
+    }
+
+    fn last_block(&self, tile: &Claimed) -> Value<U32> {
+        tile.blocks - 1
+    }
+}
+
+impl ProducerScheduler for DynamicProducer<'_> {
+    type Rows = Rows;
+
+    fn rows<'a>(&self, tile: &'a Claimed) -> &'a Rows {
+        &tile.rows
+    }
+
+    fn hold(&self, k: &mut Builder, tile: &Claimed) -> Rows {
+        let Rows { first_block, key_length, key_head, place } = &tile.rows;
+        Rows {
+            first_block: k.variable(*first_block),
+            key_length: k.variable(*key_length),
+            key_head: k.variable(*key_head),
+            place: match place {
+                RowsPlace::Slice { end } => RowsPlace::Slice { end: k.variable(*end) },
+                RowsPlace::Pages { sequence } => {
+                    RowsPlace::Pages { sequence: k.variable(*sequence) }
+                }
+            },
+        }
+    }
+
+    fn take(&self, k: &mut Builder, held: &Rows, tile: &Claimed) {
+        k.set(held.first_block, tile.rows.first_block);
+        k.set(held.key_length, tile.rows.key_length);
+        k.set(held.key_head, tile.rows.key_head);
+        match (&held.place, &tile.rows.place) {
+            (RowsPlace::Slice { end: held }, RowsPlace::Slice { end: new })
+            | (RowsPlace::Pages { sequence: held }, RowsPlace::Pages { sequence: new }) => {
+                k.set(*held, *new);
+            }
+            _ => unreachable!("both are of this batch"),
+        }
+    }
+
+    fn is_first_block(&self, held: &Rows, block: Reg<U32>) -> Value<Pred> {
+        block.equals(held.first_block)
+    }
+
+    fn load(&self, k: &mut Builder, loader: &Loader<'_>, rows: &Rows, row: Reg<U32>) {
+        match (&rows.place, &self.batch.pages) {
+            (RowsPlace::Slice { end }, _) => {
+                let corner = slice_corner(k, row, rows.key_length, *end, rows.key_head);
+                loader.load(k, &corner);
+            }
+            (RowsPlace::Pages { sequence }, Some(pages)) => {
+                loader.fill(k, |k, tile, full| {
+                    k.for_range(0, self.key_block, pages.rows, |k, first| {
+                        let row = k.eval(row + first);
+                        let room = tile.rows(k, first, pages.rows);
+                        let corner = pages.corner(k, rows, *sequence, row);
+                        room.load(k, loader.map(), &corner, full, Default::default());
+                    });
+                });
+            }
+            (RowsPlace::Pages { .. }, None) => unreachable!("a batch without pages has slices"),
+        }
+    }
+
+    fn load_queries(&self, k: &mut Builder, loader: &Loader<'_>, tile: &Claimed) {
+        let corner = slice_corner(k, tile.first_row, tile.query_length, tile.query_end, tile.head);
+        loader.load(k, &corner);
+    }
+
+    /// The claim and the record come while the producer waits for stages.
+    fn look_ahead(&self, k: &mut Builder, tile: &Claimed) {
+        if let Some(found) = &tile.found {
+            self.look_up_into(k, found, tile.ahead);
+        }
+    }
+
+    /// The last block sets the counters back for the next launch.
+    fn finish(&self, k: &mut Builder) {
+        let done_at = k.eval(self.batch.schedule + DONE_BYTE);
+        let done = k.atomic_add::<U32, _>(done_at, 1, Scope::Gpu);
+        k.if_(done.equals(self.blocks - 1), |k| {
+            let claimed_at = k.eval(self.batch.schedule + CLAIMED_BYTE);
+            let claimed = k.atomic_add::<U32, _>(claimed_at, 0, Scope::Gpu);
+            let zero = k.eval::<U32>(0);
+            k.reduce_add::<U32, _>(claimed_at, zero - claimed, Scope::Gpu);
+            k.reduce_add::<U32, _>(done_at, zero - self.blocks, Scope::Gpu);
+        });
+    }
+}
+
+impl Pages {
+    /// Where a row of a sequence lies. Rows beyond the sequence come as zeros.
+    fn corner(
+        &self,
+        k: &mut Builder,
+        rows: &Rows,
+        sequence: Reg<U32>,
+        row: Reg<U32>,
+    ) -> [Value<S32>; 5] {
+        let (index, within) = self.size.divide(k, row);
+        let column = k.eval(index.minimum(self.columns - 1));
+        let page = page_of(k, self.table, self.columns, self.count, sequence, column.into());
+        let length = k.eval(rows.key_length.maximum(row) - row);
+        let end = k.eval(page * self.stride + within + length);
+        let zero = k.eval::<U32>(0);
+        slice_corner(k, zero, length, end, rows.key_head)
+    }
+}
+
+/// Where a row of a slice lies that ends at `end` and has `length` rows; see
+/// [`Prefill`] for the coordinates.
+fn slice_corner(
+    k: &mut Builder,
+    row: Reg<U32>,
+    length: Reg<U32>,
+    end: Reg<U32>,
+    head: Reg<U32>,
+) -> [Value<S32>; 5] {
+    let inside = k.eval(row + (Value::<U32>::from(SLICE_EXTENT) - length));
+    let [inside, end, head] = [inside, end, head].map(|r| r.reinterpret::<S32>());
+    [0.into(), inside, end, (SLICE_EXTENT as i32).into(), head]
+}
+
+/// The consumers' side.
+pub(super) struct DynamicConsumer<'a> {
+    slots: &'a WorkSlots,
+    batch: &'a Batch,
+    reads: Consumer,
+    /// True in the lane that gives slots back for its warp.
+    leader: Reg<Pred>,
+}
+
+/// A tile as it was posted.
+pub(super) struct WorkTile {
+    slot: Reg<U32>,
+    blocks: Reg<U32>,
+    first_block: Reg<U32>,
+    masked_from: Reg<U32>,
+    whole_from: Reg<U32>,
+}
+
+/// What is left of a tile when its warpgroup has already begun the next.
+pub(super) struct Current {
+    slot: Reg<U32>,
+    first_block: Reg<U32>,
+    masked_from: Reg<U32>,
+    whole_from: Reg<U32>,
+}
+
+impl<'a> DynamicConsumer<'a> {
+    pub(super) fn new(k: &mut Builder, slots: &'a WorkSlots, batch: &'a Batch) -> Self {
+        let lane = k.lane();
+        DynamicConsumer {
+            slots,
+            batch,
+            reads: slots.pipeline.consumer(k),
+            leader: k.eval(lane.equals(0)),
+        }
+    }
+}
+
+impl TileScheduler for DynamicConsumer<'_> {
+    type Tile = WorkTile;
+
+    fn first_tile(&self, k: &mut Builder) -> WorkTile {
+        let tile = WorkTile {
+            slot: k.register(),
+            blocks: k.register(),
+            first_block: k.register(),
+            masked_from: k.register(),
+            whole_from: k.register(),
+        };
+        self.next_tile(k, &tile);
+        tile
+    }
+
+    fn next_tile(&self, k: &mut Builder, tile: &WorkTile) {
+        let slot = self.reads.wait(k);
+        k.set(tile.slot, slot);
+        let words = self.slots.read(k, tile.slot, 0);
+        let WorkTile { blocks, first_block, masked_from, whole_from, .. } = tile;
+        for (register, word) in
+            [blocks, first_block, masked_from, whole_from].into_iter().zip(words)
+        {
+            k.set(*register, word);
+        }
+        self.reads.keep(k);
+    }
+
+    fn has_tile(&self, tile: &WorkTile) -> Value<Pred> {
+        tile.blocks.differs(0)
+    }
+
+    fn last_block(&self, tile: &WorkTile) -> Value<U32> {
+        tile.blocks - 1
+    }
+}
+
+impl ConsumerScheduler for DynamicConsumer<'_> {
+    type Current = Current;
+
+    fn current(&self, k: &mut Builder, tile: &WorkTile) -> Current {
+        Current {
+            slot: k.variable(tile.slot),
+            first_block: k.variable(tile.first_block),
+            masked_from: k.variable(tile.masked_from),
+            whole_from: k.variable(tile.whole_from),
+        }
+    }
+
+    fn take(&self, k: &mut Builder, current: &Current, tile: &WorkTile) {
+        self.reads.give_back(k, current.slot, self.leader);
+        k.set(current.slot, tile.slot);
+        k.set(current.first_block, tile.first_block);
+        k.set(current.masked_from, tile.masked_from);
+        k.set(current.whole_from, tile.whole_from);
+    }
+
+    fn is_first_block(&self, current: &Current, block: Reg<U32>) -> Value<Pred> {
+        block.equals(current.first_block)
+    }
+
+    fn needs_mask(&self, current: &Current, block: Reg<U32>) -> Value<Pred> {
+        block.at_least(current.masked_from) | block.less(current.whole_from)
+    }
+
+    fn place(&self, k: &mut Builder, current: &Current) -> Place {
+        let [first_row, query_length, key_length, head] = self.slots.read(k, current.slot, 1);
+        Place { first_row, query_length, key_length, head }
+    }
+
+    fn visibility(&self) -> &Visibility {
+        &self.batch.visibility
+    }
+
+    fn first_log_sum(&self, k: &mut Builder, current: &Current, place: &Place) -> Value<U64> {
+        let slot = self.slots.slot(k, current.slot);
+        let start = k.load::<U32, _>(slot + 36);
+        place.head.convert::<U64>() * self.batch.lse_head_stride.convert::<U64>()
+            + start.convert::<U64>()
+    }
+
+    fn output_corner(
+        &self,
+        k: &mut Builder,
+        current: &Current,
+        place: &Place,
+        row: Reg<U32>,
+    ) -> Vec<Value<S32>> {
+        let slot = self.slots.slot(k, current.slot);
+        let end = k.load::<U32, _>(slot + 32);
+        slice_corner(k, row, place.query_length, end, place.head)[1..].to_vec()
+    }
+
+    fn slope(&self, k: &mut Builder, current: &Current) -> Option<Reg<F32>> {
+        self.batch.slopes.as_ref().map(|_| self.slots.read_float(k, current.slot, 10))
+    }
+
+    fn sink(&self, k: &mut Builder, current: &Current) -> Option<Reg<F32>> {
+        self.batch.sinks.as_ref().map(|_| self.slots.read_float(k, current.slot, 11))
+    }
+}

@@ -1,0 +1,69 @@
+//! All that comes between the products and the softmax: what changes scores, and the mask.
+
+use ptx::{Accumulator, Builder, Expression, Reg, S32, U32};
+
+use super::Forward;
+use super::scheduler::ConsumerScheduler;
+use super::warpgroup::Warpgroup;
+use crate::attention::scores::{ScoreRule, alibi};
+use crate::attention::{ACCUMULATOR_ROWS, Score};
+
+/// The rule, and where a thread's scores stand.
+pub(super) struct Rule {
+    scores: ScoreRule,
+    key_block: u32,
+    /// The thread's first row inside a tile, and its first column inside a block.
+    row: Reg<U32>,
+    column: Reg<U32>,
+}
+
+impl Rule {
+    pub(super) fn new(
+        k: &mut Builder,
+        forward: &Forward,
+        group: &Warpgroup<'_>,
+        scores: ScoreRule,
+    ) -> Self {
+        let position = Accumulator::position(k, group.thread);
+        Rule {
+            scores,
+            key_block: forward.key_block,
+            row: k.eval(group.index * 64 + position.row),
+            column: position.column,
+        }
+    }
+
+    /// Turns the products of a key block into scores, minus infinity where a row does not see the
+    /// key.
+    pub(super) fn apply<T: ConsumerScheduler>(
+        &self,
+        k: &mut Builder,
+        tiles: &T,
+        current: &T::Current,
+        block: Reg<U32>,
+        scores: &[Score],
+    ) {
+        self.scores.cap(k, scores);
+        if let Some(slope) = tiles.slope(k, current) {
+            let place = tiles.place(k, current);
+            let first_column = self.first_column(k, block);
+            let distance = place.position(self.row) - first_column;
+            alibi(k, scores, &ACCUMULATOR_ROWS, distance, slope);
+        }
+        k.if_(tiles.needs_mask(current, block), |k| {
+            let place = tiles.place(k, current);
+            let first_column = self.first_column(k, block);
+            let position = place.position(self.row);
+            let rows = &ACCUMULATOR_ROWS;
+            tiles
+                .visibility()
+                .seen(k, rows, position, first_column, place.key_length)
+                .hide_others(k, scores);
+        });
+    }
+
+    /// The key of the thread's first column.
+    fn first_column(&self, k: &mut Builder, block: Reg<U32>) -> Reg<S32> {
+        k.eval((block * self.key_block + self.column).reinterpret::<S32>())
+    }
+}

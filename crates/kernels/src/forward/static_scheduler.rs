@@ -1,0 +1,340 @@
+//! The static tile scheduler, for equal lengths: which tiles a block takes, and in which order.
+//!
+//! A tile is some query rows of one head. Tiles are numbered with the rows
+//! moving fastest, so that blocks running at the same time share the keys and
+//! values of few heads in the second-level cache. Without a mask all tiles are
+//! alike, and block `b` of `g` takes tiles `b`, `b + g`, ... With a mask
+//! they differ in length, and each block has a list ([`TileLists`]), read one
+//! entry ahead.
+//!
+//! [`TileLists`]: super::TileLists
+
+use ptx::{Builder, Expression, F32, GlobalAddress, Pred, Reg, S32, U32, U64, Value};
+
+use super::producer::Loader;
+use super::scheduler::{ConsumerScheduler, Place, ProducerScheduler, TileScheduler};
+use super::{Forward, TileLists};
+use crate::attention::rows::Sinks;
+use crate::attention::scores::Slopes;
+use crate::attention::visibility::{Blocks, Masked, RowTile, Visibility};
+use crate::divisor::DivisorRegisters;
+use crate::parameter::{Number, Workspace};
+
+/// The numbering of tiles.
+pub(super) struct StaticScheduler {
+    query_rows: u32,
+    key_block: u32,
+    query_length: Reg<U32>,
+    key_length: Reg<U32>,
+    order: Order,
+    /// Tiles of a head.
+    per_head: DivisorRegisters,
+    heads: DivisorRegisters,
+    group: DivisorRegisters,
+    visibility: Visibility,
+    slopes: Option<Slopes>,
+    sinks: Option<Sinks>,
+    scale_log2: Reg<F32>,
+}
+
+/// How a block goes on from one tile to the next.
+enum Order {
+    /// In steps of the grid's size, up to the number of tiles in all.
+    Strided { tiles: Reg<U32>, blocks: Reg<U32> },
+    /// By lists at this address.
+    Listed(Reg<GlobalAddress>),
+}
+
+/// Where a block stands: its tile, in registers that change from tile to tile.
+pub(super) struct Tile {
+    number: Reg<U32>,
+    /// Where the list goes on, and the entry there.
+    ahead: Option<(Reg<GlobalAddress>, Reg<U32>)>,
+    first_row: Reg<U32>,
+    head: Reg<U32>,
+    rows: Rows,
+    /// The last key block that some row of the tile sees, and one; at least one,
+    /// so that a tile of rows that see nothing is written too.
+    blocks: Reg<U32>,
+    /// From where on some row does not see blocks whole.
+    first_masked: Reg<U32>,
+    /// With a window, where that ends on the left.
+    whole_from: Option<Reg<U32>>,
+}
+
+/// Where a tile's keys and values are.
+pub(super) struct Rows {
+    key_head: Reg<U32>,
+    batch: Reg<U32>,
+    /// The first key block, with a window.
+    first_block: Option<Reg<U32>>,
+}
+
+/// What is left of a tile when the block has already begun the next.
+pub(super) struct Current {
+    first_row: Reg<U32>,
+    first_masked: Reg<U32>,
+    head: Reg<U32>,
+    batch: Reg<U32>,
+    window: Option<Window>,
+}
+
+/// What a window adds: the first block, and the first that all rows see whole.
+struct Window {
+    first_block: Reg<U32>,
+    whole_from: Reg<U32>,
+}
+
+impl StaticScheduler {
+    pub(super) fn parameters(
+        k: &mut Builder,
+        forward: &Forward,
+        query_length: Reg<U32>,
+        key_length: Reg<U32>,
+        scale_log2: Reg<F32>,
+    ) -> Self {
+        let rules = forward.rules;
+        StaticScheduler {
+            query_rows: forward.query_rows(),
+            key_block: forward.key_block,
+            query_length,
+            key_length,
+            order: if forward.takes_lists() {
+                Order::Listed(Workspace::TileLists.address(k))
+            } else {
+                let tiles = Number::Tiles.read(k);
+                let blocks = k.special(ptx::Special::GridExtent(ptx::Axis::X));
+                Order::Strided { tiles, blocks }
+            },
+            per_head: DivisorRegisters::parameters(k, Number::TilesPerHead),
+            heads: DivisorRegisters::parameters(k, Number::QueryHeads),
+            group: DivisorRegisters::parameters(k, Number::GroupSize),
+            visibility: Visibility::parameters(k, rules.mask),
+            slopes: rules.alibi.then(|| Slopes::parameters(k)),
+            sinks: rules.sinks.then(|| Sinks::parameters(k)),
+            scale_log2,
+        }
+    }
+
+    /// Finds the coordinates of a tile by its number.
+    fn locate(&self, k: &mut Builder, tile: &Tile) {
+        let (head_and_batch, row_tile) = self.per_head.divide(k, tile.number);
+        let (batch, head) = self.heads.divide(k, head_and_batch);
+        let (key_head, _) = self.group.divide(k, head);
+        k.set(tile.rows.batch, batch);
+        k.set(tile.head, head);
+        k.set(tile.rows.key_head, key_head);
+        k.set(tile.first_row, row_tile * self.query_rows);
+        self.find_blocks(k, tile);
+    }
+
+    /// Which key blocks the tile needs, and which of them need no mask.
+    fn find_blocks(&self, k: &mut Builder, tile: &Tile) {
+        let rows = RowTile {
+            first_row: tile.first_row,
+            rows: self.query_rows,
+            query_length: self.query_length,
+            key_length: self.key_length,
+        };
+        let first = tile.rows.first_block;
+        let blocks = Blocks { size: self.key_block, least: 1, first, end: tile.blocks };
+        let Masked { from, before } = self.visibility.find_blocks(k, &rows, blocks);
+        k.set(tile.first_masked, from);
+        if let (Some(whole_from), Some(before)) = (tile.whole_from, before) {
+            k.set(whole_from, before);
+        }
+    }
+
+    /// A register that there is with a window only.
+    fn with_window(&self, k: &mut Builder) -> Option<Reg<U32>> {
+        self.visibility.is_window().then(|| k.register())
+    }
+}
+
+impl TileScheduler for StaticScheduler {
+    type Tile = Tile;
+
+    fn first_tile(&self, k: &mut Builder) -> Tile {
+        let block = k.block_index();
+        let (number, ahead) = match &self.order {
+            Order::Strided { .. } => (k.variable(block), None),
+            Order::Listed(lists) => {
+                let start = k.load::<U32, _>(*lists + block.convert::<U64>() * 4);
+                let first = k.eval(*lists + start.convert::<U64>() * 4);
+                let number = k.load::<U32, _>(first);
+                let next = k.variable(first + 4);
+                let entry = k.load::<U32, _>(next);
+                (number, Some((next, entry)))
+            }
+        };
+        let tile = Tile {
+            number,
+            ahead,
+            first_row: k.register(),
+            head: k.register(),
+            rows: Rows {
+                key_head: k.register(),
+                batch: k.register(),
+                first_block: self.with_window(k),
+            },
+            blocks: k.register(),
+            first_masked: k.register(),
+            whole_from: self.with_window(k),
+        };
+        self.locate(k, &tile);
+        tile
+    }
+
+    fn next_tile(&self, k: &mut Builder, tile: &Tile) {
+        if let Some((next, entry)) = tile.ahead {
+            k.set(tile.number, entry);
+            // Nobody reads behind the end of a list.
+            k.if_(entry.differs(TileLists::END), |k| {
+                k.set(next, next + 4);
+                let further = k.load::<U32, _>(next);
+                k.set(entry, further);
+            });
+        } else if let Order::Strided { blocks, .. } = &self.order {
+            k.set(tile.number, tile.number + *blocks);
+        }
+        self.locate(k, tile);
+    }
+
+    fn has_tile(&self, tile: &Tile) -> Value<Pred> {
+        match &self.order {
+            Order::Strided { tiles, .. } => tile.number.less(*tiles),
+            Order::Listed(_) => tile.number.differs(TileLists::END),
+        }
+    }
+
+    fn last_block(&self, tile: &Tile) -> Value<U32> {
+        tile.blocks - 1
+    }
+}
+
+impl ProducerScheduler for StaticScheduler {
+    type Rows = Rows;
+
+    fn rows<'a>(&self, tile: &'a Tile) -> &'a Rows {
+        &tile.rows
+    }
+
+    fn hold(&self, k: &mut Builder, tile: &Tile) -> Rows {
+        let Rows { key_head, batch, first_block } = tile.rows;
+        Rows {
+            key_head: k.variable(key_head),
+            batch: k.variable(batch),
+            first_block: first_block.map(|first| k.variable(first)),
+        }
+    }
+
+    fn take(&self, k: &mut Builder, held: &Rows, tile: &Tile) {
+        k.set(held.key_head, tile.rows.key_head);
+        k.set(held.batch, tile.rows.batch);
+        if let (Some(held), Some(new)) = (held.first_block, tile.rows.first_block) {
+            k.set(held, new);
+        }
+    }
+
+    fn is_first_block(&self, held: &Rows, block: Reg<U32>) -> Value<Pred> {
+        held.first_block.map_or_else(|| block.equals(0), |first| block.equals(first))
+    }
+
+    fn load(&self, k: &mut Builder, loader: &Loader<'_>, rows: &Rows, row: Reg<U32>) {
+        loader.load(k, &corner(row, rows.key_head, rows.batch));
+    }
+
+    fn load_queries(&self, k: &mut Builder, loader: &Loader<'_>, tile: &Tile) {
+        loader.load(k, &corner(tile.first_row, tile.head, tile.rows.batch));
+    }
+
+    fn look_ahead(&self, _: &mut Builder, _: &Tile) {}
+
+    fn finish(&self, _: &mut Builder) {}
+}
+
+impl ConsumerScheduler for StaticScheduler {
+    type Current = Current;
+
+    fn current(&self, k: &mut Builder, tile: &Tile) -> Current {
+        Current {
+            first_row: k.variable(tile.first_row),
+            first_masked: k.variable(tile.first_masked),
+            head: k.variable(tile.head),
+            batch: k.variable(tile.rows.batch),
+            window: tile.rows.first_block.zip(tile.whole_from).map(|(first_block, whole_from)| {
+                Window { first_block: k.variable(first_block), whole_from: k.variable(whole_from) }
+            }),
+        }
+    }
+
+    fn take(&self, k: &mut Builder, current: &Current, tile: &Tile) {
+        k.set(current.first_row, tile.first_row);
+        k.set(current.first_masked, tile.first_masked);
+        k.set(current.head, tile.head);
+        k.set(current.batch, tile.rows.batch);
+        let new = tile.rows.first_block.zip(tile.whole_from);
+        if let (Some(window), Some((first_block, whole_from))) = (&current.window, new) {
+            k.set(window.first_block, first_block);
+            k.set(window.whole_from, whole_from);
+        }
+    }
+
+    fn is_first_block(&self, current: &Current, block: Reg<U32>) -> Value<Pred> {
+        match &current.window {
+            Some(window) => block.equals(window.first_block),
+            None => block.equals(0),
+        }
+    }
+
+    fn needs_mask(&self, current: &Current, block: Reg<U32>) -> Value<Pred> {
+        let behind = block.at_least(current.first_masked);
+        match &current.window {
+            Some(window) => behind | block.less(window.whole_from),
+            None => behind,
+        }
+    }
+
+    fn place(&self, _: &mut Builder, current: &Current) -> Place {
+        Place {
+            first_row: current.first_row,
+            query_length: self.query_length,
+            key_length: self.key_length,
+            head: current.head,
+        }
+    }
+
+    fn visibility(&self) -> &Visibility {
+        &self.visibility
+    }
+
+    fn first_log_sum(&self, k: &mut Builder, current: &Current, place: &Place) -> Value<U64> {
+        let head = k.eval(current.batch * self.heads.number + place.head);
+        head.convert::<U64>() * self.query_length.convert::<U64>()
+    }
+
+    fn output_corner(
+        &self,
+        _: &mut Builder,
+        current: &Current,
+        place: &Place,
+        row: Reg<U32>,
+    ) -> Vec<Value<S32>> {
+        [row, place.head, current.batch].map(|r| r.reinterpret::<S32>()).to_vec()
+    }
+
+    fn slope(&self, k: &mut Builder, current: &Current) -> Option<Reg<F32>> {
+        // Read anew for each block: there are few, and they stay in the first-level cache.
+        let slopes = self.slopes?;
+        Some(slopes.unscaled(k, current.batch, current.head, self.scale_log2))
+    }
+
+    fn sink(&self, k: &mut Builder, current: &Current) -> Option<Reg<F32>> {
+        self.sinks.map(|sinks| sinks.of(k, current.head))
+    }
+}
+
+fn corner(row: Reg<U32>, head: Reg<U32>, batch: Reg<U32>) -> [Value<S32>; 4] {
+    let [row, head, batch] = [row, head, batch].map(|r| r.reinterpret::<S32>());
+    [0.into(), row, head, batch]
+}

@@ -1,0 +1,114 @@
+//! What becomes of a block's products before the softmax: caps, slopes and masks.
+
+use ptx::{Builder, Expression, F32, Pred, Reg, S32, U32, Value, WarpAccumulator};
+
+use super::Mma;
+use super::place::Place;
+use crate::attention::rows::Sinks;
+use crate::attention::scores::{ScoreRule, Slopes, alibi};
+use crate::attention::visibility::Visibility;
+use crate::attention::{Rules, Score};
+
+/// What a launch passes for the rules.
+pub(super) struct RuleParameters {
+    pub(super) scores: ScoreRule,
+    pub(super) visibility: Visibility,
+    slopes: Option<Slopes>,
+    sinks: Option<Sinks>,
+}
+
+impl RuleParameters {
+    pub(super) fn parameters(k: &mut Builder, rules: &Rules) -> Self {
+        RuleParameters {
+            scores: ScoreRule::parameters(k, rules).with_small_tanh(!rules.alibi),
+            visibility: Visibility::parameters(k, rules.mask),
+            slopes: rules.alibi.then(|| Slopes::parameters(k)),
+            sinks: rules.sinks.then(|| Sinks::parameters(k)),
+        }
+    }
+
+    /// The sink of the tile's head, in units of log2. Of a split tile only the
+    /// first part has it: it counts once.
+    pub(super) fn sink(
+        &self,
+        k: &mut Builder,
+        head: Reg<U32>,
+        split: Option<Reg<U32>>,
+    ) -> Option<Reg<F32>> {
+        use ptx::Choose;
+        let sink = self.sinks.map(|sinks| sinks.of(k, head))?;
+        Some(match split {
+            None => sink,
+            Some(index) => k.eval(index.equals(0).choose::<F32>(sink, f32::NEG_INFINITY)),
+        })
+    }
+}
+
+/// The rule of a warp's rows. Where a thread stands is found anew in each block
+/// that needs it: registers are dear in all others.
+pub(super) struct Rule {
+    scores: ScoreRule,
+    visibility: Visibility,
+    /// Whether scores are more than products.
+    changes: bool,
+    /// In units of scores before their scale.
+    slope: Option<Reg<F32>>,
+    /// Where the warp's first row stands among the keys.
+    position: Reg<U32>,
+    key_length: Reg<U32>,
+    /// How far below its first the thread's rows lie.
+    rows: Vec<u32>,
+}
+
+impl Rule {
+    pub(super) fn new(
+        k: &mut Builder,
+        mma: &Mma,
+        parameters: &RuleParameters,
+        place: &Place,
+        first_row: Reg<U32>,
+    ) -> Self {
+        let RuleParameters { scores, visibility, slopes, .. } = *parameters;
+        let Place { sequence, head, query_length, key_length, .. } = *place;
+        let slope = slopes.map(|slopes| slopes.unscaled(k, sequence, head, scores.scale_log2));
+        let rows = (0..mma.thread_rows()).map(WarpAccumulator::row_offset).collect();
+        let position = k.eval(first_row + (key_length - query_length));
+        let changes = mma.rules.changes_scores();
+        Rule { scores, visibility, changes, slope, position, key_length, rows }
+    }
+
+    /// Turns the products with the keys from `first_key` on into scores, masked
+    /// where it is needed.
+    pub(super) fn apply(
+        &self,
+        k: &mut Builder,
+        products: &WarpAccumulator,
+        first_key: Reg<U32>,
+        needs_mask: Value<Pred>,
+    ) {
+        let scores = Score::of_warp(products);
+        if self.changes {
+            // Always so. A branch of its own, for the assembler would else work out all distances
+            // ahead, beside the products, in as many registers as there are scores.
+            k.if_(first_key.less(self.key_length), |k| {
+                self.scores.cap(k, &scores);
+                if let Some(slope) = self.slope {
+                    let (position, first_column) = self.stand(k, first_key);
+                    alibi(k, &scores, &self.rows, position - first_column, slope);
+                }
+            });
+        }
+        k.if_(needs_mask, |k| {
+            let (position, first_column) = self.stand(k, first_key);
+            let seen = self.visibility.seen(k, &self.rows, position, first_column, self.key_length);
+            seen.hide_others(k, &scores);
+        });
+    }
+
+    /// The position of the thread's first row, and the key of its first column.
+    fn stand(&self, k: &mut Builder, first_key: Reg<U32>) -> (Value<S32>, Reg<S32>) {
+        let lane = k.lane();
+        let column = k.eval((first_key + lane % 4 * 2).reinterpret::<S32>());
+        ((self.position + lane / 4).reinterpret::<S32>(), column)
+    }
+}

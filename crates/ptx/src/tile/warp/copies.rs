@@ -1,0 +1,203 @@
+//! Rows of a tensor into swizzled tiles, by `cp.async`.
+//!
+//! Eight neighbouring threads copy one row of a panel, 128 bytes, a chunk of 16
+//! each; chunks are permuted as the swizzle says.
+
+use std::ops::Range;
+
+use super::{CHUNK, CHUNK_COLUMNS, PANEL_CHUNKS, ROW, check};
+use crate::tile::TileLayout;
+use crate::{
+    Builder, Choose, CopyCache, Expression, GlobalAddress, Instruction, Reg, SharedAddress,
+    StoreHint, U32, Value,
+};
+
+/// Some tiles of shared memory that are filled and read in turn.
+#[derive(Clone, Debug)]
+pub struct TileRing {
+    layout: TileLayout,
+    /// Their addresses, the one to be read now first.
+    slots: Vec<Reg<SharedAddress>>,
+}
+
+impl TileRing {
+    /// Reserves room for `count` tiles.
+    #[track_caller]
+    pub fn new(k: &mut Builder, name: &str, layout: TileLayout, count: u32) -> Self {
+        check(k, layout);
+        let offset = k.shared(name, count * layout.bytes(), layout.alignment());
+        let mut slots = Vec::new();
+        for index in 0..count {
+            let address = k.shared_address(offset + index * layout.bytes());
+            slots.push(k.variable(address));
+        }
+        TileRing { layout, slots }
+    }
+
+    /// The layout of each.
+    pub fn layout(&self) -> TileLayout {
+        self.layout
+    }
+
+    /// The tile that is `index` tiles on from the one read now.
+    pub fn at(&self, index: u32) -> Reg<SharedAddress> {
+        self.slots[index as usize]
+    }
+
+    /// All of them, the one read now first.
+    pub fn slots(&self) -> &[Reg<SharedAddress>] {
+        &self.slots
+    }
+
+    /// Goes on to the next tile.
+    #[track_caller]
+    pub fn rotate(&self, k: &mut Builder) {
+        let first = k.variable(self.slots[0]);
+        for pair in self.slots.windows(2) {
+            k.set(pair[0], pair[1]);
+        }
+        k.set(self.slots[self.slots.len() - 1], first);
+    }
+}
+
+/// Which chunk of which row.
+#[derive(Clone, Copy, Debug)]
+pub struct ChunkPlace {
+    /// The row.
+    pub row: Reg<U32>,
+    /// The chunk of each panel's row, from 0 to 7.
+    pub chunk: Reg<U32>,
+}
+
+impl ChunkPlace {
+    /// The chunk that a thread copies, of as many rows as there are groups of
+    /// eight threads.
+    #[track_caller]
+    pub fn of(k: &mut Builder, thread: Reg<U32>) -> Self {
+        ChunkPlace { row: k.eval(thread / PANEL_CHUNKS), chunk: k.eval(thread % PANEL_CHUNKS) }
+    }
+
+    /// Where the chunk lies in the first panel of a tile, for a warp that copies
+    /// four rows at a time: in the first four of eight rows, and in the others.
+    #[track_caller]
+    pub fn swizzled_fours(&self, k: &mut Builder) -> [Reg<U32>; 2] {
+        let first = k.eval(self.row * ROW + (self.chunk ^ self.row) * CHUNK);
+        // Four rows on, the bit of 4 in the row flips that of the chunk.
+        [first, k.eval(first ^ (4 * CHUNK))]
+    }
+
+    /// Bytes from the first element of a row of the tensor.
+    pub fn source_bytes(&self) -> Value<U32> {
+        self.chunk * CHUNK
+    }
+}
+
+/// How rows of a tensor lie in a tile that may be wider than they are.
+#[derive(Clone, Copy, Debug)]
+pub struct RowCopies {
+    layout: TileLayout,
+    columns: u32,
+}
+
+impl RowCopies {
+    /// Rows of `columns` elements, a multiple of 8, in a tile of this layout.
+    pub const fn new(layout: TileLayout, columns: u32) -> Self {
+        RowCopies { layout, columns }
+    }
+
+    /// The layout of the tile.
+    pub const fn layout(&self) -> TileLayout {
+        self.layout
+    }
+
+    /// Where a chunk lies in the first panel of a tile.
+    #[track_caller]
+    pub fn target(
+        &self,
+        k: &mut Builder,
+        tile: Reg<SharedAddress>,
+        place: ChunkPlace,
+    ) -> Reg<SharedAddress> {
+        let ChunkPlace { row, chunk } = place;
+        k.eval(tile + row * ROW + (chunk ^ (row % 8)) * CHUNK)
+    }
+
+    /// How many bytes of a chunk are read, `row` of `rows` being there or not:
+    /// what [`copy`](RowCopies::copy) takes to fill what is not there with zeros.
+    #[track_caller]
+    pub fn valid_bytes(
+        &self,
+        k: &mut Builder,
+        row: impl Into<Value<U32>>,
+        rows: Reg<U32>,
+    ) -> Reg<U32> {
+        k.eval(row.into().less(rows).choose::<U32>(CHUNK, 0))
+    }
+
+    /// Copies the thread's chunk of each panel of a row. `to` is its address in
+    /// the first panel, and how many rows further down; `from` is the chunk in the
+    /// tensor. Beyond `valid` bytes a chunk becomes zeros. Chunks beyond the
+    /// tensor's columns are left alone: see [`clear`](RowCopies::clear).
+    #[track_caller]
+    pub fn copy(
+        &self,
+        k: &mut Builder,
+        place: ChunkPlace,
+        (to, rows): (Reg<SharedAddress>, u32),
+        from: Reg<GlobalAddress>,
+        valid: Option<Reg<U32>>,
+    ) {
+        let held = self.columns / CHUNK_COLUMNS;
+        for panel in 0..self.layout.panels() {
+            let copy = Instruction::CopyAsync {
+                dst: k.address(to + (rows * ROW + panel * self.layout.panel_bytes())),
+                src: k.address(from + panel * ROW),
+                bytes: CHUNK,
+                source_bytes: valid.map(Into::into),
+                cache: CopyCache::L2Only,
+            };
+            match held.saturating_sub(PANEL_CHUNKS * panel) {
+                0 => (),
+                PANEL_CHUNKS.. => k.push(copy),
+                rest => k.if_one(place.chunk.less(rest), copy),
+            }
+        }
+    }
+
+    /// The chunks of a row that products read and copies leave alone.
+    pub fn padding(&self) -> Range<u32> {
+        self.columns / CHUNK_COLUMNS..self.layout.columns / CHUNK_COLUMNS
+    }
+
+    /// Fills a chunk of a row with `zero`, which holds four; `offset` bytes on
+    /// from `tile`.
+    #[track_caller]
+    pub fn clear(
+        &self,
+        k: &mut Builder,
+        (tile, offset): (Reg<SharedAddress>, u32),
+        row: Reg<U32>,
+        chunk: u32,
+        zero: &[Reg<U32>; 4],
+    ) {
+        let within = row * ROW + ((row % 8) ^ (chunk % PANEL_CHUNKS)) * CHUNK;
+        let panel = chunk / PANEL_CHUNKS * self.layout.panel_bytes();
+        k.store_vector(tile + within + (offset + panel), zero, StoreHint::default());
+    }
+
+    /// Fills one chunk of each panel of a row with `zero`, which holds four: eight
+    /// threads clear a row, in whatever order its chunks lie.
+    #[track_caller]
+    pub fn clear_row(
+        &self,
+        k: &mut Builder,
+        tile: Reg<SharedAddress>,
+        (row, chunk): (Reg<U32>, Value<U32>),
+        zero: &[Reg<U32>; 4],
+    ) {
+        let at = k.eval(tile + row * ROW + chunk * CHUNK);
+        for panel in 0..self.layout.panels() {
+            k.store_vector(at + panel * self.layout.panel_bytes(), zero, StoreHint::default());
+        }
+    }
+}

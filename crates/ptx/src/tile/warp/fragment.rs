@@ -1,0 +1,96 @@
+//! The operands of `mma.sync` in registers, and the product itself.
+
+use super::MmaSum;
+use crate::{Builder, Element, F32, Instruction, MmaShape, Packed, Reg, SharedAddress, Value};
+
+/// The first operand of a product: 16 rows by 16 columns of 16-bit elements.
+///
+/// Registers have two neighbours each of row `lane / 4`, of the row 8 below,
+/// and of both again 8 columns on.
+#[derive(Clone, Copy, Debug)]
+pub struct FragmentA(pub [Packed; 4]);
+
+/// The second operand of a product: 16 rows by 8 columns of 16-bit elements.
+///
+/// Registers have rows `2 * (lane % 4)` and the next of column `lane / 4`, then
+/// the same 8 rows down.
+#[derive(Clone, Copy, Debug)]
+pub struct FragmentB(pub [Packed; 2]);
+
+impl FragmentA {
+    /// Loads an operand that lies in shared memory as it lies in registers: 512
+    /// bytes, of which `address` has the lane's 16.
+    #[track_caller]
+    pub fn load(
+        k: &mut Builder,
+        element: Element,
+        address: impl Into<Value<SharedAddress>>,
+    ) -> Self {
+        FragmentA(k.load_matrix_packed(element, address, false))
+    }
+}
+
+/// A matrix of 16-bit elements in the registers of a warp, held as the
+/// [`WarpAccumulator`](super::WarpAccumulator) that was rounded: by tile of 16
+/// rows, by group of 8 columns, two neighbours of the thread's first row and two
+/// of its second.
+///
+/// As it stands it is the first operand of a product over its columns; nothing
+/// goes through shared memory.
+#[derive(Clone, Debug)]
+pub struct WarpFragment {
+    /// By tile, then by group.
+    pairs: Vec<[Packed; 2]>,
+    groups: usize,
+}
+
+impl WarpFragment {
+    /// Registers for a matrix, not yet written. Rows and columns go in sixteens.
+    #[track_caller]
+    pub fn new(k: &mut Builder, element: Element, rows: u32, columns: u32) -> Self {
+        if !rows.is_multiple_of(16) || !columns.is_multiple_of(16) {
+            k.misuse(format!("{rows} x {columns} is not made of operands of 16 x 16"));
+        }
+        let groups = (columns / 8) as usize;
+        let count = (rows / 16) as usize * groups;
+        let pair = |k: &mut Builder| std::array::from_fn(|_| k.packed(element));
+        WarpFragment { pairs: (0..count).map(|_| pair(k)).collect(), groups }
+    }
+
+    /// Rounds two neighbours of one of the thread's rows, which count through
+    /// the tiles, in a group of columns.
+    #[track_caller]
+    pub fn set_pair(&self, k: &mut Builder, row: usize, group: usize, pair: [Reg<F32>; 2]) {
+        let dst = self.pairs[row / 2 * self.groups + group][row % 2];
+        k.pack_into(dst, pair[0], pair[1]);
+    }
+
+    /// The first operand of a product over the columns from `16 * step` on.
+    pub fn a(&self, tile: usize, step: usize) -> FragmentA {
+        let first = tile * self.groups + 2 * step;
+        let [top, bottom] = self.pairs[first];
+        let [top_right, bottom_right] = self.pairs[first + 1];
+        FragmentA([top, bottom, top_right, bottom_right])
+    }
+}
+
+impl Builder {
+    /// `d = a * b + c` on 16 x 8 x 16. All lanes of a warp call this.
+    #[track_caller]
+    pub fn mma(&mut self, d: impl Into<MmaSum>, a: FragmentA, b: FragmentB, c: impl Into<MmaSum>) {
+        let (d, c) = (d.into(), c.into());
+        let (element, accumulator) = (a.0[0].element(), d.element());
+        if c.element() != accumulator || b.0[0].element() != element {
+            self.misuse("a product of different elements, or added up in different ones");
+        }
+        self.push(Instruction::Mma {
+            shape: MmaShape::M16N8K16,
+            element,
+            accumulator,
+            d: d.registers(),
+            a: a.0.map(Packed::register).to_vec(),
+            b: b.0.map(Packed::register).to_vec(),
+            c: c.registers(),
+        });
+    }
+}

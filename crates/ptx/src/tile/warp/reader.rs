@@ -1,0 +1,160 @@
+//! Operands of `mma.sync` out of swizzled tiles, by `ldmatrix`.
+//!
+//! `ldmatrix` takes four 8 x 8 matrices, of which each lane addresses one row.
+//! In which order the matrices of 16 x 16 elements are taken, and whether each
+//! is transposed, says which operand they become:
+//!
+//! | matrices | as they are | each transposed |
+//! | --- | --- | --- |
+//! | down the rows first | `A`: the tile | `B`: the tile |
+//! | along the columns first | `B`: the tile transposed | `A`: the tile transposed |
+//!
+//! The 128-byte swizzle exclusive-ors the chunk with the row's place in eight,
+//! so a step of 16 columns within a panel is another exclusive or.
+
+use super::{CHUNK, FragmentA, FragmentB, ROW, check};
+use crate::tile::TileLayout;
+use crate::{Builder, Expression, Reg, SharedAddress, U32, Value};
+
+/// In which order the four matrices of 16 x 16 elements are taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MatrixOrder {
+    /// Down the rows first: operands are the tile as it lies.
+    RowsFirst,
+    /// Along the columns first: operands are the tile transposed.
+    ColumnsFirst,
+}
+
+/// How the lanes of a warp address the rows of matrices, as bytes from the
+/// corner of 16 x 16 elements of a tile.
+#[derive(Clone, Copy, Debug)]
+pub struct MatrixLanes {
+    order: MatrixOrder,
+    offset: Reg<U32>,
+}
+
+impl MatrixLanes {
+    /// Matrices down the rows first.
+    #[track_caller]
+    pub fn rows_first(k: &mut Builder, lane: Reg<U32>) -> Self {
+        let (row, chunk) = (k.eval(lane % 16), k.eval(lane / 16));
+        let offset = k.eval(row * ROW + (chunk ^ (lane % 8)) * CHUNK);
+        MatrixLanes { order: MatrixOrder::RowsFirst, offset }
+    }
+
+    /// Matrices along the columns first.
+    #[track_caller]
+    pub fn columns_first(k: &mut Builder, lane: Reg<U32>) -> Self {
+        let (row, chunk) = (k.eval(lane / 16 * 8 + lane % 8), k.eval(lane / 8 % 2));
+        let offset = k.eval(row * ROW + (chunk ^ (lane % 8)) * CHUNK);
+        MatrixLanes { order: MatrixOrder::ColumnsFirst, offset }
+    }
+}
+
+/// The same with an offset for each step of 16 columns within a panel: four
+/// registers that are kept, for three exclusive ors that a loop over many small
+/// tiles would do at each.
+#[derive(Clone, Copy, Debug)]
+pub struct SteppedLanes {
+    order: MatrixOrder,
+    offsets: [Reg<U32>; 4],
+}
+
+impl SteppedLanes {
+    /// Matrices along the columns first.
+    #[track_caller]
+    pub fn columns_first(k: &mut Builder, lane: Reg<U32>) -> Self {
+        let row = k.eval(lane / 16 * 8 + lane % 8);
+        let chunk = k.eval((lane / 8 % 2) ^ (lane % 8));
+        let first = k.eval(row * ROW + chunk * CHUNK);
+        let mut offsets = [first; 4];
+        for (step, offset) in (0u32..).zip(&mut offsets) {
+            *offset = k.eval(first ^ (2 * CHUNK * step));
+        }
+        SteppedLanes { order: MatrixOrder::ColumnsFirst, offsets }
+    }
+}
+
+/// A tile that a warp reads 16 rows by 16 columns at a time. `row` below is the
+/// first of the rows, a multiple of 8, and `step` is the first column in
+/// sixteens.
+#[derive(Clone, Debug)]
+pub struct TileReader {
+    layout: TileLayout,
+    order: MatrixOrder,
+    /// The lane's address for each step of a panel.
+    steps: Vec<Reg<SharedAddress>>,
+}
+
+impl TileReader {
+    /// Reads the tile at an address, a multiple of 1024.
+    #[track_caller]
+    pub fn new(
+        k: &mut Builder,
+        layout: TileLayout,
+        tile: Reg<SharedAddress>,
+        lanes: MatrixLanes,
+    ) -> Self {
+        check(k, layout);
+        let first = k.eval(tile + lanes.offset);
+        let mut steps = vec![first];
+        for step in 1..used_steps(layout) {
+            let moved = first.reinterpret::<U32>() ^ (2 * CHUNK * step);
+            steps.push(k.eval(moved.reinterpret::<SharedAddress>()));
+        }
+        TileReader { layout, order: lanes.order, steps }
+    }
+
+    /// The same by lanes that have an offset for each step.
+    #[track_caller]
+    pub fn stepped(
+        k: &mut Builder,
+        layout: TileLayout,
+        tile: Reg<SharedAddress>,
+        lanes: SteppedLanes,
+    ) -> Self {
+        check(k, layout);
+        let mut steps = Vec::new();
+        for offset in lanes.offsets.into_iter().take(used_steps(layout) as usize) {
+            steps.push(k.eval(tile + offset));
+        }
+        TileReader { layout, order: lanes.order, steps }
+    }
+
+    /// The address of the 16 bytes that the lane gives to `ldmatrix`.
+    pub fn address(&self, row: u32, step: u32) -> Value<SharedAddress> {
+        let panel = step / 4 * self.layout.panel_bytes();
+        self.steps[step as usize % 4] + (panel + row * ROW)
+    }
+
+    /// A first operand: 16 x 16 elements of the tile, or of it transposed.
+    #[track_caller]
+    pub fn a(&self, k: &mut Builder, row: u32, step: u32) -> FragmentA {
+        let transpose = self.order == MatrixOrder::ColumnsFirst;
+        let address = self.address(row, step);
+        FragmentA(k.load_matrix_packed(self.layout.element, address, transpose))
+    }
+
+    /// Two second operands side by side: 16 x 16 elements of the tile, or of it
+    /// transposed.
+    #[track_caller]
+    pub fn b(&self, k: &mut Builder, row: u32, step: u32) -> [FragmentB; 2] {
+        let transpose = self.order == MatrixOrder::RowsFirst;
+        let address = self.address(row, step);
+        let [a, b, c, d] = k.load_matrix_packed(self.layout.element, address, transpose);
+        [FragmentB([a, b]), FragmentB([c, d])]
+    }
+
+    /// Only the first of the two.
+    #[track_caller]
+    pub fn first_b(&self, k: &mut Builder, row: u32, step: u32) -> FragmentB {
+        let transpose = self.order == MatrixOrder::RowsFirst;
+        let address = self.address(row, step);
+        FragmentB(k.load_matrix_packed(self.layout.element, address, transpose))
+    }
+}
+
+/// Steps of 16 columns that a panel of the tile has.
+fn used_steps(layout: TileLayout) -> u32 {
+    layout.columns.div_ceil(16).min(4)
+}

@@ -1,0 +1,318 @@
+//! From a call to its answer: read the tensors, make those of the answer, and run.
+//!
+//! Attention has one way for all functions. Between Python and the launch there is: reading three
+//! tensors, checking them, letting the library make the output, and one look-up of the plan.
+
+use std::sync::{Arc, Mutex, Weak};
+
+use flashcore::DType;
+use flashcore::gpu::{AttentionPlan, Chip, target_of};
+use flashcore::{Plan, Preference};
+use pyo3::exceptions::{PyUserWarning, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyNotImplemented, PyTuple};
+
+use crate::info::{self, Last};
+use crate::library::{Choice, Entrance, Library, Made, Named};
+use crate::parts::{self, Parts};
+use crate::request::{Function, Numbers, Request, named, needed};
+use crate::update::{self, Update};
+use crate::view::{self, Element, Form, Memory, Order, Place, View};
+use crate::{cpu, error, gpu};
+
+/// Answers a call: finds the library of its tensors, reads what they give, and runs it.
+///
+/// A call whose tensors are not in memory goes to PyTorch's dispatcher, which knows them or says
+/// what is wrong.
+fn answer<'py, T>(
+    py: Python<'py>,
+    entrance: Entrance,
+    tensors: &[Named<'py>],
+    read: impl FnOnce(&Library<'py>) -> PyResult<T>,
+    run: impl FnOnce(&Library<'py>, T) -> PyResult<Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let library = match Library::of(py, entrance, tensors)? {
+        Choice::Ours(library) => library,
+        Choice::Theirs(answer) => return Ok(answer),
+    };
+    match read(&library) {
+        Ok(read) => run(&library, read),
+        Err(_) if entrance == Entrance::Function => {
+            Ok(PyNotImplemented::get(py).to_owned().into_any())
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Attention: the output, and the log-sum-exps if asked.
+pub(crate) fn attend<'py>(
+    tensors: &Bound<'py, PyTuple>,
+    numbers: Numbers,
+    function: Function,
+    with_lse: bool,
+    entrance: Entrance,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = tensors.py();
+    let tensors = named(function.names(), tensors)?;
+    let read = |library: &Library<'py>| {
+        Request::read(function, &tensors, numbers, |tensor, name, whole| match whole {
+            true => library.read_whole(tensor, name),
+            false => library.read(tensor, name),
+        })
+    };
+    answer(py, entrance, &tensors, read, |library, request| {
+        run(library, needed(&tensors[0])?, &request, with_lse)
+    })
+}
+
+fn run<'py>(
+    library: &Library<'py>,
+    query: &Bound<'py, PyAny>,
+    request: &Request,
+    with_lse: bool,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = query.py();
+    let problem = request.problem()?;
+    let place = request.given.place;
+    let made = library.make_like(query, &request.given, &request.output())?;
+    let output = request.output_at(made.address)?;
+    let (sizes, hidden) = request.sums();
+    let lse = || library.make(py, &sizes[hidden..], Element::Float(DType::F32), place);
+    let lse = with_lse.then(lse).transpose()?;
+    let sums = lse.as_ref().map(|lse| lse.address);
+    match place {
+        _ if output.form.sizes.contains(&0) => {}
+        Place::Cuda(ordinal) => {
+            let gpu = gpu::device(ordinal).map_err(error::library)?;
+            let stream = library.stream(py, gpu)?;
+            // Making a plan compiles, and a full queue makes the driver wait, perhaps for work that
+            // needs Python.
+            let launch = || gpu::attend(gpu, &stream, request, &problem, &output, sums);
+            let plan = py.detach(launch)?;
+            warn_if_slow(py, &plan)?;
+            info::remember(|| Last::Gpu { ordinal, plan });
+        }
+        Place::Host => {
+            let compute = || {
+                // SAFETY: the tensors are the caller's, who holds them; the results were made just
+                // now and are known to nobody else.
+                unsafe { cpu::attend(request, &problem, &output, sums) }
+            };
+            let report = py.detach(compute)?.into();
+            info::remember(|| Last::Cpu { problem: problem.into(), report });
+        }
+    }
+    match lse {
+        Some(lse) => Ok((made.object, lse.object).into_pyobject(py)?.into_any()),
+        None => Ok(made.object),
+    }
+}
+
+/// Says once for each plan that its kernel is the slow one, and why.
+fn warn_if_slow(py: Python<'_>, plan: &Arc<AttentionPlan>) -> PyResult<()> {
+    static TOLD: Mutex<Vec<Weak<AttentionPlan>>> = Mutex::new(Vec::new());
+    let chosen = &plan.plan().chosen;
+    if chosen.kernel != "scalar" {
+        return Ok(());
+    }
+    {
+        let mut told = gpu::lock(&TOLD);
+        told.retain(|it| it.strong_count() > 0);
+        if told.iter().any(|it| std::ptr::eq(it.as_ptr(), Arc::as_ptr(plan))) {
+            return Ok(());
+        }
+        told.push(Arc::downgrade(plan));
+    }
+    let (name, problem, reason) = (chosen.full_name(), &plan.plan().problem, plan.plan().reason());
+    let text = format!("the slow kernel {name} serves {problem}: {reason}\0");
+    let text = std::ffi::CStr::from_bytes_until_nul(text.as_bytes()).unwrap_or_default();
+    // The caller of the function that called.
+    PyErr::warn(py, &py.get_type::<PyUserWarning>(), text, 3)
+}
+
+/// What a call would run on a GPU that need not be there: the problem as a text, the kernel, its
+/// configuration and why. Tensors are (element type, sizes, strides or None, address).
+pub(crate) fn plan_for(
+    tensors: &Bound<'_, PyTuple>,
+    numbers: Numbers,
+    function: Function,
+    chip: &str,
+) -> PyResult<(String, &'static str, Option<String>, String)> {
+    let described = |tensor: &Bound<'_, PyAny>, _: &str, _: bool| -> PyResult<Memory> {
+        let (dtype, given, strides, address): (String, Vec<i64>, Option<Vec<i64>>, u64) =
+            tensor.extract()?;
+        let element = match dtype.as_str() {
+            "int32" => Element::I32,
+            other => Element::Float(float("dtype", other)?),
+        };
+        let mut sizes = [1; view::MOST_DIMENSIONS];
+        let dimensions = given.len().min(sizes.len());
+        sizes[..dimensions].copy_from_slice(&given[..dimensions]);
+        let mut memory = Memory {
+            address,
+            dimensions,
+            sizes,
+            strides: view::contiguous(sizes),
+            element,
+            place: Place::Cuda(0),
+        };
+        for (to, stride) in memory.strides.iter_mut().zip(strides.unwrap_or_default()) {
+            *to = stride;
+        }
+        Ok(memory)
+    };
+    let tensors = named(function.names(), tensors)?;
+    let request = Request::read(function, &tensors, numbers, described)?;
+    let problem = request.problem()?;
+    let arrangement = request.tensors(&request.output_at(0)?, None).arrangement();
+    let chip = match chip.strip_prefix("sm_").map(str::parse) {
+        None if chip.eq_ignore_ascii_case("h200") => Chip::H200,
+        Some(Ok(architecture)) => Chip::typical(target_of(architecture)),
+        _ => return Err(error::value(format!("there is no chip `{chip}`"))),
+    };
+    let plan = Plan::on_gpu(&chip, &problem, &arrangement, &Preference::from_environment());
+    let plan = plan.map_err(error::library)?;
+    let reason = plan.reason();
+    Ok((problem.text(), plan.chosen.kernel, plan.chosen.configuration, reason))
+}
+
+/// New keys and values into a cache: the queries, rotated where there is an embedding and None
+/// where there is not, and the new lengths.
+pub(crate) fn append<'py>(
+    tensors: &Bound<'py, PyTuple>,
+    flags: (bool, bool),
+    most_queries: Option<i64>,
+    entrance: Entrance,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = tensors.py();
+    let tensors = named(update::NAMES, tensors)?;
+    let read = |library: &Library<'py>| Update::read(library, &tensors, flags, most_queries);
+    answer(py, entrance, &tensors, read, |library, update| {
+        let answer = write(library, needed(&tensors[4])?, &update)?;
+        library.written(&[&tensors[0].1, &tensors[1].1])?;
+        Ok(answer)
+    })
+}
+
+fn write<'py>(
+    library: &Library<'py>,
+    query: &Bound<'py, PyAny>,
+    update: &Update,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = query.py();
+    let (given, dim) = (&update.given, update.query.form.sizes[3]);
+    let place = given.place;
+    let rotated = || library.make_like(query, given, &given.like(dim));
+    let rotated = update.rotary.is_some().then(rotated).transpose()?;
+    let lengths = library.make(py, &[update.sequences as i64], Element::I32, place)?;
+    let address = rotated.as_ref().map(|rotated| rotated.address);
+    match place {
+        _ if update.sequences == 0 => {}
+        Place::Cuda(ordinal) => {
+            let gpu = gpu::device(ordinal).map_err(error::library)?;
+            let stream = library.stream(py, gpu)?;
+            py.detach(|| gpu::append(gpu, &stream, update, address, lengths.address))?;
+        }
+        Place::Host => {
+            // SAFETY: the tensors are the caller's, who gave the caches to be written; the results
+            // were made just now.
+            py.detach(|| unsafe { cpu::append(update, address, lengths.address) })?;
+        }
+    }
+    let rotated = rotated.map(|rotated| rotated.object);
+    Ok((rotated, lengths.object).into_pyobject(py)?.into_any())
+}
+
+/// Parts in one tensor put together: the output, (batch, length, heads, dim), and the
+/// log-sum-exps, (batch, heads, length). The output is written to `out` where that is given.
+pub(crate) fn combine<'py>(
+    tensors: &Bound<'py, PyTuple>,
+    dtype: Option<&str>,
+    entrance: Entrance,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = tensors.py();
+    let tensors = named(["out_partial", "lse_partial", "out"], tensors)?;
+    let read = |library: &Library<'py>| -> PyResult<(Parts, Option<View>)> {
+        let out = match &tensors[2] {
+            (name, Some(out)) => Some(Order::Padded.view(name, &library.read_mutable(out, name)?)?),
+            _ => None,
+        };
+        let [output, lse] = [&tensors[0], &tensors[1]].map(|it| library.read(needed(it)?, it.0));
+        let dtype = dtype.map(|name| float("out_dtype", name)).transpose()?;
+        Ok((Parts::stacked(&output?, &lse?, dtype, out.as_ref())?, out))
+    };
+    answer(py, entrance, &tensors, read, |library, (parts, out)| {
+        let (made, lse) = merge(library, py, &parts, false, out)?;
+        library.written(&[&tensors[2].1])?;
+        let output = made.map(|made| made.object).or_else(|| tensors[2].1.clone());
+        Ok((output, lse.object).into_pyobject(py)?.into_any())
+    })
+}
+
+/// Two answers of attention put together: output and log-sum-exps in the caller's dimensions.
+pub(crate) fn merge_states<'py>(
+    tensors: &Bound<'py, PyTuple>,
+    entrance: Entrance,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = tensors.py();
+    let tensors = named(["out_a", "lse_a", "out_b", "lse_b"], tensors)?;
+    let read = |library: &Library<'py>| -> PyResult<(Parts, bool)> {
+        let [a, b, c, d] = tensors.each_ref().map(|it| library.read_whole(needed(it)?, it.0));
+        let (a, b, c, d) = (a?, b?, c?, d?);
+        Ok((Parts::separate([(&a, &b), (&c, &d)])?, a.dimensions == 3))
+    };
+    answer(py, entrance, &tensors, read, |library, (parts, packed)| {
+        let (made, lse) = merge(library, py, &parts, packed, None)?;
+        Ok((made.map(|made| made.object), lse.object).into_pyobject(py)?.into_any())
+    })
+}
+
+/// Merges into `out`, or into a tensor that is made for it.
+fn merge<'py>(
+    library: &Library<'py>,
+    py: Python<'py>,
+    parts: &Parts,
+    packed: bool,
+    out: Option<View>,
+) -> PyResult<(Option<Made<'py>>, Made<'py>)> {
+    let Form { sizes, place, .. } = parts.outputs[0].form;
+    let [batch, length, heads, _] = sizes;
+    let hidden = usize::from(packed);
+    let make = || library.make(py, &sizes[hidden..], Element::Float(parts.dtype), place);
+    let made = out.is_none().then(make).transpose()?;
+    let sums = [batch, heads, length];
+    let lse = library.make(py, &sums[hidden..], Element::Float(DType::F32), place)?;
+    let output = out.unwrap_or_else(|| {
+        let strides = view::contiguous(sizes);
+        let form = Form { sizes, strides, dtype: parts.dtype, place };
+        View { address: made.as_ref().map_or(0, |made| made.address), form }
+    });
+    let form = parts::sums(sizes, [heads * length, 1, length], place);
+    let to = View { address: lse.address, form };
+    match place {
+        _ if sizes.contains(&0) => {}
+        Place::Cuda(ordinal) => {
+            let gpu = gpu::device(ordinal).map_err(error::library)?;
+            let stream = library.stream(py, gpu)?;
+            py.detach(|| gpu::combine(gpu, &stream, parts, &output, &to))?;
+        }
+        Place::Host => {
+            // SAFETY: the tensors are the caller's, who gave `out` to be written; the others were
+            // made just now.
+            py.detach(|| unsafe { cpu::combine(parts, &output, lse.address) })?;
+        }
+    }
+    Ok((made, lse))
+}
+
+/// An element type by the name that Python's libraries give it.
+fn float(argument: &str, name: &str) -> PyResult<DType> {
+    match name {
+        "float32" => Ok(DType::F32),
+        "float16" => Ok(DType::F16),
+        "bfloat16" => Ok(DType::BF16),
+        other => Err(PyValueError::new_err(format!(
+            "{argument}={other}, expected float16, bfloat16 or float32"
+        ))),
+    }
+}

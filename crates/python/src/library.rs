@@ -1,0 +1,225 @@
+//! Whose tensors a call has: PyTorch's or everyone else's, read and made alike.
+
+use std::cell::RefCell;
+
+use cuda::Stream;
+use flashcore::gpu::Gpu;
+use pyo3::exceptions::{PyBufferError, PyTypeError};
+use pyo3::prelude::*;
+use pyo3::types::PyNotImplemented;
+
+use crate::array::Array;
+use crate::dlpack::{self, Lent};
+use crate::error;
+use crate::gpu;
+use crate::torch::{Torch, Way};
+use crate::view::{Element, Memory, Place};
+
+/// The library that a call's tensors belong to.
+pub(crate) struct Library<'py> {
+    kind: Kind<'py>,
+}
+
+enum Kind<'py> {
+    Torch {
+        torch: &'static Torch,
+        /// Results are on its device.
+        first: Bound<'py, PyAny>,
+        /// Copies without gaps of lists that had some: alive until the launch.
+        copies: RefCell<Vec<Bound<'py, PyAny>>>,
+    },
+    Arrays {
+        /// Whether 16-bit integers are the bits of bf16.
+        words: bool,
+        lent: RefCell<Vec<Lent<'py>>>,
+    },
+}
+
+/// A tensor that a call may give, with its argument's name.
+pub(crate) type Named<'py> = (&'static str, Option<Bound<'py, PyAny>>);
+
+/// A tensor of the answer.
+pub(crate) struct Made<'py> {
+    pub(crate) object: Bound<'py, PyAny>,
+    pub(crate) address: u64,
+}
+
+/// Who is to do a call.
+pub(crate) enum Choice<'py> {
+    /// We are, on tensors of this library.
+    Ours(Library<'py>),
+    /// Nobody here: what to answer Python with.
+    Theirs(Bound<'py, PyAny>),
+}
+
+/// How a call came here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Entrance {
+    /// From the function that a user called; the tensors may be anybody's.
+    Function,
+    /// From PyTorch's dispatcher.
+    Dispatcher,
+    /// With arrays that speak DLPack.
+    Arrays,
+    /// The same, where 16-bit integers are the bits of bf16.
+    Words,
+}
+
+impl FromPyObject<'_, '_> for Entrance {
+    type Error = PyErr;
+
+    fn extract(name: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
+        match name.extract::<&str>()? {
+            "function" => Ok(Entrance::Function),
+            "dispatcher" => Ok(Entrance::Dispatcher),
+            "arrays" => Ok(Entrance::Arrays),
+            "words" => Ok(Entrance::Words),
+            other => Err(error::value(format!("there is no entrance `{other}`"))),
+        }
+    }
+}
+
+impl<'py> Library<'py> {
+    /// The library of some tensors, which come with their names; the first one is there.
+    pub(crate) fn of(
+        py: Python<'py>,
+        entrance: Entrance,
+        tensors: &[Named<'py>],
+    ) -> PyResult<Choice<'py>> {
+        let given = || tensors.iter().filter_map(|(name, it)| Some((*name, it.as_ref()?)));
+        let torch = |torch: &'static Torch| -> PyResult<Library<'py>> {
+            let Some((_, first)) = given().next() else {
+                return Err(PyTypeError::new_err("expected tensors"));
+            };
+            let copies = RefCell::default();
+            Ok(Library { kind: Kind::Torch { torch, first: first.clone(), copies } })
+        };
+        let arrays = |words| Library { kind: Kind::Arrays { words, lent: RefCell::default() } };
+        Ok(Choice::Ours(match entrance {
+            Entrance::Function => match Torch::way(py, given())? {
+                Way::Straight(found) => {
+                    for (name, tensor) in given() {
+                        found.refuse_gradient(tensor, name)?;
+                    }
+                    torch(found)?
+                }
+                Way::Dispatcher => {
+                    return Ok(Choice::Theirs(PyNotImplemented::get(py).to_owned().into_any()));
+                }
+                Way::Foreign => return Ok(Choice::Theirs(py.None().into_bound(py))),
+            },
+            Entrance::Dispatcher => torch(Torch::get(py)?)?,
+            Entrance::Arrays => arrays(false),
+            Entrance::Words => arrays(true),
+        }))
+    }
+
+    /// What a tensor is.
+    pub(crate) fn read(&self, tensor: &Bound<'py, PyAny>, name: &str) -> PyResult<Memory> {
+        match &self.kind {
+            Kind::Torch { torch, .. } => torch.read(tensor, name),
+            Kind::Arrays { .. } => Ok(self.borrow(tensor, name)?.0),
+        }
+    }
+
+    /// What a tensor is that will be written.
+    pub(crate) fn read_mutable(&self, tensor: &Bound<'py, PyAny>, name: &str) -> PyResult<Memory> {
+        match &self.kind {
+            Kind::Torch { torch, .. } => torch.read(tensor, name),
+            Kind::Arrays { .. } => {
+                let (memory, read_only) = self.borrow(tensor, name)?;
+                if read_only {
+                    return Err(PyBufferError::new_err(format!(
+                        "{name} is read-only, expected an array that can be written"
+                    )));
+                }
+                Ok(memory)
+            }
+        }
+    }
+
+    /// What a tensor is that must have no gaps. One of PyTorch's that has some is copied.
+    pub(crate) fn read_whole(&self, tensor: &Bound<'py, PyAny>, name: &str) -> PyResult<Memory> {
+        let memory = self.read(tensor, name)?;
+        match &self.kind {
+            Kind::Torch { torch, copies, .. } if !memory.is_contiguous() => {
+                let copy = tensor.call_method0(pyo3::intern!(tensor.py(), "contiguous"))?;
+                let memory = torch.read(&copy, name)?;
+                copies.borrow_mut().push(copy);
+                Ok(memory)
+            }
+            _ => Ok(memory),
+        }
+    }
+
+    fn borrow(&self, tensor: &Bound<'py, PyAny>, name: &str) -> PyResult<(Memory, bool)> {
+        let Kind::Arrays { words, lent } = &self.kind else {
+            return Err(error::runtime("PyTorch's tensors are not borrowed"));
+        };
+        // On a GPU the work goes to a stream of ours: the protocol has no other in common.
+        let stream = |ordinal: u32| -> PyResult<i64> {
+            let gpu = gpu::device(ordinal).map_err(error::library)?;
+            Ok(gpu.stream().handle() as i64)
+        };
+        let found = dlpack::borrow(tensor, name, stream, *words)?;
+        let answer = (found.memory, found.read_only);
+        lent.borrow_mut().push(found);
+        Ok(answer)
+    }
+
+    /// A tensor for results.
+    pub(crate) fn make(
+        &self,
+        py: Python<'py>,
+        sizes: &[i64],
+        element: Element,
+        place: Place,
+    ) -> PyResult<Made<'py>> {
+        match &self.kind {
+            Kind::Torch { torch, first, .. } => {
+                let object = torch.make(first, sizes, element)?;
+                let address = torch.address(&object)?;
+                Ok(Made { object, address })
+            }
+            Kind::Arrays { words, .. } => {
+                let array = Array::new(place, sizes.to_vec(), element, *words)?;
+                let address = array.address();
+                Ok(Made { object: Bound::new(py, array)?.into_any(), address })
+            }
+        }
+    }
+
+    /// A tensor for an answer that is like a tensor of the call, but for the last dimension.
+    pub(crate) fn make_like(
+        &self,
+        tensor: &Bound<'py, PyAny>,
+        given: &Memory,
+        answer: &Memory,
+    ) -> PyResult<Made<'py>> {
+        if let Kind::Torch { torch, .. } = &self.kind
+            && given.sizes == answer.sizes
+            && given.is_contiguous()
+        {
+            let object = torch.make_like(tensor)?;
+            let address = torch.address(&object)?;
+            return Ok(Made { object, address });
+        }
+        self.make(tensor.py(), answer.sizes(), answer.element, answer.place)
+    }
+
+    /// Notes that tensors were written, for those who remember what was in them.
+    pub(crate) fn written(&self, tensors: &[&Option<Bound<'py, PyAny>>]) -> PyResult<()> {
+        let Kind::Torch { torch, .. } = &self.kind else { return Ok(()) };
+        tensors.iter().copied().flatten().try_for_each(|tensor| torch.written(tensor))
+    }
+
+    /// The stream that the work goes to.
+    pub(crate) fn stream(&self, py: Python<'py>, gpu: &Gpu) -> PyResult<Stream> {
+        let handle = match &self.kind {
+            Kind::Torch { torch, .. } => torch.stream(py, gpu.device().ordinal())?,
+            Kind::Arrays { .. } => gpu.stream().handle(),
+        };
+        // SAFETY: PyTorch's current stream of this device, or our own; both stay.
+        Ok(unsafe { Stream::borrow(gpu.device(), handle) })
+    }
+}

@@ -1,0 +1,145 @@
+//! Attention over parts of the keys, to be put together: what a call gives, checked.
+
+use flashcore::DType;
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+
+use crate::view::{Element, Form, Memory, Order, Place, View};
+
+/// Parts of the same shape.
+#[derive(Debug)]
+pub(crate) struct Parts {
+    /// The outputs, (batch, length, heads, dim); packed ones have one batch entry.
+    pub(crate) outputs: Vec<View>,
+    /// The log-sum-exps in f32, (batch, length, heads, 1).
+    pub(crate) lses: Vec<View>,
+    /// The element type of the answer.
+    pub(crate) dtype: DType,
+    /// What the caller calls the first output.
+    pub(crate) name: &'static str,
+}
+
+impl Parts {
+    /// Parts in one tensor, (parts, batch, length, heads, dim) in f32, and their log-sum-exps,
+    /// (parts, batch, length, heads).
+    /// What they are put into, where it is given, decides on its element type.
+    pub(crate) fn stacked(
+        output: &Memory,
+        lse: &Memory,
+        dtype: Option<DType>,
+        out: Option<&View>,
+    ) -> PyResult<Parts> {
+        let [o, l] = ["out_partial", "lse_partial"];
+        wide(o, output)?;
+        wide(l, lse)?;
+        lse.on(l, output.place, o)?;
+        let &[parts, batch, length, heads, dim] = output.sizes() else {
+            return Err(PyValueError::new_err(format!(
+                "{o} has {} dimensions, expected 5: (parts, batch, length, heads, head dim)",
+                output.dimensions
+            )));
+        };
+        if lse.sizes() != [parts, batch, length, heads] {
+            return Err(PyValueError::new_err(format!(
+                "{l} has shape {:?}, expected {:?} to go with {o}",
+                lse.sizes(),
+                [parts, batch, length, heads]
+            )));
+        }
+        if parts == 0 {
+            return Err(PyValueError::new_err(format!("{o} has no parts, expected one at least")));
+        }
+        let [step, strides @ ..] = output.strides;
+        let form = Form {
+            sizes: [batch, length, heads, dim],
+            strides,
+            dtype: DType::F32,
+            place: output.place,
+        };
+        form.usable(o)?;
+        if let Some(View { form: out, .. }) = out {
+            out.usable("out")?;
+            if out.sizes != form.sizes {
+                return Err(PyValueError::new_err(format!(
+                    "out has shape {:?}, expected {:?} to go with {o}",
+                    out.sizes, form.sizes
+                )));
+            }
+            if let Some(dtype) = dtype.filter(|dtype| *dtype != out.dtype) {
+                return Err(PyTypeError::new_err(format!(
+                    "out has element type {}, expected {dtype} as out_dtype says",
+                    out.dtype
+                )));
+            }
+            out.place.same("out", form.place, o)?;
+        }
+        let dtype = dtype.or(out.map(|out| out.form.dtype)).unwrap_or(DType::F32);
+        let [lse_step, by_batch, by_row, by_head, _] = lse.strides;
+        let lse_form = sums(form.sizes, [by_batch, by_row, by_head], output.place);
+        let all = |memory: &Memory, step: i64, form| -> Vec<View> {
+            let at = |part| memory.address.wrapping_add((4 * step * part) as u64);
+            (0..parts).map(|part| View { address: at(part), form }).collect()
+        };
+        let (outputs, lses) = (all(output, step, form), all(lse, lse_step, lse_form));
+        Ok(Parts { outputs, lses, dtype, name: o })
+    }
+
+    /// Parts that are tensors of their own, as attention gives them: (batch, length, heads, dim)
+    /// with (batch, heads, length), or packed (rows, heads, dim) with (heads, rows). Without gaps.
+    pub(crate) fn separate(parts: [(&Memory, &Memory); 2]) -> PyResult<Parts> {
+        let names = [("out_a", "lse_a"), ("out_b", "lse_b")];
+        let packed = parts[0].0.dimensions == 3;
+        let mut outputs: Vec<View> = Vec::new();
+        let mut lses = Vec::new();
+        for ((o, l), (output, lse)) in names.into_iter().zip(parts) {
+            let view = Order::of(packed).view(o, output)?;
+            view.form.usable(o)?;
+            let first = outputs.first().map_or(view.form, |first| first.form);
+            view.form.like(o, &first, names[0].0)?;
+            if view.form.sizes != first.sizes {
+                return Err(PyValueError::new_err(format!(
+                    "{o} has shape {:?}, expected that of {}",
+                    output.sizes(),
+                    names[0].0
+                )));
+            }
+            wide(l, lse)?;
+            lse.on(l, output.place, o)?;
+            let [batch, length, heads, _] = view.form.sizes;
+            let expected = [batch, heads, length];
+            let expected = &expected[usize::from(packed)..];
+            if lse.sizes() != expected {
+                return Err(PyValueError::new_err(format!(
+                    "{l} has shape {:?}, expected {expected:?} to go with {o}",
+                    lse.sizes()
+                )));
+            }
+            let strides = match *lse.strides() {
+                [by_head, by_row] => [0, by_row, by_head],
+                _ => [lse.strides[0], lse.strides[2], lse.strides[1]],
+            };
+            outputs.push(view);
+            let form = sums(view.form.sizes, strides, output.place);
+            lses.push(View { address: lse.address, form });
+        }
+        let dtype = outputs[0].form.dtype;
+        Ok(Parts { outputs, lses, dtype, name: names[0].0 })
+    }
+}
+
+/// How log-sum-exps lie that go with outputs of these sizes.
+pub(crate) fn sums([batch, length, heads, _]: [i64; 4], strides: [i64; 3], place: Place) -> Form {
+    let [by_batch, by_row, by_head] = strides;
+    let (sizes, strides) = ([batch, length, heads, 1], [by_batch, by_row, by_head, 1]);
+    Form { sizes, strides, dtype: DType::F32, place }
+}
+
+/// Refuses other elements than f32.
+fn wide(name: &str, memory: &Memory) -> PyResult<()> {
+    match memory.element {
+        Element::Float(DType::F32) => Ok(()),
+        other => {
+            Err(PyTypeError::new_err(format!("{name} has element type {other}, expected float32")))
+        }
+    }
+}

@@ -1,0 +1,409 @@
+//! Attention: what a call gives, checked, and the problem that it poses.
+
+use cuda::DeviceAddress;
+use flashcore::gpu::Tensors;
+use flashcore::{Alibi, Lists, Mask, Problem, Storage};
+use pyo3::exceptions::{PyNotImplementedError, PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use crate::error;
+use crate::library::Named;
+use crate::view::{Form, Memory, Order, View};
+
+/// How many tensors a call can have.
+pub(crate) const TENSORS: usize = 12;
+
+/// The function that was called: errors name its arguments, and follow its conventions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Function {
+    Plain,
+    /// A causal mask is anchored at the first query and key, not at the last.
+    PyTorch,
+    Varlen,
+    KvCache,
+}
+
+impl FromPyObject<'_, '_> for Function {
+    type Error = PyErr;
+
+    fn extract(name: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
+        match name.extract::<&str>()? {
+            "flash_attn_func" => Ok(Function::Plain),
+            "scaled_dot_product_attention" => Ok(Function::PyTorch),
+            "flash_attn_varlen_func" => Ok(Function::Varlen),
+            "flash_attn_with_kvcache" => Ok(Function::KvCache),
+            other => Err(error::value(format!("there is no function `{other}`"))),
+        }
+    }
+}
+
+impl Function {
+    /// The names of its tensors, in the order of [`Request`]'s fields.
+    pub(crate) fn names(self) -> [&'static str; TENSORS] {
+        let [query, key, value, lengths, pages] = match self {
+            Function::KvCache => ["q", "k_cache", "v_cache", "cache_seqlens", "page_table"],
+            Function::PyTorch => ["query", "key", "value", "seqused_k", "block_table"],
+            Function::Plain | Function::Varlen => ["q", "k", "v", "seqused_k", "block_table"],
+        };
+        [
+            query,
+            key,
+            value,
+            "cu_seqlens_q",
+            "cu_seqlens_k",
+            "seqused_q",
+            lengths,
+            "cache_leftpad",
+            "cache_batch_idx",
+            pages,
+            "alibi_slopes",
+            "s_aux",
+        ]
+    }
+
+    fn order(self, packed: bool) -> Order {
+        match self {
+            Function::PyTorch => Order::HeadsFirst,
+            _ => Order::of(packed),
+        }
+    }
+}
+
+/// What a call gives besides tensors.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Numbers {
+    scale: Option<f64>,
+    causal: bool,
+    /// Keys before and after a query's own; all of them if negative.
+    window: (i64, i64),
+    /// None if zero.
+    chunk: i64,
+    softcap: f64,
+    most_queries: Option<i64>,
+    most_keys: Option<i64>,
+}
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Numbers {
+    type Error = PyErr;
+
+    fn extract(numbers: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        let (scale, causal, left, right, chunk, softcap, most_queries, most_keys) =
+            numbers.extract()?;
+        let window = (left, right);
+        Ok(Numbers { scale, causal, window, chunk, softcap, most_queries, most_keys })
+    }
+}
+
+/// A call.
+#[derive(Debug)]
+pub(crate) struct Request {
+    function: Function,
+    /// The queries as the caller has them.
+    pub(crate) given: Memory,
+    /// Packed queries, and packed keys and values, have one batch entry.
+    pub(crate) query: View,
+    pub(crate) key: View,
+    pub(crate) value: View,
+    pub(crate) query_starts: Option<Memory>,
+    pub(crate) key_starts: Option<Memory>,
+    pub(crate) query_lengths: Option<Memory>,
+    pub(crate) key_lengths: Option<Memory>,
+    pub(crate) left_padding: Option<Memory>,
+    pub(crate) entries: Option<Memory>,
+    pub(crate) pages: Option<Memory>,
+    pub(crate) slopes: Option<Memory>,
+    pub(crate) sinks: Option<Memory>,
+    numbers: Numbers,
+}
+
+/// A call's tensors with their names.
+pub(crate) fn named<'py, const COUNT: usize>(
+    names: [&'static str; COUNT],
+    tensors: &Bound<'py, PyTuple>,
+) -> PyResult<[Named<'py>; COUNT]> {
+    if tensors.len() != COUNT {
+        let given = tensors.len();
+        return Err(PyTypeError::new_err(format!("{given} tensors, expected {COUNT}")));
+    }
+    let mut named = names.map(|name| (name, None));
+    for (to, tensor) in named.iter_mut().zip(tensors.iter_borrowed()) {
+        if !tensor.is_none() {
+            to.1 = Some(tensor.to_owned());
+        }
+    }
+    Ok(named)
+}
+
+/// A tensor that must be given.
+pub(crate) fn needed<'a, 'py>((name, tensor): &'a Named<'py>) -> PyResult<&'a Bound<'py, PyAny>> {
+    let missing =
+        || PyTypeError::new_err(format!("{name} is a <class 'NoneType'>, expected a tensor"));
+    tensor.as_ref().ok_or_else(missing)
+}
+
+impl Request {
+    /// Reads the tensors of a call: `read` says what one is, and whether it must have no gaps.
+    pub(crate) fn read<'py>(
+        function: Function,
+        tensors: &[Named<'py>; TENSORS],
+        numbers: Numbers,
+        read: impl Fn(&Bound<'py, PyAny>, &str, bool) -> PyResult<Memory>,
+    ) -> PyResult<Request> {
+        let list = |at: usize| -> PyResult<Option<Memory>> {
+            let (name, tensor) = &tensors[at];
+            tensor.as_ref().map(|tensor| read(tensor, name, true)).transpose()
+        };
+        let (query_starts, key_starts) = (list(3)?, list(4)?);
+        let rows = |at: usize, packed: bool| -> PyResult<(Memory, View)> {
+            let name = tensors[at].0;
+            let memory = read(needed(&tensors[at])?, name, false)?;
+            Ok((memory, function.order(packed).view(name, &memory)?))
+        };
+        let (given, query) = rows(0, query_starts.is_some())?;
+        Ok(Request {
+            function,
+            given,
+            query,
+            key: rows(1, key_starts.is_some())?.1,
+            value: rows(2, key_starts.is_some())?.1,
+            query_starts,
+            key_starts,
+            query_lengths: list(5)?,
+            key_lengths: list(6)?,
+            left_padding: list(7)?,
+            entries: list(8)?,
+            pages: list(9)?,
+            slopes: list(10)?,
+            sinks: list(11)?,
+            numbers,
+        })
+    }
+
+    /// The names of its tensors.
+    pub(crate) fn names(&self) -> [&'static str; TENSORS] {
+        self.function.names()
+    }
+
+    /// The problem that it poses, or what is wrong with it.
+    pub(crate) fn problem(&self) -> PyResult<Problem> {
+        let [q, k, v, cu_q, cu_k, used_q, used_k, leftpad, entries, _, slopes, sinks] =
+            self.names();
+        let (query, key, value) = (&self.query.form, &self.key.form, &self.value.form);
+        for (name, form) in [(q, query), (k, key), (v, value)] {
+            form.like(name, query, q)?;
+            form.usable(name)?;
+        }
+        let [batch, _, heads, dim] = query.sizes;
+        let [_, keys, shared, _] = key.sizes;
+        if matches!(self.function, Function::Plain | Function::PyTorch) {
+            self.expect(k, key, [batch, keys, shared, dim])?;
+            self.expect(v, value, [batch, keys, shared, value.sizes[3]])?;
+        }
+        if key.sizes[3] != dim {
+            return Err(PyValueError::new_err(format!(
+                "{k} has head dim {}, expected the {dim} of {q}",
+                key.sizes[3]
+            )));
+        }
+        if value.sizes[..3] != key.sizes[..3] {
+            return Err(PyValueError::new_err(format!(
+                "{v} has {:?} entries, positions and heads, expected the {:?} of {k}",
+                &value.sizes[..3],
+                &key.sizes[..3]
+            )));
+        }
+        if heads == 0 || shared == 0 || heads % shared != 0 {
+            return Err(PyValueError::new_err(format!(
+                "{q} has {heads} heads, expected a multiple of the {shared} of {k}"
+            )));
+        }
+
+        let sequences = match &self.query_starts {
+            None => batch,
+            Some(starts) => starts.list(cu_q)?.checked_sub(1).ok_or_else(|| {
+                PyValueError::new_err(format!("{cu_q} is empty, expected a start at least"))
+            })?,
+        };
+        for (name, list, expected) in [
+            (cu_q, &self.query_starts, sequences + 1),
+            (cu_k, &self.key_starts, sequences + 1),
+            (used_q, &self.query_lengths, sequences),
+            (used_k, &self.key_lengths, sequences),
+            (leftpad, &self.left_padding, sequences),
+            (entries, &self.entries, sequences),
+        ] {
+            let Some(list) = list else { continue };
+            list.entries(name, expected, sequences)?;
+            list.on(name, query.place, q)?;
+        }
+
+        let Numbers { scale, causal, chunk, softcap, most_queries, .. } = self.numbers;
+        let queries = match &self.query_starts {
+            None => query.sizes[1],
+            Some(_) => most("max_seqlen_q", cu_q, most_queries, query.sizes[1])?,
+        };
+        let mut problem =
+            Problem::new(sequences as usize, heads as usize, queries as usize, dim as usize)
+                .with_kv_heads(shared as usize)
+                .with_value_head_dim(value.sizes[3] as usize)
+                .with_dtype(query.dtype);
+        (problem.keys, problem.key_length) = self.keys(sequences)?;
+        if self.query_starts.is_some() {
+            problem.queries = Storage::Packed(query.sizes[1] as usize);
+        }
+        problem.lists = Lists {
+            query_lengths: self.query_lengths.is_some(),
+            key_lengths: self.key_lengths.is_some(),
+            left_padding: self.left_padding.is_some(),
+            batch_index: self.entries.is_some(),
+        };
+        if causal && self.function == Function::PyTorch {
+            // Keys behind the last query are seen by nobody, and without them both anchors are one.
+            if queries > keys {
+                return Err(PyNotImplementedError::new_err(format!(
+                    "is_causal with {queries} queries and {keys} keys is not supported: expected \
+                     no more queries than keys"
+                )));
+            }
+            problem.key_length = queries as usize;
+        }
+        let chunk = usize::try_from(chunk).map_err(|_| negative("attention_chunk", chunk))?;
+        // FlashAttention's words: a causal window ends at the query.
+        let [left, right] = [self.numbers.window.0, self.numbers.window.1];
+        let [left, right] = [left, if causal { 0 } else { right }].map(|it| it.try_into().ok());
+        problem.mask = Mask::window(left, right).with_chunk(chunk);
+        if let Some(scale) = scale {
+            problem = problem.with_scale(scale as f32);
+        }
+        if softcap != 0.0 {
+            problem = problem.with_softcap(softcap as f32);
+        }
+        if let Some(memory) = &self.slopes {
+            memory.floats(slopes, query.place, q)?;
+            problem.scores.alibi = match memory.sizes() {
+                [given] if *given == heads => Alibi::PerHead,
+                [given, of] if [*given, *of] == [sequences, heads] => Alibi::PerSequence,
+                given => {
+                    return Err(PyValueError::new_err(format!(
+                        "{slopes} has shape {given:?}, expected [{heads}] or [{sequences}, {heads}]"
+                    )));
+                }
+            };
+        }
+        if let Some(memory) = &self.sinks {
+            memory.floats(sinks, query.place, q)?;
+            if memory.sizes() != [heads] {
+                return Err(PyValueError::new_err(format!(
+                    "{sinks} has shape {:?}, expected [{heads}]",
+                    memory.sizes()
+                )));
+            }
+            problem = problem.with_sinks();
+        }
+        Ok(problem)
+    }
+
+    /// How the keys lie, and how many a sequence can have.
+    fn keys(&self, sequences: i64) -> PyResult<(Storage, usize)> {
+        let [q, k, _, _, cu_k, _, _, _, entries, table, ..] = self.names();
+        let [count, rows, ..] = self.key.form.sizes;
+        let both = |name: &str, other: &str| {
+            Err(PyValueError::new_err(format!(
+                "{name} was given with {other}, expected one of the two"
+            )))
+        };
+        if let Some(pages) = &self.pages {
+            let columns = pages.pages(table, sequences, self.query.form.place, q)?;
+            if self.key_starts.is_some() {
+                return both(cu_k, table);
+            }
+            if self.entries.is_some() {
+                return both(entries, table);
+            }
+            let [size, columns, pages] = [rows, columns, count].map(|it| it as usize);
+            return Ok((Storage::Paged { size, columns, pages }, size.saturating_mul(columns)));
+        }
+        if self.key_starts.is_some() {
+            if self.entries.is_some() {
+                return both(entries, cu_k);
+            }
+            let most = most("max_seqlen_k", cu_k, self.numbers.most_keys, rows)?;
+            return Ok((Storage::Packed(rows as usize), most as usize));
+        }
+        if self.entries.is_some() {
+            return Ok((Storage::Entries(count as usize), rows as usize));
+        }
+        if count != sequences {
+            return Err(PyValueError::new_err(format!(
+                "{k} has {count} batch entries, expected {sequences}, one for each sequence"
+            )));
+        }
+        Ok((Storage::Padded, rows as usize))
+    }
+
+    fn expect(&self, name: &str, form: &Form, expected: [i64; 4]) -> PyResult<()> {
+        if form.sizes == expected {
+            return Ok(());
+        }
+        let order = self.function.order(false);
+        let [given, expected] = [form.sizes, expected].map(|sizes| order.back(sizes));
+        Err(PyValueError::new_err(format!(
+            "{name} has shape {given:?}, expected {expected:?} to go with the other tensors"
+        )))
+    }
+
+    /// The output as the caller will have it, nowhere yet.
+    pub(crate) fn output(&self) -> Memory {
+        self.given.like(self.value.form.sizes[3])
+    }
+
+    /// The output in our order, at an address.
+    pub(crate) fn output_at(&self, address: u64) -> PyResult<View> {
+        let memory = Memory { address, ..self.output() };
+        self.function.order(self.query_starts.is_some()).view("out", &memory)
+    }
+
+    /// The sizes of the log-sum-exps, and how many of the first of them the caller does not have.
+    pub(crate) fn sums(&self) -> ([i64; 3], usize) {
+        let [batch, rows, heads, _] = self.query.form.sizes;
+        ([batch, heads, rows], usize::from(self.query_starts.is_some()))
+    }
+
+    /// The tensors as a device takes them.
+    pub(crate) fn tensors(&self, output: &View, lse: Option<u64>) -> Tensors {
+        let all = [&self.query, &self.key, &self.value, output];
+        let all = all.map(|view| view.on_device(self.query.address));
+        Tensors {
+            query_starts: address(&self.query_starts),
+            query_lengths: address(&self.query_lengths),
+            key_starts: address(&self.key_starts),
+            key_lengths: address(&self.key_lengths),
+            left_padding: address(&self.left_padding),
+            batch_index: address(&self.entries),
+            block_table: address(&self.pages),
+            slopes: address(&self.slopes),
+            sinks: address(&self.sinks),
+            ..Tensors::new(all, lse.map(DeviceAddress))
+        }
+    }
+}
+
+/// Where a list is.
+pub(crate) fn address(list: &Option<Memory>) -> Option<DeviceAddress> {
+    list.as_ref().map(|list| DeviceAddress(list.address))
+}
+
+/// The most rows of a packed sequence.
+fn most(name: &str, starts: &str, given: Option<i64>, rows: i64) -> PyResult<i64> {
+    match given {
+        None => Err(PyValueError::new_err(format!("{name} is None, expected it with {starts}"))),
+        Some(most) if most < 0 => Err(negative(name, most)),
+        // No sequence is longer than all of them.
+        Some(most) => Ok(most.min(rows)),
+    }
+}
+
+fn negative(name: &str, given: i64) -> PyErr {
+    PyValueError::new_err(format!("{name}={given}, expected no negative number"))
+}

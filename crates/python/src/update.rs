@@ -1,0 +1,253 @@
+//! New keys and values for a cache: what a call gives, checked.
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::library::{Library, Named};
+use crate::view::{Element, Memory, Order, View};
+
+/// How many tensors a call can have.
+pub(crate) const TENSORS: usize = 13;
+
+/// Their names, in the order of [`Update`]'s fields.
+pub(crate) const NAMES: [&str; TENSORS] = [
+    "k_cache",
+    "v_cache",
+    "k",
+    "v",
+    "q",
+    "cache_seqlens",
+    "cu_seqlens_k_new",
+    "cu_seqlens_q",
+    "cache_batch_idx",
+    "page_table",
+    "rotary_cos",
+    "rotary_sin",
+    "rotary_seqlens",
+];
+
+/// New rows of a cache, and queries to be rotated as its keys are.
+#[derive(Debug)]
+pub(crate) struct Update {
+    pub(crate) key_cache: View,
+    pub(crate) value_cache: View,
+    /// Packed rows have one batch entry.
+    pub(crate) key: View,
+    pub(crate) value: View,
+    pub(crate) query: View,
+    /// The queries as the caller has them.
+    pub(crate) given: Memory,
+    /// The most of a sequence.
+    pub(crate) most_queries: usize,
+    /// Positions of each sequence before.
+    pub(crate) lengths: Memory,
+    pub(crate) key_starts: Option<Memory>,
+    pub(crate) query_starts: Option<Memory>,
+    pub(crate) entries: Option<Memory>,
+    pub(crate) pages: Option<Memory>,
+    pub(crate) rotary: Option<Rotary>,
+    /// How many sequences there are.
+    pub(crate) sequences: usize,
+    /// The positions that each sequence has room for.
+    pub(crate) room: usize,
+}
+
+/// The embedding that turns keys and queries.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Rotary {
+    pub(crate) cosines: Memory,
+    pub(crate) sines: Memory,
+    /// The position of each sequence's first new key, where it is not the length before.
+    pub(crate) positions: Option<Memory>,
+    /// Whether neighbours are pairs.
+    pub(crate) interleaved: bool,
+    /// Whether the queries of a sequence stand one after the other; else all at the first position.
+    pub(crate) advancing: bool,
+}
+
+impl Rotary {
+    /// Positions in the tables, and the columns that are rotated.
+    pub(crate) fn sizes(&self) -> (usize, usize) {
+        (self.cosines.sizes[0] as usize, 2 * self.cosines.sizes[1] as usize)
+    }
+}
+
+impl Update {
+    /// Reads the tensors of a call.
+    pub(crate) fn read<'py>(
+        library: &Library<'py>,
+        tensors: &[Named<'py>; TENSORS],
+        (interleaved, advancing): (bool, bool),
+        most_queries: Option<i64>,
+    ) -> PyResult<Update> {
+        let list = |at: usize| -> PyResult<Option<Memory>> {
+            let (name, tensor) = &tensors[at];
+            tensor.as_ref().map(|tensor| library.read_whole(tensor, name)).transpose()
+        };
+        let needed = |at: usize| {
+            let (name, tensor) = &tensors[at];
+            tensor.as_ref().ok_or_else(|| {
+                PyValueError::new_err(format!("{name} is None, expected a tensor with k and v"))
+            })
+        };
+        let view = |at: usize, packed: bool| {
+            Order::of(packed).view(NAMES[at], &library.read(needed(at)?, NAMES[at])?)
+        };
+        let cache = |at: usize| {
+            Order::Padded.view(NAMES[at], &library.read_mutable(needed(at)?, NAMES[at])?)
+        };
+        let (key_starts, query_starts) = (list(6)?, list(7)?);
+        let rotary = match (list(10)?, list(11)?, list(12)?) {
+            (Some(cosines), Some(sines), positions) => {
+                Some(Rotary { cosines, sines, positions, interleaved, advancing })
+            }
+            (None, None, None) => None,
+            (cosines, sines, _) => {
+                let missing = if cosines.is_none() { NAMES[10] } else { NAMES[11] };
+                let given = match (cosines, sines) {
+                    (None, None) => NAMES[12],
+                    (None, Some(_)) => NAMES[11],
+                    _ => NAMES[10],
+                };
+                return Err(PyValueError::new_err(format!(
+                    "{missing} is None, expected a tensor with {given}"
+                )));
+            }
+        };
+        let given = library.read(needed(4)?, NAMES[4])?;
+        let query = Order::of(query_starts.is_some()).view(NAMES[4], &given)?;
+        let queries = query.form.sizes[1];
+        let most_queries = most_queries.filter(|_| query_starts.is_some()).unwrap_or(queries);
+        let mut update = Update {
+            key_cache: cache(0)?,
+            value_cache: cache(1)?,
+            key: view(2, key_starts.is_some())?,
+            value: view(3, key_starts.is_some())?,
+            query,
+            given,
+            most_queries: most_queries.clamp(0, queries) as usize,
+            lengths: library.read_whole(needed(5)?, NAMES[5])?,
+            key_starts,
+            query_starts,
+            entries: list(8)?,
+            pages: list(9)?,
+            rotary,
+            sequences: 0,
+            room: 0,
+        };
+        update.check()?;
+        Ok(update)
+    }
+
+    /// Refuses tensors that do not go together, and counts sequences and room.
+    fn check(&mut self) -> PyResult<()> {
+        let cache = &self.key_cache.form;
+        let place = cache.place;
+        let floats = [&self.key_cache, &self.value_cache, &self.key, &self.value, &self.query];
+        for (name, view) in NAMES.into_iter().zip(floats) {
+            view.form.usable(name)?;
+            view.form.like(name, cache, NAMES[0])?;
+        }
+        let shapes = [
+            (NAMES[1], &self.value_cache.form, cache, NAMES[0], false),
+            (NAMES[2], &self.key.form, cache, NAMES[0], true),
+            (NAMES[3], &self.value.form, &self.value_cache.form, NAMES[1], true),
+        ];
+        for (name, form, other, first, rows) in shapes {
+            // A cache has the other's places and heads; new rows have the cache's heads and dim.
+            let (given, expected) = match rows {
+                false => (&form.sizes[..3], &other.sizes[..3]),
+                true => (&form.sizes[2..], &other.sizes[2..]),
+            };
+            if given != expected {
+                let what = if rows { "heads and head dim" } else { "entries, positions and heads" };
+                return Err(PyValueError::new_err(format!(
+                    "{name} has {given:?} as {what}, expected the {expected:?} of {first}"
+                )));
+            }
+        }
+        if self.value.form.sizes[..2] != self.key.form.sizes[..2] {
+            return Err(PyValueError::new_err(format!(
+                "v has {:?} entries and rows, expected the {:?} of k",
+                &self.value.form.sizes[..2],
+                &self.key.form.sizes[..2]
+            )));
+        }
+        let ([_, _, heads, dim], [_, _, shared, width]) = (self.query.form.sizes, cache.sizes);
+        if dim != width {
+            return Err(PyValueError::new_err(format!(
+                "k_cache has head dim {width}, expected the {dim} of q"
+            )));
+        }
+        if shared == 0 || heads % shared != 0 {
+            return Err(PyValueError::new_err(format!(
+                "q has {heads} heads, expected a multiple of the {shared} of k_cache"
+            )));
+        }
+        let sequences = self.lengths.list(NAMES[5])?;
+        let lists = [
+            (NAMES[5], Some(&self.lengths), sequences),
+            (NAMES[6], self.key_starts.as_ref(), sequences + 1),
+            (NAMES[7], self.query_starts.as_ref(), sequences + 1),
+            (NAMES[8], self.entries.as_ref(), sequences),
+            (NAMES[12], self.rotary.as_ref().and_then(|it| it.positions.as_ref()), sequences),
+        ];
+        for (name, list, expected) in lists {
+            let Some(list) = list else { continue };
+            list.entries(name, expected, sequences)?;
+            list.on(name, place, NAMES[0])?;
+        }
+        for (name, view, packed) in [
+            (NAMES[2], &self.key, self.key_starts.is_some()),
+            (NAMES[4], &self.query, self.query_starts.is_some()),
+        ] {
+            let given = view.form.sizes[0];
+            if !packed && given != sequences {
+                return Err(PyValueError::new_err(format!(
+                    "{name} has {given} batch entries, expected {sequences} as cache_seqlens has"
+                )));
+            }
+        }
+        let mut room = cache.sizes[1];
+        if let Some(pages) = &self.pages {
+            let columns = pages.pages(NAMES[9], sequences, place, NAMES[0])?;
+            if self.entries.is_some() {
+                return Err(PyValueError::new_err(
+                    "cache_batch_idx was given with page_table, expected one of the two",
+                ));
+            }
+            room *= columns;
+        } else if self.entries.is_none() && cache.sizes[0] != sequences {
+            return Err(PyValueError::new_err(format!(
+                "k_cache has {} batch entries, expected {sequences}, one for each sequence",
+                cache.sizes[0]
+            )));
+        }
+        if let Some(rotary) = &self.rotary {
+            let dtype = cache.dtype;
+            for (name, table) in [(NAMES[10], &rotary.cosines), (NAMES[11], &rotary.sines)] {
+                table.whole(name, Element::Float(dtype), &format!("{dtype} like k_cache"))?;
+                table.on(name, place, NAMES[0])?;
+                let dim = cache.sizes[3];
+                match table.sizes() {
+                    [rows, half] if *rows > 0 && *half > 0 && 2 * half <= dim => {}
+                    other => {
+                        return Err(PyValueError::new_err(format!(
+                            "{name} has shape {other:?}, expected (positions, half the rotary dim) \
+                             of at most {dim} / 2 columns"
+                        )));
+                    }
+                }
+            }
+            if rotary.sines.sizes() != rotary.cosines.sizes() {
+                return Err(PyValueError::new_err(format!(
+                    "rotary_sin has shape {:?}, expected {:?} like rotary_cos",
+                    rotary.sines.sizes(),
+                    rotary.cosines.sizes()
+                )));
+            }
+        }
+        (self.sequences, self.room) = (sequences as usize, room as usize);
+        Ok(())
+    }
+}

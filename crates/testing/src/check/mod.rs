@@ -1,0 +1,183 @@
+//! Checking a kernel: run a case, compare with the reference, run it again.
+
+mod append;
+pub mod cases;
+mod combine;
+pub mod ladder;
+mod sequences;
+
+use std::fmt;
+
+use rayon::prelude::*;
+use serde::Serialize;
+
+use crate::reference::{self, Answer, Rows};
+use crate::verdict::{Verdict, compare};
+use flashcore::{Backend, Error, InputTensors, Output, Progress, RunOptions};
+
+pub use append::run_appends;
+pub use cases::{Case, Contents, Order};
+pub use combine::run_combines;
+pub use sequences::{CheckedSequences, ExpectedOfSequences, SequencesCase, run_sequences};
+
+/// How a kernel did on a [`Case`].
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Outcome {
+    /// Whether it is right and repeats.
+    pub passed: bool,
+    /// Its errors.
+    pub verdict: Verdict,
+    /// Whether a second run gave the same bits.
+    pub repeats: bool,
+    /// Values that are NaN among rows that were not compared, where no input is.
+    pub holes: usize,
+}
+
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.verdict)?;
+        if !self.repeats {
+            f.write_str(", a second run gave other bits")?;
+        }
+        if self.holes > 0 {
+            write!(f, ", {} values are NaN or were never written", self.holes)?;
+        }
+        Ok(())
+    }
+}
+
+/// Floating-point operations of a case's reference: more, and a sample of its rows is compared.
+/// About a quarter of a second on one core.
+const REFERENCE_OPERATIONS: f64 = 2.5e8;
+
+/// A case with its tensors and with what the result should be.
+#[derive(Debug)]
+pub struct Expected<'a> {
+    case: &'a Case,
+    tensors: InputTensors,
+    reference: Answer,
+    baseline: Answer,
+}
+
+impl<'a> Expected<'a> {
+    /// Makes the tensors and computes the reference.
+    pub fn of(case: &'a Case) -> Result<Self, Error> {
+        let problem = &case.problem;
+        let tensors = case.tensors()?;
+        let share = REFERENCE_OPERATIONS / problem.visible_flops().max(1.0);
+        let rows = match share < 1.0 {
+            true => Rows::sample(problem, (share * problem.rows() as f64) as usize, case.seed),
+            false => Rows::all(problem),
+        };
+        let reference = reference::attention(problem, tensors.inputs(), &rows, None)?;
+        let baseline = reference::baseline(problem, tensors.inputs(), &rows, None)?;
+        Ok(Expected { case, tensors, reference, baseline })
+    }
+
+    /// Runs a kernel twice, with guard zones, and judges it.
+    pub fn check(&self, backend: &dyn Backend, kernel: &str) -> Result<Outcome, Error> {
+        let problem = &self.case.problem;
+        let options =
+            RunOptions { kernel: Some(kernel.to_owned()), guard: true, ..RunOptions::default() };
+        let first = backend.run(problem, self.tensors.inputs(), &options)?;
+        let second = backend.run(problem, self.tensors.inputs(), &options)?;
+        let verdict = compare(problem, &first, &self.reference, &self.baseline)?;
+        let repeats = same_bits(&first, &second);
+        let sampled = verdict.rows < verdict.total_rows;
+        let holes = if sampled && self.case.contents.is_finite() { holes(&first) } else { 0 };
+        let passed = verdict.passed && repeats && holes == 0;
+        Ok(Outcome { passed, verdict, repeats, holes })
+    }
+}
+
+/// Run one kernel of a back end on a case, twice, and judge it.
+///
+/// ```
+/// use flashcore::{CpuBackend, DType};
+/// use flashcore_testing::check;
+///
+/// let backend = CpuBackend::new();
+/// for case in check::cases::standard(DType::F16).iter().take(3) {
+///     let outcome = check::run(&backend, "blocked", case)?;
+///     assert!(outcome.passed, "{case}: {outcome}");
+/// }
+/// # Ok::<(), flashcore::Error>(())
+/// ```
+pub fn run(backend: &dyn Backend, kernel: &str, case: &Case) -> Result<Outcome, Error> {
+    Expected::of(case)?.check(backend, kernel)
+}
+
+/// How one kernel did on one of many cases.
+#[derive(Debug)]
+pub struct Checked<'a> {
+    /// The case.
+    pub case: &'a Case,
+    /// The back end's name.
+    pub backend: &'static str,
+    /// The kernel's name.
+    pub kernel: &'static str,
+    /// What came of it.
+    pub outcome: Result<Outcome, Error>,
+}
+
+/// Run every kernel that accepts a case, or only the one of this name, for every case. The
+/// reference takes all cores and is computed once for each case. Results come in the order of the
+/// cases.
+pub fn run_all<'a>(
+    backends: &[&dyn Backend],
+    kernel: Option<&str>,
+    cases: &'a [Case],
+    progress: &dyn Progress,
+) -> Vec<Checked<'a>> {
+    progress.begin(cases.len() as u64);
+    let check_case = |case: &'a Case| {
+        let checked = check_case(backends, kernel, case);
+        progress.advance(1);
+        checked
+    };
+    cases.par_iter().flat_map_iter(check_case).collect()
+}
+
+fn check_case<'a>(
+    backends: &[&dyn Backend],
+    kernel: Option<&str>,
+    case: &'a Case,
+) -> Vec<Checked<'a>> {
+    let Ok(arrangement) = case.arrangement() else {
+        return Vec::new();
+    };
+    let mut kernels = Vec::new();
+    for backend in backends {
+        for candidate in backend.candidates(&case.problem, &arrangement) {
+            let asked_for = kernel.map_or(!candidate.on_request, |name| name == candidate.kernel);
+            if candidate.accepted && asked_for {
+                kernels.push((*backend, candidate.kernel));
+            }
+        }
+    }
+    if kernels.is_empty() {
+        return Vec::new();
+    }
+    let expected = Expected::of(case);
+    kernels
+        .into_iter()
+        .map(|(backend, kernel)| {
+            let outcome = match &expected {
+                Ok(expected) => expected.check(backend, kernel),
+                Err(_) => run(backend, kernel, case),
+            };
+            Checked { case, backend: backend.name(), kernel, outcome }
+        })
+        .collect()
+}
+
+fn same_bits(first: &Output, second: &Output) -> bool {
+    let bits = |lse: &[f32]| lse.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
+    first.output.bytes() == second.output.bytes() && bits(&first.lse) == bits(&second.lse)
+}
+
+/// Values that are NaN.
+fn holes(result: &Output) -> usize {
+    let values = result.output.to_f32();
+    values.iter().chain(&result.lse).filter(|value| value.is_nan()).count()
+}

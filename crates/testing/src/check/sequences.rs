@@ -1,0 +1,341 @@
+//! Checking kernels over sequences of unequal lengths: random caches, each described by a seed.
+
+use std::fmt;
+
+use rayon::prelude::*;
+
+use super::{Outcome, same_bits};
+use crate::dice::Dice;
+use crate::reference::{self, Answer, Rows};
+use crate::scene::of_sequences;
+use crate::verdict::compare_sequences;
+use flashcore::random::mix;
+use flashcore::serving::{Placement, Sequences};
+use flashcore::{
+    Alibi, Backend, DType, Error, InputTensors, Inputs, Mask, Problem, Progress, RunOptions, Shape,
+    Tensor,
+};
+
+/// Sequences with their tensors, all of it from a seed.
+#[derive(Debug)]
+pub struct SequencesCase {
+    seed: u64,
+    sequences: Sequences,
+    tensors: InputTensors,
+    splits: Option<u32>,
+}
+
+/// A case with what the result should be.
+#[derive(Debug)]
+pub struct ExpectedOfSequences<'a> {
+    case: &'a SequencesCase,
+    problem: Problem,
+    inputs: Inputs<'a>,
+    reference: Answer,
+    baseline: Answer,
+}
+
+/// How one kernel did on one of many cases of sequences.
+#[derive(Debug)]
+pub struct CheckedSequences {
+    /// The case.
+    pub case: String,
+    /// The back end's name.
+    pub backend: &'static str,
+    /// The kernel's name.
+    pub kernel: &'static str,
+    /// What came of it.
+    pub outcome: Result<Outcome, Error>,
+}
+
+/// Run every kernel that accepts a case, or only the one of this name, for the cases of the first
+/// seeds.
+pub fn run_sequences(
+    backends: &[&dyn Backend],
+    kernel: Option<&str>,
+    dtype: DType,
+    seeds: u64,
+    progress: &dyn Progress,
+) -> Vec<CheckedSequences> {
+    run_seeds(seeds, progress, |seed| check_seed(backends, kernel, dtype, seed))
+}
+
+/// What came of the cases of the first seeds.
+fn run_seeds<C: IntoIterator<Item = CheckedSequences>>(
+    seeds: u64,
+    progress: &dyn Progress,
+    check: impl Fn(u64) -> C + Sync,
+) -> Vec<CheckedSequences> {
+    progress.begin(seeds);
+    let check = |seed: u64| {
+        let checked = check(seed);
+        progress.advance(1);
+        checked
+    };
+    (0..seeds).into_par_iter().flat_map_iter(check).collect()
+}
+
+/// Run the one kernel of a GPU that there is for cases of this kind.
+pub(super) fn run_alone<C: fmt::Display>(
+    kernel: &'static str,
+    seeds: u64,
+    progress: &dyn Progress,
+    random: impl Fn(u64) -> Result<C, Error> + Sync,
+    check: impl Fn(&C) -> Result<Outcome, Error> + Sync,
+) -> Vec<CheckedSequences> {
+    run_seeds(seeds, progress, |seed| {
+        let (case, outcome) = match random(seed) {
+            Ok(case) => (case.to_string(), check(&case)),
+            Err(error) => (format!("seed {seed}"), Err(error)),
+        };
+        [CheckedSequences { case, backend: "gpu", kernel, outcome }]
+    })
+}
+
+fn check_seed(
+    backends: &[&dyn Backend],
+    wanted: Option<&str>,
+    dtype: DType,
+    seed: u64,
+) -> Vec<CheckedSequences> {
+    let Ok(case) = SequencesCase::random(dtype, seed) else {
+        return Vec::new();
+    };
+    let mut kernels: Vec<(&dyn Backend, &'static str)> = Vec::new();
+    for backend in backends {
+        let able = case.kernels(*backend).unwrap_or_default();
+        kernels.extend(able.into_iter().map(|kernel| (*backend, kernel)));
+    }
+    kernels.retain(|(_, kernel)| wanted.is_none_or(|wanted| wanted == *kernel));
+    if kernels.is_empty() {
+        return Vec::new();
+    }
+    let expected = case.expected();
+    let check = |(backend, kernel): (&dyn Backend, &'static str)| {
+        let outcome = match &expected {
+            Ok(expected) => expected.check(backend, kernel),
+            Err(_) => case.expected().and_then(|expected| expected.check(backend, kernel)),
+        };
+        CheckedSequences { case: case.to_string(), backend: backend.name(), kernel, outcome }
+    };
+    kernels.into_iter().map(check).collect()
+}
+
+const DIMS: [(usize, usize); 12] = [
+    (64, 64),
+    (64, 64),
+    (128, 128),
+    (128, 128),
+    (128, 128),
+    (96, 96),
+    (192, 128),
+    (192, 192),
+    (256, 256),
+    (8, 8),
+    (40, 72),
+    (136, 24),
+];
+const SPLITS: [u32; 9] = [1, 2, 3, 5, 8, 16, 33, 47, 64];
+
+impl SequencesCase {
+    /// The case of a seed: lengths with zeros, packed, padded and paged caches with whatever is no
+    /// key of a sequence NaN, left padding, windows, softcaps, slopes and sinks, groups of 1 to 16
+    /// query heads, one query for each sequence or several, 1 to 64 splits.
+    pub fn random(dtype: DType, seed: u64) -> Result<Self, Error> {
+        let mut dice = Dice::new(mix(seed ^ 0x5e9e_0ce5));
+        let batch = dice.of(&[1, 1, 2, 3, 5, 9, 33]);
+        let kv_heads = dice.of(&[1, 1, 2, 3]);
+        let group = dice.of(&[1, 2, 3, 4, 6, 7, 8, 16]);
+        let (head_dim, value_head_dim) = dice.of(&DIMS);
+        let top = match batch {
+            33 => dice.of(&[3, 40, 120]),
+            1..=2 => dice.of(&[1, 16, 100, 257, 700, 1500]),
+            _ => dice.of(&[1, 15, 17, 63, 100, 300]),
+        };
+        let lengths: Vec<usize> = (0..batch)
+            .map(|_| match dice.below(6) {
+                0 => 0,
+                1 => 1.min(top),
+                2 | 3 => top,
+                _ => dice.below(top + 1),
+            })
+            .collect();
+        let mask = match dice.below(5) {
+            0 => Mask::NONE,
+            1 | 2 => Mask::CAUSAL,
+            3 => Mask::window(Some(dice.below(60)), Some(0)),
+            _ => Mask::window(Some(dice.below(300)), Some(dice.below(5))),
+        };
+        let mask = if dice.one_in(6) { mask.with_chunk(1 + dice.below(200)) } else { mask };
+        let mut problem = Problem::new(batch, kv_heads * group, 1, head_dim)
+            .with_kv_heads(kv_heads)
+            .with_value_head_dim(value_head_dim)
+            .with_dtype(dtype)
+            .with_mask(mask);
+        problem.scores.softcap = dice.one_in(4).then(|| dice.of(&[2.0, 30.0]));
+        if dice.one_in(4) {
+            problem.scores.alibi = dice.of(&[Alibi::PerHead, Alibi::PerSequence]);
+        }
+        problem.scores.sinks = dice.one_in(4);
+
+        let (queries, query) = Self::queries(&mut dice, batch, problem.query_heads, head_dim);
+        let (keys, cache) = Self::keys(&mut dice, lengths, kv_heads, head_dim)?;
+        let sequences = Sequences::new(problem, queries, keys)?;
+        let tensors = tensors(&sequences, query, cache, seed)?;
+        let splits = (!dice.one_in(3)).then(|| dice.of(&SPLITS));
+        Ok(SequencesCase { seed, sequences, tensors, splits })
+    }
+
+    fn queries(dice: &mut Dice, batch: usize, heads: usize, dim: usize) -> (Placement, Shape) {
+        // Now and then as many as a tile of queries has, and more.
+        let many = (dice.one_in(4) && batch < 9).then(|| dice.of(&[33, 70, 150]));
+        if dice.one_in(3) {
+            let mut starts = vec![0];
+            for sequence in 0..batch {
+                starts.push(starts[sequence] + dice.below(many.unwrap_or(5)));
+            }
+            let shape = Shape::new(1, starts[batch], heads, dim);
+            let rooms: Vec<usize> = starts.windows(2).map(|pair| pair[1] - pair[0]).collect();
+            return (Self::used(dice, Placement::packed(starts), &rooms), shape);
+        }
+        let length = many.unwrap_or_else(|| dice.of(&[1, 1, 1, 2, 3, 5]));
+        let rooms = vec![length; batch];
+        let placement = Placement::padded(rooms.clone());
+        (Self::used(dice, placement, &rooms), Shape::new(batch, length, heads, dim))
+    }
+
+    /// Sometimes not every query that there is room for.
+    fn used(dice: &mut Dice, queries: Placement, rooms: &[usize]) -> Placement {
+        match dice.one_in(4) {
+            true => queries.with_lengths(rooms.iter().map(|room| dice.below(room + 1)).collect()),
+            false => queries,
+        }
+    }
+
+    fn keys(
+        dice: &mut Dice,
+        lengths: Vec<usize>,
+        heads: usize,
+        dim: usize,
+    ) -> Result<(Placement, Shape), Error> {
+        let batch = lengths.len();
+        let padding: Option<Vec<usize>> =
+            dice.one_in(4).then(|| lengths.iter().map(|length| dice.below(length + 1)).collect());
+        let (placement, shape) = match dice.below(4) {
+            0 => {
+                let mut starts = vec![0];
+                for length in &lengths {
+                    starts.push(starts[starts.len() - 1] + length + dice.of(&[0, 0, 3]));
+                }
+                let rows = starts[batch].max(1);
+                let placement = Placement::packed(starts).with_lengths(lengths);
+                (placement, Shape::new(1, rows, heads, dim))
+            }
+            _ => dice.cache(lengths, heads, dim)?,
+        };
+        Ok(match padding {
+            Some(padding) => (placement.with_left_padding(padding), shape),
+            None => (placement, shape),
+        })
+    }
+
+    /// What is computed.
+    pub fn sequences(&self) -> &Sequences {
+        &self.sequences
+    }
+
+    /// Computes the reference.
+    pub fn expected(&self) -> Result<ExpectedOfSequences<'_>, Error> {
+        let (problem, inputs) = self.sequences.over(self.tensors.inputs())?;
+        let rows = Rows::of(&self.sequences);
+        let reference = reference::attention(&problem, inputs, &rows, None)?;
+        let baseline = reference::baseline(&problem, inputs, &rows, None)?;
+        Ok(ExpectedOfSequences { case: self, problem, inputs, reference, baseline })
+    }
+
+    /// The kernels of a back end that serve it, the best first.
+    pub fn kernels(&self, backend: &dyn Backend) -> Result<Vec<&'static str>, Error> {
+        let (problem, inputs) = self.sequences.over(self.tensors.inputs())?;
+        let candidates = backend.candidates(&problem, &inputs.arrangement(&problem)?);
+        Ok(candidates.into_iter().filter(|it| it.accepted).map(|it| it.kernel).collect())
+    }
+}
+
+impl ExpectedOfSequences<'_> {
+    /// Runs a kernel of a back end twice, with guard zones, and judges it.
+    pub fn check(&self, backend: &dyn Backend, kernel: &str) -> Result<Outcome, Error> {
+        let SequencesCase { sequences, splits, .. } = self.case;
+        let kernel = Some(kernel.to_owned());
+        let options = RunOptions { guard: true, splits: *splits, kernel, ..RunOptions::default() };
+        let first = backend.run(&self.problem, self.inputs, &options)?;
+        let second = backend.run(&self.problem, self.inputs, &options)?;
+        let verdict = compare_sequences(sequences, &first, &self.reference, &self.baseline)?;
+        let repeats = same_bits(&first, &second);
+        Ok(Outcome { passed: verdict.passed && repeats, verdict, repeats, holes: 0 })
+    }
+}
+
+/// Standard normal queries and keys; whatever is no key of a sequence is NaN.
+fn tensors(
+    sequences: &Sequences,
+    query: Shape,
+    cache: Shape,
+    seed: u64,
+) -> Result<InputTensors, Error> {
+    let mut single = sequences.problem().clone();
+    (single.query_length, single.key_length) = (1, 1);
+    let extras = InputTensors::random(&single, seed)?;
+    let random = |shape: Shape, stream: u64| {
+        Tensor::random(single.dtype(), shape, seed.wrapping_mul(3) + stream)
+    };
+    let value = Shape { dim: single.value_head_dim, ..cache };
+    Ok(InputTensors {
+        query: random(query, 0)?,
+        key: of_sequences(&random(cache, 1)?, sequences.keys())?,
+        value: of_sequences(&random(value, 2)?, sequences.keys())?,
+        slopes: extras.slopes,
+        sinks: extras.sinks,
+    })
+}
+
+impl fmt::Display for SequencesCase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let keys = self.sequences.keys();
+        write!(f, "{}, keys {:?}", self.sequences.problem(), keys.ends())?;
+        if let Some(pages) = keys.pages() {
+            write!(f, ", pages of {}", pages.size())?;
+        }
+        if !keys.left_padding().is_empty() {
+            f.write_str(", left padding")?;
+        }
+        if keys.starts().is_some() {
+            f.write_str(", packed keys")?;
+        }
+        if self.sequences.queries().starts().is_some() {
+            f.write_str(", packed queries")?;
+        }
+        if let Some(splits) = self.splits {
+            write!(f, ", {splits} splits")?;
+        }
+        write!(f, ", seed {}", self.seed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use flashcore::CpuBackend;
+
+    #[test]
+    fn the_cpu_is_right_about_random_sequences() {
+        let backend = CpuBackend::new();
+        for seed in 0..40 {
+            for dtype in [DType::F16, DType::BF16] {
+                let case = SequencesCase::random(dtype, seed).unwrap();
+                assert_eq!(case.kernels(&backend).unwrap(), ["blocked"]);
+                let outcome = case.expected().unwrap().check(&backend, "blocked").unwrap();
+                assert!(outcome.passed, "{case}: {outcome}");
+            }
+        }
+    }
+}

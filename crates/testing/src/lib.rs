@@ -1,0 +1,46 @@
+//! Whether FlashCore is right: with a GPU, against the true answer; without one, in the simulator.
+//!
+//! Nothing here is part of what a user of the library depends on. It stands above the library and
+//! the simulator, and serves the tests, the commands `check`, `sim` and `gate`, and the harness.
+//!
+//! Whether a result is right is a matter of rule, not of taste: see [`verdict`]. The rule needs the
+//! true answer ([`mod@reference`]) and unkind problems ([`check::cases`]):
+//!
+//! ```
+//! use flashcore::{CpuBackend, DType};
+//! use flashcore_testing::check;
+//!
+//! let backend = CpuBackend::new();
+//! for case in check::cases::standard(DType::BF16).iter().take(3) {
+//!     let outcome = check::run(&backend, "blocked", case)?;
+//!     assert!(outcome.passed, "{case}: {outcome}");
+//! }
+//! # Ok::<(), flashcore::Error>(())
+//! ```
+//!
+//! A [`scene`] needs no GPU: it is a kernel with its inputs and what must come out of it, for the
+//! simulator to run under any number of hostile schedules.
+//!
+//! # Where to look
+//!
+//! | module | subject |
+//! | --- | --- |
+//! | [`mod@reference`] | the true answer in `f64`, and the plain algorithm in the problem's precision |
+//! | [`verdict`] | the rule by which a result passes or fails |
+//! | [`check`] | cases, and running every kernel of a back end on them |
+//! | [`check::cases`] | problems that are not kind to kernels |
+//! | [`check::ladder`] | the matrix kernels on a GPU, each against a product in `f64` |
+//! | [`scene`] | the kernels with inputs, for the simulator and for a GPU |
+//!
+//! The tests themselves are in `tests`: `kernels` runs every kernel in the simulator,
+//! `differential` the same scenes on a GPU too, the others run the library's back ends.
+
+#![forbid(unsafe_code)]
+
+pub mod check;
+mod dice;
+pub mod reference;
+pub mod scene;
+pub mod verdict;
+
+pub use verdict::{Verdict, compare, compare_sequences};

@@ -1,0 +1,69 @@
+//! One row of the plain algorithm in the problem's own precision.
+//!
+//! What a framework computes without a fused kernel: scores are stored in the element type, the
+//! softmax is taken in f32 and stored in the element type, the second product is summed in f32
+//! and stored in the element type. The log-sum-exp is f32 for every element type, and its
+//! baseline comes from the scores before they are rounded.
+
+use super::RowInputs;
+
+const LANES: usize = 8;
+
+pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
+    let RowInputs { query, keys, values, first, rule, sink, dtype } = inputs;
+    let round = |value: f32| dtype.round(f64::from(value)) as f32;
+    let score = |(index, key): (usize, &[f32])| {
+        rule.score(f64::from(dot(query, key)), first + index) as f32
+    };
+    let exact: Vec<f32> = keys.chunks_exact(query.len()).enumerate().map(score).collect();
+    // A score beyond f16's range stays as it is: infinite ones would turn the row into NaN, and
+    // a yardstick of NaN measures nothing.
+    let stored: Vec<f32> = exact
+        .iter()
+        .map(|score| {
+            let rounded = round(*score);
+            if rounded.is_infinite() { *score } else { rounded }
+        })
+        .collect();
+    let (_, exact_sum, exact_maximum) = softmax(&exact, sink);
+    let (weights, sum, _) = softmax(&stored, sink);
+    if exact_sum == 0.0 {
+        output.fill(0.0);
+        return f64::NEG_INFINITY;
+    }
+    let mut accumulator = vec![0.0f32; output.len()];
+    for (weight, value) in weights.iter().zip(values.chunks_exact(output.len())) {
+        let probability = round(weight / sum);
+        for (to, from) in accumulator.iter_mut().zip(value) {
+            *to += probability * from;
+        }
+    }
+    for (to, from) in output.iter_mut().zip(accumulator) {
+        *to = f64::from(round(from));
+    }
+    f64::from(exact_maximum + exact_sum.ln())
+}
+
+/// The exponentials relative to the maximum, their sum with the sink's, and the maximum.
+fn softmax(scores: &[f32], sink: f32) -> (Vec<f32>, f32, f32) {
+    let maximum = scores.iter().copied().fold(sink, f32::max);
+    let shift = if maximum == f32::NEG_INFINITY { 0.0 } else { maximum };
+    let weights: Vec<f32> = scores.iter().map(|score| (score - shift).exp()).collect();
+    let sum = weights.iter().sum::<f32>() + (sink - shift).exp();
+    (weights, sum, maximum)
+}
+
+fn dot(query: &[f32], key: &[f32]) -> f32 {
+    let mut sums = [0.0; LANES];
+    let (queries, query_rest) = query.as_chunks::<LANES>();
+    let (keys, key_rest) = key.as_chunks::<LANES>();
+    for (query, key) in queries.iter().zip(keys) {
+        for lane in 0..LANES {
+            sums[lane] += query[lane] * key[lane];
+        }
+    }
+    for (query, key) in query_rest.iter().zip(key_rest) {
+        sums[0] += query * key;
+    }
+    sums.iter().sum()
+}

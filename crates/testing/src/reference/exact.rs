@@ -1,0 +1,50 @@
+//! One row of attention in f64.
+
+use super::RowInputs;
+
+/// Partial sums of a dot product; one would be a chain of dependent additions.
+const LANES: usize = 8;
+
+/// Two passes over the scores: maximum, then exponentials.
+pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
+    let RowInputs { query, keys, values, first, rule, sink, .. } = inputs;
+    let query: Vec<f64> = query.iter().copied().map(f64::from).collect();
+    let sink = f64::from(sink);
+    let keys = keys.chunks_exact(query.len()).enumerate();
+    let scores: Vec<f64> =
+        keys.map(|(index, key)| rule.score(dot(&query, key), first + index)).collect();
+    let maximum = scores.iter().copied().fold(sink, f64::max);
+    let shift = if maximum == f64::NEG_INFINITY { 0.0 } else { maximum };
+    let mut sum = (sink - shift).exp();
+    output.fill(0.0);
+    for (score, value) in scores.iter().zip(values.chunks_exact(output.len())) {
+        let weight = (score - shift).exp();
+        sum += weight;
+        for (to, from) in output.iter_mut().zip(value) {
+            *to += weight * f64::from(*from);
+        }
+    }
+    if sum == 0.0 {
+        output.fill(0.0);
+        return f64::NEG_INFINITY;
+    }
+    for to in output.iter_mut() {
+        *to /= sum;
+    }
+    maximum + sum.ln()
+}
+
+fn dot(query: &[f64], key: &[f32]) -> f64 {
+    let mut sums = [0.0; LANES];
+    let (queries, query_rest) = query.as_chunks::<LANES>();
+    let (keys, key_rest) = key.as_chunks::<LANES>();
+    for (query, key) in queries.iter().zip(keys) {
+        for lane in 0..LANES {
+            sums[lane] += query[lane] * f64::from(key[lane]);
+        }
+    }
+    for (query, key) in query_rest.iter().zip(key_rest) {
+        sums[0] += query * f64::from(*key);
+    }
+    sums.iter().sum()
+}

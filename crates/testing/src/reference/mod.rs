@@ -1,0 +1,235 @@
+//! What the answer should be: attention in f64, and the plain algorithm in the problem's own
+//! precision as the yardstick for errors.
+//!
+//! Both work row by row, so that a sample of rows can be checked when all would take too long.
+//! Neither reads a masked key. Which keys a row sees and what their products become is written down
+//! here once more, key by key: two definitions that agree are worth more than one.
+
+mod baseline;
+mod exact;
+mod rule;
+
+use rayon::prelude::*;
+use serde::Serialize;
+
+use flashcore::serving::{Placement, Sequences};
+use flashcore::{DType, Error, Inputs, Problem, Progress, Tensor, random};
+
+use rule::Rule;
+
+/// One row of the softmax.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+pub struct Row {
+    /// The sequence.
+    pub batch: usize,
+    /// The query head.
+    pub head: usize,
+    /// The query's position.
+    pub query: usize,
+}
+
+/// The rows to compute: all of a problem's, or some of them.
+///
+/// ```
+/// use flashcore::Problem;
+/// use flashcore_testing::reference::Rows;
+///
+/// let problem = Problem::new(1, 8, 4096, 128);
+/// assert_eq!(Rows::all(&problem).len(), 8 * 4096);
+/// assert_eq!(Rows::sample(&problem, 100, 0).len(), 100);
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rows(Vec<Row>);
+
+impl Rows {
+    /// Every row of a problem whose sequences have equal lengths.
+    pub fn all(problem: &Problem) -> Self {
+        Rows((0..problem.rows()).map(|index| row(problem, index)).collect())
+    }
+
+    /// Every row of sequences.
+    pub fn of(sequences: &Sequences) -> Self {
+        let heads = sequences.problem().query_heads;
+        let of_head = |batch: usize, head: usize| {
+            let queries = 0..sequences.queries().length(batch);
+            queries.map(move |query| Row { batch, head, query })
+        };
+        let of_sequence = |batch: usize| {
+            (0..heads).flat_map(move |head| of_head(batch, head)).collect::<Vec<_>>()
+        };
+        Rows((0..sequences.len()).flat_map(of_sequence).collect())
+    }
+
+    /// `count` different rows, or all if there are no more: the first and the last of the
+    /// problem, the others at random.
+    pub fn sample(problem: &Problem, count: usize, seed: u64) -> Self {
+        let total = problem.rows();
+        if count >= total {
+            return Rows::all(problem);
+        }
+        let mut chosen: std::collections::BTreeSet<usize> =
+            [0, total - 1].into_iter().take(count).collect();
+        let mut state = seed;
+        while chosen.len() < count {
+            state = random::mix(state);
+            chosen.insert((state % total as u64) as usize);
+        }
+        Rows(chosen.into_iter().map(|index| row(problem, index)).collect())
+    }
+
+    /// How many.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The rows, sorted.
+    pub fn as_slice(&self) -> &[Row] {
+        &self.0
+    }
+}
+
+/// The row at a position in the order (batch, head, query).
+fn row(problem: &Problem, index: usize) -> Row {
+    let head = index / problem.query_length;
+    Row {
+        batch: head / problem.query_heads,
+        head: head % problem.query_heads,
+        query: index % problem.query_length,
+    }
+}
+
+/// Outputs and log-sum-exps of some rows.
+#[derive(Debug, Clone)]
+pub struct Answer {
+    /// Which rows.
+    pub rows: Rows,
+    /// Their outputs one after the other, each of the value head dim.
+    pub output: Vec<f64>,
+    /// Their log-sum-exps.
+    pub lse: Vec<f64>,
+}
+
+/// Attention in f64 on the inputs as they are. A row's `batch` is its sequence.
+///
+/// ```
+/// use flashcore_testing::reference::{self, Rows};
+/// use flashcore::{Inputs, Problem, Tensor};
+///
+/// let problem = Problem::new(1, 1, 1, 4);
+/// let tensor = Tensor::random(problem.dtype(), problem.query_shape(), 0)?;
+/// let inputs = Inputs::new(&tensor, &tensor, &tensor);
+/// let answer = reference::attention(&problem, inputs, &Rows::all(&problem), None)?;
+/// // With a single key, the output is its value.
+/// assert_eq!(answer.output[0] as f32, tensor.to_f32()[0]);
+/// # Ok::<(), flashcore::Error>(())
+/// ```
+pub fn attention(
+    problem: &Problem,
+    inputs: Inputs<'_>,
+    rows: &Rows,
+    progress: Option<&dyn Progress>,
+) -> Result<Answer, Error> {
+    by_row(problem, inputs, rows, progress, exact::row)
+}
+
+/// The plain algorithm in the problem's precision: scores, probabilities and output each rounded
+/// to the element type, sums in f32.
+pub fn baseline(
+    problem: &Problem,
+    inputs: Inputs<'_>,
+    rows: &Rows,
+    progress: Option<&dyn Progress>,
+) -> Result<Answer, Error> {
+    by_row(problem, inputs, rows, progress, baseline::row)
+}
+
+/// What one row is computed from: its query and the keys and values that it sees.
+struct RowInputs<'a> {
+    query: &'a [f32],
+    /// Row-major, `head_dim` wide.
+    keys: &'a [f32],
+    /// Row-major, `value_head_dim` wide.
+    values: &'a [f32],
+    /// The position of the first of these keys.
+    first: usize,
+    rule: Rule,
+    /// Minus infinity where there is none.
+    sink: f32,
+    dtype: DType,
+}
+
+/// Run `compute` for each row; it fills the row's output and returns its log-sum-exp.
+fn by_row(
+    problem: &Problem,
+    inputs: Inputs<'_>,
+    rows: &Rows,
+    progress: Option<&dyn Progress>,
+    compute: fn(RowInputs<'_>, &mut [f64]) -> f64,
+) -> Result<Answer, Error> {
+    problem.validate()?;
+    inputs.validate(problem)?;
+    let sequences = Sequences::of(problem, inputs);
+    let (dim, value_dim) = (problem.head_dim, problem.value_head_dim);
+    let mut output = vec![0.0; rows.len() * value_dim];
+    let mut lse = vec![0.0; rows.len()];
+    if let Some(progress) = progress {
+        progress.begin(rows.len() as u64);
+    }
+    // Rows that share a key/value head come together, so that only one is held as f32.
+    let head_of = |row: &Row| (row.batch, problem.kv_head(row.head));
+    let (mut output_rest, mut lse_rest) = (&mut output[..], &mut lse[..]);
+    for rows in rows.0.chunk_by(|a, b| head_of(a) == head_of(b)) {
+        let (batch, kv_head) = head_of(&rows[0]);
+        let keys = widen(inputs.key, sequences.keys(), batch, kv_head);
+        let values = widen(inputs.value, sequences.keys(), batch, kv_head);
+        let output = output_rest.split_off_mut(..rows.len() * value_dim);
+        let lse = lse_rest.split_off_mut(..rows.len());
+        let (Some(output), Some(lse)) = (output, lse) else {
+            unreachable!("results are as long as the rows");
+        };
+        let results = output.par_chunks_mut(value_dim).zip(lse);
+        rows.par_iter().zip(results).for_each(|(row, (output, lse))| {
+            let (entry, position) = sequences.queries().locate(batch, row.query);
+            let query = inputs.query.head(entry, row.head).row(position);
+            let length = sequences.keys().length(batch);
+            let position = row.query + length;
+            let rule = Rule {
+                scale: problem.scale().into(),
+                softcap: problem.scores.softcap.map(f64::from),
+                slope: inputs.slope(problem, batch, row.head).into(),
+                position: position as i64 - sequences.queries().length(batch) as i64,
+            };
+            let visible = rule.visible(&problem.mask, length);
+            let inputs = RowInputs {
+                query: &query,
+                keys: &keys[visible.start * dim..visible.end * dim],
+                values: &values[visible.start * value_dim..visible.end * value_dim],
+                first: visible.start,
+                rule,
+                sink: inputs.sinks.map_or(f32::NEG_INFINITY, |sinks| sinks[row.head]),
+                dtype: problem.dtype(),
+            };
+            *lse = compute(inputs, output);
+            if let Some(progress) = progress {
+                progress.advance(1);
+            }
+        });
+    }
+    Ok(Answer { rows: rows.clone(), output, lse })
+}
+
+/// One head of a sequence as a row-major f32 matrix, which holds every element type exactly.
+fn widen(tensor: &Tensor, placement: &Placement, sequence: usize, head: usize) -> Vec<f32> {
+    let dim = tensor.shape().dim;
+    let mut matrix = vec![0.0; placement.length(sequence) * dim];
+    matrix.par_chunks_exact_mut(dim).enumerate().for_each(|(position, values)| {
+        let (entry, row) = placement.locate(sequence, position);
+        tensor.head(entry, head).read(row, values);
+    });
+    matrix
+}

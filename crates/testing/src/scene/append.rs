@@ -1,0 +1,276 @@
+//! Scenes of the append kernel: new tokens for sequences of unequal lengths, into shuffled pages or
+//! batch entries, and their queries rotated.
+
+use flashcore::gpu::{
+    AppendProblem, AppendTensors, Chip, DeviceAddress, DeviceTensor, RotatedQueries,
+};
+use flashcore::plan::Source;
+use flashcore::{Layout, Mask, Problem, Shape, Storage};
+use kernels::append::{Append, Rotary};
+use kernels::parameter::{List, Tensor};
+use ptx::Element;
+use sim::Memory;
+
+use super::call::{Buffers, dtype};
+use super::{Expected, Random, Scene, SceneError, Step, encode, round};
+use crate::dice::Dice;
+
+/// The extents of a cache and of what is appended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AppendSize {
+    /// Keys of each sequence before.
+    pub lengths: Vec<usize>,
+    /// New tokens of each sequence; packed one after the other.
+    pub new: Vec<usize>,
+    /// Key and value heads.
+    pub key_heads: usize,
+    /// Positions of a page, where the kernel has pages.
+    pub page_size: usize,
+    /// Positions that a sequence has room for; tokens beyond are dropped.
+    pub capacity: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Queries of each sequence, packed one after the other.
+    pub queries: Vec<usize>,
+    /// Whether queries stand at positions one after the other; else all at the first.
+    pub in_order: bool,
+}
+
+impl AppendSize {
+    /// Small: sequences that begin, grow, stay as they are and run out of room.
+    pub fn small() -> Self {
+        AppendSize {
+            lengths: vec![0, 5, 9, 7],
+            new: vec![3, 1, 0, 4],
+            key_heads: 3,
+            page_size: 4,
+            capacity: 9,
+            heads: 6,
+            queries: vec![1, 3, 0, 2],
+            in_order: true,
+        }
+    }
+
+    /// What the library is asked for.
+    fn problem(&self, append: &Append, cache: Shape) -> AppendProblem {
+        let most = |counts: &[usize]| counts.iter().copied().max().unwrap_or(0).max(1);
+        let keys = match append.paged {
+            true => Storage::Paged {
+                size: cache.length,
+                columns: self.capacity.div_ceil(cache.length),
+                pages: cache.batch,
+            },
+            false => Storage::Entries(cache.batch),
+        };
+        let queries = Storage::Packed(self.queries.iter().sum());
+        let cache = Problem::new(self.lengths.len(), self.heads, most(&self.queries), cache.dim)
+            .with_kv_heads(self.key_heads)
+            .with_key_length(self.capacity)
+            .with_value_head_dim(append.value_head_dim as usize)
+            .with_dtype(dtype(append.element))
+            .with_mask(if self.in_order { Mask::CAUSAL } else { Mask::NONE })
+            .with_storage(queries, keys);
+        let problem =
+            AppendProblem::new(cache, most(&self.new)).with_packed_new(self.new.iter().sum());
+        match append.rotary {
+            Some(Rotary { dim, interleaved }) => problem
+                .with_rotary(dim as usize, interleaved, self.capacity + 1)
+                .with_rotated_queries(),
+            None => problem,
+        }
+    }
+}
+
+impl Scene {
+    /// New tokens into a cache.
+    pub fn append(append: Append, size: &AppendSize) -> Result<Self, SceneError> {
+        let AppendSize { lengths, new, key_heads, page_size, capacity, heads, queries, in_order } =
+            size;
+        let refused = |text: String| SceneError::Size(text);
+        let batch = lengths.len();
+        let counts = [new.len(), queries.len()];
+        if batch == 0 || counts != [batch; 2] || [key_heads, capacity, page_size].contains(&&0) {
+            return Err(refused("there is no sequence or no room".to_owned()));
+        }
+        let (dim, value_dim) = (append.head_dim as usize, append.value_head_dim as usize);
+        let mut dice = Dice::new(5);
+        // Every sequence could be as long as there is room.
+        let full = vec![*capacity; batch];
+        let (places, cache) = match append.paged {
+            true => dice
+                .paged(full, *page_size, *capacity, *key_heads, dim)
+                .map_err(|error| refused(error.to_string()))?,
+            false => dice.entries(full, *capacity, *key_heads, dim),
+        };
+        let problem = size.problem(&append, cache);
+        let chip = Chip { target: append.target, multiprocessors: 2, l2_bytes: 1 << 20 };
+        let choice = problem.choose(&chip).map_err(|error| refused(error.to_string()))?;
+        let launch = &choice.launches[0];
+        let program = launch.kernel.program()?;
+        let (new_starts, query_starts) = (starts(new), starts(queries));
+        let (new_rows, query_rows) = (new_starts[batch] as usize, query_starts[batch] as usize);
+        let tensors = tensors(&problem, cache, [new_rows, query_rows]);
+        let tensors = tensors.map_err(|error| refused(error.to_string()))?;
+        let values = tensors.bind(&problem, launch, &program.parameters).map_err(refused)?;
+
+        let element = append.element;
+        let mut random = Random::new(5);
+        let mut numbers = |count: usize| random.numbers(element, count, 2.0);
+        let new_k = numbers(new_rows * key_heads * dim);
+        let new_v = numbers(new_rows * key_heads * value_dim);
+        let cached = cache.batch * cache.length * key_heads;
+        let (mut k, mut v) = (numbers(cached * dim), numbers(cached * value_dim));
+        let mut q = numbers(query_rows * heads * dim);
+        let half = append.rotary.map_or(1, |rotary| rotary.dim as usize / 2);
+        let positions = capacity + 1;
+        let (cosines, sines) = (numbers(positions * half), numbers(positions * half));
+
+        let (mut memory, mut buffers) = (Memory::new(), Buffers::new());
+        for (tensor, numbers) in [
+            (Tensor::NewKey, &new_k),
+            (Tensor::NewValue, &new_v),
+            (Tensor::Key, &k),
+            (Tensor::Value, &v),
+            (Tensor::Query, &q),
+        ] {
+            let id = memory.input(&format!("{tensor:?}"), encode(element, numbers));
+            buffers.insert(Source::Tensor(tensor), id);
+        }
+        // Turned where they are.
+        let query = buffers[&Source::Tensor(Tensor::Query)];
+        buffers.insert(Source::Tensor(Tensor::RotatedQuery), query);
+        for (list, numbers) in [(List::Cosines, &cosines), (List::Sines, &sines)] {
+            let id = memory.input(&format!("{list:?}"), encode(element, numbers));
+            buffers.insert(Source::List(list), id);
+        }
+        let words = |numbers: &[usize]| numbers.iter().map(|it| *it as u32).collect::<Vec<u32>>();
+        let entries: Vec<usize> = (0..batch).filter_map(|it| places.entry(it)).collect();
+        let place = match places.pages() {
+            Some(pages) => (List::BlockTable, pages.table().to_vec()),
+            None => (List::BatchIndex, words(&entries)),
+        };
+        for (list, words) in [
+            (List::KeyLengths, words(lengths)),
+            (List::NewStarts, new_starts.clone()),
+            (List::QueryStarts, query_starts.clone()),
+            place,
+        ] {
+            let id = memory.input_u32(&format!("{list:?}"), &words);
+            buffers.insert(Source::List(list), id);
+        }
+        let after = memory.output("lengths after", 4 * batch);
+        buffers.insert(Source::List(List::LengthsAfter), after);
+
+        let turn = |row: &[f64], position: usize| match append.rotary {
+            // Beyond the tables: the last angles.
+            Some(rotary) => {
+                let first = position.min(positions - 1) * half;
+                rotated(&append, rotary, row, [&cosines[first..], &sines[first..]])
+            }
+            None => row.to_vec(),
+        };
+        for sequence in 0..batch {
+            for token in 0..new[sequence] {
+                let position = lengths[sequence] + token;
+                if position >= *capacity {
+                    continue;
+                }
+                let (entry, row) = places.locate(sequence, position);
+                for head in 0..*key_heads {
+                    let from = (new_starts[sequence] as usize + token) * key_heads + head;
+                    let to = (entry * cache.length + row) * key_heads + head;
+                    v[to * value_dim..][..value_dim]
+                        .copy_from_slice(&new_v[from * value_dim..][..value_dim]);
+                    k[to * dim..][..dim]
+                        .copy_from_slice(&turn(&new_k[from * dim..][..dim], position));
+                }
+            }
+            for query in 0..queries[sequence] {
+                let position = lengths[sequence] + if *in_order { query } else { 0 };
+                for head in 0..*heads {
+                    let at = (query_starts[sequence] as usize + query) * heads + head;
+                    let row = turn(&q[at * dim..][..dim], position);
+                    q[at * dim..][..dim].copy_from_slice(&row);
+                }
+            }
+        }
+        // Without rotary embeddings the bits are the same; with, a last bit may differ.
+        let slack = if append.rotary.is_some() { 2f64.powi(-6) } else { 0.0 };
+        let expected = |name, tensor, exact: Vec<f64>| Expected {
+            name,
+            buffer: buffers[&Source::Tensor(tensor)],
+            element,
+            tolerance: exact.iter().map(|value| slack * value.abs().max(1.0)).collect(),
+            magnitude: exact.iter().map(|value| value.abs()).collect(),
+            exact,
+        };
+        let grown: Vec<f64> = (0..batch)
+            .map(|sequence| (lengths[sequence] + new[sequence]).min(*capacity))
+            .map(|length| f32::from_bits(length as u32) as f64)
+            .collect();
+        let results = vec![
+            // Whole numbers, as the floats that have their bits: every other bit shows.
+            Expected {
+                name: "lengths after",
+                buffer: after,
+                element: Element::F32,
+                magnitude: grown.clone(),
+                tolerance: vec![0.0; batch],
+                exact: grown,
+            },
+            expected("keys", Tensor::Key, k),
+            expected("values", Tensor::Value, v),
+            expected("queries", Tensor::Query, q),
+        ];
+        let step = Step::bound(program, launch.blocks, &values, &buffers)?;
+        let size = format!("lengths {lengths:?}, new {new:?}, {key_heads} heads, room {capacity}");
+        Ok(Scene::alone(step, memory, results, size))
+    }
+}
+
+/// How the tensors lie; where they are is the simulator's business.
+fn tensors(
+    problem: &AppendProblem,
+    cache: Shape,
+    [new_rows, query_rows]: [usize; 2],
+) -> Result<AppendTensors, flashcore::TensorError> {
+    let tensor = |shape| {
+        let strides = Layout::contiguous(shape)?.strides();
+        Ok::<_, flashcore::TensorError>(DeviceTensor { address: DeviceAddress(16), strides })
+    };
+    let new = Shape { batch: 1, length: new_rows, ..cache };
+    let value = |shape| Shape { dim: problem.cache.value_head_dim, ..shape };
+    let query = Shape { length: query_rows, heads: problem.cache.query_heads, ..new };
+    let [new_key, new_value, key, queries] = [new, value(new), cache, query].map(tensor);
+    let mut tensors = AppendTensors::new([new_key?, new_value?, key?, tensor(value(cache))?]);
+    let queries = queries?;
+    let rotated = RotatedQueries { from: queries, to: queries, starts: None, lengths: None };
+    tensors.queries = problem.rotated_queries.then_some(rotated);
+    Ok(tensors)
+}
+
+/// Where sequences of these lengths begin when packed, and the last ends.
+fn starts(lengths: &[usize]) -> Vec<u32> {
+    (0..=lengths.len()).map(|count| lengths[..count].iter().sum::<usize>() as u32).collect()
+}
+
+/// A row, rotated by the angles of its position.
+fn rotated(
+    append: &Append,
+    rotary: Rotary,
+    row: &[f64],
+    [cosines, sines]: [&[f64]; 2],
+) -> Vec<f64> {
+    let half = rotary.dim as usize / 2;
+    let mut rotated = row.to_vec();
+    for pair in 0..half {
+        let (a, b) = match rotary.interleaved {
+            true => (2 * pair, 2 * pair + 1),
+            false => (pair, pair + half),
+        };
+        let (c, s) = (cosines[pair], sines[pair]);
+        rotated[a] = round(append.element, row[a] * c - row[b] * s);
+        rotated[b] = round(append.element, row[a] * s + row[b] * c);
+    }
+    rotated
+}

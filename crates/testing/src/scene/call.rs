@@ -1,0 +1,421 @@
+//! Scenes of attention: a call as the library plans and binds it, over buffers of the simulator.
+
+use std::collections::BTreeMap;
+
+use flashcore::family::{Choice, Contents};
+use flashcore::gpu::Chip;
+use flashcore::plan::{Source, Value, bind};
+use flashcore::random::uniform;
+use flashcore::serving::{Placement, Sequences};
+use flashcore::{Alibi, DType, InputTensors, Inputs, Layout, Problem, Shape, Tensor};
+use kernels::Configuration;
+use kernels::parameter::{List, Tensor as Role};
+use ptx::{Element, Program};
+use sim::{Argument, BufferId, Memory, TensorMapArgument};
+
+use super::{Expected, Kernel, Ragged, Scene, SceneError, Step, encode};
+use crate::check::Order;
+use crate::reference::{self, Rows};
+use crate::verdict::tolerances;
+
+/// A call of attention by a kernel of any configuration.
+///
+/// ```
+/// use flashcore_testing::scene::Call;
+/// use kernels::{Configuration, Rules, Scalar};
+/// use ptx::{Element, Target};
+/// use sim::Options;
+///
+/// let (head_dim, value_head_dim) = (8, 8);
+/// let (target, element, rules) = (Target::SM_80, Element::F16, Rules::CAUSAL);
+/// let scalar = Scalar { target, element, head_dim, value_head_dim, rules };
+/// let call = Call::new(Configuration::Scalar(scalar), 1, [5, 9], [2, 1]);
+/// let scene = call.scene()?;
+/// let (memory, _) = scene.run(&Options::default())?;
+/// assert!(scene.judge(&memory).passed());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Call {
+    /// The attention kernel; others that its plan needs come with it.
+    pub kernel: Configuration,
+    /// What is asked. Where sequences are ragged, their number and lengths are those of the batch.
+    pub problem: Problem,
+    /// Sequences of unequal lengths.
+    pub ragged: Option<Ragged>,
+    /// How many multiprocessors work is shared out over: fewer than there are tiles, as a rule, so
+    /// that blocks go from one to the next.
+    pub processors: u32,
+    /// Into how many parts keys are cut, by a kernel that cuts them.
+    pub splits: Option<u32>,
+    /// How queries, keys and values lie in memory.
+    pub order: Order,
+}
+
+/// What a call may have beside its tensors.
+const LISTS: [List; 9] = [
+    List::QueryStarts,
+    List::KeyStarts,
+    List::QueryLengths,
+    List::KeyLengths,
+    List::LeftPadding,
+    List::BatchIndex,
+    List::BlockTable,
+    List::Slopes,
+    List::Sinks,
+];
+
+/// What stands in results where nobody shall write: as a number of every element.
+const UNTOUCHED: f64 = 77.0;
+
+/// The buffer of each source that there is.
+pub(super) type Buffers = BTreeMap<Source, BufferId>;
+
+impl Call {
+    /// Sequences of equal lengths, `[queries, keys]`, with `[query heads, key heads]`, under rules
+    /// that the kernel is built for.
+    pub fn new(
+        kernel: Configuration,
+        batch: usize,
+        lengths: [usize; 2],
+        heads: [usize; 2],
+    ) -> Self {
+        let built = Kernel::of(&kernel);
+        let splits = match kernel {
+            // Few blocks of keys for each, so that small problems have several.
+            Configuration::Mma(mma) if mma.split => {
+                Some((lengths[1] as u32).div_ceil(2 * mma.key_block).max(1))
+            }
+            _ => None,
+        };
+        Call {
+            problem: built.problem(batch, lengths, heads),
+            kernel,
+            ragged: None,
+            processors: 2,
+            splits,
+            order: Order::Contiguous,
+        }
+    }
+
+    /// Sequences of unequal lengths.
+    pub fn ragged(kernel: Configuration, ragged: Ragged, heads: [usize; 2]) -> Self {
+        let lengths = [&ragged.queries, &ragged.keys].map(|it| it.iter().copied().max());
+        let lengths = lengths.map(Option::unwrap_or_default);
+        let batch = ragged.queries.len();
+        Call { ragged: Some(ragged), ..Call::new(kernel, batch, lengths, heads) }
+    }
+
+    /// What was chosen for a problem of equal lengths on a chip.
+    pub fn chosen(chip: &Chip, problem: &Problem, choice: &Choice) -> Self {
+        let kernel = *choice.kernel();
+        let splits = match kernel {
+            Configuration::Mma(_) => choice.tiling.map(|tiling| tiling.splits),
+            _ => None,
+        };
+        let (problem, processors) = (problem.clone(), chip.multiprocessors);
+        Call { problem, processors, splits, ..Call::new(kernel, 1, [1, 1], [1, 1]) }
+    }
+
+    /// The same call of another problem than the kernel's usual one.
+    pub fn with(mut self, change: impl FnOnce(Problem) -> Problem) -> Self {
+        self.problem = change(self.problem);
+        self
+    }
+
+    /// The same call by so many multiprocessors.
+    pub fn on(self, processors: u32) -> Self {
+        Call { processors, ..self }
+    }
+
+    /// Makes tensors and lists, plans, binds, and computes what must come out.
+    pub fn scene(&self) -> Result<Scene, SceneError> {
+        let given = self.given()?;
+        let staged = self.stage(&given)?;
+        let results = self.expected(&staged).map_err(refused)?;
+        Ok(Scene { results, ..staged.scene(self.words())? })
+    }
+
+    /// The same without what must come out, which takes long for a large problem.
+    pub fn unjudged(&self) -> Result<Scene, SceneError> {
+        self.stage(&self.given()?)?.scene(self.words())
+    }
+
+    /// Plans, makes a buffer for each source that there is, and binds.
+    pub(super) fn stage<'a>(&self, given: &'a Given) -> Result<Staged<'a>, SceneError> {
+        let (problem, inputs) = given.call().map_err(refused)?;
+        let Kernel { target, element, .. } = Kernel::of(&self.kernel);
+        let chip = Chip { target, multiprocessors: self.processors, l2_bytes: 1 << 20 };
+        let choice = Choice::for_kernel(&chip, &problem, self.kernel, self.splits)
+            .map_err(SceneError::Size)?;
+
+        let sequences = Sequences::of(&problem, inputs);
+        let (mut memory, mut buffers) = (Memory::new(), Buffers::new());
+        for (role, tensor) in
+            [(Role::Query, inputs.query), (Role::Key, inputs.key), (Role::Value, inputs.value)]
+        {
+            let buffer = memory.input(&format!("{role:?}"), tensor.bytes().to_vec());
+            buffers.insert(Source::Tensor(role), buffer);
+        }
+        for list in LISTS {
+            if let Some(words) = inputs.list(&problem, list) {
+                let buffer = memory.input_u32(&format!("{list:?}"), &words);
+                buffers.insert(Source::List(list), buffer);
+            }
+        }
+        let outputs = problem.rows() * problem.value_head_dim;
+        for (role, element, count) in
+            [(Role::Output, element, outputs), (Role::Lse, Element::F32, problem.rows())]
+        {
+            let name = format!("{role:?}");
+            let buffer = match sequences.rows() == problem.rows() {
+                true => memory.output(&name, element.bytes() as usize * count),
+                // What is no query of a sequence stays as it was.
+                false => memory.input(&name, encode(element, &vec![UNTOUCHED; count])),
+            };
+            buffers.insert(Source::Tensor(role), buffer);
+        }
+        for it in &choice.memory {
+            let (name, bytes) = (format!("{:?}", it.source), it.bytes.max(4) as usize);
+            let buffer = match &it.contents {
+                Contents::Anything => memory.output(&name, bytes),
+                Contents::Zeros => memory.input(&name, vec![0; bytes]),
+                Contents::Tiles(order) => memory.input_u32(&name, &order.words()),
+            };
+            buffers.insert(it.source, buffer);
+        }
+
+        let arrangement = inputs.arrangement(&problem).map_err(|error| refused(error.into()))?;
+        let mut steps = Vec::new();
+        for launch in &choice.launches {
+            let program = launch.kernel.program()?;
+            let values = bind(launch, &program.parameters, &problem, &arrangement)
+                .map_err(SceneError::Size)?;
+            steps.push(Step::bound(program, launch.blocks, &values, &buffers)?);
+        }
+        Ok(Staged { problem, inputs, memory, buffers, steps, prepared: choice.prepared })
+    }
+
+    /// The tensors, with what is of no sequence NaN.
+    pub(super) fn given(&self) -> Result<Given, SceneError> {
+        let shapes = [self.problem.query_shape(), self.problem.key_shape()];
+        if shapes.iter().any(|it| it.elements().is_none_or(|elements| elements > 1 << 28)) {
+            return Err(SceneError::Size("the problem is too large to simulate".to_owned()));
+        }
+        self.tensors().map_err(refused)
+    }
+
+    fn tensors(&self) -> Result<Given, flashcore::Error> {
+        let mut problem = self.problem.clone();
+        let (mut query, mut key) = (problem.query_shape(), problem.key_shape());
+        let mut sequences = None;
+        if let Some(ragged) = &self.ragged {
+            let (queries, keys);
+            ((queries, query), (keys, key)) = ragged.placements(&problem)?;
+            let placed = Sequences::new(problem, queries, keys)?;
+            problem = placed.problem().clone();
+            sequences = Some(placed);
+        }
+        let tensor = |seed: u64, shape: Shape, placement: Option<&Placement>| {
+            // Up to 2: scores far enough apart that the maximum moves.
+            let index = |[a, b, c, d]: [usize; 4]| {
+                (((a * shape.length + b) * shape.heads + c) * shape.dim + d) as u64
+            };
+            let all = Tensor::from_fn(problem.dtype(), shape, |at| 2.0 * uniform(seed, index(at)))?;
+            let all = match placement {
+                Some(placement) => of_sequences(&all, placement)?,
+                None => all,
+            };
+            self.order.arrange(all)
+        };
+        let (queries, keys) = (sequences.as_ref())
+            .map_or((None, None), |sequences| (Some(sequences.queries()), Some(sequences.keys())));
+        let value = Shape { dim: problem.value_head_dim, ..key };
+        let heads = problem.query_heads;
+        let slopes = match problem.scores.alibi {
+            Alibi::None => 0,
+            Alibi::PerHead => heads,
+            Alibi::PerSequence => heads * problem.batch,
+        };
+        let numbers = |seed: u64, count: usize, magnitude: f32| -> Vec<f32> {
+            (0..count as u64).map(|index| magnitude * uniform(seed, index)).collect()
+        };
+        let tensors = InputTensors {
+            query: tensor(1, query, queries)?,
+            key: tensor(2, key, keys)?,
+            value: tensor(3, value, keys)?,
+            slopes: problem.scores.has_alibi().then(|| numbers(4, slopes, 0.1)),
+            sinks: problem.scores.sinks.then(|| numbers(5, heads, 4.0)),
+        };
+        Ok(Given { problem, sequences, tensors })
+    }
+
+    /// The rule of the library, row by row; where no row is, nothing may be written.
+    fn expected(
+        &self,
+        Staged { problem, inputs, buffers, .. }: &Staged<'_>,
+    ) -> Result<Vec<Expected>, flashcore::Error> {
+        let inputs = *inputs;
+        let sequences = Sequences::of(problem, inputs);
+        let rows = Rows::of(&sequences);
+        let exact = reference::attention(problem, inputs, &rows, None)?;
+        let baseline = reference::baseline(problem, inputs, &rows, None)?;
+        let [output_tolerance, mut lse_tolerance] = tolerances(problem, &exact, &baseline);
+        if let Configuration::Mma(mma) = self.kernel
+            && mma.accumulate == Element::F16
+        {
+            // Scores are added up in f16: rounded once for every 16 dimensions, and in size near
+            // the log-sum-exps, whose error they become.
+            let finite = exact.lse.iter().filter(|value| value.is_finite());
+            let largest = finite.fold(1f64, |top, value| top.max(value.abs()));
+            lse_tolerance = problem.head_dim.div_ceil(16) as f64 * 2f64.powi(-11) * largest;
+        }
+        // What outputs are sums of: the same with every value positive.
+        let values = inputs.value;
+        let positive = Tensor::from_fn(values.dtype(), values.shape(), |[a, b, c, d]| {
+            values.head(a, c).row(b)[d].abs()
+        })?;
+        let positive = Inputs { value: &positive, ..inputs };
+        let magnitude = reference::attention(problem, positive, &rows, None)?;
+
+        let (shape, dim) = (problem.output_shape(), problem.value_head_dim);
+        let nothing = |name, role, element, count: usize| Expected {
+            name,
+            buffer: buffers[&Source::Tensor(role)],
+            element,
+            exact: vec![UNTOUCHED; count],
+            magnitude: vec![UNTOUCHED; count],
+            tolerance: vec![0.0; count],
+        };
+        let element = Kernel::of(&self.kernel).element;
+        let mut outputs = nothing("output", Role::Output, element, problem.rows() * dim);
+        let mut log_sums = nothing("lse", Role::Lse, Element::F32, problem.rows());
+        for (index, row) in rows.as_slice().iter().enumerate() {
+            let (entry, position) = sequences.queries().locate(row.batch, row.query);
+            let at = ((entry * shape.length + position) * shape.heads + row.head) * dim;
+            outputs.exact[at..at + dim].copy_from_slice(&exact.output[index * dim..][..dim]);
+            outputs.magnitude[at..at + dim]
+                .copy_from_slice(&magnitude.output[index * dim..][..dim]);
+            outputs.tolerance[at..at + dim].fill(output_tolerance);
+            let at = sequences.lse_index(shape, row.batch, row.head, row.query);
+            log_sums.exact[at] = exact.lse[index];
+            log_sums.magnitude[at] = exact.lse[index].abs();
+            log_sums.tolerance[at] = lse_tolerance;
+        }
+        Ok(vec![outputs, log_sums])
+    }
+
+    fn words(&self) -> String {
+        let mut words = self.problem.to_string();
+        if let Some(ragged) = &self.ragged {
+            words += &format!(", {ragged}");
+        }
+        words + &format!(", {} multiprocessors", self.processors)
+    }
+}
+
+/// A call with memory and launches.
+pub(super) struct Staged<'a> {
+    problem: Problem,
+    inputs: Inputs<'a>,
+    pub(super) memory: Memory,
+    pub(super) buffers: Buffers,
+    pub(super) steps: Vec<Step>,
+    prepared: usize,
+}
+
+impl Staged<'_> {
+    fn scene(self, size: String) -> Result<Scene, SceneError> {
+        let Staged { memory, mut steps, prepared, .. } = self;
+        let after = steps.split_off(prepared + 1);
+        let (Some(step), before) = (steps.pop(), steps) else {
+            return Err(SceneError::Size("the plan has no launch".to_owned()));
+        };
+        Ok(Scene { before, after, ..Scene::alone(step, memory, Vec::new(), size) })
+    }
+}
+
+fn refused(error: flashcore::Error) -> SceneError {
+    SceneError::Size(error.to_string())
+}
+
+/// What a call is over.
+pub(super) struct Given {
+    problem: Problem,
+    sequences: Option<Sequences>,
+    tensors: InputTensors,
+}
+
+impl Given {
+    /// The problem that the tensors pose, and the inputs.
+    fn call(&self) -> Result<(Problem, Inputs<'_>), flashcore::Error> {
+        let inputs = self.tensors.inputs();
+        match &self.sequences {
+            Some(sequences) => sequences.over(inputs),
+            None => Ok((self.problem.clone(), inputs)),
+        }
+    }
+}
+
+impl Step {
+    /// A launch with buffers in the place of what its values name; nothing where there is none.
+    pub(super) fn bound(
+        program: Program,
+        grid: u32,
+        values: &[Value],
+        buffers: &Buffers,
+    ) -> Result<Self, SceneError> {
+        let argument = |value: &Value| {
+            Ok(match value {
+                Value::U32(value) => Argument::U32(*value),
+                Value::I32(value) => Argument::S32(*value),
+                Value::U64(value) => Argument::U64(*value),
+                Value::F32(value) => Argument::F32(*value),
+                Value::Address(source) => match buffers.get(source) {
+                    Some(buffer) => Argument::Address(*buffer, 0),
+                    None => Argument::U64(0),
+                },
+                Value::Map(map) => {
+                    let buffer = buffers.get(&Source::Tensor(map.tensor)).copied();
+                    let none = || SceneError::Size(format!("there is no {:?}", map.tensor));
+                    Argument::TensorMap(TensorMapArgument {
+                        buffer: buffer.ok_or_else(none)?,
+                        offset: 0,
+                        dimensions: map.dimensions.clone(),
+                        strides: map.strides.clone(),
+                        tensor_box: map.tensor_box.clone(),
+                    })
+                }
+            })
+        };
+        let arguments = values.iter().map(argument).collect::<Result<_, SceneError>>()?;
+        Ok(Step { program, grid, arguments })
+    }
+}
+
+/// A tensor with every row NaN that is of no sequence.
+pub(crate) fn of_sequences(
+    tensor: &Tensor,
+    placement: &Placement,
+) -> Result<Tensor, flashcore::TensorError> {
+    let shape = tensor.shape();
+    let mut kept = Tensor::filled(tensor.dtype(), Layout::contiguous(shape)?, f32::NAN)?;
+    for sequence in 0..placement.sequences() {
+        for position in 0..placement.length(sequence) {
+            let (entry, row) = placement.locate(sequence, position);
+            for head in 0..shape.heads {
+                kept.copy_row([entry, row, head], tensor, [entry, row, head]);
+            }
+        }
+    }
+    Ok(kept)
+}
+
+/// The type of tensors of an element.
+pub(super) fn dtype(element: Element) -> DType {
+    match element {
+        Element::F32 => DType::F32,
+        Element::F16 => DType::F16,
+        _ => DType::BF16,
+    }
+}

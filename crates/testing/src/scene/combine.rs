@@ -1,0 +1,139 @@
+//! Scenes of the kernel that puts parts of attention together, of which some rows saw nothing.
+
+use flashcore::Shape;
+use flashcore::gpu::{Chip, CombineProblem, CombineTensors, DeviceAddress};
+use flashcore::plan::Source;
+use kernels::Combine;
+use kernels::parameter::Tensor;
+use ptx::Element;
+use sim::{BufferId, Memory};
+
+use super::call::{Buffers, dtype};
+use super::{Expected, Random, Scene, SceneError, Step, encode};
+
+impl Scene {
+    /// How many parts are put together where nobody says otherwise.
+    pub const COMBINE_PARTS: usize = 3;
+
+    /// Parts of attention over so many batch entries, queries and heads.
+    pub fn combine(
+        combine: Combine,
+        [batch, queries, heads]: [usize; 3],
+        parts: usize,
+    ) -> Result<Self, SceneError> {
+        let refused = |text: String| SceneError::Size(text);
+        let dim = combine.value_head_dim as usize;
+        let rows = batch * heads * queries;
+        let all = rows.checked_mul(parts).and_then(|rows| rows.checked_mul(dim));
+        if !all.is_some_and(|elements| (1..1 << 28).contains(&elements)) {
+            return Err(refused("there is nothing to combine, or too much".to_owned()));
+        }
+        let problem = CombineProblem {
+            parts,
+            shape: Shape::new(batch, queries, heads, dim),
+            partial: dtype(combine.partial),
+            output: dtype(combine.element),
+        };
+        let chip = Chip { target: combine.target, multiprocessors: 2, l2_bytes: 1 << 20 };
+        let choice = problem.choose(&chip).map_err(|error| refused(error.to_string()))?;
+        let launch = &choice.launches[0];
+        let program = launch.kernel.program()?;
+        let anywhere = [DeviceAddress(16); 2];
+        let tensors = CombineTensors::stacked(&problem, anywhere, anywhere)
+            .map_err(|error| refused(error.to_string()))?;
+        let values = tensors.bind(launch, &program.parameters).map_err(refused)?;
+
+        let mut random = Random::new(7);
+        let partial = random.numbers(combine.partial, parts * rows * dim, 2.0);
+        // Every third part of a row saw nothing, and every fourth row nothing at all.
+        let mut partial_lse = random.numbers(Element::F32, parts * rows, 20.0);
+        for (index, log_sum) in partial_lse.iter_mut().enumerate() {
+            if (index / rows + index).is_multiple_of(3) || (index % rows).is_multiple_of(4) {
+                *log_sum = f64::NEG_INFINITY;
+            }
+        }
+        let mut memory = Memory::new();
+        let output = memory.output("output", combine.element.bytes() as usize * rows * dim);
+        let lse = memory.output("lse", 4 * rows);
+        let buffers = [
+            (Tensor::PartialOutput, memory.input("parts", encode(combine.partial, &partial))),
+            (Tensor::PartialLse, memory.input("parts' lse", encode(Element::F32, &partial_lse))),
+            (Tensor::Output, output),
+            (Tensor::Lse, lse),
+        ];
+        let buffers: Buffers =
+            buffers.into_iter().map(|(tensor, id)| (Source::Tensor(tensor), id)).collect();
+        let step = Step::bound(program, launch.blocks, &values, &buffers)?;
+        // The place of a row, in the order (batch, heads, queries), among outputs.
+        let place = |row: usize| {
+            let (outer, query) = (row / queries, row % queries);
+            (outer / heads * queries + query) * heads + outer % heads
+        };
+        let parts_of = Parts { partial, partial_lse, rows, dim };
+        let results = parts_of.combined(combine.element, place, [output, lse]);
+        let size = format!("batch {batch}, {queries} queries, {heads} heads, {parts} parts");
+        Ok(Scene::alone(step, memory, results, size))
+    }
+}
+
+/// Parts, one after the other.
+struct Parts {
+    partial: Vec<f64>,
+    partial_lse: Vec<f64>,
+    rows: usize,
+    dim: usize,
+}
+
+impl Parts {
+    /// Put together, exactly. An element of the output may be off by its own rounding and by that
+    /// of the weights.
+    fn combined(
+        &self,
+        element: Element,
+        place: impl Fn(usize) -> usize,
+        [output, lse]: [BufferId; 2],
+    ) -> Vec<Expected> {
+        let Parts { partial, partial_lse, rows, dim } = self;
+        let mut exact = vec![0.0; rows * dim];
+        let mut magnitude = exact.clone();
+        let mut exact_lse = vec![f64::NEG_INFINITY; *rows];
+        for row in 0..*rows {
+            let log_sums = || (row..partial_lse.len()).step_by(*rows).map(|at| partial_lse[at]);
+            let top = log_sums().fold(f64::NEG_INFINITY, f64::max);
+            if top == f64::NEG_INFINITY {
+                continue;
+            }
+            let sum: f64 = log_sums().map(|log_sum| (log_sum - top).exp()).sum();
+            exact_lse[row] = top + sum.ln();
+            let to = place(row) * dim;
+            for (part, log_sum) in log_sums().enumerate() {
+                let weight = (log_sum - top).exp() / sum;
+                for d in 0..*dim {
+                    let value = weight * partial[part * rows * dim + to + d];
+                    exact[to + d] += value;
+                    magnitude[to + d] += value.abs();
+                }
+            }
+        }
+        let unit = match element {
+            Element::F16 => 2f64.powi(-11),
+            Element::BF16 => 2f64.powi(-8),
+            _ => 0.0,
+        };
+        // Log-sum-exps of up to 20 are known to 24 bits, weights so to 18.
+        let weights = 2f64.powi(-18);
+        let tolerance = exact.iter().zip(&magnitude).map(|(x, m)| unit * x.abs() + weights * m);
+        let tolerance = tolerance.collect();
+        vec![
+            Expected { name: "output", buffer: output, element, exact, magnitude, tolerance },
+            Expected {
+                name: "lse",
+                buffer: lse,
+                element: Element::F32,
+                magnitude: exact_lse.iter().map(|value| value.abs()).collect(),
+                tolerance: vec![20.0 * weights; *rows],
+                exact: exact_lse,
+            },
+        ]
+    }
+}

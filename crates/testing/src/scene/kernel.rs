@@ -1,0 +1,152 @@
+//! What an attention kernel is built for, and the smallest call that shows all of it.
+
+use flashcore::{Alibi, Mask, Problem};
+use kernels::{Batch, Configuration, MaskKind, Rules};
+use ptx::{Element, Target};
+
+use super::call::dtype;
+use super::{Call, Place, Ragged};
+
+/// What a kernel is built for.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Kernel {
+    pub(super) target: Target,
+    pub(super) element: Element,
+    dims: [u32; 2],
+    /// The rules by which it is looked at, where nobody says otherwise.
+    rules: Rules,
+}
+
+/// What scores are capped at, where they are.
+const SOFTCAP: f32 = 1.5;
+
+impl Kernel {
+    /// Of an attention kernel; the plan refuses the others.
+    pub(super) fn of(kernel: &Configuration) -> Self {
+        match *kernel {
+            Configuration::Scalar(it) => Kernel {
+                target: it.target,
+                element: it.element,
+                dims: [it.head_dim, it.value_head_dim],
+                rules: it.rules,
+            },
+            Configuration::Mma(it) => Kernel {
+                target: it.target,
+                element: it.element,
+                dims: [it.head_dim, it.value_head_dim],
+                rules: it.rules,
+            },
+            Configuration::Forward(it) => Kernel {
+                target: Target::SM_90A,
+                element: it.element,
+                dims: [it.head_dim, it.value_head_dim],
+                rules: it.rules,
+            },
+            Configuration::Prefill(it) => {
+                // Every mask is a window to it.
+                let mask = match it.tile.rules.mask {
+                    MaskKind::Local => MaskKind::Causal,
+                    other => other,
+                };
+                Kernel {
+                    rules: Rules { mask, ..it.tile.rules },
+                    ..Kernel::of(&Configuration::Forward(it.tile))
+                }
+            }
+            Configuration::Decode(it) => {
+                let mask = match it.rules.mask {
+                    MaskKind::Local => MaskKind::Dense,
+                    other => other,
+                };
+                Kernel {
+                    target: it.target,
+                    element: it.element,
+                    dims: [it.head_dim, it.value_head_dim],
+                    rules: Rules { mask, ..it.rules },
+                }
+            }
+            _ => Kernel {
+                target: Target::SM_80,
+                element: Element::F32,
+                dims: [8, 8],
+                rules: Rules::DENSE,
+            },
+        }
+    }
+
+    /// A problem of equal lengths, `[queries, keys]`, with `[query heads, key heads]`. A window is
+    /// a good half of the keys before a query and some after it, chunks are a third of the keys.
+    pub(super) fn problem(
+        &self,
+        batch: usize,
+        [queries, keys]: [usize; 2],
+        [heads, key_heads]: [usize; 2],
+    ) -> Problem {
+        let [dim, value_dim] = self.dims.map(|dim| dim as usize);
+        let window = Mask::window(Some(keys / 2 + 1), Some(keys / 9));
+        let mask = match self.rules.mask {
+            MaskKind::Dense => Mask::NONE,
+            MaskKind::Causal => Mask::CAUSAL,
+            MaskKind::Local => window,
+            MaskKind::Chunked => window.with_chunk(keys / 3 + 1),
+        };
+        let mut problem = Problem::new(batch, heads, queries, dim)
+            .with_kv_heads(key_heads)
+            .with_key_length(keys)
+            .with_value_head_dim(value_dim)
+            .with_dtype(dtype(self.element))
+            .with_mask(mask);
+        problem.scores.softcap = self.rules.softcap.then_some(SOFTCAP);
+        if self.rules.alibi {
+            problem.scores.alibi = Alibi::PerSequence;
+        }
+        problem.scores.sinks = self.rules.sinks;
+        problem
+    }
+}
+
+impl Call {
+    /// The smallest that takes an attention kernel around its loops and has ragged ends.
+    pub fn small(kernel: Configuration) -> Self {
+        match kernel {
+            // A tile that is not full, three blocks of keys of which the last is hardly begun.
+            Configuration::Forward(it) => {
+                let lengths = [it.query_rows() as usize - 3, 2 * it.key_block as usize + 5];
+                Call::new(kernel, 1, lengths, [1, 1])
+            }
+            Configuration::Mma(it) if it.batch != Batch::Equal => {
+                let place = match it.batch {
+                    Batch::Paged => Place::Paged(it.key_block as usize / 2 - 1),
+                    _ => Place::Apart,
+                };
+                let rows = it.query_rows() as usize;
+                Call::ragged(kernel, tiles_of_queries(rows).over(place), [2, 1])
+            }
+            Configuration::Mma(it) => {
+                let lengths = [it.query_rows() as usize - 3, 2 * it.key_block as usize + 5];
+                Call::new(kernel, 1, lengths, [1, 1])
+            }
+            // A sequence for more than one team, so that parts are combined; of one tile, of one
+            // key and of none.
+            Configuration::Decode(it) => {
+                let tile = it.tile_keys as usize;
+                let long = (2 * it.warps as usize + 1) * tile + 3;
+                let place = if it.paged { Place::Paged(tile) } else { Place::Entries };
+                let ragged = Ragged::new(vec![1; 4], vec![long, 0, 1, tile]).over(place);
+                Call::ragged(kernel, ragged, [3, 1]).on(3)
+            }
+            Configuration::Prefill(it) => {
+                let rows = it.tile.query_rows() as usize;
+                let place = it.page_rows.map_or(Place::Apart, |it| Place::Paged(2 * it as usize));
+                Call::ragged(kernel, tiles_of_queries(rows).over(place), [2, 1])
+            }
+            // A block and a bit.
+            _ => Call::new(kernel, 1, [11, 21], [2, 1]),
+        }
+    }
+}
+
+/// Two tiles of so many queries, one and none, over a key more than there are queries.
+fn tiles_of_queries(rows: usize) -> Ragged {
+    Ragged::new(vec![2, rows + 3, 1, 0], vec![1, rows + 4, 0, 5])
+}

@@ -1,0 +1,89 @@
+//! Scenes of the kernel that puts the tiles of a ragged batch in order, as it is launched before
+//! prefill.
+//!
+//! Tiles that cost the same come in any order, and a scene expects one: it passes for certain only
+//! where there are none.
+
+use flashcore::Mask;
+use flashcore::plan::Source;
+use kernels::forward::every_prefill;
+use kernels::parameter::Workspace;
+use kernels::sequencer::Slice;
+use kernels::{Configuration, Forward, MaskKind, Prefill, Rules, Sequencer, Window};
+use ptx::Element;
+
+use super::call::Staged;
+use super::{Call, Expected, Place, Ragged, Scene, SceneError};
+
+/// Positions of a chunk, for a kernel that has chunks.
+const CHUNK: usize = 50;
+
+impl Scene {
+    /// Small: sequences without queries and without keys, and no two tiles that cost the same.
+    pub fn sequencer_batch() -> Ragged {
+        let keys = vec![5, 9, 130, 64, 0, 143, 70];
+        Ragged {
+            query_place: Place::Packed,
+            ..Ragged::new(vec![3, 0, 129, 64, 1, 200, 65], keys).over(Place::Padded)
+        }
+    }
+
+    /// The tiles of a batch in order, under a causal mask: tiles of 64 or 128 rows.
+    pub fn sequencer(
+        sequencer: Sequencer,
+        ragged: &Ragged,
+        tile_rows: u32,
+    ) -> Result<Self, SceneError> {
+        let Prefill { tile, .. } = every_prefill()[0];
+        let rules = Rules { mask: sequencer.mask, ..Rules::LOCAL };
+        let tile = Forward { warpgroups: tile_rows / 64, ping_pong: false, rules, ..tile };
+        let prefill = Configuration::Prefill(Prefill { tile, page_rows: None });
+        let chunk = if sequencer.mask == MaskKind::Chunked { CHUNK } else { 0 };
+        let mask = Mask::CAUSAL.with_chunk(chunk);
+        let call = Call::ragged(prefill, ragged.clone(), [1, 1]).with(|it| it.with_mask(mask));
+        let given = call.given()?;
+        let Staged { memory, buffers, mut steps, .. } = call.stage(&given)?;
+        let schedule = buffers[&Source::Workspace(Workspace::Schedule)];
+        let step = steps.swap_remove(0);
+        if step.program.name != sequencer.name() {
+            let (name, other) = (sequencer.name(), step.program.name);
+            return Err(SceneError::Size(format!("{name}: prefill is launched after {other}")));
+        }
+
+        let window = Window { chunk: (chunk > 0).then_some(chunk as u32), ..Window::CAUSAL };
+        let mut words = Sequencer::schedule(tile_rows, &window, &slices(ragged)?);
+        words.resize(memory.bytes(schedule).len() / 4, 0);
+        // Words are compared by their bits, which are those of small floats.
+        let exact: Vec<f64> = words.iter().map(|word| f32::from_bits(*word).into()).collect();
+        let results = vec![Expected {
+            name: "schedule",
+            buffer: schedule,
+            element: Element::F32,
+            magnitude: exact.clone(),
+            tolerance: vec![0.0; exact.len()],
+            exact,
+        }];
+        let size = format!("{ragged}, tiles of {tile_rows}");
+        Ok(Scene::alone(step, memory, results, size))
+    }
+}
+
+/// Where packed queries and padded keys of each sequence are, with one head.
+fn slices(ragged: &Ragged) -> Result<Vec<Slice>, SceneError> {
+    if (ragged.query_place, ragged.key_place) != (Place::Packed, Place::Padded) {
+        return Err(SceneError::Size("queries are packed, and keys padded".to_owned()));
+    }
+    let room = ragged.keys.iter().copied().max().unwrap_or(0).max(1);
+    let slice = |sequence: usize| {
+        let start = ragged.queries[..sequence].iter().sum::<usize>() as u32;
+        Slice {
+            query_start: start,
+            queries: ragged.queries[sequence] as u32,
+            key_start: (room * sequence) as u32,
+            keys: ragged.keys[sequence] as u32,
+            output_start: start,
+            lse_start: start,
+        }
+    };
+    Ok((0..ragged.queries.len()).map(slice).collect())
+}

@@ -1,0 +1,101 @@
+//! The GPU that a test runs on, if there is one, and what tests on it have in common.
+#![allow(dead_code)] // no test needs all of it
+
+use cuda::{Cache, Error};
+use flashcore::gpu::{Gpu, GpuError};
+use flashcore::serving::Sequences;
+use flashcore::{Backend, DType, GpuBackend, Inputs, Output, Progress, Report, Tensor};
+use flashcore_testing::check::{self, CheckedSequences, cases};
+use flashcore_testing::compare_sequences;
+use flashcore_testing::reference::{self, Rows};
+use ptx::Target;
+
+/// The GPU, or a word on why not. One that is there and fails is a failure of the test.
+pub(crate) fn gpu() -> Option<Gpu> {
+    match Gpu::with_cache(0, Cache::disabled()) {
+        Ok(gpu) => Some(gpu),
+        Err(GpuError::Driver(
+            error @ (Error::NoDriver { .. } | Error::NoDevice | Error::DriverTooOld { .. }),
+        )) => {
+            eprintln!("skipped: {error}");
+            None
+        }
+        Err(error) => panic!("there is a GPU, and it does not work: {error}"),
+    }
+}
+
+/// The GPU, if it is one with `wgmma`.
+pub(crate) fn hopper() -> Option<Gpu> {
+    let gpu = gpu()?;
+    let fits = gpu.target() == Target::SM_90A;
+    if !fits {
+        eprintln!("skipped: {} has no wgmma", gpu.info().name);
+    }
+    fits.then_some(gpu)
+}
+
+/// Nobody looks on.
+pub(crate) struct Silent;
+
+impl Progress for Silent {
+    fn begin(&self, _: u64) {}
+    fn advance(&self, _: u64) {}
+}
+
+/// The elements of the tensor cores.
+pub(crate) const HALVES: [DType; 2] = [DType::F16, DType::BF16];
+
+/// All of so many cases at least must pass.
+pub(crate) fn all_pass(checked: impl IntoIterator<Item = CheckedSequences>, least: usize) {
+    let mut count = 0;
+    let mut complaints = Vec::new();
+    for CheckedSequences { case, outcome, .. } in checked {
+        count += 1;
+        match outcome {
+            Ok(outcome) if outcome.passed => {}
+            Ok(outcome) => complaints.push(format!("{case}: {outcome}")),
+            Err(error) => complaints.push(format!("{case}: {error}")),
+        }
+    }
+    println!("{count} cases");
+    let wrong = complaints.len();
+    assert!(wrong == 0, "{wrong} of {count} failed:\n{}", complaints.join("\n"));
+    assert!(count >= least, "{count}");
+}
+
+/// A kernel must be right about the standard problems.
+pub(crate) fn is_right_about_plain_problems(gpu: Gpu, kernel: &str) {
+    let backend = GpuBackend::new(gpu.into());
+    let backends: [&dyn Backend; 1] = [&backend];
+    for dtype in HALVES {
+        let cases = cases::standard(dtype);
+        let checked = check::run_all(&backends, Some(kernel), &cases, &Silent);
+        assert!(checked.len() > 80, "{}", checked.len());
+        for it in checked {
+            let outcome = it.outcome.unwrap_or_else(|error| panic!("{}: {error}", it.case));
+            assert!(outcome.passed, "{}: {outcome}", it.case);
+        }
+    }
+}
+
+/// What a test launched itself over sequences must be right.
+pub(crate) fn is_right(sequences: &Sequences, inputs: Inputs<'_>, output: Tensor, lse: Vec<f32>) {
+    let (problem, inputs) = sequences.over(inputs).unwrap();
+    let rows = Rows::of(sequences);
+    let reference = reference::attention(&problem, inputs, &rows, None).unwrap();
+    let baseline = reference::baseline(&problem, inputs, &rows, None).unwrap();
+    let report = Report {
+        backend: "gpu",
+        kernel: "",
+        configuration: None,
+        reason: String::new(),
+        kernel_time: Default::default(),
+        first_result_time: Default::default(),
+        total_time: Default::default(),
+        notes: Vec::new(),
+    };
+    let result = Output { output, lse, report };
+    let verdict = compare_sequences(sequences, &result, &reference, &baseline).unwrap();
+    let lengths = (sequences.queries().ends(), sequences.keys().ends());
+    assert!(verdict.passed, "{lengths:?}: {verdict}");
+}

@@ -1,0 +1,530 @@
+//! What only a GPU can show. Each test passes over itself where there is none.
+
+mod device;
+
+use std::time::Instant;
+
+use cuda::{Arguments, Buffer, Cache, Launch, Module, OptimizationLevel, Parameter};
+use flashcore::family::Choice;
+use flashcore::gpu::{AttentionPlan, DeviceTensor, Gpu, GpuError, Policy, Stream, Tensors};
+use flashcore::plan::Arrangement;
+use flashcore::{
+    Backend, DType, GpuBackend, InputTensors, Machine, Mask, Plan, Preference, Problem, RunOptions,
+    Strides, Tensor,
+};
+use flashcore_testing::check::{self, Checked, cases, ladder};
+use kernels::forward::Form;
+use kernels::{Ceiling, Configuration, Forward};
+use ptx::Capability;
+
+use device::{Silent, gpu, hopper};
+
+/// Every case that a kernel accepts must pass; how many there are.
+fn check_all(backend: &GpuBackend, kernel: &str, cases: &[check::Case]) -> usize {
+    let backends: [&dyn Backend; 1] = [backend];
+    let checked = check::run_all(&backends, Some(kernel), cases, &Silent);
+    let complaint = |Checked { case, outcome, .. }: &Checked<'_>| match outcome {
+        Ok(outcome) if outcome.passed => None,
+        Ok(outcome) => Some(format!("{case}: {outcome}")),
+        Err(error) => Some(format!("{case}: {error}")),
+    };
+    let complaints: Vec<String> = checked.iter().filter_map(complaint).collect();
+    let count = complaints.len();
+    assert!(count == 0, "{count} of {} failed:\n{}", checked.len(), complaints.join("\n"));
+    checked.len()
+}
+
+#[test]
+fn scalar_attention_is_right() {
+    let Some(gpu) = gpu() else { return };
+    let backend = GpuBackend::new(gpu.into());
+    for dtype in DType::ALL {
+        assert!(check_all(&backend, "scalar", &cases::standard(dtype)) > 80);
+    }
+}
+
+#[test]
+fn forward_attention_is_right() {
+    let Some(gpu) = hopper() else { return };
+    let backend = GpuBackend::new(gpu.into());
+    let mut count = 0;
+    for dtype in [DType::F16, DType::BF16] {
+        count += check_all(&backend, "forward", &cases::standard(dtype));
+        count += check_all(&backend, "forward", &cases::thorough(dtype));
+    }
+    println!("{count} cases");
+    assert!(count >= 2000, "{count}");
+}
+
+#[test]
+fn mma_attention_is_right() {
+    let Some(gpu) = gpu() else { return };
+    if !gpu.target().has(Capability::Mma) {
+        return eprintln!("skipped: {} has no mma.sync", gpu.info().name);
+    }
+    let backend = GpuBackend::new(gpu.into());
+    let mut count = 0;
+    for dtype in [DType::F16, DType::BF16] {
+        count += check_all(&backend, "mma", &cases::standard(dtype));
+    }
+    println!("{count} cases");
+    assert!(count >= 100, "{count}");
+}
+
+/// Partial results of two streams at once do not meet, and what the kernel cannot read is named.
+#[test]
+fn split_keys_are_put_together_on_each_stream() {
+    let Some(gpu) = gpu() else { return };
+    if !gpu.target().has(Capability::Mma) {
+        return eprintln!("skipped: {} has no mma.sync", gpu.info().name);
+    }
+    let problem = Problem::new(1, 4, 3, 128).with_key_length(20_000).with_dtype(DType::BF16);
+    let plan = plan(&gpu, &problem, "mma");
+    let tiling = plan.plan().chosen.choice.as_ref().and_then(|choice| choice.tiling).unwrap();
+    assert!(tiling.splits > 4, "{tiling:?}");
+    let streams = [Stream::new(gpu.device()).unwrap(), Stream::new(gpu.device()).unwrap()];
+    let devices = [OnDevice::new(&gpu, &problem, 1), OnDevice::new(&gpu, &problem, 2)];
+    let expected: Vec<_> = (devices.iter())
+        .map(|device| {
+            plan.launch(&streams[0], &device.tensors).unwrap();
+            device.read(&streams[0])
+        })
+        .collect();
+    assert_ne!(expected[0], expected[1]);
+    for _ in 0..100 {
+        for (stream, device) in streams.iter().zip(&devices) {
+            device.poison(stream);
+        }
+        for (stream, device) in streams.iter().zip(&devices) {
+            plan.launch(stream, &device.tensors).unwrap();
+        }
+        for ((stream, device), expected) in streams.iter().zip(&devices).zip(&expected) {
+            assert!(device.read(stream) == *expected);
+        }
+    }
+    let good = devices[0].tensors;
+    let odd = Strides { heads: 129, ..good.key.strides };
+    let wrong = Tensors { key: DeviceTensor { strides: odd, ..good.key }, ..good };
+    let error = plan.launch(&streams[0], &wrong).unwrap_err();
+    assert!(matches!(error, GpuError::Tensor { .. }), "{error}");
+    plan.launch(&streams[0], &good).unwrap();
+    assert!(devices[0].read(&streams[0]) == expected[0]);
+}
+
+#[test]
+fn hopper_runs_the_forward_kernel_and_says_so() {
+    let Some(_) = hopper() else { return };
+    let problem = Problem::new(1, 4, 300, 64).with_dtype(DType::BF16).with_mask(Mask::CAUSAL);
+    let tensors = InputTensors::random(&problem, 0).unwrap();
+    let machine = Machine::discover();
+    let result = machine.attend(&problem, tensors.inputs(), &Preference::default(), None).unwrap();
+    assert_eq!(result.report.kernel, "forward");
+    let configuration = result.report.configuration.unwrap();
+    assert!(configuration.starts_with("forward_bf16_d64x64_causal_"), "{configuration}");
+    assert!(result.report.reason.contains("tiles"), "{}", result.report.reason);
+}
+
+/// The plan of a kernel for tensors without gaps.
+fn plan(gpu: &Gpu, problem: &Problem, kernel: &str) -> AttentionPlan {
+    let arrangement = Arrangement::contiguous(problem).unwrap();
+    AttentionPlan::new(gpu, problem, &arrangement, &Preference::named(kernel)).unwrap()
+}
+
+fn configuration(plan: &AttentionPlan) -> Configuration {
+    *plan.plan().chosen.choice.as_ref().unwrap().kernel()
+}
+
+/// The plan of a configuration that nobody would choose.
+fn asked_for(gpu: &Gpu, problem: &Problem, kernel: Configuration) -> AttentionPlan {
+    let arrangement = Arrangement::contiguous(problem).unwrap();
+    let preference = Preference::named(kernel.family());
+    let mut plan = Plan::on_gpu(&gpu.chip(), problem, &arrangement, &preference).unwrap();
+    let choice = Choice::for_kernel(&gpu.chip(), problem, kernel, None).unwrap();
+    plan.chosen.choice = Some(choice);
+    AttentionPlan::of(gpu, plan, arrangement).unwrap()
+}
+
+/// Tensors of a problem on the device, between nothing.
+struct OnDevice {
+    tensors: Tensors,
+    output: Buffer,
+    lse: Buffer,
+    /// Kept alive.
+    _inputs: [Buffer; 3],
+}
+
+impl OnDevice {
+    fn new(gpu: &Gpu, problem: &Problem, seed: u64) -> Self {
+        let inputs = InputTensors::random(problem, seed).unwrap();
+        let upload = |tensor: &Tensor| Buffer::from_slice(gpu.stream(), tensor.bytes()).unwrap();
+        let inputs = [upload(&inputs.query), upload(&inputs.key), upload(&inputs.value)];
+        let elements = problem.output_shape().elements().unwrap() as u64;
+        let output = Buffer::new(gpu.device(), elements * problem.dtype().bytes() as u64).unwrap();
+        let lse = Buffer::new(gpu.device(), 4 * problem.rows() as u64).unwrap();
+        let addresses = [&inputs[0], &inputs[1], &inputs[2], &output].map(Buffer::address);
+        let tensors = Tensors::contiguous(problem, addresses, Some(lse.address())).unwrap();
+        OnDevice { tensors, output, lse, _inputs: inputs }
+    }
+
+    /// The bits of the result.
+    fn read(&self, stream: &Stream) -> (Vec<u16>, Vec<u32>) {
+        let output = stream.download_vec(self.output.all()).unwrap();
+        (output, stream.download_vec(self.lse.all()).unwrap())
+    }
+
+    fn poison(&self, stream: &Stream) {
+        stream.fill(self.output.all(), 0xFF).unwrap();
+        stream.fill(self.lse.all(), 0xFF).unwrap();
+    }
+}
+
+#[test]
+fn a_thousand_runs_give_the_same_bits() {
+    let Some(gpu) = hopper() else { return };
+    for (dim, mask) in [(64, Mask::CAUSAL), (128, Mask::NONE), (256, Mask::CAUSAL)] {
+        // More tiles than multiprocessors, and odd lengths.
+        let problem = Problem::new(3, 10, 700, dim)
+            .with_kv_heads(5)
+            .with_key_length(901)
+            .with_dtype(DType::BF16)
+            .with_mask(mask);
+        let device = OnDevice::new(&gpu, &problem, 7);
+        let plan = plan(&gpu, &problem, "forward");
+        let run = || {
+            device.poison(gpu.stream());
+            plan.launch(gpu.stream(), &device.tensors).unwrap();
+            device.read(gpu.stream())
+        };
+        let first = run();
+        for repeat in 1..1000 {
+            assert!(run() == first, "{problem}: run {repeat} differs");
+        }
+    }
+}
+
+/// The plan on streams of a caller's, with tensors that move, against the back end.
+#[test]
+fn a_plan_follows_its_tensors() {
+    let Some(gpu) = hopper() else { return };
+    let problem = Problem::new(2, 4, 200, 128).with_dtype(DType::F16).with_mask(Mask::CAUSAL);
+    let backend = GpuBackend::new(Gpu::with_cache(0, Cache::disabled()).unwrap().into());
+    let plan = plan(&gpu, &problem, "forward");
+    let streams = [Stream::new(gpu.device()).unwrap(), Stream::new(gpu.device()).unwrap()];
+    let devices = [OnDevice::new(&gpu, &problem, 1), OnDevice::new(&gpu, &problem, 2)];
+    for round in 0..6 {
+        let which = round % 3 % 2;
+        let (stream, device) = (&streams[round % 2], &devices[which]);
+        device.poison(stream);
+        plan.launch(stream, &device.tensors).unwrap();
+        let inputs = InputTensors::random(&problem, which as u64 + 1).unwrap();
+        let expected = backend.run(&problem, inputs.inputs(), &RunOptions::default()).unwrap();
+        let (output, lse) = device.read(stream);
+        assert_eq!(output, half_bits(&expected.output), "round {round}");
+        let bits: Vec<u32> = expected.lse.iter().map(|value| value.to_bits()).collect();
+        assert_eq!(lse, bits, "round {round}");
+    }
+    // What the copy engine cannot read is named, and the plan goes on afterwards.
+    let good = devices[0].tensors;
+    let odd = Strides { heads: 129, ..good.key.strides };
+    let wrong = Tensors { key: DeviceTensor { strides: odd, ..good.key }, ..good };
+    let error = plan.launch(&streams[0], &wrong).unwrap_err();
+    assert!(matches!(error, GpuError::Tensor { .. }), "{error}");
+    let address = good.output.address.offset(8);
+    let wrong = Tensors { output: DeviceTensor { address, ..good.output }, ..good };
+    let error = plan.launch(&streams[0], &wrong).unwrap_err().to_string();
+    assert!(error.ends_with("do not lie as those that the plan was made for"), "{error}");
+    plan.launch(&streams[0], &good).unwrap();
+    streams[0].synchronize().unwrap();
+}
+
+/// What front ends do: results in new memory for every call, plans made and dropped, each thread
+/// on a stream of its own.
+#[test]
+fn eight_threads_share_a_gpu_and_leak_nothing() {
+    const THREADS: usize = 8;
+    const CALLS: usize = 10_000;
+    // Less than any of the results that a call allocates would come to, were it not freed.
+    const SLACK: u64 = 4 << 20;
+
+    let Some(gpu) = hopper() else { return };
+    let problems: Vec<Problem> = (0..THREADS)
+        .map(|thread| {
+            let mask = if thread % 3 == 0 { Mask::NONE } else { Mask::CAUSAL };
+            Problem::new(1 + thread % 2, 4, 130 + 61 * thread, [64, 128, 256][thread % 3])
+                .with_kv_heads(2)
+                .with_dtype(if thread % 2 == 0 { DType::BF16 } else { DType::F16 })
+                .with_mask(mask)
+        })
+        .collect();
+    let devices: Vec<OnDevice> = problems
+        .iter()
+        .zip(0..)
+        .map(|(problem, seed)| OnDevice::new(&gpu, problem, seed))
+        .collect();
+    let expected: Vec<_> = problems
+        .iter()
+        .zip(&devices)
+        .map(|(problem, device)| {
+            let plan = plan(&gpu, problem, "forward");
+            plan.launch(gpu.stream(), &device.tensors).unwrap();
+            device.read(gpu.stream())
+        })
+        .collect();
+
+    let work = |thread: usize, calls: usize| {
+        let (problem, device) = (&problems[thread], &devices[thread]);
+        let stream = Stream::new(gpu.device()).unwrap();
+        let mut forward = plan(&gpu, problem, "forward");
+        for call in 0..calls {
+            if call % 10 == 9 {
+                forward = plan(&gpu, problem, "forward");
+            }
+            let [output, lse] = [&device.output, &device.lse]
+                .map(|like| Buffer::new(gpu.device(), like.bytes()).unwrap());
+            stream.fill(output.all(), 0xFF).unwrap();
+            stream.fill(lse.all(), 0xFF).unwrap();
+            let written = DeviceTensor { address: output.address(), ..device.tensors.output };
+            let lse_address = Some(lse.address());
+            let tensors = Tensors { output: written, lse: lse_address, ..device.tensors };
+            forward.launch(&stream, &tensors).unwrap();
+            let found: (Vec<u16>, Vec<u32>) = (
+                stream.download_vec(output.all()).unwrap(),
+                stream.download_vec(lse.all()).unwrap(),
+            );
+            assert!(found == expected[thread], "call {call} of {problem} differs");
+        }
+    };
+    let on_all_threads = |calls: usize| {
+        std::thread::scope(|scope| {
+            let work = &work;
+            for thread in 0..THREADS {
+                scope.spawn(move || work(thread, calls));
+            }
+        });
+        gpu.device().synchronize().unwrap();
+        gpu.device().free_memory().unwrap()
+    };
+    // The driver keeps some of what the first calls made it allocate.
+    let before = on_all_threads(20);
+    let begin = Instant::now();
+    let after = on_all_threads(CALLS / THREADS);
+    println!("{CALLS} calls in {:.2} s", begin.elapsed().as_secs_f64());
+    assert!(after + SLACK >= before, "{} bytes were not given back", before - after);
+}
+
+fn half_bits(tensor: &Tensor) -> Vec<u16> {
+    let pairs = tensor.bytes().chunks_exact(2);
+    pairs.map(|pair| u16::from_le_bytes([pair[0], pair[1]])).collect()
+}
+
+/// What a launch costs the host, with the same tensors and with four that moved.
+#[test]
+fn a_launch_costs_the_host_a_few_microseconds() {
+    let Some(gpu) = hopper() else { return };
+    let problem = Problem::new(1, 1, 64, 64).with_dtype(DType::BF16);
+    let plan = plan(&gpu, &problem, "forward");
+    let devices = [OnDevice::new(&gpu, &problem, 1), OnDevice::new(&gpu, &problem, 2)];
+    for (what, period) in [("the same tensors", 1), ("tensors that move", 2)] {
+        let mut costs = Vec::new();
+        // Bursts shorter than the driver's queue, which would make the host wait.
+        for _ in 0..50 {
+            gpu.stream().synchronize().unwrap();
+            let begin = Instant::now();
+            for launch in 0..200 {
+                plan.launch(gpu.stream(), &devices[launch % period].tensors).unwrap();
+            }
+            costs.push(begin.elapsed().as_secs_f64() * 1e6 / 200.0);
+        }
+        gpu.stream().synchronize().unwrap();
+        costs.sort_by(f64::total_cmp);
+        println!("{what}: {:.2} us a launch (best {:.2})", costs[25], costs[0]);
+        // 3.8 to 4.7 were seen; an allocation or a compilation would show.
+        assert!(costs[25] < 8.0, "{what}: {:.2} us a launch", costs[25]);
+    }
+}
+
+/// The compact form of a kernel gives the same answers as the full one, which takes over.
+#[test]
+fn the_full_form_takes_over_from_the_compact_one() {
+    let Some(_) = hopper() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let open = || Gpu::with_cache(0, Cache::at(folder.path())).unwrap();
+    for (heads, length, dim) in [(2, 300, 64), (40, 700, 128), (70, 1000, 64), (9, 2000, 192)] {
+        let problem = Problem::new(2, heads, length, dim)
+            .with_dtype(DType::BF16)
+            .with_mask(flashcore::Mask::CAUSAL);
+        let gpu = open();
+        let device = OnDevice::new(&gpu, &problem, 3);
+        let full = plan(&gpu, &problem, "forward");
+        assert!(full.compilation().compact, "the cache was not empty");
+        gpu.finish_compiling();
+        assert!(!full.compilation().compact);
+        let Configuration::Forward(forward) = configuration(&full) else { panic!() };
+        let compact = Forward { form: Form::COMPACT, ..forward };
+        let compact = asked_for(&gpu, &problem, Configuration::Forward(compact));
+        let [late, early] = [full, compact].map(|plan| {
+            device.poison(gpu.stream());
+            plan.launch(gpu.stream(), &device.tensors).unwrap();
+            device.read(gpu.stream())
+        });
+        assert!(early == late, "the two forms differ: {problem}");
+        // The next process finds the full form.
+        let next = plan(&open(), &problem, "forward");
+        assert!(next.compilation().cached && !next.compilation().compact);
+    }
+}
+
+/// What the driver's compiler makes of a kernel is what the tests of the assembler saw: nothing in
+/// local memory, and no complaint.
+#[test]
+fn the_driver_compiles_kernels_without_a_spill() {
+    let Some(_) = hopper() else { return };
+    let gpu = Gpu::with_policy(0, Cache::disabled(), Policy::AtOnce).unwrap();
+    for configuration in kernels::forward::every_tuned() {
+        let kernel = gpu.compiled(&Configuration::Forward(configuration)).unwrap();
+        let (name, compilation) = (configuration.name(), kernel.compilation());
+        assert_eq!(kernel.attributes().local_bytes, 0, "{name}");
+        assert!(compilation.warnings.is_empty(), "{name}: {:?}", compilation.warnings);
+    }
+    for configuration in kernels::mma::every_tuned(gpu.target()) {
+        let kernel = gpu.compiled(&Configuration::Mma(configuration)).unwrap();
+        assert_eq!(kernel.attributes().local_bytes, 0, "{}", configuration.name());
+    }
+}
+
+#[test]
+fn every_matrix_kernel_is_right() {
+    let Some(gpu) = hopper() else { return };
+    let configurations = ladder::configurations(&gpu);
+    for rung in ladder::run(&gpu, &configurations, &Silent).unwrap() {
+        assert!(rung.passed, "{rung:?}");
+        if rung.family == "single" {
+            assert!(rung.max_error < 1e-5, "{rung:?}");
+        }
+    }
+}
+
+/// The language costs nothing: the ceiling loop is as fast as by hand.
+#[test]
+fn the_ceiling_loop_is_as_fast_as_by_hand() {
+    let Some(gpu) = hopper() else { return };
+    let mut ratios = Vec::new();
+    for round in 0..6 {
+        // Whoever comes second finds the chip warmer, so they take turns.
+        let measure_ours = || ladder::measure_ceiling(&gpu, Ceiling::PLAIN).unwrap();
+        let (ours, hand) = if round % 2 == 0 {
+            (measure_ours(), by_hand(&gpu))
+        } else {
+            let hand = by_hand(&gpu);
+            (measure_ours(), hand)
+        };
+        println!("ceiling: {ours:.0} TFLOP/s, by hand {hand:.0}");
+        ratios.push(ours / hand);
+    }
+    ratios.sort_by(f64::total_cmp);
+    assert!((ratios[2] + ratios[3]) / 2.0 >= 0.95, "{ratios:?}");
+}
+
+/// TFLOP/s of the loop in `data/ceiling_by_hand.ptx`.
+fn by_hand(gpu: &Gpu) -> f64 {
+    let text = include_str!("data/ceiling_by_hand.ptx");
+    let cubin = gpu.device().compile(text, OptimizationLevel::O3).unwrap();
+    let module = Module::load(gpu.device(), &cubin.bytes).unwrap();
+    let parameters = [Parameter::Address, Parameter::Address, Parameter::U32];
+    let function = module.function("by_hand", &parameters).unwrap();
+    let shared_bytes = 49_152;
+    function.set_dynamic_shared(shared_bytes).unwrap();
+    let blocks = gpu.info().multiprocessors;
+    // Pseudo-random bits with the exponents of numbers between -1 and 1.
+    let numbers: Vec<u16> = (0..shared_bytes / 2)
+        .map(|index| {
+            let bits = (index.wrapping_mul(2_654_435_761) >> 16) as u16;
+            bits & 0x80FF | 0x3E00
+        })
+        .collect();
+    let source = Buffer::from_slice(gpu.stream(), &numbers).unwrap();
+    let target = Buffer::new(gpu.device(), blocks as u64 * 256 * 512).unwrap();
+    let (block, grid) = ([256, 1, 1], [blocks, 1, 1]);
+    let launch = Launch { grid, block, shared_bytes, ..Launch::default() };
+    let mut best = 0f64;
+    for rounds in [2_000, 20_000, 20_000, 20_000, 20_000, 20_000] {
+        let mut arguments = Arguments::new();
+        arguments.push(source.address()).push(target.address()).push(rounds);
+        let start = cuda::Event::new(gpu.device()).unwrap();
+        let end = cuda::Event::new(gpu.device()).unwrap();
+        start.record(gpu.stream()).unwrap();
+        function.launch(gpu.stream(), &launch, &arguments).unwrap();
+        end.record(gpu.stream()).unwrap();
+        end.synchronize().unwrap();
+        let milliseconds = end.milliseconds_since(&start).unwrap();
+        let flop = Ceiling::PLAIN.flop(rounds) * blocks as f64;
+        best = best.max(flop / milliseconds / 1e9);
+    }
+    best
+}
+
+/// Not a check but a measurement: what each form costs to compile, and how it then runs. Run with
+/// `CUDA_CACHE_DISABLE=1`, or the driver's own cache answers.
+#[test]
+#[ignore = "prints a table"]
+fn forms() {
+    let Some(_) = hopper() else { return };
+    let forms: Vec<Form> = (0..8)
+        .map(|bits| Form {
+            overlap_tiles: bits & 1 == 0,
+            two_steps: bits & 2 == 0,
+            slow_path_apart: bits & 4 == 0,
+        })
+        .collect();
+    let gpu = Gpu::with_policy(0, Cache::disabled(), Policy::AtOnce).unwrap();
+    let shapes = [(32, 1, 64), (32, 8, 64), (16, 1, 128), (16, 8, 128), (8, 1, 256), (8, 8, 256)];
+    for ((heads, thousands, dim), mask) in shapes.into_iter().flat_map(|shape| {
+        [flashcore::Mask::NONE, flashcore::Mask::CAUSAL].map(|mask| (shape, mask))
+    }) {
+        let problem = Problem::new(16 / thousands, heads, 1024 * thousands, dim)
+            .with_dtype(DType::BF16)
+            .with_mask(mask);
+        let device = OnDevice::new(&gpu, &problem, 1);
+        let Configuration::Forward(chosen) = configuration(&plan(&gpu, &problem, "forward")) else {
+            panic!()
+        };
+        let plans: Vec<AttentionPlan> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (forms.iter())
+                .map(|&form| {
+                    let (gpu, problem) = (&gpu, &problem);
+                    let kernel = Configuration::Forward(Forward { form, ..chosen });
+                    scope.spawn(move || asked_for(gpu, problem, kernel))
+                })
+                .collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        let mut times = vec![Vec::new(); plans.len()];
+        for _ in 0..15 {
+            for (plan, times) in plans.iter().zip(&mut times) {
+                let [start, end] = [(); 2].map(|_| cuda::Event::new(gpu.device()).unwrap());
+                plan.launch(gpu.stream(), &device.tensors).unwrap();
+                start.record(gpu.stream()).unwrap();
+                for _ in 0..3 {
+                    plan.launch(gpu.stream(), &device.tensors).unwrap();
+                }
+                end.record(gpu.stream()).unwrap();
+                end.synchronize().unwrap();
+                times.push(end.milliseconds_since(&start).unwrap() / 3.0);
+            }
+        }
+        let medians: Vec<f64> = (times.iter_mut())
+            .map(|times| {
+                times.sort_by(f64::total_cmp);
+                times[times.len() / 2]
+            })
+            .collect();
+        for (plan, median) in plans.iter().zip(&medians) {
+            println!(
+                "{:<70} compiled in {:5.0} ms, runs in {median:.4} ms, speed {:.3}",
+                configuration(plan).name(),
+                plan.compilation().milliseconds,
+                medians[0] / median
+            );
+        }
+    }
+}

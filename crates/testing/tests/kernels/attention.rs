@@ -1,0 +1,144 @@
+//! The forward kernel for Hopper.
+
+use flashcore::Problem;
+use flashcore_testing::check::Order;
+use flashcore_testing::scene::{Call, Scene, schedules};
+use kernels::forward::{Form, every_tuned};
+use kernels::product::Source;
+use kernels::{Configuration, Forward, MaskKind, Rules};
+use ptx::Element;
+use sim::{Measure, Mode, Options, Policy};
+
+use crate::{every_schedule, some_schedules};
+
+/// A small configuration; what it does not name is as shipped.
+fn small() -> Forward {
+    Forward {
+        element: Element::BF16,
+        head_dim: 64,
+        value_head_dim: 64,
+        rules: Rules::DENSE,
+        warpgroups: 2,
+        key_block: 32,
+        stages: 2,
+        query_buffers: 1,
+        ..every_tuned()[0]
+    }
+}
+
+/// Sequences, queries and keys, query and key heads.
+type Size = (usize, [usize; 2], [usize; 2]);
+
+fn call(forward: Forward, (batch, lengths, heads): Size) -> Call {
+    Call::new(Configuration::Forward(forward), batch, lengths, heads)
+}
+
+fn scene(forward: Forward, size: Size) -> Scene {
+    call(forward, size).scene().unwrap()
+}
+
+#[test]
+fn forward_is_attention() {
+    let causal = Forward { rules: Rules::CAUSAL, ..small() };
+    for (forward, size) in [
+        (small(), (1, [130, 70], [2, 1])),
+        (causal, (1, [150, 100], [2, 1])),
+        // More queries than keys: rows that see nothing.
+        (causal, (1, [150, 40], [1, 1])),
+        (Forward { warpgroups: 1, query_buffers: 2, ..causal }, (1, [200, 65], [2, 2])),
+        (
+            Forward { element: Element::F16, head_dim: 40, value_head_dim: 72, ..small() },
+            (1, [65, 97], [2, 1]),
+        ),
+        (Forward { query_source: Source::Registers, ..small() }, (1, [130, 70], [2, 1])),
+    ] {
+        every_schedule(&scene(forward, size), Mode::Checked, 1);
+    }
+}
+
+/// Windows, chunks and what changes scores, at lengths around the edges of tiles and blocks.
+#[test]
+fn forward_follows_rules() {
+    let with = |rules| Forward { rules, ..small() };
+    let one = |rules| Forward { warpgroups: 1, query_buffers: 2, ..with(rules) };
+    let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
+    let every = |rules| Rules { softcap: true, alibi: true, sinks: true, ..rules };
+    for (forward, size) in [
+        (with(Rules::LOCAL), (1, [130, 130], [2, 1])),
+        (one(Rules::LOCAL), (1, [128, 257], [1, 1])),
+        (one(Rules::LOCAL), (1, [64, 320], [1, 1])),
+        (one(Rules::LOCAL), (1, [1, 97], [1, 1])),
+        // More queries than keys: rows that see nothing.
+        (with(Rules::LOCAL), (1, [150, 40], [1, 1])),
+        (one(Rules { sinks: true, ..Rules::LOCAL }), (1, [200, 65], [2, 2])),
+        (with(chunked), (1, [129, 161], [2, 1])),
+        (one(chunked), (1, [200, 96], [1, 1])),
+        (one(chunked), (1, [65, 31], [1, 1])),
+        (with(Rules { softcap: true, ..Rules::DENSE }), (1, [65, 97], [2, 1])),
+        (one(Rules { alibi: true, ..Rules::CAUSAL }), (1, [130, 97], [2, 1])),
+        (one(Rules { sinks: true, ..Rules::CAUSAL }), (1, [150, 40], [2, 1])),
+        (with(every(Rules::LOCAL)), (2, [70, 97], [2, 1])),
+        (
+            Forward {
+                element: Element::F16,
+                head_dim: 40,
+                form: Form::COMPACT,
+                ..one(every(chunked))
+            },
+            (2, [130, 129], [2, 1]),
+        ),
+    ] {
+        every_schedule(&scene(forward, size), Mode::Checked, 1);
+    }
+}
+
+/// Tensors with heads first and with gaps, and slopes that sequences share.
+#[test]
+fn forward_follows_strides() {
+    let causal = Forward { rules: Rules { alibi: true, ..Rules::CAUSAL }, ..small() };
+    for order in [Order::HeadsFirst, Order::Padded] {
+        let call = Call { order, ..call(causal, (2, [70, 97], [4, 2])) };
+        let call = call.with(Problem::with_alibi);
+        every_schedule(&call.scene().unwrap(), Mode::Checked, 1);
+    }
+}
+
+#[test]
+fn forward_under_many_schedules() {
+    for rules in [Rules::DENSE, Rules::CAUSAL, Rules::LOCAL] {
+        let forward = Forward { rules, ..small() };
+        let scene = scene(forward, (1, [129, 65], [1, 1]));
+        every_schedule(&scene, Mode::Values, 32);
+        every_schedule(&scene, Mode::Checked, 4);
+    }
+}
+
+/// Every configuration that is shipped, on the smallest problem that takes it
+/// around its loop, with ragged ends: 16 seeds for the values, one checked.
+#[test]
+fn every_tuned_forward() {
+    for (index, forward) in every_tuned().into_iter().enumerate() {
+        let scene = Scene::small(&Configuration::Forward(forward)).unwrap();
+        every_schedule(&scene, Mode::Values, 16);
+        let checked = schedules(&Policy::HOSTILE, index as u64..index as u64 + 1);
+        some_schedules(&scene, Mode::Checked, &checked);
+    }
+}
+
+#[test]
+fn forward_has_a_timeline() {
+    let scene = scene(small(), (1, [128, 128], [1, 1]));
+    let options = Options { trace: true, ..Options::values(Policy::Modelled, 0) };
+    let (memory, report) = scene.run(&options).unwrap();
+    let accuracy = scene.judge(&memory);
+    assert!(accuracy.passed(), "{accuracy}");
+    let trace = report.trace.expect("asked for");
+    let json: serde_json::Value = serde_json::from_str(&trace.to_json()).unwrap();
+    let events = json["traceEvents"].as_array().unwrap();
+    let named = |name: &str| events.iter().any(|e| e["args"]["name"] == name);
+    assert!(named("tensor cores") && named("copies") && named("warp 4"));
+    assert!(report.counts.get(Measure::Cycles) > 1000);
+    // 2 * rows * keys * (head dim + value head dim)
+    assert_eq!(report.counts.get(Measure::TensorOperations), 2 * 128 * 128 * 128);
+    assert_eq!(report.counts.get(Measure::BankConflicts), 0);
+}

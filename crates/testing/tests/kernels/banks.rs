@@ -1,0 +1,30 @@
+//! Bank conflicts of kernels that are made to have many, some and none. The
+//! library's test `differential` runs the same ones on a GPU, where a profiler
+//! can count.
+
+use flashcore_testing::scene::Scene;
+use sim::{Budget, Measure, Mode, Options, Policy};
+
+use crate::every_schedule;
+
+#[test]
+fn many_some_and_none() {
+    let scenes = Scene::bank_conflicts().unwrap();
+    // Of 4 warps and 1024 rounds: 31 a load and 31 a store; 12 for matrices, 2
+    // for pairs and 1 for words; none.
+    for (scene, expected) in scenes.iter().zip([4096 * 62, 4096 * 15, 0]) {
+        let (_, report) = scene.run(&Options::checked(Policy::Earliest, 0)).unwrap();
+        assert_eq!(report.counts.get(Measure::BankConflicts), expected, "{}", scene.program.name);
+        every_schedule(scene, Mode::Checked, 1);
+    }
+}
+
+#[test]
+fn a_budget_can_be_asserted() {
+    let [_, some, none] = Scene::bank_conflicts().unwrap();
+    let budget = Budget::default().at_most(Measure::BankConflicts, 0);
+    let options = Options { budget, ..Options::values(Policy::Earliest, 0) };
+    none.run(&options).unwrap();
+    let failure = some.run(&options).unwrap_err().to_string();
+    assert_eq!(failure, "over budget: bank conflicts is 61440, at most 0 allowed");
+}

@@ -1,0 +1,146 @@
+//! Decode: sequences of unequal lengths over caches.
+
+use flashcore::{Mask, Problem};
+use flashcore_testing::check::Order;
+use flashcore_testing::scene::{Call, Place, Ragged, Scene};
+use kernels::{Configuration, Decode, MaskKind, Rules};
+use ptx::{Element, Target};
+use sim::{Budget, Measure, Mode, Options, Policy};
+
+use crate::{can_be_launched_again, every_schedule};
+
+/// A small configuration that has every part.
+fn small() -> Decode {
+    Decode {
+        target: Target::SM_80,
+        element: Element::BF16,
+        head_dim: 64,
+        value_head_dim: 64,
+        rows: 8,
+        paged: false,
+        rules: Rules::LOCAL,
+        warps: 2,
+        tile_keys: 16,
+        stages: 2,
+        blocks: 1,
+    }
+}
+
+/// Sequences of several tiles, of none, of one key and of one tile, with one query each.
+fn ragged() -> Ragged {
+    Ragged::new(vec![1; 4], vec![83, 0, 1, 16])
+}
+
+fn call(decode: Decode, ragged: Ragged) -> Call {
+    Call::ragged(Configuration::Decode(decode), ragged, [3, 1]).on(3)
+}
+
+fn causal(problem: Problem) -> Problem {
+    problem.with_mask(Mask::CAUSAL)
+}
+
+#[test]
+fn decode_is_attention() {
+    let paged = Decode { paged: true, ..small() };
+    let plain = |ragged: Ragged| call(small(), ragged);
+    let pages = |size: usize| call(paged, ragged().over(Place::Paged(size)));
+    let three = Ragged { queries: vec![3; 4], ..ragged() };
+    let used = Ragged { queries: vec![2, 3, 0, 1], ..ragged() };
+    let behind = Ragged { padding: vec![7, 0, 3, 1], ..ragged() };
+    let packed = |ragged: &Ragged, place| Ragged { query_place: place, ..ragged.clone() };
+    let ruled = |rules| Decode { rules, ..small() };
+    let every = Rules { softcap: true, alibi: true, sinks: true, ..Rules::LOCAL };
+    let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
+    let chunks = |mask: Mask| move |it: Problem| it.with_mask(mask.with_chunk(50));
+    let heads = |heads, call: Call| call.with(|it| with_heads(it, heads));
+    for call in [
+        plain(ragged()),
+        plain(ragged()).on(1),
+        plain(ragged()).on(9),
+        plain(three.clone()).with(causal),
+        plain(ragged()).on(2).with(|it| it.with_mask(Mask::window(Some(20), Some(0)))),
+        plain(ragged().over(Place::Padded)),
+        plain(behind.clone()),
+        plain(behind.over(Place::Packed)),
+        pages(1),
+        pages(5),
+        pages(32),
+        plain(ragged().over(Place::Apart)),
+        plain(used.over(Place::Apart)).with(causal),
+        plain(packed(&used, Place::Packed)).with(causal),
+        plain(packed(&used, Place::Apart).over(Place::Packed)).with(causal),
+        call(paged, used.over(Place::Paged(16))).with(causal),
+        // Batches of equal lengths.
+        Call::new(Configuration::Decode(small()), 2, [2, 90], [6, 2]).with(causal).on(4),
+        Call { order: Order::HeadsFirst, ..plain(ragged()) },
+        Call { order: Order::Padded, ..pages(5) },
+        call(ruled(Rules { softcap: true, ..Rules::LOCAL }), ragged()),
+        call(ruled(Rules { alibi: true, ..Rules::LOCAL }), three.clone()).with(causal),
+        call(ruled(Rules { alibi: true, ..Rules::LOCAL }), ragged()).with(Problem::with_alibi),
+        call(ruled(Rules { sinks: true, ..Rules::LOCAL }), ragged()),
+        heads(
+            [8, 2],
+            call(
+                Decode { paged: true, rows: 16, ..ruled(every) },
+                Ragged { queries: vec![2; 4], ..ragged() }.over(Place::Paged(16)),
+            ),
+        )
+        .with(|it| it.with_mask(Mask::window(Some(25), Some(3)))),
+        // Chunks of positions, over several tiles and parts of one.
+        call(ruled(chunked), Ragged { keys: vec![113, 0, 51, 50], ..three.clone() })
+            .with(chunks(Mask::CAUSAL)),
+        heads(
+            [8, 2],
+            call(
+                Decode { paged: true, ..ruled(Rules { mask: MaskKind::Chunked, ..every }) },
+                Ragged::new(vec![2; 4], vec![113, 2, 51, 100]).over(Place::Paged(16)),
+            ),
+        )
+        .with(chunks(Mask::window(Some(25), Some(3)))),
+        // More rows than a block has.
+        plain(Ragged { queries: vec![5; 4], ..ragged() }).with(causal),
+        heads([22, 1], call(Decode { rows: 16, tile_keys: 32, stages: 3, ..small() }, ragged())),
+        call(
+            Decode { element: Element::F16, head_dim: 40, value_head_dim: 72, ..small() },
+            ragged(),
+        ),
+        call(Decode { head_dim: 72, value_head_dim: 40, ..small() }, ragged()),
+        call(
+            Decode { head_dim: 128, value_head_dim: 128, rows: 16, warps: 4, ..small() },
+            ragged(),
+        ),
+    ] {
+        every_schedule(&call.scene().unwrap(), Mode::Checked, 1);
+    }
+}
+
+fn with_heads(mut problem: Problem, [heads, key_heads]: [usize; 2]) -> Problem {
+    (problem.query_heads, problem.kv_heads) = (heads, key_heads);
+    problem
+}
+
+#[test]
+fn decode_under_many_schedules() {
+    for decode in [small(), Decode { paged: true, stages: 3, ..small() }] {
+        let scene = Scene::small(&Configuration::Decode(decode)).unwrap();
+        every_schedule(&scene, Mode::Values, 32);
+        every_schedule(&scene, Mode::Checked, 4);
+    }
+}
+
+/// The counters are as they were found, so that the next launch finds them so.
+#[test]
+fn a_second_launch_finds_everything_in_order() {
+    can_be_launched_again(&Scene::small(&Configuration::Decode(small())).unwrap());
+}
+
+#[test]
+fn no_two_lanes_meet_at_a_bank() {
+    for decode in [small(), Decode { head_dim: 128, value_head_dim: 128, ..small() }] {
+        // With one team: the factors of parts are written once, and not for speed.
+        let scene = Call::small(Configuration::Decode(decode)).on(1).scene().unwrap();
+        let budget = Budget::default().at_most(Measure::BankConflicts, 0);
+        let options = Options { budget, ..Options::values(Policy::Earliest, 0) };
+        scene.run(&options).unwrap_or_else(|failure| panic!("{}: {failure}", scene.program.name));
+    }
+}

@@ -1,0 +1,64 @@
+//! The kernels of `crates/kernels`, simulated: values against a reference,
+//! every policy, many seeds, no alarm.
+
+mod append;
+mod attention;
+mod banks;
+mod chosen;
+mod decode;
+mod mma;
+mod mutation;
+mod prefill;
+mod product;
+mod rungs;
+
+use flashcore_testing::scene::{Scene, schedules};
+use kernels::{Configuration, shipped};
+use ptx::Target;
+use sim::{Mode, Options, Policy};
+
+/// Runs a scene under every hostile policy and some seeds; each run must end
+/// well and give the right values.
+pub(crate) fn every_schedule(scene: &Scene, mode: Mode, seeds: u64) {
+    some_schedules(scene, mode, &schedules(&Policy::HOSTILE, 0..seeds));
+}
+
+/// The same, under these schedules.
+pub(crate) fn some_schedules(scene: &Scene, mode: Mode, schedules: &[(Policy, u64)]) {
+    let options = Options { mode, ..Options::default() };
+    let outcomes = scene.sweep(schedules, &options, || ());
+    assert_eq!(outcomes.len(), schedules.len());
+    for outcome in outcomes {
+        if let Some(complaint) = outcome.complaint() {
+            let (name, policy, seed) = (&scene.program.name, outcome.policy, outcome.seed);
+            panic!("{name}, {}, policy {policy}, seed {seed}: {complaint}", scene.size);
+        }
+    }
+}
+
+/// A second launch over what the first left behind gives the same, and leaves the same.
+pub(crate) fn can_be_launched_again(scene: &Scene) {
+    let (memory, _) = scene.run(&Options::default()).unwrap();
+    let again = Scene { memory: memory.clone(), ..scene.clone() };
+    let (second, _) = again.run(&Options::default()).unwrap();
+    assert!(again.judge(&second).passed());
+    for id in memory.ids() {
+        assert_eq!(memory.bytes(id), second.bytes(id));
+    }
+}
+
+/// What is shipped and not a matrix product is right on its small scene.
+#[test]
+fn every_shipped_kernel_has_a_scene() {
+    let mut count = 0;
+    for kernel in [Target::SM_80, Target::SM_90A].into_iter().flat_map(shipped) {
+        if matches!(kernel, Configuration::Product(_) | Configuration::Ceiling(_)) {
+            continue;
+        }
+        let scene = Scene::small(&kernel).unwrap_or_else(|it| panic!("{}: {it}", kernel.name()));
+        assert_eq!(scene.program.name, kernel.name());
+        some_schedules(&scene, Mode::Values, &[(Policy::Random, 1)]);
+        count += 1;
+    }
+    assert!(count > 200, "{count}");
+}

@@ -1,0 +1,206 @@
+//! Sequences of unequal lengths through the back ends that need no GPU, against the reference.
+
+use flashcore::serving::{Pages, Placement, Rotary, Sequences, append, combine};
+use flashcore::{
+    Alibi, Backend, CpuBackend, DType, InputTensors, Inputs, Mask, Problem, RunOptions, Shape,
+    Tensor,
+};
+use flashcore_testing::compare_sequences;
+use flashcore_testing::reference::{self, Rows};
+use proptest::prelude::*;
+
+/// Tensors of the sizes that placements need.
+fn tensors(problem: &Problem, query: Shape, cache: Shape, seed: u64) -> InputTensors {
+    let extras = InputTensors::random(problem, seed).unwrap();
+    let tensor = |shape: Shape, stream| Tensor::random(problem.dtype(), shape, seed * 3 + stream);
+    InputTensors {
+        query: tensor(query, 0).unwrap(),
+        key: tensor(cache, 1).unwrap(),
+        value: tensor(Shape { dim: problem.value_head_dim, ..cache }, 2).unwrap(),
+        slopes: extras.slopes,
+        sinks: extras.sinks,
+    }
+}
+
+fn check(sequences: &Sequences, inputs: Inputs<'_>) {
+    let (problem, inputs) = sequences.over(inputs).unwrap();
+    let result = CpuBackend::new().run(&problem, inputs, &RunOptions::default()).unwrap();
+    let rows = Rows::of(sequences);
+    let reference = reference::attention(&problem, inputs, &rows, None).unwrap();
+    let baseline = reference::baseline(&problem, inputs, &rows, None).unwrap();
+    let verdict = compare_sequences(sequences, &result, &reference, &baseline).unwrap();
+    assert!(verdict.passed, "{verdict}");
+    assert_eq!(verdict.rows, sequences.rows());
+}
+
+fn masks() -> impl Strategy<Value = Mask> {
+    let side = || prop::option::of(0usize..30);
+    prop_oneof![
+        Just(Mask::NONE),
+        Just(Mask::CAUSAL),
+        (side(), side(), 0usize..20)
+            .prop_map(|(left, right, chunk)| Mask::window(left, right).with_chunk(chunk)),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(60))]
+
+    /// Packed queries over a paged cache with shuffled pages, and the same keys packed.
+    #[test]
+    fn ragged_and_paged_sequences_agree_with_the_reference(
+        lengths in prop::collection::vec((0usize..20, 0usize..50), 1..5),
+        (group, kv_heads) in (1usize..4, 1usize..3),
+        page_size in prop::sample::select(vec![1usize, 4, 16]),
+        mask in masks(),
+        softcap in prop::option::of(1f32..40.0),
+        alibi in prop::sample::select(vec![Alibi::None, Alibi::PerHead, Alibi::PerSequence]),
+        sinks in any::<bool>(),
+        seed in 0u64..1000,
+    ) {
+        let mut problem = Problem::new(lengths.len(), group * kv_heads, 1, 24)
+            .with_kv_heads(kv_heads)
+            .with_value_head_dim(16)
+            .with_dtype(DType::BF16)
+            .with_mask(mask);
+        problem.scores.softcap = softcap;
+        problem.scores.alibi = alibi;
+        problem.scores.sinks = sinks;
+        let starts = lengths.iter().scan(0, |sum, (queries, _)| {
+            *sum += queries;
+            Some(*sum)
+        });
+        let starts: Vec<usize> = std::iter::once(0).chain(starts).collect();
+        let total = starts[starts.len() - 1];
+        let keys: Vec<usize> = lengths.iter().map(|(_, keys)| *keys).collect();
+
+        let columns = 50usize.div_ceil(page_size);
+        let pages = lengths.len() * columns;
+        // A permutation of the pages.
+        let table: Vec<u32> =
+            (0..pages).map(|page| ((page * 7 + seed as usize) % pages) as u32).collect();
+        prop_assume!(pages % 7 != 0);
+        let sequences = Sequences::new(
+            problem,
+            Placement::packed(starts),
+            Placement::paged(keys, Pages::new(page_size, columns, table).unwrap()),
+        ).unwrap();
+        let cache = Shape::new(pages, page_size, kv_heads, 24);
+        let query = Shape::new(1, total, group * kv_heads, 24);
+        let tensors = tensors(sequences.problem(), query, cache, seed);
+        check(&sequences, tensors.inputs());
+    }
+}
+
+#[test]
+fn a_window_with_a_sink_is_what_it_says() {
+    // Every key and value is the same: the output is the value, less the share of the sink.
+    let problem = Problem::new(1, 2, 1, 8)
+        .with_dtype(DType::F32)
+        .with_key_length(10)
+        .with_mask(Mask::window(Some(3), Some(0)))
+        .with_sinks();
+    let query = Tensor::zeros(DType::F32, problem.query_shape()).unwrap();
+    let ones = Tensor::from_fn(DType::F32, problem.key_shape(), |_| 1.0).unwrap();
+    let sinks = [0.0, f32::NEG_INFINITY];
+    let inputs = Inputs::new(&query, &ones, &ones).with_sinks(&sinks);
+    let result = CpuBackend::new().run(&problem, inputs, &RunOptions::default()).unwrap();
+    let output = result.output.to_f32();
+    assert!((output[0] - 0.8).abs() < 1e-6 && (output[8] - 1.0).abs() < 1e-6, "{output:?}");
+    assert!((result.lse[0] - 5f32.ln()).abs() < 1e-6 && (result.lse[1] - 4f32.ln()).abs() < 1e-6);
+}
+
+#[test]
+fn left_padding_and_batch_entries_choose_the_rows() {
+    let problem = Problem::new(2, 2, 1, 8).with_mask(Mask::CAUSAL);
+    let sequences = Sequences::new(
+        problem,
+        Placement::padded(vec![1, 1]),
+        Placement::entries(vec![9, 5], vec![3, 1]).with_left_padding(vec![4, 0]),
+    )
+    .unwrap();
+    assert_eq!(sequences.problem().key_length, 5);
+    let query = Shape::new(2, 1, 2, 8);
+    let tensors = tensors(sequences.problem(), query, Shape::new(4, 10, 2, 8), 1);
+    check(&sequences, tensors.inputs());
+    let gathered = sequences.gather(tensors.inputs(), 0).unwrap();
+    assert_eq!(gathered.key.head(0, 1).row(0), tensors.key.head(3, 1).row(4));
+}
+
+#[test]
+fn a_cache_in_two_parts_merges_to_the_whole() {
+    let problem =
+        Problem::new(2, 4, 3, 16).with_kv_heads(2).with_key_length(50).with_dtype(DType::F32);
+    let tensors = InputTensors::random(&problem, 4).unwrap();
+    let backend = CpuBackend::new();
+    let run = |begin: usize, end: usize| {
+        let keys = Placement::padded(vec![end; 2]).with_left_padding(vec![begin; 2]);
+        let queries = Placement::padded(vec![3; 2]);
+        let sequences = Sequences::new(problem.clone(), queries, keys).unwrap();
+        let (problem, inputs) = sequences.over(tensors.inputs()).unwrap();
+        backend.run(&problem, inputs, &RunOptions::default()).unwrap()
+    };
+    let (whole, first, second, nothing) = (run(0, 50), run(0, 17), run(17, 50), run(9, 9));
+    let (output, lse) = combine(&[nothing.part(), first.part(), second.part()]).unwrap();
+    for (merged, whole) in output.to_f32().iter().zip(whole.output.to_f32()) {
+        assert!((merged - whole).abs() < 1e-5, "{merged} {whole}");
+    }
+    for (merged, whole) in lse.iter().zip(&whole.lse) {
+        assert!((merged - whole).abs() < 1e-5, "{merged} {whole}");
+    }
+    assert_eq!(combine(&[]).unwrap_err().to_string(), "the problem has parts, and none were given");
+    let short = combine(&[(&first.output, &first.lse[1..])]).unwrap_err().to_string();
+    assert_eq!(short, "log-sum-exp has length 23, expected 24");
+}
+
+#[test]
+fn new_tokens_go_behind_the_sequences() {
+    let cache = Shape::new(6, 4, 2, 8);
+    let before = Tensor::random(DType::BF16, cache, 1).unwrap();
+    let new_shape = Shape::new(1, 5, 2, 8);
+    let new_key = Tensor::random(DType::BF16, new_shape, 2).unwrap();
+    let new_value = Tensor::random(DType::BF16, new_shape, 3).unwrap();
+    let pages = Pages::new(4, 3, vec![5, 0, 2, 1, 3, 4]).unwrap();
+    let place = Placement::paged(vec![3, 8], pages.clone());
+    let new = Placement::packed(vec![0, 2, 5]);
+    let (mut key, mut value) = (before.clone(), before.clone());
+    let added = (&new_key, &new_value);
+    append((&mut key, &mut value), &place, added, &new, None).unwrap();
+    let grown = Placement::paged(vec![5, 11], pages);
+    for (sequence, first, count) in [(0, 3, 2), (1, 8, 3)] {
+        for index in 0..count {
+            let (page, row) = grown.locate(sequence, first + index);
+            let (_, from) = new.locate(sequence, index);
+            for head in 0..2 {
+                assert_eq!(key.head(page, head).row(row), new_key.head(0, head).row(from));
+                assert_eq!(value.head(page, head).row(row), new_value.head(0, head).row(from));
+            }
+        }
+    }
+    // What was there is there.
+    assert_eq!(key.head(5, 1).row(2), before.head(5, 1).row(2));
+
+    // A quarter turn of the first pair at every position.
+    let (mut cosines, mut sines) = (vec![1.0; 24], vec![0.0; 24]);
+    for position in 0..12 {
+        (cosines[2 * position], sines[2 * position]) = (0.0, 1.0);
+    }
+    for (interleaved, second) in [(true, 1), (false, 2)] {
+        let rotary = Rotary { dim: 4, interleaved, cosines: &cosines, sines: &sines };
+        let (mut key, mut value) = (before.clone(), before.clone());
+        append((&mut key, &mut value), &place, added, &new, Some(rotary)).unwrap();
+        let (page, row) = grown.locate(1, 9);
+        let (rotated, source) = (key.head(page, 0).row(row), new_key.head(0, 0).row(3));
+        assert_eq!((rotated[0], rotated[second]), (-source[second], source[0]));
+        assert_eq!(rotated[4..], source[4..]);
+    }
+    let odd = Rotary { dim: 10, interleaved: true, cosines: &cosines, sines: &sines };
+    let refusal = append((&mut key, &mut value), &place, added, &new, Some(odd)).unwrap_err();
+    assert_eq!(
+        refusal.to_string(),
+        "a rotary dim of 10 is not even, or not from 2 to the head dim 8"
+    );
+    let full = Placement::paged(vec![11, 8], Pages::new(4, 3, vec![5, 0, 2, 1, 3, 4]).unwrap());
+    let refusal = append((&mut key, &mut value), &full, added, &new, None).unwrap_err();
+    assert_eq!(refusal.to_string(), "sequence 0 has 13 positions, and there is room for 12");
+}
