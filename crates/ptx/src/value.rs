@@ -244,14 +244,6 @@ pub trait Expression<T: Scalar>: Into<Value<T>> + Sized {
         compare(Comparison::Greater, self, other)
     }
 
-    /// `self > other`, or one of them is not a number.
-    fn greater_or_unordered(self, other: impl Into<Value<T>>) -> Value<Pred>
-    where
-        T: Number,
-    {
-        compare(Comparison::GreaterOrUnordered, self, other)
-    }
-
     /// `self >= other`.
     fn at_least(self, other: impl Into<Value<T>>) -> Value<Pred>
     where
