@@ -25,7 +25,7 @@
 //!
 //! | module | subject |
 //! | --- | --- |
-//! | [`mod@reference`] | the true answer in `f64`, and the plain algorithm in the problem's precision |
+//! | [`mod@reference`] | the true answer in `f64`, and the plain algorithm in the problem's precision; of gradients too |
 //! | [`verdict`] | the rule by which a result passes or fails |
 //! | [`check`] | cases, and running every kernel of a back end on them |
 //! | [`check::cases`] | problems that are not kind to kernels |
@@ -43,4 +43,4 @@ pub mod reference;
 pub mod scene;
 pub mod verdict;
 
-pub use verdict::{Verdict, compare, compare_sequences};
+pub use verdict::{Verdict, compare, compare_gradients, compare_sequences};

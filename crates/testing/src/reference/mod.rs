@@ -5,9 +5,14 @@
 //! Neither reads a masked key. Which keys a row sees and what their products become is written down
 //! here once more, key by key: two definitions that agree are worth more than one.
 
+mod backward;
 mod baseline;
 mod exact;
 mod rule;
+
+pub use backward::{Gradients, HeadGradients, Heads, Noise, gradients, gradients_baseline};
+
+use std::collections::BTreeSet;
 
 use rayon::prelude::*;
 use serde::Serialize;
@@ -63,17 +68,7 @@ impl Rows {
     /// `count` different rows, or all if there are no more: the first and the last of the
     /// problem, the others at random.
     pub fn sample(problem: &Problem, count: usize, seed: u64) -> Self {
-        let total = problem.rows();
-        if count >= total {
-            return Rows::all(problem);
-        }
-        let mut chosen: std::collections::BTreeSet<usize> =
-            [0, total - 1].into_iter().take(count).collect();
-        let mut state = seed;
-        while chosen.len() < count {
-            state = random::mix(state);
-            chosen.insert((state % total as u64) as usize);
-        }
+        let chosen = choose(problem.rows(), count, seed);
         Rows(chosen.into_iter().map(|index| row(problem, index)).collect())
     }
 
@@ -91,6 +86,21 @@ impl Rows {
     pub fn as_slice(&self) -> &[Row] {
         &self.0
     }
+}
+
+/// `count` different numbers below `total`, or all if there are no more: the first and the last,
+/// the others at random.
+fn choose(total: usize, count: usize, seed: u64) -> BTreeSet<usize> {
+    if count >= total {
+        return (0..total).collect();
+    }
+    let mut chosen: BTreeSet<usize> = [0, total - 1].into_iter().take(count).collect();
+    let mut state = seed;
+    while chosen.len() < count {
+        state = random::mix(state);
+        chosen.insert((state % total as u64) as usize);
+    }
+    chosen
 }
 
 /// The row at a position in the order (batch, head, query).

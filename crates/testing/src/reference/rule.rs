@@ -43,4 +43,9 @@ impl Rule {
             false => capped - self.slope * (self.position - key as i64).abs() as f64,
         }
     }
+
+    /// What a softcap leaves of a small change of the scaled product; 1 without.
+    pub(super) fn cap_slope(&self, product: f64) -> f64 {
+        self.softcap.map_or(1.0, |cap| 1.0 - (self.scale * product / cap).tanh().powi(2))
+    }
 }

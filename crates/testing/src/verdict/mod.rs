@@ -8,7 +8,11 @@
 //! ```
 //!
 //! for the output and, with its own baseline, for the log-sum-exp. Infinities and NaNs must stand
-//! where the reference has them.
+//! where the reference has them. [Gradients](compare_gradients) are judged by the same rule.
+
+mod gradients;
+
+pub use gradients::{GradientsToJudge, GradientsVerdict, compare_gradients};
 
 use std::fmt;
 
@@ -337,7 +341,7 @@ impl fmt::Display for Comparison {
         if let (false, Some(place)) = (self.passed, self.worst) {
             write!(
                 f,
-                ", at batch {} head {} query {} element {}: {} instead of {}",
+                ", at batch {} head {} position {} element {}: {} instead of {}",
                 place.row.batch,
                 place.row.head,
                 place.row.query,

@@ -1,0 +1,280 @@
+//! One key/value head with the query heads that read it.
+//!
+//! The rows are taken first, each with the keys that it sees: they give dQ, the log-sum-exp and
+//! delta. Then the keys, each with the rows that see it: they give dK and dV. Scores and
+//! probabilities are computed anew for the second, as fused kernels do.
+
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use flashcore::serving::Sequences;
+use flashcore::{Inputs, Tensor};
+
+use super::number::{Number, Rounding, add_multiple, dot, largest, norm};
+use super::{HeadGradients, Noise};
+use crate::reference::rule::Rule;
+use crate::reference::widen;
+
+pub(super) struct Group<T> {
+    sequence: usize,
+    kv_head: usize,
+    dim: usize,
+    value_dim: usize,
+    rounding: Rounding,
+    keys: Vec<T>,
+    values: Vec<T>,
+    /// The largest magnitude in each key.
+    key_sizes: Vec<f64>,
+    /// The length of each value.
+    value_norms: Vec<f64>,
+    /// The rows of the query heads, head by head.
+    rows: Vec<Row<T>>,
+    query_heads: usize,
+}
+
+/// One row before anything is computed.
+struct Row<T> {
+    query: Vec<T>,
+    /// The gradient of the row's output.
+    gradient: Vec<T>,
+    rule: Rule,
+    visible: Range<usize>,
+    /// Minus infinity where there is none.
+    sink: T,
+    /// The length of the output's gradient.
+    gradient_norm: f64,
+}
+
+/// What a row comes to.
+struct Done<T> {
+    /// Nothing for a row without weight, whose gradients are zero whatever it was given.
+    lse: Option<T>,
+    delta: T,
+    /// dQ.
+    query: Vec<T>,
+    /// What the row adds to the gradient of its head's sink.
+    sink: T,
+    /// |dO| times |O|.
+    size: f64,
+    noise: Noise,
+}
+
+impl<T> Default for Done<T>
+where
+    T: Number,
+{
+    fn default() -> Self {
+        let (delta, sink) = (T::default(), T::default());
+        Done { lse: None, delta, query: Vec::new(), sink, size: 0.0, noise: Noise::default() }
+    }
+}
+
+/// A row with one of the keys that it sees.
+struct Pair<T> {
+    probability: T,
+    /// The gradient of the product of query and key, without the scale.
+    gradient: T,
+    /// How large the numbers are whose difference the gradient has.
+    size: f64,
+}
+
+/// The gradients of one key and its value.
+struct OfKey<T> {
+    key: Vec<T>,
+    value: Vec<T>,
+    noise: Noise,
+}
+
+impl<T: Number> Group<T> {
+    pub(super) fn new(
+        sequences: &Sequences,
+        inputs: Inputs<'_>,
+        gradient: &Tensor,
+        (sequence, kv_head): (usize, usize),
+        rounding: Rounding,
+    ) -> Self {
+        let problem = sequences.problem();
+        let length = sequences.keys().length(sequence);
+        let queries = sequences.queries();
+        let first_head = kv_head * problem.group_size();
+        let row = |(head, query): (usize, usize)| {
+            let rule = Rule {
+                scale: problem.scale().into(),
+                softcap: problem.scores.softcap.map(f64::from),
+                slope: inputs.slope(problem, sequence, head).into(),
+                position: (query + length) as i64 - queries.length(sequence) as i64,
+            };
+            let (entry, position) = queries.locate(sequence, query);
+            let gradient = numbers(&gradient.head(entry, head).row(position));
+            Row {
+                query: numbers(&inputs.query.head(entry, head).row(position)),
+                gradient_norm: norm(&gradient),
+                gradient,
+                visible: rule.visible(&problem.mask, length),
+                rule,
+                sink: inputs.sinks.map_or(f32::NEG_INFINITY, |sinks| sinks[head]).into(),
+            }
+        };
+        let places = (first_head..first_head + problem.group_size())
+            .flat_map(|head| (0..queries.length(sequence)).map(move |query| (head, query)));
+        let places: Vec<_> = places.collect();
+        let (dim, value_dim) = (problem.head_dim, problem.value_head_dim);
+        let matrix = |tensor| numbers(&widen(tensor, sequences.keys(), sequence, kv_head));
+        let (keys, values): (Vec<T>, Vec<T>) = (matrix(inputs.key), matrix(inputs.value));
+        Group {
+            sequence,
+            kv_head,
+            dim,
+            value_dim,
+            rounding,
+            key_sizes: keys.chunks_exact(dim).map(largest).collect(),
+            value_norms: values.chunks_exact(value_dim).map(norm).collect(),
+            keys,
+            values,
+            rows: places.into_par_iter().map(row).collect(),
+            query_heads: problem.group_size(),
+        }
+    }
+
+    pub(super) fn gradients(&self) -> HeadGradients {
+        let rows: Vec<Done<T>> = self.rows.par_iter().map(|row| self.row(row)).collect();
+        let keys = self.keys.len() / self.dim;
+        let keys: Vec<OfKey<T>> =
+            (0..keys).into_par_iter().map(|key| self.key(key, &rows)).collect();
+
+        let noise = rows.iter().map(|row| row.noise).chain(keys.iter().map(|key| key.noise));
+        let mut noise = noise.fold(Noise::default(), Noise::max);
+        let of_heads = rows.chunks(rows.len().div_ceil(self.query_heads).max(1));
+        let mut sinks = vec![0.0; self.query_heads];
+        for (sink, rows) in sinks.iter_mut().zip(of_heads) {
+            *sink = rows.iter().map(|row| row.sink).sum::<T>().into();
+            let squares = rows.iter().map(|row| row.noise.sinks.powi(2)).sum::<f64>();
+            noise.sinks = noise.sinks.max(squares.sqrt());
+        }
+        let lses = rows.iter().filter_map(|row| row.lse).map(|lse| lse.into().abs());
+        HeadGradients {
+            sequence: self.sequence,
+            kv_head: self.kv_head,
+            largest_lse: lses.filter(|lse| lse.is_finite()).fold(0.0, f64::max),
+            query: self.stored(rows.iter().map(|row| &row.query)),
+            key: self.stored(keys.iter().map(|key| &key.key)),
+            value: self.stored(keys.iter().map(|key| &key.value)),
+            sinks,
+            delta: rows.iter().map(|row| row.delta.into()).collect(),
+            noise,
+        }
+    }
+
+    /// Vectors one after the other, as they are stored in the end.
+    fn stored<'a>(&self, vectors: impl Iterator<Item = &'a Vec<T>>) -> Vec<f64>
+    where
+        T: 'a,
+    {
+        vectors.flatten().map(|value| self.rounding.store(*value).into()).collect()
+    }
+
+    fn key_vector(&self, key: usize) -> &[T] {
+        &self.keys[key * self.dim..][..self.dim]
+    }
+
+    fn value_vector(&self, key: usize) -> &[T] {
+        &self.values[key * self.value_dim..][..self.value_dim]
+    }
+
+    /// The product of a row's query with a key, and the score that it becomes.
+    fn score(&self, row: &Row<T>, key: usize) -> (T, T) {
+        let product = dot(&row.query, self.key_vector(key));
+        (product, T::nearest(row.rule.score(product.into(), key)))
+    }
+
+    /// The forward pass of a row and its query's gradient.
+    fn row(&self, row: &Row<T>) -> Done<T> {
+        let mut done = Done { query: vec![T::default(); self.dim], ..Done::default() };
+        let scores: Vec<T> = row.visible.clone().map(|key| self.score(row, key).1).collect();
+        let Some(lse) = log_sum_exp(&scores, row.sink) else {
+            return done;
+        };
+        let mut output = vec![T::default(); self.value_dim];
+        for (key, score) in row.visible.clone().zip(&scores) {
+            let probability = self.rounding.between((*score - lse).exp());
+            add_multiple(&mut output, probability, self.value_vector(key));
+        }
+        for value in &mut output {
+            *value = self.rounding.between(*value);
+        }
+        done.lse = Some(lse);
+        done.delta = dot(&row.gradient, &output);
+        done.size = row.gradient_norm * norm(&output);
+        let sink = (row.sink - lse).exp();
+        done.sink = T::default() - sink * done.delta;
+        let scale = T::nearest(row.rule.scale);
+        let mut squares = 0.0;
+        for key in row.visible.clone() {
+            let Pair { gradient, size, .. } = self.pair(row, &done, lse, key);
+            let gradient = self.rounding.between(gradient);
+            add_multiple(&mut done.query, gradient, self.key_vector(key));
+            squares += (size * self.key_sizes[key]).powi(2);
+        }
+        for value in &mut done.query {
+            *value = *value * scale;
+        }
+        done.noise.query = row.rule.scale.abs() * squares.sqrt();
+        done.noise.sinks = sink.into() * done.size;
+        done.noise.delta = done.size;
+        done
+    }
+
+    /// What a row makes of a key that it sees.
+    fn pair(&self, row: &Row<T>, done: &Done<T>, lse: T, key: usize) -> Pair<T> {
+        let (product, score) = self.score(row, key);
+        let probability = (score - lse).exp();
+        let difference = dot(&row.gradient, self.value_vector(key)) - done.delta;
+        let slope = T::nearest(row.rule.cap_slope(product.into()));
+        let size = row.gradient_norm * self.value_norms[key] + done.size;
+        let size = size * (probability * slope).into();
+        Pair { probability, gradient: probability * difference * slope, size }
+    }
+
+    /// The gradients of one key and its value, by every row that sees it.
+    fn key(&self, key: usize, done: &[Done<T>]) -> OfKey<T> {
+        let mut sums = OfKey {
+            key: vec![T::default(); self.dim],
+            value: vec![T::default(); self.value_dim],
+            noise: Noise::default(),
+        };
+        let mut squares = [0.0; 2];
+        let mut scale = 0.0;
+        for (row, done) in self.rows.iter().zip(done) {
+            let Some(lse) = done.lse.filter(|_| row.visible.contains(&key)) else {
+                continue;
+            };
+            scale = row.rule.scale;
+            let Pair { probability, gradient, size } = self.pair(row, done, lse, key);
+            add_multiple(&mut sums.value, self.rounding.between(probability), &row.gradient);
+            add_multiple(&mut sums.key, self.rounding.between(gradient), &row.query);
+            squares[0] += (size * largest(&row.query)).powi(2);
+            squares[1] += (probability.into() * largest(&row.gradient)).powi(2);
+        }
+        for value in &mut sums.key {
+            *value = *value * T::nearest(scale);
+        }
+        sums.noise.key = scale.abs() * squares[0].sqrt();
+        sums.noise.value = squares[1].sqrt();
+        sums
+    }
+}
+
+/// Nothing where no score and no sink has weight.
+fn log_sum_exp<T: Number>(scores: &[T], sink: T) -> Option<T> {
+    let wide = scores.iter().map(|score| -> f64 { (*score).into() });
+    let maximum = wide.fold(sink.into(), f64::max);
+    let shift = T::nearest(if maximum == f64::NEG_INFINITY { 0.0 } else { maximum });
+    let weights = scores.iter().map(|score| (*score - shift).exp());
+    let sum: f64 = (weights.sum::<T>() + (sink - shift).exp()).into();
+    (sum != 0.0).then(|| T::nearest(maximum + sum.ln()))
+}
+
+fn numbers<T: Number>(values: &[f32]) -> Vec<T> {
+    values.iter().map(|value| T::from(*value)).collect()
+}

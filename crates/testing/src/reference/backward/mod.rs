@@ -1,0 +1,237 @@
+//! What the gradients should be: the backward pass in f64, and the plain algorithm in the
+//! problem's own precision as the yardstick for errors.
+//!
+//! With the scores s of a row, its sink, its output O and the gradient dO of that output:
+//!
+//! ```text
+//! P     = exp(s - lse)                dV = P^T dO
+//! dP    = dO V^T                      dS = P * (dP - delta) * (1 - tanh^2 with a softcap)
+//! delta = rowsum(dO * O)              dQ = scale * dS K       dK = scale * dS^T Q
+//! dsink = - sum over rows of exp(sink - lse) * delta
+//! ```
+//!
+//! Neither reads what a mask hides. A row that sees nothing, and a key that nobody sees, have
+//! gradients of exactly zero. The work falls apart by key/value head, so a sample of these can be
+//! checked when all would take too long.
+
+mod group;
+mod number;
+
+use flashcore::serving::Sequences;
+use flashcore::{DType, Error, InputError, Inputs, Problem, Progress, Tensor};
+
+use group::Group;
+use number::{Number, Rounding};
+
+use super::choose;
+
+/// The key/value heads whose gradients to compute, with the query heads that read them: all of a
+/// problem's, or some of them.
+///
+/// ```
+/// use flashcore::Problem;
+/// use flashcore_testing::reference::Heads;
+///
+/// let problem = Problem::new(4, 8, 4096, 128).with_kv_heads(2);
+/// assert_eq!(Heads::all(&problem).len(), 8);
+/// assert_eq!(Heads::sample(&problem, 3, 0).len(), 3);
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Heads {
+    /// Sequence and key/value head, sorted.
+    chosen: Vec<(usize, usize)>,
+    /// Whether these are all.
+    all: bool,
+}
+
+impl Heads {
+    /// Those of every sequence.
+    pub fn all(problem: &Problem) -> Self {
+        Heads::sample(problem, usize::MAX, 0)
+    }
+
+    /// `count` different ones, or all if there are no more: the first and the last, the others at
+    /// random.
+    pub fn sample(problem: &Problem, count: usize, seed: u64) -> Self {
+        let total = problem.batch * problem.kv_heads;
+        let head = |index: usize| (index / problem.kv_heads, index % problem.kv_heads);
+        let chosen: Vec<_> = choose(total, count, seed).into_iter().map(head).collect();
+        Heads { all: chosen.len() == total, chosen }
+    }
+
+    /// How many.
+    pub fn len(&self) -> usize {
+        self.chosen.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.chosen.is_empty()
+    }
+
+    /// Whether these are all that the problem has.
+    pub fn are_all(&self) -> bool {
+        self.all
+    }
+}
+
+/// The gradients of one key/value head and of the query heads that read it.
+#[derive(Debug, Clone)]
+pub struct HeadGradients {
+    /// The sequence.
+    pub sequence: usize,
+    /// The key/value head.
+    pub kv_head: usize,
+    /// Those of the queries, by query head of the group, query and element.
+    pub query: Vec<f64>,
+    /// Those of the keys, by key and element.
+    pub key: Vec<f64>,
+    /// Those of the values, by key and element.
+    pub value: Vec<f64>,
+    /// What this sequence adds to the gradient of each query head's sink.
+    pub sinks: Vec<f64>,
+    /// The row sums of dO * O, by query head of the group and query.
+    pub delta: Vec<f64>,
+    /// What f32 sums are uncertain of in each.
+    pub noise: Noise,
+    /// The largest magnitude of a finite log-sum-exp.
+    pub largest_lse: f64,
+}
+
+/// How large the numbers are that cancel in a gradient, as far as their f32 roundings add up: the
+/// root of the sum of their squares, and of these the largest.
+///
+/// Where a row sees one key, dP and delta are the same number and dS is zero. Summed in f32 in two
+/// orders they differ by roundings of |dO| |V|, which no baseline need show.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Noise {
+    /// In the gradients of queries.
+    pub query: f64,
+    /// In the gradients of keys.
+    pub key: f64,
+    /// In the gradients of values.
+    pub value: f64,
+    /// In the gradients of sinks.
+    pub sinks: f64,
+    /// In the row sums.
+    pub delta: f64,
+}
+
+impl Noise {
+    /// The larger of each.
+    pub(crate) fn max(self, other: Noise) -> Self {
+        Noise {
+            query: self.query.max(other.query),
+            key: self.key.max(other.key),
+            value: self.value.max(other.value),
+            sinks: self.sinks.max(other.sinks),
+            delta: self.delta.max(other.delta),
+        }
+    }
+}
+
+/// The gradients of some heads.
+#[derive(Debug, Clone)]
+pub struct Gradients {
+    /// Head by head.
+    pub heads: Vec<HeadGradients>,
+    /// Whether these are all heads of the problem.
+    pub all: bool,
+}
+
+impl Gradients {
+    /// The gradient of each query head's sink, over all sequences; nothing unless every head is
+    /// here.
+    pub fn sinks(&self, problem: &Problem) -> Option<Vec<f64>> {
+        let mut sums = vec![0.0; problem.query_heads];
+        for head in &self.heads {
+            let first = head.kv_head * problem.group_size();
+            for (sum, part) in sums[first..].iter_mut().zip(&head.sinks) {
+                *sum += part;
+            }
+        }
+        self.all.then_some(sums)
+    }
+}
+
+/// The gradients in f64, of `sum(output * output_gradient)` on the inputs as they are.
+///
+/// ```
+/// use flashcore_testing::reference::{self, Heads};
+/// use flashcore::{InputTensors, Problem, Tensor};
+///
+/// let problem = Problem::new(1, 1, 1, 4);
+/// let tensors = InputTensors::random(&problem, 0)?;
+/// let gradient = Tensor::random(problem.dtype(), problem.output_shape(), 1)?;
+/// let heads = Heads::all(&problem);
+/// let answer = reference::gradients(&problem, tensors.inputs(), &gradient, &heads, None)?;
+/// // With a single key, the output is its value, whatever the query.
+/// assert_eq!(answer.heads[0].value[0] as f32, gradient.to_f32()[0]);
+/// assert!(answer.heads[0].query[0].abs() < 1e-12);
+/// # Ok::<(), flashcore::Error>(())
+/// ```
+pub fn gradients(
+    problem: &Problem,
+    inputs: Inputs<'_>,
+    output_gradient: &Tensor,
+    heads: &Heads,
+    progress: Option<&dyn Progress>,
+) -> Result<Gradients, Error> {
+    by_head::<f64>(problem, inputs, output_gradient, heads, Rounding::None, progress)
+}
+
+/// The plain algorithm in the problem's precision: products and sums in f32, the output of the
+/// forward pass, P and dS rounded to the element type before they are multiplied with, and
+/// the results rounded to it.
+pub fn gradients_baseline(
+    problem: &Problem,
+    inputs: Inputs<'_>,
+    output_gradient: &Tensor,
+    heads: &Heads,
+    progress: Option<&dyn Progress>,
+) -> Result<Gradients, Error> {
+    let rounding = Rounding::To(problem.dtype());
+    by_head::<f32>(problem, inputs, output_gradient, heads, rounding, progress)
+}
+
+/// Refuse a gradient of the output that has not the output's shape or element type.
+fn validate(problem: &Problem, gradient: &Tensor) -> Result<(), InputError> {
+    let tensor = "the gradient of the output";
+    let (given, expected): (_, DType) = (gradient.dtype(), problem.dtypes.output);
+    if gradient.shape() != problem.output_shape() {
+        let (given, expected) = (gradient.shape(), problem.output_shape());
+        return Err(InputError::Shape { tensor, given, expected });
+    }
+    match given == expected {
+        true => Ok(()),
+        false => Err(InputError::DType { tensor, given, expected }),
+    }
+}
+
+fn by_head<T: Number>(
+    problem: &Problem,
+    inputs: Inputs<'_>,
+    output_gradient: &Tensor,
+    heads: &Heads,
+    rounding: Rounding,
+    progress: Option<&dyn Progress>,
+) -> Result<Gradients, Error> {
+    problem.validate()?;
+    inputs.validate(problem)?;
+    validate(problem, output_gradient)?;
+    let sequences = Sequences::of(problem, inputs);
+    if let Some(progress) = progress {
+        progress.begin(heads.len() as u64);
+    }
+    let mut gradients = Vec::with_capacity(heads.len());
+    // One head after the other, each on all cores: only one is held as wide numbers.
+    for &(sequence, kv_head) in &heads.chosen {
+        let group =
+            Group::<T>::new(&sequences, inputs, output_gradient, (sequence, kv_head), rounding);
+        gradients.push(group.gradients());
+        if let Some(progress) = progress {
+            progress.advance(1);
+        }
+    }
+    Ok(Gradients { heads: gradients, all: heads.all })
+}

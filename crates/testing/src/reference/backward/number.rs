@@ -1,0 +1,103 @@
+//! The numbers that a backward pass is computed in, and what rounds them in between.
+
+use std::iter::Sum;
+use std::ops::{Add, AddAssign, Mul, Sub};
+
+use flashcore::DType;
+
+/// Partial sums of a dot product; one would be a chain of dependent additions.
+const LANES: usize = 8;
+
+/// f64 for the truth, f32 for the baseline.
+pub(super) trait Number:
+    Copy
+    + Send
+    + Sync
+    + Default
+    + From<f32>
+    + Into<f64>
+    + Add<Output = Self>
+    + Sub<Output = Self>
+    + Mul<Output = Self>
+    + AddAssign
+    + Sum
+{
+    /// The nearest.
+    fn nearest(value: f64) -> Self;
+
+    /// e to the power of it.
+    fn exp(self) -> Self {
+        Self::nearest(self.into().exp())
+    }
+}
+
+impl Number for f64 {
+    fn nearest(value: f64) -> Self {
+        value
+    }
+}
+
+impl Number for f32 {
+    fn nearest(value: f64) -> Self {
+        value as f32
+    }
+}
+
+/// What is stored between two products, and in the end.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Rounding {
+    /// As it is.
+    None,
+    /// As a number of this type.
+    To(DType),
+}
+
+impl Rounding {
+    /// A number as it is stored.
+    pub(super) fn store<T: Number>(self, value: T) -> T {
+        match self {
+            Rounding::None => value,
+            Rounding::To(dtype) => T::nearest(dtype.round(value.into())),
+        }
+    }
+
+    /// A number as it is stored between two products. One beyond f16's range stays as it is:
+    /// an infinite one would turn a row into NaN, and a yardstick of NaN measures nothing.
+    pub(super) fn between<T: Number>(self, value: T) -> T {
+        let stored = self.store(value);
+        if stored.into().is_infinite() { value } else { stored }
+    }
+}
+
+pub(super) fn dot<T: Number>(one: &[T], other: &[T]) -> T {
+    let mut sums = [T::default(); LANES];
+    let (ones, one_rest) = one.as_chunks::<LANES>();
+    let (others, other_rest) = other.as_chunks::<LANES>();
+    for (one, other) in ones.iter().zip(others) {
+        for lane in 0..LANES {
+            sums[lane] += one[lane] * other[lane];
+        }
+    }
+    for (one, other) in one_rest.iter().zip(other_rest) {
+        sums[0] += *one * *other;
+    }
+    sums.into_iter().sum()
+}
+
+/// `to += factor * from`.
+pub(super) fn add_multiple<T: Number>(to: &mut [T], factor: T, from: &[T]) {
+    for (to, from) in to.iter_mut().zip(from) {
+        *to += factor * *from;
+    }
+}
+
+/// The Euclidean length of a vector.
+pub(super) fn norm<T: Number>(vector: &[T]) -> f64 {
+    let square = |value: &T| -> f64 { (*value * *value).into() };
+    vector.iter().map(square).sum::<f64>().sqrt()
+}
+
+/// The largest magnitude in a vector.
+pub(super) fn largest<T: Number>(vector: &[T]) -> f64 {
+    vector.iter().map(|value| (*value).into().abs()).fold(0.0, f64::max)
+}

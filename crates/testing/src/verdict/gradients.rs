@@ -1,0 +1,271 @@
+//! The rule for gradients: each of them against its own baseline.
+
+use std::fmt;
+
+use serde::Serialize;
+
+use super::{Comparison, Judge, Place};
+use crate::reference::{Gradients, HeadGradients, Noise, Row};
+use flashcore::serving::{Placement, Sequences};
+use flashcore::{DType, InputError, Inputs, Problem, Shape, Tensor};
+
+/// Gradients that somebody computed; what is not there is not judged.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct GradientsToJudge<'a> {
+    /// Of the queries: a tensor like theirs.
+    pub query: Option<&'a Tensor>,
+    /// Of the keys.
+    pub key: Option<&'a Tensor>,
+    /// Of the values.
+    pub value: Option<&'a Tensor>,
+    /// Of the sinks, one for each query head. Judged when the reference has every head.
+    pub sinks: Option<&'a [f32]>,
+    /// The row sums of dO * O, in the order (batch, query heads, query length).
+    pub delta: Option<&'a [f32]>,
+}
+
+/// Whether gradients are right, and by how much.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct GradientsVerdict {
+    /// Whether every comparison passes.
+    pub passed: bool,
+    /// What was compared, by name.
+    pub comparisons: Vec<(&'static str, Comparison)>,
+    /// Key/value heads that were checked.
+    pub heads: usize,
+    /// Key/value heads that there are, over all sequences.
+    pub total_heads: usize,
+}
+
+impl GradientsVerdict {
+    /// The comparison of one gradient.
+    pub fn of(&self, name: &str) -> Option<&Comparison> {
+        self.comparisons.iter().find(|(of, _)| *of == name).map(|(_, comparison)| comparison)
+    }
+}
+
+/// Judge gradients by a reference and a baseline over the same heads.
+///
+/// A gradient passes as an output does: with at most twice the largest error of the plain
+/// algorithm, plus the rounding of the answer. To that belongs what is left of sums in f32 where
+/// they should cancel: two roundings of the numbers that do ([`Noise`]).
+///
+/// ```
+/// use flashcore::{InputTensors, Problem, Tensor};
+/// use flashcore_testing::compare_gradients;
+/// use flashcore_testing::reference::{self, Heads};
+/// use flashcore_testing::verdict::GradientsToJudge;
+///
+/// let problem = Problem::new(1, 2, 20, 16);
+/// let tensors = InputTensors::random(&problem, 0)?;
+/// let (inputs, heads) = (tensors.inputs(), Heads::all(&problem));
+/// let gradient = Tensor::random(problem.dtype(), problem.output_shape(), 1)?;
+/// let reference = reference::gradients(&problem, inputs, &gradient, &heads, None)?;
+/// let baseline = reference::gradients_baseline(&problem, inputs, &gradient, &heads, None)?;
+///
+/// let zeros = Tensor::zeros(problem.dtype(), problem.key_shape())?;
+/// let found = GradientsToJudge { key: Some(&zeros), ..GradientsToJudge::default() };
+/// let verdict = compare_gradients(&problem, inputs, found, &reference, &baseline)?;
+/// assert!(!verdict.passed, "{verdict}");
+/// # Ok::<(), flashcore::Error>(())
+/// ```
+pub fn compare_gradients(
+    problem: &Problem,
+    inputs: Inputs<'_>,
+    found: GradientsToJudge<'_>,
+    reference: &Gradients,
+    baseline: &Gradients,
+) -> Result<GradientsVerdict, InputError> {
+    let (given, expected) = (baseline.heads.len(), reference.heads.len());
+    if given != expected {
+        return Err(InputError::Length { tensor: "baseline", given, expected });
+    }
+    let judged = Judged {
+        sequences: Sequences::of(problem, inputs),
+        noise: reference.heads.iter().map(|head| head.noise).fold(Noise::default(), Noise::max),
+        largest_lse: reference.heads.iter().map(|head| head.largest_lse).fold(1.0, f64::max),
+        reference,
+        baseline,
+    };
+    let comparisons = judged.comparisons(found)?;
+    Ok(GradientsVerdict {
+        passed: comparisons.iter().all(|(_, comparison)| comparison.passed),
+        comparisons,
+        heads: reference.heads.len(),
+        total_heads: problem.batch * problem.kv_heads,
+    })
+}
+
+struct Judged<'a> {
+    sequences: Sequences,
+    noise: Noise,
+    largest_lse: f64,
+    reference: &'a Gradients,
+    baseline: &'a Gradients,
+}
+
+/// One gradient of a [`HeadGradients`].
+struct Part<'a> {
+    name: &'static str,
+    noise: f64,
+    /// Of the tensor that holds it.
+    shape: Shape,
+    placement: &'a Placement,
+    /// Its heads for each key/value head.
+    heads: usize,
+    numbers: fn(&HeadGradients) -> &[f64],
+}
+
+impl Judged<'_> {
+    fn comparisons(
+        &self,
+        found: GradientsToJudge<'_>,
+    ) -> Result<Vec<(&'static str, Comparison)>, InputError> {
+        let mut comparisons = Vec::new();
+        for (tensor, part) in [found.query, found.key, found.value].into_iter().zip(self.parts()) {
+            let (name, expected) = (part.name, part.shape);
+            let Some(tensor) = tensor else {
+                continue;
+            };
+            if tensor.shape() != expected {
+                let given = tensor.shape();
+                return Err(InputError::Shape { tensor: name, given, expected });
+            }
+            let read = |[entry, position, head]: [usize; 3], values: &mut [f32]| {
+                tensor.head(entry, head).read(position, values);
+            };
+            comparisons.push((name, self.compare(&part, tensor.dtype(), read)));
+        }
+        let problem = self.sequences.problem();
+        if let Some(delta) = found.delta {
+            expect_length("delta", delta.len(), problem.rows())?;
+            comparisons.push(("delta", self.delta(delta)));
+        }
+        if let Some(sinks) = found.sinks {
+            expect_length("gradient of the sinks", sinks.len(), problem.query_heads)?;
+            comparisons.extend(self.sinks(sinks).map(|comparison| ("sinks", comparison)));
+        }
+        Ok(comparisons)
+    }
+
+    /// Those that are tensors: of queries, keys and values.
+    fn parts(&self) -> [Part<'_>; 3] {
+        let Noise { query, key, value, .. } = self.noise;
+        let problem = self.sequences.problem();
+        let (queries, keys) = (self.sequences.queries(), self.sequences.keys());
+        [
+            Part {
+                name: "query",
+                noise: query,
+                shape: problem.query_shape(),
+                placement: queries,
+                heads: problem.group_size(),
+                numbers: |head| &head.query,
+            },
+            Part {
+                name: "key",
+                noise: key,
+                shape: problem.key_shape(),
+                placement: keys,
+                heads: 1,
+                numbers: |head| &head.key,
+            },
+            Part {
+                name: "value",
+                noise: value,
+                shape: problem.value_shape(),
+                placement: keys,
+                heads: 1,
+                numbers: |head| &head.value,
+            },
+        ]
+    }
+
+    /// Compare what `read` finds at (batch entry, position, head) of a tensor.
+    fn compare(
+        &self,
+        part: &Part<'_>,
+        dtype: DType,
+        read: impl Fn([usize; 3], &mut [f32]),
+    ) -> Comparison {
+        let mut judge = Judge::new(dtype);
+        let dim = part.shape.dim;
+        let mut values = vec![0.0; dim];
+        for (reference, baseline) in self.reference.heads.iter().zip(&self.baseline.heads) {
+            let batch = reference.sequence;
+            let length = part.placement.length(batch);
+            let references = (part.numbers)(reference).chunks_exact(dim);
+            let baselines = (part.numbers)(baseline).chunks_exact(dim);
+            for (index, (vector, baseline)) in references.zip(baselines).enumerate() {
+                let head = reference.kv_head * part.heads + index / length;
+                let (entry, position) = part.placement.locate(batch, index % length);
+                read([entry, position, head], &mut values);
+                let row = Row { batch, head, query: index % length };
+                for element in 0..dim {
+                    let (result, reference) = (f64::from(values[element]), vector[element]);
+                    judge.look_at(Place { row, element, result, reference }, baseline[element]);
+                }
+            }
+        }
+        self.conclude(judge, dtype, part.noise)
+    }
+
+    fn delta(&self, found: &[f32]) -> Comparison {
+        let problem = self.sequences.problem();
+        let shape = Shape { dim: 1, ..problem.query_shape() };
+        let part = Part {
+            name: "delta",
+            noise: self.noise.delta,
+            shape,
+            placement: self.sequences.queries(),
+            heads: problem.group_size(),
+            numbers: |head| &head.delta,
+        };
+        self.compare(&part, DType::F32, |[entry, position, head], values| {
+            values[0] = found[(entry * shape.heads + head) * shape.length + position];
+        })
+    }
+
+    fn sinks(&self, found: &[f32]) -> Option<Comparison> {
+        let problem = self.sequences.problem();
+        let reference = self.reference.sinks(problem)?;
+        let baseline = self.baseline.sinks(problem)?;
+        let mut judge = Judge::new(DType::F32);
+        for (head, result) in found.iter().enumerate() {
+            let row = Row { batch: 0, head, query: 0 };
+            let (result, reference) = (f64::from(*result), reference[head]);
+            judge.look_at(Place { row, element: 0, result, reference }, baseline[head]);
+        }
+        // Sums over sequences.
+        let noise = self.noise.sinks * (problem.batch as f64).sqrt();
+        Some(self.conclude(judge, DType::F32, noise))
+    }
+
+    /// A 16-bit gradient has its own rounding; one in f32 shows that of the scores too, which grows
+    /// with their magnitude as in an output.
+    fn conclude(&self, judge: Judge, dtype: DType, noise: f64) -> Comparison {
+        let units = match dtype {
+            DType::F32 => 2.0 * self.largest_lse,
+            _ => 2.0,
+        };
+        let rounding = dtype.epsilon() * judge.largest() + units * DType::F32.epsilon() * noise;
+        judge.conclude(rounding)
+    }
+}
+
+fn expect_length(tensor: &'static str, given: usize, expected: usize) -> Result<(), InputError> {
+    match given == expected {
+        true => Ok(()),
+        false => Err(InputError::Length { tensor, given, expected }),
+    }
+}
+
+impl fmt::Display for GradientsVerdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.passed { "passed:" } else { "failed:" })?;
+        for (index, (name, comparison)) in self.comparisons.iter().enumerate() {
+            write!(f, "{} {name} {comparison}", if index == 0 { "" } else { "," })?;
+        }
+        Ok(())
+    }
+}
