@@ -7,7 +7,7 @@ use crate::error::Error;
 use crate::plan::Arrangement;
 use crate::problem::{Alibi, DTypes, Problem, Scores};
 use crate::serving::Placement;
-use crate::tensor::{Layout, Shape, Tensor, TensorError, random};
+use crate::tensor::{Shape, Tensor, TensorError, random};
 
 /// Query, key and value, with the slopes and sinks of problems that have them.
 ///
@@ -204,8 +204,7 @@ impl<'a> Inputs<'a> {
             query: self.query.layout().strides(),
             key: self.key.layout().strides(),
             value: self.value.layout().strides(),
-            output: Layout::contiguous(problem.output_shape())?.strides(),
-            aligned: true,
+            ..Arrangement::contiguous(problem)?
         })
     }
 

@@ -154,7 +154,8 @@ pub use inputs::{InputError, InputTensors, Inputs};
 pub use machine::Machine;
 pub use plan::{Plan, Preference};
 pub use problem::{
-    Alibi, DTypes, Lists, Mask, Problem, ProblemError, ProblemTextError, RowScores, Scores, Storage,
+    Alibi, DTypes, Lists, Mask, Pass, Problem, ProblemError, ProblemTextError, RowScores, Scores,
+    Storage,
 };
 pub use tensor::{Elements, Head, Layout, Shape, Strides, Tensor, TensorError, random};
 

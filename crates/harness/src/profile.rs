@@ -143,6 +143,7 @@ pub fn launches(gpu: &Gpu, plan: &Plan, given: &Given) -> Result<Vec<LaunchTime>
         let Some(choice) = &mut part.chosen.choice else { break };
         choice.launches.truncate(count);
         choice.prepared = choice.prepared.min(count - 1);
+        choice.main = choice.main.min(count - 1);
         let kernel = choice.launches[count - 1].kernel.name();
         let until = table.time(gpu, &mut Planned::new(gpu, part, given)?)?;
         times.push(LaunchTime { kernel, milliseconds: until - before });

@@ -9,6 +9,7 @@
 //! | [`decode`] | attention of few queries over long, maybe paged, caches |
 //! | [`append`] | new keys and values into a cache, with rotary embeddings |
 //! | [`forward`] | attention on Hopper, with wgmma and TMA |
+//! | [`backward`] | the gradients of attention on Hopper, with wgmma and TMA |
 //! | [`sequencer`] | the tiles of a ragged batch in the order in which `forward` takes them |
 //! | [`combine`] | partial attention over parts of the keys, put together |
 //! | [`single`] | one `wgmma` |
@@ -20,6 +21,7 @@
 
 pub mod append;
 pub mod attention;
+pub mod backward;
 pub mod ceiling;
 pub mod combine;
 pub mod decode;
@@ -37,6 +39,7 @@ mod strides;
 
 pub use append::Append;
 pub use attention::{Batch, MaskKind, Rules, Window};
+pub use backward::Backward;
 pub use ceiling::Ceiling;
 pub use combine::Combine;
 pub use decode::Decode;

@@ -78,6 +78,14 @@ listed! {
         NewValue,
         /// Queries with rotary embeddings.
         RotatedQuery,
+        /// The gradient of the output.
+        OutputGradient,
+        /// The gradient of the queries.
+        QueryGradient,
+        /// The gradient of the keys.
+        KeyGradient,
+        /// The gradient of the values.
+        ValueGradient,
     }
 
     /// A dimension of a tensor along which there is a stride.
@@ -140,6 +148,11 @@ listed! {
         Counters,
         /// Timestamps from inside the kernel.
         Probe,
+        /// Two numbers of each query row that the backward pass needs, a block of rows after the
+        /// other.
+        RowStatistics,
+        /// The gradient of the queries in `f32`, while it is added up.
+        QueryGradientSums,
     }
 
     /// Numbers that a problem or the shape of a launch has.
@@ -196,6 +209,10 @@ listed! {
         BlocksPerTeam,
         /// The fewest tiles of keys that a team takes.
         LeastTiles,
+        /// Blocks of keys of a head.
+        KeyBlocks,
+        /// Blocks of query rows of a head.
+        QueryBlocks,
         /// Query rows of a tile.
         TileRows,
         /// Tiles that a schedule has room for.
@@ -230,6 +247,11 @@ listed! {
         Inner,
         /// The cap times log2(e): what is outside of it.
         Outer,
+        /// The softmax scale itself.
+        Natural,
+        /// What a log-sum-exp is multiplied with to be in units of products of queries and keys;
+        /// where those are capped, in units of log2.
+        LogSum,
     }
 }
 

@@ -4,11 +4,12 @@
 use ptx::{Capability, Element, Program, Swizzle, Target};
 
 use crate::append::{Append, Rotary};
+use crate::backward::{Rounding, RowSums, every_backward};
 use crate::forward::{Form, Workload, every_prefill, every_tuned, tuned};
 use crate::product::{Contiguous, Source};
 use crate::{
-    Batch, Ceiling, Combine, Decode, Error, Forward, MaskKind, Mma, Prefill, Product, Rules,
-    Scalar, Sequencer, Single, decode, mma,
+    Backward, Batch, Ceiling, Combine, Decode, Error, Forward, MaskKind, Mma, Prefill, Product,
+    Rules, Scalar, Sequencer, Single, decode, mma,
 };
 
 /// One configuration of one kernel.
@@ -31,6 +32,12 @@ pub enum Configuration {
     Decode(Decode),
     /// New keys and values into a cache.
     Append(Append),
+    /// The gradients of attention on Hopper.
+    Backward(Backward),
+    /// What comes before it: the row sums.
+    RowSums(RowSums),
+    /// What comes after it: the rounding of the queries' gradient.
+    Rounding(Rounding),
     /// One `wgmma`.
     Single(Single),
     /// A matrix product.
@@ -51,6 +58,9 @@ impl Configuration {
             Configuration::Combine(_) => "combine",
             Configuration::Decode(_) => "decode",
             Configuration::Append(_) => "append",
+            Configuration::Backward(_) => "backward",
+            Configuration::RowSums(_) => "row_sums",
+            Configuration::Rounding(_) => "rounding",
             Configuration::Single(_) => "single",
             Configuration::Product(_) => "product",
             Configuration::Ceiling(_) => "ceiling",
@@ -68,6 +78,9 @@ impl Configuration {
             Configuration::Combine(configuration) => configuration.name(),
             Configuration::Decode(configuration) => configuration.name(),
             Configuration::Append(configuration) => configuration.name(),
+            Configuration::Backward(configuration) => configuration.name(),
+            Configuration::RowSums(configuration) => configuration.name(),
+            Configuration::Rounding(configuration) => configuration.name(),
             Configuration::Single(configuration) => configuration.name(),
             Configuration::Product(configuration) => configuration.name(),
             Configuration::Ceiling(configuration) => configuration.name(),
@@ -89,6 +102,11 @@ impl Configuration {
                 "attention of few queries over a long cache, Ampere and later"
             }
             Configuration::Append(_) => "new keys and values into a cache, keys and queries turned",
+            Configuration::Backward(_) => {
+                "the gradients of attention, with wgmma and TMA, on Hopper"
+            }
+            Configuration::RowSums(_) => "row sums of output gradients times outputs",
+            Configuration::Rounding(_) => "sums of the queries' gradient, rounded and in order",
             Configuration::Single(_) => "one 64x64x16 wgmma",
             Configuration::Product(_) => "a matrix product with TMA, a pipeline and wgmma",
             Configuration::Ceiling(_) => "wgmma m64n256k16 in a loop: the tensor cores' ceiling",
@@ -121,6 +139,9 @@ impl Configuration {
             Configuration::Combine(configuration) => configuration.program(),
             Configuration::Decode(configuration) => configuration.program(),
             Configuration::Append(configuration) => configuration.program(),
+            Configuration::Backward(configuration) => configuration.program(),
+            Configuration::RowSums(configuration) => configuration.program(),
+            Configuration::Rounding(configuration) => configuration.program(),
             Configuration::Single(configuration) => configuration.program(),
             Configuration::Product(configuration) => configuration.program(),
             Configuration::Ceiling(configuration) => configuration.program(),
@@ -159,6 +180,7 @@ pub fn shipped(target: Target) -> Vec<Configuration> {
         all.extend(forwards().into_iter().map(Configuration::Forward));
         all.extend(every_prefill().into_iter().map(Configuration::Prefill));
         all.extend(chunked_prefills().into_iter().map(Configuration::Prefill));
+        all.extend(backwards());
         for mask in [MaskKind::Local, MaskKind::Chunked] {
             all.push(Configuration::Sequencer(Sequencer { target, mask }));
         }
@@ -247,6 +269,34 @@ fn chunked_prefills() -> Vec<Prefill> {
     };
     let dims = |prefill: &&Prefill| prefill.tile.head_dim == 128 && prefill.tile.warpgroups == 2;
     every_prefill().iter().filter(dims).map(chunked).collect()
+}
+
+/// The backward pass: every tuned configuration, elements and rules in turns, each with what comes
+/// before and after it.
+fn backwards() -> Vec<Configuration> {
+    use Element::{BF16, F16};
+    let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
+    let kinds = [
+        (BF16, Rules::DENSE),
+        (BF16, Rules::CAUSAL),
+        (F16, Rules::CAUSAL),
+        (F16, Rules::LOCAL),
+        (F16, Rules::EVERY),
+        (BF16, chunked),
+    ];
+    let mut all = Vec::new();
+    for backward in kinds.into_iter().flat_map(|(element, rules)| every_backward(element, rules)) {
+        all.push(Configuration::Backward(backward));
+        for beside in [
+            Configuration::RowSums(backward.row_sums()),
+            Configuration::Rounding(backward.rounding()),
+        ] {
+            if !all.contains(&beside) {
+                all.push(beside);
+            }
+        }
+    }
+    all
 }
 
 /// Attention with `mma.sync`: what a target gets for narrow, wide and widest

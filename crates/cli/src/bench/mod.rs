@@ -242,7 +242,7 @@ fn plan(options: &Options, json: bool) -> Result<Answer, Box<dyn Error>> {
                 (None, Err(reason)) => line.note = Some(reason),
                 (None, Ok((plan, _))) => {
                     let choice = plan.chosen.choice;
-                    line.blocks = choice.map(|choice| choice.launches[choice.prepared].blocks);
+                    line.blocks = choice.map(|choice| choice.launches[choice.main].blocks);
                     line.kernel = plan.chosen.configuration;
                 }
             }

@@ -3,6 +3,7 @@
 //!
 //! A family joins by its line in `FAMILIES`.
 
+mod backward;
 mod decode;
 mod forward;
 mod mma;
@@ -21,7 +22,7 @@ use serde::Serialize;
 
 use crate::gpu::Chip;
 use crate::plan::{Arrangement, Launch, Source};
-use crate::problem::{Mask, Problem};
+use crate::problem::{Mask, Pass, Problem};
 
 /// What a plan is asked for.
 #[derive(Debug, Clone, Copy)]
@@ -41,18 +42,24 @@ pub(crate) trait Family: Sync {
         false
     }
 
+    /// Whether it computes outputs or gradients.
+    fn pass(&self) -> Pass {
+        Pass::Forward
+    }
+
     /// What it would run, or why it does not serve the problem.
     fn choose(&self, asked: &Asked<'_>) -> Result<Choice, String>;
 }
 
 /// Every family, the best for many queries first.
-pub(crate) const FAMILIES: [&dyn Family; 6] = [
+pub(crate) const FAMILIES: [&dyn Family; 7] = [
     &forward::Forward,
     &prefill::Prefill,
     &mma::Mma { sums: Element::F32 },
     &decode::Decode,
     &scalar::Scalar,
     &mma::Mma { sums: Element::F16 },
+    &backward::Backward,
 ];
 
 /// From how many queries of a sequence on a tile of queries is worth more than reading each key
@@ -62,6 +69,7 @@ const MANY_QUERIES: usize = 32;
 /// The families in the order in which they are preferred for a problem.
 pub(crate) fn in_order(problem: &Problem) -> Vec<&'static dyn Family> {
     let mut families = FAMILIES.to_vec();
+    families.retain(|family| family.pass() == problem.pass);
     if problem.query_length < MANY_QUERIES {
         // The one family that reads keys once for all query heads of a group comes first.
         families.sort_by_key(|family| family.name() != decode::NAME);
@@ -77,6 +85,8 @@ pub struct Choice {
     /// How many of them come first and depend on lengths alone: layers with the same lengths need
     /// them once.
     pub prepared: usize,
+    /// Which of them is the attention kernel, that the others come before or after.
+    pub main: usize,
     /// The memory that launches share.
     #[serde(skip)]
     pub memory: Vec<Memory>,
@@ -132,6 +142,7 @@ impl Choice {
         Choice {
             launches: vec![Launch { kernel, blocks, numbers: Vec::new() }],
             prepared: 0,
+            main: 0,
             memory: Vec::new(),
             tiling: None,
             reason: reason.into(),
@@ -156,13 +167,14 @@ impl Choice {
             Configuration::Forward(forward) => forward::launch(chip, problem, forward, reason),
             Configuration::Prefill(prefill) => prefill::launch(chip, problem, prefill, reason),
             Configuration::Decode(decode) => decode::launch(chip, problem, decode, splits, reason),
+            Configuration::Backward(backward) => backward::launch(chip, problem, backward, reason),
             other => Err(format!("{} is no attention by itself", other.name())),
         }
     }
 
-    /// The attention kernel: the first launch that is no preparation.
+    /// The attention kernel.
     pub fn kernel(&self) -> &Configuration {
-        &self.launches[self.prepared].kernel
+        &self.launches[self.main].kernel
     }
 }
 

@@ -52,6 +52,7 @@ impl Schedule {
         let kernel = Configuration::Sequencer(Sequencer { target, mask });
         choice.launches.insert(0, Launch { kernel, blocks: 1, numbers });
         choice.prepared = 1;
+        choice.main = 1;
         choice.memory.push(Memory {
             source: Source::Workspace(Workspace::Schedule),
             bytes: Sequencer::bytes(self.most_tiles.into()),

@@ -158,6 +158,7 @@ impl AppendProblem {
                 numbers: numbers.map(|(number, value)| (number, value as u32)).to_vec(),
             }],
             prepared: 0,
+            main: 0,
             memory: Vec::new(),
             tiling: None,
             reason: String::new(),
@@ -413,6 +414,7 @@ fn bind_append(
         key: Strides::default(),
         value: Strides::default(),
         output: Strides::default(),
+        gradients: None,
         aligned: true,
     };
     bind_with(launch, declared, &problem.cache, &nothing, &others)

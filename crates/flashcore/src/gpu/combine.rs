@@ -79,6 +79,7 @@ impl CombineProblem {
                 ],
             }],
             prepared: 0,
+            main: 0,
             memory: Vec::new(),
             tiling: None,
             reason: String::new(),

@@ -22,6 +22,7 @@ pub(super) trait Addresses {
 pub(super) struct Executable {
     steps: Vec<Step>,
     prepared: usize,
+    main: usize,
     /// Memory that nobody writes to.
     constant: Vec<(Source, Buffer)>,
     workspaces: Workspaces,
@@ -88,6 +89,7 @@ impl Executable {
         Ok(Executable {
             steps,
             prepared: choice.prepared,
+            main: choice.main,
             constant,
             workspaces: Workspaces::new(&choice.memory),
             idle: Mutex::default(),
@@ -150,9 +152,9 @@ impl Executable {
         self.kernel().compilation()
     }
 
-    /// The compiled kernel of the first launch that is no preparation.
+    /// The compiled attention kernel.
     pub(super) fn kernel(&self) -> &Kernel {
-        &self.steps[self.prepared].kernel
+        &self.steps[self.main].kernel
     }
 
     /// Device memory besides the kernels.

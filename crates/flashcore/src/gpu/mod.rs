@@ -43,7 +43,7 @@ pub use guarded::GuardedBuffer;
 use kernel::Source;
 pub use kernel::{Compilation, Kernel, Policy};
 pub use lists::DeviceLists;
-pub use tensors::{DeviceTensor, Tensors};
+pub use tensors::{DeviceTensor, Gradients, Tensors};
 pub use warm::Warmed;
 
 use std::collections::HashMap;

@@ -6,8 +6,8 @@ use kernels::parameter::{List, Tensor};
 use super::GpuError;
 use super::executable::Addresses;
 use crate::plan::arrangement::COPY_BYTES;
-use crate::plan::{Arrangement, Source};
-use crate::problem::{Problem, Storage};
+use crate::plan::{Arrangement, GradientStrides, Source};
+use crate::problem::{Pass, Problem, Storage};
 use crate::tensor::{Layout, Strides, TensorError};
 
 /// A tensor on the device, logically (batch, length, heads, dim). The dim is contiguous.
@@ -65,6 +65,21 @@ pub struct Tensors {
     pub slopes: Option<DeviceAddress>,
     /// Sinks in f32, one for each query head.
     pub sinks: Option<DeviceAddress>,
+    /// Backward, the gradients. The output and the log-sum-exps are read then, not written.
+    pub gradients: Option<Gradients>,
+}
+
+/// The gradient of the output, which is given, and those that are asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Gradients {
+    /// The output's, of the output's shape.
+    pub output: DeviceTensor,
+    /// Where the queries' goes.
+    pub query: DeviceTensor,
+    /// Where the keys' goes.
+    pub key: DeviceTensor,
+    /// Where the values' goes.
+    pub value: DeviceTensor,
 }
 
 impl Tensors {
@@ -85,6 +100,7 @@ impl Tensors {
             block_table: None,
             slopes: None,
             sinks: None,
+            gradients: None,
         }
     }
 
@@ -111,13 +127,24 @@ impl Tensors {
     /// How they lie: what a plan is made for.
     pub fn arrangement(&self) -> Arrangement {
         let Tensors { query, key, value, output, .. } = self;
-        let aligned = |tensor: &&DeviceTensor| tensor.address.0.is_multiple_of(COPY_BYTES);
+        let aligned = |tensor: &DeviceTensor| tensor.address.0.is_multiple_of(COPY_BYTES);
+        let gradients = self.gradients.map(|gradients| GradientStrides {
+            query: gradients.query.strides,
+            key: gradients.key.strides,
+            value: gradients.value.strides,
+            output: gradients.output.strides,
+        });
+        let of_gradients = |Gradients { output, query, key, value }: Gradients| {
+            [output, query, key, value].iter().all(aligned)
+        };
         Arrangement {
             query: query.strides,
             key: key.strides,
             value: value.strides,
             output: output.strides,
-            aligned: [query, key, value, output].iter().all(aligned),
+            gradients,
+            aligned: [query, key, value, output].into_iter().all(aligned)
+                && self.gradients.is_none_or(of_gradients),
         }
     }
 
@@ -144,6 +171,9 @@ impl Tensors {
         check("block table", self.block_table, matches!(keys, Storage::Paged { .. }))?;
         check("list of slopes", self.slopes, scores.has_alibi())?;
         check("list of sinks", self.sinks, scores.sinks)?;
+        let backward = problem.pass == Pass::Backward;
+        let output_gradient = self.gradients.map(|gradients| gradients.output.address);
+        check("output gradient", output_gradient, backward)?;
         check("log-sum-exp", self.lse, self.lse.is_some() || problem.lse)
     }
 }
@@ -156,6 +186,16 @@ impl Addresses for Tensors {
             Source::Tensor(Tensor::Value) => Some(self.value.address),
             Source::Tensor(Tensor::Output) => Some(self.output.address),
             Source::Tensor(Tensor::Lse) => self.lse,
+            Source::Tensor(tensor) => {
+                let gradients = self.gradients.as_ref()?;
+                match tensor {
+                    Tensor::OutputGradient => Some(gradients.output.address),
+                    Tensor::QueryGradient => Some(gradients.query.address),
+                    Tensor::KeyGradient => Some(gradients.key.address),
+                    Tensor::ValueGradient => Some(gradients.value.address),
+                    _ => None,
+                }
+            }
             Source::List(list) => match list {
                 List::QueryStarts => self.query_starts,
                 List::QueryLengths => self.query_lengths,

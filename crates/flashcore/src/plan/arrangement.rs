@@ -3,7 +3,7 @@
 
 use kernels::parameter::Tensor;
 
-use crate::problem::Problem;
+use crate::problem::{Pass, Problem};
 use crate::tensor::{Layout, Shape, Strides, TensorError};
 
 /// Copies are of this many bytes.
@@ -20,12 +20,48 @@ pub struct Arrangement {
     pub value: Strides,
     /// The output's.
     pub output: Strides,
+    /// The gradients', backward.
+    pub gradients: Option<GradientStrides>,
     /// Whether every address is one that copies of 16 bytes take.
     pub aligned: bool,
 }
 
+/// The strides of gradients.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct GradientStrides {
+    /// The query's.
+    pub query: Strides,
+    /// The key's.
+    pub key: Strides,
+    /// The value's.
+    pub value: Strides,
+    /// The output's.
+    pub output: Strides,
+}
+
 /// The tensors that a planner looks at.
 pub(crate) const TENSORS: [Tensor; 4] = [Tensor::Query, Tensor::Key, Tensor::Value, Tensor::Output];
+
+/// Those that it looks at besides, backward.
+pub(crate) const GRADIENTS: [Tensor; 4] =
+    [Tensor::QueryGradient, Tensor::KeyGradient, Tensor::ValueGradient, Tensor::OutputGradient];
+
+/// The tensors of a problem.
+pub(crate) fn tensors(problem: &Problem) -> impl Iterator<Item = Tensor> + use<> {
+    let gradients = (problem.pass == Pass::Backward).then_some(GRADIENTS);
+    TENSORS.into_iter().chain(gradients.into_iter().flatten())
+}
+
+/// The tensor that a gradient is of, or the tensor itself.
+fn differentiated(tensor: Tensor) -> Tensor {
+    match tensor {
+        Tensor::QueryGradient => Tensor::Query,
+        Tensor::KeyGradient => Tensor::Key,
+        Tensor::ValueGradient => Tensor::Value,
+        Tensor::OutputGradient => Tensor::Output,
+        other => other,
+    }
+}
 
 /// The name of a tensor in errors.
 pub(crate) fn name(tensor: Tensor) -> &'static str {
@@ -40,6 +76,10 @@ pub(crate) fn name(tensor: Tensor) -> &'static str {
         Tensor::NewKey => "new key",
         Tensor::NewValue => "new value",
         Tensor::RotatedQuery => "rotated query",
+        Tensor::QueryGradient => "query gradient",
+        Tensor::KeyGradient => "key gradient",
+        Tensor::ValueGradient => "value gradient",
+        Tensor::OutputGradient => "output gradient",
     }
 }
 
@@ -47,28 +87,37 @@ impl Arrangement {
     /// Memory in the order (batch, length, heads, dim), without gaps.
     pub fn contiguous(problem: &Problem) -> Result<Self, TensorError> {
         let strides = |tensor| Ok(Layout::contiguous(shape(problem, tensor))?.strides());
-        Ok(Arrangement {
-            query: strides(Tensor::Query)?,
-            key: strides(Tensor::Key)?,
-            value: strides(Tensor::Value)?,
-            output: strides(Tensor::Output)?,
-            aligned: true,
-        })
+        let [query, key, value, output] = [
+            strides(Tensor::Query)?,
+            strides(Tensor::Key)?,
+            strides(Tensor::Value)?,
+            strides(Tensor::Output)?,
+        ];
+        let gradients = match problem.pass {
+            Pass::Forward => None,
+            Pass::Backward => Some(GradientStrides { query, key, value, output }),
+        };
+        Ok(Arrangement { query, key, value, output, gradients, aligned: true })
     }
 
-    /// The strides of one of the four tensors.
+    /// The strides of one of the four tensors, or of its gradient, which lies like it where nothing
+    /// else is said.
     pub(crate) fn strides(&self, tensor: Tensor) -> Strides {
-        match tensor {
-            Tensor::Query => self.query,
-            Tensor::Key => self.key,
-            Tensor::Value => self.value,
+        match (tensor, &self.gradients) {
+            (Tensor::QueryGradient, Some(gradients)) => gradients.query,
+            (Tensor::KeyGradient, Some(gradients)) => gradients.key,
+            (Tensor::ValueGradient, Some(gradients)) => gradients.value,
+            (Tensor::OutputGradient, Some(gradients)) => gradients.output,
+            (Tensor::Query | Tensor::QueryGradient, _) => self.query,
+            (Tensor::Key | Tensor::KeyGradient, _) => self.key,
+            (Tensor::Value | Tensor::ValueGradient, _) => self.value,
             _ => self.output,
         }
     }
 
     /// Whether copies of 16 bytes can read and write the tensors.
     pub(crate) fn check_copies(&self, problem: &Problem) -> Result<(), String> {
-        for tensor in TENSORS {
+        for tensor in tensors(problem) {
             let of = |reason: String| format!("the {} tensor: {reason}", name(tensor));
             for (axis, bytes) in self.steps(problem, tensor) {
                 if !bytes.is_multiple_of(COPY_BYTES) {
@@ -100,9 +149,9 @@ impl Arrangement {
     }
 }
 
-/// The shape of one of the four tensors.
+/// The shape of one of the four tensors, or of its gradient.
 pub(crate) fn shape(problem: &Problem, tensor: Tensor) -> Shape {
-    match tensor {
+    match differentiated(tensor) {
         Tensor::Query => problem.query_shape(),
         Tensor::Key => problem.key_shape(),
         Tensor::Value => problem.value_shape(),
@@ -110,10 +159,10 @@ pub(crate) fn shape(problem: &Problem, tensor: Tensor) -> Shape {
     }
 }
 
-/// Bytes of an element of one of the four tensors.
+/// Bytes of an element of one of the four tensors, or of its gradient.
 pub(crate) fn element_bytes(problem: &Problem, tensor: Tensor) -> usize {
     let dtypes = &problem.dtypes;
-    let dtype = match tensor {
+    let dtype = match differentiated(tensor) {
         Tensor::Query => dtypes.query,
         Tensor::Key => dtypes.key,
         Tensor::Value => dtypes.value,

@@ -192,13 +192,20 @@ impl Binding<'_> {
         let strides = match tensor {
             Tensor::Lse | Tensor::PartialLse => return Ok(flat(1)),
             Tensor::PartialOutput => return Ok(flat(problem.value_head_dim as u64)),
-            Tensor::Query | Tensor::Key | Tensor::Value | Tensor::Output => {
-                self.arrangement.strides(tensor)
-            }
+            Tensor::Query
+            | Tensor::Key
+            | Tensor::Value
+            | Tensor::Output
+            | Tensor::QueryGradient
+            | Tensor::KeyGradient
+            | Tensor::ValueGradient
+            | Tensor::OutputGradient => self.arrangement.strides(tensor),
             other => return Err(format!("nobody knows the strides of {other:?}")),
         };
         let packed = match tensor {
-            Tensor::Query | Tensor::Output => problem.queries.is_packed(),
+            Tensor::Query | Tensor::Output | Tensor::QueryGradient | Tensor::OutputGradient => {
+                problem.queries.is_packed()
+            }
             _ => problem.keys.is_packed(),
         };
         Ok(match axis {

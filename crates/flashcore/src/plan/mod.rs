@@ -12,7 +12,7 @@ pub(crate) mod arrangement;
 mod binding;
 pub(crate) mod rows;
 
-pub use arrangement::Arrangement;
+pub use arrangement::{Arrangement, GradientStrides};
 pub use binding::{Launch, Map, Source, Value, bind};
 pub(crate) use binding::{axis_of, bind_with, map_strides, window};
 

@@ -80,6 +80,20 @@ pub struct Problem {
     pub lists: Lists,
     /// Whether the log-sum-exp is wanted besides the output.
     pub lse: bool,
+    /// Whether outputs are wanted, or gradients.
+    pub pass: Pass,
+}
+
+/// What is wanted of attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Pass {
+    /// The output, from queries, keys and values.
+    #[default]
+    Forward,
+    /// The gradients of queries, keys and values, from these, the output, its log-sum-exps and its
+    /// gradient.
+    Backward,
 }
 
 /// The element type of each tensor.
@@ -168,7 +182,21 @@ impl Problem {
             keys: Storage::Padded,
             lists: Lists::default(),
             lse: true,
+            pass: Pass::Forward,
         }
+    }
+
+    /// The gradients of this problem's output.
+    ///
+    /// ```
+    /// use flashcore::{Pass, Problem};
+    ///
+    /// let problem = Problem::new(1, 8, 512, 64).backward();
+    /// assert_eq!(problem.pass, Pass::Backward);
+    /// assert_eq!(problem.flops(), 2.5 * Problem::new(1, 8, 512, 64).flops());
+    /// ```
+    pub fn backward(self) -> Self {
+        Problem { pass: Pass::Backward, ..self }
     }
 
     /// Share each key/value head among `query_heads / kv_heads` query heads.
@@ -349,9 +377,14 @@ impl Problem {
         self.visible_pairs() as f64 * self.flops_per_pair()
     }
 
-    /// A multiplication and an addition per element of the query and of the value.
+    /// A multiplication and an addition per element of the query and of the value; backward,
+    /// three products have the query's width and two the value's.
     fn flops_per_pair(&self) -> f64 {
-        2.0 * (self.head_dim as f64 + self.value_head_dim as f64)
+        let (dim, value_dim) = (self.head_dim as f64, self.value_head_dim as f64);
+        match self.pass {
+            Pass::Forward => 2.0 * (dim + value_dim),
+            Pass::Backward => 2.0 * (3.0 * dim + 2.0 * value_dim),
+        }
     }
 }
 
@@ -375,6 +408,9 @@ impl fmt::Display for Problem {
         }
         for word in self.scores.words().into_iter().chain(self.storage_words()) {
             write!(f, ", {word}")?;
+        }
+        if self.pass == Pass::Backward {
+            write!(f, ", backward")?;
         }
         Ok(())
     }

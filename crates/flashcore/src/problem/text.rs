@@ -2,7 +2,7 @@
 
 use std::str::FromStr;
 
-use super::{DTypes, Lists, Mask, Problem, Scores, Storage};
+use super::{DTypes, Lists, Mask, Pass, Problem, Scores, Storage};
 use crate::dtype::DType;
 
 /// Why a text is no [`Problem`].
@@ -34,7 +34,8 @@ impl FromStr for Problem {
     /// or `value_head_dim`), an element type (or `q=`, `k=`, `v=`, `o=` for one tensor), `causal` or
     /// `window=4096:0` (a side left out is open), `chunk=8192`, the rules of [`Scores`] by the names
     /// of their fields, and how sequences lie: `queries=packed:ROWS`, `keys=packed:ROWS`,
-    /// `keys=entries:COUNT`, `keys=pages:SIZE:COLUMNS:PAGES`, with the names of [`Lists`].
+    /// `keys=entries:COUNT`, `keys=pages:SIZE:COLUMNS:PAGES`, with the names of [`Lists`];
+    /// `backward` for gradients.
     ///
     /// What is left out is as for `flashcore attend`: one sequence of 1024, 8 heads of dim 128,
     /// bf16, keys and values like the queries, no mask.
@@ -54,6 +55,7 @@ impl FromStr for Problem {
         let (mut mask, mut scores) = (Mask::NONE, Scores::default());
         let (mut queries, mut keys, mut lists) =
             (Storage::Padded, Storage::Padded, Lists::default());
+        let mut pass = Pass::Forward;
         for word in text.split(',').map(str::trim).filter(|word| !word.is_empty()) {
             let (name, value) = match word.split_once('=') {
                 Some((name, value)) => (name.trim(), Some(value.trim())),
@@ -72,6 +74,7 @@ impl FromStr for Problem {
                 match word.parse() {
                     Ok(dtype) => dtypes = DTypes::all(dtype),
                     Err(_) if word == "causal" => mask.right = Some(0),
+                    Err(_) if word == "backward" => pass = Pass::Backward,
                     Err(_) if lists.insert(word) => {}
                     Err(_) => return Err(means_nothing()),
                 }
@@ -114,7 +117,7 @@ impl FromStr for Problem {
             .with_scores(scores)
             .with_storage(queries, keys)
             .with_lists(lists);
-        let problem = Problem { dtypes, ..problem };
+        let problem = Problem { dtypes, pass, ..problem };
         problem.validate().map_err(|error| wrong(error.to_string()))?;
         Ok(problem)
     }
@@ -151,6 +154,7 @@ impl Problem {
         }
         words.extend(self.scores.words());
         words.extend(self.storage_words());
+        words.extend((self.pass == Pass::Backward).then(|| "backward".to_owned()));
         words.join(",")
     }
 }

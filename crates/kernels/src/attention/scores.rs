@@ -116,16 +116,19 @@ pub(crate) fn alibi(
     distance: Value<S32>,
     slope: Reg<F32>,
 ) {
-    let first = k.eval(distance.convert::<F32>());
-    let distances: Vec<Reg<F32>> = (rows.iter())
-        .map(|row| if *row == 0 { first } else { k.eval(first + *row as f32) })
-        .collect();
+    let distances = distances(k, rows, distance);
     let cost = k.eval(-slope);
     for Score { row, column, register } in scores {
         let apart = k.absolute(distances[*row] - *column as f32);
         let lowered = k.fma(apart, cost, *register);
         k.set(*register, lowered);
     }
+}
+
+/// The distances from each of a thread's rows to its first column.
+pub(crate) fn distances(k: &mut Builder, rows: &[u32], distance: Value<S32>) -> Vec<Reg<F32>> {
+    let first = k.eval(distance.convert::<F32>());
+    (rows.iter()).map(|row| if *row == 0 { first } else { k.eval(first + *row as f32) }).collect()
 }
 
 /// ALiBi slopes of sequences and heads.

@@ -5,9 +5,9 @@
 //! first key to the last row's last, and every row sees whole what lies between the last row's
 //! first key and the first row's last.
 
-use ptx::{Builder, Choose, Expression, F32, Reg, S32, U32, Value};
+use ptx::{Builder, Choose, Expression, F32, Pred, Reg, S32, U32, Value};
 
-use super::{MaskKind, Score};
+use super::{MaskKind, Score, Window};
 use crate::divisor::DivisorRegisters;
 use crate::parameter::{Number, Reach};
 
@@ -60,6 +60,47 @@ pub(crate) struct Masked {
     pub(crate) from: Value<U32>,
     /// With a window, also before this one.
     pub(crate) before: Option<Value<U32>>,
+}
+
+/// Some keys of a sequence, one after the other, and how its queries are cut into blocks.
+#[derive(Clone, Copy)]
+pub(crate) struct KeyTile {
+    pub(crate) first_key: Reg<U32>,
+    /// How many there are; those beyond the sequence's keys do not count.
+    pub(crate) keys: u32,
+    /// Queries of a block.
+    pub(crate) query_block: u32,
+    pub(crate) query_length: Reg<U32>,
+    pub(crate) key_length: Reg<U32>,
+}
+
+/// The query blocks that see some key of a tile.
+#[derive(Clone, Copy)]
+pub(crate) struct QueryBlocks {
+    pub(crate) first: Reg<U32>,
+    /// The one after the last; no larger than the first where there are none.
+    pub(crate) end: Reg<U32>,
+    /// From this block on every query sees all of the tile,
+    whole_from: Reg<U32>,
+    /// up to before this one.
+    whole_end: Reg<U32>,
+}
+
+impl QueryBlocks {
+    /// The same with each number changed.
+    pub(crate) fn map(self, mut change: impl FnMut(Reg<U32>) -> Reg<U32>) -> Self {
+        QueryBlocks {
+            first: change(self.first),
+            end: change(self.end),
+            whole_from: change(self.whole_from),
+            whole_end: change(self.whole_end),
+        }
+    }
+
+    /// Whether some query of a block does not see all of the tile.
+    pub(crate) fn needs_mask(&self, block: Reg<U32>) -> Value<Pred> {
+        block.less(self.whole_from) | block.at_least(self.whole_end)
+    }
 }
 
 /// What the rows of a thread see: columns from the first, where one is given, to the last,
@@ -216,6 +257,101 @@ impl Visibility {
                 Seen { first: Some(firsts), last: lasts }
             }
         }
+    }
+}
+
+/// The other way round: which queries see a key.
+///
+/// A key `j` is seen from the positions `j - right` to `j + left` of its own chunk.
+impl Visibility {
+    /// Finds the query blocks that see a tile of keys.
+    pub(crate) fn query_blocks(&self, k: &mut Builder, tile: &KeyTile) -> QueryBlocks {
+        let KeyTile { first_key, keys, query_block, query_length, key_length } = *tile;
+        let signed = |value: Reg<U32>| value.reinterpret::<S32>();
+        let offset = k.eval(signed(key_length) - signed(query_length));
+        let end_key = k.eval((first_key + keys).minimum(key_length));
+        let last_key = k.eval(signed(end_key) - 1);
+        let first_key_signed = k.eval(signed(first_key));
+        // From the position to the query, within those that there are.
+        let query = |k: &mut Builder, position: Value<S32>| {
+            let query = (position - offset).maximum(0).minimum(signed(query_length));
+            k.eval(query.reinterpret::<U32>())
+        };
+        let none = k.eval(0u32);
+        let ([first, end], [whole_first, whole_end]) = match self {
+            Visibility::Dense => ([none, query_length], [none, query_length]),
+            Visibility::Causal => {
+                let first = query(k, first_key_signed.into());
+                ([first, query_length], [query(k, last_key.into()), query_length])
+            }
+            Visibility::Window(window) => {
+                let first_chunk = window.chunk_of(k, first_key_signed);
+                let last_chunk = window.chunk_of(k, last_key);
+                let begin = |key: Reg<S32>, chunk: Option<[Reg<S32>; 2]>| match chunk {
+                    None => key - window.right,
+                    Some([begin, _]) => (key - window.right).maximum(begin),
+                };
+                let end = |key: Reg<S32>, chunk| window.end(key + window.left + 1, chunk);
+                let some = [begin(first_key_signed, first_chunk), end(last_key, last_chunk)];
+                let all = [begin(last_key, last_chunk), end(first_key_signed, first_chunk)];
+                (some.map(|position| query(k, position)), all.map(|position| query(k, position)))
+            }
+        };
+        let up = query_block - 1;
+        let first_block = k.eval(first / query_block);
+        let found = k.eval((end + up) / query_block);
+        let sees = end.greater(first);
+        let end_block = k.eval(sees.choose::<U32>(found, first_block));
+        // Rows beyond the last query come to nothing whatever they see; keys beyond the last
+        // must be hidden from everyone.
+        let to_the_end = whole_end.equals(query_length);
+        let whole = to_the_end.choose::<U32>(end_block, whole_end / query_block);
+        let complete = (first_key + keys).at_most(key_length);
+        QueryBlocks {
+            first: first_block,
+            end: end_block,
+            whole_from: k.eval((whole_first + up) / query_block),
+            whole_end: k.eval(complete.choose::<U32>(whole, 0u32)),
+        }
+    }
+
+    /// From which queries a thread's keys are seen, from its first column on. `key` is that of
+    /// its first row, `rows` say how far below its rows lie.
+    pub(crate) fn seen_from(
+        &self,
+        k: &mut Builder,
+        rows: &[u32],
+        key: Reg<S32>,
+        first_column: Reg<S32>,
+        [query_length, key_length]: [Reg<U32>; 2],
+    ) -> Seen {
+        let signed = |value: Reg<U32>| value.reinterpret::<S32>();
+        // What a position is less to become a column.
+        let shift = k.eval(signed(key_length) - signed(query_length) + first_column);
+        let (mut first, mut last) = (Vec::new(), Vec::new());
+        for row in rows {
+            let key = if *row == 0 { key } else { k.eval(key + *row as i32) };
+            let exists = k.eval(key.less(signed(key_length)));
+            let end: Value<S32> = match self {
+                Visibility::Dense => Window::OPEN.into(),
+                Visibility::Causal => {
+                    first.push(k.eval(key - shift));
+                    Window::OPEN.into()
+                }
+                Visibility::Window(window) => {
+                    let chunk = window.chunk_of(k, key);
+                    let begin = match chunk {
+                        None => key - window.right,
+                        Some([begin, _]) => (key - window.right).maximum(begin),
+                    };
+                    first.push(k.eval(begin - shift));
+                    window.end(key + window.left + 1, chunk) - 1 - shift
+                }
+            };
+            last.push(k.eval(exists.choose::<S32>(end, -1)));
+        }
+        let first = (!first.is_empty()).then_some(first);
+        Seen { first, last }
     }
 }
 

@@ -65,6 +65,22 @@ impl Builder {
         self.push(Instruction::BulkWait { pending, read_only: true });
     }
 
+    /// Copies `bytes`, a multiple of 16, from global to shared memory, completing on `barrier`.
+    #[track_caller]
+    pub fn bulk_load(
+        &mut self,
+        dst: impl Into<Value<SharedAddress>>,
+        src: impl Into<Value<GlobalAddress>>,
+        bytes: impl Into<Value<U32>>,
+        barrier: impl Into<Value<SharedAddress>>,
+    ) {
+        let (dst, src) = (self.address(dst), self.address(src));
+        let bytes = self.operand(bytes);
+        let barrier = self.address(barrier);
+        let (multicast, policy) = (None, None);
+        self.push(Instruction::BulkLoad { dst, src, bytes, barrier, multicast, policy });
+    }
+
     /// Copies a box of a tensor into shared memory, coordinates fastest first.
     #[track_caller]
     pub fn tensor_load(

@@ -149,12 +149,23 @@ impl Builder {
         value: impl Into<Value<T>>,
         scope: Scope,
     ) {
+        let value = self.eval(value);
+        self.reduce_add_vector(address, &[value], scope);
+    }
+
+    /// Adds to one, two or four numbers in memory, each by itself.
+    #[track_caller]
+    pub fn reduce_add_vector<T: Scalar, A: AddressOf>(
+        &mut self,
+        address: impl Into<Value<A>>,
+        values: &[Reg<T>],
+        scope: Scope,
+    ) {
         let address = self.address(address);
-        let value = self.eval(value).register;
         self.push(Instruction::Reduce {
             operation: AtomicOperation::Add,
             ty: T::TYPE,
-            src: vec![value],
+            src: values.iter().map(|value| value.register).collect(),
             space: A::SPACE,
             address,
             scope,

@@ -42,6 +42,12 @@ impl Accumulator {
         accumulator
     }
 
+    /// The same registers as an accumulator of the first columns only.
+    pub fn narrowed(&self, columns: u32) -> Accumulator {
+        let registers = self.registers.iter().copied().take(columns as usize / 2).collect();
+        Accumulator { registers, columns }
+    }
+
     /// How many columns the matrix has.
     pub fn columns(&self) -> u32 {
         self.columns
@@ -136,9 +142,8 @@ impl Fragment {
             k.misuse(format!("{} stored to a tile of {}", self.element, tile.layout.element));
         }
         let row = k.eval(warp.into() * 16);
-        for (step, registers) in self.registers.chunks(4).enumerate() {
-            let address = tile.fragment_address(k, row, 16 * step as u32);
-            let address = crate::Address { base: address.register, offset: 0 };
+        let addresses = tile.fragment_addresses(k, row, self.registers.len().div_ceil(4));
+        for (address, registers) in addresses.into_iter().zip(self.registers.chunks(4)) {
             let src = registers.to_vec();
             k.push(Instruction::StoreMatrix { src, address, transpose: false });
         }
@@ -160,9 +165,8 @@ impl Fragment {
     #[track_caller]
     pub fn load_into(&self, k: &mut Builder, tile: &SharedTile, warp: impl Into<Value<U32>>) {
         let row = k.eval(warp.into() * 16);
-        for (step, registers) in self.registers.chunks(4).enumerate() {
-            let address = tile.fragment_address(k, row, 16 * step as u32);
-            let address = crate::Address { base: address.register, offset: 0 };
+        let addresses = tile.fragment_addresses(k, row, self.registers.len().div_ceil(4));
+        for (address, registers) in addresses.into_iter().zip(self.registers.chunks(4)) {
             let dst = registers.to_vec();
             k.push(Instruction::LoadMatrix { dst, address, transpose: false });
         }

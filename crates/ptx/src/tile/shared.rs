@@ -1,7 +1,9 @@
 //! Tiles in shared memory.
 
 use super::{Matrix, TileLayout};
-use crate::{Builder, CopyHint, Reg, S32, SharedAddress, TensorMap, U32, Value};
+use crate::{
+    Address, Builder, CopyHint, Expression, Reg, S32, SharedAddress, TensorMap, U32, Value,
+};
 
 /// Room in shared memory for some tiles of one layout: the stages of a pipeline.
 #[derive(Clone, Debug)]
@@ -85,6 +87,13 @@ impl SharedTile {
         SharedTile { columns: count, ..*self }
     }
 
+    /// One of its panels: as many columns as the swizzle is wide.
+    #[track_caller]
+    pub fn panel(&self, k: &mut Builder, index: impl Into<Value<U32>>) -> SharedTile {
+        let address = k.eval(self.address + index.into() * self.layout.panel_bytes());
+        SharedTile { address, columns: self.layout.panel_columns(), ..*self }
+    }
+
     /// The tile as a matrix operand, as it lies: rows by columns.
     pub fn matrix(&self) -> Matrix {
         Matrix { tile: *self, transposed: false }
@@ -140,20 +149,44 @@ impl SharedTile {
         }
     }
 
-    /// The address each lane gives `ldmatrix` to load 16 rows by 16 columns of
-    /// 16-bit elements; `row` and `column` are the corner, the same in each lane.
+    /// The addresses each lane gives `ldmatrix` or `stmatrix` for 16 rows from `row` on, the same
+    /// in each lane, by 16 columns of 16-bit elements, once for each 16 columns.
     #[track_caller]
-    pub(crate) fn fragment_address(
+    pub(crate) fn fragment_addresses(
         &self,
         k: &mut Builder,
         row: impl Into<Value<U32>>,
-        column: impl Into<Value<U32>>,
-    ) -> Reg<SharedAddress> {
+        steps: usize,
+    ) -> Vec<Address> {
         // Matrices in the order rows 0..8, rows 8..16, then the same for
         // columns 8..16: lane l addresses row l % 16, columns from 8 * (l / 16).
+        const COLUMNS: u32 = 16;
         let lane = k.lane();
-        let row = row.into() + lane % 16;
-        let column = column.into() + lane / 16 * 8;
-        self.element_address(k, row, column)
+        let row = k.eval(row.into() + lane % 16);
+        let column = k.eval(lane / 16 * 8);
+        let panel = self.layout.panel_columns();
+        if panel < COLUMNS {
+            let step = |step: usize| {
+                let address = self.element_address(k, row, column + COLUMNS * step as u32);
+                Address { base: address.register, offset: 0 }
+            };
+            return (0..steps).map(step).collect();
+        }
+        // Inside a panel the swizzle only flips bits, and so do further columns; panels follow at
+        // a distance.
+        let first = self.element_address(k, row, column);
+        let bits = first.reinterpret::<U32>();
+        let within: Vec<Reg<SharedAddress>> = (0..(panel / COLUMNS).min(steps as u32))
+            .map(|step| match step {
+                0 => first,
+                _ => k.eval((bits.clone() ^ (step * 2 * COLUMNS)).reinterpret()),
+            })
+            .collect();
+        let step = |step: usize| {
+            let offset = (step / within.len()) as u32 * self.layout.panel_bytes();
+            let base = within[step % within.len()].register;
+            Address { base, offset: offset as i32 }
+        };
+        (0..steps).map(step).collect()
     }
 }

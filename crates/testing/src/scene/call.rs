@@ -7,12 +7,13 @@ use flashcore::gpu::Chip;
 use flashcore::plan::{Source, Value, bind};
 use flashcore::random::uniform;
 use flashcore::serving::{Placement, Sequences};
-use flashcore::{Alibi, DType, InputTensors, Inputs, Layout, Problem, Shape, Tensor};
+use flashcore::{Alibi, DType, InputTensors, Inputs, Layout, Pass, Problem, Shape, Tensor};
 use kernels::Configuration;
 use kernels::parameter::{List, Tensor as Role};
 use ptx::{Element, Program};
 use sim::{Argument, BufferId, Memory, TensorMapArgument};
 
+use super::backward::Backward;
 use super::{Expected, Kernel, Ragged, Scene, SceneError, Step, encode};
 use crate::check::Order;
 use crate::reference::{self, Rows};
@@ -89,7 +90,10 @@ impl Call {
             _ => None,
         };
         Call {
-            problem: built.problem(batch, lengths, heads),
+            problem: match kernel {
+                Configuration::Backward(_) => built.problem(batch, lengths, heads).backward(),
+                _ => built.problem(batch, lengths, heads),
+            },
             kernel,
             ragged: None,
             processors: 2,
@@ -132,7 +136,11 @@ impl Call {
     pub fn scene(&self) -> Result<Scene, SceneError> {
         let given = self.given()?;
         let staged = self.stage(&given)?;
-        let results = self.expected(&staged).map_err(refused)?;
+        let results = match &given.backward {
+            Some(backward) => backward.expected(&staged),
+            None => self.expected(&staged),
+        };
+        let results = results.map_err(refused)?;
         Ok(Scene { results, ..staged.scene(self.words())? })
     }
 
@@ -168,12 +176,18 @@ impl Call {
             [(Role::Output, element, outputs), (Role::Lse, Element::F32, problem.rows())]
         {
             let name = format!("{role:?}");
-            let buffer = match sequences.rows() == problem.rows() {
-                true => memory.output(&name, element.bytes() as usize * count),
+            let buffer = match &given.backward {
+                Some(backward) => memory.input(&name, backward.bytes(role)),
+                None if sequences.rows() == problem.rows() => {
+                    memory.output(&name, element.bytes() as usize * count)
+                }
                 // What is no query of a sequence stays as it was.
-                false => memory.input(&name, encode(element, &vec![UNTOUCHED; count])),
+                None => memory.input(&name, encode(element, &vec![UNTOUCHED; count])),
             };
             buffers.insert(Source::Tensor(role), buffer);
+        }
+        if let Some(backward) = &given.backward {
+            backward.stage(&problem, &mut memory, &mut buffers);
         }
         for it in &choice.memory {
             let (name, bytes) = (format!("{:?}", it.source), it.bytes.max(4) as usize);
@@ -193,7 +207,7 @@ impl Call {
                 .map_err(SceneError::Size)?;
             steps.push(Step::bound(program, launch.blocks, &values, &buffers)?);
         }
-        Ok(Staged { problem, inputs, memory, buffers, steps, prepared: choice.prepared })
+        Ok(Staged { problem, inputs, memory, buffers, steps, main: choice.main })
     }
 
     /// The tensors, with what is of no sequence NaN.
@@ -247,7 +261,14 @@ impl Call {
             slopes: problem.scores.has_alibi().then(|| numbers(4, slopes, 0.1)),
             sinks: problem.scores.sinks.then(|| numbers(5, heads, 4.0)),
         };
-        Ok(Given { problem, sequences, tensors })
+        let backward = match problem.pass {
+            Pass::Forward => None,
+            Pass::Backward => {
+                let gradient = tensor(6, problem.output_shape(), queries)?;
+                Some(Backward::new(&problem, tensors.inputs(), gradient)?)
+            }
+        };
+        Ok(Given { problem, sequences, tensors, backward })
     }
 
     /// The rule of the library, row by row; where no row is, nothing may be written.
@@ -316,18 +337,18 @@ impl Call {
 
 /// A call with memory and launches.
 pub(super) struct Staged<'a> {
-    problem: Problem,
-    inputs: Inputs<'a>,
+    pub(super) problem: Problem,
+    pub(super) inputs: Inputs<'a>,
     pub(super) memory: Memory,
     pub(super) buffers: Buffers,
     pub(super) steps: Vec<Step>,
-    prepared: usize,
+    main: usize,
 }
 
 impl Staged<'_> {
     fn scene(self, size: String) -> Result<Scene, SceneError> {
-        let Staged { memory, mut steps, prepared, .. } = self;
-        let after = steps.split_off(prepared + 1);
+        let Staged { memory, mut steps, main, .. } = self;
+        let after = steps.split_off(main + 1);
         let (Some(step), before) = (steps.pop(), steps) else {
             return Err(SceneError::Size("the plan has no launch".to_owned()));
         };
@@ -344,6 +365,7 @@ pub(super) struct Given {
     problem: Problem,
     sequences: Option<Sequences>,
     tensors: InputTensors,
+    backward: Option<Backward>,
 }
 
 impl Given {

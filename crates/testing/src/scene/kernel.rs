@@ -1,6 +1,7 @@
 //! What an attention kernel is built for, and the smallest call that shows all of it.
 
 use flashcore::{Alibi, Mask, Problem};
+use kernels::backward::KEY_BLOCK;
 use kernels::{Batch, Configuration, MaskKind, Rules};
 use ptx::{Element, Target};
 
@@ -65,6 +66,12 @@ impl Kernel {
                     rules: Rules { mask, ..it.rules },
                 }
             }
+            Configuration::Backward(it) => Kernel {
+                target: Target::SM_90A,
+                element: it.element,
+                dims: [it.head_dim, it.value_head_dim],
+                rules: it.rules,
+            },
             _ => Kernel {
                 target: Target::SM_80,
                 element: Element::F32,
@@ -139,6 +146,11 @@ impl Call {
                 let rows = it.tile.query_rows() as usize;
                 let place = it.page_rows.map_or(Place::Apart, |it| Place::Paged(2 * it as usize));
                 Call::ragged(kernel, tiles_of_queries(rows).over(place), [2, 1])
+            }
+            // Three query blocks for each of two heads that share a key head, two blocks of keys.
+            Configuration::Backward(it) => {
+                let lengths = [2 * it.query_block as usize + 5, KEY_BLOCK as usize + 3];
+                Call::new(kernel, 1, lengths, [2, 1])
             }
             // A block and a bit.
             _ => Call::new(kernel, 1, [11, 21], [2, 1]),

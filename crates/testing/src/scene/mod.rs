@@ -14,6 +14,7 @@
 //! | file | its subject |
 //! | --- | --- |
 //! | `call` | attention of any kernel over any storage |
+//! | `backward` | the gradients of attention |
 //! | `ragged` | sequences of unequal lengths, and how they lie |
 //! | `kernel` | what a kernel is built for, and the smallest call that shows it |
 //! | `sequencer`, `append`, `combine` | what goes with attention |
@@ -21,6 +22,7 @@
 //! | `sweep` | one scene under many schedules |
 
 mod append;
+mod backward;
 mod banks;
 mod call;
 mod combine;

@@ -80,20 +80,24 @@ pub fn compare_gradients(
     if given != expected {
         return Err(InputError::Length { tensor: "baseline", given, expected });
     }
-    let judged = Judged {
-        sequences: Sequences::of(problem, inputs),
-        noise: reference.heads.iter().map(|head| head.noise).fold(Noise::default(), Noise::max),
-        largest_lse: reference.heads.iter().map(|head| head.largest_lse).fold(1.0, f64::max),
-        reference,
-        baseline,
-    };
-    let comparisons = judged.comparisons(found)?;
+    let comparisons = Judged::new(problem, inputs, reference, baseline).comparisons(found)?;
     Ok(GradientsVerdict {
         passed: comparisons.iter().all(|(_, comparison)| comparison.passed),
         comparisons,
         heads: reference.heads.len(),
         total_heads: problem.batch * problem.kv_heads,
     })
+}
+
+/// The largest errors that pass in the gradients of queries, keys and values.
+pub(crate) fn gradient_tolerances(
+    problem: &Problem,
+    inputs: Inputs<'_>,
+    reference: &Gradients,
+    baseline: &Gradients,
+) -> [f64; 3] {
+    let judged = Judged::new(problem, inputs, reference, baseline);
+    judged.parts().map(|part| judged.compare(&part, problem.dtype(), |_, _| ()).tolerance)
 }
 
 struct Judged<'a> {
@@ -116,7 +120,23 @@ struct Part<'a> {
     numbers: fn(&HeadGradients) -> &[f64],
 }
 
-impl Judged<'_> {
+impl<'a> Judged<'a> {
+    fn new(
+        problem: &Problem,
+        inputs: Inputs<'_>,
+        reference: &'a Gradients,
+        baseline: &'a Gradients,
+    ) -> Self {
+        let heads = &reference.heads;
+        Judged {
+            sequences: Sequences::of(problem, inputs),
+            noise: heads.iter().map(|head| head.noise).fold(Noise::default(), Noise::max),
+            largest_lse: heads.iter().map(|head| head.largest_lse).fold(1.0, f64::max),
+            reference,
+            baseline,
+        }
+    }
+
     fn comparisons(
         &self,
         found: GradientsToJudge<'_>,

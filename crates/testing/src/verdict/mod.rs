@@ -12,6 +12,7 @@
 
 mod gradients;
 
+pub(crate) use gradients::gradient_tolerances;
 pub use gradients::{GradientsToJudge, GradientsVerdict, compare_gradients};
 
 use std::fmt;

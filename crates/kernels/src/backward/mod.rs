@@ -1,0 +1,382 @@
+//! Attention backward on Hopper: the gradients of queries, keys and values.
+//!
+//! With `P = softmax(S)` known from the log-sum-exps, `dO` given and `delta` the row sums of
+//! `dO * O`:
+//!
+//! ```text
+//! dV = P^T dO      dP = dO V^T      dS = P * (dP - delta)      dK = dS^T Q      dQ = dS K
+//! ```
+//!
+//! Three kernels, one after the other:
+//!
+//! | kernel | what it does |
+//! | --- | --- |
+//! | [`RowSums`] | `delta` and the log-sum-exps as the next one wants them; zeros for `dQ` |
+//! | [`Backward`] | all five products; `dK` and `dV` stay in registers, `dQ` is added up in `f32` |
+//! | [`Rounding`] | `dQ` rounded to the tensor |
+//!
+//! A block of the second takes 128 keys of a key head and walks the query blocks that see them, of
+//! all query heads that share the key head, so that `dK` and `dV` are finished where they are
+//! added up. Two consumer warpgroups have 64 keys each and compute scores *transposed*: a row of
+//! an accumulator is a key, so `P^T` and `dS^T` are in registers what the products for `dV` and
+//! `dK` multiply from the left. Only `dS` goes to shared memory, where both warpgroups take it
+//! for `dQ`, half of the columns each:
+//!
+//! ```text
+//! start S(0);  P(0) = exp(S(0) - lse)
+//! for each query block i:
+//!     start dP = V dO^T;  start dV += P(i) dO
+//!     wait for dP;  dS = P(i) * (dP - delta)        while dV still runs
+//!     start dK += dS Q
+//!     start S(i+1) = K Q^T
+//!     meet;  start dQ = K^T dS
+//!     wait for S(i+1);  P(i+1) = exp(S(i+1) - lse)  while dQ still runs
+//!     wait for dQ;  add it to the sums in memory
+//! ```
+//!
+//! The sums of `dQ` lie in memory as the accumulators lie in registers
+//! ([`Backward::sums_layout`]), so that each warp adds whole lines.
+
+mod consumer;
+mod epilogue;
+mod place;
+mod producer;
+mod rounding;
+mod row_sums;
+mod tuned;
+
+pub use rounding::Rounding;
+pub use row_sums::RowSums;
+pub use tuned::{every_backward, tuned_backward};
+
+use ptx::{
+    Barriers, Builder, Element, Expression, GlobalAddress, Pipeline, Program, Reg, Role,
+    SharedAddress, SharedTiles, Swizzle, Target, TensorMap, TileLayout, U32,
+};
+
+use crate::Error;
+use crate::attention::Rules;
+use crate::parameter::{Tensor, Workspace};
+use consumer::Consumer;
+use place::Place;
+
+/// Keys that a block takes.
+pub const KEY_BLOCK: u32 = 128;
+
+/// Queries whose scores are in registers at a time: as many as a panel of shared memory is wide.
+const PART: u32 = 64;
+
+/// Consumer warpgroups, of 64 keys each.
+const WARPGROUPS: u32 = 2;
+
+/// Registers of a consumer's thread that accumulators and operands may take.
+const REGISTERS: u32 = 208;
+
+/// What the kernel is built for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Backward {
+    /// The element of all tensors: `F16` or `BF16`.
+    pub element: Element,
+    /// The width of queries and keys: a multiple of 8 up to 128.
+    pub head_dim: u32,
+    /// The width of values and outputs: a multiple of 8 up to 128.
+    pub value_head_dim: u32,
+    /// Which keys a query sees, and what changes scores.
+    pub rules: Rules,
+    /// Queries in a block: 64, or 128 where the head dimension is 64 or less.
+    pub query_block: u32,
+    /// Stages of the pipelines of queries and of output gradients.
+    pub stages: u32,
+}
+
+/// Where the sums of `dQ` lie: for each query head, block after block of query rows; of a block,
+/// the part of each warpgroup, as its accumulator lies in the registers of its threads, four
+/// registers of a thread at a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SumsLayout {
+    /// Query rows of a block.
+    pub query_block: u32,
+    /// Columns that there is room for: 64 or 128.
+    pub columns: u32,
+}
+
+impl SumsLayout {
+    /// Bytes of four registers of each thread of a warpgroup.
+    const REGISTERS_BYTES: u32 = 4 * 4 * 128;
+
+    /// Bytes of a block of query rows.
+    pub const fn block_bytes(&self) -> u32 {
+        4 * self.query_block * self.columns
+    }
+
+    /// Bytes of what one warpgroup has of it.
+    const fn part_bytes(&self) -> u32 {
+        self.block_bytes() / WARPGROUPS
+    }
+
+    /// Query rows that one warpgroup has: all of them, with half of the columns; or half of them,
+    /// where there are no more columns than one has.
+    const fn part_queries(&self) -> u32 {
+        if self.columns > 64 { self.query_block } else { self.query_block / WARPGROUPS }
+    }
+}
+
+/// Named barriers of the block; 0 is for all its threads.
+mod barrier {
+    /// Both consumer warpgroups, when `dS` is written.
+    pub(super) const SCORE_GRADIENTS: u32 = 1;
+    /// The threads of one consumer warpgroup, around the storing of its results: one each.
+    pub(super) const RESULTS: u32 = 2;
+}
+
+/// The shared memory and what signals in it.
+struct Shared {
+    keys: SharedTiles,
+    values: SharedTiles,
+    queries: SharedTiles,
+    output_gradients: SharedTiles,
+    /// Two of them: one is written while the other is read.
+    score_gradients: SharedTiles,
+    /// The offset of the statistics of the first stage.
+    statistics: u32,
+    /// Keys, then values.
+    loaded: Barriers,
+    /// Queries and their statistics.
+    query_pipeline: Pipeline,
+    output_gradient_pipeline: Pipeline,
+}
+
+/// Where tensors and workspaces are.
+struct Tensors {
+    queries: TensorMap,
+    keys: TensorMap,
+    values: TensorMap,
+    output_gradients: TensorMap,
+    key_gradients: TensorMap,
+    value_gradients: TensorMap,
+    statistics: Reg<GlobalAddress>,
+    sums: Reg<GlobalAddress>,
+}
+
+impl Backward {
+    /// The name of this configuration.
+    pub fn name(&self) -> String {
+        let Backward { element, head_dim, value_head_dim, rules, query_block, stages } = self;
+        let rules = rules.name();
+        format!(
+            "backward_{element}_d{head_dim}x{value_head_dim}_{rules}_{query_block}x{KEY_BLOCK}_s{stages}"
+        )
+    }
+
+    /// The tile of queries.
+    pub fn query_layout(&self) -> TileLayout {
+        self.layout(self.query_block, self.head_dim.next_multiple_of(16))
+    }
+
+    /// The tile of output gradients.
+    pub fn output_gradient_layout(&self) -> TileLayout {
+        self.layout(self.query_block, self.value_head_dim.next_multiple_of(16))
+    }
+
+    /// The tile of keys.
+    pub fn key_layout(&self) -> TileLayout {
+        self.layout(KEY_BLOCK, self.head_dim.next_multiple_of(16))
+    }
+
+    /// The tile of values.
+    pub fn value_layout(&self) -> TileLayout {
+        self.layout(KEY_BLOCK, self.value_head_dim.next_multiple_of(16))
+    }
+
+    /// What a warpgroup stores of the gradients of keys and values: a box of 64 rows.
+    fn stored_layout(&self, columns: u32) -> TileLayout {
+        self.layout(KEY_BLOCK / WARPGROUPS, columns)
+    }
+
+    /// The tile of `dS`: a row for each key.
+    fn score_gradient_layout(&self) -> TileLayout {
+        self.layout(KEY_BLOCK, self.query_block)
+    }
+
+    fn layout(&self, rows: u32, columns: u32) -> TileLayout {
+        TileLayout { element: self.element, rows, columns, swizzle: Swizzle::B128 }
+    }
+
+    /// Where the sums of `dQ` lie.
+    pub fn sums_layout(&self) -> SumsLayout {
+        let columns = self.head_dim.next_multiple_of(64);
+        SumsLayout { query_block: self.query_block, columns }
+    }
+
+    /// Whether there is shared memory for it, with some left for barriers.
+    fn fits(&self) -> bool {
+        let once = [self.key_layout(), self.value_layout()].map(|tile| tile.bytes());
+        let stage = [self.query_layout(), self.output_gradient_layout()].map(|tile| tile.bytes());
+        let stage = stage.iter().sum::<u32>() + self.statistics_bytes();
+        let bytes = once.iter().sum::<u32>()
+            + self.stages * stage
+            + 2 * self.score_gradient_layout().bytes();
+        bytes + 1024 <= Target::SM_90A.shared_memory_limit()
+    }
+
+    /// How many times 64 queries a block has.
+    fn parts(&self) -> u32 {
+        self.query_block / PART
+    }
+
+    /// Registers of a consumer's thread that are left beside the gradients of keys and values.
+    fn registers_left(&self) -> u32 {
+        REGISTERS - (self.key_layout().columns + self.value_layout().columns) / 2
+    }
+
+    /// Whether there are registers for the products with values beside the gradients of queries,
+    /// so that they can be started before those are stored; and for both operands of the left, so
+    /// that the gradients of scores are rounded while the weights are still multiplied.
+    fn early_products(&self) -> bool {
+        self.registers_left() >= 3 * (PART / 2) + 2 * (PART / 4)
+    }
+
+    /// What comes before it.
+    pub fn row_sums(&self) -> RowSums {
+        RowSums {
+            target: Target::SM_90A,
+            element: self.element,
+            value_head_dim: self.value_head_dim,
+            sums: self.sums_layout(),
+        }
+    }
+
+    /// What comes after it.
+    pub fn rounding(&self) -> Rounding {
+        Rounding {
+            target: Target::SM_90A,
+            element: self.element,
+            head_dim: self.head_dim,
+            sums: self.sums_layout(),
+        }
+    }
+
+    /// Bytes of the statistics of a block of query rows: two numbers for each.
+    pub fn statistics_bytes(&self) -> u32 {
+        2 * 4 * self.query_block
+    }
+
+    /// Builds the kernel.
+    ///
+    /// Parameters, in order: the tensor maps of queries, keys, values, output gradients, key
+    /// gradients and value gradients over (dimension, position, head, batch); the addresses of
+    /// the [`RowSums`]' statistics and of the sums of `dQ`, which are zero; query length, key
+    /// length; the scales; the divisors of key blocks of a head and of key heads; query heads
+    /// that share a key head; then what the rules ask for. One block for each key block of each
+    /// key head and sequence.
+    pub fn program(&self) -> Result<Program, Error> {
+        if let Some(fault) = self.fault() {
+            return Err(Error::configuration(self.name(), fault));
+        }
+        let threads = 128 * (WARPGROUPS + 1);
+        let mut k = Builder::new(self.name(), Target::SM_90A, threads).blocks_per_multiprocessor(1);
+        self.write(&mut k);
+        Ok(k.finish()?)
+    }
+
+    /// Why there is no such kernel.
+    fn fault(&self) -> Option<&'static str> {
+        let wrong = |dim: u32| dim == 0 || dim > 128 || !dim.is_multiple_of(8);
+        let narrow = self.head_dim <= 64;
+        let faults = [
+            (
+                !matches!(self.element, Element::F16 | Element::BF16),
+                "the element is not f16 or bf16",
+            ),
+            (
+                wrong(self.head_dim) || wrong(self.value_head_dim),
+                "a head dimension is not a multiple of 8 up to 128",
+            ),
+            (
+                self.query_block != if narrow { WARPGROUPS * PART } else { PART },
+                "a query block is 64 rows, or a panel of 64 for each warpgroup with narrow heads",
+            ),
+            (self.stages == 0, "there is at least one stage"),
+            (!self.fits(), "there is no shared memory for so many stages"),
+        ];
+        faults.into_iter().find(|(faulty, _)| *faulty).map(|(_, fault)| fault)
+    }
+
+    fn write(&self, k: &mut Builder) {
+        let [keys_columns, values_columns] = [self.key_layout(), self.value_layout()]
+            .map(|layout| self.stored_layout(layout.columns).tensor_box(4));
+        let tensors = Tensors {
+            queries: Tensor::Query.map(k, self.query_layout().tensor_box(4)),
+            keys: Tensor::Key.map(k, self.key_layout().tensor_box(4)),
+            values: Tensor::Value.map(k, self.value_layout().tensor_box(4)),
+            output_gradients: Tensor::OutputGradient
+                .map(k, self.output_gradient_layout().tensor_box(4)),
+            key_gradients: Tensor::KeyGradient.map(k, keys_columns),
+            value_gradients: Tensor::ValueGradient.map(k, values_columns),
+            statistics: Workspace::RowStatistics.address(k),
+            sums: Workspace::QueryGradientSums.address(k),
+        };
+        let place = Place::parameters(k, self);
+        let consumer = Consumer::parameters(k, self);
+        let shared = self.shared(k);
+        let thread = k.thread_index();
+        k.if_(thread.equals(0), |k| shared.init(k));
+        k.barriers_ready();
+        let producer = Role::warpgroups("producer", 0..1).registers(24);
+        k.role(producer, |k| {
+            let tile = place.find(k);
+            let walk = place.walk(k, &tile);
+            k.if_(thread.equals(0), |k| {
+                producer::produce(k, self, &shared, &tensors, &tile, &walk);
+            });
+        });
+        let consumers = Role::warpgroups("consumer", 1..1 + WARPGROUPS).registers(240);
+        k.role(consumers, |k| {
+            let tile = place.find(k);
+            consumer.consume(k, self, &shared, &tensors, &place, &tile);
+        });
+    }
+
+    /// Reserves the shared memory.
+    fn shared(&self, k: &mut Builder) -> Shared {
+        // A warp leader for its lanes when it gives a stage back.
+        let warps = 4 * WARPGROUPS;
+        let stages = self.stages;
+        Shared {
+            keys: SharedTiles::new(k, "keys", self.key_layout(), 1),
+            values: SharedTiles::new(k, "values", self.value_layout(), 1),
+            queries: SharedTiles::new(k, "queries", self.query_layout(), stages),
+            output_gradients: SharedTiles::new(
+                k,
+                "output gradients",
+                self.output_gradient_layout(),
+                stages,
+            ),
+            score_gradients: SharedTiles::new(k, "dS", self.score_gradient_layout(), 2),
+            statistics: k.shared("row statistics", stages * self.statistics_bytes(), 16),
+            loaded: Barriers::new(k, "keys and values loaded", 2, 1),
+            query_pipeline: Pipeline::new(k, "queries", stages, warps),
+            output_gradient_pipeline: Pipeline::new(k, "output gradients", stages, warps),
+        }
+    }
+}
+
+impl Shared {
+    /// The statistics of a stage's rows.
+    fn statistics(
+        &self,
+        k: &mut Builder,
+        backward: &Backward,
+        stage: Reg<U32>,
+    ) -> Reg<SharedAddress> {
+        let first = k.shared_address(self.statistics);
+        k.eval(first + stage * backward.statistics_bytes())
+    }
+
+    /// One thread makes the barriers ready.
+    fn init(&self, k: &mut Builder) {
+        self.loaded.init(k);
+        self.query_pipeline.init(k);
+        self.output_gradient_pipeline.init(k);
+    }
+}

@@ -1,0 +1,110 @@
+//! Which keys a block takes, and which queries see them.
+
+use ptx::{Builder, Choose, Expression, Reg, U32, Value};
+
+use super::{Backward, KEY_BLOCK};
+use crate::attention::visibility::{KeyTile, QueryBlocks, Visibility};
+use crate::divisor::DivisorRegisters;
+use crate::parameter::Number;
+
+/// The numbers of a launch that say so.
+pub(super) struct Place {
+    query_block: u32,
+    pub(super) lengths: [Reg<U32>; 2],
+    key_blocks: DivisorRegisters,
+    key_heads: DivisorRegisters,
+    /// Query heads that share a key head.
+    group: Reg<U32>,
+    pub(super) visibility: Visibility,
+}
+
+/// The tile of a block, and its walk: query block after query block of query head after query
+/// head.
+pub(super) struct Tile {
+    pub(super) batch: Reg<U32>,
+    pub(super) key_head: Reg<U32>,
+    pub(super) first_key: Reg<U32>,
+    pub(super) query_blocks: QueryBlocks,
+}
+
+/// Where a walk stands.
+pub(super) struct Walk {
+    pub(super) head: Reg<U32>,
+    pub(super) block: Reg<U32>,
+    /// Steps that are left, this one included.
+    pub(super) left: Reg<U32>,
+    /// The number of the block of query rows, among those of all heads and sequences.
+    pub(super) number: Reg<U32>,
+    /// From the last block of a head to before the first of the next.
+    gap: Reg<U32>,
+}
+
+impl Place {
+    pub(super) fn parameters(k: &mut Builder, backward: &Backward) -> Self {
+        Place {
+            query_block: backward.query_block,
+            lengths: [Number::QueryLength.read(k), Number::KeyLength.read(k)],
+            key_blocks: DivisorRegisters::parameters(k, Number::KeyBlocks),
+            key_heads: DivisorRegisters::parameters(k, Number::KeyHeads),
+            group: Number::GroupSize.read(k),
+            visibility: Visibility::parameters(k, backward.rules.mask),
+        }
+    }
+
+    /// The tile of this block. Blocks that run at the same time have the same few heads, so that
+    /// their sums of `dQ` stay in the second-level cache; under a causal mask a head's longest
+    /// walks come first.
+    pub(super) fn find(&self, k: &mut Builder) -> Tile {
+        let index = k.block_index();
+        let (head_and_batch, key_block) = self.key_blocks.divide(k, index);
+        let (batch, key_head) = self.key_heads.divide(k, head_and_batch);
+        let first_key = k.eval(key_block * KEY_BLOCK);
+        let [query_length, key_length] = self.lengths;
+        let keys = KeyTile {
+            first_key,
+            keys: KEY_BLOCK,
+            query_block: self.query_block,
+            query_length,
+            key_length,
+        };
+        let query_blocks = self.visibility.query_blocks(k, &keys).map(|it| uniform(k, it));
+        Tile { batch, key_head, first_key, query_blocks }
+    }
+
+    /// The begin of a tile's walk.
+    pub(super) fn walk(&self, k: &mut Builder, tile: &Tile) -> Walk {
+        let QueryBlocks { first, end, .. } = tile.query_blocks;
+        let blocks = k.eval((self.lengths[0] + (self.query_block - 1)) / self.query_block);
+        let head = k.variable(tile.key_head * self.group);
+        let heads = self.key_heads.number * self.group;
+        let left = uniform(k, (end - first) * self.group);
+        let number = uniform(k, (tile.batch * heads + head) * blocks + first);
+        Walk {
+            head,
+            block: k.variable(first),
+            left: k.variable(left),
+            number: k.variable(number),
+            gap: uniform(k, blocks + first - end),
+        }
+    }
+}
+
+/// The same value, known to be that of every lane: such values have registers of their own, and
+/// those of the threads are scarce. All lanes of the warp ask for it.
+fn uniform(k: &mut Builder, value: impl Into<Value<U32>>) -> Reg<U32> {
+    let value = k.eval(value);
+    k.shuffle_index(value, 0)
+}
+
+impl Walk {
+    /// Goes on to the next step.
+    pub(super) fn advance(&self, k: &mut Builder, tile: &Tile) {
+        let QueryBlocks { first, end, .. } = tile.query_blocks;
+        let next = k.eval(self.block + 1);
+        let around = k.eval(next.equals(end));
+        k.set(self.block, around.choose::<U32>(first, next));
+        k.set(self.head, around.choose::<U32>(self.head + 1, self.head));
+        k.set(self.left, self.left - 1);
+        k.set(self.number, self.number + 1 + around.choose::<U32>(self.gap, 0u32));
+    }
+}

@@ -1,0 +1,112 @@
+//! What comes after the products: the sums of `dQ`, scaled, rounded and in the order of the tensor.
+//!
+//! A block of the grid takes what one warpgroup added up of a block of query rows. Threads read
+//! sums as they were added, whole lines, and put them into rows through shared memory.
+
+use ptx::{Builder, Element, Expression, F32, LoadHint, Program, SharedAddress, Target, U32, U64};
+
+use super::{SumsLayout, WARPGROUPS};
+use crate::Error;
+use crate::divisor::DivisorRegisters;
+use crate::element::store_from_f32;
+use crate::parameter::{Number, Scale, Tensor, Workspace};
+use crate::strides::Strided;
+
+/// Threads of a block: those of a warpgroup.
+const THREADS: u32 = 128;
+
+/// Columns that a warpgroup has.
+const COLUMNS: u32 = 64;
+
+/// What the kernel is built for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Rounding {
+    /// The architecture.
+    pub target: Target,
+    /// The element of the gradient.
+    pub element: Element,
+    /// The width of queries: a multiple of 8 up to 128.
+    pub head_dim: u32,
+    /// Where the sums lie.
+    pub sums: SumsLayout,
+}
+
+impl Rounding {
+    /// The name of this configuration.
+    pub fn name(&self) -> String {
+        let Rounding { target, element, head_dim, sums } = self;
+        let SumsLayout { query_block, columns } = sums;
+        format!("rounding_{target}_{element}_d{head_dim}_{query_block}x{columns}")
+    }
+
+    /// Blocks of the grid for so many blocks of query rows.
+    pub const fn blocks(&self, query_blocks: u32) -> u32 {
+        WARPGROUPS * query_blocks
+    }
+
+    /// Builds the kernel: two blocks of the grid for each block of query rows of each head and
+    /// sequence.
+    pub fn program(&self) -> Result<Program, Error> {
+        if !matches!(self.element, Element::F16 | Element::BF16) {
+            return Err(Error::configuration(self.name(), "the element is not f16 or bf16"));
+        }
+        let mut k = Builder::new(self.name(), self.target, THREADS);
+        self.write(&mut k);
+        Ok(k.finish()?)
+    }
+
+    fn write(&self, k: &mut Builder) {
+        let gradient = Strided::parameters(k, Tensor::QueryGradient);
+        let sums = Workspace::QueryGradientSums.address(k);
+        let scale = Scale::Natural.read(k);
+        let query_length = Number::QueryLength.read(k);
+        let query_blocks = DivisorRegisters::parameters(k, Number::QueryBlocks);
+        let heads = DivisorRegisters::parameters(k, Number::QueryHeads);
+        let queries = self.sums.part_queries();
+        // A row of 64 columns and some room, so that neighbours of a column are in other banks.
+        let row_bytes = (COLUMNS + 2) * 2;
+        let shared = k.shared("rows", queries * row_bytes, 16);
+        let shared = k.shared_address(shared);
+
+        let (index, thread) = (k.block_index(), k.thread_index());
+        let (number, part) = (k.eval(index / WARPGROUPS), k.eval(index % WARPGROUPS));
+        let offset = number.convert::<U64>() * self.sums.block_bytes()
+            + (part * self.sums.part_bytes() + thread * 16).convert::<U64>();
+        let mine = k.eval(sums + offset);
+        // Accumulators are transposed: a thread's rows are columns of the gradient.
+        let lane = k.eval(thread % 32);
+        let column = k.eval(thread / 32 * 16 + lane / 4);
+        let query = k.eval(lane % 4 * 2);
+        let corner = k.eval(shared + query * row_bytes + column * 2);
+        for group in 0..queries / 8 {
+            let address = mine + group * SumsLayout::REGISTERS_BYTES;
+            let values = k.load_vector::<F32, _, 4>(address, LoadHint::default());
+            for (register, value) in values.into_iter().enumerate() {
+                let (right, down) = (register as u32 / 2 * 8, register as u32 % 2);
+                let at = corner + ((8 * group + down) * row_bytes + right * 2);
+                let value = k.eval(value * scale);
+                store_from_f32(k, self.element, at, value);
+            }
+        }
+        k.block_sync();
+        let (head_and_batch, block) = query_blocks.divide(k, number);
+        let (batch, head) = heads.divide(k, head_and_batch);
+        let wide = self.sums.columns > COLUMNS;
+        let first_row = k.eval(block * self.sums.query_block);
+        let first_column = if wide { k.eval(part * COLUMNS) } else { k.eval(0u32) };
+        let first_row = if wide { first_row } else { k.eval(first_row + part * queries) };
+        // Two columns a thread: a warp stores a row of 64.
+        let column = k.eval(lane * 2);
+        let to_column = k.eval(first_column + column);
+        for step in 0..queries.div_ceil(THREADS / 32) {
+            let within = k.eval(thread / 32 + step * (THREADS / 32));
+            let row = k.eval(first_row + within);
+            k.if_(row.less(query_length) & to_column.less(self.head_dim), |k| {
+                let from = shared + within * row_bytes + column * 2;
+                let pair = k.load::<U32, SharedAddress>(from);
+                let to = gradient.row(k, self.element, [batch, row, head]);
+                k.store(to + to_column.convert::<U64>() * 2, pair);
+            });
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! What comes before the products: the row sums of `dO * O` and the log-sum-exps in units of
+//! scores, both negative so that products are added to them; and zeros for the sums of `dQ`.
+
+use ptx::{
+    Builder, Choose, Element, Expression, F32, GlobalAddress, Program, Reg, StoreHint, Target, U32,
+    U64, Value,
+};
+
+use super::SumsLayout;
+use crate::Error;
+use crate::divisor::DivisorRegisters;
+use crate::element::load_eight_as_f32;
+use crate::parameter::{Number, Scale, Tensor, Workspace};
+use crate::strides::Strided;
+
+/// Threads of a block.
+const THREADS: u32 = 256;
+
+/// Elements that a thread loads at a time.
+const CHUNK: u32 = 8;
+
+/// What the kernel is built for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct RowSums {
+    /// The architecture.
+    pub target: Target,
+    /// The element of the output and of its gradient.
+    pub element: Element,
+    /// The width of outputs: a multiple of 8 up to 256.
+    pub value_head_dim: u32,
+    /// Where the sums of `dQ` will lie.
+    pub sums: SumsLayout,
+}
+
+impl RowSums {
+    /// The name of this configuration.
+    pub fn name(&self) -> String {
+        let RowSums { target, element, value_head_dim, sums } = self;
+        let SumsLayout { query_block, columns } = sums;
+        format!("row_sums_{target}_{element}_d{value_head_dim}_{query_block}x{columns}")
+    }
+
+    /// Builds the kernel: a block of the grid for each block of query rows of each head and
+    /// sequence.
+    pub fn program(&self) -> Result<Program, Error> {
+        let dim = self.value_head_dim;
+        if !matches!(self.element, Element::F16 | Element::BF16) {
+            return Err(Error::configuration(self.name(), "the element is not f16 or bf16"));
+        }
+        if dim == 0 || dim > 256 || !dim.is_multiple_of(CHUNK) {
+            let reason = "the head dimension is not a multiple of 8 up to 256";
+            return Err(Error::configuration(self.name(), reason));
+        }
+        let mut k = Builder::new(self.name(), self.target, THREADS);
+        self.write(&mut k);
+        Ok(k.finish()?)
+    }
+
+    fn write(&self, k: &mut Builder) {
+        let output = Strided::parameters(k, Tensor::Output);
+        let gradient = Strided::parameters(k, Tensor::OutputGradient);
+        let lse: Reg<GlobalAddress> = Tensor::Lse.address(k);
+        let statistics = Workspace::RowStatistics.address(k);
+        let sums = Workspace::QueryGradientSums.address(k);
+        let units = Scale::LogSum.read(k);
+        let query_length = Number::QueryLength.read(k);
+        let query_blocks = DivisorRegisters::parameters(k, Number::QueryBlocks);
+        let heads = DivisorRegisters::parameters(k, Number::QueryHeads);
+
+        let (number, thread) = (k.block_index(), k.thread_index());
+        self.clear(k, sums, number, thread);
+        let (head_and_batch, block) = query_blocks.divide(k, number);
+        let (batch, head) = heads.divide(k, head_and_batch);
+        // As many lanes as a row has chunks, rounded up to a power of two.
+        let lanes = (self.value_head_dim / CHUNK).next_power_of_two();
+        let column = k.eval(thread % lanes * CHUNK);
+        let rows = THREADS / lanes;
+        let first = k.eval(thread / lanes);
+        let block_bytes = 2 * 4 * self.sums.query_block;
+        let statistics = k.eval(statistics + number.convert::<U64>() * block_bytes);
+        for step in 0..self.sums.query_block.div_ceil(rows) {
+            let within = k.eval(first + step * rows);
+            let row = k.eval(block * self.sums.query_block + within);
+            let exists = k.eval(row.less(query_length));
+            let sum = k.variable::<F32>(0.0);
+            k.if_(exists & column.less(self.value_head_dim), |k| {
+                let at = [batch, row, head];
+                let [a, b] = [&output, &gradient].map(|tensor| {
+                    let address = tensor.row(k, self.element, at);
+                    let chunk = address + column.convert::<U64>() * self.element.bytes();
+                    load_eight_as_f32(k, self.element, chunk)
+                });
+                for (a, b) in a.into_iter().zip(b) {
+                    let next = k.fma(a, b, sum);
+                    k.set(sum, next);
+                }
+            });
+            let sum = k.reduce_lanes(sum, lanes, |a, b| a + b);
+            let log_sum = k.variable::<F32>(f32::NEG_INFINITY);
+            let index = k.eval(head_and_batch * query_length + row);
+            k.if_(exists, |k| {
+                let lse = k.load::<F32, _>(lse + index.convert::<U64>() * 4);
+                // A row that saw nothing has no weights: minus infinity, and not plus.
+                let nothing = lse.equals(f32::NEG_INFINITY);
+                k.set(log_sum, nothing.choose::<F32>(f32::NEG_INFINITY, -(lse * units)));
+            });
+            let mine = column.equals(0) & within.less(self.sums.query_block);
+            k.if_(mine, |k| {
+                let at = k.eval(statistics + within.convert::<U64>() * 4);
+                k.store(at, log_sum);
+                k.store(at + 4 * self.sums.query_block, -sum);
+            });
+        }
+    }
+
+    /// Zeros for the sums of a block of query rows.
+    fn clear(&self, k: &mut Builder, sums: Reg<GlobalAddress>, number: Reg<U32>, thread: Reg<U32>) {
+        let bytes = self.sums.block_bytes();
+        let offset: Value<U64> = number.convert::<U64>() * bytes + (thread * 16).convert::<U64>();
+        let mine = k.eval(sums + offset);
+        let zero = k.eval::<F32>(0.0);
+        for first in (0..bytes).step_by(16 * THREADS as usize) {
+            k.store_vector(mine + first, &[zero; 4], StoreHint::default());
+        }
+    }
+}

@@ -1,0 +1,29 @@
+//! Which configuration serves which problem.
+
+use ptx::Element;
+
+use super::Backward;
+use crate::attention::Rules;
+
+/// The configuration that runs fastest for these tensors, where there is one.
+pub fn tuned_backward(
+    element: Element,
+    head_dim: u32,
+    value_head_dim: u32,
+    rules: Rules,
+) -> Option<Backward> {
+    if head_dim > 128 || value_head_dim > 128 {
+        return None;
+    }
+    let query_block = if head_dim <= 64 { 128 } else { 64 };
+    let with = |stages| Backward { element, head_dim, value_head_dim, rules, query_block, stages };
+    [3, 2].map(with).into_iter().find(Backward::fits)
+}
+
+/// Every configuration that [`tuned_backward`] chooses, of one element and these rules, for head
+/// dimensions that stand for the rest.
+pub fn every_backward(element: Element, rules: Rules) -> impl Iterator<Item = Backward> {
+    [(64, 64), (128, 128), (40, 72), (80, 80), (96, 96), (128, 64)]
+        .into_iter()
+        .filter_map(move |(head_dim, value)| tuned_backward(element, head_dim, value, rules))
+}
