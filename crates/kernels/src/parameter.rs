@@ -249,9 +249,6 @@ listed! {
         Outer,
         /// The softmax scale itself.
         Natural,
-        /// What a log-sum-exp is multiplied with to be in units of products of queries and keys;
-        /// where those are capped, in units of log2.
-        LogSum,
     }
 }
 

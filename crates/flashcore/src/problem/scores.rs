@@ -177,8 +177,6 @@ impl Problem {
             Scale::Inner => self.scale() / cap,
             Scale::Outer => cap * log2e,
             Scale::Natural => self.scale(),
-            Scale::LogSum if self.scores.softcap.is_some() => log2e,
-            Scale::LogSum => 1.0 / self.scale(),
         }
     }
 }

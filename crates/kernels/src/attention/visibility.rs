@@ -87,16 +87,6 @@ pub(crate) struct QueryBlocks {
 }
 
 impl QueryBlocks {
-    /// The same with each number changed.
-    pub(crate) fn map(self, mut change: impl FnMut(Reg<U32>) -> Reg<U32>) -> Self {
-        QueryBlocks {
-            first: change(self.first),
-            end: change(self.end),
-            whole_from: change(self.whole_from),
-            whole_end: change(self.whole_end),
-        }
-    }
-
     /// Whether some query of a block does not see all of the tile.
     pub(crate) fn needs_mask(&self, block: Reg<U32>) -> Value<Pred> {
         block.less(self.whole_from) | block.at_least(self.whole_end)

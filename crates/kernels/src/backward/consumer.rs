@@ -2,12 +2,12 @@
 
 use ptx::{
     Accumulate, Accumulator, Builder, Expression, F32, Fence, Fragment, GlobalAddress, LoadHint,
-    Pred, Reg, S32, Scope, SharedAddress, SharedTile, SharedTiles, U32, U64,
+    Pred, Reg, S32, Scope, SharedAddress, SharedTile, SharedTiles, U32, U64, Value,
 };
 
 use super::place::{Place, Tile, Walk};
 use super::{
-    Backward, KEY_BLOCK, PART, Shared, SumsLayout, Tensors, WARPGROUPS, barrier, epilogue,
+    Backward, KEY_BLOCK, PART, STAGES, Shared, SumsLayout, Tensors, WARPGROUPS, barrier, epilogue,
 };
 use crate::attention::scores::{ScoreRule, Slopes, distances};
 use crate::attention::{ACCUMULATOR_ROWS, Score};
@@ -21,6 +21,46 @@ pub(super) struct Consumer {
     slopes: Option<Slopes>,
 }
 
+/// In how many parts weights are computed: one after the other, so that the log-sum-exps of all
+/// need not be in registers at the same time.
+const CHUNKS: usize = 2;
+
+/// Some of the queries of a step, as many as registers hold the scores of.
+#[derive(Clone, Copy)]
+struct Part {
+    /// The stage of the step, in both pipelines, and its tile of `dS`.
+    stage: u32,
+    /// Which part of the step's queries.
+    index: u32,
+}
+
+impl Part {
+    const FIRST: Part = Part { stage: 0, index: 0 };
+
+    /// Those of the steps that are unrolled, each of so many parts: one for each stage.
+    fn every(parts: u32) -> impl Iterator<Item = Part> {
+        (0..STAGES).flat_map(move |stage| (0..parts).map(move |index| Part { stage, index }))
+    }
+
+    fn is_last(self, parts: u32) -> bool {
+        self.index + 1 == parts
+    }
+
+    /// What comes after it.
+    fn next(self, parts: u32) -> Part {
+        if self.is_last(parts) {
+            Part { stage: (self.stage + 1) % STAGES, index: 0 }
+        } else {
+            Part { index: self.index + 1, ..self }
+        }
+    }
+
+    /// The first of its queries in their tile.
+    fn first(self) -> u32 {
+        self.index * PART
+    }
+}
+
 /// What is known of a query row, in the order of the workspace.
 #[derive(Clone, Copy)]
 enum Statistic {
@@ -30,32 +70,27 @@ enum Statistic {
     RowSum,
 }
 
-/// What the loop computes in. Accumulators hold 64 queries, but for those of `dQ`.
+/// What the loop computes in: as much as registers allow beside the gradients of keys and values.
 struct Registers {
+    /// Scores, then weights.
     scores: Accumulator,
+    /// Products of values and output gradients, then the gradients of scores.
     products: Accumulator,
+    /// The same registers later in a step.
     query_gradients: Accumulator,
-    weights: Fragment,
-    score_gradients: Fragment,
+    /// Weights, then the gradients of scores, as products take them from the left.
+    operand: Fragment,
 }
 
 impl Registers {
     fn new(k: &mut Builder, backward: &Backward) -> Self {
         let products = Accumulator::new(k, PART);
-        let queries = backward.sums_layout().part_queries();
-        let query_gradients = if backward.early_products() {
-            Accumulator::new(k, queries)
-        } else {
-            products.narrowed(queries)
-        };
-        let weights = Fragment::new(k, backward.element, PART);
-        let score_gradients = if backward.early_products() {
-            Fragment::new(k, backward.element, PART)
-        } else {
-            weights.clone()
-        };
-        let scores = Accumulator::new(k, PART);
-        Registers { scores, products, query_gradients, weights, score_gradients }
+        Registers {
+            scores: Accumulator::new(k, PART),
+            query_gradients: products.narrowed(backward.sums_layout().part_queries()),
+            products,
+            operand: Fragment::new(k, backward.element, PART),
+        }
     }
 }
 
@@ -76,10 +111,8 @@ struct Warpgroup<'a> {
     column: Reg<U32>,
     /// The key of the thread's first row.
     key: Reg<S32>,
-    queries: ptx::Consumer,
-    output_gradients: ptx::Consumer,
-    /// Which of the two tiles of `dS` is next.
-    turn: Reg<U32>,
+    /// The phase of the stages of this step.
+    phase: Reg<U32>,
     walk: Walk,
     /// Where the thread would add its part of `dQ` to the first block of query rows.
     sums: Reg<GlobalAddress>,
@@ -130,104 +163,114 @@ impl Consumer {
         key_gradients: &Accumulator,
         value_gradients: &Accumulator,
     ) {
-        let backward = group.backward;
-        let registers = Registers::new(k, backward);
-        let Registers { scores, products, query_gradients, weights, score_gradients } = &registers;
-        let (parts, early) = (backward.parts(), backward.early_products());
-
+        let parts = group.backward.parts();
+        let Registers { scores, products, query_gradients, operand } =
+            &Registers::new(k, group.backward);
+        // The stage of the last step.
+        let end = k.variable(0);
         group.wait_for_keys(k);
-        group.queries.wait(k);
-        if early {
-            group.wait_for_values(k);
-            group.output_gradients.wait(k);
-        }
-        group.start_scores(k, scores, 0);
-        if early {
-            group.start_products(k, products, 0);
-        }
-        k.wait_products(early.into());
-        self.weights(k, group, 0, scores, weights);
-        if !early {
-            group.wait_for_values(k);
-            group.output_gradients.wait(k);
-        }
-        if early {
-            group.start_value_gradients(k, value_gradients, weights, 0);
-        }
+        group.wait_for_queries(k, 0);
+        group.start_scores(k, scores, Part::FIRST);
+        k.wait_products(0);
+        self.early_weights(k, group, Part::FIRST, scores);
+        group.wait_for_values(k);
+        group.wait_for_output_gradients(k, 0);
         k.loop_(|k| {
-            for part in 0..parts {
-                let last = part + 1 == parts;
-                let next = if last { 0 } else { part + 1 };
-                if !early {
-                    group.start_products(k, products, part);
-                    group.start_value_gradients(k, value_gradients, weights, part);
-                }
+            for part in Part::every(parts) {
+                let next = part.next(parts);
+                group.start_products(k, products, part);
+                self.weights(k, group, part, scores, operand);
+                group.start_value_gradients(k, value_gradients, operand, part);
                 k.wait_products(1);
-                multiply(k, products, scores);
+                group.score_gradients(k, part, products, scores);
                 k.wait_products(0);
-                if last {
-                    group.output_gradients.release(k, group.leader);
-                }
-                group.round_score_gradients(k, part, products, score_gradients);
-                group.start_key_gradients(k, key_gradients, score_gradients, part);
-                let stage = k.variable(group.queries.stage());
-                if last {
+                if part.is_last(parts) {
+                    group.release_output_gradients(k, part.stage);
+                    k.set(end, part.stage);
                     k.break_if(group.walk.left.equals(1));
-                    group.queries.keep(k);
-                    group.queries.wait(k);
+                    if next.stage == 0 {
+                        k.set(group.phase, group.phase ^ 1);
+                    }
+                    group.wait_for_queries(k, next.stage);
+                    // Before the sums are added to: what comes after those waits behind them.
+                    group.wait_for_output_gradients(k, next.stage);
                 }
                 group.start_scores(k, scores, next);
-                if early {
-                    if last {
-                        group.output_gradients.wait(k);
-                    }
-                    group.start_products(k, products, next);
-                }
-                let sums = last.then(|| {
+                group.store_score_gradients(k, part.stage, part, products, operand);
+                if part.is_last(parts) {
                     group.meet(k);
-                    group.start_query_gradients(k, query_gradients);
-                    group.sums(k)
-                });
-                // The scores, and with them the product for the keys, which was started before.
-                k.wait_products(u32::from(early) + u32::from(last));
-                if last {
-                    group.queries.give_back(k, stage, group.leader);
+                    group.start_query_gradients(k, query_gradients, part.stage);
+                }
+                group.start_key_gradients(k, key_gradients, operand, part.stage, part);
+                if part.is_last(parts) {
+                    k.wait_products(2);
+                    let number = k.variable(group.walk.number);
                     group.walk.advance(k, group.tile);
-                }
-                self.weights(k, group, next, scores, weights);
-                if early {
-                    group.start_value_gradients(k, value_gradients, weights, next);
-                }
-                if let Some(sums) = sums {
-                    k.wait_products(early.into());
-                    add(k, sums, query_gradients);
-                    if !early {
-                        group.output_gradients.wait(k);
-                    }
+                    self.early_weights(k, group, next, scores);
+                    k.wait_products(1);
+                    group.add(k, number, query_gradients);
+                    k.wait_products(0);
+                    group.release_queries(k, part.stage);
+                } else {
+                    k.wait_products(1);
+                    self.early_weights(k, group, next, scores);
+                    k.wait_products(0);
                 }
             }
         });
-        group.meet(k);
-        group.start_query_gradients(k, query_gradients);
-        let sums = group.sums(k);
+        let part = Part { index: parts - 1, ..Part::FIRST };
         k.wait_products(0);
-        add(k, sums, query_gradients);
+        group.store_score_gradients(k, end, part, products, operand);
+        group.meet(k);
+        group.start_query_gradients(k, query_gradients, end);
+        group.start_key_gradients(k, key_gradients, operand, end, part);
+        k.wait_products(0);
+        group.add(k, group.walk.number, query_gradients);
     }
 
-    /// Scores become weights: rounded in `weights`, and in the registers of the scores what the
-    /// gradient of a score is of that of its weight.
+    /// Scores become weights, in their place, before there is an operand to round them into: where
+    /// those are all that is needed of the scores.
+    fn early_weights(
+        &self,
+        k: &mut Builder,
+        group: &Warpgroup<'_>,
+        part: Part,
+        scores: &Accumulator,
+    ) {
+        if !group.backward.rules.softcap {
+            self.exponentials(k, group, part, scores, None);
+        }
+    }
+
+    /// Scores have become weights: rounded in `operand`, and in the registers of the scores what
+    /// the gradient of a score is of that of its weight.
     fn weights(
         &self,
         k: &mut Builder,
         group: &Warpgroup<'_>,
-        part: u32,
+        part: Part,
         scores: &Accumulator,
-        weights: &Fragment,
+        operand: &Fragment,
     ) {
-        let rules = group.backward.rules;
+        if group.backward.rules.softcap {
+            self.exponentials(k, group, part, scores, Some(operand));
+        } else {
+            round(k, scores, operand);
+        }
+    }
+
+    /// The weights of scores, in their place. Where scores are capped, weights are rounded into an
+    /// operand at once, for what stays is multiplied with the slope of the cap.
+    fn exponentials(
+        &self,
+        k: &mut Builder,
+        group: &Warpgroup<'_>,
+        part: Part,
+        scores: &Accumulator,
+        capped: Option<&Fragment>,
+    ) {
         let scores = Score::of(scores);
         self.scores.cap(k, &scores);
-        group.hide(k, part, &scores);
         let slope = self.slopes.as_ref().map(|slopes| {
             let scale_log2 = self.scores.scale_log2;
             let slope = slopes.unscaled(k, group.tile.batch, group.walk.head, scale_log2);
@@ -238,12 +281,15 @@ impl Consumer {
             let distances = distances(k, &ACCUMULATOR_ROWS, group.key - position);
             (k.eval(-slope), distances)
         });
-        let statistics = rules.softcap.then(|| group.statistics(k, Statistic::LogSum, part));
+        let statistics = group.statistics(k, Statistic::LogSum, part);
         for (index, pair) in scores.chunks_exact(2).enumerate() {
-            let log_sums = statistics
-                .map(|at| k.load_vector::<F32, _, 2>(at + pair[0].column * 4, LoadHint::default()));
-            let mut weight = [pair[0].register, pair[1].register];
-            for (side, (weight, score)) in weight.iter_mut().zip(pair).enumerate() {
+            if (2 * index).is_multiple_of(scores.len() / CHUNKS) {
+                group.hide(k, part, &scores[2 * index..][..scores.len() / CHUNKS]);
+            }
+            let at = statistics + pair[0].column * 4;
+            let log_sums = k.load_vector::<F32, _, 2>(at, LoadHint::default());
+            let weights = [0, 1].map(|side| {
+                let score = pair[side];
                 let exponent = match &slope {
                     None => score.register,
                     Some((cost, distances)) => {
@@ -251,25 +297,21 @@ impl Consumer {
                         k.fma(apart, *cost, score.register)
                     }
                 };
-                let scale_log2 = self.scores.scale_log2;
-                *weight = match log_sums {
-                    Some(log_sums) => {
-                        let exponent = k.fma(exponent, scale_log2, log_sums[side]);
-                        k.exp2(exponent)
-                    }
-                    None => k.exp2(exponent * scale_log2),
-                };
+                let exponent = k.fma(exponent, self.scores.scale_log2, log_sums[side]);
+                k.exp2(exponent)
+            });
+            if let Some(operand) = capped {
+                operand.set_pair(k, index, weights[0], weights[1]);
             }
-            weights.set_pair(k, index, weight[0], weight[1]);
-            for (weight, score) in weight.into_iter().zip(pair) {
-                if rules.softcap {
-                    // The slope of the cap, 1 - tanh^2; a hidden score is minus infinity.
-                    let tanh = k.eval(score.register.maximum(-1.0));
-                    let slope = k.fma(-tanh, tanh, 1.0);
-                    k.set(score.register, weight * slope);
-                } else {
+            for (weight, score) in weights.into_iter().zip(pair) {
+                if capped.is_none() {
                     k.set(score.register, weight);
+                    continue;
                 }
+                // 1 - tanh^2; a hidden score is minus infinity.
+                let tanh = k.eval(score.register.maximum(-1.0));
+                let slope = k.fma(-tanh, tanh, 1.0);
+                k.set(score.register, weight * slope);
             }
         }
     }
@@ -305,9 +347,7 @@ impl<'a> Warpgroup<'a> {
             leader: k.eval(lane.equals(0)),
             column: position.column,
             key: k.eval(key.reinterpret::<S32>()),
-            queries: shared.query_pipeline.consumer(k),
-            output_gradients: shared.output_gradient_pipeline.consumer(k),
-            turn: k.variable(0),
+            phase: k.variable(0),
             walk,
             sums: k.eval(tensors.sums + within.convert::<U64>()),
         }
@@ -323,16 +363,25 @@ impl<'a> Warpgroup<'a> {
         k.mbarrier_wait(loaded, 0, Scope::Block);
     }
 
-    /// Some of this step's queries.
-    fn query_rows(&self, k: &mut Builder, part: u32) -> SharedTile {
-        let tile = self.shared.queries.at(k, self.queries.stage());
-        tile.rows(k, part * PART, PART)
+    fn wait_for_queries(&self, k: &mut Builder, stage: u32) {
+        self.shared.query_pipeline.wait_full(k, stage, self.phase);
     }
 
-    /// The same rows of the output gradients.
-    fn gradient_rows(&self, k: &mut Builder, part: u32) -> SharedTile {
-        let tile = self.shared.output_gradients.at(k, self.output_gradients.stage());
-        tile.rows(k, part * PART, PART)
+    fn release_queries(&self, k: &mut Builder, stage: u32) {
+        self.shared.query_pipeline.give_back(k, stage, self.leader);
+    }
+
+    fn wait_for_output_gradients(&self, k: &mut Builder, stage: u32) {
+        self.shared.output_gradient_pipeline.wait_full(k, stage, self.phase);
+    }
+
+    fn release_output_gradients(&self, k: &mut Builder, stage: u32) {
+        self.shared.output_gradient_pipeline.give_back(k, stage, self.leader);
+    }
+
+    /// Some rows of a step's queries or output gradients.
+    fn rows(&self, k: &mut Builder, tiles: &SharedTiles, part: Part) -> SharedTile {
+        tiles.at(k, part.stage).rows(k, part.first(), PART)
     }
 
     /// This warpgroup's keys or values.
@@ -341,42 +390,41 @@ impl<'a> Warpgroup<'a> {
         tiles.at(k, 0).rows(k, self.index * rows, rows)
     }
 
-    /// Starts `S^T = K Q^T`, less the log-sum-exps where nothing changes scores in between.
-    fn start_scores(&self, k: &mut Builder, scores: &Accumulator, part: u32) {
+    /// Starts `S^T = K Q^T`.
+    fn start_scores(&self, k: &mut Builder, scores: &Accumulator, part: Part) {
         let keys = self.own(k, &self.shared.keys);
-        let queries = self.query_rows(k, part);
-        let accumulate = if self.backward.rules.softcap {
-            // The log-sum-exps are for scores that are capped.
-            Accumulate::No
-        } else {
-            self.begin_with(k, scores, Statistic::LogSum, part);
-            Accumulate::Yes
-        };
-        k.start_product(scores, accumulate, keys.matrix(), queries.transposed());
+        let queries = self.rows(k, &self.shared.queries, part);
+        k.start_product(scores, Accumulate::No, keys.matrix(), queries.transposed());
     }
 
-    /// Starts `dP^T = V dO^T`, less the row sums.
-    fn start_products(&self, k: &mut Builder, products: &Accumulator, part: u32) {
+    /// Starts `dP^T = V dO^T`.
+    fn start_products(&self, k: &mut Builder, products: &Accumulator, part: Part) {
         let values = self.own(k, &self.shared.values);
-        let gradients = self.gradient_rows(k, part);
-        self.begin_with(k, products, Statistic::RowSum, part);
-        k.start_product(products, Accumulate::Yes, values.matrix(), gradients.transposed());
+        let gradients = self.rows(k, &self.shared.output_gradients, part);
+        k.start_product(products, Accumulate::No, values.matrix(), gradients.transposed());
     }
 
     /// Starts `dV += P^T dO`.
-    fn start_value_gradients(&self, k: &mut Builder, to: &Accumulator, p: &Fragment, part: u32) {
-        let gradients = self.gradient_rows(k, part);
+    fn start_value_gradients(&self, k: &mut Builder, to: &Accumulator, p: &Fragment, part: Part) {
+        let gradients = self.rows(k, &self.shared.output_gradients, part);
         k.start_product(to, Accumulate::Yes, p, gradients.matrix());
     }
 
     /// Starts `dK += dS^T Q`.
-    fn start_key_gradients(&self, k: &mut Builder, to: &Accumulator, ds: &Fragment, part: u32) {
-        let queries = self.query_rows(k, part);
+    fn start_key_gradients(
+        &self,
+        k: &mut Builder,
+        to: &Accumulator,
+        ds: &Fragment,
+        stage: impl Into<Value<U32>>,
+        part: Part,
+    ) {
+        let queries = self.shared.queries.at(k, stage).rows(k, part.first(), PART);
         k.start_product(to, Accumulate::Yes, ds, queries.matrix());
     }
 
     /// Hides keys that queries of this step do not see.
-    fn hide(&self, k: &mut Builder, part: u32, scores: &[Score]) {
+    fn hide(&self, k: &mut Builder, part: Part, scores: &[Score]) {
         k.if_(self.tile.query_blocks.needs_mask(self.walk.block), |k| {
             let first = self.first_column(k, part);
             let (place, rows) = (self.place, &ACCUMULATOR_ROWS);
@@ -386,48 +434,52 @@ impl<'a> Warpgroup<'a> {
     }
 
     /// The query of the thread's first column.
-    fn first_column(&self, k: &mut Builder, part: u32) -> Reg<S32> {
-        let first = part * PART;
+    fn first_column(&self, k: &mut Builder, part: Part) -> Reg<S32> {
+        let first = part.first();
         let column = self.walk.block * self.backward.query_block + self.column + first;
         k.eval(column.reinterpret::<S32>())
     }
 
-    /// Puts a statistic of each column into an accumulator, for products to be added to.
-    fn begin_with(&self, k: &mut Builder, to: &Accumulator, which: Statistic, part: u32) {
-        let statistics = self.statistics(k, which, part);
-        for (group, registers) in to.registers().chunks_exact(4).enumerate() {
-            let column = Accumulator::column_of(4 * group);
-            let [low, high] =
-                k.load_vector::<F32, _, 2>(statistics + column * 4, LoadHint::default());
-            for pair in registers.chunks_exact(2) {
-                k.set(pair[0], low);
-                k.set(pair[1], high);
+    /// Where a statistic of this step's rows is, from the thread's first column on.
+    fn statistics(&self, k: &mut Builder, which: Statistic, part: Part) -> Reg<SharedAddress> {
+        let base = self.shared.statistics(k, self.backward, part.stage);
+        let first = which as u32 * self.backward.query_block + part.first();
+        k.eval(base + self.column * 4 + first * 4)
+    }
+
+    /// `dS = P * (dP - delta)`, in the place of `dP`.
+    fn score_gradients(
+        &self,
+        k: &mut Builder,
+        part: Part,
+        products: &Accumulator,
+        weights: &Accumulator,
+    ) {
+        let row_sums = self.statistics(k, Statistic::RowSum, part);
+        let pairs = products.registers().chunks_exact(2).zip(weights.registers().chunks_exact(2));
+        for (index, (products, weights)) in pairs.enumerate() {
+            let at = row_sums + Accumulator::column_of(2 * index) * 4;
+            let row_sums = k.load_vector::<F32, _, 2>(at, LoadHint::default());
+            for side in 0..2 {
+                k.set(products[side], (products[side] + row_sums[side]) * weights[side]);
             }
         }
     }
 
-    /// Where a statistic of this step's rows is, from the thread's first column on.
-    fn statistics(&self, k: &mut Builder, which: Statistic, part: u32) -> Reg<SharedAddress> {
-        let base = self.shared.statistics(k, self.backward, self.queries.stage());
-        let first = which as u32 * self.backward.query_block + part * PART;
-        k.eval(base + self.column * 4 + first * 4)
-    }
-
     /// Rounds `dS` into registers for the product with the queries, and stores it to shared memory
     /// for the one with the keys.
-    fn round_score_gradients(
+    fn store_score_gradients(
         &self,
         k: &mut Builder,
-        part: u32,
+        stage: impl Into<Value<U32>>,
+        part: Part,
         gradients: &Accumulator,
         operand: &Fragment,
     ) {
-        for (index, pair) in gradients.registers().chunks_exact(2).enumerate() {
-            operand.set_pair(k, index, pair[0], pair[1]);
-        }
-        let tile = self.shared.score_gradients.at(k, self.turn);
+        round(k, gradients, operand);
+        let tile = self.shared.score_gradients.at(k, stage);
         let rows = KEY_BLOCK / WARPGROUPS;
-        let tile = tile.rows(k, self.index * rows, rows).panel(k, part);
+        let tile = tile.rows(k, self.index * rows, rows).panel(k, part.index);
         operand.store(k, &tile, self.warp);
         k.fence(Fence::ProxyAsyncShared);
     }
@@ -438,37 +490,37 @@ impl<'a> Warpgroup<'a> {
     }
 
     /// Starts this warpgroup's part of `dQ^T = K^T dS^T`: half of the columns, or of the queries.
-    fn start_query_gradients(&self, k: &mut Builder, products: &Accumulator) {
+    fn start_query_gradients(
+        &self,
+        k: &mut Builder,
+        products: &Accumulator,
+        stage: impl Into<Value<U32>>,
+    ) {
         let layout = self.backward.sums_layout();
         let keys = self.shared.keys.at(k, 0);
-        let score_gradients = self.shared.score_gradients.at(k, self.turn);
+        let score_gradients = self.shared.score_gradients.at(k, stage);
         let (keys, score_gradients) = if layout.columns > 64 {
             (keys.panel(k, self.index), score_gradients)
         } else {
             (keys.panel(k, 0), score_gradients.panel(k, self.index))
         };
         k.start_product(products, Accumulate::No, keys.transposed(), score_gradients.matrix());
-        k.set(self.turn, self.turn ^ 1);
     }
 
-    /// Where the thread adds its part of `dQ` in this step.
-    fn sums(&self, k: &mut Builder) -> Reg<GlobalAddress> {
-        let block = k.multiply_wide(self.walk.number, self.backward.sums_layout().block_bytes());
-        k.eval(self.sums + block)
-    }
-}
-
-/// `dS = P * (dP - delta)`, in the place of `dP - delta`.
-fn multiply(k: &mut Builder, products: &Accumulator, weights: &Accumulator) {
-    for (product, weight) in products.registers().iter().zip(weights.registers()) {
-        k.set(*product, *product * *weight);
+    /// Adds the thread's part of `dQ` to a block of query rows, four registers at a time.
+    fn add(&self, k: &mut Builder, number: Reg<U32>, part: &Accumulator) {
+        let block = k.multiply_wide(number, self.backward.sums_layout().block_bytes());
+        let sums = k.eval(self.sums + block);
+        for (index, registers) in part.registers().chunks_exact(4).enumerate() {
+            let address = sums + SumsLayout::REGISTERS_BYTES * index as u32;
+            k.reduce_add_vector(address, registers, Scope::Gpu);
+        }
     }
 }
 
-/// Adds a thread's part of `dQ`, four registers at a time.
-fn add(k: &mut Builder, sums: Reg<GlobalAddress>, part: &Accumulator) {
-    for (index, registers) in part.registers().chunks_exact(4).enumerate() {
-        let address = sums + SumsLayout::REGISTERS_BYTES * index as u32;
-        k.reduce_add_vector(address, registers, Scope::Gpu);
+/// Rounds an accumulator into an operand.
+fn round(k: &mut Builder, from: &Accumulator, operand: &Fragment) {
+    for (index, pair) in from.registers().chunks_exact(2).enumerate() {
+        operand.set_pair(k, index, pair[0], pair[1]);
     }
 }

@@ -23,16 +23,20 @@
 //! for `dQ`, half of the columns each:
 //!
 //! ```text
-//! start S(0);  P(0) = exp(S(0) - lse)
-//! for each query block i:
-//!     start dP = V dO^T;  start dV += P(i) dO
-//!     wait for dP;  dS = P(i) * (dP - delta)        while dV still runs
-//!     start dK += dS Q
-//!     start S(i+1) = K Q^T
-//!     meet;  start dQ = K^T dS
-//!     wait for S(i+1);  P(i+1) = exp(S(i+1) - lse)  while dQ still runs
-//!     wait for dQ;  add it to the sums in memory
+//! S = K Q^T;  start dP = V dO^T
+//! for each query block:
+//!     P = exp(S - lse)                                  while dP and the last dK run
+//!     start dV += P dO
+//!     wait for dP;  dS = P * (dP - delta)               while dV runs
+//!     start S = K Q^T of the next block
+//!     wait for dV;  dS to shared memory;  meet          while S runs
+//!     start dQ = K^T dS;  start dK += dS Q
+//!     wait for S and dQ;  add dQ to the sums in memory  while dK runs
+//!     start dP = V dO^T of the next block
 //! ```
+//!
+//! So the tensor cores always have a product before them while a warpgroup computes; with 64 rows
+//! of keys and values in registers there is room for two accumulators of scores and no more.
 //!
 //! The sums of `dQ` lie in memory as the accumulators lie in registers
 //! ([`Backward::sums_layout`]), so that each warp adds whole lines.
@@ -51,7 +55,7 @@ pub use tuned::{every_backward, tuned_backward};
 
 use ptx::{
     Barriers, Builder, Element, Expression, GlobalAddress, Pipeline, Program, Reg, Role,
-    SharedAddress, SharedTiles, Swizzle, Target, TensorMap, TileLayout, U32,
+    SharedAddress, SharedTiles, Swizzle, Target, TensorMap, TileLayout, U32, Value,
 };
 
 use crate::Error;
@@ -66,11 +70,12 @@ pub const KEY_BLOCK: u32 = 128;
 /// Queries whose scores are in registers at a time: as many as a panel of shared memory is wide.
 const PART: u32 = 64;
 
+/// Stages of the pipelines of queries and of output gradients, and tiles of `dS`: consumers unroll
+/// as many steps, so that addresses are constants.
+const STAGES: u32 = 2;
+
 /// Consumer warpgroups, of 64 keys each.
 const WARPGROUPS: u32 = 2;
-
-/// Registers of a consumer's thread that accumulators and operands may take.
-const REGISTERS: u32 = 208;
 
 /// What the kernel is built for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -85,8 +90,6 @@ pub struct Backward {
     pub rules: Rules,
     /// Queries in a block: 64, or 128 where the head dimension is 64 or less.
     pub query_block: u32,
-    /// Stages of the pipelines of queries and of output gradients.
-    pub stages: u32,
 }
 
 /// Where the sums of `dQ` lie: for each query head, block after block of query rows; of a block,
@@ -135,7 +138,6 @@ struct Shared {
     values: SharedTiles,
     queries: SharedTiles,
     output_gradients: SharedTiles,
-    /// Two of them: one is written while the other is read.
     score_gradients: SharedTiles,
     /// The offset of the statistics of the first stage.
     statistics: u32,
@@ -161,11 +163,9 @@ struct Tensors {
 impl Backward {
     /// The name of this configuration.
     pub fn name(&self) -> String {
-        let Backward { element, head_dim, value_head_dim, rules, query_block, stages } = self;
+        let Backward { element, head_dim, value_head_dim, rules, query_block } = self;
         let rules = rules.name();
-        format!(
-            "backward_{element}_d{head_dim}x{value_head_dim}_{rules}_{query_block}x{KEY_BLOCK}_s{stages}"
-        )
+        format!("backward_{element}_d{head_dim}x{value_head_dim}_{rules}_{query_block}x{KEY_BLOCK}")
     }
 
     /// The tile of queries.
@@ -213,27 +213,14 @@ impl Backward {
         let once = [self.key_layout(), self.value_layout()].map(|tile| tile.bytes());
         let stage = [self.query_layout(), self.output_gradient_layout()].map(|tile| tile.bytes());
         let stage = stage.iter().sum::<u32>() + self.statistics_bytes();
-        let bytes = once.iter().sum::<u32>()
-            + self.stages * stage
-            + 2 * self.score_gradient_layout().bytes();
+        let bytes =
+            once.iter().sum::<u32>() + STAGES * (stage + self.score_gradient_layout().bytes());
         bytes + 1024 <= Target::SM_90A.shared_memory_limit()
     }
 
     /// How many times 64 queries a block has.
     fn parts(&self) -> u32 {
         self.query_block / PART
-    }
-
-    /// Registers of a consumer's thread that are left beside the gradients of keys and values.
-    fn registers_left(&self) -> u32 {
-        REGISTERS - (self.key_layout().columns + self.value_layout().columns) / 2
-    }
-
-    /// Whether there are registers for the products with values beside the gradients of queries,
-    /// so that they can be started before those are stored; and for both operands of the left, so
-    /// that the gradients of scores are rounded while the weights are still multiplied.
-    fn early_products(&self) -> bool {
-        self.registers_left() >= 3 * (PART / 2) + 2 * (PART / 4)
     }
 
     /// What comes before it.
@@ -296,8 +283,7 @@ impl Backward {
                 self.query_block != if narrow { WARPGROUPS * PART } else { PART },
                 "a query block is 64 rows, or a panel of 64 for each warpgroup with narrow heads",
             ),
-            (self.stages == 0, "there is at least one stage"),
-            (!self.fits(), "there is no shared memory for so many stages"),
+            (!self.fits(), "there is not enough shared memory"),
         ];
         faults.into_iter().find(|(faulty, _)| *faulty).map(|(_, fault)| fault)
     }
@@ -341,22 +327,21 @@ impl Backward {
     fn shared(&self, k: &mut Builder) -> Shared {
         // A warp leader for its lanes when it gives a stage back.
         let warps = 4 * WARPGROUPS;
-        let stages = self.stages;
         Shared {
             keys: SharedTiles::new(k, "keys", self.key_layout(), 1),
             values: SharedTiles::new(k, "values", self.value_layout(), 1),
-            queries: SharedTiles::new(k, "queries", self.query_layout(), stages),
+            queries: SharedTiles::new(k, "queries", self.query_layout(), STAGES),
             output_gradients: SharedTiles::new(
                 k,
                 "output gradients",
                 self.output_gradient_layout(),
-                stages,
+                STAGES,
             ),
-            score_gradients: SharedTiles::new(k, "dS", self.score_gradient_layout(), 2),
-            statistics: k.shared("row statistics", stages * self.statistics_bytes(), 16),
+            score_gradients: SharedTiles::new(k, "dS", self.score_gradient_layout(), STAGES),
+            statistics: k.shared("row statistics", STAGES * self.statistics_bytes(), 16),
             loaded: Barriers::new(k, "keys and values loaded", 2, 1),
-            query_pipeline: Pipeline::new(k, "queries", stages, warps),
-            output_gradient_pipeline: Pipeline::new(k, "output gradients", stages, warps),
+            query_pipeline: Pipeline::new(k, "queries", STAGES, warps),
+            output_gradient_pipeline: Pipeline::new(k, "output gradients", STAGES, warps),
         }
     }
 }
@@ -367,10 +352,10 @@ impl Shared {
         &self,
         k: &mut Builder,
         backward: &Backward,
-        stage: Reg<U32>,
+        stage: impl Into<Value<U32>>,
     ) -> Reg<SharedAddress> {
         let first = k.shared_address(self.statistics);
-        k.eval(first + stage * backward.statistics_bytes())
+        k.eval(first + stage.into() * backward.statistics_bytes())
     }
 
     /// One thread makes the barriers ready.

@@ -1,6 +1,6 @@
 //! Which keys a block takes, and which queries see them.
 
-use ptx::{Builder, Choose, Expression, Reg, U32, Value};
+use ptx::{Builder, Choose, Expression, Reg, U32};
 
 use super::{Backward, KEY_BLOCK};
 use crate::attention::visibility::{KeyTile, QueryBlocks, Visibility};
@@ -67,7 +67,7 @@ impl Place {
             query_length,
             key_length,
         };
-        let query_blocks = self.visibility.query_blocks(k, &keys).map(|it| uniform(k, it));
+        let query_blocks = self.visibility.query_blocks(k, &keys);
         Tile { batch, key_head, first_key, query_blocks }
     }
 
@@ -77,23 +77,14 @@ impl Place {
         let blocks = k.eval((self.lengths[0] + (self.query_block - 1)) / self.query_block);
         let head = k.variable(tile.key_head * self.group);
         let heads = self.key_heads.number * self.group;
-        let left = uniform(k, (end - first) * self.group);
-        let number = uniform(k, (tile.batch * heads + head) * blocks + first);
         Walk {
             head,
             block: k.variable(first),
-            left: k.variable(left),
-            number: k.variable(number),
-            gap: uniform(k, blocks + first - end),
+            left: k.variable((end - first) * self.group),
+            number: k.variable((tile.batch * heads + head) * blocks + first),
+            gap: k.eval(blocks + first - end),
         }
     }
-}
-
-/// The same value, known to be that of every lane: such values have registers of their own, and
-/// those of the threads are scarce. All lanes of the warp ask for it.
-fn uniform(k: &mut Builder, value: impl Into<Value<U32>>) -> Reg<U32> {
-    let value = k.eval(value);
-    k.shuffle_index(value, 0)
 }
 
 impl Walk {

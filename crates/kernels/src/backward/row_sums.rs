@@ -1,5 +1,7 @@
-//! What comes before the products: the row sums of `dO * O` and the log-sum-exps in units of
-//! scores, both negative so that products are added to them; and zeros for the sums of `dQ`.
+//! What comes before the products: the row sums of `dO * O` and the log-sum-exps in units of log2,
+//! both negative, to be added; and zeros for the sums of `dQ`.
+
+use std::f32::consts::LOG2_E;
 
 use ptx::{
     Builder, Choose, Element, Expression, F32, GlobalAddress, Program, Reg, StoreHint, Target, U32,
@@ -10,7 +12,7 @@ use super::SumsLayout;
 use crate::Error;
 use crate::divisor::DivisorRegisters;
 use crate::element::load_eight_as_f32;
-use crate::parameter::{Number, Scale, Tensor, Workspace};
+use crate::parameter::{Number, Tensor, Workspace};
 use crate::strides::Strided;
 
 /// Threads of a block.
@@ -62,7 +64,6 @@ impl RowSums {
         let lse: Reg<GlobalAddress> = Tensor::Lse.address(k);
         let statistics = Workspace::RowStatistics.address(k);
         let sums = Workspace::QueryGradientSums.address(k);
-        let units = Scale::LogSum.read(k);
         let query_length = Number::QueryLength.read(k);
         let query_blocks = DivisorRegisters::parameters(k, Number::QueryBlocks);
         let heads = DivisorRegisters::parameters(k, Number::QueryHeads);
@@ -102,7 +103,7 @@ impl RowSums {
                 let lse = k.load::<F32, _>(lse + index.convert::<U64>() * 4);
                 // A row that saw nothing has no weights: minus infinity, and not plus.
                 let nothing = lse.equals(f32::NEG_INFINITY);
-                k.set(log_sum, nothing.choose::<F32>(f32::NEG_INFINITY, -(lse * units)));
+                k.set(log_sum, nothing.choose::<F32>(f32::NEG_INFINITY, lse * -LOG2_E));
             });
             let mine = column.equals(0) & within.less(self.sums.query_block);
             k.if_(mine, |k| {

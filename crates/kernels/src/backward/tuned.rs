@@ -16,8 +16,7 @@ pub fn tuned_backward(
         return None;
     }
     let query_block = if head_dim <= 64 { 128 } else { 64 };
-    let with = |stages| Backward { element, head_dim, value_head_dim, rules, query_block, stages };
-    [3, 2].map(with).into_iter().find(Backward::fits)
+    Some(Backward { element, head_dim, value_head_dim, rules, query_block })
 }
 
 /// Every configuration that [`tuned_backward`] chooses, of one element and these rules, for head

@@ -90,6 +90,34 @@ impl Pipeline {
         Producer { cursor: Cursor::new(k, self.clone(), 1) }
     }
 
+    /// Waits until a stage is full, for a consumer that counts stages and phases by itself: where
+    /// the steps of a loop are unrolled, stages are constants.
+    #[track_caller]
+    pub fn wait_full(
+        &self,
+        k: &mut Builder,
+        stage: impl Into<Value<U32>>,
+        phase: impl Into<Value<U32>>,
+    ) {
+        let full = self.full.at(k, stage);
+        k.mbarrier_wait(full, phase, Scope::Block);
+    }
+
+    /// Gives a stage back by one arrival. Every thread calls this; those where `arrives` holds do
+    /// the arriving.
+    #[track_caller]
+    pub fn give_back(
+        &self,
+        k: &mut Builder,
+        stage: impl Into<Value<U32>>,
+        arrives: impl Into<Value<crate::Pred>>,
+    ) {
+        let empty = self.empty.at(k, stage);
+        let address = crate::Address { base: empty.register, offset: 0 };
+        let space = crate::Space::Shared;
+        k.if_one(arrives, Instruction::MbarrierArrive { space, address, count: None });
+    }
+
     /// The draining side.
     #[track_caller]
     pub fn consumer(&self, k: &mut Builder) -> Consumer {
@@ -204,10 +232,7 @@ impl Consumer {
         stage: Reg<U32>,
         arrives: impl Into<Value<crate::Pred>>,
     ) {
-        let empty = self.cursor.pipeline.empty.at(k, stage);
-        let address = crate::Address { base: empty.register, offset: 0 };
-        let space = crate::Space::Shared;
-        k.if_one(arrives, Instruction::MbarrierArrive { space, address, count: None });
+        self.cursor.pipeline.give_back(k, stage, arrives);
     }
 
     /// The same for a stage that several blocks of the cluster fill by
