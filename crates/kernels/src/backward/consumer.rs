@@ -1,14 +1,12 @@
 //! The consumers' loop: query blocks that see a block's keys.
 
 use ptx::{
-    Accumulate, Accumulator, Builder, Expression, F32, Fence, Fragment, GlobalAddress, LoadHint,
-    Pred, Reg, S32, Scope, SharedAddress, SharedTile, SharedTiles, U32, U64, Value,
+    Accumulate, Accumulator, Builder, Choose, Expression, F32, Fence, Fragment, GlobalAddress,
+    LoadHint, Pred, Reg, S32, Scope, SharedAddress, SharedTile, SharedTiles, U32, U64, Value,
 };
 
 use super::place::{Place, Tile, Walk};
-use super::{
-    Backward, KEY_BLOCK, PART, STAGES, Shared, SumsLayout, Tensors, WARPGROUPS, barrier, epilogue,
-};
+use super::{Backward, KEY_BLOCK, PART, Shared, SumsLayout, Tensors, WARPGROUPS, epilogue};
 use crate::attention::scores::{ScoreRule, Slopes, distances};
 use crate::attention::{ACCUMULATOR_ROWS, Score};
 use crate::parameter::Scale;
@@ -37,22 +35,16 @@ struct Part {
 impl Part {
     const FIRST: Part = Part { stage: 0, index: 0 };
 
-    /// Those of the steps that are unrolled, each of so many parts: one for each stage.
-    fn every(parts: u32) -> impl Iterator<Item = Part> {
-        (0..STAGES).flat_map(move |stage| (0..parts).map(move |index| Part { stage, index }))
+    /// Those of the steps that are unrolled, one for each stage, each with what comes after it.
+    fn every(backward: &Backward) -> Vec<(Part, Part)> {
+        let (stages, parts) = (backward.stages(), backward.parts());
+        let part = |number: u32| Part { stage: number / parts % stages, index: number % parts };
+        (0..stages * parts).map(|number| (part(number), part(number + 1))).collect()
     }
 
-    fn is_last(self, parts: u32) -> bool {
-        self.index + 1 == parts
-    }
-
-    /// What comes after it.
-    fn next(self, parts: u32) -> Part {
-        if self.is_last(parts) {
-            Part { stage: (self.stage + 1) % STAGES, index: 0 }
-        } else {
-            Part { index: self.index + 1, ..self }
-        }
+    /// The step before it.
+    fn before(self, backward: &Backward) -> Part {
+        Part { stage: (self.stage + backward.stages() - 1) % backward.stages(), index: 0 }
     }
 
     /// The first of its queries in their tile.
@@ -60,6 +52,9 @@ impl Part {
         self.index * PART
     }
 }
+
+/// Where there was no step before.
+const NO_STEP: u32 = u32::MAX;
 
 /// What is known of a query row, in the order of the workspace.
 #[derive(Clone, Copy)]
@@ -113,6 +108,10 @@ struct Warpgroup<'a> {
     key: Reg<S32>,
     /// The phase of the stages of this step.
     phase: Reg<U32>,
+    /// The stage of the last step, when there is one.
+    stage: Reg<U32>,
+    /// The number of the step before this one's block of query rows.
+    number: Reg<U32>,
     walk: Walk,
     /// Where the thread would add its part of `dQ` to the first block of query rows.
     sums: Reg<GlobalAddress>,
@@ -163,67 +162,140 @@ impl Consumer {
         key_gradients: &Accumulator,
         value_gradients: &Accumulator,
     ) {
-        let parts = group.backward.parts();
-        let Registers { scores, products, query_gradients, operand } =
-            &Registers::new(k, group.backward);
-        // The stage of the last step.
-        let end = k.variable(0);
+        let registers = Registers::new(k, group.backward);
+        let every = Part::every(group.backward);
+        let parts = group.backward.parts() as usize;
         group.wait_for_keys(k);
-        group.wait_for_queries(k, 0);
-        group.start_scores(k, scores, Part::FIRST);
+        group.wait_for_queries(k, Part::FIRST, Part::FIRST);
+        group.start_scores(k, &registers.scores, Part::FIRST);
         k.wait_products(0);
-        self.early_weights(k, group, Part::FIRST, scores);
+        self.early_weights(k, group, Part::FIRST, &registers.scores);
         group.wait_for_values(k);
-        group.wait_for_output_gradients(k, 0);
+        group.wait_for_output_gradients(k, Part::FIRST, Part::FIRST);
         k.loop_(|k| {
-            for part in Part::every(parts) {
-                let next = part.next(parts);
-                group.start_products(k, products, part);
-                self.weights(k, group, part, scores, operand);
-                group.start_value_gradients(k, value_gradients, operand, part);
-                k.wait_products(1);
-                group.score_gradients(k, part, products, scores);
-                k.wait_products(0);
-                if part.is_last(parts) {
-                    group.release_output_gradients(k, part.stage);
-                    k.set(end, part.stage);
-                    k.break_if(group.walk.left.equals(1));
-                    if next.stage == 0 {
-                        k.set(group.phase, group.phase ^ 1);
-                    }
-                    group.wait_for_queries(k, next.stage);
-                    // Before the sums are added to: what comes after those waits behind them.
-                    group.wait_for_output_gradients(k, next.stage);
-                }
-                group.start_scores(k, scores, next);
-                group.store_score_gradients(k, part.stage, part, products, operand);
-                if part.is_last(parts) {
-                    group.meet(k);
-                    group.start_query_gradients(k, query_gradients, part.stage);
-                }
-                group.start_key_gradients(k, key_gradients, operand, part.stage, part);
-                if part.is_last(parts) {
-                    k.wait_products(2);
-                    let number = k.variable(group.walk.number);
-                    group.walk.advance(k, group.tile);
-                    self.early_weights(k, group, next, scores);
-                    k.wait_products(1);
-                    group.add(k, number, query_gradients);
-                    k.wait_products(0);
-                    group.release_queries(k, part.stage);
-                } else {
-                    k.wait_products(1);
-                    self.early_weights(k, group, next, scores);
-                    k.wait_products(0);
-                }
+            // The first step has no step before it; the others come around.
+            for (part, next) in &every[..parts] {
+                self.step(
+                    k,
+                    group,
+                    &registers,
+                    [key_gradients, value_gradients],
+                    *part,
+                    *next,
+                    true,
+                );
             }
+            k.loop_(|k| {
+                for (part, next) in every.iter().cycle().skip(parts).take(every.len()) {
+                    let sums = [key_gradients, value_gradients];
+                    self.step(k, group, &registers, sums, *part, *next, false);
+                }
+            });
+            k.break_if(true);
         });
-        let part = Part { index: parts - 1, ..Part::FIRST };
+        self.last(k, group, &registers, key_gradients);
+    }
+
+    /// Some queries of a step; after the last of a tile the loop is left in the middle.
+    #[allow(clippy::too_many_arguments)]
+    fn step(
+        &self,
+        k: &mut Builder,
+        group: &Warpgroup<'_>,
+        registers: &Registers,
+        [key_gradients, value_gradients]: [&Accumulator; 2],
+        part: Part,
+        next: Part,
+        first: bool,
+    ) {
+        let Registers { scores, products, query_gradients, operand } = registers;
+        let last = next.index == 0;
+        group.start_products(k, products, part);
+        self.weights(k, group, part, scores, operand);
+        group.start_value_gradients(k, value_gradients, operand, part);
+        k.wait_products(1);
+        group.score_gradients(k, part, products, scores);
         k.wait_products(0);
-        group.store_score_gradients(k, end, part, products, operand);
-        group.meet(k);
-        group.start_query_gradients(k, query_gradients, end);
-        group.start_key_gradients(k, key_gradients, operand, end, part);
+        if last {
+            group.release_output_gradients(k, part.stage);
+            k.set(group.stage, part.stage);
+            k.break_if(group.walk.left.equals(1));
+            group.wait_for_queries(k, part, next);
+        }
+
+        group.start_scores(k, scores, next);
+        let before = (part.index == 0 && !first).then(|| part.before(group.backward));
+        if let Some(before) = before {
+            group.wait_until_written(k, part, before);
+        }
+        group.store_score_gradients(k, part.stage, part, products, operand);
+        if last {
+            group.written(k, part.stage);
+        }
+        if let Some(before) = before {
+            group.start_query_gradients(k, query_gradients, before.stage);
+        }
+        group.start_key_gradients(k, key_gradients, operand, part.stage, part);
+        k.wait_products(1 + u32::from(before.is_some()));
+        let number = k.variable(group.number);
+        if last {
+            k.set(group.number, group.walk.number);
+            group.walk.advance(k, group.place, group.tile);
+        }
+        self.early_weights(k, group, next, scores);
+        if last {
+            // Before sums are added to: what comes after those waits behind them.
+            group.wait_for_output_gradients(k, part, next);
+        }
+        if before.is_some() {
+            k.wait_products(1);
+            group.add(k, number, query_gradients);
+        }
+        k.wait_products(0);
+        if last {
+            group.release_queries(k, part.stage);
+            if next.stage == 0 {
+                k.set(group.phase, group.phase ^ 1);
+            }
+        }
+    }
+
+    /// What is left after the last step.
+    fn last(
+        &self,
+        k: &mut Builder,
+        group: &Warpgroup<'_>,
+        registers: &Registers,
+        key_gradients: &Accumulator,
+    ) {
+        let Registers { products, query_gradients, operand, .. } = registers;
+        let part = Part { index: group.backward.parts() - 1, ..Part::FIRST };
+        let stages = group.backward.stages();
+        k.wait_products(0);
+        // Where a step is one part, the step before has been left as well.
+        let around = k.eval(group.stage.equals(0));
+        let before = k.eval(around.choose::<U32>(stages - 1, group.stage - 1));
+        if group.backward.parts() == 1 {
+            k.if_(group.number.differs(NO_STEP), |k| {
+                let written = group.shared.written.at(k, before);
+                let phase = around.choose::<U32>(group.phase ^ 1, group.phase);
+                k.mbarrier_wait(written, phase, Scope::Block);
+            });
+        }
+        group.store_score_gradients(k, group.stage, part, products, operand);
+        group.written(k, group.stage);
+        group.start_key_gradients(k, key_gradients, operand, group.stage, part);
+        k.wait_products(0);
+        if group.backward.parts() == 1 {
+            k.if_(group.number.differs(NO_STEP), |k| {
+                group.start_query_gradients(k, query_gradients, before);
+                k.wait_products(0);
+                group.add(k, group.number, query_gradients);
+            });
+        }
+        let written = group.shared.written.at(k, group.stage);
+        k.mbarrier_wait(written, group.phase, Scope::Block);
+        group.start_query_gradients(k, query_gradients, group.stage);
         k.wait_products(0);
         group.add(k, group.walk.number, query_gradients);
     }
@@ -348,6 +420,8 @@ impl<'a> Warpgroup<'a> {
             column: position.column,
             key: k.eval(key.reinterpret::<S32>()),
             phase: k.variable(0),
+            stage: k.variable(0),
+            number: k.variable(NO_STEP),
             walk,
             sums: k.eval(tensors.sums + within.convert::<U64>()),
         }
@@ -363,20 +437,42 @@ impl<'a> Warpgroup<'a> {
         k.mbarrier_wait(loaded, 0, Scope::Block);
     }
 
-    fn wait_for_queries(&self, k: &mut Builder, stage: u32) {
-        self.shared.query_pipeline.wait_full(k, stage, self.phase);
+    fn wait_for_queries(&self, k: &mut Builder, part: Part, next: Part) {
+        let phase = self.next_phase(part, next);
+        self.shared.query_pipeline.wait_full(k, next.stage, phase);
     }
 
     fn release_queries(&self, k: &mut Builder, stage: u32) {
         self.shared.query_pipeline.give_back(k, stage, self.leader);
     }
 
-    fn wait_for_output_gradients(&self, k: &mut Builder, stage: u32) {
-        self.shared.output_gradient_pipeline.wait_full(k, stage, self.phase);
+    fn wait_for_output_gradients(&self, k: &mut Builder, part: Part, next: Part) {
+        let phase = self.next_phase(part, next);
+        self.shared.output_gradient_pipeline.wait_full(k, next.stage, phase);
     }
 
     fn release_output_gradients(&self, k: &mut Builder, stage: u32) {
         self.shared.output_gradient_pipeline.give_back(k, stage, self.leader);
+    }
+
+    /// The phase of the stages of this step or the next.
+    fn next_phase(&self, part: Part, next: Part) -> Value<U32> {
+        if next.stage < part.stage { self.phase ^ 1 } else { self.phase.into() }
+    }
+
+    /// Says that this warp has written its part of `dS`.
+    fn written(&self, k: &mut Builder, stage: impl Into<Value<U32>>) {
+        k.warp_sync();
+        let written = self.shared.written.at(k, stage);
+        k.if_(self.leader, |k| k.mbarrier_arrive(written));
+    }
+
+    /// Waits until both warpgroups have written `dS` of the step before.
+    fn wait_until_written(&self, k: &mut Builder, part: Part, before: Part) {
+        let written = self.shared.written.at(k, before.stage);
+        let around = before.stage > part.stage;
+        let phase: Value<U32> = if around { self.phase ^ 1 } else { self.phase.into() };
+        k.mbarrier_wait(written, phase, Scope::Block);
     }
 
     /// Some rows of a step's queries or output gradients.
@@ -482,11 +578,6 @@ impl<'a> Warpgroup<'a> {
         let tile = tile.rows(k, self.index * rows, rows).panel(k, part.index);
         operand.store(k, &tile, self.warp);
         k.fence(Fence::ProxyAsyncShared);
-    }
-
-    /// Both warpgroups have written their `dS`.
-    fn meet(&self, k: &mut Builder) {
-        k.barrier_sync(barrier::SCORE_GRADIENTS, 128 * WARPGROUPS);
     }
 
     /// Starts this warpgroup's part of `dQ^T = K^T dS^T`: half of the columns, or of the queries.

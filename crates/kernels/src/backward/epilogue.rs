@@ -21,7 +21,7 @@ pub(super) fn store(
     [values, keys]: [(&Accumulator, Option<Reg<F32>>); 2],
 ) {
     // The tile of keys is read by both warpgroups until the last product has ended.
-    k.barrier_sync(barrier::SCORE_GRADIENTS, 128 * WARPGROUPS);
+    k.barrier_sync(barrier::PRODUCTS, 128 * WARPGROUPS);
     let rows = KEY_BLOCK / WARPGROUPS;
     let first = k.eval(owner.index * rows);
     let warp = k.eval(owner.thread / 32);

@@ -70,10 +70,6 @@ pub const KEY_BLOCK: u32 = 128;
 /// Queries whose scores are in registers at a time: as many as a panel of shared memory is wide.
 const PART: u32 = 64;
 
-/// Stages of the pipelines of queries and of output gradients, and tiles of `dS`: consumers unroll
-/// as many steps, so that addresses are constants.
-const STAGES: u32 = 2;
-
 /// Consumer warpgroups, of 64 keys each.
 const WARPGROUPS: u32 = 2;
 
@@ -126,8 +122,8 @@ impl SumsLayout {
 
 /// Named barriers of the block; 0 is for all its threads.
 mod barrier {
-    /// Both consumer warpgroups, when `dS` is written.
-    pub(super) const SCORE_GRADIENTS: u32 = 1;
+    /// Both consumer warpgroups, when all products have ended.
+    pub(super) const PRODUCTS: u32 = 1;
     /// The threads of one consumer warpgroup, around the storing of its results: one each.
     pub(super) const RESULTS: u32 = 2;
 }
@@ -146,6 +142,8 @@ struct Shared {
     /// Queries and their statistics.
     query_pipeline: Pipeline,
     output_gradient_pipeline: Pipeline,
+    /// Both warpgroups have written a tile of `dS`.
+    written: Barriers,
 }
 
 /// Where tensors and workspaces are.
@@ -213,9 +211,15 @@ impl Backward {
         let once = [self.key_layout(), self.value_layout()].map(|tile| tile.bytes());
         let stage = [self.query_layout(), self.output_gradient_layout()].map(|tile| tile.bytes());
         let stage = stage.iter().sum::<u32>() + self.statistics_bytes();
-        let bytes =
-            once.iter().sum::<u32>() + STAGES * (stage + self.score_gradient_layout().bytes());
+        let bytes = once.iter().sum::<u32>()
+            + self.stages() * (stage + self.score_gradient_layout().bytes());
         bytes + 1024 <= Target::SM_90A.shared_memory_limit()
+    }
+
+    /// Stages of the pipelines of queries and of output gradients, and tiles of `dS`: consumers
+    /// unroll as many steps, so that addresses are constants. Copies take longer than a short step.
+    fn stages(&self) -> u32 {
+        if self.query_block > PART { 2 } else { 3 }
     }
 
     /// How many times 64 queries a block has.
@@ -313,7 +317,7 @@ impl Backward {
             let tile = place.find(k);
             let walk = place.walk(k, &tile);
             k.if_(thread.equals(0), |k| {
-                producer::produce(k, self, &shared, &tensors, &tile, &walk);
+                producer::produce(k, self, &shared, &tensors, &place, &tile, &walk);
             });
         });
         let consumers = Role::warpgroups("consumer", 1..1 + WARPGROUPS).registers(240);
@@ -327,21 +331,23 @@ impl Backward {
     fn shared(&self, k: &mut Builder) -> Shared {
         // A warp leader for its lanes when it gives a stage back.
         let warps = 4 * WARPGROUPS;
+        let stages = self.stages();
         Shared {
             keys: SharedTiles::new(k, "keys", self.key_layout(), 1),
             values: SharedTiles::new(k, "values", self.value_layout(), 1),
-            queries: SharedTiles::new(k, "queries", self.query_layout(), STAGES),
+            queries: SharedTiles::new(k, "queries", self.query_layout(), stages),
             output_gradients: SharedTiles::new(
                 k,
                 "output gradients",
                 self.output_gradient_layout(),
-                STAGES,
+                stages,
             ),
-            score_gradients: SharedTiles::new(k, "dS", self.score_gradient_layout(), STAGES),
-            statistics: k.shared("row statistics", STAGES * self.statistics_bytes(), 16),
+            score_gradients: SharedTiles::new(k, "dS", self.score_gradient_layout(), stages),
+            statistics: k.shared("row statistics", stages * self.statistics_bytes(), 16),
             loaded: Barriers::new(k, "keys and values loaded", 2, 1),
-            query_pipeline: Pipeline::new(k, "queries", STAGES, warps),
-            output_gradient_pipeline: Pipeline::new(k, "output gradients", STAGES, warps),
+            written: Barriers::new(k, "dS written", stages, warps),
+            query_pipeline: Pipeline::new(k, "queries", stages, warps),
+            output_gradient_pipeline: Pipeline::new(k, "output gradients", stages, warps),
         }
     }
 }
@@ -361,6 +367,7 @@ impl Shared {
     /// One thread makes the barriers ready.
     fn init(&self, k: &mut Builder) {
         self.loaded.init(k);
+        self.written.init(k);
         self.query_pipeline.init(k);
         self.output_gradient_pipeline.init(k);
     }

@@ -35,8 +35,8 @@ pub(super) struct Walk {
     pub(super) left: Reg<U32>,
     /// The number of the block of query rows, among those of all heads and sequences.
     pub(super) number: Reg<U32>,
-    /// From the last block of a head to before the first of the next.
-    gap: Reg<U32>,
+    /// Where the walk of each head begins.
+    start: Reg<U32>,
 }
 
 impl Place {
@@ -77,25 +77,37 @@ impl Place {
         let blocks = k.eval((self.lengths[0] + (self.query_block - 1)) / self.query_block);
         let head = k.variable(tile.key_head * self.group);
         let heads = self.key_heads.number * self.group;
+        // Blocks of one head that begin at the same time begin at different queries: what they load
+        // and add to is spread over the second-level cache.
+        let start = k.variable(first);
+        k.if_(first.less(end), |k| {
+            let ahead = tile.first_key / self.query_block % (end - first);
+            k.set(start, first + ahead);
+        });
         Walk {
             head,
-            block: k.variable(first),
+            block: k.variable(start),
             left: k.variable((end - first) * self.group),
-            number: k.variable((tile.batch * heads + head) * blocks + first),
-            gap: k.eval(blocks + first - end),
+            number: k.variable((tile.batch * heads + head) * blocks + start),
+            start,
         }
     }
 }
 
 impl Walk {
     /// Goes on to the next step.
-    pub(super) fn advance(&self, k: &mut Builder, tile: &Tile) {
+    pub(super) fn advance(&self, k: &mut Builder, place: &Place, tile: &Tile) {
         let QueryBlocks { first, end, .. } = tile.query_blocks;
         let next = k.eval(self.block + 1);
-        let around = k.eval(next.equals(end));
-        k.set(self.block, around.choose::<U32>(first, next));
-        k.set(self.head, around.choose::<U32>(self.head + 1, self.head));
+        let next = k.eval(next.equals(end).choose::<U32>(first, next));
+        let around = k.eval(next.equals(self.start));
+        k.set(self.number, self.number + next - self.block);
+        k.set(self.block, next);
         k.set(self.left, self.left - 1);
-        k.set(self.number, self.number + 1 + around.choose::<U32>(self.gap, 0u32));
+        k.if_(around, |k| {
+            k.set(self.head, self.head + 1);
+            let blocks = (place.lengths[0] + (place.query_block - 1)) / place.query_block;
+            k.set(self.number, self.number + blocks);
+        });
     }
 }

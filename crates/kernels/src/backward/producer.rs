@@ -3,7 +3,7 @@
 
 use ptx::{Builder, CopyHint, Expression, Reg, S32, SharedTiles, TensorMap, U32, U64, Value};
 
-use super::place::{Tile, Walk};
+use super::place::{Place, Tile, Walk};
 use super::{Backward, Shared, Tensors};
 
 pub(super) fn produce(
@@ -11,6 +11,7 @@ pub(super) fn produce(
     backward: &Backward,
     shared: &Shared,
     tensors: &Tensors,
+    place: &Place,
     tile: &Tile,
     walk: &Walk,
 ) {
@@ -53,7 +54,7 @@ pub(super) fn produce(
         load_once(k, 1, &shared.values, tensors.values);
         load_output_gradients(k);
         k.loop_(|k| {
-            walk.advance(k, tile);
+            walk.advance(k, place, tile);
             k.break_if(walk.left.equals(0));
             load_queries(k);
             load_output_gradients(k);
