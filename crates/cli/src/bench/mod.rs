@@ -6,8 +6,8 @@ use std::error::Error;
 use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand, ValueEnum};
-use flashcore::Progress;
 use flashcore::gpu::Chip;
+use flashcore::{Problem, Progress};
 use harness::bench::{Candidate, Observer, Options};
 use harness::problems::{NAMED, ProblemSet};
 use harness::report::compare::compare;
@@ -49,6 +49,10 @@ struct Measure {
     #[arg(long, value_delimiter = ',', value_parser = Candidate::parse,
           default_value = "flashcore,cudnn,fa3")]
     candidates: Vec<Candidate>,
+    /// Measure the backward pass of the problems: from the gradient of the output to those of query,
+    /// key and value (peers: cudnn, fa2, fa4, efficient)
+    #[arg(long)]
+    backward: bool,
     /// Samples of each candidate
     #[arg(long, default_value_t = 11)]
     rounds: usize,
@@ -133,8 +137,12 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
 
 impl Measure {
     fn options(&self) -> Result<Options, Box<dyn Error>> {
+        let mut set = ProblemSet::find(&self.set)?;
+        if self.backward {
+            set.problems = set.problems.into_iter().map(Problem::backward).collect();
+        }
         Ok(Options {
-            set: ProblemSet::find(&self.set)?,
+            set,
             candidates: self.candidates.clone(),
             rounds: self.rounds,
             caches: match self.cache {

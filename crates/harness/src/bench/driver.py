@@ -184,9 +184,13 @@ def fa3(q, k, v, problem):
     return call, lambda out: (out[0] if isinstance(out, tuple) else out, None)
 
 
-def fa4(q, k, v, problem):
+def fa4_path():
     folder = os.environ.get("FA4", "fa4")
     sys.path[:0] = [folder, os.path.join(folder, "nvidia_cutlass_dsl", "dsl_packages")]
+
+
+def fa4(q, k, v, problem):
+    fa4_path()
     from flash_attn.cute import interface
     options = dict(softmax_scale=problem["scale"], causal=problem["causal"], window_size=tuple(problem["window"] or (None, None)))
     if problem["starts"]:
@@ -235,6 +239,127 @@ PEERS = {"cudnn": sdpa("CUDNN_ATTENTION"), "fa2": fa2, "efficient": sdpa("EFFICI
          "fa3": fa3, "fa4": fa4, "flex": flex, "jax": mosaic}
 
 
+# ---- the backward pass: each makes a call that is prepared anew for new contents ---------------------
+
+
+class Gradients:
+    """What the backward pass is given, and where ours puts what it finds."""
+
+    def __init__(self, q, k, v, problem):
+        plain(problem)
+        self.inputs, self.problem = (q, k, v), problem
+        self.out = torch.empty([*q.shape[:3], v.shape[3]], device=DEVICE, dtype=q.dtype)
+        self.lse = torch.empty([q.shape[0], q.shape[2], q.shape[1]], device=DEVICE, dtype=torch.float32)
+        self.gradient = torch.empty_like(self.out)
+
+    def renew(self):
+        """New contents, and the forward pass over them."""
+        for tensor in (*self.inputs, self.gradient):
+            tensor.normal_()
+        q, k, v = [x.transpose(1, 2) for x in self.inputs]
+        group = q.shape[1] // k.shape[1]
+        k, v = [x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v)]
+        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, self.problem["causal"], scale=self.problem["scale"])
+        self.out.copy_(found[0].transpose(1, 2)), self.lse.copy_(found[1])
+
+    def ours(self, job):
+        """A kernel of ours over these tensors, and what it finds."""
+        found = [torch.empty_like(x) for x in self.inputs]
+        names = ("query", "key", "value")
+        tensors = dict(zip(names, self.inputs), output=self.out, lse=self.lse, output_gradient=self.gradient)
+        tensors.update({f"{name}_gradient": tensor for name, tensor in zip(names, found)})
+        return Kernel(job, tensors), found
+
+    def peer(self, forward):
+        """A peer's call, and what makes it ready: its own forward pass."""
+        leaves = [x.detach().requires_grad_() for x in self.inputs]
+        state = {}
+
+        def prepare():
+            with torch.enable_grad():
+                out = forward(*leaves)
+            state["out"] = out[0] if isinstance(out, tuple) else out
+
+        def call():
+            return torch.autograd.grad(state["out"], leaves, self.gradient, retain_graph=True)
+        return call, prepare
+
+
+def differentiable(peer, problem):
+    """The forward pass of a peer, over tensors that gradients are wanted of."""
+    if peer == "fa4":
+        fa4_path()
+        from flash_attn.cute import interface
+        return lambda q, k, v: interface.flash_attn_func(q, k, v, softmax_scale=problem["scale"], causal=problem["causal"])
+    backends = {"cudnn": "CUDNN_ATTENTION", "fa2": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
+    if peer not in backends:
+        raise RuntimeError("it has no backward pass here")
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    which = getattr(SDPBackend, backends[peer])
+
+    def forward(q, k, v):
+        if problem["causal"] and q.shape[1] != k.shape[1]:
+            raise RuntimeError("PyTorch's causal mask is aligned to the first key, not to the last")
+        with sdpa_kernel(which):
+            out = F.scaled_dot_product_attention(*[x.transpose(1, 2) for x in (q, k, v)], is_causal=problem["causal"],
+                                                 scale=problem["scale"], enable_gqa=q.shape[2] != k.shape[2])
+        return out.transpose(1, 2)
+    return forward
+
+
+class GradientsTruth:
+    """f64 gradients of the first and the last key head, and the plain algorithm in low precision."""
+    ROWS = 1024
+
+    def __init__(self, given):
+        q, k, v = given.inputs
+        self.ends = [(0, 0), (q.shape[0] - 1, k.shape[2] - 1)]
+        self.exact, self.tolerance = [], 0.0
+        for b, h in self.ends:
+            exact = self.of_head(given, b, h, torch.float64, None)
+            low = self.of_head(given, b, h, torch.float32, q.dtype)
+            # Each gradient has an error of its own to be measured by.
+            bounds = [2 * (x - y.double()).abs().max().item() + torch.finfo(q.dtype).eps * x.abs().max().item() for x, y in zip(exact, low)]
+            self.exact.append((exact, bounds))
+        self.tolerance = max(bound for _, bounds in self.exact for bound in bounds)
+
+    def of_head(self, given, b, h, wide, narrow):
+        """The gradients of a group's queries, of its keys and of its values."""
+        q, k, v = given.inputs
+        group = q.shape[2] // k.shape[2]
+        heads = slice(h * group, (h + 1) * group)
+        rounded = (lambda x: x) if narrow is None else (lambda x: x.to(narrow).to(wide))
+        keys, values, scale = k[b, :, h].to(wide), v[b, :, h].to(wide), given.problem["scale"]
+        queries, go = q[b, :, heads].to(wide), given.gradient[b, :, heads].to(wide)
+        dq, dk, dv = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
+        positions = torch.arange(k.shape[1], device=DEVICE)
+        for head in range(group):
+            for first in range(0, q.shape[1], self.ROWS):
+                rows = slice(first, min(first + self.ROWS, q.shape[1]))
+                scores = queries[rows, head] @ keys.T * scale
+                if given.problem["causal"]:
+                    at = torch.arange(rows.start, rows.stop, device=DEVICE)[:, None] + k.shape[1] - q.shape[1]
+                    scores.masked_fill_(positions[None] > at, float("-inf"))
+                p = scores.softmax(-1).nan_to_num(0.0)
+                out = rounded(rounded(p) @ values)
+                ds = p * (go[rows, head] @ values.T - (go[rows, head] * out).sum(-1, keepdim=True))
+                dv += rounded(p).T @ go[rows, head]
+                dq[rows, head] = rounded(ds) @ keys * scale
+                dk += rounded(ds).T @ queries[rows, head] * scale
+        return rounded(dq), rounded(dk), rounded(dv)
+
+    def judge(self, found):
+        """The largest error, and whether all is right."""
+        dq, dk, dv = found
+        group, worst, right = dq.shape[2] // dk.shape[2], 0.0, all(bool(torch.isfinite(x).all()) for x in found)
+        for (b, h), (exact, bounds) in zip(self.ends, self.exact):
+            mine = (dq[b, :, h * group:(h + 1) * group], dk[b, :, h], dv[b, :, h])
+            for tensor, truth, bound in zip(mine, exact, bounds):
+                error = (tensor.double() - truth).abs().max().item()
+                worst, right = max(worst, error), right and error <= bound
+        return worst, right
+
+
 # ---- what is right --------------------------------------------------------------------------------------
 
 
@@ -281,6 +406,7 @@ class Sampler:
     """Takes samples of one candidate."""
 
     def __init__(self, call, poison, calls):
+        """`poison` makes a call ready, so that what it gives is its own."""
         self.call, self.poison, self.calls, self.graph = call, poison, calls, None
         if calls > 1:
             side = torch.cuda.Stream()
@@ -322,17 +448,12 @@ class Sampler:
         return elapsed / self.calls
 
 
-def cell(job, index, flush, chance):
-    problem = job["cells"][index]["problem"]
-    dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[problem["dtype"]]
-    shape = [problem["batch"], problem["query_length"], problem["heads"], problem["head_dim"]]
-    keys = [problem["batch"], problem["key_length"], problem["kv_heads"], problem["head_dim"]]
-    q, k = torch.randn(shape, device=DEVICE, dtype=dtype), torch.randn(keys, device=DEVICE, dtype=dtype)
-    v = torch.randn([*keys[:3], problem["value_head_dim"]], device=DEVICE, dtype=dtype)
-    samplers, results, refused = {}, {}, {}
+def forward_samplers(job, index, inputs, problem):
+    """Everybody who serves a problem, what each finds, and why the others do not."""
+    (q, k, v), samplers, results, refused = inputs, {}, {}, {}
     for ours in job["cells"][index]["ours"]:
-        out = torch.empty([*shape[:3], problem["value_head_dim"]], device=DEVICE, dtype=dtype)
-        lse = torch.empty([shape[0], shape[2], shape[1]], device=DEVICE, dtype=torch.float32)
+        out = torch.empty([*q.shape[:3], problem["value_head_dim"]], device=DEVICE, dtype=q.dtype)
+        lse = torch.empty([q.shape[0], q.shape[2], q.shape[1]], device=DEVICE, dtype=torch.float32)
         kernel = Kernel(ours, dict(query=q, key=k, value=v, output=out, lse=lse))
 
         def poison(out=out, lse=lse):
@@ -347,13 +468,54 @@ def cell(job, index, flush, chance):
             samplers[name] = Sampler(call, lambda: None, job["calls"])
         except Exception as error:
             refused[name] = (str(error).strip() or repr(error)).splitlines()[0]
+    return samplers, results, refused
+
+
+def backward_samplers(job, index, inputs, problem):
+    """The same for gradients, and what they are given."""
+    given, samplers, results, refused = Gradients(*inputs, problem), {}, {}, {}
+    given.renew()
+    for ours in job["cells"][index]["ours"]:
+        kernel, found = given.ours(ours)
+
+        def poison(found=found):
+            for tensor in found:
+                tensor.fill_(float("nan"))
+        samplers[ours["name"]] = Sampler(kernel, poison, job["calls"])
+        results[ours["name"]] = lambda _, found=found: (found,)
+    for name, peer in job["peers"].items():
+        try:
+            call, prepare = given.peer(differentiable(peer, problem))
+            prepare(), call()
+            torch.cuda.synchronize()
+            samplers[name] = Sampler(call, prepare if job["calls"] == 1 else lambda: None, job["calls"])
+            results[name] = lambda found: (found,)
+        except Exception as error:
+            refused[name] = (str(error).strip() or repr(error)).splitlines()[0]
+    return given, samplers, results, refused
+
+
+def cell(job, index, flush, chance):
+    problem = job["cells"][index]["problem"]
+    dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[problem["dtype"]]
+    shape = [problem["batch"], problem["query_length"], problem["heads"], problem["head_dim"]]
+    keys = [problem["batch"], problem["key_length"], problem["kv_heads"], problem["head_dim"]]
+    q, k = torch.randn(shape, device=DEVICE, dtype=dtype), torch.randn(keys, device=DEVICE, dtype=dtype)
+    v = torch.randn([*keys[:3], problem["value_head_dim"]], device=DEVICE, dtype=dtype)
+    if problem["pass"] == "backward":
+        given, samplers, results, refused = backward_samplers(job, index, (q, k, v), problem)
+        renew, truth_of = given.renew, lambda: GradientsTruth(given)
+    else:
+        samplers, results, refused = forward_samplers(job, index, (q, k, v), problem)
+        renew, truth_of = lambda: [tensor.normal_() for tensor in (q, k, v)], lambda: Truth(q, k, v, problem)
     names = [name for name in job["order"] if name in samplers]
     for cache in job["caches"]:
         marks = {name: [] for name in names}
         checked, judged = WARM_UP + chance.randrange(job["rounds"]), {}
         for turn in range(WARM_UP + job["rounds"]):
-            for tensor in (q, k, v):
-                tensor.normal_()
+            # A graph of a backward pass holds what its forward pass has left.
+            if job["calls"] == 1 or problem["pass"] == "forward":
+                renew()
             for name in names if turn % 2 else names[::-1]:
                 mark, out = samplers[name].sample(flush, cache == "cold")
                 if turn >= WARM_UP:
@@ -361,7 +523,7 @@ def cell(job, index, flush, chance):
                 if turn == checked:
                     torch.cuda.synchronize()
                     if not judged:
-                        truth = Truth(q, k, v, problem)
+                        truth = truth_of()
                     error, right = truth.judge(*results[name](out))
                     judged[name] = dict(error=error if math.isfinite(error) else None, tolerance=truth.tolerance, right=right)
                 del out

@@ -5,6 +5,9 @@
 //! from round to round; inputs have fresh contents in every round. The output of every candidate
 //! is compared with f64 in a round chosen at random.
 //!
+//! The backward pass is measured from the gradient of an output to those of its inputs: what the
+//! forward pass leaves is made anew before each call, and not counted.
+//!
 //! Kernels of ours alone are measured by this process ([`ours`](self)), over every storage and rule
 //! of scores. Peers live in Python: then one Python process measures everybody, ours from their
 //! cubins, and streams what it finds.
@@ -21,7 +24,7 @@ pub use ours::Arena;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use flashcore::{Lists, Problem};
+use flashcore::{Lists, Mask, Pass, Problem};
 
 use crate::Error;
 use crate::problems::ProblemSet;
@@ -61,7 +64,9 @@ pub trait Observer {
 pub fn run(options: &Options, observer: &mut dyn Observer) -> Result<Results, Error> {
     check(options)?;
     let begun = Instant::now();
-    let has_peers = options.candidates.iter().any(|it| it.peer().is_some());
+    // What the backward pass is given comes from PyTorch's forward pass.
+    let backward = options.set.problems.iter().any(|it| it.pass == Pass::Backward);
+    let in_python = backward || options.candidates.iter().any(|it| it.peer().is_some());
     let gpu = crate::open_gpu().map_err(|error| {
         Error::Impossible(format!(
             "there is no GPU to measure on: {error}; `--plan` says what would be measured, `bench \
@@ -89,7 +94,7 @@ pub fn run(options: &Options, observer: &mut dyn Observer) -> Result<Results, Er
         cells: Vec::new(),
     };
     observer.begin(options.set.problems.len());
-    if has_peers {
+    if in_python {
         peers::run(gpu, options, &mut results, observer)?;
     } else {
         ours::run(&gpu, options, &mut results, observer)?;
@@ -108,6 +113,13 @@ fn check(options: &Options) -> Result<(), Error> {
         return refuse("two rounds of one call are the least: one sample says nothing about noise");
     }
     let has_peers = options.candidates.iter().any(|it| it.peer().is_some());
+    let plain = |it: &Problem| [Mask::NONE, Mask::CAUSAL].contains(&it.mask);
+    for problem in options.set.problems.iter().filter(|it| it.pass == Pass::Backward) {
+        if !plain(problem) || problem.scores.has_rules() || !problem.has_equal_lengths() {
+            let text = problem.text();
+            return refuse(&format!("{text}: gradients are measured of plain problems alone yet"));
+        }
+    }
     for problem in options.set.problems.iter().filter(|_| has_peers) {
         let text = problem.text();
         let Problem { queries, keys, lists, scores, mask, .. } = problem;

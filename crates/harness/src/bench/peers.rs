@@ -11,7 +11,7 @@ use std::process::{Child, Command, Stdio};
 use cuda::OptimizationLevel;
 use flashcore::family::tuning::fingerprint;
 use flashcore::gpu::{Chip, Gpu};
-use flashcore::{Mask, Problem};
+use flashcore::{Mask, Pass, Problem};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
@@ -61,6 +61,8 @@ struct ProblemJob {
     scale: f32,
     /// Where packed sequences begin, and the last ends.
     starts: Option<Vec<usize>>,
+    /// Outputs, or gradients.
+    pass: Pass,
 }
 
 #[derive(Serialize)]
@@ -257,6 +259,7 @@ impl ProblemJob {
             window: (!plain).then_some([left, right]),
             scale: problem.scale(),
             starts: queries.and_then(|it| it.starts().map(<[usize]>::to_vec)),
+            pass: problem.pass,
         })
     }
 }

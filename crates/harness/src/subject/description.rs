@@ -12,7 +12,7 @@ use crate::given::Given;
 
 /// The tensors of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "snake_case")]
 pub enum Role {
     /// The queries.
     Query,
@@ -24,10 +24,18 @@ pub enum Role {
     Output,
     /// The log-sum-exps.
     Lse,
+    /// The gradient of the output.
+    OutputGradient,
+    /// The gradient of the queries.
+    QueryGradient,
+    /// The gradient of the keys.
+    KeyGradient,
+    /// The gradient of the values.
+    ValueGradient,
 }
 
 impl Role {
-    /// Every tensor, inputs first.
+    /// Every tensor of the forward pass, inputs first.
     pub const ALL: [Role; 5] = [Role::Query, Role::Key, Role::Value, Role::Output, Role::Lse];
 
     fn of(tensor: Tensor) -> Option<Role> {
@@ -37,6 +45,10 @@ impl Role {
             Tensor::Value => Role::Value,
             Tensor::Output => Role::Output,
             Tensor::Lse => Role::Lse,
+            Tensor::OutputGradient => Role::OutputGradient,
+            Tensor::QueryGradient => Role::QueryGradient,
+            Tensor::KeyGradient => Role::KeyGradient,
+            Tensor::ValueGradient => Role::ValueGradient,
             _ => return None,
         })
     }
@@ -213,6 +225,7 @@ pub(crate) fn plain_map(
         Role::Value => (problem.value_shape(), problem.dtypes.value),
         Role::Output => (problem.output_shape(), problem.dtypes.output),
         Role::Lse => return Err("the log-sum-exps have no tensor map".to_owned()),
+        _ => return Err("gradients are no part of somebody else's kernel yet".to_owned()),
     };
     let strides = flashcore::Layout::contiguous(shape).map_err(|it| it.to_string())?.strides();
     let bytes = dtype.bytes() as u64;
