@@ -7,7 +7,10 @@
 
 use std::time::Instant;
 
-use flashcore::{Backend, CpuBackend, DType, Error, InputTensors, Mask, Problem, RunOptions};
+use flashcore::{
+    Backend, Backward, CpuBackend, DType, Error, InputTensors, Mask, Output, Problem, RunOptions,
+    Tensor,
+};
 
 /// Rounds over everything. The best of each counts, and neighbours in time are compared: whatever
 /// else the machine does can only make a run slower.
@@ -33,14 +36,21 @@ fn main() -> Result<(), Error> {
     let (backend, options) = (CpuBackend::new(), RunOptions::default());
     let mut cases = Vec::new();
     for problem in problems {
-        cases.push((InputTensors::random(&problem, 0)?, problem, f64::INFINITY));
+        let tensors = InputTensors::random(&problem, 0)?;
+        let saved = backend.run(&problem, tensors.inputs(), &options)?;
+        let gradient = Tensor::random(problem.dtype(), problem.output_shape(), 1)?;
+        cases.push(Case { problem, tensors, saved, gradient, best: [f64::INFINITY; 2] });
     }
     let (mut gemm, mut best) = (Gemm::new(), f64::INFINITY);
     for _ in 0..ROUNDS {
-        for (tensors, problem, best) in &mut cases {
+        for Case { problem, tensors, saved, gradient, best } in &mut cases {
             let begin = Instant::now();
             backend.run(problem, tensors.inputs(), &options)?;
-            *best = best.min(begin.elapsed().as_secs_f64());
+            best[0] = best[0].min(begin.elapsed().as_secs_f64());
+            let begin = Instant::now();
+            let backward = Backward::new(tensors.inputs(), saved, gradient);
+            backend.run_backward(problem, backward, &options)?;
+            best[1] = best[1].min(begin.elapsed().as_secs_f64());
         }
         let begin = Instant::now();
         gemm.run();
@@ -51,12 +61,27 @@ fn main() -> Result<(), Error> {
     let peak = 2.0 * (SIZE as f64).powi(3) / best / 1e9;
     println!("gemm, f32, {SIZE} x {SIZE} x {SIZE}: {peak:.1} GFLOP/s");
     println!("attention, 1 x {heads} heads x {length} x {head_dim}:");
-    for (_, problem, seconds) in &cases {
-        let rate = problem.visible_flops() / seconds / 1e9;
-        let (dtype, mask, share) = (problem.dtype(), problem.mask, rate / peak);
-        println!("  {dtype} {mask}: {seconds:.3} s, {rate:.1} GFLOP/s, {share:.2} of gemm");
+    for Case { problem, best, .. } in &cases {
+        // Two products forward, five backward.
+        for (pass, seconds, factor) in [("forward", best[0], 1.0), ("backward", best[1], 2.5)] {
+            let rate = factor * problem.visible_flops() / seconds / 1e9;
+            let (dtype, mask, share) = (problem.dtype(), problem.mask, rate / peak);
+            println!(
+                "  {dtype} {mask}, {pass}: {seconds:.3} s, {rate:.1} GFLOP/s, {share:.2} of gemm"
+            );
+        }
+        println!("    backward takes {:.2} of forward", best[1] / best[0]);
     }
     Ok(())
+}
+
+/// A problem with its tensors, and the best times forward and backward.
+struct Case {
+    problem: Problem,
+    tensors: InputTensors,
+    saved: Output,
+    gradient: Tensor,
+    best: [f64; 2],
 }
 
 /// A large square product over all threads.

@@ -8,6 +8,7 @@ use std::time::Duration;
 use serde::{Serialize, Serializer};
 
 use crate::error::Error;
+use crate::gradients::{Backward, Gradients};
 use crate::inputs::Inputs;
 use crate::plan::{Arrangement, Candidate, Plan, Preference};
 use crate::problem::Problem;
@@ -52,6 +53,24 @@ pub trait Backend: Send + Sync {
         options: &RunOptions<'_>,
     ) -> Result<Output, Error>;
 
+    /// Every kernel of this back end that computes gradients, best for this problem first, each
+    /// accepted or refused with a reason. None, where there is no backward pass.
+    fn backward_candidates(&self, _: &Problem, _: &Arrangement) -> Vec<Candidate> {
+        Vec::new()
+    }
+
+    /// Computes the gradients of a problem by what a plan chose among
+    /// [`Backend::backward_candidates`]. Problem and tensors are validated.
+    fn execute_backward(
+        &self,
+        _: &Plan,
+        _: Backward<'_>,
+        _: &RunOptions<'_>,
+    ) -> Result<Gradients, Error> {
+        let reasons = format!("the {} back end has no backward pass", self.name());
+        Err(BackendError::Unsupported { reasons }.into())
+    }
+
     /// Chooses among the kernels of this back end and runs. Nothing the caller passes panics.
     fn run(
         &self,
@@ -65,6 +84,22 @@ pub trait Backend: Send + Sync {
         let candidates = self.candidates(problem, &inputs.arrangement(problem)?);
         let plan = Plan::choose(problem, vec![(self.name(), candidates)], &[], &preference)?;
         self.execute(&plan, inputs, options)
+    }
+
+    /// Chooses among the kernels of this back end for gradients and runs. Nothing the caller
+    /// passes panics.
+    fn run_backward(
+        &self,
+        problem: &Problem,
+        backward: Backward<'_>,
+        options: &RunOptions<'_>,
+    ) -> Result<Gradients, Error> {
+        problem.validate()?;
+        backward.validate(problem)?;
+        let preference = Preference { backend: None, kernel: options.kernel.clone() };
+        let candidates = self.backward_candidates(problem, &backward.inputs.arrangement(problem)?);
+        let plan = Plan::choose(problem, vec![(self.name(), candidates)], &[], &preference)?;
+        self.execute_backward(&plan, backward, options)
     }
 }
 

@@ -142,6 +142,27 @@ pub enum InputError {
         /// What it is.
         tensor: &'static str,
     },
+    /// Gradients need it, and the forward pass did not save it.
+    #[error("gradients need the {what} of the forward pass, which was not saved")]
+    NotSaved {
+        /// What it is.
+        what: &'static str,
+    },
+    /// A log-sum-exp that this problem cannot have.
+    #[error(
+        "the log-sum-exp belongs to another problem: it is {lse} at batch {batch}, head {head}, \
+         query {query}, which sees no key"
+    )]
+    ForeignLse {
+        /// The sequence.
+        batch: usize,
+        /// The query head.
+        head: usize,
+        /// The query.
+        query: usize,
+        /// What was given for it.
+        lse: f32,
+    },
     /// It was given, and the problem knows nothing of it.
     #[error("{tensor} were given, and the problem has none")]
     Unexpected {

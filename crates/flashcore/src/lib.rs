@@ -61,6 +61,9 @@
 //! Sequences of unequal lengths, packed, padded or in pages, are the same call with placements:
 //! [`serving`].
 //!
+//! Gradients come from what the forward pass saved, its output and its log-sum-exp:
+//! [`Machine::attend_backward`].
+//!
 //! # Tensors on a device
 //!
 //! A program with tensors on the GPU opens a [`gpu::Gpu`] and calls [`gpu::Gpu::attend`] on a stream
@@ -138,6 +141,7 @@ mod error;
 pub mod family;
 pub mod file;
 pub mod gpu;
+mod gradients;
 mod inputs;
 mod machine;
 pub mod plan;
@@ -150,6 +154,7 @@ pub use cpu::CpuBackend;
 pub use dtype::{DType, UnknownDType};
 pub use error::Error;
 pub use gpu::GpuBackend;
+pub use gradients::{Backward, Gradients};
 pub use inputs::{InputError, InputTensors, Inputs};
 pub use machine::Machine;
 pub use plan::{Plan, Preference};

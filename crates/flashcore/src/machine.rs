@@ -6,6 +6,7 @@ use crate::backend::{Backend, Output, Progress, RunOptions};
 use crate::cpu::CpuBackend;
 use crate::error::Error;
 use crate::gpu::{Gpu, GpuBackend};
+use crate::gradients::{Backward, Gradients};
 use crate::inputs::Inputs;
 use crate::plan::{Arrangement, Missing, Plan, Preference};
 use crate::problem::Problem;
@@ -111,6 +112,46 @@ impl Machine {
     ) -> Result<Output, Error> {
         let (problem, inputs) = sequences.over(inputs)?;
         self.attend(&problem, inputs, preference, None)
+    }
+
+    /// Choose a kernel for the gradients of a forward pass, and run it.
+    ///
+    /// `sum(output * output_gradient)` is what is differentiated, by queries, keys, values and
+    /// sinks. Rows that see no key, and keys that no row sees, have gradients of zero.
+    ///
+    /// ```
+    /// use flashcore::{Backward, InputTensors, Machine, Mask, Preference, Problem, Tensor};
+    ///
+    /// let problem = Problem::new(1, 4, 100, 32).with_kv_heads(2).with_mask(Mask::CAUSAL);
+    /// let tensors = InputTensors::random(&problem, 0)?;
+    /// let (machine, preference) = (Machine::discover(), Preference::default());
+    ///
+    /// let forward = machine.attend(&problem, tensors.inputs(), &preference, None)?;
+    /// let output_gradient = Tensor::random(problem.dtype(), problem.output_shape(), 1)?;
+    /// let backward = Backward::new(tensors.inputs(), &forward, &output_gradient);
+    /// let gradients = machine.attend_backward(&problem, backward, &preference, None)?;
+    /// assert_eq!(gradients.key.shape(), problem.key_shape());
+    /// # Ok::<(), flashcore::Error>(())
+    /// ```
+    pub fn attend_backward(
+        &self,
+        problem: &Problem,
+        backward: Backward<'_>,
+        preference: &Preference,
+        progress: Option<&dyn Progress>,
+    ) -> Result<Gradients, Error> {
+        problem.validate()?;
+        backward.validate(problem)?;
+        let arrangement = backward.inputs.arrangement(problem)?;
+        let of = |backend: &dyn Backend| {
+            (backend.name(), backend.backward_candidates(problem, &arrangement))
+        };
+        let candidates = self.backends.iter().map(|backend| of(backend.as_ref())).collect();
+        let plan = Plan::choose(problem, candidates, &self.missing, preference)?;
+        let options = RunOptions { progress, ..RunOptions::default() };
+        let mut gradients = self.backend_of(&plan).execute_backward(&plan, backward, &options)?;
+        gradients.report.reason = plan.reason();
+        Ok(gradients)
     }
 
     fn backend_of(&self, plan: &Plan) -> &dyn Backend {

@@ -25,7 +25,7 @@
 //!
 //! | module | subject |
 //! | --- | --- |
-//! | [`mod@reference`] | the true answer in `f64`, and the plain algorithm in the problem's precision; of gradients too |
+//! | [`mod@reference`] | the true answer in `f64`, and the plain algorithm in the problem's precision |
 //! | [`verdict`] | the rule by which a result passes or fails |
 //! | [`check`] | cases, and running every kernel of a back end on them |
 //! | [`check::cases`] | problems that are not kind to kernels |

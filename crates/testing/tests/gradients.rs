@@ -224,6 +224,7 @@ fn what_sees_nothing_and_what_nobody_sees_is_exactly_zero() {
     assert!(head.query[..4 * 5].iter().all(|value| *value == 0.0));
     assert!(head.query[4 * 5..].iter().all(|value| *value != 0.0));
     assert_eq!((&head.key, &head.value), (&clean.key, &clean.value));
+    assert_eq!((&head.sinks, &head.delta), (&clean.sinks, &clean.delta));
 
     // Keys before the window of the first query.
     let mut small = Small::new(problem(2, 7).with_mask(Mask::window(Some(2), Some(0))), 12);
@@ -287,6 +288,19 @@ fn packed_sequences_are_what_they_are_alone() {
     }
 }
 
+#[test]
+fn an_infinite_value_does_not_make_the_rule_lax() {
+    let problem = Problem::new(1, 1, 40, 8).with_mask(Mask::CAUSAL);
+    let mut tensors = InputTensors::random(&problem, 3).unwrap();
+    tensors.value = replaced(&tensors.value, |key| (key == 30).then_some(f32::INFINITY));
+    let judged = Judged::of(problem, tensors);
+    let Judged { reference, .. } = &judged;
+    assert!(judged.passed(reference, |_, value| value)[0]);
+    // The first queries do not see it.
+    let wrong = |index, value| if index == 3 * 8 { value + 0.1 } else { value };
+    assert!(!judged.passed(reference, wrong)[0]);
+}
+
 /// A problem with what the rule needs, and the reference rounded to the element type.
 struct Judged {
     problem: Problem,
@@ -302,6 +316,10 @@ type Found = ([Tensor; 3], Vec<f32>);
 impl Judged {
     fn new(problem: Problem) -> Self {
         let tensors = InputTensors::random(&problem, 3).unwrap();
+        Judged::of(problem, tensors)
+    }
+
+    fn of(problem: Problem, tensors: InputTensors) -> Self {
         let gradient = Tensor::random(problem.dtype(), problem.output_shape(), 4).unwrap();
         let (inputs, heads) = (tensors.inputs(), Heads::all(&problem));
         let of = |compute: fn(_, _, _, _, _) -> _| -> Gradients {

@@ -20,13 +20,13 @@ pub(super) const KEY_BLOCK: usize = 96;
 /// The shape of everything that a task works on.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Shape {
-    tile: Tile,
+    pub(super) tile: Tile,
     /// Rows of a register tile.
-    tile_rows: usize,
+    pub(super) tile_rows: usize,
     /// Columns of a panel.
-    lanes: usize,
-    head_dim: usize,
-    value_head_dim: usize,
+    pub(super) lanes: usize,
+    pub(super) head_dim: usize,
+    pub(super) value_head_dim: usize,
 }
 
 /// A block of keys and values, and what becomes of it: one for each thread.
@@ -88,10 +88,7 @@ impl pulp::WithSimd for WalkKeys<'_, '_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        // The tiles of other instruction sets are compiled away, except for tests.
-        let tile = self.workspace.shape.tile;
-        let own = Tile::of::<S>(if tile == Tile::Narrow { 1 } else { usize::MAX });
-        match if cfg!(test) { tile } else { own } {
+        match self.workspace.shape.tile.compiled::<S>() {
             Tile::Narrow => self.walk::<S, 12, 1>(simd),
             Tile::Few => self.walk::<S, 6, 2>(simd),
             Tile::Many => self.walk::<S, 6, 4>(simd),
@@ -129,9 +126,14 @@ impl Shape {
         Shape::with_tile(tile, lanes, problem)
     }
 
-    fn with_tile(tile: Tile, lanes: usize, problem: &Problem) -> Self {
+    pub(super) fn with_tile(tile: Tile, lanes: usize, problem: &Problem) -> Self {
         let (head_dim, value_head_dim) = (problem.head_dim, problem.value_head_dim);
         Shape { tile, tile_rows: tile.size().0, lanes, head_dim, value_head_dim }
+    }
+
+    /// The head dim in whole tiles.
+    pub(super) fn dim_rows(&self) -> usize {
+        self.head_dim.next_multiple_of(self.tile_rows)
     }
 
     /// The value head dim in whole tiles.
@@ -348,7 +350,7 @@ impl Workspace {
 /// Whether no number is NaN or infinite, by a comparison of bits that compilers turn into vector
 /// code.
 #[inline(always)]
-fn all_finite(numbers: &[f32]) -> bool {
+pub(super) fn all_finite(numbers: &[f32]) -> bool {
     const MAGNITUDE: u32 = !(1 << 31);
     let largest = numbers.iter().fold(0, |most, it| (it.to_bits() & MAGNITUDE).max(most));
     largest < f32::INFINITY.to_bits()

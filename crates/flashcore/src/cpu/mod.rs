@@ -11,7 +11,9 @@
 //! | `tile` | products of matrices in registers |
 //! | `softmax` | scores, masks and the online softmax |
 //! | `exp` | exponential and tangent |
+//! | `backward` | gradients |
 
+mod backward;
 mod block;
 mod exp;
 mod softmax;
@@ -22,10 +24,12 @@ use std::time::Instant;
 
 use rayon::prelude::*;
 
+use self::backward::Results;
 use self::block::{Block, KEY_BLOCK, MAX_ROWS, MIN_ROWS, Shape, WalkKeys, Workspace};
 use self::softmax::RowRule;
 use crate::backend::{Backend, Output, Progress, Report, RunOptions, unseen};
 use crate::error::Error;
+use crate::gradients::{Backward, Gradients};
 use crate::inputs::Inputs;
 use crate::plan::{Arrangement, Candidate, Plan};
 use crate::problem::{Problem, RowScores};
@@ -38,8 +42,10 @@ use crate::tensor::{Element, Head, Tensor, with_elements};
 #[derive(Debug, Clone, Copy, Default)]
 pub struct CpuBackend {}
 
-/// The one kernel's name.
+/// The forward kernel's name.
 const KERNEL: &str = "blocked";
+/// The name of the kernel that computes gradients.
+const BACKWARD: &str = "backward";
 
 /// The largest head dim. Each thread holds blocks of about 450 vectors as f32, 120 MB at this
 /// dim, and nobody has asked for a hundredth of it.
@@ -49,6 +55,44 @@ impl CpuBackend {
     /// The back end over the global thread pool.
     pub fn new() -> Self {
         CpuBackend {}
+    }
+
+    fn candidate(&self, problem: &Problem, kernel: &'static str) -> Candidate {
+        let largest = problem.head_dim.max(problem.value_head_dim);
+        let served = match (problem.validate(), problem.dtypes.uniform()) {
+            (Err(error), _) => Err(error.to_string()),
+            (_, Err(reason)) => Err(reason),
+            _ if largest > MAX_HEAD_DIM => Err(format!("head dims end at {MAX_HEAD_DIM}")),
+            _ => Ok("serves every length, mask and element type".to_owned()),
+        };
+        Candidate {
+            backend: self.name(),
+            kernel,
+            accepted: served.is_ok(),
+            on_request: false,
+            configuration: None,
+            reason: served.unwrap_or_else(|reason| reason),
+            choice: None,
+        }
+    }
+
+    fn report(
+        &self,
+        plan: &Plan,
+        kernel: &'static str,
+        begin: Instant,
+        kernel_begin: Instant,
+    ) -> Report {
+        Report {
+            backend: self.name(),
+            kernel,
+            configuration: None,
+            reason: plan.chosen.reason.clone(),
+            kernel_time: kernel_begin.elapsed(),
+            first_result_time: begin.elapsed(),
+            total_time: begin.elapsed(),
+            notes: Vec::new(),
+        }
     }
 }
 
@@ -64,22 +108,26 @@ impl Backend for CpuBackend {
     }
 
     fn candidates(&self, problem: &Problem, _: &Arrangement) -> Vec<Candidate> {
-        let largest = problem.head_dim.max(problem.value_head_dim);
-        let served = match (problem.validate(), problem.dtypes.uniform()) {
-            (Err(error), _) => Err(error.to_string()),
-            (_, Err(reason)) => Err(reason),
-            _ if largest > MAX_HEAD_DIM => Err(format!("head dims end at {MAX_HEAD_DIM}")),
-            _ => Ok("serves every length, mask and element type".to_owned()),
-        };
-        vec![Candidate {
-            backend: self.name(),
-            kernel: KERNEL,
-            accepted: served.is_ok(),
-            on_request: false,
-            configuration: None,
-            reason: served.unwrap_or_else(|reason| reason),
-            choice: None,
-        }]
+        vec![self.candidate(problem, KERNEL)]
+    }
+
+    fn backward_candidates(&self, problem: &Problem, _: &Arrangement) -> Vec<Candidate> {
+        vec![self.candidate(problem, BACKWARD)]
+    }
+
+    fn execute_backward(
+        &self,
+        plan: &Plan,
+        backward: Backward<'_>,
+        options: &RunOptions<'_>,
+    ) -> Result<Gradients, Error> {
+        let begin = Instant::now();
+        let mut results = Results::zeros(&plan.problem)?;
+        let kernel_begin = Instant::now();
+        backward::differentiate(&plan.problem, backward, &mut results, options.progress)?;
+        let Results { query, key, value, sinks } = results;
+        let report = self.report(plan, BACKWARD, begin, kernel_begin);
+        Ok(Gradients { query, key, value, sinks, report })
     }
 
     fn execute(
@@ -97,16 +145,7 @@ impl Backend for CpuBackend {
                 attend(problem, inputs, elements, &mut lse, options.progress)),
             false => attend_sequences(problem, inputs, &mut output, &mut lse)?,
         }
-        let report = Report {
-            backend: self.name(),
-            kernel: KERNEL,
-            configuration: None,
-            reason: plan.chosen.reason.clone(),
-            kernel_time: kernel_begin.elapsed(),
-            first_result_time: begin.elapsed(),
-            total_time: begin.elapsed(),
-            notes: Vec::new(),
-        };
+        let report = self.report(plan, KERNEL, begin, kernel_begin);
         Ok(Output { output, lse, report })
     }
 }

@@ -148,7 +148,7 @@ impl Rows {
     ) {
         self.score::<S, COLUMNS>(simd, lanes.clone(), keys, panel);
         if !self.all_see(lanes.clone(), keys) {
-            self.mask(lanes.clone(), keys, panel);
+            self.mask(lanes.clone(), keys, panel, f32::NEG_INFINITY);
         }
         let panel = rows_mut::<S, COLUMNS>(panel);
         let [maximum, sum, rescale] =
@@ -188,12 +188,22 @@ impl Rows {
         keys: &Range<usize>,
         panel: &mut [f32],
     ) {
+        self.scale_and_cap::<S, COLUMNS>(simd, panel);
+        self.bias::<S, COLUMNS>(simd, lanes, keys, panel);
+    }
+
+    /// The cap of every score.
+    pub(super) fn cap(&self) -> Option<f32> {
+        self.cap
+    }
+
+    /// Scale products, and cap them.
+    #[inline(always)]
+    pub(super) fn scale_and_cap<S: Simd, const COLUMNS: usize>(&self, simd: S, panel: &mut [f32]) {
         let panel = rows_mut::<S, COLUMNS>(panel);
         let scale = simd.splat_f32s(self.scale);
-        for row in panel.iter_mut() {
-            for score in row {
-                *score = simd.mul_f32s(*score, scale);
-            }
+        for score in panel.as_flattened_mut() {
+            *score = simd.mul_f32s(*score, scale);
         }
         if let Some(cap) = self.cap {
             let cap = simd.splat_f32s(cap);
@@ -201,6 +211,18 @@ impl Rows {
                 *score = simd.mul_f32s(cap, tanh(simd, simd.div_f32s(*score, cap)));
             }
         }
+    }
+
+    /// Take off what ALiBi does.
+    #[inline(always)]
+    pub(super) fn bias<S: Simd, const COLUMNS: usize>(
+        &self,
+        simd: S,
+        lanes: Range<usize>,
+        keys: &Range<usize>,
+        panel: &mut [f32],
+    ) {
+        let panel = rows_mut::<S, COLUMNS>(panel);
         if self.sloped {
             let row_of = |numbers| -> &Row<S, COLUMNS> { &rows::<S, COLUMNS>(numbers)[0] };
             let slopes = row_of(&self.slopes[lanes.clone()]);
@@ -216,15 +238,22 @@ impl Rows {
         }
     }
 
-    /// A key that a row does not see has a score of minus infinity.
-    fn mask(&self, lanes: Range<usize>, keys: &Range<usize>, panel: &mut [f32]) {
+    /// What a panel has for keys that a row does not see becomes `nothing`: minus infinity for a
+    /// score, zero for a probability.
+    pub(super) fn mask(
+        &self,
+        lanes: Range<usize>,
+        keys: &Range<usize>,
+        panel: &mut [f32],
+        nothing: f32,
+    ) {
         let width = lanes.len();
         for (lane, visible) in self.visible[lanes].iter().enumerate() {
             let begin = visible.start.clamp(keys.start, keys.end) - keys.start;
             let end = visible.end.clamp(keys.start + begin, keys.end) - keys.start;
             for hidden in [0..begin, end..keys.len()] {
                 for key in hidden {
-                    panel[key * width + lane] = f32::NEG_INFINITY;
+                    panel[key * width + lane] = nothing;
                 }
             }
         }

@@ -41,6 +41,14 @@ impl Tile {
         }
     }
 
+    /// The same tile, where the compiler can tell those of other instruction sets away, which are
+    /// there for tests only.
+    #[inline(always)]
+    pub(super) fn compiled<S: Simd>(self) -> Self {
+        let own = Tile::of::<S>(if self == Tile::Narrow { 1 } else { usize::MAX });
+        if cfg!(test) { self } else { own }
+    }
+
     /// Rows, and columns in vectors.
     pub(super) const fn size(self) -> (usize, usize) {
         match self {
@@ -94,14 +102,26 @@ pub(super) fn products<S: Simd, const ROWS: usize, const COLUMNS: usize>(
     dim: usize,
     panel: &[Row<S, COLUMNS>],
 ) -> [Row<S, COLUMNS>; ROWS] {
+    let mut tile = [[simd.splat_f32s(0.0); COLUMNS]; ROWS];
+    add_products(simd, &mut tile, vectors, dim, panel);
+    tile
+}
+
+/// The same, added to a tile.
+#[inline(always)]
+pub(super) fn add_products<S: Simd, const ROWS: usize, const COLUMNS: usize>(
+    simd: S,
+    tile: &mut [Row<S, COLUMNS>; ROWS],
+    vectors: &[f32],
+    dim: usize,
+    panel: &[Row<S, COLUMNS>],
+) {
     // Slices whose length the compiler knows to be `dim` are read without checks.
     let vectors: [&[f32]; ROWS] = std::array::from_fn(|row| &vectors[row * dim..][..dim]);
     let panel = &panel[..dim];
-    let mut tile = [[simd.splat_f32s(0.0); COLUMNS]; ROWS];
     for index in 0..dim {
-        multiply_add(simd, &mut tile, |row| vectors[row][index], &panel[index]);
+        multiply_add(simd, tile, |row| vectors[row][index], &panel[index]);
     }
-    tile
 }
 
 /// `tile = tile * factor + the sum over rows of weights * panel`.
@@ -119,8 +139,19 @@ pub(super) fn accumulate<S: Simd, const ROWS: usize, const COLUMNS: usize>(
             sums[row][column] = simd.mul_f32s(sums[row][column], factor[column]);
         }
     }
-    for (weights, panel_row) in weights.iter().zip(panel) {
-        multiply_add(simd, &mut sums, |row| weights[row], panel_row);
-    }
+    add_weighted(simd, &mut sums, weights, panel);
     *tile = sums;
+}
+
+/// `tile += the sum over rows of weights * panel`.
+#[inline(always)]
+pub(super) fn add_weighted<S: Simd, const ROWS: usize, const COLUMNS: usize>(
+    simd: S,
+    tile: &mut [Row<S, COLUMNS>; ROWS],
+    weights: &[[f32; ROWS]],
+    panel: &[Row<S, COLUMNS>],
+) {
+    for (weights, panel_row) in weights.iter().zip(panel) {
+        multiply_add(simd, tile, |row| weights[row], panel_row);
+    }
 }

@@ -314,7 +314,7 @@ impl Sequences {
 
 impl Placement {
     /// One sequence's rows as a contiguous tensor of batch 1.
-    fn gather(&self, tensor: &Tensor, sequence: usize) -> Result<Tensor, Error> {
+    pub(crate) fn gather(&self, tensor: &Tensor, sequence: usize) -> Result<Tensor, Error> {
         let shape = Shape { batch: 1, length: self.length(sequence), ..tensor.shape() };
         let mut gathered = Tensor::filled(tensor.dtype(), Layout::contiguous(shape)?, 0.0)?;
         for position in 0..shape.length {

@@ -3,6 +3,7 @@
 mod append;
 pub mod cases;
 mod combine;
+mod gradients;
 pub mod ladder;
 mod sequences;
 
@@ -18,6 +19,7 @@ use flashcore::{Backend, Error, InputTensors, Output, Progress, RunOptions};
 pub use append::run_appends;
 pub use cases::{Case, Contents, Order};
 pub use combine::run_combines;
+pub use gradients::{ExpectedGradients, GradientsOutcome};
 pub use sequences::{CheckedSequences, ExpectedOfSequences, SequencesCase, run_sequences};
 
 /// How a kernel did on a [`Case`].

@@ -44,8 +44,8 @@ impl Rule {
         }
     }
 
-    /// What a softcap leaves of a small change of the scaled product; 1 without.
-    pub(super) fn cap_slope(&self, product: f64) -> f64 {
-        self.softcap.map_or(1.0, |cap| 1.0 - (self.scale * product / cap).tanh().powi(2))
+    /// The score before ALiBi as a part of the softcap; zero without.
+    pub(super) fn part_of_cap(&self, product: f64) -> f64 {
+        self.softcap.map_or(0.0, |cap| (self.scale * product / cap).tanh())
     }
 }

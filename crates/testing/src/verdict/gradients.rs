@@ -48,7 +48,8 @@ impl GradientsVerdict {
 ///
 /// A gradient passes as an output does: with at most twice the largest error of the plain
 /// algorithm, plus the rounding of the answer. To that belongs what is left of sums in f32 where
-/// they should cancel: two roundings of the numbers that do ([`Noise`]).
+/// they should cancel: two roundings of the numbers that do ([`Noise`]). The gradients of sinks and
+/// the row sums also show the rounding of the output that the forward pass saved.
 ///
 /// ```
 /// use flashcore::{InputTensors, Problem, Tensor};
@@ -112,6 +113,8 @@ struct Judged<'a> {
 struct Part<'a> {
     name: &'static str,
     noise: f64,
+    /// What is rounded with the saved output.
+    saved: f64,
     /// Of the tensor that holds it.
     shape: Shape,
     placement: &'a Placement,
@@ -177,6 +180,7 @@ impl<'a> Judged<'a> {
             Part {
                 name: "query",
                 noise: query,
+                saved: 0.0,
                 shape: problem.query_shape(),
                 placement: queries,
                 heads: problem.group_size(),
@@ -185,6 +189,7 @@ impl<'a> Judged<'a> {
             Part {
                 name: "key",
                 noise: key,
+                saved: 0.0,
                 shape: problem.key_shape(),
                 placement: keys,
                 heads: 1,
@@ -193,6 +198,7 @@ impl<'a> Judged<'a> {
             Part {
                 name: "value",
                 noise: value,
+                saved: 0.0,
                 shape: problem.value_shape(),
                 placement: keys,
                 heads: 1,
@@ -227,7 +233,7 @@ impl<'a> Judged<'a> {
                 }
             }
         }
-        self.conclude(judge, dtype, part.noise)
+        self.conclude(judge, dtype, part.noise, part.saved)
     }
 
     fn delta(&self, found: &[f32]) -> Comparison {
@@ -236,6 +242,7 @@ impl<'a> Judged<'a> {
         let part = Part {
             name: "delta",
             noise: self.noise.delta,
+            saved: self.noise.saved[0],
             shape,
             placement: self.sequences.queries(),
             heads: problem.group_size(),
@@ -257,18 +264,22 @@ impl<'a> Judged<'a> {
             judge.look_at(Place { row, element: 0, result, reference }, baseline[head]);
         }
         // Sums over sequences.
-        let noise = self.noise.sinks * (problem.batch as f64).sqrt();
-        Some(self.conclude(judge, DType::F32, noise))
+        let sequences = (problem.batch as f64).sqrt();
+        let (noise, saved) = (self.noise.sinks * sequences, self.noise.saved[1] * sequences);
+        Some(self.conclude(judge, DType::F32, noise, saved))
     }
 
     /// A 16-bit gradient has its own rounding; one in f32 shows that of the scores too, which grows
     /// with their magnitude as in an output.
-    fn conclude(&self, judge: Judge, dtype: DType, noise: f64) -> Comparison {
+    fn conclude(&self, judge: Judge, dtype: DType, noise: f64, saved: f64) -> Comparison {
         let units = match dtype {
-            DType::F32 => 2.0 * self.largest_lse,
+            DType::F32 => 4.0 * self.largest_lse,
             _ => 2.0,
         };
-        let rounding = dtype.epsilon() * judge.largest() + units * DType::F32.epsilon() * noise;
+        let output = self.sequences.problem().dtypes.output;
+        let rounding = dtype.epsilon() * judge.largest()
+            + units * DType::F32.epsilon() * noise
+            + output.epsilon() * saved;
         judge.conclude(rounding)
     }
 }

@@ -149,8 +149,12 @@ impl<T: Number> Group<T> {
         let mut sinks = vec![0.0; self.query_heads];
         for (sink, rows) in sinks.iter_mut().zip(of_heads) {
             *sink = rows.iter().map(|row| row.sink).sum::<T>().into();
-            let squares = rows.iter().map(|row| row.noise.sinks.powi(2)).sum::<f64>();
-            noise.sinks = noise.sinks.max(squares.sqrt());
+            let root = |part: fn(&Noise) -> f64| {
+                rows.iter().map(|row| part(&row.noise).powi(2)).sum::<f64>().sqrt()
+            };
+            let saved = [0.0, root(|noise| noise.saved[1])];
+            let sinks = root(|noise| noise.sinks);
+            noise = noise.max(Noise { sinks, saved, ..Noise::default() });
         }
         let lses = rows.iter().filter_map(|row| row.lse).map(|lse| lse.into().abs());
         HeadGradients {
@@ -192,7 +196,9 @@ impl<T: Number> Group<T> {
     fn row(&self, row: &Row<T>) -> Done<T> {
         let mut done = Done { query: vec![T::default(); self.dim], ..Done::default() };
         let scores: Vec<T> = row.visible.clone().map(|key| self.score(row, key).1).collect();
-        let Some(lse) = log_sum_exp(&scores, row.sink) else {
+        // A sink alone gives an output of zero, and nothing depends on anything.
+        let lse = log_sum_exp(&scores, row.sink).filter(|_| !scores.is_empty());
+        let Some(lse) = lse else {
             return done;
         };
         let mut output = vec![T::default(); self.value_dim];
@@ -222,6 +228,9 @@ impl<T: Number> Group<T> {
         done.noise.query = row.rule.scale.abs() * squares.sqrt();
         done.noise.sinks = sink.into() * done.size;
         done.noise.delta = done.size;
+        let products = row.gradient.iter().zip(&output).map(|(one, other)| *one * *other);
+        let saved = norm(&products.collect::<Vec<T>>());
+        done.noise.saved = [saved, sink.into() * saved];
         done
     }
 
@@ -230,9 +239,12 @@ impl<T: Number> Group<T> {
         let (product, score) = self.score(row, key);
         let probability = (score - lse).exp();
         let difference = dot(&row.gradient, self.value_vector(key)) - done.delta;
-        let slope = T::nearest(row.rule.cap_slope(product.into()));
+        // The derivative of the tangent, of which f32 keeps little where the cap is reached.
+        let part = T::nearest(row.rule.part_of_cap(product.into()));
+        let slope = T::from(1.0) - part * part;
+        let lost = (part * part * difference).into().abs();
         let size = row.gradient_norm * self.value_norms[key] + done.size;
-        let size = size * (probability * slope).into();
+        let size = probability.into() * (slope.into() * size + lost);
         Pair { probability, gradient: probability * difference * slope, size }
     }
 

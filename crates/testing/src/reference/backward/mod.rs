@@ -115,17 +115,26 @@ pub struct Noise {
     pub sinks: f64,
     /// In the row sums.
     pub delta: f64,
+    /// In the row sums and the gradients of sinks, what is rounded with the output that the forward
+    /// pass saved: in units of its element type, not of f32. These are few numbers, of which a
+    /// baseline may happen to hit every one.
+    pub saved: [f64; 2],
 }
 
 impl Noise {
-    /// The larger of each.
+    /// The larger of each. Where numbers are not finite there is nothing to allow for.
     pub(crate) fn max(self, other: Noise) -> Self {
+        let larger = |one: f64, other: f64| match other.is_finite() {
+            true => one.max(other),
+            false => one,
+        };
         Noise {
-            query: self.query.max(other.query),
-            key: self.key.max(other.key),
-            value: self.value.max(other.value),
-            sinks: self.sinks.max(other.sinks),
-            delta: self.delta.max(other.delta),
+            query: larger(self.query, other.query),
+            key: larger(self.key, other.key),
+            value: larger(self.value, other.value),
+            sinks: larger(self.sinks, other.sinks),
+            delta: larger(self.delta, other.delta),
+            saved: [larger(self.saved[0], other.saved[0]), larger(self.saved[1], other.saved[1])],
         }
     }
 }

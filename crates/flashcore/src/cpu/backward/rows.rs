@@ -1,0 +1,203 @@
+//! A block of rows: queries and gradients of outputs, packed, and the numbers of the softmax.
+
+use std::ops::Range;
+
+use crate::cpu::block::{Shape, all_finite};
+use crate::cpu::rule;
+use crate::cpu::softmax::{RowRule, Rows};
+use crate::gradients::Backward;
+use crate::problem::Problem;
+use crate::tensor::{Head, Tensor};
+
+/// What is known of each row before any product: one entry for each lane of each panel.
+pub(super) struct RowNumbers {
+    /// The sequence.
+    batch: usize,
+    /// The query heads that read the key/value head.
+    heads: Range<usize>,
+    /// The rows of the head that these are.
+    rows: Range<usize>,
+    /// What each row sees, and what becomes of its products.
+    pub(super) rules: Rows,
+    /// The log-sum-exp.
+    pub(super) lse: Vec<f32>,
+    /// The row sums of the output times its gradient.
+    pub(super) delta: Vec<f32>,
+    /// What each row adds to the gradient of its head's sink.
+    sinks: Vec<f64>,
+}
+
+impl RowNumbers {
+    /// The heads of one query are neighbours, as in the forward pass.
+    pub(super) fn new(
+        shape: Shape,
+        problem: &Problem,
+        backward: Backward<'_>,
+        batch: usize,
+        kv_head: usize,
+        rows: Range<usize>,
+    ) -> Self {
+        let group = problem.group_size();
+        let heads = kv_head * group..(kv_head + 1) * group;
+        let lanes = rows.len().next_multiple_of(shape.lanes);
+        let mut numbers = RowNumbers {
+            batch,
+            heads,
+            rows,
+            rules: Rows::new(lanes),
+            lse: vec![0.0; lanes],
+            delta: vec![0.0; lanes],
+            sinks: vec![0.0; lanes],
+        };
+        let mut rules = Vec::with_capacity(lanes);
+        let mut output = vec![0.0; problem.value_head_dim];
+        let mut gradient = output.clone();
+        for lane in 0..numbers.rows.len() {
+            let (query, head) = numbers.place(lane);
+            let row_rule = rule(problem, backward.inputs, batch, head, query);
+            let lse =
+                backward.lse[(batch * problem.query_heads + head) * problem.query_length + query];
+            // A row without weight has no gradients, whatever the tensors hold.
+            if lse == f32::NEG_INFINITY || row_rule.visible.is_empty() {
+                rules.push(RowRule { visible: 0..0, ..row_rule });
+                continue;
+            }
+            backward.output.head(batch, head).read(query, &mut output);
+            backward.output_gradient.head(batch, head).read(query, &mut gradient);
+            let products = output.iter().zip(&gradient).map(|(o, g)| f64::from(*o) * f64::from(*g));
+            let delta: f64 = products.sum();
+            numbers.lse[lane] = lse;
+            numbers.delta[lane] = delta as f32;
+            let share = |sink: f32| (f64::from(sink) - f64::from(lse)).exp();
+            numbers.sinks[lane] = -row_rule.sink.map_or(0.0, share) * delta;
+            rules.push(row_rule);
+        }
+        // Lanes without a row see nothing: zero times what is not finite would not be nothing.
+        let (query, head) = numbers.place(0);
+        while rules.len() < lanes {
+            let visible = 0..0;
+            rules.push(RowRule { visible, ..rule(problem, backward.inputs, batch, head, query) });
+        }
+        numbers.rules.begin(problem.scale(), rules.into_iter());
+        numbers
+    }
+
+    /// The query and the query head of a lane.
+    fn place(&self, lane: usize) -> (usize, usize) {
+        let row = self.rows.start + lane;
+        (row / self.heads.len(), self.heads.start + row % self.heads.len())
+    }
+
+    /// Zeros for the sums of the queries' gradients: by panel, dim in whole tiles and lane.
+    pub(super) fn query_sums(&self, shape: Shape) -> Vec<f32> {
+        vec![0.0; self.lse.len() * shape.dim_rows()]
+    }
+
+    /// The keys among some from the first to the last that some row sees.
+    pub(super) fn seen_of(&self, keys: Range<usize>) -> Range<usize> {
+        let seen = self.rules.seen(0..self.rules.count());
+        seen.start.max(keys.start)..seen.end.min(keys.end)
+    }
+
+    /// Add to the gradients of the sinks of a group's heads.
+    pub(super) fn add_sinks(&self, sums: &mut [f64]) {
+        for lane in 0..self.rows.len() {
+            let (_, head) = self.place(lane);
+            sums[head - self.heads.start] += self.sinks[lane];
+        }
+    }
+}
+
+/// Queries and gradients of outputs as the products of a task read them.
+pub(super) struct RowBlock {
+    pub(super) queries: Packed,
+    pub(super) gradients: Packed,
+}
+
+/// The vectors of a block of rows, in both orders.
+pub(super) struct Packed {
+    /// By panel, dim and lane: rows are columns.
+    columns: Vec<f32>,
+    /// Elements of a panel of these.
+    panel: usize,
+    /// By panel of dims, row and dim within the panel; zero where one is not finite.
+    pub(super) rows: Vec<f32>,
+    /// The values that are not finite. Zero times these would not be nothing: they are added for
+    /// the keys that their rows see and no others.
+    pub(super) infinite: Vec<Infinite>,
+}
+
+/// A value that is NaN or infinite: of a row, or of a key.
+pub(super) struct Infinite {
+    pub(super) index: usize,
+    pub(super) dim: usize,
+    pub(super) value: f32,
+}
+
+/// Takes what is not finite out of a vector.
+pub(super) fn set_aside(vector: &mut [f32], index: usize, infinite: &mut Vec<Infinite>) {
+    if !all_finite(vector) {
+        for (dim, value) in vector.iter_mut().enumerate().filter(|it| !it.1.is_finite()) {
+            infinite.push(Infinite { index, dim, value: *value });
+            *value = 0.0;
+        }
+    }
+}
+
+impl RowBlock {
+    pub(super) fn new(shape: Shape, backward: Backward<'_>, numbers: &RowNumbers) -> Self {
+        let pack = |tensor: &Tensor, dim: usize| {
+            let head_of = |lane| {
+                let (query, head) = numbers.place(lane);
+                (tensor.head(numbers.batch, head), query)
+            };
+            Packed::new(shape.lanes, dim, (0..numbers.rows.len()).map(head_of))
+        };
+        RowBlock {
+            queries: pack(backward.inputs.query, shape.head_dim),
+            gradients: pack(backward.output_gradient, shape.value_head_dim),
+        }
+    }
+}
+
+/// The sums of one query among those of its block.
+pub(super) fn read_query(shape: Shape, sums: &[f32], row: usize, to: &mut [f32]) {
+    let panel = &sums[row / shape.lanes * shape.dim_rows() * shape.lanes..];
+    for (to, from) in to.iter_mut().zip(panel.chunks_exact(shape.lanes)) {
+        *to = from[row % shape.lanes];
+    }
+}
+
+impl Packed {
+    /// A panel whose columns are rows, by dim and lane.
+    pub(super) fn panel(&self, panel: usize) -> &[f32] {
+        &self.columns[panel * self.panel..][..self.panel]
+    }
+
+    fn new<'a>(
+        lanes: usize,
+        dim: usize,
+        vectors: impl ExactSizeIterator<Item = (Head<'a>, usize)>,
+    ) -> Self {
+        let rows = vectors.len().next_multiple_of(lanes);
+        let mut packed = Packed {
+            columns: vec![0.0; rows * dim],
+            panel: dim * lanes,
+            rows: vec![0.0; rows * dim.next_multiple_of(lanes)],
+            infinite: Vec::new(),
+        };
+        let mut vector = vec![0.0; dim];
+        for (row, (head, position)) in vectors.enumerate() {
+            head.read(position, &mut vector);
+            let panel = &mut packed.columns[row / lanes * dim * lanes..];
+            for (to, from) in panel.chunks_exact_mut(lanes).zip(&vector) {
+                to[row % lanes] = *from;
+            }
+            set_aside(&mut vector, row, &mut packed.infinite);
+            for (panel, from) in vector.chunks(lanes).enumerate() {
+                packed.rows[(panel * rows + row) * lanes..][..from.len()].copy_from_slice(from);
+            }
+        }
+        packed
+    }
+}
