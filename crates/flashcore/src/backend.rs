@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::gradients::{Backward, Gradients};
 use crate::inputs::Inputs;
 use crate::plan::{Arrangement, Candidate, Plan, Preference};
-use crate::problem::Problem;
+use crate::problem::{Pass, Problem};
 use crate::tensor::Tensor;
 
 /// Something that computes attention.
@@ -53,14 +53,8 @@ pub trait Backend: Send + Sync {
         options: &RunOptions<'_>,
     ) -> Result<Output, Error>;
 
-    /// Every kernel of this back end that computes gradients, best for this problem first, each
-    /// accepted or refused with a reason. None, where there is no backward pass.
-    fn backward_candidates(&self, _: &Problem, _: &Arrangement) -> Vec<Candidate> {
-        Vec::new()
-    }
-
-    /// Computes the gradients of a problem by what a plan chose among
-    /// [`Backend::backward_candidates`]. Problem and tensors are validated.
+    /// Computes the gradients of a problem by what a plan chose for its backward pass. Problem and
+    /// tensors are validated.
     fn execute_backward(
         &self,
         _: &Plan,
@@ -78,6 +72,7 @@ pub trait Backend: Send + Sync {
         inputs: Inputs<'_>,
         options: &RunOptions<'_>,
     ) -> Result<Output, Error> {
+        expect_pass(problem, Pass::Forward)?;
         problem.validate()?;
         inputs.validate(problem)?;
         let preference = Preference { backend: None, kernel: options.kernel.clone() };
@@ -94,12 +89,24 @@ pub trait Backend: Send + Sync {
         backward: Backward<'_>,
         options: &RunOptions<'_>,
     ) -> Result<Gradients, Error> {
+        let problem = &problem.clone().backward();
         problem.validate()?;
         backward.validate(problem)?;
         let preference = Preference { backend: None, kernel: options.kernel.clone() };
-        let candidates = self.backward_candidates(problem, &backward.inputs.arrangement(problem)?);
+        let candidates = self.candidates(problem, &backward.arrangement(problem)?);
         let plan = Plan::choose(problem, vec![(self.name(), candidates)], &[], &preference)?;
         self.execute_backward(&plan, backward, options)
+    }
+}
+
+/// Refuses a problem whose gradients are asked for where outputs are computed.
+pub(crate) fn expect_pass(problem: &Problem, pass: Pass) -> Result<(), BackendError> {
+    match problem.pass == pass {
+        true => Ok(()),
+        false => {
+            let reasons = "gradients need the output and its gradient: attend_backward".to_owned();
+            Err(BackendError::Unsupported { reasons })
+        }
     }
 }
 

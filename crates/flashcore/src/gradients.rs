@@ -3,8 +3,9 @@
 use crate::backend::{Output, Report};
 use crate::dtype::DType;
 use crate::inputs::{InputError, Inputs};
+use crate::plan::{Arrangement, GradientStrides};
 use crate::problem::Problem;
-use crate::tensor::{Shape, Tensor};
+use crate::tensor::{Shape, Tensor, TensorError};
 
 /// What gradients are computed from: the inputs of the forward pass, what it saved, and the
 /// gradient of its output.
@@ -39,6 +40,14 @@ impl<'a> Backward<'a> {
     /// From the result of a forward pass.
     pub fn new(inputs: Inputs<'a>, forward: &'a Output, output_gradient: &'a Tensor) -> Self {
         Backward { inputs, output: &forward.output, lse: &forward.lse, output_gradient }
+    }
+
+    /// How all of it lies in memory, with gradients without gaps.
+    pub fn arrangement(&self, problem: &Problem) -> Result<Arrangement, TensorError> {
+        let gradient = self.output_gradient.layout().strides();
+        let given = self.inputs.arrangement(problem)?;
+        let gradients = given.gradients.map(|it| GradientStrides { output: gradient, ..it });
+        Ok(Arrangement { output: self.output.layout().strides(), gradients, ..given })
     }
 
     /// Refuse tensors that are not the problem's, and what was not saved.

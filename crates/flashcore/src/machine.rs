@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 
-use crate::backend::{Backend, Output, Progress, RunOptions};
+use crate::backend::{Backend, Output, Progress, RunOptions, expect_pass};
 use crate::cpu::CpuBackend;
 use crate::error::Error;
 use crate::gpu::{Gpu, GpuBackend};
 use crate::gradients::{Backward, Gradients};
 use crate::inputs::Inputs;
 use crate::plan::{Arrangement, Missing, Plan, Preference};
-use crate::problem::Problem;
+use crate::problem::{Pass, Problem};
 use crate::serving::Sequences;
 
 /// The back ends of this machine.
@@ -94,6 +94,7 @@ impl Machine {
         preference: &Preference,
         progress: Option<&dyn Progress>,
     ) -> Result<Output, Error> {
+        expect_pass(problem, Pass::Forward)?;
         problem.validate()?;
         inputs.validate(problem)?;
         let plan = self.plan_for(problem, &inputs.arrangement(problem)?, preference)?;
@@ -140,14 +141,10 @@ impl Machine {
         preference: &Preference,
         progress: Option<&dyn Progress>,
     ) -> Result<Gradients, Error> {
+        let problem = &problem.clone().backward();
         problem.validate()?;
         backward.validate(problem)?;
-        let arrangement = backward.inputs.arrangement(problem)?;
-        let of = |backend: &dyn Backend| {
-            (backend.name(), backend.backward_candidates(problem, &arrangement))
-        };
-        let candidates = self.backends.iter().map(|backend| of(backend.as_ref())).collect();
-        let plan = Plan::choose(problem, candidates, &self.missing, preference)?;
+        let plan = self.plan_for(problem, &backward.arrangement(problem)?, preference)?;
         let options = RunOptions { progress, ..RunOptions::default() };
         let mut gradients = self.backend_of(&plan).execute_backward(&plan, backward, &options)?;
         gradients.report.reason = plan.reason();

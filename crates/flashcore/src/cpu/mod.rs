@@ -32,7 +32,7 @@ use crate::error::Error;
 use crate::gradients::{Backward, Gradients};
 use crate::inputs::Inputs;
 use crate::plan::{Arrangement, Candidate, Plan};
-use crate::problem::{Problem, RowScores};
+use crate::problem::{Pass, Problem, RowScores};
 use crate::serving::Sequences;
 use crate::tensor::{Element, Head, Tensor, with_elements};
 
@@ -108,11 +108,11 @@ impl Backend for CpuBackend {
     }
 
     fn candidates(&self, problem: &Problem, _: &Arrangement) -> Vec<Candidate> {
-        vec![self.candidate(problem, KERNEL)]
-    }
-
-    fn backward_candidates(&self, problem: &Problem, _: &Arrangement) -> Vec<Candidate> {
-        vec![self.candidate(problem, BACKWARD)]
+        let kernel = match problem.pass {
+            Pass::Forward => KERNEL,
+            Pass::Backward => BACKWARD,
+        };
+        vec![self.candidate(problem, kernel)]
     }
 
     fn execute_backward(

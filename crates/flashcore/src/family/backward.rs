@@ -26,6 +26,9 @@ impl Family for Backward {
     fn choose(&self, asked: &Asked<'_>) -> Result<Choice, String> {
         let Asked { chip, problem, arrangement } = *asked;
         let workload = workload(chip, problem)?;
+        if workload.rules.sinks {
+            return Err("the gradient of sinks is not computed yet".to_owned());
+        }
         let (dim, value_dim) = (workload.head_dim, workload.value_head_dim);
         let backward = tuned_backward(workload.element, dim, value_dim, workload.rules)
             .ok_or_else(|| format!("head dims {dim} and {value_dim} are beyond 128"))?;

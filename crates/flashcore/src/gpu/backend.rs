@@ -11,6 +11,7 @@ use super::{AttentionPlan, Compilation, DeviceLists, Gpu, GpuError, GuardedBuffe
 use crate::backend::{Backend, Output, Report, RunOptions, unseen};
 use crate::error::Error;
 use crate::family::teams;
+use crate::gradients::{Backward, Gradients};
 use crate::inputs::Inputs;
 use crate::plan::{Arrangement, Candidate, GPU, Plan, candidates};
 use crate::problem::Problem;
@@ -78,6 +79,15 @@ impl Backend for GpuBackend {
 
     fn candidates(&self, problem: &Problem, arrangement: &Arrangement) -> Vec<Candidate> {
         candidates(&self.gpu.chip(), problem, arrangement)
+    }
+
+    fn execute_backward(
+        &self,
+        plan: &Plan,
+        backward: Backward<'_>,
+        options: &RunOptions<'_>,
+    ) -> Result<Gradients, Error> {
+        self.differentiate(plan, backward, options)
     }
 
     /// Rows that belong to no sequence are not written.

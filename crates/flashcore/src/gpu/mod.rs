@@ -20,6 +20,7 @@
 mod append;
 mod attention;
 mod backend;
+mod backward;
 mod chip;
 mod combine;
 mod executable;

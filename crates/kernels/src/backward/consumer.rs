@@ -237,10 +237,8 @@ impl Consumer {
         }
         group.start_key_gradients(k, key_gradients, operand, part.stage, part);
         k.wait_products(1 + u32::from(before.is_some()));
-        let number = k.variable(group.number);
         if last {
-            k.set(group.number, group.walk.number);
-            group.walk.advance(k, group.place, group.tile);
+            group.walk.advance_block(k, group.tile);
         }
         self.early_weights(k, group, next, scores);
         if last {
@@ -249,10 +247,12 @@ impl Consumer {
         }
         if before.is_some() {
             k.wait_products(1);
-            group.add(k, number, query_gradients);
+            group.add(k, group.number, query_gradients);
         }
         k.wait_products(0);
         if last {
+            k.set(group.number, group.walk.number);
+            group.walk.advance_number(k, group.place, group.tile);
             group.release_queries(k, part.stage);
             if next.stage == 0 {
                 k.set(group.phase, group.phase ^ 1);

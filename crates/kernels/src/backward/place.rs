@@ -97,15 +97,28 @@ impl Place {
 impl Walk {
     /// Goes on to the next step.
     pub(super) fn advance(&self, k: &mut Builder, place: &Place, tile: &Tile) {
+        self.advance_block(k, tile);
+        self.advance_number(k, place, tile);
+    }
+
+    /// Goes on but for the number, which still is the one before.
+    pub(super) fn advance_block(&self, k: &mut Builder, tile: &Tile) {
         let QueryBlocks { first, end, .. } = tile.query_blocks;
         let next = k.eval(self.block + 1);
         let next = k.eval(next.equals(end).choose::<U32>(first, next));
-        let around = k.eval(next.equals(self.start));
-        k.set(self.number, self.number + next - self.block);
+        let around = next.equals(self.start);
+        k.set(self.head, around.choose::<U32>(self.head + 1, self.head));
         k.set(self.block, next);
         k.set(self.left, self.left - 1);
-        k.if_(around, |k| {
-            k.set(self.head, self.head + 1);
+    }
+
+    /// Follows with the number.
+    pub(super) fn advance_number(&self, k: &mut Builder, place: &Place, tile: &Tile) {
+        let QueryBlocks { first, end, .. } = tile.query_blocks;
+        let back = k.eval(self.block.equals(first));
+        let step = k.eval(back.choose::<U32>(first + 1 - end, 1u32));
+        k.set(self.number, self.number + step);
+        k.if_(self.block.equals(self.start), |k| {
             let blocks = (place.lengths[0] + (place.query_block - 1)) / place.query_block;
             k.set(self.number, self.number + blocks);
         });

@@ -16,7 +16,8 @@ pub struct GradientsOutcome {
     pub passed: bool,
     /// Its errors.
     pub verdict: GradientsVerdict,
-    /// Whether a second run gave the same bits.
+    /// Whether a second run gave the same bits: all of them, or on a GPU, where the gradient of the
+    /// queries is added up in any order, those of the other gradients.
     pub repeats: bool,
 }
 
@@ -88,7 +89,8 @@ impl<'a> ExpectedGradients<'a> {
             delta: None,
         };
         let verdict = compare_gradients(problem, inputs, found, &self.reference, &self.baseline)?;
-        let repeats = same_bits(&first, &second);
+        let repeats = same_bits(&first, &second)
+            && (backend.name() == "gpu" || first.query.bytes() == second.query.bytes());
         Ok(GradientsOutcome { passed: verdict.passed && repeats, verdict, repeats })
     }
 }
@@ -97,8 +99,7 @@ fn same_bits(first: &flashcore::Gradients, second: &flashcore::Gradients) -> boo
     let bits = |gradients: &flashcore::Gradients| -> Option<Vec<u32>> {
         Some(gradients.sinks.as_ref()?.iter().map(|value| value.to_bits()).collect())
     };
-    first.query.bytes() == second.query.bytes()
-        && first.key.bytes() == second.key.bytes()
+    first.key.bytes() == second.key.bytes()
         && first.value.bytes() == second.value.bytes()
         && bits(first) == bits(second)
 }
