@@ -90,7 +90,7 @@ fn write(scene: &mut Scene, forms: &[&Form], trees: &[Tree]) {
                 );
             }
             Tree::Loop(body) => {
-                let passes = scene.k.variable(2);
+                let passes = scene.k.variable::<ptx::U32>(2);
                 scene.loop_(|scene| {
                     scene.k.break_if(passes.equals(0));
                     scene.k.set(passes, passes - 1);
