@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::{Args, value_parser};
 use flashcore::gpu::Gpu;
 use flashcore::{Problem, Progress};
 use harness::Silent;
@@ -17,6 +17,7 @@ use harness::subject::{GpuSubject, Source, Subject, Tensors};
 use kernels::{Configuration, shipped};
 use ptx::Target;
 use testing::check::ladder;
+use testing::scene::MOST_SEEDS;
 
 use crate::inspect::choose;
 use crate::{Answer, terminal};
@@ -38,16 +39,16 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "CANDIDATE", value_parser = Candidate::parse)]
     baseline: Option<Candidate>,
     /// The least share of the baseline's speed
-    #[arg(long, value_name = "SHARE", default_value_t = 0.95)]
+    #[arg(long, value_name = "SHARE", default_value_t = 0.95, value_parser = share)]
     at_least: f64,
     /// What is timed [default: 4096 positions of the kernel's own dims, or one query over 8192]
     #[arg(long)]
     problem: Option<Problem>,
     /// Samples of each when it is timed
-    #[arg(long, default_value_t = 7)]
-    rounds: usize,
+    #[arg(long, default_value_t = 7, value_parser = value_parser!(u32).range(1..=MOST_ROUNDS))]
+    rounds: u32,
     /// Seeds of every hostile policy of the simulator
-    #[arg(long, default_value_t = 3)]
+    #[arg(long, default_value_t = 3, value_parser = value_parser!(u64).range(1..=MOST_SEEDS))]
     seeds: u64,
     /// Makes the inputs new; a run without it takes the time
     #[arg(long)]
@@ -69,6 +70,18 @@ pub(crate) struct Arguments {
 impl Arguments {
     fn timed(&self, contract: &Contract) -> Problem {
         self.problem.clone().unwrap_or_else(|| contract.timed())
+    }
+}
+
+/// More samples would take days.
+const MOST_ROUNDS: i64 = 100_000;
+
+/// A share of a speed: anything that can be compared.
+fn share(text: &str) -> Result<f64, String> {
+    let share: f64 = text.parse().map_err(|_| "it is no number".to_owned())?;
+    match share.is_finite() && share >= 0.0 {
+        true => Ok(share),
+        false => Err("a share of a speed is a number from 0 on".to_owned()),
     }
 }
 
@@ -132,6 +145,9 @@ impl Judged {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
+    if Step::ALL.iter().all(|step| arguments.without.contains(step)) {
+        return Err("no step is left to judge by: `--without` names every one".into());
+    }
     let gpu = harness::open_gpu().map_err(|error| error.to_string());
     if arguments.once {
         let name = arguments.kernel.as_deref().unwrap_or_default();
@@ -269,7 +285,7 @@ fn fast(arguments: &Arguments, gpu: &Gpu, judged: &Judged, salt: u64) -> Outcome
     }
     let pace = Pace {
         problem: arguments.timed(&contract),
-        rounds: arguments.rounds,
+        rounds: arguments.rounds as usize,
         at_least: arguments.at_least,
         peak_tflops: Some(GpuFound::of(gpu.info()).peak_tflops()),
     };
@@ -368,6 +384,9 @@ fn verdict(judgement: &Judgement) -> String {
             terminal::paint(terminal::GOOD, "accepted"),
             skipped.join(", ")
         ),
+        (false, _) if judgement.broken().is_none() => {
+            format!("{}: no step could be asked\n", terminal::paint(terminal::BAD, "not judged"))
+        }
         (false, _) => format!("{}\n", terminal::paint(terminal::BAD, "rejected")),
     }
 }

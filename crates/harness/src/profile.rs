@@ -125,7 +125,8 @@ pub fn on_gpu(
         .map_err(|reason| Error::Malformed { what: program.name.clone(), reason })?;
     let mut table = Table::new(gpu, plan)?;
     let mut without = Planned::new(gpu, plan.clone(), given)?;
-    let mut with = Launcher::new(gpu, &ptx::print(&program), probed)?;
+    let text = ptx::print_for(&program, gpu.compiler());
+    let mut with = Launcher::new(gpu, &text, probed)?;
     let milliseconds = [table.time(gpu, &mut without)?, table.time(gpu, &mut with)?];
     // The notes are those of the last launch: each writes the same places.
     let words = with.memory(gpu, "Workspace(Probe)")?;

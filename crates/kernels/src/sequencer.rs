@@ -73,7 +73,7 @@ impl Sequencer {
     /// The most records that a batch can have: sequences, rows of all their
     /// queries, rows of a tile.
     pub fn records(batch: u64, query_rows: u64, tile_rows: u64) -> u64 {
-        batch + query_rows / tile_rows
+        batch.saturating_add(query_rows / tile_rows)
     }
 
     /// Bytes of a schedule with room for so many records.

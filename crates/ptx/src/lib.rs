@@ -75,6 +75,7 @@
 //! | what does it need of the hardware? | `instruction/requirement.rs`, `target.rs` |
 //! | what makes a program valid? | the list that opens `valid/mod.rs` |
 //! | how is it spelled in PTX? | `print/instruction.rs` |
+//! | what do older compilers have to be told? | `print/compiler.rs` |
 //!
 //! # The promise
 //!
@@ -98,7 +99,7 @@ mod value;
 
 pub use build::*;
 pub use instruction::*;
-pub use print::print;
+pub use print::{Compiler, print, print_for};
 pub use program::*;
 pub use register::*;
 pub use target::*;

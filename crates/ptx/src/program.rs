@@ -37,14 +37,16 @@ pub struct Program {
 impl Program {
     /// The dynamic shared memory a launch must ask for.
     pub fn shared_bytes(&self) -> u32 {
-        self.shared.iter().map(|region| region.offset + region.bytes).max().unwrap_or(0)
+        let end = |region: &SharedRegion| region.offset.saturating_add(region.bytes);
+        self.shared.iter().map(end).max().unwrap_or(0)
     }
 
     /// Registers of a thread at entry: what those of the multiprocessor come to
     /// for the blocks that shall fit on it, in steps of 8 and at most 255.
     pub fn registers_at_entry(&self) -> u32 {
         let blocks = self.blocks_per_multiprocessor.unwrap_or(1).max(1);
-        let each = MULTIPROCESSOR_REGISTERS / (self.threads.max(1) * blocks) / 8 * 8;
+        let threads = self.threads.max(1).saturating_mul(blocks);
+        let each = MULTIPROCESSOR_REGISTERS / threads / 8 * 8;
         each.min(255)
     }
 

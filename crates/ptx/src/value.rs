@@ -18,8 +18,13 @@ use crate::{
 #[must_use = "a value is only computed where it is used"]
 pub struct Value<T> {
     pub(crate) node: Node,
+    /// How many operators stand one inside the other.
+    depth: u32,
     marker: PhantomData<fn() -> T>,
 }
+
+/// The deepest expression: the builder calls itself for each operator inside another.
+const DEEPEST: u32 = 256;
 
 /// The expression tree behind a [`Value`].
 #[derive(Clone, Debug)]
@@ -33,11 +38,13 @@ pub(crate) enum Node {
     Reinterpret(Type, Box<Node>),
     /// The same number in another type; the first is the source's.
     Convert(Type, Type, Box<Node>),
+    /// What is no expression, and why: a misuse where it is used.
+    Wrong(String),
 }
 
 impl<T> Clone for Value<T> {
     fn clone(&self) -> Self {
-        Value::new(self.node.clone())
+        Value { node: self.node.clone(), depth: self.depth, marker: PhantomData }
     }
 }
 
@@ -49,7 +56,16 @@ impl<T> std::fmt::Debug for Value<T> {
 
 impl<T> Value<T> {
     pub(crate) fn new(node: Node) -> Self {
-        Value { node, marker: PhantomData }
+        Value { node, depth: 0, marker: PhantomData }
+    }
+
+    /// An operator, over operands of at most this depth.
+    fn over(depth: u32, node: Node) -> Self {
+        if depth == DEEPEST {
+            let text = format!("more than {DEEPEST} operators inside one another: eval some");
+            return Value::new(Node::Wrong(text));
+        }
+        Value { node, depth: depth + 1, marker: PhantomData }
     }
 }
 
@@ -68,12 +84,14 @@ impl<T> From<&Reg<T>> for Value<T> {
 macro_rules! constants {
     ($($rust:ty => $marker:ident as $bits:ty;)*) => {$(
         impl From<$rust> for Value<$marker> {
-            #[track_caller]
             fn from(constant: $rust) -> Self {
-                let bits = <$bits>::try_from(constant).unwrap_or_else(|_| {
-                    panic!("the constant {constant} does not fit {}", stringify!($marker))
-                });
-                Value::new(Node::Operand(Operand::Immediate(bits as u64)))
+                Value::new(match <$bits>::try_from(constant) {
+                    Ok(bits) => Node::Operand(Operand::Immediate(bits as u64)),
+                    Err(_) => {
+                        let marker = stringify!($marker);
+                        Node::Wrong(format!("the constant {constant} does not fit {marker}"))
+                    }
+                })
             }
         }
     )*};
@@ -132,8 +150,13 @@ displace! {
     SharedAddress by U32, ClusterAddress by U32, GlobalAddress by U64
 }
 
-fn binary<T: Scalar>(operation: BinaryOperation, a: Node, b: Node) -> Value<T> {
-    Value::new(Node::Binary(operation, T::TYPE, Box::new(a), Box::new(b)))
+fn binary<T: Scalar, B>(operation: BinaryOperation, a: Value<T>, b: Value<B>) -> Value<T> {
+    let depth = a.depth.max(b.depth);
+    Value::over(depth, Node::Binary(operation, T::TYPE, Box::new(a.node), Box::new(b.node)))
+}
+
+fn unary<T: Scalar>(operation: UnaryOperation, a: Value<T>) -> Value<T> {
+    Value::over(a.depth, Node::Unary(operation, T::TYPE, Box::new(a.node)))
 }
 
 macro_rules! operators {
@@ -141,7 +164,7 @@ macro_rules! operators {
         impl<T: $bound, R: Into<Value<$right>>> $trait<R> for Value<T> {
             type Output = Value<T>;
             fn $method(self, right: R) -> Value<T> {
-                binary(BinaryOperation::$operation, self.node, right.into().node)
+                binary(BinaryOperation::$operation, self, right.into())
             }
         }
         impl<T: $bound, R: Into<Value<$right>>> $trait<R> for Reg<T> {
@@ -177,7 +200,7 @@ impl Bitwise for Pred {}
 impl<T: Bitwise> Not for Value<T> {
     type Output = Value<T>;
     fn not(self) -> Value<T> {
-        Value::new(Node::Unary(UnaryOperation::Not, T::TYPE, Box::new(self.node)))
+        unary(UnaryOperation::Not, self)
     }
 }
 
@@ -197,7 +220,7 @@ impl Signed for F32 {}
 impl<T: Signed> Neg for Value<T> {
     type Output = Value<T>;
     fn neg(self) -> Value<T> {
-        Value::new(Node::Unary(UnaryOperation::Negate, T::TYPE, Box::new(self.node)))
+        unary(UnaryOperation::Negate, self)
     }
 }
 
@@ -257,7 +280,7 @@ pub trait Expression<T: Scalar>: Into<Value<T>> + Sized {
     where
         T: Number,
     {
-        binary(BinaryOperation::Minimum, self.into().node, other.into().node)
+        binary(BinaryOperation::Minimum, self.into(), other.into())
     }
 
     /// The larger of the two.
@@ -265,17 +288,19 @@ pub trait Expression<T: Scalar>: Into<Value<T>> + Sized {
     where
         T: Number,
     {
-        binary(BinaryOperation::Maximum, self.into().node, other.into().node)
+        binary(BinaryOperation::Maximum, self.into(), other.into())
     }
 
     /// The same bits read as another type of the same width.
     fn reinterpret<U: Scalar>(self) -> Value<U> {
-        Value::new(Node::Reinterpret(U::TYPE, Box::new(self.into().node)))
+        let Value { node, depth, .. } = self.into();
+        Value::over(depth, Node::Reinterpret(U::TYPE, Box::new(node)))
     }
 
     /// The same number in another type, rounded or truncated where it must be.
     fn convert<U: Scalar>(self) -> Value<U> {
-        Value::new(Node::Convert(T::TYPE, U::TYPE, Box::new(self.into().node)))
+        let Value { node, depth, .. } = self.into();
+        Value::over(depth, Node::Convert(T::TYPE, U::TYPE, Box::new(node)))
     }
 }
 
@@ -286,12 +311,10 @@ impl<T: Scalar> Expression<T> for Value<T> {}
 pub trait Choose: Into<Value<Pred>> + Sized {
     /// `a` where the predicate is true, `b` elsewhere.
     fn choose<T: Scalar>(self, a: impl Into<Value<T>>, b: impl Into<Value<T>>) -> Value<T> {
-        Value::new(Node::Select(
-            T::TYPE,
-            Box::new(self.into().node),
-            Box::new(a.into().node),
-            Box::new(b.into().node),
-        ))
+        let (condition, a, b) = (self.into(), a.into(), b.into());
+        let depth = condition.depth.max(a.depth).max(b.depth);
+        let [condition, a, b] = [condition.node, a.node, b.node].map(Box::new);
+        Value::over(depth, Node::Select(T::TYPE, condition, a, b))
     }
 }
 
@@ -303,8 +326,9 @@ fn compare<T: Scalar>(
     a: impl Into<Value<T>>,
     b: impl Into<Value<T>>,
 ) -> Value<Pred> {
-    let (a, b) = (a.into().node, b.into().node);
-    Value::new(Node::Compare(comparison, T::TYPE, Box::new(a), Box::new(b)))
+    let (a, b) = (a.into(), b.into());
+    let depth = a.depth.max(b.depth);
+    Value::over(depth, Node::Compare(comparison, T::TYPE, Box::new(a.node), Box::new(b.node)))
 }
 
 /// Splits constant displacements off an address, so that they become the

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{forms, refused};
-use flashcore_ptx::{Target, print};
+use flashcore_ptx::{Builder, Role, Target, U32, print};
 
 /// Each form alone, for the lowest target that has it: the PTX version that
 /// the printer chose must know it.
@@ -53,4 +53,23 @@ fn versions_are_low() {
         ".version 8.0"
     );
     assert_eq!(version("wgmma by a predicate", Target::SM_90A), ".version 8.0");
+}
+
+/// Whatever a name may be, it stays a comment.
+#[test]
+fn odd_names_are_comments() {
+    let names = ["", "a \\", "*/", "/* begun", "quoted \"", "};", "a // b, c"];
+    let programs: Vec<_> = names
+        .into_iter()
+        .map(|name| {
+            let mut k = Builder::new("k", Target::SM_80, 64);
+            k.shared(name, 16, 16);
+            k.parameter::<U32>(name);
+            k.parameter::<U32>(name);
+            k.role(Role::warps(name, 0..1), |k| k.warp_sync());
+            (name.to_owned(), k.finish().unwrap())
+        })
+        .collect();
+    let messages = refused(&programs);
+    assert!(messages.is_empty(), "{} refused:\n{}", messages.len(), messages.join("\n"));
 }

@@ -303,3 +303,183 @@ fn tiles_that_do_not_fit() {
         "2 coordinates for a tensor map of 3 dimensions"
     );
 }
+
+/// Numbers that no hardware has are refused with a message, without a panic, a
+/// walk that does not end or memory that nobody has.
+#[test]
+fn numbers_that_cannot_be() {
+    const MOST: u32 = u32::MAX;
+    let huge = |rows, columns| TileLayout::widest(Element::F16, rows, columns);
+    assert_eq!(fault(|k| _ = k.shared("x", 16, 0)), "x: 16 bytes of shared memory aligned to 0");
+    assert_eq!(
+        fault(|k| {
+            k.shared("all", MOST, 1);
+            k.shared("more", 16, 16);
+        }),
+        "more: 16 bytes of shared memory aligned to 16"
+    );
+    for (rank, count) in [(0, 0), (6, 6), (usize::MAX, 6)] {
+        assert_eq!(
+            fault(|k| _ = k.tensor_map("map", huge(64, 64).tensor_box(rank))),
+            format!("tensor map map: {count} dimensions: not 1 to 5")
+        );
+    }
+    for lanes in [0, 3, 64, MOST] {
+        assert_eq!(
+            fault(|k| {
+                let lane = k.lane();
+                k.reduce_lanes(lane, lanes, |a, b| a + b);
+            }),
+            format!("a reduction over {lanes} lanes: not 1, 2, 4, 8, 16 or 32")
+        );
+    }
+    for (rows, columns) in [(MOST, 64), (64, MOST), (MOST, MOST), (0, MOST), (MOST, 0)] {
+        let layout = huge(rows, columns);
+        assert_eq!(layout.bytes(), if rows == 0 || columns == 0 { 0 } else { MOST });
+        let text =
+            format!("tile: a tile of {rows} x {columns} is nothing, or no shared memory has it");
+        // A whole kernel is written with it before it is refused.
+        let kernel = |k: &mut Builder| {
+            let tile = SharedTiles::new(k, "tile", layout, MOST).at(k, 0);
+            let map = k.tensor_map("map", layout.tensor_box(2));
+            let barrier = k.shared_address(0);
+            tile.load(k, map, &[0.into(), 0.into()], barrier, CopyHint::default());
+            k.wgmma(tile.transposed(), tile.matrix()).wait(k);
+            Fragment::load(k, &tile, 0).store(k, &tile, 0);
+        };
+        assert_eq!(fault(kernel), text);
+        let ring = |k: &mut Builder| {
+            let layout = TileLayout { swizzle: Swizzle::B128, ..layout };
+            let ring = TileRing::new(k, "tile", layout, MOST);
+            ring.rotate(k);
+            let lane = k.lane();
+            let lanes = MatrixLanes::rows_first(k, lane);
+            TileReader::new(k, layout, ring.at(0), lanes).a(k, MOST, MOST);
+        };
+        assert_eq!(fault(ring), text);
+    }
+    assert_eq!(
+        fault(|k| _ = TileRing::new(k, "ring", huge(64, 64), 0)),
+        "ring: 0 tiles of 8192 bytes"
+    );
+    assert_eq!(
+        fault(|k| Pipeline::new(k, "stages", MOST, 1).init(k)),
+        format!("stages full: {MOST} barriers are more than shared memory has room for")
+    );
+    for columns in [0, 4, 264, MOST] {
+        let text = format!("an accumulator of {columns} columns: not 8 to 256 in eights");
+        assert_eq!(fault(|k| _ = Accumulator::zeros(k, columns).registers()[0]), text);
+    }
+    assert_eq!(
+        fault(|k| _ = WarpAccumulator::zeros(k, 1 << 31, 1 << 31).cell(0, 0)),
+        "2147483648 x 2147483648 elements do not fit the registers of a warp"
+    );
+    assert_eq!(
+        fault(|k| assert_eq!(WarpAccumulator::new(k, 16, 0).tiles(), 1)),
+        "16 x 0 is not made of cells of 16 x 8"
+    );
+    assert_eq!(
+        fault(|k| {
+            let one = k.variable(1.0);
+            Fragment::new(k, Element::F16, 16).set_pair(k, 4, one, one);
+        }),
+        "register 4 of 4"
+    );
+    assert_eq!(
+        fault(|k| {
+            let one = k.variable(1.0);
+            WarpFragment::new(k, Element::F16, 16, 16).set_pair(k, 2, 0, [one, one]);
+        }),
+        "row 2 and group 0 of a smaller operand"
+    );
+    for warps in [0..MOST, MOST - 1..MOST] {
+        let role = Role::warpgroups("many", warps.clone()).registers(MOST);
+        let mut k = Builder::new("k", Target::SM_90A, 128).blocks_per_multiprocessor(1);
+        k.role(role, |_| {});
+        assert!(k.finish().is_err());
+        let text = fault(|k| k.role(Role::warps("many", warps), |_| {}));
+        assert!(text.starts_with("a role of warps"), "{text}");
+    }
+    let mut k = Builder::new("k", Target::SM_90A, MOST).blocks_per_multiprocessor(MOST);
+    k.role(Role::warps("all", 0..1), |_| {});
+    assert!(k.finish().unwrap_err().to_string().starts_with("a block of 4294967295 threads"));
+}
+
+/// Constants that their type cannot hold, and expressions that nest without end.
+#[test]
+fn values_that_cannot_be() {
+    let text = fault(|k| {
+        let thread = k.thread_index();
+        k.eval(thread + usize::MAX);
+    });
+    assert_eq!(text, format!("the constant {} does not fit U32", usize::MAX));
+    assert_eq!(fault(|k| _ = k.variable::<U64>(-1)), "the constant -1 does not fit U64");
+    let sum = |k: &mut Builder, count: u32| {
+        let thread = k.thread_index();
+        let mut sum: Value<U32> = thread.into();
+        for _ in 0..count {
+            sum = sum + thread;
+        }
+        k.eval(sum);
+    };
+    assert_eq!(fault(|k| sum(k, 100_000)), "more than 256 operators inside one another: eval some");
+    let mut k = Builder::new("k", Target::SM_90A, 128);
+    sum(&mut k, 256);
+    k.finish().unwrap();
+}
+
+/// Names are printed as comments, one on a line.
+#[test]
+fn names_that_are_more_than_a_line() {
+    let refused = |name: &str| format!("{name:?} is no name: it has more than printable ASCII");
+    for name in ["two\nlines", "carriage\rreturn", "nothing\0", "\u{85}", "größer"] {
+        assert_eq!(fault(|k| _ = k.shared(name, 16, 16)), refused(name));
+        assert_eq!(fault(|k| _ = k.parameter::<U32>(name)), refused(name));
+        assert_eq!(fault(|k| k.role(Role::warps(name, 0..1), |_| {})), refused(name));
+    }
+}
+
+/// A target that no assembler knows.
+#[test]
+fn targets_that_are_not_there() {
+    let specific = |architecture| Target { architecture, specific: true };
+    for target in [Target::portable(70), Target::portable(77), specific(80), Target::portable(999)]
+    {
+        let invalid = Builder::new("k", target, 32).finish().unwrap_err();
+        assert_eq!(invalid.to_string(), format!("there is no target {target}, or it is too old"));
+    }
+}
+
+/// A loop that starts one product more at each pass and waits for none of them:
+/// the walk through it comes to an end.
+#[test]
+fn a_loop_that_only_starts_products() {
+    let write = |k: &mut Builder| {
+        let (a, b) = tiles(k);
+        let thread = k.thread_index();
+        let o = Accumulator::zeros(k, 64);
+        k.loop_(|k| {
+            k.break_if(thread.equals(0));
+            k.start_product(&o, Accumulate::Yes, a.matrix(), b.transposed());
+        });
+        o
+    };
+    let mut k = Builder::new("k", Target::SM_90A, 128);
+    write(&mut k);
+    k.wait_products(0);
+    k.finish().unwrap();
+    assert!(fault(|k| _ = write(k)).contains("is never waited for"));
+    assert!(
+        fault(|k| {
+            let o = write(k);
+            k.wait_products(1);
+            k.eval(o.registers()[0] + 1.0);
+        })
+        .contains("which has not been waited for")
+    );
+    // A product of one kernel, waited for in another.
+    let mut other = Builder::new("other", Target::SM_90A, 128);
+    let (a, b) = tiles(&mut other);
+    let product = other.wgmma(a.matrix(), b.transposed());
+    assert_eq!(fault(|k| _ = product.wait(k)), "a product of another kernel is waited for");
+}

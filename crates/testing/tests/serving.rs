@@ -204,3 +204,66 @@ fn new_tokens_go_behind_the_sequences() {
     let refusal = append((&mut key, &mut value), &full, added, &new, None).unwrap_err();
     assert_eq!(refusal.to_string(), "sequence 0 has 13 positions, and there is room for 12");
 }
+
+/// Lengths that cannot be added up, padding beyond the end, tensors of other heads and shapes
+/// without an element are refused, or served; nothing panics or walks for ever.
+#[test]
+fn what_cannot_be_counted_is_refused() {
+    let tensor = |shape: [usize; 4]| Tensor::zeros(DType::F32, shape.into()).unwrap();
+    let refusal = |place: &Placement, new: &Placement, heads: [usize; 2]| {
+        let (mut key, mut value) = (tensor([2, 4, 2, 8]), tensor([2, 4, heads[0], 8]));
+        let (new_key, new_value) = (tensor([2, 3, 2, 8]), tensor([2, 3, heads[1], 8]));
+        let cache = (&mut key, &mut value);
+        append(cache, place, (&new_key, &new_value), new, None).unwrap_err().to_string()
+    };
+    let (place, new) = (Placement::padded(vec![1, 1]), Placement::padded(vec![3, 3]));
+    let most = usize::MAX;
+    assert_eq!(
+        refusal(&Placement::padded(vec![1, most]), &new, [2, 2]),
+        format!("sequence 1 has {most} positions, and there is room for 4")
+    );
+    assert_eq!(
+        refusal(&place, &Placement::padded(vec![most, 3]), [2, 2]),
+        format!("sequence 0 has {most} positions, and there is room for 4")
+    );
+    let pages = Pages::new(4, 1, vec![0, 1]).unwrap();
+    assert_eq!(
+        refusal(&Placement::paged(vec![most, 1], pages), &new, [2, 2]),
+        format!("sequence 0 has {most} positions, and there is room for 4")
+    );
+    for (place, new) in [
+        (place.clone().with_left_padding(vec![2, 0]), new.clone()),
+        (place.clone(), Placement::padded(vec![1, 1]).with_left_padding(vec![2, 0])),
+    ] {
+        let text = refusal(&place, &new, [2, 2]);
+        assert_eq!(text, "sequence 0 has 1 positions, of which 2 are padding");
+    }
+    assert_eq!(
+        refusal(&place, &new, [1, 1]),
+        "value has shape [2, 4, 1, 8], expected [2, 4, 2, 8]"
+    );
+    assert_eq!(
+        refusal(&place, &new, [2, 1]),
+        "value has shape [2, 3, 1, 8], expected [2, 3, 2, 8]"
+    );
+
+    // A placement that was never validated is, where it is used.
+    let falling = Placement::packed(vec![most, 1]).with_lengths(vec![most]);
+    assert!(falling.fits(Shape::new(1, 4, 1, 8)).unwrap_err().to_string().contains("fall"));
+    let endless = Placement::paged(vec![], Pages::new(most, 2, vec![]).unwrap());
+    let none =
+        Sequences::new(Problem::new(0, 1, 1, 8), Placement::padded(vec![]), endless).unwrap();
+    let (query, key) = (tensor([0, 1, 1, 8]), tensor([0, 4, 1, 8]));
+    assert!(none.over(Inputs::new(&query, &key, &key)).is_err());
+
+    let many = tensor([most, 2, 1, 0]);
+    assert!(combine(&[(&many, &[0.0])]).unwrap_err().to_string().contains("log-sum-exp"));
+    let (output, lse) = combine(&[(&tensor([most, 0, 1, 8]), &[])]).unwrap();
+    assert!(output.to_f32().is_empty() && lse.is_empty());
+    let (_, lse) = combine(&[(&tensor([1, 2, 1, 0]), &[0.0, 1.0])]).unwrap();
+    assert_eq!(lse, [0.0, 1.0]);
+    let table = [0.0; 4];
+    let rotary = Rotary { dim: 2, interleaved: true, cosines: &table, sines: &table };
+    assert!(rotary.rotate(&tensor([most, 0, 1, 8]), &[]).unwrap().to_f32().is_empty());
+    assert!(rotary.rotate(&tensor([1, 1, 1, 8]), &[most]).is_err());
+}

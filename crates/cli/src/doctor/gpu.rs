@@ -1,12 +1,15 @@
 //! The GPU side of the machine.
 
-use cuda::{DeviceInfo, Driver};
+use cuda::{DeviceInfo, Driver, DriverVersion};
 use flashcore::Machine;
 use flashcore::gpu::target_of;
 use ptx::Capability;
 use serde::Serialize;
 
 use crate::terminal;
+
+/// The capability that makes a GPU one for the kernels that compilers differ in.
+const WGMMA: &str = Capability::Wgmma.name();
 
 /// Driver and devices.
 #[derive(Serialize)]
@@ -24,6 +27,24 @@ struct DriverFound {
     cuda: String,
     /// The release of the kernel module.
     release: Option<String>,
+    /// What its compiler makes of kernels with `wgmma`, where it is not the best.
+    slower: Option<&'static str>,
+}
+
+/// What the compiler of a driver makes of the kernels for Hopper, where that is not the best: by
+/// what the assembler of the same release says (docs/architectures.md has the table).
+fn slower(version: DriverVersion) -> Option<&'static str> {
+    match (version.major, version.minor) {
+        (12, 0..=3) => Some(
+            "its compiler spills registers in some forward and prefill kernels: CUDA 12.4 or \
+             later does not",
+        ),
+        (12, 5) => Some(
+            "its compiler waits for products that others overlap with the softmax, in every \
+             forward and prefill kernel: CUDA 12.4, and 12.6 or later, do not",
+        ),
+        _ => None,
+    }
 }
 
 #[derive(Serialize)]
@@ -53,6 +74,7 @@ impl Gpu {
         let driver = Driver::probe().ok().map(|driver| DriverFound {
             cuda: driver.version.to_string(),
             release: driver.release.clone(),
+            slower: slower(driver.version),
         });
         let mut devices = Vec::new();
         for ordinal in 0..cuda::Device::count().unwrap_or(0) {
@@ -74,6 +96,9 @@ impl Gpu {
             let release =
                 release.map_or_else(String::new, |release| format!(", release {release}"));
             fields.push(("driver", format!("CUDA {}{release}", driver.cuda)));
+            let concerned = self.devices.iter().any(|it| it.capabilities.contains(&WGMMA));
+            let slower = driver.slower.filter(|_| concerned);
+            fields.extend(slower.map(|text| ("warning", text.to_owned())));
         }
         fields.extend(self.devices.iter().flat_map(Device::fields));
         if let Some(reason) = &self.missing {
@@ -141,5 +166,20 @@ impl Device {
             fields.push(("gpu lacks", self.lacking.join(", ")));
         }
         fields
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn drivers_that_compile_worse_are_named() {
+        let of = |major, minor| slower(DriverVersion { major, minor });
+        for (major, minor) in [(12, 4), (12, 6), (12, 8), (12, 9), (13, 0)] {
+            assert_eq!(of(major, minor), None, "{major}.{minor}");
+        }
+        assert!(of(12, 0).is_some_and(|text| text.contains("spills")));
+        assert!(of(12, 5).is_some_and(|text| text.contains("waits")));
     }
 }

@@ -1,11 +1,12 @@
-//! What the assemblers of this machine make of a kernel.
+//! What the assemblers of this machine make of a kernel: each of the text that the library would
+//! give to a driver of the same release.
 
 use std::time::Duration;
 
 use cuda::toolkit::{self, Assembled, Options, Ptxas, Toolkit};
 use cuda::{Device, DeviceInfo, OptimizationLevel};
 use flashcore::Progress;
-use ptx::Target;
+use ptx::{Compiler, Program, Target};
 use serde::Serialize;
 
 use super::choose::default_target;
@@ -16,10 +17,9 @@ use crate::terminal;
 #[derive(Serialize)]
 pub(super) struct Assembly {
     assemblers: Vec<Assembler>,
-    /// Whether the newest `ptxas`, or else the driver, finds nothing to complain about; absent
-    /// where there is neither.
+    /// Whether none of them finds anything to complain about; absent where there is none.
     clean: Option<bool>,
-    /// Why, or why not.
+    /// For which of them it is clean, and what the others say.
     verdict: String,
 }
 
@@ -59,38 +59,36 @@ pub(super) fn disassemble(ptx: &str) -> Result<String, toolkit::Error> {
 
 impl Assembly {
     /// Assembles with every `ptxas` that is found, and with the driver where the kernel could run.
-    pub(super) fn of(ptx: &str, target: Target) -> Self {
+    pub(super) fn of(program: &Program, target: Target) -> Self {
         let toolkit = Toolkit::find();
         let driver = DeviceInfo::query(0).ok().filter(|_| default_target() == target);
         let bar = Bar::new("assembling");
-        bar.begin((toolkit.assemblers.len() + usize::from(driver.is_some())) as u64);
-        let mut assemblers = Vec::new();
-        let mut tried: Vec<&Ptxas> = toolkit.assemblers.iter().collect();
+        // Blackwell is known from CUDA 12.8 on.
+        let knows = |it: &&Ptxas| {
+            target.architecture < 100 || (it.version.major, it.version.minor) >= (12, 8)
+        };
+        let mut tried: Vec<&Ptxas> = toolkit.assemblers.iter().filter(knows).collect();
         tried.sort_by_key(|ptxas| std::cmp::Reverse(ptxas.version));
+        bar.begin((tried.len() + usize::from(driver.is_some())) as u64);
+        let mut assemblers = Vec::new();
         for ptxas in tried {
-            assemblers.push(Assembler::ptxas(ptxas, ptx));
+            assemblers.push(Assembler::ptxas(ptxas, program));
             bar.advance(1);
         }
         if let Some(info) = driver {
-            assemblers.push(Assembler::driver(&info, ptx));
+            assemblers.push(Assembler::driver(&info, program));
         }
-        let (clean, verdict) = match assemblers.first() {
-            None => {
-                let reason = toolkit.ptxas().err().map_or_else(String::new, |it| it.to_string());
-                (None, format!("not assembled: {reason}"))
-            }
-            Some(newest) => match (&newest.refusal, newest.faults.len()) {
-                (Some(_), _) => (Some(false), format!("{} refuses it", newest.name)),
-                (None, 0) => (
-                    Some(true),
-                    format!("{}: no spill, no stack frame, no note of slow code", newest.name),
-                ),
-                (None, _) => {
-                    (Some(false), format!("{}: {}", newest.name, newest.faults.join("; ")))
-                }
-            },
-        };
-        Assembly { assemblers, clean, verdict }
+        if assemblers.is_empty() {
+            let old = || format!("every ptxas here is older than {target}");
+            let reason = toolkit.ptxas().err().map_or_else(old, |it| it.to_string());
+            return Assembly {
+                assemblers,
+                clean: None,
+                verdict: format!("not assembled: {reason}"),
+            };
+        }
+        let (clean, verdict) = verdict(&assemblers);
+        Assembly { assemblers, clean: Some(clean), verdict }
     }
 
     pub(super) fn describe(&self) -> String {
@@ -106,11 +104,9 @@ impl Assembly {
             }
         }
         let verdict = match self.clean {
-            Some(true) => {
-                format!("{} ({})", terminal::paint(terminal::GOOD, "clean"), self.verdict)
-            }
+            Some(true) => format!("{} {}", terminal::paint(terminal::GOOD, "clean"), self.verdict),
             Some(false) => {
-                format!("{} ({})", terminal::paint(terminal::BAD, "not clean"), self.verdict)
+                format!("{} {}", terminal::paint(terminal::BAD, "not clean"), self.verdict)
             }
             None => self.verdict.clone(),
         };
@@ -118,11 +114,34 @@ impl Assembly {
     }
 }
 
+/// Whether every assembler is content, and what to say of it.
+fn verdict(assemblers: &[Assembler]) -> (bool, String) {
+    let content = |it: &&Assembler| it.refusal.is_none() && it.faults.is_empty();
+    let names: Vec<&str> = assemblers.iter().filter(content).map(|it| it.name.as_str()).collect();
+    let complaint = |it: &Assembler| match &it.refusal {
+        Some(_) => format!("{} refuses it", it.name),
+        None => format!("{}: {}", it.name, it.faults.join("; ")),
+    };
+    let complaints: Vec<String> =
+        assemblers.iter().filter(|it| !content(it)).map(complaint).collect();
+    if complaints.is_empty() {
+        let names = names.join(" and ");
+        return (true, format!("for {names}: no spill, no stack frame, no note of slow code"));
+    }
+    let clean = if names.is_empty() {
+        String::new()
+    } else {
+        format!("; clean for {}", names.join(" and "))
+    };
+    (false, format!("for {}{clean}", complaints.join("; ")))
+}
+
 impl Assembler {
-    fn ptxas(ptxas: &Ptxas, ptx: &str) -> Self {
+    fn ptxas(ptxas: &Ptxas, program: &Program) -> Self {
         let name = format!("ptxas {}", ptxas.version);
         let path = Some(ptxas.path.display().to_string());
-        match ptxas.assemble(ptx, &Options::default()) {
+        let compiler = Compiler::of_cuda(ptxas.version.major, ptxas.version.minor);
+        match ptxas.assemble(&ptx::print_for(program, compiler), &Options::default()) {
             Ok(assembled) => {
                 let seconds = Some(assembled.seconds);
                 Assembler { path, seconds, ..Assembler::accepted(name, assembled) }
@@ -135,10 +154,12 @@ impl Assembler {
     }
 
     /// The compiler inside the driver, which is the one that counts when the kernel runs.
-    fn driver(info: &DeviceInfo, ptx: &str) -> Self {
-        let name = format!("driver {}", info.driver.version);
+    fn driver(info: &DeviceInfo, program: &Program) -> Self {
+        let version = info.driver.version;
+        let name = format!("driver {version}");
         let level = OptimizationLevel::default();
-        match Device::open(info.ordinal).and_then(|device| device.compile(ptx, level)) {
+        let ptx = ptx::print_for(program, Compiler::of_cuda(version.major, version.minor));
+        match Device::open(info.ordinal).and_then(|device| device.compile(&ptx, level)) {
             Ok(cubin) => Assembler {
                 seconds: Some(cubin.milliseconds / 1e3),
                 ..Assembler::accepted(name, Assembled::from_log(cubin.log))

@@ -82,7 +82,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         }
     }
     let anatomy = Anatomy::of(&shipped, &program, &ptx);
-    let assembly = Assembly::of(&ptx, target);
+    let assembly = Assembly::of(&program, target);
     if arguments.json {
         let ptx = arguments.ptx.then_some(ptx);
         return Answer::json(&Json { anatomy, assembly, ptx, sass }, true);

@@ -107,7 +107,7 @@ pub(super) fn run(
         };
         let named = choice.memory.iter().map(|it| (name(it.source), it.bytes));
         memory.extend(named.map(|(name, bytes)| Memory { name, bytes }));
-        assembly = Some(Assembly::of(&ptx::print(&choice.kernel().program()?), chip.target));
+        assembly = Some(Assembly::of(&choice.kernel().program()?, chip.target));
     }
     let (target, multiprocessors) = (chip.target.to_string(), chip.multiprocessors);
     let gpu = ChipFound { target, multiprocessors, assumed };

@@ -11,7 +11,7 @@ use ::sim::{Budget, Measure, Mode, Options, Policy};
 use clap::{Args, ValueEnum};
 use flashcore::Progress;
 use ptx::Target;
-use testing::scene::{Scene, schedules};
+use testing::scene::{MOST_SEEDS, Scene, schedules};
 
 use self::report::{Report, Timeline};
 use self::size::SizeArguments;
@@ -28,7 +28,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_enum, default_value_t = PolicyChoice::All)]
     policy: PolicyChoice,
     /// How many seeds to run under each policy
-    #[arg(long, value_name = "COUNT", default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    #[arg(long, value_name = "COUNT", default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..=MOST_SEEDS))]
     seeds: u64,
     /// Run this seed only: replays a failure
     #[arg(long, conflicts_with = "seeds")]

@@ -42,4 +42,31 @@ fn mistakes_are_named() {
     assert!(fail(1, &["gate", "unheard-of"]).contains("there is no kernel `unheard-of`"));
     assert!(fail(2, &["gate", "single", "--without", "luck"]).contains("there is no step `luck`"));
     assert!(fail(2, &["gate"]).contains("KERNEL"));
+    for seeds in ["0", "4294967295", "18446744073709551615"] {
+        let message = fail(2, &["gate", "product", "--seeds", seeds]);
+        assert!(message.contains("is not in 1..=1000000"), "{message}");
+        let message = fail(2, &["sim", "product", "--seeds", seeds]);
+        assert!(message.contains("is not in 1..=1000000"), "{message}");
+    }
+    assert!(fail(2, &["gate", "single", "--rounds", "0"]).contains("is not in 1..="));
+    for share in ["nan", "inf", "-1", "fast"] {
+        let option = format!("--at-least={share}");
+        let message = fail(2, &["gate", "single", &option]);
+        assert!(message.contains("number"), "{message}");
+    }
+}
+
+/// Who is asked nothing has not been judged.
+#[test]
+fn a_kernel_that_is_asked_nothing_is_not_accepted() {
+    let all = "validate,assemble,simulate,correct,fast,counters";
+    let message = fail(1, &["gate", "single", "--without", all]);
+    assert!(message.contains("no step is left to judge by"), "{message}");
+    if cuda::DeviceInfo::query(0).is_err() {
+        let arguments = ["gate", "single", "--without", "validate,assemble,simulate"];
+        let output = command(&arguments).output().unwrap();
+        assert_eq!(output.status.code(), Some(1));
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert!(text.contains("not judged: no step could be asked"), "{text}");
+    }
 }

@@ -205,7 +205,14 @@ fn assemblers_find_nothing_to_complain_about() {
         assert_eq!(assembler["refusal"], Value::Null);
     }
     let text = succeed(&["inspect", "scalar", "--target", "sm_90"]);
-    assert!(text.contains("verdict clean"), "{text}");
+    assert!(text.contains("verdict clean for ptxas "), "{text}");
+    // Every compiler is named, old ones too, and none serialises products.
+    let answer = json(&["inspect", "forward", "--target", "sm_90a", "--json"]);
+    assert_eq!(answer["assembly"]["clean"], true, "{answer}");
+    let verdict = answer["assembly"]["verdict"].as_str().unwrap();
+    for ptxas in &toolkit.assemblers {
+        assert!(verdict.contains(&format!("ptxas {}", ptxas.version)), "{verdict}");
+    }
     if toolkit.nvdisasm.is_some() {
         let sass = succeed(&["inspect", "scalar", "--target", "sm_90", "--sass"]);
         assert!(sass.contains("EXIT"), "{sass}");

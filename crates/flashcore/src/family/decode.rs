@@ -60,7 +60,9 @@ pub(crate) fn launch(
     teams: Option<u32>,
     reason: String,
 ) -> Result<Choice, String> {
-    let members = decode.team(problem.kv_heads as u32, query_rows(problem).unwrap_or(0));
+    // What cannot be counted is refused with the number of blocks.
+    let key_heads = u32::try_from(problem.kv_heads).unwrap_or(u32::MAX);
+    let members = decode.team(key_heads, query_rows(problem).unwrap_or(0));
     let teams = teams.unwrap_or_else(|| fill(chip, &decode, problem, members));
     let teams = teams.clamp(1, decode.most_teams());
     let blocks = teams.checked_mul(members).filter(|blocks| *blocks <= i32::MAX as u32);

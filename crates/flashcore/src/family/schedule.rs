@@ -100,7 +100,7 @@ pub(super) fn heads_together(chip: &Chip, problem: &Problem) -> u32 {
     // Something else wants a place in the cache too: queries and outputs.
     let held = (chip.l2_bytes / 5 * 3 / head_bytes).max(1);
     let kv_heads = problem.kv_heads as u64;
-    let together = (1..=kv_heads).rev().find(|n| kv_heads.is_multiple_of(*n) && *n <= held);
+    let together = (1..=kv_heads.min(held)).rev().find(|n| kv_heads.is_multiple_of(*n));
     together.unwrap_or(1) as u32 * problem.group_size() as u32
 }
 

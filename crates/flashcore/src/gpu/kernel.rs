@@ -7,7 +7,7 @@ use cuda::{
     Arguments, Cache, Cubin, Device, Function, FunctionAttributes, Launch, Module,
     OptimizationLevel, Parameter, RelaxedCapture, Stream, Unfinished,
 };
-use ptx::{ParameterKind, Program, Type};
+use ptx::{Compiler, ParameterKind, Program, Type};
 
 /// How hard the compiler tries: as the assembler does in the tests of registers and spills.
 pub(super) const LEVEL: OptimizationLevel = OptimizationLevel::O3;
@@ -164,8 +164,8 @@ impl Kernel {
 
 impl Source {
     /// Prints a program, once for all that is asked about it.
-    pub(super) fn new(program: Program) -> Self {
-        let ptx = ptx::print(&program);
+    pub(super) fn new(program: Program, compiler: Compiler) -> Self {
+        let ptx = ptx::print_for(&program, compiler);
         Source { program, ptx }
     }
 

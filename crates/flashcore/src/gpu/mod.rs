@@ -53,7 +53,7 @@ use std::thread::JoinHandle;
 
 use cuda::{Cache, DeviceInfo, Event};
 use kernels::Configuration;
-use ptx::{Program, Target};
+use ptx::{Compiler, Program, Target};
 
 use self::plans::Plans;
 
@@ -187,6 +187,12 @@ impl Gpu {
         self.chip().target
     }
 
+    /// The compiler in the driver: what texts are printed for.
+    pub fn compiler(&self) -> Compiler {
+        let version = self.info().driver.version;
+        Compiler::of_cuda(version.major, version.minor)
+    }
+
     /// A kernel, built and compiled the first time; one that has a compact form by the GPU's
     /// [`Policy`].
     pub fn compiled(&self, configuration: &Configuration) -> Result<Arc<Kernel>, GpuError> {
@@ -200,7 +206,7 @@ impl Gpu {
 
     fn compile(&self, configuration: &Configuration) -> Result<Arc<Kernel>, GpuError> {
         let (device, cache) = (&self.device, &self.cache);
-        let full = Source::new(configuration.program()?);
+        let full = Source::new(configuration.program()?, self.compiler());
         let compact = match configuration.compact() {
             Some(compact) if self.policy != Policy::AtOnce && device.compiles_ahead() => compact,
             _ => return Ok(Kernel::at_once(device, cache, &full)?),
@@ -208,7 +214,7 @@ impl Gpu {
         if let Some(kernel) = Kernel::cached(device, cache, &full)? {
             return Ok(kernel);
         }
-        let compact = Source::new(compact.program()?);
+        let compact = Source::new(compact.program()?, self.compiler());
         let (kernel, beside) = Kernel::compact_first(device, cache, full, &compact);
         lock(&self.compilers).push(beside);
         Ok(kernel?)
@@ -216,7 +222,8 @@ impl Gpu {
 
     /// A program of anybody's, compiled.
     pub fn compiled_program(&self, program: Program) -> Result<Arc<Kernel>, GpuError> {
-        Ok(Kernel::at_once(&self.device, &self.cache, &Source::new(program))?)
+        let source = Source::new(program, self.compiler());
+        Ok(Kernel::at_once(&self.device, &self.cache, &source)?)
     }
 
     /// Memory that nobody reads.

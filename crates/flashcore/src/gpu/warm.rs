@@ -33,7 +33,7 @@ impl Gpu {
     ) -> Result<Vec<Warmed>, GpuError> {
         progress.begin(configurations.len() as u64);
         let warm = |configuration: &Configuration| {
-            let text = ptx::print(&configuration.program()?);
+            let text = ptx::print_for(&configuration.program()?, self.compiler());
             let cubin = self.device.compile_cached(&text, LEVEL, &self.cache)?;
             progress.advance(1);
             Ok(Warmed {

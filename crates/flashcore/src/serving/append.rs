@@ -103,12 +103,13 @@ pub fn append(
         let (list, given) = ("the placement of the cache", place.sequences());
         return Err(ServingError::Entries { list, given, expected: count }.into());
     }
-    let grown: Vec<usize> =
-        (0..count).map(|sequence| place.ends()[sequence] + new.length(sequence)).collect();
+    place.validate()?;
+    new.validate()?;
+    // A length that cannot be counted is longer than any place: refused as such below.
+    let grown = |sequence: usize| place.ends()[sequence].saturating_add(new.length(sequence));
+    let grown: Vec<usize> = (0..count).map(grown).collect();
     let longest = grown.iter().copied().max().unwrap_or(0);
     let grown = place.clone().with_lengths(grown);
-    grown.validate()?;
-    new.validate()?;
     for (name, cache, added) in [("key", &*key, new_key), ("value", &*value, new_value)] {
         let (given, existing) = (added.shape(), cache.shape());
         if (given.heads, given.dim) != (existing.heads, existing.dim) {
@@ -122,6 +123,14 @@ pub fn append(
         grown.fits(existing)?;
         new.fits(given)?;
     }
+    let heads = key.shape().heads;
+    for (name, tensor) in [("value", &*value), ("new value", new_value)] {
+        let given = tensor.shape();
+        if given.heads != heads {
+            let expected = Shape { heads, ..given };
+            return Err(InputError::Shape { tensor: name, given, expected }.into());
+        }
+    }
     if let Some(rotary) = rotary {
         rotary.validate(key.shape().dim, longest)?;
     }
@@ -131,7 +140,7 @@ pub fn append(
             let (entry, from) = new.locate(sequence, index);
             let position = place.length(sequence) + index;
             let (page, to) = grown.locate(sequence, position);
-            for head in 0..key.shape().heads {
+            for head in 0..heads {
                 value.copy_row([page, to, head], new_value, [entry, from, head]);
                 let Some(rotary) = rotary else {
                     key.copy_row([page, to, head], new_key, [entry, from, head]);

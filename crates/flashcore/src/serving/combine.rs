@@ -37,7 +37,7 @@ pub fn combine(parts: &[(&Tensor, &[f32])]) -> Result<(Tensor, Vec<f32>), Error>
             return Err(InputError::DType { tensor: "part", given, expected }.into());
         }
     }
-    let rows = shape.batch * shape.heads * shape.length;
+    let rows = shape.batch.saturating_mul(shape.heads).saturating_mul(shape.length);
     for (_, lse) in parts {
         if lse.len() != rows {
             let (given, expected) = (lse.len(), rows);
@@ -47,8 +47,9 @@ pub fn combine(parts: &[(&Tensor, &[f32])]) -> Result<(Tensor, Vec<f32>), Error>
     let mut merged = Tensor::zeros(dtype, shape)?;
     let mut merged_lse = vec![f32::NEG_INFINITY; rows];
     let (mut sums, mut row) = (vec![0f32; shape.dim], vec![0f32; shape.dim]);
-    for [batch, position, head] in shape.vectors() {
-        let index = (batch * shape.heads + head) * shape.length + position;
+    for index in 0..rows {
+        let (position, head) = (index % shape.length, index / shape.length % shape.heads);
+        let batch = index / shape.length / shape.heads;
         let top = parts.iter().map(|(_, lse)| lse[index]).fold(f32::NEG_INFINITY, f32::max);
         if parts.iter().all(|(_, lse)| lse[index] == f32::NEG_INFINITY) {
             continue;

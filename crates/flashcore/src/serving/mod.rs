@@ -200,7 +200,7 @@ impl Sequences {
         problem.keys = match (keys.pages(), keys.starts()) {
             (Some(pages), _) => {
                 let (size, columns) = (pages.size(), pages.columns());
-                problem.key_length = size * columns;
+                problem.key_length = size.saturating_mul(columns);
                 Storage::Paged { size, columns, pages: key.batch }
             }
             (None, Some(_)) => {

@@ -116,9 +116,9 @@ impl Placement {
         self.ends.len()
     }
 
-    /// The length of a sequence, without padding.
+    /// The length of a sequence, without padding; zero where there is more padding than sequence.
     pub fn length(&self, sequence: usize) -> usize {
-        self.ends[sequence] - self.skip(sequence)
+        self.ends[sequence].saturating_sub(self.skip(sequence))
     }
 
     /// The length of the longest sequence.
@@ -234,8 +234,9 @@ impl Placement {
         Ok(())
     }
 
-    /// Refuse a tensor that has no room for the sequences.
+    /// Refuse a tensor that has no room for the sequences, and lists that contradict each other.
     pub fn fits(&self, tensor: Shape) -> Result<(), ServingError> {
+        self.validate()?;
         let inside = |sequence, what, given, existing| match given < existing {
             true => Ok(()),
             false => Err(ServingError::Outside { sequence, what, given, existing }),

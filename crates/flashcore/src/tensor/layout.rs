@@ -41,9 +41,12 @@ impl Shape {
         self.batch.checked_mul(self.length)?.checked_mul(self.heads)?.checked_mul(self.dim)
     }
 
-    /// The position (batch, length, heads) of every vector, in this order of significance.
+    /// The position (batch, length, heads) of every vector, in this order of significance; none
+    /// where vectors have no elements.
     pub(crate) fn vectors(self) -> impl Iterator<Item = [usize; 3]> {
-        (0..self.batch).flat_map(move |batch| {
+        // Walking through batch entries without a vector could take for ever.
+        let batches = if self.elements() == Some(0) { 0 } else { self.batch };
+        (0..batches).flat_map(move |batch| {
             (0..self.length)
                 .flat_map(move |position| (0..self.heads).map(move |head| [batch, position, head]))
         })

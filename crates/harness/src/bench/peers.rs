@@ -12,6 +12,7 @@ use cuda::OptimizationLevel;
 use flashcore::family::tuning::fingerprint;
 use flashcore::gpu::{Chip, Gpu};
 use flashcore::{Mask, Pass, Problem};
+use ptx::{Compiler, print_for};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
@@ -195,7 +196,7 @@ fn compile(
         let mut cell = CellJob { problem: ProblemJob::of(problem)?, ours: Vec::new() };
         let mut refused = HashMap::new();
         for candidate in &ours {
-            match describe(candidate, problem, &chip, folder) {
+            match describe(candidate, problem, &chip, gpu.compiler(), folder) {
                 Ok((job, its_texts)) => {
                     texts.extend(its_texts);
                     cell.ours.push(job);
@@ -221,6 +222,7 @@ fn describe(
     candidate: &Candidate,
     problem: &Problem,
     chip: &Chip,
+    compiler: Compiler,
     folder: &Path,
 ) -> Result<(OursJob, Vec<(String, String)>), String> {
     let (plan, given) = candidate.plan(chip, problem)?;
@@ -231,9 +233,9 @@ fn describe(
     };
     let mut texts = Vec::new();
     for (program, launch) in of_plan(&plan, &given)? {
-        let text = ptx::print(&program);
+        let (ptx, text) = (fingerprint(&ptx::print(&program)), print_for(&program, compiler));
         let cubin = folder.join(format!("{}.cubin", program.name)).display().to_string();
-        job.launches.push(LaunchJob { cubin: cubin.clone(), launch, ptx: fingerprint(&text) });
+        job.launches.push(LaunchJob { cubin: cubin.clone(), launch, ptx });
         texts.push((cubin, text));
     }
     Ok((job, texts))

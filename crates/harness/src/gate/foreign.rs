@@ -81,6 +81,9 @@ pub struct Description {
     pub arguments: Vec<ArgumentText>,
 }
 
+/// The longest step of lengths: problems grow with it, and are computed on the host too.
+const MOST_STEP: usize = 4096;
+
 fn one() -> usize {
     1
 }
@@ -171,8 +174,8 @@ impl Foreign {
             lse: description.lse,
             ..Contract::whole(model)
         };
-        if contract.length_step == 0 {
-            return Err("`length_step` is at least 1".to_owned());
+        if !(1..=MOST_STEP).contains(&contract.length_step) {
+            return Err(format!("`length_step` is from 1 to {MOST_STEP}"));
         }
         let foreign = Foreign { ptx, description, contract };
         // Every expression must mean something before anything is launched.
@@ -318,7 +321,7 @@ fn parameters(ptx: &str, entry: &str) -> Option<Vec<u32>> {
         let bits: u32 = ty[2..].parse().ok()?;
         let count = text.split_once('[').and_then(|(_, rest)| rest.split(']').next());
         let count: u32 = count.map_or(Some(1), |count| count.trim().parse().ok())?;
-        Some(bits / 8 * count)
+        (bits / 8).checked_mul(count)
     };
     list.split(',').map(str::trim).filter(|it| !it.is_empty()).map(parameter).collect()
 }
@@ -331,14 +334,15 @@ fn static_shared(ptx: &str) -> u32 {
         let (name, count) = rest.split_once('[')?;
         let ty = name.split_whitespace().find(|word| word.starts_with(".b"))?;
         let bits: u32 = ty[2..].parse().ok()?;
-        Some(bits / 8 * count.split(']').next()?.trim().parse::<u32>().ok()?)
+        let count: u32 = count.split(']').next()?.trim().parse().ok()?;
+        Some((bits / 8).saturating_mul(count))
     };
-    ptx.lines().filter_map(declared).sum()
+    ptx.lines().filter_map(declared).fold(0, u32::saturating_add)
 }
 
 /// The value of an expression.
 pub fn evaluate(text: &str, names: &[(&str, f64)]) -> Result<f64, String> {
-    let mut parser = Parser { rest: text.trim(), names };
+    let mut parser = Parser { rest: text.trim(), names, depth: 0 };
     let value = parser.sum()?;
     match parser.rest {
         "" => Ok(value),
@@ -346,9 +350,14 @@ pub fn evaluate(text: &str, names: &[(&str, f64)]) -> Result<f64, String> {
     }
 }
 
+/// How deep expressions may nest: the parser calls itself.
+const DEEPEST: u32 = 64;
+
 struct Parser<'a> {
     rest: &'a str,
     names: &'a [(&'a str, f64)],
+    /// How many signs and parentheses are open.
+    depth: u32,
 }
 
 impl Parser<'_> {
@@ -385,6 +394,16 @@ impl Parser<'_> {
     }
 
     fn atom(&mut self) -> Result<f64, String> {
+        if self.depth == DEEPEST {
+            return Err(format!("it nests deeper than {DEEPEST} signs and parentheses"));
+        }
+        self.depth += 1;
+        let value = self.atom_inside();
+        self.depth -= 1;
+        value
+    }
+
+    fn atom_inside(&mut self) -> Result<f64, String> {
         if self.take('-') {
             return Ok(-self.atom()?);
         }
@@ -445,6 +464,13 @@ mod tests {
         assert!(value("(1").unwrap_err().contains("not closed"));
         assert!(value("1 2").unwrap_err().contains("left over"));
         assert!(value("sin(1, 2)").unwrap_err().contains("only ceil"));
+        let deep = |count: usize| format!("{}1{}", "(".repeat(count), ")".repeat(count));
+        assert_eq!(value(&deep(60)), Ok(1.0));
+        for text in [deep(25_000), "-".repeat(25_000), "min(1, ".repeat(25_000)] {
+            assert!(value(&text).unwrap_err().contains("nests deeper"), "{}", &text[..20]);
+        }
+        // What is side by side does not nest.
+        assert_eq!(value(&format!("{}1", "(1) + ".repeat(25_000))), Ok(25_001.0));
     }
 
     #[test]
@@ -454,5 +480,9 @@ mod tests {
         assert_eq!(parameters(ptx, "mine"), Some(vec![8, 128, 4]));
         assert_eq!(parameters(ptx, "min"), None);
         assert_eq!(static_shared(".shared .align 16 .b8 tile[4096];\n.shared .b32 x[4];"), 4112);
+        // Sizes that cannot be counted.
+        assert_eq!(parameters(".entry e(.param .b64 x[4294967295])", "e"), None);
+        let endless = ".shared .b64 x[4294967295];\n".repeat(2);
+        assert_eq!(static_shared(&endless), u32::MAX);
     }
 }

@@ -154,7 +154,7 @@ pub struct Finding {
 pub struct Judgement {
     /// The kernel.
     pub kernel: String,
-    /// Whether no step rejected it.
+    /// Whether some step accepted it and none rejected it.
     pub accepted: bool,
     /// The steps in order, up to the first rejection.
     pub findings: Vec<Finding>,
@@ -175,8 +175,9 @@ impl Judgement {
                 break;
             }
         }
-        let rejected = |it: &Finding| matches!(it.outcome, Outcome::Reject { .. });
-        let accepted = !findings.iter().any(rejected);
+        let says = |is: fn(&Outcome) -> bool| findings.iter().any(|it| is(&it.outcome));
+        let accepted = says(|it| matches!(it, Outcome::Accept { .. }))
+            && !says(|it| matches!(it, Outcome::Reject { .. }));
         Judgement { kernel: kernel.to_owned(), accepted, findings }
     }
 

@@ -104,19 +104,19 @@ pub fn speed(results: &Results) -> String {
         .iter()
         .flat_map(|group| &group.cells)
         .flat_map(|(_, cell)| cell.measurements.iter().filter_map(|it| it.tflops(cell)));
-    let (top, step) = scale(speeds.fold(1.0, f64::max));
+    // Files may hold numbers that no clock ever gave.
+    let (top, step) = scale(speeds.filter(|it| it.is_finite()).fold(1.0, f64::max));
+    let ticks = (top / step).round().clamp(0.0, 12.0) as u32;
     for (index, group) in groups.iter().enumerate() {
         let left = (index % columns) as f64 * PANEL[0] + MARGIN;
         let upper = (index / columns) as f64 * PANEL[1] + 76.0;
         let (inner, height) = (PANEL[0] - MARGIN - 14.0, PANEL[1] - 72.0);
         drawing.text([left, upper - 12.0], Anchor::Start, 13.0, INK, &group.title);
         let y = |speed: f64| upper + height * (1.0 - speed / top);
-        let mut tick = 0.0;
-        while tick <= top + 1e-9 {
+        for tick in (0..=ticks).map(|tick| f64::from(tick) * step) {
             drawing.line([left, y(tick)], [left + inner, y(tick)], GRID, 1.0);
             let text = format!("{tick}");
             drawing.text([left - 6.0, y(tick) + 4.0], Anchor::End, 11.0, FAINT, &text);
-            tick += step;
         }
         let count = group.cells.len();
         let x = |place: usize| left + inner * (place as f64 + 0.5) / count as f64;
@@ -222,6 +222,7 @@ pub fn roofline(results: &Results) -> Option<String> {
     let (left, upper) = (56.0, 56.0);
     let (inner, height) = (SIZE[0] - left - 20.0, SIZE[1] - upper - 50.0);
     let intensities = results.cells.iter().map(|cell| cell.flops / cell.bytes);
+    let intensities = intensities.filter(|it| it.is_normal() && *it > 0.0);
     let (least, most) =
         intensities.fold((f64::INFINITY, 0f64), |(least, most), it| (least.min(it), most.max(it)));
     if !least.is_finite() {

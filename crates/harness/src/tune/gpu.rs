@@ -42,13 +42,13 @@ impl<'a> GpuMeter<'a> {
     /// Compiles one: its fingerprint, or why it is of no use.
     fn compile_one(&self, kernel: &Configuration) -> Result<String, String> {
         let program = kernel.program().map_err(|error| error.to_string())?;
-        let text = ptx::print(&program);
-        let kernel = fingerprint(&text);
+        let kernel = fingerprint(&ptx::print(&program));
         let lock = || self.known.lock().unwrap_or_else(|poison| poison.into_inner());
         if let Some(known) = lock().get(&kernel) {
             return known.clone().map(|()| kernel);
         }
         let level = OptimizationLevel::default();
+        let text = ptx::print_for(&program, self.gpu.compiler());
         let compiled = self.gpu.device().compile_cached(&text, level, self.gpu.cache());
         let verdict = compiled.map_err(|error| error.to_string()).and_then(|cubin| {
             let faults = Assembled::from_log(cubin.log).faults();

@@ -143,7 +143,7 @@ impl Decode {
     /// Blocks of a team: one for each key head and each [`rows`](Decode::rows) of the query rows
     /// of a sequence and key head.
     pub const fn team(&self, key_heads: u32, query_rows: u32) -> u32 {
-        key_heads * query_rows.div_ceil(self.rows)
+        key_heads.saturating_mul(query_rows.div_ceil(self.rows))
     }
 
     /// The most teams that a launch may have: the block that combines a sequence has room for the

@@ -163,7 +163,7 @@ impl Forward {
     fn named(&self, family: &str, rules: &str) -> String {
         let Forward { element, head_dim, value_head_dim, warpgroups, .. } = self;
         let Forward { key_block, stages, query_buffers, query_source, ping_pong, form, .. } = self;
-        let rows = 64 * warpgroups;
+        let rows = 64u32.saturating_mul(*warpgroups);
         let turns = if *ping_pong { "_turns" } else { "" };
         let form = form.suffix();
         let source = match query_source {
@@ -182,7 +182,7 @@ impl Forward {
 
     /// Query rows of a tile.
     pub fn query_rows(&self) -> u32 {
-        64 * self.warpgroups
+        self.warpgroups.saturating_mul(64)
     }
 
     /// The tile of queries. The inner extent is padded to whole steps of the
@@ -206,8 +206,8 @@ impl Forward {
         let columns = self.value_head_dim.next_multiple_of(64);
         let fits = |columns: &u32| {
             let layout = self.layout(64, *columns);
-            self.input_bytes() + self.warpgroups * layout.bytes() + 1024
-                <= Target::SM_90A.shared_memory_limit()
+            let staged = self.warpgroups.saturating_mul(layout.bytes()).saturating_add(1024);
+            self.input_bytes().saturating_add(staged) <= Target::SM_90A.shared_memory_limit()
         };
         let columns = [columns, 128, 64].into_iter().filter(|c| *c <= columns).find(fits);
         self.layout(64, columns.unwrap_or(64))
@@ -218,8 +218,9 @@ impl Forward {
     }
 
     fn input_bytes(&self) -> u32 {
-        self.query_buffers * self.query_layout().bytes()
-            + self.stages * (self.key_layout().bytes() + self.value_layout().bytes())
+        let keys_and_values = self.key_layout().bytes().saturating_add(self.value_layout().bytes());
+        let queries = self.query_buffers.saturating_mul(self.query_layout().bytes());
+        queries.saturating_add(self.stages.saturating_mul(keys_and_values))
     }
 
     /// Registers of a producer's and of a consumer's thread. Two warpgroups

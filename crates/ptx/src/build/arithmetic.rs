@@ -332,6 +332,10 @@ impl Builder {
         lanes: u32,
         combine: impl Fn(Reg<T>, Reg<T>) -> Value<T>,
     ) -> Reg<T> {
+        if !lanes.is_power_of_two() || lanes > 32 {
+            self.misuse(format!("a reduction over {lanes} lanes: not 1, 2, 4, 8, 16 or 32"));
+            return value;
+        }
         let mut distance = 1;
         while distance < lanes {
             let other = self.shuffle_butterfly(value, distance);

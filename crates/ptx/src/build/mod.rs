@@ -160,9 +160,13 @@ impl Builder {
         id
     }
 
-    /// Reserves shared memory and gives its offset.
+    /// Reserves shared memory and gives its offset, a multiple of `alignment`.
+    #[track_caller]
     pub fn shared(&mut self, name: &str, bytes: u32, alignment: u32) -> u32 {
-        let offset = self.program.shared_bytes().next_multiple_of(alignment);
+        let Some(offset) = self.program.shared_bytes().checked_next_multiple_of(alignment) else {
+            self.misuse(format!("{name}: {bytes} bytes of shared memory aligned to {alignment}"));
+            return 0;
+        };
         let name = name.to_owned();
         self.program.shared.push(SharedRegion { name, offset, bytes, alignment });
         offset
@@ -245,6 +249,10 @@ impl Builder {
     fn emit(&mut self, node: Node) -> Operand {
         let ty = match &node {
             Node::Operand(operand) => return *operand,
+            Node::Wrong(text) => {
+                self.misuse(text);
+                return Operand::Immediate(0);
+            }
             Node::Reinterpret(_, inner) => match **inner {
                 // A constant has no type of its own.
                 Node::Operand(Operand::Immediate(bits)) => return Operand::Immediate(bits),
@@ -261,7 +269,7 @@ impl Builder {
     #[track_caller]
     fn emit_into(&mut self, dst: Register, node: Node) {
         let instruction = match node {
-            Node::Operand(src) => Instruction::Move { dst, src },
+            Node::Operand(_) | Node::Wrong(_) => Instruction::Move { dst, src: self.emit(node) },
             Node::Reinterpret(_, inner) => Instruction::Move { dst, src: self.emit(*inner) },
             Node::Unary(operation, ty, a) => {
                 Instruction::Unary { operation, ty, dst, a: self.emit(*a) }
@@ -454,7 +462,7 @@ impl Node {
     /// The type the expression has; a bare constant has none of its own.
     fn ty(&self) -> Type {
         match self {
-            Node::Operand(_) => unreachable!("asked of operators only"),
+            Node::Operand(_) | Node::Wrong(_) => unreachable!("asked of operators only"),
             Node::Unary(_, ty, _) | Node::Binary(_, ty, _, _) => *ty,
             Node::Compare(..) => Type::Pred,
             Node::Select(ty, ..) | Node::Reinterpret(ty, _) | Node::Convert(_, ty, _) => *ty,

@@ -20,7 +20,8 @@ pub struct Role {
 impl Role {
     /// The warpgroups with these indices in the block.
     pub fn warpgroups(name: &str, warpgroups: Range<u32>) -> Self {
-        let warps = warpgroups.start * WARPGROUP_WARPS..warpgroups.end * WARPGROUP_WARPS;
+        let warp = |group: u32| group.saturating_mul(WARPGROUP_WARPS);
+        let warps = warp(warpgroups.start)..warp(warpgroups.end);
         Role { name: name.to_owned(), warps, registers: None }
     }
 
@@ -46,8 +47,7 @@ impl Builder {
         let place = Location::caller();
         let Role { name, warps, registers } = role;
         let thread = self.thread_index();
-        let first = warps.start * 32;
-        let last = warps.end * 32;
+        let (first, last) = (warps.start.saturating_mul(32), warps.end.saturating_mul(32));
         let member = if warps.start == 0 {
             self.eval(thread.less(last))
         } else if last >= self.threads() {

@@ -5,7 +5,10 @@
 //! keep their numbers, and the text of a program never changes between runs,
 //! so it can be hashed and compared.
 
+mod compiler;
 mod instruction;
+
+pub use compiler::{Compiler, print_for};
 
 use std::fmt::Write;
 

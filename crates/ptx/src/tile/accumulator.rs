@@ -26,10 +26,15 @@ pub struct Position {
 }
 
 impl Accumulator {
-    /// Registers for an accumulator, not yet written.
+    /// Registers for an accumulator, not yet written. Columns are 8 to 256, in
+    /// eights.
+    #[track_caller]
     pub fn new(k: &mut Builder, columns: u32) -> Self {
-        let registers = (0..columns / 2).map(|_| k.register()).collect();
-        Accumulator { registers, columns }
+        if !columns.is_multiple_of(8) || !(8..=256).contains(&columns) {
+            k.misuse(format!("an accumulator of {columns} columns: not 8 to 256 in eights"));
+        }
+        let registers = columns.clamp(8, 256) / 8 * 4;
+        Accumulator { registers: (0..registers).map(|_| k.register()).collect(), columns }
     }
 
     /// An accumulator of zeros.
@@ -89,6 +94,9 @@ impl Accumulator {
     }
 }
 
+/// More columns than an operand in registers ever has: a thread has 255 of them.
+const MOST_COLUMNS: u32 = 1024;
+
 /// An `A` operand in registers: 64 rows by some multiple of 16 columns of
 /// 16-bit elements (32 of 8-bit ones), four registers for each such step.
 ///
@@ -102,8 +110,12 @@ pub struct Fragment {
 
 impl Fragment {
     /// Registers for `columns` columns, not yet written.
+    #[track_caller]
     pub fn new(k: &mut Builder, element: Element, columns: u32) -> Self {
-        let count = columns * element.bytes() / 8;
+        if columns > MOST_COLUMNS {
+            k.misuse(format!("an operand of {columns} columns in registers"));
+        }
+        let count = columns.min(MOST_COLUMNS) * element.bytes() / 8;
         let registers = (0..count).map(|_| k.register_of(element.packed())).collect();
         Fragment { element, registers }
     }
@@ -116,7 +128,9 @@ impl Fragment {
     /// Rounds two neighbouring elements into register `index`.
     #[track_caller]
     pub fn set_pair(&self, k: &mut Builder, index: usize, low: Reg<F32>, high: Reg<F32>) {
-        let dst = self.registers[index];
+        let Some(&dst) = self.registers.get(index) else {
+            return k.misuse(format!("register {index} of {}", self.registers.len()));
+        };
         k.push(Instruction::ConvertPair { dst, high: high.into(), low: low.into() });
     }
 

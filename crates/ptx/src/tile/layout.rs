@@ -74,7 +74,7 @@ pub struct TileLayout {
 impl TileLayout {
     /// A layout with the widest swizzle that divides the row.
     pub fn widest(element: Element, rows: u32, columns: u32) -> Self {
-        let row_bytes = columns * element.bytes();
+        let row_bytes = columns.saturating_mul(element.bytes());
         let widest = Swizzle::ALL.into_iter().rev().find(|s| row_bytes.is_multiple_of(s.width()));
         TileLayout { element, rows, columns, swizzle: widest.unwrap_or(Swizzle::None) }
     }
@@ -89,14 +89,15 @@ impl TileLayout {
         self.columns.div_ceil(self.panel_columns())
     }
 
-    /// Bytes from one panel to the next.
+    /// Bytes from one panel to the next; `u32::MAX` where they are more.
     pub const fn panel_bytes(&self) -> u32 {
-        self.rows * self.swizzle.width()
+        self.rows.saturating_mul(self.swizzle.width())
     }
 
-    /// Bytes of the whole tile.
+    /// Bytes of the whole tile; `u32::MAX`, which no shared memory has, where
+    /// they are more.
     pub const fn bytes(&self) -> u32 {
-        self.panels() * self.panel_bytes()
+        self.panels().saturating_mul(self.panel_bytes())
     }
 
     /// What the tile's address must be a multiple of: the swizzle's pattern of
@@ -113,17 +114,20 @@ impl TileLayout {
     pub const fn byte_of(&self, row: u32, column: u32) -> u32 {
         let panel = column / self.panel_columns();
         let within = column % self.panel_columns() * self.element.bytes();
-        let linear = panel * self.panel_bytes() + row * self.swizzle.width() + within;
+        let panel = panel.saturating_mul(self.panel_bytes());
+        let row = row.saturating_mul(self.swizzle.width());
+        let linear = panel.saturating_add(row).saturating_add(within);
         linear ^ ((linear >> 3) & self.swizzle.chunk_mask())
     }
 
     /// The box of one panel, for a tensor of `rank` dimensions of which the
-    /// first two are the columns and rows of the tile.
+    /// first two are the columns and rows of the tile. The validator takes ranks
+    /// from 1 to 5.
     pub fn tensor_box(&self, rank: usize) -> TensorBox {
-        let mut extent = vec![1; rank];
-        extent[0] = self.panel_columns();
-        if rank > 1 {
-            extent[1] = self.rows;
+        // No more than it takes to be refused.
+        let mut extent = vec![1; rank.min(6)];
+        for (extent, own) in extent.iter_mut().zip([self.panel_columns(), self.rows]) {
+            *extent = own;
         }
         TensorBox { element: self.element, swizzle: self.swizzle, extent }
     }

@@ -61,7 +61,10 @@ impl<T> InFlight<T> {
     /// Waits for this product and all before it; later ones may still run.
     #[track_caller]
     pub fn wait(self, k: &mut Builder) -> T {
-        k.push(Instruction::WgmmaWait { pending: k.wgmma_groups - self.group });
+        match k.wgmma_groups.checked_sub(self.group) {
+            Some(pending) => k.push(Instruction::WgmmaWait { pending }),
+            None => k.misuse("a product of another kernel is waited for"),
+        }
         self.accumulator
     }
 }

@@ -21,7 +21,12 @@ pub struct Barriers {
 impl Barriers {
     /// Reserves `count` barriers whose phases end after `arrivals` arrivals
     /// (and after all bytes that were expected have come).
-    pub fn new(k: &mut Builder, name: &str, count: u32, arrivals: u32) -> Self {
+    #[track_caller]
+    pub fn new(k: &mut Builder, name: &str, mut count: u32, arrivals: u32) -> Self {
+        if count > k.target().shared_memory_limit() / 8 {
+            k.misuse(format!("{name}: {count} barriers are more than shared memory has room for"));
+            count = 1;
+        }
         let offset = k.shared(name, 8 * count, 8);
         Barriers { offset, count, arrivals }
     }
@@ -70,6 +75,7 @@ pub struct Pipeline {
 
 impl Pipeline {
     /// Reserves the barriers. `consumers` arrivals empty a stage.
+    #[track_caller]
     pub fn new(k: &mut Builder, name: &str, stages: u32, consumers: u32) -> Self {
         let full = Barriers::new(k, &format!("{name} full"), stages, 1);
         let empty = Barriers::new(k, &format!("{name} empty"), stages, consumers);

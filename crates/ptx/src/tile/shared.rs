@@ -25,8 +25,10 @@ pub struct SharedTile {
 
 impl SharedTiles {
     /// Reserves room for `stages` tiles.
+    #[track_caller]
     pub fn new(k: &mut Builder, name: &str, layout: TileLayout, stages: u32) -> Self {
-        let offset = k.shared(name, stride(layout) * stages, layout.alignment());
+        let layout = possible(k, name, layout);
+        let offset = k.shared(name, stride(layout).saturating_mul(stages), layout.alignment());
         SharedTiles { layout, offset, stages }
     }
 
@@ -56,6 +58,20 @@ fn stride(layout: TileLayout) -> u32 {
     layout.bytes().next_multiple_of(layout.alignment())
 }
 
+/// The layout, or for one that no shared memory has room for the smallest: what
+/// is built from there on is refused, and shall be small.
+#[track_caller]
+pub(super) fn possible(k: &mut Builder, name: &str, layout: TileLayout) -> TileLayout {
+    let TileLayout { rows, columns, .. } = layout;
+    if (1..=k.target().shared_memory_limit()).contains(&layout.bytes()) {
+        return layout;
+    }
+    k.misuse(format!(
+        "{name}: a tile of {rows} x {columns} is nothing, or no shared memory has it"
+    ));
+    TileLayout { rows: 8, columns: layout.panel_columns(), ..layout }
+}
+
 impl SharedTile {
     /// The layout of the whole tile.
     pub fn layout(&self) -> TileLayout {
@@ -75,7 +91,7 @@ impl SharedTile {
             k.misuse(format!("{count} rows of a tile with {} (in eights)", self.rows));
         }
         let address = k.eval(self.address + start.into() * self.layout.swizzle.width());
-        SharedTile { address, rows: count, ..*self }
+        SharedTile { address, rows: count.min(self.rows), ..*self }
     }
 
     /// The first `count` columns.
@@ -84,7 +100,7 @@ impl SharedTile {
         if count > self.columns {
             k.misuse(format!("{count} columns of a tile with {}", self.columns));
         }
-        SharedTile { columns: count, ..*self }
+        SharedTile { columns: count.min(self.columns), ..*self }
     }
 
     /// One of its panels: as many columns as the swizzle is wide.

@@ -23,6 +23,9 @@ pub(super) fn check(program: &Program) -> Result<(), Invalid> {
     Ok(())
 }
 
+/// As many groups as a wait can leave in flight, and one.
+const MOST_GROUPS: usize = 8;
+
 /// What is known at a point of the program.
 #[derive(Clone)]
 struct State {
@@ -66,6 +69,15 @@ impl State {
         let first = self.groups.len() - other.groups.len();
         for (mine, theirs) in self.groups[first..].iter_mut().zip(&other.groups) {
             add_products(mine, theirs);
+        }
+    }
+
+    /// Groups that every wait waits for are one: a loop that commits one more at
+    /// each pass comes to an end here too.
+    fn join_oldest(&mut self) {
+        while self.groups.len() > MOST_GROUPS {
+            let oldest = self.groups.remove(0);
+            add_products(&mut self.groups[0], &oldest);
         }
     }
 
@@ -195,6 +207,7 @@ impl Walk<'_> {
             Instruction::WgmmaCommit => {
                 let group = std::mem::take(&mut state.open);
                 state.groups.push(group);
+                state.join_oldest();
             }
             Instruction::WgmmaWait { pending } => {
                 let done = state.groups.len().saturating_sub(*pending as usize);

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::error::{Fault, Invalid};
 use crate::{
     Block, Capability, Instruction, MULTIPROCESSOR_REGISTERS, ParameterKind, Program,
-    RegisterChange, Statement, StatementKind, Swizzle, TensorBox,
+    RegisterChange, Statement, StatementKind, Swizzle, Target, TensorBox,
 };
 
 pub(super) fn check(program: &Program) -> Result<(), Invalid> {
@@ -15,8 +15,8 @@ pub(super) fn check(program: &Program) -> Result<(), Invalid> {
     if !starts || !characters.all(|c| c.is_ascii_alphanumeric() || c == '_') {
         return launch(format!("{:?} is not a name for an entry point", program.name));
     }
-    if program.target.architecture < 75 {
-        return launch(format!("{} is older than any supported target", program.target));
+    if !exists(program.target) {
+        return launch(format!("there is no target {}, or it is too old", program.target));
     }
     if program.threads == 0 || program.threads > 1024 || !program.threads.is_multiple_of(32) {
         let threads = program.threads;
@@ -43,10 +43,31 @@ pub(super) fn check(program: &Program) -> Result<(), Invalid> {
     check_budgets(program)
 }
 
+/// Whether an assembler knows the target, and features of its own where they are asked for.
+fn exists(target: Target) -> bool {
+    match target.architecture {
+        75 | 80 | 86 | 87 | 88 | 89 => !target.specific,
+        90 | 100 | 101 | 103 | 110 | 120 | 121 => true,
+        _ => false,
+    }
+}
+
+/// Names are printed as comments: these end with the line, and assemblers take
+/// only ASCII, even there.
+fn name_fault(name: &str) -> Option<Fault> {
+    let prints = |c: char| c == ' ' || c.is_ascii_graphic();
+    (!name.chars().all(prints)).then(|| Fault::Launch {
+        text: format!("{name:?} is no name: it has more than printable ASCII"),
+    })
+}
+
 fn check_shared(program: &Program) -> Result<(), Invalid> {
     let fault = |text: String| Err(Invalid::from(Fault::SharedMemory { text }));
     let mut end = 0u64;
     for region in &program.shared {
+        if let Some(fault) = name_fault(&region.name) {
+            return Err(fault.into());
+        }
         if !region.alignment.is_power_of_two() || region.offset % region.alignment != 0 {
             let (name, offset, alignment) = (&region.name, region.offset, region.alignment);
             return fault(format!("{name} at {offset} is not aligned to {alignment}"));
@@ -67,6 +88,9 @@ fn check_shared(program: &Program) -> Result<(), Invalid> {
 fn check_parameters(program: &Program) -> Result<(), Invalid> {
     let mut bytes = 0u32;
     for parameter in &program.parameters {
+        if let Some(fault) = name_fault(&parameter.name) {
+            return Err(fault.into());
+        }
         let size = match &parameter.kind {
             ParameterKind::Scalar(ty) if !ty.has_immediates() => {
                 let text = format!("parameter {} cannot be passed as {ty:?}", parameter.name);
@@ -86,7 +110,7 @@ fn check_parameters(program: &Program) -> Result<(), Invalid> {
                 128
             }
         };
-        bytes = bytes.next_multiple_of(size.min(64)) + size;
+        bytes = bytes.next_multiple_of(size.min(64)).saturating_add(size).min(1 << 16);
     }
     if bytes > 4096 {
         return Err(
@@ -120,8 +144,16 @@ fn box_fault(tensor_box: &TensorBox) -> Option<String> {
 
 /// Roles are whole warps of the block; a register budget is a matter of a
 /// whole warpgroup.
-pub(super) fn role_fault(program: &Program, warps: &Range<u32>, body: &Block) -> Option<Fault> {
-    if warps.is_empty() || warps.end * 32 > program.threads {
+pub(super) fn role_fault(
+    program: &Program,
+    name: &str,
+    warps: &Range<u32>,
+    body: &Block,
+) -> Option<Fault> {
+    if let Some(fault) = name_fault(name) {
+        return Some(fault);
+    }
+    if warps.is_empty() || warps.end > program.threads / 32 {
         let (start, end, all) = (warps.start, warps.end, program.threads / 32);
         let text = format!("a role of warps {start} to {end} in a block of {all}");
         return Some(Fault::Launch { text });
@@ -149,15 +181,16 @@ fn budget(body: &Block) -> Option<(RegisterChange, u32)> {
 /// has, and a budget needs a bound at entry to change.
 fn check_budgets(program: &Program) -> Result<(), Invalid> {
     let entry = program.registers_at_entry();
-    let mut total = entry * program.threads;
+    let mut total = u64::from(entry * program.threads);
     let mut any = false;
     for statement in &program.body {
         if let StatementKind::Role { warps, body, .. } = &statement.kind
             && let Some((_, count)) = budget(body)
         {
             any = true;
-            let threads = 32 * (warps.end - warps.start);
-            total = (total + count * threads).saturating_sub(entry * threads);
+            let warps = warps.end.saturating_sub(warps.start).min(program.threads / 32);
+            let threads = u64::from(32 * warps);
+            total = (total + u64::from(count) * threads).saturating_sub(u64::from(entry) * threads);
         }
     }
     if any && program.blocks_per_multiprocessor.is_none() {
@@ -166,8 +199,9 @@ fn check_budgets(program: &Program) -> Result<(), Invalid> {
     }
     let available =
         MULTIPROCESSOR_REGISTERS / program.blocks_per_multiprocessor.unwrap_or(1).max(1);
-    if any && total > available {
-        return Err(Fault::RegisterBudget { wanted: total, available }.into());
+    if any && total > u64::from(available) {
+        let wanted = u32::try_from(total).unwrap_or(u32::MAX);
+        return Err(Fault::RegisterBudget { wanted, available }.into());
     }
     Ok(())
 }

@@ -2,10 +2,10 @@
 //!
 //! A program is valid when
 //!
-//! - *launch*: its name is an identifier, its block has 1 to 1024 threads in
-//!   whole warps, its cluster 1 to 8 blocks, its parameters fit 4 KiB, its
-//!   shared memory fits the target and each region is aligned and apart from
-//!   the others;
+//! - *launch*: its name is an identifier, other names are printable ASCII, its
+//!   target exists, its block has 1 to 1024 threads in whole warps, its cluster
+//!   1 to 8 blocks, its parameters fit 4 KiB, its shared memory fits the target
+//!   and each region is aligned and apart from the others;
 //! - *target*: it has every capability that an instruction needs;
 //! - *types*: every operand is a register of the program with the type the
 //!   instruction wants there, or a constant where one may stand and that fits;
@@ -47,8 +47,8 @@ pub fn validate(program: &Program) -> Result<(), Invalid> {
             StatementKind::If { condition, .. } | StatementKind::Break { condition } => {
                 predicate_fault(program, *condition)
             }
-            StatementKind::Role { member, warps, body, .. } => predicate_fault(program, *member)
-                .or_else(|| launch::role_fault(program, warps, body)),
+            StatementKind::Role { name, member, warps, body } => predicate_fault(program, *member)
+                .or_else(|| launch::role_fault(program, name, warps, body)),
             StatementKind::Loop { .. } => None,
         };
         fault = result.map(|fault| Invalid::at(fault, statement.place));

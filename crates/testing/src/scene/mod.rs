@@ -42,7 +42,7 @@ pub use call::Call;
 pub(crate) use call::of_sequences;
 use kernel::Kernel;
 pub use ragged::{Place, Ragged};
-pub use sweep::{Outcome, schedules};
+pub use sweep::{MOST_SEEDS, Outcome, schedules};
 
 use sim::{Argument, BufferId, Failure, Launch, Memory, Options, Report, float};
 

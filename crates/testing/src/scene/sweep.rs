@@ -68,6 +68,9 @@ impl Scene {
     }
 }
 
+/// The most seeds that a sweep of a policy may have: what came of each is kept to the end.
+pub const MOST_SEEDS: u64 = 1_000_000;
+
 /// Every seed under every policy.
 pub fn schedules(policies: &[Policy], seeds: std::ops::Range<u64>) -> Vec<(Policy, u64)> {
     policies.iter().flat_map(|policy| seeds.clone().map(|seed| (*policy, seed))).collect()

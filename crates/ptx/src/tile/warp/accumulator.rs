@@ -1,5 +1,6 @@
 //! Matrices of sums in the registers of one warp.
 
+use super::in_registers;
 use crate::tile::Position;
 use crate::{Builder, Element, F16x2, F32, Reg, Register, U32, Value};
 
@@ -76,11 +77,12 @@ impl WarpAccumulator {
     /// eights.
     #[track_caller]
     pub fn new(k: &mut Builder, rows: u32, columns: u32) -> Self {
-        if !rows.is_multiple_of(16) || !columns.is_multiple_of(8) {
+        if !rows.is_multiple_of(16) || !columns.is_multiple_of(8) || rows == 0 || columns == 0 {
             k.misuse(format!("{rows} x {columns} is not made of cells of 16 x 8"));
         }
-        let groups = (columns / 8) as usize;
-        let count = (rows / 16) as usize * groups;
+        let [rows, columns] = in_registers(k, rows, columns);
+        let groups = (columns / 8).max(1) as usize;
+        let count = (rows / 16).max(1) as usize * groups;
         let cell = |k: &mut Builder| MmaCell(std::array::from_fn(|_| k.register()));
         WarpAccumulator { cells: (0..count).map(|_| cell(k)).collect(), groups }
     }
@@ -119,6 +121,10 @@ impl WarpAccumulator {
     }
 
     /// The cell of a tile of rows and a group of columns.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such cell.
     pub fn cell(&self, tile: usize, group: usize) -> MmaCell {
         self.cells[tile * self.groups + group]
     }

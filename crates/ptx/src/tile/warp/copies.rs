@@ -7,6 +7,7 @@ use std::ops::Range;
 
 use super::{CHUNK, CHUNK_COLUMNS, PANEL_CHUNKS, ROW, check};
 use crate::tile::TileLayout;
+use crate::tile::shared::possible;
 use crate::{
     Builder, Choose, CopyCache, Expression, GlobalAddress, Instruction, Reg, SharedAddress,
     StoreHint, U32, Value,
@@ -21,10 +22,15 @@ pub struct TileRing {
 }
 
 impl TileRing {
-    /// Reserves room for `count` tiles.
+    /// Reserves room for `count` tiles, at least one.
     #[track_caller]
-    pub fn new(k: &mut Builder, name: &str, layout: TileLayout, count: u32) -> Self {
+    pub fn new(k: &mut Builder, name: &str, layout: TileLayout, mut count: u32) -> Self {
         check(k, layout);
+        let layout = possible(k, name, layout);
+        if count == 0 || count > k.target().shared_memory_limit() / layout.bytes().max(ROW) {
+            k.misuse(format!("{name}: {count} tiles of {} bytes", layout.bytes()));
+            count = 1;
+        }
         let offset = k.shared(name, count * layout.bytes(), layout.alignment());
         let mut slots = Vec::new();
         for index in 0..count {
@@ -40,6 +46,10 @@ impl TileRing {
     }
 
     /// The tile that is `index` tiles on from the one read now.
+    ///
+    /// # Panics
+    ///
+    /// If there are no more than `index` tiles.
     pub fn at(&self, index: u32) -> Reg<SharedAddress> {
         self.slots[index as usize]
     }
@@ -148,9 +158,10 @@ impl RowCopies {
         valid: Option<Reg<U32>>,
     ) {
         let held = self.columns / CHUNK_COLUMNS;
-        for panel in 0..self.layout.panels() {
+        let layout = possible(k, "rows", self.layout);
+        for panel in 0..layout.panels() {
             let copy = Instruction::CopyAsync {
-                dst: k.address(to + (rows * ROW + panel * self.layout.panel_bytes())),
+                dst: k.address(to + (rows.saturating_mul(ROW) + panel * layout.panel_bytes())),
                 src: k.address(from + panel * ROW),
                 bytes: CHUNK,
                 source_bytes: valid.map(Into::into),
@@ -181,8 +192,9 @@ impl RowCopies {
         zero: &[Reg<U32>; 4],
     ) {
         let within = row * ROW + ((row % 8) ^ (chunk % PANEL_CHUNKS)) * CHUNK;
-        let panel = chunk / PANEL_CHUNKS * self.layout.panel_bytes();
-        k.store_vector(tile + within + (offset + panel), zero, StoreHint::default());
+        let panel = (chunk / PANEL_CHUNKS).saturating_mul(self.layout.panel_bytes());
+        let further = offset.saturating_add(panel);
+        k.store_vector(tile + within + further, zero, StoreHint::default());
     }
 
     /// Fills one chunk of each panel of a row with `zero`, which holds four: eight
@@ -196,8 +208,9 @@ impl RowCopies {
         zero: &[Reg<U32>; 4],
     ) {
         let at = k.eval(tile + row * ROW + chunk * CHUNK);
-        for panel in 0..self.layout.panels() {
-            k.store_vector(at + panel * self.layout.panel_bytes(), zero, StoreHint::default());
+        let layout = possible(k, "a row", self.layout);
+        for panel in 0..layout.panels() {
+            k.store_vector(at + panel * layout.panel_bytes(), zero, StoreHint::default());
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The operands of `mma.sync` in registers, and the product itself.
 
-use super::MmaSum;
+use super::{MmaSum, in_registers};
 use crate::{Builder, Element, F32, Instruction, MmaShape, Packed, Reg, SharedAddress, Value};
 
 /// The first operand of a product: 16 rows by 16 columns of 16-bit elements.
@@ -51,6 +51,7 @@ impl WarpFragment {
         if !rows.is_multiple_of(16) || !columns.is_multiple_of(16) {
             k.misuse(format!("{rows} x {columns} is not made of operands of 16 x 16"));
         }
+        let [rows, columns] = in_registers(k, rows, columns);
         let groups = (columns / 8) as usize;
         let count = (rows / 16) as usize * groups;
         let pair = |k: &mut Builder| std::array::from_fn(|_| k.packed(element));
@@ -61,11 +62,17 @@ impl WarpFragment {
     /// the tiles, in a group of columns.
     #[track_caller]
     pub fn set_pair(&self, k: &mut Builder, row: usize, group: usize, pair: [Reg<F32>; 2]) {
-        let dst = self.pairs[row / 2 * self.groups + group][row % 2];
-        k.pack_into(dst, pair[0], pair[1]);
+        match self.pairs.get(row / 2 * self.groups + group) {
+            Some(pairs) => k.pack_into(pairs[row % 2], pair[0], pair[1]),
+            None => k.misuse(format!("row {row} and group {group} of a smaller operand")),
+        }
     }
 
     /// The first operand of a product over the columns from `16 * step` on.
+    ///
+    /// # Panics
+    ///
+    /// If the matrix has no such tile or columns.
     pub fn a(&self, tile: usize, step: usize) -> FragmentA {
         let first = tile * self.groups + 2 * step;
         let [top, bottom] = self.pairs[first];

@@ -84,6 +84,18 @@ const CHUNK: u32 = 16;
 const CHUNK_COLUMNS: u32 = 8;
 const PANEL_CHUNKS: u32 = ROW / CHUNK;
 
+/// The sizes of a matrix in the registers of a warp, where they are possible: what
+/// is built of others is refused, and shall be small.
+#[track_caller]
+fn in_registers(k: &mut Builder, rows: u32, columns: u32) -> [u32; 2] {
+    // 32 elements a register and lane; a lane has 255.
+    if u64::from(rows) * u64::from(columns) <= 32 * 1024 {
+        return [rows, columns];
+    }
+    k.misuse(format!("{rows} x {columns} elements do not fit the registers of a warp"));
+    [16, 16]
+}
+
 /// A warp's tiles have 16-bit elements under the widest swizzle.
 #[track_caller]
 fn check(k: &mut Builder, layout: TileLayout) {

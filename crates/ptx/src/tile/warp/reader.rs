@@ -14,7 +14,7 @@
 
 use super::{CHUNK, FragmentA, FragmentB, ROW, check};
 use crate::tile::TileLayout;
-use crate::{Builder, Expression, Reg, SharedAddress, U32, Value};
+use crate::{Builder, Expression, Packed, Reg, SharedAddress, U32, Value};
 
 /// In which order the four matrices of 16 x 16 elements are taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -122,39 +122,57 @@ impl TileReader {
     }
 
     /// The address of the 16 bytes that the lane gives to `ldmatrix`.
+    ///
+    /// # Panics
+    ///
+    /// If the panels of the tile are narrower than `step`.
     pub fn address(&self, row: u32, step: u32) -> Value<SharedAddress> {
-        let panel = step / 4 * self.layout.panel_bytes();
-        self.steps[step as usize % 4] + (panel + row * ROW)
+        self.steps[step as usize % 4] + self.offset(row, step)
+    }
+
+    fn offset(&self, row: u32, step: u32) -> u32 {
+        let panel = (step / 4).saturating_mul(self.layout.panel_bytes());
+        panel.saturating_add(row.saturating_mul(ROW))
+    }
+
+    /// The matrices of an operand.
+    #[track_caller]
+    fn load<const N: usize>(
+        &self,
+        k: &mut Builder,
+        (row, step): (u32, u32),
+        transpose: bool,
+    ) -> [Packed; N] {
+        let first = step as usize % 4;
+        if first >= self.steps.len() {
+            k.misuse(format!("column {} of a tile of {}", 16 * first, self.layout.columns));
+        }
+        let address = self.steps[first.min(self.steps.len() - 1)] + self.offset(row, step);
+        k.load_matrix_packed(self.layout.element, address, transpose)
     }
 
     /// A first operand: 16 x 16 elements of the tile, or of it transposed.
     #[track_caller]
     pub fn a(&self, k: &mut Builder, row: u32, step: u32) -> FragmentA {
-        let transpose = self.order == MatrixOrder::ColumnsFirst;
-        let address = self.address(row, step);
-        FragmentA(k.load_matrix_packed(self.layout.element, address, transpose))
+        FragmentA(self.load(k, (row, step), self.order == MatrixOrder::ColumnsFirst))
     }
 
     /// Two second operands side by side: 16 x 16 elements of the tile, or of it
     /// transposed.
     #[track_caller]
     pub fn b(&self, k: &mut Builder, row: u32, step: u32) -> [FragmentB; 2] {
-        let transpose = self.order == MatrixOrder::RowsFirst;
-        let address = self.address(row, step);
-        let [a, b, c, d] = k.load_matrix_packed(self.layout.element, address, transpose);
+        let [a, b, c, d] = self.load(k, (row, step), self.order == MatrixOrder::RowsFirst);
         [FragmentB([a, b]), FragmentB([c, d])]
     }
 
     /// Only the first of the two.
     #[track_caller]
     pub fn first_b(&self, k: &mut Builder, row: u32, step: u32) -> FragmentB {
-        let transpose = self.order == MatrixOrder::RowsFirst;
-        let address = self.address(row, step);
-        FragmentB(k.load_matrix_packed(self.layout.element, address, transpose))
+        FragmentB(self.load(k, (row, step), self.order == MatrixOrder::RowsFirst))
     }
 }
 
 /// Steps of 16 columns that a panel of the tile has.
 fn used_steps(layout: TileLayout) -> u32 {
-    layout.columns.div_ceil(16).min(4)
+    layout.columns.div_ceil(16).clamp(1, 4)
 }
