@@ -14,6 +14,7 @@ mod preference;
 mod profile;
 mod progress;
 mod sim;
+mod soak;
 mod terminal;
 mod tune;
 mod warm;
@@ -42,6 +43,7 @@ enum Command {
     Inspect(inspect::Arguments),
     Profile(profile::Arguments),
     Sim(sim::Arguments),
+    Soak(soak::Arguments),
     Tune(tune::Arguments),
     Warm(warm::Arguments),
 }
@@ -80,6 +82,7 @@ fn main() -> ExitCode {
         Command::Inspect(arguments) => inspect::run(arguments),
         Command::Profile(arguments) => profile::run(arguments),
         Command::Sim(arguments) => sim::run(arguments),
+        Command::Soak(arguments) => soak::run(arguments),
         Command::Tune(arguments) => tune::run(arguments),
         Command::Warm(arguments) => warm::run(arguments),
     };

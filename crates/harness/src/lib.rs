@@ -13,6 +13,7 @@
 //! | [`gate`] | accept or reject a kernel, with reasons |
 //! | [`tune`] | search for the best configuration |
 //! | [`profile`] | where the time goes inside a kernel |
+//! | [`soak`] | random problems for a long time, while things go wrong |
 //!
 //! Nothing here prints: commands get data and progress, and show them.
 
@@ -23,6 +24,7 @@ pub mod problems;
 pub mod profile;
 pub mod provenance;
 pub mod report;
+pub mod soak;
 pub mod statistics;
 pub mod subject;
 pub mod tune;

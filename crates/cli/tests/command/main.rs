@@ -9,6 +9,7 @@ mod gate;
 mod inspect;
 mod profile;
 mod sim;
+mod soak;
 mod tune;
 mod warm;
 
