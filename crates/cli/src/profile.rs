@@ -12,6 +12,7 @@ use kernels::Configuration;
 use serde::Serialize;
 
 use crate::preference::Ours;
+use crate::progress::Bar;
 use crate::{Answer, gate, terminal};
 
 /// Show where the time goes: inside the forward kernel, and between the launches of the others
@@ -60,6 +61,7 @@ struct Measured {
 
 pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     let problem = &arguments.problem;
+    let _bar = Bar::new("profiling");
     let gpu = harness::open_gpu();
     let chip = gpu.as_ref().map_or(Chip::H200, Gpu::chip);
     let (plan, given) = arguments.ours.candidate()?.plan(&chip, problem)?;
@@ -125,7 +127,10 @@ fn describe(report: &Report) -> String {
                 "{without:.4} ms without timestamps, {with:.4} ms with them ({slower:+.1} %)\n"
             );
         }
-        (None, Some(reason)) => text += &format!("\nno times from a GPU: {reason}\n"),
+        (None, Some(reason)) => {
+            text +=
+                &format!("\n{}", terminal::paragraph(&format!("no times from a GPU: {reason}")));
+        }
         (None, None) => {}
     }
     if !report.launches.is_empty() {

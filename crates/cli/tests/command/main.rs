@@ -4,10 +4,12 @@
 mod attend;
 mod bench;
 mod check;
+mod docs;
 mod doctor;
 mod gate;
 mod inspect;
 mod profile;
+mod shell;
 mod sim;
 mod soak;
 mod tune;

@@ -90,6 +90,12 @@ impl Case {
         Case { number, problem, contents: random.bits() >> 33, rank }
     }
 
+    /// The command that soaks in this problem alone, with what goes with it.
+    pub fn replay_soaking(&self, seed: u64) -> String {
+        let number = self.number;
+        format!("flashcore soak --seed {seed} --first {number} --problems 1 --faults none")
+    }
+
     /// The command that computes it again, and says what is wrong with it.
     pub fn replay(&self, kernel: &str) -> String {
         let (text, seed) = (self.problem.text(), self.contents);

@@ -6,8 +6,9 @@ use std::sync::Mutex;
 use cuda::{Buffer, Cache, DeviceAddress, Stream};
 use flashcore::gpu::{AttentionPlan, Gpu, Tensors};
 use flashcore::plan::{Arrangement, candidates};
-use flashcore::{Error as LibraryError, Inputs, Plan, Preference};
+use flashcore::{DType, Error as LibraryError, Inputs, Plan, Preference};
 use kernels::parameter::List;
+use testing::check::{check_append, check_combine};
 
 use super::case::Case;
 use super::session::{Answer, lock, on_the_cpu};
@@ -21,6 +22,8 @@ const GUARD: usize = 4096;
 const ALIGNMENT: usize = 256;
 /// Of so many problems, one is asked whether its inputs are as they were.
 const LOOK_AT_INPUTS: u64 = 16;
+/// Of so many problems, one goes with an append, and one with a combine.
+const BESIDE: u64 = 16;
 
 /// A GPU and what its threads use again.
 pub(super) struct OnDevice {
@@ -61,6 +64,26 @@ impl OnDevice {
         let answer = room.attend(&self.gpu, case, inputs, (case.rank > 0).then_some(kernel));
         lock(&self.rooms).push(room);
         answer
+    }
+
+    /// What goes with attention, now and then: new tokens for a cache, or parts put together. What is
+    /// wrong with it, if something is.
+    pub(super) fn beside(&self, case: &Case) -> Option<(&'static str, Result<(), String>)> {
+        let dtype = match case.contents % 2 {
+            0 => DType::F16,
+            _ => DType::BF16,
+        };
+        let checked = match case.number % BESIDE {
+            5 => check_append(&self.gpu, dtype, case.contents),
+            11 => check_combine(&self.gpu, dtype, case.contents),
+            _ => return None,
+        };
+        let verdict = match checked.outcome {
+            Ok(outcome) if outcome.passed => Ok(()),
+            Ok(outcome) => Err(format!("{}: {outcome}", checked.case)),
+            Err(error) => Err(format!("{}: {error}", checked.case)),
+        };
+        Some((checked.kernel, verdict))
     }
 
     /// Writes where no memory is. The driver ends everything that this process has on the device.

@@ -233,8 +233,20 @@ impl Soak<'_> {
                 Err(panic) => break Err(format!("it panicked: {}", words(panic.as_ref()))),
             }
         };
+        // Without device memory there is nothing to judge.
+        let mut excused = self.memory_taken.load(Ordering::SeqCst);
+        let beside = catch_unwind(AssertUnwindSafe(|| self.session.beside(case)));
+        excused |= self.memory_taken.load(Ordering::SeqCst);
+        let beside = beside.unwrap_or_else(|panic| Some(("beside", Err(words(panic.as_ref())))));
         let mut tally = lock(&self.tally);
         tally.problems += 1;
+        if let Some((kernel, verdict)) = beside {
+            *tally.kernels.entry(format!("gpu/{kernel}")).or_default() += 1;
+            if let (Err(reason), false) = (verdict, excused) {
+                let replay = case.replay_soaking(self.options.seed);
+                self.fail(&mut tally, case, Some(format!("gpu/{kernel}")), reason, replay);
+            }
+        }
         let (kernel, wrong) = match checked {
             Ok(checked) => {
                 tally.rows += checked.rows;
@@ -245,7 +257,22 @@ impl Soak<'_> {
             Err(reason) => (None, Some(reason)),
         };
         let Some(reason) = wrong else { return };
-        let replay = case.replay(kernel.as_deref().unwrap_or(""));
+        let replay = match &kernel {
+            Some(kernel) => case.replay(kernel),
+            None => case.replay_soaking(self.options.seed),
+        };
+        self.fail(&mut tally, case, kernel, reason, replay);
+    }
+
+    /// Takes down a failure, and tells of it.
+    fn fail(
+        &self,
+        tally: &mut Tally,
+        case: &Case,
+        kernel: Option<String>,
+        reason: String,
+        replay: String,
+    ) {
         (self.note)(&format!("{}: {reason}\n  replay: {replay}", case.problem.text()));
         tally.failures.push(Failure {
             number: case.number,

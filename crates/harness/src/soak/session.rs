@@ -52,6 +52,16 @@ impl<'a> Session<'a> {
     }
 }
 
+impl Session<'_> {
+    /// What goes with attention on a GPU, now and then.
+    pub(super) fn beside(&self, case: &Case) -> Option<(&'static str, Result<(), String>)> {
+        match self {
+            Session::Host(_) => None,
+            Session::Device(device) => device.beside(case),
+        }
+    }
+}
+
 /// The CPU's answer.
 pub(super) fn on_the_cpu(case: &Case, inputs: Inputs<'_>) -> Result<Answer, Error> {
     let result = CpuBackend::new().run(&case.problem, inputs, &RunOptions::default())?;
