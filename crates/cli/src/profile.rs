@@ -84,7 +84,12 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     let spans = recording.as_ref().map_or(&[][..], |recording| &recording.spans);
     let timeline = match &arguments.trace {
         Some(path) if forward.is_none() => {
-            return Err(format!("{name} takes no timestamps: no {}", path.display()).into());
+            let path = path.display();
+            return Err(format!(
+                "{name} takes no timestamps, so there is no {path}: only the forward kernel does, \
+                 where --kernel forward can serve the problem"
+            )
+            .into());
         }
         Some(path) => {
             let text = profile::timeline(spans, arguments.blocks, Some((&simulated, &trace)));

@@ -49,10 +49,11 @@ enum StorageKind {
     PackedOverPages(usize),
 }
 
-/// Kinds at the beginning, and problems until there is one more: kernels take time to compile, and a
-/// long soak should still meet new ones.
+/// Kinds at the beginning, and problems until there is one more: kernels take time to compile.
 const KINDS: u64 = 16;
-const PROBLEMS_FOR_A_KIND: u64 = 512;
+const PROBLEMS_FOR_A_KIND: u64 = 256;
+/// Kinds at most: what is compiled for them stays in memory, which must not grow for ever.
+const MOST_KINDS: u64 = 96;
 
 /// Elements of the query tensor, and of the key tensor, at most. The reference is on the CPU, and
 /// many small problems find more than a few large ones.
@@ -105,7 +106,7 @@ impl Case {
 
 fn problem(seed: u64, number: u64) -> (Problem, usize) {
     let mut random = Random::new(mix(seed.wrapping_add(0x51ce) ^ mix(number)));
-    let kinds = KINDS + number / PROBLEMS_FOR_A_KIND;
+    let kinds = (KINDS + number / PROBLEMS_FOR_A_KIND).min(MOST_KINDS);
     let kind = Kind::of(seed, random.below(kinds as usize) as u64);
     (kind.problem(&mut random), kind.rank)
 }
@@ -148,7 +149,16 @@ impl Kind {
             Scores::default().with_alibi(slopes),
             Scores::EVERY_RULE,
         ][turn(7)];
-        scores.scale = one_in(random, 4).then(|| of(random, &[0.02, 0.5, -0.1, 1.0]));
+        let types = [DType::BF16, DType::BF16, DType::BF16, DType::F16, DType::F16, DType::F32];
+        let (dtype, dims) = (of(random, &types), of(random, &DIMS));
+        // In f32 the rounding of large scores shows in the output. The rule by which results pass
+        // takes a row's log-sum-exp for its largest score, which it is not where a sink outweighs
+        // the keys: such problems fail by the rule whoever computes them.
+        let scales: &[f32] = match dtype {
+            DType::F32 => &[0.02, -0.05],
+            _ => &[0.02, 0.5, -0.1, 1.0],
+        };
+        scores.scale = one_in(random, 4).then(|| of(random, scales));
         let plain = matches!(storage, StorageKind::Padded) && !one_in(random, 3);
         let lists = Lists {
             query_lengths: !plain && one_in(random, 4),
@@ -156,8 +166,6 @@ impl Kind {
             left_padding: !plain && one_in(random, 6),
             batch_index: matches!(storage, StorageKind::Entries),
         };
-        let types = [DType::BF16, DType::BF16, DType::BF16, DType::F16, DType::F16, DType::F32];
-        let (dtype, dims) = (of(random, &types), of(random, &DIMS));
         let rank = of(random, &[0, 0, 0, 1, 2]);
         Kind { dtype, dims, mask, scores, storage, lists, rank }
     }

@@ -6,12 +6,14 @@
 //! | `session` | what answers them: a GPU, or the CPU beside the way of a kernel without a GPU |
 //! | `device` | problems on a GPU, with memory and plans that are used again |
 //! | `fault` | what goes wrong, and how it must be taken |
+//! | `shortage` | times without device memory |
 //! | `watch` | memory and handles over time |
 
 mod case;
 mod device;
 mod fault;
 mod session;
+mod shortage;
 mod watch;
 
 use std::collections::BTreeMap;
@@ -32,6 +34,7 @@ pub use watch::{Held, Holding, Watch};
 use self::device::is_out_of_memory;
 use self::fault::Ground;
 use self::session::{Answer as SessionAnswer, Session, Texts, lock};
+use self::shortage::Shortage;
 use crate::Error;
 use crate::given::Given;
 use crate::statistics::Random;
@@ -125,14 +128,14 @@ pub fn run(
     };
     let folder = own.as_ref().map(|it| it.path().join("cache"));
     let cache = options.cache.clone().or(folder).unwrap_or_default();
-    let (texts, memory_taken) = (Texts::default(), AtomicBool::new(false));
+    let (texts, shortage) = (Texts::default(), Shortage::default());
     let ground = Ground {
         cache: cache.clone(),
         gpu: options.gpu,
         seed: options.seed,
         texts: &texts,
         program: options.program.as_deref(),
-        memory_taken: &memory_taken,
+        shortage: &shortage,
     };
     let session = Session::open(&cache, options.gpu, &texts)?;
     let soak = Soak {
@@ -141,7 +144,7 @@ pub fn run(
         begun: Instant::now(),
         next: AtomicU64::new(options.first),
         stop: AtomicBool::new(false),
-        memory_taken: &memory_taken,
+        shortage: &shortage,
         tally: Mutex::default(),
         note,
     };
@@ -187,7 +190,7 @@ struct Soak<'a> {
     /// The number of the next problem.
     next: AtomicU64,
     stop: AtomicBool,
-    memory_taken: &'a AtomicBool,
+    shortage: &'a Shortage,
     tally: Mutex<Tally>,
     note: &'a (dyn Fn(&str) + Sync),
 }
@@ -226,17 +229,21 @@ impl Soak<'_> {
     /// Answers a problem, and waits for device memory where that is taken away.
     fn settle(&self, case: &Case) {
         let checked = loop {
+            let before = self.shortage.moment();
             let checked = catch_unwind(AssertUnwindSafe(|| check(self.session, case)));
             match checked {
-                Ok(Err(error)) if is_out_of_memory(&error) && self.waits_for_memory() => {}
+                Ok(Err(error)) if is_out_of_memory(&error) && self.shortage.since(before) => {
+                    lock(&self.tally).waited_for_memory += 1;
+                    self.shortage.wait();
+                }
                 Ok(checked) => break checked.map_err(|error| error.to_string()),
                 Err(panic) => break Err(format!("it panicked: {}", words(panic.as_ref()))),
             }
         };
-        // Without device memory there is nothing to judge.
-        let mut excused = self.memory_taken.load(Ordering::SeqCst);
+        let before = self.shortage.moment();
         let beside = catch_unwind(AssertUnwindSafe(|| self.session.beside(case)));
-        excused |= self.memory_taken.load(Ordering::SeqCst);
+        // Without device memory there is nothing to judge.
+        let excused = self.shortage.since(before);
         let beside = beside.unwrap_or_else(|panic| Some(("beside", Err(words(panic.as_ref())))));
         let mut tally = lock(&self.tally);
         tally.problems += 1;
@@ -285,18 +292,6 @@ impl Soak<'_> {
         if tally.failures.len() >= MOST_FAILURES {
             self.stop.store(true, Ordering::SeqCst);
         }
-    }
-
-    /// Waits until the device's memory is no longer taken on purpose; false where it was not.
-    fn waits_for_memory(&self) -> bool {
-        if !self.memory_taken.load(Ordering::SeqCst) {
-            return false;
-        }
-        lock(&self.tally).waited_for_memory += 1;
-        while self.memory_taken.load(Ordering::SeqCst) {
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        true
     }
 
     /// Fault after fault, each at least once.
