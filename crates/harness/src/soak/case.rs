@@ -247,7 +247,8 @@ mod tests {
             let given = Given::of(&problem);
             given.unwrap_or_else(|error| panic!("{}: {error}", problem.text()));
             let elements = problem.key_shape().elements().unwrap();
-            assert!(elements <= 8 * ELEMENTS, "{}", problem.text());
+            // Pages of 256 positions hold few keys of short sequences.
+            assert!(elements <= 32 * ELEMENTS, "{}", problem.text());
         }
     }
 
