@@ -7,7 +7,7 @@ use crate::{Outcome, tools};
 pub(crate) fn bless() -> Outcome {
     tools::tools()?;
     let mut command = cargo(&["test", "--workspace", "--no-fail-fast"]);
-    command.env("INSTA_UPDATE", "always").env("FLASHCORE_BLESS", "1");
+    command.env("INSTA_UPDATE", "always");
     tools::offer(&mut command);
     let passed = show(command)?;
     println!("\nSnapshots are written; read them with `git diff` before you commit.");

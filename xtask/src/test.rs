@@ -110,7 +110,7 @@ fn tests(verbose: bool) -> Finding {
     let mut command = cargo(&["test", "--workspace", "--no-fail-fast"]);
     tools::offer(&mut command);
     // A snapshot that differs is a failure here; `cargo xtask bless` accepts it.
-    command.env("INSTA_UPDATE", "no").env_remove("FLASHCORE_BLESS");
+    command.env("INSTA_UPDATE", "no");
     let done = run(command, verbose)?;
     Ok(Counts::of(&done.log).to_string())
 }

@@ -95,7 +95,7 @@ fn window(text: &str) -> Result<Mask, String> {
 }
 
 /// Floating-point operations that a check may take: about a second on two cores.
-const CHECK_OPERATIONS: f64 = 5e9;
+pub(crate) const CHECK_OPERATIONS: f64 = 5e9;
 
 pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     let started = Instant::now();
@@ -121,8 +121,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     let passed = verdict.as_ref().is_none_or(|verdict| verdict.passed);
     if arguments.json {
         let json = Json {
+            problem: problem.text(),
             scale: problem.scale(),
-            problem: &problem,
+            description: &problem,
             report: &result.report,
             tflops: result.report.tflops(&problem),
             since_start_ms: 1e3 * (before + result.report.first_result_time).as_secs_f64(),
@@ -139,7 +140,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
 
 #[derive(Serialize)]
 struct Json<'a> {
-    problem: &'a Problem,
+    problem: String,
+    /// The problem, field by field.
+    description: &'a Problem,
     /// The scale in force, also when the problem leaves it to the default.
     scale: f32,
     report: &'a flashcore::Report,
@@ -167,6 +170,7 @@ fn prepare(
     problem.validate()?;
     memory::admit(&problem)?;
     let given = Given::of(&problem)?;
+    let _bar = Bar::new("making tensors");
     let tensors = InputTensors::random(&problem, arguments.seed.unwrap_or(0))?;
     Ok((problem, tensors, Some(given)))
 }

@@ -4,14 +4,17 @@ use std::error::Error;
 
 use clap::Args;
 use flashcore::gpu::Gpu;
-use flashcore::{Backend, DType, Machine, Progress};
+use flashcore::{Backend, DType, InputTensors, Machine, Preference, Problem, Progress, RunOptions};
+use harness::given::Given;
+use harness::verify::Truth;
 use serde::Serialize;
 use testing::check::ladder::{self, Rung};
-use testing::check::{self, Outcome, cases};
+use testing::check::{self, Case, Outcome, cases};
 
+use crate::attend::CHECK_OPERATIONS;
 use crate::preference::BackendChoice;
 use crate::progress::Bar;
-use crate::{Answer, terminal};
+use crate::{Answer, memory, terminal};
 
 /// Check every kernel that this machine can run
 #[derive(Args)]
@@ -19,6 +22,10 @@ pub(crate) struct Arguments {
     /// Check this back end only
     #[arg(long, value_enum, default_value_t = BackendChoice::Auto)]
     backend: BackendChoice,
+    /// Check every kernel on this problem instead, such as b=2,h=8,s=333,d=128,bf16,causal; may be
+    /// given many times
+    #[arg(long, value_name = "PROBLEM", conflicts_with_all = ["dtype", "thorough"])]
+    problem: Vec<Problem>,
     /// Check this kernel only
     #[arg(long, value_name = "NAME")]
     kernel: Option<String>,
@@ -81,8 +88,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         .map(AsRef::as_ref)
         .filter(|backend| wanted.is_none_or(|name| name == backend.name()))
         .collect();
-    let mut lines = Vec::new();
-    for dtype in &dtypes {
+    let mut lines = check_given(&backends, arguments)?;
+    for dtype in dtypes.iter().filter(|_| arguments.problem.is_empty()) {
         lines.extend(check_attention(&backends, *dtype, arguments));
         lines.extend(check_sequences(&backends, *dtype, arguments));
         if let Some(gpu) = machine.gpu().filter(|_| wanted != Some("cpu")) {
@@ -94,7 +101,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         (place, line.kernel.clone())
     });
     let rungs = match machine.gpu() {
-        Some(gpu) if wanted != Some("cpu") && !arguments.thorough => check_ladder(gpu, arguments)?,
+        Some(gpu)
+            if wanted != Some("cpu") && !arguments.thorough && arguments.problem.is_empty() =>
+        {
+            check_ladder(gpu, arguments)?
+        }
         _ => Vec::new(),
     };
     if lines.is_empty() && rungs.is_empty() {
@@ -103,7 +114,10 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
             (Some(missing), _) => {
                 format!("there is no {} back end here: {}", missing.backend, missing.reason)
             }
-            (None, Some(kernel)) => format!("there is no kernel `{kernel}` here"),
+            (None, Some(kernel)) => {
+                let known = known(&backends).join(", ");
+                format!("there is no kernel `{kernel}` here, only {known}")
+            }
             (None, None) => "there is nothing to check here".to_owned(),
         }
         .into());
@@ -116,6 +130,54 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     let parts = [describe(&machine, &lines), describe_ladder(&rungs)];
     let text = parts.into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join("\n");
     Ok(Answer { text, passed })
+}
+
+/// The kernels of attention here.
+fn known(backends: &[&dyn Backend]) -> Vec<String> {
+    let usual = Case::new(Problem::new(1, 1, 16, 64));
+    let Ok(arrangement) = usual.arrangement() else { return Vec::new() };
+    let all = backends.iter().flat_map(|it| it.candidates(&usual.problem, &arrangement));
+    all.map(|candidate| candidate.full_name()).collect()
+}
+
+/// Every kernel that accepts a problem of the caller's, on tensors like `attend`'s.
+fn check_given(
+    backends: &[&dyn Backend],
+    arguments: &Arguments,
+) -> Result<Vec<Line>, Box<dyn Error>> {
+    let mut all = Vec::new();
+    let bar = Bar::new("checking");
+    for problem in &arguments.problem {
+        memory::admit(problem)?;
+        let given = Given::of(problem)?;
+        let tensors = InputTensors::random(problem, 0)?;
+        let inputs = given.inputs(&tensors);
+        let truth = Truth::within(CHECK_OPERATIONS, problem, inputs, 0, Some(&bar))?;
+        let arrangement = inputs.arrangement(problem)?;
+        let mut checked = Vec::new();
+        for backend in backends {
+            for candidate in backend.candidates(problem, &arrangement) {
+                let kernel = candidate.kernel;
+                let named = arguments.kernel.as_deref().map(|name| name == kernel);
+                if candidate.accepted && named.unwrap_or(!candidate.on_request) {
+                    let kernel = Some(kernel.to_owned());
+                    let options = RunOptions { kernel, guard: true, ..RunOptions::default() };
+                    let run = || backend.run(problem, inputs, &options);
+                    let outcome = truth.outcome(run);
+                    let name = candidate.kernel.to_owned();
+                    checked.push((backend.name(), name, problem.text(), outcome));
+                }
+            }
+        }
+        if checked.is_empty() {
+            let machine = Machine::discover();
+            // The planner says why, and what would work.
+            let name = arguments.kernel.as_deref().unwrap_or_default();
+            machine.plan(problem, &Preference::named(name))?;
+        }
+        all.extend(lines(problem.dtype(), checked.into_iter()));
+    }
+    Ok(all)
 }
 
 /// One line per kernel.
@@ -309,7 +371,8 @@ fn describe(machine: &Machine, lines: &[Line]) -> String {
         false => terminal::table(&heading, &rows),
     };
     for missing in machine.missing() {
-        text += &format!("not checked: {} ({})\n", missing.backend, missing.reason);
+        let told = format!("not checked: {} ({})", missing.backend, missing.reason);
+        text += &terminal::paragraph(&told);
     }
     for line in lines {
         for failure in &line.failures {

@@ -16,6 +16,7 @@ use harness::provenance::GpuFound;
 use harness::subject::{GpuSubject, Source, Subject, Tensors};
 use kernels::{Configuration, shipped};
 use ptx::Target;
+use serde::Serialize;
 use testing::check::ladder;
 use testing::scene::MOST_SEEDS;
 
@@ -90,6 +91,12 @@ fn step(name: &str) -> Result<Step, String> {
         let known = Step::ALL.map(Step::name).join(", ");
         format!("there is no step `{name}`; there are {known}")
     })
+}
+
+#[derive(Serialize)]
+struct Json<'a> {
+    accepted: bool,
+    kernels: &'a [Judgement],
 }
 
 /// What is judged.
@@ -173,10 +180,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     }
     let accepted = judgements.iter().all(|it| it.accepted);
     if arguments.json {
-        return match &judgements[..] {
-            [judgement] => Answer::json(judgement, accepted),
-            all => Answer::json(&all, accepted),
-        };
+        return Answer::json(&Json { accepted, kernels: &judgements }, accepted);
     }
     let text: String = match &judgements[..] {
         [judgement] => describe(judgement),

@@ -6,14 +6,17 @@
 mod attend;
 mod bench;
 mod check;
+mod completions;
 mod doctor;
 mod gate;
 mod inspect;
+mod man;
 mod memory;
 mod preference;
 mod profile;
 mod progress;
 mod sim;
+mod soak;
 mod terminal;
 mod tune;
 mod warm;
@@ -22,7 +25,7 @@ use std::error::Error;
 use std::io::Write;
 use std::process::ExitCode;
 
-use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::{ColorChoice, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 /// Fused attention for NVIDIA GPUs in pure Rust.
 #[derive(Parser)]
@@ -30,6 +33,10 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 struct Arguments {
     #[command(subcommand)]
     command: Command,
+    /// Whether text has colours: auto means on a terminal, unless $NO_COLOR is set
+    #[arg(long, value_name = "WHEN", value_enum, default_value_t = ColorChoice::Auto, global = true,
+          display_order = 1000)]
+    color: ColorChoice,
 }
 
 #[derive(Subcommand)]
@@ -37,14 +44,21 @@ enum Command {
     Attend(attend::Arguments),
     Bench(bench::Arguments),
     Check(check::Arguments),
+    Completions(completions::Arguments),
     Doctor(doctor::Arguments),
     Gate(gate::Arguments),
     Inspect(inspect::Arguments),
+    Man(man::Arguments),
     Profile(profile::Arguments),
     Sim(sim::Arguments),
+    Soak(soak::Arguments),
     Tune(tune::Arguments),
     Warm(warm::Arguments),
 }
+
+/// The form of answers in JSON. It grows by one when a field goes or means something else; new fields
+/// leave it as it is.
+const JSON_VERSION: u32 = 1;
 
 /// What a subcommand has to say.
 struct Answer {
@@ -55,9 +69,16 @@ struct Answer {
 }
 
 impl Answer {
-    /// An answer in JSON.
+    /// An answer in JSON: an object, in the form that docs/json.md describes.
     fn json(value: &impl serde::Serialize, passed: bool) -> Result<Self, Box<dyn Error>> {
-        let mut text = serde_json::to_string_pretty(value)?;
+        #[derive(serde::Serialize)]
+        struct Versioned<'a, T> {
+            version: u32,
+            #[serde(flatten)]
+            answer: &'a T,
+        }
+        let versioned = Versioned { version: JSON_VERSION, answer: value };
+        let mut text = serde_json::to_string_pretty(&versioned)?;
         text.push('\n');
         Ok(Answer { text, passed })
     }
@@ -65,21 +86,26 @@ impl Answer {
 
 fn main() -> ExitCode {
     let arguments = Arguments::command()
+        .color(colour_of_help())
         .try_get_matches()
         .and_then(|matches| Arguments::from_arg_matches(&matches));
     let arguments = match arguments {
         Ok(arguments) => arguments,
         Err(error) => return usage(&error),
     };
+    terminal::colour(arguments.color);
     let answer = match &arguments.command {
         Command::Attend(arguments) => attend::run(arguments),
         Command::Bench(arguments) => bench::run(arguments),
         Command::Check(arguments) => check::run(arguments),
+        Command::Completions(arguments) => completions::run(arguments),
         Command::Doctor(arguments) => doctor::run(arguments),
         Command::Gate(arguments) => gate::run(arguments),
         Command::Inspect(arguments) => inspect::run(arguments),
+        Command::Man(arguments) => man::run(arguments),
         Command::Profile(arguments) => profile::run(arguments),
         Command::Sim(arguments) => sim::run(arguments),
+        Command::Soak(arguments) => soak::run(arguments),
         Command::Tune(arguments) => tune::run(arguments),
         Command::Warm(arguments) => warm::run(arguments),
     };
@@ -90,6 +116,17 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// What `--color` says, for help and mistakes, which are printed before all options are read.
+fn colour_of_help() -> ColorChoice {
+    let words = std::env::args_os().map(|word| word.to_string_lossy().into_owned());
+    let words: Vec<String> = words.collect();
+    let pairs = words.windows(2).filter(|pair| pair[0] == "--color").map(|pair| pair[1].as_str());
+    let joined = words.iter().filter_map(|word| word.strip_prefix("--color="));
+    let choice = pairs.chain(joined).find_map(|word| word.parse().ok()).unwrap_or_default();
+    terminal::colour(choice);
+    choice
 }
 
 /// Write the answer. A reader that has gone away (`| head`) is no failure.

@@ -12,6 +12,7 @@ use kernels::Configuration;
 use serde::Serialize;
 
 use crate::preference::Ours;
+use crate::progress::Bar;
 use crate::{Answer, gate, terminal};
 
 /// Show where the time goes: inside the forward kernel, and between the launches of the others
@@ -60,6 +61,7 @@ struct Measured {
 
 pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     let problem = &arguments.problem;
+    let _bar = Bar::new("profiling");
     let gpu = harness::open_gpu();
     let chip = gpu.as_ref().map_or(Chip::H200, Gpu::chip);
     let (plan, given) = arguments.ours.candidate()?.plan(&chip, problem)?;
@@ -82,7 +84,12 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     let spans = recording.as_ref().map_or(&[][..], |recording| &recording.spans);
     let timeline = match &arguments.trace {
         Some(path) if forward.is_none() => {
-            return Err(format!("{name} takes no timestamps: no {}", path.display()).into());
+            let path = path.display();
+            return Err(format!(
+                "{name} takes no timestamps, so there is no {path}: only the forward kernel does, \
+                 where --kernel forward can serve the problem"
+            )
+            .into());
         }
         Some(path) => {
             let text = profile::timeline(spans, arguments.blocks, Some((&simulated, &trace)));
@@ -125,7 +132,10 @@ fn describe(report: &Report) -> String {
                 "{without:.4} ms without timestamps, {with:.4} ms with them ({slower:+.1} %)\n"
             );
         }
-        (None, Some(reason)) => text += &format!("\nno times from a GPU: {reason}\n"),
+        (None, Some(reason)) => {
+            text +=
+                &format!("\n{}", terminal::paragraph(&format!("no times from a GPU: {reason}")));
+        }
         (None, None) => {}
     }
     if !report.launches.is_empty() {

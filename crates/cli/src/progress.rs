@@ -1,7 +1,9 @@
-//! A progress bar on standard error, for what takes longer than a second.
+//! Progress on standard error, for what takes longer than a second.
 
 use std::io::IsTerminal;
-use std::time::{Duration, Instant};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
 
 use flashcore::Progress;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -9,27 +11,23 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 /// How long something may take before it has to show itself.
 const PATIENCE: Duration = Duration::from_millis(500);
 
-/// Shows itself only on a terminal, and only when the work is not done soon.
+/// Shows itself only on a terminal, and only when the work is not done soon. Until it is known how
+/// much there is to do, it shows the time that has passed.
 pub(crate) struct Bar {
     bar: ProgressBar,
-    begin: Instant,
     terminal: bool,
+    /// Ends the thread that waits until it is time to show something.
+    waiting: Option<(Sender<()>, JoinHandle<()>)>,
 }
 
 impl Bar {
     pub(crate) fn new(what: &'static str) -> Self {
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
-        let style = ProgressStyle::with_template("{msg} {wide_bar} {percent:>3} % {eta}")
-            .unwrap_or_else(|_| ProgressStyle::default_bar());
-        Bar {
-            bar: bar.with_style(style).with_message(what),
-            begin: Instant::now(),
-            terminal: std::io::stderr().is_terminal(),
-        }
+        let bar = bar.with_style(style("{spinner} {msg} {elapsed}")).with_message(what);
+        let terminal = std::io::stderr().is_terminal();
+        Bar { waiting: terminal.then(|| show_later(bar.clone())), bar, terminal }
     }
-}
 
-impl Bar {
     /// A line above the bar.
     pub(crate) fn note(&self, text: &str) {
         if self.terminal {
@@ -38,22 +36,39 @@ impl Bar {
     }
 }
 
+fn style(template: &str) -> ProgressStyle {
+    ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
+}
+
+fn show_later(bar: ProgressBar) -> (Sender<()>, JoinHandle<()>) {
+    let (done, waits) = channel();
+    let thread = std::thread::spawn(move || {
+        if waits.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
+            bar.set_draw_target(ProgressDrawTarget::stderr());
+            bar.enable_steady_tick(Duration::from_millis(200));
+        }
+    });
+    (done, thread)
+}
+
 impl Progress for Bar {
     fn begin(&self, total: u64) {
+        self.bar.set_style(style("{msg} {wide_bar} {percent:>3} % {eta}"));
         self.bar.reset();
         self.bar.set_length(total);
     }
 
     fn advance(&self, steps: u64) {
-        if self.terminal && self.bar.is_hidden() && self.begin.elapsed() > PATIENCE {
-            self.bar.set_draw_target(ProgressDrawTarget::stderr());
-        }
         self.bar.inc(steps);
     }
 }
 
 impl Drop for Bar {
     fn drop(&mut self) {
+        if let Some((done, thread)) = self.waiting.take() {
+            drop(done);
+            let _ = thread.join();
+        }
         self.bar.finish_and_clear();
     }
 }

@@ -68,6 +68,12 @@ enum StartChoice {
     Poor,
 }
 
+/// What was found, problem by problem.
+#[derive(Serialize)]
+struct Tuned<'a, T> {
+    problems: &'a [T],
+}
+
 #[derive(Serialize)]
 struct Line {
     problem: String,
@@ -146,7 +152,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         lines.push(Line::new(name, &found, effects(&its)));
     }
     if arguments.json {
-        return Answer::json(&lines, true);
+        return Answer::json(&Tuned { problems: &lines }, true);
     }
     let mut answer = describe(&lines);
     answer += &match kept {
@@ -295,7 +301,7 @@ fn model(arguments: &Arguments, problems: &[Problem]) -> Result<Answer, Box<dyn 
         all.push(Ranked { problem: problem.text(), possible, of, best });
     }
     if arguments.json {
-        return Answer::json(&all, true);
+        return Answer::json(&Tuned { problems: &all }, true);
     }
     let mut answer = String::new();
     for ranked in &all {

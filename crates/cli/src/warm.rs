@@ -4,13 +4,17 @@
 use std::error::Error;
 
 use clap::Args;
-use flashcore::gpu::{Gpu, Warmed};
+use cuda::{Cache, Driver};
+use flashcore::gpu::{Chip, Gpu, Warmed};
 use flashcore::plan::Arrangement;
-use flashcore::{Plan, Preference, Problem};
+use flashcore::{Plan, Problem};
+use harness::ahead;
 use harness::bench::families;
 use kernels::{Configuration, shipped};
+use ptx::Target;
 use serde::Serialize;
 
+use crate::inspect::choose;
 use crate::preference::Preferred;
 use crate::progress::Bar;
 use crate::{Answer, terminal};
@@ -34,6 +38,14 @@ pub(crate) struct Arguments {
     what: What,
     #[command(flatten)]
     preferred: Preferred,
+    /// Compile for a GPU that is not here, such as sm_90a: with ptxas, and into the cache if its
+    /// driver is named
+    #[arg(long, value_name = "TARGET", value_parser = choose::parse_target)]
+    chip: Option<Target>,
+    /// The driver of that GPU's machine, as `flashcore doctor` tells it there, such as
+    /// 12.8/570.124.06: the cache goes by it
+    #[arg(long, value_name = "CUDA/RELEASE", requires = "chip", value_parser = ahead::driver)]
+    driver: Option<Driver>,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -41,16 +53,25 @@ pub(crate) struct Arguments {
 
 #[derive(Serialize)]
 struct Json {
+    /// Where they are now; absent where none is kept.
     cache: Option<String>,
     kernels: Vec<Warmed>,
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
-    let gpu = Gpu::open(0).map_err(|error| format!("there is no GPU to compile for: {error}"))?;
+    if let Some(target) = arguments.chip {
+        return for_chip(arguments, &Chip::typical(target));
+    }
+    let gpu = Gpu::open(0).map_err(|error| {
+        format!(
+            "there is no GPU to compile for: {error}; `--chip sm_90a` compiles for one that is not \
+             here"
+        )
+    })?;
     let Some(cache) = gpu.cache().directory().map(|path| path.display().to_string()) else {
         return Err("the cache is off ($FLASHCORE_CACHE): nothing would be kept".into());
     };
-    let configurations = configurations(&gpu, &arguments.what, &arguments.preferred.preference())?;
+    let configurations = arguments.configurations(&gpu.chip())?;
     let kernels = {
         let bar = Bar::new("compiling");
         gpu.warm(&configurations, &bar)?
@@ -62,29 +83,76 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     Ok(Answer { text: describe(&cache, &kernels), passed })
 }
 
-/// What is to be compiled, each once.
-fn configurations(
-    gpu: &Gpu,
-    what: &What,
-    preference: &Preference,
-) -> Result<Vec<Configuration>, Box<dyn Error>> {
-    let chip = gpu.chip();
-    let mut all: Vec<Configuration> = Vec::new();
-    if what.all {
-        let families = families();
-        all.extend(shipped(chip.target).into_iter().filter(|it| families.contains(&it.family())));
+/// For a GPU of another machine.
+fn for_chip(arguments: &Arguments, chip: &Chip) -> Result<Answer, Box<dyn Error>> {
+    let cache = Cache::from_environment();
+    let place = cache.directory().map(|path| path.display().to_string());
+    let keep = arguments.driver.as_ref().zip(place.as_ref());
+    if arguments.driver.is_some() && keep.is_none() {
+        return Err("the cache is off ($FLASHCORE_CACHE): nothing would be kept".into());
     }
-    for problem in &what.problem {
-        let plan = Plan::on_gpu(&chip, problem, &Arrangement::contiguous(problem)?, preference)?;
-        let launches = plan.chosen.choice.into_iter().flat_map(|choice| choice.launches);
-        all.extend(launches.map(|launch| launch.kernel));
+    let ptxas = ahead::assembler(arguments.driver.as_ref())?;
+    let configurations = arguments.configurations(chip)?;
+    let kernels = {
+        let bar = Bar::new("assembling");
+        let keep = keep.map(|(driver, _)| (&cache, driver));
+        ahead::assemble(&configurations, chip, &ptxas, keep, &bar)?
+    };
+    let passed = kernels.iter().all(|kernel| kernel.warnings.is_empty());
+    let place = keep.map(|(_, place)| place.clone());
+    if arguments.json {
+        return Answer::json(&Json { cache: place, kernels }, passed);
     }
-    let mut seen = std::collections::HashSet::new();
-    all.retain(|configuration| seen.insert(*configuration));
-    Ok(all)
+    let (version, target) = (ptxas.version, chip.target);
+    let text = match &place {
+        Some(place) => describe(place, &kernels),
+        None => {
+            let told = format!(
+                "assembled for {target} with ptxas {version} and not kept: the cache goes by the \
+                 driver of that machine; `flashcore doctor` tells it there, and --driver \
+                 CUDA/RELEASE keeps kernels for it here"
+            );
+            table(&kernels) + &terminal::paragraph(&told)
+        }
+    };
+    Ok(Answer { text, passed })
+}
+
+impl Arguments {
+    /// What is to be compiled, each once.
+    fn configurations(&self, chip: &Chip) -> Result<Vec<Configuration>, Box<dyn Error>> {
+        let (what, preference) = (&self.what, self.preferred.preference());
+        let mut all: Vec<Configuration> = Vec::new();
+        if what.all {
+            let (families, shipped) = (families(), shipped(chip.target));
+            all.extend(shipped.into_iter().filter(|it| families.contains(&it.family())));
+        }
+        for problem in &what.problem {
+            let arrangement = Arrangement::contiguous(problem)?;
+            let plan = Plan::on_gpu(chip, problem, &arrangement, &preference)?;
+            let launches = plan.chosen.choice.into_iter().flat_map(|choice| choice.launches);
+            all.extend(launches.map(|launch| launch.kernel));
+        }
+        let mut seen = std::collections::HashSet::new();
+        all.retain(|configuration| seen.insert(*configuration));
+        Ok(all)
+    }
 }
 
 fn describe(cache: &str, kernels: &[Warmed]) -> String {
+    let compiled = kernels.iter().filter(|kernel| !kernel.cached).count();
+    let count = if kernels.len() == 1 {
+        "1 kernel".to_owned()
+    } else {
+        format!("{} kernels", kernels.len())
+    };
+    let told = format!("{count} in {cache}, {compiled} of them new");
+    let warnings = kernels.iter().flat_map(|kernel| &kernel.warnings);
+    let warnings: String = warnings.map(|warning| terminal::paragraph(warning)).collect();
+    table(kernels) + &terminal::paragraph(&told) + &warnings
+}
+
+fn table(kernels: &[Warmed]) -> String {
     let rows: Vec<_> = kernels
         .iter()
         .map(|kernel| {
@@ -101,9 +169,5 @@ fn describe(cache: &str, kernels: &[Warmed]) -> String {
             ]
         })
         .collect();
-    let mut text = terminal::table(&["configuration", "time", "size", "state"], &rows);
-    let compiled = kernels.iter().filter(|kernel| !kernel.cached).count();
-    text += &format!("{} kernels in {cache}, {compiled} of them new\n", kernels.len());
-    let warnings = kernels.iter().flat_map(|kernel| &kernel.warnings);
-    text + &warnings.map(|warning| format!("{warning}\n")).collect::<String>()
+    terminal::table(&["configuration", "time", "size", "state"], &rows)
 }

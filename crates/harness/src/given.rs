@@ -6,6 +6,7 @@ use flashcore::gpu::{self, GpuError};
 use flashcore::serving::{Pages, Placement, Sequences};
 use flashcore::{InputTensors, Inputs, Lists, Problem, Shape, Storage, Tensor};
 use kernels::parameter::List;
+use testing::scene::{Place, Ragged};
 
 use crate::Error;
 use crate::statistics::Random;
@@ -95,6 +96,25 @@ impl Given {
         tensors: &mut gpu::Tensors,
     ) -> Result<(), GpuError> {
         lists.of_call(problem, self.inputs(&nothing()), tensors)
+    }
+
+    /// The same sequences for a scene of the simulator; nothing where all lengths are the problem's.
+    pub fn ragged(&self, problem: &Problem) -> Option<Ragged> {
+        let (queries, keys) = (self.queries.as_ref()?, self.keys.as_ref()?);
+        let place = |storage: Storage| match storage {
+            Storage::Padded => Place::Padded,
+            Storage::Entries(_) => Place::Entries,
+            Storage::Packed(_) => Place::Packed,
+            Storage::Paged { size, .. } => Place::Paged(size),
+        };
+        let lengths = |of: &Placement| (0..of.sequences()).map(|it| of.length(it)).collect();
+        Some(Ragged {
+            queries: lengths(queries),
+            keys: lengths(keys),
+            padding: keys.left_padding().to_vec(),
+            query_place: place(problem.queries),
+            key_place: place(problem.keys),
+        })
     }
 
     /// The plain problem that each sequence is by itself, or the whole where all are alike.

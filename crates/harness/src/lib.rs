@@ -11,11 +11,14 @@
 //! | [`mod@bench`] | candidates alternated in one process, ours and others' |
 //! | [`report`] | results as data, as a page with plots, and two of them compared |
 //! | [`gate`] | accept or reject a kernel, with reasons |
+//! | [`ahead`] | kernels assembled for a GPU that is not there |
 //! | [`tune`] | search for the best configuration |
 //! | [`profile`] | where the time goes inside a kernel |
+//! | [`soak`] | random problems for a long time, while things go wrong |
 //!
 //! Nothing here prints: commands get data and progress, and show them.
 
+pub mod ahead;
 pub mod bench;
 pub mod gate;
 pub mod given;
@@ -23,6 +26,7 @@ pub mod problems;
 pub mod profile;
 pub mod provenance;
 pub mod report;
+pub mod soak;
 pub mod statistics;
 pub mod subject;
 pub mod tune;

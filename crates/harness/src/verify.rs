@@ -2,9 +2,11 @@
 
 use flashcore::serving::Sequences;
 use flashcore::{
-    DType, InputError, InputTensors, Inputs, Layout, Problem, Progress, Shape, Tensor, TensorError,
+    DType, InputError, InputTensors, Inputs, Layout, Output, Problem, Progress, Shape, Tensor,
+    TensorError,
 };
 use testing::Verdict;
+use testing::check::Outcome;
 use testing::reference::{self, Rows};
 use testing::verdict::compare_tensors;
 
@@ -158,6 +160,18 @@ impl Truth {
         let none = || InputError::Length { tensor: "batch", given: 0, expected: 1 };
         let worst = worst.ok_or_else(none)?;
         Ok(Verdict { total_rows: self.sequences.rows(), ..worst })
+    }
+
+    /// Runs twice, and judges: right, and the same bits again.
+    pub fn outcome(
+        &self,
+        run: impl Fn() -> Result<Output, flashcore::Error>,
+    ) -> Result<Outcome, flashcore::Error> {
+        let (first, second) = (run()?, run()?);
+        let verdict = self.verdict(&first.output, &first.lse)?;
+        let bits = |it: &Output| it.lse.iter().map(|lse| lse.to_bits()).collect::<Vec<_>>();
+        let same = first.output.bytes() == second.output.bytes() && bits(&first) == bits(&second);
+        Ok(Outcome { passed: verdict.passed && same, verdict, repeats: same, holes: 0 })
     }
 
     /// One sequence's rows of a result.

@@ -43,6 +43,9 @@ struct Measure {
     /// A set of problems by name (see `bench sets`), or a file with one on each line
     #[arg(long, default_value = "paper")]
     set: String,
+    /// A problem instead, such as b=2,h=16,s=4096,d=128,bf16,causal; may be given many times
+    #[arg(long, value_name = "PROBLEM", conflicts_with = "set")]
+    problem: Vec<Problem>,
     /// Who is measured: flashcore, forward, prefill, decode, mma, mma-half, scalar, configurations,
     /// pageN (one query over pages of N keys), cudnn, fa2, fa3, fa4, efficient, flex, jax;
     /// NAME=CANDIDATE gives one another name
@@ -137,7 +140,10 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
 
 impl Measure {
     fn options(&self) -> Result<Options, Box<dyn Error>> {
-        let mut set = ProblemSet::find(&self.set)?;
+        let mut set = match &self.problem[..] {
+            [] => ProblemSet::find(&self.set)?,
+            problems => ProblemSet { name: "given".to_owned(), problems: problems.to_vec() },
+        };
         if self.backward {
             set.problems = set.problems.into_iter().map(Problem::backward).collect();
         }
@@ -224,6 +230,11 @@ fn with_suffix(prefix: &Path, suffix: &str) -> PathBuf {
 }
 
 #[derive(Serialize)]
+struct PlanJson<'a> {
+    planned: &'a [Planned],
+}
+
+#[derive(Serialize)]
 struct Planned {
     problem: String,
     candidate: String,
@@ -258,7 +269,7 @@ fn plan(options: &Options, json: bool) -> Result<Answer, Box<dyn Error>> {
         }
     }
     if json {
-        return Answer::json(&lines, true);
+        return Answer::json(&PlanJson { planned: &lines }, true);
     }
     let rows: Vec<_> = lines
         .into_iter()

@@ -15,6 +15,7 @@ use self::cache::CacheFound;
 use self::cpu::Cpu;
 use self::gpu::Gpu;
 use self::toolkit::Tool;
+use crate::progress::Bar;
 use crate::{Answer, memory, terminal};
 
 /// Say what this machine has, what would run and why
@@ -27,6 +28,8 @@ pub(crate) struct Arguments {
 
 #[derive(Serialize)]
 struct Findings {
+    /// The version of this program.
+    #[serde(rename = "flashcore")]
     version: &'static str,
     gpu: Gpu,
     cache: CacheFound,
@@ -39,6 +42,7 @@ struct Findings {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
+    let _bar = Bar::new("looking");
     let machine = Machine::discover();
     let plans = usual_problems()
         .iter()
@@ -94,7 +98,7 @@ fn describe(findings: &Findings) -> String {
     let mut text = terminal::fields(&fields);
     text += &format!("\n{}\n", terminal::paint(terminal::HEADING, "what would run"));
     for plan in &findings.plans {
-        text += &format!("{plan}\n");
+        text += &terminal::paragraph(&plan.to_string());
     }
     text
 }

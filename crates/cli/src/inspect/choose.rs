@@ -23,7 +23,7 @@ const TARGETS: [Target; 9] = [
 const SUGGESTIONS: usize = 5;
 
 /// The target of a name as PTX writes it.
-pub(super) fn parse_target(name: &str) -> Result<Target, String> {
+pub(crate) fn parse_target(name: &str) -> Result<Target, String> {
     TARGETS.into_iter().find(|target| target.to_string() == name).ok_or_else(|| {
         let known = TARGETS.map(|target| target.to_string()).join(", ");
         format!("`{name}` is no known target; known are {known}")

@@ -16,6 +16,7 @@ use crate::{Answer, terminal};
 
 #[derive(Serialize)]
 struct Found {
+    #[serde(rename = "chip")]
     gpu: ChipFound,
     /// The scale in force, also when the problem leaves it to the default.
     scale: f32,
@@ -101,9 +102,9 @@ pub(super) fn run(
             });
         }
         let name = |source| match source {
-            Source::Workspace(workspace) => format!("{workspace:?}"),
-            Source::Tensor(tensor) => format!("{tensor:?}"),
-            Source::List(list) => format!("{list:?}"),
+            Source::Workspace(workspace) => terminal::words(&format!("{workspace:?}")),
+            Source::Tensor(tensor) => terminal::words(&format!("{tensor:?}")),
+            Source::List(list) => terminal::words(&format!("{list:?}")),
         };
         let named = choice.memory.iter().map(|it| (name(it.source), it.bytes));
         memory.extend(named.map(|(name, bytes)| Memory { name, bytes }));
@@ -173,8 +174,10 @@ impl Found {
             }
         }
         for Memory { name, bytes } in &self.memory {
-            fields
-                .push(("device memory", format!("{} of {name}", terminal::bytes((*bytes).into()))));
+            fields.push((
+                "device memory",
+                format!("{} for {name}", terminal::bytes((*bytes).into())),
+            ));
         }
         fields
     }

@@ -86,7 +86,7 @@ impl Anatomy {
                 roles.push(Role { name: name.clone(), first_warp, warps });
             }
             StatementKind::Instruction(instruction) => {
-                *families.entry(variant(&format!("{instruction:?}"))).or_insert(0) += 1;
+                *families.entry(terminal::words(&format!("{instruction:?}"))).or_insert(0) += 1;
             }
             _ => {}
         });
@@ -118,8 +118,10 @@ impl Anatomy {
 
     pub(super) fn describe(&self) -> String {
         let settings = self.configuration.iter().map(|setting| match &setting.value {
-            Value::String(text) => format!("{} {text}", setting.name),
-            value => format!("{} {value}", setting.name),
+            Value::String(text) => {
+                format!("{} {}", setting.name.replace('_', " "), terminal::debug_words(text))
+            }
+            value => format!("{} {value}", setting.name.replace('_', " ")),
         });
         let mut threads = format!("{} in a block", self.threads);
         for role in &self.roles {
@@ -202,11 +204,6 @@ impl From<&Parameter> for ParameterFound {
 
 fn as_object<S: Serializer>(settings: &[Setting], serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_map(settings.iter().map(|setting| (&setting.name, &setting.value)))
-}
-
-/// The name of an enum's variant, from what `Debug` writes.
-fn variant(debug: &str) -> String {
-    debug.chars().take_while(char::is_ascii_alphanumeric).collect()
 }
 
 /// The fields of a configuration, from what `{:#?}` writes, so that a kernel need not list them

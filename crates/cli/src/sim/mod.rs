@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 use ::sim::{Budget, Measure, Mode, Options, Policy};
 use clap::{Args, ValueEnum};
-use flashcore::Progress;
+use flashcore::{Problem, Progress};
 use ptx::Target;
 use testing::scene::{MOST_SEEDS, Scene, schedules};
 
@@ -22,8 +22,14 @@ use crate::progress::Bar;
 /// Simulate a kernel on the CPU: values, hazards, counts and a timeline, no GPU needed
 #[derive(Args)]
 pub(crate) struct Arguments {
-    /// A configuration or a family by name, as `flashcore inspect` lists them
-    kernel: String,
+    /// A configuration or a family by name, as `flashcore inspect` lists them; with --problem a
+    /// family, or nothing for what the planner chooses
+    #[arg(required_unless_present = "problem")]
+    kernel: Option<String>,
+    /// What is computed, such as h=2,s=100,d=64,bf16,causal [default: something small that suits the
+    /// kernel]
+    #[arg(long, value_name = "PROBLEM")]
+    problem: Option<Problem>,
     /// In which order things happen that have no order of their own
     #[arg(long, value_enum, default_value_t = PolicyChoice::All)]
     policy: PolicyChoice,
@@ -95,8 +101,13 @@ fn parse_limit(text: &str) -> Result<(Measure, u64), String> {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
-    let kernel = choose::kernel(&arguments.kernel, Target::SM_90A)?;
-    let scene = arguments.size.scene(&kernel)?;
+    let (kernel, scene) = match (&arguments.problem, &arguments.kernel) {
+        (Some(problem), family) => arguments.size.of_problem(problem, family.as_deref())?,
+        (None, name) => {
+            let kernel = choose::kernel(name.as_deref().unwrap_or_default(), Target::SM_90A)?;
+            (kernel, arguments.size.scene(&kernel)?)
+        }
+    };
     let mode = if arguments.values { Mode::Values } else { Mode::Checked };
     let budget = (arguments.budgets.iter())
         .fold(Budget::default(), |budget, (measure, limit)| budget.at_most(*measure, *limit));
@@ -120,7 +131,10 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         let limits: String = (arguments.budgets.iter())
             .map(|(measure, limit)| format!(" --budget {}={limit}", hyphenated(*measure)))
             .collect();
-        let name = kernel.name();
+        let name = match &arguments.problem {
+            Some(problem) => format!("{} --problem {}", kernel.family(), problem.text()),
+            None => kernel.name(),
+        };
         format!("flashcore sim {name} --policy {policy} --seed {seed}{size}{values}{limits}")
     };
     let report = Report::new(&kernel, &scene, mode, &policies, &outcomes, timeline, replay);

@@ -1,7 +1,12 @@
 //! The size of the simulated problem.
 
+use std::error::Error;
+
 use clap::Args;
+use flashcore::gpu::Chip;
+use flashcore::{Plan, Preference, Problem};
 use harness::bench::families;
+use harness::given::Given;
 use kernels::Configuration;
 use testing::scene::{Call, Ragged, Scene};
 
@@ -70,6 +75,33 @@ impl SizeArguments {
             other => Scene::small(other),
         };
         scene.map_err(|error| error.to_string())
+    }
+
+    /// A problem as a family of kernels would serve it on an H200, or the best one.
+    pub(super) fn of_problem(
+        &self,
+        problem: &Problem,
+        family: Option<&str>,
+    ) -> Result<(Configuration, Scene), Box<dyn Error>> {
+        if let Some((name, _)) = self.given().next() {
+            return Err(format!("--{name} is said by --problem already").into());
+        }
+        let known = families();
+        if let Some(name) = family.filter(|name| !known.contains(name)) {
+            return Err(format!(
+                "`{name}` is no family of attention, and a problem has its own configuration: name \
+                 one of {}, or none for what the planner chooses",
+                known.join(", ")
+            )
+            .into());
+        }
+        let preference =
+            Preference { backend: Some("gpu".to_owned()), kernel: family.map(str::to_owned) };
+        let plan = Plan::on_chip(&Chip::H200, problem, &preference)?;
+        let choice = plan.chosen.choice.ok_or("it is no kernel of a GPU")?;
+        let mut call = Call::chosen(&Chip::H200, problem, &choice);
+        call.ragged = Given::of(problem)?.ragged(problem);
+        Ok((call.kernel, call.scene()?))
     }
 
     /// A call of this size. Sequences of unequal lengths become as many of equal ones.

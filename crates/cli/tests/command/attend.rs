@@ -61,8 +61,8 @@ fn attend_in_json() {
         "cpu",
         "--json",
     ]);
-    assert_eq!(answer["problem"]["kv_heads"], 2);
-    assert_eq!(answer["problem"]["mask"]["right"], 0);
+    assert_eq!(answer["description"]["kv_heads"], 2);
+    assert_eq!(answer["description"]["mask"]["right"], 0);
     assert_eq!(answer["scale"], -0.25);
     assert_eq!(answer["report"]["backend"], "cpu");
     assert!(answer["report"]["kernel_ms"].as_f64().unwrap() > 0.0);
@@ -88,7 +88,7 @@ fn every_rule_and_storage_can_be_asked_for() {
             let answer = json(&[&["attend", "--problem", problem], rules, &scores].concat());
             assert_eq!(answer["verdict"]["passed"], true, "{answer}");
             assert_eq!(answer["verdict"]["rows"], rows, "{answer}");
-            assert_eq!(answer["problem"]["scores"]["sinks"], true);
+            assert_eq!(answer["description"]["scores"]["sinks"], true);
         }
     }
     let text = succeed(&["attend", "--problem", "h=2,s=33,d=16", "--window", "7:", "--batch", "3"]);
@@ -120,7 +120,7 @@ fn tensors_come_from_a_file_and_go_to_one() {
     let output = folder.path().join("output.safetensors");
     let (input, output) = (input.to_str().unwrap(), output.to_str().unwrap());
     let answer = json(&["attend", "--input", input, "--output", output, "--json"]);
-    assert_eq!(answer["problem"]["value_head_dim"], 16);
+    assert_eq!(answer["description"]["value_head_dim"], 16);
     assert_eq!(answer["output"], output);
     let bytes = std::fs::read(output).unwrap();
     let written = safetensors::SafeTensors::deserialize(&bytes).unwrap();

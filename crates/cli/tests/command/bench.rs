@@ -34,7 +34,7 @@ fn results(milliseconds: f64) -> Value {
 #[test]
 fn what_would_be_measured_needs_no_gpu() {
     let lines = answer(&["bench", "--plan", "--set", "quick", "--json"]);
-    let lines = lines.as_array().unwrap();
+    let lines = lines["planned"].as_array().unwrap();
     assert_eq!(lines.len(), 6 * 3);
     assert!(lines[0]["kernel"].as_str().unwrap().starts_with("forward_bf16_d64x64_dense_"));
     assert_eq!(lines[0]["blocks"], 132);

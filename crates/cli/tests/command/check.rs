@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::{json, succeed};
+use crate::{fail, json, succeed};
 
 #[test]
 fn check_passes_on_this_machine() {
@@ -17,4 +17,22 @@ fn check_passes_on_this_machine() {
     }
     let table = succeed(&["check", "--dtype", "f16", "--backend", "cpu"]);
     assert!(table.contains("cpu/blocked") && table.contains("passed"), "{table}");
+}
+
+/// Problems of the caller's, plain and ragged.
+#[test]
+fn given_problems_are_checked() {
+    let ragged = "b=3,h=2,s=60,d=16,f16,causal,sinks,queries=packed:120,keys=packed:120";
+    let given = ["--problem", "b=2,h=4,s=33,d=64,bf16,window=9:0", "--problem", ragged];
+    let answer = json(&[&["check", "--backend", "cpu", "--json"], &given[..]].concat());
+    let kernels = answer["kernels"].as_array().unwrap();
+    let types: Vec<&str> = kernels.iter().map(|it| it["dtype"].as_str().unwrap()).collect();
+    assert_eq!((types, &answer["passed"]), (vec!["bf16", "f16"], &true.into()));
+    assert!(kernels.iter().all(|it| it["cases"] == 1 && it["max_error"].as_f64() > Some(0.0)));
+    let refuse = |arguments: &[&str]| fail(1, &[&["check"], arguments].concat());
+    let message = refuse(&["--backend", "cpu", "--kernel", "nope", "--problem", "s=9"]);
+    assert!(message.starts_with("there is no kernel `nope` here, only "), "{message}");
+    let message = refuse(&["--backend", "cpu", "--kernel", "nope", "--dtype", "f16"]);
+    assert_eq!(message, "there is no kernel `nope` here, only cpu/blocked");
+    assert!(refuse(&["--problem", "d=100000,s=2"]).contains("head dims end at 65536"));
 }

@@ -7,6 +7,8 @@ fn a_shipped_kernel_is_accepted_as_far_as_it_can_be_asked() {
     let without = ["--without", "correct,fast,counters", "--seeds", "1", "--json"];
     let judgement = json(&[&["gate", "single_wgmma_bf16"], &without[..]].concat());
     assert_eq!(judgement["accepted"], true, "{judgement}");
+    let judgement = &judgement["kernels"][0];
+    assert_eq!(judgement["accepted"], true, "{judgement}");
     let steps: Vec<_> =
         judgement["findings"].as_array().unwrap().iter().map(|it| &it["step"]).collect();
     assert_eq!(steps, ["validate", "assemble", "simulate"]);

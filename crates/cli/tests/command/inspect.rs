@@ -47,7 +47,7 @@ fn kernels_are_listed() {
 #[test]
 fn a_kernel_is_taken_apart() {
     let text = succeed(&[&["inspect", PRODUCT], &HOPPER[..]].concat());
-    for word in [PRODUCT, "swizzle B128", "tensor map", "stages full", "98368 of 232448 bytes"] {
+    for word in [PRODUCT, "swizzle b128", "tensor map", "stages full", "98368 of 232448 bytes"] {
         assert!(text.contains(word), "no `{word}` in\n{text}");
     }
     let answer = json(&[&["inspect", PRODUCT, "--json"], &HOPPER[..]].concat());
@@ -55,7 +55,7 @@ fn a_kernel_is_taken_apart() {
     assert_eq!(answer["ptx_version"], "8.0");
     assert_eq!(answer["configuration"]["columns"], 128);
     assert_eq!(answer["roles"][0]["name"], "producer");
-    assert_eq!(answer["instructions"]["families"]["Wgmma"], 4);
+    assert_eq!(answer["instructions"]["families"]["wgmma"], 4);
     assert_eq!(answer["ptx"], Value::Null);
     let regions = answer["shared_memory"]["regions"].as_array().unwrap();
     let last = regions.last().unwrap();
@@ -89,14 +89,14 @@ fn a_plan_is_explained() {
         assert!(text.contains(word), "no `{word}` in\n{text}");
     }
     let answer = json(&[&["inspect", "--json"], &problem[..], &HOPPER].concat());
-    assert_eq!(answer["gpu"]["target"], "sm_90a");
+    assert_eq!(answer["chip"]["target"], "sm_90a");
     assert_eq!(answer["chosen"]["kernel"], "forward");
     assert_eq!(answer["candidates"].as_array().unwrap().len(), 7);
     let (launch, tiling) = (&answer["launches"][0], &answer["chosen"]["launch"]["tiling"]);
     assert_eq!(tiling["tiles"], tiling["tiles_per_head"].as_u64().unwrap() * 16);
     assert!(launch["shared_bytes"].as_u64() <= launch["shared_limit"].as_u64(), "{launch}");
     assert_eq!(launch["configuration"], answer["chosen"]["configuration"]);
-    assert_eq!(answer["memory"][0]["name"], "TileLists");
+    assert_eq!(answer["memory"][0]["name"], "tile lists");
 
     let older = json(&[&["inspect", "--json", "--target", "sm_80"], &problem[..]].concat());
     assert_eq!(older["chosen"]["kernel"], "mma");
@@ -110,7 +110,7 @@ fn a_plan_is_explained() {
     assert_eq!(answer["chosen"]["kernel"], "decode");
     let packed = ["--problem", "b=9,h=8,s=99,d=128,queries=packed:300,keys=packed:300"];
     let text = succeed(&[&["inspect"], &packed[..], &HOPPER].concat());
-    for word in ["prepares", "sequencer", "launches", "Schedule"] {
+    for word in ["prepares", "sequencer", "launches", "schedule"] {
         assert!(text.contains(word), "no `{word}` in\n{text}");
     }
     let asked = [&packed[..], &["--kernel", "decode", "--json"], &HOPPER].concat();

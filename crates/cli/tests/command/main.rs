@@ -4,11 +4,14 @@
 mod attend;
 mod bench;
 mod check;
+mod docs;
 mod doctor;
 mod gate;
 mod inspect;
 mod profile;
+mod shell;
 mod sim;
+mod soak;
 mod tune;
 mod warm;
 

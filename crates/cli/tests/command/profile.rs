@@ -30,7 +30,7 @@ fn the_others_are_profiled_by_launches() {
     let text = succeed(&[&["profile"], &problem[..]].concat());
     assert!(text.contains("takes no timestamps: whole launches"), "{text}");
     let message = fail(1, &[&["profile"], &problem[..], &["--trace", "x.json"]].concat());
-    assert!(message.contains("takes no timestamps: no x.json"), "{message}");
+    assert!(message.contains("takes no timestamps, so there is no x.json"), "{message}");
 }
 
 #[test]

@@ -99,3 +99,28 @@ fn mistakes_are_named() {
     );
     assert!(fail(2, &["sim", SINGLE, "--seed", "1", "--seeds", "2"]).contains("cannot be used"));
 }
+
+/// Problems by their text: the planner's kernel, or that of a family.
+#[test]
+fn a_problem_is_simulated() {
+    let run = |arguments: &[&str]| {
+        let fixed = ["--seeds", "1", "--policy", "random", "--values", "--json"];
+        json(&[&["sim"], arguments, &fixed[..]].concat())
+    };
+    let answer = run(&["--problem", "h=2,s=70,d=64,bf16,window=9:0"]);
+    assert_eq!((&answer["family"], &answer["passed"]), (&"forward".into(), &true.into()));
+    assert!(answer["size"].as_str().unwrap().contains("window=9:0"), "{answer}");
+    let paged = "b=2,h=4,hk=1,s=1,sk=40,d=64,causal,sinks,keys=pages:16:3:7,key_lengths";
+    let answer = run(&["decode", "--problem", paged]);
+    assert_eq!((&answer["family"], &answer["passed"]), (&"decode".into(), &true.into()));
+    let packed = "b=3,h=2,s=30,d=64,f16,causal,queries=packed:50,keys=packed:50";
+    let answer = run(&["mma", "--problem", packed]);
+    assert_eq!((&answer["family"], &answer["passed"]), (&"mma".into(), &true.into()));
+
+    let message = fail(1, &["sim", "forward", "--problem", packed]);
+    assert!(message.contains("forward cannot serve this problem") && message.contains("gpu/mma"));
+    let message = fail(1, &["sim", "product", "--problem", packed]);
+    assert!(message.contains("name one of decode, forward"), "{message}");
+    let message = fail(1, &["sim", "--problem", packed, "--seq", "3"]);
+    assert_eq!(message, "--seq is said by --problem already");
+}

@@ -6,7 +6,7 @@ use crate::{fail, json};
 fn the_model_ranks_configurations() {
     let problem = "b=2,h=32,s=8192,d=64,bf16";
     let ranked = json(&["tune", "--model", "--problem", problem, "--show", "40", "--json"]);
-    let best = ranked[0]["best"].as_array().unwrap();
+    let best = ranked["problems"][0]["best"].as_array().unwrap();
     assert_eq!(best.len(), 40);
     // What was picked by hand after measuring is among what the model would try first.
     assert!(best.iter().any(|it| it["chosen_by_rules"] == true), "{ranked}");

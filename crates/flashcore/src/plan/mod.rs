@@ -145,7 +145,8 @@ pub fn candidates(chip: &Chip, problem: &Problem, arrangement: &Arrangement) -> 
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Plan {
-    /// What is to be computed.
+    /// What is to be computed; its text, where a plan is written down.
+    #[serde(serialize_with = "as_text")]
     pub problem: Problem,
     /// The kernel that will run.
     pub chosen: Candidate,
@@ -271,6 +272,10 @@ impl Plan {
         }
         reason
     }
+}
+
+fn as_text<S: serde::Serializer>(problem: &Problem, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(&problem.text())
 }
 
 impl fmt::Display for Plan {

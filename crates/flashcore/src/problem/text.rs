@@ -9,7 +9,9 @@ use crate::dtype::DType;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{reason}; a problem is written like b=1,h=16,hk=4,s=4096,sk=8192,d=128,dv=64,bf16,causal,scale=0.1; \
-     there are window=LEFT:RIGHT, chunk=, score rules, queries= and keys= too"
+     there are window=LEFT:RIGHT, chunk=, softcap=, alibi, sinks, queries=packed:ROWS, \
+     keys=packed:ROWS, keys=entries:COUNT, keys=pages:SIZE:COLUMNS:PAGES, query_lengths, \
+     key_lengths, left_padding and batch_index too"
 )]
 pub struct ProblemTextError {
     reason: String,

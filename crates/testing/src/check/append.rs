@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::sequences::run_alone;
+use super::sequences::{check_alone, run_alone};
 use super::{CheckedSequences, Outcome};
 use crate::dice::Dice;
 use crate::reference::Row;
@@ -60,6 +60,12 @@ pub fn run_appends(
 ) -> Vec<CheckedSequences> {
     let random = |seed| AppendCase::random(dtype, seed);
     run_alone("append", seeds, progress, random, |case| case.check(gpu))
+}
+
+/// The same for the case of one seed.
+pub fn check_append(gpu: &Gpu, dtype: DType, seed: u64) -> CheckedSequences {
+    let random = |seed| AppendCase::random(dtype, seed);
+    check_alone("append", seed, random, |case| case.check(gpu))
 }
 
 impl AppendCase {

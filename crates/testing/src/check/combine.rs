@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::sequences::run_alone;
+use super::sequences::{check_alone, run_alone};
 use super::{CheckedSequences, Outcome};
 use crate::dice::Dice;
 use crate::reference::Row;
@@ -36,6 +36,12 @@ pub fn run_combines(
 ) -> Vec<CheckedSequences> {
     let random = |seed| CombineCase::random(dtype, seed);
     run_alone("combine", seeds, progress, random, |case| case.check(gpu))
+}
+
+/// The same for the case of one seed.
+pub fn check_combine(gpu: &Gpu, dtype: DType, seed: u64) -> CheckedSequences {
+    let random = |seed| CombineCase::random(dtype, seed);
+    check_alone("combine", seed, random, |case| case.check(gpu))
 }
 
 impl CombineCase {

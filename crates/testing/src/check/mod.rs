@@ -16,9 +16,9 @@ use crate::reference::{self, Answer, Rows};
 use crate::verdict::{Verdict, compare};
 use flashcore::{Backend, Error, InputTensors, Output, Progress, RunOptions};
 
-pub use append::run_appends;
+pub use append::{check_append, run_appends};
 pub use cases::{Case, Contents, Order};
-pub use combine::run_combines;
+pub use combine::{check_combine, run_combines};
 pub use gradients::{ExpectedGradients, GradientsOutcome};
 pub use sequences::{CheckedSequences, ExpectedOfSequences, SequencesCase, run_sequences};
 

@@ -83,13 +83,21 @@ pub(super) fn run_alone<C: fmt::Display>(
     random: impl Fn(u64) -> Result<C, Error> + Sync,
     check: impl Fn(&C) -> Result<Outcome, Error> + Sync,
 ) -> Vec<CheckedSequences> {
-    run_seeds(seeds, progress, |seed| {
-        let (case, outcome) = match random(seed) {
-            Ok(case) => (case.to_string(), check(&case)),
-            Err(error) => (format!("seed {seed}"), Err(error)),
-        };
-        [CheckedSequences { case, backend: "gpu", kernel, outcome }]
-    })
+    run_seeds(seeds, progress, |seed| [check_alone(kernel, seed, &random, &check)])
+}
+
+/// The same for the case of one seed.
+pub(super) fn check_alone<C: fmt::Display>(
+    kernel: &'static str,
+    seed: u64,
+    random: impl Fn(u64) -> Result<C, Error>,
+    check: impl Fn(&C) -> Result<Outcome, Error>,
+) -> CheckedSequences {
+    let (case, outcome) = match random(seed) {
+        Ok(case) => (case.to_string(), check(&case)),
+        Err(error) => (format!("seed {seed}"), Err(error)),
+    };
+    CheckedSequences { case, backend: "gpu", kernel, outcome }
 }
 
 fn check_seed(

@@ -1,0 +1,266 @@
+//! The random problems of a soak. Each is a function of the soak's seed and of its own number, so
+//! that any of them can be had again alone.
+
+use flashcore::random::mix;
+use flashcore::{Alibi, DType, Lists, Mask, Problem, Scores, Storage};
+
+use crate::statistics::Random;
+
+/// A problem with the seed of its tensors.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Case {
+    /// Its number in the soak.
+    pub number: u64,
+    /// What is computed.
+    pub problem: Problem,
+    /// The seed of its tensors.
+    pub contents: u64,
+    /// Which of the kernels that accept it: the best is the first.
+    pub rank: usize,
+}
+
+/// What decides which kernels serve a problem, and with that what has to be compiled: sizes are drawn
+/// anew for each problem of a kind.
+struct Kind {
+    dtype: DType,
+    dims: (usize, usize),
+    mask: MaskKind,
+    scores: Scores,
+    storage: StorageKind,
+    lists: Lists,
+    rank: usize,
+}
+
+#[derive(Clone, Copy)]
+enum MaskKind {
+    None,
+    Causal,
+    Left,
+    Window,
+    Chunk,
+}
+
+#[derive(Clone, Copy)]
+enum StorageKind {
+    Padded,
+    Packed,
+    Entries,
+    Pages(usize),
+    PackedOverPages(usize),
+}
+
+/// Kinds at the beginning, and problems until there is one more: kernels take time to compile.
+const KINDS: u64 = 16;
+const PROBLEMS_FOR_A_KIND: u64 = 256;
+/// Kinds at most: what is compiled for them stays in memory, which must not grow for ever.
+const MOST_KINDS: u64 = 96;
+
+/// Elements of the query tensor, and of the key tensor, at most. The reference is on the CPU, and
+/// many small problems find more than a few large ones.
+const ELEMENTS: usize = 1 << 17;
+
+/// Head dims: those with kernels of their own often, odd ones now and then.
+const DIMS: [(usize, usize); 12] = [
+    (64, 64),
+    (64, 64),
+    (64, 64),
+    (128, 128),
+    (128, 128),
+    (128, 128),
+    (96, 96),
+    (192, 128),
+    (256, 256),
+    (8, 8),
+    (40, 72),
+    (136, 24),
+];
+
+/// Around the edges of tiles.
+const EDGES: [usize; 12] = [1, 16, 32, 63, 64, 65, 127, 128, 129, 191, 256, 257];
+
+impl Case {
+    /// The problem of a number.
+    pub fn of(seed: u64, number: u64) -> Self {
+        let mut random = Random::new(mix(seed ^ mix(number)));
+        // Half of the problems have the sizes of an earlier one: plans are found again.
+        let sizes = match random.below(2) {
+            0 => number,
+            _ => random.below(number as usize + 1) as u64,
+        };
+        let (problem, rank) = problem(seed, sizes);
+        Case { number, problem, contents: random.bits() >> 33, rank }
+    }
+
+    /// The command that soaks in this problem alone, with what goes with it.
+    pub fn replay_soaking(&self, seed: u64) -> String {
+        let number = self.number;
+        format!("flashcore soak --seed {seed} --first {number} --problems 1 --faults none")
+    }
+
+    /// The command that computes it again, and says what is wrong with it.
+    pub fn replay(&self, kernel: &str) -> String {
+        let (text, seed) = (self.problem.text(), self.contents);
+        format!("flashcore attend --problem {text} --seed {seed} --kernel {kernel}")
+    }
+}
+
+fn problem(seed: u64, number: u64) -> (Problem, usize) {
+    let mut random = Random::new(mix(seed.wrapping_add(0x51ce) ^ mix(number)));
+    let kinds = (KINDS + number / PROBLEMS_FOR_A_KIND).min(MOST_KINDS);
+    let kind = Kind::of(seed, random.below(kinds as usize) as u64);
+    (kind.problem(&mut random), kind.rank)
+}
+
+fn of<T: Copy>(random: &mut Random, values: &[T]) -> T {
+    values[random.below(values.len())]
+}
+
+fn one_in(random: &mut Random, chances: usize) -> bool {
+    random.below(chances) == 0
+}
+
+impl Kind {
+    fn of(seed: u64, number: u64) -> Self {
+        let random = &mut Random::new(mix(seed.wrapping_add(0x0c1d) ^ mix(number)));
+        // In turns of lengths without a common divisor, so that the first kinds have all of them.
+        let turn = |length: usize| (number % length as u64) as usize;
+        let page = of(random, &[1, 16, 16, 48, 64, 128, 256]);
+        let storage = [
+            StorageKind::Padded,
+            StorageKind::Packed,
+            StorageKind::Pages(page),
+            StorageKind::Padded,
+            StorageKind::PackedOverPages(page),
+            StorageKind::Entries,
+            StorageKind::Padded,
+            StorageKind::Pages(page),
+            StorageKind::Packed,
+        ][turn(9)];
+        let mask =
+            [MaskKind::Causal, MaskKind::None, MaskKind::Left, MaskKind::Window, MaskKind::Chunk]
+                [turn(5)];
+        let slopes = of(random, &[Alibi::PerHead, Alibi::PerSequence]);
+        let mut scores = [
+            Scores::default(),
+            Scores::default().with_sinks(),
+            Scores::default(),
+            Scores::default().with_softcap(of(random, &[5.0, 30.0])),
+            Scores::default(),
+            Scores::default().with_alibi(slopes),
+            Scores::EVERY_RULE,
+        ][turn(7)];
+        let types = [DType::BF16, DType::BF16, DType::BF16, DType::F16, DType::F16, DType::F32];
+        let (dtype, dims) = (of(random, &types), of(random, &DIMS));
+        // In f32 the rounding of large scores shows in the output. The rule by which results pass
+        // takes a row's log-sum-exp for its largest score, which it is not where a sink outweighs
+        // the keys: such problems fail by the rule whoever computes them.
+        let scales: &[f32] = match dtype {
+            DType::F32 => &[0.02, -0.05],
+            _ => &[0.02, 0.5, -0.1, 1.0],
+        };
+        scores.scale = one_in(random, 4).then(|| of(random, scales));
+        let plain = matches!(storage, StorageKind::Padded) && !one_in(random, 3);
+        let lists = Lists {
+            query_lengths: !plain && one_in(random, 4),
+            key_lengths: !plain && !matches!(storage, StorageKind::Packed),
+            left_padding: !plain && one_in(random, 6),
+            batch_index: matches!(storage, StorageKind::Entries),
+        };
+        let rank = of(random, &[0, 0, 0, 1, 2]);
+        Kind { dtype, dims, mask, scores, storage, lists, rank }
+    }
+
+    /// A problem of this kind.
+    fn problem(&self, random: &mut Random) -> Problem {
+        let (head_dim, value_head_dim) = self.dims;
+        let (queries, keys) = lengths(random);
+        // What fits: as many heads and sequences as were drawn, or fewer.
+        let room = |row: usize| (ELEMENTS / (row * head_dim.max(value_head_dim)).max(1)).max(1);
+        let kv_heads = of(random, &[1, 1, 2, 3]).min(room(keys.max(1)));
+        let group = of(random, &[1, 1, 2, 4, 6, 8, 16]).min(room(queries.max(1) * kv_heads));
+        let sequences = of(random, &[1, 1, 2, 3, 5, 9]);
+        let batch = sequences.min(room(keys.max(queries * group).max(1) * kv_heads));
+        let mask = match self.mask {
+            MaskKind::None => Mask::NONE,
+            MaskKind::Causal => Mask::CAUSAL,
+            MaskKind::Left => Mask::window(Some(random.below(keys + 1)), Some(0)),
+            MaskKind::Window => Mask::window(Some(random.below(200)), Some(random.below(9))),
+            MaskKind::Chunk => Mask::CAUSAL.with_chunk(1 + random.below(200)),
+        };
+        let pages = |random: &mut Random, size: usize| {
+            let columns = keys.div_ceil(size).max(1) + of(random, &[0, 0, 1]);
+            Storage::Paged { size, columns, pages: batch * columns + of(random, &[0, 3]) }
+        };
+        let packed = |random: &mut Random, length: usize| {
+            Storage::Packed(1 + batch * length / of(random, &[1, 2, 2]))
+        };
+        let (queries_lie, keys_lie) = match self.storage {
+            StorageKind::Padded => (Storage::Padded, Storage::Padded),
+            StorageKind::Packed => (packed(random, queries), packed(random, keys)),
+            StorageKind::Entries => (Storage::Padded, Storage::Entries(batch + random.below(3))),
+            StorageKind::Pages(size) => (Storage::Padded, pages(random, size)),
+            StorageKind::PackedOverPages(size) => (packed(random, queries), pages(random, size)),
+        };
+        Problem::new(batch, kv_heads * group, queries, head_dim)
+            .with_kv_heads(kv_heads)
+            .with_key_length(keys)
+            .with_value_head_dim(value_head_dim)
+            .with_dtype(self.dtype)
+            .with_mask(mask)
+            .with_scores(self.scores)
+            .with_storage(queries_lie, keys_lie)
+            .with_lists(self.lists)
+    }
+}
+
+/// Queries and keys: one query over a cache, a few, or many; lengths at the edges of tiles as often
+/// as others; now and then none.
+fn lengths(random: &mut Random) -> (usize, usize) {
+    let length = |random: &mut Random| match random.below(3) {
+        0 => of(random, &EDGES),
+        1 => 1 + random.below(40),
+        _ => 1 + random.below(600),
+    };
+    if one_in(random, 100) {
+        return of(random, &[(0, 3), (3, 0), (0, 0)]);
+    }
+    match random.below(4) {
+        0 => (1, 1 + random.below(2000)),
+        1 => (1 + random.below(8), length(random)),
+        _ => (length(random), length(random)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+    use crate::given::Given;
+
+    #[test]
+    fn every_problem_makes_sense_and_its_text_is_the_problem() {
+        for number in 0..3000 {
+            let Case { problem, .. } = Case::of(5, number);
+            problem.validate().unwrap_or_else(|error| panic!("{}: {error}", problem.text()));
+            assert_eq!(problem.text().parse::<Problem>().unwrap(), problem);
+            let given = Given::of(&problem);
+            given.unwrap_or_else(|error| panic!("{}: {error}", problem.text()));
+            let elements = problem.key_shape().elements().unwrap();
+            // Pages of 256 positions hold few keys of short sequences.
+            assert!(elements <= 32 * ELEMENTS, "{}", problem.text());
+        }
+    }
+
+    #[test]
+    fn problems_are_of_all_sorts_and_come_again() {
+        let all: Vec<Case> = (0..3000).map(|number| Case::of(1, number)).collect();
+        let texts: HashSet<String> = all.iter().map(|it| it.problem.text()).collect();
+        assert!((1200..2600).contains(&texts.len()), "{}", texts.len());
+        for word in ["packed", "pages", "entries", "window", "chunk", "softcap", "alibi", "sinks"] {
+            assert!(texts.iter().any(|text| text.contains(word)), "{word}");
+        }
+        assert_eq!(Case::of(1, 77), all[77]);
+        assert_ne!(Case::of(2, 77), all[77]);
+    }
+}

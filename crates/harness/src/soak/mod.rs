@@ -1,0 +1,494 @@
+//! Soaking: random problems for a long time, every answer checked, while things go wrong around it.
+//!
+//! | file | its subject |
+//! | --- | --- |
+//! | `case` | the random problems |
+//! | `session` | what answers them: a GPU, or the CPU beside the way of a kernel without a GPU |
+//! | `device` | problems on a GPU, with memory and plans that are used again |
+//! | `fault` | what goes wrong, and how it must be taken |
+//! | `shortage` | times without device memory |
+//! | `watch` | memory and handles over time |
+
+mod case;
+mod device;
+mod fault;
+mod session;
+mod shortage;
+mod watch;
+
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use flashcore::serving::Sequences;
+use flashcore::{InputTensors, Inputs, Progress};
+use serde::Serialize;
+
+pub use case::Case;
+pub use fault::{Fault, Met};
+pub use watch::{Held, Holding, Watch};
+
+use self::device::is_out_of_memory;
+use self::fault::Ground;
+use self::session::{Answer as SessionAnswer, Session, Texts, lock};
+use self::shortage::Shortage;
+use crate::Error;
+use crate::given::Given;
+use crate::statistics::Random;
+use crate::verify::Truth;
+
+/// What is soaked, and for how long.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// For how long; as long as it takes, where there is a number of problems.
+    pub duration: Option<Duration>,
+    /// How many problems at most.
+    pub problems: Option<u64>,
+    /// The number of the first problem.
+    pub first: u64,
+    /// Makes it the same problems again.
+    pub seed: u64,
+    /// On the GPU, or on the CPU.
+    pub gpu: bool,
+    /// What goes wrong meanwhile.
+    pub faults: Vec<Fault>,
+    /// The program whose `soak` can be run in processes beside this one.
+    pub program: Option<PathBuf>,
+    /// The cache's directory; one of its own, where none is named.
+    pub cache: Option<PathBuf>,
+    /// Whether the device context is lost at the end, to see what happens then.
+    pub lose_context: bool,
+}
+
+/// What a soak came to.
+#[derive(Debug, Clone, Serialize)]
+pub struct Summary {
+    /// Whether nothing was wrong, every fault survived, and nothing grew.
+    pub passed: bool,
+    /// The seed of its problems.
+    pub seed: u64,
+    /// Problems that were answered and checked.
+    pub problems: u64,
+    /// Rows of the softmax that were compared with the reference.
+    pub rows: u64,
+    /// How long it took.
+    pub seconds: f64,
+    /// By which kernels, and how many each.
+    pub kernels: BTreeMap<String, u64>,
+    /// Problems whose answer was wrong, or that were not answered.
+    pub failures: Vec<Failure>,
+    /// What went wrong around it.
+    pub faults: Vec<Met>,
+    /// How often the cache complained.
+    pub cache_warnings: u64,
+    /// Answers that waited until there was device memory again.
+    pub waited_for_memory: u64,
+    /// Memory and handles; nothing where the system does not say.
+    pub held: Option<Holding>,
+}
+
+/// A problem with a wrong answer, or with none.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Failure {
+    /// Its number in the soak.
+    pub number: u64,
+    /// Its text.
+    pub problem: String,
+    /// The seed of its tensors.
+    pub seed: u64,
+    /// Which kernel, where one answered.
+    pub kernel: Option<String>,
+    /// What is wrong.
+    pub reason: String,
+    /// The command that computes it again.
+    pub replay: String,
+}
+
+/// Floating-point operations of a reference: more, and a sample of the rows is compared.
+const OPERATIONS: f64 = 2e7;
+/// More failures than these say nothing new.
+const MOST_FAILURES: usize = 20;
+/// How often memory and handles are looked at.
+const TICK: Duration = Duration::from_millis(100);
+/// How long nothing goes wrong between two faults.
+const PEACE: Duration = Duration::from_millis(500);
+
+/// Soaks. `note` is told of failures as they come.
+pub fn run(
+    options: &Options,
+    progress: &dyn Progress,
+    note: &(dyn Fn(&str) + Sync),
+) -> Result<Summary, Error> {
+    let own = match &options.cache {
+        Some(_) => None,
+        None => Some(tempfile::tempdir().map_err(Error::io("cannot make a cache"))?),
+    };
+    let folder = own.as_ref().map(|it| it.path().join("cache"));
+    let cache = options.cache.clone().or(folder).unwrap_or_default();
+    let (texts, shortage) = (Texts::default(), Shortage::default());
+    let ground = Ground {
+        cache: cache.clone(),
+        gpu: options.gpu,
+        seed: options.seed,
+        texts: &texts,
+        program: options.program.as_deref(),
+        shortage: &shortage,
+    };
+    let session = Session::open(&cache, options.gpu, &texts)?;
+    let soak = Soak {
+        options,
+        session: &session,
+        begun: Instant::now(),
+        next: AtomicU64::new(options.first),
+        stop: AtomicBool::new(false),
+        shortage: &shortage,
+        tally: Mutex::default(),
+        note,
+    };
+    let mut watch = Watch::default();
+    let mut met: Vec<Met> = Vec::new();
+    std::thread::scope(|scope| {
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(|| soak.work())).collect();
+        let trouble = scope.spawn(|| soak.meet_faults(&ground));
+        soak.look_on(&mut watch, progress, || workers.iter().all(|it| it.is_finished()));
+        soak.stop.store(true, Ordering::SeqCst);
+        met = trouble.join().unwrap_or_else(|_| vec![panicked()]);
+    });
+    let seconds = soak.begun.elapsed().as_secs_f64();
+    if options.lose_context {
+        lose_context(&session, options.seed)?;
+    }
+    let tally = lock(&soak.tally).clone();
+    let held = watch.conclude();
+    let passed = tally.failures.is_empty()
+        && met.iter().all(|it| it.survived == it.times)
+        && held.as_ref().is_none_or(|held| held.growth.is_empty());
+    Ok(Summary {
+        passed,
+        seed: options.seed,
+        problems: tally.problems,
+        rows: tally.rows,
+        seconds,
+        kernels: tally.kernels,
+        failures: tally.failures,
+        faults: met,
+        cache_warnings: tally.cache_warnings,
+        waited_for_memory: tally.waited_for_memory,
+        held,
+    })
+}
+
+/// What all threads of a soak share.
+struct Soak<'a> {
+    options: &'a Options,
+    session: &'a Session<'a>,
+    begun: Instant,
+    /// The number of the next problem.
+    next: AtomicU64,
+    stop: AtomicBool,
+    shortage: &'a Shortage,
+    tally: Mutex<Tally>,
+    note: &'a (dyn Fn(&str) + Sync),
+}
+
+#[derive(Debug, Clone, Default)]
+struct Tally {
+    problems: u64,
+    rows: u64,
+    kernels: BTreeMap<String, u64>,
+    failures: Vec<Failure>,
+    cache_warnings: u64,
+    waited_for_memory: u64,
+}
+
+impl Soak<'_> {
+    fn is_over(&self) -> bool {
+        self.stop.load(Ordering::SeqCst)
+            || self.options.duration.is_some_and(|duration| self.begun.elapsed() >= duration)
+    }
+
+    /// One problem after the other. Reference and CPU back end stay on this thread: many small
+    /// problems side by side take less time than one after the other on all cores.
+    fn work(&self) {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread().build();
+        while !self.is_over() {
+            let number = self.next.fetch_add(1, Ordering::SeqCst);
+            let end = self.options.problems.map(|problems| self.options.first + problems);
+            if end.is_some_and(|end| number >= end) {
+                break;
+            }
+            self.settle(&Case::of(self.options.seed, number));
+        }
+        drop(pool);
+    }
+
+    /// Answers a problem, and waits for device memory where that is taken away.
+    fn settle(&self, case: &Case) {
+        let checked = loop {
+            let before = self.shortage.moment();
+            let checked = catch_unwind(AssertUnwindSafe(|| check(self.session, case)));
+            match checked {
+                Ok(Err(error)) if is_out_of_memory(&error) && self.shortage.since(before) => {
+                    lock(&self.tally).waited_for_memory += 1;
+                    self.shortage.wait();
+                }
+                Ok(checked) => break checked.map_err(|error| error.to_string()),
+                Err(panic) => break Err(format!("it panicked: {}", words(panic.as_ref()))),
+            }
+        };
+        let before = self.shortage.moment();
+        let beside = catch_unwind(AssertUnwindSafe(|| self.session.beside(case)));
+        // Without device memory there is nothing to judge.
+        let excused = self.shortage.since(before);
+        let beside = beside.unwrap_or_else(|panic| Some(("beside", Err(words(panic.as_ref())))));
+        let mut tally = lock(&self.tally);
+        tally.problems += 1;
+        if let Some((kernel, verdict)) = beside {
+            *tally.kernels.entry(format!("gpu/{kernel}")).or_default() += 1;
+            if let (Err(reason), false) = (verdict, excused) {
+                let replay = case.replay_soaking(self.options.seed);
+                self.fail(&mut tally, case, Some(format!("gpu/{kernel}")), reason, replay);
+            }
+        }
+        let (kernel, wrong) = match checked {
+            Ok(checked) => {
+                tally.rows += checked.rows;
+                tally.cache_warnings += checked.warnings.len() as u64;
+                *tally.kernels.entry(checked.kernel.clone()).or_default() += 1;
+                (Some(checked.kernel), checked.wrong)
+            }
+            Err(reason) => (None, Some(reason)),
+        };
+        let Some(reason) = wrong else { return };
+        let replay = match &kernel {
+            Some(kernel) => case.replay(kernel),
+            None => case.replay_soaking(self.options.seed),
+        };
+        self.fail(&mut tally, case, kernel, reason, replay);
+    }
+
+    /// Takes down a failure, and tells of it.
+    fn fail(
+        &self,
+        tally: &mut Tally,
+        case: &Case,
+        kernel: Option<String>,
+        reason: String,
+        replay: String,
+    ) {
+        (self.note)(&format!("{}: {reason}\n  replay: {replay}", case.problem.text()));
+        tally.failures.push(Failure {
+            number: case.number,
+            problem: case.problem.text(),
+            seed: case.contents,
+            kernel,
+            reason,
+            replay,
+        });
+        if tally.failures.len() >= MOST_FAILURES {
+            self.stop.store(true, Ordering::SeqCst);
+        }
+    }
+
+    /// Fault after fault, each at least once.
+    fn meet_faults(&self, ground: &Ground<'_>) -> Vec<Met> {
+        let possible = |fault: &&Fault| {
+            (self.options.gpu || !fault.needs_gpu())
+                && (self.options.program.is_some() || !fault.needs_sibling())
+        };
+        let faults: Vec<Fault> = self.options.faults.iter().filter(possible).copied().collect();
+        let new = |fault: &Fault| Met { fault: *fault, times: 0, survived: 0, told: String::new() };
+        let mut all: Vec<Met> = faults.iter().map(new).collect();
+        let mut random = Random::new(self.options.seed);
+        for round in 0.. {
+            for met in &mut all {
+                if round > 0 && self.is_over() {
+                    return all;
+                }
+                met.times += 1;
+                match ground.meet(met.fault, &mut random) {
+                    Ok(told) => {
+                        met.survived += 1;
+                        met.told = told;
+                    }
+                    Err(told) => {
+                        let fault = met.fault.name();
+                        (self.note)(&format!("{fault}: {told}"));
+                        met.told = told;
+                        return all;
+                    }
+                }
+                if !self.is_over() {
+                    std::thread::sleep(PEACE);
+                }
+            }
+            if all.is_empty() {
+                break;
+            }
+        }
+        all
+    }
+
+    /// Watches, and tells how far it has come, until nobody works any more.
+    fn look_on(&self, watch: &mut Watch, progress: &dyn Progress, ended: impl Fn() -> bool) {
+        let total = match (self.options.duration, self.options.problems) {
+            (Some(duration), None) => duration.as_millis() as u64,
+            (_, problems) => problems.unwrap_or(0),
+        };
+        progress.begin(total);
+        let mut told = 0;
+        while !ended() {
+            watch.look();
+            let done = match self.options.problems {
+                Some(_) => lock(&self.tally).problems,
+                None => self.begun.elapsed().as_millis() as u64,
+            };
+            progress.advance(done.min(total).saturating_sub(told));
+            told = told.max(done.min(total));
+            std::thread::sleep(TICK);
+        }
+        watch.look();
+    }
+}
+
+/// What came of one problem.
+struct Checked {
+    kernel: String,
+    rows: u64,
+    warnings: Vec<String>,
+    wrong: Option<String>,
+}
+
+/// Answers a problem and compares with the reference.
+fn check(session: &Session<'_>, case: &Case) -> Result<Checked, Error> {
+    let problem = &case.problem;
+    let given = Given::of(problem)?;
+    let tensors = InputTensors::random(problem, case.contents)?;
+    let inputs = given.inputs(&tensors);
+    let answer = session.answer(case, inputs)?;
+    let (rows, wrong) = match judge(case, inputs, &answer)? {
+        Ok(rows) => (rows, None),
+        Err(reason) => (0, Some(reason)),
+    };
+    Ok(Checked { kernel: answer.kernel, rows, warnings: answer.warnings, wrong })
+}
+
+/// How many rows were compared with the reference, or what is wrong with them.
+fn judge(
+    case: &Case,
+    inputs: Inputs<'_>,
+    answer: &SessionAnswer,
+) -> Result<Result<u64, String>, Error> {
+    let problem = &case.problem;
+    // Where no sequence has a query there is nothing to compare.
+    if Sequences::of(problem, inputs).rows() == 0 {
+        return Ok(Ok(0));
+    }
+    let truth = Truth::within(OPERATIONS, problem, inputs, case.contents, None)?;
+    let judged = truth.judge(&answer.output, &answer.lse);
+    Ok(judged.map(|verdict| verdict.rows as u64).map_err(|wrong| wrong.to_string()))
+}
+
+/// Loses the device context: the error that everybody who uses it gets afterwards.
+fn lose_context(session: &Session<'_>, seed: u64) -> Result<(), Error> {
+    let Session::Device(device) = session else {
+        return Err(Error::Impossible("there is no device context to lose".to_owned()));
+    };
+    let case = (0..).map(|number| Case::of(seed, number)).find(|it| it.problem.rows() > 0);
+    let case = case.ok_or_else(|| Error::Impossible("there is no problem".to_owned()))?;
+    let given = Given::of(&case.problem)?;
+    let tensors = InputTensors::random(&case.problem, case.contents)?;
+    let inputs = given.inputs(&tensors);
+    let lost = device.lose_context(&case, inputs);
+    // The next one must be told as well, and must not hang.
+    let after = device.answer(&case, inputs);
+    match (lost, after) {
+        (Err(lost), Err(_)) => Err(lost),
+        (lost, after) => {
+            let told = [lost.err(), after.err()].map(|error| error.map(|it| it.to_string()));
+            Err(Error::Impossible(format!("the context is not lost: {told:?}")))
+        }
+    }
+}
+
+fn panicked() -> Met {
+    let told = "the thread of the faults panicked".to_owned();
+    Met { fault: Fault::Corrupted, times: 1, survived: 0, told }
+}
+
+/// What a panic said.
+fn words(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::session::on_the_cpu;
+    use super::*;
+    use crate::Silent;
+
+    fn options() -> Options {
+        Options {
+            duration: None,
+            problems: Some(60),
+            first: 0,
+            seed: 3,
+            gpu: false,
+            faults: Vec::new(),
+            program: None,
+            cache: None,
+            lose_context: false,
+        }
+    }
+
+    #[test]
+    fn the_cpu_is_right_and_nothing_is_left_out() {
+        let summary = run(&options(), &Silent, &|_| {}).unwrap();
+        assert!(summary.passed, "{summary:?}");
+        assert_eq!((summary.problems, summary.kernels["cpu/blocked"]), (60, 60));
+        assert!(summary.rows > 1000 && summary.failures.is_empty());
+    }
+
+    /// The faults that need neither a GPU nor a second process.
+    #[test]
+    fn a_cache_that_is_spoiled_does_no_harm() {
+        let faults = vec![Fault::Corrupted, Fault::Deleted, Fault::ReadOnly];
+        let summary = run(&Options { faults, ..options() }, &Silent, &|_| {}).unwrap();
+        assert!(summary.passed, "{summary:?}");
+        let warnings = |fault: Fault| {
+            let met = summary.faults.iter().find(|it| it.fault == fault).unwrap();
+            assert!(met.times >= 1 && met.survived == met.times, "{met:?}");
+            met.told.clone()
+        };
+        for fault in [Fault::Corrupted, Fault::ReadOnly] {
+            assert!(!warnings(fault).contains(" 0 warnings"), "{}", warnings(fault));
+            assert!(!warnings(fault).starts_with("0 warnings"), "{}", warnings(fault));
+        }
+        assert!(warnings(Fault::Deleted).contains("files gone"));
+    }
+
+    #[test]
+    fn a_wrong_answer_is_found_with_the_command_that_shows_it() {
+        let case = (0..).map(|it| Case::of(3, it)).find(|it| it.problem.visible_pairs() > 100);
+        let case = case.unwrap();
+        let given = Given::of(&case.problem).unwrap();
+        let tensors = InputTensors::random(&case.problem, case.contents).unwrap();
+        let inputs = given.inputs(&tensors);
+        let right = on_the_cpu(&case, inputs).unwrap();
+        assert!(judge(&case, inputs, &right).unwrap().unwrap() > 0);
+        let never_written = SessionAnswer { output: vec![0xFF; right.output.len()], ..right };
+        let reason = judge(&case, inputs, &never_written).unwrap().unwrap_err();
+        assert!(reason.contains("never written"), "{reason}");
+        let zeros = SessionAnswer { output: vec![0; never_written.output.len()], ..never_written };
+        let reason = judge(&case, inputs, &zeros).unwrap().unwrap_err();
+        assert!(reason.contains("max error"), "{reason}");
+        let replay = case.replay("cpu/blocked");
+        let text = case.problem.text();
+        assert!(replay.starts_with(&format!("flashcore attend --problem {text} --seed ")));
+    }
+}

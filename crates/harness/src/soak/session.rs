@@ -1,0 +1,129 @@
+//! What answers the problems: a GPU with its cache of kernels, or the CPU beside the same planning,
+//! printing and caching of the kernels that a GPU would run.
+
+use std::collections::{HashMap, HashSet};
+use std::convert::Infallible;
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use cuda::{Cache, CacheKey, ComputeCapability, Driver, DriverVersion, OptimizationLevel};
+use flashcore::gpu::Chip;
+use flashcore::{Backend, CpuBackend, Inputs, Plan, Preference, RunOptions};
+use kernels::Configuration;
+
+use super::case::Case;
+use super::device::OnDevice;
+use crate::Error;
+
+/// What came of a problem.
+#[derive(Debug)]
+pub(super) struct Answer {
+    /// Back end and kernel.
+    pub(super) kernel: String,
+    pub(super) output: Vec<u8>,
+    pub(super) lse: Vec<u8>,
+    /// What the cache complained about.
+    pub(super) warnings: Vec<String>,
+}
+
+/// One use of the library over a cache on disk, from its opening to its end.
+pub(super) enum Session<'a> {
+    Host(Host<'a>),
+    Device(Box<OnDevice>),
+}
+
+impl<'a> Session<'a> {
+    pub(super) fn open(cache: &Path, gpu: bool, texts: &'a Texts) -> Result<Self, Error> {
+        let cache = Cache::at(cache);
+        match gpu {
+            true => Ok(Session::Device(Box::new(OnDevice::open(cache)?))),
+            false => Ok(Session::Host(Host { texts, cache, kept: Mutex::default() })),
+        }
+    }
+
+    pub(super) fn answer(&self, case: &Case, inputs: Inputs<'_>) -> Result<Answer, Error> {
+        match self {
+            Session::Host(host) => {
+                let warnings = host.keep_kernels(case)?;
+                Ok(Answer { warnings, ..on_the_cpu(case, inputs)? })
+            }
+            Session::Device(device) => device.answer(case, inputs),
+        }
+    }
+}
+
+impl Session<'_> {
+    /// What goes with attention on a GPU, now and then.
+    pub(super) fn beside(&self, case: &Case) -> Option<(&'static str, Result<(), String>)> {
+        match self {
+            Session::Host(_) => None,
+            Session::Device(device) => device.beside(case),
+        }
+    }
+}
+
+/// The CPU's answer.
+pub(super) fn on_the_cpu(case: &Case, inputs: Inputs<'_>) -> Result<Answer, Error> {
+    let result = CpuBackend::new().run(&case.problem, inputs, &RunOptions::default())?;
+    Ok(Answer {
+        kernel: format!("{}/{}", result.report.backend, result.report.kernel),
+        output: result.output.bytes().to_vec(),
+        lse: result.lse.iter().flat_map(|lse| lse.to_le_bytes()).collect(),
+        warnings: Vec::new(),
+    })
+}
+
+/// The way of a kernel without a GPU: planned, built, printed, and kept in the cache. The text stands
+/// for the machine code.
+pub(super) struct Host<'a> {
+    texts: &'a Texts,
+    cache: Cache,
+    /// As a GPU holds its kernels: each is looked for in the cache once.
+    kept: Mutex<HashSet<Configuration>>,
+}
+
+impl Host<'_> {
+    fn keep_kernels(&self, case: &Case) -> Result<Vec<String>, Error> {
+        let plan = Plan::on_chip(&Chip::H200, &case.problem, &Preference::default())?;
+        let mut warnings = Vec::new();
+        for launch in plan.chosen.choice.into_iter().flat_map(|choice| choice.launches) {
+            if !lock(&self.kept).insert(launch.kernel) {
+                continue;
+            }
+            let text = self.texts.of(&launch.kernel)?;
+            let driver = Driver { version: DriverVersion::OLDEST, release: None };
+            // Of no GPU, so that nobody takes the text for its machine code.
+            let capability = ComputeCapability { major: 0, minor: 0 };
+            let key = CacheKey::new(&text, &driver, capability, OptimizationLevel::O0);
+            let compile = || Ok::<_, Infallible>(text.as_bytes().to_vec());
+            let Ok(entry) = self.cache.get_or_compile(&key, compile);
+            if entry.bytes != text.as_bytes() {
+                let what = format!("the cached {}", launch.kernel.name());
+                return Err(Error::Malformed { what, reason: "it is another text".to_owned() });
+            }
+            warnings.extend(entry.warnings.iter().map(ToString::to_string));
+        }
+        Ok(warnings)
+    }
+}
+
+/// The texts of kernels, each printed once for all sessions.
+#[derive(Default)]
+pub(super) struct Texts {
+    printed: Mutex<HashMap<Configuration, Arc<str>>>,
+}
+
+impl Texts {
+    fn of(&self, configuration: &Configuration) -> Result<Arc<str>, Error> {
+        if let Some(text) = lock(&self.printed).get(configuration) {
+            return Ok(text.clone());
+        }
+        let text: Arc<str> = ptx::print(&configuration.program()?).into();
+        lock(&self.printed).insert(*configuration, text.clone());
+        Ok(text)
+    }
+}
+
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,57 @@
+//! Times in which the device's memory is taken away on purpose.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// Counts beginnings and ends, so that one that came and went during a call is noticed too.
+#[derive(Debug, Default)]
+pub(super) struct Shortage {
+    /// Odd while there is none left.
+    turns: AtomicU64,
+}
+
+impl Shortage {
+    pub(super) fn begin(&self) {
+        self.turns.fetch_add(1, Ordering::SeqCst);
+    }
+
+    pub(super) fn end(&self) {
+        self.turns.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Now, for [`since`](Shortage::since).
+    pub(super) fn moment(&self) -> u64 {
+        self.turns.load(Ordering::SeqCst)
+    }
+
+    /// Whether memory was short at a moment or has been since.
+    pub(super) fn since(&self, moment: u64) -> bool {
+        !moment.is_multiple_of(2) || self.moment() != moment
+    }
+
+    /// Returns when it is over.
+    pub(super) fn wait(&self) {
+        while !self.moment().is_multiple_of(2) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shortage_that_came_and_went_is_noticed() {
+        let shortage = Shortage::default();
+        let before = shortage.moment();
+        assert!(!shortage.since(before));
+        shortage.begin();
+        let during = shortage.moment();
+        assert!(shortage.since(before) && shortage.since(during));
+        shortage.end();
+        shortage.wait();
+        assert!(shortage.since(before) && shortage.since(during));
+        assert!(!shortage.since(shortage.moment()));
+    }
+}
