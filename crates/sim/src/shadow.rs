@@ -7,9 +7,9 @@
 
 use std::collections::HashMap;
 
-use ptx::{Place, Swizzle};
+use ptx::{Place, Scope, Swizzle};
 
-use crate::clock::Knowledge;
+use crate::clock::{FULL, Knowledge, copies_of};
 use crate::hazard::Actor;
 
 /// Bytes of one cell.
@@ -29,8 +29,9 @@ pub(crate) enum Proxy {
 pub(crate) enum Source {
     /// An ordinary instruction of a thread.
     Thread,
-    /// An atomic or ordered access of a thread.
-    Atomic,
+    /// An atomic or ordered access of a thread, or an addition of the copy engine: with others
+    /// that reach it, and that it reaches, it never conflicts.
+    Atomic(Scope),
     /// An asynchronous copy into shared memory.
     Load,
     /// An asynchronous copy out of shared memory.
@@ -57,7 +58,21 @@ pub(crate) struct Event {
 
 impl Event {
     fn of_thread(&self) -> bool {
-        matches!(self.source, Source::Thread | Source::Atomic)
+        matches!(self.source, Source::Thread | Source::Atomic(_))
+    }
+
+    /// A `cp.async`: of all that loads, only it goes through the generic proxy.
+    fn is_lane_copy(&self) -> bool {
+        self.source == Source::Load && self.proxy == Proxy::Generic
+    }
+
+    /// Whether an atomic of one reaches the thread of the other.
+    fn reaches(&self, scope: Scope, other: &Event) -> bool {
+        match scope {
+            Scope::Block => self.actor.block == other.actor.block,
+            Scope::Cluster => self.cluster == other.cluster,
+            Scope::Gpu | Scope::System => true,
+        }
     }
 }
 
@@ -81,6 +96,9 @@ pub(crate) struct Cell {
 const SET: u32 = 1 << 31;
 /// The lane of accesses that no lane made.
 pub(crate) const NO_LANE: u8 = 0xFF;
+/// The lane of accesses that a whole warp makes as one: all lanes must have met after it, and
+/// before it.
+pub(crate) const WHOLE_WARP: u8 = 0xFE;
 
 impl Cell {
     pub(crate) fn new(initialised: bool) -> Self {
@@ -114,15 +132,58 @@ impl Cell {
     }
 }
 
+/// The lanes that have made an access.
 fn lane_mask(lane: u8) -> u32 {
-    if lane == NO_LANE { 0 } else { 1 << lane }
+    match lane {
+        NO_LANE => 0,
+        WHOLE_WARP => FULL,
+        lane => 1 << lane,
+    }
 }
 
 /// Who accesses memory now.
+#[derive(Clone, Copy)]
 pub(crate) struct Observer<'a> {
     pub(crate) knowledge: &'a Knowledge,
     /// The access, recorded with [`Shadow::event`].
     pub(crate) event: u32,
+    /// The lane, [`NO_LANE`] or [`WHOLE_WARP`].
+    pub(crate) lane: u8,
+    /// How far the lane has waited for its own `cp.async`s.
+    pub(crate) copies: u32,
+    /// Whether it is global memory.
+    pub(crate) global: bool,
+}
+
+impl<'a> Observer<'a> {
+    /// An operation that no lane makes.
+    pub(crate) fn operation(knowledge: &'a Knowledge, event: u32) -> Self {
+        Observer { knowledge, event, lane: NO_LANE, copies: 0, global: false }
+    }
+
+    /// The lanes whose program order stands behind it.
+    fn own_lanes(&self) -> u32 {
+        if self.lane == WHOLE_WARP { 0 } else { lane_mask(self.lane) }
+    }
+
+    /// Whether the event `e` of these lanes happened before the observer's own, `o`.
+    fn knows(&self, e: &Event, o: &Event, lanes: u32) -> bool {
+        let known = &self.knowledge.known;
+        let own = lanes & !self.own_lanes() == 0;
+        if e.cluster == o.cluster {
+            // A lane's copy comes after what that lane did, and what all did before they last met.
+            if o.is_lane_copy() && e.of_thread() && copies_of(e.component) == o.component {
+                let entry = known.get(e.component);
+                return e.clock <= entry.all || own && entry.covers(e.clock, lanes);
+            }
+            // Of its own copies a lane knows once it has waited, without meeting the others.
+            let of_warp = [o.component, copies_of(o.component)].contains(&e.component);
+            if own && of_warp && e.is_lane_copy() && e.clock <= self.copies {
+                return true;
+            }
+        }
+        known.covers(o.cluster, e.cluster, e.component, e.clock, lanes)
+    }
 }
 
 /// Two accesses that nothing puts in order.
@@ -145,7 +206,7 @@ pub(crate) struct Shadow {
     sets: Vec<Vec<(u32, u32)>>,
     unions: HashMap<(u32, u32, u32), u32>,
     /// The last answer of `order`: bulk accesses ask the same again and again.
-    last: Option<((u32, u32, u32, u32), Order)>,
+    last: Option<((u32, u32, u32, u8, bool), Order)>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -186,37 +247,41 @@ impl Shadow {
         &self.events[event as usize]
     }
 
-    fn order(&mut self, observer: &Observer<'_>, id: u32, lanes: u32, own_lanes: u32) -> Order {
+    fn order(&mut self, observer: &Observer<'_>, id: u32, lanes: u32) -> Order {
         if id == observer.event {
             return Order::Before;
         }
-        let key = (observer.event, id, lanes, own_lanes);
+        let key = (observer.event, id, lanes, observer.lane, observer.global);
         if let Some((last, order)) = self.last
             && last == key
         {
             return order;
         }
-        let order = self.compute_order(observer, id, lanes, own_lanes);
+        let order = self.compute_order(observer, id, lanes);
         self.last = Some((key, order));
         order
     }
 
-    fn compute_order(&self, observer: &Observer<'_>, id: u32, lanes: u32, own: u32) -> Order {
+    fn compute_order(&self, observer: &Observer<'_>, id: u32, lanes: u32) -> Order {
         let (e, o) = (&self.events[id as usize], &self.events[observer.event as usize]);
-        if e.source == Source::Atomic && o.source == Source::Atomic {
+        if let (Source::Atomic(theirs), Source::Atomic(ours)) = (e.source, o.source)
+            && e.reaches(theirs, o)
+            && o.reaches(ours, e)
+        {
             return Order::Before;
         }
         if (e.cluster, e.component) == (o.cluster, o.component) {
             // Program order of one thread; one operation with itself.
-            let same = if e.of_thread() { lanes & !own == 0 } else { e.clock == o.clock };
-            if same {
+            let own = lanes & !observer.own_lanes() == 0;
+            if if e.of_thread() { own } else { e.clock == o.clock } {
                 return Order::Before;
             }
         }
-        let Knowledge { known, flushed } = observer.knowledge;
-        if !known.covers(o.cluster, e.cluster, e.component, e.clock, lanes) {
+        if !observer.knows(e, o, lanes) {
             return Order::Unordered;
         }
+        let Knowledge { flushed_shared, flushed_global, .. } = observer.knowledge;
+        let flushed = if observer.global { flushed_global } else { flushed_shared };
         if e.proxy == Proxy::Generic
             && o.proxy == Proxy::Async
             && !flushed.covers(o.cluster, e.cluster, e.component, e.clock, lanes)
@@ -230,39 +295,38 @@ impl Shadow {
     fn conflict(
         &mut self,
         observer: &Observer<'_>,
-        own: u32,
         (id, lanes): (u32, u32),
         other_reads: bool,
     ) -> Option<Conflict> {
-        let order = self.order(observer, id, lanes, own);
+        let order = self.order(observer, id, lanes);
         (order != Order::Before).then(|| Conflict {
             other: self.events[id as usize],
             other_id: id,
-            other_lane: (lanes != 0).then(|| lanes.trailing_zeros()),
+            other_lane: (lanes != 0 && lanes != FULL).then(|| lanes.trailing_zeros()),
             other_reads,
             unfenced: order == Order::Unfenced,
         })
     }
 
     /// The conflict with the last write, if there is one.
-    fn with_write(&mut self, cell: &Cell, observer: &Observer<'_>, own: u32) -> Option<Conflict> {
+    fn with_write(&mut self, cell: &Cell, observer: &Observer<'_>) -> Option<Conflict> {
         match cell.write {
             0 => None,
-            write => self.conflict(observer, own, (write, lane_mask(cell.write_lane)), false),
+            write => self.conflict(observer, (write, lane_mask(cell.write_lane)), false),
         }
     }
 
     /// The conflict with a read since the last write, if there is one.
-    fn with_reads(&mut self, cell: &Cell, observer: &Observer<'_>, own: u32) -> Option<Conflict> {
+    fn with_reads(&mut self, cell: &Cell, observer: &Observer<'_>) -> Option<Conflict> {
         match cell.reads {
             0 => None,
             read if read & SET == 0 => {
-                self.conflict(observer, own, (read, lane_mask(cell.read_lane)), true)
+                self.conflict(observer, (read, lane_mask(cell.read_lane)), true)
             }
             reads => {
                 let set = (reads & !SET) as usize;
                 (0..self.sets[set].len())
-                    .find_map(|index| self.conflict(observer, own, self.sets[set][index], true))
+                    .find_map(|index| self.conflict(observer, self.sets[set][index], true))
             }
         }
     }
@@ -273,35 +337,34 @@ impl Shadow {
         &mut self,
         cell: &mut Cell,
         observer: &Observer<'_>,
-        lane: u8,
         write: bool,
     ) -> Option<Conflict> {
-        let own = lane_mask(lane);
-        let conflict = self.with_write(cell, observer, own);
+        let conflict = self.with_write(cell, observer);
         if !write {
-            self.read(cell, observer, lane);
+            self.read(cell, observer);
             return conflict;
         }
-        let conflict = conflict.or_else(|| self.with_reads(cell, observer, own));
-        (cell.write, cell.write_lane) = (observer.event, lane);
+        let conflict = conflict.or_else(|| self.with_reads(cell, observer));
+        (cell.write, cell.write_lane) = (observer.event, observer.lane);
         (cell.reads, cell.swizzle, cell.initialised) = (0, 0, true);
         conflict
     }
 
     /// Remembers a read, in the place of those that are ordered before it.
-    fn read(&mut self, cell: &mut Cell, observer: &Observer<'_>, lane: u8) {
-        let own = lane_mask(lane);
+    fn read(&mut self, cell: &mut Cell, observer: &Observer<'_>) {
+        let own = lane_mask(observer.lane);
         if cell.reads == 0 {
-            (cell.reads, cell.read_lane) = (observer.event, lane);
+            (cell.reads, cell.read_lane) = (observer.event, observer.lane);
         } else if cell.reads & SET == 0 {
             let lanes = lane_mask(cell.read_lane);
             let forgotten = if cell.reads == observer.event {
                 lanes == own
             } else {
-                self.order(observer, cell.reads, lanes, own) == Order::Before
+                self.stands_for(observer.event, own, cell.reads, lanes)
+                    || self.order(observer, cell.reads, lanes) == Order::Before
             };
             if forgotten {
-                (cell.reads, cell.read_lane) = (observer.event, lane);
+                (cell.reads, cell.read_lane) = (observer.event, observer.lane);
             } else {
                 let first = self.union(0, cell.reads, lanes);
                 cell.reads = SET | self.union(first, observer.event, own);
@@ -311,21 +374,22 @@ impl Shadow {
         }
     }
 
+    /// Whether a read of these lanes is one that later reads of the same lanes stand for.
+    fn stands_for(&self, new: u32, own: u32, old: u32, lanes: u32) -> bool {
+        let (new, old) = (&self.events[new as usize], &self.events[old as usize]);
+        (old.cluster, old.component) == (new.cluster, new.component) && lanes & !own == 0
+    }
+
     /// The set with one more read.
     fn union(&mut self, set: u32, event: u32, lanes: u32) -> u32 {
         if let Some(known) = self.unions.get(&(set, event, lanes)) {
             return *known;
         }
         let mut reads = self.sets[set as usize].clone();
-        let new = self.events[event as usize];
         match reads.iter_mut().find(|(id, _)| *id == event) {
             Some((_, own)) => *own |= lanes,
             None => {
-                // A later read of the same lanes stands for the earlier one.
-                reads.retain(|(id, old)| {
-                    let e = &self.events[*id as usize];
-                    (e.cluster, e.component) != (new.cluster, new.component) || old & !lanes != 0
-                });
+                reads.retain(|(id, old)| !self.stands_for(event, lanes, *id, *old));
                 reads.push((event, lanes));
             }
         }
