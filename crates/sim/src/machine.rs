@@ -39,6 +39,8 @@ pub(crate) struct World<'a> {
     /// Grows whenever something happens that a poll might see.
     pub(crate) progress: u64,
     pub(crate) trace: Option<Trace>,
+    /// Steps that a warp has come to.
+    pub(crate) reached: Vec<bool>,
     pub(crate) shadow: Shadow,
     pub(crate) global: Vec<Cells>,
     /// What was released at addresses, by ordered stores and atomics.
@@ -93,6 +95,7 @@ impl<'a> World<'a> {
             steps: 0,
             progress: 0,
             trace: options.trace.then(Trace::default),
+            reached: vec![false; code.steps.len()],
             shadow: Shadow::new(),
             global,
             releases: HashMap::new(),

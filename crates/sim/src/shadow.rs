@@ -9,7 +9,7 @@ use std::collections::HashMap;
 
 use ptx::{Place, Scope, Swizzle};
 
-use crate::clock::{FULL, Knowledge, copies_of};
+use crate::clock::{Knowledge, copies_of};
 use crate::hazard::Actor;
 
 /// Bytes of one cell.
@@ -94,11 +94,8 @@ pub(crate) struct Cell {
 
 /// Marks that [`Cell::reads`] is a set.
 const SET: u32 = 1 << 31;
-/// The lane of accesses that no lane made.
+/// The lane of accesses that no lane made, or all lanes of a warp as one.
 pub(crate) const NO_LANE: u8 = 0xFF;
-/// The lane of accesses that a whole warp makes as one: all lanes must have met after it, and
-/// before it.
-pub(crate) const WHOLE_WARP: u8 = 0xFE;
 
 impl Cell {
     pub(crate) fn new(initialised: bool) -> Self {
@@ -132,13 +129,8 @@ impl Cell {
     }
 }
 
-/// The lanes that have made an access.
 fn lane_mask(lane: u8) -> u32 {
-    match lane {
-        NO_LANE => 0,
-        WHOLE_WARP => FULL,
-        lane => 1 << lane,
-    }
+    if lane == NO_LANE { 0 } else { 1 << lane }
 }
 
 /// Who accesses memory now.
@@ -147,7 +139,7 @@ pub(crate) struct Observer<'a> {
     pub(crate) knowledge: &'a Knowledge,
     /// The access, recorded with [`Shadow::event`].
     pub(crate) event: u32,
-    /// The lane, [`NO_LANE`] or [`WHOLE_WARP`].
+    /// The lane, or [`NO_LANE`].
     pub(crate) lane: u8,
     /// How far the lane has waited for its own `cp.async`s.
     pub(crate) copies: u32,
@@ -161,20 +153,17 @@ impl<'a> Observer<'a> {
         Observer { knowledge, event, lane: NO_LANE, copies: 0, global: false }
     }
 
-    /// The lanes whose program order stands behind it.
-    fn own_lanes(&self) -> u32 {
-        if self.lane == WHOLE_WARP { 0 } else { lane_mask(self.lane) }
-    }
-
     /// Whether the event `e` of these lanes happened before the observer's own, `o`.
     fn knows(&self, e: &Event, o: &Event, lanes: u32) -> bool {
         let known = &self.knowledge.known;
-        let own = lanes & !self.own_lanes() == 0;
+        let own = lanes & !lane_mask(self.lane) == 0;
         if e.cluster == o.cluster {
-            // A lane's copy comes after what that lane did, and what all did before they last met.
+            // A lane's copy comes after what that lane did, and what all did before they last met;
+            // what the warp did as one, each lane has its part in.
             if o.is_lane_copy() && e.of_thread() && copies_of(e.component) == o.component {
                 let entry = known.get(e.component);
-                return e.clock <= entry.all || own && entry.covers(e.clock, lanes);
+                let mine = own && lanes != 0 && entry.covers(e.clock, lanes);
+                return e.clock <= entry.all || mine;
             }
             // Of its own copies a lane knows once it has waited, without meeting the others.
             let of_warp = [o.component, copies_of(o.component)].contains(&e.component);
@@ -206,8 +195,12 @@ pub(crate) struct Shadow {
     sets: Vec<Vec<(u32, u32)>>,
     unions: HashMap<(u32, u32, u32), u32>,
     /// The last answer of `order`: bulk accesses ask the same again and again.
-    last: Option<((u32, u32, u32, u8, bool), Order)>,
+    last: Option<(Question, Order)>,
 }
+
+/// The accesses whose order is asked for: the observer's with its lane and memory, the earlier one
+/// with its lanes.
+type Question = (u32, u8, bool, u32, u32);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Order {
@@ -251,7 +244,7 @@ impl Shadow {
         if id == observer.event {
             return Order::Before;
         }
-        let key = (observer.event, id, lanes, observer.lane, observer.global);
+        let key = (observer.event, observer.lane, observer.global, id, lanes);
         if let Some((last, order)) = self.last
             && last == key
         {
@@ -271,9 +264,14 @@ impl Shadow {
             return Order::Before;
         }
         if (e.cluster, e.component) == (o.cluster, o.component) {
-            // Program order of one thread; one operation with itself.
-            let own = lanes & !observer.own_lanes() == 0;
-            if if e.of_thread() { own } else { e.clock == o.clock } {
+            // Program order of one thread; what a warp does as one after what it did so, and not
+            // one lane after it; one operation with itself.
+            let same = match (e.of_thread(), lanes) {
+                (true, 0) => observer.lane == NO_LANE,
+                (true, lanes) => lanes & !lane_mask(observer.lane) == 0,
+                (false, _) => e.clock == o.clock,
+            };
+            if same {
                 return Order::Before;
             }
         }
@@ -302,7 +300,7 @@ impl Shadow {
         (order != Order::Before).then(|| Conflict {
             other: self.events[id as usize],
             other_id: id,
-            other_lane: (lanes != 0 && lanes != FULL).then(|| lanes.trailing_zeros()),
+            other_lane: (lanes != 0).then(|| lanes.trailing_zeros()),
             other_reads,
             unfenced: order == Order::Unfenced,
         })
@@ -377,7 +375,8 @@ impl Shadow {
     /// Whether a read of these lanes is one that later reads of the same lanes stand for.
     fn stands_for(&self, new: u32, own: u32, old: u32, lanes: u32) -> bool {
         let (new, old) = (&self.events[new as usize], &self.events[old as usize]);
-        (old.cluster, old.component) == (new.cluster, new.component) && lanes & !own == 0
+        let whole = lanes == 0 && own != 0;
+        (old.cluster, old.component) == (new.cluster, new.component) && lanes & !own == 0 && !whole
     }
 
     /// The set with one more read.

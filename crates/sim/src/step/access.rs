@@ -11,7 +11,7 @@ use crate::count::wavefronts;
 use crate::float;
 use crate::hazard::{Hazard, HazardKind};
 use crate::machine::{CLUSTER_WINDOW, Executor, OperationKind, Release, SHARED_BASE, Step, Visit};
-use crate::shadow::{CELL, Conflict, Observer, Source, WHOLE_WARP};
+use crate::shadow::{CELL, Conflict, NO_LANE, Observer, Source};
 use crate::warp::{Warp, lanes_of};
 
 /// A place in memory that a lane accesses.
@@ -465,7 +465,6 @@ impl<'a> Executor<'_, 'a> {
                 // The warp does this as one: no lane's access stands alone.
                 let target = Target::Shared { block, offset };
                 let observer = Observer::operation(warp.clock.view(u32::MAX), event);
-                let observer = Observer { lane: WHOLE_WARP, ..observer };
                 self.check_access(observer, target, 16, write, u64::MAX)?;
             }
             rows.push((block, offset));
@@ -723,7 +722,7 @@ impl<'a> Executor<'_, 'a> {
         let mut hazard = self.world.hazard(kind, text);
         hazard.place = event.place;
         let mut actor = event.actor;
-        if lane < 32 {
+        if lane != NO_LANE {
             actor.lane = Some(lane as u32);
         }
         hazard.actor = Some(actor);

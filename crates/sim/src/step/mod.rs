@@ -47,6 +47,7 @@ impl<'a> Executor<'_, 'a> {
             match &code.steps[warp.pc] {
                 lower::Step::Execute(instruction) => {
                     instructions += 1;
+                    self.world.reached[warp.pc] = true;
                     lanes += warp.active.count_ones() as u64;
                     if self.world.checked
                         && let Err(hazard) = self.check_registers(warp, instruction)

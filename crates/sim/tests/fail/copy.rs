@@ -114,6 +114,55 @@ fn proxy_fence_for_other_memory() {
     fails("proxy_fence_for_other_memory", H::MissingProxyFence, &program);
 }
 
+/// What a warp has read as one, its lanes must have met to fill again.
+#[test]
+fn copies_over_a_matrix() {
+    let kernel = |meet: bool| {
+        let mut k = Builder::new("kernel", Target::SM_80, 32);
+        let input = k.parameter::<GlobalAddress>("input");
+        let offset = k.shared("tile", 512, 128);
+        let tile = k.shared_address(offset);
+        let thread = k.thread_index();
+        let mine = k.eval(input + thread.convert::<ptx::U64>() * 16);
+        for _ in 0..2 {
+            k.copy_async(tile + thread * 16, mine, None);
+            k.copy_async_commit();
+            k.copy_async_wait(0);
+            k.warp_sync();
+            let row = k.eval(tile + thread * 16);
+            k.load_matrix::<U32, 4>(row, false);
+            if meet {
+                k.warp_sync();
+            }
+        }
+        k.finish().unwrap()
+    };
+    passes(&kernel(true));
+    fails("copies_over_a_matrix", H::OverwrittenInFlight, &kernel(false));
+}
+
+#[test]
+fn stores_over_a_matrix() {
+    let kernel = |meet: bool| {
+        let mut k = Builder::new("kernel", Target::SM_80, 32);
+        let offset = k.shared("tile", 512, 128);
+        let tile = k.shared_address(offset);
+        let thread = k.thread_index();
+        let row = k.eval(tile + thread * 16);
+        let words = [thread; 4];
+        k.store_vector(row, &words, Default::default());
+        k.warp_sync();
+        k.load_matrix::<U32, 4>(row, false);
+        if meet {
+            k.warp_sync();
+        }
+        k.store(tile + thread * 4, thread);
+        k.finish().unwrap()
+    };
+    passes(&kernel(true));
+    fails("stores_over_a_matrix", H::LaneRace, &kernel(false));
+}
+
 /// A lane that has waited for its own copies knows nothing of its neighbour's.
 #[test]
 fn copies_of_other_lanes() {
