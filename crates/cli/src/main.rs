@@ -10,6 +10,7 @@ mod doctor;
 mod gate;
 mod inspect;
 mod memory;
+mod mutate;
 mod preference;
 mod profile;
 mod progress;
@@ -40,6 +41,7 @@ enum Command {
     Doctor(doctor::Arguments),
     Gate(gate::Arguments),
     Inspect(inspect::Arguments),
+    Mutate(mutate::Arguments),
     Profile(profile::Arguments),
     Sim(sim::Arguments),
     Tune(tune::Arguments),
@@ -78,6 +80,7 @@ fn main() -> ExitCode {
         Command::Doctor(arguments) => doctor::run(arguments),
         Command::Gate(arguments) => gate::run(arguments),
         Command::Inspect(arguments) => inspect::run(arguments),
+        Command::Mutate(arguments) => mutate::run(arguments),
         Command::Profile(arguments) => profile::run(arguments),
         Command::Sim(arguments) => sim::run(arguments),
         Command::Tune(arguments) => tune::run(arguments),

@@ -7,6 +7,7 @@ mod check;
 mod doctor;
 mod gate;
 mod inspect;
+mod mutate;
 mod profile;
 mod sim;
 mod tune;
