@@ -12,6 +12,7 @@ mod gate;
 mod inspect;
 mod man;
 mod memory;
+mod mutate;
 mod preference;
 mod profile;
 mod progress;
@@ -49,6 +50,7 @@ enum Command {
     Gate(gate::Arguments),
     Inspect(inspect::Arguments),
     Man(man::Arguments),
+    Mutate(mutate::Arguments),
     Profile(profile::Arguments),
     Sim(sim::Arguments),
     Soak(soak::Arguments),
@@ -103,6 +105,7 @@ fn main() -> ExitCode {
         Command::Gate(arguments) => gate::run(arguments),
         Command::Inspect(arguments) => inspect::run(arguments),
         Command::Man(arguments) => man::run(arguments),
+        Command::Mutate(arguments) => mutate::run(arguments),
         Command::Profile(arguments) => profile::run(arguments),
         Command::Sim(arguments) => sim::run(arguments),
         Command::Soak(arguments) => soak::run(arguments),

@@ -13,6 +13,9 @@
 //! elected lane that arrives at a barrier speaks for itself, not for lanes
 //! that did not meet it at a `bar.warp.sync`.
 //!
+//! A `cp.async` is a lane's own too: a lane that has waited for its copies knows
+//! of those and of no other lane's, until they meet.
+//!
 //! What this may miss: where two different subsets of a warp's lanes acted
 //! alone and both are known, the later clock is taken for the union of both;
 //! and lanes that waited alone in different subsets are taken together. Both
@@ -41,6 +44,11 @@ impl Entry {
         } else {
             Entry { all: synced, some: clock, lanes }
         }
+    }
+
+    /// The same without taking all lanes together: each speaks for itself.
+    fn of_each(lanes: u32, clock: u32, synced: u32) -> Self {
+        Entry { all: synced, some: clock, lanes }
     }
 
     pub(crate) fn covers(self, clock: u32, lanes: u32) -> bool {
@@ -128,20 +136,32 @@ impl Clock {
 pub(crate) struct Knowledge {
     /// What happened before.
     pub(crate) known: Clock,
-    /// What of it the copy engine and the tensor cores may rely on.
-    pub(crate) flushed: Clock,
+    /// What of it the copy engine and the tensor cores may rely on, in shared memory.
+    pub(crate) flushed_shared: Clock,
+    /// The same in global memory.
+    pub(crate) flushed_global: Clock,
 }
 
 impl Knowledge {
     pub(crate) fn join(&mut self, other: &Knowledge) {
         self.known.join(&other.known);
-        self.flushed.join(&other.flushed);
+        self.flushed_shared.join(&other.flushed_shared);
+        self.flushed_global.join(&other.flushed_global);
     }
 
     pub(crate) fn join_foreign(&mut self, home: u32, cluster: u32, other: &Knowledge) {
         self.known.join_foreign(home, cluster, &other.known);
-        self.flushed.join_foreign(home, cluster, &other.flushed);
+        self.flushed_shared.join_foreign(home, cluster, &other.flushed_shared);
+        self.flushed_global.join_foreign(home, cluster, &other.flushed_global);
     }
+}
+
+/// The memory that a proxy fence is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fenced {
+    Shared,
+    Global,
+    Both,
 }
 
 /// The clocks of one warp.
@@ -156,6 +176,8 @@ pub(crate) struct WarpClock {
     /// What `lanes` know, at least what all do.
     some: Knowledge,
     lanes: u32,
+    /// How far each lane has waited for its own `cp.async`s.
+    copies: [u32; 32],
 }
 
 impl WarpClock {
@@ -178,8 +200,32 @@ impl WarpClock {
         let view = if lanes & self.lanes != 0 { &self.some } else { &self.all };
         let mut released = view.clone();
         released.known.raise(self.component, self.own(lanes));
+        raise_copies(&mut released, self.component, &self.copies, lanes);
         self.now += 1;
         released
+    }
+
+    /// What each of these lanes knows as it issues a copy of its own.
+    pub(crate) fn issue(&mut self, lanes: u32) -> Knowledge {
+        let view = if lanes & self.lanes != 0 { &self.some } else { &self.all };
+        let mut known = view.clone();
+        let synced = self.all.known.get(self.component).all;
+        known.known.raise(self.component, Entry::of_each(lanes, self.now, synced));
+        self.now += 1;
+        known
+    }
+
+    /// How far a lane has waited for its own copies.
+    pub(crate) fn copies_of(&self, lane: u32) -> u32 {
+        self.copies[lane as usize]
+    }
+
+    /// These lanes have waited for their own copies, each up to a clock.
+    pub(crate) fn wait_for_copies(&mut self, waited: &[(u32, u32)]) {
+        for (lane, clock) in waited {
+            let mine = &mut self.copies[*lane as usize];
+            *mine = (*mine).max(*clock);
+        }
     }
 
     /// These lanes learn something.
@@ -210,19 +256,45 @@ impl WarpClock {
         }
         let (component, entry) = (self.component, Entry::of(FULL, self.now, 0));
         self.all.known.raise(component, entry);
+        raise_copies(&mut self.all, component, &self.copies, FULL);
         self.now += 1;
     }
 
     /// These lanes execute a proxy fence: what they know is now flushed.
-    pub(crate) fn flush(&mut self, lanes: u32) {
-        let (component, own) = (self.component, self.own(lanes));
+    pub(crate) fn flush(&mut self, lanes: u32, fenced: Fenced) {
+        let (component, own, copies) = (self.component, self.own(lanes), self.copies);
         self.acquire(lanes, |knowledge| {
-            let Knowledge { known, flushed } = knowledge;
-            flushed.join(known);
-            flushed.raise(component, own);
+            let mut now = knowledge.clone();
+            now.known.raise(component, own);
+            raise_copies(&mut now, component, &copies, lanes);
+            if fenced != Fenced::Global {
+                knowledge.flushed_shared.join(&now.known);
+            }
+            if fenced != Fenced::Shared {
+                knowledge.flushed_global.join(&now.known);
+            }
         });
         self.now += 1;
     }
+}
+
+/// Adds the copies that each of these lanes of a warp has waited for.
+fn raise_copies(knowledge: &mut Knowledge, component: u32, copies: &[u32; 32], lanes: u32) {
+    let of = |lane: &u32| lanes >> lane & 1 == 1;
+    let waited = || (0..32).filter(of).map(|lane| copies[lane as usize]);
+    let (least, most) = (waited().min().unwrap_or(0), waited().max().unwrap_or(0));
+    if most == 0 {
+        return;
+    }
+    let all = if lanes == FULL { least } else { 0 };
+    let ahead = (0..32).filter(|lane| of(lane) && copies[*lane as usize] > all);
+    let ahead = ahead.fold(0, |mask, lane| mask | 1 << lane);
+    knowledge.known.raise(copies_of(component), Entry::of_each(ahead, most, all));
+}
+
+/// The component of a warp's stream of `cp.async`.
+pub(crate) fn copies_of(component: u32) -> u32 {
+    component + 1
 }
 
 #[cfg(test)]
@@ -247,8 +319,24 @@ mod tests {
         let released = writer.release(FULL);
         reader.acquire(FULL, |k| k.join(&released));
         assert!(reader.all.known.get(0).covers(1, FULL));
-        assert!(!reader.all.flushed.get(0).covers(1, FULL));
-        reader.flush(FULL);
-        assert!(reader.all.flushed.get(0).covers(1, FULL));
+        assert!(!reader.all.flushed_shared.get(0).covers(1, FULL));
+        reader.flush(FULL, Fenced::Shared);
+        assert!(reader.all.flushed_shared.get(0).covers(1, FULL));
+        assert!(!reader.all.flushed_global.get(0).covers(1, FULL));
+        reader.flush(FULL, Fenced::Both);
+        assert!(reader.all.flushed_global.get(0).covers(1, FULL));
+    }
+
+    #[test]
+    fn a_lane_waits_for_its_own_copies() {
+        let mut warp = WarpClock::new(0);
+        warp.wait_for_copies(&[(3, 5)]);
+        assert!(!warp.all.known.get(1).covers(5, 1 << 3));
+        let released = warp.release(1 << 3);
+        assert!(released.known.get(1).covers(5, 1 << 3));
+        assert!(!released.known.get(1).covers(5, 1 << 4));
+        warp.synchronise();
+        assert!(warp.all.known.get(1).covers(5, 1 << 3));
+        assert!(!warp.all.known.get(1).covers(5, 1 << 4));
     }
 }

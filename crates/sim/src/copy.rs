@@ -7,16 +7,17 @@
 //! of the 16-byte chunk (4 to 6) with address bits 7 to 9, as many as the
 //! swizzle is wide.
 
-use ptx::{BulkElement, Element, Swizzle, Type};
+use ptx::{BulkElement, Element, Scope, Swizzle, Type};
 
 use crate::Measure;
+use crate::clock::Entry;
 use crate::float;
 use crate::hazard::HazardKind;
 use crate::machine::{
     Executor, LaneCopy, LoadSource, Operation, OperationKind, SHARED_BASE, Step, StoreTarget,
     Visit, store_write_component, stream_entry,
 };
-use crate::shadow::{Event, NO_LANE, Proxy, Source};
+use crate::shadow::{Event, Observer, Proxy, Source};
 use crate::step::Target;
 use crate::trace::{Span, Track};
 
@@ -98,8 +99,9 @@ impl<'a> Executor<'_, 'a> {
                 Ok(true)
             }
             OperationKind::ArriveOnCopies { lanes, .. } => {
+                let arrived = lanes.iter().fold(0, |mask, (lane, _)| mask | 1 << lane);
                 for (_, address) in lanes {
-                    self.arrive_of_copy(operation, *address)?;
+                    self.arrive_of_copy(operation, *address, arrived)?;
                 }
                 Ok(true)
             }
@@ -122,7 +124,12 @@ impl<'a> Executor<'_, 'a> {
     fn copy_lane(&mut self, operation: &Operation, copy: LaneCopy, event: u32) -> Step<()> {
         let mut bytes = [0u8; 16];
         let valid = copy.source_bytes as usize;
-        let source = self.global_row(operation, copy.src, valid as u64, event, false)?;
+        let observer = Observer {
+            lane: copy.lane as u8,
+            copies: copy.waited,
+            ..Observer::operation(&operation.start, event)
+        };
+        let source = self.global_row(operation, observer, copy.src, valid as u64, false)?;
         if let Some((buffer, offset)) = source {
             bytes[..valid]
                 .copy_from_slice(&self.world.memory.buffer(buffer).bytes[offset..offset + valid]);
@@ -131,15 +138,7 @@ impl<'a> Executor<'_, 'a> {
         let offset = (copy.dst - SHARED_BASE) as usize;
         if self.world.checked {
             let target = Target::Shared { block: operation.block, offset };
-            self.check_access(
-                &operation.start,
-                NO_LANE,
-                target,
-                copy.bytes,
-                event,
-                true,
-                u64::MAX,
-            )?;
+            self.check_access(observer, target, copy.bytes, true, u64::MAX)?;
         }
         self.world.counts.add(Measure::CopyBytesDelivered, copy.bytes as u64);
         let shared = &mut self.cluster.blocks[operation.block].shared;
@@ -147,7 +146,8 @@ impl<'a> Executor<'_, 'a> {
         Ok(())
     }
 
-    fn arrive_of_copy(&mut self, operation: &Operation, address: u32) -> Step<()> {
+    /// One of the arrivals of an operation, which speaks for the copies of these lanes.
+    fn arrive_of_copy(&mut self, operation: &Operation, address: u32, lanes: u32) -> Step<()> {
         let block = operation.block;
         let Some(barrier) = self.cluster.blocks[block].mbarriers.get_mut(&address) else {
             let name = self.shared_name(address);
@@ -156,7 +156,8 @@ impl<'a> Executor<'_, 'a> {
         };
         if self.world.checked {
             barrier.gather.join(&operation.start);
-            barrier.gather.known.raise(operation.component, stream_entry(operation.clock));
+            let copied = Entry::of(lanes, operation.clock, 0);
+            barrier.gather.known.raise(operation.component, copied);
         }
         if barrier.pending == 0 {
             let name = self.shared_name(address);
@@ -193,7 +194,8 @@ impl<'a> Executor<'_, 'a> {
         let event = self.operation_event(operation, component, Proxy::Async, Source::Load, what);
         let swizzle = match source {
             LoadSource::Bytes(address) => {
-                let row = self.global_row(operation, address, bytes as u64, event, false)?;
+                let observer = Observer::operation(&operation.start, event);
+                let row = self.global_row(operation, observer, address, bytes as u64, false)?;
                 let data = match row {
                     Some((buffer, offset)) => {
                         let memory = self.world.memory.buffer(buffer);
@@ -206,14 +208,17 @@ impl<'a> Executor<'_, 'a> {
                 None
             }
             LoadSource::Tensor { map, corner } => {
+                let observer = Observer::operation(&operation.start, event);
                 let rows = self.rows(map, corner);
                 let swizzle = rows.swizzle;
                 for index in 0..rows.count {
                     let mut data = vec![0u8; rows.bytes];
                     if let Some(part) = rows.part(index) {
                         let length = part.end - part.start;
+                        let length = length as u64;
                         let row =
-                            self.global_row(operation, part.address, length as u64, event, false)?;
+                            self.global_row(operation, observer, part.address, length, false)?;
+                        let length = length as usize;
                         if let Some((buffer, offset)) = row {
                             let memory = self.world.memory.buffer(buffer);
                             data[part.start..part.end]
@@ -252,9 +257,9 @@ impl<'a> Executor<'_, 'a> {
     fn global_row(
         &mut self,
         operation: &Operation,
+        observer: Observer<'_>,
         address: u64,
         bytes: u64,
-        event: u32,
         write: bool,
     ) -> Step<Option<(usize, usize)>> {
         if bytes == 0 {
@@ -265,15 +270,7 @@ impl<'a> Executor<'_, 'a> {
             .map_err(|text| self.operation_hazard(operation, HazardKind::OutOfBounds, text))?;
         if self.world.checked {
             let target = Target::Global { buffer, offset };
-            self.check_access(
-                &operation.start,
-                NO_LANE,
-                target,
-                bytes as u32,
-                event,
-                write,
-                u64::MAX,
-            )?;
+            self.check_access(observer, target, bytes as u32, write, u64::MAX)?;
         }
         Ok(Some((buffer, offset)))
     }
@@ -293,8 +290,8 @@ impl<'a> Executor<'_, 'a> {
             let offset = self.swizzled_offset(operation, address)?;
             if self.world.checked {
                 let target = Target::Shared { block: to, offset };
-                let bytes = chunk.len() as u32;
-                self.check_access(&operation.start, NO_LANE, target, bytes, event, true, u64::MAX)?;
+                let observer = Observer::operation(&operation.start, event);
+                self.check_access(observer, target, chunk.len() as u32, true, u64::MAX)?;
             }
             let shared = &mut self.cluster.blocks[to].shared;
             shared[offset..offset + chunk.len()].copy_from_slice(chunk);
@@ -362,9 +359,8 @@ impl<'a> Executor<'_, 'a> {
             };
             if self.world.checked && !used.is_empty() {
                 let target = Target::Shared { block: operation.block, offset: offset + used.start };
-                let bytes = used.len() as u32;
-                let issued = operation.issued;
-                self.check_access(&operation.start, NO_LANE, target, bytes, event, false, issued)?;
+                let observer = Observer::operation(&operation.start, event);
+                self.check_access(observer, target, used.len() as u32, false, operation.issued)?;
             }
             let shared = &self.cluster.blocks[operation.block].shared;
             chunk.copy_from_slice(&shared[offset..offset + chunk.len()]);
@@ -386,11 +382,13 @@ impl<'a> Executor<'_, 'a> {
             StoreTarget::Bytes { add, .. } => (add.is_some(), "a bulk store"),
             StoreTarget::Tensor { add, .. } => (add, "a tensor store"),
         };
-        let source = if adds { Source::Atomic } else { Source::Store };
+        let source = if adds { Source::Atomic(Scope::Gpu) } else { Source::Store };
         let event = self.operation_event(operation, component, Proxy::Async, source, what);
+        let start = operation.start.clone();
+        let observer = Observer::operation(&start, event);
         match target {
             StoreTarget::Bytes { dst, add } => {
-                let row = self.global_row(operation, dst, data.len() as u64, event, true)?;
+                let row = self.global_row(operation, observer, dst, data.len() as u64, true)?;
                 if let Some((buffer, offset)) = row {
                     let old = &self.world.memory.buffer(buffer).bytes[offset..offset + data.len()];
                     let new = match add {
@@ -408,8 +406,8 @@ impl<'a> Executor<'_, 'a> {
                     let Some(part) = rows.part(index) else { continue };
                     let first = index * rows.bytes;
                     let data = &data[first + part.start..first + part.end];
-                    let row =
-                        self.global_row(operation, part.address, data.len() as u64, event, true)?;
+                    let length = data.len() as u64;
+                    let row = self.global_row(operation, observer, part.address, length, true)?;
                     let Some((buffer, offset)) = row else { continue };
                     let old = &self.world.memory.buffer(buffer).bytes[offset..offset + data.len()];
                     let new = if add {

@@ -83,6 +83,10 @@ hazards! {
     MbarrierInitNotVisible = "mbarrier initialisation not visible",
     /// More arrivals than the phase has pending.
     MbarrierOverArrived = "too many arrivals",
+    /// A phase ends before anyone has waited for the one before it.
+    MbarrierOverrun = "phase overrun",
+    /// A block ends in the middle of a phase.
+    MbarrierUnfinished = "phase left unfinished",
     /// Bytes expected and bytes copied in a phase differ.
     TransactionCount = "transaction count",
     /// The bytes of a memory barrier are accessed as data.

@@ -143,6 +143,8 @@ pub struct Report {
     pub counts: Counts,
     /// The timeline, if it was asked for.
     pub trace: Option<Trace>,
+    /// Of each instruction, in the order of the program, whether any warp came to it.
+    pub reached: Vec<bool>,
 }
 
 /// Why a run gave no report.

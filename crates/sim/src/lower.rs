@@ -84,6 +84,12 @@ impl Code {
         self.steps.len() - 1
     }
 
+    /// The steps that are instructions.
+    pub(crate) fn instructions(&self) -> impl Iterator<Item = usize> {
+        let steps = self.steps.iter().enumerate();
+        steps.filter(|(_, step)| matches!(step, Step::Execute(_))).map(|(index, _)| index)
+    }
+
     fn predicate(&self, register: Register) -> u32 {
         self.slots[register.0 as usize].1
     }

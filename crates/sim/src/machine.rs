@@ -2,9 +2,9 @@
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
-use ptx::{Place, Program};
+use ptx::{Place, Program, Scope};
 
-use crate::clock::{Entry, Knowledge, WarpClock};
+use crate::clock::{Entry, Knowledge, WarpClock, copies_of};
 use crate::hazard::{Actor, Hazard, HazardKind};
 use crate::lower::Code;
 use crate::memory::Memory;
@@ -39,6 +39,8 @@ pub(crate) struct World<'a> {
     /// Grows whenever something happens that a poll might see.
     pub(crate) progress: u64,
     pub(crate) trace: Option<Trace>,
+    /// Steps that a warp has come to.
+    pub(crate) reached: Vec<bool>,
     pub(crate) shadow: Shadow,
     pub(crate) global: Vec<Cells>,
     /// What was released at addresses, by ordered stores and atomics.
@@ -51,8 +53,19 @@ pub(crate) struct World<'a> {
 pub(crate) struct Release {
     pub(crate) cluster: u32,
     pub(crate) block: u32,
-    pub(crate) scope: ptx::Scope,
+    pub(crate) scope: Scope,
     pub(crate) knowledge: Knowledge,
+}
+
+impl Release {
+    /// Whether it reaches a thread of this cluster and block, and `scope` from there reaches it.
+    pub(crate) fn reaches(&self, cluster: u32, block: u32, scope: Scope) -> bool {
+        [self.scope, scope].into_iter().all(|scope| match scope {
+            Scope::Block => self.block == block,
+            Scope::Cluster => self.cluster == cluster,
+            Scope::Gpu | Scope::System => true,
+        })
+    }
 }
 
 impl<'a> World<'a> {
@@ -82,6 +95,7 @@ impl<'a> World<'a> {
             steps: 0,
             progress: 0,
             trace: options.trace.then(Trace::default),
+            reached: vec![false; code.steps.len()],
             shadow: Shadow::new(),
             global,
             releases: HashMap::new(),
@@ -201,7 +215,7 @@ impl<'a> Cluster<'a> {
 
 /// The components of a warp's streams.
 pub(crate) fn copy_component(warp: usize) -> u32 {
-    warp as u32 * WARP_COMPONENTS + 1
+    copies_of(warp as u32 * WARP_COMPONENTS)
 }
 
 pub(crate) fn store_read_component(warp: usize) -> u32 {
@@ -289,6 +303,8 @@ pub(crate) struct Mbarrier {
     pub(crate) arrivers: Vec<(usize, Place)>,
     pub(crate) expected_at: Option<Place>,
     pub(crate) completed_at: u64,
+    /// How many phases had ended when somebody last waited.
+    pub(crate) waited: u64,
 }
 
 /// A named barrier.
@@ -374,6 +390,9 @@ pub(crate) enum OperationKind {
 /// One lane of a `cp.async`.
 #[derive(Clone, Copy)]
 pub(crate) struct LaneCopy {
+    pub(crate) lane: u32,
+    /// How far the lane had waited for its earlier ones.
+    pub(crate) waited: u32,
     pub(crate) dst: u32,
     pub(crate) src: u64,
     pub(crate) bytes: u32,

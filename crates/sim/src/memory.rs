@@ -36,8 +36,12 @@ pub struct Memory {
 pub(crate) struct Buffer {
     pub(crate) name: String,
     pub(crate) bytes: Vec<u8>,
-    /// Which bytes have been written; `None` when all were from the start.
+    /// Which bytes a kernel has written; `None` where nobody asks.
     written: Option<Vec<bool>>,
+    /// Whether all of it holds something from the start.
+    filled: bool,
+    /// How many bytes were written when they had been already.
+    rewritten: usize,
 }
 
 impl Memory {
@@ -48,7 +52,14 @@ impl Memory {
 
     /// A buffer with these bytes.
     pub fn input(&mut self, name: &str, bytes: Vec<u8>) -> BufferId {
-        self.add(Buffer { name: name.to_owned(), bytes, written: None })
+        self.add(Buffer { name: name.to_owned(), bytes, written: None, filled: true, rewritten: 0 })
+    }
+
+    /// A buffer with these bytes, of which some will be written: see
+    /// [`rewritten`](Memory::rewritten).
+    pub fn result(&mut self, name: &str, bytes: Vec<u8>) -> BufferId {
+        let written = Some(vec![false; bytes.len()]);
+        self.add(Buffer { name: name.to_owned(), bytes, written, filled: true, rewritten: 0 })
     }
 
     /// A buffer of single-precision floats.
@@ -70,7 +81,18 @@ impl Memory {
     /// every float format.
     pub fn output(&mut self, name: &str, bytes: usize) -> BufferId {
         let written = Some(vec![false; bytes]);
-        self.add(Buffer { name: name.to_owned(), bytes: vec![0xFF; bytes], written })
+        let bytes = vec![0xFF; bytes];
+        self.add(Buffer { name: name.to_owned(), bytes, written, filled: false, rewritten: 0 })
+    }
+
+    /// Makes a buffer what it is in another memory, which has the same ones.
+    pub fn restore(&mut self, buffer: BufferId, from: &Memory) {
+        self.buffers[buffer.index()] = from.buffers[buffer.index()].clone();
+    }
+
+    /// How many bytes of a result or output were written again.
+    pub fn rewritten(&self, buffer: BufferId) -> usize {
+        self.buffers[buffer.index()].rewritten
     }
 
     fn add(&mut self, buffer: Buffer) -> BufferId {
@@ -106,7 +128,8 @@ impl Memory {
 
     /// How many bytes of a buffer nobody has written.
     pub fn unwritten(&self, buffer: BufferId) -> usize {
-        let written = self.buffers[buffer.index()].written.as_ref();
+        let buffer = &self.buffers[buffer.index()];
+        let written = buffer.written.as_ref().filter(|_| !buffer.filled);
         written.map_or(0, |written| written.iter().filter(|w| !**w).count())
     }
 
@@ -144,7 +167,9 @@ impl Memory {
         let buffer = &mut self.buffers[buffer];
         buffer.bytes[offset..offset + bytes.len()].copy_from_slice(bytes);
         if let Some(written) = &mut buffer.written {
-            written[offset..offset + bytes.len()].fill(true);
+            let written = &mut written[offset..offset + bytes.len()];
+            buffer.rewritten += written.iter().filter(|it| **it).count();
+            written.fill(true);
         }
     }
 
@@ -155,7 +180,8 @@ impl Memory {
         offset: usize,
         bytes: usize,
     ) -> Option<usize> {
-        let written = self.buffers[buffer].written.as_ref()?;
+        let buffer = &self.buffers[buffer];
+        let written = buffer.written.as_ref().filter(|_| !buffer.filled)?;
         written[offset..offset + bytes].iter().position(|w| !w).map(|at| offset + at)
     }
 }

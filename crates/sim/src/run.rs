@@ -89,10 +89,11 @@ pub fn run(launch: &Launch<'_>, memory: &mut Memory, options: &Options) -> Resul
     }
     schedule::run(&mut world)?;
     let (counts, trace) = (world.counts, world.trace);
+    let reached = code.instructions().map(|step| world.reached[step]).collect();
     if let Some((measure, found, limit)) = options.budget.exceeded(&counts) {
         return Err(Failure::OverBudget { measure, found, limit });
     }
-    Ok(Report { counts, trace })
+    Ok(Report { counts, trace, reached })
 }
 
 fn check_launch(launch: &Launch<'_>) -> Result<(), Failure> {

@@ -7,9 +7,9 @@
 
 use std::collections::HashMap;
 
-use ptx::{Place, Swizzle};
+use ptx::{Place, Scope, Swizzle};
 
-use crate::clock::Knowledge;
+use crate::clock::{Knowledge, copies_of};
 use crate::hazard::Actor;
 
 /// Bytes of one cell.
@@ -29,8 +29,9 @@ pub(crate) enum Proxy {
 pub(crate) enum Source {
     /// An ordinary instruction of a thread.
     Thread,
-    /// An atomic or ordered access of a thread.
-    Atomic,
+    /// An atomic or ordered access of a thread, or an addition of the copy engine: with others
+    /// that reach it, and that it reaches, it never conflicts.
+    Atomic(Scope),
     /// An asynchronous copy into shared memory.
     Load,
     /// An asynchronous copy out of shared memory.
@@ -57,7 +58,21 @@ pub(crate) struct Event {
 
 impl Event {
     fn of_thread(&self) -> bool {
-        matches!(self.source, Source::Thread | Source::Atomic)
+        matches!(self.source, Source::Thread | Source::Atomic(_))
+    }
+
+    /// A `cp.async`: of all that loads, only it goes through the generic proxy.
+    fn is_lane_copy(&self) -> bool {
+        self.source == Source::Load && self.proxy == Proxy::Generic
+    }
+
+    /// Whether an atomic of one reaches the thread of the other.
+    fn reaches(&self, scope: Scope, other: &Event) -> bool {
+        match scope {
+            Scope::Block => self.actor.block == other.actor.block,
+            Scope::Cluster => self.cluster == other.cluster,
+            Scope::Gpu | Scope::System => true,
+        }
     }
 }
 
@@ -79,7 +94,7 @@ pub(crate) struct Cell {
 
 /// Marks that [`Cell::reads`] is a set.
 const SET: u32 = 1 << 31;
-/// The lane of accesses that no lane made.
+/// The lane of accesses that no lane made, or all lanes of a warp as one.
 pub(crate) const NO_LANE: u8 = 0xFF;
 
 impl Cell {
@@ -119,10 +134,45 @@ fn lane_mask(lane: u8) -> u32 {
 }
 
 /// Who accesses memory now.
+#[derive(Clone, Copy)]
 pub(crate) struct Observer<'a> {
     pub(crate) knowledge: &'a Knowledge,
     /// The access, recorded with [`Shadow::event`].
     pub(crate) event: u32,
+    /// The lane, or [`NO_LANE`].
+    pub(crate) lane: u8,
+    /// How far the lane has waited for its own `cp.async`s.
+    pub(crate) copies: u32,
+    /// Whether it is global memory.
+    pub(crate) global: bool,
+}
+
+impl<'a> Observer<'a> {
+    /// An operation that no lane makes.
+    pub(crate) fn operation(knowledge: &'a Knowledge, event: u32) -> Self {
+        Observer { knowledge, event, lane: NO_LANE, copies: 0, global: false }
+    }
+
+    /// Whether the event `e` of these lanes happened before the observer's own, `o`.
+    fn knows(&self, e: &Event, o: &Event, lanes: u32) -> bool {
+        let known = &self.knowledge.known;
+        let own = lanes & !lane_mask(self.lane) == 0;
+        if e.cluster == o.cluster {
+            // A lane's copy comes after what that lane did, and what all did before they last met;
+            // what the warp did as one, each lane has its part in.
+            if o.is_lane_copy() && e.of_thread() && copies_of(e.component) == o.component {
+                let entry = known.get(e.component);
+                let mine = own && lanes != 0 && entry.covers(e.clock, lanes);
+                return e.clock <= entry.all || mine;
+            }
+            // Of its own copies a lane knows once it has waited, without meeting the others.
+            let of_warp = [o.component, copies_of(o.component)].contains(&e.component);
+            if own && of_warp && e.is_lane_copy() && e.clock <= self.copies {
+                return true;
+            }
+        }
+        known.covers(o.cluster, e.cluster, e.component, e.clock, lanes)
+    }
 }
 
 /// Two accesses that nothing puts in order.
@@ -145,8 +195,12 @@ pub(crate) struct Shadow {
     sets: Vec<Vec<(u32, u32)>>,
     unions: HashMap<(u32, u32, u32), u32>,
     /// The last answer of `order`: bulk accesses ask the same again and again.
-    last: Option<((u32, u32, u32, u32), Order)>,
+    last: Option<(Question, Order)>,
 }
+
+/// The accesses whose order is asked for: the observer's with its lane and memory, the earlier one
+/// with its lanes.
+type Question = (u32, u8, bool, u32, u32);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Order {
@@ -186,37 +240,46 @@ impl Shadow {
         &self.events[event as usize]
     }
 
-    fn order(&mut self, observer: &Observer<'_>, id: u32, lanes: u32, own_lanes: u32) -> Order {
+    fn order(&mut self, observer: &Observer<'_>, id: u32, lanes: u32) -> Order {
         if id == observer.event {
             return Order::Before;
         }
-        let key = (observer.event, id, lanes, own_lanes);
+        let key = (observer.event, observer.lane, observer.global, id, lanes);
         if let Some((last, order)) = self.last
             && last == key
         {
             return order;
         }
-        let order = self.compute_order(observer, id, lanes, own_lanes);
+        let order = self.compute_order(observer, id, lanes);
         self.last = Some((key, order));
         order
     }
 
-    fn compute_order(&self, observer: &Observer<'_>, id: u32, lanes: u32, own: u32) -> Order {
+    fn compute_order(&self, observer: &Observer<'_>, id: u32, lanes: u32) -> Order {
         let (e, o) = (&self.events[id as usize], &self.events[observer.event as usize]);
-        if e.source == Source::Atomic && o.source == Source::Atomic {
+        if let (Source::Atomic(theirs), Source::Atomic(ours)) = (e.source, o.source)
+            && e.reaches(theirs, o)
+            && o.reaches(ours, e)
+        {
             return Order::Before;
         }
         if (e.cluster, e.component) == (o.cluster, o.component) {
-            // Program order of one thread; one operation with itself.
-            let same = if e.of_thread() { lanes & !own == 0 } else { e.clock == o.clock };
+            // Program order of one thread; what a warp does as one after what it did so, and not
+            // one lane after it; one operation with itself.
+            let same = match (e.of_thread(), lanes) {
+                (true, 0) => observer.lane == NO_LANE,
+                (true, lanes) => lanes & !lane_mask(observer.lane) == 0,
+                (false, _) => e.clock == o.clock,
+            };
             if same {
                 return Order::Before;
             }
         }
-        let Knowledge { known, flushed } = observer.knowledge;
-        if !known.covers(o.cluster, e.cluster, e.component, e.clock, lanes) {
+        if !observer.knows(e, o, lanes) {
             return Order::Unordered;
         }
+        let Knowledge { flushed_shared, flushed_global, .. } = observer.knowledge;
+        let flushed = if observer.global { flushed_global } else { flushed_shared };
         if e.proxy == Proxy::Generic
             && o.proxy == Proxy::Async
             && !flushed.covers(o.cluster, e.cluster, e.component, e.clock, lanes)
@@ -230,11 +293,10 @@ impl Shadow {
     fn conflict(
         &mut self,
         observer: &Observer<'_>,
-        own: u32,
         (id, lanes): (u32, u32),
         other_reads: bool,
     ) -> Option<Conflict> {
-        let order = self.order(observer, id, lanes, own);
+        let order = self.order(observer, id, lanes);
         (order != Order::Before).then(|| Conflict {
             other: self.events[id as usize],
             other_id: id,
@@ -245,24 +307,24 @@ impl Shadow {
     }
 
     /// The conflict with the last write, if there is one.
-    fn with_write(&mut self, cell: &Cell, observer: &Observer<'_>, own: u32) -> Option<Conflict> {
+    fn with_write(&mut self, cell: &Cell, observer: &Observer<'_>) -> Option<Conflict> {
         match cell.write {
             0 => None,
-            write => self.conflict(observer, own, (write, lane_mask(cell.write_lane)), false),
+            write => self.conflict(observer, (write, lane_mask(cell.write_lane)), false),
         }
     }
 
     /// The conflict with a read since the last write, if there is one.
-    fn with_reads(&mut self, cell: &Cell, observer: &Observer<'_>, own: u32) -> Option<Conflict> {
+    fn with_reads(&mut self, cell: &Cell, observer: &Observer<'_>) -> Option<Conflict> {
         match cell.reads {
             0 => None,
             read if read & SET == 0 => {
-                self.conflict(observer, own, (read, lane_mask(cell.read_lane)), true)
+                self.conflict(observer, (read, lane_mask(cell.read_lane)), true)
             }
             reads => {
                 let set = (reads & !SET) as usize;
                 (0..self.sets[set].len())
-                    .find_map(|index| self.conflict(observer, own, self.sets[set][index], true))
+                    .find_map(|index| self.conflict(observer, self.sets[set][index], true))
             }
         }
     }
@@ -273,35 +335,34 @@ impl Shadow {
         &mut self,
         cell: &mut Cell,
         observer: &Observer<'_>,
-        lane: u8,
         write: bool,
     ) -> Option<Conflict> {
-        let own = lane_mask(lane);
-        let conflict = self.with_write(cell, observer, own);
+        let conflict = self.with_write(cell, observer);
         if !write {
-            self.read(cell, observer, lane);
+            self.read(cell, observer);
             return conflict;
         }
-        let conflict = conflict.or_else(|| self.with_reads(cell, observer, own));
-        (cell.write, cell.write_lane) = (observer.event, lane);
+        let conflict = conflict.or_else(|| self.with_reads(cell, observer));
+        (cell.write, cell.write_lane) = (observer.event, observer.lane);
         (cell.reads, cell.swizzle, cell.initialised) = (0, 0, true);
         conflict
     }
 
     /// Remembers a read, in the place of those that are ordered before it.
-    fn read(&mut self, cell: &mut Cell, observer: &Observer<'_>, lane: u8) {
-        let own = lane_mask(lane);
+    fn read(&mut self, cell: &mut Cell, observer: &Observer<'_>) {
+        let own = lane_mask(observer.lane);
         if cell.reads == 0 {
-            (cell.reads, cell.read_lane) = (observer.event, lane);
+            (cell.reads, cell.read_lane) = (observer.event, observer.lane);
         } else if cell.reads & SET == 0 {
             let lanes = lane_mask(cell.read_lane);
             let forgotten = if cell.reads == observer.event {
                 lanes == own
             } else {
-                self.order(observer, cell.reads, lanes, own) == Order::Before
+                self.stands_for(observer.event, own, cell.reads, lanes)
+                    || self.order(observer, cell.reads, lanes) == Order::Before
             };
             if forgotten {
-                (cell.reads, cell.read_lane) = (observer.event, lane);
+                (cell.reads, cell.read_lane) = (observer.event, observer.lane);
             } else {
                 let first = self.union(0, cell.reads, lanes);
                 cell.reads = SET | self.union(first, observer.event, own);
@@ -311,21 +372,23 @@ impl Shadow {
         }
     }
 
+    /// Whether a read of these lanes is one that later reads of the same lanes stand for.
+    fn stands_for(&self, new: u32, own: u32, old: u32, lanes: u32) -> bool {
+        let (new, old) = (&self.events[new as usize], &self.events[old as usize]);
+        let whole = lanes == 0 && own != 0;
+        (old.cluster, old.component) == (new.cluster, new.component) && lanes & !own == 0 && !whole
+    }
+
     /// The set with one more read.
     fn union(&mut self, set: u32, event: u32, lanes: u32) -> u32 {
         if let Some(known) = self.unions.get(&(set, event, lanes)) {
             return *known;
         }
         let mut reads = self.sets[set as usize].clone();
-        let new = self.events[event as usize];
         match reads.iter_mut().find(|(id, _)| *id == event) {
             Some((_, own)) => *own |= lanes,
             None => {
-                // A later read of the same lanes stands for the earlier one.
-                reads.retain(|(id, old)| {
-                    let e = &self.events[*id as usize];
-                    (e.cluster, e.component) != (new.cluster, new.component) || old & !lanes != 0
-                });
+                reads.retain(|(id, old)| !self.stands_for(event, lanes, *id, *old));
                 reads.push((event, lanes));
             }
         }

@@ -2,8 +2,9 @@
 
 use ptx::{Operand, Register};
 
-use crate::clock::{FULL, WarpClock};
+use crate::clock::{FULL, Knowledge, WarpClock};
 use crate::lower::Code;
+use crate::machine::Release;
 
 /// A 32-bit value in each lane.
 pub(crate) type Word = [u32; 32];
@@ -41,8 +42,8 @@ pub(crate) enum Wait {
     Cluster { generation: u64 },
     /// Products up to this number.
     Products { until: u64 },
-    /// Asynchronous copies.
-    Copies { operations: Vec<u64>, clock: u32 },
+    /// Asynchronous copies: of each lane, its own up to a clock.
+    Copies { operations: Vec<u64>, waited: Vec<(u32, u32)> },
     /// Bulk stores; `read_only` until they have read their source.
     Stores { operations: Vec<u64>, clock: u32, read_only: bool },
     /// Registers from the pool.
@@ -107,6 +108,18 @@ impl Groups {
         (operations, clock)
     }
 
+    /// Of each of these lanes, the clock up to which its own operations are over after a wait.
+    pub(crate) fn waited(&self, lanes: u32, pending: u32) -> Vec<(u32, u32)> {
+        let reach = |lane: u32| {
+            let committed = self.committed.get(lane as usize).copied().unwrap_or(0);
+            let limit = committed.saturating_sub(pending);
+            let open = |&(of, group): &(u32, u32)| of == lane && group >= limit;
+            let next = self.entries.iter().find(|entry| entry.lanes.iter().any(open));
+            (lane, next.map_or(self.clock, |entry| entry.clock - 1))
+        };
+        lanes_of(lanes).map(reach).collect()
+    }
+
     /// Operations of these lanes so far.
     pub(crate) fn of_lane(&self, lane: u32) -> Vec<u64> {
         let mine = self.entries.iter().filter(|e| e.lanes.iter().any(|(l, _)| *l == lane));
@@ -168,10 +181,10 @@ pub(crate) struct Warp<'a> {
     pub(crate) registers: u32,
     pub(crate) budgets: Vec<u32>,
     pub(crate) clock: WarpClock,
-    /// What was known at the last fence, for relaxed accesses after it.
-    pub(crate) fenced: Option<crate::clock::Knowledge>,
+    /// What was known at the last fence, and its scope, for relaxed accesses after it.
+    pub(crate) fenced: Option<(Knowledge, ptx::Scope)>,
     /// What relaxed loads saw, for the next fence.
-    pub(crate) unfenced: Vec<(u32, crate::clock::Knowledge)>,
+    pub(crate) unfenced: Vec<(u32, Vec<Release>)>,
     pub(crate) shadow: RegisterShadow,
 }
 

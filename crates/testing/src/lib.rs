@@ -31,6 +31,7 @@
 //! | [`check::cases`] | problems that are not kind to kernels |
 //! | [`check::ladder`] | the matrix kernels on a GPU, each against a product in `f64` |
 //! | [`scene`] | the kernels with inputs, for the simulator and for a GPU |
+//! | [`mutant`] | the kernels with a mistake in them, which somebody must notice |
 //!
 //! The tests themselves are in `tests`: `kernels` runs every kernel in the simulator,
 //! `differential` the same scenes on a GPU too, the others run the library's back ends.
@@ -39,6 +40,7 @@
 
 pub mod check;
 mod dice;
+pub mod mutant;
 pub mod reference;
 pub mod scene;
 pub mod verdict;

@@ -8,6 +8,7 @@ mod docs;
 mod doctor;
 mod gate;
 mod inspect;
+mod mutate;
 mod profile;
 mod shell;
 mod sim;

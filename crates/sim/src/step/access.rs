@@ -6,7 +6,7 @@ use ptx::{
 };
 
 use crate::Measure;
-use crate::clock::Knowledge;
+use crate::clock::{Fenced, Knowledge};
 use crate::count::wavefronts;
 use crate::float;
 use crate::hazard::{Hazard, HazardKind};
@@ -171,7 +171,10 @@ impl<'a> Executor<'_, 'a> {
         let addresses = self.addresses(warp, space, address);
         self.count_access(warp, space, &addresses, bytes, false);
         let what = if space == Space::Global { "ld.global" } else { "ld.shared" };
-        let source = if order == LoadOrder::Weak { Source::Thread } else { Source::Atomic };
+        let source = match order {
+            LoadOrder::Weak => Source::Thread,
+            LoadOrder::Relaxed(scope) | LoadOrder::Acquire(scope) => Source::Atomic(scope),
+        };
         let event = if self.world.checked { self.thread_event(warp, source, what) } else { 0 };
         let read_only = matches!(cache, LoadCache::ReadOnly | LoadCache::ReadOnlyOnce);
         let mut values = [[0u8; 16]; 32];
@@ -209,13 +212,13 @@ impl<'a> Executor<'_, 'a> {
             }
         }
         if self.world.checked {
-            let acquires = match order {
+            let (scope, acquires) = match order {
                 LoadOrder::Weak => return Ok(()),
-                LoadOrder::Relaxed(_) => false,
-                LoadOrder::Acquire(_) => true,
+                LoadOrder::Relaxed(scope) => (scope, false),
+                LoadOrder::Acquire(scope) => (scope, true),
             };
             for lane in lanes_of(warp.active) {
-                self.acquire_at(warp, lane, space, addresses[lane as usize], acquires);
+                self.acquire_at(warp, lane, space, addresses[lane as usize], scope, acquires);
             }
         }
         Ok(())
@@ -244,7 +247,10 @@ impl<'a> Executor<'_, 'a> {
             }
         }
         let what = if space == Space::Global { "st.global" } else { "st.shared" };
-        let source = if order == StoreOrder::Weak { Source::Thread } else { Source::Atomic };
+        let source = match order {
+            StoreOrder::Weak => Source::Thread,
+            StoreOrder::Relaxed(scope) | StoreOrder::Release(scope) => Source::Atomic(scope),
+        };
         let event = if self.world.checked { self.thread_event(warp, source, what) } else { 0 };
         for lane in lanes_of(warp.active) {
             let at = lane as usize;
@@ -329,12 +335,12 @@ impl<'a> Executor<'_, 'a> {
         };
         if self.world.checked {
             for lane in lanes_of(warp.active) {
-                self.acquire_at(warp, lane, space, addresses[lane as usize], acquires);
+                self.acquire_at(warp, lane, space, addresses[lane as usize], scope, acquires);
             }
             self.release_at(warp, space, &addresses, scope, releases);
         }
-        let event =
-            if self.world.checked { self.thread_event(warp, Source::Atomic, "atom") } else { 0 };
+        let source = Source::Atomic(scope);
+        let event = if self.world.checked { self.thread_event(warp, source, "atom") } else { 0 };
         let operand = |warp: &Warp<'_>, operand: Operand, lane: usize| match bytes {
             8 => warp.wide(operand)[lane],
             _ => warp.word(operand)[lane] as u64,
@@ -458,8 +464,8 @@ impl<'a> Executor<'_, 'a> {
             if self.world.checked {
                 // The warp does this as one: no lane's access stands alone.
                 let target = Target::Shared { block, offset };
-                let knowledge = warp.clock.view(u32::MAX);
-                self.check_access(knowledge, NO_LANE, target, 16, event, write, u64::MAX)?;
+                let observer = Observer::operation(warp.clock.view(u32::MAX), event);
+                self.check_access(observer, target, 16, write, u64::MAX)?;
             }
             rows.push((block, offset));
         }
@@ -491,29 +497,33 @@ impl<'a> Executor<'_, 'a> {
         lane: u32,
         space: Space,
         address: u64,
+        scope: Scope,
         acquires: bool,
     ) {
         let key = self.key(warp, space, address);
         let Some(releases) = self.world.releases.get(&key) else { return };
+        if acquires {
+            self.learn(warp, 1 << lane, releases, scope);
+        } else {
+            // A fence takes up what this load, with its scope, could see.
+            let here = self.cluster.blocks[warp.block].index;
+            let seen = releases.iter().filter(|it| it.reaches(self.cluster.index, here, scope));
+            warp.unfenced.push((1 << lane, seen.cloned().collect()));
+        }
+    }
+
+    /// Lanes learn what was released, of what reaches them and they reach.
+    fn learn(&self, warp: &mut Warp<'a>, lanes: u32, releases: &[Release], scope: Scope) {
         let (cluster, block) = (self.cluster.index, self.cluster.blocks[warp.block].index);
         let mut learned = Knowledge::default();
-        for release in releases {
-            let reaches = match release.scope {
-                Scope::Block => release.block == block,
-                Scope::Cluster => release.cluster == cluster,
-                Scope::Gpu | Scope::System => true,
-            };
-            if reaches && release.cluster == cluster {
+        for release in releases.iter().filter(|it| it.reaches(cluster, block, scope)) {
+            if release.cluster == cluster {
                 learned.join(&release.knowledge);
-            } else if reaches {
+            } else {
                 learned.join_foreign(cluster, release.cluster, &release.knowledge);
             }
         }
-        if acquires {
-            warp.clock.acquire(1 << lane, |k| k.join(&learned));
-        } else {
-            warp.unfenced.push((1 << lane, learned));
-        }
+        warp.clock.acquire(lanes, |k| k.join(&learned));
     }
 
     /// The active lanes release at their addresses: all they know, or what
@@ -526,10 +536,11 @@ impl<'a> Executor<'_, 'a> {
         scope: Scope,
         releases: bool,
     ) {
-        let knowledge = if releases {
-            warp.clock.release(warp.active)
-        } else if let Some(fenced) = &warp.fenced {
-            fenced.clone()
+        // A fence hands on no further than its own scope.
+        let (knowledge, scope) = if releases {
+            (warp.clock.release(warp.active), scope)
+        } else if let Some((fenced, reach)) = &warp.fenced {
+            (fenced.clone(), narrower(*reach, scope))
         } else {
             return;
         };
@@ -568,16 +579,16 @@ impl<'a> Executor<'_, 'a> {
             return;
         }
         match fence {
-            Fence::AcquireRelease(_) | Fence::SequentiallyConsistent(_) => {
-                for (lanes, learned) in std::mem::take(&mut warp.unfenced) {
-                    warp.clock.acquire(lanes, |k| k.join(&learned));
+            Fence::AcquireRelease(scope) | Fence::SequentiallyConsistent(scope) => {
+                for (lanes, seen) in std::mem::take(&mut warp.unfenced) {
+                    self.learn(warp, lanes, &seen, scope);
                 }
-                warp.fenced = Some(warp.clock.release(warp.active));
+                warp.fenced = Some((warp.clock.release(warp.active), scope));
             }
             Fence::MbarrierInit => {}
-            Fence::ProxyAsyncShared | Fence::ProxyAsyncGlobal | Fence::ProxyAsync => {
-                warp.clock.flush(warp.active);
-            }
+            Fence::ProxyAsyncShared => warp.clock.flush(warp.active, Fenced::Shared),
+            Fence::ProxyAsyncGlobal => warp.clock.flush(warp.active, Fenced::Global),
+            Fence::ProxyAsync => warp.clock.flush(warp.active, Fenced::Both),
         }
     }
 
@@ -596,8 +607,12 @@ impl<'a> Executor<'_, 'a> {
         if let Target::Shared { block, .. } = target {
             self.note_visit(warp, lane, block, warp.clock.now);
         }
-        let knowledge = warp.clock.view(1 << lane);
-        self.check_access(knowledge, lane as u8, target, bytes, event, write, u64::MAX)
+        let observer = Observer {
+            lane: lane as u8,
+            copies: warp.clock.copies_of(lane),
+            ..Observer::operation(warp.clock.view(1 << lane), event)
+        };
+        self.check_access(observer, target, bytes, write, u64::MAX)
     }
 
     /// Notes an access to another block's shared memory.
@@ -612,17 +627,15 @@ impl<'a> Executor<'_, 'a> {
 
     /// An access by anyone: of memory in flight, uninitialised, or unordered.
     /// `issued` is the number of operations that were issued before it was.
-    #[allow(clippy::too_many_arguments)] // what there is to know of an access
     pub(crate) fn check_access(
         &mut self,
-        knowledge: &Knowledge,
-        lane: u8,
+        observer: Observer<'_>,
         target: Target,
         bytes: u32,
-        event: u32,
         write: bool,
         issued: u64,
     ) -> Step<()> {
+        let Observer { event, lane, .. } = observer;
         let world = &mut *self.world;
         let (cells, offset) = match target {
             Target::Shared { block, offset } => {
@@ -661,7 +674,7 @@ impl<'a> Executor<'_, 'a> {
                 (&mut world.global[buffer], offset)
             }
         };
-        let observer = Observer { knowledge, event };
+        let observer = Observer { global: matches!(target, Target::Global { .. }), ..observer };
         let mut byte = offset;
         while byte < offset + bytes as usize {
             let cell = cells.at(byte);
@@ -678,7 +691,7 @@ impl<'a> Executor<'_, 'a> {
                 let text = format!("{here} was never written");
                 return Err(self.event_hazard(event, lane, HazardKind::UninitialisedMemory, text));
             }
-            if let Some(conflict) = world.shadow.access(cell, &observer, lane, write) {
+            if let Some(conflict) = world.shadow.access(cell, &observer, write) {
                 let at = match target {
                     Target::Shared { block, .. } => Target::Shared { block, offset: byte },
                     Target::Global { buffer, .. } => Target::Global { buffer, offset: byte },
@@ -789,7 +802,7 @@ impl<'a> Executor<'_, 'a> {
     ) -> Box<Hazard> {
         let own = self.world.shadow.get(event);
         let other = &conflict.other;
-        let in_thread = |source| matches!(source, Source::Thread | Source::Atomic);
+        let in_thread = |source| matches!(source, Source::Thread | Source::Atomic(_));
         let kind = if conflict.unfenced {
             HazardKind::MissingProxyFence
         } else if !in_thread(own.source) && conflict.other_id >= own.since {
@@ -812,12 +825,15 @@ impl<'a> Executor<'_, 'a> {
         let verb = if write { "writes" } else { "reads" };
         let did = if conflict.other_reads { "read" } else { "wrote" };
         let mut actor = other.actor;
-        actor.lane = if in_thread(other.source) { conflict.other_lane } else { actor.lane };
+        actor.lane = match in_thread(other.source) {
+            true => conflict.other_lane,
+            false => conflict.other_lane.or(actor.lane),
+        };
         let missing = if conflict.unfenced {
             "with no proxy fence in between"
         } else {
             match other.source {
-                Source::Thread | Source::Atomic => "and nothing orders the two",
+                Source::Thread | Source::Atomic(_) => "and nothing orders the two",
                 Source::Load => "and nobody here has waited for its arrival",
                 Source::Store | Source::Product => "and nobody here has waited for it",
             }
@@ -869,6 +885,16 @@ impl<'a> Executor<'_, 'a> {
             }
         }
         Ok(())
+    }
+}
+
+/// The scope that two scopes both reach.
+fn narrower(a: Scope, b: Scope) -> Scope {
+    match (a, b) {
+        (Scope::Block, _) | (_, Scope::Block) => Scope::Block,
+        (Scope::Cluster, _) | (_, Scope::Cluster) => Scope::Cluster,
+        (Scope::Gpu, _) | (_, Scope::Gpu) => Scope::Gpu,
+        (Scope::System, Scope::System) => Scope::System,
     }
 }
 

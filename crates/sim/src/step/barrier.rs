@@ -187,6 +187,7 @@ impl<'a> Executor<'_, 'a> {
                 arrivers: Vec::new(),
                 expected_at: None,
                 completed_at: 0,
+                waited: 0,
             };
             self.cluster.blocks[block].mbarriers.insert(address, barrier);
         }
@@ -360,6 +361,20 @@ impl<'a> Executor<'_, 'a> {
             hazard.other = expected_at;
             return Err(hazard);
         }
+        if barrier.waited < barrier.phase {
+            let (phase, arrived_at) = (barrier.phase, barrier.arrivers.last().copied());
+            let (expected_at, initialised_at) = (barrier.expected_at, barrier.initialised_at);
+            let name = self.shared_name(local);
+            let text = format!(
+                "phase {phase} of {name} ends before anyone has waited for phase {}: whoever waits \
+                 for its parity now waits for another phase",
+                phase - 1
+            );
+            let mut hazard = self.world.hazard(HazardKind::MbarrierOverrun, text);
+            hazard.place = arrived_at.map(|(_, place)| place).or(expected_at);
+            hazard.other = initialised_at;
+            return Err(hazard);
+        }
         barrier.phase += 1;
         barrier.pending = barrier.expected;
         barrier.completed_at = barrier.completed_at.max(time);
@@ -384,9 +399,11 @@ impl<'a> Executor<'_, 'a> {
             let at = lane as usize;
             let (block, local) =
                 self.usable_mbarrier(warp, lane, Space::Shared, addresses[at], false)?;
-            let barrier = &self.cluster.blocks[block].mbarriers[&local];
+            let barrier =
+                self.cluster.blocks[block].mbarriers.get_mut(&local).expect("looked up above");
             if barrier.phase as u32 & 1 != parities[at] & 1 {
                 done |= 1 << lane;
+                barrier.waited = barrier.phase;
                 if self.world.checked {
                     warp.clock.acquire(1 << lane, |k| k.join(&barrier.released));
                 }
@@ -523,16 +540,15 @@ impl<'a> Executor<'_, 'a> {
 
     /// Ends a wait that is over: the warp learns what it waited for.
     pub(crate) fn finish_wait(&mut self, warp: &mut Warp<'a>, wait: Wait) {
-        use crate::machine::{
-            copy_component, store_read_component, store_write_component, stream_entry,
-        };
+        use crate::machine::{store_read_component, store_write_component, stream_entry};
         let checked = self.world.checked;
         let mut event_time = 0;
         match wait {
             Wait::Mbarrier(waits) => {
                 for (address, _, lanes) in waits {
-                    let block = &self.cluster.blocks[warp.block];
-                    let Some(barrier) = block.mbarriers.get(&address) else { continue };
+                    let block = &mut self.cluster.blocks[warp.block];
+                    let Some(barrier) = block.mbarriers.get_mut(&address) else { continue };
+                    barrier.waited = barrier.phase;
                     event_time = event_time.max(barrier.completed_at);
                     if checked {
                         warp.clock.acquire(lanes, |k| k.join(&barrier.released));
@@ -564,10 +580,9 @@ impl<'a> Executor<'_, 'a> {
                     warp.clock.acquire(u32::MAX, |k| k.known.raise(component, entry));
                 }
             }
-            Wait::Copies { clock, .. } => {
-                if checked && clock > 0 {
-                    let (component, entry) = (copy_component(warp.index), stream_entry(clock));
-                    warp.clock.acquire(warp.active, |k| k.known.raise(component, entry));
+            Wait::Copies { waited, .. } => {
+                if checked {
+                    warp.clock.wait_for_copies(&waited);
                 }
             }
             Wait::Stores { clock, read_only, .. } => {

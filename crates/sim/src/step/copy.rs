@@ -103,11 +103,15 @@ impl<'a> Executor<'_, 'a> {
             if source_bytes > 0 {
                 self.global_range(warp, lane, from[at], source_bytes as u64, bytes as u64)?;
             }
-            lanes.push(LaneCopy { dst: to[at], src: from[at], bytes, source_bytes });
+            let (dst, src, waited) = (to[at], from[at], warp.clock.copies_of(lane));
+            lanes.push(LaneCopy { lane, waited, dst, src, bytes, source_bytes });
         }
         let (passes, ideal) = wavefronts(&to, warp.active, bytes);
         self.world.counts.banks(warp.pc, warp.code.places[warp.pc], passes, ideal);
-        let start = self.issue_knowledge(warp, warp.active);
+        let start = match self.world.checked {
+            true => warp.clock.issue(warp.active),
+            false => Knowledge::default(),
+        };
         let id = self.cluster.next_operation;
         let clock = warp.copies.issue(id, warp.active);
         let stream = (copy_component(warp.index), clock);

@@ -47,6 +47,7 @@ impl<'a> Executor<'_, 'a> {
             match &code.steps[warp.pc] {
                 lower::Step::Execute(instruction) => {
                     instructions += 1;
+                    self.world.reached[warp.pc] = true;
                     lanes += warp.active.count_ones() as u64;
                     if self.world.checked
                         && let Err(hazard) = self.check_registers(warp, instruction)
@@ -173,9 +174,31 @@ impl<'a> Executor<'_, 'a> {
                 return Err(self.operation_hazard(operation, HazardKind::CopyInFlightAtExit, text));
             }
             self.check_visitors(warp)?;
+            self.check_barriers(warp)?;
         }
         self.settle_cluster_barrier(warp.time);
         Ok(())
+    }
+
+    /// A block may not leave a memory barrier in the middle of a phase: arrivals or bytes are
+    /// missing that the next round would have needed.
+    fn check_barriers(&self, warp: &Warp<'a>) -> Step<()> {
+        let barriers = &self.cluster.blocks[warp.block].mbarriers;
+        let mut barriers = barriers.iter();
+        let left = barriers.find(|(_, it)| it.pending != it.expected || it.transactions != 0);
+        let Some((address, barrier)) = left else { return Ok(()) };
+        let name = self.shared_name(*address);
+        let mut text = format!(
+            "the block ends in the middle of a phase of {name}: {} of {} arrivals are missing",
+            barrier.pending, barrier.expected
+        );
+        if barrier.transactions != 0 {
+            text += &format!(", and {} bytes", barrier.transactions);
+        }
+        let mut hazard = self.hazard(warp, None, HazardKind::MbarrierUnfinished, text);
+        hazard.place = barrier.arrivers.last().map(|(_, place)| *place).or(barrier.expected_at);
+        hazard.other = barrier.initialised_at;
+        Err(hazard)
     }
 
     /// A block may only end after every access of others to its shared memory.
@@ -437,8 +460,9 @@ impl<'a> Executor<'_, 'a> {
             }
             I::CopyAsyncCommit => warp.copies.commit(warp.active),
             I::CopyAsyncWait { pending } => {
-                let (operations, clock) = warp.copies.wait(warp.active, *pending, false);
-                return Ok(Flow::Block(Wait::Copies { operations, clock }));
+                let waited = warp.copies.waited(warp.active, *pending);
+                let (operations, _) = warp.copies.wait(warp.active, *pending, false);
+                return Ok(Flow::Block(Wait::Copies { operations, waited }));
             }
             I::BulkLoad { dst, src, bytes, barrier, multicast, policy: _ } => {
                 self.issue_bulk_load(warp, *dst, *src, *bytes, *barrier, *multicast)?;

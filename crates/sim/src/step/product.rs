@@ -9,7 +9,7 @@ use crate::float;
 use crate::hazard::HazardKind;
 use crate::lower;
 use crate::machine::{Executor, Product, SHARED_BASE, Step};
-use crate::shadow::{Event, NO_LANE, Proxy, Source};
+use crate::shadow::{Event, NO_LANE, Observer, Proxy, Source};
 use crate::tensor::{Descriptor, decode_chunk, decode_word, multiply};
 use crate::trace::{Span, Track};
 use crate::warp::{Wait, Warp};
@@ -394,15 +394,8 @@ impl<'a> Executor<'_, 'a> {
             for chunk in descriptor.chunks(operand.rows, operand.outer_contiguous) {
                 let offset = (chunk - SHARED_BASE) as usize;
                 let target = Target::Shared { block, offset };
-                self.check_access(
-                    &product.start,
-                    NO_LANE,
-                    target,
-                    16,
-                    event,
-                    false,
-                    product.after,
-                )?;
+                let observer = Observer::operation(&product.start, event);
+                self.check_access(observer, target, 16, false, product.after)?;
                 let cell = *self.cluster.blocks[block].cells.at(offset);
                 if let Some(written) = cell.swizzle()
                     && written != descriptor.swizzle

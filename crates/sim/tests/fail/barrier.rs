@@ -103,6 +103,35 @@ fn too_many_arrivals() {
     fails("too_many_arrivals", H::MbarrierOverArrived, &program);
 }
 
+/// A phase that nobody waits for, and the next: parities come around.
+#[test]
+fn phase_overrun() {
+    let kernel = |waits: bool| {
+        with_barrier(32, 32, |k, barrier| {
+            for phase in 0..2 {
+                k.mbarrier_arrive(barrier);
+                if waits {
+                    k.mbarrier_wait(barrier, phase, Scope::Block);
+                }
+            }
+        })
+    };
+    passes(&kernel(true));
+    fails("phase_overrun", H::MbarrierOverrun, &kernel(false));
+}
+
+/// One arrival too few for a second phase: only a third round would hang.
+#[test]
+fn phase_left_unfinished() {
+    let program = with_barrier(32, 32, |k, barrier| {
+        k.mbarrier_arrive(barrier);
+        k.mbarrier_wait(barrier, 0, Scope::Block);
+        let thread = k.thread_index();
+        k.if_(thread.less(31), |k| k.mbarrier_arrive(barrier));
+    });
+    fails("phase_left_unfinished", H::MbarrierUnfinished, &program);
+}
+
 #[test]
 fn mbarrier_memory_touched() {
     let program = with_barrier(32, 1, |k, barrier| {

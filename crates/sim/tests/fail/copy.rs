@@ -105,6 +105,93 @@ fn copy_in_flight_at_exit() {
     insta::assert_snapshot!("copy_in_flight_at_exit", crate::show(&found.to_string()));
 }
 
+/// A fence for global memory does nothing for a tile in shared memory.
+#[test]
+fn proxy_fence_for_other_memory() {
+    let kernel = |fence| with_store(Some(fence), |k| wait(k, true), |_, _| {});
+    passes(&kernel(ptx::Fence::ProxyAsync));
+    let program = kernel(ptx::Fence::ProxyAsyncGlobal);
+    fails("proxy_fence_for_other_memory", H::MissingProxyFence, &program);
+}
+
+/// What a warp has read as one, its lanes must have met to fill again.
+#[test]
+fn copies_over_a_matrix() {
+    let kernel = |meet: bool| {
+        let mut k = Builder::new("kernel", Target::SM_80, 32);
+        let input = k.parameter::<GlobalAddress>("input");
+        let offset = k.shared("tile", 512, 128);
+        let tile = k.shared_address(offset);
+        let thread = k.thread_index();
+        let mine = k.eval(input + thread.convert::<ptx::U64>() * 16);
+        for _ in 0..2 {
+            k.copy_async(tile + thread * 16, mine, None);
+            k.copy_async_commit();
+            k.copy_async_wait(0);
+            k.warp_sync();
+            let row = k.eval(tile + thread * 16);
+            k.load_matrix::<U32, 4>(row, false);
+            if meet {
+                k.warp_sync();
+            }
+        }
+        k.finish().unwrap()
+    };
+    passes(&kernel(true));
+    fails("copies_over_a_matrix", H::OverwrittenInFlight, &kernel(false));
+}
+
+#[test]
+fn stores_over_a_matrix() {
+    let kernel = |meet: bool| {
+        let mut k = Builder::new("kernel", Target::SM_80, 32);
+        let offset = k.shared("tile", 512, 128);
+        let tile = k.shared_address(offset);
+        let thread = k.thread_index();
+        let row = k.eval(tile + thread * 16);
+        let words = [thread; 4];
+        k.store_vector(row, &words, Default::default());
+        k.warp_sync();
+        k.load_matrix::<U32, 4>(row, false);
+        if meet {
+            k.warp_sync();
+        }
+        k.store(tile + thread * 4, thread);
+        k.finish().unwrap()
+    };
+    passes(&kernel(true));
+    fails("stores_over_a_matrix", H::LaneRace, &kernel(false));
+}
+
+/// A lane that has waited for its own copies knows nothing of its neighbour's.
+#[test]
+fn copies_of_other_lanes() {
+    let kernel = |before_use: bool, before_reuse: bool| {
+        let mut k = Builder::new("kernel", Target::SM_80, 32);
+        let input = k.parameter::<GlobalAddress>("input");
+        let offset = k.shared("tile", 512, 128);
+        let tile = k.shared_address(offset);
+        let thread = k.thread_index();
+        let mine = k.eval(input + thread.convert::<ptx::U64>() * 16);
+        for _ in 0..2 {
+            k.copy_async(tile + thread * 16, mine, None);
+            k.copy_async_commit();
+            k.copy_async_wait(0);
+            if before_use {
+                k.warp_sync();
+            }
+            k.load::<U32, _>(tile + (thread + 1) % 32 * 16);
+            if before_reuse {
+                k.warp_sync();
+            }
+        }
+        k.finish().unwrap()
+    };
+    passes(&kernel(true, true));
+    fails("copies_of_other_lanes", H::TouchedBeforeArrival, &kernel(false, true));
+    fails("copies_over_other_lanes", H::OverwrittenInFlight, &kernel(true, false));
+}
+
 /// What a kernel with one bulk store has.
 pub(crate) struct Store {
     pub(crate) out: Reg<GlobalAddress>,
@@ -112,10 +199,13 @@ pub(crate) struct Store {
     pub(crate) thread: Reg<U32>,
 }
 
+/// The fence that a tile in shared memory needs.
+pub(crate) const FENCED: Option<ptx::Fence> = Some(ptx::Fence::ProxyAsyncShared);
+
 /// Threads write a tile, one of them sends it off with a bulk store and goes on with `sent`, all of
 /// them with `after`.
 pub(crate) fn with_store(
-    fence: bool,
+    fence: Option<ptx::Fence>,
     sent: impl FnOnce(&mut Builder),
     after: impl FnOnce(&mut Builder, &Store),
 ) -> ptx::Program {
@@ -125,8 +215,8 @@ pub(crate) fn with_store(
     let tile = k.shared_address(offset);
     let thread = k.thread_index();
     k.store(tile + thread * 4, thread);
-    if fence {
-        k.fence(ptx::Fence::ProxyAsyncShared);
+    if let Some(fence) = fence {
+        k.fence(fence);
     }
     k.block_sync();
     k.if_(thread.equals(0), |k| {
@@ -146,7 +236,7 @@ pub(crate) fn wait(k: &mut Builder, read_only: bool) {
 
 #[test]
 fn store_in_flight_at_exit() {
-    let program = with_store(true, |_| {}, |_, _| {});
+    let program = with_store(FENCED, |_| {}, |_, _| {});
     fails("store_in_flight_at_exit", H::CopyInFlightAtExit, &program);
 }
 
@@ -158,7 +248,7 @@ fn operand_overwritten_in_flight() {
                 wait(k, true);
             }
         };
-        with_store(true, sent, |k, store| {
+        with_store(FENCED, sent, |k, store| {
             k.block_sync();
             k.store(store.tile + store.thread * 4, 0.0);
             wait(k, true);

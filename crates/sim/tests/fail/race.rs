@@ -6,7 +6,7 @@ use ptx::{
     LoadOrder, Scope, Space, StoreHint, StoreOrder, Target, U32, U64,
 };
 
-use crate::copy::{Store, wait, with_store};
+use crate::copy::{FENCED, Store, wait, with_store};
 use crate::{fails, passes};
 
 /// Every thread writes its word, then reads the one of a thread `distance` on.
@@ -123,18 +123,87 @@ fn atomics_of_many_blocks_do_not_race() {
     passes(&k.finish().unwrap());
 }
 
+/// Two blocks count together; what the last one reads, the first must have handed on.
+#[test]
+fn atomics_that_do_not_reach() {
+    let kernel = |counter: Scope, acquire: Scope| {
+        let mut k = Builder::new("kernel", Target::SM_90A, 32).cluster(2);
+        let data = k.parameter::<GlobalAddress>("data");
+        let count = k.parameter::<GlobalAddress>("count");
+        let (thread, rank) = (k.thread_index(), k.cluster_rank());
+        k.if_(thread.equals(0), |k| {
+            k.store(data + rank.convert::<U64>() * 4, 1.0);
+            let order = AtomicOrder::Release;
+            let add = k.eval::<U32>(1);
+            k.push(Instruction::Reduce {
+                operation: AtomicOperation::Add,
+                ty: ptx::Type::U32,
+                src: vec![add.register()],
+                space: Space::Global,
+                address: ptx::Address { base: count.register(), offset: 0 },
+                scope: counter,
+                order,
+            });
+            k.loop_(|k| {
+                let hint = LoadHint { order: LoadOrder::Acquire(acquire), ..LoadHint::default() };
+                let [seen] = k.load_vector::<U32, _, 1>(count, hint);
+                k.break_if(seen.equals(2));
+            });
+            k.load::<F32, _>(data);
+            k.load::<F32, _>(data + 4);
+        });
+        k.finish().unwrap()
+    };
+    passes(&kernel(Scope::Gpu, Scope::Cluster));
+    fails("atomic_of_the_block", H::DataRace, &kernel(Scope::Block, Scope::Gpu));
+    fails("acquire_of_the_block", H::DataRace, &kernel(Scope::Gpu, Scope::Block));
+}
+
+/// A fence reaches no further than it says.
+#[test]
+fn fence_that_does_not_reach() {
+    let kernel = |scope: Scope| {
+        let mut k = Builder::new("kernel", Target::SM_90A, 32).cluster(2);
+        let data = k.parameter::<GlobalAddress>("data");
+        let raised = k.parameter::<GlobalAddress>("flag");
+        let (thread, rank) = (k.thread_index(), k.cluster_rank());
+        k.if_(thread.equals(0), |k| {
+            k.if_else(
+                rank.equals(0),
+                |k| {
+                    k.store(data, 1.0);
+                    k.fence(ptx::Fence::AcquireRelease(scope));
+                    k.reduce_add::<U32, _>(raised, 1, Scope::Gpu);
+                },
+                |k| {
+                    k.loop_(|k| {
+                        let order = LoadOrder::Acquire(Scope::Gpu);
+                        let hint = LoadHint { order, ..LoadHint::default() };
+                        let [seen] = k.load_vector::<U32, _, 1>(raised, hint);
+                        k.break_if(seen.equals(1));
+                    });
+                    k.load::<F32, _>(data);
+                },
+            );
+        });
+        k.finish().unwrap()
+    };
+    passes(&kernel(Scope::Cluster));
+    fails("fence_of_the_block", H::DataRace, &kernel(Scope::Block));
+}
+
 #[test]
 fn missing_proxy_fence() {
-    let kernel = |fence: bool| with_store(fence, |k| wait(k, true), |_, _| {});
-    fails("missing_proxy_fence", H::MissingProxyFence, &kernel(false));
-    passes(&kernel(true));
+    let kernel = |fence| with_store(fence, |k| wait(k, true), |_, _| {});
+    fails("missing_proxy_fence", H::MissingProxyFence, &kernel(None));
+    passes(&kernel(FENCED));
 }
 
 #[test]
 fn global_memory_through_two_proxies() {
     let kernel = |wait_for_write: bool| {
         with_store(
-            true,
+            FENCED,
             |k| wait(k, !wait_for_write),
             |k, Store { out, thread, .. }| {
                 k.block_sync();

@@ -5,13 +5,14 @@ use flashcore::gpu::{
     AppendProblem, AppendTensors, Chip, DeviceAddress, DeviceTensor, RotatedQueries,
 };
 use flashcore::plan::Source;
+use flashcore::serving::Placement;
 use flashcore::{Layout, Mask, Problem, Shape, Storage};
 use kernels::append::{Append, Rotary};
 use kernels::parameter::{List, Tensor};
 use ptx::Element;
 use sim::Memory;
 
-use super::call::{Buffers, dtype};
+use super::call::{Buffers, dtype, out_of_bounds};
 use super::{Expected, Random, Scene, SceneError, Step, encode, round};
 use crate::dice::Dice;
 
@@ -34,6 +35,11 @@ pub struct AppendSize {
     pub queries: Vec<usize>,
     /// Whether queries stand at positions one after the other; else all at the first.
     pub in_order: bool,
+    /// Whether lists say where sequences begin; else each has room for the most, in order, and
+    /// lists say how much of it is used, where not all use as much.
+    pub listed: bool,
+    /// Whether lists hold numbers beyond their bounds where the bound itself is meant.
+    pub hostile: bool,
 }
 
 impl AppendSize {
@@ -48,6 +54,8 @@ impl AppendSize {
             heads: 6,
             queries: vec![1, 3, 0, 2],
             in_order: true,
+            listed: true,
+            hostile: false,
         }
     }
 
@@ -60,9 +68,13 @@ impl AppendSize {
                 columns: self.capacity.div_ceil(cache.length),
                 pages: cache.batch,
             },
-            false => Storage::Entries(cache.batch),
+            false if self.listed => Storage::Entries(cache.batch),
+            false => Storage::Padded,
         };
-        let queries = Storage::Packed(self.queries.iter().sum());
+        let queries = match self.listed {
+            true => Storage::Packed(self.queries.iter().sum()),
+            false => Storage::Padded,
+        };
         let cache = Problem::new(self.lengths.len(), self.heads, most(&self.queries), cache.dim)
             .with_kv_heads(self.key_heads)
             .with_key_length(self.capacity)
@@ -70,8 +82,10 @@ impl AppendSize {
             .with_dtype(dtype(append.element))
             .with_mask(if self.in_order { Mask::CAUSAL } else { Mask::NONE })
             .with_storage(queries, keys);
-        let problem =
-            AppendProblem::new(cache, most(&self.new)).with_packed_new(self.new.iter().sum());
+        let mut problem = AppendProblem::new(cache, most(&self.new));
+        if self.listed {
+            problem = problem.with_packed_new(self.new.iter().sum());
+        }
         match append.rotary {
             Some(Rotary { dim, interleaved }) => problem
                 .with_rotary(dim as usize, interleaved, self.capacity + 1)
@@ -84,8 +98,18 @@ impl AppendSize {
 impl Scene {
     /// New tokens into a cache.
     pub fn append(append: Append, size: &AppendSize) -> Result<Self, SceneError> {
-        let AppendSize { lengths, new, key_heads, page_size, capacity, heads, queries, in_order } =
-            size;
+        let AppendSize {
+            lengths,
+            new,
+            key_heads,
+            page_size,
+            capacity,
+            heads,
+            queries,
+            in_order,
+            listed,
+            hostile,
+        } = size;
         let refused = |text: String| SceneError::Size(text);
         let batch = lengths.len();
         let counts = [new.len(), queries.len()];
@@ -100,16 +124,19 @@ impl Scene {
             true => dice
                 .paged(full, *page_size, *capacity, *key_heads, dim)
                 .map_err(|error| refused(error.to_string()))?,
-            false => dice.entries(full, *capacity, *key_heads, dim),
+            false if *listed => dice.entries(full, *capacity, *key_heads, dim),
+            false => (Placement::padded(full), Shape::new(batch, *capacity, *key_heads, dim)),
         };
         let problem = size.problem(&append, cache);
         let chip = Chip { target: append.target, multiprocessors: 2, l2_bytes: 1 << 20 };
         let choice = problem.choose(&chip).map_err(|error| refused(error.to_string()))?;
         let launch = &choice.launches[0];
         let program = launch.kernel.program()?;
-        let (new_starts, query_starts) = (starts(new), starts(queries));
+        let (new_starts, query_starts) = (starts(new, *listed), starts(queries, *listed));
         let (new_rows, query_rows) = (new_starts[batch] as usize, query_starts[batch] as usize);
-        let tensors = tensors(&problem, cache, [new_rows, query_rows]);
+        let entries = if *listed { 1 } else { batch };
+        let each = [new_rows, query_rows].map(|rows| rows / entries);
+        let tensors = tensors(&problem, cache, entries, each);
         let tensors = tensors.map_err(|error| refused(error.to_string()))?;
         let values = tensors.bind(&problem, launch, &program.parameters).map_err(refused)?;
 
@@ -149,12 +176,28 @@ impl Scene {
             Some(pages) => (List::BlockTable, pages.table().to_vec()),
             None => (List::BatchIndex, words(&entries)),
         };
-        for (list, words) in [
-            (List::KeyLengths, words(lengths)),
-            (List::NewStarts, new_starts.clone()),
-            (List::QueryStarts, query_starts.clone()),
-            place,
-        ] {
+        let mut lists = vec![(List::KeyLengths, words(lengths))];
+        if *listed {
+            lists.push((List::NewStarts, new_starts.clone()));
+            lists.push((List::QueryStarts, query_starts.clone()));
+        } else if new.iter().any(|it| *it != new[0]) {
+            lists.push((List::NewLengths, words(new)));
+            lists.push((List::QueryLengths, words(queries)));
+        }
+        if *listed || append.paged {
+            lists.push(place);
+        }
+        for (list, mut words) in lists {
+            if *hostile {
+                let most = match list {
+                    List::KeyLengths => *capacity,
+                    List::BatchIndex | List::BlockTable => cache.batch - 1,
+                    List::NewLengths => new.iter().copied().max().unwrap_or(0),
+                    List::QueryLengths => queries.iter().copied().max().unwrap_or(0),
+                    _ => words.last().copied().unwrap_or(0) as usize,
+                };
+                out_of_bounds(&mut words, most as u32);
+            }
             let id = memory.input_u32(&format!("{list:?}"), &words);
             buffers.insert(Source::List(list), id);
         }
@@ -232,13 +275,14 @@ impl Scene {
 fn tensors(
     problem: &AppendProblem,
     cache: Shape,
+    entries: usize,
     [new_rows, query_rows]: [usize; 2],
 ) -> Result<AppendTensors, flashcore::TensorError> {
     let tensor = |shape| {
         let strides = Layout::contiguous(shape)?.strides();
         Ok::<_, flashcore::TensorError>(DeviceTensor { address: DeviceAddress(16), strides })
     };
-    let new = Shape { batch: 1, length: new_rows, ..cache };
+    let new = Shape { batch: entries, length: new_rows, ..cache };
     let value = |shape| Shape { dim: problem.cache.value_head_dim, ..shape };
     let query = Shape { length: query_rows, heads: problem.cache.query_heads, ..new };
     let [new_key, new_value, key, queries] = [new, value(new), cache, query].map(tensor);
@@ -249,9 +293,15 @@ fn tensors(
     Ok(tensors)
 }
 
-/// Where sequences of these lengths begin when packed, and the last ends.
-fn starts(lengths: &[usize]) -> Vec<u32> {
-    (0..=lengths.len()).map(|count| lengths[..count].iter().sum::<usize>() as u32).collect()
+/// Where sequences of these lengths begin, packed or each with room for the longest, and where the
+/// last ends.
+fn starts(lengths: &[usize], packed: bool) -> Vec<u32> {
+    let longest = lengths.iter().copied().max().unwrap_or(0);
+    let start = |count: usize| match packed {
+        true => lengths[..count].iter().sum::<usize>(),
+        false => count * longest,
+    };
+    (0..=lengths.len()).map(|count| start(count) as u32).collect()
 }
 
 /// A row, rotated by the angles of its position.

@@ -51,6 +51,35 @@ pub struct Call {
     pub splits: Option<u32>,
     /// How queries, keys and values lie in memory.
     pub order: Order,
+    /// How much keys weigh.
+    pub weights: Weights,
+    /// Whether lists hold numbers beyond their bounds where the bound itself is meant: whatever
+    /// they hold, kernels stay within what there is.
+    pub hostile: bool,
+}
+
+/// How much keys weigh in the scores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Weights {
+    /// All the same.
+    Even,
+    /// More towards both ends: from wherever a kernel walks, maxima rise once it is half through,
+    /// and what it has so far still counts.
+    Valley,
+    /// Some far more than their neighbours, so that exponentials of anything but the maximum
+    /// overflow.
+    Spikes,
+}
+
+impl Weights {
+    fn of(self, position: usize, length: usize) -> f32 {
+        match self {
+            Weights::Even => 1.0,
+            Weights::Valley => 1.0 + 3.0 * (2.0 * position as f32 / length as f32 - 1.0).abs(),
+            Weights::Spikes if position % 7 == 3 => 60.0,
+            Weights::Spikes => 1.0,
+        }
+    }
 }
 
 /// What a call may have beside its tensors.
@@ -68,6 +97,9 @@ const LISTS: [List; 9] = [
 
 /// What stands in results where nobody shall write: as a number of every element.
 const UNTOUCHED: f64 = 77.0;
+
+/// The seed of keys.
+const KEYS: u64 = 2;
 
 /// The buffer of each source that there is.
 pub(super) type Buffers = BTreeMap<Source, BufferId>;
@@ -99,6 +131,8 @@ impl Call {
             processors: 2,
             splits,
             order: Order::Contiguous,
+            weights: Weights::Even,
+            hostile: false,
         }
     }
 
@@ -166,7 +200,11 @@ impl Call {
             buffers.insert(Source::Tensor(role), buffer);
         }
         for list in LISTS {
-            if let Some(words) = inputs.list(&problem, list) {
+            if let Some(mut words) = inputs.list(&problem, list) {
+                if self.hostile {
+                    exceed(list, &mut words, &problem, inputs.key.shape().batch);
+                    cross(&mut words, list, |lengths| inputs.list(&problem, lengths));
+                }
                 let buffer = memory.input_u32(&format!("{list:?}"), &words);
                 buffers.insert(Source::List(list), buffer);
             }
@@ -182,13 +220,14 @@ impl Call {
                     memory.output(&name, element.bytes() as usize * count)
                 }
                 // What is no query of a sequence stays as it was.
-                None => memory.input(&name, encode(element, &vec![UNTOUCHED; count])),
+                None => memory.result(&name, encode(element, &vec![UNTOUCHED; count])),
             };
             buffers.insert(Source::Tensor(role), buffer);
         }
         if let Some(backward) = &given.backward {
             backward.stage(&problem, &mut memory, &mut buffers);
         }
+        let mut restored = Vec::new();
         for it in &choice.memory {
             let (name, bytes) = (format!("{:?}", it.source), it.bytes.max(4) as usize);
             let buffer = match &it.contents {
@@ -196,6 +235,9 @@ impl Call {
                 Contents::Zeros => memory.input(&name, vec![0; bytes]),
                 Contents::Tiles(order) => memory.input_u32(&name, &order.words()),
             };
+            if it.contents == Contents::Zeros {
+                restored.push(buffer);
+            }
             buffers.insert(it.source, buffer);
         }
 
@@ -207,7 +249,8 @@ impl Call {
                 .map_err(SceneError::Size)?;
             steps.push(Step::bound(program, launch.blocks, &values, &buffers)?);
         }
-        Ok(Staged { problem, inputs, memory, buffers, steps, main: choice.main })
+        let main = choice.main;
+        Ok(Staged { problem, inputs, memory, buffers, steps, main, restored })
     }
 
     /// The tensors, with what is of no sequence NaN.
@@ -231,11 +274,14 @@ impl Call {
             sequences = Some(placed);
         }
         let tensor = |seed: u64, shape: Shape, placement: Option<&Placement>| {
-            // Up to 2: scores far enough apart that the maximum moves.
             let index = |[a, b, c, d]: [usize; 4]| {
                 (((a * shape.length + b) * shape.heads + c) * shape.dim + d) as u64
             };
-            let all = Tensor::from_fn(problem.dtype(), shape, |at| 2.0 * uniform(seed, index(at)))?;
+            let weights = if seed == KEYS { self.weights } else { Weights::Even };
+            let all = Tensor::from_fn(problem.dtype(), shape, |at| {
+                // Up to 2: scores far enough apart that the maximum moves.
+                2.0 * weights.of(at[1], shape.length) * uniform(seed, index(at))
+            })?;
             let all = match placement {
                 Some(placement) => of_sequences(&all, placement)?,
                 None => all,
@@ -256,7 +302,7 @@ impl Call {
         };
         let tensors = InputTensors {
             query: tensor(1, query, queries)?,
-            key: tensor(2, key, keys)?,
+            key: tensor(KEYS, key, keys)?,
             value: tensor(3, value, keys)?,
             slopes: problem.scores.has_alibi().then(|| numbers(4, slopes, 0.1)),
             sinks: problem.scores.sinks.then(|| numbers(5, heads, 4.0)),
@@ -335,6 +381,45 @@ impl Call {
     }
 }
 
+/// Numbers at the bounds of a list become numbers beyond them.
+fn exceed(list: List, words: &mut [u32], problem: &Problem, entries: usize) {
+    let most = match list {
+        List::KeyLengths => problem.key_length as u32,
+        List::QueryLengths => problem.query_length as u32,
+        List::BatchIndex | List::BlockTable => entries as u32 - 1,
+        List::QueryStarts | List::KeyStarts => words.last().copied().unwrap_or(0),
+        List::LeftPadding => u32::MAX,
+        _ => return,
+    };
+    out_of_bounds(words, most);
+}
+
+/// Where another list says that a sequence is empty, it begins after it ends.
+fn cross(words: &mut [u32], list: List, other: impl Fn(List) -> Option<Vec<u32>>) {
+    let lengths = match list {
+        List::QueryStarts => other(List::QueryLengths),
+        List::KeyStarts => other(List::KeyLengths),
+        _ => None,
+    };
+    for (sequence, length) in lengths.unwrap_or_default().into_iter().enumerate() {
+        // The room of the one before it grows, and is not used.
+        if length == 0 && sequence > 0 && sequence + 2 < words.len() {
+            words[sequence] += 1;
+        }
+    }
+}
+
+/// What is 0 becomes negative, what is `most` far more.
+pub(super) fn out_of_bounds(words: &mut [u32], most: u32) {
+    for word in words {
+        if *word == most {
+            *word += 1_000_000;
+        } else if *word == 0 {
+            *word = -5i32 as u32;
+        }
+    }
+}
+
 /// A call with memory and launches.
 pub(super) struct Staged<'a> {
     pub(super) problem: Problem,
@@ -343,16 +428,20 @@ pub(super) struct Staged<'a> {
     pub(super) buffers: Buffers,
     pub(super) steps: Vec<Step>,
     main: usize,
+    restored: Vec<BufferId>,
 }
 
 impl Staged<'_> {
     fn scene(self, size: String) -> Result<Scene, SceneError> {
-        let Staged { memory, mut steps, main, .. } = self;
+        let Staged { memory, buffers, mut steps, main, restored, .. } = self;
         let after = steps.split_off(main + 1);
         let (Some(step), before) = (steps.pop(), steps) else {
             return Err(SceneError::Size("the plan has no launch".to_owned()));
         };
-        Ok(Scene { before, after, ..Scene::alone(step, memory, Vec::new(), size) })
+        let outputs = [Role::Output, Role::Lse].map(Source::Tensor);
+        let written_once = outputs.iter().filter_map(|it| buffers.get(it).copied()).collect();
+        let alone = Scene::alone(step, memory, Vec::new(), size);
+        Ok(Scene { before, after, written_once, restored, ..alone })
     }
 }
 

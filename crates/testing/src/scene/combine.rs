@@ -11,6 +11,9 @@ use sim::{BufferId, Memory};
 use super::call::{Buffers, dtype};
 use super::{Expected, Random, Scene, SceneError, Step, encode};
 
+/// How much further apart some rows' log-sum-exps are than the others'.
+const SPREAD: f64 = 8.0;
+
 impl Scene {
     /// How many parts are put together where nobody says otherwise.
     pub const COMBINE_PARTS: usize = 3;
@@ -45,9 +48,13 @@ impl Scene {
 
         let mut random = Random::new(7);
         let partial = random.numbers(combine.partial, parts * rows * dim, 2.0);
-        // Every third part of a row saw nothing, and every fourth row nothing at all.
+        // Every third part of a row saw nothing, and every fourth row nothing at all; in every
+        // fifth row the parts lie further apart than exponentials reach.
         let mut partial_lse = random.numbers(Element::F32, parts * rows, 20.0);
         for (index, log_sum) in partial_lse.iter_mut().enumerate() {
+            if (index % rows) % 5 == 2 {
+                *log_sum *= SPREAD;
+            }
             if (index / rows + index).is_multiple_of(3) || (index % rows).is_multiple_of(4) {
                 *log_sum = f64::NEG_INFINITY;
             }
@@ -72,7 +79,8 @@ impl Scene {
         let parts_of = Parts { partial, partial_lse, rows, dim };
         let results = parts_of.combined(combine.element, place, [output, lse]);
         let size = format!("batch {batch}, {queries} queries, {heads} heads, {parts} parts");
-        Ok(Scene::alone(step, memory, results, size))
+        let written_once = vec![output, lse];
+        Ok(Scene { written_once, ..Scene::alone(step, memory, results, size) })
     }
 }
 
@@ -120,8 +128,8 @@ impl Parts {
             Element::BF16 => 2f64.powi(-8),
             _ => 0.0,
         };
-        // Log-sum-exps of up to 20 are known to 24 bits, weights so to 18.
-        let weights = 2f64.powi(-18);
+        // Log-sum-exps of up to 20 are known to 24 bits, weights so to 18; larger ones to fewer.
+        let weights = 2f64.powi(-18) * SPREAD;
         let tolerance = exact.iter().zip(&magnitude).map(|(x, m)| unit * x.abs() + weights * m);
         let tolerance = tolerance.collect();
         vec![

@@ -19,6 +19,7 @@
 //! | `kernel` | what a kernel is built for, and the smallest call that shows it |
 //! | `sequencer`, `append`, `combine` | what goes with attention |
 //! | `matrix`, `banks` | the matrix kernels, and bank conflicts |
+//! | `unkind` | the scenes of a kernel that leave a mutant no place to hide |
 //! | `sweep` | one scene under many schedules |
 
 mod append;
@@ -31,6 +32,7 @@ mod matrix;
 mod ragged;
 mod sequencer;
 mod sweep;
+mod unkind;
 
 use std::fmt;
 
@@ -38,8 +40,8 @@ use kernels::Configuration;
 use ptx::{Element, Program};
 
 pub use append::AppendSize;
-pub use call::Call;
 pub(crate) use call::of_sequences;
+pub use call::{Call, Weights};
 use kernel::Kernel;
 pub use ragged::{Place, Ragged};
 pub use sweep::{MOST_SEEDS, Outcome, schedules};
@@ -76,6 +78,10 @@ pub struct Scene {
     pub memory: Memory,
     /// What must come out.
     pub results: Vec<Expected>,
+    /// Results of which no byte may be written twice.
+    pub written_once: Vec<BufferId>,
+    /// Memory that the kernel must leave as it found it.
+    pub restored: Vec<BufferId>,
     /// The size of the problem, in words.
     pub size: String,
 }
@@ -183,7 +189,38 @@ impl Scene {
     pub fn alone(step: Step, memory: Memory, results: Vec<Expected>, size: String) -> Self {
         let Step { program, grid, arguments } = step;
         let (before, after) = (Vec::new(), Vec::new());
-        Scene { program, grid, arguments, before, after, memory, results, size }
+        let (written_once, restored) = (Vec::new(), Vec::new());
+        Scene {
+            program,
+            grid,
+            arguments,
+            before,
+            after,
+            memory,
+            results,
+            written_once,
+            restored,
+            size,
+        }
+    }
+
+    /// The same with the launches before it done.
+    pub fn prepared(&self, options: &Options) -> Result<Self, Failure> {
+        let mut memory = self.memory.clone();
+        for step in &self.before {
+            sim::run(&step.launch(), &mut memory, options)?;
+        }
+        Ok(Scene { memory, before: Vec::new(), ..self.clone() })
+    }
+
+    /// The same over what a run of it left behind: prepared, and with results unwritten, so that
+    /// nothing is right because it was before.
+    pub fn again(&self, left: &Memory) -> Self {
+        let mut memory = left.clone();
+        for result in &self.results {
+            memory.restore(result.buffer, &self.memory);
+        }
+        Scene { memory, before: Vec::new(), ..self.clone() }
     }
 
     /// The kernel's launch.
@@ -220,9 +257,21 @@ impl Scene {
         Ok((memory, report))
     }
 
-    /// Compares the results of a run with the exact ones.
+    /// Compares the results of a run with the exact ones, and what was to be left alone with what
+    /// it was, unless a launch before the kernel wrote it.
     pub fn judge(&self, memory: &Memory) -> Accuracy {
         let mut accuracy = Accuracy::default();
+        let mut restored = self.restored.iter().filter(|_| self.before.is_empty());
+        if restored.any(|id| memory.bytes(*id) != self.memory.bytes(*id)) {
+            accuracy.complaint = Some("a counter is not left as it was found".to_owned());
+        }
+        for buffer in &self.written_once {
+            let again = memory.rewritten(*buffer);
+            if again > 0 {
+                let text = format!("{again} bytes of a result were written twice");
+                accuracy.complaint.get_or_insert(text);
+            }
+        }
         for result in &self.results {
             let unwritten = memory.unwritten(result.buffer);
             if unwritten > 0 {

@@ -41,6 +41,8 @@ impl Scene {
         let chunk = if sequencer.mask == MaskKind::Chunked { CHUNK } else { 0 };
         let mask = Mask::CAUSAL.with_chunk(chunk);
         let call = Call::ragged(prefill, ragged.clone(), [1, 1]).with(|it| it.with_mask(mask));
+        // What lists hold beyond their bounds means the bounds.
+        let call = Call { hostile: true, ..call };
         let given = call.given()?;
         let Staged { memory, buffers, mut steps, .. } = call.stage(&given)?;
         let schedule = buffers[&Source::Workspace(Workspace::Schedule)];
@@ -68,14 +70,20 @@ impl Scene {
     }
 }
 
-/// Where packed queries and padded keys of each sequence are, with one head.
+/// Where packed or padded queries and padded keys of each sequence are, with one head.
 fn slices(ragged: &Ragged) -> Result<Vec<Slice>, SceneError> {
-    if (ragged.query_place, ragged.key_place) != (Place::Packed, Place::Padded) {
-        return Err(SceneError::Size("queries are packed, and keys padded".to_owned()));
+    let Ragged { queries, keys, query_place, key_place, .. } = ragged;
+    if !matches!((query_place, key_place), (Place::Packed | Place::Padded, Place::Padded)) {
+        return Err(SceneError::Size("queries are packed or padded, and keys padded".to_owned()));
     }
-    let room = ragged.keys.iter().copied().max().unwrap_or(0).max(1);
+    let longest = |lengths: &[usize]| lengths.iter().copied().max().unwrap_or(0).max(1);
+    let room = longest(keys);
     let slice = |sequence: usize| {
-        let start = ragged.queries[..sequence].iter().sum::<usize>() as u32;
+        let start = match query_place {
+            Place::Padded => sequence * longest(queries),
+            _ => queries[..sequence].iter().sum::<usize>(),
+        };
+        let start = start as u32;
         Slice {
             query_start: start,
             queries: ragged.queries[sequence] as u32,

@@ -38,8 +38,10 @@ pub(crate) fn some_schedules(scene: &Scene, mode: Mode, schedules: &[(Policy, u6
 
 /// A second launch over what the first left behind gives the same, and leaves the same.
 pub(crate) fn can_be_launched_again(scene: &Scene) {
+    let scene = scene.prepared(&Options::default()).unwrap();
     let (memory, _) = scene.run(&Options::default()).unwrap();
-    let again = Scene { memory: memory.clone(), ..scene.clone() };
+    assert!(scene.judge(&memory).passed());
+    let again = scene.again(&memory);
     let (second, _) = again.run(&Options::default()).unwrap();
     assert!(again.judge(&second).passed());
     for id in memory.ids() {

@@ -25,9 +25,12 @@ fn expected(cluster: u32, site: &mutate::Site) -> &'static [HazardKind] {
         (Instruction::BarrierSync { threads: None, .. }, _) => {
             &[H::MbarrierUninitialised, H::MbarrierInitNotVisible]
         }
-        (Instruction::ClusterWait, _) => {
-            &[H::MbarrierUninitialised, H::MbarrierInitNotVisible, H::ExitedBlock]
-        }
+        (Instruction::ClusterWait, _) => &[
+            H::MbarrierUninitialised,
+            H::MbarrierInitNotVisible,
+            H::MbarrierUnfinished,
+            H::ExitedBlock,
+        ],
         (Instruction::ClusterArrive { .. }, _) => &[H::ClusterBarrierOrder],
         // The producer fills a stage in use, or the consumer uses one not full.
         (Instruction::MbarrierWait { .. }, _) => &[

@@ -1,0 +1,30 @@
+//! `flashcore mutate`.
+
+use crate::{fail, json, succeed};
+
+#[test]
+fn mistakes_are_counted_by_kind() {
+    let name = "sequencer_sm_90a";
+    let answer = json(&["mutate", name, "--weakened", "3", "--values", "2", "--json"]);
+    let report = &answer[0];
+    assert_eq!((&report["family"], &report["kernel"]), (&"sequencer".into(), &name.into()));
+    let kinds = report["kinds"].as_array().unwrap();
+    let tried = ["deleted", "weakened", "value"].into_iter().zip([5, 3, 2]);
+    for (line, (kind, tried)) in kinds.iter().zip(tried) {
+        assert_eq!((&line["kind"], &line["tried"]), (&kind.into(), &tried.into()), "{line}");
+        assert!(line["possible"].as_u64() >= Some(tried as u64), "{line}");
+    }
+    let deleted = &kinds[0];
+    assert_eq!((&deleted["killed"], &deleted["survived"]), (&5.into(), &0.into()), "{deleted}");
+    assert!(deleted["by"].as_object().unwrap().keys().all(|by| by != "refused"), "{deleted}");
+}
+
+#[test]
+fn a_family_is_told_configuration_by_configuration() {
+    let text = succeed(&["mutate", "combine", "--values", "3"]);
+    for word in ["combine_f32_to_bf16_d64", "combine_bf16_to_bf16_d8", "score", "100.0 %"] {
+        assert!(text.contains(word), "no `{word}` in\n{text}");
+    }
+    let message = fail(1, &["mutate", "nothing"]);
+    assert!(message.contains("there is no kernel `nothing`"), "{message}");
+}

@@ -1,0 +1,363 @@
+//! Mutants that are as good as the original, and why.
+//!
+//! An entry names a change by the kernel, by what is done and by the line of the kernel's source
+//! that it is done to: as text, so that the list holds while lines move. It speaks only for mutants
+//! that nobody noticed, and for so many of them: at the same line others are noticed. Where sources
+//! are not there to be read, as for an installed command, nothing is on the list.
+
+use std::path::Path;
+
+use ptx::Place;
+
+use super::{Kind, Mutant};
+
+/// A change that changes nothing that matters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Equivalent {
+    /// Something in the names of the configurations that it is one in.
+    pub kernel: &'static str,
+    /// What kind of change.
+    pub kind: Kind,
+    /// What is done, and what becomes of what: the beginning of "operator: detail".
+    pub change: &'static str,
+    /// The end of the file's path.
+    pub file: &'static str,
+    /// What stands in the line.
+    pub line: &'static str,
+    /// How many a configuration has at most: one more is a survivor.
+    pub at_most: usize,
+    /// Why nobody can notice.
+    pub reason: &'static str,
+}
+
+/// Rows of 64 columns are one panel.
+const ONE_PANEL: &str = "rows of 64 columns are one panel, whose number is 0";
+
+/// Where no row is masked, no warp has blocks that it only helps to copy.
+const NEVER_HELPS: &str = "without a mask no warp only helps to copy: the loop is never entered";
+
+/// Every one.
+pub const EQUIVALENTS: &[Equivalent] = &[
+    Equivalent {
+        kernel: "",
+        kind: Kind::Delete,
+        change: "deleted: MbarrierWait of queries empty",
+        file: "forward/producer.rs",
+        line: "self.producer.acquire(k)",
+        at_most: 1,
+        reason: "the first tile's queries: a pipeline begins empty",
+    },
+    Equivalent {
+        kernel: "",
+        kind: Kind::Delete,
+        change: "deleted: MbarrierWait of keys empty",
+        file: "forward/producer.rs",
+        line: "self.producer.acquire(k)",
+        at_most: 1,
+        reason: "the first tile's first keys: a pipeline begins empty",
+    },
+    Equivalent {
+        kernel: "",
+        kind: Kind::Delete,
+        change: "deleted: MbarrierArrive of values empty",
+        file: "forward/warpgroup.rs",
+        line: "self.values.release(k, self.leader)",
+        at_most: 1,
+        reason: "after the last tile nobody waits for room any more",
+    },
+    Equivalent {
+        kernel: "",
+        kind: Kind::Delete,
+        change: "deleted: WgmmaFence",
+        file: "forward/warpgroup.rs",
+        line: "k.wgmma(queries, keys)",
+        at_most: 3,
+        reason: "the fence before it comes after the last touch of the registers of both products",
+    },
+    Equivalent {
+        kernel: "",
+        kind: Kind::Delete,
+        change: "deleted: WgmmaFence",
+        file: "forward/warpgroup.rs",
+        line: "k.wgmma_into(output, accumulate, p, values)",
+        at_most: 2,
+        reason: "the fence before it comes after the last touch of the registers of both products",
+    },
+    Equivalent {
+        kernel: "_64x32_",
+        kind: Kind::Weaken,
+        change: "other barrier: BarrierSync +1",
+        file: "forward/epilogue.rs",
+        line: "k.barrier_sync(self.barrier, 128)",
+        at_most: 4,
+        reason: "a single warpgroup meets at one statement: any barrier that nobody else uses will do",
+    },
+    Equivalent {
+        kernel: "",
+        kind: Kind::Weaken,
+        change: "reads waited for only: BulkWait",
+        file: "forward/epilogue.rs",
+        line: "k.bulk_wait(0)",
+        at_most: 1,
+        reason: "at the end shared memory must have been read; the kernel's end waits for what is written",
+    },
+    Equivalent {
+        kernel: "prefill",
+        kind: Kind::Delete,
+        change: "deleted: MbarrierWait of slots empty",
+        file: "forward/dynamic_scheduler.rs",
+        line: "self.posted.acquire(k)",
+        at_most: 1,
+        reason: "the waits for stages keep the producer less than the slots ahead",
+    },
+    Equivalent {
+        kernel: "prefill",
+        kind: Kind::Weaken,
+        change: "scope: Reduce Gpu to Block",
+        file: "forward/dynamic_scheduler.rs",
+        line: "k.reduce_add::<U32, _>(claimed_at",
+        at_most: 1,
+        reason: "the last block is alone, and its own atomic of the GPU's scope stands just before",
+    },
+    Equivalent {
+        kernel: "prefill",
+        kind: Kind::Weaken,
+        change: "scope: Reduce Gpu to Block",
+        file: "forward/dynamic_scheduler.rs",
+        line: "k.reduce_add::<U32, _>(done_at",
+        at_most: 1,
+        reason: "the last block is alone, and its own atomic of the GPU's scope stands just before",
+    },
+    Equivalent {
+        kernel: "decode",
+        kind: Kind::Delete,
+        change: "deleted: WarpSync",
+        file: "decode/copies.rs",
+        line: "k.warp_sync()",
+        at_most: 1,
+        reason: "after clearing what pads a tile; the warp meets again before it first reads one",
+    },
+    Equivalent {
+        kernel: "decode",
+        kind: Kind::Weaken,
+        change: "order: Load Relaxed(Gpu) to Weak",
+        file: "attention/sequences.rs",
+        line: "k.load_vector::<U32, _, 1>(at, hint)",
+        at_most: 1,
+        reason: "brings a line into the cache; nobody uses what it loads",
+    },
+    Equivalent {
+        kernel: "mma",
+        kind: Kind::Delete,
+        change: "deleted: WarpSync",
+        file: "mma/products.rs",
+        line: "k.warp_sync()",
+        at_most: 1,
+        reason: "the block meets before queries are first used",
+    },
+    Equivalent {
+        kernel: "_dense_",
+        kind: Kind::Delete,
+        change: "deleted: CopyAsyncWait",
+        file: "mma/copies.rs",
+        line: "k.copy_async_wait(pending)",
+        at_most: 1,
+        reason: NEVER_HELPS,
+    },
+    Equivalent {
+        kernel: "_dense_",
+        kind: Kind::Delete,
+        change: "deleted: BarrierSync",
+        file: "mma/copies.rs",
+        line: "k.block_sync()",
+        at_most: 1,
+        reason: NEVER_HELPS,
+    },
+    Equivalent {
+        kernel: "_dense_",
+        kind: Kind::Delete,
+        change: "deleted: CopyAsyncCommit",
+        file: "mma/walk.rs",
+        line: "k.copy_async_commit()",
+        at_most: 1,
+        reason: NEVER_HELPS,
+    },
+    Equivalent {
+        kernel: "_dense_",
+        kind: Kind::Weaken,
+        change: "one more pending: CopyAsyncWait",
+        file: "mma/copies.rs",
+        line: "k.copy_async_wait(pending)",
+        at_most: 1,
+        reason: NEVER_HELPS,
+    },
+    Equivalent {
+        kernel: "_dense_",
+        kind: Kind::Weaken,
+        change: "threads: BarrierSync",
+        file: "mma/copies.rs",
+        line: "k.block_sync()",
+        at_most: 2,
+        reason: NEVER_HELPS,
+    },
+    Equivalent {
+        kernel: "_dense_",
+        kind: Kind::Weaken,
+        change: "arrival only: BarrierSync",
+        file: "mma/copies.rs",
+        line: "k.block_sync()",
+        at_most: 1,
+        reason: NEVER_HELPS,
+    },
+    Equivalent {
+        kernel: "_causal_",
+        kind: Kind::Value,
+        change: "constant: Binary",
+        file: "attention/visibility.rs",
+        line: "let whole = k.eval(key_length / size)",
+        at_most: usize::MAX,
+        reason: "no row sees beyond the last key, so the mask of the rows hides what a ragged block has beyond it",
+    },
+    Equivalent {
+        kernel: "",
+        kind: Kind::Value,
+        change: "branch: always taken",
+        file: "forward/rule.rs",
+        line: "k.if_(",
+        at_most: usize::MAX,
+        reason: "a mask where nothing is hidden changes nothing",
+    },
+    Equivalent {
+        kernel: "",
+        kind: Kind::Value,
+        change: "constant: Binary 0x1000 to 0x1001",
+        file: "forward/warpgroup.rs",
+        line: "self.shared.",
+        at_most: usize::MAX,
+        reason: "a descriptor counts in 16 bytes: a stage's number of bytes more is dropped",
+    },
+    Equivalent {
+        kernel: "",
+        kind: Kind::Value,
+        change: "mask: Binary 0x3f to 0x3e",
+        file: "forward/epilogue.rs",
+        line: "rounded.store(",
+        at_most: usize::MAX,
+        reason: "columns of matrices are even: the lowest bit is never set",
+    },
+    Equivalent {
+        kernel: "",
+        kind: Kind::Value,
+        change: "constant: Binary 0xf149f2ca to",
+        file: "softmax.rs",
+        line: "NOTHING_SEEN",
+        at_most: usize::MAX,
+        reason: "any number far below every score will do",
+    },
+    Equivalent {
+        kernel: "",
+        kind: Kind::Value,
+        change: "constant: Binary 0x7149f2ca to",
+        file: "mma/softmax.rs",
+        line: "NOTHING_SEEN",
+        at_most: usize::MAX,
+        reason: "any number far below every score will do",
+    },
+    Equivalent {
+        kernel: "d64x64",
+        kind: Kind::Value,
+        change: "constant: Binary 0x6 to 0x7",
+        file: "forward/epilogue.rs",
+        line: "rounded.store(",
+        at_most: usize::MAX,
+        reason: ONE_PANEL,
+    },
+    Equivalent {
+        kernel: "d64x64",
+        kind: Kind::Value,
+        change: "constant: Binary 0x2000 to",
+        file: "forward/epilogue.rs",
+        line: "rounded.store(",
+        at_most: usize::MAX,
+        reason: ONE_PANEL,
+    },
+    Equivalent {
+        kernel: "d64x64",
+        kind: Kind::Value,
+        change: "constant: Binary 0x6 to 0x7",
+        file: "forward/warpgroup.rs",
+        line: "fragment.load_into(",
+        at_most: usize::MAX,
+        reason: ONE_PANEL,
+    },
+    Equivalent {
+        kernel: "d64x64",
+        kind: Kind::Value,
+        change: "constant: Binary 0x2000 to",
+        file: "forward/warpgroup.rs",
+        line: "fragment.load_into(",
+        at_most: usize::MAX,
+        reason: ONE_PANEL,
+    },
+    Equivalent {
+        kernel: "_paged",
+        kind: Kind::Value,
+        change: "mask: CopyAsync of all bytes",
+        file: "decode/copies.rs",
+        line: "source.copies.copy(",
+        at_most: usize::MAX,
+        reason: "rows beyond a sequence come from its last page, and are hidden and cleared before they are used",
+    },
+    Equivalent {
+        kernel: "decode",
+        kind: Kind::Value,
+        change: "constant: Move 0x0 to 0x3f800000",
+        file: "decode/products.rs",
+        line: "WarpAccumulator::zeros(",
+        at_most: usize::MAX,
+        reason: "the factor of the first tile is 0 and wipes it",
+    },
+    Equivalent {
+        kernel: "decode",
+        kind: Kind::Value,
+        change: "constant: Move 0x0 to",
+        file: "decode/schedule.rs",
+        line: "let zero = |k: &mut Builder| k.variable::<U32>(0)",
+        at_most: usize::MAX,
+        reason: "set before it is read",
+    },
+    Equivalent {
+        kernel: "prefill",
+        kind: Kind::Value,
+        change: "constant: Move 0x0 to",
+        file: "forward/dynamic_scheduler.rs",
+        line: "let zero = |k: &mut Builder| k.variable::<U32>(0)",
+        at_most: usize::MAX,
+        reason: "set before it is read",
+    },
+];
+
+/// The line of the list that a mutant of a kernel is on.
+pub(super) fn find(kernel: &str, mutant: &Mutant) -> Option<&'static Equivalent> {
+    let mut named = EQUIVALENTS.iter().filter(|it| it.names(kernel, mutant)).peekable();
+    named.peek()?;
+    let source = source(mutant.place)?;
+    named.find(|it| source.contains(it.line))
+}
+
+impl Equivalent {
+    fn names(&self, kernel: &str, mutant: &Mutant) -> bool {
+        let change = format!("{}: {}", mutant.operator, mutant.detail);
+        kernel.contains(self.kernel)
+            && self.kind == mutant.kind
+            && change.starts_with(self.change)
+            && mutant.place.file().ends_with(self.file)
+    }
+}
+
+/// The line of source at a place.
+fn source(place: Place) -> Option<String> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let text = std::fs::read_to_string(root.join(place.file())).ok()?;
+    text.lines().nth(place.line() as usize - 1).map(str::to_owned)
+}

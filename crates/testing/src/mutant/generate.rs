@@ -1,0 +1,233 @@
+//! Every mutant of a program, in the order of its statements.
+
+use std::collections::HashMap;
+
+use ptx::{
+    BinaryOperation, Block, Instruction, Operand, Program, Register, Statement, StatementKind, Type,
+};
+
+use super::{Change, Kind, Mutant, value, weaken};
+
+/// A change that an instruction can suffer.
+struct Possibility {
+    operator: &'static str,
+    detail: String,
+    change: Change,
+}
+
+/// Every mutant of a program.
+pub fn every(program: &Program) -> Vec<Mutant> {
+    let regions = Regions::of(program);
+    let mut all = Vec::new();
+    let (mut site, mut instructions) = (0, 0);
+    program.visit(&mut |statement| {
+        let is_instruction = matches!(statement.kind, StatementKind::Instruction(_));
+        let at = (site, is_instruction.then_some(instructions));
+        of_statement(program, &regions, statement, at, &mut all);
+        site += 1;
+        instructions += is_instruction as usize;
+    });
+    all
+}
+
+fn of_statement(
+    program: &Program,
+    regions: &Regions,
+    statement: &Statement,
+    (site, instruction): (usize, Option<usize>),
+    all: &mut Vec<Mutant>,
+) {
+    let barrier = regions.of_barrier(statement).map(|name| format!(" of {name}"));
+    let barrier = barrier.unwrap_or_default();
+    let mut add = |kind, list: Vec<Possibility>| {
+        all.extend(list.into_iter().map(|Possibility { operator, detail, change }| Mutant {
+            kind,
+            operator,
+            detail: detail + &barrier,
+            place: statement.place,
+            site,
+            instruction,
+            change,
+        }));
+    };
+    match &statement.kind {
+        StatementKind::Instruction(instruction) => {
+            let [mut deleted, mut weaker, mut wrong] = [(); 3].map(|()| Possibilities::of(program));
+            if synchronises(instruction) {
+                deleted.push("deleted", name(instruction), Change::default());
+            }
+            weaken::add(&mut weaker, instruction);
+            value::add(&mut wrong, instruction);
+            add(Kind::Delete, deleted.all);
+            add(Kind::Weaken, weaker.all);
+            add(Kind::Value, wrong.all);
+        }
+        StatementKind::If { then, otherwise, .. } => {
+            let sides = [("never", otherwise), ("always", then)];
+            add(Kind::Value, sides.map(|(when, side)| branch(when, side)).into());
+        }
+        StatementKind::Loop { .. } | StatementKind::Break { .. } | StatementKind::Role { .. } => {}
+    }
+}
+
+/// What orders or waits, and what that needs.
+fn synchronises(instruction: &Instruction) -> bool {
+    sim::mutate::role(instruction).is_some()
+        || matches!(instruction, Instruction::MbarrierInit { .. })
+}
+
+/// One side of a branch for everyone.
+fn branch(when: &str, side: &Block) -> Possibility {
+    let statements = side.iter().map(|statement| statement.kind.clone()).collect();
+    let change = Change { statements, registers: Vec::new() };
+    Possibility { operator: "branch", detail: format!("{when} taken"), change }
+}
+
+/// The name of an instruction without its operands.
+pub(super) fn name(instruction: &Instruction) -> String {
+    let text = format!("{instruction:?}");
+    match instruction {
+        Instruction::Fence(_) => text,
+        _ => text.split([' ', '(']).next().unwrap_or_default().to_owned(),
+    }
+}
+
+/// What may become of one instruction.
+pub(super) struct Possibilities<'a> {
+    program: &'a Program,
+    all: Vec<Possibility>,
+}
+
+impl<'a> Possibilities<'a> {
+    fn of(program: &'a Program) -> Self {
+        Possibilities { program, all: Vec::new() }
+    }
+
+    pub(super) fn program(&self) -> &'a Program {
+        self.program
+    }
+
+    pub(super) fn push(&mut self, operator: &'static str, detail: impl Into<String>, new: Change) {
+        self.all.push(Possibility { operator, detail: detail.into(), change: new });
+    }
+
+    /// The instruction becomes another.
+    pub(super) fn become_one(
+        &mut self,
+        operator: &'static str,
+        detail: impl Into<String>,
+        new: Instruction,
+    ) {
+        self.push(operator, detail, Change::to(new));
+    }
+
+    /// The instruction with a clone of it changed.
+    pub(super) fn edit(
+        &mut self,
+        operator: &'static str,
+        detail: impl Into<String>,
+        instruction: &Instruction,
+        change: impl FnOnce(&mut Instruction),
+    ) {
+        let mut new = instruction.clone();
+        change(&mut new);
+        if new != *instruction {
+            self.become_one(operator, detail, new);
+        }
+    }
+
+    /// The instruction with an operand changed: a constant at once, a register by an instruction
+    /// before it.
+    pub(super) fn operand(
+        &mut self,
+        operator: &'static str,
+        detail: impl Into<String>,
+        (ty, operand): (Type, Operand),
+        by: By,
+        make: impl FnOnce(Operand) -> Instruction,
+    ) {
+        let (operation, amount) = match by {
+            By::Adding(amount) => (BinaryOperation::Add, amount as u64),
+            By::Flipping(bits) => (BinaryOperation::Xor, bits),
+        };
+        let mask = if ty.bits() == 64 { u64::MAX } else { (1 << ty.bits()) - 1 };
+        let change = match operand {
+            Operand::Immediate(bits) => {
+                let changed = match operation {
+                    BinaryOperation::Xor => bits ^ amount,
+                    _ => bits.wrapping_add(amount),
+                };
+                Change::to(make(Operand::Immediate(changed & mask)))
+            }
+            Operand::Register(register) => {
+                let dst = Register(self.program.registers.len() as u32);
+                let (a, b) = (register.into(), Operand::Immediate(amount & mask));
+                let before = Instruction::Binary { operation, ty, dst, a, b };
+                let statements = [before, make(dst.into())].map(StatementKind::Instruction);
+                Change { statements: statements.into(), registers: vec![ty] }
+            }
+        };
+        self.push(operator, detail, change);
+    }
+}
+
+/// Which region of shared memory registers are addresses in, as far as it shows.
+struct Regions {
+    names: HashMap<Register, String>,
+}
+
+impl Regions {
+    fn of(program: &Program) -> Self {
+        let mut names: HashMap<Register, String> = HashMap::new();
+        program.visit(&mut |statement| {
+            let StatementKind::Instruction(instruction) = &statement.kind else { return };
+            let (dst, name) = match instruction {
+                Instruction::SharedBase { dst, offset } => {
+                    let here = |it: &&ptx::SharedRegion| {
+                        (it.offset..it.offset + it.bytes).contains(offset)
+                    };
+                    (*dst, program.shared.iter().find(here).map(|it| it.name.clone()))
+                }
+                Instruction::Binary { dst, a, b, .. } => (*dst, of_operands(&names, &[*a, *b])),
+                Instruction::MultiplyAdd { dst, a, b, c, .. } => {
+                    (*dst, of_operands(&names, &[*a, *b, *c]))
+                }
+                Instruction::Move { dst, src } => (*dst, of_operands(&names, &[*src])),
+                _ => return,
+            };
+            names.extend(name.map(|name| (dst, name)));
+        });
+        Regions { names }
+    }
+
+    /// The name of the memory barrier that a statement is about.
+    fn of_barrier(&self, statement: &Statement) -> Option<&str> {
+        use Instruction as I;
+        let StatementKind::Instruction(
+            I::MbarrierInit { address, .. }
+            | I::MbarrierArrive { address, .. }
+            | I::MbarrierArriveExpect { address, .. }
+            | I::MbarrierExpect { address, .. }
+            | I::MbarrierWait { address, .. }
+            | I::MbarrierTryWait { address, .. },
+        ) = &statement.kind
+        else {
+            return None;
+        };
+        self.names.get(&address.base).map(String::as_str)
+    }
+}
+
+fn of_operands(names: &HashMap<Register, String>, operands: &[Operand]) -> Option<String> {
+    operands.iter().find_map(|operand| match operand {
+        Operand::Register(register) => names.get(register).cloned(),
+        Operand::Immediate(_) => None,
+    })
+}
+
+/// How an operand changes.
+#[derive(Clone, Copy)]
+pub(super) enum By {
+    Adding(i64),
+    Flipping(u64),
+}

@@ -1,0 +1,223 @@
+//! Synchronisation that does less than it should: another parity, one more group pending, counts
+//! and bytes a step off, another barrier, a narrower scope, a weaker order.
+
+use ptx::{
+    AtomicOrder, ClusterOrder, Fence, Instruction, LoadCache, LoadOrder, Operand, Scope,
+    StoreOrder, Type,
+};
+
+use super::generate::{By, Possibilities, name};
+
+/// The least that a bulk copy moves.
+const CHUNK: i64 = 16;
+/// The threads of a warp.
+const WARP: i64 = 32;
+
+/// What an instruction may be weakened to.
+pub(super) fn add(to: &mut Possibilities<'_>, instruction: &Instruction) {
+    use Instruction as I;
+    let text = name(instruction);
+    match instruction {
+        I::WgmmaWait { .. } | I::CopyAsyncWait { .. } | I::BulkWait { .. } => {
+            to.edit("one more pending", text.clone(), instruction, |it| {
+                if let I::WgmmaWait { pending }
+                | I::CopyAsyncWait { pending }
+                | I::BulkWait { pending, .. } = it
+                {
+                    *pending += 1;
+                }
+            });
+            to.edit("reads waited for only", text, instruction, |it| {
+                if let I::BulkWait { read_only, .. } = it {
+                    *read_only = true;
+                }
+            });
+        }
+        I::MbarrierWait { parity, .. } | I::MbarrierTryWait { parity, .. } => {
+            to.operand("other parity", text, (Type::U32, *parity), By::Flipping(1), |changed| {
+                with(instruction, |it| {
+                    if let I::MbarrierWait { parity, .. } | I::MbarrierTryWait { parity, .. } = it {
+                        *parity = changed;
+                    }
+                })
+            });
+        }
+        I::MbarrierArriveExpect { space, address, bytes } => {
+            expected_bytes(to, instruction, *bytes);
+            let count = None;
+            let arrive = I::MbarrierArrive { space: *space, address: *address, count };
+            to.become_one("arrival without bytes", text.clone(), arrive);
+            let expect = I::MbarrierExpect { address: *address, bytes: *bytes };
+            to.become_one("bytes without arrival", text, expect);
+        }
+        I::MbarrierExpect { bytes, .. } => expected_bytes(to, instruction, *bytes),
+        I::MbarrierInit { address, count } => {
+            for by in [1, -1] {
+                let (address, detail) = (*address, format!("{text} {by:+}"));
+                to.operand("arrivals", detail, (Type::U32, *count), By::Adding(by), |count| {
+                    I::MbarrierInit { address, count }
+                });
+            }
+        }
+        I::MbarrierArrive { space, address, count } => {
+            let (space, address, count) = (*space, *address, count.unwrap_or(Operand::u32(1)));
+            let detail = format!("{text} +1");
+            to.operand("arrivals", detail, (Type::U32, count), By::Adding(1), |count| {
+                I::MbarrierArrive { space, address, count: Some(count) }
+            });
+        }
+        I::BarrierSync { barrier, threads } => {
+            let all = Operand::u32(to.program().threads);
+            // Where the whole block meets at one statement, any barrier will do.
+            let of_some = threads.is_some().then_some(*barrier);
+            named(to, instruction, of_some, threads.unwrap_or(all));
+            let threads = threads.unwrap_or(all);
+            to.become_one("arrival only", text, I::BarrierArrive { barrier: *barrier, threads });
+        }
+        I::BarrierArrive { barrier, threads } => named(to, instruction, Some(*barrier), *threads),
+        I::ClusterArrive { .. } => to.edit("order", text, instruction, |it| {
+            *it = I::ClusterArrive { order: ClusterOrder::Relaxed };
+        }),
+        I::Fence(fence) => {
+            for weaker in weaker_fences(*fence) {
+                let detail = format!("{fence:?} to {weaker:?}");
+                to.become_one("another fence", detail, I::Fence(weaker));
+            }
+        }
+        I::Atomic { order, scope, .. }
+        | I::Reduce { order, scope, .. }
+        | I::CompareAndSwap { order, scope, .. } => {
+            for weaker in weaker_orders(*order) {
+                let detail = format!("{text} {order:?} to {weaker:?}");
+                to.edit("order", detail, instruction, |it| set_atomic(it, weaker, *scope));
+            }
+            if *scope == Scope::Gpu {
+                let detail = format!("{text} Gpu to Block");
+                to.edit("scope", detail, instruction, |it| set_atomic(it, *order, Scope::Block));
+            }
+        }
+        I::Load { order, .. } => {
+            for weaker in weaker_loads(*order) {
+                let detail = format!("{text} {order:?} to {weaker:?}");
+                to.edit("order", detail, instruction, |it| {
+                    if let I::Load { order, .. } = it {
+                        *order = weaker;
+                    }
+                });
+            }
+            to.edit("read-only", text, instruction, |it| {
+                if let I::Load { cache: cache @ LoadCache::L2Only, .. } = it {
+                    *cache = LoadCache::ReadOnly;
+                }
+            });
+        }
+        I::Store { order: StoreOrder::Release(scope), .. } => {
+            for weaker in [StoreOrder::Relaxed(*scope), StoreOrder::Weak] {
+                to.edit("order", format!("{text} to {weaker:?}"), instruction, |it| {
+                    if let I::Store { order, .. } = it {
+                        *order = weaker;
+                    }
+                });
+            }
+        }
+        _ => {}
+    }
+}
+
+/// A clone of an instruction, changed.
+pub(super) fn with(
+    instruction: &Instruction,
+    change: impl FnOnce(&mut Instruction),
+) -> Instruction {
+    let mut new = instruction.clone();
+    change(&mut new);
+    new
+}
+
+fn expected_bytes(to: &mut Possibilities<'_>, instruction: &Instruction, bytes: Operand) {
+    use Instruction as I;
+    for by in [CHUNK, -CHUNK] {
+        let detail = format!("{} {by:+}", name(instruction));
+        to.operand("bytes", detail, (Type::U32, bytes), By::Adding(by), |changed| {
+            with(instruction, |it| {
+                if let I::MbarrierArriveExpect { bytes, .. } | I::MbarrierExpect { bytes, .. } = it
+                {
+                    *bytes = changed;
+                }
+            })
+        });
+    }
+}
+
+fn named(
+    to: &mut Possibilities<'_>,
+    instruction: &Instruction,
+    id: Option<Operand>,
+    count: Operand,
+) {
+    use Instruction as I;
+    let text = name(instruction);
+    if let Some(id) = id {
+        let detail = format!("{text} +1");
+        to.operand("other barrier", detail, (Type::U32, id), By::Adding(1), |changed| {
+            with(instruction, |it| {
+                if let I::BarrierSync { barrier, .. } | I::BarrierArrive { barrier, .. } = it {
+                    *barrier = changed;
+                }
+            })
+        });
+    }
+    for by in [WARP, -WARP] {
+        let detail = format!("{text} {by:+}");
+        to.operand("threads", detail, (Type::U32, count), By::Adding(by), |changed| {
+            with(instruction, |it| match it {
+                I::BarrierSync { threads, .. } => *threads = Some(changed),
+                I::BarrierArrive { threads, .. } => *threads = changed,
+                _ => {}
+            })
+        });
+    }
+}
+
+fn weaker_fences(fence: Fence) -> Vec<Fence> {
+    match fence {
+        Fence::AcquireRelease(Scope::Gpu) => vec![Fence::AcquireRelease(Scope::Block)],
+        Fence::SequentiallyConsistent(Scope::Gpu) => {
+            vec![Fence::SequentiallyConsistent(Scope::Block)]
+        }
+        Fence::ProxyAsync => vec![Fence::ProxyAsyncShared, Fence::ProxyAsyncGlobal],
+        Fence::ProxyAsyncShared => {
+            vec![Fence::ProxyAsyncGlobal, Fence::AcquireRelease(Scope::Block)]
+        }
+        Fence::MbarrierInit => vec![Fence::AcquireRelease(Scope::Block)],
+        Fence::AcquireRelease(_) | Fence::SequentiallyConsistent(_) | Fence::ProxyAsyncGlobal => {
+            Vec::new()
+        }
+    }
+}
+
+fn weaker_orders(order: AtomicOrder) -> Vec<AtomicOrder> {
+    use AtomicOrder as O;
+    match order {
+        O::AcquireRelease => vec![O::Acquire, O::Release, O::Relaxed],
+        O::Acquire | O::Release => vec![O::Relaxed],
+        O::Relaxed => Vec::new(),
+    }
+}
+
+fn weaker_loads(order: LoadOrder) -> Vec<LoadOrder> {
+    match order {
+        LoadOrder::Acquire(scope) => vec![LoadOrder::Relaxed(scope), LoadOrder::Weak],
+        LoadOrder::Relaxed(_) => vec![LoadOrder::Weak],
+        LoadOrder::Weak => Vec::new(),
+    }
+}
+
+fn set_atomic(instruction: &mut Instruction, to: AtomicOrder, reach: Scope) {
+    if let Instruction::Atomic { order, scope, .. }
+    | Instruction::Reduce { order, scope, .. }
+    | Instruction::CompareAndSwap { order, scope, .. } = instruction
+    {
+        (*order, *scope) = (to, reach);
+    }
+}

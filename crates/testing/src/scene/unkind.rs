@@ -1,0 +1,278 @@
+//! The scenes of a kernel that leave a mutant no place to hide.
+//!
+//! Each is there for something that can be wrong and shows nowhere else: blocks that go through
+//! several tiles, tiles of one, two or as many blocks of keys as there are stages, whole blocks and
+//! ragged ones, blocks of threads with nothing to do, maxima that rise late. The smallest is first:
+//! most mutants fall there.
+
+use flashcore::Mask;
+use kernels::{Append, Batch, Configuration, Decode, Forward, MaskKind, Mma, Prefill, Sequencer};
+
+use super::{AppendSize, Call, Place, Ragged, Scene, SceneError, Weights};
+
+impl Scene {
+    /// Every scene that a mutant of a kernel is shown, the smallest first. A family that has none
+    /// of its own gets its small one.
+    pub fn unkind(kernel: &Configuration) -> Result<Vec<Scene>, SceneError> {
+        let small = Scene::small(kernel)?;
+        let more = match kernel {
+            Configuration::Forward(it) => scenes(forward(it)),
+            Configuration::Prefill(it) => scenes(prefill(it)),
+            Configuration::Mma(it) => scenes(mma(it)),
+            Configuration::Decode(it) => scenes(decode(it)),
+            Configuration::Append(it) => append(it),
+            Configuration::Combine(it) => {
+                // More parts than a warp has lanes; one; more rows than a block takes.
+                let sizes = [([1, 3, 2], 70), ([2, 19, 3], 1), ([1, 5, 1], 33), ([2, 7, 3], 5)];
+                sizes.into_iter().map(|(size, parts)| Scene::combine(*it, size, parts)).collect()
+            }
+            Configuration::Sequencer(it) => sequencer(it),
+            _ => Ok(Vec::new()),
+        };
+        Ok([small].into_iter().chain(more?).collect())
+    }
+}
+
+fn scenes(calls: Vec<Call>) -> Result<Vec<Scene>, SceneError> {
+    calls.iter().map(Call::scene).collect()
+}
+
+fn forward(it: &Forward) -> Vec<Call> {
+    let kernel = Configuration::Forward(*it);
+    let (rows, block) = (it.query_rows() as usize, it.key_block as usize);
+    let stages = it.stages as usize;
+    let call = |lengths, heads| Call::new(kernel, 1, lengths, heads);
+    let mut all = vec![
+        // Several tiles for each block of threads, of one block of keys, whole and not.
+        call([rows, block - 12], [7, 1]),
+        call([rows / 2, block], [5, 5]),
+        // Of two, and of several in turn.
+        call([rows + 5, 2 * block], [3, 1]),
+        Call::new(kernel, 2, [rows + 5, 3 * block + 1], [2, 1]),
+        // Maxima that rise.
+        Call { weights: Weights::Valley, ..call([rows - 1, 4 * block], [3, 1]) },
+        Call { weights: Weights::Spikes, ..call([rows - 1, 3 * block], [3, 1]) },
+        // A block of threads more than there are tiles.
+        call([rows, 2 * block - 3], [1, 1]).on(3),
+    ];
+    if stages > 2 {
+        all.push(call([rows, stages * block - 3], [5, 1]));
+    }
+    if it.rules.mask != MaskKind::Dense {
+        // Rows that see nothing; more keys than queries.
+        all.push(call([rows + 20, block + 3], [2, 1]));
+        all.push(call([rows / 2 + 1, 5 * block], [2, 1]));
+        if it.rules.mask == MaskKind::Local {
+            // A window within a block.
+            let narrow = Mask::window(Some(5), Some(2));
+            all.push(call([rows + 9, 4 * block], [3, 1]).with(|it| it.with_mask(narrow)));
+        }
+    } else {
+        all.extend(ends(block).map(|keys| call([rows / 2, keys], [3, 1])));
+    }
+    all
+}
+
+/// Keys that end at each of the columns that a lane has of a block.
+fn ends(block: usize) -> impl Iterator<Item = usize> {
+    (block..2 * block).filter(|keys| keys % 8 < 2)
+}
+
+fn prefill(it: &Prefill) -> Vec<Call> {
+    let kernel = Configuration::Prefill(*it);
+    let (rows, block) = (it.tile.query_rows() as usize, it.tile.key_block as usize);
+    let place = it.page_rows.map_or(Place::Apart, |it| Place::Paged(2 * it as usize));
+    let call = |queries: Vec<usize>, keys: Vec<usize>, heads| {
+        Call::ragged(kernel, Ragged::new(queries, keys).over(place), heads)
+    };
+    let open = |call: Call| call.with(|it| it.with_mask(Mask::NONE));
+    let window = Mask::window(Some(2 * block + 3), Some(3));
+    let mut all = vec![
+        // More tiles of one block of keys than there are blocks of threads.
+        open(call(vec![1, 5, rows, 3, 9, 7, 2], vec![block, 3, 1, block - 1, 9, 2, block], [2, 1])),
+        // Of two and of several blocks; windows; several heads of keys.
+        open(call(vec![rows + 3, 2, 1], vec![2 * block, 4 * block + 1, 3 * block], [2, 2])),
+        call(vec![rows + 3, 2, 0, 7], vec![4 * block + 5, block, 7, 0], [4, 2])
+            .with(|it| it.with_mask(window)),
+        // A window within a block.
+        call(vec![rows + 9, 3 * rows, 1], vec![4 * block + 5, 3 * rows, block], [1, 1])
+            .with(|it| it.with_mask(Mask::window(Some(5), Some(2)))),
+        // Blocks of threads with nothing to do.
+        call(vec![3, 1], vec![block + 1, 2], [1, 1]).on(5),
+        Call {
+            weights: Weights::Valley,
+            ..open(call(vec![rows, 1], vec![4 * block, 5 * block], [1, 1]))
+        },
+        Call {
+            weights: Weights::Spikes,
+            ..open(call(vec![rows, 1], vec![3 * block, block + 1], [1, 1]))
+        },
+        Call { hostile: true, ..call(vec![rows, 0, 1], vec![block, 0, 2 * block], [1, 1]) },
+    ];
+    if it.page_rows.is_none() {
+        // Equal lengths, of which no list tells.
+        all.push(Call::new(kernel, 2, [rows / 2 + 1, block + 3], [2, 1]));
+        // Keys behind positions of nobody, in entries.
+        let padding = vec![3, block, 1];
+        let ragged = Ragged::new(vec![rows + 1, 2, 3], vec![2 * block, 5, block]);
+        let behind = Ragged { padding, ..ragged.over(Place::Entries) };
+        all.push(Call::ragged(kernel, behind, [2, 1]));
+    }
+    all
+}
+
+fn mma(it: &Mma) -> Vec<Call> {
+    let kernel = Configuration::Mma(*it);
+    let (rows, block) = (it.query_rows() as usize, it.key_block as usize);
+    if it.batch != Batch::Equal {
+        let place = match it.batch {
+            Batch::Paged => Place::Paged(block / 2 - 1),
+            _ => Place::Apart,
+        };
+        let call = |queries: Vec<usize>, keys: Vec<usize>| {
+            Call::ragged(kernel, Ragged::new(queries, keys).over(place), [4, 2])
+        };
+        return vec![
+            call(vec![rows, 1, 5, 0], vec![block, 3 * block, 1, 7]),
+            Call { hostile: true, ..call(vec![rows, 0, 3], vec![block, 0, 2 * block]) },
+            Call { weights: Weights::Spikes, ..call(vec![rows, 3], vec![3 * block, 2 * block]) },
+            call(vec![2 * rows + 3], vec![6 * block + 5]),
+            Call {
+                weights: Weights::Valley,
+                ..call(vec![rows + 1, 2], vec![4 * block + 1, 2 * block])
+            },
+        ];
+    }
+    let call = |lengths, heads| Call::new(kernel, 1, lengths, heads);
+    let mut all = vec![
+        call([rows / 2, block], [2, 1]),
+        call([rows, 2 * block], [1, 1]),
+        Call::new(kernel, 2, [rows + 5, 3 * block + 3], [4, 2]),
+        Call::new(kernel, 2, [5, block - 3], [2, 2]),
+        call([rows, (it.ahead as usize + 2) * block - 1], [1, 1]),
+    ];
+    // Sums in f16 are not good enough for such scores.
+    if it.accumulate == ptx::Element::F32 {
+        all.push(Call { weights: Weights::Spikes, ..call([rows - 1, 3 * block], [1, 1]) });
+        all.push(Call { weights: Weights::Valley, ..call([rows - 1, 5 * block], [1, 1]) });
+    }
+    if it.rules.mask != MaskKind::Dense {
+        all.push(call([rows + 20, block / 2], [2, 1]));
+    } else {
+        all.push(call([3, 0], [1, 1]));
+        all.extend(ends(block).map(|keys| call([rows / 2, keys], [1, 1])));
+    }
+    all
+}
+
+fn decode(it: &Decode) -> Vec<Call> {
+    let kernel = Configuration::Decode(*it);
+    let tile = it.tile_keys as usize;
+    let round = tile * it.warps as usize;
+    let place = if it.paged { Place::Paged(tile - 3) } else { Place::Entries };
+    let call = |queries: Vec<usize>, keys: Vec<usize>, heads| {
+        Call::ragged(kernel, Ragged::new(queries, keys).over(place), heads)
+    };
+    let group = it.rows as usize;
+    let behind = Ragged {
+        padding: vec![7, 0, tile, 1],
+        ..Ragged::new(vec![1; 4], vec![2 * round + 3, 0, tile, 5]).over(place)
+    };
+    let mut many: Vec<usize> = (0..37).map(|index| index * 7 % 23).collect();
+    many[35] = 3 * round + 3;
+    let stages = it.stages as usize * round;
+    let listed = |query_place, key_place| {
+        let ragged = Ragged::new(vec![2, 0, 1, 3], vec![round + 3, 0, tile, 2 * round]);
+        let padding = vec![0, 0, 3, 0];
+        let ragged = Ragged { query_place, padding, ..ragged.over(key_place) };
+        Call { hostile: true, ..Call::ragged(kernel, ragged, [2, 1]).on(2) }
+    };
+    let mut all = vec![
+        listed(Place::Packed, place),
+        // More blocks of threads than there is work, and fewer.
+        call(vec![1, 1], vec![3, tile], [1, 1]).on(9),
+        call(vec![1; 3], vec![stages, 2 * stages + 1, stages - tile], [2, 1]).on(1),
+        // A window, several queries, more rows than a block has.
+        call(vec![3, 1, 2], vec![3 * round + 5, 2, round], [group, 2])
+            .on(5)
+            .with(|it| it.with_mask(Mask::window(Some(2 * round + 3), Some(1)))),
+        Call::ragged(kernel, behind, [3, 1]).on(3),
+        // Parts of many teams.
+        call(vec![1, 1], vec![20 * round + 5, 7], [3, 1]).on(9),
+        // More sequences than a warp has lanes.
+        call(vec![1; 37], many, [2, 1]).on(4),
+        Call {
+            weights: Weights::Valley,
+            ..call(vec![1, 1], vec![6 * round, 3 * round + 1], [2, 1]).on(3)
+        },
+        Call {
+            weights: Weights::Spikes,
+            ..call(vec![2, 1], vec![3 * round, round + 1], [2, 1]).on(3)
+        },
+    ];
+    if !it.paged {
+        // Packed keys; equal lengths, of which no list tells.
+        all.push(listed(Place::Padded, Place::Packed));
+        // Behind the last key of the last sequence there is no memory.
+        all.push(call(vec![1, 1], vec![3, round + 3], [1, 1]));
+        let last = Ragged::new(vec![1, 2], vec![3, round + 3]).over(Place::Padded);
+        all.push(Call::ragged(kernel, last, [1, 1]));
+        all.push(Call::new(kernel, 2, [2, 2 * round + 5], [4, 2]).on(3));
+    }
+    all
+}
+
+fn append(it: &Append) -> Result<Vec<Scene>, SceneError> {
+    let unordered = AppendSize { in_order: false, ..AppendSize::small() };
+    let hostile = AppendSize { lengths: vec![0, 5, 9, 6], hostile: true, ..AppendSize::small() };
+    let unlisted =
+        AppendSize { new: vec![3; 4], queries: vec![2; 4], listed: false, ..AppendSize::small() };
+    let long = AppendSize {
+        lengths: vec![0, 5, 9, 7, 31, 2],
+        new: vec![40, 1, 0, 4, 3, 17],
+        key_heads: 2,
+        page_size: 3,
+        capacity: 33,
+        heads: 4,
+        queries: vec![7, 3, 0, 2, 1, 33],
+        ..AppendSize::small()
+    };
+    let used = AppendSize { listed: false, hostile: true, ..AppendSize::small() };
+    [unordered, hostile, unlisted, used, long].iter().map(|size| Scene::append(*it, size)).collect()
+}
+
+/// Tiles are in one order only where no two cost the same: lengths beyond 1024 count in steps.
+fn sequencer(it: &Sequencer) -> Result<Vec<Scene>, SceneError> {
+    let batch = Scene::sequencer_batch();
+    let long = Ragged {
+        queries: vec![1, 9, 64, 3, 40, 2, 17],
+        keys: vec![1500, 3100, 1100, 2700, 2000, 600, 2300],
+        ..batch.clone()
+    };
+    // More sequences than one round takes, of which few have queries.
+    let many = Ragged {
+        queries: (0..1100usize).map(|index| index.is_multiple_of(171).into()).collect(),
+        keys: (0..1100).map(|index| 3 + index / 171 * 5).collect(),
+        ..batch
+    };
+    let none = Ragged { queries: vec![0, 0], keys: vec![7, 0], ..many.clone() };
+    let one = Ragged { queries: vec![1], keys: vec![1], ..many.clone() };
+    // More than a warp has lanes, of as many lengths, and of none where they begin.
+    let mixed = Ragged {
+        queries: (0..45).map(|index| index % 4).collect(),
+        keys: (0..45).map(|index| index * 7 % 47 + 1).collect(),
+        query_place: Place::Padded,
+        ..many.clone()
+    };
+    let mut all = vec![(one, 128), (none, 128), (mixed, 64), (many, 64)];
+    if it.mask != MaskKind::Chunked {
+        // In chunks these would cost the same.
+        let spread = Ragged {
+            queries: vec![1; 60],
+            keys: (0..60).map(|index| index * 7 % 60 * 17 + 4).collect(),
+            ..Scene::sequencer_batch()
+        };
+        all.extend([(spread, 64), (long, 64)]);
+    }
+    all.iter().map(|(ragged, rows)| Scene::sequencer(*it, ragged, *rows)).collect()
+}
