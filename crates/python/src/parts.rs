@@ -4,6 +4,7 @@ use flashcore::DType;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
+use crate::boundary::collect;
 use crate::view::{Element, Form, Memory, Order, Place, View};
 
 /// Parts of the same shape.
@@ -76,11 +77,12 @@ impl Parts {
         let dtype = dtype.or(out.map(|out| out.form.dtype)).unwrap_or(DType::F32);
         let [lse_step, by_batch, by_row, by_head, _] = lse.strides;
         let lse_form = sums(form.sizes, [by_batch, by_row, by_head], output.place);
-        let all = |memory: &Memory, step: i64, form| -> Vec<View> {
-            let at = |part| memory.address.wrapping_add((4 * step * part) as u64);
-            (0..parts).map(|part| View { address: at(part), form }).collect()
+        let all = |memory: &Memory, step: i64, form| -> PyResult<Vec<View>> {
+            let at = |part| memory.address.wrapping_add(4 * (step as u64).wrapping_mul(part));
+            let views = (0..parts as usize).map(|part| Ok(View { address: at(part as u64), form }));
+            collect(views)
         };
-        let (outputs, lses) = (all(output, step, form), all(lse, lse_step, lse_form));
+        let (outputs, lses) = (all(output, step, form)?, all(lse, lse_step, lse_form)?);
         Ok(Parts { outputs, lses, dtype, name: o })
     }
 
