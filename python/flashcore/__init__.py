@@ -254,9 +254,12 @@ def scaled_dot_product_attention(
         plain = False
     if not plain:
         _refuse(dropout_p=dropout_p)
-    if enable_gqa is not True and not _flag("enable_gqa", enable_gqa):
-        # Each look at a shape makes a new one. What is no tensor is named later.
-        given, expected = getattr(key, "shape", ()), getattr(query, "shape", ())
+    if enable_gqa is False or not _flag("enable_gqa", enable_gqa):
+        try:
+            # Each look at a shape makes a new one.
+            given, expected = key.shape, query.shape
+        except AttributeError:
+            given = expected = ()  # no tensors, which is said later
         if len(given) == len(expected) == 4 and given[1] != expected[1]:
             raise ValueError(
                 f"key has {given[1]} heads, expected the {expected[1]} of query unless enable_gqa=True"

@@ -63,8 +63,8 @@ _library.define(
 
 def _call(lse: bool, q: Any, k: Any, v: Any, scale: Any, causal: Any, others: tuple[Any, ...]) -> Any:
     numbers, lists, function = (others[:6], others[6:-1], others[-1]) if others else _PLAIN
-    left, right, *numbers = numbers
-    return _flashcore.attend((q, k, v, *lists), (scale, causal, (left, right), *numbers), function, lse, "dispatcher")
+    left, right, *rest = numbers
+    return _flashcore.attend((q, k, v, *lists), (scale, causal, (left, right), *rest), function, lse, "dispatcher")
 
 
 def _attention(q: Any, k: Any, v: Any, scale: Any = None, causal: Any = False, *others: Any) -> Any:
@@ -190,8 +190,8 @@ def attend(tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, ls
     }.get(function, ("q", "k", "v"))
     _refuse_gradients((*names, *_LISTS), tensors)
     operator = torch.ops.flashcore.attention_with_lse if lse else torch.ops.flashcore.attention
-    scale, causal, window_size, *others = numbers
-    numbers = (scale, causal, *window(window_size), *others)
+    scale, causal, window_size, *rest = numbers
+    numbers = (scale, causal, *window(window_size), *rest)
     others, _, plain = _PLAIN
     if function == plain and numbers[2:] == others and all(list is None for list in tensors[3:]):
         return operator.default(*tensors[:3], *numbers[:2])

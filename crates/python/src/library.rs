@@ -101,9 +101,7 @@ impl<'py> Library<'py> {
         Ok(Choice::Ours(match entrance {
             Entrance::Function => match Torch::way(py, given())? {
                 Way::Straight(found) => {
-                    for (name, tensor) in given() {
-                        found.refuse_gradient(tensor, name)?;
-                    }
+                    found.refuse_gradients(py, given())?;
                     torch(found)?
                 }
                 Way::Dispatcher => {

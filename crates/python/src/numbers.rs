@@ -25,19 +25,19 @@ pub(crate) type Window = (Option<usize>, Option<usize>);
 impl Numbers {
     /// Reads the scale, causal, window, chunk and cap of scores, and the most queries and keys.
     pub(crate) fn read(function: Function, numbers: &Bound<'_, PyTuple>) -> PyResult<Numbers> {
-        let (scale, causal, window, chunk, softcap, most_queries, most_keys) = numbers.extract()?;
+        let number = |at| numbers.get_borrowed_item(at);
         let (scale_name, causal_name) = match function {
             Function::PyTorch => ("scale", "is_causal"),
             _ => ("softmax_scale", "causal"),
         };
         Ok(Numbers {
-            scale: optional(scale, |scale| finite(scale_name, scale))?,
-            causal: flag(causal_name, &causal)?,
-            window: self::window(&window)?,
-            chunk: self::chunk(&chunk)?,
-            softcap: self::softcap(&softcap)?,
-            most_queries: optional(most_queries, |most| integer("max_seqlen_q", most))?,
-            most_keys: optional(most_keys, |most| integer("max_seqlen_k", most))?,
+            scale: optional(&*number(0)?, |scale| finite(scale_name, scale))?,
+            causal: flag(causal_name, &*number(1)?)?,
+            window: window(&*number(2)?)?,
+            chunk: chunk(&*number(3)?)?,
+            softcap: softcap(&*number(4)?)?,
+            most_queries: optional(&*number(5)?, |most| integer("max_seqlen_q", most))?,
+            most_keys: optional(&*number(6)?, |most| integer("max_seqlen_k", most))?,
         })
     }
 }
@@ -59,23 +59,23 @@ impl Flags {
     /// Reads whether neighbours are pairs, the causal mask, window and chunk, whether pages are
     /// called blocks, and the most queries.
     pub(crate) fn read(flags: &Bound<'_, PyTuple>) -> PyResult<Flags> {
-        let (interleaved, causal, window, chunk, blocks, most_queries) = flags.extract()?;
+        let item = |at| flags.get_borrowed_item(at);
         Ok(Flags {
-            interleaved: flag("rotary_interleaved", &interleaved)?,
-            advancing: flag("causal", &causal)?
-                | (self::window(&window)? != (None, None))
-                | (self::chunk(&chunk)? > 0),
-            blocks,
-            most_queries: optional(most_queries, |most| integer("max_seqlen_q", most))?,
+            interleaved: flag("rotary_interleaved", &*item(0)?)?,
+            advancing: flag("causal", &*item(1)?)?
+                | (window(&*item(2)?)? != (None, None))
+                | (chunk(&*item(3)?)? > 0),
+            blocks: item(4)?.extract()?,
+            most_queries: optional(&*item(5)?, |most| integer("max_seqlen_q", most))?,
         })
     }
 }
 
 fn optional<'py, T>(
-    value: Bound<'py, PyAny>,
+    value: &Bound<'py, PyAny>,
     read: impl FnOnce(&Bound<'py, PyAny>) -> PyResult<T>,
 ) -> PyResult<Option<T>> {
-    if value.is_none() { Ok(None) } else { read(&value).map(Some) }
+    if value.is_none() { Ok(None) } else { read(value).map(Some) }
 }
 
 /// True or False, Python's or NumPy's.
@@ -97,12 +97,10 @@ fn finite(name: &str, value: &Bound<'_, PyAny>) -> PyResult<f32> {
 
 fn softcap(value: &Bound<'_, PyAny>) -> PyResult<Option<f32>> {
     let cap = finite("softcap", value)?;
-    if cap > 0.0 {
-        return Ok(Some(cap));
-    }
-    // What only rounding makes nothing is not nothing.
-    match value.extract::<f64>()? == 0.0 {
-        true => Ok(None),
+    match cap > 0.0 {
+        true => Ok(Some(cap)),
+        // What only rounding makes nothing is not nothing.
+        false if value.extract::<f64>()? == 0.0 => Ok(None),
         false => Err(beyond("softcap", value, "a positive number, or 0")),
     }
 }
@@ -115,16 +113,19 @@ fn chunk(value: &Bound<'_, PyAny>) -> PyResult<usize> {
 
 fn window(value: &Bound<'_, PyAny>) -> PyResult<Window> {
     let (name, expected) = ("window_size", "two whole numbers, (left, right)");
-    let pair = match (value.cast::<PyTuple>(), value.cast::<PyList>()) {
-        (Ok(tuple), _) if tuple.len() == 2 => [tuple.get_item(0)?, tuple.get_item(1)?],
-        (_, Ok(list)) if list.len() == 2 => [list.get_item(0)?, list.get_item(1)?],
-        _ => return Err(beyond(name, value, expected)),
-    };
     let side = |side: &Bound<'_, PyAny>| -> PyResult<Option<usize>> {
         let keys: i64 = side.extract().map_err(|error| unfit(error, name, value, expected))?;
         Ok(usize::try_from(keys).ok())
     };
-    Ok((side(&pair[0])?, side(&pair[1])?))
+    if let Ok(pair) = value.cast::<PyTuple>()
+        && pair.len() == 2
+    {
+        return Ok((side(&*pair.get_borrowed_item(0)?)?, side(&*pair.get_borrowed_item(1)?)?));
+    }
+    match value.cast::<PyList>() {
+        Ok(pair) if pair.len() == 2 => Ok((side(&pair.get_item(0)?)?, side(&pair.get_item(1)?)?)),
+        _ => Err(beyond(name, value, expected)),
+    }
 }
 
 /// A number that is too large, or no number.
