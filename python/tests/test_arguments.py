@@ -302,3 +302,14 @@ def test_lists_need_not_be_aligned():
     assert not crooked.flags.aligned
     found = flashcore.flash_attn_varlen_func(**{**good, "cu_seqlens_q": crooked, "cu_seqlens_k": crooked})
     assert np.array_equal(found, expected)
+
+
+def test_what_lies_backwards_is_named():
+    parts, sums = floats(3, 2, 6, 2, 16), floats(3, 2, 6, 2)
+    for axis in range(4):
+        with pytest.raises(ValueError, match="out_partial has a negative stride"):
+            flashcore.flash_attn_combine(np.flip(parts, axis), sums)
+        with pytest.raises(ValueError, match="lse_partial has a negative stride"):
+            flashcore.flash_attn_combine(parts, np.flip(sums, axis))
+    with pytest.raises(ValueError, match="lse_b has a negative stride"):
+        flashcore.flash_attn_merge(parts[0], sums[0].swapaxes(1, 2), parts[1], np.flip(sums[1].swapaxes(1, 2), 1))

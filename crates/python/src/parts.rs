@@ -136,12 +136,18 @@ pub(crate) fn sums([batch, length, heads, _]: [i64; 4], strides: [i64; 3], place
     Form { sizes, strides, dtype: DType::F32, place }
 }
 
-/// Refuses other elements than f32.
+/// Refuses other elements than f32, and those that lie backwards.
 fn wide(name: &str, memory: &Memory) -> PyResult<()> {
-    match memory.element {
-        Element::Float(DType::F32) => Ok(()),
-        other => {
-            Err(PyTypeError::new_err(format!("{name} has element type {other}, expected float32")))
-        }
+    if memory.element != Element::Float(DType::F32) {
+        let given = memory.element;
+        return Err(PyTypeError::new_err(format!(
+            "{name} has element type {given}, expected float32"
+        )));
+    }
+    match memory.strides().iter().any(|stride| *stride < 0) {
+        false => Ok(()),
+        true => Err(PyValueError::new_err(format!(
+            "{name} has a negative stride, expected none: copy it"
+        ))),
     }
 }
