@@ -62,8 +62,9 @@ fn long_runs_end_when_they_are_cancelled() {
     let (query, keys) =
         (repeated(Shape::new(1, 1, 8, 64)), repeated(Shape::new(1, 1 << 40, 2, 64)));
     let few = cancelled(|cancellation| run(Inputs::new(&query, &keys, &keys), cancellation));
-    // A tile takes well under a millisecond; the machine may have other things to do.
-    assert!(many.max(few) < Duration::from_millis(200), "{many:?}, {few:?}");
+    // A tile takes milliseconds in a build for tests, a task several seconds. The machine may have
+    // other things to do.
+    assert!(many.max(few) < Duration::from_secs(2), "{many:?}, {few:?}");
 
     let rows = Shape::new(1, 1 << 20, 4, 8);
     let part = Tensor::zeros(DType::F32, rows).unwrap();
