@@ -27,7 +27,7 @@ def main():
     q, k, v = (torch.randn(1, 64, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     heads_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
     operator = torch.ops.flashcore.attention.default
-    tensors, numbers = (q, k, v, *(None,) * 9), (None, True, -1, -1, 0, 0.0, None, None)
+    tensors, numbers = (q, k, v, *(None,) * 9), (None, True, (-1, -1), 0, 0.0, None, None)
     # Decode: a token for each of two sequences, over a cache in pages.
     ints = lambda *numbers: torch.tensor(numbers, dtype=torch.int32, device="cuda")
     token, new = q[:, :2].transpose(0, 1), k[:, :2].transpose(0, 1)

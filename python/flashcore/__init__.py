@@ -12,13 +12,26 @@ name otherwise.
 from __future__ import annotations
 
 import atexit as _atexit
+import os as _os
 from collections.abc import Sequence
 from typing import Any
 
+try:
+    from . import _flashcore
+except ImportError as error:
+    if error.name != __name__:
+        raise
+    raise ImportError(
+        "these are the sources of flashcore, without its extension module: build and install it with "
+        "`pip install .`, and start Python in another folder than this one's parent"
+    ) from None
+
+from ._arguments import flag as _flag
 from ._arguments import refusal as _refusal
 from ._arguments import refuse as _refuse
-from ._arguments import window as _window
+from ._flashcore import VERSION as _VERSION
 from ._flashcore import finish_compiling as _finish_compiling
+from ._flashcore import forked as _forked
 from ._flashcore import info as _info
 from ._serving import (
     _torch,
@@ -43,9 +56,11 @@ __all__ = [
     "scaled_dot_product_attention",
 ]
 
-__version__: str = _info()["version"]
+__version__: str = _VERSION
 
 _atexit.register(_finish_compiling)
+if hasattr(_os, "register_at_fork"):
+    _os.register_at_fork(after_in_child=_forked)
 
 
 def flash_attn_func(
@@ -101,16 +116,20 @@ def flash_attn_func(
         ``return_attn_probs`` also the log-sum-exp of each row of scaled scores, (batch, heads,
         queries) in float32, and None.
     """
-    if (
-        dropout_p
-        or qv is not None
-        or q_descale is not None
-        or k_descale is not None
-        or v_descale is not None
-        or num_splits != 1
-        or pack_gqa is not None
-        or sm_margin
-    ):
+    try:
+        plain = (
+            not dropout_p
+            and qv is None
+            and q_descale is None
+            and k_descale is None
+            and v_descale is None
+            and num_splits == 1
+            and pack_gqa is None
+            and not sm_margin
+        )
+    except Exception:  # a tensor in the place of a number
+        plain = False
+    if not plain:
         _refuse(
             dropout_p=dropout_p,
             qv=qv,
@@ -121,10 +140,11 @@ def flash_attn_func(
             pack_gqa=pack_gqa,
             sm_margin=sm_margin,
         )
-    left, right = (-1, -1) if window_size == (-1, -1) else _window(window_size)
+    if deterministic is not False:
+        _flag("deterministic", deterministic)
     result = _attend(
         (q, k, v, None, None, None, None, None, None, None, alibi_slopes, s_aux),
-        (softmax_scale, causal, left, right, attention_chunk, softcap, None, None),
+        (softmax_scale, causal, window_size, attention_chunk, softcap, None, None),
         "flash_attn_func",
         return_attn_probs,
     )
@@ -144,16 +164,12 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """:func:`flash_attn_func` of a tensor (batch, length, 3, heads, head dim)."""
     _unpackable("qkv", qkv, 3)
-    return flash_attn_func(
-        qkv[:, :, 0],
-        qkv[:, :, 1],
-        qkv[:, :, 2],
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
+    return _packed(
+        (qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]),
+        (softmax_scale, causal, window_size, 0, softcap, None, None),
+        "flash_attn_qkvpacked_func",
         alibi_slopes,
+        dropout_p,
         deterministic,
         return_attn_probs,
     )
@@ -173,19 +189,33 @@ def flash_attn_kvpacked_func(
 ) -> Any:
     """:func:`flash_attn_func` of ``q`` and a tensor (batch, keys, 2, key heads, head dim)."""
     _unpackable("kv", kv, 2)
-    return flash_attn_func(
-        q,
-        kv[:, :, 0],
-        kv[:, :, 1],
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
+    return _packed(
+        (q, kv[:, :, 0], kv[:, :, 1]),
+        (softmax_scale, causal, window_size, 0, softcap, None, None),
+        "flash_attn_kvpacked_func",
         alibi_slopes,
+        dropout_p,
         deterministic,
         return_attn_probs,
     )
+
+
+def _packed(
+    tensors: tuple[Any, Any, Any],
+    numbers: tuple[Any, ...],
+    function: str,
+    alibi_slopes: Any,
+    dropout_p: Any,
+    deterministic: Any,
+    lse: Any,
+) -> Any:
+    """Attention over parts of packed tensors."""
+    _refuse(dropout_p=dropout_p)
+    _flag("deterministic", deterministic)
+    result = _attend(
+        (*tensors, None, None, None, None, None, None, None, alibi_slopes, None), numbers, function, lse
+    )
+    return (*result, None) if lse else result
 
 
 def _unpackable(name: str, packed: Any, count: int) -> None:
@@ -217,19 +247,26 @@ def scaled_dot_product_attention(
     queries than keys are refused.
     """
     if attn_mask is not None:
-        raise _refusal("attn_mask", "a tensor", None)
-    if dropout_p:
-        raise _refusal("dropout_p", dropout_p, 0.0)
-    if not enable_gqa:
-        # Each look at a shape makes a new one.
-        given, expected = key.shape, query.shape
+        raise _refusal("attn_mask", attn_mask, None)
+    try:
+        plain = not dropout_p
+    except Exception:  # a tensor in the place of a number
+        plain = False
+    if not plain:
+        _refuse(dropout_p=dropout_p)
+    if enable_gqa is False or not _flag("enable_gqa", enable_gqa):
+        try:
+            # Each look at a shape makes a new one.
+            given, expected = key.shape, query.shape
+        except AttributeError:
+            given = expected = ()  # no tensors, which is said later
         if len(given) == len(expected) == 4 and given[1] != expected[1]:
             raise ValueError(
                 f"key has {given[1]} heads, expected the {expected[1]} of query unless enable_gqa=True"
             )
     return _attend(
         (query, key, value, None, None, None, None, None, None, None, None, None),
-        (scale, is_causal, -1, -1, 0, 0.0, None, None),
+        (scale, is_causal, (-1, -1), 0, 0.0, None, None),
         "scaled_dot_product_attention",
         False,
     )

@@ -15,23 +15,43 @@ _DEFAULTS: dict[str, object] = {
 
 def refusal(name: str, value: object, default: object) -> NotImplementedError:
     """The error for a value that is not served."""
-    return NotImplementedError(f"{name}={value!r} is not supported yet, expected {default!r}")
+    return NotImplementedError(f"{name}={_shown(value)} is not supported yet, expected {default!r}")
 
 
 def refuse(**arguments: object) -> None:
     """Refuses the first argument that is not at its default."""
     for name, value in arguments.items():
         default = _DEFAULTS.get(name)
-        if value is None and default is None:
-            continue
-        if default is None or value != default:
-            shown = value if isinstance(value, (bool, int, float)) else "a tensor"
-            raise refusal(name, shown, default)
+        if not _equal(value, default):
+            raise refusal(name, value, default)
+
+
+def _equal(value: object, default: object) -> bool:
+    """Whether a value is the default: of a tensor, not asked."""
+    if value is None or default is None:
+        return value is default
+    try:
+        return bool(value == default)
+    except Exception:
+        return False
+
+
+def _shown(value: object) -> str:
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else f"a {type(value)}"
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False, Python's or NumPy's."""
+    if isinstance(value, bool):
+        return value
+    if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
+    raise TypeError(f"{name}={_shown(value)}, expected True or False")
 
 
 def window(window_size: Any) -> tuple[int, int]:
-    """Keys before and after a query's own, or an error that names the argument."""
+    """Keys before and after a query's own, for PyTorch's operators, or an error that names it."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ValueError(f"window_size={window_size!r}, expected two numbers, (left, right)")
+        raise ValueError(f"window_size={_shown(window_size)}, expected two whole numbers, (left, right)")
     left, right = window_size
     return left, right

@@ -9,7 +9,7 @@ from typing import Any
 from . import _flashcore
 
 
-def attend(tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool) -> Any:
+def attend(tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: Any) -> Any:
     """Output, or output and log-sum-exps, of the kind that the queries are."""
     exchange = _Exchange(tensors[0])
     result = _flashcore.attend(exchange.give(tensors), numbers, function, lse, exchange.entrance())
@@ -19,13 +19,13 @@ def attend(tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, ls
     return exchange.take(output), exchange.take(sums)
 
 
-def append(tensors: tuple[Any, ...], flags: tuple[bool, bool], most: int | None) -> Any:
+def append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
     """Writes new keys and values into arrays, in place."""
     for name, cache in zip(("k_cache", "v_cache"), tensors):
         if _library(cache) in ("jax", "jaxlib"):
             raise TypeError(f"{name} is a {type(cache)}, which cannot be written, expected k=None")
     exchange = _Exchange(tensors[0])
-    rotated, lengths = _flashcore.append(exchange.give(tensors), flags, most, exchange.entrance())
+    rotated, lengths = _flashcore.append(exchange.give(tensors), flags, exchange.entrance())
     return None if rotated is None else exchange.take(rotated), exchange.take(lengths)
 
 
@@ -46,11 +46,11 @@ def merge(tensors: tuple[Any, ...]) -> Any:
     return exchange.take(output), exchange.take(sums)
 
 
-def full(count: int, value: int, like: Any) -> Any:
+def full(name: str, count: int, value: int, like: Any) -> Any:
     """A list of one number."""
     namespace = _namespace(like)
     if not hasattr(namespace, "full"):
-        raise TypeError(f"{type(like)} has no function `full`, expected a list instead of a number")
+        raise TypeError(f"{name} is a number, expected a list: {type(like)} has no function `full`")
     return namespace.full((count,), value, dtype=namespace.int32)
 
 

@@ -2,15 +2,20 @@ from typing import Any, final
 
 __all__ = [
     "Array",
+    "VERSION",
     "adopt_torch",
     "append",
     "attend",
     "combine",
     "finish_compiling",
+    "forked",
     "info",
     "merge",
+    "panic",
     "plan_for",
 ]
+
+VERSION: str
 
 @final
 class Array:
@@ -26,15 +31,17 @@ class Array:
 
 def adopt_torch(torch: Any) -> None: ...
 def attend(
-    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, entrance: str, /
+    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: Any, entrance: str, /
 ) -> Any: ...
 def plan_for(
     tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, chip: str, /
 ) -> tuple[str, str, str | None, str]: ...
 def append(
-    tensors: tuple[Any, ...], flags: tuple[bool, bool], max_seqlen_q: int | None, entrance: str, /
+    tensors: tuple[Any, ...], flags: tuple[Any, ...], entrance: str, /
 ) -> Any: ...
 def combine(tensors: tuple[Any, ...], dtype: str | None, entrance: str, /) -> Any: ...
 def merge(tensors: tuple[Any, ...], entrance: str, /) -> Any: ...
 def finish_compiling() -> None: ...
+def forked() -> None: ...
+def panic(text: str) -> None: ...
 def info() -> dict[str, Any]: ...

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import _arrays, _flashcore
-from ._arguments import refusal, refuse, window
+from ._arguments import flag, refusal, refuse
 
 try:
     from . import _torch as _torch
@@ -100,16 +100,20 @@ def flash_attn_varlen_func(
         As ``q``, with the head dim of ``v``; the log-sum-exps are (heads, queries of all
         sequences) in float32.
     """
-    if (
-        qv is not None
-        or q_descale is not None
-        or k_descale is not None
-        or v_descale is not None
-        or num_splits != 1
-        or pack_gqa is not None
-        or sm_margin
-        or dropout_p
-    ):
+    try:
+        plain = (
+            qv is None
+            and q_descale is None
+            and k_descale is None
+            and v_descale is None
+            and num_splits == 1
+            and pack_gqa is None
+            and not sm_margin
+            and not dropout_p
+        )
+    except Exception:  # a tensor in the place of a number
+        plain = False
+    if not plain:
         refuse(
             qv=qv,
             q_descale=q_descale,
@@ -120,11 +124,14 @@ def flash_attn_varlen_func(
             sm_margin=sm_margin,
             dropout_p=dropout_p,
         )
+    if deterministic is not False:
+        flag("deterministic", deterministic)
     if block_table is not None:
         if seqused_k is None and cu_seqlens_k is not None:
-            seqused_k = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+            seqused_k = _lengths(cu_seqlens_k, _sequences(q, cu_seqlens_q))
         cu_seqlens_k = None
-    left, right = window(window_size)
+    if return_softmax_lse is not False and flag("return_softmax_lse", return_softmax_lse):
+        return_attn_probs = flag("return_attn_probs", return_attn_probs) or True
     return attend(
         (
             q,
@@ -140,9 +147,9 @@ def flash_attn_varlen_func(
             alibi_slopes,
             s_aux,
         ),
-        (softmax_scale, causal, left, right, attention_chunk, softcap, max_seqlen_q, max_seqlen_k),
+        (softmax_scale, causal, window_size, attention_chunk, softcap, max_seqlen_q, max_seqlen_k),
         "flash_attn_varlen_func",
-        return_attn_probs or return_softmax_lse,
+        return_attn_probs,
     )
 
 
@@ -223,16 +230,20 @@ def flash_attn_with_kvcache(
         As ``q``, with the head dim of ``v_cache``; the log-sum-exps are (sequences, heads, queries)
         or (heads, queries of all sequences) in float32.
     """
-    if num_splits != 0:
-        raise refusal("num_splits", num_splits, 0)
-    if (
-        qv is not None
-        or q_descale is not None
-        or k_descale is not None
-        or v_descale is not None
-        or pack_gqa is not None
-        or sm_margin
-    ):
+    try:
+        plain = (
+            qv is None
+            and q_descale is None
+            and k_descale is None
+            and v_descale is None
+            and num_splits == 0
+            and pack_gqa is None
+            and not sm_margin
+        )
+    except Exception:  # a tensor in the place of a number
+        plain = False
+    if not plain:
+        _refuse_splits(num_splits)
         refuse(
             qv=qv,
             q_descale=q_descale,
@@ -246,12 +257,10 @@ def flash_attn_with_kvcache(
             raise ValueError("block_table was given with page_table, expected one of the two names")
         page_table = block_table
     if isinstance(cache_seqlens, int):
-        cache_seqlens = _full(_sequences(q, cu_seqlens_q), cache_seqlens, k_cache)
+        cache_seqlens = _full("cache_seqlens", _sequences(q, cu_seqlens_q), cache_seqlens, "k_cache", k_cache)
     if scheduler_metadata is not None:
         _check_metadata(scheduler_metadata, _sequences(q, cu_seqlens_q))
-    left, right = window(window_size)
     if k is not None or v is not None:
-        advancing = causal or left >= 0 or right >= 0 or attention_chunk > 0
         rotated, cache_seqlens = _append(
             (
                 k_cache,
@@ -268,8 +277,7 @@ def flash_attn_with_kvcache(
                 rotary_sin,
                 rotary_seqlens,
             ),
-            (rotary_interleaved, advancing),
-            max_seqlen_q,
+            (rotary_interleaved, causal, window_size, attention_chunk, block_table is not None, max_seqlen_q),
         )
         q = q if rotated is None else rotated
     else:
@@ -294,21 +302,21 @@ def flash_attn_with_kvcache(
             alibi_slopes,
             s_aux,
         ),
-        (softmax_scale, causal, left, right, attention_chunk, softcap, max_seqlen_q, None),
-        "flash_attn_with_kvcache",
+        (softmax_scale, causal, window_size, attention_chunk, softcap, max_seqlen_q, None),
+        "flash_attn_with_kvcache" if block_table is None else "flash_attn_with_kvcache, block_table",
         return_softmax_lse,
     )
 
 
-def _append(tensors: tuple[Any, ...], flags: tuple[bool, bool], most: int | None) -> Any:
+def _append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
     """Writes new keys and values: the queries, rotated or None, and the new lengths."""
     if is_compiling():
-        return _torch.append(tensors, flags, most)
-    result = _flashcore.append(tensors, flags, most, "function")
+        return _torch.append(tensors, flags)
+    result = _flashcore.append(tensors, flags, "function")
     if result is None:
-        return _arrays.append(tensors, flags, most)
+        return _arrays.append(tensors, flags)
     if result is NotImplemented:
-        return _torch.append(tensors, flags, most)
+        return _torch.append(tensors, flags)
     return result
 
 
@@ -318,16 +326,69 @@ def _refuse_without_new(**arguments: object) -> None:
             raise ValueError(f"{name} was given without k and v, expected them with it")
 
 
+def _refuse_splits(num_splits: Any) -> None:
+    """Refuses another number than FlashAttention's default for caches."""
+    try:
+        plain = bool(num_splits == 0)
+    except Exception:  # a tensor in the place of a number
+        plain = False
+    if not plain:
+        raise refusal("num_splits", num_splits, 0)
+
+
 def _sequences(q: Any, cu_seqlens_q: Any) -> int:
     """How many sequences a call is about."""
-    return int(q.shape[0]) if cu_seqlens_q is None else int(cu_seqlens_q.shape[0]) - 1
+    if cu_seqlens_q is not None:
+        return _starts("cu_seqlens_q", cu_seqlens_q)
+    shape = getattr(q, "shape", None)
+    if shape is None:
+        raise TypeError(f"q is a {type(q)}, expected a tensor")
+    if len(shape) == 0:
+        raise ValueError("q has 0 dimensions, expected 4")
+    return int(shape[0])
 
 
-def _full(count: int, value: int, like: Any) -> Any:
-    """A list of one number on the device of another tensor."""
+def _starts(name: str, starts: Any) -> int:
+    """The sequences whose starts a list has, which has one more: where the last one ends."""
+    _check_integers(name, starts)
+    if len(starts.shape) != 1:
+        raise ValueError(f"{name} has {len(starts.shape)} dimensions, expected 1")
+    if starts.shape[0] == 0:
+        raise ValueError(f"{name} is empty, expected a start at least")
+    return int(starts.shape[0]) - 1
+
+
+def _check_integers(name: str, tensor: Any) -> None:
+    """Refuses what is no tensor of int32, or hides some of them."""
+    shape, dtype = getattr(tensor, "shape", None), getattr(tensor, "dtype", None)
+    if shape is None or dtype is None:
+        raise TypeError(f"{name} is a {type(tensor)}, expected a tensor of int32")
+    if _name(dtype) != "int32" or not getattr(dtype, "isnative", True):
+        raise TypeError(f"{name} has element type {dtype}, expected int32")
+    if any(kind.__name__ == "MaskedArray" for kind in type(tensor).__mro__):
+        raise TypeError(f"{name} is a masked array, expected one without a mask: what it hides would be seen")
+
+
+def _lengths(cu_seqlens_k: Any, sequences: int) -> Any:
+    """The lengths of sequences from where their keys begin."""
+    given = _starts("cu_seqlens_k", cu_seqlens_k)
+    if given != sequences:
+        raise ValueError(
+            f"cu_seqlens_k has {given + 1} entries, expected {sequences + 1} for {sequences} sequences "
+            "as cu_seqlens_q has"
+        )
+    return cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+
+
+def _full(name: str, count: int, value: int, first: str, like: Any) -> Any:
+    """A list of one number, an argument, in the memory of another tensor."""
+    if not -(2**31) <= value < 2**31:
+        raise ValueError(f"{name}={value}, expected a number of 32 bits")
     if _torch is not None and _torch.is_tensor(like):
         return _torch.full(count, value, like)
-    return _arrays.full(count, value, like)
+    if not hasattr(like, "__dlpack__"):
+        raise TypeError(f"{first} is a {type(like)}, expected a tensor with __dlpack__")
+    return _arrays.full(name, count, value, like)
 
 
 def get_scheduler_metadata(
@@ -359,21 +420,21 @@ def get_scheduler_metadata(
     from the lengths when they run: the answer is a list of zeros, (batch_size,) in int32, which the
     function checks and does not need.
     """
-    if num_splits != 0:
-        raise refusal("num_splits", num_splits, 0)
+    _refuse_splits(num_splits)
     refuse(pack_gqa=pack_gqa, sm_margin=sm_margin)
-    if _name(getattr(cache_seqlens, "dtype", None)) != "int32":
-        raise TypeError("cache_seqlens has another element type, expected a tensor of int32")
+    if not isinstance(batch_size, int):
+        raise TypeError(f"batch_size is a {type(batch_size)}, expected a whole number")
+    _check_integers("cache_seqlens", cache_seqlens)
     if tuple(cache_seqlens.shape) != (batch_size,):
         raise ValueError(
             f"cache_seqlens has shape {list(cache_seqlens.shape)}, expected [{batch_size}]"
         )
-    return _full(batch_size, 0, cache_seqlens)
+    return _full("batch_size", batch_size, 0, "cache_seqlens", cache_seqlens)
 
 
 def _check_metadata(metadata: Any, sequences: int) -> None:
-    shape = getattr(metadata, "shape", None)
-    if shape is None or _name(metadata.dtype) != "int32" or tuple(shape) != (sequences,):
+    _check_integers("scheduler_metadata", metadata)
+    if tuple(metadata.shape) != (sequences,):
         raise ValueError(
             f"scheduler_metadata is not what get_scheduler_metadata gives for {sequences} "
             f"sequences, expected [{sequences}] of int32"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from . import _flashcore
+from ._arguments import window
 
 _flashcore.adopt_torch(torch)
 
@@ -62,7 +63,8 @@ _library.define(
 
 def _call(lse: bool, q: Any, k: Any, v: Any, scale: Any, causal: Any, others: tuple[Any, ...]) -> Any:
     numbers, lists, function = (others[:6], others[6:-1], others[-1]) if others else _PLAIN
-    return _flashcore.attend((q, k, v, *lists), (scale, causal, *numbers), function, lse, "dispatcher")
+    left, right, *rest = numbers
+    return _flashcore.attend((q, k, v, *lists), (scale, causal, (left, right), *rest), function, lse, "dispatcher")
 
 
 def _attention(q: Any, k: Any, v: Any, scale: Any = None, causal: Any = False, *others: Any) -> Any:
@@ -95,7 +97,10 @@ def _no_backward(context: Any, *gradients: Any) -> Any:
 
 
 def _append(*arguments: Any) -> Any:
-    rotated, lengths = _flashcore.append(arguments[:13], arguments[13:15], arguments[15], "dispatcher")
+    interleaved, advancing, most = arguments[13:]
+    # A causal mask stands for all that makes queries advance.
+    flags = (interleaved, advancing, (-1, -1), 0, False, most)
+    rotated, lengths = _flashcore.append(arguments[:13], flags, "dispatcher")
     return arguments[4].new_empty(0) if rotated is None else rotated, lengths
 
 
@@ -178,24 +183,32 @@ def attend(tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, ls
     """Attention through the dispatcher."""
     names = {
         "flash_attn_with_kvcache": ("q", "k_cache", "v_cache"),
+        "flash_attn_with_kvcache, block_table": ("q", "k_cache", "v_cache"),
         "scaled_dot_product_attention": ("query", "key", "value"),
+        "flash_attn_qkvpacked_func": ("qkv", "qkv", "qkv"),
+        "flash_attn_kvpacked_func": ("q", "kv", "kv"),
     }.get(function, ("q", "k", "v"))
     _refuse_gradients((*names, *_LISTS), tensors)
     operator = torch.ops.flashcore.attention_with_lse if lse else torch.ops.flashcore.attention
+    scale, causal, window_size, *rest = numbers
+    numbers = (scale, causal, *window(window_size), *rest)
     others, _, plain = _PLAIN
     if function == plain and numbers[2:] == others and all(list is None for list in tensors[3:]):
         return operator.default(*tensors[:3], *numbers[:2])
     return operator.all(*tensors[:3], *numbers, *tensors[3:], function)
 
 
-def append(tensors: tuple[Any, ...], flags: tuple[bool, bool], most: int | None) -> Any:
+def append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
     """New keys and values through the dispatcher: the queries, rotated or None, and the lengths."""
     names = ("k_cache", "v_cache", "k", "v", "q", "cache_seqlens")
     for name, tensor in zip(names, tensors):
         if tensor is None:
             raise ValueError(f"{name} is None, expected a tensor with k and v")
     _refuse_gradients(names, tensors)
-    rotated, lengths = torch.ops.flashcore.append(*tensors, *flags, most)
+    interleaved, causal, window_size, chunk, _, most = flags
+    left, right = window(window_size)
+    advancing = causal or left >= 0 or right >= 0 or chunk > 0
+    rotated, lengths = torch.ops.flashcore.append(*tensors, interleaved, advancing, most)
     return None if tensors[10] is None else rotated, lengths
 
 

@@ -1,8 +1,17 @@
 """What the tests share. Those that need PyTorch or a GPU skip themselves where there is none."""
 
 import importlib.util
+import sys
+from pathlib import Path
 
 import pytest
+
+# `python -m pytest` looks in the current folder first. Where that is the folder of the sources, and
+# they have no extension module, the installed package is meant.
+SOURCES = Path(__file__).parents[1]
+if not list((SOURCES / "flashcore").glob("_flashcore*.so")):
+    sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != SOURCES]
+
 
 
 def pytest_collection_modifyitems(items):

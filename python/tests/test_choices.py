@@ -72,7 +72,7 @@ def call(text, order="contiguous"):
     sides = words.get("window", ":0" if "causal" in words else ":").split(":")
     left, right = (int(side or -1) for side in sides)
     scale = float(words["scale"]) if "scale" in words else None
-    rules = (scale, (left, right) == (-1, 0), left, right, size("chunk", 0), float(words.get("softcap", 0)))
+    rules = (scale, (left, right) == (-1, 0), (left, right), size("chunk", 0), float(words.get("softcap", 0)))
     plain = not any(word in words for word in ("queries", "keys", "query_lengths", "key_lengths", "left_padding"))
     function = "flash_attn_func" if plain else "flash_attn_varlen_func"
     return tensors, (*rules, queries, keys), function

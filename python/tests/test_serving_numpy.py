@@ -123,7 +123,7 @@ def test_windows_that_have_a_name():
     assert np.array_equal(flash_attn_func(q, k, v, window_size=(-1, 0)), flash_attn_func(q, k, v, causal=True))
     assert np.array_equal(flash_attn_func(q, k, v, window_size=[-1, -1]), flash_attn_func(q, k, v))
     for wrong in [(1, 2, 3), (4,), 5, None]:
-        with pytest.raises(ValueError, match=r"window_size=.* expected two numbers, \(left, right\)"):
+        with pytest.raises(ValueError, match=r"window_size=.* expected two whole numbers, \(left, right\)"):
             flash_attn_func(q, k, v, window_size=wrong)
     assert np.array_equal(
         flash_attn_func(q, k, v, causal=True, window_size=(7, 9)), flash_attn_func(q, k, v, window_size=(7, 0))
@@ -381,7 +381,7 @@ def test_the_good_call_is_good():
         (lambda a: {"q": random(2, 3, 4, 8)}, ValueError, "k_cache has head dim 16, expected the 8 of q"),
         (lambda a: {"alibi_slopes": random(3)}, ValueError, r"alibi_slopes has shape \[3\], expected \[4\] or \[2, 4\]"),
         (lambda a: {"s_aux": random(4).astype(np.float64)}, TypeError, "s_aux has element type float64, expected float32"),
-        (lambda a: {"softcap": -1.0}, ValueError, "softcap must be positive"),
+        (lambda a: {"softcap": -1.0}, ValueError, "softcap=-.*, expected a positive number"),
         (lambda a: {"attention_chunk": -1}, ValueError, "attention_chunk=-1, expected no negative number"),
     ],
 )  # fmt: skip
@@ -451,7 +451,7 @@ def test_a_cache_must_be_writable():
     q, cache, new = random(1, 1, 2, 16), random(1, 8, 2, 16), random(1, 1, 2, 16)
     cache.flags.writeable = False
     flash_attn_with_kvcache(q, cache, cache, cache_seqlens=4)
-    with pytest.raises(BufferError, match="k_cache is read-only"):
+    with pytest.raises(ValueError, match="k_cache is read-only"):
         flash_attn_with_kvcache(q, cache, cache, new, new, cache_seqlens=4)
 
 

@@ -21,6 +21,10 @@ const LINKER: [&str; 1] = ["ziglang==0.17.0"];
 /// Tests the package.
 const TEST: [&str; 4] = ["ml_dtypes==0.6.0", "mypy==2.4.1", "numpy==2.4.6", "pytest==9.2.0"];
 
+/// The libraries whose tensors it takes: gigabytes, fetched once. PyTorch is the release that the GPU
+/// tests run with.
+const LIBRARIES: [&str; 2] = ["jax==0.10.2", "torch==2.11.0"];
+
 /// The oldest systems that the wheel is for: glibc 2.17, the first that Rust's library takes.
 const COMPATIBILITY: &str = "manylinux2014";
 
@@ -48,9 +52,9 @@ pub(crate) fn wheel() -> Outcome {
 }
 
 /// Builds a wheel as a user's `pip install .` would, installs it, and runs its tests and the type
-/// checker over it; gives the last line of the tests.
+/// checker over it; says how many tests ran, and how many did not and why.
 pub(crate) fn test(verbose: bool) -> Result<String, String> {
-    let python = environment(&[&BUILD[..], &TEST[..]].concat())?;
+    let python = environment(&[&BUILD[..], &TEST[..], &LIBRARIES[..]].concat())?;
     let folder = tools::folder().join("wheel");
     empty(&folder)?;
     let run = |command: Command| -> Result<Done, String> {
@@ -76,9 +80,56 @@ pub(crate) fn test(verbose: bool) -> Result<String, String> {
     stubs.args(["-m", "mypy.stubtest", "flashcore._flashcore"]);
     run(stubs)?;
     let mut tests = program(&python);
-    tests.args(["-m", "pytest", "--quiet"]);
-    let done = run(tests)?;
-    Ok(done.log.trim_end().lines().last().unwrap_or_default().trim_matches(['=', ' ']).to_owned())
+    tests.args(["-m", "pytest", "--quiet", "-rs"]);
+    let summary = Summary::of(&run(tests)?.log);
+    match summary.skipped.iter().find(|(reason, _)| reason.contains("could not import")) {
+        // All of them were installed.
+        Some((reason, count)) => Err(format!("{count} tests of Python were skipped: {reason}")),
+        None => Ok(summary.to_string()),
+    }
+}
+
+/// What pytest says in the end.
+#[derive(Debug, Default, PartialEq)]
+struct Summary {
+    passed: usize,
+    /// Why, and how many.
+    skipped: Vec<(String, usize)>,
+}
+
+impl Summary {
+    /// From the lines `SKIPPED [3] tests/test_gpu.py:30: reason` and `7 passed, 3 skipped in 1.20s`.
+    fn of(log: &str) -> Summary {
+        let mut summary = Summary::default();
+        for line in log.lines() {
+            if let Some(line) = line.strip_prefix("SKIPPED [") {
+                let Some((count, place)) = line.split_once("] ") else { continue };
+                let reason = place.split_once(": ").map_or(place, |(_, reason)| reason);
+                let count = count.parse().unwrap_or(0);
+                match summary.skipped.iter_mut().find(|(known, _)| known == reason) {
+                    Some((_, known)) => *known += count,
+                    None => summary.skipped.push((reason.to_owned(), count)),
+                }
+            }
+            let words: Vec<&str> = line.split([' ', ',', '=']).collect();
+            for pair in words.windows(2) {
+                if let (Ok(count), "passed") = (pair[0].parse(), pair[1]) {
+                    summary.passed = count;
+                }
+            }
+        }
+        summary
+    }
+}
+
+impl std::fmt::Display for Summary {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} tests", self.passed)?;
+        for (reason, count) in &self.skipped {
+            write!(f, ", {count} skipped ({reason})")?;
+        }
+        Ok(())
+    }
 }
 
 /// The Python of `.tools/python`, with these packages at exactly these versions.
@@ -130,4 +181,35 @@ fn size(file: &Path) -> Result<u64, String> {
     let metadata = fs::metadata(file);
     let metadata = metadata.map_err(|error| format!("cannot read {}: {error}", file.display()))?;
     Ok(metadata.len())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_did_not_run_is_told_with_its_reason() {
+        let log = "\
+..ss.s [100%]
+=========================== short test summary info ============================
+SKIPPED [2] python/tests/test_gpu.py:30: no GPU that PyTorch can use
+SKIPPED [1] python/tests/test_torch.py:12: could not import 'torch': No module named 'torch'
+SKIPPED [1] python/tests/test_serving_gpu.py:9: no GPU that PyTorch can use
+3204 passed, 4 skipped in 36.44s
+";
+        let summary = Summary::of(log);
+        assert_eq!(
+            summary.to_string(),
+            "3204 tests, 3 skipped (no GPU that PyTorch can use), \
+             1 skipped (could not import 'torch': No module named 'torch')"
+        );
+        assert_eq!(Summary::of("7 passed in 0.10s").to_string(), "7 tests");
+    }
+
+    #[test]
+    fn every_package_is_pinned() {
+        for package in BUILD.iter().chain(&LINKER).chain(&TEST).chain(&LIBRARIES) {
+            assert!(package.split_once("==").is_some(), "{package}");
+        }
+    }
 }

@@ -3,6 +3,7 @@
 //! Each back end lists its kernels as [`Candidate`]s for a problem and runs the one that a
 //! [`Plan`] chose, so that one test body and one command line serve all of them.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use serde::{Serialize, Serializer};
@@ -117,6 +118,8 @@ pub struct RunOptions<'a> {
     pub kernel: Option<String>,
     /// Told about the progress of long runs.
     pub progress: Option<&'a dyn Progress>,
+    /// Stops the run. The CPU looks at it for every tile; what a GPU was given it finishes.
+    pub cancellation: Option<&'a Cancellation>,
     /// Run once, untimed, and look for writes beside the results and to the inputs: they are an
     /// error. For checks.
     pub guard: bool,
@@ -131,6 +134,47 @@ pub trait Progress: Sync {
     fn begin(&self, total: u64);
     /// That many more are done.
     fn advance(&self, steps: u64);
+}
+
+/// Stops a computation that another thread is in the middle of.
+///
+/// ```
+/// use flashcore::{Backend, Cancellation, CpuBackend, InputTensors, Problem, RunOptions};
+///
+/// let problem = Problem::new(1, 2, 100, 16);
+/// let tensors = InputTensors::random(&problem, 0)?;
+/// let cancellation = Cancellation::new();
+/// cancellation.cancel();
+/// let options = RunOptions { cancellation: Some(&cancellation), ..RunOptions::default() };
+/// let error = CpuBackend::new().run(&problem, tensors.inputs(), &options).unwrap_err();
+/// assert_eq!(error.to_string(), "the computation was cancelled");
+/// # Ok::<(), flashcore::Error>(())
+/// ```
+#[derive(Debug, Default)]
+pub struct Cancellation {
+    asked: AtomicBool,
+}
+
+impl Cancellation {
+    /// Nothing is cancelled yet.
+    pub const fn new() -> Self {
+        Cancellation { asked: AtomicBool::new(false) }
+    }
+
+    /// Asks for the end; for good.
+    pub fn cancel(&self) {
+        self.asked.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the end was asked for.
+    pub fn is_cancelled(&self) -> bool {
+        self.asked.load(Ordering::Relaxed)
+    }
+
+    /// An error if the end was asked for.
+    pub fn check(&self) -> Result<(), BackendError> {
+        if self.is_cancelled() { Err(BackendError::Cancelled) } else { Ok(()) }
+    }
 }
 
 /// What a back end computed.
@@ -148,10 +192,26 @@ pub struct Output {
 /// The output and the log-sum-exps of a problem before any key is seen: zeros, and minus infinity.
 pub(crate) fn unseen(problem: &Problem) -> Result<(Tensor, Vec<f32>), Error> {
     let output = Tensor::zeros(problem.dtypes.output, problem.output_shape())?;
-    let mut lse = Vec::new();
-    lse.try_reserve_exact(problem.rows()).map_err(|_| BackendError::OutOfMemory)?;
-    lse.resize(problem.rows(), f32::NEG_INFINITY);
+    let lse = filled("the log-sum-exp", problem.rows(), f32::NEG_INFINITY)?;
     Ok((output, lse))
+}
+
+/// So many equal values, allocated without aborting when there is no memory.
+pub(crate) fn filled<T: Clone>(
+    what: &'static str,
+    count: usize,
+    value: T,
+) -> Result<Vec<T>, BackendError> {
+    let mut values = room_for(what, count)?;
+    values.resize(count, value);
+    Ok(values)
+}
+
+/// An empty list with room for so many values, allocated without aborting when there is no memory.
+pub(crate) fn room_for<T>(what: &'static str, count: usize) -> Result<Vec<T>, BackendError> {
+    let mut values = Vec::new();
+    values.try_reserve_exact(count).map_err(|_| BackendError::OutOfMemory(what))?;
+    Ok(values)
 }
 
 /// How an [`Output`] came about.
@@ -224,7 +284,13 @@ pub enum BackendError {
         /// The kernels that would work.
         instead: String,
     },
-    /// There is no memory for the log-sum-exp.
-    #[error("no memory for the log-sum-exp")]
-    OutOfMemory,
+    /// There is no memory for something besides the tensors.
+    #[error("no memory for {0}")]
+    OutOfMemory(&'static str),
+    /// The system starts no threads.
+    #[error("cannot start threads: {0}")]
+    Threads(String),
+    /// The caller did not want to wait any longer.
+    #[error("the computation was cancelled")]
+    Cancelled,
 }

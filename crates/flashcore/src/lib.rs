@@ -132,7 +132,8 @@
 //!
 //! A [`Machine`], a [`gpu::Gpu`] and its plans may be shared by threads; a kernel that two of them ask
 //! for is compiled once. The CPU back end runs on rayon's global pool, or on the pool in which it is
-//! called.
+//! called; in a process that was forked, on a pool of its own. A [`Cancellation`] stops it from another
+//! thread.
 
 mod backend;
 mod cpu;
@@ -149,7 +150,7 @@ mod problem;
 pub mod serving;
 mod tensor;
 
-pub use backend::{Backend, BackendError, Output, Progress, Report, RunOptions};
+pub use backend::{Backend, BackendError, Cancellation, Output, Progress, Report, RunOptions};
 pub use cpu::CpuBackend;
 pub use dtype::{DType, UnknownDType};
 pub use error::Error;

@@ -1,12 +1,14 @@
 //! Arrays of any library that speaks DLPack. Their results are memory of ours, which the library
 //! takes over.
 
+use std::alloc::{Layout, alloc_zeroed};
 use std::sync::Arc;
 
 use cuda::{Buffer, Event, Stream};
-use pyo3::exceptions::PyBufferError;
+use pyo3::exceptions::{PyBufferError, PyMemoryError};
 use pyo3::prelude::*;
 
+use crate::boundary::guard;
 use crate::dlpack::{self, Export};
 use crate::view::{Element, Place};
 use crate::{error, gpu};
@@ -31,9 +33,9 @@ enum Memory {
 impl Memory {
     fn new(place: Place, bytes: u64) -> PyResult<Arc<Memory>> {
         Ok(Arc::new(match place {
-            Place::Host => Memory::Host(vec![0; (bytes as usize).div_ceil(4)]),
+            Place::Host => Memory::Host(zeros((bytes as usize).div_ceil(4))?),
             Place::Cuda(ordinal) => {
-                let gpu = gpu::device(ordinal).map_err(error::library)?;
+                let gpu = gpu::device(ordinal)?;
                 let buffer = Buffer::new(gpu.device(), bytes.max(16));
                 Memory::Device(buffer.map_err(|error| error::library(error.into()))?)
             }
@@ -56,8 +58,14 @@ impl Array {
         element: Element,
         words: bool,
     ) -> PyResult<Array> {
-        let elements: i64 = sizes.iter().product();
-        let memory = Memory::new(place, elements as u64 * element.bytes())?;
+        let bytes = match sizes.contains(&0) {
+            true => Some(0),
+            false => sizes
+                .iter()
+                .try_fold(element.bytes(), |all, size| all.checked_mul(u64::try_from(*size).ok()?)),
+        };
+        let bytes = bytes.filter(|bytes| *bytes <= isize::MAX as u64);
+        let memory = Memory::new(place, bytes.ok_or_else(|| no_memory(&format!("{sizes:?}")))?)?;
         Ok(Array { memory, sizes, element, words, place })
     }
 
@@ -90,7 +98,7 @@ impl Array {
             return Err(PyBufferError::new_err("a result is given where it is, without a copy"));
         }
         if let Place::Cuda(ordinal) = self.place {
-            py.detach(|| order(ordinal, stream)).map_err(error::library)?;
+            guard(|| py.detach(|| order(ordinal, stream)))?;
         }
         let export = Export {
             address: self.memory.address(),
@@ -105,9 +113,9 @@ impl Array {
 }
 
 /// Makes a consumer's stream wait for ours. Without a stream the host waits.
-fn order(ordinal: u32, stream: Option<i64>) -> Result<(), flashcore::Error> {
+fn order(ordinal: u32, stream: Option<i64>) -> PyResult<()> {
     let gpu = gpu::device(ordinal)?;
-    match stream {
+    let ordered = || match stream {
         // The consumer sees to it.
         Some(-1) => Ok(()),
         Some(handle) if handle >= 0 => {
@@ -116,8 +124,30 @@ fn order(ordinal: u32, stream: Option<i64>) -> Result<(), flashcore::Error> {
             let consumer = unsafe { Stream::borrow(gpu.device(), handle as u64) };
             let event = Event::new(gpu.device())?;
             event.record(gpu.stream())?;
-            Ok(consumer.wait(&event)?)
+            consumer.wait(&event)
         }
-        _ => Ok(gpu.stream().synchronize()?),
+        _ => gpu.stream().synchronize(),
+    };
+    ordered().map_err(|error: cuda::Error| error::library(error.into()))
+}
+
+/// Words of zeros. The system has pages of them, so that nobody writes them.
+fn zeros(words: usize) -> PyResult<Vec<u32>> {
+    if words == 0 {
+        return Ok(Vec::new());
     }
+    let layout = Layout::array::<u32>(words).map_err(|_| no_memory(&format!("[{words}]")))?;
+    // SAFETY: the layout has a size; the memory, where there is some, is a vector's of this layout,
+    // and zeros are numbers.
+    unsafe {
+        let memory = alloc_zeroed(layout).cast::<u32>();
+        if memory.is_null() {
+            return Err(no_memory(&format!("{} bytes", layout.size())));
+        }
+        Ok(Vec::from_raw_parts(memory, words, words))
+    }
+}
+
+fn no_memory(what: &str) -> PyErr {
+    PyMemoryError::new_err(format!("no memory for a result of {what}"))
 }

@@ -3,7 +3,7 @@
 //! Attention has one way for all functions. Between Python and the launch there is: reading three
 //! tensors, checking them, letting the library make the output, and one look-up of the plan.
 
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::Arc;
 
 use flashcore::DType;
 use flashcore::gpu::{AttentionPlan, Chip, target_of};
@@ -12,10 +12,13 @@ use pyo3::exceptions::{PyUserWarning, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyNotImplemented, PyTuple};
 
+use crate::boundary::compute;
 use crate::info::{self, Last};
 use crate::library::{Choice, Entrance, Library, Made, Named};
+use crate::numbers::{Flags, Numbers, flag};
 use crate::parts::{self, Parts};
-use crate::request::{Function, Numbers, Request, named, needed};
+use crate::process::process;
+use crate::request::{Function, Request, named, needed};
 use crate::update::{self, Update};
 use crate::view::{self, Element, Form, Memory, Order, Place, View};
 use crate::{cpu, error, gpu};
@@ -37,7 +40,7 @@ fn answer<'py, T>(
     };
     match read(&library) {
         Ok(read) => run(&library, read),
-        Err(_) if entrance == Entrance::Function => {
+        Err(_) if entrance == Entrance::Function && library.is_unreadable() => {
             Ok(PyNotImplemented::get(py).to_owned().into_any())
         }
         Err(error) => Err(error),
@@ -47,12 +50,14 @@ fn answer<'py, T>(
 /// Attention: the output, and the log-sum-exps if asked.
 pub(crate) fn attend<'py>(
     tensors: &Bound<'py, PyTuple>,
-    numbers: Numbers,
+    numbers: &Bound<'py, PyTuple>,
     function: Function,
-    with_lse: bool,
+    with_lse: &Bound<'py, PyAny>,
     entrance: Entrance,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = tensors.py();
+    let numbers = Numbers::read(function, numbers)?;
+    let with_lse = flag(function.sums_name(), with_lse)?;
     let tensors = named(function.names(), tensors)?;
     let read = |library: &Library<'py>| {
         Request::read(function, &tensors, numbers, |tensor, name, whole| match whole {
@@ -83,7 +88,7 @@ fn run<'py>(
     match place {
         _ if output.form.sizes.contains(&0) => {}
         Place::Cuda(ordinal) => {
-            let gpu = gpu::device(ordinal).map_err(error::library)?;
+            let gpu = gpu::device(ordinal)?;
             let stream = library.stream(py, gpu)?;
             // Making a plan compiles, and a full queue makes the driver wait, perhaps for work that
             // needs Python.
@@ -93,12 +98,12 @@ fn run<'py>(
             info::remember(|| Last::Gpu { ordinal, plan });
         }
         Place::Host => {
-            let compute = || {
+            let report = compute(py, |cancellation| {
                 // SAFETY: the tensors are the caller's, who holds them; the results were made just
                 // now and are known to nobody else.
-                unsafe { cpu::attend(request, &problem, &output, sums) }
-            };
-            let report = py.detach(compute)?.into();
+                unsafe { cpu::attend(request, &problem, &output, sums, cancellation) }
+            });
+            let report = report?.into();
             info::remember(|| Last::Cpu { problem: problem.into(), report });
         }
     }
@@ -110,18 +115,9 @@ fn run<'py>(
 
 /// Says once for each plan that its kernel is the slow one, and why.
 fn warn_if_slow(py: Python<'_>, plan: &Arc<AttentionPlan>) -> PyResult<()> {
-    static TOLD: Mutex<Vec<Weak<AttentionPlan>>> = Mutex::new(Vec::new());
     let chosen = &plan.plan().chosen;
-    if chosen.kernel != "scalar" {
+    if chosen.kernel != "scalar" || !process().tell(plan) {
         return Ok(());
-    }
-    {
-        let mut told = gpu::lock(&TOLD);
-        told.retain(|it| it.strong_count() > 0);
-        if told.iter().any(|it| std::ptr::eq(it.as_ptr(), Arc::as_ptr(plan))) {
-            return Ok(());
-        }
-        told.push(Arc::downgrade(plan));
     }
     let (name, problem, reason) = (chosen.full_name(), &plan.plan().problem, plan.plan().reason());
     let text = format!("the slow kernel {name} serves {problem}: {reason}\0");
@@ -134,10 +130,11 @@ fn warn_if_slow(py: Python<'_>, plan: &Arc<AttentionPlan>) -> PyResult<()> {
 /// configuration and why. Tensors are (element type, sizes, strides or None, address).
 pub(crate) fn plan_for(
     tensors: &Bound<'_, PyTuple>,
-    numbers: Numbers,
+    numbers: &Bound<'_, PyTuple>,
     function: Function,
     chip: &str,
 ) -> PyResult<(String, &'static str, Option<String>, String)> {
+    let numbers = Numbers::read(function, numbers)?;
     let described = |tensor: &Bound<'_, PyAny>, _: &str, _: bool| -> PyResult<Memory> {
         let (dtype, given, strides, address): (String, Vec<i64>, Option<Vec<i64>>, u64) =
             tensor.extract()?;
@@ -180,13 +177,13 @@ pub(crate) fn plan_for(
 /// where there is not, and the new lengths.
 pub(crate) fn append<'py>(
     tensors: &Bound<'py, PyTuple>,
-    flags: (bool, bool),
-    most_queries: Option<i64>,
+    flags: &Bound<'py, PyTuple>,
     entrance: Entrance,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = tensors.py();
-    let tensors = named(update::NAMES, tensors)?;
-    let read = |library: &Library<'py>| Update::read(library, &tensors, flags, most_queries);
+    let flags = Flags::read(flags)?;
+    let tensors = named(update::names(flags.blocks), tensors)?;
+    let read = |library: &Library<'py>| Update::read(library, &tensors, flags);
     answer(py, entrance, &tensors, read, |library, update| {
         let answer = write(library, needed(&tensors[4])?, &update)?;
         library.written(&[&tensors[0].1, &tensors[1].1])?;
@@ -206,17 +203,20 @@ fn write<'py>(
     let rotated = update.rotary.is_some().then(rotated).transpose()?;
     let lengths = library.make(py, &[update.sequences as i64], Element::I32, place)?;
     let address = rotated.as_ref().map(|rotated| rotated.address);
+    let lengths_to = lengths.address;
     match place {
         _ if update.sequences == 0 => {}
         Place::Cuda(ordinal) => {
-            let gpu = gpu::device(ordinal).map_err(error::library)?;
+            let gpu = gpu::device(ordinal)?;
             let stream = library.stream(py, gpu)?;
-            py.detach(|| gpu::append(gpu, &stream, update, address, lengths.address))?;
+            py.detach(|| gpu::append(gpu, &stream, update, address, lengths_to))?;
         }
         Place::Host => {
-            // SAFETY: the tensors are the caller's, who gave the caches to be written; the results
-            // were made just now.
-            py.detach(|| unsafe { cpu::append(update, address, lengths.address) })?;
+            compute(py, |cancellation| {
+                // SAFETY: the tensors are the caller's, who gave the caches to be written; the
+                // results were made just now.
+                unsafe { cpu::append(update, address, lengths_to, cancellation) }
+            })?;
         }
     }
     let rotated = rotated.map(|rotated| rotated.object);
@@ -292,14 +292,16 @@ fn merge<'py>(
     match place {
         _ if sizes.contains(&0) => {}
         Place::Cuda(ordinal) => {
-            let gpu = gpu::device(ordinal).map_err(error::library)?;
+            let gpu = gpu::device(ordinal)?;
             let stream = library.stream(py, gpu)?;
             py.detach(|| gpu::combine(gpu, &stream, parts, &output, &to))?;
         }
         Place::Host => {
-            // SAFETY: the tensors are the caller's, who gave `out` to be written; the others were
-            // made just now.
-            py.detach(|| unsafe { cpu::combine(parts, &output, lse.address) })?;
+            compute(py, |cancellation| {
+                // SAFETY: the tensors are the caller's, who gave `out` to be written; the others
+                // were made just now.
+                unsafe { cpu::combine(parts, &output, to.address, cancellation) }
+            })?;
         }
     }
     Ok((made, lse))

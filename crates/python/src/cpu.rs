@@ -5,11 +5,13 @@
 
 use flashcore::serving::{self, Pages, Placement, Sequences};
 use flashcore::{
-    Backend, CpuBackend, DType, Inputs, Layout, Problem, Report, RunOptions, Shape, Tensor,
+    Backend, Cancellation, CpuBackend, DType, Inputs, Layout, Problem, Report, RunOptions, Shape,
+    Tensor,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::boundary::{collect, room_for};
 use crate::error;
 use crate::parts::Parts;
 use crate::request::Request;
@@ -27,14 +29,16 @@ pub(crate) unsafe fn attend(
     problem: &Problem,
     output: &View,
     lse: Option<u64>,
+    cancellation: &Cancellation,
 ) -> PyResult<Report> {
     // SAFETY: the caller's promise, here and below.
-    let floats = |memory: &Option<Memory>| memory.as_ref().map(|it| unsafe { list::<f32>(it) });
+    let floats = |memory: &Option<Memory>| unsafe { optional::<f32>(memory) };
     // SAFETY: the same.
     let copy = |shape, view| unsafe { copy(shape, view) };
-    let (slopes, sinks) = (floats(&request.slopes), floats(&request.sinks));
+    let (slopes, sinks) = (floats(&request.slopes)?, floats(&request.sinks)?);
     let run = |problem: &Problem, inputs: Inputs<'_>| {
-        CpuBackend::new().run(problem, inputs, &RunOptions::default()).map_err(error::library)
+        let options = RunOptions { cancellation: Some(cancellation), ..RunOptions::default() };
+        CpuBackend::new().run(problem, inputs, &options).map_err(error::library)
     };
     let given = |inputs| Inputs { slopes: slopes.as_deref(), sinks: sinks.as_deref(), ..inputs };
     let query = copy(problem.query_shape(), &request.query)?;
@@ -47,9 +51,9 @@ pub(crate) unsafe fn attend(
         let (queries, keys) = unsafe { placements(request, problem)? };
         // SAFETY: the same.
         let [key, value] =
-            [&request.key, &request.value].map(|view| unsafe { gather(view, &keys) });
+            [&request.key, &request.value].map(|view| unsafe { gather(view, &keys, cancellation) });
         let (key, value) = (key?, value?);
-        let sequences = Sequences::new(problem.clone(), queries, Placement::packed(starts(&keys)));
+        let sequences = Sequences::new(problem.clone(), queries, Placement::packed(starts(&keys)?));
         let sequences = sequences.map_err(error::value)?;
         let over = sequences.over(given(Inputs::new(&query, &key, &value)));
         let (problem, inputs) = over.map_err(error::library)?;
@@ -72,32 +76,32 @@ pub(crate) unsafe fn attend(
 /// The request must be of host memory.
 unsafe fn placements(request: &Request, problem: &Problem) -> PyResult<(Placement, Placement)> {
     // SAFETY: the caller's promise.
-    let integers = |memory: &Option<Memory>| memory.as_ref().map(|it| unsafe { list(it) });
+    let integers = |memory: &Option<Memory>| unsafe { optional::<i32>(memory) };
     let [q, k, _, cu_q, cu_k, used_q, used_k, leftpad, index, table, ..] = request.names();
     let count = problem.batch;
     let queries = Rows { name: q, form: &request.query.form, count }.placement(
-        (cu_q, integers(&request.query_starts)),
-        (used_q, integers(&request.query_lengths)),
+        (cu_q, integers(&request.query_starts)?),
+        (used_q, integers(&request.query_lengths)?),
         ("queries", "max_seqlen_q", problem.query_length),
     )?;
     let (form, room) = (&request.key.form, problem.key_length);
-    let (starts, lengths) = (integers(&request.key_starts), integers(&request.key_lengths));
+    let (starts, lengths) = (integers(&request.key_starts)?, integers(&request.key_lengths)?);
     let keys = if starts.is_some() {
         let most = ("keys", "max_seqlen_k", room);
         Rows { name: k, form, count }.placement((cu_k, starts), (used_k, lengths), most)?
     } else {
         let ends = match lengths {
             Some(lengths) => lengths_within(used_k, &lengths, |_| room)?,
-            None => vec![room; count],
+            None => repeated(room, count)?,
         };
-        let lists = (integers(&request.entries), integers(&request.pages));
+        let lists = (integers(&request.entries)?, integers(&request.pages)?);
         in_cache(form, ends, lists, [k, index, table])?
     };
-    let keys = match integers(&request.left_padding) {
+    let keys = match integers(&request.left_padding)? {
         None => keys,
         Some(skipped) => {
-            let ends = keys.ends().to_vec();
-            keys.with_left_padding(lengths_within(leftpad, &skipped, |at| ends[at])?)
+            let skipped = lengths_within(leftpad, &skipped, |at| keys.ends()[at])?;
+            keys.with_left_padding(skipped)
         }
     };
     Ok((queries, keys))
@@ -110,19 +114,24 @@ unsafe fn placements(request: &Request, problem: &Problem) -> PyResult<(Placemen
 ///
 /// The update must be of host memory, of which nobody else uses the caches meanwhile; `after`
 /// memory for a list, `rotated` for the queries where there is an embedding.
-pub(crate) unsafe fn append(update: &Update, rotated: Option<u64>, after: u64) -> PyResult<()> {
+pub(crate) unsafe fn append(
+    update: &Update,
+    rotated: Option<u64>,
+    after: u64,
+    cancellation: &Cancellation,
+) -> PyResult<()> {
     // SAFETY: the caller's promise, here and below.
-    let integers = |memory: &Option<Memory>| memory.as_ref().map(|it| unsafe { list(it) });
+    let integers = |memory: &Option<Memory>| unsafe { optional::<i32>(memory) };
     let (count, room) = (update.sequences, update.room);
     // SAFETY: the same.
-    let lengths = lengths_within(NAMES[5], &unsafe { list(&update.lengths) }, |_| room)?;
+    let lengths = lengths_within(NAMES[5], &unsafe { list(&update.lengths)? }, |_| room)?;
     let rows = |name, view: &View, starts: &Option<Memory>, list| {
         let form = &view.form;
         let most = ("rows", name, form.sizes[1] as usize);
-        Rows { name, form, count }.placement((list, integers(starts)), ("", None), most)
+        Rows { name, form, count }.placement((list, integers(starts)?), ("", None), most)
     };
     let new = rows(NAMES[2], &update.key, &update.key_starts, NAMES[6])?;
-    let mut grown = Vec::with_capacity(count);
+    let mut grown = room_for(count)?;
     for (sequence, length) in lengths.iter().enumerate() {
         let added = new.length(sequence);
         if length + added > room {
@@ -133,11 +142,13 @@ pub(crate) unsafe fn append(update: &Update, rotated: Option<u64>, after: u64) -
         }
         grown.push(length + added);
     }
-    let lists = (integers(&update.entries), integers(&update.pages));
-    let cache = in_cache(&update.key_cache.form, grown, lists, [NAMES[0], NAMES[8], NAMES[9]])?;
+    let lists = (integers(&update.entries)?, integers(&update.pages)?);
+    let cache =
+        in_cache(&update.key_cache.form, grown, lists, [NAMES[0], NAMES[8], update.pages_name])?;
 
     // SAFETY: as above.
-    let (mut key, value) = unsafe { (gather(&update.key, &new)?, gather(&update.value, &new)?) };
+    let gather = |view: &View, rows: &Placement| unsafe { gather(view, rows, cancellation) };
+    let (mut key, value) = (gather(&update.key, &new)?, gather(&update.value, &new)?);
     if let Some(rotary) = &update.rotary {
         let (positions, dim) = rotary.sizes();
         // SAFETY: as above.
@@ -151,12 +162,12 @@ pub(crate) unsafe fn append(update: &Update, rotated: Option<u64>, after: u64) -
             cosines: &cosines,
             sines: &sines,
         };
-        let first = match integers(&rotary.positions) {
+        let first = match integers(&rotary.positions)? {
             Some(list) => lengths_within(NAMES[12], &list, |_| positions)?,
             None => lengths,
         };
         let rotate = |tensor: &Tensor, rows: &Placement, advancing: bool| {
-            let mut at = Vec::with_capacity(tensor.shape().length);
+            let mut at = room_for(tensor.shape().length)?;
             for (sequence, first) in first.iter().enumerate() {
                 let step = usize::from(advancing);
                 at.extend((0..rows.length(sequence)).map(|index| first + step * index));
@@ -171,13 +182,11 @@ pub(crate) unsafe fn append(update: &Update, rotated: Option<u64>, after: u64) -
         key = rotate(&key, &new, true)?;
         if let Some(address) = rotated {
             let queries = rows(NAMES[4], &update.query, &update.query_starts, NAMES[7])?;
+            let query = rotate(&gather(&update.query, &queries)?, &queries, rotary.advancing)?;
+            let sizes = update.query.form.sizes;
+            let form = Form { sizes, strides: contiguous(sizes), ..update.query.form };
             // SAFETY: as above.
-            unsafe {
-                let query = rotate(&gather(&update.query, &queries)?, &queries, rotary.advancing)?;
-                let sizes = update.query.form.sizes;
-                let form = Form { sizes, strides: contiguous(sizes), ..update.query.form };
-                scatter(&query, &View { address, form }, &queries);
-            }
+            unsafe { scatter(&query, &View { address, form }, &queries) };
         }
     }
     for (tensor, to) in [(&key, &update.key_cache), (&value, &update.value_cache)] {
@@ -204,10 +213,15 @@ pub(crate) unsafe fn append(update: &Update, rotated: Option<u64>, after: u64) -
 ///
 /// The parts must be of host memory that stays as it is meanwhile, `output` of memory of their shape
 /// and `lse` memory for their rows, which nobody else uses.
-pub(crate) unsafe fn combine(parts: &Parts, output: &View, lse: u64) -> PyResult<()> {
+pub(crate) unsafe fn combine(
+    parts: &Parts,
+    output: &View,
+    lse: u64,
+    cancellation: &Cancellation,
+) -> PyResult<()> {
     let [batch, length, heads, dim] = parts.outputs[0].form.sizes.map(|size| size as usize);
     let shape = Shape::new(batch, length, heads, dim);
-    let mut tensors = Vec::new();
+    let mut tensors = room_for(parts.outputs.len())?;
     for (part, sums) in parts.outputs.iter().zip(&parts.lses) {
         let [by_batch, by_row, by_head, one] = sums.form.strides;
         let form = Form { strides: [by_batch, by_head, by_row, one], ..sums.form };
@@ -215,13 +229,13 @@ pub(crate) unsafe fn combine(parts: &Parts, output: &View, lse: u64) -> PyResult
         // SAFETY: the caller's promise.
         let (tensor, sums) =
             unsafe { (copy(shape, part)?, copy(Shape::new(batch, heads, length, 1), &sums)?) };
-        tensors.push((tensor, sums.to_f32()));
+        tensors.push((tensor, contents(&sums)?));
     }
-    let borrowed: Vec<(&Tensor, &[f32])> =
-        tensors.iter().map(|(tensor, list)| (tensor, &list[..])).collect();
-    let (mut combined, sums) = serving::combine(&borrowed).map_err(error::library)?;
+    let borrowed = collect(tensors.iter().map(|(tensor, list)| Ok((tensor, &list[..]))))?;
+    let combined = serving::combine_until(&borrowed, cancellation);
+    let (mut combined, sums) = combined.map_err(error::library)?;
     if combined.dtype() != parts.dtype {
-        let rounded = Tensor::from_f32(parts.dtype, shape, &combined.to_f32());
+        let rounded = Tensor::from_f32(parts.dtype, shape, &contents(&combined)?);
         combined = rounded.map_err(|error| error::library(error.into()))?;
     }
     // SAFETY: the caller's promise.
@@ -252,7 +266,7 @@ impl Rows<'_> {
         let Some(starts) = starts else {
             return Ok(Placement::padded(match lengths {
                 Some(lengths) => lengths_within(lengths_name, &lengths, |_| rows)?,
-                None => vec![rows; self.count],
+                None => repeated(rows, self.count)?,
             }));
         };
         for (sequence, pair) in starts.windows(2).enumerate() {
@@ -271,7 +285,7 @@ impl Rows<'_> {
                 )));
             }
         }
-        let starts: Vec<usize> = starts.into_iter().map(|start| start.max(0) as usize).collect();
+        let starts = collect(starts.into_iter().map(|start| Ok(start.max(0) as usize)))?;
         if let Some(last) = starts.last().filter(|last| **last > rows) {
             return Err(PyValueError::new_err(format!(
                 "{starts_name} ends at {last}, expected at most the {rows} rows of {}",
@@ -315,7 +329,7 @@ fn in_cache(
             }
         }
         // What is behind a sequence's end may be anything.
-        let pages = pages.into_iter().map(|page| page.max(0) as u32).collect();
+        let pages = collect(pages.into_iter().map(|page| Ok(page.max(0) as u32)))?;
         let pages = Pages::new(size, columns, pages).map_err(error::value)?;
         return Ok(Placement::paged(ends, pages));
     }
@@ -325,7 +339,8 @@ fn in_cache(
     if let Some(sequence) = entries.iter().position(|entry| !inside(*entry)) {
         return Err(outside(list, sequence, entries[sequence]));
     }
-    Ok(Placement::entries(ends, entries.into_iter().map(|entry| entry as usize).collect()))
+    let entries = collect(entries.into_iter().map(|entry| Ok(entry as usize)))?;
+    Ok(Placement::entries(ends, entries))
 }
 
 /// A list of lengths, each at most what there is room for.
@@ -342,16 +357,17 @@ fn lengths_within(
             ))
         })
     };
-    lengths.iter().enumerate().map(check).collect()
+    collect(lengths.iter().enumerate().map(check))
 }
 
 /// Where sequences begin when they lie one after the other.
-fn starts(placement: &Placement) -> Vec<usize> {
-    let mut starts = vec![0];
+fn starts(placement: &Placement) -> PyResult<Vec<usize>> {
+    let mut starts = room_for(placement.sequences() + 1)?;
+    starts.push(0);
     for sequence in 0..placement.sequences() {
         starts.push(starts[sequence] + placement.length(sequence));
     }
-    starts
+    Ok(starts)
 }
 
 /// The rows of a placement, sequence after sequence.
@@ -359,7 +375,11 @@ fn starts(placement: &Placement) -> Vec<usize> {
 /// # Safety
 ///
 /// The placement must be inside of the view, and the view of memory that stays as it is.
-unsafe fn gather(view: &View, placement: &Placement) -> PyResult<Tensor> {
+unsafe fn gather(
+    view: &View,
+    placement: &Placement,
+    cancellation: &Cancellation,
+) -> PyResult<Tensor> {
     let Form { sizes: [_, _, heads, dim], dtype, .. } = view.form;
     let rows = (0..placement.sequences()).map(|sequence| placement.length(sequence)).sum();
     let shape = Shape::new(1, rows, heads as usize, dim as usize);
@@ -368,6 +388,7 @@ unsafe fn gather(view: &View, placement: &Placement) -> PyResult<Tensor> {
     let mut to = tensor.bytes_mut().chunks_exact_mut(bytes);
     for sequence in 0..placement.sequences() {
         for position in 0..placement.length(sequence) {
+            cancellation.check().map_err(|error| error::library(error.into()))?;
             let place = placement.locate(sequence, position);
             for (head, to) in (0..heads as usize).zip(&mut to) {
                 let from = vector(view, place, head) as *const u8;
@@ -416,7 +437,8 @@ unsafe fn write(tensor: &Tensor, to: &View) {
 unsafe fn copy(shape: Shape, view: &View) -> PyResult<Tensor> {
     let layout = Layout::strided(shape, view::strides(view.form.strides));
     let layout = layout.map_err(|error| error::library(error.into()))?;
-    // SAFETY: the layout's span is what its last element needs.
+    // SAFETY: the layout's span is what its last element needs; it is in memory, so that its bytes
+    // can be counted.
     let memory = unsafe { slice(view.address, layout.span() * view.form.dtype.bytes()) };
     let tensor = Tensor::from_bytes(view.form.dtype, layout, memory);
     tensor.map_err(|error| error::library(error.into()))
@@ -453,10 +475,40 @@ fn vector(view: &View, (entry, row): (usize, usize), head: usize) -> u64 {
 /// # Safety
 ///
 /// It must be a list of such elements without gaps in host memory.
-unsafe fn list<T: Copy>(list: &Memory) -> Vec<T> {
+unsafe fn list<T: Copy>(list: &Memory) -> PyResult<Vec<T>> {
     let count = list.sizes().iter().product::<i64>() as usize;
+    // SAFETY: the caller's promise. A list need not be aligned: some libraries' are not.
+    let at = |index| unsafe { (list.address as *const T).add(index).read_unaligned() };
+    collect((0..count).map(|index| Ok(at(index))))
+}
+
+/// The numbers of a list that may not be there.
+///
+/// # Safety
+///
+/// As for [`list`].
+unsafe fn optional<T: Copy>(memory: &Option<Memory>) -> PyResult<Option<Vec<T>>> {
     // SAFETY: the caller's promise.
-    unsafe { slice(list.address, count) }.to_vec()
+    memory.as_ref().map(|memory| unsafe { list(memory) }).transpose()
+}
+
+/// A list of equal lengths.
+fn repeated(length: usize, count: usize) -> PyResult<Vec<usize>> {
+    collect((0..count).map(|_| Ok(length)))
+}
+
+/// All values of a tensor in the order of its shape.
+fn contents(tensor: &Tensor) -> PyResult<Vec<f32>> {
+    let Shape { batch, length, heads, dim } = tensor.shape();
+    let vectors = batch.saturating_mul(length).saturating_mul(heads);
+    let count = vectors.saturating_mul(dim);
+    let mut values = room_for(count)?;
+    values.resize(count, 0.0);
+    for (index, to) in values.chunks_exact_mut(dim.max(1)).enumerate() {
+        let (entry, row, head) = (index / heads / length, index / heads % length, index % heads);
+        tensor.head(entry, head).read(row, to);
+    }
+    Ok(values)
 }
 
 /// A table without gaps of any element type.
@@ -469,7 +521,7 @@ unsafe fn floats(table: &Memory, dtype: DType) -> PyResult<Vec<f32>> {
     let form = Form { sizes, strides: contiguous(sizes), dtype, place: table.place };
     let shape = Shape::from(sizes.map(|size| size as usize));
     // SAFETY: the caller's promise.
-    Ok(unsafe { copy(shape, &View { address: table.address, form }) }?.to_f32())
+    contents(&unsafe { copy(shape, &View { address: table.address, form }) }?)
 }
 
 /// Memory at an address, which may be none where it is empty.

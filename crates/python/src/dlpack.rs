@@ -7,7 +7,7 @@ use std::ffi::{CStr, c_void};
 use std::ptr::NonNull;
 
 use flashcore::DType;
-use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
+use pyo3::exceptions::{PyAttributeError, PyBufferError, PyTypeError, PyValueError};
 use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -120,7 +120,7 @@ impl Exchange {
         // to that object, which is alive while they are read here.
         unsafe {
             if function(object.as_ptr().cast(), &mut tensor) != 0 {
-                return Err(PyErr::fetch(object.py()));
+                return Err(unexported(PyErr::fetch(object.py()), object, name));
             }
             tensor.memory(name, false)
         }
@@ -182,6 +182,8 @@ impl Tensor {
                     BFLOAT => "bfloat",
                     5 => "complex",
                     6 => "bool",
+                    // Those of 8, 6 and 4 bits.
+                    7..=17 => "float",
                     _ => "type",
                 };
                 Element::Other(kind, bits)
@@ -194,7 +196,7 @@ impl Tensor {
             )));
         }
         let (mut sizes, mut strides) = ([1; MOST_DIMENSIONS], [0; MOST_DIMENSIONS]);
-        let mut whole = 1;
+        let mut whole = 1_i64;
         for index in (0..dimensions).rev() {
             // SAFETY: the caller's promise.
             unsafe {
@@ -202,7 +204,13 @@ impl Tensor {
                 strides[index] =
                     if self.strides.is_null() { whole } else { *self.strides.add(index) };
             }
-            whole *= sizes[index].max(1);
+            if sizes[index] < 0 {
+                return Err(PyValueError::new_err(format!(
+                    "{name} has a size of {}, expected no negative one",
+                    sizes[index]
+                )));
+            }
+            whole = whole.saturating_mul(sizes[index].max(1));
         }
         let address = (self.data as u64).wrapping_add(self.byte_offset);
         Ok(Memory { address, dimensions, sizes, strides, element, place })
@@ -233,12 +241,19 @@ pub(crate) fn borrow<'py>(
             object.get_type()
         ))
     })?;
-    let (kind, ordinal): (i32, i32) = device.extract()?;
+    if is_masked(object)? {
+        return Err(PyTypeError::new_err(format!(
+            "{name} is a masked array, expected one without a mask: what it hides would be seen"
+        )));
+    }
+    let device = device.extract();
+    let (kind, ordinal): (i32, i32) = device.map_err(|error| unexported(error, object, name))?;
     let arguments = PyDict::new(py);
     if matches!(kind, CUDA | CUDA_MANAGED) {
         arguments.set_item(intern!(py, "stream"), stream(ordinal.max(0) as u32)?)?;
     }
-    let method = object.getattr(intern!(py, "__dlpack__"))?;
+    let method = object.getattr(intern!(py, "__dlpack__"));
+    let method = method.map_err(|error| unexported(error, object, name))?;
     arguments.set_item(intern!(py, "max_version"), (1, 0))?;
     let capsule = method.call((), Some(&arguments)).or_else(|error| {
         if !error.is_instance_of::<PyTypeError>(py) {
@@ -247,7 +262,8 @@ pub(crate) fn borrow<'py>(
         // A producer of the time before versions.
         arguments.del_item(intern!(py, "max_version"))?;
         method.call((), Some(&arguments))
-    })?;
+    });
+    let capsule = capsule.map_err(|error| unexported(error, object, name))?;
     let of = |name: &CStr| {
         let capsule = capsule.cast::<PyCapsule>().ok()?;
         capsule.pointer_checked(Some(name)).ok()
@@ -259,7 +275,7 @@ pub(crate) fn borrow<'py>(
         unsafe {
             let major = managed.as_ref().version.major;
             if major != 1 {
-                return Err(PyBufferError::new_err(format!(
+                return Err(PyTypeError::new_err(format!(
                     "{name} speaks version {major} of DLPack, expected 1"
                 )));
             }
@@ -275,6 +291,37 @@ pub(crate) fn borrow<'py>(
     // SAFETY: the producer keeps the structure as long as the capsule.
     let memory = unsafe { tensor.as_ref().memory(name, words)? };
     Ok(Lent { memory, read_only, _capsule: capsule })
+}
+
+/// Whether it is a masked array of NumPy's, or of a kind made from it.
+fn is_masked(object: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let kinds = object.get_type().mro();
+    Ok(kinds.iter().any(|kind| {
+        kind.getattr(intern!(kind.py(), "__name__"))
+            .is_ok_and(|name| name.eq("MaskedArray").unwrap_or(false))
+    }))
+}
+
+/// Why an object does not show its memory, with its name: big-endian numbers, objects and narrow
+/// element types have no name in DLPack. What has gone wrong in the machine is passed on.
+#[cold]
+fn unexported(error: PyErr, object: &Bound<'_, PyAny>, name: &str) -> PyErr {
+    let py = object.py();
+    let ours = error.is_instance_of::<PyBufferError>(py)
+        || error.is_instance_of::<PyTypeError>(py)
+        || error.is_instance_of::<PyValueError>(py)
+        || error.is_instance_of::<PyAttributeError>(py);
+    if !ours {
+        return error;
+    }
+    let dtype = object.getattr(intern!(py, "dtype")).map(|dtype| format!(" of {dtype}"));
+    PyTypeError::new_err(format!(
+        "{name} is a {}{}, which does not show its memory through DLPack ({}), expected float16, \
+         bfloat16 or float32, and int32 for lists, in the order of this machine",
+        object.get_type(),
+        dtype.unwrap_or_default(),
+        error.value(py)
+    ))
 }
 
 /// What an exported tensor is made of.

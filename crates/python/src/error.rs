@@ -3,7 +3,7 @@
 use std::fmt::Display;
 
 use flashcore::gpu::GpuError;
-use flashcore::{BackendError, Error, TensorError};
+use flashcore::{BackendError, Error, ProblemError, TensorError};
 use pyo3::exceptions::{PyMemoryError, PyNotImplementedError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
@@ -20,8 +20,9 @@ pub(crate) fn runtime(error: impl Display) -> PyErr {
 /// For any error of the library.
 pub(crate) fn library(error: Error) -> PyErr {
     match &error {
-        Error::Tensor(TensorError::OutOfMemory { .. })
-        | Error::Backend(BackendError::OutOfMemory)
+        Error::Tensor(TensorError::OutOfMemory { .. } | TensorError::TooLarge(_))
+        | Error::Problem(ProblemError::TooLarge(_))
+        | Error::Backend(BackendError::OutOfMemory(_))
         | Error::Driver(cuda::Error::OutOfMemory { .. })
         | Error::Gpu(GpuError::Driver(cuda::Error::OutOfMemory { .. })) => {
             PyMemoryError::new_err(error.to_string())
@@ -31,6 +32,8 @@ pub(crate) fn library(error: Error) -> PyErr {
         | Error::Gpu(GpuError::Unsupported { .. } | GpuError::TooLarge { .. }) => {
             PyNotImplementedError::new_err(error.to_string())
         }
+        // Not of the caller's making.
+        Error::Backend(BackendError::Threads(_) | BackendError::Cancelled) => runtime(error),
         Error::Problem(_)
         | Error::Tensor(_)
         | Error::Input(_)

@@ -1,6 +1,6 @@
 //! Devices, and all that is asked of the library there.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use cuda::{DeviceAddress, RelaxedCapture, Stream};
 use flashcore::gpu::{
@@ -10,33 +10,34 @@ use flashcore::gpu::{
 use flashcore::{Error, Mask, Problem, Shape, Storage};
 use pyo3::PyResult;
 
-use crate::error::named;
+use crate::error::{library, named};
 use crate::parts::Parts;
+use crate::process::{lock, process};
 use crate::request::{Request, address};
 use crate::update::Update;
 use crate::view::{Form, View, contiguous};
 
-/// The devices that were opened, by their ordinals. They stay open to the end of the process:
-/// kernels may run on them until then.
-static DEVICES: Mutex<Vec<(u32, &'static Gpu)>> = Mutex::new(Vec::new());
-
 /// Waits for the kernels that are still being compiled: a thread inside the compiler while the
 /// process ends would crash it.
 pub(crate) fn finish_compiling() {
-    let devices = lock(&DEVICES).clone();
+    let devices = lock(&process().devices).clone();
     for (_, gpu) in devices {
         gpu.finish_compiling();
     }
 }
 
 /// The device of an ordinal, opened the first time.
-pub(crate) fn device(ordinal: u32) -> Result<&'static Gpu, Error> {
-    let mut devices = lock(&DEVICES);
+pub(crate) fn device(ordinal: u32) -> PyResult<&'static Gpu> {
+    let mut devices = lock(&process().devices);
     if let Some((_, gpu)) = devices.iter().find(|(found, _)| *found == ordinal) {
         return Ok(gpu);
     }
-    let _relaxed = RelaxedCapture::begin()?;
-    let gpu: &'static Gpu = Box::leak(Box::new(Gpu::open(ordinal)?));
+    process().call_driver()?;
+    let open = || -> Result<Gpu, Error> {
+        let _relaxed = RelaxedCapture::begin()?;
+        Ok(Gpu::open(ordinal)?)
+    };
+    let gpu: &'static Gpu = Box::leak(Box::new(open().map_err(library)?));
     devices.push((ordinal, gpu));
     Ok(gpu)
 }
@@ -170,8 +171,4 @@ pub(crate) fn combine(
         .and_then(|tensors| gpu.combine(stream, &problem, &tensors))
         .map(drop)
         .map_err(|error| named(error.into(), &roles))
-}
-
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,6 +1,6 @@
 //! What there is, and what ran last.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use cuda::{DeviceInfo, RelaxedCapture};
 use flashcore::gpu::AttentionPlan;
@@ -8,7 +8,10 @@ use flashcore::{Backend, CpuBackend, Problem, Report};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-use crate::gpu::lock;
+use crate::process::{lock, process};
+
+/// The version of the package.
+pub(crate) const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 /// The last call.
 pub(crate) enum Last {
@@ -16,11 +19,9 @@ pub(crate) enum Last {
     Cpu { problem: Box<Problem>, report: Box<Report> },
 }
 
-static LAST: Mutex<Option<Last>> = Mutex::new(None);
-
 /// Notes a call.
 pub(crate) fn remember(last: impl FnOnce() -> Last) {
-    let before = lock(&LAST).replace(last());
+    let before = lock(&process().last).replace(last());
     let count = match &before {
         Some(Last::Gpu { plan, .. }) => Arc::strong_count(plan),
         Some(Last::Cpu { .. }) | None => return,
@@ -33,17 +34,18 @@ pub(crate) fn remember(last: impl FnOnce() -> Last) {
 /// `flashcore.info()` as a dictionary.
 pub(crate) fn info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let info = PyDict::new(py);
-    info.set_item("version", env!("CARGO_PKG_VERSION"))?;
+    info.set_item("version", VERSION)?;
     info.set_item("cpu", CpuBackend::new().describe())?;
     let devices = PyList::empty(py);
-    match cuda::Device::count() {
+    let count = process().call_driver().map_err(|error| error.value(py).to_string());
+    match count.and_then(|()| cuda::Device::count().map_err(|error| error.to_string())) {
         Ok(count) => {
             for ordinal in 0..count {
                 devices.append(device(py, ordinal)?)?;
             }
             info.set_item("no_gpu", py.None())?;
         }
-        Err(error) => info.set_item("no_gpu", error.to_string())?,
+        Err(reason) => info.set_item("no_gpu", reason)?,
     }
     info.set_item("gpus", devices)?;
     info.set_item("last", last(py)?)?;
@@ -63,7 +65,7 @@ fn device(py: Python<'_>, ordinal: u32) -> PyResult<Bound<'_, PyDict>> {
 }
 
 fn last(py: Python<'_>) -> PyResult<Option<Bound<'_, PyDict>>> {
-    let last = lock(&LAST);
+    let last = lock(&process().last);
     let described = PyDict::new(py);
     match &*last {
         None => return Ok(None),

@@ -6,7 +6,10 @@
 //!
 //! | file | its subject |
 //! | --- | --- |
+//! | `boundary` | panics, signals and memory |
+//! | `process` | what a forked process has not |
 //! | `call` | from a call to its answer |
+//! | `numbers` | what calls give besides tensors |
 //! | `request`, `update`, `parts` | what calls of attention, of appending and of combining give |
 //! | `library` | whose tensors a call has |
 //! | `torch` | PyTorch's tensors |
@@ -18,6 +21,7 @@
 #![allow(unsafe_code)]
 
 mod array;
+mod boundary;
 mod call;
 mod cpu;
 mod dlpack;
@@ -25,7 +29,9 @@ mod error;
 mod gpu;
 mod info;
 mod library;
+mod numbers;
 mod parts;
+mod process;
 mod request;
 mod torch;
 mod update;
@@ -39,14 +45,19 @@ mod module {
 
     #[pymodule_export]
     use super::array::Array;
+    use super::boundary::guard;
     use super::library::Entrance;
-    use super::request::{Function, Numbers};
+    use super::request::Function;
     use super::{call, torch};
+
+    /// The version of the package. Known without looking for devices.
+    #[pymodule_export]
+    const VERSION: &str = super::info::VERSION;
 
     /// Remembers the module `torch`, so that its tensors are known.
     #[pyfunction]
     fn adopt_torch(torch: &Bound<'_, PyAny>) -> PyResult<()> {
-        torch::adopt(torch)
+        guard(|| torch::adopt(torch))
     }
 
     /// Attention: the output, or output and log-sum-exps. Tensors are those of all functions
@@ -57,12 +68,12 @@ mod module {
     #[pyo3(signature = (tensors, numbers, function, lse, entrance, /))]
     fn attend<'py>(
         tensors: &Bound<'py, PyTuple>,
-        numbers: Numbers,
+        numbers: &Bound<'py, PyTuple>,
         function: Function,
-        lse: bool,
+        lse: &Bound<'py, PyAny>,
         entrance: Entrance,
     ) -> PyResult<Bound<'py, PyAny>> {
-        call::attend(tensors, numbers, function, lse, entrance)
+        guard(|| call::attend(tensors, numbers, function, lse, entrance))
     }
 
     /// What `attend` would run on a chip (`h200`, `sm_80`) that need not be there: the problem as a
@@ -71,24 +82,24 @@ mod module {
     #[pyo3(signature = (tensors, numbers, function, chip, /))]
     fn plan_for(
         tensors: &Bound<'_, PyTuple>,
-        numbers: Numbers,
+        numbers: &Bound<'_, PyTuple>,
         function: Function,
         chip: &str,
     ) -> PyResult<(String, &'static str, Option<String>, String)> {
-        call::plan_for(tensors, numbers, function, chip)
+        guard(|| call::plan_for(tensors, numbers, function, chip))
     }
 
     /// New keys and values into a cache: the queries, rotated or None, and the new lengths.
-    /// Flags are whether neighbours are pairs and whether queries advance.
+    /// Flags are whether neighbours are pairs, the causal mask, window and chunk that decide whether
+    /// queries advance, whether pages are called blocks, and the most queries.
     #[pyfunction]
-    #[pyo3(signature = (tensors, flags, max_seqlen_q, entrance, /))]
+    #[pyo3(signature = (tensors, flags, entrance, /))]
     fn append<'py>(
         tensors: &Bound<'py, PyTuple>,
-        flags: (bool, bool),
-        max_seqlen_q: Option<i64>,
+        flags: &Bound<'py, PyTuple>,
         entrance: Entrance,
     ) -> PyResult<Bound<'py, PyAny>> {
-        call::append(tensors, flags, max_seqlen_q, entrance)
+        guard(|| call::append(tensors, flags, entrance))
     }
 
     /// Parts in one tensor put together: output and log-sum-exps.
@@ -99,7 +110,7 @@ mod module {
         dtype: Option<&str>,
         entrance: Entrance,
     ) -> PyResult<Bound<'py, PyAny>> {
-        call::combine(tensors, dtype, entrance)
+        guard(|| call::combine(tensors, dtype, entrance))
     }
 
     /// Two answers of attention put together: output and log-sum-exps.
@@ -109,18 +120,36 @@ mod module {
         tensors: &Bound<'py, PyTuple>,
         entrance: Entrance,
     ) -> PyResult<Bound<'py, PyAny>> {
-        call::merge_states(tensors, entrance)
+        guard(|| call::merge_states(tensors, entrance))
     }
 
     /// Waits for kernels that are still being compiled; for the end of the process.
     #[pyfunction]
-    fn finish_compiling(py: Python<'_>) {
-        py.detach(super::gpu::finish_compiling);
+    fn finish_compiling(py: Python<'_>) -> PyResult<()> {
+        guard(|| {
+            py.detach(super::gpu::finish_compiling);
+            Ok(())
+        })
+    }
+
+    /// Begins anew in a process that was just forked.
+    #[pyfunction]
+    fn forked() -> PyResult<()> {
+        guard(|| {
+            super::process::forked();
+            Ok(())
+        })
+    }
+
+    /// Panics, in the middle of work on the CPU. For tests.
+    #[pyfunction]
+    fn panic(py: Python<'_>, text: String) -> PyResult<()> {
+        guard(|| super::boundary::compute(py, |_| panic!("{text}")))
     }
 
     /// What there is, and what ran last.
     #[pyfunction]
     fn info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
-        super::info::info(py)
+        guard(|| super::info::info(py))
     }
 }

@@ -1,10 +1,10 @@
 //! Whose tensors a call has: PyTorch's or everyone else's, read and made alike.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 
 use cuda::Stream;
 use flashcore::gpu::Gpu;
-use pyo3::exceptions::{PyBufferError, PyTypeError};
+use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyNotImplemented;
 
@@ -27,6 +27,8 @@ enum Kind<'py> {
         first: Bound<'py, PyAny>,
         /// Copies without gaps of lists that had some: alive until the launch.
         copies: RefCell<Vec<Bound<'py, PyAny>>>,
+        /// Whether one of them could not be read.
+        unreadable: Cell<bool>,
     },
     Arrays {
         /// Whether 16-bit integers are the bits of bf16.
@@ -91,16 +93,15 @@ impl<'py> Library<'py> {
             let Some((_, first)) = given().next() else {
                 return Err(PyTypeError::new_err("expected tensors"));
             };
-            let copies = RefCell::default();
-            Ok(Library { kind: Kind::Torch { torch, first: first.clone(), copies } })
+            let (first, copies) = (first.clone(), RefCell::default());
+            let unreadable = Cell::new(false);
+            Ok(Library { kind: Kind::Torch { torch, first, copies, unreadable } })
         };
         let arrays = |words| Library { kind: Kind::Arrays { words, lent: RefCell::default() } };
         Ok(Choice::Ours(match entrance {
             Entrance::Function => match Torch::way(py, given())? {
                 Way::Straight(found) => {
-                    for (name, tensor) in given() {
-                        found.refuse_gradient(tensor, name)?;
-                    }
+                    found.refuse_gradients(py, given())?;
                     torch(found)?
                 }
                 Way::Dispatcher => {
@@ -117,19 +118,28 @@ impl<'py> Library<'py> {
     /// What a tensor is.
     pub(crate) fn read(&self, tensor: &Bound<'py, PyAny>, name: &str) -> PyResult<Memory> {
         match &self.kind {
-            Kind::Torch { torch, .. } => torch.read(tensor, name),
+            Kind::Torch { torch, unreadable, .. } => {
+                // What can be read, and is no tensor of ours, is a wrong value.
+                let wrong = |error: &PyErr| error.is_instance_of::<PyValueError>(tensor.py());
+                torch.read(tensor, name).inspect_err(|error| unreadable.set(!wrong(error)))
+            }
             Kind::Arrays { .. } => Ok(self.borrow(tensor, name)?.0),
         }
+    }
+
+    /// Whether a tensor is none in memory, so that only PyTorch's dispatcher knows what to do.
+    pub(crate) fn is_unreadable(&self) -> bool {
+        matches!(&self.kind, Kind::Torch { unreadable, .. } if unreadable.get())
     }
 
     /// What a tensor is that will be written.
     pub(crate) fn read_mutable(&self, tensor: &Bound<'py, PyAny>, name: &str) -> PyResult<Memory> {
         match &self.kind {
-            Kind::Torch { torch, .. } => torch.read(tensor, name),
+            Kind::Torch { .. } => self.read(tensor, name),
             Kind::Arrays { .. } => {
                 let (memory, read_only) = self.borrow(tensor, name)?;
                 if read_only {
-                    return Err(PyBufferError::new_err(format!(
+                    return Err(PyValueError::new_err(format!(
                         "{name} is read-only, expected an array that can be written"
                     )));
                 }
@@ -143,7 +153,8 @@ impl<'py> Library<'py> {
         let memory = self.read(tensor, name)?;
         match &self.kind {
             Kind::Torch { torch, copies, .. } if !memory.is_contiguous() => {
-                let copy = tensor.call_method0(pyo3::intern!(tensor.py(), "contiguous"))?;
+                let copy = tensor.call_method0(pyo3::intern!(tensor.py(), "contiguous"));
+                let copy = copy.map_err(|error| no_memory(error, tensor.py(), memory.place))?;
                 let memory = torch.read(&copy, name)?;
                 copies.borrow_mut().push(copy);
                 Ok(memory)
@@ -157,10 +168,8 @@ impl<'py> Library<'py> {
             return Err(error::runtime("PyTorch's tensors are not borrowed"));
         };
         // On a GPU the work goes to a stream of ours: the protocol has no other in common.
-        let stream = |ordinal: u32| -> PyResult<i64> {
-            let gpu = gpu::device(ordinal).map_err(error::library)?;
-            Ok(gpu.stream().handle() as i64)
-        };
+        let stream =
+            |ordinal: u32| -> PyResult<i64> { Ok(gpu::device(ordinal)?.stream().handle() as i64) };
         let found = dlpack::borrow(tensor, name, stream, *words)?;
         let answer = (found.memory, found.read_only);
         lent.borrow_mut().push(found);
@@ -177,7 +186,8 @@ impl<'py> Library<'py> {
     ) -> PyResult<Made<'py>> {
         match &self.kind {
             Kind::Torch { torch, first, .. } => {
-                let object = torch.make(first, sizes, element)?;
+                let object = torch.make(first, sizes, element);
+                let object = object.map_err(|error| no_memory(error, py, place))?;
                 let address = torch.address(&object)?;
                 Ok(Made { object, address })
             }
@@ -200,7 +210,8 @@ impl<'py> Library<'py> {
             && given.sizes == answer.sizes
             && given.is_contiguous()
         {
-            let object = torch.make_like(tensor)?;
+            let object = torch.make_like(tensor);
+            let object = object.map_err(|error| no_memory(error, tensor.py(), given.place))?;
             let address = torch.address(&object)?;
             return Ok(Made { object, address });
         }
@@ -221,5 +232,14 @@ impl<'py> Library<'py> {
         };
         // SAFETY: PyTorch's current stream of this device, or our own; both stay.
         Ok(unsafe { Stream::borrow(gpu.device(), handle) })
+    }
+}
+
+/// Why PyTorch makes no tensor: on the CPU it has no error of its own for want of memory.
+#[cold]
+fn no_memory(error: PyErr, py: Python<'_>, place: Place) -> PyErr {
+    match place == Place::Host && error.is_instance_of::<PyRuntimeError>(py) {
+        true => PyMemoryError::new_err(error.value(py).to_string()),
+        false => error,
     }
 }

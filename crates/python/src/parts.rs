@@ -4,6 +4,7 @@ use flashcore::DType;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
+use crate::boundary::collect;
 use crate::view::{Element, Form, Memory, Order, Place, View};
 
 /// Parts of the same shape.
@@ -76,11 +77,12 @@ impl Parts {
         let dtype = dtype.or(out.map(|out| out.form.dtype)).unwrap_or(DType::F32);
         let [lse_step, by_batch, by_row, by_head, _] = lse.strides;
         let lse_form = sums(form.sizes, [by_batch, by_row, by_head], output.place);
-        let all = |memory: &Memory, step: i64, form| -> Vec<View> {
-            let at = |part| memory.address.wrapping_add((4 * step * part) as u64);
-            (0..parts).map(|part| View { address: at(part), form }).collect()
+        let all = |memory: &Memory, step: i64, form| -> PyResult<Vec<View>> {
+            let at = |part| memory.address.wrapping_add(4 * (step as u64).wrapping_mul(part));
+            let views = (0..parts as usize).map(|part| Ok(View { address: at(part as u64), form }));
+            collect(views)
         };
-        let (outputs, lses) = (all(output, step, form), all(lse, lse_step, lse_form));
+        let (outputs, lses) = (all(output, step, form)?, all(lse, lse_step, lse_form)?);
         Ok(Parts { outputs, lses, dtype, name: o })
     }
 
@@ -134,12 +136,18 @@ pub(crate) fn sums([batch, length, heads, _]: [i64; 4], strides: [i64; 3], place
     Form { sizes, strides, dtype: DType::F32, place }
 }
 
-/// Refuses other elements than f32.
+/// Refuses other elements than f32, and those that lie backwards.
 fn wide(name: &str, memory: &Memory) -> PyResult<()> {
-    match memory.element {
-        Element::Float(DType::F32) => Ok(()),
-        other => {
-            Err(PyTypeError::new_err(format!("{name} has element type {other}, expected float32")))
-        }
+    if memory.element != Element::Float(DType::F32) {
+        let given = memory.element;
+        return Err(PyTypeError::new_err(format!(
+            "{name} has element type {given}, expected float32"
+        )));
+    }
+    match memory.strides().iter().any(|stride| *stride < 0) {
+        false => Ok(()),
+        true => Err(PyValueError::new_err(format!(
+            "{name} has a negative stride, expected none: copy it"
+        ))),
     }
 }

@@ -9,6 +9,7 @@ use pyo3::types::PyTuple;
 
 use crate::error;
 use crate::library::Named;
+use crate::numbers::Numbers;
 use crate::view::{Form, Memory, Order, View};
 
 /// How many tensors a call can have.
@@ -18,10 +19,16 @@ pub(crate) const TENSORS: usize = 12;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Function {
     Plain,
+    /// All three tensors are one.
+    QkvPacked,
+    /// Keys and values are one tensor.
+    KvPacked,
     /// A causal mask is anchored at the first query and key, not at the last.
     PyTorch,
     Varlen,
     KvCache,
+    /// FlashAttention-2's, whose pages have another name.
+    KvCacheInBlocks,
 }
 
 impl FromPyObject<'_, '_> for Function {
@@ -30,9 +37,12 @@ impl FromPyObject<'_, '_> for Function {
     fn extract(name: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
         match name.extract::<&str>()? {
             "flash_attn_func" => Ok(Function::Plain),
+            "flash_attn_qkvpacked_func" => Ok(Function::QkvPacked),
+            "flash_attn_kvpacked_func" => Ok(Function::KvPacked),
             "scaled_dot_product_attention" => Ok(Function::PyTorch),
             "flash_attn_varlen_func" => Ok(Function::Varlen),
             "flash_attn_with_kvcache" => Ok(Function::KvCache),
+            "flash_attn_with_kvcache, block_table" => Ok(Function::KvCacheInBlocks),
             other => Err(error::value(format!("there is no function `{other}`"))),
         }
     }
@@ -43,7 +53,12 @@ impl Function {
     pub(crate) fn names(self) -> [&'static str; TENSORS] {
         let [query, key, value, lengths, pages] = match self {
             Function::KvCache => ["q", "k_cache", "v_cache", "cache_seqlens", "page_table"],
+            Function::KvCacheInBlocks => {
+                ["q", "k_cache", "v_cache", "cache_seqlens", "block_table"]
+            }
             Function::PyTorch => ["query", "key", "value", "seqused_k", "block_table"],
+            Function::QkvPacked => ["qkv", "qkv", "qkv", "seqused_k", "block_table"],
+            Function::KvPacked => ["q", "kv", "kv", "seqused_k", "block_table"],
             Function::Plain | Function::Varlen => ["q", "k", "v", "seqused_k", "block_table"],
         };
         [
@@ -62,36 +77,24 @@ impl Function {
         ]
     }
 
+    /// Whether lengths and places may differ from sequence to sequence.
+    fn has_sequences(self) -> bool {
+        matches!(self, Function::Varlen | Function::KvCache | Function::KvCacheInBlocks)
+    }
+
+    /// What the caller asks for the log-sum-exps with.
+    pub(crate) fn sums_name(self) -> &'static str {
+        match self {
+            Function::KvCache | Function::KvCacheInBlocks => "return_softmax_lse",
+            _ => "return_attn_probs",
+        }
+    }
+
     fn order(self, packed: bool) -> Order {
         match self {
             Function::PyTorch => Order::HeadsFirst,
             _ => Order::of(packed),
         }
-    }
-}
-
-/// What a call gives besides tensors.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Numbers {
-    scale: Option<f64>,
-    causal: bool,
-    /// Keys before and after a query's own; all of them if negative.
-    window: (i64, i64),
-    /// None if zero.
-    chunk: i64,
-    softcap: f64,
-    most_queries: Option<i64>,
-    most_keys: Option<i64>,
-}
-
-impl<'a, 'py> FromPyObject<'a, 'py> for Numbers {
-    type Error = PyErr;
-
-    fn extract(numbers: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        let (scale, causal, left, right, chunk, softcap, most_queries, most_keys) =
-            numbers.extract()?;
-        let window = (left, right);
-        Ok(Numbers { scale, causal, window, chunk, softcap, most_queries, most_keys })
     }
 }
 
@@ -196,7 +199,7 @@ impl Request {
         }
         let [batch, _, heads, dim] = query.sizes;
         let [_, keys, shared, _] = key.sizes;
-        if matches!(self.function, Function::Plain | Function::PyTorch) {
+        if !self.function.has_sequences() {
             self.expect(k, key, [batch, keys, shared, dim])?;
             self.expect(v, value, [batch, keys, shared, value.sizes[3]])?;
         }
@@ -221,9 +224,7 @@ impl Request {
 
         let sequences = match &self.query_starts {
             None => batch,
-            Some(starts) => starts.list(cu_q)?.checked_sub(1).ok_or_else(|| {
-                PyValueError::new_err(format!("{cu_q} is empty, expected a start at least"))
-            })?,
+            Some(starts) => starts.starts(cu_q)?,
         };
         for (name, list, expected) in [
             (cu_q, &self.query_starts, sequences + 1),
@@ -234,11 +235,11 @@ impl Request {
             (entries, &self.entries, sequences),
         ] {
             let Some(list) = list else { continue };
-            list.entries(name, expected, sequences)?;
+            list.entries(name, expected, sequences, self.first())?;
             list.on(name, query.place, q)?;
         }
 
-        let Numbers { scale, causal, chunk, softcap, most_queries, .. } = self.numbers;
+        let Numbers { scale, causal, window, chunk, softcap, most_queries, .. } = self.numbers;
         let queries = match &self.query_starts {
             None => query.sizes[1],
             Some(_) => most("max_seqlen_q", cu_q, most_queries, query.sizes[1])?,
@@ -268,16 +269,14 @@ impl Request {
             }
             problem.key_length = queries as usize;
         }
-        let chunk = usize::try_from(chunk).map_err(|_| negative("attention_chunk", chunk))?;
         // FlashAttention's words: a causal window ends at the query.
-        let [left, right] = [self.numbers.window.0, self.numbers.window.1];
-        let [left, right] = [left, if causal { 0 } else { right }].map(|it| it.try_into().ok());
+        let (left, right) = (window.0, if causal { Some(0) } else { window.1 });
         problem.mask = Mask::window(left, right).with_chunk(chunk);
         if let Some(scale) = scale {
-            problem = problem.with_scale(scale as f32);
+            problem = problem.with_scale(scale);
         }
-        if softcap != 0.0 {
-            problem = problem.with_softcap(softcap as f32);
+        if let Some(softcap) = softcap {
+            problem = problem.with_softcap(softcap);
         }
         if let Some(memory) = &self.slopes {
             memory.floats(slopes, query.place, q)?;
@@ -336,10 +335,17 @@ impl Request {
         }
         if count != sequences {
             return Err(PyValueError::new_err(format!(
-                "{k} has {count} batch entries, expected {sequences}, one for each sequence"
+                "{k} has {count} batch entries, expected {sequences}, one for each sequence of {}",
+                self.first()
             )));
         }
         Ok((Storage::Padded, rows as usize))
+    }
+
+    /// The tensor that says how many sequences there are.
+    fn first(&self) -> &'static str {
+        let [q, _, _, cu_q, ..] = self.names();
+        if self.query_starts.is_some() { cu_q } else { q }
     }
 
     fn expect(&self, name: &str, form: &Form, expected: [i64; 4]) -> PyResult<()> {
@@ -398,12 +404,10 @@ pub(crate) fn address(list: &Option<Memory>) -> Option<DeviceAddress> {
 fn most(name: &str, starts: &str, given: Option<i64>, rows: i64) -> PyResult<i64> {
     match given {
         None => Err(PyValueError::new_err(format!("{name} is None, expected it with {starts}"))),
-        Some(most) if most < 0 => Err(negative(name, most)),
+        Some(most) if most < 0 => {
+            Err(PyValueError::new_err(format!("{name}={most}, expected no negative number")))
+        }
         // No sequence is longer than all of them.
         Some(most) => Ok(most.min(rows)),
     }
-}
-
-fn negative(name: &str, given: i64) -> PyErr {
-    PyValueError::new_err(format!("{name}={given}, expected no negative number"))
 }

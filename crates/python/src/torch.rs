@@ -85,7 +85,7 @@ impl Torch {
             return Ok(Way::Foreign);
         };
         let class = torch.tensor.bind(py);
-        if tensors.clone().all(|(_, tensor)| tensor.get_type().is(class)) {
+        if tensors.clone().all(|(_, tensor)| tensor.get_type_ptr().cast() == class.as_ptr()) {
             let modes: usize = torch.modes.bind(py).call0()?.extract()?;
             return Ok(if modes == 0 { Way::Straight(torch) } else { Way::Dispatcher });
         }
@@ -108,16 +108,23 @@ impl Torch {
         }
     }
 
-    /// An error if a gradient would be lost.
-    pub(crate) fn refuse_gradient(&self, tensor: &Bound<'_, PyAny>, name: &str) -> PyResult<()> {
-        let py = tensor.py();
-        if tensor.getattr(intern!(py, "requires_grad"))?.is_truthy()?
-            && self.is_grad_enabled.bind(py).call0()?.is_truthy()?
-        {
-            return Err(PyNotImplementedError::new_err(format!(
-                "{name} requires grad, expected a tensor that does not: FlashCore has no backward \
-                 pass yet; call it under torch.no_grad() or detach the tensor"
-            )));
+    /// An error if a gradient of some tensors, which come with their names, would be lost.
+    pub(crate) fn refuse_gradients<'a, 'py: 'a>(
+        &self,
+        py: Python<'py>,
+        tensors: impl Iterator<Item = (&'static str, &'a Bound<'py, PyAny>)>,
+    ) -> PyResult<()> {
+        // One question first: most callers want none.
+        if !self.is_grad_enabled.bind(py).call0()?.is_truthy()? {
+            return Ok(());
+        }
+        for (name, tensor) in tensors {
+            if tensor.getattr(intern!(py, "requires_grad"))?.is_truthy()? {
+                return Err(PyNotImplementedError::new_err(format!(
+                    "{name} requires grad, expected a tensor that does not: FlashCore has no \
+                     backward pass yet; call it under torch.no_grad() or detach the tensor"
+                )));
+            }
         }
         Ok(())
     }
@@ -179,6 +186,9 @@ impl Torch {
     }
 
     pub(crate) fn address(&self, tensor: &Bound<'_, PyAny>) -> PyResult<u64> {
+        if let Some(exchange) = self.exchange {
+            return Ok(exchange.read(tensor, "out")?.address);
+        }
         tensor.call_method0(intern!(tensor.py(), "data_ptr"))?.extract()
     }
 }

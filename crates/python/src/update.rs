@@ -4,6 +4,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::library::{Library, Named};
+use crate::numbers::Flags;
 use crate::view::{Element, Memory, Order, View};
 
 /// How many tensors a call can have.
@@ -26,6 +27,15 @@ pub(crate) const NAMES: [&str; TENSORS] = [
     "rotary_seqlens",
 ];
 
+/// The same, where the caller calls the table of pages `block_table`.
+pub(crate) fn names(blocks: bool) -> [&'static str; TENSORS] {
+    let mut names = NAMES;
+    if blocks {
+        names[9] = "block_table";
+    }
+    names
+}
+
 /// New rows of a cache, and queries to be rotated as its keys are.
 #[derive(Debug)]
 pub(crate) struct Update {
@@ -45,6 +55,8 @@ pub(crate) struct Update {
     pub(crate) query_starts: Option<Memory>,
     pub(crate) entries: Option<Memory>,
     pub(crate) pages: Option<Memory>,
+    /// What the caller calls them.
+    pub(crate) pages_name: &'static str,
     pub(crate) rotary: Option<Rotary>,
     /// How many sequences there are.
     pub(crate) sequences: usize,
@@ -77,8 +89,7 @@ impl Update {
     pub(crate) fn read<'py>(
         library: &Library<'py>,
         tensors: &[Named<'py>; TENSORS],
-        (interleaved, advancing): (bool, bool),
-        most_queries: Option<i64>,
+        Flags { interleaved, advancing, blocks, most_queries }: Flags,
     ) -> PyResult<Update> {
         let list = |at: usize| -> PyResult<Option<Memory>> {
             let (name, tensor) = &tensors[at];
@@ -131,6 +142,7 @@ impl Update {
             query_starts,
             entries: list(8)?,
             pages: list(9)?,
+            pages_name: names(blocks)[9],
             rotary,
             sequences: 0,
             room: 0,
@@ -194,7 +206,7 @@ impl Update {
         ];
         for (name, list, expected) in lists {
             let Some(list) = list else { continue };
-            list.entries(name, expected, sequences)?;
+            list.entries(name, expected, sequences, NAMES[5])?;
             list.on(name, place, NAMES[0])?;
         }
         for (name, view, packed) in [
@@ -210,13 +222,14 @@ impl Update {
         }
         let mut room = cache.sizes[1];
         if let Some(pages) = &self.pages {
-            let columns = pages.pages(NAMES[9], sequences, place, NAMES[0])?;
+            let columns = pages.pages(self.pages_name, sequences, place, NAMES[0])?;
             if self.entries.is_some() {
-                return Err(PyValueError::new_err(
-                    "cache_batch_idx was given with page_table, expected one of the two",
-                ));
+                return Err(PyValueError::new_err(format!(
+                    "cache_batch_idx was given with {}, expected one of the two",
+                    self.pages_name
+                )));
             }
-            room *= columns;
+            room = room.saturating_mul(columns);
         } else if self.entries.is_none() && cache.sizes[0] != sequences {
             return Err(PyValueError::new_err(format!(
                 "k_cache has {} batch entries, expected {sequences}, one for each sequence",

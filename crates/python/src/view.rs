@@ -98,20 +98,28 @@ impl Memory {
 
     /// Whether there are no gaps between elements. The stride of what there is one of means nothing.
     pub(crate) fn is_contiguous(&self) -> bool {
-        let mut whole = 1;
+        let mut whole = 1_i64;
         self.sizes().iter().zip(self.strides()).rev().all(|(size, stride)| {
             let fits = *size <= 1 || *stride == whole;
-            whole *= size.max(&1);
+            whole = whole.saturating_mul(*size.max(&1));
             fits
         })
     }
 
-    /// Refuses a list of integers with another number of entries.
-    pub(crate) fn entries(&self, name: &str, expected: i64, sequences: i64) -> PyResult<()> {
+    /// Refuses a list of integers with another number of entries than there are sequences, or one
+    /// more of starts; `first` says how many sequences there are.
+    pub(crate) fn entries(
+        &self,
+        name: &str,
+        expected: i64,
+        sequences: i64,
+        first: &str,
+    ) -> PyResult<()> {
         match self.list(name)? {
             given if given == expected => Ok(()),
             given => Err(PyValueError::new_err(format!(
-                "{name} has {given} entries, expected {expected} for {sequences} sequences"
+                "{name} has {given} entries, expected {expected} for {sequences} sequences as {first} \
+                 has"
             ))),
         }
     }
@@ -125,6 +133,14 @@ impl Memory {
                 "{name} has {} dimensions, expected 1",
                 other.len()
             ))),
+        }
+    }
+
+    /// The sequences whose starts a list has, which has one more: where the last one ends.
+    pub(crate) fn starts(&self, name: &str) -> PyResult<i64> {
+        match self.list(name)? {
+            0 => Err(PyValueError::new_err(format!("{name} is empty, expected a start at least"))),
+            entries => Ok(entries - 1),
         }
     }
 
@@ -312,9 +328,9 @@ impl Order {
 
 /// Strides without gaps.
 pub(crate) fn contiguous<const COUNT: usize>(sizes: [i64; COUNT]) -> [i64; COUNT] {
-    let mut strides = [1; COUNT];
+    let mut strides = [1_i64; COUNT];
     for index in (1..COUNT).rev() {
-        strides[index - 1] = strides[index] * sizes[index].max(1);
+        strides[index - 1] = strides[index].saturating_mul(sizes[index].max(1));
     }
     strides
 }

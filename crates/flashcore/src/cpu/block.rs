@@ -6,6 +6,7 @@ use pulp::Simd;
 
 use super::softmax::{RowRule, Rows};
 use super::tile::{Row, Tile, accumulate, products, rows, rows_mut};
+use crate::backend::{BackendError, Cancellation, filled};
 use crate::problem::Problem;
 use crate::tensor::Head;
 
@@ -75,12 +76,13 @@ impl pulp::WithSimd for Measure {
     }
 }
 
-/// Let blocks attend to those of some keys that they see.
+/// Let blocks attend to those of some keys that they see, to the last of them unless cancelled.
 pub(super) struct WalkKeys<'a, 'tensors> {
     pub(super) workspace: &'a mut Workspace,
     /// Each block with its keys and values.
     pub(super) blocks: &'a mut [(Block, Head<'tensors>, Head<'tensors>)],
     pub(super) keys: Range<usize>,
+    pub(super) cancellation: Option<&'a Cancellation>,
 }
 
 impl pulp::WithSimd for WalkKeys<'_, '_> {
@@ -100,13 +102,16 @@ impl pulp::WithSimd for WalkKeys<'_, '_> {
 impl WalkKeys<'_, '_> {
     #[inline(always)]
     fn walk<S: Simd, const ROWS: usize, const COLUMNS: usize>(self, simd: S) {
-        let WalkKeys { workspace, blocks, keys } = self;
+        let WalkKeys { workspace, blocks, keys, cancellation } = self;
         // Steps begin at the same keys for every row, whatever rows share a task: so a row's bits
         // do not depend on the number of threads. All heads take a step before the next, since
         // their keys are neighbours in memory.
         for first in (keys.start / KEY_BLOCK * KEY_BLOCK..keys.end).step_by(KEY_BLOCK) {
             let step = first.max(keys.start)..keys.end.min(first + KEY_BLOCK);
             for (block, key, value) in &mut *blocks {
+                if cancellation.is_some_and(Cancellation::is_cancelled) {
+                    return;
+                }
                 let seen = block.seen(&step);
                 if seen.is_empty() {
                     continue;
@@ -144,14 +149,15 @@ impl Shape {
 
 impl Block {
     /// Room for so many rows.
-    pub(super) fn new(shape: Shape, rows: usize) -> Self {
+    pub(super) fn new(shape: Shape, rows: usize) -> Result<Self, BackendError> {
+        let zeros = |count: usize| filled("blocks of queries", count, 0.0);
         let panels = rows.div_ceil(shape.lanes);
-        Block {
+        Ok(Block {
             shape,
-            queries: vec![0.0; panels * shape.head_dim * shape.lanes],
-            accumulators: vec![0.0; panels * shape.value_rows() * shape.lanes],
-            softmax: Rows::new(panels * shape.lanes),
-        }
+            queries: zeros(panels * shape.head_dim * shape.lanes)?,
+            accumulators: zeros(panels * shape.value_rows() * shape.lanes)?,
+            softmax: Rows::new(panels * shape.lanes)?,
+        })
     }
 
     /// Begin: pack queries, each with the rule of its row, and forget those before.
@@ -261,17 +267,17 @@ impl Block {
 }
 
 impl Workspace {
-    pub(super) fn new(shape: Shape) -> Self {
-        let zeros = |count: usize| vec![0.0; count];
+    pub(super) fn new(shape: Shape) -> Result<Self, BackendError> {
+        let zeros = |count: usize| filled("blocks of keys", count, 0.0);
         let rows = KEY_BLOCK + shape.tile_rows;
-        Workspace {
+        Ok(Workspace {
             shape,
-            keys: zeros(rows * shape.head_dim),
-            values: zeros(shape.value_rows() * KEY_BLOCK),
+            keys: zeros(rows * shape.head_dim)?,
+            values: zeros(shape.value_rows() * KEY_BLOCK)?,
             infinite: Vec::new(),
-            scores: zeros(rows * shape.lanes),
-            vector: zeros(shape.value_rows()),
-        }
+            scores: zeros(rows * shape.lanes)?,
+            vector: zeros(shape.value_rows())?,
+        })
     }
 
     /// Load keys of the step that begins with `first`. Other rows keep old keys; their scores are
@@ -388,12 +394,13 @@ mod tests {
                 sink: None,
             };
             let mut blocks = [0..keys / 3, keys / 3..keys].map(|keys| {
-                let mut block = Block::new(shape, queries);
+                let mut block = Block::new(shape, queries).unwrap();
                 let vectors = (0..queries).map(|position| (query, position));
                 block.begin(problem.scale(), vectors, (0..queries).map(rule));
                 let mut blocks = [(block, key, value)];
-                let workspace = &mut Workspace::new(shape);
-                simd.vectorize(WalkKeys { workspace, blocks: &mut blocks, keys });
+                let workspace = &mut Workspace::new(shape).unwrap();
+                let cancellation = None;
+                simd.vectorize(WalkKeys { workspace, blocks: &mut blocks, keys, cancellation });
                 let [(block, ..)] = blocks;
                 block
             });

@@ -12,22 +12,27 @@
 //! | `softmax` | scores, masks and the online softmax |
 //! | `exp` | exponential and tangent |
 //! | `backward` | gradients |
+//! | `threads` | the threads of this process |
 
 mod backward;
 mod block;
 mod exp;
 mod softmax;
+mod threads;
 mod tile;
 
 use std::ops::Range;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rayon::prelude::*;
 
 use self::backward::Results;
 use self::block::{Block, KEY_BLOCK, MAX_ROWS, MIN_ROWS, Shape, WalkKeys, Workspace};
 use self::softmax::RowRule;
-use crate::backend::{Backend, Output, Progress, Report, RunOptions, unseen};
+use crate::backend::{
+    Backend, BackendError, Cancellation, Output, Progress, Report, RunOptions, filled, room_for,
+    unseen,
+};
 use crate::error::Error;
 use crate::gradients::{Backward, Gradients};
 use crate::inputs::Inputs;
@@ -52,9 +57,37 @@ const BACKWARD: &str = "backward";
 const MAX_HEAD_DIM: usize = 1 << 16;
 
 impl CpuBackend {
-    /// The back end over the global thread pool.
+    /// The back end over the threads of this process. Starts none.
     pub fn new() -> Self {
         CpuBackend {}
+    }
+
+    /// Does some work of this back end on one of its threads, while the calling thread calls `watch`
+    /// again and again, a period apart. For those who wait and have something to look after, and
+    /// perhaps reason to [cancel](Cancellation) the work.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    ///
+    /// use flashcore::{Backend, Cancellation, CpuBackend, InputTensors, Problem, RunOptions};
+    ///
+    /// let problem = Problem::new(1, 8, 8192, 64);
+    /// let tensors = InputTensors::random(&problem, 0)?;
+    /// let cancellation = Cancellation::new();
+    /// let options = RunOptions { cancellation: Some(&cancellation), ..RunOptions::default() };
+    /// let run = || CpuBackend::new().run(&problem, tensors.inputs(), &options);
+    /// let patience = || cancellation.cancel();
+    /// let result = CpuBackend::new().watched(run, Duration::from_millis(1), patience)?;
+    /// assert_eq!(result.unwrap_err().to_string(), "the computation was cancelled");
+    /// # Ok::<(), flashcore::Error>(())
+    /// ```
+    pub fn watched<T: Send>(
+        &self,
+        work: impl FnOnce() -> T + Send,
+        period: Duration,
+        watch: impl FnMut(),
+    ) -> Result<T, Error> {
+        Ok(threads::watched(work, period, watch)?)
     }
 
     fn candidate(&self, problem: &Problem, kernel: &'static str) -> Candidate {
@@ -102,7 +135,7 @@ impl Backend for CpuBackend {
     }
 
     fn describe(&self) -> String {
-        let threads = rayon::current_num_threads();
+        let threads = threads::install(rayon::current_num_threads).unwrap_or(0);
         let plural = if threads == 1 { "" } else { "s" };
         format!("{threads} thread{plural}, {}", instruction_set())
     }
@@ -124,7 +157,9 @@ impl Backend for CpuBackend {
         let begin = Instant::now();
         let mut results = Results::zeros(&plan.problem)?;
         let kernel_begin = Instant::now();
-        backward::differentiate(&plan.problem, backward, &mut results, options.progress)?;
+        let watch = Watch { progress: options.progress, cancellation: options.cancellation };
+        let problem = &plan.problem;
+        threads::install(|| backward::differentiate(problem, backward, &mut results, watch))??;
         let Results { query, key, value, sinks } = results;
         let report = self.report(plan, BACKWARD, begin, kernel_begin);
         Ok(Gradients { query, key, value, sinks, report })
@@ -140,13 +175,43 @@ impl Backend for CpuBackend {
         let problem = &plan.problem;
         let (mut output, mut lse) = unseen(problem)?;
         let kernel_begin = Instant::now();
-        match problem.has_equal_lengths() {
+        let watch = Watch { progress: options.progress, cancellation: options.cancellation };
+        threads::install(|| match problem.has_equal_lengths() {
             true => with_elements!(output.elements_mut(), elements =>
-                attend(problem, inputs, elements, &mut lse, options.progress)),
-            false => attend_sequences(problem, inputs, &mut output, &mut lse)?,
-        }
+                Ok(attend(problem, inputs, elements, &mut lse, watch)?)),
+            false => attend_sequences(problem, inputs, &mut output, &mut lse, watch),
+        })??;
         let report = self.report(plan, KERNEL, begin, kernel_begin);
         Ok(Output { output, lse, report })
+    }
+}
+
+/// Who looks on.
+#[derive(Clone, Copy)]
+struct Watch<'a> {
+    progress: Option<&'a dyn Progress>,
+    cancellation: Option<&'a Cancellation>,
+}
+
+impl Watch<'_> {
+    fn begin(&self, total: usize) {
+        if let Some(progress) = self.progress {
+            progress.begin(total as u64);
+        }
+    }
+
+    /// An error if the work was given up.
+    fn check(&self) -> Result<(), BackendError> {
+        self.cancellation.map_or(Ok(()), Cancellation::check)
+    }
+
+    /// A task is done, or was given up.
+    fn advance(&self) -> Result<(), BackendError> {
+        self.check()?;
+        if let Some(progress) = self.progress {
+            progress.advance(1);
+        }
+        Ok(())
     }
 }
 
@@ -156,16 +221,18 @@ fn attend_sequences(
     inputs: Inputs<'_>,
     output: &mut Tensor,
     lse: &mut [f32],
+    watch: Watch<'_>,
 ) -> Result<(), Error> {
+    let watch = Watch { progress: None, ..watch };
     let sequences = Sequences::of(problem, inputs);
     let query = inputs.query.shape();
     for sequence in 0..sequences.len() {
         let alone = sequences.alone(sequence);
         let tensors = sequences.gather(inputs, sequence)?;
         let mut result = Tensor::zeros(problem.dtypes.output, alone.output_shape())?;
-        let mut sums = vec![f32::NEG_INFINITY; alone.rows()];
+        let mut sums = filled("the log-sum-exp", alone.rows(), f32::NEG_INFINITY)?;
         with_elements!(result.elements_mut(), elements =>
-            attend(&alone, tensors.inputs(), elements, &mut sums, None));
+            attend(&alone, tensors.inputs(), elements, &mut sums, watch))?;
         for [_, position, head] in alone.output_shape().vectors() {
             let (entry, row) = sequences.queries().locate(sequence, position);
             output.copy_row([entry, row, head], &result, [0, position, head]);
@@ -205,16 +272,16 @@ fn attend<T: Element>(
     inputs: Inputs<'_>,
     output: &mut [T],
     lse: &mut [f32],
-    progress: Option<&dyn Progress>,
-) {
+    watch: Watch<'_>,
+) -> Result<(), BackendError> {
     if problem.rows() == 0 {
-        return;
+        return Ok(());
     }
     let rows = problem.query_length * problem.group_size();
     if rows <= MIN_ROWS && problem.key_length > KEY_CHUNK {
-        attend_in_chunks(problem, inputs, output, lse, progress);
+        attend_in_chunks(problem, inputs, output, lse, watch)
     } else {
-        attend_in_blocks(problem, inputs, output, lse, progress);
+        attend_in_blocks(problem, inputs, output, lse, watch)
     }
 }
 
@@ -224,24 +291,24 @@ fn attend_in_blocks<T: Element>(
     inputs: Inputs<'_>,
     output: &mut [T],
     lse: &mut [f32],
-    progress: Option<&dyn Progress>,
-) {
+    watch: Watch<'_>,
+) -> Result<(), BackendError> {
     let group = problem.group_size();
     let queries = query_block(problem, rayon::current_num_threads());
-    let tasks = tasks(problem, queries, output, lse);
-    if let Some(progress) = progress {
-        progress.begin(tasks.len() as u64);
-    }
+    let tasks = tasks(problem, queries, output, lse)?;
+    watch.begin(tasks.len());
     let arch = pulp::Arch::new();
     let shape = Shape::new(arch, problem, queries * group);
-    let room = || (Workspace::new(shape), Some(Block::new(shape, queries * group)));
-    tasks.into_par_iter().for_each_init(room, |(workspace, room), mut task| {
+    let room = || Ok((Workspace::new(shape)?, Some(Block::new(shape, queries * group)?)));
+    tasks.into_par_iter().try_for_each_init(room, |room, mut task| {
+        let (workspace, room) = room.as_mut().map_err(|error: &mut BackendError| error.clone())?;
         let mut block = room.take().expect("the task before gave it back");
         let queries = task.first_query..task.first_query + task.output.len();
         begin(&mut block, problem, inputs, task.batch, task.kv_head, queries, true);
         let mut blocks = [with_head(block, inputs, task.batch, task.kv_head)];
         let keys = 0..problem.key_length;
-        arch.dispatch(WalkKeys { workspace, blocks: &mut blocks, keys });
+        let cancellation = watch.cancellation;
+        arch.dispatch(WalkKeys { workspace, blocks: &mut blocks, keys, cancellation });
         let [(block, ..)] = blocks;
         let mut row = vec![0.0; problem.value_head_dim];
         for (query, output) in task.output.iter_mut().enumerate() {
@@ -252,14 +319,15 @@ fn attend_in_blocks<T: Element>(
             }
         }
         *room = Some(block);
-        if let Some(progress) = progress {
-            progress.advance(1);
-        }
-    });
+        watch.advance()
+    })
 }
 
 /// Keys of a task where queries are few.
 const KEY_CHUNK: usize = 16 * KEY_BLOCK;
+
+/// Chunks whose results are held at once, where threads are few.
+const CHUNKS: usize = 128;
 
 /// Few queries: a task is a chunk of the keys for all heads, whose keys are neighbours in memory,
 /// and what the chunks come to is put together. Chunks are the same on any number of threads.
@@ -268,51 +336,59 @@ fn attend_in_chunks<T: Element>(
     inputs: Inputs<'_>,
     output: &mut [T],
     lse: &mut [f32],
-    progress: Option<&dyn Progress>,
-) {
+    watch: Watch<'_>,
+) -> Result<(), BackendError> {
     let (group, queries, keys) = (problem.group_size(), problem.query_length, problem.key_length);
     let chunks = keys.div_ceil(KEY_CHUNK);
-    if let Some(progress) = progress {
-        progress.begin((problem.batch * chunks) as u64);
-    }
+    watch.begin(problem.batch * chunks);
     let arch = pulp::Arch::new();
     let shape = Shape::new(arch, problem, queries * group);
-    let attend = |workspace: &mut Workspace, task: usize| -> Vec<Block> {
+    let attend = |workspace: &mut Result<Workspace, BackendError>, task: usize| {
+        let workspace = workspace.as_mut().map_err(|error| error.clone())?;
         let (batch, chunk) = (task / chunks, task % chunks);
-        let begun = |kv_head: usize| {
-            let mut block = Block::new(shape, queries * group);
+        let mut blocks = room_for("blocks of queries", problem.kv_heads)?;
+        for kv_head in 0..problem.kv_heads {
+            let mut block = Block::new(shape, queries * group)?;
             // A sink counts once.
             begin(&mut block, problem, inputs, batch, kv_head, 0..queries, chunk == 0);
-            with_head(block, inputs, batch, kv_head)
-        };
-        let mut blocks: Vec<_> = (0..problem.kv_heads).map(begun).collect();
+            blocks.push(with_head(block, inputs, batch, kv_head));
+        }
         let keys = chunk * KEY_CHUNK..keys.min((chunk + 1) * KEY_CHUNK);
-        arch.dispatch(WalkKeys { workspace, blocks: &mut blocks, keys });
-        if let Some(progress) = progress {
-            progress.advance(1);
-        }
-        blocks.into_iter().map(|(block, ..)| block).collect()
+        let cancellation = watch.cancellation;
+        arch.dispatch(WalkKeys { workspace, blocks: &mut blocks, keys, cancellation });
+        watch.advance()?;
+        Ok(blocks.into_iter().map(|(block, ..)| block).collect())
     };
-    let tasks = (0..problem.batch * chunks).into_par_iter();
-    let results: Vec<Vec<Block>> = tasks.map_init(|| Workspace::new(shape), attend).collect();
-
+    let mut whole: Vec<Block> = Vec::new();
     let mut row = vec![0.0; problem.value_head_dim];
-    let mut results = results.into_iter();
-    for batch in 0..problem.batch {
-        let mut whole = results.next().expect("a result for each chunk of each sequence");
-        for part in results.by_ref().take(chunks - 1) {
-            whole.iter_mut().zip(&part).for_each(|(whole, part)| whole.merge(part));
-        }
-        for (kv_head, block) in whole.iter().enumerate() {
-            for (query, head) in rows(0..queries, kv_head, group) {
-                let index = query * group + head % group;
-                lse[(batch * problem.query_heads + head) * queries + query] =
-                    block.finish(index, &mut row);
-                let place = (batch * queries + query) * problem.query_heads + head;
-                T::narrow(&row, &mut output[place * row.len()..][..row.len()]);
+    // Chunks grow in number with the keys: what they come to is held for some of them at a time.
+    let (tasks, round) = (problem.batch * chunks, CHUNKS.max(TASKS * rayon::current_num_threads()));
+    for first in (0..tasks).step_by(round) {
+        let tasks = (first..tasks.min(first + round)).into_par_iter();
+        let results: Result<Vec<Vec<Block>>, BackendError> =
+            tasks.map_init(|| Workspace::new(shape), attend).collect();
+        for (task, part) in (first..).zip(results?) {
+            let (batch, chunk) = (task / chunks, task % chunks);
+            if chunk == 0 {
+                whole = part;
+            } else {
+                whole.iter_mut().zip(&part).for_each(|(whole, part)| whole.merge(part));
+            }
+            if chunk + 1 < chunks {
+                continue;
+            }
+            for (kv_head, block) in whole.iter().enumerate() {
+                for (query, head) in rows(0..queries, kv_head, group) {
+                    let index = query * group + head % group;
+                    lse[(batch * problem.query_heads + head) * queries + query] =
+                        block.finish(index, &mut row);
+                    let place = (batch * queries + query) * problem.query_heads + head;
+                    T::narrow(&row, &mut output[place * row.len()..][..row.len()]);
+                }
             }
         }
     }
+    Ok(())
 }
 
 /// A block with the keys and values that it reads.
@@ -380,17 +456,20 @@ fn tasks<'a, T>(
     block: usize,
     output: &'a mut [T],
     lse: &'a mut [f32],
-) -> Vec<Task<'a, T>> {
+) -> Result<Vec<Task<'a, T>>, BackendError> {
     let (group, kv_heads) = (problem.group_size(), problem.kv_heads);
     let blocks = problem.query_length.div_ceil(block);
-    let of = |index: usize| Task {
-        batch: index / blocks / kv_heads,
-        kv_head: index / blocks % kv_heads,
-        first_query: index % blocks * block,
-        output: Vec::with_capacity(block),
-        lse: Vec::with_capacity(group),
-    };
-    let mut tasks: Vec<Task<'a, T>> = (0..problem.batch * kv_heads * blocks).map(of).collect();
+    let (count, what) = (problem.batch * kv_heads * blocks, "blocks of queries");
+    let mut tasks = room_for(what, count)?;
+    for index in 0..count {
+        tasks.push(Task {
+            batch: index / blocks / kv_heads,
+            kv_head: index / blocks % kv_heads,
+            first_query: index % blocks * block,
+            output: room_for(what, block)?,
+            lse: room_for(what, group)?,
+        });
+    }
     // Rows of the log-sum-exp lie head by head, and those of the output query by query.
     for (head, lse) in lse.chunks_mut(problem.query_length).enumerate() {
         for (task, lse) in lse.chunks_mut(block).enumerate() {
@@ -403,5 +482,5 @@ fn tasks<'a, T>(
         let (batch, query) = (query / problem.query_length, query % problem.query_length);
         tasks[(batch * kv_heads + kv_head) * blocks + query / block].output.push(output);
     }
-    tasks
+    Ok(tasks)
 }

@@ -9,6 +9,7 @@ use pulp::Simd;
 
 use super::exp::{exp, tanh};
 use super::tile::{Row, rows, rows_mut};
+use crate::backend::{BackendError, filled};
 use crate::problem::RowScores;
 
 /// What is to be known of each row, and what is known of it so far: one entry for each lane of
@@ -48,20 +49,20 @@ pub(super) struct RowRule {
 
 impl Rows {
     /// Room for so many rows.
-    pub(super) fn new(lanes: usize) -> Self {
-        let zeros = || vec![0.0; lanes];
-        Rows {
+    pub(super) fn new(lanes: usize) -> Result<Self, BackendError> {
+        let zeros = || filled("rows of the softmax", lanes, 0.0);
+        Ok(Rows {
             scale: 1.0,
             cap: None,
             sloped: false,
-            slopes: zeros(),
-            positions: zeros(),
-            visible: vec![0..usize::MAX; lanes],
+            slopes: zeros()?,
+            positions: zeros()?,
+            visible: filled("rows of the softmax", lanes, 0..usize::MAX)?,
             count: 0,
-            maximum: zeros(),
-            sum: zeros(),
-            rescale: zeros(),
-        }
+            maximum: zeros()?,
+            sum: zeros()?,
+            rescale: zeros()?,
+        })
     }
 
     /// Begin with these rows, and forget those before.

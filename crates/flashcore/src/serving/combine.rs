@@ -1,6 +1,6 @@
 //! Attention over parts of the keys, combined by the log-sum-exps of the parts.
 
-use crate::backend::Output;
+use crate::backend::{Cancellation, Output, filled};
 use crate::error::Error;
 use crate::inputs::InputError;
 use crate::tensor::Tensor;
@@ -23,6 +23,14 @@ use crate::tensor::Tensor;
 /// # Ok::<(), flashcore::Error>(())
 /// ```
 pub fn combine(parts: &[(&Tensor, &[f32])]) -> Result<(Tensor, Vec<f32>), Error> {
+    combine_until(parts, &Cancellation::new())
+}
+
+/// [`combine`], unless it is cancelled.
+pub fn combine_until(
+    parts: &[(&Tensor, &[f32])],
+    cancellation: &Cancellation,
+) -> Result<(Tensor, Vec<f32>), Error> {
     let Some(((first, _), others)) = parts.split_first() else {
         return Err(InputError::Missing { tensor: "parts" }.into());
     };
@@ -37,17 +45,19 @@ pub fn combine(parts: &[(&Tensor, &[f32])]) -> Result<(Tensor, Vec<f32>), Error>
             return Err(InputError::DType { tensor: "part", given, expected }.into());
         }
     }
-    let rows = shape.batch.saturating_mul(shape.heads).saturating_mul(shape.length);
+    // What can be made can be counted.
+    let mut merged = Tensor::zeros(dtype, shape)?;
+    let rows = shape.batch * shape.heads * shape.length;
     for (_, lse) in parts {
         if lse.len() != rows {
             let (given, expected) = (lse.len(), rows);
             return Err(InputError::Length { tensor: "log-sum-exp", given, expected }.into());
         }
     }
-    let mut merged = Tensor::zeros(dtype, shape)?;
-    let mut merged_lse = vec![f32::NEG_INFINITY; rows];
+    let mut merged_lse = filled("the log-sum-exp", rows, f32::NEG_INFINITY)?;
     let (mut sums, mut row) = (vec![0f32; shape.dim], vec![0f32; shape.dim]);
     for index in 0..rows {
+        cancellation.check()?;
         let (position, head) = (index % shape.length, index / shape.length % shape.heads);
         let batch = index / shape.length / shape.heads;
         let top = parts.iter().map(|(_, lse)| lse[index]).fold(f32::NEG_INFINITY, f32::max);

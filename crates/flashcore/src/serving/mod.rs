@@ -28,7 +28,7 @@ mod combine;
 mod placement;
 
 pub use append::{Rotary, append};
-pub use combine::combine;
+pub use combine::{combine, combine_until};
 pub use placement::{Pages, Placement};
 
 use std::ops::Range;

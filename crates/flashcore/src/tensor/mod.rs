@@ -187,10 +187,15 @@ impl Tensor {
         if !bytes.len().is_multiple_of(dtype.bytes()) {
             return Err(TensorError::Bytes { bytes: bytes.len(), dtype });
         }
+        let given = bytes.len() / dtype.bytes();
+        if given < layout.span() {
+            let (shape, needed) = (layout.shape(), layout.span());
+            return Err(TensorError::Length { shape, needed, given });
+        }
         let elements = match dtype {
-            DType::F32 => Elements::F32(bytemuck::allocation::pod_collect_to_vec(bytes)),
-            DType::F16 => Elements::F16(bytemuck::allocation::pod_collect_to_vec(bytes)),
-            DType::BF16 => Elements::BF16(bytemuck::allocation::pod_collect_to_vec(bytes)),
+            DType::F32 => Elements::F32(collected(layout, bytes)?),
+            DType::F16 => Elements::F16(collected(layout, bytes)?),
+            DType::BF16 => Elements::BF16(collected(layout, bytes)?),
         };
         Tensor::new(layout, elements)
     }
@@ -370,13 +375,30 @@ impl Head<'_> {
 
 /// Memory for a layout, allocated without aborting when there is none.
 fn filled<T: Clone>(layout: Layout, value: T) -> Result<Vec<T>, TensorError> {
-    let mut elements = Vec::new();
-    elements.try_reserve_exact(layout.span()).map_err(|_| TensorError::OutOfMemory {
-        shape: layout.shape(),
-        bytes: layout.span().saturating_mul(size_of::<T>()),
-    })?;
+    let mut elements = room_for(layout, layout.span())?;
     elements.resize(layout.span(), value);
     Ok(elements)
+}
+
+/// A copy of the memory of a layout, which need not be aligned.
+fn collected<T: bytemuck::Pod>(layout: Layout, bytes: &[u8]) -> Result<Vec<T>, TensorError> {
+    if let Ok(aligned) = bytemuck::try_cast_slice(bytes) {
+        let mut elements = room_for(layout, aligned.len())?;
+        elements.extend_from_slice(aligned);
+        return Ok(elements);
+    }
+    let mut elements = room_for(layout, bytes.len() / size_of::<T>())?;
+    elements.extend(bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned::<T>));
+    Ok(elements)
+}
+
+fn room_for<T>(layout: Layout, elements: usize) -> Result<Vec<T>, TensorError> {
+    let mut memory = Vec::new();
+    memory.try_reserve_exact(elements).map_err(|_| TensorError::OutOfMemory {
+        shape: layout.shape(),
+        bytes: elements.saturating_mul(size_of::<T>()),
+    })?;
+    Ok(memory)
 }
 
 fn fill_random<T: Element>(elements: &mut [T], seed: u64) {

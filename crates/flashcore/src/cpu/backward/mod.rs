@@ -23,8 +23,9 @@ use rayon::prelude::*;
 
 use self::rows::{RowBlock, RowNumbers, read_query};
 use self::step::{KeySums, WalkBlock};
+use super::Watch;
 use super::block::{KEY_BLOCK, Shape};
-use crate::backend::Progress;
+use crate::backend::BackendError;
 use crate::error::Error;
 use crate::gradients::Backward;
 use crate::problem::Problem;
@@ -56,11 +57,11 @@ pub(super) fn differentiate(
     problem: &Problem,
     backward: Backward<'_>,
     results: &mut Results,
-    progress: Option<&dyn Progress>,
+    watch: Watch<'_>,
 ) -> Result<(), Error> {
     let sinks = match problem.has_equal_lengths() {
-        true => of_heads(problem, backward, results, progress),
-        false => of_sequences(problem, backward, results)?,
+        true => of_heads(problem, backward, results, watch)?,
+        false => of_sequences(problem, backward, results, watch)?,
     };
     if let Some(results) = &mut results.sinks {
         for (result, sum) in results.iter_mut().zip(sinks) {
@@ -75,6 +76,7 @@ fn of_sequences(
     problem: &Problem,
     backward: Backward<'_>,
     results: &mut Results,
+    watch: Watch<'_>,
 ) -> Result<Vec<f64>, Error> {
     let sequences = Sequences::of(problem, backward.inputs);
     let query_shape = backward.inputs.query.shape();
@@ -95,7 +97,8 @@ fn of_sequences(
             output_gradient: &queries.gather(backward.output_gradient, sequence)?,
         };
         let mut gathered = Results::zeros(&alone)?;
-        let own_sinks = of_heads(&alone, own, &mut gathered, None);
+        let unseen = Watch { progress: None, ..watch };
+        let own_sinks = of_heads(&alone, own, &mut gathered, unseen)?;
         sinks.iter_mut().zip(own_sinks).for_each(|(sum, own)| *sum += own);
         for (to, from, placement) in [
             (&mut results.query, &gathered.query, queries),
@@ -115,18 +118,18 @@ fn of_heads(
     problem: &Problem,
     backward: Backward<'_>,
     results: &mut Results,
-    progress: Option<&dyn Progress>,
-) -> Vec<f64> {
+    watch: Watch<'_>,
+) -> Result<Vec<f64>, BackendError> {
     let Results { query, key, value, .. } = results;
     match (query.elements_mut(), key.elements_mut(), value.elements_mut()) {
         (Elements::F32(query), Elements::F32(key), Elements::F32(value)) => {
-            each_head(problem, backward, [query, key, value], progress)
+            each_head(problem, backward, [query, key, value], watch)
         }
         (Elements::F16(query), Elements::F16(key), Elements::F16(value)) => {
-            each_head(problem, backward, [query, key, value], progress)
+            each_head(problem, backward, [query, key, value], watch)
         }
         (Elements::BF16(query), Elements::BF16(key), Elements::BF16(value)) => {
-            each_head(problem, backward, [query, key, value], progress)
+            each_head(problem, backward, [query, key, value], watch)
         }
         _ => unreachable!("candidates with tensors of different types are refused"),
     }
@@ -148,16 +151,14 @@ fn each_head<T: Element>(
     problem: &Problem,
     backward: Backward<'_>,
     [query, key, value]: [&mut [T]; 3],
-    progress: Option<&dyn Progress>,
-) -> Vec<f64> {
+    watch: Watch<'_>,
+) -> Result<Vec<f64>, BackendError> {
     let (group, heads) = (problem.group_size(), problem.batch * problem.kv_heads);
     let by_head = |elements, width, length| split(elements, width, problem.kv_heads, length, heads);
     let queries = by_head(query, group * problem.head_dim, problem.query_length);
     let keys = by_head(key, problem.head_dim, problem.key_length);
     let values = by_head(value, problem.value_head_dim, problem.key_length);
-    if let Some(progress) = progress {
-        progress.begin(heads as u64);
-    }
+    watch.begin(heads);
     let blocks = Blocks::new(problem);
     let results = queries.into_iter().zip(keys).zip(values).enumerate();
     let results: Vec<Head<'_, T>> = results
@@ -169,21 +170,19 @@ fn each_head<T: Element>(
     let sinks: Vec<Vec<f64>> = results
         .into_par_iter()
         .map(|head| {
-            let work = Work::new(problem, backward, &blocks, head.batch, head.kv_head);
-            work.run();
+            let work = Work::new(problem, backward, &blocks, head.batch, head.kv_head)?;
+            work.run(watch)?;
             let sinks = work.finish(head);
-            if let Some(progress) = progress {
-                progress.advance(1);
-            }
-            sinks
+            watch.advance()?;
+            Ok(sinks)
         })
-        .collect();
+        .collect::<Result<_, BackendError>>()?;
     let mut sums = vec![0.0; problem.query_heads];
     for (index, sinks) in sinks.iter().enumerate() {
         let first = index % problem.kv_heads * group;
         sums[first..].iter_mut().zip(sinks).for_each(|(sum, own)| *sum += own);
     }
-    sums
+    Ok(sums)
 }
 
 /// The vectors of (batch, length, heads) as those of each (batch, head), by position.
@@ -258,7 +257,7 @@ impl<'a> Work<'a> {
         blocks: &'a Blocks,
         batch: usize,
         kv_head: usize,
-    ) -> Self {
+    ) -> Result<Self, BackendError> {
         let shape = blocks.shape;
         let rows = problem.query_length * problem.group_size();
         let numbers: Vec<RowNumbers> = (0..rows.div_ceil(blocks.rows))
@@ -267,12 +266,12 @@ impl<'a> Work<'a> {
                 let rows = part(block, blocks.rows, rows);
                 RowNumbers::new(shape, problem, backward, batch, kv_head, rows)
             })
-            .collect();
+            .collect::<Result<_, BackendError>>()?;
         let row_sums = numbers.iter().map(|numbers| Mutex::new(numbers.query_sums(shape)));
         let keys = problem.key_length;
         let key_sums = (0..keys.div_ceil(blocks.keys))
             .map(|block| Mutex::new(KeySums::new(shape, part(block, blocks.keys, keys).len())));
-        Work {
+        Ok(Work {
             problem,
             backward,
             blocks,
@@ -281,20 +280,23 @@ impl<'a> Work<'a> {
             row_sums: row_sums.collect(),
             key_sums: key_sums.collect(),
             numbers,
-        }
+        })
     }
 
     /// Every block of rows with every block of keys that it sees.
-    fn run(&self) {
+    fn run(&self, watch: Watch<'_>) -> Result<(), BackendError> {
         let rounds = self.row_sums.len().max(self.key_sums.len());
         for round in 0..rounds {
-            (0..self.key_sums.len()).into_par_iter().for_each(|key_block| {
+            (0..self.key_sums.len()).into_par_iter().try_for_each(|key_block| {
+                watch.check()?;
                 let row_block = (key_block + round) % rounds;
                 if row_block < self.row_sums.len() {
                     self.task(row_block, key_block);
                 }
-            });
+                Ok(())
+            })?;
         }
+        Ok(())
     }
 
     fn task(&self, row_block: usize, key_block: usize) {
@@ -396,8 +398,9 @@ mod tests {
             rows: 64usize.next_multiple_of(lanes),
             keys: KEY_BLOCK,
         };
-        let work = Work::new(&problem, Backward::new(inputs, &saved, &gradient), &blocks, 0, 0);
-        work.run();
+        let work =
+            Work::new(&problem, Backward::new(inputs, &saved, &gradient), &blocks, 0, 0).unwrap();
+        work.run(Watch { progress: None, cancellation: None }).unwrap();
         let mut found = [37 * 40, 211 * 20, 211 * 29].map(|length| vec![0f32; length]);
         let [query, key, value] = &mut found;
         let sinks = work.finish(Head {

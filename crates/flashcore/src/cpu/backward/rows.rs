@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use crate::backend::BackendError;
 use crate::cpu::block::{Shape, all_finite};
 use crate::cpu::rule;
 use crate::cpu::softmax::{RowRule, Rows};
@@ -36,7 +37,7 @@ impl RowNumbers {
         batch: usize,
         kv_head: usize,
         rows: Range<usize>,
-    ) -> Self {
+    ) -> Result<Self, BackendError> {
         let group = problem.group_size();
         let heads = kv_head * group..(kv_head + 1) * group;
         let lanes = rows.len().next_multiple_of(shape.lanes);
@@ -44,7 +45,7 @@ impl RowNumbers {
             batch,
             heads,
             rows,
-            rules: Rows::new(lanes),
+            rules: Rows::new(lanes)?,
             lse: vec![0.0; lanes],
             delta: vec![0.0; lanes],
             sinks: vec![0.0; lanes],
@@ -79,7 +80,7 @@ impl RowNumbers {
             rules.push(RowRule { visible, ..rule(problem, backward.inputs, batch, head, query) });
         }
         numbers.rules.begin(problem.scale(), rules.into_iter());
-        numbers
+        Ok(numbers)
     }
 
     /// The query and the query head of a lane.

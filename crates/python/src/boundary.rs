@@ -1,0 +1,69 @@
+//! Between Python and Rust: panics become exceptions, and those who wait can be interrupted.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Duration;
+
+use flashcore::{Cancellation, CpuBackend};
+use pyo3::exceptions::PyMemoryError;
+use pyo3::prelude::*;
+
+use crate::error;
+
+/// How often those who wait for the CPU look for signals: Ctrl-C is answered after one of these and
+/// one tile.
+const PERIOD: Duration = Duration::from_millis(50);
+
+/// Does a call. A panic is a defect of ours: it ends the call with an error that says so.
+pub(crate) fn guard<T>(call: impl FnOnce() -> PyResult<T>) -> PyResult<T> {
+    // Nothing that a call was in the middle of is looked at again, but for what is behind locks.
+    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|panic| Err(defect(panic.as_ref())))
+}
+
+#[cold]
+fn defect(panic: &(dyn Any + Send)) -> PyErr {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("no more is known");
+    error::runtime(format!(
+        "this is a defect of FlashCore: {text}; please report it with the call that led to it"
+    ))
+}
+
+/// Computes on the CPU, detached from Python, and looks for signals meanwhile.
+pub(crate) fn compute<T: Send>(
+    py: Python<'_>,
+    work: impl FnOnce(&Cancellation) -> PyResult<T> + Send,
+) -> PyResult<T> {
+    let cancellation = Cancellation::new();
+    let mut interrupt = None;
+    let watch = || {
+        if interrupt.is_none()
+            && let Some(Err(error)) = Python::try_attach(|py| py.check_signals())
+        {
+            interrupt = Some(error);
+            cancellation.cancel();
+        }
+    };
+    let result = py.detach(|| CpuBackend::new().watched(|| work(&cancellation), PERIOD, watch));
+    match interrupt {
+        Some(error) => Err(error),
+        None => result.map_err(error::library)?,
+    }
+}
+
+/// An empty list with room for so many entries, which a caller's sizes ask for.
+pub(crate) fn room_for<T>(count: usize) -> PyResult<Vec<T>> {
+    let mut list = Vec::new();
+    list.try_reserve_exact(count)
+        .map_err(|_| PyMemoryError::new_err(format!("no memory for a list of {count} entries")))?;
+    Ok(list)
+}
+
+/// A list of what an iterator gives.
+pub(crate) fn collect<T>(items: impl ExactSizeIterator<Item = PyResult<T>>) -> PyResult<Vec<T>> {
+    let mut list = room_for(items.len())?;
+    for item in items {
+        list.push(item?);
+    }
+    Ok(list)
+}

@@ -1,0 +1,158 @@
+//! What a call gives besides tensors: numbers and flags, each with its name where it is wrong.
+
+use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyList, PyTuple};
+
+use crate::request::Function;
+
+/// What a call of attention gives besides tensors.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Numbers {
+    pub(crate) scale: Option<f32>,
+    pub(crate) causal: bool,
+    pub(crate) window: Window,
+    /// None if zero.
+    pub(crate) chunk: usize,
+    pub(crate) softcap: Option<f32>,
+    pub(crate) most_queries: Option<i64>,
+    pub(crate) most_keys: Option<i64>,
+}
+
+/// Keys before and after a query's own; all of them if none.
+pub(crate) type Window = (Option<usize>, Option<usize>);
+
+impl Numbers {
+    /// Reads the scale, causal, window, chunk and cap of scores, and the most queries and keys.
+    pub(crate) fn read(function: Function, numbers: &Bound<'_, PyTuple>) -> PyResult<Numbers> {
+        let number = |at| numbers.get_borrowed_item(at);
+        let (scale_name, causal_name) = match function {
+            Function::PyTorch => ("scale", "is_causal"),
+            _ => ("softmax_scale", "causal"),
+        };
+        Ok(Numbers {
+            scale: optional(&*number(0)?, |scale| finite(scale_name, scale))?,
+            causal: flag(causal_name, &*number(1)?)?,
+            window: window(&*number(2)?)?,
+            chunk: chunk(&*number(3)?)?,
+            softcap: softcap(&*number(4)?)?,
+            most_queries: optional(&*number(5)?, |most| integer("max_seqlen_q", most))?,
+            most_keys: optional(&*number(6)?, |most| integer("max_seqlen_k", most))?,
+        })
+    }
+}
+
+/// What a call that adds to a cache gives besides tensors.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Flags {
+    /// Whether neighbours are pairs.
+    pub(crate) interleaved: bool,
+    /// Whether the queries of a sequence stand one after the other, which they do where something is
+    /// hidden from them.
+    pub(crate) advancing: bool,
+    /// Whether the caller calls the table of pages `block_table`.
+    pub(crate) blocks: bool,
+    pub(crate) most_queries: Option<i64>,
+}
+
+impl Flags {
+    /// Reads whether neighbours are pairs, the causal mask, window and chunk, whether pages are
+    /// called blocks, and the most queries.
+    pub(crate) fn read(flags: &Bound<'_, PyTuple>) -> PyResult<Flags> {
+        let item = |at| flags.get_borrowed_item(at);
+        Ok(Flags {
+            interleaved: flag("rotary_interleaved", &*item(0)?)?,
+            advancing: flag("causal", &*item(1)?)?
+                | (window(&*item(2)?)? != (None, None))
+                | (chunk(&*item(3)?)? > 0),
+            blocks: item(4)?.extract()?,
+            most_queries: optional(&*item(5)?, |most| integer("max_seqlen_q", most))?,
+        })
+    }
+}
+
+fn optional<'py, T>(
+    value: &Bound<'py, PyAny>,
+    read: impl FnOnce(&Bound<'py, PyAny>) -> PyResult<T>,
+) -> PyResult<Option<T>> {
+    if value.is_none() { Ok(None) } else { read(value).map(Some) }
+}
+
+/// True or False, Python's or NumPy's.
+pub(crate) fn flag(name: &str, value: &Bound<'_, PyAny>) -> PyResult<bool> {
+    value.extract().map_err(|_| wrong(name, value, "True or False"))
+}
+
+/// A whole number.
+pub(crate) fn integer(name: &str, value: &Bound<'_, PyAny>) -> PyResult<i64> {
+    value.extract().map_err(|error| unfit(error, name, value, "a whole number of 64 bits"))
+}
+
+fn finite(name: &str, value: &Bound<'_, PyAny>) -> PyResult<f32> {
+    let expected = "a finite number";
+    let number: f64 = value.extract().map_err(|error| unfit(error, name, value, expected))?;
+    let number = number as f32;
+    if number.is_finite() { Ok(number) } else { Err(beyond(name, value, expected)) }
+}
+
+fn softcap(value: &Bound<'_, PyAny>) -> PyResult<Option<f32>> {
+    let cap = finite("softcap", value)?;
+    match cap > 0.0 {
+        true => Ok(Some(cap)),
+        // What only rounding makes nothing is not nothing.
+        false if value.extract::<f64>()? == 0.0 => Ok(None),
+        false => Err(beyond("softcap", value, "a positive number, or 0")),
+    }
+}
+
+fn chunk(value: &Bound<'_, PyAny>) -> PyResult<usize> {
+    let name = "attention_chunk";
+    let chunk = integer(name, value)?;
+    usize::try_from(chunk).map_err(|_| beyond(name, value, "no negative number"))
+}
+
+fn window(value: &Bound<'_, PyAny>) -> PyResult<Window> {
+    let (name, expected) = ("window_size", "two whole numbers, (left, right)");
+    let side = |side: &Bound<'_, PyAny>| -> PyResult<Option<usize>> {
+        let keys: i64 = side.extract().map_err(|error| unfit(error, name, value, expected))?;
+        Ok(usize::try_from(keys).ok())
+    };
+    if let Ok(pair) = value.cast::<PyTuple>()
+        && pair.len() == 2
+    {
+        return Ok((side(&*pair.get_borrowed_item(0)?)?, side(&*pair.get_borrowed_item(1)?)?));
+    }
+    match value.cast::<PyList>() {
+        Ok(pair) if pair.len() == 2 => Ok((side(&pair.get_item(0)?)?, side(&pair.get_item(1)?)?)),
+        _ => Err(beyond(name, value, expected)),
+    }
+}
+
+/// A number that is too large, or no number.
+#[cold]
+fn unfit(error: PyErr, name: &str, value: &Bound<'_, PyAny>, expected: &str) -> PyErr {
+    match error.is_instance_of::<PyOverflowError>(value.py()) {
+        true => beyond(name, value, expected),
+        false => wrong(name, value, expected),
+    }
+}
+
+#[cold]
+fn wrong(name: &str, value: &Bound<'_, PyAny>, expected: &str) -> PyErr {
+    PyTypeError::new_err(format!("{name}={}, expected {expected}", shown(value)))
+}
+
+#[cold]
+fn beyond(name: &str, value: &Bound<'_, PyAny>, expected: &str) -> PyErr {
+    PyValueError::new_err(format!("{name}={}, expected {expected}", shown(value)))
+}
+
+/// A value as one would type it, if that is short; else what it is.
+fn shown(value: &Bound<'_, PyAny>) -> String {
+    const LONGEST: usize = 60;
+    let text = value.repr().map(|text| text.to_string()).unwrap_or_default();
+    match text.is_empty() || text.len() > LONGEST || text.contains('\n') {
+        true => format!("a {}", value.get_type()),
+        false => text,
+    }
+}
