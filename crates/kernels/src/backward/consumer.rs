@@ -19,10 +19,6 @@ pub(super) struct Consumer {
     slopes: Option<Slopes>,
 }
 
-/// In how many parts weights are computed: one after the other, so that the log-sum-exps of all
-/// need not be in registers at the same time.
-const CHUNKS: usize = 2;
-
 /// Some of the queries of a step, as many as registers hold the scores of.
 #[derive(Clone, Copy)]
 struct Part {
@@ -104,8 +100,6 @@ struct Warpgroup<'a> {
     leader: Reg<Pred>,
     /// The thread's first column in an accumulator of scores.
     column: Reg<U32>,
-    /// The key of the thread's first row.
-    key: Reg<S32>,
     /// The phase of the stages of this step.
     phase: Reg<U32>,
     /// The stage of the last step, when there is one.
@@ -113,7 +107,7 @@ struct Warpgroup<'a> {
     /// The number of the step before this one's block of query rows.
     number: Reg<U32>,
     walk: Walk,
-    /// Where the thread would add its part of `dQ` to the first block of query rows.
+    /// The sums of `dQ`.
     sums: Reg<GlobalAddress>,
 }
 
@@ -343,6 +337,7 @@ impl Consumer {
     ) {
         let scores = Score::of(scores);
         self.scores.cap(k, &scores);
+        group.hide(k, part, &scores);
         let slope = self.slopes.as_ref().map(|slopes| {
             let scale_log2 = self.scores.scale_log2;
             let slope = slopes.unscaled(k, group.tile.batch, group.walk.head, scale_log2);
@@ -350,14 +345,12 @@ impl Consumer {
             let [query_length, key_length] = group.place.lengths;
             let position =
                 first + key_length.reinterpret::<S32>() - query_length.reinterpret::<S32>();
-            let distances = distances(k, &ACCUMULATOR_ROWS, group.key - position);
+            let key = group.key(k);
+            let distances = distances(k, &ACCUMULATOR_ROWS, key - position);
             (k.eval(-slope), distances)
         });
         let statistics = group.statistics(k, Statistic::LogSum, part);
         for (index, pair) in scores.chunks_exact(2).enumerate() {
-            if (2 * index).is_multiple_of(scores.len() / CHUNKS) {
-                group.hide(k, part, &scores[2 * index..][..scores.len() / CHUNKS]);
-            }
             let at = statistics + pair[0].column * 4;
             let log_sums = k.load_vector::<F32, _, 2>(at, LoadHint::default());
             let weights = [0, 1].map(|side| {
@@ -405,9 +398,7 @@ impl<'a> Warpgroup<'a> {
         let thread = k.eval(thread % 128);
         let lane = k.lane();
         let position = Accumulator::position(k, thread);
-        let key = tile.first_key + index * (KEY_BLOCK / WARPGROUPS) + position.row;
         let walk = place.walk(k, tile);
-        let within = index * backward.sums_layout().part_bytes() + thread * 16;
         Warpgroup {
             backward,
             shared,
@@ -418,12 +409,11 @@ impl<'a> Warpgroup<'a> {
             warp: k.eval(thread / 32),
             leader: k.eval(lane.equals(0)),
             column: position.column,
-            key: k.eval(key.reinterpret::<S32>()),
             phase: k.variable(0),
             stage: k.variable(0),
             number: k.variable(NO_STEP),
             walk,
-            sums: k.eval(tensors.sums + within.convert::<U64>()),
+            sums: tensors.sums,
         }
     }
 
@@ -524,9 +514,20 @@ impl<'a> Warpgroup<'a> {
         k.if_(self.tile.query_blocks.needs_mask(self.walk.block), |k| {
             let first = self.first_column(k, part);
             let (place, rows) = (self.place, &ACCUMULATOR_ROWS);
-            let seen = place.visibility.seen_from(k, rows, self.key, first, place.lengths);
+            let key = self.key(k);
+            let seen = place.visibility.seen_from(k, rows, key, first, place.lengths);
             seen.hide_others(k, scores);
         });
+    }
+
+    /// The key of the thread's first row: found again where it is asked for, rather than kept.
+    fn key(&self, k: &mut Builder) -> Reg<S32> {
+        let thread = k.thread_index();
+        let index = k.eval(thread / 128 - 1);
+        let position = Accumulator::position(k, thread % 128);
+        let first = self.place.first_key(k);
+        let key = first + index * (KEY_BLOCK / WARPGROUPS) + position.row;
+        k.eval(key.reinterpret::<S32>())
     }
 
     /// The query of the thread's first column.
@@ -600,8 +601,12 @@ impl<'a> Warpgroup<'a> {
 
     /// Adds the thread's part of `dQ` to a block of query rows, four registers at a time.
     fn add(&self, k: &mut Builder, number: Reg<U32>, part: &Accumulator) {
-        let block = k.multiply_wide(number, self.backward.sums_layout().block_bytes());
-        let sums = k.eval(self.sums + block);
+        let layout = self.backward.sums_layout();
+        let block = k.multiply_wide(number, layout.block_bytes());
+        let thread = k.thread_index();
+        let thread = k.eval(thread - 128);
+        let within = thread / 128 * layout.part_bytes() + thread % 128 * 16;
+        let sums = k.eval(self.sums + block + within.convert::<U64>());
         for (index, registers) in part.registers().chunks_exact(4).enumerate() {
             let address = sums + SumsLayout::REGISTERS_BYTES * index as u32;
             k.reduce_add_vector(address, registers, Scope::Gpu);

@@ -51,6 +51,13 @@ impl Place {
         }
     }
 
+    /// The first key of this block.
+    pub(super) fn first_key(&self, k: &mut Builder) -> Reg<U32> {
+        let index = k.block_index();
+        let (_, key_block) = self.key_blocks.divide(k, index);
+        k.eval(key_block * KEY_BLOCK)
+    }
+
     /// The tile of this block. Blocks that run at the same time have the same few heads, so that
     /// their sums of `dQ` stay in the second-level cache; under a causal mask a head's longest
     /// walks come first.
