@@ -78,9 +78,16 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     let reports: Vec<Report> = surveys.iter().map(Report::new).collect();
     let passed = reports.iter().all(|it| it.passed);
     match arguments.json {
-        true => Answer::json(&reports, passed),
+        true => Answer::json(&Reports { passed, kernels: reports }, passed),
         false => Ok(Answer { text: describe(&reports), passed }),
     }
+}
+
+/// What became of the mutants of each kernel.
+#[derive(Serialize)]
+struct Reports {
+    passed: bool,
+    kernels: Vec<Report>,
 }
 
 /// What became of the mutants of a kernel.

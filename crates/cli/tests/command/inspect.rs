@@ -14,7 +14,7 @@ const HOPPER: [&str; 2] = ["--target", "sm_90a"];
 const PRODUCT: &str = "product_bf16_n128_w128_kks_s4_c1";
 
 /// Every family on Hopper; those of Ampere first.
-const FAMILIES: [&str; 11] = [
+const FAMILIES: [&str; 14] = [
     "scalar",
     "mma",
     "combine",
@@ -22,6 +22,9 @@ const FAMILIES: [&str; 11] = [
     "append",
     "forward",
     "prefill",
+    "backward",
+    "row_sums",
+    "rounding",
     "sequencer",
     "single",
     "product",

@@ -6,7 +6,7 @@ use crate::{fail, json, succeed};
 fn mistakes_are_counted_by_kind() {
     let name = "sequencer_sm_90a";
     let answer = json(&["mutate", name, "--weakened", "3", "--values", "2", "--json"]);
-    let report = &answer[0];
+    let report = &answer["kernels"][0];
     assert_eq!((&report["family"], &report["kernel"]), (&"sequencer".into(), &name.into()));
     let kinds = report["kinds"].as_array().unwrap();
     let tried = ["deleted", "weakened", "value"].into_iter().zip([5, 3, 2]);

@@ -45,15 +45,14 @@ pub fn combine_until(
             return Err(InputError::DType { tensor: "part", given, expected }.into());
         }
     }
-    // What can be made can be counted.
-    let mut merged = Tensor::zeros(dtype, shape)?;
-    let rows = shape.batch * shape.heads * shape.length;
+    let rows = shape.batch.saturating_mul(shape.heads).saturating_mul(shape.length);
     for (_, lse) in parts {
         if lse.len() != rows {
             let (given, expected) = (lse.len(), rows);
             return Err(InputError::Length { tensor: "log-sum-exp", given, expected }.into());
         }
     }
+    let mut merged = Tensor::zeros(dtype, shape)?;
     let mut merged_lse = filled("the log-sum-exp", rows, f32::NEG_INFINITY)?;
     let (mut sums, mut row) = (vec![0f32; shape.dim], vec![0f32; shape.dim]);
     for index in 0..rows {

@@ -452,6 +452,7 @@ impl<'a> Warpgroup<'a> {
 
     /// Says that this warp has written its part of `dS`.
     fn written(&self, k: &mut Builder, stage: impl Into<Value<U32>>) {
+        k.fence(Fence::ProxyAsyncShared);
         k.warp_sync();
         let written = self.shared.written.at(k, stage);
         k.if_(self.leader, |k| k.mbarrier_arrive(written));
@@ -578,7 +579,6 @@ impl<'a> Warpgroup<'a> {
         let rows = KEY_BLOCK / WARPGROUPS;
         let tile = tile.rows(k, self.index * rows, rows).panel(k, part.index);
         operand.store(k, &tile, self.warp);
-        k.fence(Fence::ProxyAsyncShared);
     }
 
     /// Starts this warpgroup's part of `dQ^T = K^T dS^T`: half of the columns, or of the queries.

@@ -5,8 +5,9 @@
 
 use ptx::{Builder, Element, Expression, F32, LoadHint, Program, SharedAddress, Target, U32, U64};
 
-use super::{SumsLayout, WARPGROUPS};
+use super::{Backward, SumsLayout, WARPGROUPS};
 use crate::Error;
+use crate::attention::Rules;
 use crate::divisor::DivisorRegisters;
 use crate::element::store_from_f32;
 use crate::parameter::{Number, Scale, Tensor, Workspace};
@@ -37,6 +38,17 @@ impl Rounding {
         let Rounding { target, element, head_dim, sums } = self;
         let SumsLayout { query_block, columns } = sums;
         format!("rounding_{target}_{element}_d{head_dim}_{query_block}x{columns}")
+    }
+
+    /// A kernel that it may come after.
+    pub fn after(&self) -> Backward {
+        Backward {
+            element: self.element,
+            head_dim: self.head_dim,
+            value_head_dim: 64,
+            rules: Rules::CAUSAL,
+            query_block: self.sums.query_block,
+        }
     }
 
     /// Blocks of the grid for so many blocks of query rows.

@@ -8,8 +8,9 @@ use ptx::{
     U64, Value,
 };
 
-use super::SumsLayout;
+use super::{Backward, SumsLayout};
 use crate::Error;
+use crate::attention::Rules;
 use crate::divisor::DivisorRegisters;
 use crate::element::load_eight_as_f32;
 use crate::parameter::{Number, Tensor, Workspace};
@@ -40,6 +41,17 @@ impl RowSums {
         let RowSums { target, element, value_head_dim, sums } = self;
         let SumsLayout { query_block, columns } = sums;
         format!("row_sums_{target}_{element}_d{value_head_dim}_{query_block}x{columns}")
+    }
+
+    /// A kernel that it may come before.
+    pub fn before(&self) -> Backward {
+        Backward {
+            element: self.element,
+            head_dim: self.sums.columns,
+            value_head_dim: self.value_head_dim,
+            rules: Rules::CAUSAL,
+            query_block: self.sums.query_block,
+        }
     }
 
     /// Builds the kernel: a block of the grid for each block of query rows of each head and

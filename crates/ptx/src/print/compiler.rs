@@ -46,7 +46,7 @@ impl Compiler {
     }
 }
 
-/// The program as PTX text for one compiler; [`print`] is for current ones.
+/// The program as PTX text for one compiler; [`print()`] is for current ones.
 pub fn print_for(program: &Program, compiler: Compiler) -> String {
     print(&compiler.adapt(program))
 }

@@ -178,6 +178,19 @@ impl Call {
         Ok(Scene { results, ..staged.scene(self.words())? })
     }
 
+    /// The same, with an eye on another launch of the plan than its main one.
+    pub(super) fn scene_of(&self, launch: usize) -> Result<Scene, SceneError> {
+        let scene = self.scene()?;
+        let Scene { program, grid, arguments, mut before, after, .. } = scene.clone();
+        before.push(Step { program, grid, arguments });
+        before.extend(after);
+        let after = before.split_off((launch + 1).min(before.len()));
+        let Some(Step { program, grid, arguments }) = before.pop() else {
+            return Err(SceneError::Size("the plan has no such launch".to_owned()));
+        };
+        Ok(Scene { program, grid, arguments, before, after, ..scene })
+    }
+
     /// The same without what must come out, which takes long for a large problem.
     pub fn unjudged(&self) -> Result<Scene, SceneError> {
         self.stage(&self.given()?)?.scene(self.words())

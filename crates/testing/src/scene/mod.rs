@@ -181,6 +181,13 @@ impl Scene {
                 Scene::product(*product, rows, inner)
             }
             Configuration::Ceiling(ceiling) => Scene::ceiling(*ceiling, Scene::CEILING_ROUNDS),
+            // What goes with the backward pass is looked at in its place before or after it.
+            Configuration::RowSums(it) => {
+                Call::small(Configuration::Backward(it.before())).scene_of(0)
+            }
+            Configuration::Rounding(it) => {
+                Call::small(Configuration::Backward(it.after())).scene_of(2)
+            }
             attention => Call::small(*attention).scene(),
         }
     }

@@ -6,7 +6,10 @@
 //! most mutants fall there.
 
 use flashcore::Mask;
-use kernels::{Append, Batch, Configuration, Decode, Forward, MaskKind, Mma, Prefill, Sequencer};
+use kernels::backward::KEY_BLOCK;
+use kernels::{
+    Append, Backward, Batch, Configuration, Decode, Forward, MaskKind, Mma, Prefill, Sequencer,
+};
 
 use super::{AppendSize, Call, Place, Ragged, Scene, SceneError, Weights};
 
@@ -27,6 +30,7 @@ impl Scene {
                 sizes.into_iter().map(|(size, parts)| Scene::combine(*it, size, parts)).collect()
             }
             Configuration::Sequencer(it) => sequencer(it),
+            Configuration::Backward(it) => scenes(backward(it)),
             _ => Ok(Vec::new()),
         };
         Ok([small].into_iter().chain(more?).collect())
@@ -35,6 +39,18 @@ impl Scene {
 
 fn scenes(calls: Vec<Call>) -> Result<Vec<Scene>, SceneError> {
     calls.iter().map(Call::scene).collect()
+}
+
+/// Steps around the stages more than once, one step alone, keys that nobody sees.
+fn backward(it: &Backward) -> Vec<Call> {
+    let kernel = Configuration::Backward(*it);
+    let rows = it.query_block as usize;
+    let call = |lengths, heads| Call::new(kernel, 1, lengths, heads);
+    vec![
+        call([5 * rows - 7, KEY_BLOCK as usize], [2, 2]),
+        call([rows - 1, KEY_BLOCK as usize + 40], [2, 1]),
+        Call::new(kernel, 2, [2 * rows, 70], [3, 1]),
+    ]
 }
 
 fn forward(it: &Forward) -> Vec<Call> {

@@ -3,6 +3,7 @@
 
 mod append;
 mod attention;
+mod backward;
 mod banks;
 mod chosen;
 mod decode;

@@ -1,0 +1,66 @@
+//! The gradients of attention on Hopper.
+
+use flashcore_testing::scene::{Call, Scene};
+use kernels::backward::tuned_backward;
+use kernels::{Backward, Configuration, MaskKind, Rules};
+use ptx::Element;
+use sim::{Budget, Measure, Mode, Options};
+
+use crate::every_schedule;
+
+fn tuned(head_dim: u32, value_head_dim: u32, rules: Rules) -> Backward {
+    tuned_backward(Element::BF16, head_dim, value_head_dim, rules).unwrap()
+}
+
+/// Sequences, queries and keys, query and key heads.
+type Size = (usize, [usize; 2], [usize; 2]);
+
+fn scene(backward: Backward, (batch, lengths, heads): Size) -> Scene {
+    Call::new(Configuration::Backward(backward), batch, lengths, heads).scene().unwrap()
+}
+
+#[test]
+fn gradients_are_right() {
+    let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
+    for (backward, size) in [
+        (tuned(128, 128, Rules::DENSE), (1, [1, 1], [1, 1])),
+        (tuned(64, 64, Rules::DENSE), (1, [1, 1], [1, 1])),
+        // Steps around all stages, and one over.
+        (tuned(128, 128, Rules::CAUSAL), (1, [450, 450], [1, 1])),
+        (tuned(64, 64, Rules::CAUSAL), (1, [650, 200], [1, 1])),
+        // Rows that see nothing, keys that nobody sees, a group of heads, two sequences.
+        (tuned(96, 64, Rules::CAUSAL), (2, [200, 60], [3, 1])),
+        (tuned(128, 64, Rules::LOCAL), (1, [70, 400], [2, 1])),
+        (tuned(64, 128, chunked), (1, [140, 300], [4, 2])),
+        (tuned(40, 72, Rules::EVERY), (2, [130, 129], [2, 1])),
+        (tuned(128, 128, Rules::EVERY), (2, [130, 129], [2, 1])),
+    ] {
+        let scene = scene(backward, size);
+        let (memory, _) = scene.run(&Options::default()).unwrap_or_else(|failure| {
+            panic!("{}, {}: {failure}", backward.name(), scene.size);
+        });
+        let accuracy = scene.judge(&memory);
+        assert!(accuracy.passed(), "{}, {}: {accuracy}", backward.name(), scene.size);
+    }
+}
+
+#[test]
+fn gradients_under_many_schedules() {
+    for (backward, lengths) in [
+        (tuned(128, 128, Rules::CAUSAL), [330, 200]),
+        (tuned(64, 64, Rules::DENSE), [400, 130]),
+        (tuned(80, 80, Rules::LOCAL), [260, 140]),
+    ] {
+        every_schedule(&scene(backward, (1, lengths, [2, 1])), Mode::Checked, 2);
+    }
+}
+
+#[test]
+fn shared_memory_has_no_bank_conflicts() {
+    for dim in [64, 128] {
+        let scene = scene(tuned(dim, dim, Rules::CAUSAL), (1, [200, 130], [1, 1]));
+        let budget = Budget::default().at_most(Measure::BankConflicts, 0);
+        let (memory, _) = scene.run(&Options { budget, ..Options::default() }).unwrap();
+        assert!(scene.judge(&memory).passed());
+    }
+}
