@@ -24,7 +24,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use flashcore::serving::Sequences;
-use flashcore::{InputTensors, Inputs, Progress};
+use flashcore::{DType, InputTensors, Inputs, Progress};
 use serde::Serialize;
 
 pub use case::Case;
@@ -398,7 +398,9 @@ fn lose_context(session: &Session<'_>, seed: u64) -> Result<(), Error> {
     let Session::Device(device) = session else {
         return Err(Error::Impossible("there is no device context to lose".to_owned()));
     };
-    let case = (0..).map(|number| Case::of(seed, number)).find(|it| it.problem.rows() > 0);
+    // One that a kernel for the GPU serves, whatever its storage.
+    let served = |it: &Case| it.problem.rows() > 0 && it.problem.dtype() != DType::F32;
+    let case = (0..).map(|number| Case::of(seed, number)).find(served);
     let case = case.ok_or_else(|| Error::Impossible("there is no problem".to_owned()))?;
     let given = Given::of(&case.problem)?;
     let tensors = InputTensors::random(&case.problem, case.contents)?;

@@ -10,7 +10,7 @@ mod baseline;
 mod exact;
 mod rule;
 
-pub use backward::{Gradients, HeadGradients, Heads, Noise, gradients, gradients_baseline};
+pub use backward::{Gradients, HeadGradients, Heads, Noise, gradients, gradients_baseline, saved};
 
 use std::collections::BTreeSet;
 

@@ -1,21 +1,19 @@
 //! What the backward pass is given besides its inputs, and what must come out of it.
 
 use flashcore::plan::Source;
-use flashcore::serving::Sequences;
 use flashcore::{Error, Inputs, Problem, Tensor};
 use kernels::parameter::Tensor as Role;
-use ptx::Element;
 use sim::Memory;
 
+use super::Expected;
 use super::call::{Buffers, Staged};
-use super::{Expected, encode};
-use crate::reference::{self, Gradients, HeadGradients, Heads, Rows};
+use crate::reference::{self, Gradients, HeadGradients, Heads};
 use crate::verdict::gradient_tolerances;
 
 /// The output of the forward pass with its log-sum-exps, and its gradient.
 pub(super) struct Backward {
     output: Tensor,
-    lse: Vec<f64>,
+    lse: Vec<f32>,
     gradient: Tensor,
 }
 
@@ -36,26 +34,14 @@ impl Backward {
         inputs: Inputs<'_>,
         gradient: Tensor,
     ) -> Result<Self, Error> {
-        let rows = Rows::of(&Sequences::of(problem, inputs));
-        let exact = reference::attention(problem, inputs, &rows, None)?;
-        let (shape, dim) = (problem.output_shape(), problem.value_head_dim);
-        let mut by_place = vec![0; problem.rows()];
-        let mut lse = vec![0.0; problem.rows()];
-        for (index, row) in rows.as_slice().iter().enumerate() {
-            by_place[(row.batch * shape.length + row.query) * shape.heads + row.head] = index;
-            lse[(row.batch * shape.heads + row.head) * shape.length + row.query] = exact.lse[index];
-        }
-        let output = Tensor::from_fn(problem.dtypes.output, shape, |[batch, query, head, d]| {
-            let row = by_place[(batch * shape.length + query) * shape.heads + head];
-            exact.output[row * dim + d] as f32
-        })?;
+        let (output, lse) = reference::saved(problem, inputs)?;
         Ok(Backward { output, lse, gradient })
     }
 
     /// What the forward pass left.
     pub(super) fn bytes(&self, role: Role) -> Vec<u8> {
         match role {
-            Role::Lse => encode(Element::F32, &self.lse),
+            Role::Lse => self.lse.iter().flat_map(|it| it.to_le_bytes()).collect(),
             _ => self.output.bytes().to_vec(),
         }
     }

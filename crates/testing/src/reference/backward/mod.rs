@@ -23,7 +23,7 @@ use flashcore::{DType, Error, InputError, Inputs, Problem, Progress, Tensor};
 use group::Group;
 use number::{Number, Rounding};
 
-use super::choose;
+use super::{Rows, attention, choose};
 
 /// The key/value heads whose gradients to compute, with the query heads that read them: all of a
 /// problem's, or some of them.
@@ -201,6 +201,26 @@ pub fn gradients_baseline(
 ) -> Result<Gradients, Error> {
     let rounding = Rounding::To(problem.dtype());
     by_head::<f32>(problem, inputs, output_gradient, heads, rounding, progress)
+}
+
+/// What a forward pass over sequences of equal lengths saves: its output, exact and then rounded,
+/// and its log-sum-exps in the order (batch, query heads, query length).
+pub fn saved(problem: &Problem, inputs: Inputs<'_>) -> Result<(Tensor, Vec<f32>), Error> {
+    let rows = Rows::all(problem);
+    let exact = attention(problem, inputs, &rows, None)?;
+    let (shape, dim) = (problem.output_shape(), problem.value_head_dim);
+    let mut by_place = vec![0; problem.rows()];
+    let mut lse = vec![0.0; problem.rows()];
+    for (index, row) in rows.as_slice().iter().enumerate() {
+        by_place[(row.batch * shape.length + row.query) * shape.heads + row.head] = index;
+        lse[(row.batch * shape.heads + row.head) * shape.length + row.query] =
+            exact.lse[index] as f32;
+    }
+    let output = Tensor::from_fn(problem.dtypes.output, shape, |[batch, query, head, d]| {
+        let row = by_place[(batch * shape.length + query) * shape.heads + head];
+        exact.output[row * dim + d] as f32
+    })?;
+    Ok((output, lse))
 }
 
 /// Refuse a gradient of the output that has not the output's shape or element type.
