@@ -11,6 +11,7 @@ use pyo3::types::{PyDict, PyTuple};
 
 use crate::dlpack::{self, Exchange};
 use crate::error;
+use crate::process::process;
 use crate::view::{Element, Memory};
 
 /// What is needed of the module `torch`.
@@ -162,7 +163,8 @@ impl Torch {
 
     /// A tensor like another one, which has no gaps.
     pub(crate) fn make_like<'py>(&self, like: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        self.empty_like.bind(like.py()).call1((like,))
+        let made = self.empty_like.bind(like.py()).call1((like,));
+        made.map_err(|error| after_fork(like, error))
     }
 
     /// A tensor without gaps on the device of another.
@@ -182,7 +184,8 @@ impl Torch {
         let arguments = PyDict::new(py);
         arguments.set_item(intern!(py, "dtype"), dtype)?;
         arguments.set_item(intern!(py, "device"), like.getattr(intern!(py, "device"))?)?;
-        self.empty.bind(py).call((PyTuple::new(py, sizes)?,), Some(&arguments))
+        let made = self.empty.bind(py).call((PyTuple::new(py, sizes)?,), Some(&arguments));
+        made.map_err(|error| after_fork(like, error))
     }
 
     pub(crate) fn address(&self, tensor: &Bound<'_, PyAny>) -> PyResult<u64> {
@@ -190,5 +193,16 @@ impl Torch {
             return Ok(exchange.read(tensor, "out")?.address);
         }
         tensor.call_method0(intern!(tensor.py(), "data_ptr"))?.extract()
+    }
+}
+
+/// PyTorch's error, or what is behind it in a process that was forked after its parent used the GPU:
+/// PyTorch only says that CUDA could not be initialised.
+#[cold]
+fn after_fork(like: &Bound<'_, PyAny>, error: PyErr) -> PyErr {
+    let on_gpu = like.getattr(intern!(like.py(), "is_cuda")).and_then(|it| it.extract());
+    match on_gpu {
+        Ok(true) => process().call_driver().err().unwrap_or(error),
+        _ => error,
     }
 }
