@@ -23,20 +23,23 @@
 //! for `dQ`, half of the columns each:
 //!
 //! ```text
-//! S = K Q^T;  start dP = V dO^T
+//! S = K Q^T;  P = exp(S - lse)
 //! for each query block:
-//!     P = exp(S - lse)                                  while dP and the last dK run
-//!     start dV += P dO
-//!     wait for dP;  dS = P * (dP - delta)               while dV runs
+//!     start dP = V dO^T;  start dV += P dO
+//!     wait for dP;  dS = P * (dP - delta)           while dV runs
+//!     wait for dV
 //!     start S = K Q^T of the next block
-//!     wait for dV;  dS to shared memory;  meet          while S runs
-//!     start dQ = K^T dS;  start dK += dS Q
-//!     wait for S and dQ;  add dQ to the sums in memory  while dK runs
-//!     start dP = V dO^T of the next block
+//!     dS to shared memory                           while S runs
+//!     start dQ = K^T dS of the block before;  start dK += dS Q
+//!     wait for S;  P = exp(S - lse)                 while dQ and dK run
+//!     wait for dQ;  add it to the sums in memory    while dK runs
+//!     wait for dK
 //! ```
 //!
-//! So the tensor cores always have a product before them while a warpgroup computes; with 64 rows
-//! of keys and values in registers there is room for two accumulators of scores and no more.
+//! `dQ` is a block behind, so that a warpgroup needs what the other one wrote a step ago and the two
+//! need not meet. With 64 rows of keys and values in registers there is room for two accumulators of
+//! scores and no more: `dP` and `dQ` share one, and a step has two points at which nothing is in
+//! flight, for the assembler lets nothing share registers between such points.
 //!
 //! The sums of `dQ` lie in memory as the accumulators lie in registers
 //! ([`Backward::sums_layout`]), so that each warp adds whole lines.
