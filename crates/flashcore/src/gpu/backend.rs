@@ -126,17 +126,42 @@ impl Backend for GpuBackend {
             }
             describe(plan.compilation(), &mut notes);
         }
-        let report = Report {
-            backend: GPU,
-            kernel: plan.chosen.kernel,
-            configuration: plan.chosen.configuration.clone(),
-            reason: plan.chosen.reason.clone(),
-            kernel_time: Duration::from_secs_f64(milliseconds / 1e3),
-            first_result_time,
-            total_time: begun.elapsed(),
-            notes,
-        };
+        let report = report(plan, milliseconds, first_result_time, begun, notes);
         Ok(Output { output, lse, report })
+    }
+}
+
+/// What a call comes to that began then.
+pub(super) fn report(
+    plan: &Plan,
+    milliseconds: f64,
+    first_result_time: Duration,
+    begun: Instant,
+    notes: Vec<String>,
+) -> Report {
+    Report {
+        backend: GPU,
+        kernel: plan.chosen.kernel,
+        configuration: plan.chosen.configuration.clone(),
+        reason: plan.chosen.reason.clone(),
+        kernel_time: Duration::from_secs_f64(milliseconds / 1e3),
+        first_result_time,
+        total_time: begun.elapsed(),
+        notes,
+    }
+}
+
+/// An error if what was uploaded has been written to.
+pub(super) fn look_for_changes(
+    gpu: &Gpu,
+    name: &str,
+    buffer: &Buffer,
+    bytes: &[u8],
+) -> Result<(), GpuError> {
+    let found = buffer.slice(0..bytes.len() as u64)?;
+    match gpu.stream().download_vec::<u8>(found)? == bytes {
+        true => Ok(()),
+        false => Err(GpuError::Trespass { place: format!("to the {name}") }),
     }
 }
 
@@ -204,11 +229,7 @@ impl Operands {
             ("key", &self.key, inputs.key),
             ("value", &self.value, inputs.value),
         ] {
-            let bytes = tensor.bytes();
-            let found = buffer.slice(0..bytes.len() as u64)?;
-            if gpu.stream().download_vec::<u8>(found)? != bytes {
-                return Err(GpuError::Trespass { place: format!("to the {name}") });
-            }
+            look_for_changes(gpu, name, buffer, tensor.bytes())?;
         }
         Ok(())
     }

@@ -321,7 +321,7 @@ impl Consumer {
         if group.backward.rules.softcap {
             self.exponentials(k, group, part, scores, Some(operand));
         } else {
-            round(k, scores, operand);
+            operand.round(k, scores.registers());
         }
     }
 
@@ -428,7 +428,7 @@ impl<'a> Warpgroup<'a> {
     }
 
     fn wait_for_queries(&self, k: &mut Builder, part: Part, next: Part) {
-        let phase = self.next_phase(part, next);
+        let phase = self.phase(next.stage < part.stage);
         self.shared.query_pipeline.wait_full(k, next.stage, phase);
     }
 
@@ -437,7 +437,7 @@ impl<'a> Warpgroup<'a> {
     }
 
     fn wait_for_output_gradients(&self, k: &mut Builder, part: Part, next: Part) {
-        let phase = self.next_phase(part, next);
+        let phase = self.phase(next.stage < part.stage);
         self.shared.output_gradient_pipeline.wait_full(k, next.stage, phase);
     }
 
@@ -445,9 +445,9 @@ impl<'a> Warpgroup<'a> {
         self.shared.output_gradient_pipeline.give_back(k, stage, self.leader);
     }
 
-    /// The phase of the stages of this step or the next.
-    fn next_phase(&self, part: Part, next: Part) -> Value<U32> {
-        if next.stage < part.stage { self.phase ^ 1 } else { self.phase.into() }
+    /// The phase of this step's stages, or of a step's on the other side of the first stage.
+    fn phase(&self, around: bool) -> Value<U32> {
+        if around { self.phase ^ 1 } else { self.phase.into() }
     }
 
     /// Says that this warp has written its part of `dS`.
@@ -461,8 +461,7 @@ impl<'a> Warpgroup<'a> {
     /// Waits until both warpgroups have written `dS` of the step before.
     fn wait_until_written(&self, k: &mut Builder, part: Part, before: Part) {
         let written = self.shared.written.at(k, before.stage);
-        let around = before.stage > part.stage;
-        let phase: Value<U32> = if around { self.phase ^ 1 } else { self.phase.into() };
+        let phase = self.phase(before.stage > part.stage);
         k.mbarrier_wait(written, phase, Scope::Block);
     }
 
@@ -574,7 +573,7 @@ impl<'a> Warpgroup<'a> {
         gradients: &Accumulator,
         operand: &Fragment,
     ) {
-        round(k, gradients, operand);
+        operand.round(k, gradients.registers());
         let tile = self.shared.score_gradients.at(k, stage);
         let rows = KEY_BLOCK / WARPGROUPS;
         let tile = tile.rows(k, self.index * rows, rows).panel(k, part.index);
@@ -611,12 +610,5 @@ impl<'a> Warpgroup<'a> {
             let address = sums + SumsLayout::REGISTERS_BYTES * index as u32;
             k.reduce_add_vector(address, registers, Scope::Gpu);
         }
-    }
-}
-
-/// Rounds an accumulator into an operand.
-fn round(k: &mut Builder, from: &Accumulator, operand: &Fragment) {
-    for (index, pair) in from.registers().chunks_exact(2).enumerate() {
-        operand.set_pair(k, index, pair[0], pair[1]);
     }
 }

@@ -1,6 +1,6 @@
 //! Which keys a block takes, and which queries see them.
 
-use ptx::{Builder, Choose, Expression, Reg, U32};
+use ptx::{Builder, Choose, Expression, Reg, U32, Value};
 
 use super::{Backward, KEY_BLOCK};
 use crate::attention::visibility::{KeyTile, QueryBlocks, Visibility};
@@ -78,10 +78,15 @@ impl Place {
         Tile { batch, key_head, first_key, query_blocks }
     }
 
+    /// Blocks of query rows of a head.
+    fn query_blocks(&self) -> Value<U32> {
+        (self.lengths[0] + (self.query_block - 1)) / self.query_block
+    }
+
     /// The begin of a tile's walk.
     pub(super) fn walk(&self, k: &mut Builder, tile: &Tile) -> Walk {
         let QueryBlocks { first, end, .. } = tile.query_blocks;
-        let blocks = k.eval((self.lengths[0] + (self.query_block - 1)) / self.query_block);
+        let blocks = k.eval(self.query_blocks());
         let head = k.variable(tile.key_head * self.group);
         let heads = self.key_heads.number * self.group;
         // Blocks of one head that begin at the same time begin at different queries: what they load
@@ -126,8 +131,7 @@ impl Walk {
         let step = k.eval(back.choose::<U32>(first + 1 - end, 1u32));
         k.set(self.number, self.number + step);
         k.if_(self.block.equals(self.start), |k| {
-            let blocks = (place.lengths[0] + (place.query_block - 1)) / place.query_block;
-            k.set(self.number, self.number + blocks);
+            k.set(self.number, self.number + place.query_blocks());
         });
     }
 }

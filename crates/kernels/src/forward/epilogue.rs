@@ -1,8 +1,8 @@
 //! The way out: normalise, round, through shared memory, and by TMA to the tensor.
 
 use ptx::{
-    Accumulator, Builder, Element, Expression, F32, Fence, Fragment, GlobalAddress, Pred, Reg,
-    SharedTile, TensorMap, U32, U64,
+    Accumulator, Builder, Expression, F32, Fence, Fragment, GlobalAddress, Pred, Reg, SharedTile,
+    TensorMap, U32, U64,
 };
 
 use super::scheduler::{ConsumerScheduler, Place};
@@ -84,7 +84,8 @@ impl Epilogue {
             let normal: Vec<Reg<F32>> = (part.iter().enumerate())
                 .map(|(index, x)| k.eval(*x * rows[Accumulator::row_of(index)].factor))
                 .collect();
-            let rounded = round(k, layout.element, columns, &normal);
+            let rounded = Fragment::new(k, layout.element, columns);
+            rounded.round(k, &normal);
             staging.wait_until_read(k);
             rounded.store(k, &staging.tile, staging.warp);
             k.fence(Fence::ProxyAsyncShared);
@@ -123,13 +124,4 @@ impl Epilogue {
             k.if_(mine, |k| k.store(address + 32 * half, *log_sum));
         }
     }
-}
-
-/// Pairs of neighbouring columns, rounded.
-fn round(k: &mut Builder, element: Element, columns: u32, normal: &[Reg<F32>]) -> Fragment {
-    let fragment = Fragment::new(k, element, columns);
-    for (index, pair) in normal.chunks(2).enumerate() {
-        fragment.set_pair(k, index, pair[0], pair[1]);
-    }
-    fragment
 }

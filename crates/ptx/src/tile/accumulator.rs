@@ -134,6 +134,14 @@ impl Fragment {
         k.push(Instruction::ConvertPair { dst, high: high.into(), low: low.into() });
     }
 
+    /// Rounds elements, as an accumulator holds them, into all registers.
+    #[track_caller]
+    pub fn round(&self, k: &mut Builder, elements: &[Reg<F32>]) {
+        for (index, pair) in elements.chunks_exact(2).enumerate() {
+            self.set_pair(k, index, pair[0], pair[1]);
+        }
+    }
+
     /// Copies another fragment of the same shape.
     #[track_caller]
     pub fn set(&self, k: &mut Builder, other: &Fragment) {
