@@ -26,6 +26,9 @@ impl Family for Backward {
     fn choose(&self, asked: &Asked<'_>) -> Result<Choice, String> {
         let Asked { chip, problem, arrangement } = *asked;
         let workload = workload(chip, problem)?;
+        if problem.deterministic {
+            return Err("gradients the same bit for bit from run to run are not yet served".into());
+        }
         if workload.rules.sinks {
             return Err("the gradient of sinks is not computed yet".to_owned());
         }
