@@ -29,9 +29,6 @@ impl Family for Backward {
         if problem.deterministic {
             return Err("gradients the same bit for bit from run to run are not yet served".into());
         }
-        if workload.rules.sinks {
-            return Err("the gradient of sinks is not computed yet".to_owned());
-        }
         let (dim, value_dim) = (workload.head_dim, workload.value_head_dim);
         let backward = tuned_backward(workload.element, dim, value_dim, workload.rules)
             .ok_or_else(|| format!("head dims {dim} and {value_dim} are beyond 128"))?;
@@ -68,6 +65,8 @@ pub(super) fn launch(
     let beside = |kernel, blocks| Launch { kernel, blocks, numbers: numbers.clone() };
     choice.launches.insert(0, beside(row_sums, query_blocks));
     choice.launches.push(beside(rounding, backward.rounding().blocks(query_blocks)));
+    let sinks = backward.sink_gradients().map(Configuration::SinkGradients);
+    choice.launches.extend(sinks.map(|kernel| beside(kernel, counts.heads)));
     choice.main = 1;
     for (workspace, bytes) in [
         (Workspace::RowStatistics, backward.statistics_bytes()),
