@@ -232,16 +232,17 @@ impl Consumer {
         group.start_key_gradients(k, key_gradients, operand, part.stage, part);
         k.wait_products(1 + u32::from(before.is_some()));
         if last {
-            group.walk.advance_block(k, group.tile);
+            group.walk.advance_block(k, group.place, group.tile);
         }
         self.early_weights(k, group, next, scores);
         if last {
             // Before sums are added to: what comes after those waits behind them.
             group.wait_for_output_gradients(k, part, next);
         }
-        if before.is_some() {
+        if let Some(before) = before {
             k.wait_products(1);
-            group.add(k, group.number, query_gradients);
+            let phase = group.phase(before.stage > part.stage);
+            group.add(k, group.number, query_gradients, before.stage, phase);
         }
         k.wait_products(0);
         if last {
@@ -284,14 +285,15 @@ impl Consumer {
             k.if_(group.number.differs(NO_STEP), |k| {
                 group.start_query_gradients(k, query_gradients, before);
                 k.wait_products(0);
-                group.add(k, group.number, query_gradients);
+                let phase = around.choose::<U32>(group.phase ^ 1, group.phase);
+                group.add(k, group.number, query_gradients, before, phase);
             });
         }
         let written = group.shared.written.at(k, group.stage);
         k.mbarrier_wait(written, group.phase, Scope::Block);
         group.start_query_gradients(k, query_gradients, group.stage);
         k.wait_products(0);
-        group.add(k, group.walk.number, query_gradients);
+        group.add(k, group.walk.number, query_gradients, group.stage, group.phase.into());
     }
 
     /// Scores become weights, in their place, before there is an operand to round them into: where
@@ -598,8 +600,20 @@ impl<'a> Warpgroup<'a> {
         k.start_product(products, Accumulate::No, keys.transposed(), score_gradients.matrix());
     }
 
-    /// Adds the thread's part of `dQ` to a block of query rows, four registers at a time.
-    fn add(&self, k: &mut Builder, number: Reg<U32>, part: &Accumulator) {
+    /// Adds the thread's part of `dQ` to a block of query rows, four registers at a time: when it is
+    /// the turn of the step of this stage, where there are turns.
+    fn add(
+        &self,
+        k: &mut Builder,
+        number: Reg<U32>,
+        part: &Accumulator,
+        stage: impl Into<Value<U32>>,
+        phase: Value<U32>,
+    ) {
+        let stage = stage.into();
+        if let Some(turns) = &self.shared.turns {
+            turns.wait(k, stage.clone(), phase);
+        }
         let layout = self.backward.sums_layout();
         let block = k.multiply_wide(number, layout.block_bytes());
         let thread = k.thread_index();
@@ -609,6 +623,9 @@ impl<'a> Warpgroup<'a> {
         for (index, registers) in part.registers().chunks_exact(4).enumerate() {
             let address = sums + SumsLayout::REGISTERS_BYTES * index as u32;
             k.reduce_add_vector(address, registers, Scope::Gpu);
+        }
+        if let Some(turns) = &self.shared.turns {
+            turns.added(k, stage, self.leader);
         }
     }
 }

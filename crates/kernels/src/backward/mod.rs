@@ -47,6 +47,7 @@
 
 mod consumer;
 mod epilogue;
+mod order;
 mod place;
 mod producer;
 mod rounding;
@@ -68,6 +69,7 @@ use crate::Error;
 use crate::attention::Rules;
 use crate::parameter::{Tensor, Workspace};
 use consumer::Consumer;
+use order::Turns;
 use place::Place;
 
 /// Keys that a block takes.
@@ -92,6 +94,8 @@ pub struct Backward {
     pub rules: Rules,
     /// Queries in a block: 64, or 128 where the head dimension is 64 or less.
     pub query_block: u32,
+    /// Whether `dQ` is the same bit for bit from run to run.
+    pub deterministic: bool,
 }
 
 /// Where the sums of `dQ` lie: for each query head, block after block of query rows; of a block,
@@ -150,6 +154,8 @@ struct Shared {
     output_gradient_pipeline: Pipeline,
     /// Both warpgroups have written a tile of `dS`.
     written: Barriers,
+    /// Where `dQ` is added in one order.
+    turns: Option<Turns>,
 }
 
 /// Where tensors and workspaces are.
@@ -162,14 +168,17 @@ struct Tensors {
     value_gradients: TensorMap,
     statistics: Reg<GlobalAddress>,
     sums: Reg<GlobalAddress>,
+    /// The counters of turns.
+    turns: Option<Reg<GlobalAddress>>,
 }
 
 impl Backward {
     /// The name of this configuration.
     pub fn name(&self) -> String {
-        let Backward { element, head_dim, value_head_dim, rules, query_block } = self;
-        let rules = rules.name();
-        format!("backward_{element}_d{head_dim}x{value_head_dim}_{rules}_{query_block}x{KEY_BLOCK}")
+        let Backward { element, head_dim, value_head_dim, rules, query_block, .. } = self;
+        let (rules, mode) = (rules.name(), if self.deterministic { "_deterministic" } else { "" });
+        let tile = format!("{query_block}x{KEY_BLOCK}");
+        format!("backward_{element}_d{head_dim}x{value_head_dim}_{rules}_{tile}{mode}")
     }
 
     /// The tile of queries.
@@ -240,6 +249,7 @@ impl Backward {
             element: self.element,
             value_head_dim: self.value_head_dim,
             sums: self.sums_layout(),
+            turns: self.deterministic,
         }
     }
 
@@ -273,7 +283,7 @@ impl Backward {
     /// gradients and value gradients over (dimension, position, head, batch); the addresses of
     /// the [`RowSums`]' statistics and of the sums of `dQ`, which are zero; query length, key
     /// length; the scales; the divisors of key blocks of a head and of key heads; query heads
-    /// that share a key head; then what the rules ask for. One block for each key block of each
+    /// that share a key head; then what the rules and the order ask for. One block for each key block of each
     /// key head and sequence.
     pub fn program(&self) -> Result<Program, Error> {
         if let Some(fault) = self.fault() {
@@ -320,6 +330,7 @@ impl Backward {
             value_gradients: Tensor::ValueGradient.map(k, values_columns),
             statistics: Workspace::RowStatistics.address(k),
             sums: Workspace::QueryGradientSums.address(k),
+            turns: self.deterministic.then(|| Workspace::Turns.address(k)),
         };
         let place = Place::parameters(k, self);
         let consumer = Consumer::parameters(k, self);
@@ -334,6 +345,10 @@ impl Backward {
             k.if_(thread.equals(0), |k| {
                 producer::produce(k, self, &shared, &tensors, &place, &tile, &walk);
             });
+            if let (Some(turns), Some(counters)) = (&shared.turns, tensors.turns) {
+                k.if_(thread.equals(32), |k| turns.grant(k, counters, &place, &tile, &walk));
+                k.if_(thread.equals(64), |k| turns.pass_on(k, counters, &place, &tile, &walk));
+            }
         });
         let consumers = Role::warpgroups("consumer", 1..1 + WARPGROUPS).registers(240);
         k.role(consumers, |k| {
@@ -363,6 +378,7 @@ impl Backward {
             written: Barriers::new(k, "dS written", stages, warps),
             query_pipeline: Pipeline::new(k, "queries", stages, warps),
             output_gradient_pipeline: Pipeline::new(k, "output gradients", stages, warps),
+            turns: self.deterministic.then(|| Turns::new(k, stages, warps)),
         }
     }
 }
@@ -385,5 +401,8 @@ impl Shared {
         self.written.init(k);
         self.query_pipeline.init(k);
         self.output_gradient_pipeline.init(k);
+        if let Some(turns) = &self.turns {
+            turns.init(k);
+        }
     }
 }

@@ -48,6 +48,7 @@ impl Rounding {
             value_head_dim: 64,
             rules: Rules::CAUSAL,
             query_block: self.sums.query_block,
+            deterministic: false,
         }
     }
 
