@@ -26,8 +26,8 @@ impl Family for Backward {
     fn choose(&self, asked: &Asked<'_>) -> Result<Choice, String> {
         let Asked { chip, problem, arrangement } = *asked;
         let workload = workload(chip, problem)?;
-        if workload.rules.sinks {
-            return Err("the gradient of sinks is not computed yet".to_owned());
+        if problem.deterministic {
+            return Err("gradients the same bit for bit from run to run are not yet served".into());
         }
         let (dim, value_dim) = (workload.head_dim, workload.value_head_dim);
         let backward = tuned_backward(workload.element, dim, value_dim, workload.rules)
@@ -65,6 +65,8 @@ pub(super) fn launch(
     let beside = |kernel, blocks| Launch { kernel, blocks, numbers: numbers.clone() };
     choice.launches.insert(0, beside(row_sums, query_blocks));
     choice.launches.push(beside(rounding, backward.rounding().blocks(query_blocks)));
+    let sinks = backward.sink_gradients().map(Configuration::SinkGradients);
+    choice.launches.extend(sinks.map(|kernel| beside(kernel, counts.heads)));
     choice.main = 1;
     for (workspace, bytes) in [
         (Workspace::RowStatistics, backward.statistics_bytes()),

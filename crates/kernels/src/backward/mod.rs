@@ -7,13 +7,14 @@
 //! dV = P^T dO      dP = dO V^T      dS = P * (dP - delta)      dK = dS^T Q      dQ = dS K
 //! ```
 //!
-//! Three kernels, one after the other:
+//! Kernels, one after the other:
 //!
 //! | kernel | what it does |
 //! | --- | --- |
 //! | [`RowSums`] | `delta` and the log-sum-exps as the next one wants them; zeros for `dQ` |
 //! | [`Backward`] | all five products; `dK` and `dV` stay in registers, `dQ` is added up in `f32` |
 //! | [`Rounding`] | `dQ` rounded to the tensor |
+//! | [`SinkGradients`] | where there are sinks, their gradients |
 //!
 //! A block of the second takes 128 keys of a key head and walks the query blocks that see them, of
 //! all query heads that share the key head, so that `dK` and `dV` are finished where they are
@@ -50,11 +51,13 @@ mod place;
 mod producer;
 mod rounding;
 mod row_sums;
+mod sink_gradients;
 mod tuned;
 mod wide;
 
 pub use rounding::Rounding;
 pub use row_sums::RowSums;
+pub use sink_gradients::SinkGradients;
 pub use tuned::{every_backward, tuned_backward};
 
 use ptx::{
@@ -275,6 +278,15 @@ impl Backward {
             head_dim: self.head_dim,
             sums: self.sums_layout(),
         }
+    }
+
+    /// What comes last, where there are sinks.
+    pub fn sink_gradients(&self) -> Option<SinkGradients> {
+        self.rules.sinks.then_some(SinkGradients {
+            target: Target::SM_90A,
+            mask: self.rules.mask,
+            query_block: self.query_block,
+        })
     }
 
     /// Bytes of the statistics of a block of query rows: two numbers for each.

@@ -30,6 +30,13 @@ impl Scene {
             }
             Configuration::Sequencer(it) => sequencer(it),
             Configuration::Backward(it) => scenes(backward(it)),
+            Configuration::SinkGradients(it) => {
+                // More blocks of rows than one round takes, of several sequences; rows without keys.
+                let after = Configuration::Backward(it.after());
+                let sizes = [(1, [1100, 60]), (3, [700, 40])];
+                let calls = sizes.map(|(batch, lengths)| Call::new(after, batch, lengths, [2, 1]));
+                calls.iter().map(|call| call.scene_of(3)).collect()
+            }
             _ => Ok(Vec::new()),
         };
         Ok([small].into_iter().chain(more?).collect())

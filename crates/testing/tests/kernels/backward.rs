@@ -12,6 +12,10 @@ fn tuned(head_dim: u32, value_head_dim: u32, rules: Rules) -> Backward {
     tuned_backward(Element::BF16, head_dim, value_head_dim, rules).unwrap()
 }
 
+fn sunk(dim: u32, mask: MaskKind) -> Backward {
+    tuned(dim, dim, Rules { mask, sinks: true, ..Rules::DENSE })
+}
+
 /// Sequences, queries and keys, query and key heads.
 type Size = (usize, [usize; 2], [usize; 2]);
 
@@ -33,6 +37,10 @@ fn gradients_are_right() {
         (tuned(128, 64, Rules::LOCAL), (1, [70, 400], [2, 1])),
         (tuned(64, 128, chunked), (1, [140, 300], [4, 2])),
         (tuned(40, 72, Rules::EVERY), (2, [130, 129], [2, 1])),
+        // Sinks of rows that see no key, over more query blocks than there are threads for at once.
+        (sunk(128, MaskKind::Causal), (1, [1100, 60], [2, 1])),
+        (sunk(64, MaskKind::Dense), (5, [260, 40], [2, 2])),
+        (sunk(64, MaskKind::Chunked), (2, [200, 100], [2, 1])),
         (tuned(128, 128, Rules::EVERY), (2, [130, 129], [2, 1])),
         // Wide heads: one warpgroup has weights, the other their gradients.
         (tuned(256, 256, Rules::DENSE), (1, [1, 1], [1, 1])),
