@@ -1,7 +1,7 @@
 //! The gradients of attention on Hopper over sequences of equal lengths: wgmma and TMA.
 
 use kernels::Configuration;
-use kernels::backward::{KEY_BLOCK, tuned_backward};
+use kernels::backward::tuned_backward;
 use kernels::parameter::{Number, Workspace};
 
 use super::forward::workload;
@@ -28,7 +28,7 @@ impl Family for Backward {
         let workload = workload(chip, problem)?;
         let (dim, value_dim) = (workload.head_dim, workload.value_head_dim);
         let backward = tuned_backward(workload.element, dim, value_dim, workload.rules)
-            .ok_or_else(|| format!("head dims {dim} and {value_dim} are beyond 128"))?;
+            .ok_or_else(|| format!("head dims {dim} and {value_dim} are beyond 256"))?;
         let backward = kernels::Backward { deterministic: problem.deterministic, ..backward };
         arrangement.check_copies(problem)?;
         for tensor in tensors(problem) {
@@ -48,7 +48,7 @@ pub(super) fn launch(
     // Blocks of query rows, of every query head; and blocks of keys, of every key head.
     let counts = Counts::new(backward.query_block, problem)?;
     let query_blocks = counts.tiles;
-    let key_blocks_per_head = counts.key_length.div_ceil(KEY_BLOCK);
+    let key_blocks_per_head = counts.key_length.div_ceil(backward.key_block());
     let key_blocks = u64::from(counts.key_heads) * u64::from(counts.batch);
     let key_blocks = u32::try_from(key_blocks * u64::from(key_blocks_per_head))
         .ok()
@@ -58,7 +58,7 @@ pub(super) fn launch(
     let mut choice = Choice::of(Configuration::Backward(backward), key_blocks, reason);
     choice.launches[0].numbers = vec![(Number::KeyBlocks, key_blocks_per_head)];
     if backward.deterministic {
-        let steps = steps(problem, [backward.query_block, KEY_BLOCK], key_blocks);
+        let steps = steps(problem, [backward.query_block, backward.key_block()], key_blocks);
         let heads = counts.key_heads * counts.batch;
         choice.launches[0].numbers.extend(order(chip, heads, steps));
     }
@@ -87,7 +87,7 @@ pub(super) fn launch(
     }
     choice.tiling = Some(Tiling {
         query_rows: backward.query_block,
-        key_block: KEY_BLOCK,
+        key_block: backward.key_block(),
         tiles_per_head: key_blocks_per_head,
         tiles: key_blocks,
         splits: 1,

@@ -23,7 +23,6 @@ use ptx::{
     Operand, Pipeline, Pred, Reg, Scope, StoreHint, StoreOrder, U32, U64, Value,
 };
 
-use super::KEY_BLOCK;
 use super::place::{Place, Tile, Walk};
 use crate::attention::visibility::QueryBlocks;
 use crate::divisor::DivisorRegisters;
@@ -92,9 +91,9 @@ impl Turn {
     }
 
     /// The first key of the key block before this one in the order.
-    fn before(&self, k: &mut Builder) -> Reg<U32> {
+    fn before(&self, k: &mut Builder, keys: u32) -> Reg<U32> {
         let before = self.down.choose::<U32>(self.key_block - 1, self.key_block + 1);
-        k.eval(before * KEY_BLOCK)
+        k.eval(before * keys)
     }
 }
 
@@ -147,7 +146,7 @@ impl Turns {
         walk: &Walk,
     ) {
         let Some(turn) = place.turn(k) else { return };
-        let before = turn.before(k);
+        let before = turn.before(k, place.key_block);
         let before = place.query_blocks_of(k, before);
         let follows = k.eval(turn.position.greater(0));
         let granted = self.granted.producer(k);

@@ -2,8 +2,8 @@
 
 use ptx::{Builder, Choose, Expression, Reg, U32, Value};
 
+use super::Backward;
 use super::order::{Order, Turn};
-use super::{Backward, KEY_BLOCK};
 use crate::attention::visibility::{KeyTile, QueryBlocks, Visibility};
 use crate::divisor::DivisorRegisters;
 use crate::parameter::Number;
@@ -11,6 +11,7 @@ use crate::parameter::Number;
 /// The numbers of a launch that say so.
 pub(super) struct Place {
     query_block: u32,
+    pub(super) key_block: u32,
     pub(super) lengths: [Reg<U32>; 2],
     key_blocks: DivisorRegisters,
     key_heads: DivisorRegisters,
@@ -45,14 +46,15 @@ pub(super) struct Walk {
 enum Path {
     /// Head after head, each from a block of query rows on and around.
     Around(Reg<U32>),
-    /// A block of query rows of every head, and on by this step.
-    Step(Reg<U32>),
+    /// A block of query rows of so many heads, and on by a step.
+    Step { step: Reg<U32>, heads: Reg<U32> },
 }
 
 impl Place {
     pub(super) fn parameters(k: &mut Builder, backward: &Backward) -> Self {
         Place {
             query_block: backward.query_block,
+            key_block: backward.key_block(),
             lengths: [Number::QueryLength.read(k), Number::KeyLength.read(k)],
             key_blocks: DivisorRegisters::parameters(k, Number::KeyBlocks),
             key_heads: DivisorRegisters::parameters(k, Number::KeyHeads),
@@ -80,7 +82,7 @@ impl Place {
     /// The first key of this block.
     pub(super) fn first_key(&self, k: &mut Builder) -> Reg<U32> {
         let (_, key_block) = self.key_block(k);
-        k.eval(key_block * KEY_BLOCK)
+        k.eval(key_block * self.key_block)
     }
 
     /// The tile of this block. Blocks that run at the same time have the same few heads, so that
@@ -89,7 +91,7 @@ impl Place {
     pub(super) fn find(&self, k: &mut Builder) -> Tile {
         let (head_and_batch, key_block) = self.key_block(k);
         let (batch, key_head) = self.key_heads.divide(k, head_and_batch);
-        let first_key = k.eval(key_block * KEY_BLOCK);
+        let first_key = k.eval(key_block * self.key_block);
         let query_blocks = self.query_blocks_of(k, first_key);
         Tile { batch, key_head, first_key, query_blocks }
     }
@@ -99,7 +101,7 @@ impl Place {
         let [query_length, key_length] = self.lengths;
         let keys = KeyTile {
             first_key,
-            keys: KEY_BLOCK,
+            keys: self.key_block,
             query_block: self.query_block,
             query_length,
             key_length,
@@ -119,7 +121,10 @@ impl Place {
         let head = k.variable(tile.key_head * self.group);
         let heads = self.key_heads.number * self.group;
         let (start, path) = match self.turn(k) {
-            Some(turn) => (turn.start(k, &tile.query_blocks), Path::Step(turn.step(k))),
+            Some(turn) => {
+                let path = Path::Step { step: turn.step(k), heads: self.group };
+                (turn.start(k, &tile.query_blocks), path)
+            }
             None => {
                 // Blocks of one head that begin at the same time begin at different queries: what
                 // they load and add to is spread over the second-level cache.
@@ -159,12 +164,12 @@ impl Place {
 impl Walk {
     /// Goes on to the next step.
     pub(super) fn advance(&self, k: &mut Builder, place: &Place, tile: &Tile) {
-        self.advance_block(k, place, tile);
+        self.advance_block(k, tile);
         self.advance_number(k, place, tile);
     }
 
     /// Goes on but for the number, which still is the one before.
-    pub(super) fn advance_block(&self, k: &mut Builder, place: &Place, tile: &Tile) {
+    pub(super) fn advance_block(&self, k: &mut Builder, tile: &Tile) {
         let QueryBlocks { first, end, .. } = tile.query_blocks;
         match self.path {
             Path::Around(start) => {
@@ -174,10 +179,10 @@ impl Walk {
                 k.set(self.head, around.choose::<U32>(self.head + 1, self.head));
                 k.set(self.block, next);
             }
-            Path::Step(step) => {
-                let first_head = k.eval(tile.key_head * place.group);
+            Path::Step { step, heads } => {
+                let first_head = k.eval(tile.key_head * heads);
                 let next = k.eval(self.head + 1);
-                let around = k.eval(next.equals(first_head + place.group));
+                let around = k.eval(next.equals(first_head + heads));
                 k.set(self.head, around.choose::<U32>(first_head, next));
                 k.set(self.block, around.choose::<U32>(self.block + step, self.block));
             }
@@ -197,12 +202,12 @@ impl Walk {
                     k.set(self.number, self.number + place.query_blocks());
                 });
             }
-            Path::Step(step) => {
+            Path::Step { step, heads } => {
                 let blocks = k.eval(place.query_blocks());
                 k.set(self.number, self.number + blocks);
                 // From the last head back to the first, and on.
-                k.if_(self.head.equals(tile.key_head * place.group), |k| {
-                    k.set(self.number, self.number + step - place.group * blocks);
+                k.if_(self.head.equals(tile.key_head * heads), |k| {
+                    k.set(self.number, self.number + step - heads * blocks);
                 });
             }
         }

@@ -6,7 +6,6 @@
 //! most mutants fall there.
 
 use flashcore::Mask;
-use kernels::backward::KEY_BLOCK;
 use kernels::{
     Append, Backward, Batch, Configuration, Decode, Forward, MaskKind, Mma, Prefill, Sequencer,
 };
@@ -54,8 +53,8 @@ fn backward(it: &Backward) -> Vec<Call> {
     let rows = it.query_block as usize;
     let call = |lengths, heads| Call::new(kernel, 1, lengths, heads);
     vec![
-        call([5 * rows - 7, KEY_BLOCK as usize], [2, 2]),
-        call([rows - 1, KEY_BLOCK as usize + 40], [2, 1]),
+        call([5 * rows - 7, it.key_block() as usize], [2, 2]),
+        call([rows - 1, it.key_block() as usize + 40], [2, 1]),
         Call::new(kernel, 2, [2 * rows, 70], [3, 1]),
     ]
 }
