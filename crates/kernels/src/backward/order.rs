@@ -20,7 +20,7 @@
 
 use ptx::{
     Barriers, Builder, Choose, Expression, GlobalAddress, Instruction, LoadHint, LoadOrder,
-    Operand, Pipeline, Pred, Reg, Scope, StoreHint, StoreOrder, U32, U64, Value,
+    Operand, Pipeline, Pred, Reg, Scope, SharedAddress, StoreHint, StoreOrder, U32, U64, Value,
 };
 
 use super::place::{Place, Tile, Walk};
@@ -103,6 +103,8 @@ pub(super) struct Turns {
     granted: Pipeline,
     /// All warps have added.
     added: Barriers,
+    /// The offset of the numbers of the blocks of query rows, a stage each: whose turn it is.
+    numbers: u32,
 }
 
 impl Turns {
@@ -111,6 +113,7 @@ impl Turns {
         Turns {
             granted: Pipeline::new(k, "turn to add dQ", stages, 1),
             added: Barriers::new(k, "dQ added", stages, warps),
+            numbers: k.shared("numbers of turns", 4 * stages, 4),
         }
     }
 
@@ -127,6 +130,17 @@ impl Turns {
         phase: impl Into<Value<U32>>,
     ) {
         self.granted.wait_full(k, stage, phase);
+    }
+
+    /// Which block of query rows it may add to, from then on until it says that it has.
+    pub(super) fn number(&self, k: &mut Builder, stage: impl Into<Value<U32>>) -> Reg<U32> {
+        let number = self.number_at(k, stage);
+        k.load(number)
+    }
+
+    fn number_at(&self, k: &mut Builder, stage: impl Into<Value<U32>>) -> Reg<SharedAddress> {
+        let numbers = k.shared_address(self.numbers);
+        k.eval(numbers + stage.into() * 4)
     }
 
     /// A warp says that it has added.
@@ -151,7 +165,9 @@ impl Turns {
         let follows = k.eval(turn.position.greater(0));
         let granted = self.granted.producer(k);
         place.every_step(k, tile, walk, |k| {
-            granted.acquire(k);
+            let stage = granted.acquire(k);
+            let number = self.number_at(k, stage);
+            k.store(number, walk.number);
             let seen = walk.block.at_least(before.first) & walk.block.less(before.end);
             k.if_(follows & seen, |k| {
                 let counter = counter(k, counters, walk);

@@ -293,8 +293,19 @@ impl<'a> Half<'a> {
         stage: impl Into<Value<U32>>,
         phase: impl Into<Value<U32>>,
     ) {
-        self.group.wait_for_turn(k, stage, phase);
+        let stage = stage.into();
+        self.group.wait_for_turn(k, stage.clone(), phase);
+        let number = self.number_of_turn(k, number, stage);
         self.group.add(k, number, self.panels[0], &self.registers.query_gradients);
+    }
+
+    /// The number of the block of query rows of the step of a stage: whose turn it is, where there
+    /// are turns, rather than kept until then.
+    fn number_of_turn(&self, k: &mut Builder, known: Reg<U32>, stage: Value<U32>) -> Reg<U32> {
+        match &self.group.shared.turns {
+            Some(turns) => turns.number(k, stage),
+            None => known,
+        }
     }
 
     /// The second part of `dQ`, if there is one, with something to do meanwhile. Nothing is in
@@ -313,6 +324,7 @@ impl<'a> Half<'a> {
         meanwhile(k);
         if self.panels.len() > 1 {
             k.wait_products(0);
+            let number = self.number_of_turn(k, number, stage.clone());
             self.group.add(k, number, self.panels[1], scores);
         }
         self.group.added(k, stage);

@@ -75,9 +75,10 @@ fn gradients_under_many_schedules() {
 /// grid at a time: the first of them, and whether all others are the same.
 fn bits_of_schedules(scene: &Scene) -> (Vec<Vec<u8>>, bool) {
     let mut all = Vec::new();
-    for resident in [1, 2, 4] {
+    let mode = Mode::Values;
+    for resident in [1, 4] {
         for (policy, seed) in schedules(&Policy::HOSTILE, 0..2) {
-            let options = Options { policy, seed, resident, ..Options::default() };
+            let options = Options { policy, seed, resident, mode, ..Options::default() };
             let (memory, _) = scene.run(&options).unwrap_or_else(|failure| {
                 panic!("{}, {}, {policy} {seed}: {failure}", scene.program.name, scene.size);
             });
@@ -89,6 +90,21 @@ fn bits_of_schedules(scene: &Scene) -> (Vec<Vec<u8>>, bool) {
     let first: Vec<Vec<u8>> = all.swap_remove(0);
     let same = all.iter().all(|bits| *bits == first);
     (first, same)
+}
+
+fn deterministic(backward: Backward) -> Backward {
+    Backward { deterministic: true, ..backward }
+}
+
+#[test]
+fn deterministic_gradients_under_many_schedules() {
+    for (backward, lengths) in [
+        (tuned(128, 128, Rules::CAUSAL), [200, 300]),
+        (tuned(64, 64, Rules::LOCAL), [300, 300]),
+        (tuned(256, 256, Rules::DENSE), [140, 130]),
+    ] {
+        every_schedule(&scene(deterministic(backward), (1, lengths, [2, 1])), Mode::Checked, 2);
+    }
 }
 
 #[test]
@@ -105,8 +121,12 @@ fn deterministic_gradients_have_the_same_bits_under_every_schedule() {
         (tuned(80, 80, Rules::LOCAL), (1, [300, 500], [2, 1]), 2),
         (tuned(128, 64, chunked), (2, [200, 450], [1, 1]), 1),
         (tuned(40, 72, Rules::EVERY), (1, [300, 260], [2, 2]), 1),
+        (tuned(256, 256, Rules::CAUSAL), (1, [200, 200], [2, 1]), 1),
+        // One part of the sums, and three.
+        (tuned(64, 192, Rules::CAUSAL), (1, [130, 200], [1, 1]), 1),
+        (tuned(192, 128, Rules::EVERY), (1, [150, 200], [2, 2]), 2),
     ] {
-        let backward = Backward { deterministic: true, ..backward };
+        let backward = deterministic(backward);
         let call = Call::new(Configuration::Backward(backward), batch, lengths, heads);
         let scene = call.on(processors).scene().unwrap();
         let (_, same) = bits_of_schedules(&scene);
