@@ -63,8 +63,9 @@ impl Backward {
         let Staged { problem, inputs, buffers, .. } = staged;
         let heads = Heads::all(problem);
         let exact = reference::gradients(problem, *inputs, &self.gradient, &heads, None)?;
-        let baseline =
-            reference::gradients_baseline(problem, *inputs, &self.gradient, &heads, None)?;
+        let (output, lse, output_gradient) = (&self.output, &self.lse[..], &self.gradient);
+        let backward = flashcore::Backward { inputs: *inputs, output, lse, output_gradient };
+        let baseline = reference::gradients_baseline(problem, backward, &heads, None)?;
         let tolerances = gradient_tolerances(problem, *inputs, &exact, &baseline);
         let shapes = [problem.query_shape(), problem.key_shape(), problem.value_shape()];
         let parts = PARTS.into_iter().zip(shapes).zip(tolerances);
