@@ -23,15 +23,19 @@ def _never() -> bool:
 is_compiling = _never if _torch is None else _torch.is_compiling
 
 
-def attend(tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool) -> Any:
+def attend(
+    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, deterministic: bool = False
+) -> Any:
     """Attention, whichever function asks: the output, or output and log-sum-exps."""
     if is_compiling():
-        return _torch.attend(tensors, numbers, function, lse)
+        return _torch.attend(tensors, numbers, function, lse, deterministic)
     result = _flashcore.attend(tensors, numbers, function, lse, "function")
     if result is None:
         return _arrays.attend(tensors, numbers, function, lse)
     if result is NotImplemented:
-        return _torch.attend(tensors, numbers, function, lse)
+        return _torch.attend(tensors, numbers, function, lse, deterministic)
+    if result is ...:
+        return _torch.record(tensors, numbers, function, lse, deterministic)
     return result
 
 
@@ -125,7 +129,7 @@ def flash_attn_varlen_func(
             dropout_p=dropout_p,
         )
     if deterministic is not False:
-        flag("deterministic", deterministic)
+        deterministic = flag("deterministic", deterministic)
     if block_table is not None:
         if seqused_k is None and cu_seqlens_k is not None:
             seqused_k = _lengths(cu_seqlens_k, _sequences(q, cu_seqlens_q))
@@ -150,6 +154,7 @@ def flash_attn_varlen_func(
         (softmax_scale, causal, window_size, attention_chunk, softcap, max_seqlen_q, max_seqlen_k),
         "flash_attn_varlen_func",
         return_attn_probs,
+        deterministic,
     )
 
 
@@ -315,7 +320,7 @@ def _append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
     result = _flashcore.append(tensors, flags, "function")
     if result is None:
         return _arrays.append(tensors, flags)
-    if result is NotImplemented:
+    if result is NotImplemented or result is ...:
         return _torch.append(tensors, flags)
     return result
 
@@ -464,7 +469,7 @@ def flash_attn_combine(
         result = _flashcore.combine(tensors, name, "function")
         if result is None:
             result = _arrays.combine(tensors, name, out_dtype)
-        elif result is NotImplemented:
+        elif result is NotImplemented or result is ...:
             result = _torch.combine(tensors, out_dtype)
     output, lse = result
     return output, lse.swapaxes(1, 2)
@@ -487,7 +492,7 @@ def flash_attn_merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Any:
     result = _flashcore.merge(tensors, "function")
     if result is None:
         return _arrays.merge(tensors)
-    if result is NotImplemented:
+    if result is NotImplemented or result is ...:
         return _torch.merge(tensors)
     return result
 
