@@ -86,6 +86,8 @@ listed! {
         KeyGradient,
         /// The gradient of the values.
         ValueGradient,
+        /// The gradients of the sinks, in `f32`.
+        SinkGradient,
     }
 
     /// A dimension of a tensor along which there is a stride.

@@ -1,7 +1,7 @@
 //! The gradients of attention on Hopper over sequences of equal lengths: wgmma and TMA.
 
 use kernels::Configuration;
-use kernels::backward::{KEY_BLOCK, tuned_backward};
+use kernels::backward::tuned_backward;
 use kernels::parameter::{Number, Workspace};
 
 use super::forward::workload;
@@ -29,12 +29,9 @@ impl Family for Backward {
         if problem.deterministic {
             return Err("gradients the same bit for bit from run to run are not yet served".into());
         }
-        if workload.rules.sinks {
-            return Err("the gradient of sinks is not computed yet".to_owned());
-        }
         let (dim, value_dim) = (workload.head_dim, workload.value_head_dim);
         let backward = tuned_backward(workload.element, dim, value_dim, workload.rules)
-            .ok_or_else(|| format!("head dims {dim} and {value_dim} are beyond 128"))?;
+            .ok_or_else(|| format!("head dims {dim} and {value_dim} are beyond 256"))?;
         arrangement.check_copies(problem)?;
         for tensor in tensors(problem) {
             map_strides(problem, arrangement, tensor)?;
@@ -53,7 +50,7 @@ pub(super) fn launch(
     // Blocks of query rows, of every query head; and blocks of keys, of every key head.
     let counts = Counts::new(backward.query_block, problem)?;
     let query_blocks = counts.tiles;
-    let key_blocks_per_head = counts.key_length.div_ceil(KEY_BLOCK);
+    let key_blocks_per_head = counts.key_length.div_ceil(backward.key_block());
     let key_blocks = u64::from(counts.key_heads) * u64::from(counts.batch);
     let key_blocks = u32::try_from(key_blocks * u64::from(key_blocks_per_head))
         .ok()
@@ -68,6 +65,8 @@ pub(super) fn launch(
     let beside = |kernel, blocks| Launch { kernel, blocks, numbers: numbers.clone() };
     choice.launches.insert(0, beside(row_sums, query_blocks));
     choice.launches.push(beside(rounding, backward.rounding().blocks(query_blocks)));
+    let sinks = backward.sink_gradients().map(Configuration::SinkGradients);
+    choice.launches.extend(sinks.map(|kernel| beside(kernel, counts.heads)));
     choice.main = 1;
     for (workspace, bytes) in [
         (Workspace::RowStatistics, backward.statistics_bytes()),
@@ -81,7 +80,7 @@ pub(super) fn launch(
     }
     choice.tiling = Some(Tiling {
         query_rows: backward.query_block,
-        key_block: KEY_BLOCK,
+        key_block: backward.key_block(),
         tiles_per_head: key_blocks_per_head,
         tiles: key_blocks,
         splits: 1,

@@ -2,7 +2,7 @@
 
 use ptx::{Builder, Choose, Expression, Reg, U32, Value};
 
-use super::{Backward, KEY_BLOCK};
+use super::Backward;
 use crate::attention::visibility::{KeyTile, QueryBlocks, Visibility};
 use crate::divisor::DivisorRegisters;
 use crate::parameter::Number;
@@ -10,6 +10,7 @@ use crate::parameter::Number;
 /// The numbers of a launch that say so.
 pub(super) struct Place {
     query_block: u32,
+    key_block: u32,
     pub(super) lengths: [Reg<U32>; 2],
     key_blocks: DivisorRegisters,
     key_heads: DivisorRegisters,
@@ -43,6 +44,7 @@ impl Place {
     pub(super) fn parameters(k: &mut Builder, backward: &Backward) -> Self {
         Place {
             query_block: backward.query_block,
+            key_block: backward.key_block(),
             lengths: [Number::QueryLength.read(k), Number::KeyLength.read(k)],
             key_blocks: DivisorRegisters::parameters(k, Number::KeyBlocks),
             key_heads: DivisorRegisters::parameters(k, Number::KeyHeads),
@@ -55,7 +57,7 @@ impl Place {
     pub(super) fn first_key(&self, k: &mut Builder) -> Reg<U32> {
         let index = k.block_index();
         let (_, key_block) = self.key_blocks.divide(k, index);
-        k.eval(key_block * KEY_BLOCK)
+        k.eval(key_block * self.key_block)
     }
 
     /// The tile of this block. Blocks that run at the same time have the same few heads, so that
@@ -65,11 +67,11 @@ impl Place {
         let index = k.block_index();
         let (head_and_batch, key_block) = self.key_blocks.divide(k, index);
         let (batch, key_head) = self.key_heads.divide(k, head_and_batch);
-        let first_key = k.eval(key_block * KEY_BLOCK);
+        let first_key = k.eval(key_block * self.key_block);
         let [query_length, key_length] = self.lengths;
         let keys = KeyTile {
             first_key,
-            keys: KEY_BLOCK,
+            keys: self.key_block,
             query_block: self.query_block,
             query_length,
             key_length,

@@ -12,6 +12,10 @@ fn tuned(head_dim: u32, value_head_dim: u32, rules: Rules) -> Backward {
     tuned_backward(Element::BF16, head_dim, value_head_dim, rules).unwrap()
 }
 
+fn sunk(dim: u32, mask: MaskKind) -> Backward {
+    tuned(dim, dim, Rules { mask, sinks: true, ..Rules::DENSE })
+}
+
 /// Sequences, queries and keys, query and key heads.
 type Size = (usize, [usize; 2], [usize; 2]);
 
@@ -33,7 +37,17 @@ fn gradients_are_right() {
         (tuned(128, 64, Rules::LOCAL), (1, [70, 400], [2, 1])),
         (tuned(64, 128, chunked), (1, [140, 300], [4, 2])),
         (tuned(40, 72, Rules::EVERY), (2, [130, 129], [2, 1])),
+        // Sinks of rows that see no key, over more query blocks than there are threads for at once.
+        (sunk(128, MaskKind::Causal), (1, [1100, 60], [2, 1])),
+        (sunk(64, MaskKind::Dense), (5, [260, 40], [2, 2])),
+        (sunk(64, MaskKind::Chunked), (2, [200, 100], [2, 1])),
         (tuned(128, 128, Rules::EVERY), (2, [130, 129], [2, 1])),
+        // Wide heads: one warpgroup has weights, the other their gradients.
+        (tuned(256, 256, Rules::DENSE), (1, [1, 1], [1, 1])),
+        (tuned(256, 256, Rules::CAUSAL), (1, [330, 330], [1, 1])),
+        (tuned(192, 128, Rules::CAUSAL), (2, [330, 60], [3, 1])),
+        (tuned(56, 200, Rules::EVERY), (2, [130, 129], [2, 1])),
+        (tuned(136, 40, chunked), (1, [140, 300], [4, 2])),
     ] {
         let scene = scene(backward, size);
         let (memory, _) = scene.run(&Options::default()).unwrap_or_else(|failure| {
@@ -50,6 +64,8 @@ fn gradients_under_many_schedules() {
         (tuned(128, 128, Rules::CAUSAL), [330, 200]),
         (tuned(64, 64, Rules::DENSE), [400, 130]),
         (tuned(80, 80, Rules::LOCAL), [260, 140]),
+        (tuned(256, 256, Rules::CAUSAL), [330, 100]),
+        (tuned(192, 128, Rules::DENSE), [330, 64]),
     ] {
         every_schedule(&scene(backward, (1, lengths, [2, 1])), Mode::Checked, 2);
     }
@@ -57,7 +73,7 @@ fn gradients_under_many_schedules() {
 
 #[test]
 fn shared_memory_has_no_bank_conflicts() {
-    for dim in [64, 128] {
+    for dim in [64, 128, 256] {
         let scene = scene(tuned(dim, dim, Rules::CAUSAL), (1, [200, 130], [1, 1]));
         let budget = Budget::default().at_most(Measure::BankConflicts, 0);
         let (memory, _) = scene.run(&Options { budget, ..Options::default() }).unwrap();
