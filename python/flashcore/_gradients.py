@@ -20,8 +20,9 @@ from ._arguments import window
 NUMBERS, LISTS = 8, 9
 # Where sinks are among the lists.
 SINKS = 8
+NONE = (None,) * LISTS
 # What a plain call has beyond scale and causal mask.
-PLAIN: tuple[Any, ...] = ((-1, -1, 0, 0.0, None, None), (None,) * LISTS, "flash_attn_func", False)
+PLAIN: tuple[Any, ...] = ((-1, -1, 0, 0.0, None, None), NONE, "flash_attn_func", False)
 
 
 def parts(q: Any, k: Any, v: Any) -> Any:
@@ -47,11 +48,12 @@ def flat(numbers: Any) -> tuple[Any, ...]:
 
 def are_ordinary(tensors: Any) -> bool:
     """Whether tensors are in memory, and nobody has to see what is done with them but autograd."""
-    return not (
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or any(type(tensor) is not torch.Tensor or tensor.is_meta for tensor in tensors if tensor is not None)
-    )
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return False
+    for tensor in tensors:
+        if tensor is not None and (type(tensor) is not torch.Tensor or tensor.is_meta):
+            return False
+    return True
 
 
 def forward(tensors: tuple[Any, ...], lists: Any, numbers: tuple[Any, ...], function: str, lse: bool) -> Any:
@@ -59,14 +61,17 @@ def forward(tensors: tuple[Any, ...], lists: Any, numbers: tuple[Any, ...], func
     return _flashcore.attend((*parts(*tensors), *lists), numbers, function, lse, "dispatcher")
 
 
-def empty_gradients(tensors: tuple[Any, ...], lists: Any, causal: bool, function: str) -> tuple[Any, ...]:
+def empty_gradients(
+    tensors: tuple[Any, ...], separate: tuple[Any, ...], lists: Any, causal: bool, function: str
+) -> list[Any]:
     """Memory for the gradients of the first tensors and of sinks: zeros where not all is written."""
-    q, k, v = parts(*tensors)
+    q, k, v = separate
     # Rows of no sequence; keys behind the last query's; rows that meet nothing.
-    some = any(list is not None for list in lists[:4])
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = lists[:4]
+    some = cu_seqlens_q is not None or cu_seqlens_k is not None or seqused_q is not None or seqused_k is not None
     some = some or (function == "scaled_dot_product_attention" and causal and k.shape[2] > q.shape[2])
     make = torch.zeros_like if some or _nothing(q, k, v) else torch.empty_like
-    return tuple(None if it is None else make(it) for it in (*tensors, lists[SINKS]))
+    return [None if it is None else make(it) for it in (*tensors, lists[SINKS])]
 
 
 def _nothing(q: Any, k: Any, v: Any) -> bool:
@@ -82,10 +87,10 @@ def backward(
     numbers: tuple[Any, ...],
     function: str,
     deterministic: bool,
-) -> tuple[Any, ...]:
+) -> list[Any]:
     """The gradients of the first tensors, as they were given, and of sinks; None for what is None."""
-    gradients = empty_gradients(tensors, lists, numbers[1], function)
     separate = parts(*tensors)
+    gradients = empty_gradients(tensors, separate, lists, numbers[1], function)
     if not _nothing(*separate):
         _flashcore.attend_backward(
             (*separate, *lists),
@@ -104,8 +109,10 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, slopes: Any, sinks: Any, call: tuple[Any, ...]) -> Any:
         lists, numbers, function, deterministic, with_lse = call
-        out, lse = forward((q, k, v), (*lists, slopes, sinks), numbers, function, True)
-        ctx.save_for_backward(q, k, v, out, lse, *lists, slopes, sinks)
+        # Each tensor that is saved costs time, and each that is not there as much.
+        lists = NONE if lists is None else (*lists, slopes, sinks)
+        out, lse = forward((q, k, v), lists, numbers, function, True)
+        ctx.save_for_backward(q, k, v, out, lse, *(() if lists is NONE else lists))
         ctx.call = numbers, function, deterministic
         ctx.set_materialize_grads(False)
         if not with_lse:
@@ -120,6 +127,7 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
         if dout is None or not any(needed):
             return (None,) * 6
         q, k, v, out, lse, *lists = ctx.saved_tensors
+        lists = lists or NONE
         numbers, function, deterministic = ctx.call
         # Where somebody may want to differentiate this, the operator says what it thinks of that.
         if torch.is_grad_enabled() or not are_ordinary((dout,)):
@@ -127,7 +135,7 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
             dq, dk, dv, ds = _by_operator(dout, (q, k, v, out, lse), call, needed)
         else:
             found = backward(dout, (q, k, v), out, lse, lists, numbers, function, deterministic)
-            dq, dk, dv, ds = (it if need else None for it, need in zip(found, needed))
+            dq, dk, dv, ds = [it if need else None for it, need in zip(found, needed)]
         return dq, dk, dv, None, ds, None
 
 
@@ -149,10 +157,11 @@ def fake_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *others
     """The same of tensors that have no memory."""
     lists = others[NUMBERS : NUMBERS + LISTS]
     function, _, needed = others[NUMBERS + LISTS :]
-    return _chosen(empty_gradients((q, k, v), lists, others[1], function), needed)
+    tensors = (q, k, v)
+    return _chosen(empty_gradients(tensors, parts(*tensors), lists, others[1], function), needed)
 
 
-def _chosen(gradients: tuple[Any, ...], needed: list[bool]) -> list[Any]:
+def _chosen(gradients: list[Any], needed: list[bool]) -> list[Any]:
     return [gradient for gradient, need in zip(gradients, needed) if need]
 
 

@@ -232,10 +232,15 @@ def record(
     if not _gradients.are_ordinary(tensors):
         return attend(tensors, numbers, function, lse, deterministic)
     _refuse_caches(tensors, function)
-    q, k, v, *lists, slopes, sinks = _autocast(tensors)
+    lists: Any = None
+    for tensor in tensors[3:]:
+        if tensor is not None:
+            lists = tensors[3:10]
+            break
+    q, k, v = (_autocast(tensors) if torch._C._is_any_autocast_enabled() else tensors)[:3]
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     call = (lists, numbers, function, deterministic, lse)
-    return _gradients.Attention.apply(q, k, v, slopes, sinks, call)
+    return _gradients.Attention.apply(q, k, v, tensors[10], tensors[11], call)
 
 
 def _autocast(tensors: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,5 +1,6 @@
 """Training: optimiser steps beside PyTorch's attention, and the example."""
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -53,7 +54,8 @@ def test_ten_steps_are_those_of_pytorchs_attention(attention, device):
 
 def llama(attention, device, dtype):
     """A Llama of transformers with random weights, and grouped heads."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=256, hidden_size=512, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=8,
@@ -77,9 +79,9 @@ def llama_losses(attention, device, dtype, steps=10):
 
 
 @every_device
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
 def test_a_llama_of_transformers_trains_as_with_pytorchs_attention(device):
-    pytest.importorskip("transformers")
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers import AttentionInterface
 
     from flashcore import flash_attn_func
 
@@ -90,7 +92,7 @@ def test_a_llama_of_transformers_trains_as_with_pytorchs_attention(device):
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return flash_attn_func(q, k, v, dropout_p=dropout, softmax_scale=scaling, causal=True), None
 
-    ALL_ATTENTION_FUNCTIONS.register("flashcore", attention)
+    AttentionInterface.register("flashcore", attention)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     ours, theirs = llama_losses("flashcore", device, dtype), llama_losses("sdpa", device, dtype)
     assert len(calls) == 30 and all(calls) and ours[-1] < ours[0] - 0.5

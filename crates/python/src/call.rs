@@ -206,8 +206,8 @@ pub(crate) fn plan_for(
     let mut tensors = request.tensors(&request.output_at(0)?, None);
     if backward {
         problem = problem.backward();
-        let Tensors { query, key, value, output, .. } = tensors;
-        tensors.gradients = Some(Gradients { output, query, key, value });
+        let Tensors { query, key, value, output, sinks, .. } = tensors;
+        tensors.gradients = Some(Gradients { output, query, key, value, sinks });
     }
     let arrangement = tensors.arrangement();
     let chip = match chip.strip_prefix("sm_").map(str::parse) {

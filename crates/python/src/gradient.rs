@@ -8,7 +8,7 @@ use pyo3::types::PyTuple;
 
 use crate::library::{Library, Named};
 use crate::numbers::Numbers;
-use crate::request::{Function, Request, TENSORS, named, needed};
+use crate::request::{Function, Request, TENSORS, address, named, needed};
 use crate::view::{Element, Memory, View};
 
 /// What the forward call saved, and what is differentiated.
@@ -147,7 +147,8 @@ impl Backward {
         let [query, key, value] = self.gradients.each_ref().map(on_device);
         let output = on_device(&self.output_gradient);
         let mut tensors = self.request.tensors(&self.output, Some(self.lse.address));
-        tensors.gradients = Some(Gradients { output, query, key, value });
+        let sinks = address(&self.sinks);
+        tensors.gradients = Some(Gradients { output, query, key, value, sinks });
         tensors
     }
 }
