@@ -281,9 +281,9 @@ def test_nothing_to_do(device):
             assert x.grad.shape == x.shape and not x.grad.any()
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_random_cases(seed):
-    for case in random_cases(seed, 25, "cpu"):
+    for case in random_cases(seed, 20, "cpu"):
         case.check()
 
 
