@@ -185,6 +185,20 @@ def test_a_steps_peak_memory_is_not_above_flash_attentions():
     assert ours <= 1.02 * expected + (4 << 20), (ours, expected)
 
 
+def test_calls_of_many_shapes_share_one_workspace():
+    """The sums of dQ are as large as the queries in float32: kept for each shape they would add up."""
+    call = lambda length: flash_attn_func(*three(length, 16, 16, 128, 1), causal=True).sum().backward()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        call(4096)
+        torch.cuda.synchronize()
+        before = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+        for length in range(2000, 4000, 100):
+            call(length)
+        torch.cuda.synchronize()
+        after = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+    assert before - after <= 16 << 20, f"{(before - after) >> 20} MB more"
+
+
 def test_what_is_refused_is_named():
     """Nothing goes to the CPU behind the caller's back."""
     q, k, v = (x.detach().float().requires_grad_() for x in three(40))
