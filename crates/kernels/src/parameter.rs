@@ -155,6 +155,8 @@ listed! {
         RowStatistics,
         /// The gradient of the queries in `f32`, while it is added up.
         QueryGradientSums,
+        /// For each block of query rows, how many have added to its sums, where they take turns.
+        Turns,
     }
 
     /// Numbers that a problem or the shape of a launch has.
@@ -197,6 +199,10 @@ listed! {
         TilesPerGroup,
         /// Heads of such a group.
         HeadsPerGroup,
+        /// Heads of the first group, which may have fewer.
+        FirstHeads,
+        /// The first head of the last group.
+        LastHeads,
         /// Parts that the keys of a tile are split into.
         Splits,
         /// Key blocks of such a part.

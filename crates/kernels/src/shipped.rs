@@ -293,9 +293,14 @@ fn backwards() -> Vec<Configuration> {
     let mut all = Vec::new();
     for backward in kinds.into_iter().flat_map(|(element, rules)| every_backward(element, rules)) {
         all.push(Configuration::Backward(backward));
+        let ordered = Backward { deterministic: true, ..backward };
+        if backward.head_dim == backward.value_head_dim {
+            all.push(Configuration::Backward(ordered));
+        }
         let last = backward.sink_gradients().map(Configuration::SinkGradients);
         for beside in [
             Configuration::RowSums(backward.row_sums()),
+            Configuration::RowSums(ordered.row_sums()),
             Configuration::Rounding(backward.rounding()),
         ]
         .into_iter()

@@ -26,12 +26,10 @@ impl Family for Backward {
     fn choose(&self, asked: &Asked<'_>) -> Result<Choice, String> {
         let Asked { chip, problem, arrangement } = *asked;
         let workload = workload(chip, problem)?;
-        if problem.deterministic {
-            return Err("gradients the same bit for bit from run to run are not yet served".into());
-        }
         let (dim, value_dim) = (workload.head_dim, workload.value_head_dim);
         let backward = tuned_backward(workload.element, dim, value_dim, workload.rules)
             .ok_or_else(|| format!("head dims {dim} and {value_dim} are beyond 256"))?;
+        let backward = kernels::Backward { deterministic: problem.deterministic, ..backward };
         arrangement.check_copies(problem)?;
         for tensor in tensors(problem) {
             map_strides(problem, arrangement, tensor)?;
@@ -59,6 +57,11 @@ pub(super) fn launch(
 
     let mut choice = Choice::of(Configuration::Backward(backward), key_blocks, reason);
     choice.launches[0].numbers = vec![(Number::KeyBlocks, key_blocks_per_head)];
+    if backward.deterministic {
+        let steps = steps(problem, [backward.query_block, backward.key_block()], key_blocks);
+        let heads = counts.key_heads * counts.batch;
+        choice.launches[0].numbers.extend(order(chip, heads, steps));
+    }
     let numbers = vec![(Number::QueryBlocks, counts.tiles_per_head)];
     let row_sums = Configuration::RowSums(backward.row_sums());
     let rounding = Configuration::Rounding(backward.rounding());
@@ -68,10 +71,14 @@ pub(super) fn launch(
     let sinks = backward.sink_gradients().map(Configuration::SinkGradients);
     choice.launches.extend(sinks.map(|kernel| beside(kernel, counts.heads)));
     choice.main = 1;
+    let turns = backward.deterministic.then_some((Workspace::Turns, 4));
     for (workspace, bytes) in [
         (Workspace::RowStatistics, backward.statistics_bytes()),
         (Workspace::QueryGradientSums, backward.sums_layout().block_bytes()),
-    ] {
+    ]
+    .into_iter()
+    .chain(turns)
+    {
         choice.memory.push(Memory {
             source: Source::Workspace(workspace),
             bytes: u64::from(bytes) * u64::from(query_blocks),
@@ -87,4 +94,24 @@ pub(super) fn launch(
         waves: f64::from(key_blocks) / f64::from(chip.multiprocessors.max(1)),
     });
     Ok(choice)
+}
+
+/// Steps of the walk of a block of the grid, on average.
+fn steps(problem: &Problem, [query_block, key_block]: [u32; 2], key_blocks: u32) -> f64 {
+    let pairs = problem.visible_pairs() as f64 / (f64::from(query_block) * f64::from(key_block));
+    (pairs / f64::from(key_blocks.max(1))).max(1.0)
+}
+
+/// In the deterministic mode a block of the grid adds to a block of query rows after the one before it
+/// of the same head. Heads are taken together so that the two begin two steps apart, where one step is
+/// enough if nobody is ever late: then nobody waits but for the begin.
+fn order(chip: &Chip, heads: u32, steps: f64) -> [(Number, u32); 3] {
+    let together = (2.0 * f64::from(chip.multiprocessors) / steps).ceil();
+    let together = (together as u32).clamp(1, heads.max(1));
+    let first = (heads.max(1) - 1) % together + 1;
+    [
+        (Number::HeadsPerGroup, together),
+        (Number::FirstHeads, first),
+        (Number::LastHeads, heads.max(1) - together),
+    ]
 }

@@ -260,9 +260,12 @@ impl Consumer {
             // Before sums are added to: what comes after those waits behind them.
             group.wait_for_output_gradients(k, part, next);
         }
-        if before.is_some() {
+        if let Some(before) = before {
             k.wait_products(1);
+            let phase = group.phase(before.stage > part.stage);
+            group.wait_for_turn(k, before.stage, phase);
             group.add_own(k, group.number, query_gradients);
+            group.added(k, before.stage);
         }
         k.wait_products(0);
         if last {
@@ -305,14 +308,19 @@ impl Consumer {
             k.if_(group.number.differs(NO_STEP), |k| {
                 group.start_query_gradients(k, query_gradients, before);
                 k.wait_products(0);
+                let phase = around.choose::<U32>(group.phase ^ 1, group.phase);
+                group.wait_for_turn(k, before, phase);
                 group.add_own(k, group.number, query_gradients);
+                group.added(k, before);
             });
         }
         let written = group.shared.written.at(k, group.stage);
         k.mbarrier_wait(written, group.phase, Scope::Block);
         group.start_query_gradients(k, query_gradients, group.stage);
         k.wait_products(0);
+        group.wait_for_turn(k, group.stage, group.phase);
         group.add_own(k, group.walk.number, query_gradients);
+        group.added(k, group.stage);
     }
 
     /// Scores become weights, in their place, before there is an operand to round them into: where
@@ -633,6 +641,25 @@ impl<'a> Warpgroup<'a> {
             (keys.panel(k, 0), score_gradients.panel(k, self.index))
         };
         k.start_product(products, Accumulate::No, keys.transposed(), score_gradients.matrix());
+    }
+
+    /// Waits until this block may add `dQ` of the step of a stage, where additions take turns.
+    pub(super) fn wait_for_turn(
+        &self,
+        k: &mut Builder,
+        stage: impl Into<Value<U32>>,
+        phase: impl Into<Value<U32>>,
+    ) {
+        if let Some(turns) = &self.shared.turns {
+            turns.wait(k, stage, phase);
+        }
+    }
+
+    /// Says that this warp has added its part of that.
+    pub(super) fn added(&self, k: &mut Builder, stage: impl Into<Value<U32>>) {
+        if let Some(turns) = &self.shared.turns {
+            turns.added(k, stage, self.leader);
+        }
     }
 
     /// Adds this warpgroup's part of `dQ`.

@@ -47,6 +47,7 @@
 
 mod consumer;
 mod epilogue;
+mod order;
 mod place;
 mod producer;
 mod rounding;
@@ -69,6 +70,7 @@ use crate::Error;
 use crate::attention::Rules;
 use crate::parameter::{Tensor, Workspace};
 use consumer::Consumer;
+use order::Turns;
 use place::Place;
 
 /// Keys that a wgmma takes, as rows.
@@ -93,6 +95,8 @@ pub struct Backward {
     pub rules: Rules,
     /// Queries in a block: 64, or 128 where the head dimension is 64 or less.
     pub query_block: u32,
+    /// Whether `dQ` is the same bit for bit from run to run.
+    pub deterministic: bool,
 }
 
 /// Where the sums of `dQ` lie: for each query head, block after block of query rows; of a block,
@@ -161,6 +165,8 @@ struct Shared {
     output_gradient_pipeline: Pipeline,
     /// A tile of `dS` has been written, by all warps that have a part of it.
     written: Barriers,
+    /// Where `dQ` is added in one order.
+    turns: Option<Turns>,
     /// What goes from one warpgroup to the other, where heads are wide.
     exchange: Option<wide::Exchange>,
 }
@@ -175,15 +181,17 @@ struct Tensors {
     value_gradients: TensorMap,
     statistics: Reg<GlobalAddress>,
     sums: Reg<GlobalAddress>,
+    /// The counters of turns.
+    turns: Option<Reg<GlobalAddress>>,
 }
 
 impl Backward {
     /// The name of this configuration.
     pub fn name(&self) -> String {
-        let Backward { element, head_dim, value_head_dim, rules, query_block } = self;
-        let rules = rules.name();
-        let key_block = self.key_block();
-        format!("backward_{element}_d{head_dim}x{value_head_dim}_{rules}_{query_block}x{key_block}")
+        let Backward { element, head_dim, value_head_dim, rules, query_block, .. } = self;
+        let (rules, mode) = (rules.name(), if self.deterministic { "_deterministic" } else { "" });
+        let tile = format!("{query_block}x{}", self.key_block());
+        format!("backward_{element}_d{head_dim}x{value_head_dim}_{rules}_{tile}{mode}")
     }
 
     /// Keys that a block takes: 64 for each warpgroup, or for both where heads are wide.
@@ -255,6 +263,12 @@ impl Backward {
         if self.query_block > PART || !self.fits(3) { 2 } else { 3 }
     }
 
+    /// Warps that add to the sums of `dQ`: all, or those of one warpgroup where values are wide and
+    /// there is one part.
+    fn adding_warps(&self) -> u32 {
+        4 * self.sums_layout().parts().min(WARPGROUPS)
+    }
+
     /// How many times 64 queries a block has.
     fn parts(&self) -> u32 {
         self.query_block / PART
@@ -267,6 +281,7 @@ impl Backward {
             element: self.element,
             value_head_dim: self.value_head_dim,
             sums: self.sums_layout(),
+            turns: self.deterministic,
         }
     }
 
@@ -300,7 +315,7 @@ impl Backward {
     /// gradients and value gradients over (dimension, position, head, batch); the addresses of
     /// the [`RowSums`]' statistics and of the sums of `dQ`, which are zero; query length, key
     /// length; the scales; the divisors of key blocks of a head and of key heads; query heads
-    /// that share a key head; then what the rules ask for. One block for each key block of each
+    /// that share a key head; then what the rules and the order ask for. One block for each key block of each
     /// key head and sequence.
     pub fn program(&self) -> Result<Program, Error> {
         if let Some(fault) = self.fault() {
@@ -347,6 +362,7 @@ impl Backward {
             value_gradients: Tensor::ValueGradient.map(k, values_columns),
             statistics: Workspace::RowStatistics.address(k),
             sums: Workspace::QueryGradientSums.address(k),
+            turns: self.deterministic.then(|| Workspace::Turns.address(k)),
         };
         let place = Place::parameters(k, self);
         let consumer = Consumer::parameters(k, self);
@@ -361,6 +377,10 @@ impl Backward {
             k.if_(thread.equals(0), |k| {
                 producer::produce(k, self, &shared, &tensors, &place, &tile, &walk);
             });
+            if let (Some(turns), Some(counters)) = (&shared.turns, tensors.turns) {
+                k.if_(thread.equals(32), |k| turns.grant(k, counters, &place, &tile, &walk));
+                k.if_(thread.equals(64), |k| turns.pass_on(k, counters, &place, &tile, &walk));
+            }
         });
         if self.is_wide() {
             let weights = Role::warpgroups("weights", 1..2).registers(240);
@@ -405,6 +425,7 @@ impl Backward {
             exchange: self.is_wide().then(|| wide::Exchange::new(k, stages)),
             query_pipeline: Pipeline::new(k, "queries", stages, warps),
             output_gradient_pipeline: Pipeline::new(k, "output gradients", stages, warps),
+            turns: self.deterministic.then(|| Turns::new(k, stages, self.adding_warps())),
         }
     }
 }
@@ -430,5 +451,8 @@ impl Shared {
         }
         self.query_pipeline.init(k);
         self.output_gradient_pipeline.init(k);
+        if let Some(turns) = &self.turns {
+            turns.init(k);
+        }
     }
 }

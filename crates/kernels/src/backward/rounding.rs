@@ -50,6 +50,7 @@ impl Rounding {
             value_head_dim: if wide { 256 } else { 64 },
             rules: Rules::CAUSAL,
             query_block: self.sums.query_block,
+            deterministic: false,
         }
     }
 

@@ -47,6 +47,7 @@ impl SinkGradients {
             value_head_dim: head_dim,
             rules: Rules { mask: self.mask, sinks: true, ..Rules::DENSE },
             query_block: self.query_block,
+            deterministic: false,
         }
     }
 

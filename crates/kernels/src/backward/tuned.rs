@@ -16,7 +16,8 @@ pub fn tuned_backward(
         return None;
     }
     let query_block = if head_dim <= 64 && value_head_dim <= 128 { 128 } else { 64 };
-    Some(Backward { element, head_dim, value_head_dim, rules, query_block })
+    let deterministic = false;
+    Some(Backward { element, head_dim, value_head_dim, rules, query_block, deterministic })
 }
 
 /// Every configuration that [`tuned_backward`] chooses, of one element and these rules, for head

@@ -175,6 +175,7 @@ impl Consumer {
         half.start_scores(k, next);
         group.start_value_gradients(k, sums, operand, part);
         let before = (!first).then(|| part.before(group.backward));
+        let phase = |before: Part| group.phase(before.stage > part.stage);
         if let Some(before) = before {
             group.wait_until_written(k, part, before);
             half.start_query_gradients(k, query_gradients, 0, before.stage);
@@ -192,8 +193,8 @@ impl Consumer {
 
         if softcap {
             // Added before: its registers are needed.
-            if before.is_some() {
-                half.add_first(k, group.number);
+            if let Some(before) = before {
+                half.add_first(k, group.number, before.stage, phase(before));
             }
             self.exponentials(k, group, next, scores, Some(operand));
             group.release_queries(k, next.stage);
@@ -204,7 +205,7 @@ impl Consumer {
         if let Some(before) = before {
             half.second_query_gradients(k, group.number, before.stage, |k| {
                 if !softcap {
-                    half.add_first(k, group.number);
+                    half.add_first(k, group.number, before.stage, phase(before));
                 }
             });
             half.multiplied(k, before.stage);
@@ -284,8 +285,15 @@ impl<'a> Half<'a> {
         k.start_product(to, Accumulate::No, keys.transposed(), score_gradients.matrix());
     }
 
-    /// Adds the first part of `dQ` to the sums.
-    fn add_first(&self, k: &mut Builder, number: Reg<U32>) {
+    /// Adds the first part of `dQ` to the sums, when it is the turn of the step of this stage.
+    fn add_first(
+        &self,
+        k: &mut Builder,
+        number: Reg<U32>,
+        stage: impl Into<Value<U32>>,
+        phase: impl Into<Value<U32>>,
+    ) {
+        self.group.wait_for_turn(k, stage, phase);
         self.group.add(k, number, self.panels[0], &self.registers.query_gradients);
     }
 
@@ -298,25 +306,33 @@ impl<'a> Half<'a> {
         stage: impl Into<Value<U32>>,
         meanwhile: impl FnOnce(&mut Builder),
     ) {
-        let scores = &self.registers.scores;
+        let (scores, stage) = (&self.registers.scores, stage.into());
         if self.panels.len() > 1 {
-            self.start_query_gradients(k, scores, 1, stage);
+            self.start_query_gradients(k, scores, 1, stage.clone());
         }
         meanwhile(k);
         if self.panels.len() > 1 {
             k.wait_products(0);
             self.group.add(k, number, self.panels[1], scores);
         }
+        self.group.added(k, stage);
     }
 
     /// All of its part of `dQ`, alone.
-    fn query_gradients(&self, k: &mut Builder, number: Reg<U32>, stage: Reg<U32>) {
+    fn query_gradients(
+        &self,
+        k: &mut Builder,
+        number: Reg<U32>,
+        stage: Reg<U32>,
+        phase: impl Into<Value<U32>>,
+    ) {
         if self.panels.is_empty() {
             return;
         }
         self.start_query_gradients(k, &self.registers.query_gradients, 0, stage);
         k.wait_products(0);
-        self.second_query_gradients(k, number, stage, |k| self.add_first(k, number));
+        let meanwhile = |k: &mut Builder| self.add_first(k, number, stage, phase);
+        self.second_query_gradients(k, number, stage, meanwhile);
     }
 
     /// Where the thread's weights are handed over.
@@ -366,12 +382,12 @@ impl<'a> Half<'a> {
             let before = k.eval(around.choose::<U32>(stages - 1, group.stage - 1));
             let written = group.shared.written.at(k, before);
             let phase = around.choose::<U32>(group.phase ^ 1, group.phase);
-            k.mbarrier_wait(written, phase, Scope::Block);
-            self.query_gradients(k, group.number, before);
+            k.mbarrier_wait(written, phase.clone(), Scope::Block);
+            self.query_gradients(k, group.number, before, phase);
         });
         let written = group.shared.written.at(k, group.stage);
         k.mbarrier_wait(written, group.phase, Scope::Block);
-        self.query_gradients(k, group.walk.number, group.stage);
+        self.query_gradients(k, group.walk.number, group.stage, group.phase);
     }
 
     fn gradients_steps(&self, k: &mut Builder, sums: &Accumulator) {
@@ -398,7 +414,7 @@ impl<'a> Half<'a> {
         group.release_queries(k, group.stage);
         let written = group.shared.written.at(k, group.stage);
         k.mbarrier_wait(written, group.phase, Scope::Block);
-        self.query_gradients(k, number, group.stage);
+        self.query_gradients(k, number, group.stage, group.phase);
     }
 
     /// The number of the block of query rows whose queries are in a stage.
@@ -434,7 +450,8 @@ impl<'a> Half<'a> {
 
         self.store_score_gradients(k, part, next);
         if some {
-            self.second_query_gradients(k, number, part.stage, |k| self.add_first(k, number));
+            let meanwhile = |k: &mut Builder| self.add_first(k, number, part.stage, group.phase);
+            self.second_query_gradients(k, number, part.stage, meanwhile);
         }
         k.set(group.walk.left, group.walk.left - 1);
         if next.stage == 0 {

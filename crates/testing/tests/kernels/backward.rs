@@ -1,10 +1,10 @@
 //! The gradients of attention on Hopper.
 
-use flashcore_testing::scene::{Call, Scene};
+use flashcore_testing::scene::{Call, Scene, schedules};
 use kernels::backward::tuned_backward;
 use kernels::{Backward, Configuration, MaskKind, Rules};
 use ptx::Element;
-use sim::{Budget, Measure, Mode, Options};
+use sim::{Budget, Measure, Mode, Options, Policy};
 
 use crate::every_schedule;
 
@@ -69,6 +69,58 @@ fn gradients_under_many_schedules() {
     ] {
         every_schedule(&scene(backward, (1, lengths, [2, 1])), Mode::Checked, 2);
     }
+}
+
+/// The bits of all results under every policy, some seeds, and with one, two or four blocks of the
+/// grid at a time: the first of them, and whether all others are the same.
+fn bits_of_schedules(scene: &Scene) -> (Vec<Vec<u8>>, bool) {
+    let mut all = Vec::new();
+    for resident in [1, 2, 4] {
+        for (policy, seed) in schedules(&Policy::HOSTILE, 0..2) {
+            let options = Options { policy, seed, resident, ..Options::default() };
+            let (memory, _) = scene.run(&options).unwrap_or_else(|failure| {
+                panic!("{}, {}, {policy} {seed}: {failure}", scene.program.name, scene.size);
+            });
+            let accuracy = scene.judge(&memory);
+            assert!(accuracy.passed(), "{}, {}: {accuracy}", scene.program.name, scene.size);
+            all.push(scene.results.iter().map(|it| memory.bytes(it.buffer).to_vec()).collect());
+        }
+    }
+    let first: Vec<Vec<u8>> = all.swap_remove(0);
+    let same = all.iter().all(|bits| *bits == first);
+    (first, same)
+}
+
+#[test]
+fn deterministic_gradients_have_the_same_bits_under_every_schedule() {
+    let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
+    for (backward, (batch, lengths, heads), processors) in [
+        // Heads by themselves; in twos, with one left over that comes first; all together.
+        (tuned(128, 128, Rules::CAUSAL), (1, [330, 400], [3, 3]), 1),
+        (tuned(128, 128, Rules::CAUSAL), (1, [330, 400], [3, 3]), 3),
+        (tuned(64, 64, Rules::DENSE), (3, [140, 300], [1, 1]), 9),
+        // Query heads that share a key head.
+        (tuned(64, 64, Rules::CAUSAL), (1, [300, 300], [6, 2]), 2),
+        // Key blocks that see other queries than those before them.
+        (tuned(80, 80, Rules::LOCAL), (1, [300, 500], [2, 1]), 2),
+        (tuned(128, 64, chunked), (2, [200, 450], [1, 1]), 1),
+        (tuned(40, 72, Rules::EVERY), (1, [300, 260], [2, 2]), 1),
+    ] {
+        let backward = Backward { deterministic: true, ..backward };
+        let call = Call::new(Configuration::Backward(backward), batch, lengths, heads);
+        let scene = call.on(processors).scene().unwrap();
+        let (_, same) = bits_of_schedules(&scene);
+        assert!(same, "{}, {}", backward.name(), scene.size);
+    }
+}
+
+/// The fast mode's sums of queries' gradients depend on who comes first: what the others are held
+/// against can tell.
+#[test]
+fn fast_gradients_have_other_bits_under_other_schedules() {
+    let scene = scene(tuned(64, 64, Rules::DENSE), (1, [140, 400], [1, 1]));
+    let (_, same) = bits_of_schedules(&scene);
+    assert!(!same);
 }
 
 #[test]
