@@ -1,7 +1,7 @@
 """Gradients for PyTorch's autograd: what is saved, the backward pass, and who calls it.
 
 A call on ordinary tensors is recorded by :class:`Attention`, which costs the host least. Calls that
-PyTorch's dispatcher must see (``torch.compile``, ``torch.export``, subclasses, modes, ``torch.func``)
+PyTorch's dispatcher must see (``torch.compile``, ``torch.export``, subclasses, modes, ``torch.vmap``)
 are those of the operators, whose derivative is :func:`differentiate`. Both run :func:`backward`.
 
 In the operators a call is its first tensors (``q, k, v``; ``q, kv, None``; ``qkv, None, None``), eight

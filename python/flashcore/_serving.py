@@ -96,7 +96,9 @@ def flash_attn_varlen_func(
         softcap: Scores ``s`` become ``softcap * tanh(s / softcap)``, unless it is 0.
         alibi_slopes: (heads,) or (sequences, heads) in float32: scores fall by the slope for each
             position between query and key.
-        block_table: (sequences, pages of each) the pages that hold each sequence's keys.
+        deterministic: As :func:`flash_attn_func` has it.
+        block_table: (sequences, pages of each) the pages that hold each sequence's keys, which have
+            no gradients then.
         s_aux: (heads,) in float32: a sink for each head, one more score without a value.
         return_attn_probs, return_softmax_lse: Return ``(out, softmax_lse)``.
 

@@ -198,9 +198,11 @@ for _overload, _tensors in (
 
 def is_recorded(*tensors: Any) -> bool:
     """Whether autograd records what is done with tensors."""
-    return torch.is_grad_enabled() and any(
-        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
-    )
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                return True
+    return False
 
 
 def attend(

@@ -184,12 +184,12 @@ def assert_close(name, leaf, found, exact, rough):
     ids=str,
 )
 def test_gradients(function, rules, dtype, device):
+    if device == "cuda" and dtype == torch.float32:
+        pytest.skip("float32 has no gradients on a GPU")
     ragged = function == "flash_attn_varlen_func"
     # Zero-length sequences, rows without keys and keys without rows, odd lengths.
     queries, keys = ((3, 0, 70, 1, 40), (9, 4, 70, 0, 97)) if ragged else ((70, 70), (97, 97))
     dim = 64 if device == "cuda" else 16
-    if device == "cuda" and dtype == torch.float32:
-        dtype = torch.float16  # float32 has no gradients there
     Case(function, device, dtype, queries, keys, dim=dim, rules=rules).check()
 
 
