@@ -13,7 +13,7 @@ pub(crate) struct Call {
     /// Of query, key and value.
     pub(crate) layouts: [flashcore::Layout; 3],
     /// Where they begin in their memory, in bytes.
-    offsets: [u64; 3],
+    pub(crate) offsets: [u64; 3],
     pub(crate) sequences: Sequences,
     pub(crate) slopes: Option<Tensor>,
     pub(crate) sinks: Option<Tensor>,
@@ -63,23 +63,51 @@ impl Call {
         })
     }
 
-    /// Query, key, value and output, without gaps, in memory that begins there.
-    pub(crate) fn tensors(&self, memory: [DeviceAddress; 4]) -> Result<Tensors> {
-        let output = flashcore::Layout::contiguous(self.problem.output_shape()).map_err(wrap)?;
-        let [query, key, value] = self.layouts;
-        let strides = [query, key, value, output].map(|layout| layout.strides());
-        let [of_query, of_key, of_value] = self.offsets;
-        let offsets = [of_query, of_key, of_value, 0];
-        let tensors = std::array::from_fn(|index| DeviceTensor {
-            address: memory[index].offset(offsets[index]),
-            strides: strides[index],
+    /// Query, key and value, and the output without gaps, whose first elements are there.
+    pub(crate) fn tensors(
+        &self,
+        inputs: [DeviceAddress; 3],
+        output: DeviceAddress,
+    ) -> Result<Tensors> {
+        let [query, key, value] = std::array::from_fn(|index| DeviceTensor {
+            address: inputs[index],
+            strides: self.layouts[index].strides(),
         });
-        Ok(Tensors::new(tensors, None))
+        let output = without_gaps(output, self.problem.output_shape())?;
+        Ok(Tensors::new([query, key, value, output], None))
+    }
+
+    /// The gradients of the output, and of query, key and value, without gaps.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn gradients(
+        &self,
+        output: DeviceAddress,
+        [query, key, value]: [DeviceAddress; 3],
+    ) -> Result<flashcore::gpu::Gradients> {
+        let problem = &self.problem;
+        Ok(flashcore::gpu::Gradients {
+            output: without_gaps(output, problem.output_shape())?,
+            query: without_gaps(query, problem.query_shape())?,
+            key: without_gaps(key, problem.key_shape())?,
+            value: without_gaps(value, problem.value_shape())?,
+        })
     }
 
     /// What the choice of a kernel looks at. Allocations begin where every copy can.
     pub(crate) fn at_rest(&self) -> Result<Tensors> {
-        self.tensors([DeviceAddress(0); 4])
+        self.tensors(self.offsets.map(DeviceAddress), DeviceAddress(0))
+    }
+
+    /// Refuse gradients of a cache, which sequences may share.
+    pub(crate) fn check_gradients(&self) -> Result<()> {
+        let paged = matches!(self.problem.keys, flashcore::Storage::Paged { .. });
+        match paged || self.problem.lists.batch_index {
+            true => {
+                let given = "is of a cache, which has no gradients";
+                Err(refusal("placement of keys", given, "padded or packed"))
+            }
+            false => Ok(()),
+        }
     }
 
     /// The shape of the output: the query's with the values' head dim.
@@ -141,6 +169,12 @@ impl Sequences {
                 batch_index: keys.batch_index().is_some(),
             }))
     }
+}
+
+/// A tensor on the device that has no gaps.
+fn without_gaps(address: DeviceAddress, shape: Shape) -> Result<DeviceTensor> {
+    let strides = flashcore::Layout::contiguous(shape).map_err(wrap)?.strides();
+    Ok(DeviceTensor { address, strides })
 }
 
 /// The shape and the strides of a tensor; packed rows are one batch entry.
