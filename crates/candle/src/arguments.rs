@@ -1,7 +1,7 @@
 //! What the tensors ask for, and whether they go together.
 
 use candle_core::{DType, Device, Error, Layout, Result, Tensor};
-use flashcore::gpu::{DeviceAddress, DeviceTensor, Tensors};
+use flashcore::plan::Arrangement;
 use flashcore::{Alibi, Lists, Problem, Shape, Strides};
 
 use crate::placement::check_place;
@@ -63,39 +63,14 @@ impl Call {
         })
     }
 
-    /// Query, key and value, and the output without gaps, whose first elements are there.
-    pub(crate) fn tensors(
-        &self,
-        inputs: [DeviceAddress; 3],
-        output: DeviceAddress,
-    ) -> Result<Tensors> {
-        let [query, key, value] = std::array::from_fn(|index| DeviceTensor {
-            address: inputs[index],
-            strides: self.layouts[index].strides(),
-        });
-        let output = without_gaps(output, self.problem.output_shape())?;
-        Ok(Tensors::new([query, key, value, output], None))
-    }
-
-    /// The gradients of the output, and of query, key and value, without gaps.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn gradients(
-        &self,
-        output: DeviceAddress,
-        [query, key, value]: [DeviceAddress; 3],
-    ) -> Result<flashcore::gpu::Gradients> {
-        let problem = &self.problem;
-        Ok(flashcore::gpu::Gradients {
-            output: without_gaps(output, problem.output_shape())?,
-            query: without_gaps(query, problem.query_shape())?,
-            key: without_gaps(key, problem.key_shape())?,
-            value: without_gaps(value, problem.value_shape())?,
-        })
-    }
-
-    /// What the choice of a kernel looks at. Allocations begin where every copy can.
-    pub(crate) fn at_rest(&self) -> Result<Tensors> {
-        self.tensors(self.offsets.map(DeviceAddress), DeviceAddress(0))
+    /// How the tensors lie, the output without gaps: what the choice of a kernel looks at.
+    /// Allocations begin where every copy can.
+    pub(crate) fn arrangement(&self) -> Result<Arrangement> {
+        let output = flashcore::Layout::contiguous(self.problem.output_shape()).map_err(wrap)?;
+        let [query, key, value] = self.layouts.map(|layout| layout.strides());
+        let aligned = self.offsets.iter().all(|offset| offset.is_multiple_of(16));
+        let output = output.strides();
+        Ok(Arrangement { query, key, value, output, gradients: None, aligned })
     }
 
     /// Refuse gradients of a cache, which sequences may share.
@@ -169,12 +144,6 @@ impl Sequences {
                 batch_index: keys.batch_index().is_some(),
             }))
     }
-}
-
-/// A tensor on the device that has no gaps.
-fn without_gaps(address: DeviceAddress, shape: Shape) -> Result<DeviceTensor> {
-    let strides = flashcore::Layout::contiguous(shape).map_err(wrap)?.strides();
-    Ok(DeviceTensor { address, strides })
 }
 
 /// The shape and the strides of a tensor; packed rows are one batch entry.

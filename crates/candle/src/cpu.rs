@@ -117,7 +117,7 @@ pub(crate) fn combine(
 }
 
 pub(crate) fn plan(call: &Call) -> Result<Plan> {
-    let arrangement = call.at_rest()?.arrangement();
+    let arrangement = call.arrangement()?;
     // The tensors are here, so no preference for another back end can be meant for them.
     let (cpu, preference) = (CpuBackend::new(), Preference::default());
     Plan::among(&[&cpu], &call.problem, &arrangement, &preference).map_err(wrap)

@@ -41,7 +41,7 @@ pub(crate) fn attend(
         let lse = lse.as_mut().map(|lse| address_mut(lse, stream)).transpose()?;
         let [of_query, of_key, of_value] = call.offsets;
         let inputs = [query.offset(of_query), key.offset(of_key), value.offset(of_value)];
-        let mut tensors = call.tensors(inputs, output)?;
+        let mut tensors = memory::tensors(call, inputs, output)?;
         tensors.lse = lse.as_ref().map(|(lse, _)| *lse);
         let (places, held) = hold(lists(call, &mut tensors));
         let _lists = find((places, &held), stream)?;
@@ -86,7 +86,7 @@ pub(crate) fn differentiate(
         let [from_output, from_gradient] =
             [from_output, from_gradient].map(Option::unwrap_or_default);
         let from = [from_query, from_key, from_value].map(Option::unwrap_or_default);
-        let mut tensors = call.tensors(from, from_output)?;
+        let mut tensors = memory::tensors(call, from, from_output)?;
         tensors.lse = from_lse;
         let (places, held_lists) = hold(lists(call, &mut tensors));
         let _lists = find((places, &held_lists), stream)?;
@@ -97,7 +97,7 @@ pub(crate) fn differentiate(
             *result = address;
             guards.push(guard);
         }
-        tensors.gradients = Some(call.gradients(from_gradient, results)?);
+        tensors.gradients = Some(memory::gradients(call, from_gradient, results)?);
         let (gpu, stream) = place(stream)?;
         gpu.attend(&stream, problem, &tensors).map_err(wrap)?;
     }
@@ -157,7 +157,8 @@ pub(crate) fn combine(
 /// Which kernel serves a call, and why.
 pub(crate) fn plan(call: &Call, device: &CudaDevice) -> Result<Plan> {
     let (gpu, _) = place(&device.cuda_stream())?;
-    let plan = gpu.attention(&call.problem, &call.at_rest()?).map_err(wrap)?;
+    let at_rest = memory::tensors(call, call.offsets.map(DeviceAddress), DeviceAddress(0))?;
+    let plan = gpu.attention(&call.problem, &at_rest).map_err(wrap)?;
     Ok(plan.plan().clone())
 }
 
