@@ -5,6 +5,9 @@
 
 mod assemble;
 mod bless;
+mod book;
+mod miri;
+mod outside;
 mod process;
 mod python;
 mod release;
@@ -29,6 +32,8 @@ Chores:
   wheel [--target TRIPLE]     build the Python wheel into dist/, for this machine or another kind
   sdist                       build Python's source distribution into dist/
   sbom                        write what is inside the binaries into dist/, as CycloneDX
+  book                        render the pages of docs/ into target/book/, with mdbook
+  miri                        what Miri can run, under it; wants the nightly toolchain
   notes [VERSION]             print what the changelog says of a version, or of what is to come
   bless                       run the tests and accept what they print as the new snapshots
 ";
@@ -50,6 +55,8 @@ fn main() -> ExitCode {
         ["wheel", "--target", target] => python::wheel(Some(target)),
         ["sdist"] => python::source(),
         ["sbom"] => release::bill_of_materials(),
+        ["book"] => book::book(),
+        ["miri"] => miri::miri(),
         ["notes"] => release::notes(None),
         ["notes", version] => release::notes(Some(version)),
         ["bless"] => bless::bless(),

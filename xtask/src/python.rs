@@ -42,7 +42,7 @@ pub(crate) fn wheel(target: Option<&str>) -> Outcome {
         }
     }
     let mut command = maturin(&python, "build");
-    command.args(["--release", "--strip", "--zig", "--compatibility", COMPATIBILITY]);
+    command.args(["--quiet", "--release", "--strip", "--zig", "--compatibility", COMPATIBILITY]);
     command.args(target.map(|target| ["--target", target]).into_iter().flatten());
     let Some(wheel) = deliver(command, "whl")? else { return Ok(false) };
     let bytes = size(&wheel)?;
@@ -91,6 +91,7 @@ pub(crate) fn test(verbose: bool) -> Result<String, String> {
         if done.success { Ok(done) } else { Err(format!("{words}\n{}", done.log)) }
     };
     let mut build = maturin(&python, "build");
+    build.arg("--quiet");
     // Built as the command line is for the checks before: what they have in common is there.
     build.args(["--release", "--compatibility", "linux", "--out"]).arg(&folder);
     run(build)?;
@@ -173,7 +174,7 @@ fn environment(packages: &[&str]) -> Result<PathBuf, String> {
 
 fn maturin(python: &Path, command: &str) -> Command {
     let mut maturin = program(python);
-    maturin.args(["-m", "maturin", command, "--quiet"]);
+    maturin.args(["-m", "maturin", command]);
     // It looks for Python and for its linker there.
     let folders = python.parent().map(Path::to_owned).into_iter();
     let path = std::env::var_os("PATH").unwrap_or_default();
