@@ -9,8 +9,11 @@ use cuda::Cache;
 use device::{HALVES, Silent, hopper};
 use flashcore::gpu::Gpu;
 use flashcore::plan::{Arrangement, candidates};
-use flashcore::{Error, GpuBackend};
+use flashcore::{
+    Backend, Backward, DType, Error, GpuBackend, InputTensors, Mask, Problem, RunOptions, Tensor,
+};
 use flashcore_testing::check::{Case, Contents, ExpectedGradients, GradientsOutcome, cases};
+use flashcore_testing::reference;
 use rayon::prelude::*;
 
 /// The reference of a case takes the CPU this many operations at most.
@@ -57,6 +60,37 @@ fn nearly(case: &Case, outcome: &GradientsOutcome) -> bool {
     case.contents == Contents::LateHugeKey
         && outcome.repeats
         && comparisons.iter().all(|(_, it)| it.misplaced == 0 && it.max_error <= 2.0 * it.tolerance)
+}
+
+/// The sink of a row that sees no key has no gradient, whatever the tensors hold there.
+#[test]
+fn sinks_of_rows_without_keys() {
+    let Some(gpu) = hopper() else { return };
+    let backend = GpuBackend::new(Arc::new(gpu));
+    for mask in [Mask::CAUSAL, Mask::window(Some(40), Some(3)).with_chunk(64)] {
+        let problem = Problem::new(2, 4, 300, 64).with_kv_heads(2).with_key_length(100);
+        let problem = problem.with_dtype(DType::BF16).with_mask(mask).with_sinks();
+        let tensors = InputTensors::random(&problem, 0).unwrap();
+        let inputs = tensors.inputs();
+        let gradient = |hidden: f32| {
+            let random = Tensor::random(DType::BF16, problem.output_shape(), 1).unwrap();
+            Tensor::from_fn(DType::BF16, random.shape(), |[batch, query, head, element]| {
+                // These queries stand more than three before the first key.
+                let seen = query >= 200 - 3;
+                if seen { random.head(batch, head).row(query)[element] } else { hidden }
+            })
+            .unwrap()
+        };
+        let sinks = |hidden: f32| {
+            let (output, lse) = reference::saved(&problem, inputs).unwrap();
+            let (output, lse, output_gradient) = (&output, &lse[..], &gradient(hidden));
+            let backward = Backward { inputs, output, lse, output_gradient };
+            backend.run_backward(&problem, backward, &RunOptions::default()).unwrap().sinks.unwrap()
+        };
+        let expected = sinks(0.0);
+        assert!(expected.iter().all(|sink| sink.is_finite() && *sink != 0.0), "{expected:?}");
+        assert_eq!(sinks(f32::NAN), expected);
+    }
 }
 
 /// Compiles what the cases need on all cores.

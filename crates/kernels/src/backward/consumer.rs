@@ -5,8 +5,9 @@ use ptx::{
     LoadHint, Pred, Reg, S32, Scope, SharedAddress, SharedTile, SharedTiles, U32, U64, Value,
 };
 
+use super::epilogue::{self, Done};
 use super::place::{Place, Tile, Walk};
-use super::{Backward, KEY_BLOCK, PART, Shared, SumsLayout, Tensors, WARPGROUPS, epilogue};
+use super::{Backward, PART, ROWS, Shared, SumsLayout, Tensors};
 use crate::attention::scores::{ScoreRule, Slopes, distances};
 use crate::attention::{ACCUMULATOR_ROWS, Score};
 use crate::parameter::Scale;
@@ -21,25 +22,25 @@ pub(super) struct Consumer {
 
 /// Some of the queries of a step, as many as registers hold the scores of.
 #[derive(Clone, Copy)]
-struct Part {
+pub(super) struct Part {
     /// The stage of the step, in both pipelines, and its tile of `dS`.
-    stage: u32,
+    pub(super) stage: u32,
     /// Which part of the step's queries.
-    index: u32,
+    pub(super) index: u32,
 }
 
 impl Part {
-    const FIRST: Part = Part { stage: 0, index: 0 };
+    pub(super) const FIRST: Part = Part { stage: 0, index: 0 };
 
     /// Those of the steps that are unrolled, one for each stage, each with what comes after it.
-    fn every(backward: &Backward) -> Vec<(Part, Part)> {
+    pub(super) fn every(backward: &Backward) -> Vec<(Part, Part)> {
         let (stages, parts) = (backward.stages(), backward.parts());
         let part = |number: u32| Part { stage: number / parts % stages, index: number % parts };
         (0..stages * parts).map(|number| (part(number), part(number + 1))).collect()
     }
 
     /// The step before it.
-    fn before(self, backward: &Backward) -> Part {
+    pub(super) fn before(self, backward: &Backward) -> Part {
         Part { stage: (self.stage + backward.stages() - 1) % backward.stages(), index: 0 }
     }
 
@@ -50,11 +51,11 @@ impl Part {
 }
 
 /// Where there was no step before.
-const NO_STEP: u32 = u32::MAX;
+pub(super) const NO_STEP: u32 = u32::MAX;
 
 /// What is known of a query row, in the order of the workspace.
 #[derive(Clone, Copy)]
-enum Statistic {
+pub(super) enum Statistic {
     /// Its log-sum-exp, less than zero as it were.
     LogSum,
     /// The sum of its output times its gradient, negative too.
@@ -86,29 +87,29 @@ impl Registers {
 }
 
 /// A warpgroup at work.
-struct Warpgroup<'a> {
-    backward: &'a Backward,
-    shared: &'a Shared,
-    place: &'a Place,
-    tile: &'a Tile,
+pub(super) struct Warpgroup<'a> {
+    pub(super) backward: &'a Backward,
+    pub(super) shared: &'a Shared,
+    pub(super) place: &'a Place,
+    pub(super) tile: &'a Tile,
     /// Which of the consumer warpgroups it is.
-    index: Reg<U32>,
+    pub(super) index: Reg<U32>,
     /// The thread's index in the warpgroup, and its warp's.
-    thread: Reg<U32>,
-    warp: Reg<U32>,
+    pub(super) thread: Reg<U32>,
+    pub(super) warp: Reg<U32>,
     /// True in the lane that gives stages back for its warp.
-    leader: Reg<Pred>,
+    pub(super) leader: Reg<Pred>,
     /// The thread's first column in an accumulator of scores.
-    column: Reg<U32>,
+    pub(super) column: Reg<U32>,
     /// The phase of the stages of this step.
-    phase: Reg<U32>,
+    pub(super) phase: Reg<U32>,
     /// The stage of the last step, when there is one.
-    stage: Reg<U32>,
+    pub(super) stage: Reg<U32>,
     /// The number of the step before this one's block of query rows.
-    number: Reg<U32>,
-    walk: Walk,
+    pub(super) number: Reg<U32>,
+    pub(super) walk: Walk,
     /// The sums of `dQ`.
-    sums: Reg<GlobalAddress>,
+    pub(super) sums: Reg<GlobalAddress>,
 }
 
 impl Consumer {
@@ -138,14 +139,34 @@ impl Consumer {
         });
         // Found again, rather than kept in registers all the while.
         let tile = place.find(k);
-        epilogue::store(
-            k,
-            shared,
-            tensors,
-            &tile,
-            &epilogue::Owner { index: group.index, thread: group.thread },
-            [(&value_gradients, None), (&key_gradients, Some(self.scale))],
-        );
+        let first = k.eval(group.index * ROWS);
+        let owner = epilogue::Owner { index: group.index, thread: group.thread, first };
+        let done = [
+            self.value_gradients(shared, tensors, &value_gradients),
+            self.key_gradients(shared, tensors, &key_gradients),
+        ];
+        epilogue::store(k, &tile, &owner, &done);
+    }
+
+    /// The gradients of values.
+    pub(super) fn value_gradients<'a>(
+        &self,
+        shared: &'a Shared,
+        tensors: &Tensors,
+        sums: &'a Accumulator,
+    ) -> Done<'a> {
+        Done { sums, factor: None, tiles: &shared.values, map: tensors.value_gradients }
+    }
+
+    /// The gradients of keys.
+    pub(super) fn key_gradients<'a>(
+        &self,
+        shared: &'a Shared,
+        tensors: &Tensors,
+        sums: &'a Accumulator,
+    ) -> Done<'a> {
+        let factor = Some(self.scale);
+        Done { sums, factor, tiles: &shared.keys, map: tensors.key_gradients }
     }
 
     /// The loop of the algorithm: see the head of this folder.
@@ -239,9 +260,12 @@ impl Consumer {
             // Before sums are added to: what comes after those waits behind them.
             group.wait_for_output_gradients(k, part, next);
         }
-        if before.is_some() {
+        if let Some(before) = before {
             k.wait_products(1);
-            group.add(k, group.number, query_gradients);
+            let phase = group.phase(before.stage > part.stage);
+            group.wait_for_turn(k, before.stage, phase);
+            group.add_own(k, group.number, query_gradients);
+            group.added(k, before.stage);
         }
         k.wait_products(0);
         if last {
@@ -284,14 +308,19 @@ impl Consumer {
             k.if_(group.number.differs(NO_STEP), |k| {
                 group.start_query_gradients(k, query_gradients, before);
                 k.wait_products(0);
-                group.add(k, group.number, query_gradients);
+                let phase = around.choose::<U32>(group.phase ^ 1, group.phase);
+                group.wait_for_turn(k, before, phase);
+                group.add_own(k, group.number, query_gradients);
+                group.added(k, before);
             });
         }
         let written = group.shared.written.at(k, group.stage);
         k.mbarrier_wait(written, group.phase, Scope::Block);
         group.start_query_gradients(k, query_gradients, group.stage);
         k.wait_products(0);
-        group.add(k, group.walk.number, query_gradients);
+        group.wait_for_turn(k, group.stage, group.phase);
+        group.add_own(k, group.walk.number, query_gradients);
+        group.added(k, group.stage);
     }
 
     /// Scores become weights, in their place, before there is an operand to round them into: where
@@ -327,7 +356,7 @@ impl Consumer {
 
     /// The weights of scores, in their place. Where scores are capped, weights are rounded into an
     /// operand at once, for what stays is multiplied with the slope of the cap.
-    fn exponentials(
+    pub(super) fn exponentials(
         &self,
         k: &mut Builder,
         group: &Warpgroup<'_>,
@@ -383,7 +412,7 @@ impl Consumer {
 }
 
 impl<'a> Warpgroup<'a> {
-    fn new(
+    pub(super) fn new(
         k: &mut Builder,
         backward: &'a Backward,
         shared: &'a Shared,
@@ -417,41 +446,41 @@ impl<'a> Warpgroup<'a> {
         }
     }
 
-    fn wait_for_keys(&self, k: &mut Builder) {
+    pub(super) fn wait_for_keys(&self, k: &mut Builder) {
         let loaded = self.shared.loaded.at(k, 0);
         k.mbarrier_wait(loaded, 0, Scope::Block);
     }
 
-    fn wait_for_values(&self, k: &mut Builder) {
+    pub(super) fn wait_for_values(&self, k: &mut Builder) {
         let loaded = self.shared.loaded.at(k, 1);
         k.mbarrier_wait(loaded, 0, Scope::Block);
     }
 
-    fn wait_for_queries(&self, k: &mut Builder, part: Part, next: Part) {
+    pub(super) fn wait_for_queries(&self, k: &mut Builder, part: Part, next: Part) {
         let phase = self.phase(next.stage < part.stage);
         self.shared.query_pipeline.wait_full(k, next.stage, phase);
     }
 
-    fn release_queries(&self, k: &mut Builder, stage: u32) {
+    pub(super) fn release_queries(&self, k: &mut Builder, stage: impl Into<Value<U32>>) {
         self.shared.query_pipeline.give_back(k, stage, self.leader);
     }
 
-    fn wait_for_output_gradients(&self, k: &mut Builder, part: Part, next: Part) {
+    pub(super) fn wait_for_output_gradients(&self, k: &mut Builder, part: Part, next: Part) {
         let phase = self.phase(next.stage < part.stage);
         self.shared.output_gradient_pipeline.wait_full(k, next.stage, phase);
     }
 
-    fn release_output_gradients(&self, k: &mut Builder, stage: u32) {
+    pub(super) fn release_output_gradients(&self, k: &mut Builder, stage: impl Into<Value<U32>>) {
         self.shared.output_gradient_pipeline.give_back(k, stage, self.leader);
     }
 
     /// The phase of this step's stages, or of a step's on the other side of the first stage.
-    fn phase(&self, around: bool) -> Value<U32> {
+    pub(super) fn phase(&self, around: bool) -> Value<U32> {
         if around { self.phase ^ 1 } else { self.phase.into() }
     }
 
     /// Says that this warp has written its part of `dS`.
-    fn written(&self, k: &mut Builder, stage: impl Into<Value<U32>>) {
+    pub(super) fn written(&self, k: &mut Builder, stage: impl Into<Value<U32>>) {
         k.fence(Fence::ProxyAsyncShared);
         k.warp_sync();
         let written = self.shared.written.at(k, stage);
@@ -459,45 +488,50 @@ impl<'a> Warpgroup<'a> {
     }
 
     /// Waits until both warpgroups have written `dS` of the step before.
-    fn wait_until_written(&self, k: &mut Builder, part: Part, before: Part) {
+    pub(super) fn wait_until_written(&self, k: &mut Builder, part: Part, before: Part) {
         let written = self.shared.written.at(k, before.stage);
         let phase = self.phase(before.stage > part.stage);
         k.mbarrier_wait(written, phase, Scope::Block);
     }
 
     /// Some rows of a step's queries or output gradients.
-    fn rows(&self, k: &mut Builder, tiles: &SharedTiles, part: Part) -> SharedTile {
+    pub(super) fn rows(&self, k: &mut Builder, tiles: &SharedTiles, part: Part) -> SharedTile {
         tiles.at(k, part.stage).rows(k, part.first(), PART)
     }
 
     /// This warpgroup's keys or values.
-    fn own(&self, k: &mut Builder, tiles: &SharedTiles) -> SharedTile {
-        let rows = KEY_BLOCK / WARPGROUPS;
-        tiles.at(k, 0).rows(k, self.index * rows, rows)
+    pub(super) fn own(&self, k: &mut Builder, tiles: &SharedTiles) -> SharedTile {
+        tiles.at(k, 0).rows(k, self.index * ROWS, ROWS)
     }
 
     /// Starts `S^T = K Q^T`.
-    fn start_scores(&self, k: &mut Builder, scores: &Accumulator, part: Part) {
+    pub(super) fn start_scores(&self, k: &mut Builder, scores: &Accumulator, part: Part) {
         let keys = self.own(k, &self.shared.keys);
         let queries = self.rows(k, &self.shared.queries, part);
         k.start_product(scores, Accumulate::No, keys.matrix(), queries.transposed());
     }
 
     /// Starts `dP^T = V dO^T`.
-    fn start_products(&self, k: &mut Builder, products: &Accumulator, part: Part) {
+    pub(super) fn start_products(&self, k: &mut Builder, products: &Accumulator, part: Part) {
         let values = self.own(k, &self.shared.values);
         let gradients = self.rows(k, &self.shared.output_gradients, part);
         k.start_product(products, Accumulate::No, values.matrix(), gradients.transposed());
     }
 
     /// Starts `dV += P^T dO`.
-    fn start_value_gradients(&self, k: &mut Builder, to: &Accumulator, p: &Fragment, part: Part) {
+    pub(super) fn start_value_gradients(
+        &self,
+        k: &mut Builder,
+        to: &Accumulator,
+        p: &Fragment,
+        part: Part,
+    ) {
         let gradients = self.rows(k, &self.shared.output_gradients, part);
         k.start_product(to, Accumulate::Yes, p, gradients.matrix());
     }
 
     /// Starts `dK += dS^T Q`.
-    fn start_key_gradients(
+    pub(super) fn start_key_gradients(
         &self,
         k: &mut Builder,
         to: &Accumulator,
@@ -510,7 +544,7 @@ impl<'a> Warpgroup<'a> {
     }
 
     /// Hides keys that queries of this step do not see.
-    fn hide(&self, k: &mut Builder, part: Part, scores: &[Score]) {
+    pub(super) fn hide(&self, k: &mut Builder, part: Part, scores: &[Score]) {
         k.if_(self.tile.query_blocks.needs_mask(self.walk.block), |k| {
             let first = self.first_column(k, part);
             let (place, rows) = (self.place, &ACCUMULATOR_ROWS);
@@ -521,31 +555,43 @@ impl<'a> Warpgroup<'a> {
     }
 
     /// The key of the thread's first row: found again where it is asked for, rather than kept.
-    fn key(&self, k: &mut Builder) -> Reg<S32> {
+    pub(super) fn key(&self, k: &mut Builder) -> Reg<S32> {
         let thread = k.thread_index();
         let index = k.eval(thread / 128 - 1);
         let position = Accumulator::position(k, thread % 128);
         let first = self.place.first_key(k);
-        let key = first + index * (KEY_BLOCK / WARPGROUPS) + position.row;
+        let key = first + position.row;
+        let key = if self.backward.is_wide() { key } else { key + index * ROWS };
         k.eval(key.reinterpret::<S32>())
     }
 
     /// The query of the thread's first column.
-    fn first_column(&self, k: &mut Builder, part: Part) -> Reg<S32> {
+    pub(super) fn first_column(&self, k: &mut Builder, part: Part) -> Reg<S32> {
         let first = part.first();
         let column = self.walk.block * self.backward.query_block + self.column + first;
         k.eval(column.reinterpret::<S32>())
     }
 
     /// Where a statistic of this step's rows is, from the thread's first column on.
-    fn statistics(&self, k: &mut Builder, which: Statistic, part: Part) -> Reg<SharedAddress> {
+    pub(super) fn statistics(
+        &self,
+        k: &mut Builder,
+        which: Statistic,
+        part: Part,
+    ) -> Reg<SharedAddress> {
         let base = self.shared.statistics(k, self.backward, part.stage);
         let first = which as u32 * self.backward.query_block + part.first();
-        k.eval(base + self.column * 4 + first * 4)
+        let column = if self.backward.is_wide() {
+            let thread = k.thread_index();
+            Accumulator::position(k, thread % 128).column
+        } else {
+            self.column
+        };
+        k.eval(base + column * 4 + first * 4)
     }
 
     /// `dS = P * (dP - delta)`, in the place of `dP`.
-    fn score_gradients(
+    pub(super) fn score_gradients(
         &self,
         k: &mut Builder,
         part: Part,
@@ -565,7 +611,7 @@ impl<'a> Warpgroup<'a> {
 
     /// Rounds `dS` into registers for the product with the queries, and stores it to shared memory
     /// for the one with the keys.
-    fn store_score_gradients(
+    pub(super) fn store_score_gradients(
         &self,
         k: &mut Builder,
         stage: impl Into<Value<U32>>,
@@ -575,13 +621,12 @@ impl<'a> Warpgroup<'a> {
     ) {
         operand.round(k, gradients.registers());
         let tile = self.shared.score_gradients.at(k, stage);
-        let rows = KEY_BLOCK / WARPGROUPS;
-        let tile = tile.rows(k, self.index * rows, rows).panel(k, part.index);
+        let tile = tile.rows(k, self.index * ROWS, ROWS).panel(k, part.index);
         operand.store(k, &tile, self.warp);
     }
 
     /// Starts this warpgroup's part of `dQ^T = K^T dS^T`: half of the columns, or of the queries.
-    fn start_query_gradients(
+    pub(super) fn start_query_gradients(
         &self,
         k: &mut Builder,
         products: &Accumulator,
@@ -598,15 +643,46 @@ impl<'a> Warpgroup<'a> {
         k.start_product(products, Accumulate::No, keys.transposed(), score_gradients.matrix());
     }
 
-    /// Adds the thread's part of `dQ` to a block of query rows, four registers at a time.
-    fn add(&self, k: &mut Builder, number: Reg<U32>, part: &Accumulator) {
+    /// Waits until this block may add `dQ` of the step of a stage, where additions take turns.
+    pub(super) fn wait_for_turn(
+        &self,
+        k: &mut Builder,
+        stage: impl Into<Value<U32>>,
+        phase: impl Into<Value<U32>>,
+    ) {
+        if let Some(turns) = &self.shared.turns {
+            turns.wait(k, stage, phase);
+        }
+    }
+
+    /// Says that this warp has added its part of that.
+    pub(super) fn added(&self, k: &mut Builder, stage: impl Into<Value<U32>>) {
+        if let Some(turns) = &self.shared.turns {
+            turns.added(k, stage, self.leader);
+        }
+    }
+
+    /// Adds this warpgroup's part of `dQ`.
+    fn add_own(&self, k: &mut Builder, number: Reg<U32>, products: &Accumulator) {
+        // Found again, rather than kept.
+        let thread = k.thread_index();
+        self.add(k, number, (thread - 128) / 128, products);
+    }
+
+    /// Adds a part of `dQ` to that of a block of query rows, four registers at a time.
+    pub(super) fn add(
+        &self,
+        k: &mut Builder,
+        number: Reg<U32>,
+        part: impl Into<Value<U32>>,
+        products: &Accumulator,
+    ) {
         let layout = self.backward.sums_layout();
         let block = k.multiply_wide(number, layout.block_bytes());
         let thread = k.thread_index();
-        let thread = k.eval(thread - 128);
-        let within = thread / 128 * layout.part_bytes() + thread % 128 * 16;
+        let within = part.into() * layout.part_bytes() + thread % 128 * 16;
         let sums = k.eval(self.sums + block + within.convert::<U64>());
-        for (index, registers) in part.registers().chunks_exact(4).enumerate() {
+        for (index, registers) in products.registers().chunks_exact(4).enumerate() {
             let address = sums + SumsLayout::REGISTERS_BYTES * index as u32;
             k.reduce_add_vector(address, registers, Scope::Gpu);
         }

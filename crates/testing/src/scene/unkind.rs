@@ -6,7 +6,6 @@
 //! most mutants fall there.
 
 use flashcore::Mask;
-use kernels::backward::KEY_BLOCK;
 use kernels::{
     Append, Backward, Batch, Configuration, Decode, Forward, MaskKind, Mma, Prefill, Sequencer,
 };
@@ -31,6 +30,13 @@ impl Scene {
             }
             Configuration::Sequencer(it) => sequencer(it),
             Configuration::Backward(it) => scenes(backward(it)),
+            Configuration::SinkGradients(it) => {
+                // More blocks of rows than one round takes, of several sequences; rows without keys.
+                let after = Configuration::Backward(it.after());
+                let sizes = [(1, [1100, 60]), (3, [700, 40])];
+                let calls = sizes.map(|(batch, lengths)| Call::new(after, batch, lengths, [2, 1]));
+                calls.iter().map(|call| call.scene_of(3)).collect()
+            }
             _ => Ok(Vec::new()),
         };
         Ok([small].into_iter().chain(more?).collect())
@@ -47,8 +53,8 @@ fn backward(it: &Backward) -> Vec<Call> {
     let rows = it.query_block as usize;
     let call = |lengths, heads| Call::new(kernel, 1, lengths, heads);
     vec![
-        call([5 * rows - 7, KEY_BLOCK as usize], [2, 2]),
-        call([rows - 1, KEY_BLOCK as usize + 40], [2, 1]),
+        call([5 * rows - 7, it.key_block() as usize], [2, 2]),
+        call([rows - 1, it.key_block() as usize + 40], [2, 1]),
         Call::new(kernel, 2, [2 * rows, 70], [3, 1]),
     ]
 }
