@@ -92,14 +92,15 @@ fn on(device: &Device, tensors: &[Tensor; 3]) -> Result<[Tensor; 3]> {
 fn gradients_agree_with_the_cpu() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
     for (dtype, bound) in [(DType::F16, 5e-3), (DType::BF16, 4e-2)] {
-        let slopes = Tensor::new(&[0.5f32, 0.25, 0.125, 0.0625], &Device::Cpu)?;
-        for (mask, softcap, slopes) in [
-            (Mask::NONE, None, None),
-            (Mask::CAUSAL, None, None),
-            (Mask::window(Some(100), Some(0)), None, None),
-            (Mask::CAUSAL.with_chunk(128), None, None),
-            (Mask::CAUSAL, Some(2.0), None),
-            (Mask::CAUSAL, None, Some(slopes)),
+        let list = Tensor::new(&[0.5f32, 0.25, 0.125, 0.0625], &Device::Cpu)?;
+        for (mask, softcap, slopes, sinks) in [
+            (Mask::NONE, None, None, None),
+            (Mask::CAUSAL, None, None, None),
+            (Mask::window(Some(100), Some(0)), None, None, None),
+            (Mask::CAUSAL.with_chunk(128), None, None, None),
+            (Mask::CAUSAL, Some(2.0), None, None),
+            (Mask::CAUSAL, None, Some(&list), None),
+            (Mask::CAUSAL, None, None, Some(&list)),
         ] {
             for (batch, queries, keys, kv_heads, dim) in
                 [(2, 300, 300, 4, 64), (1, 200, 515, 2, 128), (1, 70, 131, 1, 80)]
@@ -110,9 +111,10 @@ fn gradients_agree_with_the_cpu() -> Result<()> {
                     random(dtype, [batch, keys, kv_heads, dim])?,
                 ];
                 let found = |device: &Device| {
-                    let slopes = slopes.as_ref().map(|slopes| slopes.to_device(device));
-                    let slopes = slopes.transpose()?;
-                    let options = Options { mask, softcap, slopes, ..Options::default() };
+                    let there =
+                        |list: Option<&Tensor>| list.map(|it| it.to_device(device)).transpose();
+                    let (slopes, sinks) = (there(slopes)?, there(sinks)?);
+                    let options = Options { mask, softcap, slopes, sinks, ..Options::default() };
                     gradients(&on(device, &inputs)?, |[query, key, value]| {
                         Ok(attend(query, key, value, &options)?.output)
                     })

@@ -27,7 +27,8 @@ pub(super) fn tensors(
     Ok(Tensors::new([query, key, value, output], None))
 }
 
-/// The gradients of the output, and of query, key and value, without gaps.
+/// The gradients of the output, and of query, key and value, without gaps. Those of sinks are for
+/// whoever asks for them.
 pub(super) fn gradients(
     call: &Call,
     output: DeviceAddress,
@@ -39,6 +40,7 @@ pub(super) fn gradients(
         query: without_gaps(query, problem.query_shape())?,
         key: without_gaps(key, problem.key_shape())?,
         value: without_gaps(value, problem.value_shape())?,
+        sinks: None,
     })
 }
 

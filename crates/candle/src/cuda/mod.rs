@@ -97,7 +97,14 @@ pub(crate) fn differentiate(
             *result = address;
             guards.push(guard);
         }
-        tensors.gradients = Some(memory::gradients(call, from_gradient, results)?);
+        // The kernels write those of sinks, which candle has no place for.
+        let sinks =
+            problem.scores.sinks.then(|| uninitialized(device, problem.query_heads, DType::F32));
+        let mut sinks = sinks.transpose()?;
+        let of_sinks = sinks.as_mut().map(|sinks| address_mut(sinks, stream)).transpose()?;
+        let of_sinks = of_sinks.as_ref().map(|(address, _)| *address);
+        let results = memory::gradients(call, from_gradient, results)?;
+        tensors.gradients = Some(flashcore::gpu::Gradients { sinks: of_sinks, ..results });
         let (gpu, stream) = place(stream)?;
         gpu.attend(&stream, problem, &tensors).map_err(wrap)?;
     }
