@@ -6,7 +6,7 @@ use kernels::parameter::{Number, Workspace};
 
 use super::forward::workload;
 use super::{Asked, Choice, Contents, Counts, Family, Memory, Tiling};
-use crate::gpu::Chip;
+use crate::chip::Chip;
 use crate::plan::arrangement::tensors;
 use crate::plan::{Launch, Source, map_strides};
 use crate::problem::{Pass, Problem};

@@ -14,14 +14,12 @@
 //! | `plans` | the cache of plans |
 //! | `backend` | attention over tensors in host memory |
 //! | `kernel`, `warm` | compiling |
-//! | `chip` | the size of a GPU |
 //! | `lists`, `room` | lists and guarded results on the device |
 
 mod append;
 mod attention;
 mod backend;
 mod backward;
-mod chip;
 mod combine;
 mod executable;
 mod guarded;
@@ -32,12 +30,12 @@ mod tensors;
 mod warm;
 mod workspace;
 
+pub use crate::chip::{Chip, target_of};
 pub use append::{
     AppendPlan, AppendProblem, AppendTensors, RotarySize, RotaryTables, RotatedQueries,
 };
 pub use attention::AttentionPlan;
 pub use backend::GpuBackend;
-pub use chip::{Chip, target_of};
 pub use combine::{AttentionState, CombinePlan, CombineProblem, CombineTensors};
 pub use cuda::{Buffer, Device, DeviceAddress, DeviceSlice, Stream, StreamIdentity};
 pub use guarded::GuardedBuffer;
