@@ -4,6 +4,11 @@
 //! keys. The list goes from much to little, so that blocks that take from it one
 //! by one end together.
 //!
+//! For the backward pass, which adds to sums of queries from every tile of keys
+//! that they see, tiles are of keys and those of a sequence stay together: what
+//! runs at the same time then adds to few sequences, whose sums stay in the
+//! second-level cache. Sequences go from many queries to few ([`Tiles`]).
+//!
 //! One block does it, a thousand sequences at a time: threads read what is to be
 //! known of them, tiles are counted by cost, a scan says where each cost begins
 //! in the list, and warps write the records. Tiles of nearly the same cost come
@@ -25,8 +30,19 @@ use crate::parameter::{List, Number, Tensor, Workspace};
 pub struct Sequencer {
     /// The architecture.
     pub target: Target,
-    /// What a tile's rows see: a window, with chunks or without.
-    pub mask: MaskKind,
+    /// Which tiles, and in which order.
+    pub tiles: Tiles,
+}
+
+/// Which tiles a schedule has, and in which order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Tiles {
+    /// Tiles of queries, those that see the most keys first. The mask is a window, with chunks or
+    /// without.
+    Queries(MaskKind),
+    /// Tiles of keys from the first to the last, sequence after sequence, those with the most
+    /// queries first.
+    Keys,
 }
 
 /// Where a schedule has the number of its records, how many tiles were claimed
@@ -35,7 +51,7 @@ pub(crate) const COUNT_BYTE: u32 = 0;
 pub(crate) const CLAIMED_BYTE: u32 = 4;
 pub(crate) const DONE_BYTE: u32 = 8;
 pub(crate) const RECORDS_BYTE: u32 = 16;
-/// A record: sequence, first row, where its queries start, how many; where its
+/// A record: sequence, first row of the tile, where its queries start, how many; where its
 /// keys start, how many; where its outputs and its log-sum-exps start.
 pub(crate) const RECORD_BYTES: u32 = 32;
 
@@ -66,14 +82,18 @@ impl Sequencer {
 
     /// The name of the kernel.
     pub fn name(&self) -> String {
-        let chunks = if self.mask == MaskKind::Chunked { "_chunked" } else { "" };
-        format!("sequencer_{}{chunks}", self.target)
+        let tiles = match self.tiles {
+            Tiles::Queries(MaskKind::Chunked) => "_chunked",
+            Tiles::Queries(_) => "",
+            Tiles::Keys => "_keys",
+        };
+        format!("sequencer_{}{tiles}", self.target)
     }
 
     /// The most records that a batch can have: sequences, rows of all their
-    /// queries, rows of a tile.
-    pub fn records(batch: u64, query_rows: u64, tile_rows: u64) -> u64 {
-        batch.saturating_add(query_rows / tile_rows)
+    /// queries or keys, rows of a tile.
+    pub fn records(batch: u64, rows: u64, tile_rows: u64) -> u64 {
+        batch.saturating_add(rows / tile_rows)
     }
 
     /// Bytes of a schedule with room for so many records.
@@ -81,31 +101,44 @@ impl Sequencer {
         RECORDS_BYTE as u64 + RECORD_BYTES as u64 * records
     }
 
-    /// What the kernel writes, in 32-bit words, worked out here, for tiles of `tile_rows` rows that
-    /// see keys through a window.
+    /// What the kernel writes, in 32-bit words, worked out here, for tiles of `tile_rows` queries
+    /// that see keys through a window.
     pub fn schedule(tile_rows: u32, window: &Window, sequences: &[Slice]) -> Vec<u32> {
         let mut records: Vec<[u32; 8]> = Vec::new();
         for (chunk, sequences) in sequences.chunks(CHUNK as usize).enumerate() {
             let top = sequences.iter().map(|slice| slice.keys).max().unwrap_or(0);
             let mut tiles = Vec::new();
             for (index, slice) in sequences.iter().enumerate() {
-                let Slice { query_start, queries, key_start, keys, .. } = *slice;
+                let Slice { queries, keys, .. } = *slice;
                 let sequence = chunk as u32 * CHUNK + index as u32;
                 for first_row in (0..queries).step_by(tile_rows as usize) {
                     let offset = i64::from(keys) - i64::from(queries);
                     let last = i64::from((first_row + tile_rows).min(queries)) - 1 + offset;
                     let seen = window.tile_keys(i64::from(first_row) + offset, last, keys);
                     let kind = seen.len() as u32 / (top / CHUNK + 1);
-                    let Slice { output_start, lse_start, .. } = *slice;
-                    let [a, b, c, d] = [sequence, first_row, query_start, queries];
-                    let [e, f, g, h] = [key_start, keys, output_start, lse_start];
-                    tiles.push((kind, [a, b, c, d, e, f, g, h]));
+                    tiles.push((kind, slice.record(sequence, first_row)));
                 }
             }
             tiles.sort_by_key(|(kind, _)| std::cmp::Reverse(*kind));
             records.extend(tiles.into_iter().map(|(_, record)| record));
         }
-        [vec![records.len() as u32, 0, 0, 0], records.concat()].concat()
+        with_header(&records)
+    }
+
+    /// The same for tiles of `tile_rows` keys ([`Tiles::Keys`]).
+    pub fn key_schedule(tile_rows: u32, sequences: &[Slice]) -> Vec<u32> {
+        let mut records: Vec<[u32; 8]> = Vec::new();
+        for (chunk, sequences) in sequences.chunks(CHUNK as usize).enumerate() {
+            let top = sequences.iter().map(|slice| slice.queries).max().unwrap_or(0);
+            let mut order: Vec<(u32, &Slice)> = (0..).zip(sequences).collect();
+            order.sort_by_key(|(_, slice)| std::cmp::Reverse(slice.queries / (top / CHUNK + 1)));
+            for (index, slice) in order {
+                let sequence = chunk as u32 * CHUNK + index;
+                let first_rows = (0..slice.keys).step_by(tile_rows as usize);
+                records.extend(first_rows.map(|first_row| slice.record(sequence, first_row)));
+            }
+        }
+        with_header(&records)
     }
 
     /// Builds the kernel.
@@ -115,7 +148,8 @@ impl Sequencer {
     /// | parameters | |
     /// | --- | --- |
     /// | `schedule`, `records there is room for` | where it goes |
-    /// | `rows of a tile`, `window left`, `window right`, `chunk` | what its rows see says what a tile costs |
+    /// | `rows of a tile` | queries or keys |
+    /// | `window left`, `window right`, `chunk` | of tiles of queries: what its rows see says what a tile costs |
     /// | `batch`, `query length`, `key length` | sequences, and the longest lengths |
     /// | `query rows`, `key rows` | of the tensors in all: bound the starts |
     /// | `query starts`, `query lengths`, `key starts`, `lengths`, `left padding`, `batch entries` | addresses of 32-bit numbers for each sequence, or 0 |
@@ -123,21 +157,37 @@ impl Sequencer {
     /// | `batch entries there are` | |
     /// | `lse rows of an entry` | the same for log-sum-exps; 0: they and outputs lie as packed queries do |
     pub fn program(&self) -> Result<Program, Error> {
-        if !self.mask.is_window() {
+        if let Tiles::Queries(mask) = self.tiles
+            && !mask.is_window()
+        {
             return Err(Error::configuration(
                 self.name(),
                 "the mask of a ragged batch is a window",
             ));
         }
         let mut k = Builder::new(self.name(), self.target, CHUNK).blocks_per_multiprocessor(1);
-        write(&mut k, self.mask);
+        write(&mut k, self.tiles);
         Ok(k.finish()?)
     }
 }
 
+impl Slice {
+    /// The record of one of its tiles.
+    fn record(&self, sequence: u32, first_row: u32) -> [u32; 8] {
+        let Slice { query_start, queries, key_start, keys, output_start, lse_start } = *self;
+        [sequence, first_row, query_start, queries, key_start, keys, output_start, lse_start]
+    }
+}
+
+/// A schedule of these records, of which none was claimed.
+fn with_header(records: &[[u32; 8]]) -> Vec<u32> {
+    [vec![records.len() as u32, 0, 0, 0], records.concat()].concat()
+}
+
 /// What is known of the batch.
-struct Batch {
-    batch: Reg<U32>,
+pub(crate) struct Batch {
+    /// Sequences.
+    pub(crate) batch: Reg<U32>,
     queries: Span,
     keys: Span,
     padding: Reg<GlobalAddress>,
@@ -150,17 +200,17 @@ struct Batch {
 }
 
 /// What is known of a sequence.
-struct Sequence {
-    query_start: Reg<U32>,
-    queries: Reg<U32>,
+pub(crate) struct Sequence {
+    pub(crate) query_start: Reg<U32>,
+    pub(crate) queries: Reg<U32>,
     key_start: Reg<U32>,
-    keys: Reg<U32>,
+    pub(crate) keys: Reg<U32>,
     output_start: Reg<U32>,
     lse_start: Reg<U32>,
 }
 
 impl Batch {
-    fn parameters(k: &mut Builder) -> Self {
+    pub(crate) fn parameters(k: &mut Builder) -> Self {
         Batch {
             batch: Number::Batch.read(k),
             queries: Span {
@@ -186,7 +236,7 @@ impl Batch {
     }
 
     /// Whatever memory holds, what comes out is within the launch's bounds.
-    fn sequence(&self, k: &mut Builder, index: Reg<U32>) -> Sequence {
+    pub(crate) fn sequence(&self, k: &mut Builder, index: Reg<U32>) -> Sequence {
         let signed = |value: Reg<U32>| value.reinterpret::<S32>();
         let of_entry = k.eval(index * self.query_entry_rows);
         let (query_start, queries) = self.queries.from(k, index, signed(of_entry));
@@ -211,10 +261,10 @@ impl Batch {
     }
 }
 
-fn write(k: &mut Builder, mask: MaskKind) {
+fn write(k: &mut Builder, which: Tiles) {
     let schedule: Reg<GlobalAddress> = Workspace::Schedule.address(k);
     let room: Reg<U32> = Number::MaxTiles.read(k);
-    let tiles = Tiles::parameters(k, mask);
+    let tiles = Cut::parameters(k, which);
     let batch = Batch::parameters(k);
     let known = Known::new(k);
     let tops = Words::new(k, "tops of warps", WARPS);
@@ -228,14 +278,14 @@ fn write(k: &mut Builder, mask: MaskKind) {
     let before = k.variable(0);
     k.for_range(0, batch.batch, CHUNK, |k, first| {
         let here = k.eval((batch.batch - first).minimum(CHUNK));
-        let keys = k.variable(0);
+        let most = k.variable(0);
         k.if_(thread.less(here), |k| {
             let index = k.eval(first + thread);
             let sequence = batch.sequence(k, index);
             known.set(k, thread, &sequence);
-            k.set(keys, sequence.keys);
+            k.set(most, tiles.most(&sequence));
         });
-        let top = k.reduce_lanes(keys, 32, |a, b| a.maximum(b));
+        let top = k.reduce_lanes(most, 32, |a, b| a.maximum(b));
         k.if_(lane.equals(0), |k| tops.set(k, warp, top));
         kinds.set(k, thread, 0);
         k.block_sync();
@@ -244,22 +294,36 @@ fn write(k: &mut Builder, mask: MaskKind) {
         let top = tops.get(k, lane);
         let top = k.reduce_lanes(top, 32, |a, b| a.maximum(b));
         let step = k.eval(top / CHUNK + 1);
-        let each_tile = |k: &mut Builder, body: &dyn Fn(&mut Builder, &Tile)| {
+        let each_sequence = |k: &mut Builder, body: &dyn Fn(&mut Builder, &Run<'_>)| {
             k.for_range(warp, here, WARPS, |k, index| {
                 let sequence = known.get(k, index);
                 let count = tiles.of(k, &sequence);
-                k.for_range(lane, count, 32, |k, number| {
+                body(k, &Run { sequence: &sequence, index, count });
+            });
+        };
+        let kind =
+            |k: &mut Builder, cost: Reg<U32>| k.eval(Value::<U32>::from(CHUNK - 1) - cost / step);
+        let each_tile = |k: &mut Builder, body: &dyn Fn(&mut Builder, &Run<'_>, &Tile)| {
+            each_sequence(k, &|k, run| {
+                k.for_range(lane, run.count, 32, |k, number| {
                     let first_row = k.eval(number * tiles.rows);
-                    let cost = tiles.cost(k, &sequence, first_row);
-                    let kind = k.eval(Value::<U32>::from(CHUNK - 1) - cost / step);
-                    let index = k.eval(first + index);
-                    body(k, &Tile { sequence: &sequence, index, first_row, kind });
+                    let cost = tiles.cost(k, run.sequence, first_row);
+                    let kind = kind(k, cost);
+                    body(k, run, &Tile { first_row, kind });
                 });
             });
         };
-        each_tile(k, &|k, tile| {
-            kinds.add_one(k, tile.kind);
-        });
+        match which {
+            Tiles::Queries(_) => each_tile(k, &|k, _, tile| {
+                kinds.add(k, tile.kind, 1);
+            }),
+            Tiles::Keys => each_sequence(k, &|k, run| {
+                k.if_(lane.equals(0), |k| {
+                    let kind = kind(k, tiles.most(run.sequence));
+                    kinds.add(k, kind, run.count);
+                });
+            }),
+        }
         k.block_sync();
 
         // Where each kind begins: a scan in each warp, and one over the warps.
@@ -276,19 +340,39 @@ fn write(k: &mut Builder, mask: MaskKind) {
         kinds.set(k, thread, before + earlier + through - mine);
         k.block_sync();
 
-        each_tile(k, &|k, tile| {
-            let number = kinds.add_one(k, tile.kind);
+        let record = |k: &mut Builder, run: &Run<'_>, number: Reg<U32>, first_row: Reg<U32>| {
+            let index = k.eval(first + run.index);
             k.if_(number.less(room), |k| {
                 let at =
                     k.eval(schedule + RECORDS_BYTE + number.convert::<U64>() * RECORD_BYTES as u64);
-                let Sequence { query_start, queries, key_start, keys, .. } = *tile.sequence;
-                let Sequence { output_start, lse_start, .. } = *tile.sequence;
-                let rows = [tile.index, tile.first_row, query_start, queries];
+                let Sequence { query_start, queries, key_start, keys, .. } = *run.sequence;
+                let Sequence { output_start, lse_start, .. } = *run.sequence;
+                let rows = [index, first_row, query_start, queries];
                 k.store_vector(at, &rows, Default::default());
                 let rest = [key_start, keys, output_start, lse_start];
                 k.store_vector(at + 16, &rest, Default::default());
             });
-        });
+        };
+        match which {
+            Tiles::Queries(_) => each_tile(k, &|k, run, tile| {
+                let number = kinds.add(k, tile.kind, 1);
+                record(k, run, number, tile.first_row);
+            }),
+            Tiles::Keys => each_sequence(k, &|k, run| {
+                let begin = k.variable::<U32>(0);
+                k.if_(lane.equals(0), |k| {
+                    let kind = kind(k, tiles.most(run.sequence));
+                    let added = kinds.add(k, kind, run.count);
+                    k.set(begin, added);
+                });
+                let begin = k.shuffle_index(begin, 0);
+                k.for_range(lane, run.count, 32, |k, number| {
+                    let first_row = k.eval(number * tiles.rows);
+                    let number = k.eval(begin + number);
+                    record(k, run, number, first_row);
+                });
+            }),
+        }
         k.set(before, before + total);
         k.block_sync();
     });
@@ -299,35 +383,61 @@ fn write(k: &mut Builder, mask: MaskKind) {
     });
 }
 
-/// Some rows of a sequence.
-struct Tile<'a> {
+/// The tiles of a sequence.
+struct Run<'a> {
     sequence: &'a Sequence,
+    /// Which one it is of this chunk.
     index: Reg<U32>,
+    /// How many there are.
+    count: Reg<U32>,
+}
+
+/// Some rows of a sequence.
+struct Tile {
     first_row: Reg<U32>,
     kind: Reg<U32>,
 }
 
 /// How sequences are cut into tiles, and what a row sees.
-struct Tiles {
+struct Cut {
     rows: Reg<U32>,
-    visibility: Visibility,
+    /// Of tiles of queries.
+    visibility: Option<Visibility>,
 }
 
-impl Tiles {
-    fn parameters(k: &mut Builder, mask: MaskKind) -> Self {
-        Tiles { rows: Number::TileRows.read(k), visibility: Visibility::parameters(k, mask) }
+impl Cut {
+    fn parameters(k: &mut Builder, which: Tiles) -> Self {
+        let rows = Number::TileRows.read(k);
+        let visibility = match which {
+            Tiles::Queries(mask) => Some(Visibility::parameters(k, mask)),
+            Tiles::Keys => None,
+        };
+        Cut { rows, visibility }
     }
 
     /// The tiles of a sequence.
     fn of(&self, k: &mut Builder, sequence: &Sequence) -> Reg<U32> {
-        k.eval((sequence.queries + (self.rows - 1)) / self.rows)
+        let rows = match self.visibility {
+            Some(_) => sequence.queries,
+            None => sequence.keys,
+        };
+        k.eval((rows + (self.rows - 1)) / self.rows)
     }
 
-    /// The keys that some row of a tile sees.
+    /// The most that something of a sequence can cost.
+    fn most(&self, sequence: &Sequence) -> Reg<U32> {
+        match self.visibility {
+            Some(_) => sequence.keys,
+            None => sequence.queries,
+        }
+    }
+
+    /// The keys that some row of a tile sees, or as much as there can be.
     fn cost(&self, k: &mut Builder, sequence: &Sequence, first_row: Reg<U32>) -> Reg<U32> {
         let Sequence { queries, keys, .. } = *sequence;
+        let Some(visibility) = &self.visibility else { return self.most(sequence) };
         let end_row = (first_row + self.rows).minimum(queries);
-        self.visibility.tile_keys(k, first_row, end_row, [queries, keys])
+        visibility.tile_keys(k, first_row, end_row, [queries, keys])
     }
 }
 
@@ -383,9 +493,9 @@ impl Words {
         k.store(address, value);
     }
 
-    /// What a word was before one was added.
-    fn add_one(&self, k: &mut Builder, index: Reg<U32>) -> Reg<U32> {
+    /// What a word was before something was added.
+    fn add(&self, k: &mut Builder, index: Reg<U32>, more: impl Into<Value<U32>>) -> Reg<U32> {
         let address = self.address(k, index);
-        k.atomic_add(address, 1, Scope::Block)
+        k.atomic_add(address, more, Scope::Block)
     }
 }

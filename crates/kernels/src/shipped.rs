@@ -4,9 +4,10 @@
 use ptx::{Capability, Element, Program, Swizzle, Target};
 
 use crate::append::{Append, Rotary};
-use crate::backward::{Rounding, RowSums, SinkGradients, every_backward};
+use crate::backward::{Rounding, RowSums, SinkGradients, every_backward, tuned_backward};
 use crate::forward::{Form, Workload, every_prefill, every_tuned, tuned};
 use crate::product::{Contiguous, Source};
+use crate::sequencer::Tiles;
 use crate::{
     Backward, Batch, Ceiling, Combine, Decode, Error, Forward, MaskKind, Mma, Prefill, Product,
     Rules, Scalar, Sequencer, Single, decode, mma,
@@ -187,8 +188,9 @@ pub fn shipped(target: Target) -> Vec<Configuration> {
         all.extend(every_prefill().into_iter().map(Configuration::Prefill));
         all.extend(chunked_prefills().into_iter().map(Configuration::Prefill));
         all.extend(backwards());
-        for mask in [MaskKind::Local, MaskKind::Chunked] {
-            all.push(Configuration::Sequencer(Sequencer { target, mask }));
+        let [local, chunked] = [MaskKind::Local, MaskKind::Chunked].map(Tiles::Queries);
+        for tiles in [local, chunked, Tiles::Keys] {
+            all.push(Configuration::Sequencer(Sequencer { target, tiles }));
         }
         for element in [Element::F16, Element::BF16] {
             all.push(Configuration::Single(Single { element }));
@@ -291,11 +293,22 @@ fn backwards() -> Vec<Configuration> {
         (BF16, chunked),
     ];
     let mut all = Vec::new();
-    for backward in kinds.into_iter().flat_map(|(element, rules)| every_backward(element, rules)) {
+    let equal = kinds.into_iter().flat_map(|(element, rules)| every_backward(element, rules));
+    let equal: Vec<Backward> = equal.collect();
+    // Ragged batches take no tall blocks.
+    let tuned = |it: &&Backward| {
+        let Backward { element, head_dim, value_head_dim, rules, .. } = **it;
+        tuned_backward(element, head_dim, value_head_dim, rules) == Some(**it)
+    };
+    let ragged = equal.iter().filter(tuned).map(|it| Backward { batch: Batch::Ragged, ..*it });
+    for backward in equal.iter().copied().chain(ragged) {
         all.push(Configuration::Backward(backward));
         let ordered = Backward { deterministic: true, ..backward };
         let dims = (backward.head_dim, backward.value_head_dim);
-        if [(64, 64), (128, 128), (192, 128), (256, 256)].contains(&dims) {
+        // In one order, over ragged batches and with every rule, a thread spills three words: it is
+        // right, and no example of the others.
+        let spills = backward.batch != Batch::Equal && backward.rules == Rules::EVERY;
+        if [(64, 64), (128, 128), (192, 128), (256, 256)].contains(&dims) && !spills {
             all.push(Configuration::Backward(ordered));
         }
         let last = backward.sink_gradients().map(Configuration::SinkGradients);

@@ -5,15 +5,22 @@ mod device;
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use cuda::Cache;
+use cuda::{Buffer, Cache};
 use device::{HALVES, Silent, hopper};
-use flashcore::gpu::Gpu;
-use flashcore::plan::{Arrangement, candidates};
-use flashcore::{
-    Backend, Backward, DType, GpuBackend, InputTensors, Mask, Problem, RunOptions, Tensor,
+use flashcore::gpu::{
+    AttentionPlan, DeviceTensor, Gpu, GpuError, Gradients as DeviceGradients, Tensors,
 };
-use flashcore_testing::check::{Case, cases, run_gradients};
-use flashcore_testing::reference;
+use flashcore::plan::{Arrangement, candidates};
+use flashcore::serving::{Placement, Sequences};
+use flashcore::{
+    Backend, Backward, DType, Error, GpuBackend, InputTensors, Inputs, Layout, Mask, Preference,
+    Problem, RunOptions, Storage, Tensor,
+};
+use flashcore_testing::check::{Case, RaggedGradients, cases, run_gradients};
+use flashcore_testing::compare_gradients;
+use flashcore_testing::reference::{self, Heads};
+use flashcore_testing::verdict::GradientsToJudge;
+use rayon::prelude::*;
 
 /// Every thorough case that the kernel serves: odd lengths, more queries than keys and fewer, rows
 /// that see nothing, groups of 1 to 16 heads, windows, chunks, score rules, strides, outliers.
@@ -25,7 +32,7 @@ fn thorough_cases() {
     let folder = tempfile::tempdir().unwrap();
     let gpu = Gpu::with_cache(0, Cache::at(folder.path())).unwrap();
     let all: Vec<Case> = HALVES.into_iter().flat_map(cases::thorough_gradients).collect();
-    compile_ahead(&gpu, &all);
+    compile_ahead(&gpu, all.iter().map(|case| &case.problem));
     let backend = GpuBackend::new(Arc::new(gpu));
     let (mut served, mut complaints) = (0, Vec::new());
     for some in all.chunks(256) {
@@ -75,13 +82,122 @@ fn sinks_of_rows_without_keys() {
     }
 }
 
-/// Compiles what the cases need on all cores.
-fn compile_ahead(gpu: &Gpu, cases: &[Case]) {
+/// Packed and padded sequences of random lengths, each batch described by its seed.
+#[test]
+fn random_ragged_batches() {
+    if hopper().is_none() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let gpu = Gpu::with_cache(0, Cache::at(folder.path())).unwrap();
+    let seeds = HALVES.into_iter().flat_map(|dtype| (0..400).map(move |seed| (dtype, seed)));
+    let all: Vec<RaggedGradients> =
+        seeds.map(|(dtype, seed)| RaggedGradients::random(dtype, seed).unwrap()).collect();
+    let problems: Vec<Problem> = all.iter().map(|case| case.problem().unwrap()).collect();
+    compile_ahead(&gpu, problems.iter());
+    let backend = GpuBackend::new(Arc::new(gpu));
+    let check = |case: &RaggedGradients| match case.check(&backend, "backward") {
+        Ok(outcome) if outcome.passed => Some(None),
+        Ok(outcome) => Some(Some(format!("{case}: {outcome}"))),
+        Err(Error::Backend(_)) => None,
+        Err(error) => Some(Some(format!("{case}: {error}"))),
+    };
+    let found: Vec<Option<String>> = all.par_iter().filter_map(check).collect();
+    let complaints: Vec<String> = found.iter().flatten().cloned().collect();
+    println!("{} of {} were served", found.len(), all.len());
+    let shown = complaints[..complaints.len().min(20)].join("\n");
+    assert!(complaints.is_empty(), "{} wrong:\n{shown}", complaints.len());
+    assert!(found.len() > 600, "only {} batches were served", found.len());
+}
+
+/// Lengths are read on the device: a graph is right for whatever they are when it runs.
+#[test]
+fn a_graph_is_right_for_other_lengths() {
+    const ROWS: usize = 900;
+    let Some(gpu) = hopper() else { return };
+    let stream = gpu.stream();
+    let plain = Problem::new(5, 4, 400, 64).with_kv_heads(2).with_dtype(DType::BF16);
+    let plain = plain.with_mask(Mask::CAUSAL);
+    let packed = Storage::Packed(ROWS);
+    let problem = plain.clone().with_storage(packed, packed).backward();
+    let random = |shape, seed| Tensor::random(DType::BF16, shape, seed).unwrap();
+    let given = [
+        random(problem.query_shape(), 1),
+        random(problem.key_shape(), 2),
+        random(problem.value_shape(), 3),
+        random(problem.output_shape(), 4),
+    ];
+    let upload = |tensor: &Tensor| Buffer::from_slice(stream, tensor.bytes()).unwrap();
+    let [query, key, value, gradient] = given.each_ref().map(upload);
+    let room = |like: &Buffer| Buffer::new(gpu.device(), like.bytes()).unwrap();
+    let (output, lse) = (room(&query), Buffer::new(gpu.device(), 16 * ROWS as u64).unwrap());
+    let found = [&query, &key, &value].map(room);
+    let starts = [(); 2].map(|()| Buffer::from_slice(stream, &[0u32; 6]).unwrap());
+    let addresses = [&query, &key, &value, &output].map(Buffer::address);
+    let mut tensors = Tensors::contiguous(&problem, addresses, Some(lse.address())).unwrap();
+    let at = |buffer: &Buffer, like: DeviceTensor| DeviceTensor {
+        address: buffer.address(),
+        strides: like.strides,
+    };
+    tensors.gradients = Some(DeviceGradients {
+        output: at(&gradient, tensors.output),
+        query: at(&found[0], tensors.query),
+        key: at(&found[1], tensors.key),
+        value: at(&found[2], tensors.value),
+        sinks: None,
+    });
+    (tensors.query_starts, tensors.key_starts) =
+        (Some(starts[0].address()), Some(starts[1].address()));
+    let arrangement = tensors.arrangement();
+    let plan = AttentionPlan::new(&gpu, &problem, &arrangement, &Preference::default()).unwrap();
+    let graph = stream.capture::<GpuError>(|stream| plan.launch(stream, &tensors)).unwrap();
+    let mut graph = graph.instantiate().unwrap();
+    for step in 0..40usize {
+        let queries = [step * 5, 1, 400 - step, step % 3, 70 + step];
+        let keys = [step * 5, 100, 400 - step, 0, 100 + step];
+        let starts_of = |lengths: [usize; 5]| -> Vec<usize> {
+            (0..=5).map(|sequence| lengths[..sequence].iter().sum()).collect()
+        };
+        let lists = [queries, keys].map(starts_of);
+        for (list, buffer) in lists.iter().zip(&starts) {
+            let words: Vec<u32> = list.iter().map(|start| *start as u32).collect();
+            stream.upload(&words, buffer.all()).unwrap();
+        }
+        let [queries, keys] = lists.map(Placement::packed);
+        let sequences = Sequences::new(plain.clone(), queries, keys).unwrap();
+        let inputs = Inputs::new(&given[0], &given[1], &given[2]);
+        let (plain, inputs) = sequences.over(inputs).unwrap();
+        let saved = reference::saved(&plain, inputs).unwrap();
+        stream.upload(saved.0.bytes(), output.all()).unwrap();
+        stream.upload(&saved.1, lse.all()).unwrap();
+        for buffer in &found {
+            stream.fill(buffer.all(), 0).unwrap();
+        }
+        graph.launch(stream).unwrap();
+        let results = [0, 1, 2].map(|index: usize| {
+            let bytes: Vec<u8> = stream.download_vec(found[index].all()).unwrap();
+            let layout = Layout::contiguous(given[index].shape()).unwrap();
+            Tensor::from_bytes(DType::BF16, layout, &bytes).unwrap()
+        });
+        let [query, key, value] = results.each_ref().map(Some);
+        let judged = GradientsToJudge { query, key, value, sinks: None, delta: None };
+        let heads = Heads::all(&plain);
+        let exact = reference::gradients(&plain, inputs, &given[3], &heads, None).unwrap();
+        let (saved, lse) = (&saved.0, &saved.1[..]);
+        let backward = Backward { inputs, output: saved, lse, output_gradient: &given[3] };
+        let baseline = reference::gradients_baseline(&plain, backward, &heads, None).unwrap();
+        let verdict = compare_gradients(&plain, inputs, judged, &exact, &baseline).unwrap();
+        assert!(verdict.passed, "step {step}: {verdict}");
+    }
+}
+
+/// Compiles what the problems need on all cores.
+fn compile_ahead<'a>(gpu: &Gpu, problems: impl Iterator<Item = &'a Problem>) {
     let mut kernels = HashSet::new();
-    for case in cases {
-        let mut forward = case.problem.clone();
+    for problem in problems {
+        let mut forward = problem.clone();
         forward.pass = flashcore::Pass::Forward;
-        for problem in [forward, case.problem.clone()] {
+        for problem in [forward, problem.clone()] {
             let Ok(arrangement) = Arrangement::contiguous(&problem) else { continue };
             let found = candidates(&gpu.chip(), &problem, &arrangement);
             let chosen = found.into_iter().find_map(|candidate| candidate.choice);

@@ -1,11 +1,12 @@
-//! The gradients of attention on Hopper over sequences of equal lengths: wgmma and TMA.
+//! The gradients of attention on Hopper: wgmma and TMA. Ragged batches have a file of their own.
 
 use kernels::Configuration;
+use kernels::attention::Batch;
 use kernels::backward::{tall_backward, tuned_backward};
 use kernels::parameter::{Number, Workspace};
 
 use super::forward::workload;
-use super::{Asked, Choice, Contents, Counts, Family, Memory, Tiling};
+use super::{Asked, Choice, Contents, Counts, Family, Memory, Tiling, ragged_backward};
 use crate::chip::Chip;
 use crate::plan::arrangement::tensors;
 use crate::plan::{Launch, Source, map_strides};
@@ -25,6 +26,9 @@ impl Family for Backward {
 
     fn choose(&self, asked: &Asked<'_>) -> Result<Choice, String> {
         let Asked { chip, problem, arrangement } = *asked;
+        if !problem.has_equal_lengths() {
+            return ragged_backward::choose(asked);
+        }
         let workload = workload(chip, problem)?;
         let (dim, value_dim) = (workload.head_dim, workload.value_head_dim);
         let backward = tuned_backward(workload.element, dim, value_dim, workload.rules)
@@ -47,9 +51,11 @@ pub(super) fn launch(
     backward: kernels::Backward,
     reason: String,
 ) -> Result<Choice, String> {
+    if backward.batch != Batch::Equal {
+        return ragged_backward::launch(chip, problem, backward, reason);
+    }
     // Blocks of query rows, of every query head; and blocks of keys, of every key head.
     let counts = Counts::new(backward.query_block, problem)?;
-    let query_blocks = counts.tiles;
     let key_blocks_per_head = counts.key_length.div_ceil(backward.key_block());
     let key_blocks = u64::from(counts.key_heads) * u64::from(counts.batch);
     let key_blocks = u32::try_from(key_blocks * u64::from(key_blocks_per_head))
@@ -64,14 +70,35 @@ pub(super) fn launch(
         let heads = counts.key_heads * counts.batch;
         choice.launches[0].numbers.extend(order(chip, heads, steps));
     }
-    let numbers = vec![(Number::QueryBlocks, counts.tiles_per_head)];
+    beside(&mut choice, &backward, counts.heads, counts.tiles_per_head, counts.tiles);
+    choice.tiling = Some(Tiling {
+        query_rows: backward.query_block,
+        key_block: backward.key_block(),
+        tiles_per_head: key_blocks_per_head,
+        tiles: key_blocks,
+        splits: 1,
+        waves: f64::from(key_blocks) / f64::from(chip.multiprocessors.max(1)),
+    });
+    Ok(choice)
+}
+
+/// Puts what comes before and after the products around them, with the workspace: so many blocks of
+/// query rows of a head and in all.
+pub(super) fn beside(
+    choice: &mut Choice,
+    backward: &kernels::Backward,
+    heads: u32,
+    query_blocks_per_head: u32,
+    query_blocks: u32,
+) {
+    let numbers = vec![(Number::QueryBlocks, query_blocks_per_head)];
     let row_sums = Configuration::RowSums(backward.row_sums());
     let rounding = Configuration::Rounding(backward.rounding());
     let beside = |kernel, blocks| Launch { kernel, blocks, numbers: numbers.clone() };
     choice.launches.insert(0, beside(row_sums, query_blocks));
     choice.launches.push(beside(rounding, backward.rounding().blocks(query_blocks)));
     let sinks = backward.sink_gradients().map(Configuration::SinkGradients);
-    choice.launches.extend(sinks.map(|kernel| beside(kernel, counts.heads)));
+    choice.launches.extend(sinks.map(|kernel| beside(kernel, heads)));
     choice.main = 1;
     let turns = backward.deterministic.then_some((Workspace::Turns, 4));
     for (workspace, bytes) in [
@@ -87,15 +114,6 @@ pub(super) fn launch(
             contents: Contents::Anything,
         });
     }
-    choice.tiling = Some(Tiling {
-        query_rows: backward.query_block,
-        key_block: backward.key_block(),
-        tiles_per_head: key_blocks_per_head,
-        tiles: key_blocks,
-        splits: 1,
-        waves: f64::from(key_blocks) / f64::from(chip.multiprocessors.max(1)),
-    });
-    Ok(choice)
 }
 
 /// Whether blocks of so many keys go around all multiprocessors a few times.

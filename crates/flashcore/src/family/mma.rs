@@ -3,6 +3,7 @@
 use kernels::attention::Batch;
 use kernels::mma::{tuned, tuned_batch};
 use kernels::parameter::{Number, Tensor};
+use kernels::sequencer::Tiles;
 use kernels::{Combine, Configuration};
 use ptx::{Capability, Element};
 
@@ -84,7 +85,7 @@ pub(crate) fn launch_ragged(
 ) -> Result<Choice, String> {
     let schedule = Schedule::new(problem, mma.query_rows())?;
     let mut choice = Choice::of(Configuration::Mma(mma), schedule.all_tiles.max(1), reason);
-    schedule.before(chip.target, window_kind(problem), &mut choice);
+    schedule.before(chip.target, Tiles::Queries(window_kind(problem)), &mut choice);
     choice.tiling = Some(schedule.tiling(chip, mma.query_rows(), mma.key_block));
     Ok(choice)
 }

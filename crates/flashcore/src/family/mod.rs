@@ -8,6 +8,7 @@ mod decode;
 mod forward;
 mod mma;
 mod prefill;
+mod ragged_backward;
 mod scalar;
 mod schedule;
 pub mod tuning;

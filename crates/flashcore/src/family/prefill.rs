@@ -3,6 +3,7 @@
 use kernels::Configuration;
 use kernels::forward::tuned_prefill;
 use kernels::parameter::Number;
+use kernels::sequencer::Tiles;
 use ptx::Capability;
 
 use super::schedule::{Schedule, heads_together, ragged_workload};
@@ -51,7 +52,7 @@ pub(super) fn launch(
     let blocks = chip.multiprocessors.min(schedule.all_tiles).max(1);
     let mut choice = Choice::of(Configuration::Prefill(prefill), blocks, reason);
     choice.launches[0].numbers = vec![(Number::HeadsPerGroup, heads_together(chip, problem))];
-    schedule.before(chip.target, tile.rules.mask, &mut choice);
+    schedule.before(chip.target, Tiles::Queries(tile.rules.mask), &mut choice);
     choice.tiling = Some(schedule.tiling(chip, tile.query_rows(), tile.key_block));
     Ok(choice)
 }

@@ -1,9 +1,9 @@
 //! The tiles of a ragged batch, put in order on the device by a launch before the one that takes
 //! them: what the families over schedules have in common.
 
-use kernels::attention::MaskKind;
 use kernels::forward::Workload;
 use kernels::parameter::{Number, Workspace};
+use kernels::sequencer::Tiles;
 use kernels::{Configuration, Sequencer};
 use ptx::Target;
 
@@ -14,7 +14,7 @@ use crate::problem::{Problem, Storage};
 
 /// How large a schedule is.
 pub(super) struct Schedule {
-    /// Tiles of queries of a head that there is room for.
+    /// Tiles of a head that there is room for.
     pub(super) most_tiles: u32,
     /// The same for all heads.
     pub(super) all_tiles: u32,
@@ -22,14 +22,24 @@ pub(super) struct Schedule {
 }
 
 impl Schedule {
+    /// Of tiles of queries.
     pub(super) fn new(problem: &Problem, tile_rows: u32) -> Result<Self, String> {
-        let rows = query_rows(problem);
-        let most = Sequencer::records(problem.batch as u64, rows, tile_rows.into());
-        let heads = problem.query_heads as u64;
+        let (rows, heads) = (query_rows(problem), problem.query_heads as u64);
+        Schedule::over("query", problem.batch as u64, rows, heads, tile_rows)
+    }
+
+    /// Of tiles of keys.
+    pub(super) fn of_keys(problem: &Problem, tile_rows: u32) -> Result<Self, String> {
+        let (rows, heads) = (key_rows(problem), problem.kv_heads as u64);
+        Schedule::over("key", problem.batch as u64, rows, heads, tile_rows)
+    }
+
+    fn over(side: &str, batch: u64, rows: u64, heads: u64, tile_rows: u32) -> Result<Self, String> {
+        let most = Sequencer::records(batch, rows, tile_rows.into());
         let all = most.checked_mul(heads).filter(|all| *all <= i32::MAX as u64);
         let counted = rows.checked_mul(heads).is_some_and(|rows| rows <= i32::MAX as u64);
         let Some(all_tiles) = all.filter(|_| counted) else {
-            return Err("the number of query rows of all heads is too large".to_owned());
+            return Err(format!("the number of {side} rows of all heads is too large"));
         };
         Ok(Schedule { most_tiles: most as u32, all_tiles: all_tiles as u32, tile_rows })
     }
@@ -47,12 +57,12 @@ impl Schedule {
     }
 
     /// Puts the launch that makes the schedule before a choice's own.
-    pub(super) fn before(&self, target: Target, mask: MaskKind, choice: &mut Choice) {
+    pub(super) fn before(&self, target: Target, tiles: Tiles, choice: &mut Choice) {
         let numbers = vec![(Number::MaxTiles, self.most_tiles), (Number::TileRows, self.tile_rows)];
-        let kernel = Configuration::Sequencer(Sequencer { target, mask });
+        let kernel = Configuration::Sequencer(Sequencer { target, tiles });
         choice.launches.insert(0, Launch { kernel, blocks: 1, numbers });
         choice.prepared = 1;
-        choice.main = 1;
+        choice.main += 1;
         choice.memory.push(Memory {
             source: Source::Workspace(Workspace::Schedule),
             bytes: Sequencer::bytes(self.most_tiles.into()),
@@ -80,23 +90,27 @@ pub(super) fn ragged_workload(chip: &Chip, problem: &Problem) -> Result<Workload
 
 /// Query rows of all sequences: packed queries say how much there is to do, longest lengths would be
 /// too much.
-fn query_rows(problem: &Problem) -> u64 {
+pub(super) fn query_rows(problem: &Problem) -> u64 {
     match problem.queries {
         Storage::Packed(rows) => rows as u64,
         _ => (problem.batch as u64).saturating_mul(problem.query_length as u64),
     }
 }
 
+/// The same for keys.
+fn key_rows(problem: &Problem) -> u64 {
+    match problem.keys {
+        Storage::Packed(rows) => rows as u64,
+        _ => (problem.batch as u64).saturating_mul(problem.key_length as u64),
+    }
+}
+
 /// Query heads that go together: those of as many key heads as the second-level cache holds with all
 /// their keys and values.
 pub(super) fn heads_together(chip: &Chip, problem: &Problem) -> u32 {
-    let rows = match problem.keys {
-        Storage::Packed(rows) => rows,
-        _ => problem.batch.saturating_mul(problem.key_length),
-    };
     let width = problem.head_dim * problem.dtypes.key.bytes()
         + problem.value_head_dim * problem.dtypes.value.bytes();
-    let head_bytes = (rows as u64).saturating_mul(width as u64).max(1);
+    let head_bytes = key_rows(problem).saturating_mul(width as u64).max(1);
     // Something else wants a place in the cache too: queries and outputs.
     let held = (chip.l2_bytes / 5 * 3 / head_bytes).max(1);
     let kv_heads = problem.kv_heads as u64;

@@ -89,7 +89,11 @@ impl Operands {
             given(backward).map(|(_, bytes)| gpu.upload(bytes));
         let given = [query?, key?, value?, output?, output_gradient?, lse?];
         let [query, key, value] = results;
-        let results = [query, key, value].map(|it| GuardedBuffer::new(gpu, it.bytes().len()));
+        // Nobody writes to rows of a ragged batch that are of no sequence.
+        let results = [query, key, value].map(|it| match problem.has_equal_lengths() {
+            true => GuardedBuffer::new(gpu, it.bytes().len()),
+            false => GuardedBuffer::of(gpu, it.bytes()),
+        });
         let [query_gradient, key_gradient, value_gradient] = results;
         let results = [query_gradient?, key_gradient?, value_gradient?];
         let sinks = problem.scores.sinks.then(|| GuardedBuffer::new(gpu, 4 * problem.query_heads));

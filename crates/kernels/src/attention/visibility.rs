@@ -81,9 +81,9 @@ pub(crate) struct QueryBlocks {
     /// The one after the last; no larger than the first where there are none.
     pub(crate) end: Reg<U32>,
     /// From this block on every query sees all of the tile,
-    whole_from: Reg<U32>,
+    pub(crate) whole_from: Reg<U32>,
     /// up to before this one.
-    whole_end: Reg<U32>,
+    pub(crate) whole_end: Reg<U32>,
 }
 
 impl QueryBlocks {

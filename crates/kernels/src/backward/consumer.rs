@@ -384,9 +384,10 @@ impl Consumer {
         group.hide(k, part, &scores);
         let slope = self.slopes.as_ref().map(|slopes| {
             let scale_log2 = self.scores.scale_log2;
-            let slope = slopes.unscaled(k, group.tile.batch, group.walk.head, scale_log2);
+            let batch = group.place.batch(k, group.tile);
+            let slope = slopes.unscaled(k, batch, group.walk.head, scale_log2);
             let first = group.first_column(k, part);
-            let [query_length, key_length] = group.place.lengths;
+            let [query_length, key_length] = group.place.lengths(k);
             let position =
                 first + key_length.reinterpret::<S32>() - query_length.reinterpret::<S32>();
             let key = group.key(k, part);
@@ -566,11 +567,13 @@ impl<'a> Warpgroup<'a> {
 
     /// Hides keys that queries of this step do not see.
     pub(super) fn hide(&self, k: &mut Builder, part: Part, scores: &[Score]) {
-        k.if_(self.tile.query_blocks.needs_mask(self.walk.block), |k| {
+        let needs_mask = self.place.needs_mask(k, self.tile, self.walk.block);
+        k.if_(needs_mask, |k| {
             let first = self.first_column(k, part);
             let (place, rows) = (self.place, &ACCUMULATOR_ROWS);
             let key = self.key(k, part);
-            let seen = place.visibility.seen_from(k, rows, key, first, place.lengths);
+            let lengths = place.lengths(k);
+            let seen = place.visibility.seen_from(k, rows, key, first, lengths);
             seen.hide_others(k, scores);
         });
     }

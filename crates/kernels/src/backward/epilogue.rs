@@ -2,7 +2,7 @@
 
 use ptx::{
     Accumulator, Builder, Expression, F32, Fence, Fragment, Reg, S32, SharedTile, SharedTiles,
-    TensorMap, U32,
+    TensorMap, U32, Value,
 };
 
 use super::place::Tile;
@@ -52,15 +52,17 @@ pub(super) fn store(k: &mut Builder, tile: &Tile, owner: &Owner, done: &[Done<'_
     k.fence(Fence::ProxyAsyncShared);
     k.barrier_sync(owner.index + barrier::RESULTS, 128);
     k.if_(owner.thread.equals(0), |k| {
-        let [head, batch] =
-            [tile.key_head, tile.batch].map(|coordinate| k.eval(coordinate.reinterpret::<S32>()));
+        let rest: Vec<Reg<S32>> = tile.key_rest().into_iter().map(|it| k.eval(it)).collect();
         for (staging, Done { first, map, .. }) in staged.iter().zip(done) {
-            let row = tile.first_key + owner.first + *first;
-            let row = k.eval(row.reinterpret::<S32>());
+            let row = tile.key_row(tile.first_key + owner.first + *first);
+            let row = k.eval(row);
             let layout = staging.layout();
             for panel in 0..layout.panels() {
                 let column = (panel * layout.panel_columns()) as i32;
-                let corner = [column.into(), row.into(), head.into(), batch.into()];
+                let corner: Vec<Value<S32>> = [column.into(), row.into()]
+                    .into_iter()
+                    .chain(rest.iter().map(|it| (*it).into()))
+                    .collect();
                 let source = staging.address() + panel * layout.panel_bytes();
                 k.tensor_store(*map, &corner, source);
             }

@@ -44,13 +44,20 @@
 //!
 //! The sums of `dQ` lie in memory as the accumulators lie in registers
 //! ([`Backward::sums_layout`]), so that each warp adds whole lines.
+//!
+//! Over ragged batches the same loops run over slices of rows ([`Prefill`](crate::Prefill) says how
+//! the copy engine stays inside of them), with tiles in the order of a
+//! [`Sequencer`](crate::Sequencer). `ragged` says which tile is whose, `row_blocks` where the rows
+//! of a sequence have their place in the workspace.
 
 mod consumer;
 mod epilogue;
 mod order;
 mod place;
 mod producer;
+mod ragged;
 mod rounding;
+mod row_blocks;
 mod row_sums;
 mod sink_gradients;
 mod tuned;
@@ -67,7 +74,7 @@ use ptx::{
 };
 
 use crate::Error;
-use crate::attention::Rules;
+use crate::attention::{Batch, Rules};
 use crate::parameter::{Tensor, Workspace};
 use consumer::Consumer;
 use order::Turns;
@@ -98,6 +105,8 @@ pub struct Backward {
     pub query_block: u32,
     /// Whether `dQ` is the same bit for bit from run to run.
     pub deterministic: bool,
+    /// How sequences lie: of equal lengths, or ragged.
+    pub batch: Batch,
 }
 
 /// Where the sums of `dQ` lie: for each query head, block after block of query rows; of a block,
@@ -187,8 +196,9 @@ impl Backward {
     pub fn name(&self) -> String {
         let Backward { element, head_dim, value_head_dim, rules, query_block, .. } = self;
         let (rules, mode) = (rules.name(), if self.deterministic { "_deterministic" } else { "" });
+        let batch = batch_name(self.batch);
         let tile = format!("{query_block}x{}", self.key_block());
-        format!("backward_{element}_d{head_dim}x{value_head_dim}_{rules}_{tile}{mode}")
+        format!("backward_{element}_d{head_dim}x{value_head_dim}_{rules}_{tile}{mode}{batch}")
     }
 
     /// Keys that a block takes: 64 for each warpgroup, or for both where heads are wide, or twice 64
@@ -297,6 +307,7 @@ impl Backward {
             value_head_dim: self.value_head_dim,
             sums: self.sums_layout(),
             turns: self.deterministic,
+            batch: self.batch,
         }
     }
 
@@ -307,6 +318,7 @@ impl Backward {
             element: self.element,
             head_dim: self.head_dim,
             sums: self.sums_layout(),
+            batch: self.batch,
         }
     }
 
@@ -316,6 +328,7 @@ impl Backward {
             target: Target::SM_90A,
             mask: self.rules.mask,
             query_block: self.query_block,
+            batch: self.batch,
         })
     }
 
@@ -332,6 +345,11 @@ impl Backward {
     /// length; the scales; the divisors of key blocks of a head and of key heads; query heads
     /// that share a key head; then what the rules and the order ask for. One block for each key block of each
     /// key head and sequence.
+    ///
+    /// Over ragged batches maps are of [`slices`](crate::Prefill::slices), and instead of the lengths
+    /// there are the schedule of a [`Sequencer`](crate::Sequencer) of keys, key heads, query heads
+    /// that share one, and blocks of query rows of a head in the workspace. One block for each
+    /// record that there is room for and each key head.
     pub fn program(&self) -> Result<Program, Error> {
         if let Some(fault) = self.fault() {
             return Err(Error::configuration(self.name(), fault));
@@ -360,30 +378,36 @@ impl Backward {
                 "a query block is 64 rows, or a panel of 64 for each warpgroup with narrow heads",
             ),
             (!self.fits(2), "there is not enough shared memory"),
+            (self.batch == Batch::Paged, "gradients of keys in pages are not computed"),
+            (self.batch != Batch::Equal && self.is_tall(), "tall blocks are for equal lengths"),
         ];
         faults.into_iter().find(|(faulty, _)| *faulty).map(|(_, fault)| fault)
     }
 
     fn write(&self, k: &mut Builder) {
+        let rank = self.map_rank();
         let [keys_columns, values_columns] = [self.key_layout(), self.value_layout()]
-            .map(|layout| self.stored_layout(layout.columns).tensor_box(4));
+            .map(|layout| self.stored_layout(layout.columns).tensor_box(rank));
         let tensors = Tensors {
-            queries: Tensor::Query.map(k, self.query_layout().tensor_box(4)),
-            keys: Tensor::Key.map(k, self.key_layout().tensor_box(4)),
-            values: Tensor::Value.map(k, self.value_layout().tensor_box(4)),
+            queries: Tensor::Query.map(k, self.query_layout().tensor_box(rank)),
+            keys: Tensor::Key.map(k, self.key_layout().tensor_box(rank)),
+            values: Tensor::Value.map(k, self.value_layout().tensor_box(rank)),
             output_gradients: Tensor::OutputGradient
-                .map(k, self.output_gradient_layout().tensor_box(4)),
+                .map(k, self.output_gradient_layout().tensor_box(rank)),
             key_gradients: Tensor::KeyGradient.map(k, keys_columns),
             value_gradients: Tensor::ValueGradient.map(k, values_columns),
             statistics: Workspace::RowStatistics.address(k),
             sums: Workspace::QueryGradientSums.address(k),
             turns: self.deterministic.then(|| Workspace::Turns.address(k)),
         };
+        let shared = self.shared(k);
         let place = Place::parameters(k, self);
         let consumer = Consumer::parameters(k, self);
-        let shared = self.shared(k);
         let thread = k.thread_index();
-        k.if_(thread.equals(0), |k| shared.init(k));
+        k.if_(thread.equals(0), |k| {
+            shared.init(k);
+            place.post(k);
+        });
         k.barriers_ready();
         let producer = Role::warpgroups("producer", 0..1).registers(24);
         k.role(producer, |k| {
@@ -400,21 +424,32 @@ impl Backward {
         if self.is_wide() {
             let weights = Role::warpgroups("weights", 1..2).registers(240);
             k.role(weights, |k| {
-                let tile = place.find(k);
-                consumer.consume_weights(k, self, &shared, &tensors, &place, &tile);
+                place.if_tile(k, |k| {
+                    let tile = place.find(k);
+                    consumer.consume_weights(k, self, &shared, &tensors, &place, &tile);
+                });
             });
             let gradients = Role::warpgroups("gradients", 2..3).registers(240);
             k.role(gradients, |k| {
-                let tile = place.find(k);
-                consumer.consume_gradients(k, self, &shared, &tensors, &place, &tile);
+                place.if_tile(k, |k| {
+                    let tile = place.find(k);
+                    consumer.consume_gradients(k, self, &shared, &tensors, &place, &tile);
+                });
             });
             return;
         }
         let consumers = Role::warpgroups("consumer", 1..1 + WARPGROUPS).registers(240);
         k.role(consumers, |k| {
-            let tile = place.find(k);
-            consumer.consume(k, self, &shared, &tensors, &place, &tile);
+            place.if_tile(k, |k| {
+                let tile = place.find(k);
+                consumer.consume(k, self, &shared, &tensors, &place, &tile);
+            });
         });
+    }
+
+    /// The rank of the tensor maps: slices have one more.
+    fn map_rank(&self) -> usize {
+        if self.batch == Batch::Equal { 4 } else { 5 }
     }
 
     /// Reserves the shared memory.
@@ -442,6 +477,15 @@ impl Backward {
             output_gradient_pipeline: Pipeline::new(k, "output gradients", stages, warps),
             turns: self.deterministic.then(|| Turns::new(k, stages, self.adding_warps())),
         }
+    }
+}
+
+/// What a kernel's name ends with.
+fn batch_name(batch: Batch) -> &'static str {
+    match batch {
+        Batch::Equal => "",
+        Batch::Ragged => "_ragged",
+        Batch::Paged => "_paged",
     }
 }
 

@@ -15,6 +15,9 @@
 //! | the last that are taken together | from the first | down | longest walks first: an even end |
 //! | those before | from the last | up | nobody waits, even at the begin |
 //!
+//! Over ragged batches a sequence's tiles come head after head, each from its first, and all walks go
+//! down.
+//!
 //! A thread of a warp of its own waits for turns and tells the consumers; another one passes them on
 //! when the consumers have added. So memory is waited for while products run.
 
@@ -80,6 +83,11 @@ impl Order {
 }
 
 impl Turn {
+    /// That of a key block of a head whose key blocks come from the first on.
+    pub(super) fn down(k: &mut Builder, head: Reg<U32>, key_block: Reg<U32>) -> Self {
+        Turn { head, key_block, position: key_block, down: k.eval(true) }
+    }
+
     /// The step of a walk from a block of query rows to the next.
     pub(super) fn step(&self, k: &mut Builder) -> Reg<U32> {
         k.eval(self.down.choose::<U32>(-1i32 as u32, 1))

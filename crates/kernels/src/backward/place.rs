@@ -1,9 +1,11 @@
 //! Which keys a block takes, and which queries see them.
 
-use ptx::{Builder, Choose, Expression, Reg, U32, Value};
+use ptx::{Builder, Choose, Expression, Pred, Reg, S32, U32, Value};
 
 use super::Backward;
 use super::order::{Order, Turn};
+use super::ragged::{Ragged, Slice};
+use crate::attention::Batch;
 use crate::attention::visibility::{KeyTile, QueryBlocks, Visibility};
 use crate::divisor::DivisorRegisters;
 use crate::parameter::Number;
@@ -12,14 +14,19 @@ use crate::parameter::Number;
 pub(super) struct Place {
     query_block: u32,
     pub(super) key_block: u32,
-    pub(super) lengths: [Reg<U32>; 2],
-    key_blocks: DivisorRegisters,
+    sequences: Sequences,
     key_heads: DivisorRegisters,
     /// Query heads that share a key head.
     group: Reg<U32>,
     pub(super) visibility: Visibility,
-    /// Where additions come in one order.
+    /// Where additions come in one order; ragged batches have their own.
     order: Option<Order>,
+}
+
+/// Where sequences are.
+enum Sequences {
+    Equal { lengths: [Reg<U32>; 2], key_blocks: DivisorRegisters },
+    Ragged(Ragged),
 }
 
 /// The tile of a block, and its walk: query block after query block of query head after query
@@ -29,6 +36,8 @@ pub(super) struct Tile {
     pub(super) key_head: Reg<U32>,
     pub(super) first_key: Reg<U32>,
     pub(super) query_blocks: QueryBlocks,
+    /// In a ragged batch, where its sequence is.
+    slice: Option<Slice>,
 }
 
 /// Where a walk stands.
@@ -52,53 +61,112 @@ enum Path {
 
 impl Place {
     pub(super) fn parameters(k: &mut Builder, backward: &Backward) -> Self {
+        let sequences = match backward.batch {
+            Batch::Equal => Sequences::Equal {
+                lengths: [Number::QueryLength.read(k), Number::KeyLength.read(k)],
+                key_blocks: DivisorRegisters::parameters(k, Number::KeyBlocks),
+            },
+            _ => Sequences::Ragged(Ragged::parameters(k, backward)),
+        };
         Place {
             query_block: backward.query_block,
             key_block: backward.key_block(),
-            lengths: [Number::QueryLength.read(k), Number::KeyLength.read(k)],
-            key_blocks: DivisorRegisters::parameters(k, Number::KeyBlocks),
+            sequences,
             key_heads: DivisorRegisters::parameters(k, Number::KeyHeads),
             group: Number::GroupSize.read(k),
             visibility: Visibility::parameters(k, backward.rules.mask),
-            order: backward.deterministic.then(|| Order::parameters(k)),
+            order: (backward.deterministic && backward.batch == Batch::Equal)
+                .then(|| Order::parameters(k)),
         }
     }
 
-    /// The head of this block, among those of all sequences, and which of its key blocks.
-    fn key_block(&self, k: &mut Builder) -> (Reg<U32>, Reg<U32>) {
-        if let Some(order) = &self.order {
-            let Turn { head, key_block, .. } = order.turn(k, &self.key_blocks);
-            return (head, key_block);
+    /// One thread of the block finds its tile and puts it where all others look it up, if that is
+    /// more than arithmetic.
+    pub(super) fn post(&self, k: &mut Builder) {
+        if let Sequences::Ragged(ragged) = &self.sequences {
+            ragged.post(k, &self.key_heads, &self.visibility);
         }
-        let index = k.block_index();
-        self.key_blocks.divide(k, index)
+    }
+
+    /// Does something if there is a tile for this block.
+    pub(super) fn if_tile(&self, k: &mut Builder, body: impl FnOnce(&mut Builder)) {
+        match &self.sequences {
+            Sequences::Equal { .. } => body(k),
+            Sequences::Ragged(ragged) => {
+                let there_is = ragged.has_tile(k);
+                k.if_(there_is, body);
+            }
+        }
+    }
+
+    /// The queries and keys of the tile's sequence.
+    pub(super) fn lengths(&self, k: &mut Builder) -> [Reg<U32>; 2] {
+        match &self.sequences {
+            Sequences::Equal { lengths, .. } => *lengths,
+            Sequences::Ragged(ragged) => ragged.lengths(k),
+        }
+    }
+
+    /// The tile's sequence: found again, rather than kept.
+    pub(super) fn batch(&self, k: &mut Builder, tile: &Tile) -> Reg<U32> {
+        match &self.sequences {
+            Sequences::Equal { .. } => tile.batch,
+            Sequences::Ragged(ragged) => ragged.sequence(k),
+        }
     }
 
     /// This block's turn, where there is an order.
     pub(super) fn turn(&self, k: &mut Builder) -> Option<Turn> {
-        Some(self.order.as_ref()?.turn(k, &self.key_blocks))
+        match &self.sequences {
+            Sequences::Equal { key_blocks, .. } => Some(self.order.as_ref()?.turn(k, key_blocks)),
+            Sequences::Ragged(ragged) => ragged.turn(k),
+        }
+    }
+
+    /// The head of this block, among those of all sequences, and which of its key blocks.
+    fn key_block(&self, k: &mut Builder, key_blocks: &DivisorRegisters) -> (Reg<U32>, Reg<U32>) {
+        if let Some(order) = &self.order {
+            let Turn { head, key_block, .. } = order.turn(k, key_blocks);
+            return (head, key_block);
+        }
+        let index = k.block_index();
+        key_blocks.divide(k, index)
     }
 
     /// The first key of this block.
     pub(super) fn first_key(&self, k: &mut Builder) -> Reg<U32> {
-        let (_, key_block) = self.key_block(k);
-        k.eval(key_block * self.key_block)
+        match &self.sequences {
+            Sequences::Equal { key_blocks, .. } => {
+                let (_, key_block) = self.key_block(k, key_blocks);
+                k.eval(key_block * self.key_block)
+            }
+            Sequences::Ragged(ragged) => ragged.first_key(k),
+        }
     }
 
     /// The tile of this block. Blocks that run at the same time have the same few heads, so that
     /// their sums of `dQ` stay in the second-level cache; under a causal mask a head's longest
     /// walks come first.
     pub(super) fn find(&self, k: &mut Builder) -> Tile {
-        let (head_and_batch, key_block) = self.key_block(k);
-        let (batch, key_head) = self.key_heads.divide(k, head_and_batch);
-        let first_key = k.eval(key_block * self.key_block);
-        let query_blocks = self.query_blocks_of(k, first_key);
-        Tile { batch, key_head, first_key, query_blocks }
+        match &self.sequences {
+            Sequences::Equal { key_blocks, .. } => {
+                let (head_and_batch, key_block) = self.key_block(k, key_blocks);
+                let (batch, key_head) = self.key_heads.divide(k, head_and_batch);
+                let first_key = k.eval(key_block * self.key_block);
+                let query_blocks = self.query_blocks_of(k, first_key);
+                Tile { batch, key_head, first_key, query_blocks, slice: None }
+            }
+            Sequences::Ragged(ragged) => {
+                let ([batch, key_head, first_key], slice) = ragged.find(k);
+                let query_blocks = ragged.seen_by(k);
+                Tile { batch, key_head, first_key, query_blocks, slice: Some(slice) }
+            }
+        }
     }
 
     /// The query blocks that see a block of keys.
     pub(super) fn query_blocks_of(&self, k: &mut Builder, first_key: Reg<U32>) -> QueryBlocks {
-        let [query_length, key_length] = self.lengths;
+        let [query_length, key_length] = self.lengths(k);
         let keys = KeyTile {
             first_key,
             keys: self.key_block,
@@ -109,9 +177,22 @@ impl Place {
         self.visibility.query_blocks(k, &keys)
     }
 
+    /// Whether some query of a block does not see all of the tile.
+    pub(super) fn needs_mask(&self, k: &mut Builder, tile: &Tile, block: Reg<U32>) -> Value<Pred> {
+        match &self.sequences {
+            Sequences::Ragged(ragged) if ragged.looks_again => ragged.seen_by(k).needs_mask(block),
+            _ => tile.query_blocks.needs_mask(block),
+        }
+    }
+
     /// Blocks of query rows of a head.
     fn query_blocks(&self) -> Value<U32> {
-        (self.lengths[0] + (self.query_block - 1)) / self.query_block
+        match &self.sequences {
+            Sequences::Equal { lengths, .. } => {
+                (lengths[0] + (self.query_block - 1)) / self.query_block
+            }
+            Sequences::Ragged(ragged) => ragged.query_blocks.into(),
+        }
     }
 
     /// The begin of a tile's walk.
@@ -140,7 +221,10 @@ impl Place {
             head,
             block: k.variable(start),
             left: k.variable((end - first) * self.group),
-            number: k.variable((tile.batch * heads + head) * blocks + start),
+            number: k.variable(match &tile.slice {
+                None => (tile.batch * heads + head) * blocks + start,
+                Some(slice) => head * blocks + slice.first_block + start,
+            }),
             path,
         }
     }
@@ -158,6 +242,37 @@ impl Place {
             body(k);
             walk.advance(k, self, tile);
         });
+    }
+}
+
+impl Tile {
+    /// Where a query row of a head is: all coordinates but the column.
+    pub(super) fn query_corner(
+        &self,
+        k: &mut Builder,
+        row: Reg<U32>,
+        head: Reg<U32>,
+    ) -> Vec<Value<S32>> {
+        match &self.slice {
+            None => [row, head, self.batch].map(|it| it.reinterpret()).to_vec(),
+            Some(slice) => slice.query_corner(k, row, head),
+        }
+    }
+
+    /// The coordinate of a key row,
+    pub(super) fn key_row(&self, row: impl Into<Value<U32>>) -> Value<S32> {
+        match &self.slice {
+            None => row.into().reinterpret(),
+            Some(slice) => slice.key_row(row),
+        }
+    }
+
+    /// and those behind it, for the tile's head.
+    pub(super) fn key_rest(&self) -> Vec<Value<S32>> {
+        match &self.slice {
+            None => [self.key_head, self.batch].map(|it| it.reinterpret()).to_vec(),
+            Some(slice) => slice.key_rest(self.key_head),
+        }
     }
 }
 

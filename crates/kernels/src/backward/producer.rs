@@ -1,7 +1,7 @@
 //! The producer: one thread that brings keys and values, then queries and output gradients, in the
 //! order they are needed.
 
-use ptx::{Builder, CopyHint, Expression, Reg, S32, SharedTiles, TensorMap, U32, U64, Value};
+use ptx::{Builder, CopyHint, Expression, S32, SharedTiles, TensorMap, U64, Value};
 
 use super::place::{Place, Tile, Walk};
 use super::{Backward, Shared, Tensors};
@@ -20,8 +20,7 @@ pub(super) fn produce(
     let statistics_bytes = backward.statistics_bytes();
     let corner = |k: &mut Builder| {
         let row = k.eval(walk.block * backward.query_block);
-        let [row, head, batch] = [row, walk.head, tile.batch].map(signed);
-        [0.into(), row, head, batch]
+        with_column(tile.query_corner(k, row, walk.head))
     };
     let load_queries = |k: &mut Builder| {
         let stage = queries.acquire(k);
@@ -45,12 +44,12 @@ pub(super) fn produce(
         tiles.at(k, stage).load(k, tensors.output_gradients, &corner, full, CopyHint::default());
         output_gradients.advance(k);
     };
-    let key_corner = [tile.first_key, tile.key_head, tile.batch].map(signed);
     let load_once = |k: &mut Builder, index: u32, tiles: &SharedTiles, map: TensorMap| {
         let loaded = shared.loaded.at(k, index);
         k.mbarrier_arrive_expect(loaded, tiles.layout().bytes());
-        let [row, head, batch] = key_corner.clone();
-        tiles.at(k, 0).load(k, map, &[0.into(), row, head, batch], loaded, CopyHint::default());
+        let corner = [tile.key_row(tile.first_key)].into_iter().chain(tile.key_rest());
+        let corner = with_column(corner.collect());
+        tiles.at(k, 0).load(k, map, &corner, loaded, CopyHint::default());
     };
     k.if_(walk.left.greater(0), |k| {
         load_once(k, 0, &shared.keys, tensors.keys);
@@ -66,6 +65,8 @@ pub(super) fn produce(
     });
 }
 
-fn signed(coordinate: Reg<U32>) -> Value<S32> {
-    coordinate.reinterpret()
+/// The corner of a row's first column.
+fn with_column(mut corner: Vec<Value<S32>>) -> Vec<Value<S32>> {
+    corner.insert(0, 0.into());
+    corner
 }

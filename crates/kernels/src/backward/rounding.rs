@@ -3,15 +3,16 @@
 //! A block of the grid takes a part of the sums of a block of query rows. Threads read
 //! sums as they were added, whole lines, and put them into rows through shared memory.
 
-use ptx::{Builder, Element, Expression, F32, LoadHint, Program, SharedAddress, Target, U32, U64};
+use ptx::{
+    Builder, Element, Expression, F32, LoadHint, Program, Reg, SharedAddress, Target, U32, U64,
+};
 
-use super::{Backward, SumsLayout};
+use super::row_blocks::{RowBlock, RowBlocks, Vectors};
+use super::{Backward, SumsLayout, batch_name};
 use crate::Error;
-use crate::attention::Rules;
-use crate::divisor::DivisorRegisters;
+use crate::attention::{Batch, Rules};
 use crate::element::store_from_f32;
-use crate::parameter::{Number, Scale, Tensor, Workspace};
-use crate::strides::Strided;
+use crate::parameter::{Scale, Tensor, Workspace};
 
 /// Threads of a block: those of a warpgroup.
 const THREADS: u32 = 128;
@@ -30,14 +31,17 @@ pub struct Rounding {
     pub head_dim: u32,
     /// Where the sums lie.
     pub sums: SumsLayout,
+    /// How sequences lie.
+    pub batch: Batch,
 }
 
 impl Rounding {
     /// The name of this configuration.
     pub fn name(&self) -> String {
-        let Rounding { target, element, head_dim, sums } = self;
+        let Rounding { target, element, head_dim, sums, batch } = self;
         let SumsLayout { query_block, columns, part_queries } = sums;
-        format!("rounding_{target}_{element}_d{head_dim}_{query_block}x{columns}_{part_queries}")
+        let (sums, batch) = (format!("{query_block}x{columns}_{part_queries}"), batch_name(*batch));
+        format!("rounding_{target}_{element}_d{head_dim}_{sums}{batch}")
     }
 
     /// A kernel that it may come after.
@@ -51,6 +55,7 @@ impl Rounding {
             rules: Rules::CAUSAL,
             query_block: self.sums.query_block,
             deterministic: false,
+            batch: self.batch,
         }
     }
 
@@ -71,12 +76,10 @@ impl Rounding {
     }
 
     fn write(&self, k: &mut Builder) {
-        let gradient = Strided::parameters(k, Tensor::QueryGradient);
+        let gradient = Vectors::parameters(k, Tensor::QueryGradient, self.batch);
         let sums = Workspace::QueryGradientSums.address(k);
         let scale = Scale::Natural.read(k);
-        let query_length = Number::QueryLength.read(k);
-        let query_blocks = DivisorRegisters::parameters(k, Number::QueryBlocks);
-        let heads = DivisorRegisters::parameters(k, Number::QueryHeads);
+        let blocks = RowBlocks::parameters(k, &self.sums, self.batch);
         let queries = self.sums.part_queries;
         // A row of 64 columns and some room, so that neighbours of a column are in other banks.
         let row_bytes = (COLUMNS + 2) * 2;
@@ -86,42 +89,57 @@ impl Rounding {
         let (index, thread) = (k.block_index(), k.thread_index());
         let parts = self.sums.parts();
         let (number, part) = (k.eval(index / parts), k.eval(index % parts));
-        let offset = number.convert::<U64>() * self.sums.block_bytes()
-            + (part * self.sums.part_bytes() + thread * 16).convert::<U64>();
-        let mine = k.eval(sums + offset);
-        // Accumulators are transposed: a thread's rows are columns of the gradient.
-        let lane = k.eval(thread % 32);
-        let column = k.eval(thread / 32 * 16 + lane / 4);
-        let query = k.eval(lane % 4 * 2);
-        let corner = k.eval(shared + query * row_bytes + column * 2);
-        for group in 0..queries / 8 {
-            let address = mine + group * SumsLayout::REGISTERS_BYTES;
-            let values = k.load_vector::<F32, _, 4>(address, LoadHint::default());
-            for (register, value) in values.into_iter().enumerate() {
-                let (right, down) = (register as u32 / 2 * 8, register as u32 % 2);
-                let at = corner + ((8 * group + down) * row_bytes + right * 2);
-                let value = k.eval(value * scale);
-                store_from_f32(k, self.element, at, value);
+        let stage = |k: &mut Builder| {
+            let offset = number.convert::<U64>() * self.sums.block_bytes()
+                + (part * self.sums.part_bytes() + thread * 16).convert::<U64>();
+            let mine = k.eval(sums + offset);
+            // Accumulators are transposed: a thread's rows are columns of the gradient.
+            let lane = k.eval(thread % 32);
+            let column = k.eval(thread / 32 * 16 + lane / 4);
+            let query = k.eval(lane % 4 * 2);
+            let corner = k.eval(shared + query * row_bytes + column * 2);
+            for group in 0..queries / 8 {
+                let address = mine + group * SumsLayout::REGISTERS_BYTES;
+                let values = k.load_vector::<F32, _, 4>(address, LoadHint::default());
+                for (register, value) in values.into_iter().enumerate() {
+                    let (right, down) = (register as u32 / 2 * 8, register as u32 % 2);
+                    let at = corner + ((8 * group + down) * row_bytes + right * 2);
+                    let value = k.eval(value * scale);
+                    store_from_f32(k, self.element, at, value);
+                }
             }
-        }
-        k.block_sync();
-        let (head_and_batch, block) = query_blocks.divide(k, number);
-        let (batch, head) = heads.divide(k, head_and_batch);
-        let wide = self.sums.by_columns();
-        let first_row = k.eval(block * self.sums.query_block);
-        let first_column = if wide { k.eval(part * COLUMNS) } else { k.eval(0u32) };
-        let first_row = if wide { first_row } else { k.eval(first_row + part * queries) };
-        // Two columns a thread: a warp stores a row of 64.
-        let column = k.eval(lane * 2);
-        let to_column = k.eval(first_column + column);
-        for step in 0..queries.div_ceil(THREADS / 32) {
-            let within = k.eval(thread / 32 + step * (THREADS / 32));
-            let row = k.eval(first_row + within);
-            k.if_(row.less(query_length) & to_column.less(self.head_dim), |k| {
-                let from = shared + within * row_bytes + column * 2;
-                let pair = k.load::<U32, SharedAddress>(from);
-                let to = gradient.row(k, self.element, [batch, row, head]);
-                k.store(to + to_column.convert::<U64>() * 2, pair);
+            k.block_sync();
+            lane
+        };
+        let store = |k: &mut Builder, block: &RowBlock, lane: Reg<U32>| {
+            let wide = self.sums.by_columns();
+            let first_row = k.eval(block.first_row(self.sums.query_block));
+            let first_column = if wide { k.eval(part * COLUMNS) } else { k.eval(0u32) };
+            let first_row = if wide { first_row } else { k.eval(first_row + part * queries) };
+            // Two columns a thread: a warp stores a row of 64.
+            let column = k.eval(lane * 2);
+            let to_column = k.eval(first_column + column);
+            for step in 0..queries.div_ceil(THREADS / 32) {
+                let within = k.eval(thread / 32 + step * (THREADS / 32));
+                let row = k.eval(first_row + within);
+                k.if_(row.less(block.query_length) & to_column.less(self.head_dim), |k| {
+                    let from = shared + within * row_bytes + column * 2;
+                    let pair = k.load::<U32, SharedAddress>(from);
+                    let to = gradient.row(k, self.element, block, row);
+                    k.store(to + to_column.convert::<U64>() * 2, pair);
+                });
+            }
+        };
+        if self.batch == Batch::Equal {
+            let lane = stage(k);
+            let block = blocks.find(k, number);
+            store(k, &block, lane);
+        } else {
+            // Nobody added anything where there are no rows.
+            let block = blocks.find(k, number);
+            block.if_exists(k, |k| {
+                let lane = stage(k);
+                store(k, &block, lane);
             });
         }
     }

@@ -8,13 +8,12 @@ use ptx::{
     U64, Value,
 };
 
-use super::{Backward, SumsLayout};
+use super::row_blocks::{LogSums, RowBlock, RowBlocks, Vectors};
+use super::{Backward, SumsLayout, batch_name};
 use crate::Error;
-use crate::attention::Rules;
-use crate::divisor::DivisorRegisters;
+use crate::attention::{Batch, Rules};
 use crate::element::load_eight_as_f32;
-use crate::parameter::{Number, Tensor, Workspace};
-use crate::strides::Strided;
+use crate::parameter::{Tensor, Workspace};
 
 /// Threads of a block.
 const THREADS: u32 = 256;
@@ -35,15 +34,18 @@ pub struct RowSums {
     pub sums: SumsLayout,
     /// Whether there are counters of turns, which become zero.
     pub turns: bool,
+    /// How sequences lie.
+    pub batch: Batch,
 }
 
 impl RowSums {
     /// The name of this configuration.
     pub fn name(&self) -> String {
-        let RowSums { target, element, value_head_dim, sums, turns } = self;
+        let RowSums { target, element, value_head_dim, sums, turns, batch } = self;
         let SumsLayout { query_block, columns, .. } = sums;
-        let turns = if *turns { "_turns" } else { "" };
-        format!("row_sums_{target}_{element}_d{value_head_dim}_{query_block}x{columns}{turns}")
+        let (turns, batch) = (if *turns { "_turns" } else { "" }, batch_name(*batch));
+        let sums = format!("{query_block}x{columns}");
+        format!("row_sums_{target}_{element}_d{value_head_dim}_{sums}{turns}{batch}")
     }
 
     /// A kernel that it may come before.
@@ -55,11 +57,12 @@ impl RowSums {
             rules: Rules::CAUSAL,
             query_block: self.sums.query_block,
             deterministic: self.turns,
+            batch: self.batch,
         }
     }
 
     /// Builds the kernel: a block of the grid for each block of query rows of each head and
-    /// sequence.
+    /// sequence, or of the workspace.
     pub fn program(&self) -> Result<Program, Error> {
         let dim = self.value_head_dim;
         if !matches!(self.element, Element::F16 | Element::BF16) {
@@ -75,24 +78,49 @@ impl RowSums {
     }
 
     fn write(&self, k: &mut Builder) {
-        let output = Strided::parameters(k, Tensor::Output);
-        let gradient = Strided::parameters(k, Tensor::OutputGradient);
-        let lse: Reg<GlobalAddress> = Tensor::Lse.address(k);
+        let output = Vectors::parameters(k, Tensor::Output, self.batch);
+        let gradient = Vectors::parameters(k, Tensor::OutputGradient, self.batch);
+        let lse = LogSums::parameters(k, self.batch);
         let statistics = Workspace::RowStatistics.address(k);
         let sums = Workspace::QueryGradientSums.address(k);
-        let query_length = Number::QueryLength.read(k);
-        let query_blocks = DivisorRegisters::parameters(k, Number::QueryBlocks);
-        let heads = DivisorRegisters::parameters(k, Number::QueryHeads);
+        let blocks = RowBlocks::parameters(k, &self.sums, self.batch);
 
         let turns = self.turns.then(|| Workspace::Turns.address(k));
         let (number, thread) = (k.block_index(), k.thread_index());
-        if let Some(turns) = turns {
-            let counter = k.eval(turns + number.convert::<U64>() * 4);
-            k.if_(thread.equals(0), |k| k.store::<U32, _>(counter, 0u32));
+        let empty = |k: &mut Builder| {
+            if let Some(turns) = turns {
+                let counter = k.eval(turns + number.convert::<U64>() * 4);
+                k.if_(thread.equals(0), |k| k.store::<U32, _>(counter, 0u32));
+            }
+            self.clear(k, sums, number, thread);
+        };
+        let compute = |k: &mut Builder, block: &RowBlock| {
+            self.statistics(k, [&output, &gradient], &lse, block, [number, thread], statistics);
+        };
+        if self.batch == Batch::Equal {
+            empty(k);
+            let block = blocks.find(k, number);
+            compute(k, &block);
+        } else {
+            // Nobody adds anything where there are no rows.
+            let block = blocks.find(k, number);
+            block.if_exists(k, |k| {
+                empty(k);
+                compute(k, &block);
+            });
         }
-        self.clear(k, sums, number, thread);
-        let (head_and_batch, block) = query_blocks.divide(k, number);
-        let (batch, head) = heads.divide(k, head_and_batch);
+    }
+
+    /// The statistics of a block's rows.
+    fn statistics(
+        &self,
+        k: &mut Builder,
+        tensors: [&Vectors; 2],
+        lse: &LogSums,
+        block: &RowBlock,
+        [number, thread]: [Reg<U32>; 2],
+        statistics: Reg<GlobalAddress>,
+    ) {
         // As many lanes as a row has chunks, rounded up to a power of two.
         let lanes = (self.value_head_dim / CHUNK).next_power_of_two();
         let column = k.eval(thread % lanes * CHUNK);
@@ -102,13 +130,12 @@ impl RowSums {
         let statistics = k.eval(statistics + number.convert::<U64>() * block_bytes);
         for step in 0..self.sums.query_block.div_ceil(rows) {
             let within = k.eval(first + step * rows);
-            let row = k.eval(block * self.sums.query_block + within);
-            let exists = k.eval(row.less(query_length));
+            let row = k.eval(block.first_row(self.sums.query_block) + within);
+            let exists = k.eval(row.less(block.query_length));
             let sum = k.variable::<F32>(0.0);
             k.if_(exists & column.less(self.value_head_dim), |k| {
-                let at = [batch, row, head];
-                let [a, b] = [&output, &gradient].map(|tensor| {
-                    let address = tensor.row(k, self.element, at);
+                let [a, b] = tensors.map(|tensor| {
+                    let address = tensor.row(k, self.element, block, row);
                     let chunk = address + column.convert::<U64>() * self.element.bytes();
                     load_eight_as_f32(k, self.element, chunk)
                 });
@@ -119,9 +146,9 @@ impl RowSums {
             });
             let sum = k.reduce_lanes(sum, lanes, |a, b| a + b);
             let log_sum = k.variable::<F32>(f32::NEG_INFINITY);
-            let index = k.eval(head_and_batch * query_length + row);
+            let lse = lse.of(k, block, row);
             k.if_(exists, |k| {
-                let lse = k.load::<F32, _>(lse + index.convert::<U64>() * 4);
+                let lse = k.load::<F32, _>(lse);
                 // A row that saw nothing has no weights: minus infinity, and not plus.
                 let nothing = lse.equals(f32::NEG_INFINITY);
                 k.set(log_sum, nothing.choose::<F32>(f32::NEG_INFINITY, lse * -LOG2_E));

@@ -5,13 +5,14 @@
 
 use ptx::{Builder, Choose, Expression, F32, LoadHint, Program, Reg, S32, Target, U32, U64};
 
-use super::Backward;
+use super::{Backward, batch_name};
 use crate::Error;
 use crate::attention::rows::Sinks;
 use crate::attention::visibility::Visibility;
-use crate::attention::{MaskKind, Rules};
+use crate::attention::{Batch, MaskKind, Rules};
 use crate::divisor::DivisorRegisters;
 use crate::parameter::{Number, Tensor, Workspace};
+use crate::sequencer::Batch as Sequences;
 
 /// Threads of a block.
 const THREADS: u32 = 256;
@@ -28,14 +29,22 @@ pub struct SinkGradients {
     pub mask: MaskKind,
     /// Query rows of a block of statistics: a multiple of 4 that divides 1024.
     pub query_block: u32,
+    /// How sequences lie.
+    pub batch: Batch,
+}
+
+/// The query rows of a head, of all sequences.
+enum AllRows {
+    Equal { lengths: [Reg<U32>; 2], batch: Reg<U32>, heads: Reg<U32> },
+    Ragged(Sequences),
 }
 
 impl SinkGradients {
     /// The name of this configuration.
     pub fn name(&self) -> String {
-        let SinkGradients { target, mask, query_block } = self;
+        let SinkGradients { target, mask, query_block, batch } = self;
         let mask = Rules { mask: *mask, ..Rules::DENSE }.name();
-        format!("sink_gradients_{target}_{mask}_{query_block}")
+        format!("sink_gradients_{target}_{mask}_{query_block}{}", batch_name(*batch))
     }
 
     /// A kernel that it may come after.
@@ -48,6 +57,7 @@ impl SinkGradients {
             rules: Rules { mask: self.mask, sinks: true, ..Rules::DENSE },
             query_block: self.query_block,
             deterministic: false,
+            batch: self.batch,
         }
     }
 
@@ -67,8 +77,14 @@ impl SinkGradients {
         let statistics = Workspace::RowStatistics.address(k);
         let sinks = Sinks::parameters(k);
         let gradients = Tensor::SinkGradient.address(k);
-        let lengths = [Number::QueryLength.read(k), Number::KeyLength.read(k)];
-        let (batch, heads) = (Number::Batch.read(k), Number::QueryHeads.read(k));
+        let rows = match self.batch {
+            Batch::Equal => {
+                let lengths = [Number::QueryLength.read(k), Number::KeyLength.read(k)];
+                let (batch, heads) = (Number::Batch.read(k), Number::QueryHeads.read(k));
+                AllRows::Equal { lengths, batch, heads }
+            }
+            _ => AllRows::Ragged(Sequences::parameters(k)),
+        };
         let query_blocks = DivisorRegisters::parameters(k, Number::QueryBlocks);
         let visibility = Visibility::parameters(k, self.mask);
         let of_warps = k.shared("sums of warps", THREADS / 32 * 4, 16);
@@ -80,14 +96,13 @@ impl SinkGradients {
         let threads = self.query_block / ROWS;
         let within = k.eval(thread % threads * ROWS);
         let sum = k.variable::<F32>(0.0);
-        let number = k.variable(thread / threads);
-        k.loop_(|k| {
-            k.break_if(number.at_least(batch * query_blocks.number));
-            let (sequence, block) = query_blocks.divide(k, number);
-            let number_of_all = (sequence * heads + head) * query_blocks.number + block;
-            let number_of_all = k.eval(number_of_all);
-            let bytes = 2 * 4 * self.query_block;
-            let at = number_of_all.convert::<U64>() * bytes + (within * 4).convert::<U64>();
+        let bytes = 2 * 4 * self.query_block;
+        // Adds rows of a block of a sequence.
+        let add = |k: &mut Builder,
+                   number: Reg<U32>,
+                   [block, within]: [Reg<U32>; 2],
+                   lengths: [Reg<U32>; 2]| {
+            let at = number.convert::<U64>() * bytes + (within * 4).convert::<U64>();
             let at = k.eval(statistics + at);
             let log_sums = k.load_vector::<F32, _, 4>(at, LoadHint::default());
             let row_sums = at + 4 * self.query_block;
@@ -102,8 +117,36 @@ impl SinkGradients {
                 let part = counts.choose::<F32>(weight * row_sums[row], 0.0);
                 k.set(sum, sum + part);
             }
-            k.set(number, number + THREADS / threads);
-        });
+        };
+        match &rows {
+            AllRows::Equal { lengths, batch, heads } => {
+                let number = k.variable(thread / threads);
+                k.loop_(|k| {
+                    k.break_if(number.at_least(*batch * query_blocks.number));
+                    let (sequence, block) = query_blocks.divide(k, number);
+                    let number_of_all = (sequence * *heads + head) * query_blocks.number + block;
+                    let number_of_all = k.eval(number_of_all);
+                    add(k, number_of_all, [block, within], *lengths);
+                    k.set(number, number + THREADS / threads);
+                });
+            }
+            // A warp for each sequence.
+            AllRows::Ragged(sequences) => {
+                let (warp, lane) = (k.eval(thread / 32), k.lane());
+                k.for_range(warp, sequences.batch, THREADS / 32, |k, index| {
+                    let sequence = sequences.sequence(k, index);
+                    let first = k.eval(sequence.query_start / self.query_block + index);
+                    let first = k.eval(head * query_blocks.number + first);
+                    let lengths = [sequence.queries, sequence.keys];
+                    k.for_range(lane * ROWS, sequence.queries, 32 * ROWS, |k, row| {
+                        let block = k.eval(row / self.query_block);
+                        let within = k.eval(row % self.query_block);
+                        let number = k.eval(first + block);
+                        add(k, number, [block, within], lengths);
+                    });
+                });
+            }
+        }
         let sum = k.reduce_lanes(sum, 32, |a, b| a + b);
         k.if_((thread % 32).equals(0), |k| k.store(of_warps + thread / 32 * 4, sum));
         k.block_sync();

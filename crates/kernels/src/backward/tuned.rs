@@ -3,7 +3,7 @@
 use ptx::Element;
 
 use super::Backward;
-use crate::attention::Rules;
+use crate::attention::{Batch, Rules};
 
 /// The configuration that runs fastest for these tensors, where there is one.
 pub fn tuned_backward(
@@ -16,8 +16,8 @@ pub fn tuned_backward(
         return None;
     }
     let query_block = if head_dim <= 64 && value_head_dim <= 128 { 128 } else { 64 };
-    let deterministic = false;
-    Some(Backward { element, head_dim, value_head_dim, rules, query_block, deterministic })
+    let (deterministic, batch) = (false, Batch::Equal);
+    Some(Backward { element, head_dim, value_head_dim, rules, query_block, deterministic, batch })
 }
 
 /// The configuration of twice as many keys a block, where there is one: faster where there are enough

@@ -16,7 +16,7 @@ use ptx::{
     SharedAddress, U32, U64, Value,
 };
 
-use super::prefill::{Prefill, SLICE_EXTENT};
+use super::prefill::{Prefill, slice_corner};
 use super::producer::Loader;
 use super::scheduler::{ConsumerScheduler, Place, ProducerScheduler, TileScheduler};
 use crate::attention::rows::Sinks;
@@ -437,20 +437,6 @@ impl Pages {
         let zero = k.eval::<U32>(0);
         slice_corner(k, zero, length, end, rows.key_head)
     }
-}
-
-/// Where a row of a slice lies that ends at `end` and has `length` rows; see
-/// [`Prefill`] for the coordinates.
-fn slice_corner(
-    k: &mut Builder,
-    row: Reg<U32>,
-    length: Reg<U32>,
-    end: Reg<U32>,
-    head: Reg<U32>,
-) -> [Value<S32>; 5] {
-    let inside = k.eval(row + (Value::<U32>::from(SLICE_EXTENT) - length));
-    let [inside, end, head] = [inside, end, head].map(|r| r.reinterpret::<S32>());
-    [0.into(), inside, end, (SLICE_EXTENT as i32).into(), head]
 }
 
 /// The consumers' side.

@@ -41,6 +41,7 @@ mod warpgroup;
 pub use crate::divisor::Divisor;
 pub use lists::TileLists;
 pub use prefill::{Prefill, SLICE_EXTENT};
+pub(crate) use prefill::{slice_rest, slice_row};
 pub use probe::{PROBE_WORDS, Phase};
 pub use tuned::{Tuned, Workload, every_prefill, every_tuned, tuned, tuned_prefill};
 

@@ -15,7 +15,9 @@
 //!
 //! Addresses are 64 bits wide and wrap around, so that the sum is `start + row`.
 
-use ptx::{Builder, Expression, GlobalAddress, Program, Reg, TensorBox, TileLayout};
+use ptx::{
+    Builder, Expression, GlobalAddress, Program, Reg, S32, TensorBox, TileLayout, U32, Value,
+};
 
 use super::dynamic_scheduler::{Batch, DynamicConsumer, DynamicProducer, WorkSlots};
 use super::epilogue::Epilogue;
@@ -36,6 +38,29 @@ pub struct Prefill {
     /// With pages, how many of their rows are copied at a time: divides the page
     /// size and the key block, a multiple of 8.
     pub page_rows: Option<u32>,
+}
+
+/// Where a row of a slice lies that ends at `end` and has `length` rows.
+pub(super) fn slice_corner(
+    k: &mut Builder,
+    row: Reg<U32>,
+    length: Reg<U32>,
+    end: Reg<U32>,
+    head: Reg<U32>,
+) -> [Value<S32>; 5] {
+    let inside = k.eval(slice_row(row, length));
+    let [end, back, head] = slice_rest(end, head);
+    [0.into(), inside.reinterpret(), end, back, head]
+}
+
+/// The coordinate `inside` of a row of a slice of so many rows,
+pub(crate) fn slice_row(row: impl Into<Value<U32>>, length: Reg<U32>) -> Value<U32> {
+    row.into() + (Value::<U32>::from(SLICE_EXTENT) - length)
+}
+
+/// and those behind it: `end`, `back` and the head.
+pub(crate) fn slice_rest(end: Reg<U32>, head: Reg<U32>) -> [Value<S32>; 3] {
+    [end.reinterpret(), (SLICE_EXTENT as i32).into(), head.reinterpret()]
 }
 
 /// The rank of the tensor maps.

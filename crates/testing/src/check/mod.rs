@@ -5,6 +5,7 @@ pub mod cases;
 mod combine;
 mod gradients;
 pub mod ladder;
+mod ragged_gradients;
 mod sequences;
 
 use std::fmt;
@@ -21,6 +22,7 @@ pub use append::{check_append, run_appends};
 pub use cases::{Case, Contents, Order};
 pub use combine::{check_combine, run_combines};
 pub use gradients::{ExpectedGradients, GradientsOutcome, run_backward, run_gradients};
+pub use ragged_gradients::RaggedGradients;
 pub use sequences::{CheckedSequences, ExpectedOfSequences, SequencesCase, run_sequences};
 
 /// How a kernel did on a [`Case`].

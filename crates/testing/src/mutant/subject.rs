@@ -6,6 +6,7 @@
 use kernels::append::Rotary;
 use kernels::forward::{Form, every_tuned};
 use kernels::product::Source;
+use kernels::sequencer::Tiles;
 use kernels::{
     Append, Batch, Combine, Configuration, Decode, Forward, MaskKind, Mma, Prefill, Rules,
     Sequencer,
@@ -132,6 +133,7 @@ fn combines() -> [Combine; 2] {
     [wide, Combine { partial: element, value_head_dim: 8, ..wide }]
 }
 
-fn sequencers() -> [Sequencer; 2] {
-    [MaskKind::Local, MaskKind::Chunked].map(|mask| Sequencer { target: Target::SM_90A, mask })
+fn sequencers() -> [Sequencer; 3] {
+    [Tiles::Queries(MaskKind::Local), Tiles::Queries(MaskKind::Chunked), Tiles::Keys]
+        .map(|tiles| Sequencer { target: Target::SM_90A, tiles })
 }

@@ -1,14 +1,15 @@
 //! What the backward pass is given besides its inputs, and what must come out of it.
 
 use flashcore::plan::Source;
+use flashcore::serving::{Placement, Sequences};
 use flashcore::{Error, Inputs, Problem, Tensor};
 use kernels::parameter::Tensor as Role;
 use ptx::Element;
 use sim::Memory;
 
-use super::Expected;
-use super::call::{Buffers, Staged};
-use crate::reference::{self, Gradients, HeadGradients, Heads};
+use super::call::{Buffers, Staged, UNTOUCHED};
+use super::{Expected, encode};
+use crate::reference::{self, HeadGradients, Heads};
 use crate::verdict::gradient_tolerances;
 
 /// The output of the forward pass with its log-sum-exps, and its gradient.
@@ -48,13 +49,27 @@ impl Backward {
     }
 
     /// Makes buffers for the gradients.
-    pub(super) fn stage(&self, problem: &Problem, memory: &mut Memory, buffers: &mut Buffers) {
+    pub(super) fn stage(
+        &self,
+        problem: &Problem,
+        sequences: &Sequences,
+        memory: &mut Memory,
+        buffers: &mut Buffers,
+    ) {
         let given = memory.input("OutputGradient", self.gradient.bytes().to_vec());
         buffers.insert(Source::Tensor(Role::OutputGradient), given);
         let shapes = [problem.query_shape(), problem.key_shape(), problem.value_shape()];
         for ((_, role, _), shape) in PARTS.into_iter().zip(shapes) {
-            let bytes = shape.elements().unwrap_or(0) * problem.dtype().bytes();
-            let buffer = memory.output(&format!("{role:?}"), bytes);
+            let (name, count) = (format!("{role:?}"), shape.elements().unwrap_or(0));
+            let of = placement(sequences, role);
+            let used: usize = (0..of.sequences()).map(|sequence| of.length(sequence)).sum();
+            let buffer = match used == shape.batch * shape.length {
+                true => memory.output(&name, count * problem.dtype().bytes()),
+                // What is of no sequence stays as it was.
+                false => {
+                    memory.result(&name, encode(problem.dtype().element(), &vec![UNTOUCHED; count]))
+                }
+            };
             buffers.insert(Source::Tensor(role), buffer);
         }
         if problem.scores.sinks {
@@ -83,37 +98,41 @@ impl Backward {
             });
         let shapes = [problem.query_shape(), problem.key_shape(), problem.value_shape()];
         let parts = PARTS.into_iter().zip(shapes).zip([query, key, value]);
+        let sequences = Sequences::of(problem, *inputs);
         let of = |(((name, role, numbers), shape), tolerance): ((Part, flashcore::Shape), f64)| {
-            let exact = in_order(&exact, shape, problem, numbers);
-            Expected {
+            let mut expected = Expected {
                 name,
                 buffer: buffers[&Source::Tensor(role)],
                 element: problem.dtype().element(),
-                magnitude: exact.iter().map(|value| value.abs()).collect(),
-                tolerance: vec![tolerance; exact.len()],
-                exact,
+                magnitude: Vec::new(),
+                tolerance: vec![0.0; shape.elements().unwrap_or(0)],
+                exact: vec![UNTOUCHED; shape.elements().unwrap_or(0)],
+            };
+            let group = shape.heads / problem.kv_heads;
+            let placement = placement(&sequences, role);
+            for of_head in &exact.heads {
+                let length = placement.length(of_head.sequence).max(1);
+                for (index, row) in numbers(of_head).chunks_exact(shape.dim).enumerate() {
+                    let (head, position) = (index / length, index % length);
+                    let (entry, position) = placement.locate(of_head.sequence, position);
+                    let head = of_head.kv_head * group + head;
+                    let at = (entry * shape.length + position) * shape.heads + head;
+                    let at = at * shape.dim..(at + 1) * shape.dim;
+                    expected.exact[at.clone()].copy_from_slice(row);
+                    expected.tolerance[at].fill(tolerance);
+                }
             }
+            expected.magnitude = expected.exact.iter().map(|value| value.abs()).collect();
+            expected
         };
         Ok(parts.map(of).chain(of_sinks).collect())
     }
 }
 
-/// Head by head into the order of the tensor: (batch, length, heads, dim).
-fn in_order(
-    gradients: &Gradients,
-    shape: flashcore::Shape,
-    problem: &Problem,
-    numbers: fn(&HeadGradients) -> &[f64],
-) -> Vec<f64> {
-    let group = shape.heads / problem.kv_heads;
-    let mut all = vec![0.0; shape.elements().unwrap_or(0)];
-    for of_head in &gradients.heads {
-        for (index, row) in numbers(of_head).chunks_exact(shape.dim).enumerate() {
-            let (head, position) = (index / shape.length, index % shape.length);
-            let head = of_head.kv_head * group + head;
-            let at = (of_head.sequence * shape.length + position) * shape.heads + head;
-            all[at * shape.dim..][..shape.dim].copy_from_slice(row);
-        }
+/// Where the rows of a gradient are.
+fn placement(sequences: &Sequences, role: Role) -> &Placement {
+    match role {
+        Role::QueryGradient => sequences.queries(),
+        _ => sequences.keys(),
     }
-    all
 }

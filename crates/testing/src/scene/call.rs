@@ -96,7 +96,7 @@ const LISTS: [List; 9] = [
 ];
 
 /// What stands in results where nobody shall write: as a number of every element.
-const UNTOUCHED: f64 = 77.0;
+pub(super) const UNTOUCHED: f64 = 77.0;
 
 /// The seed of keys.
 const KEYS: u64 = 2;
@@ -241,7 +241,7 @@ impl Call {
             buffers.insert(Source::Tensor(role), buffer);
         }
         if let Some(backward) = &given.backward {
-            backward.stage(&problem, &mut memory, &mut buffers);
+            backward.stage(&problem, &sequences, &mut memory, &mut buffers);
         }
         let mut restored = Vec::new();
         for it in &choice.memory {
@@ -326,8 +326,13 @@ impl Call {
         let backward = match problem.pass {
             Pass::Forward => None,
             Pass::Backward => {
-                let gradient = tensor(6, problem.output_shape(), queries)?;
-                Some(Backward::new(&problem, tensors.inputs(), gradient)?)
+                let output = Shape { dim: problem.value_head_dim, ..query };
+                let gradient = tensor(6, output, queries)?;
+                let (problem, inputs) = match &sequences {
+                    Some(sequences) => sequences.over(tensors.inputs())?,
+                    None => (problem.clone(), tensors.inputs()),
+                };
+                Some(Backward::new(&problem, inputs, gradient)?)
             }
         };
         Ok(Given { problem, sequences, tensors, backward })

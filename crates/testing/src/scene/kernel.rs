@@ -146,6 +146,13 @@ impl Call {
                 let place = it.page_rows.map_or(Place::Apart, |it| Place::Paged(2 * it as usize));
                 Call::ragged(kernel, tiles_of_queries(rows).over(place), [2, 1])
             }
+            Configuration::Backward(it) if it.batch != Batch::Equal => {
+                let (rows, block) = (it.query_block as usize, it.key_block() as usize);
+                let queries = vec![2, 2 * rows + 5, 0, 1];
+                let ragged = Ragged::new(queries, vec![1, block + 3, 7, 0]).over(Place::Apart);
+                let query_place = Place::Apart;
+                Call::ragged(kernel, Ragged { query_place, ..ragged }, [2, 1])
+            }
             // Three query blocks for each of two heads that share a key head, two blocks of keys.
             Configuration::Backward(it) => {
                 let lengths = [2 * it.query_block as usize + 5, it.key_block() as usize + 3];

@@ -36,7 +36,7 @@ mod unkind;
 
 use std::fmt;
 
-use kernels::Configuration;
+use kernels::{Batch, Configuration};
 use ptx::{Element, Program};
 
 pub use append::AppendSize;
@@ -183,13 +183,16 @@ impl Scene {
             Configuration::Ceiling(ceiling) => Scene::ceiling(*ceiling, Scene::CEILING_ROUNDS),
             // What goes with the backward pass is looked at in its place before or after it.
             Configuration::RowSums(it) => {
-                Call::small(Configuration::Backward(it.before())).scene_of(0)
+                let ragged = usize::from(it.batch != Batch::Equal);
+                Call::small(Configuration::Backward(it.before())).scene_of(ragged)
             }
             Configuration::Rounding(it) => {
-                Call::small(Configuration::Backward(it.after())).scene_of(2)
+                let ragged = usize::from(it.batch != Batch::Equal);
+                Call::small(Configuration::Backward(it.after())).scene_of(2 + ragged)
             }
             Configuration::SinkGradients(it) => {
-                Call::small(Configuration::Backward(it.after())).scene_of(3)
+                let ragged = usize::from(it.batch != Batch::Equal);
+                Call::small(Configuration::Backward(it.after())).scene_of(3 + ragged)
             }
             attention => Call::small(*attention).scene(),
         }

@@ -1,15 +1,18 @@
 //! Scenes of the kernel that puts the tiles of a ragged batch in order, as it is launched before
-//! prefill.
+//! prefill and before the backward pass.
 //!
 //! Tiles that cost the same come in any order, and a scene expects one: it passes for certain only
 //! where there are none.
 
 use flashcore::Mask;
 use flashcore::plan::Source;
+use kernels::backward::tuned_backward;
 use kernels::forward::every_prefill;
 use kernels::parameter::Workspace;
-use kernels::sequencer::Slice;
-use kernels::{Configuration, Forward, MaskKind, Prefill, Rules, Sequencer, Window};
+use kernels::sequencer::{Slice, Tiles};
+use kernels::{
+    Backward, Batch, Configuration, Forward, MaskKind, Prefill, Rules, Sequencer, Window,
+};
 use ptx::Element;
 
 use super::call::Staged;
@@ -34,13 +37,39 @@ impl Scene {
         ragged: &Ragged,
         tile_rows: u32,
     ) -> Result<Self, SceneError> {
+        let mask = match sequencer.tiles {
+            Tiles::Queries(mask) => mask,
+            Tiles::Keys => return Scene::key_sequencer(sequencer, ragged),
+        };
         let Prefill { tile, .. } = every_prefill()[0];
-        let rules = Rules { mask: sequencer.mask, ..Rules::LOCAL };
+        let rules = Rules { mask, ..Rules::LOCAL };
         let tile = Forward { warpgroups: tile_rows / 64, ping_pong: false, rules, ..tile };
         let prefill = Configuration::Prefill(Prefill { tile, page_rows: None });
-        let chunk = if sequencer.mask == MaskKind::Chunked { CHUNK } else { 0 };
+        let chunk = if mask == MaskKind::Chunked { CHUNK } else { 0 };
         let mask = Mask::CAUSAL.with_chunk(chunk);
         let call = Call::ragged(prefill, ragged.clone(), [1, 1]).with(|it| it.with_mask(mask));
+        let window = Window { chunk: (chunk > 0).then_some(chunk as u32), ..Window::CAUSAL };
+        let words = Sequencer::schedule(tile_rows, &window, &slices(ragged)?);
+        Scene::first_step(sequencer, call, words, format!("{ragged}, tiles of {tile_rows}"))
+    }
+
+    /// Tiles of keys, as they are put in order before the backward pass: of 128.
+    fn key_sequencer(sequencer: Sequencer, ragged: &Ragged) -> Result<Self, SceneError> {
+        let backward = tuned_backward(Element::BF16, 64, 64, Rules::CAUSAL)
+            .map(|it| Backward { batch: Batch::Ragged, ..it })
+            .ok_or_else(|| SceneError::Size("no backward pass is tuned".to_owned()))?;
+        let call = Call::ragged(Configuration::Backward(backward), ragged.clone(), [1, 1]);
+        let words = Sequencer::key_schedule(backward.key_block(), &slices(ragged)?);
+        Scene::first_step(sequencer, call, words, format!("{ragged}, tiles of keys"))
+    }
+
+    /// The first launch of a call, which writes a schedule.
+    fn first_step(
+        sequencer: Sequencer,
+        call: Call,
+        mut words: Vec<u32>,
+        size: String,
+    ) -> Result<Self, SceneError> {
         // What lists hold beyond their bounds means the bounds.
         let call = Call { hostile: true, ..call };
         let given = call.given()?;
@@ -49,11 +78,8 @@ impl Scene {
         let step = steps.swap_remove(0);
         if step.program.name != sequencer.name() {
             let (name, other) = (sequencer.name(), step.program.name);
-            return Err(SceneError::Size(format!("{name}: prefill is launched after {other}")));
+            return Err(SceneError::Size(format!("{name}: {other} is launched first")));
         }
-
-        let window = Window { chunk: (chunk > 0).then_some(chunk as u32), ..Window::CAUSAL };
-        let mut words = Sequencer::schedule(tile_rows, &window, &slices(ragged)?);
         words.resize(memory.bytes(schedule).len() / 4, 0);
         // Words are compared by their bits, which are those of small floats.
         let exact: Vec<f64> = words.iter().map(|word| f32::from_bits(*word).into()).collect();
@@ -65,7 +91,6 @@ impl Scene {
             tolerance: vec![0.0; exact.len()],
             exact,
         }];
-        let size = format!("{ragged}, tiles of {tile_rows}");
         Ok(Scene::alone(step, memory, results, size))
     }
 }

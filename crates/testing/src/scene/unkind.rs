@@ -6,6 +6,7 @@
 //! most mutants fall there.
 
 use flashcore::Mask;
+use kernels::sequencer::Tiles;
 use kernels::{
     Append, Backward, Batch, Configuration, Decode, Forward, MaskKind, Mma, Prefill, Sequencer,
 };
@@ -51,11 +52,31 @@ fn scenes(calls: Vec<Call>) -> Result<Vec<Scene>, SceneError> {
 fn backward(it: &Backward) -> Vec<Call> {
     let kernel = Configuration::Backward(*it);
     let rows = it.query_block as usize;
+    if it.batch != Batch::Equal {
+        return ragged_backward(kernel, rows, it.key_block() as usize);
+    }
     let call = |lengths, heads| Call::new(kernel, 1, lengths, heads);
     vec![
         call([5 * rows - 7, it.key_block() as usize], [2, 2]),
         call([rows - 1, it.key_block() as usize + 40], [2, 1]),
         Call::new(kernel, 2, [2 * rows, 70], [3, 1]),
+    ]
+}
+
+/// The same in sequences of their own, some of them empty on one side or on both.
+fn ragged_backward(kernel: Configuration, rows: usize, block: usize) -> Vec<Call> {
+    let call = |queries: Vec<usize>, keys: Vec<usize>, query_place, key_place, heads| {
+        let ragged = Ragged::new(queries, keys).over(key_place);
+        Call::ragged(kernel, Ragged { query_place, ..ragged }, heads)
+    };
+    let (packed, apart, padded) = (Place::Packed, Place::Apart, Place::Padded);
+    let hostile =
+        call(vec![rows, 0, 1, rows - 1], vec![block, 0, 2 * block, 1], packed, apart, [2, 1]);
+    vec![
+        call(vec![1, 5 * rows - 7, 0, 3], vec![1, block, 9, 0], packed, packed, [2, 2]),
+        call(vec![rows - 1, 2 * rows, rows + 1], vec![block + 40, 70, 3], apart, padded, [4, 2]),
+        call(vec![7, rows + 1], vec![2 * block + 1, 5], padded, apart, [3, 1]),
+        Call { hostile: true, ..hostile },
     ]
 }
 
@@ -266,6 +287,23 @@ fn append(it: &Append) -> Result<Vec<Scene>, SceneError> {
 /// Tiles are in one order only where no two cost the same: lengths beyond 1024 count in steps.
 fn sequencer(it: &Sequencer) -> Result<Vec<Scene>, SceneError> {
     let batch = Scene::sequencer_batch();
+    if it.tiles == Tiles::Keys {
+        // The same of sequences: of those with keys, no two have as many queries.
+        let few =
+            |every: usize| move |index: usize| if index.is_multiple_of(every) { 300 } else { 0 };
+        let of = |queries, keys| Ragged { queries, keys, ..batch.clone() };
+        return [
+            of(vec![1], vec![1]),
+            of(vec![0, 0], vec![7, 0]),
+            of(vec![5, 9, 7], vec![700, 128, 4500]),
+            of((0..45).collect(), (0..45).map(|index| index * 7 % 300).collect()),
+            of((0..1100).map(|it| 1 + it / 171).collect(), (0..1100).map(few(171)).collect()),
+            of(vec![1500, 3100, 1100, 2700], vec![9, 300, 130, 1]),
+        ]
+        .iter()
+        .map(|ragged| Scene::sequencer(*it, ragged, 128))
+        .collect();
+    }
     let long = Ragged {
         queries: vec![1, 9, 64, 3, 40, 2, 17],
         keys: vec![1500, 3100, 1100, 2700, 2000, 600, 2300],
@@ -287,7 +325,7 @@ fn sequencer(it: &Sequencer) -> Result<Vec<Scene>, SceneError> {
         ..many.clone()
     };
     let mut all = vec![(one, 128), (none, 128), (mixed, 64), (many, 64)];
-    if it.mask != MaskKind::Chunked {
+    if it.tiles != Tiles::Queries(MaskKind::Chunked) {
         // In chunks these would cost the same.
         let spread = Ragged {
             queries: vec![1; 60],

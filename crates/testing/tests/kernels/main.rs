@@ -11,6 +11,7 @@ mod mma;
 mod mutation;
 mod prefill;
 mod product;
+mod ragged_backward;
 mod rungs;
 
 use flashcore_testing::scene::{Scene, schedules};

@@ -5,6 +5,7 @@ use flashcore_testing::check::Order;
 use flashcore_testing::scene::{Call, Place, Ragged, Scene};
 use kernels::forward::Form;
 use kernels::product::Source;
+use kernels::sequencer::Tiles;
 use kernels::{Configuration, Forward, MaskKind, Prefill, Rules, Sequencer};
 use ptx::{Element, Target};
 use sim::{Memory, Mode, Options, Policy};
@@ -132,8 +133,8 @@ fn a_second_launch_finds_the_schedule_in_order() {
 
 #[test]
 fn tiles_are_put_in_order() {
-    let sequencer = Sequencer { target: Target::SM_90A, mask: MaskKind::Local };
-    let chunked = Sequencer { mask: MaskKind::Chunked, ..sequencer };
+    let sequencer = Sequencer { target: Target::SM_90A, tiles: Tiles::Queries(MaskKind::Local) };
+    let chunked = Sequencer { tiles: Tiles::Queries(MaskKind::Chunked), ..sequencer };
     for sequencer in [sequencer, chunked] {
         let scene = Scene::small(&Configuration::Sequencer(sequencer)).unwrap();
         every_schedule(&scene, Mode::Checked, 4);

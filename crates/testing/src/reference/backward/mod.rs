@@ -222,22 +222,25 @@ struct Saved<'a> {
     lse: &'a [f32],
 }
 
-/// What a forward pass over sequences of equal lengths saves: its output, exact and then rounded,
-/// and its log-sum-exps in the order (batch, query heads, query length).
+/// What a forward pass saves: its output, exact and then rounded, and its log-sum-exps in the order
+/// (batch, query heads, query length), or (query heads, rows) where queries are packed. Rows that
+/// are of no sequence are NaN.
 pub fn saved(problem: &Problem, inputs: Inputs<'_>) -> Result<(Tensor, Vec<f32>), Error> {
-    let rows = Rows::all(problem);
+    let sequences = Sequences::of(problem, inputs);
+    let rows = Rows::of(&sequences);
     let exact = attention(problem, inputs, &rows, None)?;
     let (shape, dim) = (problem.output_shape(), problem.value_head_dim);
-    let mut by_place = vec![0; problem.rows()];
-    let mut lse = vec![0.0; problem.rows()];
+    let mut by_place = vec![None; problem.rows()];
+    let mut lse = vec![f32::NAN; problem.rows()];
     for (index, row) in rows.as_slice().iter().enumerate() {
-        by_place[(row.batch * shape.length + row.query) * shape.heads + row.head] = index;
-        lse[(row.batch * shape.heads + row.head) * shape.length + row.query] =
-            exact.lse[index] as f32;
+        let (entry, position) = sequences.queries().locate(row.batch, row.query);
+        by_place[(entry * shape.length + position) * shape.heads + row.head] = Some(index);
+        let at = sequences.lse_index(shape, row.batch, row.head, row.query);
+        lse[at] = exact.lse[index] as f32;
     }
     let output = Tensor::from_fn(problem.dtypes.output, shape, |[batch, query, head, d]| {
         let row = by_place[(batch * shape.length + query) * shape.heads + head];
-        exact.output[row * dim + d] as f32
+        row.map_or(f32::NAN, |row: usize| exact.output[row * dim + d] as f32)
     })?;
     Ok((output, lse))
 }

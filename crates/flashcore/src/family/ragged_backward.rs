@@ -1,0 +1,199 @@
+//! The gradients of attention on Hopper over ragged batches: the same loops over slices of rows, with
+//! tiles of keys in an order that is made on the device.
+
+use kernels::Configuration;
+use kernels::attention::{Batch, MaskKind};
+use kernels::backward::tuned_backward;
+use kernels::parameter::{Number, Tensor};
+use kernels::sequencer::Tiles;
+use ptx::Capability;
+
+use super::backward::beside;
+use super::schedule::{Schedule, query_rows, ragged_workload};
+use super::{Asked, Choice, mask_kind};
+use crate::chip::Chip;
+use crate::plan::Arrangement;
+use crate::plan::arrangement::{name, tensors};
+use crate::plan::rows::Rows;
+use crate::problem::{Problem, Storage};
+
+pub(super) fn choose(asked: &Asked<'_>) -> Result<Choice, String> {
+    let Asked { chip, problem, arrangement } = *asked;
+    if !chip.target.has(Capability::Wgmma) {
+        return Err(format!("{} has no wgmma", chip.target));
+    }
+    let workload = ragged_workload(chip, problem)?;
+    if problem.keys.is_paged() {
+        return Err("gradients of keys in pages are not computed".to_owned());
+    }
+    if problem.lists.batch_index {
+        return Err("sequences may share an entry of a batch index, and its gradient".to_owned());
+    }
+    if problem.key_length == 0 {
+        return Err("there are no keys".to_owned());
+    }
+    let rules = problem.scores.rules(mask(problem));
+    let (dim, value_dim) = (workload.head_dim, workload.value_head_dim);
+    let backward = tuned_backward(workload.element, dim, value_dim, rules)
+        .ok_or_else(|| format!("head dims {dim} and {value_dim} are beyond 256"))?;
+    arrangement.check_copies(problem)?;
+    check_rows(problem, arrangement)?;
+    let deterministic = problem.deterministic;
+    let backward = kernels::Backward { deterministic, batch: Batch::Ragged, ..backward };
+    launch(chip, problem, backward, "gradients in one pass, slice by slice".to_owned())
+}
+
+/// The launches of a configuration, tuned or not.
+pub(super) fn launch(
+    chip: &Chip,
+    problem: &Problem,
+    backward: kernels::Backward,
+    reason: String,
+) -> Result<Choice, String> {
+    let schedule = Schedule::of_keys(problem, backward.key_block())?;
+    // Each sequence's queries begin with a block of their own.
+    let per_head = query_rows(problem) / u64::from(backward.query_block) + problem.batch as u64;
+    let too_large = || "the number of query rows of all heads is too large".to_owned();
+    let counted = |count: Option<u64>| count.filter(|it| *it <= i32::MAX as u64);
+    // Parts of rounded blocks are numbered too, and so are rows.
+    let parts = u64::from(backward.rounding().blocks(1));
+    let blocks = per_head.checked_mul(problem.query_heads as u64);
+    let rows = query_rows(problem).checked_mul(problem.query_heads as u64);
+    if counted(blocks.and_then(|it| it.checked_mul(parts))).is_none() || counted(rows).is_none() {
+        return Err(too_large());
+    }
+    let (per_head, blocks) = (per_head as u32, blocks.ok_or_else(too_large)? as u32);
+    let mut choice = Choice::of(Configuration::Backward(backward), schedule.all_tiles, reason);
+    choice.launches[0].numbers = vec![(Number::QueryBlocks, per_head)];
+    beside(&mut choice, &backward, problem.query_heads as u32, per_head, blocks);
+    schedule.before(chip.target, Tiles::Keys, &mut choice);
+    choice.tiling = Some(schedule.tiling(chip, backward.query_block, backward.key_block()));
+    Ok(choice)
+}
+
+/// The kind of mask. A chunk may hide something of any sequence: one with more queries than keys
+/// begins before the first chunk.
+fn mask(problem: &Problem) -> MaskKind {
+    match problem.mask.chunk {
+        Some(_) => MaskKind::Chunked,
+        None => mask_kind(problem),
+    }
+}
+
+/// One list says where a sequence's queries begin, in whatever tensor, and one for its keys. Batch
+/// entries of queries lie row after row, so that they have their place in the workspace.
+fn check_rows(problem: &Problem, arrangement: &Arrangement) -> Result<(), String> {
+    let entry_rows = |tensor| Rows::of(problem, arrangement, tensor).map(|it| it.entry_rows);
+    let keys = entry_rows(Tensor::Key)?;
+    for tensor in tensors(problem) {
+        let found = entry_rows(tensor)?;
+        let expected = match tensor {
+            Tensor::Key | Tensor::Value | Tensor::KeyGradient | Tensor::ValueGradient => keys,
+            _ if problem.queries == Storage::Padded && problem.batch > 1 => {
+                problem.query_length as u32
+            }
+            _ => 0,
+        };
+        if found != expected {
+            let name = name(tensor);
+            return Err(format!(
+                "the {name} tensor: a batch entry is {found} rows from the next, and not {expected}"
+            ));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use ptx::Target;
+
+    use super::*;
+    use crate::dtype::DType;
+    use crate::problem::{Lists, Mask};
+    use crate::tensor::Strides;
+
+    fn packed(dim: usize) -> Problem {
+        Problem::new(64, 16, 4096, dim)
+            .with_kv_heads(4)
+            .with_dtype(DType::BF16)
+            .with_mask(Mask::CAUSAL)
+            .with_storage(Storage::Packed(32_768), Storage::Packed(32_768))
+            .backward()
+    }
+
+    fn chosen(chip: &Chip, problem: &Problem) -> Result<Choice, String> {
+        let arrangement = Arrangement::contiguous(problem).unwrap();
+        choose(&Asked { chip, problem, arrangement: &arrangement })
+    }
+
+    fn configuration(problem: &Problem) -> kernels::Backward {
+        match *chosen(&Chip::H200, problem).unwrap().kernel() {
+            Configuration::Backward(backward) => backward,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn every_width_is_served_on_hopper() {
+        for dim in (8..=256).step_by(8) {
+            let backward = configuration(&packed(dim));
+            assert_eq!((backward.head_dim as usize, backward.batch), (dim, Batch::Ragged));
+            assert!(backward.program().is_ok(), "{}", backward.name());
+        }
+        let older = chosen(&Chip::typical(Target::SM_89), &packed(64)).unwrap_err();
+        assert_eq!(older, "sm_89 has no wgmma");
+    }
+
+    /// The order of tiles is made first and can be kept; blocks and memory are linear in rows.
+    #[test]
+    fn launches_have_room_for_any_lengths() {
+        let choice = chosen(&Chip::H200, &packed(128)).unwrap();
+        let blocks: Vec<u32> = choice.launches.iter().map(|it| it.blocks).collect();
+        let per_head = 32_768 / 64 + 64;
+        assert_eq!(blocks, [1, 16 * per_head, 4 * (32_768 / 128 + 64), 2 * 16 * per_head]);
+        assert_eq!((choice.prepared, choice.main), (1, 2));
+        let bytes: u64 = choice.memory.iter().map(|it| it.bytes).sum();
+        assert!(bytes < 16 * (32_768 + 64 * 64) * (128 * 4 + 8) + (1 << 16), "{bytes}");
+    }
+
+    #[test]
+    fn a_chunk_hides_something_of_sequences_with_more_queries_than_keys() {
+        let kind = |mask: Mask| configuration(&packed(64).with_mask(mask)).rules.mask;
+        assert_eq!(kind(Mask::NONE), MaskKind::Dense);
+        assert_eq!(kind(Mask::CAUSAL), MaskKind::Causal);
+        assert_eq!(kind(Mask::window(Some(4095), Some(4095))), MaskKind::Dense);
+        assert_eq!(kind(Mask::window(Some(4094), Some(0))), MaskKind::Local);
+        assert_eq!(kind(Mask::NONE.with_chunk(4096)), MaskKind::Chunked);
+    }
+
+    #[test]
+    fn what_is_not_served_is_refused_with_the_reason() {
+        let refusal = |problem: &Problem| chosen(&Chip::H200, problem).unwrap_err();
+        let pages = Storage::Paged { size: 16, columns: 256, pages: 9 };
+        let paged = packed(64).with_storage(Storage::Packed(32_768), pages);
+        assert_eq!(refusal(&paged), "gradients of keys in pages are not computed");
+        let index = Lists { batch_index: true, ..Lists::default() };
+        let shared = packed(64).with_storage(Storage::Packed(32_768), Storage::Entries(64));
+        assert_eq!(
+            refusal(&shared.with_lists(index)),
+            "sequences may share an entry of a batch index, and its gradient"
+        );
+        let empty = packed(64).with_key_length(0);
+        assert_eq!(
+            refusal(&empty.with_storage(Storage::Packed(9), Storage::Packed(0))),
+            "there are no keys"
+        );
+        let lists = Lists { query_lengths: true, ..Lists::default() };
+        let padded = Problem::new(2, 4, 100, 64).with_lists(lists).backward();
+        assert!(chosen(&Chip::H200, &padded).is_ok());
+        let good = Arrangement::contiguous(&padded).unwrap();
+        let apart = Strides { batch: 2 * good.query.batch, ..good.query };
+        let arrangement = &Arrangement { query: apart, ..good };
+        let asked = Asked { chip: &Chip::H200, problem: &padded, arrangement };
+        assert_eq!(
+            choose(&asked).unwrap_err(),
+            "the query tensor: a batch entry is 200 rows from the next, and not 100"
+        );
+    }
+}

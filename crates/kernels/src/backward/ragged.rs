@@ -1,0 +1,206 @@
+//! Which keys a block takes of a ragged batch.
+//!
+//! The [`Sequencer`](crate::Sequencer) leaves a record for each tile of keys, those of a sequence in
+//! a row. Blocks of the grid go through a sequence's tiles head after head, so that those that run
+//! at the same time add to the sums of few heads:
+//!
+//! ```text
+//! records    a0 a1 a2 | b0 b1 |                          two sequences, of three tiles and two
+//! blocks     a0 a1 a2  a0 a1 a2 | b0 b1  b0 b1 |         two key heads
+//! ```
+//!
+//! Tiles of a sequence begin at its first record times the heads, so the block's number over the
+//! heads is the number of some record of the same sequence, and one look finds all.
+
+use ptx::{
+    Builder, Choose, Expression, GlobalAddress, Pred, Reg, S32, SharedAddress, U32, U64, Value,
+};
+
+use super::Backward;
+use super::order::Turn;
+use crate::attention::visibility::{KeyTile, QueryBlocks, Visibility};
+use crate::divisor::DivisorRegisters;
+use crate::forward::{slice_rest, slice_row};
+use crate::parameter::{Number, Workspace};
+use crate::sequencer::{COUNT_BYTE, RECORD_BYTES, RECORDS_BYTE};
+
+/// What a launch says of its batch, and where in shared memory a block has its tile: the sequence,
+/// its number of queries and keys, and where they end; the first key, the head, and where the
+/// sequence's rows begin in the workspace.
+pub(super) struct Ragged {
+    schedule: Reg<GlobalAddress>,
+    query_block: u32,
+    key_block: u32,
+    /// Blocks of query rows of a head in the workspace.
+    pub(super) query_blocks: Reg<U32>,
+    words: u32,
+    /// Whether what a step needs is looked up in each, where rules leave no registers to keep it in.
+    pub(super) looks_again: bool,
+    /// Whether additions come in one order.
+    deterministic: bool,
+}
+
+/// Where the rows of a sequence are.
+pub(super) struct Slice {
+    /// Queries and keys.
+    pub(super) lengths: [Reg<U32>; 2],
+    /// Where both end in their tensors.
+    ends: [Reg<U32>; 2],
+    /// The number of its first block of query rows in the workspace.
+    pub(super) first_block: Reg<U32>,
+}
+
+/// The place of each word, in words.
+mod word {
+    pub(super) const LENGTHS: u32 = 0;
+    pub(super) const ENDS: u32 = 2;
+    pub(super) const KEY_HEAD: u32 = 4;
+    pub(super) const FIRST_KEY: u32 = 5;
+    pub(super) const SEQUENCE: u32 = 6;
+    pub(super) const FIRST_BLOCK: u32 = 7;
+    pub(super) const QUERY_BLOCKS: u32 = 8;
+    pub(super) const COUNT: u32 = 12;
+}
+
+impl Ragged {
+    pub(super) fn parameters(k: &mut Builder, backward: &Backward) -> Self {
+        Ragged {
+            schedule: Workspace::Schedule.address(k),
+            query_block: backward.query_block,
+            key_block: backward.key_block(),
+            query_blocks: Number::QueryBlocks.read(k),
+            words: k.shared("tile", 4 * word::COUNT, 16),
+            looks_again: backward.rules.softcap && backward.rules.alibi,
+            deterministic: backward.deterministic,
+        }
+    }
+
+    /// Finds the tile of this block. There are more blocks than tiles: the others are of a sequence
+    /// without queries and keys, whatever records there were before.
+    pub(super) fn post(
+        &self,
+        k: &mut Builder,
+        key_heads: &DivisorRegisters,
+        visibility: &Visibility,
+    ) {
+        let index = k.block_index();
+        let (number, _) = key_heads.divide(k, index);
+        let records = k.load::<U32, _>(self.schedule + COUNT_BYTE);
+        let at = self.schedule + RECORDS_BYTE + number.convert::<U64>() * RECORD_BYTES as u64;
+        let at = k.eval(at);
+        let record = k.load_vector::<U32, _, 4>(at, Default::default());
+        let [sequence, first_key, query_start, queries] = record;
+        let [key_start, keys, ..] = k.load_vector::<U32, _, 4>(at + 16, Default::default());
+        let run = k.eval((number - first_key / self.key_block) * key_heads.number);
+        let tiles = k.eval(((keys + (self.key_block - 1)) / self.key_block).maximum(1));
+        let within = k.eval(index - run);
+        let key_head = k.eval(within / tiles);
+        let first_key = k.eval((within - key_head * tiles) * self.key_block);
+        let there = k.eval(number.less(records));
+        let [queries, keys_here] = [queries, keys].map(|it| k.eval(there.choose::<U32>(it, 0u32)));
+        let ends = [k.eval(query_start + queries), k.eval(key_start + keys)];
+        // Each sequence's rows begin with a block of their own, no matter how long those before it
+        // are.
+        let first_block = k.eval(query_start / self.query_block + sequence);
+        let words = self.address(k);
+        k.store_vector(words, &[queries, keys_here, ends[0], ends[1]], Default::default());
+        let rest = [key_head, first_key, sequence, first_block];
+        k.store_vector(words + 4 * word::KEY_HEAD, &rest, Default::default());
+        let tile = KeyTile {
+            first_key,
+            keys: self.key_block,
+            query_block: self.query_block,
+            query_length: queries,
+            key_length: keys_here,
+        };
+        let QueryBlocks { first, end, whole_from, whole_end } = visibility.query_blocks(k, &tile);
+        let blocks = [first, end, whole_from, whole_end];
+        k.store_vector(words + 4 * word::QUERY_BLOCKS, &blocks, Default::default());
+    }
+
+    /// Whether there is a tile for this block.
+    pub(super) fn has_tile(&self, k: &mut Builder) -> Value<Pred> {
+        let [_, keys] = self.lengths(k);
+        keys.greater(0)
+    }
+
+    /// The queries and keys of the tile's sequence.
+    pub(super) fn lengths(&self, k: &mut Builder) -> [Reg<U32>; 2] {
+        self.pair(k, word::LENGTHS)
+    }
+
+    /// The tile's sequence.
+    pub(super) fn sequence(&self, k: &mut Builder) -> Reg<U32> {
+        self.word(k, word::SEQUENCE)
+    }
+
+    /// The tile's turn, where there is an order.
+    pub(super) fn turn(&self, k: &mut Builder) -> Option<Turn> {
+        self.deterministic.then(|| {
+            let [key_head, first_key] = self.pair(k, word::KEY_HEAD);
+            let key_block = k.eval(first_key / self.key_block);
+            Turn::down(k, key_head, key_block)
+        })
+    }
+
+    /// The first key of the tile.
+    pub(super) fn first_key(&self, k: &mut Builder) -> Reg<U32> {
+        self.word(k, word::FIRST_KEY)
+    }
+
+    /// The query blocks that see some of the tile's keys.
+    pub(super) fn seen_by(&self, k: &mut Builder) -> QueryBlocks {
+        let words = self.address(k);
+        let blocks = k.load_vector(words + 4 * word::QUERY_BLOCKS, Default::default());
+        let [first, end, whole_from, whole_end] = blocks;
+        QueryBlocks { first, end, whole_from, whole_end }
+    }
+
+    /// The sequence, the key head and the first key of the tile, and where its sequence is.
+    pub(super) fn find(&self, k: &mut Builder) -> ([Reg<U32>; 3], Slice) {
+        let tile = [word::SEQUENCE, word::KEY_HEAD, word::FIRST_KEY].map(|it| self.word(k, it));
+        let slice = Slice {
+            lengths: self.lengths(k),
+            ends: self.pair(k, word::ENDS),
+            first_block: self.word(k, word::FIRST_BLOCK),
+        };
+        (tile, slice)
+    }
+
+    fn address(&self, k: &mut Builder) -> Reg<SharedAddress> {
+        k.shared_address(self.words)
+    }
+
+    fn word(&self, k: &mut Builder, word: u32) -> Reg<U32> {
+        let words = self.address(k);
+        k.load(words + 4 * word)
+    }
+
+    fn pair(&self, k: &mut Builder, first: u32) -> [Reg<U32>; 2] {
+        let words = self.address(k);
+        k.load_vector(words + 4 * first, Default::default())
+    }
+}
+
+impl Slice {
+    /// Where a query row of a head is: all coordinates but the column.
+    pub(super) fn query_corner(
+        &self,
+        k: &mut Builder,
+        row: Reg<U32>,
+        head: Reg<U32>,
+    ) -> Vec<Value<S32>> {
+        let row = k.eval(slice_row(row, self.lengths[0]));
+        [row.reinterpret()].into_iter().chain(slice_rest(self.ends[0], head)).collect()
+    }
+
+    /// The coordinate of a key row,
+    pub(super) fn key_row(&self, row: impl Into<Value<U32>>) -> Value<S32> {
+        slice_row(row, self.lengths[1]).reinterpret()
+    }
+
+    /// and those behind it.
+    pub(super) fn key_rest(&self, head: Reg<U32>) -> Vec<Value<S32>> {
+        slice_rest(self.ends[1], head).to_vec()
+    }
+}

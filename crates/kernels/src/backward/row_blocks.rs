@@ -1,0 +1,214 @@
+//! Which query rows a block of the workspace has, for the kernels before and after the products.
+//!
+//! In a ragged batch each sequence's rows begin with a block of their own. One that begins at a row
+//! of the tensor begins at the block `row / query block + sequences before it`: there is room for
+//! what rounding up takes, and nobody has to add up lengths. Blocks in between are of nobody.
+
+use ptx::{Builder, Choose, Expression, GlobalAddress, Pred, Reg, S32, U32, U64, Value};
+
+use super::SumsLayout;
+use crate::attention::Batch;
+use crate::attention::sequences::{Span, clamp, entry_of};
+use crate::divisor::DivisorRegisters;
+use crate::parameter::{List, Number, Tensor};
+use crate::strides::{Rows, Strided};
+
+/// What a launch says of the blocks of query rows.
+pub(super) struct RowBlocks {
+    query_block: u32,
+    query_blocks: DivisorRegisters,
+    sequences: Sequences,
+}
+
+enum Sequences {
+    Equal { query_length: Reg<U32>, heads: DivisorRegisters },
+    Ragged { batch: Reg<U32>, queries: Span, entry_rows: Reg<U32> },
+}
+
+/// A block of query rows.
+pub(super) struct RowBlock {
+    /// Which one of its sequence's.
+    block: Reg<U32>,
+    pub(super) head: Reg<U32>,
+    pub(super) query_length: Reg<U32>,
+    place: RowPlace,
+}
+
+enum RowPlace {
+    Equal { batch: Reg<U32>, head_and_batch: Reg<U32> },
+    Ragged { sequence: Reg<U32>, start: Reg<U32>, exists: Reg<Pred> },
+}
+
+/// A tensor with a vector for each query and head.
+pub(super) enum Vectors {
+    Strided(Strided),
+    Rows(Rows),
+}
+
+/// Where the log-sum-exps of queries are.
+pub(super) struct LogSums {
+    address: Reg<GlobalAddress>,
+    /// From a sequence to the next, and from a head to the next, where there are slices.
+    strides: Option<[Reg<U32>; 2]>,
+}
+
+impl RowBlocks {
+    pub(super) fn parameters(k: &mut Builder, sums: &SumsLayout, batch: Batch) -> Self {
+        let query_block = sums.query_block;
+        match batch {
+            Batch::Equal => {
+                let query_length = Number::QueryLength.read(k);
+                let query_blocks = DivisorRegisters::parameters(k, Number::QueryBlocks);
+                let heads = DivisorRegisters::parameters(k, Number::QueryHeads);
+                let sequences = Sequences::Equal { query_length, heads };
+                RowBlocks { query_block, query_blocks, sequences }
+            }
+            _ => RowBlocks {
+                query_block,
+                query_blocks: DivisorRegisters::parameters(k, Number::QueryBlocks),
+                sequences: Sequences::Ragged {
+                    batch: Number::Batch.read(k),
+                    queries: Span {
+                        starts: List::QueryStarts.address(k),
+                        rows: Tensor::Query.rows(k),
+                        most: Number::QueryLength.read(k),
+                        lengths: List::QueryLengths.address(k),
+                    },
+                    entry_rows: Tensor::Query.sequence_rows(k),
+                },
+            },
+        }
+    }
+
+    /// The block of a number.
+    pub(super) fn find(&self, k: &mut Builder, number: Reg<U32>) -> RowBlock {
+        let (rest, block) = self.query_blocks.divide(k, number);
+        match &self.sequences {
+            Sequences::Equal { query_length, heads } => {
+                let (batch, head) = heads.divide(k, rest);
+                let place = RowPlace::Equal { batch, head_and_batch: rest };
+                RowBlock { block, head, query_length: *query_length, place }
+            }
+            Sequences::Ragged { batch, queries, entry_rows } => {
+                let sequence = self.search(k, block, *batch, queries, *entry_rows);
+                let otherwise = k.eval((sequence * *entry_rows).reinterpret::<S32>());
+                let (start, query_length) = queries.from(k, sequence, otherwise);
+                let first = k.eval(start / self.query_block + sequence);
+                let before = block.less(first);
+                let block = k.eval(block - first);
+                let within = (block * self.query_block).less(query_length);
+                let exists = k.eval(!before & within);
+                let place = RowPlace::Ragged { sequence, start, exists };
+                RowBlock { block, head: rest, query_length, place }
+            }
+        }
+    }
+
+    /// The last sequence whose blocks begin no later than a block. The lanes of a warp look at 32
+    /// sequences at a time.
+    fn search(
+        &self,
+        k: &mut Builder,
+        block: Reg<U32>,
+        batch: Reg<U32>,
+        queries: &Span,
+        entry_rows: Reg<U32>,
+    ) -> Reg<U32> {
+        let lane = k.lane();
+        let (first, left) = (k.variable::<U32>(0), k.variable(batch));
+        k.loop_(|k| {
+            let step = k.eval((left + 31) / 32);
+            let ahead = k.eval(lane * step);
+            let begins = k.variable::<U32>(u32::MAX);
+            k.if_(ahead.less(left), |k| {
+                let sequence = k.eval(first + ahead);
+                let otherwise = k.eval((sequence * entry_rows).reinterpret::<S32>());
+                let start = entry_of(k, queries.starts, sequence, otherwise);
+                let start = clamp(k, start, queries.rows);
+                k.set(begins, start / self.query_block + sequence);
+            });
+            let passed = k.count_lanes(begins.at_most(block));
+            let ahead = k.eval((passed.maximum(1) - 1) * step);
+            k.set(first, first + ahead);
+            k.set(left, (left - ahead).minimum(step));
+            k.break_if(step.at_most(1));
+        });
+        first
+    }
+}
+
+impl RowBlock {
+    /// The first of its rows.
+    pub(super) fn first_row(&self, query_block: u32) -> Value<U32> {
+        self.block * query_block
+    }
+
+    /// Does something if the block is of a sequence: in a ragged batch not all are.
+    pub(super) fn if_exists(&self, k: &mut Builder, body: impl FnOnce(&mut Builder)) {
+        match self.place {
+            RowPlace::Equal { .. } => body(k),
+            RowPlace::Ragged { exists, .. } => k.if_(exists, body),
+        }
+    }
+}
+
+impl Vectors {
+    pub(super) fn parameters(k: &mut Builder, tensor: Tensor, batch: Batch) -> Self {
+        match batch {
+            Batch::Equal => Vectors::Strided(Strided::parameters(k, tensor)),
+            _ => Vectors::Rows(Rows::parameters(k, tensor)),
+        }
+    }
+
+    /// The address of a row's vector.
+    pub(super) fn row(
+        &self,
+        k: &mut Builder,
+        element: ptx::Element,
+        block: &RowBlock,
+        row: Reg<U32>,
+    ) -> Reg<GlobalAddress> {
+        match (self, &block.place) {
+            (Vectors::Strided(tensor), RowPlace::Equal { batch, .. }) => {
+                tensor.row(k, element, [*batch, row, block.head])
+            }
+            (Vectors::Rows(tensor), RowPlace::Ragged { start, .. }) => {
+                let row = k.eval(*start + row);
+                tensor.row_address(k, element, row, block.head)
+            }
+            _ => unreachable!("tensors and blocks are of one batch"),
+        }
+    }
+}
+
+impl LogSums {
+    pub(super) fn parameters(k: &mut Builder, batch: Batch) -> Self {
+        LogSums {
+            address: Tensor::Lse.address(k),
+            strides: (batch != Batch::Equal)
+                .then(|| [Number::LseBatchStride.read(k), Number::LseHeadStride.read(k)]),
+        }
+    }
+
+    /// The address of a row's.
+    pub(super) fn of(
+        &self,
+        k: &mut Builder,
+        block: &RowBlock,
+        row: Reg<U32>,
+    ) -> Value<GlobalAddress> {
+        let index = match (&self.strides, &block.place) {
+            (None, RowPlace::Equal { head_and_batch, .. }) => {
+                k.eval(*head_and_batch * block.query_length + row)
+            }
+            (Some([of_sequence, of_head]), RowPlace::Ragged { sequence, start, .. }) => {
+                // Where packed queries begin, their log-sum-exps do.
+                let packed = of_sequence.equals(0);
+                let first = packed.choose::<U32>(*start, *sequence * *of_sequence);
+                k.eval(block.head * *of_head + first + row)
+            }
+            _ => unreachable!("log-sum-exps and blocks are of one batch"),
+        };
+        self.address + index.convert::<U64>() * 4
+    }
+}

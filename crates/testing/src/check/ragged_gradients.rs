@@ -1,0 +1,148 @@
+//! Checking gradients over ragged batches, each described by a seed.
+
+use std::fmt;
+
+use super::{ExpectedGradients, GradientsOutcome};
+use crate::dice::Dice;
+use crate::scene::of_sequences;
+use flashcore::random::mix;
+use flashcore::serving::{Placement, Sequences};
+use flashcore::{Alibi, Backend, DType, Error, InputTensors, Mask, Problem, Shape, Tensor};
+
+/// Sequences with their tensors and a gradient of their output, all of it from a seed.
+#[derive(Debug)]
+pub struct RaggedGradients {
+    seed: u64,
+    sequences: Sequences,
+    tensors: InputTensors,
+    output_gradient: Tensor,
+}
+
+const DIMS: [(usize, usize); 8] =
+    [(64, 64), (64, 64), (128, 128), (128, 128), (96, 96), (40, 72), (128, 64), (192, 128)];
+
+/// Around the edges of tiles of 64 and of 128.
+const EDGES: [usize; 9] = [0, 1, 63, 64, 65, 127, 128, 129, 257];
+
+impl RaggedGradients {
+    /// The case of a seed: packed sequences of which some are empty, with gaps between them or as
+    /// many keys as queries, padded ones, left padding, windows, chunks, softcaps, slopes and sinks,
+    /// grouped heads. What is of no sequence is NaN.
+    pub fn random(dtype: DType, seed: u64) -> Result<Self, Error> {
+        let mut dice = Dice::new(mix(seed ^ 0x6a66_ed00));
+        let batch = dice.of(&[1, 2, 3, 5, 9, 33, 70]);
+        let kv_heads = dice.of(&[1, 1, 2]);
+        let group = dice.of(&[1, 1, 2, 3]);
+        let (dim, value_dim) = dice.of(&DIMS);
+        let most = if batch > 9 { 40 } else { 300 };
+        let length = |dice: &mut Dice| match dice.below(3) {
+            0 => dice.of(&EDGES).min(most),
+            _ => dice.below(most),
+        };
+        let queries: Vec<usize> = (0..batch).map(|_| length(&mut dice)).collect();
+        let keys = match dice.one_in(2) {
+            true => queries.clone(),
+            false => (0..batch).map(|_| length(&mut dice)).collect(),
+        };
+        let mask = match dice.below(5) {
+            0 => Mask::NONE,
+            1 | 2 => Mask::CAUSAL,
+            3 => Mask::window(Some(dice.below(60)), Some(0)),
+            _ => Mask::window(Some(dice.below(300)), Some(dice.below(40))),
+        };
+        let mask = if dice.one_in(6) { mask.with_chunk(1 + dice.below(200)) } else { mask };
+        let mut problem = Problem::new(batch, kv_heads * group, 1, dim)
+            .with_kv_heads(kv_heads)
+            .with_value_head_dim(value_dim)
+            .with_dtype(dtype)
+            .with_mask(mask);
+        problem.scores.softcap = dice.one_in(4).then(|| dice.of(&[2.0, 30.0]));
+        if dice.one_in(4) {
+            problem.scores.alibi = dice.of(&[Alibi::PerHead, Alibi::PerSequence]);
+        }
+        problem.scores.sinks = dice.one_in(4);
+        let (queries, query) = place(&mut dice, queries, kv_heads * group, dim);
+        let (mut keys, key) = place(&mut dice, keys, kv_heads, dim);
+        if dice.one_in(5) {
+            let skipped = keys.ends().to_vec().iter().map(|end| dice.below(end + 1)).collect();
+            keys = keys.with_left_padding(skipped);
+        }
+        let sequences = Sequences::new(problem, queries, keys)?;
+        let mut single = sequences.problem().clone();
+        (single.query_length, single.key_length) = (1, 1);
+        let extras = InputTensors::random(&single, seed)?;
+        let random = |shape: Shape, of: &Placement, stream: u64| {
+            let all = Tensor::random(dtype, shape, seed.wrapping_mul(5) + stream)?;
+            of_sequences(&all, of)
+        };
+        let with_values = |shape: Shape| Shape { dim: value_dim, ..shape };
+        let tensors = InputTensors {
+            query: random(query, sequences.queries(), 0)?,
+            key: random(key, sequences.keys(), 1)?,
+            value: random(with_values(key), sequences.keys(), 2)?,
+            slopes: extras.slopes,
+            sinks: extras.sinks,
+        };
+        let output_gradient = random(with_values(query), sequences.queries(), 3)?;
+        Ok(RaggedGradients { seed, sequences, tensors, output_gradient })
+    }
+
+    /// The problem that it poses.
+    pub fn problem(&self) -> Result<Problem, Error> {
+        self.sequences.over(self.tensors.inputs()).map(|(problem, _)| problem.backward())
+    }
+
+    /// Runs the back end's forward pass, then a kernel for gradients twice, and judges it.
+    pub fn check(&self, backend: &dyn Backend, kernel: &str) -> Result<GradientsOutcome, Error> {
+        let (problem, inputs) = self.sequences.over(self.tensors.inputs())?;
+        let gradient = self.output_gradient.clone();
+        ExpectedGradients::new(&problem, inputs, gradient, self.seed)?.check(backend, kernel)
+    }
+}
+
+/// Packed without gaps or with some, or padded.
+fn place(dice: &mut Dice, lengths: Vec<usize>, heads: usize, dim: usize) -> (Placement, Shape) {
+    let gaps: &[usize] = match dice.below(4) {
+        0 => {
+            let longest = lengths.iter().copied().max().unwrap_or(0).max(1);
+            let shape = Shape::new(lengths.len(), longest, heads, dim);
+            return (Placement::padded(lengths), shape);
+        }
+        1 => &[0, 0, 3],
+        _ => &[0],
+    };
+    let mut starts = vec![0];
+    for length in &lengths {
+        starts.push(starts[starts.len() - 1] + length + dice.of(gaps));
+    }
+    let rows = starts[lengths.len()].max(1);
+    (Placement::packed(starts).with_lengths(lengths), Shape::new(1, rows, heads, dim))
+}
+
+impl fmt::Display for RaggedGradients {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [queries, keys] = [self.sequences.queries(), self.sequences.keys()];
+        let lengths = |of: &Placement| -> Vec<usize> {
+            (0..of.sequences()).map(|it| of.length(it)).collect()
+        };
+        write!(f, "{}, queries {:?}", self.sequences.problem(), lengths(queries))?;
+        write!(f, ", keys {:?}, seed {}", lengths(keys), self.seed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use flashcore::CpuBackend;
+
+    #[test]
+    fn the_cpu_is_right_about_random_batches() {
+        for seed in 0..30 {
+            for dtype in [DType::F16, DType::BF16] {
+                let case = RaggedGradients::random(dtype, seed).unwrap();
+                let outcome = case.check(&CpuBackend::new(), "backward").unwrap();
+                assert!(outcome.passed, "{case}: {outcome}");
+            }
+        }
+    }
+}

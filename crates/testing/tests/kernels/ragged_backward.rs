@@ -1,0 +1,172 @@
+//! The gradients of attention on Hopper over ragged batches, and the order of their tiles.
+
+use flashcore_testing::scene::{Call, Place, Ragged, Scene};
+use kernels::backward::tuned_backward;
+use kernels::sequencer::Tiles;
+use kernels::{Backward, Batch, Configuration, MaskKind, Rules, Sequencer};
+use ptx::{Element, Target};
+use sim::{Budget, Measure, Mode, Options, Policy};
+
+use crate::every_schedule;
+
+fn tuned(head_dim: u32, value_head_dim: u32, rules: Rules) -> Backward {
+    let equal = tuned_backward(Element::BF16, head_dim, value_head_dim, rules).unwrap();
+    Backward { batch: Batch::Ragged, ..equal }
+}
+
+fn call(backward: Backward, queries: &[usize], keys: &[usize], heads: [usize; 2]) -> Call {
+    let places = Ragged::new(queries.to_vec(), keys.to_vec()).over(Place::Packed);
+    let ragged = Ragged { query_place: Place::Packed, ..places };
+    Call::ragged(Configuration::Backward(backward), ragged, heads)
+}
+
+fn is_right(call: &Call) {
+    let scene = call.scene().unwrap_or_else(|error| panic!("{}: {error}", call.problem));
+    let (memory, _) = scene.run(&Options::default()).unwrap_or_else(|failure| {
+        panic!("{}, {}: {failure}", call.kernel.name(), scene.size);
+    });
+    let accuracy = scene.judge(&memory);
+    assert!(accuracy.passed(), "{}, {}: {accuracy}", call.kernel.name(), scene.size);
+}
+
+/// Lengths around the edges of tiles and none at all, queries longer and shorter than keys.
+#[test]
+fn gradients_are_right() {
+    let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
+    for (backward, queries, keys, heads) in [
+        (tuned(128, 128, Rules::CAUSAL), vec![1], vec![1], [1, 1]),
+        (tuned(64, 64, Rules::DENSE), vec![0, 1, 0], vec![0, 1, 0], [2, 1]),
+        (tuned(128, 128, Rules::CAUSAL), vec![65, 0, 129, 1, 63], vec![65, 7, 129, 1, 63], [2, 1]),
+        (tuned(64, 64, Rules::CAUSAL), vec![127, 128, 129, 5], vec![127, 128, 129, 0], [1, 1]),
+        (tuned(96, 64, Rules::CAUSAL), vec![200, 3, 64], vec![60, 130, 64], [3, 1]),
+        (tuned(128, 64, Rules::LOCAL), vec![70, 0, 140], vec![300, 9, 140], [4, 2]),
+        (tuned(64, 128, chunked), vec![140, 33, 300], vec![300, 9, 90], [2, 2]),
+        (tuned(40, 72, Rules::EVERY), vec![130, 0, 50], vec![129, 60, 131], [2, 1]),
+        (tuned(128, 128, Rules::EVERY), vec![130, 0, 50], vec![129, 60, 131], [2, 1]),
+        (tuned(192, 128, Rules::CAUSAL), vec![70, 0, 129], vec![65, 63, 129], [2, 1]),
+    ] {
+        is_right(&call(backward, &queries, &keys, heads));
+    }
+}
+
+/// Rows that are of nobody lie between sequences, and stay as they are.
+#[test]
+fn sequences_lie_anywhere() {
+    let (queries, keys) = (vec![65, 0, 129, 3], vec![128, 7, 60, 130]);
+    for (query_place, key_place) in [
+        (Place::Apart, Place::Apart),
+        (Place::Apart, Place::Padded),
+        (Place::Padded, Place::Packed),
+        (Place::Padded, Place::Padded),
+    ] {
+        let kernel = Configuration::Backward(tuned(64, 64, Rules::CAUSAL));
+        let ragged = Ragged::new(queries.clone(), keys.clone()).over(key_place);
+        for padding in [vec![], vec![3, 0, 130, 1]] {
+            let ragged = Ragged { padding, query_place, ..ragged.clone() };
+            is_right(&Call::ragged(kernel, ragged, [2, 1]));
+        }
+    }
+}
+
+/// More sequences than a warp looks at in one step, and than in two.
+#[test]
+fn many_short_sequences() {
+    let backward = tuned(64, 64, Rules { sinks: true, ..Rules::CAUSAL });
+    for (count, every) in [(33, 1), (50, 2), (1030, 103)] {
+        let length = |it: usize| if it.is_multiple_of(every) { 1 + it * 7 % 5 } else { 0 };
+        let lengths: Vec<usize> = (0..count).map(length).collect();
+        is_right(&call(backward, &lengths, &lengths, [1, 1]));
+    }
+}
+
+#[test]
+fn numbers_beyond_their_bounds_mean_the_bounds() {
+    let ragged = call(tuned(64, 64, Rules::CAUSAL), &[128, 0, 1, 127], &[128, 0, 130, 1], [2, 1]);
+    is_right(&Call { hostile: true, ..ragged });
+}
+
+#[test]
+fn gradients_under_many_schedules() {
+    for (backward, queries, keys) in [
+        (tuned(128, 128, Rules::CAUSAL), [130, 0, 65], [130, 9, 65]),
+        (tuned(64, 64, Rules::LOCAL), [200, 1, 129], [60, 0, 140]),
+    ] {
+        let scene = call(backward, &queries, &keys, [2, 1]).scene().unwrap();
+        every_schedule(&scene, Mode::Checked, 2);
+    }
+}
+
+/// Records of a batch that had more tiles are nobody's.
+#[test]
+fn what_a_longer_batch_left_behind_is_not_read() {
+    let kernel = Configuration::Backward(tuned(64, 64, Rules::DENSE));
+    let scene = |lengths: [usize; 3]| {
+        let ragged = Ragged::new(lengths.to_vec(), lengths.to_vec()).over(Place::Padded);
+        Call::ragged(kernel, ragged, [1, 1]).scene().unwrap()
+    };
+    let (left, _) = scene([129, 129, 128]).run(&Options::default()).unwrap();
+    let mut shorter = scene([129, 1, 0]);
+    let [schedule] = shorter.restored[..] else { panic!("one schedule") };
+    shorter.memory.restore(schedule, &left);
+    let (memory, _) = shorter.run(&Options::default()).unwrap();
+    let accuracy = shorter.judge(&memory);
+    assert!(accuracy.passed(), "{accuracy}");
+}
+
+/// The bits of dQ do not depend on who comes first, either.
+#[test]
+fn gradients_in_one_order() {
+    let ordered = |backward| Backward { deterministic: true, ..backward };
+    for (backward, queries, keys) in [
+        (tuned(64, 64, Rules::CAUSAL), [300, 0, 129], [300, 9, 129]),
+        (tuned(128, 128, Rules::LOCAL), [140, 1, 65], [260, 0, 300]),
+    ] {
+        let scene = call(ordered(backward), &queries, &keys, [2, 1]).scene().unwrap();
+        let mut seen: Option<Vec<u8>> = None;
+        for policy in Policy::HOSTILE {
+            let options = Options { policy, ..Options::default() };
+            let (memory, _) = scene.run(&options).unwrap_or_else(|failure| panic!("{failure}"));
+            let accuracy = scene.judge(&memory);
+            assert!(accuracy.passed(), "{}: {accuracy}", scene.size);
+            let bytes = memory.bytes(scene.results[0].buffer).to_vec();
+            assert!(seen.get_or_insert(bytes.clone()) == &bytes, "{}, {policy}", scene.size);
+        }
+    }
+}
+
+#[test]
+fn shared_memory_has_no_bank_conflicts() {
+    for dim in [64, 128] {
+        let scene = call(tuned(dim, dim, Rules::CAUSAL), &[140, 65], &[130, 65], [1, 1]);
+        let scene = scene.scene().unwrap();
+        let budget = Budget::default().at_most(Measure::BankConflicts, 0);
+        let (memory, _) = scene.run(&Options { budget, ..Options::default() }).unwrap();
+        assert!(scene.judge(&memory).passed());
+    }
+}
+
+/// Sequences go from many queries to few, and the tiles of each stay together.
+#[test]
+fn tiles_of_keys_are_put_in_order() {
+    let sequencer = Sequencer { target: Target::SM_90A, tiles: Tiles::Keys };
+    every_schedule(&Scene::small(&Configuration::Sequencer(sequencer)).unwrap(), Mode::Checked, 4);
+    let batch = |queries, keys| Ragged { queries, keys, ..Scene::sequencer_batch() };
+    for ragged in [
+        batch(vec![1], vec![1]),
+        batch(vec![0, 5], vec![0, 0]),
+        batch(vec![5, 9, 7], vec![700, 0, 300]),
+        // More than are sorted together; of those with keys, no two alike.
+        batch(
+            (0..1100).map(|it| 1 + it / 171).collect(),
+            (0..1100usize).map(|it| if it.is_multiple_of(171) { 300 } else { 0 }).collect(),
+        ),
+    ] {
+        let scene = Scene::sequencer(sequencer, &ragged, 128).unwrap();
+        for policy in Policy::HOSTILE {
+            let options = Options { mode: Mode::Values, policy, ..Options::default() };
+            let (memory, _) = scene.run(&options).unwrap_or_else(|failure| panic!("{failure}"));
+            let accuracy = scene.judge(&memory);
+            assert!(accuracy.passed(), "{}: {accuracy}", scene.size);
+        }
+    }
+}
