@@ -16,7 +16,7 @@ pub struct ProblemSet {
 }
 
 /// The named sets and what they are.
-pub const NAMED: [(&str, &str); 11] = [
+pub const NAMED: [(&str, &str); 12] = [
     ("paper", "head dims 64, 128, 256, dense and causal, 512 to 16k: 16,384 tokens of 2048"),
     ("grouped", "64 query and 8 key heads of 128, one sequence of 16k and 32k"),
     ("small", "a few heads and short sequences, where a launch is all there is"),
@@ -29,6 +29,10 @@ pub const NAMED: [(&str, &str); 11] = [
     (
         "prefill",
         "32k tokens of 16 heads of 128, causal: 64 packed sequences, one, and one with a window",
+    ),
+    (
+        "ragged",
+        "32k tokens in 64 packed sequences, causal: 16 heads of 128, 8 key heads, heads of 64",
     ),
     ("serving", "ragged batches over caches in shuffled pages of 16: decode, drafts, a chunk"),
     ("rules", "16 heads of 128, 8k: a window, chunks, capped scores, slopes, sinks"),
@@ -125,6 +129,14 @@ fn named(name: &str) -> Option<Vec<Problem>> {
                 tokens.clone().with_mask(Mask::CAUSAL),
                 tokens.with_mask(Mask::window(Some(4096), Some(0))),
             ]
+        }
+        "ragged" => {
+            let packed = Storage::Packed(32_768);
+            let sequences = |heads, kv_heads, dim| {
+                let problem = new(64, heads, 4096, dim).with_kv_heads(kv_heads);
+                problem.with_storage(packed, packed).with_mask(Mask::CAUSAL)
+            };
+            vec![sequences(16, 16, 128), sequences(32, 8, 128), sequences(32, 32, 64)]
         }
         "serving" => {
             let pages = |size: usize, batch: usize, keys: usize| {

@@ -242,11 +242,24 @@ PEERS = {"cudnn": sdpa("CUDNN_ATTENTION"), "fa2": fa2, "efficient": sdpa("EFFICI
 # ---- the backward pass: each makes a call that is prepared anew for new contents ---------------------
 
 
+def packed_flash(q, k, v, problem):
+    """FlashAttention-2 over packed sequences, as PyTorch's operator has it: outputs, log-sum-exps and more."""
+    return torch.ops.aten._flash_attention_forward(q, k, v, *starts_of(problem), 0.0, problem["causal"], False, scale=problem["scale"])
+
+
+def packed_lse(lse, starts):
+    """Log-sum-exps over (head, row), which some releases pad to the longest sequence."""
+    if lse.dim() == 2:
+        return lse
+    return torch.cat([lse[i, :, :b - a] for i, (a, b) in enumerate(zip(starts, starts[1:]))], dim=1)
+
+
 class Gradients:
     """What the backward pass is given, and where ours puts what it finds."""
 
     def __init__(self, q, k, v, problem):
-        plain(problem)
+        if problem["window"]:
+            raise RuntimeError("windows are not served through this call")
         self.inputs, self.problem = (q, k, v), problem
         self.out = torch.empty([*q.shape[:3], v.shape[3]], device=DEVICE, dtype=q.dtype)
         self.lse = torch.empty([q.shape[0], q.shape[2], q.shape[1]], device=DEVICE, dtype=torch.float32)
@@ -259,6 +272,10 @@ class Gradients:
         q, k, v = [x.transpose(1, 2) for x in self.inputs]
         group = q.shape[1] // k.shape[1]
         k, v = [x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v)]
+        if self.problem["starts"]:
+            found = packed_flash(*[x.squeeze(0).transpose(0, 1) for x in (q, k, v)], self.problem)
+            self.out.copy_(found[0][None]), self.lse.copy_(packed_lse(found[1], self.problem["starts"])[None])
+            return
         found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, self.problem["causal"], scale=self.problem["scale"])
         self.out.copy_(found[0].transpose(1, 2)), self.lse.copy_(found[1])
 
@@ -290,10 +307,22 @@ def differentiable(peer, problem):
     if peer == "fa4":
         fa4_path()
         from flash_attn.cute import interface
+        if problem["starts"]:
+            starts, _, longest, _ = starts_of(problem)
+            bounds = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest)
+
+            def packed(q, k, v):
+                out = interface.flash_attn_varlen_func(*[x.squeeze(0) for x in (q, k, v)], **bounds,
+                                                       softmax_scale=problem["scale"], causal=problem["causal"])
+                return (out[0] if isinstance(out, tuple) else out).unsqueeze(0)
+            return packed
         return lambda q, k, v: interface.flash_attn_func(q, k, v, softmax_scale=problem["scale"], causal=problem["causal"])
     backends = {"cudnn": "CUDNN_ATTENTION", "fa2": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
     if peer not in backends:
         raise RuntimeError("it has no backward pass here")
+    if problem["starts"] and peer == "fa2":
+        return lambda q, k, v: packed_flash(*[x.squeeze(0) for x in (q, k, v)], problem)[0].unsqueeze(0)
+    plain(problem)
     from torch.nn.attention import SDPBackend, sdpa_kernel
     which = getattr(SDPBackend, backends[peer])
 
@@ -332,14 +361,14 @@ class GradientsTruth:
         keys, values, scale = k[b, :, h].to(wide), v[b, :, h].to(wide), given.problem["scale"]
         queries, go = q[b, :, heads].to(wide), given.gradient[b, :, heads].to(wide)
         dq, dk, dv = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
-        positions = torch.arange(k.shape[1], device=DEVICE)
+        positions, seen = torch.arange(k.shape[1], device=DEVICE), mask_of(given.problem, q, k)
         for head in range(group):
             for first in range(0, q.shape[1], self.ROWS):
                 rows = slice(first, min(first + self.ROWS, q.shape[1]))
                 scores = queries[rows, head] @ keys.T * scale
-                if given.problem["causal"]:
-                    at = torch.arange(rows.start, rows.stop, device=DEVICE)[:, None] + k.shape[1] - q.shape[1]
-                    scores.masked_fill_(positions[None] > at, float("-inf"))
+                if seen:
+                    at = torch.arange(rows.start, rows.stop, device=DEVICE)[:, None]
+                    scores.masked_fill_(~seen(b, h, at, positions[None]), float("-inf"))
                 p = scores.softmax(-1).nan_to_num(0.0)
                 out = rounded(rounded(p) @ values)
                 ds = p * (go[rows, head] @ values.T - (go[rows, head] * out).sum(-1, keepdim=True))

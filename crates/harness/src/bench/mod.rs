@@ -104,6 +104,12 @@ pub fn run(options: &Options, observer: &mut dyn Observer) -> Result<Results, Er
     Ok(results)
 }
 
+/// Whether sequences are packed, each with as many keys as queries: what peers take.
+fn packed_alike(problem: &Problem) -> bool {
+    let Problem { queries, keys, lists, .. } = problem;
+    queries.is_packed() && queries == keys && *lists == Lists::default()
+}
+
 fn check(options: &Options) -> Result<(), Error> {
     let refuse = |text: &str| Err(Error::Impossible(text.to_owned()));
     if options.candidates.is_empty() {
@@ -115,19 +121,21 @@ fn check(options: &Options) -> Result<(), Error> {
     let has_peers = options.candidates.iter().any(|it| it.peer().is_some());
     let plain = |it: &Problem| [Mask::NONE, Mask::CAUSAL].contains(&it.mask);
     for problem in options.set.problems.iter().filter(|it| it.pass == Pass::Backward) {
-        if !plain(problem) || problem.scores.has_rules() || !problem.has_equal_lengths() {
+        let served = problem.has_equal_lengths() || packed_alike(problem);
+        if !plain(problem) || problem.scores.has_rules() || !served {
             let text = problem.text();
-            return refuse(&format!("{text}: gradients are measured of plain problems alone yet"));
+            return refuse(&format!(
+                "{text}: gradients are measured of plain and packed problems alone yet"
+            ));
         }
     }
     for problem in options.set.problems.iter().filter(|_| has_peers) {
         let text = problem.text();
-        let Problem { queries, keys, lists, scores, mask, .. } = problem;
+        let Problem { scores, mask, .. } = problem;
         if scores.has_rules() || mask.chunk.is_some() {
             return refuse(&format!("{text}: rules of scores and chunks have no peers here yet"));
         }
-        let alike = queries.is_packed() && queries == keys && *lists == Lists::default();
-        if !problem.has_equal_lengths() && !alike {
+        if !problem.has_equal_lengths() && !packed_alike(problem) {
             return refuse(&format!(
                 "{text}: of ragged batches, peers here take packed ones alone"
             ));
