@@ -183,10 +183,10 @@ impl Scene {
             Configuration::Ceiling(ceiling) => Scene::ceiling(*ceiling, Scene::CEILING_ROUNDS),
             // What goes with the backward pass is looked at in its place before or after it.
             Configuration::RowSums(it) => {
-                Call::small(Configuration::Backward(it.before())).scene_of(0)
+                Call::beside(it.before(), it.sums.query_block as usize + 5).scene_of(0)
             }
             Configuration::Rounding(it) => {
-                Call::small(Configuration::Backward(it.after())).scene_of(2)
+                Call::beside(it.after(), it.sums.query_block as usize + 5).scene_of(2)
             }
             attention => Call::small(*attention).scene(),
         }
