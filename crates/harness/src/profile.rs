@@ -184,8 +184,7 @@ impl Table {
         let marks = [Event::new(gpu.device())?, Event::new(gpu.device())?];
         let table = Table { buffers, flush, marks };
         if problem.pass == Pass::Backward {
-            let mut forward = problem.clone();
-            forward.pass = Pass::Forward;
+            let forward = problem.clone().forward();
             let planned = Candidate::parse("flashcore").map_err(Error::Impossible)?;
             planned.ready(gpu, &forward)?.launch(gpu.stream(), &table.addresses())?;
         }

@@ -4,7 +4,7 @@
 use ptx::{Capability, Element, Program, Swizzle, Target};
 
 use crate::append::{Append, Rotary};
-use crate::backward::{Rounding, RowSums, every_backward};
+use crate::backward::{Rounding, RowSums, SinkGradients, every_backward};
 use crate::forward::{Form, Workload, every_prefill, every_tuned, tuned};
 use crate::product::{Contiguous, Source};
 use crate::{
@@ -38,6 +38,8 @@ pub enum Configuration {
     RowSums(RowSums),
     /// What comes after it: the rounding of the queries' gradient.
     Rounding(Rounding),
+    /// What comes last, where there are sinks: their gradients.
+    SinkGradients(SinkGradients),
     /// One `wgmma`.
     Single(Single),
     /// A matrix product.
@@ -61,6 +63,7 @@ impl Configuration {
             Configuration::Backward(_) => "backward",
             Configuration::RowSums(_) => "row_sums",
             Configuration::Rounding(_) => "rounding",
+            Configuration::SinkGradients(_) => "sink_gradients",
             Configuration::Single(_) => "single",
             Configuration::Product(_) => "product",
             Configuration::Ceiling(_) => "ceiling",
@@ -81,6 +84,7 @@ impl Configuration {
             Configuration::Backward(configuration) => configuration.name(),
             Configuration::RowSums(configuration) => configuration.name(),
             Configuration::Rounding(configuration) => configuration.name(),
+            Configuration::SinkGradients(configuration) => configuration.name(),
             Configuration::Single(configuration) => configuration.name(),
             Configuration::Product(configuration) => configuration.name(),
             Configuration::Ceiling(configuration) => configuration.name(),
@@ -107,6 +111,7 @@ impl Configuration {
             }
             Configuration::RowSums(_) => "row sums of output gradients times outputs",
             Configuration::Rounding(_) => "sums of the queries' gradient, rounded and in order",
+            Configuration::SinkGradients(_) => "the gradients of sinks, from row sums",
             Configuration::Single(_) => "one 64x64x16 wgmma",
             Configuration::Product(_) => "a matrix product with TMA, a pipeline and wgmma",
             Configuration::Ceiling(_) => "wgmma m64n256k16 in a loop: the tensor cores' ceiling",
@@ -142,6 +147,7 @@ impl Configuration {
             Configuration::Backward(configuration) => configuration.program(),
             Configuration::RowSums(configuration) => configuration.program(),
             Configuration::Rounding(configuration) => configuration.program(),
+            Configuration::SinkGradients(configuration) => configuration.program(),
             Configuration::Single(configuration) => configuration.program(),
             Configuration::Product(configuration) => configuration.program(),
             Configuration::Ceiling(configuration) => configuration.program(),
@@ -287,10 +293,19 @@ fn backwards() -> Vec<Configuration> {
     let mut all = Vec::new();
     for backward in kinds.into_iter().flat_map(|(element, rules)| every_backward(element, rules)) {
         all.push(Configuration::Backward(backward));
+        let ordered = Backward { deterministic: true, ..backward };
+        if backward.head_dim == backward.value_head_dim {
+            all.push(Configuration::Backward(ordered));
+        }
+        let last = backward.sink_gradients().map(Configuration::SinkGradients);
         for beside in [
             Configuration::RowSums(backward.row_sums()),
+            Configuration::RowSums(ordered.row_sums()),
             Configuration::Rounding(backward.rounding()),
-        ] {
+        ]
+        .into_iter()
+        .chain(last)
+        {
             if !all.contains(&beside) {
                 all.push(beside);
             }

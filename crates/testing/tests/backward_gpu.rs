@@ -7,10 +7,13 @@ use std::sync::Arc;
 
 use cuda::Cache;
 use device::{HALVES, Silent, hopper};
-use flashcore::GpuBackend;
 use flashcore::gpu::Gpu;
 use flashcore::plan::{Arrangement, candidates};
+use flashcore::{
+    Backend, Backward, DType, GpuBackend, InputTensors, Mask, Problem, RunOptions, Tensor,
+};
 use flashcore_testing::check::{Case, cases, run_gradients};
+use flashcore_testing::reference;
 
 /// Every thorough case that the kernel serves: odd lengths, more queries than keys and fewer, rows
 /// that see nothing, groups of 1 to 16 heads, windows, chunks, score rules, strides, outliers.
@@ -41,12 +44,42 @@ fn thorough_cases() {
     assert!(served >= 2000, "only {served} cases were served");
 }
 
+/// The sink of a row that sees no key has no gradient, whatever the tensors hold there.
+#[test]
+fn sinks_of_rows_without_keys() {
+    let Some(gpu) = hopper() else { return };
+    let backend = GpuBackend::new(Arc::new(gpu));
+    for mask in [Mask::CAUSAL, Mask::window(Some(40), Some(3)).with_chunk(64)] {
+        let problem = Problem::new(2, 4, 300, 64).with_kv_heads(2).with_key_length(100);
+        let problem = problem.with_dtype(DType::BF16).with_mask(mask).with_sinks();
+        let tensors = InputTensors::random(&problem, 0).unwrap();
+        let inputs = tensors.inputs();
+        let gradient = |hidden: f32| {
+            let random = Tensor::random(DType::BF16, problem.output_shape(), 1).unwrap();
+            Tensor::from_fn(DType::BF16, random.shape(), |[batch, query, head, element]| {
+                // These queries stand more than three before the first key.
+                let seen = query >= 200 - 3;
+                if seen { random.head(batch, head).row(query)[element] } else { hidden }
+            })
+            .unwrap()
+        };
+        let sinks = |hidden: f32| {
+            let (output, lse) = reference::saved(&problem, inputs).unwrap();
+            let (output, lse, output_gradient) = (&output, &lse[..], &gradient(hidden));
+            let backward = Backward { inputs, output, lse, output_gradient };
+            backend.run_backward(&problem, backward, &RunOptions::default()).unwrap().sinks.unwrap()
+        };
+        let expected = sinks(0.0);
+        assert!(expected.iter().all(|sink| sink.is_finite() && *sink != 0.0), "{expected:?}");
+        assert_eq!(sinks(f32::NAN), expected);
+    }
+}
+
 /// Compiles what the cases need on all cores.
 fn compile_ahead(gpu: &Gpu, cases: &[Case]) {
     let mut kernels = HashSet::new();
     for case in cases {
-        let mut forward = case.problem.clone();
-        forward.pass = flashcore::Pass::Forward;
+        let forward = case.problem.clone().forward();
         for problem in [forward, case.problem.clone()] {
             let Ok(arrangement) = Arrangement::contiguous(&problem) else { continue };
             let found = candidates(&gpu.chip(), &problem, &arrangement);

@@ -1,12 +1,12 @@
 //! The gradients of attention on Hopper over sequences of equal lengths: wgmma and TMA.
 
 use kernels::Configuration;
-use kernels::backward::{KEY_BLOCK, tuned_backward};
+use kernels::backward::{tall_backward, tuned_backward};
 use kernels::parameter::{Number, Workspace};
 
 use super::forward::workload;
 use super::{Asked, Choice, Contents, Counts, Family, Memory, Tiling};
-use crate::gpu::Chip;
+use crate::chip::Chip;
 use crate::plan::arrangement::tensors;
 use crate::plan::{Launch, Source, map_strides};
 use crate::problem::{Pass, Problem};
@@ -26,12 +26,12 @@ impl Family for Backward {
     fn choose(&self, asked: &Asked<'_>) -> Result<Choice, String> {
         let Asked { chip, problem, arrangement } = *asked;
         let workload = workload(chip, problem)?;
-        if workload.rules.sinks {
-            return Err("the gradient of sinks is not computed yet".to_owned());
-        }
         let (dim, value_dim) = (workload.head_dim, workload.value_head_dim);
         let backward = tuned_backward(workload.element, dim, value_dim, workload.rules)
-            .ok_or_else(|| format!("head dims {dim} and {value_dim} are beyond 128"))?;
+            .ok_or_else(|| format!("head dims {dim} and {value_dim} are beyond 256"))?;
+        let backward = kernels::Backward { deterministic: problem.deterministic, ..backward };
+        let tall = tall_backward(backward).filter(|it| fills(chip, problem, it.key_block()));
+        let backward = tall.unwrap_or(backward);
         arrangement.check_copies(problem)?;
         for tensor in tensors(problem) {
             map_strides(problem, arrangement, tensor)?;
@@ -50,7 +50,7 @@ pub(super) fn launch(
     // Blocks of query rows, of every query head; and blocks of keys, of every key head.
     let counts = Counts::new(backward.query_block, problem)?;
     let query_blocks = counts.tiles;
-    let key_blocks_per_head = counts.key_length.div_ceil(KEY_BLOCK);
+    let key_blocks_per_head = counts.key_length.div_ceil(backward.key_block());
     let key_blocks = u64::from(counts.key_heads) * u64::from(counts.batch);
     let key_blocks = u32::try_from(key_blocks * u64::from(key_blocks_per_head))
         .ok()
@@ -59,17 +59,28 @@ pub(super) fn launch(
 
     let mut choice = Choice::of(Configuration::Backward(backward), key_blocks, reason);
     choice.launches[0].numbers = vec![(Number::KeyBlocks, key_blocks_per_head)];
+    if backward.deterministic {
+        let steps = steps(problem, [backward.query_block, backward.key_block()], key_blocks);
+        let heads = counts.key_heads * counts.batch;
+        choice.launches[0].numbers.extend(order(chip, heads, steps));
+    }
     let numbers = vec![(Number::QueryBlocks, counts.tiles_per_head)];
     let row_sums = Configuration::RowSums(backward.row_sums());
     let rounding = Configuration::Rounding(backward.rounding());
     let beside = |kernel, blocks| Launch { kernel, blocks, numbers: numbers.clone() };
     choice.launches.insert(0, beside(row_sums, query_blocks));
     choice.launches.push(beside(rounding, backward.rounding().blocks(query_blocks)));
+    let sinks = backward.sink_gradients().map(Configuration::SinkGradients);
+    choice.launches.extend(sinks.map(|kernel| beside(kernel, counts.heads)));
     choice.main = 1;
+    let turns = backward.deterministic.then_some((Workspace::Turns, 4));
     for (workspace, bytes) in [
         (Workspace::RowStatistics, backward.statistics_bytes()),
         (Workspace::QueryGradientSums, backward.sums_layout().block_bytes()),
-    ] {
+    ]
+    .into_iter()
+    .chain(turns)
+    {
         choice.memory.push(Memory {
             source: Source::Workspace(workspace),
             bytes: u64::from(bytes) * u64::from(query_blocks),
@@ -78,11 +89,38 @@ pub(super) fn launch(
     }
     choice.tiling = Some(Tiling {
         query_rows: backward.query_block,
-        key_block: KEY_BLOCK,
+        key_block: backward.key_block(),
         tiles_per_head: key_blocks_per_head,
         tiles: key_blocks,
         splits: 1,
         waves: f64::from(key_blocks) / f64::from(chip.multiprocessors.max(1)),
     });
     Ok(choice)
+}
+
+/// Whether blocks of so many keys go around all multiprocessors a few times.
+fn fills(chip: &Chip, problem: &Problem, key_block: u32) -> bool {
+    let blocks = problem.key_length.div_ceil(key_block as usize);
+    let blocks = blocks.saturating_mul(problem.kv_heads).saturating_mul(problem.batch);
+    blocks as u64 >= 4 * u64::from(chip.multiprocessors)
+}
+
+/// Steps of the walk of a block of the grid, on average.
+fn steps(problem: &Problem, [query_block, key_block]: [u32; 2], key_blocks: u32) -> f64 {
+    let pairs = problem.visible_pairs() as f64 / (f64::from(query_block) * f64::from(key_block));
+    (pairs / f64::from(key_blocks.max(1))).max(1.0)
+}
+
+/// In the deterministic mode a block of the grid adds to a block of query rows after the one before it
+/// of the same head. Heads are taken together so that the two begin two steps apart, where one step is
+/// enough if nobody is ever late: then nobody waits but for the begin.
+fn order(chip: &Chip, heads: u32, steps: f64) -> [(Number, u32); 3] {
+    let together = (2.0 * f64::from(chip.multiprocessors) / steps).ceil();
+    let together = (together as u32).clamp(1, heads.max(1));
+    let first = (heads.max(1) - 1) % together + 1;
+    [
+        (Number::HeadsPerGroup, together),
+        (Number::FirstHeads, first),
+        (Number::LastHeads, heads.max(1) - together),
+    ]
 }

@@ -227,8 +227,9 @@ fn is_variant(kernel: &Configuration, best: &Configuration, problem: &Problem) -
             Scalar { rules: rules(it.rules, best.rules), ..best } == it
         }
         (Configuration::Backward(it), Configuration::Backward(best)) => {
-            let (query_block, rules) = (it.query_block, rules(it.rules, best.rules));
-            Backward { query_block, rules, ..best } == it
+            let Backward { query_block, deterministic, .. } = it;
+            let rules = rules(it.rules, best.rules);
+            Backward { query_block, deterministic, rules, ..best } == it
         }
         _ => false,
     }

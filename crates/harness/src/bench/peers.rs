@@ -251,8 +251,7 @@ fn describe(
     let (plan, given) = asked.plan(chip, problem)?;
     let before = match step {
         true => {
-            let mut forward = problem.clone();
-            forward.pass = Pass::Forward;
+            let forward = problem.clone().forward();
             let (plan, given) = candidate.of_pass(Pass::Forward).plan(chip, &forward)?;
             launches(&plan, &given)?
         }

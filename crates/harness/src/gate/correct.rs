@@ -385,7 +385,6 @@ pub(super) fn judge(
 
 #[cfg(test)]
 mod tests {
-    use flashcore::Pass;
     use flashcore::gpu::Chip;
 
     use super::*;
@@ -397,10 +396,6 @@ mod tests {
         let mut judged = std::collections::BTreeMap::new();
         for kernel in kernels::shipped(ptx::Target::SM_90A) {
             let Some(contract) = Contract::of(&kernel) else { continue };
-            // The gradient of sinks is not asked of a GPU yet.
-            if contract.model.pass == Pass::Backward && contract.model.scores.sinks {
-                continue;
-            }
             let cases = contract.cases().into_iter().map(|case| case.problem);
             for problem in cases.chain([contract.timed()]) {
                 let plan = Candidate::of(kernel).plan(&Chip::H200, &problem);

@@ -7,7 +7,7 @@ mod svg;
 
 use std::path::Path;
 
-use flashcore::{Pass, Problem};
+use flashcore::Problem;
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
@@ -222,8 +222,7 @@ impl Cell {
 
     /// The gradients of a problem together with the forward pass before them, without measurements.
     pub fn of_step(problem: &Problem) -> Result<Self, Error> {
-        let mut forward = problem.clone();
-        forward.pass = Pass::Forward;
+        let forward = problem.clone().forward();
         let (before, backward) = (Cell::new(&forward)?, Cell::new(&forward.backward())?);
         Ok(Cell {
             problem: before.problem + STEP,

@@ -25,11 +25,13 @@ impl Planned {
         let nowhere = [DeviceAddress(0); 4];
         let tensors = Tensors::contiguous(problem, nowhere, Some(DeviceAddress(0)));
         let mut tensors = tensors.map_err(LibraryError::from)?;
+        let mut lists = DeviceLists::new(gpu);
         if problem.pass == Pass::Backward {
             let Tensors { query, key, value, output, .. } = tensors;
-            tensors.gradients = Some(Gradients { output, query, key, value });
+            let sinks = problem.scores.sinks.then(|| lists.numbers(&vec![0; problem.query_heads]));
+            let sinks = sinks.transpose()?;
+            tensors.gradients = Some(Gradients { output, query, key, value, sinks });
         }
-        let mut lists = DeviceLists::new(gpu);
         given.on_device(problem, &mut lists, &mut tensors)?;
         let arrangement = Arrangement::contiguous(problem).map_err(LibraryError::from)?;
         let plan = AttentionPlan::of(gpu, plan, arrangement)?;

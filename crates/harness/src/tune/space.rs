@@ -355,11 +355,11 @@ mod tests {
         }
     }
 
-    /// Registers and shared memory leave the backward kernel one tile for each head dim.
+    /// Under a mask, registers leave the backward kernel one tile for each head dim.
     #[test]
-    fn the_backward_kernel_has_no_neighbours() {
+    fn the_backward_kernel_has_few_neighbours() {
         for kernel in shipped(Target::SM_90A) {
-            assert!(kernel.family() != "backward" || beside(&kernel).is_empty(), "{kernel:?}");
+            assert!(kernel.family() != "backward" || beside(&kernel).len() < 2, "{kernel:?}");
         }
     }
 

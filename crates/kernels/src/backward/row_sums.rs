@@ -33,14 +33,17 @@ pub struct RowSums {
     pub value_head_dim: u32,
     /// Where the sums of `dQ` will lie.
     pub sums: SumsLayout,
+    /// Whether there are counters of turns, which become zero.
+    pub turns: bool,
 }
 
 impl RowSums {
     /// The name of this configuration.
     pub fn name(&self) -> String {
-        let RowSums { target, element, value_head_dim, sums } = self;
-        let SumsLayout { query_block, columns } = sums;
-        format!("row_sums_{target}_{element}_d{value_head_dim}_{query_block}x{columns}")
+        let RowSums { target, element, value_head_dim, sums, turns } = self;
+        let SumsLayout { query_block, columns, .. } = sums;
+        let turns = if *turns { "_turns" } else { "" };
+        format!("row_sums_{target}_{element}_d{value_head_dim}_{query_block}x{columns}{turns}")
     }
 
     /// A kernel that it may come before.
@@ -51,6 +54,7 @@ impl RowSums {
             value_head_dim: self.value_head_dim,
             rules: Rules::CAUSAL,
             query_block: self.sums.query_block,
+            deterministic: self.turns,
         }
     }
 
@@ -80,7 +84,12 @@ impl RowSums {
         let query_blocks = DivisorRegisters::parameters(k, Number::QueryBlocks);
         let heads = DivisorRegisters::parameters(k, Number::QueryHeads);
 
+        let turns = self.turns.then(|| Workspace::Turns.address(k));
         let (number, thread) = (k.block_index(), k.thread_index());
+        if let Some(turns) = turns {
+            let counter = k.eval(turns + number.convert::<U64>() * 4);
+            k.if_(thread.equals(0), |k| k.store::<U32, _>(counter, 0u32));
+        }
         self.clear(k, sums, number, thread);
         let (head_and_batch, block) = query_blocks.divide(k, number);
         let (batch, head) = heads.divide(k, head_and_batch);

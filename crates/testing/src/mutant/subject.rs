@@ -148,6 +148,7 @@ fn backwards() -> [Backward; 2] {
         value_head_dim: 16,
         rules: Rules::CAUSAL,
         query_block: 128,
+        deterministic: false,
     };
     let rules = Rules { mask: MaskKind::Local, alibi: true, ..Rules::DENSE };
     [narrow, Backward { head_dim: 72, value_head_dim: 24, rules, query_block: 64, ..narrow }]

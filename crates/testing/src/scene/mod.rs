@@ -188,6 +188,9 @@ impl Scene {
             Configuration::Rounding(it) => {
                 Call::beside(it.after(), it.sums.query_block as usize + 5).scene_of(2)
             }
+            Configuration::SinkGradients(it) => {
+                Call::small(Configuration::Backward(it.after())).scene_of(3)
+            }
             attention => Call::small(*attention).scene(),
         }
     }

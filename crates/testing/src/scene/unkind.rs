@@ -6,7 +6,6 @@
 //! most mutants fall there.
 
 use flashcore::Mask;
-use kernels::backward::KEY_BLOCK;
 use kernels::{
     Append, Backward, Batch, Configuration, Decode, Forward, MaskKind, Mma, Prefill, Sequencer,
 };
@@ -36,6 +35,13 @@ impl Scene {
                 let ends = (2..64).step_by(4);
                 ends.map(|queries| Call::beside(it.after(), queries).scene_of(2)).collect()
             }
+            Configuration::SinkGradients(it) => {
+                // More blocks of rows than one round takes, of several sequences; rows without keys.
+                let after = Configuration::Backward(it.after());
+                let sizes = [(1, [1100, 60]), (3, [700, 40])];
+                let calls = sizes.map(|(batch, lengths)| Call::new(after, batch, lengths, [2, 1]));
+                calls.iter().map(|call| call.scene_of(3)).collect()
+            }
             _ => Ok(Vec::new()),
         };
         Ok([small].into_iter().chain(more?).collect())
@@ -51,7 +57,7 @@ fn backward(it: &Backward) -> Vec<Call> {
     let kernel = Configuration::Backward(*it);
     let rows = it.query_block as usize;
     let call = |lengths, heads| Call::new(kernel, 1, lengths, heads);
-    let (keys, scale) = (KEY_BLOCK as usize, 2.0 / (it.head_dim as f32).sqrt());
+    let (keys, scale) = (it.key_block() as usize, 2.0 / (it.head_dim as f32).sqrt());
     vec![
         call([rows - 1, keys + 40], [2, 1]),
         // As many keys as queries, so that no mask leaves few steps; numbers of blocks and of stages

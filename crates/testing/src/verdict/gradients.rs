@@ -91,15 +91,18 @@ pub fn compare_gradients(
     })
 }
 
-/// The largest errors that pass in the gradients of queries, keys and values.
+/// The largest errors that pass in the gradients of queries, keys, values and sinks.
 pub(crate) fn gradient_tolerances(
     problem: &Problem,
     inputs: Inputs<'_>,
     reference: &Gradients,
     baseline: &Gradients,
-) -> [f64; 3] {
+) -> [f64; 4] {
     let judged = Judged::new(problem, inputs, reference, baseline);
-    judged.parts().map(|part| judged.compare(&part, problem.dtype(), |_, _| ()).tolerance)
+    let [query, key, value] =
+        judged.parts().map(|part| judged.compare(&part, problem.dtype(), |_, _| ()).tolerance);
+    let sinks = judged.sinks(&vec![0.0; problem.query_heads]);
+    [query, key, value, sinks.map_or(0.0, |comparison| comparison.tolerance)]
 }
 
 struct Judged<'a> {
