@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::{Args, value_parser};
 use flashcore::gpu::Gpu;
-use flashcore::{Problem, Progress};
+use flashcore::{Pass, Problem, Progress};
 use harness::Silent;
 use harness::bench::{Candidate, configuration};
 use harness::gate::{
@@ -36,7 +36,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "FILE")]
     description: Option<PathBuf>,
     /// Who it must be as fast as: a candidate as `bench` knows them [default: scalar, the kernel
-    /// with ordinary arithmetic; over ragged batches what the planner chooses]
+    /// with ordinary arithmetic; over ragged batches and of gradients what the planner chooses]
     #[arg(long, value_name = "CANDIDATE", value_parser = Candidate::parse)]
     baseline: Option<Candidate>,
     /// The least share of the baseline's speed
@@ -252,6 +252,9 @@ fn correct(gpu: &Gpu, judged: &Judged, salt: u64) -> Outcome {
     let (Some(contract), Some(source)) = (judged.contract(), judged.source()) else {
         return Outcome::skip("it does not compute attention");
     };
+    if let (Judged::Own(own), Pass::Backward) = (judged, contract.model.pass) {
+        return gate::correct_gradients(&own.kernel, &contract, salt);
+    }
     match GpuSubject::new(gpu, source.as_ref()) {
         Ok(mut subject) => gate::correct(&mut subject, &contract, salt),
         Err(error) => Outcome::skip(error.to_string()),
@@ -280,7 +283,8 @@ fn fast(arguments: &Arguments, gpu: &Gpu, judged: &Judged, salt: u64) -> Outcome
         return Outcome::skip("it does not compute attention");
     };
     // What has no counterpart with ordinary arithmetic is held against the planner's choice.
-    let usual = if contract.storage == Stored::Equal { "scalar" } else { "flashcore" };
+    let backward = contract.model.pass == Pass::Backward;
+    let usual = if contract.storage == Stored::Equal && !backward { "scalar" } else { "flashcore" };
     let usual = || Candidate::parse(usual).expect("it is always there");
     let baseline = arguments.baseline.clone().unwrap_or_else(usual);
     if let Some(peer) = baseline.peer() {
@@ -293,6 +297,9 @@ fn fast(arguments: &Arguments, gpu: &Gpu, judged: &Judged, salt: u64) -> Outcome
         at_least: arguments.at_least,
         peak_tflops: Some(GpuFound::of(gpu.info()).peak_tflops()),
     };
+    if let (Judged::Own(own), true) = (judged, backward) {
+        return gate::fast_gradients(gpu, &Candidate::of(own.kernel), &baseline, &pace);
+    }
     let subjects = (GpuSubject::new(gpu, source.as_ref()), GpuSubject::new(gpu, &baseline));
     match subjects {
         (Ok(mut subject), Ok(mut baseline)) => {
@@ -334,6 +341,10 @@ fn once(
         return Err("it does not compute attention".into());
     };
     let problem = arguments.timed(&contract);
+    if let (Judged::Own(own), Pass::Backward) = (judged, problem.pass) {
+        gate::once_gradients(gpu, &Candidate::of(own.kernel), &problem)?;
+        return Ok(Answer { text: String::new(), passed: true });
+    }
     let mut subject = GpuSubject::new(gpu, source.as_ref())?;
     subject.prepare(&problem)?;
     let tensors = flashcore::InputTensors::random(&problem, 0)?;

@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 use clap::{Args, ValueEnum};
 use flashcore::family::tuning::TuningFile;
 use flashcore::gpu::Chip;
-use flashcore::{Problem, Progress};
+use flashcore::{Pass, Problem, Progress};
 use harness::bench::Candidate;
 use harness::problems::ProblemSet;
 use harness::tune::cost::{BlockCost, predict};
 use harness::tune::insight::{Effect, effects};
 use harness::tune::log::Log;
 use harness::tune::search::{Found, Plan, Start, search, sweep};
-use harness::tune::space::{Gene, Genome, possible};
+use harness::tune::space::{Gene, Genome, beside, possible};
 use harness::tune::{GpuMeter, entry, save};
 use kernels::Configuration;
 use serde::Serialize;
@@ -95,6 +95,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         Some(name) => ProblemSet::find(name)?.problems,
         None => arguments.problem.clone(),
     };
+    for problem in problems.iter().filter(|it| it.pass == Pass::Backward) {
+        refuse_backward(&arguments.ours.candidate()?, problem)?;
+    }
     if arguments.model {
         return model(arguments, &problems);
     }
@@ -170,6 +173,23 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         answer += &format!("no time was left for {}\n", missed.join(", "));
     }
     Ok(Answer { text: answer, passed: true })
+}
+
+/// Where there is nothing to choose there is nothing to tune; where there is, nobody times it here yet.
+fn refuse_backward(candidate: &Candidate, problem: &Problem) -> Result<(), Box<dyn Error>> {
+    let kernel = chosen(candidate, &Chip::H200, problem)?;
+    let name = kernel.name();
+    Err(match beside(&kernel).len() {
+        0 => format!(
+            "there is nothing to tune for {problem}: {name} is the only configuration for its head \
+             dims that registers and shared memory hold"
+        ),
+        count => format!(
+            "{count} configurations are beside {name}, and gradients are not timed by `tune` yet: \
+             `bench --backward --candidates` takes them by name"
+        ),
+    }
+    .into())
 }
 
 /// The configuration that a candidate runs for a problem.

@@ -8,8 +8,8 @@
 
 use std::collections::BTreeMap;
 
-use flashcore::Plan;
 use flashcore::gpu::Gpu;
+use flashcore::{Pass, Plan, Problem};
 use kernels::forward::{PROBE_WORDS, Phase};
 use kernels::{Configuration, Forward};
 use serde::Serialize;
@@ -18,11 +18,13 @@ use sim::{Argument, Options, Policy, Trace};
 use testing::scene::Call;
 
 use crate::Error;
-use crate::bench::Pool;
+use crate::bench::{Candidate, Pool};
 use crate::given::{Given, tensor_bytes};
 use crate::statistics::median;
-use crate::subject::{self, Addresses, Launcher, Planned, flush_bytes, of_program};
-use cuda::{Buffer, Event};
+use crate::subject::{
+    self, Addresses, Call as _, Launcher, Planned, Role, flush_bytes, of_program,
+};
+use cuda::{Buffer, DeviceAddress, Event};
 
 /// A stretch of time in a warpgroup.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -123,7 +125,7 @@ pub fn on_gpu(
     let words = choice.launches[0].blocks as usize * forward.warpgroups as usize * PROBE_WORDS;
     let probed = of_program(plan, given, 0, &program, 8 * words as u64)
         .map_err(|reason| Error::Malformed { what: program.name.clone(), reason })?;
-    let mut table = Table::new(gpu, plan)?;
+    let table = Table::new(gpu, &plan.problem)?;
     let mut without = Planned::new(gpu, plan.clone(), given)?;
     let text = ptx::print_for(&program, gpu.compiler());
     let mut with = Launcher::new(gpu, &text, probed)?;
@@ -135,7 +137,7 @@ pub fn on_gpu(
 
 /// Times the launches of a plan one by one: the first alone, then with the second, and so on.
 pub fn launches(gpu: &Gpu, plan: &Plan, given: &Given) -> Result<Vec<LaunchTime>, Error> {
-    let mut table = Table::new(gpu, plan)?;
+    let table = Table::new(gpu, &plan.problem)?;
     let mut times = Vec::new();
     let mut before = 0.0;
     let all = plan.chosen.choice.as_ref().map_or(0, |choice| choice.launches.len());
@@ -154,43 +156,63 @@ pub fn launches(gpu: &Gpu, plan: &Plan, given: &Given) -> Result<Vec<LaunchTime>
 }
 
 /// The tensors of a call, and a clock.
-struct Table {
+pub(crate) struct Table {
+    /// By [`Role`]: of the forward pass the first five.
     buffers: Vec<Buffer>,
     flush: Buffer,
     marks: [Event; 2],
 }
 
 impl Table {
-    fn new(gpu: &Gpu, plan: &Plan) -> Result<Self, Error> {
-        let problem = &plan.problem;
+    /// Random inputs; what the backward pass is given of the forward pass comes from ours.
+    pub(crate) fn new(gpu: &Gpu, problem: &Problem) -> Result<Self, Error> {
         let mut pool = Pool::new(gpu, problem.dtype(), 0)?;
         let bytes = tensor_bytes(problem).filter(|all| all.iter().all(|bytes| *bytes > 0));
         let empty = || Error::Impossible(format!("a tensor of {problem} is empty or endless"));
+        let mut bytes = bytes.ok_or_else(empty)?.to_vec();
+        if problem.pass == Pass::Backward {
+            bytes.extend([bytes[3], bytes[0], bytes[1], bytes[2]]);
+        }
         let mut buffers = Vec::new();
-        for bytes in bytes.ok_or_else(empty)? {
+        for bytes in bytes {
             buffers.push(Buffer::new(gpu.device(), bytes as u64)?);
         }
-        for buffer in &buffers[..3] {
+        for buffer in buffers[..3].iter().chain(buffers.get(Role::OutputGradient as usize)) {
             pool.fill(gpu, buffer.all())?;
         }
         let flush = Buffer::new(gpu.device(), flush_bytes(gpu))?;
         let marks = [Event::new(gpu.device())?, Event::new(gpu.device())?];
-        Ok(Table { buffers, flush, marks })
+        let table = Table { buffers, flush, marks };
+        if problem.pass == Pass::Backward {
+            let forward = problem.clone().forward();
+            let planned = Candidate::parse("flashcore").map_err(Error::Impossible)?;
+            planned.ready(gpu, &forward)?.launch(gpu.stream(), &table.addresses())?;
+        }
+        Ok(table)
     }
 
-    /// Milliseconds of a call, the median of several with cold caches.
-    fn time(&mut self, gpu: &Gpu, kernel: &mut dyn subject::Call) -> Result<f64, Error> {
-        let addresses: Addresses = std::array::from_fn(|index| self.buffers[index].address());
-        let [start, end] = &self.marks;
-        let mut samples = Vec::new();
-        for _ in 0..5 {
-            gpu.stream().fill(self.flush.all(), 0)?;
-            start.record(gpu.stream())?;
-            kernel.launch(gpu.stream(), &addresses)?;
-            end.record(gpu.stream())?;
-            end.synchronize()?;
-            samples.push(end.milliseconds_since(start)?);
+    fn addresses(&self) -> Addresses {
+        let mut addresses = [DeviceAddress(0); Role::COUNT];
+        for (address, buffer) in addresses.iter_mut().zip(&self.buffers) {
+            *address = buffer.address();
         }
+        addresses
+    }
+
+    /// Milliseconds of one call with cold caches.
+    pub(crate) fn sample(&self, gpu: &Gpu, kernel: &mut dyn subject::Call) -> Result<f64, Error> {
+        let [start, end] = &self.marks;
+        gpu.stream().fill(self.flush.all(), 0)?;
+        start.record(gpu.stream())?;
+        kernel.launch(gpu.stream(), &self.addresses())?;
+        end.record(gpu.stream())?;
+        end.synchronize()?;
+        Ok(end.milliseconds_since(start)?)
+    }
+
+    /// The median of several.
+    fn time(&self, gpu: &Gpu, kernel: &mut dyn subject::Call) -> Result<f64, Error> {
+        let samples = (0..5).map(|_| self.sample(gpu, kernel)).collect::<Result<Vec<_>, _>>()?;
         Ok(median(&samples))
     }
 }

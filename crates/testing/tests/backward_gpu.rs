@@ -195,9 +195,7 @@ fn a_graph_is_right_for_other_lengths() {
 fn compile_ahead<'a>(gpu: &Gpu, problems: impl Iterator<Item = &'a Problem>) {
     let mut kernels = HashSet::new();
     for problem in problems {
-        let mut forward = problem.clone();
-        forward.pass = flashcore::Pass::Forward;
-        for problem in [forward, problem.clone()] {
+        for problem in [problem.clone().forward(), problem.clone()] {
             let Ok(arrangement) = Arrangement::contiguous(&problem) else { continue };
             let found = candidates(&gpu.chip(), &problem, &arrangement);
             let chosen = found.into_iter().find_map(|candidate| candidate.choice);

@@ -46,7 +46,7 @@ struct Measure {
     /// A problem instead, such as b=2,h=16,s=4096,d=128,bf16,causal; may be given many times
     #[arg(long, value_name = "PROBLEM", conflicts_with = "set")]
     problem: Vec<Problem>,
-    /// Who is measured: flashcore, forward, prefill, decode, mma, mma-half, scalar, configurations,
+    /// Who is measured: flashcore, forward, prefill, decode, mma, mma-half, scalar, backward, configurations,
     /// pageN (one query over pages of N keys), cudnn, fa2, fa3, fa4, efficient, flex, jax;
     /// NAME=CANDIDATE gives one another name
     #[arg(long, value_delimiter = ',', value_parser = Candidate::parse,
@@ -56,6 +56,10 @@ struct Measure {
     /// key and value (peers: cudnn, fa2, fa4, efficient)
     #[arg(long)]
     backward: bool,
+    /// Measure the forward and the backward pass together, as one step of training has them; up to
+    /// 2048 queries captured in a graph, so that nobody's host is measured (the same peers)
+    #[arg(long, conflicts_with_all = ["backward", "same"])]
+    step: bool,
     /// Samples of each candidate
     #[arg(long, default_value_t = 11)]
     rounds: usize,
@@ -144,7 +148,7 @@ impl Measure {
             [] => ProblemSet::find(&self.set)?,
             problems => ProblemSet { name: "given".to_owned(), problems: problems.to_vec() },
         };
-        if self.backward {
+        if self.backward || self.step {
             set.problems = set.problems.into_iter().map(Problem::backward).collect();
         }
         Ok(Options {
@@ -158,6 +162,7 @@ impl Measure {
             },
             calls: self.graph,
             seed: self.seed,
+            step: self.step,
             python: self.python.clone(),
         })
     }
@@ -256,7 +261,12 @@ fn plan(options: &Options, json: bool) -> Result<Answer, Box<dyn Error>> {
                 blocks: None,
                 note: None,
             };
-            match (candidate.peer(), candidate.plan(&chip, problem)) {
+            // In a step, what is named for the forward pass has the planner's gradients.
+            let ours = match options.step {
+                true => candidate.of_pass(problem.pass),
+                false => candidate.clone(),
+            };
+            match (candidate.peer(), ours.plan(&chip, problem)) {
                 (Some(peer), _) => line.note = Some(peer.about.to_owned()),
                 (None, Err(reason)) => line.note = Some(reason),
                 (None, Ok((plan, _))) => {

@@ -73,6 +73,21 @@ fn results_are_shown_drawn_and_compared() {
     assert!(comparison["changes"][0]["speedup"].as_f64().unwrap() < 0.95, "{comparison}");
 }
 
+/// Gradients, alone and as a step with the forward pass, by whoever of ours is named.
+#[test]
+fn gradients_are_planned() {
+    for how in ["--backward", "--step"] {
+        let given = ["--plan", "--json", "--problem", "b=1,h=2,s=512,d=64,bf16"];
+        let named = ["bench", how, "--candidates", "flashcore,backward"];
+        let planned = answer(&[&named, &given[..]].concat());
+        for line in planned["planned"].as_array().unwrap() {
+            let kernel = line["kernel"].as_str().unwrap_or_default();
+            assert!(kernel.starts_with("backward_bf16_d64x64"), "{line}");
+        }
+    }
+    assert!(fail(2, &["bench", "--backward", "--step"]).contains("cannot be used with"));
+}
+
 #[test]
 fn mistakes_are_named() {
     assert!(fail(2, &["bench", "--candidates", "fa9"]).contains("no candidate `fa9`"));

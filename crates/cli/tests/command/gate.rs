@@ -20,6 +20,18 @@ fn a_shipped_kernel_is_accepted_as_far_as_it_can_be_asked() {
     }
 }
 
+/// Of a kernel for gradients the same is asked, and of those that go with it.
+#[test]
+fn kernels_for_gradients_are_judged() {
+    for kernel in ["backward", "row_sums", "rounding"] {
+        let without = ["--without", "assemble,correct,fast,counters", "--seeds", "1"];
+        let answer = json(&[&["gate", kernel, "--json"], &without[..]].concat());
+        assert_eq!(answer["accepted"], true, "{answer}");
+        let findings = answer["kernels"][0]["findings"].as_array().unwrap();
+        assert!(findings.iter().all(|it| it["outcome"] == "accept"), "{answer}");
+    }
+}
+
 #[test]
 fn a_foreign_kernel_is_judged_by_its_description() {
     let folder = tempfile::tempdir().unwrap();

@@ -48,6 +48,9 @@ fn sizes_are_those_of_the_kernel() {
     assert!(size.starts_with("batch 1, heads 4/2, length 3, head dim 7/33, f16, causal"), "{size}");
     let answer = run(&["decode", "--batch", "2", "--seq", "1", "--kv-seq", "33"]);
     assert!(answer["size"].as_str().unwrap().starts_with("batch 2, "), "{answer}");
+    let answer = run(&["backward", "--seq", "70", "--heads", "2"]);
+    let size = answer["size"].as_str().unwrap();
+    assert!(size.starts_with("batch 1, heads 2, length 70, head dim 64"), "{size}");
     let message = fail(1, &["sim", "single", "--rows", "3"]);
     assert_eq!(message, "--rows means nothing to the single kernel");
     let message = fail(1, &["sim", "scalar", "--heads", "3", "--kv-heads", "2"]);

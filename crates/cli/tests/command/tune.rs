@@ -18,6 +18,10 @@ fn the_model_ranks_configurations() {
 fn mistakes_are_named() {
     assert!(fail(2, &["tune"]).contains("--problem"));
     assert!(fail(1, &["tune", "--model", "--problem", "d=7,bf16"]).contains("head dim 7"));
+    for model in [&["--model"][..], &[]] {
+        let message = fail(1, &[&["tune", "--problem", "d=64,bf16,backward"], model].concat());
+        assert!(message.starts_with("there is nothing to tune for"), "{message}");
+    }
     if cuda::DeviceInfo::query(0).is_err() {
         let message = fail(1, &["tune", "--problem", "d=64"]);
         assert!(message.contains("there is no GPU to tune for"), "{message}");

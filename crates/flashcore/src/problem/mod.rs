@@ -205,6 +205,11 @@ impl Problem {
         Problem { pass: Pass::Backward, ..self }
     }
 
+    /// Ask for the output that the gradients are of.
+    pub fn forward(self) -> Self {
+        Problem { pass: Pass::Forward, deterministic: false, ..self }
+    }
+
     /// Gradients that are the same bit for bit from run to run, whatever else the GPU does.
     ///
     /// ```

@@ -5,9 +5,9 @@ use flashcore::family::tuning::Variant;
 use flashcore::gpu::{Chip, Gpu};
 use flashcore::plan::{Arrangement, candidates};
 use flashcore::serving::{Pages, Placement};
-use flashcore::{Plan, Preference, Problem, Storage};
+use flashcore::{Pass, Plan, Preference, Problem, Storage};
 use kernels::attention::Batch;
-use kernels::{Configuration, Decode, Forward, MaskKind, Mma, Rules, Scalar, shipped};
+use kernels::{Backward, Configuration, Decode, Forward, MaskKind, Mma, Rules, Scalar, shipped};
 use ptx::Target;
 
 use crate::Error;
@@ -62,7 +62,13 @@ pub static PEERS: [Peer; 7] = [
 
 /// The families that can be asked for by name.
 pub fn families() -> Vec<&'static str> {
-    let problem = Problem::new(1, 1, 1, 64);
+    [Pass::Forward, Pass::Backward].into_iter().flat_map(families_of).collect()
+}
+
+/// Those of a pass.
+fn families_of(pass: Pass) -> Vec<&'static str> {
+    let mut problem = Problem::new(1, 1, 1, 64);
+    problem.pass = pass;
     let arrangement = Arrangement::contiguous(&problem).expect("a small problem");
     candidates(&Chip::H200, &problem, &arrangement).into_iter().map(|it| it.kernel).collect()
 }
@@ -92,6 +98,20 @@ impl Candidate {
         match Preference::from_environment().kernel {
             Some(name) => Candidate::parse(&name),
             None => Candidate::parse("flashcore"),
+        }
+    }
+
+    /// The same for a pass of a step: what the planner chooses, where the candidate is one of the other
+    /// pass.
+    pub fn of_pass(&self, pass: Pass) -> Self {
+        let family = match &self.who {
+            Who::Family(family) => family,
+            Who::Kernel(kernel) => kernel.family(),
+            _ => return self.clone(),
+        };
+        match families_of(pass).contains(&family) {
+            true => self.clone(),
+            false => Candidate { who: Who::Planned, ..self.clone() },
         }
     }
 
@@ -205,6 +225,11 @@ fn is_variant(kernel: &Configuration, best: &Configuration, problem: &Problem) -
         }
         (Configuration::Scalar(it), Configuration::Scalar(best)) => {
             Scalar { rules: rules(it.rules, best.rules), ..best } == it
+        }
+        (Configuration::Backward(it), Configuration::Backward(best)) => {
+            let Backward { query_block, deterministic, .. } = it;
+            let rules = rules(it.rules, best.rules);
+            Backward { query_block, deterministic, rules, ..best } == it
         }
         _ => false,
     }

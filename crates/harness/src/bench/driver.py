@@ -15,6 +15,9 @@ DEVICE = "cuda"
 WARM_UP = 2
 # Cycles that the GPU waits while the host puts a call and the marks around it on the stream.
 HEAD_START = 200_000
+# Steps of forward and backward over so many queries or fewer are captured in graphs: their launches take a
+# host longer than they take the GPU.
+SHORT = 2048
 
 
 def say(**what):
@@ -265,10 +268,14 @@ class Gradients:
         self.lse = torch.empty([q.shape[0], q.shape[2], q.shape[1]], device=DEVICE, dtype=torch.float32)
         self.gradient = torch.empty_like(self.out)
 
-    def renew(self):
-        """New contents, and the forward pass over them."""
+    def refill(self):
+        """New contents."""
         for tensor in (*self.inputs, self.gradient):
             tensor.normal_()
+
+    def renew(self):
+        """New contents, and the forward pass over them."""
+        self.refill()
         q, k, v = [x.transpose(1, 2) for x in self.inputs]
         group = q.shape[1] // k.shape[1]
         k, v = [x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v)]
@@ -280,12 +287,31 @@ class Gradients:
         self.out.copy_(found[0].transpose(1, 2)), self.lse.copy_(found[1])
 
     def ours(self, job):
-        """A kernel of ours over these tensors, and what it finds."""
-        found = [torch.empty_like(x) for x in self.inputs]
+        """A kernel of ours over these tensors, what it finds, and what it writes: in a step, which has the
+        forward pass before it, its own output and log-sum-exps too."""
+        found, step = [torch.empty_like(x) for x in self.inputs], bool(job["before"])
+        out, lse = (torch.empty_like(self.out), torch.empty_like(self.lse)) if step else (self.out, self.lse)
         names = ("query", "key", "value")
-        tensors = dict(zip(names, self.inputs), output=self.out, lse=self.lse, output_gradient=self.gradient)
+        tensors = dict(zip(names, self.inputs), output=out, lse=lse, output_gradient=self.gradient)
         tensors.update({f"{name}_gradient": tensor for name, tensor in zip(names, found)})
-        return Kernel(job, tensors), found
+        backward = Kernel(job, tensors)
+        if not step:
+            return backward, found, found
+        forward = Kernel(dict(launches=job["before"]), tensors)
+
+        def call():
+            forward(), backward()
+        return call, found, [*found, out, lse]
+
+    def peer_step(self, forward):
+        """A peer's forward pass and its gradients in one call."""
+        leaves = [x.detach().requires_grad_() for x in self.inputs]
+
+        def call():
+            with torch.enable_grad():
+                out = forward(*leaves)
+                return torch.autograd.grad(out[0] if isinstance(out, tuple) else out, leaves, self.gradient)
+        return call
 
     def peer(self, forward):
         """A peer's call, and what makes it ready: its own forward pass."""
@@ -434,10 +460,10 @@ class Truth:
 class Sampler:
     """Takes samples of one candidate."""
 
-    def __init__(self, call, poison, calls):
+    def __init__(self, call, poison, calls, captured=False):
         """`poison` makes a call ready, so that what it gives is its own."""
         self.call, self.poison, self.calls, self.graph = call, poison, calls, None
-        if calls > 1:
+        if calls > 1 or captured:
             side = torch.cuda.Stream()
             with torch.cuda.stream(side):
                 call(), call()
@@ -504,20 +530,25 @@ def backward_samplers(job, index, inputs, problem):
     """The same for gradients, and what they are given."""
     given, samplers, results, refused = Gradients(*inputs, problem), {}, {}, {}
     given.renew()
+    captured = job["step"] and problem["query_length"] <= SHORT
     for ours in job["cells"][index]["ours"]:
-        kernel, found = given.ours(ours)
+        kernel, found, written = given.ours(ours)
 
-        def poison(found=found):
-            for tensor in found:
+        def poison(written=written):
+            for tensor in written:
                 tensor.fill_(float("nan"))
-        samplers[ours["name"]] = Sampler(kernel, poison, job["calls"])
+        samplers[ours["name"]] = Sampler(kernel, poison, job["calls"], captured)
         results[ours["name"]] = lambda _, found=found: (found,)
     for name, peer in job["peers"].items():
         try:
-            call, prepare = given.peer(differentiable(peer, problem))
+            forward = differentiable(peer, problem)
+            if job["step"]:
+                call, prepare = given.peer_step(forward), lambda: None
+            else:
+                call, prepare = given.peer(forward)
             prepare(), call()
             torch.cuda.synchronize()
-            samplers[name] = Sampler(call, prepare if job["calls"] == 1 else lambda: None, job["calls"])
+            samplers[name] = Sampler(call, prepare if job["calls"] == 1 else lambda: None, job["calls"], captured)
             results[name] = lambda found: (found,)
         except Exception as error:
             refused[name] = (str(error).strip() or repr(error)).splitlines()[0]
@@ -533,7 +564,7 @@ def cell(job, index, flush, chance):
     v = torch.randn([*keys[:3], problem["value_head_dim"]], device=DEVICE, dtype=dtype)
     if problem["pass"] == "backward":
         given, samplers, results, refused = backward_samplers(job, index, (q, k, v), problem)
-        renew, truth_of = given.renew, lambda: GradientsTruth(given)
+        renew, truth_of = given.refill if job["step"] else given.renew, lambda: GradientsTruth(given)
     else:
         samplers, results, refused = forward_samplers(job, index, (q, k, v), problem)
         renew, truth_of = lambda: [tensor.normal_() for tensor in (q, k, v)], lambda: Truth(q, k, v, problem)
@@ -542,8 +573,8 @@ def cell(job, index, flush, chance):
         marks = {name: [] for name in names}
         checked, judged = WARM_UP + chance.randrange(job["rounds"]), {}
         for turn in range(WARM_UP + job["rounds"]):
-            # A graph of a backward pass holds what its forward pass has left.
-            if job["calls"] == 1 or problem["pass"] == "forward":
+            # A graph of a backward pass alone holds what its forward pass has left.
+            if job["calls"] == 1 or job["step"] or problem["pass"] == "forward":
                 renew()
             for name in names if turn % 2 else names[::-1]:
                 mark, out = samplers[name].sample(flush, cache == "cold")

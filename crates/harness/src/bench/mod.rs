@@ -6,7 +6,8 @@
 //! is compared with f64 in a round chosen at random.
 //!
 //! The backward pass is measured from the gradient of an output to those of its inputs: what the
-//! forward pass leaves is made anew before each call, and not counted.
+//! forward pass leaves is made anew before each call, and not counted. Or both are measured as one
+//! step; up to 2048 queries each captured in a graph, so that nobody's host is measured.
 //!
 //! Kernels of ours alone are measured by this process ([`ours`](self)), over every storage and rule
 //! of scores. Peers live in Python: then one Python process measures everybody, ours from their
@@ -46,6 +47,9 @@ pub struct Options {
     pub calls: usize,
     /// Chooses contents and the calls that are validated.
     pub seed: u64,
+    /// Whether gradients are measured together with the forward pass before them, as one step of
+    /// training has them.
+    pub step: bool,
     /// The Python that has the peers.
     pub python: PathBuf,
 }

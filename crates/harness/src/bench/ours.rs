@@ -1,6 +1,6 @@
 //! Kernels of ours, measured by this process: plans of the library, launched as its users do.
 
-use cuda::{Buffer, Event, ExecutableGraph, Stream};
+use cuda::{Buffer, DeviceAddress, Event, ExecutableGraph, Stream};
 use flashcore::Problem;
 use flashcore::family::tuning::fingerprint;
 use flashcore::gpu::Gpu;
@@ -10,7 +10,7 @@ use super::{Candidate, Observer, Options, Pool};
 use crate::given::{Given, tensor_bytes};
 use crate::report::{Cache, Cell, Measurement, Results};
 use crate::statistics::Random;
-use crate::subject::{Addresses, Call, Planned, flush_bytes};
+use crate::subject::{Addresses, Call, Planned, Role, flush_bytes};
 use crate::verify::{POISON, Truth, inputs};
 use crate::{Error, Silent};
 
@@ -78,7 +78,8 @@ impl Contestant {
         let [.., output, lse] = bytes(problem)?;
         let (output, lse) = (Buffer::new(gpu.device(), output)?, Buffer::new(gpu.device(), lse)?);
         let [query, key, value] = inputs.each_ref().map(Buffer::address);
-        let addresses = [query, key, value, output.address(), lse.address()];
+        let mut addresses = [DeviceAddress(0); Role::COUNT];
+        addresses[..5].copy_from_slice(&[query, key, value, output.address(), lse.address()]);
         let graph = match calls {
             1 => None,
             calls => {

@@ -11,7 +11,7 @@ use std::process::{Child, Command, Stdio};
 use cuda::OptimizationLevel;
 use flashcore::family::tuning::fingerprint;
 use flashcore::gpu::{Chip, Gpu};
-use flashcore::{Mask, Pass, Problem};
+use flashcore::{Mask, Pass, Plan, Problem};
 use ptx::{Compiler, print_for};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
@@ -32,6 +32,8 @@ struct Job<'a> {
     caches: &'a [Cache],
     seed: u64,
     flush_bytes: u64,
+    /// Whether gradients are measured together with the forward pass before them.
+    step: bool,
     /// Names in tables and the peers they mean.
     peers: BTreeMap<&'a str, &'static str>,
     /// Everyone, in the order of the first round.
@@ -74,6 +76,8 @@ struct OursJob {
     kernel: String,
     /// One after the other.
     launches: Vec<LaunchJob>,
+    /// Those of the forward pass, in a step.
+    before: Vec<LaunchJob>,
 }
 
 #[derive(Serialize)]
@@ -130,6 +134,7 @@ pub(super) fn run(
         caches: &options.caches,
         seed: options.seed,
         flush_bytes: flush_bytes(&gpu),
+        step: options.step,
         peers: peers.iter().map(|(name, peer)| (name.as_str(), *peer)).collect(),
         order: options.candidates.iter().map(|it| it.name.as_str()).collect(),
         cells,
@@ -148,7 +153,10 @@ pub(super) fn run(
     let job_file = write("job.json", &text)?;
     let mut process = Process::start(&options.python, &driver, &job_file)?;
     results.method.process = format!("{} with PyTorch", options.python.display());
-    let cells = options.set.problems.iter().map(Cell::new);
+    let cells = options.set.problems.iter().map(|it| match options.step {
+        true => Cell::of_step(it),
+        false => Cell::new(it),
+    });
     let mut cells: Vec<Cell> = cells.collect::<Result<_, _>>()?;
     let mut missing = options.caches.len();
     while let Some(event) = process.next()? {
@@ -196,7 +204,8 @@ fn compile(
         let mut cell = CellJob { problem: ProblemJob::of(problem)?, ours: Vec::new() };
         let mut refused = HashMap::new();
         for candidate in &ours {
-            match describe(candidate, problem, &chip, gpu.compiler(), folder) {
+            let compiler = gpu.compiler();
+            match describe(candidate, problem, options.step, &chip, compiler, folder) {
                 Ok((job, its_texts)) => {
                     texts.extend(its_texts);
                     cell.ours.push(job);
@@ -218,26 +227,42 @@ fn compile(
     Ok((cells, refusals))
 }
 
+/// The launches of a candidate for a problem, and the texts of its cubins.
 fn describe(
     candidate: &Candidate,
     problem: &Problem,
+    step: bool,
     chip: &Chip,
     compiler: Compiler,
     folder: &Path,
 ) -> Result<(OursJob, Vec<(String, String)>), String> {
-    let (plan, given) = candidate.plan(chip, problem)?;
-    let mut job = OursJob {
+    let mut texts = Vec::new();
+    let mut launches = |plan: &Plan, given: &Given| -> Result<Vec<LaunchJob>, String> {
+        let mut jobs = Vec::new();
+        for (program, launch) in of_plan(plan, given)? {
+            let (ptx, text) = (fingerprint(&ptx::print(&program)), print_for(&program, compiler));
+            let cubin = folder.join(format!("{}.cubin", program.name)).display().to_string();
+            jobs.push(LaunchJob { cubin: cubin.clone(), launch, ptx });
+            texts.push((cubin, text));
+        }
+        Ok(jobs)
+    };
+    let asked = if step { candidate.of_pass(problem.pass) } else { candidate.clone() };
+    let (plan, given) = asked.plan(chip, problem)?;
+    let before = match step {
+        true => {
+            let forward = problem.clone().forward();
+            let (plan, given) = candidate.of_pass(Pass::Forward).plan(chip, &forward)?;
+            launches(&plan, &given)?
+        }
+        false => Vec::new(),
+    };
+    let job = OursJob {
         name: candidate.name.clone(),
         kernel: plan.chosen.configuration.clone().unwrap_or_default(),
-        launches: Vec::new(),
+        launches: launches(&plan, &given)?,
+        before,
     };
-    let mut texts = Vec::new();
-    for (program, launch) in of_plan(&plan, &given)? {
-        let (ptx, text) = (fingerprint(&ptx::print(&program)), print_for(&program, compiler));
-        let cubin = folder.join(format!("{}.cubin", program.name)).display().to_string();
-        job.launches.push(LaunchJob { cubin: cubin.clone(), launch, ptx });
-        texts.push((cubin, text));
-    }
     Ok((job, texts))
 }
 
@@ -379,6 +404,7 @@ mod tests {
             caches: vec![Cache::Cold],
             calls: 1,
             seed: 0,
+            step: false,
             python: "python3".into(),
         };
         let mut cell = Cell::new(&options.set.problems[0]).unwrap();
@@ -387,6 +413,34 @@ mod tests {
         assert_eq!(cell.find("cudnn", Cache::Cold).unwrap().right, Some(true));
         assert!(cell.find("fa3", Cache::Cold).is_none());
         assert!(cell.measurements[2].note.as_ref().unwrap().contains("fa3_fwd_interface"));
+    }
+
+    /// A step is the launches of both passes, whoever of ours is asked for.
+    #[test]
+    fn a_step_has_the_forward_pass_before_it() {
+        let problem: Problem = "b=1,h=4,hk=2,s=512,d=128,bf16,causal,backward".parse().unwrap();
+        for name in ["flashcore", "backward", "forward"] {
+            let candidate = Candidate::parse(name).unwrap();
+            let of = |step| {
+                let compiler = ptx::Compiler::default();
+                describe(&candidate, &problem, step, &Chip::H200, compiler, Path::new("/tmp"))
+            };
+            let (job, texts) = of(true).unwrap();
+            let entries = |jobs: &[LaunchJob]| -> Vec<String> {
+                jobs.iter().map(|it| it.launch.entry.clone()).collect()
+            };
+            let (before, launches) = (entries(&job.before), entries(&job.launches));
+            assert!(before.len() == 1 && before[0].starts_with("forward_bf16_d128"), "{before:?}");
+            assert!(launches.iter().any(|it| it.starts_with("backward_bf16_d128")), "{launches:?}");
+            assert_eq!(texts.len(), before.len() + launches.len());
+            let alone = of(false).map(|(job, _)| job.before.len());
+            assert_eq!(alone.ok(), (name != "forward").then_some(0));
+        }
+        let cell = Cell::of_step(&problem).unwrap();
+        assert_eq!(cell.problem, "b=1,h=4,hk=2,s=512,d=128,bf16,causal,step");
+        assert_eq!(cell.parsed(), Some(problem.clone()));
+        // Two products of the forward pass, five of the other.
+        assert_eq!(cell.flops, 1.4 * Cell::new(&problem).unwrap().flops);
     }
 
     /// A process that dies is an error with its last words.

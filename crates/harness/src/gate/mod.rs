@@ -16,12 +16,14 @@ mod correct;
 mod counters;
 mod fast;
 pub mod foreign;
+mod gradients;
 mod statics;
 
 pub use correct::{Contract, Stored, correct};
 pub use counters::{METRICS, Threshold, Thresholds, counters, ncu_command};
 pub use fast::{Pace, fast};
 pub use foreign::Foreign;
+pub use gradients::{correct_gradients, fast_gradients, once_gradients};
 pub use statics::{Own, assemble, simulate, validate};
 
 use std::fmt;

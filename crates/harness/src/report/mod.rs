@@ -15,6 +15,9 @@ use crate::given::Given;
 use crate::provenance::Provenance;
 use crate::statistics::{Difference, Summary};
 
+/// What the text of a problem ends with that was measured as a step of forward and backward pass.
+const STEP: &str = ",step";
+
 /// Everything that a run of `flashcore bench` found.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Results {
@@ -217,9 +220,24 @@ impl Cell {
         })
     }
 
-    /// The problem itself.
+    /// The gradients of a problem together with the forward pass before them, without measurements.
+    pub fn of_step(problem: &Problem) -> Result<Self, Error> {
+        let forward = problem.clone().forward();
+        let (before, backward) = (Cell::new(&forward)?, Cell::new(&forward.backward())?);
+        Ok(Cell {
+            problem: before.problem + STEP,
+            flops: before.flops + backward.flops,
+            bytes: before.bytes + backward.bytes,
+            measurements: Vec::new(),
+        })
+    }
+
+    /// The problem itself; of a step, the one of its gradients.
     pub fn parsed(&self) -> Option<Problem> {
-        self.problem.parse().ok()
+        match self.problem.strip_suffix(STEP) {
+            Some(forward) => forward.parse().ok().map(Problem::backward),
+            None => self.problem.parse().ok(),
+        }
     }
 
     /// The measurement of a candidate, if there is one with samples.

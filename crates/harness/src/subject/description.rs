@@ -38,6 +38,9 @@ impl Role {
     /// Every tensor of the forward pass, inputs first.
     pub const ALL: [Role; 5] = [Role::Query, Role::Key, Role::Value, Role::Output, Role::Lse];
 
+    /// How many there are with those of the backward pass.
+    pub const COUNT: usize = 9;
+
     fn of(tensor: Tensor) -> Option<Role> {
         Some(match tensor {
             Tensor::Query => Role::Query,

@@ -22,8 +22,8 @@ use flashcore::gpu::Gpu;
 
 use crate::Error;
 
-/// Where tensors are on the device, in the order of [`Role::ALL`].
-pub type Addresses = [DeviceAddress; 5];
+/// Where tensors are on the device, by [`Role`]; those that a call does not have are nowhere.
+pub type Addresses = [DeviceAddress; Role::COUNT];
 
 /// Something that a GPU can be made to do for a problem.
 pub trait Source {

@@ -1,11 +1,11 @@
 //! A plan of the library on a GPU, launched as a user would.
 
 use cuda::{Buffer, DeviceAddress, Stream};
-use flashcore::gpu::{AttentionPlan, DeviceLists, Gpu, Tensors};
+use flashcore::gpu::{AttentionPlan, DeviceLists, Gpu, Gradients, Tensors};
 use flashcore::plan::Arrangement;
-use flashcore::{Error as LibraryError, Plan};
+use flashcore::{Error as LibraryError, Pass, Plan};
 
-use super::{Addresses, Call};
+use super::{Addresses, Call, Role};
 use crate::Error;
 use crate::given::Given;
 
@@ -26,6 +26,12 @@ impl Planned {
         let tensors = Tensors::contiguous(problem, nowhere, Some(DeviceAddress(0)));
         let mut tensors = tensors.map_err(LibraryError::from)?;
         let mut lists = DeviceLists::new(gpu);
+        if problem.pass == Pass::Backward {
+            let Tensors { query, key, value, output, .. } = tensors;
+            let sinks = problem.scores.sinks.then(|| lists.numbers(&vec![0; problem.query_heads]));
+            let sinks = sinks.transpose()?;
+            tensors.gradients = Some(Gradients { output, query, key, value, sinks });
+        }
         given.on_device(problem, &mut lists, &mut tensors)?;
         let arrangement = Arrangement::contiguous(problem).map_err(LibraryError::from)?;
         let plan = AttentionPlan::of(gpu, plan, arrangement)?;
@@ -40,12 +46,19 @@ impl Planned {
 
 impl Call for Planned {
     fn launch(&mut self, stream: &Stream, addresses: &Addresses) -> Result<(), Error> {
-        let [query, key, value, output, lse] = *addresses;
-        let Tensors { query: q, key: k, value: v, output: o, .. } = &mut self.tensors;
-        for (tensor, address) in [(q, query), (k, key), (v, value), (o, output)] {
-            tensor.address = address;
+        let at = |role: Role| addresses[role as usize];
+        let Tensors { query, key, value, output, gradients, .. } = &mut self.tensors;
+        query.address = at(Role::Query);
+        key.address = at(Role::Key);
+        value.address = at(Role::Value);
+        output.address = at(Role::Output);
+        if let Some(gradients) = gradients {
+            gradients.output.address = at(Role::OutputGradient);
+            gradients.query.address = at(Role::QueryGradient);
+            gradients.key.address = at(Role::KeyGradient);
+            gradients.value.address = at(Role::ValueGradient);
         }
-        self.tensors.lse = Some(lse);
+        self.tensors.lse = Some(at(Role::Lse));
         Ok(self.plan.launch(stream, &self.tensors)?)
     }
 }

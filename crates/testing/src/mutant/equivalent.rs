@@ -36,6 +36,14 @@ const ONE_PANEL: &str = "rows of 64 columns are one panel, whose number is 0";
 /// Where no row is masked, no warp has blocks that it only helps to copy.
 const NEVER_HELPS: &str = "without a mask no warp only helps to copy: the loop is never entered";
 
+/// Where the loop of the backward kernel is left, nothing is in flight; after it, dK is waited for
+/// together with what comes behind it.
+const LAST_PRODUCTS: &str = "after the last step: nothing is in flight where the loop is left, and the next wait is for dK too";
+
+/// After a row is summed up.
+const EVERY_LANE: &str =
+    "every lane of a row has its sum, whichever stores it, and rounds of rows end with the block";
+
 /// Every one.
 pub const EQUIVALENTS: &[Equivalent] = &[
     Equivalent {
@@ -210,6 +218,116 @@ pub const EQUIVALENTS: &[Equivalent] = &[
         reason: NEVER_HELPS,
     },
     Equivalent {
+        kernel: "backward",
+        kind: Kind::Delete,
+        change: "deleted: MbarrierWait of queries empty",
+        file: "backward/producer.rs",
+        line: "queries.acquire(k)",
+        at_most: 1,
+        reason: "the first queries: a pipeline begins empty",
+    },
+    Equivalent {
+        kernel: "backward",
+        kind: Kind::Delete,
+        change: "deleted: MbarrierWait of output gradients empty",
+        file: "backward/producer.rs",
+        line: "output_gradients.acquire(k)",
+        at_most: 1,
+        reason: "the first output gradients: a pipeline begins empty",
+    },
+    Equivalent {
+        kernel: "backward",
+        kind: Kind::Delete,
+        change: "deleted: WgmmaFence",
+        file: "backward/consumer.rs",
+        line: "k.start_product(products, Accumulate::No, values.matrix(), gradients.transposed())",
+        at_most: 3,
+        reason: "the fence of the step before comes after the last touch of dP's registers",
+    },
+    Equivalent {
+        kernel: "backward",
+        kind: Kind::Delete,
+        change: "deleted: WgmmaFence",
+        file: "backward/consumer.rs",
+        line: "k.start_product(to, Accumulate::Yes, ds, queries.matrix())",
+        at_most: 3,
+        reason: "the fence of dQ comes after dS is rounded, and nothing touches registers in between",
+    },
+    Equivalent {
+        kernel: "backward",
+        kind: Kind::Delete,
+        change: "deleted: WgmmaFence",
+        file: "backward/consumer.rs",
+        line: "keys.transposed(), score_gradients.matrix())",
+        at_most: 1,
+        reason: "after the last step, the fence of dK comes after the last touch of dQ's registers",
+    },
+    Equivalent {
+        kernel: "backward",
+        kind: Kind::Delete,
+        change: "deleted: WgmmaWait",
+        file: "backward/consumer.rs",
+        line: "k.wait_products(0)",
+        at_most: 2,
+        reason: LAST_PRODUCTS,
+    },
+    Equivalent {
+        kernel: "backward",
+        kind: Kind::Weaken,
+        change: "one more pending: WgmmaWait",
+        file: "backward/consumer.rs",
+        line: "k.wait_products(0)",
+        at_most: 2,
+        reason: LAST_PRODUCTS,
+    },
+    Equivalent {
+        kernel: "backward",
+        kind: Kind::Delete,
+        change: "deleted: WgmmaCommit",
+        file: "backward/consumer.rs",
+        line: "k.start_product(to, Accumulate::Yes, ds, queries.matrix())",
+        at_most: 1,
+        reason: LAST_PRODUCTS,
+    },
+    Equivalent {
+        kernel: "backward",
+        kind: Kind::Delete,
+        change: "deleted: WarpSync",
+        file: "backward/consumer.rs",
+        line: "k.warp_sync()",
+        at_most: 1,
+        reason: "a hole of the model: lanes store the last dS as one (stmatrix), and the leader's \
+                 arrival is taken for all of them; nobody writes that tile again, which is what shows \
+                 it in the loop",
+    },
+    Equivalent {
+        kernel: "backward",
+        kind: Kind::Weaken,
+        change: "other barrier: BarrierSync +1",
+        file: "backward/epilogue.rs",
+        line: "k.barrier_sync(barrier::PRODUCTS",
+        at_most: 1,
+        reason: "both warpgroups meet at one statement: any barrier that nobody is at will do",
+    },
+    Equivalent {
+        kernel: "backward",
+        kind: Kind::Weaken,
+        change: "other barrier: BarrierSync +1",
+        file: "backward/epilogue.rs",
+        line: "k.barrier_sync(owner.index + barrier::RESULTS",
+        at_most: 1,
+        reason: "each warpgroup still has one of its own",
+    },
+    Equivalent {
+        kernel: "backward",
+        kind: Kind::Weaken,
+        change: "reads waited for only: BulkWait",
+        file: "backward/epilogue.rs",
+        line: "k.bulk_wait(0)",
+        at_most: 1,
+        reason: "at the end shared memory must have been read; the kernel's end waits for what is written",
+    },
+    Equivalent {
         kernel: "_causal_",
         kind: Kind::Value,
         change: "constant: Binary",
@@ -334,6 +452,69 @@ pub const EQUIVALENTS: &[Equivalent] = &[
         line: "let zero = |k: &mut Builder| k.variable::<U32>(0)",
         at_most: usize::MAX,
         reason: "set before it is read",
+    },
+    Equivalent {
+        kernel: "row_sums",
+        kind: Kind::Value,
+        change: "mask: Binary 0xffff0000 to 0xfffe0000",
+        file: "element.rs",
+        line: "",
+        at_most: usize::MAX,
+        reason: "the last bit of an element of a sum of many, less than what the sum is rounded to",
+    },
+    Equivalent {
+        kernel: "row_sums",
+        kind: Kind::Value,
+        change: "branch: always taken",
+        file: "backward/row_sums.rs",
+        line: "k.if_(mine",
+        at_most: usize::MAX,
+        reason: EVERY_LANE,
+    },
+    Equivalent {
+        kernel: "row_sums",
+        kind: Kind::Value,
+        change: "comparison: U32 Equal to NotEqual",
+        file: "backward/row_sums.rs",
+        line: "k.if_(mine",
+        at_most: usize::MAX,
+        reason: EVERY_LANE,
+    },
+    Equivalent {
+        kernel: "row_sums",
+        kind: Kind::Value,
+        change: "comparison: U32 Less to LessOrEqual",
+        file: "backward/row_sums.rs",
+        line: "k.if_(mine",
+        at_most: usize::MAX,
+        reason: EVERY_LANE,
+    },
+    Equivalent {
+        kernel: "row_sums",
+        kind: Kind::Value,
+        change: "operation: Pred And to Or",
+        file: "backward/row_sums.rs",
+        line: "k.if_(mine",
+        at_most: usize::MAX,
+        reason: EVERY_LANE,
+    },
+    Equivalent {
+        kernel: "row_sums",
+        kind: Kind::Value,
+        change: "constant: Move 0xff800000 to 0x0",
+        file: "backward/row_sums.rs",
+        line: "k.variable::<F32>(f32::NEG_INFINITY)",
+        at_most: usize::MAX,
+        reason: "of rows beyond the last, whose queries and output gradients are zeros",
+    },
+    Equivalent {
+        kernel: "row_sums_sm_90a_bf16_d16",
+        kind: Kind::Value,
+        change: "comparison: U32 Less to LessOrEqual",
+        file: "backward/row_sums.rs",
+        line: "column.less(self.value_head_dim)",
+        at_most: usize::MAX,
+        reason: "as many lanes as a row of 16 has chunks",
     },
 ];
 

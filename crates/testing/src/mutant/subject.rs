@@ -4,12 +4,13 @@
 //! nothing more.
 
 use kernels::append::Rotary;
+use kernels::backward::{Rounding, RowSums};
 use kernels::forward::{Form, every_tuned};
 use kernels::product::Source;
 use kernels::sequencer::Tiles;
 use kernels::{
-    Append, Batch, Combine, Configuration, Decode, Forward, MaskKind, Mma, Prefill, Rules,
-    Sequencer,
+    Append, Backward, Batch, Combine, Configuration, Decode, Forward, MaskKind, Mma, Prefill,
+    Rules, Sequencer,
 };
 use ptx::{Element, Target};
 
@@ -30,6 +31,9 @@ pub fn subjects() -> Vec<Configuration> {
     all.extend(appends().map(Configuration::Append));
     all.extend(combines().map(Configuration::Combine));
     all.extend(sequencers().map(Configuration::Sequencer));
+    all.extend(row_sums().map(Configuration::RowSums));
+    all.extend(backwards().map(Configuration::Backward));
+    all.extend(roundings().map(Configuration::Rounding));
     all
 }
 
@@ -136,4 +140,27 @@ fn combines() -> [Combine; 2] {
 fn sequencers() -> [Sequencer; 3] {
     [Tiles::Queries(MaskKind::Local), Tiles::Queries(MaskKind::Chunked), Tiles::Keys]
         .map(|tiles| Sequencer { target: Target::SM_90A, tiles })
+}
+
+/// Steps of two parts in two stages, and of one in three.
+fn backwards() -> [Backward; 2] {
+    let narrow = Backward {
+        element: Element::BF16,
+        head_dim: 16,
+        value_head_dim: 16,
+        rules: Rules::CAUSAL,
+        query_block: 128,
+        batch: Batch::Equal,
+        deterministic: false,
+    };
+    let rules = Rules { mask: MaskKind::Local, alibi: true, ..Rules::DENSE };
+    [narrow, Backward { head_dim: 72, value_head_dim: 24, rules, query_block: 64, ..narrow }]
+}
+
+fn row_sums() -> [RowSums; 2] {
+    backwards().map(|it| it.row_sums())
+}
+
+fn roundings() -> [Rounding; 2] {
+    backwards().map(|it| it.rounding())
 }

@@ -459,8 +459,11 @@ impl Staged<'_> {
         let (Some(step), before) = (steps.pop(), steps) else {
             return Err(SceneError::Size("the plan has no launch".to_owned()));
         };
-        let outputs = [Role::Output, Role::Lse].map(Source::Tensor);
-        let written_once = outputs.iter().filter_map(|it| buffers.get(it).copied()).collect();
+        // Of a backward pass, the first two are inputs: nobody writes them.
+        let results =
+            [Role::Output, Role::Lse, Role::QueryGradient, Role::KeyGradient, Role::ValueGradient];
+        let written_once =
+            results.iter().filter_map(|it| buffers.get(&Source::Tensor(*it)).copied()).collect();
         let alone = Scene::alone(step, memory, Vec::new(), size);
         Ok(Scene { before, after, written_once, restored, ..alone })
     }

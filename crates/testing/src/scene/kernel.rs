@@ -1,7 +1,7 @@
 //! What an attention kernel is built for, and the smallest call that shows all of it.
 
 use flashcore::{Alibi, Mask, Problem};
-use kernels::{Batch, Configuration, MaskKind, Rules};
+use kernels::{Backward, Batch, Configuration, MaskKind, Rules};
 use ptx::{Element, Target};
 
 use super::call::dtype;
@@ -161,6 +161,13 @@ impl Call {
             // A block and a bit.
             _ => Call::new(kernel, 1, [11, 21], [2, 1]),
         }
+    }
+
+    /// So many queries for what goes with a backward pass, of several heads and sequences. Every query
+    /// sees every key: none has gradients of zero.
+    pub(super) fn beside(it: Backward, queries: usize) -> Self {
+        let kernel = Configuration::Backward(Backward { rules: Rules::DENSE, ..it });
+        Call::new(kernel, 2, [queries, 21], [2, 1])
     }
 }
 

@@ -184,11 +184,11 @@ impl Scene {
             // What goes with the backward pass is looked at in its place before or after it.
             Configuration::RowSums(it) => {
                 let ragged = usize::from(it.batch != Batch::Equal);
-                Call::small(Configuration::Backward(it.before())).scene_of(ragged)
+                Call::beside(it.before(), it.sums.query_block as usize + 5).scene_of(ragged)
             }
             Configuration::Rounding(it) => {
                 let ragged = usize::from(it.batch != Batch::Equal);
-                Call::small(Configuration::Backward(it.after())).scene_of(2 + ragged)
+                Call::beside(it.after(), it.sums.query_block as usize + 5).scene_of(2 + ragged)
             }
             Configuration::SinkGradients(it) => {
                 let ragged = usize::from(it.batch != Batch::Equal);

@@ -31,6 +31,11 @@ impl Scene {
             }
             Configuration::Sequencer(it) => sequencer(it),
             Configuration::Backward(it) => scenes(backward(it)),
+            // Queries that end in every round of stores.
+            Configuration::Rounding(it) => {
+                let ends = (2..64).step_by(4);
+                ends.map(|queries| Call::beside(it.after(), queries).scene_of(2)).collect()
+            }
             Configuration::SinkGradients(it) => {
                 // More blocks of rows than one round takes, of several sequences; rows without keys.
                 let after = Configuration::Backward(it.after());
@@ -48,7 +53,7 @@ fn scenes(calls: Vec<Call>) -> Result<Vec<Scene>, SceneError> {
     calls.iter().map(Call::scene).collect()
 }
 
-/// Steps around the stages more than once, one step alone, keys that nobody sees.
+/// One step alone, steps around the stages more than once, keys that nobody sees.
 fn backward(it: &Backward) -> Vec<Call> {
     let kernel = Configuration::Backward(*it);
     let rows = it.query_block as usize;
@@ -56,10 +61,15 @@ fn backward(it: &Backward) -> Vec<Call> {
         return ragged_backward(kernel, rows, it.key_block() as usize);
     }
     let call = |lengths, heads| Call::new(kernel, 1, lengths, heads);
+    let (keys, scale) = (it.key_block() as usize, 2.0 / (it.head_dim as f32).sqrt());
     vec![
-        call([5 * rows - 7, it.key_block() as usize], [2, 2]),
-        call([rows - 1, it.key_block() as usize + 40], [2, 1]),
-        Call::new(kernel, 2, [2 * rows, 70], [3, 1]),
+        call([rows - 1, keys + 40], [2, 1]),
+        // As many keys as queries, so that no mask leaves few steps; numbers of blocks and of stages
+        // that have no divisor in common, so that every stage sees full blocks. Each query has few
+        // keys that weigh, so that one wrong number is no small part of a sum.
+        call([2 * rows + 70, 2 * rows + 70], [2, 1]).with(|it| it.with_scale(scale)),
+        // Heads and sequences that lie beside each other; whole blocks.
+        Call::new(kernel, 2, [rows, 70], [2, 2]).with(|it| it.with_scale(scale)),
     ]
 }
 

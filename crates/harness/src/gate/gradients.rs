@@ -1,0 +1,110 @@
+//! Kernels for gradients: right on the device, and fast enough. They are ours, so that nobody looks for
+//! cheats: outputs are poisoned and guarded, inputs unchanged, dK and dV repeat bit for bit.
+
+use std::sync::Arc;
+
+use flashcore::gpu::Gpu;
+use flashcore::{Backend, GpuBackend, Problem, RunOptions};
+use kernels::Configuration;
+use testing::check::ExpectedGradients;
+
+use super::{Broken, Contract, Outcome, Pace, Rule, failed};
+use crate::bench::Candidate;
+use crate::profile::Table;
+use crate::statistics::{Difference, median};
+use crate::{Error, open_gpu};
+
+/// Runs every case of a contract. `salt` makes the contents new from run to run.
+pub fn correct_gradients(kernel: &Configuration, contract: &Contract, salt: u64) -> Outcome {
+    run(kernel, contract, salt).into()
+}
+
+fn run(kernel: &Configuration, contract: &Contract, salt: u64) -> Result<String, Broken> {
+    let gpu = open_gpu().map_err(|error| failed(error.into()))?;
+    let chip = gpu.chip();
+    let backend = GpuBackend::new(Arc::new(gpu));
+    let options = RunOptions { guard: true, ..RunOptions::default() };
+    let cases = contract.cases();
+    let mut used = 0f64;
+    for case in &cases {
+        let case = case.clone().with_seed(case.seed ^ salt);
+        let library = |error: flashcore::Error| failed(error.into());
+        let plan = Candidate::of(*kernel).plan(&chip, &case.problem);
+        let (plan, _) = plan.map_err(|reason| failed(Error::Impossible(reason)))?;
+        let tensors = case.tensors().map_err(library)?;
+        let expected = ExpectedGradients::random(&case.problem, tensors.inputs(), case.seed);
+        let judged = expected.and_then(|expected| {
+            expected.judge(&backend, |backward| backend.execute_backward(&plan, backward, &options))
+        });
+        let outcome = judged.map_err(library)?;
+        if !outcome.passed {
+            let rule = if outcome.repeats { Rule::Wrong } else { Rule::Unrepeatable };
+            return Err((rule, format!("{case}: {outcome}")));
+        }
+        for (_, it) in &outcome.verdict.comparisons {
+            used = used.max(it.max_error / it.tolerance.max(f64::MIN_POSITIVE));
+        }
+    }
+    Ok(format!(
+        "{} problems, gradients poisoned and guarded, inputs unchanged, those of keys and values repeat \
+         bit for bit, {:.0} % of the tolerance used",
+        cases.len(),
+        100.0 * used
+    ))
+}
+
+/// Times a kernel for gradients against a baseline, in alternation.
+pub fn fast_gradients(gpu: &Gpu, kernel: &Candidate, baseline: &Candidate, pace: &Pace) -> Outcome {
+    time(gpu, kernel, baseline, pace).into()
+}
+
+fn time(
+    gpu: &Gpu,
+    kernel: &Candidate,
+    baseline: &Candidate,
+    pace: &Pace,
+) -> Result<String, Broken> {
+    let problem = &pace.problem;
+    let table = Table::new(gpu, problem).map_err(failed)?;
+    let mut both = [
+        kernel.ready(gpu, problem).map_err(failed)?,
+        baseline.ready(gpu, problem).map_err(failed)?,
+    ];
+    let mut samples = [Vec::new(), Vec::new()];
+    let warm_up = 1;
+    for round in 0..warm_up + pace.rounds.max(3) {
+        for place in 0..2 {
+            let index = (place + round) % 2;
+            let milliseconds = table.sample(gpu, &mut both[index]).map_err(failed)?;
+            if round >= warm_up {
+                samples[index].push(milliseconds);
+            }
+        }
+    }
+    let [own, others] = &samples;
+    let speed = |flops: f64| flops / median(own) / 1e9;
+    if let Some(peak) = pace.peak_tflops
+        && speed(problem.visible_flops()) > peak
+    {
+        let found = speed(problem.visible_flops());
+        let reason = format!("{found:.0} TFLOP/s, and the hardware has {peak:.0}");
+        return Err((Rule::AboveRoofline, reason));
+    }
+    let Difference { ratio, noise } = Difference::between(own, others);
+    let text = format!(
+        "{ratio:.3} times the speed of {}, within {:.1} %: {:.0} TFLOP/s on {problem}",
+        baseline.name,
+        100.0 * noise,
+        speed(problem.flops())
+    );
+    match ratio < pace.at_least && (pace.at_least / ratio).ln() > noise {
+        true => Err((Rule::Slow, format!("{text}; {:.3} is asked", pace.at_least))),
+        false => Ok(text),
+    }
+}
+
+/// One call on random tensors and nothing else: for profilers.
+pub fn once_gradients(gpu: &Gpu, kernel: &Candidate, problem: &Problem) -> Result<(), Error> {
+    let table = Table::new(gpu, problem)?;
+    table.sample(gpu, &mut kernel.ready(gpu, problem)?).map(|_| ())
+}
