@@ -1,7 +1,7 @@
 //! The gradients of attention on Hopper over sequences of equal lengths: wgmma and TMA.
 
 use kernels::Configuration;
-use kernels::backward::tuned_backward;
+use kernels::backward::{tall_backward, tuned_backward};
 use kernels::parameter::{Number, Workspace};
 
 use super::forward::workload;
@@ -30,6 +30,8 @@ impl Family for Backward {
         let backward = tuned_backward(workload.element, dim, value_dim, workload.rules)
             .ok_or_else(|| format!("head dims {dim} and {value_dim} are beyond 256"))?;
         let backward = kernels::Backward { deterministic: problem.deterministic, ..backward };
+        let tall = tall_backward(backward).filter(|it| fills(chip, problem, it.key_block()));
+        let backward = tall.unwrap_or(backward);
         arrangement.check_copies(problem)?;
         for tensor in tensors(problem) {
             map_strides(problem, arrangement, tensor)?;
@@ -94,6 +96,13 @@ pub(super) fn launch(
         waves: f64::from(key_blocks) / f64::from(chip.multiprocessors.max(1)),
     });
     Ok(choice)
+}
+
+/// Whether blocks of so many keys go around all multiprocessors a few times.
+fn fills(chip: &Chip, problem: &Problem, key_block: u32) -> bool {
+    let blocks = problem.key_length.div_ceil(key_block as usize);
+    let blocks = blocks.saturating_mul(problem.kv_heads).saturating_mul(problem.batch);
+    blocks as u64 >= 4 * u64::from(chip.multiprocessors)
 }
 
 /// Steps of the walk of a block of the grid, on average.

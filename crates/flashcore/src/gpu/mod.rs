@@ -54,6 +54,7 @@ use kernels::Configuration;
 use ptx::{Compiler, Program, Target};
 
 use self::plans::Plans;
+use self::workspace::Workspaces;
 
 /// One GPU with a stream of ours and the kernels compiled for it so far.
 #[derive(Debug)]
@@ -69,6 +70,8 @@ pub struct Gpu {
     attention: Plans<attention::Key, AttentionPlan>,
     appending: Plans<append::Key, AppendPlan>,
     combining: Plans<combine::Key, CombinePlan>,
+    /// What plans share.
+    workspaces: Arc<Workspaces>,
     /// Memory for log-sum-exps that nobody asked for. The kernels write them anyway; that several
     /// launches write to one place does no harm, since it is never read. A graph may know a
     /// buffer's address, so none is given back; each is at least twice as large as the last.
@@ -146,6 +149,7 @@ impl Gpu {
             attention: Plans::default(),
             appending: Plans::default(),
             combining: Plans::default(),
+            workspaces: Arc::default(),
             unread: Mutex::default(),
         })
     }

@@ -20,12 +20,12 @@ pub(super) struct Consumer {
     slopes: Option<Slopes>,
 }
 
-/// Some of the queries of a step, as many as registers hold the scores of.
+/// Some of the queries of a step with some of the keys, as many as registers hold the scores of.
 #[derive(Clone, Copy)]
 pub(super) struct Part {
     /// The stage of the step, in both pipelines, and its tile of `dS`.
     pub(super) stage: u32,
-    /// Which part of the step's queries.
+    /// Which part of the step's queries, or of the warpgroup's keys.
     pub(super) index: u32,
 }
 
@@ -45,8 +45,37 @@ impl Part {
     }
 
     /// The first of its queries in their tile.
-    fn first(self) -> u32 {
-        self.index * PART
+    fn first_query(self, backward: &Backward) -> u32 {
+        if backward.is_tall() { 0 } else { self.index * PART }
+    }
+
+    /// The first of its keys among those of the warpgroup.
+    fn first_key(self, backward: &Backward) -> u32 {
+        if backward.is_tall() { self.index * ROWS } else { 0 }
+    }
+}
+
+/// The gradients that a warpgroup adds up, of 64 keys and values each.
+struct Sums {
+    keys: Vec<Accumulator>,
+    values: Vec<Accumulator>,
+}
+
+impl Sums {
+    fn zeros(k: &mut Builder, backward: &Backward) -> Self {
+        let mut zeros = |columns| {
+            let each = 0..backward.group_keys() / ROWS;
+            each.map(|_| Accumulator::zeros(k, columns)).collect()
+        };
+        Sums {
+            keys: zeros(backward.key_layout().columns),
+            values: zeros(backward.value_layout().columns),
+        }
+    }
+
+    /// Which of them a part adds to.
+    fn index(backward: &Backward, part: Part) -> usize {
+        (part.first_key(backward) / ROWS) as usize
     }
 }
 
@@ -79,7 +108,7 @@ impl Registers {
         let products = Accumulator::new(k, PART);
         Registers {
             scores: Accumulator::new(k, PART),
-            query_gradients: products.narrowed(backward.sums_layout().part_queries()),
+            query_gradients: products.narrowed(backward.sums_layout().part_queries),
             products,
             operand: Fragment::new(k, backward.element, PART),
         }
@@ -131,20 +160,22 @@ impl Consumer {
         place: &Place,
         tile: &Tile,
     ) {
-        let key_gradients = Accumulator::zeros(k, backward.key_layout().columns);
-        let value_gradients = Accumulator::zeros(k, backward.value_layout().columns);
+        let sums = Sums::zeros(k, backward);
         let group = Warpgroup::new(k, backward, shared, tensors, place, tile);
-        k.if_(group.walk.left.greater(0), |k| {
-            self.steps(k, &group, &key_gradients, &value_gradients);
-        });
+        k.if_(group.walk.left.greater(0), |k| self.steps(k, &group, &sums));
         // Found again, rather than kept in registers all the while.
         let tile = place.find(k);
-        let first = k.eval(group.index * ROWS);
+        let first = k.eval(group.index * backward.group_keys());
         let owner = epilogue::Owner { index: group.index, thread: group.thread, first };
-        let done = [
-            self.value_gradients(shared, tensors, &value_gradients),
-            self.key_gradients(shared, tensors, &key_gradients),
-        ];
+        let each = sums.values.iter().zip(&sums.keys).zip((0..).step_by(ROWS as usize));
+        let done: Vec<Done<'_>> = each
+            .flat_map(|((values, keys), first)| {
+                [
+                    self.value_gradients(shared, tensors, values, first),
+                    self.key_gradients(shared, tensors, keys, first),
+                ]
+            })
+            .collect();
         epilogue::store(k, &tile, &owner, &done);
     }
 
@@ -154,8 +185,9 @@ impl Consumer {
         shared: &'a Shared,
         tensors: &Tensors,
         sums: &'a Accumulator,
+        first: u32,
     ) -> Done<'a> {
-        Done { sums, factor: None, tiles: &shared.values, map: tensors.value_gradients }
+        Done { first, sums, factor: None, tiles: &shared.values, map: tensors.value_gradients }
     }
 
     /// The gradients of keys.
@@ -164,19 +196,14 @@ impl Consumer {
         shared: &'a Shared,
         tensors: &Tensors,
         sums: &'a Accumulator,
+        first: u32,
     ) -> Done<'a> {
         let factor = Some(self.scale);
-        Done { sums, factor, tiles: &shared.keys, map: tensors.key_gradients }
+        Done { first, sums, factor, tiles: &shared.keys, map: tensors.key_gradients }
     }
 
     /// The loop of the algorithm: see the head of this folder.
-    fn steps(
-        &self,
-        k: &mut Builder,
-        group: &Warpgroup<'_>,
-        key_gradients: &Accumulator,
-        value_gradients: &Accumulator,
-    ) {
+    fn steps(&self, k: &mut Builder, group: &Warpgroup<'_>, sums: &Sums) {
         let registers = Registers::new(k, group.backward);
         let every = Part::every(group.backward);
         let parts = group.backward.parts() as usize;
@@ -190,25 +217,16 @@ impl Consumer {
         k.loop_(|k| {
             // The first step has no step before it; the others come around.
             for (part, next) in &every[..parts] {
-                self.step(
-                    k,
-                    group,
-                    &registers,
-                    [key_gradients, value_gradients],
-                    *part,
-                    *next,
-                    true,
-                );
+                self.step(k, group, &registers, sums, *part, *next, true);
             }
             k.loop_(|k| {
                 for (part, next) in every.iter().cycle().skip(parts).take(every.len()) {
-                    let sums = [key_gradients, value_gradients];
                     self.step(k, group, &registers, sums, *part, *next, false);
                 }
             });
             k.break_if(true);
         });
-        self.last(k, group, &registers, key_gradients);
+        self.last(k, group, &registers, sums);
     }
 
     /// Some queries of a step; after the last of a tile the loop is left in the middle.
@@ -218,12 +236,14 @@ impl Consumer {
         k: &mut Builder,
         group: &Warpgroup<'_>,
         registers: &Registers,
-        [key_gradients, value_gradients]: [&Accumulator; 2],
+        sums: &Sums,
         part: Part,
         next: Part,
         first: bool,
     ) {
         let Registers { scores, products, query_gradients, operand } = registers;
+        let index = Sums::index(group.backward, part);
+        let (key_gradients, value_gradients) = (&sums.keys[index], &sums.values[index]);
         let last = next.index == 0;
         group.start_products(k, products, part);
         self.weights(k, group, part, scores, operand);
@@ -279,15 +299,10 @@ impl Consumer {
     }
 
     /// What is left after the last step.
-    fn last(
-        &self,
-        k: &mut Builder,
-        group: &Warpgroup<'_>,
-        registers: &Registers,
-        key_gradients: &Accumulator,
-    ) {
+    fn last(&self, k: &mut Builder, group: &Warpgroup<'_>, registers: &Registers, sums: &Sums) {
         let Registers { products, query_gradients, operand, .. } = registers;
         let part = Part { index: group.backward.parts() - 1, ..Part::FIRST };
+        let key_gradients = &sums.keys[Sums::index(group.backward, part)];
         let stages = group.backward.stages();
         k.wait_products(0);
         // Where a step is one part, the step before has been left as well.
@@ -374,7 +389,7 @@ impl Consumer {
             let [query_length, key_length] = group.place.lengths;
             let position =
                 first + key_length.reinterpret::<S32>() - query_length.reinterpret::<S32>();
-            let key = group.key(k);
+            let key = group.key(k, part);
             let distances = distances(k, &ACCUMULATOR_ROWS, key - position);
             (k.eval(-slope), distances)
         });
@@ -496,24 +511,29 @@ impl<'a> Warpgroup<'a> {
 
     /// Some rows of a step's queries or output gradients.
     pub(super) fn rows(&self, k: &mut Builder, tiles: &SharedTiles, part: Part) -> SharedTile {
-        tiles.at(k, part.stage).rows(k, part.first(), PART)
+        tiles.at(k, part.stage).rows(k, part.first_query(self.backward), PART)
     }
 
-    /// This warpgroup's keys or values.
-    pub(super) fn own(&self, k: &mut Builder, tiles: &SharedTiles) -> SharedTile {
-        tiles.at(k, 0).rows(k, self.index * ROWS, ROWS)
+    /// A part's keys or values.
+    pub(super) fn own(&self, k: &mut Builder, tiles: &SharedTiles, part: Part) -> SharedTile {
+        tiles.at(k, 0).rows(k, self.first_row(part), ROWS)
+    }
+
+    /// The first of a part's keys in their tile.
+    fn first_row(&self, part: Part) -> Value<U32> {
+        self.index * self.backward.group_keys() + part.first_key(self.backward)
     }
 
     /// Starts `S^T = K Q^T`.
     pub(super) fn start_scores(&self, k: &mut Builder, scores: &Accumulator, part: Part) {
-        let keys = self.own(k, &self.shared.keys);
+        let keys = self.own(k, &self.shared.keys, part);
         let queries = self.rows(k, &self.shared.queries, part);
         k.start_product(scores, Accumulate::No, keys.matrix(), queries.transposed());
     }
 
     /// Starts `dP^T = V dO^T`.
     pub(super) fn start_products(&self, k: &mut Builder, products: &Accumulator, part: Part) {
-        let values = self.own(k, &self.shared.values);
+        let values = self.own(k, &self.shared.values, part);
         let gradients = self.rows(k, &self.shared.output_gradients, part);
         k.start_product(products, Accumulate::No, values.matrix(), gradients.transposed());
     }
@@ -539,7 +559,8 @@ impl<'a> Warpgroup<'a> {
         stage: impl Into<Value<U32>>,
         part: Part,
     ) {
-        let queries = self.shared.queries.at(k, stage).rows(k, part.first(), PART);
+        let first = part.first_query(self.backward);
+        let queries = self.shared.queries.at(k, stage).rows(k, first, PART);
         k.start_product(to, Accumulate::Yes, ds, queries.matrix());
     }
 
@@ -548,27 +569,39 @@ impl<'a> Warpgroup<'a> {
         k.if_(self.tile.query_blocks.needs_mask(self.walk.block), |k| {
             let first = self.first_column(k, part);
             let (place, rows) = (self.place, &ACCUMULATOR_ROWS);
-            let key = self.key(k);
+            let key = self.key(k, part);
             let seen = place.visibility.seen_from(k, rows, key, first, place.lengths);
             seen.hide_others(k, scores);
         });
     }
 
     /// The key of the thread's first row: found again where it is asked for, rather than kept.
-    pub(super) fn key(&self, k: &mut Builder) -> Reg<S32> {
+    pub(super) fn key(&self, k: &mut Builder, part: Part) -> Reg<S32> {
         let thread = k.thread_index();
         let index = k.eval(thread / 128 - 1);
         let position = Accumulator::position(k, thread % 128);
         let first = self.place.first_key(k);
-        let key = first + position.row;
-        let key = if self.backward.is_wide() { key } else { key + index * ROWS };
+        let key = first + position.row + part.first_key(self.backward);
+        let of_group = index * self.backward.group_keys();
+        let key = if self.backward.is_wide() { key } else { key + of_group };
         k.eval(key.reinterpret::<S32>())
+    }
+
+    /// The thread's first column in an accumulator of scores.
+    fn column(&self, k: &mut Builder) -> Reg<U32> {
+        if self.backward.is_wide() || self.backward.is_tall() {
+            // Found again, rather than kept.
+            let thread = k.thread_index();
+            return Accumulator::position(k, thread % 128).column;
+        }
+        self.column
     }
 
     /// The query of the thread's first column.
     pub(super) fn first_column(&self, k: &mut Builder, part: Part) -> Reg<S32> {
-        let first = part.first();
-        let column = self.walk.block * self.backward.query_block + self.column + first;
+        let first = part.first_query(self.backward);
+        let column = self.column(k);
+        let column = self.walk.block * self.backward.query_block + column + first;
         k.eval(column.reinterpret::<S32>())
     }
 
@@ -580,13 +613,8 @@ impl<'a> Warpgroup<'a> {
         part: Part,
     ) -> Reg<SharedAddress> {
         let base = self.shared.statistics(k, self.backward, part.stage);
-        let first = which as u32 * self.backward.query_block + part.first();
-        let column = if self.backward.is_wide() {
-            let thread = k.thread_index();
-            Accumulator::position(k, thread % 128).column
-        } else {
-            self.column
-        };
+        let first = which as u32 * self.backward.query_block + part.first_query(self.backward);
+        let column = self.column(k);
         k.eval(base + column * 4 + first * 4)
     }
 
@@ -621,7 +649,12 @@ impl<'a> Warpgroup<'a> {
     ) {
         operand.round(k, gradients.registers());
         let tile = self.shared.score_gradients.at(k, stage);
-        let tile = tile.rows(k, self.index * ROWS, ROWS).panel(k, part.index);
+        let tile = tile.rows(k, self.first_row(part), ROWS);
+        let tile = if self.backward.is_tall() { tile } else { tile.panel(k, part.index) };
+        if self.backward.is_tall() {
+            let thread = k.thread_index();
+            return operand.store(k, &tile, thread / 32 % 4);
+        }
         operand.store(k, &tile, self.warp);
     }
 

@@ -17,6 +17,8 @@ pub(super) struct Owner {
 
 /// Sums of 64 keys or values that are done.
 pub(super) struct Done<'a> {
+    /// The first of them among those of the warpgroup.
+    pub(super) first: u32,
     pub(super) sums: &'a Accumulator,
     /// Times this, if it is given.
     pub(super) factor: Option<Reg<F32>>,
@@ -33,8 +35,8 @@ pub(super) fn store(k: &mut Builder, tile: &Tile, owner: &Owner, done: &[Done<'_
     let warp = k.eval(owner.thread / 32);
     let staged: Vec<SharedTile> = done
         .iter()
-        .map(|Done { sums, factor, tiles, .. }| {
-            let staging = tiles.at(k, 0).rows(k, owner.first, ROWS);
+        .map(|Done { first, sums, factor, tiles, .. }| {
+            let staging = tiles.at(k, 0).rows(k, owner.first + *first, ROWS);
             let rounded = Fragment::new(k, tiles.layout().element, sums.columns());
             for (index, pair) in sums.registers().chunks_exact(2).enumerate() {
                 let [low, high] = [pair[0], pair[1]].map(|x| match *factor {
@@ -50,10 +52,11 @@ pub(super) fn store(k: &mut Builder, tile: &Tile, owner: &Owner, done: &[Done<'_
     k.fence(Fence::ProxyAsyncShared);
     k.barrier_sync(owner.index + barrier::RESULTS, 128);
     k.if_(owner.thread.equals(0), |k| {
-        let row = tile.first_key + owner.first;
-        let [row, head, batch] = [row, tile.key_head.into(), tile.batch.into()]
-            .map(|coordinate| k.eval(coordinate.reinterpret::<S32>()));
-        for (staging, Done { map, .. }) in staged.iter().zip(done) {
+        let [head, batch] =
+            [tile.key_head, tile.batch].map(|coordinate| k.eval(coordinate.reinterpret::<S32>()));
+        for (staging, Done { first, map, .. }) in staged.iter().zip(done) {
+            let row = tile.first_key + owner.first + *first;
+            let row = k.eval(row.reinterpret::<S32>());
             let layout = staging.layout();
             for panel in 0..layout.panels() {
                 let column = (panel * layout.panel_columns()) as i32;

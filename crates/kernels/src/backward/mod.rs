@@ -59,7 +59,7 @@ mod wide;
 pub use rounding::Rounding;
 pub use row_sums::RowSums;
 pub use sink_gradients::SinkGradients;
-pub use tuned::{every_backward, tuned_backward};
+pub use tuned::{every_backward, tall_backward, tuned_backward};
 
 use ptx::{
     Barriers, Builder, Element, Expression, GlobalAddress, Pipeline, Program, Reg, Role,
@@ -93,22 +93,24 @@ pub struct Backward {
     pub value_head_dim: u32,
     /// Which keys a query sees, and what changes scores.
     pub rules: Rules,
-    /// Queries in a block: 64, or 128 where the head dimension is 64 or less.
+    /// Queries in a block: 64, or 128 where the head dimension is 64 or less and a block takes fewer
+    /// keys.
     pub query_block: u32,
     /// Whether `dQ` is the same bit for bit from run to run.
     pub deterministic: bool,
 }
 
 /// Where the sums of `dQ` lie: for each query head, block after block of query rows; of a block,
-/// part after part of 64 columns, or of half of the rows where there are no more columns. A part lies
-/// as its accumulator does in the registers of a warpgroup's threads, four registers of a thread at a
-/// time.
+/// part after part of some rows or of 64 columns. A part lies as its accumulator does in the registers
+/// of a warpgroup's threads, four registers of a thread at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SumsLayout {
     /// Query rows of a block.
     pub query_block: u32,
     /// Columns that there is room for: a multiple of 64.
     pub columns: u32,
+    /// Query rows of a part.
+    pub part_queries: u32,
 }
 
 impl SumsLayout {
@@ -122,22 +124,17 @@ impl SumsLayout {
 
     /// Parts of a block.
     const fn parts(&self) -> u32 {
-        if self.by_columns() { self.columns / 64 } else { WARPGROUPS }
+        self.query_block / self.part_queries * (self.columns / 64)
     }
 
     /// Whether parts have all rows and some columns.
     const fn by_columns(&self) -> bool {
-        self.columns > 64 || self.query_block <= PART
+        self.part_queries == self.query_block
     }
 
     /// Bytes of a part.
     const fn part_bytes(&self) -> u32 {
         self.block_bytes() / self.parts()
-    }
-
-    /// Query rows of a part.
-    const fn part_queries(&self) -> u32 {
-        self.part_bytes() / (4 * 64)
     }
 }
 
@@ -194,9 +191,21 @@ impl Backward {
         format!("backward_{element}_d{head_dim}x{value_head_dim}_{rules}_{tile}{mode}")
     }
 
-    /// Keys that a block takes: 64 for each warpgroup, or for both where heads are wide.
+    /// Keys that a block takes: 64 for each warpgroup, or for both where heads are wide, or twice 64
+    /// for each where they are narrow.
     pub fn key_block(&self) -> u32 {
-        if self.is_wide() { ROWS } else { WARPGROUPS * ROWS }
+        if self.is_wide() { ROWS } else { WARPGROUPS * self.group_keys() }
+    }
+
+    /// Keys of a warpgroup.
+    fn group_keys(&self) -> u32 {
+        if self.is_tall() { 2 * ROWS } else { ROWS }
+    }
+
+    /// Whether a warpgroup has registers for the gradients of 128 keys and values, and takes them:
+    /// what is loaded and added for each product is half then.
+    fn is_tall(&self) -> bool {
+        self.query_block == PART && self.head_dim.max(self.value_head_dim) <= 64
     }
 
     /// Whether a head is so wide that one warpgroup has no registers for the gradients of 64 keys
@@ -232,7 +241,10 @@ impl Backward {
 
     /// The tile of `dS`: a row for each key.
     fn score_gradient_layout(&self) -> TileLayout {
-        self.layout(self.key_block(), self.query_block)
+        let layout = self.layout(self.key_block(), self.query_block);
+        // A panel for each warpgroup where they share queries.
+        let swizzle = if self.is_tall() { Swizzle::B64 } else { layout.swizzle };
+        TileLayout { swizzle, ..layout }
     }
 
     fn layout(&self, rows: u32, columns: u32) -> TileLayout {
@@ -242,7 +254,10 @@ impl Backward {
     /// Where the sums of `dQ` lie.
     pub fn sums_layout(&self) -> SumsLayout {
         let columns = self.head_dim.next_multiple_of(64);
-        SumsLayout { query_block: self.query_block, columns }
+        // Warpgroups share the columns, or the queries where there are not enough columns.
+        let shared = columns == 64 && !self.is_wide();
+        let part_queries = self.query_block / if shared { WARPGROUPS } else { 1 };
+        SumsLayout { query_block: self.query_block, columns, part_queries }
     }
 
     /// Whether there is shared memory for so many stages, with some left for barriers.
@@ -260,7 +275,7 @@ impl Backward {
     /// Stages of the pipelines of queries and of output gradients, and tiles of `dS`: consumers
     /// unroll as many steps, so that addresses are constants. Copies take longer than a short step.
     fn stages(&self) -> u32 {
-        if self.query_block > PART || !self.fits(3) { 2 } else { 3 }
+        if self.parts() > 1 || !self.fits(3) { 2 } else { 3 }
     }
 
     /// Warps that add to the sums of `dQ`: all, or those of one warpgroup where values are wide and
@@ -269,9 +284,9 @@ impl Backward {
         4 * self.sums_layout().parts().min(WARPGROUPS)
     }
 
-    /// How many times 64 queries a block has.
+    /// How many times 64 queries with 64 keys a warpgroup has in a step.
     fn parts(&self) -> u32 {
-        self.query_block / PART
+        self.query_block / PART * (self.group_keys() / ROWS)
     }
 
     /// What comes before it.
@@ -341,7 +356,7 @@ impl Backward {
                 "a head dimension is not a multiple of 8 up to 256",
             ),
             (
-                self.query_block != if narrow { WARPGROUPS * PART } else { PART },
+                self.query_block != PART && !(narrow && self.query_block == WARPGROUPS * PART),
                 "a query block is 64 rows, or a panel of 64 for each warpgroup with narrow heads",
             ),
             (!self.fits(2), "there is not enough shared memory"),

@@ -36,8 +36,8 @@ impl Rounding {
     /// The name of this configuration.
     pub fn name(&self) -> String {
         let Rounding { target, element, head_dim, sums } = self;
-        let SumsLayout { query_block, columns } = sums;
-        format!("rounding_{target}_{element}_d{head_dim}_{query_block}x{columns}")
+        let SumsLayout { query_block, columns, part_queries } = sums;
+        format!("rounding_{target}_{element}_d{head_dim}_{query_block}x{columns}_{part_queries}")
     }
 
     /// A kernel that it may come after.
@@ -77,7 +77,7 @@ impl Rounding {
         let query_length = Number::QueryLength.read(k);
         let query_blocks = DivisorRegisters::parameters(k, Number::QueryBlocks);
         let heads = DivisorRegisters::parameters(k, Number::QueryHeads);
-        let queries = self.sums.part_queries();
+        let queries = self.sums.part_queries;
         // A row of 64 columns and some room, so that neighbours of a column are in other banks.
         let row_bytes = (COLUMNS + 2) * 2;
         let shared = k.shared("rows", queries * row_bytes, 16);

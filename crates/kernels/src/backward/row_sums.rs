@@ -41,7 +41,7 @@ impl RowSums {
     /// The name of this configuration.
     pub fn name(&self) -> String {
         let RowSums { target, element, value_head_dim, sums, turns } = self;
-        let SumsLayout { query_block, columns } = sums;
+        let SumsLayout { query_block, columns, .. } = sums;
         let turns = if *turns { "_turns" } else { "" };
         format!("row_sums_{target}_{element}_d{value_head_dim}_{query_block}x{columns}{turns}")
     }

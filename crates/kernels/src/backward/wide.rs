@@ -109,7 +109,7 @@ impl Consumer {
         let sums = Accumulator::zeros(k, backward.value_layout().columns);
         let half = Half::new(k, backward, shared, tensors, (place, tile), 0);
         k.if_(half.group.walk.left.greater(0), |k| self.weights_steps(k, &half, &sums));
-        half.store(k, place, self.value_gradients(shared, tensors, &sums));
+        half.store(k, place, self.value_gradients(shared, tensors, &sums, 0));
     }
 
     /// The warpgroup that has the gradients of scores and those of keys.
@@ -125,7 +125,7 @@ impl Consumer {
         let sums = Accumulator::zeros(k, backward.key_layout().columns);
         let half = Half::new(k, backward, shared, tensors, (place, tile), 1);
         k.if_(half.group.walk.left.greater(0), |k| half.gradients_steps(k, &sums));
-        half.store(k, place, self.key_gradients(shared, tensors, &sums));
+        half.store(k, place, self.key_gradients(shared, tensors, &sums, 0));
     }
 
     fn weights_steps(&self, k: &mut Builder, half: &Half<'_>, sums: &Accumulator) {

@@ -1,7 +1,7 @@
 //! The gradients of attention on Hopper.
 
 use flashcore_testing::scene::{Call, Scene, schedules};
-use kernels::backward::tuned_backward;
+use kernels::backward::{tall_backward, tuned_backward};
 use kernels::{Backward, Configuration, MaskKind, Rules};
 use ptx::Element;
 use sim::{Budget, Measure, Mode, Options, Policy};
@@ -14,6 +14,10 @@ fn tuned(head_dim: u32, value_head_dim: u32, rules: Rules) -> Backward {
 
 fn sunk(dim: u32, mask: MaskKind) -> Backward {
     tuned(dim, dim, Rules { mask, sinks: true, ..Rules::DENSE })
+}
+
+fn tall(dim: u32, element: Element) -> Backward {
+    tall_backward(tuned_backward(element, dim, dim, Rules::DENSE).unwrap()).unwrap()
 }
 
 /// Sequences, queries and keys, query and key heads.
@@ -42,6 +46,10 @@ fn gradients_are_right() {
         (sunk(64, MaskKind::Dense), (5, [260, 40], [2, 2])),
         (sunk(64, MaskKind::Chunked), (2, [200, 100], [2, 1])),
         (tuned(128, 128, Rules::EVERY), (2, [130, 129], [2, 1])),
+        // Narrow heads: twice 64 keys a warpgroup.
+        (tall(64, Element::BF16), (1, [1, 1], [1, 1])),
+        (tall(64, Element::F16), (2, [330, 300], [2, 1])),
+        (tall(40, Element::BF16), (1, [130, 600], [1, 1])),
         // Wide heads: one warpgroup has weights, the other their gradients.
         (tuned(256, 256, Rules::DENSE), (1, [1, 1], [1, 1])),
         (tuned(256, 256, Rules::CAUSAL), (1, [330, 330], [1, 1])),
@@ -66,6 +74,7 @@ fn gradients_under_many_schedules() {
         (tuned(80, 80, Rules::LOCAL), [260, 140]),
         (tuned(256, 256, Rules::CAUSAL), [330, 100]),
         (tuned(192, 128, Rules::DENSE), [330, 64]),
+        (tall(64, Element::BF16), [330, 200]),
     ] {
         every_schedule(&scene(backward, (1, lengths, [2, 1])), Mode::Checked, 2);
     }
