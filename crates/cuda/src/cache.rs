@@ -727,6 +727,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "takes longer than all others together")]
     fn threads_share_a_cache() {
         let directory = tempfile::tempdir().unwrap();
         let cache = Cache::at(directory.path());

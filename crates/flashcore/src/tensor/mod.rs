@@ -431,6 +431,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "takes 2^56 bytes for an error of its own")]
     fn constructors_refuse_what_does_not_fit() {
         let shape = Shape::new(1, 2, 3, 4);
         let layout = Layout::contiguous(shape).unwrap();

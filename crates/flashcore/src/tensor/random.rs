@@ -50,6 +50,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "draws a hundred thousand numbers")]
     fn moments_are_those_of_the_normal_distribution() {
         let count = 100_000;
         for seed in 0..4 {
