@@ -56,6 +56,9 @@ struct Measure {
     /// key and value (peers: cudnn, fa2, fa4, efficient)
     #[arg(long)]
     backward: bool,
+    /// The same with gradients that are the same bit for bit from run to run
+    #[arg(long, requires = "backward")]
+    deterministic: bool,
     /// Samples of each candidate
     #[arg(long, default_value_t = 11)]
     rounds: usize,
@@ -146,6 +149,9 @@ impl Measure {
         };
         if self.backward {
             set.problems = set.problems.into_iter().map(Problem::backward).collect();
+        }
+        if self.deterministic {
+            set.problems = set.problems.into_iter().map(Problem::deterministic).collect();
         }
         Ok(Options {
             set,
