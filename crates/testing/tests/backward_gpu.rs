@@ -2,8 +2,11 @@
 
 mod device;
 
+use std::cell::RefCell;
 use std::collections::HashSet;
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use cuda::{Buffer, Cache};
 use device::{HALVES, Silent, hopper};
@@ -16,7 +19,7 @@ use flashcore::{
     Backend, Backward, DType, Error, GpuBackend, InputTensors, Inputs, Layout, Mask, Preference,
     Problem, RunOptions, Storage, Tensor,
 };
-use flashcore_testing::check::{Case, RaggedGradients, cases, run_gradients};
+use flashcore_testing::check::{Case, ExpectedGradients, RaggedGradients, cases, run_gradients};
 use flashcore_testing::compare_gradients;
 use flashcore_testing::reference::{self, Heads};
 use flashcore_testing::verdict::GradientsToJudge;
@@ -49,6 +52,89 @@ fn thorough_cases() {
     let shown: Vec<String> = complaints.iter().take(20).cloned().collect();
     assert!(complaints.is_empty(), "{} wrong:\n{}", complaints.len(), shown.join("\n"));
     assert!(served >= 2000, "only {served} cases were served");
+}
+
+/// Some of the thorough cases in the deterministic mode: right, and twice the same.
+#[test]
+fn deterministic_cases() {
+    let Some(gpu) = hopper() else { return };
+    let backend = GpuBackend::new(Arc::new(gpu));
+    let all: Vec<Case> = HALVES.into_iter().flat_map(cases::thorough_gradients).collect();
+    let options = RunOptions { kernel: Some("backward".to_owned()), ..RunOptions::default() };
+    let mut served = 0;
+    for case in all.iter().step_by(11) {
+        let problem = case.problem.clone().deterministic();
+        let tensors = case.tensors().unwrap();
+        let expected =
+            ExpectedGradients::random(&case.problem, tensors.inputs(), case.seed).unwrap();
+        let queries = RefCell::new(Vec::new());
+        let outcome = expected.judge(&backend, |backward| {
+            let found = backend.run_backward(&problem, backward, &options)?;
+            queries.borrow_mut().push(found.query.bytes().to_vec());
+            Ok(found)
+        });
+        match outcome {
+            Ok(outcome) => {
+                let queries = queries.into_inner();
+                assert!(outcome.passed && queries[0] == queries[1], "{case}: {outcome}");
+                served += 1;
+            }
+            Err(Error::Backend(_)) => {}
+            Err(error) => panic!("{case}: {error}"),
+        }
+    }
+    println!("{served} cases");
+    assert!(served >= 100, "only {served} cases were served");
+}
+
+/// A thousand runs give the same bits while another stream keeps the GPU busy.
+#[test]
+fn deterministic_gradients_repeat_under_load() {
+    let Some(gpu) = hopper() else { return };
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let busy = Gpu::with_cache(0, Cache::disabled()).unwrap();
+            let backend = GpuBackend::new(Arc::new(busy));
+            let problem = Problem::new(1, 5, 1000, 64).with_dtype(DType::BF16);
+            let tensors = InputTensors::random(&problem, 0).unwrap();
+            while !done.load(Ordering::Relaxed) {
+                backend.run(&problem, tensors.inputs(), &RunOptions::default()).unwrap();
+            }
+        });
+        let result = std::panic::catch_unwind(AssertUnwindSafe(|| {
+            let backend = GpuBackend::new(Arc::new(gpu));
+            for problem in [
+                Problem::new(2, 8, 2048, 128).with_mask(Mask::CAUSAL),
+                Problem::new(1, 16, 1500, 64).with_kv_heads(4),
+                Problem::new(1, 4, 1500, 256).with_mask(Mask::CAUSAL),
+                Problem::new(1, 8, 2000, 96).with_mask(Mask::window(Some(300), Some(0))),
+            ] {
+                repeats(&backend, &problem.with_dtype(DType::BF16), 1000);
+            }
+        }));
+        done.store(true, Ordering::Relaxed);
+        result.unwrap();
+    });
+}
+
+fn repeats(backend: &GpuBackend, problem: &Problem, times: usize) {
+    let tensors = InputTensors::random(problem, 0).unwrap();
+    let gradient = Tensor::random(problem.dtype(), problem.output_shape(), 1).unwrap();
+    let forward = backend.run(problem, tensors.inputs(), &RunOptions::default()).unwrap();
+    let backward = Backward::new(tensors.inputs(), &forward, &gradient);
+    let problem = problem.clone().deterministic();
+    let run = || {
+        let found = backend.run_backward(&problem, backward, &RunOptions::default()).unwrap();
+        [found.query, found.key, found.value]
+    };
+    let first = run();
+    for time in 1..times {
+        for (name, (first, again)) in ["query", "key", "value"].iter().zip(first.iter().zip(run()))
+        {
+            assert!(first.bytes() == again.bytes(), "{problem}: {name}, run {time}");
+        }
+    }
 }
 
 /// The sink of a row that sees no key has no gradient, whatever the tensors hold there.

@@ -60,6 +60,9 @@ struct Measure {
     /// 2048 queries captured in a graph, so that nobody's host is measured (the same peers)
     #[arg(long, conflicts_with_all = ["backward", "same"])]
     step: bool,
+    /// The same with gradients that are the same bit for bit from run to run
+    #[arg(long, requires = "backward")]
+    deterministic: bool,
     /// Samples of each candidate
     #[arg(long, default_value_t = 11)]
     rounds: usize,
@@ -150,6 +153,9 @@ impl Measure {
         };
         if self.backward || self.step {
             set.problems = set.problems.into_iter().map(Problem::backward).collect();
+        }
+        if self.deterministic {
+            set.problems = set.problems.into_iter().map(Problem::deterministic).collect();
         }
         Ok(Options {
             set,
