@@ -8,6 +8,11 @@ use flashcore_kernels::{Configuration, shipped};
 use ptx::{Compiler, Target};
 use rayon::prelude::*;
 
+/// What an old assembler has too few registers for, and serialises: slower with drivers of its
+/// release (docs/architectures.md).
+const SLOWER: [(&str, (u32, u32)); 2] =
+    [("backward_bf16_d64x64_dense_64x256", (12, 4)), ("backward_f16_d64x64_dense_64x256", (12, 4))];
+
 #[test]
 fn shipped_configurations_assemble_cleanly() {
     let Some(toolkit) = Toolkit::for_tests() else {
@@ -31,6 +36,7 @@ fn shipped_configurations_assemble_cleanly() {
                 // which it says at any level; the new one for all that makes a kernel slow. The
                 // lowest level is not the quickest: it sends every register through memory.
                 let level = if Some(ptxas.version) == newest { 3 } else { 1 };
+                let release = (ptxas.version.major, ptxas.version.minor);
                 let compiler = Compiler::of_cuda(ptxas.version.major, ptxas.version.minor);
                 let text = ptx::print_for(&program, compiler);
                 let of =
@@ -40,6 +46,7 @@ fn shipped_configurations_assemble_cleanly() {
                     Ok(assembled) if level == 3 => {
                         faults.extend(assembled.faults().into_iter().map(of));
                     }
+                    Ok(_) if SLOWER.contains(&(&name, release)) => {}
                     Ok(assembled) => {
                         let notes = assembled.notes.into_iter();
                         faults.extend(notes.filter(|note| note.starts_with("(C75")).map(of));

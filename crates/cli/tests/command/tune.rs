@@ -19,8 +19,10 @@ fn mistakes_are_named() {
     assert!(fail(2, &["tune"]).contains("--problem"));
     assert!(fail(1, &["tune", "--model", "--problem", "d=7,bf16"]).contains("head dim 7"));
     for model in [&["--model"][..], &[]] {
-        let message = fail(1, &[&["tune", "--problem", "d=64,bf16,backward"], model].concat());
+        let message = fail(1, &[&["tune", "--problem", "d=128,bf16,backward"], model].concat());
         assert!(message.starts_with("there is nothing to tune for"), "{message}");
+        let message = fail(1, &[&["tune", "--problem", "d=64,bf16,backward"], model].concat());
+        assert!(message.contains("`bench --backward --candidates`"), "{message}");
     }
     if cuda::DeviceInfo::query(0).is_err() {
         let message = fail(1, &["tune", "--problem", "d=64"]);

@@ -138,13 +138,18 @@ impl Contract {
         }
     }
 
-    /// What a kernel of ours serves; nothing where it is no attention by itself, or is less exact by
-    /// design.
+    /// What a kernel of ours serves; nothing where it is no attention by itself, is less exact by
+    /// design, or gives the gradients of ragged batches, which `check` looks at.
     pub fn of(kernel: &kernels::Configuration) -> Option<Self> {
         if matches!(kernel, kernels::Configuration::Mma(it) if it.accumulate != ptx::Element::F32) {
             return None;
         }
         if !families().contains(&kernel.family()) {
+            return None;
+        }
+        // Gradients are asked over equal lengths alone.
+        if matches!(kernel, kernels::Configuration::Backward(it) if it.batch != kernels::Batch::Equal)
+        {
             return None;
         }
         let Call { problem, ragged, .. } = Call::small(*kernel);

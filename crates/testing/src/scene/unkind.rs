@@ -304,7 +304,7 @@ fn sequencer(it: &Sequencer) -> Result<Vec<Scene>, SceneError> {
         let of = |queries, keys| Ragged { queries, keys, ..batch.clone() };
         return [
             of(vec![1], vec![1]),
-            of(vec![0, 0], vec![7, 0]),
+            of(vec![0, 2], vec![7, 0]),
             of(vec![5, 9, 7], vec![700, 128, 4500]),
             of((0..45).collect(), (0..45).map(|index| index * 7 % 300).collect()),
             of((0..1100).map(|it| 1 + it / 171).collect(), (0..1100).map(few(171)).collect()),
