@@ -42,6 +42,10 @@
 //! scores and no more: `dP` and `dQ` share one, and a step has two points at which nothing is in
 //! flight, for the assembler lets nothing share registers between such points.
 //!
+//! Heads wider than 128 have 64 keys a block, which both warpgroups share: one has the weights, the
+//! other their gradients (`wide`). Dense narrow heads have twice 64 keys a warpgroup, one after the
+//! other in a step, so that half as much is added to `dQ`.
+//!
 //! The sums of `dQ` lie in memory as the accumulators lie in registers
 //! ([`Backward::sums_layout`]), so that each warp adds whole lines.
 //!
