@@ -2,7 +2,6 @@
 
 use std::fmt;
 
-use rayon::prelude::*;
 use serde::Serialize;
 
 use super::{Case, Checked, REFERENCE_OPERATIONS};
@@ -163,13 +162,7 @@ pub fn run_gradients<'a>(
     cases: &'a [Case],
     progress: &dyn Progress,
 ) -> Vec<Checked<'a, GradientsOutcome>> {
-    progress.begin(cases.len() as u64);
-    let check_case = |case: &'a Case| {
-        let checked = check_case(backends, kernel, case);
-        progress.advance(1);
-        checked
-    };
-    cases.par_iter().flat_map_iter(check_case).collect()
+    super::each(cases, progress, |case| check_case(backends, kernel, case))
 }
 
 fn check_case<'a>(

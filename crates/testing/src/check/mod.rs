@@ -153,13 +153,22 @@ pub fn run_all<'a>(
     cases: &'a [Case],
     progress: &dyn Progress,
 ) -> Vec<Checked<'a>> {
+    each(cases, progress, |case| check_case(backends, kernel, case))
+}
+
+/// What there is to say of each case, on all cores, in the order of the cases.
+fn each<'a, T: Send>(
+    cases: &'a [Case],
+    progress: &dyn Progress,
+    check: impl Fn(&'a Case) -> Vec<T> + Sync,
+) -> Vec<T> {
     progress.begin(cases.len() as u64);
-    let check_case = |case: &'a Case| {
-        let checked = check_case(backends, kernel, case);
+    let check = |case| {
+        let checked = check(case);
         progress.advance(1);
         checked
     };
-    cases.par_iter().flat_map_iter(check_case).collect()
+    cases.par_iter().flat_map_iter(check).collect()
 }
 
 fn check_case<'a>(

@@ -2,12 +2,13 @@
 
 use std::fmt;
 
+use super::sequences::random_rules;
 use super::{ExpectedGradients, GradientsOutcome};
 use crate::dice::Dice;
 use crate::scene::of_sequences;
 use flashcore::random::mix;
 use flashcore::serving::{Placement, Sequences};
-use flashcore::{Alibi, Backend, DType, Error, InputTensors, Mask, Problem, Shape, Tensor};
+use flashcore::{Backend, DType, Error, InputTensors, Problem, Shape, Tensor};
 
 /// Sequences with their tensors and a gradient of their output, all of it from a seed.
 #[derive(Debug)]
@@ -44,23 +45,8 @@ impl RaggedGradients {
             true => queries.clone(),
             false => (0..batch).map(|_| length(&mut dice)).collect(),
         };
-        let mask = match dice.below(5) {
-            0 => Mask::NONE,
-            1 | 2 => Mask::CAUSAL,
-            3 => Mask::window(Some(dice.below(60)), Some(0)),
-            _ => Mask::window(Some(dice.below(300)), Some(dice.below(40))),
-        };
-        let mask = if dice.one_in(6) { mask.with_chunk(1 + dice.below(200)) } else { mask };
-        let mut problem = Problem::new(batch, kv_heads * group, 1, dim)
-            .with_kv_heads(kv_heads)
-            .with_value_head_dim(value_dim)
-            .with_dtype(dtype)
-            .with_mask(mask);
-        problem.scores.softcap = dice.one_in(4).then(|| dice.of(&[2.0, 30.0]));
-        if dice.one_in(4) {
-            problem.scores.alibi = dice.of(&[Alibi::PerHead, Alibi::PerSequence]);
-        }
-        problem.scores.sinks = dice.one_in(4);
+        let problem =
+            random_rules(&mut dice, [batch, group, kv_heads], [dim, value_dim], dtype, 40);
         let (queries, query) = place(&mut dice, queries, kv_heads * group, dim);
         let (mut keys, key) = place(&mut dice, keys, kv_heads, dim);
         if dice.one_in(5) {

@@ -168,23 +168,8 @@ impl SequencesCase {
                 _ => dice.below(top + 1),
             })
             .collect();
-        let mask = match dice.below(5) {
-            0 => Mask::NONE,
-            1 | 2 => Mask::CAUSAL,
-            3 => Mask::window(Some(dice.below(60)), Some(0)),
-            _ => Mask::window(Some(dice.below(300)), Some(dice.below(5))),
-        };
-        let mask = if dice.one_in(6) { mask.with_chunk(1 + dice.below(200)) } else { mask };
-        let mut problem = Problem::new(batch, kv_heads * group, 1, head_dim)
-            .with_kv_heads(kv_heads)
-            .with_value_head_dim(value_head_dim)
-            .with_dtype(dtype)
-            .with_mask(mask);
-        problem.scores.softcap = dice.one_in(4).then(|| dice.of(&[2.0, 30.0]));
-        if dice.one_in(4) {
-            problem.scores.alibi = dice.of(&[Alibi::PerHead, Alibi::PerSequence]);
-        }
-        problem.scores.sinks = dice.one_in(4);
+        let problem =
+            random_rules(&mut dice, [batch, group, kv_heads], [head_dim, value_head_dim], dtype, 5);
 
         let (queries, query) = Self::queries(&mut dice, batch, problem.query_heads, head_dim);
         let (keys, cache) = Self::keys(&mut dice, lengths, kv_heads, head_dim)?;
@@ -327,6 +312,35 @@ impl fmt::Display for SequencesCase {
         }
         write!(f, ", seed {}", self.seed)
     }
+}
+
+/// A problem over sequences whose lengths are not known yet, with a random mask, which looks ahead by
+/// less than `ahead`, and random scores.
+pub(super) fn random_rules(
+    dice: &mut Dice,
+    [batch, group, kv_heads]: [usize; 3],
+    [head_dim, value_head_dim]: [usize; 2],
+    dtype: DType,
+    ahead: usize,
+) -> Problem {
+    let mask = match dice.below(5) {
+        0 => Mask::NONE,
+        1 | 2 => Mask::CAUSAL,
+        3 => Mask::window(Some(dice.below(60)), Some(0)),
+        _ => Mask::window(Some(dice.below(300)), Some(dice.below(ahead))),
+    };
+    let mask = if dice.one_in(6) { mask.with_chunk(1 + dice.below(200)) } else { mask };
+    let mut problem = Problem::new(batch, kv_heads * group, 1, head_dim)
+        .with_kv_heads(kv_heads)
+        .with_value_head_dim(value_head_dim)
+        .with_dtype(dtype)
+        .with_mask(mask);
+    problem.scores.softcap = dice.one_in(4).then(|| dice.of(&[2.0, 30.0]));
+    if dice.one_in(4) {
+        problem.scores.alibi = dice.of(&[Alibi::PerHead, Alibi::PerSequence]);
+    }
+    problem.scores.sinks = dice.one_in(4);
+    problem
 }
 
 #[cfg(test)]
