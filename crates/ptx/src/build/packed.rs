@@ -92,7 +92,7 @@ impl Builder {
     #[track_caller]
     pub fn permute_bytes(&mut self, four: Packed, order: [u32; 4]) -> Packed {
         let dst = self.packed(four.element);
-        let selector = (0..).zip(order).map(|(place, byte)| byte % 4 << (4 * place)).sum();
+        let selector = (0..).zip(order).map(|(place, byte)| (byte % 4) << (4 * place)).sum();
         let (a, selector) = (four.register.into(), Operand::u32(selector));
         self.push(Instruction::PermuteBytes { dst: dst.register, a, b: a, selector });
         dst
