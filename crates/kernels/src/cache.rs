@@ -52,6 +52,10 @@ impl Cache {
     }
 }
 
+/// Rows of numbers below this are scaled as if this were their largest, so that a scale that is
+/// found is never zero and has a reciprocal.
+pub const LEAST_MAGNITUDE: f32 = 1e-12;
+
 /// The scales of a tensor, as a kernel is passed them.
 pub(crate) enum ScaleSource {
     One,

@@ -6,7 +6,8 @@ use kernels::{Cache, Configuration};
 use ptx::Capability;
 
 use super::{
-    Asked, Choice, Contents, Family, Memory, narrow_cache, tensor_core_element, window_kind,
+    Asked, Choice, Contents, Family, Memory, check_sizes, narrow_cache, tensor_core_element,
+    window_kind,
 };
 use crate::chip::Chip;
 use crate::plan::Source;
@@ -32,7 +33,10 @@ impl Family for Decode {
             return Err(format!("{} has no cp.async or no mma.sync", chip.target));
         }
         let (element, cache) = match problem.dtypes.key.is_8_bit() {
-            true => narrow_cache(problem)?,
+            true => {
+                check_sizes(problem, 16)?;
+                narrow_cache(problem)?
+            }
             false => {
                 let element = tensor_core_element(problem)?;
                 (element, Cache::plain(element))

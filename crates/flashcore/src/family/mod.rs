@@ -235,7 +235,7 @@ fn check_sizes(problem: &Problem, multiple: usize) -> Result<(), String> {
 
 /// The element of queries and outputs, and what keys and values are made of, where these have 8
 /// bits and those have 16; or why the tensor cores do not take them so.
-fn narrow_cache(problem: &Problem) -> Result<(Element, Cache), String> {
+pub(crate) fn narrow_cache(problem: &Problem) -> Result<(Element, Cache), String> {
     let DTypes { query, key, value, output } = problem.dtypes;
     if !key.is_8_bit() || !value.is_8_bit() || key != value {
         return Err(format!("keys in {key} and values in {value} are no cache of 8 bits"));
@@ -245,7 +245,6 @@ fn narrow_cache(problem: &Problem) -> Result<(Element, Cache), String> {
         let asked = format!("queries in {query} and outputs in {output}");
         return Err(format!("over an 8-bit cache both are f16 or both bf16, not {asked}"));
     }
-    check_sizes(problem, 16)?;
     let scales = |descale| match descale {
         Descale::None => Scales::One,
         Descale::PerHead => Scales::PerHead,

@@ -123,6 +123,7 @@ fn appends() -> [Append; 2] {
     let plain = Append {
         target: Target::SM_80,
         element: Element::BF16,
+        cache: Cache::plain(Element::BF16),
         head_dim: 192,
         value_head_dim: 136,
         paged: false,

@@ -110,11 +110,6 @@ impl Kernel {
             .with_dtype(dtype(self.element))
             .with_kv_dtype(dtype(self.cache.element))
             .with_mask(mask);
-        let descale = |scales| match scales {
-            Scales::One => Descale::None,
-            Scales::PerHead => Descale::PerHead,
-            Scales::PerToken => Descale::PerToken,
-        };
         problem.descales.key = descale(self.cache.key_scales);
         problem.descales.value = descale(self.cache.value_scales);
         problem.scores.softcap = self.rules.softcap.then_some(SOFTCAP);
@@ -183,6 +178,15 @@ impl Call {
     pub(super) fn beside(it: Backward, queries: usize) -> Self {
         let kernel = Configuration::Backward(Backward { rules: Rules::DENSE, ..it });
         Call::new(kernel, 2, [queries, 21], [2, 1])
+    }
+}
+
+/// What a problem says of scales.
+pub(super) fn descale(scales: Scales) -> Descale {
+    match scales {
+        Scales::One => Descale::None,
+        Scales::PerHead => Descale::PerHead,
+        Scales::PerToken => Descale::PerToken,
     }
 }
 
