@@ -590,6 +590,7 @@ fn binary(operation: BinaryOperation, ty: Type) -> String {
         BinaryOperation::MultiplyHigh => format!("mul.hi.{scalar}"),
         BinaryOperation::Divide if ty == Type::F32 => "div.approx.ftz.f32".to_owned(),
         BinaryOperation::Divide => format!("div.{scalar}"),
+        BinaryOperation::DivideRounded => format!("div.rn.{scalar}"),
         BinaryOperation::Remainder => format!("rem.{scalar}"),
         BinaryOperation::Minimum => format!("min.{scalar}"),
         BinaryOperation::Maximum => format!("max.{scalar}"),

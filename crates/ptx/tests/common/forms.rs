@@ -241,6 +241,7 @@ fn arithmetic(forms: &mut Vec<Form>) {
             B::Multiply,
             B::MultiplyHigh,
             B::Divide,
+            B::DivideRounded,
             B::Remainder,
             B::Minimum,
             B::Maximum,
