@@ -365,6 +365,7 @@ impl Rule {
     fn configuration(&self, element: Element, dims: (u32, u32), rules: Rules) -> Forward {
         Forward {
             element,
+            output: element,
             head_dim: dims.0,
             value_head_dim: dims.1,
             rules,
