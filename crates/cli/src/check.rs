@@ -83,7 +83,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         Some(dtype) => vec![dtype],
         // The long list is for the kernels of tensor cores.
         None if arguments.thorough => vec![DType::F16, DType::BF16],
-        None => DType::ALL.to_vec(),
+        None => DType::WIDE.to_vec(),
     };
     let wanted = arguments.backend.name();
     let backends: Vec<&dyn Backend> = machine

@@ -88,6 +88,13 @@ listed! {
         ValueGradient,
         /// The gradients of the sinks, in `f32`.
         SinkGradient,
+        /// What 8-bit queries are multiplied with, in `f32`, over (sequence, key head).
+        QueryDescale,
+        /// What 8-bit keys are multiplied with: like the queries', or over (batch entry or page,
+        /// row, key head).
+        KeyDescale,
+        /// What 8-bit values are multiplied with.
+        ValueDescale,
     }
 
     /// A dimension of a tensor along which there is a stride.

@@ -3,7 +3,7 @@
 use flashcore::serving::{Pages, Placement, Rotary, Sequences, append, combine};
 use flashcore::{
     Alibi, Backend, CpuBackend, DType, InputTensors, Inputs, Mask, Problem, RunOptions, Shape,
-    Tensor,
+    Tensor, random_descales,
 };
 use flashcore_testing::compare_sequences;
 use flashcore_testing::reference::{self, Rows};
@@ -12,13 +12,15 @@ use proptest::prelude::*;
 /// Tensors of the sizes that placements need.
 fn tensors(problem: &Problem, query: Shape, cache: Shape, seed: u64) -> InputTensors {
     let extras = InputTensors::random(problem, seed).unwrap();
-    let tensor = |shape: Shape, stream| Tensor::random(problem.dtype(), shape, seed * 3 + stream);
+    let tensor = |dtype, shape: Shape, stream| Tensor::random(dtype, shape, seed * 3 + stream);
+    let dtypes = problem.dtypes;
     InputTensors {
-        query: tensor(query, 0).unwrap(),
-        key: tensor(cache, 1).unwrap(),
-        value: tensor(Shape { dim: problem.value_head_dim, ..cache }, 2).unwrap(),
+        query: tensor(dtypes.query, query, 0).unwrap(),
+        key: tensor(dtypes.key, cache, 1).unwrap(),
+        value: tensor(dtypes.value, Shape { dim: problem.value_head_dim, ..cache }, 2).unwrap(),
         slopes: extras.slopes,
         sinks: extras.sinks,
+        descales: random_descales(problem.descale_shapes_over(cache), seed).unwrap(),
     }
 }
 

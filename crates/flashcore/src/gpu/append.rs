@@ -14,7 +14,7 @@ use super::plans::Kept;
 use super::{Chip, DeviceTensor, Gpu, GpuError};
 use crate::family::Choice;
 use crate::plan::{Arrangement, Launch, Source, Value, arrangement, axis_of, bind_with};
-use crate::problem::{Mask, Problem};
+use crate::problem::{Descales, Mask, Problem};
 use crate::serving::ServingError;
 use crate::tensor::Strides;
 
@@ -415,6 +415,7 @@ fn bind_append(
         value: Strides::default(),
         output: Strides::default(),
         gradients: None,
+        descales: Descales::default(),
         aligned: true,
     };
     bind_with(launch, declared, &problem.cache, &nothing, &others)

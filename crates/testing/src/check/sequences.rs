@@ -12,8 +12,8 @@ use crate::verdict::compare_sequences;
 use flashcore::random::mix;
 use flashcore::serving::{Placement, Sequences};
 use flashcore::{
-    Alibi, Backend, DType, Error, InputTensors, Inputs, Mask, Problem, Progress, RunOptions, Shape,
-    Tensor,
+    Alibi, Backend, DType, DTypes, Error, InputTensors, Inputs, Mask, Problem, Progress,
+    RunOptions, Shape, Tensor, random_descales,
 };
 
 /// Sequences with their tensors, all of it from a seed.
@@ -278,16 +278,19 @@ fn tensors(
     let mut single = sequences.problem().clone();
     (single.query_length, single.key_length) = (1, 1);
     let extras = InputTensors::random(&single, seed)?;
-    let random = |shape: Shape, stream: u64| {
-        Tensor::random(single.dtype(), shape, seed.wrapping_mul(3) + stream)
+    let random = |dtype: DType, shape: Shape, stream: u64| {
+        Tensor::random(dtype, shape, seed.wrapping_mul(3) + stream)
     };
+    let DTypes { query: of_query, key: of_key, value: of_value, .. } = single.dtypes;
+    let factors = random_descales(sequences.problem().descale_shapes_over(cache), seed)?;
     let value = Shape { dim: single.value_head_dim, ..cache };
     Ok(InputTensors {
-        query: random(query, 0)?,
-        key: of_sequences(&random(cache, 1)?, sequences.keys())?,
-        value: of_sequences(&random(value, 2)?, sequences.keys())?,
+        query: random(of_query, query, 0)?,
+        key: of_sequences(&random(of_key, cache, 1)?, sequences.keys())?,
+        value: of_sequences(&random(of_value, value, 2)?, sequences.keys())?,
         slopes: extras.slopes,
         sinks: extras.sinks,
+        descales: factors,
     })
 }
 

@@ -112,6 +112,7 @@ impl Case {
             value: self.order.arrange(self.fill(&random.value, Role::Value)?)?,
             slopes: random.slopes,
             sinks: random.sinks,
+            descales: random.descales,
         })
     }
 
