@@ -18,7 +18,7 @@
 //! `T` lives where `S` lived, so that a warpgroup waits for its own products; others multiply
 //! in the meantime.
 
-use ptx::{Accumulator, Builder, E4M3x2, F32, Fragment, GlobalAddress, Reg, U32};
+use ptx::{Accumulator, Builder, E4M3x2, Expression, F32, Fragment, GlobalAddress, Reg, U32};
 
 use super::epilogue::{Epilogue, Output};
 use super::probe::{Phase, Probe};
@@ -26,6 +26,7 @@ use super::rule::Rule;
 use super::scheduler::ConsumerScheduler;
 use super::warpgroup::Warpgroup;
 use super::{Forward, Shared};
+use crate::attention::descale::Product;
 use crate::attention::scores::ScoreRule;
 use crate::attention::softmax::Softmax;
 use crate::attention::{ACCUMULATOR_ROWS, Score};
@@ -36,6 +37,9 @@ pub(super) const PIECE: u32 = 128;
 /// The binary logarithm of the largest weight.
 const LIFT: f32 = 8.0;
 
+/// Masked scores times a scale of zero would not be numbers; with this one they are weighed alike.
+const LEAST_SCALE: f32 = 1e-20;
+
 /// What the loop carries from step to step.
 struct State<'a, T: ConsumerScheduler> {
     tiles: &'a T,
@@ -43,6 +47,9 @@ struct State<'a, T: ConsumerScheduler> {
     probe: Probe,
     rule: Rule,
     softmax: Softmax,
+    /// What makes scores of products: the launch's, and the tile's.
+    scale_log2: Reg<F32>,
+    tile_scale: Reg<F32>,
     /// The weights of a block.
     weights: Fragment,
     output: Accumulator,
@@ -63,12 +70,15 @@ pub(super) fn consume<T: ConsumerScheduler>(
     let group = Warpgroup::new(k, forward, shared);
     let staging = Output::new(k, shared, &group);
     let tile = tiles.first_tile(k);
+    let tile_scale = k.register();
     let state = State {
         tiles,
         probe: Probe::new(k, probe, forward.warpgroups, group.index, group.thread),
         rule: Rule::new(k, forward, &group, scores),
         group,
-        softmax: Softmax::new(k, ACCUMULATOR_ROWS.len(), scores.scale_log2).lifted(LIFT),
+        softmax: Softmax::new(k, ACCUMULATOR_ROWS.len(), tile_scale).lifted(LIFT),
+        scale_log2: scores.scale_log2,
+        tile_scale,
         weights: Fragment::new(k, forward.element, forward.key_block),
         output: Accumulator::new(k, forward.value_head_dim),
         current: tiles.current(k, &tile),
@@ -79,7 +89,11 @@ pub(super) fn consume<T: ConsumerScheduler>(
         k.break_if(!tiles.has_tile(&tile));
         state.tile(k);
         let sink = tiles.sink(k, &state.current);
-        let rows = state.softmax.finish(k, sink);
+        let mut rows = state.softmax.finish(k, sink);
+        let descale = tiles.descale(k, &state.current, Product::Output);
+        for row in &mut rows {
+            row.factor = k.eval(row.factor * descale);
+        }
         epilogue.store(k, tiles, &staging, &rows, &state.output, &state.current);
         state.probe.stamp(k, Phase::Epilogue);
         tiles.next_tile(k, &tile);
@@ -93,6 +107,8 @@ impl<T: ConsumerScheduler> State<'_, T> {
     /// All key blocks of a tile.
     fn tile(&self, k: &mut Builder) {
         let State { tiles, group, probe, softmax, output, current, block, .. } = self;
+        let descale = tiles.descale(k, current, Product::Scores);
+        k.set(self.tile_scale, (self.scale_log2 * descale).maximum(LEAST_SCALE));
         softmax.clear(k);
         for element in output.registers() {
             k.set(*element, 0.0);

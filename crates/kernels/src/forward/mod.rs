@@ -47,7 +47,7 @@ pub use lists::TileLists;
 pub use prefill::{Prefill, SLICE_EXTENT};
 pub(crate) use prefill::{slice_rest, slice_row};
 pub use probe::{PROBE_WORDS, Phase};
-pub use tuned::{Tuned, Workload, every_prefill, every_tuned, tuned, tuned_prefill};
+pub use tuned::{Tuned, Workload, every_fp8, every_prefill, every_tuned, tuned, tuned_prefill};
 
 use ptx::{
     Builder, Element, Expression, GlobalAddress, Pipeline, Program, Reg, Role, SharedTiles,
@@ -285,7 +285,7 @@ impl Forward {
         match self.warpgroups {
             1 => None,
             // Transposing takes more than copying.
-            2 if self.is_fp8() => Some((40, 232)),
+            2 if self.is_fp8() => Some((32, 240)),
             2 if self.rules.mask == MaskKind::Chunked => Some((40, 232)),
             2 => Some((24, 240)),
             _ => Some((32, 160)),
@@ -348,10 +348,10 @@ impl Forward {
                 fp8 && (!self.key_block.is_multiple_of(32) || self.query_source != Source::Shared),
                 "8-bit inputs take key blocks of 32 and queries from shared memory",
             ),
+            (fp8 && self.form != Form::COMPACT, "with 8-bit inputs there is the compact form only"),
             (
-                fp8 && self.value_head_dim > fp8::PIECE
-                    && !self.value_head_dim.is_multiple_of(fp8::PIECE),
-                "wide values of 8 bits are not a multiple of 128",
+                fp8 && (self.rules.softcap || self.rules.alibi),
+                "scores of 8-bit inputs are neither capped nor sloped",
             ),
             (
                 wrong(self.head_dim) || wrong(self.value_head_dim),

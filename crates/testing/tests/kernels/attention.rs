@@ -88,6 +88,7 @@ fn forward_follows_rules() {
         (
             Forward {
                 element: Element::F16,
+                output: Element::F16,
                 head_dim: 40,
                 form: Form::COMPACT,
                 ..one(every(chunked))
