@@ -90,7 +90,7 @@ impl Builder {
 
     /// The four bytes of a register in another order: of each, which one it was.
     #[track_caller]
-    pub fn permute_bytes(&mut self, four: Packed, order: [u32; 4]) -> Packed {
+    pub fn permute_bytes_packed(&mut self, four: Packed, order: [u32; 4]) -> Packed {
         let dst = self.packed(four.element);
         let selector = (0..).zip(order).map(|(place, byte)| (byte % 4) << (4 * place)).sum();
         let (a, selector) = (four.register.into(), Operand::u32(selector));
