@@ -60,7 +60,6 @@ mod order;
 mod place;
 mod producer;
 mod ragged;
-mod ring;
 mod rounding;
 mod row_blocks;
 mod row_sums;
@@ -68,7 +67,6 @@ mod sink_gradients;
 mod tuned;
 mod wide;
 
-pub use ring::NO_LAG;
 pub use rounding::Rounding;
 pub use row_sums::RowSums;
 pub use sink_gradients::SinkGradients;
@@ -313,7 +311,6 @@ impl Backward {
             value_head_dim: self.value_head_dim,
             sums: self.sums_layout(),
             turns: self.deterministic,
-            ring: self.has_ring(),
             batch: self.batch,
         }
     }
