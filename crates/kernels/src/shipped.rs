@@ -6,6 +6,7 @@ use ptx::{Capability, Element, Program, Swizzle, Target};
 use crate::append::{Append, Rotary};
 use crate::backward::{Rounding, RowSums, every_backward};
 use crate::forward::{Form, Workload, every_prefill, every_tuned, tuned};
+use crate::mma::{BackwardMma, every_tuned_backward};
 use crate::product::{Contiguous, Source};
 use crate::{
     Backward, Batch, Ceiling, Combine, Decode, Error, Forward, MaskKind, Mma, Prefill, Product,
@@ -34,9 +35,11 @@ pub enum Configuration {
     Append(Append),
     /// The gradients of attention on Hopper.
     Backward(Backward),
-    /// What comes before it: the row sums.
+    /// The gradients of attention with `mma.sync`.
+    BackwardMma(BackwardMma),
+    /// What comes before either: the row sums.
     RowSums(RowSums),
-    /// What comes after it: the rounding of the queries' gradient.
+    /// What comes after either: the rounding of the queries' gradient.
     Rounding(Rounding),
     /// One `wgmma`.
     Single(Single),
@@ -59,6 +62,7 @@ impl Configuration {
             Configuration::Decode(_) => "decode",
             Configuration::Append(_) => "append",
             Configuration::Backward(_) => "backward",
+            Configuration::BackwardMma(_) => "backward-mma",
             Configuration::RowSums(_) => "row_sums",
             Configuration::Rounding(_) => "rounding",
             Configuration::Single(_) => "single",
@@ -79,6 +83,7 @@ impl Configuration {
             Configuration::Decode(configuration) => configuration.name(),
             Configuration::Append(configuration) => configuration.name(),
             Configuration::Backward(configuration) => configuration.name(),
+            Configuration::BackwardMma(configuration) => configuration.name(),
             Configuration::RowSums(configuration) => configuration.name(),
             Configuration::Rounding(configuration) => configuration.name(),
             Configuration::Single(configuration) => configuration.name(),
@@ -104,6 +109,9 @@ impl Configuration {
             Configuration::Append(_) => "new keys and values into a cache, keys and queries turned",
             Configuration::Backward(_) => {
                 "the gradients of attention, with wgmma and TMA, on Hopper"
+            }
+            Configuration::BackwardMma(_) => {
+                "the gradients of attention, with mma.sync and cp.async, Ampere and later"
             }
             Configuration::RowSums(_) => "row sums of output gradients times outputs",
             Configuration::Rounding(_) => "sums of the queries' gradient, rounded and in order",
@@ -140,6 +148,7 @@ impl Configuration {
             Configuration::Decode(configuration) => configuration.program(),
             Configuration::Append(configuration) => configuration.program(),
             Configuration::Backward(configuration) => configuration.program(),
+            Configuration::BackwardMma(configuration) => configuration.program(),
             Configuration::RowSums(configuration) => configuration.program(),
             Configuration::Rounding(configuration) => configuration.program(),
             Configuration::Single(configuration) => configuration.program(),
@@ -169,6 +178,7 @@ pub fn shipped(target: Target) -> Vec<Configuration> {
     if target.has(Capability::Mma) {
         all.extend(mmas(target).into_iter().map(Configuration::Mma));
         all.extend(combines(target).into_iter().map(Configuration::Combine));
+        all.extend(backward_mmas(target));
     }
     if [Target::SM_80, Target::SM_89, Target::SM_90A].contains(&target) {
         // One for each size of shared memory: the kernel is the same on all of them.
@@ -180,7 +190,12 @@ pub fn shipped(target: Target) -> Vec<Configuration> {
         all.extend(forwards().into_iter().map(Configuration::Forward));
         all.extend(every_prefill().into_iter().map(Configuration::Prefill));
         all.extend(chunked_prefills().into_iter().map(Configuration::Prefill));
-        all.extend(backwards());
+        for kernel in backwards() {
+            // What comes before and after is the same as with `mma.sync` where blocks are.
+            if !all.contains(&kernel) {
+                all.push(kernel);
+            }
+        }
         for mask in [MaskKind::Local, MaskKind::Chunked] {
             all.push(Configuration::Sequencer(Sequencer { target, mask }));
         }
@@ -271,26 +286,44 @@ fn chunked_prefills() -> Vec<Prefill> {
     every_prefill().iter().filter(dims).map(chunked).collect()
 }
 
-/// The backward pass: every tuned configuration, elements and rules in turns, each with what comes
-/// before and after it.
+/// Elements and rules of the backward pass, in turns.
+const BACKWARD_KINDS: [(Element, Rules); 6] = [
+    (Element::BF16, Rules::DENSE),
+    (Element::BF16, Rules::CAUSAL),
+    (Element::F16, Rules::CAUSAL),
+    (Element::F16, Rules::LOCAL),
+    (Element::F16, Rules::EVERY),
+    (Element::BF16, Rules { mask: MaskKind::Chunked, ..Rules::LOCAL }),
+];
+
+/// The backward pass: every tuned configuration, each with what comes before and after it.
 fn backwards() -> Vec<Configuration> {
-    use Element::{BF16, F16};
-    let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
-    let kinds = [
-        (BF16, Rules::DENSE),
-        (BF16, Rules::CAUSAL),
-        (F16, Rules::CAUSAL),
-        (F16, Rules::LOCAL),
-        (F16, Rules::EVERY),
-        (BF16, chunked),
-    ];
+    let tuned = |(element, rules)| every_backward(element, rules);
+    with_beside(BACKWARD_KINDS.into_iter().flat_map(tuned).map(|it| {
+        let beside =
+            [Configuration::RowSums(it.row_sums()), Configuration::Rounding(it.rounding())];
+        (Configuration::Backward(it), beside)
+    }))
+}
+
+/// The same with `mma.sync`.
+fn backward_mmas(target: Target) -> Vec<Configuration> {
+    let tuned = |(element, rules)| every_tuned_backward(target, element, rules);
+    with_beside(BACKWARD_KINDS.into_iter().flat_map(tuned).map(|it| {
+        let beside =
+            [Configuration::RowSums(it.row_sums()), Configuration::Rounding(it.rounding())];
+        (Configuration::BackwardMma(it), beside)
+    }))
+}
+
+/// Kernels and those beside them, which some share.
+fn with_beside(
+    kernels: impl Iterator<Item = (Configuration, [Configuration; 2])>,
+) -> Vec<Configuration> {
     let mut all = Vec::new();
-    for backward in kinds.into_iter().flat_map(|(element, rules)| every_backward(element, rules)) {
-        all.push(Configuration::Backward(backward));
-        for beside in [
-            Configuration::RowSums(backward.row_sums()),
-            Configuration::Rounding(backward.rounding()),
-        ] {
+    for (kernel, beside) in kernels {
+        all.push(kernel);
+        for beside in beside {
             if !all.contains(&beside) {
                 all.push(beside);
             }

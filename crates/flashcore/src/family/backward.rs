@@ -1,7 +1,7 @@
 //! The gradients of attention on Hopper over sequences of equal lengths: wgmma and TMA.
 
 use kernels::Configuration;
-use kernels::backward::{KEY_BLOCK, tuned_backward};
+use kernels::backward::{KEY_BLOCK, Rounding, RowSums, tuned_backward};
 use kernels::parameter::{Number, Workspace};
 
 use super::forward::workload;
@@ -36,7 +36,32 @@ impl Family for Backward {
         for tensor in tensors(problem) {
             map_strides(problem, arrangement, tensor)?;
         }
-        launch(chip, problem, backward, "gradients in one pass over the scores".to_owned())
+        launch(chip, problem, &Kernels::hopper(backward), REASON.to_owned())
+    }
+}
+
+/// Why such kernels serve.
+pub(super) const REASON: &str = "gradients in one pass over the scores";
+
+/// A kernel for gradients with what comes before and after it.
+pub(super) struct Kernels {
+    pub(super) kernel: Configuration,
+    pub(super) row_sums: RowSums,
+    pub(super) rounding: Rounding,
+    pub(super) key_block: u32,
+    /// Bytes of the statistics of a block of query rows.
+    pub(super) statistics_bytes: u32,
+}
+
+impl Kernels {
+    pub(super) fn hopper(backward: kernels::Backward) -> Self {
+        Kernels {
+            kernel: Configuration::Backward(backward),
+            row_sums: backward.row_sums(),
+            rounding: backward.rounding(),
+            key_block: KEY_BLOCK,
+            statistics_bytes: backward.statistics_bytes(),
+        }
     }
 }
 
@@ -44,31 +69,32 @@ impl Family for Backward {
 pub(super) fn launch(
     chip: &Chip,
     problem: &Problem,
-    backward: kernels::Backward,
+    kernels: &Kernels,
     reason: String,
 ) -> Result<Choice, String> {
+    let Kernels { kernel, row_sums, rounding, key_block, statistics_bytes } = *kernels;
+    let sums = row_sums.sums;
     // Blocks of query rows, of every query head; and blocks of keys, of every key head.
-    let counts = Counts::new(backward.query_block, problem)?;
+    let counts = Counts::new(sums.query_block, problem)?;
     let query_blocks = counts.tiles;
-    let key_blocks_per_head = counts.key_length.div_ceil(KEY_BLOCK);
+    let key_blocks_per_head = counts.key_length.div_ceil(key_block);
     let key_blocks = u64::from(counts.key_heads) * u64::from(counts.batch);
     let key_blocks = u32::try_from(key_blocks * u64::from(key_blocks_per_head))
         .ok()
         .filter(|blocks| *blocks < 1 << 31)
         .ok_or_else(|| "the number of key blocks is too large for the GPU kernel".to_owned())?;
 
-    let mut choice = Choice::of(Configuration::Backward(backward), key_blocks, reason);
+    let mut choice = Choice::of(kernel, key_blocks, reason);
     choice.launches[0].numbers = vec![(Number::KeyBlocks, key_blocks_per_head)];
     let numbers = vec![(Number::QueryBlocks, counts.tiles_per_head)];
-    let row_sums = Configuration::RowSums(backward.row_sums());
-    let rounding = Configuration::Rounding(backward.rounding());
     let beside = |kernel, blocks| Launch { kernel, blocks, numbers: numbers.clone() };
-    choice.launches.insert(0, beside(row_sums, query_blocks));
-    choice.launches.push(beside(rounding, backward.rounding().blocks(query_blocks)));
+    choice.launches.insert(0, beside(Configuration::RowSums(row_sums), query_blocks));
+    let blocks = rounding.blocks(query_blocks);
+    choice.launches.push(beside(Configuration::Rounding(rounding), blocks));
     choice.main = 1;
     for (workspace, bytes) in [
-        (Workspace::RowStatistics, backward.statistics_bytes()),
-        (Workspace::QueryGradientSums, backward.sums_layout().block_bytes()),
+        (Workspace::RowStatistics, statistics_bytes),
+        (Workspace::QueryGradientSums, sums.block_bytes()),
     ] {
         choice.memory.push(Memory {
             source: Source::Workspace(workspace),
@@ -77,8 +103,8 @@ pub(super) fn launch(
         });
     }
     choice.tiling = Some(Tiling {
-        query_rows: backward.query_block,
-        key_block: KEY_BLOCK,
+        query_rows: sums.query_block,
+        key_block,
         tiles_per_head: key_blocks_per_head,
         tiles: key_blocks,
         splits: 1,

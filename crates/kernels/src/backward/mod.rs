@@ -46,7 +46,7 @@
 
 mod consumer;
 mod epilogue;
-mod place;
+pub(crate) mod place;
 mod producer;
 mod rounding;
 mod row_sums;
@@ -92,32 +92,39 @@ pub struct Backward {
 }
 
 /// Where the sums of `dQ` lie: for each query head, block after block of query rows; of a block,
-/// the part of each warpgroup, as its accumulator lies in the registers of its threads, four
-/// registers of a thread at a time.
+/// part after part of 64 columns; of a part, 8 query rows after 8, as the accumulators of a
+/// transposed product lie in the registers of four warps, 16 columns each: four registers of a
+/// thread at a time. Where nothing adds four numbers at once, each register of all threads at a
+/// time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SumsLayout {
     /// Query rows of a block.
     pub query_block: u32,
-    /// Columns that there is room for: 64 or 128.
+    /// Columns that there is room for: a multiple of 64.
     pub columns: u32,
 }
 
 impl SumsLayout {
-    /// Bytes of four registers of each thread of a warpgroup.
-    const REGISTERS_BYTES: u32 = 4 * 4 * 128;
+    /// Bytes of four registers of each thread of four warps: 8 query rows of 64 columns.
+    pub(crate) const REGISTERS_BYTES: u32 = 4 * 4 * 128;
 
     /// Bytes of a block of query rows.
     pub const fn block_bytes(&self) -> u32 {
         4 * self.query_block * self.columns
     }
 
-    /// Bytes of what one warpgroup has of it.
-    const fn part_bytes(&self) -> u32 {
-        self.block_bytes() / WARPGROUPS
+    /// Parts of a block that are rounded by themselves: 64 columns each; or half of the queries,
+    /// where there are no more.
+    const fn parts(&self) -> u32 {
+        if self.columns > 64 { self.columns / 64 } else { WARPGROUPS }
     }
 
-    /// Query rows that one warpgroup has: all of them, with half of the columns; or half of them,
-    /// where there are no more columns than one has.
+    /// Bytes of a part.
+    const fn part_bytes(&self) -> u32 {
+        self.block_bytes() / self.parts()
+    }
+
+    /// Query rows of a part.
     const fn part_queries(&self) -> u32 {
         if self.columns > 64 { self.query_block } else { self.query_block / WARPGROUPS }
     }
@@ -309,7 +316,7 @@ impl Backward {
             statistics: Workspace::RowStatistics.address(k),
             sums: Workspace::QueryGradientSums.address(k),
         };
-        let place = Place::parameters(k, self);
+        let place = Place::parameters(k, self.query_block, KEY_BLOCK, self.rules.mask);
         let consumer = Consumer::parameters(k, self);
         let shared = self.shared(k);
         let thread = k.thread_index();

@@ -2,74 +2,82 @@
 
 use ptx::{Builder, Choose, Expression, Reg, U32, Value};
 
-use super::{Backward, KEY_BLOCK};
+use crate::attention::MaskKind;
 use crate::attention::visibility::{KeyTile, QueryBlocks, Visibility};
 use crate::divisor::DivisorRegisters;
 use crate::parameter::Number;
 
 /// The numbers of a launch that say so.
-pub(super) struct Place {
+pub(crate) struct Place {
     query_block: u32,
-    pub(super) lengths: [Reg<U32>; 2],
+    key_block: u32,
+    pub(crate) lengths: [Reg<U32>; 2],
     key_blocks: DivisorRegisters,
     key_heads: DivisorRegisters,
     /// Query heads that share a key head.
     group: Reg<U32>,
-    pub(super) visibility: Visibility,
+    pub(crate) visibility: Visibility,
 }
 
 /// The tile of a block, and its walk: query block after query block of query head after query
 /// head.
-pub(super) struct Tile {
-    pub(super) batch: Reg<U32>,
-    pub(super) key_head: Reg<U32>,
-    pub(super) first_key: Reg<U32>,
-    pub(super) query_blocks: QueryBlocks,
+pub(crate) struct Tile {
+    pub(crate) batch: Reg<U32>,
+    pub(crate) key_head: Reg<U32>,
+    pub(crate) first_key: Reg<U32>,
+    pub(crate) query_blocks: QueryBlocks,
 }
 
 /// Where a walk stands.
-pub(super) struct Walk {
-    pub(super) head: Reg<U32>,
-    pub(super) block: Reg<U32>,
+pub(crate) struct Walk {
+    pub(crate) head: Reg<U32>,
+    pub(crate) block: Reg<U32>,
     /// Steps that are left, this one included.
-    pub(super) left: Reg<U32>,
+    pub(crate) left: Reg<U32>,
     /// The number of the block of query rows, among those of all heads and sequences.
-    pub(super) number: Reg<U32>,
+    pub(crate) number: Reg<U32>,
     /// Where the walk of each head begins.
     start: Reg<U32>,
 }
 
 impl Place {
-    pub(super) fn parameters(k: &mut Builder, backward: &Backward) -> Self {
+    /// Of blocks of so many queries and of so many keys.
+    pub(crate) fn parameters(
+        k: &mut Builder,
+        query_block: u32,
+        key_block: u32,
+        mask: MaskKind,
+    ) -> Self {
         Place {
-            query_block: backward.query_block,
+            query_block,
+            key_block,
             lengths: [Number::QueryLength.read(k), Number::KeyLength.read(k)],
             key_blocks: DivisorRegisters::parameters(k, Number::KeyBlocks),
             key_heads: DivisorRegisters::parameters(k, Number::KeyHeads),
             group: Number::GroupSize.read(k),
-            visibility: Visibility::parameters(k, backward.rules.mask),
+            visibility: Visibility::parameters(k, mask),
         }
     }
 
     /// The first key of this block.
-    pub(super) fn first_key(&self, k: &mut Builder) -> Reg<U32> {
+    pub(crate) fn first_key(&self, k: &mut Builder) -> Reg<U32> {
         let index = k.block_index();
         let (_, key_block) = self.key_blocks.divide(k, index);
-        k.eval(key_block * KEY_BLOCK)
+        k.eval(key_block * self.key_block)
     }
 
     /// The tile of this block. Blocks that run at the same time have the same few heads, so that
     /// their sums of `dQ` stay in the second-level cache; under a causal mask a head's longest
     /// walks come first.
-    pub(super) fn find(&self, k: &mut Builder) -> Tile {
+    pub(crate) fn find(&self, k: &mut Builder) -> Tile {
         let index = k.block_index();
         let (head_and_batch, key_block) = self.key_blocks.divide(k, index);
         let (batch, key_head) = self.key_heads.divide(k, head_and_batch);
-        let first_key = k.eval(key_block * KEY_BLOCK);
+        let first_key = k.eval(key_block * self.key_block);
         let [query_length, key_length] = self.lengths;
         let keys = KeyTile {
             first_key,
-            keys: KEY_BLOCK,
+            keys: self.key_block,
             query_block: self.query_block,
             query_length,
             key_length,
@@ -84,7 +92,7 @@ impl Place {
     }
 
     /// The begin of a tile's walk.
-    pub(super) fn walk(&self, k: &mut Builder, tile: &Tile) -> Walk {
+    pub(crate) fn walk(&self, k: &mut Builder, tile: &Tile) -> Walk {
         let QueryBlocks { first, end, .. } = tile.query_blocks;
         let blocks = k.eval(self.query_blocks());
         let head = k.variable(tile.key_head * self.group);
@@ -107,14 +115,23 @@ impl Place {
 }
 
 impl Walk {
+    /// The walk a step further on, in registers of its own.
+    pub(crate) fn ahead(&self, k: &mut Builder, place: &Place, tile: &Tile) -> Walk {
+        let Walk { head, block, left, number, start } = *self;
+        let [head, block, left, number] = [head, block, left, number].map(|it| k.variable(it));
+        let next = Walk { head, block, left, number, start };
+        next.advance(k, place, tile);
+        next
+    }
+
     /// Goes on to the next step.
-    pub(super) fn advance(&self, k: &mut Builder, place: &Place, tile: &Tile) {
+    pub(crate) fn advance(&self, k: &mut Builder, place: &Place, tile: &Tile) {
         self.advance_block(k, tile);
         self.advance_number(k, place, tile);
     }
 
     /// Goes on but for the number, which still is the one before.
-    pub(super) fn advance_block(&self, k: &mut Builder, tile: &Tile) {
+    pub(crate) fn advance_block(&self, k: &mut Builder, tile: &Tile) {
         let QueryBlocks { first, end, .. } = tile.query_blocks;
         let next = k.eval(self.block + 1);
         let next = k.eval(next.equals(end).choose::<U32>(first, next));
@@ -125,7 +142,7 @@ impl Walk {
     }
 
     /// Follows with the number.
-    pub(super) fn advance_number(&self, k: &mut Builder, place: &Place, tile: &Tile) {
+    pub(crate) fn advance_number(&self, k: &mut Builder, place: &Place, tile: &Tile) {
         let QueryBlocks { first, end, .. } = tile.query_blocks;
         let back = k.eval(self.block.equals(first));
         let step = k.eval(back.choose::<U32>(first + 1 - end, 1u32));

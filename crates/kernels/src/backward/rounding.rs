@@ -1,17 +1,20 @@
 //! What comes after the products: the sums of `dQ`, scaled, rounded and in the order of the tensor.
 //!
-//! A block of the grid takes what one warpgroup added up of a block of query rows. Threads read
+//! A block of the grid takes a part of the sums of a block of query rows. Threads read
 //! sums as they were added, whole lines, and put them into rows through shared memory.
 
-use ptx::{Builder, Element, Expression, F32, LoadHint, Program, SharedAddress, Target, U32, U64};
+use ptx::{
+    Builder, Capability, Element, Expression, F32, GlobalAddress, LoadHint, Program, Reg,
+    SharedAddress, Target, U32, U64, Value,
+};
 
-use super::{Backward, SumsLayout, WARPGROUPS};
-use crate::Error;
+use super::{SumsLayout, tuned_backward};
 use crate::attention::Rules;
 use crate::divisor::DivisorRegisters;
 use crate::element::store_from_f32;
 use crate::parameter::{Number, Scale, Tensor, Workspace};
 use crate::strides::Strided;
+use crate::{Configuration, Error, mma};
 
 /// Threads of a block: those of a warpgroup.
 const THREADS: u32 = 128;
@@ -26,7 +29,7 @@ pub struct Rounding {
     pub target: Target,
     /// The element of the gradient.
     pub element: Element,
-    /// The width of queries: a multiple of 8 up to 128.
+    /// The width of queries: a multiple of 8.
     pub head_dim: u32,
     /// Where the sums lie.
     pub sums: SumsLayout,
@@ -40,24 +43,30 @@ impl Rounding {
         format!("rounding_{target}_{element}_d{head_dim}_{query_block}x{columns}")
     }
 
-    /// A kernel that it may come after.
-    pub fn after(&self) -> Backward {
-        Backward {
-            element: self.element,
-            head_dim: self.head_dim,
-            value_head_dim: 64,
-            rules: Rules::CAUSAL,
-            query_block: self.sums.query_block,
-        }
+    /// A kernel that it may come after, if there is one.
+    pub fn after(&self) -> Option<Configuration> {
+        let (element, head_dim) = (self.element, self.head_dim);
+        // Wider values may mean smaller blocks of queries.
+        let find = |value_head_dim: u32| {
+            let hopper = tuned_backward(element, head_dim, value_head_dim, Rules::CAUSAL)
+                .filter(|it| it.rounding() == *self)
+                .map(Configuration::Backward);
+            let tuned =
+                mma::tuned_backward(self.target, element, head_dim, value_head_dim, Rules::CAUSAL)
+                    .filter(|it| it.rounding() == *self)
+                    .map(Configuration::BackwardMma);
+            hopper.or(tuned)
+        };
+        [64, 128, 256].into_iter().find_map(find)
     }
 
     /// Blocks of the grid for so many blocks of query rows.
     pub const fn blocks(&self, query_blocks: u32) -> u32 {
-        WARPGROUPS * query_blocks
+        self.sums.parts() * query_blocks
     }
 
-    /// Builds the kernel: two blocks of the grid for each block of query rows of each head and
-    /// sequence.
+    /// Builds the kernel: a block of the grid for each part of each block of query rows of each head
+    /// and sequence.
     pub fn program(&self) -> Result<Program, Error> {
         if !matches!(self.element, Element::F16 | Element::BF16) {
             return Err(Error::configuration(self.name(), "the element is not f16 or bf16"));
@@ -65,6 +74,20 @@ impl Rounding {
         let mut k = Builder::new(self.name(), self.target, THREADS);
         self.write(&mut k);
         Ok(k.finish()?)
+    }
+
+    /// Bytes from a thread's sums to the next's.
+    fn thread_bytes(&self) -> u32 {
+        if self.target.has(Capability::VectorReductions) { 16 } else { 4 }
+    }
+
+    /// Four sums of a thread.
+    fn load(&self, k: &mut Builder, address: Value<GlobalAddress>) -> [Reg<F32>; 4] {
+        if self.thread_bytes() == 16 {
+            return k.load_vector(address, LoadHint::default());
+        }
+        let address = k.eval(address);
+        [0, 1, 2, 3].map(|register| k.load(address + 4 * THREADS * register))
     }
 
     fn write(&self, k: &mut Builder) {
@@ -81,9 +104,9 @@ impl Rounding {
         let shared = k.shared_address(shared);
 
         let (index, thread) = (k.block_index(), k.thread_index());
-        let (number, part) = (k.eval(index / WARPGROUPS), k.eval(index % WARPGROUPS));
+        let (number, part) = (k.eval(index / self.sums.parts()), k.eval(index % self.sums.parts()));
         let offset = number.convert::<U64>() * self.sums.block_bytes()
-            + (part * self.sums.part_bytes() + thread * 16).convert::<U64>();
+            + (part * self.sums.part_bytes() + thread * self.thread_bytes()).convert::<U64>();
         let mine = k.eval(sums + offset);
         // Accumulators are transposed: a thread's rows are columns of the gradient.
         let lane = k.eval(thread % 32);
@@ -92,7 +115,7 @@ impl Rounding {
         let corner = k.eval(shared + query * row_bytes + column * 2);
         for group in 0..queries / 8 {
             let address = mine + group * SumsLayout::REGISTERS_BYTES;
-            let values = k.load_vector::<F32, _, 4>(address, LoadHint::default());
+            let values = self.load(k, address);
             for (register, value) in values.into_iter().enumerate() {
                 let (right, down) = (register as u32 / 2 * 8, register as u32 % 2);
                 let at = corner + ((8 * group + down) * row_bytes + right * 2);

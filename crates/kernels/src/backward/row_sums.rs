@@ -8,13 +8,13 @@ use ptx::{
     U64, Value,
 };
 
-use super::{Backward, SumsLayout};
-use crate::Error;
+use super::{SumsLayout, tuned_backward};
 use crate::attention::Rules;
 use crate::divisor::DivisorRegisters;
 use crate::element::load_eight_as_f32;
 use crate::parameter::{Number, Tensor, Workspace};
 use crate::strides::Strided;
+use crate::{Configuration, Error, mma};
 
 /// Threads of a block.
 const THREADS: u32 = 256;
@@ -43,15 +43,16 @@ impl RowSums {
         format!("row_sums_{target}_{element}_d{value_head_dim}_{query_block}x{columns}")
     }
 
-    /// A kernel that it may come before.
-    pub fn before(&self) -> Backward {
-        Backward {
-            element: self.element,
-            head_dim: self.sums.columns,
-            value_head_dim: self.value_head_dim,
-            rules: Rules::CAUSAL,
-            query_block: self.sums.query_block,
-        }
+    /// A kernel that it may come before, if there is one.
+    pub fn before(&self) -> Option<Configuration> {
+        let (head_dim, value_head_dim) = (self.sums.columns, self.value_head_dim);
+        let hopper = tuned_backward(self.element, head_dim, value_head_dim, Rules::CAUSAL);
+        let hopper = hopper.filter(|it| it.row_sums() == *self).map(Configuration::Backward);
+        let tuned = || {
+            mma::tuned_backward(self.target, self.element, head_dim, value_head_dim, Rules::CAUSAL)
+        };
+        hopper
+            .or_else(|| tuned().filter(|it| it.row_sums() == *self).map(Configuration::BackwardMma))
     }
 
     /// Builds the kernel: a block of the grid for each block of query rows of each head and

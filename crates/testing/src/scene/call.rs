@@ -123,7 +123,9 @@ impl Call {
         };
         Call {
             problem: match kernel {
-                Configuration::Backward(_) => built.problem(batch, lengths, heads).backward(),
+                Configuration::Backward(_) | Configuration::BackwardMma(_) => {
+                    built.problem(batch, lengths, heads).backward()
+                }
                 _ => built.problem(batch, lengths, heads),
             },
             kernel,

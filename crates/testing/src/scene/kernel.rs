@@ -72,6 +72,12 @@ impl Kernel {
                 dims: [it.head_dim, it.value_head_dim],
                 rules: it.rules,
             },
+            Configuration::BackwardMma(it) => Kernel {
+                target: it.target,
+                element: it.element,
+                dims: [it.head_dim, it.value_head_dim],
+                rules: it.rules,
+            },
             _ => Kernel {
                 target: Target::SM_80,
                 element: Element::F32,
@@ -150,6 +156,10 @@ impl Call {
             // Three query blocks for each of two heads that share a key head, two blocks of keys.
             Configuration::Backward(it) => {
                 let lengths = [2 * it.query_block as usize + 5, KEY_BLOCK as usize + 3];
+                Call::new(kernel, 1, lengths, [2, 1])
+            }
+            Configuration::BackwardMma(it) => {
+                let lengths = [2 * it.query_block as usize + 5, it.key_block() as usize + 3];
                 Call::new(kernel, 1, lengths, [2, 1])
             }
             // A block and a bit.

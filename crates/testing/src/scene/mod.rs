@@ -182,12 +182,8 @@ impl Scene {
             }
             Configuration::Ceiling(ceiling) => Scene::ceiling(*ceiling, Scene::CEILING_ROUNDS),
             // What goes with the backward pass is looked at in its place before or after it.
-            Configuration::RowSums(it) => {
-                Call::small(Configuration::Backward(it.before())).scene_of(0)
-            }
-            Configuration::Rounding(it) => {
-                Call::small(Configuration::Backward(it.after())).scene_of(2)
-            }
+            Configuration::RowSums(it) => Call::small(it.before().unwrap_or(*kernel)).scene_of(0),
+            Configuration::Rounding(it) => Call::small(it.after().unwrap_or(*kernel)).scene_of(2),
             attention => Call::small(*attention).scene(),
         }
     }

@@ -7,9 +7,7 @@
 
 use flashcore::Mask;
 use kernels::backward::KEY_BLOCK;
-use kernels::{
-    Append, Backward, Batch, Configuration, Decode, Forward, MaskKind, Mma, Prefill, Sequencer,
-};
+use kernels::{Append, Batch, Configuration, Decode, Forward, MaskKind, Mma, Prefill, Sequencer};
 
 use super::{AppendSize, Call, Place, Ragged, Scene, SceneError, Weights};
 
@@ -30,7 +28,12 @@ impl Scene {
                 sizes.into_iter().map(|(size, parts)| Scene::combine(*it, size, parts)).collect()
             }
             Configuration::Sequencer(it) => sequencer(it),
-            Configuration::Backward(it) => scenes(backward(it)),
+            Configuration::Backward(it) => {
+                scenes(backward(*kernel, [it.query_block, KEY_BLOCK].map(|size| size as usize)))
+            }
+            Configuration::BackwardMma(it) => {
+                scenes(backward(*kernel, [it.query_block, it.key_block()].map(|it| it as usize)))
+            }
             _ => Ok(Vec::new()),
         };
         Ok([small].into_iter().chain(more?).collect())
@@ -42,13 +45,11 @@ fn scenes(calls: Vec<Call>) -> Result<Vec<Scene>, SceneError> {
 }
 
 /// Steps around the stages more than once, one step alone, keys that nobody sees.
-fn backward(it: &Backward) -> Vec<Call> {
-    let kernel = Configuration::Backward(*it);
-    let rows = it.query_block as usize;
+fn backward(kernel: Configuration, [rows, keys]: [usize; 2]) -> Vec<Call> {
     let call = |lengths, heads| Call::new(kernel, 1, lengths, heads);
     vec![
-        call([5 * rows - 7, KEY_BLOCK as usize], [2, 2]),
-        call([rows - 1, KEY_BLOCK as usize + 40], [2, 1]),
+        call([5 * rows - 7, keys], [2, 2]),
+        call([rows - 1, keys + 40], [2, 1]),
         Call::new(kernel, 2, [2 * rows, 70], [3, 1]),
     ]
 }
