@@ -42,6 +42,7 @@ from ._serving import (
     get_scheduler_metadata,
 )
 from ._serving import attend as _attend
+from ._serving import is_compiling as _is_compiling
 
 __all__ = [
     "flash_attn_combine",
@@ -104,7 +105,8 @@ def flash_attn_func(
         softcap: Scores ``s`` become ``softcap * tanh(s / softcap)``, unless it is 0.
         alibi_slopes: (heads,) or (batch, heads) in float32: scores fall by the slope for each
             position between query and key.
-        deterministic: Always so; bitwise equal from call to call.
+        deterministic: Gradients are bitwise equal from call to call, as the output always is, and so
+            they are under ``torch.use_deterministic_algorithms(True)``.
         return_attn_probs: Return ``(out, softmax_lse, None)``; the probabilities themselves are
             never made.
         attention_chunk: Positions come in chunks of so many, and a query sees keys of its own chunk
@@ -141,12 +143,13 @@ def flash_attn_func(
             sm_margin=sm_margin,
         )
     if deterministic is not False:
-        _flag("deterministic", deterministic)
+        deterministic = _flag("deterministic", deterministic)
     result = _attend(
         (q, k, v, None, None, None, None, None, None, None, alibi_slopes, s_aux),
         (softmax_scale, causal, window_size, attention_chunk, softcap, None, None),
         "flash_attn_func",
         return_attn_probs,
+        deterministic,
     )
     return (*result, None) if return_attn_probs else result
 
@@ -165,7 +168,7 @@ def flash_attn_qkvpacked_func(
     """:func:`flash_attn_func` of a tensor (batch, length, 3, heads, head dim)."""
     _unpackable("qkv", qkv, 3)
     return _packed(
-        (qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]),
+        (qkv, None, None),
         (softmax_scale, causal, window_size, 0, softcap, None, None),
         "flash_attn_qkvpacked_func",
         alibi_slopes,
@@ -190,7 +193,7 @@ def flash_attn_kvpacked_func(
     """:func:`flash_attn_func` of ``q`` and a tensor (batch, keys, 2, key heads, head dim)."""
     _unpackable("kv", kv, 2)
     return _packed(
-        (q, kv[:, :, 0], kv[:, :, 1]),
+        (q, kv, None),
         (softmax_scale, causal, window_size, 0, softcap, None, None),
         "flash_attn_kvpacked_func",
         alibi_slopes,
@@ -209,12 +212,21 @@ def _packed(
     deterministic: Any,
     lse: Any,
 ) -> Any:
-    """Attention over parts of packed tensors."""
+    """Attention over packed tensors: those that are packed into the one before are None."""
     _refuse(dropout_p=dropout_p)
-    _flag("deterministic", deterministic)
-    result = _attend(
-        (*tensors, None, None, None, None, None, None, None, alibi_slopes, None), numbers, function, lse
-    )
+    deterministic = _flag("deterministic", deterministic)
+    lists = (None, None, None, None, None, None, None, alibi_slopes, None)
+    if _is_compiling() or (_torch is not None and _torch.is_recorded(*tensors, alibi_slopes)):
+        # Whole, so that the gradient of a packed tensor is written into one.
+        attend = _torch.attend if _is_compiling() else _torch.record
+        result = attend((*tensors, *lists), numbers, function, _flag("return_attn_probs", lse), deterministic)
+    else:
+        q, packed, _ = tensors
+        if packed is None:
+            separate = (q[:, :, 0], q[:, :, 1], q[:, :, 2])
+        else:
+            separate = (q, packed[:, :, 0], packed[:, :, 1])
+        result = _attend((*separate, *lists), numbers, function, lse, deterministic)
     return (*result, None) if lse else result
 
 
@@ -227,8 +239,6 @@ def _unpackable(name: str, packed: Any, count: int) -> None:
         raise ValueError(
             f"{name} has shape {list(shape)}, expected (batch, length, {count}, heads, head dim)"
         )
-    if _torch is not None:
-        _torch.refuse_gradient(name, packed)
 
 
 def scaled_dot_product_attention(
@@ -240,11 +250,13 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    deterministic: bool = False,
 ) -> Any:
     """Attention with PyTorch's signature, over (batch, heads, length, head dim).
 
     As there, ``is_causal`` lets query ``i`` see the keys up to ``i``, whatever the lengths; more
-    queries than keys are refused.
+    queries than keys are refused. ``deterministic`` is as in :func:`flash_attn_func`.
     """
     if attn_mask is not None:
         raise _refusal("attn_mask", attn_mask, None)
@@ -254,6 +266,8 @@ def scaled_dot_product_attention(
         plain = False
     if not plain:
         _refuse(dropout_p=dropout_p)
+    if deterministic is not False:
+        deterministic = _flag("deterministic", deterministic)
     if enable_gqa is False or not _flag("enable_gqa", enable_gqa):
         try:
             # Each look at a shape makes a new one.
@@ -269,6 +283,7 @@ def scaled_dot_product_attention(
         (scale, is_causal, (-1, -1), 0, 0.0, None, None),
         "scaled_dot_product_attention",
         False,
+        deterministic,
     )
 
 

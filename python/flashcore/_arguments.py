@@ -13,9 +13,17 @@ _DEFAULTS: dict[str, object] = {
 }
 
 
+# Why some are not served.
+_REASONS = {
+    "dropout_p": "which probabilities were dropped would have to be drawn again, alike, in the backward "
+    "pass, and the kernels draw no random numbers",
+}
+
+
 def refusal(name: str, value: object, default: object) -> NotImplementedError:
     """The error for a value that is not served."""
-    return NotImplementedError(f"{name}={_shown(value)} is not supported yet, expected {default!r}")
+    reason = f": {_REASONS[name]}" if name in _REASONS else ""
+    return NotImplementedError(f"{name}={_shown(value)} is not supported yet, expected {default!r}{reason}")
 
 
 def refuse(**arguments: object) -> None:

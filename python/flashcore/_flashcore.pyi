@@ -6,6 +6,7 @@ __all__ = [
     "adopt_torch",
     "append",
     "attend",
+    "attend_backward",
     "combine",
     "finish_compiling",
     "forked",
@@ -33,8 +34,17 @@ def adopt_torch(torch: Any) -> None: ...
 def attend(
     tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: Any, entrance: str, /
 ) -> Any: ...
+def attend_backward(
+    tensors: tuple[Any, ...],
+    numbers: tuple[Any, ...],
+    function: str,
+    saved: tuple[Any, ...],
+    gradients: tuple[Any, ...],
+    deterministic: bool,
+    /,
+) -> None: ...
 def plan_for(
-    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, chip: str, /
+    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, chip: str, backward: bool = False, /
 ) -> tuple[str, str, str | None, str]: ...
 def append(
     tensors: tuple[Any, ...], flags: tuple[Any, ...], entrance: str, /

@@ -23,15 +23,19 @@ def _never() -> bool:
 is_compiling = _never if _torch is None else _torch.is_compiling
 
 
-def attend(tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool) -> Any:
+def attend(
+    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, deterministic: bool = False
+) -> Any:
     """Attention, whichever function asks: the output, or output and log-sum-exps."""
     if is_compiling():
-        return _torch.attend(tensors, numbers, function, lse)
+        return _torch.attend(tensors, numbers, function, lse, deterministic)
     result = _flashcore.attend(tensors, numbers, function, lse, "function")
     if result is None:
         return _arrays.attend(tensors, numbers, function, lse)
     if result is NotImplemented:
-        return _torch.attend(tensors, numbers, function, lse)
+        return _torch.attend(tensors, numbers, function, lse, deterministic)
+    if result is ...:
+        return _torch.record(tensors, numbers, function, lse, deterministic)
     return result
 
 
@@ -92,7 +96,9 @@ def flash_attn_varlen_func(
         softcap: Scores ``s`` become ``softcap * tanh(s / softcap)``, unless it is 0.
         alibi_slopes: (heads,) or (sequences, heads) in float32: scores fall by the slope for each
             position between query and key.
-        block_table: (sequences, pages of each) the pages that hold each sequence's keys.
+        deterministic: As :func:`flash_attn_func` has it.
+        block_table: (sequences, pages of each) the pages that hold each sequence's keys, which have
+            no gradients then.
         s_aux: (heads,) in float32: a sink for each head, one more score without a value.
         return_attn_probs, return_softmax_lse: Return ``(out, softmax_lse)``.
 
@@ -125,7 +131,7 @@ def flash_attn_varlen_func(
             dropout_p=dropout_p,
         )
     if deterministic is not False:
-        flag("deterministic", deterministic)
+        deterministic = flag("deterministic", deterministic)
     if block_table is not None:
         if seqused_k is None and cu_seqlens_k is not None:
             seqused_k = _lengths(cu_seqlens_k, _sequences(q, cu_seqlens_q))
@@ -150,6 +156,7 @@ def flash_attn_varlen_func(
         (softmax_scale, causal, window_size, attention_chunk, softcap, max_seqlen_q, max_seqlen_k),
         "flash_attn_varlen_func",
         return_attn_probs,
+        deterministic,
     )
 
 
@@ -315,7 +322,7 @@ def _append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
     result = _flashcore.append(tensors, flags, "function")
     if result is None:
         return _arrays.append(tensors, flags)
-    if result is NotImplemented:
+    if result is NotImplemented or result is ...:
         return _torch.append(tensors, flags)
     return result
 
@@ -464,7 +471,7 @@ def flash_attn_combine(
         result = _flashcore.combine(tensors, name, "function")
         if result is None:
             result = _arrays.combine(tensors, name, out_dtype)
-        elif result is NotImplemented:
+        elif result is NotImplemented or result is ...:
             result = _torch.combine(tensors, out_dtype)
     output, lse = result
     return output, lse.swapaxes(1, 2)
@@ -487,7 +494,7 @@ def flash_attn_merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Any:
     result = _flashcore.merge(tensors, "function")
     if result is None:
         return _arrays.merge(tensors)
-    if result is NotImplemented:
+    if result is NotImplemented or result is ...:
         return _torch.merge(tensors)
     return result
 

@@ -1,7 +1,7 @@
 """PyTorch: the operators that its dispatcher and its compiler know.
 
-A call on ordinary tensors does not come here: it goes straight to the kernel. This is the way of
-``torch.compile``, ``torch.export``, tensor subclasses and modes.
+A call on ordinary tensors does not come here: it goes straight to the kernel, or to autograd
+(:func:`record`). This is the way of ``torch.compile``, ``torch.export``, tensor subclasses and modes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import _flashcore
+from . import _flashcore, _gradients
 from ._arguments import window
 
 _flashcore.adopt_torch(torch)
@@ -18,6 +18,7 @@ _flashcore.adopt_torch(torch)
 is_compiling = torch.compiler.is_dynamo_compiling
 
 _library = torch.library.Library("flashcore", "DEF")
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _LISTS = (
     "cu_seqlens_q",
@@ -31,17 +32,22 @@ _LISTS = (
     "s_aux",
 )
 _FEW = "(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, bool causal=False)"
-_ALL = (
-    "(Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal, int window_left, "
-    "int window_right, int attention_chunk, float softcap, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
-    f"{', '.join(f'Tensor? {name}' for name in _LISTS)}, str function)"
+_CALL = (
+    "float? softmax_scale, bool causal, int window_left, int window_right, int attention_chunk, "
+    "float softcap, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
+    f"{', '.join(f'Tensor? {name}' for name in _LISTS)}, str function, bool deterministic"
 )
+_ALL = f"(Tensor q, Tensor? k, Tensor? v, {_CALL})"
 # The dispatcher looks at each argument that there is, so the plain call has an overload of its own.
 for _overload, _arguments in (("", _FEW), (".all", _ALL)):
     _library.define(f"attention{_overload}{_arguments} -> Tensor", tags=_TAGS)
     _library.define(f"attention_with_lse{_overload}{_arguments} -> (Tensor, Tensor)", tags=_TAGS)
-# What a plain call has beyond the arguments of its overload.
-_PLAIN = ((-1, -1, 0, 0.0, None, None), (None,) * len(_LISTS), "flash_attn_func")
+# The gradients of q, k, v and s_aux that are needed.
+_library.define(
+    "attention_backward(Tensor dout, Tensor q, Tensor? k, Tensor? v, Tensor out, Tensor softmax_lse, "
+    f"{_CALL}, bool[] needed) -> Tensor[]",
+    tags=_TAGS,
+)
 # The queries, rotated, or nothing in an empty tensor: an answer is no input. And the new lengths.
 _library.define(
     "append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor q, "
@@ -62,9 +68,9 @@ _library.define(
 
 
 def _call(lse: bool, q: Any, k: Any, v: Any, scale: Any, causal: Any, others: tuple[Any, ...]) -> Any:
-    numbers, lists, function = (others[:6], others[6:-1], others[-1]) if others else _PLAIN
-    left, right, *rest = numbers
-    return _flashcore.attend((q, k, v, *lists), (scale, causal, (left, right), *rest), function, lse, "dispatcher")
+    numbers, lists, function, _ = (others[:6], others[6:-2], *others[-2:]) if others else _gradients.PLAIN
+    numbers = _gradients.nested((scale, causal, *numbers))
+    return _gradients.forward((q, k, v), lists, numbers, function, lse)
 
 
 def _attention(q: Any, k: Any, v: Any, scale: Any = None, causal: Any = False, *others: Any) -> Any:
@@ -77,6 +83,9 @@ def _attention_with_lse(q: Any, k: Any, v: Any, scale: Any = None, causal: Any =
 
 def _fake_attention(q: Any, k: Any, v: Any, *others: Any) -> Any:
     """What can be said of tensors that have no memory; the rest is said when there is one."""
+    q, k, v = _gradients.parts(q, k, v)
+    if q.dtype not in _FLOATS:
+        raise TypeError(f"q has element type {q.dtype}, expected float16, bfloat16 or float32")
     for name, tensor in (("k", k), ("v", v)):
         _check_like(name, tensor, q)
     # Behind the scale and the causal mask: six numbers, and where packed queries begin.
@@ -88,12 +97,14 @@ def _fake_attention(q: Any, k: Any, v: Any, *others: Any) -> Any:
 
 def _fake_attention_with_lse(q: Any, k: Any, v: Any, *others: Any) -> Any:
     output = _fake_attention(q, k, v, *others)
-    *batch, queries, heads, _ = q.shape
+    *batch, queries, heads, _ = output.shape
+    if len(others) > 2 and others[-2] == "scaled_dot_product_attention":
+        queries, heads = heads, queries
     return output, q.new_empty((*batch, heads, queries), dtype=torch.float32)
 
 
 def _no_backward(context: Any, *gradients: Any) -> Any:
-    raise NotImplementedError("FlashCore has no backward pass yet")
+    raise NotImplementedError("FlashCore has no gradients of combining and merging")
 
 
 def _append(*arguments: Any) -> Any:
@@ -158,6 +169,7 @@ for _name, _run, _fake in (
     ("attention.all", _attention, _fake_attention),
     ("attention_with_lse", _attention_with_lse, _fake_attention_with_lse),
     ("attention_with_lse.all", _attention_with_lse, _fake_attention_with_lse),
+    ("attention_backward", _gradients.run_backward, _gradients.fake_backward),
     ("append", _append, _fake_append),
     ("combine", _combine, _fake_combine),
     ("combine_out", _combine_out, _fake_combine_out),
@@ -165,37 +177,105 @@ for _name, _run, _fake in (
 ):
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _run, _key)
-    torch.library.register_fake(f"flashcore::{_name}", _fake, lib=_library)
-    if _name not in _MUTABLE:
-        torch.library.register_autograd(f"flashcore::{_name}", _no_backward, lib=_library)
+    _operator = f"flashcore::{_name}"
+    torch.library.register_fake(_operator, _fake, lib=_library)
+    if _name in ("combine", "merge"):
+        torch.library.register_autograd(_operator, _no_backward, lib=_library)
+
+# Operators of attention, and how many of their first arguments are tensors with a batch entry each.
+for _overload, _tensors in (
+    (torch.ops.flashcore.attention.default, 3),
+    (torch.ops.flashcore.attention.all, 3),
+    (torch.ops.flashcore.attention_with_lse.default, 3),
+    (torch.ops.flashcore.attention_with_lse.all, 3),
+    (torch.ops.flashcore.attention_backward.default, 6),
+):
+    _derivative = _gradients.differentiate if _tensors == 3 else _gradients.refuse_second
+    _remember = _gradients.remember if _tensors == 3 else None
+    torch.library.register_autograd(_overload, _derivative, setup_context=_remember, lib=_library)
+    torch.library.register_vmap(_overload, _gradients.vectorize(_overload, _tensors), lib=_library)
 
 
-def refuse_gradient(name: str, tensor: Any) -> None:
-    """Refuses a tensor whose gradient would be lost."""
-    if isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled():
+def is_recorded(*tensors: Any) -> bool:
+    """Whether autograd records what is done with tensors."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                return True
+    return False
+
+
+def attend(
+    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, deterministic: bool
+) -> Any:
+    """Attention through the dispatcher. Packed tensors are followed by None."""
+    tensors = _autocast(tensors)
+    recorded = is_recorded(*tensors)
+    if recorded:
+        _refuse_caches(tensors, function)
+        if not is_compiling():
+            _refuse_transformations(tensors)
+    operator = torch.ops.flashcore.attention_with_lse if lse or recorded else torch.ops.flashcore.attention
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    numbers = _gradients.flat(numbers)
+    others, _, plain, _ = _gradients.PLAIN
+    few = function == plain and numbers[2:] == others and all(list is None for list in tensors[3:])
+    if few and not (recorded and deterministic):
+        result = operator.default(*tensors[:3], *numbers[:2])
+    else:
+        result = operator.all(*tensors[:3], *numbers, *tensors[3:], function, deterministic)
+    return result[0] if recorded and not lse else result
+
+
+def record(
+    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, deterministic: bool
+) -> Any:
+    """Attention that autograd records. Packed tensors are followed by None."""
+    if not _gradients.are_ordinary(tensors):
+        return attend(tensors, numbers, function, lse, deterministic)
+    _refuse_caches(tensors, function)
+    lists: Any = None
+    for tensor in tensors[3:]:
+        if tensor is not None:
+            lists = tensors[3:10]
+            break
+    q, k, v = (_autocast(tensors) if torch._C._is_any_autocast_enabled() else tensors)[:3]
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    call = (lists, numbers, function, deterministic, lse)
+    return _gradients.Attention.apply(q, k, v, tensors[10], tensors[11], call)
+
+
+def _autocast(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Tensors of which the first three have the element type that autocast chooses, where it is on
+    and one of them is float32; sinks and slopes stay as they are."""
+    first = tensors[0]
+    if not isinstance(first, torch.Tensor) or not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    wide = [isinstance(it, torch.Tensor) and it.dtype == torch.float32 for it in tensors[:3]]
+    dtype = torch.get_autocast_dtype(first.device.type)
+    if not any(wide) or dtype not in _FLOATS:
+        return tensors
+    cast = (it.to(dtype) if it is not None and it.dtype in _FLOATS else it for it in tensors[:3])
+    return (*cast, *tensors[3:])
+
+
+def _refuse_caches(tensors: tuple[Any, ...], function: str) -> None:
+    """Refuses gradients of what is in a cache."""
+    if function.startswith("flash_attn_with_kvcache"):
+        _refuse_gradients(("q", "k_cache", "v_cache", *_LISTS), tensors)
+    if tensors[9] is not None:
         raise NotImplementedError(
-            f"{name} requires grad, expected a tensor that does not: FlashCore has no backward pass "
-            "yet; call it under torch.no_grad() or detach the tensor"
+            "block_table was given with tensors that require grad, expected None: keys in pages have no "
+            "gradients; call it under torch.no_grad()"
         )
 
 
-def attend(tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool) -> Any:
-    """Attention through the dispatcher."""
-    names = {
-        "flash_attn_with_kvcache": ("q", "k_cache", "v_cache"),
-        "flash_attn_with_kvcache, block_table": ("q", "k_cache", "v_cache"),
-        "scaled_dot_product_attention": ("query", "key", "value"),
-        "flash_attn_qkvpacked_func": ("qkv", "qkv", "qkv"),
-        "flash_attn_kvpacked_func": ("q", "kv", "kv"),
-    }.get(function, ("q", "k", "v"))
-    _refuse_gradients((*names, *_LISTS), tensors)
-    operator = torch.ops.flashcore.attention_with_lse if lse else torch.ops.flashcore.attention
-    scale, causal, window_size, *rest = numbers
-    numbers = (scale, causal, *window(window_size), *rest)
-    others, _, plain = _PLAIN
-    if function == plain and numbers[2:] == others and all(list is None for list in tensors[3:]):
-        return operator.default(*tensors[:3], *numbers[:2])
-    return operator.all(*tensors[:3], *numbers, *tensors[3:], function)
+def _refuse_transformations(tensors: tuple[Any, ...]) -> None:
+    """Refuses what PyTorch's registered operators do not serve."""
+    if any(tensor is not None and torch._C._functorch.is_gradtrackingtensor(tensor) for tensor in tensors):
+        raise NotImplementedError(
+            "torch.func.grad and its kin are not supported, expected torch.autograd; torch.vmap is"
+        )
 
 
 def append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
@@ -230,8 +310,13 @@ def merge(tensors: tuple[Any, ...]) -> Any:
 
 
 def _refuse_gradients(names: tuple[str, ...], tensors: tuple[Any, ...]) -> None:
+    """Refuses tensors whose gradients would be lost."""
     for name, tensor in zip(names, tensors):
-        refuse_gradient(name, tensor)
+        if is_recorded(tensor):
+            raise NotImplementedError(
+                f"{name} requires grad, expected a tensor that does not: this function has no backward "
+                "pass; call it under torch.no_grad() or detach the tensor"
+            )
 
 
 def is_tensor(thing: Any) -> bool:

@@ -118,3 +118,17 @@ def test_a_kernel_can_be_insisted_on(monkeypatch):
     monkeypatch.setenv("FLASHCORE_KERNEL", "nothing")
     with pytest.raises(ValueError, match="there is no kernel `nothing` here"):
         _flashcore.plan_for(*given, "h200")
+
+
+def test_gradients_are_planned():
+    text = "b=2,h=4,s=512,d=64,bf16,causal"
+    tensors, numbers, function = call(text)
+    planned = lambda tensors, function: _flashcore.plan_for(tensors, numbers, function, "h200", True)
+    described, kernel, *_ = planned(tensors, function)
+    assert (described, kernel) == (f"{text},backward", "backward")
+    # Parts of a packed tensor are read and written where they lie.
+    packed = tuple(x and (x[0], x[1], [512 * 768, 768, 64, 1], 128 * at) for at, x in enumerate(tensors))
+    assert planned(packed, "flash_attn_qkvpacked_func")[1] == "backward"
+    wide = tuple(x and ("float32", *x[1:]) for x in tensors)
+    with pytest.raises(NotImplementedError, match="no kernel can serve this problem: .*f32"):
+        planned(wide, function)

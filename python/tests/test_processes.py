@@ -44,11 +44,15 @@ def use_gpu(_=None):
 """
 
 
+def environment():
+    """That of a process with the packages that are used here."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
 def python(*arguments, folder=Path(__file__).parent):
     """Runs Python to its end, which must be a good one, with the packages that are used here."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=60, cwd=folder, env=environment
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=60, cwd=folder, env=environment()
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

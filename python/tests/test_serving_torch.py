@@ -64,7 +64,9 @@ def plain(
         scores, v = torch.cat([scores, column], 2), torch.cat([v, torch.zeros_like(v[:, :1])], 1)
         if keys == 0:
             v = v.new_zeros(q.shape[0], 1, v.shape[2])
-    weights = scores.softmax(-1).nan_to_num(0.0)
+    # Rows that see nothing have neither weights nor gradients.
+    unseen = scores.isneginf().all(-1, keepdim=True)
+    weights = scores.masked_fill(unseen, 0.0).softmax(-1).masked_fill(unseen, 0.0)
     return (weights @ v).transpose(0, 1), scores.logsumexp(-1)
 
 
@@ -446,7 +448,7 @@ def test_the_operators_keep_pytorchs_rules(device):
     lists = (None, None, None, lengths, None, None, table, None, None)
     numbers = (None, True, -1, -1, 0, 0.0, None, None)
     for operator in (operators.attention.all, operators.attention_with_lse.all):
-        torch.library.opcheck(operator, (q, k_cache, v_cache, *numbers, *lists, "flash_attn_with_kvcache"))
+        torch.library.opcheck(operator, (q, k_cache, v_cache, *numbers, *lists, "flash_attn_with_kvcache", False))
     for tables in ((None, None), (cosines, sines)):
         torch.library.opcheck(
             operators.append.default,
@@ -485,10 +487,8 @@ def test_modes_see_the_operators(device):
 
 
 @every_device
-def test_gradients_are_refused_and_not_lost(device):
-    x, cu = random(8, 2, 64, device=device), starts((3, 5), device)
-    with pytest.raises(NotImplementedError, match="k requires grad, expected a tensor that does not"):
-        flash_attn_varlen_func(x, x.clone().requires_grad_(), x, cu, cu, 5, 5)
+def test_gradients_of_caches_are_refused_and_not_lost(device):
+    x = random(8, 2, 64, device=device)
     cache = x[None].clone().requires_grad_()
     with pytest.raises(NotImplementedError, match="k_cache requires grad"):
         flash_attn_with_kvcache(x[None], cache, x[None])

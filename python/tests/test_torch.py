@@ -231,25 +231,6 @@ def test_subclasses_and_modes_see_the_operator(device):
 
 
 @every_device
-def test_gradients_are_refused_and_not_lost(device):
-    q, k, v = three(1, 16, 16, 2, 2, 64, device)
-    with pytest.raises(NotImplementedError, match="k requires grad, expected a tensor that does not"):
-        flash_attn_func(q, k.clone().requires_grad_(), v)
-    with pytest.raises(NotImplementedError, match="query requires grad"):
-        scaled_dot_product_attention(*(x.clone().requires_grad_() for x in (q, k, v)))
-    with pytest.raises(NotImplementedError, match="qkv requires grad"):
-        flash_attn_qkvpacked_func(torch.stack([q, k, v], 2).requires_grad_())
-    with pytest.raises(Exception, match="v requires grad"):
-        torch.compile(flash_attn_func, fullgraph=True, backend="eager")(q, k, v.clone().requires_grad_())
-    for guard in (torch.no_grad, torch.inference_mode):
-        with guard():
-            assert torch.equal(flash_attn_func(q, k.clone().requires_grad_(), v), flash_attn_func(q, k, v))
-    output = torch.ops.flashcore.attention(q, k, v.clone().requires_grad_(), None, False)
-    with pytest.raises(NotImplementedError, match="no backward pass"):
-        output.sum().backward()
-
-
-@every_device
 @pytest.mark.parametrize(
     "change, error, words",
     [

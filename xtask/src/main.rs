@@ -5,8 +5,12 @@
 
 mod assemble;
 mod bless;
+mod book;
+mod miri;
+mod outside;
 mod process;
 mod python;
+mod release;
 mod table;
 mod test;
 #[allow(dead_code, unreachable_pub)] // Written for the crate it lives in; used here in part.
@@ -25,7 +29,12 @@ Chores:
                               --verbose shows the output of checks that pass too
   tools                       fetch NVIDIA's assembler and disassembler into .tools/
   assemble <files|folders>    assemble .ptx files with both pinned ptxas and show the cost
-  wheel                       build the Python wheel into dist/
+  wheel [--target TRIPLE]     build the Python wheel into dist/, for this machine or another kind
+  sdist                       build Python's source distribution into dist/
+  sbom                        write what is inside the binaries into dist/, as CycloneDX
+  book                        render the pages of docs/ into target/book/, with mdbook
+  miri                        what Miri can run, under it; wants the nightly toolchain
+  notes [VERSION]             print what the changelog says of a version, or of what is to come
   bless                       run the tests and accept what they print as the new snapshots
 ";
 
@@ -42,7 +51,14 @@ fn main() -> ExitCode {
             true
         }),
         ["assemble", ref paths @ ..] => assemble::assemble(paths),
-        ["wheel"] => python::wheel(),
+        ["wheel"] => python::wheel(None),
+        ["wheel", "--target", target] => python::wheel(Some(target)),
+        ["sdist"] => python::source(),
+        ["sbom"] => release::bill_of_materials(),
+        ["book"] => book::book(),
+        ["miri"] => miri::miri(),
+        ["notes"] => release::notes(None),
+        ["notes", version] => release::notes(Some(version)),
         ["bless"] => bless::bless(),
         [] | ["help" | "--help" | "-h"] => {
             print!("{HELP}");

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! .tools/python/    a virtual environment with what builds, checks and tests it
-//! dist/             the wheel for others
+//! dist/             the wheels and the source distribution for others
 //! ```
 
 use std::path::{Path, PathBuf};
@@ -31,24 +31,49 @@ const COMPATIBILITY: &str = "manylinux2014";
 /// The largest wheel that we promise.
 const LARGEST: u64 = 6 << 20;
 
-/// Builds the wheel for others.
-pub(crate) fn wheel() -> Outcome {
+/// Builds the wheel for others, for this machine or for a target of Rust's.
+pub(crate) fn wheel(target: Option<&str>) -> Outcome {
     let python = environment(&[&BUILD[..], &LINKER[..]].concat())?;
-    let folder = root().join("dist");
-    empty(&folder)?;
-    let mut command = maturin(&python, "build");
-    command.args(["--release", "--strip", "--zig", "--compatibility", COMPATIBILITY]);
-    command.arg("--out").arg(&folder);
-    if !show(command)? {
-        return Ok(false);
+    if let Some(target) = target {
+        let mut rustup = program("rustup");
+        rustup.args(["target", "add", target]);
+        if !show(rustup)? {
+            return Ok(false);
+        }
     }
-    let wheel = built(&folder)?;
+    let mut command = maturin(&python, "build");
+    command.args(["--quiet", "--release", "--strip", "--zig", "--compatibility", COMPATIBILITY]);
+    command.args(target.map(|target| ["--target", target]).into_iter().flatten());
+    let Some(wheel) = deliver(command, "whl")? else { return Ok(false) };
     let bytes = size(&wheel)?;
     println!("{}: {:.2} MB", wheel.display(), bytes as f64 / 1e6);
     if bytes > LARGEST {
         return Err(format!("the wheel is larger than {} MB", LARGEST >> 20));
     }
     Ok(true)
+}
+
+/// Builds the source distribution: what pip builds a wheel from where there is none.
+pub(crate) fn source() -> Outcome {
+    let python = environment(&BUILD)?;
+    let Some(archive) = deliver(maturin(&python, "sdist"), "gz")? else { return Ok(false) };
+    println!("{}: {:.2} MB", archive.display(), size(&archive)? as f64 / 1e6);
+    Ok(true)
+}
+
+/// Runs a command that builds one file, and puts it beside the others in `dist/`.
+fn deliver(mut command: Command, extension: &str) -> Result<Option<PathBuf>, String> {
+    let (building, folder) = (root().join("target/building"), root().join("dist"));
+    empty(&building)?;
+    command.arg("--out").arg(&building);
+    if !show(command)? {
+        return Ok(None);
+    }
+    let file = built(&building, extension)?;
+    let delivered = folder.join(file.file_name().unwrap_or_default());
+    let moved = fs::create_dir_all(&folder).and_then(|()| fs::rename(&file, &delivered));
+    moved.map_err(|error| format!("cannot write {}: {error}", delivered.display()))?;
+    Ok(Some(delivered))
 }
 
 /// Builds a wheel as a user's `pip install .` would, installs it, and runs its tests and the type
@@ -66,12 +91,13 @@ pub(crate) fn test(verbose: bool) -> Result<String, String> {
         if done.success { Ok(done) } else { Err(format!("{words}\n{}", done.log)) }
     };
     let mut build = maturin(&python, "build");
+    build.arg("--quiet");
     // Built as the command line is for the checks before: what they have in common is there.
     build.args(["--release", "--compatibility", "linux", "--out"]).arg(&folder);
     run(build)?;
     let mut install = program(&python);
     install.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
-    install.args(["--no-index", "--no-deps", "--force-reinstall"]).arg(built(&folder)?);
+    install.args(["--no-index", "--no-deps", "--force-reinstall"]).arg(built(&folder, "whl")?);
     run(install)?;
     let mut types = program(&python);
     types.args(["-m", "mypy", "--config-file", "pyproject.toml"]);
@@ -148,7 +174,7 @@ fn environment(packages: &[&str]) -> Result<PathBuf, String> {
 
 fn maturin(python: &Path, command: &str) -> Command {
     let mut maturin = program(python);
-    maturin.args(["-m", "maturin", command, "--quiet"]);
+    maturin.args(["-m", "maturin", command]);
     // It looks for Python and for its linker there.
     let folders = python.parent().map(Path::to_owned).into_iter();
     let path = std::env::var_os("PATH").unwrap_or_default();
@@ -168,13 +194,13 @@ fn empty(folder: &Path) -> Result<(), String> {
     fs::create_dir_all(folder).map_err(failed)
 }
 
-/// The one wheel in a folder.
-fn built(folder: &Path) -> Result<PathBuf, String> {
+/// The one file of its kind in a folder.
+fn built(folder: &Path, extension: &str) -> Result<PathBuf, String> {
     let entries = fs::read_dir(folder).and_then(Iterator::collect::<Result<Vec<_>, _>>);
     let entries = entries.map_err(|error| format!("cannot read {}: {error}", folder.display()))?;
-    let is_wheel = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "whl");
-    let mut wheels = entries.iter().map(fs::DirEntry::path).filter(is_wheel);
-    wheels.next().ok_or_else(|| format!("no wheel came to {}", folder.display()))
+    let fits = |path: &PathBuf| path.extension().is_some_and(|found| found == extension);
+    let mut found = entries.iter().map(fs::DirEntry::path).filter(fits);
+    found.next().ok_or_else(|| format!("no .{extension} came to {}", folder.display()))
 }
 
 fn size(file: &Path) -> Result<u64, String> {

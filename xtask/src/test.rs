@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use crate::process::{self, Done, cargo, program};
 use crate::table::table;
-use crate::{Outcome, python, root, tools};
+use crate::{Outcome, outside, python, root, tools};
 
 /// What a check found: a few words about what passed, or all there is to say about what did not.
 type Finding = Result<String, String>;
@@ -21,11 +21,14 @@ struct Check {
     slow: bool,
 }
 
-const CHECKS: [Check; 9] = [
+const CHECKS: [Check; 12] = [
     Check { name: "format", run: format, slow: false },
     Check { name: "clippy", run: clippy, slow: false },
     Check { name: "candle", run: candle, slow: true },
+    Check { name: "cpu only", run: cpu_only, slow: true },
+    Check { name: "package", run: package, slow: true },
     Check { name: "docs", run: docs, slow: true },
+    Check { name: "outside", run: |_| outside::outside().map(|()| String::new()), slow: true },
     Check { name: "tools", run: |_| tools::tools(), slow: false },
     Check { name: "tests", run: tests, slow: false },
     Check { name: "attend", run: attend, slow: true },
@@ -46,7 +49,7 @@ pub(crate) fn test(flags: &[&str]) -> Outcome {
     let begin = Instant::now();
     let (mut rows, mut failed) = (Vec::new(), 0);
     for check in CHECKS.iter().filter(|check| !(quick && check.slow)) {
-        print!("{:<8}", check.name);
+        print!("{:<9}", check.name);
         if verbose {
             println!();
         }
@@ -97,6 +100,30 @@ fn candle(verbose: bool) -> Finding {
     command.env("PATH", path).env_remove("NVCC").env("CUDA_COMPUTE_CAP", "90");
     run(command, verbose)?;
     Ok("checked, not built".to_owned())
+}
+
+/// The library without its feature `cuda` builds, and nothing of the driver with it.
+fn cpu_only(verbose: bool) -> Finding {
+    let library = ["--package", "flashcore", "--no-default-features"];
+    let mut command = cargo(&["clippy"]);
+    command.args(library).args(["--", "--deny", "warnings"]);
+    run(command, verbose)?;
+    let mut tree = cargo(&["tree", "--edges", "normal,build", "--prefix", "none"]);
+    tree.args(library);
+    let done = run(tree, verbose)?;
+    match done.log.lines().find(|line| line.contains("cudarc") || line.contains("flashcore-cuda")) {
+        Some(line) => Err(format!("flashcore without default features depends on {line}")),
+        None => Ok(String::new()),
+    }
+}
+
+/// Every crate can be packed for the registry, with all that it declares. `cargo publish --dry-run
+/// --workspace` builds the packages too, before a release.
+fn package(verbose: bool) -> Finding {
+    let mut command = cargo(&["package", "--workspace", "--no-verify", "--allow-dirty"]);
+    command.args(["--offline", "--exclude", "flashcore-python", "--exclude", "xtask"]);
+    run(command, verbose)?;
+    Ok("packed, not built".to_owned())
 }
 
 fn docs(verbose: bool) -> Finding {

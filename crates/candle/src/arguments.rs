@@ -1,7 +1,7 @@
 //! What the tensors ask for, and whether they go together.
 
 use candle_core::{DType, Device, Error, Layout, Result, Tensor};
-use flashcore::gpu::{DeviceAddress, DeviceTensor, Tensors};
+use flashcore::plan::Arrangement;
 use flashcore::{Alibi, Lists, Problem, Shape, Strides};
 
 use crate::placement::check_place;
@@ -13,7 +13,7 @@ pub(crate) struct Call {
     /// Of query, key and value.
     pub(crate) layouts: [flashcore::Layout; 3],
     /// Where they begin in their memory, in bytes.
-    offsets: [u64; 3],
+    pub(crate) offsets: [u64; 3],
     pub(crate) sequences: Sequences,
     pub(crate) slopes: Option<Tensor>,
     pub(crate) sinks: Option<Tensor>,
@@ -63,23 +63,26 @@ impl Call {
         })
     }
 
-    /// Query, key, value and output, without gaps, in memory that begins there.
-    pub(crate) fn tensors(&self, memory: [DeviceAddress; 4]) -> Result<Tensors> {
+    /// How the tensors lie, the output without gaps: what the choice of a kernel looks at.
+    /// Allocations begin where every copy can.
+    pub(crate) fn arrangement(&self) -> Result<Arrangement> {
         let output = flashcore::Layout::contiguous(self.problem.output_shape()).map_err(wrap)?;
-        let [query, key, value] = self.layouts;
-        let strides = [query, key, value, output].map(|layout| layout.strides());
-        let [of_query, of_key, of_value] = self.offsets;
-        let offsets = [of_query, of_key, of_value, 0];
-        let tensors = std::array::from_fn(|index| DeviceTensor {
-            address: memory[index].offset(offsets[index]),
-            strides: strides[index],
-        });
-        Ok(Tensors::new(tensors, None))
+        let [query, key, value] = self.layouts.map(|layout| layout.strides());
+        let aligned = self.offsets.iter().all(|offset| offset.is_multiple_of(16));
+        let output = output.strides();
+        Ok(Arrangement { query, key, value, output, gradients: None, aligned })
     }
 
-    /// What the choice of a kernel looks at. Allocations begin where every copy can.
-    pub(crate) fn at_rest(&self) -> Result<Tensors> {
-        self.tensors([DeviceAddress(0); 4])
+    /// Refuse gradients of a cache, which sequences may share.
+    pub(crate) fn check_gradients(&self) -> Result<()> {
+        let paged = matches!(self.problem.keys, flashcore::Storage::Paged { .. });
+        match paged || self.problem.lists.batch_index {
+            true => {
+                let given = "is of a cache, which has no gradients";
+                Err(refusal("placement of keys", given, "padded or packed"))
+            }
+            false => Ok(()),
+        }
     }
 
     /// The shape of the output: the query's with the values' head dim.

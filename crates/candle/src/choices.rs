@@ -3,7 +3,7 @@
 
 use candle_core::{CpuStorage, DType, Result, Storage as Memory, Tensor};
 use flashcore::family::tuning::TuningFile;
-use flashcore::gpu::{Chip, target_of};
+use flashcore::plan::{Chip, target_of};
 use flashcore::{Alibi, Plan, Preference, Problem, Shape, Storage};
 use half::{bf16, f16};
 
@@ -132,7 +132,7 @@ fn calls_run_what_the_table_says() {
         }
         let call = call(&problem, order).unwrap_or_else(|error| panic!("{line}: {error}"));
         assert_eq!(call.problem, problem, "{line}");
-        let arrangement = call.at_rest().unwrap().arrangement();
+        let arrangement = call.arrangement().unwrap();
         let plan = Plan::on_gpu(&chip, &call.problem, &arrangement, &Preference::default());
         let chosen = plan.map_or("none".to_owned(), |Plan { chosen, .. }| {
             format!("{}, {}", chosen.kernel, chosen.configuration.unwrap_or_default())

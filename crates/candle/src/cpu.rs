@@ -4,39 +4,99 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, Layout, Result, Storage};
 use flashcore::serving::{self, Placement};
 use flashcore::{
-    Backend, CpuBackend, Elements, Inputs, Plan, Preference, RunOptions, Shape, Tensor,
+    Backend, Backward, CpuBackend, Elements, Inputs, Plan, Preference, RunOptions, Shape, Tensor,
 };
 
 use crate::arguments::Call;
+use crate::operation::Saved;
 use crate::wrap;
 
 /// Output and log-sum-exp.
 pub(crate) fn attend(
     call: &Call,
-    [query, key, value]: [(&CpuStorage, &Layout); 3],
+    tensors: [(&CpuStorage, &Layout); 3],
 ) -> Result<(CpuStorage, Vec<f32>)> {
-    let slopes = call.slopes.as_ref().map(numbers).transpose()?;
-    let sinks = call.sinks.as_ref().map(numbers).transpose()?;
-    let Call { problem, layouts, sequences, .. } = call;
-    let queries = sequences.queries.read(problem.batch, layouts[0].shape())?;
-    let mut keys = sequences.keys.read(problem.batch, layouts[1].shape())?;
     // A cache may be much larger than the sequences in it are.
-    let in_cache = !problem.has_equal_lengths() && !problem.keys.is_packed();
-    let gathered = in_cache.then_some(&keys);
-    let query = tensor(query, layouts[0], None)?;
-    let (key, value) = (tensor(key, layouts[1], gathered)?, tensor(value, layouts[2], gathered)?);
-    if in_cache {
-        keys = packed(&keys);
-    }
-    let sequences = serving::Sequences::new(problem.clone(), queries, keys).map_err(wrap)?;
-    let inputs = Inputs {
-        slopes: slopes.as_deref(),
-        sinks: sinks.as_deref(),
-        ..Inputs::new(&query, &key, &value)
-    };
-    let (problem, inputs) = sequences.over(inputs).map_err(wrap)?;
+    let in_cache = !call.problem.has_equal_lengths() && !call.problem.keys.is_packed();
+    let given = Given::new(call, tensors, in_cache)?;
+    let (problem, inputs) = given.sequences.over(given.inputs()).map_err(wrap)?;
     let result = CpuBackend::new().run(&problem, inputs, &RunOptions::default()).map_err(wrap)?;
     Ok((storage(result.output)?, result.lse))
+}
+
+/// Gradients of query, key and value.
+pub(crate) fn differentiate(
+    call: &Call,
+    inputs: [&candle_core::Tensor; 3],
+    saved: Saved<'_>,
+) -> Result<[candle_core::Tensor; 3]> {
+    let held = inputs.map(candle_core::Tensor::storage_and_layout);
+    let [query, key, value] = held.each_ref().map(|(memory, of)| (host(memory), *of));
+    let tensors = [(query.0?, query.1), (key.0?, key.1), (value.0?, value.1)];
+    let given = Given::new(call, tensors, false)?;
+    let (problem, inputs_given) = given.sequences.over(given.inputs()).map_err(wrap)?;
+    let layout = flashcore::Layout::contiguous(problem.output_shape()).map_err(wrap)?;
+    let like_output = |of: &candle_core::Tensor| {
+        let (memory, of) = of.storage_and_layout();
+        tensor((host(&memory)?, of), layout, None)
+    };
+    let backward = Backward {
+        inputs: inputs_given,
+        output: &like_output(saved.output)?,
+        lse: &numbers(saved.lse)?,
+        output_gradient: &like_output(saved.output_gradient)?,
+    };
+    let options = RunOptions::default();
+    let gradients = CpuBackend::new().run_backward(&problem, backward, &options).map_err(wrap)?;
+    let like = |gradient: Tensor, of: &candle_core::Tensor| -> Result<_> {
+        Ok(crate::tensor(Storage::Cpu(storage(gradient)?), of.shape()))
+    };
+    let [query, key, value] = inputs;
+    Ok([like(gradients.query, query)?, like(gradients.key, key)?, like(gradients.value, value)?])
+}
+
+/// A call with its tensors and lists read.
+struct Given {
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: Option<Vec<f32>>,
+    sinks: Option<Vec<f32>>,
+    sequences: serving::Sequences,
+}
+
+impl Given {
+    /// With `gathered`, only the keys and values that belong to a sequence are read, into tensors
+    /// where they follow each other.
+    fn new(
+        call: &Call,
+        [query, key, value]: [(&CpuStorage, &Layout); 3],
+        gathered: bool,
+    ) -> Result<Self> {
+        let Call { problem, layouts, sequences, .. } = call;
+        let queries = sequences.queries.read(problem.batch, layouts[0].shape())?;
+        let keys = sequences.keys.read(problem.batch, layouts[1].shape())?;
+        let among = gathered.then_some(&keys);
+        Ok(Given {
+            query: tensor(query, layouts[0], None)?,
+            key: tensor(key, layouts[1], among)?,
+            value: tensor(value, layouts[2], among)?,
+            slopes: call.slopes.as_ref().map(numbers).transpose()?,
+            sinks: call.sinks.as_ref().map(numbers).transpose()?,
+            sequences: {
+                let keys = if gathered { packed(&keys) } else { keys };
+                serving::Sequences::new(problem.clone(), queries, keys).map_err(wrap)?
+            },
+        })
+    }
+
+    fn inputs(&self) -> Inputs<'_> {
+        Inputs {
+            slopes: self.slopes.as_deref(),
+            sinks: self.sinks.as_deref(),
+            ..Inputs::new(&self.query, &self.key, &self.value)
+        }
+    }
 }
 
 /// Output and log-sum-exp of parts together. Outputs have no gaps.
@@ -49,10 +109,7 @@ pub(crate) fn combine(
     let mut parts = Vec::with_capacity(outputs.len());
     for (output, lse) in outputs.iter().zip(lses) {
         let (memory, of) = output.storage_and_layout();
-        let Storage::Cpu(memory) = &*memory else {
-            candle_core::bail!("combine: a part is not in host memory")
-        };
-        parts.push((tensor((memory, of), layout, None)?, numbers(lse)?));
+        parts.push((tensor((host(&memory)?, of), layout, None)?, numbers(lse)?));
     }
     let parts: Vec<_> = parts.iter().map(|(output, lse)| (output, lse.as_slice())).collect();
     let (output, lse) = serving::combine(&parts).map_err(wrap)?;
@@ -60,10 +117,18 @@ pub(crate) fn combine(
 }
 
 pub(crate) fn plan(call: &Call) -> Result<Plan> {
-    let arrangement = call.at_rest()?.arrangement();
+    let arrangement = call.arrangement()?;
     // The tensors are here, so no preference for another back end can be meant for them.
     let (cpu, preference) = (CpuBackend::new(), Preference::default());
     Plan::among(&[&cpu], &call.problem, &arrangement, &preference).map_err(wrap)
+}
+
+/// The memory of a tensor, which is on the host.
+fn host(memory: &Storage) -> Result<&CpuStorage> {
+    match memory {
+        Storage::Cpu(memory) => Ok(memory),
+        _ => candle_core::bail!("attention: a tensor is not in host memory"),
+    }
 }
 
 fn numbers(tensor: &candle_core::Tensor) -> Result<Vec<f32>> {

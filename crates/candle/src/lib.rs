@@ -36,9 +36,27 @@
 //!
 //! # Gradients
 //!
-//! There is no backward pass yet. An output that depends on a variable says so when `backward`
-//! reaches it; it never lacks a gradient silently. The log-sum-exp of such tensors is refused, and
-//! so are slopes and sinks that depend on a variable.
+//! Candle's `backward` goes through [`attend`], and through [`attend_sequences`] over padded and
+//! packed keys, to the query, the key and the value:
+//!
+//! ```
+//! use candle_core::{Device, Tensor, Var};
+//! use flashcore_candle::flash_attn;
+//!
+//! # fn main() -> candle_core::Result<()> {
+//! let query = Var::randn(0f32, 1., (1, 20, 4, 32), &Device::Cpu)?;
+//! let key = Tensor::randn(0f32, 1., (1, 20, 4, 32), &Device::Cpu)?;
+//! let output = flash_attn(&query, &key, &key, 0.2, true)?;
+//! let gradients = output.sqr()?.sum_all()?.backward()?;
+//! assert_eq!(gradients.get(&query).unwrap().dims(), query.dims());
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! The forward pass keeps the log-sum-exp of each row for it, four bytes. Slopes and sinks that
+//! depend on a variable are refused, and so is the log-sum-exp of such tensors: an output never lacks
+//! a gradient silently. Gradients of a cache, and those that no kernel on the tensors' GPU computes,
+//! are an error with the reason when `backward` comes to them.
 //!
 //! # On a GPU
 //!
@@ -171,22 +189,22 @@ pub fn attend_sequences(
     let tracked = [("query", query), ("key", key), ("value", value)]
         .into_iter()
         .find(|(_, tensor)| tensor.track_op());
-    let operation = Operation::new(Call::new([query, key, value], sequences, options)?);
-    if !options.lse {
-        let output = match tracked {
-            Some(_) => query.apply_op3(key, value, operation)?,
-            None => query.apply_op3_no_bwd(key, value, &operation)?,
-        };
+    let mut call = Call::new([query, key, value], sequences, options)?;
+    if let Some((name, _)) = tracked {
+        if options.lse {
+            candle_core::bail!(
+                "the log-sum-exp has no gradient, and the {name} depends on a variable: detach it, \
+                 or do without the log-sum-exp"
+            );
+        }
+        // The backward pass reads it.
+        call.problem.lse = true;
+        let output = query.apply_op3(key, value, Operation::new(call))?;
         return Ok(Attention { output, lse: None });
     }
-    if let Some((name, _)) = tracked {
-        candle_core::bail!(
-            "the log-sum-exp has no gradient, and the {name} depends on a variable: detach it, or \
-             do without the log-sum-exp"
-        );
-    }
+    let operation = Operation::new(call);
     let output = query.apply_op3_no_bwd(key, value, &operation)?;
-    Ok(Attention { output, lse: Some(operation.into_lse()?) })
+    Ok(Attention { output, lse: options.lse.then(|| operation.lse()).transpose()? })
 }
 
 /// Which kernel [`attend`] runs for these tensors, and why not the others. Computes nothing.

@@ -1,19 +1,22 @@
 //! Attention as an operation of candle's.
 //!
-//! An operation of candle's has one output. The log-sum-exp, where it is wanted, is left in the
-//! operation for the caller to take.
+//! An operation of candle's has one output, and candle keeps it for the backward pass with the
+//! arguments. The log-sum-exp, where it is wanted, is left in the operation, which candle keeps too:
+//! the caller takes it from there, or the backward pass reads it.
 
 use std::sync::{Mutex, PoisonError};
 
-use candle_core::{CpuStorage, CudaStorage, CustomOp3, Layout, Result, Shape, Storage, Tensor};
+use candle_core::{
+    CpuStorage, CudaStorage, CustomOp3, Device, Layout, Result, Shape, Storage, Tensor,
+};
 
-use crate::arguments::Call;
+use crate::arguments::{Call, no_device};
 use crate::cpu;
 
 pub(crate) struct Operation {
     call: Call,
     /// Where the log-sum-exp is left.
-    lse: Mutex<Option<Storage>>,
+    lse: Mutex<Option<Tensor>>,
 }
 
 impl Operation {
@@ -22,14 +25,13 @@ impl Operation {
     }
 
     /// The log-sum-exp of the run that was.
-    pub(crate) fn into_lse(self) -> Result<Tensor> {
-        let lse = self.lse.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let lse =
-            lse.ok_or_else(|| candle_core::Error::Msg("attention left no log-sum-exp".to_owned()))?;
-        Ok(crate::tensor(lse, self.call.lse_shape()))
+    pub(crate) fn lse(&self) -> Result<Tensor> {
+        let lse = self.lse.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        lse.ok_or_else(|| candle_core::Error::Msg("attention left no log-sum-exp".to_owned()))
     }
 
     fn leave(&self, lse: Option<Storage>) {
+        let lse = lse.map(|lse| crate::tensor(lse, self.call.lse_shape()));
         *self.lse.lock().unwrap_or_else(PoisonError::into_inner) = lse;
     }
 }
@@ -81,4 +83,35 @@ impl CustomOp3 for Operation {
     ) -> Result<(CudaStorage, Shape)> {
         candle_core::bail!("FlashCore was built without its feature `cuda`")
     }
+
+    /// Gradients of the tensors that depend on a variable.
+    fn bwd(
+        &self,
+        query: &Tensor,
+        key: &Tensor,
+        value: &Tensor,
+        output: &Tensor,
+        output_gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let (inputs, lse) = ([query, key, value], self.lse()?);
+        self.call.check_gradients()?;
+        // Candle's are without gaps, but for those that a caller begins with.
+        let saved = Saved { output, lse: &lse, output_gradient: &output_gradient.contiguous()? };
+        let gradients = match query.device() {
+            Device::Cpu => cpu::differentiate(&self.call, inputs, saved)?,
+            #[cfg(feature = "cuda")]
+            Device::Cuda(device) => crate::cuda::differentiate(&self.call, inputs, saved, device)?,
+            other => return Err(no_device(other)),
+        };
+        let [query, key, value] = std::array::from_fn(|index| inputs[index].track_op());
+        let [of_query, of_key, of_value] = gradients;
+        Ok((query.then_some(of_query), key.then_some(of_key), value.then_some(of_value)))
+    }
+}
+
+/// What gradients are computed from besides the inputs. None of it has gaps.
+pub(crate) struct Saved<'a> {
+    pub(crate) output: &'a Tensor,
+    pub(crate) lse: &'a Tensor,
+    pub(crate) output_gradient: &'a Tensor,
 }

@@ -1,12 +1,16 @@
 //! The same calls on a GPU as on the CPU. Each test passes over itself where there is no GPU.
 #![cfg(feature = "cuda")]
 
-use candle_core::{DType, Device, Result, Tensor};
+mod common;
+
+use candle_core::{DType, Device, Result, Tensor, Var};
 use flashcore_candle::candle_flash_attn::{flash_attn_alibi, flash_attn_varlen_paged_windowed};
 use flashcore_candle::{
     Attention, Mask, Options, Placement, Rotary, Sequences, append, attend, attend_sequences,
     combine, flash_attn, plan, plan_sequences,
 };
+
+use common::{distance, gradients, refusal, relative};
 
 /// The GPU, or a word on why not.
 fn gpu() -> Option<Device> {
@@ -19,11 +23,6 @@ fn gpu() -> Option<Device> {
 
 fn random<const N: usize>(dtype: DType, shape: [usize; N]) -> Result<Tensor> {
     Tensor::randn(0f32, 1., shape.as_slice(), &Device::Cpu)?.to_dtype(dtype)
-}
-
-fn distance(one: &Tensor, other: &Tensor) -> Result<f64> {
-    let wide = |tensor: &Tensor| tensor.to_device(&Device::Cpu)?.to_dtype(DType::F64);
-    (wide(one)? - wide(other)?)?.abs()?.flatten_all()?.max(0)?.to_scalar()
 }
 
 #[test]
@@ -80,6 +79,82 @@ fn any_strides_will_do() -> Result<()> {
     let key = cache.to_device(&gpu)?.narrow(2, 50, 100)?.transpose(1, 2)?;
     let found = flash_attn(&query.to_device(&gpu)?, &key, &key, 0.125, true)?;
     assert!(distance(&found, &expected)? < 4e-2);
+    Ok(())
+}
+
+/// Query, key and value on a device.
+fn on(device: &Device, tensors: &[Tensor; 3]) -> Result<[Tensor; 3]> {
+    let [query, key, value] = tensors.each_ref().map(|tensor| tensor.to_device(device));
+    Ok([query?, key?, value?])
+}
+
+#[test]
+fn gradients_agree_with_the_cpu() -> Result<()> {
+    let Some(gpu) = gpu() else { return Ok(()) };
+    for (dtype, bound) in [(DType::F16, 5e-3), (DType::BF16, 4e-2)] {
+        let list = Tensor::new(&[0.5f32, 0.25, 0.125, 0.0625], &Device::Cpu)?;
+        for (mask, softcap, slopes, sinks) in [
+            (Mask::NONE, None, None, None),
+            (Mask::CAUSAL, None, None, None),
+            (Mask::window(Some(100), Some(0)), None, None, None),
+            (Mask::CAUSAL.with_chunk(128), None, None, None),
+            (Mask::CAUSAL, Some(2.0), None, None),
+            (Mask::CAUSAL, None, Some(&list), None),
+            (Mask::CAUSAL, None, None, Some(&list)),
+        ] {
+            for (batch, queries, keys, kv_heads, dim) in
+                [(2, 300, 300, 4, 64), (1, 200, 515, 2, 128), (1, 70, 131, 1, 80)]
+            {
+                let inputs = [
+                    random(dtype, [batch, queries, 4, dim])?,
+                    random(dtype, [batch, keys, kv_heads, dim])?,
+                    random(dtype, [batch, keys, kv_heads, dim])?,
+                ];
+                let found = |device: &Device| {
+                    let there =
+                        |list: Option<&Tensor>| list.map(|it| it.to_device(device)).transpose();
+                    let (slopes, sinks) = (there(slopes)?, there(sinks)?);
+                    let options = Options { mask, softcap, slopes, sinks, ..Options::default() };
+                    gradients(&on(device, &inputs)?, |[query, key, value]| {
+                        Ok(attend(query, key, value, &options)?.output)
+                    })
+                };
+                for (found, expected) in found(&gpu)?.iter().zip(&found(&Device::Cpu)?) {
+                    assert!(found.device().is_cuda());
+                    let error = relative(found, expected)?;
+                    assert!(error < bound, "{dtype:?} {mask:?} {keys} {dim}: off by {error}");
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Views of one variable; a step of training runs on the stream of candle's other operations.
+#[test]
+fn gradients_go_through_views_to_one_variable() -> Result<()> {
+    let Some(gpu) = gpu() else { return Ok(()) };
+    let fused = random(DType::BF16, [2, 200, 3, 4, 64])?;
+    let through = |device: &Device| {
+        let fused = Var::from_tensor(&fused.to_device(device)?)?;
+        let [query, key, value] = [0, 1, 2].map(|index| fused.narrow(2, index, 1)?.squeeze(2));
+        let output = flash_attn(&query?, &key?, &value?, 0.125, true)?;
+        let store = output.to_dtype(DType::F32)?.sqr()?.sum_all()?.backward()?;
+        Ok::<_, candle_core::Error>(store.get(&fused).expect("a gradient").clone())
+    };
+    let error = relative(&through(&gpu)?, &through(&Device::Cpu)?)?;
+    assert!(error < 4e-2, "off by {error}");
+    Ok(())
+}
+
+/// Candle's f32 tensors have no gradients on a GPU, and that is said.
+#[test]
+fn gradients_that_no_kernel_computes_are_refused() -> Result<()> {
+    let Some(gpu) = gpu() else { return Ok(()) };
+    let query = Var::from_tensor(&random(DType::F32, [1, 8, 2, 64])?.to_device(&gpu)?)?;
+    let output = flash_attn(&query, &query, &query, 0.125, true)?;
+    let message = refusal(output.sum_all()?.backward());
+    assert!(message.contains("no kernel can serve this problem"), "{message}");
     Ok(())
 }
 

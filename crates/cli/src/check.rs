@@ -4,12 +4,16 @@ use std::error::Error;
 
 use clap::Args;
 use flashcore::gpu::Gpu;
-use flashcore::{Backend, DType, InputTensors, Machine, Preference, Problem, Progress, RunOptions};
+use flashcore::plan::Arrangement;
+use flashcore::{
+    Backend, DType, InputTensors, Machine, Pass, Preference, Problem, Progress, RunOptions,
+};
 use harness::given::Given;
 use harness::verify::Truth;
 use serde::Serialize;
 use testing::check::ladder::{self, Rung};
-use testing::check::{self, Case, Outcome, cases};
+use testing::check::{self, ExpectedGradients, GradientsOutcome, Outcome, cases};
+use testing::verdict::Comparison;
 
 use crate::attend::CHECK_OPERATIONS;
 use crate::preference::BackendChoice;
@@ -32,7 +36,7 @@ pub(crate) struct Arguments {
     /// Check this element type only: f32, f16 or bf16
     #[arg(long)]
     dtype: Option<DType>,
-    /// A thousand problems for each element type instead of the usual hundred
+    /// A thousand problems for each element type instead of the usual hundred, and their gradients
     #[arg(long)]
     thorough: bool,
     /// Print one JSON object
@@ -48,12 +52,12 @@ struct Line {
     dtype: DType,
     /// Cases that it accepted.
     cases: usize,
-    /// The largest error of any output.
+    /// The largest error of any output or gradient.
     max_error: f64,
     /// The mean of the cases' mean errors.
     mean_error: f64,
-    /// The largest error of any log-sum-exp.
-    lse_max_error: f64,
+    /// The largest error of any log-sum-exp; gradients have none.
+    lse_max_error: Option<f64>,
     /// The largest share of a case's tolerance that was used up.
     tolerance_used: f64,
     failures: Vec<Failure>,
@@ -92,6 +96,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     for dtype in dtypes.iter().filter(|_| arguments.problem.is_empty()) {
         lines.extend(check_attention(&backends, *dtype, arguments));
         lines.extend(check_sequences(&backends, *dtype, arguments));
+        lines.extend(check_gradients(&backends, *dtype, arguments));
         if let Some(gpu) = machine.gpu().filter(|_| wanted != Some("cpu")) {
             lines.extend(check_caches(gpu, *dtype, arguments));
         }
@@ -134,10 +139,19 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
 
 /// The kernels of attention here.
 fn known(backends: &[&dyn Backend]) -> Vec<String> {
-    let usual = Case::new(Problem::new(1, 1, 16, 64));
-    let Ok(arrangement) = usual.arrangement() else { return Vec::new() };
-    let all = backends.iter().flat_map(|it| it.candidates(&usual.problem, &arrangement));
-    all.map(|candidate| candidate.full_name()).collect()
+    let usual = Problem::new(1, 1, 16, 64);
+    let names = |problem: Problem| {
+        let Ok(arrangement) = Arrangement::contiguous(&problem) else { return Vec::new() };
+        let all = backends.iter().flat_map(|it| it.candidates(&problem, &arrangement));
+        all.map(|candidate| candidate.full_name()).collect()
+    };
+    [names(usual.clone()), names(usual.backward())].concat()
+}
+
+/// What should come out of a problem of the caller's.
+enum Expected<'a> {
+    Output(Truth),
+    Gradients(ExpectedGradients<'a>),
 }
 
 /// Every kernel that accepts a problem of the caller's, on tensors like `attend`'s.
@@ -152,20 +166,32 @@ fn check_given(
         let given = Given::of(problem)?;
         let tensors = InputTensors::random(problem, 0)?;
         let inputs = given.inputs(&tensors);
-        let truth = Truth::within(CHECK_OPERATIONS, problem, inputs, 0, Some(&bar))?;
         let arrangement = inputs.arrangement(problem)?;
+        let expected = match problem.pass {
+            Pass::Forward => {
+                let truth = Truth::within(CHECK_OPERATIONS, problem, inputs, 0, Some(&bar))?;
+                Expected::Output(truth)
+            }
+            Pass::Backward => Expected::Gradients(ExpectedGradients::random(problem, inputs, 0)?),
+        };
         let mut checked = Vec::new();
         for backend in backends {
             for candidate in backend.candidates(problem, &arrangement) {
                 let kernel = candidate.kernel;
                 let named = arguments.kernel.as_deref().map(|name| name == kernel);
                 if candidate.accepted && named.unwrap_or(!candidate.on_request) {
-                    let kernel = Some(kernel.to_owned());
-                    let options = RunOptions { kernel, guard: true, ..RunOptions::default() };
-                    let run = || backend.run(problem, inputs, &options);
-                    let outcome = truth.outcome(run);
-                    let name = candidate.kernel.to_owned();
-                    checked.push((backend.name(), name, problem.text(), outcome));
+                    let told = match &expected {
+                        Expected::Output(truth) => {
+                            let named = Some(kernel.to_owned());
+                            let options =
+                                RunOptions { kernel: named, guard: true, ..RunOptions::default() };
+                            truth.outcome(|| backend.run(problem, inputs, &options)).map(Told::from)
+                        }
+                        Expected::Gradients(expected) => {
+                            expected.check(*backend, kernel).map(Told::from)
+                        }
+                    };
+                    checked.push((backend.name(), kernel.to_owned(), problem.text(), told));
                 }
             }
         }
@@ -188,10 +214,34 @@ fn check_attention(backends: &[&dyn Backend], dtype: DType, arguments: &Argument
     };
     let bar = Bar::new("checking");
     let checked = check::run_all(backends, arguments.kernel.as_deref(), &cases, &bar);
-    let of = |it: check::Checked<'_>| {
-        (it.backend, it.kernel.to_owned(), it.case.to_string(), it.outcome)
+    lines(dtype, checked.into_iter().map(checked_case))
+}
+
+/// One line per kernel that computes gradients.
+fn check_gradients(backends: &[&dyn Backend], dtype: DType, arguments: &Arguments) -> Vec<Line> {
+    let on_gpu = backends.iter().any(|backend| backend.name() == "gpu");
+    let mut cases = match arguments.thorough {
+        true => cases::thorough_gradients(dtype),
+        false => cases::gradients(dtype),
     };
-    lines(dtype, checked.into_iter().map(of))
+    // The long list is for a GPU. Where there is none, the smaller ones of it.
+    cases.retain(|case| on_gpu || case.problem.visible_flops() < CPU_OPERATIONS);
+    // And where there is one, it is what is checked by it.
+    let asked: Vec<&dyn Backend> = backends
+        .iter()
+        .copied()
+        .filter(|it| !arguments.thorough || !on_gpu || it.name() == "gpu")
+        .collect();
+    let bar = Bar::new("checking");
+    let checked = check::run_gradients(&asked, arguments.kernel.as_deref(), &cases, &bar);
+    lines(dtype, checked.into_iter().map(checked_case))
+}
+
+fn checked_case<O>(it: check::Checked<'_, O>) -> CheckedCase
+where
+    Told: From<O>,
+{
+    (it.backend, it.kernel.to_owned(), it.case.to_string(), it.outcome.map(Told::from))
 }
 
 /// One line per kernel that serves sequences of unequal lengths.
@@ -201,7 +251,8 @@ fn check_sequences(backends: &[&dyn Backend], dtype: DType, arguments: &Argument
     let kernel = arguments.kernel.as_deref();
     let checked = check::run_sequences(backends, kernel, dtype, seeds, &bar);
     let of = |it: check::CheckedSequences| {
-        (it.backend, format!("{} of sequences", it.kernel), it.case, it.outcome)
+        let outcome = it.outcome.map(Told::from);
+        (it.backend, format!("{} of sequences", it.kernel), it.case, outcome)
     };
     lines(dtype, checked.into_iter().map(of))
 }
@@ -219,15 +270,60 @@ fn check_caches(gpu: &Gpu, dtype: DType, arguments: &Arguments) -> Vec<Line> {
     if wanted("combine") {
         checked.extend(check::run_combines(gpu, dtype, seeds, &bar));
     }
-    let of = |it: check::CheckedSequences| (it.backend, it.kernel.to_owned(), it.case, it.outcome);
+    let of = |it: check::CheckedSequences| {
+        (it.backend, it.kernel.to_owned(), it.case, it.outcome.map(Told::from))
+    };
     lines(dtype, checked.into_iter().map(of))
 }
 
-/// One line per kernel: back end, kernel, case and what came of it.
-fn lines(
-    dtype: DType,
-    checked: impl Iterator<Item = (&'static str, String, String, Result<Outcome, flashcore::Error>)>,
-) -> Vec<Line> {
+/// Operations of a case whose gradients are checked on a CPU alone.
+const CPU_OPERATIONS: f64 = 6e7;
+
+/// Back end, kernel, case and what came of it.
+type CheckedCase = (&'static str, String, String, Result<Told, flashcore::Error>);
+
+/// What a line tells of a case.
+struct Told {
+    passed: bool,
+    max_error: f64,
+    mean_error: f64,
+    lse_max_error: Option<f64>,
+    tolerance_used: f64,
+    /// All of it in words.
+    text: String,
+}
+
+impl Told {
+    fn of<'a>(passed: bool, text: String, all: impl Iterator<Item = &'a Comparison>) -> Self {
+        let none = (0.0, 0.0, 0.0);
+        let largest = |(max, mean, used): (f64, f64, f64), it: &Comparison| {
+            let share = if it.tolerance > 0.0 { it.max_error / it.tolerance } else { 0.0 };
+            (it.max_error.max(max), it.mean_error.max(mean), share.max(used))
+        };
+        let (max_error, mean_error, tolerance_used) = all.fold(none, largest);
+        Told { passed, max_error, mean_error, lse_max_error: None, tolerance_used, text }
+    }
+}
+
+impl From<Outcome> for Told {
+    fn from(outcome: Outcome) -> Self {
+        let text = outcome.to_string();
+        let (output, lse) = (&outcome.verdict.output, &outcome.verdict.lse);
+        let both = Told::of(outcome.passed, text, [output, lse].into_iter());
+        let (max_error, mean_error) = (output.max_error, output.mean_error);
+        Told { max_error, mean_error, lse_max_error: Some(lse.max_error), ..both }
+    }
+}
+
+impl From<GradientsOutcome> for Told {
+    fn from(outcome: GradientsOutcome) -> Self {
+        let all = outcome.verdict.comparisons.iter().map(|(_, it)| it);
+        Told::of(outcome.passed, outcome.to_string(), all)
+    }
+}
+
+/// One line per kernel.
+fn lines(dtype: DType, checked: impl Iterator<Item = CheckedCase>) -> Vec<Line> {
     let mut lines: Vec<Line> = Vec::new();
     for (backend, kernel, case, outcome) in checked {
         let is_its = |line: &Line| (line.backend, &line.kernel) == (backend, &kernel);
@@ -263,35 +359,29 @@ impl Line {
             cases: 0,
             max_error: 0.0,
             mean_error: 0.0,
-            lse_max_error: 0.0,
+            lse_max_error: None,
             tolerance_used: 0.0,
             failures: Vec::new(),
         }
     }
 
-    fn add(&mut self, case: String, outcome: Result<Outcome, flashcore::Error>) {
+    fn add(&mut self, case: String, told: Result<Told, flashcore::Error>) {
         self.cases += 1;
-        let outcome = match outcome {
-            Ok(outcome) => outcome,
+        let told = match told {
+            Ok(told) => told,
             Err(error) => {
                 let reason = error.to_string();
                 self.failures.push(Failure { case, reason });
                 return;
             }
         };
-        let (output, lse) = (&outcome.verdict.output, &outcome.verdict.lse);
-        self.max_error = self.max_error.max(output.max_error);
-        self.mean_error += output.mean_error;
-        self.lse_max_error = self.lse_max_error.max(lse.max_error);
-        for comparison in [output, lse] {
-            if comparison.tolerance > 0.0 {
-                let used = comparison.max_error / comparison.tolerance;
-                self.tolerance_used = self.tolerance_used.max(used);
-            }
-        }
-        if !outcome.passed {
-            let reason = outcome.to_string();
-            self.failures.push(Failure { case, reason });
+        self.max_error = self.max_error.max(told.max_error);
+        self.mean_error += told.mean_error;
+        let lse = told.lse_max_error.map(|error| error.max(self.lse_max_error.unwrap_or(0.0)));
+        self.lse_max_error = lse.or(self.lse_max_error);
+        self.tolerance_used = self.tolerance_used.max(told.tolerance_used);
+        if !told.passed {
+            self.failures.push(Failure { case, reason: told.text });
         }
     }
 }
@@ -360,7 +450,9 @@ fn describe(machine: &Machine, lines: &[Line]) -> String {
                 terminal::plain(line.cases.to_string()),
                 terminal::plain(format!("{:.2e}", line.max_error)),
                 terminal::plain(format!("{:.2e}", line.mean_error)),
-                terminal::plain(format!("{:.2e}", line.lse_max_error)),
+                terminal::plain(
+                    line.lse_max_error.map_or("-".to_owned(), |error| format!("{error:.2e}")),
+                ),
                 terminal::plain(format!("{:.0} %", line.tolerance_used * 100.0)),
                 (style, verdict),
             ]

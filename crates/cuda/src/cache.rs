@@ -739,6 +739,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "starts processes")]
     fn processes_share_a_cache() {
         const CHILD: &str = "FLASHCORE_TEST_CACHE_CHILD";
         if let Some(directory) = std::env::var_os(CHILD) {

@@ -2,7 +2,6 @@
 
 use crate::backend::BackendError;
 use crate::file::FileError;
-use crate::gpu::GpuError;
 use crate::inputs::InputError;
 use crate::problem::ProblemError;
 use crate::serving::ServingError;
@@ -28,11 +27,13 @@ pub enum Error {
     #[error(transparent)]
     File(#[from] FileError),
     /// The driver failed.
+    #[cfg(feature = "cuda")]
     #[error(transparent)]
     Driver(#[from] cuda::Error),
     /// The GPU failed.
+    #[cfg(feature = "cuda")]
     #[error(transparent)]
-    Gpu(#[from] GpuError),
+    Gpu(#[from] crate::gpu::GpuError),
     /// No back end can do it, or the one that tried failed.
     #[error(transparent)]
     Backend(#[from] BackendError),

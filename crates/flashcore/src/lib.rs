@@ -136,11 +136,13 @@
 //! thread.
 
 mod backend;
+mod chip;
 mod cpu;
 mod dtype;
 mod error;
 pub mod family;
 pub mod file;
+#[cfg(feature = "cuda")]
 pub mod gpu;
 mod gradients;
 mod inputs;
@@ -154,6 +156,7 @@ pub use backend::{Backend, BackendError, Cancellation, Output, Progress, Report,
 pub use cpu::CpuBackend;
 pub use dtype::{DType, UnknownDType};
 pub use error::Error;
+#[cfg(feature = "cuda")]
 pub use gpu::GpuBackend;
 pub use gradients::{Backward, Gradients};
 pub use inputs::{InputError, InputTensors, Inputs};

@@ -1,11 +1,8 @@
 //! What this machine can run: its back ends, best first, and the ones that are missing.
 
-use std::sync::Arc;
-
 use crate::backend::{Backend, Output, Progress, RunOptions, expect_pass};
 use crate::cpu::CpuBackend;
 use crate::error::Error;
-use crate::gpu::{Gpu, GpuBackend};
 use crate::gradients::{Backward, Gradients};
 use crate::inputs::Inputs;
 use crate::plan::{Arrangement, Missing, Plan, Preference};
@@ -31,25 +28,46 @@ use crate::serving::Sequences;
 pub struct Machine {
     backends: Vec<Box<dyn Backend>>,
     missing: Vec<Missing>,
-    gpu: Option<Arc<Gpu>>,
+    #[cfg(feature = "cuda")]
+    gpu: Option<std::sync::Arc<crate::gpu::Gpu>>,
 }
 
 impl Machine {
     /// Look for every back end. Never fails: the CPU is always there.
     pub fn discover() -> Self {
-        let mut machine = Machine { backends: Vec::new(), missing: Vec::new(), gpu: None };
-        match Gpu::open(0) {
-            Ok(gpu) => {
-                let gpu = Arc::new(gpu);
-                machine.backends.push(Box::new(GpuBackend::new(gpu.clone())));
-                machine.gpu = Some(gpu);
-            }
-            Err(error) => {
-                machine.missing.push(Missing { backend: "gpu", reason: error.to_string() });
-            }
-        }
+        let mut machine = Machine::of(Vec::new(), Vec::new());
+        machine.look_for_gpu();
         machine.backends.push(Box::new(CpuBackend::new()));
         machine
+    }
+
+    fn of(backends: Vec<Box<dyn Backend>>, missing: Vec<Missing>) -> Self {
+        Machine {
+            backends,
+            missing,
+            #[cfg(feature = "cuda")]
+            gpu: None,
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn look_for_gpu(&mut self) {
+        match crate::gpu::Gpu::open(0) {
+            Ok(gpu) => {
+                let gpu = std::sync::Arc::new(gpu);
+                self.backends.push(Box::new(crate::gpu::GpuBackend::new(gpu.clone())));
+                self.gpu = Some(gpu);
+            }
+            Err(error) => {
+                self.missing.push(Missing { backend: "gpu", reason: error.to_string() });
+            }
+        }
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn look_for_gpu(&mut self) {
+        let reason = "FlashCore was built without its feature `cuda`".to_owned();
+        self.missing.push(Missing { backend: "gpu", reason });
     }
 
     /// The back ends, best first.
@@ -58,7 +76,8 @@ impl Machine {
     }
 
     /// The GPU, if there is one.
-    pub fn gpu(&self) -> Option<&Gpu> {
+    #[cfg(feature = "cuda")]
+    pub fn gpu(&self) -> Option<&crate::gpu::Gpu> {
         self.gpu.as_deref()
     }
 
@@ -201,14 +220,12 @@ mod tests {
     }
 
     fn machine() -> Machine {
-        Machine {
-            backends: vec![
-                Box::new(Fixed("gpu", vec![("fast", false), ("plain", true)])),
-                Box::new(Fixed("cpu", vec![("blocked", true)])),
-            ],
-            missing: vec![Missing { backend: "tpu", reason: "nobody wrote it".to_owned() }],
-            gpu: None,
-        }
+        let backends: Vec<Box<dyn Backend>> = vec![
+            Box::new(Fixed("gpu", vec![("fast", false), ("plain", true)])),
+            Box::new(Fixed("cpu", vec![("blocked", true)])),
+        ];
+        let missing = vec![Missing { backend: "tpu", reason: "nobody wrote it".to_owned() }];
+        Machine::of(backends, missing)
     }
 
     fn prefer(backend: Option<&str>, kernel: Option<&str>) -> Preference {

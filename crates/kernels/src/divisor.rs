@@ -1,6 +1,6 @@
 //! Division by a number that is known at launch: a product and a shift.
 
-use ptx::{Builder, Reg, U32, Value};
+use ptx::{Builder, Pred, Reg, U32, Value};
 
 use crate::parameter::{Number, Parameter};
 
@@ -46,6 +46,18 @@ impl DivisorRegisters {
             number: number.read(k),
             multiplier: k.parameter(&Parameter::Multiplier(number).to_string()),
             shift: k.parameter(&Parameter::Shift(number).to_string()),
+        }
+    }
+
+    /// The first of two where something holds, else the second.
+    pub(crate) fn chosen(k: &mut Builder, which: Reg<Pred>, first: &Self, second: &Self) -> Self {
+        use ptx::Choose;
+        let mut choose =
+            |of: fn(&Self) -> Reg<U32>| k.eval(which.choose::<U32>(of(first), of(second)));
+        DivisorRegisters {
+            number: choose(|it| it.number),
+            multiplier: choose(|it| it.multiplier),
+            shift: choose(|it| it.shift),
         }
     }
 

@@ -37,6 +37,9 @@ mod shipped;
 pub mod single;
 mod strides;
 
+/// The language that the kernels are written in.
+pub use ptx;
+
 pub use append::Append;
 pub use attention::{Batch, MaskKind, Rules, Window};
 pub use backward::Backward;

@@ -86,6 +86,8 @@ listed! {
         KeyGradient,
         /// The gradient of the values.
         ValueGradient,
+        /// The gradients of the sinks, in `f32`.
+        SinkGradient,
     }
 
     /// A dimension of a tensor along which there is a stride.
@@ -153,6 +155,8 @@ listed! {
         RowStatistics,
         /// The gradient of the queries in `f32`, while it is added up.
         QueryGradientSums,
+        /// For each block of query rows, how many have added to its sums, where they take turns.
+        Turns,
     }
 
     /// Numbers that a problem or the shape of a launch has.
@@ -195,6 +199,10 @@ listed! {
         TilesPerGroup,
         /// Heads of such a group.
         HeadsPerGroup,
+        /// Heads of the first group, which may have fewer.
+        FirstHeads,
+        /// The first head of the last group.
+        LastHeads,
         /// Parts that the keys of a tile are split into.
         Splits,
         /// Key blocks of such a part.

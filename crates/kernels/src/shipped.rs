@@ -4,7 +4,7 @@
 use ptx::{Capability, Element, Program, Swizzle, Target};
 
 use crate::append::{Append, Rotary};
-use crate::backward::{Rounding, RowSums, every_backward};
+use crate::backward::{Rounding, RowSums, SinkGradients, every_backward};
 use crate::forward::{Form, Workload, every_prefill, every_tuned, tuned};
 use crate::mma::{BackwardMma, every_tuned_backward};
 use crate::product::{Contiguous, Source};
@@ -41,6 +41,8 @@ pub enum Configuration {
     RowSums(RowSums),
     /// What comes after either: the rounding of the queries' gradient.
     Rounding(Rounding),
+    /// What comes last, where there are sinks: their gradients.
+    SinkGradients(SinkGradients),
     /// One `wgmma`.
     Single(Single),
     /// A matrix product.
@@ -65,6 +67,7 @@ impl Configuration {
             Configuration::BackwardMma(_) => "backward-mma",
             Configuration::RowSums(_) => "row_sums",
             Configuration::Rounding(_) => "rounding",
+            Configuration::SinkGradients(_) => "sink_gradients",
             Configuration::Single(_) => "single",
             Configuration::Product(_) => "product",
             Configuration::Ceiling(_) => "ceiling",
@@ -86,6 +89,7 @@ impl Configuration {
             Configuration::BackwardMma(configuration) => configuration.name(),
             Configuration::RowSums(configuration) => configuration.name(),
             Configuration::Rounding(configuration) => configuration.name(),
+            Configuration::SinkGradients(configuration) => configuration.name(),
             Configuration::Single(configuration) => configuration.name(),
             Configuration::Product(configuration) => configuration.name(),
             Configuration::Ceiling(configuration) => configuration.name(),
@@ -115,6 +119,7 @@ impl Configuration {
             }
             Configuration::RowSums(_) => "row sums of output gradients times outputs",
             Configuration::Rounding(_) => "sums of the queries' gradient, rounded and in order",
+            Configuration::SinkGradients(_) => "the gradients of sinks, from row sums",
             Configuration::Single(_) => "one 64x64x16 wgmma",
             Configuration::Product(_) => "a matrix product with TMA, a pipeline and wgmma",
             Configuration::Ceiling(_) => "wgmma m64n256k16 in a loop: the tensor cores' ceiling",
@@ -151,6 +156,7 @@ impl Configuration {
             Configuration::BackwardMma(configuration) => configuration.program(),
             Configuration::RowSums(configuration) => configuration.program(),
             Configuration::Rounding(configuration) => configuration.program(),
+            Configuration::SinkGradients(configuration) => configuration.program(),
             Configuration::Single(configuration) => configuration.program(),
             Configuration::Product(configuration) => configuration.program(),
             Configuration::Ceiling(configuration) => configuration.program(),
@@ -190,12 +196,8 @@ pub fn shipped(target: Target) -> Vec<Configuration> {
         all.extend(forwards().into_iter().map(Configuration::Forward));
         all.extend(every_prefill().into_iter().map(Configuration::Prefill));
         all.extend(chunked_prefills().into_iter().map(Configuration::Prefill));
-        for kernel in backwards() {
-            // What comes before and after is the same as with `mma.sync` where blocks are.
-            if !all.contains(&kernel) {
-                all.push(kernel);
-            }
-        }
+        // What comes before and after may be the same as with `mma.sync`.
+        add_new(&mut all, backwards());
         for mask in [MaskKind::Local, MaskKind::Chunked] {
             all.push(Configuration::Sequencer(Sequencer { target, mask }));
         }
@@ -296,40 +298,49 @@ const BACKWARD_KINDS: [(Element, Rules); 6] = [
     (Element::BF16, Rules { mask: MaskKind::Chunked, ..Rules::LOCAL }),
 ];
 
-/// The backward pass: every tuned configuration, each with what comes before and after it.
+/// The backward pass: every tuned configuration, some also in one order, each with what comes before
+/// and after it.
 fn backwards() -> Vec<Configuration> {
     let tuned = |(element, rules)| every_backward(element, rules);
-    with_beside(BACKWARD_KINDS.into_iter().flat_map(tuned).map(|it| {
-        let beside =
-            [Configuration::RowSums(it.row_sums()), Configuration::Rounding(it.rounding())];
-        (Configuration::Backward(it), beside)
-    }))
+    let mut all = Vec::new();
+    for it in BACKWARD_KINDS.into_iter().flat_map(tuned) {
+        all.push(Configuration::Backward(it));
+        let ordered = Backward { deterministic: true, ..it };
+        if it.head_dim == it.value_head_dim {
+            all.push(Configuration::Backward(ordered));
+        }
+        let beside = [
+            Configuration::RowSums(it.row_sums()),
+            Configuration::RowSums(ordered.row_sums()),
+            Configuration::Rounding(it.rounding()),
+        ];
+        let last = it.sink_gradients().map(Configuration::SinkGradients);
+        add_new(&mut all, beside.into_iter().chain(last));
+    }
+    all
 }
 
 /// The same with `mma.sync`.
 fn backward_mmas(target: Target) -> Vec<Configuration> {
     let tuned = |(element, rules)| every_tuned_backward(target, element, rules);
-    with_beside(BACKWARD_KINDS.into_iter().flat_map(tuned).map(|it| {
+    let mut all = Vec::new();
+    for it in BACKWARD_KINDS.into_iter().flat_map(tuned) {
+        all.push(Configuration::BackwardMma(it));
         let beside =
             [Configuration::RowSums(it.row_sums()), Configuration::Rounding(it.rounding())];
-        (Configuration::BackwardMma(it), beside)
-    }))
-}
-
-/// Kernels and those beside them, which some share.
-fn with_beside(
-    kernels: impl Iterator<Item = (Configuration, [Configuration; 2])>,
-) -> Vec<Configuration> {
-    let mut all = Vec::new();
-    for (kernel, beside) in kernels {
-        all.push(kernel);
-        for beside in beside {
-            if !all.contains(&beside) {
-                all.push(beside);
-            }
-        }
+        let last = it.sink_gradients().map(Configuration::SinkGradients);
+        add_new(&mut all, beside.into_iter().chain(last));
     }
     all
+}
+
+/// Adds kernels that are not there yet.
+fn add_new(all: &mut Vec<Configuration>, kernels: impl IntoIterator<Item = Configuration>) {
+    for kernel in kernels {
+        if !all.contains(&kernel) {
+            all.push(kernel);
+        }
+    }
 }
 
 /// Attention with `mma.sync`: what a target gets for narrow, wide and widest

@@ -6,13 +6,14 @@
 use std::sync::Arc;
 
 use flashcore::DType;
-use flashcore::gpu::{AttentionPlan, Chip, target_of};
+use flashcore::gpu::{AttentionPlan, Chip, Gradients, Tensors, target_of};
 use flashcore::{Plan, Preference};
 use pyo3::exceptions::{PyUserWarning, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyNotImplemented, PyTuple};
 
 use crate::boundary::compute;
+use crate::gradient::{Backward, Given};
 use crate::info::{self, Last};
 use crate::library::{Choice, Entrance, Library, Made, Named};
 use crate::numbers::{Flags, Numbers, flag};
@@ -66,6 +67,10 @@ pub(crate) fn attend<'py>(
         })
     };
     answer(py, entrance, &tensors, read, |library, request| {
+        let wide = request.has_f32() && entrance == Entrance::Function;
+        if wide && library.is_autocasting(py)? {
+            return Ok(PyNotImplemented::get(py).to_owned().into_any());
+        }
         run(library, needed(&tensors[0])?, &request, with_lse)
     })
 }
@@ -113,6 +118,41 @@ fn run<'py>(
     }
 }
 
+/// The gradients of attention over PyTorch's tensors, into those that were given for them.
+pub(crate) fn attend_backward(
+    given: &Given<'_>,
+    numbers: &Bound<'_, PyTuple>,
+    function: Function,
+    deterministic: bool,
+) -> PyResult<()> {
+    let py = numbers.py();
+    let numbers = Numbers::read(function, numbers)?;
+    let Choice::Ours(library) = Library::of(py, Entrance::Dispatcher, &given.forward)? else {
+        return Err(error::runtime("gradients are those of PyTorch's tensors"));
+    };
+    let call = Backward::read(&library, function, numbers, given)?;
+    let problem = call.problem(deterministic)?;
+    match call.request.given.place {
+        Place::Cuda(ordinal) => {
+            let gpu = gpu::device(ordinal)?;
+            let stream = library.stream(py, gpu)?;
+            let plan = py.detach(|| gpu::differentiate(gpu, &stream, &call, &problem))?;
+            warn_if_slow(py, &plan)?;
+            info::remember(|| Last::Gpu { ordinal, plan });
+        }
+        Place::Host => {
+            let report = compute(py, |cancellation| {
+                // SAFETY: the tensors are the caller's, who holds them, and gave those of the
+                // gradients to be written.
+                unsafe { cpu::differentiate(&call, &problem, cancellation) }
+            });
+            let report = report?.into();
+            info::remember(|| Last::Cpu { problem: problem.into(), report });
+        }
+    }
+    Ok(())
+}
+
 /// Says once for each plan that its kernel is the slow one, and why.
 fn warn_if_slow(py: Python<'_>, plan: &Arc<AttentionPlan>) -> PyResult<()> {
     let chosen = &plan.plan().chosen;
@@ -127,12 +167,14 @@ fn warn_if_slow(py: Python<'_>, plan: &Arc<AttentionPlan>) -> PyResult<()> {
 }
 
 /// What a call would run on a GPU that need not be there: the problem as a text, the kernel, its
-/// configuration and why. Tensors are (element type, sizes, strides or None, address).
+/// configuration and why. Tensors are (element type, sizes, strides or None, address); backward,
+/// gradients lie as what they are of.
 pub(crate) fn plan_for(
     tensors: &Bound<'_, PyTuple>,
     numbers: &Bound<'_, PyTuple>,
     function: Function,
     chip: &str,
+    backward: bool,
 ) -> PyResult<(String, &'static str, Option<String>, String)> {
     let numbers = Numbers::read(function, numbers)?;
     let described = |tensor: &Bound<'_, PyAny>, _: &str, _: bool| -> PyResult<Memory> {
@@ -160,8 +202,14 @@ pub(crate) fn plan_for(
     };
     let tensors = named(function.names(), tensors)?;
     let request = Request::read(function, &tensors, numbers, described)?;
-    let problem = request.problem()?;
-    let arrangement = request.tensors(&request.output_at(0)?, None).arrangement();
+    let mut problem = request.problem()?;
+    let mut tensors = request.tensors(&request.output_at(0)?, None);
+    if backward {
+        problem = problem.backward();
+        let Tensors { query, key, value, output, sinks, .. } = tensors;
+        tensors.gradients = Some(Gradients { output, query, key, value, sinks });
+    }
+    let arrangement = tensors.arrangement();
     let chip = match chip.strip_prefix("sm_").map(str::parse) {
         None if chip.eq_ignore_ascii_case("h200") => Chip::H200,
         Some(Ok(architecture)) => Chip::typical(target_of(architecture)),

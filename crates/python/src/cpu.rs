@@ -5,14 +5,15 @@
 
 use flashcore::serving::{self, Pages, Placement, Sequences};
 use flashcore::{
-    Backend, Cancellation, CpuBackend, DType, Inputs, Layout, Problem, Report, RunOptions, Shape,
-    Tensor,
+    Backend, Backward, Cancellation, CpuBackend, DType, Inputs, Layout, Problem, Report,
+    RunOptions, Shape, Tensor,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::boundary::{collect, room_for};
 use crate::error;
+use crate::gradient;
 use crate::parts::Parts;
 use crate::request::Request;
 use crate::update::{NAMES, Update};
@@ -31,35 +32,13 @@ pub(crate) unsafe fn attend(
     lse: Option<u64>,
     cancellation: &Cancellation,
 ) -> PyResult<Report> {
-    // SAFETY: the caller's promise, here and below.
-    let floats = |memory: &Option<Memory>| unsafe { optional::<f32>(memory) };
-    // SAFETY: the same.
-    let copy = |shape, view| unsafe { copy(shape, view) };
-    let (slopes, sinks) = (floats(&request.slopes)?, floats(&request.sinks)?);
-    let run = |problem: &Problem, inputs: Inputs<'_>| {
+    let run = |problem: &Problem, inputs: Inputs<'_>, _: Option<&Placement>| {
         let options = RunOptions { cancellation: Some(cancellation), ..RunOptions::default() };
         CpuBackend::new().run(problem, inputs, &options).map_err(error::library)
     };
-    let given = |inputs| Inputs { slopes: slopes.as_deref(), sinks: sinks.as_deref(), ..inputs };
-    let query = copy(problem.query_shape(), &request.query)?;
-    let result = if problem.has_equal_lengths() {
-        let key = copy(problem.key_shape(), &request.key)?;
-        let value = copy(problem.value_shape(), &request.value)?;
-        run(problem, given(Inputs::new(&query, &key, &value)))?
-    } else {
-        // SAFETY: as above; the placements are inside of the tensors.
-        let (queries, keys) = unsafe { placements(request, problem)? };
-        // SAFETY: the same.
-        let [key, value] =
-            [&request.key, &request.value].map(|view| unsafe { gather(view, &keys, cancellation) });
-        let (key, value) = (key?, value?);
-        let sequences = Sequences::new(problem.clone(), queries, Placement::packed(starts(&keys)?));
-        let sequences = sequences.map_err(error::value)?;
-        let over = sequences.over(given(Inputs::new(&query, &key, &value)));
-        let (problem, inputs) = over.map_err(error::library)?;
-        run(&problem, inputs)?
-    };
-    // SAFETY: as above; the results were made here.
+    // SAFETY: the caller's promise, here and below.
+    let result = unsafe { with_inputs(request, problem, cancellation, run)? };
+    // SAFETY: the same; the results were made here.
     unsafe {
         write(&result.output, output);
         if let Some(lse) = lse {
@@ -67,6 +46,87 @@ pub(crate) unsafe fn attend(
         }
     }
     Ok(result.report)
+}
+
+/// Gradients of attention; waits for them. Rows of keys that no sequence has are not written.
+///
+/// # Safety
+///
+/// The call must be of host memory that stays as it is meanwhile. Nobody else may use the memory
+/// of its gradients.
+pub(crate) unsafe fn differentiate(
+    call: &gradient::Backward,
+    problem: &Problem,
+    cancellation: &Cancellation,
+) -> PyResult<Report> {
+    let shape = problem.output_shape();
+    // SAFETY: the caller's promise, here and below.
+    let copy = |view| unsafe { copy(shape, view) };
+    let (output, output_gradient) = (copy(&call.output)?, copy(&call.output_gradient)?);
+    // SAFETY: the same.
+    let lse = unsafe { list::<f32>(&call.lse)? };
+    let run = |problem: &Problem, inputs: Inputs<'_>, keys: Option<&Placement>| {
+        let options = RunOptions { cancellation: Some(cancellation), ..RunOptions::default() };
+        let (output, output_gradient) = (&output, &output_gradient);
+        let backward = Backward { inputs, output, lse: &lse, output_gradient };
+        let gradients = CpuBackend::new().run_backward(problem, backward, &options);
+        let gradients = gradients.map_err(error::library)?;
+        let [query, key, value] = &call.gradients;
+        // SAFETY: as above; the placement is inside of the keys.
+        unsafe {
+            write(&gradients.query, query);
+            for (gradient, to) in [(&gradients.key, key), (&gradients.value, value)] {
+                match keys {
+                    Some(placement) => scatter(gradient, to, placement),
+                    None => write(gradient, to),
+                }
+            }
+            if let (Some(sinks), Some(to)) = (&gradients.sinks, &call.sinks) {
+                std::ptr::copy_nonoverlapping(sinks.as_ptr(), to.address as *mut f32, sinks.len());
+            }
+        }
+        Ok(gradients.report)
+    };
+    // SAFETY: as above.
+    unsafe { with_inputs(&call.request, problem, cancellation, run) }
+}
+
+/// Hands the tensors of a call to `run`, with the problem that they pose: keys and values of
+/// sequences of unequal lengths one after the other, gathered from their placement, which comes
+/// with them.
+///
+/// # Safety
+///
+/// The request must be of host memory that stays as it is meanwhile.
+unsafe fn with_inputs<T>(
+    request: &Request,
+    problem: &Problem,
+    cancellation: &Cancellation,
+    run: impl FnOnce(&Problem, Inputs<'_>, Option<&Placement>) -> PyResult<T>,
+) -> PyResult<T> {
+    // SAFETY: the caller's promise, here and below.
+    let floats = |memory: &Option<Memory>| unsafe { optional::<f32>(memory) };
+    // SAFETY: the same.
+    let copy = |shape, view| unsafe { copy(shape, view) };
+    let (slopes, sinks) = (floats(&request.slopes)?, floats(&request.sinks)?);
+    let given = |inputs| Inputs { slopes: slopes.as_deref(), sinks: sinks.as_deref(), ..inputs };
+    let query = copy(problem.query_shape(), &request.query)?;
+    if problem.has_equal_lengths() {
+        let key = copy(problem.key_shape(), &request.key)?;
+        let value = copy(problem.value_shape(), &request.value)?;
+        return run(problem, given(Inputs::new(&query, &key, &value)), None);
+    }
+    // SAFETY: as above; the placements are inside of the tensors.
+    let (queries, keys) = unsafe { placements(request, problem)? };
+    // SAFETY: the same.
+    let [key, value] =
+        [&request.key, &request.value].map(|view| unsafe { gather(view, &keys, cancellation) });
+    let (key, value) = (key?, value?);
+    let sequences = Sequences::new(problem.clone(), queries, Placement::packed(starts(&keys)?));
+    let sequences = sequences.map_err(error::value)?;
+    let over = sequences.over(given(Inputs::new(&query, &key, &value)));
+    let (problem, inputs) = over.map_err(error::library)?;
+    run(&problem, inputs, Some(&keys))
 }
 
 /// Where the queries and the keys of a call are.

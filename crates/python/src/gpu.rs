@@ -11,6 +11,7 @@ use flashcore::{Error, Mask, Problem, Shape, Storage};
 use pyo3::PyResult;
 
 use crate::error::{library, named};
+use crate::gradient::Backward;
 use crate::parts::Parts;
 use crate::process::{lock, process};
 use crate::request::{Request, address};
@@ -54,6 +55,16 @@ pub(crate) fn attend(
     let attended = gpu.attend(stream, problem, &request.tensors(output, lse));
     let [query, key, value, ..] = request.names();
     attended.map_err(|error| named(error, &[("query", query), ("key", key), ("value", value)]))
+}
+
+/// Puts the gradients of attention on a stream.
+pub(crate) fn differentiate(
+    gpu: &Gpu,
+    stream: &Stream,
+    call: &Backward,
+    problem: &Problem,
+) -> PyResult<Arc<AttentionPlan>> {
+    gpu.attend(stream, problem, &call.tensors()).map_err(library)
 }
 
 /// Puts appending on a stream: queries go to `rotated`, new lengths to `after`.

@@ -10,7 +10,7 @@
 //! | `process` | what a forked process has not |
 //! | `call` | from a call to its answer |
 //! | `numbers` | what calls give besides tensors |
-//! | `request`, `update`, `parts` | what calls of attention, of appending and of combining give |
+//! | `request`, `gradient`, `update`, `parts` | what calls of attention, of its backward pass, of appending and of combining give |
 //! | `library` | whose tensors a call has |
 //! | `torch` | PyTorch's tensors |
 //! | `array`, `dlpack` | everyone else's |
@@ -27,6 +27,7 @@ mod cpu;
 mod dlpack;
 mod error;
 mod gpu;
+mod gradient;
 mod info;
 mod library;
 mod numbers;
@@ -46,6 +47,7 @@ mod module {
     #[pymodule_export]
     use super::array::Array;
     use super::boundary::guard;
+    use super::gradient::Given;
     use super::library::Entrance;
     use super::request::Function;
     use super::{call, torch};
@@ -63,7 +65,8 @@ mod module {
     /// Attention: the output, or output and log-sum-exps. Tensors are those of all functions
     /// together, numbers the scale, causal, window, chunk and cap of scores, and the most queries
     /// and keys. Through the entrance `function`, `NotImplemented` where PyTorch's dispatcher must
-    /// see the call first, and `None` for tensors of others.
+    /// see the call first, `Ellipsis` where autograd must record it, and `None` for tensors of
+    /// others.
     #[pyfunction]
     #[pyo3(signature = (tensors, numbers, function, lse, entrance, /))]
     fn attend<'py>(
@@ -76,17 +79,37 @@ mod module {
         guard(|| call::attend(tensors, numbers, function, lse, entrance))
     }
 
+    /// The gradients of attention over PyTorch's tensors, into tensors that are given: of queries,
+    /// keys, values and sinks. Tensors and numbers are those of `attend`; saved are its output and
+    /// log-sum-exps, and the gradient of the output.
+    #[pyfunction]
+    #[pyo3(signature = (tensors, numbers, function, saved, gradients, deterministic, /))]
+    fn attend_backward<'py>(
+        tensors: &Bound<'py, PyTuple>,
+        numbers: &Bound<'py, PyTuple>,
+        function: Function,
+        saved: &Bound<'py, PyTuple>,
+        gradients: &Bound<'py, PyTuple>,
+        deterministic: bool,
+    ) -> PyResult<()> {
+        guard(|| {
+            let given = Given::new(function, tensors, saved, gradients)?;
+            call::attend_backward(&given, numbers, function, deterministic)
+        })
+    }
+
     /// What `attend` would run on a chip (`h200`, `sm_80`) that need not be there: the problem as a
     /// text, the kernel, its configuration, and why. For tests.
     #[pyfunction]
-    #[pyo3(signature = (tensors, numbers, function, chip, /))]
+    #[pyo3(signature = (tensors, numbers, function, chip, backward=false, /))]
     fn plan_for(
         tensors: &Bound<'_, PyTuple>,
         numbers: &Bound<'_, PyTuple>,
         function: Function,
         chip: &str,
+        backward: bool,
     ) -> PyResult<(String, &'static str, Option<String>, String)> {
-        guard(|| call::plan_for(tensors, numbers, function, chip))
+        guard(|| call::plan_for(tensors, numbers, function, chip, backward))
     }
 
     /// New keys and values into a cache: the queries, rotated or None, and the new lengths.

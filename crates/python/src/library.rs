@@ -6,7 +6,7 @@ use cuda::Stream;
 use flashcore::gpu::Gpu;
 use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::PyNotImplemented;
+use pyo3::types::{PyEllipsis, PyNotImplemented};
 
 use crate::array::Array;
 use crate::dlpack::{self, Lent};
@@ -100,10 +100,10 @@ impl<'py> Library<'py> {
         let arrays = |words| Library { kind: Kind::Arrays { words, lent: RefCell::default() } };
         Ok(Choice::Ours(match entrance {
             Entrance::Function => match Torch::way(py, given())? {
-                Way::Straight(found) => {
-                    found.refuse_gradients(py, given())?;
-                    torch(found)?
+                Way::Straight(found) if found.is_recording(py, given())? => {
+                    return Ok(Choice::Theirs(PyEllipsis::get(py).to_owned().into_any()));
                 }
+                Way::Straight(found) => torch(found)?,
                 Way::Dispatcher => {
                     return Ok(Choice::Theirs(PyNotImplemented::get(py).to_owned().into_any()));
                 }
@@ -150,9 +150,24 @@ impl<'py> Library<'py> {
 
     /// What a tensor is that must have no gaps. One of PyTorch's that has some is copied.
     pub(crate) fn read_whole(&self, tensor: &Bound<'py, PyAny>, name: &str) -> PyResult<Memory> {
+        self.read_or_copy(tensor, name, Memory::is_contiguous)
+    }
+
+    /// What a tensor of rows is that every kernel can walk. One of PyTorch's that they cannot is
+    /// copied.
+    pub(crate) fn read_walkable(&self, tensor: &Bound<'py, PyAny>, name: &str) -> PyResult<Memory> {
+        self.read_or_copy(tensor, name, Memory::is_walkable)
+    }
+
+    fn read_or_copy(
+        &self,
+        tensor: &Bound<'py, PyAny>,
+        name: &str,
+        fits: impl FnOnce(&Memory) -> bool,
+    ) -> PyResult<Memory> {
         let memory = self.read(tensor, name)?;
         match &self.kind {
-            Kind::Torch { torch, copies, .. } if !memory.is_contiguous() => {
+            Kind::Torch { torch, copies, .. } if !fits(&memory) => {
                 let copy = tensor.call_method0(pyo3::intern!(tensor.py(), "contiguous"));
                 let copy = copy.map_err(|error| no_memory(error, tensor.py(), memory.place))?;
                 let memory = torch.read(&copy, name)?;
@@ -216,6 +231,14 @@ impl<'py> Library<'py> {
             return Ok(Made { object, address });
         }
         self.make(tensor.py(), answer.sizes(), answer.element, answer.place)
+    }
+
+    /// Whether PyTorch is to choose the element types of such a call.
+    pub(crate) fn is_autocasting(&self, py: Python<'py>) -> PyResult<bool> {
+        match &self.kind {
+            Kind::Torch { torch, .. } => torch.is_autocasting(py),
+            Kind::Arrays { .. } => Ok(false),
+        }
     }
 
     /// Notes that tensors were written, for those who remember what was in them.

@@ -2,7 +2,7 @@
 
 use cuda::DeviceAddress;
 use flashcore::gpu::Tensors;
-use flashcore::{Alibi, Lists, Mask, Problem, Storage};
+use flashcore::{Alibi, DType, Lists, Mask, Problem, Storage};
 use pyo3::exceptions::{PyNotImplementedError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -90,7 +90,7 @@ impl Function {
         }
     }
 
-    fn order(self, packed: bool) -> Order {
+    pub(crate) fn order(self, packed: bool) -> Order {
         match self {
             Function::PyTorch => Order::HeadsFirst,
             _ => Order::of(packed),
@@ -181,6 +181,11 @@ impl Request {
             sinks: list(11)?,
             numbers,
         })
+    }
+
+    /// Whether a tensor has f32 elements.
+    pub(crate) fn has_f32(&self) -> bool {
+        [&self.query, &self.key, &self.value].iter().any(|view| view.form.dtype == DType::F32)
     }
 
     /// The names of its tensors.

@@ -3,7 +3,7 @@
 //! Everything that can be looked up once is kept in [`Torch`].
 
 use flashcore::DType;
-use pyo3::exceptions::{PyNotImplementedError, PyTypeError};
+use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -26,6 +26,8 @@ pub(crate) struct Torch {
     bfloat16: Py<PyAny>,
     int32: Py<PyAny>,
     is_grad_enabled: Py<PyAny>,
+    /// Whether any kind of device has it on.
+    autocasting: Option<Py<PyAny>>,
     increment_version: Option<Py<PyAny>>,
     /// How many modes want to see operators before they run.
     modes: Py<PyAny>,
@@ -50,6 +52,7 @@ pub(crate) fn adopt(module: &Bound<'_, PyAny>) -> PyResult<()> {
         bfloat16: module.getattr("bfloat16")?.unbind(),
         int32: module.getattr("int32")?.unbind(),
         is_grad_enabled: inner.getattr("is_grad_enabled")?.unbind(),
+        autocasting: inner.getattr("_is_any_autocast_enabled").ok().map(Bound::unbind),
         increment_version: graph
             .and_then(|graph| graph.getattr("increment_version"))
             .ok()
@@ -109,25 +112,28 @@ impl Torch {
         }
     }
 
-    /// An error if a gradient of some tensors, which come with their names, would be lost.
-    pub(crate) fn refuse_gradients<'a, 'py: 'a>(
+    /// Whether autograd records what is done with some tensors, which come with their names.
+    pub(crate) fn is_recording<'a, 'py: 'a>(
         &self,
         py: Python<'py>,
-        tensors: impl Iterator<Item = (&'static str, &'a Bound<'py, PyAny>)>,
-    ) -> PyResult<()> {
-        // One question first: most callers want none.
+        mut tensors: impl Iterator<Item = (&'static str, &'a Bound<'py, PyAny>)>,
+    ) -> PyResult<bool> {
+        // One question first: most callers want no gradients.
         if !self.is_grad_enabled.bind(py).call0()?.is_truthy()? {
-            return Ok(());
+            return Ok(false);
         }
-        for (name, tensor) in tensors {
-            if tensor.getattr(intern!(py, "requires_grad"))?.is_truthy()? {
-                return Err(PyNotImplementedError::new_err(format!(
-                    "{name} requires grad, expected a tensor that does not: FlashCore has no \
-                     backward pass yet; call it under torch.no_grad() or detach the tensor"
-                )));
-            }
+        let requires = |tensor: &Bound<'py, PyAny>| -> PyResult<bool> {
+            tensor.getattr(intern!(py, "requires_grad"))?.is_truthy()
+        };
+        tensors.try_fold(false, |found, (_, tensor)| Ok(found || requires(tensor)?))
+    }
+
+    /// Whether PyTorch is to choose element types.
+    pub(crate) fn is_autocasting(&self, py: Python<'_>) -> PyResult<bool> {
+        match &self.autocasting {
+            Some(function) => function.bind(py).call0()?.is_truthy(),
+            None => Ok(false),
         }
-        Ok(())
     }
 
     /// What a tensor is.

@@ -106,6 +106,25 @@ impl Memory {
         })
     }
 
+    /// Whether every kernel can walk its rows: elements of the last dimension lie side by side, and
+    /// on a GPU no step is zero, and all steps and the address are multiples of 16 bytes.
+    pub(crate) fn is_walkable(&self) -> bool {
+        const COPY_BYTES: u64 = 16;
+        let last = self.dimensions.saturating_sub(1);
+        let bytes = self.element.bytes();
+        let whole = |bytes: u64| self.place == Place::Host || bytes.is_multiple_of(COPY_BYTES);
+        let steps = self.sizes().iter().zip(self.strides()).enumerate();
+        let walkable = |(axis, (size, stride)): (usize, (&i64, &i64))| match axis == last {
+            _ if *size <= 1 => true,
+            true => *stride == 1,
+            false => {
+                let stride = stride.unsigned_abs();
+                whole(stride * bytes) && (stride > 0 || self.place == Place::Host)
+            }
+        };
+        self.sizes().contains(&0) || (whole(self.address) && steps.into_iter().all(walkable))
+    }
+
     /// Refuses a list of integers with another number of entries than there are sequences, or one
     /// more of starts; `first` says how many sequences there are.
     pub(crate) fn entries(

@@ -8,8 +8,8 @@
 //! replays it.
 //!
 //! ```
+//! use flashcore_sim::ptx::{Builder, Expression, F32, GlobalAddress, Target, U64};
 //! use flashcore_sim::{Argument, Launch, Memory, Options, run};
-//! use ptx::{Builder, Expression, F32, GlobalAddress, Target, U64};
 //!
 //! let mut k = Builder::new("double", Target::SM_90A, 32);
 //! let data = k.parameter::<GlobalAddress>("data");
@@ -121,6 +121,9 @@ mod step;
 mod tensor;
 mod trace;
 mod warp;
+
+/// The language that programs are written in.
+pub use ptx;
 
 pub use count::{BankTraffic, Budget, Counts, Measure};
 pub use hazard::{Actor, Hazard, HazardKind};

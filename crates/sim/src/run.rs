@@ -11,8 +11,8 @@ use crate::{Argument, Failure, Launch, Memory, Options, Report, TensorMapArgumen
 /// Runs a launch to its end, or to the first hazard.
 ///
 /// ```
+/// use flashcore_sim::ptx::{Builder, Expression, F32, GlobalAddress, Target};
 /// use flashcore_sim::{Argument, Launch, Measure, Memory, Options, run};
-/// use ptx::{Builder, Expression, F32, GlobalAddress, Target};
 ///
 /// // out[i] = 2 * in[i]
 /// let mut k = Builder::new("double", Target::SM_75, 32);

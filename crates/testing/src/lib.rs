@@ -41,6 +41,8 @@
 pub mod check;
 mod dice;
 pub mod mutant;
+#[cfg(doctest)]
+mod pages;
 pub mod reference;
 pub mod scene;
 pub mod verdict;

@@ -1,7 +1,9 @@
 //! The reference of the backward pass: against finite differences, and what must be exactly zero.
 
 use flashcore::serving::{Placement, Sequences};
-use flashcore::{DType, InputTensors, Inputs, Mask, Problem, Scores, Shape, Tensor, TensorError};
+use flashcore::{
+    Backward, DType, InputTensors, Inputs, Mask, Problem, Scores, Shape, Tensor, TensorError,
+};
 use flashcore_testing::compare_gradients;
 use flashcore_testing::reference::{self, Gradients, HeadGradients, Heads, Rows};
 use flashcore_testing::verdict::{GradientsToJudge, GradientsVerdict};
@@ -322,12 +324,10 @@ impl Judged {
     fn of(problem: Problem, tensors: InputTensors) -> Self {
         let gradient = Tensor::random(problem.dtype(), problem.output_shape(), 4).unwrap();
         let (inputs, heads) = (tensors.inputs(), Heads::all(&problem));
-        let of = |compute: fn(_, _, _, _, _) -> _| -> Gradients {
-            let gradients: Result<Gradients, flashcore::Error> =
-                compute(&problem, inputs, &gradient, &heads, None);
-            gradients.unwrap()
-        };
-        let (reference, baseline) = (of(reference::gradients), of(reference::gradients_baseline));
+        let reference = reference::gradients(&problem, inputs, &gradient, &heads, None).unwrap();
+        let (output, lse) = reference::saved(&problem, inputs).unwrap();
+        let backward = Backward { inputs, output: &output, lse: &lse, output_gradient: &gradient };
+        let baseline = reference::gradients_baseline(&problem, backward, &heads, None).unwrap();
         Judged { problem, tensors, gradient, reference, baseline }
     }
 

@@ -4,6 +4,7 @@ use flashcore::{
     Backend, CpuBackend, DType, Elements, InputTensors, Inputs, Mask, Output, Problem, RunOptions,
     Tensor,
 };
+use flashcore_testing::check::ExpectedGradients;
 use flashcore_testing::reference::{self, Answer, Rows};
 use flashcore_testing::{Verdict, compare};
 
@@ -197,5 +198,35 @@ fn a_sample_sees_its_own_rows_only() {
         let place = all.as_slice().iter().position(|other| other == row).unwrap();
         assert_eq!(sample.lse[index], whole.lse[place]);
         assert_eq!(sample.output[index * 64..][..64], whole.output[place * 64..][..64]);
+    }
+}
+
+/// A sink with almost all the weight leaves weights that f32 has no digits for: outputs of 1e-36 and
+/// gradients like them, which are right as long as they are of that size.
+#[test]
+fn weights_below_the_range_are_no_errors() {
+    for dtype in [DType::F32, DType::BF16] {
+        for sink in [20.0, 60.0, 80.0, 84.0, 86.0, 90.0, 120.0] {
+            let problem = problem(dtype).with_sinks();
+            let mut tensors = InputTensors::random(&problem, 11).unwrap();
+            tensors.sinks = Some(vec![sink; 4]);
+            let (inputs, rows, cpu) = (tensors.inputs(), Rows::all(&problem), CpuBackend::new());
+            let reference = reference::attention(&problem, inputs, &rows, None).unwrap();
+            let baseline = reference::baseline(&problem, inputs, &rows, None).unwrap();
+            let mut result = run(&problem, inputs);
+            let verdict = compare(&problem, &result, &reference, &baseline).unwrap();
+            assert!(verdict.passed, "{dtype}, sink {sink}: {verdict}");
+            let gradients = ExpectedGradients::random(&problem, inputs, 1).unwrap();
+            let outcome = gradients.check(&cpu, "backward").unwrap();
+            assert!(outcome.passed, "{dtype}, sink {sink}: {outcome}");
+            // Anything larger is wrong.
+            let mut values = result.output.to_f32();
+            values[7] += 1e-34;
+            let larger = Tensor::from_f32(dtype, problem.output_shape(), &values).unwrap();
+            let changed = larger.bytes() != result.output.bytes();
+            result.output = larger;
+            let verdict = compare(&problem, &result, &reference, &baseline).unwrap();
+            assert_eq!(verdict.passed, !changed || sink < 80.0, "{dtype}, sink {sink}: {verdict}");
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! Where candle's memory is on the device.
+//! Where candle's memory is on the device, and how tensors lie in it.
 //!
 //! Every address comes with the guard of its use on a stream: it makes the stream wait for what wrote
 //! the memory, and tells candle of this use of it when it is dropped, which must be after the launch.
@@ -6,8 +6,48 @@
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use candle_core::{CudaDevice, CudaStorage, DType, Layout, Result, Storage, StorageRef, Tensor};
-use flashcore::gpu::DeviceAddress;
+use flashcore::gpu::{DeviceAddress, DeviceTensor, Gradients, Tensors};
+use flashcore::{Layout as Arranged, Shape};
 use half::{bf16, f16};
+
+use crate::arguments::Call;
+use crate::wrap;
+
+/// Query, key and value, and the output without gaps, whose first elements are there.
+pub(super) fn tensors(
+    call: &Call,
+    inputs: [DeviceAddress; 3],
+    output: DeviceAddress,
+) -> Result<Tensors> {
+    let [query, key, value] = std::array::from_fn(|index| DeviceTensor {
+        address: inputs[index],
+        strides: call.layouts[index].strides(),
+    });
+    let output = without_gaps(output, call.problem.output_shape())?;
+    Ok(Tensors::new([query, key, value, output], None))
+}
+
+/// The gradients of the output, and of query, key and value, without gaps. Those of sinks are for
+/// whoever asks for them.
+pub(super) fn gradients(
+    call: &Call,
+    output: DeviceAddress,
+    [query, key, value]: [DeviceAddress; 3],
+) -> Result<Gradients> {
+    let problem = &call.problem;
+    Ok(Gradients {
+        output: without_gaps(output, problem.output_shape())?,
+        query: without_gaps(query, problem.query_shape())?,
+        key: without_gaps(key, problem.key_shape())?,
+        value: without_gaps(value, problem.value_shape())?,
+        sinks: None,
+    })
+}
+
+fn without_gaps(address: DeviceAddress, shape: Shape) -> Result<DeviceTensor> {
+    let strides = Arranged::contiguous(shape).map_err(wrap)?.strides();
+    Ok(DeviceTensor { address, strides })
+}
 
 /// The beginning of memory that is read.
 pub(super) fn address<'a>(

@@ -12,14 +12,15 @@ mod memory;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use candle_core::backend::BackendStorage;
+use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::{CudaDevice, CudaStorage, DType, Result, Storage, Tensor};
-use flashcore::gpu::{CombineProblem, CombineTensors, Gpu, Stream};
+use flashcore::gpu::{CombineProblem, CombineTensors, DeviceAddress, Gpu, Stream, Tensors};
 use flashcore::{Plan, Shape};
 
 use self::memory::{address, address_mut, find, hold, uninitialized};
 use crate::arguments::{Call, element};
+use crate::operation::Saved;
 use crate::{Sequences, wrap};
 
 /// Output, and log-sum-exp where it is wanted.
@@ -38,25 +39,98 @@ pub(crate) fn attend(
         let (value, _value) = address(value, stream)?;
         let (output, _output) = address_mut(&mut output, stream)?;
         let lse = lse.as_mut().map(|lse| address_mut(lse, stream)).transpose()?;
-        let Sequences { queries, keys } = &call.sequences;
-        let mut tensors = call.tensors([query, key, value, output])?;
+        let [of_query, of_key, of_value] = call.offsets;
+        let inputs = [query.offset(of_query), key.offset(of_key), value.offset(of_value)];
+        let mut tensors = memory::tensors(call, inputs, output)?;
         tensors.lse = lse.as_ref().map(|(lse, _)| *lse);
-        let (places, held) = hold([
-            (&mut tensors.query_starts, queries.starts()),
-            (&mut tensors.query_lengths, queries.lengths.as_ref()),
-            (&mut tensors.key_starts, keys.starts()),
-            (&mut tensors.key_lengths, keys.lengths.as_ref()),
-            (&mut tensors.left_padding, keys.left_padding.as_ref()),
-            (&mut tensors.batch_index, keys.batch_index()),
-            (&mut tensors.block_table, keys.table()),
-            (&mut tensors.slopes, call.slopes.as_ref()),
-            (&mut tensors.sinks, call.sinks.as_ref()),
-        ]);
+        let (places, held) = hold(lists(call, &mut tensors));
         let _lists = find((places, &held), stream)?;
         let (gpu, stream) = place(stream)?;
         gpu.attend(&stream, problem, &tensors).map_err(wrap)?;
     }
     Ok((output, lse))
+}
+
+/// Gradients of query, key and value.
+pub(crate) fn differentiate(
+    call: &Call,
+    inputs: [&Tensor; 3],
+    Saved { output, lse, output_gradient }: Saved<'_>,
+    device: &CudaDevice,
+) -> Result<[Tensor; 3]> {
+    let problem = &call.problem.clone().backward();
+    let nothing = problem.rows() == 0 || inputs[1].elem_count() == 0;
+    // Rows that belong to no sequence are not written.
+    let in_part = nothing || !problem.has_equal_lengths();
+    let mut gradients = Vec::with_capacity(inputs.len());
+    for of in inputs {
+        gradients.push(match in_part {
+            true => device.zeros_impl(&of.elem_count().max(1).into(), of.dtype())?,
+            false => uninitialized(device, of.elem_count(), of.dtype())?,
+        });
+    }
+    if !nothing {
+        let stream = &device.cuda_stream();
+        let [query, key, value] = inputs.map(Some);
+        let [mut from_query, mut from_key, mut from_value] = [None; 3];
+        let [mut from_output, mut from_gradient, mut from_lse] = [None; 3];
+        let (places, held) = hold([
+            (&mut from_query, query),
+            (&mut from_key, key),
+            (&mut from_value, value),
+            (&mut from_output, Some(output)),
+            (&mut from_gradient, Some(output_gradient)),
+            (&mut from_lse, Some(lse)),
+        ]);
+        let _given = find((places, &held), stream)?;
+        let [from_output, from_gradient] =
+            [from_output, from_gradient].map(Option::unwrap_or_default);
+        let from = [from_query, from_key, from_value].map(Option::unwrap_or_default);
+        let mut tensors = memory::tensors(call, from, from_output)?;
+        tensors.lse = from_lse;
+        let (places, held_lists) = hold(lists(call, &mut tensors));
+        let _lists = find((places, &held_lists), stream)?;
+        let mut results = [DeviceAddress(0); 3];
+        let mut guards = Vec::with_capacity(results.len());
+        for (result, gradient) in results.iter_mut().zip(&mut gradients) {
+            let (address, guard) = address_mut(gradient, stream)?;
+            *result = address;
+            guards.push(guard);
+        }
+        // The kernels write those of sinks, which candle has no place for.
+        let sinks =
+            problem.scores.sinks.then(|| uninitialized(device, problem.query_heads, DType::F32));
+        let mut sinks = sinks.transpose()?;
+        let of_sinks = sinks.as_mut().map(|sinks| address_mut(sinks, stream)).transpose()?;
+        let of_sinks = of_sinks.as_ref().map(|(address, _)| *address);
+        let results = memory::gradients(call, from_gradient, results)?;
+        tensors.gradients = Some(flashcore::gpu::Gradients { sinks: of_sinks, ..results });
+        let (gpu, stream) = place(stream)?;
+        gpu.attend(&stream, problem, &tensors).map_err(wrap)?;
+    }
+    let shaped = inputs.iter().zip(gradients);
+    let shaped = shaped.map(|(of, gradient)| crate::tensor(Storage::Cuda(gradient), of.shape()));
+    let [query, key, value] = shaped.collect::<Vec<_>>().try_into().expect("as many as inputs");
+    Ok([query, key, value])
+}
+
+/// Where the lists of a call go among its tensors.
+fn lists<'p, 't>(
+    call: &'t Call,
+    tensors: &'p mut Tensors,
+) -> [(&'p mut Option<DeviceAddress>, Option<&'t Tensor>); 9] {
+    let Sequences { queries, keys } = &call.sequences;
+    [
+        (&mut tensors.query_starts, queries.starts()),
+        (&mut tensors.query_lengths, queries.lengths.as_ref()),
+        (&mut tensors.key_starts, keys.starts()),
+        (&mut tensors.key_lengths, keys.lengths.as_ref()),
+        (&mut tensors.left_padding, keys.left_padding.as_ref()),
+        (&mut tensors.batch_index, keys.batch_index()),
+        (&mut tensors.block_table, keys.table()),
+        (&mut tensors.slopes, call.slopes.as_ref()),
+        (&mut tensors.sinks, call.sinks.as_ref()),
+    ]
 }
 
 /// Output and log-sum-exp of parts together. Outputs have no gaps.
@@ -90,7 +164,8 @@ pub(crate) fn combine(
 /// Which kernel serves a call, and why.
 pub(crate) fn plan(call: &Call, device: &CudaDevice) -> Result<Plan> {
     let (gpu, _) = place(&device.cuda_stream())?;
-    let plan = gpu.attention(&call.problem, &call.at_rest()?).map_err(wrap)?;
+    let at_rest = memory::tensors(call, call.offsets.map(DeviceAddress), DeviceAddress(0))?;
+    let plan = gpu.attention(&call.problem, &at_rest).map_err(wrap)?;
     Ok(plan.plan().clone())
 }
 

@@ -35,13 +35,17 @@ struct DriverFound {
 /// what the assembler of the same release says (docs/architectures.md has the table).
 fn slower(version: DriverVersion) -> Option<&'static str> {
     match (version.major, version.minor) {
-        (12, 0..=3) => Some(
-            "its compiler spills registers in some forward and prefill kernels: CUDA 12.4 or \
-             later does not",
+        (12, 0) => Some(
+            "its compiler takes no backward kernels, and spills registers in some forward and \
+             prefill kernels: CUDA 12.4 or later does not",
+        ),
+        (12, 1..=3) => Some(
+            "its compiler spills registers in some forward, prefill and backward kernels: CUDA 12.4 \
+             or later does not",
         ),
         (12, 5) => Some(
             "its compiler waits for products that others overlap with the softmax, in every \
-             forward and prefill kernel: CUDA 12.4, and 12.6 or later, do not",
+             forward, prefill and backward kernel: CUDA 12.4, and 12.6 or later, do not",
         ),
         _ => None,
     }

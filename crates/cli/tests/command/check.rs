@@ -16,7 +16,20 @@ fn check_passes_on_this_machine() {
         assert!(kernel["max_error"].as_f64().unwrap() > 0.0);
     }
     let table = succeed(&["check", "--dtype", "f16", "--backend", "cpu"]);
-    assert!(table.contains("cpu/blocked") && table.contains("passed"), "{table}");
+    assert!(table.contains("cpu/blocked") && table.contains("cpu/backward"), "{table}");
+}
+
+/// Gradients of a problem of the caller's, plain and ragged.
+#[test]
+fn given_gradients_are_checked() {
+    let plain = "b=1,h=4,hk=2,s=33,sk=50,d=24,bf16,causal,sinks,backward";
+    let ragged = "b=3,h=2,s=60,d=16,bf16,causal,queries=packed:120,keys=packed:120,backward";
+    let given = ["--problem", plain, "--problem", ragged];
+    let answer = json(&[&["check", "--backend", "cpu", "--json"], &given[..]].concat());
+    let kernels = answer["kernels"].as_array().unwrap();
+    assert!(kernels.iter().all(|it| it["kernel"] == "backward" && it["lse_max_error"].is_null()));
+    assert!(kernels.len() == 2 && answer["passed"] == true, "{answer}");
+    assert!(kernels.iter().all(|it| it["cases"] == 1 && it["max_error"].as_f64() > Some(0.0)));
 }
 
 /// Problems of the caller's, plain and ragged.
@@ -33,6 +46,6 @@ fn given_problems_are_checked() {
     let message = refuse(&["--backend", "cpu", "--kernel", "nope", "--problem", "s=9"]);
     assert!(message.starts_with("there is no kernel `nope` here, only "), "{message}");
     let message = refuse(&["--backend", "cpu", "--kernel", "nope", "--dtype", "f16"]);
-    assert_eq!(message, "there is no kernel `nope` here, only cpu/blocked");
+    assert_eq!(message, "there is no kernel `nope` here, only cpu/blocked, cpu/backward");
     assert!(refuse(&["--problem", "d=100000,s=2"]).contains("head dims end at 65536"));
 }

@@ -1,12 +1,12 @@
 //! The gradients of attention on Hopper over sequences of equal lengths: wgmma and TMA.
 
 use kernels::Configuration;
-use kernels::backward::{KEY_BLOCK, Rounding, RowSums, tuned_backward};
+use kernels::backward::{Rounding, RowSums, SinkGradients, tall_backward, tuned_backward};
 use kernels::parameter::{Number, Workspace};
 
 use super::forward::workload;
 use super::{Asked, Choice, Contents, Counts, Family, Memory, Tiling};
-use crate::gpu::Chip;
+use crate::chip::Chip;
 use crate::plan::arrangement::tensors;
 use crate::plan::{Launch, Source, map_strides};
 use crate::problem::{Pass, Problem};
@@ -26,12 +26,12 @@ impl Family for Backward {
     fn choose(&self, asked: &Asked<'_>) -> Result<Choice, String> {
         let Asked { chip, problem, arrangement } = *asked;
         let workload = workload(chip, problem)?;
-        if workload.rules.sinks {
-            return Err("the gradient of sinks is not computed yet".to_owned());
-        }
         let (dim, value_dim) = (workload.head_dim, workload.value_head_dim);
         let backward = tuned_backward(workload.element, dim, value_dim, workload.rules)
-            .ok_or_else(|| format!("head dims {dim} and {value_dim} are beyond 128"))?;
+            .ok_or_else(|| format!("head dims {dim} and {value_dim} are beyond 256"))?;
+        let backward = kernels::Backward { deterministic: problem.deterministic, ..backward };
+        let tall = tall_backward(backward).filter(|it| fills(chip, problem, it.key_block()));
+        let backward = tall.unwrap_or(backward);
         arrangement.check_copies(problem)?;
         for tensor in tensors(problem) {
             map_strides(problem, arrangement, tensor)?;
@@ -48,6 +48,7 @@ pub(super) struct Kernels {
     pub(super) kernel: Configuration,
     pub(super) row_sums: RowSums,
     pub(super) rounding: Rounding,
+    pub(super) sink_gradients: Option<SinkGradients>,
     pub(super) key_block: u32,
     /// Bytes of the statistics of a block of query rows.
     pub(super) statistics_bytes: u32,
@@ -59,7 +60,8 @@ impl Kernels {
             kernel: Configuration::Backward(backward),
             row_sums: backward.row_sums(),
             rounding: backward.rounding(),
-            key_block: KEY_BLOCK,
+            sink_gradients: backward.sink_gradients(),
+            key_block: backward.key_block(),
             statistics_bytes: backward.statistics_bytes(),
         }
     }
@@ -72,8 +74,9 @@ pub(super) fn launch(
     kernels: &Kernels,
     reason: String,
 ) -> Result<Choice, String> {
-    let Kernels { kernel, row_sums, rounding, key_block, statistics_bytes } = *kernels;
-    let sums = row_sums.sums;
+    let Kernels { kernel, row_sums, rounding, sink_gradients, key_block, statistics_bytes } =
+        *kernels;
+    let (sums, deterministic) = (row_sums.sums, row_sums.turns);
     // Blocks of query rows, of every query head; and blocks of keys, of every key head.
     let counts = Counts::new(sums.query_block, problem)?;
     let query_blocks = counts.tiles;
@@ -86,16 +89,27 @@ pub(super) fn launch(
 
     let mut choice = Choice::of(kernel, key_blocks, reason);
     choice.launches[0].numbers = vec![(Number::KeyBlocks, key_blocks_per_head)];
+    if deterministic {
+        let steps = steps(problem, [sums.query_block, key_block], key_blocks);
+        let heads = counts.key_heads * counts.batch;
+        choice.launches[0].numbers.extend(order(chip, heads, steps));
+    }
     let numbers = vec![(Number::QueryBlocks, counts.tiles_per_head)];
     let beside = |kernel, blocks| Launch { kernel, blocks, numbers: numbers.clone() };
     choice.launches.insert(0, beside(Configuration::RowSums(row_sums), query_blocks));
     let blocks = rounding.blocks(query_blocks);
     choice.launches.push(beside(Configuration::Rounding(rounding), blocks));
+    let sinks = sink_gradients.map(Configuration::SinkGradients);
+    choice.launches.extend(sinks.map(|kernel| beside(kernel, counts.heads)));
     choice.main = 1;
+    let turns = deterministic.then_some((Workspace::Turns, 4));
     for (workspace, bytes) in [
         (Workspace::RowStatistics, statistics_bytes),
         (Workspace::QueryGradientSums, sums.block_bytes()),
-    ] {
+    ]
+    .into_iter()
+    .chain(turns)
+    {
         choice.memory.push(Memory {
             source: Source::Workspace(workspace),
             bytes: u64::from(bytes) * u64::from(query_blocks),
@@ -111,4 +125,31 @@ pub(super) fn launch(
         waves: f64::from(key_blocks) / f64::from(chip.multiprocessors.max(1)),
     });
     Ok(choice)
+}
+
+/// Whether blocks of so many keys go around all multiprocessors a few times.
+fn fills(chip: &Chip, problem: &Problem, key_block: u32) -> bool {
+    let blocks = problem.key_length.div_ceil(key_block as usize);
+    let blocks = blocks.saturating_mul(problem.kv_heads).saturating_mul(problem.batch);
+    blocks as u64 >= 4 * u64::from(chip.multiprocessors)
+}
+
+/// Steps of the walk of a block of the grid, on average.
+fn steps(problem: &Problem, [query_block, key_block]: [u32; 2], key_blocks: u32) -> f64 {
+    let pairs = problem.visible_pairs() as f64 / (f64::from(query_block) * f64::from(key_block));
+    (pairs / f64::from(key_blocks.max(1))).max(1.0)
+}
+
+/// In the deterministic mode a block of the grid adds to a block of query rows after the one before it
+/// of the same head. Heads are taken together so that the two begin two steps apart, where one step is
+/// enough if nobody is ever late: then nobody waits but for the begin.
+fn order(chip: &Chip, heads: u32, steps: f64) -> [(Number, u32); 3] {
+    let together = (2.0 * f64::from(chip.multiprocessors) / steps).ceil();
+    let together = (together as u32).clamp(1, heads.max(1));
+    let first = (heads.max(1) - 1) % together + 1;
+    [
+        (Number::HeadsPerGroup, together),
+        (Number::FirstHeads, first),
+        (Number::LastHeads, heads.max(1) - together),
+    ]
 }

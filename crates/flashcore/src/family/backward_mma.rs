@@ -29,8 +29,11 @@ impl Family for BackwardMma {
             return Err(format!("{target} has no mma.sync for 16-bit floats, or no cp.async"));
         }
         let workload = equal_lengths_workload(chip, problem)?;
-        if workload.rules.sinks {
-            return Err("the gradient of sinks is not computed yet".to_owned());
+        if problem.key_length == 0 {
+            return Err("there are no keys".to_owned());
+        }
+        if problem.deterministic {
+            return Err("there is no deterministic mode yet".to_owned());
         }
         let (element, rules) = (workload.element, workload.rules);
         let dims = (workload.head_dim, workload.value_head_dim);
@@ -54,6 +57,7 @@ pub(super) fn kernels(backward: kernels::mma::BackwardMma) -> Kernels {
         kernel: Configuration::BackwardMma(backward),
         row_sums: backward.row_sums(),
         rounding: backward.rounding(),
+        sink_gradients: backward.sink_gradients(),
         key_block: backward.key_block(),
         statistics_bytes: backward.statistics_bytes(),
     }

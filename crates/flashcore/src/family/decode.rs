@@ -6,7 +6,7 @@ use kernels::parameter::{Number, Workspace};
 use ptx::Capability;
 
 use super::{Asked, Choice, Contents, Family, Memory, tensor_core_element, window_kind};
-use crate::gpu::Chip;
+use crate::chip::Chip;
 use crate::plan::Source;
 use crate::problem::Problem;
 

@@ -11,7 +11,7 @@ use super::{
     Asked, Choice, Contents, Counts, Family, Memory, Tiling, check_equal_lengths, check_scale,
     effective_mask, mask_kind, tensor_core_element,
 };
-use crate::gpu::Chip;
+use crate::chip::Chip;
 use crate::plan::arrangement::TENSORS;
 use crate::plan::{Source, map_strides, window};
 use crate::problem::Problem;

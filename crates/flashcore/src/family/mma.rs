@@ -9,7 +9,7 @@ use ptx::{Capability, Element};
 use super::forward::equal_lengths_workload;
 use super::schedule::{Schedule, ragged_workload};
 use super::{Asked, Choice, Contents, Counts, Family, Memory, Tiling, window_kind};
-use crate::gpu::Chip;
+use crate::chip::Chip;
 use crate::plan::rows::Rows;
 use crate::plan::{Launch, Source};
 use crate::problem::Problem;

@@ -13,6 +13,7 @@ mod scalar;
 mod schedule;
 pub mod tuning;
 
+#[cfg(feature = "cuda")]
 pub(crate) use decode::launch as teams;
 pub use forward::{TileOrder, workload};
 
@@ -21,7 +22,7 @@ use kernels::attention::{Batch, MaskKind};
 use ptx::Element;
 use serde::Serialize;
 
-use crate::gpu::Chip;
+use crate::chip::Chip;
 use crate::plan::{Arrangement, Launch, Source};
 use crate::problem::{Mask, Pass, Problem};
 

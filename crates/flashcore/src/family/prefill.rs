@@ -7,7 +7,7 @@ use ptx::Capability;
 
 use super::schedule::{Schedule, heads_together, ragged_workload};
 use super::{Asked, Choice, Family};
-use crate::gpu::Chip;
+use crate::chip::Chip;
 use crate::plan::rows::Rows;
 use crate::problem::{Problem, Storage};
 

@@ -8,7 +8,7 @@ use kernels::{Configuration, Sequencer};
 use ptx::Target;
 
 use super::{Choice, Contents, Memory, Tiling, check_scale, tensor_core_element, window_kind};
-use crate::gpu::Chip;
+use crate::chip::Chip;
 use crate::plan::{Launch, Source};
 use crate::problem::{Problem, Storage};
 

@@ -10,14 +10,13 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use cuda::{Cache, Driver};
 use kernels::Forward;
 use kernels::forward::{Form, Tuned, Workload};
 use kernels::product::Source;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use crate::gpu::Chip;
+use crate::chip::Chip;
 
 /// The environment variable that names a tuning file, or `off`.
 const VARIABLE: &str = "FLASHCORE_TUNING";
@@ -161,7 +160,7 @@ impl TuningFile {
         match std::env::var_os(VARIABLE) {
             Some(value) if value.is_empty() || value == "off" => None,
             Some(value) => Some(value.into()),
-            None => Cache::from_environment().directory().map(|folder| folder.join(FILE)),
+            None => cache_folder().map(|folder| folder.join(FILE)),
         }
     }
 
@@ -214,6 +213,28 @@ pub fn fingerprint(ptx: &str) -> String {
     digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect()
 }
 
+/// The folder of compiled kernels, if there is one.
+#[cfg(feature = "cuda")]
+fn cache_folder() -> Option<PathBuf> {
+    cuda::Cache::from_environment().directory().map(Path::to_owned)
+}
+
+/// The driver's release, if there is one.
+#[cfg(feature = "cuda")]
+fn driver_release() -> Option<String> {
+    cuda::Driver::probe().ok().and_then(|driver| driver.release.clone())
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cache_folder() -> Option<PathBuf> {
+    None
+}
+
+#[cfg(not(feature = "cuda"))]
+fn driver_release() -> Option<String> {
+    None
+}
+
 /// The files that this process goes by.
 #[derive(Debug)]
 pub(super) struct Tunings {
@@ -247,8 +268,7 @@ impl Tunings {
             }
             let shipped = TuningFile::parse(SHIPPED).unwrap_or_default();
             files.push(("the tuning that ships".to_owned(), shipped));
-            let driver = Driver::probe().ok().and_then(|driver| driver.release.clone());
-            Tunings { complaint, ..Tunings::new(files, driver) }
+            Tunings { complaint, ..Tunings::new(files, driver_release()) }
         })
     }
 

@@ -38,12 +38,16 @@ impl GpuBackend {
         for (result, buffer) in results.iter_mut().zip(&operands.results) {
             buffer.read(gpu, result.bytes_mut())?;
         }
+        let mut sinks = problem.scores.sinks.then(|| vec![0f32; problem.query_heads]);
+        if let (Some(sinks), Some(buffer)) = (&mut sinks, &operands.sinks) {
+            buffer.read(gpu, sinks)?;
+        }
         if options.guard {
             operands.look_for_trespasses(self, backward)?;
         }
         let [query, key, value] = results;
         let report = report(plan, milliseconds, first_result_time, begun, Vec::new());
-        Ok(Gradients { query, key, value, sinks: None, report })
+        Ok(Gradients { query, key, value, sinks, report })
     }
 }
 
@@ -53,6 +57,8 @@ struct Operands {
     given: [Buffer; 6],
     /// The gradients of query, key and value.
     results: [GuardedBuffer; 3],
+    /// The gradients of sinks, where there are any.
+    sinks: Option<GuardedBuffer>,
     tensors: Tensors,
     /// What the tensors point to.
     _lists: Vec<Buffer>,
@@ -86,6 +92,8 @@ impl Operands {
         let results = [query, key, value].map(|it| GuardedBuffer::new(gpu, it.bytes().len()));
         let [query_gradient, key_gradient, value_gradient] = results;
         let results = [query_gradient?, key_gradient?, value_gradient?];
+        let sinks = problem.scores.sinks.then(|| GuardedBuffer::new(gpu, 4 * problem.query_heads));
+        let sinks = sinks.transpose()?;
         let at =
             |address, like: &Tensor| DeviceTensor { address, strides: like.layout().strides() };
         let of = |index: usize, like| at(given[index].address(), like);
@@ -98,11 +106,12 @@ impl Operands {
             query: at(results[0].address(), query),
             key: at(results[1].address(), key),
             value: at(results[2].address(), value),
+            sinks: sinks.as_ref().map(GuardedBuffer::address),
         });
         let mut lists = DeviceLists::new(gpu);
         lists.of_call(problem, inputs, &mut tensors)?;
         let _lists = lists.into_buffers();
-        Ok(Operands { given, results, tensors, _lists })
+        Ok(Operands { given, results, sinks, tensors, _lists })
     }
 
     /// An error if something other than the results was written.
@@ -112,8 +121,8 @@ impl Operands {
         backward: Backward<'_>,
     ) -> Result<(), GpuError> {
         let gpu = backend.gpu();
-        let names = ["query gradient", "key gradient", "value gradient"];
-        for (name, buffer) in names.into_iter().zip(&self.results) {
+        let names = ["query gradient", "key gradient", "value gradient", "gradient of the sinks"];
+        for (name, buffer) in names.into_iter().zip(self.results.iter().chain(&self.sinks)) {
             buffer.look_for_trespasses(gpu, name)?;
         }
         for ((name, bytes), buffer) in given(backward).into_iter().zip(&self.given) {

@@ -3,11 +3,11 @@
 //! What does not depend on where tensors are is bound once. A launch puts the addresses of its
 //! tensors, lists and workspace in their places, those that are not what they were the last time.
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use cuda::{Arguments, Buffer, DeviceAddress, Stream, TensorMap};
 
-use super::workspace::{Held, Workspaces};
+use super::workspace::{Held, Need};
 use super::{Compilation, Gpu, GpuError, Kernel, lock};
 use crate::family::{Choice, Contents};
 use crate::plan::{Launch, Map, Source, Value};
@@ -25,7 +25,9 @@ pub(super) struct Executable {
     main: usize,
     /// Memory that nobody writes to.
     constant: Vec<(Source, Buffer)>,
-    workspaces: Workspaces,
+    /// In workspaces of the plan's own, and in those of the GPU.
+    own: Need,
+    shared: Need,
     /// Arguments of earlier launches, which nobody is launching now: as many come to be as threads
     /// launch at the same time.
     idle: Mutex<Vec<Vec<Option<Bound>>>>,
@@ -86,12 +88,14 @@ impl Executable {
                 constant.push((memory.source, Buffer::from_slice(gpu.stream(), &order.words())?));
             }
         }
+        let (own, shared) = Need::of(&choice.memory, &gpu.workspaces);
         Ok(Executable {
             steps,
             prepared: choice.prepared,
             main: choice.main,
             constant,
-            workspaces: Workspaces::new(&choice.memory),
+            own,
+            shared,
             idle: Mutex::default(),
             graph: Arc::new(()),
         })
@@ -109,9 +113,10 @@ impl Executable {
         if let Some(recording) = &recording {
             recording.give(self.graph.clone())?;
         }
-        let workspace = self.workspaces.of(stream, recording.as_ref())?;
+        let own = self.own.on(stream, recording.as_ref())?;
+        let shared = self.shared.on(stream, recording.as_ref())?;
         // Launches that belong together stay together on the stream.
-        let held = workspace.as_deref().map(lock);
+        let held = [own.as_deref().map(lock), shared.as_deref().map(lock)];
         let idle = lock(&self.idle).pop();
         let mut bound = idle.unwrap_or_else(|| vec![None; self.steps.len()]);
         let steps = match part {
@@ -121,7 +126,7 @@ impl Executable {
         };
         for index in steps {
             let step = &self.steps[index];
-            let find = |source| self.find(source, held.as_deref(), addresses);
+            let find = |source| self.find(source, &held, addresses);
             let last = match bound[index].take() {
                 Some(last) => step.rebind(stream, last, find)?,
                 None => step.bind(stream, find)?,
@@ -136,7 +141,7 @@ impl Executable {
     fn find(
         &self,
         source: Source,
-        held: Option<&Held>,
+        held: &[Option<MutexGuard<'_, Held>>; 2],
         addresses: &impl Addresses,
     ) -> DeviceAddress {
         if let Some(address) = addresses.address(source) {
@@ -144,7 +149,8 @@ impl Executable {
         }
         let constant = self.constant.iter().find(|(of, _)| *of == source);
         let own = constant.map(|(_, buffer)| buffer.address());
-        own.or_else(|| held.and_then(|held| held.address(source))).unwrap_or(DeviceAddress(0))
+        let written = || held.iter().flatten().find_map(|held| held.address(source));
+        own.or_else(written).unwrap_or(DeviceAddress(0))
     }
 
     /// How the attention kernel's binary was come by.
@@ -157,10 +163,10 @@ impl Executable {
         &self.steps[self.main].kernel
     }
 
-    /// Device memory besides the kernels.
+    /// Device memory besides the kernels, but for what plans share.
     pub(super) fn device_bytes(&self) -> u64 {
         let constant: u64 = self.constant.iter().map(|(_, buffer)| buffer.bytes()).sum();
-        constant + self.workspaces.device_bytes()
+        constant + self.own.device_bytes()
     }
 
     /// Whether a graph may launch it again at any time.

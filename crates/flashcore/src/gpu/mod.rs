@@ -14,14 +14,12 @@
 //! | `plans` | the cache of plans |
 //! | `backend` | attention over tensors in host memory |
 //! | `kernel`, `warm` | compiling |
-//! | `chip` | the size of a GPU |
 //! | `lists`, `room` | lists and guarded results on the device |
 
 mod append;
 mod attention;
 mod backend;
 mod backward;
-mod chip;
 mod combine;
 mod executable;
 mod guarded;
@@ -32,12 +30,12 @@ mod tensors;
 mod warm;
 mod workspace;
 
+pub use crate::chip::{Chip, target_of};
 pub use append::{
     AppendPlan, AppendProblem, AppendTensors, RotarySize, RotaryTables, RotatedQueries,
 };
 pub use attention::AttentionPlan;
 pub use backend::GpuBackend;
-pub use chip::{Chip, target_of};
 pub use combine::{AttentionState, CombinePlan, CombineProblem, CombineTensors};
 pub use cuda::{Buffer, Device, DeviceAddress, DeviceSlice, Stream, StreamIdentity};
 pub use guarded::GuardedBuffer;
@@ -56,6 +54,7 @@ use kernels::Configuration;
 use ptx::{Compiler, Program, Target};
 
 use self::plans::Plans;
+use self::workspace::Workspaces;
 
 /// One GPU with a stream of ours and the kernels compiled for it so far.
 #[derive(Debug)]
@@ -71,6 +70,8 @@ pub struct Gpu {
     attention: Plans<attention::Key, AttentionPlan>,
     appending: Plans<append::Key, AppendPlan>,
     combining: Plans<combine::Key, CombinePlan>,
+    /// What plans share.
+    workspaces: Arc<Workspaces>,
     /// Memory for log-sum-exps that nobody asked for. The kernels write them anyway; that several
     /// launches write to one place does no harm, since it is never read. A graph may know a
     /// buffer's address, so none is given back; each is at least twice as large as the last.
@@ -148,6 +149,7 @@ impl Gpu {
             attention: Plans::default(),
             appending: Plans::default(),
             combining: Plans::default(),
+            workspaces: Arc::default(),
             unread: Mutex::default(),
         })
     }

@@ -80,6 +80,8 @@ pub struct Gradients {
     pub key: DeviceTensor,
     /// Where the values' goes.
     pub value: DeviceTensor,
+    /// Where the sinks' go, in f32, one for each query head, where the problem has sinks.
+    pub sinks: Option<DeviceAddress>,
 }
 
 impl Tensors {
@@ -134,7 +136,7 @@ impl Tensors {
             value: gradients.value.strides,
             output: gradients.output.strides,
         });
-        let of_gradients = |Gradients { output, query, key, value }: Gradients| {
+        let of_gradients = |Gradients { output, query, key, value, .. }: Gradients| {
             [output, query, key, value].iter().all(aligned)
         };
         Arrangement {
@@ -174,6 +176,8 @@ impl Tensors {
         let backward = problem.pass == Pass::Backward;
         let output_gradient = self.gradients.map(|gradients| gradients.output.address);
         check("output gradient", output_gradient, backward)?;
+        let sinks = self.gradients.and_then(|gradients| gradients.sinks);
+        check("gradient of the sinks", sinks, backward && scores.sinks)?;
         check("log-sum-exp", self.lse, self.lse.is_some() || problem.lse)
     }
 }
@@ -193,6 +197,7 @@ impl Addresses for Tensors {
                     Tensor::QueryGradient => Some(gradients.query.address),
                     Tensor::KeyGradient => Some(gradients.key.address),
                     Tensor::ValueGradient => Some(gradients.value.address),
+                    Tensor::SinkGradient => gradients.sinks,
                     _ => None,
                 }
             }

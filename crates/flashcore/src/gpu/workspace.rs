@@ -1,22 +1,25 @@
-//! Memory that the launches of a plan write to: one for each stream, since launches on two may run at
-//! the same time, and one for each capture, since its graph may run beside any stream.
+//! Memory that launches write to: one for each stream, since launches on two may run at the same time,
+//! and one for each capture, since its graph may run beside any stream.
+//!
+//! A plan has some of its own, for what it keeps from one launch to the next. Sums and statistics of
+//! the backward pass are large and begin anew with each call: all plans of a GPU share them.
 
 use std::sync::{Arc, Mutex};
 
 use cuda::{Buffer, DeviceAddress, Recording, RelaxedCapture, Stream, StreamIdentity};
+use kernels::parameter::Workspace;
 
 use super::{GpuError, lock};
 use crate::family::{Contents, Memory};
 use crate::plan::Source;
 
-/// The workspaces of a plan.
-#[derive(Debug)]
+/// Workspaces by their streams.
+#[derive(Debug, Default)]
 pub(super) struct Workspaces {
-    memory: Vec<Memory>,
     all: Mutex<Vec<Entry>>,
 }
 
-/// Workspaces that a plan keeps at most, but for those that a graph has captured.
+/// Workspaces that are kept at most, but for those that a graph has captured.
 const MOST: usize = 16;
 
 #[derive(Debug)]
@@ -29,50 +32,36 @@ struct Entry {
 }
 
 /// The buffers of one workspace.
-#[derive(Debug)]
-pub(super) struct Held(Vec<(Source, Buffer)>);
+#[derive(Debug, Default)]
+pub(super) struct Held {
+    buffers: Vec<(Source, Buffer)>,
+    /// Those that became too small during a capture: its graph knows their addresses.
+    outgrown: Vec<Buffer>,
+}
 
 impl Held {
     pub(super) fn address(&self, source: Source) -> Option<DeviceAddress> {
-        self.0.iter().find(|(of, _)| *of == source).map(|(_, buffer)| buffer.address())
-    }
-}
-
-impl Workspaces {
-    pub(super) fn new(memory: &[Memory]) -> Self {
-        let written = |it: &&Memory| !matches!(it.contents, Contents::Tiles(_));
-        Workspaces {
-            memory: memory.iter().filter(written).cloned().collect(),
-            all: Mutex::default(),
-        }
+        self.buffers.iter().find(|(of, _)| *of == source).map(|(_, buffer)| buffer.address())
     }
 
-    /// The workspace of a stream, made at its first launch; none where the plan needs none.
-    pub(super) fn of(
-        &self,
+    /// Makes room for so much. What becomes too small is freed, for which the host may wait.
+    fn reserve(
+        &mut self,
         stream: &Stream,
-        recording: Option<&Recording<'_>>,
-    ) -> Result<Option<Arc<Mutex<Held>>>, GpuError> {
-        if self.memory.is_empty() {
-            return Ok(None);
-        }
-        let (identity, capture) = (stream.identity(), recording.map(Recording::id));
-        let mut all = lock(&self.all);
-        let found = all.iter().find(|it| it.stream == identity && it.capture == capture);
-        if let Some(entry) = found {
-            return Ok(Some(entry.held.clone()));
-        }
-        // Allocating and freeing must not break a capture that is under way, here or elsewhere.
-        let _relaxed = RelaxedCapture::begin()?;
-        if all.len() >= MOST {
-            let unused =
-                |it: &Entry| Arc::strong_count(&it.graph) == 1 && Arc::strong_count(&it.held) == 1;
-            if let Some(oldest) = all.iter().position(unused) {
-                all.remove(oldest);
+        captured: bool,
+        memory: &[Memory],
+    ) -> Result<(), GpuError> {
+        for Memory { source, bytes, contents } in memory {
+            let at = self.buffers.iter().position(|(of, _)| of == source);
+            if at.is_some_and(|at| self.buffers[at].1.bytes() >= *bytes) {
+                continue;
             }
-        }
-        let mut buffers = Vec::new();
-        for Memory { source, bytes, contents } in &self.memory {
+            // Allocating and freeing must not break a capture that is under way, here or elsewhere.
+            let _relaxed = RelaxedCapture::begin()?;
+            if let Some(at) = at {
+                let (_, small) = self.buffers.swap_remove(at);
+                self.outgrown.extend(captured.then_some(small));
+            }
             let buffer = Buffer::new(stream.device(), (*bytes).max(4))?;
             if *contents == Contents::Zeros {
                 // On a stream of its own: what a captured stream does happens later, and again.
@@ -80,18 +69,108 @@ impl Workspaces {
                 own.fill(buffer.all(), 0)?;
                 own.synchronize()?;
             }
-            buffers.push((*source, buffer));
+            self.buffers.push((*source, buffer));
         }
-        let (held, graph) = (Arc::new(Mutex::new(Held(buffers))), Arc::new(()));
+        Ok(())
+    }
+}
+
+/// What a plan needs of workspaces.
+#[derive(Debug)]
+pub(super) struct Need {
+    memory: Vec<Memory>,
+    workspaces: Arc<Workspaces>,
+}
+
+impl Need {
+    /// The memory of a plan that launches write to: in workspaces of its own, and in those that it
+    /// shares with other plans.
+    pub(super) fn of(memory: &[Memory], shared: &Arc<Workspaces>) -> (Need, Need) {
+        let written = memory.iter().filter(|it| !matches!(it.contents, Contents::Tiles(_)));
+        let (others, own) = written.cloned().partition(|it| is_shared(it.source));
+        let need = |memory, workspaces| Need { memory, workspaces };
+        (need(own, Arc::default()), need(others, shared.clone()))
+    }
+
+    /// The workspace of a stream with room for the need; none where there is none.
+    pub(super) fn on(
+        &self,
+        stream: &Stream,
+        recording: Option<&Recording<'_>>,
+    ) -> Result<Option<Arc<Mutex<Held>>>, GpuError> {
+        if self.memory.is_empty() {
+            return Ok(None);
+        }
+        let held = self.workspaces.of(stream, recording)?;
+        lock(&held).reserve(stream, recording.is_some(), &self.memory)?;
+        Ok(Some(held))
+    }
+
+    /// Device memory that it takes, where the workspaces are the plan's own.
+    pub(super) fn device_bytes(&self) -> u64 {
+        let one: u64 = self.memory.iter().map(|memory| memory.bytes).sum();
+        one * lock(&self.workspaces.all).len() as u64
+    }
+}
+
+/// Whether memory is large, and nothing in it outlives the call that wrote it.
+fn is_shared(source: Source) -> bool {
+    use Workspace::{QueryGradientSums, RowStatistics};
+    matches!(source, Source::Workspace(QueryGradientSums | RowStatistics))
+}
+
+impl Workspaces {
+    /// The workspace of a stream, empty at its first launch.
+    fn of(
+        &self,
+        stream: &Stream,
+        recording: Option<&Recording<'_>>,
+    ) -> Result<Arc<Mutex<Held>>, GpuError> {
+        let (identity, capture) = (stream.identity(), recording.map(Recording::id));
+        let mut all = lock(&self.all);
+        let found = all.iter().find(|it| it.stream == identity && it.capture == capture);
+        if let Some(entry) = found {
+            return Ok(entry.held.clone());
+        }
+        if all.len() >= MOST {
+            let unused =
+                |it: &Entry| Arc::strong_count(&it.graph) == 1 && Arc::strong_count(&it.held) == 1;
+            if let Some(oldest) = all.iter().position(unused) {
+                let _relaxed = RelaxedCapture::begin()?;
+                all.remove(oldest);
+            }
+        }
+        let (held, graph) = (Arc::new(Mutex::new(Held::default())), Arc::new(()));
         if let Some(recording) = recording {
             recording.give(graph.clone())?;
         }
         all.push(Entry { stream: identity, capture, held: held.clone(), graph });
-        Ok(Some(held))
+        Ok(held)
     }
+}
 
-    pub(super) fn device_bytes(&self) -> u64 {
-        let one: u64 = self.memory.iter().map(|memory| memory.bytes).sum();
-        one * lock(&self.all).len() as u64
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kernels::parameter::Tensor;
+
+    #[test]
+    fn what_outlives_a_call_is_the_plans_own() {
+        let memory = |source, contents| Memory { source, bytes: 64, contents };
+        let of = |workspace| memory(Source::Workspace(workspace), Contents::Anything);
+        let all = [
+            of(Workspace::RowStatistics),
+            of(Workspace::Schedule),
+            of(Workspace::QueryGradientSums),
+            memory(Source::Workspace(Workspace::Counters), Contents::Zeros),
+            memory(Source::Tensor(Tensor::PartialOutput), Contents::Anything),
+        ];
+        let shared = Arc::default();
+        let (own, others) = Need::of(&all, &shared);
+        let sources = |need: &Need| need.memory.iter().map(|it| it.source).collect::<Vec<_>>();
+        assert_eq!(sources(&own), [all[1].source, all[3].source, all[4].source]);
+        assert_eq!(sources(&others), [all[0].source, all[2].source]);
+        assert!(Arc::ptr_eq(&others.workspaces, &shared));
+        assert!(!Arc::ptr_eq(&own.workspaces, &shared));
     }
 }

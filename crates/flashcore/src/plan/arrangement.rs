@@ -80,6 +80,7 @@ pub(crate) fn name(tensor: Tensor) -> &'static str {
         Tensor::KeyGradient => "key gradient",
         Tensor::ValueGradient => "value gradient",
         Tensor::OutputGradient => "output gradient",
+        Tensor::SinkGradient => "gradient of the sinks",
     }
 }
 

@@ -12,7 +12,6 @@ use serde::{Serialize, Serializer};
 use super::arrangement::{self, Arrangement};
 use super::rows::Rows;
 use crate::problem::{Alibi, Problem, Storage};
-use crate::tensor::Strides;
 
 /// One launch of one kernel.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -320,7 +319,8 @@ fn of_problem(problem: &Problem, number: Number) -> Option<usize> {
 }
 
 /// Strides in the order of [`Axis`], for tensors of their own.
-pub(crate) fn axis_of(strides: Strides, axis: Axis) -> u64 {
+#[cfg(feature = "cuda")]
+pub(crate) fn axis_of(strides: crate::tensor::Strides, axis: Axis) -> u64 {
     let stride = match axis {
         Axis::Batch => strides.batch,
         Axis::Row | Axis::FlatRow => strides.length,

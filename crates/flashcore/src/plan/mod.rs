@@ -14,7 +14,11 @@ pub(crate) mod rows;
 
 pub use arrangement::{Arrangement, GradientStrides};
 pub use binding::{Launch, Map, Source, Value, bind};
-pub(crate) use binding::{axis_of, bind_with, map_strides, window};
+#[cfg(feature = "cuda")]
+pub(crate) use binding::{axis_of, bind_with};
+pub(crate) use binding::{map_strides, window};
+
+pub use crate::chip::{Chip, target_of};
 
 use std::fmt;
 
@@ -24,7 +28,6 @@ use crate::backend::{Backend, BackendError};
 use crate::cpu::CpuBackend;
 use crate::error::Error;
 use crate::family::{self, Asked, Choice, Family};
-use crate::gpu::Chip;
 use crate::problem::Problem;
 
 /// What the caller insists on. The default leaves the choice open.
@@ -477,6 +480,7 @@ mod tests {
                     let launches = candidate.choice.map(|choice| choice.launches);
                     for launch in launches.into_iter().flatten() {
                         let declared = launch.kernel.program().unwrap().parameters;
+                        #[cfg(feature = "cuda")]
                         assert!(declared.len() <= cuda::MAX_ARGUMENTS, "{}", launch.kernel.name());
                         let values = bind(&launch, &declared, &problem, &arrangement);
                         assert_eq!(values.unwrap().len(), declared.len());

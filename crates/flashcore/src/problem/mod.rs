@@ -82,6 +82,8 @@ pub struct Problem {
     pub lse: bool,
     /// Whether outputs are wanted, or gradients.
     pub pass: Pass,
+    /// Whether gradients must be the same bit for bit from run to run.
+    pub deterministic: bool,
 }
 
 /// What is wanted of attention.
@@ -158,6 +160,9 @@ pub enum ProblemError {
     /// Sequences lie in a way that makes no sense.
     #[error("{0}")]
     Storage(&'static str),
+    /// Outputs are asked for in a way that only gradients can be.
+    #[error("deterministic is said of gradients alone, and outputs are asked for")]
+    Deterministic,
     /// A tensor of this problem cannot be addressed.
     #[error("the {0} tensor would be larger than the address space")]
     TooLarge(&'static str),
@@ -183,6 +188,7 @@ impl Problem {
             lists: Lists::default(),
             lse: true,
             pass: Pass::Forward,
+            deterministic: false,
         }
     }
 
@@ -197,6 +203,19 @@ impl Problem {
     /// ```
     pub fn backward(self) -> Self {
         Problem { pass: Pass::Backward, ..self }
+    }
+
+    /// Gradients that are the same bit for bit from run to run, whatever else the GPU does.
+    ///
+    /// ```
+    /// use flashcore::Problem;
+    ///
+    /// let problem = Problem::new(1, 8, 512, 64).backward().deterministic();
+    /// assert!(problem.text().ends_with("backward,deterministic"));
+    /// assert!(Problem::new(1, 8, 512, 64).deterministic().validate().is_err());
+    /// ```
+    pub fn deterministic(self) -> Self {
+        Problem { deterministic: true, ..self }
     }
 
     /// Share each key/value head among `query_heads / kv_heads` query heads.
@@ -264,6 +283,9 @@ impl Problem {
         }
         if !self.scale().is_finite() {
             return Err(ProblemError::Scale(self.scale()));
+        }
+        if self.deterministic && self.pass == Pass::Forward {
+            return Err(ProblemError::Deterministic);
         }
         self.scores.validate()?;
         self.validate_storage().map_err(ProblemError::Storage)?;
@@ -411,6 +433,9 @@ impl fmt::Display for Problem {
         }
         if self.pass == Pass::Backward {
             write!(f, ", backward")?;
+        }
+        if self.deterministic {
+            write!(f, ", deterministic")?;
         }
         Ok(())
     }

@@ -11,7 +11,7 @@ use crate::dtype::DType;
     "{reason}; a problem is written like b=1,h=16,hk=4,s=4096,sk=8192,d=128,dv=64,bf16,causal,scale=0.1; \
      there are window=LEFT:RIGHT, chunk=, softcap=, alibi, sinks, queries=packed:ROWS, \
      keys=packed:ROWS, keys=entries:COUNT, keys=pages:SIZE:COLUMNS:PAGES, query_lengths, \
-     key_lengths, left_padding and batch_index too"
+     key_lengths, left_padding, batch_index, backward and deterministic too"
 )]
 pub struct ProblemTextError {
     reason: String,
@@ -37,7 +37,7 @@ impl FromStr for Problem {
     /// `window=4096:0` (a side left out is open), `chunk=8192`, the rules of [`Scores`] by the names
     /// of their fields, and how sequences lie: `queries=packed:ROWS`, `keys=packed:ROWS`,
     /// `keys=entries:COUNT`, `keys=pages:SIZE:COLUMNS:PAGES`, with the names of [`Lists`];
-    /// `backward` for gradients.
+    /// `backward` for gradients, with `deterministic` for the same bits from run to run.
     ///
     /// What is left out is as for `flashcore attend`: one sequence of 1024, 8 heads of dim 128,
     /// bf16, keys and values like the queries, no mask.
@@ -57,7 +57,7 @@ impl FromStr for Problem {
         let (mut mask, mut scores) = (Mask::NONE, Scores::default());
         let (mut queries, mut keys, mut lists) =
             (Storage::Padded, Storage::Padded, Lists::default());
-        let mut pass = Pass::Forward;
+        let (mut pass, mut deterministic) = (Pass::Forward, false);
         for word in text.split(',').map(str::trim).filter(|word| !word.is_empty()) {
             let (name, value) = match word.split_once('=') {
                 Some((name, value)) => (name.trim(), Some(value.trim())),
@@ -77,6 +77,7 @@ impl FromStr for Problem {
                     Ok(dtype) => dtypes = DTypes::all(dtype),
                     Err(_) if word == "causal" => mask.right = Some(0),
                     Err(_) if word == "backward" => pass = Pass::Backward,
+                    Err(_) if word == "deterministic" => deterministic = true,
                     Err(_) if lists.insert(word) => {}
                     Err(_) => return Err(means_nothing()),
                 }
@@ -119,7 +120,7 @@ impl FromStr for Problem {
             .with_scores(scores)
             .with_storage(queries, keys)
             .with_lists(lists);
-        let problem = Problem { dtypes, pass, ..problem };
+        let problem = Problem { dtypes, pass, deterministic, ..problem };
         problem.validate().map_err(|error| wrong(error.to_string()))?;
         Ok(problem)
     }
@@ -157,6 +158,7 @@ impl Problem {
         words.extend(self.scores.words());
         words.extend(self.storage_words());
         words.extend((self.pass == Pass::Backward).then(|| "backward".to_owned()));
+        words.extend(self.deterministic.then(|| "deterministic".to_owned()));
         words.join(",")
     }
 }
@@ -183,6 +185,11 @@ mod tests {
              alibi, sinks"
         );
         assert_eq!(parse("window=:0").unwrap(), parse("causal").unwrap());
+        let text = "b=1,h=8,s=64,d=64,f16,backward,deterministic";
+        let problem: Problem = text.parse().unwrap();
+        assert_eq!(problem, Problem::new(1, 8, 64, 64).backward().deterministic());
+        assert_eq!(problem.text(), text);
+        assert!(problem.to_string().ends_with("f16, backward, deterministic"));
     }
 
     #[test]
@@ -192,6 +199,7 @@ mod tests {
         assert!(refusal("x=1").starts_with("there is no size `x`"));
         assert!(refusal("s=-1").starts_with("`-1` is no number for `s`"));
         assert!(refusal("scale=big").starts_with("`big` is no number for `scale`"));
+        assert!(refusal("deterministic").starts_with("deterministic is said of gradients"));
         assert!(refusal("h=8,hk=3").starts_with("8 query heads cannot be divided among 3"));
     }
 }

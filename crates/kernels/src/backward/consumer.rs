@@ -5,8 +5,9 @@ use ptx::{
     LoadHint, Pred, Reg, S32, Scope, SharedAddress, SharedTile, SharedTiles, U32, U64, Value,
 };
 
+use super::epilogue::{self, Done};
 use super::place::{Place, Tile, Walk};
-use super::{Backward, KEY_BLOCK, PART, Shared, SumsLayout, Tensors, WARPGROUPS, epilogue};
+use super::{Backward, PART, ROWS, Shared, SumsLayout, Tensors};
 use crate::attention::scores::{ScoreRule, Slopes, distances};
 use crate::attention::{ACCUMULATOR_ROWS, Score};
 use crate::parameter::Scale;
@@ -19,42 +20,71 @@ pub(super) struct Consumer {
     slopes: Option<Slopes>,
 }
 
-/// Some of the queries of a step, as many as registers hold the scores of.
+/// Some of the queries of a step with some of the keys, as many as registers hold the scores of.
 #[derive(Clone, Copy)]
-struct Part {
+pub(super) struct Part {
     /// The stage of the step, in both pipelines, and its tile of `dS`.
-    stage: u32,
-    /// Which part of the step's queries.
-    index: u32,
+    pub(super) stage: u32,
+    /// Which part of the step's queries, or of the warpgroup's keys.
+    pub(super) index: u32,
 }
 
 impl Part {
-    const FIRST: Part = Part { stage: 0, index: 0 };
+    pub(super) const FIRST: Part = Part { stage: 0, index: 0 };
 
     /// Those of the steps that are unrolled, one for each stage, each with what comes after it.
-    fn every(backward: &Backward) -> Vec<(Part, Part)> {
+    pub(super) fn every(backward: &Backward) -> Vec<(Part, Part)> {
         let (stages, parts) = (backward.stages(), backward.parts());
         let part = |number: u32| Part { stage: number / parts % stages, index: number % parts };
         (0..stages * parts).map(|number| (part(number), part(number + 1))).collect()
     }
 
     /// The step before it.
-    fn before(self, backward: &Backward) -> Part {
+    pub(super) fn before(self, backward: &Backward) -> Part {
         Part { stage: (self.stage + backward.stages() - 1) % backward.stages(), index: 0 }
     }
 
     /// The first of its queries in their tile.
-    fn first(self) -> u32 {
-        self.index * PART
+    fn first_query(self, backward: &Backward) -> u32 {
+        if backward.is_tall() { 0 } else { self.index * PART }
+    }
+
+    /// The first of its keys among those of the warpgroup.
+    fn first_key(self, backward: &Backward) -> u32 {
+        if backward.is_tall() { self.index * ROWS } else { 0 }
+    }
+}
+
+/// The gradients that a warpgroup adds up, of 64 keys and values each.
+struct Sums {
+    keys: Vec<Accumulator>,
+    values: Vec<Accumulator>,
+}
+
+impl Sums {
+    fn zeros(k: &mut Builder, backward: &Backward) -> Self {
+        let mut zeros = |columns| {
+            let each = 0..backward.group_keys() / ROWS;
+            each.map(|_| Accumulator::zeros(k, columns)).collect()
+        };
+        Sums {
+            keys: zeros(backward.key_layout().columns),
+            values: zeros(backward.value_layout().columns),
+        }
+    }
+
+    /// Which of them a part adds to.
+    fn index(backward: &Backward, part: Part) -> usize {
+        (part.first_key(backward) / ROWS) as usize
     }
 }
 
 /// Where there was no step before.
-const NO_STEP: u32 = u32::MAX;
+pub(super) const NO_STEP: u32 = u32::MAX;
 
 /// What is known of a query row, in the order of the workspace.
 #[derive(Clone, Copy)]
-enum Statistic {
+pub(super) enum Statistic {
     /// Its log-sum-exp, less than zero as it were.
     LogSum,
     /// The sum of its output times its gradient, negative too.
@@ -78,7 +108,7 @@ impl Registers {
         let products = Accumulator::new(k, PART);
         Registers {
             scores: Accumulator::new(k, PART),
-            query_gradients: products.narrowed(backward.sums_layout().part_queries()),
+            query_gradients: products.narrowed(backward.sums_layout().part_queries),
             products,
             operand: Fragment::new(k, backward.element, PART),
         }
@@ -86,29 +116,29 @@ impl Registers {
 }
 
 /// A warpgroup at work.
-struct Warpgroup<'a> {
-    backward: &'a Backward,
-    shared: &'a Shared,
-    place: &'a Place,
-    tile: &'a Tile,
+pub(super) struct Warpgroup<'a> {
+    pub(super) backward: &'a Backward,
+    pub(super) shared: &'a Shared,
+    pub(super) place: &'a Place,
+    pub(super) tile: &'a Tile,
     /// Which of the consumer warpgroups it is.
-    index: Reg<U32>,
+    pub(super) index: Reg<U32>,
     /// The thread's index in the warpgroup, and its warp's.
-    thread: Reg<U32>,
-    warp: Reg<U32>,
+    pub(super) thread: Reg<U32>,
+    pub(super) warp: Reg<U32>,
     /// True in the lane that gives stages back for its warp.
-    leader: Reg<Pred>,
+    pub(super) leader: Reg<Pred>,
     /// The thread's first column in an accumulator of scores.
-    column: Reg<U32>,
+    pub(super) column: Reg<U32>,
     /// The phase of the stages of this step.
-    phase: Reg<U32>,
+    pub(super) phase: Reg<U32>,
     /// The stage of the last step, when there is one.
-    stage: Reg<U32>,
+    pub(super) stage: Reg<U32>,
     /// The number of the step before this one's block of query rows.
-    number: Reg<U32>,
-    walk: Walk,
+    pub(super) number: Reg<U32>,
+    pub(super) walk: Walk,
     /// The sums of `dQ`.
-    sums: Reg<GlobalAddress>,
+    pub(super) sums: Reg<GlobalAddress>,
 }
 
 impl Consumer {
@@ -130,32 +160,50 @@ impl Consumer {
         place: &Place,
         tile: &Tile,
     ) {
-        let key_gradients = Accumulator::zeros(k, backward.key_layout().columns);
-        let value_gradients = Accumulator::zeros(k, backward.value_layout().columns);
+        let sums = Sums::zeros(k, backward);
         let group = Warpgroup::new(k, backward, shared, tensors, place, tile);
-        k.if_(group.walk.left.greater(0), |k| {
-            self.steps(k, &group, &key_gradients, &value_gradients);
-        });
+        k.if_(group.walk.left.greater(0), |k| self.steps(k, &group, &sums));
         // Found again, rather than kept in registers all the while.
         let tile = place.find(k);
-        epilogue::store(
-            k,
-            shared,
-            tensors,
-            &tile,
-            &epilogue::Owner { index: group.index, thread: group.thread },
-            [(&value_gradients, None), (&key_gradients, Some(self.scale))],
-        );
+        let first = k.eval(group.index * backward.group_keys());
+        let owner = epilogue::Owner { index: group.index, thread: group.thread, first };
+        let each = sums.values.iter().zip(&sums.keys).zip((0..).step_by(ROWS as usize));
+        let done: Vec<Done<'_>> = each
+            .flat_map(|((values, keys), first)| {
+                [
+                    self.value_gradients(shared, tensors, values, first),
+                    self.key_gradients(shared, tensors, keys, first),
+                ]
+            })
+            .collect();
+        epilogue::store(k, &tile, &owner, &done);
+    }
+
+    /// The gradients of values.
+    pub(super) fn value_gradients<'a>(
+        &self,
+        shared: &'a Shared,
+        tensors: &Tensors,
+        sums: &'a Accumulator,
+        first: u32,
+    ) -> Done<'a> {
+        Done { first, sums, factor: None, tiles: &shared.values, map: tensors.value_gradients }
+    }
+
+    /// The gradients of keys.
+    pub(super) fn key_gradients<'a>(
+        &self,
+        shared: &'a Shared,
+        tensors: &Tensors,
+        sums: &'a Accumulator,
+        first: u32,
+    ) -> Done<'a> {
+        let factor = Some(self.scale);
+        Done { first, sums, factor, tiles: &shared.keys, map: tensors.key_gradients }
     }
 
     /// The loop of the algorithm: see the head of this folder.
-    fn steps(
-        &self,
-        k: &mut Builder,
-        group: &Warpgroup<'_>,
-        key_gradients: &Accumulator,
-        value_gradients: &Accumulator,
-    ) {
+    fn steps(&self, k: &mut Builder, group: &Warpgroup<'_>, sums: &Sums) {
         let registers = Registers::new(k, group.backward);
         let every = Part::every(group.backward);
         let parts = group.backward.parts() as usize;
@@ -169,25 +217,16 @@ impl Consumer {
         k.loop_(|k| {
             // The first step has no step before it; the others come around.
             for (part, next) in &every[..parts] {
-                self.step(
-                    k,
-                    group,
-                    &registers,
-                    [key_gradients, value_gradients],
-                    *part,
-                    *next,
-                    true,
-                );
+                self.step(k, group, &registers, sums, *part, *next, true);
             }
             k.loop_(|k| {
                 for (part, next) in every.iter().cycle().skip(parts).take(every.len()) {
-                    let sums = [key_gradients, value_gradients];
                     self.step(k, group, &registers, sums, *part, *next, false);
                 }
             });
             k.break_if(true);
         });
-        self.last(k, group, &registers, key_gradients);
+        self.last(k, group, &registers, sums);
     }
 
     /// Some queries of a step; after the last of a tile the loop is left in the middle.
@@ -197,12 +236,14 @@ impl Consumer {
         k: &mut Builder,
         group: &Warpgroup<'_>,
         registers: &Registers,
-        [key_gradients, value_gradients]: [&Accumulator; 2],
+        sums: &Sums,
         part: Part,
         next: Part,
         first: bool,
     ) {
         let Registers { scores, products, query_gradients, operand } = registers;
+        let index = Sums::index(group.backward, part);
+        let (key_gradients, value_gradients) = (&sums.keys[index], &sums.values[index]);
         let last = next.index == 0;
         group.start_products(k, products, part);
         self.weights(k, group, part, scores, operand);
@@ -239,9 +280,12 @@ impl Consumer {
             // Before sums are added to: what comes after those waits behind them.
             group.wait_for_output_gradients(k, part, next);
         }
-        if before.is_some() {
+        if let Some(before) = before {
             k.wait_products(1);
-            group.add(k, group.number, query_gradients);
+            let phase = group.phase(before.stage > part.stage);
+            group.wait_for_turn(k, before.stage, phase);
+            group.add_own(k, group.number, query_gradients);
+            group.added(k, before.stage);
         }
         k.wait_products(0);
         if last {
@@ -255,15 +299,10 @@ impl Consumer {
     }
 
     /// What is left after the last step.
-    fn last(
-        &self,
-        k: &mut Builder,
-        group: &Warpgroup<'_>,
-        registers: &Registers,
-        key_gradients: &Accumulator,
-    ) {
+    fn last(&self, k: &mut Builder, group: &Warpgroup<'_>, registers: &Registers, sums: &Sums) {
         let Registers { products, query_gradients, operand, .. } = registers;
         let part = Part { index: group.backward.parts() - 1, ..Part::FIRST };
+        let key_gradients = &sums.keys[Sums::index(group.backward, part)];
         let stages = group.backward.stages();
         k.wait_products(0);
         // Where a step is one part, the step before has been left as well.
@@ -284,14 +323,19 @@ impl Consumer {
             k.if_(group.number.differs(NO_STEP), |k| {
                 group.start_query_gradients(k, query_gradients, before);
                 k.wait_products(0);
-                group.add(k, group.number, query_gradients);
+                let phase = around.choose::<U32>(group.phase ^ 1, group.phase);
+                group.wait_for_turn(k, before, phase);
+                group.add_own(k, group.number, query_gradients);
+                group.added(k, before);
             });
         }
         let written = group.shared.written.at(k, group.stage);
         k.mbarrier_wait(written, group.phase, Scope::Block);
         group.start_query_gradients(k, query_gradients, group.stage);
         k.wait_products(0);
-        group.add(k, group.walk.number, query_gradients);
+        group.wait_for_turn(k, group.stage, group.phase);
+        group.add_own(k, group.walk.number, query_gradients);
+        group.added(k, group.stage);
     }
 
     /// Scores become weights, in their place, before there is an operand to round them into: where
@@ -327,7 +371,7 @@ impl Consumer {
 
     /// The weights of scores, in their place. Where scores are capped, weights are rounded into an
     /// operand at once, for what stays is multiplied with the slope of the cap.
-    fn exponentials(
+    pub(super) fn exponentials(
         &self,
         k: &mut Builder,
         group: &Warpgroup<'_>,
@@ -345,7 +389,7 @@ impl Consumer {
             let [query_length, key_length] = group.place.lengths;
             let position =
                 first + key_length.reinterpret::<S32>() - query_length.reinterpret::<S32>();
-            let key = group.key(k);
+            let key = group.key(k, part);
             let distances = distances(k, &ACCUMULATOR_ROWS, key - position);
             (k.eval(-slope), distances)
         });
@@ -383,7 +427,7 @@ impl Consumer {
 }
 
 impl<'a> Warpgroup<'a> {
-    fn new(
+    pub(super) fn new(
         k: &mut Builder,
         backward: &'a Backward,
         shared: &'a Shared,
@@ -417,41 +461,41 @@ impl<'a> Warpgroup<'a> {
         }
     }
 
-    fn wait_for_keys(&self, k: &mut Builder) {
+    pub(super) fn wait_for_keys(&self, k: &mut Builder) {
         let loaded = self.shared.loaded.at(k, 0);
         k.mbarrier_wait(loaded, 0, Scope::Block);
     }
 
-    fn wait_for_values(&self, k: &mut Builder) {
+    pub(super) fn wait_for_values(&self, k: &mut Builder) {
         let loaded = self.shared.loaded.at(k, 1);
         k.mbarrier_wait(loaded, 0, Scope::Block);
     }
 
-    fn wait_for_queries(&self, k: &mut Builder, part: Part, next: Part) {
+    pub(super) fn wait_for_queries(&self, k: &mut Builder, part: Part, next: Part) {
         let phase = self.phase(next.stage < part.stage);
         self.shared.query_pipeline.wait_full(k, next.stage, phase);
     }
 
-    fn release_queries(&self, k: &mut Builder, stage: u32) {
+    pub(super) fn release_queries(&self, k: &mut Builder, stage: impl Into<Value<U32>>) {
         self.shared.query_pipeline.give_back(k, stage, self.leader);
     }
 
-    fn wait_for_output_gradients(&self, k: &mut Builder, part: Part, next: Part) {
+    pub(super) fn wait_for_output_gradients(&self, k: &mut Builder, part: Part, next: Part) {
         let phase = self.phase(next.stage < part.stage);
         self.shared.output_gradient_pipeline.wait_full(k, next.stage, phase);
     }
 
-    fn release_output_gradients(&self, k: &mut Builder, stage: u32) {
+    pub(super) fn release_output_gradients(&self, k: &mut Builder, stage: impl Into<Value<U32>>) {
         self.shared.output_gradient_pipeline.give_back(k, stage, self.leader);
     }
 
     /// The phase of this step's stages, or of a step's on the other side of the first stage.
-    fn phase(&self, around: bool) -> Value<U32> {
+    pub(super) fn phase(&self, around: bool) -> Value<U32> {
         if around { self.phase ^ 1 } else { self.phase.into() }
     }
 
     /// Says that this warp has written its part of `dS`.
-    fn written(&self, k: &mut Builder, stage: impl Into<Value<U32>>) {
+    pub(super) fn written(&self, k: &mut Builder, stage: impl Into<Value<U32>>) {
         k.fence(Fence::ProxyAsyncShared);
         k.warp_sync();
         let written = self.shared.written.at(k, stage);
@@ -459,45 +503,55 @@ impl<'a> Warpgroup<'a> {
     }
 
     /// Waits until both warpgroups have written `dS` of the step before.
-    fn wait_until_written(&self, k: &mut Builder, part: Part, before: Part) {
+    pub(super) fn wait_until_written(&self, k: &mut Builder, part: Part, before: Part) {
         let written = self.shared.written.at(k, before.stage);
         let phase = self.phase(before.stage > part.stage);
         k.mbarrier_wait(written, phase, Scope::Block);
     }
 
     /// Some rows of a step's queries or output gradients.
-    fn rows(&self, k: &mut Builder, tiles: &SharedTiles, part: Part) -> SharedTile {
-        tiles.at(k, part.stage).rows(k, part.first(), PART)
+    pub(super) fn rows(&self, k: &mut Builder, tiles: &SharedTiles, part: Part) -> SharedTile {
+        tiles.at(k, part.stage).rows(k, part.first_query(self.backward), PART)
     }
 
-    /// This warpgroup's keys or values.
-    fn own(&self, k: &mut Builder, tiles: &SharedTiles) -> SharedTile {
-        let rows = KEY_BLOCK / WARPGROUPS;
-        tiles.at(k, 0).rows(k, self.index * rows, rows)
+    /// A part's keys or values.
+    pub(super) fn own(&self, k: &mut Builder, tiles: &SharedTiles, part: Part) -> SharedTile {
+        tiles.at(k, 0).rows(k, self.first_row(part), ROWS)
+    }
+
+    /// The first of a part's keys in their tile.
+    fn first_row(&self, part: Part) -> Value<U32> {
+        self.index * self.backward.group_keys() + part.first_key(self.backward)
     }
 
     /// Starts `S^T = K Q^T`.
-    fn start_scores(&self, k: &mut Builder, scores: &Accumulator, part: Part) {
-        let keys = self.own(k, &self.shared.keys);
+    pub(super) fn start_scores(&self, k: &mut Builder, scores: &Accumulator, part: Part) {
+        let keys = self.own(k, &self.shared.keys, part);
         let queries = self.rows(k, &self.shared.queries, part);
         k.start_product(scores, Accumulate::No, keys.matrix(), queries.transposed());
     }
 
     /// Starts `dP^T = V dO^T`.
-    fn start_products(&self, k: &mut Builder, products: &Accumulator, part: Part) {
-        let values = self.own(k, &self.shared.values);
+    pub(super) fn start_products(&self, k: &mut Builder, products: &Accumulator, part: Part) {
+        let values = self.own(k, &self.shared.values, part);
         let gradients = self.rows(k, &self.shared.output_gradients, part);
         k.start_product(products, Accumulate::No, values.matrix(), gradients.transposed());
     }
 
     /// Starts `dV += P^T dO`.
-    fn start_value_gradients(&self, k: &mut Builder, to: &Accumulator, p: &Fragment, part: Part) {
+    pub(super) fn start_value_gradients(
+        &self,
+        k: &mut Builder,
+        to: &Accumulator,
+        p: &Fragment,
+        part: Part,
+    ) {
         let gradients = self.rows(k, &self.shared.output_gradients, part);
         k.start_product(to, Accumulate::Yes, p, gradients.matrix());
     }
 
     /// Starts `dK += dS^T Q`.
-    fn start_key_gradients(
+    pub(super) fn start_key_gradients(
         &self,
         k: &mut Builder,
         to: &Accumulator,
@@ -505,47 +559,67 @@ impl<'a> Warpgroup<'a> {
         stage: impl Into<Value<U32>>,
         part: Part,
     ) {
-        let queries = self.shared.queries.at(k, stage).rows(k, part.first(), PART);
+        let first = part.first_query(self.backward);
+        let queries = self.shared.queries.at(k, stage).rows(k, first, PART);
         k.start_product(to, Accumulate::Yes, ds, queries.matrix());
     }
 
     /// Hides keys that queries of this step do not see.
-    fn hide(&self, k: &mut Builder, part: Part, scores: &[Score]) {
+    pub(super) fn hide(&self, k: &mut Builder, part: Part, scores: &[Score]) {
         k.if_(self.tile.query_blocks.needs_mask(self.walk.block), |k| {
             let first = self.first_column(k, part);
             let (place, rows) = (self.place, &ACCUMULATOR_ROWS);
-            let key = self.key(k);
+            let key = self.key(k, part);
             let seen = place.visibility.seen_from(k, rows, key, first, place.lengths);
             seen.hide_others(k, scores);
         });
     }
 
     /// The key of the thread's first row: found again where it is asked for, rather than kept.
-    fn key(&self, k: &mut Builder) -> Reg<S32> {
+    pub(super) fn key(&self, k: &mut Builder, part: Part) -> Reg<S32> {
         let thread = k.thread_index();
         let index = k.eval(thread / 128 - 1);
         let position = Accumulator::position(k, thread % 128);
         let first = self.place.first_key(k);
-        let key = first + index * (KEY_BLOCK / WARPGROUPS) + position.row;
+        let key = first + position.row + part.first_key(self.backward);
+        let of_group = index * self.backward.group_keys();
+        let key = if self.backward.is_wide() { key } else { key + of_group };
         k.eval(key.reinterpret::<S32>())
     }
 
+    /// The thread's first column in an accumulator of scores.
+    fn column(&self, k: &mut Builder) -> Reg<U32> {
+        if self.backward.is_wide() || self.backward.is_tall() {
+            // Found again, rather than kept.
+            let thread = k.thread_index();
+            return Accumulator::position(k, thread % 128).column;
+        }
+        self.column
+    }
+
     /// The query of the thread's first column.
-    fn first_column(&self, k: &mut Builder, part: Part) -> Reg<S32> {
-        let first = part.first();
-        let column = self.walk.block * self.backward.query_block + self.column + first;
+    pub(super) fn first_column(&self, k: &mut Builder, part: Part) -> Reg<S32> {
+        let first = part.first_query(self.backward);
+        let column = self.column(k);
+        let column = self.walk.block * self.backward.query_block + column + first;
         k.eval(column.reinterpret::<S32>())
     }
 
     /// Where a statistic of this step's rows is, from the thread's first column on.
-    fn statistics(&self, k: &mut Builder, which: Statistic, part: Part) -> Reg<SharedAddress> {
+    pub(super) fn statistics(
+        &self,
+        k: &mut Builder,
+        which: Statistic,
+        part: Part,
+    ) -> Reg<SharedAddress> {
         let base = self.shared.statistics(k, self.backward, part.stage);
-        let first = which as u32 * self.backward.query_block + part.first();
-        k.eval(base + self.column * 4 + first * 4)
+        let first = which as u32 * self.backward.query_block + part.first_query(self.backward);
+        let column = self.column(k);
+        k.eval(base + column * 4 + first * 4)
     }
 
     /// `dS = P * (dP - delta)`, in the place of `dP`.
-    fn score_gradients(
+    pub(super) fn score_gradients(
         &self,
         k: &mut Builder,
         part: Part,
@@ -565,7 +639,7 @@ impl<'a> Warpgroup<'a> {
 
     /// Rounds `dS` into registers for the product with the queries, and stores it to shared memory
     /// for the one with the keys.
-    fn store_score_gradients(
+    pub(super) fn store_score_gradients(
         &self,
         k: &mut Builder,
         stage: impl Into<Value<U32>>,
@@ -575,13 +649,17 @@ impl<'a> Warpgroup<'a> {
     ) {
         operand.round(k, gradients.registers());
         let tile = self.shared.score_gradients.at(k, stage);
-        let rows = KEY_BLOCK / WARPGROUPS;
-        let tile = tile.rows(k, self.index * rows, rows).panel(k, part.index);
+        let tile = tile.rows(k, self.first_row(part), ROWS);
+        let tile = if self.backward.is_tall() { tile } else { tile.panel(k, part.index) };
+        if self.backward.is_tall() {
+            let thread = k.thread_index();
+            return operand.store(k, &tile, thread / 32 % 4);
+        }
         operand.store(k, &tile, self.warp);
     }
 
     /// Starts this warpgroup's part of `dQ^T = K^T dS^T`: half of the columns, or of the queries.
-    fn start_query_gradients(
+    pub(super) fn start_query_gradients(
         &self,
         k: &mut Builder,
         products: &Accumulator,
@@ -598,15 +676,46 @@ impl<'a> Warpgroup<'a> {
         k.start_product(products, Accumulate::No, keys.transposed(), score_gradients.matrix());
     }
 
-    /// Adds the thread's part of `dQ` to a block of query rows, four registers at a time.
-    fn add(&self, k: &mut Builder, number: Reg<U32>, part: &Accumulator) {
+    /// Waits until this block may add `dQ` of the step of a stage, where additions take turns.
+    pub(super) fn wait_for_turn(
+        &self,
+        k: &mut Builder,
+        stage: impl Into<Value<U32>>,
+        phase: impl Into<Value<U32>>,
+    ) {
+        if let Some(turns) = &self.shared.turns {
+            turns.wait(k, stage, phase);
+        }
+    }
+
+    /// Says that this warp has added its part of that.
+    pub(super) fn added(&self, k: &mut Builder, stage: impl Into<Value<U32>>) {
+        if let Some(turns) = &self.shared.turns {
+            turns.added(k, stage, self.leader);
+        }
+    }
+
+    /// Adds this warpgroup's part of `dQ`.
+    fn add_own(&self, k: &mut Builder, number: Reg<U32>, products: &Accumulator) {
+        // Found again, rather than kept.
+        let thread = k.thread_index();
+        self.add(k, number, (thread - 128) / 128, products);
+    }
+
+    /// Adds a part of `dQ` to that of a block of query rows, four registers at a time.
+    pub(super) fn add(
+        &self,
+        k: &mut Builder,
+        number: Reg<U32>,
+        part: impl Into<Value<U32>>,
+        products: &Accumulator,
+    ) {
         let layout = self.backward.sums_layout();
         let block = k.multiply_wide(number, layout.block_bytes());
         let thread = k.thread_index();
-        let thread = k.eval(thread - 128);
-        let within = thread / 128 * layout.part_bytes() + thread % 128 * 16;
+        let within = part.into() * layout.part_bytes() + thread % 128 * 16;
         let sums = k.eval(self.sums + block + within.convert::<U64>());
-        for (index, registers) in part.registers().chunks_exact(4).enumerate() {
+        for (index, registers) in products.registers().chunks_exact(4).enumerate() {
             let address = sums + SumsLayout::REGISTERS_BYTES * index as u32;
             k.reduce_add_vector(address, registers, Scope::Gpu);
         }

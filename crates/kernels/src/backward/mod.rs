@@ -7,13 +7,14 @@
 //! dV = P^T dO      dP = dO V^T      dS = P * (dP - delta)      dK = dS^T Q      dQ = dS K
 //! ```
 //!
-//! Three kernels, one after the other:
+//! Kernels, one after the other:
 //!
 //! | kernel | what it does |
 //! | --- | --- |
 //! | [`RowSums`] | `delta` and the log-sum-exps as the next one wants them; zeros for `dQ` |
 //! | [`Backward`] | all five products; `dK` and `dV` stay in registers, `dQ` is added up in `f32` |
 //! | [`Rounding`] | `dQ` rounded to the tensor |
+//! | [`SinkGradients`] | where there are sinks, their gradients |
 //!
 //! A block of the second takes 128 keys of a key head and walks the query blocks that see them, of
 //! all query heads that share the key head, so that `dK` and `dV` are finished where they are
@@ -46,15 +47,19 @@
 
 mod consumer;
 mod epilogue;
+mod order;
 pub(crate) mod place;
 mod producer;
 mod rounding;
 mod row_sums;
+mod sink_gradients;
 mod tuned;
+mod wide;
 
 pub use rounding::Rounding;
 pub use row_sums::RowSums;
-pub use tuned::{every_backward, tuned_backward};
+pub use sink_gradients::SinkGradients;
+pub use tuned::{every_backward, tall_backward, tuned_backward};
 
 use ptx::{
     Barriers, Builder, Element, Expression, GlobalAddress, Pipeline, Program, Reg, Role,
@@ -65,15 +70,16 @@ use crate::Error;
 use crate::attention::Rules;
 use crate::parameter::{Tensor, Workspace};
 use consumer::Consumer;
+use order::Turns;
 use place::Place;
 
-/// Keys that a block takes.
-pub const KEY_BLOCK: u32 = 128;
+/// Keys that a wgmma takes, as rows.
+const ROWS: u32 = 64;
 
 /// Queries whose scores are in registers at a time: as many as a panel of shared memory is wide.
 const PART: u32 = 64;
 
-/// Consumer warpgroups, of 64 keys each.
+/// Consumer warpgroups.
 const WARPGROUPS: u32 = 2;
 
 /// What the kernel is built for.
@@ -81,31 +87,35 @@ const WARPGROUPS: u32 = 2;
 pub struct Backward {
     /// The element of all tensors: `F16` or `BF16`.
     pub element: Element,
-    /// The width of queries and keys: a multiple of 8 up to 128.
+    /// The width of queries and keys: a multiple of 8 up to 256.
     pub head_dim: u32,
-    /// The width of values and outputs: a multiple of 8 up to 128.
+    /// The width of values and outputs: a multiple of 8 up to 256.
     pub value_head_dim: u32,
     /// Which keys a query sees, and what changes scores.
     pub rules: Rules,
-    /// Queries in a block: 64, or 128 where the head dimension is 64 or less.
+    /// Queries in a block: 64, or 128 where the head dimension is 64 or less and a block takes fewer
+    /// keys.
     pub query_block: u32,
+    /// Whether `dQ` is the same bit for bit from run to run.
+    pub deterministic: bool,
 }
 
 /// Where the sums of `dQ` lie: for each query head, block after block of query rows; of a block,
-/// part after part of 64 columns; of a part, 8 query rows after 8, as the accumulators of a
-/// transposed product lie in the registers of four warps, 16 columns each: four registers of a
-/// thread at a time. Where nothing adds four numbers at once, each register of all threads at a
-/// time.
+/// part after part of some rows or of 64 columns. A part lies as its accumulator does in the registers
+/// of a warpgroup's threads, four registers of a thread at a time. Where nothing adds four numbers at
+/// once, each register of all threads at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SumsLayout {
     /// Query rows of a block.
     pub query_block: u32,
     /// Columns that there is room for: a multiple of 64.
     pub columns: u32,
+    /// Query rows of a part.
+    pub part_queries: u32,
 }
 
 impl SumsLayout {
-    /// Bytes of four registers of each thread of four warps: 8 query rows of 64 columns.
+    /// Bytes of four registers of each thread of a warpgroup.
     pub(crate) const REGISTERS_BYTES: u32 = 4 * 4 * 128;
 
     /// Bytes of a block of query rows.
@@ -113,20 +123,19 @@ impl SumsLayout {
         4 * self.query_block * self.columns
     }
 
-    /// Parts of a block that are rounded by themselves: 64 columns each; or half of the queries,
-    /// where there are no more.
+    /// Parts of a block.
     const fn parts(&self) -> u32 {
-        if self.columns > 64 { self.columns / 64 } else { WARPGROUPS }
+        self.query_block / self.part_queries * (self.columns / 64)
+    }
+
+    /// Whether parts have all rows and some columns.
+    const fn by_columns(&self) -> bool {
+        self.part_queries == self.query_block
     }
 
     /// Bytes of a part.
     const fn part_bytes(&self) -> u32 {
         self.block_bytes() / self.parts()
-    }
-
-    /// Query rows of a part.
-    const fn part_queries(&self) -> u32 {
-        if self.columns > 64 { self.query_block } else { self.query_block / WARPGROUPS }
     }
 }
 
@@ -152,8 +161,12 @@ struct Shared {
     /// Queries and their statistics.
     query_pipeline: Pipeline,
     output_gradient_pipeline: Pipeline,
-    /// Both warpgroups have written a tile of `dS`.
+    /// A tile of `dS` has been written, by all warps that have a part of it.
     written: Barriers,
+    /// Where `dQ` is added in one order.
+    turns: Option<Turns>,
+    /// What goes from one warpgroup to the other, where heads are wide.
+    exchange: Option<wide::Exchange>,
 }
 
 /// Where tensors and workspaces are.
@@ -166,14 +179,40 @@ struct Tensors {
     value_gradients: TensorMap,
     statistics: Reg<GlobalAddress>,
     sums: Reg<GlobalAddress>,
+    /// The counters of turns.
+    turns: Option<Reg<GlobalAddress>>,
 }
 
 impl Backward {
     /// The name of this configuration.
     pub fn name(&self) -> String {
-        let Backward { element, head_dim, value_head_dim, rules, query_block } = self;
-        let rules = rules.name();
-        format!("backward_{element}_d{head_dim}x{value_head_dim}_{rules}_{query_block}x{KEY_BLOCK}")
+        let Backward { element, head_dim, value_head_dim, rules, query_block, .. } = self;
+        let (rules, mode) = (rules.name(), if self.deterministic { "_deterministic" } else { "" });
+        let tile = format!("{query_block}x{}", self.key_block());
+        format!("backward_{element}_d{head_dim}x{value_head_dim}_{rules}_{tile}{mode}")
+    }
+
+    /// Keys that a block takes: 64 for each warpgroup, or for both where heads are wide, or twice 64
+    /// for each where they are narrow.
+    pub fn key_block(&self) -> u32 {
+        if self.is_wide() { ROWS } else { WARPGROUPS * self.group_keys() }
+    }
+
+    /// Keys of a warpgroup.
+    fn group_keys(&self) -> u32 {
+        if self.is_tall() { 2 * ROWS } else { ROWS }
+    }
+
+    /// Whether a warpgroup has registers for the gradients of 128 keys and values, and takes them:
+    /// what is loaded and added for each product is half then.
+    fn is_tall(&self) -> bool {
+        self.query_block == PART && self.head_dim.max(self.value_head_dim) <= 64
+    }
+
+    /// Whether a head is so wide that one warpgroup has no registers for the gradients of 64 keys
+    /// and values.
+    fn is_wide(&self) -> bool {
+        self.head_dim.max(self.value_head_dim) > 128
     }
 
     /// The tile of queries.
@@ -188,22 +227,25 @@ impl Backward {
 
     /// The tile of keys.
     pub fn key_layout(&self) -> TileLayout {
-        self.layout(KEY_BLOCK, self.head_dim.next_multiple_of(16))
+        self.layout(self.key_block(), self.head_dim.next_multiple_of(16))
     }
 
     /// The tile of values.
     pub fn value_layout(&self) -> TileLayout {
-        self.layout(KEY_BLOCK, self.value_head_dim.next_multiple_of(16))
+        self.layout(self.key_block(), self.value_head_dim.next_multiple_of(16))
     }
 
     /// What a warpgroup stores of the gradients of keys and values: a box of 64 rows.
     fn stored_layout(&self, columns: u32) -> TileLayout {
-        self.layout(KEY_BLOCK / WARPGROUPS, columns)
+        self.layout(ROWS, columns)
     }
 
     /// The tile of `dS`: a row for each key.
     fn score_gradient_layout(&self) -> TileLayout {
-        self.layout(KEY_BLOCK, self.query_block)
+        let layout = self.layout(self.key_block(), self.query_block);
+        // A panel for each warpgroup where they share queries.
+        let swizzle = if self.is_tall() { Swizzle::B64 } else { layout.swizzle };
+        TileLayout { swizzle, ..layout }
     }
 
     fn layout(&self, rows: u32, columns: u32) -> TileLayout {
@@ -213,28 +255,39 @@ impl Backward {
     /// Where the sums of `dQ` lie.
     pub fn sums_layout(&self) -> SumsLayout {
         let columns = self.head_dim.next_multiple_of(64);
-        SumsLayout { query_block: self.query_block, columns }
+        // Warpgroups share the columns, or the queries where there are not enough columns.
+        let shared = columns == 64 && !self.is_wide();
+        let part_queries = self.query_block / if shared { WARPGROUPS } else { 1 };
+        SumsLayout { query_block: self.query_block, columns, part_queries }
     }
 
-    /// Whether there is shared memory for it, with some left for barriers.
-    fn fits(&self) -> bool {
+    /// Whether there is shared memory for so many stages, with some left for barriers.
+    fn fits(&self, stages: u32) -> bool {
         let once = [self.key_layout(), self.value_layout()].map(|tile| tile.bytes());
         let stage = [self.query_layout(), self.output_gradient_layout()].map(|tile| tile.bytes());
         let stage = stage.iter().sum::<u32>() + self.statistics_bytes();
+        let exchange = if self.is_wide() { wide::WEIGHTS_BYTES } else { 0 };
         let bytes = once.iter().sum::<u32>()
-            + self.stages() * (stage + self.score_gradient_layout().bytes());
+            + exchange
+            + stages * (stage + self.score_gradient_layout().bytes());
         bytes + 1024 <= Target::SM_90A.shared_memory_limit()
     }
 
     /// Stages of the pipelines of queries and of output gradients, and tiles of `dS`: consumers
     /// unroll as many steps, so that addresses are constants. Copies take longer than a short step.
     fn stages(&self) -> u32 {
-        if self.query_block > PART { 2 } else { 3 }
+        if self.parts() > 1 || !self.fits(3) { 2 } else { 3 }
     }
 
-    /// How many times 64 queries a block has.
+    /// Warps that add to the sums of `dQ`: all, or those of one warpgroup where values are wide and
+    /// there is one part.
+    fn adding_warps(&self) -> u32 {
+        4 * self.sums_layout().parts().min(WARPGROUPS)
+    }
+
+    /// How many times 64 queries with 64 keys a warpgroup has in a step.
     fn parts(&self) -> u32 {
-        self.query_block / PART
+        self.query_block / PART * (self.group_keys() / ROWS)
     }
 
     /// What comes before it.
@@ -244,6 +297,7 @@ impl Backward {
             element: self.element,
             value_head_dim: self.value_head_dim,
             sums: self.sums_layout(),
+            turns: self.deterministic,
         }
     }
 
@@ -257,6 +311,15 @@ impl Backward {
         }
     }
 
+    /// What comes last, where there are sinks.
+    pub fn sink_gradients(&self) -> Option<SinkGradients> {
+        self.rules.sinks.then_some(SinkGradients {
+            target: Target::SM_90A,
+            mask: self.rules.mask,
+            query_block: self.query_block,
+        })
+    }
+
     /// Bytes of the statistics of a block of query rows: two numbers for each.
     pub fn statistics_bytes(&self) -> u32 {
         2 * 4 * self.query_block
@@ -268,7 +331,7 @@ impl Backward {
     /// gradients and value gradients over (dimension, position, head, batch); the addresses of
     /// the [`RowSums`]' statistics and of the sums of `dQ`, which are zero; query length, key
     /// length; the scales; the divisors of key blocks of a head and of key heads; query heads
-    /// that share a key head; then what the rules ask for. One block for each key block of each
+    /// that share a key head; then what the rules and the order ask for. One block for each key block of each
     /// key head and sequence.
     pub fn program(&self) -> Result<Program, Error> {
         if let Some(fault) = self.fault() {
@@ -282,8 +345,8 @@ impl Backward {
 
     /// Why there is no such kernel.
     fn fault(&self) -> Option<&'static str> {
-        let wrong = |dim: u32| dim == 0 || dim > 128 || !dim.is_multiple_of(8);
-        let narrow = self.head_dim <= 64;
+        let wrong = |dim: u32| dim == 0 || dim > 256 || !dim.is_multiple_of(8);
+        let narrow = self.head_dim <= 64 && !self.is_wide();
         let faults = [
             (
                 !matches!(self.element, Element::F16 | Element::BF16),
@@ -291,13 +354,13 @@ impl Backward {
             ),
             (
                 wrong(self.head_dim) || wrong(self.value_head_dim),
-                "a head dimension is not a multiple of 8 up to 128",
+                "a head dimension is not a multiple of 8 up to 256",
             ),
             (
-                self.query_block != if narrow { WARPGROUPS * PART } else { PART },
+                self.query_block != PART && !(narrow && self.query_block == WARPGROUPS * PART),
                 "a query block is 64 rows, or a panel of 64 for each warpgroup with narrow heads",
             ),
-            (!self.fits(), "there is not enough shared memory"),
+            (!self.fits(2), "there is not enough shared memory"),
         ];
         faults.into_iter().find(|(faulty, _)| *faulty).map(|(_, fault)| fault)
     }
@@ -315,8 +378,14 @@ impl Backward {
             value_gradients: Tensor::ValueGradient.map(k, values_columns),
             statistics: Workspace::RowStatistics.address(k),
             sums: Workspace::QueryGradientSums.address(k),
+            turns: self.deterministic.then(|| Workspace::Turns.address(k)),
         };
-        let place = Place::parameters(k, self.query_block, KEY_BLOCK, self.rules.mask);
+        let place = Place::parameters(
+            k,
+            [self.query_block, self.key_block()],
+            self.rules.mask,
+            self.deterministic,
+        );
         let consumer = Consumer::parameters(k, self);
         let shared = self.shared(k);
         let thread = k.thread_index();
@@ -329,7 +398,24 @@ impl Backward {
             k.if_(thread.equals(0), |k| {
                 producer::produce(k, self, &shared, &tensors, &place, &tile, &walk);
             });
+            if let (Some(turns), Some(counters)) = (&shared.turns, tensors.turns) {
+                k.if_(thread.equals(32), |k| turns.grant(k, counters, &place, &tile, &walk));
+                k.if_(thread.equals(64), |k| turns.pass_on(k, counters, &place, &tile, &walk));
+            }
         });
+        if self.is_wide() {
+            let weights = Role::warpgroups("weights", 1..2).registers(240);
+            k.role(weights, |k| {
+                let tile = place.find(k);
+                consumer.consume_weights(k, self, &shared, &tensors, &place, &tile);
+            });
+            let gradients = Role::warpgroups("gradients", 2..3).registers(240);
+            k.role(gradients, |k| {
+                let tile = place.find(k);
+                consumer.consume_gradients(k, self, &shared, &tensors, &place, &tile);
+            });
+            return;
+        }
         let consumers = Role::warpgroups("consumer", 1..1 + WARPGROUPS).registers(240);
         k.role(consumers, |k| {
             let tile = place.find(k);
@@ -341,6 +427,7 @@ impl Backward {
     fn shared(&self, k: &mut Builder) -> Shared {
         // A warp leader for its lanes when it gives a stage back.
         let warps = 4 * WARPGROUPS;
+        let writers = warps / if self.is_wide() { WARPGROUPS } else { 1 };
         let stages = self.stages();
         Shared {
             keys: SharedTiles::new(k, "keys", self.key_layout(), 1),
@@ -355,9 +442,11 @@ impl Backward {
             score_gradients: SharedTiles::new(k, "dS", self.score_gradient_layout(), stages),
             statistics: k.shared("row statistics", stages * self.statistics_bytes(), 16),
             loaded: Barriers::new(k, "keys and values loaded", 2, 1),
-            written: Barriers::new(k, "dS written", stages, warps),
+            written: Barriers::new(k, "dS written", stages, writers),
+            exchange: self.is_wide().then(|| wide::Exchange::new(k, stages)),
             query_pipeline: Pipeline::new(k, "queries", stages, warps),
             output_gradient_pipeline: Pipeline::new(k, "output gradients", stages, warps),
+            turns: self.deterministic.then(|| Turns::new(k, stages, self.adding_warps())),
         }
     }
 }
@@ -378,7 +467,13 @@ impl Shared {
     fn init(&self, k: &mut Builder) {
         self.loaded.init(k);
         self.written.init(k);
+        if let Some(exchange) = &self.exchange {
+            exchange.init(k);
+        }
         self.query_pipeline.init(k);
         self.output_gradient_pipeline.init(k);
+        if let Some(turns) = &self.turns {
+            turns.init(k);
+        }
     }
 }

@@ -25,6 +25,10 @@ pub(super) fn produce(
     };
     let load_queries = |k: &mut Builder| {
         let stage = queries.acquire(k);
+        if let Some(exchange) = &shared.exchange {
+            let number = exchange.number(k, stage);
+            k.store(number, walk.number);
+        }
         let full = queries.expect(k, shared.queries.layout().bytes() + statistics_bytes);
         let corner = corner(k);
         shared.queries.at(k, stage).load(k, tensors.queries, &corner, full, CopyHint::default());

@@ -8,7 +8,7 @@ use ptx::{
     SharedAddress, Target, U32, U64, Value,
 };
 
-use super::{SumsLayout, tuned_backward};
+use super::{Backward, SumsLayout};
 use crate::attention::Rules;
 use crate::divisor::DivisorRegisters;
 use crate::element::store_from_f32;
@@ -29,7 +29,7 @@ pub struct Rounding {
     pub target: Target,
     /// The element of the gradient.
     pub element: Element,
-    /// The width of queries: a multiple of 8.
+    /// The width of queries: a multiple of 8 up to 256.
     pub head_dim: u32,
     /// Where the sums lie.
     pub sums: SumsLayout,
@@ -39,25 +39,30 @@ impl Rounding {
     /// The name of this configuration.
     pub fn name(&self) -> String {
         let Rounding { target, element, head_dim, sums } = self;
-        let SumsLayout { query_block, columns } = sums;
-        format!("rounding_{target}_{element}_d{head_dim}_{query_block}x{columns}")
+        let SumsLayout { query_block, columns, part_queries } = sums;
+        format!("rounding_{target}_{element}_d{head_dim}_{query_block}x{columns}_{part_queries}")
     }
 
     /// A kernel that it may come after, if there is one.
     pub fn after(&self) -> Option<Configuration> {
-        let (element, head_dim) = (self.element, self.head_dim);
-        // Wider values may mean smaller blocks of queries.
-        let find = |value_head_dim: u32| {
-            let hopper = tuned_backward(element, head_dim, value_head_dim, Rules::CAUSAL)
-                .filter(|it| it.rounding() == *self)
-                .map(Configuration::Backward);
-            let tuned =
-                mma::tuned_backward(self.target, element, head_dim, value_head_dim, Rules::CAUSAL)
-                    .filter(|it| it.rounding() == *self)
-                    .map(Configuration::BackwardMma);
-            hopper.or(tuned)
+        // Few columns and few rows are those of narrow queries with wide values.
+        let wide = self.sums.columns == COLUMNS && self.sums.by_columns();
+        let hopper = Backward {
+            element: self.element,
+            head_dim: self.head_dim,
+            value_head_dim: if wide { 256 } else { 64 },
+            rules: Rules::CAUSAL,
+            query_block: self.sums.query_block,
+            deterministic: false,
         };
-        [64, 128, 256].into_iter().find_map(find)
+        if hopper.rounding() == *self && hopper.fault().is_none() {
+            return Some(Configuration::Backward(hopper));
+        }
+        let tuned = [64, 128, 256].into_iter().filter_map(|value_head_dim| {
+            let (element, head_dim) = (self.element, self.head_dim);
+            mma::tuned_backward(self.target, element, head_dim, value_head_dim, Rules::CAUSAL)
+        });
+        tuned.filter(|it| it.rounding() == *self).map(Configuration::BackwardMma).next()
     }
 
     /// Blocks of the grid for so many blocks of query rows.
@@ -65,8 +70,8 @@ impl Rounding {
         self.sums.parts() * query_blocks
     }
 
-    /// Builds the kernel: a block of the grid for each part of each block of query rows of each head
-    /// and sequence.
+    /// Builds the kernel: a block of the grid for each part of the sums of each block of query rows
+    /// of each head and sequence.
     pub fn program(&self) -> Result<Program, Error> {
         if !matches!(self.element, Element::F16 | Element::BF16) {
             return Err(Error::configuration(self.name(), "the element is not f16 or bf16"));
@@ -97,14 +102,15 @@ impl Rounding {
         let query_length = Number::QueryLength.read(k);
         let query_blocks = DivisorRegisters::parameters(k, Number::QueryBlocks);
         let heads = DivisorRegisters::parameters(k, Number::QueryHeads);
-        let queries = self.sums.part_queries();
+        let queries = self.sums.part_queries;
         // A row of 64 columns and some room, so that neighbours of a column are in other banks.
         let row_bytes = (COLUMNS + 2) * 2;
         let shared = k.shared("rows", queries * row_bytes, 16);
         let shared = k.shared_address(shared);
 
         let (index, thread) = (k.block_index(), k.thread_index());
-        let (number, part) = (k.eval(index / self.sums.parts()), k.eval(index % self.sums.parts()));
+        let parts = self.sums.parts();
+        let (number, part) = (k.eval(index / parts), k.eval(index % parts));
         let offset = number.convert::<U64>() * self.sums.block_bytes()
             + (part * self.sums.part_bytes() + thread * self.thread_bytes()).convert::<U64>();
         let mine = k.eval(sums + offset);
@@ -126,7 +132,7 @@ impl Rounding {
         k.block_sync();
         let (head_and_batch, block) = query_blocks.divide(k, number);
         let (batch, head) = heads.divide(k, head_and_batch);
-        let wide = self.sums.columns > COLUMNS;
+        let wide = self.sums.by_columns();
         let first_row = k.eval(block * self.sums.query_block);
         let first_column = if wide { k.eval(part * COLUMNS) } else { k.eval(0u32) };
         let first_row = if wide { first_row } else { k.eval(first_row + part * queries) };

@@ -8,7 +8,7 @@ use ptx::{
     U64, Value,
 };
 
-use super::{SumsLayout, tuned_backward};
+use super::{Backward, SumsLayout};
 use crate::attention::Rules;
 use crate::divisor::DivisorRegisters;
 use crate::element::load_eight_as_f32;
@@ -33,26 +33,36 @@ pub struct RowSums {
     pub value_head_dim: u32,
     /// Where the sums of `dQ` will lie.
     pub sums: SumsLayout,
+    /// Whether there are counters of turns, which become zero.
+    pub turns: bool,
 }
 
 impl RowSums {
     /// The name of this configuration.
     pub fn name(&self) -> String {
-        let RowSums { target, element, value_head_dim, sums } = self;
-        let SumsLayout { query_block, columns } = sums;
-        format!("row_sums_{target}_{element}_d{value_head_dim}_{query_block}x{columns}")
+        let RowSums { target, element, value_head_dim, sums, turns } = self;
+        let SumsLayout { query_block, columns, .. } = sums;
+        let turns = if *turns { "_turns" } else { "" };
+        format!("row_sums_{target}_{element}_d{value_head_dim}_{query_block}x{columns}{turns}")
     }
 
     /// A kernel that it may come before, if there is one.
     pub fn before(&self) -> Option<Configuration> {
-        let (head_dim, value_head_dim) = (self.sums.columns, self.value_head_dim);
-        let hopper = tuned_backward(self.element, head_dim, value_head_dim, Rules::CAUSAL);
-        let hopper = hopper.filter(|it| it.row_sums() == *self).map(Configuration::Backward);
-        let tuned = || {
-            mma::tuned_backward(self.target, self.element, head_dim, value_head_dim, Rules::CAUSAL)
+        let hopper = Backward {
+            element: self.element,
+            head_dim: self.sums.columns,
+            value_head_dim: self.value_head_dim,
+            rules: Rules::CAUSAL,
+            query_block: self.sums.query_block,
+            deterministic: self.turns,
         };
-        hopper
-            .or_else(|| tuned().filter(|it| it.row_sums() == *self).map(Configuration::BackwardMma))
+        if hopper.row_sums() == *self && hopper.fault().is_none() {
+            return Some(Configuration::Backward(hopper));
+        }
+        let (dim, value_dim) = (self.sums.columns, self.value_head_dim);
+        mma::tuned_backward(self.target, self.element, dim, value_dim, Rules::CAUSAL)
+            .filter(|it| it.row_sums() == *self)
+            .map(Configuration::BackwardMma)
     }
 
     /// Builds the kernel: a block of the grid for each block of query rows of each head and
@@ -81,7 +91,12 @@ impl RowSums {
         let query_blocks = DivisorRegisters::parameters(k, Number::QueryBlocks);
         let heads = DivisorRegisters::parameters(k, Number::QueryHeads);
 
+        let turns = self.turns.then(|| Workspace::Turns.address(k));
         let (number, thread) = (k.block_index(), k.thread_index());
+        if let Some(turns) = turns {
+            let counter = k.eval(turns + number.convert::<U64>() * 4);
+            k.if_(thread.equals(0), |k| k.store::<U32, _>(counter, 0u32));
+        }
         self.clear(k, sums, number, thread);
         let (head_and_batch, block) = query_blocks.divide(k, number);
         let (batch, head) = heads.divide(k, head_and_batch);

@@ -12,17 +12,28 @@ pub fn tuned_backward(
     value_head_dim: u32,
     rules: Rules,
 ) -> Option<Backward> {
-    if head_dim > 128 || value_head_dim > 128 {
+    if head_dim > 256 || value_head_dim > 256 {
         return None;
     }
-    let query_block = if head_dim <= 64 { 128 } else { 64 };
-    Some(Backward { element, head_dim, value_head_dim, rules, query_block })
+    let query_block = if head_dim <= 64 && value_head_dim <= 128 { 128 } else { 64 };
+    let deterministic = false;
+    Some(Backward { element, head_dim, value_head_dim, rules, query_block, deterministic })
 }
 
-/// Every configuration that [`tuned_backward`] chooses, of one element and these rules, for head
+/// The configuration of twice as many keys a block, where there is one: faster where there are enough
+/// blocks all the same, for half as much is added to `dQ`. Masks and rules leave it too few registers.
+pub fn tall_backward(tuned: Backward) -> Option<Backward> {
+    let plain = tuned.rules == Rules::DENSE && !tuned.deterministic;
+    let tall = Backward { query_block: 64, ..tuned };
+    (plain && tall.is_tall()).then_some(tall)
+}
+
+/// Every configuration that these choose, of one element and these rules, for head
 /// dimensions that stand for the rest.
 pub fn every_backward(element: Element, rules: Rules) -> impl Iterator<Item = Backward> {
-    [(64, 64), (128, 128), (40, 72), (80, 80), (96, 96), (128, 64)]
+    [(64, 64), (128, 128), (40, 72), (80, 80), (96, 96), (128, 64), (256, 256), (192, 128)]
         .into_iter()
         .filter_map(move |(head_dim, value)| tuned_backward(element, head_dim, value, rules))
+        .flat_map(|tuned| [Some(tuned), tall_backward(tuned)])
+        .flatten()
 }

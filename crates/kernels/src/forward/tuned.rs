@@ -299,7 +299,7 @@ pub fn every_prefill() -> Vec<Prefill> {
 /// ```
 /// use flashcore_kernels::Rules;
 /// use flashcore_kernels::forward::{Workload, tuned};
-/// use ptx::Element;
+/// use flashcore_kernels::ptx::Element;
 ///
 /// let workload = Workload {
 ///     element: Element::BF16,

@@ -240,7 +240,7 @@ impl Mma {
 /// ```
 /// use flashcore_kernels::Rules;
 /// use flashcore_kernels::mma::{Workload, tuned};
-/// use ptx::{Element, Target};
+/// use flashcore_kernels::ptx::{Element, Target};
 ///
 /// let workload = Workload {
 ///     element: Element::BF16,

@@ -216,6 +216,11 @@ impl Consumer {
         self.cursor.stage
     }
 
+    /// The phase that goes with it, for other barriers that come around alike.
+    pub fn phase(&self) -> Reg<U32> {
+        self.cursor.phase
+    }
+
     /// Gives the stage back by one arrival and goes on to the next. Every
     /// thread calls this; those where `arrives` holds do the arriving.
     #[track_caller]

@@ -2,12 +2,14 @@
 
 use std::fmt;
 
+use rayon::prelude::*;
 use serde::Serialize;
 
-use super::{Case, REFERENCE_OPERATIONS};
+use super::{Case, Checked, REFERENCE_OPERATIONS};
 use crate::reference::{self, Gradients, Heads};
 use crate::verdict::{GradientsToJudge, GradientsVerdict, compare_gradients};
-use flashcore::{Backend, Backward, Error, InputTensors, RunOptions, Tensor};
+use flashcore::plan::{Arrangement, GradientStrides};
+use flashcore::{Backend, Backward, Error, Inputs, Pass, Problem, Progress, RunOptions, Tensor};
 
 /// How a kernel did on the gradients of a [`Case`].
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -31,81 +33,71 @@ impl fmt::Display for GradientsOutcome {
     }
 }
 
-/// A case with its tensors, a gradient of its output, and with what the gradients should be.
+/// Inputs, a gradient of their output, and what the gradients of the inputs should be.
 ///
 /// ```
-/// use flashcore::{CpuBackend, DType};
-/// use flashcore_testing::check::{ExpectedGradients, cases};
+/// use flashcore::{CpuBackend, InputTensors, Problem};
+/// use flashcore_testing::check::ExpectedGradients;
 ///
-/// for case in cases::standard(DType::F16).iter().take(3) {
-///     let outcome = ExpectedGradients::of(case)?.check(&CpuBackend::new(), "backward")?;
-///     assert!(outcome.passed, "{case}: {outcome}");
-/// }
+/// let problem = Problem::new(1, 2, 50, 16);
+/// let tensors = InputTensors::random(&problem, 0)?;
+/// let expected = ExpectedGradients::random(&problem, tensors.inputs(), 1)?;
+/// let outcome = expected.check(&CpuBackend::new(), "backward")?;
+/// assert!(outcome.passed, "{outcome}");
 /// # Ok::<(), flashcore::Error>(())
 /// ```
 #[derive(Debug)]
 pub struct ExpectedGradients<'a> {
-    case: &'a Case,
-    tensors: InputTensors,
+    /// Of the forward pass.
+    problem: Problem,
+    inputs: Inputs<'a>,
     output_gradient: Tensor,
+    heads: Heads,
     reference: Gradients,
-    baseline: Gradients,
 }
 
 impl<'a> ExpectedGradients<'a> {
-    /// Makes the tensors and computes the reference: of all heads, or of a sample where that would
-    /// take too long.
-    pub fn of(case: &'a Case) -> Result<Self, Error> {
-        let problem = &case.problem;
-        let tensors = case.tensors()?;
-        let gradient = Tensor::random(problem.dtypes.output, problem.output_shape(), !case.seed)?;
-        let output_gradient = case.order.arrange(gradient)?;
+    /// Computes the reference: of all heads, or of a sample where that would take too long.
+    pub fn new(
+        problem: &Problem,
+        inputs: Inputs<'a>,
+        output_gradient: Tensor,
+        seed: u64,
+    ) -> Result<Self, Error> {
+        let mut problem = problem.clone();
+        problem.pass = Pass::Forward;
         // Four products for rows and four for keys, where attention has two.
         let of_head = 4.0 * problem.visible_flops() / (problem.batch * problem.kv_heads) as f64;
         let count = (8.0 * REFERENCE_OPERATIONS / of_head.max(1.0)) as usize;
-        let heads = Heads::sample(problem, count.max(1), case.seed);
-        let inputs = tensors.inputs();
-        let reference = reference::gradients(problem, inputs, &output_gradient, &heads, None)?;
-        let baseline =
-            reference::gradients_baseline(problem, inputs, &output_gradient, &heads, None)?;
-        Ok(ExpectedGradients { case, tensors, output_gradient, reference, baseline })
+        let heads = Heads::sample(&problem, count.max(1), seed);
+        let reference = reference::gradients(&problem, inputs, &output_gradient, &heads, None)?;
+        Ok(ExpectedGradients { problem, inputs, output_gradient, heads, reference })
     }
 
-    /// Runs the back end's forward pass, a kernel for gradients twice, and judges it.
+    /// The same with a random gradient of the output.
+    pub fn random(problem: &Problem, inputs: Inputs<'a>, seed: u64) -> Result<Self, Error> {
+        let gradient = Tensor::random(problem.dtypes.output, problem.output_shape(), !seed)?;
+        ExpectedGradients::new(problem, inputs, gradient, seed)
+    }
+
+    /// Runs the back end's forward pass, then a kernel for gradients twice, with guard zones, and
+    /// judges it.
     pub fn check(&self, backend: &dyn Backend, kernel: &str) -> Result<GradientsOutcome, Error> {
-        let (problem, inputs) = (&self.case.problem, self.tensors.inputs());
-        let forward = backend.run(problem, inputs, &RunOptions::default())?;
-        self.judge(backend, kernel, Backward::new(inputs, &forward, &self.output_gradient))
-    }
-
-    /// The same after the reference's forward pass, rounded: the kernel for gradients by itself.
-    ///
-    /// Where one key has almost all the weight of a row, its gradient is what is left of two
-    /// numbers that cancel, and the last bit of an output is seen in it: another forward pass,
-    /// right by its own rule, moves it by as much as the plain algorithm is wrong.
-    pub fn check_alone(
-        &self,
-        backend: &dyn Backend,
-        kernel: &str,
-    ) -> Result<GradientsOutcome, Error> {
-        let inputs = self.tensors.inputs();
-        let (output, lse) = reference::saved(&self.case.problem, inputs)?;
-        let output_gradient = &self.output_gradient;
-        let backward = Backward { inputs, output: &output, lse: &lse, output_gradient };
-        self.judge(backend, kernel, backward)
-    }
-
-    fn judge(
-        &self,
-        backend: &dyn Backend,
-        kernel: &str,
-        backward: Backward<'_>,
-    ) -> Result<GradientsOutcome, Error> {
-        let (problem, inputs) = (&self.case.problem, self.tensors.inputs());
         let options =
             RunOptions { kernel: Some(kernel.to_owned()), guard: true, ..RunOptions::default() };
-        let first = backend.run_backward(problem, backward, &options)?;
-        let second = backend.run_backward(problem, backward, &options)?;
+        self.judge(backend, |backward| backend.run_backward(&self.problem, backward, &options))
+    }
+
+    /// The same for gradients that somebody computes from what the back end's forward pass saved.
+    pub fn judge(
+        &self,
+        backend: &dyn Backend,
+        run: impl Fn(Backward<'_>) -> Result<flashcore::Gradients, Error>,
+    ) -> Result<GradientsOutcome, Error> {
+        let ExpectedGradients { problem, inputs, output_gradient, heads, reference } = self;
+        let forward = backend.run(problem, *inputs, &RunOptions::default())?;
+        let backward = Backward::new(*inputs, &forward, output_gradient);
+        let (first, second) = (run(backward)?, run(backward)?);
         let found = GradientsToJudge {
             query: Some(&first.query),
             key: Some(&first.key),
@@ -113,7 +105,8 @@ impl<'a> ExpectedGradients<'a> {
             sinks: first.sinks.as_deref(),
             delta: None,
         };
-        let verdict = compare_gradients(problem, inputs, found, &self.reference, &self.baseline)?;
+        let baseline = reference::gradients_baseline(problem, backward, heads, None)?;
+        let verdict = compare_gradients(problem, *inputs, found, reference, &baseline)?;
         let repeats = same_bits(&first, &second)
             && (backend.name() == "gpu" || first.query.bytes() == second.query.bytes());
         Ok(GradientsOutcome { passed: verdict.passed && repeats, verdict, repeats })
@@ -127,4 +120,92 @@ fn same_bits(first: &flashcore::Gradients, second: &flashcore::Gradients) -> boo
     first.key.bytes() == second.key.bytes()
         && first.value.bytes() == second.value.bytes()
         && bits(first) == bits(second)
+}
+
+/// Run one kernel for gradients of a back end on a case, and judge it.
+///
+/// ```
+/// use flashcore::{CpuBackend, DType};
+/// use flashcore_testing::check::{self, cases};
+///
+/// for case in cases::gradients(DType::F16).iter().take(3) {
+///     let outcome = check::run_backward(&CpuBackend::new(), "backward", case)?;
+///     assert!(outcome.passed, "{case}: {outcome}");
+/// }
+/// # Ok::<(), flashcore::Error>(())
+/// ```
+pub fn run_backward(
+    backend: &dyn Backend,
+    kernel: &str,
+    case: &Case,
+) -> Result<GradientsOutcome, Error> {
+    expecting(case, |expected| expected.check(backend, kernel))
+}
+
+/// Makes the tensors of a case, and what must come out, for somebody to look at.
+fn expecting<T>(
+    case: &Case,
+    look: impl FnOnce(&ExpectedGradients<'_>) -> Result<T, Error>,
+) -> Result<T, Error> {
+    let problem = &case.problem;
+    let tensors = case.tensors()?;
+    let gradient = Tensor::random(problem.dtypes.output, problem.output_shape(), !case.seed)?;
+    let gradient = case.order.arrange(gradient)?;
+    look(&ExpectedGradients::new(problem, tensors.inputs(), gradient, case.seed)?)
+}
+
+/// Run every kernel for gradients that accepts a case, or only the one of this name, for every case.
+/// Results come in the order of the cases.
+pub fn run_gradients<'a>(
+    backends: &[&dyn Backend],
+    kernel: Option<&str>,
+    cases: &'a [Case],
+    progress: &dyn Progress,
+) -> Vec<Checked<'a, GradientsOutcome>> {
+    progress.begin(cases.len() as u64);
+    let check_case = |case: &'a Case| {
+        let checked = check_case(backends, kernel, case);
+        progress.advance(1);
+        checked
+    };
+    cases.par_iter().flat_map_iter(check_case).collect()
+}
+
+fn check_case<'a>(
+    backends: &[&dyn Backend],
+    kernel: Option<&str>,
+    case: &'a Case,
+) -> Vec<Checked<'a, GradientsOutcome>> {
+    let Ok(arrangement) = arrangement(case) else {
+        return Vec::new();
+    };
+    let problem = case.problem.clone().backward();
+    let serving = super::serving(backends, kernel, &problem, &arrangement);
+    if serving.is_empty() {
+        return Vec::new();
+    }
+    let outcomes = expecting(case, |expected| {
+        Ok(serving.iter().map(|(backend, kernel)| expected.check(*backend, kernel)).collect())
+    });
+    let outcomes: Vec<Result<GradientsOutcome, Error>> = match outcomes {
+        Ok(outcomes) => outcomes,
+        Err(error) => vec![Err(error)],
+    };
+    let checked = serving.into_iter().zip(outcomes);
+    let of = |((backend, kernel), outcome): ((&dyn Backend, &'static str), _)| Checked {
+        case,
+        backend: backend.name(),
+        kernel,
+        outcome,
+    };
+    checked.map(of).collect()
+}
+
+/// How the tensors of a case will lie in memory, the gradient of the output with them.
+pub(super) fn arrangement(case: &Case) -> Result<Arrangement, Error> {
+    let problem = case.problem.clone().backward();
+    let output = case.order.layout(problem.output_shape())?.strides();
+    let plain = Case { problem, ..case.clone() }.arrangement()?;
+    let gradients = plain.gradients.map(|it| GradientStrides { output, ..it });
+    Ok(Arrangement { gradients, ..plain })
 }

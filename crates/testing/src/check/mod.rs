@@ -14,12 +14,13 @@ use serde::Serialize;
 
 use crate::reference::{self, Answer, Rows};
 use crate::verdict::{Verdict, compare};
-use flashcore::{Backend, Error, InputTensors, Output, Progress, RunOptions};
+use flashcore::plan::Arrangement;
+use flashcore::{Backend, Error, InputTensors, Output, Problem, Progress, RunOptions};
 
 pub use append::{check_append, run_appends};
 pub use cases::{Case, Contents, Order};
 pub use combine::{check_combine, run_combines};
-pub use gradients::{ExpectedGradients, GradientsOutcome};
+pub use gradients::{ExpectedGradients, GradientsOutcome, run_backward, run_gradients};
 pub use sequences::{CheckedSequences, ExpectedOfSequences, SequencesCase, run_sequences};
 
 /// How a kernel did on a [`Case`].
@@ -111,7 +112,7 @@ pub fn run(backend: &dyn Backend, kernel: &str, case: &Case) -> Result<Outcome, 
 
 /// How one kernel did on one of many cases.
 #[derive(Debug)]
-pub struct Checked<'a> {
+pub struct Checked<'a, O = Outcome> {
     /// The case.
     pub case: &'a Case,
     /// The back end's name.
@@ -119,7 +120,26 @@ pub struct Checked<'a> {
     /// The kernel's name.
     pub kernel: &'static str,
     /// What came of it.
-    pub outcome: Result<Outcome, Error>,
+    pub outcome: Result<O, Error>,
+}
+
+/// The kernels of these back ends that accept a problem, or the one of this name if it does.
+fn serving<'b>(
+    backends: &[&'b dyn Backend],
+    kernel: Option<&str>,
+    problem: &Problem,
+    arrangement: &Arrangement,
+) -> Vec<(&'b dyn Backend, &'static str)> {
+    let mut kernels = Vec::new();
+    for backend in backends {
+        for candidate in backend.candidates(problem, arrangement) {
+            let asked_for = kernel.map_or(!candidate.on_request, |name| name == candidate.kernel);
+            if candidate.accepted && asked_for {
+                kernels.push((*backend, candidate.kernel));
+            }
+        }
+    }
+    kernels
 }
 
 /// Run every kernel that accepts a case, or only the one of this name, for every case. The
@@ -148,15 +168,7 @@ fn check_case<'a>(
     let Ok(arrangement) = case.arrangement() else {
         return Vec::new();
     };
-    let mut kernels = Vec::new();
-    for backend in backends {
-        for candidate in backend.candidates(&case.problem, &arrangement) {
-            let asked_for = kernel.map_or(!candidate.on_request, |name| name == candidate.kernel);
-            if candidate.accepted && asked_for {
-                kernels.push((*backend, candidate.kernel));
-            }
-        }
-    }
+    let kernels = serving(backends, kernel, &case.problem, &arrangement);
     if kernels.is_empty() {
         return Vec::new();
     }

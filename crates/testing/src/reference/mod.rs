@@ -113,6 +113,9 @@ fn row(problem: &Problem, index: usize) -> Row {
     }
 }
 
+/// The smallest number that f32 has with all its digits; what is less may as well be zero.
+const SMALLEST: f64 = f32::MIN_POSITIVE as f64;
+
 /// Outputs and log-sum-exps of some rows.
 #[derive(Debug, Clone)]
 pub struct Answer {
@@ -122,6 +125,9 @@ pub struct Answer {
     pub output: Vec<f64>,
     /// Their log-sum-exps.
     pub lse: Vec<f64>,
+    /// What weights too small for f32 may add up to in an output: where a sink has almost all the
+    /// weight, those of keys are near the end of the range, and f32 has zero in their place.
+    pub underflow: f64,
 }
 
 /// Attention in f64 on the inputs as they are. A row's `batch` is its sequence.
@@ -187,6 +193,7 @@ fn by_row(
     let (dim, value_dim) = (problem.head_dim, problem.value_head_dim);
     let mut output = vec![0.0; rows.len() * value_dim];
     let mut lse = vec![0.0; rows.len()];
+    let mut largest_value = 0.0f32;
     if let Some(progress) = progress {
         progress.begin(rows.len() as u64);
     }
@@ -197,6 +204,8 @@ fn by_row(
         let (batch, kv_head) = head_of(&rows[0]);
         let keys = widen(inputs.key, sequences.keys(), batch, kv_head);
         let values = widen(inputs.value, sequences.keys(), batch, kv_head);
+        let finite = values.iter().map(|value| value.abs()).filter(|value| value.is_finite());
+        largest_value = finite.fold(largest_value, f32::max);
         let output = output_rest.split_off_mut(..rows.len() * value_dim);
         let lse = lse_rest.split_off_mut(..rows.len());
         let (Some(output), Some(lse)) = (output, lse) else {
@@ -230,7 +239,8 @@ fn by_row(
             }
         });
     }
-    Ok(Answer { rows: rows.clone(), output, lse })
+    let underflow = SMALLEST * problem.key_length as f64 * f64::from(largest_value);
+    Ok(Answer { rows: rows.clone(), output, lse, underflow })
 }
 
 /// One head of a sequence as a row-major f32 matrix, which holds every element type exactly.

@@ -3,6 +3,7 @@
 use flashcore::plan::Source;
 use flashcore::{Error, Inputs, Problem, Tensor};
 use kernels::parameter::Tensor as Role;
+use ptx::Element;
 use sim::Memory;
 
 use super::Expected;
@@ -56,6 +57,10 @@ impl Backward {
             let buffer = memory.output(&format!("{role:?}"), bytes);
             buffers.insert(Source::Tensor(role), buffer);
         }
+        if problem.scores.sinks {
+            let buffer = memory.output("SinkGradient", 4 * problem.query_heads);
+            buffers.insert(Source::Tensor(Role::SinkGradient), buffer);
+        }
     }
 
     /// The rule of the library, gradient by gradient.
@@ -63,11 +68,21 @@ impl Backward {
         let Staged { problem, inputs, buffers, .. } = staged;
         let heads = Heads::all(problem);
         let exact = reference::gradients(problem, *inputs, &self.gradient, &heads, None)?;
-        let baseline =
-            reference::gradients_baseline(problem, *inputs, &self.gradient, &heads, None)?;
-        let tolerances = gradient_tolerances(problem, *inputs, &exact, &baseline);
+        let (output, lse, output_gradient) = (&self.output, &self.lse[..], &self.gradient);
+        let backward = flashcore::Backward { inputs: *inputs, output, lse, output_gradient };
+        let baseline = reference::gradients_baseline(problem, backward, &heads, None)?;
+        let [query, key, value, sinks] = gradient_tolerances(problem, *inputs, &exact, &baseline);
+        let of_sinks =
+            exact.sinks(problem).filter(|_| problem.scores.sinks).map(|exact| Expected {
+                name: "gradients of the sinks",
+                buffer: buffers[&Source::Tensor(Role::SinkGradient)],
+                element: Element::F32,
+                magnitude: exact.iter().map(|value| value.abs()).collect(),
+                tolerance: vec![sinks; exact.len()],
+                exact,
+            });
         let shapes = [problem.query_shape(), problem.key_shape(), problem.value_shape()];
-        let parts = PARTS.into_iter().zip(shapes).zip(tolerances);
+        let parts = PARTS.into_iter().zip(shapes).zip([query, key, value]);
         let of = |(((name, role, numbers), shape), tolerance): ((Part, flashcore::Shape), f64)| {
             let exact = in_order(&exact, shape, problem, numbers);
             Expected {
@@ -79,7 +94,7 @@ impl Backward {
                 exact,
             }
         };
-        Ok(parts.map(of).collect())
+        Ok(parts.map(of).chain(of_sinks).collect())
     }
 }
 

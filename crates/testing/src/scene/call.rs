@@ -123,6 +123,9 @@ impl Call {
         };
         Call {
             problem: match kernel {
+                Configuration::Backward(it) if it.deterministic => {
+                    built.problem(batch, lengths, heads).backward().deterministic()
+                }
                 Configuration::Backward(_) | Configuration::BackwardMma(_) => {
                     built.problem(batch, lengths, heads).backward()
                 }

@@ -1,7 +1,6 @@
 //! What an attention kernel is built for, and the smallest call that shows all of it.
 
 use flashcore::{Alibi, Mask, Problem};
-use kernels::backward::KEY_BLOCK;
 use kernels::{Batch, Configuration, MaskKind, Rules};
 use ptx::{Element, Target};
 
@@ -155,7 +154,7 @@ impl Call {
             }
             // Three query blocks for each of two heads that share a key head, two blocks of keys.
             Configuration::Backward(it) => {
-                let lengths = [2 * it.query_block as usize + 5, KEY_BLOCK as usize + 3];
+                let lengths = [2 * it.query_block as usize + 5, it.key_block() as usize + 3];
                 Call::new(kernel, 1, lengths, [2, 1])
             }
             Configuration::BackwardMma(it) => {

@@ -184,6 +184,9 @@ impl Scene {
             // What goes with the backward pass is looked at in its place before or after it.
             Configuration::RowSums(it) => Call::small(it.before().unwrap_or(*kernel)).scene_of(0),
             Configuration::Rounding(it) => Call::small(it.after().unwrap_or(*kernel)).scene_of(2),
+            Configuration::SinkGradients(it) => {
+                Call::small(it.after().unwrap_or(*kernel)).scene_of(3)
+            }
             attention => Call::small(*attention).scene(),
         }
     }

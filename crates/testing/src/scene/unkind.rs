@@ -6,7 +6,6 @@
 //! most mutants fall there.
 
 use flashcore::Mask;
-use kernels::backward::KEY_BLOCK;
 use kernels::{Append, Batch, Configuration, Decode, Forward, MaskKind, Mma, Prefill, Sequencer};
 
 use super::{AppendSize, Call, Place, Ragged, Scene, SceneError, Weights};
@@ -29,10 +28,17 @@ impl Scene {
             }
             Configuration::Sequencer(it) => sequencer(it),
             Configuration::Backward(it) => {
-                scenes(backward(*kernel, [it.query_block, KEY_BLOCK].map(|size| size as usize)))
+                scenes(backward(*kernel, [it.query_block, it.key_block()].map(|it| it as usize)))
             }
             Configuration::BackwardMma(it) => {
                 scenes(backward(*kernel, [it.query_block, it.key_block()].map(|it| it as usize)))
+            }
+            Configuration::SinkGradients(it) => {
+                // More blocks of rows than one round takes, of several sequences; rows without keys.
+                let after = it.after().unwrap_or(*kernel);
+                let sizes = [(1, [1100, 60]), (3, [700, 40])];
+                let calls = sizes.map(|(batch, lengths)| Call::new(after, batch, lengths, [2, 1]));
+                calls.iter().map(|call| call.scene_of(3)).collect()
             }
             _ => Ok(Vec::new()),
         };

@@ -47,12 +47,11 @@ impl GradientsVerdict {
 /// Judge gradients by a reference and a baseline over the same heads.
 ///
 /// A gradient passes as an output does: with at most twice the largest error of the plain
-/// algorithm, plus the rounding of the answer. To that belongs what is left of sums in f32 where
-/// they should cancel: two roundings of the numbers that do ([`Noise`]). The gradients of sinks and
-/// the row sums also show the rounding of the output that the forward pass saved.
+/// algorithm over what the forward pass saved, plus the rounding of the answer. To that belongs what
+/// is left of sums in f32 where they should cancel: two roundings of the numbers that do ([`Noise`]).
 ///
 /// ```
-/// use flashcore::{InputTensors, Problem, Tensor};
+/// use flashcore::{Backward, InputTensors, Problem, Tensor};
 /// use flashcore_testing::compare_gradients;
 /// use flashcore_testing::reference::{self, Heads};
 /// use flashcore_testing::verdict::GradientsToJudge;
@@ -62,7 +61,9 @@ impl GradientsVerdict {
 /// let (inputs, heads) = (tensors.inputs(), Heads::all(&problem));
 /// let gradient = Tensor::random(problem.dtype(), problem.output_shape(), 1)?;
 /// let reference = reference::gradients(&problem, inputs, &gradient, &heads, None)?;
-/// let baseline = reference::gradients_baseline(&problem, inputs, &gradient, &heads, None)?;
+/// let (output, lse) = reference::saved(&problem, inputs)?;
+/// let backward = Backward { inputs, output: &output, lse: &lse, output_gradient: &gradient };
+/// let baseline = reference::gradients_baseline(&problem, backward, &heads, None)?;
 ///
 /// let zeros = Tensor::zeros(problem.dtype(), problem.key_shape())?;
 /// let found = GradientsToJudge { key: Some(&zeros), ..GradientsToJudge::default() };
@@ -90,15 +91,18 @@ pub fn compare_gradients(
     })
 }
 
-/// The largest errors that pass in the gradients of queries, keys and values.
+/// The largest errors that pass in the gradients of queries, keys, values and sinks.
 pub(crate) fn gradient_tolerances(
     problem: &Problem,
     inputs: Inputs<'_>,
     reference: &Gradients,
     baseline: &Gradients,
-) -> [f64; 3] {
+) -> [f64; 4] {
     let judged = Judged::new(problem, inputs, reference, baseline);
-    judged.parts().map(|part| judged.compare(&part, problem.dtype(), |_, _| ()).tolerance)
+    let [query, key, value] =
+        judged.parts().map(|part| judged.compare(&part, problem.dtype(), |_, _| ()).tolerance);
+    let sinks = judged.sinks(&vec![0.0; problem.query_heads]);
+    [query, key, value, sinks.map_or(0.0, |comparison| comparison.tolerance)]
 }
 
 struct Judged<'a> {
@@ -113,8 +117,6 @@ struct Judged<'a> {
 struct Part<'a> {
     name: &'static str,
     noise: f64,
-    /// What is rounded with the saved output.
-    saved: f64,
     /// Of the tensor that holds it.
     shape: Shape,
     placement: &'a Placement,
@@ -180,7 +182,6 @@ impl<'a> Judged<'a> {
             Part {
                 name: "query",
                 noise: query,
-                saved: 0.0,
                 shape: problem.query_shape(),
                 placement: queries,
                 heads: problem.group_size(),
@@ -189,7 +190,6 @@ impl<'a> Judged<'a> {
             Part {
                 name: "key",
                 noise: key,
-                saved: 0.0,
                 shape: problem.key_shape(),
                 placement: keys,
                 heads: 1,
@@ -198,7 +198,6 @@ impl<'a> Judged<'a> {
             Part {
                 name: "value",
                 noise: value,
-                saved: 0.0,
                 shape: problem.value_shape(),
                 placement: keys,
                 heads: 1,
@@ -233,7 +232,7 @@ impl<'a> Judged<'a> {
                 }
             }
         }
-        self.conclude(judge, dtype, part.noise, part.saved)
+        self.conclude(judge, dtype, part.noise)
     }
 
     fn delta(&self, found: &[f32]) -> Comparison {
@@ -242,7 +241,6 @@ impl<'a> Judged<'a> {
         let part = Part {
             name: "delta",
             noise: self.noise.delta,
-            saved: self.noise.saved[0],
             shape,
             placement: self.sequences.queries(),
             heads: problem.group_size(),
@@ -264,22 +262,18 @@ impl<'a> Judged<'a> {
             judge.look_at(Place { row, element: 0, result, reference }, baseline[head]);
         }
         // Sums over sequences.
-        let sequences = (problem.batch as f64).sqrt();
-        let (noise, saved) = (self.noise.sinks * sequences, self.noise.saved[1] * sequences);
-        Some(self.conclude(judge, DType::F32, noise, saved))
+        let noise = self.noise.sinks * (problem.batch as f64).sqrt();
+        Some(self.conclude(judge, DType::F32, noise))
     }
 
     /// A 16-bit gradient has its own rounding; one in f32 shows that of the scores too, which grows
     /// with their magnitude as in an output.
-    fn conclude(&self, judge: Judge, dtype: DType, noise: f64, saved: f64) -> Comparison {
+    fn conclude(&self, judge: Judge, dtype: DType, noise: f64) -> Comparison {
         let units = match dtype {
             DType::F32 => 4.0 * self.largest_lse,
             _ => 2.0,
         };
-        let output = self.sequences.problem().dtypes.output;
-        let rounding = dtype.epsilon() * judge.largest()
-            + units * DType::F32.epsilon() * noise
-            + output.epsilon() * saved;
+        let rounding = dtype.epsilon() * judge.largest() + units * DType::F32.epsilon() * noise;
         judge.conclude(rounding)
     }
 }

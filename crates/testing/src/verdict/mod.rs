@@ -199,6 +199,7 @@ fn judge(
     reference: &Answer,
     baseline: &Answer,
 ) -> Verdict {
+    let underflow = reference.underflow;
     let mut output = Judge::new(problem.dtypes.output);
     let mut lse = Judge::new(DType::F32);
     let mut values = vec![0.0; problem.value_head_dim];
@@ -219,7 +220,7 @@ fn judge(
         lse.look_at(place, baseline.lse[index]);
     }
     let output_rounding = output_rounding(problem.dtypes.output, output.largest, lse.largest);
-    let output = output.conclude(output_rounding);
+    let output = output.conclude(output_rounding + underflow);
     let lse_rounding = LSE_ROUNDING * lse.largest.max(1.0);
     let lse = lse.conclude(lse_rounding);
     Verdict {

@@ -1,15 +1,23 @@
 //! The gradients of attention on Hopper.
 
-use flashcore_testing::scene::{Call, Scene};
-use kernels::backward::tuned_backward;
+use flashcore_testing::scene::{Call, Scene, schedules};
+use kernels::backward::{tall_backward, tuned_backward};
 use kernels::{Backward, Configuration, MaskKind, Rules};
 use ptx::Element;
-use sim::{Budget, Measure, Mode, Options};
+use sim::{Budget, Measure, Mode, Options, Policy};
 
 use crate::every_schedule;
 
 fn tuned(head_dim: u32, value_head_dim: u32, rules: Rules) -> Backward {
     tuned_backward(Element::BF16, head_dim, value_head_dim, rules).unwrap()
+}
+
+fn sunk(dim: u32, mask: MaskKind) -> Backward {
+    tuned(dim, dim, Rules { mask, sinks: true, ..Rules::DENSE })
+}
+
+fn tall(dim: u32, element: Element) -> Backward {
+    tall_backward(tuned_backward(element, dim, dim, Rules::DENSE).unwrap()).unwrap()
 }
 
 /// Sequences, queries and keys, query and key heads.
@@ -33,7 +41,21 @@ fn gradients_are_right() {
         (tuned(128, 64, Rules::LOCAL), (1, [70, 400], [2, 1])),
         (tuned(64, 128, chunked), (1, [140, 300], [4, 2])),
         (tuned(40, 72, Rules::EVERY), (2, [130, 129], [2, 1])),
+        // Sinks of rows that see no key, over more query blocks than there are threads for at once.
+        (sunk(128, MaskKind::Causal), (1, [1100, 60], [2, 1])),
+        (sunk(64, MaskKind::Dense), (5, [260, 40], [2, 2])),
+        (sunk(64, MaskKind::Chunked), (2, [200, 100], [2, 1])),
         (tuned(128, 128, Rules::EVERY), (2, [130, 129], [2, 1])),
+        // Narrow heads: twice 64 keys a warpgroup.
+        (tall(64, Element::BF16), (1, [1, 1], [1, 1])),
+        (tall(64, Element::F16), (2, [330, 300], [2, 1])),
+        (tall(40, Element::BF16), (1, [130, 600], [1, 1])),
+        // Wide heads: one warpgroup has weights, the other their gradients.
+        (tuned(256, 256, Rules::DENSE), (1, [1, 1], [1, 1])),
+        (tuned(256, 256, Rules::CAUSAL), (1, [330, 330], [1, 1])),
+        (tuned(192, 128, Rules::CAUSAL), (2, [330, 60], [3, 1])),
+        (tuned(56, 200, Rules::EVERY), (2, [130, 129], [2, 1])),
+        (tuned(136, 40, chunked), (1, [140, 300], [4, 2])),
     ] {
         let scene = scene(backward, size);
         let (memory, _) = scene.run(&Options::default()).unwrap_or_else(|failure| {
@@ -50,14 +72,69 @@ fn gradients_under_many_schedules() {
         (tuned(128, 128, Rules::CAUSAL), [330, 200]),
         (tuned(64, 64, Rules::DENSE), [400, 130]),
         (tuned(80, 80, Rules::LOCAL), [260, 140]),
+        (tuned(256, 256, Rules::CAUSAL), [330, 100]),
+        (tuned(192, 128, Rules::DENSE), [330, 64]),
+        (tall(64, Element::BF16), [330, 200]),
     ] {
         every_schedule(&scene(backward, (1, lengths, [2, 1])), Mode::Checked, 2);
     }
 }
 
+/// The bits of all results under every policy, some seeds, and with one, two or four blocks of the
+/// grid at a time: the first of them, and whether all others are the same.
+fn bits_of_schedules(scene: &Scene) -> (Vec<Vec<u8>>, bool) {
+    let mut all = Vec::new();
+    for resident in [1, 2, 4] {
+        for (policy, seed) in schedules(&Policy::HOSTILE, 0..2) {
+            let options = Options { policy, seed, resident, ..Options::default() };
+            let (memory, _) = scene.run(&options).unwrap_or_else(|failure| {
+                panic!("{}, {}, {policy} {seed}: {failure}", scene.program.name, scene.size);
+            });
+            let accuracy = scene.judge(&memory);
+            assert!(accuracy.passed(), "{}, {}: {accuracy}", scene.program.name, scene.size);
+            all.push(scene.results.iter().map(|it| memory.bytes(it.buffer).to_vec()).collect());
+        }
+    }
+    let first: Vec<Vec<u8>> = all.swap_remove(0);
+    let same = all.iter().all(|bits| *bits == first);
+    (first, same)
+}
+
+#[test]
+fn deterministic_gradients_have_the_same_bits_under_every_schedule() {
+    let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
+    for (backward, (batch, lengths, heads), processors) in [
+        // Heads by themselves; in twos, with one left over that comes first; all together.
+        (tuned(128, 128, Rules::CAUSAL), (1, [330, 400], [3, 3]), 1),
+        (tuned(128, 128, Rules::CAUSAL), (1, [330, 400], [3, 3]), 3),
+        (tuned(64, 64, Rules::DENSE), (3, [140, 300], [1, 1]), 9),
+        // Query heads that share a key head.
+        (tuned(64, 64, Rules::CAUSAL), (1, [300, 300], [6, 2]), 2),
+        // Key blocks that see other queries than those before them.
+        (tuned(80, 80, Rules::LOCAL), (1, [300, 500], [2, 1]), 2),
+        (tuned(128, 64, chunked), (2, [200, 450], [1, 1]), 1),
+        (tuned(40, 72, Rules::EVERY), (1, [300, 260], [2, 2]), 1),
+    ] {
+        let backward = Backward { deterministic: true, ..backward };
+        let call = Call::new(Configuration::Backward(backward), batch, lengths, heads);
+        let scene = call.on(processors).scene().unwrap();
+        let (_, same) = bits_of_schedules(&scene);
+        assert!(same, "{}, {}", backward.name(), scene.size);
+    }
+}
+
+/// The fast mode's sums of queries' gradients depend on who comes first: what the others are held
+/// against can tell.
+#[test]
+fn fast_gradients_have_other_bits_under_other_schedules() {
+    let scene = scene(tuned(64, 64, Rules::DENSE), (1, [140, 400], [1, 1]));
+    let (_, same) = bits_of_schedules(&scene);
+    assert!(!same);
+}
+
 #[test]
 fn shared_memory_has_no_bank_conflicts() {
-    for dim in [64, 128] {
+    for dim in [64, 128, 256] {
         let scene = scene(tuned(dim, dim, Rules::CAUSAL), (1, [200, 130], [1, 1]));
         let budget = Budget::default().at_most(Measure::BankConflicts, 0);
         let (memory, _) = scene.run(&Options { budget, ..Options::default() }).unwrap();

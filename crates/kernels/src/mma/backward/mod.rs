@@ -42,7 +42,7 @@ use ptx::{
 use crate::Error;
 use crate::attention::Rules;
 use crate::backward::place::Place;
-use crate::backward::{Rounding, RowSums, SumsLayout};
+use crate::backward::{Rounding, RowSums, SinkGradients, SumsLayout};
 use crate::parameter::{Tensor, Workspace};
 use crate::strides::Strided;
 use weights::WeightRule;
@@ -194,7 +194,10 @@ impl BackwardMma {
     /// Where the sums of `dQ` lie.
     pub fn sums_layout(&self) -> SumsLayout {
         let columns = self.head_dim.next_multiple_of(64);
-        SumsLayout { query_block: self.query_block, columns }
+        // Half of the rows where there are few columns: as the Hopper kernel has it.
+        let halves = columns == 64 && self.head_dim.max(self.value_head_dim) <= 128;
+        let part_queries = self.query_block / if halves { 2 } else { 1 };
+        SumsLayout { query_block: self.query_block, columns, part_queries }
     }
 
     /// Bytes of the statistics of a block of query rows: two numbers for each.
@@ -209,6 +212,7 @@ impl BackwardMma {
             element: self.element,
             value_head_dim: self.value_head_dim,
             sums: self.sums_layout(),
+            turns: false,
         }
     }
 
@@ -220,6 +224,12 @@ impl BackwardMma {
             head_dim: self.head_dim,
             sums: self.sums_layout(),
         }
+    }
+
+    /// What comes last, where there are sinks.
+    pub fn sink_gradients(&self) -> Option<SinkGradients> {
+        let (target, query_block) = (self.target, self.query_block);
+        self.rules.sinks.then_some(SinkGradients { target, mask: self.rules.mask, query_block })
     }
 
     /// The shared memory of a block of threads.
@@ -317,7 +327,8 @@ impl BackwardMma {
 
     fn write(&self, k: &mut Builder) {
         let tensors = Tensors::parameters(k);
-        let place = Place::parameters(k, self.query_block, self.key_block(), self.rules.mask);
+        let place =
+            Place::parameters(k, [self.query_block, self.key_block()], self.rules.mask, false);
         let rule = WeightRule::parameters(k, &self.rules);
         let shared = self.shared(k);
         walk::walk(k, self, &tensors, &place, &rule, &shared);

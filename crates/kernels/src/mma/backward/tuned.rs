@@ -12,8 +12,8 @@ use crate::attention::Rules;
 struct Rule {
     /// The widest queries and values it serves.
     dim: u32,
-    /// Whether there are registers for what changes scores.
-    changed_scores: bool,
+    /// Whether there are registers for what changes scores, and for heads that fill no panels.
+    spare: bool,
     /// Keys of a warp in sixteens, warps whose keys follow one another, warps that share theirs.
     warps: [u32; 3],
     query_block: u32,
@@ -24,12 +24,12 @@ struct Rule {
 /// Narrow before wide, large before small. A warp has 128 registers of gradients at most: 32 keys by
 /// 64 columns of both.
 const RULES: &[Rule] = &[
-    Rule { dim: 128, changed_scores: true, warps: [2, 4, 2], query_block: 64, part: 32, ahead: 1 },
-    Rule { dim: 128, changed_scores: true, warps: [2, 2, 2], query_block: 32, part: 16, ahead: 1 },
-    Rule { dim: 256, changed_scores: false, warps: [2, 2, 4], query_block: 64, part: 16, ahead: 1 },
-    Rule { dim: 256, changed_scores: true, warps: [2, 2, 4], query_block: 32, part: 8, ahead: 1 },
+    Rule { dim: 128, spare: true, warps: [2, 4, 2], query_block: 64, part: 32, ahead: 1 },
+    Rule { dim: 128, spare: true, warps: [2, 2, 2], query_block: 32, part: 16, ahead: 1 },
+    Rule { dim: 256, spare: false, warps: [2, 2, 4], query_block: 64, part: 16, ahead: 1 },
+    Rule { dim: 256, spare: true, warps: [2, 2, 4], query_block: 32, part: 8, ahead: 1 },
     // What is left for the widest heads where there is no room for a query block on its way.
-    Rule { dim: 256, changed_scores: true, warps: [2, 1, 4], query_block: 32, part: 8, ahead: 0 },
+    Rule { dim: 256, spare: true, warps: [2, 1, 4], query_block: 32, part: 8, ahead: 0 },
 ];
 
 /// The configuration for these tensors, or nothing where the kernel does not serve them.
@@ -54,9 +54,9 @@ pub fn tuned_backward(
         ahead: rule.ahead,
         residents: 1,
     };
-    let serves = |rule: &&Rule| {
-        head_dim.max(value_head_dim) <= rule.dim && (rule.changed_scores || !rules.changes_scores())
-    };
+    let whole = head_dim.is_multiple_of(64) && value_head_dim.is_multiple_of(64);
+    let plain = whole && !rules.changes_scores();
+    let serves = |rule: &&Rule| head_dim.max(value_head_dim) <= rule.dim && (rule.spare || plain);
     let mut all = RULES.iter().filter(serves).map(configuration);
     all.find(|configuration| configuration.fault().is_none())
 }

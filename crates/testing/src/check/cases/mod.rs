@@ -1,7 +1,9 @@
 //! Problems that are not kind to kernels, with the contents and memory orders that go with them.
 
+mod gradients;
 mod thorough;
 
+pub use gradients::{gradients, thorough_gradients};
 pub use thorough::thorough;
 
 use flashcore::plan::Arrangement;

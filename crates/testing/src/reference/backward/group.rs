@@ -12,7 +12,7 @@ use flashcore::serving::Sequences;
 use flashcore::{Inputs, Tensor};
 
 use super::number::{Number, Rounding, add_multiple, dot, largest, norm};
-use super::{HeadGradients, Noise};
+use super::{HeadGradients, Noise, SMALLEST_ROUNDED, Saved};
 use crate::reference::rule::Rule;
 use crate::reference::widen;
 
@@ -44,6 +44,15 @@ struct Row<T> {
     sink: T,
     /// The length of the output's gradient.
     gradient_norm: f64,
+    /// What the forward pass left, where it is not computed anew.
+    forward: Option<Forward<T>>,
+}
+
+/// The forward pass of a row.
+#[derive(Clone)]
+struct Forward<T> {
+    lse: T,
+    output: Vec<T>,
 }
 
 /// What a row comes to.
@@ -77,6 +86,8 @@ struct Pair<T> {
     gradient: T,
     /// How large the numbers are whose difference the gradient has.
     size: f64,
+    /// The same of the least weight that f32 has.
+    least: f64,
 }
 
 /// The gradients of one key and its value.
@@ -91,6 +102,7 @@ impl<T: Number> Group<T> {
         sequences: &Sequences,
         inputs: Inputs<'_>,
         gradient: &Tensor,
+        saved: Option<Saved<'_>>,
         (sequence, kv_head): (usize, usize),
         rounding: Rounding,
     ) -> Self {
@@ -107,6 +119,10 @@ impl<T: Number> Group<T> {
             };
             let (entry, position) = queries.locate(sequence, query);
             let gradient = numbers(&gradient.head(entry, head).row(position));
+            let forward = saved.map(|Saved { output, lse }| Forward {
+                lse: lse[sequences.lse_index(output.shape(), sequence, head, query)].into(),
+                output: numbers(&output.head(entry, head).row(position)),
+            });
             Row {
                 query: numbers(&inputs.query.head(entry, head).row(position)),
                 gradient_norm: norm(&gradient),
@@ -114,6 +130,7 @@ impl<T: Number> Group<T> {
                 visible: rule.visible(&problem.mask, length),
                 rule,
                 sink: inputs.sinks.map_or(f32::NEG_INFINITY, |sinks| sinks[head]).into(),
+                forward,
             }
         };
         let places = (first_head..first_head + problem.group_size())
@@ -152,9 +169,8 @@ impl<T: Number> Group<T> {
             let root = |part: fn(&Noise) -> f64| {
                 rows.iter().map(|row| part(&row.noise).powi(2)).sum::<f64>().sqrt()
             };
-            let saved = [0.0, root(|noise| noise.saved[1])];
             let sinks = root(|noise| noise.sinks);
-            noise = noise.max(Noise { sinks, saved, ..Noise::default() });
+            noise = noise.max(Noise { sinks, ..Noise::default() });
         }
         let lses = rows.iter().filter_map(|row| row.lse).map(|lse| lse.into().abs());
         HeadGradients {
@@ -192,45 +208,49 @@ impl<T: Number> Group<T> {
         (product, T::nearest(row.rule.score(product.into(), key)))
     }
 
+    /// The forward pass of a row that is computed anew; nothing where no key has weight.
+    fn forward(&self, row: &Row<T>) -> Option<Forward<T>> {
+        let scores: Vec<T> = row.visible.clone().map(|key| self.score(row, key).1).collect();
+        let lse = log_sum_exp(&scores, row.sink)?;
+        let mut output = vec![T::default(); self.value_dim];
+        for (key, score) in row.visible.clone().zip(&scores) {
+            add_multiple(&mut output, (*score - lse).exp(), self.value_vector(key));
+        }
+        Some(Forward { lse, output })
+    }
+
     /// The forward pass of a row and its query's gradient.
     fn row(&self, row: &Row<T>) -> Done<T> {
         let mut done = Done { query: vec![T::default(); self.dim], ..Done::default() };
-        let scores: Vec<T> = row.visible.clone().map(|key| self.score(row, key).1).collect();
-        // A sink alone gives an output of zero, and nothing depends on anything.
-        let lse = log_sum_exp(&scores, row.sink).filter(|_| !scores.is_empty());
-        let Some(lse) = lse else {
+        let forward = match &row.forward {
+            // A sink alone gives an output of zero, and nothing depends on anything.
+            _ if row.visible.is_empty() => None,
+            Some(saved) => Some(saved.clone()).filter(|it| it.lse.into() != f64::NEG_INFINITY),
+            None => self.forward(row),
+        };
+        let Some(Forward { lse, output }) = forward else {
             return done;
         };
-        let mut output = vec![T::default(); self.value_dim];
-        for (key, score) in row.visible.clone().zip(&scores) {
-            let probability = self.rounding.between((*score - lse).exp());
-            add_multiple(&mut output, probability, self.value_vector(key));
-        }
-        for value in &mut output {
-            *value = self.rounding.between(*value);
-        }
         done.lse = Some(lse);
         done.delta = dot(&row.gradient, &output);
         done.size = row.gradient_norm * norm(&output);
         let sink = (row.sink - lse).exp();
         done.sink = T::default() - sink * done.delta;
         let scale = T::nearest(row.rule.scale);
-        let mut squares = 0.0;
+        let (mut squares, mut least_sum) = (0.0, 0.0);
         for key in row.visible.clone() {
-            let Pair { gradient, size, .. } = self.pair(row, &done, lse, key);
+            let Pair { gradient, size, least, .. } = self.pair(row, &done, lse, key);
             let gradient = self.rounding.between(gradient);
             add_multiple(&mut done.query, gradient, self.key_vector(key));
             squares += (size * self.key_sizes[key]).powi(2);
+            least_sum += least * self.key_sizes[key];
         }
         for value in &mut done.query {
             *value = *value * scale;
         }
-        done.noise.query = row.rule.scale.abs() * squares.sqrt();
-        done.noise.sinks = sink.into() * done.size;
+        done.noise.query = row.rule.scale.abs() * (squares.sqrt() + least_sum);
+        done.noise.sinks = (sink.into() + SMALLEST_ROUNDED) * done.size;
         done.noise.delta = done.size;
-        let products = row.gradient.iter().zip(&output).map(|(one, other)| *one * *other);
-        let saved = norm(&products.collect::<Vec<T>>());
-        done.noise.saved = [saved, sink.into() * saved];
         done
     }
 
@@ -244,8 +264,13 @@ impl<T: Number> Group<T> {
         let slope = T::from(1.0) - part * part;
         let lost = (part * part * difference).into().abs();
         let size = row.gradient_norm * self.value_norms[key] + done.size;
-        let size = probability.into() * (slope.into() * size + lost);
-        Pair { probability, gradient: probability * difference * slope, size }
+        let size = slope.into() * size + lost;
+        Pair {
+            probability,
+            gradient: probability * difference * slope,
+            size: probability.into() * size,
+            least: SMALLEST_ROUNDED * size,
+        }
     }
 
     /// The gradients of one key and its value, by every row that sees it.
@@ -255,24 +280,27 @@ impl<T: Number> Group<T> {
             value: vec![T::default(); self.value_dim],
             noise: Noise::default(),
         };
-        let mut squares = [0.0; 2];
+        let (mut squares, mut least_sums) = ([0.0; 2], [0.0; 2]);
         let mut scale = 0.0;
         for (row, done) in self.rows.iter().zip(done) {
             let Some(lse) = done.lse.filter(|_| row.visible.contains(&key)) else {
                 continue;
             };
             scale = row.rule.scale;
-            let Pair { probability, gradient, size } = self.pair(row, done, lse, key);
+            let Pair { probability, gradient, size, least } = self.pair(row, done, lse, key);
             add_multiple(&mut sums.value, self.rounding.between(probability), &row.gradient);
             add_multiple(&mut sums.key, self.rounding.between(gradient), &row.query);
-            squares[0] += (size * largest(&row.query)).powi(2);
-            squares[1] += (probability.into() * largest(&row.gradient)).powi(2);
+            let [query, gradient] = [largest(&row.query), largest(&row.gradient)];
+            squares[0] += (size * query).powi(2);
+            squares[1] += (probability.into() * gradient).powi(2);
+            least_sums[0] += least * query;
+            least_sums[1] += SMALLEST_ROUNDED * gradient;
         }
         for value in &mut sums.key {
             *value = *value * T::nearest(scale);
         }
-        sums.noise.key = scale.abs() * squares[0].sqrt();
-        sums.noise.value = squares[1].sqrt();
+        sums.noise.key = scale.abs() * (squares[0].sqrt() + least_sums[0]);
+        sums.noise.value = squares[1].sqrt() + least_sums[1];
         sums
     }
 }

@@ -18,12 +18,15 @@ mod group;
 mod number;
 
 use flashcore::serving::Sequences;
-use flashcore::{DType, Error, InputError, Inputs, Problem, Progress, Tensor};
+use flashcore::{Backward, DType, Error, InputError, Inputs, Problem, Progress, Tensor};
 
 use group::Group;
 use number::{Number, Rounding};
 
-use super::{Rows, attention, choose};
+use super::{Rows, SMALLEST, attention, choose};
+
+/// The least weight that f32 has a rounding of.
+const SMALLEST_ROUNDED: f64 = SMALLEST / f32::EPSILON as f64;
 
 /// The key/value heads whose gradients to compute, with the query heads that read them: all of a
 /// problem's, or some of them.
@@ -102,7 +105,8 @@ pub struct HeadGradients {
 /// root of the sum of their squares, and of these the largest.
 ///
 /// Where a row sees one key, dP and delta are the same number and dS is zero. Summed in f32 in two
-/// orders they differ by roundings of |dO| |V|, which no baseline need show.
+/// orders they differ by roundings of |dO| |V|, which no baseline need show. To that come weights too
+/// small for f32, in whose place it may have zero.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Noise {
     /// In the gradients of queries.
@@ -115,10 +119,6 @@ pub struct Noise {
     pub sinks: f64,
     /// In the row sums.
     pub delta: f64,
-    /// In the row sums and the gradients of sinks, what is rounded with the output that the forward
-    /// pass saved: in units of its element type, not of f32. These are few numbers, of which a
-    /// baseline may happen to hit every one.
-    pub saved: [f64; 2],
 }
 
 impl Noise {
@@ -134,7 +134,6 @@ impl Noise {
             value: larger(self.value, other.value),
             sinks: larger(self.sinks, other.sinks),
             delta: larger(self.delta, other.delta),
-            saved: [larger(self.saved[0], other.saved[0]), larger(self.saved[1], other.saved[1])],
         }
     }
 }
@@ -186,21 +185,41 @@ pub fn gradients(
     heads: &Heads,
     progress: Option<&dyn Progress>,
 ) -> Result<Gradients, Error> {
-    by_head::<f64>(problem, inputs, output_gradient, heads, Rounding::None, progress)
+    let of_head = |sequences: &Sequences, head| {
+        Group::<f64>::new(sequences, inputs, output_gradient, None, head, Rounding::None)
+    };
+    by_head(problem, inputs, output_gradient, heads, progress, of_head)
 }
 
-/// The plain algorithm in the problem's precision: products and sums in f32, the output of the
-/// forward pass, P and dS rounded to the element type before they are multiplied with, and
-/// the results rounded to it.
+/// The plain algorithm in the problem's precision over what the backward pass is given: products and
+/// sums in f32, P and dS rounded to the element type before they are multiplied with, and the results
+/// rounded to it.
+///
+/// What the forward pass saved was rounded by it, and whoever computes gradients of that has this
+/// error in them. Where one key has almost all the weight of a row it is the largest there is: the
+/// row's gradient is the product of that key and one number, which is what the rounding leaves of two
+/// that cancel. A baseline with a forward pass of its own would have another such number, small or
+/// large by chance, and measure nothing.
 pub fn gradients_baseline(
     problem: &Problem,
-    inputs: Inputs<'_>,
-    output_gradient: &Tensor,
+    backward: Backward<'_>,
     heads: &Heads,
     progress: Option<&dyn Progress>,
 ) -> Result<Gradients, Error> {
-    let rounding = Rounding::To(problem.dtype());
-    by_head::<f32>(problem, inputs, output_gradient, heads, rounding, progress)
+    let Backward { inputs, output, lse, output_gradient } = backward;
+    backward.validate(problem)?;
+    let (saved, rounding) = (Some(Saved { output, lse }), Rounding::To(problem.dtype()));
+    let of_head = |sequences: &Sequences, head| {
+        Group::<f32>::new(sequences, inputs, output_gradient, saved, head, rounding)
+    };
+    by_head(problem, inputs, output_gradient, heads, progress, of_head)
+}
+
+/// What a forward pass saved.
+#[derive(Clone, Copy)]
+struct Saved<'a> {
+    output: &'a Tensor,
+    lse: &'a [f32],
 }
 
 /// What a forward pass over sequences of equal lengths saves: its output, exact and then rounded,
@@ -242,8 +261,8 @@ fn by_head<T: Number>(
     inputs: Inputs<'_>,
     output_gradient: &Tensor,
     heads: &Heads,
-    rounding: Rounding,
     progress: Option<&dyn Progress>,
+    of_head: impl Fn(&Sequences, (usize, usize)) -> Group<T>,
 ) -> Result<Gradients, Error> {
     problem.validate()?;
     inputs.validate(problem)?;
@@ -254,10 +273,8 @@ fn by_head<T: Number>(
     }
     let mut gradients = Vec::with_capacity(heads.len());
     // One head after the other, each on all cores: only one is held as wide numbers.
-    for &(sequence, kv_head) in &heads.chosen {
-        let group =
-            Group::<T>::new(&sequences, inputs, output_gradient, (sequence, kv_head), rounding);
-        gradients.push(group.gradients());
+    for &head in &heads.chosen {
+        gradients.push(of_head(&sequences, head).gradients());
         if let Some(progress) = progress {
             progress.advance(1);
         }

@@ -1,12 +1,11 @@
 //! What the choice and the shape of a kernel depend on, so that both can be had without a GPU.
 
-use cuda::DeviceInfo;
 use ptx::Target;
 
 /// The size of a GPU.
 ///
 /// ```
-/// use flashcore::gpu::Chip;
+/// use flashcore::plan::Chip;
 /// use flashcore::{Plan, Preference, Problem};
 ///
 /// // What would an H200 run?
@@ -31,7 +30,8 @@ impl Chip {
         Chip { target: Target::SM_90A, multiprocessors: 132, l2_bytes: 50 << 20 };
 
     /// The size of a GPU that is there.
-    pub fn of(info: &DeviceInfo) -> Self {
+    #[cfg(feature = "cuda")]
+    pub fn of(info: &cuda::DeviceInfo) -> Self {
         let capability = info.compute_capability;
         Chip {
             target: target_of(capability.major * 10 + capability.minor),

@@ -1,0 +1,144 @@
+//! The gradients of sinks: of each query head, the sum over its rows of the weight of its sink times
+//! the row sum of `dO * O`, negative.
+//!
+//! A block of the grid takes all rows of a head, in one order: the bits are the same every time.
+
+use ptx::{
+    Builder, Choose, Element, Expression, F32, LoadHint, Program, Reg, S32, Target, U32, U64,
+};
+
+use super::Backward;
+use crate::attention::rows::Sinks;
+use crate::attention::visibility::Visibility;
+use crate::attention::{MaskKind, Rules};
+use crate::divisor::DivisorRegisters;
+use crate::parameter::{Number, Tensor, Workspace};
+use crate::{Configuration, Error, mma};
+
+/// Threads of a block.
+const THREADS: u32 = 256;
+
+/// Rows that a thread takes at a time.
+const ROWS: u32 = 4;
+
+/// What the kernel is built for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SinkGradients {
+    /// The architecture.
+    pub target: Target,
+    /// Which keys a query sees: where it sees none, its sink has no gradient.
+    pub mask: MaskKind,
+    /// Query rows of a block of statistics: a multiple of 4 that divides 1024.
+    pub query_block: u32,
+}
+
+impl SinkGradients {
+    /// The name of this configuration.
+    pub fn name(&self) -> String {
+        let SinkGradients { target, mask, query_block } = self;
+        let mask = Rules { mask: *mask, ..Rules::DENSE }.name();
+        format!("sink_gradients_{target}_{mask}_{query_block}")
+    }
+
+    /// A kernel that it may come after, if there is one.
+    pub fn after(&self) -> Option<Configuration> {
+        let head_dim = if self.query_block > 64 { 64 } else { 128 };
+        let rules = Rules { mask: self.mask, sinks: true, ..Rules::DENSE };
+        let hopper = Backward {
+            element: Element::BF16,
+            head_dim,
+            value_head_dim: head_dim,
+            rules,
+            query_block: self.query_block,
+            deterministic: false,
+        };
+        if hopper.sink_gradients() == Some(*self) && hopper.fault().is_none() {
+            return Some(Configuration::Backward(hopper));
+        }
+        // Wider heads and more rules may mean smaller blocks of queries.
+        let tuned = [64, 128, 256].into_iter().flat_map(|dim| {
+            [rules, rules.capped()]
+                .map(|rules| mma::tuned_backward(self.target, Element::BF16, dim, dim, rules))
+        });
+        let mut tuned = tuned.flatten().filter(|it| it.sink_gradients() == Some(*self));
+        tuned.next().map(Configuration::BackwardMma)
+    }
+
+    /// Builds the kernel: a block of the grid for each query head.
+    pub fn program(&self) -> Result<Program, Error> {
+        let block = self.query_block;
+        if !block.is_multiple_of(ROWS) || !(ROWS * THREADS).is_multiple_of(block) {
+            let reason = "a block of query rows is not a multiple of 4 that divides 1024";
+            return Err(Error::configuration(self.name(), reason));
+        }
+        let mut k = Builder::new(self.name(), self.target, THREADS);
+        self.write(&mut k);
+        Ok(k.finish()?)
+    }
+
+    fn write(&self, k: &mut Builder) {
+        let statistics = Workspace::RowStatistics.address(k);
+        let sinks = Sinks::parameters(k);
+        let gradients = Tensor::SinkGradient.address(k);
+        let lengths = [Number::QueryLength.read(k), Number::KeyLength.read(k)];
+        let (batch, heads) = (Number::Batch.read(k), Number::QueryHeads.read(k));
+        let query_blocks = DivisorRegisters::parameters(k, Number::QueryBlocks);
+        let visibility = Visibility::parameters(k, self.mask);
+        let of_warps = k.shared("sums of warps", THREADS / 32 * 4, 16);
+        let of_warps = k.shared_address(of_warps);
+
+        let (head, thread) = (k.block_index(), k.thread_index());
+        let sink = sinks.of(k, head);
+        // As many threads as a block of query rows has fours.
+        let threads = self.query_block / ROWS;
+        let within = k.eval(thread % threads * ROWS);
+        let sum = k.variable::<F32>(0.0);
+        let number = k.variable(thread / threads);
+        k.loop_(|k| {
+            k.break_if(number.at_least(batch * query_blocks.number));
+            let (sequence, block) = query_blocks.divide(k, number);
+            let number_of_all = (sequence * heads + head) * query_blocks.number + block;
+            let number_of_all = k.eval(number_of_all);
+            let bytes = 2 * 4 * self.query_block;
+            let at = number_of_all.convert::<U64>() * bytes + (within * 4).convert::<U64>();
+            let at = k.eval(statistics + at);
+            let log_sums = k.load_vector::<F32, _, 4>(at, LoadHint::default());
+            let row_sums = at + 4 * self.query_block;
+            let row_sums = k.load_vector::<F32, _, 4>(row_sums, LoadHint::default());
+            for row in 0..ROWS as usize {
+                let query = k.eval(block * self.query_block + within + row as u32);
+                let seen = self.keys(k, &visibility, query, lengths);
+                // Where there is no key or no weight, there is nothing to differentiate, whatever
+                // the tensors hold.
+                let counts = seen[0].less(seen[1]) & log_sums[row].greater(f32::NEG_INFINITY);
+                let weight = k.exp2(sink + log_sums[row]);
+                let part = counts.choose::<F32>(weight * row_sums[row], 0.0);
+                k.set(sum, sum + part);
+            }
+            k.set(number, number + THREADS / threads);
+        });
+        let sum = k.reduce_lanes(sum, 32, |a, b| a + b);
+        k.if_((thread % 32).equals(0), |k| k.store(of_warps + thread / 32 * 4, sum));
+        k.block_sync();
+        k.if_(thread.equals(0), |k| {
+            let mut total = k.eval::<F32>(0.0);
+            for warp in 0..THREADS / 32 {
+                let sum = k.load::<F32, ptx::SharedAddress>(of_warps + warp * 4);
+                total = k.eval(total + sum);
+            }
+            k.store(gradients + head.convert::<U64>() * 4, total);
+        });
+    }
+
+    /// The keys that a query sees.
+    fn keys(
+        &self,
+        k: &mut Builder,
+        visibility: &Visibility,
+        query: Reg<U32>,
+        [query_length, key_length]: [Reg<U32>; 2],
+    ) -> [Reg<S32>; 2] {
+        let position = k.eval((query + key_length - query_length).reinterpret::<S32>());
+        visibility.keys(k, position, key_length)
+    }
+}

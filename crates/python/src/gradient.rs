@@ -1,0 +1,154 @@
+//! The backward pass of attention: what a call gives, checked.
+
+use flashcore::gpu::{Gradients, Tensors};
+use flashcore::{DType, Problem};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use crate::library::{Library, Named};
+use crate::numbers::Numbers;
+use crate::request::{Function, Request, TENSORS, address, named, needed};
+use crate::view::{Element, Memory, View};
+
+/// What the forward call saved, and what is differentiated.
+const SAVED: [&str; 3] = ["out", "softmax_lse", "dout"];
+/// Where gradients go.
+const GRADIENTS: [&str; 4] = ["dq", "dk", "dv", "ds_aux"];
+
+/// A backward call's tensors: those of the forward call, what that saved with the gradient of its
+/// output, and where gradients go.
+pub(crate) struct Given<'py> {
+    pub(crate) forward: [Named<'py>; TENSORS],
+    saved: [Named<'py>; SAVED.len()],
+    gradients: [Named<'py>; GRADIENTS.len()],
+}
+
+impl<'py> Given<'py> {
+    pub(crate) fn new(
+        function: Function,
+        forward: &Bound<'py, PyTuple>,
+        saved: &Bound<'py, PyTuple>,
+        gradients: &Bound<'py, PyTuple>,
+    ) -> PyResult<Self> {
+        Ok(Given {
+            forward: named(function.names(), forward)?,
+            saved: named(SAVED, saved)?,
+            gradients: named(GRADIENTS, gradients)?,
+        })
+    }
+}
+
+/// A backward call.
+#[derive(Debug)]
+pub(crate) struct Backward {
+    pub(crate) request: Request,
+    pub(crate) output: View,
+    /// Without gaps.
+    pub(crate) lse: Memory,
+    pub(crate) output_gradient: View,
+    /// Where the gradients of queries, keys and values go.
+    pub(crate) gradients: [View; 3],
+    /// Where those of sinks go: there where there are sinks.
+    pub(crate) sinks: Option<Memory>,
+}
+
+impl Backward {
+    /// Reads the tensors of a call. Kernels cannot walk every tensor that the forward pass can, nor
+    /// every gradient that autograd gives: what they cannot walk is copied.
+    pub(crate) fn read<'py>(
+        library: &Library<'py>,
+        function: Function,
+        numbers: Numbers,
+        given: &Given<'py>,
+    ) -> PyResult<Self> {
+        let request =
+            Request::read(function, &given.forward, numbers, |tensor, name, whole| match whole {
+                true => library.read_whole(tensor, name),
+                false => library.read_walkable(tensor, name),
+            })?;
+        let rows = |it: &Named<'py>, packed: bool, walkable: bool| -> PyResult<View> {
+            let memory = match walkable {
+                true => library.read_walkable(needed(it)?, it.0)?,
+                false => library.read(needed(it)?, it.0)?,
+            };
+            function.order(packed).view(it.0, &memory)
+        };
+        let (queries, keys) = (request.query_starts.is_some(), request.key_starts.is_some());
+        let [output, lse, output_gradient] = &given.saved;
+        let [query, key, value, sinks] = &given.gradients;
+        let whole = |it: &Named<'py>| library.read_whole(needed(it)?, it.0);
+        let call = Backward {
+            output: rows(output, queries, true)?,
+            lse: whole(lse)?,
+            output_gradient: rows(output_gradient, queries, true)?,
+            gradients: [
+                rows(query, queries, false)?,
+                rows(key, keys, false)?,
+                rows(value, keys, false)?,
+            ],
+            sinks: request.sinks.is_some().then(|| whole(sinks)).transpose()?,
+            request,
+        };
+        call.check()?;
+        Ok(call)
+    }
+
+    /// Refuses what does not go with the tensors of the forward call.
+    fn check(&self) -> PyResult<()> {
+        let Request { query, key, value, .. } = &self.request;
+        let [q, k, v, ..] = self.request.names();
+        let [batch, length, heads, _] = query.form.sizes;
+        let output = [batch, length, heads, value.form.sizes[3]];
+        let [query_gradient, key_gradient, value_gradient] = &self.gradients;
+        for (name, view, expected, of) in [
+            (SAVED[0], &self.output, output, q),
+            (SAVED[2], &self.output_gradient, output, q),
+            (GRADIENTS[0], query_gradient, query.form.sizes, q),
+            (GRADIENTS[1], key_gradient, key.form.sizes, k),
+            (GRADIENTS[2], value_gradient, value.form.sizes, v),
+        ] {
+            view.form.like(name, &query.form, q)?;
+            view.form.usable(name)?;
+            if view.form.sizes != expected {
+                return Err(PyValueError::new_err(format!(
+                    "{name} has {:?} entries, positions, heads and dims, expected {expected:?} to \
+                     go with {of}",
+                    view.form.sizes
+                )));
+            }
+        }
+        let (sizes, hidden) = self.request.sums();
+        let vectors = [(SAVED[1], Some(&self.lse), &sizes[hidden..])];
+        let sinks = (GRADIENTS[3], self.sinks.as_ref(), &[heads][..]);
+        for (name, memory, expected) in vectors.into_iter().chain([sinks]) {
+            let Some(memory) = memory else { continue };
+            memory.whole(name, Element::Float(DType::F32), "float32")?;
+            memory.on(name, query.form.place, q)?;
+            if memory.sizes() != expected {
+                return Err(PyValueError::new_err(format!(
+                    "{name} has shape {:?}, expected {expected:?} to go with {q}",
+                    memory.sizes()
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// The problem that it poses.
+    pub(crate) fn problem(&self, deterministic: bool) -> PyResult<Problem> {
+        let problem = self.request.problem()?.backward();
+        Ok(if deterministic { problem.deterministic() } else { problem })
+    }
+
+    /// The tensors as a device takes them.
+    pub(crate) fn tensors(&self) -> Tensors {
+        let on_device = |view: &View| view.on_device(self.request.query.address);
+        let [query, key, value] = self.gradients.each_ref().map(on_device);
+        let output = on_device(&self.output_gradient);
+        let mut tensors = self.request.tensors(&self.output, Some(self.lse.address));
+        let sinks = address(&self.sinks);
+        tensors.gradients = Some(Gradients { output, query, key, value, sinks });
+        tensors
+    }
+}

@@ -1,0 +1,95 @@
+//! The pages as a book.
+//!
+//! Rendering needs `mdbook`, which takes minutes to build: the tests look at the pages themselves, and
+//! compile the Rust in them (`crates/testing/src/pages.rs`).
+
+use crate::Outcome;
+use crate::process::{keep, program, show};
+
+/// Renders the book into `target/book`.
+pub(crate) fn book() -> Outcome {
+    let mut version = program("mdbook");
+    version.arg("--version");
+    if !keep(version).is_ok_and(|done| done.success) {
+        return Err("there is no mdbook: `cargo install mdbook --locked` brings it".to_owned());
+    }
+    let mut command = program("mdbook");
+    command.arg("build");
+    show(command)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::path::{Path, PathBuf};
+
+    use crate::root;
+
+    fn pages() -> Vec<PathBuf> {
+        let entries = fs::read_dir(root().join("docs")).unwrap().map(|entry| entry.unwrap().path());
+        let is_page = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "md");
+        entries.filter(is_page).collect()
+    }
+
+    /// What `[words](target)` lead to, outside of code.
+    fn links(text: &str) -> Vec<&str> {
+        let mut code = false;
+        let mut links = Vec::new();
+        for line in text.lines() {
+            code ^= line.trim_start().starts_with("```");
+            let parts = line.split("](").skip(1).filter(|_| !code);
+            links.extend(parts.filter_map(|part| Some(part.split_once(')')?.0)));
+        }
+        links
+    }
+
+    /// The fragment that GitHub and mdbook make of a heading.
+    fn fragment(heading: &str) -> String {
+        let kept = |letter: &char| letter.is_alphanumeric() || matches!(letter, ' ' | '-' | '_');
+        heading.to_lowercase().chars().filter(kept).collect::<String>().replace(' ', "-")
+    }
+
+    fn has_heading(page: &Path, wanted: &str) -> bool {
+        let text = fs::read_to_string(page).unwrap();
+        let headings = text.lines().filter(|line| line.starts_with('#'));
+        let headings = headings.map(|line| line.trim_start_matches('#').trim());
+        headings.map(fragment).any(|heading| heading == wanted)
+    }
+
+    #[test]
+    fn links_lead_somewhere() {
+        let root = root();
+        let others = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"];
+        let mut broken = Vec::new();
+        for page in pages().into_iter().chain(others.map(|name| root.join(name))) {
+            let text = fs::read_to_string(&page).unwrap();
+            for link in links(&text).into_iter().filter(|link| !link.contains("://")) {
+                let (path, heading) = link.split_once('#').unwrap_or((link, ""));
+                let target = match path {
+                    "" => page.clone(),
+                    path => page.parent().unwrap().join(path),
+                };
+                let there =
+                    target.exists() && (heading.is_empty() || has_heading(&target, heading));
+                if !there {
+                    broken.push(format!("{}: {link}", page.display()));
+                }
+            }
+        }
+        assert!(broken.is_empty(), "{}", broken.join("\n"));
+    }
+
+    #[test]
+    fn the_book_has_every_page_once() {
+        let summary = fs::read_to_string(root().join("docs/SUMMARY.md")).unwrap();
+        let mut listed = links(&summary);
+        let mut there: Vec<String> = pages()
+            .iter()
+            .map(|page| page.file_name().unwrap().to_str().unwrap().to_owned())
+            .filter(|name| name != "SUMMARY.md")
+            .collect();
+        listed.sort_unstable();
+        there.sort_unstable();
+        assert_eq!(listed, there);
+    }
+}

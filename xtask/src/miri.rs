@@ -1,0 +1,38 @@
+//! Miri over what it can run: it interprets the program and finds undefined behaviour, a hundred times
+//! slower than the program runs, and knows no driver and no vector instructions.
+
+use crate::Outcome;
+use crate::process::{keep, program, show};
+
+/// Crates, and which of their tests: those whose code, or whose dependencies' code, reads memory as
+/// something else than it was written as. The simulator and the language forbid `unsafe`.
+const TESTS: [(&str, &[&str]); 2] = [
+    ("flashcore", &["tensor::", "serving::", "file::"]),
+    ("flashcore-cuda", &["cache::", "launch::", "memory::", "module::", "tensor_map::"]),
+];
+
+/// Runs them with the nightly toolchain, which must be there with Miri.
+pub(crate) fn miri() -> Outcome {
+    let nightly = |arguments: &[&str]| {
+        let mut command = program("cargo");
+        command.args(["+nightly", "miri"]).args(arguments);
+        // Tests of files need the file system, and rayon's queues the newer rules of borrowing.
+        command.env("MIRIFLAGS", "-Zmiri-disable-isolation -Zmiri-tree-borrows");
+        // The one that runs this chore is another.
+        for variable in ["CARGO", "RUSTUP_TOOLCHAIN", "RUSTC", "RUSTDOC"] {
+            command.env_remove(variable);
+        }
+        command
+    };
+    if !keep(nightly(&["--version"])).is_ok_and(|done| done.success) {
+        let fetch = "rustup toolchain install nightly --component miri,rust-src";
+        return Err(format!("there is no Miri: `{fetch}` brings it"));
+    }
+    let mut passed = true;
+    for (package, filters) in TESTS {
+        let mut command = nightly(&["test", "--package", package, "--lib", "--"]);
+        command.args(filters);
+        passed &= show(command)?;
+    }
+    Ok(passed)
+}
