@@ -77,7 +77,8 @@ fn compile_ahead(gpu: &Gpu, cases: &[Case], backward: &str) {
         for problem in [case.problem.clone(), case.problem.clone().backward()] {
             let Ok(arrangement) = Arrangement::contiguous(&problem) else { continue };
             let found = candidates(&gpu.chip(), &problem, &arrangement).into_iter();
-            let mut found = found.filter(|it| it.kernel == backward || problem.pass == Pass::Forward);
+            let mut found =
+                found.filter(|it| it.kernel == backward || problem.pass == Pass::Forward);
             let chosen = found.find_map(|candidate| candidate.choice);
             kernels.extend(chosen.into_iter().flat_map(|it| it.launches).map(|it| it.kernel));
         }
