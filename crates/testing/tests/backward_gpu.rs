@@ -29,17 +29,28 @@ use rayon::prelude::*;
 /// that see nothing, groups of 1 to 16 heads, windows, chunks, score rules, strides, outliers.
 #[test]
 fn thorough_cases() {
-    if hopper().is_none() {
-        return;
+    if hopper().is_some() {
+        check("backward");
     }
+}
+
+/// The same with mma.sync.
+#[test]
+fn thorough_cases_with_mma() {
+    if hopper().is_some() {
+        check("backward-mma");
+    }
+}
+
+fn check(kernel: &str) {
     let folder = tempfile::tempdir().unwrap();
     let gpu = Gpu::with_cache(0, Cache::at(folder.path())).unwrap();
     let all: Vec<Case> = HALVES.into_iter().flat_map(cases::thorough_gradients).collect();
-    compile_ahead(&gpu, all.iter().map(|case| &case.problem));
+    compile_ahead(&gpu, all.iter().map(|case| &case.problem), kernel);
     let backend = GpuBackend::new(Arc::new(gpu));
     let (mut served, mut complaints) = (0, Vec::new());
     for some in all.chunks(256) {
-        for checked in run_gradients(&[&backend], None, some, &Silent) {
+        for checked in run_gradients(&[&backend], Some(kernel), some, &Silent) {
             let case = checked.case;
             match checked.outcome {
                 Ok(outcome) if outcome.passed => served += 1,
@@ -180,7 +191,7 @@ fn random_ragged_batches() {
     let all: Vec<RaggedGradients> =
         seeds.map(|(dtype, seed)| RaggedGradients::random(dtype, seed).unwrap()).collect();
     let problems: Vec<Problem> = all.iter().map(|case| case.problem().unwrap()).collect();
-    compile_ahead(&gpu, problems.iter());
+    compile_ahead(&gpu, problems.iter(), "backward");
     let backend = GpuBackend::new(Arc::new(gpu));
     let check = |case: &RaggedGradients| match case.check(&backend, "backward") {
         Ok(outcome) if outcome.passed => Some(None),
@@ -277,14 +288,16 @@ fn a_graph_is_right_for_other_lengths() {
     }
 }
 
-/// Compiles what the problems need on all cores.
-fn compile_ahead<'a>(gpu: &Gpu, problems: impl Iterator<Item = &'a Problem>) {
+/// Compiles what the problems need on all cores: the best forward kernel, and this one.
+fn compile_ahead<'a>(gpu: &Gpu, problems: impl Iterator<Item = &'a Problem>, backward: &str) {
     let mut kernels = HashSet::new();
     for problem in problems {
         for problem in [problem.clone().forward(), problem.clone()] {
             let Ok(arrangement) = Arrangement::contiguous(&problem) else { continue };
-            let found = candidates(&gpu.chip(), &problem, &arrangement);
-            let chosen = found.into_iter().find_map(|candidate| candidate.choice);
+            let forward = problem.pass == flashcore::Pass::Forward;
+            let found = candidates(&gpu.chip(), &problem, &arrangement).into_iter();
+            let mut found = found.filter(|it| forward || it.kernel == backward);
+            let chosen = found.find_map(|candidate| candidate.choice);
             kernels.extend(chosen.into_iter().flat_map(|it| it.launches).map(|it| it.kernel));
         }
     }

@@ -1,14 +1,13 @@
 //! The gradients of attention on Hopper over ragged batches: the same loops over slices of rows, with
 //! tiles of keys in an order that is made on the device.
 
-use kernels::Configuration;
 use kernels::attention::{Batch, MaskKind};
 use kernels::backward::tuned_backward;
 use kernels::parameter::{Number, Tensor};
 use kernels::sequencer::Tiles;
 use ptx::Capability;
 
-use super::backward::beside;
+use super::backward::Kernels;
 use super::schedule::{Schedule, query_rows, ragged_workload};
 use super::{Asked, Choice, mask_kind};
 use crate::chip::Chip;
@@ -40,34 +39,36 @@ pub(super) fn choose(asked: &Asked<'_>) -> Result<Choice, String> {
     check_rows(problem, arrangement)?;
     let deterministic = problem.deterministic;
     let backward = kernels::Backward { deterministic, batch: Batch::Ragged, ..backward };
-    launch(chip, problem, backward, "gradients in one pass, slice by slice".to_owned())
+    let kernels = Kernels::hopper(backward);
+    launch(chip, problem, &kernels, "gradients in one pass, slice by slice".to_owned())
 }
 
 /// The launches of a configuration, tuned or not.
 pub(super) fn launch(
     chip: &Chip,
     problem: &Problem,
-    backward: kernels::Backward,
+    kernels: &Kernels,
     reason: String,
 ) -> Result<Choice, String> {
-    let schedule = Schedule::of_keys(problem, backward.key_block())?;
+    let (query_block, key_block) = (kernels.row_sums.sums.query_block, kernels.key_block);
+    let schedule = Schedule::of_keys(problem, key_block)?;
     // Each sequence's queries begin with a block of their own.
-    let per_head = query_rows(problem) / u64::from(backward.query_block) + problem.batch as u64;
+    let per_head = query_rows(problem) / u64::from(query_block) + problem.batch as u64;
     let too_large = || "the number of query rows of all heads is too large".to_owned();
     let counted = |count: Option<u64>| count.filter(|it| *it <= i32::MAX as u64);
     // Parts of rounded blocks are numbered too, and so are rows.
-    let parts = u64::from(backward.rounding().blocks(1));
+    let parts = u64::from(kernels.rounding.blocks(1));
     let blocks = per_head.checked_mul(problem.query_heads as u64);
     let rows = query_rows(problem).checked_mul(problem.query_heads as u64);
     if counted(blocks.and_then(|it| it.checked_mul(parts))).is_none() || counted(rows).is_none() {
         return Err(too_large());
     }
     let (per_head, blocks) = (per_head as u32, blocks.ok_or_else(too_large)? as u32);
-    let mut choice = Choice::of(Configuration::Backward(backward), schedule.all_tiles, reason);
+    let mut choice = Choice::of(kernels.kernel, schedule.all_tiles, reason);
     choice.launches[0].numbers = vec![(Number::QueryBlocks, per_head)];
-    beside(&mut choice, &backward, problem.query_heads as u32, per_head, blocks);
+    kernels.beside(&mut choice, problem.query_heads as u32, per_head, blocks);
     schedule.before(chip.target, Tiles::Keys, &mut choice);
-    choice.tiling = Some(schedule.tiling(chip, backward.query_block, backward.key_block()));
+    choice.tiling = Some(schedule.tiling(chip, query_block, key_block));
     Ok(choice)
 }
 
@@ -106,6 +107,7 @@ fn check_rows(problem: &Problem, arrangement: &Arrangement) -> Result<(), String
 
 #[cfg(test)]
 mod tests {
+    use kernels::Configuration;
     use ptx::Target;
 
     use super::*;

@@ -411,6 +411,9 @@ mod tests {
             *judged.entry(kernel.family()).or_insert(0) += 1;
         }
         let families: Vec<&str> = judged.into_keys().collect();
-        assert_eq!(families, ["backward", "decode", "forward", "mma", "prefill", "scalar"]);
+        assert_eq!(
+            families,
+            ["backward", "backward-mma", "decode", "forward", "mma", "prefill", "scalar"]
+        );
     }
 }

@@ -126,7 +126,9 @@ impl Call {
                 Configuration::Backward(it) if it.deterministic => {
                     built.problem(batch, lengths, heads).backward().deterministic()
                 }
-                Configuration::Backward(_) => built.problem(batch, lengths, heads).backward(),
+                Configuration::Backward(_) | Configuration::BackwardMma(_) => {
+                    built.problem(batch, lengths, heads).backward()
+                }
                 _ => built.problem(batch, lengths, heads),
             },
             kernel,

@@ -1,6 +1,7 @@
 //! What an attention kernel is built for, and the smallest call that shows all of it.
 
 use flashcore::{Alibi, Mask, Problem};
+use kernels::mma::BackwardMma;
 use kernels::{Backward, Batch, Configuration, MaskKind, Rules};
 use ptx::{Element, Target};
 
@@ -67,6 +68,12 @@ impl Kernel {
             }
             Configuration::Backward(it) => Kernel {
                 target: Target::SM_90A,
+                element: it.element,
+                dims: [it.head_dim, it.value_head_dim],
+                rules: it.rules,
+            },
+            Configuration::BackwardMma(it) => Kernel {
+                target: it.target,
                 element: it.element,
                 dims: [it.head_dim, it.value_head_dim],
                 rules: it.rules,
@@ -158,6 +165,10 @@ impl Call {
                 let lengths = [2 * it.query_block as usize + 5, it.key_block() as usize + 3];
                 Call::new(kernel, 1, lengths, [2, 1])
             }
+            Configuration::BackwardMma(it) => {
+                let lengths = [2 * it.query_block as usize + 5, it.key_block() as usize + 3];
+                Call::new(kernel, 1, lengths, [2, 1])
+            }
             // A block and a bit.
             _ => Call::new(kernel, 1, [11, 21], [2, 1]),
         }
@@ -165,8 +176,15 @@ impl Call {
 
     /// So many queries for what goes with a backward pass, of several heads and sequences. Every query
     /// sees every key: none has gradients of zero.
-    pub(super) fn beside(it: Backward, queries: usize) -> Self {
-        let kernel = Configuration::Backward(Backward { rules: Rules::DENSE, ..it });
+    pub(super) fn beside(kernel: Configuration, queries: usize) -> Self {
+        let rules = Rules::DENSE;
+        let kernel = match kernel {
+            Configuration::Backward(it) => Configuration::Backward(Backward { rules, ..it }),
+            Configuration::BackwardMma(it) => {
+                Configuration::BackwardMma(BackwardMma { rules, ..it })
+            }
+            other => other,
+        };
         Call::new(kernel, 2, [queries, 21], [2, 1])
     }
 }

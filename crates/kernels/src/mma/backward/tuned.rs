@@ -1,0 +1,74 @@
+//! Which configuration serves which problem.
+//!
+//! A rule names the widest head dimensions that it serves. The first whose shared memory fits the
+//! target is taken.
+
+use ptx::{Element, Target};
+
+use super::BackwardMma;
+use crate::attention::Rules;
+
+/// One line of the table.
+struct Rule {
+    /// The widest queries and values it serves.
+    dim: u32,
+    /// Whether there are registers for what changes scores, and for heads that fill no panels.
+    spare: bool,
+    /// Keys of a warp in sixteens, warps whose keys follow one another, warps that share theirs.
+    warps: [u32; 3],
+    query_block: u32,
+    part: u32,
+    ahead: u32,
+}
+
+/// Narrow before wide, large before small. A warp has 128 registers of gradients at most: 32 keys by
+/// 64 columns of both.
+const RULES: &[Rule] = &[
+    Rule { dim: 128, spare: true, warps: [2, 4, 2], query_block: 64, part: 32, ahead: 1 },
+    Rule { dim: 128, spare: true, warps: [2, 2, 2], query_block: 32, part: 16, ahead: 1 },
+    Rule { dim: 256, spare: false, warps: [2, 2, 4], query_block: 64, part: 16, ahead: 1 },
+    Rule { dim: 256, spare: true, warps: [2, 2, 4], query_block: 32, part: 8, ahead: 1 },
+    // What is left for the widest heads where there is no room for a query block on its way.
+    Rule { dim: 256, spare: true, warps: [2, 1, 4], query_block: 32, part: 8, ahead: 0 },
+];
+
+/// The configuration for these tensors, or nothing where the kernel does not serve them.
+pub fn tuned_backward(
+    target: Target,
+    element: Element,
+    head_dim: u32,
+    value_head_dim: u32,
+    rules: Rules,
+) -> Option<BackwardMma> {
+    let configuration = |rule: &Rule| BackwardMma {
+        target,
+        element,
+        head_dim,
+        value_head_dim,
+        rules,
+        key_tiles: rule.warps[0],
+        key_warps: rule.warps[1],
+        column_warps: rule.warps[2],
+        query_block: rule.query_block,
+        part: rule.part,
+        ahead: rule.ahead,
+        residents: 1,
+    };
+    let whole = head_dim.is_multiple_of(64) && value_head_dim.is_multiple_of(64);
+    let plain = whole && !rules.changes_scores();
+    let serves = |rule: &&Rule| head_dim.max(value_head_dim) <= rule.dim && (rule.spare || plain);
+    let mut all = RULES.iter().filter(serves).map(configuration);
+    all.find(|configuration| configuration.fault().is_none())
+}
+
+/// Every configuration that [`tuned_backward`] chooses, of one element and these rules, for head
+/// dimensions that stand for the rest.
+pub fn every_tuned_backward(
+    target: Target,
+    element: Element,
+    rules: Rules,
+) -> impl Iterator<Item = BackwardMma> {
+    [(64, 64), (128, 128), (256, 256), (40, 72), (96, 96), (192, 128), (200, 136)]
+        .into_iter()
+        .filter_map(move |(dim, value)| tuned_backward(target, element, dim, value, rules))
+}
