@@ -1,8 +1,9 @@
-//! The gradients of attention on Hopper over ragged batches: the same loops over slices of rows, with
-//! tiles of keys in an order that is made on the device.
+//! The gradients of attention over ragged batches: the same loops over slices of rows, with tiles of
+//! keys in an order that is made on the device. On Hopper, and what `mma.sync` shares with it.
 
 use kernels::attention::{Batch, MaskKind};
 use kernels::backward::tuned_backward;
+use kernels::forward::Workload;
 use kernels::parameter::{Number, Tensor};
 use kernels::sequencer::Tiles;
 use ptx::Capability;
@@ -16,11 +17,27 @@ use crate::plan::arrangement::{name, tensors};
 use crate::plan::rows::Rows;
 use crate::problem::{Problem, Storage};
 
+/// Why such kernels serve.
+pub(super) const REASON: &str = "gradients in one pass, slice by slice";
+
 pub(super) fn choose(asked: &Asked<'_>) -> Result<Choice, String> {
-    let Asked { chip, problem, arrangement } = *asked;
+    let Asked { chip, problem, .. } = *asked;
     if !chip.target.has(Capability::Wgmma) {
         return Err(format!("{} has no wgmma", chip.target));
     }
+    let workload = workload(asked)?;
+    let (dim, value_dim) = (workload.head_dim, workload.value_head_dim);
+    let backward = tuned_backward(workload.element, dim, value_dim, workload.rules)
+        .ok_or_else(|| format!("head dims {dim} and {value_dim} are beyond 256"))?;
+    let deterministic = problem.deterministic;
+    let backward = kernels::Backward { deterministic, batch: Batch::Ragged, ..backward };
+    launch(chip, problem, &Kernels::hopper(backward), REASON.to_owned())
+}
+
+/// What the choice among configurations depends on, or why no kernel for ragged batches serves a
+/// problem.
+pub(super) fn workload(asked: &Asked<'_>) -> Result<Workload, String> {
+    let Asked { chip, problem, arrangement } = *asked;
     let workload = ragged_workload(chip, problem)?;
     if problem.keys.is_paged() {
         return Err("gradients of keys in pages are not computed".to_owned());
@@ -31,16 +48,9 @@ pub(super) fn choose(asked: &Asked<'_>) -> Result<Choice, String> {
     if problem.key_length == 0 {
         return Err("there are no keys".to_owned());
     }
-    let rules = problem.scores.rules(mask(problem));
-    let (dim, value_dim) = (workload.head_dim, workload.value_head_dim);
-    let backward = tuned_backward(workload.element, dim, value_dim, rules)
-        .ok_or_else(|| format!("head dims {dim} and {value_dim} are beyond 256"))?;
     arrangement.check_copies(problem)?;
     check_rows(problem, arrangement)?;
-    let deterministic = problem.deterministic;
-    let backward = kernels::Backward { deterministic, batch: Batch::Ragged, ..backward };
-    let kernels = Kernels::hopper(backward);
-    launch(chip, problem, &kernels, "gradients in one pass, slice by slice".to_owned())
+    Ok(Workload { rules: problem.scores.rules(mask(problem)), ..workload })
 }
 
 /// The launches of a configuration, tuned or not.

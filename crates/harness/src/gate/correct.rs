@@ -148,8 +148,12 @@ impl Contract {
             return None;
         }
         // Gradients are asked over equal lengths alone.
-        if matches!(kernel, kernels::Configuration::Backward(it) if it.batch != kernels::Batch::Equal)
-        {
+        let batch = match kernel {
+            kernels::Configuration::Backward(it) => it.batch,
+            kernels::Configuration::BackwardMma(it) => it.batch,
+            _ => kernels::Batch::Equal,
+        };
+        if batch != kernels::Batch::Equal {
             return None;
         }
         let Call { problem, ragged, .. } = Call::small(*kernel);

@@ -56,12 +56,12 @@
 
 mod consumer;
 mod epilogue;
-mod order;
+pub(crate) mod order;
 pub(crate) mod place;
 mod producer;
 mod ragged;
 mod rounding;
-mod row_blocks;
+pub(crate) mod row_blocks;
 mod row_sums;
 mod sink_gradients;
 mod tuned;
@@ -500,7 +500,7 @@ impl Backward {
 }
 
 /// What a kernel's name ends with.
-fn batch_name(batch: Batch) -> &'static str {
+pub(crate) fn batch_name(batch: Batch) -> &'static str {
     match batch {
         Batch::Equal => "",
         Batch::Ragged => "_ragged",

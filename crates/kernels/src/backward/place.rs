@@ -70,6 +70,16 @@ enum Path {
     Step { step: Reg<U32>, heads: Reg<U32> },
 }
 
+impl Grid {
+    /// What a block has in shared memory to find its tile by.
+    pub(crate) const fn shared_bytes(&self) -> u32 {
+        match self.batch {
+            Batch::Equal => 0,
+            _ => Ragged::BYTES,
+        }
+    }
+}
+
 impl Place {
     pub(crate) fn parameters(k: &mut Builder, grid: Grid) -> Self {
         let sequences = match grid.batch {
@@ -92,14 +102,14 @@ impl Place {
 
     /// One thread of the block finds its tile and puts it where all others look it up, if that is
     /// more than arithmetic.
-    pub(super) fn post(&self, k: &mut Builder) {
+    pub(crate) fn post(&self, k: &mut Builder) {
         if let Sequences::Ragged(ragged) = &self.sequences {
             ragged.post(k, &self.key_heads, &self.visibility);
         }
     }
 
     /// Does something if there is a tile for this block.
-    pub(super) fn if_tile(&self, k: &mut Builder, body: impl FnOnce(&mut Builder)) {
+    pub(crate) fn if_tile(&self, k: &mut Builder, body: impl FnOnce(&mut Builder)) {
         match &self.sequences {
             Sequences::Equal { .. } => body(k),
             Sequences::Ragged(ragged) => {
@@ -114,6 +124,14 @@ impl Place {
         match &self.sequences {
             Sequences::Equal { lengths, .. } => *lengths,
             Sequences::Ragged(ragged) => ragged.lengths(k),
+        }
+    }
+
+    /// In a ragged batch: where the queries and keys of the tile's sequence begin in their tensors.
+    pub(crate) fn starts(&self, k: &mut Builder) -> Option<[Reg<U32>; 2]> {
+        match &self.sequences {
+            Sequences::Equal { .. } => None,
+            Sequences::Ragged(ragged) => Some(ragged.starts(k)),
         }
     }
 

@@ -63,13 +63,16 @@ mod word {
 }
 
 impl Ragged {
+    /// Of shared memory.
+    pub(super) const BYTES: u32 = 4 * word::COUNT;
+
     pub(super) fn parameters(k: &mut Builder, grid: Grid) -> Self {
         Ragged {
             schedule: Workspace::Schedule.address(k),
             query_block: grid.query_block,
             key_block: grid.key_block,
             query_blocks: Number::QueryBlocks.read(k),
-            words: k.shared("tile", 4 * word::COUNT, 16),
+            words: k.shared("tile", Ragged::BYTES, 16),
             looks_again: grid.rules.softcap && grid.rules.alibi,
             deterministic: grid.deterministic,
         }
@@ -127,6 +130,12 @@ impl Ragged {
     /// The queries and keys of the tile's sequence.
     pub(super) fn lengths(&self, k: &mut Builder) -> [Reg<U32>; 2] {
         self.pair(k, word::LENGTHS)
+    }
+
+    /// Where these begin in their tensors.
+    pub(super) fn starts(&self, k: &mut Builder) -> [Reg<U32>; 2] {
+        let (ends, lengths) = (self.pair(k, word::ENDS), self.lengths(k));
+        [0, 1].map(|side| k.eval(ends[side] - lengths[side]))
     }
 
     /// The tile's sequence.

@@ -62,10 +62,10 @@ impl Rounding {
             return Some(Configuration::Backward(hopper));
         }
         // Wider values and more rules may mean smaller blocks of queries.
-        let tuned = [64, 128, 256].into_iter().flat_map(|value_head_dim| {
-            let (element, head_dim) = (self.element, self.head_dim);
+        let Rounding { target, element, head_dim, batch, .. } = *self;
+        let tuned = [64, 128, 256].into_iter().flat_map(|value| {
             [Rules::CAUSAL, Rules::EVERY].map(|rules| {
-                mma::tuned_backward(self.target, element, head_dim, value_head_dim, rules)
+                mma::tuned_backward(target, element, head_dim, value, rules, false, batch)
             })
         });
         tuned.flatten().find(|it| it.rounding() == *self).map(Configuration::BackwardMma)

@@ -62,10 +62,10 @@ impl RowSums {
         if hopper.row_sums() == *self && hopper.fault().is_none() {
             return Some(Configuration::Backward(hopper));
         }
-        let (dim, value_dim) = (self.sums.columns, self.value_head_dim);
         // More rules may mean smaller blocks of queries.
+        let RowSums { target, element, value_head_dim: value, sums, turns, batch } = *self;
         let mut tuned = [Rules::CAUSAL, Rules::EVERY].into_iter().filter_map(|rules| {
-            mma::tuned_backward(self.target, self.element, dim, value_dim, rules)
+            mma::tuned_backward(target, element, sums.columns, value, rules, turns, batch)
         });
         tuned.find(|it| it.row_sums() == *self).map(Configuration::BackwardMma)
     }

@@ -66,9 +66,11 @@ impl SinkGradients {
             return Some(Configuration::Backward(hopper));
         }
         // Wider heads and more rules may mean smaller blocks of queries.
+        let SinkGradients { target, batch, .. } = *self;
         let tuned = [64, 128, 256].into_iter().flat_map(|dim| {
-            [rules, rules.capped()]
-                .map(|rules| mma::tuned_backward(self.target, Element::BF16, dim, dim, rules))
+            [rules, rules.capped()].map(|rules| {
+                mma::tuned_backward(target, Element::BF16, dim, dim, rules, false, batch)
+            })
         });
         let mut tuned = tuned.flatten().filter(|it| it.sink_gradients() == Some(*self));
         tuned.next().map(Configuration::BackwardMma)

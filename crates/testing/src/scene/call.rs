@@ -9,6 +9,7 @@ use flashcore::random::uniform;
 use flashcore::serving::{Placement, Sequences};
 use flashcore::{Alibi, DType, InputTensors, Inputs, Layout, Pass, Problem, Shape, Tensor};
 use kernels::Configuration;
+use kernels::mma::BackwardMma;
 use kernels::parameter::{List, Tensor as Role};
 use ptx::{Element, Program};
 use sim::{Argument, BufferId, Memory, TensorMapArgument};
@@ -123,11 +124,10 @@ impl Call {
         };
         Call {
             problem: match kernel {
-                Configuration::Backward(it) if it.deterministic => {
-                    built.problem(batch, lengths, heads).backward().deterministic()
-                }
-                Configuration::Backward(_) | Configuration::BackwardMma(_) => {
-                    built.problem(batch, lengths, heads).backward()
+                Configuration::Backward(kernels::Backward { deterministic, .. })
+                | Configuration::BackwardMma(BackwardMma { deterministic, .. }) => {
+                    let problem = built.problem(batch, lengths, heads).backward();
+                    if deterministic { problem.deterministic() } else { problem }
                 }
                 _ => built.problem(batch, lengths, heads),
             },

@@ -153,25 +153,26 @@ impl Call {
                 let place = it.page_rows.map_or(Place::Apart, |it| Place::Paged(2 * it as usize));
                 Call::ragged(kernel, tiles_of_queries(rows).over(place), [2, 1])
             }
-            Configuration::Backward(it) if it.batch != Batch::Equal => {
-                let (rows, block) = (it.query_block as usize, it.key_block() as usize);
-                let queries = vec![2, 2 * rows + 5, 0, 1];
-                let ragged = Ragged::new(queries, vec![1, block + 3, 7, 0]).over(Place::Apart);
-                let query_place = Place::Apart;
-                Call::ragged(kernel, Ragged { query_place, ..ragged }, [2, 1])
-            }
-            // Three query blocks for each of two heads that share a key head, two blocks of keys.
             Configuration::Backward(it) => {
-                let lengths = [2 * it.query_block as usize + 5, it.key_block() as usize + 3];
-                Call::new(kernel, 1, lengths, [2, 1])
+                Call::small_backward(kernel, [it.query_block, it.key_block()], it.batch)
             }
             Configuration::BackwardMma(it) => {
-                let lengths = [2 * it.query_block as usize + 5, it.key_block() as usize + 3];
-                Call::new(kernel, 1, lengths, [2, 1])
+                Call::small_backward(kernel, [it.query_block, it.key_block()], it.batch)
             }
             // A block and a bit.
             _ => Call::new(kernel, 1, [11, 21], [2, 1]),
         }
+    }
+
+    /// Three query blocks for each of two heads that share a key head, two blocks of keys; in a ragged
+    /// batch beside sequences that are short or empty.
+    fn small_backward(kernel: Configuration, [rows, block]: [u32; 2], batch: Batch) -> Self {
+        let [queries, keys] = [2 * rows as usize + 5, block as usize + 3];
+        if batch == Batch::Equal {
+            return Call::new(kernel, 1, [queries, keys], [2, 1]);
+        }
+        let ragged = Ragged::new(vec![2, queries, 0, 1], vec![1, keys, 7, 0]).over(Place::Apart);
+        Call::ragged(kernel, Ragged { query_place: Place::Apart, ..ragged }, [2, 1])
     }
 
     /// So many queries for what goes with a backward pass, of several heads and sequences. Every query

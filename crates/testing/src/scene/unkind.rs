@@ -28,17 +28,11 @@ impl Scene {
                 sizes.into_iter().map(|(size, parts)| Scene::combine(*it, size, parts)).collect()
             }
             Configuration::Sequencer(it) => sequencer(it),
-            Configuration::Backward(it) if it.batch != Batch::Equal => {
-                let [rows, keys] = [it.query_block, it.key_block()].map(|it| it as usize);
-                scenes(ragged_backward(*kernel, rows, keys))
-            }
             Configuration::Backward(it) => {
-                let tile = [it.query_block, it.key_block()].map(|it| it as usize);
-                scenes(backward(*kernel, tile, it.head_dim))
+                scenes(backward(*kernel, [it.query_block, it.key_block()], it.head_dim, it.batch))
             }
             Configuration::BackwardMma(it) => {
-                let tile = [it.query_block, it.key_block()].map(|it| it as usize);
-                scenes(backward(*kernel, tile, it.head_dim))
+                scenes(backward(*kernel, [it.query_block, it.key_block()], it.head_dim, it.batch))
             }
             // Queries that end in every round of stores.
             Configuration::Rounding(it) => {
@@ -63,7 +57,11 @@ fn scenes(calls: Vec<Call>) -> Result<Vec<Scene>, SceneError> {
 }
 
 /// One step alone, steps around the stages more than once, keys that nobody sees.
-fn backward(kernel: Configuration, [rows, keys]: [usize; 2], head_dim: u32) -> Vec<Call> {
+fn backward(kernel: Configuration, tile: [u32; 2], head_dim: u32, batch: Batch) -> Vec<Call> {
+    let [rows, keys] = tile.map(|it| it as usize);
+    if batch != Batch::Equal {
+        return ragged_backward(kernel, rows, keys);
+    }
     let call = |lengths, heads| Call::new(kernel, 1, lengths, heads);
     let scale = 2.0 / (head_dim as f32).sqrt();
     vec![

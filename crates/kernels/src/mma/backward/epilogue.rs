@@ -4,8 +4,9 @@ use ptx::{Builder, ChunkPlace, Expression, Reg, RowCopies, TileWriter, U32, U64,
 
 use super::lanes::Stand;
 use super::step::Warp;
+use super::tensors::Tensors;
 use super::weights::WeightRule;
-use super::{BackwardMma, Shared, Tensors};
+use super::{BackwardMma, Shared};
 use crate::backward::place::Place;
 
 /// Stores the gradients of the block's values and keys.
@@ -54,9 +55,10 @@ pub(super) fn store(
     for ((tensor, layout, dim), offset) in [(values, shared.values), (keys, shared.keys)] {
         let from = k.shared_address(offset);
         let from = RowCopies::new(layout, dim).target(k, from, at);
+        let rows = tensor.of_head(k, backward, place, tile.key_head);
         for first in (0..backward.key_block()).step_by(backward.threads() as usize / 8) {
             let row = k.eval(tile.first_key + at.row + first);
-            let to = tensor.row(k, backward.element, [tile.batch, row, tile.key_head]);
+            let to = rows.row(k, backward.element, row);
             let to = k.eval(to + at.source_bytes().convert::<U64>());
             for panel in 0..layout.panels() {
                 let exists = row.less(key_length);

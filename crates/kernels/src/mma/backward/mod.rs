@@ -21,13 +21,18 @@
 //! share their keys: each has the scores of some queries, and the gradients of some columns, and `P`
 //! and `dS` both go through shared memory.
 //!
-//! The parts have a file each: `lanes` says what of each tile a warp reads, `weights` makes `P` of
+//! Which keys a block takes, of equal lengths or of a ragged batch, and the order of additions in the
+//! deterministic mode are those of the Hopper kernel too (`place`, `order`): the first thread waits for
+//! turns and passes them on.
+//!
+//! The parts have a file each: `tensors` says where vectors are, `lanes` says what of each tile a warp reads, `weights` makes `P` of
 //! scores, `step` is a query block, `walk` is the loop above, `epilogue` stores, and `tuned` says
 //! what serves which problem.
 
 mod epilogue;
 mod lanes;
 mod step;
+mod tensors;
 mod tuned;
 mod walk;
 mod weights;
@@ -35,16 +40,15 @@ mod weights;
 pub use tuned::{every_tuned_backward, tuned_backward};
 
 use ptx::{
-    Builder, Capability, Element, GlobalAddress, Program, Reg, SharedAddress, Swizzle, Target,
+    Builder, Capability, Element, Expression, Program, Reg, SharedAddress, Swizzle, Target,
     TileLayout,
 };
 
 use crate::Error;
 use crate::attention::{Batch, Rules};
 use crate::backward::place::{Grid, Place};
-use crate::backward::{Rounding, RowSums, SinkGradients, SumsLayout};
-use crate::parameter::{Tensor, Workspace};
-use crate::strides::Strided;
+use crate::backward::{Rounding, RowSums, SinkGradients, SumsLayout, batch_name};
+use tensors::Tensors;
 use weights::WeightRule;
 
 /// What the kernel is built for.
@@ -76,6 +80,10 @@ pub struct BackwardMma {
     pub ahead: u32,
     /// Blocks of threads that shall fit on a multiprocessor: bounds registers.
     pub residents: u32,
+    /// Whether `dQ` is the same bit for bit from run to run.
+    pub deterministic: bool,
+    /// How sequences lie: of equal lengths, or ragged.
+    pub batch: Batch,
 }
 
 /// The shared memory of a block, as offsets.
@@ -91,27 +99,17 @@ struct Shared {
     statistics: u32,
 }
 
-/// Where tensors and workspaces are.
-struct Tensors {
-    queries: Strided,
-    keys: Strided,
-    values: Strided,
-    output_gradients: Strided,
-    key_gradients: Strided,
-    value_gradients: Strided,
-    statistics: Reg<GlobalAddress>,
-    sums: Reg<GlobalAddress>,
-}
-
 impl BackwardMma {
     /// The name of this configuration.
     pub fn name(&self) -> String {
         let BackwardMma { element, head_dim, value_head_dim, query_block, .. } = self;
         let BackwardMma { key_tiles, key_warps, column_warps, part, ahead, residents, .. } = self;
         let (rules, keys) = (self.rules.name(), self.key_block());
+        let mode = if self.deterministic { "_deterministic" } else { "" };
+        let batch = batch_name(self.batch);
         format!(
             "backward_mma_{element}_d{head_dim}x{value_head_dim}_{rules}_{query_block}x{keys}\
-             _w{key_tiles}x{key_warps}x{column_warps}p{part}a{ahead}r{residents}"
+             _w{key_tiles}x{key_warps}x{column_warps}p{part}a{ahead}r{residents}{mode}{batch}"
         )
     }
 
@@ -205,8 +203,8 @@ impl BackwardMma {
             query_block: self.query_block,
             key_block: self.key_block(),
             rules: self.rules,
-            deterministic: false,
-            batch: Batch::Equal,
+            deterministic: self.deterministic,
+            batch: self.batch,
         }
     }
 
@@ -222,8 +220,8 @@ impl BackwardMma {
             element: self.element,
             value_head_dim: self.value_head_dim,
             sums: self.sums_layout(),
-            turns: false,
-            batch: Batch::Equal,
+            turns: self.deterministic,
+            batch: self.batch,
         }
     }
 
@@ -234,7 +232,7 @@ impl BackwardMma {
             element: self.element,
             head_dim: self.head_dim,
             sums: self.sums_layout(),
-            batch: Batch::Equal,
+            batch: self.batch,
         }
     }
 
@@ -244,7 +242,7 @@ impl BackwardMma {
             target: self.target,
             mask: self.rules.mask,
             query_block: self.query_block,
-            batch: Batch::Equal,
+            batch: self.batch,
         })
     }
 
@@ -255,6 +253,7 @@ impl BackwardMma {
         let scores = if self.column_warps > 1 { 2 } else { 1 };
         once + self.slots() * (slot + self.statistics_bytes())
             + scores * self.score_layout().bytes()
+            + self.grid().shared_bytes()
     }
 
     /// Whether shared memory holds as many blocks of threads as shall be resident.
@@ -311,6 +310,7 @@ impl BackwardMma {
                 "a block is not a multiple of four rows a warp",
             ),
             (self.ahead > 1 || self.residents == 0, "copies run one block ahead, or none"),
+            (self.batch == Batch::Paged, "gradients of keys in pages are not computed"),
             (!self.fits(), "there is not enough shared memory"),
         ];
         faults.into_iter().find(|(faulty, _)| *faulty).map(|(_, fault)| fault)
@@ -324,8 +324,9 @@ impl BackwardMma {
     /// | --- | --- |
     /// | `Query`, `Key`, `Value`, `OutputGradient`, `KeyGradient`, `ValueGradient` | addresses, with strides in elements |
     /// | `RowStatistics`, `QueryGradientSums` | what [`RowSums`] wrote, and the sums, which are zero |
-    /// | `QueryLength`, `KeyLength`, `GroupSize` | |
-    /// | `KeyBlocks`, `KeyHeads` | divisors |
+    /// | `QueryLength`, `KeyLength`, `KeyBlocks`, or over ragged batches `Schedule` and `QueryBlocks` | |
+    /// | `KeyHeads`, `GroupSize` | |
+    /// | `Turns`, and what says in which order, in the deterministic mode | |
     /// | `ScaleLog2`, or `ScaleInner` and `ScaleOuter`; `ScaleNatural` | |
     /// | what the rules ask for | |
     ///
@@ -342,11 +343,16 @@ impl BackwardMma {
     }
 
     fn write(&self, k: &mut Builder) {
-        let tensors = Tensors::parameters(k);
+        let tensors = Tensors::parameters(k, self);
         let place = Place::parameters(k, self.grid());
         let rule = WeightRule::parameters(k, &self.rules);
         let shared = self.shared(k);
-        walk::walk(k, self, &tensors, &place, &rule, &shared);
+        if self.batch != Batch::Equal {
+            let thread = k.thread_index();
+            k.if_(thread.equals(0), |k| place.post(k));
+            k.block_sync();
+        }
+        place.if_tile(k, |k| walk::walk(k, self, &tensors, &place, &rule, &shared));
     }
 
     /// Reserves the shared memory.
@@ -366,21 +372,6 @@ impl BackwardMma {
             weights: (self.column_warps > 1).then(|| tiles("P", self.score_layout(), 1)),
             score_gradients: tiles("dS", self.score_layout(), 1),
             statistics: k.shared("row statistics", self.slots() * self.statistics_bytes(), 16),
-        }
-    }
-}
-
-impl Tensors {
-    fn parameters(k: &mut Builder) -> Self {
-        Tensors {
-            queries: Strided::parameters(k, Tensor::Query),
-            keys: Strided::parameters(k, Tensor::Key),
-            values: Strided::parameters(k, Tensor::Value),
-            output_gradients: Strided::parameters(k, Tensor::OutputGradient),
-            key_gradients: Strided::parameters(k, Tensor::KeyGradient),
-            value_gradients: Strided::parameters(k, Tensor::ValueGradient),
-            statistics: Workspace::RowStatistics.address(k),
-            sums: Workspace::QueryGradientSums.address(k),
         }
     }
 }

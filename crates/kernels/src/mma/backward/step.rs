@@ -12,6 +12,7 @@ use super::lanes::{Lanes, Stand, query_gradient_lanes};
 use super::weights::{Corner, WeightRule};
 use super::{BackwardMma, Shared, slot};
 use crate::backward::SumsLayout;
+use crate::backward::order::{await_turn, pass_turn};
 use crate::backward::place::{Place, Tile, Walk};
 
 /// What one warp has.
@@ -22,6 +23,7 @@ pub(super) struct Warp<'a> {
     pub(super) rule: &'a WeightRule,
     pub(super) shared: &'a Shared,
     pub(super) sums: Reg<GlobalAddress>,
+    pub(super) turns: Option<Reg<GlobalAddress>>,
     pub(super) lanes: Lanes,
     /// What is added up through all steps.
     pub(super) key_gradients: WarpAccumulator,
@@ -47,6 +49,10 @@ impl Warp<'_> {
         for part in 0..parts {
             self.scores(k, index, part);
         }
+        let thread = k.thread_index();
+        if let Some(counters) = self.turns {
+            k.if_(thread.equals(0), |k| await_turn(k, counters, self.place, self.walk));
+        }
         k.block_sync();
         if let Some(weights) = self.shared.weights {
             for (offset, right) in
@@ -59,6 +65,10 @@ impl Warp<'_> {
             }
         }
         self.query_gradients(k);
+        if let Some(counters) = self.turns {
+            k.block_sync();
+            k.if_(thread.equals(0), |k| pass_turn(k, counters, self.place, self.walk));
+        }
     }
 
     /// The scores of some queries with the warp's keys, their weights, and the gradients of both;
@@ -214,7 +224,7 @@ impl Warp<'_> {
             + stand.column_warp * backward.warp_queries()
             + (lane % 4 * 2 + part * backward.part);
         Corner {
-            sequence: self.tile.batch,
+            sequence: self.place.batch(k, self.tile),
             head: self.walk.head,
             key: k.eval(key.reinterpret()),
             query: k.eval(query.reinterpret()),

@@ -6,13 +6,14 @@
 use ptx::{Element, Target};
 
 use super::BackwardMma;
-use crate::attention::Rules;
+use crate::attention::{Batch, Rules};
 
 /// One line of the table.
 struct Rule {
     /// The widest queries and values it serves.
     dim: u32,
-    /// Whether there are registers for what changes scores, and for heads that fill no panels.
+    /// Whether there are registers for what changes scores, for heads that fill no panels, for turns
+    /// and for sequences that lie anywhere.
     spare: bool,
     /// Keys of a warp in sixteens, warps whose keys follow one another, warps that share theirs.
     warps: [u32; 3],
@@ -39,6 +40,8 @@ pub fn tuned_backward(
     head_dim: u32,
     value_head_dim: u32,
     rules: Rules,
+    deterministic: bool,
+    batch: Batch,
 ) -> Option<BackwardMma> {
     let configuration = |rule: &Rule| BackwardMma {
         target,
@@ -53,22 +56,35 @@ pub fn tuned_backward(
         part: rule.part,
         ahead: rule.ahead,
         residents: 1,
+        deterministic,
+        batch,
     };
     let whole = head_dim.is_multiple_of(64) && value_head_dim.is_multiple_of(64);
-    let plain = whole && !rules.changes_scores();
+    let plain = whole && !rules.changes_scores() && !deterministic && batch == Batch::Equal;
     let serves = |rule: &&Rule| head_dim.max(value_head_dim) <= rule.dim && (rule.spare || plain);
     let mut all = RULES.iter().filter(serves).map(configuration);
     all.find(|configuration| configuration.fault().is_none())
 }
 
 /// Every configuration that [`tuned_backward`] chooses, of one element and these rules, for head
-/// dimensions that stand for the rest.
+/// dimensions that stand for the rest; in one order and over ragged batches for those and the rules
+/// that ask for the most registers.
 pub fn every_tuned_backward(
     target: Target,
     element: Element,
     rules: Rules,
 ) -> impl Iterator<Item = BackwardMma> {
-    [(64, 64), (128, 128), (256, 256), (40, 72), (96, 96), (192, 128), (200, 136)]
-        .into_iter()
-        .filter_map(move |(dim, value)| tuned_backward(target, element, dim, value, rules))
+    let dims = [(64, 64), (128, 128), (256, 256), (40, 72), (96, 96), (192, 128), (200, 136)];
+    let plain = dims.map(|dims| (dims, false, Batch::Equal));
+    let modes = [(true, Batch::Equal), (false, Batch::Ragged), (true, Batch::Ragged)];
+    let most: &[(u32, u32)] = match rules {
+        Rules::CAUSAL | Rules::EVERY => &[(128, 128), (256, 256)],
+        _ => &[],
+    };
+    let others = modes.into_iter().flat_map(move |(deterministic, batch)| {
+        most.iter().map(move |dims| (*dims, deterministic, batch))
+    });
+    plain.into_iter().chain(others).filter_map(move |((dim, value), deterministic, batch)| {
+        tuned_backward(target, element, dim, value, rules, deterministic, batch)
+    })
 }

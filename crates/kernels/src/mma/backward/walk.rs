@@ -5,16 +5,15 @@
 //! more, and the next one is sent for into its place. Steps are unrolled by the slots, so that every
 //! address in shared memory is a constant.
 
-use ptx::{Builder, Expression, Reg, U32, U64, WarpAccumulator};
+use ptx::{Builder, Expression, U64, WarpAccumulator};
 
 use super::lanes::{Lanes, Stand};
 use super::step::Warp;
+use super::tensors::{Positions, Tensors};
 use super::weights::WeightRule;
-use super::{BackwardMma, Shared, Tensors, epilogue, slot};
+use super::{BackwardMma, Shared, epilogue, slot};
 use crate::backward::place::{Place, Walk};
 use crate::mma::copies::{Blocks, wait};
-use crate::mma::place::HeadRows;
-use crate::strides::Strided;
 
 /// All of a block.
 pub(super) fn walk(
@@ -39,6 +38,7 @@ pub(super) fn walk(
         rule,
         shared,
         sums: tensors.sums,
+        turns: tensors.turns,
         lanes: Lanes::new(k, backward, &stand),
         key_gradients: gradients(k, backward.head_dim),
         value_gradients: gradients(k, backward.value_head_dim),
@@ -83,14 +83,6 @@ struct Copies<'a> {
 }
 
 impl Copies<'_> {
-    /// The rows of a head of a tensor. The batch entry is found again, rather than kept.
-    fn rows(&self, k: &mut Builder, tensor: &Strided, head: Reg<U32>) -> HeadRows {
-        let none = k.eval(0);
-        let batch = self.place.find(k).batch;
-        let first = tensor.row(k, self.backward.element, [batch, none, head]);
-        HeadRows { first, start: None, stride: tensor.strides.row }
-    }
-
     /// Zeros beyond the columns of all tiles: products go in steps of 16 and more.
     fn clear_padding(&self, k: &mut Builder) {
         let Copies { backward, tensors, shared, .. } = *self;
@@ -102,7 +94,7 @@ impl Copies<'_> {
         for ((tensor, layout, dim, first), slots) in
             [(keys, 1), (values, 1)].into_iter().chain(walked)
         {
-            let of_head = self.rows(k, tensor, tile.key_head);
+            let of_head = tensor.of_head(k, backward, self.place, tile.key_head);
             let blocks = Blocks::new(k, backward.threads(), layout, dim, of_head);
             let slots: Vec<_> = (0..slots).map(|index| slot(k, first, layout, index)).collect();
             blocks.clear_padding(k, &slots);
@@ -119,7 +111,7 @@ impl Copies<'_> {
             (&tensors.keys, backward.key_layout(), backward.head_dim, shared.keys),
             (&tensors.values, backward.value_layout(), backward.value_head_dim, shared.values),
         ] {
-            let of_head = self.rows(k, tensor, tile.key_head);
+            let of_head = tensor.of_head(k, backward, self.place, tile.key_head);
             let blocks = Blocks::new(k, backward.threads(), layout, dim, of_head);
             let to = k.shared_address(offset);
             blocks.copy(k, to, first, Some(rows));
@@ -133,7 +125,7 @@ impl Copies<'_> {
         let first = k.eval(walk.block * backward.query_block);
         let rows = k.eval(query_length - first);
         for (tensor, layout, dim, offset) in self.walked() {
-            let of_head = self.rows(k, tensor, walk.head);
+            let of_head = tensor.of_head(k, backward, self.place, walk.head);
             let blocks = Blocks::new(k, backward.threads(), layout, dim, of_head);
             let to = slot(k, offset, layout, index);
             blocks.copy(k, to, first, Some(rows));
@@ -150,7 +142,7 @@ impl Copies<'_> {
     }
 
     /// What comes a query block at a time.
-    fn walked(&self) -> [(&Strided, ptx::TileLayout, u32, u32); 2] {
+    fn walked(&self) -> [(&Positions, ptx::TileLayout, u32, u32); 2] {
         let Copies { backward, tensors, shared, .. } = *self;
         [
             (&tensors.queries, backward.query_layout(), backward.head_dim, shared.queries),
