@@ -147,6 +147,35 @@ fn the_environment_may_insist_on_a_kernel() {
     assert_eq!(answer["chosen"]["kernel"], "scalar");
 }
 
+/// A kernel is one of the forward pass or of gradients; the other pass is planned without it. On the
+/// command line it is an error.
+#[test]
+fn the_environment_insists_for_one_pass() {
+    let chosen = |kernel: &str, problem: &str| {
+        let mut inspect =
+            command(&["inspect", "--problem", problem, "--target", "sm_90a", "--json"]);
+        inspect.env("FLASHCORE_KERNEL", kernel);
+        let answer: Value = serde_json::from_str(&success(inspect)).unwrap();
+        answer["chosen"]["kernel"].as_str().unwrap().to_owned()
+    };
+    for (kernel, forward, gradients) in [
+        ("mma", "mma", "backward"),
+        ("cpu/blocked", "blocked", "backward"),
+        ("backward-mma", "forward", "backward-mma"),
+        ("gpu/backward", "forward", "backward"),
+    ] {
+        assert_eq!(chosen(kernel, "s=512,d=64,bf16"), forward, "{kernel}");
+        assert_eq!(chosen(kernel, "s=512,d=64,bf16,backward"), gradients, "{kernel}");
+    }
+    let mut unknown =
+        command(&["inspect", "--problem", "d=64,bf16,backward", "--target", "sm_90a"]);
+    unknown.env("FLASHCORE_KERNEL", "nothing");
+    assert!(failure(1, unknown).contains("there is no kernel `nothing` here"));
+    let asked =
+        ["inspect", "--problem", "d=64,bf16,backward", "--target", "sm_90a", "--kernel", "mma"];
+    assert!(fail(1, &asked).contains("there is no kernel `mma` here"));
+}
+
 #[test]
 fn ptx_is_for_the_target_and_goes_to_a_file() {
     let ptx = succeed(&["inspect", "scalar", "--target", "sm_75", "--ptx"]);

@@ -95,8 +95,8 @@ impl Candidate {
 
     /// What the environment insists on, as [`Preference::from_environment`]; else what the planner
     /// chooses.
-    pub fn from_environment() -> Result<Self, String> {
-        match Preference::from_environment().kernel {
+    pub fn from_environment(pass: Pass) -> Result<Self, String> {
+        match Preference::from_environment(pass).kernel {
             Some(name) => Candidate::parse(&name),
             None => Candidate::parse("flashcore"),
         }
@@ -234,10 +234,10 @@ fn is_variant(kernel: &Configuration, best: &Configuration, problem: &Problem) -
         }
         (Configuration::BackwardMma(it), Configuration::BackwardMma(best)) => {
             let BackwardMma { key_tiles, key_warps, column_warps, query_block, .. } = it;
-            let BackwardMma { part, ahead, residents, .. } = it;
+            let BackwardMma { part, ahead, residents, deterministic, .. } = it;
             let rules = rules(it.rules, best.rules);
             let tile = BackwardMma { key_tiles, key_warps, column_warps, query_block, ..best };
-            BackwardMma { part, ahead, residents, rules, ..tile } == it
+            BackwardMma { part, ahead, residents, deterministic, rules, ..tile } == it
         }
         _ => false,
     }
