@@ -4,6 +4,7 @@
 //! A family joins by its line in `FAMILIES`.
 
 mod backward;
+mod backward_mma;
 mod decode;
 mod forward;
 mod mma;
@@ -54,7 +55,7 @@ pub(crate) trait Family: Sync {
 }
 
 /// Every family, the best for many queries first.
-pub(crate) const FAMILIES: [&dyn Family; 7] = [
+pub(crate) const FAMILIES: [&dyn Family; 8] = [
     &forward::Forward,
     &prefill::Prefill,
     &mma::Mma { sums: Element::F32 },
@@ -62,6 +63,7 @@ pub(crate) const FAMILIES: [&dyn Family; 7] = [
     &scalar::Scalar,
     &mma::Mma { sums: Element::F16 },
     &backward::Backward,
+    &backward_mma::BackwardMma,
 ];
 
 /// From how many queries of a sequence on a tile of queries is worth more than reading each key
@@ -169,7 +171,12 @@ impl Choice {
             Configuration::Forward(forward) => forward::launch(chip, problem, forward, reason),
             Configuration::Prefill(prefill) => prefill::launch(chip, problem, prefill, reason),
             Configuration::Decode(decode) => decode::launch(chip, problem, decode, splits, reason),
-            Configuration::Backward(backward) => backward::launch(chip, problem, backward, reason),
+            Configuration::Backward(backward) => {
+                backward::launch(chip, problem, &backward::Kernels::hopper(backward), reason)
+            }
+            Configuration::BackwardMma(backward) => {
+                backward::launch(chip, problem, &backward_mma::kernels(backward), reason)
+            }
             other => Err(format!("{} is no attention by itself", other.name())),
         }
     }

@@ -4,15 +4,16 @@
 //! sums as they were added, whole lines, and put them into rows through shared memory.
 
 use ptx::{
-    Builder, Element, Expression, F32, LoadHint, Program, Reg, SharedAddress, Target, U32, U64,
+    Builder, Capability, Element, Expression, F32, GlobalAddress, LoadHint, Program, Reg,
+    SharedAddress, Target, U32, U64, Value,
 };
 
 use super::row_blocks::{RowBlock, RowBlocks, Vectors};
 use super::{Backward, SumsLayout, batch_name};
-use crate::Error;
 use crate::attention::{Batch, Rules};
 use crate::element::store_from_f32;
 use crate::parameter::{Scale, Tensor, Workspace};
+use crate::{Configuration, Error, mma};
 
 /// Threads of a block: those of a warpgroup.
 const THREADS: u32 = 128;
@@ -44,11 +45,11 @@ impl Rounding {
         format!("rounding_{target}_{element}_d{head_dim}_{sums}{batch}")
     }
 
-    /// A kernel that it may come after.
-    pub fn after(&self) -> Backward {
+    /// A kernel that it may come after, if there is one.
+    pub fn after(&self) -> Option<Configuration> {
         // Few columns and few rows are those of narrow queries with wide values.
         let wide = self.sums.columns == COLUMNS && self.sums.by_columns();
-        Backward {
+        let hopper = Backward {
             element: self.element,
             head_dim: self.head_dim,
             value_head_dim: if wide { 256 } else { 64 },
@@ -56,7 +57,18 @@ impl Rounding {
             query_block: self.sums.query_block,
             deterministic: false,
             batch: self.batch,
+        };
+        if hopper.rounding() == *self && hopper.fault().is_none() {
+            return Some(Configuration::Backward(hopper));
         }
+        // Wider values and more rules may mean smaller blocks of queries.
+        let Rounding { target, element, head_dim, batch, .. } = *self;
+        let tuned = [64, 128, 256].into_iter().flat_map(|value| {
+            [Rules::CAUSAL, Rules::EVERY].map(|rules| {
+                mma::tuned_backward(target, element, head_dim, value, rules, false, batch)
+            })
+        });
+        tuned.flatten().find(|it| it.rounding() == *self).map(Configuration::BackwardMma)
     }
 
     /// Blocks of the grid for so many blocks of query rows.
@@ -75,6 +87,20 @@ impl Rounding {
         Ok(k.finish()?)
     }
 
+    /// Bytes from a thread's sums to the next's.
+    fn thread_bytes(&self) -> u32 {
+        if self.target.has(Capability::VectorReductions) { 16 } else { 4 }
+    }
+
+    /// Four sums of a thread.
+    fn load(&self, k: &mut Builder, address: Value<GlobalAddress>) -> [Reg<F32>; 4] {
+        if self.thread_bytes() == 16 {
+            return k.load_vector(address, LoadHint::default());
+        }
+        let address = k.eval(address);
+        [0, 1, 2, 3].map(|register| k.load(address + 4 * THREADS * register))
+    }
+
     fn write(&self, k: &mut Builder) {
         let gradient = Vectors::parameters(k, Tensor::QueryGradient, self.batch);
         let sums = Workspace::QueryGradientSums.address(k);
@@ -91,7 +117,7 @@ impl Rounding {
         let (number, part) = (k.eval(index / parts), k.eval(index % parts));
         let stage = |k: &mut Builder| {
             let offset = number.convert::<U64>() * self.sums.block_bytes()
-                + (part * self.sums.part_bytes() + thread * 16).convert::<U64>();
+                + (part * self.sums.part_bytes() + thread * self.thread_bytes()).convert::<U64>();
             let mine = k.eval(sums + offset);
             // Accumulators are transposed: a thread's rows are columns of the gradient.
             let lane = k.eval(thread % 32);
@@ -100,7 +126,7 @@ impl Rounding {
             let corner = k.eval(shared + query * row_bytes + column * 2);
             for group in 0..queries / 8 {
                 let address = mine + group * SumsLayout::REGISTERS_BYTES;
-                let values = k.load_vector::<F32, _, 4>(address, LoadHint::default());
+                let values = self.load(k, address);
                 for (register, value) in values.into_iter().enumerate() {
                     let (right, down) = (register as u32 / 2 * 8, register as u32 % 2);
                     let at = corner + ((8 * group + down) * row_bytes + right * 2);

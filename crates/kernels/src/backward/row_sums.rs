@@ -10,10 +10,10 @@ use ptx::{
 
 use super::row_blocks::{LogSums, RowBlock, RowBlocks, Vectors};
 use super::{Backward, SumsLayout, batch_name};
-use crate::Error;
 use crate::attention::{Batch, Rules};
 use crate::element::load_eight_as_f32;
 use crate::parameter::{Tensor, Workspace};
+use crate::{Configuration, Error, mma};
 
 /// Threads of a block.
 const THREADS: u32 = 256;
@@ -48,9 +48,9 @@ impl RowSums {
         format!("row_sums_{target}_{element}_d{value_head_dim}_{sums}{turns}{batch}")
     }
 
-    /// A kernel that it may come before.
-    pub fn before(&self) -> Backward {
-        Backward {
+    /// A kernel that it may come before, if there is one.
+    pub fn before(&self) -> Option<Configuration> {
+        let hopper = Backward {
             element: self.element,
             head_dim: self.sums.columns,
             value_head_dim: self.value_head_dim,
@@ -58,7 +58,16 @@ impl RowSums {
             query_block: self.sums.query_block,
             deterministic: self.turns,
             batch: self.batch,
+        };
+        if hopper.row_sums() == *self && hopper.fault().is_none() {
+            return Some(Configuration::Backward(hopper));
         }
+        // More rules may mean smaller blocks of queries.
+        let RowSums { target, element, value_head_dim: value, sums, turns, batch } = *self;
+        let mut tuned = [Rules::CAUSAL, Rules::EVERY].into_iter().filter_map(|rules| {
+            mma::tuned_backward(target, element, sums.columns, value, rules, turns, batch)
+        });
+        tuned.find(|it| it.row_sums() == *self).map(Configuration::BackwardMma)
     }
 
     /// Builds the kernel: a block of the grid for each block of query rows of each head and

@@ -12,6 +12,7 @@ use flashcore::{
     random_descales,
 };
 use kernels::Configuration;
+use kernels::mma::BackwardMma;
 use kernels::parameter::{List, Tensor as Role};
 use ptx::{Element, Program};
 use sim::{Argument, BufferId, Memory, TensorMapArgument};
@@ -126,10 +127,11 @@ impl Call {
         };
         Call {
             problem: match kernel {
-                Configuration::Backward(it) if it.deterministic => {
-                    built.problem(batch, lengths, heads).backward().deterministic()
+                Configuration::Backward(kernels::Backward { deterministic, .. })
+                | Configuration::BackwardMma(BackwardMma { deterministic, .. }) => {
+                    let problem = built.problem(batch, lengths, heads).backward();
+                    if deterministic { problem.deterministic() } else { problem }
                 }
-                Configuration::Backward(_) => built.problem(batch, lengths, heads).backward(),
                 _ => built.problem(batch, lengths, heads),
             },
             kernel,

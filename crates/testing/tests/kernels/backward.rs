@@ -82,7 +82,7 @@ fn gradients_under_many_schedules() {
 
 /// The bits of all results under every policy, some seeds, and with one, two or four blocks of the
 /// grid at a time: the first of them, and whether all others are the same.
-fn bits_of_schedules(scene: &Scene) -> (Vec<Vec<u8>>, bool) {
+pub(crate) fn bits_of_schedules(scene: &Scene) -> (Vec<Vec<u8>>, bool) {
     let mut all = Vec::new();
     let mode = Mode::Values;
     for resident in [1, 4] {

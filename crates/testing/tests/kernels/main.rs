@@ -4,6 +4,7 @@
 mod append;
 mod attention;
 mod backward;
+mod backward_mma;
 mod banks;
 mod chosen;
 mod decode;
