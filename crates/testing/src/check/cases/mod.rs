@@ -177,9 +177,10 @@ impl Order {
             Order::Contiguous => Layout::contiguous(shape),
             Order::HeadsFirst => Layout::heads_first(shape),
             Order::Padded => {
-                let heads = shape.dim.next_multiple_of(8) + 8;
-                let length = heads * shape.heads + 16;
-                let batch = length * shape.length + 8;
+                // Whole chunks of 16 bytes, of 8-bit tensors too.
+                let heads = shape.dim.next_multiple_of(16) + 16;
+                let length = heads * shape.heads + 32;
+                let batch = length * shape.length + 16;
                 Layout::strided(shape, Strides { batch, length, heads })
             }
         }
