@@ -11,7 +11,7 @@ use crate::product::{Contiguous, Source};
 use crate::sequencer::Tiles;
 use crate::{
     Backward, Batch, Ceiling, Combine, Decode, Error, Forward, MaskKind, Mma, Prefill, Product,
-    Rules, Scalar, Sequencer, Single, decode, mma,
+    Rules, Scalar, Sequencer, Single, Widen, decode, mma,
 };
 
 /// One configuration of one kernel.
@@ -34,6 +34,8 @@ pub enum Configuration {
     Decode(Decode),
     /// New keys and values into a cache.
     Append(Append),
+    /// An 8-bit cache as 16-bit numbers.
+    Widen(Widen),
     /// The gradients of attention on Hopper.
     Backward(Backward),
     /// What comes before it: the row sums.
@@ -62,6 +64,7 @@ impl Configuration {
             Configuration::Combine(_) => "combine",
             Configuration::Decode(_) => "decode",
             Configuration::Append(_) => "append",
+            Configuration::Widen(_) => "widen",
             Configuration::Backward(_) => "backward",
             Configuration::RowSums(_) => "row_sums",
             Configuration::Rounding(_) => "rounding",
@@ -83,6 +86,7 @@ impl Configuration {
             Configuration::Combine(configuration) => configuration.name(),
             Configuration::Decode(configuration) => configuration.name(),
             Configuration::Append(configuration) => configuration.name(),
+            Configuration::Widen(configuration) => configuration.name(),
             Configuration::Backward(configuration) => configuration.name(),
             Configuration::RowSums(configuration) => configuration.name(),
             Configuration::Rounding(configuration) => configuration.name(),
@@ -108,6 +112,7 @@ impl Configuration {
                 "attention of few queries over a long cache, Ampere and later"
             }
             Configuration::Append(_) => "new keys and values into a cache, keys and queries turned",
+            Configuration::Widen(_) => "keys and values of 8 bits as numbers of 16",
             Configuration::Backward(_) => {
                 "the gradients of attention, with wgmma and TMA, on Hopper"
             }
@@ -146,6 +151,7 @@ impl Configuration {
             Configuration::Combine(configuration) => configuration.program(),
             Configuration::Decode(configuration) => configuration.program(),
             Configuration::Append(configuration) => configuration.program(),
+            Configuration::Widen(configuration) => configuration.program(),
             Configuration::Backward(configuration) => configuration.program(),
             Configuration::RowSums(configuration) => configuration.program(),
             Configuration::Rounding(configuration) => configuration.program(),
@@ -183,6 +189,7 @@ pub fn shipped(target: Target) -> Vec<Configuration> {
         all.extend(ragged_mmas(target).into_iter().map(Configuration::Mma));
         all.extend(decode::every_tuned(target).into_iter().map(Configuration::Decode));
         all.extend(appends(target).into_iter().map(Configuration::Append));
+        all.extend(widens(target).into_iter().map(Configuration::Widen));
     }
     if target == Target::SM_90A {
         all.extend(forwards().into_iter().map(Configuration::Forward));
@@ -412,6 +419,29 @@ fn appends(target: Target) -> Vec<Append> {
         all.extend(narrow_appends(&all));
     }
     all
+}
+
+/// Caches of 8 bits as numbers of 16: each element, kind of scales and memory order.
+fn widens(target: Target) -> Vec<Widen> {
+    use Element::{BF16, E4M3, E5M2, F16};
+    let cases = [
+        (BF16, E4M3, Scales::PerHead, 128, true),
+        (F16, E5M2, Scales::One, 64, false),
+        (BF16, E4M3, Scales::PerToken, 192, false),
+        (F16, E4M3, Scales::PerToken, 80, true),
+    ];
+    let widen = |(element, narrow, scales, dim, paged)| Widen {
+        target,
+        element,
+        cache: Cache { element: narrow, key_scales: scales, value_scales: scales },
+        head_dim: dim,
+        value_head_dim: if dim == 192 { 128 } else { dim },
+        paged,
+    };
+    match target.has(Capability::Fp8Conversion) {
+        true => cases.map(widen).into(),
+        false => Vec::new(),
+    }
 }
 
 /// The same into caches of 8 bits: each element and kind of scales.

@@ -14,12 +14,13 @@ const HOPPER: [&str; 2] = ["--target", "sm_90a"];
 const PRODUCT: &str = "product_bf16_n128_w128_kks_s4_c1";
 
 /// Every family on Hopper; those of Ampere first.
-const FAMILIES: [&str; 15] = [
+const FAMILIES: [&str; 16] = [
     "scalar",
     "mma",
     "combine",
     "decode",
     "append",
+    "widen",
     "forward",
     "prefill",
     "backward",

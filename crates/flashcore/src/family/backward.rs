@@ -94,7 +94,8 @@ pub(super) fn beside(
     let numbers = vec![(Number::QueryBlocks, query_blocks_per_head)];
     let row_sums = Configuration::RowSums(backward.row_sums());
     let rounding = Configuration::Rounding(backward.rounding());
-    let beside = |kernel, blocks| Launch { kernel, blocks, numbers: numbers.clone() };
+    let beside =
+        |kernel, blocks| Launch { kernel, blocks, numbers: numbers.clone(), widened: false };
     choice.launches.insert(0, beside(row_sums, query_blocks));
     choice.launches.push(beside(rounding, backward.rounding().blocks(query_blocks)));
     let sinks = backward.sink_gradients().map(Configuration::SinkGradients);

@@ -12,6 +12,7 @@ mod ragged_backward;
 mod scalar;
 mod schedule;
 pub mod tuning;
+mod widen;
 
 #[cfg(feature = "cuda")]
 pub(crate) use decode::launch as teams;
@@ -54,10 +55,11 @@ pub(crate) trait Family: Sync {
 }
 
 /// Every family, the best for many queries first.
-pub(crate) const FAMILIES: [&dyn Family; 7] = [
+pub(crate) const FAMILIES: [&dyn Family; 8] = [
     &forward::Forward,
     &prefill::Prefill,
     &mma::Mma { sums: Element::F32 },
+    &widen::Widen,
     &decode::Decode,
     &scalar::Scalar,
     &mma::Mma { sums: Element::F16 },
@@ -142,7 +144,7 @@ impl Choice {
     /// One launch without memory.
     fn of(kernel: Configuration, blocks: u32, reason: impl Into<String>) -> Self {
         Choice {
-            launches: vec![Launch { kernel, blocks, numbers: Vec::new() }],
+            launches: vec![Launch { kernel, blocks, numbers: Vec::new(), widened: false }],
             prepared: 0,
             main: 0,
             memory: Vec::new(),
@@ -160,6 +162,12 @@ impl Choice {
         splits: Option<u32>,
     ) -> Result<Self, String> {
         let reason = "asked for".to_owned();
+        let few = matches!(kernel, Configuration::Decode(_) | Configuration::Scalar(_));
+        if problem.dtypes.key.is_8_bit() && !problem.dtypes.query.is_8_bit() && !few {
+            return widen::launch(chip, problem, |wide| {
+                Choice::for_kernel(chip, wide, kernel, splits)
+            });
+        }
         match kernel {
             Configuration::Scalar(scalar) => scalar::launch(problem, scalar, reason),
             Configuration::Mma(mma) if mma.batch != Batch::Equal => {
