@@ -16,8 +16,9 @@ pub struct ProblemSet {
 }
 
 /// The named sets and what they are.
-pub const NAMED: [(&str, &str); 13] = [
+pub const NAMED: [(&str, &str); 14] = [
     ("paper", "head dims 64, 128, 256, dense and causal, 512 to 16k: 16,384 tokens of 2048"),
+    ("fp8", "the problems of `paper` in e4m3, bf16 out"),
     ("grouped", "64 query and 8 key heads of 128, one sequence of 16k and 32k"),
     ("small", "a few heads and short sequences, where a launch is all there is"),
     ("llama", "prompts of Llama 3: 8B and 70B heads, 2k to 32k, causal"),
@@ -104,6 +105,10 @@ fn named(name: &str) -> Option<Vec<Problem>> {
     Some(match name {
         "paper" => paper(&[512, 1024, 2048, 4096, 8192, 16_384]),
         "quick" => paper(&[4096]),
+        "fp8" => {
+            let problems = paper(&[512, 1024, 2048, 4096, 8192, 16_384]);
+            problems.into_iter().map(|it| it.with_dtype(DType::E4M3)).collect()
+        }
         "grouped" => [16_384, 32_768]
             .into_iter()
             .flat_map(|length| {

@@ -6,7 +6,7 @@ use ptx::{Capability, Element, Program, Swizzle, Target};
 use crate::append::{Append, Rotary};
 use crate::backward::{Rounding, RowSums, SinkGradients, every_backward, tuned_backward};
 use crate::cache::{Cache, Scales};
-use crate::forward::{Form, Workload, every_prefill, every_tuned, tuned};
+use crate::forward::{Form, Workload, every_fp8, every_prefill, every_tuned, tuned};
 use crate::product::{Contiguous, Source};
 use crate::sequencer::Tiles;
 use crate::{
@@ -231,6 +231,7 @@ fn forwards() -> Vec<Forward> {
         all.extend(tuned(&workload).map(|tuned| tuned.configuration));
     }
     all.extend(ruled_forwards());
+    all.extend(every_fp8());
     for full in all.clone() {
         let compact = Forward { form: Form::COMPACT, ..full };
         if !all.contains(&compact) {

@@ -6,7 +6,7 @@ use kernels::{Cache, Configuration};
 use ptx::Capability;
 
 use super::{
-    Asked, Choice, Contents, Family, Memory, check_sizes, narrow_cache, tensor_core_element,
+    Asked, Choice, Contents, Family, Memory, check_head_dims, narrow_cache, tensor_core_element,
     window_kind,
 };
 use crate::chip::Chip;
@@ -34,7 +34,7 @@ impl Family for Decode {
         }
         let (element, cache) = match problem.dtypes.key.is_8_bit() {
             true => {
-                check_sizes(problem, 16)?;
+                check_head_dims(problem, 16)?;
                 narrow_cache(problem)?
             }
             false => {

@@ -222,23 +222,22 @@ fn tensor_core_element(problem: &Problem) -> Result<Element, String> {
     if !matches!(element, Element::F16 | Element::BF16) {
         return Err(format!("the tensor cores take f16 and bf16, not {dtype}"));
     }
-    check_sizes(problem, 8)?;
+    check_head_dims(problem, 8)?;
     Ok(element)
 }
 
-/// Refuses head dims that are no multiples of this, or more than the tensor cores' kernels have
-/// room for, and problems without queries.
-fn check_sizes(problem: &Problem, multiple: usize) -> Result<(), String> {
+/// Refuses head dims that are not whole copies of so many elements, and problems without queries.
+fn check_head_dims(problem: &Problem, step: usize) -> Result<(), String> {
     for (name, dim) in [("head dim", problem.head_dim), ("value head dim", problem.value_head_dim)]
     {
-        if dim == 0 || dim > 256 || !dim.is_multiple_of(multiple) {
-            return Err(format!("{name} {dim} is not a multiple of {multiple} up to 256"));
+        if dim == 0 || dim > 256 || !dim.is_multiple_of(step) {
+            return Err(format!("{name} {dim} is not a multiple of {step} up to 256"));
         }
     }
-    if problem.rows() == 0 || problem.batch == 0 || problem.query_length == 0 {
-        return Err("there are no queries".to_owned());
+    match problem.rows() == 0 || problem.batch == 0 || problem.query_length == 0 {
+        true => Err("there are no queries".to_owned()),
+        false => Ok(()),
     }
-    Ok(())
 }
 
 /// The element of queries and outputs, and what keys and values are made of, where these have 8

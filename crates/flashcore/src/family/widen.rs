@@ -10,7 +10,7 @@ use kernels::{Configuration, Widen as Kernel};
 use ptx::{Capability, Element};
 
 use super::{
-    Asked, Choice, Contents, Family, Memory, check_sizes, forward, mma, narrow_cache, prefill,
+    Asked, Choice, Contents, Family, Memory, check_head_dims, forward, mma, narrow_cache, prefill,
 };
 use crate::chip::Chip;
 use crate::plan::{Launch, Source, widened};
@@ -32,7 +32,7 @@ impl Family for Widen {
         let Asked { chip, problem, arrangement } = *asked;
         // Who has nothing to widen is told so before anything else.
         narrow_cache(problem)?;
-        check_sizes(problem, 16)?;
+        check_head_dims(problem, 16)?;
         arrangement.check_copies(problem)?;
         launch(chip, problem, |wide| {
             let arrangement = widened::arrangement(problem, arrangement)?;

@@ -90,7 +90,7 @@ impl Builder {
 
     /// The four bytes of a register in another order: of each, which one it was.
     #[track_caller]
-    pub fn permute_bytes(&mut self, four: Packed, order: [u32; 4]) -> Packed {
+    pub fn permute_bytes_packed(&mut self, four: Packed, order: [u32; 4]) -> Packed {
         let dst = self.packed(four.element);
         let selector = (0..).zip(order).map(|(place, byte)| (byte % 4) << (4 * place)).sum();
         let (a, selector) = (four.register.into(), Operand::u32(selector));
@@ -156,6 +156,14 @@ impl Builder {
             cache: StoreCache::Default,
             policy: None,
         });
+    }
+
+    /// An 8x8 matrix of 16-bit elements, two neighbours of a row in each lane, transposed.
+    #[track_caller]
+    pub fn transpose_packed(&mut self, rows: Packed) -> Packed {
+        let dst = self.packed(rows.element);
+        self.push(Instruction::TransposeMatrix { dst: dst.register, src: rows.register });
+        dst
     }
 
     /// Loads one, two or four 8x8 matrices by `ldmatrix`: of lane `8i + r`,

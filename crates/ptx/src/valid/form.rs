@@ -242,6 +242,7 @@ pub(super) fn fault(program: &Program, instruction: &Instruction) -> Option<Faul
         | I::Vote { .. }
         | I::Ballot { .. }
         | I::Elect { .. }
+        | I::TransposeMatrix { .. }
         | I::WarpSync
         | I::WgmmaFence
         | I::WgmmaCommit

@@ -40,6 +40,7 @@ pub fn subjects() -> Vec<Configuration> {
 fn forwards() -> [Forward; 4] {
     let dense = Forward {
         element: Element::BF16,
+        output: Element::BF16,
         head_dim: 64,
         value_head_dim: 64,
         rules: Rules::DENSE,

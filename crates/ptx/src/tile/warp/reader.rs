@@ -183,7 +183,7 @@ impl TileReader {
         let matrices: [Packed; 4] = self.load(k, (row, step), true);
         // Registers have two columns of a row, then the same of the next row.
         let [a, b, c, d] = matrices.map(|four| {
-            let by_columns = k.permute_bytes(four, [0, 2, 1, 3]);
+            let by_columns = k.permute_bytes_packed(four, [0, 2, 1, 3]);
             k.widen(by_columns)
         });
         [FragmentA([a[0], a[1], c[0], c[1]]), FragmentA([b[0], b[1], d[0], d[1]])]
