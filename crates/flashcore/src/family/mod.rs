@@ -50,6 +50,11 @@ pub(crate) trait Family: Sync {
         Pass::Forward
     }
 
+    /// Whether it is worth a word for a problem: of its pass, and with what it is there for.
+    fn concerns(&self, problem: &Problem) -> bool {
+        self.pass() == problem.pass
+    }
+
     /// What it would run, or why it does not serve the problem.
     fn choose(&self, asked: &Asked<'_>) -> Result<Choice, String>;
 }
@@ -73,7 +78,7 @@ const MANY_QUERIES: usize = 32;
 /// The families in the order in which they are preferred for a problem.
 pub(crate) fn in_order(problem: &Problem) -> Vec<&'static dyn Family> {
     let mut families = FAMILIES.to_vec();
-    families.retain(|family| family.pass() == problem.pass);
+    families.retain(|family| family.concerns(problem));
     if problem.query_length < MANY_QUERIES {
         // The one family that reads keys once for all query heads of a group comes first.
         families.sort_by_key(|family| family.name() != decode::NAME);

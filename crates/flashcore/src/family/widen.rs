@@ -28,9 +28,12 @@ impl Family for Widen {
         "widen"
     }
 
+    fn concerns(&self, problem: &Problem) -> bool {
+        self.pass() == problem.pass && problem.dtypes.key.is_8_bit()
+    }
+
     fn choose(&self, asked: &Asked<'_>) -> Result<Choice, String> {
         let Asked { chip, problem, arrangement } = *asked;
-        // Who has nothing to widen is told so before anything else.
         narrow_cache(problem)?;
         check_head_dims(problem, 16)?;
         arrangement.check_copies(problem)?;
@@ -143,8 +146,11 @@ mod tests {
         let odd = Problem { head_dim: 72, ..cached(64) };
         let odd = refusal(&Chip::H200, odd);
         assert!(odd.contains("head dim 72 is not a multiple of 16 up to 256"), "{odd}");
+        let eight = refusal(&Chip::H200, cached(64).with_dtype(DType::E5M2));
+        assert!(eight.contains("over an 8-bit cache both are f16 or both bf16"), "{eight}");
+        // Who has no cache of 8 bits hears nothing of it.
         let plain = cached(64).with_dtype(DType::BF16).with_descales(Descales::NONE);
-        let plain = refusal(&Chip::H200, plain);
-        assert!(plain.contains("are no cache of 8 bits"), "{plain}");
+        let plan = Plan::on_chip(&Chip::H200, &plain, &Preference::default()).unwrap();
+        assert!(plan.candidates.iter().all(|it| it.kernel != "widen"));
     }
 }
