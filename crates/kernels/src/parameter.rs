@@ -95,6 +95,10 @@ listed! {
         KeyDescale,
         /// What 8-bit values are multiplied with.
         ValueDescale,
+        /// The keys of an 8-bit cache as 16-bit numbers, in memory of the plan.
+        WideKey,
+        /// The values of an 8-bit cache as 16-bit numbers, in memory of the plan.
+        WideValue,
     }
 
     /// A dimension of a tensor along which there is a stride.

@@ -12,7 +12,7 @@ use crate::product::{Contiguous, Source};
 use crate::sequencer::Tiles;
 use crate::{
     Backward, Batch, Ceiling, Combine, Decode, Error, Forward, MaskKind, Mma, Prefill, Product,
-    Rules, Scalar, Sequencer, Single, decode, mma,
+    Rules, Scalar, Sequencer, Single, Widen, decode, mma,
 };
 
 /// One configuration of one kernel.
@@ -35,6 +35,8 @@ pub enum Configuration {
     Decode(Decode),
     /// New keys and values into a cache.
     Append(Append),
+    /// An 8-bit cache as 16-bit numbers.
+    Widen(Widen),
     /// The gradients of attention on Hopper.
     Backward(Backward),
     /// The gradients of attention with `mma.sync`.
@@ -65,6 +67,7 @@ impl Configuration {
             Configuration::Combine(_) => "combine",
             Configuration::Decode(_) => "decode",
             Configuration::Append(_) => "append",
+            Configuration::Widen(_) => "widen",
             Configuration::Backward(_) => "backward",
             Configuration::BackwardMma(_) => "backward-mma",
             Configuration::RowSums(_) => "row_sums",
@@ -87,6 +90,7 @@ impl Configuration {
             Configuration::Combine(configuration) => configuration.name(),
             Configuration::Decode(configuration) => configuration.name(),
             Configuration::Append(configuration) => configuration.name(),
+            Configuration::Widen(configuration) => configuration.name(),
             Configuration::Backward(configuration) => configuration.name(),
             Configuration::BackwardMma(configuration) => configuration.name(),
             Configuration::RowSums(configuration) => configuration.name(),
@@ -113,6 +117,7 @@ impl Configuration {
                 "attention of few queries over a long cache, Ampere and later"
             }
             Configuration::Append(_) => "new keys and values into a cache, keys and queries turned",
+            Configuration::Widen(_) => "keys and values of 8 bits as numbers of 16",
             Configuration::Backward(_) => {
                 "the gradients of attention, with wgmma and TMA, on Hopper"
             }
@@ -154,6 +159,7 @@ impl Configuration {
             Configuration::Combine(configuration) => configuration.program(),
             Configuration::Decode(configuration) => configuration.program(),
             Configuration::Append(configuration) => configuration.program(),
+            Configuration::Widen(configuration) => configuration.program(),
             Configuration::Backward(configuration) => configuration.program(),
             Configuration::BackwardMma(configuration) => configuration.program(),
             Configuration::RowSums(configuration) => configuration.program(),
@@ -193,6 +199,7 @@ pub fn shipped(target: Target) -> Vec<Configuration> {
         all.extend(ragged_mmas(target).into_iter().map(Configuration::Mma));
         all.extend(decode::every_tuned(target).into_iter().map(Configuration::Decode));
         all.extend(appends(target).into_iter().map(Configuration::Append));
+        all.extend(widens(target).into_iter().map(Configuration::Widen));
     }
     if target == Target::SM_90A {
         all.extend(forwards().into_iter().map(Configuration::Forward));
@@ -441,6 +448,29 @@ fn appends(target: Target) -> Vec<Append> {
         all.extend(narrow_appends(&all));
     }
     all
+}
+
+/// Caches of 8 bits as numbers of 16: each element, kind of scales and memory order.
+fn widens(target: Target) -> Vec<Widen> {
+    use Element::{BF16, E4M3, E5M2, F16};
+    let cases = [
+        (BF16, E4M3, Scales::PerHead, 128, true),
+        (F16, E5M2, Scales::One, 64, false),
+        (BF16, E4M3, Scales::PerToken, 192, false),
+        (F16, E4M3, Scales::PerToken, 80, true),
+    ];
+    let widen = |(element, narrow, scales, dim, paged)| Widen {
+        target,
+        element,
+        cache: Cache { element: narrow, key_scales: scales, value_scales: scales },
+        head_dim: dim,
+        value_head_dim: if dim == 192 { 128 } else { dim },
+        paged,
+    };
+    match target.has(Capability::Fp8Conversion) {
+        true => cases.map(widen).into(),
+        false => Vec::new(),
+    }
 }
 
 /// The same into caches of 8 bits: each element and kind of scales.

@@ -105,6 +105,7 @@ pub(super) fn run(
             Source::Workspace(workspace) => terminal::words(&format!("{workspace:?}")),
             Source::Tensor(tensor) => terminal::words(&format!("{tensor:?}")),
             Source::List(list) => terminal::words(&format!("{list:?}")),
+            Source::Nothing => "nothing".to_owned(),
         };
         let named = choice.memory.iter().map(|it| (name(it.source), it.bytes));
         memory.extend(named.map(|(name, bytes)| Memory { name, bytes }));

@@ -24,6 +24,7 @@ const FAMILIES: [&str; 16] = [
     "sink_gradients",
     "decode",
     "append",
+    "widen",
     "forward",
     "prefill",
     "backward",

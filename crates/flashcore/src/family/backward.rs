@@ -80,7 +80,8 @@ impl Kernels {
         query_blocks: u32,
     ) {
         let numbers = vec![(Number::QueryBlocks, query_blocks_per_head)];
-        let beside = |kernel, blocks| Launch { kernel, blocks, numbers: numbers.clone() };
+        let beside =
+            |kernel, blocks| Launch { kernel, blocks, numbers: numbers.clone(), widened: false };
         let row_sums = Configuration::RowSums(self.row_sums);
         choice.launches.insert(0, beside(row_sums, query_blocks));
         let rounding = Configuration::Rounding(self.rounding);

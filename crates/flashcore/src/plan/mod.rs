@@ -5,12 +5,14 @@
 //! | --- | --- |
 //! | `arrangement` | how the tensors of a call lie in memory |
 //! | `rows` | tensors as long lists of rows |
+//! | `widened` | a call over an 8-bit cache as one over 16 bits |
 //! | `binding` | what is passed for each parameter of a kernel |
 //! | this one | the choice, with its reasons |
 
 pub(crate) mod arrangement;
 mod binding;
 pub(crate) mod rows;
+pub(crate) mod widened;
 
 pub use arrangement::{Arrangement, GradientStrides};
 pub use binding::{Launch, Map, Source, Value, bind};

@@ -3,7 +3,8 @@
 //! What a framework computes without a fused kernel: scores are stored in the element type, the
 //! softmax is taken in f32 and stored in the element type, the second product is summed in f32
 //! and stored in the element type. Where the second product is of 8-bit numbers, exponentials are
-//! stored in 8 bits. The log-sum-exp is f32 for every element type, and its
+//! stored in 8 bits; where keys and values alone have 8 bits, the numbers that they stand for are stored
+//! in the element type first. The log-sum-exp is f32 for every element type, and its
 //! baseline comes from the scores before they are rounded.
 
 use flashcore::DType;
@@ -16,7 +17,11 @@ pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
     let RowInputs { query, keys, values, first, rule, sink, dtype, .. } = inputs;
     let round = |value: f32| dtype.round(f64::from(value)) as f32;
     let score = |(index, key): (usize, &[f32])| {
-        let product = dot(query, key) * inputs.key_factors[index] as f32;
+        let factor = inputs.key_factors[index] as f32;
+        let product = match inputs.widened {
+            true => dot(query, &key.iter().map(|it| round(it * factor)).collect::<Vec<f32>>()),
+            false => dot(query, key) * factor,
+        };
         rule.score(f64::from(product), first + index) as f32
     };
     let exact: Vec<f32> = keys.chunks_exact(query.len()).enumerate().map(score).collect();
@@ -42,9 +47,13 @@ pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
             true => small(*weight) / sum,
             false => round(weight / sum),
         };
-        let probability = probability * *factor as f32;
+        let factor = *factor as f32;
         for (to, from) in accumulator.iter_mut().zip(value) {
-            *to += probability * from;
+            let product = match inputs.widened {
+                true => probability * round(from * factor),
+                false => probability * factor * from,
+            };
+            *to += product;
         }
     }
     for (to, from) in output.iter_mut().zip(accumulator) {

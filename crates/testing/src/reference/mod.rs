@@ -186,6 +186,8 @@ struct RowInputs<'a> {
     dtype: DType,
     /// Whether both products are of 8-bit numbers, and probabilities so too.
     small_probabilities: bool,
+    /// Whether keys and values of 8 bits are widened to the queries' type.
+    widened: bool,
 }
 
 /// Run `compute` for each row; it fills the row's output and returns its log-sum-exp.
@@ -254,6 +256,7 @@ fn by_row(
                 dtype: problem.dtypes.output,
                 small_probabilities: problem.dtypes.query.is_8_bit()
                     && problem.dtypes.value.is_8_bit(),
+                widened: problem.dtypes.key.is_8_bit() && !problem.dtypes.query.is_8_bit(),
             };
             *lse = compute(inputs, output);
             if let Some(progress) = progress {

@@ -102,6 +102,9 @@ const LISTS: [List; 9] = [
 /// What stands in results where nobody shall write: as a number of every element.
 pub(super) const UNTOUCHED: f64 = 77.0;
 
+/// A cache of 8 bits as numbers of 16.
+const WIDENED: [Source; 2] = [Source::Tensor(Role::WideKey), Source::Tensor(Role::WideValue)];
+
 /// The seed of keys.
 const KEYS: u64 = 2;
 
@@ -260,6 +263,11 @@ impl Call {
         for it in &choice.memory {
             let (name, bytes) = (format!("{:?}", it.source), it.bytes.max(4) as usize);
             let buffer = match &it.contents {
+                // Of a widened cache what no sequence uses is not written, and as in any cache
+                // nobody minds what is there: NaN.
+                Contents::Anything if WIDENED.contains(&it.source) => {
+                    memory.result(&name, vec![0xFF; bytes])
+                }
                 Contents::Anything => memory.output(&name, bytes),
                 Contents::Zeros => memory.input(&name, vec![0; bytes]),
                 Contents::Tiles(order) => memory.input_u32(&name, &order.words()),

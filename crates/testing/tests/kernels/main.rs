@@ -15,6 +15,7 @@ mod prefill;
 mod product;
 mod ragged_backward;
 mod rungs;
+mod widen;
 
 use flashcore_testing::scene::{Scene, schedules};
 use kernels::{Configuration, shipped};
