@@ -149,6 +149,7 @@ mod inputs;
 mod machine;
 pub mod plan;
 mod problem;
+pub mod quantize;
 pub mod serving;
 mod tensor;
 

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use flashcore::{DType, Lists, Mask, Problem, Scores, Storage};
+use flashcore::{DType, Descale, Descales, Lists, Mask, Problem, Scores, Storage};
 
 use crate::Error;
 
@@ -16,7 +16,7 @@ pub struct ProblemSet {
 }
 
 /// The named sets and what they are.
-pub const NAMED: [(&str, &str); 13] = [
+pub const NAMED: [(&str, &str); 14] = [
     ("paper", "head dims 64, 128, 256, dense and causal, 512 to 16k: 16,384 tokens of 2048"),
     ("fp8", "the problems of `paper` in e4m3, bf16 out"),
     ("grouped", "64 query and 8 key heads of 128, one sequence of 16k and 32k"),
@@ -27,6 +27,7 @@ pub const NAMED: [(&str, &str); 13] = [
         "decode",
         "one query, 8 key heads of 128, batch 1 to 128, 4k to 128k keys: memory is the limit",
     ),
+    ("decode-fp8", "the same in bf16, and over caches in e4m3 with scales of heads and of tokens"),
     (
         "prefill",
         "32k tokens of 16 heads of 128, causal: 64 packed sequences, one, and one with a window",
@@ -125,6 +126,18 @@ fn named(name: &str) -> Option<Vec<Problem>> {
                     new(batch, heads, 1, 128).with_kv_heads(8).with_key_length(keys)
                 })
                 .to_vec()
+        }
+        "decode-fp8" => {
+            let scaled = |problem: &Problem, descale| {
+                let narrow = problem.clone().with_kv_dtype(DType::E4M3);
+                narrow.with_descales(Descales::of_cache(descale))
+            };
+            let each = |problem: Problem| {
+                let [heads, tokens] =
+                    [Descale::PerHead, Descale::PerToken].map(|it| scaled(&problem, it));
+                [problem, heads, tokens]
+            };
+            named("decode")?.into_iter().flat_map(each).collect()
         }
         "prefill" => {
             let (tokens, packed) = (new(1, 16, 32_768, 128), Storage::Packed(32_768));

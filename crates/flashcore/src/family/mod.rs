@@ -17,14 +17,14 @@ pub mod tuning;
 pub(crate) use decode::launch as teams;
 pub use forward::{TileOrder, workload};
 
-use kernels::Configuration;
 use kernels::attention::{Batch, MaskKind};
+use kernels::{Cache, Configuration, Scales};
 use ptx::Element;
 use serde::Serialize;
 
 use crate::chip::Chip;
 use crate::plan::{Arrangement, Launch, Source};
-use crate::problem::{Mask, Pass, Problem};
+use crate::problem::{DTypes, Descale, Mask, Pass, Problem};
 
 /// What a plan is asked for.
 #[derive(Debug, Clone, Copy)]
@@ -230,6 +230,27 @@ fn check_head_dims(problem: &Problem, step: usize) -> Result<(), String> {
         true => Err("there are no queries".to_owned()),
         false => Ok(()),
     }
+}
+
+/// The element of queries and outputs, and what keys and values are made of, where these have 8
+/// bits and those have 16; or why the tensor cores do not take them so.
+pub(crate) fn narrow_cache(problem: &Problem) -> Result<(Element, Cache), String> {
+    let DTypes { query, key, value, output } = problem.dtypes;
+    if !key.is_8_bit() || !value.is_8_bit() || key != value {
+        return Err(format!("keys in {key} and values in {value} are no cache of 8 bits"));
+    }
+    let element = query.element();
+    if !matches!(element, Element::F16 | Element::BF16) || query != output {
+        let asked = format!("queries in {query} and outputs in {output}");
+        return Err(format!("over an 8-bit cache both are f16 or both bf16, not {asked}"));
+    }
+    let scales = |descale| match descale {
+        Descale::None => Scales::One,
+        Descale::PerHead => Scales::PerHead,
+        Descale::PerToken => Scales::PerToken,
+    };
+    let [key_scales, value_scales] = [problem.descales.key, problem.descales.value].map(scales);
+    Ok((element, Cache { element: key.element(), key_scales, value_scales }))
 }
 
 /// Refuses scales for which the guarded softmax's references leave the range of numbers: for

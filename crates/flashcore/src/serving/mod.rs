@@ -27,7 +27,7 @@ mod append;
 mod combine;
 mod placement;
 
-pub use append::{Rotary, append};
+pub use append::{CacheScales, Rotary, append, append_scaled};
 pub use combine::{combine, combine_until};
 pub use placement::{Pages, Placement};
 

@@ -162,6 +162,16 @@ impl Builder {
         self.unary(UnaryOperation::Log2, a)
     }
 
+    /// `a / b`, rounded to nearest even; some ten instructions.
+    #[track_caller]
+    pub fn divide_rounded(&mut self, a: Reg<F32>, b: Reg<F32>) -> Reg<F32> {
+        let dst = self.register::<F32>();
+        let (operation, ty) = (BinaryOperation::DivideRounded, Type::F32);
+        let (a, b) = (a.into(), b.into());
+        self.push(Instruction::Binary { operation, ty, dst: dst.register, a, b });
+        dst
+    }
+
     /// `1 / a`.
     #[track_caller]
     pub fn reciprocal(&mut self, a: impl Into<Value<F32>>) -> Reg<F32> {

@@ -4,6 +4,7 @@ use std::fmt;
 
 use rayon::prelude::*;
 
+use super::cases::mixtures;
 use super::{Outcome, same_bits};
 use crate::dice::Dice;
 use crate::reference::{self, Answer, Rows};
@@ -12,7 +13,7 @@ use crate::verdict::compare_sequences;
 use flashcore::random::mix;
 use flashcore::serving::{Placement, Sequences};
 use flashcore::{
-    Alibi, Backend, DType, DTypes, Error, InputTensors, Inputs, Mask, Problem, Progress,
+    Alibi, Backend, DType, DTypes, Descale, Error, InputTensors, Inputs, Mask, Problem, Progress,
     RunOptions, Shape, Tensor, random_descales,
 };
 
@@ -283,6 +284,12 @@ fn tensors(
     };
     let DTypes { query: of_query, key: of_key, value: of_value, .. } = single.dtypes;
     let factors = random_descales(sequences.problem().descale_shapes_over(cache), seed)?;
+    let descales = single.descales.zip(factors).try_map(|(descale, factors)| match factors {
+        Some(factors) if descale == Descale::PerToken => {
+            of_sequences(&factors, sequences.keys()).map(Some)
+        }
+        factors => Ok(factors),
+    })?;
     let value = Shape { dim: single.value_head_dim, ..cache };
     Ok(InputTensors {
         query: random(of_query, query, 0)?,
@@ -290,7 +297,7 @@ fn tensors(
         value: of_sequences(&random(of_value, value, 2)?, sequences.keys())?,
         slopes: extras.slopes,
         sinks: extras.sinks,
-        descales: factors,
+        descales,
     })
 }
 
@@ -343,6 +350,9 @@ pub(super) fn random_rules(
         problem.scores.alibi = dice.of(&[Alibi::PerHead, Alibi::PerSequence]);
     }
     problem.scores.sinks = dice.one_in(4);
+    if dtype.is_8_bit() {
+        (problem.dtypes, problem.descales) = dice.of(&mixtures(dtype));
+    }
     problem
 }
 
@@ -355,7 +365,7 @@ mod tests {
     fn the_cpu_is_right_about_random_sequences() {
         let backend = CpuBackend::new();
         for seed in 0..40 {
-            for dtype in [DType::F16, DType::BF16] {
+            for dtype in [DType::F16, DType::BF16, DType::E4M3, DType::E5M2] {
                 let case = SequencesCase::random(dtype, seed).unwrap();
                 assert_eq!(case.kernels(&backend).unwrap(), ["blocked"]);
                 let outcome = case.expected().unwrap().check(&backend, "blocked").unwrap();
