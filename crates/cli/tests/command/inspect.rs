@@ -14,7 +14,7 @@ const HOPPER: [&str; 2] = ["--target", "sm_90a"];
 const PRODUCT: &str = "product_bf16_n128_w128_kks_s4_c1";
 
 /// Every family on Hopper; those of Ampere first.
-const FAMILIES: [&str; 16] = [
+const FAMILIES: [&str; 17] = [
     "scalar",
     "mma",
     "combine",

@@ -57,6 +57,8 @@ pub struct Call {
     pub order: Order,
     /// How much keys weigh.
     pub weights: Weights,
+    /// What is added to every value: with a mean, errors of sums do not cancel.
+    pub value_mean: f32,
     /// Whether lists hold numbers beyond their bounds where the bound itself is meant: whatever
     /// they hold, kernels stay within what there is.
     pub hostile: bool,
@@ -105,8 +107,9 @@ pub(super) const UNTOUCHED: f64 = 77.0;
 /// A cache of 8 bits as numbers of 16.
 const WIDENED: [Source; 2] = [Source::Tensor(Role::WideKey), Source::Tensor(Role::WideValue)];
 
-/// The seed of keys.
+/// The seeds of keys and of values.
 const KEYS: u64 = 2;
+const VALUES: u64 = 3;
 
 /// The buffer of each source that there is.
 pub(super) type Buffers = BTreeMap<Source, BufferId>;
@@ -143,6 +146,7 @@ impl Call {
             splits,
             order: Order::Contiguous,
             weights: Weights::Even,
+            value_mean: 0.0,
             hostile: false,
         }
     }
@@ -316,9 +320,10 @@ impl Call {
                 (((a * shape.length + b) * shape.heads + c) * shape.dim + d) as u64
             };
             let weights = if seed == KEYS { self.weights } else { Weights::Even };
+            let mean = if seed == VALUES { self.value_mean } else { 0.0 };
             let all = Tensor::from_fn(dtype, shape, |at| {
                 // Up to 2: scores far enough apart that the maximum moves.
-                2.0 * weights.of(at[1], shape.length) * uniform(seed, index(at))
+                mean + 2.0 * weights.of(at[1], shape.length) * uniform(seed, index(at))
             })?;
             let all = match placement {
                 Some(placement) => of_sequences(&all, placement)?,
@@ -351,7 +356,7 @@ impl Call {
         let tensors = InputTensors {
             query: tensor(1, dtypes.query, query, queries)?,
             key: tensor(KEYS, dtypes.key, key, keys)?,
-            value: tensor(3, dtypes.value, value, keys)?,
+            value: tensor(VALUES, dtypes.value, value, keys)?,
             slopes: problem.scores.has_alibi().then(|| numbers(4, slopes, 0.1)),
             sinks: problem.scores.sinks.then(|| numbers(5, heads, 4.0)),
             descales,
