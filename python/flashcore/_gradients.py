@@ -5,7 +5,7 @@ PyTorch's dispatcher must see (``torch.compile``, ``torch.export``, subclasses, 
 are those of the operators, whose derivative is :func:`differentiate`. Both run :func:`backward`.
 
 In the operators a call is its first tensors (``q, k, v``; ``q, kv, None``; ``qkv, None, None``), eight
-numbers, nine lists, the function's name and whether gradients must be the same bit for bit.
+numbers, twelve lists, the function's name and whether gradients must be the same bit for bit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from . import _flashcore
 from ._arguments import window
 
-NUMBERS, LISTS = 8, 9
+NUMBERS, LISTS = 8, 12
 # Where sinks are among the lists.
 SINKS = 8
 NONE = (None,) * LISTS
@@ -136,7 +136,7 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
         numbers, function, deterministic = ctx.call
         # Where somebody may want to differentiate this, the operator says what it thinks of that.
         if torch.is_grad_enabled() or not are_ordinary((dout,)):
-            call = (*flat(numbers), *lists, function, deterministic)
+            call = (*flat(numbers), *lists, *NONE[len(lists) :], function, deterministic)
             dq, dk, dv, ds = _by_operator(dout, (q, k, v, out, lse), call, needed)
         else:
             found = backward(dout, (q, k, v), out, lse, lists, numbers, function, deterministic, needed)

@@ -52,7 +52,8 @@ pub(crate) fn attend(
     output: &View,
     lse: Option<u64>,
 ) -> PyResult<Arc<AttentionPlan>> {
-    let attended = gpu.attend(stream, problem, &request.tensors(output, lse));
+    let tensors = request.tensors(request.descales(problem)?, output, lse);
+    let attended = gpu.attend(stream, problem, &tensors);
     let [query, key, value, ..] = request.names();
     attended.map_err(|error| named(error, &[("query", query), ("key", key), ("value", value)]))
 }

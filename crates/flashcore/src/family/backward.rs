@@ -2,7 +2,7 @@
 
 use kernels::Configuration;
 use kernels::attention::Batch;
-use kernels::backward::{Rounding, RowSums, SinkGradients, tall_backward, tuned_backward};
+use kernels::backward::{NO_LAG, Rounding, RowSums, SinkGradients, tall_backward, tuned_backward};
 use kernels::parameter::{Number, Workspace};
 
 use super::forward::workload;
@@ -70,35 +70,32 @@ impl Kernels {
         }
     }
 
-    /// Puts what comes before and after the products around them, with the workspace: so many blocks
-    /// of query rows of a head and in all.
-    pub(super) fn beside(
-        &self,
-        choice: &mut Choice,
-        heads: u32,
-        query_blocks_per_head: u32,
-        query_blocks: u32,
-    ) {
-        let numbers = vec![(Number::QueryBlocks, query_blocks_per_head)];
+    /// Puts what comes before and after the products around them, with the workspace.
+    pub(super) fn beside(&self, choice: &mut Choice, heads: u32, rows: RowBlocks) {
+        let numbers = vec![
+            (Number::QueryBlocks, rows.per_head),
+            (Number::RingBlocks, rows.room),
+            (Number::FirstBlock, rows.all - rows.last),
+        ];
         let beside = |kernel, blocks| Launch { kernel, blocks, numbers: numbers.clone() };
         let row_sums = Configuration::RowSums(self.row_sums);
-        choice.launches.insert(0, beside(row_sums, query_blocks));
+        choice.launches.insert(0, beside(row_sums, rows.all));
         let rounding = Configuration::Rounding(self.rounding);
-        choice.launches.push(beside(rounding, self.rounding.blocks(query_blocks)));
+        choice.launches.push(beside(rounding, self.rounding.blocks(rows.last)));
         let sinks = self.sink_gradients.map(Configuration::SinkGradients);
         choice.launches.extend(sinks.map(|kernel| beside(kernel, heads)));
         choice.main = 1;
-        let turns = self.row_sums.turns.then_some((Workspace::Turns, 4));
-        for (workspace, bytes) in [
-            (Workspace::RowStatistics, self.statistics_bytes),
-            (Workspace::QueryGradientSums, self.row_sums.sums.block_bytes()),
-        ]
-        .into_iter()
-        .chain(turns)
-        {
+        let RowSums { sums, turns, ring, .. } = self.row_sums;
+        let memory = [
+            Some((Workspace::RowStatistics, self.statistics_bytes, rows.all)),
+            Some((Workspace::QueryGradientSums, sums.block_bytes(), rows.room)),
+            turns.then_some((Workspace::Turns, 4, rows.all)),
+            ring.then_some((Workspace::Progress, 8, rows.all)),
+        ];
+        for (workspace, bytes, blocks) in memory.into_iter().flatten() {
             choice.memory.push(Memory {
                 source: Source::Workspace(workspace),
-                bytes: u64::from(bytes) * u64::from(query_blocks),
+                bytes: u64::from(bytes) * u64::from(blocks),
                 contents: Contents::Anything,
             });
         }
@@ -127,12 +124,27 @@ pub(super) fn launch(
 
     let mut choice = Choice::of(kernels.kernel, key_blocks, reason);
     choice.launches[0].numbers = vec![(Number::KeyBlocks, key_blocks_per_head)];
+    let ring = Ring::new(chip, kernels, &counts, key_blocks_per_head);
+    if kernels.row_sums.ring {
+        choice.launches[0].numbers.extend([
+            (Number::RingHeads, ring.heads),
+            (Number::RoundingLag, ring.lag),
+            (Number::QueryBlocks, counts.tiles_per_head),
+        ]);
+    }
     if kernels.row_sums.turns {
         let steps = steps(problem, [sums.query_block, key_block], key_blocks);
         let heads = counts.key_heads * counts.batch;
         choice.launches[0].numbers.extend(order(chip, heads, steps));
     }
-    kernels.beside(&mut choice, counts.heads, counts.tiles_per_head, counts.tiles);
+    let of_ring = counts.tiles.checked_div(counts.batch * counts.key_heads).unwrap_or(0);
+    let rows = RowBlocks {
+        per_head: counts.tiles_per_head,
+        all: counts.tiles,
+        room: of_ring * ring.heads,
+        last: of_ring * ring.lag.min(counts.batch * counts.key_heads),
+    };
+    kernels.beside(&mut choice, counts.heads, rows);
     choice.tiling = Some(Tiling {
         query_rows: sums.query_block,
         key_block,
@@ -142,6 +154,43 @@ pub(super) fn launch(
         waves: f64::from(key_blocks) / f64::from(chip.multiprocessors.max(1)),
     });
     Ok(choice)
+}
+
+/// Blocks of query rows.
+#[derive(Clone, Copy)]
+pub(super) struct RowBlocks {
+    /// Of a query head.
+    pub(super) per_head: u32,
+    /// Of all heads and sequences.
+    pub(super) all: u32,
+    /// Those whose sums there is room for at a time.
+    pub(super) room: u32,
+    /// The last ones, which are rounded after all products.
+    pub(super) last: u32,
+}
+
+/// How many key heads' sums of `dQ` there is room for at a time, and how many heads later they are
+/// rounded.
+struct Ring {
+    heads: u32,
+    lag: u32,
+}
+
+impl Ring {
+    /// Where heads are few, all have room.
+    fn new(chip: &Chip, kernels: &Kernels, counts: &Counts, key_blocks_per_head: u32) -> Self {
+        let all = counts.batch * counts.key_heads;
+        let heads_of = |blocks: u32| blocks.div_ceil(key_blocks_per_head.max(1));
+        // While a block with a long walk runs, others go through twice as many short ones. A head that
+        // many blocks behind is done, and is cleared when those that look back to it have begun.
+        let lag = heads_of(2 * chip.multiprocessors).max(1);
+        let heads = lag + heads_of(chip.multiprocessors / 2).max(1);
+        if kernels.row_sums.ring && heads <= all / 2 {
+            Ring { heads, lag }
+        } else {
+            Ring { heads: all.max(1), lag: NO_LAG }
+        }
+    }
 }
 
 /// Whether blocks of so many keys go around all multiprocessors a few times.

@@ -1,11 +1,14 @@
 //! Attention of few queries for each sequence over caches of any storage, on Ampere and later.
 
-use kernels::Configuration;
 use kernels::decode::{DecodeWorkload, tuned};
 use kernels::parameter::{Number, Workspace};
+use kernels::{Cache, Configuration};
 use ptx::Capability;
 
-use super::{Asked, Choice, Contents, Family, Memory, tensor_core_element, window_kind};
+use super::{
+    Asked, Choice, Contents, Family, Memory, check_head_dims, narrow_cache, tensor_core_element,
+    window_kind,
+};
 use crate::chip::Chip;
 use crate::plan::Source;
 use crate::problem::Problem;
@@ -29,7 +32,19 @@ impl Family for Decode {
         if !chip.target.has(Capability::AsyncCopies) || !chip.target.has(Capability::Mma) {
             return Err(format!("{} has no cp.async or no mma.sync", chip.target));
         }
-        let element = tensor_core_element(problem)?;
+        let (element, cache) = match problem.dtypes.key.is_8_bit() {
+            true => {
+                check_head_dims(problem, 16)?;
+                narrow_cache(problem)?
+            }
+            false => {
+                let element = tensor_core_element(problem)?;
+                (element, Cache::plain(element))
+            }
+        };
+        if cache.is_narrow() && !chip.target.has(Capability::Fp8Conversion) {
+            return Err(format!("{} does not convert numbers of 8 bits", chip.target));
+        }
         let query_rows = query_rows(problem).ok_or("there are too many queries")?;
         let rows = problem.query_shape().length.max(problem.key_shape().length);
         if problem.key_length.max(rows) > MOST_POSITIONS {
@@ -38,6 +53,7 @@ impl Family for Decode {
         }
         let workload = DecodeWorkload {
             element,
+            cache,
             head_dim: problem.head_dim as u32,
             value_head_dim: problem.value_head_dim as u32,
             query_rows,

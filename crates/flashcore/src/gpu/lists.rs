@@ -3,7 +3,7 @@
 use cuda::{Buffer, DeviceAddress};
 use kernels::parameter::List;
 
-use super::{Gpu, GpuError, Tensors};
+use super::{DeviceTensor, Gpu, GpuError, Tensors};
 use crate::inputs::Inputs;
 use crate::problem::Problem;
 
@@ -41,7 +41,7 @@ impl<'a> DeviceLists<'a> {
         Ok(address)
     }
 
-    /// The lists that a call has beside its tensors: where sequences lie, slopes and sinks.
+    /// What a call has beside its tensors: where sequences lie, slopes, sinks and descale factors.
     pub fn of_call(
         &mut self,
         problem: &Problem,
@@ -67,6 +67,11 @@ impl<'a> DeviceLists<'a> {
                 None => None,
             };
         }
+        tensors.descales = inputs.descales.try_map(|factors| {
+            let Some(factors) = factors else { return Ok::<_, GpuError>(None) };
+            let (address, strides) = (self.bytes(factors.bytes())?, factors.layout().strides());
+            Ok(Some(DeviceTensor { address, strides }))
+        })?;
         Ok(())
     }
 

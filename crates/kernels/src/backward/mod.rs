@@ -60,6 +60,7 @@ pub(crate) mod order;
 pub(crate) mod place;
 mod producer;
 mod ragged;
+mod ring;
 mod rounding;
 pub(crate) mod row_blocks;
 mod row_sums;
@@ -67,6 +68,7 @@ mod sink_gradients;
 mod tuned;
 mod wide;
 
+pub use ring::NO_LAG;
 pub use rounding::Rounding;
 pub use row_sums::RowSums;
 pub use sink_gradients::SinkGradients;
@@ -312,6 +314,7 @@ impl Backward {
             value_head_dim: self.value_head_dim,
             sums: self.sums_layout(),
             turns: self.deterministic,
+            ring: self.has_ring(),
             batch: self.batch,
         }
     }
@@ -344,6 +347,7 @@ impl Backward {
             rules: self.rules,
             deterministic: self.deterministic,
             batch: self.batch,
+            ring: self.has_ring(),
         }
     }
 

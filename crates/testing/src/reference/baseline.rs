@@ -2,18 +2,22 @@
 //!
 //! What a framework computes without a fused kernel: scores are stored in the element type, the
 //! softmax is taken in f32 and stored in the element type, the second product is summed in f32
-//! and stored in the element type. The log-sum-exp is f32 for every element type, and its
+//! and stored in the element type. Where the second product is of 8-bit numbers, exponentials are
+//! stored in 8 bits. The log-sum-exp is f32 for every element type, and its
 //! baseline comes from the scores before they are rounded.
+
+use flashcore::DType;
 
 use super::RowInputs;
 
 const LANES: usize = 8;
 
 pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
-    let RowInputs { query, keys, values, first, rule, sink, dtype } = inputs;
+    let RowInputs { query, keys, values, first, rule, sink, dtype, .. } = inputs;
     let round = |value: f32| dtype.round(f64::from(value)) as f32;
     let score = |(index, key): (usize, &[f32])| {
-        rule.score(f64::from(dot(query, key)), first + index) as f32
+        let product = dot(query, key) * inputs.key_factors[index] as f32;
+        rule.score(f64::from(product), first + index) as f32
     };
     let exact: Vec<f32> = keys.chunks_exact(query.len()).enumerate().map(score).collect();
     // A score beyond f16's range stays as it is: infinite ones would turn the row into NaN, and
@@ -32,8 +36,13 @@ pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
         return f64::NEG_INFINITY;
     }
     let mut accumulator = vec![0.0f32; output.len()];
-    for (weight, value) in weights.iter().zip(values.chunks_exact(output.len())) {
-        let probability = round(weight / sum);
+    let values = values.chunks_exact(output.len()).zip(inputs.value_factors);
+    for (weight, (value, factor)) in weights.iter().zip(values) {
+        let probability = match inputs.small_probabilities {
+            true => small(*weight) / sum,
+            false => round(weight / sum),
+        };
+        let probability = probability * *factor as f32;
         for (to, from) in accumulator.iter_mut().zip(value) {
             *to += probability * from;
         }
@@ -42,6 +51,12 @@ pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
         *to = f64::from(round(from));
     }
     f64::from(exact_maximum + exact_sum.ln())
+}
+
+/// An exponential relative to the maximum in 8 bits, where what is 1 becomes 256: the largest power
+/// of two that e4m3 has.
+fn small(weight: f32) -> f32 {
+    DType::E4M3.round(f64::from(weight * 256.0)) as f32 / 256.0
 }
 
 /// The exponentials relative to the maximum, their sum with the sink's, and the maximum.

@@ -8,6 +8,7 @@ mod backward_mma;
 mod banks;
 mod chosen;
 mod decode;
+mod fp8;
 mod mma;
 mod mutation;
 mod prefill;

@@ -205,6 +205,7 @@ impl BackwardMma {
             rules: self.rules,
             deterministic: self.deterministic,
             batch: self.batch,
+            ring: false,
         }
     }
 
@@ -221,6 +222,7 @@ impl BackwardMma {
             value_head_dim: self.value_head_dim,
             sums: self.sums_layout(),
             turns: self.deterministic,
+            ring: false,
             batch: self.batch,
         }
     }
