@@ -330,7 +330,7 @@ impl Addresses for AppendTensors {
                 List::QueryLengths => queries.and_then(|queries| queries.lengths),
                 _ => None,
             },
-            Source::Workspace(_) => None,
+            Source::Workspace(_) | Source::Captured(..) => None,
         }
     }
 }

@@ -510,6 +510,10 @@ impl Step {
                     Some(buffer) => Argument::Address(*buffer, 0),
                     None => Argument::U64(0),
                 },
+                Value::Captured(captured) => {
+                    let none = || SceneError::Size(format!("nobody passes {captured:?}"));
+                    return Err(none());
+                }
                 Value::Map(map) => {
                     let buffer = buffers.get(&Source::Tensor(map.tensor)).copied();
                     let none = || SceneError::Size(format!("there is no {:?}", map.tensor));

@@ -7,6 +7,7 @@ mod backward;
 mod banks;
 mod chosen;
 mod decode;
+mod function;
 mod mma;
 mod mutation;
 mod prefill;

@@ -1,0 +1,209 @@
+//! Masks and scores as functions: random ones, by themselves and in attention.
+
+use flashcore::random::mix;
+use kernels::attention::function::{Function, Here, HostTensor, Kind, Row, Stored};
+use kernels::parameter::{Captured, CapturedPart, Number, Parameter, Tensor};
+use ptx::Target;
+use sim::{Argument, Launch, Memory, Options};
+
+/// Random numbers under a seed.
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, most: usize) -> usize {
+        self.0 = mix(self.0);
+        (self.0 >> 33) as usize % most
+    }
+
+    fn word<'a>(&mut self, words: &[&'a str]) -> &'a str {
+        words[self.below(words.len())]
+    }
+
+    /// An integer expression.
+    fn integer(&mut self, depth: usize) -> String {
+        if depth == 0 {
+            return match self.below(6) {
+                0 => (self.below(41) as i32 - 20).to_string(),
+                1 => self.word(&["0", "-1", "2147483647", "-2147483648", "16"]).to_owned(),
+                2 => self.word(&["batch", "head", "query_length", "key_length"]).to_owned(),
+                _ => self.word(&["query", "key"]).to_owned(),
+            };
+        }
+        let [a, b] = [self.integer(depth - 1), self.integer(depth - 1)];
+        match self.below(18) {
+            0..10 => {
+                let operations =
+                    ["add", "sub", "mul", "div", "rem", "min", "max", "and", "or", "xor"];
+                format!("({} {a} {b})", self.word(&operations))
+            }
+            // Divisors as people write them.
+            10 => format!("({} {a} {})", self.word(&["div", "rem"]), 1 + self.below(20)),
+            11 => format!("({} {a} {b})", self.word(&["shl", "shr"])),
+            12 => format!("({} {a})", self.word(&["neg", "abs", "not"])),
+            13 => format!("(select {} {a} {b})", self.truth(depth - 1)),
+            14 => format!("(i32 (load floats {a} {b}))"),
+            15 => format!("(load long {a} {b} 1)"),
+            _ => format!("(load ids {a})"),
+        }
+    }
+
+    fn truth(&mut self, depth: usize) -> String {
+        if depth == 0 {
+            return self.word(&["true", "false", "(ge query key)", "(lt key 9)"]).to_owned();
+        }
+        match self.below(6) {
+            0 => format!("(not {})", self.truth(depth - 1)),
+            1 | 2 => {
+                let [a, b] = [self.truth(depth - 1), self.truth(depth - 1)];
+                format!("({} {a} {b})", self.word(&["and", "or", "xor"]))
+            }
+            3 => {
+                let [a, b] = [self.exact_float(), self.exact_float()];
+                format!("({} {a} {b})", self.word(&["eq", "ne", "lt", "le", "gt", "ge"]))
+            }
+            _ => {
+                let [a, b] = [self.integer(depth - 1), self.integer(depth - 1)];
+                format!("({} {a} {b})", self.word(&["eq", "ne", "lt", "le", "gt", "ge"]))
+            }
+        }
+    }
+
+    /// A float that has no rounding errors: what comparisons may be about.
+    fn exact_float(&mut self) -> String {
+        match self.below(4) {
+            0 => self.word(&["0.0", "1.5", "-2.0", "inf", "-inf", "NaN"]).to_owned(),
+            1 => "(load floats query key)".to_owned(),
+            2 => "(load halves key)".to_owned(),
+            _ => format!("(f32 {})", self.word(&["query", "key", "(sub query key)"])),
+        }
+    }
+
+    /// A float of moderate size, so that its error is known.
+    fn float(&mut self, depth: usize, score: bool) -> String {
+        if depth == 0 {
+            return match self.below(5) {
+                0 => format!("{:?}", self.below(400) as f32 / 100.0 - 2.0),
+                1 => "(load floats query key)".to_owned(),
+                2 => "(load halves key)".to_owned(),
+                3 => "(f32 (rem (sub query key) 8))".to_owned(),
+                _ => (if score { "score" } else { "1.0" }).to_owned(),
+            };
+        }
+        let [a, b] = [self.float(depth - 1, score), self.float(depth - 1, score)];
+        match self.below(9) {
+            0 | 1 => format!("({} {a} {b})", self.word(&["add", "sub", "min", "max"])),
+            2 => format!("(max -8.0 (min (mul {a} {b}) 8.0))"),
+            3 => format!("(div {a} (add (abs {b}) 1.0))"),
+            4 => format!("(exp2 (tanh {a}))"),
+            5 => format!("(log2 (add (abs {a}) 1.0))"),
+            6 => format!("({} {a})", self.word(&["neg", "abs", "tanh"])),
+            _ => format!("(select {} {a} {b})", self.truth(depth - 1)),
+        }
+    }
+
+    fn function(&mut self, kind: Kind) -> Function {
+        let body = match kind {
+            Kind::Mask => self.truth(3),
+            Kind::Score => self.float(4, true),
+        };
+        let tensors = "(tensor ids i32 1) (tensor floats f32 2) (tensor long i64 3) \
+                       (tensor halves bf16 1)";
+        let text = format!("({} random {tensors} {body})", kind.name());
+        text.parse().unwrap_or_else(|error| panic!("{error}: {text}"))
+    }
+}
+
+const SIZES: [usize; 4] = [2, 3, 19, 22];
+
+fn tensors() -> Vec<HostTensor> {
+    let integers: Vec<i32> = (0..17).map(|it| (it * it * 7) % 11 - 5).collect();
+    let floats: Vec<f32> = (0..24).map(|it| ((it * 5) % 13) as f32 * 0.25 - 1.5).collect();
+    let long: Vec<i64> = (0..60).map(|it| (it * 31) % 100 - 50 + ((it % 3) << 33)).collect();
+    let long = long.iter().flat_map(|it| it.to_le_bytes()).collect();
+    let halves: Vec<u8> =
+        floats[..9].iter().flat_map(|it| ((it.to_bits() >> 16) as u16).to_le_bytes()).collect();
+    vec![
+        HostTensor::integers("ids", &integers, &[17]),
+        // Broadcast over the first index, and with a gap.
+        HostTensor::floats("floats", &floats, &[20, 12]).with_strides(&[0, 2]),
+        HostTensor::new("long", Stored::I64, &[5, 6, 2], long),
+        HostTensor::new("halves", Stored::BF16, &[9], halves),
+    ]
+}
+
+/// The scores of a function's table, from the simulator.
+fn simulated(function: Function, tensors: &[HostTensor], scores: &[f32]) -> Vec<f32> {
+    let program = function.table(Target::SM_80).unwrap();
+    let mut memory = Memory::new();
+    let before = memory.input_f32("before", scores);
+    let after = memory.output("after", 4 * scores.len());
+    let captured: Vec<_> =
+        tensors.iter().map(|it| memory.input(&it.name, it.bytes.clone())).collect();
+    let argument = |parameter: &Parameter| match *parameter {
+        Parameter::Tensor(Tensor::Query) => Argument::Address(before, 0),
+        Parameter::Tensor(_) => Argument::Address(after, 0),
+        Parameter::Number(number) => Argument::U32(match number {
+            Number::Batch => SIZES[0],
+            Number::QueryHeads => SIZES[1],
+            Number::QueryLength => SIZES[2],
+            _ => SIZES[3],
+        } as u32),
+        Parameter::Captured(Captured { index, part, .. }) => {
+            let name = &function.tensors()[index as usize].name;
+            let index = tensors.iter().position(|it| it.name == *name).unwrap();
+            match part {
+                CapturedPart::Address => Argument::Address(captured[index], 0),
+                CapturedPart::Extent(it) => {
+                    Argument::U32(tensors[index].extents[it as usize] as u32)
+                }
+                CapturedPart::Stride(it) => {
+                    Argument::U64(tensors[index].strides[it as usize] as u64)
+                }
+            }
+        }
+        other => panic!("{other}"),
+    };
+    let parameters = Parameter::of(&program.parameters).unwrap();
+    let arguments = parameters.iter().map(argument).collect();
+    let launch = Launch { program: &program, grid: 1, arguments };
+    let text = function.text();
+    sim::run(&launch, &mut memory, &Options::default()).unwrap_or_else(|it| panic!("{text}: {it}"));
+    memory.f32(after)
+}
+
+/// A thousand random functions: printed, parsed, evaluated on the host and in a kernel alike.
+#[test]
+fn random_functions_are_the_same_everywhere() {
+    let [batch, heads, queries, keys] = SIZES;
+    let tensors = tensors();
+    let scores: Vec<f32> = (0..batch * heads * queries * keys)
+        .map(|index| (mix(index as u64) % 1000) as f32 / 250.0 - 2.0)
+        .collect();
+    for seed in 0..1000 {
+        let kind = Kind::ALL[seed as usize % 2];
+        let function = Dice(seed).function(kind);
+        assert_eq!(function.text().parse::<Function>().unwrap(), function);
+        let found = simulated(function, &tensors, &scores);
+        for (row, (found, scores)) in found.chunks(keys).zip(scores.chunks(keys)).enumerate() {
+            let here = Here {
+                batch: (row / queries / heads) as i32,
+                head: (row / queries % heads) as i32,
+                query: (row % queries) as i32,
+                query_length: queries as i32,
+                key_length: keys as i32,
+            };
+            let mut expected = Row::new(function, &tensors, here);
+            for (key, (found, score)) in found.iter().zip(scores).enumerate() {
+                let score = f64::from(*score);
+                let expected = match kind {
+                    Kind::Score => expected.score(key, score),
+                    Kind::Mask if expected.sees(key) => score,
+                    Kind::Mask => f64::NEG_INFINITY,
+                };
+                let found = f64::from(*found);
+                let near = found == expected || (found - expected).abs() < 1e-3;
+                assert!(near, "{function} is {found}, not {expected}, at {here:?}, key {key}");
+            }
+        }
+    }
+}
