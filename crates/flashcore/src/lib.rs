@@ -160,11 +160,13 @@ pub use error::Error;
 pub use gpu::GpuBackend;
 pub use gradients::{Backward, Gradients};
 pub use inputs::{InputError, InputTensors, Inputs};
+/// Masks and scores as functions.
+pub use kernels::attention::function;
 pub use machine::Machine;
 pub use plan::{Plan, Preference};
 pub use problem::{
-    Alibi, DTypes, Lists, Mask, Pass, Problem, ProblemError, ProblemTextError, RowScores, Scores,
-    Storage,
+    Alibi, DTypes, Lists, Mask, Pass, Problem, ProblemError, ProblemTextError, RowFunctions,
+    RowScores, Scores, Storage,
 };
 pub use tensor::{Elements, Head, Layout, Shape, Strides, Tensor, TensorError, random};
 

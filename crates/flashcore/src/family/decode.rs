@@ -5,7 +5,9 @@ use kernels::decode::{DecodeWorkload, tuned};
 use kernels::parameter::{Number, Workspace};
 use ptx::Capability;
 
-use super::{Asked, Choice, Contents, Family, Memory, tensor_core_element, window_kind};
+use super::{
+    Asked, Choice, Contents, Family, Memory, check_no_functions, tensor_core_element, window_kind,
+};
 use crate::chip::Chip;
 use crate::plan::Source;
 use crate::problem::Problem;
@@ -29,6 +31,7 @@ impl Family for Decode {
         if !chip.target.has(Capability::AsyncCopies) || !chip.target.has(Capability::Mma) {
             return Err(format!("{} has no cp.async or no mma.sync", chip.target));
         }
+        check_no_functions(problem)?;
         let element = tensor_core_element(problem)?;
         let query_rows = query_rows(problem).ok_or("there are too many queries")?;
         let rows = problem.query_shape().length.max(problem.key_shape().length);
@@ -42,7 +45,7 @@ impl Family for Decode {
             value_head_dim: problem.value_head_dim as u32,
             query_rows,
             paged: problem.keys.is_paged(),
-            rules: problem.scores.rules(window_kind(problem)),
+            rules: problem.rules(window_kind(problem)),
         };
         let tuned = tuned(chip.target, &workload)
             .ok_or_else(|| "no configuration is tuned for it".to_owned())?;

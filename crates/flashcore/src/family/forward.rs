@@ -97,7 +97,7 @@ pub(super) fn equal_lengths_workload(chip: &Chip, problem: &Problem) -> Result<W
         element,
         head_dim: problem.head_dim as u32,
         value_head_dim: problem.value_head_dim as u32,
-        rules: problem.scores.rules(mask_kind(problem)),
+        rules: problem.rules(mask_kind(problem)),
         query_length: problem.query_length as u64,
         key_length: problem.key_length as u64,
         heads: problem.batch as u64 * problem.query_heads as u64,

@@ -32,7 +32,7 @@ pub(super) fn choose(asked: &Asked<'_>) -> Result<Choice, String> {
     if problem.key_length == 0 {
         return Err("there are no keys".to_owned());
     }
-    let rules = problem.scores.rules(mask(problem));
+    let rules = problem.rules(mask(problem));
     let (dim, value_dim) = (workload.head_dim, workload.value_head_dim);
     let backward = tuned_backward(workload.element, dim, value_dim, rules)
         .ok_or_else(|| format!("head dims {dim} and {value_dim} are beyond 256"))?;

@@ -28,7 +28,7 @@ use crate::backend::{Backend, BackendError};
 use crate::cpu::CpuBackend;
 use crate::error::Error;
 use crate::family::{self, Asked, Choice, Family};
-use crate::problem::Problem;
+use crate::problem::{Pass, Problem};
 
 /// What the caller insists on. The default leaves the choice open.
 ///
@@ -99,7 +99,13 @@ impl Candidate {
     }
 
     fn of(family: &dyn Family, asked: &Asked<'_>) -> Self {
-        let chosen = family.choose(asked);
+        let chosen = match (asked.problem.pass, asked.problem.functions().next()) {
+            (Pass::Backward, Some(function)) => {
+                let (kind, name) = (function.kind().name(), function.name());
+                Err(format!("the {kind} {name} is a function, and has no gradients on the GPU"))
+            }
+            _ => family.choose(asked),
+        };
         let choice = chosen.as_ref().ok().cloned();
         Candidate {
             backend: GPU,

@@ -5,14 +5,17 @@
 //! | --- | --- |
 //! | `mask` | which keys a query sees |
 //! | `scores` | what becomes of the product of a query and a key |
+//! | `function` | masks and scores as functions, and the tensors that they load from |
 //! | `storage` | how the rows of sequences lie in tensors |
 //! | `text` | problems as short texts |
 
+mod function;
 mod mask;
 mod scores;
 mod storage;
 mod text;
 
+pub use function::RowFunctions;
 pub use mask::Mask;
 pub use scores::{Alibi, RowScores, Scores};
 pub use storage::{Lists, Storage};
@@ -157,6 +160,9 @@ pub enum ProblemError {
     /// A score rule makes no sense.
     #[error(transparent)]
     Scores(#[from] scores::ScoreError),
+    /// A function does not belong where it stands.
+    #[error("{0}")]
+    Function(String),
     /// Sequences lie in a way that makes no sense.
     #[error("{0}")]
     Storage(&'static str),
@@ -293,6 +299,7 @@ impl Problem {
             return Err(ProblemError::Deterministic);
         }
         self.scores.validate()?;
+        self.validate_functions().map_err(ProblemError::Function)?;
         self.validate_storage().map_err(ProblemError::Storage)?;
         let tensors = [
             ("query", self.query_shape()),

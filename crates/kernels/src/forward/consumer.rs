@@ -10,6 +10,7 @@ use super::softmax::Softmax;
 use super::warpgroup::Warpgroup;
 use super::{Form, Forward, Shared};
 use crate::attention::Score;
+use crate::attention::function::lower::Functions;
 use crate::attention::scores::ScoreRule;
 
 /// What the loop carries from step to step.
@@ -34,7 +35,7 @@ pub(super) fn consume<T: ConsumerScheduler>(
     forward: &Forward,
     shared: &Shared,
     tiles: &T,
-    scores: ScoreRule,
+    (scores, functions): (ScoreRule, Functions),
     epilogue: &Epilogue,
     probe: Option<Reg<GlobalAddress>>,
 ) {
@@ -49,7 +50,7 @@ pub(super) fn consume<T: ConsumerScheduler>(
         form: forward.form,
         tiles,
         probe: Probe::new(k, probe, forward.warpgroups, group.index, group.thread),
-        rule: Rule::new(k, forward, &group, scores),
+        rule: Rule::new(k, forward, &group, scores, functions),
         group,
         softmax: Softmax::new(k, forward, scores.scale_log2),
         output: Accumulator::new(k, forward.value_head_dim),

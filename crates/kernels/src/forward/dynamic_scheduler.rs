@@ -32,7 +32,8 @@ use crate::sequencer::{CLAIMED_BYTE, COUNT_BYTE, DONE_BYTE, RECORD_BYTES, RECORD
 const SLOTS: u32 = 4;
 /// Words of a slot: key blocks up to the last, the first of them, where masks
 /// begin on the right and end on the left; first row, lengths and head; the end
-/// of the outputs, the start of the log-sum-exps, slope and sink.
+/// of the outputs, the start of the log-sum-exps, slope and sink; the sequence,
+/// where functions ask for it.
 const SLOT_BYTES: u32 = 64;
 
 /// Slots in shared memory through which tiles go from the producer to the consumers.
@@ -75,6 +76,8 @@ pub(super) struct Batch {
     visibility: Visibility,
     slopes: Option<Slopes>,
     sinks: Option<Sinks>,
+    /// Whether there are functions, which may ask for the sequence.
+    functions: bool,
     scale_log2: Reg<F32>,
     pages: Option<Pages>,
 }
@@ -103,6 +106,7 @@ impl Batch {
             visibility: Visibility::parameters(k, rules.mask),
             slopes: rules.alibi.then(|| Slopes::parameters(k)),
             sinks: rules.sinks.then(|| Sinks::parameters(k)),
+            functions: rules.functions().next().is_some(),
             scale_log2,
             pages: prefill.page_rows.map(|rows| Pages {
                 table: List::BlockTable.address(k),
@@ -277,6 +281,9 @@ impl<'a> DynamicProducer<'a> {
         if let Some(sinks) = &self.batch.sinks {
             let sink = sinks.of(k, head);
             k.store(slot + 44, sink);
+        }
+        if self.batch.functions {
+            k.store(slot + 48, sequence);
         }
     }
 }
@@ -545,6 +552,11 @@ impl ConsumerScheduler for DynamicConsumer<'_> {
     fn place(&self, k: &mut Builder, current: &Current) -> Place {
         let [first_row, query_length, key_length, head] = self.slots.read(k, current.slot, 1);
         Place { first_row, query_length, key_length, head }
+    }
+
+    fn sequence(&self, k: &mut Builder, current: &Current) -> Reg<U32> {
+        let slot = self.slots.slot(k, current.slot);
+        k.load::<U32, _>(slot + 48)
     }
 
     fn visibility(&self) -> &Visibility {

@@ -51,6 +51,7 @@ use ptx::{
 };
 
 use crate::Error;
+use crate::attention::function::lower::Functions;
 use crate::attention::scores::ScoreRule;
 use crate::attention::{MaskKind, Rules};
 use crate::parameter::{Number, Tensor};
@@ -314,6 +315,7 @@ impl Forward {
         let scores = ScoreRule::parameters(k, &self.rules).with_small_tanh(!self.rules.alibi);
         let schedule =
             StaticScheduler::parameters(k, self, query_length, key_length, scores.scale_log2);
+        let functions = Functions::parameters(k, &self.rules);
         let probe = probe::parameter(k, probed);
         let shared = self.shared(k);
         let thread = k.thread_index();
@@ -325,7 +327,8 @@ impl Forward {
             |k| producer::produce(k, self, &shared, &maps, &schedule),
             |k| {
                 let epilogue = Epilogue { output: maps.output, lse };
-                consumer::consume(k, self, &shared, &schedule, scores, &epilogue, probe);
+                let rules = (scores, functions);
+                consumer::consume(k, self, &shared, &schedule, rules, &epilogue, probe);
             },
         );
     }

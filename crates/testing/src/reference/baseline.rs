@@ -10,10 +10,14 @@ use super::RowInputs;
 const LANES: usize = 8;
 
 pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
-    let RowInputs { query, keys, values, first, rule, sink, dtype } = inputs;
+    let RowInputs { query, keys, values, first, rule, mut functions, sink, dtype } = inputs;
     let round = |value: f32| dtype.round(f64::from(value)) as f32;
     let score = |(index, key): (usize, &[f32])| {
-        rule.score(f64::from(dot(query, key)), first + index) as f32
+        let (key, product) = (first + index, f64::from(dot(query, key)));
+        match functions.sees(key) {
+            true => functions.score(key, rule.score(product, key)) as f32,
+            false => f32::NEG_INFINITY,
+        }
     };
     let exact: Vec<f32> = keys.chunks_exact(query.len()).enumerate().map(score).collect();
     // A score beyond f16's range stays as it is: infinite ones would turn the row into NaN, and
@@ -32,7 +36,12 @@ pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
         return f64::NEG_INFINITY;
     }
     let mut accumulator = vec![0.0f32; output.len()];
-    for (weight, value) in weights.iter().zip(values.chunks_exact(output.len())) {
+    for (index, (weight, value)) in
+        weights.iter().zip(values.chunks_exact(output.len())).enumerate()
+    {
+        if !functions.sees(first + index) {
+            continue;
+        }
         let probability = round(weight / sum);
         for (to, from) in accumulator.iter_mut().zip(value) {
             *to += probability * from;

@@ -7,17 +7,22 @@ const LANES: usize = 8;
 
 /// Two passes over the scores: maximum, then exponentials.
 pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
-    let RowInputs { query, keys, values, first, rule, sink, .. } = inputs;
+    let RowInputs { query, keys, values, first, rule, mut functions, sink, .. } = inputs;
     let query: Vec<f64> = query.iter().copied().map(f64::from).collect();
     let sink = f64::from(sink);
     let keys = keys.chunks_exact(query.len()).enumerate();
-    let scores: Vec<f64> =
-        keys.map(|(index, key)| rule.score(dot(&query, key), first + index)).collect();
-    let maximum = scores.iter().copied().fold(sink, f64::max);
+    let scores = keys.map(|(index, key)| {
+        let (key, product) = (first + index, dot(&query, key));
+        functions.sees(key).then(|| functions.score(key, rule.score(product, key)))
+    });
+    // Of a key that is hidden there is no score.
+    let scores: Vec<Option<f64>> = scores.collect();
+    let maximum = scores.iter().flatten().copied().fold(sink, f64::max);
     let shift = if maximum == f64::NEG_INFINITY { 0.0 } else { maximum };
     let mut sum = (sink - shift).exp();
     output.fill(0.0);
     for (score, value) in scores.iter().zip(values.chunks_exact(output.len())) {
+        let Some(score) = score else { continue };
         let weight = (score - shift).exp();
         sum += weight;
         for (to, from) in output.iter_mut().zip(value) {

@@ -1,10 +1,16 @@
 //! Masks and scores as functions: random ones, by themselves and in attention.
 
 use flashcore::random::mix;
+use flashcore_testing::scene::{Call, Place, Ragged};
 use kernels::attention::function::{Function, Here, HostTensor, Kind, Row, Stored};
+use kernels::forward::{Form, every_prefill, every_tuned};
 use kernels::parameter::{Captured, CapturedPart, Number, Parameter, Tensor};
-use ptx::Target;
-use sim::{Argument, Launch, Memory, Options};
+use kernels::product::Source;
+use kernels::{Batch, Configuration, Forward, Mma, Prefill, Rules, Scalar};
+use ptx::{Element, Target};
+use sim::{Argument, Launch, Memory, Mode, Options};
+
+use crate::every_schedule;
 
 /// Random numbers under a seed.
 struct Dice(u64);
@@ -205,5 +211,148 @@ fn random_functions_are_the_same_everywhere() {
                 assert!(near, "{function} is {found}, not {expected}, at {here:?}, key {key}");
             }
         }
+    }
+}
+
+/// Rules with a mask of every kind of dependence, and a score.
+fn rules() -> Vec<Rules> {
+    let causal = Function::mask("causal", |at| at.position().ge(at.key()));
+    let documents = Function::mask("documents", |at| {
+        let ids = at.integers("ids");
+        ids.load([at.batch(), at.query()]).eq(ids.load([at.batch(), at.key()]))
+    });
+    let dilated = Function::mask("dilated", |at| ((at.query() - at.key()) % 3).eq(at.head()));
+    let nothing = Function::mask("nothing", |at| at.query().lt(0));
+    let capped = Function::score("capped", |score, _| 1.5 * (score / 1.5).tanh());
+    let biased = Function::score("biased", |score, at| {
+        score + at.floats("bias").load([at.head(), at.query(), at.key()])
+    });
+    let cooled = Function::score("cooled", |score, at| {
+        score * at.floats("temperature").load([at.head()]) - 0.01 * at.key().to_f32()
+    });
+    let with = |mask: Option<Function>, score: Option<Function>, rules: Rules| Rules {
+        mask_function: mask,
+        score_function: score,
+        ..rules
+    };
+    vec![
+        with(Some(causal), None, Rules::DENSE),
+        with(Some(documents), None, Rules::CAUSAL),
+        with(Some(dilated), Some(capped), Rules::DENSE),
+        with(Some(nothing), None, Rules::DENSE),
+        with(None, Some(biased), Rules::LOCAL),
+        with(Some(documents), Some(cooled), Rules { softcap: true, alibi: true, ..Rules::DENSE }),
+        with(Some(dilated), Some(biased), Rules { sinks: true, ..Rules::CAUSAL }),
+    ]
+}
+
+/// The tensors that they load from; shorter than some sequences, so that loads are outside.
+fn captured(rules: &Rules) -> Vec<HostTensor> {
+    let ids: Vec<i32> = (0..2 * 120).map(|it| it % 120 / 37).collect();
+    let number = |index: usize| (mix(index as u64) % 100) as f32 / 50.0 - 1.0;
+    let bias: Vec<f32> = (0..90 * 100).map(number).collect();
+    let all = [
+        HostTensor::integers("ids", &ids, &[2, 120]),
+        HostTensor::floats("bias", &bias, &[2, 90, 100]).with_strides(&[0, 100, 1]),
+        HostTensor::floats("temperature", &[0.5, 1.25], &[2]),
+    ];
+    let loaded = |it: &HostTensor| {
+        rules.functions().any(|function| function.tensors().iter().any(|spec| spec.name == it.name))
+    };
+    all.into_iter().filter(loaded).collect()
+}
+
+fn checked(call: Call, rules: &Rules) {
+    let call = Call { captured: captured(rules), ..call };
+    every_schedule(&call.scene().unwrap(), Mode::Checked, 1);
+}
+
+const SIZE: ([usize; 2], [usize; 2]) = ([70, 130], [2, 1]);
+
+#[test]
+fn scalar_follows_functions() {
+    for rules in rules() {
+        let (target, element) = (Target::SM_80, Element::F16);
+        let scalar = Scalar { target, element, head_dim: 16, value_head_dim: 8, rules };
+        checked(Call::new(Configuration::Scalar(scalar), 2, [13, 50], [2, 1]), &rules);
+    }
+}
+
+fn mma(rules: Rules) -> Mma {
+    Mma {
+        target: Target::SM_80,
+        element: Element::BF16,
+        head_dim: 64,
+        value_head_dim: 64,
+        rules,
+        batch: Batch::Equal,
+        warps: 2,
+        row_tiles: 2,
+        key_block: 32,
+        ahead: 1,
+        query_source: Source::Shared,
+        residents: 1,
+        accumulate: Element::F32,
+        split: false,
+    }
+}
+
+#[test]
+fn mma_follows_functions() {
+    for rules in rules() {
+        let (lengths, heads) = SIZE;
+        checked(Call::new(Configuration::Mma(mma(rules)), 2, lengths, heads), &rules);
+    }
+}
+
+#[test]
+fn split_and_ragged_mma_follow_functions() {
+    let rules = rules();
+    let split = Mma { split: true, ..mma(rules[2]) };
+    checked(Call::new(Configuration::Mma(split), 1, [40, 200], [2, 1]), &rules[2]);
+    let ragged = Ragged::new(vec![2, 67, 1, 0], vec![1, 68, 0, 5]);
+    for (batch, place) in [(Batch::Ragged, Place::Apart), (Batch::Paged, Place::Paged(5))] {
+        let mma = Mma { batch, ..mma(rules[1]) };
+        let call = Call::ragged(Configuration::Mma(mma), ragged.over(place), [2, 1]);
+        checked(call, &rules[1]);
+    }
+}
+
+#[test]
+fn forward_follows_functions() {
+    for (index, rules) in rules().into_iter().enumerate() {
+        let forward = Forward {
+            element: Element::BF16,
+            head_dim: 64,
+            value_head_dim: 64,
+            rules,
+            warpgroups: 1 + index as u32 % 2,
+            key_block: 32,
+            stages: 2,
+            query_buffers: 1,
+            form: if index == 2 { Form::COMPACT } else { Form::FULL },
+            ..every_tuned()[0]
+        };
+        let (lengths, heads) = SIZE;
+        checked(Call::new(Configuration::Forward(forward), 2, lengths, heads), &rules);
+    }
+}
+
+#[test]
+fn prefill_follows_functions() {
+    for rules in rules().into_iter().skip(4) {
+        let rules = Rules { mask: kernels::MaskKind::Local, ..rules };
+        let tile = Forward {
+            element: Element::BF16,
+            head_dim: 64,
+            value_head_dim: 64,
+            rules,
+            warpgroups: 1,
+            key_block: 32,
+            ..every_prefill()[0].tile
+        };
+        let ragged = Ragged::new(vec![2, 67, 1, 0], vec![1, 68, 0, 5]).over(Place::Apart);
+        let prefill = Prefill { tile, page_rows: None };
+        checked(Call::ragged(Configuration::Prefill(prefill), ragged, [2, 1]), &rules);
     }
 }

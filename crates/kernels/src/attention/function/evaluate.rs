@@ -148,7 +148,7 @@ impl Value {
 }
 
 /// A function along the keys of one row: what does not depend on the key is computed once.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Row<'a> {
     function: Function,
     tensors: Vec<&'a HostTensor>,

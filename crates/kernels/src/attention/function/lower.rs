@@ -13,9 +13,24 @@ use ptx::{
 
 use super::node::{Binary, Comparison, Constant, Id, Kind, Node, Stored, Symbol, Unary};
 use super::{Body, Function};
-use crate::attention::Score;
+use crate::attention::{Rules, Score};
 use crate::element::load_as_f32;
 use crate::parameter::{Captured, CapturedPart};
+
+/// The functions of a kernel's rules.
+#[derive(Clone)]
+pub(crate) struct Functions {
+    pub(crate) mask: Option<FunctionRegisters>,
+    pub(crate) score: Option<FunctionRegisters>,
+}
+
+impl Functions {
+    /// Declares what they are passed at launch.
+    pub(crate) fn parameters(k: &mut Builder, rules: &Rules) -> Self {
+        let mut declared = |it: Option<Function>| it.map(|it| FunctionRegisters::parameters(k, it));
+        Functions { mask: declared(rules.mask_function), score: declared(rules.score_function) }
+    }
+}
 
 /// A function inside a kernel, with the tensors that it loads from.
 #[derive(Clone)]
