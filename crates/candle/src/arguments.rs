@@ -70,7 +70,8 @@ impl Call {
         let [query, key, value] = self.layouts.map(|layout| layout.strides());
         let aligned = self.offsets.iter().all(|offset| offset.is_multiple_of(16));
         let output = output.strides();
-        Ok(Arrangement { query, key, value, output, gradients: None, aligned })
+        let descales = Default::default();
+        Ok(Arrangement { query, key, value, output, gradients: None, descales, aligned })
     }
 
     /// Refuse gradients of a cache, which sequences may share.

@@ -131,6 +131,7 @@ impl Case {
             value: ours(value),
             slopes: options.slopes.as_ref().map(numbers).transpose()?,
             sinks: options.sinks.as_ref().map(numbers).transpose()?,
+            descales: Default::default(),
         };
         let mut problem = Problem::new(0, HEADS, 0, DIM)
             .with_kv_heads(KV_HEADS)

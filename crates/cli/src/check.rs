@@ -33,7 +33,7 @@ pub(crate) struct Arguments {
     /// Check this kernel only
     #[arg(long, value_name = "NAME")]
     kernel: Option<String>,
-    /// Check this element type only: f32, f16 or bf16
+    /// Check this element type only: f32, f16, bf16, e4m3 or e5m2
     #[arg(long)]
     dtype: Option<DType>,
     /// A thousand problems for each element type instead of the usual hundred, and their gradients
@@ -96,6 +96,10 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     for dtype in dtypes.iter().filter(|_| arguments.problem.is_empty()) {
         lines.extend(check_attention(&backends, *dtype, arguments));
         lines.extend(check_sequences(&backends, *dtype, arguments));
+        // Of 8-bit tensors there are no gradients.
+        if dtype.is_8_bit() {
+            continue;
+        }
         lines.extend(check_gradients(&backends, *dtype, arguments));
         if let Some(gpu) = machine.gpu().filter(|_| wanted != Some("cpu")) {
             lines.extend(check_caches(gpu, *dtype, arguments));

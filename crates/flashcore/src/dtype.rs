@@ -4,6 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use half::{bf16, f16};
+use ptx::Float8;
 use serde::Serialize;
 
 /// The type of a tensor's elements.
@@ -25,6 +26,10 @@ pub enum DType {
     F16,
     /// Brain float: 8 significant bits, the range of [`DType::F32`].
     BF16,
+    /// 8 bits: 4 significant ones, largest value 448, no infinity (`float8_e4m3fn`).
+    E4M3,
+    /// 8 bits: 3 significant ones, largest value 57344 (`float8_e5m2`).
+    E5M2,
 }
 
 impl DType {
@@ -34,17 +39,28 @@ impl DType {
             DType::F32 => ptx::Element::F32,
             DType::F16 => ptx::Element::F16,
             DType::BF16 => ptx::Element::BF16,
+            DType::E4M3 => ptx::Element::E4M3,
+            DType::E5M2 => ptx::Element::E5M2,
         }
     }
 
     /// Every type, widest first.
-    pub const ALL: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+    pub const ALL: [DType; 5] = [DType::F32, DType::F16, DType::BF16, DType::E4M3, DType::E5M2];
+
+    /// Those that outputs and gradients may have.
+    pub const WIDE: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+    /// Whether it is one of the 8-bit types, which come with descale factors.
+    pub fn is_8_bit(self) -> bool {
+        self.bytes() == 1
+    }
 
     /// The size of one element.
     pub fn bytes(self) -> usize {
         match self {
             DType::F32 => 4,
             DType::F16 | DType::BF16 => 2,
+            DType::E4M3 | DType::E5M2 => 1,
         }
     }
 
@@ -54,6 +70,8 @@ impl DType {
             DType::F32 => f64::from(f32::EPSILON),
             DType::F16 => f16::EPSILON.to_f64(),
             DType::BF16 => bf16::EPSILON.to_f64(),
+            DType::E4M3 => 0.125,
+            DType::E5M2 => 0.25,
         }
     }
 
@@ -63,17 +81,32 @@ impl DType {
             DType::F32 => f64::from(f32::MAX),
             DType::F16 => f16::MAX.to_f64(),
             DType::BF16 => bf16::MAX.to_f64(),
+            DType::E4M3 => 448.0,
+            DType::E5M2 => 57344.0,
         }
     }
 
-    /// The nearest value of this type, ties to even; infinite beyond [`DType::max`].
+    /// The nearest value of this type, ties to even. Beyond [`DType::max`] infinite, and in 8 bits
+    /// the largest value.
     pub fn round(self, value: f64) -> f64 {
         match self {
             DType::F32 => f64::from(value as f32),
             DType::F16 => f16::from_f64(value).to_f64(),
             DType::BF16 => bf16::from_f64(value).to_f64(),
+            DType::E4M3 => round_to(Float8::E4M3, value),
+            DType::E5M2 => round_to(Float8::E5M2, value),
         }
     }
+}
+
+/// The nearest value of an 8-bit format. Halfway to f32 a value is rounded to odd, so that it is
+/// rounded once.
+fn round_to(format: Float8, value: f64) -> f64 {
+    let near = value as f32;
+    let exact = f64::from(near) == value || !near.is_finite();
+    let beyond = f64::from(near).abs() > value.abs();
+    let odd = if exact { near } else { f32::from_bits((near.to_bits() - u32::from(beyond)) | 1) };
+    f64::from(format.decode(format.encode(odd)))
 }
 
 impl fmt::Display for DType {
@@ -82,13 +115,15 @@ impl fmt::Display for DType {
             DType::F32 => "f32",
             DType::F16 => "f16",
             DType::BF16 => "bf16",
+            DType::E4M3 => "e4m3",
+            DType::E5M2 => "e5m2",
         })
     }
 }
 
 /// A name that is no [`DType`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("`{0}` is no supported element type (f32, f16, bf16)")]
+#[error("`{0}` is no supported element type (f32, f16, bf16, e4m3, e5m2)")]
 pub struct UnknownDType(String);
 
 impl FromStr for DType {
@@ -115,11 +150,18 @@ mod tests {
     }
 
     #[test]
-    fn rounding_is_to_nearest_even_and_overflows_to_infinity() {
+    fn rounding_is_to_nearest_even_and_overflows_as_documented() {
         assert_eq!(DType::BF16.round(1.0 + 1.0 / 256.0), 1.0);
         assert_eq!(DType::BF16.round(1.0 + 3.0 / 256.0), 1.0 + 2.0 / 128.0);
         assert_eq!(DType::F16.round(65519.0), 65504.0);
         assert_eq!(DType::F16.round(65520.0), f64::INFINITY);
         assert!(DType::F32.round(f64::NAN).is_nan());
+        assert_eq!(DType::E4M3.round(f64::INFINITY), 448.0);
+        assert_eq!(DType::E5M2.round(-1e300), -57344.0);
+        // A tie but for what an f32 has no room for.
+        assert_eq!(DType::E4M3.round(17.0), 16.0);
+        assert_eq!(DType::E4M3.round(17.0 + 1e-12), 18.0);
+        assert_eq!(DType::E4M3.round(19.0 - 1e-12), 18.0);
+        assert_eq!(DType::E4M3.round(1e-300), 0.0);
     }
 }

@@ -9,7 +9,7 @@ use safetensors::{SafeTensors, serialize_to_file};
 use crate::backend::Output;
 use crate::dtype::DType;
 use crate::inputs::InputTensors;
-use crate::problem::Problem;
+use crate::problem::{Descales, Problem};
 use crate::tensor::{Layout, Tensor, TensorError};
 
 /// What the three inputs are called in a file; `q`, `k` and `v` unless told otherwise.
@@ -125,6 +125,7 @@ pub fn read_inputs(path: impl AsRef<Path>, names: &Names) -> Result<InputTensors
         value: tensor(path, &file, &names.value)?,
         slopes: None,
         sinks: None,
+        descales: Descales::default(),
     })
 }
 
@@ -179,6 +180,8 @@ fn tensor(path: &Path, file: &SafeTensors<'_>, name: &str) -> Result<Tensor, Fil
         Dtype::F32 => DType::F32,
         Dtype::F16 => DType::F16,
         Dtype::BF16 => DType::BF16,
+        Dtype::F8_E4M3 => DType::E4M3,
+        Dtype::F8_E5M2 => DType::E5M2,
         other => {
             return Err(FileError::DType {
                 path: path.to_owned(),
@@ -206,6 +209,8 @@ fn format_of(dtype: DType) -> Dtype {
         DType::F32 => Dtype::F32,
         DType::F16 => Dtype::F16,
         DType::BF16 => Dtype::BF16,
+        DType::E4M3 => Dtype::F8_E4M3,
+        DType::E5M2 => Dtype::F8_E5M2,
     }
 }
 

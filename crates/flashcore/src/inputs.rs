@@ -6,9 +6,9 @@ use kernels::parameter::List;
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::plan::Arrangement;
-use crate::problem::{Alibi, DTypes, Problem, Scores};
+use crate::problem::{Alibi, DTypes, Descale, Descales, Problem, Scores};
 use crate::serving::Placement;
-use crate::tensor::{Shape, Tensor, TensorError, random};
+use crate::tensor::{Shape, Strides, Tensor, TensorError, random};
 
 /// Query, key and value, with the slopes and sinks of problems that have them.
 ///
@@ -34,6 +34,9 @@ pub struct Inputs<'a> {
     pub slopes: Option<&'a [f32]>,
     /// Sinks: one for each query head.
     pub sinks: Option<&'a [f32]>,
+    /// Descale factors of 8-bit tensors, in f32, of the problem's
+    /// [`descale_shapes`](Problem::descale_shapes) with any strides.
+    pub descales: Descales<Option<&'a Tensor>>,
     /// Where the queries of each sequence lie, where the problem has sequences of unequal lengths.
     pub queries: Option<&'a Placement>,
     /// Where the keys and values of each sequence lie.
@@ -66,6 +69,8 @@ pub struct InputTensors {
     pub slopes: Option<Vec<f32>>,
     /// Sinks.
     pub sinks: Option<Vec<f32>>,
+    /// Descale factors.
+    pub descales: Descales<Option<Tensor>>,
 }
 
 impl InputTensors {
@@ -89,6 +94,7 @@ impl InputTensors {
             sinks: problem.scores.sinks.then(|| {
                 (0..problem.query_heads as u64).map(|head| random::normal(!seed, head)).collect()
             }),
+            descales: random_descales(problem.descale_shapes(), seed)?,
         })
     }
 
@@ -97,9 +103,27 @@ impl InputTensors {
         Inputs {
             slopes: self.slopes.as_deref(),
             sinks: self.sinks.as_deref(),
+            descales: self.descales.each_ref().map(Option::as_ref),
             ..Inputs::new(&self.query, &self.key, &self.value)
         }
     }
+}
+
+/// Descale factors of some shapes, between a half and one and a half.
+pub fn random_descales(
+    shapes: Descales<Option<Shape>>,
+    seed: u64,
+) -> Result<Descales<Option<Tensor>>, TensorError> {
+    let mut stream = !seed.wrapping_mul(3);
+    shapes.try_map(|shape| {
+        stream = stream.wrapping_add(1);
+        let Some(shape) = shape else { return Ok(None) };
+        let factor = |[batch, position, head, _]: [usize; 4]| {
+            let index = (batch * shape.length + position) * shape.heads + head;
+            1.0 + 0.5 * random::uniform(stream, index as u64)
+        };
+        Tensor::from_fn(DType::F32, shape, factor).map(Some)
+    })
 }
 
 /// The slopes of ALiBi's authors: 2^(-8 / heads), its square, and so on.
@@ -191,6 +215,7 @@ impl<'a> Inputs<'a> {
             value,
             slopes: None,
             sinks: None,
+            descales: Descales::default(),
             queries: None,
             keys: None,
             captured: &[],
@@ -211,6 +236,11 @@ impl<'a> Inputs<'a> {
     /// The same with sinks.
     pub fn with_sinks(self, sinks: &'a [f32]) -> Self {
         Inputs { sinks: Some(sinks), ..self }
+    }
+
+    /// The same with descale factors.
+    pub fn with_descales(self, descales: Descales<Option<&'a Tensor>>) -> Self {
+        Inputs { descales, ..self }
     }
 
     /// The ALiBi slope of a query head; zero without.
@@ -251,12 +281,16 @@ impl<'a> Inputs<'a> {
             query: self.query.layout().strides(),
             key: self.key.layout().strides(),
             value: self.value.layout().strides(),
+            descales: self
+                .descales
+                .map(|it| it.map_or_else(Strides::default, |it| it.layout().strides())),
             ..Arrangement::contiguous(problem)?
         })
     }
 
-    /// The unmasked problem with the sizes and the element type of these tensors, and with the
-    /// slopes and sinks that are there.
+    /// The unmasked problem with the sizes and the element types of these tensors, and with the
+    /// slopes, sinks and descale factors that are there. The output is like the queries, and bf16
+    /// where they have 8 bits.
     pub fn problem(&self) -> Result<Problem, InputError> {
         let (query, key, value) = (self.query.shape(), self.key.shape(), self.value.shape());
         let problem = Problem::new(query.batch, query.heads, query.length, query.dim)
@@ -264,6 +298,23 @@ impl<'a> Inputs<'a> {
             .with_key_length(key.length)
             .with_value_head_dim(value.dim)
             .with_dtype(self.query.dtype());
+        let DTypes { output, .. } = problem.dtypes;
+        let dtypes = [self.query, self.key, self.value].map(Tensor::dtype);
+        let [of_query, of_key, of_value] = dtypes;
+        let descales = Descales {
+            query: self.descales.query.map_or(Descale::None, |_| Descale::PerHead),
+            ..self.descales.map(|factors| match factors {
+                None => Descale::None,
+                // Sequences of one key have the same factors either way.
+                Some(factors) if factors.shape().length == key.length => Descale::PerToken,
+                Some(_) => Descale::PerHead,
+            })
+        };
+        let problem = Problem {
+            dtypes: DTypes { query: of_query, key: of_key, value: of_value, output },
+            descales,
+            ..problem
+        };
         let of_each = |slopes: &[f32]| match slopes.len() > query.heads {
             true => Alibi::PerSequence,
             false => Alibi::PerHead,
@@ -298,6 +349,7 @@ impl<'a> Inputs<'a> {
             return Err(InputError::Missing { tensor: "placements of sequences" });
         }
         self.validate_captured(problem)?;
+        self.validate_descales(problem)?;
         self.validate_vectors(problem)
     }
 
@@ -323,6 +375,32 @@ impl<'a> Inputs<'a> {
                 Err(InputError::Captured { reason })
             }
         }
+    }
+
+    /// Refuse descale factors that are not the problem's.
+    fn validate_descales(&self, problem: &Problem) -> Result<(), InputError> {
+        let names = Descales {
+            query: ("q_descale", "q_descale factors"),
+            key: ("k_descale", "k_descale factors"),
+            value: ("v_descale", "v_descale factors"),
+        };
+        let given = names.zip(self.descales).zip(problem.descale_shapes());
+        for (((tensor, all), given), expected) in given.into_array() {
+            let (given, expected) = match (given, expected) {
+                (None, None) => continue,
+                (None, Some(_)) => return Err(InputError::Missing { tensor: all }),
+                (Some(_), None) => return Err(InputError::Unexpected { tensor: all }),
+                (Some(given), Some(expected)) => (given, expected),
+            };
+            if given.shape() != expected {
+                return Err(InputError::Shape { tensor, given: given.shape(), expected });
+            }
+            if given.dtype() != DType::F32 {
+                let (given, expected) = (given.dtype(), DType::F32);
+                return Err(InputError::DType { tensor, given, expected });
+            }
+        }
+        Ok(())
     }
 
     /// Refuse slopes and sinks that are not the problem's.
@@ -377,9 +455,32 @@ mod tests {
             refusal(&query, &key, &tensor(DType::F16, [2, 4, 2, 6])),
             "value has shape [2, 4, 2, 6], expected [2, 5, 2, 6]"
         );
+        // Each tensor may have a type of its own.
+        let [small, factors] =
+            [(DType::E4M3, [2, 5, 2, 8]), (DType::F32, [2, 5, 2, 1])].map(|(a, b)| tensor(a, b));
+        let inputs = Inputs::new(&query, &small, &value);
+        let inputs = inputs.with_descales(Descales { key: Some(&factors), ..Descales::default() });
+        let problem = inputs.problem().unwrap();
+        assert_eq!(problem.dtypes.to_string(), "q=f16,k=e4m3,v=f16,o=f16");
+        assert_eq!(problem.descales.key, Descale::PerToken);
+        let refusal = |problem: Problem| inputs.validate(&problem).unwrap_err().to_string();
         assert_eq!(
-            refusal(&query, &key, &tensor(DType::BF16, [2, 5, 2, 6])),
-            "value has element type bf16, expected f16"
+            refusal(Problem { dtypes: DTypes::all(DType::F16), ..problem.clone() }),
+            "key has element type e4m3, expected f16"
+        );
+        let per_head = Descales { key: Descale::PerHead, ..Descales::NONE };
+        assert_eq!(
+            refusal(problem.clone().with_descales(per_head)),
+            "k_descale has shape [2, 5, 2, 1], expected [2, 1, 2, 1]"
+        );
+        assert_eq!(
+            refusal(problem.clone().with_descales(Descales::NONE)),
+            "k_descale factors were given, and the problem has none"
+        );
+        let values = Descales { value: Descale::PerHead, ..problem.descales };
+        assert_eq!(
+            refusal(problem.with_descales(values)),
+            "the problem has v_descale factors, and none were given"
         );
     }
 }

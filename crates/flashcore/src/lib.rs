@@ -149,6 +149,7 @@ mod inputs;
 mod machine;
 pub mod plan;
 mod problem;
+pub mod quantize;
 pub mod serving;
 mod tensor;
 
@@ -159,16 +160,16 @@ pub use error::Error;
 #[cfg(feature = "cuda")]
 pub use gpu::GpuBackend;
 pub use gradients::{Backward, Gradients};
-pub use inputs::{InputError, InputTensors, Inputs};
+pub use inputs::{InputError, InputTensors, Inputs, random_descales};
 /// Masks and scores as functions.
 pub use kernels::attention::function;
 pub use machine::Machine;
 pub use plan::{Plan, Preference};
 pub use problem::{
-    Alibi, DTypes, Lists, Mask, Pass, Problem, ProblemError, ProblemTextError, RowFunctions,
-    RowScores, Scores, Storage,
+    Alibi, DTypes, Descale, Descales, ElementError, Lists, Mask, Pass, Problem, ProblemError,
+    ProblemTextError, RowFunctions, RowScores, Scores, Storage,
 };
-pub use tensor::{Elements, Head, Layout, Shape, Strides, Tensor, TensorError, random};
+pub use tensor::{E4M3, E5M2, Elements, Head, Layout, Shape, Strides, Tensor, TensorError, random};
 
 /// Attention on the best back end of this machine.
 ///

@@ -1,10 +1,12 @@
 //! What a problem's calls are given besides query, key and value: how long each sequence is, where
-//! it lies, slopes and sinks. All of it follows from the problem, so that everyone who measures or
+//! it lies, slopes, sinks and descale factors. All of it follows from the problem, so that everyone who measures or
 //! judges it means the same.
 
 use flashcore::gpu::{self, GpuError};
 use flashcore::serving::{Pages, Placement, Sequences};
-use flashcore::{InputTensors, Inputs, Lists, Problem, Shape, Storage, Tensor};
+use flashcore::{
+    Descales, InputTensors, Inputs, Lists, Problem, Shape, Storage, Tensor, random_descales,
+};
 use kernels::parameter::List;
 use testing::scene::{Place, Ragged};
 
@@ -27,7 +29,7 @@ pub fn tensor_bytes(problem: &Problem) -> Option<[usize; 5]> {
 }
 
 /// Where sequences lie, slopes and sinks.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone)]
 pub struct Given {
     /// Where the queries of each sequence are; nothing where all lengths are the problem's.
     pub queries: Option<Placement>,
@@ -37,6 +39,8 @@ pub struct Given {
     pub slopes: Option<Vec<f32>>,
     /// Sinks.
     pub sinks: Option<Vec<f32>>,
+    /// Descale factors of 8-bit tensors.
+    pub descales: Descales<Option<Tensor>>,
 }
 
 impl Given {
@@ -56,7 +60,9 @@ impl Given {
         (single.query_length, single.key_length, single.lists) = (1, 1, Lists::default());
         (single.head_dim, single.value_head_dim) = (1, 1);
         let InputTensors { slopes, sinks, .. } = InputTensors::random(&single, 0)?;
-        let mut given = Given { queries: None, keys: None, slopes, sinks };
+        let descales =
+            random_descales(problem.descale_shapes(), 0).map_err(flashcore::Error::from)?;
+        let mut given = Given { queries: None, keys: None, slopes, sinks, descales };
         if !problem.has_equal_lengths() {
             let mut draw = Draw { random: Random::new(0x5e90_e2ce), batch: problem.batch };
             let (queries, keys) = draw.placements(problem);
@@ -79,6 +85,7 @@ impl Given {
             sinks: self.sinks.as_deref(),
             queries: self.queries.as_ref(),
             keys: self.keys.as_ref(),
+            descales: self.descales.each_ref().map(Option::as_ref),
             ..tensors.inputs()
         }
     }
@@ -156,6 +163,7 @@ fn nothing() -> InputTensors {
         value: empty,
         slopes: None,
         sinks: None,
+        descales: Descales::default(),
     }
 }
 

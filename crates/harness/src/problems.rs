@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use flashcore::{DType, Lists, Mask, Problem, Scores, Storage};
+use flashcore::{DType, Descale, Descales, Lists, Mask, Problem, Scores, Storage};
 
 use crate::Error;
 
@@ -16,8 +16,9 @@ pub struct ProblemSet {
 }
 
 /// The named sets and what they are.
-pub const NAMED: [(&str, &str); 12] = [
+pub const NAMED: [(&str, &str); 14] = [
     ("paper", "head dims 64, 128, 256, dense and causal, 512 to 16k: 16,384 tokens of 2048"),
+    ("fp8", "the problems of `paper` in e4m3, bf16 out"),
     ("grouped", "64 query and 8 key heads of 128, one sequence of 16k and 32k"),
     ("small", "a few heads and short sequences, where a launch is all there is"),
     ("llama", "prompts of Llama 3: 8B and 70B heads, 2k to 32k, causal"),
@@ -26,6 +27,7 @@ pub const NAMED: [(&str, &str); 12] = [
         "decode",
         "one query, 8 key heads of 128, batch 1 to 128, 4k to 128k keys: memory is the limit",
     ),
+    ("decode-fp8", "the same in bf16, and over caches in e4m3 with scales of heads and of tokens"),
     (
         "prefill",
         "32k tokens of 16 heads of 128, causal: 64 packed sequences, one, and one with a window",
@@ -103,6 +105,10 @@ fn named(name: &str) -> Option<Vec<Problem>> {
     Some(match name {
         "paper" => paper(&[512, 1024, 2048, 4096, 8192, 16_384]),
         "quick" => paper(&[4096]),
+        "fp8" => {
+            let problems = paper(&[512, 1024, 2048, 4096, 8192, 16_384]);
+            problems.into_iter().map(|it| it.with_dtype(DType::E4M3)).collect()
+        }
         "grouped" => [16_384, 32_768]
             .into_iter()
             .flat_map(|length| {
@@ -120,6 +126,18 @@ fn named(name: &str) -> Option<Vec<Problem>> {
                     new(batch, heads, 1, 128).with_kv_heads(8).with_key_length(keys)
                 })
                 .to_vec()
+        }
+        "decode-fp8" => {
+            let scaled = |problem: &Problem, descale| {
+                let narrow = problem.clone().with_kv_dtype(DType::E4M3);
+                narrow.with_descales(Descales::of_cache(descale))
+            };
+            let each = |problem: Problem| {
+                let [heads, tokens] =
+                    [Descale::PerHead, Descale::PerToken].map(|it| scaled(&problem, it));
+                [problem, heads, tokens]
+            };
+            named("decode")?.into_iter().flat_map(each).collect()
         }
         "prefill" => {
             let (tokens, packed) = (new(1, 16, 32_768, 128), Storage::Packed(32_768));

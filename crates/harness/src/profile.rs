@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 
 use flashcore::gpu::Gpu;
-use flashcore::{Pass, Plan, Problem};
+use flashcore::{DTypes, Pass, Plan, Problem};
 use kernels::forward::{PROBE_WORDS, Phase};
 use kernels::{Configuration, Forward};
 use serde::Serialize;
@@ -166,7 +166,7 @@ pub(crate) struct Table {
 impl Table {
     /// Random inputs; what the backward pass is given of the forward pass comes from ours.
     pub(crate) fn new(gpu: &Gpu, problem: &Problem) -> Result<Self, Error> {
-        let mut pool = Pool::new(gpu, problem.dtype(), 0)?;
+        let mut pool = Pool::new(0);
         let bytes = tensor_bytes(problem).filter(|all| all.iter().all(|bytes| *bytes > 0));
         let empty = || Error::Impossible(format!("a tensor of {problem} is empty or endless"));
         let mut bytes = bytes.ok_or_else(empty)?.to_vec();
@@ -177,8 +177,11 @@ impl Table {
         for bytes in bytes {
             buffers.push(Buffer::new(gpu.device(), bytes as u64)?);
         }
-        for buffer in buffers[..3].iter().chain(buffers.get(Role::OutputGradient as usize)) {
-            pool.fill(gpu, buffer.all())?;
+        let DTypes { query, key, value, output } = problem.dtypes;
+        let gradient = buffers.get(Role::OutputGradient as usize);
+        let filled = buffers[..3].iter().chain(gradient);
+        for (buffer, dtype) in filled.zip([query, key, value, output]) {
+            pool.fill(gpu, dtype, buffer.all())?;
         }
         let flush = Buffer::new(gpu.device(), flush_bytes(gpu))?;
         let marks = [Event::new(gpu.device())?, Event::new(gpu.device())?];

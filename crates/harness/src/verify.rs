@@ -2,8 +2,8 @@
 
 use flashcore::serving::Sequences;
 use flashcore::{
-    DType, InputError, InputTensors, Inputs, Layout, Output, Problem, Progress, Shape, Tensor,
-    TensorError,
+    DType, Descales, InputError, InputTensors, Inputs, Layout, Output, Problem, Progress, Shape,
+    Tensor, TensorError,
 };
 use testing::Verdict;
 use testing::check::Outcome;
@@ -31,6 +31,7 @@ pub fn inputs(problem: &Problem, bytes: [&[u8]; 3]) -> Result<InputTensors, Erro
         value: tensor(types.value, problem.value_shape(), bytes[2])?,
         slopes: None,
         sinks: None,
+        descales: Descales::default(),
     })
 }
 

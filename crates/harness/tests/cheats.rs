@@ -6,7 +6,9 @@
 
 use std::collections::HashMap;
 
-use flashcore::{Backend, CpuBackend, DType, InputTensors, Mask, Problem, RunOptions, Tensor};
+use flashcore::{
+    Backend, CpuBackend, DType, Descales, InputTensors, Mask, Problem, RunOptions, Tensor,
+};
 use flashcore_harness as harness;
 use harness::Error;
 use harness::gate::{self, Contract, Foreign, Judgement, Outcome, Own, Pace, Rule, Step};
@@ -253,6 +255,7 @@ impl Subject for Host {
                     value: rounded(&inputs.value),
                     slopes: None,
                     sinks: None,
+                    descales: Descales::default(),
                 };
                 self.attend(&problem, &inputs)
             }

@@ -7,6 +7,7 @@
 //! | [`scalar`] | attention on any GPU, with ordinary arithmetic |
 //! | [`mma`] | attention on Ampere and later, with mma.sync and cp.async |
 //! | [`decode`] | attention of few queries over long, maybe paged, caches |
+//! | [`cache`] | what a cache is made of, and the scales of one of 8 bits |
 //! | [`append`] | new keys and values into a cache, with rotary embeddings |
 //! | [`forward`] | attention on Hopper, with wgmma and TMA |
 //! | [`backward`] | the gradients of attention on Hopper, with wgmma and TMA |
@@ -22,6 +23,7 @@
 pub mod append;
 pub mod attention;
 pub mod backward;
+pub mod cache;
 pub mod ceiling;
 pub mod combine;
 pub mod decode;
@@ -43,6 +45,7 @@ pub use ptx;
 pub use append::Append;
 pub use attention::{Batch, MaskKind, Rules, Window};
 pub use backward::Backward;
+pub use cache::{Cache, Scales};
 pub use ceiling::Ceiling;
 pub use combine::Combine;
 pub use decode::Decode;

@@ -114,6 +114,13 @@ listed! {
         ValueGradient,
         /// The gradients of the sinks, in `f32`.
         SinkGradient,
+        /// What 8-bit queries are multiplied with, in `f32`, over (sequence, key head).
+        QueryDescale,
+        /// What 8-bit keys are multiplied with: like the queries', or over (batch entry or page,
+        /// row, key head).
+        KeyDescale,
+        /// What 8-bit values are multiplied with.
+        ValueDescale,
     }
 
     /// A dimension of a tensor along which there is a stride.
@@ -183,6 +190,9 @@ listed! {
         QueryGradientSums,
         /// For each block of query rows, how many have added to its sums, where they take turns.
         Turns,
+        /// For each key head of each sequence, how many blocks of keys have added to its sums and how
+        /// many have cleared a part of them.
+        Progress,
     }
 
     /// Numbers that a problem or the shape of a launch has.
@@ -247,6 +257,14 @@ listed! {
         KeyBlocks,
         /// Blocks of query rows of a head.
         QueryBlocks,
+        /// Key heads whose sums of `dQ` there is room for at a time.
+        RingHeads,
+        /// Blocks of query rows whose sums there is room for at a time.
+        RingBlocks,
+        /// How many key heads later sums are rounded.
+        RoundingLag,
+        /// The first block of query rows whose sums are rounded after all others.
+        FirstBlock,
         /// Query rows of a tile.
         TileRows,
         /// Tiles that a schedule has room for.

@@ -5,7 +5,8 @@ use ptx::{Capability, Element, Program, Swizzle, Target};
 
 use crate::append::{Append, Rotary};
 use crate::backward::{Rounding, RowSums, SinkGradients, every_backward, tuned_backward};
-use crate::forward::{Form, Workload, every_prefill, every_tuned, tuned};
+use crate::cache::{Cache, Scales};
+use crate::forward::{Form, Workload, every_fp8, every_prefill, every_tuned, tuned};
 use crate::product::{Contiguous, Source};
 use crate::sequencer::Tiles;
 use crate::{
@@ -223,6 +224,7 @@ fn forwards() -> Vec<Forward> {
         all.extend(tuned(&workload).map(|tuned| tuned.configuration));
     }
     all.extend(ruled_forwards());
+    all.extend(every_fp8());
     for full in all.clone() {
         let compact = Forward { form: Form::COMPACT, ..full };
         if !all.contains(&compact) {
@@ -402,16 +404,28 @@ fn appends(target: Target) -> Vec<Append> {
         (Element::BF16, (128, 128), true, rotary(128, false)),
         (Element::F16, (192, 128), false, rotary(64, true)),
     ];
-    cases
-        .map(|(element, (head_dim, value_head_dim), paged, rotary)| Append {
-            target,
-            element,
-            head_dim,
-            value_head_dim,
-            paged,
-            rotary,
-        })
-        .into()
+    let plain = |(element, (head_dim, value_head_dim), paged, rotary)| {
+        let cache = Cache::plain(element);
+        Append { target, element, cache, head_dim, value_head_dim, paged, rotary }
+    };
+    let mut all: Vec<Append> = cases.map(plain).into();
+    if target.has(Capability::Fp8Conversion) {
+        all.extend(narrow_appends(&all));
+    }
+    all
+}
+
+/// The same into caches of 8 bits: each element and kind of scales.
+fn narrow_appends(wide: &[Append]) -> Vec<Append> {
+    use Scales::{One, PerHead, PerToken};
+    let elements = [Element::E4M3, Element::E5M2].into_iter().cycle();
+    let scales = [PerHead, One, PerToken, PerToken].into_iter();
+    let caches = elements.zip(scales).map(|(element, scales)| Cache {
+        element,
+        key_scales: scales,
+        value_scales: scales,
+    });
+    wide.iter().zip(caches).map(|(append, cache)| Append { cache, ..*append }).collect()
 }
 
 /// From what split attention leaves, and from each element to itself.

@@ -211,6 +211,20 @@ impl PackedHalf for BF16x2 {
     const ELEMENT: Element = Element::BF16;
 }
 
+/// Two 8-bit elements side by side in one 16-bit register.
+pub trait PackedSmall: Scalar {
+    /// The element each half holds.
+    const ELEMENT: Element;
+}
+
+impl PackedSmall for E4M3x2 {
+    const ELEMENT: Element = Element::E4M3;
+}
+
+impl PackedSmall for E5M2x2 {
+    const ELEMENT: Element = Element::E5M2;
+}
+
 impl AddressOf for SharedAddress {
     const SPACE: crate::Space = crate::Space::Shared;
     type Displacement = U32;

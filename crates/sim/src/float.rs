@@ -7,7 +7,7 @@
 //! instruction says `.ftz`.
 
 use half::{bf16, f16};
-use ptx::Element;
+use ptx::{Element, Float8};
 
 /// The NaN that arithmetic instructions give.
 pub const NAN: u32 = 0x7FFF_FFFF;
@@ -42,77 +42,24 @@ pub fn from_bf16(bits: u16) -> f32 {
     f32::from_bits((bits as u32) << 16)
 }
 
-/// An 8-bit float format.
-struct Small {
-    mantissa: u32,
-    bias: i32,
-    /// The bits of the largest finite number.
-    largest: u8,
-}
-
-const E4M3: Small = Small { mantissa: 3, bias: 7, largest: 0x7E };
-const E5M2: Small = Small { mantissa: 2, bias: 15, largest: 0x7B };
-
-impl Small {
-    fn encode(&self, value: f32) -> u8 {
-        if value.is_nan() {
-            return 0x7F;
-        }
-        let sign = if value.is_sign_negative() { 0x80 } else { 0 };
-        if value.is_infinite() {
-            return sign | self.largest;
-        }
-        // Exact: every f32 is an f64, and scaling by powers of two stays exact.
-        let magnitude = value.abs() as f64;
-        let smallest = 1 - self.bias - self.mantissa as i32;
-        let exponent = if magnitude == 0.0 { i32::MIN } else { magnitude.log2().floor() as i32 };
-        // The place of the last bit: fixed for subnormals.
-        let unit = (exponent.max(1 - self.bias) - self.mantissa as i32).max(smallest);
-        let scaled = magnitude * (-(unit as f64)).exp2();
-        let rounded = scaled.round_ties_even();
-        if rounded == 0.0 {
-            return sign;
-        }
-        // Bits are consecutive integers, so a carry into the exponent is right.
-        let bits = (unit - smallest) as f64 * (1u32 << self.mantissa) as f64 + rounded;
-        if bits >= self.largest as f64 { sign | self.largest } else { sign | bits as u8 }
-    }
-
-    fn decode(&self, bits: u8) -> f32 {
-        let sign = if bits & 0x80 != 0 { -1.0 } else { 1.0 };
-        let exponent = ((bits & 0x7F) >> self.mantissa) as i32;
-        let fraction = (bits & ((1 << self.mantissa) - 1)) as f32;
-        let steps = (1u32 << self.mantissa) as f32;
-        if exponent == 0 {
-            return sign * fraction / steps * (1.0 - self.bias as f32).exp2();
-        }
-        sign * (1.0 + fraction / steps) * ((exponent - self.bias) as f32).exp2()
-    }
-}
-
 /// An `f32` rounded to `e4m3` bits, saturating.
 pub fn e4m3_bits(value: f32) -> u8 {
-    E4M3.encode(value)
+    Float8::E4M3.encode(value)
 }
 
 /// An `f32` rounded to `e5m2` bits, saturating.
 pub fn e5m2_bits(value: f32) -> u8 {
-    E5M2.encode(value)
+    Float8::E5M2.encode(value)
 }
 
 /// The number `e4m3` bits stand for.
 pub fn from_e4m3(bits: u8) -> f32 {
-    if bits & 0x7F == 0x7F { f32::NAN } else { E4M3.decode(bits) }
+    Float8::E4M3.decode(bits)
 }
 
 /// The number `e5m2` bits stand for.
 pub fn from_e5m2(bits: u8) -> f32 {
-    match bits & 0x7F {
-        0x7C if bits & 0x80 != 0 => f32::NEG_INFINITY,
-        0x7C => f32::INFINITY,
-        0x7D.. => f32::NAN,
-        _ => E5M2.decode(bits),
-    }
+    Float8::E5M2.decode(bits)
 }
 
 /// Every number of an 8-bit format, by its bits.
@@ -303,6 +250,26 @@ mod tests {
             }
             assert_eq!(encode(f32::INFINITY), encode(1e9));
             assert_eq!(encode(f32::NAN) & 0x7F, 0x7F);
+        }
+        // By the definition of both formats.
+        for bits in 0..=u8::MAX {
+            let number = |mantissa: u32, bias: i32| {
+                let (magnitude, steps) = (u32::from(bits & 0x7F), f64::from(1 << mantissa));
+                let exponent = (magnitude >> mantissa) as i32;
+                let fraction = f64::from(magnitude & ((1 << mantissa) - 1)) / steps;
+                let leading = if exponent == 0 { 0.0 } else { 1.0 };
+                let sign = if bits & 0x80 == 0 { 1.0 } else { -1.0 };
+                sign * (leading + fraction) * f64::from(exponent.max(1) - bias).exp2()
+            };
+            match bits & 0x7F {
+                0x7F => assert!(from_e4m3(bits).is_nan()),
+                _ => assert_eq!(f64::from(from_e4m3(bits)), number(3, 7)),
+            }
+            match bits & 0x7F {
+                0x7C => assert_eq!(f64::from(from_e5m2(bits)), number(2, 15) * f64::INFINITY),
+                0x7D.. => assert!(from_e5m2(bits).is_nan()),
+                _ => assert_eq!(f64::from(from_e5m2(bits)), number(2, 15)),
+            }
         }
         assert_eq!(from_e4m3(0x7E), 448.0);
         assert_eq!(from_e5m2(0x7B), 57344.0);

@@ -86,6 +86,7 @@ pub fn role(instruction: &Instruction) -> Option<Role> {
         | I::LoadMatrix { .. }
         | I::StoreMatrix { .. }
         | I::Shuffle { .. }
+        | I::TransposeMatrix { .. }
         | I::Vote { .. }
         | I::Ballot { .. }
         | I::Elect { .. }

@@ -1,8 +1,8 @@
 //! Every back end of this machine against the f64 reference, by the rule.
 
 use flashcore::{
-    Backend, CpuBackend, DType, InputTensors, Inputs, Layout, Machine, Mask, Output, Problem,
-    Progress, RunOptions, Strides, Tensor,
+    Backend, CpuBackend, DType, DTypes, Descale, Descales, InputTensors, Inputs, Layout, Machine,
+    Mask, Output, Problem, Progress, RunOptions, Strides, Tensor,
 };
 use flashcore_testing::check::{self, Case, Contents, Order, cases};
 use proptest::prelude::*;
@@ -37,6 +37,13 @@ fn standard_cases_in_f32() {
 #[test]
 fn standard_cases_in_f16() {
     cases::standard(DType::F16).iter().for_each(check);
+}
+
+#[test]
+fn standard_cases_in_8_bits() {
+    for dtype in [DType::E4M3, DType::E5M2] {
+        cases::standard(dtype).iter().for_each(check);
+    }
 }
 
 #[test]
@@ -262,8 +269,19 @@ fn any_case() -> impl Strategy<Value = Case> {
         Contents::Outliers,
     ]);
     let order = prop::sample::select(vec![Order::Contiguous, Order::HeadsFirst, Order::Padded]);
-    (sizes, dims, mask, dtype, scale, contents, order, any::<u64>()).prop_map(
-        |(sizes, (dim, value_dim), mask, dtype, scale, contents, order, seed)| {
+    let small = prop::sample::select(vec![DType::E4M3, DType::E5M2]);
+    let elements = (dtype, prop::option::of((small.clone(), small)), prop::array::uniform3(0u8..3));
+    (sizes, dims, mask, elements, scale, contents, order, any::<u64>()).prop_map(
+        |(
+            sizes,
+            (dim, value_dim),
+            mask,
+            (dtype, cache, descales),
+            scale,
+            contents,
+            order,
+            seed,
+        )| {
             let (batch, kv_heads, group, queries, keys) = sizes;
             let mut problem = Problem::new(batch, kv_heads * group, queries, dim)
                 .with_kv_heads(kv_heads)
@@ -272,6 +290,21 @@ fn any_case() -> impl Strategy<Value = Case> {
                 .with_dtype(dtype)
                 .with_mask(mask);
             problem.scores.scale = scale;
+            if let Some((key, value)) = cache {
+                problem.dtypes = DTypes { key, value, ..problem.dtypes };
+            }
+            let [query, key, value] = descales;
+            let DTypes { query: of_query, key: of_key, value: of_value, .. } = problem.dtypes;
+            let kinds = [Descale::None, Descale::PerHead, Descale::PerToken];
+            let kind = |dtype: DType, choice: u8| match dtype.is_8_bit() {
+                true => kinds[usize::from(choice)],
+                false => Descale::None,
+            };
+            problem.descales = Descales {
+                query: kind(of_query, query % 2),
+                key: kind(of_key, key),
+                value: kind(of_value, value),
+            };
             Case::new(problem).with_contents(contents).with_order(order).with_seed(seed)
         },
     )

@@ -402,7 +402,7 @@ fn any_case() -> impl Strategy<Value = Case> {
         (side(), side(), 0usize..100)
             .prop_map(|(left, right, chunk)| Mask::window(left, right).with_chunk(chunk)),
     ];
-    let dtype = prop::sample::select(DType::ALL.to_vec());
+    let dtype = prop::sample::select(DType::WIDE.to_vec());
     let scores = prop::sample::select(vec![
         Scores::default(),
         Scores::EACH_RULE[0],

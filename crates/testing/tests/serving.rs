@@ -1,9 +1,12 @@
 //! Sequences of unequal lengths through the back ends that need no GPU, against the reference.
 
-use flashcore::serving::{Pages, Placement, Rotary, Sequences, append, combine};
+use flashcore::quantize::{Granularity, quantize};
+use flashcore::serving::{
+    CacheScales, Pages, Placement, Rotary, Sequences, append, append_scaled, combine,
+};
 use flashcore::{
     Alibi, Backend, CpuBackend, DType, InputTensors, Inputs, Mask, Problem, RunOptions, Shape,
-    Tensor,
+    Tensor, random_descales,
 };
 use flashcore_testing::compare_sequences;
 use flashcore_testing::reference::{self, Rows};
@@ -12,13 +15,15 @@ use proptest::prelude::*;
 /// Tensors of the sizes that placements need.
 fn tensors(problem: &Problem, query: Shape, cache: Shape, seed: u64) -> InputTensors {
     let extras = InputTensors::random(problem, seed).unwrap();
-    let tensor = |shape: Shape, stream| Tensor::random(problem.dtype(), shape, seed * 3 + stream);
+    let tensor = |dtype, shape: Shape, stream| Tensor::random(dtype, shape, seed * 3 + stream);
+    let dtypes = problem.dtypes;
     InputTensors {
-        query: tensor(query, 0).unwrap(),
-        key: tensor(cache, 1).unwrap(),
-        value: tensor(Shape { dim: problem.value_head_dim, ..cache }, 2).unwrap(),
+        query: tensor(dtypes.query, query, 0).unwrap(),
+        key: tensor(dtypes.key, cache, 1).unwrap(),
+        value: tensor(dtypes.value, Shape { dim: problem.value_head_dim, ..cache }, 2).unwrap(),
         slopes: extras.slopes,
         sinks: extras.sinks,
+        descales: random_descales(problem.descale_shapes_over(cache), seed).unwrap(),
     }
 }
 
@@ -266,4 +271,85 @@ fn what_cannot_be_counted_is_refused() {
     let rotary = Rotary { dim: 2, interleaved: true, cosines: &table, sines: &table };
     assert!(rotary.rotate(&tensor([most, 0, 1, 8]), &[]).unwrap().to_f32().is_empty());
     assert!(rotary.rotate(&tensor([1, 1, 1, 8]), &[most]).is_err());
+}
+
+/// What is appended to an 8-bit cache is what rounding the whole of it would have given.
+#[test]
+fn appending_rounds_to_8_bits_once() {
+    let (heads, dim) = (2, 16);
+    let cache = Shape::new(3, 24, heads, dim);
+    let new = Tensor::random(DType::BF16, Shape::new(1, 9, heads, dim), 1).unwrap();
+    let place = Placement::padded(vec![4, 0, 20]);
+    let rows = Placement::packed(vec![0, 5, 6, 9]);
+    let given = |[sequence, _, head, _]: [usize; 4]| (1 + sequence + 2 * head) as f32 / 300.0;
+    let given = Tensor::from_fn(DType::F32, Shape::new(3, 1, heads, 1), given).unwrap();
+    for dtype in [DType::E4M3, DType::E5M2] {
+        for found in [false, true] {
+            let mut caches = [1, 2].map(|_| Tensor::zeros(dtype, cache).unwrap());
+            let mut factors =
+                [1, 2].map(|_| Tensor::zeros(DType::F32, Shape { dim: 1, ..cache }).unwrap());
+            let ([key, value], [of_key, of_value]) = (&mut caches, &mut factors);
+            let scales = match found {
+                true => CacheScales::Found(of_key, of_value),
+                false => CacheScales::Given(&given, &given),
+            };
+            append_scaled((key, value), &place, (&new, &new), &rows, None, scales).unwrap();
+            let tokens = quantize(&new, dtype, Granularity::Token).unwrap();
+            for (sequence, length) in [5, 1, 3].into_iter().enumerate() {
+                for (index, head) in (0..length).flat_map(|at| (0..heads).map(move |h| (at, h))) {
+                    let (_, from) = rows.locate(sequence, index);
+                    let to = place.length(sequence) + index;
+                    let exact = new.head(0, head).row(from);
+                    let factor = match found {
+                        true => tokens.descale.head(0, head).row(from)[0],
+                        false => given.head(sequence, head).row(0)[0],
+                    };
+                    let stored: Vec<f32> = exact
+                        .iter()
+                        .map(|it| dtype.round(f64::from(it * (1.0 / factor))) as f32)
+                        .collect();
+                    for tensor in &caches {
+                        assert_eq!(tensor.head(sequence, head).row(to), stored);
+                    }
+                    if found {
+                        assert_eq!(factors[0].head(sequence, head).row(to), [factor]);
+                    }
+                }
+            }
+            // Nobody else was written to.
+            assert_eq!(caches[0].head(1, 0).row(1), vec![0.0; dim]);
+            assert_eq!(factors[1].head(1, 0).row(1), [0.0]);
+        }
+    }
+}
+
+#[test]
+fn factors_of_another_shape_are_refused() {
+    let cache = Shape::new(1, 8, 2, 4);
+    let new = Tensor::zeros(DType::F16, Shape::new(1, 1, 2, 4)).unwrap();
+    let (place, rows) = (Placement::padded(vec![0]), Placement::padded(vec![1]));
+    let refusal = |dtype: DType, factors: &Tensor| {
+        let [mut key, mut value] = [1, 2].map(|_| Tensor::zeros(dtype, cache).unwrap());
+        let scales = CacheScales::Given(factors, factors);
+        append_scaled((&mut key, &mut value), &place, (&new, &new), &rows, None, scales)
+            .unwrap_err()
+            .to_string()
+    };
+    let factors = |dtype, batch| Tensor::zeros(dtype, Shape::new(batch, 1, 2, 1)).unwrap();
+    assert_eq!(
+        refusal(DType::E4M3, &factors(DType::F32, 2)),
+        "k_descale has shape [2, 1, 2, 1], expected [1, 1, 2, 1]"
+    );
+    assert_eq!(
+        refusal(DType::E4M3, &factors(DType::F16, 1)),
+        "k_descale has element type f16, expected f32"
+    );
+    assert_eq!(
+        refusal(DType::F16, &factors(DType::F32, 1)),
+        "k_descale factors were given, and the problem has none"
+    );
+    assert_eq!(
+        refusal(DType::BF16, &factors(DType::F32, 1)),
+        "key has element type f16, expected bf16"
+    );
 }

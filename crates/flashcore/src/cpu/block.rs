@@ -6,9 +6,9 @@ use pulp::Simd;
 
 use super::softmax::{RowRule, Rows};
 use super::tile::{Row, Tile, accumulate, products, rows, rows_mut};
+use super::vectors::Vectors;
 use crate::backend::{BackendError, Cancellation, filled};
 use crate::problem::Problem;
-use crate::tensor::Head;
 
 /// Rows of one task at most. Each loaded block of keys and values is used for all of them. With
 /// vectors of dim 128, queries, outputs and such a block take 360 KB: most second-level caches.
@@ -80,7 +80,7 @@ impl pulp::WithSimd for Measure {
 pub(super) struct WalkKeys<'a, 'tensors> {
     pub(super) workspace: &'a mut Workspace,
     /// Each block with its keys and values.
-    pub(super) blocks: &'a mut [(Block<'tensors>, Head<'tensors>, Head<'tensors>)],
+    pub(super) blocks: &'a mut [(Block<'tensors>, Vectors<'tensors>, Vectors<'tensors>)],
     pub(super) keys: Range<usize>,
     pub(super) cancellation: Option<&'a Cancellation>,
 }
@@ -164,7 +164,7 @@ impl<'a> Block<'a> {
     pub(super) fn begin<'q>(
         &mut self,
         scale: f32,
-        queries: impl Iterator<Item = (Head<'q>, usize)>,
+        queries: impl Iterator<Item = (Vectors<'q>, usize)>,
         rules: impl Iterator<Item = RowRule<'a>>,
     ) {
         let Shape { lanes, head_dim, .. } = self.shape;
@@ -282,7 +282,7 @@ impl Workspace {
 
     /// Load keys of the step that begins with `first`. Other rows keep old keys; their scores are
     /// not read.
-    fn load_keys(&mut self, key: Head<'_>, first: usize, keys: &Range<usize>) {
+    fn load_keys(&mut self, key: Vectors<'_>, first: usize, keys: &Range<usize>) {
         let dim = self.shape.head_dim;
         for position in keys.clone() {
             key.read(position, &mut self.keys[(position - first) * dim..][..dim]);
@@ -293,7 +293,7 @@ impl Workspace {
     #[inline(always)]
     fn load_values<const ROWS: usize>(
         &mut self,
-        value: Head<'_>,
+        value: Vectors<'_>,
         first: usize,
         keys: &Range<usize>,
     ) {
@@ -384,8 +384,8 @@ mod tests {
                 .with_dtype(DType::F32)
                 .with_mask(Mask::CAUSAL);
             let tensors = InputTensors::random(&problem, 1).unwrap();
-            let [query, key, value] =
-                [&tensors.query, &tensors.key, &tensors.value].map(|tensor| tensor.head(0, 0));
+            let [query, key, value] = [&tensors.query, &tensors.key, &tensors.value]
+                .map(|tensor| Vectors::plain(tensor.head(0, 0)));
             let lanes = self.0.size().1 * S::F32_LANES;
             let shape = Shape::with_tile(self.0, lanes, &problem);
             let rule = |query| RowRule {

@@ -8,6 +8,7 @@
 //! | file | its subject |
 //! | --- | --- |
 //! | `block` | the walk of a task over its keys |
+//! | `vectors` | rows of tensors as numbers |
 //! | `tile` | products of matrices in registers |
 //! | `softmax` | scores, masks and the online softmax |
 //! | `exp` | exponential and tangent |
@@ -20,6 +21,7 @@ mod exp;
 mod softmax;
 mod threads;
 mod tile;
+mod vectors;
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -29,6 +31,7 @@ use rayon::prelude::*;
 use self::backward::Results;
 use self::block::{Block, KEY_BLOCK, MAX_ROWS, MIN_ROWS, Shape, WalkKeys, Workspace};
 use self::softmax::RowRule;
+use self::vectors::Vectors;
 use crate::backend::{
     Backend, BackendError, Cancellation, Output, Progress, Report, RunOptions, filled, room_for,
     unseen,
@@ -39,7 +42,7 @@ use crate::inputs::Inputs;
 use crate::plan::{Arrangement, Candidate, Plan};
 use crate::problem::{Pass, Problem, RowScores};
 use crate::serving::Sequences;
-use crate::tensor::{Element, Head, Tensor, with_elements};
+use crate::tensor::{Element, Tensor, with_elements};
 use kernels::attention::function::Here;
 
 /// The CPU as a back end.
@@ -93,7 +96,11 @@ impl CpuBackend {
 
     fn candidate(&self, problem: &Problem, kernel: &'static str) -> Candidate {
         let largest = problem.head_dim.max(problem.value_head_dim);
-        let served = match (problem.validate(), problem.dtypes.uniform()) {
+        let alike = match problem.pass {
+            Pass::Forward => Ok(()),
+            Pass::Backward => problem.dtypes.uniform().map(|_| ()),
+        };
+        let served = match (problem.validate(), alike) {
             (Err(error), _) => Err(error.to_string()),
             (_, Err(reason)) => Err(reason),
             _ if kernel == BACKWARD && problem.functions().next().is_some() => {
@@ -311,7 +318,7 @@ fn attend_in_blocks<T: Element>(
         let mut block = room.take().expect("the task before gave it back");
         let queries = task.first_query..task.first_query + task.output.len();
         begin(&mut block, problem, inputs, task.batch, task.kv_head, queries, true);
-        let mut blocks = [with_head(block, inputs, task.batch, task.kv_head)];
+        let mut blocks = [with_head(block, problem, inputs, task.batch, task.kv_head)];
         let keys = 0..problem.key_length;
         let cancellation = watch.cancellation;
         arch.dispatch(WalkKeys { workspace, blocks: &mut blocks, keys, cancellation });
@@ -357,7 +364,7 @@ fn attend_in_chunks<T: Element>(
             let mut block = Block::new(shape, queries * group)?;
             // A sink counts once.
             begin(&mut block, problem, inputs, batch, kv_head, 0..queries, chunk == 0);
-            blocks.push(with_head(block, inputs, batch, kv_head));
+            blocks.push(with_head(block, problem, inputs, batch, kv_head));
         }
         let keys = chunk * KEY_CHUNK..keys.min((chunk + 1) * KEY_CHUNK);
         let cancellation = watch.cancellation;
@@ -400,11 +407,13 @@ fn attend_in_chunks<T: Element>(
 /// A block with the keys and values that it reads.
 fn with_head<'a>(
     block: Block<'a>,
+    problem: &Problem,
     inputs: Inputs<'a>,
     batch: usize,
     kv_head: usize,
-) -> (Block<'a>, Head<'a>, Head<'a>) {
-    (block, inputs.key.head(batch, kv_head), inputs.value.head(batch, kv_head))
+) -> (Block<'a>, Vectors<'a>, Vectors<'a>) {
+    let key = Vectors::key(problem, inputs, batch, kv_head);
+    (block, key, Vectors::value(problem, inputs, batch, kv_head))
 }
 
 /// The rows (query, head) of a block. The heads of one query are neighbours, so that a block reaches
@@ -429,7 +438,8 @@ fn begin<'a>(
     sinks: bool,
 ) {
     let rows = rows(queries, kv_head, problem.group_size());
-    let vectors = rows.clone().map(|(query, head)| (inputs.query.head(batch, head), query));
+    let vectors =
+        rows.clone().map(|(query, head)| (Vectors::query(problem, inputs, batch, head), query));
     let rules = rows.map(|(query, head)| {
         let rule = rule(problem, inputs, batch, head, query);
         let functions = problem.functions().next().map(|_| {

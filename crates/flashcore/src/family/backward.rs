@@ -65,12 +65,27 @@ pub(super) fn launch(
 
     let mut choice = Choice::of(Configuration::Backward(backward), key_blocks, reason);
     choice.launches[0].numbers = vec![(Number::KeyBlocks, key_blocks_per_head)];
+    let ring = Ring::new(chip, &backward, &counts, key_blocks_per_head);
+    if backward.has_ring() {
+        choice.launches[0].numbers.extend([
+            (Number::RingHeads, ring.heads),
+            (Number::RoundingLag, ring.lag),
+            (Number::QueryBlocks, counts.tiles_per_head),
+        ]);
+    }
     if backward.deterministic {
         let steps = steps(problem, [backward.query_block, backward.key_block()], key_blocks);
         let heads = counts.key_heads * counts.batch;
         choice.launches[0].numbers.extend(order(chip, heads, steps));
     }
-    beside(&mut choice, &backward, counts.heads, counts.tiles_per_head, counts.tiles);
+    let of_ring = counts.tiles.checked_div(counts.batch * counts.key_heads).unwrap_or(0);
+    let rows = RowBlocks {
+        per_head: counts.tiles_per_head,
+        all: counts.tiles,
+        room: of_ring * ring.heads,
+        last: of_ring * ring.lag.min(counts.batch * counts.key_heads),
+    };
+    beside(&mut choice, &backward, counts.heads, rows);
     choice.tiling = Some(Tiling {
         query_rows: backward.query_block,
         key_block: backward.key_block(),
@@ -82,37 +97,80 @@ pub(super) fn launch(
     Ok(choice)
 }
 
-/// Puts what comes before and after the products around them, with the workspace: so many blocks of
-/// query rows of a head and in all.
+/// Blocks of query rows.
+#[derive(Clone, Copy)]
+pub(super) struct RowBlocks {
+    /// Of a query head.
+    pub(super) per_head: u32,
+    /// Of all heads and sequences.
+    pub(super) all: u32,
+    /// Those whose sums there is room for at a time.
+    pub(super) room: u32,
+    /// The last ones, which are rounded after all products.
+    pub(super) last: u32,
+}
+
+/// Puts what comes before and after the products around them, with the workspace.
 pub(super) fn beside(
     choice: &mut Choice,
     backward: &kernels::Backward,
     heads: u32,
-    query_blocks_per_head: u32,
-    query_blocks: u32,
+    rows: RowBlocks,
 ) {
-    let numbers = vec![(Number::QueryBlocks, query_blocks_per_head)];
+    let numbers = vec![
+        (Number::QueryBlocks, rows.per_head),
+        (Number::RingBlocks, rows.room),
+        (Number::FirstBlock, rows.all - rows.last),
+    ];
     let row_sums = Configuration::RowSums(backward.row_sums());
     let rounding = Configuration::Rounding(backward.rounding());
     let beside = |kernel, blocks| Launch { kernel, blocks, numbers: numbers.clone() };
-    choice.launches.insert(0, beside(row_sums, query_blocks));
-    choice.launches.push(beside(rounding, backward.rounding().blocks(query_blocks)));
+    choice.launches.insert(0, beside(row_sums, rows.all));
+    choice.launches.push(beside(rounding, backward.rounding().blocks(rows.last)));
     let sinks = backward.sink_gradients().map(Configuration::SinkGradients);
     choice.launches.extend(sinks.map(|kernel| beside(kernel, heads)));
     choice.main = 1;
-    let turns = backward.deterministic.then_some((Workspace::Turns, 4));
-    for (workspace, bytes) in [
-        (Workspace::RowStatistics, backward.statistics_bytes()),
-        (Workspace::QueryGradientSums, backward.sums_layout().block_bytes()),
-    ]
-    .into_iter()
-    .chain(turns)
-    {
+    let memory = [
+        Some((Workspace::RowStatistics, backward.statistics_bytes(), rows.all)),
+        Some((Workspace::QueryGradientSums, backward.sums_layout().block_bytes(), rows.room)),
+        backward.deterministic.then_some((Workspace::Turns, 4, rows.all)),
+        backward.has_ring().then_some((Workspace::Progress, 8, rows.all)),
+    ];
+    for (workspace, bytes, blocks) in memory.into_iter().flatten() {
         choice.memory.push(Memory {
             source: Source::Workspace(workspace),
-            bytes: u64::from(bytes) * u64::from(query_blocks),
+            bytes: u64::from(bytes) * u64::from(blocks),
             contents: Contents::Anything,
         });
+    }
+}
+
+/// How many key heads' sums of `dQ` there is room for at a time, and how many heads later they are
+/// rounded.
+struct Ring {
+    heads: u32,
+    lag: u32,
+}
+
+impl Ring {
+    /// Where heads are few, all have room.
+    fn new(
+        chip: &Chip,
+        backward: &kernels::Backward,
+        counts: &Counts,
+        key_blocks_per_head: u32,
+    ) -> Self {
+        let all = counts.batch * counts.key_heads;
+        let heads_of = |blocks: u32| blocks.div_ceil(key_blocks_per_head.max(1));
+        // While a block with a long walk runs, others go through twice as many short ones. A head that
+        // many blocks behind is done, and is cleared when those that look back to it have begun.
+        let lag = heads_of(2 * chip.multiprocessors).max(1);
+        let heads = lag + heads_of(chip.multiprocessors / 2).max(1);
+        if backward.has_ring() && heads <= all / 2 {
+            Ring { heads, lag }
+        } else {
+            Ring { heads: all.max(1), lag: kernels::backward::NO_LAG }
+        }
     }
 }
 

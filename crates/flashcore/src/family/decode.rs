@@ -1,12 +1,13 @@
 //! Attention of few queries for each sequence over caches of any storage, on Ampere and later.
 
-use kernels::Configuration;
 use kernels::decode::{DecodeWorkload, tuned};
 use kernels::parameter::{Number, Workspace};
+use kernels::{Cache, Configuration};
 use ptx::Capability;
 
 use super::{
-    Asked, Choice, Contents, Family, Memory, check_no_functions, tensor_core_element, window_kind,
+    Asked, Choice, Contents, Family, Memory, check_head_dims, check_no_functions, narrow_cache,
+    tensor_core_element, window_kind,
 };
 use crate::chip::Chip;
 use crate::plan::Source;
@@ -32,7 +33,19 @@ impl Family for Decode {
             return Err(format!("{} has no cp.async or no mma.sync", chip.target));
         }
         check_no_functions(problem)?;
-        let element = tensor_core_element(problem)?;
+        let (element, cache) = match problem.dtypes.key.is_8_bit() {
+            true => {
+                check_head_dims(problem, 16)?;
+                narrow_cache(problem)?
+            }
+            false => {
+                let element = tensor_core_element(problem)?;
+                (element, Cache::plain(element))
+            }
+        };
+        if cache.is_narrow() && !chip.target.has(Capability::Fp8Conversion) {
+            return Err(format!("{} does not convert numbers of 8 bits", chip.target));
+        }
         let query_rows = query_rows(problem).ok_or("there are too many queries")?;
         let rows = problem.query_shape().length.max(problem.key_shape().length);
         if problem.key_length.max(rows) > MOST_POSITIONS {
@@ -41,6 +54,7 @@ impl Family for Decode {
         }
         let workload = DecodeWorkload {
             element,
+            cache,
             head_dim: problem.head_dim as u32,
             value_head_dim: problem.value_head_dim as u32,
             query_rows,

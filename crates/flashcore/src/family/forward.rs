@@ -4,17 +4,18 @@ use kernels::Configuration;
 use kernels::attention::{MaskKind, Window};
 use kernels::forward::{TileLists, Workload, tuned};
 use kernels::parameter::{Number, Workspace};
-use ptx::Capability;
+use ptx::{Capability, Element};
 
 use super::tuning::Tunings;
 use super::{
-    Asked, Choice, Contents, Counts, Family, Memory, Tiling, check_equal_lengths, check_scale,
-    effective_mask, mask_kind, tensor_core_element,
+    Asked, Choice, Contents, Counts, Family, Memory, Tiling, check_equal_lengths, check_head_dims,
+    check_scale, effective_mask, mask_kind, tensor_core_element,
 };
 use crate::chip::Chip;
+use crate::dtype::DType;
 use crate::plan::arrangement::TENSORS;
 use crate::plan::{Source, map_strides, window};
-use crate::problem::Problem;
+use crate::problem::{DTypes, Descale, Problem};
 
 /// The family.
 pub(super) struct Forward;
@@ -34,7 +35,8 @@ impl Family for Forward {
         for tensor in TENSORS {
             map_strides(problem, arrangement, tensor)?;
         }
-        launch(chip, problem, chosen.configuration, chosen.reason.into_owned())
+        let configuration = with_output(chosen.configuration, problem);
+        launch(chip, problem, configuration, chosen.reason.into_owned())
     }
 }
 
@@ -81,7 +83,9 @@ pub fn workload(chip: &Chip, problem: &Problem) -> Result<Workload, String> {
     if !chip.target.has(Capability::Wgmma) {
         return Err(format!("{} has no wgmma", chip.target));
     }
-    let workload = equal_lengths_workload(chip, problem)?;
+    check_equal_lengths(problem)?;
+    check_scale(problem)?;
+    let workload = equal_lengths_workload_of(hopper_element(problem)?, chip, problem);
     match problem.key_length {
         0 => Err("there are no keys".to_owned()),
         _ => Ok(workload),
@@ -93,7 +97,11 @@ pub(super) fn equal_lengths_workload(chip: &Chip, problem: &Problem) -> Result<W
     let element = tensor_core_element(problem)?;
     check_equal_lengths(problem)?;
     check_scale(problem)?;
-    Ok(Workload {
+    Ok(equal_lengths_workload_of(element, chip, problem))
+}
+
+fn equal_lengths_workload_of(element: Element, chip: &Chip, problem: &Problem) -> Workload {
+    Workload {
         element,
         head_dim: problem.head_dim as u32,
         value_head_dim: problem.value_head_dim as u32,
@@ -102,7 +110,35 @@ pub(super) fn equal_lengths_workload(chip: &Chip, problem: &Problem) -> Result<W
         key_length: problem.key_length as u64,
         heads: problem.batch as u64 * problem.query_heads as u64,
         multiprocessors: chip.multiprocessors,
-    })
+    }
+}
+
+/// The element of the inputs where the kernels for Hopper take them, or why they do not: what all
+/// tensor cores take, or e4m3 with a wider output.
+pub(super) fn hopper_element(problem: &Problem) -> Result<Element, String> {
+    let DTypes { query, key, value, output } = problem.dtypes;
+    if [query, key, value] != [DType::E4M3; 3] {
+        return tensor_core_element(problem);
+    }
+    if !matches!(output, DType::F16 | DType::BF16) {
+        return Err(format!("the output of e4m3 is f16 or bf16, not {output}"));
+    }
+    if problem.descales.into_array().contains(&Descale::PerToken) {
+        return Err("queries of 8 bits take descale factors of heads, not of tokens".to_owned());
+    }
+    if problem.scores.softcap.is_some() || problem.scores.has_alibi() {
+        return Err("scores of 8-bit queries are neither capped nor sloped".to_owned());
+    }
+    if problem.scores.function.is_some() {
+        return Err("scores of 8-bit queries go through no function".to_owned());
+    }
+    check_head_dims(problem, 16)?;
+    Ok(Element::E4M3)
+}
+
+/// The configuration with the output that a problem asks for.
+pub(super) fn with_output(configuration: kernels::Forward, problem: &Problem) -> kernels::Forward {
+    kernels::Forward { output: problem.dtypes.output.element(), ..configuration }
 }
 
 /// The order in which blocks take tiles of unequal lengths.
@@ -129,7 +165,6 @@ mod tests {
     use ptx::Target;
 
     use super::*;
-    use crate::dtype::DType;
     use crate::plan::Arrangement;
     use crate::problem::Mask;
     use crate::tensor::Strides;

@@ -17,14 +17,14 @@ pub mod tuning;
 pub(crate) use decode::launch as teams;
 pub use forward::{TileOrder, workload};
 
-use kernels::Configuration;
 use kernels::attention::{Batch, MaskKind};
+use kernels::{Cache, Configuration, Scales};
 use ptx::Element;
 use serde::Serialize;
 
 use crate::chip::Chip;
 use crate::plan::{Arrangement, Launch, Source};
-use crate::problem::{Mask, Pass, Problem};
+use crate::problem::{DTypes, Descale, Mask, Pass, Problem};
 
 /// What a plan is asked for.
 #[derive(Debug, Clone, Copy)]
@@ -215,16 +215,43 @@ fn tensor_core_element(problem: &Problem) -> Result<Element, String> {
     if !matches!(element, Element::F16 | Element::BF16) {
         return Err(format!("the tensor cores take f16 and bf16, not {dtype}"));
     }
+    check_head_dims(problem, 8)?;
+    Ok(element)
+}
+
+/// Refuses head dims that are not whole copies of so many elements, and problems without queries.
+fn check_head_dims(problem: &Problem, step: usize) -> Result<(), String> {
     for (name, dim) in [("head dim", problem.head_dim), ("value head dim", problem.value_head_dim)]
     {
-        if dim == 0 || dim > 256 || !dim.is_multiple_of(8) {
-            return Err(format!("{name} {dim} is not a multiple of 8 up to 256"));
+        if dim == 0 || dim > 256 || !dim.is_multiple_of(step) {
+            return Err(format!("{name} {dim} is not a multiple of {step} up to 256"));
         }
     }
-    if problem.rows() == 0 || problem.batch == 0 || problem.query_length == 0 {
-        return Err("there are no queries".to_owned());
+    match problem.rows() == 0 || problem.batch == 0 || problem.query_length == 0 {
+        true => Err("there are no queries".to_owned()),
+        false => Ok(()),
     }
-    Ok(element)
+}
+
+/// The element of queries and outputs, and what keys and values are made of, where these have 8
+/// bits and those have 16; or why the tensor cores do not take them so.
+pub(crate) fn narrow_cache(problem: &Problem) -> Result<(Element, Cache), String> {
+    let DTypes { query, key, value, output } = problem.dtypes;
+    if !key.is_8_bit() || !value.is_8_bit() || key != value {
+        return Err(format!("keys in {key} and values in {value} are no cache of 8 bits"));
+    }
+    let element = query.element();
+    if !matches!(element, Element::F16 | Element::BF16) || query != output {
+        let asked = format!("queries in {query} and outputs in {output}");
+        return Err(format!("over an 8-bit cache both are f16 or both bf16, not {asked}"));
+    }
+    let scales = |descale| match descale {
+        Descale::None => Scales::One,
+        Descale::PerHead => Scales::PerHead,
+        Descale::PerToken => Scales::PerToken,
+    };
+    let [key_scales, value_scales] = [problem.descales.key, problem.descales.value].map(scales);
+    Ok((element, Cache { element: key.element(), key_scales, value_scales }))
 }
 
 /// Refuses scales for which the guarded softmax's references leave the range of numbers: for

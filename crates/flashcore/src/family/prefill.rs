@@ -6,7 +6,8 @@ use kernels::parameter::Number;
 use kernels::sequencer::Tiles;
 use ptx::Capability;
 
-use super::schedule::{Schedule, heads_together, ragged_workload};
+use super::forward::{hopper_element, with_output};
+use super::schedule::{Schedule, heads_together, ragged_workload_of};
 use super::{Asked, Choice, Family};
 use crate::chip::Chip;
 use crate::plan::rows::Rows;
@@ -28,10 +29,10 @@ impl Family for Prefill {
         if !chip.target.has(Capability::Wgmma) {
             return Err(format!("{} has no wgmma", chip.target));
         }
-        let workload = ragged_workload(chip, problem)?;
+        let workload = ragged_workload_of(hopper_element(problem)?, chip, problem)?;
         let tuned = tuned_prefill(&workload)
             .ok_or_else(|| "no configuration is tuned for it".to_owned())?;
-        let tile = tuned.configuration;
+        let tile = with_output(tuned.configuration, problem);
         let page_rows = page_rows(problem, tile.key_block)?;
         arrangement.check_copies(problem)?;
         Rows::check(problem, arrangement)?;

@@ -8,7 +8,7 @@ use kernels::parameter::{Number, Tensor};
 use kernels::sequencer::Tiles;
 use ptx::Capability;
 
-use super::backward::beside;
+use super::backward::{RowBlocks, beside};
 use super::schedule::{Schedule, query_rows, ragged_workload};
 use super::{Asked, Choice, mask_kind};
 use crate::chip::Chip;
@@ -65,7 +65,8 @@ pub(super) fn launch(
     let (per_head, blocks) = (per_head as u32, blocks.ok_or_else(too_large)? as u32);
     let mut choice = Choice::of(Configuration::Backward(backward), schedule.all_tiles, reason);
     choice.launches[0].numbers = vec![(Number::QueryBlocks, per_head)];
-    beside(&mut choice, &backward, problem.query_heads as u32, per_head, blocks);
+    let rows = RowBlocks { per_head, all: blocks, room: blocks, last: blocks };
+    beside(&mut choice, &backward, problem.query_heads as u32, rows);
     schedule.before(chip.target, Tiles::Keys, &mut choice);
     choice.tiling = Some(schedule.tiling(chip, backward.query_block, backward.key_block()));
     Ok(choice)

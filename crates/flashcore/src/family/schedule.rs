@@ -5,7 +5,7 @@ use kernels::forward::Workload;
 use kernels::parameter::{Number, Workspace};
 use kernels::sequencer::Tiles;
 use kernels::{Configuration, Sequencer};
-use ptx::Target;
+use ptx::{Element, Target};
 
 use super::{Choice, Contents, Memory, Tiling, check_scale, tensor_core_element, window_kind};
 use crate::chip::Chip;
@@ -74,7 +74,15 @@ impl Schedule {
 /// What the choice among configurations over schedules depends on, or why the tensor cores do not
 /// serve a problem.
 pub(super) fn ragged_workload(chip: &Chip, problem: &Problem) -> Result<Workload, String> {
-    let element = tensor_core_element(problem)?;
+    ragged_workload_of(tensor_core_element(problem)?, chip, problem)
+}
+
+/// The same for inputs of an element that is known to be served.
+pub(super) fn ragged_workload_of(
+    element: Element,
+    chip: &Chip,
+    problem: &Problem,
+) -> Result<Workload, String> {
     check_scale(problem)?;
     Ok(Workload {
         element,

@@ -4,17 +4,17 @@
 use std::sync::Arc;
 
 use cuda::{DeviceAddress, RelaxedCapture, Stream};
-use kernels::Configuration;
 use kernels::append::{Append, Rotary};
 use kernels::parameter::{List, Number, Tensor};
+use kernels::{Cache, Configuration};
 use ptx::{Capability, Element};
 
 use super::executable::{Addresses, Executable, Part};
 use super::plans::Kept;
 use super::{Chip, DeviceTensor, Gpu, GpuError};
-use crate::family::Choice;
+use crate::family::{Choice, narrow_cache};
 use crate::plan::{Arrangement, Launch, Source, Value, arrangement, axis_of, bind_with};
-use crate::problem::{Mask, Problem};
+use crate::problem::{Descale, Descales, Mask, Problem};
 use crate::serving::ServingError;
 use crate::tensor::Strides;
 
@@ -75,6 +75,19 @@ impl AppendProblem {
         AppendProblem { rotated_queries: true, ..self }
     }
 
+    /// The element of what is new, and what the cache is made of.
+    fn elements(&self) -> Result<(Element, Cache), String> {
+        let dtypes = self.cache.dtypes;
+        if dtypes.key.is_8_bit() || dtypes.value.is_8_bit() {
+            return narrow_cache(&self.cache);
+        }
+        let dtype = dtypes.uniform()?;
+        match dtype.element() {
+            element @ (Element::F16 | Element::BF16) => Ok((element, Cache::plain(element))),
+            _ => Err(format!("caches are in f16 or bf16, not {dtype}")),
+        }
+    }
+
     /// What runs, or why nothing does.
     pub fn choose(&self, chip: &Chip) -> Result<Choice, GpuError> {
         const MOST: usize = i32::MAX as usize / 2;
@@ -95,11 +108,13 @@ impl AppendProblem {
         if cache.entries() == 0 {
             return refuse("the cache has no batch entries".to_owned());
         }
-        let element = match cache.dtypes.uniform() {
-            Ok(dtype) if matches!(dtype.element(), Element::F16 | Element::BF16) => dtype.element(),
-            Ok(dtype) => return refuse(format!("caches are in f16 or bf16, not {dtype}")),
+        let (element, made_of) = match self.elements() {
+            Ok(elements) => elements,
             Err(reason) => return refuse(reason),
         };
+        if made_of.is_narrow() && !chip.target.has(Capability::Fp8Conversion) {
+            return refuse(format!("{} does not convert numbers of 8 bits", chip.target));
+        }
         for dim in [cache.head_dim, cache.value_head_dim] {
             if !dim.is_multiple_of(2) {
                 return refuse(format!("head dim {dim} is not even"));
@@ -113,6 +128,11 @@ impl AppendProblem {
             None => 0,
             Some(RotarySize { dim, .. }) if dim == 0 || dim % 2 != 0 || dim > head_dim => {
                 return refuse(ServingError::RotaryDim { given: dim, head_dim }.to_string());
+            }
+            Some(RotarySize { dim, interleaved: false, .. })
+                if made_of.is_narrow() && dim % 4 != 0 =>
+            {
+                return refuse(format!("halves of a rotary dim of {dim} are not even"));
             }
             Some(RotarySize { positions: 0, .. }) => {
                 return refuse("the rotary tables have no positions".to_owned());
@@ -136,6 +156,7 @@ impl AppendProblem {
         let append = Append {
             target: chip.target,
             element,
+            cache: made_of,
             head_dim: cache.head_dim as u32,
             value_head_dim: cache.value_head_dim as u32,
             paged: cache.keys.is_paged(),
@@ -190,6 +211,11 @@ pub struct AppendTensors {
     pub batch_index: Option<DeviceAddress>,
     /// The pages of each sequence, row after row.
     pub block_table: Option<DeviceAddress>,
+    /// The descale factors of an 8-bit cache of keys: given for each sequence and key head, or
+    /// found for each token and written here.
+    pub key_descale: Option<DeviceTensor>,
+    /// Those of values.
+    pub value_descale: Option<DeviceTensor>,
     /// The angles of positions.
     pub rotary: Option<RotaryTables>,
     /// Queries to be rotated.
@@ -221,13 +247,15 @@ pub struct RotatedQueries {
 }
 
 /// The tensors of a launch.
-const TENSORS: [Tensor; 6] = [
+const TENSORS: [Tensor; 8] = [
     Tensor::NewKey,
     Tensor::NewValue,
     Tensor::Key,
     Tensor::Value,
     Tensor::Query,
     Tensor::RotatedQuery,
+    Tensor::KeyDescale,
+    Tensor::ValueDescale,
 ];
 
 impl AppendTensors {
@@ -244,18 +272,22 @@ impl AppendTensors {
             new_lengths: None,
             batch_index: None,
             block_table: None,
+            key_descale: None,
+            value_descale: None,
             rotary: None,
             queries: None,
         }
     }
 
-    /// A tensor; where no queries are rotated, something in their place.
+    /// A tensor; where no queries are rotated or nothing is scaled, something in their place.
     fn tensor(&self, tensor: Tensor) -> DeviceTensor {
         match tensor {
             Tensor::NewKey => self.new_key,
             Tensor::NewValue => self.new_value,
             Tensor::Key => self.key,
             Tensor::Value => self.value,
+            Tensor::KeyDescale => self.key_descale.unwrap_or(self.new_key),
+            Tensor::ValueDescale => self.value_descale.unwrap_or(self.new_key),
             Tensor::Query => self.queries.map_or(self.new_key, |queries| queries.from),
             _ => self.queries.map_or(self.new_key, |queries| queries.to),
         }
@@ -271,7 +303,7 @@ impl AppendTensors {
         bind_append(launch, declared, problem, &self.strides())
     }
 
-    fn strides(&self) -> [Strides; 6] {
+    fn strides(&self) -> [Strides; 8] {
         TENSORS.map(|tensor| self.tensor(tensor).strides)
     }
 
@@ -279,16 +311,25 @@ impl AppendTensors {
     fn validate(&self, problem: &AppendProblem) -> Result<(), GpuError> {
         let refuse =
             |tensor, reason: &str| Err(GpuError::Tensor { tensor, reason: reason.to_owned() });
+        let Problem { dtypes, descales, .. } = problem.cache;
         for tensor in TENSORS {
-            // Two elements are copied at a time.
-            let bytes = problem.cache.dtype().bytes();
-            self.tensor(tensor).aligned(arrangement::name(tensor), bytes, 4)?;
+            // Two elements are copied at a time, and one factor.
+            let (bytes, together) = match tensor {
+                Tensor::Key => (dtypes.key.bytes(), 2),
+                Tensor::Value => (dtypes.value.bytes(), 2),
+                Tensor::KeyDescale if self.key_descale.is_some() => (4, 1),
+                Tensor::ValueDescale if self.value_descale.is_some() => (4, 1),
+                _ => (dtypes.query.bytes(), 2),
+            };
+            self.tensor(tensor).aligned(arrangement::name(tensor), bytes, together * bytes)?;
         }
         let given = [
             ("table of angles", self.rotary.is_some(), problem.rotary.is_some()),
             ("query", self.queries.is_some(), problem.rotated_queries),
             ("list of new starts", self.new_starts.is_some(), problem.packed_new),
             ("block table", self.block_table.is_some(), problem.cache.keys.is_paged()),
+            ("key descale", self.key_descale.is_some(), descales.key != Descale::None),
+            ("value descale", self.value_descale.is_some(), descales.value != Descale::None),
         ];
         for (name, given, expected) in given {
             match (given, expected) {
@@ -372,7 +413,7 @@ pub struct AppendPlan {
 }
 
 /// What a plan depends on.
-pub(super) type Key = (AppendProblem, [Strides; 6]);
+pub(super) type Key = (AppendProblem, [Strides; 8]);
 
 impl AppendPlan {
     fn new(gpu: &Gpu, (problem, strides): &Key) -> Result<Self, GpuError> {
@@ -397,7 +438,7 @@ fn bind_append(
     launch: &Launch,
     declared: &[ptx::Parameter],
     problem: &AppendProblem,
-    strides: &[Strides; 6],
+    strides: &[Strides; 8],
 ) -> Result<Vec<Value>, String> {
     let others = |tensor: Tensor, axis| {
         let index = TENSORS.iter().position(|it| *it == tensor)?;
@@ -415,6 +456,7 @@ fn bind_append(
         value: Strides::default(),
         output: Strides::default(),
         gradients: None,
+        descales: Descales::default(),
         aligned: true,
     };
     bind_with(launch, declared, &problem.cache, &nothing, &others)
@@ -458,6 +500,7 @@ mod tests {
     use ptx::Target;
 
     use super::*;
+    use crate::dtype::DType;
     use crate::problem::Storage;
 
     #[test]
@@ -496,13 +539,18 @@ mod tests {
         let cache = Problem::new(2, 6, 1, 64).with_kv_heads(2).with_key_length(640);
         let pages = Storage::Paged { size: 16, columns: 40, pages: 90 };
         let paged = cache.clone().with_storage(Storage::Padded, pages);
-        for cache in [cache, paged] {
+        let narrow = |descale| {
+            let narrow = paged.clone().with_kv_dtype(DType::E4M3);
+            narrow.with_descales(Descales::of_cache(descale))
+        };
+        let [of_heads, of_tokens] = [Descale::PerHead, Descale::PerToken].map(narrow);
+        for cache in [cache, paged, of_heads, of_tokens] {
             let plain = AppendProblem::new(cache, 3);
             let rotated = plain.clone().with_rotary(32, true, 700).with_rotated_queries();
             for problem in [plain, rotated] {
-                let choice = problem.choose(&Chip::typical(Target::SM_80)).unwrap();
+                let choice = problem.choose(&Chip::typical(Target::SM_89)).unwrap();
                 let declared = choice.kernel().program().unwrap().parameters;
-                let strides = [Strides::default(); 6];
+                let strides = [Strides::default(); 8];
                 bind_append(&choice.launches[0], &declared, &problem, &strides).unwrap();
             }
         }

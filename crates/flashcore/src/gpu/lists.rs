@@ -4,7 +4,7 @@ use cuda::{Buffer, DeviceAddress};
 use kernels::attention::function::TensorSpec;
 use kernels::parameter::List;
 
-use super::{CapturedTensor, Gpu, GpuError, Tensors};
+use super::{CapturedTensor, DeviceTensor, Gpu, GpuError, Tensors};
 use crate::inputs::Inputs;
 use crate::problem::Problem;
 
@@ -42,7 +42,7 @@ impl<'a> DeviceLists<'a> {
         Ok(address)
     }
 
-    /// The lists that a call has beside its tensors: where sequences lie, slopes and sinks.
+    /// What a call has beside its tensors: where sequences lie, slopes, sinks and descale factors.
     pub fn of_call(
         &mut self,
         problem: &Problem,
@@ -82,6 +82,11 @@ impl<'a> DeviceLists<'a> {
             let captured = CapturedTensor { address, extents, strides };
             tensors.captured.insert(problem, &tensor.name, captured);
         }
+        tensors.descales = inputs.descales.try_map(|factors| {
+            let Some(factors) = factors else { return Ok::<_, GpuError>(None) };
+            let (address, strides) = (self.bytes(factors.bytes())?, factors.layout().strides());
+            Ok(Some(DeviceTensor { address, strides }))
+        })?;
         Ok(())
     }
 

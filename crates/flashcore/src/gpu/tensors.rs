@@ -8,7 +8,7 @@ use super::GpuError;
 use super::executable::Addresses;
 use crate::plan::arrangement::COPY_BYTES;
 use crate::plan::{Arrangement, GradientStrides, Source};
-use crate::problem::{Pass, Problem, Storage};
+use crate::problem::{Descale, Descales, Pass, Problem, Storage};
 use crate::tensor::{Layout, Strides, TensorError};
 
 /// A tensor on the device, logically (batch, length, heads, dim). The dim is contiguous.
@@ -66,6 +66,9 @@ pub struct Tensors {
     pub slopes: Option<DeviceAddress>,
     /// Sinks in f32, one for each query head.
     pub sinks: Option<DeviceAddress>,
+    /// Descale factors of 8-bit queries, keys and values, in f32, of the problem's
+    /// [`descale_shapes`](Problem::descale_shapes).
+    pub descales: Descales<Option<DeviceTensor>>,
     /// Backward, the gradients. The output and the log-sum-exps are read then, not written.
     pub gradients: Option<Gradients>,
     /// What functions load from.
@@ -151,6 +154,7 @@ impl Tensors {
             block_table: None,
             slopes: None,
             sinks: None,
+            descales: Descales::default(),
             gradients: None,
             captured: CapturedTensors::default(),
         }
@@ -195,6 +199,7 @@ impl Tensors {
             value: value.strides,
             output: output.strides,
             gradients,
+            descales: self.descales.map(|it| it.map_or_else(Strides::default, |it| it.strides)),
             aligned: [query, key, value, output].into_iter().all(aligned)
                 && self.gradients.is_none_or(of_gradients),
         }
@@ -241,6 +246,11 @@ impl Tensors {
                 }
             }
         }
+        let names = Descales { query: "q_descale", key: "k_descale", value: "v_descale" };
+        let given = names.zip(self.descales).zip(problem.descales);
+        for ((name, given), expected) in given.into_array() {
+            check(name, given.map(|it| it.address), expected != Descale::None)?;
+        }
         let backward = problem.pass == Pass::Backward;
         let output_gradient = self.gradients.map(|gradients| gradients.output.address);
         check("output gradient", output_gradient, backward)?;
@@ -258,6 +268,9 @@ impl Addresses for Tensors {
             Source::Tensor(Tensor::Value) => Some(self.value.address),
             Source::Tensor(Tensor::Output) => Some(self.output.address),
             Source::Tensor(Tensor::Lse) => self.lse,
+            Source::Tensor(Tensor::QueryDescale) => self.descales.query.map(|it| it.address),
+            Source::Tensor(Tensor::KeyDescale) => self.descales.key.map(|it| it.address),
+            Source::Tensor(Tensor::ValueDescale) => self.descales.value.map(|it| it.address),
             Source::Tensor(tensor) => {
                 let gradients = self.gradients.as_ref()?;
                 match tensor {

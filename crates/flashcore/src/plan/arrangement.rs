@@ -3,7 +3,8 @@
 
 use kernels::parameter::Tensor;
 
-use crate::problem::{Pass, Problem};
+use crate::dtype::DType;
+use crate::problem::{Descales, Pass, Problem};
 use crate::tensor::{Layout, Shape, Strides, TensorError};
 
 /// Copies are of this many bytes.
@@ -22,6 +23,8 @@ pub struct Arrangement {
     pub output: Strides,
     /// The gradients', backward.
     pub gradients: Option<GradientStrides>,
+    /// The descale factors', zero where there are none.
+    pub descales: Descales<Strides>,
     /// Whether every address is one that copies of 16 bytes take.
     pub aligned: bool,
 }
@@ -81,6 +84,9 @@ pub(crate) fn name(tensor: Tensor) -> &'static str {
         Tensor::ValueGradient => "value gradient",
         Tensor::OutputGradient => "output gradient",
         Tensor::SinkGradient => "gradient of the sinks",
+        Tensor::QueryDescale => "query descale",
+        Tensor::KeyDescale => "key descale",
+        Tensor::ValueDescale => "value descale",
     }
 }
 
@@ -98,17 +104,24 @@ impl Arrangement {
             Pass::Forward => None,
             Pass::Backward => Some(GradientStrides { query, key, value, output }),
         };
-        Ok(Arrangement { query, key, value, output, gradients, aligned: true })
+        let descales = problem.descale_shapes().try_map(|shape| match shape {
+            Some(shape) => Ok(Layout::contiguous(shape)?.strides()),
+            None => Ok(Strides::default()),
+        })?;
+        Ok(Arrangement { query, key, value, output, gradients, descales, aligned: true })
     }
 
-    /// The strides of one of the four tensors, or of its gradient, which lies like it where nothing
-    /// else is said.
+    /// The strides of one of the four tensors, of its descale factors, or of its gradient, which lies
+    /// like it where nothing else is said.
     pub(crate) fn strides(&self, tensor: Tensor) -> Strides {
         match (tensor, &self.gradients) {
             (Tensor::QueryGradient, Some(gradients)) => gradients.query,
             (Tensor::KeyGradient, Some(gradients)) => gradients.key,
             (Tensor::ValueGradient, Some(gradients)) => gradients.value,
             (Tensor::OutputGradient, Some(gradients)) => gradients.output,
+            (Tensor::QueryDescale, _) => self.descales.query,
+            (Tensor::KeyDescale, _) => self.descales.key,
+            (Tensor::ValueDescale, _) => self.descales.value,
             (Tensor::Query | Tensor::QueryGradient, _) => self.query,
             (Tensor::Key | Tensor::KeyGradient, _) => self.key,
             (Tensor::Value | Tensor::ValueGradient, _) => self.value,
@@ -150,9 +163,13 @@ impl Arrangement {
     }
 }
 
-/// The shape of one of the four tensors, or of its gradient.
+/// The shape of one of the four tensors, of its gradient or of its descale factors.
 pub(crate) fn shape(problem: &Problem, tensor: Tensor) -> Shape {
+    let nothing = Shape::new(0, 0, 0, 1);
     match differentiated(tensor) {
+        Tensor::QueryDescale => problem.descale_shapes().query.unwrap_or(nothing),
+        Tensor::KeyDescale => problem.descale_shapes().key.unwrap_or(nothing),
+        Tensor::ValueDescale => problem.descale_shapes().value.unwrap_or(nothing),
         Tensor::Query => problem.query_shape(),
         Tensor::Key => problem.key_shape(),
         Tensor::Value => problem.value_shape(),
@@ -160,10 +177,11 @@ pub(crate) fn shape(problem: &Problem, tensor: Tensor) -> Shape {
     }
 }
 
-/// Bytes of an element of one of the four tensors, or of its gradient.
+/// Bytes of an element of one of the four tensors, of its gradient or of its descale factors.
 pub(crate) fn element_bytes(problem: &Problem, tensor: Tensor) -> usize {
     let dtypes = &problem.dtypes;
     let dtype = match differentiated(tensor) {
+        Tensor::QueryDescale | Tensor::KeyDescale | Tensor::ValueDescale => DType::F32,
         Tensor::Query => dtypes.query,
         Tensor::Key => dtypes.key,
         Tensor::Value => dtypes.value,

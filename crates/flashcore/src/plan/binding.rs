@@ -14,7 +14,7 @@ use serde::{Serialize, Serializer};
 
 use super::arrangement::{self, Arrangement};
 use super::rows::Rows;
-use crate::problem::{Alibi, Problem, Storage};
+use crate::problem::{Alibi, Descale, Problem, Storage};
 
 /// One launch of one kernel.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -221,19 +221,32 @@ impl Binding<'_> {
             | Tensor::QueryGradient
             | Tensor::KeyGradient
             | Tensor::ValueGradient
-            | Tensor::OutputGradient => self.arrangement.strides(tensor),
+            | Tensor::OutputGradient
+            | Tensor::QueryDescale
+            | Tensor::KeyDescale
+            | Tensor::ValueDescale => self.arrangement.strides(tensor),
             other => return Err(format!("nobody knows the strides of {other:?}")),
+        };
+        let descale = match tensor {
+            Tensor::QueryDescale => Some(problem.descales.query),
+            Tensor::KeyDescale => Some(problem.descales.key),
+            Tensor::ValueDescale => Some(problem.descales.value),
+            _ => None,
         };
         let packed = match tensor {
             Tensor::Query | Tensor::Output | Tensor::QueryGradient | Tensor::OutputGradient => {
                 problem.queries.is_packed()
             }
+            // Over sequences and heads, whatever lies packed.
+            _ if descale == Some(Descale::PerHead) => false,
             _ => problem.keys.is_packed(),
         };
         Ok(match axis {
             // One batch entry for all sequences.
             Axis::Batch if packed => 0,
             Axis::Batch => strides.batch as u64,
+            // One factor for all rows of a head.
+            Axis::Row | Axis::FlatRow if descale == Some(Descale::PerHead) => 0,
             Axis::Row => strides.length as u64,
             Axis::FlatRow => {
                 let bytes = arrangement::element_bytes(problem, tensor) as u64;

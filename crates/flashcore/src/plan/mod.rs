@@ -333,6 +333,8 @@ fn names<'a>(candidates: impl IntoIterator<Item = &'a Candidate>) -> String {
 
 #[cfg(test)]
 mod tests {
+    use kernels::parameter::{Axis, Parameter, Tensor};
+    use kernels::{Configuration, Scalar};
     use ptx::Target;
 
     use super::*;
@@ -462,6 +464,44 @@ mod tests {
         }
         arrangement.key = Layout::heads_first(problem.key_shape()).unwrap().strides();
         assert!(candidates(&Chip::H200, &problem, &arrangement)[0].accepted);
+    }
+
+    /// Factors of heads are over sequences, whatever lies packed; those of tokens lie like the keys.
+    #[test]
+    fn descale_factors_are_walked_like_what_they_are_of() {
+        let strides = |text: &str| {
+            let problem: Problem = text.parse().unwrap();
+            let arrangement = Arrangement::contiguous(&problem).unwrap();
+            let launch = Choice::for_kernel(
+                &Chip::H200,
+                &Problem::new(1, 1, 8, 8),
+                Configuration::Scalar(Scalar {
+                    target: Target::SM_80,
+                    element: ptx::Element::F16,
+                    head_dim: 8,
+                    value_head_dim: 8,
+                    rules: kernels::Rules::DENSE,
+                }),
+                None,
+            );
+            let launch = &launch.unwrap().launches[0];
+            let declared = |axis| ptx::Parameter {
+                name: Parameter::Stride(Tensor::KeyDescale, axis).to_string(),
+                kind: ptx::ParameterKind::Scalar(ptx::Type::U64),
+            };
+            let declared = [Axis::Batch, Axis::Row, Axis::Head].map(declared);
+            bind(launch, &declared, &problem, &arrangement).unwrap()
+        };
+        let numbers = |all: [u64; 3]| all.map(Value::U64).to_vec();
+        let eight = "b=3,h=6,hk=2,s=100,d=64,k=e4m3,v=e4m3";
+        let packed = format!("{eight},queries=packed:250,keys=packed:260");
+        assert_eq!(strides(&format!("{eight},k_descale=head")), numbers([2, 0, 1]));
+        assert_eq!(strides(&format!("{eight},k_descale=token")), numbers([200, 2, 1]));
+        assert_eq!(strides(&format!("{packed},k_descale=head")), numbers([2, 0, 1]));
+        assert_eq!(strides(&format!("{packed},k_descale=token")), numbers([0, 2, 1]));
+        let paged = format!("{eight},keys=pages:16:40:90");
+        assert_eq!(strides(&format!("{paged},k_descale=token")), numbers([32, 2, 1]));
+        assert_eq!(strides(eight), numbers([0, 0, 0]));
     }
 
     /// Every parameter of every launch of every family gets an argument of its kind, whatever the

@@ -3,18 +3,21 @@
 //!
 //! | file | its subject |
 //! | --- | --- |
+//! | `descale` | what 8-bit numbers are multiplied with |
 //! | `mask` | which keys a query sees |
 //! | `scores` | what becomes of the product of a query and a key |
 //! | `function` | masks and scores as functions, and the tensors that they load from |
 //! | `storage` | how the rows of sequences lie in tensors |
 //! | `text` | problems as short texts |
 
+mod descale;
 mod function;
 mod mask;
 mod scores;
 mod storage;
 mod text;
 
+pub use descale::{Descale, Descales, ElementError};
 pub use function::RowFunctions;
 pub use mask::Mask;
 pub use scores::{Alibi, RowScores, Scores};
@@ -71,6 +74,8 @@ pub struct Problem {
     pub value_head_dim: usize,
     /// The element type of each tensor. The log-sum-exp is always f32.
     pub dtypes: DTypes,
+    /// Which descale factors of 8-bit tensors there are.
+    pub descales: Descales,
     /// Which keys a query may see.
     pub mask: Mask,
     /// What becomes of the product of a query and a key.
@@ -120,6 +125,16 @@ impl DTypes {
         DTypes { query: dtype, key: dtype, value: dtype, output: dtype }
     }
 
+    /// One type for queries, keys and values, and for the output too unless it has 8 bits: then
+    /// the output is bf16.
+    pub const fn inputs(dtype: DType) -> Self {
+        let output = match dtype {
+            DType::E4M3 | DType::E5M2 => DType::BF16,
+            wide => wide,
+        };
+        DTypes { output, ..DTypes::all(dtype) }
+    }
+
     /// The type that all have, or in words that they differ.
     pub fn uniform(&self) -> Result<DType, String> {
         match *self == DTypes::all(self.query) {
@@ -132,9 +147,9 @@ impl DTypes {
 impl fmt::Display for DTypes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let DTypes { query, key, value, output } = self;
-        match self.uniform() {
-            Ok(dtype) => write!(f, "{dtype}"),
-            Err(_) => write!(f, "q={query},k={key},v={value},o={output}"),
+        match *self == DTypes::all(*query) {
+            true => write!(f, "{query}"),
+            false => write!(f, "q={query},k={key},v={value},o={output}"),
         }
     }
 }
@@ -160,6 +175,9 @@ pub enum ProblemError {
     /// A score rule makes no sense.
     #[error(transparent)]
     Scores(#[from] scores::ScoreError),
+    /// Element types or descale factors make no sense.
+    #[error(transparent)]
+    Elements(#[from] ElementError),
     /// A function does not belong where it stands.
     #[error("{0}")]
     Function(String),
@@ -187,6 +205,7 @@ impl Problem {
             head_dim,
             value_head_dim: head_dim,
             dtypes: DTypes::all(DType::F16),
+            descales: Descales::NONE,
             mask: Mask::NONE,
             scores: Scores::default(),
             queries: Storage::Padded,
@@ -244,9 +263,24 @@ impl Problem {
         Problem { value_head_dim, ..self }
     }
 
-    /// Set the element type of all tensors.
+    /// Set the element type of all tensors; the output of 8-bit ones is bf16.
     pub fn with_dtype(self, dtype: DType) -> Self {
-        Problem { dtypes: DTypes::all(dtype), ..self }
+        Problem { dtypes: DTypes::inputs(dtype), ..self }
+    }
+
+    /// Give keys and values an element type of their own, as in an 8-bit cache.
+    pub fn with_kv_dtype(self, dtype: DType) -> Self {
+        Problem { dtypes: DTypes { key: dtype, value: dtype, ..self.dtypes }, ..self }
+    }
+
+    /// Give the output an element type of its own.
+    pub fn with_output_dtype(self, dtype: DType) -> Self {
+        Problem { dtypes: DTypes { output: dtype, ..self.dtypes }, ..self }
+    }
+
+    /// Set which descale factors there are.
+    pub fn with_descales(self, descales: Descales) -> Self {
+        Problem { descales, ..self }
     }
 
     /// Set the mask.
@@ -299,6 +333,7 @@ impl Problem {
             return Err(ProblemError::Deterministic);
         }
         self.scores.validate()?;
+        self.validate_elements()?;
         self.validate_functions().map_err(ProblemError::Function)?;
         self.validate_storage().map_err(ProblemError::Storage)?;
         let tensors = [
@@ -440,7 +475,8 @@ impl fmt::Display for Problem {
         if self.mask != Mask::NONE {
             write!(f, ", {}", self.mask)?;
         }
-        for word in self.scores.words().into_iter().chain(self.storage_words()) {
+        let words = [self.descales.words(), self.scores.words(), self.storage_words()];
+        for word in words.into_iter().flatten() {
             write!(f, ", {word}")?;
         }
         if self.pass == Pass::Backward {
@@ -488,6 +524,31 @@ mod tests {
         assert_eq!(
             refusal(Problem::new(usize::MAX, 8, 16, 64)),
             "the query tensor would be larger than the address space"
+        );
+    }
+
+    #[test]
+    fn element_types_that_nobody_serves_are_refused() {
+        let eight = Problem::new(2, 8, 16, 64).with_dtype(DType::E4M3);
+        let every = Descales { query: Descale::PerHead, ..Descales::of_cache(Descale::PerToken) };
+        assert_eq!(eight.clone().with_descales(every).validate(), Ok(()));
+        let refusal = |problem: Problem| problem.validate().unwrap_err().to_string();
+        assert_eq!(
+            refusal(eight.clone().with_output_dtype(DType::E5M2)),
+            "the output cannot be e5m2: it is f32, f16 or bf16"
+        );
+        assert_eq!(
+            refusal(eight.clone().backward()),
+            "there are no gradients of 8-bit tensors, and the query tensor is e4m3"
+        );
+        assert_eq!(
+            refusal(eight.clone().with_kv_dtype(DType::F16).with_descales(every)),
+            "descale factors are of 8-bit tensors, and the key tensor is f16"
+        );
+        let tokens = Descales { query: Descale::PerToken, ..Descales::NONE };
+        assert_eq!(
+            refusal(eight.with_descales(tokens)),
+            "descale factors of queries are per sequence and key head, not per token"
         );
     }
 

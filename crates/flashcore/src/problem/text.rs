@@ -4,7 +4,7 @@ use std::str::FromStr;
 
 use kernels::attention::function::Function;
 
-use super::{DTypes, Lists, Mask, Pass, Problem, Scores, Storage};
+use super::{DTypes, Descales, Lists, Mask, Pass, Problem, Scores, Storage};
 use crate::dtype::DType;
 
 /// Why a text is no [`Problem`].
@@ -12,8 +12,9 @@ use crate::dtype::DType;
 #[error(
     "{reason}; a problem is written like b=1,h=16,hk=4,s=4096,sk=8192,d=128,dv=64,bf16,causal,scale=0.1; \
      there are window=LEFT:RIGHT, chunk=, softcap=, alibi, sinks, queries=packed:ROWS, \
-     mask=(mask ...), score=(score ...), keys=packed:ROWS, keys=entries:COUNT, keys=pages:SIZE:COLUMNS:PAGES, query_lengths, \
-     key_lengths, left_padding, batch_index, backward and deterministic too"
+     keys=packed:ROWS, keys=entries:COUNT, keys=pages:SIZE:COLUMNS:PAGES, query_lengths, \
+     key_lengths, left_padding, batch_index, q_descale=head, k_descale=, v_descale=head or token, \
+     mask=(mask ...), score=(score ...), backward and deterministic too"
 )]
 pub struct ProblemTextError {
     reason: String,
@@ -35,9 +36,11 @@ impl FromStr for Problem {
 
     /// Words between commas, in any order: sizes with their short or long names (`b` or `batch`,
     /// `h` or `heads`, `hk` or `kv_heads`, `s` or `seq`, `sk` or `kv_seq`, `d` or `head_dim`, `dv`
-    /// or `value_head_dim`), an element type (or `q=`, `k=`, `v=`, `o=` for one tensor), `causal` or
-    /// `window=4096:0` (a side left out is open), `chunk=8192`, the rules of [`Scores`] by the names
-    /// of their fields, `mask=` and `score=` with the text of a [`Function`], and how sequences lie: `queries=packed:ROWS`, `keys=packed:ROWS`,
+    /// or `value_head_dim`), an element type (or `q=`, `k=`, `v=`, `o=` for one tensor; the output of
+    /// 8-bit ones is bf16), the descale factors of 8-bit tensors (`q_descale=head`,
+    /// `k_descale=token`), `causal` or `window=4096:0` (a side left out is open), `chunk=8192`, the
+    /// rules of [`Scores`] by the names of their fields, `mask=` and `score=` with the text of a
+    /// [`Function`], and how sequences lie: `queries=packed:ROWS`, `keys=packed:ROWS`,
     /// `keys=entries:COUNT`, `keys=pages:SIZE:COLUMNS:PAGES`, with the names of [`Lists`];
     /// `backward` for gradients, with `deterministic` for the same bits from run to run.
     ///
@@ -56,6 +59,7 @@ impl FromStr for Problem {
         let wrong = |reason: String| ProblemTextError { reason };
         let mut sizes = [None; SIZES.len()];
         let mut dtypes = DTypes::all(DType::BF16);
+        let mut descales = Descales::NONE;
         let (mut mask, mut scores) = (Mask::NONE, Scores::default());
         let (mut queries, mut keys, mut lists) =
             (Storage::Padded, Storage::Padded, Lists::default());
@@ -76,7 +80,7 @@ impl FromStr for Problem {
             }
             let Some(value) = value else {
                 match word.parse() {
-                    Ok(dtype) => dtypes = DTypes::all(dtype),
+                    Ok(dtype) => dtypes = DTypes::inputs(dtype),
                     Err(_) if word == "causal" => mask.right = Some(0),
                     Err(_) if word == "backward" => pass = Pass::Backward,
                     Err(_) if word == "deterministic" => deterministic = true,
@@ -85,6 +89,10 @@ impl FromStr for Problem {
                 }
                 continue;
             };
+            if let Some(taken) = descales.take(name, value) {
+                taken.map_err(|()| means_nothing())?;
+                continue;
+            }
             let function = || value.parse::<Function>().map_err(|error| wrong(error.to_string()));
             let storage = || value.parse::<Storage>().map_err(|()| means_nothing());
             let dtype = || value.parse::<DType>().map_err(|_| means_nothing());
@@ -125,7 +133,7 @@ impl FromStr for Problem {
             .with_scores(scores)
             .with_storage(queries, keys)
             .with_lists(lists);
-        let problem = Problem { dtypes, pass, deterministic, ..problem };
+        let problem = Problem { dtypes, descales, pass, deterministic, ..problem };
         problem.validate().map_err(|error| wrong(error.to_string()))?;
         Ok(problem)
     }
@@ -160,6 +168,7 @@ impl Problem {
         if self.mask != Mask::NONE {
             words.push(self.mask.to_string());
         }
+        words.extend(self.descales.words());
         words.extend(self.scores.words());
         words.extend(self.storage_words());
         words.extend((self.pass == Pass::Backward).then(|| "backward".to_owned()));
@@ -198,6 +207,19 @@ mod tests {
     }
 
     #[test]
+    fn tensors_have_element_types_and_descale_factors_of_their_own() {
+        let text =
+            "b=1,h=8,s=1,sk=64,d=64,q=bf16,k=e4m3,v=e5m2,o=bf16,k_descale=head,v_descale=token";
+        let problem: Problem = text.parse().unwrap();
+        assert_eq!(problem.text(), text);
+        let DTypes { query, key, value, output } = problem.dtypes;
+        assert_eq!([query, key, value, output].map(DType::bytes), [2, 1, 1, 2]);
+        let eight: Problem = "e4m3,q_descale=head".parse().unwrap();
+        assert_eq!(eight.dtypes.output, DType::BF16);
+        assert_eq!(eight.text().parse(), Ok(eight));
+    }
+
+    #[test]
     fn what_means_nothing_is_named() {
         let refusal = |text: &str| text.parse::<Problem>().unwrap_err().to_string();
         assert!(refusal("b=1,bf17").starts_with("`bf17` means nothing; a problem is written like"));
@@ -205,6 +227,7 @@ mod tests {
         assert!(refusal("s=-1").starts_with("`-1` is no number for `s`"));
         assert!(refusal("scale=big").starts_with("`big` is no number for `scale`"));
         assert!(refusal("deterministic").starts_with("deterministic is said of gradients"));
+        assert!(refusal("k_descale=row").starts_with("`k_descale=row` means nothing"));
         assert!(refusal("h=8,hk=3").starts_with("8 query heads cannot be divided among 3"));
     }
 }

@@ -1,8 +1,10 @@
 //! New keys and values into a cache that lies in host memory.
 
 use super::{Placement, ServingError};
+use crate::dtype::DType;
 use crate::error::Error;
 use crate::inputs::InputError;
+use crate::quantize;
 use crate::tensor::{Shape, Tensor};
 
 /// Rotary embedding: pairs of columns of a query or a key are rotated by an angle that its position
@@ -88,15 +90,61 @@ impl Rotary<'_> {
     }
 }
 
+/// The descale factors of an 8-bit cache that is appended to, for keys and values.
+#[derive(Debug, Default)]
+pub enum CacheScales<'a> {
+    /// None: numbers are rounded as they are.
+    #[default]
+    None,
+    /// Given, over (sequence, key head): of shape (sequences, 1, key heads, 1), any strides.
+    Given(&'a Tensor, &'a Tensor),
+    /// Found for each token and head, and written where the cache's are: of the caches' shapes with
+    /// a dim of 1.
+    Found(&'a mut Tensor, &'a mut Tensor),
+}
+
 /// Writes new keys and values behind the sequences of a cache, in place; without rotary embeddings
 /// bit for bit. `place` says where the sequences are and how long they were, `new` where the new
-/// rows are: row `i` of a sequence becomes its position `length + i`.
+/// rows are: row `i` of a sequence becomes its position `length + i`. To an 8-bit cache, wider rows
+/// are rounded: see [`append_scaled`].
 pub fn append(
+    caches: (&mut Tensor, &mut Tensor),
+    place: &Placement,
+    new_rows: (&Tensor, &Tensor),
+    new: &Placement,
+    rotary: Option<Rotary<'_>>,
+) -> Result<(), Error> {
+    append_scaled(caches, place, new_rows, new, rotary, CacheScales::None)
+}
+
+/// The same for an 8-bit cache with descale factors: wider rows are divided by them and rounded once
+/// ([`mod@crate::quantize`]).
+///
+/// ```
+/// use flashcore::serving::{CacheScales, Placement, append_scaled};
+/// use flashcore::{DType, Shape, Tensor};
+///
+/// let cache = Shape::new(1, 16, 2, 8);
+/// let (mut key, mut value) = (Tensor::zeros(DType::E4M3, cache)?, Tensor::zeros(DType::E4M3, cache)?);
+/// let factors = || Tensor::zeros(DType::F32, Shape { dim: 1, ..cache });
+/// let (mut of_key, mut of_value) = (factors()?, factors()?);
+///
+/// let new = Tensor::random(DType::BF16, Shape::new(1, 3, 2, 8), 0)?;
+/// let scales = CacheScales::Found(&mut of_key, &mut of_value);
+/// let (place, rows) = (Placement::padded(vec![5]), Placement::padded(vec![3]));
+/// append_scaled((&mut key, &mut value), &place, (&new, &new), &rows, None, scales)?;
+///
+/// let stored = key.head(0, 1).row(5)[0] * of_key.head(0, 1).row(5)[0];
+/// assert!((stored - new.head(0, 1).row(0)[0]).abs() < 0.1);
+/// # Ok::<(), flashcore::Error>(())
+/// ```
+pub fn append_scaled(
     (key, value): (&mut Tensor, &mut Tensor),
     place: &Placement,
     (new_key, new_value): (&Tensor, &Tensor),
     new: &Placement,
     rotary: Option<Rotary<'_>>,
+    mut scales: CacheScales<'_>,
 ) -> Result<(), Error> {
     let count = new.sequences();
     if place.sequences() != count {
@@ -116,7 +164,8 @@ pub fn append(
             let expected = Shape { heads: existing.heads, dim: existing.dim, ..given };
             return Err(InputError::Shape { tensor: name, given, expected }.into());
         }
-        if added.dtype() != cache.dtype() {
+        let rounded = cache.dtype().is_8_bit() && !added.dtype().is_8_bit();
+        if added.dtype() != cache.dtype() && !rounded {
             let (given, expected) = (added.dtype(), cache.dtype());
             return Err(InputError::DType { tensor: name, given, expected }.into());
         }
@@ -134,23 +183,114 @@ pub fn append(
     if let Some(rotary) = rotary {
         rotary.validate(key.shape().dim, longest)?;
     }
-    let mut row = vec![0f32; key.shape().dim];
+    scales.validate((&*key, new_key), (&*value, new_value), count)?;
+    let mut rows = [key.shape().dim, value.shape().dim].map(|dim| vec![0f32; dim]);
     for sequence in 0..count {
         for index in 0..new.length(sequence) {
             let (entry, from) = new.locate(sequence, index);
             let position = place.length(sequence) + index;
             let (page, to) = grown.locate(sequence, position);
             for head in 0..heads {
-                value.copy_row([page, to, head], new_value, [entry, from, head]);
-                let Some(rotary) = rotary else {
-                    key.copy_row([page, to, head], new_key, [entry, from, head]);
+                let (to, from) = ([page, to, head], [entry, from, head]);
+                let [key_row, value_row] = &mut rows;
+                if value.dtype() == new_value.dtype() {
+                    value.copy_row(to, new_value, from);
+                } else {
+                    new_value.head(entry, head).read(from[1], value_row);
+                    scales.of_value().divide(value_row, value.dtype(), sequence, to);
+                    value.set_row(to, value_row);
+                }
+                if rotary.is_none() && key.dtype() == new_key.dtype() {
+                    key.copy_row(to, new_key, from);
                     continue;
-                };
-                new_key.head(entry, head).read(from, &mut row);
-                rotary.turn(&mut row, place.ends()[sequence] + index);
-                key.set_row([page, to, head], &row);
+                }
+                new_key.head(entry, head).read(from[1], key_row);
+                if let Some(rotary) = rotary {
+                    rotary.turn(key_row, place.ends()[sequence] + index);
+                }
+                if key.dtype() != new_key.dtype() {
+                    scales.of_key().divide(key_row, key.dtype(), sequence, to);
+                }
+                key.set_row(to, key_row);
             }
         }
     }
     Ok(())
+}
+
+/// The descale factors of one of the two.
+enum Scale<'a> {
+    None,
+    Given(&'a Tensor),
+    Found(&'a mut Tensor),
+}
+
+impl CacheScales<'_> {
+    fn of_key(&mut self) -> Scale<'_> {
+        match self {
+            CacheScales::None => Scale::None,
+            CacheScales::Given(key, _) => Scale::Given(key),
+            CacheScales::Found(key, _) => Scale::Found(key),
+        }
+    }
+
+    fn of_value(&mut self) -> Scale<'_> {
+        match self {
+            CacheScales::None => Scale::None,
+            CacheScales::Given(_, value) => Scale::Given(value),
+            CacheScales::Found(_, value) => Scale::Found(value),
+        }
+    }
+
+    /// Refuse factors of another type or shape, and where nothing is rounded.
+    fn validate(
+        &mut self,
+        key: (&Tensor, &Tensor),
+        value: (&Tensor, &Tensor),
+        sequences: usize,
+    ) -> Result<(), InputError> {
+        self.of_key().validate(("k_descale", "k_descale factors"), key, sequences)?;
+        self.of_value().validate(("v_descale", "v_descale factors"), value, sequences)
+    }
+}
+
+impl Scale<'_> {
+    fn validate(
+        &self,
+        (tensor, all): (&'static str, &'static str),
+        (cache, added): (&Tensor, &Tensor),
+        sequences: usize,
+    ) -> Result<(), InputError> {
+        let shape = cache.shape();
+        let (factors, expected): (&Tensor, Shape) = match self {
+            Scale::None => return Ok(()),
+            Scale::Given(factors) => (factors, Shape::new(sequences, 1, shape.heads, 1)),
+            Scale::Found(factors) => (factors, Shape { dim: 1, ..shape }),
+        };
+        if added.dtype() == cache.dtype() {
+            return Err(InputError::Unexpected { tensor: all });
+        }
+        if factors.shape() != expected {
+            return Err(InputError::Shape { tensor, given: factors.shape(), expected });
+        }
+        match factors.dtype() {
+            DType::F32 => Ok(()),
+            given => Err(InputError::DType { tensor, given, expected: DType::F32 }),
+        }
+    }
+
+    /// Divides a row that goes to a place of the cache by its factor, which is found and written
+    /// down where it was not given.
+    fn divide(self, row: &mut [f32], dtype: DType, sequence: usize, to: [usize; 3]) {
+        let factor = match self {
+            Scale::None => return,
+            Scale::Given(factors) => factors.head(sequence, to[2]).row(0)[0],
+            Scale::Found(factors) => {
+                let found = quantize::factor(quantize::magnitude(row), dtype);
+                factors.set_row(to, &[found]);
+                found
+            }
+        };
+        quantize::divide(row, factor);
+    }
 }

@@ -27,7 +27,7 @@ mod append;
 mod combine;
 mod placement;
 
-pub use append::{Rotary, append};
+pub use append::{CacheScales, Rotary, append, append_scaled};
 pub use combine::{combine, combine_until};
 pub use placement::{Pages, Placement};
 
@@ -35,7 +35,7 @@ use std::ops::Range;
 
 use crate::error::Error;
 use crate::inputs::{InputTensors, Inputs};
-use crate::problem::{Alibi, Lists, Problem, ProblemError, RowScores, Storage};
+use crate::problem::{Alibi, Descale, Descales, Lists, Problem, ProblemError, RowScores, Storage};
 use crate::tensor::{Layout, Shape, Tensor};
 
 /// Attention over sequences that each have lengths of their own.
@@ -302,6 +302,27 @@ impl Sequences {
             value: self.keys.gather(inputs.value, sequence)?,
             slopes,
             sinks: inputs.sinks.map(<[f32]>::to_vec),
+            descales: self.gather_descales(inputs, sequence)?,
+        })
+    }
+
+    /// The descale factors of a sequence.
+    fn gather_descales(
+        &self,
+        inputs: Inputs<'_>,
+        sequence: usize,
+    ) -> Result<Descales<Option<Tensor>>, Error> {
+        self.problem.descales.zip(inputs.descales).try_map(|(descale, factors)| {
+            let Some(factors) = factors else { return Ok(None) };
+            Ok(Some(match descale {
+                Descale::PerToken => self.keys.gather(factors, sequence)?,
+                _ => {
+                    let shape = Shape { batch: 1, ..factors.shape() };
+                    Tensor::from_fn(factors.dtype(), shape, |[_, position, head, _]| {
+                        factors.head(sequence, head).row(position)[0]
+                    })?
+                }
+            }))
         })
     }
 

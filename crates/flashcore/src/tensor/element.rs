@@ -3,11 +3,13 @@
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
+use super::float8::{E4M3, E5M2};
+
 /// A type that tensors store.
 pub(crate) trait Element: Copy + Send + Sync {
     /// Exact: f32 holds every value of every stored type.
     fn widen(from: &[Self], to: &mut [f32]);
-    /// To nearest, ties to even.
+    /// To nearest, ties to even; 8-bit types saturate.
     fn narrow(from: &[f32], to: &mut [Self]);
 }
 
@@ -41,5 +43,33 @@ impl Element for bf16 {
 
     fn narrow(from: &[f32], to: &mut [Self]) {
         to.convert_from_f32_slice(from);
+    }
+}
+
+impl Element for E4M3 {
+    fn widen(from: &[Self], to: &mut [f32]) {
+        for (to, from) in to.iter_mut().zip(from) {
+            *to = from.to_f32();
+        }
+    }
+
+    fn narrow(from: &[f32], to: &mut [Self]) {
+        for (to, from) in to.iter_mut().zip(from) {
+            *to = E4M3::from_f32(*from);
+        }
+    }
+}
+
+impl Element for E5M2 {
+    fn widen(from: &[Self], to: &mut [f32]) {
+        for (to, from) in to.iter_mut().zip(from) {
+            *to = from.to_f32();
+        }
+    }
+
+    fn narrow(from: &[f32], to: &mut [Self]) {
+        for (to, from) in to.iter_mut().zip(from) {
+            *to = E5M2::from_f32(*from);
+        }
     }
 }

@@ -3,6 +3,7 @@
 //! Every tensor is logically (batch, length, heads, dim); strides say how that lies in memory.
 
 mod element;
+mod float8;
 mod layout;
 pub mod random;
 
@@ -10,6 +11,7 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 
 pub(crate) use element::Element;
+pub use float8::{E4M3, E5M2};
 pub use layout::{Layout, Shape, Strides};
 
 use crate::dtype::DType;
@@ -59,6 +61,10 @@ pub enum Elements {
     F16(Vec<f16>),
     /// Brain float.
     BF16(Vec<bf16>),
+    /// 8 bits with 3 of mantissa.
+    E4M3(Vec<E4M3>),
+    /// 8 bits with 2 of mantissa.
+    E5M2(Vec<E5M2>),
 }
 
 /// Run the same expression on whichever vector an [`Elements`] holds.
@@ -68,6 +74,8 @@ macro_rules! with_elements {
             $crate::tensor::Elements::F32($vector) => $body,
             $crate::tensor::Elements::F16($vector) => $body,
             $crate::tensor::Elements::BF16($vector) => $body,
+            $crate::tensor::Elements::E4M3($vector) => $body,
+            $crate::tensor::Elements::E5M2($vector) => $body,
         }
     };
 }
@@ -80,6 +88,8 @@ impl Elements {
             Elements::F32(_) => DType::F32,
             Elements::F16(_) => DType::F16,
             Elements::BF16(_) => DType::BF16,
+            Elements::E4M3(_) => DType::E4M3,
+            Elements::E5M2(_) => DType::E5M2,
         }
     }
 
@@ -119,6 +129,18 @@ impl From<Vec<f16>> for Elements {
 impl From<Vec<bf16>> for Elements {
     fn from(elements: Vec<bf16>) -> Self {
         Elements::BF16(elements)
+    }
+}
+
+impl From<Vec<E4M3>> for Elements {
+    fn from(elements: Vec<E4M3>) -> Self {
+        Elements::E4M3(elements)
+    }
+}
+
+impl From<Vec<E5M2>> for Elements {
+    fn from(elements: Vec<E5M2>) -> Self {
+        Elements::E5M2(elements)
     }
 }
 
@@ -162,6 +184,8 @@ impl Tensor {
             DType::F32 => Elements::F32(filled(layout, value)?),
             DType::F16 => Elements::F16(filled(layout, f16::from_f32(value))?),
             DType::BF16 => Elements::BF16(filled(layout, bf16::from_f32(value))?),
+            DType::E4M3 => Elements::E4M3(filled(layout, E4M3::from_f32(value))?),
+            DType::E5M2 => Elements::E5M2(filled(layout, E5M2::from_f32(value))?),
         };
         Ok(Tensor { layout, elements })
     }
@@ -196,6 +220,8 @@ impl Tensor {
             DType::F32 => Elements::F32(collected(layout, bytes)?),
             DType::F16 => Elements::F16(collected(layout, bytes)?),
             DType::BF16 => Elements::BF16(collected(layout, bytes)?),
+            DType::E4M3 => Elements::E4M3(collected(layout, bytes)?),
+            DType::E5M2 => Elements::E5M2(collected(layout, bytes)?),
         };
         Tensor::new(layout, elements)
     }

@@ -5,7 +5,7 @@ use flashcore::family::tuning::Variant;
 use flashcore::gpu::{Chip, Gpu};
 use flashcore::plan::{Arrangement, candidates};
 use flashcore::serving::{Pages, Placement};
-use flashcore::{Pass, Plan, Preference, Problem, Storage};
+use flashcore::{Pass, Plan, Preference, Problem, Storage, random_descales};
 use kernels::attention::Batch;
 use kernels::{Backward, Configuration, Decode, Forward, MaskKind, Mma, Rules, Scalar, shipped};
 use ptx::Target;
@@ -273,7 +273,10 @@ fn shuffled(paged: &Problem, given: Given) -> Result<Given, String> {
         }
     }
     let pages = Pages::new(size, columns, table).map_err(|error| error.to_string())?;
+    // The same factors in the same memory, in the shape of pages.
+    let descales = random_descales(paged.descale_shapes(), 0).map_err(|error| error.to_string())?;
     Ok(Given {
+        descales,
         queries: Some(Placement::padded(vec![paged.query_length; paged.batch])),
         keys: Some(Placement::paged(vec![paged.key_length; paged.batch], pages)),
         ..given

@@ -12,37 +12,43 @@ use crate::verify;
 /// places in it: no two fillings are alike, and none costs more than a copy.
 #[derive(Debug)]
 pub struct Pool {
-    dtype: DType,
-    buffer: Buffer,
+    /// For each element type that was asked for.
+    buffers: Vec<(DType, Buffer)>,
+    seed: u64,
     random: Random,
 }
 
-/// Numbers in the pool; pieces are half as long.
+/// Numbers of an element type in the pool; pieces are half as long.
 const NUMBERS: usize = 1 << 22;
 
 impl Pool {
-    /// A pool of an element type.
-    pub fn new(gpu: &Gpu, dtype: DType, seed: u64) -> Result<Self, Error> {
-        let bytes = verify::normal(dtype, NUMBERS, seed)?;
-        let buffer = Buffer::from_slice(gpu.stream(), &bytes)?;
-        Ok(Pool { dtype, buffer, random: Random::new(seed) })
+    /// A pool of no numbers yet.
+    pub fn new(seed: u64) -> Self {
+        Pool { buffers: Vec::new(), seed, random: Random::new(seed) }
     }
 
-    /// The element type of its numbers.
-    pub fn dtype(&self) -> DType {
-        self.dtype
+    /// The place of an element type's numbers.
+    fn place(&mut self, gpu: &Gpu, dtype: DType) -> Result<usize, Error> {
+        if let Some(place) = self.buffers.iter().position(|(it, _)| *it == dtype) {
+            return Ok(place);
+        }
+        let bytes = verify::normal(dtype, NUMBERS, self.seed)?;
+        self.buffers.push((dtype, Buffer::from_slice(gpu.stream(), &bytes)?));
+        Ok(self.buffers.len() - 1)
     }
 
     /// Fills a tensor, in the order of the GPU's stream.
-    pub fn fill(&mut self, gpu: &Gpu, tensor: DeviceSlice<'_>) -> Result<(), Error> {
-        let piece = self.buffer.bytes() / 2;
+    pub fn fill(&mut self, gpu: &Gpu, dtype: DType, tensor: DeviceSlice<'_>) -> Result<(), Error> {
+        let place = self.place(gpu, dtype)?;
+        let buffer = &self.buffers[place].1;
+        let piece = buffer.bytes() / 2;
         let mut done = 0;
         while done < tensor.bytes() {
             let length = piece.min(tensor.bytes() - done);
             // Starts on a multiple of 16 elements keep elements whole.
-            let step = 16 * self.dtype.bytes() as u64;
+            let step = 16 * dtype.bytes() as u64;
             let start = self.random.below((piece / step) as usize) as u64 * step;
-            let from = self.buffer.slice(start..start + length)?;
+            let from = buffer.slice(start..start + length)?;
             gpu.stream().copy(from, tensor.slice(done..done + length)?)?;
             done += length;
         }

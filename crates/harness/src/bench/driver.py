@@ -18,6 +18,8 @@ HEAD_START = 200_000
 # Steps of forward and backward over so many queries or fewer are captured in graphs: their launches take a
 # host longer than they take the GPU.
 SHORT = 2048
+EIGHT_BITS = torch.float8_e4m3fn
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "e4m3": EIGHT_BITS}
 
 
 def say(**what):
@@ -84,7 +86,7 @@ def encoded(tensor, dimensions, strides, extent, swizzle):
     address = (ctypes.addressof(raw) + 127) // 128 * 128
     dimensions, strides = (ctypes.c_uint64 * rank)(*dimensions), (ctypes.c_uint64 * (rank - 1))(*strides)
     box, ones = (ctypes.c_uint32 * rank)(*extent), (ctypes.c_uint32 * rank)(*[1] * rank)
-    kind = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}[tensor.dtype]
+    kind = {EIGHT_BITS: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}[tensor.dtype]
     mode = {0: 0, 32: 1, 64: 2, 128: 3}[swizzle]
     check(cu.cuTensorMapEncodeTiled(ctypes.c_void_p(address), kind, rank, ctypes.c_void_p(tensor.data_ptr()),
                                     dimensions, strides, box, ones, 0, mode, 3, 0), "cuTensorMapEncodeTiled")
@@ -167,8 +169,8 @@ def sdpa(backend):
 
 
 def fa3(q, k, v, problem):
-    if q.dtype != torch.bfloat16:
-        raise RuntimeError("the wheel has bf16 alone")
+    if q.dtype not in (torch.bfloat16, EIGHT_BITS):
+        raise RuntimeError("the wheel has bf16 and e4m3 alone")
     sys.path.insert(0, os.environ.get("FA3", "fa3"))
     import fa3_fwd_interface as interface
     window = tuple(-1 if side is None else side for side in problem["window"] or (None, None))
@@ -435,11 +437,18 @@ class Truth:
             lse = scores.logsumexp(-1)
             self.lse.append(lse)
             self.exact.append(torch.where(lse[:, None] == float("-inf"), 0.0, (scores - lse[:, None]).exp()) @ values)
-            low = scores.to(q.dtype).float().softmax(-1).nan_to_num(0.0).to(q.dtype)
-            self.baseline.append((low.float() @ values.float()).to(q.dtype).double())
+            wide = DTYPES[problem["output"]]
+            if q.dtype == EIGHT_BITS:
+                # Weights of 8 bits, lifted as far as their element allows; sums of the rounded ones.
+                low = (scores - scores.amax(-1, keepdim=True)).exp().nan_to_num(0.0).float()
+                low = (low * 256.0).to(q.dtype).float()
+                low = low / low.sum(-1, keepdim=True).clamp_min(1e-30)
+            else:
+                low = scores.to(wide).float().softmax(-1).nan_to_num(0.0).to(wide)
+            self.baseline.append((low.float() @ values.float()).to(wide).double())
         difference = max((a - b).abs().max().item() for a, b in zip(self.exact, self.baseline))
         largest = max(a.abs().max().item() for a in self.exact)
-        self.tolerance = 2 * difference + torch.finfo(q.dtype).eps * largest
+        self.tolerance = 2 * difference + torch.finfo(wide).eps * largest
 
     def judge(self, out, lse):
         """The largest error, and whether all is right."""
@@ -507,7 +516,7 @@ def forward_samplers(job, index, inputs, problem):
     """Everybody who serves a problem, what each finds, and why the others do not."""
     (q, k, v), samplers, results, refused = inputs, {}, {}, {}
     for ours in job["cells"][index]["ours"]:
-        out = torch.empty([*q.shape[:3], problem["value_head_dim"]], device=DEVICE, dtype=q.dtype)
+        out = torch.empty([*q.shape[:3], problem["value_head_dim"]], device=DEVICE, dtype=DTYPES[problem["output"]])
         lse = torch.empty([q.shape[0], q.shape[2], q.shape[1]], device=DEVICE, dtype=torch.float32)
         kernel = Kernel(ours, dict(query=q, key=k, value=v, output=out, lse=lse))
 
@@ -555,19 +564,33 @@ def backward_samplers(job, index, inputs, problem):
     return given, samplers, results, refused
 
 
+def normal(shape, dtype):
+    """Standard normal numbers, rounded where there are none of the type."""
+    wide = torch.bfloat16 if dtype == EIGHT_BITS else dtype
+    return torch.randn(shape, device=DEVICE, dtype=wide).to(dtype)
+
+
+def refill(tensor):
+    """New contents."""
+    if tensor.dtype == EIGHT_BITS:
+        tensor.copy_(normal(tensor.shape, tensor.dtype))
+    else:
+        tensor.normal_()
+
+
 def cell(job, index, flush, chance):
     problem = job["cells"][index]["problem"]
-    dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[problem["dtype"]]
+    dtype = DTYPES[problem["dtype"]]
     shape = [problem["batch"], problem["query_length"], problem["heads"], problem["head_dim"]]
     keys = [problem["batch"], problem["key_length"], problem["kv_heads"], problem["head_dim"]]
-    q, k = torch.randn(shape, device=DEVICE, dtype=dtype), torch.randn(keys, device=DEVICE, dtype=dtype)
-    v = torch.randn([*keys[:3], problem["value_head_dim"]], device=DEVICE, dtype=dtype)
+    q, k = normal(shape, dtype), normal(keys, dtype)
+    v = normal([*keys[:3], problem["value_head_dim"]], dtype)
     if problem["pass"] == "backward":
         given, samplers, results, refused = backward_samplers(job, index, (q, k, v), problem)
         renew, truth_of = given.refill if job["step"] else given.renew, lambda: GradientsTruth(given)
     else:
         samplers, results, refused = forward_samplers(job, index, (q, k, v), problem)
-        renew, truth_of = lambda: [tensor.normal_() for tensor in (q, k, v)], lambda: Truth(q, k, v, problem)
+        renew, truth_of = lambda: [refill(tensor) for tensor in (q, k, v)], lambda: Truth(q, k, v, problem)
     names = [name for name in job["order"] if name in samplers]
     for cache in job["caches"]:
         marks = {name: [] for name in names}

@@ -1,9 +1,9 @@
 //! Kernels of ours, measured by this process: plans of the library, launched as its users do.
 
 use cuda::{Buffer, DeviceAddress, Event, ExecutableGraph, Stream};
-use flashcore::Problem;
 use flashcore::family::tuning::fingerprint;
 use flashcore::gpu::Gpu;
+use flashcore::{DTypes, Problem};
 use testing::Verdict;
 
 use super::{Candidate, Observer, Options, Pool};
@@ -25,15 +25,13 @@ pub(super) fn run(
 ) -> Result<(), Error> {
     compile_ahead(gpu, options);
     let mut random = Random::new(options.seed);
-    let mut pool: Option<Pool> = None;
+    let mut pool = Pool::new(options.seed);
     for problem in &options.set.problems {
-        let kept = pool.take().filter(|pool| pool.dtype() == problem.dtype());
-        let filled = kept.map_or_else(|| Pool::new(gpu, problem.dtype(), options.seed), Ok)?;
-        let mut arena = Arena::new(gpu, problem, filled)?;
+        let mut arena = Arena::new(gpu, problem, pool)?;
         let cell = measure(gpu, options, problem, &mut arena, &mut random)?;
         observer.cell(results, &cell);
         results.cells.push(cell);
-        pool = Some(arena.pool);
+        pool = arena.pool;
     }
     Ok(())
 }
@@ -145,7 +143,7 @@ type Checked = Option<(usize, u64)>;
 type Rounds = (Vec<f64>, Option<Result<Verdict, String>>);
 
 impl Arena {
-    /// For a problem of the pool's element type.
+    /// For a problem.
     pub fn new(gpu: &Gpu, problem: &Problem, pool: Pool) -> Result<Self, Error> {
         let [query, key, value, ..] = bytes(problem)?.map(|it| Buffer::new(gpu.device(), it));
         Ok(Arena {
@@ -209,8 +207,9 @@ impl Arena {
             None => None,
         };
         for round in 0..WARM_UP + rounds {
-            for tensor in &self.inputs {
-                self.pool.fill(gpu, tensor.all())?;
+            let DTypes { query, key, value, .. } = problem.dtypes;
+            for (tensor, dtype) in self.inputs.iter().zip([query, key, value]) {
+                self.pool.fill(gpu, dtype, tensor.all())?;
             }
             for place in 0..count {
                 let index = if round % 2 == 0 { place } else { count - 1 - place };

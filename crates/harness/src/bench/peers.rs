@@ -56,7 +56,9 @@ struct ProblemJob {
     key_length: usize,
     head_dim: usize,
     value_head_dim: usize,
+    /// The element of the inputs, and that of the output.
     dtype: String,
+    output: String,
     causal: bool,
     /// Keys before and after its position that a query sees, where there is a window; all of a
     /// side that has none.
@@ -282,6 +284,7 @@ impl ProblemJob {
             head_dim: problem.head_dim,
             value_head_dim: problem.value_head_dim,
             dtype: problem.dtype().to_string(),
+            output: problem.dtypes.output.to_string(),
             causal: problem.mask == Mask::CAUSAL,
             window: (!plain).then_some([left, right]),
             scale: problem.scale(),

@@ -33,7 +33,7 @@ impl<'a> GpuMeter<'a> {
         Ok(GpuMeter {
             gpu,
             problem: problem.clone(),
-            arena: Arena::new(gpu, problem, Pool::new(gpu, problem.dtype(), seed)?)?,
+            arena: Arena::new(gpu, problem, Pool::new(seed))?,
             random: Random::new(seed),
             known: Default::default(),
         })

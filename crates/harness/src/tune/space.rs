@@ -193,9 +193,12 @@ impl Genome {
 /// Whether a configuration can be built and can hold its tiles in registers: nothing that fails
 /// here is worth compiling.
 pub fn possible(forward: &Forward) -> Result<(), String> {
-    // What a thread holds at once: scores, the probabilities of two blocks, the output, queries.
-    let scores = forward.key_block / 2;
-    let probabilities = 2 * forward.key_block / 4;
+    // What a thread holds at once: scores, the probabilities of two blocks, the output, queries. Of
+    // 8 bits the probabilities of one block, and in the place of scores a part of the output.
+    let (scores, probabilities) = match forward.is_fp8() {
+        true => ((forward.key_block / 2).max(64), forward.key_block / 8),
+        false => (forward.key_block / 2, 2 * forward.key_block / 4),
+    };
     let output = forward.value_head_dim.next_multiple_of(8) / 2;
     let queries = match forward.query_source {
         Source::Registers => forward.head_dim.next_multiple_of(16) / 4,

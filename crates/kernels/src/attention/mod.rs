@@ -8,6 +8,7 @@
 //! | `scores` | what becomes of the product of a query and a key before the softmax |
 //! | `softmax` | the guarded softmax of a thread's rows |
 //! | `rows` | what a finished row comes to: the factor of its output and its log-sum-exp |
+//! | `descale` | what products of 8-bit numbers are multiplied with |
 //! | `sequences` | where sequences begin and end, in batch entries, packed or in pages |
 //!
 //! A family says how its hardware does it: where a thread's scores lie (`Score`), and in which
@@ -19,6 +20,7 @@
 pub mod function;
 pub mod rules;
 
+pub(crate) mod descale;
 pub(crate) mod rows;
 pub(crate) mod scores;
 pub(crate) mod sequences;

@@ -19,6 +19,9 @@ use super::rows::{Finished, NOTHING_SEEN, Reference, finish};
 /// The state of a thread's rows.
 pub(crate) struct Softmax {
     scale_log2: Reg<F32>,
+    /// The binary logarithm of what weights and sums are multiplied with, for an element that has
+    /// more room above one than below it.
+    lift: f32,
     /// What is subtracted from the scores of each row, before scaling.
     reference: Vec<Reg<F32>>,
     /// The thread's part of each row's sum.
@@ -39,7 +42,21 @@ impl Softmax {
     /// them values.
     pub(crate) fn new(k: &mut Builder, rows: usize, scale_log2: Reg<F32>) -> Self {
         let reference = (0..rows).map(|_| k.register()).collect();
-        Softmax { scale_log2, reference, sum: (0..rows).map(|_| k.register()).collect() }
+        let sum = (0..rows).map(|_| k.register()).collect();
+        Softmax { scale_log2, lift: 0.0, reference, sum }
+    }
+
+    /// The same with weights `2^lift` times as large.
+    pub(crate) fn lifted(self, lift: f32) -> Self {
+        Softmax { lift, ..self }
+    }
+
+    /// The rows have seen nothing.
+    pub(crate) fn clear(&self, k: &mut Builder) {
+        for (reference, sum) in self.reference.iter().zip(&self.sum) {
+            k.set(*reference, NOTHING_SEEN);
+            k.set(*sum, 0.0);
+        }
     }
 
     /// The exact maximum of a first block becomes the rows' reference.
@@ -74,7 +91,10 @@ impl Softmax {
         mut store: impl FnMut(&mut Builder, usize, [Reg<F32>; 2]),
     ) -> Vec<Reg<F32>> {
         let offset: Vec<Reg<F32>> = (self.reference.iter())
-            .map(|reference| k.eval(-(*reference * self.scale_log2)))
+            .map(|reference| {
+                let offset = -(*reference * self.scale_log2);
+                if self.lift == 0.0 { k.eval(offset) } else { k.eval(offset + self.lift) }
+            })
             .collect();
         let mut chains: Vec<[Option<Reg<F32>>; 2]> = vec![[None; 2]; offset.len()];
         for (index, pair) in scores.chunks_exact(2).enumerate() {
@@ -131,7 +151,14 @@ impl Softmax {
         rows.map(|(sum, reference)| {
             let sum = k.reduce_lanes(*sum, 4, |a, b| a + b);
             let (reference, scale_log2) = (*reference, self.scale_log2);
-            finish(k, Reference::Guarded { reference, scale_log2 }, sum, sink)
+            if self.lift == 0.0 {
+                return finish(k, Reference::Guarded { reference, scale_log2 }, sum, sink);
+            }
+            // Powers of two: exact.
+            let lower = (-self.lift).exp2();
+            let sum = k.eval(sum * lower);
+            let row = finish(k, Reference::Guarded { reference, scale_log2 }, sum, sink);
+            Finished { factor: k.eval(row.factor * lower), ..row }
         })
         .collect()
     }

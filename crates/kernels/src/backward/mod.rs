@@ -60,6 +60,7 @@ mod order;
 mod place;
 mod producer;
 mod ragged;
+mod ring;
 mod rounding;
 mod row_blocks;
 mod row_sums;
@@ -67,6 +68,7 @@ mod sink_gradients;
 mod tuned;
 mod wide;
 
+pub use ring::NO_LAG;
 pub use rounding::Rounding;
 pub use row_sums::RowSums;
 pub use sink_gradients::SinkGradients;
@@ -311,6 +313,7 @@ impl Backward {
             value_head_dim: self.value_head_dim,
             sums: self.sums_layout(),
             turns: self.deterministic,
+            ring: self.has_ring(),
             batch: self.batch,
         }
     }

@@ -5,6 +5,7 @@ use ptx::{Builder, Choose, Expression, Pred, Reg, S32, U32, Value};
 use super::Backward;
 use super::order::{Order, Turn};
 use super::ragged::{Ragged, Slice};
+use super::ring::Ring;
 use crate::attention::Batch;
 use crate::attention::visibility::{KeyTile, QueryBlocks, Visibility};
 use crate::divisor::DivisorRegisters;
@@ -15,12 +16,14 @@ pub(super) struct Place {
     query_block: u32,
     pub(super) key_block: u32,
     sequences: Sequences,
-    key_heads: DivisorRegisters,
+    pub(super) key_heads: DivisorRegisters,
     /// Query heads that share a key head.
-    group: Reg<U32>,
+    pub(super) group: Reg<U32>,
     pub(super) visibility: Visibility,
     /// Where additions come in one order; ragged batches have their own.
     order: Option<Order>,
+    /// Where sums lie in a ring.
+    pub(super) ring: Option<Ring>,
 }
 
 /// Where sequences are.
@@ -77,6 +80,7 @@ impl Place {
             visibility: Visibility::parameters(k, backward.rules.mask),
             order: (backward.deterministic && backward.batch == Batch::Equal)
                 .then(|| Order::parameters(k)),
+            ring: backward.has_ring().then(|| Ring::parameters(k)),
         }
     }
 
@@ -131,6 +135,15 @@ impl Place {
         }
         let index = k.block_index();
         key_blocks.divide(k, index)
+    }
+
+    /// The same where sequences have equal lengths, with the key blocks of a head.
+    pub(super) fn head_and_key_block(&self, k: &mut Builder) -> [Reg<U32>; 3] {
+        let Sequences::Equal { key_blocks, .. } = &self.sequences else {
+            unreachable!("heads of ragged batches are in lists")
+        };
+        let (head, key_block) = self.key_block(k, key_blocks);
+        [head, key_block, key_blocks.number]
     }
 
     /// The first key of this block.
@@ -226,6 +239,22 @@ impl Place {
                 Some(slice) => head * blocks + slice.first_block + start,
             }),
             path,
+        }
+    }
+
+    /// Where the sums of a walk's block of query rows lie, rather than which one it is: the walks of
+    /// those who add count these.
+    pub(super) fn count_places(&self, k: &mut Builder, walk: &Walk) {
+        if let Some(ring) = &self.ring {
+            let back = ring.back(k, self);
+            k.set(walk.number, walk.number - back);
+        }
+    }
+
+    /// One thread of each warpgroup says that everything has been added, after the consumers have met.
+    pub(super) fn added(&self, k: &mut Builder) {
+        if let Some(ring) = &self.ring {
+            ring.added(k);
         }
     }
 

@@ -138,6 +138,11 @@ impl RowBlocks {
 }
 
 impl RowBlock {
+    /// Which one of its sequence's it is.
+    pub(super) fn index(&self) -> Reg<U32> {
+        self.block
+    }
+
     /// The first of its rows.
     pub(super) fn first_row(&self, query_block: u32) -> Value<U32> {
         self.block * query_block

@@ -8,6 +8,7 @@ use ptx::{
     U64, Value,
 };
 
+use super::scales::{Scaling, TokenScales};
 use super::schedule::Cursor;
 use super::{Decode, Numbers};
 use crate::attention::sequences::Places;
@@ -38,6 +39,7 @@ impl Copies {
         decode: &'a Decode,
         places: &'a Places,
         numbers: &Numbers,
+        scaling: &Scaling,
     ) -> Ring<'a> {
         let (keys, values) = (decode.key_layout(), decode.value_layout());
         let bytes = keys.bytes() + values.bytes();
@@ -46,10 +48,11 @@ impl Copies {
         let base = k.eval(base + numbers.warp * (decode.stages * bytes));
         let gather = Gather::new(k, decode, numbers, self);
         gather.clear_padding(k, decode, base, bytes);
+        let scales = TokenScales::new(k, decode, numbers, scaling);
         let (entry, row) = (k.variable(0), k.variable(0));
         let stage = k.variable(0);
         let Numbers { lane, warp, .. } = *numbers;
-        Ring { decode, places, gather, base, bytes, stage, entry, row, lane, warp }
+        Ring { decode, places, gather, scales, base, bytes, stage, entry, row, lane, warp }
     }
 }
 
@@ -58,11 +61,12 @@ pub(super) struct Ring<'a> {
     decode: &'a Decode,
     places: &'a Places,
     gather: Gather,
+    pub(super) scales: TokenScales,
     base: Reg<SharedAddress>,
     /// Of a stage: a tile of keys, then one of values.
     bytes: u32,
     /// The stage that is read next.
-    stage: Reg<U32>,
+    pub(super) stage: Reg<U32>,
     /// Where the tile to be copied next is: with pages, the lane's row of it, else its first.
     entry: Reg<U32>,
     row: Reg<U32>,
@@ -103,6 +107,7 @@ impl Ring<'_> {
             let first = k.eval(cursor.first_key + tile * decode.tile_keys);
             let valid = k.eval(cursor.keys - first.minimum(cursor.keys));
             self.gather.copy(k, decode, target, [self.entry, self.row], valid);
+            self.scales.copy(k, stage, [self.entry, self.row], valid);
             let next = k.eval(tile + decode.warps);
             self.look_up(k, cursor, next);
         });
@@ -146,12 +151,35 @@ struct Gather {
     inside: [Reg<U32>; 2],
 }
 
-/// A tensor, from the block's head and the lane's chunk on.
-struct GatherSource {
-    address: Reg<GlobalAddress>,
+/// A tensor, from the block's head on.
+pub(super) struct RowSource {
+    pub(super) address: Reg<GlobalAddress>,
     /// Bytes from one batch entry or page, and from one row, to the next.
     entry_bytes: Reg<U64>,
     row_bytes: Reg<U64>,
+}
+
+impl RowSource {
+    /// A tensor of elements of so many bytes.
+    pub(super) fn new(k: &mut Builder, source: &Strided, bytes: u32, head: Reg<U32>) -> Self {
+        let Strided { address, strides } = source;
+        RowSource {
+            address: k.eval(*address + head.convert::<U64>() * strides.head * bytes),
+            entry_bytes: k.eval(strides.batch * bytes),
+            row_bytes: k.eval(strides.row * bytes),
+        }
+    }
+
+    /// The bytes to a row of an entry.
+    pub(super) fn row(&self, k: &mut Builder, entry: Reg<U32>, row: Reg<U32>) -> Reg<U64> {
+        let entry = entry.convert::<U64>() * self.entry_bytes;
+        k.eval(entry + row.convert::<U64>() * self.row_bytes)
+    }
+}
+
+/// A tensor, from the lane's chunk on.
+struct GatherSource {
+    rows: RowSource,
     copies: RowCopies,
 }
 
@@ -159,24 +187,13 @@ impl GatherSource {
     fn new(
         k: &mut Builder,
         copies: RowCopies,
-        source: Strided,
+        source: &Strided,
         head: Reg<U32>,
         place: ChunkPlace,
     ) -> Self {
-        let bytes = copies.layout().element.bytes();
-        let Strided { address, strides } = source;
-        let head = head.convert::<U64>() * strides.head * bytes;
-        GatherSource {
-            address: k.eval(address + head + place.source_bytes().convert::<U64>()),
-            entry_bytes: k.eval(strides.batch * bytes),
-            row_bytes: k.eval(strides.row * bytes),
-            copies,
-        }
-    }
-
-    fn row(&self, k: &mut Builder, entry: Reg<U32>, row: Reg<U32>) -> Reg<U64> {
-        let entry = entry.convert::<U64>() * self.entry_bytes;
-        k.eval(entry + row.convert::<U64>() * self.row_bytes)
+        let mut rows = RowSource::new(k, source, copies.layout().element.bytes(), head);
+        rows.address = k.eval(rows.address + place.source_bytes().convert::<U64>());
+        GatherSource { rows, copies }
     }
 }
 
@@ -187,9 +204,9 @@ impl Gather {
         let Copies { keys, values } = copies;
         let head = numbers.key_head;
         let rows = RowCopies::new(decode.key_layout(), decode.head_dim);
-        let keys = GatherSource::new(k, rows, keys, head, place);
+        let keys = GatherSource::new(k, rows, &keys, head, place);
         let rows = RowCopies::new(decode.value_layout(), decode.value_head_dim);
-        let values = GatherSource::new(k, rows, values, head, place);
+        let values = GatherSource::new(k, rows, &values, head, place);
         Gather { keys, values, place, inside }
     }
 
@@ -248,7 +265,7 @@ impl Gather {
         source: &GatherSource,
         [entry, row]: [Reg<U32>; 2],
     ) -> Vec<Reg<GlobalAddress>> {
-        let passes = 0..decode.tile_keys / ROWS;
+        let (passes, source) = (0..decode.tile_keys / ROWS, &source.rows);
         if decode.paged {
             let mine = source.row(k, entry, row);
             let from = |pass| {

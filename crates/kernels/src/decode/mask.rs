@@ -2,6 +2,7 @@
 
 use ptx::{Builder, Expression, Pred, Reg, RowCopies, S32, SharedAddress, U32, Value};
 
+use super::copies::Ring;
 use super::schedule::Cursor;
 use super::{Decode, Numbers};
 
@@ -29,26 +30,28 @@ impl Mask {
         first().less(begin) | (first() + decode.tile_keys as i32).greater(end)
     }
 
-    /// Overwrites values that nobody sees with zeros: memory beyond a sequence may hold anything,
-    /// and no probability of zero makes a number of it.
+    /// Overwrites values that nobody sees, and their scales, with zeros: memory beyond a sequence
+    /// may hold anything, and no probability of zero makes a number of it.
     pub(super) fn clear(
         &self,
         k: &mut Builder,
         decode: &Decode,
         numbers: &Numbers,
-        values: Reg<SharedAddress>,
+        (ring, values): (&Ring<'_>, Reg<SharedAddress>),
         first_key: Reg<U32>,
     ) {
         let copies = RowCopies::new(decode.value_layout(), decode.value_head_dim);
         let zero = [0; 4].map(|zero| k.eval::<U32>(zero));
         let [begin, end] = self.outer;
+        let hidden = |key: Reg<S32>| key.less(begin) | key.at_least(end);
         for pass in 0..decode.tile_keys / 4 {
             let row = k.eval(numbers.lane / 8 + 4 * pass);
             let key = k.eval((first_key + row).reinterpret::<S32>());
-            k.if_(key.less(begin) | key.at_least(end), |k| {
+            k.if_(hidden(key), |k| {
                 copies.clear_row(k, values, (row, numbers.lane % 8), &zero);
             });
         }
+        ring.scales.clear(k, ring.stage, first_key, hidden);
         k.warp_sync();
     }
 }

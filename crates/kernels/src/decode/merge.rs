@@ -3,6 +3,7 @@
 use ptx::{Builder, Choose, Expression, F32, GlobalAddress, Packed, Reg, SharedAddress, U32, U64};
 
 use super::combine::Combine;
+use super::scales::Scaling;
 use super::schedule::Part;
 use super::walk::Walk;
 use super::{Decode, Numbers};
@@ -54,6 +55,7 @@ pub(super) struct Merge<'a> {
     pub(super) numbers: &'a Numbers,
     pub(super) results: Results,
     sinks: Option<Sinks>,
+    scaling: &'a Scaling,
     /// Outputs by warp, row and column, in `f32`; with several teams, then the factors of parts.
     pub(super) outputs: Reg<SharedAddress>,
     /// Maximum and sum by warp and row.
@@ -70,6 +72,7 @@ impl<'a> Merge<'a> {
         numbers: &'a Numbers,
         results: Results,
         sinks: Option<Sinks>,
+        scaling: &'a Scaling,
     ) -> Self {
         let rows = decode.warps * decode.rows;
         let outputs = k.shared("merged outputs", 4 * rows * decode.value_head_dim, 16);
@@ -80,6 +83,7 @@ impl<'a> Merge<'a> {
             numbers,
             results,
             sinks,
+            scaling,
             outputs: k.shared_address(outputs),
             rows: k.shared_address(statistics),
             last: k.shared_address(last),
@@ -122,6 +126,10 @@ impl<'a> Merge<'a> {
         let decode = self.decode;
         let rows = k.eval(self.rows + warp * (8 * decode.rows));
         let outputs = k.eval(self.outputs + warp * (4 * decode.rows * decode.value_head_dim));
+        if let Some(unit) = &walk.unit {
+            let unit = unit.value(k);
+            walk.output.scale(k, unit);
+        }
         for eight in 0..decode.rows as usize / 8 {
             let sum = k.reduce_lanes(walk.softmax.sum[eight], 4, |a, b| a + b);
             k.if_((lane % 4).equals(0), |k| {
@@ -131,6 +139,14 @@ impl<'a> Merge<'a> {
             for odd in 0..2 {
                 let row = k.eval(lane % 4 * 2 + (8 * eight + odd));
                 for (tile, _, cell) in walk.output.eight(eight).cells() {
+                    if decode.cache.is_narrow() {
+                        // The thread's two columns are neighbours.
+                        let column = k.eval(lane / 4 * 2 + 16 * tile);
+                        let at = outputs + self.output_byte(row, column);
+                        let pair = [0, 1].map(|half| cell.pair(half)[odd]);
+                        k.store_vector(at, &pair, Default::default());
+                        continue;
+                    }
                     for half in 0..2 {
                         let first = (16 * tile + 8 * half) as u32;
                         if first >= decode.value_head_dim {
@@ -220,8 +236,11 @@ impl<'a> Merge<'a> {
         let head = k.eval(numbers.key_head * numbers.group.number + member);
         let place = k.eval(part.first_query + query);
         let sink = self.sinks.map(|sinks| sinks.of(k, head));
-        let Finished { factor, log_sum } =
+        let Finished { mut factor, log_sum } =
             finish(k, Reference::Maximum(sums.maximum), sums.sum, sink);
+        if let Some(scale) = self.scaling.values.of_head(k, part.sequence, numbers.key_head) {
+            factor = k.eval(factor * scale);
+        }
 
         let at = [part.sequence, place, head];
         let address =

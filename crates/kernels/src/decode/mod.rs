@@ -24,12 +24,18 @@
 //!
 //! A warp is on its own until the merge: it copies its own tiles, waits for its
 //! own copies and holds its own row maxima.
+//!
+//! Caches of 8 bits are half the bytes, and memory is the limit. Their numbers become
+//! `f16` on the way from shared memory to the tensor cores, two with an instruction,
+//! and so do queries (queries.rs) and probabilities; scales.rs has their scales.
 
 mod combine;
 mod copies;
 mod mask;
 mod merge;
 mod products;
+mod queries;
+mod scales;
 mod schedule;
 mod softmax;
 mod tuned;
@@ -47,11 +53,13 @@ use crate::attention::rows::Sinks;
 use crate::attention::scores::{ScoreRule, Slopes};
 use crate::attention::sequences::Places;
 use crate::attention::{MaskKind, Rules};
+use crate::cache::{Cache, Scales};
 use crate::divisor::DivisorRegisters;
 use crate::parameter::{Number, Tensor};
 use crate::strides::Strides;
 use copies::Copies;
 use merge::{Merge, Results};
+use scales::Scaling;
 use schedule::{Cursor, Schedule};
 use walk::Walk;
 
@@ -60,11 +68,13 @@ use walk::Walk;
 pub struct Decode {
     /// The architecture.
     pub target: Target,
-    /// The element of all four tensors: `F16` or `BF16`.
+    /// The element of queries and outputs: `F16` or `BF16`.
     pub element: Element,
-    /// The width of queries and keys: a multiple of 8 up to 256.
+    /// What keys and values are made of: the same element, or one of 8 bits.
+    pub cache: Cache,
+    /// The width of queries and keys: a multiple of 8 up to 256; of 16 with keys of 8 bits.
     pub head_dim: u32,
-    /// The width of values and outputs: a multiple of 8 up to 256.
+    /// The width of values and outputs: the same.
     pub value_head_dim: u32,
     /// Query rows of a block, queries times query heads of a key head: 8 or 16. Where there
     /// are more, several blocks read the same keys.
@@ -115,24 +125,37 @@ impl Decode {
         let paged = if self.paged { "_paged" } else { "" };
         let chunked = if self.rules.mask == MaskKind::Chunked { "_chunked" } else { "" };
         let extras = format!("{paged}{chunked}{}", self.rules.extras());
+        let cache = self.cache.suffix(self.element);
         format!(
-            "decode_{element}_d{head_dim}x{value_head_dim}_r{rows}{extras}_w{warps}x{tile_keys}_s{stages}b{blocks}"
+            "decode_{element}{cache}_d{head_dim}x{value_head_dim}_r{rows}{extras}_w{warps}x{tile_keys}_s{stages}b{blocks}"
         )
     }
 
     /// The tile of keys of one warp.
     pub fn key_layout(&self) -> TileLayout {
-        self.layout(self.head_dim.next_multiple_of(16))
+        self.layout(self.head_dim)
     }
 
     /// The tile of values of one warp.
     pub fn value_layout(&self) -> TileLayout {
-        self.layout(self.value_head_dim.next_multiple_of(16))
+        self.layout(self.value_head_dim)
     }
 
     fn layout(&self, columns: u32) -> TileLayout {
-        let (element, rows) = (self.element, self.tile_keys);
+        let (element, rows) = (self.cache.element, self.tile_keys);
+        // `ldmatrix` takes 32 bytes of a row at a time.
+        let columns = columns.next_multiple_of(32 / element.bytes());
         TileLayout { element, rows, columns, swizzle: Swizzle::B128 }
+    }
+
+    /// The element of products: queries and keys, probabilities and values.
+    const fn operand(&self) -> Element {
+        if self.cache.is_narrow() { Element::F16 } else { self.element }
+    }
+
+    /// Bytes of the scales of a tile's tokens.
+    const fn token_bytes(&self) -> u32 {
+        4 * self.tile_keys
     }
 
     /// Threads of a block.
@@ -168,12 +191,17 @@ impl Decode {
         let tiles =
             self.warps * self.stages * (self.key_layout().bytes() + self.value_layout().bytes());
         let rows = self.warps * self.rows;
-        tiles + 4 * rows * self.value_head_dim + 8 * rows + 4
+        let of_tokens = [self.cache.key_scales, self.cache.value_scales];
+        let of_tokens = of_tokens.into_iter().filter(|it| *it == Scales::PerToken).count() as u32;
+        let scales = of_tokens * self.warps * self.stages * self.token_bytes();
+        tiles + scales + 4 * rows * self.value_head_dim + 8 * rows + 4
     }
 
     /// Why there is no such kernel.
     fn fault(&self) -> Option<&'static str> {
-        let wide = |dim: u32| dim == 0 || dim > 256 || !dim.is_multiple_of(8);
+        let narrow = self.cache.is_narrow();
+        let chunk = 16 / self.cache.element.bytes();
+        let wide = |dim: u32| dim == 0 || dim > 256 || !dim.is_multiple_of(chunk);
         // The system keeps 1 KB of the multiprocessor's for each block.
         let fits = |target: Target| {
             (self.shared_bytes() + 1024) * self.blocks <= target.shared_memory_limit() + 1024
@@ -184,8 +212,12 @@ impl Decode {
                 "the element is not f16 or bf16",
             ),
             (
+                !narrow && self.cache != Cache::plain(self.element),
+                "the cache has an element or scales of its own, and not 8 bits",
+            ),
+            (
                 wide(self.head_dim) || wide(self.value_head_dim),
-                "a head dimension is not a multiple of 8 up to 256",
+                "a head dimension is not up to 256 and whole chunks of 16 bytes",
             ),
             (!self.rules.mask.is_window(), "the mask of a ragged batch is a window"),
             (![8, 16].contains(&self.rows), "a block has 8 or 16 query rows"),
@@ -198,6 +230,10 @@ impl Decode {
             (
                 !self.target.has(Capability::AsyncCopies) || !self.target.has(Capability::Mma),
                 "the target has no cp.async or no mma.sync",
+            ),
+            (
+                narrow && !self.target.has(Capability::Fp8Conversion),
+                "the target does not convert numbers of 8 bits",
             ),
         ];
         let fault = faults.into_iter().find(|(faulty, _)| *faulty).map(|(_, fault)| fault);
@@ -213,6 +249,7 @@ impl Decode {
     /// | --- | --- |
     /// | `queries`, `output` | addresses, with batch, row and head strides in elements |
     /// | `keys`, `values` | the same; a batch entry may be a page |
+    /// | `key descale`, `value descale` | scales of 8-bit caches, `f32`: with batch and head strides for each sequence and key head, or with those of the cache for each token |
     /// | `lse` | the address of the log-sum-exps, `f32`, with batch and head strides in elements |
     /// | `parts`, `counters` | workspace; a counter for each sequence and block of a team, zero before the first launch and after each |
     /// | `batch`, `query length`, `key length` | sequences, and the longest lengths |
@@ -243,6 +280,7 @@ impl Decode {
         let results = Results::parameters(k);
         let schedule = Schedule::parameters(k, self.rules.mask);
         let copies = Copies::parameters(k);
+        let scaling = Scaling::parameters(k, self);
         let places = Places::parameters(k, self.paged);
         let scores = ScoreRule::parameters(k, &self.rules);
         let slopes = self.rules.alibi.then(|| Slopes::parameters(k));
@@ -253,8 +291,8 @@ impl Decode {
         places.warm(k, schedule.sequences(), thread);
         let sinks = self.rules.sinks.then(|| Sinks::parameters(k));
 
-        let ring = copies.prepare(k, self, &places, &numbers);
-        let merge = Merge::new(k, self, &numbers, results, sinks);
+        let ring = copies.prepare(k, self, &places, &numbers, &scaling);
+        let merge = Merge::new(k, self, &numbers, results, sinks, &scaling);
         let lanes = SteppedLanes::columns_first(k, numbers.lane);
 
         let mut cursor = Cursor::new(k, self, &schedule, &numbers);
@@ -263,7 +301,7 @@ impl Decode {
             ring.begin(k, &cursor);
             k.loop_(|k| {
                 let mut walk = Walk::new(k, self, &numbers, lanes);
-                walk.load_queries(k, queries, &query_strides, &cursor);
+                walk.load_queries(k, (queries, &query_strides), &cursor, &scaling);
                 walk.keys(k, &ring, &cursor, scores, slopes);
 
                 // The next sequence's first tiles are on their way before this one is finished.

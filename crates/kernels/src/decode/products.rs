@@ -11,13 +11,22 @@ use ptx::{
 
 use super::Decode;
 
-/// The output, transposed: for each eight query rows, value columns by these.
+/// The output, transposed: for each eight query rows, value columns by these. Of each sixteen
+/// columns, 8-bit values leave the even ones above the odd ones.
 pub(super) struct Output(Vec<WarpAccumulator>);
 
 impl Output {
     pub(super) fn zeros(k: &mut Builder, decode: &Decode) -> Self {
         let columns = decode.value_head_dim.next_multiple_of(16);
         Output((0..decode.rows / 8).map(|_| WarpAccumulator::zeros(k, columns, 8)).collect())
+    }
+
+    /// Multiplies every element.
+    pub(super) fn scale(&self, k: &mut Builder, factor: Reg<F32>) {
+        let cells = self.0.iter().flat_map(WarpAccumulator::cells);
+        for element in cells.flat_map(|(_, _, cell)| cell.registers()) {
+            k.set(element, element * factor);
+        }
     }
 
     /// Of eight query rows.
@@ -38,14 +47,28 @@ pub(super) fn scores(
     let reader = TileReader::stepped(k, decode.key_layout(), keys, lanes);
     let zero = MmaSum::from_zero(k.eval::<F32>(0.0));
     let scores = WarpAccumulator::new(k, 16 * queries.len() as u32, decode.tile_keys);
-    for step in 0..decode.head_dim.div_ceil(16) {
+    let multiply = |k: &mut Builder, step: usize, row: u32, keys: [FragmentB; 2]| {
+        for (half, keys) in keys.into_iter().enumerate() {
+            for (tile, queries) in queries.iter().enumerate() {
+                let cell = scores.cell(tile, 2 * row as usize + half);
+                let sum = if step == 0 { zero } else { cell.into() };
+                k.mma(cell, queries[step], keys, sum);
+            }
+        }
+    };
+    let steps = decode.head_dim.div_ceil(16) as usize;
+    for load in 0..reader.steps() {
         for row in 0..decode.tile_keys / 16 {
-            let keys = reader.b(k, 16 * row, step);
-            for (half, keys) in keys.into_iter().enumerate() {
-                for (tile, queries) in queries.iter().enumerate() {
-                    let cell = scores.cell(tile, 2 * row as usize + half);
-                    let sum = if step == 0 { zero } else { cell.into() };
-                    k.mma(cell, queries[step as usize], keys, sum);
+            match decode.cache.is_narrow() {
+                false => {
+                    let keys = reader.b(k, 16 * row, load);
+                    multiply(k, load as usize, row, keys);
+                }
+                true => {
+                    let keys = reader.widened_b(k, 16 * row, load);
+                    for (step, keys) in (2 * load as usize..steps).zip(keys) {
+                        multiply(k, step, row, keys);
+                    }
                 }
             }
         }
@@ -64,14 +87,28 @@ pub(super) fn update(
     values: Reg<SharedAddress>,
 ) {
     let reader = TileReader::stepped(k, decode.value_layout(), values, lanes);
-    for column in 0..decode.value_head_dim.div_ceil(16) {
+    let multiply = |k: &mut Builder, column: usize, row: u32, values: FragmentA| {
+        for (output, probabilities) in output.0.iter().zip(probabilities) {
+            let cell = output.cell(column, 0);
+            let first = 2 * row as usize;
+            let keys = FragmentB([probabilities[first], probabilities[first + 1]]);
+            k.mma(cell, values, keys, cell);
+        }
+    };
+    let columns = decode.value_head_dim.div_ceil(16) as usize;
+    for load in 0..reader.steps() {
         for row in 0..decode.tile_keys / 16 {
-            let values = reader.a(k, 16 * row, column);
-            for (output, probabilities) in output.0.iter().zip(probabilities) {
-                let cell = output.cell(column as usize, 0);
-                let first = 2 * row as usize;
-                let keys = FragmentB([probabilities[first], probabilities[first + 1]]);
-                k.mma(cell, values, keys, cell);
+            match decode.cache.is_narrow() {
+                false => {
+                    let values = reader.a(k, 16 * row, load);
+                    multiply(k, load as usize, row, values);
+                }
+                true => {
+                    let values = reader.widened_a(k, 16 * row, load);
+                    for (column, values) in (2 * load as usize..columns).zip(values) {
+                        multiply(k, column, row, values);
+                    }
+                }
             }
         }
     }

@@ -7,8 +7,12 @@ use super::{Decode, Numbers};
 use crate::attention::Score;
 use crate::attention::rows::reference;
 
+/// How far below the largest score the references of `f16` probabilities over 8-bit values lie:
+/// these have no digits to lose below 2^-14, and room for 2^15.
+const HEADROOM: f32 = 14.0;
+
 /// Of the thread's row among each eight query rows: the maximum of the scores so far, in units of
-/// log2, and the thread's share of the sum of exponentials relative to it.
+/// log2 and maybe less some headroom, and the thread's share of the sum of exponentials relative to it.
 pub(super) struct Softmax {
     pub(super) maximum: Vec<Reg<F32>>,
     pub(super) sum: Vec<Reg<F32>>,
@@ -24,13 +28,14 @@ impl Softmax {
     }
 
     /// Takes in a row's scores: gives its probabilities, rounded, and by what earlier sums and
-    /// outputs shrink.
+    /// outputs shrink. Scales of values, one for each score, are factors of probabilities.
     pub(super) fn row(
         &self,
         k: &mut Builder,
         decode: &Decode,
         eight: usize,
         scores: &[Score],
+        scales: Option<&[Reg<F32>]>,
     ) -> (Vec<Packed>, Reg<F32>) {
         let (maximum, sum) = (self.maximum[eight], self.sum[eight]);
         let mut top = scores[0].register;
@@ -38,17 +43,23 @@ impl Softmax {
             top = k.eval(top.maximum(score.register));
         }
         // Four neighbouring lanes share a row.
-        let top = k.reduce_lanes(top, 4, |a, b| a.maximum(b));
+        let mut top = k.reduce_lanes(top, 4, |a, b| a.maximum(b));
+        if decode.cache.is_narrow() {
+            top = k.eval(top - HEADROOM);
+        }
         let new = k.eval(maximum.maximum(top));
         let reference = reference(k, new);
         let shrink = k.exp2(maximum - reference);
         k.set(maximum, new);
         let mut total = k.eval(sum * shrink);
         let mut probabilities = Vec::new();
-        for pair in scores.chunks_exact(2) {
-            let weights = [pair[0], pair[1]].map(|score| k.exp2(score.register - reference));
+        for (index, pair) in scores.chunks_exact(2).enumerate() {
+            let mut weights = [pair[0], pair[1]].map(|score| k.exp2(score.register - reference));
             total = k.eval(total + (weights[0] + weights[1]));
-            probabilities.push(k.pack_as(decode.element, weights[0], weights[1]));
+            if let Some(scales) = scales {
+                weights = [0, 1].map(|one| k.eval(weights[one] * scales[2 * index + one]));
+            }
+            probabilities.push(k.pack_as(decode.operand(), weights[0], weights[1]));
         }
         k.set(sum, total);
         (probabilities, shrink)

@@ -8,12 +8,15 @@ use ptx::{Element, Target};
 
 use super::Decode;
 use crate::attention::{MaskKind, Rules};
+use crate::cache::{Cache, Scales};
 
 /// What a configuration is chosen for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DecodeWorkload {
-    /// The element of all four tensors.
+    /// The element of queries and outputs.
     pub element: Element,
+    /// What keys and values are made of.
+    pub cache: Cache,
     /// The width of queries and keys.
     pub head_dim: u32,
     /// The width of values and outputs.
@@ -52,8 +55,18 @@ const SHAPES: &[Shape] = &[
     Shape(2, 16, 2, "2 warps with 2 tiles of 16 keys each are the most that fit"),
 ];
 
+/// Tiles of 8 bits have half the bytes, and twice the keys at the same. Tried first.
+const NARROW_SHAPES: &[Shape] = &[
+    Shape(8, 32, 3, "8 warps with 3 tiles of 32 keys each are the most that fit"),
+    Shape(6, 32, 3, "6 warps with 3 tiles of 32 keys each are the most that fit"),
+    Shape(4, 32, 4, "4 warps with 4 tiles of 32 keys each are the most that fit"),
+    Shape(4, 32, 3, "4 warps with 3 tiles of 32 keys each are the most that fit"),
+    Shape(4, 32, 2, "4 warps with 2 tiles of 32 keys each are the most that fit"),
+];
+
 /// The configuration for a workload, or nothing where the kernel does not serve it: the element
-/// must be `F16` or `BF16`, the dimensions multiples of 8 up to 256.
+/// must be `F16` or `BF16`, the dimensions multiples of 8, or of 16 over caches of 8 bits, up to
+/// 256.
 pub fn tuned(target: Target, workload: &DecodeWorkload) -> Option<Tuned> {
     // Sixteen rows of the widest heads are more than registers hold.
     let wide = workload.head_dim + workload.value_head_dim > 384;
@@ -62,6 +75,7 @@ pub fn tuned(target: Target, workload: &DecodeWorkload) -> Option<Tuned> {
         configuration: Decode {
             target,
             element: workload.element,
+            cache: workload.cache,
             head_dim: workload.head_dim,
             value_head_dim: workload.value_head_dim,
             rows,
@@ -75,7 +89,8 @@ pub fn tuned(target: Target, workload: &DecodeWorkload) -> Option<Tuned> {
         reason,
     };
     let fits = |tuned: &Tuned| tuned.configuration.fault().is_none();
-    SHAPES.iter().map(of).find(fits)
+    let first = if workload.cache.is_narrow() { NARROW_SHAPES } else { &[] };
+    first.iter().chain(SHAPES).map(of).find(fits)
 }
 
 /// What stands for the rest on a target: each width that has a shape of its own, both numbers of
@@ -85,8 +100,10 @@ pub fn every_tuned(target: Target) -> Vec<Decode> {
     for (index, dim) in [64, 96, 128, 192, 256, 40, 72].into_iter().enumerate() {
         for query_rows in [8, 16] {
             let paged = (index + query_rows as usize / 16).is_multiple_of(2);
+            let element = if index % 2 == 0 { Element::BF16 } else { Element::F16 };
             let workload = DecodeWorkload {
-                element: if index % 2 == 0 { Element::BF16 } else { Element::F16 },
+                element,
+                cache: Cache::plain(element),
                 head_dim: dim,
                 value_head_dim: if dim == 192 { 128 } else { dim },
                 query_rows,
@@ -106,10 +123,41 @@ pub fn every_tuned(target: Target) -> Vec<Decode> {
     for paged in [false, true] {
         let (element, rules) = (Element::BF16, chunked);
         let (head_dim, value_head_dim, query_rows) = (128, 128, 8);
+        let cache = Cache::plain(element);
         let workload =
-            DecodeWorkload { element, head_dim, value_head_dim, query_rows, paged, rules };
+            DecodeWorkload { element, cache, head_dim, value_head_dim, query_rows, paged, rules };
         all.extend(tuned(target, &workload).map(|tuned| tuned.configuration));
     }
+    all.extend(narrow(target));
     all.dedup();
     all
+}
+
+/// Caches of 8 bits: each element, kind of scales, memory order and width, and every rule.
+fn narrow(target: Target) -> Vec<Decode> {
+    use Element::{BF16, E4M3, E5M2, F16};
+    let cases = [
+        (BF16, E4M3, 128, 8, false, Scales::PerHead, Rules::LOCAL),
+        (BF16, E4M3, 128, 8, true, Scales::PerHead, Rules::LOCAL),
+        (F16, E5M2, 128, 16, true, Scales::One, Rules::LOCAL),
+        (BF16, E4M3, 128, 8, true, Scales::PerToken, Rules::LOCAL),
+        (F16, E4M3, 64, 8, false, Scales::PerToken, Rules::LOCAL),
+        (BF16, E5M2, 64, 16, false, Scales::PerHead, Rules::EVERY),
+        (BF16, E4M3, 256, 8, true, Scales::PerHead, Rules::LOCAL),
+        (F16, E5M2, 80, 16, false, Scales::PerToken, Rules::EVERY),
+        (BF16, E4M3, 192, 16, false, Scales::PerHead, Rules::LOCAL),
+    ];
+    let of = |(element, narrow, dim, query_rows, paged, scales, rules)| {
+        let workload = DecodeWorkload {
+            element,
+            cache: Cache { element: narrow, key_scales: scales, value_scales: scales },
+            head_dim: dim,
+            value_head_dim: if dim == 192 { 128 } else { dim },
+            query_rows,
+            paged,
+            rules,
+        };
+        tuned(target, &workload).map(|tuned| tuned.configuration)
+    };
+    cases.into_iter().filter_map(of).collect()
 }

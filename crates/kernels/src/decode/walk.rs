@@ -1,12 +1,12 @@
 //! One warp's way through its tiles of a sequence.
 
-use ptx::{
-    Builder, Expression, F32, FragmentA, GlobalAddress, Packed, Reg, S32, SteppedLanes, U32,
-};
+use ptx::{Builder, Expression, F32, GlobalAddress, Reg, S32, SteppedLanes, U32};
 
 use super::copies::Ring;
 use super::mask::Mask;
 use super::products::{self, Output};
+use super::queries::{Queries, Row};
+use super::scales::{Scaling, Unit};
 use super::schedule::Cursor;
 use super::softmax::Softmax;
 use super::{Decode, Numbers};
@@ -19,10 +19,11 @@ pub(super) struct Walk<'a> {
     decode: &'a Decode,
     numbers: &'a Numbers,
     lanes: SteppedLanes,
-    /// By sixteen query rows and by sixteen columns.
-    queries: Vec<Vec<FragmentA>>,
+    queries: Queries,
     pub(super) softmax: Softmax,
     pub(super) output: Output,
+    /// What the output is a multiple of.
+    pub(super) unit: Option<Unit>,
 }
 
 /// What is known of the scores of the thread's row among eight.
@@ -39,14 +40,6 @@ fn first_column(k: &mut Builder, numbers: &Numbers, first_key: Reg<U32>) -> Reg<
     k.eval(column.reinterpret::<S32>())
 }
 
-/// The thread's row among eight query rows.
-struct Row {
-    query: Reg<U32>,
-    head: Reg<U32>,
-    /// Whether there is such a row.
-    exists: Reg<ptx::Pred>,
-}
-
 impl<'a> Walk<'a> {
     pub(super) fn new(
         k: &mut Builder,
@@ -58,78 +51,28 @@ impl<'a> Walk<'a> {
             decode,
             numbers,
             lanes,
-            queries: Vec::new(),
+            queries: Queries::NONE,
             softmax: Softmax::new(k, decode),
             output: Output::zeros(k, decode),
+            unit: Unit::new(k, decode),
         }
     }
 
-    /// Query rows go through the queries of a sequence, and for each through the heads of the group.
-    fn row(&self, k: &mut Builder, cursor: &Cursor, eight: u32) -> Row {
-        let numbers = self.numbers;
-        let index = k.eval(numbers.first_row + 8 * eight + numbers.lane / 4);
-        let (query, member) = numbers.group.divide(k, index);
-        Row {
-            query,
-            head: k.eval(numbers.key_head * numbers.group.number + member),
-            exists: k.eval(query.less(cursor.queries)),
-        }
-    }
-
-    /// Loads the queries of the cursor's sequence as the first operands of products; rows that
-    /// there are not become zeros.
+    /// Loads the queries of the cursor's sequence, and the scale of its keys.
     pub(super) fn load_queries(
         &mut self,
         k: &mut Builder,
-        queries: Reg<GlobalAddress>,
-        strides: &Strides,
+        queries: (Reg<GlobalAddress>, &Strides),
         cursor: &Cursor,
+        scaling: &Scaling,
     ) {
-        let decode = self.decode;
-        let nothing = k.packed_zero(decode.element);
-        let steps = decode.head_dim.div_ceil(16);
-        // The two words of each step, at columns from 0 and from 8 on.
-        let words: Vec<Vec<[Packed; 2]>> = (0..decode.rows / 8)
-            .map(|eight| {
-                let row = self.row(k, cursor, eight);
-                let words: Vec<[Packed; 2]> = (0..steps)
-                    .map(|step| {
-                        [0, 8].map(|half| match 16 * step + half < decode.head_dim {
-                            true => k.packed_zero(decode.element),
-                            false => nothing,
-                        })
-                    })
-                    .collect();
-                k.if_(row.exists, |k| {
-                    let place = k.eval(cursor.first_query + row.query);
-                    let at = [cursor.sequence(), place, row.head];
-                    let address = strides.row_address(k, queries, decode.element, at);
-                    let column = k.eval(self.numbers.lane % 4 * 4);
-                    let address = k.eval(address + column.convert::<ptx::U64>());
-                    for (step, pair) in words.iter().enumerate() {
-                        for (half, dst) in pair.iter().enumerate() {
-                            if 16 * step as u32 + 8 * half as u32 >= decode.head_dim {
-                                continue;
-                            }
-                            k.load_packed_into(*dst, address + (32 * step + 16 * half));
-                        }
-                    }
-                });
-                words
-            })
-            .collect();
-        self.queries = words
-            .chunks(2)
-            .map(|eights| {
-                (0..steps as usize)
-                    .map(|step| {
-                        let first = eights[0][step];
-                        let second = eights.get(1).map_or([nothing; 2], |eight| eight[step]);
-                        FragmentA([first[0], second[0], first[1], second[1]])
-                    })
-                    .collect()
-            })
-            .collect();
+        let (decode, numbers) = (self.decode, self.numbers);
+        self.queries = Queries::load(k, decode, numbers, queries, cursor);
+        if let Some(scale) = scaling.keys.of_head(k, cursor.sequence(), numbers.key_head) {
+            for factor in &mut self.queries.factors {
+                *factor = Some(factor.map_or(scale, |factor| k.eval(factor * scale)));
+            }
+        }
     }
 
     /// Walks the warp's tiles of the cursor's sequence.
@@ -145,7 +88,7 @@ impl<'a> Walk<'a> {
         let mask = Mask::new(k, cursor);
         let rows: Vec<ScoreRow> = (0..decode.rows / 8)
             .map(|eight| {
-                let row = self.row(k, cursor, eight);
+                let row = Row::of(k, numbers, cursor, eight);
                 let last = k.eval(cursor.queries.maximum(1) - 1);
                 let query = k.eval(row.query.minimum(last));
                 let [first, end] = cursor.visible(k, query);
@@ -165,10 +108,11 @@ impl<'a> Walk<'a> {
             let keys = ring.wait(k);
             let values = k.eval(keys + decode.key_layout().bytes());
             let first_key = k.eval(cursor.first_key + tile * decode.tile_keys);
-            let scores = products::scores(k, decode, self.lanes, &self.queries, keys);
+            let scores = products::scores(k, decode, self.lanes, &self.queries.fragments, keys);
             let eights = 0..decode.rows as usize / 8;
             let scores: Vec<Vec<Score>> =
                 eights.map(|eight| Score::of_warp_row(&scores, eight)).collect();
+            self.dequantise(k, ring, &scores);
             for (row, scores) in rows.iter().zip(&scores) {
                 rule.cap(k, scores);
                 rule.scale(k, scores);
@@ -183,17 +127,38 @@ impl<'a> Walk<'a> {
                     let [first, last] = row.seen.map(|end| k.eval(end - column));
                     Seen { first: Some(vec![first]), last: vec![last] }.hide_others(k, scores);
                 }
-                mask.clear(k, decode, numbers, values, first_key);
+                mask.clear(k, decode, numbers, (ring, values), first_key);
             });
-            let (probabilities, shrinks): (Vec<_>, Vec<_>) = scores
+            let scales = ring.scales.values(k, ring.stage);
+            let in_units = self.unit.as_ref().zip(scales).map(|(unit, it)| unit.take(k, &it));
+            let (scales, growth) = in_units.unzip();
+            let (probabilities, mut shrinks): (Vec<_>, Vec<_>) = scores
                 .iter()
                 .enumerate()
-                .map(|(eight, scores)| self.softmax.row(k, decode, eight, scores))
+                .map(|(eight, scores)| {
+                    self.softmax.row(k, decode, eight, scores, scales.as_deref())
+                })
                 .unzip();
+            if let Some(growth) = growth {
+                shrinks.iter_mut().for_each(|shrink| *shrink = k.eval(*shrink * growth));
+            }
             self.softmax.rescale(k, numbers, &self.output, &shrinks);
             products::update(k, decode, self.lanes, &self.output, &probabilities, values);
             ring.release(k, cursor, tile);
             k.set(tile, tile + decode.warps);
         });
+    }
+
+    /// Multiplies products of 8-bit keys with what they were scaled by.
+    fn dequantise(&self, k: &mut Builder, ring: &Ring, scores: &[Vec<Score>]) {
+        let of_tokens = ring.scales.keys(k, ring.stage);
+        for (factor, scores) in self.queries.factors.iter().zip(scores) {
+            for (index, Score { register, .. }) in scores.iter().enumerate() {
+                let of_token = of_tokens.as_ref().map(|scales| scales[index]);
+                for factor in of_token.into_iter().chain(*factor) {
+                    k.set(*register, *register * factor);
+                }
+            }
+        }
     }
 }

@@ -8,9 +8,10 @@ use super::rule::Rule;
 use super::scheduler::ConsumerScheduler;
 use super::softmax::Softmax;
 use super::warpgroup::Warpgroup;
-use super::{Form, Forward, Shared};
+use super::{Form, Forward, Shared, fp8};
 use crate::attention::Score;
 use crate::attention::function::lower::Functions;
+use crate::attention::rows::Finished;
 use crate::attention::scores::ScoreRule;
 
 /// What the loop carries from step to step.
@@ -39,6 +40,10 @@ pub(super) fn consume<T: ConsumerScheduler>(
     epilogue: &Epilogue,
     probe: Option<Reg<GlobalAddress>>,
 ) {
+    if forward.is_fp8() {
+        let rules = (scores, functions);
+        return fp8::consume(k, forward, shared, tiles, rules, epilogue, probe);
+    }
     let group = Warpgroup::new(k, forward, shared);
     let staging = Output::new(k, shared, &group);
     // The probabilities of one block and of the next: they change places.
@@ -104,7 +109,8 @@ impl<T: ConsumerScheduler> State<'_, T> {
             let landed = update.wait(k);
             group.release_values(k);
             probe.stamp(k, Phase::Update);
-            epilogue.store(k, *tiles, staging, softmax, landed, current);
+            let rows = finish(k, *tiles, softmax, current);
+            epilogue.store(k, *tiles, staging, &rows, landed, current);
             probe.stamp(k, Phase::Epilogue);
             let scores = scores.wait(k);
             group.release_keys(k);
@@ -176,7 +182,8 @@ impl<T: ConsumerScheduler> State<'_, T> {
         let landed = group.start_update(k, output, accumulate, p).wait(k);
         group.release_values(k);
         probe.stamp(k, Phase::Update);
-        epilogue.store(k, *tiles, staging, softmax, landed, current);
+        let rows = finish(k, *tiles, softmax, current);
+        epilogue.store(k, *tiles, staging, &rows, landed, current);
         probe.stamp(k, Phase::Epilogue);
     }
 
@@ -215,4 +222,15 @@ impl<T: ConsumerScheduler> State<'_, T> {
         probe.stamp(k, Phase::Update);
         rescale.apply(k, landed);
     }
+}
+
+/// What the rows of a tile come to.
+fn finish<T: ConsumerScheduler>(
+    k: &mut Builder,
+    tiles: &T,
+    softmax: &Softmax,
+    current: &T::Current,
+) -> Vec<Finished> {
+    let sink = tiles.sink(k, current);
+    softmax.finish(k, sink)
 }

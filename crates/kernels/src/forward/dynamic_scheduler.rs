@@ -19,6 +19,7 @@ use ptx::{
 use super::prefill::{Prefill, slice_corner};
 use super::producer::Loader;
 use super::scheduler::{ConsumerScheduler, Place, ProducerScheduler, TileScheduler};
+use crate::attention::descale::{Descales, Product};
 use crate::attention::rows::Sinks;
 use crate::attention::scores::Slopes;
 use crate::attention::sequences::page_of;
@@ -32,8 +33,8 @@ use crate::sequencer::{CLAIMED_BYTE, COUNT_BYTE, DONE_BYTE, RECORD_BYTES, RECORD
 const SLOTS: u32 = 4;
 /// Words of a slot: key blocks up to the last, the first of them, where masks
 /// begin on the right and end on the left; first row, lengths and head; the end
-/// of the outputs, the start of the log-sum-exps, slope and sink; the sequence,
-/// where functions ask for it.
+/// of the outputs, the start of the log-sum-exps, slope and sink; factors of
+/// scores and outputs, and the sequence, where functions ask for it.
 const SLOT_BYTES: u32 = 64;
 
 /// Slots in shared memory through which tiles go from the producer to the consumers.
@@ -76,6 +77,7 @@ pub(super) struct Batch {
     visibility: Visibility,
     slopes: Option<Slopes>,
     sinks: Option<Sinks>,
+    descales: Option<Descales>,
     /// Whether there are functions, which may ask for the sequence.
     functions: bool,
     scale_log2: Reg<F32>,
@@ -106,6 +108,7 @@ impl Batch {
             visibility: Visibility::parameters(k, rules.mask),
             slopes: rules.alibi.then(|| Slopes::parameters(k)),
             sinks: rules.sinks.then(|| Sinks::parameters(k)),
+            descales: prefill.tile.is_fp8().then(|| Descales::parameters(k)),
             functions: rules.functions().next().is_some(),
             scale_log2,
             pages: prefill.page_rows.map(|rows| Pages {
@@ -282,8 +285,14 @@ impl<'a> DynamicProducer<'a> {
             let sink = sinks.of(k, head);
             k.store(slot + 44, sink);
         }
+        if let Some(descales) = &self.batch.descales {
+            for (product, word) in [(Product::Scores, 12), (Product::Output, 13)] {
+                let factor = descales.of(k, product, sequence, key_head);
+                k.store(slot + 4 * word, factor);
+            }
+        }
         if self.batch.functions {
-            k.store(slot + 48, sequence);
+            k.store(slot + 56, sequence);
         }
     }
 }
@@ -556,7 +565,7 @@ impl ConsumerScheduler for DynamicConsumer<'_> {
 
     fn sequence(&self, k: &mut Builder, current: &Current) -> Reg<U32> {
         let slot = self.slots.slot(k, current.slot);
-        k.load::<U32, _>(slot + 48)
+        k.load::<U32, _>(slot + 56)
     }
 
     fn visibility(&self) -> &Visibility {
@@ -584,6 +593,14 @@ impl ConsumerScheduler for DynamicConsumer<'_> {
 
     fn slope(&self, k: &mut Builder, current: &Current) -> Option<Reg<F32>> {
         self.batch.slopes.as_ref().map(|_| self.slots.read_float(k, current.slot, 10))
+    }
+
+    fn descale(&self, k: &mut Builder, current: &Current, product: Product) -> Reg<F32> {
+        match (&self.batch.descales, product) {
+            (None, _) => k.eval(1.0),
+            (Some(_), Product::Scores) => self.slots.read_float(k, current.slot, 12),
+            (Some(_), Product::Output) => self.slots.read_float(k, current.slot, 13),
+        }
     }
 
     fn sink(&self, k: &mut Builder, current: &Current) -> Option<Reg<F32>> {

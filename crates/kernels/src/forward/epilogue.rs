@@ -6,7 +6,6 @@ use ptx::{
 };
 
 use super::scheduler::{ConsumerScheduler, Place};
-use super::softmax::Softmax;
 use super::warpgroup::Warpgroup;
 use super::{Shared, barrier};
 use crate::attention::rows::Finished;
@@ -65,14 +64,12 @@ impl Epilogue {
         k: &mut Builder,
         tiles: &T,
         staging: &Output,
-        softmax: &Softmax,
+        rows: &[Finished],
         output: &Accumulator,
         current: &T::Current,
     ) {
-        let sink = tiles.sink(k, current);
-        let rows = softmax.finish(k, sink);
         let place = tiles.place(k, current);
-        self.store_log_sums(k, tiles, staging, current, &place, &rows);
+        self.store_log_sums(k, tiles, staging, current, &place, rows);
 
         let layout = staging.tile.layout();
         let first_row = k.eval(place.first_row + staging.index * 64);

@@ -178,6 +178,7 @@ mod tests {
     fn forward(rules: Rules) -> Forward {
         Forward {
             element: ptx::Element::BF16,
+            output: ptx::Element::BF16,
             head_dim: 64,
             value_head_dim: 64,
             rules,

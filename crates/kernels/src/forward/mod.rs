@@ -23,10 +23,13 @@
 //! must know of tiles, which come from `static_scheduler` with `lists`, or for
 //! ragged batches ([`Prefill`]) from `dynamic_scheduler`. `tuned` says what serves which problem,
 //! and `probe` takes the time of all that.
+//!
+//! With inputs of 8 bits `fp8` is the consumers' loop, and `transposer` turns values on the way.
 
 mod consumer;
 mod dynamic_scheduler;
 mod epilogue;
+mod fp8;
 mod lists;
 mod prefill;
 mod probe;
@@ -35,6 +38,7 @@ mod rule;
 mod scheduler;
 mod softmax;
 mod static_scheduler;
+mod transposer;
 mod tuned;
 mod warpgroup;
 
@@ -43,7 +47,7 @@ pub use lists::TileLists;
 pub use prefill::{Prefill, SLICE_EXTENT};
 pub(crate) use prefill::{slice_rest, slice_row};
 pub use probe::{PROBE_WORDS, Phase};
-pub use tuned::{Tuned, Workload, every_prefill, every_tuned, tuned, tuned_prefill};
+pub use tuned::{Tuned, Workload, every_fp8, every_prefill, every_tuned, tuned, tuned_prefill};
 
 use ptx::{
     Builder, Element, Expression, GlobalAddress, Pipeline, Program, Reg, Role, SharedTiles,
@@ -58,23 +62,27 @@ use crate::parameter::{Number, Tensor};
 use crate::product::Source;
 use epilogue::Epilogue;
 use static_scheduler::StaticScheduler;
+use transposer::Transposed;
 
 /// What the kernel is built for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Forward {
-    /// The element of all four tensors: `F16` or `BF16`.
+    /// The element of queries, keys and values: `F16`, `BF16` or `E4M3`.
     pub element: Element,
-    /// The width of queries and keys: a multiple of 8 up to 256.
+    /// The element of the output: that of the inputs, or of 8-bit ones `F16` or `BF16`.
+    pub output: Element,
+    /// The width of queries and keys: a multiple of 16 bytes up to 256 elements.
     pub head_dim: u32,
-    /// The width of values and outputs: a multiple of 8 up to 256.
+    /// The width of values and outputs: likewise.
     pub value_head_dim: u32,
     /// Which keys a query sees, and what changes scores.
     pub rules: Rules,
     /// Consumer warpgroups, of 64 query rows each.
     pub warpgroups: u32,
-    /// Keys in a block: a multiple of 16.
+    /// Keys in a block: a multiple of 16, of 32 with 8-bit inputs.
     pub key_block: u32,
-    /// Stages of the key pipeline and of the value pipeline.
+    /// Stages of the key pipeline and of the value pipeline; with 8-bit inputs also of transposed
+    /// values.
     pub stages: u32,
     /// Query tiles in shared memory: 2 lets the next tile's come early.
     pub query_buffers: u32,
@@ -145,6 +153,8 @@ struct Shared {
     query_pipeline: Pipeline,
     key_pipeline: Pipeline,
     value_pipeline: Pipeline,
+    /// Values as the tensor cores take those of 8 bits.
+    transposed: Option<Transposed>,
 }
 
 /// The tensor maps.
@@ -163,7 +173,7 @@ impl Forward {
 
     /// The name of a kernel of some family with these tiles.
     fn named(&self, family: &str, rules: &str) -> String {
-        let Forward { element, head_dim, value_head_dim, warpgroups, .. } = self;
+        let Forward { element, output, head_dim, value_head_dim, warpgroups, .. } = self;
         let Forward { key_block, stages, query_buffers, query_source, ping_pong, form, .. } = self;
         let rows = 64u32.saturating_mul(*warpgroups);
         let turns = if *ping_pong { "_turns" } else { "" };
@@ -172,14 +182,20 @@ impl Forward {
             Source::Shared => "",
             Source::Registers => "r",
         };
+        let output = if output == element { String::new() } else { format!("_{output}") };
         format!(
-            "{family}_{element}_d{head_dim}x{value_head_dim}{rules}_{rows}x{key_block}_s{stages}q{query_buffers}{source}{turns}{form}"
+            "{family}_{element}{output}_d{head_dim}x{value_head_dim}{rules}_{rows}x{key_block}_s{stages}q{query_buffers}{source}{turns}{form}"
         )
     }
 
     /// Whether its blocks take tiles from [`TileLists`]: where a mask makes tiles of unequal length.
     pub fn takes_lists(&self) -> bool {
         self.rules.mask != MaskKind::Dense
+    }
+
+    /// Whether its inputs have 8 bits: other loops, and values transposed on the way.
+    pub fn is_fp8(&self) -> bool {
+        self.element.bytes() == 1
     }
 
     /// Query rows of a tile.
@@ -190,12 +206,17 @@ impl Forward {
     /// The tile of queries. The inner extent is padded to whole steps of the
     /// tensor cores; TMA fills what lies beyond the tensor with zeros.
     pub fn query_layout(&self) -> TileLayout {
-        self.layout(self.query_rows(), self.head_dim.next_multiple_of(16))
+        self.layout(self.query_rows(), self.inner_extent())
     }
 
     /// The tile of keys.
     pub fn key_layout(&self) -> TileLayout {
-        self.layout(self.key_block, self.head_dim.next_multiple_of(16))
+        self.layout(self.key_block, self.inner_extent())
+    }
+
+    /// The inner extent of scores in whole steps of the tensor cores, of 32 bytes each.
+    fn inner_extent(&self) -> u32 {
+        self.head_dim.next_multiple_of(32 / self.element.bytes().clamp(1, 2))
     }
 
     /// The tile of values.
@@ -203,26 +224,59 @@ impl Forward {
         self.layout(self.key_block, self.value_head_dim)
     }
 
+    /// The tile of transposed values: a row for each column of values.
+    pub fn transposed_layout(&self) -> TileLayout {
+        TileLayout::widest(self.element, self.value_head_dim, self.key_block)
+    }
+
     /// What one warpgroup stores at a time: as many columns as fit beside the rest.
     pub fn output_layout(&self) -> TileLayout {
         let columns = self.value_head_dim.next_multiple_of(64);
         let fits = |columns: &u32| {
-            let layout = self.layout(64, *columns);
+            let layout = self.staged(*columns);
             let staged = self.warpgroups.saturating_mul(layout.bytes()).saturating_add(1024);
             self.input_bytes().saturating_add(staged) <= Target::SM_90A.shared_memory_limit()
         };
         let columns = [columns, 128, 64].into_iter().filter(|c| *c <= columns).find(fits);
-        self.layout(64, columns.unwrap_or(64))
+        self.staged(columns.unwrap_or(64))
+    }
+
+    fn staged(&self, columns: u32) -> TileLayout {
+        TileLayout { element: self.output, rows: 64, columns, swizzle: Swizzle::B128 }
     }
 
     fn layout(&self, rows: u32, columns: u32) -> TileLayout {
+        if self.is_fp8() {
+            return TileLayout::widest(self.element, rows, columns);
+        }
         TileLayout { element: self.element, rows, columns, swizzle: Swizzle::B128 }
     }
 
+    /// Stages of values as they come. Transposed ones have stages of their own behind them, so
+    /// that one of these is enough where shared memory is full.
+    fn value_stages(&self) -> u32 {
+        let least = self.staged(64).bytes().saturating_mul(self.warpgroups).saturating_add(1024);
+        let fits = |stages: u32| {
+            let bytes = self.input_bytes_with(stages).saturating_add(least);
+            bytes <= Target::SM_90A.shared_memory_limit()
+        };
+        if self.is_fp8() && !fits(self.stages) { 1 } else { self.stages }
+    }
+
     fn input_bytes(&self) -> u32 {
-        let keys_and_values = self.key_layout().bytes().saturating_add(self.value_layout().bytes());
-        let queries = self.query_buffers.saturating_mul(self.query_layout().bytes());
-        queries.saturating_add(self.stages.saturating_mul(keys_and_values))
+        self.input_bytes_with(self.value_stages())
+    }
+
+    fn input_bytes_with(&self, value_stages: u32) -> u32 {
+        let transposed = if self.is_fp8() { self.transposed_layout().bytes() } else { 0 };
+        [
+            (self.query_buffers, self.query_layout().bytes()),
+            (self.stages, self.key_layout().bytes()),
+            (value_stages, self.value_layout().bytes()),
+            (self.stages, transposed),
+        ]
+        .into_iter()
+        .fold(0, |sum, (count, bytes)| sum.saturating_add(count.saturating_mul(bytes)))
     }
 
     /// Registers of a producer's and of a consumer's thread. Two warpgroups
@@ -231,6 +285,8 @@ impl Forward {
     fn register_budgets(&self) -> Option<(u32, u32)> {
         match self.warpgroups {
             1 => None,
+            // Transposing takes more than copying.
+            2 if self.is_fp8() => Some((32, 240)),
             2 if self.rules.mask == MaskKind::Chunked => Some((40, 232)),
             2 => Some((24, 240)),
             _ => Some((32, 160)),
@@ -279,15 +335,28 @@ impl Forward {
 
     /// Why there is no such kernel.
     fn fault(&self) -> Option<&'static str> {
-        let wrong = |dim: u32| dim == 0 || dim > 256 || !dim.is_multiple_of(8);
+        let sixteen_bits = |element| matches!(element, Element::F16 | Element::BF16);
+        let fp8 = self.element == Element::E4M3;
+        let least = if fp8 { 16 } else { 8 };
+        let wrong = |dim: u32| dim == 0 || dim > 256 || !dim.is_multiple_of(least);
         let faults = [
+            (!fp8 && !sixteen_bits(self.element), "the element is not f16, bf16 or e4m3"),
             (
-                !matches!(self.element, Element::F16 | Element::BF16),
-                "the element is not f16 or bf16",
+                !sixteen_bits(self.output) || !fp8 && self.output != self.element,
+                "the output is neither of the inputs' element nor rounded from 8-bit ones",
+            ),
+            (
+                fp8 && (!self.key_block.is_multiple_of(32) || self.query_source != Source::Shared),
+                "8-bit inputs take key blocks of 32 and queries from shared memory",
+            ),
+            (fp8 && self.form != Form::COMPACT, "with 8-bit inputs there is the compact form only"),
+            (
+                fp8 && self.rules.changes_scores(),
+                "scores of 8-bit inputs are neither capped nor sloped",
             ),
             (
                 wrong(self.head_dim) || wrong(self.value_head_dim),
-                "a head dimension is not a multiple of 8 up to 256",
+                "a head dimension is not a multiple of 16 bytes up to 256 elements",
             ),
             (
                 !(1..=3).contains(&self.warpgroups),
@@ -323,6 +392,7 @@ impl Forward {
         k.barriers_ready();
         self.roles(
             k,
+            &shared,
             self.register_budgets(),
             |k| producer::produce(k, self, &shared, &maps, &schedule),
             |k| {
@@ -337,21 +407,26 @@ impl Forward {
     fn shared(&self, k: &mut Builder) -> Shared {
         // A warp leader for its lanes when it gives a stage back.
         let warps = 4 * self.warpgroups;
+        let value_stages = self.value_stages();
+        let readers = if self.is_fp8() { transposer::WARPS } else { warps };
         Shared {
             queries: SharedTiles::new(k, "queries", self.query_layout(), self.query_buffers),
             keys: SharedTiles::new(k, "keys", self.key_layout(), self.stages),
-            values: SharedTiles::new(k, "values", self.value_layout(), self.stages),
+            values: SharedTiles::new(k, "values", self.value_layout(), value_stages),
             output: SharedTiles::new(k, "output", self.output_layout(), self.warpgroups),
             query_pipeline: Pipeline::new(k, "queries", self.query_buffers, warps),
             key_pipeline: Pipeline::new(k, "keys", self.stages, warps),
-            value_pipeline: Pipeline::new(k, "values", self.stages, warps),
+            value_pipeline: Pipeline::new(k, "values", value_stages, readers),
+            transposed: self.is_fp8().then(|| Transposed::new(k, self, value_stages, warps)),
         }
     }
 
-    /// One thread produces, some warpgroups consume.
+    /// One thread produces, some warpgroups consume. The producer's other warps transpose values
+    /// where that has to be done.
     fn roles(
         &self,
         k: &mut Builder,
+        shared: &Shared,
         budgets: Option<(u32, u32)>,
         produce: impl FnOnce(&mut Builder),
         consume: impl FnOnce(&mut Builder),
@@ -363,7 +438,14 @@ impl Forward {
             consumer = consumer.registers(consumer_registers);
         }
         let thread = k.thread_index();
-        k.role(producer, |k| k.if_(thread.equals(0), produce));
+        k.role(producer, |k| match &shared.transposed {
+            None => k.if_(thread.equals(0), produce),
+            Some(transposed) => k.if_else(
+                thread.less(32),
+                |k| k.if_(thread.equals(0), produce),
+                |k| transposed.transpose(k, shared),
+            ),
+        });
         k.role(consumer, consume);
     }
 }
@@ -374,5 +456,8 @@ impl Shared {
         self.query_pipeline.init(k);
         self.key_pipeline.init(k);
         self.value_pipeline.init(k);
+        if let Some(transposed) = &self.transposed {
+            transposed.init(k);
+        }
     }
 }

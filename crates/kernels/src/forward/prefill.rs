@@ -168,6 +168,7 @@ impl Prefill {
         k.barriers_ready();
         self.tile.roles(
             k,
+            &shared,
             self.register_budgets(),
             |k| {
                 let claims = DynamicProducer::new(k, self, &slots, &batch);

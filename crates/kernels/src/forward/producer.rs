@@ -65,6 +65,9 @@ pub(super) fn produce<T: ProducerScheduler>(
         tiles.take(k, &held, &tile);
         tiles.look_ahead(k, &tile);
     });
+    if let Some(transposed) = &shared.transposed {
+        transposed.stop(k, &values.producer);
+    }
     tiles.finish(k);
 }
 

@@ -8,6 +8,7 @@
 use ptx::{Builder, Expression, F32, Pred, Reg, S32, U32, U64, Value};
 
 use super::producer::Loader;
+use crate::attention::descale::Product;
 use crate::attention::visibility::Visibility;
 
 /// Goes from tile to tile.
@@ -96,6 +97,9 @@ pub(super) trait ConsumerScheduler: TileScheduler {
     /// What a score loses for each position between query and key, in units of
     /// scores before the softmax's scale.
     fn slope(&self, k: &mut Builder, current: &Self::Current) -> Option<Reg<F32>>;
+
+    /// What a product of the tile's 8-bit numbers is multiplied with; 1 where they have 16 bits.
+    fn descale(&self, k: &mut Builder, current: &Self::Current, product: Product) -> Reg<F32>;
 
     /// The tile's sink, in units of log2.
     fn sink(&self, k: &mut Builder, current: &Self::Current) -> Option<Reg<F32>>;

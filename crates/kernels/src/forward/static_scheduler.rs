@@ -14,6 +14,7 @@ use ptx::{Builder, Expression, F32, GlobalAddress, Pred, Reg, S32, U32, U64, Val
 use super::producer::Loader;
 use super::scheduler::{ConsumerScheduler, Place, ProducerScheduler, TileScheduler};
 use super::{Forward, TileLists};
+use crate::attention::descale::{Descales, Product};
 use crate::attention::rows::Sinks;
 use crate::attention::scores::Slopes;
 use crate::attention::visibility::{Blocks, Masked, RowTile, Visibility};
@@ -34,6 +35,7 @@ pub(super) struct StaticScheduler {
     visibility: Visibility,
     slopes: Option<Slopes>,
     sinks: Option<Sinks>,
+    descales: Option<Descales>,
     scale_log2: Reg<F32>,
 }
 
@@ -112,6 +114,7 @@ impl StaticScheduler {
             visibility: Visibility::parameters(k, rules.mask),
             slopes: rules.alibi.then(|| Slopes::parameters(k)),
             sinks: rules.sinks.then(|| Sinks::parameters(k)),
+            descales: forward.is_fp8().then(|| Descales::parameters(k)),
             scale_log2,
         }
     }
@@ -331,6 +334,12 @@ impl ConsumerScheduler for StaticScheduler {
         // Read anew for each block: there are few, and they stay in the first-level cache.
         let slopes = self.slopes?;
         Some(slopes.unscaled(k, current.batch, current.head, self.scale_log2))
+    }
+
+    fn descale(&self, k: &mut Builder, current: &Current, product: Product) -> Reg<F32> {
+        let Some(descales) = &self.descales else { return k.eval(1.0) };
+        let (key_head, _) = self.group.divide(k, current.head);
+        descales.of(k, product, current.batch, key_head)
     }
 
     fn sink(&self, k: &mut Builder, current: &Current) -> Option<Reg<F32>> {

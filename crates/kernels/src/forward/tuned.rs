@@ -264,6 +264,50 @@ const PREFILL_RULES: &[Rule] = &[
     UP_TO_256,
 ];
 
+// A second accumulator and weights of 8 bits: docs/fp8-forward.md counts what fits.
+const FP8_64X128: Tile = Tile { form: Form::COMPACT, ..TILE_64X128 };
+const FP8_192X128: Tile = Tile { warpgroups: 3, form: Form::COMPACT, ..TILE_128X128 };
+const FP8_128X192: Tile =
+    Tile { key_block: 192, query_buffers: 1, form: Form::COMPACT, ..TILE_128X128 };
+const FP8_128X128: Tile = Tile { query_buffers: 1, form: Form::COMPACT, ..TILE_128X128 };
+
+/// Inputs in e4m3. Not measured yet.
+const FP8_RULES: &[Rule] = &[
+    Rule { tile: FP8_64X128, ..FEW_ROWS },
+    Rule {
+        dims: (64, 64),
+        masks: Masks::Both,
+        length: ANY_LENGTH,
+        few: false,
+        tile: FP8_192X128,
+        reason: "192 x 128 tiles in e4m3 keep the exponentials of three warpgroups going",
+    },
+    Rule {
+        dims: (128, 128),
+        masks: Masks::Dense,
+        length: ANY_LENGTH,
+        few: false,
+        tile: FP8_128X192,
+        reason: "128 x 192 tiles in e4m3 leave registers for a second accumulator",
+    },
+    Rule {
+        dims: (128, 128),
+        masks: Masks::Causal,
+        length: ANY_LENGTH,
+        few: false,
+        tile: FP8_128X128,
+        reason: "128 x 128 tiles in e4m3 waste little beyond a mask's edge",
+    },
+    Rule {
+        dims: (256, 256),
+        masks: Masks::Both,
+        length: ANY_LENGTH,
+        few: false,
+        tile: FP8_128X128,
+        reason: "128 x 128 tiles in e4m3 are the largest whose output fits the registers",
+    },
+];
+
 /// The tiles for a ragged batch, or nothing where the kernel does not serve it; lengths and heads
 /// of the workload say how much there is to do in all. Its mask is passed as a window.
 pub fn tuned_prefill(workload: &Workload) -> Option<Tuned> {
@@ -272,7 +316,8 @@ pub fn tuned_prefill(workload: &Workload) -> Option<Tuned> {
         MaskKind::Chunked => MaskKind::Chunked,
     };
     let rules = Rules { mask, ..workload.rules };
-    choose(PREFILL_RULES, &Workload { rules, ..*workload })
+    let table = if workload.element == Element::E4M3 { FP8_RULES } else { PREFILL_RULES };
+    choose(table, &Workload { rules, ..*workload })
 }
 
 /// Every line of the table of ragged batches at its own dimensions: plain, with pages, and with
@@ -294,7 +339,8 @@ pub fn every_prefill() -> Vec<Prefill> {
 }
 
 /// The configuration for a workload, or nothing where the kernel does not serve it: the element
-/// must be `F16` or `BF16`, the dimensions multiples of 8 up to 256.
+/// must be `F16` or `BF16`, the dimensions multiples of 8 up to 256; or `E4M3`, with multiples of
+/// 16 and plain scores. The output of `E4M3` may be set to `F16`.
 ///
 /// ```
 /// use flashcore_kernels::Rules;
@@ -316,15 +362,17 @@ pub fn every_prefill() -> Vec<Prefill> {
 /// println!("{}: {}", choice.configuration.name(), choice.reason);
 /// ```
 pub fn tuned(workload: &Workload) -> Option<Tuned> {
-    choose(RULES, workload)
+    choose(if workload.element == Element::E4M3 { FP8_RULES } else { RULES }, workload)
 }
 
 fn choose(rules: &[Rule], workload: &Workload) -> Option<Tuned> {
-    let served = |dim: u32| dim > 0 && dim.is_multiple_of(8);
-    if !matches!(workload.element, Element::F16 | Element::BF16)
-        || !served(workload.head_dim)
-        || !served(workload.value_head_dim)
-    {
+    let least = match workload.element {
+        Element::F16 | Element::BF16 => 8,
+        Element::E4M3 if !workload.rules.softcap && !workload.rules.alibi => 16,
+        _ => return None,
+    };
+    let served = |dim: u32| dim > 0 && dim.is_multiple_of(least);
+    if !served(workload.head_dim) || !served(workload.value_head_dim) {
         return None;
     }
     let rule = rules.iter().find(|rule| rule.serves(workload))?;
@@ -352,6 +400,21 @@ pub fn every_tuned() -> Vec<Forward> {
     all
 }
 
+/// Every line of the table of 8-bit inputs at its own dimensions: dense, causal and windowed where
+/// it serves them, and with sinks.
+pub fn every_fp8() -> Vec<Forward> {
+    let sinks = Rules { sinks: true, ..Rules::LOCAL };
+    let mut all = Vec::new();
+    for rule in FP8_RULES {
+        for rules in [Rules::DENSE, Rules::CAUSAL, sinks] {
+            if rule.masks.include(rules.mask) {
+                all.push(rule.configuration(Element::E4M3, rule.dims, rules));
+            }
+        }
+    }
+    all
+}
+
 impl Rule {
     fn serves(&self, workload: &Workload) -> bool {
         workload.head_dim <= self.dims.0
@@ -365,6 +428,7 @@ impl Rule {
     fn configuration(&self, element: Element, dims: (u32, u32), rules: Rules) -> Forward {
         Forward {
             element,
+            output: if element == Element::E4M3 { Element::BF16 } else { element },
             head_dim: dims.0,
             value_head_dim: dims.1,
             rules,

@@ -42,7 +42,9 @@ impl<'a> Warpgroup<'a> {
             query_fragment: (forward.query_source == Source::Registers)
                 .then(|| Fragment::new(k, forward.element, forward.query_layout().columns)),
             keys: shared.key_pipeline.consumer(k),
-            values: shared.value_pipeline.consumer(k),
+            values: (shared.transposed.as_ref())
+                .map_or(&shared.value_pipeline, |transposed| &transposed.pipeline)
+                .consumer(k),
             ping_pong: PingPong::new(k, forward, index),
         }
     }
@@ -107,6 +109,18 @@ impl<'a> Warpgroup<'a> {
     /// The values of the stage last waited for.
     pub(super) fn value_operand(&self, k: &mut Builder) -> ptx::Matrix {
         self.shared.values.at(k, self.values.stage()).matrix()
+    }
+
+    /// Columns of the transposed values of the stage last waited for, from one on.
+    pub(super) fn transposed_operand(
+        &self,
+        k: &mut Builder,
+        first: u32,
+        count: u32,
+    ) -> Option<ptx::Matrix> {
+        let transposed = self.shared.transposed.as_ref()?;
+        let values = transposed.tiles.at(k, self.values.stage());
+        Some(values.rows(k, first, count).transposed())
     }
 
     /// Starts `O += P V`, or `O = P V`.

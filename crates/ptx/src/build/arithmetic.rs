@@ -128,6 +128,22 @@ impl Builder {
         whole
     }
 
+    /// Four bytes picked out of the eight of `a` (0 to 3) and `b` (4 to 7), one nibble of the
+    /// selector each, the lowest first.
+    #[track_caller]
+    pub fn permute_bytes(
+        &mut self,
+        a: Reg<U32>,
+        b: Reg<U32>,
+        selector: impl Into<Value<U32>>,
+    ) -> Reg<U32> {
+        let selector = self.operand(selector);
+        let dst = self.register::<U32>();
+        let (a, b) = (a.into(), b.into());
+        self.push(Instruction::PermuteBytes { dst: dst.register, a, b, selector });
+        dst
+    }
+
     /// `2^a`.
     #[track_caller]
     pub fn exp2(&mut self, a: impl Into<Value<F32>>) -> Reg<F32> {
@@ -144,6 +160,16 @@ impl Builder {
     #[track_caller]
     pub fn log2(&mut self, a: impl Into<Value<F32>>) -> Reg<F32> {
         self.unary(UnaryOperation::Log2, a)
+    }
+
+    /// `a / b`, rounded to nearest even; some ten instructions.
+    #[track_caller]
+    pub fn divide_rounded(&mut self, a: Reg<F32>, b: Reg<F32>) -> Reg<F32> {
+        let dst = self.register::<F32>();
+        let (operation, ty) = (BinaryOperation::DivideRounded, Type::F32);
+        let (a, b) = (a.into(), b.into());
+        self.push(Instruction::Binary { operation, ty, dst: dst.register, a, b });
+        dst
     }
 
     /// `1 / a`.

@@ -32,6 +32,24 @@ impl Builder {
         });
     }
 
+    /// The same with 4 bytes.
+    #[track_caller]
+    pub fn copy_async_word(
+        &mut self,
+        dst: impl Into<Value<SharedAddress>>,
+        src: impl Into<Value<GlobalAddress>>,
+        valid: Option<Reg<U32>>,
+    ) {
+        let (dst, src) = (self.address(dst), self.address(src));
+        self.push(Instruction::CopyAsync {
+            dst,
+            src,
+            bytes: 4,
+            source_bytes: valid.map(Into::into),
+            cache: CopyCache::All,
+        });
+    }
+
     /// Closes the group of the thread's `copy_async`s since the last close.
     #[track_caller]
     pub fn copy_async_commit(&mut self) {

@@ -1,13 +1,13 @@
-//! Pairs of 16-bit elements side by side in one register, where the element is
-//! only known when the kernel is built.
+//! Pairs of 16-bit elements, or four of 8 bits, side by side in one register,
+//! where the element is only known when the kernel is built.
 
 use super::Builder;
 use crate::{
-    AddressOf, Element, F32, Instruction, LoadCache, LoadOrder, Operand, Register, SharedAddress,
-    StoreCache, StoreOrder, Value,
+    AddressOf, BF16x2, Element, F16x2, F32, Instruction, LoadCache, LoadOrder, Operand, Reg,
+    Register, SharedAddress, StoreCache, StoreOrder, Type, Value,
 };
 
-/// Two neighbouring elements in one register, the lower-indexed one low.
+/// Two neighbouring elements of 16 bits or four of 8 in one register, lower-indexed ones low.
 #[derive(Clone, Copy, Debug)]
 pub struct Packed {
     element: Element,
@@ -66,6 +66,38 @@ impl Builder {
         self.push(Instruction::ConvertPair { dst: dst.register, high, low });
     }
 
+    /// The two numbers of a register, exactly.
+    #[track_caller]
+    pub fn unpack_as_f32(&mut self, pair: Packed) -> [Reg<F32>; 2] {
+        match pair.element {
+            Element::BF16 => self.unpack(Reg::<BF16x2>::new(pair.register)),
+            _ => self.unpack(Reg::<F16x2>::new(pair.register)),
+        }
+    }
+
+    /// Four numbers of 8 bits as two pairs of `f16`, exactly.
+    #[track_caller]
+    pub fn widen(&mut self, four: Packed) -> [Packed; 2] {
+        let ty = if four.element == Element::E5M2 { Type::E5M2x2 } else { Type::E4M3x2 };
+        let [low, high] = [(); 2].map(|()| self.register_of(ty));
+        self.push(Instruction::Split { low, high, src: four.register });
+        [low, high].map(|src| {
+            let dst = self.packed(Element::F16);
+            self.push(Instruction::ConvertPacked { dst: dst.register, src });
+            dst
+        })
+    }
+
+    /// The four bytes of a register in another order: of each, which one it was.
+    #[track_caller]
+    pub fn permute_bytes_packed(&mut self, four: Packed, order: [u32; 4]) -> Packed {
+        let dst = self.packed(four.element);
+        let selector = (0..).zip(order).map(|(place, byte)| (byte % 4) << (4 * place)).sum();
+        let (a, selector) = (four.register.into(), Operand::u32(selector));
+        self.push(Instruction::PermuteBytes { dst: dst.register, a, b: a, selector });
+        dst
+    }
+
     /// Loads two neighbours.
     #[track_caller]
     pub fn load_packed<A: AddressOf>(
@@ -104,6 +136,14 @@ impl Builder {
             cache: StoreCache::Default,
             policy: None,
         });
+    }
+
+    /// An 8x8 matrix of 16-bit elements, two neighbours of a row in each lane, transposed.
+    #[track_caller]
+    pub fn transpose_packed(&mut self, rows: Packed) -> Packed {
+        let dst = self.packed(rows.element);
+        self.push(Instruction::TransposeMatrix { dst: dst.register, src: rows.register });
+        dst
     }
 
     /// Loads one, two or four 8x8 matrices by `ldmatrix`: of lane `8i + r`,

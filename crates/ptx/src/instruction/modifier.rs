@@ -42,6 +42,8 @@ pub enum BinaryOperation {
     MultiplyHigh,
     /// `a / b`; for floats the approximate division.
     Divide,
+    /// `a / b` of floats, rounded to nearest even.
+    DivideRounded,
     /// The remainder of the integer division.
     Remainder,
     /// The smaller; of a number and a NaN, the number.

@@ -216,6 +216,10 @@ impl Printer<'_> {
                 let lane = self.operand(*lane, Type::U32);
                 format!("shfl.sync.{mode}.b32 {dst}{valid}, {src}, {lane}, {clamp}, 0xFFFFFFFF;")
             }
+            I::TransposeMatrix { dst, src } => {
+                let (dst, src) = (self.name(*dst), self.name(*src));
+                format!("movmatrix.sync.aligned.m8n8.trans.b16 {dst}, {src};")
+            }
             I::Vote { mode, dst, predicate } => {
                 let mode = match mode {
                     VoteMode::All => "all",
@@ -586,6 +590,7 @@ fn binary(operation: BinaryOperation, ty: Type) -> String {
         BinaryOperation::MultiplyHigh => format!("mul.hi.{scalar}"),
         BinaryOperation::Divide if ty == Type::F32 => "div.approx.ftz.f32".to_owned(),
         BinaryOperation::Divide => format!("div.{scalar}"),
+        BinaryOperation::DivideRounded => format!("div.rn.{scalar}"),
         BinaryOperation::Remainder => format!("rem.{scalar}"),
         BinaryOperation::Minimum => format!("min.{scalar}"),
         BinaryOperation::Maximum => format!("max.{scalar}"),

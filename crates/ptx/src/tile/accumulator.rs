@@ -1,7 +1,9 @@
 //! Matrices in the registers of a warpgroup.
 
 use super::SharedTile;
-use crate::{Builder, Element, F32, Instruction, PackedHalf, Reg, Register, U32, Value};
+use crate::{
+    Builder, Element, F32, Instruction, PackedHalf, PackedSmall, Reg, Register, U32, Value,
+};
 
 /// The result of a `wgmma`: 64 rows by `columns` of `f32`, spread over the
 /// 128 threads of a warpgroup.
@@ -100,8 +102,10 @@ const MOST_COLUMNS: u32 = 1024;
 /// An `A` operand in registers: 64 rows by some multiple of 16 columns of
 /// 16-bit elements (32 of 8-bit ones), four registers for each such step.
 ///
-/// The lanes hold it as an accumulator is held: two neighbouring columns in
-/// one register, groups of eight columns one after the other.
+/// The lanes hold 16-bit elements as an accumulator is held: two neighbouring
+/// columns in one register, groups of eight columns one after the other. Of
+/// 8-bit elements a register has four neighbours: lane `l` those from column
+/// `4 * (l % 4)` of each group of sixteen.
 #[derive(Clone, Debug)]
 pub struct Fragment {
     pub(crate) element: Element,
@@ -132,6 +136,17 @@ impl Fragment {
             return k.misuse(format!("register {index} of {}", self.registers.len()));
         };
         k.push(Instruction::ConvertPair { dst, high: high.into(), low: low.into() });
+    }
+
+    /// Puts two pairs of 8-bit elements into register `index`: four neighbours.
+    #[track_caller]
+    pub fn set_four<T: PackedSmall>(&self, k: &mut Builder, index: usize, pairs: [Reg<T>; 2]) {
+        let Some(&dst) = self.registers.get(index).filter(|_| self.element == T::ELEMENT) else {
+            let (element, count) = (self.element, self.registers.len());
+            return k.misuse(format!("{} into register {index} of {count} {element}", T::ELEMENT));
+        };
+        let [low, high] = pairs.map(|pair| pair.register.into());
+        k.push(Instruction::Join { dst, low, high });
     }
 
     /// Rounds elements, as an accumulator holds them, into all registers.

@@ -77,7 +77,20 @@ impl Pipeline {
     /// Reserves the barriers. `consumers` arrivals empty a stage.
     #[track_caller]
     pub fn new(k: &mut Builder, name: &str, stages: u32, consumers: u32) -> Self {
-        let full = Barriers::new(k, &format!("{name} full"), stages, 1);
+        Pipeline::of_producers(k, name, stages, 1, consumers)
+    }
+
+    /// The same where several threads fill a stage by ordinary stores: `producers` arrivals make it
+    /// full.
+    #[track_caller]
+    pub fn of_producers(
+        k: &mut Builder,
+        name: &str,
+        stages: u32,
+        producers: u32,
+        consumers: u32,
+    ) -> Self {
+        let full = Barriers::new(k, &format!("{name} full"), stages, producers);
         let empty = Barriers::new(k, &format!("{name} empty"), stages, consumers);
         Pipeline { full, empty, stages }
     }
@@ -187,6 +200,16 @@ impl Producer {
     pub fn publish(&self, k: &mut Builder) {
         let full = self.cursor.pipeline.full.at(k, self.cursor.stage);
         k.mbarrier_arrive(full);
+    }
+
+    /// The same by one of several arrivals. Every thread calls this; those where `arrives` holds
+    /// do the arriving.
+    #[track_caller]
+    pub fn publish_if(&self, k: &mut Builder, arrives: impl Into<Value<crate::Pred>>) {
+        let full = self.cursor.pipeline.full.at(k, self.cursor.stage);
+        let address = crate::Address { base: full.register, offset: 0 };
+        let space = crate::Space::Shared;
+        k.if_one(arrives, Instruction::MbarrierArrive { space, address, count: None });
     }
 
     /// Goes on to the next stage.

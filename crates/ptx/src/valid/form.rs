@@ -242,6 +242,7 @@ pub(super) fn fault(program: &Program, instruction: &Instruction) -> Option<Faul
         | I::Vote { .. }
         | I::Ballot { .. }
         | I::Elect { .. }
+        | I::TransposeMatrix { .. }
         | I::WarpSync
         | I::WgmmaFence
         | I::WgmmaCommit
@@ -289,6 +290,7 @@ fn binary_exists(operation: BinaryOperation, ty: Type) -> bool {
             ty.is_integer() || ty == Type::F32 || half
         }
         B::Divide => ty.is_integer() || ty == Type::F32,
+        B::DivideRounded => ty == Type::F32,
         B::MultiplyHigh | B::Remainder | B::ShiftLeft | B::ShiftRight => ty.is_integer(),
         B::And | B::Or | B::Xor => ty.is_integer() || ty == Type::Pred,
     }

@@ -241,6 +241,7 @@ fn arithmetic(forms: &mut Vec<Form>) {
             B::Multiply,
             B::MultiplyHigh,
             B::Divide,
+            B::DivideRounded,
             B::Remainder,
             B::Minimum,
             B::Maximum,
@@ -559,6 +560,10 @@ fn warp(forms: &mut Vec<Form>) {
             }));
         }
     }
+    forms.push(Form::new("transposed matrix", |s| {
+        let (dst, src) = (s.fresh(Type::BF16x2), s.register(Type::BF16x2));
+        s.k.push(Instruction::TransposeMatrix { dst, src });
+    }));
     forms.push(Form::new("votes", |s| {
         let predicate = s.register(Type::Pred);
         for mode in [VoteMode::All, VoteMode::Any] {

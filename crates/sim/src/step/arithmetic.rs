@@ -281,6 +281,7 @@ fn binary(
                 B::Subtract => float2(&a, &b, |a, b| a - b),
                 B::Multiply => float2(&a, &b, |a, b| a * b),
                 B::Divide => float2(&a, &b, float::divide_flushed),
+                B::DivideRounded => float2(&a, &b, |a, b| a / b),
                 B::Minimum => float2(&a, &b, float::minimum),
                 B::Maximum => float2(&a, &b, float::maximum),
                 other => unreachable!("validated: no {other:?} of f32"),
@@ -296,6 +297,7 @@ fn binary(
                 B::MultiplyHigh => map2(&a, &b, |a, b| ((a as u64 * b as u64) >> 32) as u32),
                 // The hardware gives all ones for a division by zero.
                 B::Divide => map2(&a, &b, |a, b| a.checked_div(b).unwrap_or(u32::MAX)),
+                B::DivideRounded => unreachable!("validated: no rounded quotient of integers"),
                 B::Remainder => map2(&a, &b, |a, b| a.checked_rem(b).unwrap_or(a)),
                 B::Minimum => map2(&a, &b, |a, b| a.min(b)),
                 B::Maximum => map2(&a, &b, |a, b| a.max(b)),
@@ -320,6 +322,7 @@ fn binary(
                     0 => u32::MAX,
                     _ => (a as i32).wrapping_div(b as i32) as u32,
                 }),
+                B::DivideRounded => unreachable!("validated: no rounded quotient of integers"),
                 B::Remainder => map2(&a, &b, |a, b| match b {
                     0 => a,
                     _ => (a as i32).wrapping_rem(b as i32) as u32,
@@ -367,6 +370,7 @@ fn wide_operation(operation: BinaryOperation, signed: bool, a: u64, b: u64) -> u
         B::Divide if b == 0 => u64::MAX,
         B::Divide if signed => (a as i64).wrapping_div(b as i64) as u64,
         B::Divide => a / b,
+        B::DivideRounded => unreachable!("validated: no rounded quotient of integers"),
         B::Remainder if b == 0 => a,
         B::Remainder if signed => (a as i64).wrapping_rem(b as i64) as u64,
         B::Remainder => a % b,

@@ -79,6 +79,24 @@ fn integers_at_their_edges() {
     }
 }
 
+/// Of subnormal numbers, of infinities and by zero too.
+#[test]
+fn quotients_are_rounded_to_nearest() {
+    let interesting = [1, 7, 0x0080_0001, 0x3F80_0001, 0x4049_0FDB, 0x7F7F_FFFF, 0x7F80_0000, 0];
+    let a = each(|lane| interesting[lane as usize % 8]);
+    let b = each(|lane| interesting[(lane / 5) as usize % 8] | (lane % 2) << 31);
+    let results = map_words([a, b], |k, [a, b]| {
+        let [a, b] = [a, b].map(|bits| k.eval(bits.reinterpret::<F32>()));
+        let quotient = k.divide_rounded(a, b);
+        vec![word(k, quotient)]
+    });
+    for lane in 0..32 {
+        let exact = f32::from_bits(a[lane]) / f32::from_bits(b[lane]);
+        let found = f32::from_bits(results[0][lane]);
+        assert!(found.to_bits() == exact.to_bits() || found.is_nan() && exact.is_nan());
+    }
+}
+
 #[test]
 fn wide_integers() {
     let a = each(|lane| 0xFFFF_FFF0 + lane / 2);

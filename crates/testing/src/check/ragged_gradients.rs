@@ -8,7 +8,7 @@ use crate::dice::Dice;
 use crate::scene::of_sequences;
 use flashcore::random::mix;
 use flashcore::serving::{Placement, Sequences};
-use flashcore::{Backend, DType, Error, InputTensors, Problem, Shape, Tensor};
+use flashcore::{Backend, DType, Descales, Error, InputTensors, Problem, Shape, Tensor};
 
 /// Sequences with their tensors and a gradient of their output, all of it from a seed.
 #[derive(Debug)]
@@ -68,6 +68,7 @@ impl RaggedGradients {
             value: random(with_values(key), sequences.keys(), 2)?,
             slopes: extras.slopes,
             sinks: extras.sinks,
+            descales: Descales::default(),
         };
         let output_gradient = random(with_values(query), sequences.queries(), 3)?;
         Ok(RaggedGradients { seed, sequences, tensors, output_gradient })

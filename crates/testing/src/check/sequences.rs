@@ -4,6 +4,7 @@ use std::fmt;
 
 use rayon::prelude::*;
 
+use super::cases::mixtures;
 use super::{Outcome, same_bits};
 use crate::dice::Dice;
 use crate::reference::{self, Answer, Rows};
@@ -12,8 +13,8 @@ use crate::verdict::compare_sequences;
 use flashcore::random::mix;
 use flashcore::serving::{Placement, Sequences};
 use flashcore::{
-    Alibi, Backend, DType, Error, InputTensors, Inputs, Mask, Problem, Progress, RunOptions, Shape,
-    Tensor,
+    Alibi, Backend, DType, DTypes, Descale, Error, InputTensors, Inputs, Mask, Problem, Progress,
+    RunOptions, Shape, Tensor, random_descales,
 };
 
 /// Sequences with their tensors, all of it from a seed.
@@ -278,16 +279,25 @@ fn tensors(
     let mut single = sequences.problem().clone();
     (single.query_length, single.key_length) = (1, 1);
     let extras = InputTensors::random(&single, seed)?;
-    let random = |shape: Shape, stream: u64| {
-        Tensor::random(single.dtype(), shape, seed.wrapping_mul(3) + stream)
+    let random = |dtype: DType, shape: Shape, stream: u64| {
+        Tensor::random(dtype, shape, seed.wrapping_mul(3) + stream)
     };
+    let DTypes { query: of_query, key: of_key, value: of_value, .. } = single.dtypes;
+    let factors = random_descales(sequences.problem().descale_shapes_over(cache), seed)?;
+    let descales = single.descales.zip(factors).try_map(|(descale, factors)| match factors {
+        Some(factors) if descale == Descale::PerToken => {
+            of_sequences(&factors, sequences.keys()).map(Some)
+        }
+        factors => Ok(factors),
+    })?;
     let value = Shape { dim: single.value_head_dim, ..cache };
     Ok(InputTensors {
-        query: random(query, 0)?,
-        key: of_sequences(&random(cache, 1)?, sequences.keys())?,
-        value: of_sequences(&random(value, 2)?, sequences.keys())?,
+        query: random(of_query, query, 0)?,
+        key: of_sequences(&random(of_key, cache, 1)?, sequences.keys())?,
+        value: of_sequences(&random(of_value, value, 2)?, sequences.keys())?,
         slopes: extras.slopes,
         sinks: extras.sinks,
+        descales,
     })
 }
 
@@ -340,6 +350,9 @@ pub(super) fn random_rules(
         problem.scores.alibi = dice.of(&[Alibi::PerHead, Alibi::PerSequence]);
     }
     problem.scores.sinks = dice.one_in(4);
+    if dtype.is_8_bit() {
+        (problem.dtypes, problem.descales) = dice.of(&mixtures(dtype));
+    }
     problem
 }
 
@@ -352,7 +365,7 @@ mod tests {
     fn the_cpu_is_right_about_random_sequences() {
         let backend = CpuBackend::new();
         for seed in 0..40 {
-            for dtype in [DType::F16, DType::BF16] {
+            for dtype in [DType::F16, DType::BF16, DType::E4M3, DType::E5M2] {
                 let case = SequencesCase::random(dtype, seed).unwrap();
                 assert_eq!(case.kernels(&backend).unwrap(), ["blocked"]);
                 let outcome = case.expected().unwrap().check(&backend, "blocked").unwrap();

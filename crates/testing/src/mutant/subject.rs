@@ -9,8 +9,8 @@ use kernels::forward::{Form, every_tuned};
 use kernels::product::Source;
 use kernels::sequencer::Tiles;
 use kernels::{
-    Append, Backward, Batch, Combine, Configuration, Decode, Forward, MaskKind, Mma, Prefill,
-    Rules, Sequencer,
+    Append, Backward, Batch, Cache, Combine, Configuration, Decode, Forward, MaskKind, Mma,
+    Prefill, Rules, Sequencer,
 };
 use ptx::{Element, Target};
 
@@ -40,6 +40,7 @@ pub fn subjects() -> Vec<Configuration> {
 fn forwards() -> [Forward; 4] {
     let dense = Forward {
         element: Element::BF16,
+        output: Element::BF16,
         head_dim: 64,
         value_head_dim: 64,
         rules: Rules::DENSE,
@@ -104,6 +105,7 @@ fn decodes() -> [Decode; 2] {
     let plain = Decode {
         target: Target::SM_80,
         element: Element::BF16,
+        cache: Cache::plain(Element::BF16),
         head_dim: 64,
         value_head_dim: 64,
         rows: 8,
@@ -122,6 +124,7 @@ fn appends() -> [Append; 2] {
     let plain = Append {
         target: Target::SM_80,
         element: Element::BF16,
+        cache: Cache::plain(Element::BF16),
         head_dim: 192,
         value_head_dim: 136,
         paged: false,

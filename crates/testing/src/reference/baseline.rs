@@ -2,20 +2,24 @@
 //!
 //! What a framework computes without a fused kernel: scores are stored in the element type, the
 //! softmax is taken in f32 and stored in the element type, the second product is summed in f32
-//! and stored in the element type. The log-sum-exp is f32 for every element type, and its
+//! and stored in the element type. Where the second product is of 8-bit numbers, exponentials are
+//! stored in 8 bits. The log-sum-exp is f32 for every element type, and its
 //! baseline comes from the scores before they are rounded.
+
+use flashcore::DType;
 
 use super::RowInputs;
 
 const LANES: usize = 8;
 
 pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
-    let RowInputs { query, keys, values, first, rule, mut functions, sink, dtype } = inputs;
+    let RowInputs { query, keys, values, first, rule, mut functions, sink, dtype, .. } = inputs;
     let round = |value: f32| dtype.round(f64::from(value)) as f32;
     let score = |(index, key): (usize, &[f32])| {
-        let (key, product) = (first + index, f64::from(dot(query, key)));
+        let product = dot(query, key) * inputs.key_factors[index] as f32;
+        let key = first + index;
         match functions.sees(key) {
-            true => functions.score(key, rule.score(product, key)) as f32,
+            true => functions.score(key, rule.score(f64::from(product), key)) as f32,
             false => f32::NEG_INFINITY,
         }
     };
@@ -36,13 +40,16 @@ pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
         return f64::NEG_INFINITY;
     }
     let mut accumulator = vec![0.0f32; output.len()];
-    for (index, (weight, value)) in
-        weights.iter().zip(values.chunks_exact(output.len())).enumerate()
-    {
+    let values = values.chunks_exact(output.len()).zip(inputs.value_factors);
+    for (index, (weight, (value, factor))) in weights.iter().zip(values).enumerate() {
         if !functions.sees(first + index) {
             continue;
         }
-        let probability = round(weight / sum);
+        let probability = match inputs.small_probabilities {
+            true => small(*weight) / sum,
+            false => round(weight / sum),
+        };
+        let probability = probability * *factor as f32;
         for (to, from) in accumulator.iter_mut().zip(value) {
             *to += probability * from;
         }
@@ -51,6 +58,12 @@ pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
         *to = f64::from(round(from));
     }
     f64::from(exact_maximum + exact_sum.ln())
+}
+
+/// An exponential relative to the maximum in 8 bits, where what is 1 becomes 256: the largest power
+/// of two that e4m3 has.
+fn small(weight: f32) -> f32 {
+    DType::E4M3.round(f64::from(weight * 256.0)) as f32 / 256.0
 }
 
 /// The exponentials relative to the maximum, their sum with the sink's, and the maximum.

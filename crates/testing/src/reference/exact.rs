@@ -12,7 +12,7 @@ pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
     let sink = f64::from(sink);
     let keys = keys.chunks_exact(query.len()).enumerate();
     let scores = keys.map(|(index, key)| {
-        let (key, product) = (first + index, dot(&query, key));
+        let (key, product) = (first + index, dot(&query, key) * inputs.key_factors[index]);
         functions.sees(key).then(|| functions.score(key, rule.score(product, key)))
     });
     // Of a key that is hidden there is no score.
@@ -21,10 +21,12 @@ pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
     let shift = if maximum == f64::NEG_INFINITY { 0.0 } else { maximum };
     let mut sum = (sink - shift).exp();
     output.fill(0.0);
-    for (score, value) in scores.iter().zip(values.chunks_exact(output.len())) {
+    let values = values.chunks_exact(output.len()).zip(inputs.value_factors);
+    for (score, (value, factor)) in scores.iter().zip(values) {
         let Some(score) = score else { continue };
         let weight = (score - shift).exp();
         sum += weight;
+        let weight = weight * factor;
         for (to, from) in output.iter_mut().zip(value) {
             *to += weight * f64::from(*from);
         }

@@ -19,7 +19,7 @@ use serde::Serialize;
 
 use flashcore::function::Here;
 use flashcore::serving::{Placement, Sequences};
-use flashcore::{DType, Error, Inputs, Problem, Progress, RowFunctions, Tensor, random};
+use flashcore::{DType, Descale, Error, Inputs, Problem, Progress, RowFunctions, Tensor, random};
 
 use rule::Rule;
 
@@ -131,7 +131,8 @@ pub struct Answer {
     pub underflow: f64,
 }
 
-/// Attention in f64 on the inputs as they are. A row's `batch` is its sequence.
+/// Attention in f64 on the inputs as they are, or for 8-bit ones on what they stand for. A row's
+/// `batch` is its sequence.
 ///
 /// ```
 /// use flashcore_testing::reference::{self, Rows};
@@ -155,7 +156,8 @@ pub fn attention(
 }
 
 /// The plain algorithm in the problem's precision: scores, probabilities and output each rounded
-/// to the element type, sums in f32.
+/// to the output's element type, sums in f32. Where queries and values have 8 bits, probabilities
+/// have 8 bits too.
 pub fn baseline(
     problem: &Problem,
     inputs: Inputs<'_>,
@@ -179,7 +181,14 @@ struct RowInputs<'a> {
     functions: RowFunctions<'a>,
     /// Minus infinity where there is none.
     sink: f32,
+    /// What products with each key are multiplied with: the query's factor times the key's.
+    key_factors: &'a [f64],
+    /// What each value is multiplied with.
+    value_factors: &'a [f64],
+    /// The element type of the output.
     dtype: DType,
+    /// Whether both products are of 8-bit numbers, and probabilities so too.
+    small_probabilities: bool,
 }
 
 /// Run `compute` for each row; it fills the row's output and returns its log-sum-exp.
@@ -207,7 +216,16 @@ fn by_row(
         let (batch, kv_head) = head_of(&rows[0]);
         let keys = widen(inputs.key, sequences.keys(), batch, kv_head);
         let values = widen(inputs.value, sequences.keys(), batch, kv_head);
-        let finite = values.iter().map(|value| value.abs()).filter(|value| value.is_finite());
+        let head = (batch, kv_head);
+        let key_factors = factors(inputs.descales.key, problem.descales.key, &sequences, head);
+        let of_query = factors(inputs.descales.query, problem.descales.query, &sequences, head);
+        let key_factors: Vec<f64> =
+            key_factors.iter().zip(of_query).map(|(key, query)| key * query).collect();
+        let value_factors =
+            factors(inputs.descales.value, problem.descales.value, &sequences, head);
+        let magnitude =
+            |(index, value): (usize, &f32)| value.abs() * value_factors[index / value_dim] as f32;
+        let finite = values.iter().enumerate().map(magnitude).filter(|value| value.is_finite());
         largest_value = finite.fold(largest_value, f32::max);
         let output = output_rest.split_off_mut(..rows.len() * value_dim);
         let lse = lse_rest.split_off_mut(..rows.len());
@@ -242,7 +260,11 @@ fn by_row(
                 rule,
                 functions: problem.row_functions(inputs.captured, here),
                 sink: inputs.sinks.map_or(f32::NEG_INFINITY, |sinks| sinks[row.head]),
-                dtype: problem.dtype(),
+                key_factors: &key_factors[visible.clone()],
+                value_factors: &value_factors[visible],
+                dtype: problem.dtypes.output,
+                small_probabilities: problem.dtypes.query.is_8_bit()
+                    && problem.dtypes.value.is_8_bit(),
             };
             *lse = compute(inputs, output);
             if let Some(progress) = progress {
@@ -252,6 +274,23 @@ fn by_row(
     }
     let underflow = SMALLEST * problem.key_length as f64 * f64::from(largest_value);
     Ok(Answer { rows: rows.clone(), output, lse, underflow })
+}
+
+/// The descale factors of a sequence's keys, one for each position; 1 without.
+fn factors(
+    factors: Option<&Tensor>,
+    descale: Descale,
+    sequences: &Sequences,
+    (sequence, head): (usize, usize),
+) -> Vec<f64> {
+    let of = |position: usize| {
+        let (entry, row) = match descale {
+            Descale::PerToken => sequences.keys().locate(sequence, position),
+            _ => (sequence, 0),
+        };
+        factors.map_or(1.0, |factors| f64::from(factors.head(entry, head).row(row)[0]))
+    };
+    (0..sequences.keys().length(sequence)).map(of).collect()
 }
 
 /// One head of a sequence as a row-major f32 matrix, which holds every element type exactly.

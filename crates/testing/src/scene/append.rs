@@ -6,13 +6,15 @@ use flashcore::gpu::{
 };
 use flashcore::plan::Source;
 use flashcore::serving::Placement;
-use flashcore::{Layout, Mask, Problem, Shape, Storage};
+use flashcore::{Descale, Descales, Layout, Mask, Problem, Shape, Storage, quantize};
+use kernels::Scales;
 use kernels::append::{Append, Rotary};
 use kernels::parameter::{List, Tensor};
 use ptx::Element;
 use sim::Memory;
 
-use super::call::{Buffers, dtype, out_of_bounds};
+use super::call::{Buffers, UNTOUCHED, dtype, out_of_bounds};
+use super::kernel::descale;
 use super::{Expected, Random, Scene, SceneError, Step, encode, round};
 use crate::dice::Dice;
 
@@ -80,6 +82,12 @@ impl AppendSize {
             .with_key_length(self.capacity)
             .with_value_head_dim(append.value_head_dim as usize)
             .with_dtype(dtype(append.element))
+            .with_kv_dtype(dtype(append.cache.element))
+            .with_descales(Descales {
+                query: Descale::None,
+                key: descale(append.cache.key_scales),
+                value: descale(append.cache.value_scales),
+            })
             .with_mask(if self.in_order { Mask::CAUSAL } else { Mask::NONE })
             .with_storage(queries, keys);
         let mut problem = AppendProblem::new(cache, most(&self.new));
@@ -147,18 +155,27 @@ impl Scene {
         let new_v = numbers(new_rows * key_heads * value_dim);
         let cached = cache.batch * cache.length * key_heads;
         let (mut k, mut v) = (numbers(cached * dim), numbers(cached * value_dim));
+        for number in k.iter_mut().chain(&mut v) {
+            *number = round(append.cache.element, *number);
+        }
+        let made_of = append.cache;
+        let mut scales = [made_of.key_scales, made_of.value_scales]
+            .map(|scales| initial_scales(scales, batch * key_heads, cached));
         let mut q = numbers(query_rows * heads * dim);
         let half = append.rotary.map_or(1, |rotary| rotary.dim as usize / 2);
         let positions = capacity + 1;
         let (cosines, sines) = (numbers(positions * half), numbers(positions * half));
 
         let (mut memory, mut buffers) = (Memory::new(), Buffers::new());
-        for (tensor, numbers) in [
-            (Tensor::NewKey, &new_k),
-            (Tensor::NewValue, &new_v),
-            (Tensor::Key, &k),
-            (Tensor::Value, &v),
-            (Tensor::Query, &q),
+        let [key_scales, value_scales] = &scales;
+        for (tensor, element, numbers) in [
+            (Tensor::NewKey, element, &new_k),
+            (Tensor::NewValue, element, &new_v),
+            (Tensor::Key, made_of.element, &k),
+            (Tensor::Value, made_of.element, &v),
+            (Tensor::KeyDescale, Element::F32, key_scales),
+            (Tensor::ValueDescale, Element::F32, value_scales),
+            (Tensor::Query, element, &q),
         ] {
             let id = memory.input(&format!("{tensor:?}"), encode(element, numbers));
             buffers.insert(Source::Tensor(tensor), id);
@@ -208,7 +225,7 @@ impl Scene {
             // Beyond the tables: the last angles.
             Some(rotary) => {
                 let first = position.min(positions - 1) * half;
-                rotated(&append, rotary, row, [&cosines[first..], &sines[first..]])
+                rotated(rotary, row, [&cosines[first..], &sines[first..]])
             }
             None => row.to_vec(),
         };
@@ -222,10 +239,19 @@ impl Scene {
                 for head in 0..*key_heads {
                     let from = (new_starts[sequence] as usize + token) * key_heads + head;
                     let to = (entry * cache.length + row) * key_heads + head;
-                    v[to * value_dim..][..value_dim]
-                        .copy_from_slice(&new_v[from * value_dim..][..value_dim]);
-                    k[to * dim..][..dim]
-                        .copy_from_slice(&turn(&new_k[from * dim..][..dim], position));
+                    let place = |kind| match kind {
+                        Scales::One => 0,
+                        Scales::PerToken => to,
+                        Scales::PerHead => sequence * key_heads + head,
+                    };
+                    let row = &new_v[from * value_dim..][..value_dim];
+                    let kind = made_of.value_scales;
+                    let row = rounded(&append, row, (kind, &mut scales[1][place(kind)]));
+                    v[to * value_dim..][..value_dim].copy_from_slice(&row);
+                    let row = turn(&new_k[from * dim..][..dim], position);
+                    let kind = made_of.key_scales;
+                    let row = rounded(&append, &row, (kind, &mut scales[0][place(kind)]));
+                    k[to * dim..][..dim].copy_from_slice(&row);
                 }
             }
             for query in 0..queries[sequence] {
@@ -233,20 +259,20 @@ impl Scene {
                 for head in 0..*heads {
                     let at = (query_starts[sequence] as usize + query) * heads + head;
                     let row = turn(&q[at * dim..][..dim], position);
+                    let row: Vec<f64> = row.iter().map(|it| round(element, *it)).collect();
                     q[at * dim..][..dim].copy_from_slice(&row);
                 }
             }
         }
-        // Without rotary embeddings the bits are the same; with, a last bit may differ.
-        let slack = if append.rotary.is_some() { 2f64.powi(-6) } else { 0.0 };
-        let expected = |name, tensor, exact: Vec<f64>| Expected {
+        let expected = |name, tensor, element, exact: Vec<f64>| Expected {
             name,
             buffer: buffers[&Source::Tensor(tensor)],
             element,
-            tolerance: exact.iter().map(|value| slack * value.abs().max(1.0)).collect(),
+            tolerance: vec![0.0; exact.len()],
             magnitude: exact.iter().map(|value| value.abs()).collect(),
             exact,
         };
+        let [key_scales, value_scales] = scales;
         let grown: Vec<f64> = (0..batch)
             .map(|sequence| (lengths[sequence] + new[sequence]).min(*capacity))
             .map(|length| f32::from_bits(length as u32) as f64)
@@ -261,9 +287,11 @@ impl Scene {
                 tolerance: vec![0.0; batch],
                 exact: grown,
             },
-            expected("keys", Tensor::Key, k),
-            expected("values", Tensor::Value, v),
-            expected("queries", Tensor::Query, q),
+            expected("keys", Tensor::Key, made_of.element, k),
+            expected("values", Tensor::Value, made_of.element, v),
+            expected("key scales", Tensor::KeyDescale, Element::F32, key_scales),
+            expected("value scales", Tensor::ValueDescale, Element::F32, value_scales),
+            expected("queries", Tensor::Query, element, q),
         ];
         let step = Step::bound(program, launch.blocks, &values, &buffers)?;
         let size = format!("lengths {lengths:?}, new {new:?}, {key_heads} heads, room {capacity}");
@@ -290,7 +318,32 @@ fn tensors(
     let queries = queries?;
     let rotated = RotatedQueries { from: queries, to: queries, starts: None, lengths: None };
     tensors.queries = problem.rotated_queries.then_some(rotated);
+    let shapes = problem.cache.descale_shapes_over(cache);
+    tensors.key_descale = shapes.key.map(tensor).transpose()?;
+    tensors.value_descale = shapes.value.map(tensor).transpose()?;
     Ok(tensors)
+}
+
+/// Scales that are given for sequences and heads, or will be found for tokens; a number that nobody
+/// reads where there are none.
+fn initial_scales(scales: Scales, heads: usize, tokens: usize) -> Vec<f64> {
+    match scales {
+        Scales::One => vec![0.0],
+        Scales::PerHead => (0..heads).map(|it| f64::from(0.01f32 * (it + 1) as f32)).collect(),
+        Scales::PerToken => vec![UNTOUCHED; tokens],
+    }
+}
+
+/// A row as a cache holds it, with the scale that is given or found for it.
+fn rounded(append: &Append, row: &[f64], (kind, scale): (Scales, &mut f64)) -> Vec<f64> {
+    let element = append.cache.element;
+    let numbers = row.iter().map(|it| *it as f32);
+    if kind == Scales::PerToken {
+        let largest = numbers.clone().fold(0.0, |most, number| number.abs().max(most));
+        *scale = quantize::factor(largest, dtype(element)).into();
+    }
+    let reciprocal = if kind == Scales::One { 1.0 } else { 1.0 / *scale as f32 };
+    numbers.map(|number| round(element, f64::from(number * reciprocal))).collect()
 }
 
 /// Where sequences of these lengths begin, packed or each with room for the longest, and where the
@@ -304,13 +357,8 @@ fn starts(lengths: &[usize], packed: bool) -> Vec<u32> {
     (0..=lengths.len()).map(|count| start(count) as u32).collect()
 }
 
-/// A row, rotated by the angles of its position.
-fn rotated(
-    append: &Append,
-    rotary: Rotary,
-    row: &[f64],
-    [cosines, sines]: [&[f64]; 2],
-) -> Vec<f64> {
+/// A row, rotated by the angles of its position, not rounded yet.
+fn rotated(rotary: Rotary, row: &[f64], [cosines, sines]: [&[f64]; 2]) -> Vec<f64> {
     let half = rotary.dim as usize / 2;
     let mut rotated = row.to_vec();
     for pair in 0..half {
@@ -318,9 +366,10 @@ fn rotated(
             true => (2 * pair, 2 * pair + 1),
             false => (pair, pair + half),
         };
-        let (c, s) = (cosines[pair], sines[pair]);
-        rotated[a] = round(append.element, row[a] * c - row[b] * s);
-        rotated[b] = round(append.element, row[a] * s + row[b] * c);
+        // In the kernel's precision: the last bit is the same.
+        let [c, s, x, y] = [cosines[pair], sines[pair], row[a], row[b]].map(|it| it as f32);
+        rotated[a] = f64::from(x * c - y * s);
+        rotated[b] = f64::from(x * s + y * c);
     }
     rotated
 }

@@ -8,7 +8,10 @@ use flashcore::gpu::Chip;
 use flashcore::plan::{Source, Value, bind};
 use flashcore::random::uniform;
 use flashcore::serving::{Placement, Sequences};
-use flashcore::{Alibi, DType, InputTensors, Inputs, Layout, Pass, Problem, Shape, Tensor};
+use flashcore::{
+    Alibi, DType, Descale, InputTensors, Inputs, Layout, Pass, Problem, Shape, Tensor,
+    random_descales,
+};
 use kernels::Configuration;
 use kernels::parameter::{Captured, CapturedPart, List, Tensor as Role};
 use ptx::{Element, Program};
@@ -206,7 +209,8 @@ impl Call {
     /// Plans, makes a buffer for each source that there is, and binds.
     pub(super) fn stage<'a>(&self, given: &'a Given) -> Result<Staged<'a>, SceneError> {
         let (problem, inputs) = given.call().map_err(refused)?;
-        let Kernel { target, element, .. } = Kernel::of(&self.kernel);
+        let Kernel { target, .. } = Kernel::of(&self.kernel);
+        let element = problem.dtypes.output.element();
         let chip = Chip { target, multiprocessors: self.processors, l2_bytes: 1 << 20 };
         let choice = Choice::for_kernel(&chip, &problem, self.kernel, self.splits)
             .map_err(SceneError::Size)?;
@@ -218,6 +222,13 @@ impl Call {
         {
             let buffer = memory.input(&format!("{role:?}"), tensor.bytes().to_vec());
             buffers.insert(Source::Tensor(role), buffer);
+        }
+        let descales = [Role::QueryDescale, Role::KeyDescale, Role::ValueDescale];
+        for (role, factors) in descales.into_iter().zip(inputs.descales.into_array()) {
+            if let Some(factors) = factors {
+                let buffer = memory.input(&format!("{role:?}"), factors.bytes().to_vec());
+                buffers.insert(Source::Tensor(role), buffer);
+            }
         }
         for list in LISTS {
             if let Some(mut words) = inputs.list(&problem, list) {
@@ -303,12 +314,13 @@ impl Call {
             problem = placed.problem().clone();
             sequences = Some(placed);
         }
-        let tensor = |seed: u64, shape: Shape, placement: Option<&Placement>| {
+        let dtypes = problem.dtypes;
+        let tensor = |seed: u64, dtype: DType, shape: Shape, placement: Option<&Placement>| {
             let index = |[a, b, c, d]: [usize; 4]| {
                 (((a * shape.length + b) * shape.heads + c) * shape.dim + d) as u64
             };
             let weights = if seed == KEYS { self.weights } else { Weights::Even };
-            let all = Tensor::from_fn(problem.dtype(), shape, |at| {
+            let all = Tensor::from_fn(dtype, shape, |at| {
                 // Up to 2: scores far enough apart that the maximum moves.
                 2.0 * weights.of(at[1], shape.length) * uniform(seed, index(at))
             })?;
@@ -330,18 +342,29 @@ impl Call {
         let numbers = |seed: u64, count: usize, magnitude: f32| -> Vec<f32> {
             (0..count as u64).map(|index| magnitude * uniform(seed, index)).collect()
         };
+        let factors = random_descales(problem.descale_shapes_over(key), 7)?;
+        let descales = problem.descales.zip(factors).try_map(|(descale, factors)| {
+            let Some(factors) = factors else { return Ok::<_, flashcore::Error>(None) };
+            // Factors of what is of no sequence are NaN too.
+            let factors = match keys.filter(|_| descale == Descale::PerToken) {
+                Some(placement) => of_sequences(&factors, placement)?,
+                None => factors,
+            };
+            Ok(Some(self.order.arrange(factors)?))
+        })?;
         let tensors = InputTensors {
-            query: tensor(1, query, queries)?,
-            key: tensor(KEYS, key, keys)?,
-            value: tensor(3, value, keys)?,
+            query: tensor(1, dtypes.query, query, queries)?,
+            key: tensor(KEYS, dtypes.key, key, keys)?,
+            value: tensor(3, dtypes.value, value, keys)?,
             slopes: problem.scores.has_alibi().then(|| numbers(4, slopes, 0.1)),
             sinks: problem.scores.sinks.then(|| numbers(5, heads, 4.0)),
+            descales,
         };
         let backward = match problem.pass {
             Pass::Forward => None,
             Pass::Backward => {
                 let output = Shape { dim: problem.value_head_dim, ..query };
-                let gradient = tensor(6, output, queries)?;
+                let gradient = tensor(6, dtypes.output, output, queries)?;
                 let (problem, inputs) = match &sequences {
                     Some(sequences) => sequences.over(tensors.inputs())?,
                     None => (problem.clone(), tensors.inputs()),
@@ -390,7 +413,7 @@ impl Call {
             magnitude: vec![UNTOUCHED; count],
             tolerance: vec![0.0; count],
         };
-        let element = Kernel::of(&self.kernel).element;
+        let element = problem.dtypes.output.element();
         let mut outputs = nothing("output", Role::Output, element, problem.rows() * dim);
         let mut log_sums = nothing("lse", Role::Lse, Element::F32, problem.rows());
         for (index, row) in rows.as_slice().iter().enumerate() {
@@ -584,6 +607,8 @@ pub(super) fn dtype(element: Element) -> DType {
     match element {
         Element::F32 => DType::F32,
         Element::F16 => DType::F16,
-        _ => DType::BF16,
+        Element::BF16 => DType::BF16,
+        Element::E4M3 => DType::E4M3,
+        Element::E5M2 => DType::E5M2,
     }
 }

@@ -1,7 +1,7 @@
 //! What an attention kernel is built for, and the smallest call that shows all of it.
 
-use flashcore::{Alibi, Mask, Problem};
-use kernels::{Backward, Batch, Configuration, MaskKind, Rules};
+use flashcore::{Alibi, Descale, Mask, Problem};
+use kernels::{Backward, Batch, Cache, Configuration, MaskKind, Rules, Scales};
 use ptx::{Element, Target};
 
 use super::call::dtype;
@@ -12,6 +12,7 @@ use super::{Call, Place, Ragged};
 pub(super) struct Kernel {
     pub(super) target: Target,
     pub(super) element: Element,
+    cache: Cache,
     dims: [u32; 2],
     /// The rules by which it is looked at, where nobody says otherwise.
     rules: Rules,
@@ -27,18 +28,21 @@ impl Kernel {
             Configuration::Scalar(it) => Kernel {
                 target: it.target,
                 element: it.element,
+                cache: Cache::plain(it.element),
                 dims: [it.head_dim, it.value_head_dim],
                 rules: it.rules,
             },
             Configuration::Mma(it) => Kernel {
                 target: it.target,
                 element: it.element,
+                cache: Cache::plain(it.element),
                 dims: [it.head_dim, it.value_head_dim],
                 rules: it.rules,
             },
             Configuration::Forward(it) => Kernel {
                 target: Target::SM_90A,
                 element: it.element,
+                cache: Cache::plain(it.element),
                 dims: [it.head_dim, it.value_head_dim],
                 rules: it.rules,
             },
@@ -61,6 +65,7 @@ impl Kernel {
                 Kernel {
                     target: it.target,
                     element: it.element,
+                    cache: it.cache,
                     dims: [it.head_dim, it.value_head_dim],
                     rules: Rules { mask, ..it.rules },
                 }
@@ -68,12 +73,14 @@ impl Kernel {
             Configuration::Backward(it) => Kernel {
                 target: Target::SM_90A,
                 element: it.element,
+                cache: Cache::plain(it.element),
                 dims: [it.head_dim, it.value_head_dim],
                 rules: it.rules,
             },
             _ => Kernel {
                 target: Target::SM_80,
                 element: Element::F32,
+                cache: Cache::plain(Element::F32),
                 dims: [8, 8],
                 rules: Rules::DENSE,
             },
@@ -101,7 +108,10 @@ impl Kernel {
             .with_key_length(keys)
             .with_value_head_dim(value_dim)
             .with_dtype(dtype(self.element))
+            .with_kv_dtype(dtype(self.cache.element))
             .with_mask(mask);
+        problem.descales.key = descale(self.cache.key_scales);
+        problem.descales.value = descale(self.cache.value_scales);
         problem.scores.softcap = self.rules.softcap.then_some(SOFTCAP);
         if self.rules.alibi {
             problem.scores.alibi = Alibi::PerSequence;
@@ -170,6 +180,15 @@ impl Call {
     pub(super) fn beside(it: Backward, queries: usize) -> Self {
         let kernel = Configuration::Backward(Backward { rules: Rules::DENSE, ..it });
         Call::new(kernel, 2, [queries, 21], [2, 1])
+    }
+}
+
+/// What a problem says of scales.
+pub(super) fn descale(scales: Scales) -> Descale {
+    match scales {
+        Scales::One => Descale::None,
+        Scales::PerHead => Descale::PerHead,
+        Scales::PerToken => Descale::PerToken,
     }
 }
 

@@ -134,11 +134,11 @@ pub fn compare_tensors(
             expected: problem.output_shape(),
         });
     }
-    if output.dtype() != problem.dtype() {
+    if output.dtype() != problem.dtypes.output {
         return Err(InputError::DType {
             tensor: "output",
             given: output.dtype(),
-            expected: problem.dtype(),
+            expected: problem.dtypes.output,
         });
     }
     let lengths = [

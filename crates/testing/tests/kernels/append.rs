@@ -2,6 +2,7 @@
 
 use flashcore_testing::scene::{AppendSize, Scene};
 use kernels::append::{Append, Rotary};
+use kernels::{Cache, Scales};
 use ptx::{Element, Target};
 use sim::Mode;
 
@@ -12,10 +13,15 @@ fn new_tokens_are_where_they_belong() {
     let plain = Append {
         target: Target::SM_80,
         element: Element::BF16,
+        cache: Cache::plain(Element::BF16),
         head_dim: 64,
         value_head_dim: 40,
         paged: false,
         rotary: None,
+    };
+    let half = |append| {
+        let element = Element::F16;
+        Append { element, cache: Cache::plain(element), ..append }
     };
     let rotary = |dim, interleaved| Some(Rotary { dim, interleaved });
     for append in [
@@ -23,8 +29,8 @@ fn new_tokens_are_where_they_belong() {
         Append { paged: true, ..plain },
         Append { rotary: rotary(64, false), ..plain },
         Append { rotary: rotary(64, true), paged: true, ..plain },
-        Append { rotary: rotary(16, false), element: Element::F16, paged: true, ..plain },
-        Append { rotary: rotary(48, true), element: Element::F16, head_dim: 128, ..plain },
+        Append { rotary: rotary(16, false), paged: true, ..half(plain) },
+        Append { rotary: rotary(48, true), head_dim: 128, ..half(plain) },
     ] {
         for in_order in [true, false] {
             let size = AppendSize { in_order, ..AppendSize::small() };
@@ -34,10 +40,39 @@ fn new_tokens_are_where_they_belong() {
 }
 
 #[test]
+fn new_tokens_are_rounded_to_8_bits() {
+    use Element::{BF16, E4M3, E5M2, F16};
+    use Scales::{One, PerHead, PerToken};
+    let rotary = |dim, interleaved| Some(Rotary { dim, interleaved });
+    for (element, narrow, [key_scales, value_scales], paged, rotary) in [
+        (BF16, E4M3, [One, One], false, None),
+        (BF16, E4M3, [PerHead, PerHead], true, None),
+        (F16, E5M2, [PerToken, PerHead], false, rotary(64, false)),
+        (BF16, E4M3, [PerToken, PerToken], true, rotary(64, true)),
+        (BF16, E4M3, [PerHead, PerToken], true, rotary(16, false)),
+        (F16, E5M2, [PerToken, PerToken], false, rotary(50, true)),
+    ] {
+        let append = Append {
+            target: Target::SM_89,
+            element,
+            cache: Cache { element: narrow, key_scales, value_scales },
+            head_dim: 64,
+            value_head_dim: 40,
+            paged,
+            rotary,
+        };
+        every_schedule(&Scene::append(append, &AppendSize::small()).unwrap(), Mode::Checked, 1);
+        let hostile = AppendSize { hostile: true, ..AppendSize::small() };
+        every_schedule(&Scene::append(append, &hostile).unwrap(), Mode::Checked, 1);
+    }
+}
+
+#[test]
 fn widths_that_make_no_pairs_are_refused() {
     let good = Append {
         target: Target::SM_80,
         element: Element::F16,
+        cache: Cache::plain(Element::F16),
         head_dim: 64,
         value_head_dim: 64,
         paged: false,
@@ -48,6 +83,8 @@ fn widths_that_make_no_pairs_are_refused() {
         Append { rotary: Some(Rotary { dim: 66, interleaved: false }), ..good },
         Append { rotary: Some(Rotary { dim: 5, interleaved: true }), ..good },
         Append { element: Element::F32, ..good },
+        Append { cache: Cache::plain(Element::BF16), ..good },
+        Append { cache: Cache::plain(Element::E4M3), ..good },
     ] {
         assert!(bad.program().is_err(), "{}", bad.name());
     }

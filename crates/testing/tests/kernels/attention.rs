@@ -15,6 +15,7 @@ use crate::{every_schedule, some_schedules};
 fn small() -> Forward {
     Forward {
         element: Element::BF16,
+        output: Element::BF16,
         head_dim: 64,
         value_head_dim: 64,
         rules: Rules::DENSE,
@@ -47,7 +48,13 @@ fn forward_is_attention() {
         (causal, (1, [150, 40], [1, 1])),
         (Forward { warpgroups: 1, query_buffers: 2, ..causal }, (1, [200, 65], [2, 2])),
         (
-            Forward { element: Element::F16, head_dim: 40, value_head_dim: 72, ..small() },
+            Forward {
+                element: Element::F16,
+                output: Element::F16,
+                head_dim: 40,
+                value_head_dim: 72,
+                ..small()
+            },
             (1, [65, 97], [2, 1]),
         ),
         (Forward { query_source: Source::Registers, ..small() }, (1, [130, 70], [2, 1])),
@@ -81,6 +88,7 @@ fn forward_follows_rules() {
         (
             Forward {
                 element: Element::F16,
+                output: Element::F16,
                 head_dim: 40,
                 form: Form::COMPACT,
                 ..one(every(chunked))

@@ -2,8 +2,8 @@
 
 use flashcore::{Mask, Problem};
 use flashcore_testing::check::Order;
-use flashcore_testing::scene::{Call, Place, Ragged, Scene};
-use kernels::{Configuration, Decode, MaskKind, Rules};
+use flashcore_testing::scene::{Call, Place, Ragged, Scene, Weights};
+use kernels::{Cache, Configuration, Decode, MaskKind, Rules, Scales};
 use ptx::{Element, Target};
 use sim::{Budget, Measure, Mode, Options, Policy};
 
@@ -14,6 +14,7 @@ fn small() -> Decode {
     Decode {
         target: Target::SM_80,
         element: Element::BF16,
+        cache: Cache::plain(Element::BF16),
         head_dim: 64,
         value_head_dim: 64,
         rows: 8,
@@ -101,7 +102,13 @@ fn decode_is_attention() {
         plain(Ragged { queries: vec![5; 4], ..ragged() }).with(causal),
         heads([22, 1], call(Decode { rows: 16, tile_keys: 32, stages: 3, ..small() }, ragged())),
         call(
-            Decode { element: Element::F16, head_dim: 40, value_head_dim: 72, ..small() },
+            Decode {
+                element: Element::F16,
+                cache: Cache::plain(Element::F16),
+                head_dim: 40,
+                value_head_dim: 72,
+                ..small()
+            },
             ragged(),
         ),
         call(Decode { head_dim: 72, value_head_dim: 40, ..small() }, ragged()),
@@ -114,6 +121,60 @@ fn decode_is_attention() {
     }
 }
 
+/// The same over a cache of 8 bits.
+fn narrow(element: Element, key_scales: Scales, value_scales: Scales) -> Decode {
+    let cache = Cache { element, key_scales, value_scales };
+    Decode { target: Target::SM_89, cache, ..small() }
+}
+
+#[test]
+fn decode_over_8_bits_is_attention() {
+    use Element::{BF16, E4M3, E5M2, F16};
+    use Scales::{One, PerHead, PerToken};
+    let plain = |scales| narrow(E4M3, scales, scales);
+    let paged = |decode, size| call(decode, ragged().over(Place::Paged(size)));
+    let three = Ragged { queries: vec![3; 4], ..ragged() };
+    let behind = Ragged { padding: vec![7, 0, 3, 1], ..ragged() };
+    let every = Rules { softcap: true, alibi: true, sinks: true, ..Rules::LOCAL };
+    let wide = |decode| Decode { head_dim: 80, value_head_dim: 112, tile_keys: 32, ..decode };
+    let pages = |decode| Decode { paged: true, ..decode };
+    let heads = |heads, call: Call| call.with(|it| with_heads(it, heads));
+    for call in [
+        call(plain(One), ragged()),
+        call(plain(PerHead), ragged()).on(1),
+        call(plain(PerToken), ragged()).on(9),
+        call(Decode { element: F16, ..plain(One) }, ragged()),
+        call(Decode { element: F16, ..narrow(E5M2, PerToken, PerHead) }, three.clone())
+            .with(causal),
+        call(narrow(E5M2, PerHead, PerToken), ragged().over(Place::Padded)),
+        call(plain(PerToken), behind.clone()),
+        call(plain(PerToken), behind.over(Place::Packed)),
+        call(plain(PerHead), Ragged { query_place: Place::Packed, ..three.clone() }),
+        call(plain(PerToken), ragged()).with(|it| it.with_mask(Mask::window(Some(20), Some(0)))),
+        paged(pages(plain(PerHead)), 5),
+        paged(pages(plain(PerToken)), 32),
+        paged(pages(wide(plain(PerToken))), 1),
+        call(wide(plain(PerHead)), ragged()),
+        call(Decode { head_dim: 128, value_head_dim: 128, rows: 16, ..wide(plain(One)) }, three),
+        heads([22, 1], call(Decode { rows: 16, stages: 3, ..plain(PerToken) }, ragged())),
+        heads(
+            [8, 2],
+            call(
+                Decode { paged: true, rows: 16, rules: every, ..plain(PerToken) },
+                Ragged { queries: vec![2; 4], ..ragged() }.over(Place::Paged(16)),
+            ),
+        )
+        .with(|it| it.with_mask(Mask::window(Some(25), Some(3)))),
+        call(Decode { element: BF16, rules: every, ..plain(PerHead) }, ragged()),
+        Call { order: Order::HeadsFirst, ..call(plain(PerToken), ragged()) },
+        Call { order: Order::Padded, ..paged(pages(plain(PerHead)), 5) },
+        Call { weights: Weights::Spikes, ..call(plain(PerToken), ragged()) },
+        Call { weights: Weights::Valley, ..call(plain(PerHead), ragged()) },
+    ] {
+        every_schedule(&call.scene().unwrap(), Mode::Checked, 1);
+    }
+}
+
 fn with_heads(mut problem: Problem, [heads, key_heads]: [usize; 2]) -> Problem {
     (problem.query_heads, problem.kv_heads) = (heads, key_heads);
     problem
@@ -121,7 +182,8 @@ fn with_heads(mut problem: Problem, [heads, key_heads]: [usize; 2]) -> Problem {
 
 #[test]
 fn decode_under_many_schedules() {
-    for decode in [small(), Decode { paged: true, stages: 3, ..small() }] {
+    let tokens = narrow(Element::E4M3, Scales::PerToken, Scales::PerToken);
+    for decode in [small(), Decode { paged: true, stages: 3, ..small() }, tokens] {
         let scene = Scene::small(&Configuration::Decode(decode)).unwrap();
         every_schedule(&scene, Mode::Values, 32);
         every_schedule(&scene, Mode::Checked, 4);
@@ -136,7 +198,10 @@ fn a_second_launch_finds_everything_in_order() {
 
 #[test]
 fn no_two_lanes_meet_at_a_bank() {
-    for decode in [small(), Decode { head_dim: 128, value_head_dim: 128, ..small() }] {
+    let tokens = narrow(Element::E4M3, Scales::PerToken, Scales::PerToken);
+    let wide = |decode| Decode { head_dim: 128, value_head_dim: 128, ..decode };
+    let narrow = Decode { tile_keys: 32, ..wide(tokens) };
+    for decode in [small(), wide(small()), tokens, narrow] {
         // With one team: the factors of parts are written once, and not for speed.
         let scene = Call::small(Configuration::Decode(decode)).on(1).scene().unwrap();
         let budget = Budget::default().at_most(Measure::BankConflicts, 0);

@@ -323,6 +323,7 @@ fn forward_follows_functions() {
     for (index, rules) in rules().into_iter().enumerate() {
         let forward = Forward {
             element: Element::BF16,
+            output: Element::BF16,
             head_dim: 64,
             value_head_dim: 64,
             rules,
@@ -344,6 +345,7 @@ fn prefill_follows_functions() {
         let rules = Rules { mask: kernels::MaskKind::Local, ..rules };
         let tile = Forward {
             element: Element::BF16,
+            output: Element::BF16,
             head_dim: 64,
             value_head_dim: 64,
             rules,

@@ -7,6 +7,7 @@ mod backward;
 mod banks;
 mod chosen;
 mod decode;
+mod fp8;
 mod function;
 mod mma;
 mod mutation;

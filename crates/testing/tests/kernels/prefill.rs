@@ -17,6 +17,7 @@ fn small() -> Prefill {
     Prefill {
         tile: Forward {
             element: Element::BF16,
+            output: Element::BF16,
             head_dim: 64,
             value_head_dim: 64,
             rules: Rules::LOCAL,
@@ -103,7 +104,13 @@ fn prefill_is_attention() {
         grouped(call(with(Forward { query_source: Source::Registers, ..tile }), ragged())),
         call(with(Forward { warpgroups: 2, ping_pong: true, ..tile }), early),
         open(call(
-            with(Forward { element: Element::F16, head_dim: 40, value_head_dim: 72, ..tile }),
+            with(Forward {
+                element: Element::F16,
+                output: Element::F16,
+                head_dim: 40,
+                value_head_dim: 72,
+                ..tile
+            }),
             ragged(),
         )),
     ] {

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use super::{CHUNK, CHUNK_COLUMNS, PANEL_CHUNKS, ROW, check};
+use super::{CHUNK, PANEL_CHUNKS, ROW, check, chunk_columns};
 use crate::tile::TileLayout;
 use crate::tile::shared::possible;
 use crate::{
@@ -110,7 +110,7 @@ pub struct RowCopies {
 }
 
 impl RowCopies {
-    /// Rows of `columns` elements, a multiple of 8, in a tile of this layout.
+    /// Rows of `columns` elements, which are whole chunks of 16 bytes, in a tile of this layout.
     pub const fn new(layout: TileLayout, columns: u32) -> Self {
         RowCopies { layout, columns }
     }
@@ -157,7 +157,7 @@ impl RowCopies {
         from: Reg<GlobalAddress>,
         valid: Option<Reg<U32>>,
     ) {
-        let held = self.columns / CHUNK_COLUMNS;
+        let held = self.columns / chunk_columns(self.layout);
         let layout = possible(k, "rows", self.layout);
         for panel in 0..layout.panels() {
             let copy = Instruction::CopyAsync {
@@ -177,7 +177,8 @@ impl RowCopies {
 
     /// The chunks of a row that products read and copies leave alone.
     pub fn padding(&self) -> Range<u32> {
-        self.columns / CHUNK_COLUMNS..self.layout.columns / CHUNK_COLUMNS
+        let columns = chunk_columns(self.layout);
+        self.columns / columns..self.layout.columns / columns
     }
 
     /// Fills a chunk of a row with `zero`, which holds four; `offset` bytes on

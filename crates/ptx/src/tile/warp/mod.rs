@@ -80,9 +80,13 @@ const ROW: u32 = Swizzle::B128.width();
 /// Bytes of a chunk, the unit of the swizzle, of `ldmatrix` and of `cp.async`.
 const CHUNK: u32 = 16;
 
-/// Columns of a chunk, and chunks of a panel's row.
-const CHUNK_COLUMNS: u32 = 8;
+/// Chunks of a panel's row.
 const PANEL_CHUNKS: u32 = ROW / CHUNK;
+
+/// Columns of a chunk.
+const fn chunk_columns(layout: TileLayout) -> u32 {
+    CHUNK / layout.element.bytes()
+}
 
 /// The sizes of a matrix in the registers of a warp, where they are possible: what
 /// is built of others is refused, and shall be small.
@@ -96,12 +100,13 @@ fn in_registers(k: &mut Builder, rows: u32, columns: u32) -> [u32; 2] {
     [16, 16]
 }
 
-/// A warp's tiles have 16-bit elements under the widest swizzle.
+/// A warp's tiles have elements of 16 bits, or of 8 that are widened when they are read, under the
+/// widest swizzle.
 #[track_caller]
 fn check(k: &mut Builder, layout: TileLayout) {
-    if layout.swizzle != Swizzle::B128 || layout.element.bytes() != 2 {
+    if layout.swizzle != Swizzle::B128 || layout.element.bytes() > 2 {
         k.misuse(format!(
-            "a warp's tile has 16-bit elements and the 128-byte swizzle, not {} and {:?}",
+            "a warp's tile has elements of 8 or 16 bits and the 128-byte swizzle, not {} and {:?}",
             layout.element, layout.swizzle
         ));
     }

@@ -11,6 +11,10 @@
 //!
 //! The 128-byte swizzle exclusive-ors the chunk with the row's place in eight,
 //! so a step of 16 columns within a panel is another exclusive or.
+//!
+//! `ldmatrix` moves pairs of bytes, so a tile of 8-bit elements is read as one of
+//! half as many columns. Its elements come four to a register and are widened
+//! there, to `f16`: see [`TileReader::widened_a`] and [`TileReader::widened_b`].
 
 use super::{CHUNK, FragmentA, FragmentB, ROW, check};
 use crate::tile::TileLayout;
@@ -75,9 +79,9 @@ impl SteppedLanes {
     }
 }
 
-/// A tile that a warp reads 16 rows by 16 columns at a time. `row` below is the
-/// first of the rows, a multiple of 8, and `step` is the first column in
-/// sixteens.
+/// A tile that a warp reads 16 rows by 32 bytes at a time, 16 columns of 16 bits.
+/// `row` below is the first of the rows, a multiple of 8, and `step` is the first
+/// byte of each in thirty-twos.
 #[derive(Clone, Debug)]
 pub struct TileReader {
     layout: TileLayout,
@@ -119,6 +123,11 @@ impl TileReader {
             steps.push(k.eval(tile + offset));
         }
         TileReader { layout, order: lanes.order, steps }
+    }
+
+    /// Steps that its columns take.
+    pub fn steps(&self) -> u32 {
+        self.layout.columns.saturating_mul(self.layout.element.bytes()).div_ceil(2 * CHUNK)
     }
 
     /// The address of the 16 bytes that the lane gives to `ldmatrix`.
@@ -165,6 +174,40 @@ impl TileReader {
         [FragmentB([a, b]), FragmentB([c, d])]
     }
 
+    /// First operands out of 16 rows by 32 columns of 8-bit elements, transposed and
+    /// widened to `f16`: of the first 16 columns and of the others. Row `i` of an
+    /// operand is column `2 * i`, row `8 + i` is the next.
+    #[track_caller]
+    pub fn widened_a(&self, k: &mut Builder, row: u32, step: u32) -> [FragmentA; 2] {
+        self.check_widened(k);
+        let matrices: [Packed; 4] = self.load(k, (row, step), true);
+        // Registers have two columns of a row, then the same of the next row.
+        let [a, b, c, d] = matrices.map(|four| {
+            let by_columns = k.permute_bytes_packed(four, [0, 2, 1, 3]);
+            k.widen(by_columns)
+        });
+        [FragmentA([a[0], a[1], c[0], c[1]]), FragmentA([b[0], b[1], d[0], d[1]])]
+    }
+
+    /// Second operands out of 16 rows by 32 columns of 8-bit elements, transposed and
+    /// widened to `f16`: by 16 columns, and by 8 rows. Rows `2 * i` and `8 + 2 * i` of
+    /// an operand are columns `4 * i` and `4 * i + 2`, each with the next; the first
+    /// operand must have its columns in this order.
+    #[track_caller]
+    pub fn widened_b(&self, k: &mut Builder, row: u32, step: u32) -> [[FragmentB; 2]; 2] {
+        self.check_widened(k);
+        let matrices: [Packed; 4] = self.load(k, (row, step), false);
+        let [a, b, c, d] = matrices.map(|four| FragmentB(k.widen(four)));
+        [[a, c], [b, d]]
+    }
+
+    #[track_caller]
+    fn check_widened(&self, k: &mut Builder) {
+        if self.layout.element.bytes() != 1 || self.order != MatrixOrder::ColumnsFirst {
+            k.misuse("widened operands are transposed, of elements of 8 bits");
+        }
+    }
+
     /// Only the first of the two.
     #[track_caller]
     pub fn first_b(&self, k: &mut Builder, row: u32, step: u32) -> FragmentB {
@@ -172,7 +215,7 @@ impl TileReader {
     }
 }
 
-/// Steps of 16 columns that a panel of the tile has.
+/// Steps of 32 bytes that a panel of the tile has.
 fn used_steps(layout: TileLayout) -> u32 {
-    layout.columns.div_ceil(16).clamp(1, 4)
+    layout.columns.saturating_mul(layout.element.bytes()).div_ceil(2 * CHUNK).clamp(1, 4)
 }

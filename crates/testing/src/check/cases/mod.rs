@@ -8,7 +8,8 @@ pub use thorough::thorough;
 
 use flashcore::plan::Arrangement;
 use flashcore::{
-    DType, Error, InputTensors, Layout, Mask, Problem, Shape, Strides, Tensor, TensorError,
+    DType, DTypes, Descale, Descales, Error, InputTensors, Layout, Mask, Problem, Shape, Strides,
+    Tensor, TensorError,
 };
 
 /// A problem with its inputs, described rather than stored.
@@ -112,6 +113,7 @@ impl Case {
             value: self.order.arrange(self.fill(&random.value, Role::Value)?)?,
             slopes: random.slopes,
             sinks: random.sinks,
+            descales: random.descales,
         })
     }
 
@@ -175,9 +177,10 @@ impl Order {
             Order::Contiguous => Layout::contiguous(shape),
             Order::HeadsFirst => Layout::heads_first(shape),
             Order::Padded => {
-                let heads = shape.dim.next_multiple_of(8) + 8;
-                let length = heads * shape.heads + 16;
-                let batch = length * shape.length + 8;
+                // Whole chunks of 16 bytes, of 8-bit tensors too.
+                let heads = shape.dim.next_multiple_of(16) + 16;
+                let length = heads * shape.heads + 32;
+                let batch = length * shape.length + 16;
                 Layout::strided(shape, Strides { batch, length, heads })
             }
         }
@@ -228,8 +231,9 @@ impl std::fmt::Display for Case {
 
 /// The standard set for one element type: every head dim that kernels are tuned for and odd ones,
 /// lengths around the edges of tiles, unequal and zero lengths, shared heads, both masks, windows,
-/// chunks, softcaps, slopes and sinks, every content and memory order. Each is small: the set is
-/// meant to be run often.
+/// chunks, softcaps, slopes and sinks, every content and memory order; of an 8-bit type, mixed with
+/// wider queries and under every kind of descale factors. Each is small: the set is meant to be run
+/// often.
 ///
 /// ```
 /// use flashcore::DType;
@@ -305,5 +309,37 @@ pub fn standard(dtype: DType) -> Vec<Case> {
     for contents in [Contents::NanKey, Contents::InfiniteValue] {
         cases.push(Case::new(unmasked.clone()).with_contents(contents));
     }
+    each_mixture(cases, dtype)
+}
+
+/// Cases of an 8-bit type with one after the other of the mixtures that there are.
+fn each_mixture(mut cases: Vec<Case>, dtype: DType) -> Vec<Case> {
+    let mixtures = mixtures(dtype);
+    for (index, case) in cases.iter_mut().enumerate() {
+        (case.problem.dtypes, case.problem.descales) = mixtures[index % mixtures.len()];
+    }
     cases
+}
+
+/// What queries, keys, values and output may be made of, and which descale factors there may be,
+/// where an element type is asked for: of 8 bits, with queries of 8 bits too and as a cache.
+pub(crate) fn mixtures(dtype: DType) -> Vec<(DTypes, Descales)> {
+    if !dtype.is_8_bit() {
+        return vec![(DTypes::all(dtype), Descales::NONE)];
+    }
+    let same = DTypes::inputs(dtype);
+    let cache = |wide: DType| DTypes { query: wide, output: wide, ..same };
+    let other = if dtype == DType::E4M3 { DType::E5M2 } else { DType::E4M3 };
+    let (heads, tokens) =
+        (Descales::of_cache(Descale::PerHead), Descales::of_cache(Descale::PerToken));
+    vec![
+        (same, Descales { query: Descale::PerHead, ..heads }),
+        (cache(DType::BF16), heads),
+        (cache(DType::F16), tokens),
+        (DTypes { output: DType::F16, ..same }, Descales::NONE),
+        (cache(DType::BF16), tokens),
+        (cache(DType::F16), Descales::NONE),
+        (DTypes { value: other, ..cache(DType::BF16) }, Descales { key: Descale::None, ..tokens }),
+        (cache(DType::F16), Descales { value: Descale::PerHead, ..tokens }),
+    ]
 }

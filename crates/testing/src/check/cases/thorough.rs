@@ -1,6 +1,6 @@
 //! The long list: a thousand problems for each element type.
 
-use super::{Case, Contents, Order};
+use super::{Case, Contents, Order, each_mixture};
 use flashcore::{DType, Mask, Problem};
 
 /// One below, at and one above the edges of every tile: 64, 96, 128 and 192 rows or keys, and
@@ -44,7 +44,7 @@ pub fn thorough(dtype: DType) -> Vec<Case> {
     for (seed, case) in cases.iter_mut().enumerate() {
         case.seed = seed as u64 + 1;
     }
-    cases
+    each_mixture(cases, dtype)
 }
 
 /// Windows, chunks and what changes scores, at lengths around the edges of tiles and for each head

@@ -4,6 +4,12 @@
 //! A warp takes one row: a new token of a sequence and a key head, or a query
 //! and a query head. Lengths and tables are read on the device; what would lie
 //! beyond the cache is not written.
+//!
+//! Into a cache of 8 bits a row is rounded once, after it was rotated and multiplied with the
+//! reciprocal of its scale. A scale for each token is found here: the largest number of the row
+//! over the largest that 8 bits have.
+
+mod narrow;
 
 use ptx::{
     Builder, Capability, Element, Expression, GlobalAddress, Program, Reg, S32, Target, U32, U64,
@@ -11,6 +17,7 @@ use ptx::{
 
 use crate::Error;
 use crate::attention::sequences::{Places, Span, clamp, entry_of};
+use crate::cache::{Cache, ScaleSource};
 use crate::divisor::DivisorRegisters;
 use crate::element::{load_as_f32, store_from_f32};
 use crate::parameter::{List, Number, Tensor};
@@ -24,8 +31,10 @@ pub const ROWS: u32 = 4;
 pub struct Append {
     /// The architecture.
     pub target: Target,
-    /// The element of all tensors: `F16` or `BF16`.
+    /// The element of new keys and values and of queries: `F16` or `BF16`.
     pub element: Element,
+    /// What the cache is made of: the same element, or one of 8 bits.
+    pub cache: Cache,
     /// The width of keys: even.
     pub head_dim: u32,
     /// The width of values: even.
@@ -53,7 +62,8 @@ impl Append {
         let rotary = self.rotary.map_or(String::new(), |Rotary { dim, interleaved }| {
             format!("_rotary{dim}{}", if interleaved { "i" } else { "" })
         });
-        format!("append_{element}_d{head_dim}x{value_head_dim}{paged}{rotary}")
+        let cache = self.cache.suffix(self.element);
+        format!("append_{element}{cache}_d{head_dim}x{value_head_dim}{paged}{rotary}")
     }
 
     /// Threads of a block.
@@ -73,6 +83,7 @@ impl Append {
     /// | --- | --- |
     /// | `new keys`, `new values` | addresses, with batch, row and head strides in elements |
     /// | `keys`, `values` | the cache; a batch entry may be a page |
+    /// | `key descale`, `value descale` | scales of 8-bit caches as decode has them: given for each sequence and key head, written for each token |
     /// | `rows` | sequences times new tokens times key heads |
     /// | `key heads`, `new tokens` | [`Divisor`](crate::Divisor)s; the most new tokens of a sequence |
     /// | `new rows` | of the tensors of new keys: bounds the starts |
@@ -108,6 +119,17 @@ impl Append {
         if !self.target.has(Capability::AsyncCopies) {
             return refuse("the target is older than decode");
         }
+        let narrow = self.cache.is_narrow();
+        if !narrow && self.cache != Cache::plain(self.element) {
+            return refuse("the cache has an element or scales of its own, and not 8 bits");
+        }
+        if narrow && !self.target.has(Capability::Fp8Conversion) {
+            return refuse("the target does not convert numbers of 8 bits");
+        }
+        // Two neighbours are stored at a time.
+        if narrow && self.rotary.is_some_and(|it| !it.interleaved && it.dim % 4 != 0) {
+            return refuse("over 8 bits, halves of the rotary dimension are even");
+        }
         let mut k = Builder::new(self.name(), self.target, self.threads());
         self.write(&mut k);
         Ok(k.finish()?)
@@ -117,6 +139,10 @@ impl Append {
         let [new_keys, new_values, keys, values] =
             [Tensor::NewKey, Tensor::NewValue, Tensor::Key, Tensor::Value]
                 .map(|tensor| Strided::parameters(k, tensor));
+        let scales = [
+            ScaleSource::parameters(k, self.cache.key_scales, Tensor::KeyDescale),
+            ScaleSource::parameters(k, self.cache.value_scales, Tensor::ValueDescale),
+        ];
         let rows: Reg<U32> = Number::AllNewRows.read(k);
         let key_heads = DivisorRegisters::parameters(k, Number::KeyHeads);
         let tokens = DivisorRegisters::parameters(k, Number::NewTokens);
@@ -146,17 +172,29 @@ impl Append {
                 let entry = places.entry(k, sequence);
                 let (entry, row) = places.locate(k, entry, position);
                 let (from, to) = ([sequence, source, head], [entry, row, head]);
-                let key = [new_keys.row(k, self.element, from), keys.row(k, self.element, to)];
-                match &angles {
-                    Some(angles) => {
-                        let start = angles.start(k, sequence, length);
-                        let position = k.eval(start + token);
-                        self.turn(k, angles, key, position);
-                    }
+                let ends = |k: &mut Builder, from_tensor: &Strided, to_tensor: &Strided| {
+                    let from = from_tensor.row(k, self.element, from);
+                    [from, to_tensor.row(k, self.cache.element, to)]
+                };
+                let key = ends(k, &new_keys, &keys);
+                let value = ends(k, &new_values, &values);
+                let turned = angles.as_ref().map(|angles| {
+                    let start = angles.start(k, sequence, length);
+                    (angles, k.eval(start + token))
+                });
+                if self.cache.is_narrow() {
+                    let [of_keys, of_values] = &scales;
+                    let keys = narrow::Rounded { scales: of_keys, turned, columns: self.head_dim };
+                    keys.store(k, self, key, sequence, to);
+                    let columns = self.value_head_dim;
+                    let values = narrow::Rounded { scales: of_values, turned: None, columns };
+                    values.store(k, self, value, sequence, to);
+                    return;
+                }
+                match turned {
+                    Some((angles, position)) => self.turn(k, angles, key, position),
                     None => copy(k, self.element, key, 0..self.head_dim),
                 }
-                let value =
-                    [new_values.row(k, self.element, from), values.row(k, self.element, to)];
                 copy(k, self.element, value, 0..self.value_head_dim);
             });
             let wanted = k.eval(after.reinterpret::<U64>().differs(0));
@@ -291,6 +329,11 @@ impl Angles {
         clamp(k, start, self.positions)
     }
 
+    /// Beyond the tables: the last angles.
+    fn bounded(&self, k: &mut Builder, position: Reg<U32>) -> Reg<U32> {
+        k.eval(position.minimum(self.positions - 1))
+    }
+
     /// Turns the first columns of a row on their way.
     fn turn(
         &self,
@@ -300,8 +343,7 @@ impl Angles {
         position: Reg<U32>,
     ) {
         let (half, bytes) = (self.rotary.dim / 2, element.bytes());
-        // Beyond the tables: the last angles.
-        let position = k.eval(position.minimum(self.positions - 1));
+        let position = self.bounded(k, position);
         let lane = k.lane();
         k.for_range(lane, half, 32, |k, pair| {
             let angle = position.convert::<U64>() * half + pair.convert::<U64>();

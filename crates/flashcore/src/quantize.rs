@@ -1,0 +1,227 @@
+//! Numbers to 8 bits and back: descale factors for a tensor, its heads, or its tokens and heads.
+//!
+//! A factor is the largest magnitude of the numbers it is for over the largest number of the type,
+//! so that none saturates. A number becomes the 8-bit float nearest to its product with the
+//! factor's reciprocal, and stands for that float times the factor.
+//!
+//! ```
+//! use flashcore::quantize::{Granularity, quantize};
+//! use flashcore::{DType, Descales, InputTensors, Inputs, Problem, attend};
+//!
+//! let problem = Problem::new(1, 8, 100, 64).with_dtype(DType::BF16);
+//! let wide = InputTensors::random(&problem, 0)?;
+//! let key = quantize(&wide.key, DType::E4M3, Granularity::Token)?;
+//! let value = quantize(&wide.value, DType::E4M3, Granularity::Head)?;
+//!
+//! let descales =
+//!     Descales { key: Some(&key.descale), value: Some(&value.descale), ..Descales::default() };
+//! let inputs = Inputs::new(&wide.query, &key.tensor, &value.tensor).with_descales(descales);
+//! let (exact, found) = (attend(&problem, wide.inputs())?, attend(&inputs.problem()?, inputs)?);
+//! let error = exact.output.to_f32().into_iter().zip(found.output.to_f32());
+//! assert!(error.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max) < 0.1);
+//! # Ok::<(), flashcore::Error>(())
+//! ```
+
+use crate::dtype::DType;
+use crate::error::Error;
+use crate::inputs::InputError;
+use crate::tensor::{Layout, Shape, Strides, Tensor, TensorError};
+
+/// Which numbers share a descale factor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Granularity {
+    /// All of a tensor.
+    Tensor,
+    /// Those of a head, in all batch entries.
+    Head,
+    /// Those of a head in a batch entry.
+    SequenceHead,
+    /// Those of a head at a position: one vector.
+    Token,
+}
+
+/// A tensor in 8 bits with its descale factors.
+#[derive(Debug, Clone)]
+pub struct Quantized {
+    /// The 8-bit floats, without gaps.
+    pub tensor: Tensor,
+    /// The factors: (batch, 1, heads, 1) with strides of zero where they are shared, or (batch,
+    /// length, heads, 1) for each token.
+    pub descale: Tensor,
+}
+
+/// Magnitudes are taken for this much at least, so that a factor is never zero and always has a
+/// reciprocal.
+pub const LEAST_MAGNITUDE: f32 = 1e-12;
+
+/// The factor for numbers of up to this magnitude.
+pub fn factor(magnitude: f32, dtype: DType) -> f32 {
+    magnitude.max(LEAST_MAGNITUDE) * (1.0 / dtype.max() as f32)
+}
+
+/// The largest magnitude of some numbers; NaN has none.
+pub(crate) fn magnitude(numbers: &[f32]) -> f32 {
+    numbers.iter().fold(0.0, |most, number| number.abs().max(most))
+}
+
+/// Numbers as what is rounded to 8 bits, in place.
+pub(crate) fn divide(numbers: &mut [f32], factor: f32) {
+    let reciprocal = 1.0 / factor;
+    numbers.iter_mut().for_each(|number| *number *= reciprocal);
+}
+
+/// A tensor in 8 bits, by factors that are found.
+pub fn quantize(
+    tensor: &Tensor,
+    dtype: DType,
+    granularity: Granularity,
+) -> Result<Quantized, Error> {
+    let heads = tensor.shape().heads;
+    quantize_groups(tensor, dtype, granularity, heads)
+}
+
+/// The same for queries, which have the factors of so many key heads.
+pub fn quantize_groups(
+    tensor: &Tensor,
+    dtype: DType,
+    granularity: Granularity,
+    kv_heads: usize,
+) -> Result<Quantized, Error> {
+    check_8_bits(dtype)?;
+    let shape = tensor.shape();
+    if kv_heads == 0 || !shape.heads.is_multiple_of(kv_heads) {
+        let expected = Shape { heads: kv_heads, ..shape };
+        return Err(InputError::Shape { tensor: "the tensor", given: shape, expected }.into());
+    }
+    let group = shape.heads / kv_heads;
+    // Where the factor of (batch entry, position, head) is, and how the factors lie.
+    let (sizes, length) = match granularity {
+        Granularity::Tensor => ([0, 0, 0], 1),
+        Granularity::Head => ([0, 0, 1], 1),
+        Granularity::SequenceHead => ([kv_heads, 0, 1], 1),
+        Granularity::Token => ([shape.length * kv_heads, kv_heads, 1], shape.length),
+    };
+    let strides = Strides { batch: sizes[0], length: sizes[1], heads: sizes[2] };
+    let layout = Layout::strided(Shape { length, heads: kv_heads, dim: 1, ..shape }, strides)?;
+    let place = |[batch, position, head]: [usize; 3]| {
+        batch * sizes[0] + position * sizes[1] + head / group * sizes[2]
+    };
+    let mut factors = vec![0.0f32; layout.span()];
+    let mut row = vec![0.0; shape.dim];
+    for at in shape.vectors() {
+        tensor.head(at[0], at[2]).read(at[1], &mut row);
+        factors[place(at)] = factors[place(at)].max(magnitude(&row));
+    }
+    factors.iter_mut().for_each(|it| *it = factor(*it, dtype));
+    let mut small = Tensor::zeros(dtype, shape)?;
+    for at in shape.vectors() {
+        tensor.head(at[0], at[2]).read(at[1], &mut row);
+        divide(&mut row, factors[place(at)]);
+        small.set_row(at, &row);
+    }
+    Ok(Quantized { tensor: small, descale: Tensor::new(layout, factors)? })
+}
+
+impl Quantized {
+    /// Factors of a tensor or of its heads for so many sequences, which need not be as many as the
+    /// tensor has batch entries or pages.
+    pub fn for_sequences(&self, sequences: usize) -> Result<Tensor, TensorError> {
+        let layout = self.descale.layout();
+        let shape = Shape { batch: sequences, ..layout.shape() };
+        let layout = Layout::strided(shape, layout.strides())?;
+        Tensor::new(layout, self.descale.elements().clone())
+    }
+}
+
+/// The numbers that a tensor in 8 bits stands for, in a wider type.
+pub fn dequantize(tensor: &Tensor, descale: &Tensor, dtype: DType) -> Result<Tensor, Error> {
+    let (shape, of) = (tensor.shape(), descale.shape());
+    let fits = of.batch == shape.batch
+        && (of.length == 1 || of.length == shape.length)
+        && of.heads > 0
+        && shape.heads.is_multiple_of(of.heads)
+        && of.dim == 1;
+    if !fits {
+        let expected = Shape { dim: 1, ..shape };
+        return Err(InputError::Shape { tensor: "the descale", given: of, expected }.into());
+    }
+    let mut wide = Tensor::zeros(dtype, shape)?;
+    let (mut row, mut factor) = (vec![0.0; shape.dim], [0.0]);
+    for [batch, position, head] in shape.vectors() {
+        tensor.head(batch, head).read(position, &mut row);
+        let position_of = if of.length == 1 { 0 } else { position };
+        descale.head(batch, head * of.heads / shape.heads).read(position_of, &mut factor);
+        row.iter_mut().for_each(|number| *number *= factor[0]);
+        wide.set_row([batch, position, head], &row);
+    }
+    Ok(wide)
+}
+
+/// Refuses wider types.
+fn check_8_bits(given: DType) -> Result<(), InputError> {
+    match given.is_8_bit() {
+        true => Ok(()),
+        false => {
+            let (tensor, expected) = ("the quantized tensor", DType::E4M3);
+            Err(InputError::DType { tensor, given, expected })
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn factors_are_the_largest_magnitude_of_what_they_are_for() {
+        let shape = Shape::new(2, 3, 4, 8);
+        let numbers = |[batch, position, head, element]: [usize; 4]| {
+            let magnitude = ((batch * 3 + position) * 4 + head + 1) as f32;
+            if element == 5 { -magnitude } else { magnitude / 3.0 }
+        };
+        let tensor = Tensor::from_fn(DType::F32, shape, numbers).unwrap();
+        for (granularity, largest) in [
+            (Granularity::Tensor, [24.0, 24.0]),
+            (Granularity::Head, [21.0, 24.0]),
+            (Granularity::SequenceHead, [9.0, 24.0]),
+            (Granularity::Token, [1.0, 24.0]),
+        ] {
+            for dtype in [DType::E4M3, DType::E5M2] {
+                let found = quantize(&tensor, dtype, granularity).unwrap();
+                let factors = found.descale.to_f32();
+                let ends = [factors[0], *factors.last().unwrap()];
+                assert_eq!(ends, largest.map(|it: f32| factor(it, dtype)), "{granularity:?}");
+                // The largest is where it was, and nothing is off by more than half a step.
+                let wide = dequantize(&found.tensor, &found.descale, DType::F32).unwrap();
+                for (exact, found) in tensor.to_f32().into_iter().zip(wide.to_f32()) {
+                    let step = dtype.epsilon() as f32 / 2.0;
+                    assert!((exact - found).abs() <= step * exact.abs() * 1.001, "{exact} {found}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn queries_share_the_factors_of_key_heads() {
+        let tensor = Tensor::random(DType::F32, Shape::new(2, 5, 6, 8), 1).unwrap();
+        let found = quantize_groups(&tensor, DType::E4M3, Granularity::SequenceHead, 2).unwrap();
+        assert_eq!(found.descale.shape(), Shape::new(2, 1, 2, 1));
+        let third = (0..3).flat_map(|head| (0..5).map(move |position| (position, head)));
+        let largest = third.map(|(position, head)| magnitude(&tensor.head(0, head).row(position)));
+        let largest = largest.fold(0.0, f32::max);
+        assert_eq!(found.descale.to_f32()[0], factor(largest, DType::E4M3));
+        assert!(quantize_groups(&tensor, DType::E4M3, Granularity::Head, 4).is_err());
+        assert!(quantize(&tensor, DType::F16, Granularity::Head).is_err());
+    }
+
+    #[test]
+    fn zeros_and_what_is_not_finite_have_a_meaning() {
+        let numbers = [0.0, 0.0, f32::NAN, 2.0, f32::INFINITY, 1.0];
+        let tensor = Tensor::from_f32(DType::F32, Shape::new(1, 3, 1, 2), &numbers).unwrap();
+        let found = quantize(&tensor, DType::E4M3, Granularity::Token).unwrap();
+        let wide = dequantize(&found.tensor, &found.descale, DType::F32).unwrap().to_f32();
+        assert_eq!(wide[..2], [0.0, 0.0]);
+        assert!(wide[2].is_nan() && (wide[3] - 2.0).abs() < 1e-6);
+        assert!(wide[4].is_nan());
+    }
+}

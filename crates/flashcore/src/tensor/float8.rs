@@ -1,0 +1,66 @@
+//! The 8-bit floats that tensors store.
+
+use bytemuck::{Pod, Zeroable};
+use ptx::Float8;
+
+/// 8-bit floats are alike but for their format.
+macro_rules! float8 {
+    ($(#[$about:meta])* $name:ident) => {
+        $(#[$about])*
+        #[derive(Debug, Clone, Copy, Pod, Zeroable)]
+        #[repr(transparent)]
+        pub struct $name(u8);
+
+        impl $name {
+            /// The nearest number, ties to even; what is too large becomes the largest, as the
+            /// GPU's conversions have it.
+            #[inline(always)]
+            pub const fn from_f32(value: f32) -> Self {
+                $name(Float8::$name.encode(value))
+            }
+
+            /// The number, exactly.
+            #[inline(always)]
+            pub const fn to_f32(self) -> f32 {
+                Float8::$name.decode(self.0)
+            }
+
+            /// What the bits stand for.
+            pub const fn from_bits(bits: u8) -> Self {
+                $name(bits)
+            }
+
+            /// Its bits.
+            pub const fn to_bits(self) -> u8 {
+                self.0
+            }
+
+            /// Whether it is neither infinite nor NaN.
+            pub const fn is_finite(self) -> bool {
+                self.to_f32().is_finite()
+            }
+
+            /// Whether it is NaN.
+            pub const fn is_nan(self) -> bool {
+                self.to_f32().is_nan()
+            }
+        }
+    };
+}
+
+float8! {
+    /// A float of 4 exponent bits and 3 of mantissa, without infinities (`float8_e4m3fn`).
+    ///
+    /// ```
+    /// use flashcore::E4M3;
+    ///
+    /// assert_eq!(E4M3::from_f32(17.1).to_f32(), 18.0);
+    /// assert_eq!(E4M3::from_f32(1e9).to_f32(), 448.0);
+    /// ```
+    E4M3
+}
+
+float8! {
+    /// A float of 5 exponent bits and 2 of mantissa (`float8_e5m2`).
+    E5M2
+}

@@ -1,0 +1,134 @@
+//! Rows into a cache of 8 bits: rotated, divided by their scale and rounded once.
+
+use ptx::{
+    Builder, E4M3x2, E5M2x2, Element, Expression, F32, GlobalAddress, Pair, Reg, StoreHint, U32,
+    U64,
+};
+
+use super::{Angles, Append};
+use crate::cache::{LEAST_MAGNITUDE, ScaleSource};
+
+/// What becomes of a row.
+pub(super) struct Rounded<'a> {
+    pub(super) scales: &'a ScaleSource,
+    /// By which angles it is turned, and its position.
+    pub(super) turned: Option<(&'a Angles, Reg<U32>)>,
+    pub(super) columns: u32,
+}
+
+/// The largest number of an 8-bit element.
+const fn largest(element: Element) -> f32 {
+    match element {
+        Element::E5M2 => 57344.0,
+        _ => 448.0,
+    }
+}
+
+impl Rounded<'_> {
+    /// Rounds a row `from` the new tensor, of this sequence, into the cache: its address there, and
+    /// its batch entry or page, row and head.
+    pub(super) fn store(
+        &self,
+        k: &mut Builder,
+        append: &Append,
+        [from, to]: [Reg<GlobalAddress>; 2],
+        sequence: Reg<U32>,
+        place: [Reg<U32>; 3],
+    ) {
+        let scale = match self.scales {
+            ScaleSource::One => None,
+            ScaleSource::PerHead(_) => self.scales.of_head(k, sequence, place[2]),
+            ScaleSource::PerToken(scales) => {
+                let scale = self.find(k, append, from);
+                let address = scales.row(k, Element::F32, place);
+                let lane = k.lane();
+                k.if_(lane.equals(0), |k| k.store(address, scale));
+                Some(scale)
+            }
+        };
+        let reciprocal = scale.map(|scale| {
+            let one = k.eval::<F32>(1.0);
+            k.divide_rounded(one, scale)
+        });
+        self.each_pair(k, append.element, from, &mut |k, word, pair| {
+            let pair = match reciprocal {
+                Some(reciprocal) => pair.map(|number| k.eval(number * reciprocal)),
+                None => pair,
+            };
+            let at = k.eval(to + (word * 2).convert::<U64>());
+            match append.cache.element {
+                Element::E5M2 => store_pair::<E5M2x2>(k, at, pair),
+                _ => store_pair::<E4M3x2>(k, at, pair),
+            }
+        });
+    }
+
+    /// The scale of a row: its largest number becomes the largest of 8 bits.
+    fn find(&self, k: &mut Builder, append: &Append, from: Reg<GlobalAddress>) -> Reg<F32> {
+        let most = k.variable(0.0);
+        self.each_pair(k, append.element, from, &mut |k, _, pair| {
+            for number in pair {
+                let size = k.absolute(number);
+                k.set(most, most.maximum(size));
+            }
+        });
+        let most = k.reduce_lanes(most, 32, |a, b| a.maximum(b));
+        k.eval(most.maximum(LEAST_MAGNITUDE) * (1.0 / largest(append.cache.element)))
+    }
+
+    /// The numbers of a row, two neighbours at a time, shared out among the lanes.
+    fn each_pair(
+        &self,
+        k: &mut Builder,
+        element: Element,
+        from: Reg<GlobalAddress>,
+        body: &mut dyn FnMut(&mut Builder, Reg<U32>, [Reg<F32>; 2]),
+    ) {
+        let load = |k: &mut Builder, base: Reg<GlobalAddress>, word: Reg<U32>| {
+            let pair = k.load_packed(element, base + (word * 4).convert::<U64>());
+            k.unpack_as_f32(pair)
+        };
+        let lane = k.lane();
+        let turned = self.turned.map_or(0, |(angles, _)| angles.rotary.dim);
+        if let Some((angles, position)) = self.turned {
+            let half = turned / 2;
+            let position = angles.bounded(k, position);
+            let first = position.convert::<U64>() * (half * element.bytes());
+            let first = k.eval(first);
+            let [cosines, sines] = [angles.cosines, angles.sines].map(|it| k.eval(it + first));
+            if angles.rotary.interleaved {
+                k.for_range(lane, half, 32, |k, word| {
+                    let angle = k.eval((word * element.bytes()).convert::<U64>());
+                    let cosine = super::load_as_f32(k, element, cosines + angle);
+                    let sine = super::load_as_f32(k, element, sines + angle);
+                    let pair = load(k, from, word);
+                    let turned = turn(k, pair, [cosine, sine]);
+                    body(k, word, turned);
+                });
+            } else {
+                k.for_range(lane, half / 2, 32, |k, word| {
+                    let other = k.eval(word + half / 2);
+                    let [x, y] = [word, other].map(|word| load(k, from, word));
+                    let [cosine, sine] = [cosines, sines].map(|table| load(k, table, word));
+                    let pairs = [0, 1].map(|it| turn(k, [x[it], y[it]], [cosine[it], sine[it]]));
+                    body(k, word, pairs.map(|[x, _]| x));
+                    body(k, other, pairs.map(|[_, y]| y));
+                });
+            }
+        }
+        k.for_range(lane + turned / 2, self.columns / 2, 32, |k, word| {
+            let pair = load(k, from, word);
+            body(k, word, pair);
+        });
+    }
+}
+
+/// Two columns, rotated.
+fn turn(k: &mut Builder, [x, y]: [Reg<F32>; 2], [cosine, sine]: [Reg<F32>; 2]) -> [Reg<F32>; 2] {
+    [k.eval(x * cosine - y * sine), k.eval(x * sine + y * cosine)]
+}
+
+fn store_pair<T: Pair>(k: &mut Builder, at: Reg<GlobalAddress>, [low, high]: [Reg<F32>; 2]) {
+    let pair = k.pack::<T>(low, high);
+    k.store_vector(at, &[pair], StoreHint::default());
+}

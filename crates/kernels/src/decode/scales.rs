@@ -1,0 +1,167 @@
+//! The scales of 8-bit keys and values.
+//!
+//! One for a sequence and key head is a factor of scores and of outputs. Those of tokens come
+//! beside the tiles, a number for each row; keys' multiply columns of scores, values' multiply
+//! probabilities. These are rounded to `f16` then, so a warp holds its outputs in units of the
+//! largest scale that it has met, a power of two.
+
+use ptx::{Builder, Choose, Expression, F32, Pred, Reg, S32, SharedAddress, StoreHint, U32, Value};
+
+use super::copies::RowSource;
+use super::{Decode, Numbers};
+use crate::cache::{ScaleSource, Scales};
+use crate::parameter::Tensor;
+
+/// Where scales come from.
+pub(super) struct Scaling {
+    pub(super) keys: ScaleSource,
+    pub(super) values: ScaleSource,
+}
+
+impl Scaling {
+    pub(super) fn parameters(k: &mut Builder, decode: &Decode) -> Self {
+        let cache = &decode.cache;
+        Scaling {
+            keys: ScaleSource::parameters(k, cache.key_scales, Tensor::KeyDescale),
+            values: ScaleSource::parameters(k, cache.value_scales, Tensor::ValueDescale),
+        }
+    }
+}
+
+/// The tokens' scales of one warp's tiles.
+pub(super) struct TokenScales {
+    keys: Option<TokenScale>,
+    values: Option<TokenScale>,
+    /// Keys of a tile.
+    rows: u32,
+    paged: bool,
+    lane: Reg<U32>,
+}
+
+/// Those of one tensor: a row of numbers for each stage.
+struct TokenScale {
+    source: RowSource,
+    base: Reg<SharedAddress>,
+}
+
+impl TokenScales {
+    pub(super) fn new(
+        k: &mut Builder,
+        decode: &Decode,
+        numbers: &Numbers,
+        scaling: &Scaling,
+    ) -> Self {
+        let mut of = |name: &str, source: &ScaleSource| {
+            let ScaleSource::PerToken(strided) = source else { return None };
+            let warp_bytes = decode.stages * decode.token_bytes();
+            let offset = k.shared(name, decode.warps * warp_bytes, 16);
+            let base = k.shared_address(offset);
+            Some(TokenScale {
+                source: RowSource::new(k, strided, 4, numbers.key_head),
+                base: k.eval(base + numbers.warp * warp_bytes),
+            })
+        };
+        TokenScales {
+            keys: of("key scales", &scaling.keys),
+            values: of("value scales", &scaling.values),
+            rows: decode.tile_keys,
+            paged: decode.paged,
+            lane: numbers.lane,
+        }
+    }
+
+    /// Copies those of a tile, of which the first `valid` exist; the others become zeros. Where it
+    /// is, as the copies of its rows know it.
+    pub(super) fn copy(
+        &self,
+        k: &mut Builder,
+        stage: Reg<U32>,
+        [entry, row]: [Reg<U32>; 2],
+        valid: Reg<U32>,
+    ) {
+        for scale in [&self.keys, &self.values].into_iter().flatten() {
+            k.if_(self.lane.less(self.rows), |k| {
+                let row = if self.paged { row } else { k.eval(row + self.lane) };
+                let within = scale.source.row(k, entry, row);
+                let there = k.eval(self.lane.less(valid).choose::<U32>(4, 0));
+                let to = self.row(scale, stage) + self.lane * 4;
+                k.copy_async_word(to, scale.source.address + within, Some(there));
+            });
+        }
+    }
+
+    fn row(&self, scale: &TokenScale, stage: Reg<U32>) -> Value<SharedAddress> {
+        scale.base + stage * (4 * self.rows)
+    }
+
+    /// The scales of the thread's columns of the tile in a stage.
+    pub(super) fn keys(&self, k: &mut Builder, stage: Reg<U32>) -> Option<Vec<Reg<F32>>> {
+        self.keys.as_ref().map(|scale| self.columns(k, scale, stage))
+    }
+
+    /// The same of values.
+    pub(super) fn values(&self, k: &mut Builder, stage: Reg<U32>) -> Option<Vec<Reg<F32>>> {
+        self.values.as_ref().map(|scale| self.columns(k, scale, stage))
+    }
+
+    fn columns(&self, k: &mut Builder, scale: &TokenScale, stage: Reg<U32>) -> Vec<Reg<F32>> {
+        let mine = k.eval(self.row(scale, stage) + self.lane % 4 * 8);
+        let groups = 0..self.rows / 8;
+        let pair = |group| k.load_vector::<F32, _, 2>(mine + 32 * group, Default::default());
+        groups.flat_map(pair).collect()
+    }
+
+    /// Overwrites the scales of values that nobody sees with zeros, as the values are.
+    pub(super) fn clear(
+        &self,
+        k: &mut Builder,
+        stage: Reg<U32>,
+        first_key: Reg<U32>,
+        hidden: impl Fn(Reg<S32>) -> Value<Pred>,
+    ) {
+        let Some(scale) = &self.values else { return };
+        let key = k.eval((first_key + self.lane).reinterpret::<S32>());
+        k.if_(self.lane.less(self.rows) & hidden(key), |k| {
+            let zero = k.eval::<F32>(0.0);
+            let to = self.row(scale, stage) + self.lane * 4;
+            k.store_vector(to, &[zero], StoreHint::default());
+        });
+    }
+}
+
+/// What a warp's outputs are multiples of, where each value has a scale of its own.
+pub(super) struct Unit(Reg<U32>);
+
+impl Unit {
+    /// The exponents of the smallest and of the largest unit: both it and its reciprocal are
+    /// normal numbers.
+    const EXPONENTS: [u32; 2] = [1 << 23, 253 << 23];
+
+    pub(super) fn new(k: &mut Builder, decode: &Decode) -> Option<Self> {
+        let tokens = decode.cache.value_scales == Scales::PerToken;
+        tokens.then(|| Unit(k.variable(Self::EXPONENTS[0])))
+    }
+
+    /// Takes in the scales of a tile's columns: gives them in the unit, and by what outputs so far
+    /// shrink, the unit having grown.
+    pub(super) fn take(&self, k: &mut Builder, scales: &[Reg<F32>]) -> (Vec<Reg<F32>>, Reg<F32>) {
+        let mut largest = k.absolute(scales[0]);
+        for scale in &scales[1..] {
+            let size = k.absolute(*scale);
+            largest = k.eval(largest.maximum(size));
+        }
+        let largest = k.reduce_lanes(largest, 4, |a, b| a.maximum(b));
+        let [_, most] = Self::EXPONENTS;
+        let exponent = (largest.reinterpret::<U32>() & 0x7F80_0000u32).minimum(most);
+        let new = k.eval(exponent.maximum(self.0));
+        let inverse = k.eval((Value::<U32>::from(254u32 << 23) - new).reinterpret::<F32>());
+        let shrink = k.eval(self.0.reinterpret::<F32>() * inverse);
+        k.set(self.0, new);
+        (scales.iter().map(|scale| k.eval(*scale * inverse)).collect(), shrink)
+    }
+
+    /// As a number.
+    pub(super) fn value(&self, k: &mut Builder) -> Reg<F32> {
+        k.eval(self.0.reinterpret::<F32>())
+    }
+}

@@ -1,0 +1,181 @@
+//! The consumers' loop with inputs of 8 bits (`e4m3`).
+//!
+//! ```text
+//! for j = n-1 down to 0:
+//!     S = Q K(j)^T
+//!     m' = max(m, S);  P = 2^(S - m' + 8) in e4m3;  l = l 2^(m - m') + sums
+//!     T = P V(j)                      a fresh accumulator
+//!     O = O 2^(m - m') + T            in f32
+//! ```
+//!
+//! docs/fp8-forward.md counts what the lines cost. Two things make it unlike the loop of 16 bits:
+//!
+//! - Hopper's tensor cores add 8-bit products to about 14 bits, so no more than one block of keys
+//!   goes into one accumulator. The second one costs nothing: its addition is the rescaling.
+//! - Weights of `e4m3` reach 448 and have four bits down to 2^-6. They are lifted by 2^8 over an
+//!   exact running maximum, so that none saturates and the tail stays normal for 14 octaves.
+//!
+//! `T` lives where `S` lived, so that a warpgroup waits for its own products; others multiply
+//! in the meantime.
+
+use ptx::{Accumulator, Builder, E4M3x2, Expression, F32, Fragment, GlobalAddress, Reg, U32};
+
+use super::epilogue::{Epilogue, Output};
+use super::probe::{Phase, Probe};
+use super::rule::Rule;
+use super::scheduler::ConsumerScheduler;
+use super::warpgroup::Warpgroup;
+use super::{Forward, Shared};
+use crate::attention::descale::Product;
+use crate::attention::function::lower::Functions;
+use crate::attention::scores::ScoreRule;
+use crate::attention::softmax::Softmax;
+use crate::attention::{ACCUMULATOR_ROWS, Score};
+
+/// The most columns of the output that are multiplied at once.
+pub(super) const PIECE: u32 = 128;
+
+/// The binary logarithm of the largest weight.
+const LIFT: f32 = 8.0;
+
+/// Masked scores times a scale of zero would not be numbers; with this one they are weighed alike.
+const LEAST_SCALE: f32 = 1e-20;
+
+/// What the loop carries from step to step.
+struct State<'a, T: ConsumerScheduler> {
+    tiles: &'a T,
+    group: Warpgroup<'a>,
+    probe: Probe,
+    rule: Rule,
+    softmax: Softmax,
+    /// What makes scores of products: the launch's, and the tile's.
+    scale_log2: Reg<F32>,
+    tile_scale: Reg<F32>,
+    /// The weights of a block.
+    weights: Fragment,
+    output: Accumulator,
+    current: T::Current,
+    block: Reg<U32>,
+}
+
+/// One warpgroup's work: 64 query rows of each of the block's tiles.
+pub(super) fn consume<T: ConsumerScheduler>(
+    k: &mut Builder,
+    forward: &Forward,
+    shared: &Shared,
+    tiles: &T,
+    (scores, functions): (ScoreRule, Functions),
+    epilogue: &Epilogue,
+    probe: Option<Reg<GlobalAddress>>,
+) {
+    let group = Warpgroup::new(k, forward, shared);
+    let staging = Output::new(k, shared, &group);
+    let tile = tiles.first_tile(k);
+    let tile_scale = k.register();
+    let state = State {
+        tiles,
+        probe: Probe::new(k, probe, forward.warpgroups, group.index, group.thread),
+        rule: Rule::new(k, forward, &group, scores, functions),
+        group,
+        softmax: Softmax::new(k, ACCUMULATOR_ROWS.len(), tile_scale).lifted(LIFT),
+        scale_log2: scores.scale_log2,
+        tile_scale,
+        weights: Fragment::new(k, forward.element, forward.key_block),
+        output: Accumulator::new(k, forward.value_head_dim),
+        current: tiles.current(k, &tile),
+        block: k.variable(tiles.last_block(&tile)),
+    };
+    state.probe.stamp(k, Phase::Begin);
+    k.loop_(|k| {
+        k.break_if(!tiles.has_tile(&tile));
+        state.tile(k);
+        let sink = tiles.sink(k, &state.current);
+        let mut rows = state.softmax.finish(k, sink);
+        let descale = tiles.descale(k, &state.current, Product::Output);
+        for row in &mut rows {
+            row.factor = k.eval(row.factor * descale);
+        }
+        epilogue.store(k, tiles, &staging, &rows, &state.output, &state.current);
+        state.probe.stamp(k, Phase::Epilogue);
+        tiles.next_tile(k, &tile);
+        tiles.take(k, &state.current, &tile);
+        k.set(state.block, tiles.last_block(&tile));
+    });
+    staging.drain(k);
+}
+
+impl<T: ConsumerScheduler> State<'_, T> {
+    /// All key blocks of a tile.
+    fn tile(&self, k: &mut Builder) {
+        let State { tiles, group, probe, softmax, output, current, block, .. } = self;
+        let descale = tiles.descale(k, current, Product::Scores);
+        k.set(self.tile_scale, (self.scale_log2 * descale).maximum(LEAST_SCALE));
+        softmax.clear(k);
+        for element in output.registers() {
+            k.set(*element, 0.0);
+        }
+        group.take_queries(k);
+        probe.stamp(k, Phase::Queries);
+        group.ping_pong.take(k);
+        k.loop_(|k| {
+            let factors = self.weigh(k);
+            self.update(k, &factors);
+            // The exit stands last, so that there is one copy of everything.
+            k.break_if(tiles.is_first_block(current, *block));
+            k.set(*block, *block - 1);
+        });
+        group.ping_pong.pass(k);
+        group.release_queries(k);
+    }
+
+    /// The scores of a block become weights; the result is what the output so far is multiplied
+    /// with. The turn at the tensor cores is passed on in between.
+    fn weigh(&self, k: &mut Builder) -> [Reg<F32>; 2] {
+        let State { tiles, group, probe, softmax, current, block, .. } = self;
+        group.wait_for_keys(k);
+        probe.stamp(k, Phase::WaitForKeys);
+        let scores = group.start_scores(k);
+        group.ping_pong.pass(k);
+        let scores = Score::of(&scores.wait(k));
+        group.release_keys(k);
+        probe.stamp(k, Phase::Scores);
+        self.rule.apply(k, *tiles, current, *block, &scores);
+        let factors = [k.register(), k.register()];
+        softmax.raise(k, &scores, &factors);
+        let mut pairs: Vec<Reg<E4M3x2>> = Vec::new();
+        let sums = softmax.exponentials(k, &scores, |k, _, [low, high]| {
+            pairs.push(k.pack::<E4M3x2>(low, high));
+            // Pairs of two groups of eight columns, of two rows each: four of each row.
+            if let [.., first, first_below, second, second_below] = pairs[..]
+                && pairs.len().is_multiple_of(4)
+            {
+                let index = pairs.len() / 2 - 2;
+                self.weights.set_four(k, index, [first, second]);
+                self.weights.set_four(k, index + 1, [first_below, second_below]);
+            }
+        });
+        softmax.add(k, &sums);
+        probe.stamp(k, Phase::Softmax);
+        factors
+    }
+
+    /// `O = O f + P V`, in pieces of the output's columns.
+    fn update(&self, k: &mut Builder, factors: &[Reg<F32>; 2]) {
+        let State { group, probe, weights, output, .. } = self;
+        group.wait_for_values(k);
+        group.ping_pong.take(k);
+        probe.stamp(k, Phase::Turn);
+        for first in (0..output.columns()).step_by(PIECE as usize) {
+            let count = PIECE.min(output.columns() - first);
+            let values = group.transposed_operand(k, first, count).expect("values have 8 bits");
+            let piece = k.wgmma(weights, values).wait(k);
+            let sums = &output.registers()[first as usize / 2..];
+            for (index, (sum, part)) in sums.iter().zip(piece.registers()).enumerate() {
+                let together = k.fma(*sum, factors[Accumulator::row_of(index)], *part);
+                k.set(*sum, together);
+            }
+        }
+        group.release_values(k);
+        probe.stamp(k, Phase::Update);
+    }
+}

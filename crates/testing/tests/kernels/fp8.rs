@@ -1,0 +1,125 @@
+//! The forward kernel for Hopper with inputs of 8 bits.
+
+use flashcore::{DType, Descale, Descales};
+use flashcore_testing::check::Order;
+use flashcore_testing::scene::{Call, Place, Ragged, Scene, Weights, schedules};
+use kernels::forward::every_fp8;
+use kernels::{Configuration, Forward, MaskKind, Prefill, Rules};
+use ptx::Element;
+use sim::{Measure, Mode, Options, Policy};
+
+use crate::{can_be_launched_again, every_schedule, some_schedules};
+
+/// A small configuration; what it does not name is as shipped.
+fn small() -> Forward {
+    Forward {
+        head_dim: 64,
+        value_head_dim: 64,
+        rules: Rules::DENSE,
+        warpgroups: 2,
+        key_block: 64,
+        stages: 2,
+        query_buffers: 1,
+        ..every_fp8()[0]
+    }
+}
+
+/// Factors of every tensor.
+const DESCALES: Descales =
+    Descales { query: Descale::PerHead, ..Descales::of_cache(Descale::PerHead) };
+
+/// Sequences, queries and keys, query and key heads.
+type Size = (usize, [usize; 2], [usize; 2]);
+
+fn call(forward: Forward, (batch, lengths, heads): Size) -> Call {
+    Call::new(Configuration::Forward(forward), batch, lengths, heads)
+        .with(|problem| problem.with_descales(DESCALES))
+}
+
+fn scene(forward: Forward, size: Size) -> Scene {
+    call(forward, size).scene().unwrap()
+}
+
+#[test]
+fn fp8_is_attention() {
+    let with = |rules| Forward { rules, ..small() };
+    let one = |rules| Forward { warpgroups: 1, query_buffers: 2, ..with(rules) };
+    let wide = Forward { head_dim: 128, value_head_dim: 256, key_block: 96, ..small() };
+    let sinks = Rules { sinks: true, ..Rules::LOCAL };
+    let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
+    for (forward, size) in [
+        (small(), (1, [130, 70], [2, 1])),
+        (with(Rules::CAUSAL), (2, [150, 200], [2, 1])),
+        // More queries than keys: rows that see nothing.
+        (with(Rules::CAUSAL), (1, [150, 40], [1, 1])),
+        (Forward { key_block: 32, stages: 3, ..one(Rules::CAUSAL) }, (1, [200, 65], [2, 2])),
+        (wide, (1, [65, 200], [1, 1])),
+        (Forward { head_dim: 80, value_head_dim: 48, ..small() }, (1, [65, 97], [2, 1])),
+        (one(sinks), (1, [130, 130], [2, 1])),
+        (with(chunked), (1, [129, 161], [2, 1])),
+    ] {
+        every_schedule(&scene(forward, size), Mode::Checked, 1);
+    }
+}
+
+/// Without factors, with those of keys alone, in f16, and tensors with gaps.
+#[test]
+fn fp8_is_attention_however_it_is_asked() {
+    let size = (2, [70, 97], [4, 2]);
+    let none = call(small(), size).with(|it| it.with_descales(Descales::NONE));
+    let keys = Descales { key: Descale::PerHead, ..Descales::NONE };
+    let halves = call(Forward { output: Element::F16, ..small() }, size);
+    for call in [
+        none,
+        call(small(), size).with(|it| it.with_descales(keys)),
+        halves.with(|it| it.with_output_dtype(DType::F16)),
+        Call { order: Order::HeadsFirst, ..call(small(), size) },
+        Call { weights: Weights::Valley, ..call(small(), (1, [64, 300], [1, 1])) },
+        Call { weights: Weights::Spikes, ..call(small(), (1, [64, 300], [1, 1])) },
+    ] {
+        every_schedule(&call.scene().unwrap(), Mode::Checked, 1);
+    }
+}
+
+/// Ragged batches, apart, packed and in pages.
+#[test]
+fn fp8_prefill_is_attention() {
+    let tile = Forward { rules: Rules::LOCAL, warpgroups: 1, ..small() };
+    let ragged = || Ragged::new(vec![2, 70, 1, 0], vec![1, 71, 0, 5]);
+    for (page_rows, place) in
+        [(None, Place::Apart), (None, Place::Entries), (Some(16), Place::Paged(32))]
+    {
+        let kernel = Configuration::Prefill(Prefill { tile, page_rows });
+        let call = Call::ragged(kernel, ragged().over(place), [4, 2])
+            .with(|problem| problem.with_descales(DESCALES));
+        let scene = call.scene().unwrap();
+        every_schedule(&scene, Mode::Checked, 1);
+        can_be_launched_again(&scene);
+    }
+}
+
+#[test]
+fn fp8_under_many_schedules() {
+    for rules in [Rules::DENSE, Rules::CAUSAL] {
+        for (warpgroups, ping_pong) in [(2, true), (2, false), (3, true)] {
+            let forward = Forward { rules, warpgroups, ping_pong, key_block: 32, ..small() };
+            let scene = scene(forward, (1, [129, 97], [1, 1]));
+            every_schedule(&scene, Mode::Values, 16);
+            every_schedule(&scene, Mode::Checked, 2);
+        }
+    }
+}
+
+/// Every configuration that is shipped, with ragged ends, and not one bank conflict: transposing
+/// neither reads nor writes one.
+#[test]
+fn every_fp8_forward() {
+    for (index, forward) in every_fp8().into_iter().enumerate() {
+        let scene = Scene::small(&Configuration::Forward(forward)).unwrap();
+        every_schedule(&scene, Mode::Values, 2);
+        let checked = schedules(&Policy::HOSTILE, index as u64..index as u64 + 1);
+        some_schedules(&scene, Mode::Checked, &checked);
+        let (_, report) = scene.run(&Options::default()).unwrap();
+        assert_eq!(report.counts.get(Measure::BankConflicts), 0, "{}", forward.name());
+    }
+}
