@@ -161,11 +161,13 @@ pub use error::Error;
 pub use gpu::GpuBackend;
 pub use gradients::{Backward, Gradients};
 pub use inputs::{InputError, InputTensors, Inputs, random_descales};
+/// Masks and scores as functions.
+pub use kernels::attention::function;
 pub use machine::Machine;
 pub use plan::{Plan, Preference};
 pub use problem::{
     Alibi, DTypes, Descale, Descales, ElementError, Lists, Mask, Pass, Problem, ProblemError,
-    ProblemTextError, RowScores, Scores, Storage,
+    ProblemTextError, RowFunctions, RowScores, Scores, Storage,
 };
 pub use tensor::{E4M3, E5M2, Elements, Head, Layout, Shape, Strides, Tensor, TensorError, random};
 

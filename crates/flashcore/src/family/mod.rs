@@ -220,7 +220,8 @@ fn window_kind(problem: &Problem) -> MaskKind {
 
 /// The mask without bounds that hide nothing, where all sequences have the same lengths.
 fn effective_mask(problem: &Problem) -> Mask {
-    let (queries, keys, mut mask) = (problem.query_length, problem.key_length, problem.mask);
+    let (queries, keys) = (problem.query_length, problem.key_length);
+    let mut mask = problem.mask.without_function();
     mask.left = mask.left.filter(|left| left.saturating_add(1) < keys);
     mask.right = mask.right.filter(|right| right.saturating_add(1) < queries || *right == 0);
     mask.chunk = mask.chunk.filter(|chunk| chunk.get() < keys || queries > keys);
@@ -291,6 +292,18 @@ fn check_equal_lengths(problem: &Problem) -> Result<(), String> {
     match problem.has_equal_lengths() {
         true => Ok(()),
         false => Err("sequences of unequal lengths are not served".to_owned()),
+    }
+}
+
+/// Refuses masks and scores that are functions.
+fn check_no_functions(problem: &Problem) -> Result<(), String> {
+    match problem.functions().next() {
+        None => Ok(()),
+        Some(function) => Err(format!(
+            "the {} {} is a function, which it does not take",
+            function.kind().name(),
+            function.name()
+        )),
     }
 }
 

@@ -50,7 +50,7 @@ pub(super) fn workload(asked: &Asked<'_>) -> Result<Workload, String> {
     }
     arrangement.check_copies(problem)?;
     check_rows(problem, arrangement)?;
-    Ok(Workload { rules: problem.scores.rules(mask(problem)), ..workload })
+    Ok(Workload { rules: problem.rules(mask(problem)), ..workload })
 }
 
 /// The launches of a configuration, tuned or not.

@@ -118,7 +118,13 @@ impl Candidate {
     }
 
     fn of(family: &dyn Family, asked: &Asked<'_>) -> Self {
-        let chosen = family.choose(asked);
+        let chosen = match (asked.problem.pass, asked.problem.functions().next()) {
+            (Pass::Backward, Some(function)) => {
+                let (kind, name) = (function.kind().name(), function.name());
+                Err(format!("the {kind} {name} is a function, and has no gradients on the GPU"))
+            }
+            _ => family.choose(asked),
+        };
         let choice = chosen.as_ref().ok().cloned();
         Candidate {
             backend: GPU,

@@ -15,7 +15,7 @@ use super::RowInputs;
 const LANES: usize = 8;
 
 pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
-    let RowInputs { query, keys, values, first, rule, sink, dtype, .. } = inputs;
+    let RowInputs { query, keys, values, first, rule, mut functions, sink, dtype, .. } = inputs;
     let round = |value: f32| dtype.round(f64::from(value)) as f32;
     let score = |(index, key): (usize, &[f32])| {
         let factor = inputs.key_factors[index] as f32;
@@ -24,7 +24,11 @@ pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
             (_, true) => narrow_dot(query, key) * factor,
             _ => dot(query, key) * factor,
         };
-        rule.score(f64::from(product), first + index) as f32
+        let key = first + index;
+        match functions.sees(key) {
+            true => functions.score(key, rule.score(f64::from(product), key)) as f32,
+            false => f32::NEG_INFINITY,
+        }
     };
     let exact: Vec<f32> = keys.chunks_exact(query.len()).enumerate().map(score).collect();
     // A score beyond f16's range stays as it is: infinite ones would turn the row into NaN, and
@@ -44,7 +48,10 @@ pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
     }
     let mut accumulator = vec![0.0f32; output.len()];
     let values = values.chunks_exact(output.len()).zip(inputs.value_factors);
-    for (weight, (value, factor)) in weights.iter().zip(values) {
+    for (index, (weight, (value, factor))) in weights.iter().zip(values).enumerate() {
+        if !functions.sees(first + index) {
+            continue;
+        }
         let probability = match inputs.small_probabilities {
             true => small(*weight) / sum,
             false => round(weight / sum),

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use flashcore::family::{Choice, Contents};
+use flashcore::function::{Function, HostTensor};
 use flashcore::gpu::Chip;
 use flashcore::plan::{Source, Value, bind};
 use flashcore::random::uniform;
@@ -13,7 +14,7 @@ use flashcore::{
 };
 use kernels::Configuration;
 use kernels::mma::BackwardMma;
-use kernels::parameter::{List, Tensor as Role};
+use kernels::parameter::{Captured, CapturedPart, List, Tensor as Role};
 use ptx::{Element, Program};
 use sim::{Argument, BufferId, Memory, TensorMapArgument};
 
@@ -62,6 +63,8 @@ pub struct Call {
     /// Whether lists hold numbers beyond their bounds where the bound itself is meant: whatever
     /// they hold, kernels stay within what there is.
     pub hostile: bool,
+    /// The tensors that the kernel's functions load from.
+    pub captured: Vec<HostTensor>,
 }
 
 /// How much keys weigh in the scores.
@@ -148,6 +151,7 @@ impl Call {
             weights: Weights::Even,
             value_mean: 0.0,
             hostile: false,
+            captured: Vec::new(),
         }
     }
 
@@ -245,6 +249,14 @@ impl Call {
                 buffers.insert(Source::List(list), buffer);
             }
         }
+        for function in problem.functions() {
+            for (index, spec) in function.tensors().iter().enumerate() {
+                let tensor = inputs.captured.iter().find(|it| it.name == spec.name);
+                let bytes = tensor.map(|tensor| tensor.bytes.clone()).unwrap_or_default();
+                let source = Source::Captured(function.kind(), index as u8);
+                buffers.insert(source, memory.input(&spec.name, bytes));
+            }
+        }
         let outputs = problem.rows() * problem.value_head_dim;
         for (role, element, count) in
             [(Role::Output, element, outputs), (Role::Lse, Element::F32, problem.rows())]
@@ -288,6 +300,8 @@ impl Call {
             let program = launch.kernel.program()?;
             let values = bind(launch, &program.parameters, &problem, &arrangement)
                 .map_err(SceneError::Size)?;
+            let values: Vec<Value> =
+                values.into_iter().map(|value| measured(value, &problem, inputs)).collect();
             steps.push(Step::bound(program, launch.blocks, &values, &buffers)?);
         }
         let main = choice.main;
@@ -373,7 +387,8 @@ impl Call {
                 Some(Backward::new(&problem, inputs, gradient)?)
             }
         };
-        Ok(Given { problem, sequences, tensors, backward })
+        let captured = self.captured.clone();
+        Ok(Given { problem, sequences, tensors, captured, backward })
     }
 
     /// The rule of the library, row by row; where no row is, nothing may be written.
@@ -437,6 +452,20 @@ impl Call {
             words += &format!(", {ragged}");
         }
         words + &format!(", {} multiprocessors", self.processors)
+    }
+}
+
+/// What is known of a tensor that a function loads from.
+fn measured(value: Value, problem: &Problem, inputs: Inputs<'_>) -> Value {
+    let Value::Captured(captured) = value else { return value };
+    let Captured { kind, index, part } = captured;
+    let name = |function: Function| function.tensors().get(usize::from(index)).map(|it| &it.name);
+    let name = problem.functions().find(|function| function.kind() == kind).and_then(name);
+    let tensor = inputs.captured.iter().find(|tensor| Some(&tensor.name) == name);
+    match (tensor, part) {
+        (Some(tensor), CapturedPart::Extent(it)) => Value::U32(tensor.extents[it as usize] as u32),
+        (Some(tensor), CapturedPart::Stride(it)) => Value::U64(tensor.strides[it as usize] as u64),
+        _ => value,
     }
 }
 
@@ -516,13 +545,14 @@ pub(super) struct Given {
     problem: Problem,
     sequences: Option<Sequences>,
     tensors: InputTensors,
+    captured: Vec<HostTensor>,
     backward: Option<Backward>,
 }
 
 impl Given {
     /// The problem that the tensors pose, and the inputs.
     fn call(&self) -> Result<(Problem, Inputs<'_>), flashcore::Error> {
-        let inputs = self.tensors.inputs();
+        let inputs = self.tensors.inputs().with_captured(&self.captured);
         match &self.sequences {
             Some(sequences) => sequences.over(inputs),
             None => Ok((self.problem.clone(), inputs)),
@@ -548,6 +578,9 @@ impl Step {
                     Some(buffer) => Argument::Address(*buffer, 0),
                     None => Argument::U64(0),
                 },
+                Value::Captured(captured) => {
+                    return Err(SceneError::Size(format!("nobody passes {captured:?}")));
+                }
                 Value::Map(map) => {
                     let buffer = buffers.get(&Source::Tensor(map.tensor)).copied();
                     let none = || SceneError::Size(format!("there is no {:?}", map.tensor));

@@ -125,6 +125,8 @@ impl Kernel {
             problem.scores.alibi = Alibi::PerSequence;
         }
         problem.scores.sinks = self.rules.sinks;
+        problem.mask.function = self.rules.mask_function;
+        problem.scores.function = self.rules.score_function;
         problem
     }
 }

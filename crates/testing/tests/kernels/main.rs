@@ -9,6 +9,7 @@ mod banks;
 mod chosen;
 mod decode;
 mod fp8;
+mod function;
 mod mma;
 mod mutation;
 mod prefill;
