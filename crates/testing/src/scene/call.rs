@@ -56,6 +56,8 @@ pub struct Call {
     pub order: Order,
     /// How much keys weigh.
     pub weights: Weights,
+    /// How large queries are: 1 as a rule, and scores are not touched by it.
+    pub outlier: f32,
     /// Whether lists hold numbers beyond their bounds where the bound itself is meant: whatever
     /// they hold, kernels stay within what there is.
     pub hostile: bool,
@@ -72,6 +74,8 @@ pub enum Weights {
     /// Some far more than their neighbours, so that exponentials of anything but the maximum
     /// overflow.
     Spikes,
+    /// The fourth is not a number.
+    Nan,
 }
 
 impl Weights {
@@ -81,6 +85,8 @@ impl Weights {
             Weights::Valley => 1.0 + 3.0 * (2.0 * position as f32 / length as f32 - 1.0).abs(),
             Weights::Spikes if position % 7 == 3 => 60.0,
             Weights::Spikes => 1.0,
+            Weights::Nan if position == 3 => f32::NAN,
+            Weights::Nan => 1.0,
         }
     }
 }
@@ -104,7 +110,8 @@ pub(super) const UNTOUCHED: f64 = 77.0;
 /// A cache of 8 bits as numbers of 16.
 const WIDENED: [Source; 2] = [Source::Tensor(Role::WideKey), Source::Tensor(Role::WideValue)];
 
-/// The seed of keys.
+/// The seeds of queries and of keys.
+const QUERIES: u64 = 1;
 const KEYS: u64 = 2;
 
 /// The buffer of each source that there is.
@@ -141,6 +148,7 @@ impl Call {
             splits,
             order: Order::Contiguous,
             weights: Weights::Even,
+            outlier: 1.0,
             hostile: false,
         }
     }
@@ -168,6 +176,15 @@ impl Call {
     pub fn with(mut self, change: impl FnOnce(Problem) -> Problem) -> Self {
         self.problem = change(self.problem);
         self
+    }
+
+    /// The same call with queries so much larger, and scores as they were.
+    pub fn with_outliers(mut self, outlier: f32) -> Self {
+        self.outlier = outlier;
+        self.with(|problem| {
+            let scale = problem.scale();
+            problem.with_scale(scale / outlier)
+        })
     }
 
     /// The same call by so many multiprocessors.
@@ -316,7 +333,8 @@ impl Call {
             let weights = if seed == KEYS { self.weights } else { Weights::Even };
             let all = Tensor::from_fn(dtype, shape, |at| {
                 // Up to 2: scores far enough apart that the maximum moves.
-                2.0 * weights.of(at[1], shape.length) * uniform(seed, index(at))
+                let outlier = if seed == QUERIES { self.outlier } else { 1.0 };
+                2.0 * outlier * weights.of(at[1], shape.length) * uniform(seed, index(at))
             })?;
             let all = match placement {
                 Some(placement) => of_sequences(&all, placement)?,
@@ -347,7 +365,7 @@ impl Call {
             Ok(Some(self.order.arrange(factors)?))
         })?;
         let tensors = InputTensors {
-            query: tensor(1, dtypes.query, query, queries)?,
+            query: tensor(QUERIES, dtypes.query, query, queries)?,
             key: tensor(KEYS, dtypes.key, key, keys)?,
             value: tensor(3, dtypes.value, value, keys)?,
             slopes: problem.scores.has_alibi().then(|| numbers(4, slopes, 0.1)),
