@@ -5,7 +5,7 @@
 //! | --- | --- |
 //! | [`attention`] | what attention means: rules that the kernels share |
 //! | [`scalar`] | attention on any GPU, with ordinary arithmetic |
-//! | [`mma`] | attention on Ampere and later, with mma.sync and cp.async |
+//! | [`mma`] | attention and its gradients on Ampere and later, with mma.sync and cp.async |
 //! | [`decode`] | attention of few queries over long, maybe paged, caches |
 //! | [`cache`] | what a cache is made of, and the scales of one of 8 bits |
 //! | [`append`] | new keys and values into a cache, with rotary embeddings |

@@ -4,6 +4,7 @@
 //! A family joins by its line in `FAMILIES`.
 
 mod backward;
+mod backward_mma;
 mod decode;
 mod forward;
 mod mma;
@@ -60,7 +61,7 @@ pub(crate) trait Family: Sync {
 }
 
 /// Every family, the best for many queries first.
-pub(crate) const FAMILIES: [&dyn Family; 8] = [
+pub(crate) const FAMILIES: [&dyn Family; 9] = [
     &forward::Forward,
     &prefill::Prefill,
     &mma::Mma { sums: Element::F32 },
@@ -69,6 +70,7 @@ pub(crate) const FAMILIES: [&dyn Family; 8] = [
     &scalar::Scalar,
     &mma::Mma { sums: Element::F16 },
     &backward::Backward,
+    &backward_mma::BackwardMma,
 ];
 
 /// From how many queries of a sequence on a tile of queries is worth more than reading each key
@@ -182,7 +184,12 @@ impl Choice {
             Configuration::Forward(forward) => forward::launch(chip, problem, forward, reason),
             Configuration::Prefill(prefill) => prefill::launch(chip, problem, prefill, reason),
             Configuration::Decode(decode) => decode::launch(chip, problem, decode, splits, reason),
-            Configuration::Backward(backward) => backward::launch(chip, problem, backward, reason),
+            Configuration::Backward(backward) => {
+                backward::launch(chip, problem, &backward::Kernels::hopper(backward), reason)
+            }
+            Configuration::BackwardMma(backward) => {
+                backward::launch(chip, problem, &backward_mma::kernels(backward), reason)
+            }
             other => Err(format!("{} is no attention by itself", other.name())),
         }
     }
@@ -213,7 +220,8 @@ fn window_kind(problem: &Problem) -> MaskKind {
 
 /// The mask without bounds that hide nothing, where all sequences have the same lengths.
 fn effective_mask(problem: &Problem) -> Mask {
-    let (queries, keys, mut mask) = (problem.query_length, problem.key_length, problem.mask);
+    let (queries, keys) = (problem.query_length, problem.key_length);
+    let mut mask = problem.mask.without_function();
     mask.left = mask.left.filter(|left| left.saturating_add(1) < keys);
     mask.right = mask.right.filter(|right| right.saturating_add(1) < queries || *right == 0);
     mask.chunk = mask.chunk.filter(|chunk| chunk.get() < keys || queries > keys);
@@ -284,6 +292,18 @@ fn check_equal_lengths(problem: &Problem) -> Result<(), String> {
     match problem.has_equal_lengths() {
         true => Ok(()),
         false => Err("sequences of unequal lengths are not served".to_owned()),
+    }
+}
+
+/// Refuses masks and scores that are functions.
+fn check_no_functions(problem: &Problem) -> Result<(), String> {
+    match problem.functions().next() {
+        None => Ok(()),
+        Some(function) => Err(format!(
+            "the {} {} is a function, which it does not take",
+            function.kind().name(),
+            function.name()
+        )),
     }
 }
 

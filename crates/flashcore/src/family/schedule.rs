@@ -88,7 +88,7 @@ pub(super) fn ragged_workload_of(
         element,
         head_dim: problem.head_dim as u32,
         value_head_dim: problem.value_head_dim as u32,
-        rules: problem.scores.rules(window_kind(problem)),
+        rules: problem.rules(window_kind(problem)),
         query_length: query_rows(problem),
         key_length: problem.key_length as u64,
         heads: problem.query_heads as u64,

@@ -372,7 +372,7 @@ impl Addresses for AppendTensors {
                 List::QueryLengths => queries.and_then(|queries| queries.lengths),
                 _ => None,
             },
-            Source::Workspace(_) | Source::Nothing => None,
+            Source::Workspace(_) | Source::Captured(..) | Source::Nothing => None,
         }
     }
 }

@@ -4,7 +4,10 @@
 //! their sources: a GPU puts device addresses in their place, the simulator buffers.
 
 use kernels::attention::Window;
-use kernels::parameter::{Axis, List, Number, Parameter, Reach, Tensor, Workspace};
+use kernels::attention::function::Kind;
+use kernels::parameter::{
+    Axis, Captured, CapturedPart, List, Number, Parameter, Reach, Tensor, Workspace,
+};
 use kernels::{Configuration, Divisor, Prefill};
 use ptx::{ParameterKind, TensorBox, Type};
 use serde::{Serialize, Serializer};
@@ -45,6 +48,8 @@ pub enum Source {
     Workspace(Workspace),
     /// Nowhere: a list that a launch shall not see.
     Nothing,
+    /// A tensor that a function loads from, by its number among the function's.
+    Captured(Kind, u8),
 }
 
 /// What is passed for a parameter.
@@ -62,6 +67,9 @@ pub enum Value {
     Address(Source),
     /// A tensor map.
     Map(Map),
+    /// How far a tensor goes that a function loads from, or a stride of it: numbers of the call, of
+    /// 32 bits and of 64.
+    Captured(Captured),
 }
 
 /// A tensor map over a tensor.
@@ -129,7 +137,16 @@ fn fits(value: &Value, kind: &ParameterKind) -> bool {
             | (Value::F32(_), ParameterKind::Scalar(Type::F32))
             | (Value::Address(_), ParameterKind::Address)
             | (Value::Map(_), ParameterKind::TensorMap(_))
-    )
+    ) || match value {
+        Value::Captured(captured) => {
+            let ty = match captured.part {
+                CapturedPart::Extent(_) => Type::U32,
+                _ => Type::U64,
+            };
+            *kind == ParameterKind::Scalar(ty)
+        }
+        _ => false,
+    }
 }
 
 struct Binding<'a> {
@@ -157,6 +174,12 @@ impl Binding<'_> {
             (Parameter::Multiplier(number), _) => Value::U32(self.divisor(number)?.multiplier),
             (Parameter::Shift(number), _) => Value::U32(self.divisor(number)?.shift),
             (Parameter::Scale(scale), _) => Value::F32(self.problem.factor(scale)),
+            (Parameter::Captured(captured), _) => match captured.part {
+                CapturedPart::Address => {
+                    Value::Address(Source::Captured(captured.kind, captured.index))
+                }
+                _ => Value::Captured(captured),
+            },
             (Parameter::Reach(reach), _) => {
                 let window = window(self.problem);
                 Value::I32(match reach {

@@ -158,14 +158,6 @@ impl Builder {
         });
     }
 
-    /// An 8x8 matrix of 16-bit elements, two neighbours of a row in each lane, transposed.
-    #[track_caller]
-    pub fn transpose_packed(&mut self, rows: Packed) -> Packed {
-        let dst = self.packed(rows.element);
-        self.push(Instruction::TransposeMatrix { dst: dst.register, src: rows.register });
-        dst
-    }
-
     /// Loads one, two or four 8x8 matrices by `ldmatrix`: of lane `8i + r`,
     /// `address` is that of row `r` of matrix `i`.
     #[track_caller]

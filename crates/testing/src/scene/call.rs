@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use flashcore::family::{Choice, Contents};
+use flashcore::function::{Function, HostTensor};
 use flashcore::gpu::Chip;
 use flashcore::plan::{Source, Value, bind};
 use flashcore::random::uniform;
@@ -12,7 +13,8 @@ use flashcore::{
     random_descales,
 };
 use kernels::Configuration;
-use kernels::parameter::{List, Tensor as Role};
+use kernels::mma::BackwardMma;
+use kernels::parameter::{Captured, CapturedPart, List, Tensor as Role};
 use ptx::{Element, Program};
 use sim::{Argument, BufferId, Memory, TensorMapArgument};
 
@@ -58,9 +60,13 @@ pub struct Call {
     pub weights: Weights,
     /// How large queries are: 1 as a rule, and scores are not touched by it.
     pub outlier: f32,
+    /// What is added to every value: with a mean, errors of sums do not cancel.
+    pub value_mean: f32,
     /// Whether lists hold numbers beyond their bounds where the bound itself is meant: whatever
     /// they hold, kernels stay within what there is.
     pub hostile: bool,
+    /// The tensors that the kernel's functions load from.
+    pub captured: Vec<HostTensor>,
 }
 
 /// How much keys weigh in the scores.
@@ -110,9 +116,10 @@ pub(super) const UNTOUCHED: f64 = 77.0;
 /// A cache of 8 bits as numbers of 16.
 const WIDENED: [Source; 2] = [Source::Tensor(Role::WideKey), Source::Tensor(Role::WideValue)];
 
-/// The seeds of queries and of keys.
+/// The seeds of queries, of keys and of values.
 const QUERIES: u64 = 1;
 const KEYS: u64 = 2;
+const VALUES: u64 = 3;
 
 /// The buffer of each source that there is.
 pub(super) type Buffers = BTreeMap<Source, BufferId>;
@@ -136,10 +143,11 @@ impl Call {
         };
         Call {
             problem: match kernel {
-                Configuration::Backward(it) if it.deterministic => {
-                    built.problem(batch, lengths, heads).backward().deterministic()
+                Configuration::Backward(kernels::Backward { deterministic, .. })
+                | Configuration::BackwardMma(BackwardMma { deterministic, .. }) => {
+                    let problem = built.problem(batch, lengths, heads).backward();
+                    if deterministic { problem.deterministic() } else { problem }
                 }
-                Configuration::Backward(_) => built.problem(batch, lengths, heads).backward(),
                 _ => built.problem(batch, lengths, heads),
             },
             kernel,
@@ -149,7 +157,9 @@ impl Call {
             order: Order::Contiguous,
             weights: Weights::Even,
             outlier: 1.0,
+            value_mean: 0.0,
             hostile: false,
+            captured: Vec::new(),
         }
     }
 
@@ -256,6 +266,14 @@ impl Call {
                 buffers.insert(Source::List(list), buffer);
             }
         }
+        for function in problem.functions() {
+            for (index, spec) in function.tensors().iter().enumerate() {
+                let tensor = inputs.captured.iter().find(|it| it.name == spec.name);
+                let bytes = tensor.map(|tensor| tensor.bytes.clone()).unwrap_or_default();
+                let source = Source::Captured(function.kind(), index as u8);
+                buffers.insert(source, memory.input(&spec.name, bytes));
+            }
+        }
         let outputs = problem.rows() * problem.value_head_dim;
         for (role, element, count) in
             [(Role::Output, element, outputs), (Role::Lse, Element::F32, problem.rows())]
@@ -299,6 +317,8 @@ impl Call {
             let program = launch.kernel.program()?;
             let values = bind(launch, &program.parameters, &problem, &arrangement)
                 .map_err(SceneError::Size)?;
+            let values: Vec<Value> =
+                values.into_iter().map(|value| measured(value, &problem, inputs)).collect();
             steps.push(Step::bound(program, launch.blocks, &values, &buffers)?);
         }
         let main = choice.main;
@@ -331,10 +351,12 @@ impl Call {
                 (((a * shape.length + b) * shape.heads + c) * shape.dim + d) as u64
             };
             let weights = if seed == KEYS { self.weights } else { Weights::Even };
+            let mean = if seed == VALUES { self.value_mean } else { 0.0 };
             let all = Tensor::from_fn(dtype, shape, |at| {
                 // Up to 2: scores far enough apart that the maximum moves.
                 let outlier = if seed == QUERIES { self.outlier } else { 1.0 };
-                2.0 * outlier * weights.of(at[1], shape.length) * uniform(seed, index(at))
+                let weight = outlier * weights.of(at[1], shape.length);
+                mean + 2.0 * weight * uniform(seed, index(at))
             })?;
             let all = match placement {
                 Some(placement) => of_sequences(&all, placement)?,
@@ -367,7 +389,7 @@ impl Call {
         let tensors = InputTensors {
             query: tensor(QUERIES, dtypes.query, query, queries)?,
             key: tensor(KEYS, dtypes.key, key, keys)?,
-            value: tensor(3, dtypes.value, value, keys)?,
+            value: tensor(VALUES, dtypes.value, value, keys)?,
             slopes: problem.scores.has_alibi().then(|| numbers(4, slopes, 0.1)),
             sinks: problem.scores.sinks.then(|| numbers(5, heads, 4.0)),
             descales,
@@ -384,7 +406,8 @@ impl Call {
                 Some(Backward::new(&problem, inputs, gradient)?)
             }
         };
-        Ok(Given { problem, sequences, tensors, backward })
+        let captured = self.captured.clone();
+        Ok(Given { problem, sequences, tensors, captured, backward })
     }
 
     /// The rule of the library, row by row; where no row is, nothing may be written.
@@ -448,6 +471,20 @@ impl Call {
             words += &format!(", {ragged}");
         }
         words + &format!(", {} multiprocessors", self.processors)
+    }
+}
+
+/// What is known of a tensor that a function loads from.
+fn measured(value: Value, problem: &Problem, inputs: Inputs<'_>) -> Value {
+    let Value::Captured(captured) = value else { return value };
+    let Captured { kind, index, part } = captured;
+    let name = |function: Function| function.tensors().get(usize::from(index)).map(|it| &it.name);
+    let name = problem.functions().find(|function| function.kind() == kind).and_then(name);
+    let tensor = inputs.captured.iter().find(|tensor| Some(&tensor.name) == name);
+    match (tensor, part) {
+        (Some(tensor), CapturedPart::Extent(it)) => Value::U32(tensor.extents[it as usize] as u32),
+        (Some(tensor), CapturedPart::Stride(it)) => Value::U64(tensor.strides[it as usize] as u64),
+        _ => value,
     }
 }
 
@@ -527,13 +564,14 @@ pub(super) struct Given {
     problem: Problem,
     sequences: Option<Sequences>,
     tensors: InputTensors,
+    captured: Vec<HostTensor>,
     backward: Option<Backward>,
 }
 
 impl Given {
     /// The problem that the tensors pose, and the inputs.
     fn call(&self) -> Result<(Problem, Inputs<'_>), flashcore::Error> {
-        let inputs = self.tensors.inputs();
+        let inputs = self.tensors.inputs().with_captured(&self.captured);
         match &self.sequences {
             Some(sequences) => sequences.over(inputs),
             None => Ok((self.problem.clone(), inputs)),
@@ -559,6 +597,9 @@ impl Step {
                     Some(buffer) => Argument::Address(*buffer, 0),
                     None => Argument::U64(0),
                 },
+                Value::Captured(captured) => {
+                    return Err(SceneError::Size(format!("nobody passes {captured:?}")));
+                }
                 Value::Map(map) => {
                     let buffer = buffers.get(&Source::Tensor(map.tensor)).copied();
                     let none = || SceneError::Size(format!("there is no {:?}", map.tensor));

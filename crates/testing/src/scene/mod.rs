@@ -187,15 +187,17 @@ impl Scene {
             // What goes with the backward pass is looked at in its place before or after it.
             Configuration::RowSums(it) => {
                 let ragged = usize::from(it.batch != Batch::Equal);
-                Call::beside(it.before(), it.sums.query_block as usize + 5).scene_of(ragged)
+                let before = it.before().unwrap_or(*kernel);
+                Call::beside(before, it.sums.query_block as usize + 5).scene_of(ragged)
             }
             Configuration::Rounding(it) => {
                 let ragged = usize::from(it.batch != Batch::Equal);
-                Call::beside(it.after(), it.sums.query_block as usize + 5).scene_of(2 + ragged)
+                let after = it.after().unwrap_or(*kernel);
+                Call::beside(after, it.sums.query_block as usize + 5).scene_of(2 + ragged)
             }
             Configuration::SinkGradients(it) => {
                 let ragged = usize::from(it.batch != Batch::Equal);
-                Call::small(Configuration::Backward(it.after())).scene_of(3 + ragged)
+                Call::small(it.after().unwrap_or(*kernel)).scene_of(3 + ragged)
             }
             attention => Call::small(*attention).scene(),
         }

@@ -4,10 +4,12 @@
 mod append;
 mod attention;
 mod backward;
+mod backward_mma;
 mod banks;
 mod chosen;
 mod decode;
 mod fp8;
+mod function;
 mod mma;
 mod mutation;
 mod prefill;
