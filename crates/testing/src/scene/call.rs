@@ -58,6 +58,8 @@ pub struct Call {
     pub order: Order,
     /// How much keys weigh.
     pub weights: Weights,
+    /// How large queries are: 1 as a rule, and scores are not touched by it.
+    pub outlier: f32,
     /// What is added to every value: with a mean, errors of sums do not cancel.
     pub value_mean: f32,
     /// Whether lists hold numbers beyond their bounds where the bound itself is meant: whatever
@@ -78,6 +80,8 @@ pub enum Weights {
     /// Some far more than their neighbours, so that exponentials of anything but the maximum
     /// overflow.
     Spikes,
+    /// The fourth is not a number.
+    Nan,
 }
 
 impl Weights {
@@ -87,6 +91,8 @@ impl Weights {
             Weights::Valley => 1.0 + 3.0 * (2.0 * position as f32 / length as f32 - 1.0).abs(),
             Weights::Spikes if position % 7 == 3 => 60.0,
             Weights::Spikes => 1.0,
+            Weights::Nan if position == 3 => f32::NAN,
+            Weights::Nan => 1.0,
         }
     }
 }
@@ -110,7 +116,8 @@ pub(super) const UNTOUCHED: f64 = 77.0;
 /// A cache of 8 bits as numbers of 16.
 const WIDENED: [Source; 2] = [Source::Tensor(Role::WideKey), Source::Tensor(Role::WideValue)];
 
-/// The seeds of keys and of values.
+/// The seeds of queries, of keys and of values.
+const QUERIES: u64 = 1;
 const KEYS: u64 = 2;
 const VALUES: u64 = 3;
 
@@ -149,6 +156,7 @@ impl Call {
             splits,
             order: Order::Contiguous,
             weights: Weights::Even,
+            outlier: 1.0,
             value_mean: 0.0,
             hostile: false,
             captured: Vec::new(),
@@ -178,6 +186,15 @@ impl Call {
     pub fn with(mut self, change: impl FnOnce(Problem) -> Problem) -> Self {
         self.problem = change(self.problem);
         self
+    }
+
+    /// The same call with queries so much larger, and scores as they were.
+    pub fn with_outliers(mut self, outlier: f32) -> Self {
+        self.outlier = outlier;
+        self.with(|problem| {
+            let scale = problem.scale();
+            problem.with_scale(scale / outlier)
+        })
     }
 
     /// The same call by so many multiprocessors.
@@ -337,7 +354,9 @@ impl Call {
             let mean = if seed == VALUES { self.value_mean } else { 0.0 };
             let all = Tensor::from_fn(dtype, shape, |at| {
                 // Up to 2: scores far enough apart that the maximum moves.
-                mean + 2.0 * weights.of(at[1], shape.length) * uniform(seed, index(at))
+                let outlier = if seed == QUERIES { self.outlier } else { 1.0 };
+                let weight = outlier * weights.of(at[1], shape.length);
+                mean + 2.0 * weight * uniform(seed, index(at))
             })?;
             let all = match placement {
                 Some(placement) => of_sequences(&all, placement)?,
@@ -368,7 +387,7 @@ impl Call {
             Ok(Some(self.order.arrange(factors)?))
         })?;
         let tensors = InputTensors {
-            query: tensor(1, dtypes.query, query, queries)?,
+            query: tensor(QUERIES, dtypes.query, query, queries)?,
             key: tensor(KEYS, dtypes.key, key, keys)?,
             value: tensor(VALUES, dtypes.value, value, keys)?,
             slopes: problem.scores.has_alibi().then(|| numbers(4, slopes, 0.1)),

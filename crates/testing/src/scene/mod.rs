@@ -299,8 +299,9 @@ impl Scene {
             let found = decode(result.element, memory.bytes(result.buffer));
             for (index, found) in found.into_iter().enumerate() {
                 let (exact, tolerance) = (result.exact[index], result.tolerance[index]);
-                // Infinities are right where they are expected, and nowhere else.
-                let error = if found == exact { 0.0 } else { (found - exact).abs() };
+                // Infinities and NaN are right where they are expected, and nowhere else.
+                let same = found == exact || found.is_nan() && exact.is_nan();
+                let error = if same { 0.0 } else { (found - exact).abs() };
                 if error.is_nan() || error > tolerance {
                     let name = result.name;
                     let text = format!(
