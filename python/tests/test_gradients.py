@@ -380,6 +380,16 @@ def test_only_what_is_needed_comes_back(function, device, monkeypatch):
         assert slopes.grad is None and given.pop()[:count] == [True] * count
 
 
+def test_only_gradients_that_are_needed_are_zeroed(monkeypatch):
+    q, k, v = (random(24, 2, 64, device="cpu", seed=seed) for seed in range(3))
+    zeros, zeroed = torch.zeros_like, []
+    monkeypatch.setattr(torch, "zeros_like", lambda x: zeroed.append(x.data_ptr()) or zeros(x))
+    lengths = starts((9, 12), "cpu")
+    k.requires_grad_()
+    flash_attn_varlen_func(q, k, v, lengths, lengths, 12, 12).sum().backward()
+    assert zeroed == [k.data_ptr()] and not k.grad[21:].any() and k.grad[:21].any()
+
+
 @every_device
 def test_packed_gradients_are_written_into_one_tensor(device, monkeypatch):
     from flashcore import _flashcore, _gradients

@@ -117,7 +117,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     let (problem, tensors, given) = prepared?;
     let inputs = given.as_ref().map_or_else(|| tensors.inputs(), |given| given.inputs(&tensors));
     let machine = machine.map_err(|_| "looking for GPUs panicked")?;
-    let preference = arguments.preferred.preference();
+    let preference = arguments.preferred.preference(problem.pass);
     let before = started.elapsed();
     let result = {
         let bar = Bar::new("attention");

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use flashcore::family::{Choice, Contents};
+use flashcore::function::{Function, HostTensor};
 use flashcore::gpu::Chip;
 use flashcore::plan::{Source, Value, bind};
 use flashcore::random::uniform;
@@ -12,7 +13,8 @@ use flashcore::{
     random_descales,
 };
 use kernels::Configuration;
-use kernels::parameter::{List, Tensor as Role};
+use kernels::mma::BackwardMma;
+use kernels::parameter::{Captured, CapturedPart, List, Tensor as Role};
 use ptx::{Element, Program};
 use sim::{Argument, BufferId, Memory, TensorMapArgument};
 
@@ -56,9 +58,13 @@ pub struct Call {
     pub order: Order,
     /// How much keys weigh.
     pub weights: Weights,
+    /// What is added to every value: with a mean, errors of sums do not cancel.
+    pub value_mean: f32,
     /// Whether lists hold numbers beyond their bounds where the bound itself is meant: whatever
     /// they hold, kernels stay within what there is.
     pub hostile: bool,
+    /// The tensors that the kernel's functions load from.
+    pub captured: Vec<HostTensor>,
 }
 
 /// How much keys weigh in the scores.
@@ -101,8 +107,12 @@ const LISTS: [List; 9] = [
 /// What stands in results where nobody shall write: as a number of every element.
 pub(super) const UNTOUCHED: f64 = 77.0;
 
-/// The seed of keys.
+/// A cache of 8 bits as numbers of 16.
+const WIDENED: [Source; 2] = [Source::Tensor(Role::WideKey), Source::Tensor(Role::WideValue)];
+
+/// The seeds of keys and of values.
 const KEYS: u64 = 2;
+const VALUES: u64 = 3;
 
 /// The buffer of each source that there is.
 pub(super) type Buffers = BTreeMap<Source, BufferId>;
@@ -126,10 +136,11 @@ impl Call {
         };
         Call {
             problem: match kernel {
-                Configuration::Backward(it) if it.deterministic => {
-                    built.problem(batch, lengths, heads).backward().deterministic()
+                Configuration::Backward(kernels::Backward { deterministic, .. })
+                | Configuration::BackwardMma(BackwardMma { deterministic, .. }) => {
+                    let problem = built.problem(batch, lengths, heads).backward();
+                    if deterministic { problem.deterministic() } else { problem }
                 }
-                Configuration::Backward(_) => built.problem(batch, lengths, heads).backward(),
                 _ => built.problem(batch, lengths, heads),
             },
             kernel,
@@ -138,7 +149,9 @@ impl Call {
             splits,
             order: Order::Contiguous,
             weights: Weights::Even,
+            value_mean: 0.0,
             hostile: false,
+            captured: Vec::new(),
         }
     }
 
@@ -236,6 +249,14 @@ impl Call {
                 buffers.insert(Source::List(list), buffer);
             }
         }
+        for function in problem.functions() {
+            for (index, spec) in function.tensors().iter().enumerate() {
+                let tensor = inputs.captured.iter().find(|it| it.name == spec.name);
+                let bytes = tensor.map(|tensor| tensor.bytes.clone()).unwrap_or_default();
+                let source = Source::Captured(function.kind(), index as u8);
+                buffers.insert(source, memory.input(&spec.name, bytes));
+            }
+        }
         let outputs = problem.rows() * problem.value_head_dim;
         for (role, element, count) in
             [(Role::Output, element, outputs), (Role::Lse, Element::F32, problem.rows())]
@@ -258,6 +279,11 @@ impl Call {
         for it in &choice.memory {
             let (name, bytes) = (format!("{:?}", it.source), it.bytes.max(4) as usize);
             let buffer = match &it.contents {
+                // Of a widened cache what no sequence uses is not written, and as in any cache
+                // nobody minds what is there: NaN.
+                Contents::Anything if WIDENED.contains(&it.source) => {
+                    memory.result(&name, vec![0xFF; bytes])
+                }
                 Contents::Anything => memory.output(&name, bytes),
                 Contents::Zeros => memory.input(&name, vec![0; bytes]),
                 Contents::Tiles(order) => memory.input_u32(&name, &order.words()),
@@ -274,6 +300,8 @@ impl Call {
             let program = launch.kernel.program()?;
             let values = bind(launch, &program.parameters, &problem, &arrangement)
                 .map_err(SceneError::Size)?;
+            let values: Vec<Value> =
+                values.into_iter().map(|value| measured(value, &problem, inputs)).collect();
             steps.push(Step::bound(program, launch.blocks, &values, &buffers)?);
         }
         let main = choice.main;
@@ -306,9 +334,10 @@ impl Call {
                 (((a * shape.length + b) * shape.heads + c) * shape.dim + d) as u64
             };
             let weights = if seed == KEYS { self.weights } else { Weights::Even };
+            let mean = if seed == VALUES { self.value_mean } else { 0.0 };
             let all = Tensor::from_fn(dtype, shape, |at| {
                 // Up to 2: scores far enough apart that the maximum moves.
-                2.0 * weights.of(at[1], shape.length) * uniform(seed, index(at))
+                mean + 2.0 * weights.of(at[1], shape.length) * uniform(seed, index(at))
             })?;
             let all = match placement {
                 Some(placement) => of_sequences(&all, placement)?,
@@ -341,7 +370,7 @@ impl Call {
         let tensors = InputTensors {
             query: tensor(1, dtypes.query, query, queries)?,
             key: tensor(KEYS, dtypes.key, key, keys)?,
-            value: tensor(3, dtypes.value, value, keys)?,
+            value: tensor(VALUES, dtypes.value, value, keys)?,
             slopes: problem.scores.has_alibi().then(|| numbers(4, slopes, 0.1)),
             sinks: problem.scores.sinks.then(|| numbers(5, heads, 4.0)),
             descales,
@@ -358,7 +387,8 @@ impl Call {
                 Some(Backward::new(&problem, inputs, gradient)?)
             }
         };
-        Ok(Given { problem, sequences, tensors, backward })
+        let captured = self.captured.clone();
+        Ok(Given { problem, sequences, tensors, captured, backward })
     }
 
     /// The rule of the library, row by row; where no row is, nothing may be written.
@@ -422,6 +452,20 @@ impl Call {
             words += &format!(", {ragged}");
         }
         words + &format!(", {} multiprocessors", self.processors)
+    }
+}
+
+/// What is known of a tensor that a function loads from.
+fn measured(value: Value, problem: &Problem, inputs: Inputs<'_>) -> Value {
+    let Value::Captured(captured) = value else { return value };
+    let Captured { kind, index, part } = captured;
+    let name = |function: Function| function.tensors().get(usize::from(index)).map(|it| &it.name);
+    let name = problem.functions().find(|function| function.kind() == kind).and_then(name);
+    let tensor = inputs.captured.iter().find(|tensor| Some(&tensor.name) == name);
+    match (tensor, part) {
+        (Some(tensor), CapturedPart::Extent(it)) => Value::U32(tensor.extents[it as usize] as u32),
+        (Some(tensor), CapturedPart::Stride(it)) => Value::U64(tensor.strides[it as usize] as u64),
+        _ => value,
     }
 }
 
@@ -501,13 +545,14 @@ pub(super) struct Given {
     problem: Problem,
     sequences: Option<Sequences>,
     tensors: InputTensors,
+    captured: Vec<HostTensor>,
     backward: Option<Backward>,
 }
 
 impl Given {
     /// The problem that the tensors pose, and the inputs.
     fn call(&self) -> Result<(Problem, Inputs<'_>), flashcore::Error> {
-        let inputs = self.tensors.inputs();
+        let inputs = self.tensors.inputs().with_captured(&self.captured);
         match &self.sequences {
             Some(sequences) => sequences.over(inputs),
             None => Ok((self.problem.clone(), inputs)),
@@ -533,6 +578,9 @@ impl Step {
                     Some(buffer) => Argument::Address(*buffer, 0),
                     None => Argument::U64(0),
                 },
+                Value::Captured(captured) => {
+                    return Err(SceneError::Size(format!("nobody passes {captured:?}")));
+                }
                 Value::Map(map) => {
                     let buffer = buffers.get(&Source::Tensor(map.tensor)).copied();
                     let none = || SceneError::Size(format!("there is no {:?}", map.tensor));

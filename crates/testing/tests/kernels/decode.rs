@@ -171,7 +171,13 @@ fn decode_over_8_bits_is_attention() {
         Call { weights: Weights::Spikes, ..call(plain(PerToken), ragged()) },
         Call { weights: Weights::Valley, ..call(plain(PerHead), ragged()) },
     ] {
-        every_schedule(&call.scene().unwrap(), Mode::Checked, 1);
+        let mut scene = call.scene().unwrap();
+        // No number of the cache is rounded, as the plain algorithm would.
+        for result in scene.results.iter_mut().filter(|it| it.name == "lse") {
+            let exact = result.exact.iter();
+            result.tolerance = exact.map(|lse| 2e-6 * lse.abs().max(8.0)).collect();
+        }
+        every_schedule(&scene, Mode::Checked, 1);
     }
 }
 
