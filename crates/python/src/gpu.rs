@@ -133,22 +133,19 @@ fn append_problem(update: &Update) -> AppendProblem {
         }
         None => Storage::Entries(entries),
     };
-    let cache = Problem::new(update.sequences, heads, update.most_queries, dim)
+    let mut cache = Problem::new(update.sequences, heads, update.most_queries, dim)
         .with_kv_heads(shared)
         .with_key_length(update.room)
         .with_value_head_dim(update.value_cache.form.sizes[3] as usize)
         .with_mask(mask)
         .with_storage(queries, keys);
-    let descale = |at: usize| update.descales[at].map_or(Descale::None, |(descale, _)| descale);
-    let cache = Problem {
-        dtypes: DTypes {
-            key: update.key_cache.form.dtype,
-            value: update.value_cache.form.dtype,
-            ..DTypes::inputs(update.key.form.dtype)
-        },
-        descales: Descales { query: Descale::None, key: descale(0), value: descale(1) },
-        ..cache
+    cache.dtypes = DTypes {
+        key: update.key_cache.form.dtype,
+        value: update.value_cache.form.dtype,
+        ..DTypes::inputs(update.key.form.dtype)
     };
+    let descale = |at: usize| update.descales[at].map_or(Descale::None, |(descale, _)| descale);
+    cache.descales = Descales { query: Descale::None, key: descale(0), value: descale(1) };
     let rows = update.key.form.sizes[1] as usize;
     // No sequence gets more than all of them, nor than it has room for.
     let mut problem = AppendProblem::new(cache, rows.min(update.room).max(1));
