@@ -100,7 +100,7 @@ fn wrong_use_names_the_tensor_and_what_was_expected() -> Result<()> {
     );
     assert_eq!(
         call(&query.to_dtype(DType::F64)?, &key, &value),
-        "attention: the query has dtype F64, expected F32, F16 or BF16"
+        "attention: the query has dtype F64, expected F32, F16, BF16 or F8E4M3"
     );
     assert_eq!(
         call(&query, &key.narrow(3, 0, 7)?.contiguous()?, &value),
