@@ -92,9 +92,10 @@ def test_a_llama_of_transformers_trains_as_with_pytorchs_attention(device):
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return flash_attn_func(q, k, v, dropout_p=dropout, softmax_scale=scaling, causal=True), None
 
-    AttentionInterface.register("flashcore", attention)
+    # A name with "flash" in it is that of a package to newer versions.
+    AttentionInterface.register("fused_core", attention)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    ours, theirs = llama_losses("flashcore", device, dtype), llama_losses("sdpa", device, dtype)
+    ours, theirs = llama_losses("fused_core", device, dtype), llama_losses("sdpa", device, dtype)
     assert len(calls) == 30 and all(calls) and ours[-1] < ours[0] - 0.5
     noise = 0.0 if device == "cpu" else apart(theirs, llama_losses("sdpa", device, torch.float32))
     assert apart(ours, theirs) <= 2 * noise + 1e-3, (ours, theirs, noise)
