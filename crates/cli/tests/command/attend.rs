@@ -33,6 +33,24 @@ fn attend_says_what_ran_and_how_well() {
 }
 
 #[test]
+fn attend_over_an_8_bit_cache() {
+    let cache = ["attend", "--backend", "cpu", "--seq", "9", "--kv-seq", "70", "--heads", "4"];
+    let cache = [&cache[..], &["--kv-heads", "2", "--kv-dtype", "e4m3", "--descale"]].concat();
+    for (per, words) in [("head", "k_descale=head"), ("token", "v_descale=token")] {
+        let text = succeed(&[&cache[..], &[per]].concat());
+        for word in ["q=bf16,k=e4m3,v=e4m3,o=bf16", words, "passed (all 36"] {
+            assert!(text.contains(word), "no `{word}` in\n{text}");
+        }
+    }
+    let all =
+        ["attend", "--backend", "cpu", "--seq", "30", "--dtype", "e5m2", "--descale", "token"];
+    let text = succeed(&all);
+    assert!(["q_descale=head", "k_descale=token"].iter().all(|it| text.contains(it)), "{text}");
+    let refused = fail(2, &["attend", "--problem", "s=8,q=bf16,k=e4m3,v=e4m3,o=bf16,backward"]);
+    assert!(refused.contains("there are no gradients of 8-bit tensors"), "{refused}");
+}
+
+#[test]
 fn attend_in_json() {
     let answer = json(&[
         "attend",
