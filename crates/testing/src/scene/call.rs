@@ -133,6 +133,10 @@ impl Call {
                     built.problem(batch, lengths, heads).backward().deterministic()
                 }
                 Configuration::Backward(_) => built.problem(batch, lengths, heads).backward(),
+                Configuration::Forward(tile)
+                | Configuration::Prefill(kernels::Prefill { tile, .. }) => {
+                    built.problem(batch, lengths, heads).with_output_dtype(dtype(tile.output))
+                }
                 _ => built.problem(batch, lengths, heads),
             },
             kernel,
