@@ -6,7 +6,9 @@ use ptx::{Capability, Element, Program, Swizzle, Target};
 use crate::append::{Append, Rotary};
 use crate::backward::{Rounding, RowSums, SinkGradients, every_backward, tuned_backward};
 use crate::cache::{Cache, Scales};
-use crate::forward::{Form, Workload, every_fp8, every_prefill, every_tuned, tuned};
+use crate::forward::{
+    Form, Workload, every_fp8, every_fp8_prefill, every_prefill, every_tuned, tuned,
+};
 use crate::mma::{BackwardMma, every_tuned_backward};
 use crate::product::{Contiguous, Source};
 use crate::sequencer::Tiles;
@@ -204,6 +206,7 @@ pub fn shipped(target: Target) -> Vec<Configuration> {
     if target == Target::SM_90A {
         all.extend(forwards().into_iter().map(Configuration::Forward));
         all.extend(every_prefill().into_iter().map(Configuration::Prefill));
+        all.extend(every_fp8_prefill().into_iter().map(Configuration::Prefill));
         all.extend(chunked_prefills().into_iter().map(Configuration::Prefill));
         // What comes before and after may be the same as with `mma.sync`.
         add_new(&mut all, backwards());

@@ -15,8 +15,8 @@
 //! - Weights of `e4m3` reach 448 and have four bits down to 2^-6. They are lifted by 2^8 over an
 //!   exact running maximum, so that none saturates and the tail stays normal for 14 octaves.
 //!
-//! `T` lives where `S` lived, so that a warpgroup waits for its own products; others multiply
-//! in the meantime.
+//! `T` lives where `S` lived (the assembler finds that by itself; told so, it serialises
+//! products), so that a warpgroup waits for its own products; others multiply in the meantime.
 
 use ptx::{Accumulator, Builder, E4M3x2, Expression, F32, Fragment, GlobalAddress, Reg, U32};
 
@@ -32,8 +32,11 @@ use crate::attention::scores::ScoreRule;
 use crate::attention::softmax::Softmax;
 use crate::attention::{ACCUMULATOR_ROWS, Score};
 
-/// The most columns of the output that are multiplied at once.
-pub(super) const PIECE: u32 = 128;
+/// The most columns of the output that are multiplied at once: no more registers than the scores
+/// have left.
+fn piece(forward: &Forward) -> u32 {
+    if forward.key_block < 128 { 64 } else { 128 }
+}
 
 /// The binary logarithm of the largest weight.
 const LIFT: f32 = 8.0;
@@ -54,6 +57,8 @@ struct State<'a, T: ConsumerScheduler> {
     /// The weights of a block.
     weights: Fragment,
     output: Accumulator,
+    /// Columns of it that are multiplied at once.
+    piece: u32,
     current: T::Current,
     block: Reg<U32>,
 }
@@ -82,6 +87,7 @@ pub(super) fn consume<T: ConsumerScheduler>(
         tile_scale,
         weights: Fragment::new(k, forward.element, forward.key_block),
         output: Accumulator::new(k, forward.value_head_dim),
+        piece: piece(forward),
         current: tiles.current(k, &tile),
         block: k.variable(tiles.last_block(&tile)),
     };
@@ -161,12 +167,12 @@ impl<T: ConsumerScheduler> State<'_, T> {
 
     /// `O = O f + P V`, in pieces of the output's columns.
     fn update(&self, k: &mut Builder, factors: &[Reg<F32>; 2]) {
-        let State { group, probe, weights, output, .. } = self;
+        let State { group, probe, weights, output, piece, .. } = self;
         group.wait_for_values(k);
         group.ping_pong.take(k);
         probe.stamp(k, Phase::Turn);
-        for first in (0..output.columns()).step_by(PIECE as usize) {
-            let count = PIECE.min(output.columns() - first);
+        for first in (0..output.columns()).step_by(*piece as usize) {
+            let count = output.columns().saturating_sub(first).min(*piece);
             let values = group.transposed_operand(k, first, count).expect("values have 8 bits");
             let piece = k.wgmma(weights, values).wait(k);
             let sums = &output.registers()[first as usize / 2..];

@@ -47,7 +47,9 @@ pub use lists::TileLists;
 pub use prefill::{Prefill, SLICE_EXTENT};
 pub(crate) use prefill::{slice_rest, slice_row};
 pub use probe::{PROBE_WORDS, Phase};
-pub use tuned::{Tuned, Workload, every_fp8, every_prefill, every_tuned, tuned, tuned_prefill};
+pub use tuned::{
+    Tuned, Workload, every_fp8, every_fp8_prefill, every_prefill, every_tuned, tuned, tuned_prefill,
+};
 
 use ptx::{
     Builder, Element, Expression, GlobalAddress, Pipeline, Program, Reg, Role, SharedTiles,

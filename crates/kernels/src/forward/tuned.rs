@@ -267,21 +267,33 @@ const PREFILL_RULES: &[Rule] = &[
 // A second accumulator and weights of 8 bits: docs/fp8-forward.md counts what fits.
 const FP8_64X128: Tile = Tile { form: Form::COMPACT, ..TILE_64X128 };
 const FP8_192X128: Tile = Tile { warpgroups: 3, form: Form::COMPACT, ..TILE_128X128 };
-const FP8_128X192: Tile =
-    Tile { key_block: 192, query_buffers: 1, form: Form::COMPACT, ..TILE_128X128 };
-const FP8_128X128: Tile = Tile { query_buffers: 1, form: Form::COMPACT, ..TILE_128X128 };
+const FP8_128X128: Tile = Tile { form: Form::COMPACT, ..TILE_128X128 };
+const FP8_128X192: Tile = Tile { key_block: 192, ..FP8_128X128 };
+const FP8_128X128_ONE_BUFFER: Tile = Tile { query_buffers: 1, ..FP8_128X128 };
+
+// Lines that both tables of 8-bit inputs have.
+const FP8_FEW_ROWS: Rule = Rule { tile: FP8_64X128, ..FEW_ROWS };
+const FP8_UP_TO_64: Rule = Rule {
+    dims: (64, 64),
+    masks: Masks::Both,
+    length: ANY_LENGTH,
+    few: false,
+    tile: FP8_192X128,
+    reason: "192 x 128 tiles in e4m3 keep the exponentials of three warpgroups going",
+};
+const FP8_UP_TO_128: Rule = Rule {
+    dims: (128, 128),
+    masks: Masks::Both,
+    length: ANY_LENGTH,
+    few: false,
+    tile: FP8_128X128,
+    reason: "128 x 128 tiles in e4m3 waste little beyond a mask's edge",
+};
 
 /// Inputs in e4m3. Not measured yet.
 const FP8_RULES: &[Rule] = &[
-    Rule { tile: FP8_64X128, ..FEW_ROWS },
-    Rule {
-        dims: (64, 64),
-        masks: Masks::Both,
-        length: ANY_LENGTH,
-        few: false,
-        tile: FP8_192X128,
-        reason: "192 x 128 tiles in e4m3 keep the exponentials of three warpgroups going",
-    },
+    FP8_FEW_ROWS,
+    FP8_UP_TO_64,
     Rule {
         dims: (128, 128),
         masks: Masks::Dense,
@@ -290,21 +302,29 @@ const FP8_RULES: &[Rule] = &[
         tile: FP8_128X192,
         reason: "128 x 192 tiles in e4m3 leave registers for a second accumulator",
     },
-    Rule {
-        dims: (128, 128),
-        masks: Masks::Causal,
-        length: ANY_LENGTH,
-        few: false,
-        tile: FP8_128X128,
-        reason: "128 x 128 tiles in e4m3 waste little beyond a mask's edge",
-    },
+    FP8_UP_TO_128,
     Rule {
         dims: (256, 256),
         masks: Masks::Both,
         length: ANY_LENGTH,
         few: false,
-        tile: FP8_128X128,
+        tile: FP8_128X128_ONE_BUFFER,
         reason: "128 x 128 tiles in e4m3 are the largest whose output fits the registers",
+    },
+];
+
+/// The same for ragged batches, whose producers need more registers.
+const FP8_PREFILL_RULES: &[Rule] = &[
+    FP8_FEW_ROWS,
+    FP8_UP_TO_64,
+    FP8_UP_TO_128,
+    Rule {
+        dims: (256, 256),
+        masks: Masks::Both,
+        length: ANY_LENGTH,
+        few: false,
+        tile: FP8_64X128,
+        reason: "64 x 128 tiles in e4m3 are the largest that fit beside ragged batches",
     },
 ];
 
@@ -316,7 +336,7 @@ pub fn tuned_prefill(workload: &Workload) -> Option<Tuned> {
         MaskKind::Chunked => MaskKind::Chunked,
     };
     let rules = Rules { mask, ..workload.rules };
-    let table = if workload.element == Element::E4M3 { FP8_RULES } else { PREFILL_RULES };
+    let table = if workload.element == Element::E4M3 { FP8_PREFILL_RULES } else { PREFILL_RULES };
     choose(table, &Workload { rules, ..*workload })
 }
 
@@ -410,6 +430,19 @@ pub fn every_fp8() -> Vec<Forward> {
             if rule.masks.include(rules.mask) {
                 all.push(rule.configuration(Element::E4M3, rule.dims, rules));
             }
+        }
+    }
+    all
+}
+
+/// The same of ragged batches, in f16: plain, and with pages and sinks.
+pub fn every_fp8_prefill() -> Vec<Prefill> {
+    let mut all = Vec::new();
+    for rule in FP8_PREFILL_RULES {
+        for (sinks, page_rows) in [(false, None), (true, Some(16))] {
+            let rules = Rules { sinks, ..Rules::LOCAL };
+            let tile = rule.configuration(Element::E4M3, rule.dims, rules);
+            all.push(Prefill { tile: Forward { output: Element::F16, ..tile }, page_rows });
         }
     }
     all

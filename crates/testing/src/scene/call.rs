@@ -148,6 +148,10 @@ impl Call {
                     let problem = built.problem(batch, lengths, heads).backward();
                     if deterministic { problem.deterministic() } else { problem }
                 }
+                Configuration::Forward(tile)
+                | Configuration::Prefill(kernels::Prefill { tile, .. }) => {
+                    built.problem(batch, lengths, heads).with_output_dtype(dtype(tile.output))
+                }
                 _ => built.problem(batch, lengths, heads),
             },
             kernel,

@@ -1,9 +1,9 @@
 //! The forward kernel for Hopper with inputs of 8 bits.
 
-use flashcore::{DType, Descale, Descales};
+use flashcore::{Descale, Descales};
 use flashcore_testing::check::Order;
 use flashcore_testing::scene::{Call, Place, Ragged, Scene, Weights, decode, schedules};
-use kernels::forward::every_fp8;
+use kernels::forward::{every_fp8, every_fp8_prefill};
 use kernels::{Configuration, Forward, MaskKind, Prefill, Rules};
 use ptx::Element;
 use sim::{EightBitSums, Measure, Mode, Options, Policy};
@@ -72,7 +72,7 @@ fn fp8_is_attention_however_it_is_asked() {
     for call in [
         none,
         call(small(), size).with(|it| it.with_descales(keys)),
-        halves.with(|it| it.with_output_dtype(DType::F16)),
+        halves,
         Call { order: Order::HeadsFirst, ..call(small(), size) },
         Call { weights: Weights::Valley, ..call(small(), (1, [64, 300], [1, 1])) },
         Call { weights: Weights::Spikes, ..call(small(), (1, [64, 300], [1, 1])) },
@@ -138,13 +138,15 @@ fn fp8_stays_accurate_over_many_keys() {
 /// Every configuration that is shipped, with ragged ends, and not one bank conflict: transposing
 /// neither reads nor writes one.
 #[test]
-fn every_fp8_forward() {
-    for (index, forward) in every_fp8().into_iter().enumerate() {
-        let scene = Scene::small(&Configuration::Forward(forward)).unwrap();
+fn every_shipped_fp8_kernel() {
+    let forwards = every_fp8().into_iter().map(Configuration::Forward);
+    let prefills = every_fp8_prefill().into_iter().map(Configuration::Prefill);
+    for (index, kernel) in forwards.chain(prefills).enumerate() {
+        let scene = Scene::small(&kernel).unwrap();
         every_schedule(&scene, Mode::Values, 2);
         let checked = schedules(&Policy::HOSTILE, index as u64..index as u64 + 1);
         some_schedules(&scene, Mode::Checked, &checked);
         let (_, report) = scene.run(&Options::default()).unwrap();
-        assert_eq!(report.counts.get(Measure::BankConflicts), 0, "{}", forward.name());
+        assert_eq!(report.counts.get(Measure::BankConflicts), 0, "{}", kernel.name());
     }
 }
