@@ -33,6 +33,7 @@ from ._flashcore import VERSION as _VERSION
 from ._flashcore import finish_compiling as _finish_compiling
 from ._flashcore import forked as _forked
 from ._flashcore import info as _info
+from ._quantize import dequantize, quantize, quantize_kv
 from ._serving import (
     _torch,
     flash_attn_combine,
@@ -45,6 +46,7 @@ from ._serving import attend as _attend
 from ._serving import is_compiling as _is_compiling
 
 __all__ = [
+    "dequantize",
     "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
@@ -54,6 +56,8 @@ __all__ = [
     "flash_attn_with_kvcache",
     "get_scheduler_metadata",
     "info",
+    "quantize",
+    "quantize_kv",
     "scaled_dot_product_attention",
 ]
 
@@ -93,10 +97,11 @@ def flash_attn_func(
     keyword.
 
     Args:
-        q: (batch, queries, heads, head dim), float16, bfloat16 or float32.
+        q: (batch, queries, heads, head dim), float16, bfloat16, float32, or in 8 bits.
         k: (batch, keys, key heads, head dim). Key heads divide heads: query head ``h`` reads key
             head ``h // (heads // key_heads)``.
-        v: (batch, keys, key heads, value head dim). Head dims are multiples of 8 up to 256.
+        v: (batch, keys, key heads, value head dim). Head dims are multiples of 8 up to 256. Keys and
+            values are like ``q``, or in 8 bits.
         softmax_scale: ``1 / sqrt(head dim)`` unless given.
         causal: The last query sees every key, the one before all but the last, and so on, whatever
             the lengths. A query that sees no key gets zeros.
@@ -109,22 +114,23 @@ def flash_attn_func(
             they are under ``torch.use_deterministic_algorithms(True)``.
         return_attn_probs: Return ``(out, softmax_lse, None)``; the probabilities themselves are
             never made.
+        q_descale, k_descale, v_descale: What tensors of float8_e4m3fn or float8_e5m2 are multiplied
+            with, in float32: (batch, key heads) as FlashAttention-3 has it, (key heads,) or one
+            number; for keys and values also one for each token and head, in the shape of ``k``
+            without its last dimension. See :func:`quantize_kv`.
         attention_chunk: Positions come in chunks of so many, and a query sees keys of its own chunk
             only, unless it is 0.
         s_aux: (heads,) in float32: a sink for each head, one more score without a value.
 
     Returns:
-        (batch, queries, heads, value head dim) in the element type of ``q``; with
-        ``return_attn_probs`` also the log-sum-exp of each row of scaled scores, (batch, heads,
+        (batch, queries, heads, value head dim) in the element type of ``q``, or bfloat16 where that has
+        8 bits; with ``return_attn_probs`` also the log-sum-exp of each row of scaled scores, (batch, heads,
         queries) in float32, and None.
     """
     try:
         plain = (
             not dropout_p
             and qv is None
-            and q_descale is None
-            and k_descale is None
-            and v_descale is None
             and num_splits == 1
             and pack_gqa is None
             and not sm_margin
@@ -135,17 +141,17 @@ def flash_attn_func(
         _refuse(
             dropout_p=dropout_p,
             qv=qv,
-            q_descale=q_descale,
-            k_descale=k_descale,
-            v_descale=v_descale,
             num_splits=num_splits,
             pack_gqa=pack_gqa,
             sm_margin=sm_margin,
         )
     if deterministic is not False:
         deterministic = _flag("deterministic", deterministic)
+    tensors: tuple[Any, ...] = (q, k, v, None, None, None, None, None, None, None, alibi_slopes, s_aux)
+    if q_descale is not None or k_descale is not None or v_descale is not None:
+        tensors = (*tensors, q_descale, k_descale, v_descale)
     result = _attend(
-        (q, k, v, None, None, None, None, None, None, None, alibi_slopes, s_aux),
+        tensors,
         (softmax_scale, causal, window_size, attention_chunk, softcap, None, None),
         "flash_attn_func",
         return_attn_probs,

@@ -54,6 +54,10 @@ def full(name: str, count: int, value: int, like: Any) -> Any:
     return namespace.full((count,), value, dtype=namespace.int32)
 
 
+# What NumPy cannot export, and the integers that its bits are given as.
+_BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "int8"}
+
+
 class _Exchange:
     """How arrays go to and fro, after the first of them."""
 
@@ -61,21 +65,31 @@ class _Exchange:
         self.numpy = _library(first) == "numpy"
         # A library that cannot take results over gets what speaks DLPack.
         self._import: Callable[[Any], Any] = getattr(_namespace(first), "from_dlpack", lambda result: result)
-        # NumPy's name for bf16, which the package ml_dtypes gives it, if that is what the elements
-        # are: NumPy does not export it, and does not mind bits.
-        self.element = first.dtype if self.numpy and _is_bfloat16(first) else None
+        # NumPy's name for bf16, which the package ml_dtypes gives it, if that is what answers are made
+        # of: NumPy does not export it, and does not mind bits.
+        self.element = None
+        if self.numpy and _is_bfloat16(first):
+            self.element = first.dtype
+        elif self.numpy and _bits(first) is not None:
+            import ml_dtypes
+
+            self.element = ml_dtypes.bfloat16
+
+        self._words = self.element is not None
 
     def entrance(self) -> str:
-        return "arrays" if self.element is None else "words"
+        return "words" if self._words or self.element is not None else "arrays"
 
     def give(self, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-        if self.element is None:
+        if not self.numpy:
             return arrays
-        import numpy
-
-        return tuple(
-            array.view(numpy.uint16) if array is not None and _is_bfloat16(array) else array for array in arrays
-        )
+        bits = [_bits(array) for array in arrays]
+        self._words = any(it is not None for it in bits)
+        if self._words:
+            for array in arrays:
+                if getattr(getattr(array, "dtype", None), "name", None) in _BITS.values():
+                    raise TypeError(f"an array of {array.dtype} was given, expected floating-point numbers")
+        return tuple(array if it is None else array.view(it) for array, it in zip(arrays, bits))
 
     def take(self, result: Any) -> Any:
         array = self._import(result)
@@ -92,6 +106,11 @@ def _namespace(array: Any) -> Any:
     if hasattr(array, "__array_namespace__"):
         return array.__array_namespace__()
     return sys.modules[_library(array)]
+
+
+def _bits(array: Any) -> str | None:
+    """The integers that the bits of an array are given as, where NumPy cannot export its elements."""
+    return _BITS.get(getattr(getattr(array, "dtype", None), "name", None) or "")
 
 
 def _is_bfloat16(array: Any) -> bool:

@@ -97,6 +97,8 @@ def flash_attn_varlen_func(
         alibi_slopes: (heads,) or (sequences, heads) in float32: scores fall by the slope for each
             position between query and key.
         deterministic: As :func:`flash_attn_func` has it.
+        q_descale, k_descale, v_descale: As :func:`flash_attn_func` has them, over (sequences, key
+            heads). Where packed keys are as many as sequences, two dimensions mean these.
         block_table: (sequences, pages of each) the pages that hold each sequence's keys, which have
             no gradients then.
         s_aux: (heads,) in float32: a sink for each head, one more score without a value.
@@ -109,9 +111,6 @@ def flash_attn_varlen_func(
     try:
         plain = (
             qv is None
-            and q_descale is None
-            and k_descale is None
-            and v_descale is None
             and num_splits == 1
             and pack_gqa is None
             and not sm_margin
@@ -122,9 +121,6 @@ def flash_attn_varlen_func(
     if not plain:
         refuse(
             qv=qv,
-            q_descale=q_descale,
-            k_descale=k_descale,
-            v_descale=v_descale,
             num_splits=num_splits,
             pack_gqa=pack_gqa,
             sm_margin=sm_margin,
@@ -152,6 +148,9 @@ def flash_attn_varlen_func(
             block_table,
             alibi_slopes,
             s_aux,
+            q_descale,
+            k_descale,
+            v_descale,
         ),
         (softmax_scale, causal, window_size, attention_chunk, softcap, max_seqlen_q, max_seqlen_k),
         "flash_attn_varlen_func",
@@ -227,6 +226,10 @@ def flash_attn_with_kvcache(
         max_seqlen_q: With ``cu_seqlens_q``: no sequence has more queries.
         rotary_seqlens: (sequences,) the position of each sequence's first new key where angles are
             concerned; ``cache_seqlens`` without.
+        q_descale, k_descale, v_descale: As :func:`flash_attn_func` has them; (sequences, key heads).
+            New rows that are wider than a cache of 8 bits are divided by its factors and rounded;
+            factors for each token and head, (batch entries, positions, key heads) or (pages, page
+            size, key heads), are found for new rows and written in place.
         rotary_interleaved: Whether columns 0 and 1 are a pair, 2 and 3, and so on; else column 0
             and the first of the second half.
         window_size, attention_chunk, softcap, alibi_slopes, s_aux: As :func:`flash_attn_varlen_func` has them.
@@ -240,9 +243,6 @@ def flash_attn_with_kvcache(
     try:
         plain = (
             qv is None
-            and q_descale is None
-            and k_descale is None
-            and v_descale is None
             and num_splits == 0
             and pack_gqa is None
             and not sm_margin
@@ -253,9 +253,6 @@ def flash_attn_with_kvcache(
         _refuse_splits(num_splits)
         refuse(
             qv=qv,
-            q_descale=q_descale,
-            k_descale=k_descale,
-            v_descale=v_descale,
             pack_gqa=pack_gqa,
             sm_margin=sm_margin,
         )
@@ -283,6 +280,8 @@ def flash_attn_with_kvcache(
                 rotary_cos,
                 rotary_sin,
                 rotary_seqlens,
+                k_descale,
+                v_descale,
             ),
             (rotary_interleaved, causal, window_size, attention_chunk, block_table is not None, max_seqlen_q),
         )
@@ -308,6 +307,9 @@ def flash_attn_with_kvcache(
             page_table,
             alibi_slopes,
             s_aux,
+            q_descale,
+            k_descale,
+            v_descale,
         ),
         (softmax_scale, causal, window_size, attention_chunk, softcap, max_seqlen_q, None),
         "flash_attn_with_kvcache" if block_table is None else "flash_attn_with_kvcache, block_table",

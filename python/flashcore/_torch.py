@@ -19,6 +19,7 @@ is_compiling = torch.compiler.is_dynamo_compiling
 
 _library = torch.library.Library("flashcore", "DEF")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _LISTS = (
     "cu_seqlens_q",
@@ -30,6 +31,9 @@ _LISTS = (
     "page_table",
     "alibi_slopes",
     "s_aux",
+    "q_descale",
+    "k_descale",
+    "v_descale",
 )
 _FEW = "(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, bool causal=False)"
 _CALL = (
@@ -53,7 +57,7 @@ _library.define(
     "append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor q, "
     "Tensor cache_seqlens, Tensor? cu_seqlens_k_new, Tensor? cu_seqlens_q, Tensor? cache_batch_idx, "
     "Tensor? page_table, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? rotary_seqlens, "
-    "bool interleaved, bool advancing, SymInt? max_seqlen_q) -> (Tensor, Tensor)",
+    "Tensor(c!)? k_descale, Tensor(d!)? v_descale, bool interleaved, bool advancing, SymInt? max_seqlen_q) -> (Tensor, Tensor)",
     tags=_TAGS,
 )
 _library.define(
@@ -84,15 +88,16 @@ def _attention_with_lse(q: Any, k: Any, v: Any, scale: Any = None, causal: Any =
 def _fake_attention(q: Any, k: Any, v: Any, *others: Any) -> Any:
     """What can be said of tensors that have no memory; the rest is said when there is one."""
     q, k, v = _gradients.parts(q, k, v)
-    if q.dtype not in _FLOATS:
-        raise TypeError(f"q has element type {q.dtype}, expected float16, bfloat16 or float32")
+    if q.dtype not in (*_FLOATS, *_SMALL):
+        raise TypeError(f"q has element type {q.dtype}, expected float16, bfloat16, float32 or 8 bits")
     for name, tensor in (("k", k), ("v", v)):
         _check_like(name, tensor, q)
     # Behind the scale and the causal mask: six numbers, and where packed queries begin.
     expected = 4 if len(others) <= 8 or others[8] is None else 3
     if q.dim() != expected:
         raise ValueError(f"q has {q.dim()} dimensions, expected {expected}")
-    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+    dtype = torch.bfloat16 if q.dtype in _SMALL else q.dtype
+    return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
 
 
 def _fake_attention_with_lse(q: Any, k: Any, v: Any, *others: Any) -> Any:
@@ -108,18 +113,19 @@ def _no_backward(context: Any, *gradients: Any) -> Any:
 
 
 def _append(*arguments: Any) -> Any:
-    interleaved, advancing, most = arguments[13:]
+    interleaved, advancing, most = arguments[15:]
     # A causal mask stands for all that makes queries advance.
     flags = (interleaved, advancing, (-1, -1), 0, False, most)
-    rotated, lengths = _flashcore.append(arguments[:13], flags, "dispatcher")
+    rotated, lengths = _flashcore.append(arguments[:15], flags, "dispatcher")
     return arguments[4].new_empty(0) if rotated is None else rotated, lengths
 
 
 def _fake_append(
     k_cache: Any, v_cache: Any, k: Any, v: Any, q: Any, cache_seqlens: Any, *others: Any
 ) -> Any:
-    for name, tensor in (("v_cache", v_cache), ("k", k), ("v", v), ("q", q)):
-        _check_like(name, tensor, k_cache, "k_cache")
+    if k_cache.dtype not in _SMALL and v_cache.dtype not in _SMALL:
+        for name, tensor in (("v_cache", v_cache), ("k", k), ("v", v), ("q", q)):
+            _check_like(name, tensor, k_cache, "k_cache")
     rotary_cos = others[4]
     rotated = q.new_empty(0) if rotary_cos is None else q.new_empty(q.shape)
     return rotated, torch.empty_like(cache_seqlens)
@@ -155,7 +161,7 @@ def _fake_merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Any:
 
 
 def _check_like(name: str, tensor: Any, other: Any, first: str = "q") -> None:
-    if tensor.dtype != other.dtype:
+    if tensor.dtype != other.dtype and tensor.dtype not in _SMALL:
         raise TypeError(f"{name} has element type {tensor.dtype}, expected {other.dtype} like {first}")
     if tensor.device != other.device:
         raise ValueError(f"{name} is on {tensor.device}, expected {other.device} like {first}")
@@ -213,12 +219,14 @@ def attend(
     recorded = is_recorded(*tensors)
     if recorded:
         _refuse_caches(tensors, function)
+        _refuse_small(tensors)
         if not is_compiling():
             _refuse_transformations(tensors)
     operator = torch.ops.flashcore.attention_with_lse if lse or recorded else torch.ops.flashcore.attention
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     numbers = _gradients.flat(numbers)
-    others, _, plain, _ = _gradients.PLAIN
+    others, none, plain, _ = _gradients.PLAIN
+    tensors = (*tensors, *none[len(tensors) - 3 :])
     few = function == plain and numbers[2:] == others and all(list is None for list in tensors[3:])
     if few and not (recorded and deterministic):
         result = operator.default(*tensors[:3], *numbers[:2])
@@ -234,6 +242,7 @@ def record(
     if not _gradients.are_ordinary(tensors):
         return attend(tensors, numbers, function, lse, deterministic)
     _refuse_caches(tensors, function)
+    _refuse_small(tensors)
     lists: Any = None
     for tensor in tensors[3:]:
         if tensor is not None:
@@ -268,6 +277,16 @@ def _refuse_caches(tensors: tuple[Any, ...], function: str) -> None:
             "block_table was given with tensors that require grad, expected None: keys in pages have no "
             "gradients; call it under torch.no_grad()"
         )
+
+
+def _refuse_small(tensors: tuple[Any, ...]) -> None:
+    """Refuses gradients of what has 8 bits."""
+    for name, tensor in zip(("q", "k", "v"), tensors):
+        if tensor is not None and tensor.dtype in _SMALL:
+            raise NotImplementedError(
+                f"{name} has element type {tensor.dtype} with tensors that require grad, expected float16, "
+                "bfloat16 or float32: there are no gradients of 8-bit tensors; call it under torch.no_grad()"
+            )
 
 
 def _refuse_transformations(tensors: tuple[Any, ...]) -> None:

@@ -30,7 +30,8 @@ RULES = {
     "window_size": "window",
     "softcap": "number",
 }
-UNSERVED = dict.fromkeys(("qv", "q_descale", "k_descale", "v_descale", "pack_gqa"), "nothing")
+UNSERVED = dict.fromkeys(("qv", "pack_gqa"), "nothing")
+FACTORS = dict.fromkeys(("q_descale", "k_descale", "v_descale"), "factors")
 SPLITS = dict.fromkeys(("num_splits", "sm_margin"), "default")
 CALLS = {
     "flash_attn_func": (
@@ -178,10 +179,10 @@ def odd_arrays(good):
     yield "no dimension", np.zeros((), good.dtype)
     yield "records", np.zeros(good.shape, [("a", good.dtype)])
     try:
-        from ml_dtypes import float8_e4m3fn
+        from ml_dtypes import float8_e4m3fnuz
     except ImportError:
         return
-    yield "fp8", good.astype(float8_e4m3fn)
+    yield "fp8", good.astype(float8_e4m3fnuz)
 
 
 NO_TENSORS = [("number", 3), ("text", "x"), ("list", [1, 2]), ("object", object()), ("memory", NoMemory())]
@@ -193,6 +194,10 @@ def wrong(kind, good):
     match kind:
         case "tensor" | "floats":
             return [*NO_TENSORS, *odd_arrays(good), ("integers", np.zeros((2, 6, 2, 16), np.int32))]
+        case "factors":
+            odd = [case for case in odd_arrays(good) if case[0] != "no dimension"]
+            shapes = [("shape", np.ones(7, np.float32)), ("rows", np.ones((2, 3), np.float32))]
+            return [*NO_TENSORS, *odd, *shapes, ("half", np.ones(2, np.float16))]
         case "list" | "starts" | "table":
             # A number of positions may stand for a list of them.
             odd = [case for case in NO_TENSORS if case[0] != "number"]
@@ -220,6 +225,25 @@ def wrong(kind, good):
     raise AssertionError(kind)
 
 
+def add_calls_of_8_bits():
+    """Some of the calls with keys and values of 8 bits, where NumPy has them."""
+    try:
+        from ml_dtypes import float8_e4m3fn, float8_e5m2
+    except ImportError:
+        return
+    for call in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"):
+        good = dict(CALLS[call][0])
+        for name in ("k", "k_cache"):
+            if name in good:
+                good[name] = good[name].astype(float8_e4m3fn)
+        for name in ("v", "v_cache"):
+            if name in good:
+                good[name] = good[name].astype(float8_e5m2)
+        factors = {"k_descale": np.ones((2, 2), np.float32), "v_descale": np.ones(2, np.float32)}
+        CALLS[f"{call}, 8 bits"] = ({**good, **factors}, FACTORS)
+
+
+add_calls_of_8_bits()
 CASES = [
     pytest.param(call, argument, value, id=f"{call}-{argument}-{name}")
     for call, (good, arguments) in CALLS.items()
@@ -260,6 +284,8 @@ def test_what_is_wrong_beside_tensors_of_pytorch_is_named(call, argument, value)
         """Arrays as tensors, if PyTorch can have them."""
         if type(value) is not np.ndarray:
             return value
+        if value.dtype.name in ("float8_e4m3fn", "float8_e5m2"):
+            return torch.from_numpy(value.view(np.uint8)).view(getattr(torch, value.dtype.name))
         try:
             return torch.from_numpy(value)
         except (TypeError, ValueError):
@@ -271,11 +297,11 @@ def test_what_is_wrong_beside_tensors_of_pytorch_is_named(call, argument, value)
 def test_tensors_of_pytorch_that_are_not_in_memory_are_refused():
     torch = pytest.importorskip("torch")
     q = torch.zeros(1, 4, 1, 8)
-    for odd in [q.to_sparse(), q.to("meta"), q.to(torch.float8_e4m3fn), q.to(torch.complex64), q.bool()]:
+    for odd in [q.to_sparse(), q.to("meta"), q.to(torch.float8_e4m3fnuz), q.to(torch.complex64), q.bool()]:
         with pytest.raises(REFUSALS):
             flashcore.flash_attn_func(q, odd, q)
-    with pytest.raises(TypeError, match="q has element type float8, expected float16, bfloat16 or float32"):
-        flashcore.flash_attn_func(*[q.to(torch.float8_e4m3fn)] * 3)
+    with pytest.raises(TypeError, match="q has element type float8, expected float16, bfloat16, float32, float8_e4m3fn"):
+        flashcore.flash_attn_func(*[q.to(torch.float8_e4m3fnuz)] * 3)
 
 
 def test_pages_are_called_what_the_caller_calls_them():

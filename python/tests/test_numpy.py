@@ -148,9 +148,6 @@ GOOD = random(1, 16, 2, 32)
     [
         ("dropout_p", 0.1),
         ("qv", GOOD),
-        ("q_descale", np.ones(1)),
-        ("k_descale", np.ones(1)),
-        ("v_descale", np.ones(1)),
         ("num_splits", 4),
         ("pack_gqa", True),
         ("sm_margin", 8),

@@ -437,7 +437,7 @@ def test_wrong_use_of_parts_is_named():
 
 
 @pytest.mark.parametrize(
-    "name, value", [("qv", np.zeros(1)), ("k_descale", np.zeros(1)), ("num_splits", 3), ("pack_gqa", True), ("sm_margin", 8)]
+    "name, value", [("qv", np.zeros(1)), ("num_splits", 3), ("pack_gqa", True), ("sm_margin", 8)]
 )  # fmt: skip
 def test_what_is_not_served_is_refused_by_name(name, value):
     x, cu = random(4, 2, 16), starts(4)

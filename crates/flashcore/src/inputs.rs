@@ -192,6 +192,21 @@ pub enum InputError {
         /// What was given for it.
         lse: f32,
     },
+    /// A descale factor of a head that no tensor can have been divided by.
+    #[error(
+        "{tensor} is {factor} at batch {batch}, head {head}, expected a finite number other than \
+         zero"
+    )]
+    Factor {
+        /// Whose it is.
+        tensor: &'static str,
+        /// What was given.
+        factor: f32,
+        /// The sequence.
+        batch: usize,
+        /// The key head.
+        head: usize,
+    },
     /// A tensor that a function loads from is not what it loads from.
     #[error("{reason}")]
     Captured {
@@ -384,8 +399,8 @@ impl<'a> Inputs<'a> {
             key: ("k_descale", "k_descale factors"),
             value: ("v_descale", "v_descale factors"),
         };
-        let given = names.zip(self.descales).zip(problem.descale_shapes());
-        for (((tensor, all), given), expected) in given.into_array() {
+        let given = names.zip(self.descales).zip(problem.descale_shapes()).zip(problem.descales);
+        for ((((tensor, all), given), expected), descale) in given.into_array() {
             let (given, expected) = match (given, expected) {
                 (None, None) => continue,
                 (None, Some(_)) => return Err(InputError::Missing { tensor: all }),
@@ -398,6 +413,14 @@ impl<'a> Inputs<'a> {
             if given.dtype() != DType::F32 {
                 let (given, expected) = (given.dtype(), DType::F32);
                 return Err(InputError::DType { tensor, given, expected });
+            }
+            // Of tokens that no sequence has, factors may be anything.
+            let per_head = descale == Descale::PerHead;
+            for [batch, _, head] in given.shape().vectors().filter(|_| per_head) {
+                let factor = given.head(batch, head).row(0)[0];
+                if !factor.is_finite() || factor == 0.0 {
+                    return Err(InputError::Factor { tensor, factor, batch, head });
+                }
             }
         }
         Ok(())

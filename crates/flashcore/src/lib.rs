@@ -176,5 +176,5 @@ pub use tensor::{E4M3, E5M2, Elements, Head, Layout, Shape, Strides, Tensor, Ten
 /// Discovers the machine anew on every call; keep a [`Machine`] to avoid that. The environment may
 /// insist on a kernel: see [`Preference::from_environment`].
 pub fn attend(problem: &Problem, inputs: Inputs<'_>) -> Result<Output, Error> {
-    Machine::discover().attend(problem, inputs, &Preference::from_environment(), None)
+    Machine::discover().attend(problem, inputs, &Preference::from_environment(problem.pass), None)
 }

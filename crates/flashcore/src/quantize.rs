@@ -59,13 +59,18 @@ pub fn factor(magnitude: f32, dtype: DType) -> f32 {
     magnitude.max(LEAST_MAGNITUDE) * (1.0 / dtype.max() as f32)
 }
 
+/// The factor for some numbers.
+pub fn row_factor(numbers: &[f32], dtype: DType) -> f32 {
+    factor(magnitude(numbers), dtype)
+}
+
 /// The largest magnitude of some numbers; NaN has none.
-pub(crate) fn magnitude(numbers: &[f32]) -> f32 {
+fn magnitude(numbers: &[f32]) -> f32 {
     numbers.iter().fold(0.0, |most, number| number.abs().max(most))
 }
 
 /// Numbers as what is rounded to 8 bits, in place.
-pub(crate) fn divide(numbers: &mut [f32], factor: f32) {
+pub fn divide(numbers: &mut [f32], factor: f32) {
     let reciprocal = 1.0 / factor;
     numbers.iter_mut().for_each(|number| *number *= reciprocal);
 }

@@ -121,6 +121,10 @@ listed! {
         KeyDescale,
         /// What 8-bit values are multiplied with.
         ValueDescale,
+        /// The keys of an 8-bit cache as 16-bit numbers, in memory of the plan.
+        WideKey,
+        /// The values of an 8-bit cache as 16-bit numbers, in memory of the plan.
+        WideValue,
     }
 
     /// A dimension of a tensor along which there is a stride.
@@ -192,9 +196,6 @@ listed! {
         QueryGradientSums,
         /// For each block of query rows, how many have added to its sums, where they take turns.
         Turns,
-        /// For each key head of each sequence, how many blocks of keys have added to its sums and how
-        /// many have cleared a part of them.
-        Progress,
     }
 
     /// Numbers that a problem or the shape of a launch has.
@@ -259,14 +260,6 @@ listed! {
         KeyBlocks,
         /// Blocks of query rows of a head.
         QueryBlocks,
-        /// Key heads whose sums of `dQ` there is room for at a time.
-        RingHeads,
-        /// Blocks of query rows whose sums there is room for at a time.
-        RingBlocks,
-        /// How many key heads later sums are rounded.
-        RoundingLag,
-        /// The first block of query rows whose sums are rounded after all others.
-        FirstBlock,
         /// Query rows of a tile.
         TileRows,
         /// Words from the key blocks of a tile to those of the next.

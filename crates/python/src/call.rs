@@ -203,7 +203,7 @@ pub(crate) fn plan_for(
     let tensors = named(function.names(), tensors)?;
     let request = Request::read(function, &tensors, numbers, described)?;
     let mut problem = request.problem()?;
-    let mut tensors = request.tensors(&request.output_at(0)?, None);
+    let mut tensors = request.tensors(request.descales(&problem)?, &request.output_at(0)?, None);
     if backward {
         problem = problem.backward();
         let Tensors { query, key, value, output, sinks, .. } = tensors;
@@ -215,7 +215,8 @@ pub(crate) fn plan_for(
         Some(Ok(architecture)) => Chip::typical(target_of(architecture)),
         _ => return Err(error::value(format!("there is no chip `{chip}`"))),
     };
-    let plan = Plan::on_gpu(&chip, &problem, &arrangement, &Preference::from_environment());
+    let preference = Preference::from_environment(problem.pass);
+    let plan = Plan::on_gpu(&chip, &problem, &arrangement, &preference);
     let plan = plan.map_err(error::library)?;
     let reason = plan.reason();
     Ok((problem.text(), plan.chosen.kernel, plan.chosen.configuration, reason))
@@ -286,7 +287,7 @@ pub(crate) fn combine<'py>(
             _ => None,
         };
         let [output, lse] = [&tensors[0], &tensors[1]].map(|it| library.read(needed(it)?, it.0));
-        let dtype = dtype.map(|name| float("out_dtype", name)).transpose()?;
+        let dtype = dtype.map(|name| wide("out_dtype", name)).transpose()?;
         Ok((Parts::stacked(&output?, &lse?, dtype, out.as_ref())?, out))
     };
     answer(py, entrance, &tensors, read, |library, (parts, out)| {
@@ -355,12 +356,24 @@ fn merge<'py>(
     Ok((made, lse))
 }
 
+/// An element type that outputs have, by name.
+fn wide(argument: &str, name: &str) -> PyResult<DType> {
+    match float(argument, name)? {
+        dtype if dtype.is_8_bit() => Err(PyValueError::new_err(format!(
+            "{argument}={name}, expected float16, bfloat16 or float32"
+        ))),
+        dtype => Ok(dtype),
+    }
+}
+
 /// An element type by the name that Python's libraries give it.
 fn float(argument: &str, name: &str) -> PyResult<DType> {
     match name {
         "float32" => Ok(DType::F32),
         "float16" => Ok(DType::F16),
         "bfloat16" => Ok(DType::BF16),
+        "float8_e4m3fn" => Ok(DType::E4M3),
+        "float8_e5m2" => Ok(DType::E5M2),
         other => Err(PyValueError::new_err(format!(
             "{argument}={other}, expected float16, bfloat16 or float32"
         ))),

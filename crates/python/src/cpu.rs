@@ -3,9 +3,10 @@
 //! Of a cache only what a call uses is read, into tensors in which sequences lie one after the other.
 //! Unlike a device, the host sees all lists: nonsense in them is refused.
 
+use flashcore::quantize;
 use flashcore::serving::{self, Pages, Placement, Sequences};
 use flashcore::{
-    Backend, Backward, Cancellation, CpuBackend, DType, Inputs, Layout, Problem, Report,
+    Backend, Backward, Cancellation, CpuBackend, DType, Descale, Inputs, Layout, Problem, Report,
     RunOptions, Shape, Tensor,
 };
 use pyo3::exceptions::PyValueError;
@@ -107,14 +108,21 @@ unsafe fn with_inputs<T>(
     // SAFETY: the caller's promise, here and below.
     let floats = |memory: &Option<Memory>| unsafe { optional::<f32>(memory) };
     // SAFETY: the same.
-    let copy = |shape, view| unsafe { copy(shape, view) };
+    let copy = |shape, view: &View| unsafe { copy(shape, view) };
     let (slopes, sinks) = (floats(&request.slopes)?, floats(&request.sinks)?);
     let given = |inputs| Inputs { slopes: slopes.as_deref(), sinks: sinks.as_deref(), ..inputs };
+    let factors = problem.descales.zip(request.descales(problem)?).zip(problem.descale_shapes());
     let query = copy(problem.query_shape(), &request.query)?;
     if problem.has_equal_lengths() {
         let key = copy(problem.key_shape(), &request.key)?;
         let value = copy(problem.value_shape(), &request.value)?;
-        return run(problem, given(Inputs::new(&query, &key, &value)), None);
+        let factors = factors.try_map(|((_, view), shape)| match (view, shape) {
+            (Some(view), Some(shape)) => copy(shape, &view).map(Some),
+            _ => Ok(None),
+        })?;
+        let inputs = Inputs::new(&query, &key, &value);
+        let inputs = inputs.with_descales(factors.each_ref().map(Option::as_ref));
+        return run(problem, given(inputs), None);
     }
     // SAFETY: as above; the placements are inside of the tensors.
     let (queries, keys) = unsafe { placements(request, problem)? };
@@ -122,9 +130,19 @@ unsafe fn with_inputs<T>(
     let [key, value] =
         [&request.key, &request.value].map(|view| unsafe { gather(view, &keys, cancellation) });
     let (key, value) = (key?, value?);
+    let factors = factors.try_map(|((descale, view), shape)| match (view, shape) {
+        (Some(view), _) if descale == Descale::PerToken => {
+            // SAFETY: as above.
+            unsafe { gather(&view, &keys, cancellation) }.map(Some)
+        }
+        (Some(view), Some(shape)) => copy(shape, &view).map(Some),
+        _ => Ok(None),
+    })?;
     let sequences = Sequences::new(problem.clone(), queries, Placement::packed(starts(&keys)?));
     let sequences = sequences.map_err(error::value)?;
-    let over = sequences.over(given(Inputs::new(&query, &key, &value)));
+    let inputs = Inputs::new(&query, &key, &value);
+    let inputs = inputs.with_descales(factors.each_ref().map(Option::as_ref));
+    let over = sequences.over(given(inputs));
     let (problem, inputs) = over.map_err(error::library)?;
     run(&problem, inputs, Some(&keys))
 }
@@ -209,13 +227,16 @@ pub(crate) unsafe fn append(
     // SAFETY: as above.
     let gather = |view: &View, rows: &Placement| unsafe { gather(view, rows, cancellation) };
     let (mut key, value) = (gather(&update.key, &new)?, gather(&update.value, &new)?);
+    let key_type = key.dtype();
+    if update.rotary.is_some() && key_type != update.key_cache.form.dtype {
+        // Rounded once, after it is rotated.
+        key = wide(&key)?;
+    }
     if let Some(rotary) = &update.rotary {
         let (positions, dim) = rotary.sizes();
         // SAFETY: as above.
-        let (cosines, sines) = unsafe {
-            let dtype = update.key.form.dtype;
-            (floats(&rotary.cosines, dtype)?, floats(&rotary.sines, dtype)?)
-        };
+        let (cosines, sines) =
+            unsafe { (floats(&rotary.cosines, key_type)?, floats(&rotary.sines, key_type)?) };
         let turn = serving::Rotary {
             dim,
             interleaved: rotary.interleaved,
@@ -249,8 +270,16 @@ pub(crate) unsafe fn append(
             unsafe { scatter(&query, &View { address, form }, &queries) };
         }
     }
-    for (tensor, to) in [(&key, &update.key_cache), (&value, &update.value_cache)] {
-        let mut from = vectors(tensor);
+    for (name, tensor, to, descale) in [
+        (NAMES[13], key, &update.key_cache, &update.descales[0]),
+        (NAMES[14], value, &update.value_cache, &update.descales[1]),
+    ] {
+        let tensor = match tensor.dtype() == to.form.dtype {
+            true => tensor,
+            // SAFETY: as above.
+            false => unsafe { rounded(name, &tensor, to, descale, (&cache, &new))? },
+        };
+        let mut from = vectors(&tensor);
         for sequence in 0..count {
             let before = cache.length(sequence) - new.length(sequence);
             for index in 0..new.length(sequence) {
@@ -265,6 +294,65 @@ pub(crate) unsafe fn append(
         unsafe { *(after as *mut i32).add(sequence) = *end as i32 };
     }
     Ok(())
+}
+
+/// New rows, sequence after sequence, as an 8-bit cache has them. Factors of tokens are found and
+/// written to where the rows will be.
+///
+/// # Safety
+///
+/// The factors must be of host memory, which nobody else uses meanwhile where they are written; the
+/// placement of the cache, with the new rows, must be inside of it.
+unsafe fn rounded(
+    name: &str,
+    tensor: &Tensor,
+    to: &View,
+    descale: &Option<(Descale, View)>,
+    (cache, new): (&Placement, &Placement),
+) -> PyResult<Tensor> {
+    let dtype = to.form.dtype;
+    let wrong = |error: flashcore::TensorError| error::library(error.into());
+    let mut small = Tensor::zeros(dtype, tensor.shape()).map_err(wrong)?;
+    let mut row = vec![0.0; tensor.shape().dim];
+    let mut index = 0;
+    for sequence in 0..new.sequences() {
+        let before = cache.length(sequence) - new.length(sequence);
+        for position in 0..new.length(sequence) {
+            for head in 0..tensor.shape().heads {
+                tensor.head(0, head).read(index, &mut row);
+                let factor = match descale {
+                    None => 1.0,
+                    Some((Descale::PerToken, view)) => {
+                        let found = quantize::row_factor(&row, dtype);
+                        let place = cache.locate(sequence, before + position);
+                        // SAFETY: the caller's promise.
+                        unsafe { *(vector(view, place, head) as *mut f32) = found };
+                        found
+                    }
+                    Some((_, view)) => {
+                        // SAFETY: the caller's promise.
+                        unsafe { *(vector(view, (sequence, 0), head) as *const f32) }
+                    }
+                };
+                if !(factor.is_finite() && factor != 0.0) {
+                    return Err(PyValueError::new_err(format!(
+                        "{name} has {factor} for sequence {sequence} and head {head}, expected a \
+                         finite number other than zero"
+                    )));
+                }
+                quantize::divide(&mut row, factor);
+                small.set_row([0, index, head], &row);
+            }
+            index += 1;
+        }
+    }
+    Ok(small)
+}
+
+/// A tensor without gaps in f32.
+fn wide(tensor: &Tensor) -> PyResult<Tensor> {
+    Tensor::from_f32(DType::F32, tensor.shape(), &contents(tensor)?)
+        .map_err(|error| error::library(error.into()))
 }
 
 /// Puts parts together; log-sum-exps go to (batch, heads, length).

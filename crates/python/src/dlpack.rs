@@ -24,6 +24,8 @@ const INT: u8 = 0;
 const UINT: u8 = 1;
 const FLOAT: u8 = 2;
 const BFLOAT: u8 = 4;
+const FLOAT8_E4M3FN: u8 = 10;
+const FLOAT8_E5M2: u8 = 12;
 
 /// The flag of a tensor that must not be written.
 const READ_ONLY: u64 = 1;
@@ -150,7 +152,7 @@ impl Tensor {
     };
 
     /// What the tensor is. `words` takes 16-bit integers for the bits of bf16, which NumPy cannot
-    /// name.
+    /// name, and those of 8 bits for e4m3 without a sign and e5m2 with one.
     ///
     /// # Safety
     ///
@@ -172,7 +174,11 @@ impl Tensor {
             (FLOAT, 32, 1) => Element::Float(DType::F32),
             (FLOAT, 16, 1) => Element::Float(DType::F16),
             (BFLOAT, 16, 1) => Element::Float(DType::BF16),
+            (FLOAT8_E4M3FN, 8, 1) => Element::Float(DType::E4M3),
+            (FLOAT8_E5M2, 8, 1) => Element::Float(DType::E5M2),
             (UINT, 16, 1) if words => Element::Float(DType::BF16),
+            (UINT, 8, 1) if words => Element::Float(DType::E4M3),
+            (INT, 8, 1) if words => Element::Float(DType::E5M2),
             (INT, 32, 1) => Element::I32,
             _ => {
                 let kind = match code {
@@ -353,6 +359,8 @@ impl<T: Send> Export<T> {
         let (code, bits) = match self.element {
             Element::Float(DType::BF16) if self.words => (UINT, 16),
             Element::Float(DType::BF16) => (BFLOAT, 16),
+            Element::Float(DType::E4M3) => (FLOAT8_E4M3FN, 8),
+            Element::Float(DType::E5M2) => (FLOAT8_E5M2, 8),
             Element::Float(other) => (FLOAT, 8 * other.bytes() as u8),
             Element::I32 => (INT, 32),
             Element::Other(kind, bits) => {

@@ -1,7 +1,7 @@
 //! The backward pass of attention: what a call gives, checked.
 
 use flashcore::gpu::{Gradients, Tensors};
-use flashcore::{DType, Problem};
+use flashcore::{DType, Descales, Problem};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -146,7 +146,8 @@ impl Backward {
         let on_device = |view: &View| view.on_device(self.request.query.address);
         let [query, key, value] = self.gradients.each_ref().map(on_device);
         let output = on_device(&self.output_gradient);
-        let mut tensors = self.request.tensors(&self.output, Some(self.lse.address));
+        let mut tensors =
+            self.request.tensors(Descales::default(), &self.output, Some(self.lse.address));
         let sinks = address(&self.sinks);
         tensors.gradients = Some(Gradients { output, query, key, value, sinks });
         tensors

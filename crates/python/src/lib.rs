@@ -11,6 +11,7 @@
 //! | `call` | from a call to its answer |
 //! | `numbers` | what calls give besides tensors |
 //! | `request`, `gradient`, `update`, `parts` | what calls of attention, of its backward pass, of appending and of combining give |
+//! | `descale` | factors of 8-bit tensors |
 //! | `library` | whose tensors a call has |
 //! | `torch` | PyTorch's tensors |
 //! | `array`, `dlpack` | everyone else's |
@@ -24,6 +25,7 @@ mod array;
 mod boundary;
 mod call;
 mod cpu;
+mod descale;
 mod dlpack;
 mod error;
 mod gpu;

@@ -223,6 +223,7 @@ impl<'py> Library<'py> {
     ) -> PyResult<Made<'py>> {
         if let Kind::Torch { torch, .. } = &self.kind
             && given.sizes == answer.sizes
+            && given.element == answer.element
             && given.is_contiguous()
         {
             let object = torch.make_like(tensor);

@@ -2,18 +2,19 @@
 
 use cuda::DeviceAddress;
 use flashcore::gpu::Tensors;
-use flashcore::{Alibi, DType, Lists, Mask, Problem, Storage};
+use flashcore::{Alibi, DType, DTypes, Descale, Descales, Lists, Mask, Problem, Storage};
 use pyo3::exceptions::{PyNotImplementedError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
+use crate::descale::Factors;
 use crate::error;
 use crate::library::Named;
 use crate::numbers::Numbers;
-use crate::view::{Form, Memory, Order, View};
+use crate::view::{Element, Form, Memory, Order, View};
 
 /// How many tensors a call can have.
-pub(crate) const TENSORS: usize = 12;
+pub(crate) const TENSORS: usize = 15;
 
 /// The function that was called: errors name its arguments, and follow its conventions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,6 +75,9 @@ impl Function {
             pages,
             "alibi_slopes",
             "s_aux",
+            "q_descale",
+            "k_descale",
+            "v_descale",
         ]
     }
 
@@ -117,6 +121,7 @@ pub(crate) struct Request {
     pub(crate) pages: Option<Memory>,
     pub(crate) slopes: Option<Memory>,
     pub(crate) sinks: Option<Memory>,
+    descales: Descales<Option<Memory>>,
     numbers: Numbers,
 }
 
@@ -125,7 +130,8 @@ pub(crate) fn named<'py, const COUNT: usize>(
     names: [&'static str; COUNT],
     tensors: &Bound<'py, PyTuple>,
 ) -> PyResult<[Named<'py>; COUNT]> {
-    if tensors.len() != COUNT {
+    // What comes last may be left out.
+    if tensors.len() > COUNT {
         let given = tensors.len();
         return Err(PyTypeError::new_err(format!("{given} tensors, expected {COUNT}")));
     }
@@ -163,6 +169,10 @@ impl Request {
             let memory = read(needed(&tensors[at])?, name, false)?;
             Ok((memory, function.order(packed).view(name, &memory)?))
         };
+        let factors = |at: usize| -> PyResult<Option<Memory>> {
+            let (name, tensor) = &tensors[at];
+            tensor.as_ref().map(|tensor| read(tensor, name, false)).transpose()
+        };
         let (given, query) = rows(0, query_starts.is_some())?;
         Ok(Request {
             function,
@@ -179,6 +189,7 @@ impl Request {
             pages: list(9)?,
             slopes: list(10)?,
             sinks: list(11)?,
+            descales: Descales { query: factors(12)?, key: factors(13)?, value: factors(14)? },
             numbers,
         })
     }
@@ -195,11 +206,11 @@ impl Request {
 
     /// The problem that it poses, or what is wrong with it.
     pub(crate) fn problem(&self) -> PyResult<Problem> {
-        let [q, k, v, cu_q, cu_k, used_q, used_k, leftpad, entries, _, slopes, sinks] =
+        let [q, k, v, cu_q, cu_k, used_q, used_k, leftpad, entries, _, slopes, sinks, ..] =
             self.names();
         let (query, key, value) = (&self.query.form, &self.key.form, &self.value.form);
         for (name, form) in [(q, query), (k, key), (v, value)] {
-            form.like(name, query, q)?;
+            form.like_or_small(name, query, q)?;
             form.usable(name)?;
         }
         let [batch, _, heads, dim] = query.sizes;
@@ -252,8 +263,11 @@ impl Request {
         let mut problem =
             Problem::new(sequences as usize, heads as usize, queries as usize, dim as usize)
                 .with_kv_heads(shared as usize)
-                .with_value_head_dim(value.sizes[3] as usize)
-                .with_dtype(query.dtype);
+                .with_value_head_dim(value.sizes[3] as usize);
+        problem.dtypes =
+            DTypes { key: key.dtype, value: value.dtype, ..DTypes::inputs(query.dtype) };
+        problem.descales =
+            self.factors(sequences)?.map(|found| found.map_or(Descale::None, |it| it.0));
         (problem.keys, problem.key_length) = self.keys(sequences)?;
         if self.query_starts.is_some() {
             problem.queries = Storage::Packed(query.sizes[1] as usize);
@@ -306,6 +320,42 @@ impl Request {
             problem = problem.with_sinks();
         }
         Ok(problem)
+    }
+
+    /// The descale factors, and over what they range.
+    fn factors(&self, sequences: i64) -> PyResult<Descales<Option<(Descale, View)>>> {
+        let [first, .., q, k, v] = self.names();
+        let [count, rows, heads, _] = self.key.form.sizes;
+        let factors = Factors {
+            sequences,
+            keys: [count, rows, heads],
+            packed: self.key_starts.is_some(),
+            tokens: true,
+            place: self.query.form.place,
+            first,
+        };
+        let [query, key, value, ..] = self.names();
+        let names = Descales {
+            query: (q, false, query, &self.query),
+            key: (k, true, key, &self.key),
+            value: (v, true, value, &self.value),
+        };
+        names.zip(self.descales).try_map(|((name, tokens, of, view), memory)| {
+            let Some(memory) = memory else { return Ok(None) };
+            let dtype = view.form.dtype;
+            let found = Factors { tokens, ..factors }.read(name, &memory)?;
+            match dtype.is_8_bit() {
+                true => Ok(Some(found)),
+                false => Err(PyValueError::new_err(format!(
+                    "{name} was given with a {of} of {dtype}, expected one of 8 bits"
+                ))),
+            }
+        })
+    }
+
+    /// The descale factors, which were checked with the problem.
+    pub(crate) fn descales(&self, problem: &Problem) -> PyResult<Descales<Option<View>>> {
+        Ok(self.factors(problem.batch as i64)?.map(|found| found.map(|(_, view)| view)))
     }
 
     /// How the keys lie, and how many a sequence can have.
@@ -366,7 +416,8 @@ impl Request {
 
     /// The output as the caller will have it, nowhere yet.
     pub(crate) fn output(&self) -> Memory {
-        self.given.like(self.value.form.sizes[3])
+        let element = Element::Float(DTypes::inputs(self.query.form.dtype).output);
+        Memory { element, ..self.given.like(self.value.form.sizes[3]) }
     }
 
     /// The output in our order, at an address.
@@ -382,10 +433,16 @@ impl Request {
     }
 
     /// The tensors as a device takes them.
-    pub(crate) fn tensors(&self, output: &View, lse: Option<u64>) -> Tensors {
+    pub(crate) fn tensors(
+        &self,
+        descales: Descales<Option<View>>,
+        output: &View,
+        lse: Option<u64>,
+    ) -> Tensors {
         let all = [&self.query, &self.key, &self.value, output];
         let all = all.map(|view| view.on_device(self.query.address));
         Tensors {
+            descales: descales.map(|it| it.map(|view| view.on_device(self.query.address))),
             query_starts: address(&self.query_starts),
             query_lengths: address(&self.query_lengths),
             key_starts: address(&self.key_starts),

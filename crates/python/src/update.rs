@@ -1,14 +1,16 @@
 //! New keys and values for a cache: what a call gives, checked.
 
-use pyo3::exceptions::PyValueError;
+use flashcore::Descale;
+use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
+use crate::descale::Factors;
 use crate::library::{Library, Named};
 use crate::numbers::Flags;
 use crate::view::{Element, Memory, Order, View};
 
 /// How many tensors a call can have.
-pub(crate) const TENSORS: usize = 13;
+pub(crate) const TENSORS: usize = 15;
 
 /// Their names, in the order of [`Update`]'s fields.
 pub(crate) const NAMES: [&str; TENSORS] = [
@@ -25,6 +27,8 @@ pub(crate) const NAMES: [&str; TENSORS] = [
     "rotary_cos",
     "rotary_sin",
     "rotary_seqlens",
+    "k_descale",
+    "v_descale",
 ];
 
 /// The same, where the caller calls the table of pages `block_table`.
@@ -58,6 +62,10 @@ pub(crate) struct Update {
     /// What the caller calls them.
     pub(crate) pages_name: &'static str,
     pub(crate) rotary: Option<Rotary>,
+    /// The descale factors of 8-bit caches of keys and values: given for each sequence and head, or
+    /// to be found for each token and written.
+    pub(crate) descales: [Option<(Descale, View)>; 2],
+    factors: [Option<Memory>; 2],
     /// How many sequences there are.
     pub(crate) sequences: usize,
     /// The positions that each sequence has room for.
@@ -125,6 +133,10 @@ impl Update {
                 )));
             }
         };
+        let factors = |at: usize| -> PyResult<Option<Memory>> {
+            let (name, tensor) = &tensors[at];
+            tensor.as_ref().map(|tensor| library.read_mutable(tensor, name)).transpose()
+        };
         let given = library.read(needed(4)?, NAMES[4])?;
         let query = Order::of(query_starts.is_some()).view(NAMES[4], &given)?;
         let queries = query.form.sizes[1];
@@ -144,6 +156,8 @@ impl Update {
             pages: list(9)?,
             pages_name: names(blocks)[9],
             rotary,
+            descales: [None; 2],
+            factors: [factors(13)?, factors(14)?],
             sequences: 0,
             room: 0,
         };
@@ -156,9 +170,22 @@ impl Update {
         let cache = &self.key_cache.form;
         let place = cache.place;
         let floats = [&self.key_cache, &self.value_cache, &self.key, &self.value, &self.query];
+        let rounded = [&self.key_cache, &self.value_cache].map(|it| it.form.dtype.is_8_bit());
         for (name, view) in NAMES.into_iter().zip(floats) {
             view.form.usable(name)?;
-            view.form.like(name, cache, NAMES[0])?;
+            match rounded.contains(&true) {
+                true => view.form.place.same(name, place, NAMES[0])?,
+                false => view.form.like(name, cache, NAMES[0])?,
+            }
+        }
+        // Of 8 bits a cache takes rows like it, or rounds wider ones.
+        for ((name, row), (of, it)) in [
+            ((NAMES[2], &self.key.form), (NAMES[0], &self.key_cache.form)),
+            ((NAMES[3], &self.value.form), (NAMES[1], &self.value_cache.form)),
+        ] {
+            if !it.dtype.is_8_bit() || row.dtype.is_8_bit() {
+                row.like(name, it, of)?;
+            }
         }
         let shapes = [
             (NAMES[1], &self.value_cache.form, cache, NAMES[0], false),
@@ -236,10 +263,44 @@ impl Update {
                 cache.sizes[0]
             )));
         }
+        for at in 0..2 {
+            let [name, of, given] = [NAMES[13 + at], NAMES[at], NAMES[2 + at]];
+            let Some(memory) = &self.factors[at] else { continue };
+            if !rounded[at] {
+                return Err(PyValueError::new_err(format!(
+                    "{name} was given with a {of} of {}, expected one of 8 bits",
+                    [&self.key_cache, &self.value_cache][at].form.dtype
+                )));
+            }
+            let factors = Factors {
+                sequences,
+                keys: [cache.sizes[0], cache.sizes[1], shared],
+                packed: false,
+                tokens: true,
+                place,
+                first: NAMES[0],
+            };
+            let found = factors.read(name, memory)?;
+            if found.0 == Descale::PerToken && [&self.key, &self.value][at].form.dtype.is_8_bit() {
+                return Err(PyValueError::new_err(format!(
+                    "{given} has 8 bits already, expected a wider type: the {name} of each token is \
+                     found when it is rounded"
+                )));
+            }
+            self.descales[at] = Some(found);
+        }
         if let Some(rotary) = &self.rotary {
-            let dtype = cache.dtype;
+            let dtype = self.key.form.dtype;
+            if dtype.is_8_bit() {
+                return Err(PyTypeError::new_err(format!(
+                    "k has element type {dtype}, expected a wider one with rotary_cos: it is rounded \
+                     after it is rotated"
+                )));
+            }
+            let first = if rounded[0] { NAMES[2] } else { NAMES[0] };
+            self.query.form.like(NAMES[4], &self.key.form, first)?;
             for (name, table) in [(NAMES[10], &rotary.cosines), (NAMES[11], &rotary.sines)] {
-                table.whole(name, Element::Float(dtype), &format!("{dtype} like k_cache"))?;
+                table.whole(name, Element::Float(dtype), &format!("{dtype} like {first}"))?;
                 table.on(name, place, NAMES[0])?;
                 let dim = cache.sizes[3];
                 match table.sizes() {

@@ -219,7 +219,8 @@ impl Memory {
         match self.element {
             Element::Float(dtype) => Ok(dtype),
             other => Err(PyTypeError::new_err(format!(
-                "{name} has element type {other}, expected float16, bfloat16 or float32"
+                "{name} has element type {other}, expected float16, bfloat16, float32, \
+                 float8_e4m3fn or float8_e5m2"
             ))),
         }
     }
@@ -258,6 +259,15 @@ impl Form {
             )));
         }
         Ok(())
+    }
+
+    /// Refuses another memory than the first tensor has, and another element type unless it is one
+    /// of 8 bits.
+    pub(crate) fn like_or_small(&self, name: &str, other: &Form, first: &str) -> PyResult<()> {
+        match self.dtype.is_8_bit() {
+            true => self.place.same(name, other.place, first),
+            false => self.like(name, other, first),
+        }
     }
 
     /// Refuses another element type or memory than the first tensor has.

@@ -91,6 +91,18 @@ pub enum Mode {
     Checked,
 }
 
+/// How `wgmma` adds products of 8-bit numbers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum EightBitSums {
+    /// Like those of 16 bits: exact products, sums in `f32`.
+    #[default]
+    Exact,
+    /// A model of Hopper: the 32 products of an instruction and the accumulator are aligned to the
+    /// largest exponent among them, and each loses what lies more than 13 bits below it. See
+    /// [`narrow_sum`](crate::narrow_sum) for where it is from and how near it is.
+    Narrow,
+}
+
 /// How a launch is run.
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -108,6 +120,8 @@ pub struct Options {
     pub budget: Budget,
     /// Whether to record a timeline.
     pub trace: bool,
+    /// How the tensor cores add products of 8-bit numbers.
+    pub eight_bit_sums: EightBitSums,
 }
 
 impl Default for Options {
@@ -120,6 +134,7 @@ impl Default for Options {
             step_limit: 200_000_000,
             budget: Budget::default(),
             trace: false,
+            eight_bit_sums: EightBitSums::Exact,
         }
     }
 }

@@ -127,8 +127,10 @@ pub use ptx;
 
 pub use count::{BankTraffic, Budget, Counts, Measure};
 pub use hazard::{Actor, Hazard, HazardKind};
-pub use launch::{Argument, Failure, Launch, Mode, Options, Policy, Report, TensorMapArgument};
+pub use launch::{
+    Argument, EightBitSums, Failure, Launch, Mode, Options, Policy, Report, TensorMapArgument,
+};
 pub use memory::{BufferId, Memory};
 pub use run::run;
-pub use tensor::Descriptor;
+pub use tensor::{Descriptor, narrow_sum};
 pub use trace::{Span, Trace, Track};

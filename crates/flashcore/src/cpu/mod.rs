@@ -56,6 +56,14 @@ const KERNEL: &str = "blocked";
 /// The name of the kernel that computes gradients.
 const BACKWARD: &str = "backward";
 
+/// The kernel of a pass.
+pub(crate) const fn kernel_of(pass: Pass) -> &'static str {
+    match pass {
+        Pass::Forward => KERNEL,
+        Pass::Backward => BACKWARD,
+    }
+}
+
 /// The largest head dim. Each thread holds blocks of about 450 vectors as f32, 120 MB at this
 /// dim, and nobody has asked for a hundredth of it.
 const MAX_HEAD_DIM: usize = 1 << 16;

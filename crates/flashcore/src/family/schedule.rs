@@ -60,7 +60,7 @@ impl Schedule {
     pub(super) fn before(&self, target: Target, tiles: Tiles, choice: &mut Choice) {
         let numbers = vec![(Number::MaxTiles, self.most_tiles), (Number::TileRows, self.tile_rows)];
         let kernel = Configuration::Sequencer(Sequencer { target, tiles });
-        choice.launches.insert(0, Launch { kernel, blocks: 1, numbers });
+        choice.launches.insert(0, Launch { kernel, blocks: 1, numbers, widened: false });
         choice.prepared = 1;
         choice.main += 1;
         choice.memory.push(Memory {

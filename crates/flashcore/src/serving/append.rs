@@ -286,7 +286,7 @@ impl Scale<'_> {
             Scale::None => return,
             Scale::Given(factors) => factors.head(sequence, to[2]).row(0)[0],
             Scale::Found(factors) => {
-                let found = quantize::factor(quantize::magnitude(row), dtype);
+                let found = quantize::row_factor(row, dtype);
                 factors.set_row(to, &[found]);
                 found
             }

@@ -290,8 +290,6 @@ impl Forward {
     fn register_budgets(&self) -> Option<(u32, u32)> {
         match self.warpgroups {
             1 => None,
-            // Transposing takes more than copying.
-            2 if self.is_fp8() => Some((32, 240)),
             2 if self.rules.mask == MaskKind::Chunked => Some((40, 232)),
             2 => Some((24, 240)),
             _ => Some((32, 160)),

@@ -4,15 +4,15 @@ use ptx::{Accumulate, Element, Instruction, MmaShape, Register, WgmmaA};
 
 use super::Flow;
 use super::access::Target;
-use crate::Measure;
 use crate::float;
 use crate::hazard::HazardKind;
 use crate::lower;
 use crate::machine::{Executor, Product, SHARED_BASE, Step};
 use crate::shadow::{Event, NO_LANE, Observer, Proxy, Source};
-use crate::tensor::{Descriptor, decode_chunk, decode_word, multiply};
+use crate::tensor::{Descriptor, decode_chunk, decode_word, multiply, multiply_narrow};
 use crate::trace::{Span, Track};
 use crate::warp::{Wait, Warp};
+use crate::{EightBitSums, Measure};
 
 /// A product's operand in shared memory.
 struct SharedOperand {
@@ -316,7 +316,15 @@ impl<'a> Executor<'_, 'a> {
         if negate_a != negate_b {
             a_values.iter_mut().for_each(|x| *x = -*x);
         }
-        let sums = multiply(&a_values, &b_rows, inner, columns);
+        let narrow = inner == 32
+            && *accumulator == Element::F32
+            && self.world.options.eight_bit_sums == EightBitSums::Narrow;
+        let (sums, accumulate) = if narrow {
+            let old = self.accumulated(first, d, columns, product.accumulate);
+            (multiply_narrow(&a_values, &b_rows, &old, inner, columns), false)
+        } else {
+            (multiply(&a_values, &b_rows, inner, columns), product.accumulate)
+        };
         for member in 0..4 {
             let warp = self.cluster.warps[first + member].as_mut().expect("in its place");
             for (index, register) in d.iter().enumerate() {
@@ -327,7 +335,7 @@ impl<'a> Executor<'_, 'a> {
                     if *accumulator == Element::F16 {
                         let row = lane / 4 + 8 * (index % 2);
                         let column = 8 * (index / 2) + 2 * (lane % 4);
-                        let old = |half: u32| match product.accumulate {
+                        let old = |half: u32| match accumulate {
                             true => float::from_f16((*word >> (16 * half)) as u16),
                             false => 0.0,
                         };
@@ -338,7 +346,7 @@ impl<'a> Executor<'_, 'a> {
                         let row = lane / 4 + 8 * (index % 4 / 2);
                         let column = 8 * (index / 4) + 2 * (lane % 4) + index % 2;
                         let sum = at(row, column);
-                        let value = match product.accumulate {
+                        let value = match accumulate {
                             true => f32::from_bits(*word) + sum,
                             false => sum,
                         };
@@ -367,6 +375,28 @@ impl<'a> Executor<'_, 'a> {
             trace.push(Span { block, track, name, start, end, runs: false });
         }
         Ok(())
+    }
+
+    /// What the accumulator of four warps has so far, by rows; zeros where nothing is added to it.
+    fn accumulated(
+        &self,
+        first: usize,
+        d: &[Register],
+        columns: usize,
+        accumulate: bool,
+    ) -> Vec<f32> {
+        let mut old = vec![0.0; 64 * columns];
+        for member in (0..4).filter(|_| accumulate) {
+            let warp = self.warp(first + member);
+            for (index, register) in d.iter().enumerate() {
+                for (lane, word) in warp.word_of(*register).iter().enumerate() {
+                    let row = 16 * member + lane / 4 + 8 * (index % 4 / 2);
+                    let column = 8 * (index / 4) + 2 * (lane % 4) + index % 2;
+                    old[row * columns + column] = f32::from_bits(*word);
+                }
+            }
+        }
+        old
     }
 
     fn check_product(

@@ -3,7 +3,9 @@
 //! What a framework computes without a fused kernel: scores are stored in the element type, the
 //! softmax is taken in f32 and stored in the element type, the second product is summed in f32
 //! and stored in the element type. Where the second product is of 8-bit numbers, exponentials are
-//! stored in 8 bits. The log-sum-exp is f32 for every element type, and its
+//! stored in 8 bits, and scores are added up as the tensor cores do that ([`sim::narrow_sum`]): what
+//! they lose there no kernel gets back. Where keys and values alone have 8 bits, the numbers that they
+//! stand for are stored in the element type first. The log-sum-exp is f32 for every element type, and its
 //! baseline comes from the scores before they are rounded.
 
 use flashcore::DType;
@@ -16,7 +18,12 @@ pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
     let RowInputs { query, keys, values, first, rule, mut functions, sink, dtype, .. } = inputs;
     let round = |value: f32| dtype.round(f64::from(value)) as f32;
     let score = |(index, key): (usize, &[f32])| {
-        let product = dot(query, key) * inputs.key_factors[index] as f32;
+        let factor = inputs.key_factors[index] as f32;
+        let product = match (inputs.widened, inputs.small_probabilities) {
+            (true, _) => dot(query, &key.iter().map(|it| round(it * factor)).collect::<Vec<f32>>()),
+            (_, true) => narrow_dot(query, key) * factor,
+            _ => dot(query, key) * factor,
+        };
         let key = first + index;
         match functions.sees(key) {
             true => functions.score(key, rule.score(f64::from(product), key)) as f32,
@@ -49,15 +56,26 @@ pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
             true => small(*weight) / sum,
             false => round(weight / sum),
         };
-        let probability = probability * *factor as f32;
+        let factor = *factor as f32;
         for (to, from) in accumulator.iter_mut().zip(value) {
-            *to += probability * from;
+            let product = match inputs.widened {
+                true => probability * round(from * factor),
+                false => probability * factor * from,
+            };
+            *to += product;
         }
     }
     for (to, from) in output.iter_mut().zip(accumulator) {
         *to = f64::from(round(from));
     }
     f64::from(exact_maximum + exact_sum.ln())
+}
+
+/// A product of 8-bit numbers, in steps of 32.
+fn narrow_dot(a: &[f32], b: &[f32]) -> f32 {
+    let product = |(a, b): (&f32, &f32)| f64::from(*a) * f64::from(*b);
+    let steps = a.chunks(32).zip(b.chunks(32));
+    steps.fold(0.0, |sum, (a, b)| sim::narrow_sum(sum, a.iter().zip(b).map(product)))
 }
 
 /// An exponential relative to the maximum in 8 bits, where what is 1 becomes 256: the largest power

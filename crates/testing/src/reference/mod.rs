@@ -189,6 +189,8 @@ struct RowInputs<'a> {
     dtype: DType,
     /// Whether both products are of 8-bit numbers, and probabilities so too.
     small_probabilities: bool,
+    /// Whether keys and values of 8 bits are widened to the queries' type.
+    widened: bool,
 }
 
 /// Run `compute` for each row; it fills the row's output and returns its log-sum-exp.
@@ -265,6 +267,7 @@ fn by_row(
                 dtype: problem.dtypes.output,
                 small_probabilities: problem.dtypes.query.is_8_bit()
                     && problem.dtypes.value.is_8_bit(),
+                widened: problem.dtypes.key.is_8_bit() && !problem.dtypes.query.is_8_bit(),
             };
             *lse = compute(inputs, output);
             if let Some(progress) = progress {

@@ -13,6 +13,7 @@ use flashcore::{
     random_descales,
 };
 use kernels::Configuration;
+use kernels::mma::BackwardMma;
 use kernels::parameter::{Captured, CapturedPart, List, Tensor as Role};
 use ptx::{Element, Program};
 use sim::{Argument, BufferId, Memory, TensorMapArgument};
@@ -57,6 +58,10 @@ pub struct Call {
     pub order: Order,
     /// How much keys weigh.
     pub weights: Weights,
+    /// How large queries are: 1 as a rule, and scores are not touched by it.
+    pub outlier: f32,
+    /// What is added to every value: with a mean, errors of sums do not cancel.
+    pub value_mean: f32,
     /// Whether lists hold numbers beyond their bounds where the bound itself is meant: whatever
     /// they hold, kernels stay within what there is.
     pub hostile: bool,
@@ -75,6 +80,8 @@ pub enum Weights {
     /// Some far more than their neighbours, so that exponentials of anything but the maximum
     /// overflow.
     Spikes,
+    /// The fourth is not a number.
+    Nan,
 }
 
 impl Weights {
@@ -84,6 +91,8 @@ impl Weights {
             Weights::Valley => 1.0 + 3.0 * (2.0 * position as f32 / length as f32 - 1.0).abs(),
             Weights::Spikes if position % 7 == 3 => 60.0,
             Weights::Spikes => 1.0,
+            Weights::Nan if position == 3 => f32::NAN,
+            Weights::Nan => 1.0,
         }
     }
 }
@@ -104,8 +113,13 @@ const LISTS: [List; 9] = [
 /// What stands in results where nobody shall write: as a number of every element.
 pub(super) const UNTOUCHED: f64 = 77.0;
 
-/// The seed of keys.
+/// A cache of 8 bits as numbers of 16.
+const WIDENED: [Source; 2] = [Source::Tensor(Role::WideKey), Source::Tensor(Role::WideValue)];
+
+/// The seeds of queries, of keys and of values.
+const QUERIES: u64 = 1;
 const KEYS: u64 = 2;
+const VALUES: u64 = 3;
 
 /// The buffer of each source that there is.
 pub(super) type Buffers = BTreeMap<Source, BufferId>;
@@ -129,10 +143,11 @@ impl Call {
         };
         Call {
             problem: match kernel {
-                Configuration::Backward(it) if it.deterministic => {
-                    built.problem(batch, lengths, heads).backward().deterministic()
+                Configuration::Backward(kernels::Backward { deterministic, .. })
+                | Configuration::BackwardMma(BackwardMma { deterministic, .. }) => {
+                    let problem = built.problem(batch, lengths, heads).backward();
+                    if deterministic { problem.deterministic() } else { problem }
                 }
-                Configuration::Backward(_) => built.problem(batch, lengths, heads).backward(),
                 _ => built.problem(batch, lengths, heads),
             },
             kernel,
@@ -141,6 +156,8 @@ impl Call {
             splits,
             order: Order::Contiguous,
             weights: Weights::Even,
+            outlier: 1.0,
+            value_mean: 0.0,
             hostile: false,
             captured: Vec::new(),
         }
@@ -169,6 +186,15 @@ impl Call {
     pub fn with(mut self, change: impl FnOnce(Problem) -> Problem) -> Self {
         self.problem = change(self.problem);
         self
+    }
+
+    /// The same call with queries so much larger, and scores as they were.
+    pub fn with_outliers(mut self, outlier: f32) -> Self {
+        self.outlier = outlier;
+        self.with(|problem| {
+            let scale = problem.scale();
+            problem.with_scale(scale / outlier)
+        })
     }
 
     /// The same call by so many multiprocessors.
@@ -270,6 +296,11 @@ impl Call {
         for it in &choice.memory {
             let (name, bytes) = (format!("{:?}", it.source), it.bytes.max(4) as usize);
             let buffer = match &it.contents {
+                // Of a widened cache what no sequence uses is not written, and as in any cache
+                // nobody minds what is there: NaN.
+                Contents::Anything if WIDENED.contains(&it.source) => {
+                    memory.result(&name, vec![0xFF; bytes])
+                }
                 Contents::Anything => memory.output(&name, bytes),
                 Contents::Zeros => memory.input(&name, vec![0; bytes]),
                 Contents::Tiles(order) => memory.input_u32(&name, &order.words()),
@@ -321,9 +352,12 @@ impl Call {
                 (((a * shape.length + b) * shape.heads + c) * shape.dim + d) as u64
             };
             let weights = if seed == KEYS { self.weights } else { Weights::Even };
+            let mean = if seed == VALUES { self.value_mean } else { 0.0 };
             let all = Tensor::from_fn(dtype, shape, |at| {
                 // Up to 2: scores far enough apart that the maximum moves.
-                2.0 * weights.of(at[1], shape.length) * uniform(seed, index(at))
+                let outlier = if seed == QUERIES { self.outlier } else { 1.0 };
+                let weight = outlier * weights.of(at[1], shape.length);
+                mean + 2.0 * weight * uniform(seed, index(at))
             })?;
             let all = match placement {
                 Some(placement) => of_sequences(&all, placement)?,
@@ -354,9 +388,9 @@ impl Call {
             Ok(Some(self.order.arrange(factors)?))
         })?;
         let tensors = InputTensors {
-            query: tensor(1, dtypes.query, query, queries)?,
+            query: tensor(QUERIES, dtypes.query, query, queries)?,
             key: tensor(KEYS, dtypes.key, key, keys)?,
-            value: tensor(3, dtypes.value, value, keys)?,
+            value: tensor(VALUES, dtypes.value, value, keys)?,
             slopes: problem.scores.has_alibi().then(|| numbers(4, slopes, 0.1)),
             sinks: problem.scores.sinks.then(|| numbers(5, heads, 4.0)),
             descales,

@@ -4,6 +4,7 @@
 mod append;
 mod attention;
 mod backward;
+mod backward_mma;
 mod banks;
 mod chosen;
 mod decode;
@@ -15,6 +16,7 @@ mod prefill;
 mod product;
 mod ragged_backward;
 mod rungs;
+mod widen;
 
 use flashcore_testing::scene::{Scene, schedules};
 use kernels::{Configuration, shipped};

@@ -1,0 +1,73 @@
+//! Descale factors of 8-bit tensors: what a call gives, checked.
+
+use flashcore::{DType, Descale};
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+
+use crate::view::{Element, Form, Memory, Place, View};
+
+/// What descale factors go with.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Factors {
+    pub(crate) sequences: i64,
+    /// Entries or pages, positions and heads of the keys.
+    pub(crate) keys: [i64; 3],
+    /// Whether the keys have no dimension of entries.
+    pub(crate) packed: bool,
+    /// Whether there may be a factor for each token: not for queries.
+    pub(crate) tokens: bool,
+    /// Where the first tensor is, and its name.
+    pub(crate) place: Place,
+    pub(crate) first: &'static str,
+}
+
+impl Factors {
+    /// The factors as (batch, length, heads, 1), and over what they range.
+    ///
+    /// The caller has one number, one for each key head, or one for each sequence and key head; or
+    /// one for each token and head, in the shape of the keys without their last dimension. Where
+    /// packed keys are as many as sequences, two dimensions are sequences and heads.
+    pub(crate) fn read(&self, name: &str, memory: &Memory) -> PyResult<(Descale, View)> {
+        let Factors { sequences, keys: [count, rows, heads], packed, tokens, place, .. } = *self;
+        memory.on(name, place, self.first)?;
+        if memory.element != Element::Float(DType::F32) {
+            let given = memory.element;
+            return Err(PyTypeError::new_err(format!(
+                "{name} has element type {given}, expected float32"
+            )));
+        }
+        let per_head = |strides: [i64; 3]| (Descale::PerHead, [sequences, 1, heads], strides);
+        let (descale, [a, b, c], [x, y, z]) = match (memory.sizes(), memory.strides()) {
+            ([] | [1], _) => per_head([0; 3]),
+            (&[all], &[step]) if all == heads => per_head([0, 0, step]),
+            (&[each, all], &[by_sequence, step]) if [each, all] == [sequences, heads] => {
+                per_head([by_sequence, 0, step])
+            }
+            (&[each, all], &[by_row, step]) if tokens && packed && [each, all] == [rows, heads] => {
+                (Descale::PerToken, [1, rows, heads], [0, by_row, step])
+            }
+            (&[a, b, c], &[x, y, z]) if tokens && !packed && [a, b, c] == self.keys => {
+                (Descale::PerToken, [a, b, c], [x, y, z])
+            }
+            (given, _) => {
+                let each = match (tokens, packed) {
+                    (false, _) => String::new(),
+                    (true, true) => format!(", or [{rows}, {heads}] for each token"),
+                    (true, false) => format!(", or [{count}, {rows}, {heads}] for each token"),
+                };
+                return Err(PyValueError::new_err(format!(
+                    "{name} has shape {given:?}, expected [], [{heads}] or [{sequences}, \
+                     {heads}]{each}"
+                )));
+            }
+        };
+        if [x, y, z].iter().any(|stride| *stride < 0) {
+            return Err(PyValueError::new_err(format!(
+                "{name} has a negative stride, expected none: copy it"
+            )));
+        }
+        let (sizes, strides) = ([a, b, c, 1], [x, y, z, 1]);
+        let form = Form { sizes, strides, dtype: DType::F32, place };
+        Ok((descale, View { address: memory.address, form }))
+    }
+}

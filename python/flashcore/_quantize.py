@@ -1,0 +1,156 @@
+"""Numbers to 8 bits and back, with the factors that attention takes as ``q_descale`` and the like."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from ._arrays import _namespace
+
+# The largest number of each type.
+_LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+# Magnitudes are taken for this much at least, so that every factor has a reciprocal.
+_LEAST = 1e-12
+_PER = ("tensor", "head", "sequence", "token")
+
+
+def quantize(x: Any, dtype: Any = "float8_e4m3fn", *, per: str = "head", kv_heads: int | None = None) -> Any:
+    """A tensor in 8 bits and its descale factors: ``x`` is about ``x8 * descale``.
+
+    A factor is the largest magnitude of the numbers it is for over the largest number of the type.
+
+    Args:
+        x: (batch, length, heads, head dim), or packed (rows, heads, head dim).
+        dtype: ``float8_e4m3fn`` or ``float8_e5m2``, of the library of ``x`` or as a name.
+        per: What shares a factor: the whole ``"tensor"``, a ``"head"``, a head of a ``"sequence"``
+            (which needs the dimension of the batch), or a ``"token"`` and head.
+        kv_heads: For queries, the key heads: those that read one key head share its factor.
+
+    Returns:
+        ``(x8, descale)``; the factors are float32 of shape (), (heads,), (batch, heads), or that of
+        ``x`` without its last dimension, with ``kv_heads`` in the place of heads.
+    """
+    name, kind = _type(x, dtype)
+    if len(x.shape) not in (3, 4):
+        raise ValueError(f"x has {len(x.shape)} dimensions, expected 3 or 4: (batch, length, heads, head dim)")
+    heads = x.shape[-2]
+    shared = heads if kv_heads is None else kv_heads
+    if shared < 1 or heads % shared != 0:
+        raise ValueError(f"x has {heads} heads, expected a multiple of kv_heads={kv_heads}")
+    if per not in _PER:
+        raise ValueError(f"per={per!r}, expected one of {', '.join(_PER)}")
+    if per == "sequence" and len(x.shape) == 3:
+        raise ValueError("per='sequence' needs x with a dimension of the batch: (batch, length, heads, head dim)")
+    grouped = _float32(x).reshape((*x.shape[:-2], shared, heads // shared, x.shape[-1]))
+    last = len(grouped.shape) - 1
+    axes = {
+        "tensor": tuple(range(last + 1)),
+        "head": (*range(last - 2), last - 1, last),
+        "sequence": (1, last - 1, last),
+        "token": (last - 1, last),
+    }[per]
+    factors = _least(_largest(abs(grouped), axes)) * _number(1.0 / _LARGEST[name], grouped)
+    shape = tuple(1 if axis in axes else size for axis, size in enumerate(grouped.shape))
+    small = _cast((grouped * (1.0 / factors.reshape(shape))).reshape(x.shape), kind, _LARGEST[name])
+    # A number is no array to NumPy.
+    return small, factors if _is_torch(x) else _namespace(x).asarray(factors)
+
+
+def quantize_kv(k: Any, v: Any, dtype: Any = "float8_e4m3fn", *, per: str = "head") -> Any:
+    """Keys and values in 8 bits: ``(k8, v8, k_descale, v_descale)``; see :func:`quantize`.
+
+    >>> import numpy as np
+    >>> import flashcore
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = (rng.standard_normal((1, 100, 8, 64)).astype(np.float32) for _ in range(3))
+    >>> k8, v8, k_descale, v_descale = flashcore.quantize_kv(k, v, per="token")
+    >>> out = flashcore.flash_attn_func(q, k8, v8, k_descale=k_descale, v_descale=v_descale)
+    >>> bool(abs(out - flashcore.flash_attn_func(q, k, v)).max() < 0.1)
+    True
+    """
+    k8, k_descale = quantize(k, dtype, per=per)
+    v8, v_descale = quantize(v, dtype, per=per)
+    return k8, v8, k_descale, v_descale
+
+
+def dequantize(x: Any, descale: Any, dtype: Any = None) -> Any:
+    """The numbers that a tensor in 8 bits stands for, in float32 or another type of its library.
+
+    ``descale`` is as attention takes it: of shape (), (heads,), (batch, heads), or that of ``x``
+    without its last dimension.
+    """
+    wide, shape = _float32(x), tuple(descale.shape)
+    *rows, heads, _ = x.shape
+    if shape in ((), (1,)):
+        factors = descale.reshape((1,) * len(x.shape))
+    elif shape == tuple(x.shape[:-1]):
+        factors = descale.reshape((*shape, 1))
+    elif len(shape) == 1 and heads % shape[0] == 0:
+        factors = _repeated(descale, heads // shape[0]).reshape((*(1 for _ in rows), heads, 1))
+    elif len(shape) == 2 and len(rows) == 2 and shape[0] == rows[0] and heads % shape[1] == 0:
+        factors = _repeated(descale, heads // shape[1]).reshape((rows[0], 1, heads, 1))
+    else:
+        raise ValueError(
+            f"descale has shape {list(shape)}, expected [], [{heads}], [{rows[0]}, {heads}] or "
+            f"{list(x.shape[:-1])} for x of shape {list(x.shape)}"
+        )
+    result = wide * factors
+    if dtype is None:
+        return result
+    return result.to(dtype) if _is_torch(x) else result.astype(dtype)
+
+
+def _is_torch(x: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
+def _type(x: Any, dtype: Any) -> tuple[str, Any]:
+    """The name of an 8-bit type, and what the library of a tensor calls it."""
+    name = str(getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or dtype).rpartition(".")[2]
+    if name not in _LARGEST:
+        raise ValueError(f"dtype={name}, expected float8_e4m3fn or float8_e5m2")
+    if not hasattr(x, "shape"):
+        raise TypeError(f"x is a {type(x)}, expected a tensor")
+    if _is_torch(x):
+        return name, getattr(sys.modules["torch"], name)
+    namespace = _namespace(x)
+    if hasattr(namespace, name):
+        return name, getattr(namespace, name)
+    import ml_dtypes
+
+    return name, getattr(ml_dtypes, name)
+
+
+def _float32(x: Any) -> Any:
+    return x.float() if _is_torch(x) else x.astype("float32")
+
+
+def _largest(x: Any, axes: tuple[int, ...]) -> Any:
+    """The largest numbers over some dimensions; zero where there are none."""
+    if _is_torch(x):
+        return x.amax(axes) if x.numel() else x.sum(axes)
+    return x.max(axis=axes) if x.size else x.sum(axis=axes)
+
+
+def _least(x: Any) -> Any:
+    return x.clamp(min=_LEAST) if _is_torch(x) else _namespace(x).maximum(x, _number(_LEAST, x))
+
+
+def _number(value: float, like: Any) -> Any:
+    """A number in float32, so that products are in float32 too."""
+    return value if _is_torch(like) else like.dtype.type(value)
+
+
+def _cast(x: Any, kind: Any, largest: float) -> Any:
+    """Rounded, and never beyond the largest number: libraries differ there."""
+    if _is_torch(x):
+        return x.clamp(-largest, largest).to(kind)
+    return _namespace(x).clip(x, _number(-largest, x), _number(largest, x)).astype(kind)
+
+
+def _repeated(descale: Any, group: int) -> Any:
+    """The factors of key heads for the query heads that share them."""
+    if group == 1:
+        return descale
+    return descale.repeat_interleave(group, -1) if _is_torch(descale) else descale.repeat(group, axis=-1)
