@@ -181,6 +181,8 @@ listed! {
         TileLists,
         /// The tiles of a ragged batch, in order.
         Schedule,
+        /// The key blocks of each tile, where a mask is a function.
+        BlockLists,
         /// Partial results of sequences that are split.
         Partials,
         /// How many parts of each sequence are there; zero between launches.
@@ -260,6 +262,12 @@ listed! {
         QueryBlocks,
         /// Query rows of a tile.
         TileRows,
+        /// Words from the key blocks of a tile to those of the next.
+        BlockListWords,
+        /// Words from the key blocks of a sequence to those of the next; 0 where they share them.
+        BlockListBatchStride,
+        /// Words from the key blocks of a head to those of the next; 0 where they share them.
+        BlockListHeadStride,
         /// Tiles that a schedule has room for.
         MaxTiles,
         /// New keys of a sequence, at most.

@@ -1,20 +1,21 @@
 //! Attention on Hopper over sequences of equal lengths: wgmma and TMA.
 
 use kernels::Configuration;
-use kernels::attention::{MaskKind, Window};
+use kernels::attention::Window;
+use kernels::attention::function::BlockMask;
 use kernels::forward::{TileLists, Workload, tuned};
 use kernels::parameter::{Number, Workspace};
 use ptx::{Capability, Element};
 
 use super::tuning::Tunings;
 use super::{
-    Asked, Choice, Contents, Counts, Family, Memory, Tiling, check_equal_lengths, check_head_dims,
-    check_scale, effective_mask, mask_kind, tensor_core_element,
+    Asked, Choice, Contents, Counts, Family, Memory, Tiling, block_mask, check_equal_lengths,
+    check_head_dims, check_scale, effective_window, mask_kind, tensor_core_element,
 };
 use crate::chip::Chip;
 use crate::dtype::DType;
 use crate::plan::arrangement::TENSORS;
-use crate::plan::{Source, map_strides, window};
+use crate::plan::{Source, map_strides};
 use crate::problem::{DTypes, Descale, Problem};
 
 /// The family.
@@ -52,12 +53,17 @@ pub(crate) fn launch(
     let mut choice = Choice::of(Configuration::Forward(forward), blocks, reason);
     choice.launches[0].numbers =
         vec![(Number::Tiles, counts.tiles), (Number::TilesPerHead, counts.tiles_per_head)];
-    if forward.rules.mask != MaskKind::Dense {
+    let mask = block_mask(problem, [forward.query_rows(), forward.key_block], &counts);
+    if let Some(mask) = mask {
+        choice.with_blocks(mask)?;
+    }
+    if forward.takes_lists() {
         let order = TileOrder {
             forward,
             lengths: [counts.query_length, counts.key_length],
             heads: [counts.heads, counts.key_heads, counts.batch],
-            window: window(&Problem { mask: effective_mask(problem), ..problem.clone() }),
+            window: effective_window(problem),
+            mask,
             processors: chip.multiprocessors,
             // Something else wants a place in the cache too: queries, outputs, the other heads.
             cache_bytes: chip.l2_bytes / 5 * 3,
@@ -148,6 +154,8 @@ pub struct TileOrder {
     lengths: [u32; 2],
     heads: [u32; 3],
     window: Window,
+    /// Where a mask is a function.
+    mask: Option<BlockMask>,
     processors: u32,
     cache_bytes: u64,
 }
@@ -155,13 +163,16 @@ pub struct TileOrder {
 impl TileOrder {
     /// The lists that the kernel reads.
     pub fn words(&self) -> Vec<u32> {
-        let TileOrder { forward, lengths, heads, window, processors, cache_bytes } = self;
-        TileLists::new(forward, window, *lengths, *heads, *processors, *cache_bytes).words
+        let TileOrder { forward, lengths, heads, window, mask, processors, cache_bytes } = self;
+        let seen = mask.map(|mask| mask.blocks_of_tiles());
+        let seen = seen.as_deref();
+        TileLists::new(forward, window, seen, *lengths, *heads, *processors, *cache_bytes).words
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use kernels::attention::MaskKind;
     use ptx::Target;
 
     use super::*;
@@ -272,5 +283,25 @@ mod tests {
             panic!("{:?}", choice.memory);
         };
         assert_eq!(*bytes, 4 * order.words().len() as u64);
+    }
+
+    /// A mask that is a function brings the key blocks of its tiles along, and tiles of unequal
+    /// length are shared out as by name.
+    #[test]
+    fn functions_bring_lists_of_key_blocks() {
+        let causal = Mask::from_fn("causal", |at| at.query().ge(at.key()));
+        let problem = Problem::new(2, 4, 1000, 128).with_mask(causal);
+        let choice = choose(&Chip::H200, &problem).unwrap();
+        let [blocks, tiles] = &choice.memory[..] else { panic!("{:?}", choice.memory) };
+        for memory in [blocks, tiles] {
+            let words = memory.contents.words().unwrap();
+            assert_eq!(memory.bytes, 4 * words.len() as u64);
+            assert!(memory.contents.is_constant());
+        }
+        // Eight blocks of 128 keys: the first tile sees a part of one, the last all of seven.
+        let words = blocks.contents.words().unwrap();
+        assert_eq!(choice.tiling.unwrap().key_block, 128);
+        assert_eq!(words[..9], [1, 1, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(words[words.len() - 9..], [8, 0, 2, 4, 6, 8, 10, 12, 15]);
     }
 }

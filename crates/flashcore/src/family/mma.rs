@@ -9,7 +9,7 @@ use ptx::{Capability, Element};
 
 use super::forward::equal_lengths_workload;
 use super::schedule::{Schedule, ragged_workload};
-use super::{Asked, Choice, Contents, Counts, Family, Memory, Tiling, window_kind};
+use super::{Asked, Choice, Contents, Counts, Family, Memory, Tiling, block_mask, window_kind};
 use crate::chip::Chip;
 use crate::plan::rows::Rows;
 use crate::plan::{Launch, Source};
@@ -124,6 +124,9 @@ pub(crate) fn launch(
         splits,
         waves: f64::from(blocks) / f64::from(chip.multiprocessors.max(1)),
     });
+    if let Some(mask) = block_mask(problem, [mma.query_rows(), mma.key_block], &counts) {
+        choice.with_blocks(mask)?;
+    }
     if mma.split {
         combine(problem, mma, splits, &mut choice)?;
     }

@@ -19,13 +19,15 @@ mod widen;
 pub(crate) use decode::launch as teams;
 pub use forward::{TileOrder, workload};
 
-use kernels::attention::{Batch, MaskKind};
+use kernels::attention::function::BlockMask;
+use kernels::attention::{Batch, MaskKind, Window};
+use kernels::parameter::{Number, Workspace};
 use kernels::{Cache, Configuration, Scales};
 use ptx::Element;
 use serde::Serialize;
 
 use crate::chip::Chip;
-use crate::plan::{Arrangement, Launch, Source};
+use crate::plan::{Arrangement, Launch, Source, window};
 use crate::problem::{DTypes, Descale, Mask, Pass, Problem};
 
 /// What a plan is asked for.
@@ -128,6 +130,24 @@ pub enum Contents {
     Zeros,
     /// The tiles of each block. Nobody writes to it.
     Tiles(TileOrder),
+    /// The key blocks of each tile. Nobody writes to it.
+    Blocks(BlockMask),
+}
+
+impl Contents {
+    /// Whether nobody writes to it.
+    pub fn is_constant(&self) -> bool {
+        matches!(self, Contents::Tiles(_) | Contents::Blocks(_))
+    }
+
+    /// The words of what nobody writes to.
+    pub fn words(&self) -> Option<Vec<u32>> {
+        match self {
+            Contents::Anything | Contents::Zeros => None,
+            Contents::Tiles(order) => Some(order.words()),
+            Contents::Blocks(mask) => Some(mask.words()),
+        }
+    }
 }
 
 /// How a problem is cut into tiles.
@@ -194,6 +214,24 @@ impl Choice {
         }
     }
 
+    /// Gives the attention kernel the key blocks of its tiles.
+    fn with_blocks(&mut self, mask: BlockMask) -> Result<(), String> {
+        let words = mask.size();
+        if words > u64::from(u32::MAX) / 8 {
+            return Err("the lists of key blocks are too large for the GPU kernel".to_owned());
+        }
+        let [batch, head] = mask.strides();
+        let main = self.main;
+        self.launches[main].numbers.extend([
+            (Number::BlockListWords, mask.list_words()),
+            (Number::BlockListBatchStride, batch),
+            (Number::BlockListHeadStride, head),
+        ]);
+        let source = Source::Workspace(Workspace::BlockLists);
+        self.memory.push(Memory { source, bytes: 4 * words, contents: Contents::Blocks(mask) });
+        Ok(())
+    }
+
     /// The attention kernel.
     pub fn kernel(&self) -> &Configuration {
         &self.launches[self.main].kernel
@@ -226,6 +264,32 @@ fn effective_mask(problem: &Problem) -> Mask {
     mask.right = mask.right.filter(|right| right.saturating_add(1) < queries || *right == 0);
     mask.chunk = mask.chunk.filter(|chunk| chunk.get() < keys || queries > keys);
     mask
+}
+
+/// The window that is left of a mask then.
+fn effective_window(problem: &Problem) -> Window {
+    window(&Problem { mask: effective_mask(problem), ..problem.clone() })
+}
+
+/// What the key blocks of tiles, of so many rows and keys, are found from; nothing where no mask is a
+/// function.
+fn block_mask(
+    problem: &Problem,
+    [query_rows, key_block]: [u32; 2],
+    counts: &Counts,
+) -> Option<BlockMask> {
+    let window = effective_window(problem);
+    let lengths = [counts.query_length, counts.key_length];
+    let Counts { heads, batch, .. } = *counts;
+    problem.mask.function.map(|function| BlockMask {
+        function,
+        window,
+        lengths,
+        heads,
+        batch,
+        query_rows,
+        key_block,
+    })
 }
 
 /// The element of a problem whose types and head dims the tensor cores take, or why they do not.

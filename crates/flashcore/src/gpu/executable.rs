@@ -10,7 +10,7 @@ use kernels::parameter::{Captured, CapturedPart};
 
 use super::workspace::{Held, Need};
 use super::{Compilation, Gpu, GpuError, Kernel, lock};
-use crate::family::{Choice, Contents};
+use crate::family::Choice;
 use crate::plan::{Launch, Map, Source, Value};
 
 /// Where the sources of a launch are.
@@ -97,8 +97,8 @@ impl Executable {
         }
         let mut constant = Vec::new();
         for memory in &choice.memory {
-            if let Contents::Tiles(order) = &memory.contents {
-                constant.push((memory.source, Buffer::from_slice(gpu.stream(), &order.words())?));
+            if let Some(words) = memory.contents.words() {
+                constant.push((memory.source, Buffer::from_slice(gpu.stream(), &words)?));
             }
         }
         let (own, shared) = Need::of(&choice.memory, &gpu.workspaces);

@@ -86,7 +86,7 @@ impl Need {
     /// The memory of a plan that launches write to: in workspaces of its own, and in those that it
     /// shares with other plans.
     pub(super) fn of(memory: &[Memory], shared: &Arc<Workspaces>) -> (Need, Need) {
-        let written = memory.iter().filter(|it| !matches!(it.contents, Contents::Tiles(_)));
+        let written = memory.iter().filter(|it| !it.contents.is_constant());
         let (others, own) = written.cloned().partition(|it| is_shared(it.source));
         let need = |memory, workspaces| Need { memory, workspaces };
         (need(own, Arc::default()), need(others, shared.clone()))

@@ -183,6 +183,7 @@ pub(crate) fn of_program(
             let memory = choice.memory.iter().find(|memory| memory.source == source);
             Ok(match memory.map(|memory| (&memory.contents, memory.bytes)) {
                 Some((Contents::Tiles(order), _)) => Passed::Words { values: order.words() },
+                Some((Contents::Blocks(mask), _)) => Passed::Words { values: mask.words() },
                 Some((_, bytes)) => Passed::Memory { name, bytes },
                 None if source == Source::Workspace(Workspace::Probe) => {
                     Passed::Memory { name, bytes: probe }

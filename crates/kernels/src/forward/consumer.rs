@@ -190,7 +190,8 @@ impl<T: ConsumerScheduler> State<'_, T> {
     /// A tile's first block: there is no output yet to be kept or rescaled.
     fn first_block(&mut self, k: &mut Builder, scores: &Accumulator, p: &Fragment) {
         let scores = Score::of(scores);
-        self.rule.apply(k, self.tiles, &self.current, self.block, &scores);
+        let entry = self.tiles.entry(k, &self.current, || self.block.into());
+        self.rule.apply(k, self.tiles, &self.current, (self.block, entry), &scores);
         self.softmax.first_block(k, &scores, p);
         self.probe.stamp(k, Phase::Softmax);
         k.set(self.output_begun, false);
@@ -201,6 +202,8 @@ impl<T: ConsumerScheduler> State<'_, T> {
     fn step(&mut self, k: &mut Builder, before: &Fragment, p: &Fragment) {
         let State { group, probe, output, output_begun, .. } = self;
         let accumulate = Accumulate::If(output_begun.register());
+        // Looked up while the tensor cores multiply.
+        let entry = self.tiles.entry(k, &self.current, || self.block - 1);
         group.wait_for_keys(k);
         probe.stamp(k, Phase::WaitForKeys);
         group.ping_pong.take(k);
@@ -214,7 +217,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
         probe.stamp(k, Phase::Scores);
         k.set(*output_begun, true);
         k.set(self.block, self.block - 1);
-        self.rule.apply(k, self.tiles, &self.current, self.block, &scores);
+        self.rule.apply(k, self.tiles, &self.current, (self.block, entry), &scores);
         let rescale = self.softmax.block(k, &scores, p);
         probe.stamp(k, Phase::Softmax);
         let landed = update.wait(k);

@@ -145,7 +145,8 @@ impl<T: ConsumerScheduler> State<'_, T> {
         let scores = Score::of(&scores.wait(k));
         group.release_keys(k);
         probe.stamp(k, Phase::Scores);
-        self.rule.apply(k, *tiles, current, *block, &scores);
+        let entry = tiles.entry(k, current, || (*block).into());
+        self.rule.apply(k, *tiles, current, (*block, entry), &scores);
         let factors = [k.register(), k.register()];
         softmax.raise(k, &scores, &factors);
         let mut pairs: Vec<Reg<E4M3x2>> = Vec::new();

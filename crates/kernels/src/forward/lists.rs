@@ -38,10 +38,12 @@ impl TileLists {
 
     /// Shares out the tiles of a problem over at most `processors` blocks; tiles cost what they see
     /// through the window.
+    /// Where a mask is a function, `seen` has the key blocks of each tile of a head.
     /// `cache_bytes` is the part of the second-level cache to count on.
     pub fn new(
         forward: &Forward,
         window: &Window,
+        seen: Option<&[u32]>,
         [query_length, key_length]: [u32; 2],
         [heads, key_heads, batch]: [u32; 3],
         processors: u32,
@@ -61,9 +63,15 @@ impl TileLists {
         let blocks = (processors as u64).min(row_tiles as u64 * all_heads).max(1) as u32;
         let mut shares = Shares::new(blocks);
         let lengths = [query_length, key_length];
-        let cost = |row_tile| forward.key_blocks(window, row_tile, lengths) + OVERHEAD;
+        let cost = |row_tile: u32| match seen {
+            None => forward.key_blocks(window, row_tile, lengths) + OVERHEAD,
+            Some(seen) => u64::from(seen[row_tile as usize].max(1)) + OVERHEAD,
+        };
         let number = |head: u64, row_tile: u32| (head * row_tiles as u64) as u32 + row_tile;
-        if forward.rules.mask.is_window() || row_tiles >= forward.longest_first_from() {
+        if forward.rules.mask.is_window()
+            || seen.is_some()
+            || row_tiles >= forward.longest_first_from()
+        {
             let mut longest_first: Vec<u32> = (0..row_tiles).rev().collect();
             longest_first.sort_by_key(|row_tile| Reverse(cost(*row_tile)));
             let mut first = 0;
@@ -231,7 +239,7 @@ mod tests {
             (chunked, Window { chunk: Some(300), ..causal }, [5000, 5000], [3, 1, 2]),
         ] {
             let forward = forward(rules);
-            let lists = TileLists::new(&forward, &window, lengths, heads, 132, 30 << 20);
+            let lists = TileLists::new(&forward, &window, None, lengths, heads, 132, 30 << 20);
             let (_, tiles) = loads(&lists, &forward, &window, lengths);
             let count = lengths[0].div_ceil(forward.query_rows()) * heads[0] * heads[2];
             assert_eq!(tiles, (0..count).collect::<Vec<_>>());
@@ -251,7 +259,8 @@ mod tests {
         ] {
             let forward = forward(rules);
             let lengths = [16384, 16384];
-            let lists = TileLists::new(&forward, &window, lengths, [32, 32, 1], 132, 30 << 20);
+            let lists =
+                TileLists::new(&forward, &window, None, lengths, [32, 32, 1], 132, 30 << 20);
             let (loads, _) = loads(&lists, &forward, &window, lengths);
             let mean = loads.iter().sum::<u64>() as f64 / loads.len() as f64;
             let longest = *loads.iter().max().unwrap() as f64;

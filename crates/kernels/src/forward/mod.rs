@@ -192,7 +192,12 @@ impl Forward {
 
     /// Whether its blocks take tiles from [`TileLists`]: where a mask makes tiles of unequal length.
     pub fn takes_lists(&self) -> bool {
-        self.rules.mask != MaskKind::Dense
+        self.rules.mask != MaskKind::Dense || self.takes_block_lists()
+    }
+
+    /// Whether its tiles take key blocks from lists: where a mask is a function.
+    pub fn takes_block_lists(&self) -> bool {
+        self.rules.mask_function.is_some()
     }
 
     /// Whether its inputs have 8 bits: other loops, and values transposed on the way.

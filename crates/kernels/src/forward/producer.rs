@@ -25,14 +25,17 @@ pub(super) fn produce<T: ProducerScheduler>(
     let keys = Loader::new(shared.key_pipeline.producer(k), &shared.keys, maps.keys);
     let values = Loader::new(shared.value_pipeline.producer(k), &shared.values, maps.values);
     let early = forward.query_buffers > 1 || forward.query_source == Source::Registers;
-    let row = |k: &mut Builder, block: Reg<U32>| k.eval(block * forward.key_block);
+    let row = |k: &mut Builder, rows: &T::Rows, place: Reg<U32>| {
+        let block = tiles.key_block(k, rows, place);
+        k.eval(block * forward.key_block)
+    };
 
     let tile = tiles.first_tile(k);
     let block = k.variable(tiles.last_block(&tile));
     let held = tiles.hold(k, &tile);
     let begin = |k: &mut Builder, tile: &T::Tile| {
         let last = k.eval(tiles.last_block(tile));
-        let last_row = row(k, last);
+        let last_row = row(k, tiles.rows(tile), last);
         tiles.load(k, &keys, tiles.rows(tile), last_row);
         tiles.load_queries(k, &queries, tile);
     };
@@ -43,9 +46,9 @@ pub(super) fn produce<T: ProducerScheduler>(
         k.loop_(|k| {
             k.break_if(tiles.is_first_block(&held, block));
             let next = k.eval(block - 1);
-            let next_row = row(k, next);
+            let next_row = row(k, &held, next);
             tiles.load(k, &keys, &held, next_row);
-            let this_row = row(k, block);
+            let this_row = row(k, &held, block);
             tiles.load(k, &values, &held, this_row);
             k.set(block, next);
         });
@@ -56,7 +59,7 @@ pub(super) fn produce<T: ProducerScheduler>(
         if early {
             begin_next(k);
         }
-        let first_row = row(k, block);
+        let first_row = row(k, &held, block);
         tiles.load(k, &values, &held, first_row);
         if !early {
             begin_next(k);

@@ -5,6 +5,7 @@ use ptx::{Accumulator, Builder, Expression, Reg, S32, U32};
 use super::Forward;
 use super::scheduler::ConsumerScheduler;
 use super::warpgroup::Warpgroup;
+use crate::attention::function::blocks::{block_of, needs_function};
 use crate::attention::function::lower::{FunctionRegisters, Functions, Standing};
 use crate::attention::scores::{ScoreRule, alibi};
 use crate::attention::{ACCUMULATOR_ROWS, Score};
@@ -38,15 +39,19 @@ impl Rule {
     }
 
     /// Turns the products of a key block into scores, minus infinity where a row does not see the
-    /// key.
+    /// key. `block` is the block's place in the walk, `entry` that of the tile's list, if it has one.
     pub(super) fn apply<T: ConsumerScheduler>(
         &self,
         k: &mut Builder,
         tiles: &T,
         current: &T::Current,
-        block: Reg<U32>,
+        (block, entry): (Reg<U32>, Option<Reg<U32>>),
         scores: &[Score],
     ) {
+        let block = match entry {
+            None => block,
+            Some(entry) => k.eval(block_of(entry)),
+        };
         self.scores.cap(k, scores);
         self.scores.in_natural_units(k, scores);
         if let Some(slope) = tiles.slope(k, current) {
@@ -69,7 +74,11 @@ impl Rule {
                 .hide_others(k, scores);
         });
         if let Some(function) = &self.functions.mask {
-            self.call(k, function, tiles, current, block, scores);
+            let call = |k: &mut Builder| self.call(k, function, tiles, current, block, scores);
+            match entry {
+                None => call(k),
+                Some(entry) => k.if_(needs_function(entry), call),
+            }
         }
     }
 

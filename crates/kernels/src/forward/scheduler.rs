@@ -44,6 +44,11 @@ pub(super) trait ProducerScheduler: TileScheduler {
     /// Whether a key block is the last to be brought: the tile's first.
     fn is_first_block(&self, held: &Self::Rows, block: Reg<U32>) -> Value<Pred>;
 
+    /// The number of a key block, from its place in the walk.
+    fn key_block(&self, _: &mut Builder, _: &Self::Rows, place: Reg<U32>) -> Reg<U32> {
+        place
+    }
+
     /// Brings keys or values from a row on.
     fn load(&self, k: &mut Builder, loader: &Loader<'_>, rows: &Self::Rows, row: Reg<U32>);
 
@@ -70,6 +75,17 @@ pub(super) trait ConsumerScheduler: TileScheduler {
 
     /// Whether a key block is the tile's first: the last one to be walked.
     fn is_first_block(&self, current: &Self::Current, block: Reg<U32>) -> Value<Pred>;
+
+    /// The entry of a tile's list of key blocks, where it has one, from its place in the walk. The
+    /// number of the block is the place itself where there is none.
+    fn entry(
+        &self,
+        _: &mut Builder,
+        _: &Self::Current,
+        _: impl FnOnce() -> Value<U32>,
+    ) -> Option<Reg<U32>> {
+        None
+    }
 
     /// Whether some row of the tile does not see a key block whole.
     fn needs_mask(&self, current: &Self::Current, block: Reg<U32>) -> Value<Pred>;

@@ -15,6 +15,7 @@ use super::producer::Loader;
 use super::scheduler::{ConsumerScheduler, Place, ProducerScheduler, TileScheduler};
 use super::{Forward, TileLists};
 use crate::attention::descale::{Descales, Product};
+use crate::attention::function::blocks::{BlockList, BlockLists, block_of, count, entry};
 use crate::attention::rows::Sinks;
 use crate::attention::scores::Slopes;
 use crate::attention::visibility::{Blocks, Masked, RowTile, Visibility};
@@ -33,6 +34,8 @@ pub(super) struct StaticScheduler {
     heads: DivisorRegisters,
     group: DivisorRegisters,
     visibility: Visibility,
+    /// Where a mask is a function.
+    lists: Option<BlockLists>,
     slopes: Option<Slopes>,
     sinks: Option<Sinks>,
     descales: Option<Descales>,
@@ -68,8 +71,9 @@ pub(super) struct Tile {
 pub(super) struct Rows {
     key_head: Reg<U32>,
     batch: Reg<U32>,
-    /// The first key block, with a window.
+    /// The first key block, with a window; with a list, the first place of the walk.
     first_block: Option<Reg<U32>>,
+    list: Option<BlockList>,
 }
 
 /// What is left of a tile when the block has already begun the next.
@@ -79,6 +83,7 @@ pub(super) struct Current {
     head: Reg<U32>,
     batch: Reg<U32>,
     window: Option<Window>,
+    list: Option<BlockList>,
 }
 
 /// What a window adds: the first block, and the first that all rows see whole.
@@ -112,6 +117,7 @@ impl StaticScheduler {
             heads: DivisorRegisters::parameters(k, Number::QueryHeads),
             group: DivisorRegisters::parameters(k, Number::GroupSize),
             visibility: Visibility::parameters(k, rules.mask),
+            lists: forward.takes_block_lists().then(|| BlockLists::parameters(k)),
             slopes: rules.alibi.then(|| Slopes::parameters(k)),
             sinks: rules.sinks.then(|| Sinks::parameters(k)),
             descales: forward.is_fp8().then(|| Descales::parameters(k)),
@@ -129,6 +135,18 @@ impl StaticScheduler {
         k.set(tile.rows.key_head, key_head);
         k.set(tile.first_row, row_tile * self.query_rows);
         self.find_blocks(k, tile);
+        if let (Some(lists), Some(list)) = (&self.lists, tile.rows.list) {
+            // Beyond the last tile there is no list.
+            k.if_(self.has_tile(tile), |k| {
+                let found = lists.of(k, [batch, head, row_tile]);
+                k.set(list, found);
+                let blocks = count(k, list);
+                k.set(tile.blocks, blocks.maximum(1));
+            });
+            if let Some(first) = tile.rows.first_block {
+                k.set(first, 0u32);
+            }
+        }
     }
 
     /// Which key blocks the tile needs, and which of them need no mask.
@@ -179,6 +197,7 @@ impl TileScheduler for StaticScheduler {
                 key_head: k.register(),
                 batch: k.register(),
                 first_block: self.with_window(k),
+                list: self.lists.map(|lists| k.variable(lists.address())),
             },
             blocks: k.register(),
             first_masked: k.register(),
@@ -223,18 +242,28 @@ impl ProducerScheduler for StaticScheduler {
     }
 
     fn hold(&self, k: &mut Builder, tile: &Tile) -> Rows {
-        let Rows { key_head, batch, first_block } = tile.rows;
+        let Rows { key_head, batch, first_block, list } = tile.rows;
         Rows {
             key_head: k.variable(key_head),
             batch: k.variable(batch),
             first_block: first_block.map(|first| k.variable(first)),
+            list: list.map(|list| k.variable(list)),
         }
+    }
+
+    fn key_block(&self, k: &mut Builder, rows: &Rows, place: Reg<U32>) -> Reg<U32> {
+        let Some(list) = rows.list else { return place };
+        let entry = entry(k, list, place.into());
+        k.eval(block_of(entry))
     }
 
     fn take(&self, k: &mut Builder, held: &Rows, tile: &Tile) {
         k.set(held.key_head, tile.rows.key_head);
         k.set(held.batch, tile.rows.batch);
         if let (Some(held), Some(new)) = (held.first_block, tile.rows.first_block) {
+            k.set(held, new);
+        }
+        if let (Some(held), Some(new)) = (held.list, tile.rows.list) {
             k.set(held, new);
         }
     }
@@ -268,6 +297,7 @@ impl ConsumerScheduler for StaticScheduler {
             window: tile.rows.first_block.zip(tile.whole_from).map(|(first_block, whole_from)| {
                 Window { first_block: k.variable(first_block), whole_from: k.variable(whole_from) }
             }),
+            list: tile.rows.list.map(|list| k.variable(list)),
         }
     }
 
@@ -281,6 +311,18 @@ impl ConsumerScheduler for StaticScheduler {
             k.set(window.first_block, first_block);
             k.set(window.whole_from, whole_from);
         }
+        if let (Some(held), Some(new)) = (current.list, tile.rows.list) {
+            k.set(held, new);
+        }
+    }
+
+    fn entry(
+        &self,
+        k: &mut Builder,
+        current: &Current,
+        place: impl FnOnce() -> Value<U32>,
+    ) -> Option<Reg<U32>> {
+        current.list.map(|list| entry(k, list, place()))
     }
 
     fn is_first_block(&self, current: &Current, block: Reg<U32>) -> Value<Pred> {

@@ -113,6 +113,12 @@ impl Mma {
         records * query_heads
     }
 
+    /// Whether its tiles take key blocks from lists: where a mask is a function, and all sequences
+    /// have one length.
+    pub fn takes_block_lists(&self) -> bool {
+        self.rules.mask_function.is_some() && self.batch == Batch::Equal
+    }
+
     /// Query rows of a warp.
     fn warp_rows(&self) -> u32 {
         16 * self.row_tiles

@@ -16,6 +16,7 @@ use super::Mma;
 use super::copies::Pages;
 use super::ragged::RaggedResults;
 use crate::attention::MaskKind;
+use crate::attention::function::blocks::{self, BlockList, BlockLists};
 use crate::attention::visibility::{Blocks, Masked, RowTile, Visibility};
 use crate::divisor::DivisorRegisters;
 use crate::parameter::{Number, Tensor};
@@ -137,6 +138,8 @@ impl HeadRows {
 pub(super) struct Walked {
     first: Reg<U32>,
     count: Reg<U32>,
+    /// The tile's list of key blocks, where a mask is a function: `first` is a place in it then.
+    list: Option<BlockList>,
 }
 
 /// What a warp does with the walked blocks, by how many of them are left.
@@ -152,7 +155,8 @@ pub(super) struct WarpBlocks {
 }
 
 impl WarpBlocks {
-    /// Whether the block needs a mask when so many are left.
+    /// Whether the block needs a mask when so many are left, or by its number and one where the tile
+    /// has a list.
     pub(super) fn needs_mask(&self, remaining: Reg<U32>) -> Value<Pred> {
         let right = remaining.greater(self.unmasked);
         match self.masked {
@@ -174,16 +178,21 @@ impl Walked {
         let rows = RowTile { first_row, rows: mma.query_rows(), query_length, key_length };
         let (end, _, first) = find_blocks(k, mma, visibility, &rows);
         match first {
-            None => Walked { first: k.eval(0), count: end },
-            Some(first) => Walked { first, count: k.eval(end - first) },
+            None => Walked { first: k.eval(0), count: end, list: None },
+            Some(first) => Walked { first, count: k.eval(end - first), list: None },
         }
+    }
+
+    /// The blocks of a list.
+    fn listed(k: &mut Builder, list: BlockList) -> Self {
+        Walked { first: k.eval(0), count: blocks::count(k, list), list: Some(list) }
     }
 
     /// So many of them, from `index` times that many on.
     fn part(self, k: &mut Builder, index: Reg<U32>, length: Reg<U32>) -> Self {
         let skipped = k.eval((index * length).minimum(self.count));
         let count = k.eval((self.count - skipped).minimum(length));
-        Walked { first: k.eval(self.first + skipped), count }
+        Walked { first: k.eval(self.first + skipped), count, list: self.list }
     }
 }
 
@@ -193,10 +202,27 @@ impl Place {
         self.walked.count
     }
 
+    /// The entry of the tile's list, if it has one, of the block that is walked when `remaining`
+    /// are left.
+    pub(super) fn entry(&self, k: &mut Builder, remaining: Value<U32>) -> Option<Reg<U32>> {
+        // Without any left it is what comes before the first.
+        let list = self.walked.list?;
+        Some(blocks::entry(k, list, (self.walked.first + remaining).maximum(1) - 1))
+    }
+
     /// The first key of the block that is walked when `remaining` are left,
     /// itself among them. Without any it is no key.
-    pub(super) fn first_key(&self, mma: &Mma, remaining: impl Into<Value<U32>>) -> Value<U32> {
-        (self.walked.first + remaining.into() - 1) * mma.key_block
+    pub(super) fn first_key(
+        &self,
+        k: &mut Builder,
+        mma: &Mma,
+        remaining: impl Into<Value<U32>>,
+    ) -> Value<U32> {
+        let remaining = remaining.into();
+        match self.entry(k, remaining.clone()) {
+            None => (self.walked.first + remaining - 1) * mma.key_block,
+            Some(entry) => blocks::block_of(entry) * mma.key_block,
+        }
     }
 
     /// The walked blocks as the warp sees them whose rows begin at `first_row`.
@@ -210,6 +236,14 @@ impl Place {
         let Place { query_length, key_length, walked, .. } = *self;
         let rows = RowTile { first_row, rows: mma.warp_rows(), query_length, key_length };
         let (end, masks, first) = find_blocks(k, mma, visibility, &rows);
+        if walked.list.is_some() {
+            return WarpBlocks {
+                seen: walked.count,
+                unseen: None,
+                unmasked: k.eval(masks.from),
+                masked: masks.before.map(|before| k.eval(before)),
+            };
+        }
         let within = |k: &mut Builder, count: Value<U32>| {
             k.eval((count.maximum(walked.first) - walked.first).minimum(walked.count))
         };
@@ -298,7 +332,15 @@ impl Equal {
         let first_row = k.eval(row_tile * mma.query_rows());
 
         let lengths = [self.query_length, self.key_length];
-        let all = Walked::new(k, mma, visibility, first_row, lengths);
+        let all = match mma.takes_block_lists() {
+            false => Walked::new(k, mma, visibility, first_row, lengths),
+            true => {
+                let lists = BlockLists::parameters(k);
+                let list = lists.of(k, [sequence, head, row_tile]);
+                let list = k.eval(list);
+                Walked::listed(k, list)
+            }
+        };
         let walked = match split {
             None => all,
             Some((index, _, length)) => all.part(k, index, length),

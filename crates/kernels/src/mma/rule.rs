@@ -105,6 +105,7 @@ impl Rule {
         products: &WarpAccumulator,
         first_key: Reg<U32>,
         needs_mask: Value<Pred>,
+        needs_function: Option<Value<Pred>>,
     ) {
         let scores = Score::of_warp(products);
         if self.changes {
@@ -130,7 +131,8 @@ impl Rule {
         });
         if let Some(function) = &self.functions.mask {
             // A branch of its own, for the same reason as above.
-            k.if_(first_key.less(self.key_length), |k| {
+            let needed = needs_function.unwrap_or_else(|| first_key.less(self.key_length));
+            k.if_(needed, |k| {
                 let standing = self.standing(k, first_key);
                 function.apply(k, &scores, &standing);
             });

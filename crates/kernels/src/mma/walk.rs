@@ -16,6 +16,7 @@ use super::place::{Place, WarpBlocks};
 use super::products::{Lanes, Queries, scores, update};
 use super::rule::{Rule, RuleParameters};
 use super::softmax::Softmax;
+use crate::attention::function::blocks::{block_of, needs_function};
 
 /// What one warp holds.
 pub(super) struct Warp<'a> {
@@ -82,7 +83,8 @@ impl<'a> Warp<'a> {
         k.copy_async_commit();
         for block in 0..ahead {
             k.if_(remaining.greater(block), |k| {
-                let first_key = k.eval(place.first_key(self.mma, remaining - block));
+                let first_key = place.first_key(k, self.mma, remaining - block);
+                let first_key = k.eval(first_key);
                 // Only the first block to be walked can be ragged.
                 let rows = (block == 0).then(|| k.eval(place.key_length - first_key));
                 key_blocks.look_up(k, first_key);
@@ -92,7 +94,8 @@ impl<'a> Warp<'a> {
         }
         if key_blocks.are_looked_up() {
             k.if_(remaining.greater(ahead), |k| {
-                key_blocks.look_up(k, place.first_key(self.mma, remaining - ahead));
+                let first_key = place.first_key(k, self.mma, remaining - ahead);
+                key_blocks.look_up(k, first_key);
             });
         }
         wait(k, ahead);
@@ -136,11 +139,15 @@ impl<'a> Warp<'a> {
         let ahead = self.mma.ahead;
         wait(k, ahead - 1);
         k.if_(self.remaining.greater(ahead), |k| {
-            let first_key = k.eval(place.first_key(self.mma, self.remaining - ahead));
+            let first_key = place.first_key(k, self.mma, self.remaining - ahead);
+            let first_key = k.eval(first_key);
             key_blocks.copy(k, self.slots(ahead), first_key, None);
             // Beyond the last block, that one again.
             let next = (self.remaining - (ahead + 1)).maximum(1);
-            key_blocks.look_up(k, place.first_key(self.mma, next));
+            if key_blocks.are_looked_up() {
+                let first_key = place.first_key(k, self.mma, next);
+                key_blocks.look_up(k, first_key);
+            }
         });
         k.copy_async_commit();
     }
@@ -154,15 +161,20 @@ impl<'a> Warp<'a> {
     /// Takes the block in: scores, probabilities, output.
     fn attend(&self, k: &mut Builder, place: &Place) {
         let mma = self.mma;
-        let first_key = k.eval(place.first_key(mma, self.remaining));
-        let scores = self.scores(k, first_key);
+        let entry = place.entry(k, self.remaining.into());
+        let first_key = match entry {
+            None => place.first_key(k, mma, self.remaining),
+            Some(entry) => block_of(entry) * mma.key_block,
+        };
+        let first_key = k.eval(first_key);
+        let scores = self.scores(k, first_key, entry);
         k.if_(self.remaining.equals(self.blocks.seen), |k| self.softmax.begin(k, &scores));
         let p = WarpFragment::new(k, mma.element, mma.warp_rows(), mma.key_block);
         let sums: Vec<Reg<F32>> = (0..mma.thread_rows()).map(|_| k.register()).collect();
         self.softmax.exponentials(k, &scores, &p, &sums);
         let exceeds = self.softmax.exceeds(k, &sums);
         k.if_(exceeds, |k| {
-            let scores = self.scores(k, first_key);
+            let scores = self.scores(k, first_key, entry);
             self.softmax.raise(k, &scores, &self.output);
             self.softmax.exponentials(k, &scores, &p, &sums);
         });
@@ -171,11 +183,20 @@ impl<'a> Warp<'a> {
     }
 
     /// The scores of the block, masked where it needs it.
-    fn scores(&self, k: &mut Builder, first_key: Reg<U32>) -> WarpAccumulator {
+    fn scores(
+        &self,
+        k: &mut Builder,
+        first_key: Reg<U32>,
+        entry: Option<Reg<U32>>,
+    ) -> WarpAccumulator {
         let cells = WarpAccumulator::new(k, self.mma.warp_rows(), self.mma.key_block);
         scores(k, self.mma, self.lanes, &self.queries, self.keys.at(0), &cells);
-        let needs_mask = self.blocks.needs_mask(self.remaining);
-        self.rule.apply(k, &cells, first_key, needs_mask);
+        let place = match entry {
+            None => self.remaining,
+            Some(entry) => k.eval(block_of(entry) + 1),
+        };
+        let needs_mask = self.blocks.needs_mask(place);
+        self.rule.apply(k, &cells, first_key, needs_mask, entry.map(needs_function));
         cells
     }
 }

@@ -308,6 +308,7 @@ impl Call {
                 Contents::Anything => memory.output(&name, bytes),
                 Contents::Zeros => memory.input(&name, vec![0; bytes]),
                 Contents::Tiles(order) => memory.input_u32(&name, &order.words()),
+                Contents::Blocks(mask) => memory.input_u32(&name, &mask.words()),
             };
             if it.contents == Contents::Zeros {
                 restored.push(buffer);

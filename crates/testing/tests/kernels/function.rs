@@ -8,7 +8,7 @@ use kernels::parameter::{Captured, CapturedPart, Number, Parameter, Tensor};
 use kernels::product::Source;
 use kernels::{Batch, Configuration, Forward, Mma, Prefill, Rules, Scalar};
 use ptx::{Element, Target};
-use sim::{Argument, Launch, Memory, Mode, Options};
+use sim::{Argument, Launch, Measure, Memory, Mode, Options, Policy};
 
 use crate::every_schedule;
 
@@ -336,6 +336,38 @@ fn forward_follows_functions() {
         };
         let (lengths, heads) = SIZE;
         checked(Call::new(Configuration::Forward(forward), 2, lengths, heads), &rules);
+    }
+}
+
+/// Blocks that no row of a tile sees are not multiplied: as many products as by name.
+#[test]
+fn blocks_that_a_function_hides_are_not_walked() {
+    let causal = Function::mask("causal", |at| at.position().ge(at.key()));
+    let window = Function::mask("window", |at| {
+        let before = at.position() - at.key();
+        before.ge(-14) & before.le(66)
+    });
+    let by_function = |function| Rules { mask_function: Some(function), ..Rules::DENSE };
+    let products = |kernel: Configuration| {
+        let scene = Call::new(kernel, 1, [130, 130], [1, 1]).scene().unwrap();
+        let (memory, report) = scene.run(&Options::values(Policy::Earliest, 0)).unwrap();
+        let accuracy = scene.judge(&memory);
+        assert!(accuracy.passed(), "{accuracy}");
+        report.counts.get(Measure::TensorOperations)
+    };
+    let forward = |rules| {
+        let tile = Forward { rules, warpgroups: 1, key_block: 32, ..every_tuned()[0] };
+        let tile = Forward { element: Element::BF16, output: Element::BF16, ..tile };
+        Configuration::Forward(Forward { head_dim: 64, value_head_dim: 64, ..tile })
+    };
+    // One warp of a tile more or less sees a block: tiles of one warp say it exactly.
+    let narrow = |rules| Configuration::Mma(Mma { row_tiles: 1, ..mma(rules) });
+    let dense = products(forward(Rules::DENSE));
+    for (function, rules) in [(causal, Rules::CAUSAL), (window, Rules::LOCAL)] {
+        let by_name = products(forward(rules));
+        assert!(by_name < dense);
+        assert_eq!(products(forward(by_function(function))), by_name);
+        assert!(products(narrow(by_function(function))) < products(narrow(Rules::DENSE)));
     }
 }
 

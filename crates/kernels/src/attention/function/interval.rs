@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use super::Function;
 use super::evaluate::integer_binary;
-use super::node::{Binary, Comparison, Constant, Node, Symbol, Type, Unary, types};
+use super::node::{Binary, Comparison, Constant, Node, Symbol, Type, Unary};
 
 /// Ranges of where scores stand; none is empty.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -75,10 +75,9 @@ impl Function {
     /// ```
     pub fn seen(&self, region: &Region) -> Seen {
         let body = self.body();
-        let types = types(&body.tensors, &body.nodes);
         let mut spans: Vec<Span> = Vec::with_capacity(body.nodes.len());
-        for (node, ty) in body.nodes.iter().zip(types) {
-            spans.push(span(node, ty, region, &spans));
+        for (node, ty) in body.nodes.iter().zip(&body.types) {
+            spans.push(span(node, *ty, region, &spans));
         }
         match spans[body.root as usize] {
             Span::Truth(true, false) => Seen::None,

@@ -11,6 +11,7 @@
 //! | `text` | nodes as text, and back |
 //! | `evaluate` | what a function gives for one query and one key |
 //! | `interval` | what it can give for ranges of queries and keys |
+//! | `blocks` | which key blocks tiles of queries see, and which of them need the function |
 //! | `lower` | a function in a kernel, over a thread's scores |
 //! | `table` | a kernel that does nothing else |
 //!
@@ -27,6 +28,7 @@
 //! | float to integer | towards zero, at most as far as integers go; NaN is zero |
 //! | a load outside of its tensor | zero, whichever index is outside |
 
+pub(crate) mod blocks;
 pub(crate) mod lower;
 
 mod evaluate;
@@ -36,6 +38,7 @@ mod table;
 mod text;
 mod trace;
 
+pub use blocks::BlockMask;
 pub use evaluate::{Here, HostTensor, Row};
 pub use interval::{Region, Seen};
 pub use node::{Kind, Stored, TensorSpec, Type};
@@ -84,6 +87,8 @@ pub(crate) struct Body {
     pub(crate) tensors: Vec<TensorSpec>,
     /// Each after those that it is made of.
     pub(crate) nodes: Vec<Node>,
+    /// The type of each.
+    types: Vec<Type>,
     pub(crate) root: Id,
     text: String,
     hash: u64,
@@ -108,7 +113,8 @@ impl Function {
             return Function(known);
         }
         let hash = fnv1a(text.as_bytes());
-        let body = Body { kind, name, tensors, nodes, root, text: text.clone(), hash };
+        let types = node::types(&tensors, &nodes);
+        let body = Body { kind, name, tensors, nodes, types, root, text: text.clone(), hash };
         let body: &'static Body = Box::leak(Box::new(body));
         functions.insert(text, body);
         Function(body)

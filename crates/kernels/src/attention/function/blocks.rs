@@ -1,0 +1,260 @@
+//! Block masks: which key blocks a tile of queries sees at all, and which of them need the function.
+//!
+//! Found on the host by interval arithmetic ([`Function::seen`]), once for a plan. Each tile of
+//! queries has a list of the key blocks that it walks. A block that is in no list is never loaded;
+//! one that every row sees whole is walked without the function.
+
+use ptx::{Builder, Expression, GlobalAddress, Pred, Reg, U32, U64, Value};
+
+use super::{Depends, Function, Region, Seen};
+use crate::attention::Window;
+use crate::parameter::{Number, Workspace};
+
+/// What block masks are found from.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BlockMask {
+    /// The mask.
+    pub function: Function,
+    /// What else hides keys.
+    pub window: Window,
+    /// Queries and keys of a sequence.
+    pub lengths: [u32; 2],
+    /// Query heads.
+    pub heads: u32,
+    /// Sequences.
+    pub batch: u32,
+    /// Query rows of a tile.
+    pub query_rows: u32,
+    /// Keys of a block.
+    pub key_block: u32,
+}
+
+/// The most pairs of tiles and blocks that are looked at one by one: a second's work. Where heads or
+/// sequences make more of them, what holds for all of them is found.
+const MOST_PAIRS: u64 = 1 << 22;
+
+impl BlockMask {
+    /// Tiles of queries of a head.
+    fn tiles(&self) -> u32 {
+        self.lengths[0].div_ceil(self.query_rows)
+    }
+
+    /// Words of a list: how many blocks there are, and these, the first first: twice the block's
+    /// number, and one more where it needs the function.
+    pub fn list_words(&self) -> u32 {
+        self.lengths[1].div_ceil(self.key_block).max(1) + 1
+    }
+
+    /// Sequences and heads that have lists of their own.
+    fn apart(&self) -> [u32; 2] {
+        let Depends { batch, head } = self.function.depends();
+        let pairs = u64::from(self.tiles()) * u64::from(self.list_words());
+        let heads =
+            if head && pairs * u64::from(self.heads) <= MOST_PAIRS { self.heads } else { 1 };
+        let all = pairs * u64::from(heads) * u64::from(self.batch);
+        [if batch && all <= MOST_PAIRS { self.batch } else { 1 }, heads]
+    }
+
+    /// The words of all lists.
+    pub fn size(&self) -> u64 {
+        let [batch, heads] = self.apart();
+        u64::from(batch) * u64::from(heads) * u64::from(self.tiles()) * u64::from(self.list_words())
+    }
+
+    /// Words from the lists of a sequence to the next's and of a head to the next's; zero where they
+    /// share them.
+    pub fn strides(&self) -> [u32; 2] {
+        let [batch, heads] = self.apart();
+        let head = self.tiles() * self.list_words();
+        let apart = |count: u32, stride: u32| if count > 1 { stride } else { 0 };
+        [apart(batch, head * heads), apart(heads, head)]
+    }
+
+    /// The lists: of sequences, heads, tiles.
+    ///
+    /// ```
+    /// use flashcore_kernels::Window;
+    /// use flashcore_kernels::attention::function::{BlockMask, Function};
+    ///
+    /// let mask = BlockMask {
+    ///     function: Function::mask("causal", |at| at.query().ge(at.key())),
+    ///     window: Window::DENSE,
+    ///     lengths: [128, 128],
+    ///     heads: 8,
+    ///     batch: 2,
+    ///     query_rows: 64,
+    ///     key_block: 64,
+    /// };
+    /// // The first tile sees a part of block 0; the second all of it, and a part of block 1.
+    /// assert_eq!(mask.words(), [1, 1, 0, 2, 0, 3]);
+    /// ```
+    pub fn words(&self) -> Vec<u32> {
+        let [batch, heads] = self.apart();
+        let range = |index: u32, apart: u32, all: u32| match apart {
+            1 => 0..all.max(1) as i32,
+            _ => index as i32..index as i32 + 1,
+        };
+        let mut words = Vec::with_capacity(self.size() as usize);
+        for sequence in 0..batch {
+            for head in 0..heads {
+                for tile in 0..self.tiles() {
+                    let region = Region {
+                        batch: range(sequence, batch, self.batch),
+                        heads: range(head, heads, self.heads),
+                        queries: 0..1,
+                        keys: 0..1,
+                        query_length: self.lengths[0] as i32,
+                        key_length: self.lengths[1] as i32,
+                    };
+                    self.push_list(tile, region, &mut words);
+                }
+            }
+        }
+        words
+    }
+
+    fn push_list(&self, tile: u32, region: Region, words: &mut Vec<u32>) {
+        let [queries, keys] = self.lengths;
+        let first = tile * self.query_rows;
+        let end = (first + self.query_rows).min(queries);
+        let offset = i64::from(keys) - i64::from(queries);
+        let visible =
+            self.window.tile_keys(i64::from(first) + offset, i64::from(end) - 1 + offset, keys);
+        let begin = words.len();
+        words.push(0);
+        let blocks = match visible.is_empty() {
+            true => 0..0,
+            false => visible.start / self.key_block..visible.end.div_ceil(self.key_block),
+        };
+        for block in blocks {
+            let (from, to) = (block * self.key_block, ((block + 1) * self.key_block).min(keys));
+            let region = Region {
+                queries: first as i32..end as i32,
+                keys: from as i32..to as i32,
+                ..region.clone()
+            };
+            match self.function.seen(&region) {
+                Seen::None => {}
+                Seen::Some => words.push(2 * block + 1),
+                Seen::All => words.push(2 * block),
+            }
+        }
+        words[begin] = (words.len() - begin - 1) as u32;
+        // Kernels that walk a block in any case find one here, which the function hides.
+        if words[begin] == 0 {
+            words.push(1);
+        }
+        words.resize(begin + self.list_words() as usize, 0);
+    }
+
+    /// How many blocks the tiles of a head walk, those of the first head and sequence.
+    pub fn blocks_of_tiles(&self) -> Vec<u32> {
+        let one = BlockMask { heads: 1, batch: 1, ..*self };
+        one.words().chunks(self.list_words() as usize).map(|list| list[0]).collect()
+    }
+}
+
+/// Block masks inside a kernel.
+#[derive(Clone, Copy)]
+pub(crate) struct BlockLists {
+    address: Reg<GlobalAddress>,
+    words: Reg<U32>,
+    batch_stride: Reg<U32>,
+    head_stride: Reg<U32>,
+}
+
+/// The list of a tile inside a kernel: the address of its first word.
+pub(crate) type BlockList = Reg<GlobalAddress>;
+
+impl BlockLists {
+    /// Declares what they are passed at launch.
+    pub(crate) fn parameters(k: &mut Builder) -> Self {
+        BlockLists {
+            address: Workspace::BlockLists.address(k),
+            words: Number::BlockListWords.read(k),
+            batch_stride: Number::BlockListBatchStride.read(k),
+            head_stride: Number::BlockListHeadStride.read(k),
+        }
+    }
+
+    /// The address of the first of them.
+    pub(crate) fn address(&self) -> Reg<GlobalAddress> {
+        self.address
+    }
+
+    /// The list of a tile.
+    pub(crate) fn of(
+        &self,
+        k: &mut Builder,
+        [batch, head, tile]: [Reg<U32>; 3],
+    ) -> Value<GlobalAddress> {
+        let index = batch * self.batch_stride + head * self.head_stride + tile * self.words;
+        let index = k.eval(index);
+        self.address + index.convert::<U64>() * 4
+    }
+}
+
+/// How many blocks a list has.
+pub(crate) fn count(k: &mut Builder, list: BlockList) -> Reg<U32> {
+    k.load::<U32, _>(list)
+}
+
+/// The entry of a list that has so many before it.
+pub(crate) fn entry(k: &mut Builder, list: BlockList, before: Value<U32>) -> Reg<U32> {
+    let before = k.eval(before);
+    k.load::<U32, _>(list + before.convert::<U64>() * 4 + 4u64)
+}
+
+/// The key block of an entry.
+pub(crate) fn block_of(entry: Reg<U32>) -> Value<U32> {
+    entry >> 1
+}
+
+/// Whether the block of an entry needs the function.
+pub(crate) fn needs_function(entry: Reg<U32>) -> Value<Pred> {
+    (entry & 1).differs(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mask(function: Function) -> BlockMask {
+        BlockMask {
+            function,
+            window: Window::DENSE,
+            lengths: [100, 130],
+            heads: 3,
+            batch: 2,
+            query_rows: 64,
+            key_block: 32,
+        }
+    }
+
+    #[test]
+    fn lists_are_shared_unless_the_function_differs() {
+        let causal = mask(Function::mask("causal", |at| at.key().le(at.position())));
+        assert_eq!((causal.strides(), causal.list_words()), ([0, 0], 6));
+        // Positions from 30 on: the first tile sees up to key 93, whole up to 30.
+        assert_eq!(causal.words(), [3, 1, 3, 5, 0, 0, 5, 0, 2, 5, 7, 9]);
+        assert_eq!(causal.blocks_of_tiles(), [3, 5]);
+        let of_head = mask(Function::mask("head", |at| at.key().lt(32 * at.head())));
+        assert_eq!((of_head.strides(), of_head.size()), ([0, 12], 36));
+        assert_eq!(
+            of_head.words()[12..],
+            [1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 2, 0, 2, 0, 0, 0, 2, 0, 2, 0, 0, 0]
+        );
+        let both = mask(Function::mask("both", |at| at.batch().eq(at.head())));
+        assert_eq!((both.strides(), both.words().len() as u64), ([36, 12], both.size()));
+    }
+
+    #[test]
+    fn a_window_hides_blocks_too() {
+        let function = Function::mask("always", |at| at.boolean(true));
+        let window = Window { left: 10, ..Window::CAUSAL };
+        let local = BlockMask { window, ..mask(function) };
+        assert_eq!(local.words(), [3, 0, 2, 4, 0, 0, 3, 4, 6, 8, 0, 0]);
+        let unseen = BlockMask { lengths: [100, 0], ..mask(function) };
+        assert_eq!(unseen.words(), [0, 1, 0, 1]);
+    }
+}
