@@ -41,7 +41,7 @@ impl Printer<'_> {
             }
             I::Compare { comparison, ty, dst, a, b } => {
                 let [a, b] = [a, b].map(|operand| self.operand(*operand, *ty));
-                let mnemonic = compare(*comparison);
+                let mnemonic = compare(*comparison, *ty);
                 format!("setp.{mnemonic}.{} {}, {a}, {b};", scalar_type(*ty), self.name(*dst))
             }
             I::Select { ty, dst, condition, a, b } => {
@@ -598,10 +598,12 @@ fn binary(operation: BinaryOperation, ty: Type) -> String {
     }
 }
 
-fn compare(comparison: Comparison) -> &'static str {
+fn compare(comparison: Comparison, ty: Type) -> &'static str {
     match comparison {
         Comparison::Equal => "eq",
-        Comparison::NotEqual => "ne",
+        // Of floats, `ne` is false where one of them is NaN.
+        Comparison::NotEqual if ty.is_integer() || ty == Type::Pred => "ne",
+        Comparison::NotEqual => "neu",
         Comparison::Less => "lt",
         Comparison::LessOrEqual => "le",
         Comparison::Greater => "gt",
