@@ -147,7 +147,7 @@ def flash_attn_func(
         )
     if deterministic is not False:
         deterministic = _flag("deterministic", deterministic)
-    tensors = (q, k, v, None, None, None, None, None, None, None, alibi_slopes, s_aux)
+    tensors: tuple[Any, ...] = (q, k, v, None, None, None, None, None, None, None, alibi_slopes, s_aux)
     if q_descale is not None or k_descale is not None or v_descale is not None:
         tensors = (*tensors, q_descale, k_descale, v_descale)
     result = _attend(

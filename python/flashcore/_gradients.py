@@ -62,16 +62,20 @@ def forward(tensors: tuple[Any, ...], lists: Any, numbers: tuple[Any, ...], func
 
 
 def empty_gradients(
-    tensors: tuple[Any, ...], separate: tuple[Any, ...], lists: Any, causal: bool, function: str
+    tensors: tuple[Any, ...], separate: tuple[Any, ...], lists: Any, causal: bool, function: str, needed: Any
 ) -> list[Any]:
-    """Memory for the gradients of the first tensors and of sinks: zeros where not all is written."""
+    """Memory for the gradients of the first tensors and of sinks: zeros where not all is written.
+
+    The kernels write those too that nobody needs; what these hold elsewhere does not matter.
+    """
     q, k, v = separate
     # Rows of no sequence; keys behind the last query's; rows that meet nothing.
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = lists[:4]
     some = cu_seqlens_q is not None or cu_seqlens_k is not None or seqused_q is not None or seqused_k is not None
     some = some or (function == "scaled_dot_product_attention" and causal and k.shape[2] > q.shape[2])
     make = torch.zeros_like if some or _nothing(q, k, v) else torch.empty_like
-    return [None if it is None else make(it) for it in (*tensors, lists[SINKS])]
+    of = zip((*tensors, lists[SINKS]), needed)
+    return [None if it is None else make(it) if need else torch.empty_like(it) for it, need in of]
 
 
 def _nothing(q: Any, k: Any, v: Any) -> bool:
@@ -87,10 +91,11 @@ def backward(
     numbers: tuple[Any, ...],
     function: str,
     deterministic: bool,
+    needed: Any,
 ) -> list[Any]:
-    """The gradients of the first tensors, as they were given, and of sinks; None for what is None."""
+    """The gradients of the first tensors, as they were given, and of sinks; None for what nobody needs."""
     separate = parts(*tensors)
-    gradients = empty_gradients(tensors, separate, lists, numbers[1], function)
+    gradients = empty_gradients(tensors, separate, lists, numbers[1], function, needed)
     if not _nothing(*separate):
         _flashcore.attend_backward(
             (*separate, *lists),
@@ -100,7 +105,7 @@ def backward(
             (*parts(*gradients[:3]), gradients[3]),
             deterministic,
         )
-    return gradients
+    return [it if need else None for it, need in zip(gradients, needed)]
 
 
 class Attention(torch.autograd.Function):  # type: ignore[misc]
@@ -134,8 +139,8 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
             call = (*flat(numbers), *lists, *NONE[len(lists) :], function, deterministic)
             dq, dk, dv, ds = _by_operator(dout, (q, k, v, out, lse), call, needed)
         else:
-            found = backward(dout, (q, k, v), out, lse, lists, numbers, function, deterministic)
-            dq, dk, dv, ds = [it if need else None for it, need in zip(found, needed)]
+            found = backward(dout, (q, k, v), out, lse, lists, numbers, function, deterministic, needed)
+            dq, dk, dv, ds = found
         return dq, dk, dv, None, ds, None
 
 
@@ -149,7 +154,7 @@ def run_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *others:
     """The operator ``attention_backward``: the gradients that are needed."""
     numbers, lists = nested(others[:NUMBERS]), others[NUMBERS : NUMBERS + LISTS]
     function, deterministic, needed = others[NUMBERS + LISTS :]
-    found = backward(dout, (q, k, v), out, lse, lists, numbers, function, deterministic)
+    found = backward(dout, (q, k, v), out, lse, lists, numbers, function, deterministic, needed)
     return _chosen(found, needed)
 
 
@@ -158,7 +163,8 @@ def fake_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *others
     lists = others[NUMBERS : NUMBERS + LISTS]
     function, _, needed = others[NUMBERS + LISTS :]
     tensors = (q, k, v)
-    return _chosen(empty_gradients(tensors, parts(*tensors), lists, others[1], function), needed)
+    gradients = empty_gradients(tensors, parts(*tensors), lists, others[1], function, needed)
+    return _chosen(gradients, needed)
 
 
 def _chosen(gradients: list[Any], needed: list[bool]) -> list[Any]:

@@ -284,6 +284,8 @@ def test_what_is_wrong_beside_tensors_of_pytorch_is_named(call, argument, value)
         """Arrays as tensors, if PyTorch can have them."""
         if type(value) is not np.ndarray:
             return value
+        if value.dtype.name in ("float8_e4m3fn", "float8_e5m2"):
+            return torch.from_numpy(value.view(np.uint8)).view(getattr(torch, value.dtype.name))
         try:
             return torch.from_numpy(value)
         except (TypeError, ValueError):

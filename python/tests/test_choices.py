@@ -120,6 +120,14 @@ def test_a_kernel_can_be_insisted_on(monkeypatch):
         _flashcore.plan_for(*given, "h200")
 
 
+def test_a_kernel_of_one_pass_has_no_effect_on_the_other(monkeypatch):
+    given = call("b=2,h=4,s=512,d=64,bf16,causal")
+    planned = lambda: tuple(_flashcore.plan_for(*given, "h200", backward)[1] for backward in (False, True))
+    for kernel, expected in {"gpu/mma": ("mma", "backward"), "backward-mma": ("forward", "backward-mma")}.items():
+        monkeypatch.setenv("FLASHCORE_KERNEL", kernel)
+        assert planned() == expected
+
+
 def test_gradients_are_planned():
     text = "b=2,h=4,s=512,d=64,bf16,causal"
     tensors, numbers, function = call(text)

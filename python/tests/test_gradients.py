@@ -380,6 +380,16 @@ def test_only_what_is_needed_comes_back(function, device, monkeypatch):
         assert slopes.grad is None and given.pop()[:count] == [True] * count
 
 
+def test_only_gradients_that_are_needed_are_zeroed(monkeypatch):
+    q, k, v = (random(24, 2, 64, device="cpu", seed=seed) for seed in range(3))
+    zeros, zeroed = torch.zeros_like, []
+    monkeypatch.setattr(torch, "zeros_like", lambda x: zeroed.append(x.data_ptr()) or zeros(x))
+    lengths = starts((9, 12), "cpu")
+    k.requires_grad_()
+    flash_attn_varlen_func(q, k, v, lengths, lengths, 12, 12).sum().backward()
+    assert zeroed == [k.data_ptr()] and not k.grad[21:].any() and k.grad[:21].any()
+
+
 @every_device
 def test_packed_gradients_are_written_into_one_tensor(device, monkeypatch):
     from flashcore import _flashcore, _gradients
@@ -702,7 +712,7 @@ def test_vmap(device):
 @every_device
 def test_the_operators_keep_pytorchs_rules(device):
     q, k, v = (random(1, 24, 2, 64, device=device, seed=seed).requires_grad_() for seed in range(3))
-    numbers, nothing = (None, True, -1, -1, 0, 0.0, None, None), (None,) * 8
+    numbers, nothing, factors = (None, True, -1, -1, 0, 0.0, None, None), (None,) * 8, (None,) * 3
     operators = torch.ops.flashcore
     sinks = torch.ones(2, device=device, requires_grad=True)
     qkv, kv = torch.stack([q, k, v], 2).detach().requires_grad_(), torch.stack([k, v], 2).detach().requires_grad_()
@@ -715,9 +725,9 @@ def test_the_operators_keep_pytorchs_rules(device):
     for operator in (operators.attention, operators.attention_with_lse):
         torch.library.opcheck(operator.default, (q, k, v, None, True))
         for tensors, rest, function in calls:
-            torch.library.opcheck(operator.all, (*tensors, *numbers, *nothing, rest, function, False))
+            torch.library.opcheck(operator.all, (*tensors, *numbers, *nothing, rest, *factors, function, False))
     for tensors, rest, function in calls:
-        call = (*numbers, *nothing, rest if rest is None else rest.detach(), function, False)
+        call = (*numbers, *nothing, rest if rest is None else rest.detach(), *factors, function, False)
         with torch.no_grad():
             output, lse = operators.attention_with_lse.all(*tensors, *call)
         given = [None if x is None else x.detach() for x in tensors]
@@ -824,6 +834,6 @@ def test_wrong_use_of_the_backward_operator_is_named(at, change, error, words):
     output, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
     arguments = [torch.ones_like(output), q, k, v, output, lse]
     arguments[at] = change(arguments[at])
-    call = (None, False, -1, -1, 0, 0.0, None, None, *(None,) * 9, "flash_attn_func", False, [True] * 3 + [False])
+    call = (None, False, -1, -1, 0, 0.0, None, None, *(None,) * 12, "flash_attn_func", False, [True] * 3 + [False])
     with pytest.raises(error, match=words):
         torch.ops.flashcore.attention_backward(*arguments, *call)

@@ -445,14 +445,14 @@ def test_the_operators_keep_pytorchs_rules(device):
     model, (k_cache, v_cache, lengths, table, cosines, sines) = decoder(device)
     q, new = random(3, 2, 4, 64, device=device), random(3, 2, 2, 64, device=device)
     operators = torch.ops.flashcore
-    lists = (None, None, None, lengths, None, None, table, None, None)
+    lists = (None, None, None, lengths, None, None, table, *(None,) * 5)
     numbers = (None, True, -1, -1, 0, 0.0, None, None)
     for operator in (operators.attention.all, operators.attention_with_lse.all):
         torch.library.opcheck(operator, (q, k_cache, v_cache, *numbers, *lists, "flash_attn_with_kvcache", False))
     for tables in ((None, None), (cosines, sines)):
         torch.library.opcheck(
             operators.append.default,
-            (k_cache, v_cache, new, new, q, lengths, None, None, None, table, *tables, None, True, True, None),
+            (k_cache, v_cache, new, new, q, lengths, None, None, None, table, *tables, None, None, None, True, True, None),
         )
     outputs = random(3, 1, 4, 2, 64, device=device, dtype=torch.float32)
     lses = random(3, 1, 4, 2, device=device, dtype=torch.float32)

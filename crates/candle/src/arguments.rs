@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Error, Layout, Result, Tensor};
 use flashcore::plan::Arrangement;
-use flashcore::{Alibi, Lists, Problem, Shape, Strides};
+use flashcore::{Alibi, DTypes, Descale, Descales, Lists, Problem, Shape, Strides};
 
 use crate::placement::check_place;
 use crate::{Options, Sequences, wrap};
@@ -17,6 +17,8 @@ pub(crate) struct Call {
     pub(crate) sequences: Sequences,
     pub(crate) slopes: Option<Tensor>,
     pub(crate) sinks: Option<Tensor>,
+    /// Descale factors of 8-bit tensors, as (batch, length, heads, 1).
+    pub(crate) descales: Descales<Option<(Tensor, flashcore::Layout)>>,
 }
 
 impl Call {
@@ -30,10 +32,20 @@ impl Call {
         if !(device.is_cpu() || device.is_cuda()) {
             return Err(no_device(device));
         }
-        let dtype = element("query", query)?;
-        for (name, tensor) in [("key", key), ("value", value)] {
-            check_alike((name, tensor), ("query", query))?;
+        let dtypes = [
+            small_element("query", query)?,
+            small_element("key", key)?,
+            small_element("value", value)?,
+        ];
+        for ((name, tensor), dtype) in
+            [("key", key), ("value", value)].into_iter().zip(&dtypes[1..])
+        {
+            match dtype.is_8_bit() {
+                true => check_device((name, tensor), ("query", query))?,
+                false => check_alike((name, tensor), ("query", query))?,
+            }
         }
+        let [of_query, of_key, of_value] = dtypes;
         let packed_keys = sequences.keys.is_packed();
         let layouts = [
             layout("query", query.layout(), sequences.queries.is_packed())?,
@@ -41,7 +53,23 @@ impl Call {
             layout("value", value.layout(), packed_keys)?,
         ];
         let problem = sequences.problem(layouts.map(|layout| layout.shape()), device)?;
-        let mut problem = problem.with_dtype(dtype).with_mask(options.mask);
+        let mut problem = problem.with_mask(options.mask);
+        problem.dtypes = DTypes { key: of_key, value: of_value, ..DTypes::inputs(of_query) };
+        let factors = Descales {
+            query: ("q_descale", &options.q_descale),
+            key: ("k_descale", &options.k_descale),
+            value: ("v_descale", &options.v_descale),
+        };
+        let (keys, batch) = (layouts[1].shape(), problem.batch);
+        let factors = factors.try_map(|(name, given)| match given {
+            Some(given) => factors_of(name, given, batch, keys, packed_keys, device).map(Some),
+            None => Ok(None),
+        })?;
+        problem.descales = factors.each_ref().map(|it| match it {
+            Some((descale, ..)) => *descale,
+            None => Descale::None,
+        });
+        let descales = factors.map(|it| it.map(|(_, tensor, layout)| (tensor, layout)));
         problem.scores = options.scores();
         problem.lse = options.lse;
         problem.validate().map_err(wrap)?;
@@ -56,10 +84,13 @@ impl Call {
         Ok(Call {
             problem,
             layouts,
-            offsets: tensors.map(|tensor| (tensor.layout().start_offset() * dtype.bytes()) as u64),
+            offsets: std::array::from_fn(|at| {
+                (tensors[at].layout().start_offset() * dtypes[at].bytes()) as u64
+            }),
             sequences: sequences.clone(),
             slopes: options.slopes.clone(),
             sinks: options.sinks.clone(),
+            descales,
         })
     }
 
@@ -70,7 +101,10 @@ impl Call {
         let [query, key, value] = self.layouts.map(|layout| layout.strides());
         let aligned = self.offsets.iter().all(|offset| offset.is_multiple_of(16));
         let output = output.strides();
-        let descales = Default::default();
+        let strides = |it: &Option<(Tensor, flashcore::Layout)>| {
+            it.as_ref().map_or_else(Strides::default, |(_, layout)| layout.strides())
+        };
+        let descales = self.descales.each_ref().map(strides);
         Ok(Arrangement { query, key, value, output, gradients: None, descales, aligned })
     }
 
@@ -185,21 +219,84 @@ pub(crate) fn element(name: &str, tensor: &Tensor) -> Result<flashcore::DType> {
     }
 }
 
+/// The same with the 8-bit type, which only queries, keys and values may have.
+fn small_element(name: &str, tensor: &Tensor) -> Result<flashcore::DType> {
+    match tensor.dtype() {
+        DType::F8E4M3 => Ok(flashcore::DType::E4M3),
+        DType::F32 | DType::F16 | DType::BF16 => element(name, tensor),
+        other => Err(refusal(name, format!("has dtype {other:?}"), "F32, F16, BF16 or F8E4M3")),
+    }
+}
+
+/// Descale factors as (batch, length, heads, 1), and over what they range: one number, one for each
+/// key head, for each sequence and key head, or of keys and values for each token and head, in the
+/// shape of the keys without their last dimension.
+fn factors_of(
+    name: &str,
+    factors: &Tensor,
+    sequences: usize,
+    keys: Shape,
+    packed: bool,
+    device: &Device,
+) -> Result<(Descale, Tensor, flashcore::Layout)> {
+    let Shape { batch, length, heads, .. } = keys;
+    if factors.dtype() != DType::F32 {
+        return Err(refusal(name, format!("has dtype {:?}", factors.dtype()), "F32"));
+    }
+    check_detached(name, factors)?;
+    let (given, expected) = (factors.device().location(), device.location());
+    if given != expected {
+        let expected = format!("{expected:?} like the query");
+        return Err(refusal(name, format!("is on {given:?}"), expected));
+    }
+    let per_head = |batch, of_heads| {
+        let strides = Strides { batch, length: 0, heads: of_heads };
+        (Descale::PerHead, Shape::new(sequences, 1, heads, 1), strides)
+    };
+    let (descale, shape, strides) = match (factors.dims(), factors.stride()) {
+        ([] | [1], _) => per_head(0, 0),
+        (&[all], &[step]) if all == heads => per_head(0, step),
+        (&[each, all], &[by, step]) if [each, all] == [sequences, heads] => per_head(by, step),
+        (&[rows, all], &[by, step]) if packed && [rows, all] == [length, heads] => {
+            let strides = Strides { batch: 0, length: by, heads: step };
+            (Descale::PerToken, Shape::new(1, rows, all, 1), strides)
+        }
+        (&[a, b, c], &[x, y, z]) if !packed && [a, b, c] == [batch, length, heads] => {
+            let strides = Strides { batch: x, length: y, heads: z };
+            (Descale::PerToken, Shape::new(a, b, c, 1), strides)
+        }
+        (given, _) => {
+            let expected = format!(
+                "[], [{heads}], [{sequences}, {heads}], or the keys' shape without its last dimension"
+            );
+            return Err(refusal(name, format!("has shape {given:?}"), expected));
+        }
+    };
+    let layout = flashcore::Layout::strided(shape, strides).map_err(wrap)?;
+    Ok((descale, factors.clone(), layout))
+}
+
 /// Refuse a tensor of another type or on another device than one that came before.
 pub(crate) fn check_alike(
     (name, tensor): (&str, &Tensor),
     (like, other): (&str, &Tensor),
 ) -> Result<()> {
+    check_device((name, tensor), (like, other))?;
+    let (given, expected) = (tensor.dtype(), other.dtype());
+    if given != expected {
+        let expected = format!("{expected:?} like the {like}");
+        return Err(refusal(name, format!("has dtype {given:?}"), expected));
+    }
+    Ok(())
+}
+
+/// Refuse a tensor on another device than one that came before.
+fn check_device((name, tensor): (&str, &Tensor), (like, other): (&str, &Tensor)) -> Result<()> {
     // As candle does: two handles of one GPU are one device.
     let (given, expected) = (tensor.device().location(), other.device().location());
     if given != expected {
         let expected = format!("{expected:?} like the {like}");
         return Err(refusal(name, format!("is on {given:?}"), expected));
-    }
-    let (given, expected) = (tensor.dtype(), other.dtype());
-    if given != expected {
-        let expected = format!("{expected:?} like the {like}");
-        return Err(refusal(name, format!("has dtype {given:?}"), expected));
     }
     Ok(())
 }

@@ -93,6 +93,7 @@ fn call(problem: &Problem, order: &str) -> Result<Call> {
         },
         sinks: problem.scores.sinks.then(|| tensor(DType::F32, &[heads])),
         lse: problem.lse,
+        ..Options::default()
     };
     Call::new(tensors.each_ref(), &Sequences { queries, keys }, &options)
 }

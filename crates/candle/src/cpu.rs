@@ -4,7 +4,8 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, Layout, Result, Storage};
 use flashcore::serving::{self, Placement};
 use flashcore::{
-    Backend, Backward, CpuBackend, Elements, Inputs, Plan, Preference, RunOptions, Shape, Tensor,
+    Backend, Backward, CpuBackend, Descale, Descales, E4M3, Elements, Inputs, Plan, Preference,
+    RunOptions, Shape, Tensor,
 };
 
 use crate::arguments::Call;
@@ -62,6 +63,7 @@ struct Given {
     value: Tensor,
     slopes: Option<Vec<f32>>,
     sinks: Option<Vec<f32>>,
+    descales: Descales<Option<Tensor>>,
     sequences: serving::Sequences,
 }
 
@@ -77,12 +79,20 @@ impl Given {
         let queries = sequences.queries.read(problem.batch, layouts[0].shape())?;
         let keys = sequences.keys.read(problem.batch, layouts[1].shape())?;
         let among = gathered.then_some(&keys);
+        let factors = problem.descales.zip(call.descales.each_ref());
+        let descales = factors.try_map(|(descale, factors)| {
+            let Some((factors, layout)) = factors else { return Ok(None) };
+            let (memory, of) = factors.storage_and_layout();
+            let among = among.filter(|_| descale == Descale::PerToken);
+            tensor((host(&memory)?, of), *layout, among).map(Some)
+        })?;
         Ok(Given {
             query: tensor(query, layouts[0], None)?,
             key: tensor(key, layouts[1], among)?,
             value: tensor(value, layouts[2], among)?,
             slopes: call.slopes.as_ref().map(numbers).transpose()?,
             sinks: call.sinks.as_ref().map(numbers).transpose()?,
+            descales,
             sequences: {
                 let keys = if gathered { packed(&keys) } else { keys };
                 serving::Sequences::new(problem.clone(), queries, keys).map_err(wrap)?
@@ -94,6 +104,7 @@ impl Given {
         Inputs {
             slopes: self.slopes.as_deref(),
             sinks: self.sinks.as_deref(),
+            descales: self.descales.each_ref().map(Option::as_ref),
             ..Inputs::new(&self.query, &self.key, &self.value)
         }
     }
@@ -157,6 +168,11 @@ fn tensor(
         CpuStorage::F32(all) => copy(&all[begin..], layout, placement).into(),
         CpuStorage::F16(all) => copy(&all[begin..], layout, placement).into(),
         CpuStorage::BF16(all) => copy(&all[begin..], layout, placement).into(),
+        CpuStorage::F8E4M3(all) => {
+            let bits = copy(&all[begin..], layout, placement).into_iter();
+            let all: Vec<E4M3> = bits.map(|it| E4M3::from_bits(it.to_bits())).collect();
+            all.into()
+        }
         other => candle_core::bail!("attention takes no {:?}", other.dtype()),
     };
     let layout = match placement {

@@ -129,6 +129,14 @@ pub struct Options {
     pub slopes: Option<Tensor>,
     /// Sinks: one more score in each row of a query head, without a value; (query heads) in f32.
     pub sinks: Option<Tensor>,
+    /// What queries of F8E4M3 are multiplied with, in f32: one number, (key heads), or (sequences,
+    /// key heads).
+    pub q_descale: Option<Tensor>,
+    /// What keys of F8E4M3 are multiplied with: like the queries', or one for each token and head, in
+    /// the shape of the keys without its last dimension.
+    pub k_descale: Option<Tensor>,
+    /// What values of F8E4M3 are multiplied with.
+    pub v_descale: Option<Tensor>,
     /// Whether the log-sum-exp of the scores is wanted.
     pub lse: bool,
 }
@@ -152,7 +160,8 @@ impl Options {
 /// The result of [`attend`].
 #[derive(Debug, Clone)]
 pub struct Attention {
-    /// (batch, query length, query heads, value head dim), without gaps, of the query's type.
+    /// (batch, query length, query heads, value head dim), without gaps, of the query's type, or BF16
+    /// where that is F8E4M3.
     pub output: Tensor,
     /// The natural logarithm of each row's sum of exponentials of scaled scores, (batch, query
     /// heads, query length) in f32, if [`Options::lse`] asked for it; minus infinity for a row

@@ -2,7 +2,7 @@
 
 mod common;
 
-use candle_core::{DType, Result, Tensor, Var};
+use candle_core::{DType, Device, Result, Tensor, Var};
 use flashcore_candle::{Attention, Mask, Options, attend, flash_attn, plan};
 
 use common::{distance, plain, refusal, tensors};
@@ -100,7 +100,7 @@ fn wrong_use_names_the_tensor_and_what_was_expected() -> Result<()> {
     );
     assert_eq!(
         call(&query.to_dtype(DType::F64)?, &key, &value),
-        "attention: the query has dtype F64, expected F32, F16 or BF16"
+        "attention: the query has dtype F64, expected F32, F16, BF16 or F8E4M3"
     );
     assert_eq!(
         call(&query, &key.narrow(3, 0, 7)?.contiguous()?, &value),
@@ -150,5 +150,57 @@ fn the_plan_says_what_runs() -> Result<()> {
     let [query, key, value] = tensors(DType::BF16, [1, 3, 5], [2, 2], [16, 16])?;
     let plan = plan(&query, &key, &value, &Options::default())?;
     assert_eq!(plan.chosen.full_name(), "cpu/blocked");
+    Ok(())
+}
+
+/// Tensors of 8 bits are what they stand for, under every kind of factors.
+#[test]
+fn tensors_of_8_bits_come_with_factors() -> Result<()> {
+    let device = &Device::Cpu;
+    let random = |shape: (usize, usize, usize, usize)| Tensor::randn(0f32, 20., shape, device);
+    let (query, key) = (random((2, 5, 4, 16))?.affine(0.05, 0.)?, random((2, 9, 2, 16))?);
+    let value = random((2, 9, 2, 16))?;
+    let [small_key, small_value] =
+        [&key, &value].map(|tensor| tensor.to_dtype(DType::F8E4M3).unwrap());
+    let wide =
+        |small: &Tensor, factors: &Tensor| small.to_dtype(DType::F32)?.broadcast_mul(factors);
+    let one = Tensor::new(0.05f32, device)?;
+    let heads = Tensor::new(&[0.05f32, 0.02], device)?;
+    let each = Tensor::new(&[[0.05f32, 0.02], [0.01, 0.03]], device)?;
+    let tokens = Tensor::rand(0.01f32, 0.05, (2, 9, 2), device)?;
+    for (factors, shape) in [
+        (one.clone(), vec![1, 1, 1, 1]),
+        (heads.clone(), vec![1, 1, 2, 1]),
+        (each, vec![2, 1, 2, 1]),
+        (heads.expand((2, 2))?, vec![2, 1, 2, 1]),
+        (tokens, vec![2, 9, 2, 1]),
+    ] {
+        let options = Options {
+            k_descale: Some(factors.clone()),
+            v_descale: Some(factors.clone()),
+            ..Options::default()
+        };
+        let found = attend(&query, &small_key, &small_value, &options)?.output;
+        let factors = factors.contiguous()?.reshape(shape)?;
+        let [key, value] = [&small_key, &small_value].map(|small| wide(small, &factors).unwrap());
+        let expected = attend(&query, &key, &value, &Options::default())?.output;
+        let error = (found - expected)?.abs()?.max_all()?.to_scalar::<f32>()?;
+        assert!(error < 1e-5, "{error}");
+    }
+    // Queries too: the output is BF16 then.
+    let small_query = query.to_dtype(DType::F8E4M3)?;
+    let options = Options { q_descale: Some(one.clone()), ..Options::default() };
+    let found = attend(&small_query, &small_query, &small_query, &options)?.output;
+    assert_eq!(found.dtype(), DType::BF16);
+    let refusal = |options: Options, key: &Tensor| {
+        attend(&query, key, &small_value, &options).unwrap_err().to_string()
+    };
+    let three = Tensor::ones(3, DType::F32, device)?;
+    let wrong = Options { k_descale: Some(three), ..Options::default() };
+    let text = refusal(wrong, &small_key);
+    assert!(text.contains("k_descale has shape [3]") && text.contains("[2, 2]"), "{text}");
+    let unused = Options { k_descale: Some(one), ..Options::default() };
+    let text = refusal(unused, &key);
+    assert!(text.contains("descale factors are of 8-bit tensors"), "{text}");
     Ok(())
 }

@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use flashcore::file::{self, Names};
-use flashcore::{DType, InputTensors, Inputs, Machine, Mask, Output, Problem};
+use flashcore::{
+    DType, DTypes, Descale, Descales, InputTensors, Inputs, Machine, Mask, Output, Problem,
+};
 use harness::given::Given;
 use harness::verify::Truth;
 use serde::Serialize;
@@ -44,9 +46,15 @@ pub(crate) struct Arguments {
     /// Elements of a value or output vector [default: the head dim]
     #[arg(long, conflicts_with = "input")]
     value_head_dim: Option<usize>,
-    /// Element type: f32, f16 or bf16 [default: bf16]
+    /// Element type: f32, f16, bf16, e4m3 or e5m2 [default: bf16]
     #[arg(long, conflicts_with = "input")]
     dtype: Option<DType>,
+    /// Element type of keys and values, as of an 8-bit cache [default: that of all]
+    #[arg(long, value_name = "DTYPE", conflicts_with = "input")]
+    kv_dtype: Option<DType>,
+    /// Give 8-bit tensors descale factors: for each head, or of keys and values for each token
+    #[arg(long, value_name = "PER", value_parser = ["head", "token"], conflicts_with = "input")]
+    descale: Option<String>,
     /// Mask the keys after each query, aligned to the last query and key
     #[arg(long)]
     causal: bool,
@@ -71,7 +79,8 @@ pub(crate) struct Arguments {
     /// Seed of the generated tensors [default: 0]
     #[arg(long, conflicts_with = "input")]
     seed: Option<u64>,
-    /// Take tensors `q`, `k` and `v`, each [batch, length, heads, dim], from a safetensors file
+    /// Take tensors `q`, `k` and `v`, each [batch, length, heads, dim], from a safetensors file, and
+    /// `q_descale`, `k_descale`, `v_descale` where they have 8 bits
     #[arg(long, value_name = "FILE")]
     input: Option<PathBuf>,
     /// Write `output` and `lse` to a safetensors file
@@ -108,7 +117,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     let (problem, tensors, given) = prepared?;
     let inputs = given.as_ref().map_or_else(|| tensors.inputs(), |given| given.inputs(&tensors));
     let machine = machine.map_err(|_| "looking for GPUs panicked")?;
-    let preference = arguments.preferred.preference();
+    let preference = arguments.preferred.preference(problem.pass);
     let before = started.elapsed();
     let result = {
         let bar = Bar::new("attention");
@@ -196,6 +205,19 @@ impl Arguments {
         }
         if let Some(dtype) = self.dtype {
             problem = problem.with_dtype(dtype);
+        }
+        if let Some(dtype) = self.kv_dtype {
+            problem = problem.with_kv_dtype(dtype);
+        }
+        if let Some(per) = &self.descale {
+            let DTypes { query, key, value, .. } = problem.dtypes;
+            let tokens = if per == "token" { Descale::PerToken } else { Descale::PerHead };
+            let of = |dtype: DType, descale| if dtype.is_8_bit() { descale } else { Descale::None };
+            problem.descales = Descales {
+                query: of(query, Descale::PerHead),
+                key: of(key, tokens),
+                value: of(value, tokens),
+            };
         }
         if self.causal {
             problem.mask.right = Some(0);

@@ -97,10 +97,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         lines.extend(check_attention(&backends, *dtype, arguments));
         lines.extend(check_sequences(&backends, *dtype, arguments));
         // Of 8-bit tensors there are no gradients.
-        if dtype.is_8_bit() {
-            continue;
+        if !dtype.is_8_bit() {
+            lines.extend(check_gradients(&backends, *dtype, arguments));
         }
-        lines.extend(check_gradients(&backends, *dtype, arguments));
         if let Some(gpu) = machine.gpu().filter(|_| wanted != Some("cpu")) {
             lines.extend(check_caches(gpu, *dtype, arguments));
         }
@@ -267,11 +266,11 @@ fn check_caches(gpu: &Gpu, dtype: DType, arguments: &Arguments) -> Vec<Line> {
     let bar = Bar::new("checking");
     let wanted = |name: &str| arguments.kernel.as_deref().is_none_or(|kernel| kernel == name);
     let mut checked = Vec::new();
-    // The kernels that look at a cache take 16-bit elements.
+    // Caches have 16 bits or 8.
     if wanted("append") && dtype != DType::F32 {
         checked.extend(check::run_appends(gpu, dtype, seeds, &bar));
     }
-    if wanted("combine") {
+    if wanted("combine") && !dtype.is_8_bit() {
         checked.extend(check::run_combines(gpu, dtype, seeds, &bar));
     }
     let of = |it: check::CheckedSequences| {

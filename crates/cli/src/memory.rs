@@ -4,20 +4,28 @@
 use std::error::Error;
 use std::fs;
 
-use flashcore::Problem;
+use flashcore::{DTypes, Problem};
 
 use crate::terminal;
 
 /// Refuse a problem whose tensors are larger than the memory that is free.
 pub(crate) fn admit(problem: &Problem) -> Result<(), Box<dyn Error>> {
-    let elements: u128 =
-        [problem.query_shape(), problem.key_shape(), problem.value_shape(), problem.output_shape()]
-            .into_iter()
-            .map(|shape| shape.elements().map_or(u128::MAX / 16, |count| count as u128))
-            .sum();
+    let DTypes { query, key, value, output } = problem.dtypes;
+    let bytes: u128 = [
+        (problem.query_shape(), query),
+        (problem.key_shape(), key),
+        (problem.value_shape(), value),
+        (problem.output_shape(), output),
+    ]
+    .into_iter()
+    .map(|(shape, dtype)| {
+        let elements = shape.elements().map_or(u128::MAX / 64, |count| count as u128);
+        elements * dtype.bytes() as u128
+    })
+    .sum();
     // The output's rows are listed once while they are shared out among threads.
     let rows = problem.rows() as u128 * (4 + 16);
-    let needed = elements * problem.dtype().bytes() as u128 + rows;
+    let needed = bytes + rows;
     match available() {
         Some(available) if needed > available => Err(format!(
             "this problem needs {} of memory, {} are free",

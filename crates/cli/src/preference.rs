@@ -1,7 +1,7 @@
 //! Which kernel is meant: on the command line, else by the environment.
 
 use clap::{Args, ValueEnum};
-use flashcore::Preference;
+use flashcore::{Pass, Preference};
 use harness::bench::Candidate;
 
 /// What the caller insists on.
@@ -17,9 +17,9 @@ pub(crate) struct Preferred {
 }
 
 impl Preferred {
-    pub(crate) fn preference(&self) -> Preference {
+    pub(crate) fn preference(&self, pass: Pass) -> Preference {
         let named = self.kernel.as_deref().map(Preference::named);
-        let preference = named.unwrap_or_else(Preference::from_environment);
+        let preference = named.unwrap_or_else(|| Preference::from_environment(pass));
         let backend = self.backend.name().map(str::to_owned);
         Preference { backend: backend.or(preference.backend), ..preference }
     }
@@ -51,10 +51,10 @@ pub(crate) struct Ours {
 }
 
 impl Ours {
-    pub(crate) fn candidate(&self) -> Result<Candidate, String> {
+    pub(crate) fn candidate(&self, pass: Pass) -> Result<Candidate, String> {
         match &self.kernel {
             Some(name) => Candidate::parse(name.strip_prefix("gpu/").unwrap_or(name)),
-            None => Candidate::from_environment(),
+            None => Candidate::from_environment(pass),
         }
     }
 }

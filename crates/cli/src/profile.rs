@@ -64,7 +64,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     let _bar = Bar::new("profiling");
     let gpu = harness::open_gpu();
     let chip = gpu.as_ref().map_or(Chip::H200, Gpu::chip);
-    let (plan, given) = arguments.ours.candidate()?.plan(&chip, problem)?;
+    let (plan, given) = arguments.ours.candidate(problem.pass)?.plan(&chip, problem)?;
     let choice = plan.chosen.choice.as_ref().ok_or("it is no kernel of a GPU")?;
     let name = choice.kernel().name();
     // Timestamps from inside are for the forward kernel alone.

@@ -96,7 +96,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         None => arguments.problem.clone(),
     };
     for problem in problems.iter().filter(|it| it.pass == Pass::Backward) {
-        refuse_backward(&arguments.ours.candidate()?, problem)?;
+        refuse_backward(&arguments.ours.candidate(problem.pass)?, problem)?;
     }
     if arguments.model {
         return model(arguments, &problems);
@@ -123,7 +123,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
             break;
         }
         let budget = left / (problems.len() - index) as u32;
-        let rules = chosen(&arguments.ours.candidate()?, &chip, problem)?;
+        let rules = chosen(&arguments.ours.candidate(problem.pass)?, &chip, problem)?;
         let name = problem.text();
         let plan = Plan {
             start: match arguments.start {

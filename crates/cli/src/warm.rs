@@ -121,7 +121,7 @@ fn for_chip(arguments: &Arguments, chip: &Chip) -> Result<Answer, Box<dyn Error>
 impl Arguments {
     /// What is to be compiled, each once.
     fn configurations(&self, chip: &Chip) -> Result<Vec<Configuration>, Box<dyn Error>> {
-        let (what, preference) = (&self.what, self.preferred.preference());
+        let what = &self.what;
         let mut all: Vec<Configuration> = Vec::new();
         if what.all {
             let (families, shipped) = (families(), shipped(chip.target));
@@ -129,6 +129,7 @@ impl Arguments {
         }
         for problem in &what.problem {
             let arrangement = Arrangement::contiguous(problem)?;
+            let preference = self.preferred.preference(problem.pass);
             let plan = Plan::on_gpu(chip, problem, &arrangement, &preference)?;
             let launches = plan.chosen.choice.into_iter().flat_map(|choice| choice.launches);
             all.extend(launches.map(|launch| launch.kernel));

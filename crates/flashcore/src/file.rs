@@ -10,7 +10,7 @@ use crate::backend::Output;
 use crate::dtype::DType;
 use crate::inputs::InputTensors;
 use crate::problem::{Descales, Problem};
-use crate::tensor::{Layout, Tensor, TensorError};
+use crate::tensor::{Layout, Shape, Strides, Tensor, TensorError};
 
 /// What the three inputs are called in a file; `q`, `k` and `v` unless told otherwise.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -74,7 +74,7 @@ pub enum FileError {
         found: String,
     },
     /// A tensor has elements of another type.
-    #[error("{}: tensor `{name}` has element type {given}; f32, f16 and bf16 are supported", path.display())]
+    #[error("{}: tensor `{name}` has element type {given}; f32, f16, bf16, e4m3 and e5m2 are supported", path.display())]
     DType {
         /// The file.
         path: PathBuf,
@@ -93,6 +93,18 @@ pub enum FileError {
         /// Its shape.
         given: Vec<usize>,
     },
+    /// Descale factors of another type or shape.
+    #[error("{}: tensor `{name}` is {given}, expected f32 of shape {expected}", path.display())]
+    Factors {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+        /// Its element type and shape.
+        given: String,
+        /// The shapes that go with the others.
+        expected: String,
+    },
     /// A tensor does not fit in memory.
     #[error("{}: tensor `{name}`: {source}", path.display())]
     Tensor {
@@ -105,7 +117,9 @@ pub enum FileError {
     },
 }
 
-/// Read query, key and value, each of shape [batch, length, heads, dim].
+/// Read query, key and value, each of shape [batch, length, heads, dim], and the descale factors of
+/// those that have 8 bits, where the file has them: a tensor's name with `_descale`, in f32 of shape
+/// [], [key heads], [batch, key heads], or of keys and values [batch, length, key heads].
 ///
 /// ```no_run
 /// use flashcore::file::{self, Names};
@@ -119,14 +133,20 @@ pub fn read_inputs(path: impl AsRef<Path>, names: &Names) -> Result<InputTensors
     let bytes =
         std::fs::read(path).map_err(|source| FileError::Read { path: path.to_owned(), source })?;
     let file = SafeTensors::deserialize(&bytes).map_err(|error| format_error(path, error))?;
-    Ok(InputTensors {
-        query: tensor(path, &file, &names.query)?,
-        key: tensor(path, &file, &names.key)?,
-        value: tensor(path, &file, &names.value)?,
-        slopes: None,
-        sinks: None,
-        descales: Descales::default(),
-    })
+    let [query, key, value] =
+        [&names.query, &names.key, &names.value].map(|name| tensor(path, &file, name));
+    let (query, key, value) = (query?, key?, value?);
+    let heads = key.shape().heads;
+    let of = Descales {
+        query: (&names.query, &query),
+        key: (&names.key, &key),
+        value: (&names.value, &value),
+    };
+    let descales = of.try_map(|(name, tensor)| match tensor.dtype().is_8_bit() {
+        true => factors(path, &file, &format!("{name}_descale"), tensor.shape(), heads),
+        false => Ok(None),
+    })?;
+    Ok(InputTensors { query, key, value, slopes: None, sinks: None, descales })
 }
 
 /// Write `output`, (batch, query length, query heads, value head dim), and `lse`, f32 of shape
@@ -204,6 +224,41 @@ fn tensor(path: &Path, file: &SafeTensors<'_>, name: &str) -> Result<Tensor, Fil
         })
 }
 
+/// The descale factors of a tensor, where there are any.
+fn factors(
+    path: &Path,
+    file: &SafeTensors<'_>,
+    name: &str,
+    of: Shape,
+    heads: usize,
+) -> Result<Option<Tensor>, FileError> {
+    let Ok(view) = file.tensor(name) else { return Ok(None) };
+    let (path, name) = (path.to_owned(), name.to_owned());
+    let per_head = |batch, heads_step| {
+        let shape = Shape::new(of.batch, 1, heads, 1);
+        Layout::strided(shape, Strides { batch, length: 0, heads: heads_step })
+    };
+    let shape = if view.dtype() == Dtype::F32 { view.shape() } else { &[usize::MAX] };
+    let layout = match *shape {
+        [] => per_head(0, 0),
+        [all] if all == heads => per_head(0, 1),
+        [batch, all] if [batch, all] == [of.batch, heads] => per_head(heads, 1),
+        [batch, length, all] if [batch, length, all] == [of.batch, of.length, heads] => {
+            Layout::contiguous(Shape::new(batch, length, all, 1))
+        }
+        _ => {
+            let dtype = format!("{:?}", view.dtype()).to_lowercase();
+            let given = format!("{dtype} of shape {:?}", view.shape());
+            let Shape { batch, length, .. } = of;
+            let expected =
+                format!("[], [{heads}], [{batch}, {heads}] or [{batch}, {length}, {heads}]");
+            return Err(FileError::Factors { path, name, given, expected });
+        }
+    };
+    let tensor = layout.and_then(|layout| Tensor::from_bytes(DType::F32, layout, view.data()));
+    tensor.map(Some).map_err(|source| FileError::Tensor { path, name, source })
+}
+
 fn format_of(dtype: DType) -> Dtype {
     match dtype {
         DType::F32 => Dtype::F32,
@@ -271,6 +326,46 @@ mod tests {
     }
 
     #[test]
+    fn descale_factors_come_with_8_bit_tensors() {
+        let rows = |dtype| view(dtype, &[1, 3, 2, 4], &[0; 48]);
+        let number = |shape: &[usize], bytes| view(Dtype::F32, shape, bytes);
+        let small = |dtype| view(dtype, &[1, 3, 2, 4], &[0; 24]);
+        let inputs = |factors: TensorView<'static>| {
+            let all = vec![
+                ("q", rows(Dtype::F16)),
+                ("k", small(Dtype::F8_E4M3)),
+                ("v", small(Dtype::F8_E5M2)),
+                ("k_descale", factors),
+                // Of a tensor that has no need of it.
+                ("q_descale", number(&[], &[0; 4])),
+            ];
+            write(all)
+        };
+        for (shape, descale) in [
+            (&[][..], "k_descale=head"),
+            (&[2], "k_descale=head"),
+            (&[1, 2], "k_descale=head"),
+            (&[1, 3, 2], "k_descale=token"),
+        ] {
+            let bytes = &[0; 24][..4 * shape.iter().product::<usize>()];
+            let file = inputs(number(shape, bytes));
+            let read = read_inputs(file.path(), &Names::default()).unwrap();
+            let text = read.inputs().problem();
+            // Zeros are no factors of heads.
+            match descale {
+                "k_descale=token" => assert!(text.unwrap().text().ends_with(descale)),
+                _ => assert!(text.unwrap_err().to_string().contains("k_descale is 0 at batch 0")),
+            }
+        }
+        let file = inputs(view(Dtype::F16, &[2], &[0; 4]));
+        assert_eq!(
+            refusal(&file),
+            "FILE: tensor `k_descale` is f16 of shape [2], expected f32 of shape [], [2], [1, 2] or \
+             [1, 3, 2]"
+        );
+    }
+
+    #[test]
     #[cfg_attr(miri, ignore = "has other words for errors of the system")]
     fn what_is_wrong_is_said() {
         let good = view(Dtype::F16, &[1, 2, 1, 2], &[0; 8]);
@@ -280,7 +375,7 @@ mod tests {
         let file = write(vec![("q", view(Dtype::F64, &[1, 1, 1, 1], &[0; 8]))]);
         assert_eq!(
             refusal(&file),
-            "FILE: tensor `q` has element type f64; f32, f16 and bf16 are supported"
+            "FILE: tensor `q` has element type f64; f32, f16, bf16, e4m3 and e5m2 are supported"
         );
 
         let file = write(vec![("q", view(Dtype::F16, &[2, 2], &[0; 8]))]);

@@ -1,5 +1,6 @@
 //! The tensors that attention reads, and whether they answer a problem.
 
+use kernels::attention::function::HostTensor;
 use kernels::parameter::List;
 
 use crate::dtype::DType;
@@ -40,6 +41,10 @@ pub struct Inputs<'a> {
     pub queries: Option<&'a Placement>,
     /// Where the keys and values of each sequence lie.
     pub keys: Option<&'a Placement>,
+    /// The tensors that the problem's functions load from, in any order.
+    pub captured: &'a [HostTensor],
+    /// Which sequence of a batch the first of these is, for functions: one by itself may be any.
+    pub first_sequence: usize,
 }
 
 /// What [`Inputs`] borrow, with its memory.
@@ -202,6 +207,12 @@ pub enum InputError {
         /// The key head.
         head: usize,
     },
+    /// A tensor that a function loads from is not what it loads from.
+    #[error("{reason}")]
+    Captured {
+        /// Why not.
+        reason: String,
+    },
     /// It was given, and the problem knows nothing of it.
     #[error("{tensor} were given, and the problem has none")]
     Unexpected {
@@ -222,7 +233,14 @@ impl<'a> Inputs<'a> {
             descales: Descales::default(),
             queries: None,
             keys: None,
+            captured: &[],
+            first_sequence: 0,
         }
+    }
+
+    /// The same with tensors that functions load from.
+    pub fn with_captured(self, captured: &'a [HostTensor]) -> Self {
+        Inputs { captured, ..self }
     }
 
     /// The same with ALiBi slopes.
@@ -345,8 +363,33 @@ impl<'a> Inputs<'a> {
         if !problem.has_equal_lengths() && (self.queries.is_none() || self.keys.is_none()) {
             return Err(InputError::Missing { tensor: "placements of sequences" });
         }
+        self.validate_captured(problem)?;
         self.validate_descales(problem)?;
         self.validate_vectors(problem)
+    }
+
+    /// Refuse tensors of functions that are missing, too many or not what the functions load.
+    fn validate_captured(&self, problem: &Problem) -> Result<(), InputError> {
+        let expected = problem.captured();
+        for spec in &expected {
+            let mut given = self.captured.iter().filter(|tensor| tensor.name == spec.name);
+            let fault = match (given.next(), given.next()) {
+                (None, _) => Some(format!("tensor {} of a function is missing", spec.name)),
+                (_, Some(_)) => Some(format!("there are two tensors {}", spec.name)),
+                (Some(tensor), None) => tensor.fault(spec),
+            };
+            if let Some(reason) = fault {
+                return Err(InputError::Captured { reason });
+            }
+        }
+        let known = |tensor: &&HostTensor| expected.iter().any(|spec| spec.name == tensor.name);
+        match self.captured.iter().find(|tensor| !known(tensor)) {
+            None => Ok(()),
+            Some(tensor) => {
+                let reason = format!("no function loads from tensor {}", tensor.name);
+                Err(InputError::Captured { reason })
+            }
+        }
     }
 
     /// Refuse descale factors that are not the problem's.

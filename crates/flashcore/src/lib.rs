@@ -161,11 +161,13 @@ pub use error::Error;
 pub use gpu::GpuBackend;
 pub use gradients::{Backward, Gradients};
 pub use inputs::{InputError, InputTensors, Inputs, random_descales};
+/// Masks and scores as functions.
+pub use kernels::attention::function;
 pub use machine::Machine;
 pub use plan::{Plan, Preference};
 pub use problem::{
     Alibi, DTypes, Descale, Descales, ElementError, Lists, Mask, Pass, Problem, ProblemError,
-    ProblemTextError, RowScores, Scores, Storage,
+    ProblemTextError, RowFunctions, RowScores, Scores, Storage,
 };
 pub use tensor::{E4M3, E5M2, Elements, Head, Layout, Shape, Strides, Tensor, TensorError, random};
 
@@ -174,5 +176,5 @@ pub use tensor::{E4M3, E5M2, Elements, Head, Layout, Shape, Strides, Tensor, Ten
 /// Discovers the machine anew on every call; keep a [`Machine`] to avoid that. The environment may
 /// insist on a kernel: see [`Preference::from_environment`].
 pub fn attend(problem: &Problem, inputs: Inputs<'_>) -> Result<Output, Error> {
-    Machine::discover().attend(problem, inputs, &Preference::from_environment(), None)
+    Machine::discover().attend(problem, inputs, &Preference::from_environment(problem.pass), None)
 }

@@ -5,10 +5,11 @@
 //! | --- | --- |
 //! | [`attention`] | what attention means: rules that the kernels share |
 //! | [`scalar`] | attention on any GPU, with ordinary arithmetic |
-//! | [`mma`] | attention on Ampere and later, with mma.sync and cp.async |
+//! | [`mma`] | attention and its gradients on Ampere and later, with mma.sync and cp.async |
 //! | [`decode`] | attention of few queries over long, maybe paged, caches |
 //! | [`cache`] | what a cache is made of, and the scales of one of 8 bits |
 //! | [`append`] | new keys and values into a cache, with rotary embeddings |
+//! | [`widen`] | keys and values of 8 bits as numbers of 16 |
 //! | [`forward`] | attention on Hopper, with wgmma and TMA |
 //! | [`backward`] | the gradients of attention on Hopper, with wgmma and TMA |
 //! | [`sequencer`] | the tiles of a ragged batch in the order in which `forward` takes them |
@@ -38,6 +39,7 @@ pub mod sequencer;
 mod shipped;
 pub mod single;
 mod strides;
+pub mod widen;
 
 /// The language that the kernels are written in.
 pub use ptx;
@@ -58,6 +60,7 @@ pub use scalar::Scalar;
 pub use sequencer::Sequencer;
 pub use shipped::{Configuration, shipped};
 pub use single::Single;
+pub use widen::Widen;
 
 use ptx::Invalid;
 

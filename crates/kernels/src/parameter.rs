@@ -10,6 +10,8 @@ use std::sync::OnceLock;
 
 use ptx::{Builder, F32, GlobalAddress, Reg, S32, TensorBox, TensorMap, U32, U64};
 
+use crate::attention::function::{Kind, TensorSpec};
+
 /// A parameter of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Parameter {
@@ -38,6 +40,30 @@ pub enum Parameter {
     Reach(Reach),
     /// A factor of the scores.
     Scale(Scale),
+    /// Of a tensor that a function loads from.
+    Captured(Captured),
+}
+
+/// What a kernel knows of a tensor that a function loads from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Captured {
+    /// Whose tensor it is.
+    pub kind: Kind,
+    /// Which of the function's tensors.
+    pub index: u8,
+    /// What of it.
+    pub part: CapturedPart,
+}
+
+/// A part of what is known of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum CapturedPart {
+    /// Its address.
+    Address,
+    /// How far a dimension goes: 32 bits.
+    Extent(u8),
+    /// Elements from an index of a dimension to the next: 64 bits.
+    Stride(u8),
 }
 
 /// Enumerations with a list of what they have, for the table of names.
@@ -95,6 +121,10 @@ listed! {
         KeyDescale,
         /// What 8-bit values are multiplied with.
         ValueDescale,
+        /// The keys of an 8-bit cache as 16-bit numbers, in memory of the plan.
+        WideKey,
+        /// The values of an 8-bit cache as 16-bit numbers, in memory of the plan.
+        WideValue,
     }
 
     /// A dimension of a tensor along which there is a stride.
@@ -164,9 +194,6 @@ listed! {
         QueryGradientSums,
         /// For each block of query rows, how many have added to its sums, where they take turns.
         Turns,
-        /// For each key head of each sequence, how many blocks of keys have added to its sums and how
-        /// many have cleared a part of them.
-        Progress,
     }
 
     /// Numbers that a problem or the shape of a launch has.
@@ -231,14 +258,6 @@ listed! {
         KeyBlocks,
         /// Blocks of query rows of a head.
         QueryBlocks,
-        /// Key heads whose sums of `dQ` there is room for at a time.
-        RingHeads,
-        /// Blocks of query rows whose sums there is room for at a time.
-        RingBlocks,
-        /// How many key heads later sums are rounded.
-        RoundingLag,
-        /// The first block of query rows whose sums are rounded after all others.
-        FirstBlock,
         /// Query rows of a tile.
         TileRows,
         /// Tiles that a schedule has room for.
@@ -303,6 +322,14 @@ impl fmt::Display for Parameter {
             Parameter::Shift(number) => write!(f, "{number:?}, shift"),
             Parameter::Reach(reach) => write!(f, "Reach{reach:?}"),
             Parameter::Scale(scale) => write!(f, "Scale{scale:?}"),
+            Parameter::Captured(Captured { kind, index, part }) => {
+                write!(f, "{} tensor {index}", kind.name())?;
+                match part {
+                    CapturedPart::Address => Ok(()),
+                    CapturedPart::Extent(dimension) => write!(f, " extent {dimension}"),
+                    CapturedPart::Stride(dimension) => write!(f, " stride {dimension}"),
+                }
+            }
         }
     }
 }
@@ -336,6 +363,7 @@ impl Parameter {
             all.extend(Workspace::EVERY.iter().map(|it| Parameter::Workspace(*it)));
             all.extend(Reach::EVERY.iter().map(|it| Parameter::Reach(*it)));
             all.extend(Scale::EVERY.iter().map(|it| Parameter::Scale(*it)));
+            all.extend(Captured::every().map(Parameter::Captured));
             all.into_iter().map(|it| (it.to_string(), it)).collect()
         });
         names.get(name).copied()
@@ -416,6 +444,38 @@ impl Reach {
     #[track_caller]
     pub(crate) fn read(self, k: &mut Builder) -> Reg<S32> {
         declare(k, Parameter::Reach(self))
+    }
+}
+
+impl Captured {
+    fn every() -> impl Iterator<Item = Captured> {
+        let parts = (0..TensorSpec::MOST_DIMENSIONS as u8)
+            .flat_map(|it| [CapturedPart::Extent(it), CapturedPart::Stride(it)])
+            .chain([CapturedPart::Address]);
+        let tensors = Kind::ALL
+            .into_iter()
+            .flat_map(|kind| (0..TensorSpec::MOST_TENSORS as u8).map(move |index| (kind, index)));
+        tensors.flat_map(move |(kind, index)| {
+            parts.clone().map(move |part| Captured { kind, index, part })
+        })
+    }
+
+    /// Declares the address.
+    #[track_caller]
+    pub(crate) fn address(self, k: &mut Builder) -> Reg<GlobalAddress> {
+        declare(k, Parameter::Captured(self))
+    }
+
+    /// Declares an extent.
+    #[track_caller]
+    pub(crate) fn extent(self, k: &mut Builder) -> Reg<U32> {
+        declare(k, Parameter::Captured(self))
+    }
+
+    /// Declares a stride.
+    #[track_caller]
+    pub(crate) fn stride(self, k: &mut Builder) -> Reg<U64> {
+        declare(k, Parameter::Captured(self))
     }
 }
 

@@ -17,6 +17,7 @@
 use ptx::{Builder, Element, Expression, F32, GlobalAddress, Program, Reg, S32, Target, U32, U64};
 
 use crate::Error;
+use crate::attention::function::lower::{Functions, Standing};
 use crate::attention::rows::{Reference, Sinks, finish, reference};
 use crate::attention::scores::{ScoreRule, Slopes, alibi};
 use crate::attention::visibility::Visibility;
@@ -93,6 +94,7 @@ impl Scalar {
         let visibility = Visibility::parameters(k, self.rules.mask);
         let slopes = self.rules.alibi.then(|| Slopes::parameters(k));
         let sinks = self.rules.sinks.then(|| Sinks::parameters(k));
+        let functions = Functions::parameters(k, &self.rules);
 
         let thread = k.thread_index();
         let warp = k.eval(thread / 32);
@@ -121,7 +123,10 @@ impl Scalar {
                     let edge = k.eval(edge.maximum(0));
                     k.eval(edge.reinterpret::<U32>())
                 });
-                let slope = slopes.map(|slopes| slopes.log2(k, batch, head));
+                let slope = slopes.map(|slopes| match functions.score {
+                    None => slopes.log2(k, batch, head),
+                    Some(_) => slopes.unscaled(k, batch, head, score_rule.scale_log2),
+                });
                 let mut state = Online::new(k, self.value_head_dim);
                 k.for_range(begin, end, 1, |k, key| {
                     let at = [batch, key, key_head];
@@ -131,11 +136,32 @@ impl Scalar {
                         dot(k, &q, &key_row)
                     };
                     let scores = [Score { row: 0, column: 0, register: score }];
+                    let standing = |k: &mut Builder| Standing {
+                        batch,
+                        head,
+                        first_query: k.eval(row.reinterpret::<S32>()),
+                        rows: &[0],
+                        first_key: k.eval(key.reinterpret::<S32>()),
+                        query_length,
+                        key_length,
+                    };
                     score_rule.cap(k, &scores);
-                    score_rule.scale(k, &scores);
+                    score_rule.in_natural_units(k, &scores);
+                    if functions.score.is_none() {
+                        score_rule.scale(k, &scores);
+                    }
                     if let Some(slope) = slope {
                         let distance = position - key.reinterpret::<S32>();
                         alibi(k, &scores, &[0], distance, slope);
+                    }
+                    if let Some(function) = &functions.score {
+                        let standing = standing(k);
+                        function.apply(k, &scores, &standing);
+                        score_rule.scale(k, &scores);
+                    }
+                    if let Some(function) = &functions.mask {
+                        let standing = standing(k);
+                        function.apply(k, &scores, &standing);
                     }
                     let address = value_strides.row_address(k, values, self.element, at);
                     let value_row = self.load_row(k, address, lane, self.value_head_dim);

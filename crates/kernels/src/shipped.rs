@@ -9,11 +9,12 @@ use crate::cache::{Cache, Scales};
 use crate::forward::{
     Form, Workload, every_fp8, every_fp8_prefill, every_prefill, every_tuned, tuned,
 };
+use crate::mma::{BackwardMma, every_tuned_backward};
 use crate::product::{Contiguous, Source};
 use crate::sequencer::Tiles;
 use crate::{
     Backward, Batch, Ceiling, Combine, Decode, Error, Forward, MaskKind, Mma, Prefill, Product,
-    Rules, Scalar, Sequencer, Single, decode, mma,
+    Rules, Scalar, Sequencer, Single, Widen, decode, mma,
 };
 
 /// One configuration of one kernel.
@@ -36,11 +37,15 @@ pub enum Configuration {
     Decode(Decode),
     /// New keys and values into a cache.
     Append(Append),
+    /// An 8-bit cache as 16-bit numbers.
+    Widen(Widen),
     /// The gradients of attention on Hopper.
     Backward(Backward),
-    /// What comes before it: the row sums.
+    /// The gradients of attention with `mma.sync`.
+    BackwardMma(BackwardMma),
+    /// What comes before either: the row sums.
     RowSums(RowSums),
-    /// What comes after it: the rounding of the queries' gradient.
+    /// What comes after either: the rounding of the queries' gradient.
     Rounding(Rounding),
     /// What comes last, where there are sinks: their gradients.
     SinkGradients(SinkGradients),
@@ -64,7 +69,9 @@ impl Configuration {
             Configuration::Combine(_) => "combine",
             Configuration::Decode(_) => "decode",
             Configuration::Append(_) => "append",
+            Configuration::Widen(_) => "widen",
             Configuration::Backward(_) => "backward",
+            Configuration::BackwardMma(_) => "backward-mma",
             Configuration::RowSums(_) => "row_sums",
             Configuration::Rounding(_) => "rounding",
             Configuration::SinkGradients(_) => "sink_gradients",
@@ -85,7 +92,9 @@ impl Configuration {
             Configuration::Combine(configuration) => configuration.name(),
             Configuration::Decode(configuration) => configuration.name(),
             Configuration::Append(configuration) => configuration.name(),
+            Configuration::Widen(configuration) => configuration.name(),
             Configuration::Backward(configuration) => configuration.name(),
+            Configuration::BackwardMma(configuration) => configuration.name(),
             Configuration::RowSums(configuration) => configuration.name(),
             Configuration::Rounding(configuration) => configuration.name(),
             Configuration::SinkGradients(configuration) => configuration.name(),
@@ -110,8 +119,12 @@ impl Configuration {
                 "attention of few queries over a long cache, Ampere and later"
             }
             Configuration::Append(_) => "new keys and values into a cache, keys and queries turned",
+            Configuration::Widen(_) => "keys and values of 8 bits as numbers of 16",
             Configuration::Backward(_) => {
                 "the gradients of attention, with wgmma and TMA, on Hopper"
+            }
+            Configuration::BackwardMma(_) => {
+                "the gradients of attention, with mma.sync and cp.async, Ampere and later"
             }
             Configuration::RowSums(_) => "row sums of output gradients times outputs",
             Configuration::Rounding(_) => "sums of the queries' gradient, rounded and in order",
@@ -148,7 +161,9 @@ impl Configuration {
             Configuration::Combine(configuration) => configuration.program(),
             Configuration::Decode(configuration) => configuration.program(),
             Configuration::Append(configuration) => configuration.program(),
+            Configuration::Widen(configuration) => configuration.program(),
             Configuration::Backward(configuration) => configuration.program(),
+            Configuration::BackwardMma(configuration) => configuration.program(),
             Configuration::RowSums(configuration) => configuration.program(),
             Configuration::Rounding(configuration) => configuration.program(),
             Configuration::SinkGradients(configuration) => configuration.program(),
@@ -179,19 +194,22 @@ pub fn shipped(target: Target) -> Vec<Configuration> {
     if target.has(Capability::Mma) {
         all.extend(mmas(target).into_iter().map(Configuration::Mma));
         all.extend(combines(target).into_iter().map(Configuration::Combine));
+        all.extend(backward_mmas(target));
     }
     if [Target::SM_80, Target::SM_89, Target::SM_90A].contains(&target) {
         // One for each size of shared memory: the kernel is the same on all of them.
         all.extend(ragged_mmas(target).into_iter().map(Configuration::Mma));
         all.extend(decode::every_tuned(target).into_iter().map(Configuration::Decode));
         all.extend(appends(target).into_iter().map(Configuration::Append));
+        all.extend(widens(target).into_iter().map(Configuration::Widen));
     }
     if target == Target::SM_90A {
         all.extend(forwards().into_iter().map(Configuration::Forward));
         all.extend(every_prefill().into_iter().map(Configuration::Prefill));
         all.extend(every_fp8_prefill().into_iter().map(Configuration::Prefill));
         all.extend(chunked_prefills().into_iter().map(Configuration::Prefill));
-        all.extend(backwards());
+        // What comes before and after may be the same as with `mma.sync`.
+        add_new(&mut all, backwards());
         let [local, chunked] = [MaskKind::Local, MaskKind::Chunked].map(Tiles::Queries);
         for tiles in [local, chunked, Tiles::Keys] {
             all.push(Configuration::Sequencer(Sequencer { target, tiles }));
@@ -284,53 +302,70 @@ fn chunked_prefills() -> Vec<Prefill> {
     every_prefill().iter().filter(dims).map(chunked).collect()
 }
 
-/// The backward pass: every tuned configuration, elements and rules in turns, each with what comes
-/// before and after it.
+/// Elements and rules of the backward pass, in turns.
+const BACKWARD_KINDS: [(Element, Rules); 6] = [
+    (Element::BF16, Rules::DENSE),
+    (Element::BF16, Rules::CAUSAL),
+    (Element::F16, Rules::CAUSAL),
+    (Element::F16, Rules::LOCAL),
+    (Element::F16, Rules::EVERY),
+    (Element::BF16, Rules { mask: MaskKind::Chunked, ..Rules::LOCAL }),
+];
+
+/// The backward pass: every tuned configuration, some also in one order, each with what comes before
+/// and after it.
 fn backwards() -> Vec<Configuration> {
-    use Element::{BF16, F16};
-    let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
-    let kinds = [
-        (BF16, Rules::DENSE),
-        (BF16, Rules::CAUSAL),
-        (F16, Rules::CAUSAL),
-        (F16, Rules::LOCAL),
-        (F16, Rules::EVERY),
-        (BF16, chunked),
-    ];
+    let tuned = |(element, rules)| every_backward(element, rules);
     let mut all = Vec::new();
-    let equal = kinds.into_iter().flat_map(|(element, rules)| every_backward(element, rules));
-    let equal: Vec<Backward> = equal.collect();
+    let equal: Vec<Backward> = BACKWARD_KINDS.into_iter().flat_map(tuned).collect();
     // Ragged batches take no tall blocks.
     let tuned = |it: &&Backward| {
         let Backward { element, head_dim, value_head_dim, rules, .. } = **it;
         tuned_backward(element, head_dim, value_head_dim, rules) == Some(**it)
     };
     let ragged = equal.iter().filter(tuned).map(|it| Backward { batch: Batch::Ragged, ..*it });
-    for backward in equal.iter().copied().chain(ragged) {
-        all.push(Configuration::Backward(backward));
-        let ordered = Backward { deterministic: true, ..backward };
-        let dims = (backward.head_dim, backward.value_head_dim);
+    for it in equal.iter().copied().chain(ragged) {
+        all.push(Configuration::Backward(it));
+        let ordered = Backward { deterministic: true, ..it };
+        let dims = (it.head_dim, it.value_head_dim);
         // In one order, over ragged batches and with every rule, a thread spills three words: it is
         // right, and no example of the others.
-        let spills = backward.batch != Batch::Equal && backward.rules == Rules::EVERY;
+        let spills = it.batch != Batch::Equal && it.rules == Rules::EVERY;
         if [(64, 64), (128, 128), (192, 128), (256, 256)].contains(&dims) && !spills {
             all.push(Configuration::Backward(ordered));
         }
-        let last = backward.sink_gradients().map(Configuration::SinkGradients);
-        for beside in [
-            Configuration::RowSums(backward.row_sums()),
+        let beside = [
+            Configuration::RowSums(it.row_sums()),
             Configuration::RowSums(ordered.row_sums()),
-            Configuration::Rounding(backward.rounding()),
-        ]
-        .into_iter()
-        .chain(last)
-        {
-            if !all.contains(&beside) {
-                all.push(beside);
-            }
-        }
+            Configuration::Rounding(it.rounding()),
+        ];
+        let last = it.sink_gradients().map(Configuration::SinkGradients);
+        add_new(&mut all, beside.into_iter().chain(last));
     }
     all
+}
+
+/// The same with `mma.sync`.
+fn backward_mmas(target: Target) -> Vec<Configuration> {
+    let tuned = |(element, rules)| every_tuned_backward(target, element, rules);
+    let mut all = Vec::new();
+    for it in BACKWARD_KINDS.into_iter().flat_map(tuned) {
+        all.push(Configuration::BackwardMma(it));
+        let beside =
+            [Configuration::RowSums(it.row_sums()), Configuration::Rounding(it.rounding())];
+        let last = it.sink_gradients().map(Configuration::SinkGradients);
+        add_new(&mut all, beside.into_iter().chain(last));
+    }
+    all
+}
+
+/// Adds kernels that are not there yet.
+fn add_new(all: &mut Vec<Configuration>, kernels: impl IntoIterator<Item = Configuration>) {
+    for kernel in kernels {
+        if !all.contains(&kernel) {
+            all.push(kernel);
+        }
+    }
 }
 
 /// Attention with `mma.sync`: what a target gets for narrow, wide and widest
@@ -416,6 +451,29 @@ fn appends(target: Target) -> Vec<Append> {
         all.extend(narrow_appends(&all));
     }
     all
+}
+
+/// Caches of 8 bits as numbers of 16: each element, kind of scales and memory order.
+fn widens(target: Target) -> Vec<Widen> {
+    use Element::{BF16, E4M3, E5M2, F16};
+    let cases = [
+        (BF16, E4M3, Scales::PerHead, 128, true),
+        (F16, E5M2, Scales::One, 64, false),
+        (BF16, E4M3, Scales::PerToken, 192, false),
+        (F16, E4M3, Scales::PerToken, 80, true),
+    ];
+    let widen = |(element, narrow, scales, dim, paged)| Widen {
+        target,
+        element,
+        cache: Cache { element: narrow, key_scales: scales, value_scales: scales },
+        head_dim: dim,
+        value_head_dim: if dim == 192 { 128 } else { dim },
+        paged,
+    };
+    match target.has(Capability::Fp8Conversion) {
+        true => cases.map(widen).into(),
+        false => Vec::new(),
+    }
 }
 
 /// The same into caches of 8 bits: each element and kind of scales.

@@ -50,6 +50,12 @@ impl Program {
         each.min(255)
     }
 
+    /// The registers of a block, which its roles share out: what its threads have at entry. They come
+    /// in eights, and what the multiprocessor has beyond that is nobody's.
+    pub fn block_registers(&self) -> u32 {
+        self.registers_at_entry().next_multiple_of(8) * self.threads
+    }
+
     /// The type of a register.
     ///
     /// # Panics

@@ -215,7 +215,8 @@ pub(crate) fn plan_for(
         Some(Ok(architecture)) => Chip::typical(target_of(architecture)),
         _ => return Err(error::value(format!("there is no chip `{chip}`"))),
     };
-    let plan = Plan::on_gpu(&chip, &problem, &arrangement, &Preference::from_environment());
+    let preference = Preference::from_environment(problem.pass);
+    let plan = Plan::on_gpu(&chip, &problem, &arrangement, &preference);
     let plan = plan.map_err(error::library)?;
     let reason = plan.reason();
     Ok((problem.text(), plan.chosen.kernel, plan.chosen.configuration, reason))

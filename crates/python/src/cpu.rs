@@ -131,8 +131,8 @@ unsafe fn with_inputs<T>(
         [&request.key, &request.value].map(|view| unsafe { gather(view, &keys, cancellation) });
     let (key, value) = (key?, value?);
     let factors = factors.try_map(|((descale, view), shape)| match (view, shape) {
-        // SAFETY: as above.
         (Some(view), _) if descale == Descale::PerToken => {
+            // SAFETY: as above.
             unsafe { gather(&view, &keys, cancellation) }.map(Some)
         }
         (Some(view), Some(shape)) => copy(shape, &view).map(Some),

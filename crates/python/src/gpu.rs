@@ -7,7 +7,7 @@ use flashcore::gpu::{
     AppendProblem, AppendTensors, AttentionPlan, AttentionState, CombineProblem, CombineTensors,
     Gpu, RotaryTables, RotatedQueries,
 };
-use flashcore::{Error, Mask, Problem, Shape, Storage};
+use flashcore::{DTypes, Descale, Descales, Error, Mask, Problem, Shape, Storage};
 use pyo3::PyResult;
 
 use crate::error::{library, named};
@@ -85,6 +85,8 @@ pub(crate) fn append(
         new_starts: address(&update.key_starts),
         batch_index: address(&update.entries),
         block_table: address(&update.pages),
+        key_descale: update.descales[0].as_ref().map(|(_, view)| on_device(view)),
+        value_descale: update.descales[1].as_ref().map(|(_, view)| on_device(view)),
         rotary: update.rotary.as_ref().map(|rotary| RotaryTables {
             cosines: DeviceAddress(rotary.cosines.address),
             sines: DeviceAddress(rotary.sines.address),
@@ -108,6 +110,8 @@ pub(crate) fn append(
         ("key", "k_cache"),
         ("value", "v_cache"),
         ("query", "q"),
+        ("key descale", "k_descale"),
+        ("value descale", "v_descale"),
     ];
     let appended = gpu.append(stream, &problem, &tensors);
     appended.map(drop).map_err(|error| named(error.into(), &roles))
@@ -129,13 +133,19 @@ fn append_problem(update: &Update) -> AppendProblem {
         }
         None => Storage::Entries(entries),
     };
-    let cache = Problem::new(update.sequences, heads, update.most_queries, dim)
+    let mut cache = Problem::new(update.sequences, heads, update.most_queries, dim)
         .with_kv_heads(shared)
         .with_key_length(update.room)
         .with_value_head_dim(update.value_cache.form.sizes[3] as usize)
-        .with_dtype(update.key_cache.form.dtype)
         .with_mask(mask)
         .with_storage(queries, keys);
+    cache.dtypes = DTypes {
+        key: update.key_cache.form.dtype,
+        value: update.value_cache.form.dtype,
+        ..DTypes::inputs(update.key.form.dtype)
+    };
+    let descale = |at: usize| update.descales[at].map_or(Descale::None, |(descale, _)| descale);
+    cache.descales = Descales { query: Descale::None, key: descale(0), value: descale(1) };
     let rows = update.key.form.sizes[1] as usize;
     // No sequence gets more than all of them, nor than it has room for.
     let mut problem = AppendProblem::new(cache, rows.min(update.room).max(1));

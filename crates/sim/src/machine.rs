@@ -255,8 +255,6 @@ impl Block {
         let program = world.program;
         let bytes = program.shared_bytes() as usize;
         let shadow = if world.checked { bytes } else { 0 };
-        let blocks = program.blocks_per_multiprocessor.unwrap_or(1).max(1);
-        let held = program.registers_at_entry() * program.threads;
         Block {
             index,
             // Whatever was there before: NaN in every float format.
@@ -268,7 +266,8 @@ impl Block {
             named: vec![Named::default(); 16],
             live_warps: program.threads / 32,
             visitors: BTreeMap::new(),
-            register_pool: (ptx::MULTIPROCESSOR_REGISTERS / blocks).saturating_sub(held),
+            // Its threads hold all it has.
+            register_pool: 0,
         }
     }
 }

@@ -86,7 +86,6 @@ pub fn role(instruction: &Instruction) -> Option<Role> {
         | I::LoadMatrix { .. }
         | I::StoreMatrix { .. }
         | I::Shuffle { .. }
-        | I::TransposeMatrix { .. }
         | I::Vote { .. }
         | I::Ballot { .. }
         | I::Elect { .. }

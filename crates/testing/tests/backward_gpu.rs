@@ -29,17 +29,28 @@ use rayon::prelude::*;
 /// that see nothing, groups of 1 to 16 heads, windows, chunks, score rules, strides, outliers.
 #[test]
 fn thorough_cases() {
-    if hopper().is_none() {
-        return;
+    if hopper().is_some() {
+        check("backward");
     }
+}
+
+/// The same with mma.sync.
+#[test]
+fn thorough_cases_with_mma() {
+    if hopper().is_some() {
+        check("backward-mma");
+    }
+}
+
+fn check(kernel: &str) {
     let folder = tempfile::tempdir().unwrap();
     let gpu = Gpu::with_cache(0, Cache::at(folder.path())).unwrap();
     let all: Vec<Case> = HALVES.into_iter().flat_map(cases::thorough_gradients).collect();
-    compile_ahead(&gpu, all.iter().map(|case| &case.problem));
+    compile_ahead(&gpu, all.iter().map(|case| &case.problem), kernel);
     let backend = GpuBackend::new(Arc::new(gpu));
     let (mut served, mut complaints) = (0, Vec::new());
     for some in all.chunks(256) {
-        for checked in run_gradients(&[&backend], None, some, &Silent) {
+        for checked in run_gradients(&[&backend], Some(kernel), some, &Silent) {
             let case = checked.case;
             match checked.outcome {
                 Ok(outcome) if outcome.passed => served += 1,
@@ -57,10 +68,20 @@ fn thorough_cases() {
 /// Some of the thorough cases in the deterministic mode: right, and twice the same.
 #[test]
 fn deterministic_cases() {
+    in_one_order("backward");
+}
+
+/// The same with mma.sync.
+#[test]
+fn deterministic_cases_with_mma() {
+    in_one_order("backward-mma");
+}
+
+fn in_one_order(kernel: &str) {
     let Some(gpu) = hopper() else { return };
     let backend = GpuBackend::new(Arc::new(gpu));
     let all: Vec<Case> = HALVES.into_iter().flat_map(cases::thorough_gradients).collect();
-    let options = RunOptions { kernel: Some("backward".to_owned()), ..RunOptions::default() };
+    let options = RunOptions { kernel: Some(kernel.to_owned()), ..RunOptions::default() };
     let mut served = 0;
     for case in all.iter().step_by(11) {
         let problem = case.problem.clone().deterministic();
@@ -87,7 +108,7 @@ fn deterministic_cases() {
     assert!(served >= 100, "only {served} cases were served");
 }
 
-/// A thousand runs give the same bits while another stream keeps the GPU busy.
+/// A thousand runs, and with mma.sync some, give the same bits while another stream keeps the GPU busy.
 #[test]
 fn deterministic_gradients_repeat_under_load() {
     let Some(gpu) = hopper() else { return };
@@ -110,7 +131,9 @@ fn deterministic_gradients_repeat_under_load() {
                 Problem::new(1, 4, 1500, 256).with_mask(Mask::CAUSAL),
                 Problem::new(1, 8, 2000, 96).with_mask(Mask::window(Some(300), Some(0))),
             ] {
-                repeats(&backend, &problem.with_dtype(DType::BF16), 1000);
+                let problem = problem.with_dtype(DType::BF16);
+                repeats(&backend, &problem, "backward", 1000);
+                repeats(&backend, &problem, "backward-mma", 200);
             }
         }));
         done.store(true, Ordering::Relaxed);
@@ -118,21 +141,22 @@ fn deterministic_gradients_repeat_under_load() {
     });
 }
 
-fn repeats(backend: &GpuBackend, problem: &Problem, times: usize) {
+fn repeats(backend: &GpuBackend, problem: &Problem, kernel: &str, times: usize) {
     let tensors = InputTensors::random(problem, 0).unwrap();
     let gradient = Tensor::random(problem.dtype(), problem.output_shape(), 1).unwrap();
     let forward = backend.run(problem, tensors.inputs(), &RunOptions::default()).unwrap();
     let backward = Backward::new(tensors.inputs(), &forward, &gradient);
     let problem = problem.clone().deterministic();
+    let options = RunOptions { kernel: Some(kernel.to_owned()), ..RunOptions::default() };
     let run = || {
-        let found = backend.run_backward(&problem, backward, &RunOptions::default()).unwrap();
+        let found = backend.run_backward(&problem, backward, &options).unwrap();
         [found.query, found.key, found.value]
     };
     let first = run();
     for time in 1..times {
         for (name, (first, again)) in ["query", "key", "value"].iter().zip(first.iter().zip(run()))
         {
-            assert!(first.bytes() == again.bytes(), "{problem}: {name}, run {time}");
+            assert!(first.bytes() == again.bytes(), "{problem}, {kernel}: {name}, run {time}");
         }
     }
 }
@@ -156,33 +180,47 @@ fn sinks_of_rows_without_keys() {
             })
             .unwrap()
         };
-        let sinks = |hidden: f32| {
+        let sinks = |hidden: f32, kernel: &str| {
             let (output, lse) = reference::saved(&problem, inputs).unwrap();
             let (output, lse, output_gradient) = (&output, &lse[..], &gradient(hidden));
             let backward = Backward { inputs, output, lse, output_gradient };
-            backend.run_backward(&problem, backward, &RunOptions::default()).unwrap().sinks.unwrap()
+            let options = RunOptions { kernel: Some(kernel.to_owned()), ..RunOptions::default() };
+            backend.run_backward(&problem, backward, &options).unwrap().sinks.unwrap()
         };
-        let expected = sinks(0.0);
-        assert!(expected.iter().all(|sink| sink.is_finite() && *sink != 0.0), "{expected:?}");
-        assert_eq!(sinks(f32::NAN), expected);
+        for kernel in ["backward", "backward-mma"] {
+            let expected = sinks(0.0, kernel);
+            assert!(expected.iter().all(|sink| sink.is_finite() && *sink != 0.0), "{expected:?}");
+            assert_eq!(sinks(f32::NAN, kernel), expected);
+        }
     }
 }
 
 /// Packed and padded sequences of random lengths, each batch described by its seed.
 #[test]
 fn random_ragged_batches() {
-    if hopper().is_none() {
-        return;
+    if hopper().is_some() {
+        check_ragged("backward");
     }
+}
+
+/// The same with mma.sync.
+#[test]
+fn random_ragged_batches_with_mma() {
+    if hopper().is_some() {
+        check_ragged("backward-mma");
+    }
+}
+
+fn check_ragged(kernel: &str) {
     let folder = tempfile::tempdir().unwrap();
     let gpu = Gpu::with_cache(0, Cache::at(folder.path())).unwrap();
     let seeds = HALVES.into_iter().flat_map(|dtype| (0..400).map(move |seed| (dtype, seed)));
     let all: Vec<RaggedGradients> =
         seeds.map(|(dtype, seed)| RaggedGradients::random(dtype, seed).unwrap()).collect();
     let problems: Vec<Problem> = all.iter().map(|case| case.problem().unwrap()).collect();
-    compile_ahead(&gpu, problems.iter());
+    compile_ahead(&gpu, problems.iter(), kernel);
     let backend = GpuBackend::new(Arc::new(gpu));
-    let check = |case: &RaggedGradients| match case.check(&backend, "backward") {
+    let check = |case: &RaggedGradients| match case.check(&backend, kernel) {
         Ok(outcome) if outcome.passed => Some(None),
         Ok(outcome) => Some(Some(format!("{case}: {outcome}"))),
         Err(Error::Backend(_)) => None,
@@ -277,14 +315,16 @@ fn a_graph_is_right_for_other_lengths() {
     }
 }
 
-/// Compiles what the problems need on all cores.
-fn compile_ahead<'a>(gpu: &Gpu, problems: impl Iterator<Item = &'a Problem>) {
+/// Compiles what the problems need on all cores: the best forward kernel, and this one.
+fn compile_ahead<'a>(gpu: &Gpu, problems: impl Iterator<Item = &'a Problem>, backward: &str) {
     let mut kernels = HashSet::new();
     for problem in problems {
         for problem in [problem.clone().forward(), problem.clone()] {
             let Ok(arrangement) = Arrangement::contiguous(&problem) else { continue };
-            let found = candidates(&gpu.chip(), &problem, &arrangement);
-            let chosen = found.into_iter().find_map(|candidate| candidate.choice);
+            let forward = problem.pass == flashcore::Pass::Forward;
+            let found = candidates(&gpu.chip(), &problem, &arrangement).into_iter();
+            let mut found = found.filter(|it| forward || it.kernel == backward);
+            let chosen = found.find_map(|candidate| candidate.choice);
             kernels.extend(chosen.into_iter().flat_map(|it| it.launches).map(|it| it.kernel));
         }
     }

@@ -18,6 +18,9 @@ use flashcore_testing::check;
 
 use device::{HALVES, Silent, all_pass, gpu, is_right};
 
+/// The element types of 8 bits.
+const NARROW: [DType; 2] = [DType::E4M3, DType::E5M2];
+
 #[test]
 fn decode_is_right_about_random_sequences() {
     let Some(gpu) = gpu() else { return };
@@ -25,6 +28,18 @@ fn decode_is_right_about_random_sequences() {
     let backends: [&dyn Backend; 1] = [&backend];
     let run = |dtype| check::run_sequences(&backends, Some("decode"), dtype, 1_650, &Silent);
     all_pass(HALVES.into_iter().flat_map(run), 3_000);
+}
+
+/// Caches of 8 bits: few queries as they are, many over what was widened.
+#[test]
+fn caches_of_8_bits_are_attended() {
+    let Some(gpu) = gpu() else { return };
+    let backend = GpuBackend::new(gpu.into());
+    let backends: [&dyn Backend; 1] = [&backend];
+    for kernel in ["decode", "widen"] {
+        let run = |dtype| check::run_sequences(&backends, Some(kernel), dtype, 1_650, &Silent);
+        all_pass(NARROW.into_iter().flat_map(run), 1_400);
+    }
 }
 
 #[test]
@@ -37,6 +52,12 @@ fn decode_is_right_about_plain_problems() {
 fn new_tokens_are_where_the_host_would_put_them() {
     let Some(gpu) = gpu() else { return };
     all_pass(HALVES.into_iter().flat_map(|it| check::run_appends(&gpu, it, 600, &Silent)), 1_200);
+}
+
+#[test]
+fn new_tokens_are_rounded_to_8_bits_as_the_host_would() {
+    let Some(gpu) = gpu() else { return };
+    all_pass(NARROW.into_iter().flat_map(|it| check::run_appends(&gpu, it, 600, &Silent)), 1_200);
 }
 
 #[test]

@@ -8,6 +8,7 @@ use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, DevicePtr
 use candle_core::{CudaDevice, CudaStorage, DType, Layout, Result, Storage, StorageRef, Tensor};
 use flashcore::gpu::{DeviceAddress, DeviceTensor, Gradients, Tensors};
 use flashcore::{Layout as Arranged, Shape};
+use float8::F8E4M3;
 use half::{bf16, f16};
 
 use crate::arguments::Call;
@@ -58,6 +59,7 @@ pub(super) fn address<'a>(
         DType::F32 => storage.as_cuda_slice::<f32>()?.device_ptr(stream),
         DType::F16 => storage.as_cuda_slice::<f16>()?.device_ptr(stream),
         DType::BF16 => storage.as_cuda_slice::<bf16>()?.device_ptr(stream),
+        DType::F8E4M3 => storage.as_cuda_slice::<F8E4M3>()?.device_ptr(stream),
         DType::U32 => storage.as_cuda_slice::<u32>()?.device_ptr(stream),
         DType::I32 => storage.as_cuda_slice::<i32>()?.device_ptr(stream),
         other => candle_core::bail!("attention takes no {other:?}"),

@@ -15,8 +15,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::{CudaDevice, CudaStorage, DType, Result, Storage, Tensor};
-use flashcore::gpu::{CombineProblem, CombineTensors, DeviceAddress, Gpu, Stream, Tensors};
-use flashcore::{Plan, Shape};
+use flashcore::gpu::{
+    CombineProblem, CombineTensors, DeviceAddress, DeviceTensor, Gpu, Stream, Tensors,
+};
+use flashcore::{Descales, Plan, Shape};
 
 use self::memory::{address, address_mut, find, hold, uninitialized};
 use crate::arguments::{Call, element};
@@ -30,7 +32,11 @@ pub(crate) fn attend(
 ) -> Result<(CudaStorage, Option<CudaStorage>)> {
     let (device, problem) = (query.device(), &call.problem);
     let stream = &device.cuda_stream();
-    let mut output = uninitialized(device, call.output_shape().elem_count(), query.dtype())?;
+    let dtype = match query.dtype() {
+        DType::F8E4M3 => DType::BF16,
+        wide => wide,
+    };
+    let mut output = uninitialized(device, call.output_shape().elem_count(), dtype)?;
     let lse = problem.lse.then(|| uninitialized(device, problem.rows(), DType::F32));
     let mut lse = lse.transpose()?;
     if problem.batch * problem.query_length * problem.rows() > 0 {
@@ -45,6 +51,18 @@ pub(crate) fn attend(
         tensors.lse = lse.as_ref().map(|(lse, _)| *lse);
         let (places, held) = hold(lists(call, &mut tensors));
         let _lists = find((places, &held), stream)?;
+        let mut factors = Descales::<Option<DeviceAddress>>::default();
+        let of = call.descales.each_ref().map(|it| it.as_ref().map(|(factors, _)| factors));
+        let (places, held) = hold([
+            (&mut factors.query, of.query),
+            (&mut factors.key, of.key),
+            (&mut factors.value, of.value),
+        ]);
+        let _factors = find((places, &held), stream)?;
+        tensors.descales = factors.zip(call.descales.each_ref()).map(|(address, factors)| {
+            let strides = factors.as_ref()?.1.strides();
+            Some(DeviceTensor { address: address?, strides })
+        });
         let (gpu, stream) = place(stream)?;
         gpu.attend(&stream, problem, &tensors).map_err(wrap)?;
     }

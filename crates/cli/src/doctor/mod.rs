@@ -8,7 +8,7 @@ mod toolkit;
 use std::error::Error;
 
 use clap::Args;
-use flashcore::{DType, Machine, Mask, Plan, Preference, Problem};
+use flashcore::{DType, Machine, Mask, Pass, Plan, Preference, Problem};
 use serde::Serialize;
 
 use self::cache::CacheFound;
@@ -37,6 +37,8 @@ struct Findings {
     cpu: Cpu,
     /// Bytes of memory that are free, where the system says so.
     memory_available: Option<u64>,
+    /// What `FLASHCORE_KERNEL` insists on, if it is set.
+    insisted: Option<String>,
     /// The choice of kernel for a few usual problems.
     plans: Vec<Plan>,
 }
@@ -48,7 +50,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         .iter()
         .map(|problem| {
             // What cannot be as the environment insists would be refused: then what could be.
-            let insisted = machine.plan(problem, &Preference::from_environment());
+            let insisted = machine.plan(problem, &Preference::from_environment(problem.pass));
             insisted.or_else(|_| machine.plan(problem, &Preference::default()))
         })
         .collect::<Result<_, _>>()?;
@@ -59,6 +61,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         toolkit: toolkit::look(),
         cpu: Cpu::look(&machine),
         memory_available: memory::available().and_then(|bytes| u64::try_from(bytes).ok()),
+        insisted: insisted(),
         plans,
     };
     if arguments.json {
@@ -67,10 +70,22 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     Ok(Answer { text: describe(&findings), passed: true })
 }
 
-/// Training, prefill with shared heads, one step of decoding, and single precision.
+/// What the environment insists on, and for which pass.
+fn insisted() -> Option<String> {
+    let name = std::env::var("FLASHCORE_KERNEL").ok().filter(|name| !name.trim().is_empty())?;
+    let counts = |pass| Preference::from_environment(pass) != Preference::default();
+    Some(match (counts(Pass::Forward), counts(Pass::Backward)) {
+        (true, false) => format!("{name}, in the forward pass alone"),
+        (false, true) => format!("{name}, for gradients alone"),
+        _ => name,
+    })
+}
+
+/// Training, its gradients, prefill with shared heads, one step of decoding, and single precision.
 fn usual_problems() -> Vec<Problem> {
     vec![
         Problem::new(4, 16, 4096, 128).with_dtype(DType::BF16).with_mask(Mask::CAUSAL),
+        Problem::new(4, 16, 4096, 128).with_dtype(DType::BF16).with_mask(Mask::CAUSAL).backward(),
         Problem::new(1, 64, 8192, 128)
             .with_kv_heads(8)
             .with_dtype(DType::BF16)
@@ -95,6 +110,7 @@ fn describe(findings: &Findings) -> String {
     if let Some(bytes) = findings.memory_available {
         fields.push(("memory", format!("{} free", terminal::bytes(bytes.into()))));
     }
+    fields.extend(findings.insisted.iter().map(|name| ("kernel", name.clone())));
     let mut text = terminal::fields(&fields);
     text += &format!("\n{}\n", terminal::paint(terminal::HEADING, "what would run"));
     for plan in &findings.plans {

@@ -11,7 +11,7 @@ use std::fs;
 use std::path::PathBuf;
 
 use clap::Args;
-use flashcore::Problem;
+use flashcore::{Pass, Problem};
 use ptx::Target;
 use serde::Serialize;
 
@@ -53,7 +53,8 @@ pub(crate) struct Arguments {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
-    let preference = arguments.preferred.preference();
+    let pass = arguments.problem.as_ref().map_or(Pass::Forward, |problem| problem.pass);
+    let preference = arguments.preferred.preference(pass);
     let (shipped, target) = match (&arguments.problem, &arguments.kernel) {
         // The text of what the plan chooses, or the plan.
         (Some(problem), _) if arguments.ptx || arguments.sass => {

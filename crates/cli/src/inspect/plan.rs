@@ -105,6 +105,10 @@ pub(super) fn run(
             Source::Workspace(workspace) => terminal::words(&format!("{workspace:?}")),
             Source::Tensor(tensor) => terminal::words(&format!("{tensor:?}")),
             Source::List(list) => terminal::words(&format!("{list:?}")),
+            Source::Captured(kind, index) => {
+                format!("tensor {index} of the {}", terminal::words(&format!("{kind:?}")))
+            }
+            Source::Nothing => "nothing".to_owned(),
         };
         let named = choice.memory.iter().map(|it| (name(it.source), it.bytes));
         memory.extend(named.map(|(name, bytes)| Memory { name, bytes }));

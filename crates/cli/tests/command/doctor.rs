@@ -59,6 +59,20 @@ fn a_cache_that_cannot_be_written_is_said_and_no_failure() {
 }
 
 #[test]
+fn the_pass_of_a_kernel_that_is_insisted_on_is_said() {
+    for (kernel, said) in [
+        ("mma", "mma, in the forward pass alone"),
+        ("backward-mma", "backward-mma, for gradients alone"),
+        ("nothing", "nothing"),
+    ] {
+        let mut doctor = command(&["doctor", "--json"]);
+        doctor.env("FLASHCORE_KERNEL", kernel);
+        let answer: Value = serde_json::from_str(&success(doctor)).unwrap();
+        assert_eq!(answer["insisted"], said);
+    }
+}
+
+#[test]
 fn a_cache_that_is_off_is_said() {
     let mut doctor = command(&["doctor"]);
     doctor.env("FLASHCORE_CACHE", "off");

@@ -14,18 +14,20 @@ const HOPPER: [&str; 2] = ["--target", "sm_90a"];
 const PRODUCT: &str = "product_bf16_n128_w128_kks_s4_c1";
 
 /// Every family on Hopper; those of Ampere first.
-const FAMILIES: [&str; 15] = [
+const FAMILIES: [&str; 17] = [
     "scalar",
     "mma",
     "combine",
-    "decode",
-    "append",
-    "forward",
-    "prefill",
-    "backward",
+    "backward-mma",
     "row_sums",
     "rounding",
     "sink_gradients",
+    "decode",
+    "append",
+    "widen",
+    "forward",
+    "prefill",
+    "backward",
     "sequencer",
     "single",
     "product",
@@ -45,7 +47,7 @@ fn kernels_are_listed() {
     assert_eq!(answer["target"], "sm_80");
     let families = answer["families"].as_array().unwrap();
     let names: Vec<&str> = families.iter().filter_map(|family| family["name"].as_str()).collect();
-    assert_eq!(names, FAMILIES[..5], "an Ampere GPU runs no wgmma");
+    assert_eq!(names, FAMILIES[..9], "an Ampere GPU runs no wgmma");
 }
 
 #[test]
@@ -144,6 +146,35 @@ fn the_environment_may_insist_on_a_kernel() {
     inspect.env("FLASHCORE_KERNEL", "gpu/scalar");
     let answer: Value = serde_json::from_str(&success(inspect)).unwrap();
     assert_eq!(answer["chosen"]["kernel"], "scalar");
+}
+
+/// A kernel is one of the forward pass or of gradients; the other pass is planned without it. On the
+/// command line it is an error.
+#[test]
+fn the_environment_insists_for_one_pass() {
+    let chosen = |kernel: &str, problem: &str| {
+        let mut inspect =
+            command(&["inspect", "--problem", problem, "--target", "sm_90a", "--json"]);
+        inspect.env("FLASHCORE_KERNEL", kernel);
+        let answer: Value = serde_json::from_str(&success(inspect)).unwrap();
+        answer["chosen"]["kernel"].as_str().unwrap().to_owned()
+    };
+    for (kernel, forward, gradients) in [
+        ("mma", "mma", "backward"),
+        ("cpu/blocked", "blocked", "backward"),
+        ("backward-mma", "forward", "backward-mma"),
+        ("gpu/backward", "forward", "backward"),
+    ] {
+        assert_eq!(chosen(kernel, "s=512,d=64,bf16"), forward, "{kernel}");
+        assert_eq!(chosen(kernel, "s=512,d=64,bf16,backward"), gradients, "{kernel}");
+    }
+    let mut unknown =
+        command(&["inspect", "--problem", "d=64,bf16,backward", "--target", "sm_90a"]);
+    unknown.env("FLASHCORE_KERNEL", "nothing");
+    assert!(failure(1, unknown).contains("there is no kernel `nothing` here"));
+    let asked =
+        ["inspect", "--problem", "d=64,bf16,backward", "--target", "sm_90a", "--kernel", "mma"];
+    assert!(fail(1, &asked).contains("there is no kernel `mma` here"));
 }
 
 #[test]

@@ -47,13 +47,13 @@ pub(super) struct Workspace {
 }
 
 /// Rows that read one key/value head, and what they have come to.
-pub(super) struct Block {
+pub(super) struct Block<'a> {
     shape: Shape,
     /// Queries by panel, dim and lane.
     queries: Vec<f32>,
     /// The output before normalisation, by panel, dim and lane.
     accumulators: Vec<f32>,
-    softmax: Rows,
+    softmax: Rows<'a>,
 }
 
 /// A value that is NaN or infinite.
@@ -80,7 +80,7 @@ impl pulp::WithSimd for Measure {
 pub(super) struct WalkKeys<'a, 'tensors> {
     pub(super) workspace: &'a mut Workspace,
     /// Each block with its keys and values.
-    pub(super) blocks: &'a mut [(Block, Vectors<'tensors>, Vectors<'tensors>)],
+    pub(super) blocks: &'a mut [(Block<'tensors>, Vectors<'tensors>, Vectors<'tensors>)],
     pub(super) keys: Range<usize>,
     pub(super) cancellation: Option<&'a Cancellation>,
 }
@@ -147,7 +147,7 @@ impl Shape {
     }
 }
 
-impl Block {
+impl<'a> Block<'a> {
     /// Room for so many rows.
     pub(super) fn new(shape: Shape, rows: usize) -> Result<Self, BackendError> {
         let zeros = |count: usize| filled("blocks of queries", count, 0.0);
@@ -161,11 +161,11 @@ impl Block {
     }
 
     /// Begin: pack queries, each with the rule of its row, and forget those before.
-    pub(super) fn begin<'a>(
+    pub(super) fn begin<'q>(
         &mut self,
         scale: f32,
-        queries: impl Iterator<Item = (Vectors<'a>, usize)>,
-        rules: impl Iterator<Item = RowRule>,
+        queries: impl Iterator<Item = (Vectors<'q>, usize)>,
+        rules: impl Iterator<Item = RowRule<'a>>,
     ) {
         let Shape { lanes, head_dim, .. } = self.shape;
         let mut vector = vec![0.0; head_dim];
@@ -196,7 +196,7 @@ impl Block {
     }
 
     /// Add what the same rows came to over other keys.
-    pub(super) fn merge(&mut self, other: &Block) {
+    pub(super) fn merge(&mut self, other: &Block<'_>) {
         let Shape { lanes, .. } = self.shape;
         let size = self.shape.value_rows() * lanes;
         for row in 0..self.softmax.count() {
@@ -392,6 +392,7 @@ mod tests {
                 visible: problem.visible_keys(0, query),
                 scores: RowScores::of(&problem, query, queries, keys, 0.0),
                 sink: None,
+                functions: None,
             };
             let mut blocks = [0..keys / 3, keys / 3..keys].map(|keys| {
                 let mut block = Block::new(shape, queries).unwrap();

@@ -43,6 +43,7 @@ use crate::plan::{Arrangement, Candidate, Plan};
 use crate::problem::{Pass, Problem, RowScores};
 use crate::serving::Sequences;
 use crate::tensor::{Element, Tensor, with_elements};
+use kernels::attention::function::Here;
 
 /// The CPU as a back end.
 ///
@@ -54,6 +55,14 @@ pub struct CpuBackend {}
 const KERNEL: &str = "blocked";
 /// The name of the kernel that computes gradients.
 const BACKWARD: &str = "backward";
+
+/// The kernel of a pass.
+pub(crate) const fn kernel_of(pass: Pass) -> &'static str {
+    match pass {
+        Pass::Forward => KERNEL,
+        Pass::Backward => BACKWARD,
+    }
+}
 
 /// The largest head dim. Each thread holds blocks of about 450 vectors as f32, 120 MB at this
 /// dim, and nobody has asked for a hundredth of it.
@@ -102,6 +111,9 @@ impl CpuBackend {
         let served = match (problem.validate(), alike) {
             (Err(error), _) => Err(error.to_string()),
             (_, Err(reason)) => Err(reason),
+            _ if kernel == BACKWARD && problem.functions().next().is_some() => {
+                Err("a mask or a score that is a function has no gradients yet".to_owned())
+            }
             _ if largest > MAX_HEAD_DIM => Err(format!("head dims end at {MAX_HEAD_DIM}")),
             _ => Ok("serves every length, mask and element type".to_owned()),
         };
@@ -236,10 +248,12 @@ fn attend_sequences(
     for sequence in 0..sequences.len() {
         let alone = sequences.alone(sequence);
         let tensors = sequences.gather(inputs, sequence)?;
+        let inputs =
+            Inputs { captured: inputs.captured, first_sequence: sequence, ..tensors.inputs() };
         let mut result = Tensor::zeros(problem.dtypes.output, alone.output_shape())?;
         let mut sums = filled("the log-sum-exp", alone.rows(), f32::NEG_INFINITY)?;
         with_elements!(result.elements_mut(), elements =>
-            attend(&alone, tensors.inputs(), elements, &mut sums, watch))?;
+            attend(&alone, inputs, elements, &mut sums, watch))?;
         for [_, position, head] in alone.output_shape().vectors() {
             let (entry, row) = sequences.queries().locate(sequence, position);
             output.copy_row([entry, row, head], &result, [0, position, head]);
@@ -366,13 +380,13 @@ fn attend_in_chunks<T: Element>(
         watch.advance()?;
         Ok(blocks.into_iter().map(|(block, ..)| block).collect())
     };
-    let mut whole: Vec<Block> = Vec::new();
+    let mut whole: Vec<Block<'_>> = Vec::new();
     let mut row = vec![0.0; problem.value_head_dim];
     // Chunks grow in number with the keys: what they come to is held for some of them at a time.
     let (tasks, round) = (problem.batch * chunks, CHUNKS.max(TASKS * rayon::current_num_threads()));
     for first in (0..tasks).step_by(round) {
         let tasks = (first..tasks.min(first + round)).into_par_iter();
-        let results: Result<Vec<Vec<Block>>, BackendError> =
+        let results: Result<Vec<Vec<Block<'_>>>, BackendError> =
             tasks.map_init(|| Workspace::new(shape), attend).collect();
         for (task, part) in (first..).zip(results?) {
             let (batch, chunk) = (task / chunks, task % chunks);
@@ -400,12 +414,12 @@ fn attend_in_chunks<T: Element>(
 
 /// A block with the keys and values that it reads.
 fn with_head<'a>(
-    block: Block,
+    block: Block<'a>,
     problem: &Problem,
     inputs: Inputs<'a>,
     batch: usize,
     kv_head: usize,
-) -> (Block, Vectors<'a>, Vectors<'a>) {
+) -> (Block<'a>, Vectors<'a>, Vectors<'a>) {
     let key = Vectors::key(problem, inputs, batch, kv_head);
     (block, key, Vectors::value(problem, inputs, batch, kv_head))
 }
@@ -422,10 +436,10 @@ fn rows(
 }
 
 /// Begin a block with the rows of some queries.
-fn begin(
-    block: &mut Block,
+fn begin<'a>(
+    block: &mut Block<'a>,
     problem: &Problem,
-    inputs: Inputs<'_>,
+    inputs: Inputs<'a>,
     batch: usize,
     kv_head: usize,
     queries: Range<usize>,
@@ -436,18 +450,36 @@ fn begin(
         rows.clone().map(|(query, head)| (Vectors::query(problem, inputs, batch, head), query));
     let rules = rows.map(|(query, head)| {
         let rule = rule(problem, inputs, batch, head, query);
-        RowRule { sink: rule.sink.filter(|_| sinks), ..rule }
+        let functions = problem.functions().next().map(|_| {
+            let length = |length: usize| i32::try_from(length).unwrap_or(i32::MAX);
+            let here = Here {
+                batch: (inputs.first_sequence + batch) as i32,
+                head: head as i32,
+                query: query as i32,
+                query_length: length(problem.query_length),
+                key_length: length(problem.key_length),
+            };
+            problem.row_functions(inputs.captured, here)
+        });
+        RowRule { sink: rule.sink.filter(|_| sinks), functions, ..rule }
     });
     block.begin(problem.scale(), vectors, rules);
 }
 
-/// What the softmax is to know of a row.
-fn rule(problem: &Problem, inputs: Inputs<'_>, batch: usize, head: usize, query: usize) -> RowRule {
+/// What the softmax is to know of a row, but for functions.
+fn rule(
+    problem: &Problem,
+    inputs: Inputs<'_>,
+    batch: usize,
+    head: usize,
+    query: usize,
+) -> RowRule<'static> {
     let slope = inputs.slope(problem, batch, head);
     RowRule {
         visible: problem.visible_keys(batch, query),
         scores: RowScores::of(problem, query, problem.query_length, problem.key_length, slope),
         sink: inputs.sinks.map(|sinks| sinks[head]),
+        functions: None,
     }
 }
 

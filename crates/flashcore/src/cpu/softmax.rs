@@ -10,11 +10,11 @@ use pulp::Simd;
 use super::exp::{exp, tanh};
 use super::tile::{Row, rows, rows_mut};
 use crate::backend::{BackendError, filled};
-use crate::problem::RowScores;
+use crate::problem::{RowFunctions, RowScores};
 
 /// What is to be known of each row, and what is known of it so far: one entry for each lane of
 /// each panel.
-pub(super) struct Rows {
+pub(super) struct Rows<'a> {
     /// The factor of every product.
     scale: f32,
     /// The cap of every score.
@@ -27,6 +27,8 @@ pub(super) struct Rows {
     positions: Vec<f32>,
     /// The keys that the row sees. Lanes without a row see everything and are never read.
     visible: Vec<Range<usize>>,
+    /// What functions make of each row's scores; none where the problem has no functions.
+    functions: Vec<RowFunctions<'a>>,
     /// Rows that there are.
     count: usize,
     /// The largest score so far.
@@ -38,16 +40,18 @@ pub(super) struct Rows {
 }
 
 /// One row of the softmax.
-pub(super) struct RowRule {
+pub(super) struct RowRule<'a> {
     /// The keys that it sees.
     pub(super) visible: Range<usize>,
     /// What becomes of its products.
     pub(super) scores: RowScores,
     /// A score that it begins with.
     pub(super) sink: Option<f32>,
+    /// The problem's functions, if it has any.
+    pub(super) functions: Option<RowFunctions<'a>>,
 }
 
-impl Rows {
+impl<'a> Rows<'a> {
     /// Room for so many rows.
     pub(super) fn new(lanes: usize) -> Result<Self, BackendError> {
         let zeros = || filled("rows of the softmax", lanes, 0.0);
@@ -58,6 +62,7 @@ impl Rows {
             slopes: zeros()?,
             positions: zeros()?,
             visible: filled("rows of the softmax", lanes, 0..usize::MAX)?,
+            functions: Vec::new(),
             count: 0,
             maximum: zeros()?,
             sum: zeros()?,
@@ -66,7 +71,7 @@ impl Rows {
     }
 
     /// Begin with these rows, and forget those before.
-    pub(super) fn begin(&mut self, scale: f32, rules: impl Iterator<Item = RowRule>) {
+    pub(super) fn begin(&mut self, scale: f32, rules: impl Iterator<Item = RowRule<'a>>) {
         self.scale = scale;
         self.sloped = false;
         self.cap = None;
@@ -75,8 +80,10 @@ impl Rows {
         self.maximum.fill(f32::NEG_INFINITY);
         self.sum.fill(0.0);
         self.count = 0;
-        for (row, RowRule { visible, scores, sink }) in rules.enumerate() {
+        self.functions.clear();
+        for (row, RowRule { visible, scores, sink, functions }) in rules.enumerate() {
             self.visible[row] = visible;
+            self.functions.extend(functions);
             self.cap = scores.cap();
             self.slopes[row] = scores.slope();
             self.positions[row] = scores.position();
@@ -111,7 +118,8 @@ impl Rows {
 
     /// Whether a row sees a key.
     pub(super) fn sees(&self, row: usize, key: usize) -> bool {
-        self.visible[row].contains(&key)
+        let by_function = || self.functions.get(row).is_none_or(|it| it.clone().sees(key));
+        self.visible[row].contains(&key) && by_function()
     }
 
     /// What the weights accumulated before the last block are to be multiplied with.
@@ -126,7 +134,7 @@ impl Rows {
     }
 
     /// Add what a row came to over other keys; what both sums are to be multiplied with.
-    pub(super) fn merge(&mut self, row: usize, other: &Rows) -> [f32; 2] {
+    pub(super) fn merge(&mut self, row: usize, other: &Rows<'_>) -> [f32; 2] {
         let maxima = [self.maximum[row], other.maximum[row]];
         let maximum = maxima[0].max(maxima[1]);
         // While every score is minus infinity there is no maximum to subtract.
@@ -150,6 +158,9 @@ impl Rows {
         self.score::<S, COLUMNS>(simd, lanes.clone(), keys, panel);
         if !self.all_see(lanes.clone(), keys) {
             self.mask(lanes.clone(), keys, panel, f32::NEG_INFINITY);
+        }
+        if !self.functions.is_empty() {
+            self.call_functions(lanes.clone(), keys, panel);
         }
         let panel = rows_mut::<S, COLUMNS>(panel);
         let [maximum, sum, rescale] =
@@ -235,6 +246,22 @@ impl Rows {
                     let bias = simd.mul_f32s(slopes[column], distance);
                     row[column] = simd.sub_f32s(row[column], bias);
                 }
+            }
+        }
+    }
+
+    /// Put the scores that are seen so far through the functions of their rows.
+    fn call_functions(&mut self, lanes: Range<usize>, keys: &Range<usize>, panel: &mut [f32]) {
+        let width = lanes.len();
+        let rows = self.functions.iter_mut().enumerate().skip(lanes.start).take(width);
+        for (row, functions) in rows {
+            let visible = &self.visible[row];
+            for key in keys.start.max(visible.start)..keys.end.min(visible.end) {
+                let score = &mut panel[(key - keys.start) * width + row - lanes.start];
+                *score = match functions.sees(key) {
+                    true => functions.score(key, f64::from(*score)) as f32,
+                    false => f32::NEG_INFINITY,
+                };
             }
         }
     }

@@ -2,7 +2,7 @@
 
 use kernels::Configuration;
 use kernels::attention::Batch;
-use kernels::backward::{tall_backward, tuned_backward};
+use kernels::backward::{Rounding, RowSums, SinkGradients, tall_backward, tuned_backward};
 use kernels::parameter::{Number, Workspace};
 
 use super::forward::workload;
@@ -40,7 +40,69 @@ impl Family for Backward {
         for tensor in tensors(problem) {
             map_strides(problem, arrangement, tensor)?;
         }
-        launch(chip, problem, backward, "gradients in one pass over the scores".to_owned())
+        launch(chip, problem, &Kernels::hopper(backward), REASON.to_owned())
+    }
+}
+
+/// Why such kernels serve.
+pub(super) const REASON: &str = "gradients in one pass over the scores";
+
+/// A kernel for gradients with what comes before and after it.
+pub(super) struct Kernels {
+    pub(super) kernel: Configuration,
+    pub(super) row_sums: RowSums,
+    pub(super) rounding: Rounding,
+    pub(super) sink_gradients: Option<SinkGradients>,
+    pub(super) key_block: u32,
+    /// Bytes of the statistics of a block of query rows.
+    pub(super) statistics_bytes: u32,
+}
+
+impl Kernels {
+    pub(super) fn hopper(backward: kernels::Backward) -> Self {
+        Kernels {
+            kernel: Configuration::Backward(backward),
+            row_sums: backward.row_sums(),
+            rounding: backward.rounding(),
+            sink_gradients: backward.sink_gradients(),
+            key_block: backward.key_block(),
+            statistics_bytes: backward.statistics_bytes(),
+        }
+    }
+
+    /// Puts what comes before and after the products around them, with the workspace: so many blocks
+    /// of query rows of a head and in all.
+    pub(super) fn beside(
+        &self,
+        choice: &mut Choice,
+        heads: u32,
+        query_blocks_per_head: u32,
+        query_blocks: u32,
+    ) {
+        let numbers = vec![(Number::QueryBlocks, query_blocks_per_head)];
+        let beside =
+            |kernel, blocks| Launch { kernel, blocks, numbers: numbers.clone(), widened: false };
+        let row_sums = Configuration::RowSums(self.row_sums);
+        choice.launches.insert(0, beside(row_sums, query_blocks));
+        let rounding = Configuration::Rounding(self.rounding);
+        choice.launches.push(beside(rounding, self.rounding.blocks(query_blocks)));
+        let sinks = self.sink_gradients.map(Configuration::SinkGradients);
+        choice.launches.extend(sinks.map(|kernel| beside(kernel, heads)));
+        choice.main = 1;
+        let turns = self.row_sums.turns.then_some((Workspace::Turns, 4));
+        for (workspace, bytes) in [
+            (Workspace::RowStatistics, self.statistics_bytes),
+            (Workspace::QueryGradientSums, self.row_sums.sums.block_bytes()),
+        ]
+        .into_iter()
+        .chain(turns)
+        {
+            choice.memory.push(Memory {
+                source: Source::Workspace(workspace),
+                bytes: u64::from(bytes) * u64::from(query_blocks),
+                contents: Contents::Anything,
+            });
+        }
     }
 }
 
@@ -48,130 +110,39 @@ impl Family for Backward {
 pub(super) fn launch(
     chip: &Chip,
     problem: &Problem,
-    backward: kernels::Backward,
+    kernels: &Kernels,
     reason: String,
 ) -> Result<Choice, String> {
-    if backward.batch != Batch::Equal {
-        return ragged_backward::launch(chip, problem, backward, reason);
+    let (sums, key_block) = (kernels.row_sums.sums, kernels.key_block);
+    if kernels.row_sums.batch != Batch::Equal {
+        return ragged_backward::launch(chip, problem, kernels, reason);
     }
     // Blocks of query rows, of every query head; and blocks of keys, of every key head.
-    let counts = Counts::new(backward.query_block, problem)?;
-    let key_blocks_per_head = counts.key_length.div_ceil(backward.key_block());
+    let counts = Counts::new(sums.query_block, problem)?;
+    let key_blocks_per_head = counts.key_length.div_ceil(key_block);
     let key_blocks = u64::from(counts.key_heads) * u64::from(counts.batch);
     let key_blocks = u32::try_from(key_blocks * u64::from(key_blocks_per_head))
         .ok()
         .filter(|blocks| *blocks < 1 << 31)
         .ok_or_else(|| "the number of key blocks is too large for the GPU kernel".to_owned())?;
 
-    let mut choice = Choice::of(Configuration::Backward(backward), key_blocks, reason);
+    let mut choice = Choice::of(kernels.kernel, key_blocks, reason);
     choice.launches[0].numbers = vec![(Number::KeyBlocks, key_blocks_per_head)];
-    let ring = Ring::new(chip, &backward, &counts, key_blocks_per_head);
-    if backward.has_ring() {
-        choice.launches[0].numbers.extend([
-            (Number::RingHeads, ring.heads),
-            (Number::RoundingLag, ring.lag),
-            (Number::QueryBlocks, counts.tiles_per_head),
-        ]);
-    }
-    if backward.deterministic {
-        let steps = steps(problem, [backward.query_block, backward.key_block()], key_blocks);
+    if kernels.row_sums.turns {
+        let steps = steps(problem, [sums.query_block, key_block], key_blocks);
         let heads = counts.key_heads * counts.batch;
         choice.launches[0].numbers.extend(order(chip, heads, steps));
     }
-    let of_ring = counts.tiles.checked_div(counts.batch * counts.key_heads).unwrap_or(0);
-    let rows = RowBlocks {
-        per_head: counts.tiles_per_head,
-        all: counts.tiles,
-        room: of_ring * ring.heads,
-        last: of_ring * ring.lag.min(counts.batch * counts.key_heads),
-    };
-    beside(&mut choice, &backward, counts.heads, rows);
+    kernels.beside(&mut choice, counts.heads, counts.tiles_per_head, counts.tiles);
     choice.tiling = Some(Tiling {
-        query_rows: backward.query_block,
-        key_block: backward.key_block(),
+        query_rows: sums.query_block,
+        key_block,
         tiles_per_head: key_blocks_per_head,
         tiles: key_blocks,
         splits: 1,
         waves: f64::from(key_blocks) / f64::from(chip.multiprocessors.max(1)),
     });
     Ok(choice)
-}
-
-/// Blocks of query rows.
-#[derive(Clone, Copy)]
-pub(super) struct RowBlocks {
-    /// Of a query head.
-    pub(super) per_head: u32,
-    /// Of all heads and sequences.
-    pub(super) all: u32,
-    /// Those whose sums there is room for at a time.
-    pub(super) room: u32,
-    /// The last ones, which are rounded after all products.
-    pub(super) last: u32,
-}
-
-/// Puts what comes before and after the products around them, with the workspace.
-pub(super) fn beside(
-    choice: &mut Choice,
-    backward: &kernels::Backward,
-    heads: u32,
-    rows: RowBlocks,
-) {
-    let numbers = vec![
-        (Number::QueryBlocks, rows.per_head),
-        (Number::RingBlocks, rows.room),
-        (Number::FirstBlock, rows.all - rows.last),
-    ];
-    let row_sums = Configuration::RowSums(backward.row_sums());
-    let rounding = Configuration::Rounding(backward.rounding());
-    let beside = |kernel, blocks| Launch { kernel, blocks, numbers: numbers.clone() };
-    choice.launches.insert(0, beside(row_sums, rows.all));
-    choice.launches.push(beside(rounding, backward.rounding().blocks(rows.last)));
-    let sinks = backward.sink_gradients().map(Configuration::SinkGradients);
-    choice.launches.extend(sinks.map(|kernel| beside(kernel, heads)));
-    choice.main = 1;
-    let memory = [
-        Some((Workspace::RowStatistics, backward.statistics_bytes(), rows.all)),
-        Some((Workspace::QueryGradientSums, backward.sums_layout().block_bytes(), rows.room)),
-        backward.deterministic.then_some((Workspace::Turns, 4, rows.all)),
-        backward.has_ring().then_some((Workspace::Progress, 8, rows.all)),
-    ];
-    for (workspace, bytes, blocks) in memory.into_iter().flatten() {
-        choice.memory.push(Memory {
-            source: Source::Workspace(workspace),
-            bytes: u64::from(bytes) * u64::from(blocks),
-            contents: Contents::Anything,
-        });
-    }
-}
-
-/// How many key heads' sums of `dQ` there is room for at a time, and how many heads later they are
-/// rounded.
-struct Ring {
-    heads: u32,
-    lag: u32,
-}
-
-impl Ring {
-    /// Where heads are few, all have room.
-    fn new(
-        chip: &Chip,
-        backward: &kernels::Backward,
-        counts: &Counts,
-        key_blocks_per_head: u32,
-    ) -> Self {
-        let all = counts.batch * counts.key_heads;
-        let heads_of = |blocks: u32| blocks.div_ceil(key_blocks_per_head.max(1));
-        // While a block with a long walk runs, others go through twice as many short ones. A head that
-        // many blocks behind is done, and is cleared when those that look back to it have begun.
-        let lag = heads_of(2 * chip.multiprocessors).max(1);
-        let heads = lag + heads_of(chip.multiprocessors / 2).max(1);
-        if backward.has_ring() && heads <= all / 2 {
-            Ring { heads, lag }
-        } else {
-            Ring { heads: all.max(1), lag: kernels::backward::NO_LAG }
-        }
-    }
 }
 
 /// Whether blocks of so many keys go around all multiprocessors a few times.

@@ -105,7 +105,7 @@ fn equal_lengths_workload_of(element: Element, chip: &Chip, problem: &Problem) -
         element,
         head_dim: problem.head_dim as u32,
         value_head_dim: problem.value_head_dim as u32,
-        rules: problem.scores.rules(mask_kind(problem)),
+        rules: problem.rules(mask_kind(problem)),
         query_length: problem.query_length as u64,
         key_length: problem.key_length as u64,
         heads: problem.batch as u64 * problem.query_heads as u64,
@@ -128,6 +128,9 @@ pub(super) fn hopper_element(problem: &Problem) -> Result<Element, String> {
     }
     if problem.scores.softcap.is_some() || problem.scores.has_alibi() {
         return Err("scores of 8-bit queries are neither capped nor sloped".to_owned());
+    }
+    if problem.scores.function.is_some() {
+        return Err("scores of 8-bit queries go through no function".to_owned());
     }
     check_head_dims(problem, 16)?;
     Ok(Element::E4M3)

@@ -150,6 +150,7 @@ fn combine(
         kernel: Configuration::Combine(combine),
         blocks,
         numbers: vec![(Number::Parts, splits)],
+        widened: false,
     });
     let parts = 4 * u64::from(splits) * rows;
     let width = u64::from(mma.value_head_dim);

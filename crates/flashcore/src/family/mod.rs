@@ -4,6 +4,7 @@
 //! A family joins by its line in `FAMILIES`.
 
 mod backward;
+mod backward_mma;
 mod decode;
 mod forward;
 mod mma;
@@ -12,6 +13,7 @@ mod ragged_backward;
 mod scalar;
 mod schedule;
 pub mod tuning;
+mod widen;
 
 #[cfg(feature = "cuda")]
 pub(crate) use decode::launch as teams;
@@ -49,19 +51,26 @@ pub(crate) trait Family: Sync {
         Pass::Forward
     }
 
+    /// Whether it is worth a word for a problem: of its pass, and with what it is there for.
+    fn concerns(&self, problem: &Problem) -> bool {
+        self.pass() == problem.pass
+    }
+
     /// What it would run, or why it does not serve the problem.
     fn choose(&self, asked: &Asked<'_>) -> Result<Choice, String>;
 }
 
 /// Every family, the best for many queries first.
-pub(crate) const FAMILIES: [&dyn Family; 7] = [
+pub(crate) const FAMILIES: [&dyn Family; 9] = [
     &forward::Forward,
     &prefill::Prefill,
     &mma::Mma { sums: Element::F32 },
+    &widen::Widen,
     &decode::Decode,
     &scalar::Scalar,
     &mma::Mma { sums: Element::F16 },
     &backward::Backward,
+    &backward_mma::BackwardMma,
 ];
 
 /// From how many queries of a sequence on a tile of queries is worth more than reading each key
@@ -71,7 +80,7 @@ const MANY_QUERIES: usize = 32;
 /// The families in the order in which they are preferred for a problem.
 pub(crate) fn in_order(problem: &Problem) -> Vec<&'static dyn Family> {
     let mut families = FAMILIES.to_vec();
-    families.retain(|family| family.pass() == problem.pass);
+    families.retain(|family| family.concerns(problem));
     if problem.query_length < MANY_QUERIES {
         // The one family that reads keys once for all query heads of a group comes first.
         families.sort_by_key(|family| family.name() != decode::NAME);
@@ -142,7 +151,7 @@ impl Choice {
     /// One launch without memory.
     fn of(kernel: Configuration, blocks: u32, reason: impl Into<String>) -> Self {
         Choice {
-            launches: vec![Launch { kernel, blocks, numbers: Vec::new() }],
+            launches: vec![Launch { kernel, blocks, numbers: Vec::new(), widened: false }],
             prepared: 0,
             main: 0,
             memory: Vec::new(),
@@ -160,6 +169,12 @@ impl Choice {
         splits: Option<u32>,
     ) -> Result<Self, String> {
         let reason = "asked for".to_owned();
+        let few = matches!(kernel, Configuration::Decode(_) | Configuration::Scalar(_));
+        if problem.dtypes.key.is_8_bit() && !problem.dtypes.query.is_8_bit() && !few {
+            return widen::launch(chip, problem, |wide| {
+                Choice::for_kernel(chip, wide, kernel, splits)
+            });
+        }
         match kernel {
             Configuration::Scalar(scalar) => scalar::launch(problem, scalar, reason),
             Configuration::Mma(mma) if mma.batch != Batch::Equal => {
@@ -169,7 +184,12 @@ impl Choice {
             Configuration::Forward(forward) => forward::launch(chip, problem, forward, reason),
             Configuration::Prefill(prefill) => prefill::launch(chip, problem, prefill, reason),
             Configuration::Decode(decode) => decode::launch(chip, problem, decode, splits, reason),
-            Configuration::Backward(backward) => backward::launch(chip, problem, backward, reason),
+            Configuration::Backward(backward) => {
+                backward::launch(chip, problem, &backward::Kernels::hopper(backward), reason)
+            }
+            Configuration::BackwardMma(backward) => {
+                backward::launch(chip, problem, &backward_mma::kernels(backward), reason)
+            }
             other => Err(format!("{} is no attention by itself", other.name())),
         }
     }
@@ -200,7 +220,8 @@ fn window_kind(problem: &Problem) -> MaskKind {
 
 /// The mask without bounds that hide nothing, where all sequences have the same lengths.
 fn effective_mask(problem: &Problem) -> Mask {
-    let (queries, keys, mut mask) = (problem.query_length, problem.key_length, problem.mask);
+    let (queries, keys) = (problem.query_length, problem.key_length);
+    let mut mask = problem.mask.without_function();
     mask.left = mask.left.filter(|left| left.saturating_add(1) < keys);
     mask.right = mask.right.filter(|right| right.saturating_add(1) < queries || *right == 0);
     mask.chunk = mask.chunk.filter(|chunk| chunk.get() < keys || queries > keys);
@@ -271,6 +292,18 @@ fn check_equal_lengths(problem: &Problem) -> Result<(), String> {
     match problem.has_equal_lengths() {
         true => Ok(()),
         false => Err("sequences of unequal lengths are not served".to_owned()),
+    }
+}
+
+/// Refuses masks and scores that are functions.
+fn check_no_functions(problem: &Problem) -> Result<(), String> {
+    match problem.functions().next() {
+        None => Ok(()),
+        Some(function) => Err(format!(
+            "the {} {} is a function, which it does not take",
+            function.kind().name(),
+            function.name()
+        )),
     }
 }
 

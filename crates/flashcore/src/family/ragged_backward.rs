@@ -1,14 +1,14 @@
-//! The gradients of attention on Hopper over ragged batches: the same loops over slices of rows, with
-//! tiles of keys in an order that is made on the device.
+//! The gradients of attention over ragged batches: the same loops over slices of rows, with tiles of
+//! keys in an order that is made on the device. On Hopper, and what `mma.sync` shares with it.
 
-use kernels::Configuration;
 use kernels::attention::{Batch, MaskKind};
 use kernels::backward::tuned_backward;
+use kernels::forward::Workload;
 use kernels::parameter::{Number, Tensor};
 use kernels::sequencer::Tiles;
 use ptx::Capability;
 
-use super::backward::{RowBlocks, beside};
+use super::backward::Kernels;
 use super::schedule::{Schedule, query_rows, ragged_workload};
 use super::{Asked, Choice, mask_kind};
 use crate::chip::Chip;
@@ -17,11 +17,27 @@ use crate::plan::arrangement::{name, tensors};
 use crate::plan::rows::Rows;
 use crate::problem::{Problem, Storage};
 
+/// Why such kernels serve.
+pub(super) const REASON: &str = "gradients in one pass, slice by slice";
+
 pub(super) fn choose(asked: &Asked<'_>) -> Result<Choice, String> {
-    let Asked { chip, problem, arrangement } = *asked;
+    let Asked { chip, problem, .. } = *asked;
     if !chip.target.has(Capability::Wgmma) {
         return Err(format!("{} has no wgmma", chip.target));
     }
+    let workload = workload(asked)?;
+    let (dim, value_dim) = (workload.head_dim, workload.value_head_dim);
+    let backward = tuned_backward(workload.element, dim, value_dim, workload.rules)
+        .ok_or_else(|| format!("head dims {dim} and {value_dim} are beyond 256"))?;
+    let deterministic = problem.deterministic;
+    let backward = kernels::Backward { deterministic, batch: Batch::Ragged, ..backward };
+    launch(chip, problem, &Kernels::hopper(backward), REASON.to_owned())
+}
+
+/// What the choice among configurations depends on, or why no kernel for ragged batches serves a
+/// problem.
+pub(super) fn workload(asked: &Asked<'_>) -> Result<Workload, String> {
+    let Asked { chip, problem, arrangement } = *asked;
     let workload = ragged_workload(chip, problem)?;
     if problem.keys.is_paged() {
         return Err("gradients of keys in pages are not computed".to_owned());
@@ -32,43 +48,37 @@ pub(super) fn choose(asked: &Asked<'_>) -> Result<Choice, String> {
     if problem.key_length == 0 {
         return Err("there are no keys".to_owned());
     }
-    let rules = problem.scores.rules(mask(problem));
-    let (dim, value_dim) = (workload.head_dim, workload.value_head_dim);
-    let backward = tuned_backward(workload.element, dim, value_dim, rules)
-        .ok_or_else(|| format!("head dims {dim} and {value_dim} are beyond 256"))?;
     arrangement.check_copies(problem)?;
     check_rows(problem, arrangement)?;
-    let deterministic = problem.deterministic;
-    let backward = kernels::Backward { deterministic, batch: Batch::Ragged, ..backward };
-    launch(chip, problem, backward, "gradients in one pass, slice by slice".to_owned())
+    Ok(Workload { rules: problem.rules(mask(problem)), ..workload })
 }
 
 /// The launches of a configuration, tuned or not.
 pub(super) fn launch(
     chip: &Chip,
     problem: &Problem,
-    backward: kernels::Backward,
+    kernels: &Kernels,
     reason: String,
 ) -> Result<Choice, String> {
-    let schedule = Schedule::of_keys(problem, backward.key_block())?;
+    let (query_block, key_block) = (kernels.row_sums.sums.query_block, kernels.key_block);
+    let schedule = Schedule::of_keys(problem, key_block)?;
     // Each sequence's queries begin with a block of their own.
-    let per_head = query_rows(problem) / u64::from(backward.query_block) + problem.batch as u64;
+    let per_head = query_rows(problem) / u64::from(query_block) + problem.batch as u64;
     let too_large = || "the number of query rows of all heads is too large".to_owned();
     let counted = |count: Option<u64>| count.filter(|it| *it <= i32::MAX as u64);
     // Parts of rounded blocks are numbered too, and so are rows.
-    let parts = u64::from(backward.rounding().blocks(1));
+    let parts = u64::from(kernels.rounding.blocks(1));
     let blocks = per_head.checked_mul(problem.query_heads as u64);
     let rows = query_rows(problem).checked_mul(problem.query_heads as u64);
     if counted(blocks.and_then(|it| it.checked_mul(parts))).is_none() || counted(rows).is_none() {
         return Err(too_large());
     }
     let (per_head, blocks) = (per_head as u32, blocks.ok_or_else(too_large)? as u32);
-    let mut choice = Choice::of(Configuration::Backward(backward), schedule.all_tiles, reason);
+    let mut choice = Choice::of(kernels.kernel, schedule.all_tiles, reason);
     choice.launches[0].numbers = vec![(Number::QueryBlocks, per_head)];
-    let rows = RowBlocks { per_head, all: blocks, room: blocks, last: blocks };
-    beside(&mut choice, &backward, problem.query_heads as u32, rows);
+    kernels.beside(&mut choice, problem.query_heads as u32, per_head, blocks);
     schedule.before(chip.target, Tiles::Keys, &mut choice);
-    choice.tiling = Some(schedule.tiling(chip, backward.query_block, backward.key_block()));
+    choice.tiling = Some(schedule.tiling(chip, query_block, key_block));
     Ok(choice)
 }
 
@@ -107,6 +117,7 @@ fn check_rows(problem: &Problem, arrangement: &Arrangement) -> Result<(), String
 
 #[cfg(test)]
 mod tests {
+    use kernels::Configuration;
     use ptx::Target;
 
     use super::*;

@@ -23,7 +23,7 @@ impl Family for Scalar {
             element: dtype.element(),
             head_dim: problem.head_dim as u32,
             value_head_dim: problem.value_head_dim as u32,
-            rules: problem.scores.rules(mask_kind(problem)),
+            rules: problem.rules(mask_kind(problem)),
         };
         launch(problem, scalar, "serves every head dim, length and type".to_owned())
     }

@@ -60,7 +60,7 @@ impl Schedule {
     pub(super) fn before(&self, target: Target, tiles: Tiles, choice: &mut Choice) {
         let numbers = vec![(Number::MaxTiles, self.most_tiles), (Number::TileRows, self.tile_rows)];
         let kernel = Configuration::Sequencer(Sequencer { target, tiles });
-        choice.launches.insert(0, Launch { kernel, blocks: 1, numbers });
+        choice.launches.insert(0, Launch { kernel, blocks: 1, numbers, widened: false });
         choice.prepared = 1;
         choice.main += 1;
         choice.memory.push(Memory {
@@ -88,7 +88,7 @@ pub(super) fn ragged_workload_of(
         element,
         head_dim: problem.head_dim as u32,
         value_head_dim: problem.value_head_dim as u32,
-        rules: problem.scores.rules(window_kind(problem)),
+        rules: problem.rules(window_kind(problem)),
         query_length: query_rows(problem),
         key_length: problem.key_length as u64,
         heads: problem.query_heads as u64,

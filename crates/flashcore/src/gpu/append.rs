@@ -177,6 +177,7 @@ impl AppendProblem {
                 kernel: Configuration::Append(append),
                 blocks: append.blocks((new + rotated) as u32),
                 numbers: numbers.map(|(number, value)| (number, value as u32)).to_vec(),
+                widened: false,
             }],
             prepared: 0,
             main: 0,
@@ -371,7 +372,7 @@ impl Addresses for AppendTensors {
                 List::QueryLengths => queries.and_then(|queries| queries.lengths),
                 _ => None,
             },
-            Source::Workspace(_) => None,
+            Source::Workspace(_) | Source::Captured(..) | Source::Nothing => None,
         }
     }
 }

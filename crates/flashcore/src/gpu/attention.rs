@@ -164,7 +164,8 @@ impl Gpu {
         }
         let _relaxed = RelaxedCapture::begin()?;
         key.0.validate()?;
-        let plan = AttentionPlan::new(self, &key.0, &key.1, &Preference::from_environment())?;
+        let preference = Preference::from_environment(problem.pass);
+        let plan = AttentionPlan::new(self, &key.0, &key.1, &preference)?;
         // Old ones are dropped under the relaxed mode.
         let (plan, _old) = self.attention.keep(key, plan);
         Ok(plan)

@@ -77,6 +77,7 @@ impl CombineProblem {
                     (Number::QueryLength, length as u32),
                     (Number::QueryHeads, heads as u32),
                 ],
+                widened: false,
             }],
             prepared: 0,
             main: 0,

@@ -6,6 +6,7 @@
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use cuda::{Arguments, Buffer, DeviceAddress, Stream, TensorMap};
+use kernels::parameter::{Captured, CapturedPart};
 
 use super::workspace::{Held, Need};
 use super::{Compilation, Gpu, GpuError, Kernel, lock};
@@ -16,6 +17,11 @@ use crate::plan::{Launch, Map, Source, Value};
 pub(super) trait Addresses {
     /// The address; nothing where the call has none.
     fn address(&self, source: Source) -> Option<DeviceAddress>;
+
+    /// An extent or a stride of a tensor that a function loads from; nothing where there is none.
+    fn captured(&self, _: Captured) -> u64 {
+        0
+    }
 }
 
 #[derive(Debug)]
@@ -43,6 +49,8 @@ struct Step {
     values: Vec<Value>,
     /// The parameters that are addresses or tensor maps, by their index.
     moving: Vec<(usize, Source)>,
+    /// Those that are extents and strides of tensors that functions load from.
+    captured: Vec<(usize, Captured)>,
 }
 
 /// The arguments of a step's last launch, and the addresses they were made from.
@@ -80,7 +88,12 @@ impl Executable {
                 _ => None,
             };
             let moving = values.iter().enumerate().filter_map(moving).collect();
-            steps.push(Step { kernel, blocks: launch.blocks, values, moving });
+            let captured = |(index, value): (usize, &Value)| match value {
+                Value::Captured(captured) => Some((index, *captured)),
+                _ => None,
+            };
+            let captured = values.iter().enumerate().filter_map(captured).collect();
+            steps.push(Step { kernel, blocks: launch.blocks, values, moving, captured });
         }
         let mut constant = Vec::new();
         for memory in &choice.memory {
@@ -131,6 +144,7 @@ impl Executable {
                 Some(last) => step.rebind(stream, last, find)?,
                 None => step.bind(stream, find)?,
             };
+            let last = step.bind_captured(last, addresses)?;
             step.kernel.launch(stream, step.blocks, &last.arguments)?;
             bound[index] = Some(last);
         }
@@ -189,6 +203,10 @@ impl Step {
                 Value::I32(value) => arguments.push(*value),
                 Value::U64(value) => arguments.push(*value),
                 Value::F32(value) => arguments.push(*value),
+                Value::Captured(captured) => match captured.part {
+                    CapturedPart::Extent(_) => arguments.push(0u32),
+                    _ => arguments.push(0u64),
+                },
                 Value::Address(source) => arguments.push(find(*source)),
                 Value::Map(map) => {
                     let address = find(Source::Tensor(map.tensor));
@@ -198,6 +216,23 @@ impl Step {
         }
         let addresses = self.moving.iter().map(|(_, source)| find(*source)).collect();
         Ok(Bound { arguments, addresses })
+    }
+
+    /// The same with the extents and strides of this call.
+    fn bind_captured(
+        &self,
+        mut bound: Bound,
+        addresses: &impl Addresses,
+    ) -> Result<Bound, GpuError> {
+        for (index, captured) in &self.captured {
+            let number = addresses.captured(*captured);
+            match captured.part {
+                // Extents that do not fit were refused.
+                CapturedPart::Extent(_) => bound.arguments.set(*index, number as u32)?,
+                _ => bound.arguments.set(*index, number)?,
+            }
+        }
+        Ok(bound)
     }
 
     /// The arguments of the last launch, with those whose address has moved made anew. On an error

@@ -1,9 +1,10 @@
 //! Lists of numbers on the device.
 
 use cuda::{Buffer, DeviceAddress};
+use kernels::attention::function::TensorSpec;
 use kernels::parameter::List;
 
-use super::{DeviceTensor, Gpu, GpuError, Tensors};
+use super::{CapturedTensor, DeviceTensor, Gpu, GpuError, Tensors};
 use crate::inputs::Inputs;
 use crate::problem::Problem;
 
@@ -66,6 +67,20 @@ impl<'a> DeviceLists<'a> {
                 }
                 None => None,
             };
+        }
+        for tensor in inputs.captured {
+            let mut extents = [1; TensorSpec::MOST_DIMENSIONS];
+            let mut strides = [0; TensorSpec::MOST_DIMENSIONS];
+            for (dimension, (extent, stride)) in
+                tensor.extents.iter().zip(&tensor.strides).enumerate()
+            {
+                // What does not fit was refused with the inputs.
+                extents[dimension] = *extent as u32;
+                strides[dimension] = *stride as u64;
+            }
+            let address = self.bytes(&tensor.bytes)?;
+            let captured = CapturedTensor { address, extents, strides };
+            tensors.captured.insert(problem, &tensor.name, captured);
         }
         tensors.descales = inputs.descales.try_map(|factors| {
             let Some(factors) = factors else { return Ok::<_, GpuError>(None) };

@@ -42,7 +42,7 @@ pub use guarded::GuardedBuffer;
 use kernel::Source;
 pub use kernel::{Compilation, Kernel, Policy};
 pub use lists::DeviceLists;
-pub use tensors::{DeviceTensor, Gradients, Tensors};
+pub use tensors::{CapturedTensor, CapturedTensors, DeviceTensor, Gradients, Tensors};
 pub use warm::Warmed;
 
 use std::collections::HashMap;

@@ -1,7 +1,8 @@
 //! What a launch of attention reads and writes.
 
 use cuda::DeviceAddress;
-use kernels::parameter::{List, Tensor};
+use kernels::attention::function::{Kind, TensorSpec};
+use kernels::parameter::{Captured, CapturedPart, List, Tensor};
 
 use super::GpuError;
 use super::executable::Addresses;
@@ -70,6 +71,54 @@ pub struct Tensors {
     pub descales: Descales<Option<DeviceTensor>>,
     /// Backward, the gradients. The output and the log-sum-exps are read then, not written.
     pub gradients: Option<Gradients>,
+    /// What functions load from.
+    pub captured: CapturedTensors,
+}
+
+/// A tensor on the device that a function loads from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct CapturedTensor {
+    /// Its first element.
+    pub address: DeviceAddress,
+    /// How far each of its dimensions goes: at least 1, at most as far as signed numbers of 32 bits.
+    pub extents: [u32; TensorSpec::MOST_DIMENSIONS],
+    /// Elements from an index to the next.
+    pub strides: [u64; TensorSpec::MOST_DIMENSIONS],
+}
+
+/// The tensors that the functions of a problem load from, in the order in which the functions have
+/// them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct CapturedTensors {
+    /// Those of the mask.
+    pub mask: [Option<CapturedTensor>; TensorSpec::MOST_TENSORS],
+    /// Those of the score.
+    pub score: [Option<CapturedTensor>; TensorSpec::MOST_TENSORS],
+}
+
+impl CapturedTensors {
+    fn of(&self, kind: Kind, index: u8) -> Option<&CapturedTensor> {
+        let tensors = match kind {
+            Kind::Mask => &self.mask,
+            Kind::Score => &self.score,
+        };
+        tensors.get(usize::from(index))?.as_ref()
+    }
+
+    /// Puts a tensor wherever functions of a problem know its name.
+    pub(super) fn insert(&mut self, problem: &Problem, name: &str, tensor: CapturedTensor) {
+        for function in problem.functions() {
+            let tensors = match function.kind() {
+                Kind::Mask => &mut self.mask,
+                Kind::Score => &mut self.score,
+            };
+            for (place, spec) in tensors.iter_mut().zip(function.tensors()) {
+                if spec.name == name {
+                    *place = Some(tensor);
+                }
+            }
+        }
+    }
 }
 
 /// The gradient of the output, which is given, and those that are asked for.
@@ -107,6 +156,7 @@ impl Tensors {
             sinks: None,
             descales: Descales::default(),
             gradients: None,
+            captured: CapturedTensors::default(),
         }
     }
 
@@ -178,6 +228,24 @@ impl Tensors {
         check("block table", self.block_table, matches!(keys, Storage::Paged { .. }))?;
         check("list of slopes", self.slopes, scores.has_alibi())?;
         check("list of sinks", self.sinks, scores.sinks)?;
+        for function in problem.functions() {
+            for (index, spec) in function.tensors().iter().enumerate() {
+                let refuse = |reason: &str| {
+                    let reason = format!("{}: {reason}", spec.name);
+                    Err(GpuError::Tensor { tensor: "tensor of a function", reason })
+                };
+                let Some(tensor) = self.captured.of(function.kind(), index as u8) else {
+                    return refuse("it is missing");
+                };
+                let within = |extent: &u32| (1..=i32::MAX as u32).contains(extent);
+                if !tensor.extents[..spec.rank].iter().all(within) {
+                    return refuse("it is empty, or a dimension is beyond 31 bits");
+                }
+                if !tensor.address.0.is_multiple_of(spec.stored.bytes() as u64) {
+                    return refuse("its address is no multiple of its elements' size");
+                }
+            }
+        }
         let names = Descales { query: "q_descale", key: "k_descale", value: "v_descale" };
         let given = names.zip(self.descales).zip(problem.descales);
         for ((name, given), expected) in given.into_array() {
@@ -226,7 +294,17 @@ impl Addresses for Tensors {
                 List::Sinks => self.sinks,
                 _ => None,
             },
+            Source::Captured(kind, index) => self.captured.of(kind, index).map(|it| it.address),
             _ => None,
+        }
+    }
+
+    fn captured(&self, captured: Captured) -> u64 {
+        let Some(tensor) = self.captured.of(captured.kind, captured.index) else { return 0 };
+        match captured.part {
+            CapturedPart::Address => tensor.address.0,
+            CapturedPart::Extent(dimension) => tensor.extents[usize::from(dimension)].into(),
+            CapturedPart::Stride(dimension) => tensor.strides[usize::from(dimension)],
         }
     }
 }

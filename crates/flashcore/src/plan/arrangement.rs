@@ -87,6 +87,8 @@ pub(crate) fn name(tensor: Tensor) -> &'static str {
         Tensor::QueryDescale => "query descale",
         Tensor::KeyDescale => "key descale",
         Tensor::ValueDescale => "value descale",
+        Tensor::WideKey => "widened key",
+        Tensor::WideValue => "widened value",
     }
 }
 
@@ -171,8 +173,8 @@ pub(crate) fn shape(problem: &Problem, tensor: Tensor) -> Shape {
         Tensor::KeyDescale => problem.descale_shapes().key.unwrap_or(nothing),
         Tensor::ValueDescale => problem.descale_shapes().value.unwrap_or(nothing),
         Tensor::Query => problem.query_shape(),
-        Tensor::Key => problem.key_shape(),
-        Tensor::Value => problem.value_shape(),
+        Tensor::Key | Tensor::WideKey => problem.key_shape(),
+        Tensor::Value | Tensor::WideValue => problem.value_shape(),
         _ => problem.output_shape(),
     }
 }

@@ -4,13 +4,17 @@
 //! their sources: a GPU puts device addresses in their place, the simulator buffers.
 
 use kernels::attention::Window;
-use kernels::parameter::{Axis, List, Number, Parameter, Reach, Tensor, Workspace};
+use kernels::attention::function::Kind;
+use kernels::parameter::{
+    Axis, Captured, CapturedPart, List, Number, Parameter, Reach, Tensor, Workspace,
+};
 use kernels::{Configuration, Divisor, Prefill};
 use ptx::{ParameterKind, TensorBox, Type};
 use serde::{Serialize, Serializer};
 
 use super::arrangement::{self, Arrangement};
 use super::rows::Rows;
+use super::widened;
 use crate::problem::{Alibi, Descale, Problem, Storage};
 
 /// One launch of one kernel.
@@ -24,6 +28,9 @@ pub struct Launch {
     /// The numbers that the shape of the launch has; the problem has the others.
     #[serde(skip)]
     pub numbers: Vec<(Number, u32)>,
+    /// Whether keys and values are those that a launch before widened to 16 bits.
+    #[serde(skip)]
+    pub widened: bool,
 }
 
 fn by_name<S: Serializer>(kernel: &Configuration, serializer: S) -> Result<S::Ok, S::Error> {
@@ -39,6 +46,10 @@ pub enum Source {
     List(List),
     /// Memory of the plan.
     Workspace(Workspace),
+    /// Nowhere: a list that a launch shall not see.
+    Nothing,
+    /// A tensor that a function loads from, by its number among the function's.
+    Captured(Kind, u8),
 }
 
 /// What is passed for a parameter.
@@ -56,6 +67,9 @@ pub enum Value {
     Address(Source),
     /// A tensor map.
     Map(Map),
+    /// How far a tensor goes that a function loads from, or a stride of it: numbers of the call, of
+    /// 32 bits and of 64.
+    Captured(Captured),
 }
 
 /// A tensor map over a tensor.
@@ -92,6 +106,14 @@ pub(crate) fn bind_with(
     arrangement: &Arrangement,
     others: OtherStrides<'_>,
 ) -> Result<Vec<Value>, String> {
+    let wide;
+    let (problem, arrangement) = match launch.widened {
+        true => {
+            wide = (widened::problem(problem), widened::arrangement(problem, arrangement)?);
+            (&wide.0, &wide.1)
+        }
+        false => (problem, arrangement),
+    };
     let binding = Binding { launch, problem, arrangement, others };
     let name = launch.kernel.name();
     let parameters = Parameter::of(declared).map_err(|error| format!("{name}: {error}"))?;
@@ -115,7 +137,16 @@ fn fits(value: &Value, kind: &ParameterKind) -> bool {
             | (Value::F32(_), ParameterKind::Scalar(Type::F32))
             | (Value::Address(_), ParameterKind::Address)
             | (Value::Map(_), ParameterKind::TensorMap(_))
-    )
+    ) || match value {
+        Value::Captured(captured) => {
+            let ty = match captured.part {
+                CapturedPart::Extent(_) => Type::U32,
+                _ => Type::U64,
+            };
+            *kind == ParameterKind::Scalar(ty)
+        }
+        _ => false,
+    }
 }
 
 struct Binding<'a> {
@@ -131,7 +162,11 @@ impl Binding<'_> {
             (Parameter::Tensor(tensor), ParameterKind::TensorMap(tensor_box)) => {
                 Value::Map(self.map(tensor, tensor_box)?)
             }
-            (Parameter::Tensor(tensor), _) => Value::Address(Source::Tensor(tensor)),
+            (Parameter::Tensor(tensor), _) => Value::Address(Source::Tensor(self.given(tensor))),
+            // Widened keys and values have left the batch entries of the cache.
+            (Parameter::List(List::BatchIndex), _) if self.launch.widened => {
+                Value::Address(Source::Nothing)
+            }
             (Parameter::List(list), _) => Value::Address(Source::List(list)),
             (Parameter::Workspace(memory), _) => Value::Address(Source::Workspace(memory)),
             (Parameter::Stride(tensor, axis), _) => Value::U64(self.stride(tensor, axis)?),
@@ -139,6 +174,12 @@ impl Binding<'_> {
             (Parameter::Multiplier(number), _) => Value::U32(self.divisor(number)?.multiplier),
             (Parameter::Shift(number), _) => Value::U32(self.divisor(number)?.shift),
             (Parameter::Scale(scale), _) => Value::F32(self.problem.factor(scale)),
+            (Parameter::Captured(captured), _) => match captured.part {
+                CapturedPart::Address => {
+                    Value::Address(Source::Captured(captured.kind, captured.index))
+                }
+                _ => Value::Captured(captured),
+            },
             (Parameter::Reach(reach), _) => {
                 let window = window(self.problem);
                 Value::I32(match reach {
@@ -158,6 +199,11 @@ impl Binding<'_> {
                 Value::U32(self.rows(tensor)?.entry_rows)
             }
         })
+    }
+
+    /// The tensor that is passed for another.
+    fn given(&self, tensor: Tensor) -> Tensor {
+        if self.launch.widened { widened::tensor(tensor) } else { tensor }
     }
 
     fn divisor(&self, number: Number) -> Result<Divisor, String> {
@@ -202,6 +248,7 @@ impl Binding<'_> {
             | Tensor::QueryDescale
             | Tensor::KeyDescale
             | Tensor::ValueDescale => self.arrangement.strides(tensor),
+            Tensor::WideKey | Tensor::WideValue => widened::strides(problem, tensor)?,
             other => return Err(format!("nobody knows the strides of {other:?}")),
         };
         let descale = match tensor {
@@ -247,13 +294,15 @@ impl Binding<'_> {
             let strides = map_strides(self.problem, self.arrangement, tensor)?;
             let dimensions = [shape.dim, shape.length, shape.heads, shape.batch];
             let dimensions = dimensions.map(|extent| extent as u64).to_vec();
-            return Ok(Map { tensor, dimensions, strides: strides.to_vec(), tensor_box });
+            let (tensor, strides) = (self.given(tensor), strides.to_vec());
+            return Ok(Map { tensor, dimensions, strides, tensor_box });
         }
         let rows = self.rows(tensor)?;
         let (dimensions, strides) =
             Prefill::slices(shape.dim as u64, shape.heads as u64, rows.row_bytes);
         let strides = [&strides[..], &[rows.head_bytes]].concat();
-        Ok(Map { tensor, dimensions: dimensions.to_vec(), strides, tensor_box })
+        let (tensor, dimensions) = (self.given(tensor), dimensions.to_vec());
+        Ok(Map { tensor, dimensions, strides, tensor_box })
     }
 }
 

@@ -5,12 +5,14 @@
 //! | --- | --- |
 //! | `arrangement` | how the tensors of a call lie in memory |
 //! | `rows` | tensors as long lists of rows |
+//! | `widened` | a call over an 8-bit cache as one over 16 bits |
 //! | `binding` | what is passed for each parameter of a kernel |
 //! | this one | the choice, with its reasons |
 
 pub(crate) mod arrangement;
 mod binding;
 pub(crate) mod rows;
+pub(crate) mod widened;
 
 pub use arrangement::{Arrangement, GradientStrides};
 pub use binding::{Launch, Map, Source, Value, bind};
@@ -25,10 +27,10 @@ use std::fmt;
 use serde::Serialize;
 
 use crate::backend::{Backend, BackendError};
-use crate::cpu::CpuBackend;
+use crate::cpu::{self, CpuBackend};
 use crate::error::Error;
-use crate::family::{self, Asked, Choice, Family};
-use crate::problem::Problem;
+use crate::family::{self, Asked, Choice, FAMILIES, Family};
+use crate::problem::{Pass, Problem};
 
 /// What the caller insists on. The default leaves the choice open.
 ///
@@ -46,11 +48,28 @@ pub struct Preference {
 }
 
 impl Preference {
-    /// What the environment insists on: `FLASHCORE_KERNEL` may name a kernel (`forward`) or a back
-    /// end and a kernel (`gpu/forward`).
-    pub fn from_environment() -> Self {
+    /// What the environment insists on for a pass: `FLASHCORE_KERNEL` may name a kernel (`forward`)
+    /// or a back end and a kernel (`gpu/forward`). The name of a kernel of the other pass has no
+    /// effect, so that one can be chosen for either pass of a training step.
+    pub fn from_environment(pass: Pass) -> Self {
         std::env::var("FLASHCORE_KERNEL")
-            .map_or_else(|_| Preference::default(), |name| Preference::named(&name))
+            .map_or_else(|_| Preference::default(), |name| Preference::named(&name).of_pass(pass))
+    }
+
+    /// The same for a pass: nothing, where the kernel is one of the other pass.
+    fn of_pass(self, pass: Pass) -> Self {
+        let serves = |kernel: &str, pass: Pass| {
+            let mut families = FAMILIES.iter().filter(|it| it.pass() == pass);
+            families.any(|it| it.name() == kernel) || cpu::kernel_of(pass) == kernel
+        };
+        let other = match pass {
+            Pass::Forward => Pass::Backward,
+            Pass::Backward => Pass::Forward,
+        };
+        match &self.kernel {
+            Some(kernel) if serves(kernel, other) && !serves(kernel, pass) => Preference::default(),
+            _ => self,
+        }
     }
 
     /// A kernel by its name, with or without its back end; nothing where the name is empty.
@@ -99,7 +118,13 @@ impl Candidate {
     }
 
     fn of(family: &dyn Family, asked: &Asked<'_>) -> Self {
-        let chosen = family.choose(asked);
+        let chosen = match (asked.problem.pass, asked.problem.functions().next()) {
+            (Pass::Backward, Some(function)) => {
+                let (kind, name) = (function.kind().name(), function.name());
+                Err(format!("the {kind} {name} is a function, and has no gradients on the GPU"))
+            }
+            _ => family.choose(asked),
+        };
         let choice = chosen.as_ref().ok().cloned();
         Candidate {
             backend: GPU,

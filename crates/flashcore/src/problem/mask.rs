@@ -4,7 +4,10 @@ use std::fmt;
 use std::num::NonZeroUsize;
 use std::ops::Range;
 
+use kernels::attention::function::{At, Function, Traced};
 use serde::Serialize;
+
+use super::function;
 
 /// Which keys a query may see: those of one interval around its position. A masked key contributes
 /// nothing, even if it holds NaN.
@@ -30,17 +33,49 @@ pub struct Mask {
     /// Positions come in chunks of this size, and a query sees keys of its own chunk only
     /// (`attention_chunk`).
     pub chunk: Option<NonZeroUsize>,
+    /// A function that hides further keys of the interval.
+    #[serde(serialize_with = "function::as_text", skip_serializing_if = "Option::is_none")]
+    pub function: Option<Function>,
 }
 
 impl Mask {
     /// Every query sees every key.
-    pub const NONE: Mask = Mask { left: None, right: None, chunk: None };
+    pub const NONE: Mask = Mask { left: None, right: None, chunk: None, function: None };
     /// A query sees the keys up to its own position.
     pub const CAUSAL: Mask = Mask { right: Some(0), ..Mask::NONE };
 
     /// A sliding window; a causal one has `right` zero.
     pub const fn window(left: Option<usize>, right: Option<usize>) -> Self {
-        Mask { left, right, chunk: None }
+        Mask { left, right, ..Mask::NONE }
+    }
+
+    /// A mask as a function of where query and key stand, with a name of the caller's.
+    ///
+    /// ```
+    /// use flashcore::{Mask, Problem};
+    ///
+    /// let prefix = Mask::from_fn("prefix", |at| at.key().lt(128) | at.key().le(at.query()));
+    /// let problem = Problem::new(1, 8, 512, 64).with_mask(prefix);
+    /// assert_eq!(problem.text().parse::<Problem>()?, problem);
+    /// # Ok::<(), flashcore::ProblemTextError>(())
+    /// ```
+    ///
+    /// # Panics
+    ///
+    /// Where the closure does, or the name is no word.
+    #[track_caller]
+    pub fn from_fn(name: &str, seen: impl for<'t> FnOnce(At<'t>) -> Traced<'t, bool>) -> Self {
+        Mask::NONE.with_function(Function::mask(name, seen))
+    }
+
+    /// The same, less what a function hides.
+    pub const fn with_function(self, function: Function) -> Self {
+        Mask { function: Some(function), ..self }
+    }
+
+    /// The same without a function.
+    pub const fn without_function(self) -> Self {
+        Mask { function: None, ..self }
     }
 
     /// The same within chunks of so many positions; of zero there are none.
@@ -48,7 +83,8 @@ impl Mask {
         Mask { chunk: NonZeroUsize::new(positions), ..self }
     }
 
-    /// The keys that `query` sees, as one range; empty for a fully masked row.
+    /// The keys that `query` sees, as one range; empty for a fully masked row. A function may hide
+    /// some of them.
     ///
     /// ```
     /// use flashcore::Mask;
@@ -130,6 +166,7 @@ impl fmt::Display for Mask {
             (left, right) => words.push(format!("window={}:{}", side(left), side(right))),
         }
         words.extend(self.chunk.map(|chunk| format!("chunk={chunk}")));
+        words.extend(self.function.map(|function| format!("mask={function}")));
         f.pad(&if words.is_empty() { "none".to_owned() } else { words.join(",") })
     }
 }

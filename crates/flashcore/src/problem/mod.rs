@@ -6,16 +6,19 @@
 //! | `descale` | what 8-bit numbers are multiplied with |
 //! | `mask` | which keys a query sees |
 //! | `scores` | what becomes of the product of a query and a key |
+//! | `function` | masks and scores as functions, and the tensors that they load from |
 //! | `storage` | how the rows of sequences lie in tensors |
 //! | `text` | problems as short texts |
 
 mod descale;
+mod function;
 mod mask;
 mod scores;
 mod storage;
 mod text;
 
 pub use descale::{Descale, Descales, ElementError};
+pub use function::RowFunctions;
 pub use mask::Mask;
 pub use scores::{Alibi, RowScores, Scores};
 pub use storage::{Lists, Storage};
@@ -175,6 +178,9 @@ pub enum ProblemError {
     /// Element types or descale factors make no sense.
     #[error(transparent)]
     Elements(#[from] ElementError),
+    /// A function does not belong where it stands.
+    #[error("{0}")]
+    Function(String),
     /// Sequences lie in a way that makes no sense.
     #[error("{0}")]
     Storage(&'static str),
@@ -328,6 +334,7 @@ impl Problem {
         }
         self.scores.validate()?;
         self.validate_elements()?;
+        self.validate_functions().map_err(ProblemError::Function)?;
         self.validate_storage().map_err(ProblemError::Storage)?;
         let tensors = [
             ("query", self.query_shape()),

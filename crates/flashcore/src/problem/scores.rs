@@ -4,15 +4,17 @@
 //! s = scale * (q . k)
 //! s = softcap * tanh(s / softcap)       with a softcap
 //! s = s - slope * |position - key|      with ALiBi
+//! s = function(s, where it stands)      with a function
 //! ```
 //!
 //! A sink is one more score in every row, without a value.
 
 use std::hash::{Hash, Hasher};
 
+use kernels::attention::function::{At, Function, Traced};
 use serde::Serialize;
 
-use super::Problem;
+use super::{Problem, function};
 
 /// The rules by which products become scores.
 ///
@@ -37,6 +39,9 @@ pub struct Scores {
     /// its share of the weights and counts in the log-sum-exp, which is the sink itself in a row
     /// that sees no key. The sinks themselves are among the inputs.
     pub sinks: bool,
+    /// What scores become after everything else.
+    #[serde(serialize_with = "function::as_text", skip_serializing_if = "Option::is_none")]
+    pub function: Option<Function>,
 }
 
 /// Whether there are ALiBi slopes, and of what.
@@ -61,7 +66,8 @@ pub enum ScoreError {
 }
 
 impl Scores {
-    const PLAIN: Scores = Scores { scale: None, softcap: None, alibi: Alibi::None, sinks: false };
+    const PLAIN: Scores =
+        Scores { scale: None, softcap: None, alibi: Alibi::None, sinks: false, function: None };
     const CAPPED: Scores = Scores { softcap: Some(30.0), ..Scores::PLAIN };
 
     /// Each rule alone, for those who try or measure one after the other: a cap of 30, slopes of
@@ -95,6 +101,34 @@ impl Scores {
         Scores { sinks: true, ..self }
     }
 
+    /// Scores as a function of the scaled score and of where query and key stand, with a name of the
+    /// caller's.
+    ///
+    /// ```
+    /// use flashcore::{Problem, Scores};
+    ///
+    /// let capped = Scores::from_fn("capped", |score, _| 30.0 * (score / 30.0).tanh());
+    /// let problem = Problem::new(1, 8, 512, 64).with_scores(capped);
+    /// assert_eq!(problem.text().parse::<Problem>()?, problem);
+    /// # Ok::<(), flashcore::ProblemTextError>(())
+    /// ```
+    ///
+    /// # Panics
+    ///
+    /// Where the closure does, or the name is no word.
+    #[track_caller]
+    pub fn from_fn(
+        name: &str,
+        score: impl for<'t> FnOnce(Traced<'t, f32>, At<'t>) -> Traced<'t, f32>,
+    ) -> Self {
+        Scores::PLAIN.with_function(Function::score(name, score))
+    }
+
+    /// Put scores through a function at last.
+    pub fn with_function(self, function: Function) -> Self {
+        Scores { function: Some(function), ..self }
+    }
+
     /// Whether there are slopes.
     pub fn has_alibi(&self) -> bool {
         self.alibi != Alibi::None
@@ -112,16 +146,6 @@ impl Scores {
         }
     }
 
-    /// What kernels are built for.
-    pub(crate) fn rules(&self, mask: kernels::attention::MaskKind) -> kernels::attention::Rules {
-        kernels::attention::Rules {
-            mask,
-            softcap: self.softcap.is_some(),
-            alibi: self.has_alibi(),
-            sinks: self.sinks,
-        }
-    }
-
     /// What is not plain about them, for people and in the text of a problem.
     pub(super) fn words(&self) -> Vec<String> {
         let mut words = Vec::new();
@@ -133,6 +157,7 @@ impl Scores {
             Alibi::PerSequence => words.push("alibi=sequences".to_owned()),
         }
         words.extend(self.sinks.then(|| "sinks".to_owned()));
+        words.extend(self.function.map(|function| format!("score={function}")));
         words
     }
 
@@ -152,6 +177,18 @@ impl Scores {
 }
 
 impl Problem {
+    /// What kernels are built for.
+    pub(crate) fn rules(&self, mask: kernels::attention::MaskKind) -> kernels::attention::Rules {
+        kernels::attention::Rules {
+            mask,
+            softcap: self.scores.softcap.is_some(),
+            alibi: self.scores.has_alibi(),
+            sinks: self.scores.sinks,
+            mask_function: self.mask.function,
+            score_function: self.scores.function,
+        }
+    }
+
     /// Cap the scaled scores.
     pub fn with_softcap(self, softcap: f32) -> Self {
         Problem { scores: self.scores.with_softcap(softcap), ..self }
@@ -182,8 +219,9 @@ impl Problem {
 }
 
 impl Scores {
-    fn bits(&self) -> (Option<u32>, Option<u32>, Alibi, bool) {
-        (self.scale.map(f32::to_bits), self.softcap.map(f32::to_bits), self.alibi, self.sinks)
+    fn bits(&self) -> (Option<u32>, Option<u32>, Alibi, bool, Option<Function>) {
+        let Scores { scale, softcap, alibi, sinks, function } = *self;
+        (scale.map(f32::to_bits), softcap.map(f32::to_bits), alibi, sinks, function)
     }
 }
 

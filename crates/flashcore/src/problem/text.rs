@@ -2,6 +2,8 @@
 
 use std::str::FromStr;
 
+use kernels::attention::function::Function;
+
 use super::{DTypes, Descales, Lists, Mask, Pass, Problem, Scores, Storage};
 use crate::dtype::DType;
 
@@ -12,7 +14,7 @@ use crate::dtype::DType;
      there are window=LEFT:RIGHT, chunk=, softcap=, alibi, sinks, queries=packed:ROWS, \
      keys=packed:ROWS, keys=entries:COUNT, keys=pages:SIZE:COLUMNS:PAGES, query_lengths, \
      key_lengths, left_padding, batch_index, q_descale=head, k_descale=, v_descale=head or token, \
-     backward and deterministic too"
+     mask=(mask ...), score=(score ...), backward and deterministic too"
 )]
 pub struct ProblemTextError {
     reason: String,
@@ -36,8 +38,9 @@ impl FromStr for Problem {
     /// `h` or `heads`, `hk` or `kv_heads`, `s` or `seq`, `sk` or `kv_seq`, `d` or `head_dim`, `dv`
     /// or `value_head_dim`), an element type (or `q=`, `k=`, `v=`, `o=` for one tensor; the output of
     /// 8-bit ones is bf16), the descale factors of 8-bit tensors (`q_descale=head`,
-    /// `k_descale=token`), `causal` or `window=4096:0` (a side left out is open), `chunk=8192`, the rules of [`Scores`] by the names
-    /// of their fields, and how sequences lie: `queries=packed:ROWS`, `keys=packed:ROWS`,
+    /// `k_descale=token`), `causal` or `window=4096:0` (a side left out is open), `chunk=8192`, the
+    /// rules of [`Scores`] by the names of their fields, `mask=` and `score=` with the text of a
+    /// [`Function`], and how sequences lie: `queries=packed:ROWS`, `keys=packed:ROWS`,
     /// `keys=entries:COUNT`, `keys=pages:SIZE:COLUMNS:PAGES`, with the names of [`Lists`];
     /// `backward` for gradients, with `deterministic` for the same bits from run to run.
     ///
@@ -90,6 +93,7 @@ impl FromStr for Problem {
                 taken.map_err(|()| means_nothing())?;
                 continue;
             }
+            let function = || value.parse::<Function>().map_err(|error| wrong(error.to_string()));
             let storage = || value.parse::<Storage>().map_err(|()| means_nothing());
             let dtype = || value.parse::<DType>().map_err(|_| means_nothing());
             match name {
@@ -102,6 +106,8 @@ impl FromStr for Problem {
                     (mask.left, mask.right) = (side(left)?, side(right)?);
                 }
                 "chunk" => mask = mask.with_chunk(value.parse().map_err(|_| no_number())?),
+                "mask" => mask.function = Some(function()?),
+                "score" => scores.function = Some(function()?),
                 "queries" => queries = storage()?,
                 "keys" => keys = storage()?,
                 "q" => dtypes.query = dtype()?,

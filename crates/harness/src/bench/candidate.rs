@@ -7,6 +7,7 @@ use flashcore::plan::{Arrangement, candidates};
 use flashcore::serving::{Pages, Placement};
 use flashcore::{Pass, Plan, Preference, Problem, Storage, random_descales};
 use kernels::attention::Batch;
+use kernels::mma::BackwardMma;
 use kernels::{Backward, Configuration, Decode, Forward, MaskKind, Mma, Rules, Scalar, shipped};
 use ptx::Target;
 
@@ -94,8 +95,8 @@ impl Candidate {
 
     /// What the environment insists on, as [`Preference::from_environment`]; else what the planner
     /// chooses.
-    pub fn from_environment() -> Result<Self, String> {
-        match Preference::from_environment().kernel {
+    pub fn from_environment(pass: Pass) -> Result<Self, String> {
+        match Preference::from_environment(pass).kernel {
             Some(name) => Candidate::parse(&name),
             None => Candidate::parse("flashcore"),
         }
@@ -230,6 +231,13 @@ fn is_variant(kernel: &Configuration, best: &Configuration, problem: &Problem) -
             let Backward { query_block, deterministic, .. } = it;
             let rules = rules(it.rules, best.rules);
             Backward { query_block, deterministic, rules, ..best } == it
+        }
+        (Configuration::BackwardMma(it), Configuration::BackwardMma(best)) => {
+            let BackwardMma { key_tiles, key_warps, column_warps, query_block, .. } = it;
+            let BackwardMma { part, ahead, residents, deterministic, .. } = it;
+            let rules = rules(it.rules, best.rules);
+            let tile = BackwardMma { key_tiles, key_warps, column_warps, query_block, ..best };
+            BackwardMma { part, ahead, residents, deterministic, rules, ..tile } == it
         }
         _ => false,
     }

@@ -148,8 +148,12 @@ impl Contract {
             return None;
         }
         // Gradients are asked over equal lengths alone.
-        if matches!(kernel, kernels::Configuration::Backward(it) if it.batch != kernels::Batch::Equal)
-        {
+        let batch = match kernel {
+            kernels::Configuration::Backward(it) => it.batch,
+            kernels::Configuration::BackwardMma(it) => it.batch,
+            _ => kernels::Batch::Equal,
+        };
+        if batch != kernels::Batch::Equal {
             return None;
         }
         let Call { problem, ragged, .. } = Call::small(*kernel);
@@ -411,6 +415,9 @@ mod tests {
             *judged.entry(kernel.family()).or_insert(0) += 1;
         }
         let families: Vec<&str> = judged.into_keys().collect();
-        assert_eq!(families, ["backward", "decode", "forward", "mma", "prefill", "scalar"]);
+        assert_eq!(
+            families,
+            ["backward", "backward-mma", "decode", "forward", "mma", "prefill", "scalar"]
+        );
     }
 }

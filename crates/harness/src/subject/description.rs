@@ -168,6 +168,7 @@ pub(crate) fn of_program(
         Value::U64(value) => Ok(Passed::U64 { value }),
         Value::F32(value) => Ok(Passed::F32 { value }),
         Value::Map(map) => mapped(map),
+        Value::Captured(_) => Err("tensors of functions are not described".to_owned()),
         Value::Address(Source::List(list)) => Ok(match given.list(problem, list) {
             Some(values) => Passed::Words { values },
             None => Passed::U64 { value: 0 },

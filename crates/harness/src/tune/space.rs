@@ -2,6 +2,7 @@
 
 use flashcore::family::tuning::Variant;
 use kernels::forward::every_tuned;
+use kernels::mma::BackwardMma;
 use kernels::product::Source;
 use kernels::{Backward, Configuration, Decode, Forward, Mma, Prefill, shipped};
 use ptx::Target;
@@ -275,10 +276,38 @@ pub fn beside(base: &Configuration) -> Vec<Configuration> {
         Configuration::Backward(base) => [64, 128]
             .map(|query_block| Configuration::Backward(Backward { query_block, ..*base }))
             .to_vec(),
+        Configuration::BackwardMma(base) => backward_mmas(base),
         _ => Vec::new(),
     };
     let mut seen = std::collections::HashSet::from([*base]);
     all.into_iter().filter(|it| seen.insert(*it) && it.program().is_ok()).collect()
+}
+
+fn backward_mmas(base: &BackwardMma) -> Vec<Configuration> {
+    let mut all = vec![*base];
+    all = all
+        .iter()
+        .flat_map(|it| [1, 2].map(|key_tiles| BackwardMma { key_tiles, ..*it }))
+        .collect();
+    all = all
+        .iter()
+        .flat_map(|it| [2, 4, 8].map(|key_warps| BackwardMma { key_warps, ..*it }))
+        .collect();
+    all = all
+        .iter()
+        .flat_map(|it| [1, 2, 4].map(|warps| BackwardMma { column_warps: warps, ..*it }))
+        .collect();
+    all = all
+        .iter()
+        .flat_map(|it| [32, 64].map(|query_block| BackwardMma { query_block, ..*it }))
+        .collect();
+    all =
+        all.iter().flat_map(|it| [8, 16, 32, 64].map(|part| BackwardMma { part, ..*it })).collect();
+    all = all
+        .iter()
+        .flat_map(|it| [1, 2].map(|residents| BackwardMma { residents, ..*it }))
+        .collect();
+    all.into_iter().map(Configuration::BackwardMma).collect()
 }
 
 fn mmas(base: &Mma) -> Vec<Mma> {
@@ -350,7 +379,7 @@ mod tests {
     #[test]
     fn other_families_have_neighbours() {
         let kernels = shipped(Target::SM_90A);
-        for family in ["mma", "decode", "prefill"] {
+        for family in ["mma", "decode", "prefill", "backward-mma"] {
             let base = kernels.iter().find(|it| it.family() == family).unwrap();
             let near = beside(base);
             assert!(near.len() > 8 && !near.contains(base), "{family}: {}", near.len());

@@ -16,6 +16,9 @@ pub(super) struct Rounded<'a> {
     pub(super) columns: u32,
 }
 
+/// What is done with two neighbours, the pair's index in the row before.
+type Body<'a> = dyn FnMut(&mut Builder, Reg<U32>, [Reg<F32>; 2]) + 'a;
+
 /// The largest number of an 8-bit element.
 const fn largest(element: Element) -> f32 {
     match element {
@@ -82,7 +85,7 @@ impl Rounded<'_> {
         k: &mut Builder,
         element: Element,
         from: Reg<GlobalAddress>,
-        body: &mut dyn FnMut(&mut Builder, Reg<U32>, [Reg<F32>; 2]),
+        body: &mut Body<'_>,
     ) {
         let load = |k: &mut Builder, base: Reg<GlobalAddress>, word: Reg<U32>| {
             let pair = k.load_packed(element, base + (word * 4).convert::<U64>());

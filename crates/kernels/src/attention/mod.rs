@@ -3,6 +3,7 @@
 //! | module | what it says |
 //! | --- | --- |
 //! | [`rules`] | which mask, cap, slopes and sinks a kernel is built for; the numbers of a mask on the host |
+//! | [`function`] | masks and scores that a caller writes as functions |
 //! | `visibility` | which keys a row sees, which key blocks a tile needs, and hiding the rest |
 //! | `scores` | what becomes of the product of a query and a key before the softmax |
 //! | `softmax` | the guarded softmax of a thread's rows |
@@ -16,6 +17,7 @@
 //! Queries stand at the end of the keys: query `i` of `queries` has the *position*
 //! `i + keys - queries` among them, which is negative where there are more queries than keys.
 
+pub mod function;
 pub mod rules;
 
 pub(crate) mod descale;

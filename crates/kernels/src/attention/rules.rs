@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 
+use super::function::Function;
 use crate::Divisor;
 
 /// What a mask hides. A query stands at its position among the keys: the last query at the last.
@@ -47,12 +48,22 @@ pub struct Rules {
     /// Whether each head has a sink: a score that takes its part of the sum and adds nothing to
     /// the output.
     pub sinks: bool,
+    /// A function that hides further keys.
+    pub mask_function: Option<Function>,
+    /// A function that changes scores after everything else has.
+    pub score_function: Option<Function>,
 }
 
 impl Rules {
     /// Every key as it is.
-    pub const DENSE: Rules =
-        Rules { mask: MaskKind::Dense, softcap: false, alibi: false, sinks: false };
+    pub const DENSE: Rules = Rules {
+        mask: MaskKind::Dense,
+        softcap: false,
+        alibi: false,
+        sinks: false,
+        mask_function: None,
+        score_function: None,
+    };
     /// A query sees keys up to its position.
     pub const CAUSAL: Rules = Rules { mask: MaskKind::Causal, ..Rules::DENSE };
     /// A query sees a window of keys.
@@ -67,7 +78,12 @@ impl Rules {
 
     /// Whether products with keys are more than scaled. A sink leaves them as they are.
     pub const fn changes_scores(&self) -> bool {
-        self.softcap || self.alibi
+        self.softcap || self.alibi || self.score_function.is_some()
+    }
+
+    /// The functions, mask first.
+    pub fn functions(&self) -> impl Iterator<Item = Function> + use<> {
+        self.mask_function.into_iter().chain(self.score_function)
     }
 
     /// Whether there is nothing beyond a causal mask.
@@ -90,7 +106,9 @@ impl Rules {
     /// What there is beside the mask.
     pub(crate) fn extras(&self) -> String {
         let extras = [(self.softcap, "_softcap"), (self.alibi, "_alibi"), (self.sinks, "_sinks")];
-        extras.iter().filter(|(on, _)| *on).map(|(_, name)| *name).collect()
+        let extras: String = extras.iter().filter(|(on, _)| *on).map(|(_, name)| *name).collect();
+        let functions = self.functions().map(|function| format!("_{}", function.label()));
+        extras + &functions.collect::<String>()
     }
 }
 

@@ -3,7 +3,7 @@
 //! The scale is last, for the softmax folds it into its exponents: a rule leaves scores that
 //! [`ScoreRule::scale_log2`] brings into units of log2, so that one `ex2` is an exponential.
 
-use std::f32::consts::LOG2_E;
+use std::f32::consts::{LN_2, LOG2_E};
 
 use ptx::{Builder, Expression, F32, GlobalAddress, Reg, S32, U32, U64, Value};
 
@@ -20,16 +20,28 @@ pub(crate) struct ScoreRule {
     cap: Option<Reg<F32>>,
     /// Whether there are registers for two ways to cap.
     two_ways: bool,
+    /// What brings capped scores into natural units, where a function takes them: the last factor
+    /// is log2(e) then.
+    natural: Option<Reg<F32>>,
 }
 
 impl ScoreRule {
     pub(crate) fn parameters(k: &mut Builder, rules: &Rules) -> Self {
-        if !rules.softcap {
-            return ScoreRule { scale_log2: Scale::Log2.read(k), cap: None, two_ways: false };
+        let cap = rules.softcap.then(|| {
+            let inner: Reg<F32> = Scale::Inner.read(k);
+            k.eval(inner * EXPONENT)
+        });
+        let scale = if rules.softcap { Scale::Outer } else { Scale::Log2 };
+        let scale_log2 = scale.read(k);
+        let plain = ScoreRule { scale_log2, cap, two_ways: false, natural: None };
+        match rules.score_function {
+            None => plain,
+            Some(_) => ScoreRule {
+                scale_log2: k.eval(LOG2_E),
+                natural: Some(k.eval(scale_log2 * LN_2)),
+                ..plain
+            },
         }
-        let inner: Reg<F32> = Scale::Inner.read(k);
-        let cap = Some(k.eval(inner * EXPONENT));
-        ScoreRule { scale_log2: Scale::Outer.read(k), cap, two_ways: false }
     }
 
     /// Lets a warp whose scores are all well below the cap, as most are, take a polynomial:
@@ -50,6 +62,14 @@ impl ScoreRule {
         let exponent = k.absolute(largest * cap);
         let small = k.all(exponent.at_most(SMALL * EXPONENT));
         k.if_else(small, |k| small_tanh(k, cap, scores), |k| tanh(k, cap, scores));
+    }
+
+    /// Brings scores into natural units, where a function takes them.
+    pub(crate) fn in_natural_units(&self, k: &mut Builder, scores: &[Score]) {
+        let Some(natural) = self.natural else { return };
+        for Score { register, .. } in scores {
+            k.set(*register, *register * natural);
+        }
     }
 
     /// Brings scores into units of log2, where the softmax does not.

@@ -160,7 +160,6 @@ impl Consumer {
         place: &Place,
         tile: &Tile,
     ) {
-        self.make_room(k, backward, tensors, place);
         let sums = Sums::zeros(k, backward);
         let group = Warpgroup::new(k, backward, shared, tensors, place, tile);
         k.if_(group.walk.left.greater(0), |k| self.steps(k, &group, &sums));
@@ -177,20 +176,7 @@ impl Consumer {
                 ]
             })
             .collect();
-        epilogue::store(k, place, &tile, &owner, &done);
-    }
-
-    /// Makes room for what is added to the sums of `dQ`, where they lie in a ring.
-    pub(super) fn make_room(
-        &self,
-        k: &mut Builder,
-        backward: &Backward,
-        tensors: &Tensors,
-        place: &Place,
-    ) {
-        if let Some(ring) = &place.ring {
-            ring.make_room(k, backward, place, tensors.sums, self.scale);
-        }
+        epilogue::store(k, &tile, &owner, &done);
     }
 
     /// The gradients of values.
@@ -458,7 +444,6 @@ impl<'a> Warpgroup<'a> {
         let lane = k.lane();
         let position = Accumulator::position(k, thread);
         let walk = place.walk(k, tile);
-        place.count_places(k, &walk);
         Warpgroup {
             backward,
             shared,

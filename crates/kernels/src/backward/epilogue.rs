@@ -5,7 +5,7 @@ use ptx::{
     TensorMap, U32, Value,
 };
 
-use super::place::{Place, Tile};
+use super::place::Tile;
 use super::{ROWS, WARPGROUPS, barrier};
 
 /// Which warpgroup stores, the thread in it, and the first of its keys among those of the block.
@@ -29,7 +29,7 @@ pub(super) struct Done<'a> {
 }
 
 /// Stores what a warpgroup has.
-pub(super) fn store(k: &mut Builder, place: &Place, tile: &Tile, owner: &Owner, done: &[Done<'_>]) {
+pub(super) fn store(k: &mut Builder, tile: &Tile, owner: &Owner, done: &[Done<'_>]) {
     // The tile of keys is read by both warpgroups until the last product has ended.
     k.barrier_sync(barrier::PRODUCTS, 128 * WARPGROUPS);
     let warp = k.eval(owner.thread / 32);
@@ -52,7 +52,6 @@ pub(super) fn store(k: &mut Builder, place: &Place, tile: &Tile, owner: &Owner, 
     k.fence(Fence::ProxyAsyncShared);
     k.barrier_sync(owner.index + barrier::RESULTS, 128);
     k.if_(owner.thread.equals(0), |k| {
-        place.added(k);
         let rest: Vec<Reg<S32>> = tile.key_rest().into_iter().map(|it| k.eval(it)).collect();
         for (staging, Done { first, map, .. }) in staged.iter().zip(done) {
             let row = tile.key_row(tile.first_key + owner.first + *first);

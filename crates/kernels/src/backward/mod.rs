@@ -56,19 +56,17 @@
 
 mod consumer;
 mod epilogue;
-mod order;
-mod place;
+pub(crate) mod order;
+pub(crate) mod place;
 mod producer;
 mod ragged;
-mod ring;
 mod rounding;
-mod row_blocks;
+pub(crate) mod row_blocks;
 mod row_sums;
 mod sink_gradients;
 mod tuned;
 mod wide;
 
-pub use ring::NO_LAG;
 pub use rounding::Rounding;
 pub use row_sums::RowSums;
 pub use sink_gradients::SinkGradients;
@@ -84,7 +82,7 @@ use crate::attention::{Batch, Rules};
 use crate::parameter::{Tensor, Workspace};
 use consumer::Consumer;
 use order::Turns;
-use place::Place;
+use place::{Grid, Place};
 
 /// Keys that a wgmma takes, as rows.
 const ROWS: u32 = 64;
@@ -117,7 +115,8 @@ pub struct Backward {
 
 /// Where the sums of `dQ` lie: for each query head, block after block of query rows; of a block,
 /// part after part of some rows or of 64 columns. A part lies as its accumulator does in the registers
-/// of a warpgroup's threads, four registers of a thread at a time.
+/// of a warpgroup's threads, four registers of a thread at a time. Where nothing adds four numbers at
+/// once, each register of all threads at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SumsLayout {
     /// Query rows of a block.
@@ -130,7 +129,7 @@ pub struct SumsLayout {
 
 impl SumsLayout {
     /// Bytes of four registers of each thread of a warpgroup.
-    const REGISTERS_BYTES: u32 = 4 * 4 * 128;
+    pub(crate) const REGISTERS_BYTES: u32 = 4 * 4 * 128;
 
     /// Bytes of a block of query rows.
     pub const fn block_bytes(&self) -> u32 {
@@ -313,7 +312,6 @@ impl Backward {
             value_head_dim: self.value_head_dim,
             sums: self.sums_layout(),
             turns: self.deterministic,
-            ring: self.has_ring(),
             batch: self.batch,
         }
     }
@@ -337,6 +335,16 @@ impl Backward {
             query_block: self.query_block,
             batch: self.batch,
         })
+    }
+
+    fn grid(&self) -> Grid {
+        Grid {
+            query_block: self.query_block,
+            key_block: self.key_block(),
+            rules: self.rules,
+            deterministic: self.deterministic,
+            batch: self.batch,
+        }
     }
 
     /// Bytes of the statistics of a block of query rows: two numbers for each.
@@ -384,6 +392,10 @@ impl Backward {
                 self.query_block != PART && !(narrow && self.query_block == WARPGROUPS * PART),
                 "a query block is 64 rows, or a panel of 64 for each warpgroup with narrow heads",
             ),
+            (
+                self.query_block == PART && narrow && !self.is_tall(),
+                "warpgroups share no 64 queries of narrow heads with wider values",
+            ),
             (!self.fits(2), "there is not enough shared memory"),
             (self.batch == Batch::Paged, "gradients of keys in pages are not computed"),
             (self.batch != Batch::Equal && self.is_tall(), "tall blocks are for equal lengths"),
@@ -408,7 +420,7 @@ impl Backward {
             turns: self.deterministic.then(|| Workspace::Turns.address(k)),
         };
         let shared = self.shared(k);
-        let place = Place::parameters(k, self);
+        let place = Place::parameters(k, self.grid());
         let consumer = Consumer::parameters(k, self);
         let thread = k.thread_index();
         k.if_(thread.equals(0), |k| {
@@ -488,7 +500,7 @@ impl Backward {
 }
 
 /// What a kernel's name ends with.
-fn batch_name(batch: Batch) -> &'static str {
+pub(crate) fn batch_name(batch: Batch) -> &'static str {
     match batch {
         Batch::Equal => "",
         Batch::Ragged => "_ragged",

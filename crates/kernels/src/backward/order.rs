@@ -98,6 +98,37 @@ impl Turn {
         k.eval(self.down.choose::<U32>(blocks.end - 1, blocks.first))
     }
 
+    /// One thread waits until its block may add to the block of query rows where its walk stands:
+    /// until the key block before it has, if that one sees them.
+    fn wait(
+        &self,
+        k: &mut Builder,
+        counters: Reg<GlobalAddress>,
+        walk: &Walk,
+        before: &QueryBlocks,
+    ) {
+        let follows = self.position.greater(0);
+        let seen = walk.block.at_least(before.first) & walk.block.less(before.end);
+        k.if_(follows & seen, |k| {
+            let counter = counter(k, counters, walk);
+            k.loop_(|k| {
+                let order = LoadOrder::Acquire(Scope::Gpu);
+                let hint = LoadHint { order, ..LoadHint::default() };
+                let [passed] = k.load_vector::<U32, _, 1>(counter, hint);
+                k.break_if(passed.equals(self.position));
+                k.push(Instruction::Sleep { nanoseconds: Operand::u32(SLEEP) });
+            });
+        });
+    }
+
+    /// One thread passes the turn on, when its block has added.
+    fn pass_on(&self, k: &mut Builder, counters: Reg<GlobalAddress>, walk: &Walk) {
+        let counter = counter(k, counters, walk);
+        let passed = k.eval(self.position + 1);
+        let hint = StoreHint { order: StoreOrder::Release(Scope::Gpu), ..StoreHint::default() };
+        k.store_vector(counter, &[passed], hint);
+    }
+
     /// The first key of the key block before this one in the order.
     fn before(&self, k: &mut Builder, keys: u32) -> Reg<U32> {
         let before = self.down.choose::<U32>(self.key_block - 1, self.key_block + 1);
@@ -170,23 +201,12 @@ impl Turns {
         let Some(turn) = place.turn(k) else { return };
         let before = turn.before(k, place.key_block);
         let before = place.query_blocks_of(k, before);
-        let follows = k.eval(turn.position.greater(0));
         let granted = self.granted.producer(k);
         place.every_step(k, tile, walk, |k| {
             let stage = granted.acquire(k);
             let number = self.number_at(k, stage);
             k.store(number, walk.number);
-            let seen = walk.block.at_least(before.first) & walk.block.less(before.end);
-            k.if_(follows & seen, |k| {
-                let counter = counter(k, counters, walk);
-                k.loop_(|k| {
-                    let order = LoadOrder::Acquire(Scope::Gpu);
-                    let hint = LoadHint { order, ..LoadHint::default() };
-                    let [passed] = k.load_vector::<U32, _, 1>(counter, hint);
-                    k.break_if(passed.equals(turn.position));
-                    k.push(Instruction::Sleep { nanoseconds: Operand::u32(SLEEP) });
-                });
-            });
+            turn.wait(k, counters, walk, &before);
             granted.publish(k);
             granted.advance(k);
         });
@@ -202,18 +222,34 @@ impl Turns {
         walk: &Walk,
     ) {
         let Some(turn) = place.turn(k) else { return };
-        let passed = k.eval(turn.position + 1);
         let granted = self.granted.consumer(k);
         place.every_step(k, tile, walk, |k| {
             let stage = granted.wait(k);
             let added = self.added.at(k, stage);
             k.mbarrier_wait(added, granted.phase(), Scope::Block);
-            let counter = counter(k, counters, walk);
-            let hint = StoreHint { order: StoreOrder::Release(Scope::Gpu), ..StoreHint::default() };
-            k.store_vector(counter, &[passed], hint);
+            turn.pass_on(k, counters, walk);
             granted.release(k, true);
         });
     }
+}
+
+/// Turns without a warp of their own: one thread of a block waits for the turn of a step,
+pub(crate) fn await_turn(
+    k: &mut Builder,
+    counters: Reg<GlobalAddress>,
+    place: &Place,
+    walk: &Walk,
+) {
+    let Some(turn) = place.turn(k) else { return };
+    let before = turn.before(k, place.key_block);
+    let before = place.query_blocks_of(k, before);
+    turn.wait(k, counters, walk, &before);
+}
+
+/// and passes it on.
+pub(crate) fn pass_turn(k: &mut Builder, counters: Reg<GlobalAddress>, place: &Place, walk: &Walk) {
+    let Some(turn) = place.turn(k) else { return };
+    turn.pass_on(k, counters, walk);
 }
 
 /// The counter of a walk's block of query rows.

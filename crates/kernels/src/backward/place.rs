@@ -2,28 +2,35 @@
 
 use ptx::{Builder, Choose, Expression, Pred, Reg, S32, U32, Value};
 
-use super::Backward;
 use super::order::{Order, Turn};
 use super::ragged::{Ragged, Slice};
-use super::ring::Ring;
-use crate::attention::Batch;
 use crate::attention::visibility::{KeyTile, QueryBlocks, Visibility};
+use crate::attention::{Batch, Rules};
 use crate::divisor::DivisorRegisters;
 use crate::parameter::Number;
 
+/// How a kernel cuts keys and queries into blocks.
+#[derive(Clone, Copy)]
+pub(crate) struct Grid {
+    pub(crate) query_block: u32,
+    pub(crate) key_block: u32,
+    pub(crate) rules: Rules,
+    /// Whether `dQ` is added in one order.
+    pub(crate) deterministic: bool,
+    pub(crate) batch: Batch,
+}
+
 /// The numbers of a launch that say so.
-pub(super) struct Place {
+pub(crate) struct Place {
     query_block: u32,
     pub(super) key_block: u32,
     sequences: Sequences,
-    pub(super) key_heads: DivisorRegisters,
+    key_heads: DivisorRegisters,
     /// Query heads that share a key head.
-    pub(super) group: Reg<U32>,
-    pub(super) visibility: Visibility,
+    group: Reg<U32>,
+    pub(crate) visibility: Visibility,
     /// Where additions come in one order; ragged batches have their own.
     order: Option<Order>,
-    /// Where sums lie in a ring.
-    pub(super) ring: Option<Ring>,
 }
 
 /// Where sequences are.
@@ -34,27 +41,28 @@ enum Sequences {
 
 /// The tile of a block, and its walk: query block after query block of query head after query
 /// head.
-pub(super) struct Tile {
-    pub(super) batch: Reg<U32>,
-    pub(super) key_head: Reg<U32>,
-    pub(super) first_key: Reg<U32>,
+pub(crate) struct Tile {
+    pub(crate) batch: Reg<U32>,
+    pub(crate) key_head: Reg<U32>,
+    pub(crate) first_key: Reg<U32>,
     pub(super) query_blocks: QueryBlocks,
     /// In a ragged batch, where its sequence is.
     slice: Option<Slice>,
 }
 
 /// Where a walk stands.
-pub(super) struct Walk {
-    pub(super) head: Reg<U32>,
-    pub(super) block: Reg<U32>,
+pub(crate) struct Walk {
+    pub(crate) head: Reg<U32>,
+    pub(crate) block: Reg<U32>,
     /// Steps that are left, this one included.
-    pub(super) left: Reg<U32>,
+    pub(crate) left: Reg<U32>,
     /// The number of the block of query rows, among those of all heads and sequences.
-    pub(super) number: Reg<U32>,
+    pub(crate) number: Reg<U32>,
     path: Path,
 }
 
 /// How a walk goes on.
+#[derive(Clone, Copy)]
 enum Path {
     /// Head after head, each from a block of query rows on and around.
     Around(Reg<U32>),
@@ -62,38 +70,46 @@ enum Path {
     Step { step: Reg<U32>, heads: Reg<U32> },
 }
 
+impl Grid {
+    /// What a block has in shared memory to find its tile by.
+    pub(crate) const fn shared_bytes(&self) -> u32 {
+        match self.batch {
+            Batch::Equal => 0,
+            _ => Ragged::BYTES,
+        }
+    }
+}
+
 impl Place {
-    pub(super) fn parameters(k: &mut Builder, backward: &Backward) -> Self {
-        let sequences = match backward.batch {
+    pub(crate) fn parameters(k: &mut Builder, grid: Grid) -> Self {
+        let sequences = match grid.batch {
             Batch::Equal => Sequences::Equal {
                 lengths: [Number::QueryLength.read(k), Number::KeyLength.read(k)],
                 key_blocks: DivisorRegisters::parameters(k, Number::KeyBlocks),
             },
-            _ => Sequences::Ragged(Ragged::parameters(k, backward)),
+            _ => Sequences::Ragged(Ragged::parameters(k, grid)),
         };
         Place {
-            query_block: backward.query_block,
-            key_block: backward.key_block(),
+            query_block: grid.query_block,
+            key_block: grid.key_block,
             sequences,
             key_heads: DivisorRegisters::parameters(k, Number::KeyHeads),
             group: Number::GroupSize.read(k),
-            visibility: Visibility::parameters(k, backward.rules.mask),
-            order: (backward.deterministic && backward.batch == Batch::Equal)
-                .then(|| Order::parameters(k)),
-            ring: backward.has_ring().then(|| Ring::parameters(k)),
+            visibility: Visibility::parameters(k, grid.rules.mask),
+            order: (grid.deterministic && grid.batch == Batch::Equal).then(|| Order::parameters(k)),
         }
     }
 
     /// One thread of the block finds its tile and puts it where all others look it up, if that is
     /// more than arithmetic.
-    pub(super) fn post(&self, k: &mut Builder) {
+    pub(crate) fn post(&self, k: &mut Builder) {
         if let Sequences::Ragged(ragged) = &self.sequences {
             ragged.post(k, &self.key_heads, &self.visibility);
         }
     }
 
     /// Does something if there is a tile for this block.
-    pub(super) fn if_tile(&self, k: &mut Builder, body: impl FnOnce(&mut Builder)) {
+    pub(crate) fn if_tile(&self, k: &mut Builder, body: impl FnOnce(&mut Builder)) {
         match &self.sequences {
             Sequences::Equal { .. } => body(k),
             Sequences::Ragged(ragged) => {
@@ -104,15 +120,23 @@ impl Place {
     }
 
     /// The queries and keys of the tile's sequence.
-    pub(super) fn lengths(&self, k: &mut Builder) -> [Reg<U32>; 2] {
+    pub(crate) fn lengths(&self, k: &mut Builder) -> [Reg<U32>; 2] {
         match &self.sequences {
             Sequences::Equal { lengths, .. } => *lengths,
             Sequences::Ragged(ragged) => ragged.lengths(k),
         }
     }
 
+    /// In a ragged batch: where the queries and keys of the tile's sequence begin in their tensors.
+    pub(crate) fn starts(&self, k: &mut Builder) -> Option<[Reg<U32>; 2]> {
+        match &self.sequences {
+            Sequences::Equal { .. } => None,
+            Sequences::Ragged(ragged) => Some(ragged.starts(k)),
+        }
+    }
+
     /// The tile's sequence: found again, rather than kept.
-    pub(super) fn batch(&self, k: &mut Builder, tile: &Tile) -> Reg<U32> {
+    pub(crate) fn batch(&self, k: &mut Builder, tile: &Tile) -> Reg<U32> {
         match &self.sequences {
             Sequences::Equal { .. } => tile.batch,
             Sequences::Ragged(ragged) => ragged.sequence(k),
@@ -137,17 +161,8 @@ impl Place {
         key_blocks.divide(k, index)
     }
 
-    /// The same where sequences have equal lengths, with the key blocks of a head.
-    pub(super) fn head_and_key_block(&self, k: &mut Builder) -> [Reg<U32>; 3] {
-        let Sequences::Equal { key_blocks, .. } = &self.sequences else {
-            unreachable!("heads of ragged batches are in lists")
-        };
-        let (head, key_block) = self.key_block(k, key_blocks);
-        [head, key_block, key_blocks.number]
-    }
-
     /// The first key of this block.
-    pub(super) fn first_key(&self, k: &mut Builder) -> Reg<U32> {
+    pub(crate) fn first_key(&self, k: &mut Builder) -> Reg<U32> {
         match &self.sequences {
             Sequences::Equal { key_blocks, .. } => {
                 let (_, key_block) = self.key_block(k, key_blocks);
@@ -160,7 +175,7 @@ impl Place {
     /// The tile of this block. Blocks that run at the same time have the same few heads, so that
     /// their sums of `dQ` stay in the second-level cache; under a causal mask a head's longest
     /// walks come first.
-    pub(super) fn find(&self, k: &mut Builder) -> Tile {
+    pub(crate) fn find(&self, k: &mut Builder) -> Tile {
         match &self.sequences {
             Sequences::Equal { key_blocks, .. } => {
                 let (head_and_batch, key_block) = self.key_block(k, key_blocks);
@@ -191,7 +206,7 @@ impl Place {
     }
 
     /// Whether some query of a block does not see all of the tile.
-    pub(super) fn needs_mask(&self, k: &mut Builder, tile: &Tile, block: Reg<U32>) -> Value<Pred> {
+    pub(crate) fn needs_mask(&self, k: &mut Builder, tile: &Tile, block: Reg<U32>) -> Value<Pred> {
         match &self.sequences {
             Sequences::Ragged(ragged) if ragged.looks_again => ragged.seen_by(k).needs_mask(block),
             _ => tile.query_blocks.needs_mask(block),
@@ -209,7 +224,7 @@ impl Place {
     }
 
     /// The begin of a tile's walk.
-    pub(super) fn walk(&self, k: &mut Builder, tile: &Tile) -> Walk {
+    pub(crate) fn walk(&self, k: &mut Builder, tile: &Tile) -> Walk {
         let QueryBlocks { first, end, .. } = tile.query_blocks;
         let blocks = k.eval(self.query_blocks());
         let head = k.variable(tile.key_head * self.group);
@@ -239,22 +254,6 @@ impl Place {
                 Some(slice) => head * blocks + slice.first_block + start,
             }),
             path,
-        }
-    }
-
-    /// Where the sums of a walk's block of query rows lie, rather than which one it is: the walks of
-    /// those who add count these.
-    pub(super) fn count_places(&self, k: &mut Builder, walk: &Walk) {
-        if let Some(ring) = &self.ring {
-            let back = ring.back(k, self);
-            k.set(walk.number, walk.number - back);
-        }
-    }
-
-    /// One thread of each warpgroup says that everything has been added, after the consumers have met.
-    pub(super) fn added(&self, k: &mut Builder) {
-        if let Some(ring) = &self.ring {
-            ring.added(k);
         }
     }
 
@@ -306,14 +305,23 @@ impl Tile {
 }
 
 impl Walk {
+    /// The walk a step further on, in registers of its own.
+    pub(crate) fn ahead(&self, k: &mut Builder, place: &Place, tile: &Tile) -> Walk {
+        let Walk { head, block, left, number, path } = *self;
+        let [head, block, left, number] = [head, block, left, number].map(|it| k.variable(it));
+        let next = Walk { head, block, left, number, path };
+        next.advance(k, place, tile);
+        next
+    }
+
     /// Goes on to the next step.
-    pub(super) fn advance(&self, k: &mut Builder, place: &Place, tile: &Tile) {
+    pub(crate) fn advance(&self, k: &mut Builder, place: &Place, tile: &Tile) {
         self.advance_block(k, tile);
         self.advance_number(k, place, tile);
     }
 
     /// Goes on but for the number, which still is the one before.
-    pub(super) fn advance_block(&self, k: &mut Builder, tile: &Tile) {
+    pub(crate) fn advance_block(&self, k: &mut Builder, tile: &Tile) {
         let QueryBlocks { first, end, .. } = tile.query_blocks;
         match self.path {
             Path::Around(start) => {
@@ -335,7 +343,7 @@ impl Walk {
     }
 
     /// Follows with the number.
-    pub(super) fn advance_number(&self, k: &mut Builder, place: &Place, tile: &Tile) {
+    pub(crate) fn advance_number(&self, k: &mut Builder, place: &Place, tile: &Tile) {
         let QueryBlocks { first, end, .. } = tile.query_blocks;
         match self.path {
             Path::Around(start) => {

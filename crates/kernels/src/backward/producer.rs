@@ -22,15 +22,11 @@ pub(super) fn produce(
         let row = k.eval(walk.block * backward.query_block);
         with_column(tile.query_corner(k, row, walk.head))
     };
-    let back = match &place.ring {
-        Some(ring) if shared.exchange.is_some() => ring.back(k, place),
-        _ => k.eval(0u32),
-    };
     let load_queries = |k: &mut Builder| {
         let stage = queries.acquire(k);
         if let Some(exchange) = &shared.exchange {
             let number = exchange.number(k, stage);
-            k.store(number, walk.number - back);
+            k.store(number, walk.number);
         }
         let full = queries.expect(k, shared.queries.layout().bytes() + statistics_bytes);
         let corner = corner(k);

@@ -16,8 +16,8 @@ use ptx::{
     Builder, Choose, Expression, GlobalAddress, Pred, Reg, S32, SharedAddress, U32, U64, Value,
 };
 
-use super::Backward;
 use super::order::Turn;
+use super::place::Grid;
 use crate::attention::visibility::{KeyTile, QueryBlocks, Visibility};
 use crate::divisor::DivisorRegisters;
 use crate::forward::{slice_rest, slice_row};
@@ -63,15 +63,18 @@ mod word {
 }
 
 impl Ragged {
-    pub(super) fn parameters(k: &mut Builder, backward: &Backward) -> Self {
+    /// Of shared memory.
+    pub(super) const BYTES: u32 = 4 * word::COUNT;
+
+    pub(super) fn parameters(k: &mut Builder, grid: Grid) -> Self {
         Ragged {
             schedule: Workspace::Schedule.address(k),
-            query_block: backward.query_block,
-            key_block: backward.key_block(),
+            query_block: grid.query_block,
+            key_block: grid.key_block,
             query_blocks: Number::QueryBlocks.read(k),
-            words: k.shared("tile", 4 * word::COUNT, 16),
-            looks_again: backward.rules.softcap && backward.rules.alibi,
-            deterministic: backward.deterministic,
+            words: k.shared("tile", Ragged::BYTES, 16),
+            looks_again: grid.rules.softcap && grid.rules.alibi,
+            deterministic: grid.deterministic,
         }
     }
 
@@ -127,6 +130,12 @@ impl Ragged {
     /// The queries and keys of the tile's sequence.
     pub(super) fn lengths(&self, k: &mut Builder) -> [Reg<U32>; 2] {
         self.pair(k, word::LENGTHS)
+    }
+
+    /// Where these begin in their tensors.
+    pub(super) fn starts(&self, k: &mut Builder) -> [Reg<U32>; 2] {
+        let (ends, lengths) = (self.pair(k, word::ENDS), self.lengths(k));
+        [0, 1].map(|side| k.eval(ends[side] - lengths[side]))
     }
 
     /// The tile's sequence.

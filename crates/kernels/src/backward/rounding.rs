@@ -1,19 +1,19 @@
 //! What comes after the products: the sums of `dQ`, scaled, rounded and in the order of the tensor.
 //!
-//! A block of the grid takes a part of the sums of a block of query rows. Threads read sums as they
-//! were added, whole lines, and turn them into rows by transposing matrices across lanes.
+//! A block of the grid takes a part of the sums of a block of query rows. Threads read
+//! sums as they were added, whole lines, and put them into rows through shared memory.
 
 use ptx::{
-    Builder, Element, Expression, F32, GlobalAddress, LoadHint, Program, Reg, StoreHint, Target,
-    U32, U64,
+    Builder, Capability, Element, Expression, F32, GlobalAddress, LoadHint, Program, Reg,
+    SharedAddress, Target, U32, U64, Value,
 };
 
-use super::row_blocks::{RowBlocks, Vectors};
+use super::row_blocks::{RowBlock, RowBlocks, Vectors};
 use super::{Backward, SumsLayout, batch_name};
-use crate::Error;
 use crate::attention::{Batch, Rules};
-use crate::divisor::DivisorRegisters;
-use crate::parameter::{Number, Scale, Tensor, Workspace};
+use crate::element::store_from_f32;
+use crate::parameter::{Scale, Tensor, Workspace};
+use crate::{Configuration, Error, mma};
 
 /// Threads of a block: those of a warpgroup.
 const THREADS: u32 = 128;
@@ -45,11 +45,11 @@ impl Rounding {
         format!("rounding_{target}_{element}_d{head_dim}_{sums}{batch}")
     }
 
-    /// A kernel that it may come after.
-    pub fn after(&self) -> Backward {
+    /// A kernel that it may come after, if there is one.
+    pub fn after(&self) -> Option<Configuration> {
         // Few columns and few rows are those of narrow queries with wide values.
         let wide = self.sums.columns == COLUMNS && self.sums.by_columns();
-        Backward {
+        let hopper = Backward {
             element: self.element,
             head_dim: self.head_dim,
             value_head_dim: if wide { 256 } else { 64 },
@@ -57,7 +57,18 @@ impl Rounding {
             query_block: self.sums.query_block,
             deterministic: false,
             batch: self.batch,
+        };
+        if hopper.rounding() == *self && hopper.fault().is_none() {
+            return Some(Configuration::Backward(hopper));
         }
+        // Wider values and more rules may mean smaller blocks of queries.
+        let Rounding { target, element, head_dim, batch, .. } = *self;
+        let tuned = [64, 128, 256].into_iter().flat_map(|value| {
+            [Rules::CAUSAL, Rules::EVERY].map(|rules| {
+                mma::tuned_backward(target, element, head_dim, value, rules, false, batch)
+            })
+        });
+        tuned.flatten().find(|it| it.rounding() == *self).map(Configuration::BackwardMma)
     }
 
     /// Blocks of the grid for so many blocks of query rows.
@@ -76,131 +87,85 @@ impl Rounding {
         Ok(k.finish()?)
     }
 
+    /// Bytes from a thread's sums to the next's.
+    fn thread_bytes(&self) -> u32 {
+        if self.target.has(Capability::VectorReductions) { 16 } else { 4 }
+    }
+
+    /// Four sums of a thread.
+    fn load(&self, k: &mut Builder, address: Value<GlobalAddress>) -> [Reg<F32>; 4] {
+        if self.thread_bytes() == 16 {
+            return k.load_vector(address, LoadHint::default());
+        }
+        let address = k.eval(address);
+        [0, 1, 2, 3].map(|register| k.load(address + 4 * THREADS * register))
+    }
+
     fn write(&self, k: &mut Builder) {
         let gradient = Vectors::parameters(k, Tensor::QueryGradient, self.batch);
         let sums = Workspace::QueryGradientSums.address(k);
         let scale = Scale::Natural.read(k);
         let blocks = RowBlocks::parameters(k, &self.sums, self.batch);
-        let ring = (self.batch == Batch::Equal).then(|| RingBlocks::parameters(k));
+        let queries = self.sums.part_queries;
+        // A row of 64 columns and some room, so that neighbours of a column are in other banks.
+        let row_bytes = (COLUMNS + 2) * 2;
+        let shared = k.shared("rows", queries * row_bytes, 16);
+        let shared = k.shared_address(shared);
 
-        let index = k.block_index();
+        let (index, thread) = (k.block_index(), k.thread_index());
         let parts = self.sums.parts();
         let (number, part) = (k.eval(index / parts), k.eval(index % parts));
-        let number = match &ring {
-            Some(ring) => k.eval(number + ring.first),
-            None => number,
-        };
-        let block = blocks.find(k, number);
-        block.if_exists(k, |k| {
-            let number = match &ring {
-                Some(ring) => ring.place(k, number),
-                None => number,
-            };
-            let part = Part { layout: self.sums, number, part, clear: false };
-            let rows = Rows { block: block.index(), query_length: block.query_length };
-            part.round(k, self, sums, scale, &rows, |k, row| {
-                gradient.row(k, self.element, &block, row)
-            });
-        });
-    }
-}
-
-/// Blocks of query rows whose sums lie in a ring.
-struct RingBlocks {
-    /// The first that is rounded.
-    first: Reg<U32>,
-    /// As many as there is room for.
-    room: DivisorRegisters,
-}
-
-impl RingBlocks {
-    fn parameters(k: &mut Builder) -> Self {
-        RingBlocks {
-            first: Number::FirstBlock.read(k),
-            room: DivisorRegisters::parameters(k, Number::RingBlocks),
-        }
-    }
-
-    /// Where the sums of a block are.
-    fn place(&self, k: &mut Builder, number: Reg<U32>) -> Reg<U32> {
-        let (_, place) = self.room.divide(k, number);
-        place
-    }
-}
-
-/// The rows of a block.
-pub(super) struct Rows {
-    /// Which block of its head.
-    pub(super) block: Reg<U32>,
-    pub(super) query_length: Reg<U32>,
-}
-
-/// A part of the sums of a block of query rows, for the threads of a warpgroup.
-pub(super) struct Part {
-    pub(super) layout: SumsLayout,
-    /// Which block of the workspace.
-    pub(super) number: Reg<U32>,
-    /// Which part of it.
-    pub(super) part: Reg<U32>,
-    /// Whether zeros are left behind.
-    pub(super) clear: bool,
-}
-
-impl Part {
-    /// Rounds it to the rows of the gradient, whose addresses `row_address` gives.
-    pub(super) fn round(
-        &self,
-        k: &mut Builder,
-        rounding: &Rounding,
-        sums: Reg<GlobalAddress>,
-        scale: Reg<F32>,
-        rows: &Rows,
-        row_address: impl Fn(&mut Builder, Reg<U32>) -> Reg<GlobalAddress>,
-    ) {
-        let Part { layout, number, part, clear } = self;
-        let thread = k.thread_index();
-        let thread = k.eval(thread % THREADS);
-        let block = k.multiply_wide(*number, layout.block_bytes());
-        let within = *part * layout.part_bytes() + thread * 16;
-        let mine = k.eval(sums + block + within.convert::<U64>());
-        let loaded: Vec<[Reg<F32>; 4]> = (0..layout.part_queries / 8)
-            .map(|group| {
+        let stage = |k: &mut Builder| {
+            let offset = number.convert::<U64>() * self.sums.block_bytes()
+                + (part * self.sums.part_bytes() + thread * self.thread_bytes()).convert::<U64>();
+            let mine = k.eval(sums + offset);
+            // Accumulators are transposed: a thread's rows are columns of the gradient.
+            let lane = k.eval(thread % 32);
+            let column = k.eval(thread / 32 * 16 + lane / 4);
+            let query = k.eval(lane % 4 * 2);
+            let corner = k.eval(shared + query * row_bytes + column * 2);
+            for group in 0..queries / 8 {
                 let address = mine + group * SumsLayout::REGISTERS_BYTES;
-                k.load_vector::<F32, _, 4>(address, LoadHint::default())
-            })
-            .collect();
-        if *clear {
-            let zero = k.eval::<F32>(0.0);
-            for group in 0..layout.part_queries / 8 {
-                let address = mine + group * SumsLayout::REGISTERS_BYTES;
-                k.store_vector(address, &[zero; 4], StoreHint::default());
-            }
-        }
-        // Accumulators are transposed: a thread has two queries of two columns that are eight apart.
-        // Turned around, it has two columns of a query, twice.
-        let lane = k.eval(thread % 32);
-        let first_row = k.eval(rows.block * layout.query_block + lane / 4);
-        let column = k.eval(thread / 32 * 16 + lane % 4 * 2);
-        let (first_row, column) = if layout.by_columns() {
-            (first_row, k.eval(column + *part * COLUMNS))
-        } else {
-            (k.eval(first_row + *part * layout.part_queries), column)
-        };
-        for (group, values) in loaded.into_iter().enumerate() {
-            let values = values.map(|value| k.eval(value * scale));
-            let pairs = [[values[0], values[1]], [values[2], values[3]]].map(|[low, high]| {
-                let pair = k.pack_as(rounding.element, low, high);
-                k.transpose_packed(pair)
-            });
-            let row = k.eval(first_row + 8 * group as u32);
-            k.if_(row.less(rows.query_length), |k| {
-                let to = row_address(k, row);
-                for (pair, right) in pairs.into_iter().zip([0, 8]) {
-                    let column = k.eval(column + right);
-                    k.if_(column.less(rounding.head_dim), |k| {
-                        k.store_packed(to + column.convert::<U64>() * 2, &[pair]);
-                    });
+                let values = self.load(k, address);
+                for (register, value) in values.into_iter().enumerate() {
+                    let (right, down) = (register as u32 / 2 * 8, register as u32 % 2);
+                    let at = corner + ((8 * group + down) * row_bytes + right * 2);
+                    let value = k.eval(value * scale);
+                    store_from_f32(k, self.element, at, value);
                 }
+            }
+            k.block_sync();
+            lane
+        };
+        let store = |k: &mut Builder, block: &RowBlock, lane: Reg<U32>| {
+            let wide = self.sums.by_columns();
+            let first_row = k.eval(block.first_row(self.sums.query_block));
+            let first_column = if wide { k.eval(part * COLUMNS) } else { k.eval(0u32) };
+            let first_row = if wide { first_row } else { k.eval(first_row + part * queries) };
+            // Two columns a thread: a warp stores a row of 64.
+            let column = k.eval(lane * 2);
+            let to_column = k.eval(first_column + column);
+            for step in 0..queries.div_ceil(THREADS / 32) {
+                let within = k.eval(thread / 32 + step * (THREADS / 32));
+                let row = k.eval(first_row + within);
+                k.if_(row.less(block.query_length) & to_column.less(self.head_dim), |k| {
+                    let from = shared + within * row_bytes + column * 2;
+                    let pair = k.load::<U32, SharedAddress>(from);
+                    let to = gradient.row(k, self.element, block, row);
+                    k.store(to + to_column.convert::<U64>() * 2, pair);
+                });
+            }
+        };
+        if self.batch == Batch::Equal {
+            let lane = stage(k);
+            let block = blocks.find(k, number);
+            store(k, &block, lane);
+        } else {
+            // Nobody added anything where there are no rows.
+            let block = blocks.find(k, number);
+            block.if_exists(k, |k| {
+                let lane = stage(k);
+                store(k, &block, lane);
             });
         }
     }

@@ -40,7 +40,7 @@ enum RowPlace {
 }
 
 /// A tensor with a vector for each query and head.
-pub(super) enum Vectors {
+pub(crate) enum Vectors {
     Strided(Strided),
     Rows(Rows),
 }
@@ -138,11 +138,6 @@ impl RowBlocks {
 }
 
 impl RowBlock {
-    /// Which one of its sequence's it is.
-    pub(super) fn index(&self) -> Reg<U32> {
-        self.block
-    }
-
     /// The first of its rows.
     pub(super) fn first_row(&self, query_block: u32) -> Value<U32> {
         self.block * query_block
@@ -158,7 +153,7 @@ impl RowBlock {
 }
 
 impl Vectors {
-    pub(super) fn parameters(k: &mut Builder, tensor: Tensor, batch: Batch) -> Self {
+    pub(crate) fn parameters(k: &mut Builder, tensor: Tensor, batch: Batch) -> Self {
         match batch {
             Batch::Equal => Vectors::Strided(Strided::parameters(k, tensor)),
             _ => Vectors::Rows(Rows::parameters(k, tensor)),

@@ -10,10 +10,10 @@ use ptx::{
 
 use super::row_blocks::{LogSums, RowBlock, RowBlocks, Vectors};
 use super::{Backward, SumsLayout, batch_name};
-use crate::Error;
 use crate::attention::{Batch, Rules};
 use crate::element::load_eight_as_f32;
-use crate::parameter::{Number, Tensor, Workspace};
+use crate::parameter::{Tensor, Workspace};
+use crate::{Configuration, Error, mma};
 
 /// Threads of a block.
 const THREADS: u32 = 256;
@@ -34,8 +34,6 @@ pub struct RowSums {
     pub sums: SumsLayout,
     /// Whether there are counters of turns, which become zero.
     pub turns: bool,
-    /// Whether sums lie in a ring: what there is of it becomes zero, and its counters.
-    pub ring: bool,
     /// How sequences lie.
     pub batch: Batch,
 }
@@ -43,21 +41,16 @@ pub struct RowSums {
 impl RowSums {
     /// The name of this configuration.
     pub fn name(&self) -> String {
-        let RowSums { target, element, value_head_dim, sums, turns, ring, batch } = self;
+        let RowSums { target, element, value_head_dim, sums, turns, batch } = self;
         let SumsLayout { query_block, columns, .. } = sums;
-        let counters = match (turns, ring) {
-            (true, _) => "_turns",
-            (_, true) => "_ring",
-            _ => "",
-        };
-        let batch = batch_name(*batch);
+        let (turns, batch) = (if *turns { "_turns" } else { "" }, batch_name(*batch));
         let sums = format!("{query_block}x{columns}");
-        format!("row_sums_{target}_{element}_d{value_head_dim}_{sums}{counters}{batch}")
+        format!("row_sums_{target}_{element}_d{value_head_dim}_{sums}{turns}{batch}")
     }
 
-    /// A kernel that it may come before.
-    pub fn before(&self) -> Backward {
-        Backward {
+    /// A kernel that it may come before, if there is one.
+    pub fn before(&self) -> Option<Configuration> {
+        let hopper = Backward {
             element: self.element,
             head_dim: self.sums.columns,
             value_head_dim: self.value_head_dim,
@@ -65,7 +58,16 @@ impl RowSums {
             query_block: self.sums.query_block,
             deterministic: self.turns,
             batch: self.batch,
+        };
+        if hopper.row_sums() == *self && hopper.fault().is_none() {
+            return Some(Configuration::Backward(hopper));
         }
+        // More rules may mean smaller blocks of queries.
+        let RowSums { target, element, value_head_dim: value, sums, turns, batch } = *self;
+        let mut tuned = [Rules::CAUSAL, Rules::EVERY].into_iter().filter_map(|rules| {
+            mma::tuned_backward(target, element, sums.columns, value, rules, turns, batch)
+        });
+        tuned.find(|it| it.row_sums() == *self).map(Configuration::BackwardMma)
     }
 
     /// Builds the kernel: a block of the grid for each block of query rows of each head and
@@ -93,23 +95,13 @@ impl RowSums {
         let blocks = RowBlocks::parameters(k, &self.sums, self.batch);
 
         let turns = self.turns.then(|| Workspace::Turns.address(k));
-        let ring = self.ring.then(|| (Workspace::Progress.address(k), Number::RingBlocks.read(k)));
         let (number, thread) = (k.block_index(), k.thread_index());
         let empty = |k: &mut Builder| {
             if let Some(turns) = turns {
                 let counter = k.eval(turns + number.convert::<U64>() * 4);
                 k.if_(thread.equals(0), |k| k.store::<U32, _>(counter, 0u32));
             }
-            if let Some((progress, room)) = ring {
-                let zero = k.eval::<U32>(0);
-                let counters = k.eval(progress + number.convert::<U64>() * 8);
-                k.if_(thread.equals(0), |k| {
-                    k.store_vector(counters, &[zero; 2], StoreHint::default());
-                });
-                k.if_(number.less(room), |k| self.clear(k, sums, number, thread));
-            } else {
-                self.clear(k, sums, number, thread);
-            }
+            self.clear(k, sums, number, thread);
         };
         let compute = |k: &mut Builder, block: &RowBlock| {
             self.statistics(k, [&output, &gradient], &lse, block, [number, thread], statistics);

@@ -3,16 +3,18 @@
 //!
 //! A block of the grid takes all rows of a head, in one order: the bits are the same every time.
 
-use ptx::{Builder, Choose, Expression, F32, LoadHint, Program, Reg, S32, Target, U32, U64};
+use ptx::{
+    Builder, Choose, Element, Expression, F32, LoadHint, Program, Reg, S32, Target, U32, U64,
+};
 
 use super::{Backward, batch_name};
-use crate::Error;
 use crate::attention::rows::Sinks;
 use crate::attention::visibility::Visibility;
 use crate::attention::{Batch, MaskKind, Rules};
 use crate::divisor::DivisorRegisters;
 use crate::parameter::{Number, Tensor, Workspace};
 use crate::sequencer::Batch as Sequences;
+use crate::{Configuration, Error, mma};
 
 /// Threads of a block.
 const THREADS: u32 = 256;
@@ -47,18 +49,31 @@ impl SinkGradients {
         format!("sink_gradients_{target}_{mask}_{query_block}{}", batch_name(*batch))
     }
 
-    /// A kernel that it may come after.
-    pub fn after(&self) -> Backward {
+    /// A kernel that it may come after, if there is one.
+    pub fn after(&self) -> Option<Configuration> {
         let head_dim = if self.query_block > 64 { 64 } else { 128 };
-        Backward {
-            element: ptx::Element::BF16,
+        let rules = Rules { mask: self.mask, sinks: true, ..Rules::DENSE };
+        let hopper = Backward {
+            element: Element::BF16,
             head_dim,
             value_head_dim: head_dim,
-            rules: Rules { mask: self.mask, sinks: true, ..Rules::DENSE },
+            rules,
             query_block: self.query_block,
             deterministic: false,
             batch: self.batch,
+        };
+        if hopper.sink_gradients() == Some(*self) && hopper.fault().is_none() {
+            return Some(Configuration::Backward(hopper));
         }
+        // Wider heads and more rules may mean smaller blocks of queries.
+        let SinkGradients { target, batch, .. } = *self;
+        let tuned = [64, 128, 256].into_iter().flat_map(|dim| {
+            [rules, rules.capped()].map(|rules| {
+                mma::tuned_backward(target, Element::BF16, dim, dim, rules, false, batch)
+            })
+        });
+        let mut tuned = tuned.flatten().filter(|it| it.sink_gradients() == Some(*self));
+        tuned.next().map(Configuration::BackwardMma)
     }
 
     /// Builds the kernel: a block of the grid for each query head.

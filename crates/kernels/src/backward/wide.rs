@@ -106,7 +106,6 @@ impl Consumer {
         place: &Place,
         tile: &Tile,
     ) {
-        self.make_room(k, backward, tensors, place);
         let sums = Accumulator::zeros(k, backward.value_layout().columns);
         let half = Half::new(k, backward, shared, tensors, (place, tile), 0);
         k.if_(half.group.walk.left.greater(0), |k| self.weights_steps(k, &half, &sums));
@@ -123,7 +122,6 @@ impl Consumer {
         place: &Place,
         tile: &Tile,
     ) {
-        self.make_room(k, backward, tensors, place);
         let sums = Accumulator::zeros(k, backward.key_layout().columns);
         let half = Half::new(k, backward, shared, tensors, (place, tile), 1);
         k.if_(half.group.walk.left.greater(0), |k| half.gradients_steps(k, &sums));
@@ -252,7 +250,7 @@ impl<'a> Half<'a> {
         let tile = place.find(k);
         let first = k.eval(0u32);
         let owner = epilogue::Owner { index: self.group.index, thread: self.group.thread, first };
-        epilogue::store(k, place, &tile, &owner, &[done]);
+        epilogue::store(k, &tile, &owner, &[done]);
     }
 
     /// Starts `S^T = K Q^T`.

@@ -10,6 +10,7 @@ use super::softmax::Softmax;
 use super::warpgroup::Warpgroup;
 use super::{Form, Forward, Shared, fp8};
 use crate::attention::Score;
+use crate::attention::function::lower::Functions;
 use crate::attention::rows::Finished;
 use crate::attention::scores::ScoreRule;
 
@@ -35,12 +36,13 @@ pub(super) fn consume<T: ConsumerScheduler>(
     forward: &Forward,
     shared: &Shared,
     tiles: &T,
-    scores: ScoreRule,
+    (scores, functions): (ScoreRule, Functions),
     epilogue: &Epilogue,
     probe: Option<Reg<GlobalAddress>>,
 ) {
     if forward.is_fp8() {
-        return fp8::consume(k, forward, shared, tiles, scores, epilogue, probe);
+        let rules = (scores, functions);
+        return fp8::consume(k, forward, shared, tiles, rules, epilogue, probe);
     }
     let group = Warpgroup::new(k, forward, shared);
     let staging = Output::new(k, shared, &group);
@@ -53,7 +55,7 @@ pub(super) fn consume<T: ConsumerScheduler>(
         form: forward.form,
         tiles,
         probe: Probe::new(k, probe, forward.warpgroups, group.index, group.thread),
-        rule: Rule::new(k, forward, &group, scores),
+        rule: Rule::new(k, forward, &group, scores, functions),
         group,
         softmax: Softmax::new(k, forward, scores.scale_log2),
         output: Accumulator::new(k, forward.value_head_dim),

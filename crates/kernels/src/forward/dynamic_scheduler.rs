@@ -34,7 +34,7 @@ const SLOTS: u32 = 4;
 /// Words of a slot: key blocks up to the last, the first of them, where masks
 /// begin on the right and end on the left; first row, lengths and head; the end
 /// of the outputs, the start of the log-sum-exps, slope and sink; factors of
-/// scores and outputs.
+/// scores and outputs, and the sequence, where functions ask for it.
 const SLOT_BYTES: u32 = 64;
 
 /// Slots in shared memory through which tiles go from the producer to the consumers.
@@ -78,6 +78,8 @@ pub(super) struct Batch {
     slopes: Option<Slopes>,
     sinks: Option<Sinks>,
     descales: Option<Descales>,
+    /// Whether there are functions, which may ask for the sequence.
+    functions: bool,
     scale_log2: Reg<F32>,
     pages: Option<Pages>,
 }
@@ -107,6 +109,7 @@ impl Batch {
             slopes: rules.alibi.then(|| Slopes::parameters(k)),
             sinks: rules.sinks.then(|| Sinks::parameters(k)),
             descales: prefill.tile.is_fp8().then(|| Descales::parameters(k)),
+            functions: rules.functions().next().is_some(),
             scale_log2,
             pages: prefill.page_rows.map(|rows| Pages {
                 table: List::BlockTable.address(k),
@@ -287,6 +290,9 @@ impl<'a> DynamicProducer<'a> {
                 let factor = descales.of(k, product, sequence, key_head);
                 k.store(slot + 4 * word, factor);
             }
+        }
+        if self.batch.functions {
+            k.store(slot + 56, sequence);
         }
     }
 }
@@ -555,6 +561,11 @@ impl ConsumerScheduler for DynamicConsumer<'_> {
     fn place(&self, k: &mut Builder, current: &Current) -> Place {
         let [first_row, query_length, key_length, head] = self.slots.read(k, current.slot, 1);
         Place { first_row, query_length, key_length, head }
+    }
+
+    fn sequence(&self, k: &mut Builder, current: &Current) -> Reg<U32> {
+        let slot = self.slots.slot(k, current.slot);
+        k.load::<U32, _>(slot + 56)
     }
 
     fn visibility(&self) -> &Visibility {

@@ -27,6 +27,7 @@ use super::scheduler::ConsumerScheduler;
 use super::warpgroup::Warpgroup;
 use super::{Forward, Shared};
 use crate::attention::descale::Product;
+use crate::attention::function::lower::Functions;
 use crate::attention::scores::ScoreRule;
 use crate::attention::softmax::Softmax;
 use crate::attention::{ACCUMULATOR_ROWS, Score};
@@ -68,7 +69,7 @@ pub(super) fn consume<T: ConsumerScheduler>(
     forward: &Forward,
     shared: &Shared,
     tiles: &T,
-    scores: ScoreRule,
+    (scores, functions): (ScoreRule, Functions),
     epilogue: &Epilogue,
     probe: Option<Reg<GlobalAddress>>,
 ) {
@@ -79,7 +80,7 @@ pub(super) fn consume<T: ConsumerScheduler>(
     let state = State {
         tiles,
         probe: Probe::new(k, probe, forward.warpgroups, group.index, group.thread),
-        rule: Rule::new(k, forward, &group, scores),
+        rule: Rule::new(k, forward, &group, scores, functions),
         group,
         softmax: Softmax::new(k, ACCUMULATOR_ROWS.len(), tile_scale).lifted(LIFT),
         scale_log2: scores.scale_log2,

@@ -57,6 +57,7 @@ use ptx::{
 };
 
 use crate::Error;
+use crate::attention::function::lower::Functions;
 use crate::attention::scores::ScoreRule;
 use crate::attention::{MaskKind, Rules};
 use crate::parameter::{Number, Tensor};
@@ -286,8 +287,6 @@ impl Forward {
     fn register_budgets(&self) -> Option<(u32, u32)> {
         match self.warpgroups {
             1 => None,
-            // Transposing takes more than copying.
-            2 if self.is_fp8() => Some((32, 240)),
             2 if self.rules.mask == MaskKind::Chunked => Some((40, 232)),
             2 => Some((24, 240)),
             _ => Some((32, 160)),
@@ -352,7 +351,7 @@ impl Forward {
             ),
             (fp8 && self.form != Form::COMPACT, "with 8-bit inputs there is the compact form only"),
             (
-                fp8 && (self.rules.softcap || self.rules.alibi),
+                fp8 && self.rules.changes_scores(),
                 "scores of 8-bit inputs are neither capped nor sloped",
             ),
             (
@@ -385,6 +384,7 @@ impl Forward {
         let scores = ScoreRule::parameters(k, &self.rules).with_small_tanh(!self.rules.alibi);
         let schedule =
             StaticScheduler::parameters(k, self, query_length, key_length, scores.scale_log2);
+        let functions = Functions::parameters(k, &self.rules);
         let probe = probe::parameter(k, probed);
         let shared = self.shared(k);
         let thread = k.thread_index();
@@ -397,7 +397,8 @@ impl Forward {
             |k| producer::produce(k, self, &shared, &maps, &schedule),
             |k| {
                 let epilogue = Epilogue { output: maps.output, lse };
-                consumer::consume(k, self, &shared, &schedule, scores, &epilogue, probe);
+                let rules = (scores, functions);
+                consumer::consume(k, self, &shared, &schedule, rules, &epilogue, probe);
             },
         );
     }

@@ -24,6 +24,7 @@ use super::epilogue::Epilogue;
 use super::{Forward, Maps, consumer, probe, producer};
 use crate::Error;
 use crate::attention::MaskKind;
+use crate::attention::function::lower::Functions;
 use crate::attention::scores::ScoreRule;
 use crate::parameter::Tensor;
 
@@ -156,6 +157,7 @@ impl Prefill {
         let lse: Reg<GlobalAddress> = Tensor::Lse.address(k);
         let scores = ScoreRule::parameters(k, &self.tile.rules);
         let batch = Batch::parameters(k, self, scores.scale_log2);
+        let functions = Functions::parameters(k, &self.tile.rules);
         let shared = self.tile.shared(k);
         let slots = WorkSlots::new(k, 4 * self.tile.warpgroups);
         let thread = k.thread_index();
@@ -176,7 +178,8 @@ impl Prefill {
                 let posted = DynamicConsumer::new(k, &slots, &batch);
                 let epilogue = Epilogue { output: maps.output, lse };
                 let probe = probe::parameter(k, false);
-                consumer::consume(k, &self.tile, &shared, &posted, scores, &epilogue, probe);
+                let rules = (scores, functions);
+                consumer::consume(k, &self.tile, &shared, &posted, rules, &epilogue, probe);
             },
         );
     }

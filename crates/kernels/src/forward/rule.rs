@@ -5,6 +5,7 @@ use ptx::{Accumulator, Builder, Expression, Reg, S32, U32};
 use super::Forward;
 use super::scheduler::ConsumerScheduler;
 use super::warpgroup::Warpgroup;
+use crate::attention::function::lower::{FunctionRegisters, Functions, Standing};
 use crate::attention::scores::{ScoreRule, alibi};
 use crate::attention::{ACCUMULATOR_ROWS, Score};
 
@@ -15,6 +16,7 @@ pub(super) struct Rule {
     /// The thread's first row inside a tile, and its first column inside a block.
     row: Reg<U32>,
     column: Reg<U32>,
+    functions: Functions,
 }
 
 impl Rule {
@@ -23,6 +25,7 @@ impl Rule {
         forward: &Forward,
         group: &Warpgroup<'_>,
         scores: ScoreRule,
+        functions: Functions,
     ) -> Self {
         let position = Accumulator::position(k, group.thread);
         Rule {
@@ -30,6 +33,7 @@ impl Rule {
             key_block: forward.key_block,
             row: k.eval(group.index * 64 + position.row),
             column: position.column,
+            functions,
         }
     }
 
@@ -44,11 +48,15 @@ impl Rule {
         scores: &[Score],
     ) {
         self.scores.cap(k, scores);
+        self.scores.in_natural_units(k, scores);
         if let Some(slope) = tiles.slope(k, current) {
             let place = tiles.place(k, current);
             let first_column = self.first_column(k, block);
             let distance = place.position(self.row) - first_column;
             alibi(k, scores, &ACCUMULATOR_ROWS, distance, slope);
+        }
+        if let Some(function) = &self.functions.score {
+            self.call(k, function, tiles, current, block, scores);
         }
         k.if_(tiles.needs_mask(current, block), |k| {
             let place = tiles.place(k, current);
@@ -60,6 +68,32 @@ impl Rule {
                 .seen(k, rows, position, first_column, place.key_length)
                 .hide_others(k, scores);
         });
+        if let Some(function) = &self.functions.mask {
+            self.call(k, function, tiles, current, block, scores);
+        }
+    }
+
+    /// Puts scores through a function.
+    fn call<T: ConsumerScheduler>(
+        &self,
+        k: &mut Builder,
+        function: &FunctionRegisters,
+        tiles: &T,
+        current: &T::Current,
+        block: Reg<U32>,
+        scores: &[Score],
+    ) {
+        let place = tiles.place(k, current);
+        let standing = Standing {
+            batch: tiles.sequence(k, current),
+            head: place.head,
+            first_query: k.eval((place.first_row + self.row).reinterpret::<S32>()),
+            rows: &ACCUMULATOR_ROWS,
+            first_key: self.first_column(k, block),
+            query_length: place.query_length,
+            key_length: place.key_length,
+        };
+        function.apply(k, scores, &standing);
     }
 
     /// The key of the thread's first column.

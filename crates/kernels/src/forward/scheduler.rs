@@ -76,6 +76,9 @@ pub(super) trait ConsumerScheduler: TileScheduler {
 
     fn place(&self, k: &mut Builder, current: &Self::Current) -> Place;
 
+    /// The tile's sequence.
+    fn sequence(&self, k: &mut Builder, current: &Self::Current) -> Reg<U32>;
+
     /// Which keys rows see.
     fn visibility(&self) -> &Visibility;
 

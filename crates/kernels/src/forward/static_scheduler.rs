@@ -307,6 +307,10 @@ impl ConsumerScheduler for StaticScheduler {
         }
     }
 
+    fn sequence(&self, _: &mut Builder, current: &Current) -> Reg<U32> {
+        current.batch
+    }
+
     fn visibility(&self) -> &Visibility {
         &self.visibility
     }

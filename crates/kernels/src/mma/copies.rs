@@ -33,23 +33,24 @@ pub(super) struct Blocks {
 impl Blocks {
     pub(super) fn new(
         k: &mut Builder,
-        mma: &Mma,
+        threads: u32,
         layout: TileLayout,
         columns: u32,
         rows: HeadRows,
     ) -> Self {
         let row_bytes = k.eval(rows.stride.convert::<U32>() * layout.element.bytes());
         let copies = RowCopies::new(layout, columns);
-        Blocks { copies, pass: mma.pass(), source: rows.first, start: rows.start, row_bytes }
+        let pass = threads / ROW_THREADS;
+        Blocks { copies, pass, source: rows.first, start: rows.start, row_bytes }
     }
 
     /// Fills the chunks beyond the tensor's columns with zeros, in every slot:
     /// copies leave them alone.
-    pub(super) fn clear_padding(&self, k: &mut Builder, ring: &TileRing) {
-        let rows = ring.layout().rows;
+    pub(super) fn clear_padding(&self, k: &mut Builder, slots: &[Reg<SharedAddress>]) {
+        let rows = self.copies.layout().rows;
         for chunk in self.copies.padding() {
             let zero = [0; 4].map(|zero| k.eval::<U32>(zero));
-            for slot in ring.slots() {
+            for slot in slots {
                 let threads = ROW_THREADS * self.pass;
                 for first in (0..rows).step_by(threads as usize) {
                     let thread = k.thread_index();
@@ -180,15 +181,16 @@ pub(super) struct KeyBlocks {
 
 impl KeyBlocks {
     pub(super) fn new(k: &mut Builder, mma: &Mma, place: &Place) -> Self {
-        let keys = Blocks::new(k, mma, mma.key_layout(), mma.head_dim, place.keys);
-        let values = Blocks::new(k, mma, mma.value_layout(), mma.value_head_dim, place.values);
+        let keys = Blocks::new(k, mma.threads(), mma.key_layout(), mma.head_dim, place.keys);
+        let values =
+            Blocks::new(k, mma.threads(), mma.value_layout(), mma.value_head_dim, place.values);
         KeyBlocks { keys, values, pages: place.pages }
     }
 
     /// Fills the chunks of keys beyond their columns with zeros. Columns of values
     /// beyond theirs are not read.
     pub(super) fn clear_padding(&self, k: &mut Builder, keys: &TileRing) {
-        self.keys.clear_padding(k, keys);
+        self.keys.clear_padding(k, keys.slots());
     }
 
     /// Whether a block is looked up before it is copied.

@@ -21,6 +21,7 @@
 //! does what its name says, `walk` is the loop above, `epilogue` stores, and
 //! `tuned` says what serves which problem.
 
+mod backward;
 mod copies;
 mod epilogue;
 mod place;
@@ -31,6 +32,7 @@ mod softmax;
 mod tuned;
 mod walk;
 
+pub use backward::{BackwardMma, every_tuned_backward, tuned_backward};
 pub use tuned::{Tuned, Workload, every_tuned, tuned, tuned_batch};
 
 use ptx::{Builder, Capability, Element, Program, Swizzle, Target, TileLayout, TileRing};
@@ -274,8 +276,9 @@ impl Mma {
         let value_ring = TileRing::new(k, "values", self.value_layout(), self.slots());
 
         let key_blocks = KeyBlocks::new(k, self, place);
-        let queries = Blocks::new(k, self, self.query_layout(), self.head_dim, place.queries);
-        queries.clear_padding(k, &query_room);
+        let queries =
+            Blocks::new(k, self.threads(), self.query_layout(), self.head_dim, place.queries);
+        queries.clear_padding(k, query_room.slots());
         key_blocks.clear_padding(k, &key_ring);
         let rows = k.eval(place.query_length - place.first_row);
         queries.copy(k, query_room.at(0), place.first_row, Some(rows));

@@ -116,6 +116,22 @@ pub(super) struct HeadRows {
     pub(super) stride: Reg<U64>,
 }
 
+impl HeadRows {
+    /// The address of a row.
+    pub(super) fn row(
+        &self,
+        k: &mut Builder,
+        element: Element,
+        row: Reg<U32>,
+    ) -> Reg<GlobalAddress> {
+        let row = match self.start {
+            None => row,
+            Some(start) => k.eval(start + row),
+        };
+        k.eval(self.first + row.convert::<U64>() * self.stride * element.bytes())
+    }
+}
+
 /// The key blocks that the block of threads walks.
 #[derive(Clone, Copy)]
 pub(super) struct Walked {

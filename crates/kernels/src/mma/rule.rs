@@ -4,6 +4,7 @@ use ptx::{Builder, Expression, F32, Pred, Reg, S32, U32, Value, WarpAccumulator}
 
 use super::Mma;
 use super::place::Place;
+use crate::attention::function::lower::{Functions, Standing};
 use crate::attention::rows::Sinks;
 use crate::attention::scores::{ScoreRule, Slopes, alibi};
 use crate::attention::visibility::Visibility;
@@ -15,6 +16,7 @@ pub(super) struct RuleParameters {
     pub(super) visibility: Visibility,
     slopes: Option<Slopes>,
     sinks: Option<Sinks>,
+    functions: Functions,
 }
 
 impl RuleParameters {
@@ -24,6 +26,7 @@ impl RuleParameters {
             visibility: Visibility::parameters(k, rules.mask),
             slopes: rules.alibi.then(|| Slopes::parameters(k)),
             sinks: rules.sinks.then(|| Sinks::parameters(k)),
+            functions: Functions::parameters(k, rules),
         }
     }
 
@@ -58,6 +61,10 @@ pub(super) struct Rule {
     key_length: Reg<U32>,
     /// How far below its first the thread's rows lie.
     rows: Vec<u32>,
+    functions: Functions,
+    sequence: Reg<U32>,
+    head: Reg<U32>,
+    query_length: Reg<U32>,
 }
 
 impl Rule {
@@ -69,12 +76,25 @@ impl Rule {
         first_row: Reg<U32>,
     ) -> Self {
         let RuleParameters { scores, visibility, slopes, .. } = *parameters;
+        let functions = parameters.functions.clone();
         let Place { sequence, head, query_length, key_length, .. } = *place;
         let slope = slopes.map(|slopes| slopes.unscaled(k, sequence, head, scores.scale_log2));
         let rows = (0..mma.thread_rows()).map(WarpAccumulator::row_offset).collect();
         let position = k.eval(first_row + (key_length - query_length));
         let changes = mma.rules.changes_scores();
-        Rule { scores, visibility, changes, slope, position, key_length, rows }
+        Rule {
+            scores,
+            visibility,
+            changes,
+            slope,
+            position,
+            key_length,
+            rows,
+            functions,
+            sequence,
+            head,
+            query_length,
+        }
     }
 
     /// Turns the products with the keys from `first_key` on into scores, masked
@@ -92,9 +112,14 @@ impl Rule {
             // ahead, beside the products, in as many registers as there are scores.
             k.if_(first_key.less(self.key_length), |k| {
                 self.scores.cap(k, &scores);
+                self.scores.in_natural_units(k, &scores);
                 if let Some(slope) = self.slope {
                     let (position, first_column) = self.stand(k, first_key);
                     alibi(k, &scores, &self.rows, position - first_column, slope);
+                }
+                if let Some(function) = &self.functions.score {
+                    let standing = self.standing(k, first_key);
+                    function.apply(k, &scores, &standing);
                 }
             });
         }
@@ -103,6 +128,29 @@ impl Rule {
             let seen = self.visibility.seen(k, &self.rows, position, first_column, self.key_length);
             seen.hide_others(k, &scores);
         });
+        if let Some(function) = &self.functions.mask {
+            // A branch of its own, for the same reason as above.
+            k.if_(first_key.less(self.key_length), |k| {
+                let standing = self.standing(k, first_key);
+                function.apply(k, &scores, &standing);
+            });
+        }
+    }
+
+    /// Where the thread's scores stand.
+    fn standing(&self, k: &mut Builder, first_key: Reg<U32>) -> Standing<'_> {
+        let (position, first_key) = self.stand(k, first_key);
+        let Rule { sequence, head, query_length, key_length, .. } = *self;
+        let offset = (key_length - query_length).reinterpret::<S32>();
+        Standing {
+            batch: sequence,
+            head,
+            first_query: k.eval(position - offset),
+            rows: &self.rows,
+            first_key,
+            query_length,
+            key_length,
+        }
     }
 
     /// The position of the thread's first row, and the key of its first column.

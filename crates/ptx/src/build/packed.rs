@@ -110,6 +110,26 @@ impl Builder {
         dst
     }
 
+    /// Loads one, two or four registers of neighbours.
+    #[track_caller]
+    pub fn load_packed_vector<A: AddressOf, const N: usize>(
+        &mut self,
+        element: Element,
+        address: impl Into<Value<A>>,
+    ) -> [Packed; N] {
+        let dst: [Packed; N] = std::array::from_fn(|_| self.packed(element));
+        let address = self.address(address);
+        self.push(Instruction::Load {
+            dst: dst.map(|pair| pair.register).to_vec(),
+            space: A::SPACE,
+            address,
+            order: LoadOrder::Weak,
+            cache: LoadCache::Default,
+            policy: None,
+        });
+        dst
+    }
+
     /// Loads two neighbours into a register that there is.
     #[track_caller]
     pub fn load_packed_into<A: AddressOf>(&mut self, dst: Packed, address: impl Into<Value<A>>) {
@@ -136,14 +156,6 @@ impl Builder {
             cache: StoreCache::Default,
             policy: None,
         });
-    }
-
-    /// An 8x8 matrix of 16-bit elements, two neighbours of a row in each lane, transposed.
-    #[track_caller]
-    pub fn transpose_packed(&mut self, rows: Packed) -> Packed {
-        let dst = self.packed(rows.element);
-        self.push(Instruction::TransposeMatrix { dst: dst.register, src: rows.register });
-        dst
     }
 
     /// Loads one, two or four 8x8 matrices by `ldmatrix`: of lane `8i + r`,

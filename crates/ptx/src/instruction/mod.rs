@@ -153,9 +153,6 @@ pub enum Instruction {
         lane: Operand,
         clamp: u32,
     },
-    /// Transposes an 8x8 matrix of 16-bit elements: lane `4r + c` has elements `2c` and `2c + 1` of
-    /// row `r`, before and after.
-    TransposeMatrix { dst: Register, src: Register },
     /// Whether all, or any, lanes hold a true predicate.
     Vote { mode: VoteMode, dst: Register, predicate: Register },
     /// The lanes whose predicate is true, as bits.

@@ -197,10 +197,6 @@ impl Instruction {
                     v.write(*valid, Expected::Type(Type::Pred));
                 }
             }
-            I::TransposeMatrix { dst, src } => {
-                v.read(Operand::Register(*src), Expected::Bits(32));
-                v.write(*dst, Expected::Bits(32));
-            }
             I::Vote { dst, predicate, .. } => {
                 v.read(Operand::Register(*predicate), Expected::Type(Type::Pred));
                 v.write(*dst, Expected::Type(Type::Pred));

@@ -123,7 +123,6 @@ impl Instruction {
             I::CompareAndSwap { ty, space, scope, .. } => atomic(*ty, 1, *space, *scope),
             I::Reduce { ty, src, space, scope, .. } => atomic(*ty, src.len(), *space, *scope),
             I::LoadMatrix { .. } => Requirement::new(C::MatrixLoad, 6, 5),
-            I::TransposeMatrix { .. } => Requirement::new(C::MatrixLoad, 7, 8),
             I::StoreMatrix { .. } => Requirement::new(C::MatrixStore, 7, 8),
 
             I::Elect { .. } => Requirement::new(C::Elect, 8, 0),

@@ -216,10 +216,6 @@ impl Printer<'_> {
                 let lane = self.operand(*lane, Type::U32);
                 format!("shfl.sync.{mode}.b32 {dst}{valid}, {src}, {lane}, {clamp}, 0xFFFFFFFF;")
             }
-            I::TransposeMatrix { dst, src } => {
-                let (dst, src) = (self.name(*dst), self.name(*src));
-                format!("movmatrix.sync.aligned.m8n8.trans.b16 {dst}, {src};")
-            }
             I::Vote { mode, dst, predicate } => {
                 let mode = match mode {
                     VoteMode::All => "all",

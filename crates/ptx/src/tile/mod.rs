@@ -20,5 +20,5 @@ pub use pipeline::{Barriers, Consumer, Pipeline, Producer};
 pub use shared::{SharedTile, SharedTiles};
 pub use warp::{
     ChunkPlace, FragmentA, FragmentB, MatrixLanes, MatrixOrder, MmaCell, MmaSum, RowCopies,
-    SteppedLanes, TileReader, TileRing, WarpAccumulator, WarpFragment,
+    SteppedLanes, TileReader, TileRing, TileWriter, WarpAccumulator, WarpFragment,
 };

@@ -127,7 +127,7 @@ impl fmt::Display for Fault {
                 write!(f, "the wgmma issued at {issued} is never waited for")
             }
             Fault::RegisterBudget { wanted, available } => {
-                write!(f, "the roles hold {wanted} registers, the multiprocessor has {available}")
+                write!(f, "the roles hold {wanted} registers, the block has {available}")
             }
         }
     }

@@ -242,7 +242,6 @@ pub(super) fn fault(program: &Program, instruction: &Instruction) -> Option<Faul
         | I::Vote { .. }
         | I::Ballot { .. }
         | I::Elect { .. }
-        | I::TransposeMatrix { .. }
         | I::WarpSync
         | I::WgmmaFence
         | I::WgmmaCommit

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use super::error::{Fault, Invalid};
 use crate::{
-    Block, Capability, Instruction, MULTIPROCESSOR_REGISTERS, ParameterKind, Program,
-    RegisterChange, Statement, StatementKind, Swizzle, Target, TensorBox,
+    Block, Capability, Instruction, ParameterKind, Program, RegisterChange, Statement,
+    StatementKind, Swizzle, Target, TensorBox,
 };
 
 pub(super) fn check(program: &Program) -> Result<(), Invalid> {
@@ -180,8 +180,9 @@ fn budget(body: &Block) -> Option<(RegisterChange, u32)> {
 /// All warps together may not hold more registers than the multiprocessor
 /// has, and a budget needs a bound at entry to change.
 fn check_budgets(program: &Program) -> Result<(), Invalid> {
-    let entry = program.registers_at_entry();
-    let mut total = u64::from(entry * program.threads);
+    let available = program.block_registers();
+    let entry = available / program.threads;
+    let mut total = u64::from(available);
     let mut any = false;
     for statement in &program.body {
         if let StatementKind::Role { warps, body, .. } = &statement.kind
@@ -197,8 +198,6 @@ fn check_budgets(program: &Program) -> Result<(), Invalid> {
         let text = "register budgets need a number of blocks per multiprocessor".to_owned();
         return Err(Fault::Launch { text }.into());
     }
-    let available =
-        MULTIPROCESSOR_REGISTERS / program.blocks_per_multiprocessor.unwrap_or(1).max(1);
     if any && total > u64::from(available) {
         let wanted = u32::try_from(total).unwrap_or(u32::MAX);
         return Err(Fault::RegisterBudget { wanted, available }.into());

@@ -560,10 +560,6 @@ fn warp(forms: &mut Vec<Form>) {
             }));
         }
     }
-    forms.push(Form::new("transposed matrix", |s| {
-        let (dst, src) = (s.fresh(Type::BF16x2), s.register(Type::BF16x2));
-        s.k.push(Instruction::TransposeMatrix { dst, src });
-    }));
     forms.push(Form::new("votes", |s| {
         let predicate = s.register(Type::Pred);
         for mode in [VoteMode::All, VoteMode::Any] {

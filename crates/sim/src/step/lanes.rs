@@ -33,16 +33,6 @@ pub(super) fn shuffle(mode: ShuffleMode, source: &Word, lane: &Word, clamp: u32)
     (result, in_range)
 }
 
-/// An 8x8 matrix of 16-bit elements, two of a row in each lane, transposed.
-pub(super) fn transpose(source: &Word) -> Word {
-    let element =
-        |row: usize, column: usize| source[4 * row + column / 2] >> (16 * (column % 2)) & 0xFFFF;
-    std::array::from_fn(|lane| {
-        let (row, column) = (lane / 4, lane % 4 * 2);
-        element(column, row) | element(column + 1, row) << 16
-    })
-}
-
 pub(super) fn vote(warp: &mut Warp<'_>, mode: VoteMode, dst: Register, predicate: Register) {
     let lanes = warp.predicate(predicate);
     let result = match mode {

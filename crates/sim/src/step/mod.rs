@@ -373,11 +373,6 @@ impl<'a> Executor<'_, 'a> {
                     warp.set_predicate(*valid, in_range);
                 }
             }
-            I::TransposeMatrix { dst, src } => {
-                self.aligned(warp, "movmatrix")?;
-                let result = lanes::transpose(warp.word_of(*src));
-                warp.set_word(*dst, &result);
-            }
             I::Vote { mode, dst, predicate } => {
                 self.aligned(warp, "a vote")?;
                 lanes::vote(warp, *mode, *dst, *predicate);
@@ -572,8 +567,7 @@ fn cost(instruction: &Instruction) -> u64 {
         } => 8,
         I::Load { space: ptx::Space::Global, .. } => 16,
         I::Load { .. } | I::LoadMatrix { .. } | I::StoreMatrix { .. } => 4,
-        I::Shuffle { .. } | I::TransposeMatrix { .. } => 4,
-        I::Atomic { .. } | I::CompareAndSwap { .. } => 4,
+        I::Shuffle { .. } | I::Atomic { .. } | I::CompareAndSwap { .. } => 4,
         _ => 1,
     }
 }

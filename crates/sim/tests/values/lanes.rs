@@ -47,24 +47,6 @@ fn shuffles() {
 }
 
 #[test]
-fn matrices_are_transposed() {
-    // The element of row r and column c is 10 r + c.
-    let element = |row: u32, column: u32| 10 * row + column;
-    let pair = |low: u32, high: u32| low | high << 16;
-    let rows =
-        each(|lane| pair(element(lane / 4, lane % 4 * 2), element(lane / 4, lane % 4 * 2 + 1)));
-    let results = map_words([rows], |k, [rows]| {
-        let dst = k.register::<U32>();
-        k.push(Instruction::TransposeMatrix { dst: dst.register(), src: rows.register() });
-        vec![dst]
-    });
-    for lane in 0..32u32 {
-        let (row, column) = (lane / 4, lane % 4 * 2);
-        assert_eq!(results[0][lane as usize], pair(element(column, row), element(column + 1, row)));
-    }
-}
-
-#[test]
 fn votes_and_elections() {
     let a = each(|lane| lane);
     let results = map_words([a], |k, [a]| {

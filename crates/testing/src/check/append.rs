@@ -12,8 +12,11 @@ use flashcore::gpu::{
     RotaryTables, RotatedQueries,
 };
 use flashcore::random::mix;
-use flashcore::serving::{self, Placement, Rotary};
-use flashcore::{DType, Error, Layout, Mask, Problem, Progress, Shape, Storage, Tensor};
+use flashcore::serving::{self, CacheScales, Placement, Rotary};
+use flashcore::{
+    DType, Descale, Descales, Error, Layout, Mask, Problem, Progress, Shape, Storage, Tensor,
+    random_descales,
+};
 
 /// New tokens for a cache, all of it from a seed.
 #[derive(Debug)]
@@ -30,6 +33,8 @@ struct AppendCase {
     rotary: Option<Angles>,
     /// Queries to be rotated, with rotary embeddings.
     queries: Option<(Tensor, Placement)>,
+    /// The descale factors of keys and of values of an 8-bit cache: given, or before they are found.
+    scales: Option<[Tensor; 2]>,
 }
 
 #[derive(Debug)]
@@ -48,6 +53,7 @@ struct Appended {
     value: Tensor,
     queries: Option<Tensor>,
     lengths: Vec<u32>,
+    scales: Option<[Tensor; 2]>,
 }
 
 /// Run the kernel for the cases of the first seeds: what it writes is what
@@ -77,11 +83,18 @@ impl AppendCase {
         let (head_dim, value_head_dim) =
             dice.of(&[(64, 64), (128, 128), (192, 128), (8, 24), (136, 256)]);
         let mask = dice.of(&[Mask::NONE, Mask::CAUSAL, Mask::window(Some(9), Some(0))]);
-        let problem = Problem::new(batch, kv_heads * group, 1, head_dim)
+        let mut problem = Problem::new(batch, kv_heads * group, 1, head_dim)
             .with_kv_heads(kv_heads)
             .with_value_head_dim(value_head_dim)
             .with_dtype(dtype)
             .with_mask(mask);
+        // What is new has 16 bits.
+        if dtype.is_8_bit() {
+            let wide = dice.of(&[DType::F16, DType::BF16]);
+            let descale = dice.of(&[Descale::None, Descale::PerHead, Descale::PerToken]);
+            problem = problem.with_dtype(wide).with_kv_dtype(dtype);
+            problem = problem.with_descales(Descales::of_cache(descale));
+        }
         let top = dice.of(&[0, 5, 70]);
         let most = dice.of(&[1, 1, 4, 40]);
         let lengths: Vec<usize> = (0..batch).map(|_| dice.below(top + 1)).collect();
@@ -91,9 +104,12 @@ impl AppendCase {
         let (place, cache) = dice.cache(buffer, kv_heads, head_dim)?;
         let place = place.with_lengths(lengths.clone());
         let (new, new_shape) = dice.rows(&counts, kv_heads, head_dim);
-        let tensor = |shape: Shape, dim: usize, stream: u64| {
+        let random = |dtype: DType, shape: Shape, dim: usize, stream: u64| {
             Tensor::random(dtype, Shape { dim, ..shape }, mix(seed).wrapping_add(stream))
         };
+        let wide = problem.dtypes.query;
+        let tensor = |shape, dim, stream| random(wide, shape, dim, stream);
+        let factors = random_descales(problem.descale_shapes_over(cache), seed)?;
         let angles = |dice: &mut Dice| -> Result<Angles, Error> {
             let dim = dice.of(&[head_dim, head_dim, head_dim / 2]);
             let positions = top + most + 7;
@@ -112,14 +128,15 @@ impl AppendCase {
         };
         Ok(AppendCase {
             seed,
-            key: tensor(cache, head_dim, 1)?,
-            value: tensor(cache, value_head_dim, 2)?,
+            key: random(dtype, cache, head_dim, 1)?,
+            value: random(dtype, cache, value_head_dim, 2)?,
             place,
             new_key: tensor(new_shape, head_dim, 3)?,
             new_value: tensor(new_shape, value_head_dim, 4)?,
             new,
             rotary,
             queries,
+            scales: factors.key.zip(factors.value).map(|(key, value)| [key, value]),
             problem,
         })
     }
@@ -128,7 +145,7 @@ impl AppendCase {
     fn check(&self, gpu: &Gpu) -> Result<Outcome, Error> {
         let expected = self.on_the_host()?;
         let (found, again) = (self.on_the_gpu(gpu)?, self.on_the_gpu(gpu)?);
-        let mut judge = Judge::new(self.problem.dtype());
+        let mut judge = Judge::new(self.problem.dtypes.key);
         let mut rows = 0;
         let mut compare = |found: &Tensor, expected: &Tensor| {
             let values = found.to_f32().into_iter().zip(expected.to_f32());
@@ -157,12 +174,15 @@ impl AppendCase {
         }
         // A rotated element may be rounded the other way.
         let rounding = match self.rotary {
-            Some(_) => self.problem.dtype().epsilon() * judge.largest(),
+            Some(_) => self.problem.dtypes.key.epsilon() * judge.largest(),
             None => 0.0,
         };
         let (output, lse) = (judge.conclude(rounding), Judge::new(DType::F32).conclude(0.0));
         let same = |a: &Appended, b: &Appended| {
-            let bytes = |it: &Appended| [it.key.bytes(), it.value.bytes()].concat();
+            let bytes = |it: &Appended| {
+                let tensors = [&it.key, &it.value].into_iter().chain(it.scales.iter().flatten());
+                tensors.flat_map(|it| it.bytes().to_vec()).collect::<Vec<u8>>()
+            };
             bytes(a) == bytes(b) && a.lengths == b.lengths
         };
         let exact = self.rotary.is_some() || same(&found, &expected);
@@ -183,8 +203,16 @@ impl AppendCase {
             },
         );
         let (mut key, mut value) = (self.key.clone(), self.value.clone());
-        let cache = (&mut key, &mut value);
-        serving::append(cache, &self.place, (&self.new_key, &self.new_value), &self.new, rotary)?;
+        let mut scales = self.scales.clone();
+        let found = match &mut scales {
+            None => CacheScales::None,
+            Some([key, value]) => match self.problem.descales.key {
+                Descale::PerToken => CacheScales::Found(key, value),
+                _ => CacheScales::Given(key, value),
+            },
+        };
+        let (cache, added) = ((&mut key, &mut value), (&self.new_key, &self.new_value));
+        serving::append_scaled(cache, &self.place, added, &self.new, rotary, found)?;
         let queries = match (&self.queries, rotary) {
             (Some((queries, placement)), Some(rotary)) => {
                 let layout = Layout::contiguous(queries.shape())?;
@@ -209,7 +237,7 @@ impl AppendCase {
         let lengths = (0..self.new.sequences())
             .map(|sequence| (self.place.ends()[sequence] + self.new.length(sequence)) as u32)
             .collect();
-        Ok(Appended { key, value, queries, lengths })
+        Ok(Appended { key, value, queries, lengths, scales })
     }
 
     fn on_the_gpu(&self, gpu: &Gpu) -> Result<Appended, Error> {
@@ -228,6 +256,11 @@ impl AppendCase {
         let lengths = GuardedBuffer::new(gpu, 4 * self.place.sequences())?;
         let rotated_bytes = self.queries.as_ref().map_or(0, |(queries, _)| queries.bytes().len());
         let rotated = GuardedBuffer::new(gpu, rotated_bytes)?;
+        let scale_buffer = |side: usize| match &self.scales {
+            Some(scales) => GuardedBuffer::of(gpu, scales[side].bytes()),
+            None => GuardedBuffer::new(gpu, 0),
+        };
+        let scales = [scale_buffer(0)?, scale_buffer(1)?];
 
         let cache = self.key.shape();
         let mut problem = self.problem.clone().with_key_length(cache.length.max(1));
@@ -237,6 +270,10 @@ impl AppendCase {
             strided(key.address(), &self.key),
             strided(value.address(), &self.value),
         ]);
+        if let Some([key, value]) = &self.scales {
+            tensors.key_descale = Some(strided(scales[0].address(), key));
+            tensors.value_descale = Some(strided(scales[1].address(), value));
+        }
         tensors.key_lengths = Some(lists.numbers(self.place.ends())?);
         tensors.lengths_after = Some(lengths.address());
         if let Some(pages) = self.place.pages() {
@@ -297,15 +334,25 @@ impl AppendCase {
                 Some((queries, _)) => Some(read(&rotated, queries)?),
                 None => None,
             },
+            scales: match &self.scales {
+                Some([key, value]) => Some([read(&scales[0], key)?, read(&scales[1], value)?]),
+                None => None,
+            },
             lengths: {
                 let mut found = vec![0; self.place.sequences()];
                 lengths.read(gpu, &mut found)?;
                 found
             },
         };
-        for (name, buffer) in
-            [("key", &key), ("value", &value), ("lengths", &lengths), ("rotated query", &rotated)]
-        {
+        let [key_scales, value_scales] = &scales;
+        for (name, buffer) in [
+            ("key", &key),
+            ("value", &value),
+            ("lengths", &lengths),
+            ("rotated query", &rotated),
+            ("key descale", key_scales),
+            ("value descale", value_scales),
+        ] {
             buffer.look_for_trespasses(gpu, name)?;
         }
         Ok(found)
@@ -341,8 +388,8 @@ mod tests {
     #[test]
     fn every_case_makes_sense() {
         let mut rotated = 0;
-        for seed in 0..60 {
-            let case = AppendCase::random(DType::BF16, seed).unwrap();
+        for (seed, dtype) in (0..60).flat_map(|seed| [(seed, DType::BF16), (seed, DType::E4M3)]) {
+            let case = AppendCase::random(dtype, seed).unwrap();
             let appended = case.on_the_host().unwrap_or_else(|error| panic!("{case}: {error}"));
             assert_eq!(appended.lengths.len(), case.new.sequences());
             rotated += usize::from(appended.queries.is_some());

@@ -119,10 +119,6 @@ pub(super) fn add(to: &mut Possibilities<'_>, instruction: &Instruction) {
             let own = I::Move { dst: *dst, src: (*src).into() };
             to.become_one("shuffle", "of the lane itself", own);
         }
-        I::TransposeMatrix { dst, src } => {
-            let own = I::Move { dst: *dst, src: (*src).into() };
-            to.become_one("matrix", "not transposed", own);
-        }
         I::Vote { .. } => to.edit("vote", "all to any, or back", instruction, |it| {
             if let I::Vote { mode, .. } = it {
                 *mode = match mode {

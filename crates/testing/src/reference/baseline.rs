@@ -3,8 +3,9 @@
 //! What a framework computes without a fused kernel: scores are stored in the element type, the
 //! softmax is taken in f32 and stored in the element type, the second product is summed in f32
 //! and stored in the element type. Where the second product is of 8-bit numbers, exponentials are
-//! stored in 8 bits, and scores are added up as the tensor cores do that
-//! ([`sim::narrow_sum`]): what they lose there no kernel gets back. The log-sum-exp is f32 for every element type, and its
+//! stored in 8 bits, and scores are added up as the tensor cores do that ([`sim::narrow_sum`]): what
+//! they lose there no kernel gets back. Where keys and values alone have 8 bits, the numbers that they
+//! stand for are stored in the element type first. The log-sum-exp is f32 for every element type, and its
 //! baseline comes from the scores before they are rounded.
 
 use flashcore::DType;
@@ -14,15 +15,20 @@ use super::RowInputs;
 const LANES: usize = 8;
 
 pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
-    let RowInputs { query, keys, values, first, rule, sink, dtype, .. } = inputs;
+    let RowInputs { query, keys, values, first, rule, mut functions, sink, dtype, .. } = inputs;
     let round = |value: f32| dtype.round(f64::from(value)) as f32;
     let score = |(index, key): (usize, &[f32])| {
-        let product = match inputs.small_probabilities {
-            true => narrow_dot(query, key),
-            false => dot(query, key),
+        let factor = inputs.key_factors[index] as f32;
+        let product = match (inputs.widened, inputs.small_probabilities) {
+            (true, _) => dot(query, &key.iter().map(|it| round(it * factor)).collect::<Vec<f32>>()),
+            (_, true) => narrow_dot(query, key) * factor,
+            _ => dot(query, key) * factor,
         };
-        let product = product * inputs.key_factors[index] as f32;
-        rule.score(f64::from(product), first + index) as f32
+        let key = first + index;
+        match functions.sees(key) {
+            true => functions.score(key, rule.score(f64::from(product), key)) as f32,
+            false => f32::NEG_INFINITY,
+        }
     };
     let exact: Vec<f32> = keys.chunks_exact(query.len()).enumerate().map(score).collect();
     // A score beyond f16's range stays as it is: infinite ones would turn the row into NaN, and
@@ -42,14 +48,21 @@ pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
     }
     let mut accumulator = vec![0.0f32; output.len()];
     let values = values.chunks_exact(output.len()).zip(inputs.value_factors);
-    for (weight, (value, factor)) in weights.iter().zip(values) {
+    for (index, (weight, (value, factor))) in weights.iter().zip(values).enumerate() {
+        if !functions.sees(first + index) {
+            continue;
+        }
         let probability = match inputs.small_probabilities {
             true => small(*weight) / sum,
             false => round(weight / sum),
         };
-        let probability = probability * *factor as f32;
+        let factor = *factor as f32;
         for (to, from) in accumulator.iter_mut().zip(value) {
-            *to += probability * from;
+            let product = match inputs.widened {
+                true => probability * round(from * factor),
+                false => probability * factor * from,
+            };
+            *to += product;
         }
     }
     for (to, from) in output.iter_mut().zip(accumulator) {

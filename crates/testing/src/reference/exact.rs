@@ -7,19 +7,23 @@ const LANES: usize = 8;
 
 /// Two passes over the scores: maximum, then exponentials.
 pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
-    let RowInputs { query, keys, values, first, rule, sink, key_factors, value_factors, .. } =
-        inputs;
+    let RowInputs { query, keys, values, first, rule, mut functions, sink, .. } = inputs;
     let query: Vec<f64> = query.iter().copied().map(f64::from).collect();
     let sink = f64::from(sink);
     let keys = keys.chunks_exact(query.len()).enumerate();
-    let score = |(index, key)| rule.score(dot(&query, key) * key_factors[index], first + index);
-    let scores: Vec<f64> = keys.map(score).collect();
-    let maximum = scores.iter().copied().fold(sink, f64::max);
+    let scores = keys.map(|(index, key)| {
+        let (key, product) = (first + index, dot(&query, key) * inputs.key_factors[index]);
+        functions.sees(key).then(|| functions.score(key, rule.score(product, key)))
+    });
+    // Of a key that is hidden there is no score.
+    let scores: Vec<Option<f64>> = scores.collect();
+    let maximum = scores.iter().flatten().copied().fold(sink, f64::max);
     let shift = if maximum == f64::NEG_INFINITY { 0.0 } else { maximum };
     let mut sum = (sink - shift).exp();
     output.fill(0.0);
-    let values = values.chunks_exact(output.len()).zip(value_factors);
+    let values = values.chunks_exact(output.len()).zip(inputs.value_factors);
     for (score, (value, factor)) in scores.iter().zip(values) {
+        let Some(score) = score else { continue };
         let weight = (score - shift).exp();
         sum += weight;
         let weight = weight * factor;

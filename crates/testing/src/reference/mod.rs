@@ -17,8 +17,9 @@ use std::collections::BTreeSet;
 use rayon::prelude::*;
 use serde::Serialize;
 
+use flashcore::function::Here;
 use flashcore::serving::{Placement, Sequences};
-use flashcore::{DType, Descale, Error, Inputs, Problem, Progress, Tensor, random};
+use flashcore::{DType, Descale, Error, Inputs, Problem, Progress, RowFunctions, Tensor, random};
 
 use rule::Rule;
 
@@ -176,6 +177,8 @@ struct RowInputs<'a> {
     /// The position of the first of these keys.
     first: usize,
     rule: Rule,
+    /// The problem's functions, over the row.
+    functions: RowFunctions<'a>,
     /// Minus infinity where there is none.
     sink: f32,
     /// What products with each key are multiplied with: the query's factor times the key's.
@@ -186,6 +189,8 @@ struct RowInputs<'a> {
     dtype: DType,
     /// Whether both products are of 8-bit numbers, and probabilities so too.
     small_probabilities: bool,
+    /// Whether keys and values of 8 bits are widened to the queries' type.
+    widened: bool,
 }
 
 /// Run `compute` for each row; it fills the row's output and returns its log-sum-exp.
@@ -242,18 +247,27 @@ fn by_row(
                 position: position as i64 - sequences.queries().length(batch) as i64,
             };
             let visible = rule.visible(&problem.mask, length);
+            let here = Here {
+                batch: batch as i32,
+                head: row.head as i32,
+                query: row.query as i32,
+                query_length: sequences.queries().length(batch) as i32,
+                key_length: length as i32,
+            };
             let inputs = RowInputs {
                 query: &query,
                 keys: &keys[visible.start * dim..visible.end * dim],
                 values: &values[visible.start * value_dim..visible.end * value_dim],
                 first: visible.start,
                 rule,
+                functions: problem.row_functions(inputs.captured, here),
                 sink: inputs.sinks.map_or(f32::NEG_INFINITY, |sinks| sinks[row.head]),
                 key_factors: &key_factors[visible.clone()],
                 value_factors: &value_factors[visible],
                 dtype: problem.dtypes.output,
                 small_probabilities: problem.dtypes.query.is_8_bit()
                     && problem.dtypes.value.is_8_bit(),
+                widened: problem.dtypes.key.is_8_bit() && !problem.dtypes.query.is_8_bit(),
             };
             *lse = compute(inputs, output);
             if let Some(progress) = progress {

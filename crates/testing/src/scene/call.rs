@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use flashcore::family::{Choice, Contents};
+use flashcore::function::{Function, HostTensor};
 use flashcore::gpu::Chip;
 use flashcore::plan::{Source, Value, bind};
 use flashcore::random::uniform;
@@ -12,7 +13,8 @@ use flashcore::{
     random_descales,
 };
 use kernels::Configuration;
-use kernels::parameter::{List, Tensor as Role};
+use kernels::mma::BackwardMma;
+use kernels::parameter::{Captured, CapturedPart, List, Tensor as Role};
 use ptx::{Element, Program};
 use sim::{Argument, BufferId, Memory, TensorMapArgument};
 
@@ -56,11 +58,15 @@ pub struct Call {
     pub order: Order,
     /// How much keys weigh.
     pub weights: Weights,
+    /// How large queries are: 1 as a rule, and scores are not touched by it.
+    pub outlier: f32,
     /// What is added to every value: with a mean, errors of sums do not cancel.
     pub value_mean: f32,
     /// Whether lists hold numbers beyond their bounds where the bound itself is meant: whatever
     /// they hold, kernels stay within what there is.
     pub hostile: bool,
+    /// The tensors that the kernel's functions load from.
+    pub captured: Vec<HostTensor>,
 }
 
 /// How much keys weigh in the scores.
@@ -74,6 +80,8 @@ pub enum Weights {
     /// Some far more than their neighbours, so that exponentials of anything but the maximum
     /// overflow.
     Spikes,
+    /// The fourth is not a number.
+    Nan,
 }
 
 impl Weights {
@@ -83,6 +91,8 @@ impl Weights {
             Weights::Valley => 1.0 + 3.0 * (2.0 * position as f32 / length as f32 - 1.0).abs(),
             Weights::Spikes if position % 7 == 3 => 60.0,
             Weights::Spikes => 1.0,
+            Weights::Nan if position == 3 => f32::NAN,
+            Weights::Nan => 1.0,
         }
     }
 }
@@ -103,7 +113,11 @@ const LISTS: [List; 9] = [
 /// What stands in results where nobody shall write: as a number of every element.
 pub(super) const UNTOUCHED: f64 = 77.0;
 
-/// The seeds of keys and of values.
+/// A cache of 8 bits as numbers of 16.
+const WIDENED: [Source; 2] = [Source::Tensor(Role::WideKey), Source::Tensor(Role::WideValue)];
+
+/// The seeds of queries, of keys and of values.
+const QUERIES: u64 = 1;
 const KEYS: u64 = 2;
 const VALUES: u64 = 3;
 
@@ -129,10 +143,11 @@ impl Call {
         };
         Call {
             problem: match kernel {
-                Configuration::Backward(it) if it.deterministic => {
-                    built.problem(batch, lengths, heads).backward().deterministic()
+                Configuration::Backward(kernels::Backward { deterministic, .. })
+                | Configuration::BackwardMma(BackwardMma { deterministic, .. }) => {
+                    let problem = built.problem(batch, lengths, heads).backward();
+                    if deterministic { problem.deterministic() } else { problem }
                 }
-                Configuration::Backward(_) => built.problem(batch, lengths, heads).backward(),
                 Configuration::Forward(tile)
                 | Configuration::Prefill(kernels::Prefill { tile, .. }) => {
                     built.problem(batch, lengths, heads).with_output_dtype(dtype(tile.output))
@@ -145,8 +160,10 @@ impl Call {
             splits,
             order: Order::Contiguous,
             weights: Weights::Even,
+            outlier: 1.0,
             value_mean: 0.0,
             hostile: false,
+            captured: Vec::new(),
         }
     }
 
@@ -173,6 +190,15 @@ impl Call {
     pub fn with(mut self, change: impl FnOnce(Problem) -> Problem) -> Self {
         self.problem = change(self.problem);
         self
+    }
+
+    /// The same call with queries so much larger, and scores as they were.
+    pub fn with_outliers(mut self, outlier: f32) -> Self {
+        self.outlier = outlier;
+        self.with(|problem| {
+            let scale = problem.scale();
+            problem.with_scale(scale / outlier)
+        })
     }
 
     /// The same call by so many multiprocessors.
@@ -244,6 +270,14 @@ impl Call {
                 buffers.insert(Source::List(list), buffer);
             }
         }
+        for function in problem.functions() {
+            for (index, spec) in function.tensors().iter().enumerate() {
+                let tensor = inputs.captured.iter().find(|it| it.name == spec.name);
+                let bytes = tensor.map(|tensor| tensor.bytes.clone()).unwrap_or_default();
+                let source = Source::Captured(function.kind(), index as u8);
+                buffers.insert(source, memory.input(&spec.name, bytes));
+            }
+        }
         let outputs = problem.rows() * problem.value_head_dim;
         for (role, element, count) in
             [(Role::Output, element, outputs), (Role::Lse, Element::F32, problem.rows())]
@@ -266,6 +300,11 @@ impl Call {
         for it in &choice.memory {
             let (name, bytes) = (format!("{:?}", it.source), it.bytes.max(4) as usize);
             let buffer = match &it.contents {
+                // Of a widened cache what no sequence uses is not written, and as in any cache
+                // nobody minds what is there: NaN.
+                Contents::Anything if WIDENED.contains(&it.source) => {
+                    memory.result(&name, vec![0xFF; bytes])
+                }
                 Contents::Anything => memory.output(&name, bytes),
                 Contents::Zeros => memory.input(&name, vec![0; bytes]),
                 Contents::Tiles(order) => memory.input_u32(&name, &order.words()),
@@ -282,6 +321,8 @@ impl Call {
             let program = launch.kernel.program()?;
             let values = bind(launch, &program.parameters, &problem, &arrangement)
                 .map_err(SceneError::Size)?;
+            let values: Vec<Value> =
+                values.into_iter().map(|value| measured(value, &problem, inputs)).collect();
             steps.push(Step::bound(program, launch.blocks, &values, &buffers)?);
         }
         let main = choice.main;
@@ -317,7 +358,9 @@ impl Call {
             let mean = if seed == VALUES { self.value_mean } else { 0.0 };
             let all = Tensor::from_fn(dtype, shape, |at| {
                 // Up to 2: scores far enough apart that the maximum moves.
-                mean + 2.0 * weights.of(at[1], shape.length) * uniform(seed, index(at))
+                let outlier = if seed == QUERIES { self.outlier } else { 1.0 };
+                let weight = outlier * weights.of(at[1], shape.length);
+                mean + 2.0 * weight * uniform(seed, index(at))
             })?;
             let all = match placement {
                 Some(placement) => of_sequences(&all, placement)?,
@@ -348,7 +391,7 @@ impl Call {
             Ok(Some(self.order.arrange(factors)?))
         })?;
         let tensors = InputTensors {
-            query: tensor(1, dtypes.query, query, queries)?,
+            query: tensor(QUERIES, dtypes.query, query, queries)?,
             key: tensor(KEYS, dtypes.key, key, keys)?,
             value: tensor(VALUES, dtypes.value, value, keys)?,
             slopes: problem.scores.has_alibi().then(|| numbers(4, slopes, 0.1)),
@@ -367,7 +410,8 @@ impl Call {
                 Some(Backward::new(&problem, inputs, gradient)?)
             }
         };
-        Ok(Given { problem, sequences, tensors, backward })
+        let captured = self.captured.clone();
+        Ok(Given { problem, sequences, tensors, captured, backward })
     }
 
     /// The rule of the library, row by row; where no row is, nothing may be written.
@@ -431,6 +475,20 @@ impl Call {
             words += &format!(", {ragged}");
         }
         words + &format!(", {} multiprocessors", self.processors)
+    }
+}
+
+/// What is known of a tensor that a function loads from.
+fn measured(value: Value, problem: &Problem, inputs: Inputs<'_>) -> Value {
+    let Value::Captured(captured) = value else { return value };
+    let Captured { kind, index, part } = captured;
+    let name = |function: Function| function.tensors().get(usize::from(index)).map(|it| &it.name);
+    let name = problem.functions().find(|function| function.kind() == kind).and_then(name);
+    let tensor = inputs.captured.iter().find(|tensor| Some(&tensor.name) == name);
+    match (tensor, part) {
+        (Some(tensor), CapturedPart::Extent(it)) => Value::U32(tensor.extents[it as usize] as u32),
+        (Some(tensor), CapturedPart::Stride(it)) => Value::U64(tensor.strides[it as usize] as u64),
+        _ => value,
     }
 }
 
@@ -510,13 +568,14 @@ pub(super) struct Given {
     problem: Problem,
     sequences: Option<Sequences>,
     tensors: InputTensors,
+    captured: Vec<HostTensor>,
     backward: Option<Backward>,
 }
 
 impl Given {
     /// The problem that the tensors pose, and the inputs.
     fn call(&self) -> Result<(Problem, Inputs<'_>), flashcore::Error> {
-        let inputs = self.tensors.inputs();
+        let inputs = self.tensors.inputs().with_captured(&self.captured);
         match &self.sequences {
             Some(sequences) => sequences.over(inputs),
             None => Ok((self.problem.clone(), inputs)),
@@ -542,6 +601,9 @@ impl Step {
                     Some(buffer) => Argument::Address(*buffer, 0),
                     None => Argument::U64(0),
                 },
+                Value::Captured(captured) => {
+                    return Err(SceneError::Size(format!("nobody passes {captured:?}")));
+                }
                 Value::Map(map) => {
                     let buffer = buffers.get(&Source::Tensor(map.tensor)).copied();
                     let none = || SceneError::Size(format!("there is no {:?}", map.tensor));

@@ -1,6 +1,7 @@
 //! What an attention kernel is built for, and the smallest call that shows all of it.
 
 use flashcore::{Alibi, Descale, Mask, Problem};
+use kernels::mma::BackwardMma;
 use kernels::{Backward, Batch, Cache, Configuration, MaskKind, Rules, Scales};
 use ptx::{Element, Target};
 
@@ -77,6 +78,13 @@ impl Kernel {
                 dims: [it.head_dim, it.value_head_dim],
                 rules: it.rules,
             },
+            Configuration::BackwardMma(it) => Kernel {
+                target: it.target,
+                element: it.element,
+                cache: Cache::plain(it.element),
+                dims: [it.head_dim, it.value_head_dim],
+                rules: it.rules,
+            },
             _ => Kernel {
                 target: Target::SM_80,
                 element: Element::F32,
@@ -117,6 +125,8 @@ impl Kernel {
             problem.scores.alibi = Alibi::PerSequence;
         }
         problem.scores.sinks = self.rules.sinks;
+        problem.mask.function = self.rules.mask_function;
+        problem.scores.function = self.rules.score_function;
         problem
     }
 }
@@ -156,27 +166,39 @@ impl Call {
                 let place = it.page_rows.map_or(Place::Apart, |it| Place::Paged(2 * it as usize));
                 Call::ragged(kernel, tiles_of_queries(rows).over(place), [2, 1])
             }
-            Configuration::Backward(it) if it.batch != Batch::Equal => {
-                let (rows, block) = (it.query_block as usize, it.key_block() as usize);
-                let queries = vec![2, 2 * rows + 5, 0, 1];
-                let ragged = Ragged::new(queries, vec![1, block + 3, 7, 0]).over(Place::Apart);
-                let query_place = Place::Apart;
-                Call::ragged(kernel, Ragged { query_place, ..ragged }, [2, 1])
-            }
-            // Three query blocks for each of two heads that share a key head, two blocks of keys.
             Configuration::Backward(it) => {
-                let lengths = [2 * it.query_block as usize + 5, it.key_block() as usize + 3];
-                Call::new(kernel, 1, lengths, [2, 1])
+                Call::small_backward(kernel, [it.query_block, it.key_block()], it.batch)
+            }
+            Configuration::BackwardMma(it) => {
+                Call::small_backward(kernel, [it.query_block, it.key_block()], it.batch)
             }
             // A block and a bit.
             _ => Call::new(kernel, 1, [11, 21], [2, 1]),
         }
     }
 
+    /// Three query blocks for each of two heads that share a key head, two blocks of keys; in a ragged
+    /// batch beside sequences that are short or empty.
+    fn small_backward(kernel: Configuration, [rows, block]: [u32; 2], batch: Batch) -> Self {
+        let [queries, keys] = [2 * rows as usize + 5, block as usize + 3];
+        if batch == Batch::Equal {
+            return Call::new(kernel, 1, [queries, keys], [2, 1]);
+        }
+        let ragged = Ragged::new(vec![2, queries, 0, 1], vec![1, keys, 7, 0]).over(Place::Apart);
+        Call::ragged(kernel, Ragged { query_place: Place::Apart, ..ragged }, [2, 1])
+    }
+
     /// So many queries for what goes with a backward pass, of several heads and sequences. Every query
     /// sees every key: none has gradients of zero.
-    pub(super) fn beside(it: Backward, queries: usize) -> Self {
-        let kernel = Configuration::Backward(Backward { rules: Rules::DENSE, ..it });
+    pub(super) fn beside(kernel: Configuration, queries: usize) -> Self {
+        let rules = Rules::DENSE;
+        let kernel = match kernel {
+            Configuration::Backward(it) => Configuration::Backward(Backward { rules, ..it }),
+            Configuration::BackwardMma(it) => {
+                Configuration::BackwardMma(BackwardMma { rules, ..it })
+            }
+            other => other,
+        };
         Call::new(kernel, 2, [queries, 21], [2, 1])
     }
 }

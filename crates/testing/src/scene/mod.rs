@@ -17,7 +17,7 @@
 //! | `backward` | the gradients of attention |
 //! | `ragged` | sequences of unequal lengths, and how they lie |
 //! | `kernel` | what a kernel is built for, and the smallest call that shows it |
-//! | `sequencer`, `append`, `combine` | what goes with attention |
+//! | `sequencer`, `append`, `combine`, `widen` | what goes with attention |
 //! | `matrix`, `banks` | the matrix kernels, and bank conflicts |
 //! | `unkind` | the scenes of a kernel that leave a mutant no place to hide |
 //! | `sweep` | one scene under many schedules |
@@ -33,6 +33,7 @@ mod ragged;
 mod sequencer;
 mod sweep;
 mod unkind;
+mod widen;
 
 use std::fmt;
 
@@ -175,6 +176,8 @@ impl Scene {
                 Scene::sequencer(*sequencer, &Scene::sequencer_batch(), 64)
             }
             Configuration::Append(append) => Scene::append(*append, &AppendSize::small()),
+            // After the tiles were put in order.
+            Configuration::Widen(widen) => Call::widened(widen)?.scene_of(1),
             Configuration::Single(single) => Scene::single(*single),
             Configuration::Product(product) => {
                 let (rows, inner) = Scene::PRODUCT;
@@ -184,15 +187,17 @@ impl Scene {
             // What goes with the backward pass is looked at in its place before or after it.
             Configuration::RowSums(it) => {
                 let ragged = usize::from(it.batch != Batch::Equal);
-                Call::beside(it.before(), it.sums.query_block as usize + 5).scene_of(ragged)
+                let before = it.before().unwrap_or(*kernel);
+                Call::beside(before, it.sums.query_block as usize + 5).scene_of(ragged)
             }
             Configuration::Rounding(it) => {
                 let ragged = usize::from(it.batch != Batch::Equal);
-                Call::beside(it.after(), it.sums.query_block as usize + 5).scene_of(2 + ragged)
+                let after = it.after().unwrap_or(*kernel);
+                Call::beside(after, it.sums.query_block as usize + 5).scene_of(2 + ragged)
             }
             Configuration::SinkGradients(it) => {
                 let ragged = usize::from(it.batch != Batch::Equal);
-                Call::small(Configuration::Backward(it.after())).scene_of(3 + ragged)
+                Call::small(it.after().unwrap_or(*kernel)).scene_of(3 + ragged)
             }
             attention => Call::small(*attention).scene(),
         }
@@ -294,8 +299,9 @@ impl Scene {
             let found = decode(result.element, memory.bytes(result.buffer));
             for (index, found) in found.into_iter().enumerate() {
                 let (exact, tolerance) = (result.exact[index], result.tolerance[index]);
-                // Infinities are right where they are expected, and nowhere else.
-                let error = if found == exact { 0.0 } else { (found - exact).abs() };
+                // Infinities and NaN are right where they are expected, and nowhere else.
+                let same = found == exact || found.is_nan() && exact.is_nan();
+                let error = if same { 0.0 } else { (found - exact).abs() };
                 if error.is_nan() || error > tolerance {
                     let name = result.name;
                     let text = format!(

@@ -7,9 +7,7 @@
 
 use flashcore::Mask;
 use kernels::sequencer::Tiles;
-use kernels::{
-    Append, Backward, Batch, Configuration, Decode, Forward, MaskKind, Mma, Prefill, Sequencer,
-};
+use kernels::{Append, Batch, Configuration, Decode, Forward, MaskKind, Mma, Prefill, Sequencer};
 
 use super::{AppendSize, Call, Place, Ragged, Scene, SceneError, Weights};
 
@@ -30,15 +28,20 @@ impl Scene {
                 sizes.into_iter().map(|(size, parts)| Scene::combine(*it, size, parts)).collect()
             }
             Configuration::Sequencer(it) => sequencer(it),
-            Configuration::Backward(it) => scenes(backward(it)),
+            Configuration::Backward(it) => {
+                scenes(backward(*kernel, [it.query_block, it.key_block()], it.head_dim, it.batch))
+            }
+            Configuration::BackwardMma(it) => {
+                scenes(backward(*kernel, [it.query_block, it.key_block()], it.head_dim, it.batch))
+            }
             // Queries that end in every round of stores.
             Configuration::Rounding(it) => {
-                let ends = (2..64).step_by(4);
-                ends.map(|queries| Call::beside(it.after(), queries).scene_of(2)).collect()
+                let (after, ends) = (it.after().unwrap_or(*kernel), (2..64).step_by(4));
+                ends.map(|queries| Call::beside(after, queries).scene_of(2)).collect()
             }
             Configuration::SinkGradients(it) => {
                 // More blocks of rows than one round takes, of several sequences; rows without keys.
-                let after = Configuration::Backward(it.after());
+                let after = it.after().unwrap_or(*kernel);
                 let sizes = [(1, [1100, 60]), (3, [700, 40])];
                 let calls = sizes.map(|(batch, lengths)| Call::new(after, batch, lengths, [2, 1]));
                 calls.iter().map(|call| call.scene_of(3)).collect()
@@ -54,14 +57,13 @@ fn scenes(calls: Vec<Call>) -> Result<Vec<Scene>, SceneError> {
 }
 
 /// One step alone, steps around the stages more than once, keys that nobody sees.
-fn backward(it: &Backward) -> Vec<Call> {
-    let kernel = Configuration::Backward(*it);
-    let rows = it.query_block as usize;
-    if it.batch != Batch::Equal {
-        return ragged_backward(kernel, rows, it.key_block() as usize);
+fn backward(kernel: Configuration, tile: [u32; 2], head_dim: u32, batch: Batch) -> Vec<Call> {
+    let [rows, keys] = tile.map(|it| it as usize);
+    if batch != Batch::Equal {
+        return ragged_backward(kernel, rows, keys);
     }
     let call = |lengths, heads| Call::new(kernel, 1, lengths, heads);
-    let (keys, scale) = (it.key_block() as usize, 2.0 / (it.head_dim as f32).sqrt());
+    let scale = 2.0 / (head_dim as f32).sqrt();
     vec![
         call([rows - 1, keys + 40], [2, 1]),
         // As many keys as queries, so that no mask leaves few steps; numbers of blocks and of stages

@@ -80,35 +80,9 @@ fn gradients_under_many_schedules() {
     }
 }
 
-/// More heads than there is room for at a time: their sums go around, with one block of the grid at a
-/// time and with four.
-#[test]
-fn sums_go_around_in_a_ring() {
-    for (backward, lengths, heads, mode) in [
-        (tuned(128, 128, Rules::CAUSAL), [70, 130], [12, 6], Mode::Values),
-        (tuned(64, 64, Rules::DENSE), [130, 60], [10, 10], Mode::Checked),
-        (tuned(80, 80, Rules::LOCAL), [60, 129], [6, 6], Mode::Values),
-        (tuned(256, 200, Rules::CAUSAL), [70, 65], [6, 6], Mode::Values),
-        (tall(64, Element::F16), [70, 30], [10, 10], Mode::Values),
-    ] {
-        let call = Call::new(Configuration::Backward(backward), 1, lengths, heads);
-        let scene = call.on(2).scene().unwrap();
-        for resident in [1, 4] {
-            for (policy, seed) in schedules(&Policy::HOSTILE, 0..1) {
-                let options = Options { policy, seed, resident, mode, ..Options::default() };
-                let (memory, _) = scene.run(&options).unwrap_or_else(|failure| {
-                    panic!("{}, {}, {policy} {seed}: {failure}", scene.program.name, scene.size);
-                });
-                let accuracy = scene.judge(&memory);
-                assert!(accuracy.passed(), "{}, {}: {accuracy}", scene.program.name, scene.size);
-            }
-        }
-    }
-}
-
 /// The bits of all results under every policy, some seeds, and with one, two or four blocks of the
 /// grid at a time: the first of them, and whether all others are the same.
-fn bits_of_schedules(scene: &Scene) -> (Vec<Vec<u8>>, bool) {
+pub(crate) fn bits_of_schedules(scene: &Scene) -> (Vec<Vec<u8>>, bool) {
     let mut all = Vec::new();
     let mode = Mode::Values;
     for resident in [1, 4] {

@@ -4,16 +4,19 @@
 mod append;
 mod attention;
 mod backward;
+mod backward_mma;
 mod banks;
 mod chosen;
 mod decode;
 mod fp8;
+mod function;
 mod mma;
 mod mutation;
 mod prefill;
 mod product;
 mod ragged_backward;
 mod rungs;
+mod widen;
 
 use flashcore_testing::scene::{Scene, schedules};
 use kernels::{Configuration, shipped};

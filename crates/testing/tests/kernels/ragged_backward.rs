@@ -20,7 +20,7 @@ fn call(backward: Backward, queries: &[usize], keys: &[usize], heads: [usize; 2]
     Call::ragged(Configuration::Backward(backward), ragged, heads)
 }
 
-fn is_right(call: &Call) {
+pub(crate) fn is_right(call: &Call) {
     let scene = call.scene().unwrap_or_else(|error| panic!("{}: {error}", call.problem));
     let (memory, _) = scene.run(&Options::default()).unwrap_or_else(|failure| {
         panic!("{}, {}: {failure}", call.kernel.name(), scene.size);

@@ -19,7 +19,7 @@ pub(super) struct RowNumbers {
     /// The rows of the head that these are.
     rows: Range<usize>,
     /// What each row sees, and what becomes of its products.
-    pub(super) rules: Rows,
+    pub(super) rules: Rows<'static>,
     /// The log-sum-exp.
     pub(super) lse: Vec<f32>,
     /// The row sums of the output times its gradient.

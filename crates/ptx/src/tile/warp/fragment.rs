@@ -1,6 +1,6 @@
 //! The operands of `mma.sync` in registers, and the product itself.
 
-use super::{MmaSum, in_registers};
+use super::{MmaSum, TileWriter, WarpAccumulator, in_registers};
 use crate::{Builder, Element, F32, Instruction, MmaShape, Packed, Reg, SharedAddress, Value};
 
 /// The first operand of a product: 16 rows by 16 columns of 16-bit elements.
@@ -45,11 +45,12 @@ pub struct WarpFragment {
 }
 
 impl WarpFragment {
-    /// Registers for a matrix, not yet written. Rows and columns go in sixteens.
+    /// Registers for a matrix, not yet written. Rows go in sixteens, columns in eights; operands
+    /// have sixteen columns.
     #[track_caller]
     pub fn new(k: &mut Builder, element: Element, rows: u32, columns: u32) -> Self {
-        if !rows.is_multiple_of(16) || !columns.is_multiple_of(16) {
-            k.misuse(format!("{rows} x {columns} is not made of operands of 16 x 16"));
+        if !rows.is_multiple_of(16) || !columns.is_multiple_of(8) {
+            k.misuse(format!("{rows} x {columns} is not made of cells of 16 x 8"));
         }
         let [rows, columns] = in_registers(k, rows, columns);
         let groups = (columns / 8) as usize;
@@ -65,6 +66,27 @@ impl WarpFragment {
         match self.pairs.get(row / 2 * self.groups + group) {
             Some(pairs) => k.pack_into(pairs[row % 2], pair[0], pair[1]),
             None => k.misuse(format!("row {row} and group {group} of a smaller operand")),
+        }
+    }
+
+    /// Rounds a whole matrix of the same size.
+    #[track_caller]
+    pub fn round(&self, k: &mut Builder, matrix: &WarpAccumulator) {
+        for (tile, group, cell) in matrix.cells() {
+            for half in 0..2 {
+                self.set_pair(k, 2 * tile + half, group, cell.pair(half));
+            }
+        }
+    }
+
+    /// Stores it into a tile; its columns go from a group of 8 of what the writer writes on.
+    #[track_caller]
+    pub fn store(&self, k: &mut Builder, to: &TileWriter, group: u32) {
+        for (index, pairs) in self.pairs.iter().enumerate() {
+            let (tile, column) = (index / self.groups, index % self.groups);
+            for (half, pair) in pairs.iter().enumerate() {
+                to.store(k, (16 * tile + 8 * half) as u32, group + column as u32, *pair);
+            }
         }
     }
 

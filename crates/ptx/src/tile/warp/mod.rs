@@ -5,7 +5,8 @@
 //! [`WarpAccumulator`] has as many as a matrix takes. Its operands are a
 //! [`FragmentA`] and a [`FragmentB`], which a [`TileReader`] loads from a
 //! swizzled tile, or which are made of rounded accumulators by a
-//! [`WarpFragment`]. [`RowCopies`] bring the rows of a tensor into such a tile.
+//! [`WarpFragment`]. [`RowCopies`] bring the rows of a tensor into such a tile, a
+//! [`TileWriter`] what a warp has rounded.
 //!
 //! ```
 //! use flashcore_ptx::*;
@@ -64,14 +65,16 @@ mod accumulator;
 mod copies;
 mod fragment;
 mod reader;
+mod writer;
 
 pub use accumulator::{MmaCell, MmaSum, WarpAccumulator};
 pub use copies::{ChunkPlace, RowCopies, TileRing};
 pub use fragment::{FragmentA, FragmentB, WarpFragment};
 pub use reader::{MatrixLanes, MatrixOrder, SteppedLanes, TileReader};
+pub use writer::TileWriter;
 
 use super::{Swizzle, TileLayout};
-use crate::Builder;
+use crate::{Builder, Packed};
 
 /// Bytes of a row of a panel: all 32 banks, so that neither copies nor
 /// `ldmatrix` have two lanes at one.

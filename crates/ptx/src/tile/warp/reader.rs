@@ -65,17 +65,44 @@ pub struct SteppedLanes {
 }
 
 impl SteppedLanes {
+    /// Matrices down the rows first.
+    #[track_caller]
+    pub fn rows_first(k: &mut Builder, lane: Reg<U32>) -> Self {
+        let MatrixLanes { order, offset } = MatrixLanes::rows_first(k, lane);
+        SteppedLanes::from(k, order, offset)
+    }
+
     /// Matrices along the columns first.
     #[track_caller]
     pub fn columns_first(k: &mut Builder, lane: Reg<U32>) -> Self {
         let row = k.eval(lane / 16 * 8 + lane % 8);
         let chunk = k.eval((lane / 8 % 2) ^ (lane % 8));
         let first = k.eval(row * ROW + chunk * CHUNK);
+        SteppedLanes::from(k, MatrixOrder::ColumnsFirst, first)
+    }
+
+    /// The same from a row of the tile on, a multiple of 8.
+    #[track_caller]
+    pub fn rows_down(self, k: &mut Builder, row: impl Into<Value<U32>>) -> Self {
+        let first = k.eval(self.offsets[0] + row.into() * ROW);
+        SteppedLanes::from(k, self.order, first)
+    }
+
+    /// The same a step further for each of `step`, no more than 3: only steps that are multiples of
+    /// a power of two above it are asked for then.
+    #[track_caller]
+    pub fn steps_on(self, k: &mut Builder, step: impl Into<Value<U32>>) -> Self {
+        let first = k.eval(self.offsets[0] ^ (step.into() * (2 * CHUNK)));
+        SteppedLanes::from(k, self.order, first)
+    }
+
+    #[track_caller]
+    fn from(k: &mut Builder, order: MatrixOrder, first: Reg<U32>) -> Self {
         let mut offsets = [first; 4];
         for (step, offset) in (0u32..).zip(&mut offsets) {
             *offset = k.eval(first ^ (2 * CHUNK * step));
         }
-        SteppedLanes { order: MatrixOrder::ColumnsFirst, offsets }
+        SteppedLanes { order, offsets }
     }
 }
 

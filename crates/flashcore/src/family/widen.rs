@@ -1,0 +1,156 @@
+//! Attention of many queries over 8-bit caches: these are widened to 16 bits in memory of the plan, and
+//! the family that serves the 16-bit problem best does the rest.
+//!
+//! Products cost far more than one more pass over the cache: of 2k queries over 32k keys, some
+//! hundredths of the time. Few queries are `decode`'s.
+
+use kernels::parameter::{Number, Tensor};
+use kernels::widen::POSITIONS;
+use kernels::{Configuration, Widen as Kernel};
+use ptx::{Capability, Element};
+
+use super::{
+    Asked, Choice, Contents, Family, Memory, check_head_dims, forward, mma, narrow_cache, prefill,
+};
+use crate::chip::Chip;
+use crate::plan::{Launch, Source, widened};
+use crate::problem::Problem;
+
+/// The family.
+pub(super) struct Widen;
+
+/// Who serves what was widened, best first.
+const INNER: [&dyn Family; 3] =
+    [&forward::Forward, &prefill::Prefill, &mma::Mma { sums: Element::F32 }];
+
+impl Family for Widen {
+    fn name(&self) -> &'static str {
+        "widen"
+    }
+
+    fn concerns(&self, problem: &Problem) -> bool {
+        self.pass() == problem.pass && problem.dtypes.key.is_8_bit()
+    }
+
+    fn choose(&self, asked: &Asked<'_>) -> Result<Choice, String> {
+        let Asked { chip, problem, arrangement } = *asked;
+        narrow_cache(problem)?;
+        check_head_dims(problem, 16)?;
+        arrangement.check_copies(problem)?;
+        launch(chip, problem, |wide| {
+            let arrangement = widened::arrangement(problem, arrangement)?;
+            let asked = Asked { chip, problem: wide, arrangement: &arrangement };
+            let mut reasons = Vec::new();
+            for family in INNER {
+                match family.choose(&asked) {
+                    Ok(choice) => {
+                        let reason =
+                            format!("{} over widened keys: {}", family.name(), choice.reason);
+                        return Ok(Choice { reason, ..choice });
+                    }
+                    Err(reason) => reasons.push(format!("{}: {reason}", family.name())),
+                }
+            }
+            Err(reasons.join("; "))
+        })
+    }
+}
+
+/// What is chosen for the widened problem, after the launch that widens.
+pub(super) fn launch(
+    chip: &Chip,
+    problem: &Problem,
+    choose: impl FnOnce(&Problem) -> Result<Choice, String>,
+) -> Result<Choice, String> {
+    let (element, cache) = narrow_cache(problem)?;
+    if !chip.target.has(Capability::Fp8Conversion) {
+        return Err(format!("{} does not convert numbers of 8 bits", chip.target));
+    }
+    let mut choice = choose(&widened::problem(problem))?;
+    let key_blocks = problem.key_length.div_ceil(POSITIONS as usize).max(1);
+    let blocks = problem.batch.checked_mul(key_blocks).filter(|it| *it <= i32::MAX as usize);
+    let blocks = blocks.ok_or("the number of keys of all sequences is too large")? as u32;
+    choice.launches.iter_mut().for_each(|launch| launch.widened = true);
+    let kernel = Configuration::Widen(Kernel {
+        target: chip.target,
+        element,
+        cache,
+        head_dim: problem.head_dim as u32,
+        value_head_dim: problem.value_head_dim as u32,
+        paged: problem.keys.is_paged(),
+    });
+    let numbers = vec![(Number::KeyBlocks, key_blocks as u32)];
+    // What depends on lengths alone comes first.
+    let widening = Launch { kernel, blocks, numbers, widened: false };
+    choice.launches.insert(choice.prepared, widening);
+    choice.main += 1;
+    for tensor in [Tensor::WideKey, Tensor::WideValue] {
+        choice.memory.push(Memory {
+            source: Source::Tensor(tensor),
+            bytes: widened::bytes(problem, tensor)?,
+            contents: Contents::Anything,
+        });
+    }
+    Ok(choice)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::DType;
+    use crate::plan::{Plan, Preference};
+    use crate::problem::{Descale, Descales, Mask, Storage};
+    use ptx::Target;
+
+    fn cached(queries: usize) -> Problem {
+        Problem::new(2, 16, queries, 128)
+            .with_kv_heads(4)
+            .with_key_length(4096)
+            .with_dtype(DType::BF16)
+            .with_kv_dtype(DType::E4M3)
+            .with_descales(Descales::of_cache(Descale::PerHead))
+            .with_mask(Mask::CAUSAL)
+    }
+
+    fn chosen(chip: &Chip, problem: &Problem) -> Choice {
+        let plan = Plan::on_chip(chip, problem, &Preference::default()).unwrap();
+        plan.chosen.choice.unwrap()
+    }
+
+    #[test]
+    fn many_queries_are_served_by_the_best_family_over_a_widened_cache() {
+        let names = |choice: &Choice| -> Vec<&'static str> {
+            choice.launches.iter().map(|launch| launch.kernel.family()).collect()
+        };
+        let many = chosen(&Chip::H200, &cached(2048));
+        assert_eq!(names(&many), ["widen", "forward"]);
+        assert_eq!(many.kernel().family(), "forward");
+        let pages = Storage::Paged { size: 16, columns: 256, pages: 1000 };
+        let paged = chosen(&Chip::H200, &cached(512).with_storage(Storage::Packed(700), pages));
+        assert_eq!(names(&paged), ["sequencer", "widen", "prefill"]);
+        // As large as two sequences can be, whatever the pages of others: 16 bits of each number.
+        let memory = paged.memory.iter().filter(|it| matches!(it.source, Source::Tensor(_)));
+        assert_eq!(memory.map(|it| it.bytes).sum::<u64>(), 2 * 2 * 4096 * 4 * 128 * 2);
+        assert_eq!(names(&chosen(&Chip::typical(Target::SM_89), &cached(2048))), ["widen", "mma"]);
+        assert_eq!(names(&chosen(&Chip::H200, &cached(4))), ["decode"]);
+    }
+
+    #[test]
+    fn what_is_not_served_is_refused_with_the_reason() {
+        let refusal = |chip: &Chip, problem: Problem| {
+            let preference = Preference::named("widen");
+            Plan::on_chip(chip, &problem, &preference).unwrap_err().to_string()
+        };
+        let old = refusal(&Chip::typical(Target::SM_80), cached(64));
+        assert!(old.contains("sm_80 does not convert numbers of 8 bits"), "{old}");
+        let odd = Problem { head_dim: 72, ..cached(64) };
+        let odd = refusal(&Chip::H200, odd);
+        assert!(odd.contains("head dim 72 is not a multiple of 16 up to 256"), "{odd}");
+        let eight = refusal(&Chip::H200, cached(64).with_dtype(DType::E5M2));
+        assert!(eight.contains("over an 8-bit cache both are f16 or both bf16"), "{eight}");
+        // Who has no cache of 8 bits hears nothing of it.
+        let plain = cached(64).with_dtype(DType::BF16).with_descales(Descales::NONE);
+        let plan = Plan::on_chip(&Chip::H200, &plain, &Preference::default()).unwrap();
+        assert!(plan.candidates.iter().all(|it| it.kernel != "widen"));
+    }
+}

@@ -1,0 +1,370 @@
+//! What a mask can be over ranges of queries and keys: interval arithmetic on its nodes.
+//!
+//! Every node becomes a range that holds all its values; ranges may be too wide, never too narrow.
+//! So "none" and "all" are certain, and "some" means that the function decides pair by pair. What
+//! is loaded may be anything.
+
+use std::ops::Range;
+
+use super::Function;
+use super::evaluate::integer_binary;
+use super::node::{Binary, Comparison, Constant, Node, Symbol, Type, Unary, types};
+
+/// Ranges of where scores stand; none is empty.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Region {
+    /// Sequences.
+    pub batch: Range<i32>,
+    /// Query heads.
+    pub heads: Range<i32>,
+    /// Queries.
+    pub queries: Range<i32>,
+    /// Keys.
+    pub keys: Range<i32>,
+    /// Queries of the sequence.
+    pub query_length: i32,
+    /// Keys of the sequence.
+    pub key_length: i32,
+}
+
+/// Which keys of a region its queries see.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Seen {
+    /// No query sees any key.
+    None,
+    /// The function says which.
+    Some,
+    /// Every query sees every key.
+    All,
+}
+
+/// A range of what a node can be.
+#[derive(Clone, Copy, Debug)]
+enum Span {
+    /// From the first to the last.
+    Integer(i32, i32),
+    /// From the first to the last, and never NaN.
+    Float(f64, f64),
+    /// Whether it can be false, and true.
+    Truth(bool, bool),
+}
+
+const ANY_INTEGER: Span = Span::Integer(i32::MIN, i32::MAX);
+/// A float that may be NaN is no range: nothing is known of it.
+const ANY_FLOAT: Span = Span::Float(f64::NAN, f64::NAN);
+const ANY_TRUTH: Span = Span::Truth(true, true);
+
+impl Function {
+    /// What queries of a region see of its keys by this mask, as far as its text says.
+    ///
+    /// ```
+    /// use flashcore_kernels::attention::function::{Function, Region, Seen};
+    ///
+    /// let causal = Function::mask("causal", |at| at.query().ge(at.key()));
+    /// let tile = |keys| Region {
+    ///     batch: 0..1,
+    ///     heads: 0..1,
+    ///     queries: 128..256,
+    ///     keys,
+    ///     query_length: 1024,
+    ///     key_length: 1024,
+    /// };
+    /// assert_eq!(causal.seen(&tile(0..128)), Seen::All);
+    /// assert_eq!(causal.seen(&tile(128..256)), Seen::Some);
+    /// assert_eq!(causal.seen(&tile(256..384)), Seen::None);
+    /// ```
+    pub fn seen(&self, region: &Region) -> Seen {
+        let body = self.body();
+        let types = types(&body.tensors, &body.nodes);
+        let mut spans: Vec<Span> = Vec::with_capacity(body.nodes.len());
+        for (node, ty) in body.nodes.iter().zip(types) {
+            spans.push(span(node, ty, region, &spans));
+        }
+        match spans[body.root as usize] {
+            Span::Truth(true, false) => Seen::None,
+            Span::Truth(false, true) => Seen::All,
+            _ => Seen::Some,
+        }
+    }
+}
+
+fn span(node: &Node, ty: Type, region: &Region, spans: &[Span]) -> Span {
+    let of = |id: u32| spans[id as usize];
+    let within = |range: &Range<i32>| Span::Integer(range.start, range.end - 1);
+    let float = |value: f64| if value.is_nan() { ANY_FLOAT } else { Span::Float(value, value) };
+    match node {
+        Node::Symbol(Symbol::Batch) => within(&region.batch),
+        Node::Symbol(Symbol::Head) => within(&region.heads),
+        Node::Symbol(Symbol::Query) => within(&region.queries),
+        Node::Symbol(Symbol::Key) => within(&region.keys),
+        Node::Symbol(Symbol::QueryLength) => {
+            Span::Integer(region.query_length, region.query_length)
+        }
+        Node::Symbol(Symbol::KeyLength) => Span::Integer(region.key_length, region.key_length),
+        Node::Symbol(Symbol::Score) => ANY_FLOAT,
+        Node::Constant(Constant::I32(value)) => Span::Integer(*value, *value),
+        Node::Constant(Constant::F32(bits)) => float(f32::from_bits(*bits).into()),
+        Node::Constant(Constant::Bool(value)) => Span::Truth(!value, *value),
+        Node::Unary(operation, a) => unary(*operation, of(*a)),
+        Node::Binary(operation, a, b) => binary(*operation, of(*a), of(*b)),
+        Node::Compare(comparison, a, b) => compare(*comparison, of(*a), of(*b)),
+        Node::Select(condition, a, b) => match of(*condition) {
+            Span::Truth(false, true) => of(*a),
+            Span::Truth(true, false) => of(*b),
+            _ => union(of(*a), of(*b)),
+        },
+        Node::Load(..) => anything(ty),
+    }
+}
+
+fn anything(ty: Type) -> Span {
+    match ty {
+        Type::F32 => ANY_FLOAT,
+        Type::I32 => ANY_INTEGER,
+        Type::Bool => ANY_TRUTH,
+    }
+}
+
+fn union(a: Span, b: Span) -> Span {
+    match (a, b) {
+        (Span::Integer(a, b), Span::Integer(c, d)) => Span::Integer(a.min(c), b.max(d)),
+        // The minimum would forget a NaN.
+        (Span::Float(a, b), Span::Float(c, d)) if !(a.is_nan() || c.is_nan()) => {
+            Span::Float(a.min(c), b.max(d))
+        }
+        (Span::Truth(a, b), Span::Truth(c, d)) => Span::Truth(a | c, b | d),
+        _ => ANY_FLOAT,
+    }
+}
+
+/// The range of integers, unless some wrap around.
+fn integers(low: i64, high: i64) -> Span {
+    match (i32::try_from(low), i32::try_from(high)) {
+        (Ok(low), Ok(high)) => Span::Integer(low, high),
+        _ => ANY_INTEGER,
+    }
+}
+
+/// The range of floats, a little wider than computed: kernels round.
+fn floats(low: f64, high: f64) -> Span {
+    if low.is_nan() || high.is_nan() {
+        return ANY_FLOAT;
+    }
+    let margin = |value: f64| value.abs() * 1e-5 + 1e-30;
+    let down = if low.is_finite() { low - margin(low) } else { low };
+    let up = if high.is_finite() { high + margin(high) } else { high };
+    Span::Float(down, up)
+}
+
+/// The same where the error near zero is no share of the result.
+fn around(low: f64, high: f64) -> Span {
+    floats(low - 1e-5, high + 1e-5)
+}
+
+fn unary(operation: Unary, a: Span) -> Span {
+    match (operation, a) {
+        (Unary::Negate, Span::Integer(low, high)) => integers(-i64::from(high), -i64::from(low)),
+        (Unary::Negate, Span::Float(low, high)) => Span::Float(-high, -low),
+        (Unary::Absolute, Span::Integer(low, high)) => {
+            let sizes = [i64::from(low).abs(), i64::from(high).abs()];
+            let least = if low <= 0 && high >= 0 { 0 } else { sizes[0].min(sizes[1]) };
+            integers(least, sizes[0].max(sizes[1]))
+        }
+        (Unary::Absolute, Span::Float(low, high)) if !low.is_nan() => {
+            let least = if low <= 0.0 && high >= 0.0 { 0.0 } else { low.abs().min(high.abs()) };
+            Span::Float(least, low.abs().max(high.abs()))
+        }
+        (Unary::Not, Span::Integer(low, high)) => Span::Integer(!high, !low),
+        (Unary::Not, Span::Truth(no, yes)) => Span::Truth(yes, no),
+        (Unary::Tanh, Span::Float(low, high)) => around(low.tanh(), high.tanh()),
+        (Unary::Exp2, Span::Float(low, high)) => floats(low.exp2(), high.exp2()),
+        (Unary::Log2, Span::Float(low, high)) if low > 0.0 => around(low.log2(), high.log2()),
+        // Beyond 2^24 floats are rounded.
+        (Unary::ToFloat, Span::Integer(low, high)) => floats(low.into(), high.into()),
+        (Unary::ToInteger, Span::Float(low, high)) if !low.is_nan() => {
+            Span::Integer(low as i32, high as i32)
+        }
+        (Unary::ToInteger, _) => ANY_INTEGER,
+        _ => ANY_FLOAT,
+    }
+}
+
+fn binary(operation: Binary, a: Span, b: Span) -> Span {
+    match (a, b) {
+        (Span::Integer(a, b), Span::Integer(c, d)) => integer_span(operation, [a, b], [c, d]),
+        (Span::Float(a, b), Span::Float(c, d)) => {
+            if [a, b, c, d].iter().any(|it| it.is_nan()) {
+                return ANY_FLOAT;
+            }
+            let corners = |of: fn(f64, f64) -> f64| {
+                let corners = [of(a, c), of(a, d), of(b, c), of(b, d)];
+                match corners.iter().any(|it| it.is_nan()) {
+                    true => ANY_FLOAT,
+                    false => floats(
+                        corners.into_iter().fold(f64::INFINITY, f64::min),
+                        corners.into_iter().fold(f64::NEG_INFINITY, f64::max),
+                    ),
+                }
+            };
+            match operation {
+                Binary::Add => corners(|a, b| a + b),
+                Binary::Subtract => corners(|a, b| a - b),
+                // Zero times infinity inside of the ranges would be no number.
+                Binary::Multiply if [a, b, c, d].iter().all(|it| it.is_finite()) => {
+                    corners(|a, b| a * b)
+                }
+                Binary::Divide if c > 0.0 || d < 0.0 => corners(|a, b| a / b),
+                Binary::Minimum => Span::Float(a.min(c), b.min(d)),
+                Binary::Maximum => Span::Float(a.max(c), b.max(d)),
+                _ => ANY_FLOAT,
+            }
+        }
+        (Span::Truth(no_a, yes_a), Span::Truth(no_b, yes_b)) => match operation {
+            Binary::And => Span::Truth(no_a | no_b, yes_a & yes_b),
+            Binary::Or => Span::Truth(no_a & no_b, yes_a | yes_b),
+            _ => Span::Truth((no_a & no_b) | (yes_a & yes_b), (no_a & yes_b) | (yes_a & no_b)),
+        },
+        _ => ANY_FLOAT,
+    }
+}
+
+fn integer_span(operation: Binary, [a, b]: [i32; 2], [c, d]: [i32; 2]) -> Span {
+    let wide = |value: i32| i64::from(value);
+    // Where the least and the most are at the ends of both ranges.
+    let corners = |of: fn(i64, i64) -> i64| {
+        let mut corners = [(a, c), (a, d), (b, c), (b, d)].map(|(a, b)| of(wide(a), wide(b)));
+        corners.sort_unstable();
+        integers(corners[0], corners[3])
+    };
+    if a == b && c == d {
+        let value = integer_binary(operation, a, c);
+        return Span::Integer(value, value);
+    }
+    match operation {
+        Binary::Add => integers(wide(a) + wide(c), wide(b) + wide(d)),
+        Binary::Subtract => integers(wide(a) - wide(d), wide(b) - wide(c)),
+        Binary::Multiply => corners(|a, b| a * b),
+        Binary::Divide if c > 0 => corners(i64::div_euclid),
+        // Within one period the remainder rises with the dividend.
+        Binary::Remainder if c > 0 && c == d && a.div_euclid(c) == b.div_euclid(c) => {
+            Span::Integer(a.rem_euclid(c), b.rem_euclid(c))
+        }
+        Binary::Remainder if c > 0 => Span::Integer(0, d - 1),
+        Binary::Minimum => Span::Integer(a.min(c), b.min(d)),
+        Binary::Maximum => Span::Integer(a.max(c), b.max(d)),
+        Binary::And if a >= 0 && c >= 0 => Span::Integer(0, b.min(d)),
+        Binary::And if a >= 0 => Span::Integer(0, b),
+        Binary::And if c >= 0 => Span::Integer(0, d),
+        Binary::ShiftRight if c == d => {
+            Span::Integer(a.wrapping_shr(c as u32), b.wrapping_shr(c as u32))
+        }
+        Binary::ShiftLeft if c == d && (0..31).contains(&c) => integers(wide(a) << c, wide(b) << c),
+        _ => ANY_INTEGER,
+    }
+}
+
+fn compare(comparison: Comparison, a: Span, b: Span) -> Span {
+    let [less, equal, greater] = match (a, b) {
+        (Span::Integer(a, b), Span::Integer(c, d)) => relations([a, b], [c, d]),
+        (Span::Float(a, b), Span::Float(c, d)) if !(a.is_nan() || c.is_nan()) => {
+            relations([a, b], [c, d])
+        }
+        _ => return ANY_TRUTH,
+    };
+    let not = |(can, must): (bool, bool)| (!must, !can);
+    let (can, must) = match comparison {
+        Comparison::Equal => equal,
+        Comparison::NotEqual => not(equal),
+        Comparison::Less => less,
+        Comparison::AtLeast => not(less),
+        Comparison::Greater => greater,
+        Comparison::AtMost => not(greater),
+    };
+    Span::Truth(!must, can)
+}
+
+/// Whether something of the first range can be, and must be, less than, equal to and greater than
+/// something of the second.
+fn relations<T: PartialOrd>([a, b]: [T; 2], [c, d]: [T; 2]) -> [(bool, bool); 3] {
+    let same = a == b && c == d && a == c;
+    [(a < d, b < c), (a <= d && c <= b, same), (b > c, a > d)]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Here, Row};
+    use super::*;
+
+    /// What every pair of a region says, one by one.
+    fn by_pairs(function: Function, region: &Region) -> Seen {
+        let [mut none, mut all] = [true; 2];
+        for query in region.queries.clone() {
+            let (query_length, key_length) = (region.query_length, region.key_length);
+            let here = Here { batch: 0, head: 0, query, query_length, key_length };
+            let mut row = Row::new(function, &[], here);
+            for key in region.keys.clone() {
+                let sees = row.sees(key as usize);
+                (none, all) = (none && !sees, all && sees);
+            }
+        }
+        match (none, all) {
+            (true, _) => Seen::None,
+            (_, true) => Seen::All,
+            _ => Seen::Some,
+        }
+    }
+
+    /// Masks that are known by name, for which ranges say exactly what pairs do.
+    #[test]
+    fn ranges_decide_common_masks() {
+        let masks = [
+            Function::mask("causal", |at| at.query().ge(at.key())),
+            Function::mask("window", |at| {
+                let before = at.query() - at.key();
+                before.ge(0) & before.lt(40)
+            }),
+            Function::mask("distance", |at| (at.query() - at.key()).abs().le(30)),
+            Function::mask("prefix", |at| at.key().lt(50) | at.query().ge(at.key())),
+            Function::mask("chunks", |at| (at.query() / 48).eq(at.key() / 48)),
+            Function::mask("negated", |at| !at.key().gt(at.query())),
+            Function::mask("position", |at| at.key().le(at.position())),
+            Function::mask("shifted", |at| (at.key() >> 5).ne(at.query() >> 5)),
+            Function::mask("always", |at| at.boolean(true)),
+            Function::mask("floats", |at| at.key().to_f32().lt(at.query().to_f32() * 0.5 - 3.3)),
+        ];
+        for mask in masks {
+            for queries in (0..200).step_by(32) {
+                for keys in (0..200).step_by(16) {
+                    let region = Region {
+                        batch: 0..1,
+                        heads: 0..1,
+                        queries: queries..queries + 32,
+                        keys: keys..keys + 16,
+                        query_length: 224,
+                        key_length: 208,
+                    };
+                    let (found, exact) = (mask.seen(&region), by_pairs(mask, &region));
+                    assert_eq!(found, exact, "{mask} at {region:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_loaded_may_be_anything() {
+        let documents = Function::mask("documents", |at| {
+            let ids = at.integers("ids");
+            at.query().ge(at.key()) & ids.load([at.query()]).eq(ids.load([at.key()]))
+        });
+        let tile = |keys| Region {
+            batch: 0..1,
+            heads: 0..1,
+            queries: 64..128,
+            keys,
+            query_length: 256,
+            key_length: 256,
+        };
+        assert_eq!(documents.seen(&tile(0..64)), Seen::Some);
+        assert_eq!(documents.seen(&tile(128..192)), Seen::None);
+    }
+}

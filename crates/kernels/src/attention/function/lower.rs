@@ -1,0 +1,546 @@
+//! A function in a kernel, over the scores that a thread has.
+//!
+//! A thread's scores are those of some rows and some columns. What depends on neither is computed
+//! once, what depends on the row once for each row, and what depends on the column once for each
+//! column; only the rest is computed for each score. Columns come one after the other, so that
+//! little is kept in registers.
+
+use std::f32::consts::LOG2_E;
+
+use ptx::{
+    Builder, Choose, Element, Expression, F32, GlobalAddress, Pred, Reg, S32, U32, U64, Value,
+};
+
+use super::node::{Binary, Comparison, Constant, Id, Kind, Node, Stored, Symbol, Unary};
+use super::{Body, Function};
+use crate::attention::{Rules, Score};
+use crate::element::load_as_f32;
+use crate::parameter::{Captured, CapturedPart};
+
+/// The functions of a kernel's rules.
+#[derive(Clone)]
+pub(crate) struct Functions {
+    pub(crate) mask: Option<FunctionRegisters>,
+    pub(crate) score: Option<FunctionRegisters>,
+}
+
+impl Functions {
+    /// Declares what they are passed at launch.
+    pub(crate) fn parameters(k: &mut Builder, rules: &Rules) -> Self {
+        let mut declared = |it: Option<Function>| it.map(|it| FunctionRegisters::parameters(k, it));
+        Functions { mask: declared(rules.mask_function), score: declared(rules.score_function) }
+    }
+}
+
+/// A function inside a kernel, with the tensors that it loads from.
+#[derive(Clone)]
+pub(crate) struct FunctionRegisters {
+    body: &'static Body,
+    levels: Vec<Level>,
+    tensors: Vec<TensorRegisters>,
+}
+
+/// A tensor that is loaded from.
+#[derive(Clone)]
+struct TensorRegisters {
+    stored: Stored,
+    address: Reg<GlobalAddress>,
+    extents: Vec<Reg<U32>>,
+    strides: Vec<Reg<U64>>,
+}
+
+/// Where a thread's scores stand.
+#[derive(Clone, Copy)]
+pub(crate) struct Standing<'a> {
+    pub(crate) batch: Reg<U32>,
+    pub(crate) head: Reg<U32>,
+    /// The place of its first row in the sequence.
+    pub(crate) first_query: Reg<S32>,
+    /// How far below that its rows lie.
+    pub(crate) rows: &'a [u32],
+    /// The key of its first column.
+    pub(crate) first_key: Reg<S32>,
+    pub(crate) query_length: Reg<U32>,
+    pub(crate) key_length: Reg<U32>,
+}
+
+/// What a node depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Level {
+    /// Neither row nor column.
+    Tile,
+    Row,
+    Column,
+    Score,
+}
+
+impl Level {
+    fn of(inputs: impl Iterator<Item = Level>) -> Level {
+        inputs.fold(Level::Tile, |all, input| match (all, input) {
+            (Level::Row, Level::Column) | (Level::Column, Level::Row) => Level::Score,
+            (all, input) => all.max(input),
+        })
+    }
+}
+
+/// What a node has come to.
+#[derive(Clone)]
+enum Computed {
+    Float(Value<F32>),
+    Integer(Value<S32>),
+    Truth(Value<Pred>),
+    /// Of a load that depends on more: what the indices of this level come to.
+    Place(Place),
+}
+
+/// Where an element lies, as far as some of its indices say.
+#[derive(Clone)]
+struct Place {
+    /// From here on; of a column, which stands beside the row's, nowhere yet.
+    address: Option<Reg<GlobalAddress>>,
+    /// Bytes on.
+    offset: Option<Value<U64>>,
+    /// Whether these indices are inside.
+    within: Option<Value<Pred>>,
+}
+
+impl Computed {
+    fn float(&self) -> Value<F32> {
+        match self {
+            Computed::Float(value) => value.clone(),
+            _ => unreachable!("types were checked"),
+        }
+    }
+
+    fn integer(&self) -> Value<S32> {
+        match self {
+            Computed::Integer(value) => value.clone(),
+            _ => unreachable!("types were checked"),
+        }
+    }
+
+    fn truth(&self) -> Value<Pred> {
+        match self {
+            Computed::Truth(value) => value.clone(),
+            _ => unreachable!("types were checked"),
+        }
+    }
+}
+
+impl FunctionRegisters {
+    /// Declares what a function is passed at launch.
+    pub(crate) fn parameters(k: &mut Builder, function: Function) -> Self {
+        let body = function.body();
+        let tensors = body.tensors.iter().enumerate().map(|(index, spec)| {
+            let of = |part| Captured { kind: body.kind, index: index as u8, part };
+            let dimensions = 0..spec.rank as u8;
+            TensorRegisters {
+                stored: spec.stored,
+                address: of(CapturedPart::Address).address(k),
+                extents: (dimensions.clone())
+                    .map(|it| of(CapturedPart::Extent(it)).extent(k))
+                    .collect(),
+                strides: dimensions.map(|it| of(CapturedPart::Stride(it)).stride(k)).collect(),
+            }
+        });
+        let tensors = tensors.collect();
+        let mut levels: Vec<Level> = Vec::new();
+        for node in &body.nodes {
+            levels.push(match node {
+                Node::Symbol(Symbol::Query) => Level::Row,
+                Node::Symbol(Symbol::Key) => Level::Column,
+                Node::Symbol(Symbol::Score) => Level::Score,
+                node => Level::of(node.inputs().iter().map(|input| levels[*input as usize])),
+            });
+        }
+        FunctionRegisters { body, levels, tensors }
+    }
+
+    /// Scores become what a score function says, or minus infinity where a mask hides their key.
+    pub(crate) fn apply(&self, k: &mut Builder, scores: &[Score], standing: &Standing<'_>) {
+        let mut scores = scores.to_vec();
+        scores.sort_by_key(|score| score.column);
+        let nothing = || vec![None; self.body.nodes.len()];
+        let mut run = Run { function: self, standing, tile: nothing(), rows: Vec::new() };
+        run.compute(k, Level::Tile, &mut nothing(), None, None);
+        for row in 0..standing.rows.len() {
+            let mut values = nothing();
+            run.compute(k, Level::Row, &mut values, Some(row), None);
+            run.rows.push(values);
+        }
+        for of_column in scores.chunk_by(|a, b| a.column == b.column) {
+            let mut column = nothing();
+            run.compute(k, Level::Column, &mut column, None, Some(&of_column[0]));
+            for score in of_column {
+                let mut values = column.clone();
+                run.compute(k, Level::Score, &mut values, Some(score.row), Some(score));
+                let result = run.find(self.body.root, &values, Some(score.row));
+                let register = score.register;
+                match self.body.kind {
+                    Kind::Score => k.set(register, result.float()),
+                    Kind::Mask => {
+                        let seen = result.truth();
+                        k.set(register, seen.choose::<F32>(register, f32::NEG_INFINITY));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The values of nodes; nothing where a level has not come to them.
+type Values = Vec<Option<Computed>>;
+
+/// A function over one thread's scores.
+struct Run<'a> {
+    function: &'a FunctionRegisters,
+    standing: &'a Standing<'a>,
+    tile: Values,
+    rows: Vec<Values>,
+}
+
+impl Run<'_> {
+    /// Computes the nodes of a level, of one row, column or score.
+    fn compute(
+        &mut self,
+        k: &mut Builder,
+        level: Level,
+        values: &mut Values,
+        row: Option<usize>,
+        score: Option<&Score>,
+    ) {
+        let FunctionRegisters { body, levels, .. } = self.function;
+        for (id, node) in body.nodes.iter().enumerate().filter(|(id, _)| levels[*id] >= level) {
+            let whole = levels[id] == level;
+            let computed = match node {
+                Node::Load(tensor, indices) => {
+                    let here = indices.iter().any(|index| levels[*index as usize] == level);
+                    if !whole && !here {
+                        continue;
+                    }
+                    let tensor = &self.function.tensors[*tensor as usize];
+                    let mut place = self.place_before(id, tensor, level, values, row);
+                    for (dimension, index) in indices.iter().enumerate() {
+                        if levels[*index as usize] == level {
+                            let index = self.find(*index, values, row).integer();
+                            place.step(k, tensor, dimension, index);
+                        }
+                    }
+                    if whole { place.load(k, tensor) } else { Computed::Place(place.computed(k)) }
+                }
+                _ if !whole => continue,
+                node => self.node(k, node, values, row, score),
+            };
+            match level {
+                Level::Tile => self.tile[id] = Some(computed),
+                _ => values[id] = Some(computed),
+            }
+        }
+    }
+
+    /// What indices of other levels have come to.
+    fn place_before(
+        &self,
+        id: usize,
+        tensor: &TensorRegisters,
+        level: Level,
+        values: &Values,
+        row: Option<usize>,
+    ) -> Place {
+        let placed = |values: &Values| match &values[id] {
+            Some(Computed::Place(place)) => Some(place.clone()),
+            _ => None,
+        };
+        let none = Place { address: None, offset: None, within: None };
+        let whole = self.function.levels[id] == level;
+        if level == Level::Column && !whole {
+            return none;
+        }
+        let of_row = row.and_then(|row| self.rows.get(row)).and_then(placed);
+        let from = of_row.or_else(|| placed(&self.tile));
+        let from = from.unwrap_or(Place { address: Some(tensor.address), ..none });
+        match placed(values) {
+            None => from,
+            Some(column) => from.and(column),
+        }
+    }
+
+    fn find(&self, id: Id, values: &Values, row: Option<usize>) -> Computed {
+        let of_row = row.and_then(|row| self.rows.get(row));
+        let levels = [Some(values), of_row, Some(&self.tile)];
+        let mut found = levels.into_iter().flatten().filter_map(|it| it[id as usize].clone());
+        let whole = found.find(|it| !matches!(it, Computed::Place(_)));
+        whole.expect("a node comes after those that it is made of")
+    }
+
+    fn node(
+        &self,
+        k: &mut Builder,
+        node: &Node,
+        values: &Values,
+        row: Option<usize>,
+        score: Option<&Score>,
+    ) -> Computed {
+        use Computed::{Float, Integer, Truth};
+        let of = |id: &Id| self.find(*id, values, row);
+        let Standing { batch, head, first_query, rows, first_key, .. } = *self.standing;
+        let Standing { query_length, key_length, .. } = *self.standing;
+        match node {
+            Node::Symbol(symbol) => {
+                let signed = |register: Reg<U32>| Integer(register.reinterpret::<S32>());
+                let plus = |k: &mut Builder, first: Reg<S32>, distance: u32| match distance {
+                    0 => Integer(first.into()),
+                    _ => Integer(k.eval(first + distance as i32).into()),
+                };
+                match symbol {
+                    Symbol::Batch => signed(batch),
+                    Symbol::Head => signed(head),
+                    Symbol::QueryLength => signed(query_length),
+                    Symbol::KeyLength => signed(key_length),
+                    Symbol::Query => plus(k, first_query, rows[row.expect("of a row")]),
+                    Symbol::Key => plus(k, first_key, score.expect("of a column").column),
+                    Symbol::Score => Float(score.expect("of a score").register.into()),
+                }
+            }
+            Node::Constant(Constant::F32(bits)) => Float(f32::from_bits(*bits).into()),
+            Node::Constant(Constant::I32(value)) => Integer((*value).into()),
+            Node::Constant(Constant::Bool(value)) => Truth((*value).into()),
+            Node::Unary(operation, a) => unary(k, *operation, of(a)),
+            Node::Binary(operation, a, b) => match (of(a), of(b)) {
+                (Float(a), Float(b)) => Float(float_binary(k, *operation, a, b)),
+                (Integer(left), Integer(right)) => {
+                    let constant = self.constant(*b);
+                    Integer(self.integer_binary(k, *operation, *a, left, right, constant))
+                }
+                (a, b) => {
+                    let (a, b) = (a.truth(), b.truth());
+                    let result = match operation {
+                        Binary::And => a & b,
+                        Binary::Or => a | b,
+                        _ => a ^ b,
+                    };
+                    Truth(k.eval(result).into())
+                }
+            },
+            Node::Compare(comparison, a, b) => {
+                let result = match (of(a), of(b)) {
+                    (Float(a), Float(b)) => compare(*comparison, a, b),
+                    (a, b) => compare(*comparison, a.integer(), b.integer()),
+                };
+                Truth(k.eval(result).into())
+            }
+            Node::Select(condition, a, b) => {
+                let condition = of(condition).truth();
+                match (of(a), of(b)) {
+                    (Float(a), Float(b)) => Float(k.eval(condition.choose::<F32>(a, b)).into()),
+                    (a, b) => {
+                        let chosen = condition.choose::<S32>(a.integer(), b.integer());
+                        Integer(k.eval(chosen).into())
+                    }
+                }
+            }
+            Node::Load(..) => unreachable!("loads are put together level by level"),
+        }
+    }
+
+    fn constant(&self, id: Id) -> Option<i32> {
+        match self.function.body.nodes[id as usize] {
+            Node::Constant(Constant::I32(value)) => Some(value),
+            _ => None,
+        }
+    }
+
+    fn integer_binary(
+        &self,
+        k: &mut Builder,
+        operation: Binary,
+        a_id: Id,
+        a: Value<S32>,
+        b: Value<S32>,
+        constant: Option<i32>,
+    ) -> Value<S32> {
+        let value = match operation {
+            Binary::Add => a + b,
+            Binary::Subtract => a - b,
+            Binary::Multiply => a * b,
+            Binary::Minimum => a.minimum(b),
+            Binary::Maximum => a.maximum(b),
+            Binary::And => a & b,
+            Binary::Or => a | b,
+            Binary::Xor => a ^ b,
+            Binary::ShiftLeft => a << (b & 31).reinterpret::<U32>(),
+            Binary::ShiftRight => a >> (b & 31).reinterpret::<U32>(),
+            Binary::Divide | Binary::Remainder => {
+                let a = k.eval(a);
+                let [quotient, rest] = match constant {
+                    Some(by) if by > 0 && (by as u32).is_power_of_two() => {
+                        [a >> by.trailing_zeros(), a & (by - 1)]
+                    }
+                    Some(by) if by > 0 && self.is_positive(a_id) => {
+                        let whole = k.eval(a.reinterpret::<U32>() / by as u32);
+                        let whole = k.eval(whole.reinterpret::<S32>());
+                        [whole.into(), a - whole * by]
+                    }
+                    _ => {
+                        let b = k.eval(b);
+                        floor_divide(k, a, b)
+                    }
+                };
+                if operation == Binary::Divide { quotient } else { rest }
+            }
+        };
+        k.eval(value).into()
+    }
+
+    /// Whether a node is known never to be negative: places are not, nor what is left of them.
+    fn is_positive(&self, id: Id) -> bool {
+        match self.function.body.nodes[id as usize] {
+            Node::Symbol(symbol) => symbol != Symbol::Score,
+            Node::Constant(Constant::I32(value)) => value >= 0,
+            Node::Binary(Binary::Divide | Binary::Remainder, a, b) => {
+                // One step is looked at, so that this ends soon.
+                let place = matches!(self.function.body.nodes[a as usize], Node::Symbol(_));
+                place && self.constant(b).is_some_and(|by| by > 0)
+            }
+            _ => false,
+        }
+    }
+}
+
+/// The quotient rounded down, and what is left; by zero, zero and all of it.
+fn floor_divide(k: &mut Builder, a: Reg<S32>, b: Reg<S32>) -> [Value<S32>; 2] {
+    // Neither zero nor minus one, for which the hardware's result is not defined.
+    let special = k.eval((b + 1).reinterpret::<U32>().less(2u32));
+    let divisor = k.eval(special.choose::<S32>(1, b));
+    let truncated = k.eval(a / divisor);
+    let rest = k.eval(a - truncated * divisor);
+    let wrong = k.eval(rest.differs(0) & (rest ^ divisor).less(0));
+    let down = k.eval(wrong.choose::<S32>(truncated - 1, truncated));
+    let left = k.eval(wrong.choose::<S32>(rest + divisor, rest));
+    let by_zero = k.eval(b.equals(0));
+    let of_special = k.eval(by_zero.choose::<S32>(0, -a));
+    let rest_of_special = k.eval(by_zero.choose::<S32>(a, 0));
+    [special.choose::<S32>(of_special, down), special.choose::<S32>(rest_of_special, left)]
+}
+
+fn unary(k: &mut Builder, operation: Unary, a: Computed) -> Computed {
+    use Computed::{Float, Integer, Truth};
+    match (operation, a) {
+        (Unary::Negate, Integer(a)) => Integer(k.eval(-a).into()),
+        (Unary::Negate, a) => Float(k.eval(-a.float()).into()),
+        (Unary::Absolute, Integer(a)) => {
+            let a = k.eval(a);
+            Integer(k.eval(a.maximum(-a)).into())
+        }
+        (Unary::Absolute, a) => Float(k.absolute(a.float()).into()),
+        (Unary::Not, Integer(a)) => Integer(k.eval(!a).into()),
+        (Unary::Not, a) => Truth(k.eval(!a.truth()).into()),
+        (Unary::Tanh, a) => {
+            // The hardware's own is good to 11 bits only.
+            let power = k.exp2(a.float() * (2.0 * LOG2_E));
+            let fraction = k.reciprocal(power + 1.0);
+            Float(k.fma(fraction, -2.0, 1.0).into())
+        }
+        (Unary::Exp2, a) => Float(k.exp2(a.float()).into()),
+        (Unary::Log2, a) => Float(k.log2(a.float()).into()),
+        (Unary::ToFloat, a) => Float(k.eval(a.integer().convert::<F32>()).into()),
+        (Unary::ToInteger, a) => Integer(k.eval(a.float().convert::<S32>()).into()),
+    }
+}
+
+fn float_binary(k: &mut Builder, operation: Binary, a: Value<F32>, b: Value<F32>) -> Value<F32> {
+    let value = match operation {
+        Binary::Add => a + b,
+        Binary::Subtract => a - b,
+        Binary::Multiply => a * b,
+        Binary::Divide => a / b,
+        Binary::Minimum => a.minimum(b),
+        Binary::Maximum => a.maximum(b),
+        _ => unreachable!("types were checked"),
+    };
+    k.eval(value).into()
+}
+
+fn compare<T: ptx::Number>(comparison: Comparison, a: Value<T>, b: Value<T>) -> Value<Pred> {
+    match comparison {
+        Comparison::Equal => a.equals(b),
+        // True where one is NaN.
+        Comparison::NotEqual => !a.equals(b),
+        Comparison::Less => a.less(b),
+        Comparison::AtMost => a.at_most(b),
+        Comparison::Greater => a.greater(b),
+        Comparison::AtLeast => a.at_least(b),
+    }
+}
+
+impl Place {
+    /// One more index.
+    fn step(
+        &mut self,
+        k: &mut Builder,
+        tensor: &TensorRegisters,
+        dimension: usize,
+        index: Value<S32>,
+    ) {
+        // Those below zero are beyond every extent.
+        let index = k.eval(index.reinterpret::<U32>());
+        let inside = k.eval(index.less(tensor.extents[dimension]));
+        // There is an element to be loaded all the same: no branch.
+        let near = k.eval(inside.choose::<U32>(index, 0u32));
+        let stride = tensor.strides[dimension] * tensor.stored.bytes();
+        let step = k.eval(near.convert::<U64>() * stride);
+        let step = Place { address: None, offset: Some(step.into()), within: Some(inside.into()) };
+        *self = self.clone().and(step);
+    }
+
+    /// With further indices.
+    fn and(self, other: Place) -> Place {
+        let both = |a: Option<Value<U64>>, b: Option<Value<U64>>| match (a, b) {
+            (Some(a), Some(b)) => Some(a + b),
+            (a, b) => a.or(b),
+        };
+        Place {
+            address: self.address.or(other.address),
+            offset: both(self.offset, other.offset),
+            within: match (self.within, other.within) {
+                (Some(a), Some(b)) => Some(a & b),
+                (a, b) => a.or(b),
+            },
+        }
+    }
+
+    /// The same in as few registers as can be.
+    fn computed(self, k: &mut Builder) -> Place {
+        let (address, offset) = match (self.address, self.offset) {
+            (Some(address), Some(offset)) => (Some(k.eval(address + offset)), None),
+            (address, offset) => (address, offset.map(|offset| k.eval(offset).into())),
+        };
+        Place { address, offset, within: self.within.map(|within| k.eval(within).into()) }
+    }
+
+    /// The element, zero where an index is outside.
+    fn load(self, k: &mut Builder, tensor: &TensorRegisters) -> Computed {
+        let Place { address, offset, within } = self;
+        let address = address.expect("a tensor lies somewhere");
+        let place: Value<GlobalAddress> = match offset {
+            Some(offset) => address + offset,
+            None => address.into(),
+        };
+        let within = k.eval(within.expect("a tensor has dimensions"));
+        match tensor.stored {
+            Stored::I32 | Stored::I64 => {
+                let loaded = k.load::<S32, _>(place);
+                Computed::Integer(k.eval(within.choose::<S32>(loaded, 0)).into())
+            }
+            floats => {
+                let element = match floats {
+                    Stored::F16 => Element::F16,
+                    Stored::BF16 => Element::BF16,
+                    _ => Element::F32,
+                };
+                let loaded = load_as_f32(k, element, place);
+                Computed::Float(k.eval(within.choose::<F32>(loaded, 0.0)).into())
+            }
+        }
+    }
+}

@@ -1,0 +1,386 @@
+//! Attention backward with `mma.sync`, on Ampere and everything after it.
+//!
+//! The algorithm and the kernels before and after it are those of [`backward`](crate::backward); this
+//! is the one in the middle. A block of threads takes some keys of a key head and walks the query
+//! blocks that see them, of all query heads that share the key head. Queries and output gradients
+//! come by `cp.async`, a block ahead:
+//!
+//! ```text
+//! for each query block:
+//!     wait for Q, dO; send for the next ones
+//!     S = K Q^T;  P = exp(S - lse);  dP = V dO^T;  dS = P * (dP - delta)
+//!     dV += P dO;  dK += dS Q
+//!     dS to shared memory; all warps meet
+//!     dQ = K^T dS, added to the sums in memory
+//! store dK, dV
+//! ```
+//!
+//! Scores are computed *transposed*: a row of an accumulator is a key. So `P` and `dS` are in
+//! registers what the products for `dV` and `dK` multiply from the left. Where a warp has all columns
+//! of the gradients of its keys, they stay there. Where heads are too wide for that, some warps
+//! share their keys: each has the scores of some queries, and the gradients of some columns, and `P`
+//! and `dS` both go through shared memory.
+//!
+//! Which keys a block takes, of equal lengths or of a ragged batch, and the order of additions in the
+//! deterministic mode are those of the Hopper kernel too (`place`, `order`): the first thread waits for
+//! turns and passes them on.
+//!
+//! The parts have a file each: `tensors` says where vectors are, `lanes` says what of each tile a warp reads, `weights` makes `P` of
+//! scores, `step` is a query block, `walk` is the loop above, `epilogue` stores, and `tuned` says
+//! what serves which problem.
+
+mod epilogue;
+mod lanes;
+mod step;
+mod tensors;
+mod tuned;
+mod walk;
+mod weights;
+
+pub use tuned::{every_tuned_backward, tuned_backward};
+
+use ptx::{
+    Builder, Capability, Element, Expression, Program, Reg, SharedAddress, Swizzle, Target,
+    TileLayout,
+};
+
+use crate::Error;
+use crate::attention::{Batch, Rules};
+use crate::backward::place::{Grid, Place};
+use crate::backward::{Rounding, RowSums, SinkGradients, SumsLayout, batch_name};
+use tensors::Tensors;
+use weights::WeightRule;
+
+/// What the kernel is built for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BackwardMma {
+    /// The architecture: Ampere or later.
+    pub target: Target,
+    /// The element of all tensors: `F16` or `BF16`.
+    pub element: Element,
+    /// The width of queries and keys: a multiple of 8 up to 256.
+    pub head_dim: u32,
+    /// The width of values and outputs: a multiple of 8 up to 256.
+    pub value_head_dim: u32,
+    /// Which keys a query sees, and what changes scores.
+    pub rules: Rules,
+    /// Tiles of 16 keys of each warp: 1 or 2. With two, what is loaded of queries and output
+    /// gradients serves twice.
+    pub key_tiles: u32,
+    /// Warps whose keys follow one another.
+    pub key_warps: u32,
+    /// Warps that share their keys: 1, 2 or 4. Each has some of the queries of a block, and some
+    /// of the columns of the gradients.
+    pub column_warps: u32,
+    /// Queries of a block.
+    pub query_block: u32,
+    /// Queries whose scores a warp has in registers at a time.
+    pub part: u32,
+    /// How many query blocks copies run ahead: 1, or 0 where there is no room.
+    pub ahead: u32,
+    /// Blocks of threads that shall fit on a multiprocessor: bounds registers.
+    pub residents: u32,
+    /// Whether `dQ` is the same bit for bit from run to run.
+    pub deterministic: bool,
+    /// How sequences lie: of equal lengths, or ragged.
+    pub batch: Batch,
+}
+
+/// The shared memory of a block, as offsets.
+#[derive(Clone, Copy)]
+struct Shared {
+    keys: u32,
+    values: u32,
+    queries: u32,
+    output_gradients: u32,
+    /// Where there is no need to keep them in registers: the weights.
+    weights: Option<u32>,
+    score_gradients: u32,
+    statistics: u32,
+}
+
+impl BackwardMma {
+    /// The name of this configuration.
+    pub fn name(&self) -> String {
+        let BackwardMma { element, head_dim, value_head_dim, query_block, .. } = self;
+        let BackwardMma { key_tiles, key_warps, column_warps, part, ahead, residents, .. } = self;
+        let (rules, keys) = (self.rules.name(), self.key_block());
+        let mode = if self.deterministic { "_deterministic" } else { "" };
+        let batch = batch_name(self.batch);
+        format!(
+            "backward_mma_{element}_d{head_dim}x{value_head_dim}_{rules}_{query_block}x{keys}\
+             _w{key_tiles}x{key_warps}x{column_warps}p{part}a{ahead}r{residents}{mode}{batch}"
+        )
+    }
+
+    /// Keys of a block of threads.
+    pub const fn key_block(&self) -> u32 {
+        self.key_warps * self.warp_keys()
+    }
+
+    /// Keys of a warp.
+    const fn warp_keys(&self) -> u32 {
+        16 * self.key_tiles
+    }
+
+    const fn warps(&self) -> u32 {
+        self.key_warps * self.column_warps
+    }
+
+    const fn threads(&self) -> u32 {
+        32 * self.warps()
+    }
+
+    /// Queries of a block whose scores a warp computes.
+    const fn warp_queries(&self) -> u32 {
+        self.query_block / self.column_warps
+    }
+
+    /// Query blocks in shared memory: the one that is read, and the one under way.
+    const fn slots(&self) -> u32 {
+        self.ahead + 1
+    }
+
+    /// Steps of 16 columns of the gradients of keys, or of values, that a warp has.
+    const fn column_steps(&self, dim: u32) -> u32 {
+        dim.div_ceil(16 * self.column_warps)
+    }
+
+    /// How many warps share the columns of `dQ`, and how many its queries: what makes them load the
+    /// least.
+    fn query_gradient_warps(&self) -> [u32; 2] {
+        let loaded = |columns: u32| {
+            let queries = self.warps() / columns;
+            16 * self.head_dim.div_ceil(16 * columns) + self.query_block / queries
+        };
+        let fits = |columns: &u32| {
+            let queries = self.warps() / columns;
+            queries <= 4 && self.query_block.is_multiple_of(16 * queries)
+        };
+        let columns = [4, 2, 1].into_iter().filter(|it| it <= &self.warps()).filter(fits);
+        let columns = columns.min_by_key(|columns| loaded(*columns)).unwrap_or(4);
+        [columns, self.warps() / columns]
+    }
+
+    fn layout(&self, rows: u32, columns: u32) -> TileLayout {
+        // Whole panels: what is there takes the same room, and reading beyond meets zeros.
+        let columns = columns.next_multiple_of(64);
+        TileLayout { element: self.element, rows, columns, swizzle: Swizzle::B128 }
+    }
+
+    fn query_layout(&self) -> TileLayout {
+        self.layout(self.query_block, self.head_dim)
+    }
+
+    fn output_gradient_layout(&self) -> TileLayout {
+        self.layout(self.query_block, self.value_head_dim)
+    }
+
+    fn key_layout(&self) -> TileLayout {
+        self.layout(self.key_block(), self.head_dim)
+    }
+
+    fn value_layout(&self) -> TileLayout {
+        self.layout(self.key_block(), self.value_head_dim)
+    }
+
+    /// The tile of `P` or of `dS`: a row for each key.
+    fn score_layout(&self) -> TileLayout {
+        self.layout(self.key_block(), self.query_block)
+    }
+
+    /// Where the sums of `dQ` lie.
+    pub fn sums_layout(&self) -> SumsLayout {
+        let columns = self.head_dim.next_multiple_of(64);
+        // Half of the rows where there are few columns: as the Hopper kernel has it.
+        let halves = columns == 64 && self.head_dim.max(self.value_head_dim) <= 128;
+        let part_queries = self.query_block / if halves { 2 } else { 1 };
+        SumsLayout { query_block: self.query_block, columns, part_queries }
+    }
+
+    fn grid(&self) -> Grid {
+        Grid {
+            query_block: self.query_block,
+            key_block: self.key_block(),
+            rules: self.rules,
+            deterministic: self.deterministic,
+            batch: self.batch,
+        }
+    }
+
+    /// Bytes of the statistics of a block of query rows: two numbers for each.
+    pub const fn statistics_bytes(&self) -> u32 {
+        2 * 4 * self.query_block
+    }
+
+    /// What comes before it.
+    pub fn row_sums(&self) -> RowSums {
+        RowSums {
+            target: self.target,
+            element: self.element,
+            value_head_dim: self.value_head_dim,
+            sums: self.sums_layout(),
+            turns: self.deterministic,
+            batch: self.batch,
+        }
+    }
+
+    /// What comes after it.
+    pub fn rounding(&self) -> Rounding {
+        Rounding {
+            target: self.target,
+            element: self.element,
+            head_dim: self.head_dim,
+            sums: self.sums_layout(),
+            batch: self.batch,
+        }
+    }
+
+    /// What comes last, where there are sinks.
+    pub fn sink_gradients(&self) -> Option<SinkGradients> {
+        self.rules.sinks.then_some(SinkGradients {
+            target: self.target,
+            mask: self.rules.mask,
+            query_block: self.query_block,
+            batch: self.batch,
+        })
+    }
+
+    /// The shared memory of a block of threads.
+    pub fn shared_bytes(&self) -> u32 {
+        let once = self.key_layout().bytes() + self.value_layout().bytes();
+        let slot = self.query_layout().bytes() + self.output_gradient_layout().bytes();
+        let scores = if self.column_warps > 1 { 2 } else { 1 };
+        once + self.slots() * (slot + self.statistics_bytes())
+            + scores * self.score_layout().bytes()
+            + self.grid().shared_bytes()
+    }
+
+    /// Whether shared memory holds as many blocks of threads as shall be resident.
+    fn fits(&self) -> bool {
+        // The system keeps 1 KB of the multiprocessor's for each block.
+        let each = self.shared_bytes() + 1024;
+        each * self.residents <= self.target.shared_memory_limit() + 1024
+    }
+
+    /// Why there is no such kernel, if so.
+    fn fault(&self) -> Option<&'static str> {
+        let wrong = |dim: u32| dim == 0 || dim > 256 || !dim.is_multiple_of(8);
+        let powers = [self.key_tiles, self.key_warps, self.column_warps, self.query_block];
+        let faults = [
+            (
+                !(self.target.has(Capability::Mma) && self.target.has(Capability::AsyncCopies)),
+                "the target has no mma.sync on 16-bit floats or no cp.async",
+            ),
+            (
+                !matches!(self.element, Element::F16 | Element::BF16),
+                "the element is not f16 or bf16",
+            ),
+            (
+                wrong(self.head_dim) || wrong(self.value_head_dim),
+                "a head dimension is not a multiple of 8 up to 256",
+            ),
+            (
+                powers.iter().any(|count| !count.is_power_of_two()),
+                "tiles, warps and queries are not powers of two",
+            ),
+            (self.key_tiles > 2, "a warp has one or two tiles of 16 keys"),
+            (self.column_warps > 4, "more than four warps share their keys"),
+            (
+                ![2, 4, 8].contains(&self.warps()) || self.warps() / 4 > self.query_block / 16,
+                "there are two, four or eight warps, and work for each",
+            ),
+            (
+                self.part < 8 || !self.warp_queries().is_multiple_of(self.part),
+                "the queries of a warp are not a multiple of a part of them",
+            ),
+            (
+                self.column_warps == 1 && !self.part.is_multiple_of(16),
+                "operands have a multiple of 16 queries",
+            ),
+            (
+                self.column_warps > 1
+                    && (self.query_block > 64 || self.warp_queries() != self.part),
+                "warps that share their keys have their scores at a time, of 64 queries at most",
+            ),
+            (
+                // Each pass of the copying threads takes as many rows as there are groups of eight.
+                !self.query_block.is_multiple_of(self.threads() / 8)
+                    || !self.key_block().is_multiple_of(self.threads() / 8),
+                "a block is not a multiple of four rows a warp",
+            ),
+            (self.ahead > 1 || self.residents == 0, "copies run one block ahead, or none"),
+            (self.batch == Batch::Paged, "gradients of keys in pages are not computed"),
+            (
+                self.rules.mask_function.is_some() || self.rules.score_function.is_some(),
+                "masks and scores that are functions are not differentiated",
+            ),
+            (!self.fits(), "there is not enough shared memory"),
+        ];
+        faults.into_iter().find(|(faulty, _)| *faulty).map(|(_, fault)| fault)
+    }
+
+    /// Builds the kernel.
+    ///
+    /// Parameters by name:
+    ///
+    /// | parameters | |
+    /// | --- | --- |
+    /// | `Query`, `Key`, `Value`, `OutputGradient`, `KeyGradient`, `ValueGradient` | addresses, with strides in elements |
+    /// | `RowStatistics`, `QueryGradientSums` | what [`RowSums`] wrote, and the sums, which are zero |
+    /// | `QueryLength`, `KeyLength`, `KeyBlocks`, or over ragged batches `Schedule` and `QueryBlocks` | |
+    /// | `KeyHeads`, `GroupSize` | |
+    /// | `Turns`, and what says in which order, in the deterministic mode | |
+    /// | `ScaleLog2`, or `ScaleInner` and `ScaleOuter`; `ScaleNatural` | |
+    /// | what the rules ask for | |
+    ///
+    /// Addresses and strides are multiples of 16 bytes. One block of threads for each key block of
+    /// each key head and sequence.
+    pub fn program(&self) -> Result<Program, Error> {
+        if let Some(reason) = self.fault() {
+            return Err(Error::configuration(self.name(), reason));
+        }
+        let mut k = Builder::new(self.name(), self.target, self.threads())
+            .blocks_per_multiprocessor(self.residents);
+        self.write(&mut k);
+        Ok(k.finish()?)
+    }
+
+    fn write(&self, k: &mut Builder) {
+        let tensors = Tensors::parameters(k, self);
+        let place = Place::parameters(k, self.grid());
+        let rule = WeightRule::parameters(k, &self.rules);
+        let shared = self.shared(k);
+        if self.batch != Batch::Equal {
+            let thread = k.thread_index();
+            k.if_(thread.equals(0), |k| place.post(k));
+            k.block_sync();
+        }
+        place.if_tile(k, |k| walk::walk(k, self, &tensors, &place, &rule, &shared));
+    }
+
+    /// Reserves the shared memory.
+    fn shared(&self, k: &mut Builder) -> Shared {
+        let mut tiles = |name: &str, layout: TileLayout, count: u32| {
+            k.shared(name, count * layout.bytes(), layout.alignment())
+        };
+        Shared {
+            keys: tiles("keys", self.key_layout(), 1),
+            values: tiles("values", self.value_layout(), 1),
+            queries: tiles("queries", self.query_layout(), self.slots()),
+            output_gradients: tiles(
+                "output gradients",
+                self.output_gradient_layout(),
+                self.slots(),
+            ),
+            weights: (self.column_warps > 1).then(|| tiles("P", self.score_layout(), 1)),
+            score_gradients: tiles("dS", self.score_layout(), 1),
+            statistics: k.shared("row statistics", self.slots() * self.statistics_bytes(), 16),
+        }
+    }
+}
+
+/// The tile of a slot.
+fn slot(k: &mut Builder, first: u32, layout: TileLayout, slot: u32) -> Reg<SharedAddress> {
+    k.shared_address(first + slot * layout.bytes())
+}

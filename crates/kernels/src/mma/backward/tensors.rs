@@ -1,0 +1,83 @@
+//! Where the tensors and workspaces of a launch are.
+
+use ptx::{Builder, GlobalAddress, Reg, U32};
+
+use super::BackwardMma;
+use crate::attention::Batch;
+use crate::backward::place::Place;
+use crate::backward::row_blocks::Vectors;
+use crate::mma::place::HeadRows;
+use crate::parameter::{Tensor, Workspace};
+
+/// All of them.
+pub(super) struct Tensors {
+    pub(super) queries: Positions,
+    pub(super) keys: Positions,
+    pub(super) values: Positions,
+    pub(super) output_gradients: Positions,
+    pub(super) key_gradients: Positions,
+    pub(super) value_gradients: Positions,
+    pub(super) statistics: Reg<GlobalAddress>,
+    pub(super) sums: Reg<GlobalAddress>,
+    /// The counters of turns, where there is an order.
+    pub(super) turns: Option<Reg<GlobalAddress>>,
+}
+
+/// A tensor with a vector for each position and head.
+pub(super) struct Positions {
+    vectors: Vectors,
+    side: Side,
+}
+
+/// Whose positions.
+#[derive(Clone, Copy)]
+enum Side {
+    Queries,
+    Keys,
+}
+
+impl Tensors {
+    pub(super) fn parameters(k: &mut Builder, backward: &BackwardMma) -> Self {
+        let mut of = |tensor, side| Positions::parameters(k, tensor, side, backward.batch);
+        Tensors {
+            queries: of(Tensor::Query, Side::Queries),
+            keys: of(Tensor::Key, Side::Keys),
+            values: of(Tensor::Value, Side::Keys),
+            output_gradients: of(Tensor::OutputGradient, Side::Queries),
+            key_gradients: of(Tensor::KeyGradient, Side::Keys),
+            value_gradients: of(Tensor::ValueGradient, Side::Keys),
+            statistics: Workspace::RowStatistics.address(k),
+            sums: Workspace::QueryGradientSums.address(k),
+            turns: backward.deterministic.then(|| Workspace::Turns.address(k)),
+        }
+    }
+}
+
+impl Positions {
+    fn parameters(k: &mut Builder, tensor: Tensor, side: Side, batch: Batch) -> Self {
+        Positions { vectors: Vectors::parameters(k, tensor, batch), side }
+    }
+
+    /// The rows of a head of the tile's sequence, which is found again, rather than kept.
+    pub(super) fn of_head(
+        &self,
+        k: &mut Builder,
+        backward: &BackwardMma,
+        place: &Place,
+        head: Reg<U32>,
+    ) -> HeadRows {
+        let none = k.eval(0);
+        match &self.vectors {
+            Vectors::Strided(tensor) => {
+                let batch = place.find(k).batch;
+                let first = tensor.row(k, backward.element, [batch, none, head]);
+                HeadRows { first, start: None, stride: tensor.strides.row }
+            }
+            Vectors::Rows(tensor) => HeadRows {
+                first: tensor.row_address(k, backward.element, none, head),
+                start: place.starts(k).map(|starts| starts[self.side as usize]),
+                stride: tensor.row,
+            },
+        }
+    }
+}

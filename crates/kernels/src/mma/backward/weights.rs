@@ -1,0 +1,100 @@
+//! From scores to the weights of the softmax, by the log-sum-exps that the forward pass left.
+
+use ptx::{
+    Builder, Expression, F32, Pred, Reg, S32, SharedAddress, U32, Value, WarpAccumulator,
+    WarpFragment,
+};
+
+use crate::attention::scores::{ScoreRule, Slopes, distances};
+use crate::attention::{Rules, Score};
+use crate::backward::place::Place;
+use crate::parameter::Scale;
+
+/// What a launch passes for the rules.
+pub(super) struct WeightRule {
+    scores: ScoreRule,
+    slopes: Option<Slopes>,
+    /// The softmax scale, for the gradient of the keys.
+    pub(super) scale: Reg<F32>,
+    capped: bool,
+}
+
+/// Where a thread's scores are.
+pub(super) struct Corner {
+    pub(super) sequence: Reg<U32>,
+    pub(super) head: Reg<U32>,
+    /// The key of its first row, and the query of its first column.
+    pub(super) key: Reg<S32>,
+    pub(super) query: Reg<S32>,
+}
+
+impl WeightRule {
+    pub(super) fn parameters(k: &mut Builder, rules: &Rules) -> Self {
+        WeightRule {
+            scores: ScoreRule::parameters(k, rules),
+            slopes: rules.alibi.then(|| Slopes::parameters(k)),
+            scale: Scale::Natural.read(k),
+            capped: rules.softcap,
+        }
+    }
+
+    /// Turns scores into weights, rounded; in the registers of the scores is left what the gradient
+    /// of a score is of that of its weight. `log_sums` has the negative log-sum-exps from the thread's
+    /// first column on.
+    pub(super) fn apply(
+        &self,
+        k: &mut Builder,
+        place: &Place,
+        (scores, rounded): (&WarpAccumulator, &WarpFragment),
+        log_sums: Reg<SharedAddress>,
+        needs_mask: Value<Pred>,
+        corner: impl Fn(&mut Builder) -> Corner,
+    ) {
+        let rows: Vec<u32> = (0..scores.thread_rows()).map(WarpAccumulator::row_offset).collect();
+        let all = Score::of_warp(scores);
+        self.scores.cap(k, &all);
+        k.if_(needs_mask, |k| {
+            let (Corner { key, query, .. }, lengths) = (corner(k), place.lengths(k));
+            let seen = place.visibility.seen_from(k, &rows, key, query, lengths);
+            seen.hide_others(k, &all);
+        });
+        let slope = self.slopes.as_ref().map(|slopes| {
+            let Corner { sequence, head, key, query } = corner(k);
+            let slope = slopes.unscaled(k, sequence, head, self.scores.scale_log2);
+            let [queries, keys] = place.lengths(k).map(|length| length.reinterpret::<S32>());
+            let distances = distances(k, &rows, key - (query + keys - queries));
+            (k.eval(-slope), distances)
+        });
+        for group in 0..scores.groups() {
+            let at = log_sums + 32 * group as u32;
+            let log_sums = k.load_vector::<F32, _, 2>(at, Default::default());
+            for (row, cell) in
+                (0..scores.thread_rows()).map(|row| (row, scores.cell(row / 2, group)))
+            {
+                let pair = cell.pair(row % 2);
+                let weights = [0, 1].map(|side| {
+                    let exponent = match &slope {
+                        None => pair[side],
+                        Some((cost, distances)) => {
+                            let apart = k.absolute(distances[row] - (8 * group + side) as f32);
+                            k.fma(apart, *cost, pair[side])
+                        }
+                    };
+                    let exponent = k.fma(exponent, self.scores.scale_log2, log_sums[side]);
+                    k.exp2(exponent)
+                });
+                rounded.set_pair(k, row, group, weights);
+                for (score, weight) in pair.into_iter().zip(weights) {
+                    if !self.capped {
+                        k.set(score, weight);
+                        continue;
+                    }
+                    // 1 - tanh^2; a hidden score is minus infinity.
+                    let tanh = k.eval(score.maximum(-1.0));
+                    let slope = k.fma(-tanh, tanh, 1.0);
+                    k.set(score, weight * slope);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,181 @@
+//! Keys and values of 8 bits as numbers of 16, times their scales, for kernels that take those:
+//! attention of many queries, whose products cost far more than one more pass over the cache.
+//!
+//! Sequences leave their pages or batch entries and lie one after the other, each with room for the
+//! longest, or packed as they were. What no sequence uses is not written.
+
+use ptx::{Builder, Capability, Element, Expression, F32, Packed, Program, Reg, Target, U32, U64};
+
+use crate::Error;
+use crate::attention::sequences::{Places, Span};
+use crate::cache::{Cache, ScaleSource};
+use crate::divisor::DivisorRegisters;
+use crate::parameter::{List, Number, Tensor};
+use crate::strides::Strided;
+
+/// Positions of a sequence that a block takes.
+pub const POSITIONS: u32 = 64;
+
+/// Threads of a block.
+const THREADS: u32 = 256;
+
+/// Numbers that a thread takes at a time: 16 bytes of the cache.
+const CHUNK: u32 = 16;
+
+/// What the kernel is built for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Widen {
+    /// The architecture.
+    pub target: Target,
+    /// What comes out: `F16` or `BF16`.
+    pub element: Element,
+    /// What the cache is made of: 8 bits.
+    pub cache: Cache,
+    /// The width of keys: a multiple of 16.
+    pub head_dim: u32,
+    /// The width of values: a multiple of 16.
+    pub value_head_dim: u32,
+    /// Whether the cache lies in pages.
+    pub paged: bool,
+}
+
+impl Widen {
+    /// The name of this configuration.
+    pub fn name(&self) -> String {
+        let Widen { element, head_dim, value_head_dim, .. } = self;
+        let paged = if self.paged { "_paged" } else { "" };
+        let cache = self.cache.suffix(self.element);
+        format!("widen_{element}{cache}_d{head_dim}x{value_head_dim}{paged}")
+    }
+
+    /// Threads of a block.
+    pub const fn threads(&self) -> u32 {
+        THREADS
+    }
+
+    /// Builds the kernel. The grid has a block for every [`POSITIONS`] of each sequence. Parameters
+    /// by name:
+    ///
+    /// | parameters | |
+    /// | --- | --- |
+    /// | `keys`, `values`, `key descale`, `value descale` | the cache, as decode has it |
+    /// | `wide keys`, `wide values` | where it goes, with batch, row and head strides in elements |
+    /// | `key blocks`, `key heads` | [`Divisor`](crate::Divisor)s; blocks of a sequence |
+    /// | `key length`, `key rows`, `key starts`, `lengths` | as decode has them |
+    /// | `batch entries`, `batch entries there are`, `block table`, `pages of a sequence`, `page size` | as decode has them |
+    pub fn program(&self) -> Result<Program, Error> {
+        let refuse = |reason| Err(Error::configuration(self.name(), reason));
+        if !matches!(self.element, Element::F16 | Element::BF16) || !self.cache.is_narrow() {
+            return refuse("it makes f16 or bf16 of 8 bits");
+        }
+        let odd = |dim: &u32| *dim == 0 || !dim.is_multiple_of(CHUNK);
+        if [self.head_dim, self.value_head_dim].iter().any(odd) {
+            return refuse("a head dimension is not whole chunks of 16 bytes");
+        }
+        if !self.target.has(Capability::Fp8Conversion) {
+            return refuse("the target does not convert numbers of 8 bits");
+        }
+        let mut k = Builder::new(self.name(), self.target, THREADS);
+        self.write(&mut k);
+        Ok(k.finish()?)
+    }
+
+    fn write(&self, k: &mut Builder) {
+        let sides = [
+            (Tensor::Key, Tensor::KeyDescale, Tensor::WideKey),
+            (Tensor::Value, Tensor::ValueDescale, Tensor::WideValue),
+        ];
+        let scales = [self.cache.key_scales, self.cache.value_scales];
+        let dims = [self.head_dim, self.value_head_dim];
+        let mut tensors = Vec::new();
+        for (((from, descale, to), scales), dim) in sides.into_iter().zip(scales).zip(dims) {
+            tensors.push(Side {
+                from: Strided::parameters(k, from),
+                scales: ScaleSource::parameters(k, scales, descale),
+                to: Strided::parameters(k, to),
+                chunks: dim / CHUNK,
+            });
+        }
+        let blocks = DivisorRegisters::parameters(k, Number::KeyBlocks);
+        let heads = DivisorRegisters::parameters(k, Number::KeyHeads);
+        let span = Span {
+            starts: List::KeyStarts.address(k),
+            rows: Number::KeyRows.read(k),
+            most: Number::KeyLength.read(k),
+            lengths: List::KeyLengths.address(k),
+        };
+        let places = Places::parameters(k, self.paged);
+
+        let block = k.block_index();
+        let (sequence, block) = blocks.divide(k, block);
+        let (first, length) = span.of(k, sequence);
+        let entry = places.entry(k, sequence);
+        let begin = k.eval((block * POSITIONS).minimum(length));
+        let count = k.eval((length - begin).minimum(POSITIONS));
+        let thread = k.thread_index();
+        for side in &tensors {
+            let items = k.eval(count * heads.number * side.chunks);
+            k.for_range(thread, items, THREADS, |k, item| {
+                let vector = k.eval(item / side.chunks);
+                let chunk = k.eval(item - vector * side.chunks);
+                let (position, head) = heads.divide(k, vector);
+                let row = k.eval(first + begin + position);
+                let (page, within) = places.locate(k, entry, row);
+                let (from, to) = ([page, within, head], [sequence, row, head]);
+                self.chunk(k, side, (from, to), chunk);
+            });
+        }
+    }
+
+    /// Widens a chunk of a row.
+    fn chunk(
+        &self,
+        k: &mut Builder,
+        side: &Side,
+        (from, to): ([Reg<U32>; 3], [Reg<U32>; 3]),
+        chunk: Reg<U32>,
+    ) {
+        let source = side.from.row(k, self.cache.element, from);
+        let fours: [Packed; 4] =
+            k.load_packed_vector(self.cache.element, source + (chunk * CHUNK).convert::<U64>());
+        let scale: Option<Reg<F32>> = match &side.scales {
+            ScaleSource::PerToken(scales) => {
+                let address = scales.row(k, Element::F32, from);
+                Some(k.load(address))
+            }
+            scales => scales.of_head(k, to[0], from[2]),
+        };
+        let target = side.to.row(k, self.element, to);
+        let bytes = k.eval((chunk * (CHUNK * self.element.bytes())).convert::<U64>());
+        let target = k.eval(target + bytes);
+        for (half, fours) in (0u32..).zip(fours.chunks_exact(2)) {
+            let pairs: Vec<Packed> = (fours.iter().flat_map(|four| k.widen(*four)))
+                .collect::<Vec<Packed>>()
+                .into_iter()
+                .map(|pair| self.scaled(k, pair, scale))
+                .collect();
+            k.store_packed(target + 16 * half, &pairs);
+        }
+    }
+
+    /// Two numbers times their scale, rounded.
+    fn scaled(&self, k: &mut Builder, pair: Packed, scale: Option<Reg<F32>>) -> Packed {
+        if scale.is_none() && pair.element() == self.element {
+            return pair;
+        }
+        let mut numbers = k.unpack_as_f32(pair);
+        if let Some(scale) = scale {
+            numbers = numbers.map(|number| k.eval(number * scale));
+        }
+        k.pack_as(self.element, numbers[0], numbers[1])
+    }
+}
+
+/// Keys or values, from the cache to where they go.
+struct Side {
+    from: Strided,
+    scales: ScaleSource,
+    to: Strided,
+    /// Of a row.
+    chunks: u32,
+}

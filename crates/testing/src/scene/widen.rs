@@ -1,0 +1,43 @@
+//! Scenes of attention over 8-bit caches that are widened to 16 bits before.
+
+use flashcore::Problem;
+use kernels::forward::Workload;
+use kernels::{Batch, Cache, Configuration, Rules, Widen, mma};
+use ptx::Element;
+
+use super::call::dtype;
+use super::kernel::descale;
+use super::{Call, Place, Ragged, SceneError};
+
+impl Call {
+    /// The same call over keys and values that are made of something else than the kernel takes.
+    pub fn over_cache(self, cache: Cache) -> Self {
+        self.with(|problem| {
+            let mut problem: Problem = problem.with_kv_dtype(dtype(cache.element));
+            problem.descales.key = descale(cache.key_scales);
+            problem.descales.value = descale(cache.value_scales);
+            problem
+        })
+    }
+
+    /// What a kernel that widens is for: sequences of several blocks of keys, of one, of a key and of
+    /// none, some of whose queries see nothing.
+    pub(super) fn widened(it: &Widen) -> Result<Self, SceneError> {
+        let workload = Workload {
+            element: it.element,
+            head_dim: it.head_dim,
+            value_head_dim: it.value_head_dim,
+            rules: Rules::LOCAL,
+            query_length: 64,
+            key_length: 512,
+            heads: 4,
+            multiprocessors: 2,
+        };
+        let tuned = mma::tuned_batch(it.target, &workload, Element::F32, Batch::Ragged);
+        let kernel = tuned.ok_or_else(|| SceneError::Size("no kernel is tuned".to_owned()))?;
+        let place = if it.paged { Place::Paged(7) } else { Place::Apart };
+        let ragged = Ragged::new(vec![3, 5, 2, 1], vec![131, 64, 1, 0]).over(place);
+        let kernel = Configuration::Mma(kernel.configuration);
+        Ok(Call::ragged(kernel, ragged, [2, 1]).over_cache(it.cache))
+    }
+}

@@ -1,0 +1,160 @@
+//! Masks and scores as functions: on the CPU against the reference, and what the planner says.
+
+use flashcore::function::HostTensor;
+use flashcore::gpu::Chip;
+use flashcore::serving::{Placement, Sequences};
+use flashcore::{
+    Backend, CpuBackend, DType, InputTensors, Inputs, Mask, Plan, Preference, Problem, RunOptions,
+    Scores, Shape, Tensor,
+};
+use flashcore_testing::reference::{self, Rows};
+use flashcore_testing::{compare, compare_sequences};
+use ptx::Target;
+
+fn run(problem: &Problem, inputs: Inputs<'_>) -> flashcore::Output {
+    CpuBackend::new().run(problem, inputs, &RunOptions::default()).unwrap()
+}
+
+/// The CPU against the reference, which evaluates the same functions in f64.
+fn check(problem: &Problem, captured: &[HostTensor]) {
+    let tensors = InputTensors::random(problem, 7).unwrap();
+    let inputs = tensors.inputs().with_captured(captured);
+    let result = run(problem, inputs);
+    let rows = Rows::all(problem);
+    let reference = reference::attention(problem, inputs, &rows, None).unwrap();
+    let baseline = reference::baseline(problem, inputs, &rows, None).unwrap();
+    let verdict = compare(problem, &result, &reference, &baseline).unwrap();
+    assert!(verdict.passed, "{problem}: {verdict}");
+}
+
+fn ids() -> HostTensor {
+    let ids: Vec<i32> = (0..2 * 200).map(|it| it % 200 / 53).collect();
+    HostTensor::integers("ids", &ids, &[2, 200])
+}
+
+fn documents() -> Mask {
+    Mask::from_fn("documents", |at| {
+        let ids = at.integers("ids");
+        ids.load([at.batch(), at.query()]).eq(ids.load([at.batch(), at.key()]))
+    })
+}
+
+/// A mask by name and a function together.
+fn causal_documents() -> Mask {
+    Mask::CAUSAL.with_function(documents().function.unwrap())
+}
+
+#[test]
+fn the_cpu_follows_functions() {
+    let problem = Problem::new(2, 4, 67, 16).with_key_length(201).with_kv_heads(2);
+    let dilated = Mask::from_fn("dilated", |at| ((at.query() - at.key()) % 3).eq(0));
+    let nothing = Mask::from_fn("nothing", |at| at.boolean(false));
+    let capped = Scores::from_fn("capped", |score, _| 2.0 * (score / 2.0).tanh());
+    let biased = Scores::from_fn("biased", |score, at| {
+        score + at.floats("bias").load([at.head(), at.query(), at.key()])
+    });
+    let bias: Vec<f32> = (0..67 * 201).map(|it| (it % 17) as f32 * 0.1 - 0.8).collect();
+    let bias = HostTensor::floats("bias", &bias, &[4, 67, 201]).with_strides(&[0, 201, 1]);
+    for dtype in [DType::F32, DType::BF16] {
+        let problem = problem.clone().with_dtype(dtype);
+        check(&problem.clone().with_mask(documents()), &[ids()]);
+        check(&problem.clone().with_mask(dilated).with_scores(capped), &[]);
+        check(&problem.clone().with_mask(nothing), &[]);
+        check(&problem.clone().with_scores(biased.with_softcap(3.0)), std::slice::from_ref(&bias));
+        let both = causal_documents();
+        check(&problem.with_mask(both).with_scores(biased.with_sinks()), &[bias.clone(), ids()]);
+    }
+    // Few queries over many keys: chunks of the keys are tasks.
+    let few = Problem::new(2, 4, 3, 16).with_key_length(3500).with_dtype(DType::F32);
+    check(&few.with_mask(dilated), &[]);
+}
+
+/// A function that says what a mask by name says gives the same bits.
+#[test]
+fn causal_as_a_function_is_causal() {
+    let problem = Problem::new(1, 2, 70, 32).with_key_length(90).with_dtype(DType::F32);
+    let tensors = InputTensors::random(&problem, 1).unwrap();
+    let by_name = run(&problem.clone().with_mask(Mask::CAUSAL), tensors.inputs());
+    let function = Mask::from_fn("causal", |at| at.key().le(at.position()));
+    let by_function = run(&problem.with_mask(function), tensors.inputs());
+    assert_eq!(by_name.lse, by_function.lse);
+    assert_eq!(by_name.output.to_f32(), by_function.output.to_f32());
+}
+
+#[test]
+fn a_key_that_a_function_hides_may_be_anything() {
+    let odd = Mask::from_fn("even", |at| (at.key() % 2).eq(0));
+    let problem = Problem::new(1, 1, 5, 8).with_key_length(6).with_dtype(DType::F32);
+    let problem = problem.with_mask(odd);
+    let tensors = InputTensors::random(&problem, 1).unwrap();
+    let poisoned = |tensor: &Tensor| {
+        Tensor::from_fn(DType::F32, tensor.shape(), |[batch, key, head, dim]| match key % 2 {
+            0 => tensor.head(batch, head).row(key)[dim],
+            1 if key == 3 => f32::INFINITY,
+            _ => f32::NAN,
+        })
+    };
+    let [key, value] = [&tensors.key, &tensors.value].map(|tensor| poisoned(tensor).unwrap());
+    let good = run(&problem, tensors.inputs());
+    let found = run(&problem, Inputs { key: &key, value: &value, ..tensors.inputs() });
+    assert_eq!(good.output.to_f32(), found.output.to_f32());
+    assert_eq!(good.lse, found.lse);
+}
+
+/// Functions know which sequence of a ragged batch they stand in.
+#[test]
+fn ragged_batches_follow_functions() {
+    let problem = Problem::new(3, 2, 1, 16).with_dtype(DType::F32);
+    let problem = problem.with_mask(causal_documents());
+    let [queries, keys] = [vec![0, 20, 20, 65], vec![0, 60, 63, 108]];
+    let ids =
+        HostTensor::integers("ids", &(0..180).map(|it| it % 7 / 3).collect::<Vec<_>>(), &[3, 60]);
+    let total = |starts: &[usize]| Shape::new(1, starts[3], 2, 16);
+    let tensor = |shape, seed| Tensor::random(DType::F32, shape, seed).unwrap();
+    let [query, key, value] =
+        [tensor(total(&queries), 1), tensor(total(&keys), 2), tensor(total(&keys), 3)];
+    let sequences =
+        Sequences::new(problem, Placement::packed(queries), Placement::packed(keys)).unwrap();
+    let captured = [ids];
+    let inputs = Inputs::new(&query, &key, &value).with_captured(&captured);
+    let (problem, inputs) = sequences.over(inputs).unwrap();
+    let result = run(&problem, inputs);
+    let rows = Rows::of(&sequences);
+    let reference = reference::attention(&problem, inputs, &rows, None).unwrap();
+    let baseline = reference::baseline(&problem, inputs, &rows, None).unwrap();
+    let verdict = compare_sequences(&sequences, &result, &reference, &baseline).unwrap();
+    assert!(verdict.passed, "{verdict}");
+}
+
+#[test]
+fn tensors_of_functions_are_looked_at_first() {
+    let problem = Problem::new(2, 2, 8, 8).with_dtype(DType::F32).with_mask(documents());
+    let tensors = InputTensors::random(&problem, 1).unwrap();
+    let refusal = |captured: &[HostTensor]| {
+        let inputs = tensors.inputs().with_captured(captured);
+        CpuBackend::new().run(&problem, inputs, &RunOptions::default()).unwrap_err().to_string()
+    };
+    assert_eq!(refusal(&[]), "tensor ids of a function is missing");
+    assert_eq!(refusal(&[ids(), ids()]), "there are two tensors ids");
+    let wrong = HostTensor::floats("ids", &[0.0; 4], &[2, 2]);
+    assert_eq!(refusal(&[wrong]), "tensor ids is made of f32, expected i32");
+    let other = HostTensor::floats("other", &[0.0; 4], &[4]);
+    assert_eq!(refusal(&[ids(), other]), "no function loads from tensor other");
+}
+
+/// Which family takes a function, and why the others do not.
+#[test]
+fn the_planner_knows_who_takes_functions() {
+    let planned =
+        |chip: &Chip, problem: &Problem| Plan::on_chip(chip, problem, &Preference::default());
+    let problem = Problem::new(1, 8, 512, 64).with_dtype(DType::BF16).with_mask(documents());
+    let kernel = |chip: &Chip, problem: &Problem| planned(chip, problem).unwrap().chosen.kernel;
+    assert_eq!(kernel(&Chip::H200, &problem), "forward");
+    assert_eq!(kernel(&Chip::typical(Target::SM_89), &problem), "mma");
+    assert_eq!(kernel(&Chip::typical(Target::SM_75), &problem), "scalar");
+    let few = Problem::new(1, 8, 1, 64).with_key_length(512).with_mask(documents());
+    let plan = planned(&Chip::H200, &few).unwrap();
+    assert_ne!(plan.chosen.kernel, "decode");
+    let refused = planned(&Chip::H200, &problem.backward()).unwrap_err().to_string();
+    assert!(refused.contains("is a function, and has no gradients"), "{refused}");
+}

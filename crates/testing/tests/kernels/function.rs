@@ -1,0 +1,360 @@
+//! Masks and scores as functions: random ones, by themselves and in attention.
+
+use flashcore::random::mix;
+use flashcore_testing::scene::{Call, Place, Ragged};
+use kernels::attention::function::{Function, Here, HostTensor, Kind, Row, Stored};
+use kernels::forward::{Form, every_prefill, every_tuned};
+use kernels::parameter::{Captured, CapturedPart, Number, Parameter, Tensor};
+use kernels::product::Source;
+use kernels::{Batch, Configuration, Forward, Mma, Prefill, Rules, Scalar};
+use ptx::{Element, Target};
+use sim::{Argument, Launch, Memory, Mode, Options};
+
+use crate::every_schedule;
+
+/// Random numbers under a seed.
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, most: usize) -> usize {
+        self.0 = mix(self.0);
+        (self.0 >> 33) as usize % most
+    }
+
+    fn word<'a>(&mut self, words: &[&'a str]) -> &'a str {
+        words[self.below(words.len())]
+    }
+
+    /// An integer expression.
+    fn integer(&mut self, depth: usize) -> String {
+        if depth == 0 {
+            return match self.below(6) {
+                0 => (self.below(41) as i32 - 20).to_string(),
+                1 => self.word(&["0", "-1", "2147483647", "-2147483648", "16"]).to_owned(),
+                2 => self.word(&["batch", "head", "query_length", "key_length"]).to_owned(),
+                _ => self.word(&["query", "key"]).to_owned(),
+            };
+        }
+        let [a, b] = [self.integer(depth - 1), self.integer(depth - 1)];
+        match self.below(18) {
+            0..10 => {
+                let operations =
+                    ["add", "sub", "mul", "div", "rem", "min", "max", "and", "or", "xor"];
+                format!("({} {a} {b})", self.word(&operations))
+            }
+            // Divisors as people write them.
+            10 => format!("({} {a} {})", self.word(&["div", "rem"]), 1 + self.below(20)),
+            11 => format!("({} {a} {b})", self.word(&["shl", "shr"])),
+            12 => format!("({} {a})", self.word(&["neg", "abs", "not"])),
+            13 => format!("(select {} {a} {b})", self.truth(depth - 1)),
+            14 => format!("(i32 (load floats {a} {b}))"),
+            15 => format!("(load long {a} {b} 1)"),
+            _ => format!("(load ids {a})"),
+        }
+    }
+
+    fn truth(&mut self, depth: usize) -> String {
+        if depth == 0 {
+            return self.word(&["true", "false", "(ge query key)", "(lt key 9)"]).to_owned();
+        }
+        match self.below(6) {
+            0 => format!("(not {})", self.truth(depth - 1)),
+            1 | 2 => {
+                let [a, b] = [self.truth(depth - 1), self.truth(depth - 1)];
+                format!("({} {a} {b})", self.word(&["and", "or", "xor"]))
+            }
+            3 => {
+                let [a, b] = [self.exact_float(), self.exact_float()];
+                format!("({} {a} {b})", self.word(&["eq", "ne", "lt", "le", "gt", "ge"]))
+            }
+            _ => {
+                let [a, b] = [self.integer(depth - 1), self.integer(depth - 1)];
+                format!("({} {a} {b})", self.word(&["eq", "ne", "lt", "le", "gt", "ge"]))
+            }
+        }
+    }
+
+    /// A float that has no rounding errors: what comparisons may be about.
+    fn exact_float(&mut self) -> String {
+        match self.below(4) {
+            0 => self.word(&["0.0", "1.5", "-2.0", "inf", "-inf", "NaN"]).to_owned(),
+            1 => "(load floats query key)".to_owned(),
+            2 => "(load halves key)".to_owned(),
+            _ => format!("(f32 {})", self.word(&["query", "key", "(sub query key)"])),
+        }
+    }
+
+    /// A float of moderate size, so that its error is known.
+    fn float(&mut self, depth: usize, score: bool) -> String {
+        if depth == 0 {
+            return match self.below(5) {
+                0 => format!("{:?}", self.below(400) as f32 / 100.0 - 2.0),
+                1 => "(load floats query key)".to_owned(),
+                2 => "(load halves key)".to_owned(),
+                3 => "(f32 (rem (sub query key) 8))".to_owned(),
+                _ => (if score { "score" } else { "1.0" }).to_owned(),
+            };
+        }
+        let [a, b] = [self.float(depth - 1, score), self.float(depth - 1, score)];
+        match self.below(9) {
+            0 | 1 => format!("({} {a} {b})", self.word(&["add", "sub", "min", "max"])),
+            2 => format!("(max -8.0 (min (mul {a} {b}) 8.0))"),
+            3 => format!("(div {a} (add (abs {b}) 1.0))"),
+            4 => format!("(exp2 (tanh {a}))"),
+            5 => format!("(log2 (add (abs {a}) 1.0))"),
+            6 => format!("({} {a})", self.word(&["neg", "abs", "tanh"])),
+            _ => format!("(select {} {a} {b})", self.truth(depth - 1)),
+        }
+    }
+
+    fn function(&mut self, kind: Kind) -> Function {
+        let body = match kind {
+            Kind::Mask => self.truth(3),
+            Kind::Score => self.float(4, true),
+        };
+        let tensors = "(tensor ids i32 1) (tensor floats f32 2) (tensor long i64 3) \
+                       (tensor halves bf16 1)";
+        let text = format!("({} random {tensors} {body})", kind.name());
+        text.parse().unwrap_or_else(|error| panic!("{error}: {text}"))
+    }
+}
+
+const SIZES: [usize; 4] = [2, 3, 19, 22];
+
+fn tensors() -> Vec<HostTensor> {
+    let integers: Vec<i32> = (0..17).map(|it| (it * it * 7) % 11 - 5).collect();
+    let floats: Vec<f32> = (0..24).map(|it| ((it * 5) % 13) as f32 * 0.25 - 1.5).collect();
+    let long: Vec<i64> = (0..60).map(|it| (it * 31) % 100 - 50 + ((it % 3) << 33)).collect();
+    let long = long.iter().flat_map(|it| it.to_le_bytes()).collect();
+    let halves: Vec<u8> =
+        floats[..9].iter().flat_map(|it| ((it.to_bits() >> 16) as u16).to_le_bytes()).collect();
+    vec![
+        HostTensor::integers("ids", &integers, &[17]),
+        // Broadcast over the first index, and with a gap.
+        HostTensor::floats("floats", &floats, &[20, 12]).with_strides(&[0, 2]),
+        HostTensor::new("long", Stored::I64, &[5, 6, 2], long),
+        HostTensor::new("halves", Stored::BF16, &[9], halves),
+    ]
+}
+
+/// The scores of a function's table, from the simulator.
+fn simulated(function: Function, tensors: &[HostTensor], scores: &[f32]) -> Vec<f32> {
+    let program = function.table(Target::SM_80).unwrap();
+    let mut memory = Memory::new();
+    let before = memory.input_f32("before", scores);
+    let after = memory.output("after", 4 * scores.len());
+    let captured: Vec<_> =
+        tensors.iter().map(|it| memory.input(&it.name, it.bytes.clone())).collect();
+    let argument = |parameter: &Parameter| match *parameter {
+        Parameter::Tensor(Tensor::Query) => Argument::Address(before, 0),
+        Parameter::Tensor(_) => Argument::Address(after, 0),
+        Parameter::Number(number) => Argument::U32(match number {
+            Number::Batch => SIZES[0],
+            Number::QueryHeads => SIZES[1],
+            Number::QueryLength => SIZES[2],
+            _ => SIZES[3],
+        } as u32),
+        Parameter::Captured(Captured { index, part, .. }) => {
+            let name = &function.tensors()[index as usize].name;
+            let index = tensors.iter().position(|it| it.name == *name).unwrap();
+            match part {
+                CapturedPart::Address => Argument::Address(captured[index], 0),
+                CapturedPart::Extent(it) => {
+                    Argument::U32(tensors[index].extents[it as usize] as u32)
+                }
+                CapturedPart::Stride(it) => {
+                    Argument::U64(tensors[index].strides[it as usize] as u64)
+                }
+            }
+        }
+        other => panic!("{other}"),
+    };
+    let parameters = Parameter::of(&program.parameters).unwrap();
+    let arguments = parameters.iter().map(argument).collect();
+    let launch = Launch { program: &program, grid: 1, arguments };
+    let text = function.text();
+    sim::run(&launch, &mut memory, &Options::default()).unwrap_or_else(|it| panic!("{text}: {it}"));
+    memory.f32(after)
+}
+
+/// A thousand random functions: printed, parsed, evaluated on the host and in a kernel alike.
+#[test]
+fn random_functions_are_the_same_everywhere() {
+    let [batch, heads, queries, keys] = SIZES;
+    let tensors = tensors();
+    let scores: Vec<f32> = (0..batch * heads * queries * keys)
+        .map(|index| (mix(index as u64) % 1000) as f32 / 250.0 - 2.0)
+        .collect();
+    for seed in 0..1000 {
+        let kind = Kind::ALL[seed as usize % 2];
+        let function = Dice(seed).function(kind);
+        assert_eq!(function.text().parse::<Function>().unwrap(), function);
+        let found = simulated(function, &tensors, &scores);
+        for (row, (found, scores)) in found.chunks(keys).zip(scores.chunks(keys)).enumerate() {
+            let here = Here {
+                batch: (row / queries / heads) as i32,
+                head: (row / queries % heads) as i32,
+                query: (row % queries) as i32,
+                query_length: queries as i32,
+                key_length: keys as i32,
+            };
+            let mut expected = Row::new(function, &tensors, here);
+            for (key, (found, score)) in found.iter().zip(scores).enumerate() {
+                let score = f64::from(*score);
+                let expected = match kind {
+                    Kind::Score => expected.score(key, score),
+                    Kind::Mask if expected.sees(key) => score,
+                    Kind::Mask => f64::NEG_INFINITY,
+                };
+                let found = f64::from(*found);
+                let near = found == expected || (found - expected).abs() < 1e-3;
+                assert!(near, "{function} is {found}, not {expected}, at {here:?}, key {key}");
+            }
+        }
+    }
+}
+
+/// Rules with a mask of every kind of dependence, and a score.
+fn rules() -> Vec<Rules> {
+    let causal = Function::mask("causal", |at| at.position().ge(at.key()));
+    let documents = Function::mask("documents", |at| {
+        let ids = at.integers("ids");
+        ids.load([at.batch(), at.query()]).eq(ids.load([at.batch(), at.key()]))
+    });
+    let dilated = Function::mask("dilated", |at| ((at.query() - at.key()) % 3).eq(at.head()));
+    let nothing = Function::mask("nothing", |at| at.query().lt(0));
+    let capped = Function::score("capped", |score, _| 1.5 * (score / 1.5).tanh());
+    let biased = Function::score("biased", |score, at| {
+        score + at.floats("bias").load([at.head(), at.query(), at.key()])
+    });
+    let cooled = Function::score("cooled", |score, at| {
+        score * at.floats("temperature").load([at.head()]) - 0.01 * at.key().to_f32()
+    });
+    let with = |mask: Option<Function>, score: Option<Function>, rules: Rules| Rules {
+        mask_function: mask,
+        score_function: score,
+        ..rules
+    };
+    vec![
+        with(Some(causal), None, Rules::DENSE),
+        with(Some(documents), None, Rules::CAUSAL),
+        with(Some(dilated), Some(capped), Rules::DENSE),
+        with(Some(nothing), None, Rules::DENSE),
+        with(None, Some(biased), Rules::LOCAL),
+        with(Some(documents), Some(cooled), Rules { softcap: true, alibi: true, ..Rules::DENSE }),
+        with(Some(dilated), Some(biased), Rules { sinks: true, ..Rules::CAUSAL }),
+    ]
+}
+
+/// The tensors that they load from; shorter than some sequences, so that loads are outside.
+fn captured(rules: &Rules) -> Vec<HostTensor> {
+    let ids: Vec<i32> = (0..2 * 120).map(|it| it % 120 / 37).collect();
+    let number = |index: usize| (mix(index as u64) % 100) as f32 / 50.0 - 1.0;
+    let bias: Vec<f32> = (0..90 * 100).map(number).collect();
+    let all = [
+        HostTensor::integers("ids", &ids, &[2, 120]),
+        HostTensor::floats("bias", &bias, &[2, 90, 100]).with_strides(&[0, 100, 1]),
+        HostTensor::floats("temperature", &[0.5, 1.25], &[2]),
+    ];
+    let loaded = |it: &HostTensor| {
+        rules.functions().any(|function| function.tensors().iter().any(|spec| spec.name == it.name))
+    };
+    all.into_iter().filter(loaded).collect()
+}
+
+fn checked(call: Call, rules: &Rules) {
+    let call = Call { captured: captured(rules), ..call };
+    every_schedule(&call.scene().unwrap(), Mode::Checked, 1);
+}
+
+const SIZE: ([usize; 2], [usize; 2]) = ([70, 130], [2, 1]);
+
+#[test]
+fn scalar_follows_functions() {
+    for rules in rules() {
+        let (target, element) = (Target::SM_80, Element::F16);
+        let scalar = Scalar { target, element, head_dim: 16, value_head_dim: 8, rules };
+        checked(Call::new(Configuration::Scalar(scalar), 2, [13, 50], [2, 1]), &rules);
+    }
+}
+
+fn mma(rules: Rules) -> Mma {
+    Mma {
+        target: Target::SM_80,
+        element: Element::BF16,
+        head_dim: 64,
+        value_head_dim: 64,
+        rules,
+        batch: Batch::Equal,
+        warps: 2,
+        row_tiles: 2,
+        key_block: 32,
+        ahead: 1,
+        query_source: Source::Shared,
+        residents: 1,
+        accumulate: Element::F32,
+        split: false,
+    }
+}
+
+#[test]
+fn mma_follows_functions() {
+    for rules in rules() {
+        let (lengths, heads) = SIZE;
+        checked(Call::new(Configuration::Mma(mma(rules)), 2, lengths, heads), &rules);
+    }
+}
+
+#[test]
+fn split_and_ragged_mma_follow_functions() {
+    let rules = rules();
+    let split = Mma { split: true, ..mma(rules[2]) };
+    checked(Call::new(Configuration::Mma(split), 1, [40, 200], [2, 1]), &rules[2]);
+    let ragged = Ragged::new(vec![2, 67, 1, 0], vec![1, 68, 0, 5]);
+    for (batch, place) in [(Batch::Ragged, Place::Apart), (Batch::Paged, Place::Paged(5))] {
+        let mma = Mma { batch, ..mma(rules[1]) };
+        let call = Call::ragged(Configuration::Mma(mma), ragged.over(place), [2, 1]);
+        checked(call, &rules[1]);
+    }
+}
+
+#[test]
+fn forward_follows_functions() {
+    for (index, rules) in rules().into_iter().enumerate() {
+        let forward = Forward {
+            element: Element::BF16,
+            output: Element::BF16,
+            head_dim: 64,
+            value_head_dim: 64,
+            rules,
+            warpgroups: 1 + index as u32 % 2,
+            key_block: 32,
+            stages: 2,
+            query_buffers: 1,
+            form: if index == 2 { Form::COMPACT } else { Form::FULL },
+            ..every_tuned()[0]
+        };
+        let (lengths, heads) = SIZE;
+        checked(Call::new(Configuration::Forward(forward), 2, lengths, heads), &rules);
+    }
+}
+
+#[test]
+fn prefill_follows_functions() {
+    for rules in rules().into_iter().skip(4) {
+        let rules = Rules { mask: kernels::MaskKind::Local, ..rules };
+        let tile = Forward {
+            element: Element::BF16,
+            output: Element::BF16,
+            head_dim: 64,
+            value_head_dim: 64,
+            rules,
+            warpgroups: 1,
+            key_block: 32,
+            ..every_prefill()[0].tile
+        };
+        let ragged = Ragged::new(vec![2, 67, 1, 0], vec![1, 68, 0, 5]).over(Place::Apart);
+        let prefill = Prefill { tile, page_rows: None };
+        checked(Call::ragged(Configuration::Prefill(prefill), ragged, [2, 1]), &rules);
+    }
+}
