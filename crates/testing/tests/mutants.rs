@@ -12,7 +12,7 @@ const VALUES: usize = 30;
 
 /// The share of these that is noticed, where it is not the 95 % that it should be: a little less than
 /// what was reached, for the sample is another one whenever a kernel changes.
-const NOTICED: [(&str, f64); 7] = [
+const NOTICED: [(&str, f64); 8] = [
     ("forward", 0.86),
     ("prefill", 0.89),
     ("mma", 0.81),
@@ -20,6 +20,7 @@ const NOTICED: [(&str, f64); 7] = [
     ("append", 0.80),
     ("sequencer", 0.80),
     ("backward", 0.65),
+    ("backward-mma", 0.55),
 ];
 
 fn count(kind: Kind) -> usize {

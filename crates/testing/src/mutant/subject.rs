@@ -6,6 +6,7 @@
 use kernels::append::Rotary;
 use kernels::backward::{Rounding, RowSums};
 use kernels::forward::{Form, every_tuned};
+use kernels::mma::BackwardMma;
 use kernels::product::Source;
 use kernels::sequencer::Tiles;
 use kernels::{
@@ -33,6 +34,7 @@ pub fn subjects() -> Vec<Configuration> {
     all.extend(sequencers().map(Configuration::Sequencer));
     all.extend(row_sums().map(Configuration::RowSums));
     all.extend(backwards().map(Configuration::Backward));
+    all.extend(backward_mmas().map(Configuration::BackwardMma));
     all.extend(roundings().map(Configuration::Rounding));
     all
 }
@@ -158,6 +160,26 @@ fn backwards() -> [Backward; 2] {
     };
     let rules = Rules { mask: MaskKind::Local, alibi: true, ..Rules::DENSE };
     [narrow, Backward { head_dim: 72, value_head_dim: 24, rules, query_block: 64, ..narrow }]
+}
+
+/// Few warps, two that share their keys.
+fn backward_mmas() -> [BackwardMma; 2] {
+    backwards().map(|it| BackwardMma {
+        target: Target::SM_80,
+        element: it.element,
+        head_dim: it.head_dim,
+        value_head_dim: it.value_head_dim,
+        rules: it.rules,
+        key_tiles: 1,
+        key_warps: 2,
+        column_warps: 2,
+        query_block: 32,
+        part: 16,
+        ahead: 1,
+        residents: 1,
+        deterministic: false,
+        batch: it.batch,
+    })
 }
 
 fn row_sums() -> [RowSums; 2] {
