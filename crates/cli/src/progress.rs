@@ -31,8 +31,13 @@ impl Bar {
     /// A line above the bar.
     pub(crate) fn note(&self, text: &str) {
         if self.terminal {
-            self.bar.suspend(|| eprintln!("{text}"));
+            self.warn(text);
         }
+    }
+
+    /// The same where nobody looks, too: it may be why there are no results.
+    pub(crate) fn warn(&self, text: &str) {
+        self.bar.suspend(|| eprintln!("{text}"));
     }
 }
 

@@ -95,7 +95,7 @@ impl Argument {
 
 /// The most arguments a kernel can be launched with. CUDA's own limit is in
 /// bytes, 4 KiB on every device; this one keeps the launch off the heap.
-pub const MAX_ARGUMENTS: usize = 64;
+pub const MAX_ARGUMENTS: usize = 96;
 
 /// The arguments of a kernel, in order.
 ///

@@ -181,7 +181,7 @@ impl Observer for Bar {
     }
 
     fn note(&mut self, text: &str) {
-        Bar::note(self, text);
+        self.warn(text);
     }
 
     fn cell(&mut self, results: &Results, cell: &Cell) {
@@ -201,6 +201,9 @@ fn measure(arguments: &Measure) -> Result<Answer, Box<dyn Error>> {
     let mut screen = Bar::new("measuring");
     let results = harness::bench::run(&options, &mut screen)?;
     drop(screen);
+    if results.cells.is_empty() {
+        return Err("nothing was measured: no candidate ran any of the problems".into());
+    }
     let passed = results.wrong().is_empty() && results.unbelievable().is_empty();
     let mut written = String::new();
     if let Some(prefix) = &arguments.output {

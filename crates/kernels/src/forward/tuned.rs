@@ -266,8 +266,8 @@ const PREFILL_RULES: &[Rule] = &[
 
 // A second accumulator and weights of 8 bits: docs/fp8-forward.md counts what fits.
 const FP8_64X128: Tile = Tile { form: Form::COMPACT, ..TILE_64X128 };
-const FP8_192X160: Tile =
-    Tile { warpgroups: 3, key_block: 160, form: Form::COMPACT, ..TILE_128X128 };
+const FP8_192X128: Tile = Tile { warpgroups: 3, form: Form::COMPACT, ..TILE_128X128 };
+const FP8_192X160: Tile = Tile { key_block: 160, ..FP8_192X128 };
 const FP8_128X128: Tile = Tile { form: Form::COMPACT, ..TILE_128X128 };
 const FP8_128X128_ONE_BUFFER: Tile = Tile { query_buffers: 1, ..FP8_128X128 };
 const FP8_128X192: Tile = Tile { key_block: 192, ..FP8_128X128_ONE_BUFFER };
@@ -278,10 +278,16 @@ const FP8_FEW_ROWS: Rule = Rule { tile: FP8_64X128, ..FEW_ROWS };
 const FP8_UP_TO_64: Rule = Rule {
     dims: (64, 64),
     masks: Masks::Both,
-    length: ANY_LENGTH,
+    length: 1024,
     few: false,
+    tile: FP8_192X128,
+    reason: "192 x 128 tiles in e4m3 keep the exponentials of three warpgroups going",
+};
+const FP8_UP_TO_64_LONG: Rule = Rule {
+    length: ANY_LENGTH,
     tile: FP8_192X160,
-    reason: "192 x 160 tiles in e4m3 keep the exponentials of three warpgroups going",
+    reason: "192 x 160 tiles in e4m3 are ahead where keys are many",
+    ..FP8_UP_TO_64
 };
 const FP8_UP_TO_128: Rule = Rule {
     dims: (128, 128),
@@ -296,13 +302,22 @@ const FP8_UP_TO_128: Rule = Rule {
 const FP8_RULES: &[Rule] = &[
     FP8_FEW_ROWS,
     FP8_UP_TO_64,
+    FP8_UP_TO_64_LONG,
+    Rule {
+        dims: (128, 128),
+        masks: Masks::Dense,
+        length: 4096,
+        few: false,
+        tile: FP8_128X192,
+        reason: "128 x 192 tiles in e4m3 leave registers for a second accumulator",
+    },
     Rule {
         dims: (128, 128),
         masks: Masks::Dense,
         length: ANY_LENGTH,
         few: false,
         tile: FP8_128X224,
-        reason: "128 x 224 tiles in e4m3 leave registers for a second accumulator",
+        reason: "128 x 224 tiles in e4m3 add sums less often where keys are many",
     },
     Rule { length: 2048, ..FP8_UP_TO_128 },
     Rule {
@@ -327,6 +342,7 @@ const FP8_RULES: &[Rule] = &[
 const FP8_PREFILL_RULES: &[Rule] = &[
     FP8_FEW_ROWS,
     FP8_UP_TO_64,
+    FP8_UP_TO_64_LONG,
     FP8_UP_TO_128,
     Rule {
         dims: (256, 256),
