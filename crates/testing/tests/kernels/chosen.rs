@@ -7,6 +7,7 @@ use flashcore::Problem;
 use flashcore::gpu::Chip;
 use flashcore::plan::{Arrangement, candidates};
 use flashcore_testing::scene::Call;
+use kernels::shipped;
 use ptx::Target;
 use sim::{Mode, Policy};
 
@@ -52,4 +53,16 @@ fn every_family_is_right_as_it_is_launched() {
         ("scalar", 1),
     ];
     assert_eq!(kernels, all, "{served:?}");
+}
+
+/// Whatever a plan launches, the driver's arguments have room for it.
+#[test]
+fn arguments_of_a_launch_suffice() {
+    for target in Target::NAMED {
+        for configuration in shipped(target) {
+            let program = configuration.program().unwrap();
+            let count = program.parameters.len();
+            assert!(count <= cuda::MAX_ARGUMENTS, "{}: {count}", program.name);
+        }
+    }
 }
