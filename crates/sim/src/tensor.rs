@@ -179,8 +179,8 @@ const NARROW_BITS: i32 = 13;
 ///
 /// ```
 /// // 8192 leaves nothing of a half, and one of one and a half.
-/// assert_eq!(sim::narrow_sum(8192.0, [0.5; 32].into_iter()), 8192.0);
-/// assert_eq!(sim::narrow_sum(8192.0, [1.5; 32].into_iter()), 8192.0 + 32.0);
+/// assert_eq!(flashcore_sim::narrow_sum(8192.0, [0.5; 32].into_iter()), 8192.0);
+/// assert_eq!(flashcore_sim::narrow_sum(8192.0, [1.5; 32].into_iter()), 8192.0 + 32.0);
 /// ```
 pub fn narrow_sum(old: f32, products: impl Iterator<Item = f64> + Clone) -> f32 {
     let old = old as f64;
