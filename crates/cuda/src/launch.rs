@@ -543,10 +543,10 @@ mod tests {
         );
         assert!(arguments.check("k", &[Address, U32, I32, F32, Address]).is_err());
         let mut many = Arguments::new();
-        for value in 0..65u32 {
+        for value in 0..=MAX_ARGUMENTS as u32 {
             many.push(value);
         }
-        assert!(many.check("k", &[U32; 65]).is_err());
+        assert!(many.check("k", &[U32; MAX_ARGUMENTS + 1]).is_err());
     }
 
     #[test]
