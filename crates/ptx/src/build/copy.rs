@@ -22,14 +22,7 @@ impl Builder {
         src: impl Into<Value<GlobalAddress>>,
         valid: Option<Reg<U32>>,
     ) {
-        let (dst, src) = (self.address(dst), self.address(src));
-        self.push(Instruction::CopyAsync {
-            dst,
-            src,
-            bytes: 16,
-            source_bytes: valid.map(Into::into),
-            cache: CopyCache::L2Only,
-        });
+        self.copy_async_bytes(dst.into(), src.into(), valid, 16, CopyCache::L2Only);
     }
 
     /// The same with 4 bytes.
@@ -40,14 +33,21 @@ impl Builder {
         src: impl Into<Value<GlobalAddress>>,
         valid: Option<Reg<U32>>,
     ) {
+        self.copy_async_bytes(dst.into(), src.into(), valid, 4, CopyCache::All);
+    }
+
+    #[track_caller]
+    fn copy_async_bytes(
+        &mut self,
+        dst: Value<SharedAddress>,
+        src: Value<GlobalAddress>,
+        valid: Option<Reg<U32>>,
+        bytes: u32,
+        cache: CopyCache,
+    ) {
         let (dst, src) = (self.address(dst), self.address(src));
-        self.push(Instruction::CopyAsync {
-            dst,
-            src,
-            bytes: 4,
-            source_bytes: valid.map(Into::into),
-            cache: CopyCache::All,
-        });
+        let source_bytes = valid.map(Into::into);
+        self.push(Instruction::CopyAsync { dst, src, bytes, source_bytes, cache });
     }
 
     /// Closes the group of the thread's `copy_async`s since the last close.

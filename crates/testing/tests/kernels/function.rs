@@ -5,12 +5,12 @@ use flashcore_testing::scene::{Call, Place, Ragged};
 use kernels::attention::function::{Function, Here, HostTensor, Kind, Row, Stored};
 use kernels::forward::{Form, every_prefill, every_tuned};
 use kernels::parameter::{Captured, CapturedPart, Number, Parameter, Tensor};
-use kernels::product::Source;
 use kernels::{Batch, Configuration, Forward, Mma, Prefill, Rules, Scalar};
 use ptx::{Element, Target};
 use sim::{Argument, Launch, Measure, Memory, Mode, Options, Policy};
 
 use crate::every_schedule;
+use crate::mma::small;
 
 /// Random numbers under a seed.
 struct Dice(u64);
@@ -279,22 +279,7 @@ fn scalar_follows_functions() {
 }
 
 fn mma(rules: Rules) -> Mma {
-    Mma {
-        target: Target::SM_80,
-        element: Element::BF16,
-        head_dim: 64,
-        value_head_dim: 64,
-        rules,
-        batch: Batch::Equal,
-        warps: 2,
-        row_tiles: 2,
-        key_block: 32,
-        ahead: 1,
-        query_source: Source::Shared,
-        residents: 1,
-        accumulate: Element::F32,
-        split: false,
-    }
+    Mma { rules, ..small() }
 }
 
 #[test]

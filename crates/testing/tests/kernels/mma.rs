@@ -11,7 +11,7 @@ use sim::{Budget, Measure, Mode, Options, Policy};
 use crate::every_schedule;
 
 /// A small configuration that has every part.
-fn small() -> Mma {
+pub(crate) fn small() -> Mma {
     Mma {
         target: Target::SM_80,
         element: Element::BF16,
