@@ -44,7 +44,7 @@ use ptx::{Block, Instruction, Place, Program, Statement, StatementKind, Type};
 pub use equivalent::{EQUIVALENTS, Equivalent};
 pub use generate::every;
 pub use subject::{families, subjects};
-pub use survey::{Outcome, Score, Survey, sample, survey};
+pub use survey::{Listed, Outcome, Score, Survey, sample, survey};
 pub use trial::{Killer, Trial, Verdict};
 
 /// What kind of change it is.

@@ -230,12 +230,12 @@ fn backward_mmas() -> [BackwardMma; 3] {
 
 fn row_sums() -> [RowSums; 2] {
     let [narrow, wide, ..] = backwards();
-    [narrow, wide].map(|it| it.row_sums())
+    [narrow, wide].map(|it| it.pass().row_sums())
 }
 
 fn roundings() -> [Rounding; 2] {
     let [narrow, wide, ..] = backwards();
-    [narrow, wide].map(|it| it.rounding())
+    [narrow, wide].map(|it| it.pass().rounding())
 }
 
 fn sink_gradients() -> [SinkGradients; 2] {

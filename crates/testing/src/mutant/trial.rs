@@ -131,6 +131,11 @@ impl Trial {
         &self.program
     }
 
+    /// What the list of equivalents says of a mutant that nobody noticed.
+    pub fn listed(&self, mutant: &Mutant) -> Option<&'static Equivalent> {
+        equivalent::find(&self.program.name, mutant, false)
+    }
+
     /// Shows a mutant to everyone until somebody notices.
     pub fn judge(&self, mutant: &Mutant) -> Verdict {
         let unreached = mutant.instruction.is_some_and(|index| !self.reached[index]);

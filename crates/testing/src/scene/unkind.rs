@@ -50,9 +50,11 @@ impl Scene {
             Configuration::SinkGradients(it) => {
                 // More blocks of rows than one round takes, of several sequences; rows without keys.
                 let after = it.after().unwrap_or(*kernel);
-                let sizes = [(1, [1100, 60]), (3, [700, 40])];
+                // Few rows, so that each of them weighs; all warps; rows of another round.
+                let few = [(1, [1, 1]), (1, [5, 3]), (2, [9, 11]), (1, [70, 66]), (1, [270, 270])];
+                let sizes = few.into_iter().chain([(1, [1100, 60]), (3, [700, 40])]);
                 let calls = sizes.map(|(batch, lengths)| Call::new(after, batch, lengths, [2, 1]));
-                calls.iter().map(|call| call.scene_of(3)).collect()
+                calls.map(|call| call.scene_of(3)).collect()
             }
             _ => Ok(Vec::new()),
         };
@@ -106,10 +108,12 @@ fn backward(
         // further on.
         MaskKind::Local | MaskKind::Chunked => {
             let windows = [(Some(5), Some(2)), (Some(1), Some(0)), (Some(0), Some(rows))];
-            all.extend(windows.map(|(left, right)| {
-                call([2 * rows + 70, 2 * rows + 70], [1, 1])
-                    .with(|it| it.with_scale(scale).with_mask(Mask::window(left, right)))
-            }));
+            for (left, right) in windows {
+                for (length, heads) in [(2 * rows + 70, 1), (3 * rows + 5, 3)] {
+                    let call = call([length, length], [heads, 1]).with(|it| it.with_scale(scale));
+                    all.push(call.with(|it| it.with_mask(Mask::window(left, right))));
+                }
+            }
         }
     }
     all
