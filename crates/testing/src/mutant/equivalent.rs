@@ -919,7 +919,7 @@ pub const EQUIVALENTS: &[Equivalent] = &[
     Equivalent {
         kernel: "_paged",
         kind: Kind::Value,
-        change: "operation: S32 Maximum to Minimum",
+        change: "",
         file: "attention/sequences.rs",
         line: "let first = clamp(k, start, rows)",
         at_most: usize::MAX,
