@@ -16,8 +16,8 @@ def attend(
     exchange = _Exchange(tensors[0])
     given = exchange.give(tensors)
     if rules is not None:
-        mask, score, captured = rules
-        rules = (mask, score, exchange.give(captured))
+        mask, score, captured, _ = rules
+        rules = (mask, score, exchange.give(captured), None)
     result = _flashcore.attend(given, numbers, function, lse, exchange.entrance(), rules)
     if not lse:
         return exchange.take(result)

@@ -2,6 +2,7 @@ from typing import Any, final
 
 __all__ = [
     "Array",
+    "Blocks",
     "Rule",
     "VERSION",
     "adopt_torch",
@@ -32,6 +33,10 @@ class Array:
     ) -> Any: ...
 
 @final
+class Blocks:
+    def __new__(cls, rule: Rule, tensors: tuple[Any, ...], /) -> Blocks: ...
+
+@final
 class Rule:
     def __new__(cls, text: str, /) -> Rule: ...
     @property
@@ -49,6 +54,7 @@ def attend_backward(
     saved: tuple[Any, ...],
     gradients: tuple[Any, ...],
     deterministic: bool,
+    rules: tuple[Any, ...] | None = None,
     /,
 ) -> None: ...
 def plan_for(

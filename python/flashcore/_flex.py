@@ -7,8 +7,13 @@ from typing import Any
 
 from . import _arrays, _flashcore
 from ._arguments import flag, refusal
-from ._serving import _torch
-from ._trace import trace
+from ._serving import is_compiling
+from ._trace import torch, trace
+
+if torch is None:
+    _flex_torch = None
+else:
+    from . import _flex_torch
 
 NUMBERS = (False, (-1, -1), 0, 0.0, None, None)
 
@@ -42,32 +47,41 @@ def flex_attention(
         the log-sum-exp of each row of scores, (batch, heads, queries) in float32. A row that sees no key is
         zero with a log-sum-exp of minus infinity.
     """
+    if is_compiling():
+        # Functions are traced outside of what is compiled.
+        return _outside(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
     if kernel_options:
         raise refusal("kernel_options", kernel_options, None)
     if enable_gqa is False or not flag("enable_gqa", enable_gqa):
         refuse_groups(query, key)
-    mask = score = None
+    mask = score = blocks = None
     tensors: tuple[Any, ...] = ()
     if block_mask is not None:
         if not isinstance(block_mask, BlockMask):
             raise TypeError(f"block_mask is a {type(block_mask)}, expected what flashcore.create_block_mask gives")
         block_mask.check(query, key)
         mask, tensors = trace("mask", "mask_mod", block_mask.mask_mod)
+        blocks = block_mask.blocks
     if score_mod is not None:
         score, captured = trace("score", "score_mod", score_mod)
         tensors = (*tensors, *captured)
-    return attend((query, key, value), (scale, *NUMBERS), "flex_attention", return_lse, (mask, score, tensors))
+    return attend((query, key, value), (scale, *NUMBERS), "flex_attention", return_lse, (mask, score, tensors, blocks))
+
+
+_outside = None if torch is None else torch.compiler.disable(flex_attention)
 
 
 def attend(
     tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, rules: tuple[Any, ...]
 ) -> Any:
     """Attention with functions: the output, or output and log-sum-exps."""
+    if is_compiling():
+        return _flex_torch.attend(tensors, numbers, function, lse, rules)
     result = _flashcore.attend(tensors, numbers, function, lse, "function", rules)
     if result is None:
         return _arrays.attend(tensors, numbers, function, lse, rules)
     if result is NotImplemented or result is ...:
-        return _torch.attend_with_rules(tensors, numbers, function, lse, rules)
+        return _flex_torch.attend(tensors, numbers, function, lse, rules)
     return result
 
 
@@ -82,15 +96,27 @@ def refuse_groups(query: Any, key: Any) -> None:
         raise ValueError(f"key has {given[1]} heads, expected the {expected[1]} of query unless enable_gqa=True")
 
 
+# Tensors that are larger are not looked into.
+_MOST_ELEMENTS = 1 << 22
+
+
 class BlockMask:
-    """Which keys queries see. Blocks that nobody sees are found when a kernel is first launched for it."""
+    """Which keys queries see.
+
+    Blocks of keys that nobody sees are not loaded. They are found when a kernel is first launched, from the
+    function and, on a GPU, from what its tensors contain when the mask is made.
+    """
 
     def __init__(self, mask_mod: Any, B: int | None, H: int | None, lengths: tuple[int, int]) -> None:
         self.mask_mod = mask_mod
         self.seq_lengths = lengths
         self.shape = (1 if B is None else B, 1 if H is None else H, *lengths)
-        rule, _ = trace("mask", "mask_mod", mask_mod)
+        rule, tensors = trace("mask", "mask_mod", mask_mod)
         self.text = rule.text
+        self.blocks = None
+        if any(getattr(tensor, "is_cuda", False) for tensor in tensors):
+            small = (tensor.detach().cpu() if tensor.numel() <= _MOST_ELEMENTS else None for tensor in tensors)
+            self.blocks = _flashcore.Blocks(rule, tuple(small))
 
     def __repr__(self) -> str:
         return f"BlockMask(shape={self.shape}, {self.text})"
@@ -185,14 +211,18 @@ def mask_rules(attn_mask: Any, query: Any, key: Any) -> tuple[Any, ...]:
     several = tuple(size > 1 for size in padded)
     if len(shape) and not all(several):
         attn_mask = attn_mask[tuple(slice(None) if it else 0 for it in several[4 - len(shape) :])]
-    rule = _tensor_rule(stored, several)
-    return (rule, None, (attn_mask,)) if stored == "bool" else (None, rule, (attn_mask,))
+    rule: Any = _text(stored, several)
+    if not is_compiling():
+        rule = _rule(rule)
+    return (rule, None, (attn_mask,), None) if stored == "bool" else (None, rule, (attn_mask,), None)
 
 
-@functools.cache
-def _tensor_rule(stored: str, several: tuple[bool, ...]) -> Any:
+_rule = functools.cache(_flashcore.Rule)
+
+
+def _text(stored: str, several: tuple[bool, ...]) -> str:
     indices = [symbol for symbol, it in zip(_SYMBOLS, several) if it] or ["0"]
     declared, load = f"(tensor attn_mask {stored} {len(indices)})", f"(load attn_mask {' '.join(indices)})"
     if stored == "bool":
-        return _flashcore.Rule(f"(mask attn_mask {declared} {load})")
-    return _flashcore.Rule(f"(score attn_mask {declared} (add score {load}))")
+        return f"(mask attn_mask {declared} {load})"
+    return f"(score attn_mask {declared} (add score {load}))"

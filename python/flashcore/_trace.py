@@ -184,36 +184,34 @@ def _is_tensor(value: Any) -> bool:
     return _is_torch(value) or (hasattr(value, "__dlpack__") and hasattr(value, "shape"))
 
 
-def _with_views(traced: Trace, value: Any) -> Any:
+def _with_views(traced: Trace, value: Any, known: dict[int, Any]) -> Any:
     """The same with arrays of libraries that let nobody watch how they are indexed replaced by ones that
-    do."""
-    if type(value) is tuple or type(value) is list:
-        return type(value)(_with_views(traced, item) for item in value)
-    if _is_tensor(value) and not _is_torch(value):
+    do; ``known`` has the functions that were replaced."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind(_with_views(traced, item, known) for item in value)
+    if kind is functools.partial:
+        func, *args = _with_views(traced, (value.func, *value.args), known)
+        return functools.partial(func, *args, **{key: _with_views(traced, it, known) for key, it in value.keywords.items()})
+    if kind is not types.FunctionType:
+        if not _is_tensor(value) or _is_torch(value):
+            return value
         return View(traced, value) if len(value.shape) else traced.load(value, ())
-    if type(value) is functools.partial:
-        func, args = _with_views(traced, value.func), _with_views(traced, value.args)
-        return functools.partial(func, *args, **{key: _with_views(traced, it) for key, it in value.keywords.items()})
-    if type(value) is not types.FunctionType or (
-        _is_library(value.__module__) and not value.__code__.co_filename.startswith(_HERE)
-    ):
+    code = value.__code__
+    if _is_library(value.__module__) and not code.co_filename.startswith(_HERE):
         return value
-    around = value.__globals__
-    replaced = {
-        name: _with_views(traced, around[name])
-        for name in _names(value.__code__)
-        if name in around and not isinstance(around[name], types.FunctionType)
-    }
-    closure = tuple(types.CellType(_with_views(traced, cell.cell_contents)) for cell in value.__closure__ or ())
-    made = types.FunctionType(
-        value.__code__,
-        {**around, **replaced},
-        value.__name__,
-        _with_views(traced, value.__defaults__),
-        closure or None,
-    )
-    made.__kwdefaults__ = value.__kwdefaults__
-    return made
+    if id(value) not in known:
+        cells = tuple(types.CellType() for _ in value.__closure__ or ())
+        around = dict(value.__globals__)
+        made = known[id(value)] = types.FunctionType(code, around, value.__name__, None, cells or None)
+        made.__defaults__ = _with_views(traced, value.__defaults__, known)
+        made.__kwdefaults__ = value.__kwdefaults__
+        for name in _names(code):
+            if name in around:
+                around[name] = _with_views(traced, around[name], known)
+        for cell, given in zip(cells, value.__closure__ or ()):
+            cell.cell_contents = _with_views(traced, given.cell_contents, known)
+    return known[id(value)]
 
 
 # ---- where something went wrong ----------------------------------------------------------------------
@@ -258,7 +256,7 @@ class Trace:
         self.repeatable = True
 
     def run(self) -> Rule:
-        function = _with_views(self, self.function) if self.parts.arrays else self.function
+        function = _with_views(self, self.function, {}) if self.parts.arrays else self.function
         arguments = [
             Traced(self, symbol, "f32" if symbol == "score" else "i32", natural=symbol != "score")
             for symbol in SYMBOLS[self.kind]

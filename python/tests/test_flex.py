@@ -481,6 +481,19 @@ def test_a_mask_that_is_a_tensor(shape, kind, device):
     near([out], exact, q.dtype)
 
 
+@pytest.mark.filterwarnings("ignore")  # of PyTorch's compiler
+def test_a_mask_that_is_a_tensor_can_be_compiled():
+    q, k, v = tensors("cpu")
+    compiled = torch.compile(scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
+    for mask in (torch.rand(BATCH, 1, 1, KEYS) > 0.3, torch.randn(QUERIES, KEYS)):
+        with torch.no_grad():
+            assert torch.equal(compiled(q, k, v, mask), scaled_dot_product_attention(q, k, v, mask))
+    # A function is traced outside of what is compiled.
+    scale = torch.tensor(0.5)
+    ruled = torch.compile(lambda q: flex_attention(q * 2, k, v, lambda s, *at: s * scale) + 1, backend="aot_eager")
+    torch.testing.assert_close(ruled(q), flex_attention(q * 2, k, v, lambda s, *at: s * 0.5) + 1)
+
+
 def test_masks_that_do_not_fit_are_refused():
     q, k, v = tensors("cpu")
     with pytest.raises(ValueError, match="attn_mask has shape .* broadcasts to"):
@@ -516,8 +529,9 @@ def test_arrays_of_numpy():
     factor = numpy.float32(0.5)
     ids = numpy.arange(KEYS) // 7
 
-    def inner(kv_idx):
-        return ids[kv_idx]
+    def inner(kv_idx, again=True):
+        # A function that knows itself.
+        return inner(kv_idx, False) if again else ids[kv_idx]
 
     def mask(b, h, q_idx, kv_idx):
         return numpy.logical_and(q_idx >= kv_idx, inner(q_idx) == ids[kv_idx])
@@ -552,6 +566,33 @@ def test_gradients_are_refused():
         flex_attention(q.detach(), k, v, score_mod=lambda s, b, h, i, j: s + bias[j])
     with torch.no_grad():
         flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[j])
+
+
+def test_autocast_chooses_the_element_type():
+    q, k, v = tensors("cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        out = flex_attention(q, k, v, block_mask=create_block_mask(causal, None, None, QUERIES, KEYS))
+    assert out.dtype == torch.bfloat16
+    near([out], expected(q, k, v, causal), out.dtype)
+
+
+@pytest.mark.gpu
+def test_blocks_between_documents_are_not_loaded():
+    """Lists of key blocks from what is in the tensors of a mask: right where documents begin anywhere."""
+    generator = torch.Generator().manual_seed(11)
+    for length, dim in ((1000, 64), (2048, 128)):
+        q, k, v = tensors("cuda", 2, 4, length, length, dim)
+        starts = torch.randint(0, length, (2, 5), generator=generator)
+        ids = (torch.arange(length)[None, :, None] >= starts[:, None]).sum(-1).cuda()
+        causal_ids = lambda b, h, i, j: (i >= j) & (ids[b, i] == ids[b, j])
+        both_ways = lambda b, h, i, j: (ids[b, i] == ids[b, j]) | (j == 0)
+        for mask in (causal_ids, both_ways):
+            check(q, k, v, mask)
+        # The lists are those of the contents that the mask was made with.
+        block_mask = create_block_mask(causal_ids, None, None, length, length, device="cuda")
+        assert block_mask.blocks is not None
+        first = flex_attention(q, k, v, block_mask=block_mask)
+        assert torch.equal(first, flex_attention(q, k, v, block_mask=block_mask))
 
 
 @pytest.mark.gpu

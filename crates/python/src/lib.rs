@@ -54,9 +54,9 @@ mod module {
     use super::gradient::Given;
     use super::library::Entrance;
     use super::request::Function;
-    #[pymodule_export]
-    use super::rules::Rule;
     use super::rules::Rules;
+    #[pymodule_export]
+    use super::rules::{Blocks, Rule};
     use super::{call, torch};
 
     /// The version of the package. Known without looking for devices.
@@ -73,7 +73,8 @@ mod module {
     /// together, numbers the scale, causal, window, chunk and cap of scores, and the most queries
     /// and keys. Through the entrance `function`, `NotImplemented` where PyTorch's dispatcher must
     /// see the call first, `Ellipsis` where autograd must record it, and `None` for tensors of
-    /// others. Rules are a mask, a score, and the tensors that these load from.
+    /// others. Rules are a mask, a score, the tensors that these load
+    /// from, and the blocks of the mask.
     #[pyfunction]
     #[pyo3(signature = (tensors, numbers, function, lse, entrance, rules=None, /))]
     fn attend<'py>(
@@ -92,9 +93,9 @@ mod module {
 
     /// The gradients of attention over PyTorch's tensors, into tensors that are given: of queries,
     /// keys, values and sinks. Tensors and numbers are those of `attend`; saved are its output and
-    /// log-sum-exps, and the gradient of the output.
+    /// log-sum-exps, and the gradient of the output; rules are those of `attend`.
     #[pyfunction]
-    #[pyo3(signature = (tensors, numbers, function, saved, gradients, deterministic, /))]
+    #[pyo3(signature = (tensors, numbers, function, saved, gradients, deterministic, rules=None, /))]
     fn attend_backward<'py>(
         tensors: &Bound<'py, PyTuple>,
         numbers: &Bound<'py, PyTuple>,
@@ -102,9 +103,11 @@ mod module {
         saved: &Bound<'py, PyTuple>,
         gradients: &Bound<'py, PyTuple>,
         deterministic: bool,
+        rules: Option<&Bound<'py, PyTuple>>,
     ) -> PyResult<()> {
         guard(|| {
-            let given = Given::new(function, tensors, saved, gradients)?;
+            let rules = Rules::read(rules)?;
+            let given = Given::new(function, tensors, saved, gradients, rules)?;
             call::attend_backward(&given, numbers, function, deterministic)
         })
     }

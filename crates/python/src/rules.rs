@@ -1,15 +1,18 @@
 //! Masks and scores as functions: what a call gives of them, and the tensors that they load from.
 
-use cuda::DeviceAddress;
-use flashcore::function::{Function, HostTensor, Kind, Stored, TensorSpec};
-use flashcore::gpu::{CapturedTensor, CapturedTensors};
+use std::sync::{Arc, Mutex};
+
+use cuda::{Buffer, DeviceAddress, RelaxedCapture, Stream};
+use flashcore::function::{BlockMask, Function, HostTensor, Kind, Stored, TensorSpec};
+use flashcore::gpu::{CapturedTensor, CapturedTensors, Gpu};
 use flashcore::{DType, Problem};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::error;
-use crate::library::Named;
+use crate::library::{Choice, Entrance, Library, Named};
+use crate::process::lock;
 use crate::view::{Element, Memory, Place};
 
 /// A mask or a score as a function, from its text.
@@ -31,23 +34,112 @@ impl Rule {
     }
 }
 
+/// What was in the tensors of a mask when it was made, and lists of key blocks for it: kernels do not
+/// load blocks that nobody sees by it.
+#[pyclass(frozen, name = "Blocks", module = "flashcore._flashcore")]
+pub(crate) struct Blocks {
+    contents: Vec<HostTensor>,
+    lists: Mutex<Vec<Lists>>,
+}
+
+/// Lists in the memory of a device.
+struct Lists {
+    ordinal: u32,
+    mask: BlockMask,
+    buffer: Option<Buffer>,
+    /// A graph that captured a launch holds another one.
+    graph: Arc<()>,
+}
+
+impl Drop for Lists {
+    fn drop(&mut self) {
+        if Arc::strong_count(&self.graph) > 1 {
+            // A graph may launch with it again at any time.
+            std::mem::forget(self.buffer.take());
+        }
+    }
+}
+
+#[pymethods]
+impl Blocks {
+    /// From a mask and PyTorch's tensors in host memory; None for one whose contents are not looked at.
+    #[new]
+    #[pyo3(signature = (rule, tensors, /))]
+    fn new(rule: &Rule, tensors: &Bound<'_, PyTuple>) -> PyResult<Self> {
+        let specs = rule.0.tensors();
+        let named: Vec<Named<'_>> = (specs.iter().zip(tensors.iter()))
+            .map(|(spec, tensor)| (spec.name.as_str(), (!tensor.is_none()).then_some(tensor)))
+            .collect();
+        let mut contents = Vec::new();
+        if named.iter().all(|(_, tensor)| tensor.is_none()) {
+            return Ok(Blocks { contents, lists: Mutex::default() });
+        }
+        let Choice::Ours(library) = Library::of(tensors.py(), Entrance::Dispatcher, &named)? else {
+            return Err(error::runtime("contents are those of PyTorch's tensors"));
+        };
+        for (spec, (name, tensor)) in specs.iter().zip(&named) {
+            let Some(tensor) = tensor else { continue };
+            let memory = library.read(tensor, name)?;
+            check(spec, &memory)?;
+            memory.on(name, Place::Host, "the contents of a mask")?;
+            // SAFETY: the caller holds it, and nobody else knows it.
+            contents.push(unsafe { copy(spec, &memory) });
+        }
+        Ok(Blocks { contents, lists: Mutex::default() })
+    }
+}
+
+impl Blocks {
+    /// The lists of a mask on a device, made the first time, for a launch on a stream.
+    pub(crate) fn address(
+        &self,
+        gpu: &Gpu,
+        stream: &Stream,
+        mask: BlockMask,
+    ) -> Result<DeviceAddress, flashcore::Error> {
+        let ordinal = gpu.device().ordinal();
+        let mut lists = lock(&self.lists);
+        let known = lists.iter().position(|it| it.ordinal == ordinal && it.mask == mask);
+        let index = match known {
+            Some(index) => index,
+            None => {
+                let _relaxed = RelaxedCapture::begin()?;
+                let words = mask.words_over(&self.contents);
+                let buffer = Some(Buffer::from_slice(gpu.stream(), &words)?);
+                lists.push(Lists { ordinal, mask, buffer, graph: Arc::new(()) });
+                lists.len() - 1
+            }
+        };
+        let Lists { buffer, graph, .. } = &lists[index];
+        if let Some(recording) = stream.recording()? {
+            recording.give(graph.clone())?;
+        }
+        Ok(buffer.as_ref().map_or(DeviceAddress(0), Buffer::address))
+    }
+}
+
 /// The functions of a call: a mask, a score, and the tensors of both, those of the mask first, each
 /// in the order in which its function names them.
 #[derive(Default)]
 pub(crate) struct Rules<'py> {
     functions: [Option<Function>; 2],
     captured: Vec<Named<'py>>,
+    blocks: Option<Bound<'py, Blocks>>,
 }
 
+/// The same as Python gives them.
+type Given<'py> = (
+    Option<PyRef<'py, Rule>>,
+    Option<PyRef<'py, Rule>>,
+    Bound<'py, PyTuple>,
+    Option<Bound<'py, Blocks>>,
+);
+
 impl<'py> Rules<'py> {
-    /// Reads a mask or None, a score or None, and a tuple of tensors.
+    /// Reads a mask or None, a score or None, a tuple of tensors, and the blocks of the mask or None.
     pub(crate) fn read(given: Option<&Bound<'py, PyTuple>>) -> PyResult<Self> {
         let Some(given) = given else { return Ok(Rules::default()) };
-        let (mask, score, tensors): (
-            Option<PyRef<'py, Rule>>,
-            Option<PyRef<'py, Rule>>,
-            Bound<'py, PyTuple>,
-        ) = given.extract()?;
+        let (mask, score, tensors, blocks) = given.extract::<Given<'py>>()?;
         let functions = [mask, score].map(|rule| rule.map(|rule| rule.0));
         for (function, kind) in functions.iter().zip(Kind::ALL) {
             if let Some(function) = function.filter(|function| function.kind() != kind) {
@@ -64,7 +156,7 @@ impl<'py> Rules<'py> {
         }
         let captured = specs.into_iter().zip(tensors.iter());
         let captured = captured.map(|(spec, tensor)| (spec.name.as_str(), Some(tensor))).collect();
-        Ok(Rules { functions, captured })
+        Ok(Rules { functions, captured, blocks })
     }
 
     /// The tensors of a call and those of its functions.
@@ -87,7 +179,8 @@ impl<'py> Rules<'py> {
             None => Err(PyTypeError::new_err(format!("{name} is missing"))),
         };
         let tensors = self.captured.iter().map(memory).collect::<PyResult<_>>()?;
-        Ok(Captured { functions: self.functions, tensors })
+        let blocks = self.blocks.clone().map(Bound::unbind);
+        Ok(Captured { functions: self.functions, tensors, blocks })
     }
 }
 
@@ -96,6 +189,7 @@ impl<'py> Rules<'py> {
 pub(crate) struct Captured {
     functions: [Option<Function>; 2],
     tensors: Vec<Memory>,
+    blocks: Option<Py<Blocks>>,
 }
 
 impl Captured {
@@ -133,24 +227,34 @@ impl Captured {
         captured
     }
 
+    /// What is known of the blocks of the mask.
+    pub(crate) fn blocks(&self) -> Option<&Blocks> {
+        self.blocks.as_ref().map(Py::get)
+    }
+
     /// Copies of the tensors, for the host.
     ///
     /// # Safety
     ///
     /// They must be in host memory that stays as it is meanwhile.
     pub(crate) unsafe fn on_host(&self) -> Vec<HostTensor> {
-        let copy = |(spec, memory): (&TensorSpec, &Memory)| {
-            let (extents, strides): (Vec<usize>, Vec<usize>) = dimensions(memory).unzip();
-            let last: usize =
-                extents.iter().zip(&strides).map(|(size, stride)| (size - 1) * stride).sum();
-            let count = (last + 1) * spec.stored.bytes();
-            // SAFETY: the caller's promise, up to the last element.
-            let bytes = unsafe { std::slice::from_raw_parts(memory.address as *const u8, count) };
-            HostTensor::new(&spec.name, spec.stored, &extents, bytes.to_vec())
-                .with_strides(&strides)
-        };
-        self.each().map(copy).collect()
+        // SAFETY: the caller's promise.
+        self.each().map(|(spec, memory)| unsafe { copy(spec, memory) }).collect()
     }
+}
+
+/// A copy of a tensor that was checked.
+///
+/// # Safety
+///
+/// It must be in host memory that stays as it is meanwhile.
+unsafe fn copy(spec: &TensorSpec, memory: &Memory) -> HostTensor {
+    let (extents, strides): (Vec<usize>, Vec<usize>) = dimensions(memory).unzip();
+    let last: usize = extents.iter().zip(&strides).map(|(size, stride)| (size - 1) * stride).sum();
+    let count = (last + 1) * spec.stored.bytes();
+    // SAFETY: the caller's promise, up to the last element.
+    let bytes = unsafe { std::slice::from_raw_parts(memory.address as *const u8, count) };
+    HostTensor::new(&spec.name, spec.stored, &extents, bytes.to_vec()).with_strides(&strides)
 }
 
 /// The sizes and strides of a tensor that was checked; a single number has one dimension.
