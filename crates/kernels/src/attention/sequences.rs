@@ -190,6 +190,7 @@ impl Span {
 }
 
 /// A number that may be negative in memory, between two bounds.
+#[track_caller]
 pub(crate) fn clamp(k: &mut Builder, value: Reg<S32>, most: Reg<U32>) -> Reg<U32> {
     let most = most.reinterpret::<S32>();
     let bounded = k.eval(value.minimum(most).maximum(0));
@@ -197,6 +198,7 @@ pub(crate) fn clamp(k: &mut Builder, value: Reg<S32>, most: Reg<U32>) -> Reg<U32
 }
 
 /// The 32-bit number of a sequence in a list that may be absent (its address is 0).
+#[track_caller]
 pub(crate) fn entry_of(
     k: &mut Builder,
     list: Reg<GlobalAddress>,
