@@ -44,6 +44,17 @@ const LAST_PRODUCTS: &str = "after the last step: nothing is in flight where the
 const CLEARED: &str = "clears what pads a tile up to its swizzle, of which products read the first \
                        columns only, or clears again what a copy fills later";
 
+/// Lists that a kernel over pages never has.
+const NO_STARTS: &str = "with pages no list says where keys begin, and what stands for it is within its \
+                         bounds";
+
+/// Rows of which a sink has no gradient.
+const NO_KEYS: &str = "a row without keys has an output of zeros, as every forward pass gives it, and adds \
+                       nothing to the gradient of its sink anyway";
+
+/// Sums that are added in one order.
+const IN_TURNS: &str = "blocks of threads take turns, so that no two add to a row at the same time";
+
 /// Lists that a kernel always has.
 const LENGTHS_BEFORE: &str =
     "there is always a list of the lengths before, and nothing stands for it";
@@ -345,6 +356,34 @@ pub const EQUIVALENTS: &[Equivalent] = &[
         line: "k.bulk_wait(0)",
         at_most: 1,
         reason: "at the end shared memory must have been read; the kernel's end waits for what is written",
+    },
+    Equivalent {
+        kernel: "_deterministic",
+        kind: Kind::Weaken,
+        change: "scope: Reduce Gpu to Block",
+        file: "backward/step.rs",
+        line: "k.reduce_add(sums",
+        at_most: usize::MAX,
+        reason: IN_TURNS,
+    },
+    Equivalent {
+        kernel: "_deterministic",
+        kind: Kind::Weaken,
+        change: "scope: Reduce Gpu to Block",
+        file: "backward/consumer.rs",
+        line: "k.reduce_add_vector(address, registers, Scope::Gpu)",
+        at_most: usize::MAX,
+        reason: IN_TURNS,
+    },
+    Equivalent {
+        kernel: "_deterministic",
+        kind: Kind::Weaken,
+        change: "order: Load Acquire(Gpu) to Relaxed(Gpu)",
+        file: "backward/order.rs",
+        line: "k.load_vector::<U32, _, 1>(counter, hint)",
+        at_most: usize::MAX,
+        reason: "a hole of the model: sums are right in whatever order they are added, and the model \
+                 keeps the order of the program",
     },
     Equivalent {
         kernel: "_causal_",
@@ -810,7 +849,7 @@ pub const EQUIVALENTS: &[Equivalent] = &[
         kind: Kind::Value,
         change: "constant: Binary 0x1 to 0x0",
         file: "attention/sequences.rs",
-        line: "let column = index.minimum(*columns - 1)",
+        line: "k.load(table + at * 4)",
         at_most: usize::MAX,
         reason: "a position of a sequence is within its row of the table, and what a tile has beyond it is hidden",
     },
@@ -840,6 +879,78 @@ pub const EQUIVALENTS: &[Equivalent] = &[
         line: "let wrong = k.eval(rest.differs(0)",
         at_most: usize::MAX,
         reason: "what a division leaves is never the divisor itself",
+    },
+    Equivalent {
+        kernel: "sink_gradients",
+        kind: Kind::Value,
+        change: "",
+        file: "backward/sink_gradients.rs",
+        line: "let query = k.eval(block * self.query_block",
+        at_most: usize::MAX,
+        reason: NO_KEYS,
+    },
+    Equivalent {
+        kernel: "sink_gradients",
+        kind: Kind::Value,
+        change: "",
+        file: "backward/sink_gradients.rs",
+        line: "let counts = seen[0].less(seen[1])",
+        at_most: usize::MAX,
+        reason: NO_KEYS,
+    },
+    Equivalent {
+        kernel: "sink_gradients",
+        kind: Kind::Value,
+        change: "",
+        file: "attention/visibility.rs",
+        line: "",
+        at_most: usize::MAX,
+        reason: NO_KEYS,
+    },
+    Equivalent {
+        kernel: "sink_gradients",
+        kind: Kind::Value,
+        change: "",
+        file: "backward/sink_gradients.rs",
+        line: "k.if_((thread % 32).equals(0)",
+        at_most: usize::MAX,
+        reason: "every lane of a warp has its sum, whichever stores it",
+    },
+    Equivalent {
+        kernel: "_paged",
+        kind: Kind::Value,
+        change: "",
+        file: "attention/sequences.rs",
+        line: "let first = clamp(k, start, rows)",
+        at_most: usize::MAX,
+        reason: NO_STARTS,
+    },
+    Equivalent {
+        kernel: "_paged",
+        kind: Kind::Value,
+        change: "constant: Binary",
+        file: "attention/sequences.rs",
+        line: "let next = entry_of(k, starts, sequence + 1",
+        at_most: usize::MAX,
+        reason: NO_STARTS,
+    },
+    Equivalent {
+        kernel: "_paged",
+        kind: Kind::Value,
+        change: "",
+        file: "attention/sequences.rs",
+        line: "let next = clamp(k, next, rows)",
+        at_most: usize::MAX,
+        reason: NO_STARTS,
+    },
+    Equivalent {
+        kernel: "widen",
+        kind: Kind::Value,
+        change: "branch: always taken",
+        file: "attention/sequences.rs",
+        line: "let length = entry_of(k, lengths",
+        at_most: usize::MAX,
+        reason: "a cache always has a list of its lengths",
     },
 ];
 

@@ -51,7 +51,7 @@ impl Scene {
                 // More blocks of rows than one round takes, of several sequences; rows without keys.
                 let after = it.after().unwrap_or(*kernel);
                 // Few rows, so that each of them weighs; all warps; rows of another round.
-                let few = [(1, [1, 1]), (1, [5, 3]), (2, [9, 11]), (1, [70, 66]), (1, [270, 270])];
+                let few = [(1, [1, 1]), (1, [5, 3]), (2, [9, 11]), (1, [70, 66]), (8, [66, 66])];
                 let sizes = few.into_iter().chain([(1, [1100, 60]), (3, [700, 40])]);
                 let calls = sizes.map(|(batch, lengths)| Call::new(after, batch, lengths, [2, 1]));
                 calls.map(|call| call.scene_of(3)).collect()
