@@ -398,6 +398,10 @@ impl Backward {
             ),
             (!self.fits(2), "there is not enough shared memory"),
             (self.batch == Batch::Paged, "gradients of keys in pages are not computed"),
+            (
+                self.rules.softcap && self.rules.score_function.is_some(),
+                "capped scores that go through a function are not differentiated",
+            ),
             (self.batch != Batch::Equal && self.is_tall(), "tall blocks are for equal lengths"),
         ];
         faults.into_iter().find(|(faulty, _)| *faulty).map(|(_, fault)| fault)
