@@ -134,8 +134,8 @@ def test_scaled_dot_product_attention():
         scaled_dot_product_attention(k, q[:, :2], q[:, :2], is_causal=True)
     with pytest.raises(ValueError, match="key has 2 heads, expected the 6 of query"):
         scaled_dot_product_attention(q, k, v)
-    with pytest.raises(NotImplementedError, match="attn_mask"):
-        scaled_dot_product_attention(q, k, v, np.ones((10, 25), bool), enable_gqa=True)
+    seen = np.tri(10, 25, dtype=bool)
+    assert close(scaled_dot_product_attention(q, k, v, seen, enable_gqa=True), causal)
     with pytest.raises(NotImplementedError, match="dropout_p=0.5"):
         scaled_dot_product_attention(q, k, v, dropout_p=0.5, enable_gqa=True)
 

@@ -6,9 +6,10 @@ use crate::process::{keep, program, show};
 
 /// Crates, and which of their tests: those whose code, or whose dependencies' code, reads memory as
 /// something else than it was written as. The simulator and the language forbid `unsafe`.
-const TESTS: [(&str, &[&str]); 2] = [
+const TESTS: [(&str, &[&str]); 3] = [
     ("flashcore", &["tensor::", "serving::", "file::"]),
     ("flashcore-cuda", &["cache::", "launch::", "memory::", "module::", "tensor_map::"]),
+    ("flashcore-python", &["dlpack::", "cpu::"]),
 ];
 
 /// Runs them with the nightly toolchain, which must be there with Miri.

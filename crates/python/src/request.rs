@@ -11,6 +11,7 @@ use crate::descale::Factors;
 use crate::error;
 use crate::library::Named;
 use crate::numbers::Numbers;
+use crate::rules::Captured;
 use crate::view::{Element, Form, Memory, Order, View};
 
 /// How many tensors a call can have.
@@ -26,6 +27,8 @@ pub(crate) enum Function {
     KvPacked,
     /// A causal mask is anchored at the first query and key, not at the last.
     PyTorch,
+    /// PyTorch's attention with functions.
+    Flex,
     Varlen,
     KvCache,
     /// FlashAttention-2's, whose pages have another name.
@@ -41,6 +44,7 @@ impl FromPyObject<'_, '_> for Function {
             "flash_attn_qkvpacked_func" => Ok(Function::QkvPacked),
             "flash_attn_kvpacked_func" => Ok(Function::KvPacked),
             "scaled_dot_product_attention" => Ok(Function::PyTorch),
+            "flex_attention" => Ok(Function::Flex),
             "flash_attn_varlen_func" => Ok(Function::Varlen),
             "flash_attn_with_kvcache" => Ok(Function::KvCache),
             "flash_attn_with_kvcache, block_table" => Ok(Function::KvCacheInBlocks),
@@ -57,7 +61,9 @@ impl Function {
             Function::KvCacheInBlocks => {
                 ["q", "k_cache", "v_cache", "cache_seqlens", "block_table"]
             }
-            Function::PyTorch => ["query", "key", "value", "seqused_k", "block_table"],
+            Function::PyTorch | Function::Flex => {
+                ["query", "key", "value", "seqused_k", "block_table"]
+            }
             Function::QkvPacked => ["qkv", "qkv", "qkv", "seqused_k", "block_table"],
             Function::KvPacked => ["q", "kv", "kv", "seqused_k", "block_table"],
             Function::Plain | Function::Varlen => ["q", "k", "v", "seqused_k", "block_table"],
@@ -90,13 +96,14 @@ impl Function {
     pub(crate) fn sums_name(self) -> &'static str {
         match self {
             Function::KvCache | Function::KvCacheInBlocks => "return_softmax_lse",
+            Function::Flex => "return_lse",
             _ => "return_attn_probs",
         }
     }
 
     pub(crate) fn order(self, packed: bool) -> Order {
         match self {
-            Function::PyTorch => Order::HeadsFirst,
+            Function::PyTorch | Function::Flex => Order::HeadsFirst,
             _ => Order::of(packed),
         }
     }
@@ -122,6 +129,8 @@ pub(crate) struct Request {
     pub(crate) slopes: Option<Memory>,
     pub(crate) sinks: Option<Memory>,
     descales: Descales<Option<Memory>>,
+    /// Functions, and what they load from.
+    pub(crate) captured: Captured,
     numbers: Numbers,
 }
 
@@ -190,6 +199,7 @@ impl Request {
             slopes: list(10)?,
             sinks: list(11)?,
             descales: Descales { query: factors(12)?, key: factors(13)?, value: factors(14)? },
+            captured: Captured::default(),
             numbers,
         })
     }
@@ -319,6 +329,7 @@ impl Request {
             }
             problem = problem.with_sinks();
         }
+        self.captured.join(&mut problem, query.place, q)?;
         Ok(problem)
     }
 
@@ -452,6 +463,7 @@ impl Request {
             block_table: address(&self.pages),
             slopes: address(&self.slopes),
             sinks: address(&self.sinks),
+            captured: self.captured.on_device(),
             ..Tensors::new(all, lse.map(DeviceAddress))
         }
     }

@@ -3,12 +3,14 @@
 use std::sync::Arc;
 
 use cuda::{RelaxedCapture, Stream};
+use kernels::attention::function::BlockMask;
 
 use super::executable::{Executable, Part};
 use super::plans::Kept;
 use super::tensors::Tensors;
 use super::{Compilation, Gpu, GpuError, Kernel};
 use crate::error::Error;
+use crate::family::Contents;
 use crate::plan::{Arrangement, Plan, Preference, bind};
 use crate::problem::{Problem, Storage};
 
@@ -122,6 +124,15 @@ impl AttentionPlan {
     /// What it computes, which kernel, why, and why not the others.
     pub fn plan(&self) -> &Plan {
         &self.plan
+    }
+
+    /// What the key blocks of its tiles are found from, where it walks lists of them.
+    pub fn block_mask(&self) -> Option<BlockMask> {
+        let memory = &self.plan.chosen.choice.as_ref()?.memory;
+        memory.iter().find_map(|memory| match memory.contents {
+            Contents::Blocks(mask) => Some(mask),
+            _ => None,
+        })
     }
 
     /// The compiled attention kernel.

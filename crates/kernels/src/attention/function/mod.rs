@@ -50,7 +50,7 @@ mod window;
 
 pub use blocks::BlockMask;
 pub use evaluate::{Here, HostTensor, Row};
-pub use interval::{Region, Seen};
+pub use interval::{KnownContents, Region, Seen};
 pub use node::{Kind, Stored, TensorSpec, Type};
 pub use text::FunctionTextError;
 pub use trace::{At, CapturedTensor, Traced, TracedOperand};
