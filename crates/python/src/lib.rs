@@ -83,7 +83,8 @@ mod module {
 
     /// The gradients of attention over PyTorch's tensors, into tensors that are given: of queries,
     /// keys, values and sinks. Tensors and numbers are those of `attend`; saved are its output and
-    /// log-sum-exps, and the gradient of the output.
+    /// log-sum-exps, and the gradient of the output. False, and nothing written, where one of the
+    /// first tensors is empty: gradients are zero then.
     #[pyfunction]
     #[pyo3(signature = (tensors, numbers, function, saved, gradients, deterministic, /))]
     fn attend_backward<'py>(
@@ -93,7 +94,7 @@ mod module {
         saved: &Bound<'py, PyTuple>,
         gradients: &Bound<'py, PyTuple>,
         deterministic: bool,
-    ) -> PyResult<()> {
+    ) -> PyResult<bool> {
         guard(|| {
             let given = Given::new(function, tensors, saved, gradients)?;
             call::attend_backward(&given, numbers, function, deterministic)
