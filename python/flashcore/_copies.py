@@ -90,7 +90,8 @@ def _is_odd(tensor: Any) -> bool:
 
 def _gaps(tensor: Any) -> bool:
     """Whether elements of the last dimension do not lie side by side."""
-    if tensor.shape[-1] < 2 or 0 in tensor.shape:
+    shape = getattr(tensor, "shape", ())
+    if not len(shape) or shape[-1] < 2 or 0 in shape:
         return False
     if _is_torch(tensor):
         return bool(tensor.stride(-1) != 1)

@@ -246,7 +246,8 @@ def record(
     """Attention that autograd records, of tensors that are PyTorch's own and that no mode has to see.
     Packed tensors are followed by None."""
     q, k, v = tensors[:3]
-    if torch._C._are_functorch_transforms_active() or q.is_meta:
+    meta = q.is_meta or (k is not None and k.is_meta) or (v is not None and v.is_meta)
+    if meta or torch._C._are_functorch_transforms_active():
         return attend(tensors, numbers, function, lse, deterministic)
     lists = slopes = sinks = None
     if len(tensors) > 3:
