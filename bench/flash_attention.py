@@ -1,18 +1,20 @@
 """FlashAttention's own tests, sampled, run by FlashCore.
 
-    python3 bench/flash_attention.py FOLDER [--seconds 90] [--seed 0] [--device cuda] [--only WORDS]
+    python3 bench/flash_attention.py FOLDER [--seconds 90] [--cases 200] [--seed 0] [--only WORDS]
 
-FOLDER is a checkout of FlashAttention: `tests/test_flash_attn.py` and `hopper/test_flash_attn.py` with
-what they import from `flash_attn/` and `hopper/`. pytest and einops must be installed. The tests import
+FOLDER is a checkout of FlashAttention, or of it `tests/test_flash_attn.py`, `hopper/test_flash_attn.py`,
+`hopper/test_util.py` and `hopper/padding.py`. pytest and einops must be installed. The tests import
 `flash_attn` and `flash_attn_interface`, which are `flashcore.compat`'s here; nothing of theirs is changed.
 
-A sample is drawn in an order that the seed gives, the tests in turn, until the time is over. Left out are
-cases with dropout, and tests of what is no part of the functions (operators of their extension, an error
-for lengths that a GPU would have to be asked for). Cases that the functions refuse by name are counted.
+Their grids have 700,000 cases. The seed draws some of each test, which run in turn until the time is over.
+Left out are cases with dropout, and tests of what is no part of the functions (operators of their extension,
+an error for lengths that a GPU would have to be asked for). Cases that the functions refuse by name are
+counted.
 """
 import argparse, random, re, sys, tempfile, time
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -33,22 +35,37 @@ REFUSED = re.compile(r"^(dropout_p|qv)=.* is not supported yet")
 class Sample:
     """Chooses cases, stops in time, and counts."""
 
-    def __init__(self, seconds, seed, only):
-        self.end, self.random, self.only = time.monotonic() + seconds, random.Random(seed), only
+    def __init__(self, seconds, cases, seed, only):
+        self.end, self.cases, self.seed, self.only = time.monotonic() + seconds, cases, seed, only
         self.results, self.refused, self.failed, self.of = Counter(), Counter(), [], {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pycollect_makeitem(self, collector, name, obj):
+        """Puts some of its cases in the place of a test's grid, before pytest makes them all."""
+        if not name.startswith("test_") or not hasattr(obj, "pytestmark"):
+            return
+        grid = [mark.args[:2] for mark in obj.pytestmark if mark.name == "parametrize"]
+        others = [mark for mark in obj.pytestmark if mark.name != "parametrize"]
+        axes = [[word.strip() for word in names.split(",")] for names, _ in grid]
+        names = [word for axis in axes for word in axis]
+        draw, cases = random.Random(f"{self.seed} {collector.name} {name}"), {}
+        for _ in range(4 * self.cases):
+            values = []
+            for axis, (_, choices) in zip(axes, grid):
+                chosen = draw.choice(choices)
+                values += [chosen] if len(axis) == 1 else chosen
+            if len(cases) < self.cases and not dict(zip(names, values)).get("dropout_p"):
+                cases.setdefault(repr(values), tuple(values))
+        drawn = [values if len(names) > 1 else values[0] for values in cases.values()]
+        obj.pytestmark = [*others, pytest.mark.parametrize(",".join(names), drawn).mark]
 
     def pytest_collection_modifyitems(self, items):
         tests = {}
         for item in items:
-            parameters = item.callspec.params if hasattr(item, "callspec") else {}
             name = f"{item.path.parent.name}/{item.originalname}"
-            if item.originalname in OUTSIDE or parameters.get("dropout_p") or self.only not in item.nodeid:
-                continue
-            tests.setdefault(name, []).append(item)
             self.of[item.nodeid] = name
-        print("\n".join(f"{name}: {len(found)} cases" for name, found in tests.items()))
-        for found in tests.values():
-            self.random.shuffle(found)
+            if item.originalname not in OUTSIDE and self.only in name:
+                tests.setdefault(name, []).append(item)
         most = max(map(len, tests.values()), default=0)
         items[:] = [found[at] for at in range(most) for found in tests.values() if at < len(found)]
 
@@ -91,12 +108,27 @@ def prepare(folder):
     """Puts our modules where the tests look for FlashAttention's, and theirs where they want helpers."""
     flashcore.compat.install("flash_attn", "flash_attn_interface")
     ours = sys.modules["flash_attn"]
-    # Rotary embeddings for their reference come from the checkout.
-    ours.__path__ = [str(folder / "flash_attn")]
     ours.USE_TRITON_ROCM = False
     # For the layout of dropout's mask.
     ours._get_block_size_n = lambda *_: 128
+    for name in ("flash_attn.layers", "flash_attn.layers.rotary"):
+        sys.modules[name] = ModuleType(name)
+    sys.modules["flash_attn.layers.rotary"].apply_rotary_emb = rotate
     sys.path.insert(0, str(folder / "hopper"))
+
+
+def rotate(x, cos, sin, interleaved=False, seqlen_offsets=0):
+    """Rotary embeddings for their reference, whose own are a Triton kernel: over (batch, length, heads,
+    head dim)."""
+    positions = torch.as_tensor(seqlen_offsets, device=x.device).reshape(-1, 1) + torch.arange(x.shape[1], device=x.device)
+    positions = positions.clamp(max=len(cos) - 1)
+    c, s = (table[positions][:, :, None].float() for table in (cos, sin))
+    columns = 2 * cos.shape[1]
+    turned = x[..., :columns].float()
+    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    a, b = a * c - b * s, a * s + b * c
+    turned = torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)
+    return torch.cat((turned.to(x.dtype), x[..., columns:]), -1)
 
 
 def on_cpu(folder):
@@ -115,12 +147,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seconds", type=float, default=90)
+    parser.add_argument("--cases", type=int, default=200, help="of each test at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--only", default="", help="cases whose names have this in them")
+    parser.add_argument("--only", default="", help="tests whose names have this in them")
     options = parser.parse_args()
     folder = options.folder.resolve()
-    sample = Sample(options.seconds, options.seed, options.only)
+    sample = Sample(options.seconds, options.cases, options.seed, options.only)
     prepare(folder)
     tests = on_cpu(folder) if options.device == "cpu" else folder
     files = [str(tests / name) for name in FILES if (tests / name).exists()]

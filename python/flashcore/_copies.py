@@ -58,11 +58,23 @@ def attend(
     return (joined, sums) if lse else joined
 
 
-def rows(tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The same tensors with elements side by side, or None where they are so already."""
-    copied = tuple(tensor if tensor is None else _side_by_side(tensor) for tensor in tensors)
-    same = all(copy is tensor for copy, tensor in zip(copied, tensors))
-    return None if same else copied
+def append(call: Callable[..., Any], tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
+    """The answer of ``call`` for copies of caches, new rows and queries, or None where these can be read.
+    What was written to copies of caches is written back."""
+    caches, rows, others = tensors[:2], tensors[2:5], tensors[5:]
+    given = [tensor for tensor in (*caches, *rows) if tensor is not None]
+    if not all(len(getattr(tensor, "shape", ())) for tensor in given):
+        return None
+    odd = any(tensor.shape[-1] % _MULTIPLE for tensor in given)
+    if not odd and not any(_gaps(tensor) for tensor in rows if tensor is not None):
+        return None
+    filled = tuple(_filled(tensor) for tensor in caches)
+    copied = tuple(None if tensor is None else _filled(_side_by_side(tensor)) for tensor in rows)
+    rotated, lengths = call((*filled, *copied, *others), flags)
+    for cache, copy in zip(caches, filled):
+        if copy is not cache:
+            cache[...] = copy[..., : cache.shape[-1]]
+    return None if rotated is None else rotated[..., : rows[2].shape[-1]], lengths
 
 
 def _parts(tensors: tuple[Any, ...]) -> tuple[Any, Any, Any] | None:
@@ -90,7 +102,7 @@ def _is_odd(tensor: Any) -> bool:
 
 def _gaps(tensor: Any) -> bool:
     """Whether elements of the last dimension do not lie side by side."""
-    shape = getattr(tensor, "shape", ())
+    shape: Any = getattr(tensor, "shape", ())
     if not len(shape) or shape[-1] < 2 or 0 in shape:
         return False
     if _is_torch(tensor):

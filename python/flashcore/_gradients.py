@@ -167,8 +167,8 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
 
 
 class Undifferentiable(torch.autograd.Function):  # type: ignore[misc]
-    """Attention over 8-bit tensors that require grad: the output is there, and a backward pass is
-    refused when there is one."""
+    """Attention over tensors that require grad and have no gradients, of 8 bits or in pages: the output
+    is there, and a backward pass is refused when there is one."""
 
     @staticmethod
     def forward(ctx: Any, call: tuple[Any, ...], q: Any, k: Any, v: Any, reason: str) -> Any:

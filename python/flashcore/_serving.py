@@ -289,7 +289,7 @@ def flash_attn_with_kvcache(
                 page_table,
                 rotary_cos,
                 rotary_sin,
-                rotary_seqlens,
+                None if rotary_cos is None else rotary_seqlens,
                 k_descale,
                 v_descale,
             ),
@@ -341,11 +341,10 @@ def _append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
             return _torch.append(tensors, flags)
         return result
     except ValueError:
-        # Caches are written in place; what is added to them may be a copy.
-        copied = _copies.rows(tensors[2:5])
+        copied = _copies.append(_append, tensors, flags)
         if copied is None:
             raise
-        return _append((*tensors[:2], *copied, *tensors[5:]), flags)
+        return copied
 
 
 def _rows_of(table: Any, q: Any, cu_seqlens_q: Any) -> Any:

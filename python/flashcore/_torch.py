@@ -227,6 +227,8 @@ def attend(
     if recorded:
         _refuse_caches(tensors, function)
         _refuse_small(tensors)
+        if tensors[9] is not None:
+            raise NotImplementedError(_PAGES)
         if not is_compiling():
             _refuse_transformations(tensors)
     operator = torch.ops.flashcore.attention_with_lse if lse or recorded else torch.ops.flashcore.attention
@@ -261,10 +263,11 @@ def record(
             if tensor is not None:
                 lists = tensors[3:10]
                 break
-    if _has_small(q, k, v):
-        return _gradients.Undifferentiable.apply(
-            (tensors[3:], numbers, function, lse), q, k, v, _small_reason((q, k, v))
-        )
+    paged = len(tensors) > 9 and tensors[9] is not None
+    if paged or _has_small(q, k, v):
+        # As in FlashAttention: there is an answer, and no backward pass.
+        reason = _PAGES if paged else _small_reason((q, k, v))
+        return _gradients.Undifferentiable.apply((tensors[3:], numbers, function, lse), q, k, v, reason)
     if torch._C._is_any_autocast_enabled():
         q, k, v = _autocast((q, k, v))
     unwrap = _gradients.unwrap
@@ -295,11 +298,13 @@ def _refuse_caches(tensors: tuple[Any, ...], function: str) -> None:
     """Refuses gradients of what is in a cache."""
     if function.startswith("flash_attn_with_kvcache"):
         _refuse_gradients(("q", "k_cache", "v_cache", *_LISTS), tensors)
-    if tensors[9] is not None:
-        raise NotImplementedError(
-            "block_table was given with tensors that require grad, expected None: keys in pages have no "
-            "gradients; call it under torch.no_grad()"
-        )
+
+
+# Why keys in pages have no gradients.
+_PAGES = (
+    "block_table was given with tensors that require grad, expected None: keys in pages have no gradients; "
+    "call it under torch.no_grad()"
+)
 
 
 def _refuse_small(tensors: tuple[Any, ...]) -> None:

@@ -243,6 +243,23 @@ def test_a_last_dimension_with_gaps_is_copied():
         flash_attn_with_kvcache(q[:, :1], v, v, q[:, :1], q[:, :1], cache_seqlens=lengths)
 
 
+def test_new_keys_of_other_head_dims_go_into_the_cache():
+    torch.manual_seed(0)
+    q, new, lengths = torch.randn(2, 1, 2, 11), torch.randn(2, 1, 2, 11), torch.tensor([3, 5], dtype=torch.int32)
+    k, v = torch.randn(2, 2, 8, 2, 11)
+    before = k.clone()
+    cos, sin = torch.randn(2, 8, 4)
+    out = flash_attn_with_kvcache(q, k, v, new, new, rotary_cos=cos, rotary_sin=sin, cache_seqlens=lengths)
+    wide = torch.nn.functional.pad(new, (0, 5))
+    caches = [torch.nn.functional.pad(x, (0, 5)) for x in (before, v)]
+    expected = flash_attn_with_kvcache(
+        torch.nn.functional.pad(q, (0, 5)), *caches, wide, wide, rotary_cos=cos, rotary_sin=sin,
+        cache_seqlens=lengths, softmax_scale=11**-0.5,
+    )  # fmt: skip
+    assert torch.equal(out, expected[..., :11]) and torch.equal(k, caches[0][..., :11])
+    assert not torch.equal(k, before) and torch.equal(v[0, 3], new[0, 0])
+
+
 def test_packed_sequences_have_packed_gradients():
     torch.manual_seed(0)
     starts = torch.tensor([0, 2, 7], dtype=torch.int32)
