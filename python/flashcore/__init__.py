@@ -28,12 +28,15 @@ except ImportError as error:
 from ._arguments import either as _either
 from ._arguments import flag as _flag
 from ._arguments import hints as _hints
-from ._arguments import refusal as _refusal
 from ._arguments import refuse as _refuse
 from ._flashcore import VERSION as _VERSION
 from ._flashcore import finish_compiling as _finish_compiling
 from ._flashcore import forked as _forked
 from ._flashcore import info as _info
+from ._flex import BlockMask, and_masks, create_block_mask, flex_attention, or_masks
+from ._flex import attend as _attend_with_rules
+from ._flex import mask_rules as _mask_rules
+from ._flex import refuse_groups as _refuse_groups
 from ._quantize import dequantize, quantize, quantize_kv
 from ._serving import (
     _torch,
@@ -48,6 +51,9 @@ from ._serving import is_compiling as _is_compiling
 from ._serving import widen as _widen
 
 __all__ = [
+    "BlockMask",
+    "and_masks",
+    "create_block_mask",
     "dequantize",
     "flash_attn_combine",
     "flash_attn_func",
@@ -58,8 +64,10 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "flex_attention",
     "get_scheduler_metadata",
     "info",
+    "or_masks",
     "quantize",
     "quantize_kv",
     "scaled_dot_product_attention",
@@ -320,10 +328,10 @@ def scaled_dot_product_attention(
     """Attention with PyTorch's signature, over (batch, heads, length, head dim).
 
     As there, ``is_causal`` lets query ``i`` see the keys up to ``i``, whatever the lengths; more
-    queries than keys are refused. ``deterministic`` is as in :func:`flash_attn_func`.
+    queries than keys are refused. ``attn_mask`` broadcasts to (batch, heads, queries, keys): truth values
+    say which keys are seen, numbers are added to the scores. ``deterministic`` is as in
+    :func:`flash_attn_func`.
     """
-    if attn_mask is not None:
-        raise _refusal("attn_mask", attn_mask, None)
     try:
         plain = not dropout_p
     except Exception:  # a tensor in the place of a number
@@ -333,15 +341,9 @@ def scaled_dot_product_attention(
     if deterministic is not False:
         deterministic = _flag("deterministic", deterministic)
     if enable_gqa is False or not _flag("enable_gqa", enable_gqa):
-        try:
-            # Each look at a shape makes a new one.
-            given, expected = key.shape, query.shape
-        except AttributeError:
-            given = expected = ()  # no tensors, which is said later
-        if len(given) == len(expected) == 4 and given[1] != expected[1]:
-            raise ValueError(
-                f"key has {given[1]} heads, expected the {expected[1]} of query unless enable_gqa=True"
-            )
+        _refuse_groups(query, key)
+    if attn_mask is not None:
+        return _masked(query, key, value, attn_mask, is_causal, scale)
     return _attend(
         (query, key, value),
         (scale, is_causal, (-1, -1), 0, 0.0, None, None),
@@ -349,6 +351,15 @@ def scaled_dot_product_attention(
         False,
         deterministic,
     )
+
+
+def _masked(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: Any, scale: Any) -> Any:
+    """Attention with a mask that is a tensor."""
+    if _flag("is_causal", is_causal):
+        raise ValueError("attn_mask was given with is_causal=True, expected one of the two")
+    rules = _mask_rules(attn_mask, query, key)
+    numbers = (scale, False, (-1, -1), 0, 0.0, None, None)
+    return _attend_with_rules((query, key, value), numbers, "scaled_dot_product_attention", False, rules)
 
 
 def info() -> dict[str, Any]:

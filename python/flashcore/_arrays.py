@@ -9,10 +9,16 @@ from typing import Any
 from . import _flashcore
 
 
-def attend(tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: Any) -> Any:
+def attend(
+    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: Any, rules: tuple[Any, ...] | None = None
+) -> Any:
     """Output, or output and log-sum-exps, of the kind that the queries are."""
     exchange = _Exchange(tensors[0])
-    result = _flashcore.attend(exchange.give(tensors), numbers, function, lse, exchange.entrance())
+    given = exchange.give(tensors)
+    if rules is not None:
+        mask, score, captured = rules
+        rules = (mask, score, exchange.give(captured))
+    result = _flashcore.attend(given, numbers, function, lse, exchange.entrance(), rules)
     if not lse:
         return exchange.take(result)
     output, sums = result

@@ -2,6 +2,7 @@ from typing import Any, final
 
 __all__ = [
     "Array",
+    "Rule",
     "VERSION",
     "adopt_torch",
     "append",
@@ -30,9 +31,16 @@ class Array:
         copy: bool | None = None,
     ) -> Any: ...
 
+@final
+class Rule:
+    def __new__(cls, text: str, /) -> Rule: ...
+    @property
+    def text(self) -> str: ...
+
 def adopt_torch(torch: Any) -> None: ...
 def attend(
-    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: Any, entrance: str, /
+    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: Any, entrance: str,
+    rules: tuple[Any, ...] | None = None, /
 ) -> Any: ...
 def attend_backward(
     tensors: tuple[Any, ...],

@@ -21,6 +21,7 @@ NUMBERS, LISTS = 8, 12
 # Where sinks are among the lists.
 SINKS = 8
 NONE = (None,) * LISTS
+_HEADS_FIRST = "scaled_dot_product_attention"
 # What a plain call has beyond scale and causal mask.
 PLAIN: tuple[Any, ...] = ((-1, -1, 0, 0.0, None, None), NONE, "flash_attn_func", False)
 
@@ -72,10 +73,15 @@ def empty_gradients(
     # Rows of no sequence; keys behind the last query's.
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = lists[:4]
     some = cu_seqlens_q is not None or cu_seqlens_k is not None or seqused_q is not None or seqused_k is not None
-    some = some or (function == "scaled_dot_product_attention" and causal and k.shape[2] > q.shape[2])
+    some = some or _hides_keys(q, k, causal, function)
     make = torch.zeros_like if some else torch.empty_like
     of = zip((*tensors, lists[SINKS]), needed)
     return [None if it is None else make(it) if need else torch.empty_like(it) for it, need in of]
+
+
+def _hides_keys(q: Any, k: Any, causal: bool, function: str) -> bool:
+    """Whether there are keys behind the last query's, which kernels do not look at."""
+    return bool(causal and function == _HEADS_FIRST and k.shape[2] > q.shape[2])
 
 
 def backward(
@@ -143,18 +149,18 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
         q_needed, k_needed, v_needed, _, sinks_needed, _ = ctx.needs_input_grad
         if dout is None:
             return NONE[:6]
-        lists, numbers, function, deterministic, _ = ctx.call
+        _, numbers, function, deterministic, _ = ctx.call
         # Where somebody may want to differentiate this, the operator says what it thinks of that.
         direct = not torch.is_grad_enabled() and are_ordinary((dout,))
-        if lists is None and direct and q_needed and k_needed and v_needed and function == PLAIN[2]:
-            q, k, v, out, lse = ctx.saved_tensors
-            into = (_empty_like(q), _empty_like(k), _empty_like(v), None)
-            run((q, k, v), numbers, function, (out, lse, dout), into, deterministic)
-            return (*into, None, None)
         needed = (q_needed, k_needed, v_needed, sinks_needed)
         if not any(needed):
             return NONE[:6]
         q, k, v, out, lse, *lists = ctx.saved_tensors
+        plain = direct and not lists and q_needed and k_needed and v_needed and v is not None
+        if plain and not _hides_keys(q, k, numbers[1], function):
+            into = (_empty_like(q), _empty_like(k), _empty_like(v), None)
+            run((q, k, v), numbers, function, (out, lse, dout), into, deterministic)
+            return (*into, None, None)
         lists = lists or NONE
         if direct:
             dq, dk, dv, ds = backward(

@@ -280,6 +280,21 @@ def record(
     return _gradients.record(q, k, v, slopes, sinks, (lists, numbers, function, deterministic, lse))
 
 
+def attend_with_rules(
+    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, rules: tuple[Any, ...]
+) -> Any:
+    """Attention with functions that autograd would record, or that does not go straight to the kernel."""
+    mask, score, captured = rules
+    if not _gradients.are_ordinary((*tensors, *captured)):
+        raise NotImplementedError(
+            f"{function} of a tensor subclass or under a mode is not supported with functions, expected tensors in memory"
+        )
+    names = ("query", "key", "value", *("a tensor that a function loads from" for _ in captured))
+    _refuse_gradients(names, (*tensors, *captured))
+    tensors = _autocast(tensors) if torch._C._is_any_autocast_enabled() else tensors
+    return _flashcore.attend(tensors, numbers, function, lse, "dispatcher", rules)
+
+
 def _autocast(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     """Tensors of which the first three have the element type that autocast chooses, where it is on
     and one of them is float32; sinks and slopes stay as they are."""

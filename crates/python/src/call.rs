@@ -20,6 +20,7 @@ use crate::numbers::{Flags, Numbers, flag};
 use crate::parts::{self, Parts};
 use crate::process::process;
 use crate::request::{Function, OUT, Request, named, needed};
+use crate::rules::Rules;
 use crate::update::{self, Update};
 use crate::view::{self, Element, Form, Memory, Order, Place, View};
 use crate::{cpu, error, gpu};
@@ -55,18 +56,30 @@ pub(crate) fn attend<'py>(
     function: Function,
     with_lse: &Bound<'py, PyAny>,
     entrance: Entrance,
+    rules: &Rules<'py>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = tensors.py();
     let numbers = Numbers::read(function, numbers)?;
     let with_lse = flag(function.sums_name(), with_lse)?;
     let tensors = named(function.names(), tensors)?;
     let read = |library: &Library<'py>| {
-        Request::read(function, &tensors, numbers, |tensor, name, whole| match whole {
-            true => library.read_whole(tensor, name),
-            false => library.read(tensor, name),
-        })
+        let mut request =
+            Request::read(function, &tensors, numbers, |tensor, name, whole| match whole {
+                true => library.read_whole(tensor, name),
+                false => library.read(tensor, name),
+            })?;
+        request.captured = rules.captured(|tensor, name| library.read(tensor, name))?;
+        Ok(request)
     };
-    answer(py, entrance, &tensors, read, |library, request| {
+    let among;
+    let all = match rules.is_empty() {
+        true => &tensors[..],
+        false => {
+            among = rules.among(&tensors);
+            &among[..]
+        }
+    };
+    answer(py, entrance, all, read, |library, request| {
         let wide = request.has_f32() && entrance == Entrance::Function;
         if wide && library.is_autocasting(py)? {
             return Ok(PyNotImplemented::get(py).to_owned().into_any());

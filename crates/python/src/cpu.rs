@@ -110,7 +110,14 @@ unsafe fn with_inputs<T>(
     // SAFETY: the same.
     let copy = |shape, view: &View| unsafe { copy(shape, view) };
     let (slopes, sinks) = (floats(&request.slopes)?, floats(&request.sinks)?);
-    let given = |inputs| Inputs { slopes: slopes.as_deref(), sinks: sinks.as_deref(), ..inputs };
+    // SAFETY: the same.
+    let captured = unsafe { request.captured.on_host() };
+    let given = |inputs| Inputs {
+        slopes: slopes.as_deref(),
+        sinks: sinks.as_deref(),
+        captured: &captured,
+        ..inputs
+    };
     let factors = problem.descales.zip(request.descales(problem)?).zip(problem.descale_shapes());
     let query = copy(problem.query_shape(), &request.query)?;
     if problem.has_equal_lengths() {

@@ -28,7 +28,7 @@ impl Numbers {
     pub(crate) fn read(function: Function, numbers: &Bound<'_, PyTuple>) -> PyResult<Numbers> {
         let number = |at| numbers.get_borrowed_item(at);
         let (scale_name, causal_name) = match function {
-            Function::PyTorch => ("scale", "is_causal"),
+            Function::PyTorch | Function::Flex => ("scale", "is_causal"),
             _ => ("softmax_scale", "causal"),
         };
         Ok(Numbers {

@@ -11,6 +11,7 @@ use crate::descale::Factors;
 use crate::error;
 use crate::library::Named;
 use crate::numbers::Numbers;
+use crate::rules::Captured;
 use crate::view::{Element, Form, Memory, Order, View};
 
 /// How many tensors a call can have.
@@ -29,6 +30,8 @@ pub(crate) enum Function {
     KvPacked,
     /// A causal mask is anchored at the first query and key, not at the last.
     PyTorch,
+    /// PyTorch's attention with functions.
+    Flex,
     Varlen,
     VarlenQkvPacked,
     VarlenKvPacked,
@@ -46,6 +49,7 @@ impl FromPyObject<'_, '_> for Function {
             "flash_attn_qkvpacked_func" => Ok(Function::QkvPacked),
             "flash_attn_kvpacked_func" => Ok(Function::KvPacked),
             "scaled_dot_product_attention" => Ok(Function::PyTorch),
+            "flex_attention" => Ok(Function::Flex),
             "flash_attn_varlen_func" => Ok(Function::Varlen),
             "flash_attn_varlen_qkvpacked_func" => Ok(Function::VarlenQkvPacked),
             "flash_attn_varlen_kvpacked_func" => Ok(Function::VarlenKvPacked),
@@ -64,7 +68,9 @@ impl Function {
             Function::KvCacheInBlocks => {
                 ["q", "k_cache", "v_cache", "cache_seqlens", "block_table"]
             }
-            Function::PyTorch => ["query", "key", "value", "seqused_k", "block_table"],
+            Function::PyTorch | Function::Flex => {
+                ["query", "key", "value", "seqused_k", "block_table"]
+            }
             Function::QkvPacked | Function::VarlenQkvPacked => {
                 ["qkv", "qkv", "qkv", "seqused_k", "block_table"]
             }
@@ -95,23 +101,22 @@ impl Function {
 
     /// Whether lengths and places may differ from sequence to sequence.
     fn has_sequences(self) -> bool {
-        !matches!(
-            self,
-            Function::Plain | Function::QkvPacked | Function::KvPacked | Function::PyTorch
-        )
+        use Function::{KvCache, KvCacheInBlocks, Varlen, VarlenKvPacked, VarlenQkvPacked};
+        matches!(self, Varlen | VarlenQkvPacked | VarlenKvPacked | KvCache | KvCacheInBlocks)
     }
 
     /// What the caller asks for the log-sum-exps with.
     pub(crate) fn sums_name(self) -> &'static str {
         match self {
             Function::KvCache | Function::KvCacheInBlocks => "return_softmax_lse",
+            Function::Flex => "return_lse",
             _ => "return_attn_probs",
         }
     }
 
     pub(crate) fn order(self, packed: bool) -> Order {
         match self {
-            Function::PyTorch => Order::HeadsFirst,
+            Function::PyTorch | Function::Flex => Order::HeadsFirst,
             _ => Order::of(packed),
         }
     }
@@ -137,6 +142,8 @@ pub(crate) struct Request {
     pub(crate) slopes: Option<Memory>,
     pub(crate) sinks: Option<Memory>,
     descales: Descales<Option<Memory>>,
+    /// Functions, and what they load from.
+    pub(crate) captured: Captured,
     numbers: Numbers,
 }
 
@@ -205,6 +212,7 @@ impl Request {
             slopes: list(10)?,
             sinks: list(11)?,
             descales: Descales { query: factors(12)?, key: factors(13)?, value: factors(14)? },
+            captured: Captured::default(),
             numbers,
         })
     }
@@ -334,6 +342,7 @@ impl Request {
             }
             problem = problem.with_sinks();
         }
+        self.captured.join(&mut problem, query.place, q)?;
         Ok(problem)
     }
 
@@ -489,6 +498,7 @@ impl Request {
             block_table: address(&self.pages),
             slopes: address(&self.slopes),
             sinks: address(&self.sinks),
+            captured: self.captured.on_device(),
             ..Tensors::new(all, lse.map(DeviceAddress))
         }
     }
