@@ -60,6 +60,23 @@ def full(name: str, count: int, value: int, like: Any) -> Any:
     return namespace.full((count,), value, dtype=namespace.int32)
 
 
+def pad(array: Any, columns: int) -> Any:
+    """An array with so many zeros behind each vector."""
+    widths = [(0, 0)] * (len(array.shape) - 1) + [(0, columns)]
+    return _namespace(array).pad(array, widths)
+
+
+def join(arrays: list[Any]) -> Any:
+    """Vectors one behind the other."""
+    return _namespace(arrays[0]).concatenate(arrays, -1)
+
+
+def widen(array: Any) -> Any:
+    """Numbers of 16 bits as float32."""
+    name = getattr(getattr(array, "dtype", None), "name", None)
+    return array.astype("float32") if name in ("float16", "bfloat16") else array
+
+
 # What NumPy cannot export, and the integers that its bits are given as.
 _BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "int8"}
 

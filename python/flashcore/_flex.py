@@ -8,12 +8,14 @@ from typing import Any
 from . import _arrays, _flashcore
 from ._arguments import flag, refusal
 from ._serving import is_compiling
-from ._trace import torch, trace
+from ._trace import trace
 
-if torch is None:
-    _flex_torch = None
-else:
-    from . import _flex_torch
+try:
+    from . import _flex_torch as _flex_torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    _flex_torch = None  # type: ignore[assignment]
 
 NUMBERS = (False, (-1, -1), 0, 0.0, None, None)
 
@@ -68,7 +70,7 @@ def flex_attention(
     return attend((query, key, value), (scale, *NUMBERS), "flex_attention", return_lse, (mask, score, tensors, blocks))
 
 
-_outside = None if torch is None else torch.compiler.disable(flex_attention)
+_outside: Any = None if _flex_torch is None else _flex_torch.outside(flex_attention)
 
 
 def attend(

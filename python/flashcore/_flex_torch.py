@@ -23,6 +23,8 @@ _torch._library.define(
     f"{_RULES}, bool deterministic) -> (Tensor, Tensor, Tensor)",
     tags=_torch._TAGS,
 )
+# Makes a function that PyTorch's compiler leaves alone.
+outside = torch.compiler.disable
 # What a call has beyond the scale.
 _NUMBERS = (False, (-1, -1), 0, 0.0, None, None)
 _CAPTURED = "a tensor that a function loads from"

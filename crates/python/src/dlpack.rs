@@ -506,7 +506,10 @@ mod tests {
         unsafe {
             for tensor in [&(*managed).tensor, &(*versioned).tensor] {
                 let memory = tensor.memory("x", false).unwrap();
-                assert_eq!((memory.sizes(), &memory.strides[..3]), (&[2, 0, 3][..], &[3, 3, 1][..]));
+                assert_eq!(
+                    (memory.sizes(), &memory.strides[..3]),
+                    (&[2, 0, 3][..], &[3, 3, 1][..])
+                );
                 assert_eq!(*(memory.address as *const f32), 1.5);
             }
             ((*managed).deleter.unwrap())(managed);

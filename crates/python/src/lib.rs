@@ -93,7 +93,8 @@ mod module {
 
     /// The gradients of attention over PyTorch's tensors, into tensors that are given: of queries,
     /// keys, values and sinks. Tensors and numbers are those of `attend`; saved are its output and
-    /// log-sum-exps, and the gradient of the output; rules are those of `attend`.
+    /// log-sum-exps, and the gradient of the output; rules are those of `attend`. False, and nothing
+    /// written, where one of the first tensors is empty: gradients are zero then.
     #[pyfunction]
     #[pyo3(signature = (tensors, numbers, function, saved, gradients, deterministic, rules=None, /))]
     fn attend_backward<'py>(
@@ -104,7 +105,7 @@ mod module {
         gradients: &Bound<'py, PyTuple>,
         deterministic: bool,
         rules: Option<&Bound<'py, PyTuple>>,
-    ) -> PyResult<()> {
+    ) -> PyResult<bool> {
         guard(|| {
             let rules = Rules::read(rules)?;
             let given = Given::new(function, tensors, saved, gradients, rules)?;

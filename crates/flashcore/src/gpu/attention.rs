@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use cuda::{RelaxedCapture, Stream};
+use cuda::Stream;
 use kernels::attention::function::BlockMask;
 
 use super::executable::{Executable, Part};
@@ -170,16 +170,11 @@ impl Gpu {
         tensors: &Tensors,
     ) -> Result<Arc<AttentionPlan>, Error> {
         let key = (for_many_lengths(problem), tensors.arrangement());
-        if let Some(plan) = self.attention.find(&key) {
-            return Ok(plan);
-        }
-        let _relaxed = RelaxedCapture::begin()?;
-        key.0.validate()?;
-        let preference = Preference::from_environment(problem.pass);
-        let plan = AttentionPlan::new(self, &key.0, &key.1, &preference)?;
-        // Old ones are dropped under the relaxed mode.
-        let (plan, _old) = self.attention.keep(key, plan);
-        Ok(plan)
+        self.attention.find_or_make(key, |(problem, arrangement)| {
+            problem.validate()?;
+            let preference = Preference::from_environment(problem.pass);
+            AttentionPlan::new(self, problem, arrangement, &preference)
+        })
     }
 
     /// Puts attention on a stream, by the plan that is kept for such calls. Log-sum-exps that

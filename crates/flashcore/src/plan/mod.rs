@@ -119,10 +119,11 @@ impl Candidate {
     }
 
     fn of(family: &dyn Family, asked: &Asked<'_>) -> Self {
-        let chosen = match (asked.problem.pass, asked.problem.functions().next()) {
-            (Pass::Backward, Some(function)) => {
-                let (kind, name) = (function.kind().name(), function.name());
-                Err(format!("the {kind} {name} is a function, and has no gradients on the GPU"))
+        let scores = asked.problem.scores;
+        let chosen = match (asked.problem.pass, scores.function, scores.softcap) {
+            (Pass::Backward, Some(function), Some(_)) => {
+                let name = function.name();
+                Err(format!("of capped scores the function {name} has no gradients: cap in it"))
             }
             _ => family.choose(asked).and_then(|choice| assembled(asked.chip, choice)),
         };

@@ -9,7 +9,7 @@ use ptx::{
 };
 
 use crate::divisor::DivisorRegisters;
-use crate::parameter::{List, Number};
+use crate::parameter::{List, Number, Tensor};
 
 /// The memory order of keys and values.
 #[derive(Clone, Copy)]
@@ -163,6 +163,16 @@ pub(crate) struct Span {
 }
 
 impl Span {
+    /// Those of queries.
+    pub(crate) fn queries(k: &mut Builder) -> Self {
+        Span {
+            starts: List::QueryStarts.address(k),
+            rows: Tensor::Query.rows(k),
+            most: Number::QueryLength.read(k),
+            lengths: List::QueryLengths.address(k),
+        }
+    }
+
     /// The first row of a sequence, and how many it has.
     pub(crate) fn of(&self, k: &mut Builder, sequence: Reg<U32>) -> (Reg<U32>, Reg<U32>) {
         self.from(k, sequence, 0)

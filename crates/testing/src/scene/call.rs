@@ -413,6 +413,7 @@ impl Call {
                     Some(sequences) => sequences.over(tensors.inputs())?,
                     None => (problem.clone(), tensors.inputs()),
                 };
+                let inputs = inputs.with_captured(&self.captured);
                 Some(Backward::new(&problem, inputs, gradient)?)
             }
         };
