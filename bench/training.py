@@ -7,6 +7,9 @@ median over bursts, candidates alternating. A step is the forward pass under aut
 `torch.autograd.grad` of its output, which waits for the engine's thread but not for the device. The bar
 is 60 us for both. Then the peak of device memory over a step of a large problem, with what FlashCore
 holds outside of PyTorch's allocator.
+
+Without a GPU: what the layers above the extension cost, Python's and autograd's, with an extension that
+makes the tensors of the answer and does nothing else. The difference to a product is ours.
 """
 import statistics, time
 import torch
@@ -110,6 +113,49 @@ def memory():
         print(f"{name:<40} {found[0]:8.0f} {found[1]:8.0f}")
 
 
+def layers():
+    """A step on the CPU without the work: lowest of many, since the machine has other things to do."""
+    from flashcore import _flashcore, _gradients
+
+    class Idle:
+        """The extension, which makes the tensors of an answer and leaves them."""
+
+        def __getattr__(self, name):
+            return getattr(_flashcore, name)
+
+        def attend(self, tensors, numbers, function, lse, entrance):
+            out = torch.empty_like(tensors[0])
+            return (out, lses) if lse else out
+
+        def attend_backward(self, *arguments):
+            return True
+
+    lses = torch.empty(1, 2, 64)
+    three = [torch.randn(1, 64, 2, 64).requires_grad_() for _ in range(3)]
+    packed = torch.randn(1, 64, 3, 2, 64).requires_grad_()
+    rows, starts = [torch.randn(64, 2, 64).requires_grad_() for _ in range(3)], torch.tensor([0, 24, 64], dtype=torch.int32)
+    candidates = {
+        "flash_attn_func": step(lambda q, k, v: flash_attn_func(q, k, v, causal=True), *three),
+        "flash_attn_func, forward alone": lambda: flash_attn_func(*three, causal=True),
+        "flash_attn_qkvpacked_func": step(lambda qkv: flash_attn_qkvpacked_func(qkv, causal=True), packed),
+        "flash_attn_varlen_func": step(lambda q, k, v: flash_attn_varlen_func(q, k, v, starts, starts, 40, 40), *rows),
+        "a product, for the engine's share": step(lambda q, k: q * k, *three[:2]),
+    }
+    _gradients._flashcore = Idle()
+    print(f"CPU, PyTorch {torch.__version__}, us per step above the extension, lowest")
+    for name, call in candidates.items():
+        best = float("inf")
+        for _ in range(ROUNDS):
+            begin = time.perf_counter()
+            for _ in range(BURST):
+                call()
+            best = min(best, (time.perf_counter() - begin) / BURST * 1e6)
+        print(f"{name:<40} {best:7.2f}")
+
+
 if __name__ == "__main__":
-    host()
-    memory()
+    if torch.cuda.is_available():
+        host()
+        memory()
+    else:
+        layers()

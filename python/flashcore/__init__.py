@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit as _atexit
 import os as _os
-from collections.abc import Sequence
 from typing import Any
 
 try:
@@ -26,13 +25,18 @@ except ImportError as error:
         "`pip install .`, and start Python in another folder than this one's parent"
     ) from None
 
+from ._arguments import either as _either
 from ._arguments import flag as _flag
-from ._arguments import refusal as _refusal
+from ._arguments import hints as _hints
 from ._arguments import refuse as _refuse
 from ._flashcore import VERSION as _VERSION
 from ._flashcore import finish_compiling as _finish_compiling
 from ._flashcore import forked as _forked
 from ._flashcore import info as _info
+from ._flex import BlockMask, and_masks, create_block_mask, flex_attention, or_masks
+from ._flex import attend as _attend_with_rules
+from ._flex import mask_rules as _mask_rules
+from ._flex import refuse_groups as _refuse_groups
 from ._quantize import dequantize, quantize, quantize_kv
 from ._serving import (
     _torch,
@@ -44,8 +48,12 @@ from ._serving import (
 )
 from ._serving import attend as _attend
 from ._serving import is_compiling as _is_compiling
+from ._serving import widen as _widen
 
 __all__ = [
+    "BlockMask",
+    "and_masks",
+    "create_block_mask",
     "dequantize",
     "flash_attn_combine",
     "flash_attn_func",
@@ -53,15 +61,22 @@ __all__ = [
     "flash_attn_merge",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "flex_attention",
     "get_scheduler_metadata",
     "info",
+    "or_masks",
     "quantize",
     "quantize_kv",
     "scaled_dot_product_attention",
 ]
 
 __version__: str = _VERSION
+
+# Those of sequences and caches, which a batch has not.
+_NO_LISTS = (None,) * 7
 
 _atexit.register(_finish_compiling)
 if hasattr(_os, "register_at_fork"):
@@ -75,7 +90,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: Any = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Any = None,
     deterministic: bool = False,
@@ -90,6 +105,7 @@ def flash_attn_func(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     s_aux: Any = None,
+    learnable_sink: Any = None,
 ) -> Any:
     """``softmax(softmax_scale * q @ k^T + mask) @ v`` for every batch entry and head.
 
@@ -100,16 +116,16 @@ def flash_attn_func(
         q: (batch, queries, heads, head dim), float16, bfloat16, float32, or in 8 bits.
         k: (batch, keys, key heads, head dim). Key heads divide heads: query head ``h`` reads key
             head ``h // (heads // key_heads)``.
-        v: (batch, keys, key heads, value head dim). Head dims are multiples of 8 up to 256. Keys and
-            values are like ``q``, or in 8 bits.
+        v: (batch, keys, key heads, value head dim). Head dims are up to 256; others than multiples of
+            8, and wider values, are served by copies. Keys and values are like ``q``, or in 8 bits.
         softmax_scale: ``1 / sqrt(head dim)`` unless given.
         causal: The last query sees every key, the one before all but the last, and so on, whatever
             the lengths. A query that sees no key gets zeros.
         window_size: A query sees so many keys before and after its own, where its own is that of
-            the causal mask; all of them where negative.
+            the causal mask; all of them where negative or None.
         softcap: Scores ``s`` become ``softcap * tanh(s / softcap)``, unless it is 0.
-        alibi_slopes: (heads,) or (batch, heads) in float32: scores fall by the slope for each
-            position between query and key.
+        alibi_slopes: (heads,) or (batch, heads): scores fall by the slope for each position between
+            query and key.
         deterministic: Gradients are bitwise equal from call to call, as the output always is, and so
             they are under ``torch.use_deterministic_algorithms(True)``.
         return_attn_probs: Return ``(out, softmax_lse, None)``; the probabilities themselves are
@@ -120,36 +136,28 @@ def flash_attn_func(
             without its last dimension. See :func:`quantize_kv`.
         attention_chunk: Positions come in chunks of so many, and a query sees keys of its own chunk
             only, unless it is 0.
-        s_aux: (heads,) in float32: a sink for each head, one more score without a value.
+        num_splits, pack_gqa, sm_margin: Hints, not needed.
+        s_aux: (heads,) a sink for each head, one more score without a value. FlashAttention-4 calls it
+            ``learnable_sink``.
 
     Returns:
         (batch, queries, heads, value head dim) in the element type of ``q``, or bfloat16 where that has
         8 bits; with ``return_attn_probs`` also the log-sum-exp of each row of scaled scores, (batch, heads,
         queries) in float32, and None.
     """
-    try:
-        plain = (
-            not dropout_p
-            and qv is None
-            and num_splits == 1
-            and pack_gqa is None
-            and not sm_margin
-        )
-    except Exception:  # a tensor in the place of a number
-        plain = False
-    if not plain:
-        _refuse(
-            dropout_p=dropout_p,
-            qv=qv,
-            num_splits=num_splits,
-            pack_gqa=pack_gqa,
-            sm_margin=sm_margin,
-        )
+    if qv is not None or type(dropout_p) is not float or dropout_p != 0.0:
+        _refuse(dropout_p=dropout_p, qv=qv)
+    if type(num_splits) is not int or pack_gqa is not None or type(sm_margin) is not int:
+        _hints(num_splits, pack_gqa, sm_margin)
     if deterministic is not False:
         deterministic = _flag("deterministic", deterministic)
-    tensors: tuple[Any, ...] = (q, k, v, None, None, None, None, None, None, None, alibi_slopes, s_aux)
+    # What is None behind the others is left out, which a plain call does not pay for.
+    tensors: tuple[Any, ...] = (q, k, v)
+    if alibi_slopes is not None or s_aux is not None or learnable_sink is not None:
+        sinks = _widen(_either("s_aux", s_aux, "learnable_sink", learnable_sink))
+        tensors = (*tensors, *_NO_LISTS, _widen(alibi_slopes), sinks)
     if q_descale is not None or k_descale is not None or v_descale is not None:
-        tensors = (*tensors, q_descale, k_descale, v_descale)
+        tensors = (*tensors, *(None,) * (12 - len(tensors)), q_descale, k_descale, v_descale)
     result = _attend(
         tensors,
         (softmax_scale, causal, window_size, attention_chunk, softcap, None, None),
@@ -165,19 +173,19 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: Any = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Any = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
     """:func:`flash_attn_func` of a tensor (batch, length, 3, heads, head dim)."""
-    _unpackable("qkv", qkv, 3)
+    _unpackable("qkv", qkv, 3, "(batch, length, 3, heads, head dim)")
     return _packed(
         (qkv, None, None),
         (softmax_scale, causal, window_size, 0, softcap, None, None),
         "flash_attn_qkvpacked_func",
-        alibi_slopes,
+        (*_NO_LISTS, alibi_slopes),
         dropout_p,
         deterministic,
         return_attn_probs,
@@ -190,19 +198,76 @@ def flash_attn_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: Any = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Any = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
     """:func:`flash_attn_func` of ``q`` and a tensor (batch, keys, 2, key heads, head dim)."""
-    _unpackable("kv", kv, 2)
+    _unpackable("kv", kv, 2, "(batch, length, 2, heads, head dim)")
     return _packed(
         (q, kv, None),
         (softmax_scale, causal, window_size, 0, softcap, None, None),
         "flash_attn_kvpacked_func",
-        alibi_slopes,
+        (*_NO_LISTS, alibi_slopes),
+        dropout_p,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Any,
+    cu_seqlens: Any,
+    max_seqlen: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """:func:`flash_attn_varlen_func` of a tensor (rows of all sequences, 3, heads, head dim), with
+    FlashAttention-2's arguments; ``return_attn_probs`` is as in :func:`flash_attn_func`."""
+    _unpackable("qkv", qkv, 3, "(rows of all sequences, 3, heads, head dim)")
+    return _packed(
+        (qkv, None, None),
+        (softmax_scale, causal, window_size, 0, softcap, max_seqlen, max_seqlen),
+        "flash_attn_varlen_qkvpacked_func",
+        (cu_seqlens, cu_seqlens, None, None, None, None, None, alibi_slopes),
+        dropout_p,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Any,
+    kv: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """:func:`flash_attn_varlen_func` of ``q`` and a tensor (rows of all sequences, 2, key heads, head
+    dim), with FlashAttention-2's arguments; ``return_attn_probs`` is as in :func:`flash_attn_func`."""
+    _unpackable("kv", kv, 2, "(rows of all sequences, 2, heads, head dim)")
+    return _packed(
+        (q, kv, None),
+        (softmax_scale, causal, window_size, 0, softcap, max_seqlen_q, max_seqlen_k),
+        "flash_attn_varlen_kvpacked_func",
+        (cu_seqlens_q, cu_seqlens_k, None, None, None, None, None, alibi_slopes),
         dropout_p,
         deterministic,
         return_attn_probs,
@@ -213,38 +278,39 @@ def _packed(
     tensors: tuple[Any, Any, Any],
     numbers: tuple[Any, ...],
     function: str,
-    alibi_slopes: Any,
+    lists: tuple[Any, ...],
     dropout_p: Any,
     deterministic: Any,
     lse: Any,
 ) -> Any:
-    """Attention over packed tensors: those that are packed into the one before are None."""
+    """Attention over packed tensors: those that are packed into the one before are None. The lists end
+    with slopes."""
     _refuse(dropout_p=dropout_p)
     deterministic = _flag("deterministic", deterministic)
-    lists = (None, None, None, None, None, None, None, alibi_slopes, None)
-    if _is_compiling() or (_torch is not None and _torch.is_recorded(*tensors, alibi_slopes)):
+    *lists, slopes = lists  # type: ignore[assignment]
+    # What is None behind the others is left out.
+    plain = slopes is None and lists[0] is None
+    others = () if plain else (*lists, _widen(slopes), None)
+    if _torch is not None and (_is_compiling() or _torch.is_recorded(*tensors)):
         # Whole, so that the gradient of a packed tensor is written into one.
-        attend = _torch.attend if _is_compiling() else _torch.record
-        result = attend((*tensors, *lists), numbers, function, _flag("return_attn_probs", lse), deterministic)
+        result = _attend((*tensors, *others), numbers, function, lse, deterministic)
     else:
         q, packed, _ = tensors
         if packed is None:
-            separate = (q[:, :, 0], q[:, :, 1], q[:, :, 2])
+            separate = (q[..., 0, :, :], q[..., 1, :, :], q[..., 2, :, :])
         else:
-            separate = (q, packed[:, :, 0], packed[:, :, 1])
-        result = _attend((*separate, *lists), numbers, function, lse, deterministic)
+            separate = (q, packed[..., 0, :, :], packed[..., 1, :, :])
+        result = _attend((*separate, *others), numbers, function, lse, deterministic)
     return (*result, None) if lse else result
 
 
-def _unpackable(name: str, packed: Any, count: int) -> None:
+def _unpackable(name: str, packed: Any, count: int, expected: str) -> None:
     """Refuses what is not ``count`` tensors in one."""
     shape = getattr(packed, "shape", None)
     if shape is None:
         raise TypeError(f"{name} is a {type(packed)}, expected a tensor")
-    if len(shape) != 5 or shape[2] != count:
-        raise ValueError(
-            f"{name} has shape {list(shape)}, expected (batch, length, {count}, heads, head dim)"
-        )
+    if len(shape) != expected.count(",") + 1 or shape[-3] != count:
+        raise ValueError(f"{name} has shape {list(shape)}, expected {expected}")
 
 
 def scaled_dot_product_attention(
@@ -262,10 +328,10 @@ def scaled_dot_product_attention(
     """Attention with PyTorch's signature, over (batch, heads, length, head dim).
 
     As there, ``is_causal`` lets query ``i`` see the keys up to ``i``, whatever the lengths; more
-    queries than keys are refused. ``deterministic`` is as in :func:`flash_attn_func`.
+    queries than keys are refused. ``attn_mask`` broadcasts to (batch, heads, queries, keys): truth values
+    say which keys are seen, numbers are added to the scores. ``deterministic`` is as in
+    :func:`flash_attn_func`.
     """
-    if attn_mask is not None:
-        raise _refusal("attn_mask", attn_mask, None)
     try:
         plain = not dropout_p
     except Exception:  # a tensor in the place of a number
@@ -275,22 +341,25 @@ def scaled_dot_product_attention(
     if deterministic is not False:
         deterministic = _flag("deterministic", deterministic)
     if enable_gqa is False or not _flag("enable_gqa", enable_gqa):
-        try:
-            # Each look at a shape makes a new one.
-            given, expected = key.shape, query.shape
-        except AttributeError:
-            given = expected = ()  # no tensors, which is said later
-        if len(given) == len(expected) == 4 and given[1] != expected[1]:
-            raise ValueError(
-                f"key has {given[1]} heads, expected the {expected[1]} of query unless enable_gqa=True"
-            )
+        _refuse_groups(query, key)
+    if attn_mask is not None:
+        return _masked(query, key, value, attn_mask, is_causal, scale)
     return _attend(
-        (query, key, value, None, None, None, None, None, None, None, None, None),
+        (query, key, value),
         (scale, is_causal, (-1, -1), 0, 0.0, None, None),
         "scaled_dot_product_attention",
         False,
         deterministic,
     )
+
+
+def _masked(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: Any, scale: Any) -> Any:
+    """Attention with a mask that is a tensor."""
+    if _flag("is_causal", is_causal):
+        raise ValueError("attn_mask was given with is_causal=True, expected one of the two")
+    rules = _mask_rules(attn_mask, query, key)
+    numbers = (scale, False, (-1, -1), 0, 0.0, None, None)
+    return _attend_with_rules((query, key, value), numbers, "scaled_dot_product_attention", False, rules)
 
 
 def info() -> dict[str, Any]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 # The values at which they change nothing. Where FlashAttention's functions differ, the caller says
 # so.
 _DEFAULTS: dict[str, object] = {
     "dropout_p": 0.0,
-    "num_splits": 1,
-    "sm_margin": 0,
+    "cp_world_size": 1,
+    "cp_rank": 0,
 }
 
 
@@ -57,9 +58,34 @@ def flag(name: str, value: Any) -> bool:
     raise TypeError(f"{name}={_shown(value)}, expected True or False")
 
 
+def hints(num_splits: Any, pack_gqa: Any, sm_margin: Any) -> None:
+    """Refuses what is no hint. FlashAttention chooses kernels by them; FlashCore's plan does so by
+    itself, and the answer is the same."""
+    for name, value in (("num_splits", num_splits), ("sm_margin", sm_margin)):
+        try:
+            operator.index(value)
+        except TypeError:
+            raise TypeError(f"{name}={_shown(value)}, expected a whole number") from None
+    if pack_gqa is not None:
+        flag("pack_gqa", pack_gqa)
+
+
+def either(name: str, value: Any, other_name: str, other: Any) -> Any:
+    """The value of an argument that has two names."""
+    if value is None:
+        return other
+    if other is not None:
+        raise ValueError(f"{name} was given with {other_name}, expected one of the two names")
+    return value
+
+
 def window(window_size: Any) -> tuple[int, int]:
     """Keys before and after a query's own, for PyTorch's operators, or an error that names it."""
+    if window_size is None:
+        return -1, -1
+    if hasattr(window_size, "tolist"):
+        window_size = window_size.tolist()
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"window_size={_shown(window_size)}, expected two whole numbers, (left, right)")
     left, right = window_size
-    return left, right
+    return -1 if left is None else left, -1 if right is None else right

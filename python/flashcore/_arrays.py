@@ -9,10 +9,16 @@ from typing import Any
 from . import _flashcore
 
 
-def attend(tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: Any) -> Any:
+def attend(
+    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: Any, rules: tuple[Any, ...] | None = None
+) -> Any:
     """Output, or output and log-sum-exps, of the kind that the queries are."""
     exchange = _Exchange(tensors[0])
-    result = _flashcore.attend(exchange.give(tensors), numbers, function, lse, exchange.entrance())
+    given = exchange.give(tensors)
+    if rules is not None:
+        mask, score, captured, _ = rules
+        rules = (mask, score, exchange.give(captured), None)
+    result = _flashcore.attend(given, numbers, function, lse, exchange.entrance(), rules)
     if not lse:
         return exchange.take(result)
     output, sums = result
@@ -52,6 +58,23 @@ def full(name: str, count: int, value: int, like: Any) -> Any:
     if not hasattr(namespace, "full"):
         raise TypeError(f"{name} is a number, expected a list: {type(like)} has no function `full`")
     return namespace.full((count,), value, dtype=namespace.int32)
+
+
+def pad(array: Any, columns: int) -> Any:
+    """An array with so many zeros behind each vector."""
+    widths = [(0, 0)] * (len(array.shape) - 1) + [(0, columns)]
+    return _namespace(array).pad(array, widths)
+
+
+def join(arrays: list[Any]) -> Any:
+    """Vectors one behind the other."""
+    return _namespace(arrays[0]).concatenate(arrays, -1)
+
+
+def widen(array: Any) -> Any:
+    """Numbers of 16 bits as float32."""
+    name = getattr(getattr(array, "dtype", None), "name", None)
+    return array.astype("float32") if name in ("float16", "bfloat16") else array
 
 
 # What NumPy cannot export, and the integers that its bits are given as.

@@ -2,6 +2,8 @@ from typing import Any, final
 
 __all__ = [
     "Array",
+    "Blocks",
+    "Rule",
     "VERSION",
     "adopt_torch",
     "append",
@@ -30,9 +32,20 @@ class Array:
         copy: bool | None = None,
     ) -> Any: ...
 
+@final
+class Blocks:
+    def __new__(cls, rule: Rule, tensors: tuple[Any, ...], /) -> Blocks: ...
+
+@final
+class Rule:
+    def __new__(cls, text: str, /) -> Rule: ...
+    @property
+    def text(self) -> str: ...
+
 def adopt_torch(torch: Any) -> None: ...
 def attend(
-    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: Any, entrance: str, /
+    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: Any, entrance: str,
+    rules: tuple[Any, ...] | None = None, /
 ) -> Any: ...
 def attend_backward(
     tensors: tuple[Any, ...],
@@ -41,8 +54,9 @@ def attend_backward(
     saved: tuple[Any, ...],
     gradients: tuple[Any, ...],
     deterministic: bool,
+    rules: tuple[Any, ...] | None = None,
     /,
-) -> None: ...
+) -> bool: ...
 def plan_for(
     tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, chip: str, backward: bool = False, /
 ) -> tuple[str, str, str | None, str]: ...

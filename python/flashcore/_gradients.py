@@ -21,6 +21,7 @@ NUMBERS, LISTS = 8, 12
 # Where sinks are among the lists.
 SINKS = 8
 NONE = (None,) * LISTS
+_HEADS_FIRST = "scaled_dot_product_attention"
 # What a plain call has beyond scale and causal mask.
 PLAIN: tuple[Any, ...] = ((-1, -1, 0, 0.0, None, None), NONE, "flash_attn_func", False)
 
@@ -28,9 +29,9 @@ PLAIN: tuple[Any, ...] = ((-1, -1, 0, 0.0, None, None), NONE, "flash_attn_func",
 def parts(q: Any, k: Any, v: Any) -> Any:
     """Queries, keys and values: the last ones are packed into the one before where they are None."""
     if k is None:
-        return q.unbind(2)
+        return q.unbind(-3)
     if v is None:
-        return (q, *k.unbind(2))
+        return (q, *k.unbind(-3))
     return q, k, v
 
 
@@ -69,17 +70,18 @@ def empty_gradients(
     The kernels write those too that nobody needs; what these hold elsewhere does not matter.
     """
     q, k, v = separate
-    # Rows of no sequence; keys behind the last query's; rows that meet nothing.
+    # Rows of no sequence; keys behind the last query's.
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = lists[:4]
     some = cu_seqlens_q is not None or cu_seqlens_k is not None or seqused_q is not None or seqused_k is not None
-    some = some or (function == "scaled_dot_product_attention" and causal and k.shape[2] > q.shape[2])
-    make = torch.zeros_like if some or _nothing(q, k, v) else torch.empty_like
+    some = some or _hides_keys(q, k, causal, function)
+    make = torch.zeros_like if some else torch.empty_like
     of = zip((*tensors, lists[SINKS]), needed)
     return [None if it is None else make(it) if need else torch.empty_like(it) for it, need in of]
 
 
-def _nothing(q: Any, k: Any, v: Any) -> bool:
-    return bool(q.numel() == 0 or k.numel() == 0 or v.numel() == 0)
+def _hides_keys(q: Any, k: Any, causal: bool, function: str) -> bool:
+    """Whether there are keys behind the last query's, which kernels do not look at."""
+    return bool(causal and function == _HEADS_FIRST and k.shape[2] > q.shape[2])
 
 
 def backward(
@@ -96,29 +98,46 @@ def backward(
     """The gradients of the first tensors, as they were given, and of sinks; None for what nobody needs."""
     separate = parts(*tensors)
     gradients = empty_gradients(tensors, separate, lists, numbers[1], function, needed)
-    if not _nothing(*separate):
-        _flashcore.attend_backward(
-            (*separate, *lists),
-            numbers,
-            function,
-            (out, lse, dout),
-            (*parts(*gradients[:3]), gradients[3]),
-            deterministic,
-        )
+    into = (*parts(*gradients[:3]), gradients[3])
+    run((*separate, *lists), numbers, function, (out, lse, dout), into, deterministic)
     return [it if need else None for it, need in zip(gradients, needed)]
 
 
+def run(
+    tensors: tuple[Any, ...],
+    numbers: tuple[Any, ...],
+    function: str,
+    saved: tuple[Any, Any, Any],
+    gradients: tuple[Any, ...],
+    deterministic: bool,
+) -> None:
+    """Writes the gradients, which are zero where rows meet nothing."""
+    if not _flashcore.attend_backward(tensors, numbers, function, saved, gradients, deterministic):
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.zero_()
+
+
 class Attention(torch.autograd.Function):  # type: ignore[misc]
-    """Attention that autograd records: the output, with log-sum-exps if asked, which have no gradient."""
+    """Attention that autograd records: the output, with log-sum-exps if asked, which have no gradient.
+
+    Every line here is paid for at each step. A plain call, three tensors and no lists, has lines of its
+    own.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, slopes: Any, sinks: Any, call: tuple[Any, ...]) -> Any:
-        lists, numbers, function, deterministic, with_lse = call
-        # Each tensor that is saved costs time, and each that is not there as much.
-        lists = NONE if lists is None else (*lists, slopes, sinks)
-        out, lse = forward((q, k, v), lists, numbers, function, True)
-        ctx.save_for_backward(q, k, v, out, lse, *(() if lists is NONE else lists))
-        ctx.call = numbers, function, deterministic
+        lists, numbers, function, _, with_lse = call
+        if lists is None:
+            tensors = (q, k, v) if v is not None else parts(q, k, v)
+            out, lse = _flashcore.attend(tensors, numbers, function, True, "dispatcher")
+            ctx.save_for_backward(q, k, v, out, lse)
+        else:
+            lists = (*lists, slopes, sinks)
+            out, lse = forward((q, k, v), lists, numbers, function, True)
+            # Each tensor that is saved costs time, and each that is not there as much.
+            ctx.save_for_backward(q, k, v, out, lse, *lists)
+        ctx.call = call
         ctx.set_materialize_grads(False)
         if not with_lse:
             return out
@@ -127,21 +146,55 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, dout: Any, *_: Any) -> Any:
-        needs = ctx.needs_input_grad
-        needed = (needs[0], needs[1], needs[2], needs[4])
-        if dout is None or not any(needed):
-            return (None,) * 6
-        q, k, v, out, lse, *lists = ctx.saved_tensors
-        lists = lists or NONE
-        numbers, function, deterministic = ctx.call
+        q_needed, k_needed, v_needed, _, sinks_needed, _ = ctx.needs_input_grad
+        if dout is None:
+            return NONE[:6]
+        _, numbers, function, deterministic, _ = ctx.call
         # Where somebody may want to differentiate this, the operator says what it thinks of that.
-        if torch.is_grad_enabled() or not are_ordinary((dout,)):
+        direct = not torch.is_grad_enabled() and are_ordinary((dout,))
+        needed = (q_needed, k_needed, v_needed, sinks_needed)
+        if not any(needed):
+            return NONE[:6]
+        q, k, v, out, lse, *lists = ctx.saved_tensors
+        plain = direct and not lists and q_needed and k_needed and v_needed and v is not None
+        if plain and not _hides_keys(q, k, numbers[1], function):
+            into = (_empty_like(q), _empty_like(k), _empty_like(v), None)
+            run((q, k, v), numbers, function, (out, lse, dout), into, deterministic)
+            return (*into, None, None)
+        lists = lists or NONE
+        if direct:
+            dq, dk, dv, ds = backward(
+                dout, (q, k, v), out, lse, lists, numbers, function, deterministic, needed
+            )
+        else:
             call = (*flat(numbers), *lists, *NONE[len(lists) :], function, deterministic)
             dq, dk, dv, ds = _by_operator(dout, (q, k, v, out, lse), call, needed)
-        else:
-            found = backward(dout, (q, k, v), out, lse, lists, numbers, function, deterministic, needed)
-            dq, dk, dv, ds = found
         return dq, dk, dv, None, ds, None
+
+
+class Undifferentiable(torch.autograd.Function):  # type: ignore[misc]
+    """Attention over tensors that require grad and have no gradients, of 8 bits or in pages: the output
+    is there, and a backward pass is refused when there is one."""
+
+    @staticmethod
+    def forward(ctx: Any, call: tuple[Any, ...], q: Any, k: Any, v: Any, reason: str) -> Any:
+        lists, numbers, function, lse = call
+        ctx.reason = reason
+        result = forward((q, k, v), lists, numbers, function, lse)
+        if lse:
+            ctx.mark_non_differentiable(result[1])
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(ctx.reason)
+
+
+# PyTorch's own `apply` looks through the arguments in Python first, for what :func:`unwrap` finds.
+record: Any = super(torch.autograd.Function, Attention).apply
+# Of a tensor that has left a transformation of `torch.func`, the one inside.
+unwrap: Any = torch._C._functorch.unwrap_if_dead
+_empty_like: Any = torch.empty_like
 
 
 def _by_operator(dout: Any, saved: tuple[Any, ...], call: tuple[Any, ...], needed: Any) -> list[Any]:

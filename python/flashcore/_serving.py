@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from . import _arrays, _flashcore
-from ._arguments import flag, refusal, refuse
+from . import _arrays, _copies, _flashcore
+from ._arguments import either, flag, hints, refuse
 
 try:
     from . import _torch as _torch
@@ -26,27 +25,44 @@ is_compiling = _never if _torch is None else _torch.is_compiling
 def attend(
     tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, deterministic: bool = False
 ) -> Any:
-    """Attention, whichever function asks: the output, or output and log-sum-exps."""
+    """Attention, whichever function asks: the output, or output and log-sum-exps. Tensors that come
+    last may be left out where they are None."""
     if is_compiling():
-        return _torch.attend(tensors, numbers, function, lse, deterministic)
-    result = _flashcore.attend(tensors, numbers, function, lse, "function")
-    if result is None:
-        return _arrays.attend(tensors, numbers, function, lse)
-    if result is NotImplemented:
-        return _torch.attend(tensors, numbers, function, lse, deterministic)
-    if result is ...:
-        return _torch.record(tensors, numbers, function, lse, deterministic)
-    return result
+        copied = _copies.attend(_torch.attend, tensors, numbers, function, lse, deterministic)
+        return _torch.attend(tensors, numbers, function, lse, deterministic) if copied is None else copied
+    try:
+        result = _flashcore.attend(tensors, numbers, function, lse, "function")
+        if result is None:
+            return _arrays.attend(tensors, numbers, function, lse)
+        if result is NotImplemented:
+            return _torch.attend(tensors, numbers, function, lse, deterministic)
+        if result is ...:
+            return _torch.record(tensors, numbers, function, lse, deterministic)
+        return result
+    except ValueError:
+        copied = _copies.attend(attend, tensors, numbers, function, lse, deterministic)
+        if copied is None:
+            raise
+        return copied
+
+
+def widen(numbers: Any) -> Any:
+    """Slopes and sinks, which may have 16 bits, as the kernels read them."""
+    if numbers is None:
+        return None
+    if _torch is not None and _torch.is_tensor(numbers):
+        return _torch.widen(numbers)
+    return _arrays.widen(numbers)
 
 
 def flash_attn_varlen_func(
     q: Any,
     k: Any,
     v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     seqused_q: Any = None,
     seqused_k: Any = None,
     softmax_scale: float | None = None,
@@ -55,7 +71,7 @@ def flash_attn_varlen_func(
     q_descale: Any = None,
     k_descale: Any = None,
     v_descale: Any = None,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: Any = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
     num_splits: int = 1,
@@ -68,13 +84,17 @@ def flash_attn_varlen_func(
     alibi_slopes: Any = None,
     block_table: Any = None,
     s_aux: Any = None,
+    learnable_sink: Any = None,
     return_softmax_lse: bool = False,
+    out: Any = None,
+    fa_version: int | None = None,
+    scheduler_metadata: Any = None,
 ) -> Any:
     """Attention over sequences that lie one after the other, each with lengths of its own.
 
-    The names, order and defaults are FlashAttention-3's; what FlashAttention-2 has besides, and
-    sinks, are taken by keyword. Masks and windows are aligned for each sequence: its last query
-    stands at its last key. Lists are int32; on a GPU they are read when the kernel runs.
+    The names, order and defaults are FlashAttention-3's; what FlashAttention-2 and vLLM's fork have
+    besides, and sinks, are taken by keyword. Masks and windows are aligned for each sequence: its last
+    query stands at its last key. Lists are int32; on a GPU they are read when the kernel runs.
 
     Args:
         q: (queries of all sequences, heads, head dim).
@@ -85,8 +105,9 @@ def flash_attn_varlen_func(
             Without it ``q`` is (sequences, queries, heads, head dim).
         cu_seqlens_k: The same for keys. With ``block_table``, their lengths unless ``seqused_k``
             has them.
-        max_seqlen_q: No sequence has more queries.
-        max_seqlen_k: No sequence has more keys.
+        max_seqlen_q: No sequence has more queries. Without it, as many as there are rows: right, and
+            slower.
+        max_seqlen_k: The same for keys.
         seqused_q: (sequences,) how many of the queries of each there are; the output's other rows
             are not defined.
         seqused_k: (sequences,) how many of the keys of each are used.
@@ -94,38 +115,27 @@ def flash_attn_varlen_func(
         attention_chunk: Positions come in chunks of so many, and a query sees keys of its own chunk
             only, unless it is 0.
         softcap: Scores ``s`` become ``softcap * tanh(s / softcap)``, unless it is 0.
-        alibi_slopes: (heads,) or (sequences, heads) in float32: scores fall by the slope for each
-            position between query and key.
+        alibi_slopes: (heads,) or (sequences, heads): scores fall by the slope for each position
+            between query and key.
+        num_splits, pack_gqa, sm_margin, fa_version, scheduler_metadata: Hints, not needed.
         deterministic: As :func:`flash_attn_func` has it.
         q_descale, k_descale, v_descale: As :func:`flash_attn_func` has them, over (sequences, key
             heads). Where packed keys are as many as sequences, two dimensions mean these.
         block_table: (sequences, pages of each) the pages that hold each sequence's keys, which have
             no gradients then.
-        s_aux: (heads,) in float32: a sink for each head, one more score without a value.
+        s_aux: (heads,) a sink for each head, one more score without a value. FlashAttention-4 calls it
+            ``learnable_sink``.
+        out: As the result, which is written to it; without gradients.
         return_attn_probs, return_softmax_lse: Return ``(out, softmax_lse)``.
 
     Returns:
         As ``q``, with the head dim of ``v``; the log-sum-exps are (heads, queries of all
         sequences) in float32.
     """
-    try:
-        plain = (
-            qv is None
-            and num_splits == 1
-            and pack_gqa is None
-            and not sm_margin
-            and not dropout_p
-        )
-    except Exception:  # a tensor in the place of a number
-        plain = False
-    if not plain:
-        refuse(
-            qv=qv,
-            num_splits=num_splits,
-            pack_gqa=pack_gqa,
-            sm_margin=sm_margin,
-            dropout_p=dropout_p,
-        )
+    if qv is not None or type(dropout_p) is not float or dropout_p != 0.0:
+        refuse(qv=qv, dropout_p=dropout_p)
+    if type(num_splits) is not int or pack_gqa is not None or type(sm_margin) is not int:
+        hints(num_splits, pack_gqa, sm_margin)
     if deterministic is not False:
         deterministic = flag("deterministic", deterministic)
     if block_table is not None:
@@ -134,24 +144,27 @@ def flash_attn_varlen_func(
         cu_seqlens_k = None
     if return_softmax_lse is not False and flag("return_softmax_lse", return_softmax_lse):
         return_attn_probs = flag("return_attn_probs", return_attn_probs) or True
+    tensors: tuple[Any, ...] = (
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        None,
+        None,
+        None if block_table is None else _rows_of(block_table, q, cu_seqlens_q),
+        widen(alibi_slopes),
+        widen(either("s_aux", s_aux, "learnable_sink", learnable_sink)),
+        q_descale,
+        k_descale,
+        v_descale,
+    )
+    if out is not None:
+        tensors = (*tensors, out)
     return attend(
-        (
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            seqused_q,
-            seqused_k,
-            None,
-            None,
-            block_table,
-            alibi_slopes,
-            s_aux,
-            q_descale,
-            k_descale,
-            v_descale,
-        ),
+        tensors,
         (softmax_scale, causal, window_size, attention_chunk, softcap, max_seqlen_q, max_seqlen_k),
         "flash_attn_varlen_func",
         return_attn_probs,
@@ -181,7 +194,7 @@ def flash_attn_with_kvcache(
     v_descale: Any = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: Any = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
@@ -194,6 +207,8 @@ def flash_attn_with_kvcache(
     alibi_slopes: Any = None,
     block_table: Any = None,
     s_aux: Any = None,
+    learnable_sink: Any = None,
+    out: Any = None,
 ) -> Any:
     """Attention over a cache of keys and values, to which new ones are added first.
 
@@ -217,22 +232,25 @@ def flash_attn_with_kvcache(
         rotary_sin: As ``rotary_cos``.
         cache_seqlens: (sequences,) or a number: positions of each sequence before ``k``, left
             padding included; the whole cache without.
-        cache_batch_idx: (sequences,) the batch entry of each; its index without.
+        cache_batch_idx: (sequences,) the batch entry of each, or its row of ``page_table``; its index
+            without.
         cache_leftpad: (sequences,) positions at the beginning that are no part of the sequence.
-        page_table: (sequences, pages of each) the pages that hold each sequence. FlashAttention-2
-            calls it ``block_table``.
+        page_table: (sequences, pages of each) the pages that hold each sequence; there may be more
+            rows. FlashAttention-2 calls it ``block_table``.
         cu_seqlens_q: (sequences + 1,) where each sequence's queries begin, and where the last end.
         cu_seqlens_k_new: The same for ``k``.
         max_seqlen_q: With ``cu_seqlens_q``: no sequence has more queries.
         rotary_seqlens: (sequences,) the position of each sequence's first new key where angles are
-            concerned; ``cache_seqlens`` without.
+            concerned; ``cache_seqlens`` without. Without ``rotary_cos`` it means nothing.
         q_descale, k_descale, v_descale: As :func:`flash_attn_func` has them; (sequences, key heads).
             New rows that are wider than a cache of 8 bits are divided by its factors and rounded;
             factors for each token and head, (batch entries, positions, key heads) or (pages, page
             size, key heads), are found for new rows and written in place.
         rotary_interleaved: Whether columns 0 and 1 are a pair, 2 and 3, and so on; else column 0
             and the first of the second half.
-        window_size, attention_chunk, softcap, alibi_slopes, s_aux: As :func:`flash_attn_varlen_func` has them.
+        window_size, attention_chunk, softcap, alibi_slopes, s_aux, out: As
+            :func:`flash_attn_varlen_func` has them.
+        num_splits, pack_gqa, sm_margin: Hints, not needed.
         scheduler_metadata: What :func:`get_scheduler_metadata` gave.
         return_softmax_lse: Return ``(out, softmax_lse)``.
 
@@ -240,26 +258,18 @@ def flash_attn_with_kvcache(
         As ``q``, with the head dim of ``v_cache``; the log-sum-exps are (sequences, heads, queries)
         or (heads, queries of all sequences) in float32.
     """
-    try:
-        plain = (
-            qv is None
-            and num_splits == 0
-            and pack_gqa is None
-            and not sm_margin
-        )
-    except Exception:  # a tensor in the place of a number
-        plain = False
-    if not plain:
-        _refuse_splits(num_splits)
-        refuse(
-            qv=qv,
-            pack_gqa=pack_gqa,
-            sm_margin=sm_margin,
-        )
+    if qv is not None:
+        refuse(qv=qv)
+    if type(num_splits) is not int or pack_gqa is not None or type(sm_margin) is not int:
+        hints(num_splits, pack_gqa, sm_margin)
     if block_table is not None:
-        if page_table is not None:
-            raise ValueError("block_table was given with page_table, expected one of the two names")
-        page_table = block_table
+        page_table = either("block_table", block_table, "page_table", page_table)
+    if page_table is not None:
+        if cache_batch_idx is not None:
+            name = "page_table" if block_table is None else "block_table"
+            page_table, cache_batch_idx = _chosen_rows(name, page_table, cache_batch_idx), None
+        else:
+            page_table = _rows_of(page_table, q, cu_seqlens_q)
     if isinstance(cache_seqlens, int):
         cache_seqlens = _full("cache_seqlens", _sequences(q, cu_seqlens_q), cache_seqlens, "k_cache", k_cache)
     if scheduler_metadata is not None:
@@ -279,7 +289,7 @@ def flash_attn_with_kvcache(
                 page_table,
                 rotary_cos,
                 rotary_sin,
-                rotary_seqlens,
+                None if rotary_cos is None else rotary_seqlens,
                 k_descale,
                 v_descale,
             ),
@@ -290,27 +300,29 @@ def flash_attn_with_kvcache(
         _refuse_without_new(
             rotary_cos=rotary_cos,
             rotary_sin=rotary_sin,
-            rotary_seqlens=rotary_seqlens,
             cu_seqlens_k_new=cu_seqlens_k_new,
         )
+    tensors: tuple[Any, ...] = (
+        q,
+        k_cache,
+        v_cache,
+        cu_seqlens_q,
+        None,
+        None,
+        cache_seqlens,
+        cache_leftpad,
+        cache_batch_idx,
+        page_table,
+        widen(alibi_slopes),
+        widen(either("s_aux", s_aux, "learnable_sink", learnable_sink)),
+        q_descale,
+        k_descale,
+        v_descale,
+    )
+    if out is not None:
+        tensors = (*tensors, out)
     return attend(
-        (
-            q,
-            k_cache,
-            v_cache,
-            cu_seqlens_q,
-            None,
-            None,
-            cache_seqlens,
-            cache_leftpad,
-            cache_batch_idx,
-            page_table,
-            alibi_slopes,
-            s_aux,
-            q_descale,
-            k_descale,
-            v_descale,
-        ),
+        tensors,
         (softmax_scale, causal, window_size, attention_chunk, softcap, max_seqlen_q, None),
         "flash_attn_with_kvcache" if block_table is None else "flash_attn_with_kvcache, block_table",
         return_softmax_lse,
@@ -321,28 +333,49 @@ def _append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
     """Writes new keys and values: the queries, rotated or None, and the new lengths."""
     if is_compiling():
         return _torch.append(tensors, flags)
-    result = _flashcore.append(tensors, flags, "function")
-    if result is None:
-        return _arrays.append(tensors, flags)
-    if result is NotImplemented or result is ...:
-        return _torch.append(tensors, flags)
-    return result
+    try:
+        result = _flashcore.append(tensors, flags, "function")
+        if result is None:
+            return _arrays.append(tensors, flags)
+        if result is NotImplemented or result is ...:
+            return _torch.append(tensors, flags)
+        return result
+    except ValueError:
+        copied = _copies.append(_append, tensors, flags)
+        if copied is None:
+            raise
+        return copied
+
+
+def _rows_of(table: Any, q: Any, cu_seqlens_q: Any) -> Any:
+    """The rows of a table of pages that sequences have: it may have more."""
+    if _dimensions(table) != 2:
+        return table
+    sequences = _sequences(q, cu_seqlens_q)
+    return table[:sequences] if table.shape[0] > sequences else table
+
+
+def _dimensions(tensor: Any) -> int:
+    """How many there are; none of what is no tensor."""
+    return len(getattr(tensor, "shape", ()))
+
+
+def _chosen_rows(name: str, table: Any, rows: Any) -> Any:
+    """The rows of a table of pages that sequences have."""
+    _check_integers(name, table)
+    _check_integers("cache_batch_idx", rows)
+    if len(table.shape) != 2 or len(rows.shape) != 1:
+        raise ValueError(
+            f"{name} and cache_batch_idx have {len(table.shape)} and {len(rows.shape)} dimensions, expected "
+            "2 and 1"
+        )
+    return table[rows]
 
 
 def _refuse_without_new(**arguments: object) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise ValueError(f"{name} was given without k and v, expected them with it")
-
-
-def _refuse_splits(num_splits: Any) -> None:
-    """Refuses another number than FlashAttention's default for caches."""
-    try:
-        plain = bool(num_splits == 0)
-    except Exception:  # a tensor in the place of a number
-        plain = False
-    if not plain:
-        raise refusal("num_splits", num_splits, 0)
 
 
 def _sequences(q: Any, cu_seqlens_q: Any) -> int:
@@ -416,7 +449,7 @@ def get_scheduler_metadata(
     page_size: int | None = None,
     max_seqlen_k_new: int = 0,
     causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: Any = (-1, -1),
     attention_chunk: int = 0,
     has_softcap: bool = False,
     num_splits: int = 0,
@@ -429,8 +462,7 @@ def get_scheduler_metadata(
     from the lengths when they run: the answer is a list of zeros, (batch_size,) in int32, which the
     function checks and does not need.
     """
-    _refuse_splits(num_splits)
-    refuse(pack_gqa=pack_gqa, sm_margin=sm_margin)
+    hints(num_splits, pack_gqa, sm_margin)
     if not isinstance(batch_size, int):
         raise TypeError(f"batch_size is a {type(batch_size)}, expected a whole number")
     _check_integers("cache_seqlens", cache_seqlens)
@@ -456,15 +488,35 @@ def flash_attn_combine(
     """Attention over parts of the keys, put together by the log-sum-exps of the parts.
 
     Args:
-        out_partial: (parts, batch, queries, heads, head dim) in float32. A part whose log-sum-exp
-            is minus infinity saw no key and is not read.
-        lse_partial: (parts, batch, queries, heads) in float32.
-        out: (batch, queries, heads, head dim), written in place.
+        out_partial: (parts, batch, queries, heads, head dim) in float32, or without the batch. A part
+            whose log-sum-exp is minus infinity saw no key and is not read.
+        lse_partial: (parts, batch, queries, heads) in float32, or without the batch.
+        out: (batch, queries, heads, head dim), or without the batch, written in place.
         out_dtype: float16, bfloat16 or float32, which it is without.
 
     Returns:
-        ``(out, softmax_lse)``, as (batch, queries, heads, head dim) and (batch, queries, heads).
+        ``(out, softmax_lse)``, as (batch, queries, heads, head dim) and (batch, queries, heads), or
+        both without the batch.
     """
+    if _dimensions(out_partial) == 4 and _dimensions(lse_partial) == 3:
+        into = None if out is None else out[None]
+        output, lse = _combine(out_partial[:, None], lse_partial[:, None], into, out_dtype)
+        return output[0] if out is None else out, lse[0]
+    return _combine(out_partial, lse_partial, out, out_dtype)
+
+
+def _combine(out_partial: Any, lse_partial: Any, out: Any, out_dtype: Any) -> Any:
+    """Parts with a batch: those that are wider than the kernel in pieces."""
+    widest = 256
+    dim = int(out_partial.shape[-1]) if _dimensions(out_partial) else 0
+    if dim > widest:
+        outputs = []
+        for begin in range(0, dim, widest):
+            at = (..., slice(begin, begin + widest))
+            into = None if out is None else out[at]
+            output, lse = _combine(out_partial[at], lse_partial, into, out_dtype)
+            outputs.append(output)
+        return _copies.join(outputs) if out is None else out, lse
     name = None if out_dtype is None else _name(out_dtype)
     tensors = (out_partial, lse_partial, out)
     if is_compiling():

@@ -215,18 +215,25 @@ def attend(
     tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, deterministic: bool
 ) -> Any:
     """Attention through the dispatcher. Packed tensors are followed by None."""
-    tensors = _autocast(tensors)
+    if len(tensors) > 15:
+        # The operators write nothing that they are given.
+        tensors, out = tensors[:15], tensors[15]
+        result = attend(tensors, numbers, function, lse, deterministic)
+        out.copy_(result[0] if lse else result)
+        return (out, result[1]) if lse else out
+    others, none, plain, _ = _gradients.PLAIN
+    tensors = _autocast((*tensors, *none[len(tensors) - 3 :]))
     recorded = is_recorded(*tensors)
     if recorded:
         _refuse_caches(tensors, function)
         _refuse_small(tensors)
+        if tensors[9] is not None:
+            raise NotImplementedError(_PAGES)
         if not is_compiling():
             _refuse_transformations(tensors)
     operator = torch.ops.flashcore.attention_with_lse if lse or recorded else torch.ops.flashcore.attention
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     numbers = _gradients.flat(numbers)
-    others, none, plain, _ = _gradients.PLAIN
-    tensors = (*tensors, *none[len(tensors) - 3 :])
     few = function == plain and numbers[2:] == others and all(list is None for list in tensors[3:])
     if few and not (recorded and deterministic):
         result = operator.default(*tensors[:3], *numbers[:2])
@@ -238,20 +245,39 @@ def attend(
 def record(
     tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, deterministic: bool
 ) -> Any:
-    """Attention that autograd records. Packed tensors are followed by None."""
-    if not _gradients.are_ordinary(tensors):
+    """Attention that autograd records, of tensors that are PyTorch's own and that no mode has to see.
+    Packed tensors are followed by None."""
+    q, k, v = tensors[:3]
+    meta = q.is_meta or (k is not None and k.is_meta) or (v is not None and v.is_meta)
+    if meta or torch._C._are_functorch_transforms_active():
         return attend(tensors, numbers, function, lse, deterministic)
-    _refuse_caches(tensors, function)
-    _refuse_small(tensors)
-    lists: Any = None
-    for tensor in tensors[3:]:
-        if tensor is not None:
-            lists = tensors[3:10]
-            break
-    q, k, v = (_autocast(tensors) if torch._C._is_any_autocast_enabled() else tensors)[:3]
+    lists = slopes = sinks = None
+    if len(tensors) > 3:
+        if len(tensors) > 15:
+            raise NotImplementedError(
+                "out was given with tensors that require grad, expected None: call it under torch.no_grad()"
+            )
+        _refuse_caches(tensors, function)
+        slopes, sinks = tensors[10:12]
+        for tensor in tensors[3:]:
+            if tensor is not None:
+                lists = tensors[3:10]
+                break
+    paged = len(tensors) > 9 and tensors[9] is not None
+    if paged or _has_small(q, k, v):
+        # As in FlashAttention: there is an answer, and no backward pass.
+        reason = _PAGES if paged else _small_reason((q, k, v))
+        return _gradients.Undifferentiable.apply((tensors[3:], numbers, function, lse), q, k, v, reason)
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = _autocast((q, k, v))
+    unwrap = _gradients.unwrap
+    q = unwrap(q)
+    if k is not None:
+        k = unwrap(k)
+    if v is not None:
+        v = unwrap(v)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    call = (lists, numbers, function, deterministic, lse)
-    return _gradients.Attention.apply(q, k, v, tensors[10], tensors[11], call)
+    return _gradients.record(q, k, v, slopes, sinks, (lists, numbers, function, deterministic, lse))
 
 
 def _autocast(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -272,21 +298,36 @@ def _refuse_caches(tensors: tuple[Any, ...], function: str) -> None:
     """Refuses gradients of what is in a cache."""
     if function.startswith("flash_attn_with_kvcache"):
         _refuse_gradients(("q", "k_cache", "v_cache", *_LISTS), tensors)
-    if tensors[9] is not None:
-        raise NotImplementedError(
-            "block_table was given with tensors that require grad, expected None: keys in pages have no "
-            "gradients; call it under torch.no_grad()"
-        )
+
+
+# Why keys in pages have no gradients.
+_PAGES = (
+    "block_table was given with tensors that require grad, expected None: keys in pages have no gradients; "
+    "call it under torch.no_grad()"
+)
 
 
 def _refuse_small(tensors: tuple[Any, ...]) -> None:
     """Refuses gradients of what has 8 bits."""
-    for name, tensor in zip(("q", "k", "v"), tensors):
-        if tensor is not None and tensor.dtype in _SMALL:
-            raise NotImplementedError(
-                f"{name} has element type {tensor.dtype} with tensors that require grad, expected float16, "
-                "bfloat16 or float32: there are no gradients of 8-bit tensors; call it under torch.no_grad()"
-            )
+    if _has_small(*tensors[:3]):
+        raise NotImplementedError(_small_reason(tensors))
+
+
+def _has_small(q: Any, k: Any, v: Any) -> bool:
+    dtype = q.dtype
+    if dtype in _FLOATS and (k is None or k.dtype is dtype) and (v is None or v.dtype is dtype):
+        return False
+    return any(tensor is not None and tensor.dtype in _SMALL for tensor in (q, k, v))
+
+
+def _small_reason(tensors: tuple[Any, ...]) -> str:
+    """Why what has 8 bits has no gradients."""
+    names = zip(("q", "k", "v"), tensors)
+    name, dtype = next((name, it.dtype) for name, it in names if it is not None and it.dtype in _SMALL)
+    return (
+        f"{name} has element type {dtype} with tensors that require grad, expected float16, "
+        "bfloat16 or float32: there are no gradients of 8-bit tensors; call it under torch.no_grad()"
+    )
 
 
 def _refuse_transformations(tensors: tuple[Any, ...]) -> None:
@@ -336,6 +377,11 @@ def _refuse_gradients(names: tuple[str, ...], tensors: tuple[Any, ...]) -> None:
                 f"{name} requires grad, expected a tensor that does not: this function has no backward "
                 "pass; call it under torch.no_grad() or detach the tensor"
             )
+
+
+def widen(tensor: Any) -> Any:
+    """Numbers of 16 bits as float32."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def is_tensor(thing: Any) -> bool:

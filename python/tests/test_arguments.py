@@ -30,14 +30,14 @@ RULES = {
     "window_size": "window",
     "softcap": "number",
 }
-UNSERVED = dict.fromkeys(("qv", "pack_gqa"), "nothing")
+UNSERVED = {"qv": "nothing"}
 FACTORS = dict.fromkeys(("q_descale", "k_descale", "v_descale"), "factors")
-SPLITS = dict.fromkeys(("num_splits", "sm_margin"), "default")
+HINTS = {"num_splits": "hint", "sm_margin": "hint", "pack_gqa": "optional flag"}
 CALLS = {
     "flash_attn_func": (
         {"q": floats(2, 6, 2, 16), "k": floats(2, 6, 2, 16), "v": floats(2, 6, 2, 16)},
         {
-            **TENSORS, **RULES, **UNSERVED, **SPLITS,
+            **TENSORS, **RULES, **UNSERVED, **HINTS,
             "dropout_p": "default", "attention_chunk": "size", "alibi_slopes": "floats", "s_aux": "floats",
             "deterministic": "flag", "return_attn_probs": "flag",
         },
@@ -69,11 +69,25 @@ CALLS = {
             "cu_seqlens_q": ints(0, 2, 6), "cu_seqlens_k": ints(0, 2, 6), "max_seqlen_q": 4, "max_seqlen_k": 4,
         },
         {
-            **TENSORS, **RULES, **UNSERVED, **SPLITS,
-            "cu_seqlens_q": "starts", "cu_seqlens_k": "starts", "max_seqlen_q": "size", "max_seqlen_k": "size",
+            **TENSORS, **RULES, **UNSERVED, **HINTS,
+            "cu_seqlens_q": "starts", "cu_seqlens_k": "starts", "max_seqlen_q": "optional size", "max_seqlen_k": "optional size",
             "seqused_q": "list", "seqused_k": "list", "attention_chunk": "size", "dropout_p": "default",
             "alibi_slopes": "floats", "s_aux": "floats", "deterministic": "flag",
-            "return_attn_probs": "flag", "return_softmax_lse": "flag",
+            "return_attn_probs": "flag", "return_softmax_lse": "flag", "out": "tensor",
+        },
+    ),
+    "flash_attn_varlen_qkvpacked_func": (
+        {"qkv": floats(6, 3, 2, 16), "cu_seqlens": ints(0, 2, 6), "max_seqlen": 4},
+        {**RULES, "qkv": "tensor", "dropout_p": "default", "deterministic": "flag"},
+    ),
+    "flash_attn_varlen_kvpacked_func": (
+        {
+            "q": floats(6, 2, 16), "kv": floats(6, 2, 2, 16), "cu_seqlens_q": ints(0, 2, 6),
+            "cu_seqlens_k": ints(0, 2, 6), "max_seqlen_q": 4, "max_seqlen_k": 4,
+        },
+        {
+            **RULES, "q": "tensor", "kv": "tensor", "cu_seqlens_q": "starts", "cu_seqlens_k": "starts",
+            "max_seqlen_q": "optional size", "dropout_p": "default", "return_attn_probs": "flag",
         },
     ),
     "flash_attn_varlen_func, paged": (
@@ -90,7 +104,7 @@ CALLS = {
             "cache_seqlens": ints(3, 5),
         },
         {
-            **RULES, **UNSERVED, **SPLITS,
+            **RULES, **UNSERVED, **HINTS,
             "q": "tensor", "k_cache": "tensor", "v_cache": "tensor", "cache_seqlens": "list",
             "cache_batch_idx": "list", "cache_leftpad": "list", "attention_chunk": "size",
             "alibi_slopes": "floats", "s_aux": "floats", "return_softmax_lse": "flag",
@@ -102,7 +116,7 @@ CALLS = {
             "q": floats(2, 2, 16), "k_cache": floats(2, 8, 2, 16), "v_cache": floats(2, 8, 2, 16),
             "cache_seqlens": 3, "cu_seqlens_q": ints(0, 1, 2), "max_seqlen_q": 1,
         },
-        {"q": "tensor", "cu_seqlens_q": "starts", "max_seqlen_q": "size"},
+        {"q": "tensor", "cu_seqlens_q": "starts", "max_seqlen_q": "optional size"},
     ),
     "flash_attn_with_kvcache, paged": (
         {
@@ -148,7 +162,7 @@ CALLS = {
             "batch_size": 2, "max_seqlen_q": 1, "max_seqlen_k": 8, "num_heads_q": 2, "num_heads_kv": 2,
             "headdim": 16, "cache_seqlens": ints(3, 5),
         },
-        {"cache_seqlens": "list", "num_splits": "default", "pack_gqa": "nothing", "sm_margin": "default"},
+        {"cache_seqlens": "list", **HINTS},
     ),
 }  # fmt: skip
 
@@ -208,13 +222,17 @@ def wrong(kind, good):
             none = [] if kind == "optional number" else [("None", None), ("negative", -1.0), ("tiny", 1e-60)]
             far = [("nan", math.nan), ("infinite", -math.inf), ("large", 10**400), ("wide", 1e39)]
             return [*NO_NUMBERS, *none, *far]
-        case "size":
-            return [*NO_NUMBERS, ("fraction", 15.0), ("large", 2**70), ("None", None), ("negative", -3)]
-        case "flag":
-            return [("two", 2), ("one", 1), ("text", "x"), ("None", None), ("array", np.zeros(2)), ("number", 1.0)]
+        case "size" | "optional size":
+            none = [] if kind == "optional size" else [("None", None)]
+            return [*NO_NUMBERS, *none, ("fraction", 15.0), ("large", 2**70), ("negative", -3)]
+        case "flag" | "optional flag":
+            none = [] if kind == "optional flag" else [("None", None)]
+            return [*none, ("two", 2), ("one", 1), ("text", "x"), ("array", np.zeros(2)), ("number", 1.0)]
+        case "hint":
+            return [*NO_NUMBERS, ("half", 0.5), ("None", None)]
         case "window":
-            pairs = [(None, 3), (2**70, 3), (1.5, 2), ("x", 1), (1, -(2**70)), ([1], 2), (1, 2, 3), (1,), ()]
-            others = [5, None, "ab", np.zeros(2, int), {1, 2}, object()]
+            pairs = [(2**70, 3), (1.5, 2), ("x", 1), (1, -(2**70)), ([1], 2), (1, 2, 3), (1,), ()]
+            others = [5, "ab", np.zeros(2), np.zeros(3, int), {1, 2}, object()]
             return [(f"{at}", value) for at, value in enumerate([*pairs, *others])]
         case "default":
             return [*NO_NUMBERS, ("half", 0.5), ("many", 7)]

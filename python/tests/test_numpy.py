@@ -134,8 +134,8 @@ def test_scaled_dot_product_attention():
         scaled_dot_product_attention(k, q[:, :2], q[:, :2], is_causal=True)
     with pytest.raises(ValueError, match="key has 2 heads, expected the 6 of query"):
         scaled_dot_product_attention(q, k, v)
-    with pytest.raises(NotImplementedError, match="attn_mask"):
-        scaled_dot_product_attention(q, k, v, np.ones((10, 25), bool), enable_gqa=True)
+    seen = np.tri(10, 25, dtype=bool)
+    assert close(scaled_dot_product_attention(q, k, v, seen, enable_gqa=True), causal)
     with pytest.raises(NotImplementedError, match="dropout_p=0.5"):
         scaled_dot_product_attention(q, k, v, dropout_p=0.5, enable_gqa=True)
 
@@ -148,9 +148,6 @@ GOOD = random(1, 16, 2, 32)
     [
         ("dropout_p", 0.1),
         ("qv", GOOD),
-        ("num_splits", 4),
-        ("pack_gqa", True),
-        ("sm_margin", 8),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(name, value):
@@ -177,10 +174,7 @@ def test_what_is_at_its_default_is_accepted():
         (lambda q, k, v: (q, k.astype(np.float16), v), TypeError, "k has element type f16, expected f32"),
         (lambda q, k, v: (q.astype(np.float64), k, v), TypeError, "q has element type float64, expected"),
         (lambda q, k, v: (q, k, v.astype(np.int32)), TypeError, "v has element type int32, expected"),
-        (lambda q, k, v: (q[..., ::2], k[..., ::2], v[..., ::2]), ValueError, "q has stride 2 in its last"),
         (lambda q, k, v: (q, k, v[:, ::-1]), ValueError, "v has a negative stride"),
-        (lambda q, k, v: (q[..., :7], k[..., :7], v), ValueError, "q has head dim 7, expected a multiple of 8"),
-        (lambda q, k, v: (q, k, np.zeros((1, 16, 2, 264), np.float32)), ValueError, "v has head dim 264"),
         (lambda q, k, v: (q, k[..., :16], v), ValueError, r"k has shape \[1, 16, 2, 16\], expected \[1, 16, 2, 32\]"),
         (lambda q, k, v: (q, k[:, :9], v), ValueError, r"v has shape \[1, 16, 2, 32\], expected \[1, 9, 2, 32\]"),
         (lambda q, k, v: (q[:, :, :1], k, v), ValueError, "q has 1 heads, expected a multiple of the 2 of k"),

@@ -122,7 +122,7 @@ def test_windows_that_have_a_name():
     q, k, v = random(1, 20, 2, 16), random(1, 30, 2, 16, seed=1), random(1, 30, 2, 16, seed=2)
     assert np.array_equal(flash_attn_func(q, k, v, window_size=(-1, 0)), flash_attn_func(q, k, v, causal=True))
     assert np.array_equal(flash_attn_func(q, k, v, window_size=[-1, -1]), flash_attn_func(q, k, v))
-    for wrong in [(1, 2, 3), (4,), 5, None]:
+    for wrong in [(1, 2, 3), (4,), 5, {}]:
         with pytest.raises(ValueError, match=r"window_size=.* expected two whole numbers, \(left, right\)"):
             flash_attn_func(q, k, v, window_size=wrong)
     assert np.array_equal(
@@ -372,11 +372,10 @@ def test_the_good_call_is_good():
         (lambda a: {"page_table": ints(0, 1)}, ValueError, "page_table has 1 dimensions, expected 2"),
         (lambda a: {"page_table": ints(0, 1).reshape(1, 2)}, ValueError, "page_table has 1 rows, expected 2"),
         (lambda a: {"page_table": ints(0, 5).reshape(2, 1)}, ValueError, "page_table has 5 for sequence 1, expected from 0 to below the 2"),
-        (lambda a: {"page_table": ints(0, 1).reshape(2, 1), "cache_batch_idx": ints(0, 1)}, ValueError, "cache_batch_idx was given with page_table"),
+        (lambda a: {"page_table": ints(0, 1).reshape(2, 1), "cache_batch_idx": ints(0, 1).reshape(2, 1)}, ValueError, "page_table and cache_batch_idx have 2 and 2 dimensions, expected 2 and 1"),
         (lambda a: {"page_table": ints(0, 1).reshape(2, 1), "block_table": ints(0, 1)}, ValueError, "block_table was given with page_table"),
         (lambda a: {"cache_leftpad": ints(0, 11)}, ValueError, "cache_leftpad has 11 for sequence 1, expected from 0 to 10"),
         (lambda a: {"cu_seqlens_q": starts(3, 3)}, ValueError, "q has 4 dimensions, expected 3"),
-        (lambda a: {"q": a["q"].reshape(6, 4, 16), "cu_seqlens_q": starts(3, 3)}, ValueError, "max_seqlen_q is None, expected it with cu_seqlens_q"),
         (lambda a: {"q": random(2, 3, 5, 16)}, ValueError, "q has 5 heads, expected a multiple of the 2 of k_cache"),
         (lambda a: {"q": random(2, 3, 4, 8)}, ValueError, "k_cache has head dim 16, expected the 8 of q"),
         (lambda a: {"alibi_slopes": random(3)}, ValueError, r"alibi_slopes has shape \[3\], expected \[4\] or \[2, 4\]"),
@@ -398,7 +397,6 @@ def test_wrong_use_of_a_cache_is_named(change, error, words):
         ({"cu_seqlens_k": starts(4, 4, 4)}, "cu_seqlens_k has 4 entries, expected 3 for 2 sequences"),
         ({"max_seqlen_q": 5}, "cu_seqlens_q gives sequence 1 6 queries, expected at most max_seqlen_q=5"),
         ({"max_seqlen_k": 6}, "cu_seqlens_k gives sequence 0 7 keys, expected at most max_seqlen_k=6"),
-        ({"max_seqlen_k": None}, "max_seqlen_k is None, expected it with cu_seqlens_k"),
         ({"max_seqlen_q": -3}, "max_seqlen_q=-3, expected no negative number"),
         ({"seqused_k": ints(8, 1)}, "seqused_k has 8 for sequence 0, expected from 0 to 7"),
         ({"seqused_q": ints(4, 7)}, "seqused_q has 7 for sequence 1, expected from 0 to 6"),
@@ -437,7 +435,7 @@ def test_wrong_use_of_parts_is_named():
 
 
 @pytest.mark.parametrize(
-    "name, value", [("qv", np.zeros(1)), ("num_splits", 3), ("pack_gqa", True), ("sm_margin", 8)]
+    "name, value", [("qv", np.zeros(1))]
 )  # fmt: skip
 def test_what_is_not_served_is_refused_by_name(name, value):
     x, cu = random(4, 2, 16), starts(4)

@@ -79,6 +79,17 @@ mod tests {
         assert!(broken.is_empty(), "{}", broken.join("\n"));
     }
 
+    /// What is outside of docs/ is no part of the book.
+    #[test]
+    fn pages_lead_to_pages() {
+        for page in pages() {
+            let text = fs::read_to_string(&page).unwrap();
+            for link in links(&text).into_iter().filter(|link| !link.contains("://")) {
+                assert!(!link.starts_with(".."), "{}: {link}", page.display());
+            }
+        }
+    }
+
     #[test]
     fn the_book_has_every_page_once() {
         let summary = fs::read_to_string(root().join("docs/SUMMARY.md")).unwrap();

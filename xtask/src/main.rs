@@ -11,6 +11,8 @@ mod outside;
 mod process;
 mod python;
 mod release;
+#[cfg(test)]
+mod support;
 mod table;
 mod test;
 #[allow(dead_code, unreachable_pub)] // Written for the crate it lives in; used here in part.

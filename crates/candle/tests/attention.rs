@@ -5,7 +5,7 @@ mod common;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use flashcore_candle::{Attention, Mask, Options, attend, flash_attn, plan};
 
-use common::{distance, plain, refusal, tensors};
+use common::{SIZES, distance, plain, refusal, tensors};
 
 #[test]
 fn agrees_with_the_plain_algorithm() -> Result<()> {
@@ -17,12 +17,7 @@ fn agrees_with_the_plain_algorithm() -> Result<()> {
             Mask::CAUSAL.with_chunk(16),
         ];
         for mask in masks {
-            for (sizes, heads, dims) in [
-                ([2, 33, 33], [4, 4], [64, 64]),
-                ([1, 20, 150], [6, 2], [128, 128]),
-                ([3, 1, 70], [4, 1], [32, 32]),
-                ([1, 130, 131], [2, 2], [48, 80]),
-            ] {
+            for (sizes, heads, dims) in SIZES {
                 let inputs = tensors(dtype, sizes, heads, dims)?;
                 for (softmax_scale, softcap) in [(None, None), (Some(0.3), None), (None, Some(2.5))]
                 {

@@ -5,7 +5,7 @@ mod common;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use flashcore_candle::{Mask, Options, Placement, Sequences, attend, attend_sequences, flash_attn};
 
-use common::{distance, gradients, plain, refusal, relative, tensors, variables};
+use common::{SIZES, distance, gradients, plain, refusal, relative, tensors, variables};
 
 /// Every mask, and every rule of scores under a causal one.
 fn options(heads: usize) -> Result<Vec<Options>> {
@@ -30,12 +30,7 @@ fn options(heads: usize) -> Result<Vec<Options>> {
 #[test]
 fn agree_with_candles_own() -> Result<()> {
     for (dtype, bound) in [(DType::F32, 1e-5), (DType::F16, 3e-3), (DType::BF16, 2e-2)] {
-        for (sizes, heads, dims) in [
-            ([2, 33, 33], [4, 4], [64, 64]),
-            ([1, 20, 150], [6, 2], [128, 128]),
-            ([3, 1, 70], [4, 1], [32, 32]),
-            ([1, 130, 131], [2, 2], [48, 80]),
-        ] {
+        for (sizes, heads, dims) in SIZES {
             let inputs = tensors(dtype, sizes, heads, dims)?;
             let [query, key, value] = inputs.each_ref().map(|tensor| tensor.to_dtype(DType::F64));
             let wide = [query?, key?, value?];

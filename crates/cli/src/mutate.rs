@@ -9,7 +9,7 @@ use flashcore::Progress;
 use kernels::Configuration;
 use ptx::Target;
 use serde::Serialize;
-use testing::mutant::{Kind, Score, Survey, subjects, survey};
+use testing::mutant::{Kind, Listed, Score, Survey, subjects, survey};
 
 use crate::inspect::choose;
 use crate::progress::Bar;
@@ -71,7 +71,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     for kernel in &kernels {
         let begin = |count: usize| bar.begin(count as u64);
         let done = || bar.advance(1);
-        let found = survey(kernel, |kind| arguments.count(kind), arguments.seed, begin, done);
+        let chosen = (|kind| arguments.count(kind), arguments.seed);
+        let found = survey(kernel, chosen, Listed::Tried, begin, done);
         surveys.push(found.map_err(|error| format!("{}: {error}", kernel.name()))?);
     }
     drop(bar);

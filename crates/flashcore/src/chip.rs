@@ -1,6 +1,6 @@
 //! What the choice and the shape of a kernel depend on, so that both can be had without a GPU.
 
-use ptx::Target;
+use ptx::{Target, Version};
 
 /// The size of a GPU.
 ///
@@ -22,12 +22,17 @@ pub struct Chip {
     pub multiprocessors: u32,
     /// The second-level cache in bytes.
     pub l2_bytes: u64,
+    /// The newest PTX that the compiler in the driver knows.
+    pub ptx: Version,
 }
+
+/// What the drivers of today know.
+const CURRENT: Version = Version::of_cuda(13, 0);
 
 impl Chip {
     /// An H200, and an H100 of the same form.
     pub const H200: Chip =
-        Chip { target: Target::SM_90A, multiprocessors: 132, l2_bytes: 50 << 20 };
+        Chip { target: Target::SM_90A, multiprocessors: 132, l2_bytes: 50 << 20, ptx: CURRENT };
 
     /// The size of a GPU that is there.
     #[cfg(feature = "cuda")]
@@ -37,6 +42,7 @@ impl Chip {
             target: target_of(capability.major * 10 + capability.minor),
             multiprocessors: info.multiprocessors,
             l2_bytes: info.l2_bytes,
+            ptx: Version::of_cuda(info.driver.version.major, info.driver.version.minor),
         }
     }
 
@@ -44,7 +50,7 @@ impl Chip {
     pub fn typical(target: Target) -> Self {
         match target {
             Target::SM_90A => Chip::H200,
-            target => Chip { target, multiprocessors: 108, l2_bytes: 40 << 20 },
+            target => Chip { target, multiprocessors: 108, l2_bytes: 40 << 20, ptx: CURRENT },
         }
     }
 }

@@ -22,6 +22,8 @@
 //! # Ok::<(), flashcore::Error>(())
 //! ```
 
+pub use kernels::cache::LEAST_MAGNITUDE;
+
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::inputs::InputError;
@@ -49,10 +51,6 @@ pub struct Quantized {
     /// length, heads, 1) for each token.
     pub descale: Tensor,
 }
-
-/// Magnitudes are taken for this much at least, so that a factor is never zero and always has a
-/// reciprocal.
-pub const LEAST_MAGNITUDE: f32 = 1e-12;
 
 /// The factor for numbers of up to this magnitude.
 pub fn factor(magnitude: f32, dtype: DType) -> f32 {

@@ -213,12 +213,7 @@ impl Batch {
     pub(crate) fn parameters(k: &mut Builder) -> Self {
         Batch {
             batch: Number::Batch.read(k),
-            queries: Span {
-                starts: List::QueryStarts.address(k),
-                rows: Tensor::Query.rows(k),
-                most: Number::QueryLength.read(k),
-                lengths: List::QueryLengths.address(k),
-            },
+            queries: Span::queries(k),
             keys: Span {
                 starts: List::KeyStarts.address(k),
                 rows: Tensor::Key.rows(k),

@@ -3,10 +3,14 @@
 //! The older ones serialise no products of the text that drivers of their
 //! releases are given.
 
-use cuda::toolkit::{Options, Toolkit};
+use std::fs;
+use std::path::Path;
+
+use cuda::toolkit::{Assembled, Error, Options, Ptxas, Toolkit};
 use flashcore_kernels::{Configuration, shipped};
 use ptx::{Compiler, Target};
 use rayon::prelude::*;
+use sha2::{Digest, Sha256};
 
 /// What an old assembler has too few registers for, and serialises: slower with drivers of its
 /// release (docs/architectures.md).
@@ -41,7 +45,7 @@ fn shipped_configurations_assemble_cleanly() {
                 let text = ptx::print_for(&program, compiler);
                 let of =
                     |fault| format!("{name} for {} by {}: {fault}", program.target, ptxas.version);
-                match ptxas.assemble(&text, &Options { level, ..Options::default() }) {
+                match assembled(ptxas, &text, level) {
                     Err(error) => faults.push(of(error.to_string())),
                     Ok(assembled) if level == 3 => {
                         faults.extend(assembled.faults().into_iter().map(of));
@@ -57,6 +61,24 @@ fn shipped_configurations_assemble_cleanly() {
         })
         .collect();
     assert!(faults.is_empty(), "{} faults:\n{}", faults.len(), faults.join("\n"));
+}
+
+/// What an assembler makes of a text. It makes the same of the same text again, so what it said is
+/// kept beside what the build left: only kernels that changed since are assembled.
+fn assembled(ptxas: &Ptxas, text: &str, level: u8) -> Result<Assembled, Error> {
+    let digest = Sha256::digest(format!("{} {level}\n{text}", ptxas.version));
+    let name: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("assembled");
+    let kept = folder.join(&name);
+    if let Ok(log) = fs::read_to_string(&kept) {
+        return Ok(Assembled::from_log(log));
+    }
+    let assembled = ptxas.assemble(text, &Options { level, ..Options::default() })?;
+    // Whole or not at all: other processes read it too. Where it cannot be kept, it is made again.
+    let beside = folder.join(format!("{name}.{}", std::process::id()));
+    let written = fs::create_dir_all(&folder).and_then(|()| fs::write(&beside, &assembled.log));
+    let _ = written.and_then(|()| fs::rename(&beside, &kept));
+    Ok(assembled)
 }
 
 /// Names are entry points and keys of caches: no two configurations share one.

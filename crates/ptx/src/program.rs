@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::panic::Location;
 
-use crate::{Instruction, Register, Target, TensorBox, Type};
+use crate::{Instruction, Register, Target, TensorBox, Type, Version};
 
 /// Where in the kernel's Rust source a statement was written.
 pub type Place = &'static Location<'static>;
@@ -39,6 +39,21 @@ impl Program {
     pub fn shared_bytes(&self) -> u32 {
         let end = |region: &SharedRegion| region.offset.saturating_add(region.bytes);
         self.shared.iter().map(end).max().unwrap_or(0)
+    }
+
+    /// The lowest version of PTX that knows everything in it.
+    pub fn version(&self) -> Version {
+        let mut version = Version::LOWEST.max(self.target.version());
+        if self.cluster > 1 {
+            version = version.max(Version { major: 7, minor: 8 });
+        }
+        let type_of = |register| self.type_of(register);
+        self.visit(&mut |statement| {
+            if let StatementKind::Instruction(instruction) = &statement.kind {
+                version = version.max(instruction.requirement(&type_of).version);
+            }
+        });
+        version
     }
 
     /// Registers of a thread at entry: what those of the multiprocessor come to

@@ -97,6 +97,22 @@ pub struct Version {
 impl Version {
     /// The oldest version the printer writes.
     pub const LOWEST: Version = Version { major: 6, minor: 3 };
+
+    /// The newest that the compiler of a release of CUDA knows: a toolkit's, or that of the driver
+    /// that supports it.
+    ///
+    /// ```
+    /// use flashcore_ptx::Version;
+    ///
+    /// assert_eq!(Version::of_cuda(12, 0).to_string(), "8.0");
+    /// assert_eq!(Version::of_cuda(12, 9).to_string(), "8.8");
+    /// assert_eq!(Version::of_cuda(13, 0).to_string(), "9.0");
+    /// ```
+    pub const fn of_cuda(major: u32, minor: u32) -> Self {
+        // A release of CUDA 12 came without a new PTX: 12.6.
+        let minor = if major == 12 && minor >= 6 { minor - 1 } else { minor };
+        Version { major: (major.saturating_sub(4)) as u8, minor: minor as u8 }
+    }
 }
 
 impl fmt::Display for Version {

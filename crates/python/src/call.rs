@@ -19,7 +19,8 @@ use crate::library::{Choice, Entrance, Library, Made, Named};
 use crate::numbers::{Flags, Numbers, flag};
 use crate::parts::{self, Parts};
 use crate::process::process;
-use crate::request::{Function, Request, named, needed};
+use crate::request::{Function, OUT, Request, named, needed};
+use crate::rules::Rules;
 use crate::update::{self, Update};
 use crate::view::{self, Element, Form, Memory, Order, Place, View};
 use crate::{cpu, error, gpu};
@@ -55,23 +56,38 @@ pub(crate) fn attend<'py>(
     function: Function,
     with_lse: &Bound<'py, PyAny>,
     entrance: Entrance,
+    rules: &Rules<'py>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = tensors.py();
     let numbers = Numbers::read(function, numbers)?;
     let with_lse = flag(function.sums_name(), with_lse)?;
     let tensors = named(function.names(), tensors)?;
     let read = |library: &Library<'py>| {
-        Request::read(function, &tensors, numbers, |tensor, name, whole| match whole {
-            true => library.read_whole(tensor, name),
-            false => library.read(tensor, name),
-        })
+        let mut request =
+            Request::read(function, &tensors, numbers, |tensor, name, whole| match whole {
+                true => library.read_whole(tensor, name),
+                false => library.read(tensor, name),
+            })?;
+        request.captured = rules.captured(|tensor, name| library.read(tensor, name))?;
+        Ok(request)
     };
-    answer(py, entrance, &tensors, read, |library, request| {
+    let among;
+    let all = match rules.is_empty() {
+        true => &tensors[..],
+        false => {
+            among = rules.among(&tensors);
+            &among[..]
+        }
+    };
+    answer(py, entrance, all, read, |library, request| {
         let wide = request.has_f32() && entrance == Entrance::Function;
         if wide && library.is_autocasting(py)? {
             return Ok(PyNotImplemented::get(py).to_owned().into_any());
         }
-        run(library, needed(&tensors[0])?, &request, with_lse)
+        let (query, out) = (needed(&tensors[0])?, tensors[OUT].1.as_ref());
+        let answer = run(library, query, &request, with_lse, out)?;
+        library.written(&[&tensors[OUT].1])?;
+        Ok(answer)
     })
 }
 
@@ -80,12 +96,18 @@ fn run<'py>(
     query: &Bound<'py, PyAny>,
     request: &Request,
     with_lse: bool,
+    out: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = query.py();
     let problem = request.problem()?;
     let place = request.given.place;
-    let made = library.make_like(query, &request.given, &request.output())?;
-    let output = request.output_at(made.address)?;
+    let (object, output) = match out {
+        Some(out) => (out.clone(), request.output_in(&library.read_mutable(out, "out")?)?),
+        None => {
+            let made = library.make_like(query, &request.given, &request.output())?;
+            (made.object, request.output_at(made.address)?)
+        }
+    };
     let (sizes, hidden) = request.sums();
     let lse = || library.make(py, &sizes[hidden..], Element::Float(DType::F32), place);
     let lse = with_lse.then(lse).transpose()?;
@@ -113,24 +135,29 @@ fn run<'py>(
         }
     }
     match lse {
-        Some(lse) => Ok((made.object, lse.object).into_pyobject(py)?.into_any()),
-        None => Ok(made.object),
+        Some(lse) => Ok((object, lse.object).into_pyobject(py)?.into_any()),
+        None => Ok(object),
     }
 }
 
-/// The gradients of attention over PyTorch's tensors, into those that were given for them.
+/// The gradients of attention over PyTorch's tensors, into those that were given for them. False, and
+/// nothing done, where nothing meets.
 pub(crate) fn attend_backward(
     given: &Given<'_>,
     numbers: &Bound<'_, PyTuple>,
     function: Function,
     deterministic: bool,
-) -> PyResult<()> {
+) -> PyResult<bool> {
     let py = numbers.py();
     let numbers = Numbers::read(function, numbers)?;
     let Choice::Ours(library) = Library::of(py, Entrance::Dispatcher, &given.forward)? else {
         return Err(error::runtime("gradients are those of PyTorch's tensors"));
     };
     let call = Backward::read(&library, function, numbers, given)?;
+    let Request { query, key, value, .. } = &call.request;
+    if [query, key, value].iter().any(|view| view.form.sizes.contains(&0)) {
+        return Ok(false);
+    }
     let problem = call.problem(deterministic)?;
     match call.request.given.place {
         Place::Cuda(ordinal) => {
@@ -150,7 +177,7 @@ pub(crate) fn attend_backward(
             info::remember(|| Last::Cpu { problem: problem.into(), report });
         }
     }
-    Ok(())
+    Ok(true)
 }
 
 /// Says once for each plan that its kernel is the slow one, and why.

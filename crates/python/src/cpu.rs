@@ -110,7 +110,14 @@ unsafe fn with_inputs<T>(
     // SAFETY: the same.
     let copy = |shape, view: &View| unsafe { copy(shape, view) };
     let (slopes, sinks) = (floats(&request.slopes)?, floats(&request.sinks)?);
-    let given = |inputs| Inputs { slopes: slopes.as_deref(), sinks: sinks.as_deref(), ..inputs };
+    // SAFETY: the same.
+    let captured = unsafe { request.captured.on_host() };
+    let given = |inputs| Inputs {
+        slopes: slopes.as_deref(),
+        sinks: sinks.as_deref(),
+        captured: &captured,
+        ..inputs
+    };
     let factors = problem.descales.zip(request.descales(problem)?).zip(problem.descale_shapes());
     let query = copy(problem.query_shape(), &request.query)?;
     if problem.has_equal_lengths() {
@@ -682,5 +689,61 @@ unsafe fn slice<'a, T>(address: u64, count: usize) -> &'a [T] {
         0 => &[],
         // SAFETY: the caller's promise.
         _ => unsafe { std::slice::from_raw_parts(address as *const T, count) },
+    }
+}
+
+/// Run by Miri, for which nothing is linked (`cargo xtask miri`): nothing here may call Python.
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::view::{MOST_DIMENSIONS, Place};
+
+    /// Two entries of three rows of two heads of two numbers, with gaps.
+    fn view(numbers: &mut [f32]) -> View {
+        let (sizes, strides) = ([2, 3, 2, 2], [20, 6, 3, 1]);
+        let form = Form { sizes, strides, dtype: DType::F32, place: Place::Host };
+        View { address: numbers.as_mut_ptr() as u64, form }
+    }
+
+    /// No byte before, between or behind what a view spans is touched, and none of it twice.
+    #[test]
+    fn rows_are_taken_and_put_where_a_view_says() {
+        // As long as its last element needs, and no longer.
+        let mut numbers: Vec<f32> = (0..20 + 12 + 3 + 2).map(|it| it as f32).collect();
+        let from = view(&mut numbers);
+        let placement = Placement::entries(vec![1, 3], vec![1, 0]);
+        let cancellation = Cancellation::default();
+        // SAFETY: of memory that is there, and of nobody else's.
+        let (gathered, copied) = unsafe {
+            (gather(&from, &placement, &cancellation).unwrap(), copy(Shape::new(2, 3, 2, 2), &from))
+        };
+        let wanted = [20, 23, 0, 3, 6, 9, 12, 15].map(|it| [it as f32, it as f32 + 1.0]);
+        assert_eq!(gathered.to_f32(), wanted.concat());
+        assert_eq!(copied.unwrap().head(1, 1).row(2), [35.0, 36.0]);
+        let mut other = vec![-1.0; numbers.len()];
+        let to = view(&mut other);
+        // SAFETY: as above.
+        unsafe { scatter(&gathered, &to, &placement) };
+        for (index, (number, before)) in other.iter().zip(&numbers).enumerate() {
+            let taken = wanted.iter().flatten().any(|it| *it == index as f32);
+            assert_eq!(*number, if taken { *before } else { -1.0 }, "{index}");
+        }
+    }
+
+    #[test]
+    fn a_list_need_not_be_aligned() {
+        let bytes: Vec<u8> = (0..13).collect();
+        let mut memory = Memory {
+            address: bytes.as_ptr() as u64 + 1,
+            dimensions: 1,
+            sizes: [1; MOST_DIMENSIONS],
+            strides: [1; MOST_DIMENSIONS],
+            element: crate::view::Element::I32,
+            place: Place::Host,
+        };
+        memory.sizes[0] = 3;
+        // SAFETY: twelve bytes behind the first.
+        let list: Vec<i32> = unsafe { list(&memory) }.unwrap();
+        assert_eq!(list, [0x0403_0201, 0x0807_0605, 0x0C0B_0A09]);
     }
 }

@@ -352,6 +352,34 @@ struct Kept<T> {
 impl<T: Send> Export<T> {
     /// A capsule of the new protocol or of the old one.
     pub(crate) fn capsule(self, py: Python<'_>, versioned: bool) -> PyResult<Bound<'_, PyAny>> {
+        let (managed, name): (*mut c_void, _) = match versioned {
+            true => (self.versioned()?.cast(), NAME_VERSIONED),
+            false => (self.managed()?.cast(), NAME),
+        };
+        // SAFETY: a fresh pointer; the destructor knows its name.
+        let capsule = unsafe { ffi::PyCapsule_New(managed, name.as_ptr(), Some(give_back)) };
+        // SAFETY: a new reference, or null with an exception set.
+        unsafe { Bound::from_owned_ptr_or_err(py, capsule) }
+    }
+
+    /// The structure of the new protocol, which its deleter frees.
+    fn versioned(self) -> PyResult<*mut ManagedVersioned> {
+        let (tensor, context) = self.tensor()?;
+        let version = Version { major: 1, minor: 0 };
+        let deleter = Some(delete_versioned::<T> as _);
+        let managed = ManagedVersioned { version, context, deleter, flags: 0, tensor };
+        Ok(Box::into_raw(Box::new(managed)))
+    }
+
+    /// That of the old one.
+    fn managed(self) -> PyResult<*mut Managed> {
+        let (tensor, context) = self.tensor()?;
+        let deleter = Some(delete::<T> as _);
+        Ok(Box::into_raw(Box::new(Managed { tensor, context, deleter })))
+    }
+
+    /// The tensor, and what it points to.
+    fn tensor(self) -> PyResult<(Tensor, *mut c_void)> {
         let mut strides = vec![1; self.sizes.len()];
         for index in (1..self.sizes.len()).rev() {
             strides[index - 1] = strides[index] * self.sizes[index].max(1);
@@ -367,44 +395,23 @@ impl<T: Send> Export<T> {
                 return Err(PyTypeError::new_err(format!("a result of {kind}{bits}")));
             }
         };
-        let dtype = DataType { code, bits, lanes: 1 };
         let mut kept = Box::new(Kept { sizes: self.sizes, strides, _owner: self.owner });
         let tensor = Tensor {
             data: self.address as *mut c_void,
             device: self.device,
             dimensions: kept.sizes.len() as i32,
-            dtype,
+            dtype: DataType { code, bits, lanes: 1 },
             shape: kept.sizes.as_mut_ptr(),
             strides: kept.strides.as_mut_ptr(),
             byte_offset: 0,
         };
-        let context = Box::into_raw(kept).cast();
-        if versioned {
-            let version = Version { major: 1, minor: 0 };
-            let deleter = Some(delete_versioned::<T> as _);
-            let managed = ManagedVersioned { version, context, deleter, flags: 0, tensor };
-            let managed = Box::into_raw(Box::new(managed));
-            // SAFETY: a fresh pointer; the destructor knows its name.
-            let capsule = unsafe {
-                ffi::PyCapsule_New(managed.cast(), NAME_VERSIONED.as_ptr(), Some(give_back))
-            };
-            // SAFETY: a new reference, or null with an exception set.
-            unsafe { Bound::from_owned_ptr_or_err(py, capsule) }
-        } else {
-            let deleter = Some(delete::<T> as _);
-            let managed = Box::into_raw(Box::new(Managed { tensor, context, deleter }));
-            // SAFETY: as above.
-            let capsule =
-                unsafe { ffi::PyCapsule_New(managed.cast(), NAME.as_ptr(), Some(give_back)) };
-            // SAFETY: as above.
-            unsafe { Bound::from_owned_ptr_or_err(py, capsule) }
-        }
+        Ok((tensor, Box::into_raw(kept).cast()))
     }
 }
 
-/// Frees what `Export::capsule` made. Consumers call it once, from any thread.
+/// Frees what `Export::managed` made. Consumers call it once, from any thread.
 unsafe extern "C" fn delete<T>(managed: *mut Managed) {
-    // SAFETY: both boxes were made by `capsule` with these types.
+    // SAFETY: both boxes were made by `Export` with these types.
     unsafe {
         let managed = Box::from_raw(managed);
         drop(Box::from_raw(managed.context.cast::<Kept<T>>()));
@@ -437,5 +444,77 @@ unsafe extern "C" fn give_back(capsule: *mut ffi::PyObject) {
                 deleter(managed);
             }
         }
+    }
+}
+
+/// Run by Miri, for which nothing is linked (`cargo xtask miri`): nothing here may call Python.
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    #[test]
+    fn a_tensor_is_read_as_its_producer_wrote_it() {
+        let mut numbers = [0f32; 24];
+        let (mut sizes, mut strides) = ([2i64, 3, 4], [12i64, 4, 1]);
+        let mut tensor = Tensor {
+            data: numbers.as_mut_ptr().cast(),
+            dimensions: 3,
+            shape: sizes.as_mut_ptr(),
+            byte_offset: 8,
+            ..Tensor::EMPTY
+        };
+        for given in [std::ptr::null_mut(), strides.as_mut_ptr()] {
+            tensor.strides = given;
+            // SAFETY: three numbers each, or null.
+            let memory = unsafe { tensor.memory("x", false) }.unwrap();
+            assert_eq!(memory.sizes(), [2, 3, 4]);
+            assert_eq!(memory.strides[..3], [12, 4, 1]);
+            assert_eq!(memory.address, numbers.as_ptr() as u64 + 8);
+            assert_eq!(memory.element, Element::Float(DType::F32));
+        }
+        // Refused before anything beyond is read.
+        tensor.dimensions = MOST_DIMENSIONS as i32 + 1;
+        // SAFETY: not read.
+        assert!(unsafe { tensor.memory("x", false) }.is_err());
+        (tensor.dimensions, sizes[1]) = (3, -1);
+        tensor.shape = sizes.as_mut_ptr();
+        // SAFETY: three numbers.
+        assert!(unsafe { tensor.memory("x", false) }.is_err());
+        // A number alone has neither sizes nor strides.
+        // SAFETY: no numbers.
+        assert!(unsafe { Tensor::EMPTY.memory("x", false) }.unwrap().sizes().is_empty());
+    }
+
+    /// What is exported can be read by a consumer, and is freed once, by either protocol.
+    #[test]
+    fn what_is_exported_is_freed_with_its_owner() {
+        let owner = Arc::new([1.5f32; 6]);
+        let export = || Export {
+            address: owner.as_ptr() as u64,
+            sizes: vec![2, 0, 3],
+            device: Device { kind: CPU, ordinal: 0 },
+            element: Element::Float(DType::F32),
+            words: false,
+            owner: owner.clone(),
+        };
+        let managed = export().managed().unwrap();
+        let versioned = export().versioned().unwrap();
+        assert_eq!(Arc::strong_count(&owner), 3);
+        // SAFETY: both were made here and are freed once, after they were read.
+        unsafe {
+            for tensor in [&(*managed).tensor, &(*versioned).tensor] {
+                let memory = tensor.memory("x", false).unwrap();
+                assert_eq!(
+                    (memory.sizes(), &memory.strides[..3]),
+                    (&[2, 0, 3][..], &[3, 3, 1][..])
+                );
+                assert_eq!(*(memory.address as *const f32), 1.5);
+            }
+            ((*managed).deleter.unwrap())(managed);
+            ((*versioned).deleter.unwrap())(versioned);
+        }
+        assert_eq!(Arc::strong_count(&owner), 1);
     }
 }

@@ -52,7 +52,12 @@ pub(crate) fn attend(
     output: &View,
     lse: Option<u64>,
 ) -> PyResult<Arc<AttentionPlan>> {
-    let tensors = request.tensors(request.descales(problem)?, output, lse);
+    let mut tensors = request.tensors(request.descales(problem)?, output, lse);
+    if let Some(blocks) = request.captured.blocks()
+        && let Some(mask) = gpu.attention(problem, &tensors).map_err(library)?.block_mask()
+    {
+        tensors.block_lists = Some(blocks.address(gpu, stream, mask).map_err(library)?);
+    }
     let attended = gpu.attend(stream, problem, &tensors);
     let [query, key, value, ..] = request.names();
     attended.map_err(|error| named(error, &[("query", query), ("key", key), ("value", value)]))

@@ -9,6 +9,7 @@ use pyo3::types::PyTuple;
 use crate::library::{Library, Named};
 use crate::numbers::Numbers;
 use crate::request::{Function, Request, TENSORS, address, named, needed};
+use crate::rules::Rules;
 use crate::view::{Element, Memory, View};
 
 /// What the forward call saved, and what is differentiated.
@@ -22,6 +23,7 @@ pub(crate) struct Given<'py> {
     pub(crate) forward: [Named<'py>; TENSORS],
     saved: [Named<'py>; SAVED.len()],
     gradients: [Named<'py>; GRADIENTS.len()],
+    rules: Rules<'py>,
 }
 
 impl<'py> Given<'py> {
@@ -30,11 +32,13 @@ impl<'py> Given<'py> {
         forward: &Bound<'py, PyTuple>,
         saved: &Bound<'py, PyTuple>,
         gradients: &Bound<'py, PyTuple>,
+        rules: Rules<'py>,
     ) -> PyResult<Self> {
         Ok(Given {
             forward: named(function.names(), forward)?,
             saved: named(SAVED, saved)?,
             gradients: named(GRADIENTS, gradients)?,
+            rules,
         })
     }
 }
@@ -62,11 +66,12 @@ impl Backward {
         numbers: Numbers,
         given: &Given<'py>,
     ) -> PyResult<Self> {
-        let request =
+        let mut request =
             Request::read(function, &given.forward, numbers, |tensor, name, whole| match whole {
                 true => library.read_whole(tensor, name),
                 false => library.read_walkable(tensor, name),
             })?;
+        request.captured = given.rules.captured(|tensor, name| library.read(tensor, name))?;
         let rows = |it: &Named<'py>, packed: bool, walkable: bool| -> PyResult<View> {
             let memory = match walkable {
                 true => library.read_walkable(needed(it)?, it.0)?,

@@ -12,6 +12,7 @@
 //! | `numbers` | what calls give besides tensors |
 //! | `request`, `gradient`, `update`, `parts` | what calls of attention, of its backward pass, of appending and of combining give |
 //! | `descale` | factors of 8-bit tensors |
+//! | `rules` | masks and scores as functions |
 //! | `library` | whose tensors a call has |
 //! | `torch` | PyTorch's tensors |
 //! | `array`, `dlpack` | everyone else's |
@@ -36,6 +37,7 @@ mod numbers;
 mod parts;
 mod process;
 mod request;
+mod rules;
 mod torch;
 mod update;
 mod view;
@@ -52,6 +54,9 @@ mod module {
     use super::gradient::Given;
     use super::library::Entrance;
     use super::request::Function;
+    use super::rules::Rules;
+    #[pymodule_export]
+    use super::rules::{Blocks, Rule};
     use super::{call, torch};
 
     /// The version of the package. Known without looking for devices.
@@ -68,24 +73,30 @@ mod module {
     /// together, numbers the scale, causal, window, chunk and cap of scores, and the most queries
     /// and keys. Through the entrance `function`, `NotImplemented` where PyTorch's dispatcher must
     /// see the call first, `Ellipsis` where autograd must record it, and `None` for tensors of
-    /// others.
+    /// others. Rules are a mask, a score, the tensors that these load
+    /// from, and the blocks of the mask.
     #[pyfunction]
-    #[pyo3(signature = (tensors, numbers, function, lse, entrance, /))]
+    #[pyo3(signature = (tensors, numbers, function, lse, entrance, rules=None, /))]
     fn attend<'py>(
         tensors: &Bound<'py, PyTuple>,
         numbers: &Bound<'py, PyTuple>,
         function: Function,
         lse: &Bound<'py, PyAny>,
         entrance: Entrance,
+        rules: Option<&Bound<'py, PyTuple>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        guard(|| call::attend(tensors, numbers, function, lse, entrance))
+        guard(|| {
+            let rules = Rules::read(rules)?;
+            call::attend(tensors, numbers, function, lse, entrance, &rules)
+        })
     }
 
     /// The gradients of attention over PyTorch's tensors, into tensors that are given: of queries,
     /// keys, values and sinks. Tensors and numbers are those of `attend`; saved are its output and
-    /// log-sum-exps, and the gradient of the output.
+    /// log-sum-exps, and the gradient of the output; rules are those of `attend`. False, and nothing
+    /// written, where one of the first tensors is empty: gradients are zero then.
     #[pyfunction]
-    #[pyo3(signature = (tensors, numbers, function, saved, gradients, deterministic, /))]
+    #[pyo3(signature = (tensors, numbers, function, saved, gradients, deterministic, rules=None, /))]
     fn attend_backward<'py>(
         tensors: &Bound<'py, PyTuple>,
         numbers: &Bound<'py, PyTuple>,
@@ -93,9 +104,11 @@ mod module {
         saved: &Bound<'py, PyTuple>,
         gradients: &Bound<'py, PyTuple>,
         deterministic: bool,
-    ) -> PyResult<()> {
+        rules: Option<&Bound<'py, PyTuple>>,
+    ) -> PyResult<bool> {
         guard(|| {
-            let given = Given::new(function, tensors, saved, gradients)?;
+            let rules = Rules::read(rules)?;
+            let given = Given::new(function, tensors, saved, gradients, rules)?;
             call::attend_backward(&given, numbers, function, deterministic)
         })
     }

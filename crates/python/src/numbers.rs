@@ -1,6 +1,7 @@
 //! What a call gives besides tensors: numbers and flags, each with its name where it is wrong.
 
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
@@ -27,7 +28,7 @@ impl Numbers {
     pub(crate) fn read(function: Function, numbers: &Bound<'_, PyTuple>) -> PyResult<Numbers> {
         let number = |at| numbers.get_borrowed_item(at);
         let (scale_name, causal_name) = match function {
-            Function::PyTorch => ("scale", "is_causal"),
+            Function::PyTorch | Function::Flex => ("scale", "is_causal"),
             _ => ("softmax_scale", "causal"),
         };
         Ok(Numbers {
@@ -111,9 +112,13 @@ fn chunk(value: &Bound<'_, PyAny>) -> PyResult<usize> {
     usize::try_from(chunk).map_err(|_| beyond(name, value, "no negative number"))
 }
 
+/// A tuple, a list, or a tensor of two: without bound where one is negative or None, or all are None.
 fn window(value: &Bound<'_, PyAny>) -> PyResult<Window> {
     let (name, expected) = ("window_size", "two whole numbers, (left, right)");
     let side = |side: &Bound<'_, PyAny>| -> PyResult<Option<usize>> {
+        if side.is_none() {
+            return Ok(None);
+        }
         let keys: i64 = side.extract().map_err(|error| unfit(error, name, value, expected))?;
         Ok(usize::try_from(keys).ok())
     };
@@ -122,8 +127,19 @@ fn window(value: &Bound<'_, PyAny>) -> PyResult<Window> {
     {
         return Ok((side(&*pair.get_borrowed_item(0)?)?, side(&*pair.get_borrowed_item(1)?)?));
     }
-    match value.cast::<PyList>() {
-        Ok(pair) if pair.len() == 2 => Ok((side(&pair.get_item(0)?)?, side(&pair.get_item(1)?)?)),
+    if value.is_none() {
+        return Ok((None, None));
+    }
+    let list = match value.cast::<PyList>() {
+        Ok(list) => list.clone(),
+        Err(_) => {
+            let list = value.call_method0(intern!(value.py(), "tolist"));
+            let list = list.map_err(|_| beyond(name, value, expected))?;
+            list.cast_into::<PyList>().map_err(|_| beyond(name, value, expected))?
+        }
+    };
+    match list.len() {
+        2 => Ok((side(&list.get_item(0)?)?, side(&list.get_item(1)?)?)),
         _ => Err(beyond(name, value, expected)),
     }
 }

@@ -11,10 +11,14 @@ use crate::descale::Factors;
 use crate::error;
 use crate::library::Named;
 use crate::numbers::Numbers;
+use crate::rules::Captured;
 use crate::view::{Element, Form, Memory, Order, View};
 
 /// How many tensors a call can have.
-pub(crate) const TENSORS: usize = 15;
+pub(crate) const TENSORS: usize = 16;
+
+/// Which of them the output is to be written to; gradients have none.
+pub(crate) const OUT: usize = 15;
 
 /// The function that was called: errors name its arguments, and follow its conventions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,7 +30,11 @@ pub(crate) enum Function {
     KvPacked,
     /// A causal mask is anchored at the first query and key, not at the last.
     PyTorch,
+    /// PyTorch's attention with functions.
+    Flex,
     Varlen,
+    VarlenQkvPacked,
+    VarlenKvPacked,
     KvCache,
     /// FlashAttention-2's, whose pages have another name.
     KvCacheInBlocks,
@@ -41,7 +49,10 @@ impl FromPyObject<'_, '_> for Function {
             "flash_attn_qkvpacked_func" => Ok(Function::QkvPacked),
             "flash_attn_kvpacked_func" => Ok(Function::KvPacked),
             "scaled_dot_product_attention" => Ok(Function::PyTorch),
+            "flex_attention" => Ok(Function::Flex),
             "flash_attn_varlen_func" => Ok(Function::Varlen),
+            "flash_attn_varlen_qkvpacked_func" => Ok(Function::VarlenQkvPacked),
+            "flash_attn_varlen_kvpacked_func" => Ok(Function::VarlenKvPacked),
             "flash_attn_with_kvcache" => Ok(Function::KvCache),
             "flash_attn_with_kvcache, block_table" => Ok(Function::KvCacheInBlocks),
             other => Err(error::value(format!("there is no function `{other}`"))),
@@ -57,9 +68,15 @@ impl Function {
             Function::KvCacheInBlocks => {
                 ["q", "k_cache", "v_cache", "cache_seqlens", "block_table"]
             }
-            Function::PyTorch => ["query", "key", "value", "seqused_k", "block_table"],
-            Function::QkvPacked => ["qkv", "qkv", "qkv", "seqused_k", "block_table"],
-            Function::KvPacked => ["q", "kv", "kv", "seqused_k", "block_table"],
+            Function::PyTorch | Function::Flex => {
+                ["query", "key", "value", "seqused_k", "block_table"]
+            }
+            Function::QkvPacked | Function::VarlenQkvPacked => {
+                ["qkv", "qkv", "qkv", "seqused_k", "block_table"]
+            }
+            Function::KvPacked | Function::VarlenKvPacked => {
+                ["q", "kv", "kv", "seqused_k", "block_table"]
+            }
             Function::Plain | Function::Varlen => ["q", "k", "v", "seqused_k", "block_table"],
         };
         [
@@ -78,25 +95,28 @@ impl Function {
             "q_descale",
             "k_descale",
             "v_descale",
+            "out",
         ]
     }
 
     /// Whether lengths and places may differ from sequence to sequence.
     fn has_sequences(self) -> bool {
-        matches!(self, Function::Varlen | Function::KvCache | Function::KvCacheInBlocks)
+        use Function::{KvCache, KvCacheInBlocks, Varlen, VarlenKvPacked, VarlenQkvPacked};
+        matches!(self, Varlen | VarlenQkvPacked | VarlenKvPacked | KvCache | KvCacheInBlocks)
     }
 
     /// What the caller asks for the log-sum-exps with.
     pub(crate) fn sums_name(self) -> &'static str {
         match self {
             Function::KvCache | Function::KvCacheInBlocks => "return_softmax_lse",
+            Function::Flex => "return_lse",
             _ => "return_attn_probs",
         }
     }
 
     pub(crate) fn order(self, packed: bool) -> Order {
         match self {
-            Function::PyTorch => Order::HeadsFirst,
+            Function::PyTorch | Function::Flex => Order::HeadsFirst,
             _ => Order::of(packed),
         }
     }
@@ -122,6 +142,8 @@ pub(crate) struct Request {
     pub(crate) slopes: Option<Memory>,
     pub(crate) sinks: Option<Memory>,
     descales: Descales<Option<Memory>>,
+    /// Functions, and what they load from.
+    pub(crate) captured: Captured,
     numbers: Numbers,
 }
 
@@ -190,6 +212,7 @@ impl Request {
             slopes: list(10)?,
             sinks: list(11)?,
             descales: Descales { query: factors(12)?, key: factors(13)?, value: factors(14)? },
+            captured: Captured::default(),
             numbers,
         })
     }
@@ -258,7 +281,7 @@ impl Request {
         let Numbers { scale, causal, window, chunk, softcap, most_queries, .. } = self.numbers;
         let queries = match &self.query_starts {
             None => query.sizes[1],
-            Some(_) => most("max_seqlen_q", cu_q, most_queries, query.sizes[1])?,
+            Some(_) => most("max_seqlen_q", most_queries, query.sizes[1])?,
         };
         let mut problem =
             Problem::new(sequences as usize, heads as usize, queries as usize, dim as usize)
@@ -319,12 +342,13 @@ impl Request {
             }
             problem = problem.with_sinks();
         }
+        self.captured.join(&mut problem, query.place, q)?;
         Ok(problem)
     }
 
     /// The descale factors, and over what they range.
     fn factors(&self, sequences: i64) -> PyResult<Descales<Option<(Descale, View)>>> {
-        let [first, .., q, k, v] = self.names();
+        let [first, .., q, k, v, _] = self.names();
         let [count, rows, heads, _] = self.key.form.sizes;
         let factors = Factors {
             sequences,
@@ -382,7 +406,7 @@ impl Request {
             if self.entries.is_some() {
                 return both(entries, cu_k);
             }
-            let most = most("max_seqlen_k", cu_k, self.numbers.most_keys, rows)?;
+            let most = most("max_seqlen_k", self.numbers.most_keys, rows)?;
             return Ok((Storage::Packed(rows as usize), most as usize));
         }
         if self.entries.is_some() {
@@ -426,6 +450,28 @@ impl Request {
         self.function.order(self.query_starts.is_some()).view("out", &memory)
     }
 
+    /// The output in our order, in a tensor of the caller's.
+    pub(crate) fn output_in(&self, out: &Memory) -> PyResult<View> {
+        let expected = self.output();
+        out.on("out", expected.place, self.names()[0])?;
+        if out.element != expected.element {
+            return Err(PyTypeError::new_err(format!(
+                "out has element type {}, expected {}",
+                out.element, expected.element
+            )));
+        }
+        if out.sizes() != expected.sizes() {
+            return Err(PyValueError::new_err(format!(
+                "out has shape {:?}, expected {:?}",
+                out.sizes(),
+                expected.sizes()
+            )));
+        }
+        let view = self.function.order(self.query_starts.is_some()).view("out", out)?;
+        view.form.usable("out")?;
+        Ok(view)
+    }
+
     /// The sizes of the log-sum-exps, and how many of the first of them the caller does not have.
     pub(crate) fn sums(&self) -> ([i64; 3], usize) {
         let [batch, rows, heads, _] = self.query.form.sizes;
@@ -452,6 +498,7 @@ impl Request {
             block_table: address(&self.pages),
             slopes: address(&self.slopes),
             sinks: address(&self.sinks),
+            captured: self.captured.on_device(),
             ..Tensors::new(all, lse.map(DeviceAddress))
         }
     }
@@ -462,10 +509,10 @@ pub(crate) fn address(list: &Option<Memory>) -> Option<DeviceAddress> {
     list.as_ref().map(|list| DeviceAddress(list.address))
 }
 
-/// The most rows of a packed sequence.
-fn most(name: &str, starts: &str, given: Option<i64>, rows: i64) -> PyResult<i64> {
+/// The most rows of a packed sequence: all of them where the caller does not know.
+fn most(name: &str, given: Option<i64>, rows: i64) -> PyResult<i64> {
     match given {
-        None => Err(PyValueError::new_err(format!("{name} is None, expected it with {starts}"))),
+        None => Ok(rows),
         Some(most) if most < 0 => {
             Err(PyValueError::new_err(format!("{name}={most}, expected no negative number")))
         }

@@ -12,14 +12,14 @@ use pyo3::types::{PyDict, PyTuple};
 use crate::dlpack::{self, Exchange};
 use crate::error;
 use crate::process::process;
-use crate::view::{Element, Memory};
+use crate::view::{Element, MOST_DIMENSIONS, Memory, contiguous};
 
 /// What is needed of the module `torch`.
 pub(crate) struct Torch {
     tensor: Py<PyAny>,
     /// From PyTorch 2.10 on.
     exchange: Option<&'static Exchange>,
-    empty: Py<PyAny>,
+    empty_strided: Py<PyAny>,
     empty_like: Py<PyAny>,
     float32: Py<PyAny>,
     float16: Py<PyAny>,
@@ -45,7 +45,7 @@ pub(crate) fn adopt(module: &Bound<'_, PyAny>) -> PyResult<()> {
     let torch = Torch {
         exchange: Exchange::of(&tensor),
         tensor: tensor.unbind(),
-        empty: module.getattr("empty")?.unbind(),
+        empty_strided: module.getattr("empty_strided")?.unbind(),
         empty_like: module.getattr("empty_like")?.unbind(),
         float32: module.getattr("float32")?.unbind(),
         float16: module.getattr("float16")?.unbind(),
@@ -190,7 +190,13 @@ impl Torch {
         let arguments = PyDict::new(py);
         arguments.set_item(intern!(py, "dtype"), dtype)?;
         arguments.set_item(intern!(py, "device"), like.getattr(intern!(py, "device"))?)?;
-        let made = self.empty.bind(py).call((PyTuple::new(py, sizes)?,), Some(&arguments));
+        // In half the time that `empty` takes, which looks for more kinds of arguments.
+        let mut all = [1; MOST_DIMENSIONS];
+        let hidden = all.len() - sizes.len();
+        all[hidden..].copy_from_slice(sizes);
+        let strides = &contiguous(all)[hidden..];
+        let shape = (PyTuple::new(py, sizes)?, PyTuple::new(py, strides)?);
+        let made = self.empty_strided.bind(py).call(shape, Some(&arguments));
         made.map_err(|error| after_fork(like, error))
     }
 

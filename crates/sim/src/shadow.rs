@@ -6,6 +6,7 @@
 //! reads that are concurrent are kept side by side, in sets that cells share.
 
 use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
 
 use ptx::{Place, Scope, Swizzle};
 
@@ -77,7 +78,7 @@ impl Event {
 }
 
 /// The shadow of two bytes.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Cell {
     /// The last write: an event, or 0.
     write: u32,
@@ -192,15 +193,48 @@ pub(crate) struct Conflict {
 #[derive(Debug)]
 pub(crate) struct Shadow {
     events: Vec<Event>,
-    sets: Vec<Vec<(u32, u32)>>,
-    unions: HashMap<(u32, u32, u32), u32>,
-    /// The last answer of `order`: bulk accesses ask the same again and again.
-    last: Option<(Question, Order)>,
+    /// Sets of reads: each is one read and another set, by its place here. They share what they have
+    /// in common, for thousands of blocks may read one word.
+    sets: Vec<Reads>,
+    unions: HashMap<(u32, u32, u32), u32, BuildHasherDefault<Multiplier>>,
+    /// The last access without a conflict, and what the cell was after it: accesses meet cell after
+    /// cell with the same history.
+    last: Option<(Access, Cell)>,
 }
 
-/// The accesses whose order is asked for: the observer's with its lane and memory, the earlier one
-/// with its lanes.
-type Question = (u32, u8, bool, u32, u32);
+/// An access of a cell: the observer's event with its lane and memory, whether it writes, and the
+/// cell before.
+type Access = (u32, u8, bool, bool, Cell);
+
+/// A set of reads that is not empty: the newest, with its lanes, and the others.
+#[derive(Clone, Copy, Debug)]
+struct Reads {
+    event: u32,
+    lanes: u32,
+    others: u32,
+}
+
+/// The set without reads.
+const EMPTY: u32 = 0;
+
+/// A quick hash of numbers that nobody chooses to collide.
+#[derive(Debug, Default)]
+struct Multiplier(u64);
+
+impl Hasher for Multiplier {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|byte| self.write_u32(u32::from(*byte)));
+    }
+
+    fn write_u32(&mut self, number: u32) {
+        // A large odd number, for tables look at high bits and at low ones.
+        self.0 = (self.0.rotate_left(26) ^ u64::from(number)).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    }
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Order {
@@ -223,7 +257,9 @@ impl Shadow {
             what: "nothing",
             since: u32::MAX,
         };
-        Shadow { events: vec![none], sets: vec![Vec::new()], unions: HashMap::new(), last: None }
+        // In the place of the empty set, which is never looked at.
+        let nothing = Reads { event: 0, lanes: 0, others: EMPTY };
+        Shadow { events: vec![none], sets: vec![nothing], unions: HashMap::default(), last: None }
     }
 
     pub(crate) fn event(&mut self, event: Event) -> u32 {
@@ -240,22 +276,10 @@ impl Shadow {
         &self.events[event as usize]
     }
 
-    fn order(&mut self, observer: &Observer<'_>, id: u32, lanes: u32) -> Order {
+    fn order(&self, observer: &Observer<'_>, id: u32, lanes: u32) -> Order {
         if id == observer.event {
             return Order::Before;
         }
-        let key = (observer.event, observer.lane, observer.global, id, lanes);
-        if let Some((last, order)) = self.last
-            && last == key
-        {
-            return order;
-        }
-        let order = self.compute_order(observer, id, lanes);
-        self.last = Some((key, order));
-        order
-    }
-
-    fn compute_order(&self, observer: &Observer<'_>, id: u32, lanes: u32) -> Order {
         let (e, o) = (&self.events[id as usize], &self.events[observer.event as usize]);
         if let (Source::Atomic(theirs), Source::Atomic(ours)) = (e.source, o.source)
             && e.reaches(theirs, o)
@@ -291,7 +315,7 @@ impl Shadow {
 
     /// The conflict of an access with an earlier one, unless that is ordered before.
     fn conflict(
-        &mut self,
+        &self,
         observer: &Observer<'_>,
         (id, lanes): (u32, u32),
         other_reads: bool,
@@ -307,7 +331,7 @@ impl Shadow {
     }
 
     /// The conflict with the last write, if there is one.
-    fn with_write(&mut self, cell: &Cell, observer: &Observer<'_>) -> Option<Conflict> {
+    fn with_write(&self, cell: &Cell, observer: &Observer<'_>) -> Option<Conflict> {
         match cell.write {
             0 => None,
             write => self.conflict(observer, (write, lane_mask(cell.write_lane)), false),
@@ -315,16 +339,16 @@ impl Shadow {
     }
 
     /// The conflict with a read since the last write, if there is one.
-    fn with_reads(&mut self, cell: &Cell, observer: &Observer<'_>) -> Option<Conflict> {
+    fn with_reads(&self, cell: &Cell, observer: &Observer<'_>) -> Option<Conflict> {
         match cell.reads {
             0 => None,
             read if read & SET == 0 => {
                 self.conflict(observer, (read, lane_mask(cell.read_lane)), true)
             }
             reads => {
-                let set = (reads & !SET) as usize;
-                (0..self.sets[set].len())
-                    .find_map(|index| self.conflict(observer, self.sets[set][index], true))
+                let conflict = |it: Reads| self.conflict(observer, (it.event, it.lanes), true);
+                // The oldest, as everywhere.
+                self.reads(reads & !SET).filter_map(conflict).last()
             }
         }
     }
@@ -337,14 +361,24 @@ impl Shadow {
         observer: &Observer<'_>,
         write: bool,
     ) -> Option<Conflict> {
-        let conflict = self.with_write(cell, observer);
-        if !write {
-            self.read(cell, observer);
-            return conflict;
+        let access = (observer.event, observer.lane, observer.global, write, *cell);
+        if let Some((last, after)) = &self.last
+            && *last == access
+        {
+            *cell = *after;
+            return None;
         }
-        let conflict = conflict.or_else(|| self.with_reads(cell, observer));
-        (cell.write, cell.write_lane) = (observer.event, observer.lane);
-        (cell.reads, cell.swizzle, cell.initialised) = (0, 0, true);
+        let mut conflict = self.with_write(cell, observer);
+        if write {
+            conflict = conflict.or_else(|| self.with_reads(cell, observer));
+            (cell.write, cell.write_lane) = (observer.event, observer.lane);
+            (cell.reads, cell.swizzle, cell.initialised) = (0, 0, true);
+        } else {
+            self.read(cell, observer);
+        }
+        if conflict.is_none() {
+            self.last = Some((access, *cell));
+        }
         conflict
     }
 
@@ -364,12 +398,18 @@ impl Shadow {
             if forgotten {
                 (cell.reads, cell.read_lane) = (observer.event, observer.lane);
             } else {
-                let first = self.union(0, cell.reads, lanes);
+                let first = self.union(EMPTY, cell.reads, lanes);
                 cell.reads = SET | self.union(first, observer.event, own);
             }
         } else {
             cell.reads = SET | self.union(cell.reads & !SET, observer.event, own);
         }
+    }
+
+    /// The reads of a set, the newest first.
+    fn reads(&self, set: u32) -> impl Iterator<Item = Reads> {
+        let at = |set: u32| (set != EMPTY).then(|| self.sets[set as usize]);
+        std::iter::successors(at(set), move |read| at(read.others))
     }
 
     /// Whether a read of these lanes is one that later reads of the same lanes stand for.
@@ -384,16 +424,23 @@ impl Shadow {
         if let Some(known) = self.unions.get(&(set, event, lanes)) {
             return *known;
         }
-        let mut reads = self.sets[set as usize].clone();
-        match reads.iter_mut().find(|(id, _)| *id == event) {
-            Some((_, own)) => *own |= lanes,
-            None => {
-                reads.retain(|(id, old)| !self.stands_for(event, lanes, *id, *old));
-                reads.push((event, lanes));
+        // What the new read stands for is left out; what is older than all of that is shared.
+        let (mut newer, mut kept, mut shared, mut own) = (Vec::new(), Vec::new(), set, lanes);
+        for Reads { event: old, lanes: its, others } in self.reads(set) {
+            if old == event {
+                own |= its;
+            } else if !self.stands_for(event, lanes, old, its) {
+                newer.push((old, its));
+                continue;
             }
+            kept.append(&mut newer);
+            shared = others;
         }
-        self.sets.push(reads);
-        let id = self.sets.len() as u32 - 1;
+        let mut id = shared;
+        for (event, lanes) in kept.into_iter().rev().chain([(event, own)]) {
+            self.sets.push(Reads { event, lanes, others: id });
+            id = self.sets.len() as u32 - 1;
+        }
         self.unions.insert((set, event, lanes), id);
         id
     }

@@ -4,6 +4,8 @@
 #[path = "../../ptx/tests/common/forms.rs"]
 #[allow(dead_code)] // the assembler's tests use the rest
 mod forms;
+#[path = "../../ptx/tests/common/tree.rs"]
+mod tree;
 
 /// The forms are written for the crate under this name.
 extern crate ptx as flashcore_ptx;
@@ -57,50 +59,6 @@ fn every_form_runs_or_fails() {
     assert!(ended > 1000, "only {ended} ended, {failed} failed");
 }
 
-/// A program as a tree of choices; loops end.
-#[derive(Clone, Debug)]
-enum Tree {
-    Form(prop::sample::Index),
-    If(Vec<Tree>, Vec<Tree>),
-    Loop(Vec<Tree>),
-}
-
-fn tree() -> impl Strategy<Value = Tree> {
-    let leaf = any::<prop::sample::Index>().prop_map(Tree::Form);
-    leaf.prop_recursive(3, 16, 4, |inner| {
-        let block = prop::collection::vec(inner, 0..4);
-        prop_oneof![
-            (block.clone(), block.clone()).prop_map(|(a, b)| Tree::If(a, b)),
-            block.prop_map(Tree::Loop),
-        ]
-    })
-}
-
-fn write(scene: &mut Scene, forms: &[&Form], trees: &[Tree]) {
-    use ptx::Expression;
-    for tree in trees {
-        match tree {
-            Tree::Form(index) => index.get(forms).write(scene),
-            Tree::If(then, otherwise) => {
-                let lane = scene.k.lane();
-                scene.if_else(
-                    lane.less(7),
-                    |scene| write(scene, forms, then),
-                    |scene| write(scene, forms, otherwise),
-                );
-            }
-            Tree::Loop(body) => {
-                let passes = scene.k.variable::<ptx::U32>(2);
-                scene.loop_(|scene| {
-                    scene.k.break_if(passes.equals(0));
-                    scene.k.set(passes, passes - 1);
-                    write(scene, forms, body);
-                });
-            }
-        }
-    }
-}
-
 /// Programs that are tried: a few, or as many as `FLASHCORE_FUZZ_SECONDS` has time for.
 fn cases() -> u32 {
     let seconds = std::env::var("FLASHCORE_FUZZ_SECONDS").ok();
@@ -118,7 +76,7 @@ proptest! {
 
     #[test]
     fn random_programs_run_or_fail(
-        trees in prop::collection::vec(tree(), 1..8),
+        trees in prop::collection::vec(tree::tree(16), 1..8),
         seed in any::<u64>(),
     ) {
         let forms = forms::all();
@@ -128,7 +86,7 @@ proptest! {
             .filter(|form| !form.name.starts_with("tensor") && form.program(Target::SM_90A).is_ok())
             .collect();
         let mut scene = Scene::new(Target::SM_90A);
-        write(&mut scene, &usable, &trees);
+        tree::write(&mut scene, &usable, &trees);
         let program = scene.k.finish().unwrap_or_else(|invalid| panic!("{invalid}"));
         for policy in Policy::HOSTILE {
             let options = Options { step_limit: 100_000, ..Options::checked(policy, seed) };

@@ -31,6 +31,7 @@
 //! | [`check::cases`] | problems that are not kind to kernels |
 //! | [`check::ladder`] | the matrix kernels on a GPU, each against a product in `f64` |
 //! | [`scene`] | the kernels with inputs, for the simulator and for a GPU |
+//! | [`composition`] | random masks and scores of ready-made rules |
 //! | [`mutant`] | the kernels with a mistake in them, which somebody must notice |
 //!
 //! The tests themselves are in `tests`: `kernels` runs every kernel in the simulator,
@@ -39,6 +40,7 @@
 #![forbid(unsafe_code)]
 
 pub mod check;
+pub mod composition;
 mod dice;
 pub mod mutant;
 #[cfg(doctest)]

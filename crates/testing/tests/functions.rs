@@ -1,14 +1,19 @@
-//! Masks and scores as functions: on the CPU against the reference, and what the planner says.
+//! Masks and scores as functions: on the CPU and on a GPU against the reference, and what the planner
+//! says.
+
+mod device;
 
 use flashcore::function::HostTensor;
 use flashcore::gpu::Chip;
 use flashcore::serving::{Placement, Sequences};
 use flashcore::{
-    Backend, CpuBackend, DType, InputTensors, Inputs, Mask, Plan, Preference, Problem, RunOptions,
-    Scores, Shape, Tensor,
+    Backend, Backward, CpuBackend, DType, GpuBackend, InputTensors, Inputs, Mask, Plan, Preference,
+    Problem, RunOptions, Scores, Shape, Tensor,
 };
-use flashcore_testing::reference::{self, Rows};
-use flashcore_testing::{compare, compare_sequences};
+use flashcore_testing::composition::{self, Composition};
+use flashcore_testing::reference::{self, Heads, Rows};
+use flashcore_testing::verdict::GradientsToJudge;
+use flashcore_testing::{compare, compare_gradients, compare_sequences};
 use ptx::Target;
 
 fn run(problem: &Problem, inputs: Inputs<'_>) -> flashcore::Output {
@@ -17,13 +22,40 @@ fn run(problem: &Problem, inputs: Inputs<'_>) -> flashcore::Output {
 
 /// The CPU against the reference, which evaluates the same functions in f64.
 fn check(problem: &Problem, captured: &[HostTensor]) {
+    check_on(&CpuBackend::new(), problem, captured);
+}
+
+/// The same on a back end.
+fn check_on(backend: &dyn Backend, problem: &Problem, captured: &[HostTensor]) {
     let tensors = InputTensors::random(problem, 7).unwrap();
     let inputs = tensors.inputs().with_captured(captured);
-    let result = run(problem, inputs);
+    let result = backend.run(problem, inputs, &RunOptions::default()).unwrap();
     let rows = Rows::all(problem);
     let reference = reference::attention(problem, inputs, &rows, None).unwrap();
     let baseline = reference::baseline(problem, inputs, &rows, None).unwrap();
     let verdict = compare(problem, &result, &reference, &baseline).unwrap();
+    assert!(verdict.passed, "{problem}: {verdict}");
+}
+
+/// Gradients on a back end against the reference.
+fn check_gradients(backend: &dyn Backend, problem: &Problem, captured: &[HostTensor]) {
+    let tensors = InputTensors::random(problem, 7).unwrap();
+    let inputs = tensors.inputs().with_captured(captured);
+    let gradient = Tensor::random(problem.dtype(), problem.output_shape(), 8).unwrap();
+    let saved = run(problem, inputs);
+    let given = Backward::new(inputs, &saved, &gradient);
+    let found = backend.run_backward(problem, given, &RunOptions::default()).unwrap();
+    let heads = Heads::all(problem);
+    let reference = reference::gradients(problem, inputs, &gradient, &heads, None).unwrap();
+    let baseline = reference::gradients_baseline(problem, given, &heads, None).unwrap();
+    let judged = GradientsToJudge {
+        query: Some(&found.query),
+        key: Some(&found.key),
+        value: Some(&found.value),
+        sinks: found.sinks.as_deref(),
+        delta: None,
+    };
+    let verdict = compare_gradients(problem, inputs, judged, &reference, &baseline).unwrap();
     assert!(verdict.passed, "{problem}: {verdict}");
 }
 
@@ -67,6 +99,75 @@ fn the_cpu_follows_functions() {
     // Few queries over many keys: chunks of the keys are tasks.
     let few = Problem::new(2, 4, 3, 16).with_key_length(3500).with_dtype(DType::F32);
     check(&few.with_mask(dilated), &[]);
+}
+
+const SIZES: [usize; 4] = [2, 4, 17, 40];
+
+fn sized(dtype: DType) -> Problem {
+    let [batch, heads, queries, keys] = SIZES;
+    let problem = Problem::new(batch, heads, queries, 16).with_key_length(keys).with_kv_heads(2);
+    problem.with_dtype(dtype)
+}
+
+/// Every rule that is ready-made, forward and backward.
+#[test]
+fn the_cpu_follows_ready_made_rules() {
+    let cpu = CpuBackend::new();
+    let masks = composition::masks().into_iter().map(|it| (Some(it), None));
+    let scores = composition::scores().into_iter().map(|it| (None, Some(it)));
+    for (mask, score) in masks.chain(scores) {
+        let tensors = composition::tensors_of(mask.into_iter().chain(score), SIZES);
+        let rule = Composition { mask, score, tensors };
+        for dtype in [DType::F32, DType::BF16] {
+            check(&rule.over(sized(dtype)), &rule.tensors);
+            check_gradients(&cpu, &rule.over(sized(dtype)), &rule.tensors);
+        }
+    }
+}
+
+#[test]
+fn the_cpu_follows_random_compositions() {
+    let cpu = CpuBackend::new();
+    for seed in 0..60 {
+        let rules = Composition::of(seed, SIZES);
+        let dtype = if seed % 2 == 0 { DType::F32 } else { DType::BF16 };
+        check(&rules.over(sized(dtype)), &rules.tensors);
+        if seed % 3 == 0 {
+            check_gradients(&cpu, &rules.over(sized(dtype)), &rules.tensors);
+        }
+    }
+}
+
+/// A thousand of them on a GPU: every one is compiled, which takes half a second each.
+#[test]
+#[ignore = "a quarter of an hour on a GPU"]
+fn a_gpu_follows_a_thousand_compositions() {
+    let Some(gpu) = device::gpu() else { return };
+    let gpu = GpuBackend::new(gpu.into());
+    for seed in 0..1000 {
+        let rules = Composition::of(seed, SIZES);
+        let problem = rules.over(sized([DType::BF16, DType::F16][seed as usize % 2]));
+        check_on(&gpu, &problem, &rules.tensors);
+        if seed % 4 == 0 {
+            check_gradients(&gpu, &problem, &rules.tensors);
+        }
+    }
+}
+
+/// Every rule that is ready-made in every family that a GPU has for it.
+#[test]
+fn a_gpu_follows_ready_made_rules() {
+    let Some(gpu) = device::gpu() else { return };
+    let gpu = GpuBackend::new(gpu.into());
+    let masks = composition::masks().into_iter().map(|it| (Some(it), None));
+    let scores = composition::scores().into_iter().map(|it| (None, Some(it)));
+    for (mask, score) in masks.chain(scores) {
+        let tensors = composition::tensors_of(mask.into_iter().chain(score), SIZES);
+        let rule = Composition { mask, score, tensors };
+        let problem = rule.over(sized(DType::BF16));
+        check_on(&gpu, &problem, &rule.tensors);
+        check_gradients(&gpu, &problem, &rule.tensors);
+    }
 }
 
 /// What a function says of the distance alone is said by name, in every family.
@@ -178,7 +279,12 @@ fn the_planner_knows_who_takes_functions() {
     assert_eq!(kernel(&Chip::typical(Target::SM_75), &problem), "scalar");
     let few = Problem::new(1, 8, 1, 64).with_key_length(512).with_mask(documents());
     let plan = planned(&Chip::H200, &few).unwrap();
-    assert_ne!(plan.chosen.kernel, "decode");
-    let refused = planned(&Chip::H200, &problem.backward()).unwrap_err().to_string();
-    assert!(refused.contains("is a function, and has no gradients"), "{refused}");
+    assert_eq!(plan.chosen.kernel, "decode");
+    let backward = problem.clone().backward();
+    assert_eq!(kernel(&Chip::H200, &backward), "backward");
+    assert_eq!(kernel(&Chip::typical(Target::SM_89), &backward), "backward-mma");
+    let capped = Scores::from_fn("half", |score, _| score * 0.5).with_softcap(3.0);
+    let plan = planned(&Chip::H200, &problem.with_scores(capped).backward()).unwrap();
+    assert_eq!(plan.chosen.full_name(), "cpu/backward");
+    assert!(plan.reason().contains("the function half has no gradients: cap in it"));
 }

@@ -1,39 +1,46 @@
-//! Mistakes in the kernels of every family are noticed: all of them where something orders or
-//! waits, and of wrong values a fixed sample. `flashcore mutate KERNEL` tries the others.
+//! Mistakes in the kernels of every family are noticed: of where something orders or waits, and of wrong
+//! values, a fixed sample. With `FLASHCORE_MUTANTS=all` everything that orders or waits is tried, and
+//! many values; `flashcore mutate KERNEL` tries the mutants of one kernel.
 
 use std::collections::BTreeMap;
 
 use flashcore_testing::mutant::{
-    EQUIVALENTS, Equivalent, Kind, Score, Verdict, every, families, subjects, survey,
+    EQUIVALENTS, Equivalent, Kind, Listed, Score, Verdict, every, families, subjects, survey,
 };
 
-/// How many wrong values are tried of each configuration.
-const VALUES: usize = 30;
-
-/// The share of these that is noticed, where it is not the 95 % that it should be: a little less than
-/// what was reached, for the sample is another one whenever a kernel changes.
-const NOTICED: [(&str, f64); 8] = [
-    ("forward", 0.86),
-    ("prefill", 0.89),
-    ("mma", 0.81),
-    ("decode", 0.76),
-    ("append", 0.80),
-    ("sequencer", 0.80),
-    ("backward", 0.65),
-    ("backward-mma", 0.55),
-];
-
-fn count(kind: Kind) -> usize {
-    if kind == Kind::Value { VALUES } else { usize::MAX }
+/// Whether everything that orders or waits is tried.
+fn everything() -> bool {
+    std::env::var("FLASHCORE_MUTANTS").is_ok_and(|it| it == "all")
 }
+
+/// How many mutants of a kind are tried of each configuration.
+fn count(kind: Kind) -> usize {
+    match (kind, everything()) {
+        (Kind::Value, false) => 20,
+        (Kind::Value, true) => 150,
+        (Kind::Delete | Kind::Weaken, false) => 25,
+        (Kind::Delete | Kind::Weaken, true) => usize::MAX,
+    }
+}
+
+/// The share of values that is noticed at least, and of families where it is not so many yet. A sample of
+/// few may have bad luck: it is another one whenever a kernel changes.
+const NOTICED: f64 = 0.95;
+const NOT_YET: [(&str, f64); 4] =
+    [("decode", 0.85), ("sequencer", 0.90), ("widen", 0.85), ("backward", 0.85)];
+const LUCK: f64 = 0.10;
 
 #[test]
 fn mistakes_are_noticed_in_every_family() {
     let mut survivors = Vec::new();
     let mut scores: BTreeMap<(&str, Kind), Score> = BTreeMap::new();
     let mut listed: Vec<&Equivalent> = Vec::new();
+    let mut work = String::new();
     for kernel in subjects() {
-        let found = survey(&kernel, count, 1, |_| (), || ()).unwrap();
+        let listed_are = if everything() { Listed::Tried } else { Listed::Believed };
+        let found = survey(&kernel, (count, 1), listed_are, |_| (), || ()).unwrap();
+        let numbers = found.work.map(|(measure, count)| format!("{count} {measure}")).join(", ");
+        work += &format!("{}: {numbers}\n", found.kernel);
         for kind in Kind::ALL {
             scores.entry((found.family, kind)).or_default().add(&found.score(kind));
         }
@@ -48,18 +55,22 @@ fn mistakes_are_noticed_in_every_family() {
         .map(|(_, text)| text.as_str())
         .collect();
     assert!(missed.is_empty(), "not noticed:\n{}", missed.join("\n"));
+    // What mutants are held against that only do more than they must: who changes a kernel sees it here.
+    insta::assert_snapshot!("work", work);
+    let luck = if everything() { 0.0 } else { LUCK };
     for family in families() {
         let score = &scores[&(family, Kind::Value)];
-        let least =
-            NOTICED.iter().find(|(name, _)| *name == family).map_or(0.95, |(_, share)| *share);
+        let least = NOT_YET.iter().find(|(name, _)| *name == family).map_or(NOTICED, |it| it.1);
         assert!(
-            score.tried >= VALUES && score.share() >= least,
+            score.tried >= 20 && score.share() >= least - luck,
             "{family}: {score:?}\n{survivors:?}"
         );
     }
-    let stale = EQUIVALENTS.iter().filter(|it| it.kind != Kind::Value && !listed.contains(it));
-    let stale: Vec<_> = stale.collect();
-    assert!(stale.is_empty(), "nobody is on the list for {stale:#?}");
+    if everything() {
+        let stale = EQUIVALENTS.iter().filter(|it| it.kind != Kind::Value && !listed.contains(it));
+        let stale: Vec<_> = stale.collect();
+        assert!(stale.is_empty(), "nobody is on the list for {stale:#?}");
+    }
 }
 
 /// What is tried is the same every time, and all there is where all is asked for.

@@ -4,6 +4,14 @@
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use flashcore_candle::Options;
 
+/// Sequences, queries and keys; query and key heads; head dims of keys and of values.
+pub(crate) const SIZES: [([usize; 3], [usize; 2], [usize; 2]); 4] = [
+    ([2, 33, 33], [4, 4], [64, 64]),
+    ([1, 20, 150], [6, 2], [128, 128]),
+    ([3, 1, 70], [4, 1], [32, 32]),
+    ([1, 130, 131], [2, 2], [48, 80]),
+];
+
 /// Standard normal tensors of one type: query, key and value.
 pub(crate) fn tensors(
     dtype: DType,

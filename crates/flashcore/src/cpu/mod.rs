@@ -111,9 +111,6 @@ impl CpuBackend {
         let served = match (problem.validate(), alike) {
             (Err(error), _) => Err(error.to_string()),
             (_, Err(reason)) => Err(reason),
-            _ if kernel == BACKWARD && problem.functions().next().is_some() => {
-                Err("a mask or a score that is a function has no gradients yet".to_owned())
-            }
             _ if largest > MAX_HEAD_DIM => Err(format!("head dims end at {MAX_HEAD_DIM}")),
             _ => Ok("serves every length, mask and element type".to_owned()),
         };
@@ -451,19 +448,23 @@ fn begin<'a>(
     let rules = rows.map(|(query, head)| {
         let rule = rule(problem, inputs, batch, head, query);
         let functions = problem.functions().next().map(|_| {
-            let length = |length: usize| i32::try_from(length).unwrap_or(i32::MAX);
-            let here = Here {
-                batch: (inputs.first_sequence + batch) as i32,
-                head: head as i32,
-                query: query as i32,
-                query_length: length(problem.query_length),
-                key_length: length(problem.key_length),
-            };
-            problem.row_functions(inputs.captured, here)
+            problem.row_functions(inputs.captured, here(problem, inputs, batch, head, query))
         });
         RowRule { sink: rule.sink.filter(|_| sinks), functions, ..rule }
     });
     block.begin(problem.scale(), vectors, rules);
+}
+
+/// Where a row stands, for functions.
+fn here(problem: &Problem, inputs: Inputs<'_>, batch: usize, head: usize, query: usize) -> Here {
+    let length = |length: usize| i32::try_from(length).unwrap_or(i32::MAX);
+    Here {
+        batch: (inputs.first_sequence + batch) as i32,
+        head: head as i32,
+        query: query as i32,
+        query_length: length(problem.query_length),
+        key_length: length(problem.key_length),
+    }
 }
 
 /// What the softmax is to know of a row, but for functions.

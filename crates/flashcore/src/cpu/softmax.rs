@@ -266,6 +266,36 @@ impl<'a> Rows<'a> {
         }
     }
 
+    /// The same before gradients of scores are multiplied with probabilities: scores become what the
+    /// functions say, minus infinity where they hide the key, and gradients are multiplied with the
+    /// slopes.
+    pub(super) fn call_slopes(
+        &self,
+        lanes: Range<usize>,
+        keys: &Range<usize>,
+        scores: &mut [f32],
+        gradients: &mut [f32],
+    ) {
+        let width = lanes.len();
+        let rows = self.functions.iter().enumerate().skip(lanes.start).take(width);
+        for (row, functions) in rows {
+            let mut functions = functions.clone();
+            let visible = &self.visible[row];
+            for key in keys.start.max(visible.start)..keys.end.min(visible.end) {
+                let place = (key - keys.start) * width + row - lanes.start;
+                let (score, gradient) = (&mut scores[place], &mut gradients[place]);
+                (*score, *gradient) = match functions.sees(key) {
+                    true => {
+                        let before = f64::from(*score);
+                        let slope = functions.slope(key, before) as f32;
+                        (functions.score(key, before) as f32, *gradient * slope)
+                    }
+                    false => (f32::NEG_INFINITY, 0.0),
+                };
+            }
+        }
+    }
+
     /// What a panel has for keys that a row does not see becomes `nothing`: minus infinity for a
     /// score, zero for a probability.
     pub(super) fn mask(

@@ -4,11 +4,12 @@ use kernels::Configuration;
 use kernels::attention::Batch;
 use kernels::forward::Workload;
 use kernels::mma::tuned_backward;
-use ptx::Capability;
+use ptx::{Capability, Target, Version};
 
 use super::backward::{Kernels, REASON, launch};
 use super::forward::equal_lengths_workload;
 use super::{Asked, Choice, Family, ragged_backward};
+use crate::chip::Chip;
 use crate::plan::arrangement::tensors;
 use crate::problem::Pass;
 
@@ -26,7 +27,7 @@ impl Family for BackwardMma {
 
     fn choose(&self, asked: &Asked<'_>) -> Result<Choice, String> {
         let Asked { chip, problem, arrangement } = *asked;
-        let target = chip.target;
+        let target = target(chip);
         if !(target.has(Capability::Mma) && target.has(Capability::AsyncCopies)) {
             return Err(format!("{target} has no mma.sync for 16-bit floats, or no cp.async"));
         }
@@ -51,6 +52,17 @@ impl Family for BackwardMma {
     }
 }
 
+/// The target: of an older driver's compiler one that every later GPU runs, whose kernels add numbers
+/// one at a time, since it does not know how several are added at once.
+fn target(chip: &Chip) -> Target {
+    let knows = chip.ptx >= Version { major: 8, minor: 1 };
+    if knows || !chip.target.has(Capability::VectorReductions) {
+        chip.target
+    } else {
+        Target::SM_80
+    }
+}
+
 /// What the choice among configurations depends on, or why sequences of equal lengths are not served.
 fn workload(asked: &Asked<'_>) -> Result<Workload, String> {
     let Asked { chip, problem, arrangement } = *asked;
@@ -69,10 +81,7 @@ pub(super) fn kernels(backward: kernels::mma::BackwardMma) -> Kernels {
 
 #[cfg(test)]
 mod tests {
-    use ptx::Target;
-
     use super::*;
-    use crate::chip::Chip;
     use crate::dtype::DType;
     use crate::plan::Arrangement;
     use crate::problem::{Problem, Storage};

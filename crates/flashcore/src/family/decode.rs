@@ -6,8 +6,8 @@ use kernels::{Cache, Configuration};
 use ptx::Capability;
 
 use super::{
-    Asked, Choice, Contents, Family, Memory, check_head_dims, check_no_functions, narrow_cache,
-    tensor_core_element, window_kind,
+    Asked, Choice, Contents, Family, Memory, check_head_dims, narrow_cache, tensor_core_element,
+    window_kind,
 };
 use crate::chip::Chip;
 use crate::plan::Source;
@@ -32,7 +32,6 @@ impl Family for Decode {
         if !chip.target.has(Capability::AsyncCopies) || !chip.target.has(Capability::Mma) {
             return Err(format!("{} has no cp.async or no mma.sync", chip.target));
         }
-        check_no_functions(problem)?;
         let (element, cache) = match problem.dtypes.key.is_8_bit() {
             true => {
                 check_head_dims(problem, 16)?;

@@ -359,18 +359,6 @@ fn check_equal_lengths(problem: &Problem) -> Result<(), String> {
     }
 }
 
-/// Refuses masks and scores that are functions.
-fn check_no_functions(problem: &Problem) -> Result<(), String> {
-    match problem.functions().next() {
-        None => Ok(()),
-        Some(function) => Err(format!(
-            "the {} {} is a function, which it does not take",
-            function.kind().name(),
-            function.name()
-        )),
-    }
-}
-
 /// The sizes of a problem of equal lengths as kernels count them.
 struct Counts {
     query_length: u32,

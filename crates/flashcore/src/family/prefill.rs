@@ -76,7 +76,7 @@ fn common_divisor(a: usize, b: usize) -> usize {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use ptx::Target;
 
     use super::*;
@@ -84,7 +84,7 @@ mod tests {
     use crate::plan::Arrangement;
     use crate::problem::Mask;
 
-    fn packed(dim: usize) -> Problem {
+    pub(in crate::family) fn packed(dim: usize) -> Problem {
         Problem::new(64, 16, 4096, dim)
             .with_kv_heads(4)
             .with_dtype(DType::BF16)

@@ -120,18 +120,13 @@ mod tests {
     use kernels::Configuration;
     use ptx::Target;
 
+    use super::super::prefill;
     use super::*;
-    use crate::dtype::DType;
     use crate::problem::{Lists, Mask};
     use crate::tensor::Strides;
 
     fn packed(dim: usize) -> Problem {
-        Problem::new(64, 16, 4096, dim)
-            .with_kv_heads(4)
-            .with_dtype(DType::BF16)
-            .with_mask(Mask::CAUSAL)
-            .with_storage(Storage::Packed(32_768), Storage::Packed(32_768))
-            .backward()
+        prefill::tests::packed(dim).backward()
     }
 
     fn chosen(chip: &Chip, problem: &Problem) -> Result<Choice, String> {

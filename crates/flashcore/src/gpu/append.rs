@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use cuda::{DeviceAddress, RelaxedCapture, Stream};
+use cuda::{DeviceAddress, Stream};
 use kernels::append::{Append, Rotary};
 use kernels::parameter::{List, Number, Tensor};
 use kernels::{Cache, Configuration};
@@ -483,14 +483,7 @@ impl Gpu {
     ) -> Result<Arc<AppendPlan>, GpuError> {
         tensors.validate(problem)?;
         let key = (problem.clone(), tensors.strides());
-        let plan = match self.appending.find(&key) {
-            Some(plan) => plan,
-            None => {
-                let _relaxed = RelaxedCapture::begin()?;
-                let plan = AppendPlan::new(self, &key)?;
-                self.appending.keep(key, plan).0
-            }
-        };
+        let plan = self.appending.find_or_make(key, |key| AppendPlan::new(self, key))?;
         plan.launch(stream, tensors)?;
         Ok(plan)
     }

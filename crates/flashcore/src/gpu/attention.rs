@@ -2,13 +2,15 @@
 
 use std::sync::Arc;
 
-use cuda::{RelaxedCapture, Stream};
+use cuda::Stream;
+use kernels::attention::function::BlockMask;
 
 use super::executable::{Executable, Part};
 use super::plans::Kept;
 use super::tensors::Tensors;
 use super::{Compilation, Gpu, GpuError, Kernel};
 use crate::error::Error;
+use crate::family::Contents;
 use crate::plan::{Arrangement, Plan, Preference, bind};
 use crate::problem::{Problem, Storage};
 
@@ -124,6 +126,15 @@ impl AttentionPlan {
         &self.plan
     }
 
+    /// What the key blocks of its tiles are found from, where it walks lists of them.
+    pub fn block_mask(&self) -> Option<BlockMask> {
+        let memory = &self.plan.chosen.choice.as_ref()?.memory;
+        memory.iter().find_map(|memory| match memory.contents {
+            Contents::Blocks(mask) => Some(mask),
+            _ => None,
+        })
+    }
+
     /// The compiled attention kernel.
     pub fn kernel(&self) -> &Kernel {
         self.executable.kernel()
@@ -159,16 +170,11 @@ impl Gpu {
         tensors: &Tensors,
     ) -> Result<Arc<AttentionPlan>, Error> {
         let key = (for_many_lengths(problem), tensors.arrangement());
-        if let Some(plan) = self.attention.find(&key) {
-            return Ok(plan);
-        }
-        let _relaxed = RelaxedCapture::begin()?;
-        key.0.validate()?;
-        let preference = Preference::from_environment(problem.pass);
-        let plan = AttentionPlan::new(self, &key.0, &key.1, &preference)?;
-        // Old ones are dropped under the relaxed mode.
-        let (plan, _old) = self.attention.keep(key, plan);
-        Ok(plan)
+        self.attention.find_or_make(key, |(problem, arrangement)| {
+            problem.validate()?;
+            let preference = Preference::from_environment(problem.pass);
+            AttentionPlan::new(self, problem, arrangement, &preference)
+        })
     }
 
     /// Puts attention on a stream, by the plan that is kept for such calls. Log-sum-exps that

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use cuda::{DeviceAddress, RelaxedCapture, Stream};
+use cuda::{DeviceAddress, Stream};
 use kernels::parameter::{Axis, Number, Tensor};
 use kernels::{Combine, Configuration};
 use ptx::Capability;
@@ -333,14 +333,7 @@ impl Gpu {
         tensors: &CombineTensors,
     ) -> Result<Arc<CombinePlan>, GpuError> {
         let key = (*problem, tensors.steps());
-        let plan = match self.combining.find(&key) {
-            Some(plan) => plan,
-            None => {
-                let _relaxed = RelaxedCapture::begin()?;
-                let plan = CombinePlan::new(self, &key)?;
-                self.combining.keep(key, plan).0
-            }
-        };
+        let plan = self.combining.find_or_make(key, |key| CombinePlan::new(self, key))?;
         plan.launch(stream, tensors)?;
         Ok(plan)
     }

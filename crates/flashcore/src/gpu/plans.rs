@@ -6,6 +6,8 @@ use std::hash::{BuildHasherDefault, Hash, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
+use cuda::RelaxedCapture;
+
 use super::lock;
 
 /// A plan that can be kept.
@@ -43,16 +45,32 @@ impl<K, P> Default for Plans<K, P> {
 
 impl<K: Clone + Eq + Hash, P: Kept> Plans<K, P> {
     /// The plan of an earlier call.
-    pub(super) fn find(&self, key: &K) -> Option<Arc<P>> {
+    fn find(&self, key: &K) -> Option<Arc<P>> {
         let mut plans = lock(&self.kept);
         let entry = plans.get_mut(key)?;
         entry.used = self.now();
         Some(entry.plan.clone())
     }
 
+    /// The plan of an earlier call, or one that is made and kept: also while a stream is captured.
+    pub(super) fn find_or_make<E: From<cuda::Error>>(
+        &self,
+        key: K,
+        make: impl FnOnce(&K) -> Result<P, E>,
+    ) -> Result<Arc<P>, E> {
+        if let Some(plan) = self.find(&key) {
+            return Ok(plan);
+        }
+        let _relaxed = RelaxedCapture::begin()?;
+        let plan = make(&key)?;
+        // Old ones are dropped under the relaxed mode.
+        let (plan, _old) = self.keep(key, plan);
+        Ok(plan)
+    }
+
     /// Keeps a plan, unless another thread was faster: gives the one that is kept, and those that
     /// had to go. Dropping them may make the host wait for the device.
-    pub(super) fn keep(&self, key: K, plan: P) -> (Arc<P>, Vec<Arc<P>>) {
+    fn keep(&self, key: K, plan: P) -> (Arc<P>, Vec<Arc<P>>) {
         let mut plans = lock(&self.kept);
         let bytes: u64 = plans.values().map(|entry| entry.plan.device_bytes()).sum();
         let mut old = Vec::new();

@@ -2,7 +2,7 @@
 
 use cuda::DeviceAddress;
 use kernels::attention::function::{Kind, TensorSpec};
-use kernels::parameter::{Captured, CapturedPart, List, Tensor};
+use kernels::parameter::{Captured, CapturedPart, List, Tensor, Workspace};
 
 use super::GpuError;
 use super::executable::Addresses;
@@ -73,6 +73,9 @@ pub struct Tensors {
     pub gradients: Option<Gradients>,
     /// What functions load from.
     pub captured: CapturedTensors,
+    /// Lists of key blocks in the place of the plan's own, as its
+    /// [block mask](super::AttentionPlan::block_mask) has them: for those who know what functions load.
+    pub block_lists: Option<DeviceAddress>,
 }
 
 /// A tensor on the device that a function loads from.
@@ -157,6 +160,7 @@ impl Tensors {
             descales: Descales::default(),
             gradients: None,
             captured: CapturedTensors::default(),
+            block_lists: None,
         }
     }
 
@@ -294,6 +298,7 @@ impl Addresses for Tensors {
                 List::Sinks => self.sinks,
                 _ => None,
             },
+            Source::Workspace(Workspace::BlockLists) => self.block_lists,
             Source::Captured(kind, index) => self.captured.of(kind, index).map(|it| it.address),
             _ => None,
         }

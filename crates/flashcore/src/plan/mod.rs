@@ -24,6 +24,7 @@ pub use crate::chip::{Chip, target_of};
 
 use std::fmt;
 
+use ptx::Version;
 use serde::Serialize;
 
 use crate::backend::{Backend, BackendError};
@@ -118,12 +119,13 @@ impl Candidate {
     }
 
     fn of(family: &dyn Family, asked: &Asked<'_>) -> Self {
-        let chosen = match (asked.problem.pass, asked.problem.functions().next()) {
-            (Pass::Backward, Some(function)) => {
-                let (kind, name) = (function.kind().name(), function.name());
-                Err(format!("the {kind} {name} is a function, and has no gradients on the GPU"))
+        let scores = asked.problem.scores;
+        let chosen = match (asked.problem.pass, scores.function, scores.softcap) {
+            (Pass::Backward, Some(function), Some(_)) => {
+                let name = function.name();
+                Err(format!("of capped scores the function {name} has no gradients: cap in it"))
             }
-            _ => family.choose(asked),
+            _ => family.choose(asked).and_then(|choice| assembled(asked.chip, choice)),
         };
         let choice = chosen.as_ref().ok().cloned();
         Candidate {
@@ -136,6 +138,29 @@ impl Candidate {
             choice,
         }
     }
+}
+
+/// The version of PTX from which on drivers know everything that kernels are made of: that of CUDA 12.1.
+const WHOLE: Version = Version::of_cuda(12, 1);
+
+/// The same choice, unless the driver's compiler would refuse one of its kernels.
+fn assembled(chip: &Chip, choice: Choice) -> Result<Choice, String> {
+    if chip.ptx >= WHOLE {
+        return Ok(choice);
+    }
+    for launch in &choice.launches {
+        let program = launch.kernel.program().map_err(|error| error.to_string())?;
+        let needed = program.version();
+        if needed > chip.ptx {
+            return Err(format!(
+                "{} is written in PTX {needed}, and this driver's compiler knows {} at most: a \
+                 driver of CUDA 12.1 or later takes it",
+                launch.kernel.family(),
+                chip.ptx
+            ));
+        }
+    }
+    Ok(choice)
 }
 
 /// The name of the back end on a GPU.
@@ -386,6 +411,40 @@ mod tests {
         let gpu = ["forward", "prefill", "mma", "decode", "scalar", "mma-half"];
         assert_eq!(names[..6], gpu.map(|kernel| format!("gpu/{kernel}")));
         assert_eq!(names[6..], ["cpu/blocked"]);
+    }
+
+    /// The compiler in a driver of CUDA 12.0 knows PTX 8.0: what needs more is refused with a word, and
+    /// what is chosen instead it takes.
+    #[test]
+    fn what_an_old_driver_cannot_compile_is_not_chosen() {
+        let old = Chip { ptx: Version::of_cuda(12, 0), ..Chip::H200 };
+        let problem = Problem::new(1, 2, 256, 64).with_dtype(DType::BF16);
+        assert_eq!(chosen(&old, &problem), "gpu/forward");
+        let gradients = problem.backward();
+        assert_eq!(chosen(&Chip::H200, &gradients), "gpu/backward");
+        let ragged = gradients.clone().with_storage(Storage::Packed(256), Storage::Packed(256));
+        for problem in [gradients.clone(), gradients.deterministic(), ragged] {
+            let plan = plan(&old, &problem, None).unwrap();
+            assert_eq!(plan.chosen.full_name(), "gpu/backward-mma", "{problem}");
+            assert_eq!(
+                plan.candidates[0].reason,
+                "backward is written in PTX 8.1, and this driver's compiler knows 8.0 at most: a \
+                 driver of CUDA 12.1 or later takes it"
+            );
+            for launch in plan.chosen.choice.unwrap().launches {
+                assert!(launch.kernel.program().unwrap().version() <= old.ptx, "{problem}");
+            }
+        }
+    }
+
+    /// Nothing that is shipped needs more than drivers are taken to know, but for targets that need
+    /// newer drivers themselves.
+    #[test]
+    fn drivers_from_12_1_on_compile_everything() {
+        for kernel in kernels::shipped(Target::SM_90A).iter().step_by(16) {
+            let program = kernel.program().unwrap();
+            assert!(program.version() <= WHOLE.max(program.target.version()), "{}", program.name);
+        }
     }
 
     #[test]

@@ -94,7 +94,22 @@ impl Problem {
     /// The functions of a row, over tensors in host memory that were validated.
     pub fn row_functions<'a>(&self, tensors: &'a [HostTensor], here: Here) -> RowFunctions<'a> {
         let row = |function| Row::new(function, tensors, here);
-        RowFunctions { mask: self.mask.function.map(row), score: self.scores.function.map(row) }
+        RowFunctions {
+            mask: self.mask.function.map(row),
+            score: self.scores.function.map(row),
+            slope: None,
+        }
+    }
+
+    /// The same with the slope of the score, for gradients.
+    pub fn row_functions_with_slope<'a>(
+        &self,
+        tensors: &'a [HostTensor],
+        here: Here,
+    ) -> RowFunctions<'a> {
+        let slope = self.scores.function.filter(|function| !function.has_slope_one());
+        let slope = slope.map(|function| Row::new(function.slope(), tensors, here));
+        RowFunctions { slope, ..self.row_functions(tensors, here) }
     }
 }
 
@@ -167,6 +182,8 @@ fn seen_by_name(mask: Mask, region: &Region) -> Seen {
 pub struct RowFunctions<'a> {
     mask: Option<Row<'a>>,
     score: Option<Row<'a>>,
+    /// Nothing where it is one.
+    slope: Option<Row<'a>>,
 }
 
 impl RowFunctions<'_> {
@@ -178,6 +195,11 @@ impl RowFunctions<'_> {
     /// What a score becomes, which everything else has changed already.
     pub fn score(&mut self, key: usize, score: f64) -> f64 {
         self.score.as_mut().map_or(score, |row| row.score(key, score))
+    }
+
+    /// What the result changes by when the score does.
+    pub fn slope(&mut self, key: usize, score: f64) -> f64 {
+        self.slope.as_mut().map_or(1.0, |row| row.score(key, score))
     }
 }
 

@@ -81,6 +81,12 @@ impl Rules {
         self.softcap || self.alibi || self.score_function.is_some()
     }
 
+    /// Whether the gradient of a score is more than that of its product with the scale: that of a
+    /// cap, or of a function that does more than add.
+    pub fn has_slopes(&self) -> bool {
+        self.softcap || self.score_function.is_some_and(|function| !function.has_slope_one())
+    }
+
     /// The functions, mask first.
     pub fn functions(&self) -> impl Iterator<Item = Function> + use<> {
         self.mask_function.into_iter().chain(self.score_function)

@@ -9,7 +9,7 @@ use ptx::{
 };
 
 use crate::divisor::DivisorRegisters;
-use crate::parameter::{List, Number};
+use crate::parameter::{List, Number, Tensor};
 
 /// The memory order of keys and values.
 #[derive(Clone, Copy)]
@@ -163,6 +163,16 @@ pub(crate) struct Span {
 }
 
 impl Span {
+    /// Those of queries.
+    pub(crate) fn queries(k: &mut Builder) -> Self {
+        Span {
+            starts: List::QueryStarts.address(k),
+            rows: Tensor::Query.rows(k),
+            most: Number::QueryLength.read(k),
+            lengths: List::QueryLengths.address(k),
+        }
+    }
+
     /// The first row of a sequence, and how many it has.
     pub(crate) fn of(&self, k: &mut Builder, sequence: Reg<U32>) -> (Reg<U32>, Reg<U32>) {
         self.from(k, sequence, 0)
@@ -190,6 +200,7 @@ impl Span {
 }
 
 /// A number that may be negative in memory, between two bounds.
+#[track_caller]
 pub(crate) fn clamp(k: &mut Builder, value: Reg<S32>, most: Reg<U32>) -> Reg<U32> {
     let most = most.reinterpret::<S32>();
     let bounded = k.eval(value.minimum(most).maximum(0));
@@ -197,6 +208,7 @@ pub(crate) fn clamp(k: &mut Builder, value: Reg<S32>, most: Reg<U32>) -> Reg<U32
 }
 
 /// The 32-bit number of a sequence in a list that may be absent (its address is 0).
+#[track_caller]
 pub(crate) fn entry_of(
     k: &mut Builder,
     list: Reg<GlobalAddress>,

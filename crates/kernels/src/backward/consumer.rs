@@ -8,7 +8,8 @@ use ptx::{
 use super::epilogue::{self, Done};
 use super::place::{Place, Tile, Walk};
 use super::{Backward, Block, PART, ROWS, Shape, Shared, SumsLayout};
-use crate::attention::scores::{ScoreRule, Slopes, distances};
+use crate::attention::function::lower::{FunctionRegisters, Functions, Standing};
+use crate::attention::scores::{ScoreRule, Slopes, alibi, distances};
 use crate::attention::{ACCUMULATOR_ROWS, Score};
 use crate::parameter::Scale;
 
@@ -18,6 +19,7 @@ pub(super) struct Consumer {
     /// The softmax scale, for the gradient of the keys.
     scale: Reg<F32>,
     slopes: Option<Slopes>,
+    functions: Functions,
 }
 
 /// Some of the queries of a step with some of the keys, as many as registers hold the scores of.
@@ -153,6 +155,7 @@ impl Consumer {
             scores: ScoreRule::parameters(k, &backward.rules),
             scale: Scale::Natural.read(k),
             slopes: backward.rules.alibi.then(|| Slopes::parameters(k)),
+            functions: Functions::of_gradients(k, &backward.rules),
         }
     }
 
@@ -343,7 +346,7 @@ impl Consumer {
         part: Part,
         scores: &Accumulator,
     ) {
-        if !group.backward.rules.softcap {
+        if !group.backward.rules.has_slopes() {
             self.exponentials(k, group, part, scores, None);
         }
     }
@@ -358,7 +361,7 @@ impl Consumer {
         scores: &Accumulator,
         operand: &Fragment,
     ) {
-        if group.backward.rules.softcap {
+        if group.backward.rules.has_slopes() {
             self.exponentials(k, group, part, scores, Some(operand));
         } else {
             operand.round(k, scores.registers());
@@ -377,7 +380,12 @@ impl Consumer {
     ) {
         let scores = Score::of(scores);
         self.scores.cap(k, &scores);
+        self.scores.in_natural_units(k, &scores);
         group.hide(k, part, &scores);
+        if let Some(mask) = &self.functions.mask {
+            let standing = group.standing(k, part);
+            mask.apply(k, &scores, &standing);
+        }
         let slope = self.slopes.as_ref().map(|slopes| {
             let scale_log2 = self.scores.scale_log2;
             let batch = group.place.batch(k, group.tile);
@@ -387,8 +395,16 @@ impl Consumer {
             let position =
                 first + key_length.reinterpret::<S32>() - query_length.reinterpret::<S32>();
             let key = group.key(k, part);
-            let distances = distances(k, &ACCUMULATOR_ROWS, key - position);
-            (k.eval(-slope), distances)
+            (slope, k.eval(key - position))
+        });
+        if let Some(function) = &self.functions.score {
+            if let Some((slope, distance)) = slope {
+                alibi(k, &scores, &ACCUMULATOR_ROWS, distance.into(), slope);
+            }
+            return self.through(k, function, group, part, &scores, capped);
+        }
+        let slope = slope.map(|(slope, distance)| {
+            (k.eval(-slope), distances(k, &ACCUMULATOR_ROWS, distance.into()))
         });
         let statistics = group.statistics(k, Statistic::LogSum, part);
         for (index, pair) in scores.chunks_exact(2).enumerate() {
@@ -420,6 +436,27 @@ impl Consumer {
                 k.set(score.register, weight * slope);
             }
         }
+    }
+
+    /// The same of scores that go through a function.
+    fn through(
+        &self,
+        k: &mut Builder,
+        function: &FunctionRegisters,
+        group: &Warpgroup<'_>,
+        part: Part,
+        scores: &[Score],
+        operand: Option<&Fragment>,
+    ) {
+        let statistics = group.statistics(k, Statistic::LogSum, part);
+        let standing = group.standing(k, part);
+        let numbers = (self.scores.scale_log2, statistics);
+        function.weigh(k, scores, &standing, numbers, operand.is_some(), |k, first, weights| {
+            let Some(operand) = operand else { return };
+            let place = |it: &Score| (it.row, it.column);
+            let index = scores.iter().position(|it| place(it) == place(first));
+            operand.set_pair(k, index.unwrap_or(0) / 2, weights[0], weights[1]);
+        });
     }
 }
 
@@ -566,6 +603,20 @@ impl<'a> Warpgroup<'a> {
             let seen = place.visibility.seen_from(k, rows, key, first, lengths);
             seen.hide_others(k, scores);
         });
+    }
+
+    /// Where the thread's scores stand, for functions.
+    fn standing(&self, k: &mut Builder, part: Part) -> Standing<'static> {
+        let [query_length, key_length] = self.place.lengths(k);
+        Standing {
+            batch: self.place.batch(k, self.tile),
+            head: self.walk.head,
+            first_query: self.first_column(k, part),
+            rows: &ACCUMULATOR_ROWS,
+            first_key: self.key(k, part),
+            query_length,
+            key_length,
+        }
     }
 
     /// The key of the thread's first row: found again where it is asked for, rather than kept.

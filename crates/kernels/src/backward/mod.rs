@@ -346,6 +346,10 @@ impl Backward {
             (!self.fits(2), "there is not enough shared memory"),
             (self.batch == Batch::Paged, "gradients of keys in pages are not computed"),
             (
+                self.rules.softcap && self.rules.score_function.is_some(),
+                "capped scores that go through a function are not differentiated",
+            ),
+            (
                 self.batch != Batch::Equal && shape == Shape::Tall,
                 "tall blocks are for equal lengths",
             ),

@@ -10,7 +10,7 @@ use super::SumsLayout;
 use crate::attention::Batch;
 use crate::attention::sequences::{Span, clamp, entry_of};
 use crate::divisor::DivisorRegisters;
-use crate::parameter::{List, Number, Tensor};
+use crate::parameter::{Number, Tensor};
 use crate::strides::{Rows, Strided};
 
 /// What a launch says of the blocks of query rows.
@@ -68,12 +68,7 @@ impl RowBlocks {
                 query_blocks: DivisorRegisters::parameters(k, Number::QueryBlocks),
                 sequences: Sequences::Ragged {
                     batch: Number::Batch.read(k),
-                    queries: Span {
-                        starts: List::QueryStarts.address(k),
-                        rows: Tensor::Query.rows(k),
-                        most: Number::QueryLength.read(k),
-                        lengths: List::QueryLengths.address(k),
-                    },
+                    queries: Span::queries(k),
                     entry_rows: Tensor::Query.sequence_rows(k),
                 },
             },

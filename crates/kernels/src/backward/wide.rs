@@ -119,11 +119,11 @@ impl Consumer {
         group.wait_for_queries(k, Part::FIRST, Part::FIRST);
         half.start_scores(k, Part::FIRST);
         k.wait_products(0);
-        let softcap = group.backward.rules.softcap;
+        let slopes = group.backward.rules.has_slopes();
         let Registers { scores, operand, .. } = registers;
-        self.exponentials(k, group, Part::FIRST, scores, softcap.then_some(operand));
+        self.exponentials(k, group, Part::FIRST, scores, slopes.then_some(operand));
         half.hand_over(k, false);
-        if !softcap {
+        if !slopes {
             operand.round(k, scores.registers());
         }
         group.release_queries(k, 0u32);
@@ -150,7 +150,7 @@ impl Consumer {
         first: bool,
     ) {
         let Half { group, registers: Registers { scores, query_gradients, operand }, .. } = half;
-        let softcap = group.backward.rules.softcap;
+        let slopes = group.backward.rules.has_slopes();
         group.wait_for_output_gradients(k, part, part);
         k.set(group.stage, part.stage);
         k.break_if(group.walk.left.equals(1));
@@ -166,7 +166,7 @@ impl Consumer {
         }
         k.wait_products(1 + u32::from(before.is_some()));
         group.walk.advance_block(k, group.tile);
-        if !softcap {
+        if !slopes {
             self.exponentials(k, group, next, scores, None);
             group.release_queries(k, next.stage);
             half.hand_over(k, true);
@@ -175,7 +175,7 @@ impl Consumer {
         group.release_output_gradients(k, part.stage);
         k.wait_products(0);
 
-        if softcap {
+        if slopes {
             // Added before: its registers are needed.
             if let Some(before) = before {
                 half.add_first(k, group.number, before.stage, phase(before));
@@ -188,7 +188,7 @@ impl Consumer {
         }
         if let Some(before) = before {
             half.second_query_gradients(k, group.number, before.stage, |k| {
-                if !softcap {
+                if !slopes {
                     half.add_first(k, group.number, before.stage, phase(before));
                 }
             });

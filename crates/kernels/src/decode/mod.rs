@@ -49,6 +49,7 @@ use ptx::{
 };
 
 use crate::Error;
+use crate::attention::function::lower::Functions;
 use crate::attention::rows::Sinks;
 use crate::attention::scores::{ScoreRule, Slopes};
 use crate::attention::sequences::Places;
@@ -284,6 +285,7 @@ impl Decode {
         let places = Places::parameters(k, self.paged);
         let scores = ScoreRule::parameters(k, &self.rules);
         let slopes = self.rules.alibi.then(|| Slopes::parameters(k));
+        let functions = Functions::parameters(k, &self.rules);
         let numbers = self.numbers(k);
         let block = k.block_index();
         let thread = k.thread_index();
@@ -302,7 +304,7 @@ impl Decode {
             k.loop_(|k| {
                 let mut walk = Walk::new(k, self, &numbers, lanes);
                 walk.load_queries(k, (queries, &query_strides), &cursor, &scaling);
-                walk.keys(k, &ring, &cursor, scores, slopes);
+                walk.keys(k, &ring, &cursor, (scores, slopes), &functions);
 
                 // The next sequence's first tiles are on their way before this one is finished.
                 let part = cursor.part(k, &numbers);

@@ -1,5 +1,7 @@
 //! One warp's way through its tiles of a sequence.
 
+use std::f32::consts::LN_2;
+
 use ptx::{Builder, Expression, F32, GlobalAddress, Reg, S32, SteppedLanes, U32};
 
 use super::copies::Ring;
@@ -11,6 +13,7 @@ use super::schedule::Cursor;
 use super::softmax::Softmax;
 use super::{Decode, Numbers};
 use crate::attention::Score;
+use crate::attention::function::lower::{Functions, Standing};
 use crate::attention::scores::{ScoreRule, Slopes, alibi};
 use crate::attention::visibility::Seen;
 use crate::strides::Strides;
@@ -30,8 +33,33 @@ pub(super) struct Walk<'a> {
 struct ScoreRow {
     /// The first key that it sees, and the last.
     seen: [Reg<S32>; 2],
-    /// Its slope in units of log2, and its position.
+    /// Its slope, in natural units where a function takes the scores and else in units of log2; and
+    /// its position.
     alibi: Option<(Reg<F32>, Reg<S32>)>,
+    /// Its query and its head, where there are functions.
+    place: Option<[Reg<U32>; 2]>,
+}
+
+impl ScoreRow {
+    /// Where its scores stand in the tile from `first_key` on, for functions.
+    fn standing(
+        &self,
+        k: &mut Builder,
+        numbers: &Numbers,
+        cursor: &Cursor,
+        first_key: Reg<U32>,
+    ) -> Standing<'static> {
+        let [query, head] = self.place.expect("there are functions");
+        Standing {
+            batch: cursor.sequence(),
+            head,
+            first_query: k.eval(query.reinterpret::<S32>()),
+            rows: &[0],
+            first_key: first_column(k, numbers, first_key),
+            query_length: cursor.queries,
+            key_length: cursor.keys,
+        }
+    }
 }
 
 /// The key of the thread's first column in the tile from `first_key` on.
@@ -81,8 +109,8 @@ impl<'a> Walk<'a> {
         k: &mut Builder,
         ring: &Ring,
         cursor: &Cursor,
-        rule: ScoreRule,
-        slopes: Option<Slopes>,
+        (rule, slopes): (ScoreRule, Option<Slopes>),
+        functions: &Functions,
     ) {
         let (decode, numbers) = (self.decode, self.numbers);
         let mask = Mask::new(k, cursor);
@@ -97,9 +125,14 @@ impl<'a> Walk<'a> {
                 let head = k.eval(row.head.minimum(numbers.key_head * group + (group - 1)));
                 let alibi = slopes.map(|slopes| {
                     let slope = slopes.log2(k, cursor.sequence(), head);
+                    let slope = match &functions.score {
+                        None => slope,
+                        Some(_) => k.eval(slope * LN_2),
+                    };
                     (slope, cursor.position(k, query))
                 });
-                ScoreRow { seen: [first, k.eval(end - 1)], alibi }
+                let place = functions.exist().then_some([query, head]);
+                ScoreRow { seen: [first, k.eval(end - 1)], alibi, place }
             })
             .collect();
         let tile = k.variable(ring.warp());
@@ -115,10 +148,18 @@ impl<'a> Walk<'a> {
             self.dequantise(k, ring, &scores);
             for (row, scores) in rows.iter().zip(&scores) {
                 rule.cap(k, scores);
-                rule.scale(k, scores);
+                match &functions.score {
+                    None => rule.scale(k, scores),
+                    Some(_) => rule.in_natural_units(k, scores),
+                }
                 if let Some((slope, position)) = row.alibi {
                     let column = first_column(k, numbers, first_key);
                     alibi(k, scores, &[0], position - column, slope);
+                }
+                if let Some(function) = &functions.score {
+                    let standing = row.standing(k, numbers, cursor, first_key);
+                    function.apply(k, scores, &standing);
+                    rule.scale(k, scores);
                 }
             }
             k.if_(mask.touches(decode, first_key), |k| {
@@ -129,6 +170,12 @@ impl<'a> Walk<'a> {
                 }
                 mask.clear(k, decode, numbers, (ring, values), first_key);
             });
+            if let Some(function) = &functions.mask {
+                for (row, scores) in rows.iter().zip(&scores) {
+                    let standing = row.standing(k, numbers, cursor, first_key);
+                    function.apply(k, scores, &standing);
+                }
+            }
             let scales = ring.scales.values(k, ring.stage);
             let in_units = self.unit.as_ref().zip(scales).map(|(unit, it)| unit.take(k, &it));
             let (scales, growth) = in_units.unzip();

@@ -14,7 +14,7 @@ use std::fmt::Write;
 
 use crate::{
     Accumulate, Address, Block, Instruction, Operand, ParameterKind, Program, Register,
-    StatementKind, Type, Version,
+    StatementKind, Type,
 };
 
 /// The program as PTX text.
@@ -22,21 +22,6 @@ pub fn print(program: &Program) -> String {
     let mut printer = Printer { program, text: String::new(), labels: 0, loops: Vec::new() };
     printer.module();
     printer.text
-}
-
-/// The lowest PTX version that knows everything in the program.
-pub(crate) fn version(program: &Program) -> Version {
-    let mut version = Version::LOWEST.max(program.target.version());
-    if program.cluster > 1 {
-        version = version.max(Version { major: 7, minor: 8 });
-    }
-    let type_of = |register| program.type_of(register);
-    program.visit(&mut |statement| {
-        if let StatementKind::Instruction(instruction) = &statement.kind {
-            version = version.max(instruction.requirement(&type_of).version);
-        }
-    });
-    version
 }
 
 struct Printer<'a> {
@@ -51,7 +36,7 @@ impl Printer<'_> {
     fn module(&mut self) {
         let program = self.program;
         let mut head = String::new();
-        let _ = writeln!(head, ".version {}", version(program));
+        let _ = writeln!(head, ".version {}", program.version());
         let _ = writeln!(head, ".target {}", program.target);
         let _ = writeln!(head, ".address_size 64");
         if !program.shared.is_empty() {

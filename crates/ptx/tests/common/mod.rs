@@ -3,6 +3,7 @@
 #![allow(dead_code)] // each test uses its part
 
 pub(crate) mod forms;
+pub(crate) mod tree;
 
 use cuda::toolkit::{Options, Toolkit};
 use flashcore_ptx::{Program, print};

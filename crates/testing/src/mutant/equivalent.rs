@@ -40,6 +40,36 @@ const NEVER_HELPS: &str = "without a mask no warp only helps to copy: the loop i
 /// together with what comes behind it.
 const LAST_PRODUCTS: &str = "after the last step: nothing is in flight where the loop is left, and the next wait is for dK too";
 
+/// Tiles are as wide as their swizzle.
+const CLEARED: &str = "clears what pads a tile up to its swizzle, of which products read the first \
+                       columns only, or clears again what a copy fills later";
+
+/// Lists that a kernel over pages never has.
+const NO_STARTS: &str = "with pages no list says where keys begin, and what stands for it is within its \
+                         bounds";
+
+/// Rows of which a sink has no gradient.
+const NO_KEYS: &str = "a row without keys has an output of zeros, as every forward pass gives it, and adds \
+                       nothing to the gradient of its sink anyway";
+
+/// Sums that are added in one order.
+const IN_TURNS: &str = "blocks of threads take turns, so that no two add to a row at the same time";
+
+/// Lists that a kernel always has.
+const LENGTHS_BEFORE: &str =
+    "there is always a list of the lengths before, and nothing stands for it";
+
+/// Which queries see a key, where no window ends.
+const OPEN_END: &str = "where no window ends, the last query that sees a key is beyond every column, or \
+                        before the first where there is no such key";
+
+/// Tiles of 64 rows.
+const ONE_WARPGROUP: &str = "the only warpgroup has the number 0";
+
+/// Rows of a tile that no sequence has.
+const BEYOND: &str = "rows beyond a sequence come from its last page, and are hidden and cleared \
+                      before they are used";
+
 /// After a row is summed up.
 const EVERY_LANE: &str =
     "every lane of a row has its sum, whichever stores it, and rounds of rows end with the block";
@@ -328,6 +358,34 @@ pub const EQUIVALENTS: &[Equivalent] = &[
         reason: "at the end shared memory must have been read; the kernel's end waits for what is written",
     },
     Equivalent {
+        kernel: "_deterministic",
+        kind: Kind::Weaken,
+        change: "scope: Reduce Gpu to Block",
+        file: "backward/step.rs",
+        line: "k.reduce_add(sums",
+        at_most: usize::MAX,
+        reason: IN_TURNS,
+    },
+    Equivalent {
+        kernel: "_deterministic",
+        kind: Kind::Weaken,
+        change: "scope: Reduce Gpu to Block",
+        file: "backward/consumer.rs",
+        line: "k.reduce_add_vector(address, registers, Scope::Gpu)",
+        at_most: usize::MAX,
+        reason: IN_TURNS,
+    },
+    Equivalent {
+        kernel: "_deterministic",
+        kind: Kind::Weaken,
+        change: "order: Load Acquire(Gpu) to Relaxed(Gpu)",
+        file: "backward/order.rs",
+        line: "k.load_vector::<U32, _, 1>(counter, hint)",
+        at_most: usize::MAX,
+        reason: "a hole of the model: sums are right in whatever order they are added, and the model \
+                 keeps the order of the program",
+    },
+    Equivalent {
         kernel: "_causal_",
         kind: Kind::Value,
         change: "constant: Binary",
@@ -335,15 +393,6 @@ pub const EQUIVALENTS: &[Equivalent] = &[
         line: "let whole = k.eval(key_length / size)",
         at_most: usize::MAX,
         reason: "no row sees beyond the last key, so the mask of the rows hides what a ragged block has beyond it",
-    },
-    Equivalent {
-        kernel: "",
-        kind: Kind::Value,
-        change: "branch: always taken",
-        file: "forward/rule.rs",
-        line: "k.if_(",
-        at_most: usize::MAX,
-        reason: "a mask where nothing is hidden changes nothing",
     },
     Equivalent {
         kernel: "",
@@ -424,7 +473,7 @@ pub const EQUIVALENTS: &[Equivalent] = &[
         file: "decode/copies.rs",
         line: "source.copies.copy(",
         at_most: usize::MAX,
-        reason: "rows beyond a sequence come from its last page, and are hidden and cleared before they are used",
+        reason: BEYOND,
     },
     Equivalent {
         kernel: "decode",
@@ -516,11 +565,420 @@ pub const EQUIVALENTS: &[Equivalent] = &[
         at_most: usize::MAX,
         reason: "as many lanes as a row of 16 has chunks",
     },
+    Equivalent {
+        kernel: "",
+        kind: Kind::Value,
+        change: "constant: Move 0x0 to 0xffffffff",
+        file: "",
+        line: "entry_of(",
+        at_most: usize::MAX,
+        reason: "what stands for a missing list is put between bounds, and 0 is the lower one",
+    },
+    Equivalent {
+        kernel: "sequencer",
+        kind: Kind::Value,
+        change: "",
+        file: "sequencer.rs",
+        line: "k.if_(number.less(room)",
+        at_most: usize::MAX,
+        reason: "there is room for every tile: it guards against a plan that is wrong",
+    },
+    Equivalent {
+        kernel: "sequencer",
+        kind: Kind::Value,
+        change: "constant: Move 0x0 to 0x1",
+        file: "sequencer.rs",
+        line: "let most = k.variable(0)",
+        at_most: usize::MAX,
+        reason: "costs up to 1023 make one step of costs, whether the least is 0 or 1",
+    },
+    Equivalent {
+        kernel: "sequencer",
+        kind: Kind::Value,
+        change: "mask: Binary 0x1f to 0xf",
+        file: "attention/sequences.rs",
+        line: "(lane - distance) % 32",
+        at_most: 2,
+        reason: "sixteen lanes back is a lane below 16, and what other lanes get is not used",
+    },
+    Equivalent {
+        kernel: "",
+        kind: Kind::Value,
+        change: "constant: Move 0x3f800000 to",
+        file: "forward/softmax.rs",
+        line: "let factors = [k.variable(1.0), k.variable(1.0)]",
+        at_most: usize::MAX,
+        reason: "read only where they were set: under the same vote of the warp",
+    },
+    Equivalent {
+        kernel: "backward_mma",
+        kind: Kind::Value,
+        change: "",
+        file: "mma/copies.rs",
+        line: "let zero = [0; 4]",
+        at_most: usize::MAX,
+        reason: CLEARED,
+    },
+    Equivalent {
+        kernel: "backward_mma",
+        kind: Kind::Value,
+        change: "",
+        file: "mma/copies.rs",
+        line: "let row = k.eval(thread + first)",
+        at_most: usize::MAX,
+        reason: CLEARED,
+    },
+    Equivalent {
+        kernel: "backward_mma",
+        kind: Kind::Value,
+        change: "",
+        file: "mma/copies.rs",
+        line: "k.if_(row.less(rows)",
+        at_most: usize::MAX,
+        reason: CLEARED,
+    },
+    Equivalent {
+        kernel: "backward_mma",
+        kind: Kind::Value,
+        change: "",
+        file: "mma/copies.rs",
+        line: "self.copies.clear(k",
+        at_most: usize::MAX,
+        reason: CLEARED,
+    },
+    Equivalent {
+        kernel: "append",
+        kind: Kind::Value,
+        change: "constant: Move 0x0 to 0x1",
+        file: "append/mod.rs",
+        line: "let length = entry_of(k, self.lengths, sequence, 0)",
+        at_most: usize::MAX,
+        reason: LENGTHS_BEFORE,
+    },
+    Equivalent {
+        kernel: "append",
+        kind: Kind::Value,
+        change: "branch: always taken",
+        file: "append/mod.rs",
+        line: "let length = entry_of(k, self.lengths, sequence, 0)",
+        at_most: usize::MAX,
+        reason: LENGTHS_BEFORE,
+    },
+    Equivalent {
+        kernel: "append",
+        kind: Kind::Value,
+        change: "comparison: U32 Equal to NotEqual",
+        file: "append/mod.rs",
+        line: "let mine = k.eval(token.equals(0)",
+        at_most: 1,
+        reason: "every lane of the warp has the length, and others than the first may store it",
+    },
+    Equivalent {
+        kernel: "append",
+        kind: Kind::Value,
+        change: "constant: Binary 0x1 to 0x0",
+        file: "append/mod.rs",
+        line: "position.minimum(self.positions - 1)",
+        at_most: 2,
+        reason: "there are angles for every position of a cache: only queries may stand beyond",
+    },
+    Equivalent {
+        kernel: "append",
+        kind: Kind::Value,
+        change: "constant: Binary 0x20 to 0x1f",
+        file: "build/mod.rs",
+        line: "",
+        at_most: usize::MAX,
+        reason: "a lane takes a column that another takes too, and finds the same",
+    },
+    Equivalent {
+        kernel: "widen",
+        kind: Kind::Value,
+        change: "constant: Binary 0x100 to 0xff",
+        file: "build/mod.rs",
+        line: "",
+        at_most: usize::MAX,
+        reason: "a thread takes a chunk that another takes too, and finds the same",
+    },
+    Equivalent {
+        kernel: "",
+        kind: Kind::Value,
+        change: "constant: Binary 0x0 to 0xffffffff",
+        file: "attention/visibility.rs",
+        line: "k.eval((end - begin).maximum(0))",
+        at_most: usize::MAX,
+        reason: "a tile's keys do not begin behind their end",
+    },
+    Equivalent {
+        kernel: "",
+        kind: Kind::Value,
+        change: "constant: Binary 0x0 to 0x1",
+        file: "attention/visibility.rs",
+        line: "k.set(end, at_least(needed.minimum(all), least))",
+        at_most: usize::MAX,
+        reason: "a tile walks one block at least, whether it sees a key or none",
+    },
+    Equivalent {
+        kernel: "backward_bf16_d16x16_causal",
+        kind: Kind::Value,
+        change: "comparison: S32 GreaterOrEqual to Greater",
+        file: "attention/visibility.rs",
+        line: "k.set(*register, seen.choose",
+        at_most: usize::MAX,
+        reason: OPEN_END,
+    },
+    Equivalent {
+        kernel: "backward_bf16_d136x24_causal",
+        kind: Kind::Value,
+        change: "comparison: S32 GreaterOrEqual to Greater",
+        file: "attention/visibility.rs",
+        line: "k.set(*register, seen.choose",
+        at_most: usize::MAX,
+        reason: OPEN_END,
+    },
+    Equivalent {
+        kernel: "backward_bf16_d16x16_dense",
+        kind: Kind::Value,
+        change: "comparison: S32 GreaterOrEqual to Greater",
+        file: "attention/visibility.rs",
+        line: "k.set(*register, seen.choose",
+        at_most: usize::MAX,
+        reason: OPEN_END,
+    },
+    Equivalent {
+        kernel: "backward_mma_bf16_d16x16_causal",
+        kind: Kind::Value,
+        change: "comparison: S32 GreaterOrEqual to Greater",
+        file: "attention/visibility.rs",
+        line: "k.set(*register, seen.choose",
+        at_most: usize::MAX,
+        reason: OPEN_END,
+    },
+    Equivalent {
+        kernel: "_64x32_",
+        kind: Kind::Value,
+        change: "constant: Binary 0x40 to",
+        file: "forward/epilogue.rs",
+        line: "staging.index * 64",
+        at_most: usize::MAX,
+        reason: ONE_WARPGROUP,
+    },
+    Equivalent {
+        kernel: "_64x32_",
+        kind: Kind::Value,
+        change: "constant: Binary 0x40 to",
+        file: "forward/rule.rs",
+        line: "group.index * 64",
+        at_most: usize::MAX,
+        reason: ONE_WARPGROUP,
+    },
+    Equivalent {
+        kernel: "_64x32_",
+        kind: Kind::Value,
+        change: "constant: Binary 0x40 to",
+        file: "forward/warpgroup.rs",
+        line: "self.index * 64",
+        at_most: usize::MAX,
+        reason: ONE_WARPGROUP,
+    },
+    Equivalent {
+        kernel: "forward_e4m3",
+        kind: Kind::Value,
+        change: "constant: Move 0x0 to 0x3f800000",
+        file: "forward/fp8.rs",
+        line: "k.set(*element, 0.0)",
+        at_most: usize::MAX,
+        reason: "the factor of the first block is 0 and wipes it",
+    },
+    Equivalent {
+        kernel: "forward_e4m3",
+        kind: Kind::Value,
+        change: "constant: Binary",
+        file: "forward/fp8.rs",
+        line: "maximum(LEAST_SCALE)",
+        at_most: usize::MAX,
+        reason: "any number that keeps a scale above 0 will do",
+    },
+    Equivalent {
+        kernel: "prefill",
+        kind: Kind::Value,
+        change: "constant: Move 0x0 to",
+        file: "forward/dynamic_scheduler.rs",
+        line: "let none = [0; 4]",
+        at_most: 6,
+        reason: "of what says that there is no tile only the number of blocks is read",
+    },
+    Equivalent {
+        kernel: "prefill",
+        kind: Kind::Value,
+        change: "comparison: U32 Less to LessOrEqual",
+        file: "forward/dynamic_scheduler.rs",
+        line: "k.if_(number.less(self.tiles)",
+        at_most: usize::MAX,
+        reason: "looks up a tile too many, which is not taken",
+    },
+    Equivalent {
+        kernel: "_paged",
+        kind: Kind::Value,
+        change: "",
+        file: "decode/copies.rs",
+        line: "self.keys.copies.valid_bytes(k",
+        at_most: usize::MAX,
+        reason: BEYOND,
+    },
+    Equivalent {
+        kernel: "_paged",
+        kind: Kind::Value,
+        change: "shuffle: of the lane itself",
+        file: "decode/copies.rs",
+        line: "k.shuffle_index_wide(mine, index)",
+        at_most: 32,
+        reason: "the upper half of an offset, which is 0 in a cache of less than 4 GiB",
+    },
+    Equivalent {
+        kernel: "",
+        kind: Kind::Value,
+        change: "constant: Binary 0x0 to 0xffffffff",
+        file: "attention/sequences.rs",
+        line: "let next = clamp(k, next, rows)",
+        at_most: usize::MAX,
+        reason: "where the next one begins is no bound by itself: the room between them is bounded too",
+    },
+    Equivalent {
+        kernel: "",
+        kind: Kind::Value,
+        change: "constant: Binary 0x1 to 0x0",
+        file: "attention/sequences.rs",
+        line: "k.load(table + at * 4)",
+        at_most: usize::MAX,
+        reason: "a position of a sequence is within its row of the table, and what a tile has beyond it is hidden",
+    },
+    Equivalent {
+        kernel: "sequencer",
+        kind: Kind::Value,
+        change: "comparison: U32 GreaterOrEqual to Greater",
+        file: "build/mod.rs",
+        line: "",
+        at_most: 1,
+        reason: "a round of no sequences does nothing",
+    },
+    Equivalent {
+        kernel: "sequencer",
+        kind: Kind::Value,
+        change: "constant: Move 0x0 to",
+        file: "sequencer.rs",
+        line: "let begin = k.variable::<U32>(0)",
+        at_most: usize::MAX,
+        reason: "read from the first lane only, which sets it",
+    },
+    Equivalent {
+        kernel: "",
+        kind: Kind::Value,
+        change: "comparison: S32 Less to LessOrEqual",
+        file: "attention/function/lower.rs",
+        line: "let wrong = k.eval(rest.differs(0)",
+        at_most: usize::MAX,
+        reason: "what a division leaves is never the divisor itself",
+    },
+    Equivalent {
+        kernel: "sink_gradients",
+        kind: Kind::Value,
+        change: "",
+        file: "backward/sink_gradients.rs",
+        line: "let query = k.eval(block * self.query_block",
+        at_most: usize::MAX,
+        reason: NO_KEYS,
+    },
+    Equivalent {
+        kernel: "sink_gradients",
+        kind: Kind::Value,
+        change: "",
+        file: "backward/sink_gradients.rs",
+        line: "let counts = seen[0].less(seen[1])",
+        at_most: usize::MAX,
+        reason: NO_KEYS,
+    },
+    Equivalent {
+        kernel: "sink_gradients",
+        kind: Kind::Value,
+        change: "",
+        file: "attention/visibility.rs",
+        line: "",
+        at_most: usize::MAX,
+        reason: NO_KEYS,
+    },
+    Equivalent {
+        kernel: "sink_gradients",
+        kind: Kind::Value,
+        change: "",
+        file: "backward/sink_gradients.rs",
+        line: "k.if_((thread % 32).equals(0)",
+        at_most: usize::MAX,
+        reason: "every lane of a warp has its sum, whichever stores it",
+    },
+    Equivalent {
+        kernel: "_paged",
+        kind: Kind::Value,
+        change: "",
+        file: "attention/sequences.rs",
+        line: "let first = clamp(k, start, rows)",
+        at_most: usize::MAX,
+        reason: NO_STARTS,
+    },
+    Equivalent {
+        kernel: "_paged",
+        kind: Kind::Value,
+        change: "constant: Binary",
+        file: "attention/sequences.rs",
+        line: "let next = entry_of(k, starts, sequence + 1",
+        at_most: usize::MAX,
+        reason: NO_STARTS,
+    },
+    Equivalent {
+        kernel: "_paged",
+        kind: Kind::Value,
+        change: "",
+        file: "attention/sequences.rs",
+        line: "let next = clamp(k, next, rows)",
+        at_most: usize::MAX,
+        reason: NO_STARTS,
+    },
+    Equivalent {
+        kernel: "widen",
+        kind: Kind::Value,
+        change: "branch: always taken",
+        file: "attention/sequences.rs",
+        line: "let length = entry_of(k, lengths",
+        at_most: usize::MAX,
+        reason: "a cache always has a list of its lengths",
+    },
 ];
 
-/// The line of the list that a mutant of a kernel is on.
-pub(super) fn find(kernel: &str, mutant: &Mutant) -> Option<&'static Equivalent> {
-    let mut named = EQUIVALENTS.iter().filter(|it| it.names(kernel, mutant)).peekable();
+/// Changes that cost time and nothing else, where they are made: only of mutants that took more
+/// instructions than the kernel in some scene, and in none fewer.
+const SLOWER: &[Equivalent] = &[
+    slower("attention/visibility.rs", "", MASKED),
+    slower("/rule.rs", "k.if_(", MASKED),
+    slower("decode/mask.rs", "", MASKED),
+    slower("mma/walk.rs", "", MASKED),
+    slower("mma/backward/weights.rs", "k.if_(", MASKED),
+    slower("backward/consumer.rs", "k.if_(needs_mask", MASKED),
+    slower("/softmax.rs", "", "what is multiplied by a factor of 1 stays as it is"),
+];
+
+/// Of changes that decide what is masked.
+const MASKED: &str = "a mask where nothing is hidden changes nothing";
+
+const fn slower(file: &'static str, line: &'static str, reason: &'static str) -> Equivalent {
+    let (kernel, change) = ("", "");
+    Equivalent { kernel, kind: Kind::Value, change, file, line, at_most: usize::MAX, reason }
+}
+
+/// The line of the list that a mutant of a kernel is on, which took more instructions than the kernel
+/// or not.
+pub(super) fn find(kernel: &str, mutant: &Mutant, slower: bool) -> Option<&'static Equivalent> {
+    let all = EQUIVALENTS.iter().chain(SLOWER.iter().filter(|_| slower));
+    let mut named = all.filter(|it| it.names(kernel, mutant)).peekable();
     named.peek()?;
     let source = source(mutant.place)?;
     named.find(|it| source.contains(it.line))

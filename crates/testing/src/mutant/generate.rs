@@ -15,6 +15,9 @@ struct Possibility {
     change: Change,
 }
 
+/// What is done to a branch.
+pub(super) const BRANCH: &str = "branch";
+
 /// Every mutant of a program.
 pub fn every(program: &Program) -> Vec<Mutant> {
     let regions = Regions::of(program);
@@ -22,8 +25,7 @@ pub fn every(program: &Program) -> Vec<Mutant> {
     let (mut site, mut instructions) = (0, 0);
     program.visit(&mut |statement| {
         let is_instruction = matches!(statement.kind, StatementKind::Instruction(_));
-        let at = (site, is_instruction.then_some(instructions));
-        of_statement(program, &regions, statement, at, &mut all);
+        of_statement(program, &regions, statement, (site, instructions), &mut all);
         site += 1;
         instructions += is_instruction as usize;
     });
@@ -34,12 +36,12 @@ fn of_statement(
     program: &Program,
     regions: &Regions,
     statement: &Statement,
-    (site, instruction): (usize, Option<usize>),
+    (site, next): (usize, usize),
     all: &mut Vec<Mutant>,
 ) {
     let barrier = regions.of_barrier(statement).map(|name| format!(" of {name}"));
     let barrier = barrier.unwrap_or_default();
-    let mut add = |kind, list: Vec<Possibility>| {
+    let mut add = |kind, instruction, list: Vec<Possibility>| {
         all.extend(list.into_iter().map(|Possibility { operator, detail, change }| Mutant {
             kind,
             operator,
@@ -58,13 +60,16 @@ fn of_statement(
             }
             weaken::add(&mut weaker, instruction);
             value::add(&mut wrong, instruction);
-            add(Kind::Delete, deleted.all);
-            add(Kind::Weaken, weaker.all);
-            add(Kind::Value, wrong.all);
+            add(Kind::Delete, Some(next), deleted.all);
+            add(Kind::Weaken, Some(next), weaker.all);
+            add(Kind::Value, Some(next), wrong.all);
         }
         StatementKind::If { then, otherwise, .. } => {
-            let sides = [("never", otherwise), ("always", then)];
-            add(Kind::Value, sides.map(|(when, side)| branch(when, side)).into());
+            let [never, always] = [branch("never", otherwise), branch("always", then)];
+            // What is never entered, nobody misses.
+            let inside = then.iter().any(|it| matches!(it.kind, StatementKind::Instruction(_)));
+            add(Kind::Value, Some(next).filter(|_| inside), vec![never]);
+            add(Kind::Value, None, vec![always]);
         }
         StatementKind::Loop { .. } | StatementKind::Break { .. } | StatementKind::Role { .. } => {}
     }
@@ -80,7 +85,7 @@ fn synchronises(instruction: &Instruction) -> bool {
 fn branch(when: &str, side: &Block) -> Possibility {
     let statements = side.iter().map(|statement| statement.kind.clone()).collect();
     let change = Change { statements, registers: Vec::new() };
-    Possibility { operator: "branch", detail: format!("{when} taken"), change }
+    Possibility { operator: BRANCH, detail: format!("{when} taken"), change }
 }
 
 /// The name of an instruction without its operands.

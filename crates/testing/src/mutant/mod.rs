@@ -25,10 +25,12 @@
 //! | `trial` | one mutant against the scenes of its kernel |
 //! | `survey` | many mutants of a kernel, and the score |
 //! | `subject` | the configurations that stand for a family |
+//! | `idle` | mutants that compute the same, as the program itself shows |
 //! | `equivalent` | mutants that are as good as the original, and why |
 
 mod equivalent;
 mod generate;
+mod idle;
 mod subject;
 mod survey;
 mod trial;
@@ -42,7 +44,7 @@ use ptx::{Block, Instruction, Place, Program, Statement, StatementKind, Type};
 pub use equivalent::{EQUIVALENTS, Equivalent};
 pub use generate::every;
 pub use subject::{families, subjects};
-pub use survey::{Outcome, Score, Survey, sample, survey};
+pub use survey::{Listed, Outcome, Score, Survey, sample, survey};
 pub use trial::{Killer, Trial, Verdict};
 
 /// What kind of change it is.
@@ -83,7 +85,8 @@ pub struct Mutant {
     pub place: Place,
     /// The statement, in the order of [`Program::visit`].
     pub site: usize,
-    /// The instruction among the program's, if it is one.
+    /// The instruction among the program's that it is about; of a branch that is left out, the first
+    /// inside.
     instruction: Option<usize>,
     change: Change,
 }

@@ -4,14 +4,15 @@
 //! nothing more.
 
 use kernels::append::Rotary;
-use kernels::backward::{Rounding, RowSums};
+use kernels::attention::function::Function;
+use kernels::backward::{Rounding, RowSums, SinkGradients};
 use kernels::forward::{Form, every_tuned};
 use kernels::mma::BackwardMma;
 use kernels::product::Source;
 use kernels::sequencer::Tiles;
 use kernels::{
     Append, Backward, Batch, Cache, Combine, Configuration, Decode, Forward, MaskKind, Mma,
-    Prefill, Rules, Sequencer,
+    Prefill, Rules, Scales, Sequencer, Widen,
 };
 use ptx::{Element, Target};
 
@@ -30,16 +31,32 @@ pub fn subjects() -> Vec<Configuration> {
     all.extend(mmas().map(Configuration::Mma));
     all.extend(decodes().map(Configuration::Decode));
     all.extend(appends().map(Configuration::Append));
+    all.extend(widens().map(Configuration::Widen));
     all.extend(combines().map(Configuration::Combine));
     all.extend(sequencers().map(Configuration::Sequencer));
     all.extend(row_sums().map(Configuration::RowSums));
     all.extend(backwards().map(Configuration::Backward));
     all.extend(backward_mmas().map(Configuration::BackwardMma));
     all.extend(roundings().map(Configuration::Rounding));
+    all.extend(sink_gradients().map(Configuration::SinkGradients));
     all
 }
 
-fn forwards() -> [Forward; 4] {
+/// A mask and scores that divide by numbers of every sign, and by none.
+fn functions() -> Rules {
+    let every = Function::mask("every", |at| ((at.query() - at.key()) % (at.head() - 2)).le(0));
+    let leaning = Function::score("leaning", |score, at| {
+        let apart = (at.position() - at.key()) / (at.head() - 2);
+        score * 0.5 - apart.to_f32() * 0.02 * (at.batch() + 1).to_f32()
+    });
+    Rules { mask_function: Some(every), score_function: Some(leaning), ..Rules::DENSE }
+}
+
+/// A cache of 8 bits, with both kinds of scales.
+const NARROW: Cache =
+    Cache { element: Element::E4M3, key_scales: Scales::PerHead, value_scales: Scales::PerToken };
+
+fn forwards() -> [Forward; 6] {
     let dense = Forward {
         element: Element::BF16,
         output: Element::BF16,
@@ -65,6 +82,9 @@ fn forwards() -> [Forward; 4] {
             ..causal
         },
         Forward { rules: Rules::EVERY, warpgroups: 1, stages: 3, ..dense },
+        Forward { rules: functions(), warpgroups: 1, ..dense },
+        // Values of 8 bits are transposed on their way.
+        Forward { element: Element::E4M3, form: Form::COMPACT, warpgroups: 1, ..causal },
     ]
 }
 
@@ -103,7 +123,7 @@ fn mmas() -> [Mma; 4] {
     ]
 }
 
-fn decodes() -> [Decode; 2] {
+fn decodes() -> [Decode; 3] {
     let plain = Decode {
         target: Target::SM_80,
         element: Element::BF16,
@@ -119,10 +139,11 @@ fn decodes() -> [Decode; 2] {
         blocks: 1,
     };
     let rules = Rules { mask: MaskKind::Local, ..Rules::EVERY };
-    [plain, Decode { paged: true, stages: 3, rows: 16, rules, ..plain }]
+    let every = Decode { paged: true, stages: 3, rows: 16, rules, ..plain };
+    [plain, every, Decode { target: Target::SM_89, cache: NARROW, head_dim: 32, ..plain }]
 }
 
-fn appends() -> [Append; 2] {
+fn appends() -> [Append; 3] {
     let plain = Append {
         target: Target::SM_80,
         element: Element::BF16,
@@ -132,8 +153,23 @@ fn appends() -> [Append; 2] {
         paged: false,
         rotary: None,
     };
-    let rotary = Some(Rotary { dim: 160, interleaved: true });
-    [plain, Append { paged: true, rotary, ..plain }]
+    let rotary = Some(Rotary { dim: 96, interleaved: true });
+    let cache = Cache { key_scales: Scales::PerToken, value_scales: Scales::PerHead, ..NARROW };
+    let halves = Some(Rotary { dim: 96, interleaved: false });
+    let narrow = Append { target: Target::SM_89, cache, rotary: halves, ..plain };
+    [plain, Append { paged: true, rotary, ..plain }, narrow]
+}
+
+fn widens() -> [Widen; 2] {
+    let plain = Widen {
+        target: Target::SM_89,
+        element: Element::BF16,
+        cache: NARROW,
+        head_dim: 80,
+        value_head_dim: 96,
+        paged: false,
+    };
+    [plain, Widen { paged: true, ..plain }]
 }
 
 fn combines() -> [Combine; 2] {
@@ -147,8 +183,9 @@ fn sequencers() -> [Sequencer; 3] {
         .map(|tiles| Sequencer { target: Target::SM_90A, tiles })
 }
 
-/// Steps of two parts in two stages, and of one in three.
-fn backwards() -> [Backward; 2] {
+/// Steps of two parts in two stages, and of one in three; in one order; heads for two warpgroups; more
+/// keys; a ragged batch.
+fn backwards() -> [Backward; 6] {
     let narrow = Backward {
         element: Element::BF16,
         head_dim: 16,
@@ -159,12 +196,21 @@ fn backwards() -> [Backward; 2] {
         deterministic: false,
     };
     let rules = Rules { mask: MaskKind::Local, alibi: true, ..Rules::DENSE };
-    [narrow, Backward { head_dim: 72, value_head_dim: 24, rules, query_block: 64, ..narrow }]
+    let small = Backward { query_block: 64, ..narrow };
+    [
+        narrow,
+        Backward { head_dim: 72, value_head_dim: 24, rules, ..small },
+        Backward { deterministic: true, ..narrow },
+        Backward { head_dim: 136, value_head_dim: 24, ..small },
+        Backward { rules: Rules::DENSE, ..small },
+        Backward { batch: Batch::Ragged, ..narrow },
+    ]
 }
 
 /// Few warps, two that share their keys.
-fn backward_mmas() -> [BackwardMma; 2] {
-    backwards().map(|it| BackwardMma {
+fn backward_mmas() -> [BackwardMma; 3] {
+    let [narrow, wide, ordered, ..] = backwards();
+    [narrow, wide, ordered].map(|it| BackwardMma {
         target: Target::SM_80,
         element: it.element,
         head_dim: it.head_dim,
@@ -177,15 +223,27 @@ fn backward_mmas() -> [BackwardMma; 2] {
         part: 16,
         ahead: 1,
         residents: 1,
-        deterministic: false,
+        deterministic: it.deterministic,
         batch: it.batch,
     })
 }
 
 fn row_sums() -> [RowSums; 2] {
-    backwards().map(|it| it.pass().row_sums())
+    let [narrow, wide, ..] = backwards();
+    [narrow, wide].map(|it| it.pass().row_sums())
 }
 
 fn roundings() -> [Rounding; 2] {
-    backwards().map(|it| it.pass().rounding())
+    let [narrow, wide, ..] = backwards();
+    [narrow, wide].map(|it| it.pass().rounding())
+}
+
+fn sink_gradients() -> [SinkGradients; 2] {
+    let plain = SinkGradients {
+        target: Target::SM_90A,
+        mask: MaskKind::Causal,
+        query_block: 64,
+        batch: Batch::Equal,
+    };
+    [plain, SinkGradients { mask: MaskKind::Local, query_block: 128, ..plain }]
 }

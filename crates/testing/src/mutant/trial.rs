@@ -5,8 +5,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use kernels::Configuration;
 use ptx::Program;
-use sim::{Failure, HazardKind, Measure, Mode, Options, Policy};
+use sim::{Failure, HazardKind, Measure, Mode, Options, Policy, Report};
 
+use super::idle::Idle;
 use super::{Equivalent, Kind, Mutant, equivalent};
 use crate::scene::{Scene, SceneError};
 
@@ -34,6 +35,8 @@ pub enum Killer {
     Refused,
     /// A result is wrong, or written twice, or a counter is not left as it was.
     WrongNumbers,
+    /// The results are right, and took more or fewer products, exponentials or bytes.
+    Work,
 }
 
 impl fmt::Display for Killer {
@@ -43,6 +46,7 @@ impl fmt::Display for Killer {
             Killer::Hazard(kind) => write!(f, "hazard: {kind}"),
             Killer::Refused => f.write_str("refused"),
             Killer::WrongNumbers => f.write_str("wrong numbers"),
+            Killer::Work => f.write_str("work"),
         }
     }
 }
@@ -52,16 +56,45 @@ const FIRST: (Policy, u64) = (Policy::Latest, 0);
 const OTHERS: [(Policy, u64); 4] =
     [(Policy::Random, 0), (Policy::Earliest, 0), (Policy::Random, 1), (Policy::Random, 2)];
 
+/// What a kernel is there to spare: of each, a scene takes so much and no more.
+const WORK: [Measure; 5] = [
+    Measure::TensorOperations,
+    Measure::Exponentials,
+    Measure::CopyBytesDelivered,
+    Measure::GlobalBytesRead,
+    Measure::GlobalBytesWritten,
+];
+
 /// How many times as long as the original a mutant may run.
 const PATIENCE: u64 = 4;
 
 /// A kernel with the scenes that its mutants are shown.
 pub struct Trial {
     program: Program,
-    /// Each with the steps that a run may take.
-    scenes: Vec<(Scene, u64)>,
+    /// What it shows without being run.
+    idle: Idle,
+    scenes: Vec<Shown>,
     /// The instructions that some scene comes to.
     reached: Vec<bool>,
+}
+
+/// A scene that mutants are shown.
+struct Shown {
+    scene: Scene,
+    /// Warp instructions of the kernel itself.
+    instructions: u64,
+    /// What it takes of each of [`WORK`].
+    work: [u64; 5],
+}
+
+/// What came of a mutant in all scenes.
+enum Seen {
+    Noticed(Killer),
+    /// Nobody noticed; whether it took more instructions than the kernel in some scene, and fewer in
+    /// none.
+    Unnoticed {
+        slower: bool,
+    },
 }
 
 impl Trial {
@@ -79,15 +112,28 @@ impl Trial {
                 return Err(SceneError::Size(format!("{}: {complaint}", scene.size)));
             }
             reached.iter_mut().zip(report.reached).for_each(|(all, here)| *all |= here);
-            let steps = PATIENCE * report.counts.get(Measure::WarpInstructions) + 50_000;
-            scenes.push((scene, steps));
+            let instructions = report.counts.get(Measure::WarpInstructions);
+            let work = WORK.map(|measure| report.counts.get(measure));
+            scenes.push(Shown { scene, instructions, work });
         }
-        Ok(Trial { program, scenes, reached })
+        let idle = Idle::of(&program);
+        Ok(Trial { program, idle, scenes, reached })
+    }
+
+    /// What the kernel does in all scenes together: products, exponentials, bytes that are moved.
+    pub fn work(&self) -> [(Measure, u64); 5] {
+        let all = |index: usize| self.scenes.iter().map(|it| it.work[index]).sum();
+        std::array::from_fn(|index| (WORK[index], all(index)))
     }
 
     /// The kernel's program.
     pub fn program(&self) -> &Program {
         &self.program
+    }
+
+    /// What the list of equivalents says of a mutant that nobody noticed.
+    pub fn listed(&self, mutant: &Mutant) -> Option<&'static Equivalent> {
+        equivalent::find(&self.program.name, mutant, false)
     }
 
     /// Shows a mutant to everyone until somebody notices.
@@ -96,43 +142,73 @@ impl Trial {
         if unreached && mutant.kind == Kind::Value {
             return Verdict::Unreached;
         }
+        if let Some(known) = self.idle.reason(mutant) {
+            return Verdict::Equivalent(known);
+        }
         let program = mutant.apply(&self.program);
         if !matches!(catch_unwind(AssertUnwindSafe(|| ptx::validate(&program))), Ok(Ok(()))) {
             return Verdict::Killed(Killer::Validator);
         }
-        let found = match mutant.kind {
+        let seen = match mutant.kind {
             // Numbers tell nearly all of it, and several times as fast.
-            Kind::Value => self
-                .under(&program, Mode::Values, &[FIRST])
-                .or_else(|| self.under(&program, Mode::Checked, &OTHERS[..1])),
-            Kind::Delete | Kind::Weaken => self
-                .under(&program, Mode::Checked, &[FIRST])
-                .or_else(|| self.under(&program, Mode::Checked, &OTHERS)),
+            Kind::Value => match self.under(&program, Mode::Values, &[FIRST]) {
+                Seen::Unnoticed { slower } => {
+                    match self.under(&program, Mode::Checked, &OTHERS[..1]) {
+                        Seen::Unnoticed { .. } => Seen::Unnoticed { slower },
+                        noticed => noticed,
+                    }
+                }
+                noticed => noticed,
+            },
+            Kind::Delete | Kind::Weaken => match self.under(&program, Mode::Checked, &[FIRST]) {
+                Seen::Unnoticed { .. } => self.under(&program, Mode::Checked, &OTHERS),
+                noticed => noticed,
+            },
         };
-        match (found, equivalent::find(&self.program.name, mutant)) {
-            (Some(killer), _) => Verdict::Killed(killer),
-            (None, Some(known)) => Verdict::Equivalent(known),
-            (None, None) => Verdict::Survived,
+        let slower = match seen {
+            Seen::Noticed(killer) => return Verdict::Killed(killer),
+            Seen::Unnoticed { slower } => slower,
+        };
+        match equivalent::find(&self.program.name, mutant, slower) {
+            Some(known) => Verdict::Equivalent(known),
+            None => Verdict::Survived,
         }
     }
 
-    fn under(&self, program: &Program, mode: Mode, schedules: &[(Policy, u64)]) -> Option<Killer> {
-        self.scenes.iter().find_map(|(scene, step_limit)| {
-            schedules.iter().find_map(|&(policy, seed)| {
-                let step_limit = *step_limit;
+    fn under(&self, program: &Program, mode: Mode, schedules: &[(Policy, u64)]) -> Seen {
+        let (mut more, mut less) = (false, false);
+        for Shown { scene, instructions, work } in &self.scenes {
+            for &(policy, seed) in schedules {
+                let step_limit = PATIENCE * instructions + 50_000;
                 let options = Options { policy, seed, mode, step_limit, ..Options::default() };
-                notice(scene, program, &options)
-            })
-        })
+                let report = match notice(scene, program, &options) {
+                    Ok(report) => report,
+                    Err(killer) => return Seen::Noticed(killer),
+                };
+                // Under another schedule other blocks of threads may take the work.
+                if (policy, seed) == FIRST {
+                    if WORK.map(|measure| report.counts.get(measure)) != *work {
+                        return Seen::Noticed(Killer::Work);
+                    }
+                    let taken = report.counts.get(Measure::WarpInstructions);
+                    more |= taken > *instructions;
+                    less |= taken < *instructions;
+                }
+            }
+        }
+        Seen::Unnoticed { slower: more && !less }
     }
 }
 
-/// Who notices a program in a scene under a schedule.
-fn notice(scene: &Scene, program: &Program, options: &Options) -> Option<Killer> {
+/// Who notices a program in a scene under a schedule, or what the run tells.
+fn notice(scene: &Scene, program: &Program, options: &Options) -> Result<Report, Killer> {
     let run = catch_unwind(AssertUnwindSafe(|| scene.run_program(program, options)));
     match run {
-        Err(_) | Ok(Err(Failure::Launch(_) | Failure::OverBudget { .. })) => Some(Killer::Refused),
-        Ok(Err(Failure::Hazard(hazard))) => Some(Killer::Hazard(hazard.kind)),
-        Ok(Ok((memory, _))) => scene.judge(&memory).complaint.map(|_| Killer::WrongNumbers),
+        Err(_) | Ok(Err(Failure::Launch(_) | Failure::OverBudget { .. })) => Err(Killer::Refused),
+        Ok(Err(Failure::Hazard(hazard))) => Err(Killer::Hazard(hazard.kind)),
+        Ok(Ok((memory, report))) => match scene.judge(&memory).complaint {
+            Some(_) => Err(Killer::WrongNumbers),
+            None => Ok(report),
+        },
     }
 }

@@ -204,7 +204,7 @@ fn other_constants(ty: Type, bits: u64) -> Vec<u64> {
             let other = match value {
                 0.0 => 1.0,
                 value if value.is_infinite() => 0.0,
-                value => value * 1.02,
+                value => value * 2.0,
             };
             if value.is_nan() { Vec::new() } else { vec![other.to_bits().into()] }
         }

@@ -42,6 +42,8 @@ pub struct AppendSize {
     pub listed: bool,
     /// Whether lists hold numbers beyond their bounds where the bound itself is meant.
     pub hostile: bool,
+    /// Whether rotated queries go where they came from.
+    pub in_place: bool,
 }
 
 impl AppendSize {
@@ -58,6 +60,7 @@ impl AppendSize {
             in_order: true,
             listed: true,
             hostile: false,
+            in_place: true,
         }
     }
 
@@ -117,6 +120,7 @@ impl Scene {
             in_order,
             listed,
             hostile,
+            in_place,
         } = size;
         let refused = |text: String| SceneError::Size(text);
         let batch = lengths.len();
@@ -125,7 +129,10 @@ impl Scene {
             return Err(refused("there is no sequence or no room".to_owned()));
         }
         let (dim, value_dim) = (append.head_dim as usize, append.value_head_dim as usize);
-        let mut dice = Dice::new(5);
+        // Of hostile lists the last entry is one that is used.
+        let uses_last = |seed: &u64| Dice::new(*seed).shuffled(batch + 1)[..batch].contains(&batch);
+        let seed = (5..50).find(|seed| !hostile || uses_last(seed));
+        let mut dice = Dice::new(seed.unwrap_or(5));
         // Every sequence could be as long as there is room.
         let full = vec![*capacity; batch];
         let (places, cache) = match append.paged {
@@ -136,7 +143,8 @@ impl Scene {
             false => (Placement::padded(full), Shape::new(batch, *capacity, *key_heads, dim)),
         };
         let problem = size.problem(&append, cache);
-        let chip = Chip { target: append.target, multiprocessors: 2, l2_bytes: 1 << 20 };
+        let chip =
+            Chip { target: append.target, multiprocessors: 2, l2_bytes: 1 << 20, ..Chip::H200 };
         let choice = problem.choose(&chip).map_err(|error| refused(error.to_string()))?;
         let launch = &choice.launches[0];
         let program = launch.kernel.program()?;
@@ -161,7 +169,7 @@ impl Scene {
         let made_of = append.cache;
         let mut scales = [made_of.key_scales, made_of.value_scales]
             .map(|scales| initial_scales(scales, batch * key_heads, cached));
-        let mut q = numbers(query_rows * heads * dim);
+        let q = numbers(query_rows * heads * dim);
         let half = append.rotary.map_or(1, |rotary| rotary.dim as usize / 2);
         let positions = capacity + 1;
         let (cosines, sines) = (numbers(positions * half), numbers(positions * half));
@@ -180,9 +188,14 @@ impl Scene {
             let id = memory.input(&format!("{tensor:?}"), encode(element, numbers));
             buffers.insert(Source::Tensor(tensor), id);
         }
-        // Turned where they are.
-        let query = buffers[&Source::Tensor(Tensor::Query)];
-        buffers.insert(Source::Tensor(Tensor::RotatedQuery), query);
+        // Without angles they stay where they are.
+        let in_place = *in_place || append.rotary.is_none();
+        let rotated_queries = match in_place {
+            true => buffers[&Source::Tensor(Tensor::Query)],
+            false => memory.result("RotatedQuery", encode(element, &vec![UNTOUCHED; q.len()])),
+        };
+        buffers.insert(Source::Tensor(Tensor::RotatedQuery), rotated_queries);
+        let mut turned = if in_place { q.clone() } else { vec![UNTOUCHED; q.len()] };
         for (list, numbers) in [(List::Cosines, &cosines), (List::Sines, &sines)] {
             let id = memory.input(&format!("{list:?}"), encode(element, numbers));
             buffers.insert(Source::List(list), id);
@@ -195,8 +208,16 @@ impl Scene {
         };
         let mut lists = vec![(List::KeyLengths, words(lengths))];
         if *listed {
-            lists.push((List::NewStarts, new_starts.clone()));
-            lists.push((List::QueryStarts, query_starts.clone()));
+            let (mut starts, mut query_starts) = (new_starts.clone(), query_starts.clone());
+            if *hostile {
+                // Lists of both kinds, and sequences of nothing that begin after they end.
+                lists.push((List::NewLengths, words(new)));
+                lists.push((List::QueryLengths, words(queries)));
+                cross(&mut starts, new);
+                cross(&mut query_starts, queries);
+            }
+            lists.push((List::NewStarts, starts));
+            lists.push((List::QueryStarts, query_starts));
         } else if new.iter().any(|it| *it != new[0]) {
             lists.push((List::NewLengths, words(new)));
             lists.push((List::QueryLengths, words(queries)));
@@ -260,7 +281,7 @@ impl Scene {
                     let at = (query_starts[sequence] as usize + query) * heads + head;
                     let row = turn(&q[at * dim..][..dim], position);
                     let row: Vec<f64> = row.iter().map(|it| round(element, *it)).collect();
-                    q[at * dim..][..dim].copy_from_slice(&row);
+                    turned[at * dim..][..dim].copy_from_slice(&row);
                 }
             }
         }
@@ -291,7 +312,7 @@ impl Scene {
             expected("values", Tensor::Value, made_of.element, v),
             expected("key scales", Tensor::KeyDescale, Element::F32, key_scales),
             expected("value scales", Tensor::ValueDescale, Element::F32, value_scales),
-            expected("queries", Tensor::Query, element, q),
+            expected("queries", Tensor::RotatedQuery, element, turned),
         ];
         let step = Step::bound(program, launch.blocks, &values, &buffers)?;
         let size = format!("lengths {lengths:?}, new {new:?}, {key_heads} heads, room {capacity}");
@@ -355,6 +376,15 @@ fn starts(lengths: &[usize], packed: bool) -> Vec<u32> {
         false => count * longest,
     };
     (0..=lengths.len()).map(|count| start(count) as u32).collect()
+}
+
+/// Moves the begin of what is empty behind its end; the room of the one before grows, and is not used.
+fn cross(starts: &mut [u32], lengths: &[usize]) {
+    for sequence in 1..lengths.len().saturating_sub(1) {
+        if lengths[sequence] == 0 {
+            starts[sequence] += 1;
+        }
+    }
 }
 
 /// A row, rotated by the angles of its position, not rounded yet.

@@ -80,6 +80,8 @@ pub enum Weights {
     /// Some far more than their neighbours, so that exponentials of anything but the maximum
     /// overflow.
     Spikes,
+    /// The same, more towards both ends: later ones are far beyond earlier ones too.
+    Peaks,
     /// The fourth is not a number.
     Nan,
 }
@@ -90,7 +92,8 @@ impl Weights {
             Weights::Even => 1.0,
             Weights::Valley => 1.0 + 3.0 * (2.0 * position as f32 / length as f32 - 1.0).abs(),
             Weights::Spikes if position % 7 == 3 => 60.0,
-            Weights::Spikes => 1.0,
+            Weights::Peaks if position % 7 == 3 => 25.0 * Weights::Valley.of(position, length),
+            Weights::Spikes | Weights::Peaks => 1.0,
             Weights::Nan if position == 3 => f32::NAN,
             Weights::Nan => 1.0,
         }
@@ -241,7 +244,8 @@ impl Call {
         let (problem, inputs) = given.call().map_err(refused)?;
         let Kernel { target, .. } = Kernel::of(&self.kernel);
         let element = problem.dtypes.output.element();
-        let chip = Chip { target, multiprocessors: self.processors, l2_bytes: 1 << 20 };
+        let chip =
+            Chip { target, multiprocessors: self.processors, l2_bytes: 1 << 20, ..Chip::H200 };
         let choice = Choice::for_kernel(&chip, &problem, self.kernel, self.splits)
             .map_err(SceneError::Size)?;
 
@@ -263,6 +267,7 @@ impl Call {
         for list in LISTS {
             if let Some(mut words) = inputs.list(&problem, list) {
                 if self.hostile {
+                    fill(list, &mut words, |starts| inputs.list(&problem, starts));
                     exceed(list, &mut words, &problem, inputs.key.shape().batch);
                     cross(&mut words, list, |lengths| inputs.list(&problem, lengths));
                 }
@@ -408,6 +413,7 @@ impl Call {
                     Some(sequences) => sequences.over(tensors.inputs())?,
                     None => (problem.clone(), tensors.inputs()),
                 };
+                let inputs = inputs.with_captured(&self.captured);
                 Some(Backward::new(&problem, inputs, gradient)?)
             }
         };
@@ -504,6 +510,20 @@ fn exceed(list: List, words: &mut [u32], problem: &Problem, entries: usize) {
         _ => return,
     };
     out_of_bounds(words, most);
+}
+
+/// Lengths of sequences that fill their room become longer than any.
+fn fill(list: List, words: &mut [u32], other: impl Fn(List) -> Option<Vec<u32>>) {
+    let starts = match list {
+        List::QueryLengths => other(List::QueryStarts),
+        List::KeyLengths => other(List::KeyStarts),
+        _ => None,
+    };
+    for (word, room) in words.iter_mut().zip(starts.unwrap_or_default().windows(2)) {
+        if *word > 0 && *word == room[1] - room[0] {
+            *word += 1_000_000;
+        }
+    }
 }
 
 /// Where another list says that a sequence is empty, it begins after it ends.

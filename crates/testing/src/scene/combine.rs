@@ -37,7 +37,8 @@ impl Scene {
             partial: dtype(combine.partial),
             output: dtype(combine.element),
         };
-        let chip = Chip { target: combine.target, multiprocessors: 2, l2_bytes: 1 << 20 };
+        let chip =
+            Chip { target: combine.target, multiprocessors: 2, l2_bytes: 1 << 20, ..Chip::H200 };
         let choice = problem.choose(&chip).map_err(|error| refused(error.to_string()))?;
         let launch = &choice.launches[0];
         let program = launch.kernel.program()?;

@@ -4,8 +4,8 @@
 //! Tiles that cost the same come in any order, and a scene expects one: it passes for certain only
 //! where there are none.
 
-use flashcore::Mask;
 use flashcore::plan::Source;
+use flashcore::{Mask, Problem};
 use kernels::backward::tuned_backward;
 use kernels::forward::every_prefill;
 use kernels::parameter::Workspace;
@@ -18,8 +18,10 @@ use ptx::Element;
 use super::call::Staged;
 use super::{Call, Expected, Place, Ragged, Scene, SceneError};
 
-/// Positions of a chunk, for a kernel that has chunks.
+/// Positions of a chunk, for a kernel that has chunks: of short sequences, and of long ones, in which
+/// tiles would otherwise cost the same.
 const CHUNK: usize = 50;
+const LONG_CHUNK: usize = 1700;
 
 impl Scene {
     /// Small: sequences without queries and without keys, and no two tiles that cost the same.
@@ -43,9 +45,16 @@ impl Scene {
         };
         let Prefill { tile, .. } = every_prefill()[0];
         let rules = Rules { mask, ..Rules::LOCAL };
+        // Narrow heads: keys are there and nobody reads them.
+        let (head_dim, value_head_dim) = (16, 16);
+        let tile = Forward { head_dim, value_head_dim, ..tile };
         let tile = Forward { warpgroups: tile_rows / 64, ping_pong: false, rules, ..tile };
         let prefill = Configuration::Prefill(Prefill { tile, page_rows: None });
-        let chunk = if mask == MaskKind::Chunked { CHUNK } else { 0 };
+        let chunk = match mask {
+            MaskKind::Chunked if ragged.keys.iter().any(|keys| *keys > 500) => LONG_CHUNK,
+            MaskKind::Chunked => CHUNK,
+            _ => 0,
+        };
         let mask = Mask::CAUSAL.with_chunk(chunk);
         let call = Call::ragged(prefill, ragged.clone(), [1, 1]).with(|it| it.with_mask(mask));
         let window = Window { chunk: (chunk > 0).then_some(chunk as u32), ..Window::CAUSAL };
@@ -95,24 +104,31 @@ impl Scene {
     }
 }
 
-/// Where packed or padded queries and padded keys of each sequence are, with one head.
+/// Where packed or padded queries and keys in batch entries of each sequence are, with one head.
 fn slices(ragged: &Ragged) -> Result<Vec<Slice>, SceneError> {
-    let Ragged { queries, keys, query_place, key_place, .. } = ragged;
-    if !matches!((query_place, key_place), (Place::Packed | Place::Padded, Place::Padded)) {
-        return Err(SceneError::Size("queries are packed or padded, and keys padded".to_owned()));
+    let Ragged { queries, keys, query_place, key_place, padding } = ragged;
+    let places = (query_place, key_place);
+    if !matches!(places, (Place::Packed | Place::Padded, Place::Padded | Place::Entries)) {
+        let text = "queries are packed or padded, and keys in batch entries";
+        return Err(SceneError::Size(text.to_owned()));
     }
     let longest = |lengths: &[usize]| lengths.iter().copied().max().unwrap_or(0).max(1);
-    let room = longest(keys);
+    let skipped = |sequence: usize| padding.get(sequence).copied().unwrap_or(0);
+    let ends: Vec<usize> = (0..).zip(keys).map(|(at, keys)| keys + skipped(at)).collect();
+    let room = longest(&ends);
+    let refused = |error: flashcore::Error| SceneError::Size(error.to_string());
+    let (_, (places, _)) = ragged.placements(&Problem::new(1, 1, 1, 8)).map_err(refused)?;
     let slice = |sequence: usize| {
         let start = match query_place {
             Place::Padded => sequence * longest(queries),
             _ => queries[..sequence].iter().sum::<usize>(),
         };
         let start = start as u32;
+        let entry = places.entry(sequence).unwrap_or(sequence);
         Slice {
             query_start: start,
             queries: ragged.queries[sequence] as u32,
-            key_start: (room * sequence) as u32,
+            key_start: (room * entry + skipped(sequence)) as u32,
             keys: ragged.keys[sequence] as u32,
             output_start: start,
             lse_start: start,

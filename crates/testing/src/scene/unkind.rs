@@ -6,8 +6,12 @@
 //! most mutants fall there.
 
 use flashcore::Mask;
+use kernels::mma::BackwardMma;
 use kernels::sequencer::Tiles;
-use kernels::{Append, Batch, Configuration, Decode, Forward, MaskKind, Mma, Prefill, Sequencer};
+use kernels::{
+    Append, Backward, Batch, Configuration, Decode, Forward, MaskKind, Mma, Prefill, Sequencer,
+    Widen,
+};
 
 use super::{AppendSize, Call, Place, Ragged, Scene, SceneError, Weights};
 
@@ -29,11 +33,15 @@ impl Scene {
             }
             Configuration::Sequencer(it) => sequencer(it),
             Configuration::Backward(it) => {
-                scenes(backward(*kernel, [it.query_block, it.key_block()], it.head_dim, it.batch))
+                let tile = [it.query_block, it.key_block()];
+                scenes(backward(*kernel, tile, it.head_dim, (it.rules.mask, it.batch)))
             }
             Configuration::BackwardMma(it) => {
-                scenes(backward(*kernel, [it.query_block, it.key_block()], it.head_dim, it.batch))
+                let tile = [it.query_block, it.key_block()];
+                scenes(backward(*kernel, tile, it.head_dim, (it.rules.mask, it.batch)))
             }
+            // Pages that end within a block and at its end; more sequences and heads.
+            Configuration::Widen(it) => widen(it),
             // Queries that end in every round of stores.
             Configuration::Rounding(it) => {
                 let (after, ends) = (it.after().unwrap_or(*kernel), (2..64).step_by(4));
@@ -42,9 +50,11 @@ impl Scene {
             Configuration::SinkGradients(it) => {
                 // More blocks of rows than one round takes, of several sequences; rows without keys.
                 let after = it.after().unwrap_or(*kernel);
-                let sizes = [(1, [1100, 60]), (3, [700, 40])];
+                // Few rows, so that each of them weighs; all warps; rows of another round.
+                let few = [(1, [1, 1]), (1, [5, 3]), (2, [9, 11]), (1, [70, 66]), (8, [66, 66])];
+                let sizes = few.into_iter().chain([(1, [1100, 60]), (3, [700, 40])]);
                 let calls = sizes.map(|(batch, lengths)| Call::new(after, batch, lengths, [2, 1]));
-                calls.iter().map(|call| call.scene_of(3)).collect()
+                calls.map(|call| call.scene_of(3)).collect()
             }
             _ => Ok(Vec::new()),
         };
@@ -57,14 +67,19 @@ fn scenes(calls: Vec<Call>) -> Result<Vec<Scene>, SceneError> {
 }
 
 /// One step alone, steps around the stages more than once, keys that nobody sees.
-fn backward(kernel: Configuration, tile: [u32; 2], head_dim: u32, batch: Batch) -> Vec<Call> {
+fn backward(
+    kernel: Configuration,
+    tile: [u32; 2],
+    head_dim: u32,
+    (mask, batch): (MaskKind, Batch),
+) -> Vec<Call> {
     let [rows, keys] = tile.map(|it| it as usize);
     if batch != Batch::Equal {
         return ragged_backward(kernel, rows, keys);
     }
     let call = |lengths, heads| Call::new(kernel, 1, lengths, heads);
     let scale = 2.0 / (head_dim as f32).sqrt();
-    vec![
+    let mut all = vec![
         call([rows - 1, keys + 40], [2, 1]),
         // As many keys as queries, so that no mask leaves few steps; numbers of blocks and of stages
         // that have no divisor in common, so that every stage sees full blocks. Each query has few
@@ -72,7 +87,48 @@ fn backward(kernel: Configuration, tile: [u32; 2], head_dim: u32, batch: Batch) 
         call([2 * rows + 70, 2 * rows + 70], [2, 1]).with(|it| it.with_scale(scale)),
         // Heads and sequences that lie beside each other; whole blocks.
         Call::new(kernel, 2, [rows, 70], [2, 2]).with(|it| it.with_scale(scale)),
-    ]
+        Call::new(kernel, 2, [rows + 3, keys + 1], [4, 2]).with(|it| it.with_scale(scale)),
+    ];
+    if let Configuration::Backward(Backward { deterministic: true, .. })
+    | Configuration::BackwardMma(BackwardMma { deterministic: true, .. }) = kernel
+    {
+        // More heads than go together, and some left over.
+        all.push(call([rows + 3, 2 * keys + 1], [5, 5]).on(1));
+        all.push(Call::new(kernel, 2, [rows + 3, 2 * keys + 1], [7, 7]));
+    }
+    match mask {
+        MaskKind::Dense => {}
+        // Queries that see nothing; keys that all see.
+        MaskKind::Causal => all.extend([
+            call([2 * rows + 9, keys / 2], [1, 1]),
+            call([rows + 9, 3 * keys], [1, 1]).with(|it| it.with_scale(scale)),
+            call([3 * rows + 5, 3 * rows + 5], [3, 1]).with(|it| it.with_scale(scale)),
+        ]),
+        // Few keys for each query, so that each of them weighs: within a block, at both its ends, and
+        // further on.
+        MaskKind::Local | MaskKind::Chunked => {
+            let windows = [(Some(5), Some(2)), (Some(1), Some(0)), (Some(0), Some(rows))];
+            for (left, right) in windows {
+                for (length, heads) in [(2 * rows + 70, 1), (3 * rows + 5, 3)] {
+                    let call = call([length, length], [heads, 1]).with(|it| it.with_scale(scale));
+                    all.push(call.with(|it| it.with_mask(Mask::window(left, right))));
+                }
+            }
+        }
+    }
+    all
+}
+
+/// Sequences that end within a page and within a block of positions, or with it.
+fn widen(it: &Widen) -> Result<Vec<Scene>, SceneError> {
+    let call = Call::widened(it)?;
+    let place = if it.paged { Place::Paged(16) } else { Place::Entries };
+    let ragged = Ragged::new(vec![1, 2, 1], vec![128, 65, 16]).over(place);
+    let padded = Ragged { padding: vec![0, 3, 5], ..ragged.clone() };
+    let apart = Call::ragged(call.kernel, ragged, [2, 2]).over_cache(it.cache);
+    let behind = Call::ragged(call.kernel, padded, [4, 2]).over_cache(it.cache);
+    let hostile = Call { hostile: true, ..call };
+    [apart, behind, hostile].iter().map(|call| call.scene_of(1)).collect()
 }
 
 /// The same in sequences of their own, some of them empty on one side or on both.
@@ -104,9 +160,12 @@ fn forward(it: &Forward) -> Vec<Call> {
         // Of two, and of several in turn.
         call([rows + 5, 2 * block], [3, 1]),
         Call::new(kernel, 2, [rows + 5, 3 * block + 1], [2, 1]),
+        Call::new(kernel, 3, [rows + 5, block + 1], [6, 2]).on(5),
+        Call::new(kernel, 2, [rows + 5, block + 1], [1, 1]),
         // Maxima that rise.
         Call { weights: Weights::Valley, ..call([rows - 1, 4 * block], [3, 1]) },
         Call { weights: Weights::Spikes, ..call([rows - 1, 3 * block], [3, 1]) },
+        Call { weights: Weights::Peaks, ..call([rows - 1, 7 * block], [3, 1]) },
         // A block of threads more than there are tiles.
         call([rows, 2 * block - 3], [1, 1]).on(3),
     ];
@@ -117,13 +176,36 @@ fn forward(it: &Forward) -> Vec<Call> {
         // Rows that see nothing; more keys than queries.
         all.push(call([rows + 20, block + 3], [2, 1]));
         all.push(call([rows / 2 + 1, 5 * block], [2, 1]));
+        // A whole tile that sees nothing; the rows' edges at the edges of blocks, for the first tile of
+        // a block of threads and for later ones.
+        all.push(call([2 * rows + 20, block + 3], [2, 1]));
+        all.push(call([2 * rows + 20, block + 3], [2, 1]).on(8));
+        for (further, processors) in
+            [(0, 1), (0, 8), (1, 1), (1, 8), (block - 2, 1), (block - 2, 8)]
+        {
+            all.push(call([2 * rows, 2 * rows + further], [2, 1]).on(processors));
+        }
+        all.extend(
+            [Weights::Valley, Weights::Peaks]
+                .map(|weights| Call { weights, ..call([2 * rows, 2 * rows], [2, 1]) }),
+        );
         if it.rules.mask == MaskKind::Local {
-            // A window within a block.
-            let narrow = Mask::window(Some(5), Some(2));
-            all.push(call([rows + 9, 4 * block], [3, 1]).with(|it| it.with_mask(narrow)));
+            // Windows within a block, and at the edges of blocks.
+            let window = |left, right| Mask::window(Some(left), Some(right));
+            for mask in [window(5, 2), window(block - 1, 0), window(block, 1), window(1, block)] {
+                all.push(call([rows + 9, 4 * block], [3, 1]).with(|it| it.with_mask(mask)));
+                for processors in [1, 8] {
+                    let even = call([2 * rows, 2 * rows], [2, 1]).on(processors);
+                    all.push(even.with(|it| it.with_mask(mask)));
+                }
+            }
         }
     } else {
-        all.extend(ends(block).map(|keys| call([rows / 2, keys], [3, 1])));
+        // The last keys weigh more than others.
+        all.extend(
+            ends(block)
+                .map(|keys| Call { weights: Weights::Valley, ..call([rows / 2, keys], [3, 1]) }),
+        );
     }
     all
 }
@@ -162,8 +244,19 @@ fn prefill(it: &Prefill) -> Vec<Call> {
             weights: Weights::Spikes,
             ..open(call(vec![rows, 1], vec![3 * block, block + 1], [1, 1]))
         },
+        Call {
+            weights: Weights::Peaks,
+            ..open(call(vec![rows, 1], vec![7 * block, 3 * block + 1], [1, 1]))
+        },
+        Call { weights: Weights::Peaks, ..call(vec![2 * rows], vec![2 * rows], [2, 1]) },
         Call { hostile: true, ..call(vec![rows, 0, 1], vec![block, 0, 2 * block], [1, 1]) },
     ];
+    // The rows' edges at the edges of blocks; a tile that sees nothing.
+    for [left, right] in [[block - 1, 0], [block, 1], [1, block]] {
+        let even =
+            call(vec![2 * rows, 2 * rows, 2 * rows + 9], vec![2 * rows, 2 * rows + 1, 5], [1, 1]);
+        all.push(even.with(|it| it.with_mask(Mask::window(Some(left), Some(right)))));
+    }
     if it.page_rows.is_none() {
         // Equal lengths, of which no list tells.
         all.push(Call::new(kernel, 2, [rows / 2 + 1, block + 3], [2, 1]));
@@ -190,8 +283,13 @@ fn mma(it: &Mma) -> Vec<Call> {
         return vec![
             call(vec![rows, 1, 5, 0], vec![block, 3 * block, 1, 7]),
             Call { hostile: true, ..call(vec![rows, 0, 3], vec![block, 0, 2 * block]) },
+            Call { hostile: true, ..call(vec![0, 2, 0], vec![0, block + 1, 3]) },
             Call { weights: Weights::Spikes, ..call(vec![rows, 3], vec![3 * block, 2 * block]) },
             call(vec![2 * rows + 3], vec![6 * block + 5]),
+            call(vec![2 * rows, 3 * rows], vec![2 * rows, 2 * rows + 1]),
+            call(vec![2 * rows, 1], vec![4 * rows, rows])
+                .with(|it| it.with_mask(Mask::window(Some(block), Some(1)))),
+            Call { weights: Weights::Peaks, ..call(vec![rows, 3], vec![7 * block, 2 * block]) },
             Call {
                 weights: Weights::Valley,
                 ..call(vec![rows + 1, 2], vec![4 * block + 1, 2 * block])
@@ -210,12 +308,23 @@ fn mma(it: &Mma) -> Vec<Call> {
     if it.accumulate == ptx::Element::F32 {
         all.push(Call { weights: Weights::Spikes, ..call([rows - 1, 3 * block], [1, 1]) });
         all.push(Call { weights: Weights::Valley, ..call([rows - 1, 5 * block], [1, 1]) });
+        all.push(Call { weights: Weights::Peaks, ..call([rows - 1, 7 * block], [1, 1]) });
     }
     if it.rules.mask != MaskKind::Dense {
         all.push(call([rows + 20, block / 2], [2, 1]));
+        all.push(call([2 * rows + 20, block + 3], [2, 1]));
+        for weights in [Weights::Even, Weights::Valley, Weights::Peaks] {
+            all.extend([0, 1, block - 2].map(|further| {
+                let call = call([3 * rows, 3 * rows + further], [1, 1]);
+                Call { weights, ..call }
+            }));
+        }
     } else {
         all.push(call([3, 0], [1, 1]));
-        all.extend(ends(block).map(|keys| call([rows / 2, keys], [1, 1])));
+        all.extend(
+            ends(block)
+                .map(|keys| Call { weights: Weights::Valley, ..call([rows / 2, keys], [1, 1]) }),
+        );
     }
     all
 }
@@ -242,8 +351,15 @@ fn decode(it: &Decode) -> Vec<Call> {
         let ragged = Ragged { query_place, padding, ..ragged.over(key_place) };
         Call { hostile: true, ..Call::ragged(kernel, ragged, [2, 1]).on(2) }
     };
+    // A first sequence of nothing, so that lists hold a 0, or less, where others begin.
+    let late = |query_place, key_place| {
+        let ragged = Ragged::new(vec![0, 2, 1], vec![0, round + 3, tile]);
+        let ragged = Ragged { query_place, padding: vec![0, 2, 0], ..ragged.over(key_place) };
+        Call { hostile: true, ..Call::ragged(kernel, ragged, [2, 1]).on(2) }
+    };
     let mut all = vec![
         listed(Place::Packed, place),
+        late(Place::Packed, place),
         // More blocks of threads than there is work, and fewer.
         call(vec![1, 1], vec![3, tile], [1, 1]).on(9),
         call(vec![1; 3], vec![stages, 2 * stages + 1, stages - tile], [2, 1]).on(1),
@@ -254,6 +370,7 @@ fn decode(it: &Decode) -> Vec<Call> {
         Call::ragged(kernel, behind, [3, 1]).on(3),
         // Parts of many teams.
         call(vec![1, 1], vec![20 * round + 5, 7], [3, 1]).on(9),
+        call(vec![1, 2], vec![3, 40 * round + 5], [2, 1]).on(19),
         // More sequences than a warp has lanes.
         call(vec![1; 37], many, [2, 1]).on(4),
         Call {
@@ -264,14 +381,21 @@ fn decode(it: &Decode) -> Vec<Call> {
             weights: Weights::Spikes,
             ..call(vec![2, 1], vec![3 * round, round + 1], [2, 1]).on(3)
         },
+        Call {
+            weights: Weights::Peaks,
+            ..call(vec![2, 1], vec![7 * round, round + 1], [2, 1]).on(3)
+        },
     ];
     if !it.paged {
         // Packed keys; equal lengths, of which no list tells.
         all.push(listed(Place::Padded, Place::Packed));
+        all.push(late(Place::Packed, Place::Packed));
         // Behind the last key of the last sequence there is no memory.
         all.push(call(vec![1, 1], vec![3, round + 3], [1, 1]));
-        let last = Ragged::new(vec![1, 2], vec![3, round + 3]).over(Place::Padded);
-        all.push(Call::ragged(kernel, last, [1, 1]));
+        for end in [3, tile + 3, round + 3, 2 * round + 3, 3 * round + tile + 3, 4 * round + 3] {
+            let last = Ragged::new(vec![1, 2], vec![3, end]).over(Place::Padded);
+            all.push(Call::ragged(kernel, last, [1, 1]));
+        }
         all.push(Call::new(kernel, 2, [2, 2 * round + 5], [4, 2]).on(3));
     }
     all
@@ -279,7 +403,19 @@ fn decode(it: &Decode) -> Vec<Call> {
 
 fn append(it: &Append) -> Result<Vec<Scene>, SceneError> {
     let unordered = AppendSize { in_order: false, ..AppendSize::small() };
-    let hostile = AppendSize { lengths: vec![0, 5, 9, 6], hostile: true, ..AppendSize::small() };
+    let hostile = AppendSize {
+        lengths: vec![0, 5, 9, 6],
+        hostile: true,
+        in_place: false,
+        ..AppendSize::small()
+    };
+    // A first sequence of nothing: others begin at 0 too.
+    let late = AppendSize {
+        lengths: vec![3, 0, 5, 9],
+        new: vec![0, 4, 0, 2],
+        queries: vec![0, 3, 0, 1],
+        ..hostile.clone()
+    };
     let unlisted =
         AppendSize { new: vec![3; 4], queries: vec![2; 4], listed: false, ..AppendSize::small() };
     let long = AppendSize {
@@ -289,62 +425,87 @@ fn append(it: &Append) -> Result<Vec<Scene>, SceneError> {
         page_size: 3,
         capacity: 33,
         heads: 4,
-        queries: vec![7, 3, 0, 2, 1, 33],
+        queries: vec![7, 3, 0, 2, 5, 33],
+        in_place: false,
         ..AppendSize::small()
     };
     let used = AppendSize { listed: false, hostile: true, ..AppendSize::small() };
-    [unordered, hostile, unlisted, used, long].iter().map(|size| Scene::append(*it, size)).collect()
+    // As many sequences as tokens, one head: numbers that are divided by 1.
+    let single = AppendSize {
+        lengths: vec![3, 0],
+        new: vec![1, 1],
+        queries: vec![1, 1],
+        key_heads: 1,
+        heads: 1,
+        page_size: 1,
+        listed: false,
+        ..AppendSize::small()
+    };
+    let begun = AppendSize { hostile: false, ..late.clone() };
+    [unordered, hostile, late, begun, unlisted, used, single, long]
+        .iter()
+        .map(|size| Scene::append(*it, size))
+        .collect()
 }
 
 /// Tiles are in one order only where no two cost the same: lengths beyond 1024 count in steps.
 fn sequencer(it: &Sequencer) -> Result<Vec<Scene>, SceneError> {
     let batch = Scene::sequencer_batch();
+    let of = |queries: Vec<usize>, keys: Vec<usize>| Ragged { queries, keys, ..batch.clone() };
+    // The one long sequence in each of the lanes and warps that tell each other the longest length.
+    let one_in = [1, 2, 4, 8, 16, 32, 64].map(|last| {
+        let only = |length: usize| [vec![0; last], vec![length]].concat();
+        (only(1), only(1100))
+    });
     if it.tiles == Tiles::Keys {
         // The same of sequences: of those with keys, no two have as many queries.
         let few =
             |every: usize| move |index: usize| if index.is_multiple_of(every) { 300 } else { 0 };
-        let of = |queries, keys| Ragged { queries, keys, ..batch.clone() };
-        return [
+        let mut all = vec![
             of(vec![1], vec![1]),
             of(vec![0, 2], vec![7, 0]),
             of(vec![5, 9, 7], vec![700, 128, 4500]),
+            of(vec![600, 601], vec![1, 1]),
             of((0..45).collect(), (0..45).map(|index| index * 7 % 300).collect()),
-            of((0..1100).map(|it| 1 + it / 171).collect(), (0..1100).map(few(171)).collect()),
+            of((0..1100).map(|it| 1 + it / 128).collect(), (0..1100).map(few(128)).collect()),
             of(vec![1500, 3100, 1100, 2700], vec![9, 300, 130, 1]),
-        ]
-        .iter()
-        .map(|ragged| Scene::sequencer(*it, ragged, 128))
-        .collect();
+        ];
+        all.extend(one_in.map(|(keys, queries)| of(queries, keys)));
+        return all.iter().map(|ragged| Scene::sequencer(*it, ragged, 128)).collect();
     }
-    let long = Ragged {
-        queries: vec![1, 9, 64, 3, 40, 2, 17],
-        keys: vec![1500, 3100, 1100, 2700, 2000, 600, 2300],
-        ..batch.clone()
-    };
+    let long = of(vec![1, 9, 64, 3, 40, 2, 17], vec![1500, 3100, 1100, 2700, 2000, 600, 2400]);
     // More sequences than one round takes, of which few have queries.
-    let many = Ragged {
-        queries: (0..1100usize).map(|index| index.is_multiple_of(171).into()).collect(),
-        keys: (0..1100).map(|index| 3 + index / 171 * 5).collect(),
-        ..batch
-    };
-    let none = Ragged { queries: vec![0, 0], keys: vec![7, 0], ..many.clone() };
-    let one = Ragged { queries: vec![1], keys: vec![1], ..many.clone() };
+    let many = of(
+        (0..1100usize).map(|index| index.is_multiple_of(128).into()).collect(),
+        (0..1100).map(|index| 3 + index / 128 * 5).collect(),
+    );
+    let none = of(vec![0, 0], vec![7, 0]);
+    let one = of(vec![1], vec![1]);
     // More than a warp has lanes, of as many lengths, and of none where they begin.
     let mixed = Ragged {
         queries: (0..45).map(|index| index % 4).collect(),
         keys: (0..45).map(|index| index * 7 % 47 + 1).collect(),
         query_place: Place::Padded,
-        ..many.clone()
+        padding: (0..45).map(|index| index % 3).collect(),
+        ..batch.clone()
     };
-    let mut all = vec![(one, 128), (none, 128), (mixed, 64), (many, 64)];
+    let entries = batch.over(Place::Entries);
+    let spread = of(vec![1; 60], (0..60).map(|index| index * 7 % 60 * 17 + 4).collect());
+    let near = of(vec![1; 2], vec![600, 601]);
+    let mut all = vec![
+        (one, 128),
+        (none, 128),
+        (entries, 64),
+        (near, 64),
+        (mixed, 64),
+        (many, 64),
+        (spread, 64),
+        (long, 64),
+    ];
+    all.extend(one_in.map(|(queries, keys)| (of(queries, keys), 64)));
     if it.tiles != Tiles::Queries(MaskKind::Chunked) {
-        // In chunks these would cost the same.
-        let spread = Ragged {
-            queries: vec![1; 60],
-            keys: (0..60).map(|index| index * 7 % 60 * 17 + 4).collect(),
-            ..Scene::sequencer_batch()
-        };
-        all.extend([(spread, 64), (long, 64)]);
+        // More tiles than a warp has lanes; in chunks some would cost the same.
+        all.push((of(vec![2200], vec![2200]), 64));
     }
     all.iter().map(|(ragged, rows)| Scene::sequencer(*it, ragged, *rows)).collect()
 }

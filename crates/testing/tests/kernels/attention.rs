@@ -127,7 +127,7 @@ fn forward_under_many_schedules() {
 fn every_tuned_forward() {
     for (index, forward) in every_tuned().into_iter().enumerate() {
         let scene = Scene::small(&Configuration::Forward(forward)).unwrap();
-        every_schedule(&scene, Mode::Values, 16);
+        every_schedule(&scene, Mode::Values, 4);
         let checked = schedules(&Policy::HOSTILE, index as u64..index as u64 + 1);
         some_schedules(&scene, Mode::Checked, &checked);
     }

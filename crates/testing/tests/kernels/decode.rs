@@ -10,7 +10,7 @@ use sim::{Budget, Measure, Mode, Options, Policy};
 use crate::{can_be_launched_again, every_schedule};
 
 /// A small configuration that has every part.
-fn small() -> Decode {
+pub(crate) fn small() -> Decode {
     Decode {
         target: Target::SM_80,
         element: Element::BF16,

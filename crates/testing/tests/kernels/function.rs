@@ -1,11 +1,14 @@
 //! Masks and scores as functions: random ones, by themselves and in attention.
 
 use flashcore::random::mix;
+use flashcore_testing::composition::{self, Composition};
 use flashcore_testing::scene::{Call, Place, Ragged};
 use kernels::attention::function::{Function, Here, HostTensor, Kind, Row, Stored};
+use kernels::backward::tuned_backward;
 use kernels::forward::{Form, every_prefill, every_tuned};
+use kernels::mma::tuned_backward as tuned_backward_mma;
 use kernels::parameter::{Captured, CapturedPart, Number, Parameter, Tensor};
-use kernels::{Batch, Configuration, Forward, Mma, Prefill, Rules, Scalar};
+use kernels::{Batch, Configuration, Decode, Forward, Mma, Prefill, Rules, Scalar};
 use ptx::{Element, Target};
 use sim::{Argument, Launch, Measure, Memory, Mode, Options, Policy};
 
@@ -313,6 +316,27 @@ fn split_and_ragged_mma_follow_functions() {
     }
 }
 
+/// Over equal lengths split over teams of blocks, ragged batches, and pages.
+#[test]
+fn decode_follows_functions() {
+    for (index, rules) in rules().into_iter().enumerate() {
+        let rules = Rules { mask: kernels::MaskKind::Local, ..rules };
+        let decode = Decode { rules, paged: index % 3 == 2, ..crate::decode::small() };
+        let kernel = Configuration::Decode(decode);
+        let ragged = Ragged::new(vec![2, 3, 1, 0], vec![83, 68, 0, 5]);
+        let call = match index % 3 {
+            0 => Call::new(kernel, 2, [3, 90], [2, 1]).on(4),
+            1 => Call::ragged(kernel, ragged.over(Place::Apart), [2, 1]),
+            _ => Call::ragged(kernel, ragged.over(Place::Paged(5)), [2, 1]),
+        };
+        let call = Call { captured: captured(&rules), ..call };
+        let scene = call.scene().unwrap();
+        let (memory, _) = scene.run(&Options::default()).unwrap();
+        let accuracy = scene.judge(&memory);
+        assert!(accuracy.passed(), "{}: {accuracy}", scene.program.name);
+    }
+}
+
 #[test]
 fn forward_follows_functions() {
     for (index, rules) in rules().into_iter().enumerate() {
@@ -383,5 +407,79 @@ fn prefill_follows_functions() {
         let ragged = Ragged::new(vec![2, 67, 1, 0], vec![1, 68, 0, 5]).over(Place::Apart);
         let prefill = Prefill { tile, page_rows: None };
         checked(Call::ragged(Configuration::Prefill(prefill), ragged, [2, 1]), &rules);
+    }
+}
+
+/// A scene is run once and judged.
+fn is_right(kernel: Configuration, captured: &[HostTensor], (batch, lengths): (usize, [usize; 2])) {
+    let call = Call { captured: captured.to_vec(), ..Call::new(kernel, batch, lengths, [2, 1]) };
+    let scene = call.scene().unwrap();
+    let (memory, _) = scene.run(&Options::default()).unwrap_or_else(|failure| {
+        panic!("{}: {failure}", scene.program.name);
+    });
+    let accuracy = scene.judge(&memory);
+    assert!(accuracy.passed(), "{}: {accuracy}", scene.program.name);
+}
+
+fn hopper(dim: u32, rules: Rules) -> Configuration {
+    Configuration::Backward(tuned_backward(Element::BF16, dim, dim, rules).unwrap())
+}
+
+fn ampere(dim: u32, rules: Rules) -> Configuration {
+    let (target, element) = (Target::SM_80, Element::BF16);
+    let found = tuned_backward_mma(target, element, dim, dim, rules, false, Batch::Equal);
+    Configuration::BackwardMma(found.unwrap())
+}
+
+/// Gradients of scores that go through functions, of keys that functions hide.
+#[test]
+fn gradients_follow_functions() {
+    for (index, rules) in rules().into_iter().enumerate() {
+        // A cap by name and a function are not differentiated together.
+        let rules = Rules { softcap: false, ..rules };
+        let (captured, size) = (captured(&rules), (1, [70, 130]));
+        // Beyond 128 one warpgroup has weights, the other their gradients.
+        is_right(hopper([64, 128, 256][index % 3], rules), &captured, size);
+        is_right(ampere(64, rules), &captured, (2, [40, 70]));
+    }
+    let capped = Rules { score_function: Some(composition::scores()[0]), ..Rules::CAUSAL };
+    is_right(hopper(256, capped), &[], (1, [70, 70]));
+}
+
+/// Rules that are ready-made, and random compositions of them, in every family.
+#[test]
+fn families_follow_ready_made_rules() {
+    const SIZES: [usize; 4] = [1, 2, 17, 40];
+    let masks = composition::masks();
+    let scores = composition::scores();
+    let pairs = masks.iter().enumerate().map(|(index, mask)| {
+        let (mask, score) = (Some(*mask), Some(scores[index % scores.len()]));
+        let tensors = composition::tensors_of(mask.into_iter().chain(score), SIZES);
+        Composition { mask, score, tensors }
+    });
+    let random = (0..3).map(|seed| Composition::of(seed, SIZES));
+    for (index, it) in pairs.chain(random).enumerate() {
+        let Composition { mask, score, tensors } = it;
+        let rules = Rules { mask_function: mask, score_function: score, ..Rules::DENSE };
+        let (target, element) = (Target::SM_80, Element::F16);
+        let scalar = Scalar { target, element, head_dim: 16, value_head_dim: 8, rules };
+        let tile = Forward { rules, warpgroups: 1, key_block: 32, ..every_tuned()[0] };
+        let tile = Forward { element: Element::BF16, output: Element::BF16, ..tile };
+        let forward = Forward { head_dim: 64, value_head_dim: 64, form: Form::COMPACT, ..tile };
+        let decode = Decode {
+            rules: Rules { mask: kernels::MaskKind::Local, ..rules },
+            ..crate::decode::small()
+        };
+        let size = (SIZES[0], [SIZES[2], SIZES[3]]);
+        is_right(Configuration::Scalar(scalar), &tensors, size);
+        is_right(Configuration::Mma(mma(rules)), &tensors, size);
+        is_right(Configuration::Forward(forward), &tensors, size);
+        is_right(Configuration::Decode(decode), &tensors, size);
+        // Each score once.
+        match index {
+            0 | 2 | 4 => is_right(hopper(64, rules), &tensors, size),
+            1 | 3 | 5 => is_right(ampere(64, rules), &tensors, size),
+            _ => {}
+        }
     }
 }

@@ -69,7 +69,7 @@ fn scalar_attention() {
         let target = Target::SM_80;
         let scalar = Scalar { target, element, head_dim, value_head_dim, rules };
         let scalar = Configuration::Scalar(scalar);
-        every_schedule(&Scene::small(&scalar).unwrap(), Mode::Checked, 32);
+        every_schedule(&Scene::small(&scalar).unwrap(), Mode::Checked, 8);
         // More queries than keys: rows that see nothing.
         let early = Call::new(scalar, 2, [9, 4], [1, 1]);
         every_schedule(&early.scene().unwrap(), Mode::Checked, 2);

@@ -28,6 +28,7 @@ use super::block::{KEY_BLOCK, Shape};
 use crate::backend::BackendError;
 use crate::error::Error;
 use crate::gradients::Backward;
+use crate::inputs::Inputs;
 use crate::problem::Problem;
 use crate::serving::Sequences;
 use crate::tensor::{Element, Elements, Tensor};
@@ -91,7 +92,11 @@ fn of_sequences(
             *lse = backward.lse[sequences.lse_index(query_shape, sequence, head, query)];
         }
         let own = Backward {
-            inputs: tensors.inputs(),
+            inputs: Inputs {
+                captured: backward.inputs.captured,
+                first_sequence: sequence,
+                ..tensors.inputs()
+            },
             output: &queries.gather(backward.output, sequence)?,
             lse: &lse,
             output_gradient: &queries.gather(backward.output_gradient, sequence)?,
@@ -243,7 +248,7 @@ struct Work<'a> {
     batch: usize,
     kv_head: usize,
     /// For each block of rows.
-    numbers: Vec<RowNumbers>,
+    numbers: Vec<RowNumbers<'a>>,
     /// For each block of rows; a task locks its own, which nobody else holds.
     row_sums: Vec<Mutex<Vec<f32>>>,
     /// For each block of keys.
@@ -260,7 +265,7 @@ impl<'a> Work<'a> {
     ) -> Result<Self, BackendError> {
         let shape = blocks.shape;
         let rows = problem.query_length * problem.group_size();
-        let numbers: Vec<RowNumbers> = (0..rows.div_ceil(blocks.rows))
+        let numbers: Vec<RowNumbers<'a>> = (0..rows.div_ceil(blocks.rows))
             .into_par_iter()
             .map(|block| {
                 let rows = part(block, blocks.rows, rows);

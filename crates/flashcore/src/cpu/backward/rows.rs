@@ -4,14 +4,14 @@ use std::ops::Range;
 
 use crate::backend::BackendError;
 use crate::cpu::block::{Shape, all_finite};
-use crate::cpu::rule;
 use crate::cpu::softmax::{RowRule, Rows};
+use crate::cpu::{here, rule};
 use crate::gradients::Backward;
 use crate::problem::Problem;
 use crate::tensor::{Head, Tensor};
 
 /// What is known of each row before any product: one entry for each lane of each panel.
-pub(super) struct RowNumbers {
+pub(super) struct RowNumbers<'a> {
     /// The sequence.
     batch: usize,
     /// The query heads that read the key/value head.
@@ -19,7 +19,7 @@ pub(super) struct RowNumbers {
     /// The rows of the head that these are.
     rows: Range<usize>,
     /// What each row sees, and what becomes of its products.
-    pub(super) rules: Rows<'static>,
+    pub(super) rules: Rows<'a>,
     /// The log-sum-exp.
     pub(super) lse: Vec<f32>,
     /// The row sums of the output times its gradient.
@@ -28,12 +28,12 @@ pub(super) struct RowNumbers {
     sinks: Vec<f64>,
 }
 
-impl RowNumbers {
+impl<'a> RowNumbers<'a> {
     /// The heads of one query are neighbours, as in the forward pass.
     pub(super) fn new(
         shape: Shape,
         problem: &Problem,
-        backward: Backward<'_>,
+        backward: Backward<'a>,
         batch: usize,
         kv_head: usize,
         rows: Range<usize>,
@@ -55,7 +55,12 @@ impl RowNumbers {
         let mut gradient = output.clone();
         for lane in 0..numbers.rows.len() {
             let (query, head) = numbers.place(lane);
-            let row_rule = rule(problem, backward.inputs, batch, head, query);
+            let inputs = backward.inputs;
+            let functions = problem.functions().next().map(|_| {
+                let here = here(problem, inputs, batch, head, query);
+                problem.row_functions_with_slope(inputs.captured, here)
+            });
+            let row_rule = RowRule { functions, ..rule(problem, inputs, batch, head, query) };
             let lse =
                 backward.lse[(batch * problem.query_heads + head) * problem.query_length + query];
             // A row without weight has no gradients, whatever the tensors hold.
@@ -146,7 +151,7 @@ pub(super) fn set_aside(vector: &mut [f32], index: usize, infinite: &mut Vec<Inf
 }
 
 impl RowBlock {
-    pub(super) fn new(shape: Shape, backward: Backward<'_>, numbers: &RowNumbers) -> Self {
+    pub(super) fn new(shape: Shape, backward: Backward<'_>, numbers: &RowNumbers<'_>) -> Self {
         let pack = |tensor: &Tensor, dim: usize| {
             let head_of = |lane| {
                 let (query, head) = numbers.place(lane);

@@ -66,7 +66,7 @@ impl KeySums {
 pub(super) struct WalkBlock<'a> {
     pub(super) shape: Shape,
     pub(super) rows: &'a RowBlock,
-    pub(super) numbers: &'a RowNumbers,
+    pub(super) numbers: &'a RowNumbers<'a>,
     /// The sums of the queries' gradients.
     pub(super) row_sums: &'a mut [f32],
     pub(super) key: Head<'a>,
@@ -273,6 +273,7 @@ impl WalkBlock<'_> {
             }
         }
         rules.bias::<S, COLUMNS>(simd, columns.clone(), keys, scores);
+        rules.call_slopes(columns.clone(), keys, scores, gradients);
         let pairs =
             rows_mut::<S, COLUMNS>(gradients).iter_mut().zip(rows_mut::<S, COLUMNS>(scores));
         for (gradient, score) in pairs {

@@ -6,7 +6,7 @@
 
 use ptx::{Builder, Expression, GlobalAddress, Pred, Reg, U32, U64, Value};
 
-use super::{Depends, Function, Region, Seen};
+use super::{Depends, Function, HostTensor, KnownContents, Region, Seen};
 use crate::attention::Window;
 use crate::parameter::{Number, Workspace};
 
@@ -89,6 +89,12 @@ impl BlockMask {
     /// assert_eq!(mask.words(), [1, 1, 0, 2, 0, 3]);
     /// ```
     pub fn words(&self) -> Vec<u32> {
+        self.words_over(&[])
+    }
+
+    /// The lists where the contents of some tensors are known.
+    pub fn words_over(&self, contents: &[HostTensor]) -> Vec<u32> {
+        let known = KnownContents::new(contents);
         let [batch, heads] = self.apart();
         let range = |index: u32, apart: u32, all: u32| match apart {
             1 => 0..all.max(1) as i32,
@@ -106,14 +112,20 @@ impl BlockMask {
                         query_length: self.lengths[0] as i32,
                         key_length: self.lengths[1] as i32,
                     };
-                    self.push_list(tile, region, &mut words);
+                    self.push_list(tile, region, &known, &mut words);
                 }
             }
         }
         words
     }
 
-    fn push_list(&self, tile: u32, region: Region, words: &mut Vec<u32>) {
+    fn push_list(
+        &self,
+        tile: u32,
+        region: Region,
+        known: &KnownContents<'_>,
+        words: &mut Vec<u32>,
+    ) {
         let [queries, keys] = self.lengths;
         let first = tile * self.query_rows;
         let end = (first + self.query_rows).min(queries);
@@ -133,7 +145,7 @@ impl BlockMask {
                 keys: from as i32..to as i32,
                 ..region.clone()
             };
-            match self.function.seen(&region) {
+            match self.function.seen_over(&region, known) {
                 Seen::None => {}
                 Seen::Some => words.push(2 * block + 1),
                 Seen::All => words.push(2 * block),
@@ -246,6 +258,26 @@ mod tests {
         );
         let both = mask(Function::mask("both", |at| at.batch().eq(at.head())));
         assert_eq!((both.strides(), both.words().len() as u64), ([36, 12], both.size()));
+    }
+
+    #[test]
+    fn known_contents_hide_blocks() {
+        let documents = mask(Function::mask("documents", |at| {
+            let ids = at.integers("ids");
+            ids.load([at.batch(), at.query()]).eq(ids.load([at.batch(), at.key()]))
+        }));
+        let documents = BlockMask { window: Window::CAUSAL, lengths: [130, 130], ..documents };
+        // The first sequence is one document, the second has another one from key 64 on.
+        let ids: Vec<i32> = (0..2 * 130).map(|at| i32::from(at >= 130 + 64)).collect();
+        let contents = [HostTensor::integers("ids", &ids, &[2, 130])];
+        let words = documents.words_over(&contents);
+        assert_eq!(words.len() as u64, documents.size());
+        assert_eq!(words[..18], [2, 0, 2, 0, 0, 0, 4, 0, 2, 4, 6, 0, 5, 0, 2, 4, 6, 8]);
+        assert_eq!(words[18..], [2, 0, 2, 0, 0, 0, 2, 4, 6, 0, 0, 0, 3, 4, 6, 8, 0, 0]);
+        assert_eq!(documents.words()[..6], [2, 1, 3, 0, 0, 0]);
+        // Beyond a tensor is zero, which is what it has for the first document.
+        let short = [HostTensor::integers("ids", &ids[130..], &[1, 130])];
+        assert_eq!(documents.words_over(&short)[18..], words[..18]);
     }
 
     #[test]

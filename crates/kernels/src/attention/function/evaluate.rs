@@ -97,7 +97,7 @@ impl HostTensor {
     }
 
     /// The bytes of an element, if it is within.
-    fn element(&self, indices: impl Iterator<Item = i32>) -> Option<&[u8]> {
+    pub(super) fn element(&self, indices: impl Iterator<Item = i32>) -> Option<&[u8]> {
         let mut offset = 0;
         for ((index, extent), stride) in indices.zip(&self.extents).zip(&self.strides) {
             let index = usize::try_from(index).ok().filter(|index| index < extent)?;
@@ -124,7 +124,7 @@ pub struct Here {
 
 /// What a node has come to.
 #[derive(Clone, Copy, Debug)]
-enum Value {
+pub(super) enum Value {
     Float(f64),
     Integer(i32),
     Truth(bool),
@@ -329,7 +329,8 @@ fn compare<T: PartialOrd>(comparison: Comparison, a: T, b: T) -> bool {
     }
 }
 
-fn load(stored: Stored, bytes: Option<&[u8]>) -> Value {
+/// What a load gives of the bytes of an element, or of none outside of its tensor.
+pub(super) fn load(stored: Stored, bytes: Option<&[u8]>) -> Value {
     let byte = |index: usize| bytes.map_or(0, |bytes| bytes[index]);
     let half = || u16::from_le_bytes([byte(0), byte(1)]);
     let word = || u32::from_le_bytes([byte(0), byte(1), byte(2), byte(3)]);

@@ -2,13 +2,15 @@
 //!
 //! Every node becomes a range that holds all its values; ranges may be too wide, never too narrow.
 //! So "none" and "all" are certain, and "some" means that the function decides pair by pair. What
-//! is loaded may be anything.
+//! is loaded may be anything, unless the contents of its tensor are [known](KnownContents).
 
+use std::cell::RefCell;
+use std::collections::HashMap;
 use std::ops::Range;
 
-use super::Function;
-use super::evaluate::integer_binary;
+use super::evaluate::{HostTensor, Value, integer_binary, load};
 use super::node::{Binary, Comparison, Constant, Node, Symbol, Type, Unary};
+use super::{Function, TensorSpec};
 
 /// Ranges of where scores stand; none is empty.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -74,15 +76,114 @@ impl Function {
     /// assert_eq!(causal.seen(&tile(256..384)), Seen::None);
     /// ```
     pub fn seen(&self, region: &Region) -> Seen {
+        self.seen_over(region, &KnownContents::new(&[]))
+    }
+
+    /// The same over tensors of which some have contents that are known.
+    pub fn seen_over(&self, region: &Region, known: &KnownContents<'_>) -> Seen {
         let body = self.body();
         let mut spans: Vec<Span> = Vec::with_capacity(body.nodes.len());
         for (node, ty) in body.nodes.iter().zip(&body.types) {
-            spans.push(span(node, *ty, region, &spans));
+            let span = match node {
+                Node::Load(tensor, indices) => {
+                    let spec = &body.tensors[*tensor as usize];
+                    known.span(spec, indices.iter().map(|index| spans[*index as usize]))
+                }
+                _ => None,
+            };
+            spans.push(span.unwrap_or_else(|| self::span(node, *ty, region, &spans)));
         }
         match spans[body.root as usize] {
             Span::Truth(true, false) => Seen::None,
             Span::Truth(false, true) => Seen::All,
             _ => Seen::Some,
+        }
+    }
+}
+
+/// Contents of tensors that functions load from, by their names; what is looked up is kept.
+///
+/// ```
+/// use flashcore_kernels::attention::function::{Function, HostTensor, KnownContents, Region, Seen};
+///
+/// let documents = Function::mask("documents", |at| {
+///     let ids = at.integers("ids");
+///     ids.load([at.query()]).eq(ids.load([at.key()]))
+/// });
+/// let ids = [HostTensor::integers("ids", &[0, 0, 0, 0, 1, 1, 1, 2], &[8])];
+/// let known = KnownContents::new(&ids);
+/// let tile = |keys| Region {
+///     batch: 0..1,
+///     heads: 0..1,
+///     queries: 4..6,
+///     keys,
+///     query_length: 8,
+///     key_length: 8,
+/// };
+/// assert_eq!(documents.seen_over(&tile(0..4), &known), Seen::None);
+/// assert_eq!(documents.seen_over(&tile(4..6), &known), Seen::All);
+/// assert_eq!(documents.seen_over(&tile(6..8), &known), Seen::Some);
+/// assert_eq!(documents.seen(&tile(0..4)), Seen::Some);
+/// ```
+#[derive(Debug)]
+pub struct KnownContents<'a> {
+    tensors: &'a [HostTensor],
+    found: RefCell<HashMap<(usize, Bounds), Span>>,
+}
+
+/// The first and the last index of each dimension.
+type Bounds = [(i32, i32); TensorSpec::MOST_DIMENSIONS];
+
+/// The most elements that a range is found from: more may be anything.
+const MOST_ELEMENTS: i64 = 1 << 14;
+
+impl<'a> KnownContents<'a> {
+    /// Those of these tensors, which have no [fault](HostTensor::fault).
+    pub fn new(tensors: &'a [HostTensor]) -> Self {
+        KnownContents { tensors, found: RefCell::default() }
+    }
+
+    /// What loads at these indices can give, if that is known.
+    fn span(&self, spec: &TensorSpec, indices: impl Iterator<Item = Span>) -> Option<Span> {
+        let number = self.tensors.iter().position(|tensor| tensor.name == spec.name)?;
+        let tensor = &self.tensors[number];
+        let mut bounds = [(0, 0); TensorSpec::MOST_DIMENSIONS];
+        let mut elements = 1_i64;
+        for (index, bound) in indices.zip(&mut bounds) {
+            let Span::Integer(low, high) = index else { return None };
+            *bound = (low, high);
+            elements = elements.saturating_mul(i64::from(high) - i64::from(low) + 1);
+        }
+        if elements > MOST_ELEMENTS {
+            return None;
+        }
+        let mut found = self.found.borrow_mut();
+        let span = found.entry((number, bounds)).or_insert_with(|| span_of(tensor, &bounds));
+        Some(*span)
+    }
+}
+
+/// The range of a tensor's elements within bounds.
+fn span_of(tensor: &HostTensor, bounds: &Bounds) -> Span {
+    let bounds = &bounds[..tensor.extents.len()];
+    let mut at: Vec<i32> = bounds.iter().map(|(low, _)| *low).collect();
+    let mut all: Option<Span> = None;
+    loop {
+        let one = match load(tensor.stored, tensor.element(at.iter().copied())) {
+            Value::Integer(value) => Span::Integer(value, value),
+            Value::Float(value) if value.is_nan() => ANY_FLOAT,
+            Value::Float(value) => Span::Float(value, value),
+            Value::Truth(value) => Span::Truth(!value, value),
+        };
+        let joined = all.map_or(one, |all| union(all, one));
+        all = Some(joined);
+        // The next index, the last dimension first.
+        let Some(dimension) = (0..at.len()).rev().find(|it| at[*it] < bounds[*it].1) else {
+            return joined;
+        };
+        at[dimension] += 1;
+        for inner in dimension + 1..at.len() {
+            at[inner] = bounds[inner].0;
         }
     }
 }

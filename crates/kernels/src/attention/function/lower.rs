@@ -11,8 +11,8 @@ use ptx::{
     Builder, Choose, Element, Expression, F32, GlobalAddress, Pred, Reg, S32, U32, U64, Value,
 };
 
+use super::Function;
 use super::node::{Binary, Comparison, Constant, Id, Kind, Node, Stored, Symbol, Unary};
-use super::{Body, Function};
 use crate::attention::{Rules, Score};
 use crate::element::load_as_f32;
 use crate::parameter::{Captured, CapturedPart};
@@ -30,14 +30,33 @@ impl Functions {
         let mut declared = |it: Option<Function>| it.map(|it| FunctionRegisters::parameters(k, it));
         Functions { mask: declared(rules.mask_function), score: declared(rules.score_function) }
     }
+
+    /// Whether there is one.
+    pub(crate) fn exist(&self) -> bool {
+        self.mask.is_some() || self.score.is_some()
+    }
+
+    /// The same for gradients: scores whose rows are keys and whose columns are queries, and the
+    /// slope of the score beside it.
+    pub(crate) fn of_gradients(k: &mut Builder, rules: &Rules) -> Self {
+        let mut declared = |it: Option<Function>| {
+            it.map(|it| FunctionRegisters::declared(k, it, it.kind() == Kind::Score, true))
+        };
+        Functions { mask: declared(rules.mask_function), score: declared(rules.score_function) }
+    }
 }
 
 /// A function inside a kernel, with the tensors that it loads from.
 #[derive(Clone)]
 pub(crate) struct FunctionRegisters {
-    body: &'static Body,
+    kind: Kind,
+    nodes: Vec<Node>,
+    /// The result, and the slope where it is asked for.
+    roots: Vec<Id>,
     levels: Vec<Level>,
     tensors: Vec<TensorRegisters>,
+    /// Whether rows are keys and columns are queries.
+    transposed: bool,
 }
 
 /// A tensor that is loaded from.
@@ -54,11 +73,11 @@ struct TensorRegisters {
 pub(crate) struct Standing<'a> {
     pub(crate) batch: Reg<U32>,
     pub(crate) head: Reg<U32>,
-    /// The place of its first row in the sequence.
+    /// The query of its first row; of its first column, where rows are keys.
     pub(crate) first_query: Reg<S32>,
-    /// How far below that its rows lie.
+    /// How far below the first its rows lie.
     pub(crate) rows: &'a [u32],
-    /// The key of its first column.
+    /// The key of its first column; of its first row, where rows are keys.
     pub(crate) first_key: Reg<S32>,
     pub(crate) query_length: Reg<U32>,
     pub(crate) key_length: Reg<U32>,
@@ -130,7 +149,16 @@ impl Computed {
 impl FunctionRegisters {
     /// Declares what a function is passed at launch.
     pub(crate) fn parameters(k: &mut Builder, function: Function) -> Self {
+        FunctionRegisters::declared(k, function, false, false)
+    }
+
+    fn declared(k: &mut Builder, function: Function, slope: bool, transposed: bool) -> Self {
         let body = function.body();
+        let (nodes, roots) = match slope {
+            true => function.with_slope(),
+            false => (body.nodes.clone(), [body.root; 2]),
+        };
+        let roots = roots[..1 + usize::from(slope)].to_vec();
         let tensors = body.tensors.iter().enumerate().map(|(index, spec)| {
             let of = |part| Captured { kind: body.kind, index: index as u8, part };
             let dimensions = 0..spec.rank as u8;
@@ -145,22 +173,59 @@ impl FunctionRegisters {
         });
         let tensors = tensors.collect();
         let mut levels: Vec<Level> = Vec::new();
-        for node in &body.nodes {
+        let [of_query, of_key] = match transposed {
+            true => [Level::Column, Level::Row],
+            false => [Level::Row, Level::Column],
+        };
+        for node in &nodes {
             levels.push(match node {
-                Node::Symbol(Symbol::Query) => Level::Row,
-                Node::Symbol(Symbol::Key) => Level::Column,
+                Node::Symbol(Symbol::Query) => of_query,
+                Node::Symbol(Symbol::Key) => of_key,
                 Node::Symbol(Symbol::Score) => Level::Score,
                 node => Level::of(node.inputs().iter().map(|input| levels[*input as usize])),
             });
         }
-        FunctionRegisters { body, levels, tensors }
+        FunctionRegisters { kind: body.kind, nodes, roots, levels, tensors, transposed }
     }
 
     /// Scores become what a score function says, or minus infinity where a mask hides their key.
     pub(crate) fn apply(&self, k: &mut Builder, scores: &[Score], standing: &Standing<'_>) {
+        self.each(k, scores, standing, |k, score, results| {
+            let register = score.register;
+            match self.kind {
+                Kind::Score => k.set(register, results[0].float()),
+                Kind::Mask => {
+                    let seen = results[0].truth();
+                    k.set(register, seen.choose::<F32>(register, f32::NEG_INFINITY));
+                }
+            }
+        });
+    }
+
+    /// Gives what a score function makes of each score, and its slope there, to somebody who does
+    /// something with them; column after column.
+    pub(crate) fn each_with_slope(
+        &self,
+        k: &mut Builder,
+        scores: &[Score],
+        standing: &Standing<'_>,
+        mut body: impl FnMut(&mut Builder, &Score, [Value<F32>; 2]),
+    ) {
+        self.each(k, scores, standing, |k, score, results| {
+            body(k, score, [0, 1].map(|index| results[index].float()));
+        });
+    }
+
+    fn each(
+        &self,
+        k: &mut Builder,
+        scores: &[Score],
+        standing: &Standing<'_>,
+        mut body: impl FnMut(&mut Builder, &Score, &[Computed]),
+    ) {
         let mut scores = scores.to_vec();
         scores.sort_by_key(|score| score.column);
-        let nothing = || vec![None; self.body.nodes.len()];
+        let nothing = || vec![None; self.nodes.len()];
         let mut run = Run { function: self, standing, tile: nothing(), rows: Vec::new() };
         run.compute(k, Level::Tile, &mut nothing(), None, None);
         for row in 0..standing.rows.len() {
@@ -174,15 +239,9 @@ impl FunctionRegisters {
             for score in of_column {
                 let mut values = column.clone();
                 run.compute(k, Level::Score, &mut values, Some(score.row), Some(score));
-                let result = run.find(self.body.root, &values, Some(score.row));
-                let register = score.register;
-                match self.body.kind {
-                    Kind::Score => k.set(register, result.float()),
-                    Kind::Mask => {
-                        let seen = result.truth();
-                        k.set(register, seen.choose::<F32>(register, f32::NEG_INFINITY));
-                    }
-                }
+                let results: Vec<Computed> =
+                    self.roots.iter().map(|it| run.find(*it, &values, Some(score.row))).collect();
+                body(k, score, &results);
             }
         }
     }
@@ -209,8 +268,8 @@ impl Run<'_> {
         row: Option<usize>,
         score: Option<&Score>,
     ) {
-        let FunctionRegisters { body, levels, .. } = self.function;
-        for (id, node) in body.nodes.iter().enumerate().filter(|(id, _)| levels[*id] >= level) {
+        let FunctionRegisters { nodes, levels, .. } = self.function;
+        for (id, node) in nodes.iter().enumerate().filter(|(id, _)| levels[*id] >= level) {
             let whole = levels[id] == level;
             let computed = match node {
                 Node::Load(tensor, indices) => {
@@ -297,8 +356,14 @@ impl Run<'_> {
                     Symbol::Head => signed(head),
                     Symbol::QueryLength => signed(query_length),
                     Symbol::KeyLength => signed(key_length),
-                    Symbol::Query => plus(k, first_query, rows[row.expect("of a row")]),
-                    Symbol::Key => plus(k, first_key, score.expect("of a column").column),
+                    Symbol::Query | Symbol::Key => {
+                        let is_query = *symbol == Symbol::Query;
+                        let first = if is_query { first_query } else { first_key };
+                        match is_query != self.function.transposed {
+                            true => plus(k, first, rows[row.expect("of a row")]),
+                            false => plus(k, first, score.expect("of a column").column),
+                        }
+                    }
                     Symbol::Score => Float(score.expect("of a score").register.into()),
                 }
             }
@@ -344,7 +409,7 @@ impl Run<'_> {
     }
 
     fn constant(&self, id: Id) -> Option<i32> {
-        match self.function.body.nodes[id as usize] {
+        match self.function.nodes[id as usize] {
             Node::Constant(Constant::I32(value)) => Some(value),
             _ => None,
         }
@@ -394,12 +459,12 @@ impl Run<'_> {
 
     /// Whether a node is known never to be negative: places are not, nor what is left of them.
     fn is_positive(&self, id: Id) -> bool {
-        match self.function.body.nodes[id as usize] {
+        match self.function.nodes[id as usize] {
             Node::Symbol(symbol) => symbol != Symbol::Score,
             Node::Constant(Constant::I32(value)) => value >= 0,
             Node::Binary(Binary::Divide | Binary::Remainder, a, b) => {
                 // One step is looked at, so that this ends soon.
-                let place = matches!(self.function.body.nodes[a as usize], Node::Symbol(_));
+                let place = matches!(self.function.nodes[a as usize], Node::Symbol(_));
                 place && self.constant(b).is_some_and(|by| by > 0)
             }
             _ => false,

@@ -8,12 +8,16 @@
 //! | --- | --- |
 //! | `node` | the language: types, operations, and which go together |
 //! | `trace` | closures become nodes |
+//! | `compose` | functions made of functions |
+//! | `rules` | ready-made ones |
 //! | `text` | nodes as text, and back |
 //! | `evaluate` | what a function gives for one query and one key |
+//! | `slope` | the derivative of a score function |
 //! | `interval` | what it can give for ranges of queries and keys |
 //! | `window` | the part of a mask that is a window by name |
 //! | `blocks` | which key blocks tiles of queries see, and which of them need the function |
 //! | `lower` | a function in a kernel, over a thread's scores |
+//! | `weigh` | a score function in gradients |
 //! | `table` | a kernel that does nothing else |
 //!
 //! What an operation gives is defined for every input, and the same everywhere, up to the rounding
@@ -31,18 +35,22 @@
 
 pub(crate) mod blocks;
 pub(crate) mod lower;
+pub mod rules;
 
+mod compose;
 mod evaluate;
 mod interval;
 mod node;
+mod slope;
 mod table;
 mod text;
 mod trace;
+mod weigh;
 mod window;
 
 pub use blocks::BlockMask;
 pub use evaluate::{Here, HostTensor, Row};
-pub use interval::{Region, Seen};
+pub use interval::{KnownContents, Region, Seen};
 pub use node::{Kind, Stored, TensorSpec, Type};
 pub use text::FunctionTextError;
 pub use trace::{At, CapturedTensor, Traced, TracedOperand};
@@ -109,7 +117,8 @@ impl Function {
         nodes: &[Node],
         root: Id,
     ) -> Self {
-        let (nodes, root) = node::canonical(nodes, root);
+        let (nodes, roots) = node::canonical(nodes, &[root]);
+        let root = roots[0];
         let text = text::print(kind, &name, &tensors, &nodes, root);
         let mut functions = FUNCTIONS.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = functions.get(&text) {

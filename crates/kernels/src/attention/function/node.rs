@@ -265,7 +265,7 @@ impl Node {
     }
 
     /// The same over others.
-    fn map(&self, to: impl Fn(Id) -> Id) -> Node {
+    pub(super) fn map(&self, to: impl Fn(Id) -> Id) -> Node {
         match self {
             Node::Symbol(_) | Node::Constant(_) => self.clone(),
             Node::Unary(operation, a) => Node::Unary(*operation, to(*a)),
@@ -346,13 +346,13 @@ pub(crate) fn types(tensors: &[TensorSpec], nodes: &[Node]) -> Vec<Type> {
     types
 }
 
-/// The nodes that the root is made of, each once, in the order in which a text names them.
-pub(super) fn canonical(nodes: &[Node], root: Id) -> (Vec<Node>, Id) {
+/// The nodes that some roots are made of, each once, in the order in which a text names them.
+pub(super) fn canonical(nodes: &[Node], roots: &[Id]) -> (Vec<Node>, Vec<Id>) {
     let mut kept: Vec<Node> = Vec::new();
     let mut known: HashMap<Node, Id> = HashMap::new();
     let mut renamed: HashMap<Id, Id> = HashMap::new();
     // Not by recursion: a function may be deep.
-    let mut open = vec![(root, false)];
+    let mut open: Vec<(Id, bool)> = roots.iter().rev().map(|root| (*root, false)).collect();
     while let Some((id, ready)) = open.pop() {
         if renamed.contains_key(&id) {
             continue;
@@ -370,5 +370,5 @@ pub(super) fn canonical(nodes: &[Node], root: Id) -> (Vec<Node>, Id) {
         });
         renamed.insert(id, new);
     }
-    (kept, renamed[&root])
+    (kept, roots.iter().map(|root| renamed[root]).collect())
 }

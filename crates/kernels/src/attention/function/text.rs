@@ -72,8 +72,8 @@ const LONGEST: usize = 200;
 
 /// One expression by itself.
 pub(super) fn expression(tensors: &[TensorSpec], nodes: &[Node], id: Id) -> String {
-    let (nodes, root) = node::canonical(nodes, id);
-    let text = print(Kind::Mask, "", tensors, &nodes, root);
+    let (nodes, roots) = node::canonical(nodes, &[id]);
+    let text = print(Kind::Mask, "", tensors, &nodes, roots[0]);
     text.trim_start_matches("(mask ").trim().to_owned()
 }
 

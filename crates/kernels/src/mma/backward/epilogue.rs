@@ -5,20 +5,10 @@ use ptx::{Builder, ChunkPlace, Expression, Reg, RowCopies, TileWriter, U32, U64,
 use super::lanes::Stand;
 use super::step::Warp;
 use super::tensors::Tensors;
-use super::weights::WeightRule;
-use super::{BackwardMma, Shared};
-use crate::backward::place::Place;
 
 /// Stores the gradients of the block's values and keys.
-pub(super) fn store(
-    k: &mut Builder,
-    backward: &BackwardMma,
-    tensors: &Tensors,
-    place: &Place,
-    rule: &WeightRule,
-    shared: &Shared,
-    warp: &Warp<'_>,
-) {
+pub(super) fn store(k: &mut Builder, tensors: &Tensors, warp: &Warp<'_>) {
+    let Warp { backward, place, rule, shared, .. } = *warp;
     // The tile of keys is read until the last product has ended.
     k.block_sync();
     let values = (&tensors.value_gradients, backward.value_layout(), backward.value_head_dim);

@@ -270,8 +270,8 @@ impl BackwardMma {
             (self.ahead > 1 || self.residents == 0, "copies run one block ahead, or none"),
             (self.batch == Batch::Paged, "gradients of keys in pages are not computed"),
             (
-                self.rules.mask_function.is_some() || self.rules.score_function.is_some(),
-                "masks and scores that are functions are not differentiated",
+                self.rules.softcap && self.rules.score_function.is_some(),
+                "capped scores that go through a function are not differentiated",
             ),
             (!self.fits(), "there is not enough shared memory"),
         ];

@@ -71,7 +71,7 @@ pub(super) fn walk(
             }
         });
     });
-    epilogue::store(k, backward, tensors, place, rule, shared, &warp);
+    epilogue::store(k, tensors, &warp);
 }
 
 /// What brings tiles.

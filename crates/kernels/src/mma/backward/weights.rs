@@ -5,7 +5,8 @@ use ptx::{
     WarpFragment,
 };
 
-use crate::attention::scores::{ScoreRule, Slopes, distances};
+use crate::attention::function::lower::{Functions, Standing};
+use crate::attention::scores::{ScoreRule, Slopes, alibi, distances};
 use crate::attention::{Rules, Score};
 use crate::backward::place::Place;
 use crate::parameter::Scale;
@@ -17,6 +18,8 @@ pub(super) struct WeightRule {
     /// The softmax scale, for the gradient of the keys.
     pub(super) scale: Reg<F32>,
     capped: bool,
+    functions: Functions,
+    has_slopes: bool,
 }
 
 /// Where a thread's scores are.
@@ -35,6 +38,8 @@ impl WeightRule {
             slopes: rules.alibi.then(|| Slopes::parameters(k)),
             scale: Scale::Natural.read(k),
             capped: rules.softcap,
+            functions: Functions::of_gradients(k, rules),
+            has_slopes: rules.has_slopes(),
         }
     }
 
@@ -53,18 +58,48 @@ impl WeightRule {
         let rows: Vec<u32> = (0..scores.thread_rows()).map(WarpAccumulator::row_offset).collect();
         let all = Score::of_warp(scores);
         self.scores.cap(k, &all);
+        self.scores.in_natural_units(k, &all);
         k.if_(needs_mask, |k| {
             let (Corner { key, query, .. }, lengths) = (corner(k), place.lengths(k));
             let seen = place.visibility.seen_from(k, &rows, key, query, lengths);
             seen.hide_others(k, &all);
         });
+        let standing = |k: &mut Builder| {
+            let Corner { sequence, head, key, query } = corner(k);
+            let [query_length, key_length] = place.lengths(k);
+            Standing {
+                batch: sequence,
+                head,
+                first_query: query,
+                rows: &rows,
+                first_key: key,
+                query_length,
+                key_length,
+            }
+        };
+        if let Some(mask) = &self.functions.mask {
+            let standing = standing(k);
+            mask.apply(k, &all, &standing);
+        }
         let slope = self.slopes.as_ref().map(|slopes| {
             let Corner { sequence, head, key, query } = corner(k);
             let slope = slopes.unscaled(k, sequence, head, self.scores.scale_log2);
             let [queries, keys] = place.lengths(k).map(|length| length.reinterpret::<S32>());
-            let distances = distances(k, &rows, key - (query + keys - queries));
-            (k.eval(-slope), distances)
+            (slope, k.eval(key - (query + keys - queries)))
         });
+        if let Some(function) = &self.functions.score {
+            if let Some((slope, distance)) = slope {
+                alibi(k, &all, &rows, distance.into(), slope);
+            }
+            let standing = standing(k);
+            let numbers = (self.scores.scale_log2, log_sums);
+            function.weigh(k, &all, &standing, numbers, self.has_slopes, |k, first, weights| {
+                rounded.set_pair(k, first.row, first.column as usize / 8, weights);
+            });
+            return;
+        }
+        let slope =
+            slope.map(|(slope, distance)| (k.eval(-slope), distances(k, &rows, distance.into())));
         for group in 0..scores.groups() {
             let at = log_sums + 32 * group as u32;
             let log_sums = k.load_vector::<F32, _, 2>(at, Default::default());

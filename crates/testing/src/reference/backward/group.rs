@@ -8,15 +8,16 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
+use flashcore::function::Here;
 use flashcore::serving::Sequences;
-use flashcore::{Inputs, Tensor};
+use flashcore::{Inputs, RowFunctions, Tensor};
 
 use super::number::{Number, Rounding, add_multiple, dot, largest, norm};
 use super::{HeadGradients, Noise, SMALLEST_ROUNDED, Saved};
 use crate::reference::rule::Rule;
 use crate::reference::widen;
 
-pub(super) struct Group<T> {
+pub(super) struct Group<'a, T> {
     sequence: usize,
     kv_head: usize,
     dim: usize,
@@ -29,17 +30,19 @@ pub(super) struct Group<T> {
     /// The length of each value.
     value_norms: Vec<f64>,
     /// The rows of the query heads, head by head.
-    rows: Vec<Row<T>>,
+    rows: Vec<Row<'a, T>>,
     query_heads: usize,
 }
 
 /// One row before anything is computed.
-struct Row<T> {
+struct Row<'a, T> {
     query: Vec<T>,
     /// The gradient of the row's output.
     gradient: Vec<T>,
     rule: Rule,
     visible: Range<usize>,
+    /// The problem's functions.
+    functions: RowFunctions<'a>,
     /// Minus infinity where there is none.
     sink: T,
     /// The length of the output's gradient.
@@ -97,10 +100,22 @@ struct OfKey<T> {
     noise: Noise,
 }
 
-impl<T: Number> Group<T> {
+impl<T> Row<'_, T> {
+    /// The keys that it sees.
+    fn seen(&self) -> Vec<usize> {
+        let mut functions = self.functions.clone();
+        self.visible.clone().filter(|key| functions.sees(*key)).collect()
+    }
+
+    fn sees(&self, key: usize) -> bool {
+        self.visible.contains(&key) && self.functions.clone().sees(key)
+    }
+}
+
+impl<'a, T: Number> Group<'a, T> {
     pub(super) fn new(
         sequences: &Sequences,
-        inputs: Inputs<'_>,
+        inputs: Inputs<'a>,
         gradient: &Tensor,
         saved: Option<Saved<'_>>,
         (sequence, kv_head): (usize, usize),
@@ -117,6 +132,13 @@ impl<T: Number> Group<T> {
                 slope: inputs.slope(problem, sequence, head).into(),
                 position: (query + length) as i64 - queries.length(sequence) as i64,
             };
+            let here = Here {
+                batch: sequence as i32,
+                head: head as i32,
+                query: query as i32,
+                query_length: queries.length(sequence) as i32,
+                key_length: length as i32,
+            };
             let (entry, position) = queries.locate(sequence, query);
             let gradient = numbers(&gradient.head(entry, head).row(position));
             let forward = saved.map(|Saved { output, lse }| Forward {
@@ -129,6 +151,7 @@ impl<T: Number> Group<T> {
                 gradient,
                 visible: rule.visible(&problem.mask, length),
                 rule,
+                functions: problem.row_functions_with_slope(inputs.captured, here),
                 sink: inputs.sinks.map_or(f32::NEG_INFINITY, |sinks| sinks[head]).into(),
                 forward,
             }
@@ -187,9 +210,9 @@ impl<T: Number> Group<T> {
     }
 
     /// Vectors one after the other, as they are stored in the end.
-    fn stored<'a>(&self, vectors: impl Iterator<Item = &'a Vec<T>>) -> Vec<f64>
+    fn stored<'v>(&self, vectors: impl Iterator<Item = &'v Vec<T>>) -> Vec<f64>
     where
-        T: 'a,
+        T: 'v,
     {
         vectors.flatten().map(|value| self.rounding.store(*value).into()).collect()
     }
@@ -203,24 +226,26 @@ impl<T: Number> Group<T> {
     }
 
     /// The product of a row's query with a key, and the score that it becomes.
-    fn score(&self, row: &Row<T>, key: usize) -> (T, T) {
+    fn score(&self, row: &Row<'_, T>, key: usize) -> (T, T) {
         let product = dot(&row.query, self.key_vector(key));
-        (product, T::nearest(row.rule.score(product.into(), key)))
+        let score = row.rule.score(product.into(), key);
+        (product, T::nearest(row.functions.clone().score(key, score)))
     }
 
     /// The forward pass of a row that is computed anew; nothing where no key has weight.
-    fn forward(&self, row: &Row<T>) -> Option<Forward<T>> {
-        let scores: Vec<T> = row.visible.clone().map(|key| self.score(row, key).1).collect();
+    fn forward(&self, row: &Row<'_, T>) -> Option<Forward<T>> {
+        let seen = row.seen();
+        let scores: Vec<T> = seen.iter().map(|key| self.score(row, *key).1).collect();
         let lse = log_sum_exp(&scores, row.sink)?;
         let mut output = vec![T::default(); self.value_dim];
-        for (key, score) in row.visible.clone().zip(&scores) {
+        for (key, score) in seen.into_iter().zip(&scores) {
             add_multiple(&mut output, (*score - lse).exp(), self.value_vector(key));
         }
         Some(Forward { lse, output })
     }
 
     /// The forward pass of a row and its query's gradient.
-    fn row(&self, row: &Row<T>) -> Done<T> {
+    fn row(&self, row: &Row<'_, T>) -> Done<T> {
         let mut done = Done { query: vec![T::default(); self.dim], ..Done::default() };
         let forward = match &row.forward {
             // A sink alone gives an output of zero, and nothing depends on anything.
@@ -238,7 +263,7 @@ impl<T: Number> Group<T> {
         done.sink = T::default() - sink * done.delta;
         let scale = T::nearest(row.rule.scale);
         let (mut squares, mut least_sum) = (0.0, 0.0);
-        for key in row.visible.clone() {
+        for key in row.seen() {
             let Pair { gradient, size, least, .. } = self.pair(row, &done, lse, key);
             let gradient = self.rounding.between(gradient);
             add_multiple(&mut done.query, gradient, self.key_vector(key));
@@ -255,16 +280,22 @@ impl<T: Number> Group<T> {
     }
 
     /// What a row makes of a key that it sees.
-    fn pair(&self, row: &Row<T>, done: &Done<T>, lse: T, key: usize) -> Pair<T> {
+    fn pair(&self, row: &Row<'_, T>, done: &Done<T>, lse: T, key: usize) -> Pair<T> {
         let (product, score) = self.score(row, key);
         let probability = (score - lse).exp();
         let difference = dot(&row.gradient, self.value_vector(key)) - done.delta;
         // The derivative of the tangent, of which f32 keeps little where the cap is reached.
         let part = T::nearest(row.rule.part_of_cap(product.into()));
-        let slope = T::from(1.0) - part * part;
+        let of_function = {
+            let before = row.rule.score(product.into(), key);
+            T::nearest(row.functions.clone().slope(key, before))
+        };
+        let slope = (T::from(1.0) - part * part) * of_function;
         let lost = (part * part * difference).into().abs();
+        // A function's slope may be such a difference too.
+        let lost = lost + if of_function.into() == 1.0 { 0.0 } else { difference.into().abs() };
         let size = row.gradient_norm * self.value_norms[key] + done.size;
-        let size = slope.into() * size + lost;
+        let size = slope.into().abs() * size + lost;
         Pair {
             probability,
             gradient: probability * difference * slope,
@@ -283,7 +314,7 @@ impl<T: Number> Group<T> {
         let (mut squares, mut least_sums) = ([0.0; 2], [0.0; 2]);
         let mut scale = 0.0;
         for (row, done) in self.rows.iter().zip(done) {
-            let Some(lse) = done.lse.filter(|_| row.visible.contains(&key)) else {
+            let Some(lse) = done.lse.filter(|_| row.sees(key)) else {
                 continue;
             };
             scale = row.rule.scale;

@@ -259,13 +259,13 @@ fn validate(problem: &Problem, gradient: &Tensor) -> Result<(), InputError> {
     }
 }
 
-fn by_head<T: Number>(
+fn by_head<'a, T: Number>(
     problem: &Problem,
-    inputs: Inputs<'_>,
+    inputs: Inputs<'a>,
     output_gradient: &Tensor,
     heads: &Heads,
     progress: Option<&dyn Progress>,
-    of_head: impl Fn(&Sequences, (usize, usize)) -> Group<T>,
+    of_head: impl Fn(&Sequences, (usize, usize)) -> Group<'a, T>,
 ) -> Result<Gradients, Error> {
     problem.validate()?;
     inputs.validate(problem)?;

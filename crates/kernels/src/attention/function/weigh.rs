@@ -1,0 +1,55 @@
+//! A score function in gradients: scores become weights of the softmax by the log-sum-exps that the
+//! forward pass left, and keep what the gradient of a score is of that of its weight.
+
+use ptx::{Builder, Choose, Expression, F32, LoadHint, Reg, SharedAddress};
+
+use super::lower::{FunctionRegisters, Standing};
+use crate::attention::Score;
+
+impl FunctionRegisters {
+    /// Puts scores in natural units through the function, those that are hidden being minus
+    /// infinity. In their registers stay the weights, times the slopes where these are not one.
+    /// `log_sums` has the negative log-sum-exps, in units of log2, from the thread's first column
+    /// on; `rounded` is given the weights of two neighbours, by the first of them.
+    pub(crate) fn weigh(
+        &self,
+        k: &mut Builder,
+        scores: &[Score],
+        standing: &Standing<'_>,
+        (scale_log2, log_sums): (Reg<F32>, Reg<SharedAddress>),
+        has_slopes: bool,
+        mut rounded: impl FnMut(&mut Builder, &Score, [Reg<F32>; 2]),
+    ) {
+        let mut of_columns: Option<(u32, [Reg<F32>; 2])> = None;
+        // Of each row the weight in the first of two neighbouring columns.
+        let mut first: Vec<Option<(Score, Reg<F32>)>> = vec![None; standing.rows.len()];
+        self.each_with_slope(k, scores, standing, |k, score, [value, slope]| {
+            let column = score.column & !1;
+            let log_sums = match of_columns {
+                Some((known, log_sums)) if known == column => log_sums,
+                _ => {
+                    let at = log_sums + column * 4;
+                    let loaded = k.load_vector::<F32, _, 2>(at, LoadHint::default());
+                    of_columns = Some((column, loaded));
+                    loaded
+                }
+            };
+            let log_sum = log_sums[(score.column & 1) as usize];
+            let exponent = k.fma(value, scale_log2, log_sum);
+            let mut weight = k.exp2(exponent);
+            let mut kept = weight;
+            if has_slopes {
+                // What the function makes of minus infinity may be anything.
+                let hidden = k.eval(score.register.equals(f32::NEG_INFINITY));
+                let product = k.eval(weight * slope);
+                weight = k.eval(hidden.choose::<F32>(0.0, weight));
+                kept = k.eval(hidden.choose::<F32>(0.0, product));
+            }
+            k.set(score.register, kept);
+            match first[score.row].take() {
+                Some((one, of_one)) => rounded(k, &one, [of_one, weight]),
+                None => first[score.row] = Some((*score, weight)),
+            }
+        });
+    }
+}

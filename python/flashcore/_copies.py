@@ -1,0 +1,153 @@
+"""Tensors that no kernel reads as they are, served by copies of them.
+
+Kernels read head dims that are multiples of 8 up to 256, whose elements lie side by side. Other head
+dims are filled up with zeros, which add nothing to scores; values that are wider are taken in pieces;
+what does not lie side by side is copied. Each is told of once.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from . import _arrays
+
+try:
+    import torch
+except ModuleNotFoundError:
+    torch = None  # type: ignore[assignment,unused-ignore]
+
+_MULTIPLE, _WIDEST = 8, 256
+_told: set[str] = set()
+
+
+def attend(
+    call: Callable[..., Any],
+    tensors: tuple[Any, ...],
+    numbers: tuple[Any, ...],
+    function: str,
+    lse: Any,
+    deterministic: bool,
+) -> Any:
+    """The answer of ``call`` for copies of its first tensors, or None where these can be read."""
+    separate = _parts(tensors[:3])
+    if separate is None or not any(_is_odd(tensor) for tensor in separate):
+        return None
+    q, k, v = separate
+    scale, dim = numbers[0], q.shape[-1]
+    if scale is None and dim > 0:
+        numbers = (1.0 / math.sqrt(dim), *numbers[1:])
+    q, k = (_filled(_side_by_side(tensor)) for tensor in (q, k))
+    out = tensors[15] if len(tensors) > 15 else None
+    lists = tensors[3:15]
+    outputs, sums = [], None
+    for begin in range(0, v.shape[-1], _WIDEST):
+        piece = v[..., begin : begin + _WIDEST]
+        filled = _filled(_side_by_side(piece))
+        result = call((q, k, filled, *lists), numbers, _unpacked(function), lse, deterministic)
+        output, sums = result if lse else (result, None)
+        outputs.append(output[..., : piece.shape[-1]])
+    if len(outputs) > 1:
+        _tell("values have a head dim above 256: they are taken in pieces, each with scores of its own")
+    joined = outputs[0] if len(outputs) == 1 else join(outputs)
+    if out is not None:
+        out[...] = joined
+        joined = out
+    return (joined, sums) if lse else joined
+
+
+def append(call: Callable[..., Any], tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
+    """The answer of ``call`` for copies of caches, new rows and queries, or None where these can be read.
+    What was written to copies of caches is written back."""
+    caches, rows, others = tensors[:2], tensors[2:5], tensors[5:]
+    given = [tensor for tensor in (*caches, *rows) if tensor is not None]
+    if not all(len(getattr(tensor, "shape", ())) for tensor in given):
+        return None
+    odd = any(tensor.shape[-1] % _MULTIPLE for tensor in given)
+    if not odd and not any(_gaps(tensor) for tensor in rows if tensor is not None):
+        return None
+    filled = tuple(_filled(tensor) for tensor in caches)
+    copied = tuple(None if tensor is None else _filled(_side_by_side(tensor)) for tensor in rows)
+    rotated, lengths = call((*filled, *copied, *others), flags)
+    for cache, copy in zip(caches, filled):
+        if copy is not cache:
+            cache[...] = copy[..., : cache.shape[-1]]
+    return None if rotated is None else rotated[..., : rows[2].shape[-1]], lengths
+
+
+def _parts(tensors: tuple[Any, ...]) -> tuple[Any, Any, Any] | None:
+    """Queries, keys and values, where they are tensors at all."""
+    for tensor in tensors:
+        if tensor is not None and not len(getattr(tensor, "shape", ())):
+            return None
+    q, k, v = tensors
+    if k is None:
+        return q[..., 0, :, :], q[..., 1, :, :], q[..., 2, :, :]
+    if v is None:
+        return q, k[..., 0, :, :], k[..., 1, :, :]
+    return q, k, v
+
+
+def _unpacked(function: str) -> str:
+    """The function whose tensors are separate."""
+    return function.replace("_kvpacked", "").replace("_qkvpacked", "")
+
+
+def _is_odd(tensor: Any) -> bool:
+    dim = tensor.shape[-1]
+    return bool(dim > 0 and (dim % _MULTIPLE != 0 or dim > _WIDEST or _gaps(tensor)))
+
+
+def _gaps(tensor: Any) -> bool:
+    """Whether elements of the last dimension do not lie side by side."""
+    shape: Any = getattr(tensor, "shape", ())
+    if not len(shape) or shape[-1] < 2 or 0 in shape:
+        return False
+    if _is_torch(tensor):
+        return bool(tensor.stride(-1) != 1)
+    strides = getattr(tensor, "strides", None)
+    return bool(strides and strides[-1] != tensor.dtype.itemsize)
+
+
+def _side_by_side(tensor: Any) -> Any:
+    if not _gaps(tensor):
+        return tensor
+    _tell("the last dimension of a tensor is not contiguous: it is copied in each call")
+    if _is_torch(tensor):
+        return tensor.contiguous()
+    return tensor.copy(order="C")
+
+
+def _filled(tensor: Any) -> Any:
+    """The tensor with zeros up to a head dim that kernels have."""
+    dim = tensor.shape[-1]
+    missing = -dim % _MULTIPLE
+    if missing == 0:
+        return tensor
+    _tell(f"head dim {dim} is no multiple of 8: tensors are copied into larger ones in each call")
+    if not _is_torch(tensor):
+        return _arrays.pad(tensor, missing)
+    if tensor.dtype.itemsize == 1:
+        return torch.nn.functional.pad(tensor.view(torch.uint8), (0, missing)).view(tensor.dtype)
+    return torch.nn.functional.pad(tensor, (0, missing))
+
+
+def join(tensors: list[Any]) -> Any:
+    """Vectors one behind the other."""
+    if _is_torch(tensors[0]):
+        return torch.cat(tensors, -1)
+    return _arrays.join(tensors)
+
+
+def _is_torch(tensor: Any) -> bool:
+    return torch is not None and isinstance(tensor, torch.Tensor)
+
+
+def _tell(text: str) -> None:
+    if torch is not None and torch.compiler.is_dynamo_compiling():
+        return
+    if text not in _told:
+        _told.add(text)
+        warnings.warn(text, UserWarning, stacklevel=2)

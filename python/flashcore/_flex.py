@@ -1,0 +1,230 @@
+"""Attention with masks and scores that are functions, with FlexAttention's signature."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from . import _arrays, _flashcore
+from ._arguments import flag, refusal
+from ._serving import is_compiling
+from ._trace import trace
+
+try:
+    from . import _flex_torch as _flex_torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    _flex_torch = None  # type: ignore[assignment]
+
+NUMBERS = (False, (-1, -1), 0, 0.0, None, None)
+
+
+def flex_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+) -> Any:
+    """``softmax(score_mod(scale * query @ key^T) where block_mask) @ value``, with PyTorch's signature.
+
+    Args:
+        query: (batch, heads, queries, head dim).
+        key: (batch, key heads, keys, head dim). Key heads divide heads with ``enable_gqa``, and are as
+            many otherwise.
+        value: (batch, key heads, keys, value head dim).
+        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` gives what the softmax takes the exponential
+            of. It is called once with values that remember what is done with them, and never again.
+        block_mask: Which keys a query sees: what :func:`create_block_mask` gives.
+        scale: ``1 / sqrt(head dim)`` unless given.
+        return_lse: Return ``(out, lse)``.
+
+    Returns:
+        (batch, heads, queries, value head dim) in the element type of ``query``; with ``return_lse`` also
+        the log-sum-exp of each row of scores, (batch, heads, queries) in float32. A row that sees no key is
+        zero with a log-sum-exp of minus infinity.
+    """
+    if is_compiling():
+        # Functions are traced outside of what is compiled.
+        return _outside(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
+    if kernel_options:
+        raise refusal("kernel_options", kernel_options, None)
+    if enable_gqa is False or not flag("enable_gqa", enable_gqa):
+        refuse_groups(query, key)
+    mask = score = blocks = None
+    tensors: tuple[Any, ...] = ()
+    if block_mask is not None:
+        if not isinstance(block_mask, BlockMask):
+            raise TypeError(f"block_mask is a {type(block_mask)}, expected what flashcore.create_block_mask gives")
+        block_mask.check(query, key)
+        mask, tensors = trace("mask", "mask_mod", block_mask.mask_mod)
+        blocks = block_mask.blocks
+    if score_mod is not None:
+        score, captured = trace("score", "score_mod", score_mod)
+        tensors = (*tensors, *captured)
+    return attend((query, key, value), (scale, *NUMBERS), "flex_attention", return_lse, (mask, score, tensors, blocks))
+
+
+_outside: Any = None if _flex_torch is None else _flex_torch.outside(flex_attention)
+
+
+def attend(
+    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, rules: tuple[Any, ...]
+) -> Any:
+    """Attention with functions: the output, or output and log-sum-exps."""
+    if is_compiling():
+        return _flex_torch.attend(tensors, numbers, function, lse, rules)
+    result = _flashcore.attend(tensors, numbers, function, lse, "function", rules)
+    if result is None:
+        return _arrays.attend(tensors, numbers, function, lse, rules)
+    if result is NotImplemented or result is ...:
+        return _flex_torch.attend(tensors, numbers, function, lse, rules)
+    return result
+
+
+def refuse_groups(query: Any, key: Any) -> None:
+    """Refuses fewer key heads."""
+    try:
+        # Each look at a shape makes a new one.
+        given, expected = key.shape, query.shape
+    except AttributeError:
+        return  # no tensors, which is said later
+    if len(given) == len(expected) == 4 and given[1] != expected[1]:
+        raise ValueError(f"key has {given[1]} heads, expected the {expected[1]} of query unless enable_gqa=True")
+
+
+# Tensors that are larger are not looked into.
+_MOST_ELEMENTS = 1 << 22
+
+
+class BlockMask:
+    """Which keys queries see.
+
+    Blocks of keys that nobody sees are not loaded. They are found when a kernel is first launched, from the
+    function and, on a GPU, from what its tensors contain when the mask is made.
+    """
+
+    def __init__(self, mask_mod: Any, B: int | None, H: int | None, lengths: tuple[int, int]) -> None:
+        self.mask_mod = mask_mod
+        self.seq_lengths = lengths
+        self.shape = (1 if B is None else B, 1 if H is None else H, *lengths)
+        rule, tensors = trace("mask", "mask_mod", mask_mod)
+        self.text = rule.text
+        self.blocks = None
+        if any(getattr(tensor, "is_cuda", False) for tensor in tensors):
+            small = (tensor.detach().cpu() if tensor.numel() <= _MOST_ELEMENTS else None for tensor in tensors)
+            self.blocks = _flashcore.Blocks(rule, tuple(small))
+
+    def __repr__(self) -> str:
+        return f"BlockMask(shape={self.shape}, {self.text})"
+
+    def check(self, query: Any, key: Any) -> None:
+        """Refuses tensors that it was not made for."""
+        given: Any = getattr(query, "shape", ())
+        other: Any = getattr(key, "shape", ())
+        if len(given) != 4 or len(other) != 4:
+            return  # which is said later
+        if (given[2], other[2]) != self.seq_lengths:
+            raise ValueError(
+                f"block_mask is for {self.seq_lengths[0]} queries and {self.seq_lengths[1]} keys, expected the "
+                f"{given[2]} of query and the {other[2]} of key"
+            )
+        for name, has, size in (("B", self.shape[0], given[0]), ("H", self.shape[1], given[1])):
+            if has not in (1, size):
+                raise ValueError(f"block_mask is for {name}={has}, expected {name}={size} or None")
+
+
+def create_block_mask(
+    mask_mod: Any,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: Any = None,
+    BLOCK_SIZE: Any = 128,
+    _compile: bool = False,
+) -> BlockMask:
+    """Which keys queries see, for :func:`flex_attention`, with PyTorch's signature.
+
+    Args:
+        mask_mod: ``mask_mod(b, h, q_idx, kv_idx)`` says whether a query sees a key. It is called once, as
+            ``score_mod`` is.
+        B, H: Sequences and query heads, or None.
+        Q_LEN, KV_LEN: Queries and keys.
+        device, BLOCK_SIZE, _compile: Not needed: kernels have blocks of their own.
+    """
+    return BlockMask(mask_mod, B, H, (Q_LEN, KV_LEN))
+
+
+def and_masks(*mask_mods: Any) -> Any:
+    """A mask that sees what all see."""
+    return _combined(mask_mods, all_see)
+
+
+def or_masks(*mask_mods: Any) -> Any:
+    """A mask that sees what any sees."""
+    return _combined(mask_mods, any_sees)
+
+
+def all_see(seen: Any) -> Any:
+    return functools.reduce(lambda a, b: a & b, seen, True)
+
+
+def any_sees(seen: Any) -> Any:
+    return functools.reduce(lambda a, b: a | b, seen, False)
+
+
+def _combined(mask_mods: tuple[Any, ...], combine: Any) -> Any:
+    for mask_mod in mask_mods:
+        if not callable(mask_mod):
+            raise TypeError(f"a mask is a {type(mask_mod)}, expected a function")
+
+    def masks(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return combine([mask_mod(b, h, q_idx, kv_idx) for mask_mod in mask_mods])
+
+    return masks
+
+
+# ---- attn_mask of scaled_dot_product_attention ---------------------------------------------------------
+
+_SYMBOLS = ("batch", "head", "query", "key")
+_STORED = {"bool": "bool", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+
+
+def mask_rules(attn_mask: Any, query: Any, key: Any) -> tuple[Any, ...]:
+    """A mask that is a tensor as rules: truth values say what is seen, numbers are added to scores."""
+    shape = getattr(attn_mask, "shape", None)
+    if shape is None:
+        raise TypeError(f"attn_mask is a {type(attn_mask)}, expected a tensor")
+    stored = _STORED.get(str(attn_mask.dtype).removeprefix("torch."))
+    if stored is None:
+        expected = ", ".join(_STORED)
+        raise TypeError(f"attn_mask has element type {attn_mask.dtype}, expected one of {expected}")
+    scores = (*query.shape[:3], key.shape[2])
+    padded = (1,) * (4 - len(shape)) + tuple(shape)
+    if len(padded) != 4 or any(given not in (1, size) for given, size in zip(padded, scores)):
+        raise ValueError(f"attn_mask has shape {list(shape)}, expected one that broadcasts to {list(scores)}")
+    # Dimensions of one are not indexed.
+    several = tuple(size > 1 for size in padded)
+    if len(shape) and not all(several):
+        attn_mask = attn_mask[tuple(slice(None) if it else 0 for it in several[4 - len(shape) :])]
+    rule: Any = _text(stored, several)
+    if not is_compiling():
+        rule = _rule(rule)
+    return (rule, None, (attn_mask,), None) if stored == "bool" else (None, rule, (attn_mask,), None)
+
+
+_rule = functools.cache(_flashcore.Rule)
+
+
+def _text(stored: str, several: tuple[bool, ...]) -> str:
+    indices = [symbol for symbol, it in zip(_SYMBOLS, several) if it] or ["0"]
+    declared, load = f"(tensor attn_mask {stored} {len(indices)})", f"(load attn_mask {' '.join(indices)})"
+    if stored == "bool":
+        return f"(mask attn_mask {declared} {load})"
+    return f"(score attn_mask {declared} (add score {load}))"

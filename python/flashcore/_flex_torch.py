@@ -1,0 +1,139 @@
+"""Masks and scores as functions in PyTorch: the operators behind calls that autograd records, and those of
+``torch.compile``, subclasses and modes.
+
+Functions are their texts here, so that PyTorch can keep them in its graphs.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from . import _flashcore, _torch
+
+_RULES = "float? scale, str mask, str score, Tensor[] captured, str function"
+_torch._library.define(
+    f"attention_with_rules(Tensor q, Tensor k, Tensor v, {_RULES}, bool deterministic) -> (Tensor, Tensor)",
+    tags=_torch._TAGS,
+)
+_torch._library.define(
+    "attention_with_rules_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_RULES}, bool deterministic) -> (Tensor, Tensor, Tensor)",
+    tags=_torch._TAGS,
+)
+# Makes a function that PyTorch's compiler leaves alone.
+outside = torch.compiler.disable
+# What a call has beyond the scale.
+_NUMBERS = (False, (-1, -1), 0, 0.0, None, None)
+_CAPTURED = "a tensor that a function loads from"
+
+
+def attend(
+    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, rules: tuple[Any, ...]
+) -> Any:
+    """Attention with functions through the dispatcher."""
+    mask, score, captured, _ = rules
+    for tensor in captured:
+        if _torch.is_recorded(tensor):
+            raise NotImplementedError(
+                f"{_CAPTURED} requires grad, expected one that does not: gradients are those of query, key and value; "
+                "call it under torch.no_grad() or detach the tensor"
+            )
+    _torch._refuse_gradients(("query", "key", "value"), tensors)
+    tensors = _torch._autocast(tensors)
+    texts = ("" if rule is None else rule if isinstance(rule, str) else rule.text for rule in (mask, score))
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    result = torch.ops.flashcore.attention_with_rules(
+        *tensors, numbers[0], *texts, list(captured), function, deterministic
+    )
+    return result if lse else result[0]
+
+
+@functools.cache
+def _rule(text: str) -> Any:
+    return _flashcore.Rule(text) if text else None
+
+
+def _forward(
+    q: Any, k: Any, v: Any, scale: Any, mask: str, score: str, captured: Any, function: str, deterministic: bool
+) -> Any:
+    rules = (_rule(mask), _rule(score), tuple(captured), None)
+    return _flashcore.attend((q, k, v), (scale, *_NUMBERS), function, True, "dispatcher", rules)
+
+
+def _fake_forward(q: Any, k: Any, v: Any, *_: Any) -> Any:
+    """What can be said of tensors that have no memory; the rest is said when there is one."""
+    if q.dtype not in _torch._FLOATS:
+        raise TypeError(f"query has element type {q.dtype}, expected float16, bfloat16 or float32")
+    for name, tensor in (("key", k), ("value", v)):
+        _torch._check_like(name, tensor, q, "query")
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    scale: Any,
+    mask: str,
+    score: str,
+    captured: Any,
+    function: str,
+    deterministic: bool,
+) -> Any:
+    rules = (_rule(mask), _rule(score), tuple(captured), None)
+    nothing = 0 in (q.numel(), k.numel(), v.numel())
+    make = torch.zeros_like if nothing else torch.empty_like
+    gradients = tuple(make(it) for it in (q, k, v))
+    if not nothing:
+        _flashcore.attend_backward(
+            (q, k, v), (scale, *_NUMBERS), function, (out, lse, dout), gradients, deterministic, rules
+        )
+    return gradients
+
+
+def _fake_backward(dout: Any, q: Any, k: Any, v: Any, *_: Any) -> Any:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    q, k, v, scale, mask, score, captured, function, deterministic = inputs
+    ctx.save_for_backward(q, k, v, *output, *captured)
+    ctx.call = (scale, mask, score, function, deterministic)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Any, dlse: Any) -> Any:
+    if dlse is not None:
+        raise NotImplementedError("the log-sum-exp has a gradient, expected one of the output alone")
+    none = (None,) * 6
+    if dout is None:
+        return None, None, None, *none
+    q, k, v, out, lse, *captured = ctx.saved_tensors
+    scale, mask, score, function, deterministic = ctx.call
+    gradients = torch.ops.flashcore.attention_with_rules_backward(
+        dout, q, k, v, out, lse, scale, mask, score, captured, function, deterministic
+    )
+    return *gradients, *none
+
+
+def _refuse_second(ctx: Any, *_: Any) -> Any:
+    raise NotImplementedError("FlashCore has no gradients of gradients")
+
+
+for _name, _run, _fake in (
+    ("attention_with_rules", _forward, _fake_forward),
+    ("attention_with_rules_backward", _backward, _fake_backward),
+):
+    for _key in ("CPU", "CUDA"):
+        _torch._library.impl(_name, _run, _key)
+    torch.library.register_fake(f"flashcore::{_name}", _fake, lib=_torch._library)
+torch.library.register_autograd(
+    "flashcore::attention_with_rules", _differentiate, setup_context=_remember, lib=_torch._library
+)
+torch.library.register_autograd("flashcore::attention_with_rules_backward", _refuse_second, lib=_torch._library)

@@ -1,0 +1,70 @@
+"""FlashAttention's modules, for programs that import those.
+
+    import flashcore.compat
+
+    flashcore.compat.install()          # then, in a program that knows nothing of FlashCore:
+    from flash_attn import flash_attn_func
+
+| imported as | is | as in |
+| --- | --- | --- |
+| ``flash_attn``, ``flash_attn.flash_attn_interface`` | :mod:`flashcore.compat.flash_attn` | FlashAttention-2 |
+| ``flash_attn.bert_padding`` | :mod:`flashcore.compat.bert_padding` | FlashAttention-2 |
+| ``flash_attn_interface`` | :mod:`flashcore.compat.flash_attn_interface` | FlashAttention-3 |
+| ``flash_attn.cute``, ``flash_attn.cute.interface`` | :mod:`flashcore.compat.flash_attn_cute` | FlashAttention-4 |
+| ``vllm_flash_attn``, ``vllm_flash_attn.flash_attn_interface`` | :mod:`flashcore.compat.vllm_flash_attn` | vLLM's fork |
+
+Each function has the arguments of its namesake, in its order; what is not served is refused by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+
+__all__ = ["install", "uninstall"]
+
+_MODULES = {
+    "flash_attn": "flash_attn",
+    "flash_attn.flash_attn_interface": "flash_attn",
+    "flash_attn.bert_padding": "bert_padding",
+    "flash_attn.cute": "flash_attn_cute",
+    "flash_attn.cute.interface": "flash_attn_cute",
+    "flash_attn_interface": "flash_attn_interface",
+    "vllm_flash_attn": "vllm_flash_attn",
+    "vllm_flash_attn.flash_attn_interface": "vllm_flash_attn",
+}
+
+# What was imported under these names before, if anything.
+_before: dict[str, ModuleType | None] = {}
+
+
+def install(*names: str) -> None:
+    """Makes programs that import FlashAttention's modules from now on get FlashCore's.
+
+    Args:
+        names: ``flash_attn``, ``flash_attn_interface``, ``vllm_flash_attn``; all of them without.
+    """
+    tops = {name.partition(".")[0] for name in _MODULES}
+    for name in names:
+        if name not in tops:
+            raise ValueError(f"there is no module {name!r} to stand in for, expected one of {sorted(tops)}")
+    for name, ours in _MODULES.items():
+        top, _, rest = name.partition(".")
+        if names and top not in names:
+            continue
+        module = importlib.import_module(f"{__name__}.{ours}")
+        _before.setdefault(name, sys.modules.get(name))
+        sys.modules[name] = module
+        if rest and "." not in rest:
+            setattr(sys.modules[top], rest, module)
+
+
+def uninstall() -> None:
+    """Gives the names back. What was imported meanwhile stays with who has it."""
+    for name, module in _before.items():
+        if module is None:
+            sys.modules.pop(name, None)
+        else:
+            sys.modules[name] = module
+    _before.clear()

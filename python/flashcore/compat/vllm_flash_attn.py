@@ -1,0 +1,129 @@
+"""The module ``vllm_flash_attn`` of vLLM's fork."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import flash_attn_varlen_func as _varlen
+from .. import get_scheduler_metadata as _metadata
+from .._arguments import refuse
+
+__all__ = [
+    "fa_version_unsupported_reason",
+    "flash_attn_varlen_func",
+    "get_scheduler_metadata",
+    "is_fa_version_supported",
+]
+
+_VERSIONS = (2, 3, 4)
+
+
+def is_fa_version_supported(fa_version: int, device: Any = None) -> bool:
+    """Whether a version's functions are served: one kernel serves them all."""
+    return fa_version in _VERSIONS
+
+
+def fa_version_unsupported_reason(fa_version: int, device: Any = None) -> str | None:
+    """Why a version's functions are not served, or None."""
+    return None if is_fa_version_supported(fa_version) else f"there is no FlashAttention-{fa_version}"
+
+
+def flash_attn_varlen_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    max_seqlen_q: int,
+    cu_seqlens_q: Any,
+    max_seqlen_k: int,
+    cu_seqlens_k: Any = None,
+    seqused_k: Any = None,
+    q_v: Any = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Any = None,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Any = None,
+    return_softmax_lse: bool = False,
+    out: Any = None,
+    scheduler_metadata: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    num_splits: int = 0,
+    fa_version: int = 3,
+    s_aux: Any = None,
+    cp_world_size: int = 1,
+    cp_rank: int = 0,
+    cp_tot_seqused_k: Any = None,
+) -> Any:
+    """:func:`flashcore.flash_attn_varlen_func` in the order of vLLM's fork."""
+    refuse(q_v=q_v, cp_world_size=cp_world_size, cp_rank=cp_rank, cp_tot_seqused_k=cp_tot_seqused_k)
+    return _varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        seqused_k=seqused_k,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        window_size=window_size,
+        softcap=softcap,
+        num_splits=num_splits,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+        dropout_p=dropout_p,
+        alibi_slopes=alibi_slopes,
+        block_table=block_table,
+        s_aux=s_aux,
+        return_softmax_lse=return_softmax_lse,
+        out=out,
+        fa_version=fa_version,
+        scheduler_metadata=scheduler_metadata,
+    )
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Any,
+    qkv_dtype: Any = None,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k_new: Any = None,
+    cache_leftpad: Any = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Any:
+    """:func:`flashcore.get_scheduler_metadata` in the order of vLLM's fork."""
+    return _metadata(
+        batch_size,
+        max_seqlen_q,
+        max_seqlen_k,
+        num_heads_q,
+        num_heads_kv,
+        headdim,
+        cache_seqlens,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        sm_margin=sm_margin,
+    )

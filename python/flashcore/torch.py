@@ -1,0 +1,196 @@
+"""PyTorch's own attention on FlashCore.
+
+    import flashcore.torch
+
+    flashcore.torch.activate()      # F.scaled_dot_product_attention, on CUDA, from now on
+    flashcore.torch.restore()
+
+From PyTorch 2.11 on, whose switch this is: what F.scaled_dot_product_attention, nn.MultiheadAttention and
+all that is built on them would run by FlashAttention-2 (float16 and bfloat16 on CUDA, no mask but the causal
+one) is run by FlashCore, forward and backward. Dropout is refused by name.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from . import _flashcore, _gradients
+from ._arguments import refuse
+
+NAME = "flashcore"
+
+_HEADS_FIRST = "scaled_dot_product_attention"
+
+
+def activate() -> None:
+    """Makes PyTorch's attention run on FlashCore."""
+    attention = torch.nn.attention
+    if not hasattr(attention, "register_flash_attention_impl"):
+        raise NotImplementedError(f"PyTorch {torch.__version__} has no switch for this, expected 2.11 or later")
+    attention.register_flash_attention_impl(NAME, register_fn=_Registered)
+    attention.activate_flash_attention_impl(NAME)
+
+
+def restore() -> None:
+    """Gives PyTorch's attention back to what it was."""
+    torch.nn.attention.restore_flash_attention_impl()
+
+
+class _Registered:
+    """Our implementations of PyTorch's operators, for as long as it lives."""
+
+    def __init__(self) -> None:
+        self._library: Any = torch.library.Library("aten", "IMPL", "CUDA")
+        with warnings.catch_warnings():
+            # That there was one before, which is the point.
+            warnings.simplefilter("ignore", UserWarning)
+            for operator, ours in (
+                ("_scaled_dot_product_flash_attention", heads_first),
+                ("_scaled_dot_product_flash_attention_backward", heads_first_backward),
+                ("_flash_attention_forward", rows),
+                ("_flash_attention_backward", rows_backward),
+            ):
+                self._library.impl(operator, ours, "CUDA", allow_override=True)
+
+    def remove(self) -> None:
+        self._library._destroy()
+
+
+def heads_first(
+    query: Any,
+    key: Any,
+    value: Any,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    """``aten::_scaled_dot_product_flash_attention``, over (batch, heads, length, head dim)."""
+    _refuse(dropout_p, return_debug_mask)
+    out = torch.empty_like(query)
+    tensors, function = _in_order((query, key, value), is_causal)
+    into = out if function == _HEADS_FIRST else out.transpose(1, 2)
+    _, lse = _flashcore.attend(
+        (*tensors, *_gradients.NONE, into), _numbers(scale, is_causal), function, True, "dispatcher"
+    )
+    return out, lse, None, None, query.shape[2], key.shape[2], *_random(query)
+
+
+def heads_first_backward(
+    grad_out: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    logsumexp: Any,
+    cum_seq_q: Any,
+    cum_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Any,
+    philox_offset: Any,
+    *,
+    scale: float | None = None,
+) -> Any:
+    """``aten::_scaled_dot_product_flash_attention_backward``."""
+    gradients = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
+    all_tensors = (query, key, value, out, grad_out, *gradients)
+    (q, k, v, o, do, dq, dk, dv), function = _in_order(all_tensors, is_causal)
+    _gradients.run(
+        (q, k, v),
+        _numbers(scale, is_causal),
+        function,
+        (o, logsumexp, do),
+        (dq, dk, dv, None),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    return gradients
+
+
+def rows(
+    query: Any,
+    key: Any,
+    value: Any,
+    cum_seq_q: Any,
+    cum_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Any = None,
+    alibi_slopes: Any = None,
+) -> Any:
+    """``aten::_flash_attention_forward``, over (batch, length, heads, head dim) or packed rows."""
+    _refuse(dropout_p, return_debug_mask)
+    tensors = (query, key, value, cum_seq_q, cum_seq_k, None, seqused_k, None, None, None, alibi_slopes)
+    numbers = _numbers(scale, is_causal, (window_size_left, window_size_right), max_q, max_k)
+    out, lse = _flashcore.attend(tensors, numbers, "flash_attn_varlen_func", True, "dispatcher")
+    return out, lse, *_random(query)
+
+
+def rows_backward(
+    grad_out: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    logsumexp: Any,
+    cum_seq_q: Any,
+    cum_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Any,
+    unused: Any,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> Any:
+    """``aten::_flash_attention_backward``."""
+    lists = (cum_seq_q, cum_seq_k, *_gradients.NONE[2:])
+    numbers = _numbers(scale, is_causal, (window_size_left, window_size_right), max_q, max_k)
+    function, deterministic = "flash_attn_varlen_func", torch.are_deterministic_algorithms_enabled()
+    needed = (True, True, True, False)
+    found = _gradients.backward(
+        grad_out, (query, key, value), out, logsumexp, lists, numbers, function, deterministic, needed
+    )
+    return tuple(found[:3])
+
+
+def _refuse(dropout_p: float, return_debug_mask: bool) -> None:
+    if dropout_p or return_debug_mask:
+        refuse(dropout_p=dropout_p, return_debug_mask=return_debug_mask or None)
+
+
+def _in_order(tensors: tuple[Any, ...], is_causal: bool) -> tuple[tuple[Any, ...], str]:
+    """Tensors, and the function that reads them: PyTorch's mask is anchored at the first key, these
+    operators' at the last, which is the same where there are as many keys as queries."""
+    if not is_causal or tensors[0].shape[2] == tensors[1].shape[2]:
+        return tensors, _HEADS_FIRST
+    return tuple(tensor.transpose(1, 2) for tensor in tensors), "flash_attn_func"
+
+
+def _numbers(
+    scale: float | None, causal: bool, window: Any = (-1, -1), max_q: Any = None, max_k: Any = None
+) -> tuple[Any, ...]:
+    return scale, causal, window, 0, 0.0, max_q, max_k
+
+
+def _random(query: Any) -> tuple[Any, Any, Any]:
+    """The state of random numbers, which nobody draws, and no mask of them."""
+    state = torch.empty(2, dtype=torch.uint64, device=query.device)
+    offset = torch.empty((), dtype=torch.uint64, device=query.device)
+    return state, offset, torch.empty(0, dtype=query.dtype, device=query.device)

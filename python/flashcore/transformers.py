@@ -1,0 +1,125 @@
+"""Hugging Face's transformers on FlashCore.
+
+    import flashcore.transformers
+
+    flashcore.transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="fused_core")
+
+Batches may be padded on either side or packed, caches dynamic or static; windows, soft caps and sinks
+are the model's. Dropout of probabilities is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import flash_attn_func, flash_attn_varlen_func
+from .compat.bert_padding import pad_input, unpad_input
+
+# One with "flash" in it would be looked for on the hub.
+NAME = "fused_core"
+
+
+def register(name: str = NAME) -> str:
+    """Registers FlashCore's attention with transformers; ``attn_implementation`` takes the name.
+
+    Returns:
+        The name.
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+
+    if "flash" in name:
+        raise ValueError(f"name={name!r}, expected one without 'flash': transformers looks for those on the hub")
+    AttentionInterface.register(name, attention)
+    # No mask but the padding's, which is a row of each sequence.
+    AttentionMaskInterface.register(name, flash_attention_mask)
+    return name
+
+
+def attention(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Any = None,
+    position_ids: Any = None,
+    cu_seq_lens_q: Any = None,
+    cu_seq_lens_k: Any = None,
+    max_length_q: Any = None,
+    max_length_k: Any = None,
+    deterministic: bool | None = None,
+    **_: Any,
+) -> tuple[Any, None]:
+    """Attention as transformers calls it: over (batch, heads, length, head dim), with the answer as
+    (batch, length, heads, head dim)."""
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    rules: dict[str, Any] = {
+        "softmax_scale": scaling,
+        "causal": bool(module.is_causal if is_causal is None else is_causal),
+        "dropout_p": dropout,
+        "softcap": softcap or 0.0,
+        "s_aux": s_aux,
+        "deterministic": bool(deterministic),
+    }
+    if sliding_window is not None and k.shape[1] > sliding_window:
+        # Theirs counts the query's own position.
+        rules["window_size"] = (sliding_window - 1, sliding_window - 1)
+    if attention_mask is not None:
+        return _padded(q, k, v, attention_mask, rules), None
+    if cu_seq_lens_q is None and _is_packed(position_ids, q):
+        cu_seq_lens_q, max_length_q = _starts(position_ids)
+        cu_seq_lens_k, max_length_k = cu_seq_lens_q, max_length_q
+    if cu_seq_lens_q is not None:
+        q_rows, k_rows, v_rows = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+        rules["max_seqlen_q"], rules["max_seqlen_k"] = _number(max_length_q), _number(max_length_k)
+        packed = flash_attn_varlen_func(q_rows, k_rows, v_rows, cu_seq_lens_q.int(), cu_seq_lens_k.int(), **rules)
+        return packed.view(*q.shape[:3], v.shape[-1]), None
+    return flash_attn_func(q, k, v, **rules), None
+
+
+def _padded(q: Any, k: Any, v: Any, mask: Any, rules: dict[str, Any]) -> Any:
+    """Attention over the rows of a padded batch that there are; the others get zeros."""
+    batch, queries = q.shape[:2]
+    # A static cache has room for more than was seen.
+    seen = mask.shape[1]
+    keys, _, key_starts, most_keys, _ = unpad_input(k[:, :seen], mask)
+    values = unpad_input(v[:, :seen], mask)[0]
+    if queries == 1:
+        # The next token of each sequence, padded or not.
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+        return flash_attn_varlen_func(
+            q.flatten(0, 1), keys, values, starts, key_starts, 1, most_keys, **rules
+        ).unsqueeze(1)
+    rows, indices, starts, most, _ = unpad_input(q, mask[:, -queries:])
+    output = flash_attn_varlen_func(rows, keys, values, starts, key_starts, most, most_keys, **rules)
+    return pad_input(output, indices, batch, queries)
+
+
+def _is_packed(position_ids: Any, q: Any) -> bool:
+    """Whether several sequences lie one after the other in one: positions begin anew."""
+    if position_ids is None or q.shape[0] != 1 or position_ids.dim() != 2 or position_ids.shape[0] != 1:
+        return False
+    if position_ids.shape[1] != q.shape[1] or q.shape[1] == 1:
+        return False
+    return bool((position_ids.diff() != 1).any())
+
+
+def _starts(position_ids: Any) -> tuple[Any, int]:
+    """Where sequences begin whose positions are given, and the longest length."""
+    positions = position_ids.flatten()
+    begins = (positions == positions.min()).nonzero().flatten().int()
+    starts = torch.cat((begins, begins.new_tensor([positions.numel()])))
+    return starts, int(starts.diff().max())
+
+
+def _number(most: Any) -> int | None:
+    return None if most is None else int(most)

@@ -1,0 +1,176 @@
+"""Other programs on FlashCore: PyTorch's switch, transformers, and what docs/clients.md shows."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.nn.functional as F  # noqa: E402
+
+import flashcore.torch  # noqa: E402
+
+# Not among what the tests fetch.
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
+SNIPPETS = re.findall(r"## (.*?)\n.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("title, snippet", SNIPPETS, ids=[title for title, _ in SNIPPETS])
+def test_snippets_run(title, snippet):
+    if title == "transformers" and importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    exec(compile(snippet, f"{PAGE.name}: {title}", "exec"), {})
+
+
+def test_the_page_has_a_snippet_for_each_client():
+    assert [title for title, _ in SNIPPETS] == re.findall(r"^## (.*)$", PAGE.read_text(), re.MULTILINE)
+
+
+def test_the_switch_is_given_back():
+    from torch.nn.attention import current_flash_attention_impl
+
+    def ours():
+        return "flashcore" in torch._C._dispatch_dump("aten::_flash_attention_forward")
+
+    for _ in range(2):
+        assert current_flash_attention_impl() is None and not ours()
+        flashcore.torch.activate()
+        assert current_flash_attention_impl() == "flashcore" and ours()
+        flashcore.torch.restore()
+    assert current_flash_attention_impl() is None and not ours()
+
+
+@pytest.mark.parametrize("queries, keys, causal", [(5, 5, True), (3, 7, True), (4, 6, False)])
+def test_operators_behind_the_switch(queries, keys, causal):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, length, 3, 16).transpose(1, 2).requires_grad_() for length in (queries, keys, keys))
+    mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries) if causal else None
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3)
+    dout = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, (q, k, v), dout)
+    with torch.no_grad():
+        out, lse, *rest = flashcore.torch.heads_first(q, k, v, 0.0, causal, scale=0.3)
+        found = flashcore.torch.heads_first_backward(
+            dout, q, k, v, out, lse, *rest[:4], 0.0, causal, *rest[4:6], scale=0.3
+        )
+    # PyTorch's compiler expects the layout of the queries.
+    assert out.stride() == q.stride() and rest[2:4] == [queries, keys]
+    for ours, theirs in zip((out, *found), (expected, *wanted)):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="^dropout_p=0.5 is not supported"):
+        flashcore.torch.heads_first(q, k, v, 0.5)
+
+
+def test_operators_of_packed_rows_behind_the_switch():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(7, 2, 16, requires_grad=True) for _ in range(3))
+    starts, dout = torch.tensor([0, 2, 7], dtype=torch.int32), torch.randn(7, 2, 16)
+    expected = flashcore.flash_attn_varlen_func(q, k, v, starts, starts, 5, 5, window_size=(2, 0))
+    wanted = torch.autograd.grad(expected, (q, k, v), dout)
+    windows = {"window_size_left": 2, "window_size_right": 0}
+    with torch.no_grad():
+        out, lse, *rest = flashcore.torch.rows(q, k, v, starts, starts, 5, 5, 0.0, False, False, **windows)
+        found = flashcore.torch.rows_backward(
+            dout, q, k, v, out, lse, starts, starts, 5, 5, 0.0, False, *rest[:2], **windows
+        )
+    for ours, theirs in zip((out, *found), (expected, *wanted)):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shared", [False, True])
+def test_pytorchs_attention_runs_on_flashcore(shared):
+    torch.manual_seed(0)
+    make = lambda heads: torch.randn(2, heads, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)  # noqa: E731
+    q, k, v = make(4), make(2 if shared else 4), make(2 if shared else 4)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+    dout = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, (q, k, v), dout)
+    flashcore.torch.activate()
+    try:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+            assert flashcore.info()["last"]["device"] != "cpu"
+            found = torch.autograd.grad(out, (q, k, v), dout)
+            compiled = torch.compile(lambda *x: F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=shared))
+            assert torch.equal(compiled(q, k, v), out)
+    finally:
+        flashcore.torch.restore()
+    for ours, theirs in zip((out, *found), (expected, *wanted)):
+        assert torch.allclose(ours.float(), theirs.float(), atol=4e-2)
+
+
+def model(kind, **more):
+    import transformers
+
+    sizes = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    config = getattr(transformers, kind)(**sizes, **more)
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return made.eval()
+
+
+MODELS = {
+    "LlamaConfig": {},
+    "MistralConfig": {"sliding_window": 6},
+    "Gemma2Config": {"head_dim": 8, "sliding_window": 6, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 8},
+    "Gemma3TextConfig": {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8},
+    "Qwen3Config": {"head_dim": 8},
+    "Phi3Config": {},
+    "GptOssConfig": {"head_dim": 8, "sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 1},
+}
+
+
+@needs_transformers
+@pytest.mark.parametrize("kind", MODELS)
+def test_models_of_transformers(kind):
+    import flashcore.transformers
+
+    name = flashcore.transformers.register()
+    network = model(kind, **MODELS[kind])
+    tokens, mask = torch.randint(3, 64, (2, 12)), torch.ones(2, 12, dtype=torch.long)
+    mask[1, :4] = 0
+    # What padding predicts is anything, and the first token is predicted by it.
+    labels = tokens.clone()
+    labels[1, :5] = -100
+
+    def run(implementation):
+        network.set_attn_implementation(implementation)
+        network.zero_grad()
+        with torch.no_grad():
+            whole, padded = network(tokens).logits, network(tokens, attention_mask=mask).logits[mask.bool()]
+            next_tokens = network.generate(tokens, attention_mask=mask, max_new_tokens=4, do_sample=False)
+        loss = network(tokens, attention_mask=mask, labels=labels).loss
+        loss.backward()
+        gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
+        return whole, padded, next_tokens, loss.detach(), *gradients
+
+    for found, expected in zip(run(name), run("eager"), strict=True):
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+@needs_transformers
+def test_packed_sequences_and_static_caches_of_transformers():
+    import flashcore.transformers
+
+    network = model("LlamaConfig")
+    tokens, mask = torch.randint(3, 64, (2, 10)), torch.ones(2, 10, dtype=torch.long)
+    mask[0, :3] = 0
+    generate = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    expected = network.generate(tokens, **generate)
+    network.set_attn_implementation(flashcore.transformers.register())
+    assert torch.equal(network.generate(tokens, cache_implementation="static", **generate), expected)
+    with torch.no_grad():
+        row = tokens[:1]
+        apart = torch.cat((network(row[:, :4]).logits, network(row[:, 4:]).logits), 1)
+        positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
+        assert torch.allclose(network(row, position_ids=positions).logits, apart, atol=1e-6)
+    with pytest.raises(ValueError, match="name='flash', expected one without 'flash'"):
+        flashcore.transformers.register("flash")

@@ -1,0 +1,609 @@
+"""Masks and scores as functions, against the same functions over whole tensors in float64."""
+
+import math
+import random
+import types
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import flashcore
+from flashcore import _trace, and_masks, create_block_mask, flex_attention, or_masks, scaled_dot_product_attention
+from conftest import devices
+
+BATCH, HEADS, QUERIES, KEYS, DIM = 2, 4, 37, 45, 16
+DEVICES = pytest.mark.parametrize("device", devices())
+
+
+def tensors(device, batch=BATCH, heads=HEADS, queries=QUERIES, keys=KEYS, dim=DIM, key_heads=None):
+    """Queries, keys and values: on a GPU in the type of its fast kernels."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(batch, heads, queries, dim)] + 2 * [(batch, key_heads or heads, keys, dim)]
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    return [torch.randn(*shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def expected(q, k, v, mask=None, score=None, scale=None):
+    """Output and log-sum-exps; rows that see nothing are zero."""
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
+    if score is not None:
+        scores = everywhere(lambda *at: score(*at).double(), scores)
+    if mask is not None:
+        scores = scores.masked_fill(~everywhere(lambda score, *at: torch.as_tensor(mask(*at)).to(q.device), scores), -math.inf)
+    lse = scores.logsumexp(-1)
+    return torch.where(lse[..., None] == -math.inf, 0.0, (scores - lse[..., None]).exp()) @ v, lse
+
+
+def everywhere(score, scores):
+    """A function over all scores, as PyTorch itself maps it."""
+    at = [torch.arange(size, device=scores.device) for size in scores.shape]
+    for axis in (4, 3, 2, 1):
+        score = torch.vmap(score, in_dims=(0, *(0 if axis == it else None for it in (1, 2, 3, 4))))
+    return score(scores, *at)
+
+
+def check(q, k, v, mask=None, score=None, scale=None):
+    block_mask = None if mask is None else create_block_mask(mask, None, None, q.shape[2], k.shape[2])
+    grouped = q.shape[1] != k.shape[1]
+    with torch.no_grad():
+        out, lse = flex_attention(q, k, v, score, block_mask, scale, grouped, return_lse=True)
+    near((out, lse), expected(q, k, v, mask, score, scale), q.dtype)
+    return out
+
+
+def near(found, exact, dtype):
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    for mine, truth in zip(found, exact):
+        torch.testing.assert_close(mine.double(), truth, rtol=tolerance, atol=tolerance)
+
+
+# ---- rules -------------------------------------------------------------------------------------------
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def rules(device):
+    """The ready-made masks and scores, each as a user would write it."""
+    integers = lambda *values: torch.tensor(values, device=device)
+    generator = torch.Generator().manual_seed(5)
+    floats = lambda *shape: torch.randn(*shape, generator=generator).to(device)
+    ids = torch.arange(KEYS, device=device)[None] // integers(11, 17)[:, None]
+    tree = integers(0b1, 0b11, 0b101, 0b1011, 0b10011).repeat(8)[:QUERIES]
+    keep = floats(BATCH, KEYS) > 0
+    slopes = torch.exp2(-2.0 * (torch.arange(HEADS, device=device) + 1))
+    bias, shared, buckets = floats(HEADS, QUERIES, KEYS), floats(1, 1, KEYS).expand(BATCH, QUERIES, KEYS), floats(16, HEADS)
+    temperatures, warm, half = floats(HEADS).abs() + 0.5, torch.tensor(1.7, device=device), floats(BATCH, KEYS).bfloat16()
+    offset, window, prefix = KEYS - QUERIES, 9, 12
+
+    def sliding(b, h, q_idx, kv_idx):
+        apart = q_idx + offset - kv_idx
+        return (apart >= 0) & (apart < window)
+
+    def prefix_lm(b, h, q_idx, kv_idx):
+        return (kv_idx < prefix) | (kv_idx <= q_idx)
+
+    def documents(b, h, q_idx, kv_idx):
+        return causal(b, h, q_idx, kv_idx) & (ids[b, q_idx] == ids[b, kv_idx])
+
+    def chunked(b, h, q_idx, kv_idx):
+        return (q_idx // 8 == kv_idx // 8) & (q_idx >= kv_idx)
+
+    def dilated(b, h, q_idx, kv_idx):
+        return (q_idx - kv_idx) % 3 == 0
+
+    def speculated(b, h, q_idx, kv_idx):
+        return (kv_idx < offset) | ((tree[q_idx] >> torch.clamp(kv_idx - offset, 0, 31)) & 1 == 1) & (kv_idx < offset + 5)
+
+    def padding(b, h, q_idx, kv_idx):
+        return keep[b, kv_idx]
+
+    def t5(score, b, h, q_idx, kv_idx):
+        apart = torch.abs(q_idx - kv_idx)
+        far = 8 + (torch.log(apart.float() / 8.0 + 1e-6) / math.log(16.0) * 8.0).to(torch.int32)
+        return score + buckets[torch.where(apart < 8, apart, torch.minimum(far, torch.full_like(far, 15))), h]
+
+    def alibi(score, b, h, q_idx, kv_idx):
+        return score - slopes[h] * torch.abs(q_idx - kv_idx)
+
+    def softcap(score, b, h, q_idx, kv_idx):
+        return 2.0 * torch.tanh(score / 2.0)
+
+    def biased(score, b, h, q_idx, kv_idx):
+        return score + bias[h][q_idx, kv_idx] + shared[b, q_idx, kv_idx]
+
+    def tempered(score, b, h, q_idx, kv_idx):
+        return score / temperatures[h] * warm
+
+    def halved(score, b, h, q_idx, kv_idx):
+        return torch.where(kv_idx % 2 == 0, score + half[b, kv_idx], score * 0.5)
+
+    masks = (causal, sliding, prefix_lm, documents, chunked, dilated, speculated, padding)
+    scores = (t5, alibi, softcap, biased, tempered, halved)
+    return {it.__name__: (it, None) for it in masks} | {it.__name__: (causal, it) for it in scores}
+
+
+@DEVICES
+@pytest.mark.parametrize("name", rules("cpu"))
+def test_ready_made_rules(name, device):
+    check(*tensors(device), *rules(device)[name])
+
+
+@DEVICES
+def test_fewer_key_heads_a_scale_and_no_rules(device):
+    q, k, v = tensors(device, key_heads=2)
+    check(q, k, v, causal, None, 0.3)
+    near([flex_attention(q, k, v, enable_gqa=True)], expected(q, k, v), q.dtype)
+    with pytest.raises(ValueError, match="enable_gqa"):
+        flex_attention(q, k, v)
+
+
+@DEVICES
+def test_a_row_that_sees_nothing_is_zero(device):
+    q, k, v = tensors(device)
+    out = check(q, k, v, lambda b, h, q_idx, kv_idx: q_idx + kv_idx < 20)
+    assert out[:, :, 20:].abs().max() == 0
+    # Minus infinity as a score hides as a mask does.
+    hidden = lambda score, b, h, q_idx, kv_idx: torch.where(q_idx + kv_idx < 20, score, -math.inf)
+    assert torch.equal(flex_attention(q, k, v, score_mod=hidden), out)
+
+
+# ---- compositions ------------------------------------------------------------------------------------
+
+
+def random_integer(chance, depth, at):
+    if depth == 0 or chance.random() < 0.2:
+        return chance.choice([*at, chance.randint(-5, 40)])
+    a, b = random_integer(chance, depth - 1, at), random_integer(chance, depth - 1, at)
+    divisor = chance.randint(1, 9)
+    return chance.choice(
+        [
+            lambda: a + b,
+            lambda: a - b,
+            lambda: 3 * a - b * 2,
+            lambda: a // divisor,
+            lambda: a % divisor,
+            lambda: -a,
+            lambda: abs(a),
+            lambda: (a & 7) ^ b,
+        ]
+    )()
+
+
+def random_truth(chance, depth, at):
+    if depth == 0:
+        a, b = random_integer(chance, 2, at), random_integer(chance, 2, at)
+        if isinstance(a, int) and isinstance(b, int):
+            a = at[chance.randrange(4)] - a
+        compare = chance.choice(["__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"])
+        return getattr(b if isinstance(a, int) else a, compare)(a if isinstance(a, int) else b)
+    a, b = random_truth(chance, depth - 1, at), random_truth(chance, depth - 1, at)
+    return chance.choice([lambda: a & b, lambda: a | b, lambda: a ^ b, lambda: ~a, lambda: torch.logical_and(a, ~b)])()
+
+
+def random_score(chance, depth, score, at):
+    if depth == 0:
+        return chance.choice([lambda: score, lambda: score * 0.5, lambda: score + random_integer(chance, 1, at) / 16])()
+    a, b = random_score(chance, depth - 1, score, at), random_score(chance, depth - 1, score, at)
+    return chance.choice(
+        [
+            lambda: torch.tanh(a) + b,
+            lambda: torch.maximum(a, b),
+            lambda: a - torch.exp(-torch.abs(b)),
+            lambda: torch.where(random_truth(chance, 1, at), a, b),
+            lambda: torch.clamp(a, -3.0, 3.0) * 0.5,
+            lambda: torch.sigmoid(a) * torch.sqrt(torch.abs(b) + 1),
+        ]
+    )()
+
+
+@DEVICES
+def test_random_compositions(device):
+    q, k, v = tensors(device, 2, 2, 9, 11, 8)
+    for seed in range(60 if device == "cpu" else 200):
+        # The same choices for the trace and for whole tensors.
+        mask = lambda *at: random_truth(random.Random(seed), 2, at)
+        score = lambda score, *at: random_score(random.Random(seed), 2, score, at)
+        try:
+            check(q, k, v, mask, score)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {create_block_mask(mask, None, None, 9, 11)}") from error
+
+
+@DEVICES
+def test_masks_go_together(device):
+    q, k, v = tensors(device)
+    near_by = lambda b, h, q_idx, kv_idx: abs(q_idx - kv_idx) < 6
+    first = lambda b, h, q_idx, kv_idx: kv_idx < 3
+    mask = or_masks(and_masks(causal, near_by), first)
+    found = check(q, k, v, lambda b, h, i, j: ((i >= j) & (abs(i - j) < 6)) | (j < 3))
+    block_mask = create_block_mask(mask, BATCH, HEADS, QUERIES, KEYS)
+    assert torch.equal(flex_attention(q, k, v, block_mask=block_mask), found)
+    with pytest.raises(TypeError, match="a mask is a"):
+        and_masks(causal, 3)
+
+
+def operations():
+    i, j = "q_idx", "kv_idx"
+    of = lambda text: eval(f"lambda score, b, h, {i}, {j}: {text}", {"torch": torch, "math": math})
+    return [
+        of(text)
+        for text in (
+            "score + (q_idx * 2 - kv_idx) / 7",
+            "7 / (1 + q_idx) - score",
+            "score * 2 ** (-kv_idx.float() / 8)",
+            "score ** 2 - (q_idx ** 2) * 0.001",
+            "score + torch.floor(kv_idx / 4.0) - torch.ceil(-score) + torch.trunc(score)",
+            "score % 1.5 + (q_idx.float() - 20.0) // 3.0 * 0.1",
+            "score + torch.sign(q_idx - kv_idx) * 0.3 + torch.relu(score)",
+            "score + (q_idx > kv_idx) * 0.5 + (q_idx == kv_idx).float()",
+            "score + ((1 << (kv_idx & 3)) | (q_idx >> 2)) * 0.05",
+            "torch.where((q_idx > 3) == (kv_idx > 3), score, score.clamp(min=0.1))",
+            "torch.where(torch.logical_not(q_idx > 9), torch.zeros_like(score), torch.log2(torch.abs(score) + 1))",
+            "score + torch.exp2(-torch.square(score)) - torch.log(torch.abs(score) + 2)",
+            "score + torch.rsqrt(1 + torch.abs(score)) + torch.reciprocal(2 + q_idx) + torch.maximum(score, -score)",
+            "torch.add(score, kv_idx, alpha=0.01) - torch.div(kv_idx, 4, rounding_mode='floor') * 0.1",
+            "score.to(torch.float32) + q_idx.to(torch.bool).to(torch.int32) * math.pi / 10",
+            "+score + ~q_idx * 0.01 + (~(q_idx > 4)) * 0.2 + (h & b)",
+        )
+    ]
+
+
+@DEVICES
+@pytest.mark.parametrize("score", operations(), ids=range(len(operations())))
+def test_operations(score, device):
+    check(*tensors(device, 2, 3, 9, 11, 8), None, score)
+
+
+@DEVICES
+def test_indices_of_tensors(device):
+    table = torch.randn(3, 2, 11, device=device)
+    near_zero = torch.randn(23, device=device)
+    which = torch.tensor([1, 0], device=device)
+
+    def partly(score, b, h, q_idx, kv_idx):
+        row = table[h]
+        return score + row[b, kv_idx] + table[-1, ..., kv_idx][b] + table[0][1][kv_idx] + table[:, which[b], kv_idx][h]
+
+    def negative(score, b, h, q_idx, kv_idx):
+        # As in PyTorch, from the end.
+        return score + near_zero[q_idx - kv_idx]
+
+    for score in (partly, negative):
+        check(*tensors(device, 2, 3, 9, 11, 8), None, score)
+
+
+# ---- traces are kept ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """How often functions are called."""
+    count = types.SimpleNamespace(of=0)
+    run = _trace.Trace.run
+
+    def counted(self):
+        count.of += 1
+        return run(self)
+
+    monkeypatch.setattr(_trace.Trace, "run", counted)
+    return count
+
+
+@DEVICES
+def test_what_changes_in_a_tensor_needs_no_new_trace(device, traces):
+    q, k, v = tensors(device)
+    bias, scale = torch.randn(KEYS, device=device), torch.tensor(1.0, device=device)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score * scale + bias[kv_idx]
+
+    check(q, k, v, None, score_mod)
+    assert traces.of == 1
+    bias.mul_(-2.0), scale.fill_(0.25)
+    second = check(q, k, v, None, score_mod)
+    # Another tensor in its place, and another function of the same code.
+    bias = torch.randn(KEYS, device=device)
+    third = check(q, k, v, None, score_mod)
+    assert traces.of == 1 and not torch.equal(second, third)
+    bias = torch.randn(KEYS, device=device).bfloat16()
+    check(q, k, v, None, score_mod)
+    assert traces.of == 2
+
+
+def test_what_changes_otherwise_needs_one(traces):
+    q, k, v = tensors("cpu")
+    config, listed = types.SimpleNamespace(width=3), [5]
+
+    def made(width):
+        return lambda b, h, q_idx, kv_idx: q_idx - kv_idx < width
+
+    first = check(q, k, v, made(3))
+    assert traces.of == 1
+    assert torch.equal(check(q, k, v, made(3)), first) and traces.of == 1
+    assert not torch.equal(check(q, k, v, made(4)), first) and traces.of == 2
+    # 3.0 and True are equal to other numbers, and are others.
+    check(q, k, v, None, lambda score, b, h, q_idx, kv_idx, add=1: score + (add & q_idx))
+    before = traces.of
+    for mask in (
+        lambda b, h, q_idx, kv_idx: q_idx - kv_idx < config.width,
+        lambda b, h, q_idx, kv_idx: q_idx - kv_idx < listed[0],
+    ):
+        check(q, k, v, mask)
+        config.width, listed[0] = config.width + 3, listed[0] + 3
+        check(q, k, v, mask)
+    assert traces.of >= before + 4
+
+
+def test_contents_that_a_function_reads_are_read_each_time():
+    q, k, v = tensors("cpu")
+    width, table = torch.tensor(4), torch.randn(2, KEYS)
+    mask = lambda b, h, q_idx, kv_idx: q_idx - kv_idx < width.item()
+    derived = lambda score, b, h, q_idx, kv_idx: score + (table * 2)[0, kv_idx]
+    check(q, k, v, mask, derived)
+    width.fill_(9), table.normal_()
+    check(q, k, v, mask, derived)
+
+
+def test_a_tensor_that_is_there_twice():
+    q, k, v = tensors("cpu", queries=KEYS)
+    one = other = torch.randn(KEYS)
+    score = lambda score, b, h, q_idx, kv_idx: score + one[q_idx] * other[kv_idx]
+    check(q, k, v, None, score)
+    one = torch.randn(KEYS)
+    check(q, k, v, None, score)
+
+
+# ---- refusals ----------------------------------------------------------------------------------------
+
+
+def branches(score, b, h, q_idx, kv_idx):
+    if q_idx > kv_idx:  # here: branch
+        return score
+    return -score
+
+
+def chained(score, b, h, q_idx, kv_idx):
+    return torch.where(0 < q_idx < kv_idx, score, -score)  # here: branch
+
+
+def unknown(score, b, h, q_idx, kv_idx):
+    return torch.erf(score)  # here: `erf`
+
+
+def unknown_method(score, b, h, q_idx, kv_idx):
+    return score.cumsum(0)  # here: `.cumsum`
+
+
+def of_python(score, b, h, q_idx, kv_idx):
+    return score + math.exp(q_idx)  # here: no number
+
+
+def double(score, b, h, q_idx, kv_idx):
+    return score + torch.ones(KEYS, dtype=torch.float64)[kv_idx]  # here: float64
+
+
+def not_indexed(score, b, h, q_idx, kv_idx):
+    return score + torch.ones(3)  # here: shape (3,)
+
+
+def not_wholly(score, b, h, q_idx, kv_idx):
+    return score + torch.ones(3, 4)[h]  # here: 1 dimensions left
+
+
+def by_floats(score, b, h, q_idx, kv_idx):
+    return score + torch.ones(3)[score]  # here: an index is f32
+
+
+def sliced(score, b, h, q_idx, kv_idx):
+    return score + torch.ones(3, 4)[h, 1:][b]  # here: part of a dimension
+
+
+def too_deep(score, b, h, q_idx, kv_idx):
+    return score + torch.ones(1, 1, 1, 1, 50)[0, 0, 0, 0][kv_idx] + torch.ones(1, 1, 1, 1, 50)[b, b, b, b, kv_idx]  # here: 5 dimensions
+
+
+def iterates(score, b, h, q_idx, kv_idx):
+    return sum(score)  # here: iterated
+
+
+def truths(score, b, h, q_idx, kv_idx):  # here: truth value
+    return q_idx > kv_idx
+
+
+def nothing(score, b, h, q_idx, kv_idx):  # here: NoneType
+    pass
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        branches, chained, unknown, unknown_method, of_python, double, not_indexed, not_wholly, by_floats, sliced,
+        too_deep, iterates, truths, nothing,
+    ],
+)
+def test_what_cannot_be_traced_is_refused_with_its_line(score):
+    with open(__file__) as file:
+        lines = file.readlines()
+    first = score.__code__.co_firstlineno
+    line, text = next((at, it) for at, it in enumerate(lines[first - 1 :], first) if "# here: " in it)
+    with pytest.raises(NotImplementedError) as error:
+        flex_attention(*tensors("cpu"), score_mod=score)
+    message = str(error.value)
+    assert text.partition("# here: ")[2].strip() in message
+    assert f'"{__file__}", line {line}, in {score.__name__}' in message
+
+
+def test_other_arguments_are_refused_by_name():
+    q, k, v = tensors("cpu")
+    with pytest.raises(NotImplementedError, match="kernel_options"):
+        flex_attention(q, k, v, kernel_options={"BLOCK_M": 64})
+    with pytest.raises(TypeError, match="score_mod is a"):
+        flex_attention(q, k, v, score_mod=3)
+    with pytest.raises(TypeError, match="block_mask is a .*create_block_mask"):
+        flex_attention(q, k, v, block_mask=causal)
+    with pytest.raises(ValueError, match=f"for {KEYS} queries and {KEYS} keys, expected the {QUERIES}"):
+        flex_attention(q, k, v, block_mask=create_block_mask(causal, None, None, KEYS, KEYS))
+    with pytest.raises(ValueError, match="H=3, expected H=4"):
+        flex_attention(q, k, v, block_mask=create_block_mask(causal, None, 3, QUERIES, KEYS))
+    with pytest.raises(NotImplementedError, match="ninth|more than 8 tensors"):
+        many = [torch.ones(KEYS) for _ in range(9)]
+        flex_attention(q, k, v, score_mod=lambda score, b, h, i, j: score + sum(it[j] for it in many))
+    with pytest.raises(ZeroDivisionError):
+        flex_attention(q, k, v, score_mod=lambda score, b, h, i, j: score + 1 / 0)
+
+
+# ---- attn_mask ---------------------------------------------------------------------------------------
+
+SHAPES = [
+    (BATCH, HEADS, QUERIES, KEYS), (QUERIES, KEYS), (BATCH, 1, 1, KEYS), (1, HEADS, 1, 1), (HEADS, QUERIES, 1),
+    (BATCH, 1, QUERIES, KEYS), (KEYS,), (1, 1, 1, 1), (),
+]
+
+
+@DEVICES
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", ["bool", "float", "strided"])
+def test_a_mask_that_is_a_tensor(shape, kind, device):
+    q, k, v = tensors(device)
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
+    if kind == "strided":
+        numbers = numbers[..., None].expand(*shape, 2).to(q.dtype)[..., 0].expand(BATCH, HEADS, QUERIES, KEYS)
+    mask = numbers > -0.5 if kind == "bool" else numbers
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    whole = mask.expand(BATCH, HEADS, QUERIES, KEYS)
+    at = lambda b, h, i, j: whole[b, h, i, j]
+    exact = expected(q, k, v, at) if kind == "bool" else expected(q, k, v, None, lambda s, *where: s + at(*where))
+    near([out], exact, q.dtype)
+
+
+@pytest.mark.filterwarnings("ignore")  # of PyTorch's compiler
+def test_a_mask_that_is_a_tensor_can_be_compiled():
+    q, k, v = tensors("cpu")
+    compiled = torch.compile(scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
+    for mask in (torch.rand(BATCH, 1, 1, KEYS) > 0.3, torch.randn(QUERIES, KEYS)):
+        with torch.no_grad():
+            assert torch.equal(compiled(q, k, v, mask), scaled_dot_product_attention(q, k, v, mask))
+    # A function is traced outside of what is compiled.
+    scale = torch.tensor(0.5)
+    ruled = torch.compile(lambda q: flex_attention(q * 2, k, v, lambda s, *at: s * scale) + 1, backend="aot_eager")
+    torch.testing.assert_close(ruled(q), flex_attention(q * 2, k, v, lambda s, *at: s * 0.5) + 1)
+
+
+def test_masks_that_do_not_fit_are_refused():
+    q, k, v = tensors("cpu")
+    with pytest.raises(ValueError, match="attn_mask has shape .* broadcasts to"):
+        scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(KEYS, QUERIES))
+    with pytest.raises(TypeError, match="attn_mask has element type torch.int64"):
+        scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(QUERIES, KEYS, dtype=torch.int64))
+    with pytest.raises(TypeError, match="attn_mask is a <class 'list'>"):
+        scaled_dot_product_attention(q, k, v, attn_mask=[1, 2])
+    with pytest.raises(ValueError, match="attn_mask was given with is_causal"):
+        scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(QUERIES, KEYS), is_causal=True)
+
+
+# ---- the others --------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")  # that it is not compiled
+@pytest.mark.parametrize("name", ["documents", "t5", "biased"])
+def test_the_same_as_flex_attention(name):
+    from torch.nn.attention import flex_attention as theirs
+
+    q, k, v = tensors("cpu")
+    mask, score = rules("cpu")[name]
+    block_mask = theirs.create_block_mask(mask, BATCH, HEADS, QUERIES, KEYS, device="cpu")
+    expected, lse = theirs.flex_attention(q, k, v, score, block_mask, return_lse=True)
+    mine = create_block_mask(mask, BATCH, HEADS, QUERIES, KEYS)
+    near(flex_attention(q, k, v, score, mine, return_lse=True), (expected.double(), lse.double()), q.dtype)
+
+
+def test_arrays_of_numpy():
+    numpy = pytest.importorskip("numpy")
+    q, k, v = (x.numpy() for x in tensors("cpu"))
+    bias, slopes = numpy.random.default_rng(2).standard_normal((2, HEADS, KEYS)).astype(numpy.float32)[:, :, :KEYS]
+    factor = numpy.float32(0.5)
+    ids = numpy.arange(KEYS) // 7
+
+    def inner(kv_idx, again=True):
+        # A function that knows itself.
+        return inner(kv_idx, False) if again else ids[kv_idx]
+
+    def mask(b, h, q_idx, kv_idx):
+        return numpy.logical_and(q_idx >= kv_idx, inner(q_idx) == ids[kv_idx])
+
+    def score(score, b, h, q_idx, kv_idx):
+        return numpy.tanh(score) * factor + bias[h, kv_idx] - numpy.where(q_idx > 3, slopes[h, kv_idx], 0.0)
+
+    block_mask = create_block_mask(mask, None, None, QUERIES, KEYS)
+    for _ in range(2):
+        out = flex_attention(q, k, v, score, block_mask)
+        assert isinstance(out, numpy.ndarray)
+        scores = q.astype(float) @ k.astype(float).transpose(0, 1, 3, 2) / math.sqrt(DIM)
+        at = numpy.ogrid[:BATCH, :HEADS, :QUERIES, :KEYS]
+        scores = numpy.where(mask(*at), score(scores, *at), -numpy.inf)
+        weights = numpy.exp(scores - scores.max(-1, keepdims=True))
+        exact = weights / weights.sum(-1, keepdims=True) @ v.astype(float)
+        numpy.testing.assert_allclose(out, exact, rtol=2e-5, atol=2e-5)
+        # What is in an array may change.
+        bias *= -1
+        ids += numpy.arange(KEYS) % 2
+    seen = numpy.tril(numpy.ones((QUERIES, KEYS), dtype=bool))
+    out = scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    numpy.testing.assert_allclose(out, flex_attention(q, k, v, block_mask=create_block_mask(causal, 1, 1, QUERIES, KEYS)), atol=1e-6)
+
+
+def test_gradients_are_refused():
+    q, k, v = tensors("cpu")
+    bias = torch.zeros(KEYS, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="query requires grad"):
+        flex_attention(q.requires_grad_(), k, v, score_mod=lambda s, b, h, i, j: s * 2)
+    with pytest.raises(NotImplementedError, match="a function loads from requires grad"):
+        flex_attention(q.detach(), k, v, score_mod=lambda s, b, h, i, j: s + bias[j])
+    with torch.no_grad():
+        flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[j])
+
+
+def test_autocast_chooses_the_element_type():
+    q, k, v = tensors("cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        out = flex_attention(q, k, v, block_mask=create_block_mask(causal, None, None, QUERIES, KEYS))
+    assert out.dtype == torch.bfloat16
+    near([out], expected(q, k, v, causal), out.dtype)
+
+
+@pytest.mark.gpu
+def test_blocks_between_documents_are_not_loaded():
+    """Lists of key blocks from what is in the tensors of a mask: right where documents begin anywhere."""
+    generator = torch.Generator().manual_seed(11)
+    for length, dim in ((1000, 64), (2048, 128)):
+        q, k, v = tensors("cuda", 2, 4, length, length, dim)
+        starts = torch.randint(0, length, (2, 5), generator=generator)
+        ids = (torch.arange(length)[None, :, None] >= starts[:, None]).sum(-1).cuda()
+        causal_ids = lambda b, h, i, j: (i >= j) & (ids[b, i] == ids[b, j])
+        both_ways = lambda b, h, i, j: (ids[b, i] == ids[b, j]) | (j == 0)
+        for mask in (causal_ids, both_ways):
+            check(q, k, v, mask)
+        # The lists are those of the contents that the mask was made with.
+        block_mask = create_block_mask(causal_ids, None, None, length, length, device="cuda")
+        assert block_mask.blocks is not None
+        first = flex_attention(q, k, v, block_mask=block_mask)
+        assert torch.equal(first, flex_attention(q, k, v, block_mask=block_mask))
+
+
+@pytest.mark.gpu
+def test_functions_run_in_graphs():
+    q, k, v = tensors("cuda", dim=64)
+    bias = torch.randn(KEYS, device="cuda")
+    call = lambda: flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[j])
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    bias.normal_()
+    graph.replay()
+    assert torch.equal(out, call())
