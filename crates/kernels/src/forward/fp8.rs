@@ -18,7 +18,9 @@
 //! `T` lives where `S` lived (the assembler finds that by itself; told so, it serialises
 //! products), so that a warpgroup waits for its own products; others multiply in the meantime.
 
-use ptx::{Accumulator, Builder, E4M3x2, Expression, F32, Fragment, GlobalAddress, Reg, U32};
+use ptx::{
+    Accumulate, Accumulator, Builder, E4M3x2, Expression, F32, Fragment, GlobalAddress, Reg, U32,
+};
 
 use super::epilogue::{Epilogue, Output};
 use super::probe::{Phase, Probe};
@@ -57,8 +59,11 @@ struct State<'a, T: ConsumerScheduler> {
     /// The weights of a block.
     weights: Fragment,
     output: Accumulator,
-    /// Columns of it that are multiplied at once.
+    /// Columns of it that are multiplied at once, and how often that is under way.
     piece: u32,
+    pieces_at_once: usize,
+    /// Whether the scores of the next block come before the output of this one.
+    ahead: bool,
     current: T::Current,
     block: Reg<U32>,
 }
@@ -87,7 +92,9 @@ pub(super) fn consume<T: ConsumerScheduler>(
         tile_scale,
         weights: Fragment::new(k, forward.element, forward.key_block),
         output: Accumulator::new(k, forward.value_head_dim),
-        piece: piece(forward),
+        piece: if forward.form.slow_path_apart { 64 } else { piece(forward) },
+        pieces_at_once: if forward.form.slow_path_apart { 2 } else { 1 },
+        ahead: forward.form.two_steps,
         current: tiles.current(k, &tile),
         block: k.variable(tiles.last_block(&tile)),
     };
@@ -113,7 +120,7 @@ pub(super) fn consume<T: ConsumerScheduler>(
 impl<T: ConsumerScheduler> State<'_, T> {
     /// All key blocks of a tile.
     fn tile(&self, k: &mut Builder) {
-        let State { tiles, group, probe, softmax, output, current, block, .. } = self;
+        let State { tiles, group, probe, softmax, output, current, .. } = self;
         let descale = tiles.descale(k, current, Product::Scores);
         k.set(self.tile_scale, (self.scale_log2 * descale).maximum(LEAST_SCALE));
         softmax.clear(k);
@@ -122,35 +129,92 @@ impl<T: ConsumerScheduler> State<'_, T> {
         }
         group.take_queries(k);
         probe.stamp(k, Phase::Queries);
+        if self.ahead {
+            self.blocks_ahead(k);
+        } else {
+            self.blocks(k);
+        }
+        group.release_queries(k);
+    }
+
+    /// Scores, weights, output: one after the other.
+    fn blocks(&self, k: &mut Builder) {
+        let State { tiles, group, probe, current, block, .. } = self;
         group.ping_pong.take(k);
         k.loop_(|k| {
-            let factors = self.weigh(k);
+            group.wait_for_keys(k);
+            probe.stamp(k, Phase::WaitForKeys);
+            let scores = group.start_scores(k);
+            group.ping_pong.pass(k);
+            let scores = Score::of(&scores.wait(k));
+            group.release_keys(k);
+            probe.stamp(k, Phase::Scores);
+            let factors = self.raise(k, &scores);
+            self.weigh(k, &scores);
             self.update(k, &factors);
             // The exit stands last, so that there is one copy of everything.
             k.break_if(tiles.is_first_block(current, *block));
             k.set(*block, *block - 1);
         });
         group.ping_pong.pass(k);
-        group.release_queries(k);
     }
 
-    /// The scores of a block become weights; the result is what the output so far is multiplied
-    /// with. The turn at the tensor cores is passed on in between.
-    fn weigh(&self, k: &mut Builder) -> [Reg<F32>; 2] {
-        let State { tiles, group, probe, softmax, current, block, .. } = self;
+    /// The scores of the next block are computed before the output of this one, which is under way
+    /// while their maximum is looked for.
+    fn blocks_ahead(&self, k: &mut Builder) {
+        let State { tiles, group, probe, weights, output, current, block, .. } = self;
         group.wait_for_keys(k);
         probe.stamp(k, Phase::WaitForKeys);
-        let scores = group.start_scores(k);
-        group.ping_pong.pass(k);
-        let scores = Score::of(&scores.wait(k));
+        let scores = Score::of(&group.start_scores(k).wait(k));
         group.release_keys(k);
         probe.stamp(k, Phase::Scores);
+        let first = self.raise(k, &scores);
+        let factors = first.map(|factor| k.variable(factor));
+        self.weigh(k, &scores);
+        k.loop_(|k| {
+            k.break_if(tiles.is_first_block(current, *block));
+            group.wait_for_keys(k);
+            probe.stamp(k, Phase::WaitForKeys);
+            group.ping_pong.take(k);
+            probe.stamp(k, Phase::Turn);
+            let scores = group.start_scores(k);
+            group.wait_for_values(k);
+            let values = group.transposed_operand(k, 0, output.columns()).expect("8 bits");
+            let update = k.wgmma(weights, values);
+            group.ping_pong.pass(k);
+            let scores = Score::of(&scores.wait(k));
+            group.release_keys(k);
+            probe.stamp(k, Phase::Scores);
+            k.set(*block, *block - 1);
+            let next = self.raise(k, &scores);
+            let part = update.wait(k);
+            add(k, output.registers(), &factors, &part);
+            group.release_values(k);
+            probe.stamp(k, Phase::Update);
+            for (factor, next) in factors.iter().zip(&next) {
+                k.set(*factor, *next);
+            }
+            self.weigh(k, &scores);
+        });
+        self.update(k, &factors);
+        group.ping_pong.pass(k);
+    }
+
+    /// Products become scores, and the rows' references their exact maximum; the result is what the
+    /// output so far is multiplied with.
+    fn raise(&self, k: &mut Builder, scores: &[Score]) -> [Reg<F32>; 2] {
+        let State { tiles, softmax, current, block, .. } = self;
         let entry = tiles.entry(k, current, || (*block).into());
-        self.rule.apply(k, *tiles, current, (*block, entry), &scores);
+        self.rule.apply(k, *tiles, current, (*block, entry), scores);
         let factors = [k.register(), k.register()];
-        softmax.raise(k, &scores, &factors);
+        softmax.raise(k, scores, &factors);
+        factors
+    }
+
+    /// Scores become weights.
+    fn weigh(&self, k: &mut Builder, scores: &[Score]) {
         let mut pairs: Vec<Reg<E4M3x2>> = Vec::new();
-        let sums = softmax.exponentials(k, &scores, |k, _, [low, high]| {
+        let sums = self.softmax.exponentials(k, scores, |k, _, [low, high]| {
             pairs.push(k.pack::<E4M3x2>(low, high));
             // Pairs of two groups of eight columns, of two rows each: four of each row.
             if let [.., first, first_below, second, second_below] = pairs[..]
@@ -161,28 +225,47 @@ impl<T: ConsumerScheduler> State<'_, T> {
                 self.weights.set_four(k, index + 1, [first_below, second_below]);
             }
         });
-        softmax.add(k, &sums);
-        probe.stamp(k, Phase::Softmax);
-        factors
+        self.softmax.add(k, &sums);
+        self.probe.stamp(k, Phase::Softmax);
     }
 
     /// `O = O f + P V`, in pieces of the output's columns.
     fn update(&self, k: &mut Builder, factors: &[Reg<F32>; 2]) {
-        let State { group, probe, weights, output, piece, .. } = self;
+        let State { group, probe, output, .. } = self;
         group.wait_for_values(k);
         group.ping_pong.take(k);
         probe.stamp(k, Phase::Turn);
-        for first in (0..output.columns()).step_by(*piece as usize) {
-            let count = output.columns().saturating_sub(first).min(*piece);
+        // While a piece is added to the output, the next one is multiplied.
+        let pieces: Vec<u32> = (0..output.columns()).step_by(self.piece as usize).collect();
+        let slots: Vec<Accumulator> =
+            (0..self.pieces_at_once).map(|_| Accumulator::new(k, self.piece)).collect();
+        let start = |k: &mut Builder, slot: &Accumulator, first: u32| {
+            let count = (output.columns() - first).min(self.piece);
             let values = group.transposed_operand(k, first, count).expect("values have 8 bits");
-            let piece = k.wgmma(weights, values).wait(k);
-            let sums = &output.registers()[first as usize / 2..];
-            for (index, (sum, part)) in sums.iter().zip(piece.registers()).enumerate() {
-                let together = k.fma(*sum, factors[Accumulator::row_of(index)], *part);
-                k.set(*sum, together);
+            k.start_product(&slot.narrowed(count), Accumulate::No, &self.weights, values);
+        };
+        let ahead = self.pieces_at_once;
+        for (index, first) in pieces.iter().enumerate().take(ahead) {
+            start(k, &slots[index], *first);
+        }
+        for (index, first) in pieces.iter().enumerate() {
+            let later = (pieces.len() - 1 - index).min(ahead - 1);
+            k.wait_products(later as u32);
+            let slot = &slots[index % ahead];
+            add(k, &self.output.registers()[*first as usize / 2..], factors, slot);
+            if let Some(next) = pieces.get(index + ahead) {
+                start(k, slot, *next);
             }
         }
         group.release_values(k);
         probe.stamp(k, Phase::Update);
+    }
+}
+
+/// Multiplies sums with their rows' factors and adds a product.
+fn add(k: &mut Builder, sums: &[Reg<F32>], factors: &[Reg<F32>; 2], part: &Accumulator) {
+    for (index, (sum, part)) in sums.iter().zip(part.registers()).enumerate() {
+        let together = k.fma(*sum, factors[Accumulator::row_of(index)], *part);
+        k.set(*sum, together);
     }
 }
