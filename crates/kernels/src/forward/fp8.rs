@@ -36,8 +36,13 @@ use crate::attention::{ACCUMULATOR_ROWS, Score};
 
 /// The most columns of the output that are multiplied at once: no more registers than the scores
 /// have left.
-fn piece(forward: &Forward) -> u32 {
-    if forward.key_block < 128 { 64 } else { 128 }
+fn slots(forward: &Forward) -> &'static [u32] {
+    match (forward.form.slow_path_apart, forward.value_head_dim > 128) {
+        (true, true) => &[64, 32],
+        (true, false) => &[64, 64],
+        (false, _) if forward.key_block < 128 => &[64],
+        (false, _) => &[128],
+    }
 }
 
 /// The binary logarithm of the largest weight.
@@ -56,12 +61,13 @@ struct State<'a, T: ConsumerScheduler> {
     /// What makes scores of products: the launch's, and the tile's.
     scale_log2: Reg<F32>,
     tile_scale: Reg<F32>,
+    /// The tile's factor of products, where scores are changed before they are scaled.
+    descale: Option<Reg<F32>>,
     /// The weights of a block.
     weights: Fragment,
     output: Accumulator,
-    /// Columns of it that are multiplied at once, and how often that is under way.
-    piece: u32,
-    pieces_at_once: usize,
+    /// Columns of it that are multiplied at once, of each product that is under way.
+    slots: &'static [u32],
     /// Whether the scores of the next block come before the output of this one.
     ahead: bool,
     current: T::Current,
@@ -90,10 +96,10 @@ pub(super) fn consume<T: ConsumerScheduler>(
         softmax: Softmax::new(k, ACCUMULATOR_ROWS.len(), tile_scale).lifted(LIFT),
         scale_log2: scores.scale_log2,
         tile_scale,
+        descale: forward.rules.changes_scores().then(|| k.register()),
         weights: Fragment::new(k, forward.element, forward.key_block),
         output: Accumulator::new(k, forward.value_head_dim),
-        piece: if forward.form.slow_path_apart { 64 } else { piece(forward) },
-        pieces_at_once: if forward.form.slow_path_apart { 2 } else { 1 },
+        slots: slots(forward),
         ahead: forward.form.two_steps,
         current: tiles.current(k, &tile),
         block: k.variable(tiles.last_block(&tile)),
@@ -122,7 +128,14 @@ impl<T: ConsumerScheduler> State<'_, T> {
     fn tile(&self, k: &mut Builder) {
         let State { tiles, group, probe, softmax, output, current, .. } = self;
         let descale = tiles.descale(k, current, Product::Scores);
-        k.set(self.tile_scale, (self.scale_log2 * descale).maximum(LEAST_SCALE));
+        match self.descale {
+            // What changes scores is given them in their own units.
+            Some(register) => {
+                k.set(register, descale);
+                k.set(self.tile_scale, self.scale_log2);
+            }
+            None => k.set(self.tile_scale, (self.scale_log2 * descale).maximum(LEAST_SCALE)),
+        }
         softmax.clear(k);
         for element in output.registers() {
             k.set(*element, 0.0);
@@ -205,6 +218,11 @@ impl<T: ConsumerScheduler> State<'_, T> {
     fn raise(&self, k: &mut Builder, scores: &[Score]) -> [Reg<F32>; 2] {
         let State { tiles, softmax, current, block, .. } = self;
         let entry = tiles.entry(k, current, || (*block).into());
+        if let Some(descale) = self.descale {
+            for Score { register, .. } in scores {
+                k.set(*register, *register * descale);
+            }
+        }
         self.rule.apply(k, *tiles, current, (*block, entry), scores);
         let factors = [k.register(), k.register()];
         softmax.raise(k, scores, &factors);
@@ -236,25 +254,33 @@ impl<T: ConsumerScheduler> State<'_, T> {
         group.ping_pong.take(k);
         probe.stamp(k, Phase::Turn);
         // While a piece is added to the output, the next one is multiplied.
-        let pieces: Vec<u32> = (0..output.columns()).step_by(self.piece as usize).collect();
         let slots: Vec<Accumulator> =
-            (0..self.pieces_at_once).map(|_| Accumulator::new(k, self.piece)).collect();
-        let start = |k: &mut Builder, slot: &Accumulator, first: u32| {
-            let count = (output.columns() - first).min(self.piece);
-            let values = group.transposed_operand(k, first, count).expect("values have 8 bits");
-            k.start_product(&slot.narrowed(count), Accumulate::No, &self.weights, values);
-        };
-        let ahead = self.pieces_at_once;
-        for (index, first) in pieces.iter().enumerate().take(ahead) {
-            start(k, &slots[index], *first);
+            self.slots.iter().map(|columns| Accumulator::new(k, *columns)).collect();
+        let mut pieces: Vec<(u32, Accumulator)> = Vec::new();
+        let mut first = 0;
+        for slot in slots.iter().cycle() {
+            if first >= output.columns() {
+                break;
+            }
+            let count = slot.columns().min(output.columns() - first);
+            pieces.push((first, slot.narrowed(count)));
+            first += count;
         }
-        for (index, first) in pieces.iter().enumerate() {
+        let start = |k: &mut Builder, (first, slot): &(u32, Accumulator)| {
+            let values = group.transposed_operand(k, *first, slot.columns());
+            let values = values.expect("values have 8 bits");
+            k.start_product(slot, Accumulate::No, &self.weights, values);
+        };
+        let ahead = slots.len();
+        for piece in pieces.iter().take(ahead) {
+            start(k, piece);
+        }
+        for (index, (first, slot)) in pieces.iter().enumerate() {
             let later = (pieces.len() - 1 - index).min(ahead - 1);
             k.wait_products(later as u32);
-            let slot = &slots[index % ahead];
             add(k, &self.output.registers()[*first as usize / 2..], factors, slot);
             if let Some(next) = pieces.get(index + ahead) {
-                start(k, slot, *next);
+                start(k, next);
             }
         }
         group.release_values(k);

@@ -370,10 +370,6 @@ impl Forward {
             ),
             (fp8 && self.form.overlap_tiles, "with 8-bit inputs tiles come one after the other"),
             (
-                fp8 && self.rules.changes_scores(),
-                "scores of 8-bit inputs are neither capped nor sloped",
-            ),
-            (
                 fp8 && self.form.two_steps && self.value_head_dim > 128,
                 "scores of 8 bits come ahead of outputs of up to 128 columns",
             ),

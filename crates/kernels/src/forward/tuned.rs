@@ -386,7 +386,7 @@ pub fn every_prefill() -> Vec<Prefill> {
 
 /// The configuration for a workload, or nothing where the kernel does not serve it: the element
 /// must be `F16` or `BF16`, the dimensions multiples of 8 up to 256; or `E4M3`, with multiples of
-/// 16 and plain scores. The output of `E4M3` may be set to `F16`.
+/// 16. The output of `E4M3` may be set to `F16`.
 ///
 /// ```
 /// use flashcore_kernels::Rules;
@@ -414,7 +414,7 @@ pub fn tuned(workload: &Workload) -> Option<Tuned> {
 fn choose(rules: &[Rule], workload: &Workload) -> Option<Tuned> {
     let least = match workload.element {
         Element::F16 | Element::BF16 => 8,
-        Element::E4M3 if !workload.rules.softcap && !workload.rules.alibi => 16,
+        Element::E4M3 => 16,
         _ => return None,
     };
     let served = |dim: u32| dim > 0 && dim.is_multiple_of(least);
