@@ -18,6 +18,8 @@
 //! `T` lives where `S` lived (the assembler finds that by itself; told so, it serialises
 //! products), so that a warpgroup waits for its own products; others multiply in the meantime.
 
+use std::cell::Cell;
+
 use ptx::{
     Accumulate, Accumulator, Builder, E4M3x2, Expression, F32, Fragment, GlobalAddress, Reg, U32,
 };
@@ -27,7 +29,7 @@ use super::probe::{Phase, Probe};
 use super::rule::Rule;
 use super::scheduler::ConsumerScheduler;
 use super::warpgroup::Warpgroup;
-use super::{Forward, Shared};
+use super::{Form, Forward, Shared};
 use crate::attention::descale::Product;
 use crate::attention::function::lower::Functions;
 use crate::attention::scores::ScoreRule;
@@ -38,6 +40,7 @@ use crate::attention::{ACCUMULATOR_ROWS, Score};
 /// have left.
 fn slots(forward: &Forward) -> &'static [u32] {
     match (forward.form.slow_path_apart, forward.value_head_dim > 128) {
+        (true, true) if forward.form == Form::FULL => &[32, 64],
         (true, true) => &[64, 32],
         (true, false) => &[64, 64],
         (false, _) if forward.key_block < 128 => &[64],
@@ -50,6 +53,14 @@ const LIFT: f32 = 8.0;
 
 /// Masked scores times a scale of zero would not be numbers; with this one they are weighed alike.
 const LEAST_SCALE: f32 = 1e-20;
+
+/// When a warpgroup passes its turn at the tensor cores on.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Pass {
+    Started,
+    NearlyLanded,
+    Landed,
+}
 
 /// What the loop carries from step to step.
 struct State<'a, T: ConsumerScheduler> {
@@ -68,8 +79,10 @@ struct State<'a, T: ConsumerScheduler> {
     output: Accumulator,
     /// Columns of it that are multiplied at once, of each product that is under way.
     slots: &'static [u32],
-    /// Whether the scores of the next block come before the output of this one.
-    ahead: bool,
+    /// When the turn is passed on.
+    pass: Pass,
+    /// Whether the next scores are begun before the last piece is added.
+    late: bool,
     current: T::Current,
     block: Reg<U32>,
 }
@@ -100,7 +113,12 @@ pub(super) fn consume<T: ConsumerScheduler>(
         weights: Fragment::new(k, forward.element, forward.key_block),
         output: Accumulator::new(k, forward.value_head_dim),
         slots: slots(forward),
-        ahead: forward.form.two_steps,
+        late: forward.form.overlap_tiles && forward.form.two_steps,
+        pass: match forward.form {
+            Form { overlap_tiles: true, .. } => Pass::NearlyLanded,
+            Form { two_steps: true, .. } => Pass::Landed,
+            _ => Pass::Started,
+        },
         current: tiles.current(k, &tile),
         block: k.variable(tiles.last_block(&tile)),
     };
@@ -142,8 +160,8 @@ impl<T: ConsumerScheduler> State<'_, T> {
         }
         group.take_queries(k);
         probe.stamp(k, Phase::Queries);
-        if self.ahead {
-            self.blocks_ahead(k);
+        if self.late {
+            self.blocks_late(k);
         } else {
             self.blocks(k);
         }
@@ -157,9 +175,24 @@ impl<T: ConsumerScheduler> State<'_, T> {
         k.loop_(|k| {
             group.wait_for_keys(k);
             probe.stamp(k, Phase::WaitForKeys);
-            let scores = group.start_scores(k);
-            group.ping_pong.pass(k);
+            let scores = match self.pass {
+                Pass::NearlyLanded => {
+                    let (begun, rest) = group.start_scores_in_two(k);
+                    begun.wait(k);
+                    group.ping_pong.pass(k);
+                    rest
+                }
+                Pass::Landed => group.start_scores(k),
+                Pass::Started => {
+                    let scores = group.start_scores(k);
+                    group.ping_pong.pass(k);
+                    scores
+                }
+            };
             let scores = Score::of(&scores.wait(k));
+            if self.pass == Pass::Landed {
+                group.ping_pong.pass(k);
+            }
             group.release_keys(k);
             probe.stamp(k, Phase::Scores);
             let factors = self.raise(k, &scores);
@@ -169,47 +202,6 @@ impl<T: ConsumerScheduler> State<'_, T> {
             k.break_if(tiles.is_first_block(current, *block));
             k.set(*block, *block - 1);
         });
-        group.ping_pong.pass(k);
-    }
-
-    /// The scores of the next block are computed before the output of this one, which is under way
-    /// while their maximum is looked for.
-    fn blocks_ahead(&self, k: &mut Builder) {
-        let State { tiles, group, probe, weights, output, current, block, .. } = self;
-        group.wait_for_keys(k);
-        probe.stamp(k, Phase::WaitForKeys);
-        let scores = Score::of(&group.start_scores(k).wait(k));
-        group.release_keys(k);
-        probe.stamp(k, Phase::Scores);
-        let first = self.raise(k, &scores);
-        let factors = first.map(|factor| k.variable(factor));
-        self.weigh(k, &scores);
-        k.loop_(|k| {
-            k.break_if(tiles.is_first_block(current, *block));
-            group.wait_for_keys(k);
-            probe.stamp(k, Phase::WaitForKeys);
-            group.ping_pong.take(k);
-            probe.stamp(k, Phase::Turn);
-            let scores = group.start_scores(k);
-            group.wait_for_values(k);
-            let values = group.transposed_operand(k, 0, output.columns()).expect("8 bits");
-            let update = k.wgmma(weights, values);
-            group.ping_pong.pass(k);
-            let scores = Score::of(&scores.wait(k));
-            group.release_keys(k);
-            probe.stamp(k, Phase::Scores);
-            k.set(*block, *block - 1);
-            let next = self.raise(k, &scores);
-            let part = update.wait(k);
-            add(k, output.registers(), &factors, &part);
-            group.release_values(k);
-            probe.stamp(k, Phase::Update);
-            for (factor, next) in factors.iter().zip(&next) {
-                k.set(*factor, *next);
-            }
-            self.weigh(k, &scores);
-        });
-        self.update(k, &factors);
         group.ping_pong.pass(k);
     }
 
@@ -249,6 +241,12 @@ impl<T: ConsumerScheduler> State<'_, T> {
 
     /// `O = O f + P V`, in pieces of the output's columns.
     fn update(&self, k: &mut Builder, factors: &[Reg<F32>; 2]) {
+        let last = self.update_but_last(k, factors);
+        self.add(k, factors, &last);
+    }
+
+    /// The same but for the last piece, which has landed.
+    fn update_but_last(&self, k: &mut Builder, factors: &[Reg<F32>; 2]) -> Piece {
         let State { group, probe, output, .. } = self;
         group.wait_for_values(k);
         group.ping_pong.take(k);
@@ -256,42 +254,90 @@ impl<T: ConsumerScheduler> State<'_, T> {
         // While a piece is added to the output, the next one is multiplied.
         let slots: Vec<Accumulator> =
             self.slots.iter().map(|columns| Accumulator::new(k, *columns)).collect();
-        let mut pieces: Vec<(u32, Accumulator)> = Vec::new();
+        let mut pieces: Vec<Piece> = Vec::new();
         let mut first = 0;
         for slot in slots.iter().cycle() {
             if first >= output.columns() {
                 break;
             }
             let count = slot.columns().min(output.columns() - first);
-            pieces.push((first, slot.narrowed(count)));
+            pieces.push(Piece { first, product: slot.narrowed(count) });
             first += count;
         }
-        let start = |k: &mut Builder, (first, slot): &(u32, Accumulator)| {
-            let values = group.transposed_operand(k, *first, slot.columns());
+        let start = |k: &mut Builder, Piece { first, product }: &Piece| {
+            let values = group.transposed_operand(k, *first, product.columns());
             let values = values.expect("values have 8 bits");
-            k.start_product(slot, Accumulate::No, &self.weights, values);
+            k.start_product(product, Accumulate::No, &self.weights, values);
         };
         let ahead = slots.len();
         for piece in pieces.iter().take(ahead) {
             start(k, piece);
         }
-        for (index, (first, slot)) in pieces.iter().enumerate() {
-            let later = (pieces.len() - 1 - index).min(ahead - 1);
-            k.wait_products(later as u32);
-            add(k, &self.output.registers()[*first as usize / 2..], factors, slot);
+        let last = pieces.len() - 1;
+        for (index, piece) in pieces.iter().enumerate() {
+            k.wait_products((last - index).min(ahead - 1) as u32);
+            if index < last {
+                self.add(k, factors, piece);
+            }
             if let Some(next) = pieces.get(index + ahead) {
                 start(k, next);
             }
         }
         group.release_values(k);
         probe.stamp(k, Phase::Update);
+        pieces.remove(last)
+    }
+
+    /// Multiplies columns of the output with their rows' factors and adds a product.
+    fn add(&self, k: &mut Builder, factors: &[Reg<F32>; 2], Piece { first, product }: &Piece) {
+        let sums = &self.output.registers()[*first as usize / 2..];
+        for (index, (sum, part)) in sums.iter().zip(product.registers()).enumerate() {
+            let together = k.fma(*sum, factors[Accumulator::row_of(index)], *part);
+            k.set(*sum, together);
+        }
+    }
+
+    /// As `blocks`, with the next scores begun before the last piece is added.
+    fn blocks_late(&self, k: &mut Builder) {
+        let State { tiles, group, probe, current, block, .. } = self;
+        group.ping_pong.take(k);
+        let product = Accumulator::new(k, self.weights.columns());
+        let start = |k: &mut Builder| {
+            group.wait_for_keys(k);
+            probe.stamp(k, Phase::WaitForKeys);
+            let (queries, keys) = group.score_operands(k);
+            k.start_product_in_two(&product, queries, keys);
+        };
+        start(k);
+        let last = Cell::new(None);
+        let factors = [k.register(), k.register()];
+        k.loop_(|k| {
+            k.wait_products(1);
+            group.ping_pong.pass(k);
+            k.wait_products(0);
+            let scores = Score::of(&product);
+            group.release_keys(k);
+            probe.stamp(k, Phase::Scores);
+            let found = self.raise(k, &scores);
+            for (factor, found) in factors.iter().zip(&found) {
+                k.set(*factor, *found);
+            }
+            self.weigh(k, &scores);
+            let piece = self.update_but_last(k, &factors);
+            k.break_if(tiles.is_first_block(current, *block));
+            k.set(*block, *block - 1);
+            start(k);
+            self.add(k, &factors, &piece);
+            last.set(Some(piece));
+        });
+        let last = last.into_inner().expect("the loop was written");
+        self.add(k, &factors, &last);
+        group.ping_pong.pass(k);
     }
 }
 
-/// Multiplies sums with their rows' factors and adds a product.
-fn add(k: &mut Builder, sums: &[Reg<F32>], factors: &[Reg<F32>; 2], part: &Accumulator) {
-    for (index, (sum, part)) in sums.iter().zip(part.registers()).enumerate() {
-        let together = k.fma(*sum, factors[Accumulator::row_of(index)], *part);
-        k.set(*sum, together);
-    }
+/// Some columns of a block's part of the output.
+struct Piece {
+    first: u32,
+    product: Accumulator,
 }

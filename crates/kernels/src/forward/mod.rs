@@ -304,9 +304,7 @@ impl Forward {
             1 => None,
             2 if self.rules.mask == MaskKind::Chunked => Some((40, 232)),
             // Warps that transpose hold several loads.
-            2 if self.is_fp8() && !(self.form.two_steps && self.value_head_dim > 64) => {
-                Some((40, 232))
-            }
+            2 if self.is_fp8() => Some((40, 232)),
             2 => Some((24, 240)),
             _ => Some((32, 160)),
         }
@@ -367,11 +365,6 @@ impl Forward {
             (
                 fp8 && (!self.key_block.is_multiple_of(32) || self.query_source != Source::Shared),
                 "8-bit inputs take key blocks of 32 and queries from shared memory",
-            ),
-            (fp8 && self.form.overlap_tiles, "with 8-bit inputs tiles come one after the other"),
-            (
-                fp8 && self.form.two_steps && self.value_head_dim > 128,
-                "scores of 8 bits come ahead of outputs of up to 128 columns",
             ),
             (
                 wrong(self.head_dim) || wrong(self.value_head_dim),

@@ -47,14 +47,11 @@ fn fp8_is_attention() {
     let wide = Forward { head_dim: 128, value_head_dim: 256, key_block: 96, ..small() };
     let sinks = Rules { sinks: true, ..Rules::LOCAL };
     let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
-    let form = |two_steps, slow_path_apart| Form { two_steps, slow_path_apart, ..Form::COMPACT };
-    let ahead = |forward| Forward { form: form(true, false), ..forward };
-    let pieces = |forward| Forward { form: form(false, true), ..forward };
+    let pieces =
+        |forward| Forward { form: Form { slow_path_apart: true, ..Form::COMPACT }, ..forward };
     for (forward, size) in [
-        (ahead(small()), (1, [130, 300], [2, 1])),
-        (ahead(with(Rules::CAUSAL)), (2, [150, 200], [2, 1])),
-        (ahead(one(sinks)), (1, [130, 130], [2, 1])),
         (pieces(wide), (1, [65, 200], [1, 1])),
+        (Forward { form: Form::FULL, ..wide }, (1, [65, 200], [1, 1])),
         (pieces(Forward { head_dim: 80, value_head_dim: 208, ..small() }), (1, [65, 97], [2, 1])),
         (small(), (1, [130, 70], [2, 1])),
         (with(Rules::CAUSAL), (2, [150, 200], [2, 1])),
@@ -66,7 +63,7 @@ fn fp8_is_attention() {
         (one(sinks), (1, [130, 130], [2, 1])),
         (one(Rules::EVERY), (2, [130, 130], [2, 1])),
         (with(Rules::CAUSAL.capped()), (1, [70, 97], [2, 1])),
-        (ahead(with(Rules { alibi: true, ..Rules::DENSE })), (1, [70, 97], [2, 1])),
+        (with(Rules { alibi: true, ..Rules::DENSE }), (1, [70, 97], [2, 1])),
         (with(chunked), (1, [129, 161], [2, 1])),
     ] {
         every_schedule(&scene(forward, size), Mode::Checked, 1);
@@ -114,7 +111,12 @@ fn fp8_under_many_schedules() {
     for rules in [Rules::DENSE, Rules::CAUSAL] {
         for (warpgroups, ping_pong) in [(2, true), (2, false), (3, true)] {
             let forward = Forward { rules, warpgroups, ping_pong, key_block: 32, ..small() };
-            for form in [Form::COMPACT, Form { two_steps: true, ..Form::COMPACT }] {
+            for form in [
+                Form::COMPACT,
+                Form { two_steps: true, ..Form::COMPACT },
+                Form { overlap_tiles: true, slow_path_apart: true, ..Form::COMPACT },
+                Form::FULL,
+            ] {
                 let scene = scene(Forward { form, ..forward }, (1, [129, 97], [1, 1]));
                 every_schedule(&scene, Mode::Values, 16);
                 every_schedule(&scene, Mode::Checked, 2);
