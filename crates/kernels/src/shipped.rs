@@ -335,11 +335,11 @@ fn backwards() -> Vec<Configuration> {
             all.push(Configuration::Backward(ordered));
         }
         let beside = [
-            Configuration::RowSums(it.row_sums()),
-            Configuration::RowSums(ordered.row_sums()),
-            Configuration::Rounding(it.rounding()),
+            Configuration::RowSums(it.pass().row_sums()),
+            Configuration::RowSums(ordered.pass().row_sums()),
+            Configuration::Rounding(it.pass().rounding()),
         ];
-        let last = it.sink_gradients().map(Configuration::SinkGradients);
+        let last = it.pass().sink_gradients().map(Configuration::SinkGradients);
         add_new(&mut all, beside.into_iter().chain(last));
     }
     all
@@ -351,9 +351,11 @@ fn backward_mmas(target: Target) -> Vec<Configuration> {
     let mut all = Vec::new();
     for it in BACKWARD_KINDS.into_iter().flat_map(tuned) {
         all.push(Configuration::BackwardMma(it));
-        let beside =
-            [Configuration::RowSums(it.row_sums()), Configuration::Rounding(it.rounding())];
-        let last = it.sink_gradients().map(Configuration::SinkGradients);
+        let beside = [
+            Configuration::RowSums(it.pass().row_sums()),
+            Configuration::Rounding(it.pass().rounding()),
+        ];
+        let last = it.pass().sink_gradients().map(Configuration::SinkGradients);
         add_new(&mut all, beside.into_iter().chain(last));
     }
     all

@@ -78,6 +78,7 @@ pub fn role(instruction: &Instruction) -> Option<Role> {
         | I::SharedBase { .. }
         | I::Load { .. }
         | I::Store { .. }
+        | I::LoadByte { .. }
         | I::PrefetchL2 { .. }
         | I::CreatePolicy { .. }
         | I::Atomic { .. }

@@ -69,6 +69,30 @@ fn the_cpu_follows_functions() {
     check(&few.with_mask(dilated), &[]);
 }
 
+/// What a function says of the distance alone is said by name, in every family.
+#[test]
+fn windows_in_functions_run_by_name() {
+    let configuration = |mask: Mask| {
+        let problem = Problem::new(4, 16, 4096, 128).with_dtype(DType::BF16).with_mask(mask);
+        Plan::on_chip(&Chip::H200, &problem, &Preference::default()).unwrap().chosen.configuration
+    };
+    let causal = Mask::from_fn("causal", |at| at.query().ge(at.key()));
+    assert_eq!(configuration(causal), configuration(Mask::CAUSAL));
+    let window = Mask::from_fn("window", |at| {
+        let before = at.query() - at.key();
+        before.ge(0) & before.lt(1024)
+    });
+    assert_eq!(configuration(window), configuration(Mask::window(Some(1023), Some(0))));
+    // What is left of the others has the tiles of masks that hide.
+    let prefix = Mask::from_fn("prefix", |at| at.key().lt(512) | at.key().le(at.query()));
+    assert!(configuration(prefix).unwrap().ends_with("128x128_s2q2_turns"));
+    let packed = Mask::from_fn("packed", |at| {
+        let ids = at.integers("ids");
+        at.query().ge(at.key()) & ids.load([at.query()]).eq(ids.load([at.key()]))
+    });
+    assert!(configuration(packed).unwrap().contains("_causal_packed_"));
+}
+
 /// A function that says what a mask by name says gives the same bits.
 #[test]
 fn causal_as_a_function_is_causal() {

@@ -2,7 +2,7 @@
 
 use kernels::Configuration;
 use kernels::attention::Batch;
-use kernels::backward::{Rounding, RowSums, SinkGradients, tall_backward, tuned_backward};
+use kernels::backward::{BackwardPass, tall_backward, tuned_backward};
 use kernels::parameter::{Number, Workspace};
 
 use super::forward::workload;
@@ -50,24 +50,12 @@ pub(super) const REASON: &str = "gradients in one pass over the scores";
 /// A kernel for gradients with what comes before and after it.
 pub(super) struct Kernels {
     pub(super) kernel: Configuration,
-    pub(super) row_sums: RowSums,
-    pub(super) rounding: Rounding,
-    pub(super) sink_gradients: Option<SinkGradients>,
-    pub(super) key_block: u32,
-    /// Bytes of the statistics of a block of query rows.
-    pub(super) statistics_bytes: u32,
+    pub(super) pass: BackwardPass,
 }
 
 impl Kernels {
     pub(super) fn hopper(backward: kernels::Backward) -> Self {
-        Kernels {
-            kernel: Configuration::Backward(backward),
-            row_sums: backward.row_sums(),
-            rounding: backward.rounding(),
-            sink_gradients: backward.sink_gradients(),
-            key_block: backward.key_block(),
-            statistics_bytes: backward.statistics_bytes(),
-        }
+        Kernels { kernel: Configuration::Backward(backward), pass: backward.pass() }
     }
 
     /// Puts what comes before and after the products around them, with the workspace: so many blocks
@@ -82,17 +70,18 @@ impl Kernels {
         let numbers = vec![(Number::QueryBlocks, query_blocks_per_head)];
         let beside =
             |kernel, blocks| Launch { kernel, blocks, numbers: numbers.clone(), widened: false };
-        let row_sums = Configuration::RowSums(self.row_sums);
+        let row_sums = Configuration::RowSums(self.pass.row_sums());
         choice.launches.insert(0, beside(row_sums, query_blocks));
-        let rounding = Configuration::Rounding(self.rounding);
-        choice.launches.push(beside(rounding, self.rounding.blocks(query_blocks)));
-        let sinks = self.sink_gradients.map(Configuration::SinkGradients);
+        let rounding = self.pass.rounding();
+        let rounding_blocks = rounding.blocks(query_blocks);
+        choice.launches.push(beside(Configuration::Rounding(rounding), rounding_blocks));
+        let sinks = self.pass.sink_gradients().map(Configuration::SinkGradients);
         choice.launches.extend(sinks.map(|kernel| beside(kernel, heads)));
         choice.main = 1;
-        let turns = self.row_sums.turns.then_some((Workspace::Turns, 4));
+        let turns = self.pass.deterministic.then_some((Workspace::Turns, 4));
         for (workspace, bytes) in [
-            (Workspace::RowStatistics, self.statistics_bytes),
-            (Workspace::QueryGradientSums, self.row_sums.sums.block_bytes()),
+            (Workspace::RowStatistics, self.pass.statistics_bytes()),
+            (Workspace::QueryGradientSums, self.pass.sums_layout().block_bytes()),
         ]
         .into_iter()
         .chain(turns)
@@ -113,12 +102,12 @@ pub(super) fn launch(
     kernels: &Kernels,
     reason: String,
 ) -> Result<Choice, String> {
-    let (sums, key_block) = (kernels.row_sums.sums, kernels.key_block);
-    if kernels.row_sums.batch != Batch::Equal {
+    let BackwardPass { query_block, key_block, .. } = kernels.pass;
+    if kernels.pass.batch != Batch::Equal {
         return ragged_backward::launch(chip, problem, kernels, reason);
     }
     // Blocks of query rows, of every query head; and blocks of keys, of every key head.
-    let counts = Counts::new(sums.query_block, problem)?;
+    let counts = Counts::new(query_block, problem)?;
     let key_blocks_per_head = counts.key_length.div_ceil(key_block);
     let key_blocks = u64::from(counts.key_heads) * u64::from(counts.batch);
     let key_blocks = u32::try_from(key_blocks * u64::from(key_blocks_per_head))
@@ -128,14 +117,14 @@ pub(super) fn launch(
 
     let mut choice = Choice::of(kernels.kernel, key_blocks, reason);
     choice.launches[0].numbers = vec![(Number::KeyBlocks, key_blocks_per_head)];
-    if kernels.row_sums.turns {
-        let steps = steps(problem, [sums.query_block, key_block], key_blocks);
+    if kernels.pass.deterministic {
+        let steps = steps(problem, [query_block, key_block], key_blocks);
         let heads = counts.key_heads * counts.batch;
         choice.launches[0].numbers.extend(order(chip, heads, steps));
     }
     kernels.beside(&mut choice, counts.heads, counts.tiles_per_head, counts.tiles);
     choice.tiling = Some(Tiling {
-        query_rows: sums.query_block,
+        query_rows: query_block,
         key_block,
         tiles_per_head: key_blocks_per_head,
         tiles: key_blocks,

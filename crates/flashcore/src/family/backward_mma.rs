@@ -64,14 +64,7 @@ fn workload(asked: &Asked<'_>) -> Result<Workload, String> {
 
 /// A configuration with what comes before and after it.
 pub(super) fn kernels(backward: kernels::mma::BackwardMma) -> Kernels {
-    Kernels {
-        kernel: Configuration::BackwardMma(backward),
-        row_sums: backward.row_sums(),
-        rounding: backward.rounding(),
-        sink_gradients: backward.sink_gradients(),
-        key_block: backward.key_block(),
-        statistics_bytes: backward.statistics_bytes(),
-    }
+    Kernels { kernel: Configuration::BackwardMma(backward), pass: backward.pass() }
 }
 
 #[cfg(test)]

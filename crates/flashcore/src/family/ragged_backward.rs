@@ -2,7 +2,7 @@
 //! keys in an order that is made on the device. On Hopper, and what `mma.sync` shares with it.
 
 use kernels::attention::{Batch, MaskKind};
-use kernels::backward::tuned_backward;
+use kernels::backward::{BackwardPass, tuned_backward};
 use kernels::forward::Workload;
 use kernels::parameter::{Number, Tensor};
 use kernels::sequencer::Tiles;
@@ -60,14 +60,14 @@ pub(super) fn launch(
     kernels: &Kernels,
     reason: String,
 ) -> Result<Choice, String> {
-    let (query_block, key_block) = (kernels.row_sums.sums.query_block, kernels.key_block);
+    let BackwardPass { query_block, key_block, .. } = kernels.pass;
     let schedule = Schedule::of_keys(problem, key_block)?;
     // Each sequence's queries begin with a block of their own.
     let per_head = query_rows(problem) / u64::from(query_block) + problem.batch as u64;
     let too_large = || "the number of query rows of all heads is too large".to_owned();
     let counted = |count: Option<u64>| count.filter(|it| *it <= i32::MAX as u64);
     // Parts of rounded blocks are numbered too, and so are rows.
-    let parts = u64::from(kernels.rounding.blocks(1));
+    let parts = u64::from(kernels.pass.rounding().blocks(1));
     let blocks = per_head.checked_mul(problem.query_heads as u64);
     let rows = query_rows(problem).checked_mul(problem.query_heads as u64);
     if counted(blocks.and_then(|it| it.checked_mul(parts))).is_none() || counted(rows).is_none() {

@@ -157,6 +157,7 @@ pub(crate) const GPU: &str = "gpu";
 /// # Ok::<(), flashcore::Error>(())
 /// ```
 pub fn candidates(chip: &Chip, problem: &Problem, arrangement: &Arrangement) -> Vec<Candidate> {
+    let problem = &problem.with_windows_by_name();
     let asked = Asked { chip, problem, arrangement };
     family::in_order(problem).into_iter().map(|family| Candidate::of(family, &asked)).collect()
 }
@@ -173,7 +174,8 @@ pub fn candidates(chip: &Chip, problem: &Problem, arrangement: &Arrangement) -> 
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Plan {
-    /// What is to be computed; its text, where a plan is written down.
+    /// What is to be computed; its text, where a plan is written down. Windows that were functions
+    /// are said by name.
     #[serde(serialize_with = "as_text")]
     pub problem: Problem,
     /// The kernel that will run.
@@ -285,7 +287,8 @@ impl Plan {
         }
         let chosen = candidates.iter().find(|candidate| candidate.accepted);
         let chosen = chosen.expect("one is accepted and asked for").clone();
-        Ok(Plan { problem: problem.clone(), chosen, candidates, missing: missing.to_vec() })
+        let problem = problem.with_windows_by_name();
+        Ok(Plan { problem, chosen, candidates, missing: missing.to_vec() })
     }
 
     /// Why the chosen kernel, and why nothing before it, in a line.

@@ -1,9 +1,11 @@
 //! Masks and scores as functions, and the tensors that they load from.
 
-use kernels::attention::function::{Function, Here, HostTensor, Kind, Row, TensorSpec};
+use kernels::attention::function::{
+    Function, Here, HostTensor, Kind, Region, Row, Seen, TensorSpec, Windowed,
+};
 use serde::{Serialize, Serializer};
 
-use super::Problem;
+use super::{Mask, Problem};
 
 /// A function in JSON is its text.
 pub(super) fn as_text<S: Serializer>(
@@ -47,10 +49,116 @@ impl Problem {
         Ok(())
     }
 
+    /// The same problem with as much of the mask function as is a window said by name: kernels walk
+    /// that without looking at blocks. What functions load from stays what it was.
+    pub(crate) fn with_windows_by_name(&self) -> Problem {
+        let Some(function) = self.mask.function else { return self.clone() };
+        let lengths = [self.query_length, self.key_length].map(|it| u32::try_from(it).ok());
+        let lengths = match (self.has_equal_lengths(), lengths) {
+            (true, [Some(queries), Some(keys)]) => Some([queries, keys]),
+            _ => None,
+        };
+        let Windowed { left, right, rest } = function.windowed(lengths);
+        let closer = |held: Option<usize>, found: Option<u32>| {
+            held.into_iter().chain(found.map(|it| it as usize)).min()
+        };
+        let [left, right] = [closer(self.mask.left, left), closer(self.mask.right, right)];
+        Problem { mask: Mask { left, right, function: rest, ..self.mask }, ..self.clone() }
+    }
+
+    /// The pairs that a mask function leaves of those that the mask leaves by name, over heads and
+    /// sequences. What is loaded is taken to be anything, and so is what would take long to find out:
+    /// of regions of which some pairs may be seen, half are counted.
+    pub(super) fn pairs_by_function(&self, function: Function) -> u128 {
+        let depends = function.depends();
+        let apart = |depends: bool, count: usize| if depends { count.clamp(1, 64) } else { 1 };
+        let [sequences, heads] =
+            [apart(depends.batch, self.batch), apart(depends.head, self.query_heads)];
+        let (mut pairs, mut left) = (0, MOST_REGIONS);
+        for (batch, head) in (0..sequences).flat_map(|it| (0..heads).map(move |head| (it, head))) {
+            let int = |it: usize| i32::try_from(it).unwrap_or(i32::MAX);
+            let region = Region {
+                batch: int(batch)..int(batch) + 1,
+                heads: int(head)..int(head) + 1,
+                queries: 0..int(self.query_length),
+                keys: 0..int(self.key_length),
+                query_length: int(self.query_length),
+                key_length: int(self.key_length),
+            };
+            pairs += pairs_of_region(self.mask, function, region, &mut left);
+        }
+        let all = self.batch as u128 * self.query_heads as u128;
+        pairs.saturating_mul(all) / (sequences * heads) as u128
+    }
+
     /// The functions of a row, over tensors in host memory that were validated.
     pub fn row_functions<'a>(&self, tensors: &'a [HostTensor], here: Here) -> RowFunctions<'a> {
         let row = |function| Row::new(function, tensors, here);
         RowFunctions { mask: self.mask.function.map(row), score: self.scores.function.map(row) }
+    }
+}
+
+/// Regions that are looked at before the rest is guessed: a tenth of a second.
+const MOST_REGIONS: usize = 1 << 18;
+
+/// The pairs of a region that are seen, by cutting it in halves where only some are.
+fn pairs_of_region(mask: Mask, function: Function, whole: Region, left: &mut usize) -> u128 {
+    let mut pairs = 0;
+    let mut open = vec![whole];
+    while let Some(region) = open.pop() {
+        let Region { queries, keys, .. } = region.clone();
+        let (height, width) = (queries.len() as u128, keys.len() as u128);
+        if height * width == 0 {
+            continue;
+        }
+        *left = left.saturating_sub(1);
+        let seen = match seen_by_name(mask, &region) {
+            Seen::None => Seen::None,
+            Seen::Some if function.seen(&region) == Seen::None => Seen::None,
+            Seen::Some => Seen::Some,
+            Seen::All => function.seen(&region),
+        };
+        let middle = |range: &std::ops::Range<i32>| range.start + range.len() as i32 / 2;
+        match seen {
+            Seen::None => {}
+            Seen::All => pairs += height * width,
+            // One pair by itself is undecided only where something is loaded.
+            Seen::Some if height * width == 1 => pairs += 1,
+            Seen::Some if *left == 0 => pairs += height * width / 2,
+            Seen::Some if height >= width => {
+                let cut = middle(&queries);
+                open.push(Region { queries: queries.start..cut, ..region.clone() });
+                open.push(Region { queries: cut..queries.end, ..region });
+            }
+            Seen::Some => {
+                let cut = middle(&keys);
+                open.push(Region { keys: keys.start..cut, ..region.clone() });
+                open.push(Region { keys: cut..keys.end, ..region });
+            }
+        }
+    }
+    pairs
+}
+
+/// What a mask leaves of a region by name. Both ends of what a query sees move on with it.
+fn seen_by_name(mask: Mask, region: &Region) -> Seen {
+    let row = |query: i32| {
+        let lengths = [region.query_length, region.key_length].map(|it| it as usize);
+        mask.visible_keys(query as usize, lengths[0], lengths[1])
+    };
+    let keys = region.keys.start as usize..region.keys.end as usize;
+    let (first, last) = (row(region.queries.start), row(region.queries.end - 1));
+    let empty = first.is_empty() || last.is_empty();
+    if empty && region.queries.len() == 1 {
+        return Seen::None;
+    }
+    if empty {
+        return Seen::Some;
+    }
+    match (first.start.max(last.start), first.end.min(last.end)) {
+        _ if keys.end <= first.start || last.end <= keys.start => Seen::None,
+        (start, end) if start <= keys.start && keys.end <= end => Seen::All,
+        _ => Seen::Some,
     }
 }
 
@@ -107,6 +215,65 @@ mod tests {
             problem.with_scores(scores(2)).validate().unwrap_err().to_string(),
             "mask and score have different tensors table"
         );
+    }
+
+    #[test]
+    fn windows_in_functions_are_windows_by_name() {
+        let local = Mask::from_fn("local", |at| {
+            at.query().ge(at.key()) & (at.query() - at.key()).le(9) & at.key().ne(3)
+        });
+        let problem = Problem::new(1, 2, 16, 64);
+        let named = problem.clone().with_mask(Mask::window(Some(20), Some(1)));
+        let named = Problem { mask: named.mask.with_function(local.function.unwrap()), ..named };
+        let found = named.with_windows_by_name().mask;
+        assert_eq!((found.left, found.right), (Some(9), Some(0)));
+        assert_eq!(found.function.unwrap().text(), "(mask local (ne key 3))");
+        let causal = Mask::from_fn("causal", |at| at.query().ge(at.key()));
+        let causal = problem.with_mask(causal);
+        assert_eq!(causal.with_windows_by_name().mask, Mask::CAUSAL);
+        // Of lengths of their own, queries stand elsewhere.
+        let ragged = Problem { query_length: 8, ..causal };
+        assert_eq!(ragged.with_windows_by_name(), ragged);
+    }
+
+    #[test]
+    fn pairs_that_a_function_hides_are_not_counted() {
+        let masks = [
+            Mask::from_fn("prefix", |at| at.key().lt(5) | at.key().le(at.query())),
+            Mask::from_fn("heads", |at| at.key().lt(7 * at.head()) & (at.key() % 3).ne(at.query())),
+            Mask::from_fn("chunks", |at| (at.key() / 8).eq(at.query() / 8)),
+        ];
+        for mask in masks {
+            for by_name in [Mask::NONE, Mask::CAUSAL, Mask::window(Some(3), Some(9)).with_chunk(11)]
+            {
+                let mask = by_name.with_function(mask.function.unwrap());
+                for (queries, keys) in [(33, 33), (12, 40), (40, 12)] {
+                    let problem = Problem { query_length: queries, ..Problem::new(2, 3, keys, 64) };
+                    let problem = problem.with_mask(mask);
+                    let mut pairs = 0;
+                    for (head, query) in (0..3).flat_map(|it| (0..queries).map(move |q| (it, q))) {
+                        let here = Here {
+                            batch: 0,
+                            head,
+                            query: query as i32,
+                            query_length: queries as i32,
+                            key_length: keys as i32,
+                        };
+                        let mut row = problem.row_functions(&[], here);
+                        let visible = mask.visible_keys(query, queries, keys);
+                        pairs += 2 * visible.filter(|key| row.sees(*key)).count();
+                    }
+                    assert_eq!(problem.visible_pairs(), pairs as u128, "{problem}");
+                }
+            }
+        }
+        // What is loaded is not known.
+        let loads = Mask::from_fn("loads", |at| at.truths("seen").load([at.query(), at.key()]));
+        assert_eq!(Problem::new(1, 1, 20, 8).with_mask(loads).visible_pairs(), 400);
+        // And what takes long is guessed.
+        let dotted = Mask::from_fn("dotted", |at| ((at.query() * 7 + at.key()) % 2).eq(0));
+        let problem = Problem::new(1, 1, 20_000, 8).with_mask(dotted);
+        assert!((1.5e8..2.5e8).contains(&(problem.visible_pairs() as f64)));
     }
 
     #[test]

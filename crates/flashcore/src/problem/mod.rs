@@ -413,6 +413,9 @@ impl Problem {
     /// The (query, key) pairs that the mask leaves, over all heads and the whole batch, were all
     /// sequences as long as they can be.
     pub fn visible_pairs(&self) -> u128 {
+        if let Some(function) = self.mask.function {
+            return self.pairs_by_function(function);
+        }
         let heads = (self.batch as u128).saturating_mul(self.query_heads as u128);
         self.mask.visible_pairs(self.query_length, self.key_length).saturating_mul(heads)
     }

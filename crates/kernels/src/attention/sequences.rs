@@ -90,12 +90,36 @@ impl Places {
         entry: Reg<U32>,
         row: Reg<U32>,
     ) -> (Reg<U32>, Reg<U32>) {
+        let (found, within) = self.look_up(k, entry, row);
+        (self.bounded(k, found), within)
+    }
+
+    /// The same, with what the table holds as it is: whoever has no use for it yet need not wait for
+    /// it. [`bounded`](Places::bounded) makes it a page.
+    pub(crate) fn look_up(
+        &self,
+        k: &mut Builder,
+        entry: Reg<U32>,
+        row: Reg<U32>,
+    ) -> (Reg<U32>, Reg<U32>) {
         let Some(Pages { table, columns, size }) = &self.pages else {
             return (entry, row);
         };
         let (index, within) = size.divide(k, row);
         let column = index.minimum(*columns - 1);
-        (page_of(k, *table, *columns, self.count, entry, column), within)
+        let found = read_table(k, *table, *columns, entry, column);
+        (k.eval(found.reinterpret::<U32>()), within)
+    }
+
+    /// What was looked up as one of the pages that there are.
+    pub(crate) fn bounded(&self, k: &mut Builder, found: Reg<U32>) -> Reg<U32> {
+        match self.pages {
+            None => found,
+            Some(_) => {
+                let (found, last) = (k.eval(found.reinterpret::<S32>()), k.eval(self.count - 1));
+                clamp(k, found, last)
+            }
+        }
     }
 }
 
@@ -109,10 +133,20 @@ pub(crate) fn page_of(
     sequence: Reg<U32>,
     column: Value<U32>,
 ) -> Reg<U32> {
-    let at = sequence.convert::<U64>() * columns.convert::<U64>() + column.convert::<U64>();
-    let page = k.load::<S32, _>(table + at * 4);
+    let page = read_table(k, table, columns, sequence, column);
     let last = k.eval(count - 1);
     clamp(k, page, last)
+}
+
+fn read_table(
+    k: &mut Builder,
+    table: Reg<GlobalAddress>,
+    columns: Reg<U32>,
+    sequence: Reg<U32>,
+    column: Value<U32>,
+) -> Reg<S32> {
+    let at = sequence.convert::<U64>() * columns.convert::<U64>() + column.convert::<U64>();
+    k.load(table + at * 4)
 }
 
 /// The rows of sequences in a tensor, packed or each in a batch entry of its own. Lists may be

@@ -7,7 +7,7 @@ use ptx::{
 
 use super::epilogue::{self, Done};
 use super::place::{Place, Tile, Walk};
-use super::{Backward, PART, ROWS, Shared, SumsLayout, Tensors};
+use super::{Backward, Block, PART, ROWS, Shape, Shared, SumsLayout};
 use crate::attention::scores::{ScoreRule, Slopes, distances};
 use crate::attention::{ACCUMULATOR_ROWS, Score};
 use crate::parameter::Scale;
@@ -46,12 +46,18 @@ impl Part {
 
     /// The first of its queries in their tile.
     fn first_query(self, backward: &Backward) -> u32 {
-        if backward.is_tall() { 0 } else { self.index * PART }
+        match backward.shape() {
+            Shape::Tall => 0,
+            Shape::Square | Shape::Wide => self.index * PART,
+        }
     }
 
     /// The first of its keys among those of the warpgroup.
     fn first_key(self, backward: &Backward) -> u32 {
-        if backward.is_tall() { self.index * ROWS } else { 0 }
+        match backward.shape() {
+            Shape::Tall => self.index * ROWS,
+            Shape::Square | Shape::Wide => 0,
+        }
     }
 }
 
@@ -108,7 +114,7 @@ impl Registers {
         let products = Accumulator::new(k, PART);
         Registers {
             scores: Accumulator::new(k, PART),
-            query_gradients: products.narrowed(backward.sums_layout().part_queries),
+            query_gradients: products.narrowed(backward.pass().sums_layout().part_queries),
             products,
             operand: Fragment::new(k, backward.element, PART),
         }
@@ -151,17 +157,10 @@ impl Consumer {
     }
 
     /// One warpgroup's work: 64 keys.
-    pub(super) fn consume(
-        &self,
-        k: &mut Builder,
-        backward: &Backward,
-        shared: &Shared,
-        tensors: &Tensors,
-        place: &Place,
-        tile: &Tile,
-    ) {
+    pub(super) fn consume(&self, k: &mut Builder, block: &Block<'_>, tile: &Tile) {
+        let Block { backward, place, .. } = *block;
         let sums = Sums::zeros(k, backward);
-        let group = Warpgroup::new(k, backward, shared, tensors, place, tile);
+        let group = Warpgroup::new(k, block, tile);
         k.if_(group.walk.left.greater(0), |k| self.steps(k, &group, &sums));
         // Found again, rather than kept in registers all the while.
         let tile = place.find(k);
@@ -170,10 +169,7 @@ impl Consumer {
         let each = sums.values.iter().zip(&sums.keys).zip((0..).step_by(ROWS as usize));
         let done: Vec<Done<'_>> = each
             .flat_map(|((values, keys), first)| {
-                [
-                    self.value_gradients(shared, tensors, values, first),
-                    self.key_gradients(shared, tensors, keys, first),
-                ]
+                [self.value_gradients(block, values, first), self.key_gradients(block, keys, first)]
             })
             .collect();
         epilogue::store(k, &tile, &owner, &done);
@@ -182,22 +178,22 @@ impl Consumer {
     /// The gradients of values.
     pub(super) fn value_gradients<'a>(
         &self,
-        shared: &'a Shared,
-        tensors: &Tensors,
+        block: &Block<'a>,
         sums: &'a Accumulator,
         first: u32,
     ) -> Done<'a> {
+        let Block { shared, tensors, .. } = *block;
         Done { first, sums, factor: None, tiles: &shared.values, map: tensors.value_gradients }
     }
 
     /// The gradients of keys.
     pub(super) fn key_gradients<'a>(
         &self,
-        shared: &'a Shared,
-        tensors: &Tensors,
+        block: &Block<'a>,
         sums: &'a Accumulator,
         first: u32,
     ) -> Done<'a> {
+        let Block { shared, tensors, .. } = *block;
         let factor = Some(self.scale);
         Done { first, sums, factor, tiles: &shared.keys, map: tensors.key_gradients }
     }
@@ -428,14 +424,8 @@ impl Consumer {
 }
 
 impl<'a> Warpgroup<'a> {
-    pub(super) fn new(
-        k: &mut Builder,
-        backward: &'a Backward,
-        shared: &'a Shared,
-        tensors: &Tensors,
-        place: &'a Place,
-        tile: &'a Tile,
-    ) -> Self {
+    pub(super) fn new(k: &mut Builder, block: &Block<'a>, tile: &'a Tile) -> Self {
+        let Block { backward, shared, tensors, place } = *block;
         let thread = k.thread_index();
         let index = k.eval(thread / 128 - 1);
         // The same in every lane, and known to be: addresses of tiles are computed once a warp.
@@ -585,19 +575,23 @@ impl<'a> Warpgroup<'a> {
         let position = Accumulator::position(k, thread % 128);
         let first = self.place.first_key(k);
         let key = first + position.row + part.first_key(self.backward);
-        let of_group = index * self.backward.group_keys();
-        let key = if self.backward.is_wide() { key } else { key + of_group };
+        let key = match self.backward.shape() {
+            Shape::Wide => key,
+            Shape::Square | Shape::Tall => key + index * self.backward.group_keys(),
+        };
         k.eval(key.reinterpret::<S32>())
     }
 
     /// The thread's first column in an accumulator of scores.
     fn column(&self, k: &mut Builder) -> Reg<U32> {
-        if self.backward.is_wide() || self.backward.is_tall() {
+        match self.backward.shape() {
+            Shape::Square => self.column,
             // Found again, rather than kept.
-            let thread = k.thread_index();
-            return Accumulator::position(k, thread % 128).column;
+            Shape::Tall | Shape::Wide => {
+                let thread = k.thread_index();
+                Accumulator::position(k, thread % 128).column
+            }
         }
-        self.column
     }
 
     /// The query of the thread's first column.
@@ -653,12 +647,17 @@ impl<'a> Warpgroup<'a> {
         operand.round(k, gradients.registers());
         let tile = self.shared.score_gradients.at(k, stage);
         let tile = tile.rows(k, self.first_row(part), ROWS);
-        let tile = if self.backward.is_tall() { tile } else { tile.panel(k, part.index) };
-        if self.backward.is_tall() {
-            let thread = k.thread_index();
-            return operand.store(k, &tile, thread / 32 % 4);
+        match self.backward.shape() {
+            // Found again, rather than kept.
+            Shape::Tall => {
+                let thread = k.thread_index();
+                operand.store(k, &tile, thread / 32 % 4);
+            }
+            Shape::Square | Shape::Wide => {
+                let tile = tile.panel(k, part.index);
+                operand.store(k, &tile, self.warp);
+            }
         }
-        operand.store(k, &tile, self.warp);
     }
 
     /// Starts this warpgroup's part of `dQ^T = K^T dS^T`: half of the columns, or of the queries.
@@ -668,7 +667,7 @@ impl<'a> Warpgroup<'a> {
         products: &Accumulator,
         stage: impl Into<Value<U32>>,
     ) {
-        let layout = self.backward.sums_layout();
+        let layout = self.backward.pass().sums_layout();
         let keys = self.shared.keys.at(k, 0);
         let score_gradients = self.shared.score_gradients.at(k, stage);
         let (keys, score_gradients) = if layout.columns > 64 {
@@ -713,7 +712,7 @@ impl<'a> Warpgroup<'a> {
         part: impl Into<Value<U32>>,
         products: &Accumulator,
     ) {
-        let layout = self.backward.sums_layout();
+        let layout = self.backward.pass().sums_layout();
         let block = k.multiply_wide(number, layout.block_bytes());
         let thread = k.thread_index();
         let within = part.into() * layout.part_bytes() + thread % 128 * 16;

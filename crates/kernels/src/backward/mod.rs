@@ -47,7 +47,7 @@
 //! other in a step, so that half as much is added to `dQ`.
 //!
 //! The sums of `dQ` lie in memory as the accumulators lie in registers
-//! ([`Backward::sums_layout`]), so that each warp adds whole lines.
+//! ([`SumsLayout`]), so that each warp adds whole lines.
 //!
 //! Over ragged batches the same loops run over slices of rows ([`Prefill`](crate::Prefill) says how
 //! the copy engine stays inside of them), with tiles in the order of a
@@ -57,6 +57,7 @@
 mod consumer;
 mod epilogue;
 pub(crate) mod order;
+mod pass;
 pub(crate) mod place;
 mod producer;
 mod ragged;
@@ -67,6 +68,7 @@ mod sink_gradients;
 mod tuned;
 mod wide;
 
+pub use pass::{BackwardPass, SumsLayout};
 pub use rounding::Rounding;
 pub use row_sums::RowSums;
 pub use sink_gradients::SinkGradients;
@@ -82,7 +84,7 @@ use crate::attention::{Batch, Rules};
 use crate::parameter::{Tensor, Workspace};
 use consumer::Consumer;
 use order::Turns;
-use place::{Grid, Place};
+use place::{Place, Tile};
 
 /// Keys that a wgmma takes, as rows.
 const ROWS: u32 = 64;
@@ -113,51 +115,24 @@ pub struct Backward {
     pub batch: Batch,
 }
 
-/// Where the sums of `dQ` lie: for each query head, block after block of query rows; of a block,
-/// part after part of some rows or of 64 columns. A part lies as its accumulator does in the registers
-/// of a warpgroup's threads, four registers of a thread at a time. Where nothing adds four numbers at
-/// once, each register of all threads at a time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct SumsLayout {
-    /// Query rows of a block.
-    pub query_block: u32,
-    /// Columns that there is room for: a multiple of 64.
-    pub columns: u32,
-    /// Query rows of a part.
-    pub part_queries: u32,
-}
-
-impl SumsLayout {
-    /// Bytes of four registers of each thread of a warpgroup.
-    pub(crate) const REGISTERS_BYTES: u32 = 4 * 4 * 128;
-
-    /// Bytes of a block of query rows.
-    pub const fn block_bytes(&self) -> u32 {
-        4 * self.query_block * self.columns
-    }
-
-    /// Parts of a block.
-    const fn parts(&self) -> u32 {
-        self.query_block / self.part_queries * (self.columns / 64)
-    }
-
-    /// Whether parts have all rows and some columns.
-    const fn by_columns(&self) -> bool {
-        self.part_queries == self.query_block
-    }
-
-    /// Bytes of a part.
-    const fn part_bytes(&self) -> u32 {
-        self.block_bytes() / self.parts()
-    }
-}
-
 /// Named barriers of the block; 0 is for all its threads.
 mod barrier {
     /// Both consumer warpgroups, when all products have ended.
     pub(super) const PRODUCTS: u32 = 1;
     /// The threads of one consumer warpgroup, around the storing of its results: one each.
     pub(super) const RESULTS: u32 = 2;
+}
+
+/// What two warpgroups have registers for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Shape {
+    /// Each the gradients of 64 keys and values of its own.
+    Square,
+    /// Each those of 128, where heads are narrow: what is loaded and added for each product is half
+    /// then.
+    Tall,
+    /// One the gradients of 64 keys and the other those of their values, where heads are wide.
+    Wide,
 }
 
 /// The shared memory and what signals in it.
@@ -196,6 +171,18 @@ struct Tensors {
     turns: Option<Reg<GlobalAddress>>,
 }
 
+/// What all roles of a block work with.
+#[derive(Clone, Copy)]
+struct Block<'a> {
+    backward: &'a Backward,
+    shared: &'a Shared,
+    tensors: &'a Tensors,
+    place: &'a Place,
+}
+
+/// What a warpgroup does with a tile.
+type Consume = fn(&Consumer, &mut Builder, &Block<'_>, &Tile);
+
 impl Backward {
     /// The name of this configuration.
     pub fn name(&self) -> String {
@@ -206,27 +193,28 @@ impl Backward {
         format!("backward_{element}_d{head_dim}x{value_head_dim}_{rules}_{tile}{mode}{batch}")
     }
 
-    /// Keys that a block takes: 64 for each warpgroup, or for both where heads are wide, or twice 64
-    /// for each where they are narrow.
+    /// Keys that a block takes.
     pub fn key_block(&self) -> u32 {
-        if self.is_wide() { ROWS } else { WARPGROUPS * self.group_keys() }
+        match self.shape() {
+            Shape::Wide => ROWS,
+            Shape::Square | Shape::Tall => WARPGROUPS * self.group_keys(),
+        }
     }
 
     /// Keys of a warpgroup.
     fn group_keys(&self) -> u32 {
-        if self.is_tall() { 2 * ROWS } else { ROWS }
+        match self.shape() {
+            Shape::Tall => 2 * ROWS,
+            Shape::Square | Shape::Wide => ROWS,
+        }
     }
 
-    /// Whether a warpgroup has registers for the gradients of 128 keys and values, and takes them:
-    /// what is loaded and added for each product is half then.
-    fn is_tall(&self) -> bool {
-        self.query_block == PART && self.head_dim.max(self.value_head_dim) <= 64
-    }
-
-    /// Whether a head is so wide that one warpgroup has no registers for the gradients of 64 keys
-    /// and values.
-    fn is_wide(&self) -> bool {
-        self.head_dim.max(self.value_head_dim) > 128
+    fn shape(&self) -> Shape {
+        match self.head_dim.max(self.value_head_dim) {
+            129.. => Shape::Wide,
+            ..=64 if self.query_block == PART => Shape::Tall,
+            _ => Shape::Square,
+        }
     }
 
     /// The tile of queries.
@@ -258,7 +246,7 @@ impl Backward {
     fn score_gradient_layout(&self) -> TileLayout {
         let layout = self.layout(self.key_block(), self.query_block);
         // A panel for each warpgroup where they share queries.
-        let swizzle = if self.is_tall() { Swizzle::B64 } else { layout.swizzle };
+        let swizzle = if self.shape() == Shape::Tall { Swizzle::B64 } else { layout.swizzle };
         TileLayout { swizzle, ..layout }
     }
 
@@ -266,21 +254,12 @@ impl Backward {
         TileLayout { element: self.element, rows, columns, swizzle: Swizzle::B128 }
     }
 
-    /// Where the sums of `dQ` lie.
-    pub fn sums_layout(&self) -> SumsLayout {
-        let columns = self.head_dim.next_multiple_of(64);
-        // Warpgroups share the columns, or the queries where there are not enough columns.
-        let shared = columns == 64 && !self.is_wide();
-        let part_queries = self.query_block / if shared { WARPGROUPS } else { 1 };
-        SumsLayout { query_block: self.query_block, columns, part_queries }
-    }
-
     /// Whether there is shared memory for so many stages, with some left for barriers.
     fn fits(&self, stages: u32) -> bool {
         let once = [self.key_layout(), self.value_layout()].map(|tile| tile.bytes());
         let stage = [self.query_layout(), self.output_gradient_layout()].map(|tile| tile.bytes());
-        let stage = stage.iter().sum::<u32>() + self.statistics_bytes();
-        let exchange = if self.is_wide() { wide::WEIGHTS_BYTES } else { 0 };
+        let stage = stage.iter().sum::<u32>() + self.pass().statistics_bytes();
+        let exchange = if self.shape() == Shape::Wide { wide::WEIGHTS_BYTES } else { 0 };
         let bytes = once.iter().sum::<u32>()
             + exchange
             + stages * (stage + self.score_gradient_layout().bytes());
@@ -296,7 +275,7 @@ impl Backward {
     /// Warps that add to the sums of `dQ`: all, or those of one warpgroup where values are wide and
     /// there is one part.
     fn adding_warps(&self) -> u32 {
-        4 * self.sums_layout().parts().min(WARPGROUPS)
+        4 * self.pass().sums_layout().parts().min(WARPGROUPS)
     }
 
     /// How many times 64 queries with 64 keys a warpgroup has in a step.
@@ -304,52 +283,19 @@ impl Backward {
         self.query_block / PART * (self.group_keys() / ROWS)
     }
 
-    /// What comes before it.
-    pub fn row_sums(&self) -> RowSums {
-        RowSums {
-            target: Target::SM_90A,
-            element: self.element,
-            value_head_dim: self.value_head_dim,
-            sums: self.sums_layout(),
-            turns: self.deterministic,
-            batch: self.batch,
-        }
-    }
-
-    /// What comes after it.
-    pub fn rounding(&self) -> Rounding {
-        Rounding {
+    /// The pass that it is a part of.
+    pub fn pass(&self) -> BackwardPass {
+        BackwardPass {
             target: Target::SM_90A,
             element: self.element,
             head_dim: self.head_dim,
-            sums: self.sums_layout(),
-            batch: self.batch,
-        }
-    }
-
-    /// What comes last, where there are sinks.
-    pub fn sink_gradients(&self) -> Option<SinkGradients> {
-        self.rules.sinks.then_some(SinkGradients {
-            target: Target::SM_90A,
-            mask: self.rules.mask,
-            query_block: self.query_block,
-            batch: self.batch,
-        })
-    }
-
-    fn grid(&self) -> Grid {
-        Grid {
+            value_head_dim: self.value_head_dim,
+            rules: self.rules,
             query_block: self.query_block,
             key_block: self.key_block(),
-            rules: self.rules,
             deterministic: self.deterministic,
             batch: self.batch,
         }
-    }
-
-    /// Bytes of the statistics of a block of query rows: two numbers for each.
-    pub fn statistics_bytes(&self) -> u32 {
-        2 * 4 * self.query_block
     }
 
     /// Builds the kernel.
@@ -378,7 +324,8 @@ impl Backward {
     /// Why there is no such kernel.
     fn fault(&self) -> Option<&'static str> {
         let wrong = |dim: u32| dim == 0 || dim > 256 || !dim.is_multiple_of(8);
-        let narrow = self.head_dim <= 64 && !self.is_wide();
+        let shape = self.shape();
+        let narrow = self.head_dim <= 64 && shape != Shape::Wide;
         let faults = [
             (
                 !matches!(self.element, Element::F16 | Element::BF16),
@@ -393,12 +340,15 @@ impl Backward {
                 "a query block is 64 rows, or a panel of 64 for each warpgroup with narrow heads",
             ),
             (
-                self.query_block == PART && narrow && !self.is_tall(),
+                self.query_block == PART && narrow && shape != Shape::Tall,
                 "warpgroups share no 64 queries of narrow heads with wider values",
             ),
             (!self.fits(2), "there is not enough shared memory"),
             (self.batch == Batch::Paged, "gradients of keys in pages are not computed"),
-            (self.batch != Batch::Equal && self.is_tall(), "tall blocks are for equal lengths"),
+            (
+                self.batch != Batch::Equal && shape == Shape::Tall,
+                "tall blocks are for equal lengths",
+            ),
         ];
         faults.into_iter().find(|(faulty, _)| *faulty).map(|(_, fault)| fault)
     }
@@ -420,7 +370,7 @@ impl Backward {
             turns: self.deterministic.then(|| Workspace::Turns.address(k)),
         };
         let shared = self.shared(k);
-        let place = Place::parameters(k, self.grid());
+        let place = Place::parameters(k, &self.pass());
         let consumer = Consumer::parameters(k, self);
         let thread = k.thread_index();
         k.if_(thread.equals(0), |k| {
@@ -428,42 +378,34 @@ impl Backward {
             place.post(k);
         });
         k.barriers_ready();
+        let block = Block { backward: self, shared: &shared, tensors: &tensors, place: &place };
         let producer = Role::warpgroups("producer", 0..1).registers(24);
         k.role(producer, |k| {
             let tile = place.find(k);
             let walk = place.walk(k, &tile);
-            k.if_(thread.equals(0), |k| {
-                producer::produce(k, self, &shared, &tensors, &place, &tile, &walk);
-            });
+            k.if_(thread.equals(0), |k| producer::produce(k, &block, &tile, &walk));
             if let (Some(turns), Some(counters)) = (&shared.turns, tensors.turns) {
                 k.if_(thread.equals(32), |k| turns.grant(k, counters, &place, &tile, &walk));
                 k.if_(thread.equals(64), |k| turns.pass_on(k, counters, &place, &tile, &walk));
             }
         });
-        if self.is_wide() {
-            let weights = Role::warpgroups("weights", 1..2).registers(240);
-            k.role(weights, |k| {
+        let mut consumers = |name: &str, warpgroups, consume: Consume| {
+            k.role(Role::warpgroups(name, warpgroups).registers(240), |k| {
                 place.if_tile(k, |k| {
                     let tile = place.find(k);
-                    consumer.consume_weights(k, self, &shared, &tensors, &place, &tile);
+                    consume(&consumer, k, &block, &tile);
                 });
             });
-            let gradients = Role::warpgroups("gradients", 2..3).registers(240);
-            k.role(gradients, |k| {
-                place.if_tile(k, |k| {
-                    let tile = place.find(k);
-                    consumer.consume_gradients(k, self, &shared, &tensors, &place, &tile);
-                });
-            });
-            return;
+        };
+        match self.shape() {
+            Shape::Square | Shape::Tall => {
+                consumers("consumer", 1..1 + WARPGROUPS, Consumer::consume);
+            }
+            Shape::Wide => {
+                consumers("weights", 1..2, Consumer::consume_weights);
+                consumers("gradients", 2..3, Consumer::consume_gradients);
+            }
         }
-        let consumers = Role::warpgroups("consumer", 1..1 + WARPGROUPS).registers(240);
-        k.role(consumers, |k| {
-            place.if_tile(k, |k| {
-                let tile = place.find(k);
-                consumer.consume(k, self, &shared, &tensors, &place, &tile);
-            });
-        });
     }
 
     /// The rank of the tensor maps: slices have one more.
@@ -475,7 +417,8 @@ impl Backward {
     fn shared(&self, k: &mut Builder) -> Shared {
         // A warp leader for its lanes when it gives a stage back.
         let warps = 4 * WARPGROUPS;
-        let writers = warps / if self.is_wide() { WARPGROUPS } else { 1 };
+        let is_wide = self.shape() == Shape::Wide;
+        let writers = warps / if is_wide { WARPGROUPS } else { 1 };
         let stages = self.stages();
         Shared {
             keys: SharedTiles::new(k, "keys", self.key_layout(), 1),
@@ -488,10 +431,10 @@ impl Backward {
                 stages,
             ),
             score_gradients: SharedTiles::new(k, "dS", self.score_gradient_layout(), stages),
-            statistics: k.shared("row statistics", stages * self.statistics_bytes(), 16),
+            statistics: k.shared("row statistics", stages * self.pass().statistics_bytes(), 16),
             loaded: Barriers::new(k, "keys and values loaded", 2, 1),
             written: Barriers::new(k, "dS written", stages, writers),
-            exchange: self.is_wide().then(|| wide::Exchange::new(k, stages)),
+            exchange: is_wide.then(|| wide::Exchange::new(k, stages)),
             query_pipeline: Pipeline::new(k, "queries", stages, warps),
             output_gradient_pipeline: Pipeline::new(k, "output gradients", stages, warps),
             turns: self.deterministic.then(|| Turns::new(k, stages, self.adding_warps())),
@@ -517,7 +460,7 @@ impl Shared {
         stage: impl Into<Value<U32>>,
     ) -> Reg<SharedAddress> {
         let first = k.shared_address(self.statistics);
-        k.eval(first + stage.into() * backward.statistics_bytes())
+        k.eval(first + stage.into() * backward.pass().statistics_bytes())
     }
 
     /// One thread makes the barriers ready.

@@ -2,23 +2,13 @@
 
 use ptx::{Builder, Choose, Expression, Pred, Reg, S32, U32, Value};
 
+use super::BackwardPass;
 use super::order::{Order, Turn};
 use super::ragged::{Ragged, Slice};
+use crate::attention::Batch;
 use crate::attention::visibility::{KeyTile, QueryBlocks, Visibility};
-use crate::attention::{Batch, Rules};
 use crate::divisor::DivisorRegisters;
 use crate::parameter::Number;
-
-/// How a kernel cuts keys and queries into blocks.
-#[derive(Clone, Copy)]
-pub(crate) struct Grid {
-    pub(crate) query_block: u32,
-    pub(crate) key_block: u32,
-    pub(crate) rules: Rules,
-    /// Whether `dQ` is added in one order.
-    pub(crate) deterministic: bool,
-    pub(crate) batch: Batch,
-}
 
 /// The numbers of a launch that say so.
 pub(crate) struct Place {
@@ -70,33 +60,31 @@ enum Path {
     Step { step: Reg<U32>, heads: Reg<U32> },
 }
 
-impl Grid {
+impl Place {
     /// What a block has in shared memory to find its tile by.
-    pub(crate) const fn shared_bytes(&self) -> u32 {
-        match self.batch {
+    pub(crate) const fn shared_bytes(batch: Batch) -> u32 {
+        match batch {
             Batch::Equal => 0,
             _ => Ragged::BYTES,
         }
     }
-}
 
-impl Place {
-    pub(crate) fn parameters(k: &mut Builder, grid: Grid) -> Self {
-        let sequences = match grid.batch {
+    pub(crate) fn parameters(k: &mut Builder, pass: &BackwardPass) -> Self {
+        let sequences = match pass.batch {
             Batch::Equal => Sequences::Equal {
                 lengths: [Number::QueryLength.read(k), Number::KeyLength.read(k)],
                 key_blocks: DivisorRegisters::parameters(k, Number::KeyBlocks),
             },
-            _ => Sequences::Ragged(Ragged::parameters(k, grid)),
+            _ => Sequences::Ragged(Ragged::parameters(k, pass)),
         };
         Place {
-            query_block: grid.query_block,
-            key_block: grid.key_block,
+            query_block: pass.query_block,
+            key_block: pass.key_block,
             sequences,
             key_heads: DivisorRegisters::parameters(k, Number::KeyHeads),
             group: Number::GroupSize.read(k),
-            visibility: Visibility::parameters(k, grid.rules.mask),
-            order: (grid.deterministic && grid.batch == Batch::Equal).then(|| Order::parameters(k)),
+            visibility: Visibility::parameters(k, pass.rules.mask),
+            order: (pass.deterministic && pass.batch == Batch::Equal).then(|| Order::parameters(k)),
         }
     }
 

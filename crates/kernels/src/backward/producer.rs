@@ -3,21 +3,14 @@
 
 use ptx::{Builder, CopyHint, Expression, S32, SharedTiles, TensorMap, U64, Value};
 
-use super::place::{Place, Tile, Walk};
-use super::{Backward, Shared, Tensors};
+use super::Block;
+use super::place::{Tile, Walk};
 
-pub(super) fn produce(
-    k: &mut Builder,
-    backward: &Backward,
-    shared: &Shared,
-    tensors: &Tensors,
-    place: &Place,
-    tile: &Tile,
-    walk: &Walk,
-) {
+pub(super) fn produce(k: &mut Builder, block: &Block<'_>, tile: &Tile, walk: &Walk) {
+    let Block { backward, shared, tensors, place } = *block;
     let queries = shared.query_pipeline.producer(k);
     let output_gradients = shared.output_gradient_pipeline.producer(k);
-    let statistics_bytes = backward.statistics_bytes();
+    let statistics_bytes = backward.pass().statistics_bytes();
     let corner = |k: &mut Builder| {
         let row = k.eval(walk.block * backward.query_block);
         with_column(tile.query_corner(k, row, walk.head))

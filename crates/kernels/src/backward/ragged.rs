@@ -16,8 +16,8 @@ use ptx::{
     Builder, Choose, Expression, GlobalAddress, Pred, Reg, S32, SharedAddress, U32, U64, Value,
 };
 
+use super::BackwardPass;
 use super::order::Turn;
-use super::place::Grid;
 use crate::attention::visibility::{KeyTile, QueryBlocks, Visibility};
 use crate::divisor::DivisorRegisters;
 use crate::forward::{slice_rest, slice_row};
@@ -66,15 +66,15 @@ impl Ragged {
     /// Of shared memory.
     pub(super) const BYTES: u32 = 4 * word::COUNT;
 
-    pub(super) fn parameters(k: &mut Builder, grid: Grid) -> Self {
+    pub(super) fn parameters(k: &mut Builder, pass: &BackwardPass) -> Self {
         Ragged {
             schedule: Workspace::Schedule.address(k),
-            query_block: grid.query_block,
-            key_block: grid.key_block,
+            query_block: pass.query_block,
+            key_block: pass.key_block,
             query_blocks: Number::QueryBlocks.read(k),
             words: k.shared("tile", Ragged::BYTES, 16),
-            looks_again: grid.rules.softcap && grid.rules.alibi,
-            deterministic: grid.deterministic,
+            looks_again: pass.rules.softcap && pass.rules.alibi,
+            deterministic: pass.deterministic,
         }
     }
 

@@ -58,7 +58,7 @@ impl Rounding {
             deterministic: false,
             batch: self.batch,
         };
-        if hopper.rounding() == *self && hopper.fault().is_none() {
+        if hopper.pass().rounding() == *self && hopper.fault().is_none() {
             return Some(Configuration::Backward(hopper));
         }
         // Wider values and more rules may mean smaller blocks of queries.
@@ -68,7 +68,7 @@ impl Rounding {
                 mma::tuned_backward(target, element, head_dim, value, rules, false, batch)
             })
         });
-        tuned.flatten().find(|it| it.rounding() == *self).map(Configuration::BackwardMma)
+        tuned.flatten().find(|it| it.pass().rounding() == *self).map(Configuration::BackwardMma)
     }
 
     /// Blocks of the grid for so many blocks of query rows.

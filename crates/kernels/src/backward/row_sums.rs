@@ -59,7 +59,7 @@ impl RowSums {
             deterministic: self.turns,
             batch: self.batch,
         };
-        if hopper.row_sums() == *self && hopper.fault().is_none() {
+        if hopper.pass().row_sums() == *self && hopper.fault().is_none() {
             return Some(Configuration::Backward(hopper));
         }
         // More rules may mean smaller blocks of queries.
@@ -67,7 +67,7 @@ impl RowSums {
         let mut tuned = [Rules::CAUSAL, Rules::EVERY].into_iter().filter_map(|rules| {
             mma::tuned_backward(target, element, sums.columns, value, rules, turns, batch)
         });
-        tuned.find(|it| it.row_sums() == *self).map(Configuration::BackwardMma)
+        tuned.find(|it| it.pass().row_sums() == *self).map(Configuration::BackwardMma)
     }
 
     /// Builds the kernel: a block of the grid for each block of query rows of each head and

@@ -62,7 +62,7 @@ impl SinkGradients {
             deterministic: false,
             batch: self.batch,
         };
-        if hopper.sink_gradients() == Some(*self) && hopper.fault().is_none() {
+        if hopper.pass().sink_gradients() == Some(*self) && hopper.fault().is_none() {
             return Some(Configuration::Backward(hopper));
         }
         // Wider heads and more rules may mean smaller blocks of queries.
@@ -72,7 +72,7 @@ impl SinkGradients {
                 mma::tuned_backward(target, Element::BF16, dim, dim, rules, false, batch)
             })
         });
-        let mut tuned = tuned.flatten().filter(|it| it.sink_gradients() == Some(*self));
+        let mut tuned = tuned.flatten().filter(|it| it.pass().sink_gradients() == Some(*self));
         tuned.next().map(Configuration::BackwardMma)
     }
 

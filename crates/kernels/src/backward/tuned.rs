@@ -2,7 +2,7 @@
 
 use ptx::Element;
 
-use super::Backward;
+use super::{Backward, Shape};
 use crate::attention::{Batch, Rules};
 
 /// The configuration that runs fastest for these tensors, where there is one.
@@ -25,7 +25,7 @@ pub fn tuned_backward(
 pub fn tall_backward(tuned: Backward) -> Option<Backward> {
     let plain = tuned.rules == Rules::DENSE && !tuned.deterministic;
     let tall = Backward { query_block: 64, ..tuned };
-    (plain && tall.is_tall()).then_some(tall)
+    (plain && tall.shape() == Shape::Tall).then_some(tall)
 }
 
 /// Every configuration that these choose, of one element and these rules, for head

@@ -24,7 +24,7 @@ use ptx::{
 use super::consumer::{Consumer, NO_STEP, Part, Statistic, Warpgroup};
 use super::epilogue::{self, Done};
 use super::place::{Place, Tile};
-use super::{Backward, PART, ROWS, Shared, Tensors};
+use super::{Block, PART, ROWS};
 
 /// Bytes of the weights that are handed over: an accumulator.
 pub(super) const WEIGHTS_BYTES: u32 = 4 * PART * ROWS;
@@ -97,35 +97,19 @@ struct Registers {
 
 impl Consumer {
     /// The warpgroup that has scores, weights and the gradients of values.
-    pub(super) fn consume_weights(
-        &self,
-        k: &mut Builder,
-        backward: &Backward,
-        shared: &Shared,
-        tensors: &Tensors,
-        place: &Place,
-        tile: &Tile,
-    ) {
-        let sums = Accumulator::zeros(k, backward.value_layout().columns);
-        let half = Half::new(k, backward, shared, tensors, (place, tile), 0);
+    pub(super) fn consume_weights(&self, k: &mut Builder, block: &Block<'_>, tile: &Tile) {
+        let sums = Accumulator::zeros(k, block.backward.value_layout().columns);
+        let half = Half::new(k, block, tile, 0);
         k.if_(half.group.walk.left.greater(0), |k| self.weights_steps(k, &half, &sums));
-        half.store(k, place, self.value_gradients(shared, tensors, &sums, 0));
+        half.store(k, block.place, self.value_gradients(block, &sums, 0));
     }
 
     /// The warpgroup that has the gradients of scores and those of keys.
-    pub(super) fn consume_gradients(
-        &self,
-        k: &mut Builder,
-        backward: &Backward,
-        shared: &Shared,
-        tensors: &Tensors,
-        place: &Place,
-        tile: &Tile,
-    ) {
-        let sums = Accumulator::zeros(k, backward.key_layout().columns);
-        let half = Half::new(k, backward, shared, tensors, (place, tile), 1);
+    pub(super) fn consume_gradients(&self, k: &mut Builder, block: &Block<'_>, tile: &Tile) {
+        let sums = Accumulator::zeros(k, block.backward.key_layout().columns);
+        let half = Half::new(k, block, tile, 1);
         k.if_(half.group.walk.left.greater(0), |k| half.gradients_steps(k, &sums));
-        half.store(k, place, self.key_gradients(shared, tensors, &sums, 0));
+        half.store(k, block.place, self.key_gradients(block, &sums, 0));
     }
 
     fn weights_steps(&self, k: &mut Builder, half: &Half<'_>, sums: &Accumulator) {
@@ -219,17 +203,11 @@ impl Consumer {
 }
 
 impl<'a> Half<'a> {
-    fn new(
-        k: &mut Builder,
-        backward: &'a Backward,
-        shared: &'a Shared,
-        tensors: &Tensors,
-        (place, tile): (&'a Place, &'a Tile),
-        index: u32,
-    ) -> Self {
-        let group = Warpgroup::new(k, backward, shared, tensors, place, tile);
+    fn new(k: &mut Builder, block: &Block<'a>, tile: &'a Tile, index: u32) -> Self {
+        let Block { backward, shared, .. } = *block;
+        let group = Warpgroup::new(k, block, tile);
         let exchange = shared.exchange.as_ref().expect("wide heads have an exchange");
-        let panels = backward.sums_layout().columns / 64;
+        let panels = backward.pass().sums_layout().columns / 64;
         Half {
             parity: k.variable(0),
             // The first takes what is left over: it has no score gradients to store.

@@ -67,7 +67,8 @@ pub(super) struct Ring<'a> {
     bytes: u32,
     /// The stage that is read next.
     pub(super) stage: Reg<U32>,
-    /// Where the tile to be copied next is: with pages, the lane's row of it, else its first.
+    /// Where the tile to be copied next is: with pages, the lane's row of it, else its first. The
+    /// page is as the table has it, so that nobody waits for it before that tile's turn.
     entry: Reg<U32>,
     row: Reg<U32>,
     lane: Reg<U32>,
@@ -75,41 +76,55 @@ pub(super) struct Ring<'a> {
 }
 
 impl Ring<'_> {
-    /// Begins with a sequence: looks up the first tile and copies as many as there is room for.
+    /// Begins with a sequence: copies as many tiles as there is room for, having looked up all of
+    /// them and the next, for one wait.
     pub(super) fn begin(&self, k: &mut Builder, cursor: &Cursor) {
-        self.look_up(k, cursor, self.warp);
+        let Decode { stages, warps, .. } = *self.decode;
+        let tiles = (0..=stages).map(|ahead| k.eval(self.warp + ahead * warps));
+        let tiles: Vec<Reg<U32>> = tiles.collect();
+        let places: Vec<_> = tiles.iter().map(|tile| self.look_up(k, cursor, *tile)).collect();
         let stage = k.variable(self.stage);
-        for ahead in 0..self.decode.stages {
-            let tile = k.eval(self.warp + ahead * self.decode.warps);
-            self.copy(k, cursor, tile, stage);
+        for (tile, place) in tiles.into_iter().zip(&places).take(stages as usize) {
+            self.copy(k, cursor, tile, *place, stage);
             self.next(k, stage);
         }
+        self.set_next(k, places[stages as usize]);
+    }
+
+    fn set_next(&self, k: &mut Builder, [entry, row]: [Reg<U32>; 2]) {
+        k.set(self.entry, entry);
+        k.set(self.row, row);
     }
 
     /// Finds a tile: with pages each lane its row, else all the first.
-    fn look_up(&self, k: &mut Builder, cursor: &Cursor, tile: Reg<U32>) {
+    fn look_up(&self, k: &mut Builder, cursor: &Cursor, tile: Reg<U32>) -> [Reg<U32>; 2] {
         let Decode { paged, tile_keys, .. } = *self.decode;
         let mine: Value<U32> = match paged {
             true => self.lane % tile_keys,
             false => Value::from(0),
         };
         let row = k.eval(cursor.first_row + cursor.first_key + tile * tile_keys + mine);
-        let (entry, row) = self.places.locate(k, cursor.entry, row);
-        k.set(self.entry, entry);
-        k.set(self.row, row);
+        let (entry, row) = self.places.look_up(k, cursor.entry, row);
+        [entry, row]
     }
 
-    /// Copies a tile of the sequence, if there is such a one, and looks up the warp's next.
-    fn copy(&self, k: &mut Builder, cursor: &Cursor, tile: Reg<U32>, stage: Reg<U32>) {
+    /// Copies a tile of the sequence, if there is such a one.
+    fn copy(
+        &self,
+        k: &mut Builder,
+        cursor: &Cursor,
+        tile: Reg<U32>,
+        [entry, row]: [Reg<U32>; 2],
+        stage: Reg<U32>,
+    ) {
         let decode = self.decode;
         k.if_(tile.less(cursor.count), |k| {
             let target = k.eval(self.base + stage * self.bytes);
             let first = k.eval(cursor.first_key + tile * decode.tile_keys);
             let valid = k.eval(cursor.keys - first.minimum(cursor.keys));
-            self.gather.copy(k, decode, target, [self.entry, self.row], valid);
-            self.scales.copy(k, stage, [self.entry, self.row], valid);
-            let next = k.eval(tile + decode.warps);
-            self.look_up(k, cursor, next);
+            let place = [self.places.bounded(k, entry), row];
+            self.gather.copy(k, decode, target, place, valid);
+            self.scales.copy(k, stage, place, valid);
         });
         k.copy_async_commit();
     }
@@ -124,8 +139,12 @@ impl Ring<'_> {
     /// Gives the tile back, which is the warp's `tile`, fills its stage again and goes on.
     pub(super) fn release(&self, k: &mut Builder, cursor: &Cursor, tile: Reg<U32>) {
         k.warp_sync();
-        let next = k.eval(tile + self.decode.stages * self.decode.warps);
-        self.copy(k, cursor, next, self.stage);
+        let Decode { stages, warps, .. } = *self.decode;
+        let next = k.eval(tile + stages * warps);
+        self.copy(k, cursor, next, [self.entry, self.row], self.stage);
+        let after = k.eval(next + warps);
+        let place = self.look_up(k, cursor, after);
+        self.set_next(k, place);
         self.next(k, self.stage);
     }
 

@@ -68,10 +68,12 @@ impl TileLists {
             Some(seen) => u64::from(seen[row_tile as usize].max(1)) + OVERHEAD,
         };
         let number = |head: u64, row_tile: u32| (head * row_tiles as u64) as u32 + row_tile;
-        if forward.rules.mask.is_window()
-            || seen.is_some()
-            || row_tiles >= forward.longest_first_from()
-        {
+        // By name the causal mask alone; a function may make the same of its tiles.
+        let even = match seen {
+            None => !forward.rules.mask.is_window(),
+            Some(_) => pairs_are_even(row_tiles, cost),
+        };
+        if !even || row_tiles >= forward.longest_first_from() {
             let mut longest_first: Vec<u32> = (0..row_tiles).rev().collect();
             longest_first.sort_by_key(|row_tile| Reverse(cost(*row_tile)));
             let mut first = 0;
@@ -122,6 +124,16 @@ impl TileLists {
         }
         TileLists { blocks, words }
     }
+}
+
+/// Whether tiles grow from the first to the last, so that all pairs are the same work but for the
+/// rounding to whole blocks.
+fn pairs_are_even(row_tiles: u32, cost: impl Fn(u32) -> u64) -> bool {
+    let grows = (1..row_tiles).all(|row_tile| cost(row_tile - 1) <= cost(row_tile));
+    let pairs = (0..row_tiles / 2).map(|short| cost(short) + cost(row_tiles - 1 - short));
+    let (least, most) =
+        pairs.fold((u64::MAX, 0), |(least, most), it| (least.min(it), most.max(it)));
+    grows && most <= least.saturating_add(1)
 }
 
 /// Blocks and what they have been given.
@@ -244,6 +256,28 @@ mod tests {
             let count = lengths[0].div_ceil(forward.query_rows()) * heads[0] * heads[2];
             assert_eq!(tiles, (0..count).collect::<Vec<_>>());
         }
+    }
+
+    /// A function that sees as a causal mask does is shared out as one, and others longest first.
+    #[test]
+    fn functions_are_shared_out_by_what_they_see() {
+        let forward = forward(Rules::CAUSAL);
+        let by_function = |seen: &[u32]| {
+            let lengths = [192 * seen.len() as u32; 2];
+            let (heads, cache) = ([32, 32, 1], 30 << 20);
+            let new =
+                |window, seen| TileLists::new(&forward, window, seen, lengths, heads, 132, cache);
+            (new(&Window::DENSE, Some(seen)), new(&Window::CAUSAL, None))
+        };
+        let causal: Vec<u32> = (1..=20).map(|tile| 2 * tile).collect();
+        let (found, by_name) = by_function(&causal);
+        assert_eq!(found, by_name);
+        let window: Vec<u32> = (1..=20).map(|tile| (2 * tile).min(9)).collect();
+        let (found, by_name) = by_function(&window);
+        assert_ne!(found, by_name);
+        // A head's last tile before its first: they are no pair.
+        let begin = found.words[0] as usize;
+        assert!(found.words[begin..begin + 2].iter().all(|tile| tile % 20 > 3));
     }
 
     #[test]

@@ -437,7 +437,7 @@ pub fn every_tuned() -> Vec<Forward> {
     for rule in RULES {
         for element in [Element::F16, Element::BF16] {
             for rules in [Rules::DENSE, Rules::CAUSAL] {
-                if rule.masks.include(rules.mask) {
+                if rule.masks.include(&rules) {
                     all.push(rule.configuration(element, rule.dims, rules));
                 }
             }
@@ -453,7 +453,7 @@ pub fn every_fp8() -> Vec<Forward> {
     let mut all = Vec::new();
     for rule in FP8_RULES {
         for rules in [Rules::DENSE, Rules::CAUSAL, sinks] {
-            if rule.masks.include(rules.mask) {
+            if rule.masks.include(&rules) {
                 all.push(rule.configuration(Element::E4M3, rule.dims, rules));
             }
         }
@@ -478,7 +478,7 @@ impl Rule {
     fn serves(&self, workload: &Workload) -> bool {
         workload.head_dim <= self.dims.0
             && workload.value_head_dim <= self.dims.1
-            && self.masks.include(workload.rules.mask)
+            && self.masks.include(&workload.rules)
             && workload.counted_length() <= self.length
             && (!self.few || workload.is_small())
     }
@@ -503,10 +503,13 @@ impl Rule {
 }
 
 impl Masks {
-    fn include(self, mask: MaskKind) -> bool {
+    /// A function counts as a mask that hides: of those that hide little nobody asks for more than
+    /// is lost here.
+    fn include(self, rules: &Rules) -> bool {
+        let dense = rules.mask == MaskKind::Dense && rules.mask_function.is_none();
         match self {
-            Masks::Dense => mask == MaskKind::Dense,
-            Masks::Causal => mask != MaskKind::Dense,
+            Masks::Dense => dense,
+            Masks::Causal => !dense,
             Masks::Both => true,
         }
     }

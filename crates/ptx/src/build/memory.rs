@@ -2,8 +2,8 @@
 
 use super::Builder;
 use crate::{
-    AddressOf, AtomicOperation, AtomicOrder, Eviction, Instruction, LoadCache, LoadOrder, Reg,
-    Scalar, Scope, SharedAddress, StoreCache, StoreOrder, U64, Value,
+    AddressOf, AtomicOperation, AtomicOrder, Eviction, GlobalAddress, Instruction, LoadCache,
+    LoadOrder, Reg, Scalar, Scope, SharedAddress, StoreCache, StoreOrder, U32, U64, Value,
 };
 
 /// How a load treats order and caches.
@@ -45,6 +45,15 @@ impl Builder {
     #[track_caller]
     pub fn load<T: Scalar, A: AddressOf>(&mut self, address: impl Into<Value<A>>) -> Reg<T> {
         self.load_vector::<T, A, 1>(address, LoadHint::default())[0]
+    }
+
+    /// Loads one byte, with zeros above it.
+    #[track_caller]
+    pub fn load_byte(&mut self, address: impl Into<Value<GlobalAddress>>) -> Reg<U32> {
+        let address = self.address(address);
+        let dst: Reg<U32> = self.register();
+        self.push(Instruction::LoadByte { dst: dst.register, address });
+        dst
     }
 
     /// Loads one, two or four registers.

@@ -88,6 +88,8 @@ pub enum Instruction {
         cache: LoadCache,
         policy: Option<Register>,
     },
+    /// Loads one byte of global memory into a 32-bit register, zeros above it.
+    LoadByte { dst: Register, address: Address },
     /// Stores one, two or four registers to consecutive addresses.
     Store {
         src: Vec<Register>,

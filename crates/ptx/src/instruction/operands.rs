@@ -157,6 +157,10 @@ impl Instruction {
                     v.read_register(*register);
                 }
             }
+            I::LoadByte { dst, address } => {
+                v.address(Space::Global, *address);
+                v.write(*dst, Expected::Type(Type::U32));
+            }
             I::PrefetchL2 { address } => v.address(Space::Global, *address),
             I::CreatePolicy { dst, .. } => v.write(*dst, Expected::Type(Type::U64)),
             I::Atomic { ty, dst, space, address, value, .. } => {

@@ -191,6 +191,7 @@ impl Instruction {
             | I::Join { .. }
             | I::ReadParameter { .. }
             | I::SharedBase { .. }
+            | I::LoadByte { .. }
             | I::PrefetchL2 { .. }
             | I::Shuffle { .. }
             | I::Vote { .. }

@@ -159,6 +159,9 @@ impl Printer<'_> {
                 let address = self.address(*address);
                 format!("st{prefix}{hint}{vector}.{ty} {address}, {list}{policy};")
             }
+            I::LoadByte { dst, address } => {
+                format!("ld.global.u8 {}, {};", self.name(*dst), self.address(*address))
+            }
             I::PrefetchL2 { address } => format!("prefetch.global.L2 {};", self.address(*address)),
             I::CreatePolicy { dst, eviction } => {
                 let eviction = match eviction {

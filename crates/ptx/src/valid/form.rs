@@ -237,6 +237,7 @@ pub(super) fn fault(program: &Program, instruction: &Instruction) -> Option<Faul
         | I::FunnelShift { .. }
         | I::Logic3 { .. }
         | I::ReadSpecial { .. }
+        | I::LoadByte { .. }
         | I::PrefetchL2 { .. }
         | I::CreatePolicy { .. }
         | I::Vote { .. }

@@ -470,6 +470,8 @@ fn memory(forms: &mut Vec<Form>) {
     }
     forms.push(Form::new("prefetch", |s| {
         let address = s.address(Space::Global);
+        let dst = s.fresh(Type::U32);
+        s.k.push(Instruction::LoadByte { dst, address });
         s.k.push(Instruction::PrefetchL2 { address });
     }));
     let orders = [

@@ -157,6 +157,28 @@ impl<'a> Executor<'_, 'a> {
 
     // ---- loads and stores ---------------------------------------------------------
 
+    pub(super) fn load_byte(
+        &mut self,
+        warp: &mut Warp<'a>,
+        dst: Register,
+        address: Address,
+    ) -> Step<()> {
+        let addresses = self.addresses(warp, Space::Global, address);
+        self.count_access(warp, Space::Global, &addresses, 1, false);
+        let checked = self.world.checked;
+        let event = if checked { self.thread_event(warp, Source::Thread, "ld.global") } else { 0 };
+        let mut values = [0; 32];
+        for lane in lanes_of(warp.active) {
+            let target = self.target(warp, lane, Space::Global, addresses[lane as usize], 1)?;
+            if checked {
+                self.check_thread(warp, lane, target, 1, event, false)?;
+            }
+            values[lane as usize] = self.bytes_at(target, 1)[0].into();
+        }
+        warp.set_word(dst, &values);
+        Ok(())
+    }
+
     pub(super) fn load(
         &mut self,
         warp: &mut Warp<'a>,

@@ -331,6 +331,7 @@ impl<'a> Executor<'_, 'a> {
             I::Load { dst, space, address, order, cache, policy: _ } => {
                 self.load(warp, dst, *space, *address, *order, *cache)?;
             }
+            I::LoadByte { dst, address } => self.load_byte(warp, *dst, *address)?,
             I::Store { src, space, address, order, cache: _, policy: _ } => {
                 self.store(warp, src, *space, *address, *order)?;
             }
@@ -565,7 +566,7 @@ fn cost(instruction: &Instruction) -> u64 {
             operation: U::Exp2 | U::Log2 | U::Reciprocal | U::ReciprocalSqrt | U::Sqrt | U::Tanh,
             ..
         } => 8,
-        I::Load { space: ptx::Space::Global, .. } => 16,
+        I::Load { space: ptx::Space::Global, .. } | I::LoadByte { .. } => 16,
         I::Load { .. } | I::LoadMatrix { .. } | I::StoreMatrix { .. } => 4,
         I::Shuffle { .. } | I::Atomic { .. } | I::CompareAndSwap { .. } => 4,
         _ => 1,

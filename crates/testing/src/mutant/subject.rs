@@ -183,9 +183,9 @@ fn backward_mmas() -> [BackwardMma; 2] {
 }
 
 fn row_sums() -> [RowSums; 2] {
-    backwards().map(|it| it.row_sums())
+    backwards().map(|it| it.pass().row_sums())
 }
 
 fn roundings() -> [Rounding; 2] {
-    backwards().map(|it| it.rounding())
+    backwards().map(|it| it.pass().rounding())
 }

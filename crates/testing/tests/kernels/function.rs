@@ -49,6 +49,7 @@ impl Dice {
             13 => format!("(select {} {a} {b})", self.truth(depth - 1)),
             14 => format!("(i32 (load floats {a} {b}))"),
             15 => format!("(load long {a} {b} 1)"),
+            16 => format!("(load bytes {a})"),
             _ => format!("(load ids {a})"),
         }
     }
@@ -57,8 +58,9 @@ impl Dice {
         if depth == 0 {
             return self.word(&["true", "false", "(ge query key)", "(lt key 9)"]).to_owned();
         }
-        match self.below(6) {
+        match self.below(7) {
             0 => format!("(not {})", self.truth(depth - 1)),
+            6 => format!("(load truths query {})", self.integer(depth - 1)),
             1 | 2 => {
                 let [a, b] = [self.truth(depth - 1), self.truth(depth - 1)];
                 format!("({} {a} {b})", self.word(&["and", "or", "xor"]))
@@ -113,7 +115,7 @@ impl Dice {
             Kind::Score => self.float(4, true),
         };
         let tensors = "(tensor ids i32 1) (tensor floats f32 2) (tensor long i64 3) \
-                       (tensor halves bf16 1)";
+                       (tensor halves bf16 1) (tensor bytes u8 1) (tensor truths bool 2)";
         let text = format!("({} random {tensors} {body})", kind.name());
         text.parse().unwrap_or_else(|error| panic!("{error}: {text}"))
     }
@@ -134,6 +136,14 @@ fn tensors() -> Vec<HostTensor> {
         HostTensor::floats("floats", &floats, &[20, 12]).with_strides(&[0, 2]),
         HostTensor::new("long", Stored::I64, &[5, 6, 2], long),
         HostTensor::new("halves", Stored::BF16, &[9], halves),
+        HostTensor::new(
+            "bytes",
+            Stored::U8,
+            &[11],
+            (0..11).map(|it| it * 37 % 256).map(|it| it as u8).collect(),
+        ),
+        HostTensor::truths("truths", &[true, false, false, true, true, false, true], &[15, 7])
+            .with_strides(&[0, 1]),
     ]
 }
 

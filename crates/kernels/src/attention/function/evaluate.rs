@@ -56,6 +56,12 @@ impl HostTensor {
         HostTensor::new(name, Stored::I32, extents, bytes)
     }
 
+    /// Truth values, without gaps.
+    pub fn truths(name: &str, values: &[bool], extents: &[usize]) -> Self {
+        let bytes = values.iter().map(|value| u8::from(*value)).collect();
+        HostTensor::new(name, Stored::Bool, extents, bytes)
+    }
+
     /// The same memory by other strides.
     pub fn with_strides(self, strides: &[usize]) -> Self {
         HostTensor { strides: strides.to_vec(), ..self }
@@ -332,6 +338,8 @@ fn load(stored: Stored, bytes: Option<&[u8]>) -> Value {
         Stored::BF16 => Value::Float(f32::from_bits(u32::from(half()) << 16).into()),
         Stored::F16 => Value::Float(from_f16(half()).into()),
         Stored::I32 | Stored::I64 => Value::Integer(word() as i32),
+        Stored::U8 => Value::Integer(byte(0).into()),
+        Stored::Bool => Value::Truth(byte(0) != 0),
     }
 }
 

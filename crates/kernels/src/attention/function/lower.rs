@@ -532,6 +532,14 @@ impl Place {
                 let loaded = k.load::<S32, _>(place);
                 Computed::Integer(k.eval(within.choose::<S32>(loaded, 0)).into())
             }
+            Stored::U8 => {
+                let loaded = k.load_byte(place).reinterpret::<S32>();
+                Computed::Integer(k.eval(within.choose::<S32>(loaded, 0)).into())
+            }
+            Stored::Bool => {
+                let loaded = k.load_byte(place);
+                Computed::Truth(k.eval(within & loaded.differs(0)).into())
+            }
             floats => {
                 let element = match floats {
                     Stored::F16 => Element::F16,

@@ -11,6 +11,7 @@
 //! | `text` | nodes as text, and back |
 //! | `evaluate` | what a function gives for one query and one key |
 //! | `interval` | what it can give for ranges of queries and keys |
+//! | `window` | the part of a mask that is a window by name |
 //! | `blocks` | which key blocks tiles of queries see, and which of them need the function |
 //! | `lower` | a function in a kernel, over a thread's scores |
 //! | `table` | a kernel that does nothing else |
@@ -37,6 +38,7 @@ mod node;
 mod table;
 mod text;
 mod trace;
+mod window;
 
 pub use blocks::BlockMask;
 pub use evaluate::{Here, HostTensor, Row};
@@ -44,6 +46,7 @@ pub use interval::{Region, Seen};
 pub use node::{Kind, Stored, TensorSpec, Type};
 pub use text::FunctionTextError;
 pub use trace::{At, CapturedTensor, Traced, TracedOperand};
+pub use window::Windowed;
 
 use std::collections::HashMap;
 use std::fmt;

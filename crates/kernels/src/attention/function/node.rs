@@ -85,11 +85,23 @@ pub enum Stored {
     I32,
     /// Signed numbers of 64 bits, of which the lower 32 count.
     I64,
+    /// Unsigned numbers of 8 bits.
+    U8,
+    /// Truth values of a byte each: false is zero.
+    Bool,
 }
 
 impl Stored {
     /// Each of them.
-    pub const ALL: [Stored; 5] = [Stored::F32, Stored::F16, Stored::BF16, Stored::I32, Stored::I64];
+    pub const ALL: [Stored; 7] = [
+        Stored::F32,
+        Stored::F16,
+        Stored::BF16,
+        Stored::I32,
+        Stored::I64,
+        Stored::U8,
+        Stored::Bool,
+    ];
 
     /// Its name in texts.
     pub const fn name(self) -> &'static str {
@@ -99,12 +111,15 @@ impl Stored {
             Stored::BF16 => "bf16",
             Stored::I32 => "i32",
             Stored::I64 => "i64",
+            Stored::U8 => "u8",
+            Stored::Bool => "bool",
         }
     }
 
     /// The size of an element.
     pub const fn bytes(self) -> usize {
         match self {
+            Stored::U8 | Stored::Bool => 1,
             Stored::F16 | Stored::BF16 => 2,
             Stored::F32 | Stored::I32 => 4,
             Stored::I64 => 8,
@@ -115,7 +130,8 @@ impl Stored {
     pub const fn loads(self) -> Type {
         match self {
             Stored::F32 | Stored::F16 | Stored::BF16 => Type::F32,
-            Stored::I32 | Stored::I64 => Type::I32,
+            Stored::I32 | Stored::I64 | Stored::U8 => Type::I32,
+            Stored::Bool => Type::Bool,
         }
     }
 }

@@ -339,6 +339,11 @@ impl<'t> At<'t> {
         self.tensor(name, Stored::I32)
     }
 
+    /// A tensor of truth values, a byte each, that the caller passes by this name.
+    pub fn truths(self, name: &str) -> CapturedTensor<'t, bool> {
+        self.tensor(name, Stored::Bool)
+    }
+
     fn tensor<T>(self, name: &str, stored: Stored) -> CapturedTensor<'t, T> {
         CapturedTensor { at: self, name: name.to_owned(), stored, marker: PhantomData }
     }

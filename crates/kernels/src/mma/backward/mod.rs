@@ -46,8 +46,8 @@ use ptx::{
 
 use crate::Error;
 use crate::attention::{Batch, Rules};
-use crate::backward::place::{Grid, Place};
-use crate::backward::{Rounding, RowSums, SinkGradients, SumsLayout, batch_name};
+use crate::backward::place::Place;
+use crate::backward::{BackwardPass, batch_name};
 use tensors::Tensors;
 use weights::WeightRule;
 
@@ -189,61 +189,19 @@ impl BackwardMma {
         self.layout(self.key_block(), self.query_block)
     }
 
-    /// Where the sums of `dQ` lie.
-    pub fn sums_layout(&self) -> SumsLayout {
-        let columns = self.head_dim.next_multiple_of(64);
-        // Half of the rows where there are few columns: as the Hopper kernel has it.
-        let halves = columns == 64 && self.head_dim.max(self.value_head_dim) <= 128;
-        let part_queries = self.query_block / if halves { 2 } else { 1 };
-        SumsLayout { query_block: self.query_block, columns, part_queries }
-    }
-
-    fn grid(&self) -> Grid {
-        Grid {
-            query_block: self.query_block,
-            key_block: self.key_block(),
-            rules: self.rules,
-            deterministic: self.deterministic,
-            batch: self.batch,
-        }
-    }
-
-    /// Bytes of the statistics of a block of query rows: two numbers for each.
-    pub const fn statistics_bytes(&self) -> u32 {
-        2 * 4 * self.query_block
-    }
-
-    /// What comes before it.
-    pub fn row_sums(&self) -> RowSums {
-        RowSums {
-            target: self.target,
-            element: self.element,
-            value_head_dim: self.value_head_dim,
-            sums: self.sums_layout(),
-            turns: self.deterministic,
-            batch: self.batch,
-        }
-    }
-
-    /// What comes after it.
-    pub fn rounding(&self) -> Rounding {
-        Rounding {
+    /// The pass that it is a part of.
+    pub fn pass(&self) -> BackwardPass {
+        BackwardPass {
             target: self.target,
             element: self.element,
             head_dim: self.head_dim,
-            sums: self.sums_layout(),
+            value_head_dim: self.value_head_dim,
+            rules: self.rules,
+            query_block: self.query_block,
+            key_block: self.key_block(),
+            deterministic: self.deterministic,
             batch: self.batch,
         }
-    }
-
-    /// What comes last, where there are sinks.
-    pub fn sink_gradients(&self) -> Option<SinkGradients> {
-        self.rules.sinks.then_some(SinkGradients {
-            target: self.target,
-            mask: self.rules.mask,
-            query_block: self.query_block,
-            batch: self.batch,
-        })
     }
 
     /// The shared memory of a block of threads.
@@ -251,9 +209,9 @@ impl BackwardMma {
         let once = self.key_layout().bytes() + self.value_layout().bytes();
         let slot = self.query_layout().bytes() + self.output_gradient_layout().bytes();
         let scores = if self.column_warps > 1 { 2 } else { 1 };
-        once + self.slots() * (slot + self.statistics_bytes())
+        once + self.slots() * (slot + self.pass().statistics_bytes())
             + scores * self.score_layout().bytes()
-            + self.grid().shared_bytes()
+            + Place::shared_bytes(self.batch)
     }
 
     /// Whether shared memory holds as many blocks of threads as shall be resident.
@@ -348,7 +306,7 @@ impl BackwardMma {
 
     fn write(&self, k: &mut Builder) {
         let tensors = Tensors::parameters(k, self);
-        let place = Place::parameters(k, self.grid());
+        let place = Place::parameters(k, &self.pass());
         let rule = WeightRule::parameters(k, &self.rules);
         let shared = self.shared(k);
         if self.batch != Batch::Equal {
@@ -375,7 +333,11 @@ impl BackwardMma {
             ),
             weights: (self.column_warps > 1).then(|| tiles("P", self.score_layout(), 1)),
             score_gradients: tiles("dS", self.score_layout(), 1),
-            statistics: k.shared("row statistics", self.slots() * self.statistics_bytes(), 16),
+            statistics: k.shared(
+                "row statistics",
+                self.slots() * self.pass().statistics_bytes(),
+                16,
+            ),
         }
     }
 }

@@ -207,7 +207,7 @@ impl Warp<'_> {
     /// Where the negative log-sum-exps and row sums of some queries are, from the thread's first on.
     fn statistics(&self, k: &mut Builder, index: u32, part: u32) -> [Reg<SharedAddress>; 2] {
         let backward = self.backward;
-        let bytes = backward.statistics_bytes();
+        let bytes = backward.pass().statistics_bytes();
         let first = k.shared_address(self.shared.statistics + index * bytes);
         let (lane, stand) = (k.lane(), Stand::new(k, backward));
         let query = stand.column_warp * backward.warp_queries() + lane % 4 * 2;
@@ -261,7 +261,7 @@ impl Warp<'_> {
     /// Adds to the sums of the query block.
     fn add(&self, k: &mut Builder, part: &WarpAccumulator) {
         let backward = self.backward;
-        let layout = backward.sums_layout();
+        let layout = backward.pass().sums_layout();
         let [columns, queries] = backward.query_gradient_warps();
         let (lane, stand) = (k.lane(), Stand::new(k, backward));
         let at_once = backward.target.has(Capability::VectorReductions);

@@ -130,7 +130,7 @@ impl Copies<'_> {
             let to = slot(k, offset, layout, index);
             blocks.copy(k, to, first, Some(rows));
         }
-        let bytes = backward.statistics_bytes();
+        let bytes = backward.pass().statistics_bytes();
         let thread = k.thread_index();
         k.if_(thread.less(bytes / 16), |k| {
             let block = k.multiply_wide(walk.number, bytes);

@@ -1,0 +1,304 @@
+//! The part of a mask that is a window: what it says of the distance between query and key alone.
+//!
+//! `query >= key` is the causal mask by name, and `query - key < 1024` a window. Kernels know where
+//! such masks begin and end without looking at blocks, so that what is left for the function is less,
+//! or nothing.
+
+use super::Function;
+use super::node::{Binary, Comparison, Constant, Id, Kind, Node, Symbol, Type, Unary};
+
+/// How far queries see around their position, and what else a mask says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Windowed {
+    /// Keys before the position; all of them where there is no bound.
+    pub left: Option<u32>,
+    /// Keys after it.
+    pub right: Option<u32>,
+    /// The mask without these bounds; nothing where nothing is left of it.
+    pub rest: Option<Function>,
+}
+
+/// Lengths and constants up to which no sum of a bound wraps around.
+const MOST_LENGTH: u32 = 1 << 26;
+const MOST_CONSTANT: i64 = 1 << 28;
+
+/// A sum of symbols, each at most once, and a constant.
+#[derive(Clone, Copy, PartialEq, Eq, Default)]
+struct Sum {
+    query: i64,
+    key: i64,
+    query_length: i64,
+    key_length: i64,
+    constant: i64,
+}
+
+impl Sum {
+    fn minus(self, other: Sum) -> Option<Sum> {
+        let sum = Sum {
+            query: self.query - other.query,
+            key: self.key - other.key,
+            query_length: self.query_length - other.query_length,
+            key_length: self.key_length - other.key_length,
+            constant: self.constant - other.constant,
+        };
+        let Sum { query, key, query_length, key_length, constant } = sum;
+        let once = [query, key, query_length, key_length].iter().all(|it| it.abs() <= 1);
+        (once && constant.abs() <= MOST_CONSTANT).then_some(sum)
+    }
+
+    fn negated(self) -> Option<Sum> {
+        Sum::default().minus(self)
+    }
+}
+
+/// A bound of the distance `key - position`: at most, or at least, so much.
+#[derive(Clone, Copy)]
+enum Bound {
+    AtMost(i64),
+    AtLeast(i64),
+}
+
+impl Function {
+    /// Takes the bounds of a window out of a mask. The lengths are those of all sequences, where
+    /// they are alike.
+    ///
+    /// ```
+    /// use flashcore_kernels::attention::function::Function;
+    ///
+    /// let local = Function::mask("local", |at| {
+    ///     at.query().ge(at.key()) & (at.query() - at.key()).lt(1024)
+    /// });
+    /// let window = local.windowed(Some([4096, 4096]));
+    /// assert_eq!((window.left, window.right, window.rest), (Some(1023), Some(0), None));
+    /// ```
+    pub fn windowed(&self, lengths: Option<[u32; 2]>) -> Windowed {
+        let body = self.body();
+        let mut found = Windowed { left: None, right: None, rest: Some(*self) };
+        let small = lengths.is_none_or(|lengths| lengths.iter().all(|it| *it <= MOST_LENGTH));
+        if body.kind != Kind::Mask || !small {
+            return found;
+        }
+        let mut left = Vec::new();
+        let mut open = vec![body.root];
+        while let Some(id) = open.pop() {
+            if let Node::Binary(Binary::And, a, b) = body.nodes[id as usize]
+                && body.types[id as usize] == Type::Bool
+            {
+                open.extend([b, a]);
+                continue;
+            }
+            match self.bounds(id, lengths) {
+                Some(bounds) => bounds.iter().for_each(|bound| found.take(*bound)),
+                None => left.push(id),
+            }
+        }
+        if (found.left, found.right) != (None, None) {
+            found.rest = self.of_conjuncts(&left);
+        }
+        found
+    }
+
+    /// The mask that holds where all of these do. It keeps its tensors and their order.
+    fn of_conjuncts(&self, conjuncts: &[Id]) -> Option<Function> {
+        let body = self.body();
+        let mut nodes = body.nodes.clone();
+        let mut push = |node: Node| {
+            nodes.push(node);
+            nodes.len() as Id - 1
+        };
+        let all = conjuncts.iter().copied().reduce(|a, b| push(Node::Binary(Binary::And, a, b)));
+        let root = match all {
+            Some(root) => root,
+            None if body.tensors.is_empty() => return None,
+            None => push(Node::Constant(Constant::Bool(true))),
+        };
+        let (name, tensors) = (body.name.clone(), body.tensors.clone());
+        Some(Function::intern(Kind::Mask, name, tensors, &nodes, root))
+    }
+
+    /// The bounds that a conjunct is, if it is nothing else. Those that a window cannot have are
+    /// none.
+    fn bounds(&self, id: Id, lengths: Option<[u32; 2]>) -> Option<Vec<Bound>> {
+        let nodes = &self.body().nodes;
+        let (id, negated) = match nodes[id as usize] {
+            Node::Unary(Unary::Not, inner) => (inner, true),
+            _ => (id, false),
+        };
+        let Node::Compare(comparison, a, b) = nodes[id as usize] else { return None };
+        let comparison = if negated { opposite(comparison)? } else { comparison };
+        // All as "a sum is at most zero".
+        let (small, large, strict) = match comparison {
+            Comparison::Less => (a, b, 1),
+            Comparison::AtMost => (a, b, 0),
+            Comparison::Greater => (b, a, 1),
+            Comparison::AtLeast => (b, a, 0),
+            Comparison::Equal | Comparison::NotEqual => return None,
+        };
+        let strict = Sum { constant: -strict, ..Sum::default() };
+        let large = self.sum(large)?;
+        let sums = match nodes[small as usize] {
+            Node::Unary(Unary::Absolute, inner) => {
+                let inner = self.sum(inner)?;
+                vec![inner, inner.negated()?]
+            }
+            _ => vec![self.sum(small)?],
+        };
+        let bound = |sum: Sum| distance(sum.minus(large)?.minus(strict)?, lengths);
+        sums.into_iter().map(bound).collect()
+    }
+
+    /// A node as a sum of symbols.
+    fn sum(&self, id: Id) -> Option<Sum> {
+        let body = self.body();
+        let zero = Sum::default();
+        match body.nodes[id as usize] {
+            Node::Symbol(Symbol::Query) => Some(Sum { query: 1, ..zero }),
+            Node::Symbol(Symbol::Key) => Some(Sum { key: 1, ..zero }),
+            Node::Symbol(Symbol::QueryLength) => Some(Sum { query_length: 1, ..zero }),
+            Node::Symbol(Symbol::KeyLength) => Some(Sum { key_length: 1, ..zero }),
+            Node::Constant(Constant::I32(value)) => {
+                let constant = i64::from(value);
+                (constant.abs() <= MOST_CONSTANT).then_some(Sum { constant, ..zero })
+            }
+            _ if body.types[id as usize] != Type::I32 => None,
+            Node::Unary(Unary::Negate, a) => self.sum(a)?.negated(),
+            Node::Binary(Binary::Subtract, a, b) => self.sum(a)?.minus(self.sum(b)?),
+            Node::Binary(Binary::Add, a, b) => self.sum(a)?.minus(self.sum(b)?.negated()?),
+            _ => None,
+        }
+    }
+}
+
+/// The bound of the distance that "this sum is at most zero" is.
+fn distance(sum: Sum, lengths: Option<[u32; 2]>) -> Option<Bound> {
+    // A key's distance is key - query - (keys - queries).
+    let sign = match (sum.query, sum.key) {
+        (-1, 1) => 1,
+        (1, -1) => -1,
+        _ => return None,
+    };
+    let beyond = match (lengths, sum.query_length * sign, sum.key_length * sign) {
+        (_, 1, -1) => 0,
+        (Some([queries, keys]), queries_times, keys_times) => {
+            let [queries, keys] = [queries, keys].map(i64::from);
+            (queries_times - 1) * queries + (keys_times + 1) * keys
+        }
+        (None, ..) => return None,
+    };
+    // sign * (distance + beyond) + constant <= 0
+    match sign {
+        1 => Some(Bound::AtMost(-sum.constant - beyond)),
+        _ => Some(Bound::AtLeast(sum.constant - beyond)),
+    }
+    .filter(|bound| match bound {
+        Bound::AtMost(most) => (0..=MOST_CONSTANT).contains(most),
+        Bound::AtLeast(least) => (-MOST_CONSTANT..=0).contains(least),
+    })
+}
+
+impl Windowed {
+    fn take(&mut self, bound: Bound) {
+        let closer = |held: Option<u32>, new: i64| {
+            Some(held.map_or(new as u32, |held| held.min(new as u32)))
+        };
+        match bound {
+            Bound::AtMost(most) => self.right = closer(self.right, most),
+            Bound::AtLeast(least) => self.left = closer(self.left, -least),
+        }
+    }
+}
+
+fn opposite(comparison: Comparison) -> Option<Comparison> {
+    match comparison {
+        Comparison::Less => Some(Comparison::AtLeast),
+        Comparison::AtMost => Some(Comparison::Greater),
+        Comparison::Greater => Some(Comparison::AtMost),
+        Comparison::AtLeast => Some(Comparison::Less),
+        Comparison::Equal | Comparison::NotEqual => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Here, HostTensor, Row};
+    use super::*;
+
+    /// The window and the rest see what the mask sees, pair by pair.
+    fn check(mask: Function, [queries, keys]: [u32; 2], lengths: Option<[u32; 2]>) -> Windowed {
+        let found = mask.windowed(lengths);
+        let ids: Vec<i32> = (0..40).map(|it| it / 7).collect();
+        let ids = [HostTensor::integers("ids", &ids, &[40])];
+        for query in 0..queries as i32 {
+            let (query_length, key_length) = (queries as i32, keys as i32);
+            let here = Here { batch: 0, head: 0, query, query_length, key_length };
+            let mut whole = Row::new(mask, &ids, here);
+            let mut rest = found.rest.map(|rest| Row::new(rest, &ids, here));
+            for key in 0..keys as i32 {
+                let distance = i64::from(key) - i64::from(query + key_length - query_length);
+                let within = found.left.is_none_or(|left| distance >= -i64::from(left))
+                    && found.right.is_none_or(|right| distance <= i64::from(right));
+                let split = within && rest.as_mut().is_none_or(|rest| rest.sees(key as usize));
+                assert_eq!(split, whole.sees(key as usize), "{mask}: {query}, {key}");
+            }
+        }
+        found
+    }
+
+    #[test]
+    fn bounds_of_the_distance_are_windows() {
+        let function = |name: &str| -> Function {
+            let text = match name {
+                "causal" => "(mask causal (ge query key))",
+                "window" => "(mask window (and (le key query) (lt (sub query key) 9)))",
+                "near" => "(mask near (le (abs (sub query key)) 5))",
+                "position" => {
+                    "(mask position (not (gt key (add query (sub key_length query_length)))))"
+                }
+                "shifted" => "(mask shifted (lt (sub key 3) query))",
+                _ => {
+                    "(mask documents (tensor ids i32 1) (and (and (ge query key) (lt key 11)) \
+                     (eq (load ids query) (load ids key))))"
+                }
+            };
+            text.parse().unwrap()
+        };
+        let bounds = |it: Windowed| (it.left, it.right, it.rest.is_some());
+        for lengths in [[20, 20], [13, 20]] {
+            let offset = lengths[1] - lengths[0];
+            let split = |name| bounds(check(function(name), lengths, Some(lengths)));
+            let apart = |name| bounds(check(function(name), lengths, None));
+            if offset == 0 {
+                assert_eq!(split("causal"), (None, Some(0), false));
+                assert_eq!(split("window"), (Some(8), Some(0), false));
+                assert_eq!(split("near"), (Some(5), Some(5), false));
+                assert_eq!(split("shifted"), (None, Some(2), false));
+                assert_eq!(split("documents"), (None, Some(0), true));
+            } else {
+                // The position is beyond the query by the difference of the lengths.
+                assert_eq!(split("causal"), (None, None, true));
+                assert_eq!(split("window"), (Some(15), None, true));
+            }
+            assert_eq!(split("position"), (None, Some(0), false));
+            assert_eq!(apart("position"), (None, Some(0), false));
+            assert_eq!(apart("causal"), (None, None, true));
+        }
+    }
+
+    #[test]
+    fn other_masks_stay_functions() {
+        for text in [
+            "(mask a (or (ge query key) (lt key 4)))",
+            "(mask a (eq query key))",
+            "(mask a (ge (mul 2 query) key))",
+            "(mask a (ge (add query query) key))",
+            "(mask a (ge (sub query 2147483647) key))",
+            "(mask a (ge query (rem key 7)))",
+            "(mask a (lt key 4))",
+            "(mask a true)",
+        ] {
+            let mask: Function = text.parse().unwrap();
+            let found = check(mask, [9, 9], Some([9, 9]));
+            assert_eq!(found, Windowed { left: None, right: None, rest: Some(mask) }, "{text}");
+        }
+    }
+}
