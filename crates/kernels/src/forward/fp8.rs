@@ -18,10 +18,9 @@
 //! `T` lives where `S` lived (the assembler finds that by itself; told so, it serialises
 //! products), so that a warpgroup waits for its own products; others multiply in the meantime.
 
-use std::cell::Cell;
-
 use ptx::{
-    Accumulate, Accumulator, Builder, E4M3x2, Expression, F32, Fragment, GlobalAddress, Reg, U32,
+    Accumulate, Accumulator, Builder, Choose, E4M3x2, Expression, F32, Fragment, GlobalAddress,
+    Reg, U32,
 };
 
 use super::epilogue::{Epilogue, Output};
@@ -29,36 +28,37 @@ use super::probe::{Phase, Probe};
 use super::rule::Rule;
 use super::scheduler::ConsumerScheduler;
 use super::warpgroup::Warpgroup;
-use super::{Form, Forward, Shared};
+use super::{Forward, Shared};
 use crate::attention::descale::Product;
 use crate::attention::function::lower::Functions;
 use crate::attention::scores::ScoreRule;
 use crate::attention::softmax::Softmax;
 use crate::attention::{ACCUMULATOR_ROWS, Score};
 
-/// The most columns of the output that are multiplied at once: no more registers than the scores
-/// have left.
+/// Columns of the output that are multiplied at once, of each product that is under way: no more
+/// registers than the scores have left. Where it takes several, one is added to the output while the
+/// next runs (3 % at head dim 256; two halves are 2 % slower than one whole at 128).
 fn slots(forward: &Forward) -> &'static [u32] {
-    match (forward.form.slow_path_apart, forward.value_head_dim > 128) {
-        (true, true) if forward.form == Form::FULL => &[32, 64],
-        (true, true) => &[64, 32],
-        (true, false) => &[64, 64],
-        (false, _) if forward.key_block < 128 => &[64],
-        (false, _) => &[128],
+    match forward.value_head_dim {
+        129.. => &[64, 32],
+        _ if forward.key_block < 128 => &[64],
+        _ => &[128],
     }
 }
 
 /// The binary logarithm of the largest weight.
 const LIFT: f32 = 8.0;
 
-/// Masked scores times a scale of zero would not be numbers; with this one they are weighed alike.
+/// Masked scores times a scale of zero would not be numbers; with this one they are weighed alike. A
+/// scale below zero, which factors on a device may come to, makes the tile NaN: the largest score
+/// would not be the largest.
 const LEAST_SCALE: f32 = 1e-20;
 
-/// When a warpgroup passes its turn at the tensor cores on.
+/// When a warpgroup passes its turn at the tensor cores on: when its scores are under way, or have
+/// landed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Pass {
     Started,
-    NearlyLanded,
     Landed,
 }
 
@@ -81,8 +81,6 @@ struct State<'a, T: ConsumerScheduler> {
     slots: &'static [u32],
     /// When the turn is passed on.
     pass: Pass,
-    /// Whether the next scores are begun before the last piece is added.
-    late: bool,
     current: T::Current,
     block: Reg<U32>,
 }
@@ -113,12 +111,8 @@ pub(super) fn consume<T: ConsumerScheduler>(
         weights: Fragment::new(k, forward.element, forward.key_block),
         output: Accumulator::new(k, forward.value_head_dim),
         slots: slots(forward),
-        late: forward.form.overlap_tiles && forward.form.two_steps,
-        pass: match forward.form {
-            Form { overlap_tiles: true, .. } => Pass::NearlyLanded,
-            Form { two_steps: true, .. } => Pass::Landed,
-            _ => Pass::Started,
-        },
+        // Measured: 1 % at 64 and 128, where exponentials take longer than products; minus 1 % at 256.
+        pass: if forward.value_head_dim > 128 { Pass::Started } else { Pass::Landed },
         current: tiles.current(k, &tile),
         block: k.variable(tiles.last_block(&tile)),
     };
@@ -152,7 +146,12 @@ impl<T: ConsumerScheduler> State<'_, T> {
                 k.set(register, descale);
                 k.set(self.tile_scale, self.scale_log2);
             }
-            None => k.set(self.tile_scale, (self.scale_log2 * descale).maximum(LEAST_SCALE)),
+            None => {
+                let scale = k.eval(self.scale_log2 * descale);
+                let positive = scale.at_least(0.0);
+                let lifted = scale.maximum(LEAST_SCALE);
+                k.set(self.tile_scale, positive.choose::<F32>(lifted, f32::NAN));
+            }
         }
         softmax.clear(k);
         for element in output.registers() {
@@ -160,12 +159,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
         }
         group.take_queries(k);
         probe.stamp(k, Phase::Queries);
-        if self.late {
-            self.blocks_late(k);
-        } else {
-            self.blocks(k);
-        }
-        group.release_queries(k);
+        self.blocks(k);
     }
 
     /// Scores, weights, output: one after the other.
@@ -175,31 +169,24 @@ impl<T: ConsumerScheduler> State<'_, T> {
         k.loop_(|k| {
             group.wait_for_keys(k);
             probe.stamp(k, Phase::WaitForKeys);
-            let scores = match self.pass {
-                Pass::NearlyLanded => {
-                    let (begun, rest) = group.start_scores_in_two(k);
-                    begun.wait(k);
-                    group.ping_pong.pass(k);
-                    rest
-                }
-                Pass::Landed => group.start_scores(k),
-                Pass::Started => {
-                    let scores = group.start_scores(k);
-                    group.ping_pong.pass(k);
-                    scores
-                }
-            };
+            let scores = group.start_scores(k);
+            if self.pass == Pass::Started {
+                group.ping_pong.pass(k);
+            }
             let scores = Score::of(&scores.wait(k));
             if self.pass == Pass::Landed {
                 group.ping_pong.pass(k);
             }
             group.release_keys(k);
+            let last = k.eval(tiles.is_first_block(current, *block));
+            // The next tile's queries come while this one's last block is weighed.
+            k.if_(last, |k| group.release_queries(k));
             probe.stamp(k, Phase::Scores);
             let factors = self.raise(k, &scores);
             self.weigh(k, &scores);
             self.update(k, &factors);
             // The exit stands last, so that there is one copy of everything.
-            k.break_if(tiles.is_first_block(current, *block));
+            k.break_if(last);
             k.set(*block, *block - 1);
         });
         group.ping_pong.pass(k);
@@ -241,51 +228,48 @@ impl<T: ConsumerScheduler> State<'_, T> {
 
     /// `O = O f + P V`, in pieces of the output's columns.
     fn update(&self, k: &mut Builder, factors: &[Reg<F32>; 2]) {
-        let last = self.update_but_last(k, factors);
-        self.add(k, factors, &last);
-    }
-
-    /// The same but for the last piece, which has landed.
-    fn update_but_last(&self, k: &mut Builder, factors: &[Reg<F32>; 2]) -> Piece {
-        let State { group, probe, output, .. } = self;
+        let State { group, probe, .. } = self;
         group.wait_for_values(k);
         group.ping_pong.take(k);
         probe.stamp(k, Phase::Turn);
-        // While a piece is added to the output, the next one is multiplied.
-        let slots: Vec<Accumulator> =
-            self.slots.iter().map(|columns| Accumulator::new(k, *columns)).collect();
-        let mut pieces: Vec<Piece> = Vec::new();
-        let mut first = 0;
-        for slot in slots.iter().cycle() {
-            if first >= output.columns() {
-                break;
-            }
-            let count = slot.columns().min(output.columns() - first);
-            pieces.push(Piece { first, product: slot.narrowed(count) });
-            first += count;
-        }
+        let pieces = self.pieces(k);
         let start = |k: &mut Builder, Piece { first, product }: &Piece| {
             let values = group.transposed_operand(k, *first, product.columns());
             let values = values.expect("values have 8 bits");
             k.start_product(product, Accumulate::No, &self.weights, values);
         };
-        let ahead = slots.len();
-        for piece in pieces.iter().take(ahead) {
+        // While a piece is added to the output, the next one is multiplied.
+        let at_once = self.slots.len();
+        for piece in pieces.iter().take(at_once) {
             start(k, piece);
         }
-        let last = pieces.len() - 1;
         for (index, piece) in pieces.iter().enumerate() {
-            k.wait_products((last - index).min(ahead - 1) as u32);
-            if index < last {
-                self.add(k, factors, piece);
-            }
-            if let Some(next) = pieces.get(index + ahead) {
+            let later = (pieces.len() - 1 - index).min(at_once - 1);
+            k.wait_products(later as u32);
+            self.add(k, factors, piece);
+            if let Some(next) = pieces.get(index + at_once) {
                 start(k, next);
             }
         }
         group.release_values(k);
         probe.stamp(k, Phase::Update);
-        pieces.remove(last)
+    }
+
+    /// The output's columns in pieces, which take the slots in turns.
+    fn pieces(&self, k: &mut Builder) -> Vec<Piece> {
+        let slots: Vec<Accumulator> =
+            self.slots.iter().map(|columns| Accumulator::new(k, *columns)).collect();
+        let mut pieces = Vec::new();
+        let mut first = 0;
+        for slot in slots.iter().cycle() {
+            let count = slot.columns().min(self.output.columns() - first);
+            if count == 0 {
+                break;
+            }
+            pieces.push(Piece { first, product: slot.narrowed(count) });
+            first += count;
+        }
+        pieces
     }
 
     /// Multiplies columns of the output with their rows' factors and adds a product.
@@ -295,44 +279,6 @@ impl<T: ConsumerScheduler> State<'_, T> {
             let together = k.fma(*sum, factors[Accumulator::row_of(index)], *part);
             k.set(*sum, together);
         }
-    }
-
-    /// As `blocks`, with the next scores begun before the last piece is added.
-    fn blocks_late(&self, k: &mut Builder) {
-        let State { tiles, group, probe, current, block, .. } = self;
-        group.ping_pong.take(k);
-        let product = Accumulator::new(k, self.weights.columns());
-        let start = |k: &mut Builder| {
-            group.wait_for_keys(k);
-            probe.stamp(k, Phase::WaitForKeys);
-            let (queries, keys) = group.score_operands(k);
-            k.start_product_in_two(&product, queries, keys);
-        };
-        start(k);
-        let last = Cell::new(None);
-        let factors = [k.register(), k.register()];
-        k.loop_(|k| {
-            k.wait_products(1);
-            group.ping_pong.pass(k);
-            k.wait_products(0);
-            let scores = Score::of(&product);
-            group.release_keys(k);
-            probe.stamp(k, Phase::Scores);
-            let found = self.raise(k, &scores);
-            for (factor, found) in factors.iter().zip(&found) {
-                k.set(*factor, *found);
-            }
-            self.weigh(k, &scores);
-            let piece = self.update_but_last(k, &factors);
-            k.break_if(tiles.is_first_block(current, *block));
-            k.set(*block, *block - 1);
-            start(k);
-            self.add(k, &factors, &piece);
-            last.set(Some(piece));
-        });
-        let last = last.into_inner().expect("the loop was written");
-        self.add(k, &factors, &last);
-        group.ping_pong.pass(k);
     }
 }
 

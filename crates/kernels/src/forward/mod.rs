@@ -273,10 +273,8 @@ impl Forward {
         if !self.is_fp8() || fits(&whole) {
             return whole;
         }
-        let halves = self.key_block.is_multiple_of(64).then(|| part(self.key_block / 2));
-        let fitting =
-            halves.and_then(|half| [3, 2].map(|count| (count, half)).into_iter().find(fits));
-        fitting.unwrap_or((1, whole.1))
+        let half = (2, part(self.key_block / 2));
+        if self.key_block.is_multiple_of(64) && fits(&half) { half } else { (1, whole.1) }
     }
 
     fn input_bytes(&self) -> u32 {
@@ -366,6 +364,7 @@ impl Forward {
                 fp8 && (!self.key_block.is_multiple_of(32) || self.query_source != Source::Shared),
                 "8-bit inputs take key blocks of 32 and queries from shared memory",
             ),
+            (fp8 && self.form != Form::COMPACT, "with 8-bit inputs there is the compact form only"),
             (
                 wrong(self.head_dim) || wrong(self.value_head_dim),
                 "a head dimension is not a multiple of 16 bytes up to 256 elements",

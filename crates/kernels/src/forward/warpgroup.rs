@@ -106,15 +106,6 @@ impl<'a> Warpgroup<'a> {
         k.wgmma(queries, keys)
     }
 
-    /// The same in two groups, the second of which is the last quarter.
-    pub(super) fn start_scores_in_two(
-        &self,
-        k: &mut Builder,
-    ) -> (InFlight<()>, InFlight<Accumulator>) {
-        let (queries, keys) = self.score_operands(k);
-        k.wgmma_in_two(queries, keys)
-    }
-
     /// The values of the stage last waited for.
     pub(super) fn value_operand(&self, k: &mut Builder) -> ptx::Matrix {
         self.shared.values.at(k, self.values.stage()).matrix()

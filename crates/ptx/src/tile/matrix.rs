@@ -83,20 +83,6 @@ impl Builder {
         InFlight { group: self.commit_products(), accumulator }
     }
 
-    /// The same in two groups, so that it can be known when a product is nearly done: the second
-    /// group is the last quarter of the inner extent, of one step at least.
-    #[track_caller]
-    pub fn wgmma_in_two(
-        &mut self,
-        a: impl Into<MatrixA>,
-        b: Matrix,
-    ) -> (InFlight<()>, InFlight<Accumulator>) {
-        let accumulator = Accumulator::new(self, b.columns());
-        self.start_product_in_two(&accumulator, a, b);
-        let group = self.wgmma_groups;
-        (InFlight { group: group - 1, accumulator: () }, InFlight { group, accumulator })
-    }
-
     /// Starts `accumulator = a * b`, or `+=` by `accumulate`.
     #[track_caller]
     pub fn wgmma_into<'a>(
@@ -143,26 +129,6 @@ impl Builder {
         self.commit_products();
     }
 
-    /// Starts `accumulator = a * b` as [`wgmma_in_two`](Builder::wgmma_in_two) does, to be waited for
-    /// by [`wait_products`](Builder::wait_products).
-    #[track_caller]
-    pub fn start_product_in_two(
-        &mut self,
-        accumulator: &Accumulator,
-        a: impl Into<MatrixA>,
-        b: Matrix,
-    ) {
-        self.push(Instruction::WgmmaFence);
-        let steps = b.rows() * b.tile.layout.element.bytes() / 32;
-        let begun = steps - (steps / 4).max(1).min(steps);
-        let a = a.into();
-        self.issue_steps(accumulator, Accumulate::No, &a, b, 0..begun);
-        self.commit_products();
-        let accumulate = if begun == 0 { Accumulate::No } else { Accumulate::Yes };
-        self.issue_steps(accumulator, accumulate, &a, b, begun..steps);
-        self.commit_products();
-    }
-
     /// Waits until at most the `pending` latest products are in flight.
     #[track_caller]
     pub fn wait_products(&mut self, pending: u32) {
@@ -185,20 +151,6 @@ impl Builder {
         a: &MatrixA,
         b: Matrix,
     ) {
-        let steps = b.rows() * b.tile.layout.element.bytes() / 32;
-        self.issue_steps(accumulator, accumulate, a, b, 0..steps);
-    }
-
-    /// The same for some of those steps.
-    #[track_caller]
-    fn issue_steps(
-        &mut self,
-        accumulator: &Accumulator,
-        accumulate: Accumulate,
-        a: &MatrixA,
-        b: Matrix,
-        steps: std::ops::Range<u32>,
-    ) {
         let (a_element, inner) = match a {
             MatrixA::Shared(matrix) => (matrix.tile.layout.element, matrix.columns()),
             MatrixA::Registers(fragment) => (fragment.element, fragment.columns()),
@@ -216,12 +168,13 @@ impl Builder {
         {
             self.misuse(format!("the first operand has {} rows, not 64", matrix.rows()));
         }
+        let step_columns = 32 / a_element.bytes();
         let encoded_a = match a {
             MatrixA::Shared(matrix) => Some(self.encode_address(matrix.tile.address)),
             MatrixA::Registers(_) => None,
         };
         let encoded_b = self.encode_address(b.tile.address);
-        for step in steps.clone() {
+        for step in 0..inner / step_columns {
             let a = match a {
                 MatrixA::Shared(matrix) => {
                     let encoded = encoded_a.expect("encoded above");
@@ -241,7 +194,7 @@ impl Builder {
                 b_element: b.tile.layout.element,
                 accumulator: Element::F32,
                 d: accumulator.registers.iter().map(|r| r.register).collect(),
-                accumulate: if step == steps.start { accumulate } else { Accumulate::Yes },
+                accumulate: if step == 0 { accumulate } else { Accumulate::Yes },
                 a,
                 b: b_descriptor,
                 // The hardware calls the operand transposed when its inner

@@ -3,7 +3,7 @@
 use flashcore::{Descale, Descales};
 use flashcore_testing::check::Order;
 use flashcore_testing::scene::{Call, Place, Ragged, Scene, Weights, decode, schedules};
-use kernels::forward::{Form, every_fp8, every_fp8_prefill};
+use kernels::forward::{every_fp8, every_fp8_prefill};
 use kernels::{Configuration, Forward, MaskKind, Prefill, Rules};
 use ptx::Element;
 use sim::{EightBitSums, Measure, Mode, Options, Policy};
@@ -47,12 +47,8 @@ fn fp8_is_attention() {
     let wide = Forward { head_dim: 128, value_head_dim: 256, key_block: 96, ..small() };
     let sinks = Rules { sinks: true, ..Rules::LOCAL };
     let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
-    let pieces =
-        |forward| Forward { form: Form { slow_path_apart: true, ..Form::COMPACT }, ..forward };
     for (forward, size) in [
-        (pieces(wide), (1, [65, 200], [1, 1])),
-        (Forward { form: Form::FULL, ..wide }, (1, [65, 200], [1, 1])),
-        (pieces(Forward { head_dim: 80, value_head_dim: 208, ..small() }), (1, [65, 97], [2, 1])),
+        (Forward { head_dim: 80, value_head_dim: 208, ..small() }, (1, [65, 97], [2, 1])),
         (small(), (1, [130, 70], [2, 1])),
         (with(Rules::CAUSAL), (2, [150, 200], [2, 1])),
         // More queries than keys: rows that see nothing.
@@ -111,16 +107,9 @@ fn fp8_under_many_schedules() {
     for rules in [Rules::DENSE, Rules::CAUSAL] {
         for (warpgroups, ping_pong) in [(2, true), (2, false), (3, true)] {
             let forward = Forward { rules, warpgroups, ping_pong, key_block: 32, ..small() };
-            for form in [
-                Form::COMPACT,
-                Form { two_steps: true, ..Form::COMPACT },
-                Form { overlap_tiles: true, slow_path_apart: true, ..Form::COMPACT },
-                Form::FULL,
-            ] {
-                let scene = scene(Forward { form, ..forward }, (1, [129, 97], [1, 1]));
-                every_schedule(&scene, Mode::Values, 16);
-                every_schedule(&scene, Mode::Checked, 2);
-            }
+            let scene = scene(forward, (1, [129, 97], [1, 1]));
+            every_schedule(&scene, Mode::Values, 16);
+            every_schedule(&scene, Mode::Checked, 2);
         }
     }
 }
