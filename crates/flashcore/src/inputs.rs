@@ -194,8 +194,7 @@ pub enum InputError {
     },
     /// A descale factor of a head that no tensor can have been divided by.
     #[error(
-        "{tensor} is {factor} at batch {batch}, head {head}, expected a finite number other than \
-         zero"
+        "{tensor} is {factor} at batch {batch}, head {head}, expected a finite number above zero"
     )]
     Factor {
         /// Whose it is.
@@ -452,7 +451,7 @@ impl<'a> Inputs<'a> {
 pub(crate) fn check_factors(tensor: &'static str, factors: &Tensor) -> Result<(), InputError> {
     for [batch, _, head] in factors.shape().vectors() {
         let factor = factors.head(batch, head).row(0)[0];
-        if !factor.is_finite() || factor == 0.0 {
+        if !factor.is_finite() || factor <= 0.0 {
             return Err(InputError::Factor { tensor, factor, batch, head });
         }
     }
@@ -512,5 +511,25 @@ mod tests {
             refusal(problem.with_descales(values)),
             "the problem has v_descale factors, and none were given"
         );
+    }
+
+    #[test]
+    fn factors_of_heads_are_above_zero() {
+        let small = tensor(DType::E4M3, [2, 5, 2, 16]);
+        for wrong in [0.0, -0.0, -2.0, f32::INFINITY, f32::NAN] {
+            let shape = [2, 1, 2, 1].into();
+            let factors = Tensor::from_fn(DType::F32, shape, |[batch, _, head, _]| {
+                if (batch, head) == (1, 0) { wrong } else { 0.5 }
+            });
+            let factors = factors.unwrap();
+            let descales = Descales { query: Some(&factors), ..Descales::default() };
+            let inputs = Inputs::new(&small, &small, &small).with_descales(descales);
+            assert_eq!(
+                inputs.problem().unwrap_err().to_string(),
+                format!(
+                    "q_descale is {wrong} at batch 1, head 0, expected a finite number above zero"
+                )
+            );
+        }
     }
 }

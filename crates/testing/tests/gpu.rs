@@ -6,11 +6,11 @@ use std::time::Instant;
 
 use cuda::{Arguments, Buffer, Cache, Launch, Module, OptimizationLevel, Parameter};
 use flashcore::family::Choice;
-use flashcore::gpu::{AttentionPlan, DeviceTensor, Gpu, GpuError, Policy, Stream, Tensors};
-use flashcore::plan::Arrangement;
+use flashcore::gpu::{AttentionPlan, Chip, DeviceTensor, Gpu, GpuError, Policy, Stream, Tensors};
+use flashcore::plan::{Arrangement, candidates};
 use flashcore::{
-    Backend, DType, GpuBackend, InputTensors, Machine, Mask, Plan, Preference, Problem, RunOptions,
-    Strides, Tensor,
+    Backend, DType, DTypes, Descale, Descales, GpuBackend, InputTensors, Machine, Mask, Plan,
+    Preference, Problem, RunOptions, Strides, Tensor,
 };
 use flashcore_testing::check::{self, Checked, cases, ladder};
 use kernels::forward::Form;
@@ -52,6 +52,48 @@ fn forward_attention_is_right() {
         count += check_all(&backend, "forward", &cases::standard(dtype));
         count += check_all(&backend, "forward", &cases::thorough(dtype));
     }
+    println!("{count} cases");
+    assert!(count >= 2000, "{count}");
+}
+
+/// Every case of both lists with all inputs in e4m3, under each kind of factors that the kernel takes,
+/// with contents of their own.
+fn all_in_e4m3() -> Vec<check::Case> {
+    let inputs = DTypes::inputs(DType::E4M3);
+    let heads = Descales { query: Descale::PerHead, ..Descales::of_cache(Descale::PerHead) };
+    let keys = Descales { key: Descale::PerHead, ..Descales::NONE };
+    let kinds = [(DType::BF16, heads), (DType::F16, Descales::NONE), (DType::BF16, keys)];
+    let lists = [cases::standard(DType::E4M3), cases::thorough(DType::E4M3)].concat();
+    let mut all = Vec::new();
+    for (index, (output, descales)) in kinds.into_iter().enumerate() {
+        for case in &lists {
+            let mut case = case.clone();
+            case.problem.dtypes = DTypes { output, ..inputs };
+            case.problem.descales = descales;
+            case.seed += 10_000 * index as u64;
+            all.push(case);
+        }
+    }
+    all
+}
+
+/// Known without a GPU, so that the next test is not a short one by mistake.
+#[test]
+fn forward_takes_thousands_of_cases_in_e4m3() {
+    let takes = |case: &&check::Case| {
+        let Ok(arrangement) = case.arrangement() else { return false };
+        let candidates = candidates(&Chip::H200, &case.problem, &arrangement);
+        candidates.iter().any(|it| it.kernel == "forward" && it.accepted)
+    };
+    let count = all_in_e4m3().iter().filter(takes).count();
+    assert!(count >= 2000, "{count}");
+}
+
+#[test]
+fn forward_attention_is_right_in_e4m3() {
+    let Some(gpu) = hopper() else { return };
+    let backend = GpuBackend::new(gpu.into());
+    let count = check_all(&backend, "forward", &all_in_e4m3());
     println!("{count} cases");
     assert!(count >= 2000, "{count}");
 }

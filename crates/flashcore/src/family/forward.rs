@@ -132,12 +132,6 @@ pub(super) fn hopper_element(problem: &Problem) -> Result<Element, String> {
     if problem.descales.into_array().contains(&Descale::PerToken) {
         return Err("queries of 8 bits take descale factors of heads, not of tokens".to_owned());
     }
-    if problem.scores.softcap.is_some() || problem.scores.has_alibi() {
-        return Err("scores of 8-bit queries are neither capped nor sloped".to_owned());
-    }
-    if problem.scores.function.is_some() {
-        return Err("scores of 8-bit queries go through no function".to_owned());
-    }
     check_head_dims(problem, 16)?;
     Ok(Element::E4M3)
 }

@@ -16,7 +16,7 @@ use ptx::{
     SharedAddress, U32, U64, Value,
 };
 
-use super::prefill::{Prefill, slice_corner};
+use super::prefill::{Prefill, copied_rows, slice_corner};
 use super::producer::Loader;
 use super::scheduler::{ConsumerScheduler, Place, ProducerScheduler, TileScheduler};
 use crate::attention::descale::{Descales, Product};
@@ -398,9 +398,10 @@ impl ProducerScheduler for DynamicProducer<'_> {
             }
             (RowsPlace::Pages { sequence }, Some(pages)) => {
                 loader.fill(k, |k, tile, full| {
-                    k.for_range(0, self.key_block, pages.rows, |k, first| {
+                    let together = copied_rows(pages.rows, loader.rows());
+                    k.for_range(0, loader.rows(), together, |k, first| {
                         let row = k.eval(row + first);
-                        let room = tile.rows(k, first, pages.rows);
+                        let room = tile.rows(k, first, together);
                         let corner = pages.corner(k, rows, *sequence, row);
                         room.load(k, loader.map(), &corner, full, Default::default());
                     });

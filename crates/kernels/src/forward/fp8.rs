@@ -18,7 +18,10 @@
 //! `T` lives where `S` lived (the assembler finds that by itself; told so, it serialises
 //! products), so that a warpgroup waits for its own products; others multiply in the meantime.
 
-use ptx::{Accumulator, Builder, E4M3x2, Expression, F32, Fragment, GlobalAddress, Reg, U32};
+use ptx::{
+    Accumulate, Accumulator, Builder, Choose, E4M3x2, Expression, F32, Fragment, GlobalAddress,
+    Reg, U32,
+};
 
 use super::epilogue::{Epilogue, Output};
 use super::probe::{Phase, Probe};
@@ -32,17 +35,32 @@ use crate::attention::scores::ScoreRule;
 use crate::attention::softmax::Softmax;
 use crate::attention::{ACCUMULATOR_ROWS, Score};
 
-/// The most columns of the output that are multiplied at once: no more registers than the scores
-/// have left.
-fn piece(forward: &Forward) -> u32 {
-    if forward.key_block < 128 { 64 } else { 128 }
+/// Columns of the output that are multiplied at once, of each product that is under way: no more
+/// registers than the scores have left. Where it takes several, one is added to the output while the
+/// next runs (3 % at head dim 256; two halves are 2 % slower than one whole at 128).
+fn slots(forward: &Forward) -> &'static [u32] {
+    match forward.value_head_dim {
+        129.. => &[64, 32],
+        _ if forward.key_block < 128 => &[64],
+        _ => &[128],
+    }
 }
 
 /// The binary logarithm of the largest weight.
 const LIFT: f32 = 8.0;
 
-/// Masked scores times a scale of zero would not be numbers; with this one they are weighed alike.
+/// Masked scores times a scale of zero would not be numbers; with this one they are weighed alike. A
+/// scale below zero, which factors on a device may come to, makes the tile NaN: the largest score
+/// would not be the largest.
 const LEAST_SCALE: f32 = 1e-20;
+
+/// When a warpgroup passes its turn at the tensor cores on: when its scores are under way, or have
+/// landed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Pass {
+    Started,
+    Landed,
+}
 
 /// What the loop carries from step to step.
 struct State<'a, T: ConsumerScheduler> {
@@ -54,11 +72,15 @@ struct State<'a, T: ConsumerScheduler> {
     /// What makes scores of products: the launch's, and the tile's.
     scale_log2: Reg<F32>,
     tile_scale: Reg<F32>,
+    /// The tile's factor of products, where scores are changed before they are scaled.
+    descale: Option<Reg<F32>>,
     /// The weights of a block.
     weights: Fragment,
     output: Accumulator,
-    /// Columns of it that are multiplied at once.
-    piece: u32,
+    /// Columns of it that are multiplied at once, of each product that is under way.
+    slots: &'static [u32],
+    /// When the turn is passed on.
+    pass: Pass,
     current: T::Current,
     block: Reg<U32>,
 }
@@ -85,9 +107,12 @@ pub(super) fn consume<T: ConsumerScheduler>(
         softmax: Softmax::new(k, ACCUMULATOR_ROWS.len(), tile_scale).lifted(LIFT),
         scale_log2: scores.scale_log2,
         tile_scale,
+        descale: forward.rules.changes_scores().then(|| k.register()),
         weights: Fragment::new(k, forward.element, forward.key_block),
         output: Accumulator::new(k, forward.value_head_dim),
-        piece: piece(forward),
+        slots: slots(forward),
+        // Measured: 1 % at 64 and 128, where exponentials take longer than products; minus 1 % at 256.
+        pass: if forward.value_head_dim > 128 { Pass::Started } else { Pass::Landed },
         current: tiles.current(k, &tile),
         block: k.variable(tiles.last_block(&tile)),
     };
@@ -113,44 +138,80 @@ pub(super) fn consume<T: ConsumerScheduler>(
 impl<T: ConsumerScheduler> State<'_, T> {
     /// All key blocks of a tile.
     fn tile(&self, k: &mut Builder) {
-        let State { tiles, group, probe, softmax, output, current, block, .. } = self;
+        let State { tiles, group, probe, softmax, output, current, .. } = self;
         let descale = tiles.descale(k, current, Product::Scores);
-        k.set(self.tile_scale, (self.scale_log2 * descale).maximum(LEAST_SCALE));
+        match self.descale {
+            // What changes scores is given them in their own units.
+            Some(register) => {
+                k.set(register, descale);
+                k.set(self.tile_scale, self.scale_log2);
+            }
+            None => {
+                let scale = k.eval(self.scale_log2 * descale);
+                let positive = scale.at_least(0.0);
+                let lifted = scale.maximum(LEAST_SCALE);
+                k.set(self.tile_scale, positive.choose::<F32>(lifted, f32::NAN));
+            }
+        }
         softmax.clear(k);
         for element in output.registers() {
             k.set(*element, 0.0);
         }
         group.take_queries(k);
         probe.stamp(k, Phase::Queries);
+        self.blocks(k);
+    }
+
+    /// Scores, weights, output: one after the other.
+    fn blocks(&self, k: &mut Builder) {
+        let State { tiles, group, probe, current, block, .. } = self;
         group.ping_pong.take(k);
         k.loop_(|k| {
-            let factors = self.weigh(k);
+            group.wait_for_keys(k);
+            probe.stamp(k, Phase::WaitForKeys);
+            let scores = group.start_scores(k);
+            if self.pass == Pass::Started {
+                group.ping_pong.pass(k);
+            }
+            let scores = Score::of(&scores.wait(k));
+            if self.pass == Pass::Landed {
+                group.ping_pong.pass(k);
+            }
+            group.release_keys(k);
+            let last = k.eval(tiles.is_first_block(current, *block));
+            // The next tile's queries come while this one's last block is weighed.
+            k.if_(last, |k| group.release_queries(k));
+            probe.stamp(k, Phase::Scores);
+            let factors = self.raise(k, &scores);
+            self.weigh(k, &scores);
             self.update(k, &factors);
             // The exit stands last, so that there is one copy of everything.
-            k.break_if(tiles.is_first_block(current, *block));
+            k.break_if(last);
             k.set(*block, *block - 1);
         });
         group.ping_pong.pass(k);
-        group.release_queries(k);
     }
 
-    /// The scores of a block become weights; the result is what the output so far is multiplied
-    /// with. The turn at the tensor cores is passed on in between.
-    fn weigh(&self, k: &mut Builder) -> [Reg<F32>; 2] {
-        let State { tiles, group, probe, softmax, current, block, .. } = self;
-        group.wait_for_keys(k);
-        probe.stamp(k, Phase::WaitForKeys);
-        let scores = group.start_scores(k);
-        group.ping_pong.pass(k);
-        let scores = Score::of(&scores.wait(k));
-        group.release_keys(k);
-        probe.stamp(k, Phase::Scores);
+    /// Products become scores, and the rows' references their exact maximum; the result is what the
+    /// output so far is multiplied with.
+    fn raise(&self, k: &mut Builder, scores: &[Score]) -> [Reg<F32>; 2] {
+        let State { tiles, softmax, current, block, .. } = self;
         let entry = tiles.entry(k, current, || (*block).into());
-        self.rule.apply(k, *tiles, current, (*block, entry), &scores);
+        if let Some(descale) = self.descale {
+            for Score { register, .. } in scores {
+                k.set(*register, *register * descale);
+            }
+        }
+        self.rule.apply(k, *tiles, current, (*block, entry), scores);
         let factors = [k.register(), k.register()];
-        softmax.raise(k, &scores, &factors);
+        softmax.raise(k, scores, &factors);
+        factors
+    }
+
+    /// Scores become weights.
+    fn weigh(&self, k: &mut Builder, scores: &[Score]) {
         let mut pairs: Vec<Reg<E4M3x2>> = Vec::new();
-        let sums = softmax.exponentials(k, &scores, |k, _, [low, high]| {
+        let sums = self.softmax.exponentials(k, scores, |k, _, [low, high]| {
             pairs.push(k.pack::<E4M3x2>(low, high));
             // Pairs of two groups of eight columns, of two rows each: four of each row.
             if let [.., first, first_below, second, second_below] = pairs[..]
@@ -161,28 +222,68 @@ impl<T: ConsumerScheduler> State<'_, T> {
                 self.weights.set_four(k, index + 1, [first_below, second_below]);
             }
         });
-        softmax.add(k, &sums);
-        probe.stamp(k, Phase::Softmax);
-        factors
+        self.softmax.add(k, &sums);
+        self.probe.stamp(k, Phase::Softmax);
     }
 
     /// `O = O f + P V`, in pieces of the output's columns.
     fn update(&self, k: &mut Builder, factors: &[Reg<F32>; 2]) {
-        let State { group, probe, weights, output, piece, .. } = self;
+        let State { group, probe, .. } = self;
         group.wait_for_values(k);
         group.ping_pong.take(k);
         probe.stamp(k, Phase::Turn);
-        for first in (0..output.columns()).step_by(*piece as usize) {
-            let count = output.columns().saturating_sub(first).min(*piece);
-            let values = group.transposed_operand(k, first, count).expect("values have 8 bits");
-            let piece = k.wgmma(weights, values).wait(k);
-            let sums = &output.registers()[first as usize / 2..];
-            for (index, (sum, part)) in sums.iter().zip(piece.registers()).enumerate() {
-                let together = k.fma(*sum, factors[Accumulator::row_of(index)], *part);
-                k.set(*sum, together);
+        let pieces = self.pieces(k);
+        let start = |k: &mut Builder, Piece { first, product }: &Piece| {
+            let values = group.transposed_operand(k, *first, product.columns());
+            let values = values.expect("values have 8 bits");
+            k.start_product(product, Accumulate::No, &self.weights, values);
+        };
+        // While a piece is added to the output, the next one is multiplied.
+        let at_once = self.slots.len();
+        for piece in pieces.iter().take(at_once) {
+            start(k, piece);
+        }
+        for (index, piece) in pieces.iter().enumerate() {
+            let later = (pieces.len() - 1 - index).min(at_once - 1);
+            k.wait_products(later as u32);
+            self.add(k, factors, piece);
+            if let Some(next) = pieces.get(index + at_once) {
+                start(k, next);
             }
         }
         group.release_values(k);
         probe.stamp(k, Phase::Update);
     }
+
+    /// The output's columns in pieces, which take the slots in turns.
+    fn pieces(&self, k: &mut Builder) -> Vec<Piece> {
+        let slots: Vec<Accumulator> =
+            self.slots.iter().map(|columns| Accumulator::new(k, *columns)).collect();
+        let mut pieces = Vec::new();
+        let mut first = 0;
+        for slot in slots.iter().cycle() {
+            let count = slot.columns().min(self.output.columns() - first);
+            if count == 0 {
+                break;
+            }
+            pieces.push(Piece { first, product: slot.narrowed(count) });
+            first += count;
+        }
+        pieces
+    }
+
+    /// Multiplies columns of the output with their rows' factors and adds a product.
+    fn add(&self, k: &mut Builder, factors: &[Reg<F32>; 2], Piece { first, product }: &Piece) {
+        let sums = &self.output.registers()[*first as usize / 2..];
+        for (index, (sum, part)) in sums.iter().zip(product.registers()).enumerate() {
+            let together = k.fma(*sum, factors[Accumulator::row_of(index)], *part);
+            k.set(*sum, together);
+        }
+    }
+}
+
+/// Some columns of a block's part of the output.
+struct Piece {
+    first: u32,
+    product: Accumulator,
 }

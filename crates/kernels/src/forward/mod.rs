@@ -226,9 +226,9 @@ impl Forward {
         self.head_dim.next_multiple_of(32 / self.element.bytes().clamp(1, 2))
     }
 
-    /// The tile of values.
+    /// The tile in which values come: all keys of a block, or a part of them.
     pub fn value_layout(&self) -> TileLayout {
-        self.layout(self.key_block, self.value_head_dim)
+        self.value_part().1
     }
 
     /// The tile of transposed values: a row for each column of values.
@@ -259,27 +259,35 @@ impl Forward {
         TileLayout { element: self.element, rows, columns, swizzle: Swizzle::B128 }
     }
 
-    /// Stages of values as they come. Transposed ones have stages of their own behind them, so
-    /// that one of these is enough where shared memory is full.
-    fn value_stages(&self) -> u32 {
+    /// Stages of values as they come, and the tile of one. Transposed ones have stages of their own
+    /// behind them; where not all fit into shared memory, values come in halves of a block, so that
+    /// one part is copied while another is transposed.
+    fn value_part(&self) -> (u32, TileLayout) {
         let least = self.staged(64).bytes().saturating_mul(self.warpgroups).saturating_add(1024);
-        let fits = |stages: u32| {
-            let bytes = self.input_bytes_with(stages).saturating_add(least);
+        let part = |keys: u32| self.layout(keys, self.value_head_dim);
+        let fits = |(stages, part): &(u32, TileLayout)| {
+            let bytes = self.input_bytes_with(*stages, *part).saturating_add(least);
             bytes <= Target::SM_90A.shared_memory_limit()
         };
-        if self.is_fp8() && !fits(self.stages) { 1 } else { self.stages }
+        let whole = (self.stages, part(self.key_block));
+        if !self.is_fp8() || fits(&whole) {
+            return whole;
+        }
+        let half = (2, part(self.key_block / 2));
+        if self.key_block.is_multiple_of(64) && fits(&half) { half } else { (1, whole.1) }
     }
 
     fn input_bytes(&self) -> u32 {
-        self.input_bytes_with(self.value_stages())
+        let (stages, part) = self.value_part();
+        self.input_bytes_with(stages, part)
     }
 
-    fn input_bytes_with(&self, value_stages: u32) -> u32 {
+    fn input_bytes_with(&self, value_stages: u32, value_part: TileLayout) -> u32 {
         let transposed = if self.is_fp8() { self.transposed_layout().bytes() } else { 0 };
         [
             (self.query_buffers, self.query_layout().bytes()),
             (self.stages, self.key_layout().bytes()),
-            (value_stages, self.value_layout().bytes()),
+            (value_stages, value_part.bytes()),
             (self.stages, transposed),
         ]
         .into_iter()
@@ -293,6 +301,8 @@ impl Forward {
         match self.warpgroups {
             1 => None,
             2 if self.rules.mask == MaskKind::Chunked => Some((40, 232)),
+            // Warps that transpose hold several loads.
+            2 if self.is_fp8() => Some((40, 232)),
             2 => Some((24, 240)),
             _ => Some((32, 160)),
         }
@@ -356,10 +366,6 @@ impl Forward {
             ),
             (fp8 && self.form != Form::COMPACT, "with 8-bit inputs there is the compact form only"),
             (
-                fp8 && self.rules.changes_scores(),
-                "scores of 8-bit inputs are neither capped nor sloped",
-            ),
-            (
                 wrong(self.head_dim) || wrong(self.value_head_dim),
                 "a head dimension is not a multiple of 16 bytes up to 256 elements",
             ),
@@ -412,12 +418,12 @@ impl Forward {
     fn shared(&self, k: &mut Builder) -> Shared {
         // A warp leader for its lanes when it gives a stage back.
         let warps = 4 * self.warpgroups;
-        let value_stages = self.value_stages();
+        let (value_stages, value_part) = self.value_part();
         let readers = if self.is_fp8() { transposer::WARPS } else { warps };
         Shared {
             queries: SharedTiles::new(k, "queries", self.query_layout(), self.query_buffers),
             keys: SharedTiles::new(k, "keys", self.key_layout(), self.stages),
-            values: SharedTiles::new(k, "values", self.value_layout(), value_stages),
+            values: SharedTiles::new(k, "values", value_part, value_stages),
             output: SharedTiles::new(k, "output", self.output_layout(), self.warpgroups),
             query_pipeline: Pipeline::new(k, "queries", self.query_buffers, warps),
             key_pipeline: Pipeline::new(k, "keys", self.stages, warps),
@@ -442,13 +448,15 @@ impl Forward {
             producer = producer.registers(producer_registers);
             consumer = consumer.registers(consumer_registers);
         }
+        // Loads that a warp which transposes has registers for.
+        let at_once = if budgets.is_some_and(|(registers, _)| registers < 32) { 2 } else { 4 };
         let thread = k.thread_index();
         k.role(producer, |k| match &shared.transposed {
             None => k.if_(thread.equals(0), produce),
             Some(transposed) => k.if_else(
                 thread.less(32),
                 |k| k.if_(thread.equals(0), produce),
-                |k| transposed.transpose(k, shared),
+                |k| transposed.transpose(k, shared, at_once),
             ),
         });
         k.role(consumer, consume);

@@ -64,6 +64,15 @@ pub(crate) fn slice_rest(end: Reg<U32>, head: Reg<U32>) -> [Value<S32>; 3] {
     [end.reinterpret(), (SLICE_EXTENT as i32).into(), head.reinterpret()]
 }
 
+/// Rows that are copied at once, where pages have so many together and a stage so many.
+pub(super) fn copied_rows(page_rows: u32, stage_rows: u32) -> u32 {
+    let (mut a, mut b) = (page_rows, stage_rows);
+    while b > 0 {
+        (a, b) = (b, a % b);
+    }
+    a
+}
+
 /// The rank of the tensor maps.
 const RANK: usize = 5;
 
@@ -78,7 +87,7 @@ impl Prefill {
     /// The boxes in which queries, keys, values and outputs are copied.
     pub fn boxes(&self) -> [TensorBox; 4] {
         let part = |layout: TileLayout| match self.page_rows {
-            Some(rows) => TileLayout { rows, ..layout },
+            Some(rows) => TileLayout { rows: copied_rows(rows, layout.rows), ..layout },
             None => layout,
         };
         [

@@ -30,6 +30,15 @@ pub(super) fn produce<T: ProducerScheduler>(
         k.eval(block * forward.key_block)
     };
 
+    // Values of a block come in as many parts as their tile says.
+    let load_values = |k: &mut Builder, held: &T::Rows, first: Reg<U32>| {
+        let part = shared.values.layout().rows;
+        for further in (0..forward.key_block).step_by(part as usize) {
+            let row = if further == 0 { first } else { k.eval(first + further) };
+            tiles.load(k, &values, held, row);
+        }
+    };
+
     let tile = tiles.first_tile(k);
     let block = k.variable(tiles.last_block(&tile));
     let held = tiles.hold(k, &tile);
@@ -49,7 +58,7 @@ pub(super) fn produce<T: ProducerScheduler>(
             let next_row = row(k, &held, next);
             tiles.load(k, &keys, &held, next_row);
             let this_row = row(k, &held, block);
-            tiles.load(k, &values, &held, this_row);
+            load_values(k, &held, this_row);
             k.set(block, next);
         });
         tiles.next_tile(k, &tile);
@@ -60,7 +69,7 @@ pub(super) fn produce<T: ProducerScheduler>(
             begin_next(k);
         }
         let first_row = row(k, &held, block);
-        tiles.load(k, &values, &held, first_row);
+        load_values(k, &held, first_row);
         if !early {
             begin_next(k);
         }
@@ -106,5 +115,10 @@ impl<'a> Loader<'a> {
 
     pub(super) fn map(&self) -> TensorMap {
         self.map
+    }
+
+    /// Rows of a stage.
+    pub(super) fn rows(&self) -> u32 {
+        self.tiles.layout().rows
     }
 }

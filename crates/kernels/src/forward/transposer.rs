@@ -22,7 +22,8 @@
 //! the upper eight columns have the odd one first.
 
 use ptx::{
-    Builder, Expression, Fence, Pipeline, Producer, Reg, SharedAddress, SharedTiles, U32, Value,
+    Builder, Expression, Fence, Pipeline, Producer, Reg, SharedAddress, SharedTiles, TileLayout,
+    U32, Value,
 };
 
 use super::{Forward, Shared};
@@ -77,64 +78,84 @@ impl Transposed {
         k.eval(first + stage * 4)
     }
 
-    /// What the warps behind the producer's do: block after block, until there are none.
-    pub(super) fn transpose(&self, k: &mut Builder, shared: &Shared) {
+    /// What the warps behind the producer's do: block after block, until there are none. They load
+    /// so often before they store.
+    pub(super) fn transpose(&self, k: &mut Builder, shared: &Shared, at_once: usize) {
         let (thread, lane) = (k.thread_index(), k.lane());
         let warp = k.eval(thread / 32 - 1);
         let leader = k.eval(lane.equals(0));
         let read = shared.value_pipeline.consumer(k);
         let write = self.pipeline.producer(k);
         let place = Place::new(k, lane);
-        let groups = shared.values.layout().columns / COLUMNS;
+        let TileLayout { rows, columns, .. } = shared.values.layout();
+        let keys = self.tiles.layout().columns;
         k.loop_(|k| {
             let stage = read.wait(k);
             let any = self.any_at(k, stage);
             let any = k.load::<U32, _>(any);
             k.break_if(any.equals(0));
             let room = write.acquire(k);
-            k.for_range(warp, groups, WARPS, |k, group| {
-                self.columns(k, shared, &place, [stage, room], group);
-            });
-            // What was read is overwritten, and what was written is read, by other engines.
-            k.fence(Fence::ProxyAsyncShared);
-            k.warp_sync();
+            for first in (0..keys).step_by(rows as usize) {
+                let stage = if first == 0 { stage } else { read.wait(k) };
+                let lane = place.at(k, shared, self, [stage, room]);
+                k.for_range(warp, columns / COLUMNS, WARPS, |k, group| {
+                    self.columns(k, shared, &place, &lane, (group, first), at_once);
+                });
+                // What was read is overwritten, and what was written is read, by other engines.
+                k.fence(Fence::ProxyAsyncShared);
+                k.warp_sync();
+                read.release(k, leader);
+            }
             write.publish_if(k, leader);
             write.advance(k);
-            read.release(k, leader);
         });
     }
 
-    /// Sixteen columns of all keys.
+    /// Sixteen columns of all keys that a stage has; `first` is its first key's place in a block.
     fn columns(
         &self,
         k: &mut Builder,
         shared: &Shared,
         place: &Place,
-        [stage, room]: [Reg<U32>; 2],
-        group: Reg<U32>,
+        [from, to]: &[Reg<SharedAddress>; 2],
+        (group, first): (Reg<U32>, u32),
+        at_once: usize,
     ) {
-        let values = shared.values.at(k, stage);
-        let from = values.element_address(k, place.lane, group * COLUMNS);
-        let target = self.tiles.at(k, room);
-        let row = k.eval(group * COLUMNS + place.column);
-        let to = target.element_address(k, row, place.key);
-        let (read, written) = (values.layout(), target.layout());
-        for keys in (0..read.rows).step_by(KEYS as usize) {
-            let four = k.load_matrix::<U32, 4>(from + keys * read.swizzle.width(), true);
-            let pick = |k: &mut Builder, half: usize, selector: Reg<U32>| {
-                k.permute_bytes(four[2 * half], four[2 * half + 1], selector)
+        let (read, written) = (shared.values.layout(), self.tiles.layout());
+        // Inside a panel the swizzle only flips bits, and so do further columns.
+        let column = k.eval(group * COLUMNS);
+        let width = read.panel_columns();
+        let mut from = k.eval((from.reinterpret::<U32>() ^ (column % width)).reinterpret());
+        if read.columns > width {
+            from = k.eval(from + column / width * read.panel_bytes());
+        }
+        let to = k.eval(*to + column * written.swizzle.width());
+        let steps: Vec<u32> = (0..read.rows).step_by(KEYS as usize).collect();
+        // Loads wait for shared memory: several are under way at once. The assembler cannot move
+        // one before a store that may be to the same place.
+        for batch in steps.chunks(at_once) {
+            let load = |keys: &u32| {
+                let address = from + keys * read.swizzle.width();
+                (*keys, k.load_matrix::<U32, 4>(address, true))
             };
-            let turned = [
-                pick(k, 0, place.first),
-                pick(k, 0, place.second),
-                pick(k, 1, place.first),
-                pick(k, 1, place.second),
-            ];
-            // Inside a panel the swizzle only flips bits, and so do further keys.
-            let panel = written.panel_columns();
-            let (far, near) = (keys / panel * written.panel_bytes(), keys % panel);
-            let at = k.eval((to.reinterpret::<U32>() ^ near).reinterpret::<SharedAddress>());
-            k.store_matrix(at + far, &turned, false);
+            let loaded: Vec<(u32, [Reg<U32>; 4])> = batch.iter().map(load).collect();
+            for (keys, four) in loaded {
+                let pick = |k: &mut Builder, half: usize, selector: Reg<U32>| {
+                    k.permute_bytes(four[2 * half], four[2 * half + 1], selector)
+                };
+                let turned = [
+                    pick(k, 0, place.first),
+                    pick(k, 0, place.second),
+                    pick(k, 1, place.first),
+                    pick(k, 1, place.second),
+                ];
+                // Inside a panel the swizzle only flips bits, and so do further keys.
+                let panel = written.panel_columns();
+                let keys = first + keys;
+                let (far, near) = (keys / panel * written.panel_bytes(), keys % panel);
+                let at = k.eval((to.reinterpret::<U32>() ^ near).reinterpret::<SharedAddress>());
+                k.store_matrix(at + far, &turned, false);
+            }
         }
     }
 }
@@ -152,6 +173,20 @@ struct Place {
 }
 
 impl Place {
+    /// Where it reads and writes in two stages, of the first columns.
+    fn at(
+        &self,
+        k: &mut Builder,
+        shared: &Shared,
+        transposed: &Transposed,
+        [stage, room]: [Reg<U32>; 2],
+    ) -> [Reg<SharedAddress>; 2] {
+        let zero = k.eval::<U32>(0);
+        let from = shared.values.at(k, stage).element_address(k, self.lane, zero);
+        let to = transposed.tiles.at(k, room).element_address(k, self.column, self.key);
+        [from, to]
+    }
+
     fn new(k: &mut Builder, lane: Reg<U32>) -> Self {
         // Even bytes in the lower half of the warp, odd ones in the upper; then the others.
         let even = 0x6420u32;

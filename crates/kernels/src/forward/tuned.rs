@@ -35,10 +35,17 @@ pub struct Workload {
 impl Workload {
     /// The length that rules go by: the shorter of queries and keys. Long sequences get tiles of
     /// 192 rows: those leave no registers to compute more with than a mask, and the taller a tile,
-    /// the more of it lies beyond the edges of a window. So windows and score rules count as short.
+    /// the more of it lies beyond the edges of a window. So windows and score rules count as short;
+    /// with 8-bit inputs score rules as shorter, for those have large tiles earlier.
     fn counted_length(&self) -> u64 {
         let length = self.query_length.min(self.key_length);
-        if self.rules.is_plain() { length } else { length.min(2048) }
+        match self.rules.is_plain() {
+            true => length,
+            false if self.element == Element::E4M3 && self.rules.changes_scores() => {
+                length.min(1024)
+            }
+            false => length.min(2048),
+        }
     }
 
     /// Whether tiles of 128 rows would leave more than half of the GPU without work.
@@ -270,7 +277,7 @@ const FP8_192X128: Tile = Tile { warpgroups: 3, form: Form::COMPACT, ..TILE_128X
 const FP8_192X160: Tile = Tile { key_block: 160, ..FP8_192X128 };
 const FP8_128X128: Tile = Tile { form: Form::COMPACT, ..TILE_128X128 };
 const FP8_128X128_ONE_BUFFER: Tile = Tile { query_buffers: 1, ..FP8_128X128 };
-const FP8_128X192: Tile = Tile { key_block: 192, ..FP8_128X128_ONE_BUFFER };
+const FP8_128X192: Tile = Tile { key_block: 192, ..FP8_128X128 };
 const FP8_128X224: Tile = Tile { key_block: 224, ..FP8_128X128_ONE_BUFFER };
 
 // Lines that both tables of 8-bit inputs have.
@@ -295,7 +302,7 @@ const FP8_UP_TO_128: Rule = Rule {
     length: ANY_LENGTH,
     few: false,
     tile: FP8_128X128,
-    reason: "128 x 128 tiles in e4m3 waste little beyond a mask's edge",
+    reason: "128 x 128 tiles in e4m3 waste little beyond an edge",
 };
 
 /// Inputs in e4m3.
@@ -303,13 +310,14 @@ const FP8_RULES: &[Rule] = &[
     FP8_FEW_ROWS,
     FP8_UP_TO_64,
     FP8_UP_TO_64_LONG,
+    Rule { masks: Masks::Dense, length: 1024, ..FP8_UP_TO_128 },
     Rule {
         dims: (128, 128),
         masks: Masks::Dense,
         length: 4096,
         few: false,
         tile: FP8_128X192,
-        reason: "128 x 192 tiles in e4m3 leave registers for a second accumulator",
+        reason: "128 x 192 tiles in e4m3 leave room for the next tile's queries",
     },
     Rule {
         dims: (128, 128),
@@ -323,17 +331,25 @@ const FP8_RULES: &[Rule] = &[
     Rule {
         dims: (128, 128),
         masks: Masks::Causal,
-        length: ANY_LENGTH,
+        length: 4096,
         few: false,
         tile: FP8_128X192,
         reason: "128 x 192 tiles in e4m3 add sums less often where a mask's edge is a small part",
+    },
+    Rule {
+        dims: (128, 128),
+        masks: Masks::Causal,
+        length: ANY_LENGTH,
+        few: false,
+        tile: FP8_128X224,
+        reason: "128 x 224 tiles in e4m3 are ahead where a mask's edge is a very small part",
     },
     Rule {
         dims: (256, 256),
         masks: Masks::Both,
         length: ANY_LENGTH,
         few: false,
-        tile: Tile { ping_pong: false, ..FP8_128X128_ONE_BUFFER },
+        tile: FP8_128X128_ONE_BUFFER,
         reason: "128 x 128 tiles in e4m3 are the largest whose output fits the registers",
     },
 ];
@@ -386,7 +402,7 @@ pub fn every_prefill() -> Vec<Prefill> {
 
 /// The configuration for a workload, or nothing where the kernel does not serve it: the element
 /// must be `F16` or `BF16`, the dimensions multiples of 8 up to 256; or `E4M3`, with multiples of
-/// 16 and plain scores. The output of `E4M3` may be set to `F16`.
+/// 16. The output of `E4M3` may be set to `F16`.
 ///
 /// ```
 /// use flashcore_kernels::Rules;
@@ -414,7 +430,7 @@ pub fn tuned(workload: &Workload) -> Option<Tuned> {
 fn choose(rules: &[Rule], workload: &Workload) -> Option<Tuned> {
     let least = match workload.element {
         Element::F16 | Element::BF16 => 8,
-        Element::E4M3 if !workload.rules.softcap && !workload.rules.alibi => 16,
+        Element::E4M3 => 16,
         _ => return None,
     };
     let served = |dim: u32| dim > 0 && dim.is_multiple_of(least);
@@ -447,7 +463,7 @@ pub fn every_tuned() -> Vec<Forward> {
 }
 
 /// Every line of the table of 8-bit inputs at its own dimensions: dense, causal and windowed where
-/// it serves them, and with sinks.
+/// it serves them, and with sinks; and for each dimension what everything that changes scores takes.
 pub fn every_fp8() -> Vec<Forward> {
     let sinks = Rules { sinks: true, ..Rules::LOCAL };
     let mut all = Vec::new();
@@ -457,6 +473,19 @@ pub fn every_fp8() -> Vec<Forward> {
                 all.push(rule.configuration(Element::E4M3, rule.dims, rules));
             }
         }
+    }
+    for dim in [64, 128, 256] {
+        let workload = Workload {
+            element: Element::E4M3,
+            head_dim: dim,
+            value_head_dim: dim,
+            rules: Rules::EVERY,
+            query_length: 8192,
+            key_length: 8192,
+            heads: 64,
+            multiprocessors: 132,
+        };
+        all.extend(tuned(&workload).map(|tuned| tuned.configuration));
     }
     all
 }

@@ -48,6 +48,7 @@ fn fp8_is_attention() {
     let sinks = Rules { sinks: true, ..Rules::LOCAL };
     let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
     for (forward, size) in [
+        (Forward { head_dim: 80, value_head_dim: 208, ..small() }, (1, [65, 97], [2, 1])),
         (small(), (1, [130, 70], [2, 1])),
         (with(Rules::CAUSAL), (2, [150, 200], [2, 1])),
         // More queries than keys: rows that see nothing.
@@ -56,6 +57,9 @@ fn fp8_is_attention() {
         (wide, (1, [65, 200], [1, 1])),
         (Forward { head_dim: 80, value_head_dim: 48, ..small() }, (1, [65, 97], [2, 1])),
         (one(sinks), (1, [130, 130], [2, 1])),
+        (one(Rules::EVERY), (2, [130, 130], [2, 1])),
+        (with(Rules::CAUSAL.capped()), (1, [70, 97], [2, 1])),
+        (with(Rules { alibi: true, ..Rules::DENSE }), (1, [70, 97], [2, 1])),
         (with(chunked), (1, [129, 161], [2, 1])),
     ] {
         every_schedule(&scene(forward, size), Mode::Checked, 1);
