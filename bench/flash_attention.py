@@ -42,10 +42,11 @@ class Sample:
     @pytest.hookimpl(tryfirst=True)
     def pytest_pycollect_makeitem(self, collector, name, obj):
         """Puts some of its cases in the place of a test's grid, before pytest makes them all."""
-        if not name.startswith("test_") or not hasattr(obj, "pytestmark"):
+        marks = getattr(obj, "pytestmark", []) if name.startswith("test_") else []
+        grid = [mark.args[:2] for mark in marks if mark.name == "parametrize"]
+        if not grid:
             return
-        grid = [mark.args[:2] for mark in obj.pytestmark if mark.name == "parametrize"]
-        others = [mark for mark in obj.pytestmark if mark.name != "parametrize"]
+        others = [mark for mark in marks if mark.name != "parametrize"]
         axes = [[word.strip() for word in names.split(",")] for names, _ in grid]
         names = [word for axis in axes for word in axis]
         draw, cases = random.Random(f"{self.seed} {collector.name} {name}"), {}
@@ -68,6 +69,10 @@ class Sample:
                 tests.setdefault(name, []).append(item)
         most = max(map(len, tests.values()), default=0)
         items[:] = [found[at] for at in range(most) for found in tests.values() if at < len(found)]
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            print(report.longreprtext)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item):
