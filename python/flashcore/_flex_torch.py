@@ -41,7 +41,6 @@ def attend(
                 f"{_CAPTURED} requires grad, expected one that does not: gradients are those of query, key and value; "
                 "call it under torch.no_grad() or detach the tensor"
             )
-    _torch._refuse_gradients(("query", "key", "value"), tensors)
     tensors = _torch._autocast(tensors)
     texts = ("" if rule is None else rule if isinstance(rule, str) else rule.text for rule in (mask, score))
     deterministic = torch.are_deterministic_algorithms_enabled()

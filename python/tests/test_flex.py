@@ -557,13 +557,28 @@ def test_arrays_of_numpy():
     numpy.testing.assert_allclose(out, flex_attention(q, k, v, block_mask=create_block_mask(causal, 1, 1, QUERIES, KEYS)), atol=1e-6)
 
 
-def test_gradients_are_refused():
+@DEVICES
+def test_gradients_go_through_functions(device):
+    given = tensors(device)
+    bias = torch.linspace(-1.0, 1.0, HEADS * KEYS, device=device).reshape(HEADS, KEYS)
+
+    def capped(score, b, h, q_idx, kv_idx):
+        return 3.0 * torch.tanh(score / 3.0) * (1.0 + 0.25 * h) + bias[h, kv_idx]
+
+    mine = [x.clone().requires_grad_() for x in given]
+    out = flex_attention(*mine, score_mod=capped, block_mask=create_block_mask(causal, None, None, QUERIES, KEYS))
+    gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(8)).to(out)
+    out.backward(gradient)
+    exact = [x.double().requires_grad_() for x in given]
+    expected(*exact, causal, capped)[0].backward(gradient.double())
+    near([x.grad for x in mine], [x.grad for x in exact], given[0].dtype)
+
+
+def test_gradients_of_captured_tensors_are_refused():
     q, k, v = tensors("cpu")
     bias = torch.zeros(KEYS, requires_grad=True)
-    with pytest.raises(NotImplementedError, match="query requires grad"):
-        flex_attention(q.requires_grad_(), k, v, score_mod=lambda s, b, h, i, j: s * 2)
     with pytest.raises(NotImplementedError, match="a function loads from requires grad"):
-        flex_attention(q.detach(), k, v, score_mod=lambda s, b, h, i, j: s + bias[j])
+        flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[j])
     with torch.no_grad():
         flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[j])
 
