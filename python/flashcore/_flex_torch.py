@@ -110,10 +110,11 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _differentiate(ctx: Any, dout: Any, dlse: Any) -> Any:
     if dlse is not None:
         raise NotImplementedError("the log-sum-exp has a gradient, expected one of the output alone")
-    none = (None,) * 6
+    q, k, v, out, lse, *captured = ctx.saved_tensors
+    # As the arguments are: captured tensors are a list.
+    none = (None, None, None, [None] * len(captured), None, None)
     if dout is None:
         return None, None, None, *none
-    q, k, v, out, lse, *captured = ctx.saved_tensors
     scale, mask, score, function, deterministic = ctx.call
     gradients = torch.ops.flashcore.attention_with_rules_backward(
         dout, q, k, v, out, lse, scale, mask, score, captured, function, deterministic
