@@ -42,6 +42,13 @@ SOURCES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def forget_what_was_compiled():
+    """PyTorch compiles a function for so many kinds of arguments and no more: leave others theirs."""
+    yield
+    torch._dynamo.reset()
+
+
 def functions(library):
     module = importlib.import_module(f"flashcore.compat.{LIBRARIES[library]}")
     found = {name: getattr(module, name) for name in module.__all__}

@@ -226,10 +226,11 @@ class TestTorch:
         torch = pytest.importorskip("torch")
         q = torch.zeros(1, 4, 2, 16, requires_grad=True)
         k8, v8, k_descale, v_descale = quantize_kv(q.detach(), q.detach())
+        output = flash_attn_func(q, k8, v8, k_descale=k_descale, v_descale=v_descale)
         with pytest.raises(NotImplementedError, match="k has element type torch.float8_e4m3fn with tensors that require"):
-            flash_attn_func(q, k8, v8, k_descale=k_descale, v_descale=v_descale)
+            output.sum().backward()
         with torch.no_grad():
-            flash_attn_func(q, k8, v8, k_descale=k_descale, v_descale=v_descale)
+            assert torch.equal(flash_attn_func(q, k8, v8, k_descale=k_descale, v_descale=v_descale), output)
 
     def test_compiled(self):
         torch = pytest.importorskip("torch")
