@@ -285,7 +285,7 @@ impl BackwardMma {
     /// | parameters | |
     /// | --- | --- |
     /// | `Query`, `Key`, `Value`, `OutputGradient`, `KeyGradient`, `ValueGradient` | addresses, with strides in elements |
-    /// | `RowStatistics`, `QueryGradientSums` | what [`RowSums`] wrote, and the sums, which are zero |
+    /// | `RowStatistics`, `QueryGradientSums` | what [`RowSums`](crate::backward::RowSums) wrote, and the sums, which are zero |
     /// | `QueryLength`, `KeyLength`, `KeyBlocks`, or over ragged batches `Schedule` and `QueryBlocks` | |
     /// | `KeyHeads`, `GroupSize` | |
     /// | `Turns`, and what says in which order, in the deterministic mode | |
