@@ -46,7 +46,7 @@ def check_sequences(output, lse, q, k8, v8, scales, places, lengths):
 def check(output, lse, q, k, v):
     """At most twice the error of the plain algorithm in the queries' type, against f64."""
     truth, sums = plain(q, k, v, causal=True, dtype=torch.float64)
-    rough, _ = plain(q, k.to(q.dtype), v.to(q.dtype), causal=True)
+    rough, rough_sums = plain(q, k.to(q.dtype), v.to(q.dtype), causal=True)
     assert output.shape == truth.shape and output.dtype == q.dtype
     error = (output.double() - truth).abs().max().item()
     allowed = 2 * (rough.double() - truth).abs().max().item() + 1e-4
@@ -55,7 +55,10 @@ def check(output, lse, q, k, v):
         return
     assert torch.equal(lse.isinf(), sums.isinf())
     finite = ~sums.isinf()
-    assert not finite.any() or (lse.double() - sums)[finite].abs().max().item() < 2e-3
+    if finite.any():
+        # Many queries go over keys that were widened to their type.
+        widened = (rough_sums.double() - sums)[finite].abs().max().item()
+        assert (lse.double() - sums)[finite].abs().max().item() < 2e-3 + 2 * widened
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -189,7 +192,7 @@ def test_what_is_wrong_is_refused_on_the_host():
         call(v_descale=torch.ones(2, device="cuda", dtype=torch.float16))
     with pytest.raises(ValueError, match="k_descale is on the CPU, expected cuda:0"):
         call(k_descale=torch.ones(2))
-    with pytest.raises(ValueError, match="k_descale was given with a k of bf16, expected one of 8 bits"):
+    with pytest.raises(ValueError, match="k_descale was given with a k_cache of bf16, expected one of 8 bits"):
         call(k=k8.bfloat16(), v=v8.bfloat16(), v_descale=None)
     # Pages whose bytes no copy of 16 can begin at.
     room = torch.zeros(k8.numel() + 8, device="cuda", dtype=torch.uint8)
