@@ -220,7 +220,7 @@ pub(crate) fn element(name: &str, tensor: &Tensor) -> Result<flashcore::DType> {
 }
 
 /// The same with the 8-bit type, which only queries, keys and values may have.
-fn small_element(name: &str, tensor: &Tensor) -> Result<flashcore::DType> {
+pub(crate) fn small_element(name: &str, tensor: &Tensor) -> Result<flashcore::DType> {
     match tensor.dtype() {
         DType::F8E4M3 => Ok(flashcore::DType::E4M3),
         DType::F32 | DType::F16 | DType::BF16 => element(name, tensor),
@@ -231,7 +231,7 @@ fn small_element(name: &str, tensor: &Tensor) -> Result<flashcore::DType> {
 /// Descale factors as (batch, length, heads, 1), and over what they range: one number, one for each
 /// key head, for each sequence and key head, or of keys and values for each token and head, in the
 /// shape of the keys without their last dimension.
-fn factors_of(
+pub(crate) fn factors_of(
     name: &str,
     factors: &Tensor,
     sequences: usize,
@@ -291,7 +291,10 @@ pub(crate) fn check_alike(
 }
 
 /// Refuse a tensor on another device than one that came before.
-fn check_device((name, tensor): (&str, &Tensor), (like, other): (&str, &Tensor)) -> Result<()> {
+pub(crate) fn check_device(
+    (name, tensor): (&str, &Tensor),
+    (like, other): (&str, &Tensor),
+) -> Result<()> {
     // As candle does: two handles of one GPU are one device.
     let (given, expected) = (tensor.device().location(), other.device().location());
     if given != expected {

@@ -91,7 +91,7 @@ use candle_core::op::BackpropOp;
 use candle_core::{Result, Shape, Storage, Tensor};
 use flashcore::{Alibi, Scores};
 
-pub use append::append;
+pub use append::{append, append_scaled};
 pub use candle_flash_attn::flash_attn;
 pub use combine::combine;
 pub use flashcore::{Mask, Plan};

@@ -6,8 +6,8 @@ mod common;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use flashcore_candle::candle_flash_attn::{flash_attn_alibi, flash_attn_varlen_paged_windowed};
 use flashcore_candle::{
-    Attention, Mask, Options, Placement, Rotary, Sequences, append, attend, attend_sequences,
-    combine, flash_attn, plan, plan_sequences,
+    Attention, Mask, Options, Placement, Rotary, Sequences, append, append_scaled, attend,
+    attend_sequences, combine, flash_attn, plan, plan_sequences,
 };
 
 use common::{distance, gradients, refusal, relative};
@@ -334,6 +334,67 @@ fn new_keys_are_written_as_on_the_cpu() -> Result<()> {
         assert_eq!(distance(&found[1], &expected[1])?, 0.);
         assert_eq!(distance(&found[2], &expected[2])?, 0.);
         assert!(distance(&expected[0], &both)? > 0.5);
+    }
+    Ok(())
+}
+
+/// Rows rounded into an 8-bit cache are those of the CPU bit for bit, and so are the factors that are
+/// found; attention over them agrees.
+#[test]
+fn caches_of_8_bits_are_filled_and_read() -> Result<()> {
+    let Some(gpu) = gpu() else { return Ok(()) };
+    let (heads, kv_heads, dim) = (8, 2, 64);
+    for (dtype, bound) in [(DType::F16, 4e-3), (DType::BF16, 4e-2)] {
+        for (per_key, per_value) in [(false, false), (true, true), (true, false)] {
+            let query = random(dtype, [3, 1, heads, dim])?;
+            let new =
+                [random(dtype, [3, 40, kv_heads, dim])?, random(dtype, [3, 40, kv_heads, dim])?];
+            let of_tokens = Tensor::ones((2, 12, 16, kv_heads), DType::F32, &Device::Cpu)?;
+            let of_heads = Tensor::rand(0.01f32, 0.02, (3, kv_heads), &Device::Cpu)?;
+            let write = |device: &Device| {
+                // Written to, so nobody else's.
+                let there = |tensor: &Tensor| tensor.copy()?.to_device(device);
+                let table: Vec<u32> = (0..12).map(|page| page * 5 % 12).collect();
+                let table = Tensor::new(table.as_slice(), device)?.reshape((3, 4))?;
+                let cache = || Tensor::zeros((12, 16, kv_heads, dim), DType::F8E4M3, device);
+                let caches = [cache()?, cache()?];
+                let (new, of_tokens) = ([there(&new[0])?, there(&new[1])?], there(&of_tokens)?);
+                let factors = |per_token: bool, side: usize| match per_token {
+                    true => of_tokens.get(side),
+                    false => there(&of_heads),
+                };
+                let descales = [factors(per_key, 0)?, factors(per_value, 1)?];
+                let lengths = append_scaled(
+                    (&caches[0], &caches[1]),
+                    &Placement::paged(&Tensor::new(&[0u32, 7, 24], device)?, &table),
+                    (&new[0], &new[1]),
+                    &Placement::padded(),
+                    None,
+                    (&descales[0], &descales[1]),
+                )?;
+                let options = Options {
+                    mask: Mask::CAUSAL,
+                    k_descale: Some(descales[0].clone()),
+                    v_descale: Some(descales[1].clone()),
+                    ..Options::default()
+                };
+                let sequences = Sequences::paged(&lengths, &table);
+                let [key, value] = &caches;
+                let found = attend_sequences(&there(&query)?, key, value, &sequences, &options)?;
+                Ok::<_, candle_core::Error>((caches, descales, found.output))
+            };
+            let (caches, descales, expected) = write(&Device::Cpu)?;
+            let (found, found_descales, output) = write(&gpu)?;
+            for (found, expected) in found.iter().zip(&caches) {
+                assert_eq!(distance(found, expected)?, 0.);
+            }
+            for (found, expected) in found_descales.iter().zip(&descales) {
+                assert_eq!(distance(found, expected)?, 0.);
+            }
+            let error = distance(&output, &expected)?;
+            assert!(error < bound, "{dtype:?} {per_key} {per_value}: off by {error}");
+            assert!(distance(&output, &output.zeros_like()?)? > 0.1);
+        }
     }
     Ok(())
 }

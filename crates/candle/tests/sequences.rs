@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use flashcore::serving::{self, Pages};
+use flashcore::serving::{self, CacheScales, Pages};
 use flashcore::{Alibi, InputTensors, Output, Problem, Report, Shape};
 use flashcore_candle::candle_flash_attn::*;
 use flashcore_candle::{
-    Attention, Mask, Options, Placement, Rotary, Sequences, append, attend, attend_sequences,
-    combine, plan_sequences,
+    Attention, Mask, Options, Placement, Rotary, Sequences, append, append_scaled, attend,
+    attend_sequences, combine, plan_sequences,
 };
 use testing::compare_sequences;
 use testing::reference::{self, Rows};
@@ -33,6 +33,7 @@ fn ours(tensor: &Tensor) -> flashcore::Tensor {
     let dtype = match tensor.dtype() {
         DType::F32 => flashcore::DType::F32,
         DType::F16 => flashcore::DType::F16,
+        DType::F8E4M3 => flashcore::DType::E4M3,
         _ => flashcore::DType::BF16,
     };
     let shape = match *tensor.dims() {
@@ -371,6 +372,120 @@ fn new_keys_are_written_behind_the_old() -> Result<()> {
         refusal(mixed),
         "attention: the new value has dtype F16, expected F32 like the key cache"
     );
+    Ok(())
+}
+
+/// Into 8-bit caches as the library does it bit for bit: as they are, by factors of heads, and by
+/// factors of tokens, which are found.
+#[test]
+fn wider_rows_are_rounded_into_8_bit_caches() -> Result<()> {
+    let table = Tensor::new(&[[7u32, 0], [3, 1], [5, 4]], &Device::Cpu)?;
+    let place = Placement::paged(&list(&[6, 0, 8])?, &table);
+    let pages = Pages::new(8, 2, vec![7, 0, 3, 1, 5, 4]).unwrap();
+    let library_place = serving::Placement::paged(vec![6, 0, 8], pages);
+    let angles = Tensor::rand(0f32, 6., (16, 8), &Device::Cpu)?;
+    for (dtype, rotated) in [(DType::F32, false), (DType::BF16, true), (DType::F16, false)] {
+        for factors in ["none", "of heads", "of tokens"] {
+            let cache = || random(DType::F32, &[9, 8, KV_HEADS, DIM])?.to_dtype(DType::F8E4M3);
+            let caches = [cache()?, cache()?];
+            let new = [0, 1].map(|_| random(dtype, &[6, KV_HEADS, DIM]).expect("a tensor"));
+            // A view, as if those of keys and values were one tensor.
+            let shape: &[usize] = match factors {
+                "of heads" => &[2, 3, KV_HEADS],
+                _ => &[2, 9, 8, KV_HEADS],
+            };
+            let both = Tensor::rand(0.01f32, 0.1, shape, &Device::Cpu)?;
+            let descales = [both.get(0)?, both.get(1)?];
+            let wide = |factors: &Tensor| match factors.rank() {
+                2 => ours(&factors.unsqueeze(1).and_then(|it| it.unsqueeze(3)).unwrap()),
+                _ => ours(&factors.unsqueeze(3).unwrap()),
+            };
+            let (cosines, sines) = (angles.cos()?.to_dtype(dtype)?, angles.sin()?.to_dtype(dtype)?);
+            let numbers =
+                |table: &Tensor| table.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
+            let (of_cosines, of_sines) = (numbers(&cosines)?, numbers(&sines)?);
+            let [mut key, mut value] = [&caches[0], &caches[1]].map(ours);
+            let [new_key, new_value] = [&new[0], &new[1]].map(ours);
+            let [mut of_key, mut of_value] = [&descales[0], &descales[1]].map(wide);
+            serving::append_scaled(
+                (&mut key, &mut value),
+                &library_place,
+                (&new_key, &new_value),
+                &serving::Placement::packed(vec![0, 3, 5, 6]),
+                rotated.then_some(serving::Rotary {
+                    dim: 16,
+                    interleaved: false,
+                    cosines: &of_cosines,
+                    sines: &of_sines,
+                }),
+                match factors {
+                    "none" => CacheScales::None,
+                    "of heads" => CacheScales::Given(&of_key, &of_value),
+                    _ => CacheScales::Found(&mut of_key, &mut of_value),
+                },
+            )
+            .unwrap();
+
+            let rotary = Rotary { cosines, sines, interleaved: false };
+            let rotary = rotated.then_some(&rotary);
+            let added = Placement::packed(&list(&[0, 3, 5, 6])?, 3);
+            let (to, from) = ((&caches[0], &caches[1]), (&new[0], &new[1]));
+            let grown = match factors {
+                "none" => append(to, &place, from, &added, rotary)?,
+                _ => {
+                    let descales = (&descales[0], &descales[1]);
+                    append_scaled(to, &place, from, &added, rotary, descales)?
+                }
+            };
+            assert_eq!(grown.to_vec1::<u32>()?, [9, 2, 9]);
+            assert_eq!(ours(&caches[0]).to_f32(), key.to_f32(), "{dtype:?} {factors}");
+            assert_eq!(ours(&caches[1]).to_f32(), value.to_f32(), "{dtype:?} {factors}");
+            assert_eq!(wide(&descales[0]).to_f32(), of_key.to_f32(), "{dtype:?} {factors}");
+            assert_eq!(wide(&descales[1]).to_f32(), of_value.to_f32(), "{dtype:?} {factors}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn wrong_factors_of_a_cache_are_refused() -> Result<()> {
+    let place = Placement::padded().with_lengths(&list(&[0, 0])?);
+    let cache = Tensor::zeros((2, 8, KV_HEADS, DIM), DType::F8E4M3, &Device::Cpu)?;
+    let other = cache.copy()?;
+    let new = random(DType::BF16, &[2, 1, KV_HEADS, DIM])?;
+    let call = |new: &Tensor, key: &Tensor, value: &Tensor| {
+        let (caches, rows) = ((&cache, &other), Placement::padded());
+        append_scaled(caches, &place, (new, new), &rows, None, (key, value))
+    };
+    let one = Tensor::new(1f32, &Device::Cpu)?;
+    for (number, text) in [(0., "0"), (f32::INFINITY, "inf"), (f32::NAN, "NaN")] {
+        let wrong = Tensor::new(&[[1f32, 1.], [1., number]], &Device::Cpu)?;
+        let expected = format!(
+            "attention: the v_descale is {text} for sequence 1 and head 1, expected a finite \
+             number other than zero"
+        );
+        assert_eq!(refusal(call(&new, &one, &wrong)), expected);
+    }
+    let three = Tensor::ones(3, DType::F32, &Device::Cpu)?;
+    assert_eq!(
+        refusal(call(&new, &three, &one)),
+        "attention: the k_descale has shape [3], expected [], [2], [2, 2], or the keys' shape \
+         without its last dimension"
+    );
+    assert_eq!(
+        refusal(call(&cache.narrow(1, 0, 1)?.copy()?, &one, &one)),
+        "attention: the k_descale is for F8E4M3 rows of the same cache, expected rows that are \
+         rounded to 8 bits"
+    );
+    let double = new.to_dtype(DType::F64)?;
+    assert_eq!(
+        refusal(call(&double, &one, &one)),
+        "attention: the new key has dtype F64, expected F32, F16 or BF16"
+    );
+    // Nothing was written on the way to an error.
+    assert_eq!(cache.to_dtype(DType::F32)?.abs()?.sum_all()?.to_scalar::<f32>()?, 0.);
+    call(&new, &one, &one)?;
+    assert!(cache.to_dtype(DType::F32)?.abs()?.sum_all()?.to_scalar::<f32>()? > 0.);
     Ok(())
 }
 

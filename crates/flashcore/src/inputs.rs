@@ -415,12 +415,8 @@ impl<'a> Inputs<'a> {
                 return Err(InputError::DType { tensor, given, expected });
             }
             // Of tokens that no sequence has, factors may be anything.
-            let per_head = descale == Descale::PerHead;
-            for [batch, _, head] in given.shape().vectors().filter(|_| per_head) {
-                let factor = given.head(batch, head).row(0)[0];
-                if !factor.is_finite() || factor == 0.0 {
-                    return Err(InputError::Factor { tensor, factor, batch, head });
-                }
+            if descale == Descale::PerHead {
+                check_factors(tensor, given)?;
             }
         }
         Ok(())
@@ -450,6 +446,17 @@ impl<'a> Inputs<'a> {
         }
         Ok(())
     }
+}
+
+/// Refuse factors of heads that no tensor can have been divided by.
+pub(crate) fn check_factors(tensor: &'static str, factors: &Tensor) -> Result<(), InputError> {
+    for [batch, _, head] in factors.shape().vectors() {
+        let factor = factors.head(batch, head).row(0)[0];
+        if !factor.is_finite() || factor == 0.0 {
+            return Err(InputError::Factor { tensor, factor, batch, head });
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]

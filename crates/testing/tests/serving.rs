@@ -352,4 +352,14 @@ fn factors_of_another_shape_are_refused() {
         refusal(DType::BF16, &factors(DType::F32, 1)),
         "key has element type f16, expected bf16"
     );
+    for (number, text) in [(0.0, "0"), (f32::INFINITY, "inf"), (f32::NAN, "NaN")] {
+        let numbers = [1.0, number];
+        let factors = Tensor::from_f32(DType::F32, Shape::new(1, 1, 2, 1), &numbers).unwrap();
+        assert_eq!(
+            refusal(DType::E4M3, &factors),
+            format!(
+                "k_descale is {text} at batch 0, head 1, expected a finite number other than zero"
+            )
+        );
+    }
 }

@@ -1,10 +1,14 @@
 //! New keys and values into a cache in host memory.
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, DType, Device, InplaceOp2, Layout, Result, Tensor, WithDType};
-use flashcore::serving;
+use candle_core::{
+    CpuStorage, DType, Device, InplaceOp2, Layout, Result, Storage, Tensor, WithDType,
+};
+use flashcore::{Descale, E4M3, Shape, quantize, serving};
+use float8::F8E4M3;
 
-use super::Append;
+use super::{Append, Cache, Factors};
+use crate::arguments::refusal;
 use crate::{Rotary, wrap};
 
 /// Writes the rows, and returns the lengths with them.
@@ -22,14 +26,14 @@ pub(super) fn append(append: &Append<'_>) -> Result<Tensor> {
     if let Some(tables) = &tables {
         tables.rotary().validate(keys.layout.shape().dim, longest).map_err(wrap)?;
     }
+    for (name, cache) in [("k_descale", keys), ("v_descale", values)] {
+        cache.factors.as_ref().map_or(Ok(()), |it| it.check(name))?;
+    }
     for (cache, rotary) in [(keys, tables.as_ref()), (values, None)] {
-        let rows = Rows {
-            grown: &grown,
-            new: &new,
-            layout: cache.layout,
-            new_layout: cache.new_layout,
-            rotary,
-        };
+        let rows = Rows { grown: &grown, new: &new, cache, rotary };
+        if let Some(Factors { descale: Descale::PerToken, tensor, .. }) = &cache.factors {
+            tensor.inplace_op2(cache.new, &FoundFactors(&rows))?;
+        }
         cache.cache.inplace_op2(cache.new, &rows)?;
     }
     let lengths: Vec<u32> = grown.ends().iter().map(|length| *length as u32).collect();
@@ -41,9 +45,18 @@ struct Rows<'a> {
     /// Where the sequences are with their new rows.
     grown: &'a serving::Placement,
     new: &'a serving::Placement,
-    layout: flashcore::Layout,
-    new_layout: flashcore::Layout,
+    cache: &'a Cache<'a>,
     rotary: Option<&'a Tables>,
+}
+
+/// Where a new row comes from, and where it goes.
+struct Row {
+    sequence: usize,
+    /// Batch entry, row and head of what is new, and of the cache.
+    from: [usize; 3],
+    to: [usize; 3],
+    /// Its position for the angles, which count left padding as lengths do.
+    angle: usize,
 }
 
 /// A rotary embedding in f32.
@@ -72,40 +85,88 @@ impl Tables {
 }
 
 impl Rows<'_> {
-    fn write<T: WithDType>(&self, cache: &mut [T], new: &[T]) {
-        let (heads, dim) = (self.layout.shape().heads, self.layout.shape().dim);
-        let mut rotated = vec![0f32; dim];
+    fn each(&self, mut take: impl FnMut(Row)) {
         for sequence in 0..self.new.sequences() {
             let added = self.new.length(sequence);
             for index in 0..added {
                 let (entry, row) = self.new.locate(sequence, index);
                 let position = self.grown.length(sequence) - added + index;
                 let (page, place) = self.grown.locate(sequence, position);
-                for head in 0..heads {
-                    let from = &new[self.new_layout.offset(entry, row, head)..][..dim];
-                    let to = &mut cache[self.layout.offset(page, place, head)..][..dim];
-                    let Some(tables) = self.rotary else {
-                        to.copy_from_slice(from);
-                        continue;
-                    };
-                    for (rotated, element) in rotated.iter_mut().zip(from) {
-                        *rotated = element.to_f64() as f32;
-                    }
-                    // Angles count left padding, as lengths do.
-                    let position = self.grown.ends()[sequence] - added + index;
-                    tables.rotary().turn(&mut rotated, position);
-                    for (element, rotated) in to.iter_mut().zip(&rotated) {
-                        *element = T::from_f64(f64::from(*rotated));
-                    }
+                let angle = self.grown.ends()[sequence] - added + index;
+                for head in 0..self.cache.layout.shape().heads {
+                    let (from, to) = ([entry, row, head], [page, place, head]);
+                    take(Row { sequence, from, to, angle });
                 }
             }
         }
     }
+
+    fn from<'n, T>(&self, new: &'n [T], row: &Row) -> &'n [T] {
+        &new[at(self.cache.new_layout, row.from)..][..self.cache.layout.shape().dim]
+    }
+
+    fn to<'c, T>(&self, cache: &'c mut [T], row: &Row) -> &'c mut [T] {
+        &mut cache[at(self.cache.layout, row.to)..][..self.cache.layout.shape().dim]
+    }
+
+    /// A new row in f32, rotated.
+    fn numbers<T: WithDType>(&self, new: &[T], row: &Row) -> Vec<f32> {
+        let from = self.from(new, row).iter();
+        let mut numbers: Vec<f32> = from.map(|element| element.to_f64() as f32).collect();
+        if let Some(tables) = self.rotary {
+            tables.rotary().turn(&mut numbers, row.angle);
+        }
+        numbers
+    }
+
+    fn write<T: WithDType>(&self, cache: &mut [T], new: &[T]) {
+        self.each(|row| {
+            let to = self.to(cache, &row);
+            if self.rotary.is_none() {
+                to.copy_from_slice(self.from(new, &row));
+                return;
+            }
+            for (element, number) in to.iter_mut().zip(self.numbers(new, &row)) {
+                *element = T::from_f64(f64::from(number));
+            }
+        });
+    }
+
+    /// The same, rounded to 8 bits.
+    fn narrow<T: WithDType>(&self, cache: &mut [F8E4M3], new: &[T]) -> Result<()> {
+        let mut write = |divide: &dyn Fn(&mut [f32], &Row)| {
+            self.each(|row| {
+                let mut numbers = self.numbers(new, &row);
+                divide(&mut numbers, &row);
+                for (element, number) in self.to(cache, &row).iter_mut().zip(numbers) {
+                    *element = F8E4M3::from_bits(E4M3::from_f32(number).to_bits());
+                }
+            });
+        };
+        let Some(factors) = &self.cache.factors else {
+            write(&|_, _| ());
+            return Ok(());
+        };
+        let Factors { descale, layout, .. } = factors;
+        factors.read(|all| {
+            write(&|numbers, row| {
+                let place = match descale {
+                    Descale::PerToken => row.to,
+                    _ => [row.sequence, 0, row.to[2]],
+                };
+                quantize::divide(numbers, all[at(*layout, place)]);
+            });
+        })
+    }
+}
+
+fn at(layout: flashcore::Layout, [entry, row, head]: [usize; 3]) -> usize {
+    layout.offset(entry, row, head)
 }
 
 impl InplaceOp2 for Rows<'_> {
     fn name(&self) -> &'static str {
-        "flashcore-append"
+        NAME
     }
 
     fn cpu_fwd(
@@ -115,19 +176,92 @@ impl InplaceOp2 for Rows<'_> {
         new: &CpuStorage,
         of_new: &Layout,
     ) -> Result<()> {
+        use CpuStorage as S;
         let (begin, from) = (of_cache.start_offset(), of_new.start_offset());
         match (cache, new) {
-            (CpuStorage::F32(cache), CpuStorage::F32(new)) => {
-                self.write(&mut cache[begin..], &new[from..]);
-            }
-            (CpuStorage::F16(cache), CpuStorage::F16(new)) => {
-                self.write(&mut cache[begin..], &new[from..]);
-            }
-            (CpuStorage::BF16(cache), CpuStorage::BF16(new)) => {
-                self.write(&mut cache[begin..], &new[from..]);
-            }
+            (S::F32(cache), S::F32(new)) => self.write(&mut cache[begin..], &new[from..]),
+            (S::F16(cache), S::F16(new)) => self.write(&mut cache[begin..], &new[from..]),
+            (S::BF16(cache), S::BF16(new)) => self.write(&mut cache[begin..], &new[from..]),
+            (S::F8E4M3(cache), S::F8E4M3(new)) => self.write(&mut cache[begin..], &new[from..]),
+            (S::F8E4M3(cache), S::F32(new)) => self.narrow(&mut cache[begin..], &new[from..])?,
+            (S::F8E4M3(cache), S::F16(new)) => self.narrow(&mut cache[begin..], &new[from..])?,
+            (S::F8E4M3(cache), S::BF16(new)) => self.narrow(&mut cache[begin..], &new[from..])?,
             (cache, _) => candle_core::bail!("append takes no {:?}", cache.dtype()),
         }
         Ok(())
     }
 }
+
+impl Factors {
+    /// Does something with all of them, from the first on.
+    fn read<T>(&self, read: impl FnOnce(&[f32]) -> T) -> Result<T> {
+        let (memory, of) = self.tensor.storage_and_layout();
+        match &*memory {
+            Storage::Cpu(CpuStorage::F32(all)) => Ok(read(&all[of.start_offset()..])),
+            _ => candle_core::bail!("append: descale factors are not f32 in host memory"),
+        }
+    }
+
+    /// Refuse factors of heads that nothing can be divided by.
+    fn check(&self, name: &str) -> Result<()> {
+        if self.descale == Descale::PerToken {
+            return Ok(());
+        }
+        let Shape { batch, heads, .. } = self.layout.shape();
+        let places = (0..batch).flat_map(|batch| (0..heads).map(move |head| [batch, 0, head]));
+        let found = self.read(|all| {
+            let mut factors = places.map(|place| (place, all[at(self.layout, place)]));
+            factors.find(|(_, factor)| !factor.is_finite() || *factor == 0.0)
+        })?;
+        match found {
+            None => Ok(()),
+            Some(([sequence, _, head], factor)) => {
+                let given = format!("is {factor} for sequence {sequence} and head {head}");
+                Err(refusal(name, given, "a finite number other than zero"))
+            }
+        }
+    }
+}
+
+/// The factors of new rows, written where the cache's are.
+struct FoundFactors<'a>(&'a Rows<'a>);
+
+impl FoundFactors<'_> {
+    fn write<T: WithDType>(&self, factors: &mut [f32], new: &[T]) {
+        let FoundFactors(rows) = self;
+        let Some(Factors { layout, .. }) = &rows.cache.factors else { return };
+        rows.each(|row| {
+            let numbers = rows.numbers(new, &row);
+            factors[at(*layout, row.to)] = quantize::row_factor(&numbers, flashcore::DType::E4M3);
+        });
+    }
+}
+
+impl InplaceOp2 for FoundFactors<'_> {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn cpu_fwd(
+        &self,
+        factors: &mut CpuStorage,
+        of_factors: &Layout,
+        new: &CpuStorage,
+        of_new: &Layout,
+    ) -> Result<()> {
+        let (begin, from) = (of_factors.start_offset(), of_new.start_offset());
+        let CpuStorage::F32(factors) = factors else {
+            candle_core::bail!("descale factors are not f32")
+        };
+        match new {
+            CpuStorage::F32(new) => self.write(&mut factors[begin..], &new[from..]),
+            CpuStorage::F16(new) => self.write(&mut factors[begin..], &new[from..]),
+            CpuStorage::BF16(new) => self.write(&mut factors[begin..], &new[from..]),
+            other => candle_core::bail!("append rounds no {:?}", other.dtype()),
+        }
+        Ok(())
+    }
+}
+
+/// The operations' name, for candle's errors.
+const NAME: &str = "flashcore-append";

@@ -3,8 +3,11 @@
 mod cpu;
 
 use candle_core::{Device, Result, Tensor};
+use flashcore::Descale;
 
-use crate::arguments::{check_alike, element, layout, no_device, refusal};
+use crate::arguments::{
+    check_alike, check_device, element, factors_of, layout, no_device, refusal, small_element,
+};
 use crate::placement::check_place;
 use crate::{Placement, Rotary};
 
@@ -12,6 +15,9 @@ use crate::{Placement, Rotary};
 /// is rotated. `cache` says where the sequences are and how long they were, `new` where the new rows
 /// are: row `i` of a sequence becomes its position `length + i`. Returns the lengths with the new
 /// rows in u32, as the attention that follows takes them.
+///
+/// Caches may be `F8E4M3` while what is new is wider: it is rounded then, as it is here, or by descale
+/// factors in [`append_scaled`].
 ///
 /// On a GPU this is one launch, for f16 and bf16. Rows that a sequence has no room for are not
 /// written there; on the CPU they are an error.
@@ -49,11 +55,58 @@ pub fn append(
     new: &Placement,
     rotary: Option<&Rotary>,
 ) -> Result<Tensor> {
+    run(&Append::new([key_cache, value_cache], cache, [key, value], new, rotary)?)
+}
+
+/// The same into `F8E4M3` caches with descale factors of keys and of values, f32. Of shape (), (key
+/// heads,) or (sequences, key heads) they are given, and new rows are divided by them; of the cache's
+/// shape without its last dimension they are found for each new row, and written there.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use flashcore_candle::{Options, Placement, Sequences, append_scaled, attend_sequences};
+///
+/// # fn main() -> candle_core::Result<()> {
+/// let device = Device::Cpu;
+/// let key_cache = Tensor::zeros((2, 64, 2, 32), DType::F8E4M3, &device)?;
+/// let value_cache = Tensor::zeros((2, 64, 2, 32), DType::F8E4M3, &device)?;
+/// let k_descale = Tensor::ones((2, 64, 2), DType::F32, &device)?;
+/// let v_descale = Tensor::ones((2, 64, 2), DType::F32, &device)?;
+/// let lengths = Tensor::new(&[0u32, 0], &device)?;
+///
+/// let key = Tensor::randn(0f32, 30., (2, 5, 2, 32), &device)?.to_dtype(DType::BF16)?;
+/// let value = Tensor::randn(0f32, 30., (2, 5, 2, 32), &device)?.to_dtype(DType::BF16)?;
+/// let place = Placement::padded().with_lengths(&lengths);
+/// let (caches, factors) = ((&key_cache, &value_cache), (&k_descale, &v_descale));
+/// let rows = Placement::padded();
+/// let lengths = append_scaled(caches, &place, (&key, &value), &rows, None, factors)?;
+///
+/// let query = Tensor::randn(0f32, 1., (2, 1, 4, 32), &device)?.to_dtype(DType::BF16)?;
+/// let keys = Placement::padded().with_lengths(&lengths);
+/// let sequences = Sequences { queries: Placement::padded(), keys };
+/// let options =
+///     Options { k_descale: Some(k_descale), v_descale: Some(v_descale), ..Options::default() };
+/// let attention = attend_sequences(&query, &key_cache, &value_cache, &sequences, &options)?;
+/// # Ok(())
+/// # }
+/// ```
+pub fn append_scaled(
+    (key_cache, value_cache): (&Tensor, &Tensor),
+    cache: &Placement,
+    (key, value): (&Tensor, &Tensor),
+    new: &Placement,
+    rotary: Option<&Rotary>,
+    (k_descale, v_descale): (&Tensor, &Tensor),
+) -> Result<Tensor> {
     let append = Append::new([key_cache, value_cache], cache, [key, value], new, rotary)?;
-    match key_cache.device() {
-        Device::Cpu => cpu::append(&append),
+    run(&append.scaled([("k_descale", k_descale), ("v_descale", v_descale)])?)
+}
+
+fn run(append: &Append<'_>) -> Result<Tensor> {
+    match append.caches[0].cache.device() {
+        Device::Cpu => cpu::append(append),
         #[cfg(feature = "cuda")]
-        Device::Cuda(_) => crate::cuda::append::append(&append),
+        Device::Cuda(_) => crate::cuda::append::append(append),
         other => Err(no_device(other)),
     }
 }
@@ -79,6 +132,16 @@ pub(crate) struct Cache<'a> {
     pub(crate) layout: flashcore::Layout,
     pub(crate) new: &'a Tensor,
     pub(crate) new_layout: flashcore::Layout,
+    pub(crate) factors: Option<Factors>,
+}
+
+/// The descale factors of an 8-bit cache.
+pub(crate) struct Factors {
+    /// Those of heads are given, those of tokens are found.
+    pub(crate) descale: Descale,
+    pub(crate) tensor: Tensor,
+    /// As (batch, length, heads, 1).
+    pub(crate) layout: flashcore::Layout,
 }
 
 impl<'a> Append<'a> {
@@ -91,10 +154,18 @@ impl<'a> Append<'a> {
     ) -> Result<Self> {
         let device = key_cache.device();
         let of_keys = ("key cache", key_cache);
-        element(of_keys.0, key_cache)?;
-        for tensor in [("value cache", value_cache), ("new key", key), ("new value", value)] {
-            check_alike(tensor, of_keys)?;
-        }
+        check_alike(("value cache", value_cache), of_keys)?;
+        // Wider rows are rounded to 8 bits, and nothing else to anything else.
+        let rounded = small_element(of_keys.0, key_cache)?.is_8_bit();
+        let of_new = if rounded && key.dtype() != key_cache.dtype() {
+            element("new key", key)?;
+            check_device(("new key", key), of_keys)?;
+            ("new key", key)
+        } else {
+            check_alike(("new key", key), of_keys)?;
+            of_keys
+        };
+        check_alike(("new value", value), of_new)?;
         let Some(lengths) = place.lengths.as_ref().filter(|_| !place.is_packed()) else {
             let expected = "pages, or a list of lengths";
             return Err(refusal("placement of the cache", "has no room", expected));
@@ -123,12 +194,28 @@ impl<'a> Append<'a> {
         }
         if let Some(Rotary { cosines, sines, .. }) = rotary {
             for (name, table) in [("table of cosines", cosines), ("table of sines", sines)] {
-                check_alike((name, table), of_keys)?;
+                check_alike((name, table), of_new)?;
                 let (positions, pairs) = cosines.dims2()?;
                 check_place(name, table, &[positions, pairs], device)?;
             }
         }
         Ok(Append { caches, place, lengths, new, sequences, rotary })
+    }
+
+    /// The same by descale factors of keys and values.
+    fn scaled(mut self, factors: [(&str, &Tensor); 2]) -> Result<Self> {
+        let rows = self.caches[0].layout.shape();
+        for (cache, (name, given)) in self.caches.iter_mut().zip(factors) {
+            let device = cache.cache.device();
+            if cache.cache.dtype() == cache.new.dtype() {
+                let given = format!("is for {:?} rows of the same cache", cache.new.dtype());
+                return Err(refusal(name, given, "rows that are rounded to 8 bits"));
+            }
+            let (descale, tensor, layout) =
+                factors_of(name, given, self.sequences, rows, false, device)?;
+            cache.factors = Some(Factors { descale, tensor, layout });
+        }
+        Ok(self)
     }
 }
 
@@ -141,6 +228,6 @@ impl<'a> Cache<'a> {
             let expected = format!("heads and dim of the cache's {room}");
             return Err(refusal(&format!("new {name}"), format!("has shape {given}"), expected));
         }
-        Ok(Cache { cache, layout: layout_of_cache, new, new_layout })
+        Ok(Cache { cache, layout: layout_of_cache, new, new_layout, factors: None })
     }
 }

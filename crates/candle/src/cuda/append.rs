@@ -1,17 +1,20 @@
 //! New keys and values into a cache on a GPU.
 //!
 //! Candle lends memory that may be written to an operation in place, which has one such tensor. Here
-//! there are two: the operation on the values runs inside that on the keys, and launches for both.
+//! there are up to four: the operation on each runs inside that on the one before, and the last
+//! launches for all.
 
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
-use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp2, Layout, Result, Storage, Tensor};
+use candle_core::{
+    CpuStorage, CudaStorage, DType, InplaceOp1, InplaceOp2, Layout, Result, Storage, Tensor,
+};
 use flashcore::gpu::{AppendProblem, AppendTensors, DeviceAddress, DeviceTensor, RotaryTables};
-use flashcore::{Problem, Storage as Rows};
+use flashcore::{Descale, Descales, Problem, Storage as Rows};
 
 use super::memory::{address, address_mut, find, hold, start, uninitialized};
 use super::place;
-use crate::append::{Append, Cache};
-use crate::arguments::{element, refusal};
+use crate::append::{Append, Cache, Factors};
+use crate::arguments::{refusal, small_element};
 use crate::wrap;
 
 /// Writes the rows, and returns the lengths with them.
@@ -33,8 +36,13 @@ pub(crate) fn append(append: &Append<'_>) -> Result<Tensor> {
     let (after, guard) = address_mut(&mut lengths, stream)?;
     let one_memory = share_memory(keys.cache, values.cache);
     let problem = &problem(append)?;
-    let work = Work { append, problem, after, stream, one_memory, keys: None };
-    keys.cache.inplace_op2(keys.new, &work)?;
+    let work = Work { append, problem, after, stream, one_memory, keys: None, found: [None; 2] };
+    let factors = [0, 1].map(|side| found_factors(append, side));
+    let one_memory = match factors {
+        [Some(keys), Some(values)] => share_memory(&keys.tensor, &values.tensor),
+        _ => false,
+    };
+    Lend { work, one_memory }.next()?;
     drop(guard);
     Ok(crate::tensor(Storage::Cuda(lengths), append.sequences))
 }
@@ -44,11 +52,15 @@ fn problem(append: &Append<'_>) -> Result<AppendProblem> {
     let [keys, values] = &append.caches;
     let (cache, new) = (keys.layout.shape(), keys.new_layout.shape());
     let (place, sequences) = (append.place, append.sequences);
-    let problem = Problem::new(sequences, cache.heads, 1, cache.dim)
+    let mut problem = Problem::new(sequences, cache.heads, 1, cache.dim)
         .with_key_length(place.longest(cache))
         .with_value_head_dim(values.layout.shape().dim)
-        .with_dtype(element("key cache", keys.cache)?)
+        .with_dtype(small_element("new key", keys.new)?)
+        .with_kv_dtype(small_element("key cache", keys.cache)?)
         .with_storage(Rows::Padded, place.storage(cache, sequences));
+    let descale = |of: &Cache<'_>| of.factors.as_ref().map_or(Descale::None, |it| it.descale);
+    problem.descales =
+        Descales { query: Descale::None, key: descale(keys), value: descale(values) };
     let mut problem = AppendProblem::new(problem, append.new.longest(new));
     if append.new.is_packed() {
         problem = problem.with_packed_new(new.length);
@@ -79,6 +91,66 @@ struct Work<'a> {
     one_memory: bool,
     /// The cache and the new ones.
     keys: Option<[DeviceTensor; 2]>,
+    /// Where descale factors go that are found.
+    found: [Option<DeviceAddress>; 2],
+}
+
+/// The operation on the factors of keys that are found, then on those of values: then comes that on
+/// the caches.
+struct Lend<'a> {
+    work: Work<'a>,
+    /// Whether both factors are views of one allocation.
+    one_memory: bool,
+}
+
+impl Lend<'_> {
+    /// Goes on with what is not lent yet.
+    fn next(&self) -> Result<()> {
+        let keys = &self.work.append.caches[0];
+        match self.side() {
+            Some((_, factors)) => factors.tensor.inplace_op1(self),
+            None => keys.cache.inplace_op2(keys.new, &self.work),
+        }
+    }
+
+    /// Whose factors are lent next.
+    fn side(&self) -> Option<(usize, &Factors)> {
+        let Work { append, found, .. } = &self.work;
+        let mut missing = (0..2).filter(|side| found[*side].is_none());
+        missing.find_map(|side| Some((side, found_factors(append, side)?)))
+    }
+}
+
+/// The factors of keys or of values, where they are found.
+fn found_factors<'a>(append: &'a Append<'_>, side: usize) -> Option<&'a Factors> {
+    append.caches[side].factors.as_ref().filter(|it| it.descale == Descale::PerToken)
+}
+
+impl InplaceOp1 for Lend<'_> {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> Result<()> {
+        candle_core::bail!("{NAME}: the factors are not on a CUDA device")
+    }
+
+    fn cuda_fwd(&self, factors: &mut CudaStorage, layout: &Layout) -> Result<()> {
+        let Some((side, _)) = self.side() else {
+            candle_core::bail!("{NAME}: all factors are lent")
+        };
+        // Candle has lent the memory of the other's factors with that of these.
+        let other = found_factors(self.work.append, 1).filter(|_| self.one_memory);
+        let other = other.map(|other| start(factors, other.tensor.layout()));
+        let offset = start(factors, layout);
+        let (memory, _guard) = address_mut(factors, self.work.stream)?;
+        let mut found = self.work.found;
+        if let Some(offset) = other {
+            found[1] = Some(memory.offset(offset));
+        }
+        found[side] = Some(memory.offset(offset));
+        Lend { work: Work { found, ..self.work }, ..*self }.next()
+    }
 }
 
 impl Work<'_> {
@@ -90,7 +162,14 @@ impl Work<'_> {
         let Append { place: placement, lengths, new, rotary, .. } = self.append;
         let mut tensors = AppendTensors::new([new_key, new_value, key, value]);
         let [mut cosines, mut sines] = [None; 2];
+        let mut factors = self.found;
+        let [of_keys, of_values] = &mut factors;
+        let given = self.append.caches.each_ref().map(|cache| cache.factors.as_ref());
+        let per_head = given.map(|it| it.filter(|it| it.descale == Descale::PerHead));
+        let per_head = per_head.map(|it| it.map(|factors| &factors.tensor));
         let (places, held) = hold([
+            (of_keys, per_head[0]),
+            (of_values, per_head[1]),
             (&mut tensors.key_lengths, Some(*lengths)),
             (&mut tensors.new_starts, new.starts()),
             (&mut tensors.new_lengths, new.lengths.as_ref()),
@@ -101,6 +180,11 @@ impl Work<'_> {
         ]);
         let _lists = find((places, &held), self.stream)?;
         tensors.lengths_after = Some(self.after);
+        let [of_keys, of_values] = [0, 1].map(|side| {
+            let strides = given[side]?.layout.strides();
+            Some(DeviceTensor { address: factors[side]?, strides })
+        });
+        (tensors.key_descale, tensors.value_descale) = (of_keys, of_values);
         let rotary = cosines.zip(sines);
         tensors.rotary =
             rotary.map(|(cosines, sines)| RotaryTables { cosines, sines, starts: None });

@@ -76,6 +76,7 @@ pub(super) fn address_mut<'a>(
         DType::F32 => storage.as_cuda_slice_mut::<f32>()?.device_ptr_mut(stream),
         DType::F16 => storage.as_cuda_slice_mut::<f16>()?.device_ptr_mut(stream),
         DType::BF16 => storage.as_cuda_slice_mut::<bf16>()?.device_ptr_mut(stream),
+        DType::F8E4M3 => storage.as_cuda_slice_mut::<F8E4M3>()?.device_ptr_mut(stream),
         DType::U32 => storage.as_cuda_slice_mut::<u32>()?.device_ptr_mut(stream),
         other => candle_core::bail!("attention writes no {other:?}"),
     };

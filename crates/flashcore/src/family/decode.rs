@@ -115,11 +115,13 @@ fn query_rows(problem: &Problem) -> Option<u32> {
     u32::try_from(rows).ok().filter(|rows| *rows <= MOST_POSITIONS as u32)
 }
 
-/// How many teams fill a chip without leaving a warp of them without a tile.
+/// How many teams fill a chip without leaving a warp of them without a tile, or a team without a
+/// sequence.
 fn fill(chip: &Chip, decode: &kernels::Decode, problem: &Problem, members: u32) -> u32 {
     let places = chip.multiprocessors * decode.blocks;
     let tiles = problem.key_length.div_ceil(decode.tile_keys as usize).max(1);
     let useful = problem.batch.saturating_mul(tiles).div_ceil(decode.warps as usize);
+    let useful = useful.max(problem.batch);
     let useful = u32::try_from(useful).unwrap_or(u32::MAX);
     (places / members.max(1)).clamp(1, decode.most_teams()).min(useful)
 }
@@ -153,6 +155,57 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn caches_of_8_bits_are_served_to_the_edges() {
+        let cache = |dim: usize, size| {
+            let keys = Storage::Paged { size, columns: 4, pages: 9 };
+            let problem = Problem::new(3, 8, 1, dim).with_kv_heads(2);
+            problem
+                .with_dtype(DType::BF16)
+                .with_kv_dtype(DType::E4M3)
+                .with_storage(Storage::Padded, keys)
+        };
+        for target in [Target::SM_89, Target::SM_90A, Target::SM_120] {
+            for dim in (16..=256).step_by(16) {
+                for size in [1, 3, 16, 1 << 20] {
+                    let choice = choose(&Chip::typical(target), &cache(dim, size));
+                    assert!(choice.is_ok(), "{target} {dim} {size}: {choice:?}");
+                }
+            }
+        }
+        for dim in [8, 24, 72, 264, 272] {
+            let expected = format!("head dim {dim} is not a multiple of 16 up to 256");
+            assert_eq!(choose(&Chip::H200, &cache(dim, 16)).unwrap_err(), expected);
+        }
+        let ampere = choose(&Chip::typical(Target::SM_80), &cache(64, 16)).unwrap_err();
+        assert_eq!(ampere, "sm_80 does not convert numbers of 8 bits");
+
+        // Pages and rows that no copy of 16 bytes can begin at.
+        let problem = cache(64, 16);
+        let mut arrangement = Arrangement::contiguous(&problem).unwrap();
+        arrangement.value.length += 8;
+        let asked = Asked { chip: &Chip::H200, problem: &problem, arrangement: &arrangement };
+        assert_eq!(
+            Decode.choose(&asked).unwrap_err(),
+            "the value tensor: its length stride of 136 bytes is not a multiple of 16"
+        );
+        let aligned = Arrangement::contiguous(&problem).unwrap();
+        let arrangement = Arrangement { aligned: false, ..aligned };
+        let asked = Asked { chip: &Chip::H200, problem: &problem, arrangement: &arrangement };
+        assert_eq!(
+            Decode.choose(&asked).unwrap_err(),
+            "a tensor's address is not a multiple of 16"
+        );
+    }
+
+    /// Sequences of a tile each have a team each where there is room.
+    #[test]
+    fn short_sequences_do_not_stand_in_line() {
+        let problem = Problem::new(16, 32, 1, 128).with_kv_heads(8).with_key_length(32);
+        let choice = choose(&Chip::H200, &problem).unwrap();
+        assert_eq!(choice.launches[0].blocks, 128);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use super::{Placement, ServingError};
 use crate::dtype::DType;
 use crate::error::Error;
-use crate::inputs::InputError;
+use crate::inputs::{InputError, check_factors};
 use crate::quantize;
 use crate::tensor::{Shape, Tensor};
 
@@ -273,9 +273,10 @@ impl Scale<'_> {
         if factors.shape() != expected {
             return Err(InputError::Shape { tensor, given: factors.shape(), expected });
         }
-        match factors.dtype() {
-            DType::F32 => Ok(()),
-            given => Err(InputError::DType { tensor, given, expected: DType::F32 }),
+        match (factors.dtype(), self) {
+            (DType::F32, Scale::Given(_)) => check_factors(tensor, factors),
+            (DType::F32, _) => Ok(()),
+            (given, _) => Err(InputError::DType { tensor, given, expected: DType::F32 }),
         }
     }
 

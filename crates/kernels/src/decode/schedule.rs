@@ -173,16 +173,21 @@ impl Cursor {
         schedule: &Schedule,
         numbers: &Numbers,
     ) -> Self {
-        let mine = k.variable(0);
+        let (mine, longest) = (k.variable(0), k.variable(0));
         k.for_range(0, schedule.batch, 32, |k, first| {
             let sequence = k.eval(first + numbers.lane);
             let tiles = schedule.tiles_of(k, decode, sequence);
             k.set(mine, mine + tiles);
+            k.set(longest, longest.maximum(tiles));
         });
         let total = k.reduce_lanes(mine, 32, |a, b| a + b);
+        let longest = k.reduce_lanes(longest, 32, |a, b| a.maximum(b));
         let rounded = k.eval(total + (schedule.teams.number - 1));
         let (share, _) = schedule.teams.divide(k, rounded);
-        let quota = k.eval(share.maximum(schedule.least_tiles).maximum(1));
+        // A part with less than a tile for each warp is not worth its merge. A whole sequence is:
+        // many short ones would stand in line for a few teams else.
+        let least = schedule.least_tiles.minimum(longest);
+        let quota = k.eval(share.maximum(least).maximum(1));
         let tile = k.variable((numbers.team * quota).minimum(total));
         let end = k.eval((tile + quota).minimum(total));
 
