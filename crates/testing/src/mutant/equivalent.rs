@@ -295,6 +295,15 @@ pub const EQUIVALENTS: &[Equivalent] = &[
     Equivalent {
         kernel: "backward",
         kind: Kind::Delete,
+        change: "deleted: WgmmaFence",
+        file: "backward/wide.rs",
+        line: "k.start_product(to, Accumulate::No, keys.transposed(), score_gradients.matrix())",
+        at_most: 4,
+        reason: "the fence of the product before it comes after the last touch of its registers",
+    },
+    Equivalent {
+        kernel: "backward",
+        kind: Kind::Delete,
         change: "deleted: WgmmaWait",
         file: "backward/consumer.rs",
         line: "k.wait_products(0)",

@@ -4,7 +4,6 @@ use std::collections::{BTreeMap, HashMap};
 
 use kernels::Configuration;
 use rayon::prelude::*;
-use sim::Measure;
 
 use super::{Equivalent, Killer, Kind, Mutant, Trial, Verdict, every};
 use crate::dice::Dice;
@@ -30,8 +29,6 @@ pub struct Survey {
     pub possible: BTreeMap<Kind, usize>,
     /// Those that were tried.
     pub outcomes: Vec<Outcome>,
-    /// What the kernel itself does in all scenes together: products, exponentials, bytes that are moved.
-    pub work: [(Measure, u64); 5],
 }
 
 /// How many of the mutants of a kind fell.
@@ -146,7 +143,6 @@ pub fn survey(
         kernel: kernel.name(),
         possible: Kind::ALL.into_iter().map(possible).collect(),
         outcomes,
-        work: trial.work(),
     })
 }
 

@@ -120,12 +120,6 @@ impl Trial {
         Ok(Trial { program, idle, scenes, reached })
     }
 
-    /// What the kernel does in all scenes together: products, exponentials, bytes that are moved.
-    pub fn work(&self) -> [(Measure, u64); 5] {
-        let all = |index: usize| self.scenes.iter().map(|it| it.work[index]).sum();
-        std::array::from_fn(|index| (WORK[index], all(index)))
-    }
-
     /// The kernel's program.
     pub fn program(&self) -> &Program {
         &self.program
