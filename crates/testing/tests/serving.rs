@@ -357,9 +357,7 @@ fn factors_of_another_shape_are_refused() {
         let factors = Tensor::from_f32(DType::F32, Shape::new(1, 1, 2, 1), &numbers).unwrap();
         assert_eq!(
             refusal(DType::E4M3, &factors),
-            format!(
-                "k_descale is {text} at batch 0, head 1, expected a finite number other than zero"
-            )
+            format!("k_descale is {text} at batch 0, head 1, expected a finite number above zero")
         );
     }
 }
