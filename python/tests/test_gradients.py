@@ -651,6 +651,7 @@ def test_saved_tensors_and_hooks(device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast(dtype, device):
     """What is float32 becomes what autocast chooses, as in PyTorch's attention; weights stay float32."""
+    torch._dynamo.reset()  # what others compiled counts towards its limit
     q, k, v = (random(1, 2, 30, 64, device=device, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(3))
     for ours in (scaled_dot_product_attention, torch.compile(scaled_dot_product_attention, fullgraph=True, backend="aot_eager")):
         for given in ((q, k, v), (q, k.to(dtype), v)):
