@@ -29,6 +29,7 @@ from ._arguments import either as _either
 from ._arguments import flag as _flag
 from ._arguments import hints as _hints
 from ._arguments import refuse as _refuse
+from ._copies import separate as _separate
 from ._flashcore import VERSION as _VERSION
 from ._flashcore import finish_compiling as _finish_compiling
 from ._flashcore import forked as _forked
@@ -291,16 +292,10 @@ def _packed(
     # What is None behind the others is left out.
     plain = slopes is None and lists[0] is None
     others = () if plain else (*lists, _widen(slopes), None)
-    if _torch is not None and (_is_compiling() or _torch.is_recorded(*tensors)):
-        # Whole, so that the gradient of a packed tensor is written into one.
-        result = _attend((*tensors, *others), numbers, function, lse, deterministic)
-    else:
-        q, packed, _ = tensors
-        if packed is None:
-            separate = (q[..., 0, :, :], q[..., 1, :, :], q[..., 2, :, :])
-        else:
-            separate = (q, packed[..., 0, :, :], packed[..., 1, :, :])
-        result = _attend((*separate, *others), numbers, function, lse, deterministic)
+    if _torch is None or not (_is_compiling() or _torch.is_recorded(*tensors)):
+        # Recorded ones stay whole, so that the gradient of a packed tensor is written into one.
+        tensors = _separate(tensors)
+    result = _attend((*tensors, *others), numbers, function, lse, deterministic)
     return (*result, None) if lse else result
 
 

@@ -32,10 +32,10 @@ def attend(
     deterministic: bool,
 ) -> Any:
     """The answer of ``call`` for copies of its first tensors, or None where these can be read."""
-    separate = _parts(tensors[:3])
-    if separate is None or not any(_is_odd(tensor) for tensor in separate):
+    parts = _parts(tensors[:3])
+    if parts is None or not any(_is_odd(tensor) for tensor in parts):
         return None
-    q, k, v = separate
+    q, k, v = parts
     scale, dim = numbers[0], q.shape[-1]
     if scale is None and dim > 0:
         numbers = (1.0 / math.sqrt(dim), *numbers[1:])
@@ -82,6 +82,11 @@ def _parts(tensors: tuple[Any, ...]) -> tuple[Any, Any, Any] | None:
     for tensor in tensors:
         if tensor is not None and not len(getattr(tensor, "shape", ())):
             return None
+    return separate(tensors)
+
+
+def separate(tensors: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """Queries, keys and values: those that are packed into the one before are None."""
     q, k, v = tensors
     if k is None:
         return q[..., 0, :, :], q[..., 1, :, :], q[..., 2, :, :]
