@@ -192,9 +192,9 @@ fn named(name: &str) -> Option<Vec<Problem>> {
     })
 }
 
-/// First the curves: hidden size 2048, every head dim and mask, lengths apart by a factor of two. Then what
-/// lies between and beside them: other lengths, grouped heads, few heads, and as many keys as a step of
-/// a ring has.
+/// First the curves: what the smallest call takes, then hidden size 2048, every head dim and mask, lengths
+/// apart by a factor of two. Then what lies between and beside them: other lengths, grouped heads, few
+/// heads, and as many keys as a step of a ring has.
 fn scale() -> Vec<Problem> {
     let new = |heads: usize, length: usize, dim: usize| {
         let batch = (16_384 / length).max(1);
@@ -206,6 +206,7 @@ fn scale() -> Vec<Problem> {
     let mut problems = Vec::new();
     for dim in [128, 64, 256] {
         let longest = if dim == 128 { 65_536 } else { 32_768 };
+        problems.push(Problem::new(1, 1, 128, dim).with_dtype(DType::BF16));
         let lengths = (9..=16).map(|power| 1 << power).filter(|length| *length <= longest);
         problems.extend(lengths.map(|length| new(2048 / dim, length, dim)));
     }
