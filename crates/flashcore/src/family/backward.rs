@@ -117,10 +117,15 @@ pub(super) fn launch(
 
     let mut choice = Choice::of(kernels.kernel, key_blocks, reason);
     choice.launches[0].numbers = vec![(Number::KeyBlocks, key_blocks_per_head)];
-    if kernels.pass.deterministic {
-        let steps = steps(problem, [query_block, key_block], key_blocks);
-        let heads = counts.key_heads * counts.batch;
-        choice.launches[0].numbers.extend(order(chip, heads, steps));
+    if kernels.pass.takes_heads_together() {
+        let heads = (counts.key_heads * counts.batch).max(1);
+        let order = if kernels.pass.deterministic {
+            let steps = steps(problem, [query_block, key_block], key_blocks);
+            Order::of_turns(chip, heads, steps)
+        } else {
+            Order::longest_first(chip, heads, key_blocks_per_head)
+        };
+        choice.launches[0].numbers.extend(order.numbers(heads));
     }
     kernels.beside(&mut choice, counts.heads, counts.tiles_per_head, counts.tiles);
     choice.tiling = Some(Tiling {
@@ -147,16 +152,39 @@ fn steps(problem: &Problem, [query_block, key_block]: [u32; 2], key_blocks: u32)
     (pairs / f64::from(key_blocks.max(1))).max(1.0)
 }
 
-/// In the deterministic mode a block of the grid adds to a block of query rows after the one before it
-/// of the same head. Heads are taken together so that the two begin two steps apart, where one step is
-/// enough if nobody is ever late: then nobody waits but for the begin.
-fn order(chip: &Chip, heads: u32, steps: f64) -> [(Number, u32); 3] {
-    let together = (2.0 * f64::from(chip.multiprocessors) / steps).ceil();
-    let together = (together as u32).clamp(1, heads.max(1));
-    let first = (heads.max(1) - 1) % together + 1;
-    [
-        (Number::HeadsPerGroup, together),
-        (Number::FirstHeads, first),
-        (Number::LastHeads, heads.max(1) - together),
-    ]
+/// Which key heads the grid takes together.
+struct Order {
+    together: u32,
+    /// The first head whose key blocks come from the first on.
+    last: u32,
+}
+
+impl Order {
+    /// In the deterministic mode a block of the grid adds to a block of query rows after the one before
+    /// it of the same head. Heads are taken together so that the two begin two steps apart, where one
+    /// step is enough if nobody is ever late: then nobody waits but for the begin.
+    fn of_turns(chip: &Chip, heads: u32, steps: f64) -> Self {
+        let together = (2.0 * f64::from(chip.multiprocessors) / steps).ceil();
+        let together = (together as u32).clamp(1, heads);
+        Order { together, last: heads - together }
+    }
+
+    /// Under a causal mask a head's first key blocks have the longest walks. Were heads taken one by
+    /// one, those of the last head would begin when all others are about to end. So many are taken
+    /// together that the blocks of the last of them go around all multiprocessors.
+    fn longest_first(chip: &Chip, heads: u32, key_blocks: u32) -> Self {
+        let around: u32 =
+            std::env::var("FLASHCORE_TRY").ok().and_then(|it| it.parse().ok()).unwrap_or(4);
+        let together = (around * chip.multiprocessors / 4).div_ceil(key_blocks.max(1));
+        Order { together: together.clamp(1, heads), last: 0 }
+    }
+
+    /// As the kernel takes it. What is left over comes first.
+    fn numbers(&self, heads: u32) -> [(Number, u32); 3] {
+        [
+            (Number::HeadsPerGroup, self.together),
+            (Number::FirstHeads, (heads - 1) % self.together + 1),
+            (Number::LastHeads, self.last),
+        ]
+    }
 }
