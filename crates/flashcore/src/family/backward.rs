@@ -171,12 +171,15 @@ impl Order {
 
     /// Under a causal mask a head's first key blocks have the longest walks. Were heads taken one by
     /// one, those of the last head would begin when all others are about to end. So many are taken
-    /// together that the blocks of the last of them go around all multiprocessors.
+    /// together, evenly, that their blocks go around all multiprocessors; one where its own do. More
+    /// would push each other's sums out of the second-level cache, as many short heads do.
     fn longest_first(chip: &Chip, heads: u32, key_blocks: u32) -> Self {
-        let around: u32 =
-            std::env::var("FLASHCORE_TRY").ok().and_then(|it| it.parse().ok()).unwrap_or(4);
-        let together = (around * chip.multiprocessors / 4).div_ceil(key_blocks.max(1));
-        Order { together: together.clamp(1, heads), last: 0 }
+        let of_all = f64::from(key_blocks) / f64::from(chip.multiprocessors);
+        if !(0.05..0.875).contains(&of_all) {
+            return Order { together: 1, last: 0 };
+        }
+        let groups = (heads / chip.multiprocessors.div_ceil(key_blocks)).max(1);
+        Order { together: heads.div_ceil(groups), last: 0 }
     }
 
     /// As the kernel takes it. What is left over comes first.
@@ -186,5 +189,43 @@ impl Order {
             (Number::FirstHeads, (heads - 1) % self.together + 1),
             (Number::LastHeads, self.last),
         ]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// When all blocks have ended, relative to an even share, where each multiprocessor takes the next
+    /// one as soon as it can.
+    fn makespan(order: &Order, heads: u32, key_blocks: u32, multiprocessors: u32) -> f64 {
+        let first = (heads - 1) % order.together + 1;
+        let groups = std::iter::once(first).chain(std::iter::repeat_n(
+            order.together,
+            ((heads - first) / order.together) as usize,
+        ));
+        let walks = |heads: u32| {
+            (0..key_blocks)
+                .flat_map(move |block| std::iter::repeat_n(key_blocks - block, heads as usize))
+        };
+        let mut ends = vec![0; multiprocessors as usize];
+        for steps in groups.flat_map(walks) {
+            *ends.iter_mut().min().unwrap() += steps;
+        }
+        let even = f64::from(ends.iter().sum::<u32>()) / f64::from(multiprocessors);
+        f64::from(*ends.iter().max().unwrap()) / even
+    }
+
+    #[test]
+    fn the_longest_walks_of_several_heads_end_evenly() {
+        let chip = Chip::H200;
+        for (heads, key_blocks) in [(8, 32), (8, 64), (16 * 4, 32), (16 * 8, 16), (16 * 2, 64)] {
+            let order = Order::longest_first(&chip, heads, key_blocks);
+            let even = makespan(&order, heads, key_blocks, chip.multiprocessors);
+            let one_by_one = Order { together: 1, last: 0 };
+            let before = makespan(&one_by_one, heads, key_blocks, chip.multiprocessors);
+            assert!(even < 1.03, "{heads} heads of {key_blocks} blocks: {even}");
+            assert!(before > 1.04, "{heads} heads of {key_blocks} blocks: {before}");
+        }
     }
 }
