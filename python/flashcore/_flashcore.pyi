@@ -16,6 +16,8 @@ __all__ = [
     "merge",
     "panic",
     "plan_for",
+    "xla_call",
+    "xla_target",
 ]
 
 VERSION: str
@@ -60,6 +62,10 @@ def attend_backward(
 def plan_for(
     tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, chip: str, backward: bool = False, /
 ) -> tuple[str, str, str | None, str]: ...
+def xla_call(
+    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, /
+) -> tuple[dict[str, Any], tuple[list[int], str, list[int]]]: ...
+def xla_target(name: str, platform: str, /) -> Any: ...
 def append(
     tensors: tuple[Any, ...], flags: tuple[Any, ...], entrance: str, /
 ) -> Any: ...

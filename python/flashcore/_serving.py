@@ -33,7 +33,7 @@ def attend(
     try:
         result = _flashcore.attend(tensors, numbers, function, lse, "function")
         if result is None:
-            return _arrays.attend(tensors, numbers, function, lse)
+            return _arrays.attend(tensors, numbers, function, lse, deterministic)
         if result is NotImplemented:
             return _torch.attend(tensors, numbers, function, lse, deterministic)
         if result is ...:

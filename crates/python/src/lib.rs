@@ -18,6 +18,7 @@
 //! | `array`, `dlpack` | everyone else's |
 //! | `view` | what a tensor is |
 //! | `gpu`, `cpu` | where the work is done |
+//! | `jit`, `xla` | calls from programs that XLA compiled |
 //! | `info` | what ran |
 // Python's objects, DLPack's structures and other libraries' memory are C.
 #![allow(unsafe_code)]
@@ -32,6 +33,7 @@ mod error;
 mod gpu;
 mod gradient;
 mod info;
+mod jit;
 mod library;
 mod numbers;
 mod parts;
@@ -41,17 +43,19 @@ mod rules;
 mod torch;
 mod update;
 mod view;
+mod xla;
 
 /// The extension module.
 #[pyo3::pymodule(name = "_flashcore")]
 mod module {
     use pyo3::prelude::*;
-    use pyo3::types::{PyDict, PyTuple};
+    use pyo3::types::{PyCapsule, PyDict, PyTuple};
 
     #[pymodule_export]
     use super::array::Array;
     use super::boundary::guard;
     use super::gradient::Given;
+    use super::jit::Described;
     use super::library::Entrance;
     use super::request::Function;
     use super::rules::Rules;
@@ -125,6 +129,30 @@ mod module {
         backward: bool,
     ) -> PyResult<(String, &'static str, Option<String>, String)> {
         guard(|| call::plan_for(tensors, numbers, function, chip, backward))
+    }
+
+    /// What `attend` would answer inside a program that XLA compiles, from shapes alone: tensors are
+    /// (element type, sizes, None, 0). The attributes of the call, and its results: the shape and
+    /// the element type of the output, and the shape of the log-sum-exps.
+    #[pyfunction]
+    #[pyo3(signature = (tensors, numbers, function, /))]
+    fn xla_call<'py>(
+        tensors: &Bound<'py, PyTuple>,
+        numbers: &Bound<'py, PyTuple>,
+        function: Function,
+    ) -> PyResult<Described<'py>> {
+        guard(|| super::jit::describe(tensors, numbers, function))
+    }
+
+    /// A handler for XLA: `attention` or `attention_backward`, on `cpu` or on `CUDA`.
+    #[pyfunction]
+    #[pyo3(signature = (name, platform, /))]
+    fn xla_target<'py>(
+        py: Python<'py>,
+        name: &str,
+        platform: &str,
+    ) -> PyResult<Bound<'py, PyCapsule>> {
+        guard(|| super::jit::target(py, name, platform))
     }
 
     /// New keys and values into a cache: the queries, rotated or None, and the new lengths.
