@@ -55,12 +55,14 @@ impl Problem {
         self.with_windows_by_name().with_caps_by_name()
     }
 
-    /// With what is a softcap in the score function, unless there is one. Gradients are taken of one
-    /// or the other.
+    /// With what is a softcap in the score function, unless there is one. Gradients are taken of a
+    /// cap by name or of a function.
     fn with_caps_by_name(self) -> Problem {
         let function = self.scores.function.filter(|_| self.scores.softcap.is_none());
-        let function = function.filter(|_| !self.scores.has_alibi() && self.pass == Pass::Forward);
-        let Some(Capped { cap, rest }) = function.and_then(|it| it.capped()) else { return self };
+        let function = function.filter(|_| !self.scores.has_alibi());
+        let capped = function.and_then(|function| function.capped());
+        let capped = capped.filter(|it| it.rest.is_none() || self.pass == Pass::Forward);
+        let Some(Capped { cap, rest }) = capped else { return self };
         let scores = Scores { softcap: Some(cap), function: rest, ..self.scores };
         Problem { scores, ..self }
     }
@@ -261,8 +263,13 @@ mod tests {
         let by_function = problem.clone().with_scores(capped);
         let by_name = problem.clone().with_scores(Scores::default().with_softcap(30.0));
         assert_eq!(by_function.with_rules_by_name(), by_name);
+        assert_eq!(by_function.backward().with_rules_by_name(), by_name.backward());
+        let moved = Function::score("moved", |score, at| score + at.key().to_f32());
+        let moved = capped.function.unwrap().then(moved).unwrap();
+        let moved = problem.clone().with_scores(Scores::default().with_function(moved));
+        assert_eq!(moved.with_rules_by_name().scores.softcap, Some(30.0));
         for other in [
-            by_function.clone().backward(),
+            moved.backward(),
             problem.clone().with_scores(capped.with_softcap(5.0)),
             // Slopes would come after the cap.
             problem.with_scores(capped.with_alibi(Alibi::PerHead)),
