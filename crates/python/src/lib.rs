@@ -11,6 +11,7 @@
 //! | `call` | from a call to its answer |
 //! | `numbers` | what calls give besides tensors |
 //! | `request`, `gradient`, `update`, `parts` | what calls of attention, of its backward pass, of appending and of combining give |
+//! | `distributed` | who does what where a sequence is spread over ranks |
 //! | `descale` | factors of 8-bit tensors |
 //! | `rules` | masks and scores as functions |
 //! | `library` | whose tensors a call has |
@@ -28,6 +29,7 @@ mod boundary;
 mod call;
 mod cpu;
 mod descale;
+mod distributed;
 mod dlpack;
 mod error;
 mod gpu;
@@ -54,6 +56,8 @@ mod module {
     #[pymodule_export]
     use super::array::Array;
     use super::boundary::guard;
+    #[pymodule_export]
+    use super::distributed::Distribution;
     use super::gradient::Given;
     use super::jit::Described;
     use super::library::Entrance;
