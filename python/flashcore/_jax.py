@@ -15,7 +15,8 @@ import numpy as np
 
 from . import _flashcore
 
-_FORWARD, _BACKWARD = "flashcore_attention", "flashcore_attention_backward"
+# Named after the package, of which a process may have two: one may be from a hub.
+_FORWARD, _BACKWARD = (f"{__package__}_{name}" for name in ("attention", "attention_backward"))
 for _name, _target in ((_FORWARD, "attention"), (_BACKWARD, "attention_backward")):
     for _platform in ("cpu", "CUDA"):
         jax.ffi.register_ffi_target(_name, _flashcore.xla_target(_target, _platform), platform=_platform)

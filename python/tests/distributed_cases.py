@@ -18,9 +18,9 @@ HEADS = ((8, 2), (8, 8), (8, 1), (12, 4))
 def cases(size, variant):
     """Each mask with each order, of which eight ranks take one; lengths, heads and scores in turn."""
     for index, (mask, order) in enumerate(itertools.product(MASKS, ("zigzag", "contiguous"))):
-        index += size + VARIANTS.index(variant)
-        if size == 8 and (index + index // 2) % 2:
+        if size == 8 and (index + index // 2 + VARIANTS.index(variant)) % 2:
             continue
+        index += size + VARIANTS.index(variant)
         scores = {"softcap": 3.0, "softmax_scale": 0.3} if index % 3 == 0 else {}
         nodes = {2: 2, 3: 1, 4: 2, 8: 4 if index % 2 else 2}[size] if variant == "hybrid" else 1
         # Every length meets every mask and both orders over the sizes and variants.
