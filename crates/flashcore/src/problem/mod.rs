@@ -92,6 +92,8 @@ pub struct Problem {
     pub pass: Pass,
     /// Whether gradients must be the same bit for bit from run to run.
     pub deterministic: bool,
+    /// Whether the outputs of a query must be the same bit for bit whatever is computed with it.
+    pub batch_invariant: bool,
 }
 
 /// What is wanted of attention.
@@ -187,6 +189,9 @@ pub enum ProblemError {
     /// Outputs are asked for in a way that only gradients can be.
     #[error("deterministic is said of gradients alone, and outputs are asked for")]
     Deterministic,
+    /// Gradients are asked for in a way that only outputs can be.
+    #[error("batch_invariant is said of outputs alone, and gradients are asked for")]
+    BatchInvariant,
     /// A tensor of this problem cannot be addressed.
     #[error("the {0} tensor would be larger than the address space")]
     TooLarge(&'static str),
@@ -214,6 +219,7 @@ impl Problem {
             lse: true,
             pass: Pass::Forward,
             deterministic: false,
+            batch_invariant: false,
         }
     }
 
@@ -246,6 +252,26 @@ impl Problem {
     /// ```
     pub fn deterministic(self) -> Self {
         Problem { deterministic: true, ..self }
+    }
+
+    /// Outputs of a query, and its log-sum-exp, that are the same bit for bit whatever else is in the
+    /// batch, however many queries of its sequence come in one call, and wherever its keys lie: they
+    /// depend on the query, on the keys and values that it sees, and on its position among them. On
+    /// one kind of GPU, that is, and with finite values; docs/serving.md says what it costs.
+    ///
+    /// ```
+    /// use flashcore::{CpuBackend, Backend, InputTensors, Mask, Problem, RunOptions};
+    ///
+    /// let prefill = Problem::new(1, 2, 40, 16).with_mask(Mask::CAUSAL).batch_invariant();
+    /// let tensors = InputTensors::random(&prefill, 0)?;
+    /// let options = RunOptions::default();
+    /// let all = CpuBackend::new().run(&prefill, tensors.inputs(), &options)?;
+    /// assert!(prefill.text().ends_with("batch_invariant"));
+    /// assert!(prefill.backward().validate().is_err());
+    /// # Ok::<(), flashcore::Error>(())
+    /// ```
+    pub fn batch_invariant(self) -> Self {
+        Problem { batch_invariant: true, ..self }
     }
 
     /// Share each key/value head among `query_heads / kv_heads` query heads.
@@ -331,6 +357,9 @@ impl Problem {
         }
         if self.deterministic && self.pass == Pass::Forward {
             return Err(ProblemError::Deterministic);
+        }
+        if self.batch_invariant && self.pass == Pass::Backward {
+            return Err(ProblemError::BatchInvariant);
         }
         self.scores.validate()?;
         self.validate_elements()?;
@@ -487,6 +516,9 @@ impl fmt::Display for Problem {
         }
         if self.deterministic {
             write!(f, ", deterministic")?;
+        }
+        if self.batch_invariant {
+            write!(f, ", batch_invariant")?;
         }
         Ok(())
     }
