@@ -110,7 +110,7 @@ pub(crate) fn launch(
     };
     choice.launches[0].numbers =
         vec![(Number::Teams, teams), (Number::BlocksPerTeam, members), of_splits];
-    if teams > 1 {
+    if teams > 1 || decode.running_parts() > 0 {
         let counters = match decode.splits {
             Splits::Shares => problem.batch as u64 * u64::from(members),
             Splits::Fixed { .. } => 2 * u64::from(blocks),

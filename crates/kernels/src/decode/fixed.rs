@@ -13,8 +13,8 @@
 //! no weight, and to fold it changes no bit: so a window may begin anywhere, and a query that comes
 //! with later ones may walk over keys that it does not see.
 //!
-//! Who folds depends on the batch. A group that one team has is folded in registers, and so is a
-//! sequence. The splits of a group that several teams have go to memory, and the last of these
+//! Who folds depends on the batch. A group that one team has is folded by it as its splits come,
+//! and so is a sequence. The splits of a group that several teams have go to memory, and the last of these
 //! teams folds them; in the same way the last of its groups folds a sequence. A team begins at most
 //! one group and one sequence that it does not end, so both have their places, and their counters,
 //! with the team that begins them.
@@ -81,11 +81,52 @@ fn take(k: &mut Builder, number: Reg<U32>, first: Value<U32>, sums: &Sums, part:
 /// What a block does with its splits.
 pub(super) struct Fixed<'a> {
     merge: &'a Merge<'a>,
-    /// The thread's items of the group and of the sequence that the block is at.
-    group: Vec<Sums>,
-    sequence: Vec<Sums>,
+    /// The group and the sequence that the block is at.
+    group: Running,
+    sequence: Running,
     /// Parts that a block has room for.
     room: Reg<U32>,
+}
+
+/// What the thread's items have come to.
+enum Running {
+    /// Each of them.
+    Registers(Vec<Sums>),
+    /// In two places for parts, from this one on, in turn: the rows' maxima are read by others than
+    /// write them, who may be ahead of them within a split.
+    Memory(Reg<U32>),
+}
+
+impl Running {
+    /// Folds the part of a number into an item, or begins with it if it is the first; gives what
+    /// the item comes to.
+    fn take(
+        &self,
+        k: &mut Builder,
+        merge: &Merge<'_>,
+        (index, item): (usize, &Item),
+        (number, first): (Reg<U32>, Reg<U32>),
+        part: &Sums,
+    ) -> Sums {
+        match self {
+            Running::Registers(items) => {
+                take(k, number, first.into(), &items[index], part);
+                items[index]
+            }
+            Running::Memory(first_slot) => {
+                let sums = Sums::nothing(k);
+                k.if_(number.differs(first), |k| {
+                    let slot = k.eval(*first_slot + (number + 1) % 2);
+                    let so_far = merge.load_from(k, slot, item);
+                    sums.set(k, &so_far);
+                });
+                take(k, number, first.into(), &sums, part);
+                let slot = k.eval(*first_slot + number % 2);
+                merge.store_at(k, slot, item, &sums);
+                sums
+            }
+        }
+    }
 }
 
 /// A split's group, in splits: from the first to before the last.
@@ -111,11 +152,18 @@ impl Group {
 
 impl<'a> Fixed<'a> {
     pub(super) fn new(k: &mut Builder, merge: &'a Merge<'a>) -> Self {
-        let decode = merge.decode;
-        let items = (decode.rows * decode.value_head_dim / 4).div_ceil(decode.threads());
-        let [group, sequence] =
-            [0, 1].map(|_| (0..items).map(|_| Sums::nothing(k)).collect::<Vec<_>>());
-        Fixed { merge, group, sequence, room: Number::PartsPerBlock.read(k) }
+        let room: Reg<U32> = Number::PartsPerBlock.read(k);
+        let [group, sequence] = [2, 4].map(|place: u32| match merge.decode.running_parts() {
+            0 => {
+                let items = 0..merge.decode.thread_items();
+                Running::Registers(items.map(|_| Sums::nothing(k)).collect())
+            }
+            _ => {
+                let block = k.block_index();
+                Running::Memory(k.eval(block * room + (room - place)))
+            }
+        });
+        Fixed { merge, group, sequence, room }
     }
 
     /// Finishes a split: all warps of the block call this.
@@ -133,12 +181,13 @@ impl<'a> Fixed<'a> {
             k.if_else(
                 own_group,
                 |k| {
-                    take(k, split, group.first.into(), &self.group[index], &sums);
+                    let place = (split, group.first);
+                    let sums = self.group.take(k, self.merge, (index, item), place, &sums);
                     k.if_(ends_group, |k| {
                         k.if_else(
                             own_sequence,
-                            |k| self.take_group(k, share, &group, index, item),
-                            |k| self.store_group(k, share, &group, item, &self.group[index]),
+                            |k| self.take_group(k, share, &group, (index, item), &sums),
+                            |k| self.store_group(k, share, &group, item, &sums),
                         );
                     });
                 },
@@ -158,11 +207,18 @@ impl<'a> Fixed<'a> {
     }
 
     /// Takes an item of a group into the sequence, all of which the team has; the last ends it.
-    fn take_group(&self, k: &mut Builder, share: &Share, group: &Group, index: usize, item: &Item) {
-        let sums = &self.sequence[index];
-        take(k, group.number, group.first_number.into(), sums, &self.group[index]);
+    fn take_group(
+        &self,
+        k: &mut Builder,
+        share: &Share,
+        group: &Group,
+        (index, item): (usize, &Item),
+        sums: &Sums,
+    ) {
+        let place = (group.number, group.first_number);
+        let sums = self.sequence.take(k, self.merge, (index, item), place, sums);
         let ends = group.end.equals(share.end_all);
-        k.if_(ends, |k| self.merge.store(k, &share.rows, item, sums));
+        k.if_(ends, |k| self.merge.store(k, &share.rows, item, &sums));
     }
 
     /// The block has stored all that it has of a group: if it was the last, folds the group, and
@@ -206,12 +262,12 @@ impl<'a> Fixed<'a> {
     /// Every item of the rows, with its index among the thread's.
     fn each_item(&self, k: &mut Builder, share: &Share, body: impl Fn(&mut Builder, usize, &Item)) {
         let items = self.merge.items(k, &share.rows);
-        for index in 0..self.group.len() {
+        for index in 0..self.merge.decode.thread_items() {
             let threads = self.merge.decode.threads();
-            let number = k.eval(self.merge.thread + index as u32 * threads);
+            let number = k.eval(self.merge.thread + index * threads);
             k.if_(number.less(items), |k| {
                 let item = self.merge.item(k, number);
-                body(k, index, &item);
+                body(k, index as usize, &item);
             });
         }
     }

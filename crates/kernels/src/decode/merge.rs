@@ -43,6 +43,7 @@ pub(super) struct Item {
 }
 
 /// An item's sums: unnormalised outputs, and the row's maximum and sum.
+#[derive(Clone, Copy)]
 pub(super) struct Sums {
     pub(super) outputs: [Reg<F32>; 4],
     pub(super) maximum: Reg<F32>,
@@ -250,6 +251,17 @@ impl<'a> Merge<'a> {
             let at = address + (place * 4).convert::<U64>();
             k.store_vector(at, &[sums.maximum, sums.sum], Default::default());
         });
+    }
+
+    /// Loads an item from a place for parts that this block has stored.
+    pub(super) fn load_from(&self, k: &mut Builder, slot: Reg<U32>, item: &Item) -> Sums {
+        let address = self.part_address(k, slot);
+        let place = item.row * self.decode.value_head_dim + item.column;
+        let outputs = k.load_vector(address + (place * 4).convert::<U64>(), Default::default());
+        let place = item.row * 2 + self.decode.rows * self.decode.value_head_dim;
+        let at = address + (place * 4).convert::<U64>();
+        let [maximum, sum] = k.load_vector(at, Default::default());
+        Sums { outputs, maximum, sum }
     }
 
     /// The address of a part in the workspace.

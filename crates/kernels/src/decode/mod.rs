@@ -178,7 +178,23 @@ impl Decode {
             // A sequence that began before the block, and one that goes on after it.
             Splits::Shares => 2,
             // The splits of a group that others have parts of, and the groups of such a sequence.
-            Splits::Fixed { .. } => fixed::GROUP as u64 + self.groups(keys),
+            Splits::Fixed { .. } => {
+                fixed::GROUP as u64 + self.groups(keys) + self.running_parts() as u64
+            }
+        }
+    }
+
+    /// Items of four output columns that a thread finishes.
+    const fn thread_items(&self) -> u32 {
+        (self.rows * self.value_head_dim / 4).div_ceil(self.threads())
+    }
+
+    /// Parts that a block with splits of fixed size holds in memory, having too few registers for the
+    /// group and the sequence that it is at.
+    pub const fn running_parts(&self) -> u32 {
+        match self.splits {
+            Splits::Fixed { .. } if self.thread_items() > 2 => 4,
+            _ => 0,
         }
     }
 

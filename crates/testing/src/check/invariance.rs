@@ -7,11 +7,12 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
+use flashcore::plan::Arrangement;
 use flashcore::random::uniform;
 use flashcore::serving::{Placement, Sequences};
 use flashcore::{
-    Backend, DType, Descales, Error, InputTensors, Layout, Output, Problem, RunOptions, Shape,
-    Tensor,
+    Backend, DType, Descales, Error, InputTensors, Layout, Mask, Output, Problem, Progress,
+    RunOptions, Shape, Tensor,
 };
 
 use crate::dice::Dice;
@@ -204,13 +205,45 @@ impl Invariance {
     }
 }
 
-/// Runs batches on a back end, each after what it is made of was run alone: so many, of so many
-/// sequences and queries of one at most. Gives how many queries were compared.
-pub fn run_invariance(
+/// Runs so many random batches on a back end, in several types and head dims and under several
+/// masks, each after what it is made of was run alone; gives how many queries were compared.
+pub fn run_batches(
+    backend: &dyn Backend,
+    batches: u64,
+    progress: &dyn Progress,
+) -> Result<usize, String> {
+    let problem = |heads: usize, kv_heads: usize, dim: usize, dtype: DType| {
+        let problem = Problem::new(1, heads, 1, dim).with_kv_heads(kv_heads);
+        problem.with_dtype(dtype).with_mask(Mask::CAUSAL)
+    };
+    let usual = problem(8, 2, 128, DType::BF16);
+    let problems = [
+        usual.clone(),
+        problem(6, 2, 64, DType::F16).with_mask(Mask::window(Some(700), Some(0))),
+        problem(2, 1, 256, DType::BF16),
+        usual.clone().with_kv_dtype(DType::E4M3),
+        usual.with_mask(Mask::CAUSAL.with_chunk(600)),
+    ];
+    progress.begin(batches);
+    let share = batches.div_ceil(problems.len() as u64).max(1);
+    let mut compared = 0;
+    for problem in problems {
+        let arrangement = Arrangement::contiguous(&problem).map_err(|error| error.to_string())?;
+        let asked = problem.clone().batch_invariant();
+        if !backend.candidates(&asked, &arrangement).iter().any(|it| it.accepted) {
+            continue;
+        }
+        let invariance = Invariance::new(problem, 4, 2600).map_err(|error| error.to_string())?;
+        compared += run_of(backend, invariance, share, progress)?;
+    }
+    Ok(compared)
+}
+
+fn run_of(
     backend: &dyn Backend,
     mut invariance: Invariance,
     batches: u64,
-    most: [usize; 2],
+    progress: &dyn Progress,
 ) -> Result<usize, String> {
     let mut run = |sequences: &Sequences, tensors: &InputTensors| {
         let attend = || {
@@ -222,7 +255,8 @@ pub fn run_invariance(
     };
     invariance.alone(&mut run)?;
     for seed in 0..batches {
-        invariance.batch(seed, most, &mut run)?;
+        invariance.batch(seed, [16, 70], &mut run)?;
+        progress.advance(1);
     }
     Ok(invariance.compared())
 }
