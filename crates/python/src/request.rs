@@ -40,23 +40,36 @@ pub(crate) enum Function {
     KvCacheInBlocks,
 }
 
-impl FromPyObject<'_, '_> for Function {
+/// A function, and whether it was called with `batch_invariant`: then its name ends with that.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Called {
+    pub(crate) function: Function,
+    pub(crate) batch_invariant: bool,
+}
+
+impl FromPyObject<'_, '_> for Called {
     type Error = PyErr;
 
     fn extract(name: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
-        match name.extract::<&str>()? {
-            "flash_attn_func" => Ok(Function::Plain),
-            "flash_attn_qkvpacked_func" => Ok(Function::QkvPacked),
-            "flash_attn_kvpacked_func" => Ok(Function::KvPacked),
-            "scaled_dot_product_attention" => Ok(Function::PyTorch),
-            "flex_attention" => Ok(Function::Flex),
-            "flash_attn_varlen_func" => Ok(Function::Varlen),
-            "flash_attn_varlen_qkvpacked_func" => Ok(Function::VarlenQkvPacked),
-            "flash_attn_varlen_kvpacked_func" => Ok(Function::VarlenKvPacked),
-            "flash_attn_with_kvcache" => Ok(Function::KvCache),
-            "flash_attn_with_kvcache, block_table" => Ok(Function::KvCacheInBlocks),
-            other => Err(error::value(format!("there is no function `{other}`"))),
-        }
+        let name = name.extract::<&str>()?;
+        let (name, batch_invariant) = match name.strip_suffix(", batch_invariant") {
+            Some(name) => (name, true),
+            None => (name, false),
+        };
+        let function = match name {
+            "flash_attn_func" => Function::Plain,
+            "flash_attn_qkvpacked_func" => Function::QkvPacked,
+            "flash_attn_kvpacked_func" => Function::KvPacked,
+            "scaled_dot_product_attention" => Function::PyTorch,
+            "flex_attention" => Function::Flex,
+            "flash_attn_varlen_func" => Function::Varlen,
+            "flash_attn_varlen_qkvpacked_func" => Function::VarlenQkvPacked,
+            "flash_attn_varlen_kvpacked_func" => Function::VarlenKvPacked,
+            "flash_attn_with_kvcache" => Function::KvCache,
+            "flash_attn_with_kvcache, block_table" => Function::KvCacheInBlocks,
+            other => return Err(error::value(format!("there is no function `{other}`"))),
+        };
+        Ok(Called { function, batch_invariant })
     }
 }
 
@@ -319,6 +332,9 @@ impl Request {
         }
         if let Some(softcap) = softcap {
             problem = problem.with_softcap(softcap);
+        }
+        if self.numbers.batch_invariant {
+            problem = problem.batch_invariant();
         }
         if let Some(memory) = &self.slopes {
             memory.floats(slopes, query.place, q)?;

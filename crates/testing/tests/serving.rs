@@ -375,8 +375,8 @@ impl Progress for Silent {
 #[test]
 fn bits_do_not_depend_on_the_batch() {
     let backend = CpuBackend::new();
-    let compared = run_batches(&backend, 100, &Silent).unwrap();
-    assert!(compared > 1000, "{compared}");
+    let compared = run_batches(&backend, 40, &Silent).unwrap();
+    assert!(compared > 250, "{compared}");
     let problem = Problem::new(1, 4, 1, 24).with_kv_heads(2).with_dtype(DType::F32);
     let mut invariance = Invariance::new(problem.with_mask(Mask::CAUSAL), 3, 3500).unwrap();
     let mut run = |sequences: &Sequences, tensors: &InputTensors| {
@@ -385,8 +385,8 @@ fn bits_do_not_depend_on_the_batch() {
         Ok((result.output, result.lse))
     };
     invariance.alone(&mut run).unwrap();
-    for seed in 0..60 {
+    for seed in 0..40 {
         invariance.batch(seed, [6, 40], &mut run).unwrap();
     }
-    assert!(invariance.compared() > 500, "{}", invariance.compared());
+    assert!(invariance.compared() > 100, "{}", invariance.compared());
 }

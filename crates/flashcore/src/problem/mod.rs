@@ -223,7 +223,8 @@ impl Problem {
         }
     }
 
-    /// The gradients of this problem's output.
+    /// The gradients of this problem's output. That its bits do not depend on the batch is not said
+    /// of them.
     ///
     /// ```
     /// use flashcore::{Pass, Problem};
@@ -233,7 +234,7 @@ impl Problem {
     /// assert_eq!(problem.flops(), 2.5 * Problem::new(1, 8, 512, 64).flops());
     /// ```
     pub fn backward(self) -> Self {
-        Problem { pass: Pass::Backward, ..self }
+        Problem { pass: Pass::Backward, batch_invariant: false, ..self }
     }
 
     /// Ask for the output that the gradients are of.
@@ -260,14 +261,12 @@ impl Problem {
     /// one kind of GPU, that is, and with finite values; docs/serving.md says what it costs.
     ///
     /// ```
-    /// use flashcore::{CpuBackend, Backend, InputTensors, Mask, Problem, RunOptions};
+    /// use flashcore::gpu::Chip;
+    /// use flashcore::{Plan, Preference, Problem};
     ///
-    /// let prefill = Problem::new(1, 2, 40, 16).with_mask(Mask::CAUSAL).batch_invariant();
-    /// let tensors = InputTensors::random(&prefill, 0)?;
-    /// let options = RunOptions::default();
-    /// let all = CpuBackend::new().run(&prefill, tensors.inputs(), &options)?;
-    /// assert!(prefill.text().ends_with("batch_invariant"));
-    /// assert!(prefill.backward().validate().is_err());
+    /// let problem = Problem::new(16, 32, 1, 128).with_kv_heads(8).with_key_length(8192);
+    /// let plan = Plan::on_chip(&Chip::H200, &problem.batch_invariant(), &Preference::default())?;
+    /// assert!(plan.chosen.configuration.unwrap().ends_with("_fixed4"));
     /// # Ok::<(), flashcore::Error>(())
     /// ```
     pub fn batch_invariant(self) -> Self {

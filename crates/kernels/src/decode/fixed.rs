@@ -259,8 +259,12 @@ impl<'a> Fixed<'a> {
         });
     }
 
-    /// Every item of the rows, with its index among the thread's.
+    /// Every item of the rows, with its index among the thread's where it is in registers.
     fn each_item(&self, k: &mut Builder, share: &Share, body: impl Fn(&mut Builder, usize, &Item)) {
+        if let Running::Memory(_) = self.group {
+            self.merge.each_item(k, &share.rows, |k, item| body(k, 0, &item));
+            return;
+        }
         let items = self.merge.items(k, &share.rows);
         for index in 0..self.merge.decode.thread_items() {
             let threads = self.merge.decode.threads();
@@ -299,8 +303,10 @@ impl<'a> Fixed<'a> {
         let place = bytes(k, item.row * decode.value_head_dim + item.column);
         let row = bytes(k, item.row * 2 + decode.rows * decode.value_head_dim);
         let all = Sums::nothing(k);
-        k.for_range(0, count, TOGETHER, |k, first| {
-            let loaded: Vec<Sums> = (0..TOGETHER)
+        // Queries are in registers too: with wide heads there is room for half.
+        let together = if decode.running_parts() > 0 { TOGETHER / 2 } else { TOGETHER };
+        k.for_range(0, count, together, |k, first| {
+            let loaded: Vec<Sums> = (0..together)
                 .map(|ahead| {
                     // Beyond the last part: the last again, and not used.
                     let index = k.eval((first + ahead).minimum(last));

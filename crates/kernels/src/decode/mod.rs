@@ -381,12 +381,12 @@ impl Decode {
                     let mut walk = Walk::new(k, self, &numbers, lanes);
                     walk.load_queries(k, (queries, &query_strides), &cursor, &scaling);
                     let sight = walk.sight(k, &cursor, slopes, &functions);
-                    let share = cursor.share(k, self, &numbers);
                     let tile = k.variable(ring.warp());
-                    let split = k.variable(share.first);
+                    let split = k.variable(cursor.first_split());
                     k.loop_(|k| {
-                        let end = share.end_tile(k, self, split);
+                        let end = cursor.end_tile(k, self, split);
                         walk.tiles(k, &ring, &cursor, &sight, (tile, end), scores, &functions);
+                        let share = cursor.share(k, &numbers);
                         let last = k.eval((split + 1).at_least(share.end));
                         k.if_(last, |k| {
                             cursor.advance(k);

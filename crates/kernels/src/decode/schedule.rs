@@ -229,21 +229,12 @@ pub(super) struct Share {
     /// Those that the block's rows see.
     pub(super) begin_all: Reg<U32>,
     pub(super) end_all: Reg<U32>,
-    /// The tile that the team begins with, and how many there are.
-    first_tile: Reg<U32>,
-    tiles: Reg<U32>,
     /// Splits of a team, and before the sequence.
     quota: Reg<U32>,
     before: Reg<U32>,
 }
 
 impl Share {
-    /// Where the tiles of a split end, counted from the team's first.
-    pub(super) fn end_tile(&self, k: &mut Builder, decode: &Decode, split: Reg<U32>) -> Reg<U32> {
-        let end = (split + 1) * decode.unit_tiles() - self.first_tile;
-        k.eval(end.minimum(self.tiles))
-    }
-
     /// The team that has a split.
     pub(super) fn team(&self, k: &mut Builder, split: Reg<U32>) -> Reg<U32> {
         k.eval((self.before + split - self.begin_all) / self.quota)
@@ -410,17 +401,30 @@ impl Cursor {
         }
     }
 
+    fn fixed(&self) -> &FixedUnits {
+        self.fixed.as_ref().expect("splits are of a fixed size")
+    }
+
+    /// The first split of fixed size that the team has of the sequence.
+    pub(super) fn first_split(&self) -> Reg<U32> {
+        self.fixed().own
+    }
+
+    /// Where the tiles of a split of fixed size end, counted from the team's first.
+    pub(super) fn end_tile(&self, k: &mut Builder, decode: &Decode, split: Reg<U32>) -> Reg<U32> {
+        let end = (split + 1) * decode.unit_tiles() - self.first_key / decode.tile_keys;
+        k.eval(end.minimum(self.count))
+    }
+
     /// The splits of fixed size that the team has of the sequence.
-    pub(super) fn share(&self, k: &mut Builder, decode: &Decode, numbers: &Numbers) -> Share {
-        let fixed = self.fixed.as_ref().expect("splits are of a fixed size");
+    pub(super) fn share(&self, k: &mut Builder, numbers: &Numbers) -> Share {
+        let fixed = self.fixed();
         Share {
             rows: self.rows(k, numbers),
             first: k.variable(fixed.own),
             end: k.eval(fixed.own + fixed.count),
             begin_all: k.variable(fixed.first),
             end_all: k.eval(fixed.first + self.units),
-            first_tile: k.eval(self.first_key / decode.tile_keys),
-            tiles: k.variable(self.count),
             quota: self.quota,
             before: k.variable(self.before),
         }

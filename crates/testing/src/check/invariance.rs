@@ -2,7 +2,9 @@
 //!
 //! Batches are drawn from a few long sequences: some queries, one after the other, of some of them,
 //! each over the keys up to its own, in a cache that lies differently each time. What a query comes
-//! to is kept when it is first met, and it is first met alone; every other time it must be the same.
+//! to is kept when it is first met, and every other time it must be the same. The last query of each
+//! sequence was met alone before; of others that are new in a batch, one of each sequence is run alone
+//! after it.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -111,8 +113,20 @@ impl Invariance {
             let count = 1 + dice.below(queries.min(end));
             Member { sequence: dice.below(self.sequences), queries: end - count..end }
         };
-        let members = (0..count).map(|_| member(&mut dice)).collect();
-        self.take(members, &mut dice, run).map_err(|error| format!("seed {seed}: {error}"))
+        let members: Vec<Member> = (0..count).map(|_| member(&mut dice)).collect();
+        let new = members.iter().filter_map(|Member { sequence, queries }| {
+            let is_new = |position: &usize| !self.known.contains_key(&(*sequence, *position));
+            let new: Vec<usize> = queries.clone().filter(is_new).collect();
+            let position = *new.get(dice.below(new.len()))?;
+            Some(Member { sequence: *sequence, queries: position..position + 1 })
+        });
+        let alone: Vec<Member> = new.collect();
+        let mut all = vec![members];
+        all.extend(alone.into_iter().map(|member| vec![member]));
+        for members in all {
+            self.take(members, &mut dice, run).map_err(|error| format!("seed {seed}: {error}"))?;
+        }
+        Ok(())
     }
 
     fn take(
