@@ -33,7 +33,7 @@ def attend(
     try:
         result = _flashcore.attend(tensors, numbers, function, lse, "function")
         if result is None:
-            return _arrays.attend(tensors, numbers, function, lse)
+            return _arrays.attend(tensors, numbers, function, lse, deterministic)
         if result is NotImplemented:
             return _torch.attend(tensors, numbers, function, lse, deterministic)
         if result is ...:
@@ -496,8 +496,9 @@ def flash_attn_combine(
     """Attention over parts of the keys, put together by the log-sum-exps of the parts.
 
     Args:
-        out_partial: (parts, batch, queries, heads, head dim) in float32, or without the batch. A part
-            whose log-sum-exp is minus infinity saw no key and is not read.
+        out_partial: (parts, batch, queries, heads, head dim) in float32, float16 or bfloat16, or without
+            the batch; sums are in float32. A part whose log-sum-exp is minus infinity saw no key and is
+            not read.
         lse_partial: (parts, batch, queries, heads) in float32, or without the batch.
         out: (batch, queries, heads, head dim), or without the batch, written in place.
         out_dtype: float16, bfloat16 or float32, which it is without.

@@ -1,6 +1,7 @@
 """Other programs on FlashCore: PyTorch's switch, transformers, and what docs/clients.md shows."""
 
 import importlib.util
+import os
 import re
 from pathlib import Path
 
@@ -23,7 +24,32 @@ SNIPPETS = re.findall(r"## (.*?)\n.*?```python\n(.*?)```", PAGE.read_text(), re.
 def test_snippets_run(title, snippet):
     if title == "transformers" and importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
+    if title == "Hugging Face's hub":
+        snippet = snippet.replace("dist/hub", hub())
     exec(compile(snippet, f"{PAGE.name}: {title}", "exec"), {})
+
+
+def hub():
+    """The folder that `cargo xtask hub` makes, which `cargo xtask test` has made for us."""
+    if "FLASHCORE_HUB" not in os.environ:
+        pytest.skip("FLASHCORE_HUB does not say where the package for the hub is")
+    return os.environ["FLASHCORE_HUB"]
+
+
+def test_a_copy_from_the_hub_stands_beside_the_installed_package():
+    kernels = pytest.importorskip("kernels")
+    copy = kernels.get_local_kernel(Path(hub()), backend="cpu")
+    assert copy.__version__ == flashcore.__version__ and copy.__name__.startswith("_flashcore_cpu_")
+    assert {loaded.metadata.version for loaded in kernels.get_loaded_kernels()} == {1}
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 4, 16, requires_grad=True)
+    answers = []
+    for package in (copy, flashcore):
+        call = torch.compile(lambda x: package.flash_attn_func(x, x, x, causal=True), backend="aot_eager", fullgraph=True)
+        eager, compiled = package.flash_attn_func(x, x, x, causal=True), call(x)
+        answers.append((eager, compiled, *torch.autograd.grad(eager.sum(), x), *torch.autograd.grad(compiled.sum(), x)))
+    for ours, theirs in zip(*answers):
+        assert torch.equal(ours, theirs)
 
 
 def test_the_page_has_a_snippet_for_each_client():

@@ -11,6 +11,7 @@
 //! | `call` | from a call to its answer |
 //! | `numbers` | what calls give besides tensors |
 //! | `request`, `gradient`, `update`, `parts` | what calls of attention, of its backward pass, of appending and of combining give |
+//! | `distributed` | who does what where a sequence is spread over ranks |
 //! | `descale` | factors of 8-bit tensors |
 //! | `rules` | masks and scores as functions |
 //! | `library` | whose tensors a call has |
@@ -18,6 +19,7 @@
 //! | `array`, `dlpack` | everyone else's |
 //! | `view` | what a tensor is |
 //! | `gpu`, `cpu` | where the work is done |
+//! | `jit`, `xla` | calls from programs that XLA compiled |
 //! | `info` | what ran |
 // Python's objects, DLPack's structures and other libraries' memory are C.
 #![allow(unsafe_code)]
@@ -27,11 +29,13 @@ mod boundary;
 mod call;
 mod cpu;
 mod descale;
+mod distributed;
 mod dlpack;
 mod error;
 mod gpu;
 mod gradient;
 mod info;
+mod jit;
 mod library;
 mod numbers;
 mod parts;
@@ -41,17 +45,21 @@ mod rules;
 mod torch;
 mod update;
 mod view;
+mod xla;
 
 /// The extension module.
 #[pyo3::pymodule(name = "_flashcore")]
 mod module {
     use pyo3::prelude::*;
-    use pyo3::types::{PyDict, PyTuple};
+    use pyo3::types::{PyCapsule, PyDict, PyTuple};
 
     #[pymodule_export]
     use super::array::Array;
     use super::boundary::guard;
+    #[pymodule_export]
+    use super::distributed::Distribution;
     use super::gradient::Given;
+    use super::jit::Described;
     use super::library::Entrance;
     use super::request::Called;
     use super::rules::Rules;
@@ -125,6 +133,30 @@ mod module {
         backward: bool,
     ) -> PyResult<(String, &'static str, Option<String>, String)> {
         guard(|| call::plan_for(tensors, numbers, function, chip, backward))
+    }
+
+    /// What `attend` would answer inside a program that XLA compiles, from shapes alone: tensors are
+    /// (element type, sizes, None, 0). The attributes of the call, and its results: the shape and
+    /// the element type of the output, and the shape of the log-sum-exps.
+    #[pyfunction]
+    #[pyo3(signature = (tensors, numbers, function, /))]
+    fn xla_call<'py>(
+        tensors: &Bound<'py, PyTuple>,
+        numbers: &Bound<'py, PyTuple>,
+        function: Called,
+    ) -> PyResult<Described<'py>> {
+        guard(|| super::jit::describe(tensors, numbers, function))
+    }
+
+    /// A handler for XLA: `attention` or `attention_backward`, on `cpu` or on `CUDA`.
+    #[pyfunction]
+    #[pyo3(signature = (name, platform, /))]
+    fn xla_target<'py>(
+        py: Python<'py>,
+        name: &str,
+        platform: &str,
+    ) -> PyResult<Bound<'py, PyCapsule>> {
+        guard(|| super::jit::target(py, name, platform))
     }
 
     /// New keys and values into a cache: the queries, rotated or None, and the new lengths.

@@ -51,29 +51,39 @@ impl FromPyObject<'_, '_> for Called {
     type Error = PyErr;
 
     fn extract(name: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
-        let name = name.extract::<&str>()?;
+        Called::named(name.extract()?)
+    }
+}
+
+impl Called {
+    /// The function of a name, and how it was called.
+    pub(crate) fn named(name: &str) -> PyResult<Self> {
         let (name, batch_invariant) = match name.strip_suffix(", batch_invariant") {
             Some(name) => (name, true),
             None => (name, false),
         };
-        let function = match name {
-            "flash_attn_func" => Function::Plain,
-            "flash_attn_qkvpacked_func" => Function::QkvPacked,
-            "flash_attn_kvpacked_func" => Function::KvPacked,
-            "scaled_dot_product_attention" => Function::PyTorch,
-            "flex_attention" => Function::Flex,
-            "flash_attn_varlen_func" => Function::Varlen,
-            "flash_attn_varlen_qkvpacked_func" => Function::VarlenQkvPacked,
-            "flash_attn_varlen_kvpacked_func" => Function::VarlenKvPacked,
-            "flash_attn_with_kvcache" => Function::KvCache,
-            "flash_attn_with_kvcache, block_table" => Function::KvCacheInBlocks,
-            other => return Err(error::value(format!("there is no function `{other}`"))),
-        };
-        Ok(Called { function, batch_invariant })
+        Ok(Called { function: Function::named(name)?, batch_invariant })
     }
 }
 
 impl Function {
+    /// The function of a name.
+    fn named(name: &str) -> PyResult<Self> {
+        match name {
+            "flash_attn_func" => Ok(Function::Plain),
+            "flash_attn_qkvpacked_func" => Ok(Function::QkvPacked),
+            "flash_attn_kvpacked_func" => Ok(Function::KvPacked),
+            "scaled_dot_product_attention" => Ok(Function::PyTorch),
+            "flex_attention" => Ok(Function::Flex),
+            "flash_attn_varlen_func" => Ok(Function::Varlen),
+            "flash_attn_varlen_qkvpacked_func" => Ok(Function::VarlenQkvPacked),
+            "flash_attn_varlen_kvpacked_func" => Ok(Function::VarlenKvPacked),
+            "flash_attn_with_kvcache" => Ok(Function::KvCache),
+            "flash_attn_with_kvcache, block_table" => Ok(Function::KvCacheInBlocks),
+            other => Err(error::value(format!("there is no function `{other}`"))),
+        }
+    }
+
     /// The names of its tensors, in the order of [`Request`]'s fields.
     pub(crate) fn names(self) -> [&'static str; TENSORS] {
         let [query, key, value, lengths, pages] = match self {
@@ -181,9 +191,12 @@ pub(crate) fn named<'py, const COUNT: usize>(
 
 /// A tensor that must be given.
 pub(crate) fn needed<'a, 'py>((name, tensor): &'a Named<'py>) -> PyResult<&'a Bound<'py, PyAny>> {
-    let missing =
-        || PyTypeError::new_err(format!("{name} is a <class 'NoneType'>, expected a tensor"));
-    tensor.as_ref().ok_or_else(missing)
+    tensor.as_ref().ok_or_else(|| missing(name))
+}
+
+#[cold]
+fn missing(name: &str) -> PyErr {
+    PyTypeError::new_err(format!("{name} is a <class 'NoneType'>, expected a tensor"))
 }
 
 impl Request {
@@ -194,20 +207,27 @@ impl Request {
         numbers: Numbers,
         read: impl Fn(&Bound<'py, PyAny>, &str, bool) -> PyResult<Memory>,
     ) -> PyResult<Request> {
-        let list = |at: usize| -> PyResult<Option<Memory>> {
+        Request::new(function, numbers, |at, whole| {
             let (name, tensor) = &tensors[at];
-            tensor.as_ref().map(|tensor| read(tensor, name, true)).transpose()
-        };
+            tensor.as_ref().map(|tensor| read(tensor, name, whole)).transpose()
+        })
+    }
+
+    /// A call of tensors in memory: `memory` says what the one of a place is, and hears whether it
+    /// must have no gaps.
+    pub(crate) fn new(
+        function: Function,
+        numbers: Numbers,
+        memory: impl Fn(usize, bool) -> PyResult<Option<Memory>>,
+    ) -> PyResult<Request> {
+        let list = |at: usize| memory(at, true);
         let (query_starts, key_starts) = (list(3)?, list(4)?);
         let rows = |at: usize, packed: bool| -> PyResult<(Memory, View)> {
-            let name = tensors[at].0;
-            let memory = read(needed(&tensors[at])?, name, false)?;
+            let name = function.names()[at];
+            let memory = memory(at, false)?.ok_or_else(|| missing(name))?;
             Ok((memory, function.order(packed).view(name, &memory)?))
         };
-        let factors = |at: usize| -> PyResult<Option<Memory>> {
-            let (name, tensor) = &tensors[at];
-            tensor.as_ref().map(|tensor| read(tensor, name, false)).transpose()
-        };
+        let factors = |at: usize| memory(at, false);
         let (given, query) = rows(0, query_starts.is_some())?;
         Ok(Request {
             function,

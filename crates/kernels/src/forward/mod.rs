@@ -300,7 +300,9 @@ impl Forward {
     fn register_budgets(&self) -> Option<(u32, u32)> {
         match self.warpgroups {
             1 => None,
-            2 if self.rules.mask == MaskKind::Chunked => Some((40, 232)),
+            2 if self.rules.mask == MaskKind::Chunked || self.takes_block_lists() => {
+                Some((40, 232))
+            }
             // Warps that transpose hold several loads.
             2 if self.is_fp8() => Some((40, 232)),
             2 => Some((24, 240)),

@@ -67,6 +67,8 @@ pub struct Call {
     pub hostile: bool,
     /// The tensors that the kernel's functions load from.
     pub captured: Vec<HostTensor>,
+    /// Whether lists of key blocks and of tiles are made from what is in them.
+    pub contents_known: bool,
 }
 
 /// How much keys weigh in the scores.
@@ -167,6 +169,7 @@ impl Call {
             value_mean: 0.0,
             hostile: false,
             captured: Vec::new(),
+            contents_known: false,
         }
     }
 
@@ -320,6 +323,7 @@ impl Call {
         if let Some(backward) = &given.backward {
             backward.stage(&problem, &sequences, &mut memory, &mut buffers);
         }
+        let lists = choice.lists_over(if self.contents_known { &self.captured } else { &[] });
         let mut restored = Vec::new();
         for it in &choice.memory {
             let (name, bytes) = (format!("{:?}", it.source), it.bytes.max(4) as usize);
@@ -331,8 +335,9 @@ impl Call {
                 }
                 Contents::Anything => memory.output(&name, bytes),
                 Contents::Zeros => memory.input(&name, vec![0; bytes]),
-                Contents::Tiles(order) => memory.input_u32(&name, &order.words()),
-                Contents::Blocks(mask) => memory.input_u32(&name, &mask.words()),
+                Contents::Tiles(_) | Contents::Blocks(_) => {
+                    memory.input_u32(&name, lists.of(it.source).unwrap_or_default())
+                }
             };
             if it.contents == Contents::Zeros {
                 restored.push(buffer);

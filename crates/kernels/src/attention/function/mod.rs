@@ -48,7 +48,7 @@ mod trace;
 mod weigh;
 mod window;
 
-pub use blocks::BlockMask;
+pub use blocks::{BlockCounts, BlockMask, Walked};
 pub use evaluate::{Here, HostTensor, Row};
 pub use interval::{KnownContents, Region, Seen};
 pub use node::{Kind, Stored, TensorSpec, Type};
