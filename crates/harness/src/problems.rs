@@ -16,7 +16,7 @@ pub struct ProblemSet {
 }
 
 /// The named sets and what they are.
-pub const NAMED: [(&str, &str); 15] = [
+pub const NAMED: [(&str, &str); 16] = [
     ("paper", "head dims 64, 128, 256, dense and causal, 512 to 16k: 16,384 tokens of 2048"),
     ("fp8", "the problems of `paper` in e4m3, bf16 out"),
     ("grouped", "64 query and 8 key heads of 128, one sequence of 16k and 32k"),
