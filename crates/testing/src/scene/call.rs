@@ -244,6 +244,25 @@ impl Call {
         Ok(Scene { program, grid, arguments, before, after, ..scene })
     }
 
+    /// The same over sequences and tensors of the caller's own, and where output and log-sum-exps
+    /// will be. Nothing is known of what must come out.
+    pub fn over(
+        &self,
+        sequences: &Sequences,
+        tensors: &InputTensors,
+    ) -> Result<(Scene, [BufferId; 2]), SceneError> {
+        let given = Given {
+            problem: sequences.problem().clone(),
+            sequences: Some(sequences.clone()),
+            tensors: tensors.clone(),
+            captured: Vec::new(),
+            backward: None,
+        };
+        let staged = self.stage(&given)?;
+        let results = [Role::Output, Role::Lse].map(|it| staged.buffers[&Source::Tensor(it)]);
+        Ok((staged.scene(self.words())?, results))
+    }
+
     /// The same without what must come out, which takes long for a large problem.
     pub fn unjudged(&self) -> Result<Scene, SceneError> {
         self.stage(&self.given()?)?.scene(self.words())
