@@ -125,6 +125,9 @@ impl Candidate {
                 let name = function.name();
                 Err(format!("of capped scores the function {name} has no gradients: cap in it"))
             }
+            _ if asked.problem.batch_invariant && !family.is_batch_invariant() => {
+                Err("the bits of its results depend on the batch".to_owned())
+            }
             _ => family.choose(asked).and_then(|choice| assembled(asked.chip, choice)),
         };
         let choice = chosen.as_ref().ok().cloned();
