@@ -61,7 +61,7 @@ mod module {
     use super::gradient::Given;
     use super::jit::Described;
     use super::library::Entrance;
-    use super::request::Function;
+    use super::request::Called;
     use super::rules::Rules;
     #[pymodule_export]
     use super::rules::{Blocks, Rule};
@@ -88,7 +88,7 @@ mod module {
     fn attend<'py>(
         tensors: &Bound<'py, PyTuple>,
         numbers: &Bound<'py, PyTuple>,
-        function: Function,
+        function: Called,
         lse: &Bound<'py, PyAny>,
         entrance: Entrance,
         rules: Option<&Bound<'py, PyTuple>>,
@@ -108,7 +108,7 @@ mod module {
     fn attend_backward<'py>(
         tensors: &Bound<'py, PyTuple>,
         numbers: &Bound<'py, PyTuple>,
-        function: Function,
+        function: Called,
         saved: &Bound<'py, PyTuple>,
         gradients: &Bound<'py, PyTuple>,
         deterministic: bool,
@@ -116,7 +116,7 @@ mod module {
     ) -> PyResult<bool> {
         guard(|| {
             let rules = Rules::read(rules)?;
-            let given = Given::new(function, tensors, saved, gradients, rules)?;
+            let given = Given::new(function.function, tensors, saved, gradients, rules)?;
             call::attend_backward(&given, numbers, function, deterministic)
         })
     }
@@ -128,7 +128,7 @@ mod module {
     fn plan_for(
         tensors: &Bound<'_, PyTuple>,
         numbers: &Bound<'_, PyTuple>,
-        function: Function,
+        function: Called,
         chip: &str,
         backward: bool,
     ) -> PyResult<(String, &'static str, Option<String>, String)> {
@@ -143,7 +143,7 @@ mod module {
     fn xla_call<'py>(
         tensors: &Bound<'py, PyTuple>,
         numbers: &Bound<'py, PyTuple>,
-        function: Function,
+        function: Called,
     ) -> PyResult<Described<'py>> {
         guard(|| super::jit::describe(tensors, numbers, function))
     }
