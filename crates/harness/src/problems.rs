@@ -16,7 +16,7 @@ pub struct ProblemSet {
 }
 
 /// The named sets and what they are.
-pub const NAMED: [(&str, &str); 15] = [
+pub const NAMED: [(&str, &str); 16] = [
     ("paper", "head dims 64, 128, 256, dense and causal, 512 to 16k: 16,384 tokens of 2048"),
     ("fp8", "the problems of `paper` in e4m3, bf16 out"),
     ("grouped", "64 query and 8 key heads of 128, one sequence of 16k and 32k"),
@@ -27,7 +27,8 @@ pub const NAMED: [(&str, &str); 15] = [
         "decode",
         "one query, 8 key heads of 128, batch 1 to 128, 4k to 128k keys: memory is the limit",
     ),
-    ("decode-fp8", "the same in bf16, and over caches in e4m3 with scales of heads and of tokens"),
+    ("batches", "one query over 8k keys, 32 heads over 8 of 128: batch 1 to 128"),
+    ("decode-fp8", "`decode` in bf16, and over caches in e4m3 with scales of heads and of tokens"),
     (
         "prefill",
         "32k tokens of 16 heads of 128, causal: 64 packed sequences, one, and one with a window",
@@ -131,6 +132,9 @@ fn named(name: &str) -> Option<Vec<Problem>> {
                 })
                 .to_vec()
         }
+        "batches" => [1, 2, 4, 8, 16, 32, 64, 128]
+            .map(|batch| new(batch, 32, 1, 128).with_kv_heads(8).with_key_length(8192))
+            .to_vec(),
         "decode-fp8" => {
             let scaled = |problem: &Problem, descale| {
                 let narrow = problem.clone().with_kv_dtype(DType::E4M3);

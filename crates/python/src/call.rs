@@ -19,7 +19,7 @@ use crate::library::{Choice, Entrance, Library, Made, Named};
 use crate::numbers::{Flags, Numbers, flag};
 use crate::parts::{self, Parts};
 use crate::process::process;
-use crate::request::{Function, OUT, Request, named, needed};
+use crate::request::{Called, OUT, Request, named, needed};
 use crate::rules::Rules;
 use crate::update::{self, Update};
 use crate::view::{self, Element, Form, Memory, Order, Place, View};
@@ -53,13 +53,14 @@ fn answer<'py, T>(
 pub(crate) fn attend<'py>(
     tensors: &Bound<'py, PyTuple>,
     numbers: &Bound<'py, PyTuple>,
-    function: Function,
+    called: Called,
     with_lse: &Bound<'py, PyAny>,
     entrance: Entrance,
     rules: &Rules<'py>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = tensors.py();
-    let numbers = Numbers::read(function, numbers)?;
+    let numbers = Numbers::read(called, numbers)?;
+    let function = called.function;
     let with_lse = flag(function.sums_name(), with_lse)?;
     let tensors = named(function.names(), tensors)?;
     let read = |library: &Library<'py>| {
@@ -145,11 +146,12 @@ fn run<'py>(
 pub(crate) fn attend_backward(
     given: &Given<'_>,
     numbers: &Bound<'_, PyTuple>,
-    function: Function,
+    called: Called,
     deterministic: bool,
 ) -> PyResult<bool> {
     let py = numbers.py();
-    let numbers = Numbers::read(function, numbers)?;
+    let numbers = Numbers::read(called, numbers)?;
+    let function = called.function;
     let Choice::Ours(library) = Library::of(py, Entrance::Dispatcher, &given.forward)? else {
         return Err(error::runtime("gradients are those of PyTorch's tensors"));
     };
@@ -199,11 +201,12 @@ pub(crate) fn warn_if_slow(plan: &Arc<AttentionPlan>) -> PyResult<()> {
 pub(crate) fn plan_for(
     tensors: &Bound<'_, PyTuple>,
     numbers: &Bound<'_, PyTuple>,
-    function: Function,
+    called: Called,
     chip: &str,
     backward: bool,
 ) -> PyResult<(String, &'static str, Option<String>, String)> {
-    let numbers = Numbers::read(function, numbers)?;
+    let numbers = Numbers::read(called, numbers)?;
+    let function = called.function;
     let tensors = named(function.names(), tensors)?;
     let request = Request::read(function, &tensors, numbers, |tensor, _, _| described(tensor))?;
     let mut problem = request.problem()?;

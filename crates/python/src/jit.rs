@@ -16,7 +16,7 @@ use crate::call::{described, warn_if_slow};
 use crate::gradient::Backward;
 use crate::info::{Last, remember};
 use crate::numbers::Numbers;
-use crate::request::{Function, OUT, Request, named};
+use crate::request::{Called, OUT, Request, named};
 use crate::view::{Element, MOST_DIMENSIONS, Memory, Place, View};
 use crate::xla::{Call, CallFrame, Handler, answer};
 use crate::{cpu, error, gpu};
@@ -29,10 +29,11 @@ pub(crate) type Described<'py> = (Bound<'py, PyDict>, (Vec<i64>, &'static str, V
 pub(crate) fn describe<'py>(
     tensors: &Bound<'py, PyTuple>,
     numbers: &Bound<'py, PyTuple>,
-    function: Function,
+    called: Called,
 ) -> PyResult<Described<'py>> {
     let py = tensors.py();
-    let given = Numbers::read(function, numbers)?;
+    let given = Numbers::read(called, numbers)?;
+    let function = called.function;
     let tensors = named(function.names(), tensors)?;
     let request = Request::read(function, &tensors, given, |tensor, _, _| described(tensor))?;
     request.problem()?;
@@ -40,7 +41,7 @@ pub(crate) fn describe<'py>(
     let places = tensors.iter().enumerate().filter(|(_, (_, tensor))| tensor.is_some());
     let places = places.fold(0_i64, |places, (at, _)| places | 1 << at);
     attributes.set_item("tensors", places)?;
-    let Numbers { scale, causal, window, chunk, softcap, most_queries, most_keys } = given;
+    let Numbers { scale, causal, window, chunk, softcap, most_queries, most_keys, .. } = given;
     attributes.set_item("causal", causal)?;
     for (name, number) in [("scale", scale), ("softcap", softcap)] {
         if let Some(number) = number {
@@ -140,7 +141,7 @@ fn attend(call: &Call<'_>, place: Place) -> PyResult<()> {
 /// The gradients of queries, keys, values and sinks. The arguments are those of the forward call, its
 /// output and log-sum-exps, and the gradient of the output; what follows is zeros for the results.
 fn differentiate(call: &Call<'_>, place: Place) -> PyResult<()> {
-    let function = function(call)?;
+    let function = called(call)?.function;
     let request = request(call, place)?;
     let first = given(call).count_ones() as usize;
     let packed = (request.query_starts.is_some(), request.key_starts.is_some());
@@ -182,8 +183,8 @@ fn differentiate(call: &Call<'_>, place: Place) -> PyResult<()> {
     Ok(())
 }
 
-fn function(call: &Call<'_>) -> PyResult<Function> {
-    Function::named(call.text("function")?)
+fn called(call: &Call<'_>) -> PyResult<Called> {
+    Called::named(call.text("function")?)
 }
 
 /// Which of a call's tensors are given, as bits.
@@ -198,6 +199,7 @@ fn request(call: &Call<'_>, place: Place) -> PyResult<Request> {
         return Err(error::value(format!("the call has no tensors {given:b}")));
     }
     let whole = |name| call.integer(name).and_then(|number| usize::try_from(number).ok());
+    let Called { function, batch_invariant } = called(call)?;
     let numbers = Numbers {
         scale: call.number("scale"),
         causal: call.flag("causal"),
@@ -206,9 +208,10 @@ fn request(call: &Call<'_>, place: Place) -> PyResult<Request> {
         softcap: call.number("softcap"),
         most_queries: call.integer("max_seqlen_q"),
         most_keys: call.integer("max_seqlen_k"),
+        batch_invariant,
     };
     let packed = |at: usize| given & 1 << if at == 0 { 3 } else { 4 } != 0;
-    Request::new(function(call)?, numbers, |at, _| {
+    Request::new(function, numbers, |at, _| {
         if given & 1 << at == 0 {
             return Ok(None);
         }

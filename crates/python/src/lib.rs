@@ -11,6 +11,7 @@
 //! | `call` | from a call to its answer |
 //! | `numbers` | what calls give besides tensors |
 //! | `request`, `gradient`, `update`, `parts` | what calls of attention, of its backward pass, of appending and of combining give |
+//! | `distributed` | who does what where a sequence is spread over ranks |
 //! | `descale` | factors of 8-bit tensors |
 //! | `rules` | masks and scores as functions |
 //! | `library` | whose tensors a call has |
@@ -28,6 +29,7 @@ mod boundary;
 mod call;
 mod cpu;
 mod descale;
+mod distributed;
 mod dlpack;
 mod error;
 mod gpu;
@@ -54,10 +56,12 @@ mod module {
     #[pymodule_export]
     use super::array::Array;
     use super::boundary::guard;
+    #[pymodule_export]
+    use super::distributed::Distribution;
     use super::gradient::Given;
     use super::jit::Described;
     use super::library::Entrance;
-    use super::request::Function;
+    use super::request::Called;
     use super::rules::Rules;
     #[pymodule_export]
     use super::rules::{Blocks, Rule};
@@ -84,7 +88,7 @@ mod module {
     fn attend<'py>(
         tensors: &Bound<'py, PyTuple>,
         numbers: &Bound<'py, PyTuple>,
-        function: Function,
+        function: Called,
         lse: &Bound<'py, PyAny>,
         entrance: Entrance,
         rules: Option<&Bound<'py, PyTuple>>,
@@ -104,7 +108,7 @@ mod module {
     fn attend_backward<'py>(
         tensors: &Bound<'py, PyTuple>,
         numbers: &Bound<'py, PyTuple>,
-        function: Function,
+        function: Called,
         saved: &Bound<'py, PyTuple>,
         gradients: &Bound<'py, PyTuple>,
         deterministic: bool,
@@ -112,7 +116,7 @@ mod module {
     ) -> PyResult<bool> {
         guard(|| {
             let rules = Rules::read(rules)?;
-            let given = Given::new(function, tensors, saved, gradients, rules)?;
+            let given = Given::new(function.function, tensors, saved, gradients, rules)?;
             call::attend_backward(&given, numbers, function, deterministic)
         })
     }
@@ -124,7 +128,7 @@ mod module {
     fn plan_for(
         tensors: &Bound<'_, PyTuple>,
         numbers: &Bound<'_, PyTuple>,
-        function: Function,
+        function: Called,
         chip: &str,
         backward: bool,
     ) -> PyResult<(String, &'static str, Option<String>, String)> {
@@ -139,7 +143,7 @@ mod module {
     fn xla_call<'py>(
         tensors: &Bound<'py, PyTuple>,
         numbers: &Bound<'py, PyTuple>,
-        function: Function,
+        function: Called,
     ) -> PyResult<Described<'py>> {
         guard(|| super::jit::describe(tensors, numbers, function))
     }

@@ -40,17 +40,35 @@ pub(crate) enum Function {
     KvCacheInBlocks,
 }
 
-impl FromPyObject<'_, '_> for Function {
+/// A function, and whether it was called with `batch_invariant`: then its name ends with that.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Called {
+    pub(crate) function: Function,
+    pub(crate) batch_invariant: bool,
+}
+
+impl FromPyObject<'_, '_> for Called {
     type Error = PyErr;
 
     fn extract(name: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
-        Function::named(name.extract()?)
+        Called::named(name.extract()?)
+    }
+}
+
+impl Called {
+    /// The function of a name, and how it was called.
+    pub(crate) fn named(name: &str) -> PyResult<Self> {
+        let (name, batch_invariant) = match name.strip_suffix(", batch_invariant") {
+            Some(name) => (name, true),
+            None => (name, false),
+        };
+        Ok(Called { function: Function::named(name)?, batch_invariant })
     }
 }
 
 impl Function {
     /// The function of a name.
-    pub(crate) fn named(name: &str) -> PyResult<Self> {
+    fn named(name: &str) -> PyResult<Self> {
         match name {
             "flash_attn_func" => Ok(Function::Plain),
             "flash_attn_qkvpacked_func" => Ok(Function::QkvPacked),
@@ -334,6 +352,9 @@ impl Request {
         }
         if let Some(softcap) = softcap {
             problem = problem.with_softcap(softcap);
+        }
+        if self.numbers.batch_invariant {
+            problem = problem.batch_invariant();
         }
         if let Some(memory) = &self.slopes {
             memory.floats(slopes, query.place, q)?;

@@ -50,7 +50,7 @@ mod volume;
 pub use cache::SpreadCache;
 pub use heads::{HeadShare, Heads};
 pub use rows::{Order, Piece, Sequences};
-pub use step::{Block, Launch, Rows, Step};
+pub use step::{Block, Gathered, Launch, Rows, Step};
 pub use volume::Volume;
 
 use crate::problem::Mask;

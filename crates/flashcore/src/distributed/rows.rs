@@ -76,6 +76,22 @@ impl Distribution {
         self.parts(member * self.nodes..(member + 1) * self.nodes, self.ranks)
     }
 
+    /// The same as the rows of each node's rank: what is put together, in this order, once heads are
+    /// exchanged for rows.
+    pub fn exchanged(&self, member: usize) -> Vec<(usize, Range<usize>)> {
+        let mut found = Vec::new();
+        for node in 0..self.nodes {
+            let mut at = 0;
+            for piece in self.pieces(self.rank_at(node, member)) {
+                let rows = at..at + piece.rows.len();
+                at = rows.end;
+                found.push(((piece.sequence, piece.rows.start), (node, rows)));
+            }
+        }
+        found.sort_by_key(|(place, _)| *place);
+        found.into_iter().map(|(_, rows)| rows).collect()
+    }
+
     /// How many rows of its tensors a rank owns; of each batch entry where there is a batch.
     pub fn owned_rows(&self, rank: usize) -> usize {
         self.pieces(rank).iter().map(|piece| piece.rows.len()).sum()

@@ -35,6 +35,17 @@ impl Rows {
     }
 }
 
+/// Keys of an all-gather.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Gathered {
+    /// Whose they are.
+    pub rank: usize,
+    /// The rows among those that this rank sent.
+    pub rows: Range<usize>,
+    /// What they are of the sequences.
+    pub piece: Piece,
+}
+
 /// Blocks that one launch computes: at most one of each sequence, all with the same mask.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Launch {
@@ -74,7 +85,8 @@ fn lay(pieces: impl IntoIterator<Item = Piece>) -> Vec<Laid> {
 }
 
 impl Distribution {
-    /// The steps of a rank, in order. Those in which it has nothing to do are left out.
+    /// The steps of a rank, in order. Everyone has as many, of which some may be empty: what two ranks
+    /// send each other, they send in the same order.
     pub fn steps(&self, rank: usize) -> Vec<Step> {
         match self.variant {
             Variant::AllGather => vec![self.gather_step(rank)],
@@ -104,9 +116,7 @@ impl Distribution {
                 step.receive.extend(rows(from, needed));
                 step.send.extend(rows(to, self.compute(to, member).0));
             }
-            if step != Step::default() {
-                steps.push(step);
-            }
+            steps.push(step);
         }
         steps
     }
@@ -138,7 +148,7 @@ impl Distribution {
         };
         // Pieces that are neighbours in the sequence are neighbours here.
         let mut runs: Vec<Laid> = Vec::new();
-        for next in lay(self.gathered(rank).into_iter().map(|(_, piece)| piece)) {
+        for next in lay(self.gathered(rank).into_iter().map(|gathered| gathered.piece)) {
             match runs.last_mut() {
                 Some(Laid { piece: last, .. })
                     if last.sequence == next.piece.sequence
@@ -171,9 +181,9 @@ impl Distribution {
         self.compute(rank, from).0
     }
 
-    /// The keys that an all-gather gives to a rank, in the order in which they lie, with their
-    /// owners: by sequences and positions.
-    pub fn gathered(&self, rank: usize) -> Vec<(usize, Piece)> {
+    /// The keys that an all-gather gives to a rank, in the order in which they lie: by sequences and
+    /// positions.
+    pub fn gathered(&self, rank: usize) -> Vec<Gathered> {
         let mut found = Vec::new();
         for from in 0..self.ranks {
             let needed = self.needed(rank, from);
@@ -181,13 +191,15 @@ impl Distribution {
                 for rows in &needed {
                     let (begin, end) = (rows.start.max(at), rows.end.min(at + piece.len()));
                     if begin < end {
+                        let received = within(&needed, begin..end);
                         let rows = piece.start + begin - at..piece.start + end - at;
-                        found.push((from, Piece { sequence, rows }));
+                        let piece = Piece { sequence, rows };
+                        found.push(Gathered { rank: from, rows: received, piece });
                     }
                 }
             }
         }
-        found.sort_by_key(|(_, piece)| (piece.sequence, piece.rows.start));
+        found.sort_by_key(|gathered| (gathered.piece.sequence, gathered.piece.rows.start));
         found
     }
 

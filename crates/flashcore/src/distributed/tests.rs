@@ -38,7 +38,7 @@ fn meetings(of: &Distribution, rank: usize) -> HashMap<(usize, usize, usize), us
     let mut met = HashMap::new();
     for (index, step) in of.steps(rank).iter().enumerate() {
         let keys = match of.variant {
-            Variant::AllGather => rows(of.gathered(rank).into_iter().map(|(_, piece)| piece)),
+            Variant::AllGather => rows(of.gathered(rank).into_iter().map(|it| it.piece)),
             _ if index == 0 => queries.clone(),
             _ => {
                 let [from] = &step.receive[..] else {
@@ -82,6 +82,10 @@ fn check(of: &Distribution) {
             let together = (0..of.nodes).flat_map(|node| of.pieces(of.rank_at(node, member)));
             let (mut together, mut held) = (rows(together), rows(of.held(member)));
             assert!(held.is_sorted());
+            let of_node = |node| rows(of.pieces(of.rank_at(node, member)));
+            let taken =
+                of.exchanged(member).into_iter().map(|(node, rows)| of_node(node)[rows].to_vec());
+            assert_eq!(taken.collect::<Vec<_>>().concat(), held);
             together.sort_unstable();
             held.sort_unstable();
             assert_eq!(together, held);
@@ -99,19 +103,36 @@ fn check(of: &Distribution) {
         }
         assert_eq!(met, expected);
     }
-    // What one sends, the other receives, in steps of the same distance.
+    if of.variant == Variant::AllGather {
+        for rank in 0..of.ranks {
+            received_rows_are_those_of_their_places(of, rank);
+        }
+    }
+    // What one sends, the other receives, in the same step.
     let all: Vec<Vec<Step>> = (0..of.ranks).map(|rank| of.steps(rank)).collect();
     let mut sent: Vec<_> = Vec::new();
     let mut received: Vec<_> = Vec::new();
     for (rank, steps) in all.iter().enumerate() {
-        for step in steps {
-            sent.extend(step.send.iter().map(|to| (rank, to.rank, to.rows.clone())));
-            received.extend(step.receive.iter().map(|from| (from.rank, rank, from.rows.clone())));
+        assert_eq!(steps.len(), all[0].len());
+        for (at, step) in steps.iter().enumerate() {
+            sent.extend(step.send.iter().map(|to| (at, rank, to.rank, to.rows.clone())));
+            received.extend(step.receive.iter().map(|it| (at, it.rank, rank, it.rows.clone())));
         }
     }
-    sent.sort_by_key(|it| (it.0, it.1));
-    received.sort_by_key(|it| (it.0, it.1));
+    sent.sort_by_key(|it| (it.0, it.1, it.2));
+    received.sort_by_key(|it| (it.0, it.1, it.2));
     assert_eq!(sent, received);
+}
+
+fn received_rows_are_those_of_their_places(of: &Distribution, rank: usize) {
+    let [step] = &of.steps(rank)[..] else { panic!("an all-gather has one step") };
+    for gathered in of.gathered(rank) {
+        let mut theirs = rows(of.pieces(gathered.rank));
+        if let Some(received) = step.receive.iter().find(|it| it.rank == gathered.rank) {
+            theirs = take(&theirs, &received.rows);
+        }
+        assert_eq!(theirs[gathered.rows], rows([gathered.piece]));
+    }
 }
 
 fn variants(ranks: usize) -> impl Strategy<Value = Variant> {

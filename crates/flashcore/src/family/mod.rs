@@ -53,6 +53,12 @@ pub(crate) trait Family: Sync {
         Pass::Forward
     }
 
+    /// Whether the bits of a query's outputs depend on the query and on what it sees, and on nothing
+    /// else that is computed with it.
+    fn is_batch_invariant(&self) -> bool {
+        false
+    }
+
     /// Whether it is worth a word for a problem: of its pass, and with what it is there for.
     fn concerns(&self, problem: &Problem) -> bool {
         self.pass() == problem.pass

@@ -6,6 +6,7 @@
 use kernels::append::Rotary;
 use kernels::attention::function::Function;
 use kernels::backward::{Rounding, RowSums, SinkGradients};
+use kernels::decode::Splits;
 use kernels::forward::{Form, every_tuned};
 use kernels::mma::BackwardMma;
 use kernels::product::Source;
@@ -44,12 +45,12 @@ pub fn subjects() -> Vec<Configuration> {
 
 /// A mask and scores that divide by numbers of every sign, and by none.
 fn functions() -> Rules {
-    let every = Function::mask("every", |at| ((at.query() - at.key()) % (at.head() - 2)).le(0));
+    let bands = Function::mask("bands", |at| ((at.query() - at.key()) / (at.head() - 2) % 2).eq(0));
     let leaning = Function::score("leaning", |score, at| {
-        let apart = (at.position() - at.key()) / (at.head() - 2);
-        score * 0.5 - apart.to_f32() * 0.02 * (at.batch() + 1).to_f32()
+        let apart = (at.position() - at.key()) % (at.head() - 2);
+        score * 0.5 - apart.to_f32() * 0.5 * (at.batch() + 1).to_f32()
     });
-    Rules { mask_function: Some(every), score_function: Some(leaning), ..Rules::DENSE }
+    Rules { mask_function: Some(bands), score_function: Some(leaning), ..Rules::DENSE }
 }
 
 /// A cache of 8 bits, with both kinds of scales.
@@ -123,7 +124,7 @@ fn mmas() -> [Mma; 4] {
     ]
 }
 
-fn decodes() -> [Decode; 3] {
+fn decodes() -> [Decode; 4] {
     let plain = Decode {
         target: Target::SM_80,
         element: Element::BF16,
@@ -137,10 +138,12 @@ fn decodes() -> [Decode; 3] {
         tile_keys: 16,
         stages: 2,
         blocks: 1,
+        splits: Splits::Shares,
     };
     let rules = Rules { mask: MaskKind::Local, ..Rules::EVERY };
     let every = Decode { paged: true, stages: 3, rows: 16, rules, ..plain };
-    [plain, every, Decode { target: Target::SM_89, cache: NARROW, head_dim: 32, ..plain }]
+    let fixed = Decode { splits: Splits::Fixed { rounds: 1 }, ..plain };
+    [plain, every, Decode { target: Target::SM_89, cache: NARROW, head_dim: 32, ..plain }, fixed]
 }
 
 fn appends() -> [Append; 3] {
