@@ -5,7 +5,7 @@ import itertools
 import torch
 
 from flashcore import flash_attn_func, flash_attn_varlen_func
-from flashcore.distributed import context_parallel_attention, shard
+from flashcore.distributed import _attention, _prepared, context_parallel_attention, shard
 
 VARIANTS = ("ring", "all_gather", "all_to_all", "hybrid")
 MASKS = ({}, {"causal": True}, {"window_size": (9, 4)}, {"causal": True, "window_size": (13, -1)})
@@ -16,8 +16,10 @@ HEADS = ((8, 2), (8, 8), (8, 1), (12, 4))
 
 
 def cases(size, variant):
-    """Each mask with each order; lengths, heads and scores in turn."""
+    """Each mask with each order, of which eight ranks take one; lengths, heads and scores in turn."""
     for index, (mask, order) in enumerate(itertools.product(MASKS, ("zigzag", "contiguous"))):
+        if size == 8 and (index + index // 2 + VARIANTS.index(variant)) % 2:
+            continue
         index += size + VARIANTS.index(variant)
         scores = {"softcap": 3.0, "softmax_scale": 0.3} if index % 3 == 0 else {}
         nodes = {2: 2, 3: 1, 4: 2, 8: 4 if index % 2 else 2}[size] if variant == "hybrid" else 1
@@ -62,15 +64,32 @@ def layout(length):
 
 def spread(group, variant, length, given, rules, order, nodes):
     """The same of this rank's rows, by all of them."""
-    where = {"order": order, "nodes": nodes}
-    lists = {} if isinstance(length, int) else {"cu_seqlens": starts(length)}
-    *leaves, dout = [shard(it, group, **lists, **where) for it in given]
+    *leaves, dout = _own_rows(group, length, given, order, nodes)
     leaves = [it.clone().requires_grad_() for it in leaves]
-    out, lse = context_parallel_attention(
-        *leaves, group, variant=variant, return_lse=True, **layout(length), **rules, **where
-    )
+    where = {"order": order, "nodes": nodes, **layout(length)}
+    out, lse = context_parallel_attention(*leaves, group, variant=variant, return_lse=True, **where, **rules)
     out.backward(dout)
     return [out.detach(), *(it.grad for it in leaves)], lse
+
+
+def spread_without_autograd(group, variant, length, given, rules, order, nodes):
+    """The same where PyTorch has one thread for the backward passes of a device, in which ranks that are
+    threads would wait for each other forever."""
+    *tensors, dout = _own_rows(group, length, given, order, nodes)
+    mask = rules.get("causal", False), rules.get("window_size", (-1, -1))
+    where = (layout(length).get("cu_seqlens"), layout(length).get("length"), order, nodes)
+    rest = (rules.get("softmax_scale"), rules.get("softcap", 0.0), False, True)
+    *tensors, call = _prepared(*tensors, group, variant, mask, where, rest)
+    packed = not isinstance(length, int)
+    out, lse, saved = _attention.forward(*tensors, call)
+    gradients = _attention.backward(dout.unsqueeze(0) if packed else dout, saved, call)
+    found = [out, *gradients]
+    return ([it[0] for it in found], lse[0]) if packed else (found, lse)
+
+
+def _own_rows(group, length, given, order, nodes):
+    lists = {} if isinstance(length, int) else {"cu_seqlens": starts(length)}
+    return [shard(it, group, **lists, order=order, nodes=nodes) for it in given]
 
 
 def compare(group, length, found, expected, order, nodes, tolerance):

@@ -156,12 +156,59 @@ def decoding_over_a_spread_cache(group):
         assert torch.equal(k_cache[sequence], expected)
 
 
+def pytorchs_context_parallel_runs_on_our_operators(group):
+    """The operators are those that ``flashcore.torch.activate`` gives to CUDA. PyTorch has no context
+    parallelism on the CPU, whose attention is another operator: that of CUDA is called here by name. And its
+    ranks must divide half the length."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+
+    import flashcore.torch
+
+    library = torch.library.Library("aten", "IMPL")
+    for name, ours in (
+        ("_scaled_dot_product_flash_attention", flashcore.torch.heads_first),
+        ("_scaled_dot_product_flash_attention_backward", flashcore.torch.heads_first_backward),
+    ):
+        library.impl(name, ours, "CPU", allow_override=True)
+
+    def scaled_dot_product_attention(q, k, v, is_causal):
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    generator = torch.Generator().manual_seed(2)
+    given = [torch.randn(2, 4, 48, 16, generator=generator) for _ in range(4)]
+    whole = [it.clone().requires_grad_() for it in given[:3]]
+    expected = flash_attn_func(*(it.transpose(1, 2) for it in whole), causal=True).transpose(1, 2)
+    expected.backward(given[3])
+    functional = torch.nn.functional
+    before, functional.scaled_dot_product_attention = (
+        functional.scaled_dot_product_attention,
+        scaled_dot_product_attention,
+    )
+    try:
+        parts = [it.clone() for it in given]
+        with context_parallel(mesh, buffers=parts, buffer_seq_dims=[2] * 4):
+            leaves = [it.clone().requires_grad_() for it in parts[:3]]
+            out = functional.scaled_dot_product_attention(*leaves, is_causal=True)
+            out.backward(parts[3])
+            found = [out.detach(), *(it.grad for it in leaves)]
+        found = context_parallel_unshard(mesh, found, [2] * 4)
+    finally:
+        functional.scaled_dot_product_attention = before
+        library._destroy()
+    for ours, theirs in zip(found, [expected, *(it.grad for it in whole)]):
+        distributed_cases.near("gradient", ours, theirs, 2e-5)
+
+
 BODIES = (
     whole_tensors_come_back,
     positions_are_those_of_own_rows,
     nobody_needs_to_have_anything,
     a_rank_whose_output_nobody_uses_gives_its_part,
     decoding_over_a_spread_cache,
+    pytorchs_context_parallel_runs_on_our_operators,
 )
 
 
@@ -228,7 +275,8 @@ def test_threads_send_the_bytes_that_the_library_says():
             batch, sizes = given[0].shape[0], (*heads, 16, 24, 4)
 
             def work(transport):
-                found = distributed_cases.spread(transport, variant, length, given, rules, "contiguous", nodes)
+                run = distributed_cases.spread_without_autograd
+                found = run(transport, variant, length, given, rules, "contiguous", nodes)
                 compared = distributed_cases.whole(length, given, rules)
                 distributed_cases.compare(transport, length, found, compared, "contiguous", nodes, 2e-5)
                 plan = plan_of(

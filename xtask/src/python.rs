@@ -24,8 +24,14 @@ const TEST: [&str; 4] = ["ml_dtypes==0.6.0", "mypy==2.4.1", "numpy==2.4.6", "pyt
 
 /// The libraries whose tensors it takes, and those that call it: gigabytes, fetched once. PyTorch and
 /// transformers are the releases that the GPU tests run with.
-const LIBRARIES: [&str; 4] =
-    ["jax==0.10.2", "kernels==0.17.2", "torch==2.11.0", "transformers==5.17.0"];
+const LIBRARIES: [&str; 5] = [
+    "jax==0.10.2",
+    "kernels==0.17.2",
+    // Asked by transformers for the memory of a CPU.
+    "psutil==7.2.2",
+    "torch==2.11.0",
+    "transformers==5.17.0",
+];
 
 /// The oldest systems that the wheel is for: glibc 2.17, the first that Rust's library takes.
 const COMPATIBILITY: &str = "manylinux2014";

@@ -83,36 +83,51 @@ def context_parallel_attention(
         The output of own rows, like ``q`` with the head dim of ``v``; with ``return_lse`` also the
         log-sum-exps, (batch, heads, own rows) or (heads, own rows) in float32.
     """
+    return_lse = flag("return_lse", return_lse)
+    mask = (causal, window_size)
+    layout = (cu_seqlens, length, order, nodes)
+    rest = (softmax_scale, softcap, deterministic, return_lse)
+    q, k, v, call = _prepared(q, k, v, group, variant, mask, layout, rest)
+    if max(call.plan.rows) == 0 or 0 in (q.shape[0], q.shape[2]):
+        # Nobody has anything to do.
+        out, lse = q[..., : v.shape[-1]] * 1, q.new_zeros(q.shape[:3], dtype=torch.float32).transpose(1, 2)
+    elif return_lse:
+        out, lse = _attention.Attention.apply(q, k, v, call)
+    else:
+        out, lse = _attention.Attention.apply(q, k, v, call), None
+    if cu_seqlens is not None:
+        out, lse = out[0], None if lse is None else lse[0]
+    return (out, lse) if return_lse else out
+
+
+def _prepared(
+    q: Any, k: Any, v: Any, group: Any, variant: str, mask: tuple[Any, ...], layout: tuple[Any, ...], rest: Any
+) -> tuple[Any, Any, Any, _attention.Call]:
+    """Tensors with a batch, and what is done with them; an error where they are not this rank's rows."""
     moves = _transport(group)
+    cu_seqlens, length, order, nodes = layout
     ragged = cu_seqlens is not None
     q, k, v = _autocast((q, k, v))
     _check(q, k, v, 3 if ragged else 4)
     rows = q.shape[-3]
     lengths, batch = _lengths(cu_seqlens, length, rows, moves.size), None if ragged else q.shape[0]
+    causal, window_size = mask
     left, right = (None if side < 0 else side for side in window(window_size))
     if flag("causal", causal):
         right = 0
     sizes = (q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], q.element_size())
     nodes = nodes if variant == "hybrid" else 1
-    found = _plan_of(moves.size, moves.rank, lengths, batch, (left, right), variant, nodes, order, sizes)
-    if found.rows[moves.rank] != rows:
+    plan = _plan_of(moves.size, moves.rank, lengths, batch, (left, right), variant, nodes, order, sizes)
+    if plan.rows[moves.rank] != rows:
         raise ValueError(
-            f"q has {rows} rows, expected {found.rows[moves.rank]}: those that rank {moves.rank} of {moves.size} "
+            f"q has {rows} rows, expected {plan.rows[moves.rank]}: those that rank {moves.rank} of {moves.size} "
             f"owns of {'these sequences' if ragged else f'sequences of {lengths[0]}'}"
         )
+    softmax_scale, softcap, deterministic, return_lse = rest
     deterministic = flag("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled()
-    return_lse = flag("return_lse", return_lse)
-    call = _attention.Call(found, moves, softmax_scale, softcap, deterministic, return_lse)
     if ragged:
         q, k, v = (it.unsqueeze(0) for it in (q, k, v))
-    if max(found.rows) == 0 or 0 in (q.shape[0], q.shape[2]):
-        # Nobody has anything to do.
-        result = q[..., : v.shape[-1]] * 1, q.new_zeros(q.shape[:3], dtype=torch.float32).transpose(1, 2)
-    else:
-        result = _attention.Attention.apply(q, k, v, call)
-        result = result if return_lse else (result, None)
-    out, lse = (it[0] if ragged and it is not None else it for it in result)
-    return (out, lse) if return_lse else out
+    return q, k, v, _attention.Call(plan, moves, softmax_scale, softcap, deterministic, return_lse)
 
 
 def ring_attention(q: Any, k: Any, v: Any, group: Any = None, **arguments: Any) -> Any:

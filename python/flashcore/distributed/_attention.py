@@ -103,7 +103,7 @@ def backward(dout: Any, saved: tuple[Any, ...], call: Call) -> tuple[Any, Any, A
 def _backward_steps(saved: tuple[Any, ...], call: Call) -> list[Any]:
     plan = call.plan
     q, k, v, *_ = saved
-    dq, dk, dv = Sum(q), Sum(k), Sum(v)
+    dq, dk, dv = QuerySum(q, plan.launches), Sum(k), Sum(v)
     if plan.gathers:
         keys = put_together(gather(k, v, call).wait(), k, v, plan)
         found = _differentiate(plan.steps[0], keys, saved, call, dq)
@@ -114,7 +114,7 @@ def _backward_steps(saved: tuple[Any, ...], call: Call) -> list[Any]:
         pending = fetch(following, k, v, call)
         found = _differentiate(step, keys, saved, call, dq)
         if returning is not None:
-            add_returned(returning[0], returning[1].wait(), k, v, dk, dv)
+            add_returned(returning[0], returning[1].wait(), dk, dv)
             returning = None
         if step is plan.steps[0]:
             dk.add(found[0], (0, plan.held))
@@ -123,7 +123,7 @@ def _backward_steps(saved: tuple[Any, ...], call: Call) -> list[Any]:
             returning = step, give_back(step, found, k, v, call)
         keys = nothing if pending is None else pending.wait()
     if returning is not None:
-        add_returned(returning[0], returning[1].wait(), k, v, dk, dv)
+        add_returned(returning[0], returning[1].wait(), dk, dv)
     return [it.finish() for it in (dq, dk, dv)]
 
 
@@ -172,12 +172,53 @@ class Parts:
         return out.to(dtype), lse
 
 
+class QuerySum:
+    """The gradient of queries: parts are written where they are kept, and summed in float32 all at once."""
+
+    def __init__(self, q: Any, launches: int) -> None:
+        self._parts = q.new_empty((min(launches, PARTS), *q.shape))
+        self._used, self._sum = 0, Sum(q)
+
+    def next(self, rows: Span | None) -> Any:
+        """Where the next part goes that has these rows, or the whole of one that leaves some out; what is
+        left out is zero."""
+        if self._used == len(self._parts):
+            self._fold()
+        part = self._parts[self._used]
+        self._used += 1
+        if rows is None:
+            return part.zero_()
+        begin, end = rows
+        part[:, :begin].zero_()
+        part[:, end:].zero_()
+        return part[:, begin:end]
+
+    def _fold(self) -> None:
+        rows = (0, self._parts.shape[2])
+        self._sum.add(self._parts[: self._used].sum(0, dtype=torch.float32), rows)
+        self._used = 0
+
+    def finish(self) -> Any:
+        if self._sum.empty and self._used == 1:
+            return self._parts[0]
+        if self._sum.empty and self._used:
+            # In float32, and rounded at the end.
+            return self._parts[: self._used].sum(0)
+        if self._used:
+            self._fold()
+        return self._sum.finish()
+
+
 class Sum:
     """A gradient, summed in float32."""
 
     def __init__(self, of: Any) -> None:
         self._of = of
         self._sum: Any = None
+
+    @property
+    def empty(self) -> bool:
+        return self._sum is None
 
     def add(self, part: Any, rows: Span) -> None:
         """Adds to some rows."""
@@ -212,44 +253,47 @@ def _attend(step: Step, q: Any, keys: tuple[Any, Any], call: Call, parts: Parts)
             sums[0].copy_(lse.masked_fill_(~covered, float("-inf")))
 
 
-def _differentiate(step: Step, keys: tuple[Any, Any], saved: tuple[Any, ...], call: Call, dq: Sum) -> tuple[Any, Any]:
-    """Adds a step's part of the gradient of queries; its parts of those of the keys and values. These
-    leave for their owner, who sums them in float32, in the element type of the tensors."""
+def _differentiate(
+    step: Step, keys: tuple[Any, Any], saved: tuple[Any, ...], call: Call, dq: QuerySum
+) -> tuple[Any, Any]:
+    """A step's part of the gradient of queries into its place; those of the keys and values. These leave for
+    their owner, who sums them in float32, in the element type of the tensors."""
     k, v = keys
+    whole = slice(0, k.shape[1])
     dk: Any = None
     dv: Any = None
     # The one that writes all of them first, where there is one.
     for launch in sorted(step.launches, key=lambda it: -count(it.keys)):
-        rows = slice(*launch.keys[0]) if launch.single else slice(0, k.shape[1])
-        part_q, part_k, part_v = _differentiate_launch(launch, keys, saved, call)
-        dq.add(part_q, launch.queries[0] if launch.single else (0, part_q.shape[1]))
-        if dk is None and rows == slice(0, k.shape[1]):
+        rows = slice(*launch.keys[0]) if launch.single else whole
+        part_k, part_v = _differentiate_launch(launch, keys, saved, call, dq)
+        if dk is None and rows == whole:
             dk, dv = part_k, part_v
             continue
         if dk is None:
             dk, dv = torch.zeros_like(k), torch.zeros_like(v)
         dk[:, rows] += part_k
         dv[:, rows] += part_v
-    if dk is None:
-        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    return dk, dv
+    return (torch.zeros_like(k), torch.zeros_like(v)) if dk is None else (dk, dv)
 
 
-def _differentiate_launch(launch: Launch, keys: tuple[Any, Any], saved: tuple[Any, ...], call: Call) -> Any:
-    """The gradients of a launch's queries, keys and values. With the output and the log-sum-exps of all
-    keys, they are parts of the gradients of all."""
+def _differentiate_launch(
+    launch: Launch, keys: tuple[Any, Any], saved: tuple[Any, ...], call: Call, dq: QuerySum
+) -> tuple[Any, Any]:
+    """The gradients of a launch's keys and values, and that of its queries into its place. With the output
+    and the log-sum-exps of all keys, they are parts of the gradients of all."""
     (k, v), (q, _, _, out, lse, dout) = keys, saved
+    numbers = call.numbers(launch)
     if launch.single:
         (begin, end), rows = launch.queries[0], slice(*launch.keys[0])
         q, out, dout, lse = q[:, begin:end], out[:, begin:end], dout[:, begin:end], lse[:, :, begin:end]
         k, v = k[:, rows], v[:, rows]
-        lists, function = _gradients.NONE, "flash_attn_func"
-    else:
-        q, k, v, out, lse, dout = q[0], k[0], v[0], out[0], lse[0], dout[0]
-        *some, _ = launch.lists(q.device)
-        lists, function = (*some, *_gradients.NONE[len(some) :]), "flash_attn_varlen_func"
-    needed = (True, True, True, False)
-    found = _gradients.backward(
-        dout, (q, k, v), out, lse, lists, call.numbers(launch), function, call.deterministic, needed
-    )[:3]
-    return found if launch.single else [it.unsqueeze(0) for it in found]
+        into = (dq.next((begin, end)), torch.empty_like(k), torch.empty_like(v), None)
+        _gradients.run((q, k, v), numbers, "flash_attn_func", (out, lse, dout), into, call.deterministic)
+        return into[1], into[2]
+    *lists, _ = launch.lists(q.device)
+    # Rows of no sequence are not written.
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    into = (dq.next(None)[0], dk[0], dv[0], None)
+    tensors = (q[0], k[0], v[0], *lists, *_gradients.NONE[len(lists) :])
+    _gradients.run(tensors, numbers, "flash_attn_varlen_func", (out[0], lse[0], dout[0]), into, call.deterministic)
+    return dk, dv

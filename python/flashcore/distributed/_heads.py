@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from ._messages import apart, numel
+from ._messages import room
 from ._plan import Plan
 from ._transport import Pending
 
 
 def _chosen(tensor: Any, heads: Any) -> Any:
-    """Some heads of a tensor."""
+    """Some heads of a tensor: from one to another, or a list."""
     if isinstance(heads, tuple):
         return tensor[:, :, slice(*heads)]
     if heads == list(range(heads[0], heads[0] + len(heads))):
@@ -26,33 +26,16 @@ def to_heads(tensors: tuple[Any, ...], call: Any) -> list[Any]:
     plan = call.plan
 
     def of(node: int) -> list[Any]:
-        kinds = (plan.heads[node][0], plan.heads[node][1], plan.heads[node][1])
-        return [_chosen(tensor, heads) for tensor, heads in zip(tensors, kinds)]
+        queries, keys = plan.heads[node]
+        return [_chosen(tensor, heads) for tensor, heads in zip(tensors, (queries, keys, keys))]
 
     own = of(plan.node)
-    sizes = [[(it.shape[0], plan.rows[rank], *it.shape[2:]) for it in own] for rank in plan.peers]
-
-    def begin() -> Any:
-        sends = []
-        for node, rank in enumerate(plan.peers):
-            if node != plan.node:
-                sends.append((rank, torch.cat([it.flatten() for it in of(node)])))
-        rooms = [own[0].new_empty(sum(map(numel, some))) for some in sizes]
-        receives = [(rank, rooms[node]) for node, rank in enumerate(plan.peers) if node != plan.node]
-        return call.transport.exchange(_some(sends), _some(receives)), rooms
-
-    rooms = Pending(own[0].device, begin).wait()
-    parts = [apart(room, some) for room, some in zip(rooms, sizes)]
-    parts[plan.node] = own
+    rooms = [[room(plan.rows[rank], it) for it in own] for rank in plan.peers]
+    parts = _exchanged(of, rooms, call)
     if not plan.exchanged:
         return [it[:, :0] for it in own]
     rows = [(parts[node], slice(*rows)) for node, rows in plan.exchanged]
     return [torch.cat([some[it][:, at] for some, at in rows], 1) for it in range(len(own))]
-
-
-def _some(messages: list[Any]) -> list[Any]:
-    """Without those that are empty."""
-    return [(rank, tensor) for rank, tensor in messages if tensor.numel()]
 
 
 def to_rows(tensors: list[Any], call: Any) -> list[Any]:
@@ -70,26 +53,31 @@ def to_rows(tensors: list[Any], call: Any) -> list[Any]:
         rows = slices[node]
         return [torch.cat([it[:, at] for at in rows], 1) if rows else it[:, :0] for it in tensors]
 
-    own = plan.rows[plan.rank]
-    sizes = []
+    rooms = []
     for queries, keys in plan.heads:
         heads = (queries[1] - queries[0], len(keys), len(keys))
-        sizes.append([(it.shape[0], own, n, *it.shape[3:]) for it, n in zip(tensors, heads)])
-
-    def begin() -> Any:
-        others = [(node, rank) for node, rank in enumerate(plan.peers) if node != plan.node]
-        sends = [(rank, torch.cat([it.flatten() for it in of(node)])) for node, rank in others]
-        rooms = [tensors[0].new_empty(sum(map(numel, some))) for some in sizes]
-        receives = [(rank, rooms[node]) for node, rank in others]
-        return call.transport.exchange(_some(sends), _some(receives)), rooms
-
-    rooms = Pending(tensors[0].device, begin).wait()
-    parts = [apart(room, some) for room, some in zip(rooms, sizes)]
-    parts[plan.node] = of(plan.node)
+        sizes = [(it.shape[0], plan.rows[plan.rank], n, *it.shape[3:]) for it, n in zip(tensors, heads)]
+        rooms.append([it.new_empty(size) for it, size in zip(tensors, sizes)])
+    parts = _exchanged(of, rooms, call)
     queries = torch.cat([some[0] for some in parts], 2)
     if len(tensors) == 1:
         return [queries]
     return [queries, *(_summed([some[it] for some in parts], plan) for it in (1, 2))]
+
+
+def _exchanged(of: Any, rooms: list[list[Any]], call: Any) -> list[list[Any]]:
+    """What each node gives this one, into its room, where ``of`` says what this one gives each of them."""
+    plan = call.plan
+    others = [(node, rank) for node, rank in enumerate(plan.peers) if node != plan.node]
+
+    def begin() -> Any:
+        sends = [(rank, it.contiguous()) for node, rank in others for it in of(node) if it.numel()]
+        receives = [(rank, it) for node, rank in others for it in rooms[node] if it.numel()]
+        return call.transport.exchange(sends, receives), [it for some in rooms for it in some]
+
+    Pending(rooms[0][0].device, begin).wait()
+    rooms[plan.node] = of(plan.node)
+    return rooms
 
 
 def _summed(parts: list[Any], plan: Plan) -> Any:

@@ -1,4 +1,4 @@
-"""Keys, values and their gradients on the way: of some rows, all keys and then all values in one message."""
+"""Keys, values and their gradients on the way between ranks: two messages, of keys and of values."""
 
 from __future__ import annotations
 
@@ -10,34 +10,27 @@ from ._plan import Plan, Span, Step, count
 from ._transport import Pending
 
 
-def _message(rows: int, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """Room for so many rows: the message, and the keys and the values in it."""
-    sizes = [(k.shape[0], rows, *it.shape[2:]) for it in (k, v)]
-    room = k.new_empty(sum(numel(size) for size in sizes))
-    return (room, *apart(room, sizes))
+def _rows(spans: list[Span], tensor: Any) -> Any:
+    """These rows of a tensor as one that can be sent: a copy only where they do not lie together."""
+    some = [tensor[:, begin:end] for begin, end in spans]
+    return some[0].contiguous() if len(some) == 1 else torch.cat(some, 1)
 
 
-def apart(room: Any, sizes: list[tuple[int, ...]]) -> list[Any]:
-    """The tensors that lie one after the other in a message."""
-    return [it.view(size) for it, size in zip(room.split([numel(size) for size in sizes]), sizes)]
+def room(rows: int, like: Any) -> Any:
+    """Memory for so many rows."""
+    return like.new_empty((like.shape[0], rows, *like.shape[2:]))
 
 
-def numel(size: tuple[int, ...]) -> int:
-    product = 1
-    for it in size:
-        product *= it
-    return product
+def _pairs(messages: list[Any]) -> list[tuple[Any, Any]]:
+    """Keys and values, which come one after the other."""
+    return list(zip(messages[::2], messages[1::2]))
 
 
-def _packed(spans: list[Span], k: Any, v: Any) -> Any:
-    """A message of these rows."""
-    room, *tensors = _message(count(spans), k, v)
-    for source, target in zip((k, v), tensors):
-        at = 0
-        for begin, end in spans:
-            target[:, at : at + end - begin].copy_(source[:, begin:end])
-            at += end - begin
-    return room
+def _exchange(sends: list[tuple[int, Any]], receive: list[tuple[int, list[Span]]], k: Any, v: Any, call: Any) -> Any:
+    """Begins to send, and to get rows of keys and values from these ranks; what is under way, and what there
+    will be."""
+    rooms = [(rank, room(count(spans), it)) for rank, spans in receive for it in (k, v)]
+    return call.transport.exchange(sends, rooms), [it for _, it in rooms]
 
 
 def fetch(step: Step | None, k: Any, v: Any, call: Any) -> Pending | None:
@@ -47,12 +40,10 @@ def fetch(step: Step | None, k: Any, v: Any, call: Any) -> Pending | None:
         return None
 
     def begin() -> Any:
-        sends = [(rank, _packed(spans, k, v)) for rank, spans in step.send]
-        rooms = [_message(count(spans), k, v) for _, spans in step.receive]
-        receives = [(rank, room[0]) for (rank, _), room in zip(step.receive, rooms)]
-        works = call.transport.exchange(sends, receives)
+        sends = [(rank, _rows(spans, it)) for rank, spans in step.send for it in (k, v)]
+        works, rooms = _exchange(sends, step.receive, k, v, call)
         # A ring's step has one owner, or none.
-        return works, rooms[0][1:] if rooms else (k[:, :0], v[:, :0])
+        return works, rooms or [k[:, :0], v[:, :0]]
 
     return Pending(k.device, begin)
 
@@ -61,18 +52,16 @@ def give_back(step: Step, found: tuple[Any, Any], k: Any, v: Any, call: Any) -> 
     """Begins to send the gradients of a step's keys to their owner, and to get those of own ones."""
 
     def begin() -> Any:
-        sends = [(rank, _packed([(0, count(spans))], *found)) for rank, spans in step.receive]
-        return _returned(sends, step, k, v, call)
+        sends = [(rank, it.contiguous()) for rank, _ in step.receive for it in found]
+        return _exchange(sends, step.send, k, v, call)
 
     return Pending(k.device, begin)
 
 
-def add_returned(step: Step, rooms: list[Any], k: Any, v: Any, dk: Any, dv: Any) -> None:
+def add_returned(step: Step, messages: list[Any], dk: Any, dv: Any) -> None:
     """Adds gradients of own keys that others computed."""
-    for (_, spans), room in zip(step.send, rooms):
-        rows = count(spans)
-        parts = apart(room, [(it.shape[0], rows, *it.shape[2:]) for it in (k, v)])
-        for part, gradient in zip(parts, (dk, dv)):
+    for (_, spans), pair in zip(step.send, _pairs(messages)):
+        for part, gradient in zip(pair, (dk, dv)):
             at = 0
             for begin, end in spans:
                 gradient.add(part[:, at : at + end - begin], (begin, end))
@@ -80,35 +69,37 @@ def add_returned(step: Step, rooms: list[Any], k: Any, v: Any, dk: Any, dv: Any)
 
 
 def gather(k: Any, v: Any, call: Any) -> Pending:
-    """Begins to get the keys and values of all ranks: messages by rank, of which the own one is last."""
+    """Begins to get the keys and values of all ranks, by rank."""
     plan = call.plan
-    step = plan.steps[0]
 
-    def begin() -> Any:
-        if plan.distribution.gathers_all:
-            # Those of the longest part, so that all are of one size.
-            room, *tensors = _message(max(plan.rows), k, v)
-            for source, target in zip((k, v), tensors):
-                target[:, : source.shape[1]].copy_(source)
-            rooms = room.new_empty((plan.size, room.numel()))
-            return call.transport.all_gather(rooms.view(-1), room), list(rooms)
-        rooms = [k.new_empty(0)] * plan.size
-        for rank, spans in step.receive:
-            rooms[rank] = _message(count(spans), k, v)[0]
-        sends = [(rank, _packed(spans, k, v)) for rank, spans in step.send]
-        works = call.transport.exchange(sends, [(rank, rooms[rank]) for rank, _ in step.receive])
-        return works, rooms
+    def everything() -> Any:
+        works, found = [], []
+        for it in (k, v):
+            part = it.contiguous()
+            if it.shape[1] < max(plan.rows):
+                # As long as the longest, so that all are of one size.
+                part = room(max(plan.rows), it)
+                part[:, : it.shape[1]].copy_(it)
+            parts = part.new_empty((plan.size, *part.shape))
+            works += call.transport.all_gather(parts.view(-1), part.view(-1))
+            found.append(parts)
+        return works, found
 
-    return Pending(k.device, begin)
+    def seen() -> Any:
+        step = plan.steps[0]
+        sends = [(rank, _rows(spans, it)) for rank, spans in step.send for it in (k, v)]
+        return _exchange(sends, step.receive, k, v, call)
+
+    return Pending(k.device, everything if plan.distribution.gathers_all else seen)
 
 
-def put_together(rooms: list[Any], k: Any, v: Any, plan: Plan) -> tuple[Any, Any]:
+def put_together(messages: list[Any], k: Any, v: Any, plan: Plan) -> tuple[Any, Any]:
     """The keys and values of an all-gather by positions."""
-    rows = [count(spans) for spans in _received(plan)]
     if plan.distribution.gathers_all:
-        rows = [max(plan.rows)] * plan.size
-    parts = [apart(room, [(it.shape[0], n, *it.shape[2:]) for it in (k, v)]) for room, n in zip(rooms, rows)]
-    parts[plan.rank] = [k, v]
+        parts = dict(enumerate(zip(*messages)))
+    else:
+        parts = dict(zip((rank for rank, _ in plan.steps[0].receive), _pairs(messages)))
+    parts[plan.rank] = (k, v)
     if not plan.gathered:
         return k, v
     some = [(parts[rank], slice(*rows)) for rank, rows in plan.gathered]
@@ -116,42 +107,24 @@ def put_together(rooms: list[Any], k: Any, v: Any, plan: Plan) -> tuple[Any, Any
     return keys, values
 
 
-def _received(plan: Plan) -> list[list[Span]]:
-    """The rows that each rank sends here."""
-    received: list[list[Span]] = [[] for _ in range(plan.size)]
-    for rank, spans in plan.steps[0].receive:
-        received[rank] = spans
-    return received
-
-
 def return_gathered(found: tuple[Any, Any], k: Any, v: Any, call: Any, dk: Any, dv: Any) -> None:
     """Sends the gradients of an all-gather's keys to their owners, and adds those that others found."""
     plan = call.plan
     step = plan.steps[0]
-    slices: list[list[tuple[int, slice]]] = [[] for _ in range(plan.size)]
+    # Where each owner's rows are, in the order in which they are its own.
+    owned: list[list[tuple[int, Span]]] = [[] for _ in range(plan.size)]
     at = 0
     for rank, (first, last) in plan.gathered:
-        slices[rank].append((first, slice(at, at + last - first)))
+        owned[rank].append((first, (at, at + last - first)))
         at += last - first
-
-    def of(rank: int) -> list[Any]:
-        """In the order of the owner's rows."""
-        rows = [at for _, at in sorted(slices[rank], key=lambda it: it[0])]
-        return [torch.cat([it[:, at] for at in rows], 1) for it in found]
+    spans = [[span for _, span in sorted(some)] for some in owned]
 
     def begin() -> Any:
-        sends = [(rank, _packed([(0, count(spans))], *of(rank))) for rank, spans in step.receive]
-        return _returned(sends, step, k, v, call)
+        sends = [(rank, _rows(spans[rank], it)) for rank, _ in step.receive for it in found]
+        return _exchange(sends, step.send, k, v, call)
 
     pending = Pending(k.device, begin)
-    if slices[plan.rank]:
-        for part, gradient in zip(of(plan.rank), (dk, dv)):
-            gradient.add(part, (0, plan.held))
-    add_returned(step, pending.wait(), k, v, dk, dv)
-
-
-def _returned(sends: list[Any], step: Step, k: Any, v: Any, call: Any) -> Any:
-    """Begins to send gradients of keys to their owners, and to get those of own ones."""
-    rooms = [_message(count(spans), k, v)[0] for _, spans in step.send]
-    receives = [(rank, room) for (rank, _), room in zip(step.send, rooms)]
-    return call.transport.exchange(sends, receives), rooms
+    if spans[plan.rank]:
+        for part, gradient in zip(found, (dk, dv)):
+            gradient.add(_rows(spans[plan.rank], part), (0, plan.held))
+    add_returned(step, pending.wait(), dk, dv)

@@ -185,7 +185,7 @@ pub(crate) const GPU: &str = "gpu";
 /// # Ok::<(), flashcore::Error>(())
 /// ```
 pub fn candidates(chip: &Chip, problem: &Problem, arrangement: &Arrangement) -> Vec<Candidate> {
-    let problem = &problem.with_windows_by_name();
+    let problem = &problem.with_rules_by_name();
     let asked = Asked { chip, problem, arrangement };
     family::in_order(problem).into_iter().map(|family| Candidate::of(family, &asked)).collect()
 }
@@ -315,7 +315,7 @@ impl Plan {
         }
         let chosen = candidates.iter().find(|candidate| candidate.accepted);
         let chosen = chosen.expect("one is accepted and asked for").clone();
-        let problem = problem.with_windows_by_name();
+        let problem = problem.with_rules_by_name();
         Ok(Plan { problem, chosen, candidates, missing: missing.to_vec() })
     }
 

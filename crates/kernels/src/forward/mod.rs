@@ -394,10 +394,11 @@ impl Forward {
         let lse: Reg<GlobalAddress> = Tensor::Lse.address(k);
         let query_length: Reg<U32> = Number::QueryLength.read(k);
         let key_length: Reg<U32> = Number::KeyLength.read(k);
-        let scores = ScoreRule::parameters(k, &self.rules).with_small_tanh(!self.rules.alibi);
+        let two_ways = !self.rules.alibi && self.rules.score_function.is_none();
+        let scores = self.score_rule(k).with_small_tanh(two_ways);
         let schedule =
             StaticScheduler::parameters(k, self, query_length, key_length, scores.scale_log2);
-        let functions = Functions::parameters(k, &self.rules);
+        let functions = Functions::parameters(k, &self.rules).unscaled(&self.rules, scores.inverse);
         let probe = probe::parameter(k, probed);
         let shared = self.shared(k);
         let thread = k.thread_index();
@@ -414,6 +415,13 @@ impl Forward {
                 consumer::consume(k, self, &shared, &schedule, rules, &epilogue, probe);
             },
         );
+    }
+
+    /// How products become scores.
+    fn score_rule(&self, k: &mut Builder) -> ScoreRule {
+        let scores = ScoreRule::parameters(k, &self.rules);
+        // Numbers of 8 bits have factors of their own.
+        if self.is_fp8() { scores } else { scores.with_scale_last(k, &self.rules) }
     }
 
     /// Reserves the shared memory.

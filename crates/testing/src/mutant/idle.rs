@@ -6,6 +6,8 @@
 //! not the lowest. Forwards: which of its bits can be set? Of a lane's number the lowest five, of the number
 //! of a pipeline's first stage none.
 
+use std::collections::HashSet;
+
 use ptx::{
     Access, BinaryOperation, Block, Instruction, Operand, Program, Register, Special,
     StatementKind, Type,
@@ -45,12 +47,15 @@ impl Idle {
                 instructions.push(instruction.clone());
             }
         });
-        let mut demand = Demand { program, read: vec![0; instructions.len()] };
         let nothing = || Bits(vec![0; program.registers.len()]);
-        demand.block(&program.body, 0, &mut nothing(), &nothing());
         let mut flow = Flow { program, sources: vec![[u64::MAX; 2]; instructions.len()] };
         flow.block(&program.body, 0, &mut nothing(), &mut None);
-        Idle { instructions, read: demand.read, sources: flow.sources }
+        let Flow { sources, .. } = flow;
+        let bases = bases(program, &instructions);
+        let read = vec![0; instructions.len()];
+        let mut demand = Demand { program, sources: &sources, bases, read };
+        demand.block(&program.body, 0, &mut nothing(), &nothing());
+        Idle { instructions, read: demand.read, sources }
     }
 
     /// Why a mutant computes the same, if the program shows it.
@@ -85,11 +90,25 @@ fn same(original: &Instruction, changed: &Instruction, possible: [u64; 2], read:
             match operation {
                 BinaryOperation::And => first & (b ^ c) & read == 0,
                 BinaryOperation::ShiftRight => small < 64 && first >> small == 0,
-                BinaryOperation::ShiftLeft | BinaryOperation::Multiply => first == 0,
+                BinaryOperation::ShiftLeft => first == 0,
+                // A few bytes more than whole units, of which only units are read.
+                BinaryOperation::Multiply => {
+                    let more = first.checked_mul(c.wrapping_sub(*b));
+                    first == 0 || b & unread(read) == 0 && more.is_some_and(|it| it <= unread(read))
+                }
                 BinaryOperation::Divide | BinaryOperation::Remainder => first < small,
                 BinaryOperation::Minimum => first <= small,
                 _ => false,
             }
+        }
+        // Less than a unit more.
+        (
+            I::Binary { operation: BinaryOperation::Add, ty, a, b: Operand::Immediate(b), .. },
+            I::Binary {
+                operation: BinaryOperation::Add, a: same, b: Operand::Immediate(c), ..
+            },
+        ) if is_unsigned(*ty) && a == same && *b != 0 => {
+            first & unread(read) == 0 && b | unread(read) == c | unread(read)
         }
         // Nothing more or nothing less.
         (
@@ -131,6 +150,10 @@ impl Bits {
 
 struct Demand<'a> {
     program: &'a Program,
+    /// Of each instruction, which bits of its sources can be set.
+    sources: &'a [[u64; 2]],
+    /// Registers that hold an address of shared memory and nothing else.
+    bases: HashSet<Register>,
     read: Vec<u64>,
 }
 
@@ -182,6 +205,35 @@ impl Demand<'_> {
         }
     }
 
+    /// The register whose bits below the lowest that is read do not matter: it is added to an address of
+    /// shared memory that has none of them, so that nothing is carried.
+    fn beyond_units(&self, instruction: &Instruction, index: usize, read: u64) -> Option<Register> {
+        let Instruction::Binary { operation: BinaryOperation::Add, ty, a, b, .. } = instruction
+        else {
+            return None;
+        };
+        let [first, second] = self.sources[index];
+        match (a, b) {
+            _ if !is_unsigned(*ty) => None,
+            (base, Operand::Register(added)) if self.is_base(base) && first & unread(read) == 0 => {
+                Some(*added)
+            }
+            (Operand::Register(added), base)
+                if self.is_base(base) && second & unread(read) == 0 =>
+            {
+                Some(*added)
+            }
+            _ => None,
+        }
+    }
+
+    fn is_base(&self, operand: &Operand) -> bool {
+        match operand {
+            Operand::Immediate(_) => true,
+            Operand::Register(register) => self.bases.contains(register),
+        }
+    }
+
     fn instruction(&mut self, instruction: &Instruction, index: usize, bits: &mut Bits) {
         let (mut reads, mut writes) = (Vec::new(), Vec::new());
         let type_of = |register: Register| self.program.type_of(register);
@@ -205,18 +257,44 @@ impl Demand<'_> {
             return;
         }
         writes.iter().for_each(|it| *bits.of(*it) = 0);
+        let beyond = self.beyond_units(instruction, index, read);
         for register in reads {
-            *bits.of(register) |= demanded(instruction, read);
+            let units = if Some(register) == beyond { !unread(read) } else { u64::MAX };
+            *bits.of(register) |= demanded(self.program, instruction, read) & units;
         }
     }
 }
 
+fn bases(program: &Program, instructions: &[Instruction]) -> HashSet<Register> {
+    let mut bases = HashSet::new();
+    let mut others = HashSet::new();
+    for instruction in instructions {
+        let is_base = matches!(instruction, Instruction::SharedBase { .. });
+        let type_of = |register: Register| program.type_of(register);
+        instruction.operands(&type_of, &mut |access, operand, _| {
+            if let (Access::Write, Operand::Register(register)) = (access, operand) {
+                if is_base { &mut bases } else { &mut others }.insert(register);
+            }
+        });
+    }
+    &bases - &others
+}
+
+/// The bits below all that are read.
+fn unread(read: u64) -> u64 {
+    (read & read.wrapping_neg()).wrapping_sub(1)
+}
+
 /// Which bits of its registers an instruction reads, of whose result these are read.
-fn demanded(instruction: &Instruction, read: u64) -> u64 {
+fn demanded(program: &Program, instruction: &Instruction, read: u64) -> u64 {
     use BinaryOperation as B;
     use Instruction as I;
     match instruction {
         I::Move { .. } => read,
+        I::Convert { dst, src } => {
+            let types = [*dst, *src].map(|it| program.type_of(it));
+            if types.into_iter().all(is_unsigned) { read } else { u64::MAX }
+        }
         I::Binary { operation, ty, b, .. } if is_unsigned(*ty) => match (operation, b) {
             (B::And, Operand::Immediate(mask)) => read & mask,
             (B::ShiftRight, Operand::Immediate(by)) => read.checked_shl(*by as u32).unwrap_or(0),
@@ -362,6 +440,8 @@ fn result_bits(program: &Program, instruction: &Instruction, possible: &[u64]) -
         I::Compare { .. } => 1,
         I::Select { a, b, .. } => bits(a) | bits(b),
         I::Shuffle { dst, valid: None, src, .. } if dst != src => possible[src.0 as usize],
+        // Shared memory begins at a multiple of 16.
+        I::SharedBase { offset, .. } => !15 | u64::from(*offset) & 15,
         I::ReadSpecial { special: Special::Lane, .. } => 31,
         I::ReadSpecial { special: Special::Thread(_), .. } => {
             up_to(u64::from(program.threads.saturating_sub(1)))

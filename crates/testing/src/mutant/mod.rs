@@ -41,7 +41,7 @@ use std::fmt;
 
 use ptx::{Block, Instruction, Place, Program, Statement, StatementKind, Type};
 
-pub use equivalent::{EQUIVALENTS, Equivalent};
+pub use equivalent::{Equivalent, equivalents};
 pub use generate::every;
 pub use subject::{families, subjects};
 pub use survey::{Listed, Outcome, Score, Survey, sample, survey};

@@ -45,12 +45,12 @@ pub fn subjects() -> Vec<Configuration> {
 
 /// A mask and scores that divide by numbers of every sign, and by none.
 fn functions() -> Rules {
-    let every = Function::mask("every", |at| ((at.query() - at.key()) % (at.head() - 2)).le(0));
+    let bands = Function::mask("bands", |at| ((at.query() - at.key()) / (at.head() - 2) % 2).eq(0));
     let leaning = Function::score("leaning", |score, at| {
-        let apart = (at.position() - at.key()) / (at.head() - 2);
-        score * 0.5 - apart.to_f32() * 0.02 * (at.batch() + 1).to_f32()
+        let apart = (at.position() - at.key()) % (at.head() - 2);
+        score * 0.5 - apart.to_f32() * 0.5 * (at.batch() + 1).to_f32()
     });
-    Rules { mask_function: Some(every), score_function: Some(leaning), ..Rules::DENSE }
+    Rules { mask_function: Some(bands), score_function: Some(leaning), ..Rules::DENSE }
 }
 
 /// A cache of 8 bits, with both kinds of scales.

@@ -15,6 +15,8 @@ use crate::verdict::gradient_tolerances;
 /// The output of the forward pass with its log-sum-exps, and its gradient.
 pub(super) struct Backward {
     output: Tensor,
+    /// The same as memory holds it.
+    held: Tensor,
     lse: Vec<f32>,
     gradient: Tensor,
 }
@@ -30,21 +32,32 @@ const PARTS: [Part; 3] = [
 ];
 
 impl Backward {
-    /// The forward pass, exactly and then rounded.
+    /// The forward pass, exactly and then rounded; `hostile`: memory holds ones where no key is seen.
     pub(super) fn new(
         problem: &Problem,
         inputs: Inputs<'_>,
         gradient: Tensor,
+        hostile: bool,
     ) -> Result<Self, Error> {
         let (output, lse) = reference::saved(problem, inputs)?;
-        Ok(Backward { output, lse, gradient })
+        let mut held = output.clone();
+        let sequences = Sequences::of(problem, inputs);
+        for sequence in (0..sequences.queries().sequences()).filter(|_| hostile) {
+            let queries = 0..sequences.queries().length(sequence);
+            for query in queries.filter(|it| sequences.visible_keys(sequence, *it).is_empty()) {
+                let (entry, row) = sequences.queries().locate(sequence, query);
+                let ones = vec![1.0; problem.value_head_dim];
+                (0..problem.query_heads).for_each(|head| held.set_row([entry, row, head], &ones));
+            }
+        }
+        Ok(Backward { output, held, lse, gradient })
     }
 
     /// What the forward pass left.
     pub(super) fn bytes(&self, role: Role) -> Vec<u8> {
         match role {
             Role::Lse => self.lse.iter().flat_map(|it| it.to_le_bytes()).collect(),
-            _ => self.output.bytes().to_vec(),
+            _ => self.held.bytes().to_vec(),
         }
     }
 

@@ -64,7 +64,10 @@ pub struct Call {
     pub value_mean: f32,
     /// Whether lists hold numbers beyond their bounds where the bound itself is meant: whatever
     /// they hold, kernels stay within what there is.
+    /// In a backward pass, outputs of rows without keys are not 0: nobody reads them.
     pub hostile: bool,
+    /// Whether values of keys that no query sees are no numbers.
+    pub unseen: bool,
     /// The tensors that the kernel's functions load from.
     pub captured: Vec<HostTensor>,
     /// Whether lists of key blocks and of tiles are made from what is in them.
@@ -84,6 +87,8 @@ pub enum Weights {
     Spikes,
     /// The same, more towards both ends: later ones are far beyond earlier ones too.
     Peaks,
+    /// All as much as those: of few keys, every score of a row may be far below zero.
+    Heavy,
     /// The fourth is not a number.
     Nan,
 }
@@ -96,6 +101,7 @@ impl Weights {
             Weights::Spikes if position % 7 == 3 => 60.0,
             Weights::Peaks if position % 7 == 3 => 25.0 * Weights::Valley.of(position, length),
             Weights::Spikes | Weights::Peaks => 1.0,
+            Weights::Heavy => 60.0,
             Weights::Nan if position == 3 => f32::NAN,
             Weights::Nan => 1.0,
         }
@@ -168,6 +174,7 @@ impl Call {
             outlier: 1.0,
             value_mean: 0.0,
             hostile: false,
+            unseen: false,
             captured: Vec::new(),
             contents_known: false,
         }
@@ -420,10 +427,14 @@ impl Call {
             };
             Ok(Some(self.order.arrange(factors)?))
         })?;
+        let mut values = tensor(VALUES, dtypes.value, value, keys)?;
+        if let Some(sequences) = sequences.as_ref().filter(|_| self.unseen) {
+            hide_unseen(&mut values, sequences);
+        }
         let tensors = InputTensors {
             query: tensor(QUERIES, dtypes.query, query, queries)?,
             key: tensor(KEYS, dtypes.key, key, keys)?,
-            value: tensor(VALUES, dtypes.value, value, keys)?,
+            value: values,
             slopes: problem.scores.has_alibi().then(|| numbers(4, slopes, 0.1)),
             sinks: problem.scores.sinks.then(|| numbers(5, heads, 4.0)),
             descales,
@@ -438,7 +449,7 @@ impl Call {
                     None => (problem.clone(), tensors.inputs()),
                 };
                 let inputs = inputs.with_captured(&self.captured);
-                Some(Backward::new(&problem, inputs, gradient)?)
+                Some(Backward::new(&problem, inputs, gradient, self.hostile)?)
             }
         };
         let captured = self.captured.clone();
@@ -536,15 +547,17 @@ fn exceed(list: List, words: &mut [u32], problem: &Problem, entries: usize) {
     out_of_bounds(words, most);
 }
 
-/// Lengths of sequences that fill their room become longer than any.
+/// Lengths of sequences that fill their room become longer than any; so does that of a first one without
+/// room.
 fn fill(list: List, words: &mut [u32], other: impl Fn(List) -> Option<Vec<u32>>) {
     let starts = match list {
         List::QueryLengths => other(List::QueryStarts),
         List::KeyLengths => other(List::KeyStarts),
         _ => None,
     };
-    for (word, room) in words.iter_mut().zip(starts.unwrap_or_default().windows(2)) {
-        if *word > 0 && *word == room[1] - room[0] {
+    let starts = starts.unwrap_or_default();
+    for (index, (word, room)) in words.iter_mut().zip(starts.windows(2)).enumerate() {
+        if (*word > 0 || index == 0) && *word == room[1] - room[0] {
             *word += 1_000_000;
         }
     }
@@ -683,6 +696,23 @@ pub(crate) fn of_sequences(
         }
     }
     Ok(kept)
+}
+
+/// Makes the values of keys that no query sees NaN: the mask hides them, whatever they are.
+fn hide_unseen(values: &mut Tensor, sequences: &Sequences) {
+    let (queries, keys) = (sequences.queries(), sequences.keys());
+    let Shape { heads, dim, .. } = values.shape();
+    for sequence in 0..keys.sequences() {
+        let seen = (0..queries.length(sequence)).map(|it| sequences.visible_keys(sequence, it));
+        let seen: Vec<_> = seen.collect();
+        for key in 0..keys.length(sequence) {
+            if seen.iter().any(|it| it.contains(&key)) {
+                continue;
+            }
+            let (entry, row) = keys.locate(sequence, key);
+            (0..heads).for_each(|head| values.set_row([entry, row, head], &vec![f32::NAN; dim]));
+        }
+    }
 }
 
 /// The type of tensors of an element.

@@ -33,7 +33,7 @@ impl Scene {
         }
     }
 
-    /// The tiles of a batch in order, under a causal mask: tiles of 64 or 128 rows.
+    /// The tiles of a batch in order, under a causal mask, or one that sees a little ahead: tiles of 64 or 128 rows.
     pub fn sequencer(
         sequencer: Sequencer,
         ragged: &Ragged,
@@ -55,9 +55,12 @@ impl Scene {
             MaskKind::Chunked => CHUNK,
             _ => 0,
         };
-        let mask = Mask::CAUSAL.with_chunk(chunk);
+        // In short chunks rows see ahead, so that the end of a chunk shows.
+        let right = if chunk == CHUNK { 7 } else { 0 };
+        let mask = Mask::window(None, Some(right)).with_chunk(chunk);
         let call = Call::ragged(prefill, ragged.clone(), [1, 1]).with(|it| it.with_mask(mask));
-        let window = Window { chunk: (chunk > 0).then_some(chunk as u32), ..Window::CAUSAL };
+        let (right, chunk) = (right as i32, (chunk > 0).then_some(chunk as u32));
+        let window = Window { right, chunk, ..Window::CAUSAL };
         let words = Sequencer::schedule(tile_rows, &window, &slices(ragged)?);
         Scene::first_step(sequencer, call, words, format!("{ragged}, tiles of {tile_rows}"))
     }
@@ -104,31 +107,32 @@ impl Scene {
     }
 }
 
-/// Where packed or padded queries and keys in batch entries of each sequence are, with one head.
+/// Where the queries and keys of each sequence are, which are not in pages, with one head.
 fn slices(ragged: &Ragged) -> Result<Vec<Slice>, SceneError> {
     let Ragged { queries, keys, query_place, key_place, padding } = ragged;
-    let places = (query_place, key_place);
-    if !matches!(places, (Place::Packed | Place::Padded, Place::Padded | Place::Entries)) {
-        let text = "queries are packed or padded, and keys in batch entries";
-        return Err(SceneError::Size(text.to_owned()));
+    if matches!(query_place, Place::Entries | Place::Paged(_))
+        || matches!(key_place, Place::Paged(_))
+    {
+        return Err(SceneError::Size("queries and keys are not in pages".to_owned()));
     }
     let longest = |lengths: &[usize]| lengths.iter().copied().max().unwrap_or(0).max(1);
     let skipped = |sequence: usize| padding.get(sequence).copied().unwrap_or(0);
     let ends: Vec<usize> = (0..).zip(keys).map(|(at, keys)| keys + skipped(at)).collect();
-    let room = longest(&ends);
     let refused = |error: flashcore::Error| SceneError::Size(error.to_string());
     let (_, (places, _)) = ragged.placements(&Problem::new(1, 1, 1, 8)).map_err(refused)?;
+    let start = |place: Place, lengths: &[usize], entry: usize, sequence: usize| match place {
+        Place::Packed => lengths[..sequence].iter().sum(),
+        Place::Apart => lengths[..sequence].iter().sum::<usize>() + sequence,
+        _ => entry * longest(lengths),
+    };
     let slice = |sequence: usize| {
-        let start = match query_place {
-            Place::Padded => sequence * longest(queries),
-            _ => queries[..sequence].iter().sum::<usize>(),
-        };
-        let start = start as u32;
         let entry = places.entry(sequence).unwrap_or(sequence);
+        let keys = start(*key_place, &ends, entry, sequence) + skipped(sequence);
+        let start = start(*query_place, queries, sequence, sequence) as u32;
         Slice {
             query_start: start,
             queries: ragged.queries[sequence] as u32,
-            key_start: (room * entry + skipped(sequence)) as u32,
+            key_start: keys as u32,
             keys: ragged.keys[sequence] as u32,
             output_start: start,
             lse_start: start,

@@ -51,10 +51,11 @@ impl Scene {
                 // More blocks of rows than one round takes, of several sequences; rows without keys.
                 let after = it.after().unwrap_or(*kernel);
                 // Few rows, so that each of them weighs; all warps; rows of another round.
-                let few = [(1, [1, 1]), (1, [5, 3]), (2, [9, 11]), (1, [70, 66]), (8, [66, 66])];
-                let sizes = few.into_iter().chain([(1, [1100, 60]), (3, [700, 40])]);
+                let few = [(1, [1, 1]), (1, [8, 7]), (1, [5, 3]), (1, [6, 3]), (2, [9, 11])];
+                let many = [(1, [70, 66]), (8, [66, 66]), (1, [1100, 60]), (3, [700, 40])];
+                let sizes = few.into_iter().chain(many);
                 let calls = sizes.map(|(batch, lengths)| Call::new(after, batch, lengths, [2, 1]));
-                calls.map(|call| call.scene_of(3)).collect()
+                calls.map(|call| Call { hostile: true, ..call }.scene_of(3)).collect()
             }
             _ => Ok(Vec::new()),
         };
@@ -88,6 +89,10 @@ fn backward(
         // Heads and sequences that lie beside each other; whole blocks.
         Call::new(kernel, 2, [rows, 70], [2, 2]).with(|it| it.with_scale(scale)),
         Call::new(kernel, 2, [rows + 3, keys + 1], [4, 2]).with(|it| it.with_scale(scale)),
+        // One block for each head: every step of the loop comes to the edge of a mask, in every column.
+        call([rows, rows], [5, 1]).with(|it| it.with_scale(scale)),
+        call([rows - 8, rows], [5, 1]).with(|it| it.with_scale(scale)),
+        call([rows + 1, keys], [3, 1]).with(|it| it.with_scale(scale)),
     ];
     if let Configuration::Backward(Backward { deterministic: true, .. })
     | Configuration::BackwardMma(BackwardMma { deterministic: true, .. }) = kernel
@@ -144,6 +149,7 @@ fn ragged_backward(kernel: Configuration, rows: usize, block: usize) -> Vec<Call
         call(vec![1, 5 * rows - 7, 0, 3], vec![1, block, 9, 0], packed, packed, [2, 2]),
         call(vec![rows - 1, 2 * rows, rows + 1], vec![block + 40, 70, 3], apart, padded, [4, 2]),
         call(vec![7, rows + 1], vec![2 * block + 1, 5], padded, apart, [3, 1]),
+        call(vec![rows, 17, rows - 8], vec![rows, 25, rows], packed, packed, [5, 1]),
         Call { hostile: true, ..hostile },
     ]
 }
@@ -171,6 +177,12 @@ fn forward(it: &Forward) -> Vec<Call> {
     ];
     if stages > 2 {
         all.push(call([rows, stages * block - 3], [5, 1]));
+    }
+    all.push(Call { weights: Weights::Heavy, ..call([rows, 2], [3, 1]) });
+    if it.rules.functions().next().is_some() {
+        // Every divisor in every part of the walk.
+        all.push(call([rows + 5, 2 * block], [7, 1]));
+        all.push(call([rows, 5 * block - 3], [7, 1]));
     }
     if it.rules.mask != MaskKind::Dense {
         // Rows that see nothing; more keys than queries.
@@ -371,6 +383,14 @@ fn decode(it: &Decode) -> Vec<Call> {
         // Parts of many teams.
         call(vec![1, 1], vec![20 * round + 5, 7], [3, 1]).on(9),
         call(vec![1, 2], vec![3, 40 * round + 5], [2, 1]).on(19),
+        Call {
+            weights: Weights::Spikes,
+            ..call(vec![4], vec![35 * round + 5], [it.rows as usize, 1]).on(33 * 4)
+        },
+        // Parts of as many tiles as are worth it, which the longest of the sequences decides.
+        call(vec![1; 3], vec![3, 2 * round, 5], [1, 1]).on(9),
+        // A few keys, all of them far below zero for some rows.
+        Call { weights: Weights::Heavy, ..call(vec![1; 5], vec![1, 2, 1, 3, 1], [6, 2]) },
         // More sequences than a warp has lanes.
         call(vec![1; 37], many, [2, 1]).on(4),
         Call {
@@ -386,15 +406,37 @@ fn decode(it: &Decode) -> Vec<Call> {
             ..call(vec![2, 1], vec![7 * round, round + 1], [2, 1]).on(3)
         },
     ];
+    // Keys behind a window, in each of the rounds that clear them.
+    for left in [2, 6, 11, 14] {
+        let behind = call(vec![1, 2], vec![3 * round + 5, round + left], [2, 1]).on(3);
+        let window = Mask::window(Some(round + left), Some(0));
+        all.push(Call { unseen: true, ..behind.with(|it| it.with_mask(window)) });
+    }
+    // Queries with something between them.
+    all.push(listed(Place::Apart, place));
+    all.push(late(Place::Apart, place));
+    // A narrow window, so that the number of queries decides which tiles there are.
+    for call in [listed(Place::Apart, place), listed(Place::Packed, place)] {
+        all.push(call.with(|it| it.with_mask(Mask::window(Some(1), Some(0)))));
+    }
     if !it.paged {
         // Packed keys; equal lengths, of which no list tells.
         all.push(listed(Place::Padded, Place::Packed));
         all.push(late(Place::Packed, Place::Packed));
         // Behind the last key of the last sequence there is no memory.
         all.push(call(vec![1, 1], vec![3, round + 3], [1, 1]));
-        for end in [3, tile + 3, round + 3, 2 * round + 3, 3 * round + tile + 3, 4 * round + 3] {
-            let last = Ragged::new(vec![1, 2], vec![3, end]).over(Place::Padded);
-            all.push(Call::ragged(kernel, last, [1, 1]));
+        // A last sequence without keys, and ones that a team comes to from another.
+        let none = Ragged::new(vec![1, 1], vec![3, 0]).over(Place::Padded);
+        all.push(Call { hostile: true, ..Call::ragged(kernel, none, [1, 1]) });
+        for (end, keys) in [(0, 3), (0, 6), (0, 9), (0, 14), (round, 6), (round, 14)] {
+            let next = Ragged::new(vec![1, 2], vec![3 * round, end + keys]).over(Place::Packed);
+            all.push(Call::ragged(kernel, next, [1, 1]).on(1));
+        }
+        for end in [0, tile, round, 2 * round, 3 * round + tile, 4 * round] {
+            for keys in [3, 6, 9, 14] {
+                let last = Ragged::new(vec![1, 2], vec![3, end + keys]).over(Place::Padded);
+                all.push(Call::ragged(kernel, last, [1, 1]));
+            }
         }
         all.push(Call::new(kernel, 2, [2, 2 * round + 5], [4, 2]).on(3));
     }
@@ -453,10 +495,22 @@ fn sequencer(it: &Sequencer) -> Result<Vec<Scene>, SceneError> {
     let batch = Scene::sequencer_batch();
     let of = |queries: Vec<usize>, keys: Vec<usize>| Ragged { queries, keys, ..batch.clone() };
     // The one long sequence in each of the lanes and warps that tell each other the longest length.
-    let one_in = [1, 2, 4, 8, 16, 32, 64].map(|last| {
+    let one_in = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512].map(|last| {
         let only = |length: usize| [vec![0; last], vec![length]].concat();
         (only(1), only(1100))
     });
+    // Starts and lengths of both, with something between sequences or nothing, and a first one of none.
+    let lists = |place, queries: Vec<usize>, keys: Vec<usize>| Ragged {
+        query_place: place,
+        padding: vec![0, 2, 0, 1],
+        ..Ragged::new(queries, keys).over(place)
+    };
+    let apart = [Place::Apart, Place::Packed, Place::Padded].into_iter().flat_map(|place| {
+        let first = lists(place, vec![0, 5, 0, 70], vec![0, 9, 0, 200]);
+        [first, lists(place, vec![3, 0, 66, 9], vec![140, 0, 70, 7])]
+    });
+    // The largest cost there is, and one for each of the lanes and warps that sums come from.
+    let far = [1023usize, 991, 959, 895, 767, 511, 1022, 1021, 1019, 1015, 1007];
     if it.tiles == Tiles::Keys {
         // The same of sequences: of those with keys, no two have as many queries.
         let few =
@@ -471,14 +525,19 @@ fn sequencer(it: &Sequencer) -> Result<Vec<Scene>, SceneError> {
             of(vec![1500, 3100, 1100, 2700], vec![9, 300, 130, 1]),
         ];
         all.extend(one_in.map(|(keys, queries)| of(queries, keys)));
+        all.extend(apart);
+        all.push(of(far.into(), vec![130, 1, 300, 9, 200, 7, 130, 3, 129, 5, 2]));
+        all.push(of(vec![3, 0, 66], vec![140, 0, 70]).over(Place::Entries));
         return all.iter().map(|ragged| Scene::sequencer(*it, ragged, 128)).collect();
     }
     let long = of(vec![1, 9, 64, 3, 40, 2, 17], vec![1500, 3100, 1100, 2700, 2000, 600, 2400]);
-    // More sequences than one round takes, of which few have queries.
+    // More sequences than one round takes, of which few have queries; the first key is not at 0.
     let many = of(
         (0..1100usize).map(|index| index.is_multiple_of(128).into()).collect(),
         (0..1100).map(|index| 3 + index / 128 * 5).collect(),
     );
+    let padding = (0..1100).map(|index| if index == 0 { 2 } else { 0 }).collect();
+    let many = Ragged { padding, ..many };
     let none = of(vec![0, 0], vec![7, 0]);
     let one = of(vec![1], vec![1]);
     // More than a warp has lanes, of as many lengths, and of none where they begin.
@@ -503,6 +562,10 @@ fn sequencer(it: &Sequencer) -> Result<Vec<Scene>, SceneError> {
         (long, 64),
     ];
     all.extend(one_in.map(|(queries, keys)| (of(queries, keys), 64)));
+    all.extend(apart.map(|ragged| (ragged, 64)));
+    if it.tiles == Tiles::Queries(MaskKind::Local) {
+        all.push((of(vec![1; far.len()], far.into()), 64));
+    }
     if it.tiles != Tiles::Queries(MaskKind::Chunked) {
         // More tiles than a warp has lanes; in chunks some would cost the same.
         all.push((of(vec![2200], vec![2200]), 64));

@@ -253,7 +253,7 @@ fn rules() -> Vec<Rules> {
         with(Some(documents), None, Rules::CAUSAL),
         with(Some(dilated), Some(capped), Rules::DENSE),
         with(Some(nothing), None, Rules::DENSE),
-        with(None, Some(biased), Rules::LOCAL),
+        with(None, Some(biased), Rules { alibi: true, ..Rules::LOCAL }),
         with(Some(documents), Some(cooled), Rules { softcap: true, alibi: true, ..Rules::DENSE }),
         with(Some(dilated), Some(biased), Rules { sinks: true, ..Rules::CAUSAL }),
     ]
