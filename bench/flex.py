@@ -1,12 +1,15 @@
-"""Masks and scores as functions beside FlexAttention in Triton and on FlashAttention-4, forward, bf16.
+"""Masks and scores as functions beside FlexAttention in Triton and on FlashAttention-4, bf16.
 
     FA4=fa4 python3 bench/flex.py [--rules causal,documents] [--shapes 4x16x4096x128] [--peers triton,fa4]
+    FA4=fa4 python3 bench/flex.py --backward
 
 Everybody is given the same function. Calls alternate in one process; the L2 cache is flushed before each,
 CUDA events are around it, and the median over rounds counts. Each answer is compared once with attention in
 float64, within twice the error of the plain algorithm in bf16. `first` is the time from a new function to its
 first result with nothing cached, block mask included. The column `by name` is FlashCore where it has the rule
-built in. FlashAttention-4 is the wheel flash-attn-4, unpacked into the folder that the variable FA4 names.
+built in. With --backward the gradients of queries, keys and values are timed and not the forward pass, the
+column `plain` is FlashCore's causal backward without functions, and 64 rows of the gradient of queries are judged.
+FlashAttention-4 is the wheel flash-attn-4, unpacked into the folder that the variable FA4 names.
 """
 import argparse, math, os, statistics, sys, time
 
@@ -16,6 +19,7 @@ os.environ["CUDA_CACHE_DISABLE"] = "1"
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 
 import torch
+import torch._functorch.config
 import flashcore
 from torch.nn.attention import flex_attention as theirs
 
@@ -24,6 +28,7 @@ WARM_UP = 3
 HEAD_START = 200_000
 SHAPES = ["4x16x4096x128", "1x16x16384x128", "4x32x4096x64", "1x32x16384x64"]
 DOCUMENTS = 7
+EVERY_RULE = "causal,window 1024,documents,prefix-LM,softcap,ALiBi,bias"
 
 
 def causal(b, h, q_idx, kv_idx):
@@ -88,6 +93,8 @@ def by_name(q, k, v, options):
 def peer(backend):
     def make(q, k, v, mask, score):
         torch._dynamo.reset()
+        # One forward pass, many backward.
+        torch._functorch.config.donated_buffer = False
         length = q.shape[2]
         block_mask = theirs.create_block_mask(mask, None, None, length, length, device="cuda")
         compiled = torch.compile(theirs.flex_attention, dynamic=False)
@@ -99,21 +106,40 @@ def peer(backend):
 PEERS = {"triton": peer(None), "fa4": peer("FLASH")}
 
 
+def backward_of(make):
+    """The gradients in the place of the forward pass."""
+    def made(q, k, v, *rule):
+        given = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = make(*given, *rule)()
+        gradient = output_gradient(out)
+        return lambda: torch.autograd.grad(out, given, gradient, retain_graph=True)[0]
+    return made
+
+
+def output_gradient(out):
+    return torch.randn(out.shape, generator=torch.Generator("cuda").manual_seed(3), device="cuda", dtype=out.dtype)
+
+
 class Truth:
     """f64 attention of some rows of the first and the last head, and the plain algorithm in bf16."""
 
-    def __init__(self, q, k, v, mask, score):
+    def __init__(self, q, k, v, mask, score, backward):
         self.rows = torch.randint(0, q.shape[2], (64,), device="cuda")
         keys = torch.arange(k.shape[2], device="cuda")[None]
         self.exact, rounded = [], []
         for b, h in ((0, 0), (q.shape[0] - 1, q.shape[1] - 1)):
             at = (torch.tensor(b, device="cuda"), torch.tensor(h, device="cuda"), self.rows[:, None], keys)
-            scores = q[b, h, self.rows].double() @ k[b, h].double().T / math.sqrt(q.shape[3])
-            scores = scores if score is None else score(scores, *at)
-            scores = scores.masked_fill(~mask(*at), float("-inf"))
-            self.exact.append(scores.softmax(-1) @ v[b, h].double())
-            low = scores.bfloat16().float().softmax(-1).bfloat16()
-            rounded.append((low.float() @ v[b, h].float()).bfloat16().double())
+            scale = 1 / math.sqrt(q.shape[3])
+            raw = (q[b, h, self.rows].double() @ k[b, h].double().T * scale).requires_grad_(backward)
+            scores = raw if score is None else score(raw, *at)
+            low = scores + (scores.bfloat16() - scores).detach()
+            both = [it.masked_fill(~mask(*at), float("-inf")).softmax(-1) for it in (scores, low)]
+            if backward:
+                gradient = output_gradient(q)[b, h, self.rows].double() @ v[b, h].double().T
+                both = [torch.autograd.grad(it, raw, gradient, retain_graph=True)[0] * scale for it in both]
+            other = k if backward else v
+            self.exact.append(both[0] @ other[b, h].double())
+            rounded.append((both[1].bfloat16().float() @ other[b, h].float()).bfloat16().double())
         difference = max((a - b).abs().max().item() for a, b in zip(self.exact, rounded))
         largest = max(a.abs().max().item() for a in self.exact)
         self.tolerance = 2 * difference + torch.finfo(torch.bfloat16).eps * largest
@@ -143,27 +169,30 @@ def seconds_of(make):
     return call, time.perf_counter() - begin
 
 
-def cell(name, make_rule, tensors, peers, rounds, flush):
+def cell(make_rule, tensors, peers, rounds, flush, backward):
     """Median milliseconds, seconds to the first result, and who was wrong or refused."""
     mask, score, options = make_rule()
-    makers = {"flashcore": lambda: ours(*tensors, mask, score)}
+    timed = backward_of if backward else lambda make: make
+    makers = {"flashcore": lambda: timed(ours)(*tensors, mask, score)}
     if options is not None:
-        makers["by name"] = lambda: by_name(*tensors, options)
+        makers["by name"] = lambda: timed(by_name)(*tensors, options)
+    if backward:
+        makers["plain"] = lambda: timed(by_name)(*tensors, dict(causal=True))
     for it in peers:
-        makers[it] = lambda it=it: PEERS[it](*tensors, mask, score)
+        makers[it] = lambda it=it: timed(PEERS[it])(*tensors, mask, score)
     calls, first, notes = {}, {}, {}
     for who, make in makers.items():
         try:
             calls[who], first[who] = seconds_of(make)
         except Exception as error:
             notes[who] = (str(error).strip() or repr(error)).splitlines()[0][:300]
-    marks, truth = {who: [] for who in calls}, Truth(*tensors, mask, score)
+    marks, truth = {who: [] for who in calls}, Truth(*tensors, mask, score, backward)
     for turn in range(WARM_UP + rounds):
         for who in list(calls) if turn % 2 else reversed(list(calls)):
             mark, out = sample(calls[who], flush)
             if turn >= WARM_UP:
                 marks[who].append(mark)
-            elif turn == 0 and not truth.judge(out):
+            elif turn == 0 and who != "plain" and not truth.judge(out):
                 notes[who] = "wrong"
             del out
     torch.cuda.synchronize()
@@ -193,11 +222,14 @@ def geometric_mean(values):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rules", default="causal,window 1024,documents,prefix-LM,softcap,ALiBi,bias")
+    parser.add_argument("--rules", help=f"some of {EVERY_RULE}")
+    parser.add_argument("--backward", action="store_true", help="gradients instead of the forward pass")
     parser.add_argument("--shapes", default=",".join(SHAPES), help="batch x heads x length x head dim")
     parser.add_argument("--peers", default="triton,fa4" if "FA4" in os.environ else "triton")
     parser.add_argument("--rounds", type=int, default=21)
     options = parser.parse_args()
+    every_rule = "causal,softcap,ALiBi" if options.backward else EVERY_RULE
+    chosen_rules = (options.rules or every_rule).split(",")
     peers = [it for it in options.peers.split(",") if it]
     if "fa4" in peers:
         folder = os.environ.get("FA4", "fa4")
@@ -205,26 +237,29 @@ def main():
     torch.manual_seed(0)
     torch.zeros(1, device="cuda")
     flush = torch.empty(2 * torch.cuda.get_device_properties(0).L2_cache_size, dtype=torch.int8, device="cuda")
-    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, bf16, forward, cold L2, {options.rounds} rounds")
+    which = "backward" if options.backward else "forward"
+    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, bf16, {which}, cold L2, {options.rounds} rounds")
     # Whoever is first opens the device and its libraries: no part of a function.
     warm = [torch.randn(1, 1, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     flashcore.flash_attn_func(*(x.transpose(1, 2) for x in warm))
     rows = []
-    with torch.no_grad():
-        block_masks(16384)
+    with torch.set_grad_enabled(options.backward):
+        if not options.backward:
+            block_masks(16384)
         for shape in options.shapes.split(","):
             batch, heads, length, dim = map(int, shape.split("x"))
             tensors = [torch.randn(batch, heads, length, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
             known = rules(batch, heads, length)
-            for name in options.rules.split(","):
-                times, first, notes = cell(name, known[name], tensors, peers, options.rounds, flush)
+            for name in chosen_rules:
+                times, first, notes = cell(known[name], tensors, peers, options.rounds, flush, options.backward)
                 rows.append((shape, name, times, first))
                 text = ", ".join(f"{who} {times[who]:.3f} ms (first {first[who]:.2f} s)" for who in times)
                 print(f"{shape} {name}: {text}", *(f"; {who}: {note}" for who, note in notes.items()), sep="", flush=True)
                 torch.cuda.empty_cache()
-    columns = ["flashcore", "by name", *peers]
+    plain = ["plain"] if options.backward else []
+    columns = ["flashcore", "by name", *plain, *peers]
     print(f"\n{'milliseconds':<30}" + "".join(f"{who:>11}" for who in columns) + "".join(f"{'x ' + who:>9}" for who in peers))
-    ratios = {who: [] for who in ("by name", *peers)}
+    ratios = {who: [] for who in ("by name", *plain, *peers)}
     for shape, name, times, _ in rows:
         mine = times.get("flashcore", math.nan)
         for who, of in ratios.items():

@@ -28,6 +28,7 @@ except ImportError as error:
 from ._arguments import either as _either
 from ._arguments import flag as _flag
 from ._arguments import hints as _hints
+from ._arguments import invariant as _invariant
 from ._arguments import refuse as _refuse
 from ._copies import separate as _separate
 from ._flashcore import VERSION as _VERSION
@@ -107,6 +108,7 @@ def flash_attn_func(
     sm_margin: int = 0,
     s_aux: Any = None,
     learnable_sink: Any = None,
+    batch_invariant: bool = False,
 ) -> Any:
     """``softmax(softmax_scale * q @ k^T + mask) @ v`` for every batch entry and head.
 
@@ -140,6 +142,10 @@ def flash_attn_func(
         num_splits, pack_gqa, sm_margin: Hints, not needed.
         s_aux: (heads,) a sink for each head, one more score without a value. FlashAttention-4 calls it
             ``learnable_sink``.
+        batch_invariant: The output of a query, and its log-sum-exp, have the same bits whatever else is
+            in the batch, however many queries of its sequence come in one call, and wherever keys lie:
+            in prefill, chunked or not, and in decode. Few queries are about as fast as without, many
+            are much slower. Gradients are as without.
 
     Returns:
         (batch, queries, heads, value head dim) in the element type of ``q``, or bfloat16 where that has
@@ -162,7 +168,7 @@ def flash_attn_func(
     result = _attend(
         tensors,
         (softmax_scale, causal, window_size, attention_chunk, softcap, None, None),
-        "flash_attn_func",
+        _invariant("flash_attn_func", batch_invariant),
         return_attn_probs,
         deterministic,
     )

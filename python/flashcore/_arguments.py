@@ -58,6 +58,13 @@ def flag(name: str, value: Any) -> bool:
     raise TypeError(f"{name}={_shown(value)}, expected True or False")
 
 
+def invariant(function: str, batch_invariant: Any) -> str:
+    """The name of a function under which it is called: with what its results must not depend on."""
+    if batch_invariant is False or not flag("batch_invariant", batch_invariant):
+        return function
+    return f"{function}, batch_invariant"
+
+
 def hints(num_splits: Any, pack_gqa: Any, sm_margin: Any) -> None:
     """Refuses what is no hint. FlashAttention chooses kernels by them; FlashCore's plan does so by
     itself, and the answer is the same."""

@@ -10,9 +10,20 @@ from . import _flashcore
 
 
 def attend(
-    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: Any, rules: tuple[Any, ...] | None = None
+    tensors: tuple[Any, ...],
+    numbers: tuple[Any, ...],
+    function: str,
+    lse: Any,
+    deterministic: bool = False,
+    rules: tuple[Any, ...] | None = None,
 ) -> Any:
     """Output, or output and log-sum-exps, of the kind that the queries are."""
+    if _is_traced(tensors):
+        if rules is not None:
+            raise NotImplementedError("masks and scores as functions are not supported inside of JAX's transformations")
+        from . import _jax
+
+        return _jax.attend(tensors, numbers, function, lse, deterministic)
     exchange = _Exchange(tensors[0])
     given = exchange.give(tensors)
     if rules is not None:
@@ -119,6 +130,12 @@ class _Exchange:
         if self.element is not None and array.dtype.name == "uint16":
             return array.view(self.element)
         return array
+
+
+def _is_traced(arrays: tuple[Any, ...]) -> bool:
+    """Whether some arrays are JAX's inside of a transformation, which have no memory."""
+    jax = sys.modules.get("jax")
+    return jax is not None and any(isinstance(array, jax.core.Tracer) for array in arrays)
 
 
 def _library(array: Any) -> str:

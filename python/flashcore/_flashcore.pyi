@@ -3,6 +3,7 @@ from typing import Any, final
 __all__ = [
     "Array",
     "Blocks",
+    "Distribution",
     "Rule",
     "VERSION",
     "adopt_torch",
@@ -16,6 +17,8 @@ __all__ = [
     "merge",
     "panic",
     "plan_for",
+    "xla_call",
+    "xla_target",
 ]
 
 VERSION: str
@@ -35,6 +38,33 @@ class Array:
 @final
 class Blocks:
     def __new__(cls, rule: Rule, tensors: tuple[Any, ...], /) -> Blocks: ...
+
+@final
+class Distribution:
+    def __new__(
+        cls,
+        ranks: int,
+        lengths: list[int],
+        batch: int | None,
+        window: tuple[int | None, int | None],
+        variant: str,
+        nodes: int,
+        order: str,
+        heads: tuple[int, int, int, int, int],
+        /,
+    ) -> Distribution: ...
+    @property
+    def nodes(self) -> int: ...
+    @property
+    def members(self) -> int: ...
+    @property
+    def gathers_all(self) -> bool: ...
+    def pieces(self, rank: int, /) -> list[tuple[int, tuple[int, int]]]: ...
+    def exchanged(self, member: int, /) -> list[tuple[int, tuple[int, int]]]: ...
+    def heads(self, node: int, /) -> tuple[tuple[int, int], list[int]]: ...
+    def steps(self, rank: int, /) -> list[Any]: ...
+    def gathered(self, rank: int, /) -> list[tuple[int, tuple[int, int]]]: ...
+    def sent(self, rank: int, /) -> tuple[int, int]: ...
 
 @final
 class Rule:
@@ -60,6 +90,10 @@ def attend_backward(
 def plan_for(
     tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, chip: str, backward: bool = False, /
 ) -> tuple[str, str, str | None, str]: ...
+def xla_call(
+    tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, /
+) -> tuple[dict[str, Any], tuple[list[int], str, list[int]]]: ...
+def xla_target(name: str, platform: str, /) -> Any: ...
 def append(
     tensors: tuple[Any, ...], flags: tuple[Any, ...], entrance: str, /
 ) -> Any: ...

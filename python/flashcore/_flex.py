@@ -81,7 +81,7 @@ def attend(
         return _flex_torch.attend(tensors, numbers, function, lse, rules)
     result = _flashcore.attend(tensors, numbers, function, lse, "function", rules)
     if result is None:
-        return _arrays.attend(tensors, numbers, function, lse, rules)
+        return _arrays.attend(tensors, numbers, function, lse, rules=rules)
     if result is NotImplemented or result is ...:
         return _flex_torch.attend(tensors, numbers, function, lse, rules)
     return result

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from . import _flashcore, _torch
+from ._gradients import NAMESPACE, operators
 
 _RULES = "float? scale, str mask, str score, Tensor[] captured, str function"
 _torch._library.define(
@@ -44,7 +45,7 @@ def attend(
     tensors = _torch._autocast(tensors)
     texts = ("" if rule is None else rule if isinstance(rule, str) else rule.text for rule in (mask, score))
     deterministic = torch.are_deterministic_algorithms_enabled()
-    result = torch.ops.flashcore.attention_with_rules(
+    result = operators.attention_with_rules(
         *tensors, numbers[0], *texts, list(captured), function, deterministic
     )
     return result if lse else result[0]
@@ -116,7 +117,7 @@ def _differentiate(ctx: Any, dout: Any, dlse: Any) -> Any:
     if dout is None:
         return None, None, None, *none
     scale, mask, score, function, deterministic = ctx.call
-    gradients = torch.ops.flashcore.attention_with_rules_backward(
+    gradients = operators.attention_with_rules_backward(
         dout, q, k, v, out, lse, scale, mask, score, captured, function, deterministic
     )
     return *gradients, *none
@@ -132,8 +133,8 @@ for _name, _run, _fake in (
 ):
     for _key in ("CPU", "CUDA"):
         _torch._library.impl(_name, _run, _key)
-    torch.library.register_fake(f"flashcore::{_name}", _fake, lib=_torch._library)
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_torch._library)
 torch.library.register_autograd(
-    "flashcore::attention_with_rules", _differentiate, setup_context=_remember, lib=_torch._library
+    f"{NAMESPACE}::attention_with_rules", _differentiate, setup_context=_remember, lib=_torch._library
 )
-torch.library.register_autograd("flashcore::attention_with_rules_backward", _refuse_second, lib=_torch._library)
+torch.library.register_autograd(f"{NAMESPACE}::attention_with_rules_backward", _refuse_second, lib=_torch._library)

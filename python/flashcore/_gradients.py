@@ -17,6 +17,9 @@ import torch
 from . import _flashcore
 from ._arguments import window
 
+# The operators are named after the package, of which a process may have two: one may be from a hub.
+NAMESPACE = __name__.partition(".")[0]
+operators: Any = getattr(torch.ops, NAMESPACE)
 NUMBERS, LISTS = 8, 12
 # Where sinks are among the lists.
 SINKS = 8
@@ -199,7 +202,7 @@ _empty_like: Any = torch.empty_like
 
 def _by_operator(dout: Any, saved: tuple[Any, ...], call: tuple[Any, ...], needed: Any) -> list[Any]:
     """The gradients that are needed, None for the others, by the operator."""
-    found = iter(torch.ops.flashcore.attention_backward(dout, *saved, *call, list(needed)))
+    found = iter(operators.attention_backward(dout, *saved, *call, list(needed)))
     return [next(found) if need else None for need in needed]
 
 
@@ -251,7 +254,7 @@ def differentiate(ctx: Any, dout: Any, *_: Any) -> Any:
     call = (*ctx.numbers, *lists, *ctx.rest)
     if lse is None:
         # The operator without log-sum-exps was called, which saved none.
-        _, lse = torch.ops.flashcore.attention_with_lse.all(q, k, v, *call)
+        _, lse = operators.attention_with_lse.all(q, k, v, *call)
     gradients = _by_operator(dout, (q, k, v, out, lse), call, needed)
     answer[:3] = gradients[:3]
     if len(needs) > sinks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import _arrays, _copies, _flashcore
-from ._arguments import either, flag, hints, refuse
+from ._arguments import either, flag, hints, invariant, refuse
 
 try:
     from . import _torch as _torch
@@ -33,7 +33,7 @@ def attend(
     try:
         result = _flashcore.attend(tensors, numbers, function, lse, "function")
         if result is None:
-            return _arrays.attend(tensors, numbers, function, lse)
+            return _arrays.attend(tensors, numbers, function, lse, deterministic)
         if result is NotImplemented:
             return _torch.attend(tensors, numbers, function, lse, deterministic)
         if result is ...:
@@ -89,6 +89,7 @@ def flash_attn_varlen_func(
     out: Any = None,
     fa_version: int | None = None,
     scheduler_metadata: Any = None,
+    batch_invariant: bool = False,
 ) -> Any:
     """Attention over sequences that lie one after the other, each with lengths of its own.
 
@@ -126,6 +127,7 @@ def flash_attn_varlen_func(
         s_aux: (heads,) a sink for each head, one more score without a value. FlashAttention-4 calls it
             ``learnable_sink``.
         out: As the result, which is written to it; without gradients.
+        batch_invariant: As :func:`flash_attn_func` has it.
         return_attn_probs, return_softmax_lse: Return ``(out, softmax_lse)``.
 
     Returns:
@@ -166,7 +168,7 @@ def flash_attn_varlen_func(
     return attend(
         tensors,
         (softmax_scale, causal, window_size, attention_chunk, softcap, max_seqlen_q, max_seqlen_k),
-        "flash_attn_varlen_func",
+        invariant("flash_attn_varlen_func", batch_invariant),
         return_attn_probs,
         deterministic,
     )
@@ -209,6 +211,7 @@ def flash_attn_with_kvcache(
     s_aux: Any = None,
     learnable_sink: Any = None,
     out: Any = None,
+    batch_invariant: bool = False,
 ) -> Any:
     """Attention over a cache of keys and values, to which new ones are added first.
 
@@ -250,7 +253,9 @@ def flash_attn_with_kvcache(
             and the first of the second half.
         window_size, attention_chunk, softcap, alibi_slopes, s_aux, out: As
             :func:`flash_attn_varlen_func` has them.
-        num_splits, pack_gqa, sm_margin: Hints, not needed.
+        num_splits, pack_gqa, sm_margin: Hints, not needed. ``num_splits=1`` does not make bits
+            independent of the batch; ``batch_invariant`` does, and splits all the same.
+        batch_invariant: As :func:`flash_attn_func` has it.
         scheduler_metadata: What :func:`get_scheduler_metadata` gave.
         return_softmax_lse: Return ``(out, softmax_lse)``.
 
@@ -324,7 +329,10 @@ def flash_attn_with_kvcache(
     return attend(
         tensors,
         (softmax_scale, causal, window_size, attention_chunk, softcap, max_seqlen_q, None),
-        "flash_attn_with_kvcache" if block_table is None else "flash_attn_with_kvcache, block_table",
+        invariant(
+            "flash_attn_with_kvcache" if block_table is None else "flash_attn_with_kvcache, block_table",
+            batch_invariant,
+        ),
         return_softmax_lse,
     )
 
@@ -488,8 +496,9 @@ def flash_attn_combine(
     """Attention over parts of the keys, put together by the log-sum-exps of the parts.
 
     Args:
-        out_partial: (parts, batch, queries, heads, head dim) in float32, or without the batch. A part
-            whose log-sum-exp is minus infinity saw no key and is not read.
+        out_partial: (parts, batch, queries, heads, head dim) in float32, float16 or bfloat16, or without
+            the batch; sums are in float32. A part whose log-sum-exp is minus infinity saw no key and is
+            not read.
         lse_partial: (parts, batch, queries, heads) in float32, or without the batch.
         out: (batch, queries, heads, head dim), or without the batch, written in place.
         out_dtype: float16, bfloat16 or float32, which it is without.

@@ -17,7 +17,7 @@ _flashcore.adopt_torch(torch)
 
 is_compiling = torch.compiler.is_dynamo_compiling
 
-_library = torch.library.Library("flashcore", "DEF")
+_library = torch.library.Library(_gradients.NAMESPACE, "DEF")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -183,18 +183,18 @@ for _name, _run, _fake in (
 ):
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _run, _key)
-    _operator = f"flashcore::{_name}"
+    _operator = f"{_gradients.NAMESPACE}::{_name}"
     torch.library.register_fake(_operator, _fake, lib=_library)
     if _name in ("combine", "merge"):
         torch.library.register_autograd(_operator, _no_backward, lib=_library)
 
 # Operators of attention, and how many of their first arguments are tensors with a batch entry each.
 for _overload, _tensors in (
-    (torch.ops.flashcore.attention.default, 3),
-    (torch.ops.flashcore.attention.all, 3),
-    (torch.ops.flashcore.attention_with_lse.default, 3),
-    (torch.ops.flashcore.attention_with_lse.all, 3),
-    (torch.ops.flashcore.attention_backward.default, 6),
+    (_gradients.operators.attention.default, 3),
+    (_gradients.operators.attention.all, 3),
+    (_gradients.operators.attention_with_lse.default, 3),
+    (_gradients.operators.attention_with_lse.all, 3),
+    (_gradients.operators.attention_backward.default, 6),
 ):
     _derivative = _gradients.differentiate if _tensors == 3 else _gradients.refuse_second
     _remember = _gradients.remember if _tensors == 3 else None
@@ -231,7 +231,7 @@ def attend(
             raise NotImplementedError(_PAGES)
         if not is_compiling():
             _refuse_transformations(tensors)
-    operator = torch.ops.flashcore.attention_with_lse if lse or recorded else torch.ops.flashcore.attention
+    operator = _gradients.operators.attention_with_lse if lse or recorded else _gradients.operators.attention
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     numbers = _gradients.flat(numbers)
     few = function == plain and numbers[2:] == others and all(list is None for list in tensors[3:])
@@ -348,7 +348,7 @@ def append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
     interleaved, causal, window_size, chunk, _, most = flags
     left, right = window(window_size)
     advancing = causal or left >= 0 or right >= 0 or chunk > 0
-    rotated, lengths = torch.ops.flashcore.append(*tensors, interleaved, advancing, most)
+    rotated, lengths = _gradients.operators.append(*tensors, interleaved, advancing, most)
     return None if tensors[10] is None else rotated, lengths
 
 
@@ -357,16 +357,16 @@ def combine(tensors: tuple[Any, ...], dtype: Any) -> Any:
     _refuse_gradients(("out_partial", "lse_partial", "out"), tensors)
     out_partial, lse_partial, out = tensors
     if out is None:
-        return torch.ops.flashcore.combine(out_partial, lse_partial, dtype)
+        return _gradients.operators.combine(out_partial, lse_partial, dtype)
     if dtype is not None and dtype != out.dtype:
         raise TypeError(f"out has element type {out.dtype}, expected {dtype} as out_dtype says")
-    return out, torch.ops.flashcore.combine_out(out_partial, lse_partial, out)
+    return out, _gradients.operators.combine_out(out_partial, lse_partial, out)
 
 
 def merge(tensors: tuple[Any, ...]) -> Any:
     """Two answers put together through the dispatcher."""
     _refuse_gradients(("out_a", "lse_a", "out_b", "lse_b"), tensors)
-    return torch.ops.flashcore.merge(*tensors)
+    return _gradients.operators.merge(*tensors)
 
 
 def _refuse_gradients(names: tuple[str, ...], tensors: tuple[Any, ...]) -> None:

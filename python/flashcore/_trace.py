@@ -78,7 +78,7 @@ _traces: dict[tuple[Any, ...], tuple[Rule, list[int]]] = {}
 
 
 # Whose functions and constants are always the same.
-_LIBRARIES = {"torch", "numpy", "math", "operator", "functools", "builtins", "flashcore"}
+_LIBRARIES = {"torch", "numpy", "math", "operator", "functools", "builtins", __name__.partition(".")[0]}
 
 
 def _is_library(module: Any) -> bool:

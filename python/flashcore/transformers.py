@@ -6,7 +6,7 @@
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="fused_core")
 
 Batches may be padded on either side or packed, caches dynamic or static; windows, soft caps and sinks
-are the model's. Dropout of probabilities is refused by name.
+are the model's. Dropout of probabilities is refused by name. Continuous batching takes "paged|fused_core".
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from .compat.bert_padding import pad_input, unpad_input
 
 # One with "flash" in it would be looked for on the hub.
 NAME = "fused_core"
+# What comes before the names of those that serve continuous batching.
+PAGED = "paged|"
 
 
 def register(name: str = NAME) -> str:
@@ -33,9 +35,10 @@ def register(name: str = NAME) -> str:
 
     if "flash" in name:
         raise ValueError(f"name={name!r}, expected one without 'flash': transformers looks for those on the hub")
-    AttentionInterface.register(name, attention)
-    # No mask but the padding's, which is a row of each sequence.
-    AttentionMaskInterface.register(name, flash_attention_mask)
+    for of, function in ((name, attention), (PAGED + name, paged)):
+        AttentionInterface.register(of, function)
+        # No mask but the padding's, which is a row of each sequence.
+        AttentionMaskInterface.register(of, flash_attention_mask)
     return name
 
 
@@ -84,6 +87,60 @@ def attention(
         packed = flash_attn_varlen_func(q_rows, k_rows, v_rows, cu_seq_lens_q.int(), cu_seq_lens_k.int(), **rules)
         return packed.view(*q.shape[:3], v.shape[-1]), None
     return flash_attn_func(q, k, v, **rules), None
+
+
+def paged(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    *,
+    cache: Any,
+    cu_seq_lens_q: Any,
+    cu_seq_lens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    read_index: Any,
+    write_index: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Any = None,
+    **_: Any,
+) -> tuple[Any, None]:
+    """Attention of continuous batching: over (1, heads, rows of all sequences, head dim), with the answer as (rows,
+    heads, head dim). New keys go into the cache, and those of each sequence come out of it one after the other."""
+    keys, values = cache.update(
+        key_states=key,
+        value_states=value,
+        layer_idx=module.layer_idx,
+        read_index=read_index,
+        write_index=write_index,
+    )
+    # Some models say it in the call, and some in the module.
+    window = sliding_window or getattr(module, "sliding_window", None)
+    if isinstance(cu_seq_lens_k, dict):
+        layers = "sliding_attention" if window else "full_attention"
+        cu_seq_lens_k, max_seqlen_k = cu_seq_lens_k[layers], max_seqlen_k[layers]
+    packed = flash_attn_varlen_func(
+        query.transpose(1, 2).squeeze(0),
+        keys,
+        values,
+        cu_seq_lens_q.int(),
+        cu_seq_lens_k.int(),
+        _number(max_seqlen_q),
+        _number(max_seqlen_k),
+        softmax_scale=scaling,
+        causal=True,
+        # Theirs counts the query's own position.
+        window_size=(window - 1, 0) if window else (-1, -1),
+        softcap=softcap or 0.0,
+        s_aux=s_aux,
+        dropout_p=dropout,
+    )
+    return packed, None
 
 
 def _padded(q: Any, k: Any, v: Any, mask: Any, rules: dict[str, Any]) -> Any:

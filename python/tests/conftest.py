@@ -1,10 +1,14 @@
 """What the tests share. Those that need PyTorch or a GPU skip themselves where there is none."""
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
 import pytest
+
+# Nothing here is on a hub.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # `python -m pytest` looks in the current folder first. Where that is the folder of the sources, and
 # they have no extension module, the installed package is meant.

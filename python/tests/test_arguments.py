@@ -33,11 +33,12 @@ RULES = {
 UNSERVED = {"qv": "nothing"}
 FACTORS = dict.fromkeys(("q_descale", "k_descale", "v_descale"), "factors")
 HINTS = {"num_splits": "hint", "sm_margin": "hint", "pack_gqa": "optional flag"}
+INVARIANT = {"batch_invariant": "flag"}
 CALLS = {
     "flash_attn_func": (
         {"q": floats(2, 6, 2, 16), "k": floats(2, 6, 2, 16), "v": floats(2, 6, 2, 16)},
         {
-            **TENSORS, **RULES, **UNSERVED, **HINTS,
+            **TENSORS, **RULES, **UNSERVED, **HINTS, **INVARIANT,
             "dropout_p": "default", "attention_chunk": "size", "alibi_slopes": "floats", "s_aux": "floats",
             "deterministic": "flag", "return_attn_probs": "flag",
         },
@@ -69,7 +70,7 @@ CALLS = {
             "cu_seqlens_q": ints(0, 2, 6), "cu_seqlens_k": ints(0, 2, 6), "max_seqlen_q": 4, "max_seqlen_k": 4,
         },
         {
-            **TENSORS, **RULES, **UNSERVED, **HINTS,
+            **TENSORS, **RULES, **UNSERVED, **HINTS, **INVARIANT,
             "cu_seqlens_q": "starts", "cu_seqlens_k": "starts", "max_seqlen_q": "optional size", "max_seqlen_k": "optional size",
             "seqused_q": "list", "seqused_k": "list", "attention_chunk": "size", "dropout_p": "default",
             "alibi_slopes": "floats", "s_aux": "floats", "deterministic": "flag",
@@ -104,7 +105,7 @@ CALLS = {
             "cache_seqlens": ints(3, 5),
         },
         {
-            **RULES, **UNSERVED, **HINTS,
+            **RULES, **UNSERVED, **HINTS, **INVARIANT,
             "q": "tensor", "k_cache": "tensor", "v_cache": "tensor", "cache_seqlens": "list",
             "cache_batch_idx": "list", "cache_leftpad": "list", "attention_chunk": "size",
             "alibi_slopes": "floats", "s_aux": "floats", "return_softmax_lse": "flag",

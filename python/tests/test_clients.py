@@ -1,6 +1,7 @@
-"""Other programs on FlashCore: PyTorch's switch, transformers, and what docs/clients.md shows."""
+"""Other programs on FlashCore: PyTorch's switch, the hub, and what docs/clients.md shows."""
 
 import importlib.util
+import os
 import re
 from pathlib import Path
 
@@ -11,10 +12,6 @@ import torch.nn.functional as F  # noqa: E402
 
 import flashcore.torch  # noqa: E402
 
-# Not among what the tests fetch.
-needs_transformers = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
-)
 PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
 SNIPPETS = re.findall(r"## (.*?)\n.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
@@ -23,7 +20,32 @@ SNIPPETS = re.findall(r"## (.*?)\n.*?```python\n(.*?)```", PAGE.read_text(), re.
 def test_snippets_run(title, snippet):
     if title == "transformers" and importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
+    if title == "Hugging Face's hub":
+        snippet = snippet.replace("dist/hub", hub())
     exec(compile(snippet, f"{PAGE.name}: {title}", "exec"), {})
+
+
+def hub():
+    """The folder that `cargo xtask hub` makes, which `cargo xtask test` has made for us."""
+    if "FLASHCORE_HUB" not in os.environ:
+        pytest.skip("FLASHCORE_HUB does not say where the package for the hub is")
+    return os.environ["FLASHCORE_HUB"]
+
+
+def test_a_copy_from_the_hub_stands_beside_the_installed_package():
+    kernels = pytest.importorskip("kernels")
+    copy = kernels.get_local_kernel(Path(hub()), backend="cpu")
+    assert copy.__version__ == flashcore.__version__ and copy.__name__.startswith("_flashcore_cpu_")
+    assert {loaded.metadata.version for loaded in kernels.get_loaded_kernels()} == {1}
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 4, 16, requires_grad=True)
+    answers = []
+    for package in (copy, flashcore):
+        call = torch.compile(lambda x: package.flash_attn_func(x, x, x, causal=True), backend="aot_eager", fullgraph=True)
+        eager, compiled = package.flash_attn_func(x, x, x, causal=True), call(x)
+        answers.append((eager, compiled, *torch.autograd.grad(eager.sum(), x), *torch.autograd.grad(compiled.sum(), x)))
+    for ours, theirs in zip(*answers):
+        assert torch.equal(ours, theirs)
 
 
 def test_the_page_has_a_snippet_for_each_client():
@@ -102,75 +124,3 @@ def test_pytorchs_attention_runs_on_flashcore(shared):
         flashcore.torch.restore()
     for ours, theirs in zip((out, *found), (expected, *wanted)):
         assert torch.allclose(ours.float(), theirs.float(), atol=4e-2)
-
-
-def model(kind, **more):
-    import transformers
-
-    sizes = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    config = getattr(transformers, kind)(**sizes, **more)
-    torch.manual_seed(0)
-    made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    return made.eval()
-
-
-MODELS = {
-    "LlamaConfig": {},
-    "MistralConfig": {"sliding_window": 6},
-    "Gemma2Config": {"head_dim": 8, "sliding_window": 6, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 8},
-    "Gemma3TextConfig": {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8},
-    "Qwen3Config": {"head_dim": 8},
-    "Phi3Config": {},
-    "GptOssConfig": {"head_dim": 8, "sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 1},
-}
-
-
-@needs_transformers
-@pytest.mark.parametrize("kind", MODELS)
-def test_models_of_transformers(kind):
-    import flashcore.transformers
-
-    name = flashcore.transformers.register()
-    network = model(kind, **MODELS[kind])
-    tokens, mask = torch.randint(3, 64, (2, 12)), torch.ones(2, 12, dtype=torch.long)
-    mask[1, :4] = 0
-    # What padding predicts is anything, and the first token is predicted by it.
-    labels = tokens.clone()
-    labels[1, :5] = -100
-
-    def run(implementation):
-        network.set_attn_implementation(implementation)
-        network.zero_grad()
-        with torch.no_grad():
-            whole, padded = network(tokens).logits, network(tokens, attention_mask=mask).logits[mask.bool()]
-            next_tokens = network.generate(tokens, attention_mask=mask, max_new_tokens=4, do_sample=False)
-        loss = network(tokens, attention_mask=mask, labels=labels).loss
-        loss.backward()
-        gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
-        return whole, padded, next_tokens, loss.detach(), *gradients
-
-    for found, expected in zip(run(name), run("eager"), strict=True):
-        assert torch.allclose(found, expected, atol=1e-5)
-
-
-@needs_transformers
-def test_packed_sequences_and_static_caches_of_transformers():
-    import flashcore.transformers
-
-    network = model("LlamaConfig")
-    tokens, mask = torch.randint(3, 64, (2, 10)), torch.ones(2, 10, dtype=torch.long)
-    mask[0, :3] = 0
-    generate = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
-    expected = network.generate(tokens, **generate)
-    network.set_attn_implementation(flashcore.transformers.register())
-    assert torch.equal(network.generate(tokens, cache_implementation="static", **generate), expected)
-    with torch.no_grad():
-        row = tokens[:1]
-        apart = torch.cat((network(row[:, :4]).logits, network(row[:, 4:]).logits), 1)
-        positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
-        assert torch.allclose(network(row, position_ids=positions).logits, apart, atol=1e-6)
-    with pytest.raises(ValueError, match="name='flash', expected one without 'flash'"):
-        flashcore.transformers.register("flash")

@@ -414,14 +414,27 @@ def test_wrong_use_of_ragged_sequences_is_named(change, words):
         flash_attn_varlen_func(**{**arguments, **change})
 
 
+def test_parts_of_16_bits_are_put_together_in_float32():
+    outputs, lses = random(3, 2, 5, 4, 16).astype(np.float16), random(3, 2, 5, 4, seed=1)
+    wide, sums = flash_attn_combine(outputs.astype(np.float32), lses)
+    found, found_sums = flash_attn_combine(outputs, lses)
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, wide)
+    np.testing.assert_array_equal(found_sums, sums)
+    rounded, _ = flash_attn_combine(outputs, lses, out_dtype=np.float16)
+    np.testing.assert_allclose(rounded, wide, rtol=1e-3, atol=1e-5)
+
+
 def test_wrong_use_of_parts_is_named():
     outputs, lses = random(3, 1, 4, 2, 16), random(3, 1, 4, 2)
     with pytest.raises(ValueError, match="out_partial has 4 dimensions, expected 5"):
         flash_attn_combine(outputs[0], lses)
     with pytest.raises(ValueError, match=r"lse_partial has shape \[3, 1, 2, 4\], expected \[3, 1, 4, 2\]"):
         flash_attn_combine(outputs, lses.swapaxes(2, 3))
-    with pytest.raises(TypeError, match="out_partial has element type f16, expected float32"):
-        flash_attn_combine(outputs.astype(np.float16), lses)
+    with pytest.raises(TypeError, match="out_partial has element type float64, expected float32, float16 or"):
+        flash_attn_combine(outputs.astype(np.float64), lses)
+    with pytest.raises(TypeError, match="lse_partial has element type f16, expected float32"):
+        flash_attn_combine(outputs, lses.astype(np.float16))
     with pytest.raises(ValueError, match="out has shape"):
         flash_attn_combine(outputs, lses, out=outputs[0, :, :3])
     with pytest.raises(ValueError, match="out_dtype=float64, expected float16"):

@@ -556,3 +556,62 @@ def test_the_loop_of_the_documentation(device):
         # Within what rounding could turn around, the best.
         chosen = scores.gather(1, answer.long()[:, None])[:, 0]
         assert (scores.max(1).values - chosen).max().item() < (5e-2 if device == "cuda" else 1e-4)
+
+
+@every_device
+@pytest.mark.parametrize("heads, dim, window", [((4, 2), 64, (-1, -1)), ((8, 1), 128, (150, 0))])
+def test_bits_do_not_depend_on_the_batch(device, heads, dim, window):
+    """A prompt in one piece, in chunks beside others, and token by token over pages."""
+    length, page = 700, 16
+    rules = {"causal": True, "window_size": window, "batch_invariant": True}
+    q, k, v = (random(length, count, dim, device=device, seed=count) for count in (heads[0], heads[1], heads[1]))
+    k = k * torch.linspace(0.5, 2, length, device=device)[:, None, None].to(k.dtype)
+    ends = starts([length], device)
+    whole, sums = flash_attn_varlen_func(
+        q, k, v, ends, ends, length, length, return_attn_probs=True, **rules
+    )
+
+    # Two chunks of the same prompt in one call, with another between them.
+    chunks = [(0, 130), (250, 251), (130, 300)]
+    queries = torch.cat([q[begin:end] for begin, end in chunks])
+    keys, values = (torch.cat([x[:end] for _, end in chunks]) for x in (k, v))
+    lengths = [[end - begin for begin, end in chunks], [end for _, end in chunks]]
+    call = lambda: flash_attn_varlen_func(
+        queries, keys, values, *(starts(it, device) for it in lengths), 170, 300, **rules
+    )
+    for found in (call(), torch.compile(call, fullgraph=True, backend="eager")()):
+        for (begin, end), part in zip(chunks, found.split(lengths[0])):
+            assert torch.equal(part, whole[begin:end])
+
+    # One query each, and several: over a cache in shuffled pages.
+    last = [700, 512, 513, 1, 96]
+    columns = -(-length // page)
+    generator = torch.Generator().manual_seed(1)
+    table = torch.randperm(len(last) * columns, generator=generator).view(-1, columns).to(device, torch.int32)
+    caches = [torch.full((table.numel(), page, heads[1], dim), math.nan, device=device, dtype=q.dtype) for _ in "kv"]
+    for cache, x in zip(caches, (k, v)):
+        for row, end in zip(table, last):
+            positions = torch.arange(end, device=device)
+            cache[row[positions // page].long(), positions % page] = x[:end]
+    for count in (1, 3):
+        drafts = torch.stack([q[max(end, count) - count : max(end, count)] for end in last])
+        lens = ints([max(end, count) for end in last], device)
+        for rows in (range(5), [0], [3, 1]):
+            rows = [row for row in rows if last[row] >= count]
+            found, found_sums = flash_attn_with_kvcache(
+                drafts[rows], *caches, cache_seqlens=lens[rows], page_table=table[rows],
+                return_softmax_lse=True, **rules,
+            )
+            for row, part, part_sums in zip(rows, found, found_sums):
+                assert torch.equal(part, whole[last[row] - count : last[row]])
+                assert torch.equal(part_sums, sums[:, last[row] - count : last[row]])
+
+
+def test_batch_invariance_leaves_gradients_as_they_are():
+    q, k, v = (random(2, 40, 2, 16, device="cpu", dtype=torch.float32).requires_grad_() for _ in range(3))
+    gradients = []
+    for batch_invariant in (False, True):
+        out = flash_attn_func(q, k, v, causal=True, batch_invariant=batch_invariant)
+        gradients.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
+    for plain, other in zip(*gradients):
+        torch.testing.assert_close(plain, other)

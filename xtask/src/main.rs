@@ -6,6 +6,7 @@
 mod assemble;
 mod bless;
 mod book;
+mod hub;
 mod miri;
 mod outside;
 mod process;
@@ -33,6 +34,7 @@ Chores:
   assemble <files|folders>    assemble .ptx files with both pinned ptxas and show the cost
   wheel [--target TRIPLE]     build the Python wheel into dist/, for this machine or another kind
   sdist                       build Python's source distribution into dist/
+  hub [WHEEL]                 lay the package out for Hugging Face's hub, in dist/hub/
   sbom                        write what is inside the binaries into dist/, as CycloneDX
   book                        render the pages of docs/ into target/book/, with mdbook
   miri                        what Miri can run, under it; wants the nightly toolchain
@@ -56,6 +58,8 @@ fn main() -> ExitCode {
         ["wheel"] => python::wheel(None),
         ["wheel", "--target", target] => python::wheel(Some(target)),
         ["sdist"] => python::source(),
+        ["hub"] => hub::hub(None),
+        ["hub", wheel] => hub::hub(Some(wheel)),
         ["sbom"] => release::bill_of_materials(),
         ["book"] => book::book(),
         ["miri"] => miri::miri(),

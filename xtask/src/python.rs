@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! .tools/python/    a virtual environment with what builds, checks and tests it
+//! .tools/hub/       the package as Hugging Face's hub has it, for its tests
 //! dist/             the wheels and the source distribution for others
 //! ```
 
@@ -10,7 +11,7 @@ use std::process::Command;
 use std::{fs, io};
 
 use crate::process::{Done, keep, program, show, words};
-use crate::{Outcome, root, tools};
+use crate::{Outcome, hub, root, tools};
 
 /// Builds wheels.
 const BUILD: [&str; 1] = ["maturin==1.16.0"];
@@ -21,36 +22,52 @@ const LINKER: [&str; 1] = ["ziglang==0.17.0"];
 /// Tests the package.
 const TEST: [&str; 4] = ["ml_dtypes==0.6.0", "mypy==2.4.1", "numpy==2.4.6", "pytest==9.2.0"];
 
-/// The libraries whose tensors it takes: gigabytes, fetched once. PyTorch is the release that the GPU
-/// tests run with.
-const LIBRARIES: [&str; 2] = ["jax==0.10.2", "torch==2.11.0"];
+/// The libraries whose tensors it takes, and those that call it: gigabytes, fetched once. PyTorch and
+/// transformers are the releases that the GPU tests run with.
+const LIBRARIES: [&str; 5] = [
+    "jax==0.10.2",
+    "kernels==0.17.2",
+    // Asked by transformers for the memory of a CPU.
+    "psutil==7.2.2",
+    "torch==2.11.0",
+    "transformers==5.17.0",
+];
 
 /// The oldest systems that the wheel is for: glibc 2.17, the first that Rust's library takes.
 const COMPATIBILITY: &str = "manylinux2014";
 
 /// The largest wheel that we promise.
-const LARGEST: u64 = 6 << 20;
+const LARGEST: u64 = 4 << 20;
 
 /// Builds the wheel for others, for this machine or for a target of Rust's.
 pub(crate) fn wheel(target: Option<&str>) -> Outcome {
-    let python = environment(&[&BUILD[..], &LINKER[..]].concat())?;
+    Ok(release(&builder()?, target)?.is_some())
+}
+
+/// The Python that builds wheels for others.
+pub(crate) fn builder() -> Result<PathBuf, String> {
+    environment(&[&BUILD[..], &LINKER[..]].concat())
+}
+
+/// Builds the wheel for others: where it is.
+pub(crate) fn release(python: &Path, target: Option<&str>) -> Result<Option<PathBuf>, String> {
     if let Some(target) = target {
         let mut rustup = program("rustup");
         rustup.args(["target", "add", target]);
         if !show(rustup)? {
-            return Ok(false);
+            return Ok(None);
         }
     }
-    let mut command = maturin(&python, "build");
+    let mut command = maturin(python, "build");
     command.args(["--quiet", "--release", "--strip", "--zig", "--compatibility", COMPATIBILITY]);
     command.args(target.map(|target| ["--target", target]).into_iter().flatten());
-    let Some(wheel) = deliver(command, "whl")? else { return Ok(false) };
+    let Some(wheel) = deliver(command, "whl")? else { return Ok(None) };
     let bytes = size(&wheel)?;
     println!("{}: {:.2} MB", wheel.display(), bytes as f64 / 1e6);
     if bytes > LARGEST {
         return Err(format!("the wheel is larger than {} MB", LARGEST >> 20));
     }
-    Ok(true)
+    Ok(Some(wheel))
 }
 
 /// Builds the source distribution: what pip builds a wheel from where there is none.
@@ -105,8 +122,10 @@ pub(crate) fn test(verbose: bool) -> Result<String, String> {
     let mut stubs = program(&python);
     stubs.args(["-m", "mypy.stubtest", "flashcore._flashcore"]);
     run(stubs)?;
+    let laid = tools::folder().join("hub");
+    hub::lay_out(&python, &built(&folder, "whl")?, &laid)?;
     let mut tests = program(&python);
-    tests.args(["-m", "pytest", "--quiet", "-rs"]);
+    tests.args(["-m", "pytest", "--quiet", "-rs"]).env("FLASHCORE_HUB", laid);
     let summary = Summary::of(&run(tests)?.log);
     match summary.skipped.iter().find(|(reason, _)| reason.contains("could not import")) {
         // All of them were installed.
@@ -185,7 +204,7 @@ fn maturin(python: &Path, command: &str) -> Command {
     maturin
 }
 
-fn empty(folder: &Path) -> Result<(), String> {
+pub(crate) fn empty(folder: &Path) -> Result<(), String> {
     let failed = |error: io::Error| format!("cannot empty {}: {error}", folder.display());
     match fs::remove_dir_all(folder) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),

@@ -39,9 +39,21 @@ pub(crate) struct Arguments {
     /// A thousand problems for each element type instead of the usual hundred, and their gradients
     #[arg(long)]
     thorough: bool,
+    /// Check instead that a query's bits do not depend on what is computed with it, over so many
+    /// random batches of `batch_invariant` problems
+    #[arg(long, value_name = "COUNT", conflicts_with_all = ["problem", "kernel", "dtype", "thorough"])]
+    batches: Option<u64>,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
+}
+
+/// How many queries of a back end were compared with what they came to alone.
+#[derive(Serialize)]
+struct Batches {
+    backend: &'static str,
+    compared: usize,
+    failure: Option<String>,
 }
 
 /// What one kernel did with one element type.
@@ -92,6 +104,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         .map(AsRef::as_ref)
         .filter(|backend| wanted.is_none_or(|name| name == backend.name()))
         .collect();
+    if let Some(batches) = arguments.batches {
+        return check_batches(&backends, batches, arguments.json);
+    }
     let mut lines = check_given(&backends, arguments)?;
     for dtype in dtypes.iter().filter(|_| arguments.problem.is_empty()) {
         lines.extend(check_attention(&backends, *dtype, arguments));
@@ -138,6 +153,35 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
     let parts = [describe(&machine, &lines), describe_ladder(&rungs)];
     let text = parts.into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join("\n");
     Ok(Answer { text, passed })
+}
+
+/// Whether bits depend on the batch.
+fn check_batches(
+    backends: &[&dyn Backend],
+    batches: u64,
+    json: bool,
+) -> Result<Answer, Box<dyn Error>> {
+    let mut all = Vec::new();
+    for backend in backends {
+        let bar = Bar::new("checking");
+        let (compared, failure) = match check::run_batches(*backend, batches, &bar) {
+            Ok(compared) => (compared, None),
+            Err(failure) => (0, Some(failure)),
+        };
+        all.push(Batches { backend: backend.name(), compared, failure });
+    }
+    let passed = all.iter().all(|it| it.failure.is_none());
+    if json {
+        return Answer::json(&all, passed);
+    }
+    let line = |it: &Batches| match &it.failure {
+        None => format!(
+            "{}: {batches} batches, {} queries compared, each with the bits it has alone\n",
+            it.backend, it.compared
+        ),
+        Some(failure) => format!("{}: {failure}\n", it.backend),
+    };
+    Ok(Answer { text: all.iter().map(line).collect(), passed })
 }
 
 /// The kernels of attention here.

@@ -16,6 +16,7 @@ mod mutate;
 mod preference;
 mod profile;
 mod progress;
+mod scale;
 mod sim;
 mod soak;
 mod terminal;
@@ -52,6 +53,7 @@ enum Command {
     Man(man::Arguments),
     Mutate(mutate::Arguments),
     Profile(profile::Arguments),
+    Scale(scale::Arguments),
     Sim(sim::Arguments),
     Soak(soak::Arguments),
     Tune(tune::Arguments),
@@ -107,6 +109,7 @@ fn main() -> ExitCode {
         Command::Man(arguments) => man::run(arguments),
         Command::Mutate(arguments) => mutate::run(arguments),
         Command::Profile(arguments) => profile::run(arguments),
+        Command::Scale(arguments) => scale::run(arguments),
         Command::Sim(arguments) => sim::run(arguments),
         Command::Soak(arguments) => soak::run(arguments),
         Command::Tune(arguments) => tune::run(arguments),

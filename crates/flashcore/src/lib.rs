@@ -138,6 +138,7 @@
 mod backend;
 mod chip;
 mod cpu;
+pub mod distributed;
 mod dtype;
 mod error;
 pub mod family;

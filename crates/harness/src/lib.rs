@@ -14,6 +14,7 @@
 //! | [`ahead`] | kernels assembled for a GPU that is not there |
 //! | [`tune`] | search for the best configuration |
 //! | [`profile`] | where the time goes inside a kernel |
+//! | [`scale`] | what attention over many GPUs would take |
 //! | [`soak`] | random problems for a long time, while things go wrong |
 //!
 //! Nothing here prints: commands get data and progress, and show them.
@@ -26,6 +27,7 @@ pub mod problems;
 pub mod profile;
 pub mod provenance;
 pub mod report;
+pub mod scale;
 pub mod soak;
 pub mod statistics;
 pub mod subject;

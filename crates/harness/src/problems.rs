@@ -16,7 +16,7 @@ pub struct ProblemSet {
 }
 
 /// The named sets and what they are.
-pub const NAMED: [(&str, &str); 14] = [
+pub const NAMED: [(&str, &str); 16] = [
     ("paper", "head dims 64, 128, 256, dense and causal, 512 to 16k: 16,384 tokens of 2048"),
     ("fp8", "the problems of `paper` in e4m3, bf16 out"),
     ("grouped", "64 query and 8 key heads of 128, one sequence of 16k and 32k"),
@@ -27,7 +27,8 @@ pub const NAMED: [(&str, &str); 14] = [
         "decode",
         "one query, 8 key heads of 128, batch 1 to 128, 4k to 128k keys: memory is the limit",
     ),
-    ("decode-fp8", "the same in bf16, and over caches in e4m3 with scales of heads and of tokens"),
+    ("batches", "one query over 8k keys, 32 heads over 8 of 128: batch 1 to 128"),
+    ("decode-fp8", "`decode` in bf16, and over caches in e4m3 with scales of heads and of tokens"),
     (
         "prefill",
         "32k tokens of 16 heads of 128, causal: 64 packed sequences, one, and one with a window",
@@ -40,6 +41,10 @@ pub const NAMED: [(&str, &str); 14] = [
     ("rules", "16 heads of 128, 8k: a window, chunks, capped scores, slopes, sinks"),
     ("diffusion", "image transformers: 24 heads of 128 and 64, 1k to 4k positions, dense"),
     ("quick", "one length of each head dim and mask of `paper`"),
+    (
+        "scale",
+        "both passes of what `flashcore scale` predicts from, and of what it is checked with",
+    ),
 ];
 
 impl ProblemSet {
@@ -127,6 +132,9 @@ fn named(name: &str) -> Option<Vec<Problem>> {
                 })
                 .to_vec()
         }
+        "batches" => [1, 2, 4, 8, 16, 32, 64, 128]
+            .map(|batch| new(batch, 32, 1, 128).with_kv_heads(8).with_key_length(8192))
+            .to_vec(),
         "decode-fp8" => {
             let scaled = |problem: &Problem, descale| {
                 let narrow = problem.clone().with_kv_dtype(DType::E4M3);
@@ -183,8 +191,39 @@ fn named(name: &str) -> Option<Vec<Problem>> {
             .flat_map(|(heads, dim)| [1024, 4096].map(|length| new(2, heads, length, dim)))
             .chain([new(1, 24, 4608, 128)])
             .collect(),
+        "scale" => scale(),
         _ => return None,
     })
+}
+
+/// First the curves: what the smallest call takes, then hidden size 2048, every head dim and mask, lengths
+/// apart by a factor of two. Then what lies between and beside them: other lengths, grouped heads, few
+/// heads, and as many keys as a step of a ring has.
+fn scale() -> Vec<Problem> {
+    let new = |heads: usize, length: usize, dim: usize| {
+        let batch = (16_384 / length).max(1);
+        Problem::new(batch, heads, length, dim).with_dtype(DType::BF16)
+    };
+    let alone = |heads, kv_heads, length| {
+        Problem::new(1, heads, length, 128).with_dtype(DType::BF16).with_kv_heads(kv_heads)
+    };
+    let mut problems = Vec::new();
+    for dim in [128, 64, 256] {
+        let longest = if dim == 128 { 65_536 } else { 32_768 };
+        problems.push(Problem::new(1, 1, 128, dim).with_dtype(DType::BF16));
+        let lengths = (9..=16).map(|power| 1 << power).filter(|length| *length <= longest);
+        problems.extend(lengths.map(|length| new(2048 / dim, length, dim)));
+    }
+    problems.extend([3072, 12_288, 49_152].map(|length| alone(16, 16, length)));
+    problems.extend([1024, 4096, 8192, 32_768].map(|length| alone(32, 8, length)));
+    problems.extend([(4, 1, 32_768), (8, 2, 16_384)].map(|(h, hk, length)| alone(h, hk, length)));
+    let mut both: Vec<Problem> =
+        problems.into_iter().flat_map(|it| [it.clone(), it.with_mask(Mask::CAUSAL)]).collect();
+    both.extend(
+        [(2048, 1024), (1024, 2048), (16_384, 8192), (8192, 16_384), (4096, 65_536)]
+            .map(|(queries, keys)| alone(32, 8, queries).with_key_length(keys)),
+    );
+    both.into_iter().flat_map(|it| [it.clone(), it.backward()]).collect()
 }
 
 #[cfg(test)]

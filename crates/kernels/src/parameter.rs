@@ -256,6 +256,8 @@ listed! {
         BlocksPerTeam,
         /// The fewest tiles of keys that a team takes.
         LeastTiles,
+        /// Parts of sequences that a block has room for.
+        PartsPerBlock,
         /// Blocks of keys of a head.
         KeyBlocks,
         /// Blocks of query rows of a head.

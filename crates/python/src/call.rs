@@ -19,7 +19,7 @@ use crate::library::{Choice, Entrance, Library, Made, Named};
 use crate::numbers::{Flags, Numbers, flag};
 use crate::parts::{self, Parts};
 use crate::process::process;
-use crate::request::{Function, OUT, Request, named, needed};
+use crate::request::{Called, OUT, Request, named, needed};
 use crate::rules::Rules;
 use crate::update::{self, Update};
 use crate::view::{self, Element, Form, Memory, Order, Place, View};
@@ -53,13 +53,14 @@ fn answer<'py, T>(
 pub(crate) fn attend<'py>(
     tensors: &Bound<'py, PyTuple>,
     numbers: &Bound<'py, PyTuple>,
-    function: Function,
+    called: Called,
     with_lse: &Bound<'py, PyAny>,
     entrance: Entrance,
     rules: &Rules<'py>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = tensors.py();
-    let numbers = Numbers::read(function, numbers)?;
+    let numbers = Numbers::read(called, numbers)?;
+    let function = called.function;
     let with_lse = flag(function.sums_name(), with_lse)?;
     let tensors = named(function.names(), tensors)?;
     let read = |library: &Library<'py>| {
@@ -121,7 +122,7 @@ fn run<'py>(
             // needs Python.
             let launch = || gpu::attend(gpu, &stream, request, &problem, &output, sums);
             let plan = py.detach(launch)?;
-            warn_if_slow(py, &plan)?;
+            warn_if_slow(&plan)?;
             info::remember(|| Last::Gpu { ordinal, plan });
         }
         Place::Host => {
@@ -145,11 +146,12 @@ fn run<'py>(
 pub(crate) fn attend_backward(
     given: &Given<'_>,
     numbers: &Bound<'_, PyTuple>,
-    function: Function,
+    called: Called,
     deterministic: bool,
 ) -> PyResult<bool> {
     let py = numbers.py();
-    let numbers = Numbers::read(function, numbers)?;
+    let numbers = Numbers::read(called, numbers)?;
+    let function = called.function;
     let Choice::Ours(library) = Library::of(py, Entrance::Dispatcher, &given.forward)? else {
         return Err(error::runtime("gradients are those of PyTorch's tensors"));
     };
@@ -164,7 +166,7 @@ pub(crate) fn attend_backward(
             let gpu = gpu::device(ordinal)?;
             let stream = library.stream(py, gpu)?;
             let plan = py.detach(|| gpu::differentiate(gpu, &stream, &call, &problem))?;
-            warn_if_slow(py, &plan)?;
+            warn_if_slow(&plan)?;
             info::remember(|| Last::Gpu { ordinal, plan });
         }
         Place::Host => {
@@ -181,7 +183,7 @@ pub(crate) fn attend_backward(
 }
 
 /// Says once for each plan that its kernel is the slow one, and why.
-fn warn_if_slow(py: Python<'_>, plan: &Arc<AttentionPlan>) -> PyResult<()> {
+pub(crate) fn warn_if_slow(plan: &Arc<AttentionPlan>) -> PyResult<()> {
     let chosen = &plan.plan().chosen;
     if chosen.kernel != "scalar" || !process().tell(plan) {
         return Ok(());
@@ -190,7 +192,7 @@ fn warn_if_slow(py: Python<'_>, plan: &Arc<AttentionPlan>) -> PyResult<()> {
     let text = format!("the slow kernel {name} serves {problem}: {reason}\0");
     let text = std::ffi::CStr::from_bytes_until_nul(text.as_bytes()).unwrap_or_default();
     // The caller of the function that called.
-    PyErr::warn(py, &py.get_type::<PyUserWarning>(), text, 3)
+    Python::attach(|py| PyErr::warn(py, &py.get_type::<PyUserWarning>(), text, 3))
 }
 
 /// What a call would run on a GPU that need not be there: the problem as a text, the kernel, its
@@ -199,36 +201,14 @@ fn warn_if_slow(py: Python<'_>, plan: &Arc<AttentionPlan>) -> PyResult<()> {
 pub(crate) fn plan_for(
     tensors: &Bound<'_, PyTuple>,
     numbers: &Bound<'_, PyTuple>,
-    function: Function,
+    called: Called,
     chip: &str,
     backward: bool,
 ) -> PyResult<(String, &'static str, Option<String>, String)> {
-    let numbers = Numbers::read(function, numbers)?;
-    let described = |tensor: &Bound<'_, PyAny>, _: &str, _: bool| -> PyResult<Memory> {
-        let (dtype, given, strides, address): (String, Vec<i64>, Option<Vec<i64>>, u64) =
-            tensor.extract()?;
-        let element = match dtype.as_str() {
-            "int32" => Element::I32,
-            other => Element::Float(float("dtype", other)?),
-        };
-        let mut sizes = [1; view::MOST_DIMENSIONS];
-        let dimensions = given.len().min(sizes.len());
-        sizes[..dimensions].copy_from_slice(&given[..dimensions]);
-        let mut memory = Memory {
-            address,
-            dimensions,
-            sizes,
-            strides: view::contiguous(sizes),
-            element,
-            place: Place::Cuda(0),
-        };
-        for (to, stride) in memory.strides.iter_mut().zip(strides.unwrap_or_default()) {
-            *to = stride;
-        }
-        Ok(memory)
-    };
+    let numbers = Numbers::read(called, numbers)?;
+    let function = called.function;
     let tensors = named(function.names(), tensors)?;
-    let request = Request::read(function, &tensors, numbers, described)?;
+    let request = Request::read(function, &tensors, numbers, |tensor, _, _| described(tensor))?;
     let mut problem = request.problem()?;
     let mut tensors = request.tensors(request.descales(&problem)?, &request.output_at(0)?, None);
     if backward {
@@ -247,6 +227,40 @@ pub(crate) fn plan_for(
     let plan = plan.map_err(error::library)?;
     let reason = plan.reason();
     Ok((problem.text(), plan.chosen.kernel, plan.chosen.configuration, reason))
+}
+
+/// A tensor that need not be there: (element type, sizes, strides or None, address).
+pub(crate) fn described(tensor: &Bound<'_, PyAny>) -> PyResult<Memory> {
+    let (dtype, given, strides, address): (String, Vec<i64>, Option<Vec<i64>>, u64) =
+        tensor.extract()?;
+    let mut sizes = [1; view::MOST_DIMENSIONS];
+    let dimensions = given.len().min(sizes.len());
+    sizes[..dimensions].copy_from_slice(&given[..dimensions]);
+    let mut memory = Memory {
+        address,
+        dimensions,
+        sizes,
+        strides: view::contiguous(sizes),
+        element: element(&dtype),
+        place: Place::Cuda(0),
+    };
+    for (to, stride) in memory.strides.iter_mut().zip(strides.unwrap_or_default()) {
+        *to = stride;
+    }
+    Ok(memory)
+}
+
+/// What elements are by the name that Python's libraries give them.
+fn element(name: &str) -> Element {
+    const KINDS: [&str; 5] = ["uint", "int", "float", "complex", "bool"];
+    match float("dtype", name) {
+        Ok(dtype) => Element::Float(dtype),
+        Err(_) if name == "int32" => Element::I32,
+        Err(_) => {
+            let kind = KINDS.into_iter().find(|kind| name.starts_with(kind)).unwrap_or("other");
+            Element::Other(kind, name.trim_start_matches(kind).parse().unwrap_or(8))
+        }
+    }
 }
 
 /// New keys and values into a cache: the queries, rotated where there is an embedding and None

@@ -384,6 +384,8 @@ pub(crate) unsafe fn combine(
         // SAFETY: the caller's promise.
         let (tensor, sums) =
             unsafe { (copy(shape, part)?, copy(Shape::new(batch, heads, length, 1), &sums)?) };
+        // Sums are rounded once, to what is asked for.
+        let tensor = if part.form.dtype == parts.dtype { tensor } else { wide(&tensor)? };
         tensors.push((tensor, contents(&sums)?));
     }
     let borrowed = collect(tensors.iter().map(|(tensor, list)| Ok((tensor, &list[..]))))?;

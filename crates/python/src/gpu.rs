@@ -54,9 +54,11 @@ pub(crate) fn attend(
 ) -> PyResult<Arc<AttentionPlan>> {
     let mut tensors = request.tensors(request.descales(problem)?, output, lse);
     if let Some(blocks) = request.captured.blocks()
-        && let Some(mask) = gpu.attention(problem, &tensors).map_err(library)?.block_mask()
+        && let plan = gpu.attention(problem, &tensors).map_err(library)?
+        && let Some(launches) = plan.with_block_lists()
     {
-        tensors.block_lists = Some(blocks.address(gpu, stream, mask).map_err(library)?);
+        let lists = blocks.lists(gpu, stream, launches).map_err(library)?;
+        [tensors.block_lists, tensors.tile_lists] = lists;
     }
     let attended = gpu.attend(stream, problem, &tensors);
     let [query, key, value, ..] = request.names();

@@ -100,7 +100,7 @@ impl Backward {
     }
 
     /// Refuses what does not go with the tensors of the forward call.
-    fn check(&self) -> PyResult<()> {
+    pub(crate) fn check(&self) -> PyResult<()> {
         let Request { query, key, value, .. } = &self.request;
         let [q, k, v, ..] = self.request.names();
         let [batch, length, heads, _] = query.form.sizes;

@@ -11,6 +11,7 @@
 //! | `call` | from a call to its answer |
 //! | `numbers` | what calls give besides tensors |
 //! | `request`, `gradient`, `update`, `parts` | what calls of attention, of its backward pass, of appending and of combining give |
+//! | `distributed` | who does what where a sequence is spread over ranks |
 //! | `descale` | factors of 8-bit tensors |
 //! | `rules` | masks and scores as functions |
 //! | `library` | whose tensors a call has |
@@ -18,6 +19,7 @@
 //! | `array`, `dlpack` | everyone else's |
 //! | `view` | what a tensor is |
 //! | `gpu`, `cpu` | where the work is done |
+//! | `jit`, `xla` | calls from programs that XLA compiled |
 //! | `info` | what ran |
 // Python's objects, DLPack's structures and other libraries' memory are C.
 #![allow(unsafe_code)]
@@ -27,11 +29,13 @@ mod boundary;
 mod call;
 mod cpu;
 mod descale;
+mod distributed;
 mod dlpack;
 mod error;
 mod gpu;
 mod gradient;
 mod info;
+mod jit;
 mod library;
 mod numbers;
 mod parts;
@@ -41,19 +45,23 @@ mod rules;
 mod torch;
 mod update;
 mod view;
+mod xla;
 
 /// The extension module.
 #[pyo3::pymodule(name = "_flashcore")]
 mod module {
     use pyo3::prelude::*;
-    use pyo3::types::{PyDict, PyTuple};
+    use pyo3::types::{PyCapsule, PyDict, PyTuple};
 
     #[pymodule_export]
     use super::array::Array;
     use super::boundary::guard;
+    #[pymodule_export]
+    use super::distributed::Distribution;
     use super::gradient::Given;
+    use super::jit::Described;
     use super::library::Entrance;
-    use super::request::Function;
+    use super::request::Called;
     use super::rules::Rules;
     #[pymodule_export]
     use super::rules::{Blocks, Rule};
@@ -80,7 +88,7 @@ mod module {
     fn attend<'py>(
         tensors: &Bound<'py, PyTuple>,
         numbers: &Bound<'py, PyTuple>,
-        function: Function,
+        function: Called,
         lse: &Bound<'py, PyAny>,
         entrance: Entrance,
         rules: Option<&Bound<'py, PyTuple>>,
@@ -100,7 +108,7 @@ mod module {
     fn attend_backward<'py>(
         tensors: &Bound<'py, PyTuple>,
         numbers: &Bound<'py, PyTuple>,
-        function: Function,
+        function: Called,
         saved: &Bound<'py, PyTuple>,
         gradients: &Bound<'py, PyTuple>,
         deterministic: bool,
@@ -108,7 +116,7 @@ mod module {
     ) -> PyResult<bool> {
         guard(|| {
             let rules = Rules::read(rules)?;
-            let given = Given::new(function, tensors, saved, gradients, rules)?;
+            let given = Given::new(function.function, tensors, saved, gradients, rules)?;
             call::attend_backward(&given, numbers, function, deterministic)
         })
     }
@@ -120,11 +128,35 @@ mod module {
     fn plan_for(
         tensors: &Bound<'_, PyTuple>,
         numbers: &Bound<'_, PyTuple>,
-        function: Function,
+        function: Called,
         chip: &str,
         backward: bool,
     ) -> PyResult<(String, &'static str, Option<String>, String)> {
         guard(|| call::plan_for(tensors, numbers, function, chip, backward))
+    }
+
+    /// What `attend` would answer inside a program that XLA compiles, from shapes alone: tensors are
+    /// (element type, sizes, None, 0). The attributes of the call, and its results: the shape and
+    /// the element type of the output, and the shape of the log-sum-exps.
+    #[pyfunction]
+    #[pyo3(signature = (tensors, numbers, function, /))]
+    fn xla_call<'py>(
+        tensors: &Bound<'py, PyTuple>,
+        numbers: &Bound<'py, PyTuple>,
+        function: Called,
+    ) -> PyResult<Described<'py>> {
+        guard(|| super::jit::describe(tensors, numbers, function))
+    }
+
+    /// A handler for XLA: `attention` or `attention_backward`, on `cpu` or on `CUDA`.
+    #[pyfunction]
+    #[pyo3(signature = (name, platform, /))]
+    fn xla_target<'py>(
+        py: Python<'py>,
+        name: &str,
+        platform: &str,
+    ) -> PyResult<Bound<'py, PyCapsule>> {
+        guard(|| super::jit::target(py, name, platform))
     }
 
     /// New keys and values into a cache: the queries, rotated or None, and the new lengths.

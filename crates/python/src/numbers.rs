@@ -5,7 +5,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
-use crate::request::Function;
+use crate::request::{Called, Function};
 
 /// What a call of attention gives besides tensors.
 #[derive(Debug, Clone, Copy)]
@@ -18,6 +18,8 @@ pub(crate) struct Numbers {
     pub(crate) softcap: Option<f32>,
     pub(crate) most_queries: Option<i64>,
     pub(crate) most_keys: Option<i64>,
+    /// Whether the bits of results must not depend on the batch.
+    pub(crate) batch_invariant: bool,
 }
 
 /// Keys before and after a query's own; all of them if none.
@@ -25,9 +27,9 @@ pub(crate) type Window = (Option<usize>, Option<usize>);
 
 impl Numbers {
     /// Reads the scale, causal, window, chunk and cap of scores, and the most queries and keys.
-    pub(crate) fn read(function: Function, numbers: &Bound<'_, PyTuple>) -> PyResult<Numbers> {
+    pub(crate) fn read(called: Called, numbers: &Bound<'_, PyTuple>) -> PyResult<Numbers> {
         let number = |at| numbers.get_borrowed_item(at);
-        let (scale_name, causal_name) = match function {
+        let (scale_name, causal_name) = match called.function {
             Function::PyTorch | Function::Flex => ("scale", "is_causal"),
             _ => ("softmax_scale", "causal"),
         };
@@ -39,6 +41,7 @@ impl Numbers {
             softcap: softcap(&*number(4)?)?,
             most_queries: optional(&*number(5)?, |most| integer("max_seqlen_q", most))?,
             most_keys: optional(&*number(6)?, |most| integer("max_seqlen_k", most))?,
+            batch_invariant: called.batch_invariant,
         })
     }
 }

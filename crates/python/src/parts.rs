@@ -21,8 +21,8 @@ pub(crate) struct Parts {
 }
 
 impl Parts {
-    /// Parts in one tensor, (parts, batch, length, heads, dim) in f32, and their log-sum-exps,
-    /// (parts, batch, length, heads).
+    /// Parts in one tensor, (parts, batch, length, heads, dim), and their log-sum-exps in f32, (parts,
+    /// batch, length, heads).
     /// What they are put into, where it is given, decides on its element type.
     pub(crate) fn stacked(
         output: &Memory,
@@ -31,7 +31,14 @@ impl Parts {
         out: Option<&View>,
     ) -> PyResult<Parts> {
         let [o, l] = ["out_partial", "lse_partial"];
-        wide(o, output)?;
+        let Element::Float(partial @ (DType::F32 | DType::F16 | DType::BF16)) = output.element
+        else {
+            let given = output.element;
+            return Err(PyTypeError::new_err(format!(
+                "{o} has element type {given}, expected float32, float16 or bfloat16"
+            )));
+        };
+        forwards(o, output)?;
         wide(l, lse)?;
         lse.on(l, output.place, o)?;
         let &[parts, batch, length, heads, dim] = output.sizes() else {
@@ -54,7 +61,7 @@ impl Parts {
         let form = Form {
             sizes: [batch, length, heads, dim],
             strides,
-            dtype: DType::F32,
+            dtype: partial,
             place: output.place,
         };
         form.usable(o)?;
@@ -78,7 +85,9 @@ impl Parts {
         let [lse_step, by_batch, by_row, by_head, _] = lse.strides;
         let lse_form = sums(form.sizes, [by_batch, by_row, by_head], output.place);
         let all = |memory: &Memory, step: i64, form| -> PyResult<Vec<View>> {
-            let at = |part| memory.address.wrapping_add(4 * (step as u64).wrapping_mul(part));
+            let Form { dtype, .. } = form;
+            let bytes = dtype.bytes() as u64;
+            let at = |part| memory.address.wrapping_add(bytes * (step as u64).wrapping_mul(part));
             let views = (0..parts as usize).map(|part| Ok(View { address: at(part as u64), form }));
             collect(views)
         };
@@ -144,6 +153,11 @@ fn wide(name: &str, memory: &Memory) -> PyResult<()> {
             "{name} has element type {given}, expected float32"
         )));
     }
+    forwards(name, memory)
+}
+
+/// Refuses tensors that lie backwards.
+fn forwards(name: &str, memory: &Memory) -> PyResult<()> {
     match memory.strides().iter().any(|stride| *stride < 0) {
         false => Ok(()),
         true => Err(PyValueError::new_err(format!(

@@ -40,11 +40,36 @@ pub(crate) enum Function {
     KvCacheInBlocks,
 }
 
-impl FromPyObject<'_, '_> for Function {
+/// A function, and whether it was called with `batch_invariant`: then its name ends with that.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Called {
+    pub(crate) function: Function,
+    pub(crate) batch_invariant: bool,
+}
+
+impl FromPyObject<'_, '_> for Called {
     type Error = PyErr;
 
     fn extract(name: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
-        match name.extract::<&str>()? {
+        Called::named(name.extract()?)
+    }
+}
+
+impl Called {
+    /// The function of a name, and how it was called.
+    pub(crate) fn named(name: &str) -> PyResult<Self> {
+        let (name, batch_invariant) = match name.strip_suffix(", batch_invariant") {
+            Some(name) => (name, true),
+            None => (name, false),
+        };
+        Ok(Called { function: Function::named(name)?, batch_invariant })
+    }
+}
+
+impl Function {
+    /// The function of a name.
+    fn named(name: &str) -> PyResult<Self> {
+        match name {
             "flash_attn_func" => Ok(Function::Plain),
             "flash_attn_qkvpacked_func" => Ok(Function::QkvPacked),
             "flash_attn_kvpacked_func" => Ok(Function::KvPacked),
@@ -58,9 +83,7 @@ impl FromPyObject<'_, '_> for Function {
             other => Err(error::value(format!("there is no function `{other}`"))),
         }
     }
-}
 
-impl Function {
     /// The names of its tensors, in the order of [`Request`]'s fields.
     pub(crate) fn names(self) -> [&'static str; TENSORS] {
         let [query, key, value, lengths, pages] = match self {
@@ -168,9 +191,12 @@ pub(crate) fn named<'py, const COUNT: usize>(
 
 /// A tensor that must be given.
 pub(crate) fn needed<'a, 'py>((name, tensor): &'a Named<'py>) -> PyResult<&'a Bound<'py, PyAny>> {
-    let missing =
-        || PyTypeError::new_err(format!("{name} is a <class 'NoneType'>, expected a tensor"));
-    tensor.as_ref().ok_or_else(missing)
+    tensor.as_ref().ok_or_else(|| missing(name))
+}
+
+#[cold]
+fn missing(name: &str) -> PyErr {
+    PyTypeError::new_err(format!("{name} is a <class 'NoneType'>, expected a tensor"))
 }
 
 impl Request {
@@ -181,20 +207,27 @@ impl Request {
         numbers: Numbers,
         read: impl Fn(&Bound<'py, PyAny>, &str, bool) -> PyResult<Memory>,
     ) -> PyResult<Request> {
-        let list = |at: usize| -> PyResult<Option<Memory>> {
+        Request::new(function, numbers, |at, whole| {
             let (name, tensor) = &tensors[at];
-            tensor.as_ref().map(|tensor| read(tensor, name, true)).transpose()
-        };
+            tensor.as_ref().map(|tensor| read(tensor, name, whole)).transpose()
+        })
+    }
+
+    /// A call of tensors in memory: `memory` says what the one of a place is, and hears whether it
+    /// must have no gaps.
+    pub(crate) fn new(
+        function: Function,
+        numbers: Numbers,
+        memory: impl Fn(usize, bool) -> PyResult<Option<Memory>>,
+    ) -> PyResult<Request> {
+        let list = |at: usize| memory(at, true);
         let (query_starts, key_starts) = (list(3)?, list(4)?);
         let rows = |at: usize, packed: bool| -> PyResult<(Memory, View)> {
-            let name = tensors[at].0;
-            let memory = read(needed(&tensors[at])?, name, false)?;
+            let name = function.names()[at];
+            let memory = memory(at, false)?.ok_or_else(|| missing(name))?;
             Ok((memory, function.order(packed).view(name, &memory)?))
         };
-        let factors = |at: usize| -> PyResult<Option<Memory>> {
-            let (name, tensor) = &tensors[at];
-            tensor.as_ref().map(|tensor| read(tensor, name, false)).transpose()
-        };
+        let factors = |at: usize| memory(at, false);
         let (given, query) = rows(0, query_starts.is_some())?;
         Ok(Request {
             function,
@@ -319,6 +352,9 @@ impl Request {
         }
         if let Some(softcap) = softcap {
             problem = problem.with_softcap(softcap);
+        }
+        if self.numbers.batch_invariant {
+            problem = problem.batch_invariant();
         }
         if let Some(memory) = &self.slopes {
             memory.floats(slopes, query.place, q)?;

@@ -3,9 +3,9 @@
 use std::sync::{Arc, Mutex};
 
 use cuda::{Buffer, DeviceAddress, RelaxedCapture, Stream};
-use flashcore::function::{BlockMask, Function, HostTensor, Kind, Stored, TensorSpec};
+use flashcore::function::{Function, HostTensor, Kind, Stored, TensorSpec};
 use flashcore::gpu::{CapturedTensor, CapturedTensors, Gpu};
-use flashcore::{DType, Problem};
+use flashcore::{DType, Problem, family};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -45,8 +45,10 @@ pub(crate) struct Blocks {
 /// Lists in the memory of a device.
 struct Lists {
     ordinal: u32,
-    mask: BlockMask,
-    buffer: Option<Buffer>,
+    /// What they were made for.
+    launches: family::Choice,
+    /// Of key blocks, and of tiles.
+    buffers: [Option<Buffer>; 2],
     /// A graph that captured a launch holds another one.
     graph: Arc<()>,
 }
@@ -54,8 +56,8 @@ struct Lists {
 impl Drop for Lists {
     fn drop(&mut self) {
         if Arc::strong_count(&self.graph) > 1 {
-            // A graph may launch with it again at any time.
-            std::mem::forget(self.buffer.take());
+            // A graph may launch with them again at any time.
+            self.buffers.iter_mut().for_each(|buffer| std::mem::forget(buffer.take()));
         }
     }
 }
@@ -90,31 +92,36 @@ impl Blocks {
 }
 
 impl Blocks {
-    /// The lists of a mask on a device, made the first time, for a launch on a stream.
-    pub(crate) fn address(
+    /// The lists of key blocks and of tiles on a device, made the first time, for a launch on a
+    /// stream.
+    pub(crate) fn lists(
         &self,
         gpu: &Gpu,
         stream: &Stream,
-        mask: BlockMask,
-    ) -> Result<DeviceAddress, flashcore::Error> {
+        launches: &family::Choice,
+    ) -> Result<[Option<DeviceAddress>; 2], flashcore::Error> {
         let ordinal = gpu.device().ordinal();
         let mut lists = lock(&self.lists);
-        let known = lists.iter().position(|it| it.ordinal == ordinal && it.mask == mask);
+        let known = lists.iter().position(|it| it.ordinal == ordinal && it.launches == *launches);
         let index = match known {
             Some(index) => index,
             None => {
                 let _relaxed = RelaxedCapture::begin()?;
-                let words = mask.words_over(&self.contents);
-                let buffer = Some(Buffer::from_slice(gpu.stream(), &words)?);
-                lists.push(Lists { ordinal, mask, buffer, graph: Arc::new(()) });
+                let family::Lists { blocks, tiles } = launches.lists_over(&self.contents);
+                let to_device = |words: Option<Vec<u32>>| {
+                    words.map(|words| Buffer::from_slice(gpu.stream(), &words)).transpose()
+                };
+                let buffers = [to_device(blocks)?, to_device(tiles)?];
+                let launches = launches.clone();
+                lists.push(Lists { ordinal, launches, buffers, graph: Arc::new(()) });
                 lists.len() - 1
             }
         };
-        let Lists { buffer, graph, .. } = &lists[index];
+        let Lists { buffers, graph, .. } = &lists[index];
         if let Some(recording) = stream.recording()? {
             recording.give(graph.clone())?;
         }
-        Ok(buffer.as_ref().map_or(DeviceAddress(0), Buffer::address))
+        Ok(buffers.each_ref().map(|buffer| buffer.as_ref().map(Buffer::address)))
     }
 }
 

@@ -11,10 +11,10 @@ use flashcore::gpu::{
 use flashcore::plan::Arrangement;
 use flashcore::serving::{Pages, Placement, Sequences};
 use flashcore::{
-    Backend, DType, GpuBackend, Inputs, Layout, Lists, Mask, Preference, Problem, Shape, Storage,
-    Tensor,
+    Backend, DType, GpuBackend, InputTensors, Inputs, Layout, Lists, Mask, Preference, Problem,
+    Shape, Storage, Tensor,
 };
-use flashcore_testing::check;
+use flashcore_testing::check::{self, Invariance};
 
 use device::{HALVES, Silent, all_pass, gpu, is_right};
 
@@ -46,6 +46,36 @@ fn caches_of_8_bits_are_attended() {
 fn decode_is_right_about_plain_problems() {
     let Some(gpu) = gpu() else { return };
     device::is_right_about_plain_problems(gpu, "decode");
+}
+
+/// Each query's bits are those it has alone, in ten thousand random batches.
+#[test]
+fn bits_do_not_depend_on_the_batch() {
+    let Some(gpu) = gpu() else { return };
+    let backend = GpuBackend::new(gpu.into());
+    let compared = check::run_batches(&backend, 10_000, &Silent).unwrap();
+    println!("{compared} queries compared");
+    assert!(compared > 100_000, "{compared}");
+}
+
+/// The same over what fills an H200, up to 128 sequences of 8193 keys and 9 key heads: several
+/// groups of splits, shared among teams.
+#[test]
+fn bits_do_not_depend_on_a_large_batch() {
+    let Some(gpu) = gpu() else { return };
+    let backend = GpuBackend::new(gpu.into());
+    let problem = Problem::new(1, 36, 1, 128).with_kv_heads(9).with_dtype(DType::BF16);
+    let mut invariance = Invariance::new(problem.with_mask(Mask::CAUSAL), 2, 20_000).unwrap();
+    let mut run = |sequences: &Sequences, tensors: &InputTensors| {
+        let (problem, inputs) = sequences.over(tensors.inputs()).unwrap();
+        let result = backend.run(&problem, inputs, &Default::default()).unwrap();
+        Ok((result.output, result.lse))
+    };
+    invariance.alone(&mut run).unwrap();
+    for (seed, sequences) in [(0, 128), (1, 3), (2, 64), (3, 1), (4, 17), (5, 2), (6, 32), (7, 5)] {
+        invariance.batch(seed, [sequences, 300], &mut run).unwrap();
+    }
+    println!("{} queries compared", invariance.compared());
 }
 
 #[test]

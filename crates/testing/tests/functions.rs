@@ -138,13 +138,25 @@ fn the_cpu_follows_random_compositions() {
     }
 }
 
+/// Which part of how many a process has of what takes long, by a variable such as `3/16`: kernels
+/// compile one after the other in a process, and side by side in several.
+fn part() -> (u64, u64) {
+    let Ok(text) = std::env::var("FLASHCORE_TEST_PART") else { return (0, 1) };
+    let numbers = text.split_once('/').and_then(|(part, of)| {
+        Some((part.parse::<u64>().ok()?, of.parse::<u64>().ok()?)).filter(|(part, of)| part < of)
+    });
+    numbers.unwrap_or_else(|| panic!("FLASHCORE_TEST_PART is {text}, expected such as 3/16"))
+}
+
 /// A thousand of them on a GPU: every one is compiled, which takes half a second each.
+/// `FLASHCORE_TEST_PART` shares them out over processes.
 #[test]
 #[ignore = "a quarter of an hour on a GPU"]
 fn a_gpu_follows_a_thousand_compositions() {
     let Some(gpu) = device::gpu() else { return };
     let gpu = GpuBackend::new(gpu.into());
-    for seed in 0..1000 {
+    let (part, parts) = part();
+    for seed in (0..1000).filter(|seed| seed % parts == part) {
         let rules = Composition::of(seed, SIZES);
         let problem = rules.over(sized([DType::BF16, DType::F16][seed as usize % 2]));
         check_on(&gpu, &problem, &rules.tensors);

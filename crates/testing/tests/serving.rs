@@ -5,9 +5,10 @@ use flashcore::serving::{
     CacheScales, Pages, Placement, Rotary, Sequences, append, append_scaled, combine,
 };
 use flashcore::{
-    Alibi, Backend, CpuBackend, DType, InputTensors, Inputs, Mask, Problem, RunOptions, Shape,
-    Tensor, random_descales,
+    Alibi, Backend, CpuBackend, DType, InputTensors, Inputs, Mask, Problem, Progress, RunOptions,
+    Shape, Tensor, random_descales,
 };
+use flashcore_testing::check::{Invariance, run_batches};
 use flashcore_testing::compare_sequences;
 use flashcore_testing::reference::{self, Rows};
 use proptest::prelude::*;
@@ -360,4 +361,32 @@ fn factors_of_another_shape_are_refused() {
             format!("k_descale is {text} at batch 0, head 1, expected a finite number above zero")
         );
     }
+}
+
+/// Looks at nothing.
+struct Silent;
+
+impl Progress for Silent {
+    fn begin(&self, _: u64) {}
+    fn advance(&self, _: u64) {}
+}
+
+/// Each query's bits are those it has alone, in f32 over several chunks of keys too.
+#[test]
+fn bits_do_not_depend_on_the_batch() {
+    let backend = CpuBackend::new();
+    let compared = run_batches(&backend, 40, &Silent).unwrap();
+    assert!(compared > 250, "{compared}");
+    let problem = Problem::new(1, 4, 1, 24).with_kv_heads(2).with_dtype(DType::F32);
+    let mut invariance = Invariance::new(problem.with_mask(Mask::CAUSAL), 3, 3500).unwrap();
+    let mut run = |sequences: &Sequences, tensors: &InputTensors| {
+        let (problem, inputs) = sequences.over(tensors.inputs()).unwrap();
+        let result = backend.run(&problem, inputs, &RunOptions::default()).unwrap();
+        Ok((result.output, result.lse))
+    };
+    invariance.alone(&mut run).unwrap();
+    for seed in 0..40 {
+        invariance.batch(seed, [6, 40], &mut run).unwrap();
+    }
+    assert!(invariance.compared() > 100, "{}", invariance.compared());
 }

@@ -47,7 +47,7 @@ struct Measure {
     #[arg(long, value_name = "PROBLEM", conflicts_with = "set")]
     problem: Vec<Problem>,
     /// Who is measured: flashcore, forward, prefill, decode, mma, mma-half, scalar, backward, configurations,
-    /// pageN (one query over pages of N keys), cudnn, fa2, fa3, fa4, efficient, flex, jax;
+    /// pageN (one query over pages of N keys), invariant (bits that do not depend on the batch), cudnn, fa2, fa3, fa4, efficient, flex, jax;
     /// NAME=CANDIDATE gives one another name
     #[arg(long, value_delimiter = ',', value_parser = Candidate::parse,
           default_value = "flashcore,cudnn,fa3")]

@@ -39,6 +39,7 @@ fn json_is_as_the_page_says() {
         ("inspect KERNEL", vec!["inspect", "single", "--target", "sm_90a"]),
         ("inspect --problem", vec!["inspect", "--problem", "h=2,s=64,d=64"]),
         ("profile", vec!["profile", "--problem", "b=1,h=1,s=64,d=64"]),
+        ("scale", vec!["scale", "--ranks", "8"]),
         ("sim", vec!["sim", "single", "--seeds", "1", "--policy", "latest"]),
         ("soak", vec!["soak", "--problems", "2", "--faults", "none", "--backend", "cpu"]),
         ("tune", vec!["tune", "--model", "--problem", "s=64,d=64", "--show", "1"]),
@@ -98,7 +99,7 @@ fn every_variable_has_a_line() {
 #[test]
 fn lines_fit_into_100_columns() {
     let long = "b=4,h=8,s=900,d=128,bf16,causal,softcap=30,alibi,sinks,queries=packed:2000,keys=packed:2000";
-    let commands: [&[&str]; 12] = [
+    let commands: [&[&str]; 14] = [
         &["--help"],
         &["attend", "--help"],
         &["soak", "--help"],
@@ -109,6 +110,8 @@ fn lines_fit_into_100_columns() {
         &["doctor"],
         &["inspect"],
         &["inspect", "scalar", "--target", "sm_80"],
+        &["scale", "--help"],
+        &["scale", "--lengths", "128k,10m"],
         &["sim", "--problem", "h=1,s=20,d=64,bf16,causal", "--seeds", "1", "--policy", "latest"],
         &["soak", "--problems", "2", "--faults", "deleted", "--backend", "cpu"],
     ];

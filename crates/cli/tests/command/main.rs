@@ -10,6 +10,7 @@ mod gate;
 mod inspect;
 mod mutate;
 mod profile;
+mod scale;
 mod shell;
 mod sim;
 mod soak;

@@ -296,7 +296,9 @@ fn attend<T: Element>(
         return Ok(());
     }
     let rows = problem.query_length * problem.group_size();
-    if rows <= MIN_ROWS && problem.key_length > KEY_CHUNK {
+    // Chunks of keys are put together by sums of their own: with them, bits depend on how many
+    // queries there are.
+    if rows <= MIN_ROWS && problem.key_length > KEY_CHUNK && !problem.batch_invariant {
         attend_in_chunks(problem, inputs, output, lse, watch)
     } else {
         attend_in_blocks(problem, inputs, output, lse, watch)

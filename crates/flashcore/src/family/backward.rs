@@ -117,10 +117,15 @@ pub(super) fn launch(
 
     let mut choice = Choice::of(kernels.kernel, key_blocks, reason);
     choice.launches[0].numbers = vec![(Number::KeyBlocks, key_blocks_per_head)];
-    if kernels.pass.deterministic {
-        let steps = steps(problem, [query_block, key_block], key_blocks);
-        let heads = counts.key_heads * counts.batch;
-        choice.launches[0].numbers.extend(order(chip, heads, steps));
+    if kernels.pass.takes_heads_together() {
+        let heads = (counts.key_heads * counts.batch).max(1);
+        let order = if kernels.pass.deterministic {
+            let steps = steps(problem, [query_block, key_block], key_blocks);
+            Order::of_turns(chip, heads, steps)
+        } else {
+            Order::longest_first(chip, heads, key_blocks_per_head)
+        };
+        choice.launches[0].numbers.extend(order.numbers(heads));
     }
     kernels.beside(&mut choice, counts.heads, counts.tiles_per_head, counts.tiles);
     choice.tiling = Some(Tiling {
@@ -147,16 +152,80 @@ fn steps(problem: &Problem, [query_block, key_block]: [u32; 2], key_blocks: u32)
     (pairs / f64::from(key_blocks.max(1))).max(1.0)
 }
 
-/// In the deterministic mode a block of the grid adds to a block of query rows after the one before it
-/// of the same head. Heads are taken together so that the two begin two steps apart, where one step is
-/// enough if nobody is ever late: then nobody waits but for the begin.
-fn order(chip: &Chip, heads: u32, steps: f64) -> [(Number, u32); 3] {
-    let together = (2.0 * f64::from(chip.multiprocessors) / steps).ceil();
-    let together = (together as u32).clamp(1, heads.max(1));
-    let first = (heads.max(1) - 1) % together + 1;
-    [
-        (Number::HeadsPerGroup, together),
-        (Number::FirstHeads, first),
-        (Number::LastHeads, heads.max(1) - together),
-    ]
+/// Which key heads the grid takes together.
+struct Order {
+    together: u32,
+    /// The first head whose key blocks come from the first on.
+    last: u32,
+}
+
+impl Order {
+    /// In the deterministic mode a block of the grid adds to a block of query rows after the one before
+    /// it of the same head. Heads are taken together so that the two begin two steps apart, where one
+    /// step is enough if nobody is ever late: then nobody waits but for the begin.
+    fn of_turns(chip: &Chip, heads: u32, steps: f64) -> Self {
+        let together = (2.0 * f64::from(chip.multiprocessors) / steps).ceil();
+        let together = (together as u32).clamp(1, heads);
+        Order { together, last: heads - together }
+    }
+
+    /// Under a causal mask a head's first key blocks have the longest walks. Were heads taken one by
+    /// one, those of the last head would begin when all others are about to end. So many are taken
+    /// together, evenly, that their blocks go around all multiprocessors; one where its own do. More
+    /// would push each other's sums out of the second-level cache, as many short heads do.
+    fn longest_first(chip: &Chip, heads: u32, key_blocks: u32) -> Self {
+        let of_all = f64::from(key_blocks) / f64::from(chip.multiprocessors);
+        if !(0.05..0.875).contains(&of_all) {
+            return Order { together: 1, last: 0 };
+        }
+        let groups = (heads / chip.multiprocessors.div_ceil(key_blocks)).max(1);
+        Order { together: heads.div_ceil(groups), last: 0 }
+    }
+
+    /// As the kernel takes it. What is left over comes first.
+    fn numbers(&self, heads: u32) -> [(Number, u32); 3] {
+        [
+            (Number::HeadsPerGroup, self.together),
+            (Number::FirstHeads, (heads - 1) % self.together + 1),
+            (Number::LastHeads, self.last),
+        ]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// When all blocks have ended, relative to an even share, where each multiprocessor takes the next
+    /// one as soon as it can.
+    fn makespan(order: &Order, heads: u32, key_blocks: u32, multiprocessors: u32) -> f64 {
+        let first = (heads - 1) % order.together + 1;
+        let groups = std::iter::once(first).chain(std::iter::repeat_n(
+            order.together,
+            ((heads - first) / order.together) as usize,
+        ));
+        let walks = |heads: u32| {
+            (0..key_blocks)
+                .flat_map(move |block| std::iter::repeat_n(key_blocks - block, heads as usize))
+        };
+        let mut ends = vec![0; multiprocessors as usize];
+        for steps in groups.flat_map(walks) {
+            *ends.iter_mut().min().unwrap() += steps;
+        }
+        let even = f64::from(ends.iter().sum::<u32>()) / f64::from(multiprocessors);
+        f64::from(*ends.iter().max().unwrap()) / even
+    }
+
+    #[test]
+    fn the_longest_walks_of_several_heads_end_evenly() {
+        let chip = Chip::H200;
+        for (heads, key_blocks) in [(8, 32), (8, 64), (16 * 4, 32), (16 * 8, 16), (16 * 2, 64)] {
+            let order = Order::longest_first(&chip, heads, key_blocks);
+            let even = makespan(&order, heads, key_blocks, chip.multiprocessors);
+            let one_by_one = Order { together: 1, last: 0 };
+            let before = makespan(&one_by_one, heads, key_blocks, chip.multiprocessors);
+            assert!(even < 1.04, "{heads} heads of {key_blocks} blocks: {even}");
+            assert!(before > 1.05, "{heads} heads of {key_blocks} blocks: {before}");
+        }
+    }
 }

@@ -1,8 +1,8 @@
 //! Attention of few queries for each sequence over caches of any storage, on Ampere and later.
 
-use kernels::decode::{DecodeWorkload, tuned};
+use kernels::decode::{DecodeWorkload, Splits, tuned};
 use kernels::parameter::{Number, Workspace};
-use kernels::{Cache, Configuration};
+use kernels::{Cache, Configuration, Scales};
 use ptx::Capability;
 
 use super::{
@@ -25,6 +25,11 @@ const MOST_POSITIONS: usize = 1 << 29;
 impl Family for Decode {
     fn name(&self) -> &'static str {
         NAME
+    }
+
+    /// With splits of a fixed size, which [`choose`](Family::choose) takes where it is asked.
+    fn is_batch_invariant(&self) -> bool {
+        true
     }
 
     fn choose(&self, asked: &Asked<'_>) -> Result<Choice, String> {
@@ -59,7 +64,13 @@ impl Family for Decode {
             query_rows,
             paged: problem.keys.is_paged(),
             rules: problem.rules(window_kind(problem)),
+            batch_invariant: problem.batch_invariant,
         };
+        if problem.batch_invariant && cache.value_scales == Scales::PerToken {
+            return Err("scales of tokens are rounded with those that only later queries see, so \
+                        bits depend on the queries of a call"
+                .to_owned());
+        }
         let tuned = tuned(chip.target, &workload)
             .ok_or_else(|| "no configuration is tuned for it".to_owned())?;
         arrangement.check_copies(problem)?;
@@ -88,22 +99,30 @@ pub(crate) fn launch(
     if problem.batch.checked_mul(tiles).is_none_or(|tiles| tiles > i32::MAX as usize) {
         return Err("the number of keys of all sequences is too large".to_owned());
     }
+    let parts = decode.parts_of_block(problem.key_length as u64);
+    // Places of parts are counted in 32 bits.
+    let all_parts = parts.checked_mul(blocks.into()).filter(|all| *all <= u32::MAX.into());
+    let all_parts = all_parts.ok_or("the number of parts of sequences is too large")?;
     let mut choice = Choice::of(Configuration::Decode(decode), blocks, reason);
-    choice.launches[0].numbers = vec![
-        (Number::Teams, teams),
-        (Number::BlocksPerTeam, members),
-        (Number::LeastTiles, decode.warps),
-    ];
-    if teams > 1 {
-        let counters = 4 * problem.batch as u64 * u64::from(members);
+    let of_splits = match decode.splits {
+        Splits::Shares => (Number::LeastTiles, decode.warps),
+        Splits::Fixed { .. } => (Number::PartsPerBlock, parts as u32),
+    };
+    choice.launches[0].numbers =
+        vec![(Number::Teams, teams), (Number::BlocksPerTeam, members), of_splits];
+    if teams > 1 || decode.running_parts() > 0 {
+        let counters = match decode.splits {
+            Splits::Shares => problem.batch as u64 * u64::from(members),
+            Splits::Fixed { .. } => 2 * u64::from(blocks),
+        };
         let memory = |workspace, bytes, contents| Memory {
             source: Source::Workspace(workspace),
             bytes,
             contents,
         };
         choice.memory = vec![
-            memory(Workspace::Partials, decode.workspace_bytes(blocks), Contents::Anything),
-            memory(Workspace::Counters, counters, Contents::Zeros),
+            memory(Workspace::Partials, all_parts * decode.part_bytes(), Contents::Anything),
+            memory(Workspace::Counters, 4 * counters, Contents::Zeros),
         ];
     }
     Ok(choice)
@@ -116,11 +135,16 @@ fn query_rows(problem: &Problem) -> Option<u32> {
 }
 
 /// How many teams fill a chip without leaving a warp of them without a tile, or a team without a
-/// sequence.
+/// sequence or a split of fixed size.
 fn fill(chip: &Chip, decode: &kernels::Decode, problem: &Problem, members: u32) -> u32 {
     let places = chip.multiprocessors * decode.blocks;
     let tiles = problem.key_length.div_ceil(decode.tile_keys as usize).max(1);
-    let useful = problem.batch.saturating_mul(tiles).div_ceil(decode.warps as usize);
+    let useful = match decode.splits {
+        Splits::Shares => problem.batch.saturating_mul(tiles).div_ceil(decode.warps as usize),
+        Splits::Fixed { .. } => {
+            problem.batch.saturating_mul(tiles.div_ceil(decode.unit_tiles() as usize))
+        }
+    };
     let useful = useful.max(problem.batch);
     let useful = u32::try_from(useful).unwrap_or(u32::MAX);
     (places / members.max(1)).clamp(1, decode.most_teams()).min(useful)

@@ -19,7 +19,7 @@ mod widen;
 pub(crate) use decode::launch as teams;
 pub use forward::{TileOrder, workload};
 
-use kernels::attention::function::BlockMask;
+use kernels::attention::function::{BlockMask, HostTensor};
 use kernels::attention::{Batch, MaskKind, Window};
 use kernels::parameter::{Number, Workspace};
 use kernels::{Cache, Configuration, Scales};
@@ -51,6 +51,12 @@ pub(crate) trait Family: Sync {
     /// Whether it computes outputs or gradients.
     fn pass(&self) -> Pass {
         Pass::Forward
+    }
+
+    /// Whether the bits of a query's outputs depend on the query and on what it sees, and on nothing
+    /// else that is computed with it.
+    fn is_batch_invariant(&self) -> bool {
+        false
     }
 
     /// Whether it is worth a word for a problem: of its pass, and with what it is there for.
@@ -134,19 +140,30 @@ pub enum Contents {
     Blocks(BlockMask),
 }
 
+/// The words of the memory that nobody writes to.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Lists {
+    /// The key blocks of each tile.
+    pub blocks: Option<Vec<u32>>,
+    /// The tiles of each block. They cost what is in the lists of key blocks.
+    pub tiles: Option<Vec<u32>>,
+}
+
+impl Lists {
+    /// Those that a source asks for.
+    pub fn of(&self, source: Source) -> Option<&[u32]> {
+        match source {
+            Source::Workspace(Workspace::BlockLists) => self.blocks.as_deref(),
+            Source::Workspace(Workspace::TileLists) => self.tiles.as_deref(),
+            _ => None,
+        }
+    }
+}
+
 impl Contents {
     /// Whether nobody writes to it.
     pub fn is_constant(&self) -> bool {
         matches!(self, Contents::Tiles(_) | Contents::Blocks(_))
-    }
-
-    /// The words of what nobody writes to.
-    pub fn words(&self) -> Option<Vec<u32>> {
-        match self {
-            Contents::Anything | Contents::Zeros => None,
-            Contents::Tiles(order) => Some(order.words()),
-            Contents::Blocks(mask) => Some(mask.words()),
-        }
     }
 }
 
@@ -230,6 +247,25 @@ impl Choice {
         let source = Source::Workspace(Workspace::BlockLists);
         self.memory.push(Memory { source, bytes: 4 * words, contents: Contents::Blocks(mask) });
         Ok(())
+    }
+
+    /// Whether tiles take key blocks from lists.
+    pub fn has_block_lists(&self) -> bool {
+        self.memory.iter().any(|memory| matches!(memory.contents, Contents::Blocks(_)))
+    }
+
+    /// The words of the memory that nobody writes to, where the contents of some tensors that
+    /// functions load from are known.
+    pub fn lists_over(&self, contents: &[HostTensor]) -> Lists {
+        let blocks = self.memory.iter().find_map(|memory| match &memory.contents {
+            Contents::Blocks(mask) => Some(mask.words_over(contents)),
+            _ => None,
+        });
+        let tiles = self.memory.iter().find_map(|memory| match &memory.contents {
+            Contents::Tiles(order) => Some(order.words_over(blocks.as_deref().unwrap_or_default())),
+            _ => None,
+        });
+        Lists { blocks, tiles }
     }
 
     /// The attention kernel.

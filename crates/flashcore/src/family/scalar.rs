@@ -14,6 +14,11 @@ impl Family for Scalar {
         "scalar"
     }
 
+    /// A warp has one row, and takes key after key.
+    fn is_batch_invariant(&self) -> bool {
+        true
+    }
+
     fn choose(&self, asked: &Asked<'_>) -> Result<Choice, String> {
         let Asked { chip, problem, .. } = *asked;
         let dtype = problem.dtypes.uniform()?;

@@ -3,14 +3,13 @@
 use std::sync::Arc;
 
 use cuda::Stream;
-use kernels::attention::function::BlockMask;
 
 use super::executable::{Executable, Part};
 use super::plans::Kept;
 use super::tensors::Tensors;
 use super::{Compilation, Gpu, GpuError, Kernel};
 use crate::error::Error;
-use crate::family::Contents;
+use crate::family::Choice;
 use crate::plan::{Arrangement, Plan, Preference, bind};
 use crate::problem::{Problem, Storage};
 
@@ -126,13 +125,10 @@ impl AttentionPlan {
         &self.plan
     }
 
-    /// What the key blocks of its tiles are found from, where it walks lists of them.
-    pub fn block_mask(&self) -> Option<BlockMask> {
-        let memory = &self.plan.chosen.choice.as_ref()?.memory;
-        memory.iter().find_map(|memory| match memory.contents {
-            Contents::Blocks(mask) => Some(mask),
-            _ => None,
-        })
+    /// Its launches where tiles take key blocks from lists, which may come with
+    /// [tensors](Tensors::block_lists): from [`Choice::lists_over`].
+    pub fn with_block_lists(&self) -> Option<&Choice> {
+        self.plan.chosen.choice.as_ref().filter(|choice| choice.has_block_lists())
     }
 
     /// The compiled attention kernel.

@@ -96,9 +96,10 @@ impl Executable {
             steps.push(Step { kernel, blocks: launch.blocks, values, moving, captured });
         }
         let mut constant = Vec::new();
+        let lists = choice.lists_over(&[]);
         for memory in &choice.memory {
-            if let Some(words) = memory.contents.words() {
-                constant.push((memory.source, Buffer::from_slice(gpu.stream(), &words)?));
+            if let Some(words) = lists.of(memory.source) {
+                constant.push((memory.source, Buffer::from_slice(gpu.stream(), words)?));
             }
         }
         let (own, shared) = Need::of(&choice.memory, &gpu.workspaces);

@@ -73,9 +73,12 @@ pub struct Tensors {
     pub gradients: Option<Gradients>,
     /// What functions load from.
     pub captured: CapturedTensors,
-    /// Lists of key blocks in the place of the plan's own, as its
-    /// [block mask](super::AttentionPlan::block_mask) has them: for those who know what functions load.
+    /// Lists of key blocks in the place of the plan's own, as
+    /// [`Choice::lists_over`](crate::family::Choice::lists_over) makes them: for those who know what
+    /// functions load.
     pub block_lists: Option<DeviceAddress>,
+    /// The lists of tiles that come with them.
+    pub tile_lists: Option<DeviceAddress>,
 }
 
 /// A tensor on the device that a function loads from.
@@ -161,6 +164,7 @@ impl Tensors {
             gradients: None,
             captured: CapturedTensors::default(),
             block_lists: None,
+            tile_lists: None,
         }
     }
 
@@ -299,6 +303,7 @@ impl Addresses for Tensors {
                 _ => None,
             },
             Source::Workspace(Workspace::BlockLists) => self.block_lists,
+            Source::Workspace(Workspace::TileLists) => self.tile_lists,
             Source::Captured(kind, index) => self.captured.of(kind, index).map(|it| it.address),
             _ => None,
         }

@@ -125,6 +125,9 @@ impl Candidate {
                 let name = function.name();
                 Err(format!("of capped scores the function {name} has no gradients: cap in it"))
             }
+            _ if asked.problem.batch_invariant && !family.is_batch_invariant() => {
+                Err("the bits of its results depend on the batch".to_owned())
+            }
             _ => family.choose(asked).and_then(|choice| assembled(asked.chip, choice)),
         };
         let choice = chosen.as_ref().ok().cloned();
@@ -182,7 +185,7 @@ pub(crate) const GPU: &str = "gpu";
 /// # Ok::<(), flashcore::Error>(())
 /// ```
 pub fn candidates(chip: &Chip, problem: &Problem, arrangement: &Arrangement) -> Vec<Candidate> {
-    let problem = &problem.with_windows_by_name();
+    let problem = &problem.with_rules_by_name();
     let asked = Asked { chip, problem, arrangement };
     family::in_order(problem).into_iter().map(|family| Candidate::of(family, &asked)).collect()
 }
@@ -312,7 +315,7 @@ impl Plan {
         }
         let chosen = candidates.iter().find(|candidate| candidate.accepted);
         let chosen = chosen.expect("one is accepted and asked for").clone();
-        let problem = problem.with_windows_by_name();
+        let problem = problem.with_rules_by_name();
         Ok(Plan { problem, chosen, candidates, missing: missing.to_vec() })
     }
 

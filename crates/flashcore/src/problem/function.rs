@@ -1,11 +1,11 @@
 //! Masks and scores as functions, and the tensors that they load from.
 
 use kernels::attention::function::{
-    Function, Here, HostTensor, Kind, Region, Row, Seen, TensorSpec, Windowed,
+    Capped, Function, Here, HostTensor, Kind, Region, Row, Seen, TensorSpec, Windowed,
 };
 use serde::{Serialize, Serializer};
 
-use super::{Mask, Problem};
+use super::{Mask, Pass, Problem, Scores};
 
 /// A function in JSON is its text.
 pub(super) fn as_text<S: Serializer>(
@@ -49,9 +49,26 @@ impl Problem {
         Ok(())
     }
 
-    /// The same problem with as much of the mask function as is a window said by name: kernels walk
-    /// that without looking at blocks. What functions load from stays what it was.
-    pub(crate) fn with_windows_by_name(&self) -> Problem {
+    /// The same problem with as much of its functions said by name as has one: kernels do that
+    /// faster. What functions load from stays what it was.
+    pub(crate) fn with_rules_by_name(&self) -> Problem {
+        self.with_windows_by_name().with_caps_by_name()
+    }
+
+    /// With what is a softcap in the score function, unless there is one. Gradients are taken of a
+    /// cap by name or of a function.
+    fn with_caps_by_name(self) -> Problem {
+        let function = self.scores.function.filter(|_| self.scores.softcap.is_none());
+        let function = function.filter(|_| !self.scores.has_alibi());
+        let capped = function.and_then(|function| function.capped());
+        let capped = capped.filter(|it| it.rest.is_none() || self.pass == Pass::Forward);
+        let Some(Capped { cap, rest }) = capped else { return self };
+        let scores = Scores { softcap: Some(cap), function: rest, ..self.scores };
+        Problem { scores, ..self }
+    }
+
+    /// With what is a window in the mask function: kernels walk that without looking at blocks.
+    fn with_windows_by_name(&self) -> Problem {
         let Some(function) = self.mask.function else { return self.clone() };
         let lengths = [self.query_length, self.key_length].map(|it| u32::try_from(it).ok());
         let lengths = match (self.has_equal_lengths(), lengths) {
@@ -206,7 +223,7 @@ impl RowFunctions<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::problem::{Mask, Scores};
+    use crate::problem::Alibi;
 
     #[test]
     fn functions_stand_in_their_places() {
@@ -237,6 +254,28 @@ mod tests {
             problem.with_scores(scores(2)).validate().unwrap_err().to_string(),
             "mask and score have different tensors table"
         );
+    }
+
+    #[test]
+    fn caps_in_functions_are_caps_by_name() {
+        let capped = Scores::from_fn("capped", |score, _| 30.0 * (score / 30.0).tanh());
+        let problem = Problem::new(1, 2, 16, 64);
+        let by_function = problem.clone().with_scores(capped);
+        let by_name = problem.clone().with_scores(Scores::default().with_softcap(30.0));
+        assert_eq!(by_function.with_rules_by_name(), by_name);
+        assert_eq!(by_function.backward().with_rules_by_name(), by_name.backward());
+        let moved = Function::score("moved", |score, at| score + at.key().to_f32());
+        let moved = capped.function.unwrap().then(moved).unwrap();
+        let moved = problem.clone().with_scores(Scores::default().with_function(moved));
+        assert_eq!(moved.with_rules_by_name().scores.softcap, Some(30.0));
+        for other in [
+            moved.backward(),
+            problem.clone().with_scores(capped.with_softcap(5.0)),
+            // Slopes would come after the cap.
+            problem.with_scores(capped.with_alibi(Alibi::PerHead)),
+        ] {
+            assert_eq!(other.with_rules_by_name(), other);
+        }
     }
 
     #[test]

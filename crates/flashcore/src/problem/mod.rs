@@ -92,6 +92,8 @@ pub struct Problem {
     pub pass: Pass,
     /// Whether gradients must be the same bit for bit from run to run.
     pub deterministic: bool,
+    /// Whether the outputs of a query must be the same bit for bit whatever is computed with it.
+    pub batch_invariant: bool,
 }
 
 /// What is wanted of attention.
@@ -187,6 +189,9 @@ pub enum ProblemError {
     /// Outputs are asked for in a way that only gradients can be.
     #[error("deterministic is said of gradients alone, and outputs are asked for")]
     Deterministic,
+    /// Gradients are asked for in a way that only outputs can be.
+    #[error("batch_invariant is said of outputs alone, and gradients are asked for")]
+    BatchInvariant,
     /// A tensor of this problem cannot be addressed.
     #[error("the {0} tensor would be larger than the address space")]
     TooLarge(&'static str),
@@ -214,10 +219,12 @@ impl Problem {
             lse: true,
             pass: Pass::Forward,
             deterministic: false,
+            batch_invariant: false,
         }
     }
 
-    /// The gradients of this problem's output.
+    /// The gradients of this problem's output. That its bits do not depend on the batch is not said
+    /// of them.
     ///
     /// ```
     /// use flashcore::{Pass, Problem};
@@ -227,7 +234,7 @@ impl Problem {
     /// assert_eq!(problem.flops(), 2.5 * Problem::new(1, 8, 512, 64).flops());
     /// ```
     pub fn backward(self) -> Self {
-        Problem { pass: Pass::Backward, ..self }
+        Problem { pass: Pass::Backward, batch_invariant: false, ..self }
     }
 
     /// Ask for the output that the gradients are of.
@@ -246,6 +253,24 @@ impl Problem {
     /// ```
     pub fn deterministic(self) -> Self {
         Problem { deterministic: true, ..self }
+    }
+
+    /// Outputs of a query, and its log-sum-exp, that are the same bit for bit whatever else is in the
+    /// batch, however many queries of its sequence come in one call, and wherever its keys lie: they
+    /// depend on the query, on the keys and values that it sees, and on its position among them. On
+    /// one kind of GPU, that is, and with finite values; docs/serving.md says what it costs.
+    ///
+    /// ```
+    /// use flashcore::gpu::Chip;
+    /// use flashcore::{Plan, Preference, Problem};
+    ///
+    /// let problem = Problem::new(16, 32, 1, 128).with_kv_heads(8).with_key_length(8192);
+    /// let plan = Plan::on_chip(&Chip::H200, &problem.batch_invariant(), &Preference::default())?;
+    /// assert!(plan.chosen.configuration.unwrap().ends_with("_fixed4"));
+    /// # Ok::<(), flashcore::Error>(())
+    /// ```
+    pub fn batch_invariant(self) -> Self {
+        Problem { batch_invariant: true, ..self }
     }
 
     /// Share each key/value head among `query_heads / kv_heads` query heads.
@@ -331,6 +356,9 @@ impl Problem {
         }
         if self.deterministic && self.pass == Pass::Forward {
             return Err(ProblemError::Deterministic);
+        }
+        if self.batch_invariant && self.pass == Pass::Backward {
+            return Err(ProblemError::BatchInvariant);
         }
         self.scores.validate()?;
         self.validate_elements()?;
@@ -487,6 +515,9 @@ impl fmt::Display for Problem {
         }
         if self.deterministic {
             write!(f, ", deterministic")?;
+        }
+        if self.batch_invariant {
+            write!(f, ", batch_invariant")?;
         }
         Ok(())
     }

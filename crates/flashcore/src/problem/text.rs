@@ -14,7 +14,7 @@ use crate::dtype::DType;
      there are window=LEFT:RIGHT, chunk=, softcap=, alibi, sinks, queries=packed:ROWS, \
      keys=packed:ROWS, keys=entries:COUNT, keys=pages:SIZE:COLUMNS:PAGES, query_lengths, \
      key_lengths, left_padding, batch_index, q_descale=head, k_descale=, v_descale=head or token, \
-     mask=(mask ...), score=(score ...), backward and deterministic too"
+     mask=(mask ...), score=(score ...), batch_invariant, backward and deterministic too"
 )]
 pub struct ProblemTextError {
     reason: String,
@@ -42,7 +42,8 @@ impl FromStr for Problem {
     /// rules of [`Scores`] by the names of their fields, `mask=` and `score=` with the text of a
     /// [`Function`], and how sequences lie: `queries=packed:ROWS`, `keys=packed:ROWS`,
     /// `keys=entries:COUNT`, `keys=pages:SIZE:COLUMNS:PAGES`, with the names of [`Lists`];
-    /// `backward` for gradients, with `deterministic` for the same bits from run to run.
+    /// `backward` for gradients, with `deterministic` for the same bits from run to run;
+    /// `batch_invariant` for outputs whose bits do not depend on the batch.
     ///
     /// What is left out is as for `flashcore attend`: one sequence of 1024, 8 heads of dim 128,
     /// bf16, keys and values like the queries, no mask.
@@ -63,7 +64,7 @@ impl FromStr for Problem {
         let (mut mask, mut scores) = (Mask::NONE, Scores::default());
         let (mut queries, mut keys, mut lists) =
             (Storage::Padded, Storage::Padded, Lists::default());
-        let (mut pass, mut deterministic) = (Pass::Forward, false);
+        let (mut pass, mut deterministic, mut batch_invariant) = (Pass::Forward, false, false);
         for word in text.split(',').map(str::trim).filter(|word| !word.is_empty()) {
             let (name, value) = match word.split_once('=') {
                 Some((name, value)) => (name.trim(), Some(value.trim())),
@@ -84,6 +85,7 @@ impl FromStr for Problem {
                     Err(_) if word == "causal" => mask.right = Some(0),
                     Err(_) if word == "backward" => pass = Pass::Backward,
                     Err(_) if word == "deterministic" => deterministic = true,
+                    Err(_) if word == "batch_invariant" => batch_invariant = true,
                     Err(_) if lists.insert(word) => {}
                     Err(_) => return Err(means_nothing()),
                 }
@@ -133,7 +135,7 @@ impl FromStr for Problem {
             .with_scores(scores)
             .with_storage(queries, keys)
             .with_lists(lists);
-        let problem = Problem { dtypes, descales, pass, deterministic, ..problem };
+        let problem = Problem { dtypes, descales, pass, deterministic, batch_invariant, ..problem };
         problem.validate().map_err(|error| wrong(error.to_string()))?;
         Ok(problem)
     }
@@ -173,6 +175,7 @@ impl Problem {
         words.extend(self.storage_words());
         words.extend((self.pass == Pass::Backward).then(|| "backward".to_owned()));
         words.extend(self.deterministic.then(|| "deterministic".to_owned()));
+        words.extend(self.batch_invariant.then(|| "batch_invariant".to_owned()));
         words.join(",")
     }
 }
@@ -204,6 +207,11 @@ mod tests {
         assert_eq!(problem, Problem::new(1, 8, 64, 64).backward().deterministic());
         assert_eq!(problem.text(), text);
         assert!(problem.to_string().ends_with("f16, backward, deterministic"));
+        let text = "b=1,h=8,s=64,d=64,f16,batch_invariant";
+        let problem: Problem = text.parse().unwrap();
+        assert_eq!(problem, Problem::new(1, 8, 64, 64).batch_invariant());
+        assert_eq!(problem.text(), text);
+        assert!(problem.to_string().ends_with("f16, batch_invariant"));
     }
 
     #[test]
@@ -227,6 +235,8 @@ mod tests {
         assert!(refusal("s=-1").starts_with("`-1` is no number for `s`"));
         assert!(refusal("scale=big").starts_with("`big` is no number for `scale`"));
         assert!(refusal("deterministic").starts_with("deterministic is said of gradients"));
+        let refused = refusal("batch_invariant,backward");
+        assert!(refused.starts_with("batch_invariant is said of outputs alone"), "{refused}");
         assert!(refusal("k_descale=row").starts_with("`k_descale=row` means nothing"));
         assert!(refusal("h=8,hk=3").starts_with("8 query heads cannot be divided among 3"));
     }

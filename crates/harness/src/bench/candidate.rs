@@ -7,6 +7,7 @@ use flashcore::plan::{Arrangement, candidates};
 use flashcore::serving::{Pages, Placement};
 use flashcore::{Pass, Plan, Preference, Problem, Storage, random_descales};
 use kernels::attention::Batch;
+use kernels::decode::Splits;
 use kernels::mma::BackwardMma;
 use kernels::{Backward, Configuration, Decode, Forward, MaskKind, Mma, Rules, Scalar, shipped};
 use ptx::Target;
@@ -37,6 +38,8 @@ pub enum Who {
     /// What our planner chooses for the same keys in pages of so many positions, in an order of
     /// their own.
     Pages(usize),
+    /// What our planner chooses where the bits of a query must not depend on the batch.
+    Invariant,
     /// Somebody else's.
     Peer(&'static Peer),
 }
@@ -88,6 +91,7 @@ impl Candidate {
         let who = match peer.or(family).or(size.map(Who::Pages)) {
             Some(who) => who,
             None if name == "flashcore" => Who::Planned,
+            None if name == "invariant" => Who::Invariant,
             None => Who::Kernel(configuration(name)?),
         };
         Ok(Candidate { name: label.to_owned(), who })
@@ -136,6 +140,7 @@ impl Candidate {
             Who::Family(family) => format!("FlashCore's `{family}`"),
             Who::Kernel(kernel) => kernel.name(),
             Who::Pages(size) => format!("FlashCore over pages of {size}, shuffled"),
+            Who::Invariant => "FlashCore with bits that do not depend on the batch".to_owned(),
             Who::Peer(peer) => peer.about.to_owned(),
         }
     }
@@ -153,6 +158,7 @@ impl Candidate {
         let plan = match &self.who {
             Who::Planned => planned(problem, None)?,
             Who::Family(family) => planned(problem, Some(family))?,
+            Who::Invariant => planned(&problem.clone().batch_invariant(), None)?,
             Who::Kernel(kernel) => {
                 let mut plan = planned(problem, Some(kernel.family()))?;
                 let best = plan.chosen.choice.as_ref().map(|choice| *choice.kernel());
@@ -221,8 +227,8 @@ fn is_variant(kernel: &Configuration, best: &Configuration, problem: &Problem) -
             batch_fits && Mma { accumulate, split, rules, batch, ..tile } == it
         }
         (Configuration::Decode(it), Configuration::Decode(best)) => {
-            let Decode { rows, warps, tile_keys, stages, blocks, .. } = it;
-            Decode { rows, warps, tile_keys, stages, blocks, ..best } == it
+            let Decode { rows, warps, tile_keys, stages, blocks, splits, .. } = it;
+            Decode { rows, warps, tile_keys, stages, blocks, splits, ..best } == it
         }
         (Configuration::Scalar(it), Configuration::Scalar(best)) => {
             Scalar { rules: rules(it.rules, best.rules), ..best } == it
@@ -308,9 +314,15 @@ pub fn configuration(name: &str) -> Result<Configuration, String> {
 }
 
 /// The decode configuration of a name: a shipped one's element, dims and scores in any shape that
-/// can be built.
+/// can be built, with splits of any fixed size or none.
 fn decode_shape(name: &str) -> Option<Decode> {
+    if let Some((shape, rounds)) = name.rsplit_once("_fixed") {
+        let splits = Splits::Fixed { rounds: rounds.parse().ok()? };
+        let found = Decode { splits, ..decode_shape(shape)? };
+        return Some(found).filter(|it| it.program().is_ok());
+    }
     let bases = kernels::decode::every_tuned(Target::SM_90A).into_iter();
+    let bases = bases.filter(|base| base.splits == Splits::Shares);
     let bases = bases.flat_map(|base| [false, true].map(|paged| Decode { paged, ..base }));
     for base in bases.flat_map(|base| [8, 16].map(|rows| Decode { rows, ..base })) {
         // All but the shape, which is what names end with.
@@ -346,6 +358,12 @@ mod tests {
         let shape = &shipped[0][..shipped[0].rfind("_w").unwrap()];
         for shape in ["w4x32_s3b1", "w4x16_s3b2", "w8x16_s3b1"].map(|it| format!("{shape}_{it}")) {
             assert_eq!(kernels(&shape, problem).unwrap(), [shape]);
+        }
+        let fixed = kernels("invariant", problem).unwrap();
+        assert_eq!(fixed, [format!("{}_fixed4", shipped[0])]);
+        for rounds in [2, 8] {
+            let fixed = format!("{}_fixed{rounds}", shipped[0]);
+            assert_eq!(kernels(&fixed, problem).unwrap(), [fixed]);
         }
         let impossible = kernels(&format!("{shape}_w16x32_s8b4"), problem).unwrap_err();
         assert!(impossible.contains("no candidate"), "{impossible}");

@@ -3,7 +3,7 @@
 pub mod chart;
 pub mod compare;
 pub mod html;
-mod svg;
+pub(crate) mod svg;
 
 use std::path::Path;
 

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 /// A drawing, in pixels.
-pub(super) struct Drawing {
+pub(crate) struct Drawing {
     width: f64,
     height: f64,
     body: String,
@@ -11,22 +11,22 @@ pub(super) struct Drawing {
 
 /// Where a text hangs from its point.
 #[derive(Clone, Copy)]
-pub(super) enum Anchor {
+pub(crate) enum Anchor {
     Start,
     Middle,
     End,
 }
 
-pub(super) const INK: &str = "#1f2328";
-pub(super) const FAINT: &str = "#6b7280";
-pub(super) const GRID: &str = "#e5e7eb";
+pub(crate) const INK: &str = "#1f2328";
+pub(crate) const FAINT: &str = "#6b7280";
+pub(crate) const GRID: &str = "#e5e7eb";
 
 impl Drawing {
-    pub(super) fn new(width: f64, height: f64) -> Self {
+    pub(crate) fn new(width: f64, height: f64) -> Self {
         Drawing { width, height, body: String::new() }
     }
 
-    pub(super) fn line(
+    pub(crate) fn line(
         &mut self,
         [x1, y1]: [f64; 2],
         [x2, y2]: [f64; 2],
@@ -40,7 +40,7 @@ impl Drawing {
     }
 
     /// A line through points.
-    pub(super) fn path(&mut self, points: &[[f64; 2]], colour: &str, width: f64, dashed: bool) {
+    pub(crate) fn path(&mut self, points: &[[f64; 2]], colour: &str, width: f64, dashed: bool) {
         let points: Vec<String> = points.iter().map(|[x, y]| format!("{x:.1},{y:.1}")).collect();
         let dash = if dashed { r#" stroke-dasharray="5 4""# } else { "" };
         let _ = writeln!(
@@ -51,7 +51,7 @@ impl Drawing {
     }
 
     /// A dot, with what to say about it when pointed at.
-    pub(super) fn dot(&mut self, [x, y]: [f64; 2], radius: f64, colour: &str, title: &str) {
+    pub(crate) fn dot(&mut self, [x, y]: [f64; 2], radius: f64, colour: &str, title: &str) {
         let title = escape(title);
         let _ = writeln!(
             self.body,
@@ -59,7 +59,7 @@ impl Drawing {
         );
     }
 
-    pub(super) fn rectangle(
+    pub(crate) fn rectangle(
         &mut self,
         [x, y]: [f64; 2],
         [width, height]: [f64; 2],
@@ -73,7 +73,7 @@ impl Drawing {
         );
     }
 
-    pub(super) fn text(
+    pub(crate) fn text(
         &mut self,
         [x, y]: [f64; 2],
         anchor: Anchor,
@@ -84,7 +84,7 @@ impl Drawing {
         self.write_text([x, y], anchor, size, colour, "normal", text);
     }
 
-    pub(super) fn heading(&mut self, [x, y]: [f64; 2], size: f64, text: &str) {
+    pub(crate) fn heading(&mut self, [x, y]: [f64; 2], size: f64, text: &str) {
         self.write_text([x, y], Anchor::Start, size, INK, "600", text);
     }
 
@@ -110,7 +110,7 @@ impl Drawing {
     }
 
     /// A row of names with their colours.
-    pub(super) fn legend(&mut self, [mut x, y]: [f64; 2], names: &[(String, &str)]) {
+    pub(crate) fn legend(&mut self, [mut x, y]: [f64; 2], names: &[(String, &str)]) {
         for (name, colour) in names {
             self.dot([x, y - 4.0], 5.0, colour, name);
             self.text([x + 10.0, y], Anchor::Start, 13.0, INK, name);
@@ -118,7 +118,7 @@ impl Drawing {
         }
     }
 
-    pub(super) fn finish(self) -> String {
+    pub(crate) fn finish(self) -> String {
         let Drawing { width, height, body } = self;
         format!(
             r##"<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0} {height:.0}" width="{width:.0}" height="{height:.0}" font-family="system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif">
@@ -130,6 +130,6 @@ impl Drawing {
 }
 
 /// Text that means itself in XML.
-pub(super) fn escape(text: &str) -> String {
+pub(crate) fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }

@@ -1,7 +1,6 @@
 //! How a kernel is launched, as data: of somebody else's kernel from the file beside it, of ours
 //! from what the library binds, for whoever launches it elsewhere.
 
-use flashcore::family::Contents;
 use flashcore::plan::{Arrangement, Map, Source, Value, bind};
 use flashcore::{Plan, Problem};
 use kernels::parameter::{Tensor, Workspace};
@@ -160,6 +159,7 @@ pub(crate) fn of_program(
     let Plan { problem, chosen, .. } = plan;
     let choice = chosen.choice.as_ref().ok_or("it is no kernel of a GPU")?;
     let launch = &choice.launches[index];
+    let lists = choice.lists_over(&[]);
     let arrangement = Arrangement::contiguous(problem).map_err(|error| error.to_string())?;
     let values = bind(launch, &program.parameters, problem, &arrangement)?;
     let passed = |value: Value| match value {
@@ -181,10 +181,11 @@ pub(crate) fn of_program(
             }
             let name = format!("{source:?}");
             let memory = choice.memory.iter().find(|memory| memory.source == source);
-            Ok(match memory.map(|memory| (&memory.contents, memory.bytes)) {
-                Some((Contents::Tiles(order), _)) => Passed::Words { values: order.words() },
-                Some((Contents::Blocks(mask), _)) => Passed::Words { values: mask.words() },
-                Some((_, bytes)) => Passed::Memory { name, bytes },
+            if let Some(words) = lists.of(source) {
+                return Ok(Passed::Words { values: words.to_vec() });
+            }
+            Ok(match memory.map(|memory| memory.bytes) {
+                Some(bytes) => Passed::Memory { name, bytes },
                 None if source == Source::Workspace(Workspace::Probe) => {
                     Passed::Memory { name, bytes: probe }
                 }

@@ -7,7 +7,7 @@
 //! where warpgroups take turns.
 
 use flashcore::Problem;
-use flashcore::family::{Choice, Contents};
+use flashcore::family::Choice;
 use flashcore::gpu::Chip;
 use kernels::forward::TileLists;
 use kernels::{Configuration, Forward, Rules};
@@ -79,11 +79,7 @@ pub fn predict(
         let row_tile = number % tiling.tiles_per_head.max(1);
         key_blocks(forward, row_tile, problem) * each + begin
     };
-    let lists = choice.memory.iter().find_map(|memory| match &memory.contents {
-        Contents::Tiles(order) => Some(order.words()),
-        _ => None,
-    });
-    let cycles = match lists {
+    let cycles = match choice.lists_over(&[]).tiles {
         None => f64::from(tiling.tiles.div_ceil(blocks)) * tile(0),
         Some(words) => (0..blocks as usize)
             .map(|block| {

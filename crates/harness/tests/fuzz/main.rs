@@ -1,5 +1,5 @@
 //! Everything that is read from outside, with bytes that nobody means well: texts of problems,
-//! safetensors, descriptions of kernels, tunings, results, logs and cubins in the cache. See
+//! safetensors, descriptions of kernels, tunings, results, times, logs and cubins in the cache. See
 //! `engine.rs` for how, and `corpus/` for where they come from.
 
 mod engine;
@@ -17,6 +17,7 @@ use flashcore_harness::gate::foreign::{Description, evaluate};
 use flashcore_harness::gate::{Foreign, Thresholds};
 use flashcore_harness::report::compare::compare;
 use flashcore_harness::report::{Results, chart, html};
+use flashcore_harness::scale::times::Times;
 use flashcore_harness::tune::log::Log;
 use kernels::forward::{Workload, tuned};
 use kernels::{Configuration, Rules};
@@ -131,6 +132,20 @@ fn results() {
         let Ok(results) = Results::read(path) else { return };
         let _ = (html::page(&results), chart::ratios(&results), results.unbelievable());
         let _ = (results.wrong(), compare(&results, &results));
+    });
+}
+
+/// Times that are read can be written and predicted from, or something is said to be missing.
+#[test]
+fn times() {
+    fuzz_file("times", |path| {
+        let Ok(times) = Times::read(path) else { return };
+        let problem: Problem = "b=1,h=8,s=100000,d=128,bf16,causal".parse().unwrap();
+        if let Ok(milliseconds) = times.milliseconds(&problem) {
+            assert!(milliseconds >= 0.0, "{milliseconds}");
+        }
+        std::fs::write(path, times.text()).unwrap();
+        assert_eq!(Times::read(path).unwrap().measured.len(), times.measured.len());
     });
 }
 

@@ -23,6 +23,8 @@ pub(crate) struct ScoreRule {
     /// What brings capped scores into natural units, where a function takes them: the last factor
     /// is log2(e) then.
     natural: Option<Reg<F32>>,
+    /// Where a function takes scores before their scale, one over it.
+    pub(crate) inverse: Option<Reg<F32>>,
 }
 
 impl ScoreRule {
@@ -33,7 +35,7 @@ impl ScoreRule {
         });
         let scale = if rules.softcap { Scale::Outer } else { Scale::Log2 };
         let scale_log2 = scale.read(k);
-        let plain = ScoreRule { scale_log2, cap, two_ways: false, natural: None };
+        let plain = ScoreRule { scale_log2, cap, two_ways: false, natural: None, inverse: None };
         match rules.score_function {
             None => plain,
             Some(_) => ScoreRule {
@@ -41,6 +43,19 @@ impl ScoreRule {
                 natural: Some(k.eval(scale_log2 * LN_2)),
                 ..plain
             },
+        }
+    }
+
+    /// Lets a function that only adds to scores take them before their scale, which is positive.
+    pub(crate) fn with_scale_last(self, k: &mut Builder, rules: &Rules) -> Self {
+        match (self.natural, rules.score_function) {
+            (Some(natural), Some(function)) if function.takes_unscaled() => ScoreRule {
+                scale_log2: k.eval(natural * LOG2_E),
+                natural: None,
+                inverse: Some(k.reciprocal(natural)),
+                ..self
+            },
+            _ => self,
         }
     }
 

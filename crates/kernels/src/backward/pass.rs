@@ -4,7 +4,7 @@
 use ptx::{Element, Target};
 
 use super::{Rounding, RowSums, SinkGradients};
-use crate::attention::{Batch, Rules};
+use crate::attention::{Batch, MaskKind, Rules};
 
 /// What a pass computes, and how its products cut queries and keys into blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -77,6 +77,14 @@ impl BackwardPass {
         let halves = columns == 64 && self.value_head_dim <= 128;
         let part_queries = self.query_block / if halves { 2 } else { 1 };
         SumsLayout { query_block: self.query_block, columns, part_queries }
+    }
+
+    /// Whether blocks of the grid take key blocks of several heads together: where additions come in
+    /// one order, and where walks are of unequal lengths, so that the longest of several heads come
+    /// first.
+    pub fn takes_heads_together(&self) -> bool {
+        let unequal = self.rules.mask == MaskKind::Causal;
+        self.batch == Batch::Equal && (self.deterministic || unequal)
     }
 
     /// Bytes of the statistics of a block of query rows: two numbers for each.

@@ -19,8 +19,11 @@ pub(crate) struct Place {
     /// Query heads that share a key head.
     group: Reg<U32>,
     pub(crate) visibility: Visibility,
-    /// Where additions come in one order; ragged batches have their own.
+    /// In which order heads and key blocks are taken, if not one head after the other; ragged batches
+    /// have their own.
     order: Option<Order>,
+    /// Whether additions come in that order too.
+    takes_turns: bool,
 }
 
 /// Where sequences are.
@@ -84,7 +87,8 @@ impl Place {
             key_heads: DivisorRegisters::parameters(k, Number::KeyHeads),
             group: Number::GroupSize.read(k),
             visibility: Visibility::parameters(k, pass.rules.mask),
-            order: (pass.deterministic && pass.batch == Batch::Equal).then(|| Order::parameters(k)),
+            order: pass.takes_heads_together().then(|| Order::parameters(k)),
+            takes_turns: pass.deterministic,
         }
     }
 
@@ -131,8 +135,11 @@ impl Place {
         }
     }
 
-    /// This block's turn, where there is an order.
+    /// This block's turn, where additions come in one order.
     pub(super) fn turn(&self, k: &mut Builder) -> Option<Turn> {
+        if !self.takes_turns {
+            return None;
+        }
         match &self.sequences {
             Sequences::Equal { key_blocks, .. } => Some(self.order.as_ref()?.turn(k, key_blocks)),
             Sequences::Ragged(ragged) => ragged.turn(k),
@@ -161,8 +168,8 @@ impl Place {
     }
 
     /// The tile of this block. Blocks that run at the same time have the same few heads, so that
-    /// their sums of `dQ` stay in the second-level cache; under a causal mask a head's longest
-    /// walks come first.
+    /// their sums of `dQ` stay in the second-level cache; under a causal mask the longest walks of
+    /// these heads come first.
     pub(crate) fn find(&self, k: &mut Builder) -> Tile {
         match &self.sequences {
             Sequences::Equal { key_blocks, .. } => {

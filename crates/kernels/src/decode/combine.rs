@@ -16,8 +16,32 @@ use crate::attention::rows::reference;
 pub(super) const TOGETHER: u32 = 16;
 
 /// Parts come from other multiprocessors: not from this one's cache.
-const FRESH: LoadHint =
+pub(super) const FRESH: LoadHint =
     LoadHint { order: ptx::LoadOrder::Weak, cache: LoadCache::L2Only, policy: None };
+
+/// Counts at the counter of an index that what this block has stored is there, and says whether it
+/// was the last of so many.
+pub(super) fn arrive(
+    k: &mut Builder,
+    merge: &Merge<'_>,
+    index: impl Fn(&mut Builder) -> Reg<U32>,
+    all: Reg<U32>,
+) -> Reg<Pred> {
+    // What all threads of the block have stored comes before the one thread's release.
+    k.block_sync();
+    k.if_(merge.thread.equals(0), |k| {
+        let index = index(k);
+        let counter = k.eval(merge.results.counters + index.convert::<U64>() * 4);
+        let order = AtomicOrder::AcquireRelease;
+        let before: Reg<U32> = k.atomic_add_ordered(counter, 1, Scope::Gpu, order);
+        let last = k.eval((before + 1).equals(all));
+        k.if_(last, |k| k.store::<U32, _>(counter, 0));
+        k.store(merge.last, last.choose::<U32>(1, 0));
+    });
+    k.block_sync();
+    let last = k.load::<U32, _>(merge.last);
+    k.eval(last.differs(0))
+}
 
 pub(super) struct Combine<'a> {
     merge: &'a Merge<'a>,
@@ -39,34 +63,19 @@ impl<'a> Combine<'a> {
         k.if_(last, |k| {
             self.factors(k);
             k.block_sync();
-            self.merge.each_item(k, self.part, |k, item| {
+            self.merge.each_item(k, &self.part.rows, |k, item| {
                 let sums = self.combined(k, &item);
-                self.merge.store(k, self.part, &item, &sums);
+                self.merge.store(k, &self.part.rows, &item, &sums);
             });
         });
     }
 
-    fn counter(&self, k: &mut Builder) -> Reg<GlobalAddress> {
-        let numbers = self.merge.numbers;
-        let index = k.eval(self.part.sequence * numbers.members + numbers.member);
-        k.eval(self.merge.results.counters + index.convert::<U64>() * 4)
-    }
-
     /// Whether all other parts are there.
     fn arrive(&self, k: &mut Builder) -> Reg<Pred> {
-        // What all threads of the block have stored comes before the one thread's release.
-        k.block_sync();
-        k.if_(self.merge.thread.equals(0), |k| {
-            let counter = self.counter(k);
-            let order = AtomicOrder::AcquireRelease;
-            let before: Reg<U32> = k.atomic_add_ordered(counter, 1, Scope::Gpu, order);
-            let last = k.eval((before + 1).equals(self.teams));
-            k.if_(last, |k| k.store::<U32, _>(counter, 0));
-            k.store(self.merge.last, last.choose::<U32>(1, 0));
-        });
-        k.block_sync();
-        let last = k.load::<U32, _>(self.merge.last);
-        k.eval(last.differs(0))
+        let numbers = self.merge.numbers;
+        let index =
+            |k: &mut Builder| k.eval(self.part.rows.sequence * numbers.members + numbers.member);
+        arrive(k, self.merge, index, self.teams)
     }
 
     /// The address of the part of the team that is `index` after the first.
@@ -89,7 +98,7 @@ impl<'a> Combine<'a> {
     fn factors(&self, k: &mut Builder) {
         let (merge, decode) = (self.merge, self.merge.decode);
         let (warp, lane) = (merge.numbers.warp, merge.numbers.lane);
-        let rows = k.eval(self.part.rows.minimum(decode.rows));
+        let rows = k.eval(self.part.rows.count.minimum(decode.rows));
         let padded = k.eval((self.teams + (TOGETHER - 1)) / TOGETHER * TOGETHER);
         k.for_range(warp, rows, decode.warps, |k, row| {
             let place = k.eval((row * 2 + decode.rows * decode.value_head_dim) * 4);

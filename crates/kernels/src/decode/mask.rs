@@ -3,10 +3,10 @@
 use ptx::{Builder, Expression, Pred, Reg, RowCopies, S32, SharedAddress, U32, Value};
 
 use super::copies::Ring;
-use super::schedule::Cursor;
+use super::schedule::{Cursor, own_queries};
 use super::{Decode, Numbers};
 
-/// The keys that the queries of a sequence see.
+/// The keys that the queries of a sequence see, those of them that the block counts with.
 pub(super) struct Mask {
     /// Keys that every query sees lie between these.
     inner: [Reg<S32>; 2],
@@ -15,9 +15,13 @@ pub(super) struct Mask {
 }
 
 impl Mask {
-    pub(super) fn new(k: &mut Builder, cursor: &Cursor) -> Self {
-        let first = k.eval::<U32>(0);
-        let last = k.eval(cursor.queries.maximum(1) - 1);
+    pub(super) fn new(
+        k: &mut Builder,
+        decode: &Decode,
+        numbers: &Numbers,
+        cursor: &Cursor,
+    ) -> Self {
+        let [first, last] = own_queries(k, decode, numbers, cursor.queries);
         let [outer_begin, inner_end] = cursor.visible(k, first);
         let [inner_begin, outer_end] = cursor.visible(k, last);
         Mask { inner: [inner_begin, inner_end], outer: [outer_begin, outer_end] }

@@ -4,9 +4,9 @@ use ptx::{Builder, Choose, Expression, F32, GlobalAddress, Packed, Reg, SharedAd
 
 use super::combine::Combine;
 use super::scales::Scaling;
-use super::schedule::Part;
+use super::schedule::{Part, Rows};
 use super::walk::Walk;
-use super::{Decode, Numbers};
+use super::{Decode, Numbers, Splits};
 use crate::attention::rows::{Finished, Reference, Sinks, finish, reference};
 use crate::parameter::{Axis, Tensor, Workspace};
 use crate::strides::Strides;
@@ -43,6 +43,7 @@ pub(super) struct Item {
 }
 
 /// An item's sums: unnormalised outputs, and the row's maximum and sum.
+#[derive(Clone, Copy)]
 pub(super) struct Sums {
     pub(super) outputs: [Reg<F32>; 4],
     pub(super) maximum: Reg<F32>,
@@ -93,19 +94,24 @@ impl<'a> Merge<'a> {
 
     /// Finishes a part: all warps of the block call this.
     pub(super) fn finish(&self, k: &mut Builder, walk: &Walk<'_>, part: &Part) {
-        // Whoever still reads from the part before.
-        k.block_sync();
-        self.deposit(k, walk);
-        k.block_sync();
-        self.each_item(k, part, |k, item| {
+        self.collect(k, walk);
+        self.each_item(k, &part.rows, |k, item| {
             let sums = self.merged(k, &item);
             k.if_else(
                 part.whole,
-                |k| self.store(k, part, &item, &sums),
+                |k| self.store(k, &part.rows, &item, &sums),
                 |k| self.store_part(k, part, &item, &sums),
             );
         });
         k.if_(!part.whole, |k| Combine::new(k, self, part).run(k));
+    }
+
+    /// Brings the results of all warps to shared memory.
+    pub(super) fn collect(&self, k: &mut Builder, walk: &Walk<'_>) {
+        // Whoever still reads from the part before.
+        k.block_sync();
+        self.deposit(k, walk);
+        k.block_sync();
     }
 
     /// The byte of an output in shared memory, from its warp's first. Columns are permuted by
@@ -165,28 +171,51 @@ impl<'a> Merge<'a> {
     pub(super) fn each_item(
         &self,
         k: &mut Builder,
-        part: &Part,
+        rows: &Rows,
         body: impl Fn(&mut Builder, Item),
     ) {
-        let width = self.decode.value_head_dim / 4;
-        let rows = k.eval(part.rows.minimum(self.decode.rows));
-        let items = k.eval(rows * width);
+        let items = self.items(k, rows);
         k.for_range(self.thread, items, self.decode.threads(), |k, item| {
-            let row = k.eval(item / width);
-            let column = k.eval((item - row * width) * 4);
-            body(k, Item { row, column });
+            let item = self.item(k, item);
+            body(k, item);
         });
+    }
+
+    /// How many items there are of rows.
+    pub(super) fn items(&self, k: &mut Builder, rows: &Rows) -> Reg<U32> {
+        let rows = k.eval(rows.count.minimum(self.decode.rows));
+        k.eval(rows * (self.decode.value_head_dim / 4))
+    }
+
+    /// The item of a number.
+    pub(super) fn item(&self, k: &mut Builder, number: Reg<U32>) -> Item {
+        let width = self.decode.value_head_dim / 4;
+        let row = k.eval(number / width);
+        let column = k.eval((number - row * width) * 4);
+        Item { row, column }
+    }
+
+    /// The maximum and the sum of an item's row, of each warp.
+    pub(super) fn statistics(&self, k: &mut Builder, item: &Item) -> Vec<[Reg<F32>; 2]> {
+        let decode = self.decode;
+        let warps = (0..decode.warps).map(|warp| {
+            let at = self.rows + item.row * 8 + warp * 8 * decode.rows;
+            k.load_vector(at, Default::default())
+        });
+        warps.collect()
+    }
+
+    /// An item's outputs of a warp.
+    pub(super) fn outputs(&self, k: &mut Builder, item: &Item, warp: u32) -> [Reg<F32>; 4] {
+        let at = self.outputs
+            + self.output_byte(item.row, item.column)
+            + warp * 4 * self.decode.rows * self.decode.value_head_dim;
+        k.load_vector(at, Default::default())
     }
 
     /// An item's sums over the warps.
     fn merged(&self, k: &mut Builder, item: &Item) -> Sums {
-        let decode = self.decode;
-        let statistics: Vec<[Reg<F32>; 2]> = (0..decode.warps)
-            .map(|warp| {
-                let at = self.rows + item.row * 8 + warp * 8 * decode.rows;
-                k.load_vector(at, Default::default())
-            })
-            .collect();
+        let statistics = self.statistics(k, item);
         let mut maximum = statistics[0][0];
         for [other, _] in &statistics[1..] {
             maximum = k.eval(maximum.maximum(*other));
@@ -197,10 +226,7 @@ impl<'a> Merge<'a> {
         for (warp, [warp_maximum, warp_sum]) in (0u32..).zip(statistics) {
             let factor = k.exp2(warp_maximum - reference);
             sum = k.fma(factor, warp_sum, sum);
-            let at = self.outputs
-                + self.output_byte(item.row, item.column)
-                + warp * 4 * decode.rows * decode.value_head_dim;
-            let values: [Reg<F32>; 4] = k.load_vector(at, Default::default());
+            let values = self.outputs(k, item, warp);
             for (output, value) in outputs.iter_mut().zip(values) {
                 *output = k.fma(factor, value, *output);
             }
@@ -212,6 +238,11 @@ impl<'a> Merge<'a> {
     fn store_part(&self, k: &mut Builder, part: &Part, item: &Item, sums: &Sums) {
         let block = k.block_index();
         let slot = k.eval(block * 2 + part.begins.choose::<U32>(1, 0));
+        self.store_at(k, slot, item, sums);
+    }
+
+    /// Stores an item into a place for parts.
+    pub(super) fn store_at(&self, k: &mut Builder, slot: Reg<U32>, item: &Item, sums: &Sums) {
         let address = self.part_address(k, slot);
         let place = item.row * self.decode.value_head_dim + item.column;
         k.store_vector(address + (place * 4).convert::<U64>(), &sums.outputs, Default::default());
@@ -222,37 +253,52 @@ impl<'a> Merge<'a> {
         });
     }
 
+    /// Loads an item from a place for parts that this block has stored.
+    pub(super) fn load_from(&self, k: &mut Builder, slot: Reg<U32>, item: &Item) -> Sums {
+        let address = self.part_address(k, slot);
+        let place = item.row * self.decode.value_head_dim + item.column;
+        let outputs = k.load_vector(address + (place * 4).convert::<U64>(), Default::default());
+        let place = item.row * 2 + self.decode.rows * self.decode.value_head_dim;
+        let at = address + (place * 4).convert::<U64>();
+        let [maximum, sum] = k.load_vector(at, Default::default());
+        Sums { outputs, maximum, sum }
+    }
+
     /// The address of a part in the workspace.
     pub(super) fn part_address(&self, k: &mut Builder, slot: Reg<U32>) -> Reg<GlobalAddress> {
-        let bytes = 4 * super::part_floats(self.decode.rows, self.decode.value_head_dim);
+        let bytes = self.decode.part_bytes();
         k.eval(self.results.parts + slot.convert::<U64>() * bytes)
     }
 
     /// Normalises an item and stores it; a row's first item stores its log-sum-exp.
-    pub(super) fn store(&self, k: &mut Builder, part: &Part, item: &Item, sums: &Sums) {
+    pub(super) fn store(&self, k: &mut Builder, rows: &Rows, item: &Item, sums: &Sums) {
         let numbers = self.numbers;
         let row = k.eval(numbers.first_row + item.row);
         let (query, member) = numbers.group.divide(k, row);
         let head = k.eval(numbers.key_head * numbers.group.number + member);
-        let place = k.eval(part.first_query + query);
+        let place = k.eval(rows.first_query + query);
         let sink = self.sinks.map(|sinks| sinks.of(k, head));
         let Finished { mut factor, log_sum } =
             finish(k, Reference::Maximum(sums.maximum), sums.sum, sink);
-        if let Some(scale) = self.scaling.values.of_head(k, part.sequence, numbers.key_head) {
+        if let Some(scale) = self.scaling.values.of_head(k, rows.sequence, numbers.key_head) {
             factor = k.eval(factor * scale);
         }
 
-        let at = [part.sequence, place, head];
+        let at = [rows.sequence, place, head];
         let address =
             self.results.strides.row_address(k, self.results.output, self.decode.element, at);
         let bytes = (item.column * self.decode.element.bytes()).convert::<U64>();
         let address = k.eval(address + bytes);
-        let outputs = sums.outputs.map(|output| k.eval(output * factor));
+        let outputs = match self.decode.splits {
+            Splits::Shares => sums.outputs.map(|output| k.eval(output * factor)),
+            // Splits that a row sees nothing of may have made a zero of a minus zero.
+            Splits::Fixed { .. } => sums.outputs.map(|output| k.fma(output, factor, 0.0)),
+        };
         let pairs: Vec<Packed> =
             outputs.chunks(2).map(|it| k.pack_as(self.decode.element, it[0], it[1])).collect();
         k.store_packed(address, &pairs);
         k.if_(item.column.equals(0), |k| {
-            let index = part.sequence.convert::<U64>() * self.results.lse_batch
+            let index = rows.sequence.convert::<U64>() * self.results.lse_batch
                 + head.convert::<U64>() * self.results.lse_head
                 + place.convert::<U64>();
             k.store(self.results.lse + index * 4, log_sum);

@@ -22,6 +22,11 @@
 //!     a part of it?        store it; the last combines    combine.rs
 //! ```
 //!
+//! That is for speed, and a sequence's bits then depend on the batch: on where the cuts fall. With
+//! [`Splits::Fixed`] they do not. Sequences are cut at the same keys whatever else there is, the
+//! list is one of splits instead of tiles, and what splits come to is added up in an order that
+//! does not know who computed them (fixed.rs).
+//!
 //! A warp is on its own until the merge: it copies its own tiles, waits for its
 //! own copies and holds its own row maxima.
 //!
@@ -31,6 +36,7 @@
 
 mod combine;
 mod copies;
+mod fixed;
 mod mask;
 mod merge;
 mod products;
@@ -44,8 +50,8 @@ mod walk;
 pub use tuned::{DecodeWorkload, Tuned, every_tuned, tuned};
 
 use ptx::{
-    Builder, Capability, Element, GlobalAddress, Program, Reg, SteppedLanes, Swizzle, Target,
-    TileLayout, U32,
+    Builder, Capability, Element, Expression, GlobalAddress, Program, Reg, SteppedLanes, Swizzle,
+    Target, TileLayout, U32,
 };
 
 use crate::Error;
@@ -59,6 +65,7 @@ use crate::divisor::DivisorRegisters;
 use crate::parameter::{Number, Tensor};
 use crate::strides::Strides;
 use copies::Copies;
+use fixed::Fixed;
 use merge::{Merge, Results};
 use scales::Scaling;
 use schedule::{Cursor, Schedule};
@@ -92,6 +99,21 @@ pub struct Decode {
     pub stages: u32,
     /// Blocks that share a multiprocessor.
     pub blocks: u32,
+    /// Where the keys of a sequence are cut.
+    pub splits: Splits,
+}
+
+/// Where the keys of a sequence are cut into parts that are computed apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Splits {
+    /// Where the share of one team ends and that of the next begins.
+    Shares,
+    /// After so many tiles of each warp, from the sequence's first key on: a query's result has the
+    /// same bits whatever else is in the batch, and however many queries come with it.
+    Fixed {
+        /// Tiles of each warp.
+        rounds: u32,
+    },
 }
 
 /// Elements of `f32` that a part of a sequence takes in the workspace: unnormalised outputs, then
@@ -127,9 +149,53 @@ impl Decode {
         let chunked = if self.rules.mask == MaskKind::Chunked { "_chunked" } else { "" };
         let extras = format!("{paged}{chunked}{}", self.rules.extras());
         let cache = self.cache.suffix(self.element);
+        let fixed = match self.splits {
+            Splits::Shares => String::new(),
+            Splits::Fixed { rounds } => format!("_fixed{rounds}"),
+        };
         format!(
-            "decode_{element}{cache}_d{head_dim}x{value_head_dim}_r{rows}{extras}_w{warps}x{tile_keys}_s{stages}b{blocks}"
+            "decode_{element}{cache}_d{head_dim}x{value_head_dim}_r{rows}{extras}_w{warps}x{tile_keys}_s{stages}b{blocks}{fixed}"
         )
+    }
+
+    /// Tiles of what the list of a batch is made of: of one, or of a split of fixed size.
+    pub const fn unit_tiles(&self) -> u32 {
+        match self.splits {
+            Splits::Shares => 1,
+            Splits::Fixed { rounds } => rounds * self.warps,
+        }
+    }
+
+    /// Groups of splits of fixed size that a sequence of so many keys has at most.
+    pub const fn groups(&self, keys: u64) -> u64 {
+        let split = self.unit_tiles() as u64 * self.tile_keys as u64;
+        keys.div_ceil(split).div_ceil(fixed::GROUP as u64)
+    }
+
+    /// Parts that a block has room for in the workspace, for sequences of up to so many keys.
+    pub const fn parts_of_block(&self, keys: u64) -> u64 {
+        match self.splits {
+            // A sequence that began before the block, and one that goes on after it.
+            Splits::Shares => 2,
+            // The splits of a group that others have parts of, and the groups of such a sequence.
+            Splits::Fixed { .. } => {
+                fixed::GROUP as u64 + self.groups(keys) + self.running_parts() as u64
+            }
+        }
+    }
+
+    /// Items of four output columns that a thread finishes.
+    const fn thread_items(&self) -> u32 {
+        (self.rows * self.value_head_dim / 4).div_ceil(self.threads())
+    }
+
+    /// Parts that a block with splits of fixed size holds in memory, having too few registers for the
+    /// group and the sequence that it is at.
+    pub const fn running_parts(&self) -> u32 {
+        match self.splits {
+            Splits::Fixed { .. } if self.thread_items() > 2 => 4,
+            _ => 0,
+        }
     }
 
     /// The tile of keys of one warp.
@@ -181,10 +247,9 @@ impl Decode {
         self.warps * self.value_head_dim
     }
 
-    /// Bytes of workspace for the parts of sequences, for a grid of so many blocks.
-    pub const fn workspace_bytes(&self, blocks: u32) -> u64 {
-        // A block has at most a sequence that began before it and one that goes on after it.
-        2 * 4 * part_floats(self.rows, self.value_head_dim) as u64 * blocks as u64
+    /// Bytes of a part of a sequence in the workspace.
+    pub const fn part_bytes(&self) -> u64 {
+        4 * part_floats(self.rows, self.value_head_dim) as u64
     }
 
     /// Shared memory of a block.
@@ -229,6 +294,14 @@ impl Decode {
             ),
             (self.most_teams() == 0, "there is no room for the factors of parts"),
             (
+                self.splits == Splits::Fixed { rounds: 0 },
+                "a split of fixed size has at least a tile for each warp",
+            ),
+            (
+                self.splits != Splits::Shares && self.cache.value_scales == Scales::PerToken,
+                "a row's rounding would depend on the scales of tokens that only others see",
+            ),
+            (
                 !self.target.has(Capability::AsyncCopies) || !self.target.has(Capability::Mma),
                 "the target has no cp.async or no mma.sync",
             ),
@@ -252,7 +325,7 @@ impl Decode {
     /// | `keys`, `values` | the same; a batch entry may be a page |
     /// | `key descale`, `value descale` | scales of 8-bit caches, `f32`: with batch and head strides for each sequence and key head, or with those of the cache for each token |
     /// | `lse` | the address of the log-sum-exps, `f32`, with batch and head strides in elements |
-    /// | `parts`, `counters` | workspace; a counter for each sequence and block of a team, zero before the first launch and after each |
+    /// | `parts`, `counters` | workspace; a counter for each sequence and block of a team, or with [`Splits::Fixed`] two for each block, zero before the first launch and after each |
     /// | `batch`, `query length`, `key length` | sequences, and the longest lengths |
     /// | `query rows`, `key rows` | of a batch entry of the query and key tensors: bound the starts |
     /// | `query starts`, `key starts` | addresses of 32-bit numbers, where each sequence begins and the last ends, or 0: then each has a batch entry of its own |
@@ -260,7 +333,8 @@ impl Decode {
     /// | `batch entries there are` | batch entries or pages of the cache |
     /// | `block table`, `pages of a sequence`, `page size` | with pages; the size is a divisor |
     /// | `key heads`, `query heads per key head`, `blocks of a team`, `teams` | [`Divisor`](crate::Divisor)s |
-    /// | `least tiles` | that a team takes |
+    /// | `least tiles` | that a team takes; of [`Splits::Shares`] |
+    /// | `parts per block` | of [`Splits::Fixed`]: [`Decode::parts_of_block`] |
     /// | `window left`, `window right` | keys before and after a query's position that it sees |
     /// | `chunk` | a divisor, where attention is chunked |
     /// | the scale, or the two of capped scores | see [`Scale`](crate::parameter::Scale) |
@@ -279,7 +353,7 @@ impl Decode {
         let queries: Reg<GlobalAddress> = Tensor::Query.address(k);
         let query_strides = Strides::parameters(k, Tensor::Query);
         let results = Results::parameters(k);
-        let schedule = Schedule::parameters(k, self.rules.mask);
+        let schedule = Schedule::parameters(k, self);
         let copies = Copies::parameters(k);
         let scaling = Scaling::parameters(k, self);
         let places = Places::parameters(k, self.paged);
@@ -298,8 +372,41 @@ impl Decode {
         let lanes = SteppedLanes::columns_first(k, numbers.lane);
 
         let mut cursor = Cursor::new(k, self, &schedule, &numbers);
+        if self.splits != Splits::Shares {
+            let fixed = Fixed::new(k, &merge);
+            k.if_(cursor.has_more(), |k| {
+                cursor.load(k, self, &schedule, &places, &numbers);
+                ring.begin(k, &cursor);
+                k.loop_(|k| {
+                    let mut walk = Walk::new(k, self, &numbers, lanes);
+                    walk.load_queries(k, (queries, &query_strides), &cursor, &scaling);
+                    let sight = walk.sight(k, &cursor, slopes, &functions);
+                    let tile = k.variable(ring.warp());
+                    let split = k.variable(cursor.first_split());
+                    k.loop_(|k| {
+                        let end = cursor.end_tile(k, self, split);
+                        walk.tiles(k, &ring, &cursor, &sight, (tile, end), scores, &functions);
+                        let share = cursor.share(k, &numbers);
+                        let last = k.eval((split + 1).at_least(share.end));
+                        k.if_(last, |k| {
+                            cursor.advance(k);
+                            k.if_(cursor.has_more(), |k| {
+                                cursor.load(k, self, &schedule, &places, &numbers);
+                                ring.begin(k, &cursor);
+                            });
+                        });
+                        fixed.finish(k, &walk, &share, split);
+                        k.break_if(last);
+                        walk.reset(k);
+                        k.set(split, split + 1);
+                    });
+                    k.break_if(!cursor.has_more());
+                });
+            });
+            return;
+        }
         k.if_(cursor.has_more(), |k| {
-            cursor.load(k, self, &schedule, &places);
+            cursor.load(k, self, &schedule, &places, &numbers);
             ring.begin(k, &cursor);
             k.loop_(|k| {
                 let mut walk = Walk::new(k, self, &numbers, lanes);
@@ -311,7 +418,7 @@ impl Decode {
                 cursor.advance(k);
                 let more = k.eval(cursor.has_more());
                 k.if_(more, |k| {
-                    cursor.load(k, self, &schedule, &places);
+                    cursor.load(k, self, &schedule, &places, &numbers);
                     ring.begin(k, &cursor);
                 });
                 merge.finish(k, &walk, &part);

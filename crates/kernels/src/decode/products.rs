@@ -21,10 +21,21 @@ impl Output {
         Output((0..decode.rows / 8).map(|_| WarpAccumulator::zeros(k, columns, 8)).collect())
     }
 
+    fn elements(&self) -> impl Iterator<Item = Reg<F32>> {
+        let cells = self.0.iter().flat_map(WarpAccumulator::cells);
+        cells.flat_map(|(_, _, cell)| cell.registers())
+    }
+
+    /// Begins anew.
+    pub(super) fn reset(&self, k: &mut Builder) {
+        for element in self.elements() {
+            k.set(element, 0.0);
+        }
+    }
+
     /// Multiplies every element.
     pub(super) fn scale(&self, k: &mut Builder, factor: Reg<F32>) {
-        let cells = self.0.iter().flat_map(WarpAccumulator::cells);
-        for element in cells.flat_map(|(_, _, cell)| cell.registers()) {
+        for element in self.elements() {
             k.set(element, element * factor);
         }
     }

@@ -27,6 +27,14 @@ impl Softmax {
         }
     }
 
+    /// Begins anew.
+    pub(super) fn reset(&self, k: &mut Builder) {
+        for (maximum, sum) in self.maximum.iter().zip(&self.sum) {
+            k.set(*maximum, f32::NEG_INFINITY);
+            k.set(*sum, 0.0);
+        }
+    }
+
     /// Takes in a row's scores: gives its probabilities, rounded, and by what earlier sums and
     /// outputs shrink. Scales of values, one for each score, are factors of probabilities.
     pub(super) fn row(

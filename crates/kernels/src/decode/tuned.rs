@@ -6,7 +6,7 @@
 
 use ptx::{Element, Target};
 
-use super::Decode;
+use super::{Decode, Splits};
 use crate::attention::{MaskKind, Rules};
 use crate::cache::{Cache, Scales};
 
@@ -27,6 +27,8 @@ pub struct DecodeWorkload {
     pub paged: bool,
     /// The mask, a window with chunks or without, and what changes scores.
     pub rules: Rules,
+    /// Whether a query's bits must not depend on what else is computed with it.
+    pub batch_invariant: bool,
 }
 
 /// A configuration and why it was chosen.
@@ -64,6 +66,12 @@ const NARROW_SHAPES: &[Shape] = &[
     Shape(4, 32, 2, "4 warps with 2 tiles of 32 keys each are the most that fit"),
 ];
 
+/// Keys of a split of fixed size, or as near to it as whole tiles of all warps are. One sequence of
+/// 8192 keys with 8 key heads has 128 of them then, for the 132 multiprocessors of an H200; a split
+/// is read in 7 us at a multiprocessor's share of the bandwidth, and what it comes to is 1/64 of
+/// that.
+const SPLIT_KEYS: u32 = 512;
+
 /// The configuration for a workload, or nothing where the kernel does not serve it: the element
 /// must be `F16` or `BF16`, the dimensions multiples of 8, or of 16 over caches of 8 bits, up to
 /// 256.
@@ -71,7 +79,37 @@ pub fn tuned(target: Target, workload: &DecodeWorkload) -> Option<Tuned> {
     // Sixteen rows of the widest heads are more than registers hold.
     let wide = workload.head_dim + workload.value_head_dim > 384;
     let rows = if workload.query_rows <= 8 || wide { 8 } else { 16 };
-    let of = |Shape(warps, tile_keys, stages, reason): &Shape| Tuned {
+    let first = if workload.cache.is_narrow() { NARROW_SHAPES } else { &[] };
+    let shapes = first.iter().chain(SHAPES);
+    let fits = |tuned: &Tuned| tuned.configuration.fault().is_none();
+    if !workload.batch_invariant {
+        return shapes.map(|shape| with_shape(target, workload, rows, shape)).find(fits);
+    }
+    // A row's bits depend on warps and tiles: these are the same however many rows there are.
+    let few = shapes.map(|shape| fixed(with_shape(target, workload, 8, shape))).find(fits)?;
+    let many = (1..=few.configuration.stages).rev().map(|stages| {
+        let configuration = Decode { rows, stages, ..few.configuration };
+        Tuned { configuration, ..few }
+    });
+    many.into_iter().find(fits).or(Some(few))
+}
+
+/// The same with splits of a fixed size.
+fn fixed(tuned: Tuned) -> Tuned {
+    let Decode { warps, tile_keys, .. } = tuned.configuration;
+    let round = warps * tile_keys;
+    let rounds = ((SPLIT_KEYS + round / 2) / round).max(1);
+    let configuration = Decode { splits: Splits::Fixed { rounds }, ..tuned.configuration };
+    Tuned { configuration, ..tuned }
+}
+
+fn with_shape(
+    target: Target,
+    workload: &DecodeWorkload,
+    rows: u32,
+    Shape(warps, tile_keys, stages, reason): &Shape,
+) -> Tuned {
+    Tuned {
         configuration: Decode {
             target,
             element: workload.element,
@@ -85,16 +123,14 @@ pub fn tuned(target: Target, workload: &DecodeWorkload) -> Option<Tuned> {
             tile_keys: *tile_keys,
             stages: *stages,
             blocks: 1,
+            splits: Splits::Shares,
         },
         reason,
-    };
-    let fits = |tuned: &Tuned| tuned.configuration.fault().is_none();
-    let first = if workload.cache.is_narrow() { NARROW_SHAPES } else { &[] };
-    first.iter().chain(SHAPES).map(of).find(fits)
+    }
 }
 
 /// What stands for the rest on a target: each width that has a shape of its own, both numbers of
-/// rows, both memory orders, and each rule of the scores.
+/// rows, both memory orders, and each rule of the scores, with splits of both kinds.
 pub fn every_tuned(target: Target) -> Vec<Decode> {
     let mut all = Vec::new();
     for (index, dim) in [64, 96, 128, 192, 256, 40, 72].into_iter().enumerate() {
@@ -114,8 +150,13 @@ pub fn every_tuned(target: Target) -> Vec<Decode> {
                     6 => Rules { sinks: true, ..Rules::LOCAL },
                     _ => Rules::LOCAL,
                 },
+                batch_invariant: false,
             };
             all.extend(tuned(target, &workload).map(|tuned| tuned.configuration));
+            if [64, 128, 256].contains(&dim) {
+                let fixed = DecodeWorkload { batch_invariant: true, ..workload };
+                all.extend(tuned(target, &fixed).map(|tuned| tuned.configuration));
+            }
         }
     }
     // Chunks, in both memory orders.
@@ -124,8 +165,17 @@ pub fn every_tuned(target: Target) -> Vec<Decode> {
         let (element, rules) = (Element::BF16, chunked);
         let (head_dim, value_head_dim, query_rows) = (128, 128, 8);
         let cache = Cache::plain(element);
-        let workload =
-            DecodeWorkload { element, cache, head_dim, value_head_dim, query_rows, paged, rules };
+        let batch_invariant = false;
+        let workload = DecodeWorkload {
+            element,
+            cache,
+            head_dim,
+            value_head_dim,
+            query_rows,
+            paged,
+            rules,
+            batch_invariant,
+        };
         all.extend(tuned(target, &workload).map(|tuned| tuned.configuration));
     }
     all.extend(narrow(target));
@@ -156,6 +206,7 @@ fn narrow(target: Target) -> Vec<Decode> {
             query_rows,
             paged,
             rules,
+            batch_invariant: false,
         };
         tuned(target, &workload).map(|tuned| tuned.configuration)
     };

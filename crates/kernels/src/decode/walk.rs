@@ -62,6 +62,12 @@ impl ScoreRow {
     }
 }
 
+/// What the rows of a warp see of a sequence, and what changes their scores.
+pub(super) struct Sight {
+    mask: Mask,
+    rows: Vec<ScoreRow>,
+}
+
 /// The key of the thread's first column in the tile from `first_key` on.
 fn first_column(k: &mut Builder, numbers: &Numbers, first_key: Reg<U32>) -> Reg<S32> {
     let column = k.eval(first_key + numbers.lane % 4 * 2);
@@ -103,6 +109,12 @@ impl<'a> Walk<'a> {
         }
     }
 
+    /// Begins with other keys of the same sequence.
+    pub(super) fn reset(&self, k: &mut Builder) {
+        self.softmax.reset(k);
+        self.output.reset(k);
+    }
+
     /// Walks the warp's tiles of the cursor's sequence.
     pub(super) fn keys(
         &mut self,
@@ -112,8 +124,21 @@ impl<'a> Walk<'a> {
         (rule, slopes): (ScoreRule, Option<Slopes>),
         functions: &Functions,
     ) {
+        let sight = self.sight(k, cursor, slopes, functions);
+        let tile = k.variable(ring.warp());
+        self.tiles(k, ring, cursor, &sight, (tile, cursor.count), rule, functions);
+    }
+
+    /// What is to be known of the warp's rows of the cursor's sequence.
+    pub(super) fn sight(
+        &self,
+        k: &mut Builder,
+        cursor: &Cursor,
+        slopes: Option<Slopes>,
+        functions: &Functions,
+    ) -> Sight {
         let (decode, numbers) = (self.decode, self.numbers);
-        let mask = Mask::new(k, cursor);
+        let mask = Mask::new(k, decode, numbers, cursor);
         let rows: Vec<ScoreRow> = (0..decode.rows / 8)
             .map(|eight| {
                 let row = Row::of(k, numbers, cursor, eight);
@@ -135,9 +160,24 @@ impl<'a> Walk<'a> {
                 ScoreRow { seen: [first, k.eval(end - 1)], alibi, place }
             })
             .collect();
-        let tile = k.variable(ring.warp());
+        Sight { mask, rows }
+    }
+
+    /// Walks the warp's tiles from `tile` on, which is left at the first that is not before `end`.
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn tiles(
+        &mut self,
+        k: &mut Builder,
+        ring: &Ring,
+        cursor: &Cursor,
+        Sight { mask, rows }: &Sight,
+        (tile, end): (Reg<U32>, Reg<U32>),
+        rule: ScoreRule,
+        functions: &Functions,
+    ) {
+        let (decode, numbers) = (self.decode, self.numbers);
         k.loop_(|k| {
-            k.break_if(tile.at_least(cursor.count));
+            k.break_if(tile.at_least(end));
             let keys = ring.wait(k);
             let values = k.eval(keys + decode.key_layout().bytes());
             let first_key = k.eval(cursor.first_key + tile * decode.tile_keys);

@@ -300,7 +300,9 @@ impl Forward {
     fn register_budgets(&self) -> Option<(u32, u32)> {
         match self.warpgroups {
             1 => None,
-            2 if self.rules.mask == MaskKind::Chunked => Some((40, 232)),
+            2 if self.rules.mask == MaskKind::Chunked || self.takes_block_lists() => {
+                Some((40, 232))
+            }
             // Warps that transpose hold several loads.
             2 if self.is_fp8() => Some((40, 232)),
             2 => Some((24, 240)),
@@ -392,10 +394,11 @@ impl Forward {
         let lse: Reg<GlobalAddress> = Tensor::Lse.address(k);
         let query_length: Reg<U32> = Number::QueryLength.read(k);
         let key_length: Reg<U32> = Number::KeyLength.read(k);
-        let scores = ScoreRule::parameters(k, &self.rules).with_small_tanh(!self.rules.alibi);
+        let two_ways = !self.rules.alibi && self.rules.score_function.is_none();
+        let scores = self.score_rule(k).with_small_tanh(two_ways);
         let schedule =
             StaticScheduler::parameters(k, self, query_length, key_length, scores.scale_log2);
-        let functions = Functions::parameters(k, &self.rules);
+        let functions = Functions::parameters(k, &self.rules).unscaled(&self.rules, scores.inverse);
         let probe = probe::parameter(k, probed);
         let shared = self.shared(k);
         let thread = k.thread_index();
@@ -412,6 +415,13 @@ impl Forward {
                 consumer::consume(k, self, &shared, &schedule, rules, &epilogue, probe);
             },
         );
+    }
+
+    /// How products become scores.
+    fn score_rule(&self, k: &mut Builder) -> ScoreRule {
+        let scores = ScoreRule::parameters(k, &self.rules);
+        // Numbers of 8 bits have factors of their own.
+        if self.is_fp8() { scores } else { scores.with_scale_last(k, &self.rules) }
     }
 
     /// Reserves the shared memory.

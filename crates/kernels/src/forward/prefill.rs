@@ -25,7 +25,6 @@ use super::{Forward, Maps, consumer, probe, producer};
 use crate::Error;
 use crate::attention::MaskKind;
 use crate::attention::function::lower::Functions;
-use crate::attention::scores::ScoreRule;
 use crate::parameter::Tensor;
 
 /// Where the dimension `inside` of a slice ends.
@@ -164,9 +163,10 @@ impl Prefill {
             output: Tensor::Output.map(k, output),
         };
         let lse: Reg<GlobalAddress> = Tensor::Lse.address(k);
-        let scores = ScoreRule::parameters(k, &self.tile.rules);
+        let scores = self.tile.score_rule(k);
         let batch = Batch::parameters(k, self, scores.scale_log2);
-        let functions = Functions::parameters(k, &self.tile.rules);
+        let rules = &self.tile.rules;
+        let functions = Functions::parameters(k, rules).unscaled(rules, scores.inverse);
         let shared = self.tile.shared(k);
         let slots = WorkSlots::new(k, 4 * self.tile.warpgroups);
         let thread = k.thread_index();

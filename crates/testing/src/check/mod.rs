@@ -4,6 +4,7 @@ mod append;
 pub mod cases;
 mod combine;
 mod gradients;
+mod invariance;
 pub mod ladder;
 mod ragged_gradients;
 mod sequences;
@@ -22,6 +23,7 @@ pub use append::{check_append, run_appends};
 pub use cases::{Case, Contents, Order};
 pub use combine::{check_combine, run_combines};
 pub use gradients::{ExpectedGradients, GradientsOutcome, run_backward, run_gradients};
+pub use invariance::{Answer as AnswerOfBatch, Invariance, run_batches};
 pub use ragged_gradients::RaggedGradients;
 pub use sequences::{CheckedSequences, ExpectedOfSequences, SequencesCase, run_sequences};
 

@@ -6,6 +6,7 @@
 use kernels::append::Rotary;
 use kernels::attention::function::Function;
 use kernels::backward::{Rounding, RowSums, SinkGradients};
+use kernels::decode::Splits;
 use kernels::forward::{Form, every_tuned};
 use kernels::mma::BackwardMma;
 use kernels::product::Source;
@@ -123,7 +124,7 @@ fn mmas() -> [Mma; 4] {
     ]
 }
 
-fn decodes() -> [Decode; 3] {
+fn decodes() -> [Decode; 4] {
     let plain = Decode {
         target: Target::SM_80,
         element: Element::BF16,
@@ -137,10 +138,12 @@ fn decodes() -> [Decode; 3] {
         tile_keys: 16,
         stages: 2,
         blocks: 1,
+        splits: Splits::Shares,
     };
     let rules = Rules { mask: MaskKind::Local, ..Rules::EVERY };
     let every = Decode { paged: true, stages: 3, rows: 16, rules, ..plain };
-    [plain, every, Decode { target: Target::SM_89, cache: NARROW, head_dim: 32, ..plain }]
+    let fixed = Decode { splits: Splits::Fixed { rounds: 1 }, ..plain };
+    [plain, every, Decode { target: Target::SM_89, cache: NARROW, head_dim: 32, ..plain }, fixed]
 }
 
 fn appends() -> [Append; 3] {

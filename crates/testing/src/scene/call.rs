@@ -70,6 +70,8 @@ pub struct Call {
     pub unseen: bool,
     /// The tensors that the kernel's functions load from.
     pub captured: Vec<HostTensor>,
+    /// Whether lists of key blocks and of tiles are made from what is in them.
+    pub contents_known: bool,
 }
 
 /// How much keys weigh in the scores.
@@ -174,6 +176,7 @@ impl Call {
             hostile: false,
             unseen: false,
             captured: Vec::new(),
+            contents_known: false,
         }
     }
 
@@ -239,6 +242,25 @@ impl Call {
             return Err(SceneError::Size("the plan has no such launch".to_owned()));
         };
         Ok(Scene { program, grid, arguments, before, after, ..scene })
+    }
+
+    /// The same over sequences and tensors of the caller's own, and where output and log-sum-exps
+    /// will be. Nothing is known of what must come out.
+    pub fn over(
+        &self,
+        sequences: &Sequences,
+        tensors: &InputTensors,
+    ) -> Result<(Scene, [BufferId; 2]), SceneError> {
+        let given = Given {
+            problem: sequences.problem().clone(),
+            sequences: Some(sequences.clone()),
+            tensors: tensors.clone(),
+            captured: Vec::new(),
+            backward: None,
+        };
+        let staged = self.stage(&given)?;
+        let results = [Role::Output, Role::Lse].map(|it| staged.buffers[&Source::Tensor(it)]);
+        Ok((staged.scene(self.words())?, results))
     }
 
     /// The same without what must come out, which takes long for a large problem.
@@ -308,6 +330,7 @@ impl Call {
         if let Some(backward) = &given.backward {
             backward.stage(&problem, &sequences, &mut memory, &mut buffers);
         }
+        let lists = choice.lists_over(if self.contents_known { &self.captured } else { &[] });
         let mut restored = Vec::new();
         for it in &choice.memory {
             let (name, bytes) = (format!("{:?}", it.source), it.bytes.max(4) as usize);
@@ -319,8 +342,9 @@ impl Call {
                 }
                 Contents::Anything => memory.output(&name, bytes),
                 Contents::Zeros => memory.input(&name, vec![0; bytes]),
-                Contents::Tiles(order) => memory.input_u32(&name, &order.words()),
-                Contents::Blocks(mask) => memory.input_u32(&name, &mask.words()),
+                Contents::Tiles(_) | Contents::Blocks(_) => {
+                    memory.input_u32(&name, lists.of(it.source).unwrap_or_default())
+                }
             };
             if it.contents == Contents::Zeros {
                 restored.push(buffer);

@@ -80,6 +80,17 @@ fn gradients_under_many_schedules() {
     }
 }
 
+#[test]
+fn heads_are_taken_together_under_a_causal_mask() {
+    for (backward, heads) in
+        [(tuned(64, 64, Rules::CAUSAL), [3, 3]), (tuned(128, 128, Rules::CAUSAL), [4, 2])]
+    {
+        let call = Call::new(Configuration::Backward(backward), 1, [200, 300], heads);
+        let scene = call.on(8).scene().unwrap();
+        every_schedule(&scene, Mode::Values, 1);
+    }
+}
+
 /// The bits of all results under every policy, some seeds, and with one, two or four blocks of the
 /// grid at a time: the first of them, and whether all others are the same.
 pub(crate) fn bits_of_schedules(scene: &Scene) -> (Vec<Vec<u8>>, bool) {

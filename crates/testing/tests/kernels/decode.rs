@@ -3,6 +3,7 @@
 use flashcore::{Mask, Problem};
 use flashcore_testing::check::Order;
 use flashcore_testing::scene::{Call, Place, Ragged, Scene, Weights};
+use kernels::decode::Splits;
 use kernels::{Cache, Configuration, Decode, MaskKind, Rules, Scales};
 use ptx::{Element, Target};
 use sim::{Budget, Measure, Mode, Options, Policy};
@@ -24,7 +25,13 @@ pub(crate) fn small() -> Decode {
         tile_keys: 16,
         stages: 2,
         blocks: 1,
+        splits: Splits::Shares,
     }
+}
+
+/// The same with splits of 32 keys.
+pub(crate) fn fixed() -> Decode {
+    Decode { splits: Splits::Fixed { rounds: 1 }, ..small() }
 }
 
 /// Sequences of several tiles, of none, of one key and of one tile, with one query each.
@@ -192,10 +199,51 @@ fn with_heads(mut problem: Problem, [heads, key_heads]: [usize; 2]) -> Problem {
     problem
 }
 
+/// With splits of a fixed size: of several groups, in one team and in many, with a window that
+/// begins in the middle of one, with more rows than a block has, and none.
+#[test]
+fn decode_with_fixed_splits_is_attention() {
+    let long = Ragged::new(vec![1; 3], vec![600, 40, 530]);
+    let two_rounds = Decode { splits: Splits::Fixed { rounds: 2 }, ..small() };
+    let one_warp = Decode { warps: 1, ..fixed() };
+    let paged = Decode { paged: true, stages: 3, rows: 16, ..fixed() };
+    let three = Ragged { queries: vec![3, 0, 7, 1], ..ragged() };
+    let packed = Ragged { query_place: Place::Packed, ..three.clone() };
+    let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
+    let every = Rules { softcap: true, alibi: true, sinks: true, ..Rules::LOCAL };
+    let narrow = Decode {
+        splits: fixed().splits,
+        ..narrow(Element::E4M3, Scales::PerHead, Scales::PerHead)
+    };
+    for call in [
+        call(fixed(), ragged()),
+        call(fixed(), ragged()).on(1),
+        call(fixed(), ragged()).on(9),
+        call(two_rounds, ragged()).on(4),
+        call(fixed(), long.clone()).on(1),
+        call(fixed(), long.clone()).on(2),
+        call(fixed(), long.clone()).on(7),
+        call(one_warp, long.clone()).on(64),
+        call(one_warp, long.clone())
+            .with(|it| it.with_mask(Mask::window(Some(290), Some(0))))
+            .on(5),
+        call(fixed(), three.clone()).with(causal),
+        call(fixed(), packed.clone()).with(causal).on(6),
+        call(paged, packed.over(Place::Paged(5))).with(causal),
+        call(Decode { rules: chunked, ..fixed() }, three.clone())
+            .with(|it| it.with_mask(Mask::CAUSAL.with_chunk(50))),
+        call(Decode { rules: every, ..paged }, three.over(Place::Paged(16))).with(causal).on(5),
+        call(narrow, ragged()),
+        call(Decode { head_dim: 40, value_head_dim: 72, warps: 4, ..fixed() }, ragged()),
+    ] {
+        every_schedule(&call.scene().unwrap(), Mode::Checked, 1);
+    }
+}
+
 #[test]
 fn decode_under_many_schedules() {
     let tokens = narrow(Element::E4M3, Scales::PerToken, Scales::PerToken);
-    for decode in [small(), Decode { paged: true, stages: 3, ..small() }, tokens] {
+    for decode in [small(), fixed(), Decode { paged: true, stages: 3, ..small() }, tokens] {
         let scene = Scene::small(&Configuration::Decode(decode)).unwrap();
         every_schedule(&scene, Mode::Values, 32);
         every_schedule(&scene, Mode::Checked, 4);
@@ -205,7 +253,9 @@ fn decode_under_many_schedules() {
 /// The counters are as they were found, so that the next launch finds them so.
 #[test]
 fn a_second_launch_finds_everything_in_order() {
-    can_be_launched_again(&Scene::small(&Configuration::Decode(small())).unwrap());
+    for decode in [small(), fixed()] {
+        can_be_launched_again(&Scene::small(&Configuration::Decode(decode)).unwrap());
+    }
 }
 
 #[test]

@@ -10,6 +10,7 @@ mod chosen;
 mod decode;
 mod fp8;
 mod function;
+mod invariance;
 mod mma;
 mod mutation;
 mod prefill;

@@ -159,10 +159,47 @@ impl BlockMask {
         words.resize(begin + self.list_words() as usize, 0);
     }
 
-    /// How many blocks the tiles of a head walk, those of the first head and sequence.
-    pub fn blocks_of_tiles(&self) -> Vec<u32> {
-        let one = BlockMask { heads: 1, batch: 1, ..*self };
-        one.words().chunks(self.list_words() as usize).map(|list| list[0]).collect()
+    /// How many blocks tiles walk by lists of this mask.
+    pub fn counts(&self, words: &[u32]) -> BlockCounts {
+        let [batch, heads] = self.apart();
+        let walked = |list: &[u32]| {
+            let entries = &list[1..][..list[0] as usize];
+            let evaluated = entries.iter().filter(|entry| **entry & 1 == 1).count() as u32;
+            Walked { blocks: list[0], evaluated }
+        };
+        let counts = words.chunks(self.list_words() as usize).map(walked).collect();
+        BlockCounts { counts, apart: [batch, heads].map(|it| it as usize), heads: self.heads }
+    }
+}
+
+/// The key blocks of a tile, counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Walked {
+    /// All that it walks.
+    pub blocks: u32,
+    /// Those of them that need the function.
+    pub evaluated: u32,
+}
+
+/// How many key blocks the tiles of each head and sequence walk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BlockCounts {
+    /// Of sequences, heads, tiles.
+    counts: Vec<Walked>,
+    /// Sequences and heads that have counts of their own.
+    apart: [usize; 2],
+    heads: u32,
+}
+
+impl BlockCounts {
+    /// Those of the tiles of a head, counted over all sequences.
+    pub fn of_head(&self, head: u64) -> &[Walked] {
+        let [batch, heads] = self.apart;
+        let tiles = self.counts.len() / (batch * heads).max(1);
+        let all_heads = u64::from(self.heads.max(1));
+        let own = |index: u64, apart: usize| if apart > 1 { index as usize } else { 0 };
+        let index = own(head / all_heads, batch) * heads + own(head % all_heads, heads);
+        &self.counts[index * tiles..][..tiles]
     }
 }
 
@@ -249,14 +286,20 @@ mod tests {
         assert_eq!((causal.strides(), causal.list_words()), ([0, 0], 6));
         // Positions from 30 on: the first tile sees up to key 93, whole up to 30.
         assert_eq!(causal.words(), [3, 1, 3, 5, 0, 0, 5, 0, 2, 5, 7, 9]);
-        assert_eq!(causal.blocks_of_tiles(), [3, 5]);
+        let counts = causal.counts(&causal.words());
+        let walked = [(3, 3), (5, 3)].map(|(blocks, evaluated)| Walked { blocks, evaluated });
+        assert!((0..6).all(|head| counts.of_head(head) == walked));
         let of_head = mask(Function::mask("head", |at| at.key().lt(32 * at.head())));
         assert_eq!((of_head.strides(), of_head.size()), ([0, 12], 36));
         assert_eq!(
             of_head.words()[12..],
             [1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 2, 0, 2, 0, 0, 0, 2, 0, 2, 0, 0, 0]
         );
+        let counts = of_head.counts(&of_head.words());
+        assert_eq!([0, 1, 4, 5].map(|head| counts.of_head(head)[0].blocks), [0, 1, 1, 2]);
         let both = mask(Function::mask("both", |at| at.batch().eq(at.head())));
+        let counts = both.counts(&both.words());
+        assert_eq!([0, 1, 3, 4].map(|head| counts.of_head(head)[1].blocks), [5, 0, 0, 5]);
         assert_eq!((both.strides(), both.words().len() as u64), ([36, 12], both.size()));
     }
 

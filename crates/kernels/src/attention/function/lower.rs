@@ -13,6 +13,8 @@ use ptx::{
 
 use super::Function;
 use super::node::{Binary, Comparison, Constant, Id, Kind, Node, Stored, Symbol, Unary};
+use super::scale::Unscaled;
+use super::window::Sum;
 use crate::attention::{Rules, Score};
 use crate::element::load_as_f32;
 use crate::parameter::{Captured, CapturedPart};
@@ -29,6 +31,13 @@ impl Functions {
     pub(crate) fn parameters(k: &mut Builder, rules: &Rules) -> Self {
         let mut declared = |it: Option<Function>| it.map(|it| FunctionRegisters::parameters(k, it));
         Functions { mask: declared(rules.mask_function), score: declared(rules.score_function) }
+    }
+
+    /// The same where scores come before their scale, if the score function only adds to them:
+    /// `inverse` is one over it.
+    pub(crate) fn unscaled(self, rules: &Rules, inverse: Option<Reg<F32>>) -> Self {
+        let (Some(function), Some(inverse)) = (rules.score_function, inverse) else { return self };
+        Functions { score: self.score.map(|it| it.unscaled(function, inverse)), ..self }
     }
 
     /// Whether there is one.
@@ -54,9 +63,46 @@ pub(crate) struct FunctionRegisters {
     /// The result, and the slope where it is asked for.
     roots: Vec<Id>,
     levels: Vec<Level>,
+    /// Nodes that are floats of places, and others that are found from one column to the next.
+    moving: Vec<Option<Moving>>,
+    /// Nodes that somebody asks for.
+    needed: Vec<bool>,
     tensors: Vec<TensorRegisters>,
     /// Whether rows are keys and columns are queries.
     transposed: bool,
+    /// Where scores come before their scale, the node that is one over it.
+    inverse: Option<(Id, Reg<F32>)>,
+}
+
+/// A float that changes by one from column to column: it is converted for the first column alone,
+/// and exact wherever the conversion is.
+#[derive(Clone, Copy)]
+struct Moving {
+    sum: Sum,
+    absolute: bool,
+}
+
+impl Moving {
+    fn of(nodes: &[Node], id: usize, transposed: bool) -> Option<Self> {
+        let Node::Unary(Unary::ToFloat, integer) = nodes[id] else { return None };
+        let (integer, absolute) = match nodes[integer as usize] {
+            Node::Unary(Unary::Absolute, inner) => (inner, true),
+            _ => (integer, false),
+        };
+        let moving = Moving { sum: Sum::of(nodes, integer)?, absolute };
+        (moving.step(transposed) != 0).then_some(moving)
+    }
+
+    /// What it changes by from column to column.
+    fn step(&self, transposed: bool) -> i64 {
+        if transposed { self.sum.query } else { self.sum.key }
+    }
+
+    /// Where it is found for the first column.
+    fn level(&self, transposed: bool) -> Level {
+        let of_row = if transposed { self.sum.key } else { self.sum.query };
+        if of_row == 0 { Level::Tile } else { Level::Row }
+    }
 }
 
 /// A tensor that is loaded from.
@@ -110,6 +156,8 @@ enum Computed {
     Truth(Value<Pred>),
     /// Of a load that depends on more: what the indices of this level come to.
     Place(Place),
+    /// Of a float that moves: what it is in the first column.
+    First(Value<F32>),
 }
 
 /// Where an element lies, as far as some of its indices say.
@@ -172,12 +220,41 @@ impl FunctionRegisters {
             }
         });
         let tensors = tensors.collect();
+        FunctionRegisters {
+            kind: body.kind,
+            nodes,
+            roots,
+            levels: Vec::new(),
+            moving: Vec::new(),
+            needed: Vec::new(),
+            tensors,
+            transposed,
+            inverse: None,
+        }
+        .analysed()
+    }
+
+    /// The same function over scores before their scale, where it only adds to them: `inverse` is
+    /// one over the scale.
+    fn unscaled(self, function: Function, inverse: Reg<F32>) -> Self {
+        match function.unscaled() {
+            None => self,
+            Some(Unscaled { nodes, root, inverse: id }) => {
+                FunctionRegisters { nodes, roots: vec![root], inverse: Some((id, inverse)), ..self }
+                    .analysed()
+            }
+        }
+    }
+
+    /// Finds what nodes depend on, and which are needed.
+    fn analysed(self) -> Self {
+        let FunctionRegisters { nodes, transposed, .. } = &self;
         let mut levels: Vec<Level> = Vec::new();
         let [of_query, of_key] = match transposed {
             true => [Level::Column, Level::Row],
             false => [Level::Row, Level::Column],
         };
-        for node in &nodes {
+        for node in nodes {
             levels.push(match node {
                 Node::Symbol(Symbol::Query) => of_query,
                 Node::Symbol(Symbol::Key) => of_key,
@@ -185,7 +262,16 @@ impl FunctionRegisters {
                 node => Level::of(node.inputs().iter().map(|input| levels[*input as usize])),
             });
         }
-        FunctionRegisters { kind: body.kind, nodes, roots, levels, tensors, transposed }
+        let moving = (0..nodes.len()).map(|id| Moving::of(nodes, id, *transposed));
+        let moving: Vec<Option<Moving>> = moving.collect();
+        let mut needed = vec![false; nodes.len()];
+        self.roots.iter().for_each(|root| needed[*root as usize] = true);
+        for id in (0..nodes.len()).rev().filter(|id| moving[*id].is_none()) {
+            if needed[id] {
+                nodes[id].inputs().iter().for_each(|input| needed[*input as usize] = true);
+            }
+        }
+        FunctionRegisters { levels, moving, needed, ..self }
     }
 
     /// Scores become what a score function says, or minus infinity where a mask hides their key.
@@ -268,10 +354,23 @@ impl Run<'_> {
         row: Option<usize>,
         score: Option<&Score>,
     ) {
-        let FunctionRegisters { nodes, levels, .. } = self.function;
-        for (id, node) in nodes.iter().enumerate().filter(|(id, _)| levels[*id] >= level) {
+        let FunctionRegisters { nodes, levels, needed, moving, transposed, .. } = self.function;
+        let asked = |id: &usize| needed[*id] && levels[*id] >= level;
+        for (id, node) in nodes.iter().enumerate().filter(|(id, _)| asked(id)) {
             let whole = levels[id] == level;
             let computed = match node {
+                _ if let Some((inverse, register)) = self.function.inverse
+                    && inverse as usize == id =>
+                {
+                    Computed::Float(register.into())
+                }
+                _ if let Some(moving) = moving[id] => match (whole, score) {
+                    (true, Some(score)) => self.moved(k, id, moving, row, score),
+                    _ if moving.level(*transposed) == level => {
+                        Computed::First(self.in_first_column(k, moving.sum, row))
+                    }
+                    _ => continue,
+                },
                 Node::Load(tensor, indices) => {
                     let here = indices.iter().any(|index| levels[*index as usize] == level);
                     if !whole && !here {
@@ -324,11 +423,59 @@ impl Run<'_> {
         }
     }
 
+    /// A sum of places as a float, in the first column.
+    fn in_first_column(&self, k: &mut Builder, sum: Sum, row: Option<usize>) -> Value<F32> {
+        let Standing { first_query, first_key, rows, query_length, key_length, .. } =
+            *self.standing;
+        let below = row.map_or(0, |row| rows[row] as i32);
+        let constant = sum.constant as i32
+            + below * (if self.function.transposed { sum.key } else { sum.query }) as i32;
+        let [query_length, key_length] =
+            [query_length, key_length].map(|it| k.eval(it.reinterpret::<S32>()));
+        let terms = [
+            (sum.query, first_query),
+            (sum.key, first_key),
+            (sum.query_length, query_length),
+            (sum.key_length, key_length),
+        ];
+        let mut all: Value<S32> = constant.into();
+        for (times, term) in terms {
+            match times {
+                0 => {}
+                1 => all = all + term,
+                _ => all = all - term,
+            }
+        }
+        k.eval(all.convert::<F32>()).into()
+    }
+
+    /// The same in the column of a score.
+    fn moved(
+        &self,
+        k: &mut Builder,
+        id: usize,
+        moving: Moving,
+        row: Option<usize>,
+        score: &Score,
+    ) -> Computed {
+        let of_row = row.and_then(|row| self.rows.get(row)).and_then(|values| values[id].as_ref());
+        let first = match of_row.or(self.tile[id].as_ref()) {
+            Some(Computed::First(first)) => first.clone(),
+            _ => unreachable!("the first column comes first"),
+        };
+        let step = (moving.step(self.function.transposed) * i64::from(score.column)) as f32;
+        let value = k.eval(first + step);
+        match moving.absolute {
+            true => Computed::Float(k.absolute(value).into()),
+            false => Computed::Float(value.into()),
+        }
+    }
+
     fn find(&self, id: Id, values: &Values, row: Option<usize>) -> Computed {
         let of_row = row.and_then(|row| self.rows.get(row));
         let levels = [Some(values), of_row, Some(&self.tile)];
         let mut found = levels.into_iter().flatten().filter_map(|it| it[id as usize].clone());
-        let whole = found.find(|it| !matches!(it, Computed::Place(_)));
+        let whole = found.find(|it| !matches!(it, Computed::Place(_) | Computed::First(_)));
         whole.expect("a node comes after those that it is made of")
     }
 

@@ -15,7 +15,9 @@
 //! | `slope` | the derivative of a score function |
 //! | `interval` | what it can give for ranges of queries and keys |
 //! | `window` | the part of a mask that is a window by name |
+//! | `cap` | the part of a score that is a softcap by name |
 //! | `blocks` | which key blocks tiles of queries see, and which of them need the function |
+//! | `scale` | a score function that only adds, over scores before their scale |
 //! | `lower` | a function in a kernel, over a thread's scores |
 //! | `weigh` | a score function in gradients |
 //! | `table` | a kernel that does nothing else |
@@ -37,10 +39,12 @@ pub(crate) mod blocks;
 pub(crate) mod lower;
 pub mod rules;
 
+mod cap;
 mod compose;
 mod evaluate;
 mod interval;
 mod node;
+mod scale;
 mod slope;
 mod table;
 mod text;
@@ -48,7 +52,8 @@ mod trace;
 mod weigh;
 mod window;
 
-pub use blocks::BlockMask;
+pub use blocks::{BlockCounts, BlockMask, Walked};
+pub use cap::Capped;
 pub use evaluate::{Here, HostTensor, Row};
 pub use interval::{KnownContents, Region, Seen};
 pub use node::{Kind, Stored, TensorSpec, Type};

@@ -21,18 +21,44 @@ pub struct Windowed {
 /// Lengths and constants up to which no sum of a bound wraps around.
 const MOST_LENGTH: u32 = 1 << 26;
 const MOST_CONSTANT: i64 = 1 << 28;
+/// Sums of sums that are looked at: a function may be deep.
+const MOST_DEPTH: u32 = 8;
 
 /// A sum of symbols, each at most once, and a constant.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
-struct Sum {
-    query: i64,
-    key: i64,
-    query_length: i64,
-    key_length: i64,
-    constant: i64,
+pub(super) struct Sum {
+    pub(super) query: i64,
+    pub(super) key: i64,
+    pub(super) query_length: i64,
+    pub(super) key_length: i64,
+    pub(super) constant: i64,
 }
 
 impl Sum {
+    /// An integer as a sum of symbols.
+    pub(super) fn of(nodes: &[Node], id: Id) -> Option<Sum> {
+        Sum::within(nodes, id, MOST_DEPTH)
+    }
+
+    fn within(nodes: &[Node], id: Id, depth: u32) -> Option<Sum> {
+        let zero = Sum::default();
+        let of = |id: Id| Sum::within(nodes, id, depth.checked_sub(1)?);
+        match nodes[id as usize] {
+            Node::Symbol(Symbol::Query) => Some(Sum { query: 1, ..zero }),
+            Node::Symbol(Symbol::Key) => Some(Sum { key: 1, ..zero }),
+            Node::Symbol(Symbol::QueryLength) => Some(Sum { query_length: 1, ..zero }),
+            Node::Symbol(Symbol::KeyLength) => Some(Sum { key_length: 1, ..zero }),
+            Node::Constant(Constant::I32(value)) => {
+                let constant = i64::from(value);
+                (constant.abs() <= MOST_CONSTANT).then_some(Sum { constant, ..zero })
+            }
+            Node::Unary(Unary::Negate, a) => of(a)?.negated(),
+            Node::Binary(Binary::Subtract, a, b) => of(a)?.minus(of(b)?),
+            Node::Binary(Binary::Add, a, b) => of(a)?.minus(of(b)?.negated()?),
+            _ => None,
+        }
+    }
+
     fn minus(self, other: Sum) -> Option<Sum> {
         let sum = Sum {
             query: self.query - other.query,
@@ -135,37 +161,16 @@ impl Function {
             Comparison::Equal | Comparison::NotEqual => return None,
         };
         let strict = Sum { constant: -strict, ..Sum::default() };
-        let large = self.sum(large)?;
+        let large = Sum::of(nodes, large)?;
         let sums = match nodes[small as usize] {
             Node::Unary(Unary::Absolute, inner) => {
-                let inner = self.sum(inner)?;
+                let inner = Sum::of(nodes, inner)?;
                 vec![inner, inner.negated()?]
             }
-            _ => vec![self.sum(small)?],
+            _ => vec![Sum::of(nodes, small)?],
         };
         let bound = |sum: Sum| distance(sum.minus(large)?.minus(strict)?, lengths);
         sums.into_iter().map(bound).collect()
-    }
-
-    /// A node as a sum of symbols.
-    fn sum(&self, id: Id) -> Option<Sum> {
-        let body = self.body();
-        let zero = Sum::default();
-        match body.nodes[id as usize] {
-            Node::Symbol(Symbol::Query) => Some(Sum { query: 1, ..zero }),
-            Node::Symbol(Symbol::Key) => Some(Sum { key: 1, ..zero }),
-            Node::Symbol(Symbol::QueryLength) => Some(Sum { query_length: 1, ..zero }),
-            Node::Symbol(Symbol::KeyLength) => Some(Sum { key_length: 1, ..zero }),
-            Node::Constant(Constant::I32(value)) => {
-                let constant = i64::from(value);
-                (constant.abs() <= MOST_CONSTANT).then_some(Sum { constant, ..zero })
-            }
-            _ if body.types[id as usize] != Type::I32 => None,
-            Node::Unary(Unary::Negate, a) => self.sum(a)?.negated(),
-            Node::Binary(Binary::Subtract, a, b) => self.sum(a)?.minus(self.sum(b)?),
-            Node::Binary(Binary::Add, a, b) => self.sum(a)?.minus(self.sum(b)?.negated()?),
-            _ => None,
-        }
     }
 }
 

@@ -1,0 +1,102 @@
+"""Attention inside a program of JAX's beside the same launches from PyTorch's stream.
+
+    python3 bench/jit.py
+
+One program of XLA's with a chain of calls, each over the output of the one before, by the host's clock from
+its start to the end of its work; and the same chain launched one by one, by CUDA events, where the queue hides
+what the host does. A long chain less a short one, so that what a program takes to begin and to end does not
+count: a user's program has more in it than attention. Both run the same kernels; the share is what of their
+speed the program keeps. Candidates alternate, medians over rounds. Exits with 1 where the share is below 0.97.
+"""
+import os
+
+# Both libraries want memory.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import statistics, sys, time
+import jax, jax.numpy as jnp, numpy as np, torch
+import flashcore
+from flashcore import flash_attn_func
+
+SHORT, LONG, ROUNDS, LEAST = 10, 40, 15, 0.97
+# (batch, length, heads, key heads, head dim, causal)
+SHAPES = [(2, 4096, 16, 16, 128, False), (2, 4096, 16, 16, 128, True), (2, 8192, 16, 4, 128, True), (4, 4096, 16, 16, 64, True)]
+
+
+def forwards(q, k, v, causal, calls):
+    for _ in range(calls):
+        q = flash_attn_func(q, k, v, causal=causal)
+    return q
+
+
+def backwards_of_jax(q, k, v, causal, calls):
+    out, pull = jax.vjp(lambda *x: flash_attn_func(*x, causal=causal), q, k, v)
+    for _ in range(calls):
+        out = pull(out)[0]
+    return out
+
+
+def backwards_of_torch(q, k, v, causal, calls):
+    with torch.enable_grad():
+        out = flash_attn_func(q, k, v, causal=causal)
+    gradient = out
+    for _ in range(calls):
+        gradient = torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)[0]
+    return gradient
+
+
+def by_clock(program, arrays):
+    begin = time.perf_counter()
+    program(*arrays).block_until_ready()
+    return (time.perf_counter() - begin) * 1e6
+
+
+def by_events(call):
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) * 1e3
+
+
+def main():
+    device = jax.devices("gpu")[0]
+    print(f"{torch.cuda.get_device_name()}, JAX {jax.__version__}, PyTorch {torch.__version__}, us per call")
+    print(f"{'problem':<58} {'jit':>9} {'launches':>9} {'share':>6}")
+    worst = 1.0
+    for batch, length, heads, shared, dim, causal in SHAPES:
+        generator = np.random.default_rng(0)
+        numbers = [generator.standard_normal((batch, length, count, dim)) for count in (heads, shared, shared)]
+        arrays = [jax.device_put(jnp.asarray(x, jnp.bfloat16), device) for x in numbers]
+        tensors = [torch.tensor(x, device="cuda", dtype=torch.bfloat16, requires_grad=True) for x in numbers]
+        for name, traced, eager in (
+            ("forward", forwards, forwards), ("backward", backwards_of_jax, backwards_of_torch),
+        ):  # fmt: skip
+            programs = {calls: jax.jit(lambda *x, calls=calls: traced(*x, causal, calls)) for calls in (SHORT, LONG)}
+            with torch.no_grad():
+                mine = np.asarray(programs[SHORT](*arrays).astype(jnp.float32))
+                theirs = eager(*tensors, causal, SHORT).float().cpu().numpy()
+                # The same kernels over the same numbers; sums of gradients may come in another order.
+                assert np.allclose(mine, theirs, atol=1e-2 * np.abs(theirs).max()), "the answers differ"
+                programs[LONG](*arrays).block_until_ready()
+                times = {(which, calls): [] for which in ("jit", "launches") for calls in programs}
+                for round in range(ROUNDS):
+                    for which, calls in list(times)[:: 1 if round % 2 else -1]:
+                        if which == "jit":
+                            taken = by_clock(programs[calls], arrays)
+                        else:
+                            taken = by_events(lambda calls=calls: eager(*tensors, causal, calls))
+                        times[which, calls].append(taken)
+            median = {key: statistics.median(taken) for key, taken in times.items()}
+            jit, launches = ((median[which, LONG] - median[which, SHORT]) / (LONG - SHORT) for which in ("jit", "launches"))
+            worst = min(worst, launches / jit)
+            text = f"{name}, {batch}x{length}, heads {heads}/{shared}, dim {dim}{', causal' if causal else ''}"
+            print(f"{text:<58} {jit:9.1f} {launches:9.1f} {launches / jit:6.3f}")
+    print(f"the kernel that ran last: {flashcore.info()['last']['kernel']}")
+    sys.exit(worst < LEAST)
+
+
+if __name__ == "__main__":
+    main()

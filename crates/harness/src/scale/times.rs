@@ -1,0 +1,377 @@
+//! What kernels take on one GPU: times that were measured, and what lies between them.
+//!
+//! A row of the softmax takes so long for each key that it sees, and something besides: the beginning and
+//! the end of its tile, what a tile computes beyond the mask. So milliseconds of a row over the keys that
+//! it sees are nearly a line, and between two measured lengths they are taken to be one; in other words,
+//! the time of an operation is linear in one over the length. Beyond the longest length the rate is that
+//! of the longest. Gradients are computed in rows of keys, over the queries that see them.
+//!
+//! Two things are not proportional to rows, and are taken out of what is measured and put back into what
+//! is predicted: what the smallest call takes, and multiprocessors that have nothing to do, where the
+//! tiles of a call are few or do not divide by their number.
+
+use std::fmt::Write;
+use std::path::Path;
+
+use flashcore::{DType, Mask, Pass, Problem};
+
+use crate::Error;
+use crate::provenance::Provenance;
+use crate::report::Results;
+
+/// The times that are in the program: an H200, `flashcore bench --set scale`.
+const EMBEDDED: &str = include_str!("h200.txt");
+/// Rows of a tile.
+const TILE: usize = 128;
+
+/// Measured times of kernels.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Times {
+    /// The GPU that they were measured on.
+    pub gpu: String,
+    /// How many multiprocessors it has.
+    pub multiprocessors: u32,
+    /// Who measured them, with what and when.
+    pub source: String,
+    /// What was measured.
+    pub measured: Vec<Measured>,
+}
+
+/// One problem and its time.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Measured {
+    /// The problem.
+    pub problem: Problem,
+    /// The median of its time.
+    pub milliseconds: f64,
+}
+
+/// What has a curve of its own.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Kind {
+    pass: Pass,
+    dtype: DType,
+    head_dim: usize,
+    masked: bool,
+}
+
+impl Kind {
+    fn of(problem: &Problem) -> Self {
+        Kind {
+            pass: problem.pass,
+            dtype: problem.dtype(),
+            head_dim: problem.head_dim,
+            masked: problem.mask != Mask::NONE,
+        }
+    }
+}
+
+/// A problem as work for multiprocessors.
+struct Work {
+    rows: f64,
+    /// What a row sees, in the mean.
+    keys: f64,
+    /// The time over that of multiprocessors that are all busy to the end.
+    idle: f64,
+}
+
+impl Work {
+    fn of(problem: &Problem, multiprocessors: u32) -> Self {
+        let Problem { query_heads, kv_heads, query_length, key_length, .. } = *problem;
+        let (heads, length, others, shared) = match problem.pass {
+            Pass::Forward => (query_heads, query_length, key_length, 1),
+            Pass::Backward => (kv_heads, key_length, query_length, query_heads / kv_heads.max(1)),
+        };
+        let heads = problem.batch as f64 * heads as f64;
+        let rows = heads * length as f64;
+        let keys = problem.visible_pairs() as f64 / rows;
+        let rounds = heads * length.div_ceil(TILE) as f64 / f64::from(multiprocessors);
+        let idle = match problem.mask {
+            Mask::NONE => rounds.ceil() / rounds,
+            // Tiles of all lengths fill the gaps, but nothing is shorter than the longest.
+            _ => (others as f64 * shared as f64 / keys / rounds).max(1.0),
+        };
+        Work { rows, keys, idle }
+    }
+}
+
+impl Times {
+    /// The times that are in the program.
+    pub fn embedded() -> Self {
+        Times::parse(EMBEDDED, "the times in the program").expect("a test reads it")
+    }
+
+    /// Reads a file: times as [`Times::text`] writes them, or results of `flashcore bench`.
+    pub fn read(path: &Path) -> Result<Self, Error> {
+        let what = path.display().to_string();
+        let text =
+            std::fs::read_to_string(path).map_err(Error::io(format!("cannot read {what}")))?;
+        match text.trim_start().starts_with('{') {
+            true => Times::of_results(&Results::read(path)?, &what),
+            false => Times::parse(&text, &what),
+        }
+    }
+
+    /// The times of our first candidate.
+    fn of_results(results: &Results, what: &str) -> Result<Self, Error> {
+        let malformed =
+            |reason: &str| Error::Malformed { what: what.to_owned(), reason: reason.to_owned() };
+        let one_line = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+        let subject = results.subject().ok_or_else(|| malformed("no kernel of ours is in it"))?;
+        let gpu = results.provenance.gpu.as_ref().ok_or_else(|| malformed("it names no GPU"))?;
+        let cache = results.shown_cache();
+        let measured = results.cells.iter().filter_map(|cell| {
+            let found = cell.find(subject, cache).filter(|it| it.right != Some(false))?;
+            Some(Measured { problem: cell.problem.parse().ok()?, milliseconds: found.median() })
+        });
+        let Provenance { date, flashcore, command, .. } = &results.provenance;
+        let times = Times {
+            gpu: one_line(&gpu.name),
+            multiprocessors: gpu.multiprocessors,
+            source: one_line(&format!("{date}; {flashcore}; {command}")),
+            measured: measured.collect(),
+        };
+        times.checked(what)
+    }
+
+    /// Reads lines: `gpu: NAME`, `multiprocessors: COUNT`, `source: WORDS`, and for each problem its text and
+    /// milliseconds. Lines that begin with `#` are comments.
+    fn parse(text: &str, what: &str) -> Result<Self, Error> {
+        let mut times = Times {
+            gpu: String::new(),
+            multiprocessors: 0,
+            source: String::new(),
+            measured: Vec::new(),
+        };
+        for (number, line) in text.lines().enumerate() {
+            let malformed = |reason: String| Error::Malformed {
+                what: format!("{what}, line {}", number + 1),
+                reason,
+            };
+            let line = line.trim();
+            if line.is_empty() || line.starts_with('#') {
+                continue;
+            }
+            let field = |name: &str| line.strip_prefix(name).map(|value| value.trim().to_owned());
+            if let Some(gpu) = field("gpu:") {
+                times.gpu = gpu;
+                continue;
+            }
+            if let Some(source) = field("source:") {
+                times.source = source;
+                continue;
+            }
+            if let Some(count) = field("multiprocessors:") {
+                let number = count.parse();
+                times.multiprocessors =
+                    number.map_err(|_| malformed(format!("`{count}` is no number")))?;
+                continue;
+            }
+            let Some((problem, milliseconds)) = line.split_once(' ') else {
+                return Err(malformed("a problem and milliseconds are expected".to_owned()));
+            };
+            let problem = problem.parse::<Problem>().map_err(|it| malformed(it.to_string()))?;
+            let number = milliseconds.trim();
+            let milliseconds =
+                number.parse().map_err(|_| malformed(format!("`{number}` is no number")))?;
+            times.measured.push(Measured { problem, milliseconds });
+        }
+        times.checked(what)
+    }
+
+    /// The same, if there is something in it, and nothing that no clock could have said.
+    fn checked(self, what: &str) -> Result<Self, Error> {
+        let malformed = |reason: String| Err(Error::Malformed { what: what.to_owned(), reason });
+        if self.measured.is_empty() {
+            return malformed("it has no times".to_owned());
+        }
+        if self.multiprocessors == 0 {
+            return malformed("it does not say how many multiprocessors the GPU has".to_owned());
+        }
+        for (index, Measured { problem, milliseconds }) in self.measured.iter().enumerate() {
+            let text = problem.text();
+            if !milliseconds.is_normal() || *milliseconds < 0.0 {
+                return malformed(format!("{text} took {milliseconds} ms"));
+            }
+            if self.measured[..index].iter().any(|it| it.problem == *problem) {
+                return malformed(format!("{text} is in it twice"));
+            }
+        }
+        Ok(self)
+    }
+
+    /// As a file that [`Times::read`] reads.
+    pub fn text(&self) -> String {
+        let Times { gpu, multiprocessors, source, measured } = self;
+        let mut text = "# Milliseconds of kernels on one GPU, for `flashcore scale`; written by \
+                        `flashcore scale --times RESULTS --save-times FILE`.\n"
+            .to_owned();
+        let _ = writeln!(text, "gpu: {gpu}\nmultiprocessors: {multiprocessors}\nsource: {source}");
+        for Measured { problem, milliseconds } in measured {
+            // Six digits.
+            let digits = (5.0 - milliseconds.log10().floor()).max(0.0) as usize;
+            let _ = writeln!(text, "{} {milliseconds:.digits$}", problem.text());
+        }
+        text
+    }
+
+    /// Milliseconds of a problem.
+    pub fn milliseconds(&self, problem: &Problem) -> Result<f64, Error> {
+        let pairs = problem.visible_pairs();
+        if pairs == 0 {
+            return Ok(0.0);
+        }
+        let kind = Kind::of(problem);
+        let fixed = self.smallest(kind);
+        let points = self.curve(kind, fixed);
+        if points.is_empty() || problem.value_head_dim != problem.head_dim {
+            return Err(self.unknown(problem));
+        }
+        let Work { rows, keys, idle } = Work::of(problem, self.multiprocessors);
+        Ok(fixed + idle * rows * between(&points, keys))
+    }
+
+    /// What the smallest call of a kind takes; nothing where none is small.
+    fn smallest(&self, kind: Kind) -> f64 {
+        let small = |it: &&Measured| it.problem.rows() <= TILE && Kind::of(&it.problem) == kind;
+        let times = self.measured.iter().filter(small).map(|it| it.milliseconds);
+        times.reduce(f64::min).unwrap_or(0.0)
+    }
+
+    /// Keys that a row sees, and milliseconds of a row, in order: of the problems that have as many keys
+    /// as queries, and as many heads of them.
+    fn curve(&self, kind: Kind, fixed: f64) -> Vec<[f64; 2]> {
+        let plain = |it: &&Measured| {
+            let Problem { query_heads, kv_heads, query_length, key_length, .. } = it.problem;
+            Kind::of(&it.problem) == kind
+                && it.problem.rows() > TILE
+                && (query_heads, query_length) == (kv_heads, key_length)
+        };
+        let point = |it: &Measured| {
+            let Work { rows, keys, idle } = Work::of(&it.problem, self.multiprocessors);
+            [keys, (it.milliseconds - fixed).max(0.0) / (rows * idle)]
+        };
+        let mut points: Vec<_> = self.measured.iter().filter(plain).map(point).collect();
+        points.sort_by(|a, b| a[0].total_cmp(&b[0]));
+        points
+    }
+
+    fn unknown(&self, problem: &Problem) -> Error {
+        let mut known: Vec<String> = Vec::new();
+        for Measured { problem, .. } in &self.measured {
+            let kind = format!("head dim {} in {}", problem.head_dim, problem.dtype());
+            if !known.contains(&kind) {
+                known.push(kind);
+            }
+        }
+        let pass = match problem.pass {
+            Pass::Forward => "forward",
+            Pass::Backward => "backward",
+        };
+        Error::Impossible(format!(
+            "no {pass} times like those of {} were measured on {}: there are {}",
+            problem.text(),
+            self.gpu,
+            known.join(", ")
+        ))
+    }
+}
+
+/// The value at a place of the line through points; beyond the last one, of that through it and zero.
+fn between(points: &[[f64; 2]], at: f64) -> f64 {
+    let through = |[x0, y0]: [f64; 2], [x1, y1]: [f64; 2]| y0 + (y1 - y0) * (at - x0) / (x1 - x0);
+    let from_zero = |point| through([0.0, 0.0], point);
+    match points.iter().position(|point| at < point[0]) {
+        None => points.last().map_or(f64::NAN, |last| from_zero(*last)),
+        // Before the first one a row is never free, whatever the first two say.
+        Some(0) => match points {
+            [first, second, ..] => through(*first, *second).max(from_zero(*first)),
+            _ => from_zero(points[0]),
+        },
+        Some(right) => through(points[right - 1], points[right]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn malformed(text: &str) -> String {
+        Times::parse(text, "mine").unwrap_err().to_string()
+    }
+
+    #[test]
+    fn lines_are_read_as_they_were_written() {
+        let times = Times::embedded();
+        assert!(Times::parse(&times.text(), "mine").unwrap().text() == times.text());
+        let begin = "gpu: mine\nmultiprocessors: 4\n";
+        let line = |line: &str| malformed(&format!("{begin}{line}\n"));
+        for (text, said) in [
+            ("nonsense", "mine, line 3: a problem and milliseconds are expected"),
+            ("nonsense 1.0", "`nonsense` means nothing"),
+            ("s=64,d=64 fast", "`fast` is no number"),
+            ("clock: 3", "`clock:` means nothing"),
+            ("s=64,d=64 nan", "took NaN ms"),
+            ("s=64,d=64 0", "took 0 ms"),
+            ("s=64,d=64 -1", "took -1 ms"),
+            ("s=64,d=64 1\ns=64,d=64 2", "is in it twice"),
+            ("", "it has no times"),
+        ] {
+            assert!(line(text).contains(said), "{text}: {}", line(text));
+        }
+        assert!(malformed("s=64,d=64 1\n").contains("how many multiprocessors"));
+        assert!(malformed("multiprocessors: many\n").contains("`many` is no number"));
+    }
+
+    #[test]
+    fn what_was_not_measured_is_said() {
+        let times = Times::embedded();
+        for text in
+            ["b=1,h=8,s=4096,d=96,bf16", "b=1,h=8,s=4096,d=128,f16", "s=4096,d=128,dv=64,bf16"]
+        {
+            let message = times.milliseconds(&text.parse().unwrap()).unwrap_err().to_string();
+            assert!(message.contains("there are head dim 64 in bf16"), "{message}");
+        }
+        let nothing: Problem = "b=1,h=8,s=0,d=128,bf16".parse().unwrap();
+        assert_eq!(times.milliseconds(&nothing).unwrap(), 0.0);
+    }
+
+    /// More queries, more keys and more heads take longer, also beyond what was measured.
+    #[test]
+    fn more_takes_longer() {
+        let times = Times::embedded();
+        for rest in ["", ",causal", ",backward", ",causal,backward"] {
+            let mut before = 0.0;
+            for length in (6..=23).map(|power| 1usize << power) {
+                let problem = format!("b=1,h=32,hk=8,s={length},d=128,bf16{rest}");
+                let time = times.milliseconds(&problem.parse().unwrap()).unwrap();
+                assert!(time > before, "{problem}: {time} after {before}");
+                before = time;
+            }
+        }
+    }
+
+    /// Every time that is in the program, were it not there, is predicted from the others.
+    #[test]
+    fn what_is_left_out_is_predicted_within_3_percent() {
+        let times = Times::embedded();
+        let mut wrong = Vec::new();
+        for (index, Measured { problem, milliseconds }) in times.measured.iter().enumerate() {
+            let mut others = times.clone();
+            others.measured.remove(index);
+            let Work { keys, .. } = Work::of(problem, times.multiprocessors);
+            let kind = Kind::of(problem);
+            let points = others.curve(kind, others.smallest(kind));
+            // Of the ends of a curve nothing is known from its other points.
+            if !points.first().zip(points.last()).is_some_and(|(a, b)| a[0] < keys && keys < b[0]) {
+                continue;
+            }
+            let predicted = others.milliseconds(problem).unwrap();
+            let off = predicted / milliseconds - 1.0;
+            if off.abs() > 0.03 {
+                wrong.push(format!("{}: {:+.1} %", problem.text(), 100.0 * off));
+            }
+        }
+        assert!(wrong.is_empty(), "{wrong:#?}");
+    }
+}

@@ -1,0 +1,227 @@
+//! Attention inside programs that XLA has compiled: JAX's `jit`.
+//!
+//! While JAX traces a function, [`describe`] checks a call from the shapes alone and says what its
+//! results are. When the program runs, XLA calls a handler with the buffers: on its stream, or on a
+//! thread of its own, without Python.
+
+use std::ffi::{CStr, c_void};
+use std::ptr::NonNull;
+
+use cuda::Stream;
+use flashcore::{Cancellation, DType};
+use pyo3::prelude::*;
+use pyo3::types::{PyCapsule, PyDict, PyTuple};
+
+use crate::call::{described, warn_if_slow};
+use crate::gradient::Backward;
+use crate::info::{Last, remember};
+use crate::numbers::Numbers;
+use crate::request::{Called, OUT, Request, named};
+use crate::view::{Element, MOST_DIMENSIONS, Memory, Place, View};
+use crate::xla::{Call, CallFrame, Handler, answer};
+use crate::{cpu, error, gpu};
+
+/// A call of XLA's: its attributes, and the results: the shape and the element type of the output,
+/// and the shape of the log-sum-exps.
+pub(crate) type Described<'py> = (Bound<'py, PyDict>, (Vec<i64>, &'static str, Vec<i64>));
+
+/// What XLA is to call us with, from the tensors' shapes: each is (element type, sizes, None, 0).
+pub(crate) fn describe<'py>(
+    tensors: &Bound<'py, PyTuple>,
+    numbers: &Bound<'py, PyTuple>,
+    called: Called,
+) -> PyResult<Described<'py>> {
+    let py = tensors.py();
+    let given = Numbers::read(called, numbers)?;
+    let function = called.function;
+    let tensors = named(function.names(), tensors)?;
+    let request = Request::read(function, &tensors, given, |tensor, _, _| described(tensor))?;
+    request.problem()?;
+    let attributes = PyDict::new(py);
+    let places = tensors.iter().enumerate().filter(|(_, (_, tensor))| tensor.is_some());
+    let places = places.fold(0_i64, |places, (at, _)| places | 1 << at);
+    attributes.set_item("tensors", places)?;
+    let Numbers { scale, causal, window, chunk, softcap, most_queries, most_keys, .. } = given;
+    attributes.set_item("causal", causal)?;
+    for (name, number) in [("scale", scale), ("softcap", softcap)] {
+        if let Some(number) = number {
+            attributes.set_item(name, number)?;
+        }
+    }
+    let whole = |number: Option<usize>| number.map(|number| number as i64);
+    for (name, number) in [
+        ("window_left", whole(window.0)),
+        ("window_right", whole(window.1)),
+        ("chunk", whole(Some(chunk))),
+        ("max_seqlen_q", most_queries),
+        ("max_seqlen_k", most_keys),
+    ] {
+        if let Some(number) = number {
+            attributes.set_item(name, number)?;
+        }
+    }
+    let output = request.output();
+    let (sums, hidden) = request.sums();
+    let dtype = match output.element {
+        Element::Float(DType::F16) => "float16",
+        Element::Float(DType::BF16) => "bfloat16",
+        _ => "float32",
+    };
+    Ok((attributes, (output.sizes().to_vec(), dtype, sums[hidden..].to_vec())))
+}
+
+/// A handler for XLA, by the name of what it does and of the platform.
+pub(crate) fn target<'py>(
+    py: Python<'py>,
+    name: &str,
+    platform: &str,
+) -> PyResult<Bound<'py, PyCapsule>> {
+    const NAME: &CStr = c"xla._CUSTOM_CALL_TARGET";
+    let handler: Handler = match (name, platform) {
+        ("attention", "cpu") => attend_on_host,
+        ("attention", "CUDA") => attend_on_device,
+        ("attention_backward", "cpu") => differentiate_on_host,
+        ("attention_backward", "CUDA") => differentiate_on_device,
+        _ => return Err(error::value(format!("there is no target `{name}` for `{platform}`"))),
+    };
+    let pointer = NonNull::new(handler as *mut c_void);
+    let pointer = pointer.ok_or_else(|| error::runtime("a function has no address"))?;
+    // SAFETY: a function, which stays.
+    unsafe { PyCapsule::new_with_pointer(py, pointer, NAME) }
+}
+
+extern "C" fn attend_on_host(frame: *mut CallFrame) -> *mut c_void {
+    // SAFETY: XLA calls it, with a frame of its own, here and below.
+    unsafe { answer(frame, |call| attend(call, Place::Host)) }
+}
+
+extern "C" fn attend_on_device(frame: *mut CallFrame) -> *mut c_void {
+    // SAFETY: as above.
+    unsafe { answer(frame, |call| attend(call, Place::Cuda(call.ordinal()?))) }
+}
+
+extern "C" fn differentiate_on_host(frame: *mut CallFrame) -> *mut c_void {
+    // SAFETY: as above.
+    unsafe { answer(frame, |call| differentiate(call, Place::Host)) }
+}
+
+extern "C" fn differentiate_on_device(frame: *mut CallFrame) -> *mut c_void {
+    // SAFETY: as above.
+    unsafe { answer(frame, |call| differentiate(call, Place::Cuda(call.ordinal()?))) }
+}
+
+/// Output, and log-sum-exps where XLA wants two results.
+fn attend(call: &Call<'_>, place: Place) -> PyResult<()> {
+    let request = request(call, place)?;
+    let output = call.result(0, request.given.dimensions, place)?;
+    let output = request.output_in(&output)?;
+    let sums = (call.results() > 1).then(|| call.result(1, MOST_DIMENSIONS, place));
+    let sums = sums.transpose()?.map(|sums| sums.address);
+    let problem = request.problem()?;
+    match place {
+        _ if output.form.sizes.contains(&0) => {}
+        Place::Cuda(ordinal) => {
+            let gpu = gpu::device(ordinal)?;
+            // SAFETY: the stream that XLA gives the call, on this device.
+            let stream = unsafe { Stream::borrow(gpu.device(), call.stream()?) };
+            let plan = gpu::attend(gpu, &stream, &request, &problem, &output, sums)?;
+            warn_if_slow(&plan)?;
+            remember(|| Last::Gpu { ordinal, plan });
+        }
+        Place::Host => {
+            let never = Cancellation::new();
+            // SAFETY: XLA's buffers, which are the call's while it lasts.
+            let report = unsafe { cpu::attend(&request, &problem, &output, sums, &never)? };
+            remember(|| Last::Cpu { problem: problem.into(), report: report.into() });
+        }
+    }
+    Ok(())
+}
+
+/// The gradients of queries, keys, values and sinks. The arguments are those of the forward call, its
+/// output and log-sum-exps, and the gradient of the output; what follows is zeros for the results.
+fn differentiate(call: &Call<'_>, place: Place) -> PyResult<()> {
+    let function = called(call)?.function;
+    let request = request(call, place)?;
+    let first = given(call).count_ones() as usize;
+    let packed = (request.query_starts.is_some(), request.key_starts.is_some());
+    let rows = |name: &str, memory: PyResult<Memory>, packed: bool| -> PyResult<View> {
+        function.order(packed).view(name, &memory?)
+    };
+    let (queries, keys) = (dimensions(packed.0), dimensions(packed.1));
+    let sums = request.sums();
+    let backward = Backward {
+        output: rows("out", call.argument(first, queries, place), packed.0)?,
+        lse: call.argument(first + 1, sums.0.len() - sums.1, place)?,
+        output_gradient: rows("dout", call.argument(first + 2, queries, place), packed.0)?,
+        gradients: [
+            rows("dq", call.result(0, queries, place), packed.0)?,
+            rows("dk", call.result(1, keys, place), packed.1)?,
+            rows("dv", call.result(2, keys, place), packed.1)?,
+        ],
+        sinks: request.sinks.is_some().then(|| call.result(3, 1, place)).transpose()?,
+        request,
+    };
+    backward.check()?;
+    let problem = backward.problem(call.flag("deterministic"))?;
+    match place {
+        Place::Cuda(ordinal) => {
+            let gpu = gpu::device(ordinal)?;
+            // SAFETY: the stream that XLA gives the call, on this device.
+            let stream = unsafe { Stream::borrow(gpu.device(), call.stream()?) };
+            let plan = gpu::differentiate(gpu, &stream, &backward, &problem)?;
+            warn_if_slow(&plan)?;
+            remember(|| Last::Gpu { ordinal, plan });
+        }
+        Place::Host => {
+            let never = Cancellation::new();
+            // SAFETY: XLA's buffers, which are the call's while it lasts.
+            let report = unsafe { cpu::differentiate(&backward, &problem, &never)? };
+            remember(|| Last::Cpu { problem: problem.into(), report: report.into() });
+        }
+    }
+    Ok(())
+}
+
+fn called(call: &Call<'_>) -> PyResult<Called> {
+    Called::named(call.text("function")?)
+}
+
+/// Which of a call's tensors are given, as bits.
+fn given(call: &Call<'_>) -> u64 {
+    call.integer("tensors").unwrap_or_default() as u64
+}
+
+/// What the forward call is.
+fn request(call: &Call<'_>, place: Place) -> PyResult<Request> {
+    let given = given(call);
+    if given.count_ones() as usize > call.arguments() || given >> OUT != 0 {
+        return Err(error::value(format!("the call has no tensors {given:b}")));
+    }
+    let whole = |name| call.integer(name).and_then(|number| usize::try_from(number).ok());
+    let Called { function, batch_invariant } = called(call)?;
+    let numbers = Numbers {
+        scale: call.number("scale"),
+        causal: call.flag("causal"),
+        window: (whole("window_left"), whole("window_right")),
+        chunk: whole("chunk").unwrap_or_default(),
+        softcap: call.number("softcap"),
+        most_queries: call.integer("max_seqlen_q"),
+        most_keys: call.integer("max_seqlen_k"),
+        batch_invariant,
+    };
+    let packed = |at: usize| given & 1 << if at == 0 { 3 } else { 4 } != 0;
+    Request::new(function, numbers, |at, _| {
+        if given & 1 << at == 0 {
+            return Ok(None);
+        }
+        let before = (given & ((1 << at) - 1)).count_ones() as usize;
+        let most = if at < 3 { dimensions(packed(at)) } else { MOST_DIMENSIONS };
+        call.argument(before, most, place).map(Some)
+    })
+}
+
+/// The dimensions that a tensor of rows has when `vmap` has added none.
+fn dimensions(packed: bool) -> usize {
+    if packed { 3 } else { 4 }
+}

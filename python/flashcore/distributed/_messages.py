@@ -1,0 +1,130 @@
+"""Keys, values and their gradients on the way between ranks: two messages, of keys and of values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ._plan import Plan, Span, Step, count
+from ._transport import Pending
+
+
+def _rows(spans: list[Span], tensor: Any) -> Any:
+    """These rows of a tensor as one that can be sent: a copy only where they do not lie together."""
+    some = [tensor[:, begin:end] for begin, end in spans]
+    return some[0].contiguous() if len(some) == 1 else torch.cat(some, 1)
+
+
+def room(rows: int, like: Any) -> Any:
+    """Memory for so many rows."""
+    return like.new_empty((like.shape[0], rows, *like.shape[2:]))
+
+
+def _pairs(messages: list[Any]) -> list[tuple[Any, Any]]:
+    """Keys and values, which come one after the other."""
+    return list(zip(messages[::2], messages[1::2]))
+
+
+def _exchange(sends: list[tuple[int, Any]], receive: list[tuple[int, list[Span]]], k: Any, v: Any, call: Any) -> Any:
+    """Begins to send, and to get rows of keys and values from these ranks; what is under way, and what there
+    will be."""
+    rooms = [(rank, room(count(spans), it)) for rank, spans in receive for it in (k, v)]
+    return call.transport.exchange(sends, rooms), [it for _, it in rooms]
+
+
+def fetch(step: Step | None, k: Any, v: Any, call: Any) -> Pending | None:
+    """Begins to get the keys and values of a step from their owner, and to give away own ones; None where
+    nobody sees anything."""
+    if step is None or not (step.send or step.receive):
+        return None
+
+    def begin() -> Any:
+        sends = [(rank, _rows(spans, it)) for rank, spans in step.send for it in (k, v)]
+        works, rooms = _exchange(sends, step.receive, k, v, call)
+        # A ring's step has one owner, or none.
+        return works, rooms or [k[:, :0], v[:, :0]]
+
+    return Pending(k.device, begin)
+
+
+def give_back(step: Step, found: tuple[Any, Any], k: Any, v: Any, call: Any) -> Pending:
+    """Begins to send the gradients of a step's keys to their owner, and to get those of own ones."""
+
+    def begin() -> Any:
+        sends = [(rank, it.contiguous()) for rank, _ in step.receive for it in found]
+        return _exchange(sends, step.send, k, v, call)
+
+    return Pending(k.device, begin)
+
+
+def add_returned(step: Step, messages: list[Any], dk: Any, dv: Any) -> None:
+    """Adds gradients of own keys that others computed."""
+    for (_, spans), pair in zip(step.send, _pairs(messages)):
+        for part, gradient in zip(pair, (dk, dv)):
+            at = 0
+            for begin, end in spans:
+                gradient.add(part[:, at : at + end - begin], (begin, end))
+                at += end - begin
+
+
+def gather(k: Any, v: Any, call: Any) -> Pending:
+    """Begins to get the keys and values of all ranks, by rank."""
+    plan = call.plan
+
+    def everything() -> Any:
+        works, found = [], []
+        for it in (k, v):
+            part = it.contiguous()
+            if it.shape[1] < max(plan.rows):
+                # As long as the longest, so that all are of one size.
+                part = room(max(plan.rows), it)
+                part[:, : it.shape[1]].copy_(it)
+            parts = part.new_empty((plan.size, *part.shape))
+            works += call.transport.all_gather(parts.view(-1), part.view(-1))
+            found.append(parts)
+        return works, found
+
+    def seen() -> Any:
+        step = plan.steps[0]
+        sends = [(rank, _rows(spans, it)) for rank, spans in step.send for it in (k, v)]
+        return _exchange(sends, step.receive, k, v, call)
+
+    return Pending(k.device, everything if plan.distribution.gathers_all else seen)
+
+
+def put_together(messages: list[Any], k: Any, v: Any, plan: Plan) -> tuple[Any, Any]:
+    """The keys and values of an all-gather by positions."""
+    if plan.distribution.gathers_all:
+        parts = dict(enumerate(zip(*messages)))
+    else:
+        parts = dict(zip((rank for rank, _ in plan.steps[0].receive), _pairs(messages)))
+    parts[plan.rank] = (k, v)
+    if not plan.gathered:
+        return k, v
+    some = [(parts[rank], slice(*rows)) for rank, rows in plan.gathered]
+    keys, values = (torch.cat([part[it][:, at] for part, at in some], 1) for it in (0, 1))
+    return keys, values
+
+
+def return_gathered(found: tuple[Any, Any], k: Any, v: Any, call: Any, dk: Any, dv: Any) -> None:
+    """Sends the gradients of an all-gather's keys to their owners, and adds those that others found."""
+    plan = call.plan
+    step = plan.steps[0]
+    # Where each owner's rows are, in the order in which they are its own.
+    owned: list[list[tuple[int, Span]]] = [[] for _ in range(plan.size)]
+    at = 0
+    for rank, (first, last) in plan.gathered:
+        owned[rank].append((first, (at, at + last - first)))
+        at += last - first
+    spans = [[span for _, span in sorted(some)] for some in owned]
+
+    def begin() -> Any:
+        sends = [(rank, _rows(spans[rank], it)) for rank, _ in step.receive for it in found]
+        return _exchange(sends, step.send, k, v, call)
+
+    pending = Pending(k.device, begin)
+    if spans[plan.rank]:
+        for part, gradient in zip(found, (dk, dv)):
+            gradient.add(_rows(spans[plan.rank], part), (0, plan.held))
+    add_returned(step, pending.wait(), dk, dv)

@@ -1,0 +1,323 @@
+"""Attention over a spread sequence: 2, 3, 4 and 8 processes on the CPU find what one does."""
+
+import functools
+import math
+import os
+import signal
+import time
+import traceback
+
+import pytest
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+
+import distributed_cases
+import ranks
+from distributed_cases import VARIANTS, cases, check, starts, tensors
+from flashcore import flash_attn_func, flash_attn_with_kvcache
+from flashcore.distributed import (
+    append,
+    context_parallel_attention,
+    decode,
+    positions,
+    ring_attention,
+    shard,
+    unshard,
+)
+from flashcore.distributed._plan import plan as plan_of
+
+pytestmark = pytest.mark.skipif(
+    not dist.is_available() or not dist.is_gloo_available(), reason="PyTorch was built without gloo"
+)
+
+# Groups of all sizes among eight processes; the ranks of a group are not those of the world.
+GROUPS = {2: (6, 7), 3: (1, 3, 5), 4: (0, 2, 4, 6), 8: tuple(range(8))}
+
+
+def world(store, rank, size):
+    """All that is checked, in each of eight processes; errors by what was checked."""
+    ranks.begin(store, rank, size)
+    errors = {}
+    for count, members in GROUPS.items():
+        group = dist.new_group(members)
+        if rank not in members:
+            continue
+        for variant in VARIANTS:
+            for index, case in enumerate(cases(count, variant)):
+                attempt(errors, (count, variant), check, group, variant, case)
+                if index == 1:
+                    attempt(errors, (count, variant), check, group, variant, case, torch.bfloat16, tolerance=2e-2)
+        for body in BODIES:
+            attempt(errors, (count, body.__name__), body, group)
+    dist.barrier()
+    dist.destroy_process_group()
+    return errors
+
+
+def attempt(errors, name, body, *arguments, **options):
+    try:
+        body(*arguments, **options)
+    except Exception:
+        errors.setdefault(name, []).append(f"{arguments[1:]}\n{traceback.format_exc()}")
+
+
+def whole_tensors_come_back(group):
+    for lengths in (45, [17, 0, 40, 3], [0], 1):
+        ragged = {} if isinstance(lengths, int) else {"cu_seqlens": starts(lengths)}
+        first = (2, lengths) if isinstance(lengths, int) else (sum(lengths),)
+        given = torch.arange(3 * math.prod(first)).view(*first, 3)
+        for order in ("zigzag", "contiguous"):
+            for nodes in (1, dist.get_world_size(group)):
+                own = shard(given, group, order=order, nodes=nodes, **ragged)
+                length = {} if ragged else {"length": lengths}
+                back = unshard(own, group, order=order, nodes=nodes, **ragged, **length)
+                assert torch.equal(back, given)
+
+
+def positions_are_those_of_own_rows(group):
+    for where in ({"length": 45}, {"cu_seqlens": starts([17, 0, 40, 3])}):
+        lengths = [45] if "length" in where else [17, 0, 40, 3]
+        every = torch.cat([torch.arange(it) for it in lengths])
+        lists = {key: it for key, it in where.items() if key == "cu_seqlens"}
+        assert torch.equal(positions(group, **where), shard(every, group, dim=0, **lists))
+
+
+def nobody_needs_to_have_anything(group):
+    empty = torch.empty(2, 0, 8, 16, requires_grad=True)
+    out = ring_attention(empty, empty, empty, group)
+    out.sum().backward()
+    assert out.shape == empty.shape and empty.grad.shape == empty.shape
+
+
+def a_rank_whose_output_nobody_uses_gives_its_part(group):
+    q, k, v, dout = tensors(45, (8, 2))
+    leaves = [shard(it, group).requires_grad_() for it in (q, k, v)]
+    out = ring_attention(*leaves, group, causal=True, length=45)
+    rank = dist.get_rank(group)
+    if rank == 0:
+        # As where only the log-sum-exps, or nothing, of it went into the loss.
+        zero = torch.zeros_like(out)
+        out.backward(zero)
+    else:
+        out.backward(shard(dout, group))
+    first = torch.zeros(2, 45, dtype=torch.bool)
+    for sequence, (begin, end) in plan_of(
+        dist.get_world_size(group), 0, (45,), 2, (None, 0), "ring", 1, "zigzag", (8, 2, 16, 24, 4)
+    ).distribution.pieces(0):
+        first[:, begin:end] = True
+    dout = dout.masked_fill(first[..., None, None], 0)
+    expected, _ = distributed_cases.whole(45, (q, k, v, dout), {"causal": True})
+    for leaf, gradient in zip(leaves, expected[1:]):
+        distributed_cases.near("gradient", leaf.grad, shard(gradient, group), 2e-5)
+
+
+def decoding_over_a_spread_cache(group):
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    block, batch, heads, key_heads, dim, room = 3, 3, 4, 2, 16, 90
+    generator = torch.Generator().manual_seed(1)
+    random = lambda *shape: torch.randn(*shape, generator=generator)
+    whole_k, whole_v = random(batch, room, key_heads, dim), random(batch, room, key_heads, dim)
+    own = -(-room // (size * block)) * block
+    k_cache, v_cache = torch.full((2, batch, own, key_heads, dim), float("nan"))
+    lengths = torch.zeros(batch, dtype=torch.int32)
+    # A prompt, none, and then one position after the other.
+    counts = [torch.tensor([40, 40, 40]), *[torch.ones(batch, dtype=torch.int64)] * 7]
+    for window_size in ((-1, -1), (10, 0)):
+        k_cache.fill_(float("nan"))
+        lengths.zero_()
+        for new in (int(it[0]) for it in counts):
+            at = int(lengths[0])
+            append(k_cache, v_cache, whole_k[:, at : at + new], whole_v[:, at : at + new], lengths, group, block=block)
+            lengths += new
+            # Sequences of different lengths: those of others end before.
+            seen = lengths - torch.tensor([0, 1, 38], dtype=torch.int32)
+            q = random(batch, 1, heads, dim)
+            out, lse = decode(
+                q, k_cache, v_cache, seen, group, block=block, window_size=window_size, return_lse=True
+            )
+            expected, sums, *_ = flash_attn_with_kvcache(
+                q, whole_k, whole_v, cache_seqlens=seen, causal=True, window_size=window_size, return_softmax_lse=True
+            )
+            distributed_cases.near("out", out, expected, 1e-5)
+            distributed_cases.near("lse", lse, sums, 1e-5)
+    # Lengths that differ: the rows of each are those that it owns.
+    k_cache.fill_(-1)
+    lengths = torch.tensor([0, 5, 7], dtype=torch.int32)
+    append(k_cache, v_cache, whole_k[:, :20], whole_v[:, :20], lengths, group, block=block)
+    for sequence in range(batch):
+        expected = torch.full_like(k_cache[sequence], -1)
+        rows = 0
+        for position in range(int(lengths[sequence]) + 20):
+            if position // block % size == rank:
+                if position >= lengths[sequence]:
+                    expected[rows] = whole_k[sequence, position - int(lengths[sequence])]
+                rows += 1
+        assert torch.equal(k_cache[sequence], expected)
+
+
+def pytorchs_context_parallel_runs_on_our_operators(group):
+    """The operators are those that ``flashcore.torch.activate`` gives to CUDA. PyTorch has no context
+    parallelism on the CPU, whose attention is another operator: that of CUDA is called here by name. And its
+    ranks must divide half the length."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+
+    import flashcore.torch
+
+    library = torch.library.Library("aten", "IMPL")
+    for name, ours in (
+        ("_scaled_dot_product_flash_attention", flashcore.torch.heads_first),
+        ("_scaled_dot_product_flash_attention_backward", flashcore.torch.heads_first_backward),
+    ):
+        library.impl(name, ours, "CPU", allow_override=True)
+
+    def scaled_dot_product_attention(q, k, v, is_causal):
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    generator = torch.Generator().manual_seed(2)
+    given = [torch.randn(2, 4, 48, 16, generator=generator) for _ in range(4)]
+    whole = [it.clone().requires_grad_() for it in given[:3]]
+    expected = flash_attn_func(*(it.transpose(1, 2) for it in whole), causal=True).transpose(1, 2)
+    expected.backward(given[3])
+    functional = torch.nn.functional
+    before, functional.scaled_dot_product_attention = (
+        functional.scaled_dot_product_attention,
+        scaled_dot_product_attention,
+    )
+    try:
+        parts = [it.clone() for it in given]
+        with context_parallel(mesh, buffers=parts, buffer_seq_dims=[2] * 4):
+            leaves = [it.clone().requires_grad_() for it in parts[:3]]
+            out = functional.scaled_dot_product_attention(*leaves, is_causal=True)
+            out.backward(parts[3])
+            found = [out.detach(), *(it.grad for it in leaves)]
+        found = context_parallel_unshard(mesh, found, [2] * 4)
+    finally:
+        functional.scaled_dot_product_attention = before
+        library._destroy()
+    for ours, theirs in zip(found, [expected, *(it.grad for it in whole)]):
+        distributed_cases.near("gradient", ours, theirs, 2e-5)
+
+
+BODIES = (
+    whole_tensors_come_back,
+    positions_are_those_of_own_rows,
+    nobody_needs_to_have_anything,
+    a_rank_whose_output_nobody_uses_gives_its_part,
+    decoding_over_a_spread_cache,
+    pytorchs_context_parallel_runs_on_our_operators,
+)
+
+
+@functools.cache
+def answers():
+    return ranks.processes(world, 8)
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, *(body.__name__ for body in BODIES)])
+@pytest.mark.parametrize("size", GROUPS)
+def test_processes_find_what_one_does(size, name):
+    for rank, errors in answers().items():
+        assert isinstance(errors, dict), errors
+        assert not errors.get((size, name)), f"process {rank}: {errors[size, name][0]}"
+
+
+def failing(store, rank, size, how):
+    """A rank is lost in the middle of a call; how long others wait, what they are told, and whether they
+    can go on in a new group."""
+    given = tensors(45, (8, 2))[:3]
+    ranks.begin(store, rank, size, timeout=2)
+    leaves = [shard(it).requires_grad_() for it in given]
+    out = ring_attention(*leaves, causal=True, length=45)
+    began = time.monotonic()
+    try:
+        if rank == 1:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ArithmeticError("a rank of its own accord")
+        out.sum().backward()
+        error = "nothing"
+    except Exception as raised:
+        error = type(raised).__name__
+    waited = time.monotonic() - began
+    dist.destroy_process_group()
+    # Those who are left, or all.
+    left = [it for it in range(size) if how == "raises" or it != 1]
+    ranks.begin(store + "again", left.index(rank), len(left))
+    out = ring_attention(*(shard(it) for it in given), causal=True, length=45)
+    right = torch.allclose(unshard(out, length=45), flash_attn_func(*given, causal=True), atol=1e-5)
+    dist.barrier()
+    dist.destroy_process_group()
+    return error, waited, right
+
+
+@pytest.mark.parametrize("how", ["killed", "raises"])
+def test_a_lost_rank_is_an_error_for_the_others_and_a_new_group_works(how):
+    left = [0, 2] if how == "killed" else [0, 1, 2]
+    for rank, answer in ranks.processes(failing, 3, how, expected=left).items():
+        assert isinstance(answer, tuple), answer
+        error, waited, right = answer
+        assert error == ("ArithmeticError" if rank == 1 else "RuntimeError"), (rank, error)
+        assert waited < 2 + 5 and right, (rank, answer)
+
+
+def test_threads_send_the_bytes_that_the_library_says():
+    """And find the same: the transport within one process that a single GPU is tested with."""
+    length, heads = 64, (8, 2)
+    given = tensors(length, heads)
+    for variant in VARIANTS:
+        for rules in ({"causal": True}, {"window_size": (9, 4)}):
+            nodes = 2 if variant == "hybrid" else 1
+            left, right = rules.get("window_size", (None, 0))
+            batch, sizes = given[0].shape[0], (*heads, 16, 24, 4)
+
+            def work(transport):
+                run = distributed_cases.spread_without_autograd
+                found = run(transport, variant, length, given, rules, "contiguous", nodes)
+                compared = distributed_cases.whole(length, given, rules)
+                distributed_cases.compare(transport, length, found, compared, "contiguous", nodes, 2e-5)
+                plan = plan_of(
+                    4, transport.rank, (length,), batch, (left, right), variant, nodes, "contiguous", sizes
+                )
+                expected = sum(plan.distribution.sent(transport.rank))
+                if plan.nodes > 1:
+                    # And log-sum-exps, which were asked for: of own heads, to the owners of rows.
+                    (first, last), rows = plan.heads[plan.node][0], [plan.rows[it] for it in plan.peers]
+                    expected += 4 * batch * (last - first) * (sum(rows) - rows[plan.node])
+                return transport.sent_bytes, expected
+
+            for sent, expected in ranks.threads(work, 4):
+                assert sent == expected, (variant, rules)
+
+
+def test_more_parts_than_are_kept():
+    """As many ranks as make the parts be put together more than once."""
+    given = tensors(70, (2, 1))
+    case = (70, (2, 1), {"causal": True}, "zigzag", 1)
+    assert given[0].shape[1] == 70
+    ranks.threads(lambda transport: check(transport, "ring", case), 35)
+
+
+def test_wrong_calls_are_refused_by_name():
+    transport = ranks.Thread(ranks.Mailbox(2), 0)
+    q, k, v, _ = tensors(10, (4, 2), value_dim=16)
+
+    def message(*given, **arguments):
+        with pytest.raises((ValueError, TypeError)) as raised:
+            context_parallel_attention(*given, transport, **arguments)
+        return str(raised.value)
+
+    assert "q has 10 rows, expected 5: those that rank 0 of 2 owns of sequences of 11" in message(q, k, v, length=11)
+    assert "expected as many rows as q" in message(q, k[:, :4], v)
+    assert 'variant is "star"' in message(q, k, v, variant="star")
+    assert 'order is "random"' in message(q, k, v, order="random")
+    assert "2 ranks do not divide into 3 nodes" in message(q, k, v, variant="hybrid", nodes=3)
+    assert "1 heads cannot be spread over 2 ranks" in message(q[:, :, :1], k[:, :, :1], v[:, :, :1], variant="all_to_all")
+    assert "expected (own rows, heads, head dim)" in message(q, k, v, cu_seqlens=[0, 20])
+    assert "expected cumulative lengths from 0 on" in message(q[0], k[0], v[0], cu_seqlens=[0, 20, 10])
+    assert "q is torch.float64" in message(q.double(), k.double(), v.double())
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        context_parallel_attention(q, k, v)

@@ -1,0 +1,241 @@
+"""JAX's transformations: `jit`, `grad`, `vmap` and `shard_map`, against attention written in JAX."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+np = pytest.importorskip("numpy")
+jax = pytest.importorskip("jax")
+import jax.numpy as jnp  # noqa: E402
+
+import flashcore  # noqa: E402
+from flashcore import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache  # noqa: E402
+
+CPU = jax.devices("cpu")[0]
+# Most of the time of these tests would be XLA's, in making small programs fast.
+jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu():
+    with jax.default_device(CPU):
+        yield
+
+
+def reference(q, k, v, scale=None, causal=False, window=(-1, -1), softcap=0.0, sinks=None):
+    """Attention over (batch, length, heads, dim) as one would write it: output and log-sum-exps."""
+    queries, keys, group = q.shape[-3], k.shape[-3], q.shape[-2] // k.shape[-2]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    k, v = jnp.repeat(k, group, -2), jnp.repeat(v, group, -2)
+    scores = jnp.einsum("...qhd,...khd->...hqk", q, k).astype(jnp.float32) * scale
+    if softcap:
+        scores = softcap * jnp.tanh(scores / softcap)
+    ahead = jnp.arange(keys) - jnp.arange(queries)[:, None] - (keys - queries)
+    seen = jnp.ones((queries, keys), bool)
+    left, right = window[0], 0 if causal else window[1]
+    seen = seen if left < 0 else seen & (ahead >= -left)
+    seen = seen if right < 0 else seen & (ahead <= right)
+    scores = jnp.where(seen, scores, -jnp.inf)
+    whole = scores
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:-1], 1))
+        whole = jnp.concatenate((scores, column), -1)
+    lse = jax.nn.logsumexp(whole, -1)
+    # A query that sees no key gets zeros.
+    weights = jnp.where(seen, jnp.exp(scores - jnp.where(jnp.isinf(lse), 0.0, lse)[..., None]), 0.0)
+    return jnp.einsum("...hqk,...khd->...qhd", weights, v), lse
+
+
+def random(*shapes, dtype=jnp.float32):
+    generator = np.random.default_rng(0)
+    return [jnp.asarray(generator.standard_normal(shape).astype(dtype)) for shape in shapes]
+
+
+def close(found, expected, tolerance=2e-6):
+    found, expected = jax.tree.leaves(found), jax.tree.leaves(expected)
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected):
+        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+        ours, theirs = np.asarray(ours, np.float32), np.asarray(theirs, np.float32)
+        assert np.allclose(ours, theirs, atol=tolerance * max(1.0, np.abs(theirs).max(initial=0.0)))
+
+
+# Arguments of ours, and of the reference; heads of queries and keys.
+CASES = {
+    "plain": ({}, {}, (3, 3)),
+    "causal": ({"causal": True}, {"causal": True}, (4, 2)),
+    "window": ({"window_size": (2, 1), "softmax_scale": 0.3}, {"window": (2, 1), "scale": 0.3}, (4, 2)),
+    "softcap": ({"causal": True, "softcap": 2.0}, {"causal": True, "softcap": 2.0}, (2, 1)),
+}
+
+
+def value_and_gradients(call, arrays, weights=1.0):
+    """A sum over what a call answers, and its gradients, by one compiled program: no array is in memory
+    where the call is made."""
+    loss = lambda *x: (call(*x).astype(jnp.float32) ** 2 * weights).sum()  # noqa: E731
+    return jax.block_until_ready(jax.jit(jax.value_and_grad(loss, tuple(range(len(arrays)))))(*arrays))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_jit_and_grad(case):
+    ours, theirs, (heads, shared) = CASES[case]
+    q, k, v, weights = arrays = random((2, 5, heads, 16), (2, 7, shared, 16), (2, 7, shared, 24), (2, 5, heads, 24))
+    found = value_and_gradients(lambda *x: flash_attn_func(*x, **ours), arrays[:3], weights)
+    assert flashcore.info()["last"]["kernel"] == "cpu/backward"
+    close(found, value_and_gradients(lambda *x: reference(*x, **theirs)[0], arrays[:3], weights))
+    out, lse, _ = jax.jit(lambda *x: flash_attn_func(*x, **ours, return_attn_probs=True))(q, k, v)
+    close((out, lse), jax.jit(lambda *x: reference(*x, **theirs))(q, k, v))
+    # As arrays in memory have it.
+    assert (out == flash_attn_func(q, k, v, **ours)).all()
+
+
+@pytest.mark.parametrize("axes", [(0, 0, 0), (1, None, None)], ids=str)
+def test_vmap_folds_the_batch(axes):
+    shapes = ((2, 5, 4, 16), (2, 7, 2, 16), (2, 7, 2, 16))
+    lay = lambda shape, axis: shape if axis is None else (*shape[:axis], 3, *shape[axis:])  # noqa: E731
+    arrays = random(*(lay(shape, axis) for shape, axis in zip(shapes, axes)))
+    found = value_and_gradients(jax.vmap(lambda *x: flash_attn_func(*x, causal=True), axes), arrays)
+    assert flashcore.info()["last"]["problem"].startswith("batch 6, heads 4/2, length 5x7")
+    close(found, value_and_gradients(jax.vmap(lambda *x: reference(*x, causal=True)[0], axes), arrays))
+
+
+def test_vmap_twice_and_over_sinks():
+    q, k, v, sinks = random((2, 3, 1, 4, 2, 8), (2, 3, 1, 4, 2, 8), (2, 3, 1, 4, 2, 8), (2, 2))
+    close(jax.jit(jax.vmap(jax.vmap(flash_attn_func)))(q, k, v), jax.jit(reference)(q, k, v)[0])
+    # A list is that of one call: these are made one after the other.
+    arrays = (q[0, :2], k[0, :2], v[0, :2], sinks)
+    ours = jax.vmap(lambda *x: flash_attn_func(*x[:3], s_aux=x[3]))
+    theirs = jax.vmap(lambda *x: reference(*x[:3], sinks=x[3])[0])
+    close(value_and_gradients(ours, arrays), value_and_gradients(theirs, arrays))
+
+
+def test_packed_sequences():
+    arrays = random((9, 2, 8), (9, 2, 8), (9, 2, 8))
+    # A row of no sequence has no gradient.
+    starts = jnp.array([0, 3, 3, 8], jnp.int32)
+
+    def apart(*rows):
+        parts = [reference(*(x[None, b:e] for x in rows), causal=True)[0][0] for b, e in ((0, 3), (3, 8))]
+        return jnp.concatenate(parts)
+
+    ours = lambda *x: flash_attn_varlen_func(*x, starts, starts, 5, 5, causal=True)[:8]  # noqa: E731
+    close(value_and_gradients(ours, arrays), value_and_gradients(apart, arrays))
+
+
+def test_a_cache_and_pytorchs_function():
+    q, cache = random((2, 1, 4, 16), (2, 2, 8, 2, 16))
+    lengths = jnp.array([3, 8], jnp.int32)
+    ours = jax.jit(lambda q, cache, lengths: flash_attn_with_kvcache(q, *cache, cache_seqlens=lengths, causal=True))
+    found = ours(q, cache, lengths)
+    for at, length in enumerate((3, 8)):
+        close(found[at], jax.jit(reference)(q[at], *cache[:, at, :length])[0])
+    with pytest.raises(NotImplementedError, match="flash_attn_with_kvcache has no gradients"):
+        jax.grad(lambda q: ours(q, cache, lengths).sum())(q)
+    # Keys behind the last query's have gradients of zero.
+    arrays = random((2, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8))
+    ours = lambda *x: flashcore.scaled_dot_product_attention(*x, is_causal=True).swapaxes(1, 2)  # noqa: E731
+    theirs = lambda *x: reference(*(it.swapaxes(1, 2)[:, :3] for it in x), causal=True)[0]  # noqa: E731
+    close(value_and_gradients(ours, arrays), value_and_gradients(theirs, arrays))
+
+
+def test_16_bits_and_odd_head_dims():
+    arrays = random((1, 5, 2, 12), (1, 5, 2, 12), (1, 5, 2, 12), dtype=jnp.bfloat16)
+    flashcore._copies._told.clear()
+    with pytest.warns(UserWarning, match="head dim"):
+        _, found = value_and_gradients(flash_attn_func, arrays)
+    _, wide = value_and_gradients(lambda *x: reference(*x)[0], [x.astype(jnp.float32) for x in arrays])
+    close(found, [x.astype(jnp.bfloat16) for x in wide], 4e-2)
+
+
+def test_nothing_meets():
+    q, k = random((2, 3, 2, 8), (2, 0, 2, 8))
+    out, lse, _ = jax.jit(lambda *x: flash_attn_func(*x, return_attn_probs=True))(q, k, k)
+    assert not out.any() and jnp.isneginf(lse).all()
+    _, found = value_and_gradients(flash_attn_func, (q, k, k))
+    assert not found[0].any() and [x.shape for x in found[1:]] == [k.shape, k.shape]
+
+
+@pytest.mark.parametrize(
+    "error, words, call",
+    [
+        (ValueError, "q has 4 heads, expected a multiple of the 3 of k", lambda q: flash_attn_func(q, q[:, :, :3], q[:, :, :3])),
+        (ValueError, "k has 3 dimensions, expected 4", lambda q: flash_attn_func(q, q[0], q)),
+        (TypeError, "k has element type f16, expected f32 like q", lambda q: flash_attn_func(q, q.astype("float16"), q)),
+        (TypeError, "q has element type int16, expected float16", lambda q: flash_attn_func(*(q.astype("int16"),) * 3)),
+        (TypeError, "softmax_scale=.*expected a finite number", lambda q: flash_attn_func(q, q, q, softmax_scale=q[0, 0, 0, 0])),
+        (NotImplementedError, "functions are not supported inside", lambda q: flashcore.flex_attention(q, q, q, lambda s, *_: s * 2)),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_while_tracing(error, words, call):
+    with pytest.raises(error, match=words):
+        jax.eval_shape(call, jax.ShapeDtypeStruct((2, 3, 4, 8), jnp.float32))
+
+
+def test_what_only_the_contents_show_is_told_when_it_runs():
+    rows, starts = jnp.ones((3, 4, 8)), jnp.array([0, 9], jnp.int32)
+    with pytest.raises(Exception, match="INVALID_ARGUMENT.*cu_seqlens_q"):
+        jax.jit(lambda x, at: flash_attn_varlen_func(x, x, x, at, at, 3, 3))(rows, starts).block_until_ready()
+
+
+SHARDED = """
+from functools import partial
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from flashcore import flash_attn_func
+from test_jax import close, random, reference, value_and_gradients
+
+mesh = Mesh(jax.devices(), "x")
+q, k, v, sinks = random((8, 5, 4, 16), (8, 7, 4, 16), (8, 7, 4, 16), (4,))
+expected = value_and_gradients(lambda *x: reference(*x, causal=True)[0], (q, k, v))
+for spec in (P("x"), P(None, None, "x")):
+    ours = jax.shard_map(lambda *x: flash_attn_func(*x, causal=True), mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x in (q, k, v)]
+    close(value_and_gradients(ours, placed), expected)
+# Keys, values and sinks are everybody's: their gradients are sums over the devices.
+everybody = lambda call: lambda q, k, v, s: call(q, k[:1].repeat(q.shape[0], 0), v[:1].repeat(q.shape[0], 0), s)
+ours = jax.shard_map(
+    everybody(lambda q, k, v, s: flash_attn_func(q, k, v, s_aux=s)),
+    mesh=mesh, in_specs=(P("x"), P(), P(), P()), out_specs=P("x"),
+)
+theirs = everybody(lambda q, k, v, s: reference(q, k, v, sinks=s)[0])
+close(value_and_gradients(ours, (q, k, v, sinks)), value_and_gradients(theirs, (q, k, v, sinks)))
+# Without shard_map XLA gathers what it cannot split: right, if slower.
+close(jax.jit(lambda *x: flash_attn_func(*x, causal=True))(*placed), jax.jit(partial(reference, causal=True))(q, k, v)[0])
+print(len(jax.devices()), "devices")
+"""
+
+
+def test_shard_map():
+    flags = "--xla_force_host_platform_device_count=4"
+    path = os.pathsep.join((os.path.dirname(__file__), *filter(None, sys.path)))
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True)
+    assert done.stdout == "4 devices\n", done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_gpu(case):
+    try:
+        device = jax.devices("gpu")[0]
+    except RuntimeError as error:
+        pytest.skip(f"no GPU that JAX can use: {error}")
+    ours, theirs, (heads, shared) = CASES[case]
+    shapes = ((2, 129, heads, 64), (2, 200, shared, 64), (2, 200, shared, 64), (2, 129, heads, 64))
+    *exact, weights = random(*shapes, dtype=jnp.bfloat16)
+    arrays, weights = [jax.device_put(x, device) for x in exact], jax.device_put(weights, device)
+    # Forward and backward on the GPU, inside of one program.
+    found = value_and_gradients(lambda *x: flash_attn_func(*x, **ours), arrays, weights)[1]
+    assert flashcore.info()["last"]["device"] == f"cuda:{device.local_hardware_id}"
+    plain = value_and_gradients(lambda *x: reference(*x, **theirs)[0], arrays, weights)[1]
+    wide = [x.astype(jnp.float32) for x in exact]
+    true = value_and_gradients(lambda *x: reference(*x, **theirs)[0], wide, jax.device_put(weights, CPU))[1]
+    for mine, rough, exact in zip(found, plain, true):
+        error = lambda it: float(jnp.abs(jax.device_put(it, CPU).astype(jnp.float32) - exact).max())  # noqa: E731
+        # Products of the reference are rounded to 16 bits in other places than ours.
+        assert error(mine) <= 2 * error(rough) + 8e-3 * float(jnp.abs(exact).max())
+    many = jax.jit(jax.vmap(lambda *x: flash_attn_func(*x, **ours)))(*(jnp.stack((x, x)) for x in arrays))
+    once = flash_attn_func(*arrays, **ours)
+    assert (many[0] == many[1]).all() and (many[0] == once).all()
