@@ -1,10 +1,13 @@
-//! Every check of the project, one after the other, with a summary at the end.
+//! Every check of the project, with a summary at the end.
 //!
-//! The order is from quick to slow. A failed check never hides the next one.
+//! The order is from quick to slow. A failed check never hides the next one. The last ones need a release
+//! build and go beside the tests, which leave a core idle now and then; where there is a GPU, one after
+//! the other, for some of them measure.
 
 use std::ffi::OsString;
-use std::io::Write;
+use std::path::Path;
 use std::process::Command;
+use std::thread;
 use std::time::Instant;
 
 use crate::process::{self, Done, cargo, program};
@@ -19,21 +22,35 @@ struct Check {
     run: fn(verbose: bool) -> Finding,
     /// Left out of `--quick`.
     slow: bool,
+    /// Whether it may go beside the others.
+    beside: bool,
+}
+
+/// What became of a check.
+struct Checked {
+    name: &'static str,
+    finding: Finding,
+    seconds: f64,
 }
 
 const CHECKS: [Check; 12] = [
-    Check { name: "format", run: format, slow: false },
-    Check { name: "clippy", run: clippy, slow: false },
-    Check { name: "candle", run: candle, slow: true },
-    Check { name: "cpu only", run: cpu_only, slow: true },
-    Check { name: "package", run: package, slow: true },
-    Check { name: "docs", run: docs, slow: true },
-    Check { name: "outside", run: |_| outside::outside().map(|()| String::new()), slow: true },
-    Check { name: "tools", run: |_| tools::tools(), slow: false },
-    Check { name: "tests", run: tests, slow: false },
-    Check { name: "attend", run: attend, slow: true },
-    Check { name: "check", run: check, slow: true },
-    Check { name: "python", run: python::test, slow: true },
+    Check { name: "format", run: format, slow: false, beside: false },
+    Check { name: "clippy", run: clippy, slow: false, beside: false },
+    Check { name: "candle", run: candle, slow: true, beside: false },
+    Check { name: "cpu only", run: cpu_only, slow: true, beside: false },
+    Check { name: "package", run: package, slow: true, beside: false },
+    Check { name: "docs", run: docs, slow: true, beside: false },
+    Check {
+        name: "outside",
+        run: |_| outside::outside().map(|()| String::new()),
+        slow: true,
+        beside: false,
+    },
+    Check { name: "tools", run: |_| tools::tools(), slow: false, beside: false },
+    Check { name: "tests", run: tests, slow: false, beside: false },
+    Check { name: "attend", run: attend, slow: true, beside: true },
+    Check { name: "check", run: check, slow: true, beside: true },
+    Check { name: "python", run: python::test, slow: true, beside: true },
 ];
 
 /// Runs the checks; true when all passed.
@@ -47,33 +64,57 @@ pub(crate) fn test(flags: &[&str]) -> Outcome {
         }
     }
     let begin = Instant::now();
-    let (mut rows, mut failed) = (Vec::new(), 0);
-    for check in CHECKS.iter().filter(|check| !(quick && check.slow)) {
-        print!("{:<9}", check.name);
-        if verbose {
-            println!();
+    let checks = CHECKS.iter().filter(|check| !(quick && check.slow));
+    let (beside, first): (Vec<&Check>, Vec<&Check>) = checks.partition(|check| check.beside);
+    let run = |checks: &[&Check]| -> Vec<Checked> {
+        checks.iter().map(|check| check.run(verbose)).collect()
+    };
+    let done = match first.split_last() {
+        Some((tests, quick)) if !Path::new("/dev/nvidiactl").exists() => {
+            let mut done = run(quick);
+            done.extend(thread::scope(|scope| {
+                let release = scope.spawn(|| run(&beside));
+                let mut done = run(&[*tests]);
+                done.extend(release.join().unwrap_or_default());
+                done
+            }));
+            done
         }
-        let _ = std::io::stdout().flush();
-        let begin = Instant::now();
-        let finding = (check.run)(verbose);
-        let seconds = format!("{:.1}", begin.elapsed().as_secs_f64());
-        let (verdict, detail) = match finding {
-            Ok(detail) => {
-                println!("passed in {seconds} s");
-                ("passed", detail)
-            }
-            Err(log) => {
-                println!("FAILED in {seconds} s\n\n{}\n", log.trim_end());
-                failed += 1;
-                ("FAILED", String::new())
-            }
-        };
-        rows.push([check.name, verdict, &seconds, &detail].map(str::to_owned).to_vec());
-    }
+        _ => run(&[first, beside].concat()),
+    };
+    let failed = done.iter().filter(|it| it.finding.is_err()).count();
+    let rows: Vec<Vec<String>> = done.iter().map(Checked::row).collect();
     println!("\n{}", table(&["check", "verdict", "seconds", ""], &rows));
     println!("{:.0} s in all", begin.elapsed().as_secs_f64());
     println!("{} passed, {failed} failed", rows.len() - failed);
     Ok(failed == 0)
+}
+
+impl Check {
+    /// Runs it, and says how it went.
+    fn run(&self, verbose: bool) -> Checked {
+        if verbose {
+            println!("{}", self.name);
+        }
+        let begin = Instant::now();
+        let (name, finding) = (self.name, (self.run)(verbose));
+        let seconds = begin.elapsed().as_secs_f64();
+        match &finding {
+            Ok(_) => println!("{name:<9}passed in {seconds:.1} s"),
+            Err(log) => println!("{name:<9}FAILED in {seconds:.1} s\n\n{}\n", log.trim_end()),
+        }
+        Checked { name, finding, seconds }
+    }
+}
+
+impl Checked {
+    fn row(&self) -> Vec<String> {
+        let (verdict, detail) = match &self.finding {
+            Ok(detail) => ("passed", detail.as_str()),
+            Err(_) => ("FAILED", ""),
+        };
+        vec![self.name.into(), verdict.into(), format!("{:.1}", self.seconds), detail.into()]
+    }
 }
 
 fn format(verbose: bool) -> Finding {

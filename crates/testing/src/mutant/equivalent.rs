@@ -65,6 +65,7 @@ const SLOWER: &[Equivalent] = &[
     slower("attention/visibility.rs", "", MASKED),
     slower("/rule.rs", "k.if_(", MASKED),
     slower("decode/mask.rs", "", MASKED),
+    slower("decode/walk.rs", "k.if_(mask.touches", MASKED),
     slower("mma/walk.rs", "", MASKED),
     slower("mma/backward/weights.rs", "k.if_(", MASKED),
     slower("backward/consumer.rs", "k.if_(needs_mask", MASKED),

@@ -383,10 +383,8 @@ fn decode(it: &Decode) -> Vec<Call> {
         // Parts of many teams.
         call(vec![1, 1], vec![20 * round + 5, 7], [3, 1]).on(9),
         call(vec![1, 2], vec![3, 40 * round + 5], [2, 1]).on(19),
-        Call {
-            weights: Weights::Spikes,
-            ..call(vec![4], vec![35 * round + 5], [it.rows as usize, 1]).on(33 * 4)
-        },
+        // More of them than a warp has lanes; rows whose slopes differ, so that each part weighs in one.
+        call(vec![1], vec![35 * round + 5], [group, 1]).on(40),
         // Parts of as many tiles as are worth it, which the longest of the sequences decides.
         call(vec![1; 3], vec![3, 2 * round, 5], [1, 1]).on(9),
         // A few keys, all of them far below zero for some rows.
@@ -423,6 +421,9 @@ fn decode(it: &Decode) -> Vec<Call> {
         // Packed keys; equal lengths, of which no list tells.
         all.push(listed(Place::Padded, Place::Packed));
         all.push(late(Place::Packed, Place::Packed));
+        // The same with a query, which sees no key.
+        let none = Ragged::new(vec![1, 2, 1], vec![0, round + 3, tile]).over(Place::Packed);
+        all.push(Call { hostile: true, ..Call::ragged(kernel, none, [2, 1]) });
         // Behind the last key of the last sequence there is no memory.
         all.push(call(vec![1, 1], vec![3, round + 3], [1, 1]));
         // A last sequence without keys, and ones that a team comes to from another.
