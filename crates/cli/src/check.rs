@@ -56,6 +56,12 @@ struct Batches {
     failure: Option<String>,
 }
 
+#[derive(Serialize)]
+struct OfBatches<'a> {
+    passed: bool,
+    backends: &'a [Batches],
+}
+
 /// What one kernel did with one element type.
 #[derive(Serialize)]
 struct Line {
@@ -172,7 +178,7 @@ fn check_batches(
     }
     let passed = all.iter().all(|it| it.failure.is_none());
     if json {
-        return Answer::json(&all, passed);
+        return Answer::json(&OfBatches { passed, backends: &all }, passed);
     }
     let line = |it: &Batches| match &it.failure {
         None => format!(

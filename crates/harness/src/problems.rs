@@ -196,27 +196,24 @@ fn named(name: &str) -> Option<Vec<Problem>> {
     })
 }
 
-/// First the curves: what the smallest call takes, then hidden size 2048, every head dim and mask, lengths
-/// apart by a factor of two. Then what lies between and beside them: other lengths, grouped heads, few
-/// heads, and as many keys as a step of a ring has.
+/// First the curves: what the smallest call takes, then hidden size 2048, every head dim and mask, two lengths
+/// to a power of two. Then what lies beside them: grouped heads, few heads, and as many keys as a step of
+/// a ring has.
 fn scale() -> Vec<Problem> {
-    let new = |heads: usize, length: usize, dim: usize| {
-        let batch = (16_384 / length).max(1);
-        Problem::new(batch, heads, length, dim).with_dtype(DType::BF16)
-    };
-    let alone = |heads, kv_heads, length| {
-        Problem::new(1, heads, length, 128).with_dtype(DType::BF16).with_kv_heads(kv_heads)
-    };
+    let new =
+        |batch, heads, length, dim| Problem::new(batch, heads, length, dim).with_dtype(DType::BF16);
+    let alone = |heads, kv_heads, length| new(1, heads, length, 128).with_kv_heads(kv_heads);
     let mut problems = Vec::new();
     for dim in [128, 64, 256] {
+        problems.push(new(1, 1, 128, dim));
         let longest = if dim == 128 { 65_536 } else { 32_768 };
-        problems.push(Problem::new(1, 1, 128, dim).with_dtype(DType::BF16));
-        let lengths = (9..=16).map(|power| 1 << power).filter(|length| *length <= longest);
-        problems.extend(lengths.map(|length| new(2048 / dim, length, dim)));
+        let lengths = (9..=16).flat_map(|power| [1 << power, 3 << (power - 1)]);
+        let lengths = lengths.filter(|length| *length <= longest);
+        let full = |length| new(16_384usize.div_ceil(length), 2048 / dim, length, dim);
+        problems.extend(lengths.map(full));
     }
-    problems.extend([3072, 12_288, 49_152].map(|length| alone(16, 16, length)));
     problems.extend([1024, 4096, 8192, 32_768].map(|length| alone(32, 8, length)));
-    problems.extend([(4, 1, 32_768), (8, 2, 16_384)].map(|(h, hk, length)| alone(h, hk, length)));
+    problems.extend([alone(4, 1, 32_768), alone(8, 2, 16_384), alone(16, 16, 3072)]);
     let mut both: Vec<Problem> =
         problems.into_iter().flat_map(|it| [it.clone(), it.with_mask(Mask::CAUSAL)]).collect();
     both.extend(

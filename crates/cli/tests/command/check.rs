@@ -49,3 +49,11 @@ fn given_problems_are_checked() {
     assert_eq!(message, "there is no kernel `nope` here, only cpu/blocked, cpu/backward");
     assert!(refuse(&["--problem", "d=100000,s=2"]).contains("head dims end at 65536"));
 }
+
+#[test]
+fn bits_are_compared_over_batches() {
+    let found = json(&["check", "--batches", "1", "--backend", "cpu", "--json"]);
+    assert_eq!(found["passed"], true, "{found}");
+    assert_eq!(found["backends"][0]["backend"], "cpu");
+    assert!(found["backends"][0]["compared"].as_u64().unwrap() > 0, "{found}");
+}

@@ -99,7 +99,11 @@ pub(crate) fn launch(
     if problem.batch.checked_mul(tiles).is_none_or(|tiles| tiles > i32::MAX as usize) {
         return Err("the number of keys of all sequences is too large".to_owned());
     }
-    let parts = decode.parts_of_block(problem.key_length as u64);
+    // One team has all of every sequence.
+    let parts = match teams {
+        1 => u64::from(decode.running_parts()),
+        _ => decode.parts_of_block(problem.key_length as u64),
+    };
     // Places of parts are counted in 32 bits.
     let all_parts = parts.checked_mul(blocks.into()).filter(|all| *all <= u32::MAX.into());
     let all_parts = all_parts.ok_or("the number of parts of sequences is too large")?;
@@ -222,6 +226,58 @@ mod tests {
             Decode.choose(&asked).unwrap_err(),
             "a tensor's address is not a multiple of 16"
         );
+    }
+
+    /// What a row's bits depend on is the same whatever is asked for with it.
+    #[test]
+    fn splits_of_a_fixed_size_do_not_depend_on_the_call() {
+        for target in [Target::SM_80, Target::SM_89, Target::SM_90A, Target::SM_120] {
+            let chip = Chip::typical(target);
+            for dim in (8..=256).step_by(8) {
+                let mut seen = Vec::new();
+                for (batch, queries, keys) in
+                    [(1, 1, 8192), (128, 1, 77), (3, 2, 1 << 17), (2, 40, 40), (1, 3000, 5000)]
+                {
+                    let pages = Storage::Paged { size: 16, columns: keys / 16 + 1, pages: 9 };
+                    for storage in [Storage::Padded, pages] {
+                        let problem = Problem::new(batch, 32, queries, dim)
+                            .with_kv_heads(8)
+                            .with_key_length(keys)
+                            .with_storage(Storage::Padded, storage)
+                            .batch_invariant();
+                        let choice = choose(&chip, &problem).unwrap();
+                        let Configuration::Decode(decode) = choice.kernel() else { panic!() };
+                        seen.push((decode.warps, decode.tile_keys, decode.splits));
+                        let keys = decode.unit_tiles() * decode.tile_keys;
+                        assert!((448..=576).contains(&keys), "{keys}");
+                    }
+                }
+                seen.dedup();
+                assert_eq!(seen.len(), 1, "{target} {dim}: {seen:?}");
+            }
+        }
+        let tokens = Problem::new(1, 8, 1, 128)
+            .with_dtype(DType::BF16)
+            .with_kv_dtype(DType::E4M3)
+            .with_descales(crate::problem::Descales::of_cache(crate::problem::Descale::PerToken));
+        let refusal = choose(&Chip::H200, &tokens.batch_invariant()).unwrap_err();
+        assert!(refusal.starts_with("scales of tokens are rounded"), "{refusal}");
+    }
+
+    /// Parts of splits take 4 KB each, and are few whatever the batch.
+    #[test]
+    fn fixed_splits_take_little_memory() {
+        let bytes = |batch: usize, queries: usize, keys: usize| {
+            let problem = Problem::new(batch, 32, queries, 128).with_kv_heads(8);
+            let problem = problem.with_key_length(keys).batch_invariant();
+            let choice = choose(&Chip::H200, &problem).unwrap();
+            choice.memory.iter().map(|it| it.bytes).sum::<u64>()
+        };
+        let (block, part) = (128, 8 * 130 * 4);
+        assert_eq!(bytes(1, 1, 8192), block * (17 * part + 8));
+        assert_eq!(bytes(128, 1, 1 << 17), block * (32 * part + 8));
+        // Many queries have a block for each few of them, and each has all keys that they see.
+        assert_eq!(bytes(1, 4096, 4096), 0);
     }
 
     /// Sequences of a tile each have a team each where there is room.

@@ -59,11 +59,16 @@ impl Softmax {
         let reference = reference(k, new);
         let shrink = k.exp2(maximum - reference);
         k.set(maximum, new);
-        let mut total = k.eval(sum * shrink);
+        let mut total = sum;
         let mut probabilities = Vec::new();
         for (index, pair) in scores.chunks_exact(2).enumerate() {
             let mut weights = [pair[0], pair[1]].map(|score| k.exp2(score.register - reference));
-            total = k.eval(total + (weights[0] + weights[1]));
+            let added = k.eval(weights[0] + weights[1]);
+            total = match index {
+                // Written out, so that assemblers do not choose between one operation and two.
+                0 => k.fma(sum, shrink, added),
+                _ => k.eval(total + added),
+            };
             if let Some(scales) = scales {
                 weights = [0, 1].map(|one| k.eval(weights[one] * scales[2 * index + one]));
             }

@@ -398,7 +398,8 @@ impl Forward {
         let scores = self.score_rule(k).with_small_tanh(two_ways);
         let schedule =
             StaticScheduler::parameters(k, self, query_length, key_length, scores.scale_log2);
-        let functions = Functions::parameters(k, &self.rules).unscaled(&self.rules, scores.inverse);
+        let functions =
+            Functions::parameters(k, &self.rules).unscaled(&self.rules, scores.inverse).in_pairs();
         let probe = probe::parameter(k, probed);
         let shared = self.shared(k);
         let thread = k.thread_index();

@@ -166,7 +166,7 @@ impl Prefill {
         let scores = self.tile.score_rule(k);
         let batch = Batch::parameters(k, self, scores.scale_log2);
         let rules = &self.tile.rules;
-        let functions = Functions::parameters(k, rules).unscaled(rules, scores.inverse);
+        let functions = Functions::parameters(k, rules).unscaled(rules, scores.inverse).in_pairs();
         let shared = self.tile.shared(k);
         let slots = WorkSlots::new(k, 4 * self.tile.warpgroups);
         let thread = k.thread_index();

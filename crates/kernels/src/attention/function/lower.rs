@@ -5,10 +5,12 @@
 //! column; only the rest is computed for each score. Columns come one after the other, so that
 //! little is kept in registers.
 
+use std::collections::HashMap;
 use std::f32::consts::LOG2_E;
 
 use ptx::{
-    Builder, Choose, Element, Expression, F32, GlobalAddress, Pred, Reg, S32, U32, U64, Value,
+    BF16x2, Builder, Choose, Element, Expression, F16x2, F32, GlobalAddress, LoadHint, Pred, Reg,
+    S32, U32, U64, Value,
 };
 
 use super::Function;
@@ -38,6 +40,12 @@ impl Functions {
     pub(crate) fn unscaled(self, rules: &Rules, inverse: Option<Reg<F32>>) -> Self {
         let (Some(function), Some(inverse)) = (rules.score_function, inverse) else { return self };
         Functions { score: self.score.map(|it| it.unscaled(function, inverse)), ..self }
+    }
+
+    /// The same where a thread's columns are pairs, the first of which is an even key.
+    pub(crate) fn in_pairs(self) -> Self {
+        let in_pairs = |it: Option<FunctionRegisters>| it.map(FunctionRegisters::in_pairs);
+        Functions { mask: in_pairs(self.mask), score: in_pairs(self.score) }
     }
 
     /// Whether there is one.
@@ -72,6 +80,8 @@ pub(crate) struct FunctionRegisters {
     transposed: bool,
     /// Where scores come before their scale, the node that is one over it.
     inverse: Option<(Id, Reg<F32>)>,
+    /// Loads of two neighbours that one instruction can do, where tensors lie so.
+    pairs: Vec<bool>,
 }
 
 /// A float that changes by one from column to column: it is converted for the first column alone,
@@ -230,8 +240,48 @@ impl FunctionRegisters {
             tensors,
             transposed,
             inverse: None,
+            pairs: Vec::new(),
         }
         .analysed()
+    }
+
+    /// The same for threads whose columns are pairs, the first of which is an even key: where a
+    /// tensor's last index is the key, neighbours are loaded together.
+    fn in_pairs(self) -> Self {
+        let is_pair = |node: &Node| match node {
+            Node::Load(tensor, indices) => {
+                let last = indices.last().map(|index| &self.nodes[*index as usize]);
+                let stored = self.tensors[*tensor as usize].stored;
+                let fits = matches!(stored, Stored::F16 | Stored::BF16 | Stored::F32 | Stored::I32);
+                fits && last == Some(&Node::Symbol(Symbol::Key))
+            }
+            _ => false,
+        };
+        let pairs = self.nodes.iter().map(is_pair).collect();
+        FunctionRegisters { pairs, ..self }
+    }
+
+    /// Whether the tensors of pairs lie so that these are aligned: without gaps between neighbours,
+    /// of an even number in a row, from an even place on.
+    fn has_aligned_pairs(&self, k: &mut Builder) -> Option<Reg<Pred>> {
+        let mut all: Option<Value<Pred>> = None;
+        for (node, _) in self.nodes.iter().zip(&self.pairs).filter(|(_, is_pair)| **is_pair) {
+            let Node::Load(tensor, _) = node else { continue };
+            let TensorRegisters { stored, address, extents, strides } =
+                &self.tensors[*tensor as usize];
+            let (Some((last, outer)), Some(extent)) = (strides.split_last(), extents.last()) else {
+                continue;
+            };
+            let odd = outer.iter().fold(Value::<U64>::from(0u64), |all, it| all | *it);
+            let odd = (odd & 1).equals(0) & (*extent & 1).equals(0) & last.equals(1u64);
+            let place = (address.reinterpret::<U64>() & (2 * stored.bytes() as u64 - 1)).equals(0);
+            let aligned = odd & place;
+            all = Some(match all {
+                Some(all) => all & aligned,
+                None => aligned,
+            });
+        }
+        all.map(|all| k.eval(all))
     }
 
     /// The same function over scores before their scale, where it only adds to them: `inverse` is
@@ -276,7 +326,7 @@ impl FunctionRegisters {
 
     /// Scores become what a score function says, or minus infinity where a mask hides their key.
     pub(crate) fn apply(&self, k: &mut Builder, scores: &[Score], standing: &Standing<'_>) {
-        self.each(k, scores, standing, |k, score, results| {
+        let body = |k: &mut Builder, score: &Score, results: &[Computed]| {
             let register = score.register;
             match self.kind {
                 Kind::Score => k.set(register, results[0].float()),
@@ -285,7 +335,15 @@ impl FunctionRegisters {
                     k.set(register, seen.choose::<F32>(register, f32::NEG_INFINITY));
                 }
             }
-        });
+        };
+        match self.has_aligned_pairs(k) {
+            None => self.each(k, scores, standing, false, body),
+            Some(aligned) => k.if_else(
+                aligned,
+                |k| self.each(k, scores, standing, true, body),
+                |k| self.each(k, scores, standing, false, body),
+            ),
+        }
     }
 
     /// Gives what a score function makes of each score, and its slope there, to somebody who does
@@ -297,7 +355,7 @@ impl FunctionRegisters {
         standing: &Standing<'_>,
         mut body: impl FnMut(&mut Builder, &Score, [Value<F32>; 2]),
     ) {
-        self.each(k, scores, standing, |k, score, results| {
+        self.each(k, scores, standing, false, |k, score, results| {
             body(k, score, [0, 1].map(|index| results[index].float()));
         });
     }
@@ -307,12 +365,14 @@ impl FunctionRegisters {
         k: &mut Builder,
         scores: &[Score],
         standing: &Standing<'_>,
+        paired: bool,
         mut body: impl FnMut(&mut Builder, &Score, &[Computed]),
     ) {
         let mut scores = scores.to_vec();
         scores.sort_by_key(|score| score.column);
         let nothing = || vec![None; self.nodes.len()];
-        let mut run = Run { function: self, standing, tile: nothing(), rows: Vec::new() };
+        let (tile, rows, second) = (nothing(), Vec::new(), HashMap::new());
+        let mut run = Run { function: self, standing, tile, rows, paired, second };
         run.compute(k, Level::Tile, &mut nothing(), None, None);
         for row in 0..standing.rows.len() {
             let mut values = nothing();
@@ -342,6 +402,9 @@ struct Run<'a> {
     standing: &'a Standing<'a>,
     tile: Values,
     rows: Vec<Values>,
+    /// Whether neighbours are loaded together, and the second of each node and row.
+    paired: bool,
+    second: HashMap<(usize, Option<usize>), Computed>,
 }
 
 impl Run<'_> {
@@ -376,6 +439,15 @@ impl Run<'_> {
                     if !whole && !here {
                         continue;
                     }
+                    let is_pair = self.paired && self.function.pairs[id];
+                    let is_second = is_pair && score.is_some_and(|score| score.column % 2 == 1);
+                    if is_second {
+                        match self.second.remove(&(id, row)) {
+                            Some(second) if whole => values[id] = Some(second),
+                            _ => {}
+                        }
+                        continue;
+                    }
                     let tensor = &self.function.tensors[*tensor as usize];
                     let mut place = self.place_before(id, tensor, level, values, row);
                     for (dimension, index) in indices.iter().enumerate() {
@@ -384,7 +456,15 @@ impl Run<'_> {
                             place.step(k, tensor, dimension, index);
                         }
                     }
-                    if whole { place.load(k, tensor) } else { Computed::Place(place.computed(k)) }
+                    match (whole, is_pair && score.is_some()) {
+                        (true, true) => {
+                            let [first, second] = place.load_pair(k, tensor);
+                            self.second.insert((id, row), second);
+                            first
+                        }
+                        (true, false) => place.load(k, tensor),
+                        (false, _) => Computed::Place(place.computed(k)),
+                    }
                 }
                 _ if !whole => continue,
                 node => self.node(k, node, values, row, score),
@@ -730,15 +810,46 @@ impl Place {
         Place { address, offset, within: self.within.map(|within| k.eval(within).into()) }
     }
 
-    /// The element, zero where an index is outside.
-    fn load(self, k: &mut Builder, tensor: &TensorRegisters) -> Computed {
+    /// Its address, and whether it is inside of its tensor.
+    fn found(self, k: &mut Builder) -> (Value<GlobalAddress>, Reg<Pred>) {
         let Place { address, offset, within } = self;
         let address = address.expect("a tensor lies somewhere");
         let place: Value<GlobalAddress> = match offset {
             Some(offset) => address + offset,
             None => address.into(),
         };
-        let within = k.eval(within.expect("a tensor has dimensions"));
+        (place, k.eval(within.expect("a tensor has dimensions")))
+    }
+
+    /// An element and the next, which are both inside or both outside.
+    fn load_pair(self, k: &mut Builder, tensor: &TensorRegisters) -> [Computed; 2] {
+        let (place, within) = self.found(k);
+        let float = |k: &mut Builder, loaded: Reg<F32>| {
+            Computed::Float(k.eval(within.choose::<F32>(loaded, 0.0)).into())
+        };
+        match tensor.stored {
+            Stored::F16 => {
+                let pair = k.load::<F16x2, _>(place);
+                k.unpack(pair).map(|it| float(k, it))
+            }
+            Stored::BF16 => {
+                let pair = k.load::<BF16x2, _>(place);
+                k.unpack(pair).map(|it| float(k, it))
+            }
+            Stored::F32 => {
+                let pair = k.load_vector::<F32, _, 2>(place, LoadHint::default());
+                pair.map(|it| float(k, it))
+            }
+            _ => {
+                let pair = k.load_vector::<S32, _, 2>(place, LoadHint::default());
+                pair.map(|it| Computed::Integer(k.eval(within.choose::<S32>(it, 0)).into()))
+            }
+        }
+    }
+
+    /// The element, zero where an index is outside.
+    fn load(self, k: &mut Builder, tensor: &TensorRegisters) -> Computed {
+        let (place, within) = self.found(k);
         match tensor.stored {
             Stored::I32 | Stored::I64 => {
                 let loaded = k.load::<S32, _>(place);
