@@ -385,6 +385,7 @@ fn decode(it: &Decode) -> Vec<Call> {
         call(vec![1, 2], vec![3, 40 * round + 5], [2, 1]).on(19),
         // More of them than a warp has lanes; rows whose slopes differ, so that each part weighs in one.
         call(vec![1], vec![35 * round + 5], [group, 1]).on(40),
+        call(vec![1], vec![17 * round + 5], [group, 1]).on(40),
         // Parts of as many tiles as are worth it, which the longest of the sequences decides.
         call(vec![1; 3], vec![3, 2 * round, 5], [1, 1]).on(9),
         // A few keys, all of them far below zero for some rows.
