@@ -34,8 +34,8 @@ const BLOCK: u64 = 4;
 /// What a tile costs beyond its key blocks: the first scores, which nothing overlaps, and the way
 /// out.
 const OVERHEAD: u64 = 2 * BLOCK;
-/// What a mask costs that is evaluated over a block: 1.2 to 1.4 blocks on an H200 where it loads a
-/// number for each key.
+/// What a mask costs that is evaluated over a block: inferred, not timed by itself. 1.2 to 1.4
+/// blocks explain the times of two problems with documents on an H200.
 const EVALUATION: u64 = 5;
 
 /// In the last round every block has work for so many of the longest tile.
