@@ -6,6 +6,7 @@
 //! most mutants fall there.
 
 use flashcore::Mask;
+use kernels::decode::Splits;
 use kernels::mma::BackwardMma;
 use kernels::sequencer::Tiles;
 use kernels::{
@@ -246,6 +247,9 @@ fn prefill(it: &Prefill) -> Vec<Call> {
         // A window within a block.
         call(vec![rows + 9, 3 * rows, 1], vec![4 * block + 5, 3 * rows, block], [1, 1])
             .with(|it| it.with_mask(Mask::window(Some(5), Some(2)))),
+        // One that is behind the first block.
+        call(vec![1, 2], vec![4 * block + 9, 3 * block + 12], [1, 1])
+            .with(|it| it.with_mask(Mask::window(Some(5), Some(2)))),
         // Blocks of threads with nothing to do.
         call(vec![3, 1], vec![block + 1, 2], [1, 1]).on(5),
         Call {
@@ -292,7 +296,7 @@ fn mma(it: &Mma) -> Vec<Call> {
         let call = |queries: Vec<usize>, keys: Vec<usize>| {
             Call::ragged(kernel, Ragged::new(queries, keys).over(place), [4, 2])
         };
-        return vec![
+        let mut all = vec![
             call(vec![rows, 1, 5, 0], vec![block, 3 * block, 1, 7]),
             Call { hostile: true, ..call(vec![rows, 0, 3], vec![block, 0, 2 * block]) },
             Call { hostile: true, ..call(vec![0, 2, 0], vec![0, block + 1, 3]) },
@@ -307,6 +311,13 @@ fn mma(it: &Mma) -> Vec<Call> {
                 ..call(vec![rows + 1, 2], vec![4 * block + 1, 2 * block])
             },
         ];
+        // Queries that end in every pass of copies; windows within a block, and at the edges of blocks.
+        let ends = || (1..4).map(|pass| pass * rows / 4 + 5);
+        for [left, right] in [[rows, rows], [5, 2], [block - 1, 0], [block, 1], [1, block]] {
+            let even = call(ends().collect(), ends().map(|queries| queries + 2 * block).collect());
+            all.push(even.with(|it| it.with_mask(Mask::window(Some(left), Some(right)))));
+        }
+        return all;
     }
     let call = |lengths, heads| Call::new(kernel, 1, lengths, heads);
     let mut all = vec![
@@ -441,6 +452,66 @@ fn decode(it: &Decode) -> Vec<Call> {
             }
         }
         all.push(Call::new(kernel, 2, [2, 2 * round + 5], [4, 2]).on(3));
+    }
+    if it.splits != Splits::Shares {
+        all.extend(fixed_splits(it, place));
+    }
+    all
+}
+
+/// Splits of a group, and groups that are loaded at a time.
+const GROUP: usize = 16;
+
+/// Groups and sequences that one team has, that several have, and that a team comes to from another.
+fn fixed_splits(it: &Decode, place: Place) -> Vec<Call> {
+    let kernel = Configuration::Decode(*it);
+    let split = (it.unit_tiles() * it.tile_keys) as usize;
+    let group = GROUP * split;
+    let call = |queries: Vec<usize>, keys: Vec<usize>, heads| {
+        let call = Call::ragged(kernel, Ragged::new(queries, keys).over(place), heads);
+        call.with(|it| it.with_mask(Mask::NONE))
+    };
+    let window =
+        |call: Call, left: usize| call.with(|it| it.with_mask(Mask::window(Some(left), Some(0))));
+    let long = 2 * group + 5 * split + 3;
+    let mut all = Vec::new();
+    // Groups of every number of splits, each split of another team, the last of them ragged.
+    for (few, many) in [(2, 11), (12, GROUP)] {
+        let keys: Vec<usize> = (few..=many).map(|splits| splits * split - splits % 7 * 4).collect();
+        let teams = (few..=many).sum::<usize>() as u32;
+        all.push(call(vec![1; keys.len()], keys, [2, 1]).on(teams));
+    }
+    // Sequences of several groups: of one team; of teams that have whole groups, and parts of them.
+    for teams in [1, 2, 3, 5] {
+        all.push(call(vec![1, 2, 1], vec![split, long, group + 1], [2, 1]).on(teams));
+    }
+    // Blocks of a team with other heads, other queries and none.
+    let several = |left| {
+        let keys = vec![group + 2, long, 2 * split + 5];
+        window(call(vec![5, 1, 2], keys, [8, 2]), left)
+    };
+    all.push(several(long).on(6));
+    all.push(several(long).on(30));
+    all.push(several(3 * split + 1).on(30));
+    // Windows that begin within a split of a later group.
+    for teams in [1, 3, 21] {
+        all.push(window(call(vec![2, 1], vec![long, group], [2, 1]).on(teams), 20 * split + 5));
+    }
+    // Parts whose maxima are far apart, whoever folds them.
+    for (weights, teams) in [
+        (Weights::Spikes, 1),
+        (Weights::Spikes, 2),
+        (Weights::Spikes, 40),
+        (Weights::Peaks, 1),
+        (Weights::Peaks, 2),
+        (Weights::Valley, 3),
+    ] {
+        all.push(Call { weights, ..call(vec![1, 1], vec![long, split], [8, 1]).on(teams) });
+    }
+    // More groups than are loaded at a time.
+    for (weights, heads) in [(Weights::Even, 1), (Weights::Peaks, 8)] {
+        let many = call(vec![1], vec![GROUP * group + 3], [heads, 1]).on(20);
+        all.push(Call { weights, ..many });
     }
     all
 }
