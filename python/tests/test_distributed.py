@@ -25,6 +25,7 @@ from flashcore.distributed import (
     shard,
     unshard,
 )
+from flashcore.distributed._attention import Sum
 from flashcore.distributed._plan import plan as plan_of
 
 pytestmark = pytest.mark.skipif(
@@ -293,12 +294,23 @@ def test_threads_send_the_bytes_that_the_library_says():
                 assert sent == expected, (variant, rules)
 
 
-def test_more_parts_than_are_kept():
-    """As many ranks as make the parts be put together more than once."""
-    given = tensors(70, (2, 1))
-    case = (70, (2, 1), {"causal": True}, "zigzag", 1)
-    assert given[0].shape[1] == 70
+@pytest.mark.parametrize("length", [70, [70]])
+def test_more_parts_than_are_kept(length):
+    """As many ranks as make the parts be put together more than once. Of one sequence, gradients of some keys
+    come to where they are summed, and of a batch by way of a copy."""
+    case = (length, (2, 1), {"causal": True}, "zigzag", 1)
     ranks.threads(lambda transport: check(transport, "ring", case), 35)
+
+
+@pytest.mark.parametrize("kept", [3, 21, 30])
+def test_gradients_are_summed_in_float32(kept):
+    """Parts of some rows, as many as are kept and more. In 16 bits the sum would stay what it is at first."""
+    gradient = Sum(torch.empty(1, 4, 1, 1, dtype=torch.bfloat16), kept)
+    gradient.whole().fill_(256)
+    for _ in range(20):
+        for rows in gradient.rows([(0, 1), (2, 3)]):
+            rows.fill_(1)
+    assert gradient.finish().flatten().tolist() == [276, 256, 276, 256]
 
 
 def test_wrong_calls_are_refused_by_name():

@@ -198,7 +198,8 @@ sums = np.broadcast_to(np.float32(0), (1 << 12, 1, 1 << 14, 1))
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_a_long_call_can_be_interrupted(call):
-    # Not from Python's own handler alone: the time counts from the signal to the exception.
+    # Not from Python's own handler alone: the time counts from the signal to the exception, on a machine that may
+    # be busy with other tests.
     run(
         LONG
         + f"""
@@ -212,7 +213,7 @@ except KeyboardInterrupt:
     late = time.monotonic() - begin - 0.4
 else:
     raise SystemExit("the call ended, and should have taken longer")
-assert late < 0.5, late
+assert late < 2, late
 assert np.array_equal(attend(), attend())
 """
     )

@@ -11,11 +11,13 @@ import torch
 
 from .. import _flashcore, _gradients
 from ._heads import to_heads, to_rows
-from ._messages import add_returned, fetch, gather, give_back, put_together, return_gathered
+from ._messages import fetch, gather, give_back, put_together, return_gathered
 from ._plan import Launch, Plan, Span, Step, count
 
-# Parts of the output that are kept until they are put together.
+# Parts of the output, and of the gradient of queries, that are kept until they are put together.
 PARTS = 16
+# Those of the gradients of keys and of values, of which there are two.
+KEY_PARTS = 8
 
 
 class Call(NamedTuple):
@@ -103,28 +105,35 @@ def backward(dout: Any, saved: tuple[Any, ...], call: Call) -> tuple[Any, Any, A
 def _backward_steps(saved: tuple[Any, ...], call: Call) -> list[Any]:
     plan = call.plan
     q, k, v, *_ = saved
-    dq, dk, dv = QuerySum(q, plan.launches), Sum(k), Sum(v)
+    # An all-gather's come all at once.
+    parts = plan.gradients if plan.gathers else min(plan.gradients, KEY_PARTS)
+    dq, dk, dv = Sum(q, min(plan.launches, PARTS)), Sum(k, parts), Sum(v, parts)
     if plan.gathers:
         keys = put_together(gather(k, v, call).wait(), k, v, plan)
-        found = _differentiate(plan.steps[0], keys, saved, call, dq)
-        return_gathered(found, k, v, call, dk, dv)
+        found = _like(keys)
+        _differentiate(plan.steps[0], keys, saved, call, dq, found)
+        return_gathered(found, (dk, dv), call)
         return [it.finish() for it in (dq, dk, dv)]
     keys, nothing, returning = (k, v), (k[:, :0], v[:, :0]), None
     for step, following in zip(plan.steps, [*plan.steps[1:], None]):
         pending = fetch(following, k, v, call)
-        found = _differentiate(step, keys, saved, call, dq)
+        own = step is plan.steps[0]
+        found = (dk.whole(), dv.whole()) if own else _like(keys)
+        _differentiate(step, keys, saved, call, dq, found)
         if returning is not None:
-            add_returned(returning[0], returning[1].wait(), dk, dv)
+            returning.wait()
             returning = None
-        if step is plan.steps[0]:
-            dk.add(found[0], (0, plan.held))
-            dv.add(found[1], (0, plan.held))
-        elif step.send or step.receive:
-            returning = step, give_back(step, found, k, v, call)
+        if not own and (step.send or step.receive):
+            returning = give_back(step, found, (dk, dv), call)
         keys = nothing if pending is None else pending.wait()
     if returning is not None:
-        add_returned(returning[0], returning[1].wait(), dk, dv)
+        returning.wait()
     return [it.finish() for it in (dq, dk, dv)]
+
+
+def _like(tensors: tuple[Any, Any]) -> tuple[Any, Any]:
+    first, second = tensors
+    return torch.empty_like(first), torch.empty_like(second)
 
 
 class Parts:
@@ -172,67 +181,45 @@ class Parts:
         return out.to(dtype), lse
 
 
-class QuerySum:
-    """The gradient of queries: parts are written where they are kept, and summed in float32 all at once."""
+class Sum:
+    """A gradient: parts are written where they are kept, and summed in float32 all at once, where there are not
+    too many. PyTorch adds 16 bits to 32 at half of the memory's speed, and would write the sum for every part."""
 
-    def __init__(self, q: Any, launches: int) -> None:
-        self._parts = q.new_empty((min(launches, PARTS), *q.shape))
-        self._used, self._sum = 0, Sum(q)
+    def __init__(self, of: Any, parts: int) -> None:
+        self._parts = of.new_empty((parts, *of.shape))
+        self._used = 0
+        self._sum: Any = None
 
-    def next(self, rows: Span | None) -> Any:
-        """Where the next part goes that has these rows, or the whole of one that leaves some out; what is
-        left out is zero."""
+    def whole(self) -> Any:
+        """Where the next part goes. Those before it must be there."""
         if self._used == len(self._parts):
             self._fold()
-        part = self._parts[self._used]
         self._used += 1
-        if rows is None:
-            return part.zero_()
-        begin, end = rows
-        part[:, :begin].zero_()
-        part[:, end:].zero_()
-        return part[:, begin:end]
+        return self._parts[self._used - 1]
+
+    def rows(self, spans: list[Span]) -> list[Any]:
+        """Where these rows of the next part go; the others are zero."""
+        part, at = self.whole(), 0
+        for begin, end in spans:
+            part[:, at:begin].zero_()
+            at = end
+        part[:, at:].zero_()
+        return [part[:, begin:end] for begin, end in spans]
 
     def _fold(self) -> None:
-        rows = (0, self._parts.shape[2])
-        self._sum.add(self._parts[: self._used].sum(0, dtype=torch.float32), rows)
+        part = self._parts[: self._used].sum(0, dtype=torch.float32)
+        self._sum = part if self._sum is None else self._sum.add_(part)
         self._used = 0
 
     def finish(self) -> Any:
-        if self._sum.empty and self._used == 1:
+        if self._sum is None and self._used == 1:
             return self._parts[0]
-        if self._sum.empty and self._used:
+        if self._sum is None:
             # In float32, and rounded at the end.
             return self._parts[: self._used].sum(0)
         if self._used:
             self._fold()
-        return self._sum.finish()
-
-
-class Sum:
-    """A gradient, summed in float32."""
-
-    def __init__(self, of: Any) -> None:
-        self._of = of
-        self._sum: Any = None
-
-    @property
-    def empty(self) -> bool:
-        return self._sum is None
-
-    def add(self, part: Any, rows: Span) -> None:
-        """Adds to some rows."""
-        begin, end = rows
-        if self._sum is None:
-            if end - begin == self._of.shape[1]:
-                # A copy where it has this type already: it may be somebody's buffer.
-                self._sum = part.to(torch.float32, copy=True)
-                return
-            self._sum = torch.zeros_like(self._of, dtype=torch.float32)
-        self._sum[:, begin:end].add_(part)
-
-    def finish(self) -> Any:
-        return torch.zeros_like(self._of) if self._sum is None else self._sum.to(self._of.dtype)
+        return self._sum.to(self._parts.dtype)
 
 
 def _attend(step: Step, q: Any, keys: tuple[Any, Any], call: Call, parts: Parts) -> None:
@@ -254,46 +241,52 @@ def _attend(step: Step, q: Any, keys: tuple[Any, Any], call: Call, parts: Parts)
 
 
 def _differentiate(
-    step: Step, keys: tuple[Any, Any], saved: tuple[Any, ...], call: Call, dq: QuerySum
-) -> tuple[Any, Any]:
-    """A step's part of the gradient of queries into its place; those of the keys and values. These leave for
-    their owner, who sums them in float32, in the element type of the tensors."""
-    k, v = keys
-    whole = slice(0, k.shape[1])
-    dk: Any = None
-    dv: Any = None
+    step: Step, keys: tuple[Any, Any], saved: tuple[Any, ...], call: Call, dq: Sum, into: tuple[Any, Any]
+) -> None:
+    """A step's part of the gradient of queries into its place, and those of the keys and values into theirs. These
+    leave for their owner, who sums them in float32, in the element type of the tensors."""
+    whole = slice(0, keys[0].shape[1])
+    if not step.launches:
+        _clear(into)
     # The one that writes all of them first, where there is one.
-    for launch in sorted(step.launches, key=lambda it: -count(it.keys)):
+    for at, launch in enumerate(sorted(step.launches, key=lambda it: -count(it.keys))):
         rows = slice(*launch.keys[0]) if launch.single else whole
-        part_k, part_v = _differentiate_launch(launch, keys, saved, call, dq)
-        if dk is None and rows == whole:
-            dk, dv = part_k, part_v
+        some = keys[0][:, rows], keys[1][:, rows]
+        if at == 0 and rows == whole:
+            _differentiate_launch(launch, some, saved, call, dq, into)
             continue
-        if dk is None:
-            dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-        dk[:, rows] += part_k
-        dv[:, rows] += part_v
-    return (torch.zeros_like(k), torch.zeros_like(v)) if dk is None else (dk, dv)
+        if at == 0:
+            _clear(into)
+        parts = _like(some)
+        _differentiate_launch(launch, some, saved, call, dq, parts)
+        for gradient, part in zip(into, parts):
+            gradient[:, rows] += part
+
+
+def _clear(tensors: tuple[Any, ...]) -> None:
+    for it in tensors:
+        it.zero_()
 
 
 def _differentiate_launch(
-    launch: Launch, keys: tuple[Any, Any], saved: tuple[Any, ...], call: Call, dq: QuerySum
-) -> tuple[Any, Any]:
-    """The gradients of a launch's keys and values, and that of its queries into its place. With the output
+    launch: Launch, keys: tuple[Any, Any], saved: tuple[Any, ...], call: Call, dq: Sum, into: tuple[Any, Any]
+) -> None:
+    """The gradients of a launch's keys and values, and that of its queries, into their places. With the output
     and the log-sum-exps of all keys, they are parts of the gradients of all."""
-    (k, v), (q, _, _, out, lse, dout) = keys, saved
+    (k, v), (dk, dv), (q, _, _, out, lse, dout) = keys, into, saved
     numbers = call.numbers(launch)
     if launch.single:
-        (begin, end), rows = launch.queries[0], slice(*launch.keys[0])
+        begin, end = launch.queries[0]
         q, out, dout, lse = q[:, begin:end], out[:, begin:end], dout[:, begin:end], lse[:, :, begin:end]
-        k, v = k[:, rows], v[:, rows]
-        into = (dq.next((begin, end)), torch.empty_like(k), torch.empty_like(v), None)
-        _gradients.run((q, k, v), numbers, "flash_attn_func", (out, lse, dout), into, call.deterministic)
-        return into[1], into[2]
+        (part,) = dq.rows([(begin, end)])
+        gradients = (part, dk, dv, None)
+        _gradients.run((q, k, v), numbers, "flash_attn_func", (out, lse, dout), gradients, call.deterministic)
+        return
     *lists, _ = launch.lists(q.device)
     # Rows of no sequence are not written.
-    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    into = (dq.next(None)[0], dk[0], dv[0], None)
+    part = dq.whole()
+    _clear((part, dk, dv))
+    gradients = (part[0], dk[0], dv[0], None)
     tensors = (q[0], k[0], v[0], *lists, *_gradients.NONE[len(lists) :])
-    _gradients.run(tensors, numbers, "flash_attn_varlen_func", (out[0], lse[0], dout[0]), into, call.deterministic)
-    return dk, dv
+    saved = (out[0], lse[0], dout[0])
+    _gradients.run(tensors, numbers, "flash_attn_varlen_func", saved, gradients, call.deterministic)

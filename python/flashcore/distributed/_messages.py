@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Callable
 
 import torch
 
 from ._plan import Plan, Span, Step, count
-from ._transport import Pending
+from ._transport import Message, Pending
 
 
 def _rows(spans: list[Span], tensor: Any) -> Any:
@@ -48,24 +48,42 @@ def fetch(step: Step | None, k: Any, v: Any, call: Any) -> Pending | None:
     return Pending(k.device, begin)
 
 
-def give_back(step: Step, found: tuple[Any, Any], k: Any, v: Any, call: Any) -> Pending:
+class Returning:
+    """Gradients of keys on their way to their owners, and of own ones to where they are summed."""
+
+    def __init__(self, device: Any, sends: Callable[[], list[Message]], step: Step, sums: Any, call: Any) -> None:
+        # Memory must not be given away while it is sent.
+        self._sends = sends
+        ranks = [rank for rank, _ in step.send for _ in sums]
+        self._places = [it.rows(spans) for _, spans in step.send for it in sums]
+
+        def begin() -> Any:
+            rooms = [_message(place) for place in self._places]
+            return call.transport.exchange(sends(), list(zip(ranks, rooms))), rooms
+
+        self._pending = Pending(device, begin)
+
+    def wait(self) -> None:
+        for place, message in zip(self._places, self._pending.wait()):
+            if message is not place[0]:
+                for rows, part in zip(place, message.split([it.shape[1] for it in place], 1)):
+                    rows.copy_(part)
+
+
+def _message(place: list[Any]) -> Any:
+    """Memory for a message of these rows: their own where they lie together."""
+    if len(place) == 1 and place[0].is_contiguous():
+        return place[0]
+    return room(sum(it.shape[1] for it in place), place[0])
+
+
+def give_back(step: Step, found: tuple[Any, Any], sums: Any, call: Any) -> Returning:
     """Begins to send the gradients of a step's keys to their owner, and to get those of own ones."""
 
-    def begin() -> Any:
-        sends = [(rank, it.contiguous()) for rank, _ in step.receive for it in found]
-        return _exchange(sends, step.send, k, v, call)
+    def sends() -> list[Message]:
+        return [(rank, it.contiguous()) for rank, _ in step.receive for it in found]
 
-    return Pending(k.device, begin)
-
-
-def add_returned(step: Step, messages: list[Any], dk: Any, dv: Any) -> None:
-    """Adds gradients of own keys that others computed."""
-    for (_, spans), pair in zip(step.send, _pairs(messages)):
-        for part, gradient in zip(pair, (dk, dv)):
-            at = 0
-            for begin, end in spans:
-                gradient.add(part[:, at : at + end - begin], (begin, end))
-                at += end - begin
+    return Returning(found[0].device, sends, step, sums, call)
 
 
 def gather(k: Any, v: Any, call: Any) -> Pending:
@@ -107,8 +125,8 @@ def put_together(messages: list[Any], k: Any, v: Any, plan: Plan) -> tuple[Any, 
     return keys, values
 
 
-def return_gathered(found: tuple[Any, Any], k: Any, v: Any, call: Any, dk: Any, dv: Any) -> None:
-    """Sends the gradients of an all-gather's keys to their owners, and adds those that others found."""
+def return_gathered(found: tuple[Any, Any], sums: Any, call: Any) -> None:
+    """Sends the gradients of an all-gather's keys to their owners, and gets those that others found."""
     plan = call.plan
     step = plan.steps[0]
     # Where each owner's rows are, in the order in which they are its own.
@@ -119,12 +137,11 @@ def return_gathered(found: tuple[Any, Any], k: Any, v: Any, call: Any, dk: Any, 
         at += last - first
     spans = [[span for _, span in sorted(some)] for some in owned]
 
-    def begin() -> Any:
-        sends = [(rank, _rows(spans[rank], it)) for rank, _ in step.receive for it in found]
-        return _exchange(sends, step.send, k, v, call)
+    def sends() -> list[Message]:
+        return [(rank, _rows(spans[rank], it)) for rank, _ in step.receive for it in found]
 
-    pending = Pending(k.device, begin)
+    returning = Returning(found[0].device, sends, step, sums, call)
     if spans[plan.rank]:
-        for part, gradient in zip(found, (dk, dv)):
-            gradient.add(_rows(spans[plan.rank], part), (0, plan.held))
-    add_returned(step, pending.wait(), dk, dv)
+        for part, gradient in zip(found, sums):
+            torch.cat([part[:, begin:end] for begin, end in spans[plan.rank]], 1, out=gradient.whole())
+    returning.wait()

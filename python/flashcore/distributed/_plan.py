@@ -89,6 +89,8 @@ class Plan:
         self.gathered: list[tuple[int, Span]] = distribution.gathered(rank) if self.gathers else []
         self.steps = [Step(step, self.held) for step in distribution.steps(rank)]
         self.launches = sum(len(step.launches) for step in self.steps)
+        # Parts of the gradients of own keys: its own, and those of all who see some of them.
+        self.gradients = 1 + sum(len(step.send) for step in self.steps)
 
 
 @functools.lru_cache(maxsize=256)

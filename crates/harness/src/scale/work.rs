@@ -10,8 +10,11 @@ use crate::Error;
 
 /// GB/s at which tensors are copied, summed and merged: most of what the memory of an H200 gives.
 const MEMORY: f64 = 3600.0;
-/// Parts of the output that are kept until they are put together, as `flashcore.distributed` does.
+/// Parts of the output and of the gradient of queries that are kept until they are put together, as
+/// `flashcore.distributed` does.
 const PARTS: usize = 16;
+/// Those of the gradients of keys and of values.
+const KEY_PARTS: usize = 8;
 
 /// Milliseconds in which so many bytes are read or written.
 fn moved(bytes: usize) -> f64 {
@@ -32,15 +35,11 @@ pub(super) fn stages(
 ) -> Result<Vec<Stage>, Error> {
     let steps = of.steps(rank);
     let mut compute = Vec::new();
-    for (index, step) in steps.iter().enumerate() {
-        let sums = match pass {
-            Pass::Backward if index > 0 => sums(problem, of, rank, step),
-            _ => 0.0,
-        };
-        compute.push(kernels(setting, problem, of, rank, step, pass)? + sums);
+    for step in &steps {
+        compute.push(kernels(setting, problem, of, rank, step, pass)?);
     }
     if pass == Pass::Forward {
-        compute.push(merges(problem, of, rank, &steps));
+        compute.push(moved(outputs(problem, of, rank, &steps).traffic()));
     }
     let keys = |index: usize| {
         let step = steps.get(index);
@@ -62,6 +61,8 @@ pub(super) fn stages(
     }
     if pass == Pass::Backward {
         stages.push(Stage::transfer(keys(compute.len().saturating_sub(1))));
+        let sums = gradients(problem, of, rank, &steps).map(|it| it.traffic());
+        stages.push(Stage { compute: moved(sums.iter().sum()), transfer: 0.0 });
     }
     stages.push(Stage::transfer(to_rows));
     stages.retain(|it| *it != Stage::default());
@@ -98,29 +99,62 @@ fn held_rows(problem: &Problem, of: &Distribution, rank: usize) -> usize {
     problem.batch * rows * of.head_share(node).query.len()
 }
 
-/// Milliseconds in which parts of the output are put together: all are read, and what comes out is written; where
-/// they are many, some at a time, into sums in f32.
-fn merges(problem: &Problem, of: &Distribution, rank: usize, steps: &[Step]) -> f64 {
-    let parts: usize = steps.iter().map(|step| step.launches.len()).sum();
-    if parts < 2 {
-        return 0.0;
-    }
-    let element = problem.dtype().bytes();
-    let folds = if parts > PARTS { parts.div_ceil(PARTS) } else { 0 };
-    let values = held_rows(problem, of, rank) * problem.value_head_dim;
-    moved(values * (parts * element + element + folds * (4 + 3 * 4)))
+/// Parts of a tensor that are kept, at most so many, until they are put together.
+struct Parts {
+    count: usize,
+    most: usize,
+    numbers: usize,
+    element: usize,
 }
 
-/// Milliseconds in which a later step's gradients are added to sums in f32, which are read and written: those
-/// of queries here, and those of keys with their owner, as many as are computed here.
-fn sums(problem: &Problem, of: &Distribution, rank: usize, step: &Step) -> f64 {
-    let heads = of.head_share(of.place(rank).0);
-    let blocks = step.launches.iter().flat_map(|it| &it.blocks);
-    let queries = blocks.map(|it| it.queries.len()).sum::<usize>() * heads.query.len();
-    let keys = step.receive.iter().map(Rows::count).sum::<usize>() * heads.key.len();
-    let (dim, value_dim) = (problem.head_dim, problem.value_head_dim);
-    let numbers = problem.batch * (queries * dim + keys * (dim + value_dim));
-    moved(numbers * (problem.dtype().bytes() + 2 * 4))
+impl Parts {
+    /// Bytes that are read and written: all are read, and what comes out is written; where they are many, some
+    /// at a time, into sums in f32.
+    fn traffic(&self) -> usize {
+        let Parts { count, most, numbers, element } = *self;
+        let folds = if count > most { count.div_ceil(most) } else { 0 };
+        match count {
+            // Of one part the tensor is the part.
+            0 | 1 => 0,
+            _ => numbers * (count * element + element + folds * (4 + 3 * 4)),
+        }
+    }
+
+    /// Bytes of memory: where they are many, with two sums in f32, one of all and one of the last.
+    fn kept(&self) -> usize {
+        let Parts { count, most, numbers, element } = *self;
+        match count {
+            0 | 1 => 0,
+            _ if count > most => numbers * (most * element + 2 * 4),
+            _ => numbers * count * element,
+        }
+    }
+}
+
+/// The parts of the output.
+fn outputs(problem: &Problem, of: &Distribution, rank: usize, steps: &[Step]) -> Parts {
+    Parts {
+        count: steps.iter().map(|step| step.launches.len()).sum(),
+        most: PARTS,
+        numbers: held_rows(problem, of, rank) * problem.value_head_dim,
+        element: problem.dtype().bytes(),
+    }
+}
+
+/// The parts of the gradients of queries, and of own keys and values, which come from those who see them.
+fn gradients(problem: &Problem, of: &Distribution, rank: usize, steps: &[Step]) -> [Parts; 2] {
+    let (node, member) = of.place(rank);
+    let held: usize = of.held(member).iter().map(|piece| piece.rows.len()).sum();
+    let dims = problem.head_dim + problem.value_head_dim;
+    let count = 1 + steps.iter().map(|step| step.send.len()).sum::<usize>();
+    let queries = Parts {
+        numbers: held_rows(problem, of, rank) * problem.head_dim,
+        ..outputs(problem, of, rank, steps)
+    };
+    // Those of one step come at once, as an all-gather's do.
+    let most = if steps.len() == 1 { count } else { KEY_PARTS };
+    let numbers = problem.batch * held * of.head_share(node).key.len() * dims;
+    [queries, Parts { count, most, numbers, element: problem.dtype().bytes() }]
 }
 
 /// Milliseconds of an all-gather, which is put in the order of positions.
@@ -219,25 +253,24 @@ pub(super) fn memory(problem: &Problem, of: &Distribution, rank: usize, backward
     let received =
         |step: &Step| step.receive.iter().map(|it| self::bytes(problem, of, rank, it)).sum();
     let most: u64 = steps.iter().map(received).max().unwrap_or(0);
-    // Keys that are used, those that come, and those that go; then as much for their gradients. What an
-    // all-gather gets is put in order beside it, and gradients leave from a copy.
+    // Keys that are used, those that come, and those that go; then gradients that are computed and those that
+    // go, for those that come are parts of sums. What an all-gather gets is put in order beside it, and gradients
+    // leave from a copy.
     let messages = match (of.gathers_all(), backward) {
         (true, false) => 2,
-        (true, true) => 4,
+        (true, true) => 3,
         (false, false) => 3,
-        (false, true) => 6,
+        (false, true) => 5,
     };
     bytes += messages * most as usize;
     let rows = held_rows(problem, of, rank);
-    let parts: usize = steps.iter().map(|step| step.launches.len()).sum();
-    let in_parts = rows * (value_head_dim * element + 4) * parts.min(PARTS);
-    // Of one part the output is the part.
-    let in_parts = if parts > 1 { in_parts } else { 0 };
-    let in_sums = rows * value_head_dim * if parts > PARTS { 2 * 4 } else { 0 };
-    let forward = in_parts + in_sums;
-    // Sums in f32: those of all steps, and those that the kernel has of a step's queries.
-    let keys = batch * held * heads.key.len() * dims;
-    let gradients = 4 * (2 * rows * head_dim + keys);
+    let outputs = outputs(problem, of, rank, &steps);
+    // And their log-sum-exps.
+    let log_sum_exps = if outputs.count > 1 { outputs.count.min(PARTS) * rows * 4 } else { 0 };
+    let forward = outputs.kept() + log_sum_exps;
+    // And the sum in f32 that the kernel has of a step's queries.
+    let sums = gradients(problem, of, rank, &steps).map(|it| it.kept());
+    let gradients = sums.iter().sum::<usize>() + 4 * rows * head_dim;
     bytes += if backward { forward.max(gradients) } else { forward };
     bytes as u64
 }
@@ -289,7 +322,22 @@ mod tests {
         assert!((forward.transfer - sent).abs() < 1e-9, "{forward:?}");
         // Backward, they come again, and their gradients go back at the end.
         assert!((backward.transfer - 2.0 * sent).abs() < 1e-9, "{backward:?}");
+        let mut half = self::problem(16_384, Mask::NONE);
+        half.pass = Pass::Backward;
+        let half = setting.times.milliseconds(&half).unwrap();
+        // Of queries, keys and values too, two parts are read and their sum is written.
+        let summed = moved(2 * 16_384 * (16 + 2 * 8) * 128 * 2 * 3);
+        assert!((backward.compute - (2.0 * half + summed)).abs() < 1e-9, "{backward:?}");
         assert!((backward.total - backward.compute - sent).abs() < 1e-9, "{backward:?}");
+    }
+
+    /// What is kept in parts does not grow with their number once there are many.
+    #[test]
+    fn many_parts_take_no_more_memory() {
+        let parts = |count| Parts { count, most: 8, numbers: 10, element: 2 };
+        assert_eq!([1, 2, 8, 9, 900].map(|it| parts(it).kept()), [0, 40, 160, 240, 240]);
+        // Nine: each is read and the sum is written, and twice a sum in f32 comes between.
+        assert_eq!(parts(9).traffic(), 10 * (9 * 2 + 2 + 2 * 16));
     }
 
     /// What links carry is what the decomposition says that a rank sends.
