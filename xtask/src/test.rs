@@ -5,6 +5,7 @@
 //! the other, for some of them measure.
 
 use std::ffi::OsString;
+use std::panic;
 use std::path::Path;
 use std::process::Command;
 use std::thread;
@@ -75,7 +76,8 @@ pub(crate) fn test(flags: &[&str]) -> Outcome {
             done.extend(thread::scope(|scope| {
                 let release = scope.spawn(|| run(&beside));
                 let mut done = run(&[*tests]);
-                done.extend(release.join().unwrap_or_default());
+                // A check that panics is no check that passed.
+                done.extend(release.join().unwrap_or_else(|it| panic::resume_unwind(it)));
                 done
             }));
             done
