@@ -372,57 +372,45 @@ impl Decode {
         let lanes = SteppedLanes::columns_first(k, numbers.lane);
 
         let mut cursor = Cursor::new(k, self, &schedule, &numbers);
-        if self.splits != Splits::Shares {
-            let fixed = Fixed::new(k, &merge);
-            k.if_(cursor.has_more(), |k| {
-                cursor.load(k, self, &schedule, &places, &numbers);
-                ring.begin(k, &cursor);
-                k.loop_(|k| {
-                    let mut walk = Walk::new(k, self, &numbers, lanes);
-                    walk.load_queries(k, (queries, &query_strides), &cursor, &scaling);
-                    let sight = walk.sight(k, &cursor, slopes, &functions);
-                    let tile = k.variable(ring.warp());
-                    let split = k.variable(cursor.first_split());
-                    k.loop_(|k| {
-                        let end = cursor.end_tile(k, self, split);
-                        walk.tiles(k, &ring, &cursor, &sight, (tile, end), scores, &functions);
-                        let share = cursor.share(k, &numbers);
-                        let last = k.eval((split + 1).at_least(share.end));
-                        k.if_(last, |k| {
-                            cursor.advance(k);
-                            k.if_(cursor.has_more(), |k| {
-                                cursor.load(k, self, &schedule, &places, &numbers);
-                                ring.begin(k, &cursor);
-                            });
-                        });
-                        fixed.finish(k, &walk, &share, split);
-                        k.break_if(last);
-                        walk.reset(k);
-                        k.set(split, split + 1);
-                    });
-                    k.break_if(!cursor.has_more());
-                });
-            });
-            return;
-        }
-        k.if_(cursor.has_more(), |k| {
+        let fixed = (self.splits != Splits::Shares).then(|| Fixed::new(k, &merge));
+        let begin = |k: &mut Builder, cursor: &mut Cursor| {
             cursor.load(k, self, &schedule, &places, &numbers);
-            ring.begin(k, &cursor);
+            ring.begin(k, cursor);
+        };
+        k.if_(cursor.has_more(), |k| {
+            begin(k, &mut cursor);
             k.loop_(|k| {
                 let mut walk = Walk::new(k, self, &numbers, lanes);
                 walk.load_queries(k, (queries, &query_strides), &cursor, &scaling);
-                walk.keys(k, &ring, &cursor, (scores, slopes), &functions);
+                let Some(fixed) = &fixed else {
+                    walk.keys(k, &ring, &cursor, (scores, slopes), &functions);
 
-                // The next sequence's first tiles are on their way before this one is finished.
-                let part = cursor.part(k, &numbers);
-                cursor.advance(k);
-                let more = k.eval(cursor.has_more());
-                k.if_(more, |k| {
-                    cursor.load(k, self, &schedule, &places, &numbers);
-                    ring.begin(k, &cursor);
+                    // The next sequence's first tiles are on their way before this one is finished.
+                    let part = cursor.part(k, &numbers);
+                    cursor.advance(k);
+                    let more = k.eval(cursor.has_more());
+                    k.if_(more, |k| begin(k, &mut cursor));
+                    merge.finish(k, &walk, &part);
+                    return k.break_if(!more);
+                };
+                let sight = walk.sight(k, &cursor, slopes, &functions);
+                let tile = k.variable(ring.warp());
+                let split = k.variable(cursor.first_split());
+                k.loop_(|k| {
+                    let end = cursor.end_tile(k, self, split);
+                    walk.tiles(k, &ring, &cursor, &sight, (tile, end), scores, &functions);
+                    let share = cursor.share(k, &numbers);
+                    let last = k.eval((split + 1).at_least(share.end));
+                    k.if_(last, |k| {
+                        cursor.advance(k);
+                        k.if_(cursor.has_more(), |k| begin(k, &mut cursor));
+                    });
+                    fixed.finish(k, &walk, &share, split);
+                    k.break_if(last);
+                    walk.reset(k);
+                    k.set(split, split + 1);
                 });
-                merge.finish(k, &walk, &part);
-                k.break_if(!more);
+                k.break_if(!cursor.has_more());
             });
         });
     }
