@@ -11,8 +11,8 @@ use flashcore::gpu::{
 use flashcore::plan::Arrangement;
 use flashcore::serving::{Pages, Placement, Sequences};
 use flashcore::{
-    Backend, DType, GpuBackend, InputTensors, Inputs, Layout, Lists, Mask, Preference, Problem,
-    Shape, Storage, Tensor,
+    Backend, DType, GpuBackend, Inputs, Layout, Lists, Mask, Preference, Problem, Shape, Storage,
+    Tensor,
 };
 use flashcore_testing::check::{self, Invariance};
 
@@ -66,11 +66,7 @@ fn bits_do_not_depend_on_a_large_batch() {
     let backend = GpuBackend::new(gpu.into());
     let problem = Problem::new(1, 36, 1, 128).with_kv_heads(9).with_dtype(DType::BF16);
     let mut invariance = Invariance::new(problem.with_mask(Mask::CAUSAL), 2, 20_000).unwrap();
-    let mut run = |sequences: &Sequences, tensors: &InputTensors| {
-        let (problem, inputs) = sequences.over(tensors.inputs()).unwrap();
-        let result = backend.run(&problem, inputs, &Default::default()).unwrap();
-        Ok((result.output, result.lse))
-    };
+    let mut run = check::on_backend(&backend);
     invariance.alone(&mut run).unwrap();
     for (seed, sequences) in [(0, 128), (1, 3), (2, 64), (3, 1), (4, 17), (5, 2), (6, 32), (7, 5)] {
         invariance.batch(seed, [sequences, 300], &mut run).unwrap();

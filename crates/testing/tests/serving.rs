@@ -8,7 +8,7 @@ use flashcore::{
     Alibi, Backend, CpuBackend, DType, InputTensors, Inputs, Mask, Problem, Progress, RunOptions,
     Shape, Tensor, random_descales,
 };
-use flashcore_testing::check::{Invariance, run_batches};
+use flashcore_testing::check::{Invariance, on_backend, run_batches};
 use flashcore_testing::compare_sequences;
 use flashcore_testing::reference::{self, Rows};
 use proptest::prelude::*;
@@ -379,11 +379,7 @@ fn bits_do_not_depend_on_the_batch() {
     assert!(compared > 250, "{compared}");
     let problem = Problem::new(1, 4, 1, 24).with_kv_heads(2).with_dtype(DType::F32);
     let mut invariance = Invariance::new(problem.with_mask(Mask::CAUSAL), 3, 3500).unwrap();
-    let mut run = |sequences: &Sequences, tensors: &InputTensors| {
-        let (problem, inputs) = sequences.over(tensors.inputs()).unwrap();
-        let result = backend.run(&problem, inputs, &RunOptions::default()).unwrap();
-        Ok((result.output, result.lse))
-    };
+    let mut run = on_backend(&backend);
     invariance.alone(&mut run).unwrap();
     for seed in 0..40 {
         invariance.batch(seed, [6, 40], &mut run).unwrap();

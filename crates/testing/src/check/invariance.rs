@@ -253,20 +253,25 @@ pub fn run_batches(
     Ok(compared)
 }
 
-fn run_of(
-    backend: &dyn Backend,
-    mut invariance: Invariance,
-    batches: u64,
-    progress: &dyn Progress,
-) -> Result<usize, String> {
-    let mut run = |sequences: &Sequences, tensors: &InputTensors| {
+/// What a back end answers, for [`Invariance`] to compare.
+pub fn on_backend(backend: &dyn Backend) -> impl FnMut(&Sequences, &InputTensors) -> Answer {
+    |sequences, tensors| {
         let attend = || {
             let (problem, inputs) = sequences.over(tensors.inputs())?;
             backend.run(&problem, inputs, &RunOptions::default())
         };
         let Output { output, lse, .. } = attend().map_err(|error: Error| error.to_string())?;
         Ok((output, lse))
-    };
+    }
+}
+
+fn run_of(
+    backend: &dyn Backend,
+    mut invariance: Invariance,
+    batches: u64,
+    progress: &dyn Progress,
+) -> Result<usize, String> {
+    let mut run = on_backend(backend);
     invariance.alone(&mut run)?;
     for seed in 0..batches {
         invariance.batch(seed, [16, 70], &mut run)?;
