@@ -55,8 +55,8 @@ pub(super) trait ProducerScheduler: TileScheduler {
     /// Brings a tile's queries.
     fn load_queries(&self, k: &mut Builder, loader: &Loader<'_>, tile: &Self::Tile);
 
-    /// Looks ahead: called when a tile's copies are under way.
-    fn look_ahead(&self, k: &mut Builder, tile: &Self::Tile);
+    /// Looks ahead to the next tile: called before each key block of a tile.
+    fn look_ahead(&self, _: &mut Builder, _: &Self::Tile, _: Reg<U32>) {}
 
     /// Called when there are no more tiles.
     fn finish(&self, k: &mut Builder);

@@ -280,8 +280,6 @@ impl ProducerScheduler for StaticScheduler {
         loader.load(k, &corner(tile.first_row, tile.head, tile.rows.batch));
     }
 
-    fn look_ahead(&self, _: &mut Builder, _: &Tile) {}
-
     fn finish(&self, _: &mut Builder) {}
 }
 
