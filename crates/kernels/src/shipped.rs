@@ -246,6 +246,21 @@ fn forwards() -> Vec<Forward> {
     }
     all.extend(ruled_forwards());
     all.extend(every_fp8());
+    // Keys shared out: one for each number of warpgroups, and where registers are dear.
+    for (dim, length) in [(64, 4096), (128, 4096), (256, 4096)] {
+        let workload = Workload {
+            element: Element::BF16,
+            head_dim: dim,
+            value_head_dim: dim,
+            rules: Rules::DENSE,
+            query_length: length,
+            key_length: length,
+            heads: 64,
+            multiprocessors: 132,
+        };
+        let chosen = tuned(&workload).map(|tuned| tuned.configuration);
+        all.extend(chosen.map(|chosen| Forward { stream_k: true, ..chosen }));
+    }
     for full in all.clone() {
         let compact = Forward { form: Form::COMPACT, ..full };
         if !all.contains(&compact) {

@@ -185,7 +185,7 @@ impl Prefill {
             },
             |k| {
                 let posted = DynamicConsumer::new(k, &slots, &batch);
-                let epilogue = Epilogue { output: maps.output, lse };
+                let epilogue = Epilogue { output: maps.output, lse, partials: None };
                 let probe = probe::parameter(k, false);
                 let rules = (scores, functions);
                 consumer::consume(k, &self.tile, &shared, &posted, rules, &epilogue, probe);

@@ -117,6 +117,13 @@ pub(super) trait ConsumerScheduler: TileScheduler {
     /// What a product of the tile's 8-bit numbers is multiplied with; 1 where they have 16 bits.
     fn descale(&self, k: &mut Builder, current: &Self::Current, product: Product) -> Reg<F32>;
 
+    /// What becomes of the tile, where keys are shared out ([`PartWord`]).
+    ///
+    /// [`PartWord`]: super::stream_k::PartWord
+    fn part(&self, _: &Self::Current) -> Option<Reg<U32>> {
+        None
+    }
+
     /// The tile's sink, in units of log2.
     fn sink(&self, k: &mut Builder, current: &Self::Current) -> Option<Reg<F32>>;
 }

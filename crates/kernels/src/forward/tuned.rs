@@ -529,6 +529,7 @@ impl Rule {
             query_source: self.tile.query_source,
             ping_pong: self.tile.ping_pong,
             form: self.tile.form,
+            stream_k: false,
         }
     }
 }
