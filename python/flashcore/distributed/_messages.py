@@ -54,8 +54,13 @@ class Returning:
     def __init__(self, device: Any, sends: Callable[[], list[Message]], step: Step, sums: Any, call: Any) -> None:
         # Memory must not be given away while it is sent.
         self._sends = sends
-        ranks = [rank for rank, _ in step.send for _ in sums]
-        self._places = [it.rows(spans) for _, spans in step.send for it in sums]
+        ranks, self._places = [], []
+        for rank, spans in step.send:
+            messages = call.plan.messages(call.plan.rank, spans)
+            for it in sums:
+                rows = iter(it.rows([span for message in messages for span in message]))
+                self._places += [[next(rows) for _ in message] for message in messages]
+                ranks += [rank for _ in messages]
 
         def begin() -> Any:
             rooms = [_message(place) for place in self._places]
@@ -129,19 +134,24 @@ def return_gathered(found: tuple[Any, Any], sums: Any, call: Any) -> None:
     """Sends the gradients of an all-gather's keys to their owners, and gets those that others found."""
     plan = call.plan
     step = plan.steps[0]
-    # Where each owner's rows are, in the order in which they are its own.
-    owned: list[list[tuple[int, Span]]] = [[] for _ in range(plan.size)]
+    # What came of each owner's rows, and where it is here.
+    owned: list[dict[Span, Span]] = [{} for _ in range(plan.size)]
     at = 0
     for rank, (first, last) in plan.gathered:
-        owned[rank].append((first, (at, at + last - first)))
+        owned[rank][first, last] = (at, at + last - first)
         at += last - first
-    spans = [[span for _, span in sorted(some)] for some in owned]
 
     def sends() -> list[Message]:
-        return [(rank, _rows(spans[rank], it)) for rank, _ in step.receive for it in found]
+        return [
+            (rank, _rows([owned[rank][span] for span in message], it))
+            for rank, _ in step.receive
+            for it in found
+            for message in plan.messages(rank, sorted(owned[rank]))
+        ]
 
     returning = Returning(found[0].device, sends, step, sums, call)
-    if spans[plan.rank]:
+    if owned[plan.rank]:
+        own = [owned[plan.rank][span] for span in sorted(owned[plan.rank])]
         for part, gradient in zip(found, sums):
-            torch.cat([part[:, begin:end] for begin, end in spans[plan.rank]], 1, out=gradient.whole())
+            torch.cat([part[:, begin:end] for begin, end in own], 1, out=gradient.whole())
     returning.wait()
