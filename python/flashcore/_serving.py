@@ -15,6 +15,10 @@ except ModuleNotFoundError as error:
     _torch = None  # type: ignore[assignment]
 
 
+# Fewer queries than this are those of a step of decoding, whose kernel multiplies 16 bits.
+_FEW = 32
+
+
 def _never() -> bool:
     return False
 
@@ -279,6 +283,14 @@ def flash_attn_with_kvcache(
         cache_seqlens = _full("cache_seqlens", _sequences(q, cu_seqlens_q), cache_seqlens, "k_cache", k_cache)
     if scheduler_metadata is not None:
         _check_metadata(scheduler_metadata, _sequences(q, cu_seqlens_q))
+    factors = (k_descale, v_descale)
+    if _torch is not None and _torch.is_small(q) and _torch.is_small(k_cache) and _dimensions(k_descale) <= 2:
+        if k is not None or cache_leftpad is not None or (_dimensions(q) == 4 and q.shape[1] < _FEW):
+            # 16 bits have the same numbers, and a factor of queries is one of scores.
+            q, k, v, rotary_cos, rotary_sin = map(_torch.sixteen_bits, (q, k, v, rotary_cos, rotary_sin))
+            factors = (None, None)
+            if q_descale is not None:
+                q_descale, k_descale = None, q_descale if k_descale is None else k_descale * q_descale
     if k is not None or v is not None:
         rotated, cache_seqlens = _append(
             (
@@ -295,8 +307,7 @@ def flash_attn_with_kvcache(
                 rotary_cos,
                 rotary_sin,
                 None if rotary_cos is None else rotary_seqlens,
-                k_descale,
-                v_descale,
+                *factors,
             ),
             (rotary_interleaved, causal, window_size, attention_chunk, block_table is not None, max_seqlen_q),
         )

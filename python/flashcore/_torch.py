@@ -379,6 +379,16 @@ def _refuse_gradients(names: tuple[str, ...], tensors: tuple[Any, ...]) -> None:
             )
 
 
+def is_small(tensor: Any) -> bool:
+    """Whether it has 8 bits."""
+    return torch.is_tensor(tensor) and tensor.dtype in _SMALL
+
+
+def sixteen_bits(tensor: Any) -> Any:
+    """The same numbers, where there are 8."""
+    return tensor.to(torch.bfloat16) if is_small(tensor) else tensor
+
+
 def widen(tensor: Any) -> Any:
     """Numbers of 16 bits as float32."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
