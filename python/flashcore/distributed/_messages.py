@@ -108,16 +108,47 @@ def gather(k: Any, v: Any, call: Any) -> Pending:
             found.append(parts)
         return works, found
 
+    def mirrored() -> Any:
+        # First pieces come to their places. The others, which are in the order of the ranks too, come beside them.
+        works, found = [], []
+        for it in (k, v):
+            piece = it.shape[1] // 2
+            whole, seconds = room(2 * plan.size * piece, it), room(plan.size * piece, it)
+            for into, part in ((whole[:, : plan.size * piece], it[:, :piece]), (seconds, it[:, piece:])):
+                works += call.transport.all_gather(into.view(-1), part.contiguous().view(-1))
+            found += [whole, seconds]
+        return works, found
+
     def seen() -> Any:
         step = plan.steps[0]
         sends = [(rank, _rows(spans, it)) for rank, spans in step.send for it in (k, v)]
         return _exchange(sends, step.receive, k, v, call)
 
-    return Pending(k.device, everything if plan.distribution.gathers_all else seen)
+    if not plan.distribution.gathers_all:
+        return Pending(k.device, seen)
+    return Pending(k.device, mirrored if _is_mirrored(k, plan) else everything)
+
+
+def _is_mirrored(k: Any, plan: Plan) -> bool:
+    """Whether an all-gather's keys are those of one sequence, in pieces that all ranks have two of as long: one
+    from each end."""
+    piece, last = k.shape[1] // 2, plan.size - 1
+    firsts = [(rank, (0, piece)) for rank in range(last)]
+    seconds = [(rank, (piece, 2 * piece)) for rank in reversed(range(last))]
+    # The last one's lie together.
+    return k.shape[0] == 1 and plan.gathered == [*firsts, (last, (0, 2 * piece)), *seconds]
 
 
 def put_together(messages: list[Any], k: Any, v: Any, plan: Plan) -> tuple[Any, Any]:
     """The keys and values of an all-gather by positions."""
+    if plan.distribution.gathers_all and _is_mirrored(k, plan):
+        rows, piece = plan.size * k.shape[1] // 2, k.shape[1] // 2
+        for whole, seconds in _pairs(messages):
+            for rank in range(plan.size):
+                at = 2 * rows - (rank + 1) * piece
+                whole[:, at : at + piece].copy_(seconds[:, rank * piece : (rank + 1) * piece])
+        keys, values = messages[::2]
+        return keys, values
     if plan.distribution.gathers_all:
         parts = dict(enumerate(zip(*messages)))
     else:
