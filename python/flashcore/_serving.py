@@ -15,10 +15,6 @@ except ModuleNotFoundError as error:
     _torch = None  # type: ignore[assignment]
 
 
-# Fewer queries than this are those of a step of decoding, whose kernel multiplies 16 bits.
-_FEW = 32
-
-
 def _never() -> bool:
     return False
 
@@ -285,8 +281,9 @@ def flash_attn_with_kvcache(
         _check_metadata(scheduler_metadata, _sequences(q, cu_seqlens_q))
     factors = (k_descale, v_descale)
     if _torch is not None and _torch.is_small(q) and _torch.is_small(k_cache) and _dimensions(k_descale) <= 2:
-        if k is not None or cache_leftpad is not None or (_dimensions(q) == 4 and q.shape[1] < _FEW):
-            # 16 bits have the same numbers, and a factor of queries is one of scores.
+        pages_are_small = page_table is not None and _dimensions(k_cache) == 4 and k_cache.shape[1] % 8 != 0
+        if k is not None or cache_leftpad is not None or pages_are_small or _are_few(q, max_seqlen_q):
+            # No kernel multiplies 8 bits here. 16 have the same numbers, and a factor of queries is one of scores.
             q, k, v, rotary_cos, rotary_sin = map(_torch.sixteen_bits, (q, k, v, rotary_cos, rotary_sin))
             factors = (None, None)
             if q_descale is not None:
@@ -346,6 +343,12 @@ def flash_attn_with_kvcache(
         ),
         return_softmax_lse,
     )
+
+
+def _are_few(q: Any, max_seqlen_q: Any) -> bool:
+    """Whether queries are those of a step of decoding."""
+    most = q.shape[1] if _dimensions(q) == 4 else max_seqlen_q
+    return not isinstance(most, int) or most < 32
 
 
 def _append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
