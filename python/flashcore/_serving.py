@@ -286,6 +286,8 @@ def flash_attn_with_kvcache(
             # No kernel multiplies 8 bits here. 16 have the same numbers, and a factor of queries is one of scores.
             q, k, v, rotary_cos, rotary_sin = map(_torch.sixteen_bits, (q, k, v, rotary_cos, rotary_sin))
             factors = (None, None)
+            shapes = [(), tuple(k_cache.shape[2:3]), (_sequences(q, cu_seqlens_q), *k_cache.shape[2:3])]
+            _torch.check_factors(shapes, q_descale=q_descale, k_descale=k_descale)
             if q_descale is not None:
                 q_descale, k_descale = None, q_descale if k_descale is None else k_descale * q_descale
     if k is not None or v is not None:

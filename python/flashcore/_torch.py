@@ -384,6 +384,20 @@ def is_small(tensor: Any) -> bool:
     return torch.is_tensor(tensor) and tensor.dtype in _SMALL
 
 
+def check_factors(shapes: list[tuple[int, ...]], **factors: Any) -> None:
+    """Refuses factors of another shape or type than one of these."""
+    for name, it in factors.items():
+        if it is None:
+            continue
+        if not torch.is_tensor(it):
+            raise TypeError(f"{name} is a {type(it)}, expected a tensor")
+        if it.dtype != torch.float32:
+            raise TypeError(f"{name} has element type {it.dtype}, expected float32")
+        if tuple(it.shape) not in shapes:
+            expected = " or ".join(str(list(shape)) for shape in shapes)
+            raise ValueError(f"{name} has shape {list(it.shape)}, expected {expected}")
+
+
 def sixteen_bits(tensor: Any) -> Any:
     """The same numbers, where there are 8."""
     return tensor.to(torch.bfloat16) if is_small(tensor) else tensor

@@ -250,6 +250,19 @@ class TestTorch:
             )
             assert torch.allclose(out.float(), reference, atol=1e-2)
 
+    def test_wrong_factors_of_8_bit_queries(self):
+        torch = pytest.importorskip("torch")
+        q, cache = (torch.zeros(2, rows, 2, 16).to(torch.float8_e4m3fn) for rows in (1, 12))
+        factors = torch.ones(2)
+        for wrong, error, said in [
+            ({"q_descale": torch.ones(3)}, ValueError, r"q_descale has shape \[3\], expected \[\] or \[2\] or \[2, 2\]"),
+            ({"q_descale": factors, "k_descale": torch.ones(3)}, ValueError, r"k_descale has shape \[3\]"),
+            ({"q_descale": "x", "k_descale": factors}, TypeError, "q_descale is a .*str"),
+            ({"q_descale": factors.half()}, TypeError, "q_descale has element type torch.float16, expected float32"),
+        ]:
+            with pytest.raises(error, match=said):
+                flash_attn_with_kvcache(q, cache, cache, **wrong)
+
     def test_gradients_are_refused(self):
         torch = pytest.importorskip("torch")
         q = torch.zeros(1, 4, 2, 16, requires_grad=True)
