@@ -130,7 +130,7 @@ impl TileLists {
                 let mut shares = common.clone();
                 in_turn(&mut shares, kept * blocks as u64..rounds * blocks as u64);
                 shares.give_longest_first(
-                    (rounds * blocks as u64..pairs).flat_map(|it| pair(it)).collect(),
+                    (rounds * blocks as u64..pairs).flat_map(&pair).collect(),
                 );
                 shares
             });
