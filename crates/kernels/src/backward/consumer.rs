@@ -9,7 +9,7 @@ use super::epilogue::{self, Done};
 use super::place::{Place, Tile, Walk};
 use super::{Backward, Block, PART, ROWS, Shape, Shared, SumsLayout};
 use crate::attention::function::lower::{FunctionRegisters, Functions, Standing};
-use crate::attention::scores::{ScoreRule, Slopes, alibi, distances};
+use crate::attention::scores::{HIDDEN_TANH, ScoreRule, Slopes, alibi, distances};
 use crate::attention::{ACCUMULATOR_ROWS, Score};
 use crate::parameter::Scale;
 
@@ -109,6 +109,9 @@ struct Registers {
     query_gradients: Accumulator,
     /// Weights, then the gradients of scores, as products take them from the left.
     operand: Fragment,
+    /// Weights in registers of their own, where they are rounded while products still take
+    /// gradients of scores.
+    weights: Option<Fragment>,
 }
 
 impl Registers {
@@ -119,6 +122,7 @@ impl Registers {
             query_gradients: products.narrowed(backward.pass().sums_layout().part_queries),
             products,
             operand: Fragment::new(k, backward.element, PART),
+            weights: (backward.rounds_early()).then(|| Fragment::new(k, backward.element, PART)),
         }
     }
 }
@@ -152,7 +156,7 @@ pub(super) struct Warpgroup<'a> {
 impl Consumer {
     pub(super) fn parameters(k: &mut Builder, backward: &Backward) -> Self {
         Consumer {
-            scores: ScoreRule::parameters(k, &backward.rules),
+            scores: backward.score_rule(k),
             scale: Scale::Natural.read(k),
             slopes: backward.rules.alibi.then(|| Slopes::parameters(k)),
             functions: Functions::of_gradients(k, &backward.rules),
@@ -210,7 +214,7 @@ impl Consumer {
         group.wait_for_queries(k, Part::FIRST, Part::FIRST);
         group.start_scores(k, &registers.scores, Part::FIRST);
         k.wait_products(0);
-        self.early_weights(k, group, Part::FIRST, &registers.scores);
+        self.early_weights(k, group, Part::FIRST, &registers);
         group.wait_for_values(k);
         group.wait_for_output_gradients(k, Part::FIRST, Part::FIRST);
         k.loop_(|k| {
@@ -240,13 +244,16 @@ impl Consumer {
         next: Part,
         first: bool,
     ) {
-        let Registers { scores, products, query_gradients, operand } = registers;
+        let Registers { scores, products, query_gradients, operand, weights } = registers;
         let index = Sums::index(group.backward, part);
         let (key_gradients, value_gradients) = (&sums.keys[index], &sums.values[index]);
         let last = next.index == 0;
         group.start_products(k, products, part);
-        self.weights(k, group, part, scores, operand);
-        group.start_value_gradients(k, value_gradients, operand, part);
+        if weights.is_none() {
+            self.weights(k, group, part, scores, operand);
+        }
+        let rounded = weights.as_ref().unwrap_or(operand);
+        group.start_value_gradients(k, value_gradients, rounded, part);
         k.wait_products(1);
         group.score_gradients(k, part, products, scores);
         k.wait_products(0);
@@ -274,7 +281,7 @@ impl Consumer {
         if last {
             group.walk.advance_block(k, group.tile);
         }
-        self.early_weights(k, group, next, scores);
+        self.early_weights(k, group, next, registers);
         if last {
             // Before sums are added to: what comes after those waits behind them.
             group.wait_for_output_gradients(k, part, next);
@@ -337,17 +344,18 @@ impl Consumer {
         group.added(k, group.stage);
     }
 
-    /// Scores become weights, in their place, before there is an operand to round them into: where
-    /// those are all that is needed of the scores.
+    /// Scores become weights, in their place, while products still take the operand: where those
+    /// are all that is needed of the scores, or there are registers to round them into.
     fn early_weights(
         &self,
         k: &mut Builder,
         group: &Warpgroup<'_>,
         part: Part,
-        scores: &Accumulator,
+        registers: &Registers,
     ) {
-        if !group.backward.rules.has_slopes() {
-            self.exponentials(k, group, part, scores, None);
+        let rounded = registers.weights.as_ref();
+        if !group.backward.rules.has_slopes() || rounded.is_some() {
+            self.exponentials(k, group, part, &registers.scores, rounded);
         }
     }
 
@@ -430,8 +438,11 @@ impl Consumer {
                     k.set(score.register, weight);
                     continue;
                 }
-                // 1 - tanh^2; a hidden score is minus infinity.
-                let tanh = k.eval(score.register.maximum(-1.0));
+                // 1 - tanh^2; what a function hides is minus infinity.
+                let tanh = match self.functions.mask {
+                    None => score.register,
+                    Some(_) => k.eval(score.register.maximum(-1.0)),
+                };
                 let slope = k.fma(-tanh, tanh, 1.0);
                 k.set(score.register, weight * slope);
             }
@@ -601,7 +612,8 @@ impl<'a> Warpgroup<'a> {
             let key = self.key(k, part);
             let lengths = place.lengths(k);
             let seen = place.visibility.seen_from(k, rows, key, first, lengths);
-            seen.hide_others(k, scores);
+            let capped = self.backward.rules.softcap;
+            seen.set_others(k, scores, if capped { HIDDEN_TANH } else { f32::NEG_INFINITY });
         });
     }
 
