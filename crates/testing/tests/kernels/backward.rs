@@ -74,6 +74,7 @@ fn gradients_of_capped_scores_are_right() {
     for (dim, rules, cap) in [
         (64, rules[0], 20.0),
         (64, rules[1], 0.8),
+        (64, rules[1], 20.0),
         (64, rules[2], 20.0),
         (64, rules[0], 1e-20),
         (64, rules[0], 1e20),
