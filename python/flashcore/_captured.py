@@ -27,15 +27,18 @@ def gradients(
     batch, heads, queries, dim = q.shape
     key_heads, keys = k.shape[1:3]
     scale = 1 / math.sqrt(dim) if scale is None else scale
-    mask, score = (_parsed(text) if text else None for text in texts)
+    mask, score = [_parsed(text) if text else None for text in texts]
+    if score is None:
+        # A mask alone: what it sees does not change a little.
+        return [torch.zeros_like(it) if want else None for it, want in zip(captured, wanted)]
     # Sums are of float32, whatever the tensors are of.
     leaves = [it.detach().float().requires_grad_() if want else it.detach() for it, want in zip(captured, wanted)]
     asked = [leaf for leaf, want in zip(leaves, wanted) if want]
     sums = [torch.zeros_like(leaf) for leaf in asked]
-    of_mask = len(mask.tensors) if mask else 0
+    of_mask = len(mask.tensors) if mask is not None else 0
     rows = max(1, min(queries, MOST_SCORES // max(keys, 1)))
     several = max(1, MOST_SCORES // max(rows * keys, 1))
-    for first in range(0, batch * heads if score and asked else 0, several):
+    for first in range(0, batch * heads, several):
         number = torch.arange(first, min(first + several, batch * heads), device=q.device)
         b, h = number // heads, number % heads
         group = h // (heads // key_heads)
@@ -49,7 +52,7 @@ def gradients(
                 scores = scores.expand(len(number), query.shape[1], keys)
             log_sum = lse[b, h, here, None].float()
             seen = log_sum > -math.inf
-            if mask:
+            if mask is not None:
                 seen = seen & mask.evaluate(at, leaves[:of_mask])
             weights = torch.where(seen, (scores.detach() - log_sum).exp(), 0.0)
             delta = (gradient * result).sum(-1, keepdim=True)
