@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import _flashcore, _torch
+from . import _captured, _flashcore, _torch
 from ._gradients import NAMESPACE, operators
 
 _RULES = "float? scale, str mask, str score, Tensor[] captured, str function"
@@ -28,7 +28,6 @@ _torch._library.define(
 outside = torch.compiler.disable
 # What a call has beyond the scale.
 _NUMBERS = (False, (-1, -1), 0, 0.0, None, None)
-_CAPTURED = "a tensor that a function loads from"
 
 
 def attend(
@@ -36,12 +35,6 @@ def attend(
 ) -> Any:
     """Attention with functions through the dispatcher."""
     mask, score, captured, _ = rules
-    for tensor in captured:
-        if _torch.is_recorded(tensor):
-            raise NotImplementedError(
-                f"{_CAPTURED} requires grad, expected one that does not: gradients are those of query, key and value; "
-                "call it under torch.no_grad() or detach the tensor"
-            )
     tensors = _torch._autocast(tensors)
     texts = ("" if rule is None else rule if isinstance(rule, str) else rule.text for rule in (mask, score))
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -113,14 +106,17 @@ def _differentiate(ctx: Any, dout: Any, dlse: Any) -> Any:
         raise NotImplementedError("the log-sum-exp has a gradient, expected one of the output alone")
     q, k, v, out, lse, *captured = ctx.saved_tensors
     # As the arguments are: captured tensors are a list.
-    none = (None, None, None, [None] * len(captured), None, None)
-    if dout is None:
-        return None, None, None, *none
+    gradients: Any = (None, None, None)
+    of_captured: list[Any] = [None] * len(captured)
+    wanted = list(ctx.needs_input_grad[6])
     scale, mask, score, function, deterministic = ctx.call
-    gradients = operators.attention_with_rules_backward(
-        dout, q, k, v, out, lse, scale, mask, score, captured, function, deterministic
-    )
-    return *gradients, *none
+    if dout is not None and any(ctx.needs_input_grad[:3]):
+        gradients = operators.attention_with_rules_backward(
+            dout, q, k, v, out, lse, scale, mask, score, captured, function, deterministic
+        )
+    if dout is not None and any(wanted):
+        of_captured = _captured.gradients((dout, q, k, v, out, lse), scale, (mask, score), captured, wanted)
+    return *gradients, None, None, None, of_captured, None, None
 
 
 def _refuse_second(ctx: Any, *_: Any) -> Any:

@@ -574,13 +574,68 @@ def test_gradients_go_through_functions(device):
     near([x.grad for x in mine], [x.grad for x in exact], given[0].dtype)
 
 
-def test_gradients_of_captured_tensors_are_refused():
+def scores_of(device):
+    """Functions with tensors that have gradients, and the mask they go with."""
+    generator = torch.Generator().manual_seed(9)
+    floats = lambda *shape: torch.randn(*shape, generator=generator).to(device)
+    every, shared = floats(BATCH, HEADS, QUERIES, KEYS), floats(QUERIES, KEYS)
+    short, halves = floats(HEADS, KEYS - 7), floats(HEADS, QUERIES, KEYS).bfloat16()
+    slopes, warm, buckets = floats(HEADS), floats(HEADS).abs() + 0.5, floats(9, HEADS)
+    keep = floats(BATCH, KEYS) > -1.0
+
+    def documents(b, h, q_idx, kv_idx):
+        return keep[b, kv_idx] & (q_idx + KEYS - QUERIES >= kv_idx)
+
+    return [
+        ((every,), None, lambda s, b, h, i, j: s + every[b, h, i, j]),
+        ((shared,), documents, lambda s, b, h, i, j: s + shared[i, j]),
+        # Outside of its tensor a load is zero.
+        ((halves, short), causal, lambda s, b, h, i, j: s + halves[h, i, j] - short[h, j]),
+        ((slopes, warm), causal, lambda s, b, h, i, j: s * warm[h] - slopes[h] * (i - j)),
+        ((buckets,), documents, lambda s, b, h, i, j: s + buckets[torch.clamp((i - j) // 4, -4, 4) + 4, h]),
+        ((warm,), None, lambda s, b, h, i, j: warm[h] * torch.tanh(s / warm[h])),
+    ]
+
+
+@DEVICES
+@pytest.mark.parametrize("which", range(6))
+@pytest.mark.parametrize("most", [1 << 24, 5 * KEYS])
+def test_captured_tensors_have_gradients(device, which, most, monkeypatch):
+    """All scores at once, and five rows at a time."""
+    monkeypatch.setattr(flashcore._captured, "MOST_SCORES", most)
+    leaves, mask, score = scores_of(device)[which]
+    given = tensors(device, key_heads=2)
+    exact = [x.double().requires_grad_() for x in given]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    block_mask = None if mask is None else create_block_mask(mask, None, None, QUERIES, KEYS)
+    mine = [x.clone().requires_grad_() for x in given]
+    out = flex_attention(*mine, score, block_mask, enable_gqa=True)
+    gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(8)).to(out)
+    found = torch.autograd.grad(out, (*mine, *leaves), gradient)
+    # Elements that are outside of a tensor are not there for PyTorch.
+    if which == 2:
+        short = leaves[1]
+        padded = torch.nn.functional.pad(short, (0, 7))
+        score = lambda s, b, h, i, j: s + leaves[0][h, i, j] - padded[h, j]
+    truth = torch.autograd.grad(expected(*exact, mask, score)[0], (*exact, *leaves), gradient.double())
+    assert [x.dtype for x in found] == [x.dtype for x in (*given, *leaves)]
+    scale = max(1.0, *(x.abs().max().item() for x in truth))
+    lower = any(leaf.dtype == torch.bfloat16 for leaf in leaves)
+    near([x.double() / scale for x in found], [x.double() / scale for x in truth], torch.bfloat16 if lower else given[0].dtype)
+
+
+def test_captured_tensors_alone_have_gradients():
+    """Queries, keys and values need none; a mask that is added is such a tensor too."""
     q, k, v = tensors("cpu")
     bias = torch.zeros(KEYS, requires_grad=True)
-    with pytest.raises(NotImplementedError, match="a function loads from requires grad"):
-        flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[j])
+    flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[j]).sum().backward()
+    through, bias.grad = bias.grad, None
+    scaled_dot_product_attention(q, k, v, bias.expand(QUERIES, KEYS)).sum().backward()
+    assert through.abs().max() > 0
+    torch.testing.assert_close(bias.grad, through)
     with torch.no_grad():
-        flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[j])
+        assert not flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[j]).requires_grad
 
 
 def test_autocast_chooses_the_element_type():

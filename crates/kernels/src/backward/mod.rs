@@ -80,6 +80,7 @@ use ptx::{
 };
 
 use crate::Error;
+use crate::attention::scores::ScoreRule;
 use crate::attention::{Batch, Rules};
 use crate::parameter::{Tensor, Workspace};
 use consumer::Consumer;
@@ -276,6 +277,30 @@ impl Backward {
     /// there is one part.
     fn adding_warps(&self) -> u32 {
         4 * self.pass().sums_layout().parts().min(WARPGROUPS)
+    }
+
+    /// Whether weights are rounded as soon as they are known where scores have slopes: narrow heads
+    /// leave registers for them.
+    fn rounds_early(&self) -> bool {
+        self.rules.has_slopes() && self.shape() == Shape::Square && self.is_narrow()
+    }
+
+    /// Whether capped scores become weights before it is known that the quicker way to cap them
+    /// suffices.
+    fn caps_ahead(&self) -> bool {
+        let Rules { softcap, alibi, .. } = self.rules;
+        softcap && !alibi && self.rules.functions().next().is_none() && self.rounds_early()
+    }
+
+    /// Whether gradients of keys and values leave many registers.
+    fn is_narrow(&self) -> bool {
+        self.head_dim.max(self.value_head_dim) <= 64
+    }
+
+    /// How products become scores.
+    fn score_rule(&self, k: &mut Builder) -> ScoreRule {
+        let scores = ScoreRule::parameters(k, &self.rules).with_finite_hidden(k);
+        if self.is_narrow() { scores.with_tanh_of_scores(k) } else { scores }
     }
 
     /// How many times 64 queries with 64 keys a warpgroup has in a step.

@@ -266,10 +266,13 @@ fn captured(rules: &Rules) -> Vec<HostTensor> {
     // Rows of an odd number of elements are not loaded in pairs.
     let row = if rules.sinks { 101 } else { 100 };
     let bias: Vec<f32> = (0..90 * row).map(number).collect();
+    let upper = |it: &f32| ((it.to_bits() >> 16) as u16).to_le_bytes();
+    let halves = bias[..70 * 100].iter().flat_map(upper).collect();
     let all = [
         HostTensor::integers("ids", &ids, &[2, 120]),
         HostTensor::floats("bias", &bias, &[2, 90, 100]).with_strides(&[0, row, 1]),
         HostTensor::floats("temperature", &[0.5, 1.25], &[2]),
+        HostTensor::new("halves", Stored::BF16, &[70, 100], halves),
     ];
     let loaded = |it: &HostTensor| {
         rules.functions().any(|function| function.tensors().iter().any(|spec| spec.name == it.name))
@@ -339,9 +342,21 @@ fn decode_follows_functions() {
     }
 }
 
+/// Neighbouring keys that are not neighbours in their tensor, and rows of pairs in 16 bits.
+fn loads_of_keys() -> [Rules; 2] {
+    let skewed = Function::score("skewed", |score, at| {
+        let row = (at.query() - at.key()).abs();
+        score + at.floats("bias").load([at.head(), row, at.key()])
+    });
+    let halves = Function::score("halves", |score, at| {
+        score + at.floats("halves").stored(Stored::BF16).load([at.query(), at.key()])
+    });
+    [skewed, halves].map(|it| Rules { score_function: Some(it), ..Rules::CAUSAL })
+}
+
 #[test]
 fn forward_follows_functions() {
-    for (index, rules) in rules().into_iter().enumerate() {
+    for (index, rules) in rules().into_iter().chain(loads_of_keys()).enumerate() {
         let forward = Forward {
             element: Element::BF16,
             output: Element::BF16,

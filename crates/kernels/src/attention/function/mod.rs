@@ -66,7 +66,7 @@ use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::sync::{LazyLock, Mutex, PoisonError};
 
-use node::{Id, Node};
+use node::{Id, Node, Symbol};
 
 /// A mask or a score as a function. A handle: as cheap as a number, equal where the function is.
 ///
@@ -164,6 +164,22 @@ impl Function {
     /// The tensors that it loads from.
     pub fn tensors(&self) -> &'static [TensorSpec] {
         &self.0.tensors
+    }
+
+    /// Whether it loads something for each score: from where both query and key say.
+    pub(crate) fn loads_each_score(&self) -> bool {
+        let mut all: Vec<[bool; 2]> = Vec::new();
+        for node in &self.0.nodes {
+            let own = [Symbol::Query, Symbol::Key].map(|it| *node == Node::Symbol(it));
+            let inputs = node.inputs();
+            let of_inputs = |side: usize| inputs.iter().any(|input| all[*input as usize][side]);
+            let both = [own[0] || of_inputs(0), own[1] || of_inputs(1)];
+            all.push(both);
+        }
+        let loads = |(node, both): (&Node, &[bool; 2])| {
+            matches!(node, Node::Load(..)) && *both == [true; 2]
+        };
+        self.0.nodes.iter().zip(&all).any(loads)
     }
 
     /// Whether it gives the same for every sequence, and for every head.
