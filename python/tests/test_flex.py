@@ -677,3 +677,85 @@ def test_functions_run_in_graphs():
     bias.normal_()
     graph.replay()
     assert torch.equal(out, call())
+
+
+# ---- patterns, block by block ------------------------------------------------------------------------
+
+
+def lists_of(states, columns):
+    """Counts and indices of the pairs that are true, each list padded with what nobody may look at."""
+    counts = states.sum(-1).int()
+    indices = torch.full((*states.shape[:3], columns), -1, dtype=torch.int32)
+    for at in torch.cartesian_prod(*(torch.arange(size) for size in states.shape[:3])).tolist():
+        found = states[tuple(at)].nonzero()[:, 0]
+        indices[tuple(at)][: len(found)] = found
+    return counts, indices
+
+
+@DEVICES
+@pytest.mark.parametrize("size", [(16, 16), (8, 5), (64, 64)])
+@pytest.mark.parametrize("apart", [(1, 1), (BATCH, HEADS)])
+def test_patterns_from_lists_of_key_blocks(size, apart, device):
+    q, k, v = tensors(device)
+    rows, columns = -(-QUERIES // size[0]), -(-KEYS // size[1])
+    kind = torch.randint(0, 3, (*apart, rows, columns), generator=torch.Generator().manual_seed(4))
+    some, whole = (tuple(x.to(device) for x in lists_of(kind == state, columns)) for state in (1, 2))
+    at = lambda b, h: (b if apart[0] > 1 else 0, h if apart[1] > 1 else 0)
+    states = kind.to(device)
+    state = lambda b, h, i, j: states[(*at(b, h), i // size[0], j // size[1])]
+    odd = lambda b, h, i, j: (i + j) % 3 == 0
+    for mask_mod, seen in (
+        (None, lambda *it: state(*it) > 0),
+        (odd, lambda *it: (state(*it) == 2) | (state(*it) == 1) & odd(*it)),
+    ):
+        block_mask = flashcore.BlockMask.from_kv_blocks(
+            *some, *whole, BLOCK_SIZE=size, mask_mod=mask_mod, seq_lengths=(QUERIES, KEYS)
+        )
+        mine, exact = [x.clone().requires_grad_() for x in (q, k, v)], [x.double().requires_grad_() for x in (q, k, v)]
+        out = flex_attention(*mine, block_mask=block_mask)
+        truth = expected(*exact, seen)[0]
+        near([out.detach()], [truth.detach()], q.dtype)
+        gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(8)).to(out)
+        out.backward(gradient)
+        truth.backward(gradient.double())
+        near([x.grad for x in mine], [x.grad for x in exact], q.dtype)
+
+
+@DEVICES
+def test_patterns_from_compressed_rows(device):
+    q, k, v = tensors(device)
+    indptr, indices = (torch.tensor(it, device=device, dtype=torch.int32) for it in ([0, 2, 2, 5], [2, 0, 0, 1, 3]))
+    size = (16, 13)
+    seen = torch.zeros(3, 4, dtype=torch.bool, device=device)
+    seen[[0, 0, 2, 2, 2], [2, 0, 0, 1, 3]] = True
+    blocks = lambda b, h, i, j: seen[i // 16, j // 13]
+    block_mask = flashcore.BlockMask.from_bcsr(indptr, indices, size, (QUERIES, KEYS))
+    near([flex_attention(q, k, v, block_mask=block_mask)], expected(q, k, v, blocks), q.dtype)
+    # A mask of the pairs of each block of the list.
+    pairs = torch.rand(5, *size, generator=torch.Generator().manual_seed(6)).to(device) > 0.4
+    number = torch.tensor([[1, 0, 0, 0], [0, 0, 0, 0], [2, 3, 0, 4]], device=device)
+    both = lambda b, h, i, j: blocks(b, h, i, j) & pairs[number[i // 16, j // 13], i % 16, j % 13]
+    block_mask = flashcore.BlockMask.from_bcsr(indptr, indices, size, (QUERIES, KEYS), pairs)
+    near([flex_attention(q, k, v, block_mask=block_mask)], expected(q, k, v, both), q.dtype)
+
+
+def test_patterns_of_arrays_and_those_that_do_not_fit():
+    numpy = pytest.importorskip("numpy")
+    q, k, v = (x.numpy() for x in tensors("cpu"))
+    counts, indices = (x.numpy() for x in lists_of(torch.ones(1, 1, 3, 3, dtype=torch.bool).tril(), 3))
+    block_mask = flashcore.BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=16, seq_lengths=(QUERIES, KEYS))
+    out = flex_attention(q, k, v, block_mask=block_mask)
+    rows = flashcore.BlockMask.from_bcsr(numpy.array([0, 1, 3, 6]), numpy.array([0, 0, 1, 0, 1, 2]), 16, (QUERIES, KEYS))
+    numpy.testing.assert_array_equal(out, flex_attention(q, k, v, block_mask=rows))
+    exact = expected(*tensors("cpu"), lambda b, h, i, j: i // 16 >= j // 16)[0]
+    numpy.testing.assert_allclose(out, exact.numpy(), atol=2e-5)
+    make = flashcore.BlockMask.from_kv_blocks
+    for message, call in (
+        ("kv_indices has block 3, expected 0 to 2", lambda: make(counts, indices + 1, BLOCK_SIZE=16, seq_lengths=(48, 48))),
+        ("kv_num_blocks has 3 rows, expected 2", lambda: make(counts, indices, BLOCK_SIZE=16, seq_lengths=(32, 48))),
+        ("full_kv_indices has shape", lambda: make(counts, indices, counts, indices[:, :, :2], BLOCK_SIZE=16)),
+        ("BLOCK_SIZE is 0", lambda: make(counts, indices, BLOCK_SIZE=0)),
+        ("indptr has shape", lambda: flashcore.BlockMask.from_bcsr(counts[0, 0], indices[0, 0, 0], 16, (48, 48))),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

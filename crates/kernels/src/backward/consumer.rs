@@ -221,6 +221,7 @@ impl Consumer {
         let parts = group.backward.parts() as usize;
         group.wait_for_keys(k);
         group.wait_for_queries(k, Part::FIRST, Part::FIRST);
+        group.begin(k);
         group.start_scores(k, &registers.scores, Part::FIRST);
         k.wait_products(0);
         self.early_weights(k, group, Part::FIRST, &registers);
@@ -288,7 +289,7 @@ impl Consumer {
         group.start_key_gradients(k, key_gradients, operand, part.stage, part);
         k.wait_products(1 + u32::from(before.is_some()));
         if last {
-            group.walk.advance_block(k, group.tile);
+            group.advance_block(k, next.stage);
         }
         self.early_weights(k, group, next, registers);
         if last {
@@ -406,8 +407,10 @@ impl Consumer {
         self.scores.in_natural_units(k, &scores);
         group.hide(k, part, &scores);
         if let Some(mask) = &self.functions.mask {
-            let standing = group.standing(k, part);
-            mask.apply(k, &scores, &standing);
+            group.if_function(k, part, |k| {
+                let standing = group.standing(k, part);
+                mask.apply(k, &scores, &standing);
+            });
         }
         let slope = self.slopes.as_ref().map(|slopes| {
             let scale_log2 = self.scores.scale_log2;
@@ -543,7 +546,7 @@ impl<'a> Warpgroup<'a> {
         let thread = k.eval(thread % 128);
         let lane = k.lane();
         let position = Accumulator::position(k, thread);
-        let walk = place.walk(k, tile);
+        let walk = place.follow(k, tile);
         Warpgroup {
             backward,
             shared,
@@ -559,6 +562,33 @@ impl<'a> Warpgroup<'a> {
             number: k.variable(NO_STEP),
             walk,
             sums: tensors.sums,
+        }
+    }
+
+    /// Where a walk begins, with the first stage.
+    pub(super) fn begin(&self, k: &mut Builder) {
+        if let Some(told) = &self.shared.told {
+            told.hear(k, 0, &self.walk);
+            self.walk.find_number(k, self.place, self.tile);
+        }
+    }
+
+    /// The walk goes on to the step of a stage, but for the number.
+    pub(super) fn advance_block(&self, k: &mut Builder, stage: u32) {
+        self.walk.advance_block(k, self.tile);
+        if let Some(told) = &self.shared.told {
+            told.hear(k, stage, &self.walk);
+        }
+    }
+
+    /// Does something if a step's block needs the mask's function.
+    fn if_function(&self, k: &mut Builder, part: Part, body: impl FnOnce(&mut Builder)) {
+        match &self.shared.told {
+            Some(told) => {
+                let needed = told.needs_function(k, part.stage);
+                k.if_(needed, body);
+            }
+            None => body(k),
         }
     }
 

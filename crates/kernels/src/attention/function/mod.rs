@@ -16,6 +16,7 @@
 //! | `interval` | what it can give for ranges of queries and keys |
 //! | `window` | the part of a mask that is a window by name |
 //! | `cap` | the part of a score that is a softcap by name |
+//! | `pattern` | sparse patterns that the caller has, block by block |
 //! | `blocks` | which key blocks tiles of queries see, and which of them need the function |
 //! | `scale` | a score function that only adds, over scores before their scale |
 //! | `lower` | a function in a kernel, over a thread's scores |
@@ -44,6 +45,7 @@ mod compose;
 mod evaluate;
 mod interval;
 mod node;
+mod pattern;
 mod scale;
 mod slope;
 mod table;
@@ -52,11 +54,12 @@ mod trace;
 mod weigh;
 mod window;
 
-pub use blocks::{BlockCounts, BlockMask, Walked};
+pub use blocks::{BlockCounts, BlockMask, ListsOf, Walked};
 pub use cap::Capped;
 pub use evaluate::{Here, HostTensor, Row};
 pub use interval::{KnownContents, Region, Seen};
 pub use node::{Kind, Stored, TensorSpec, Type};
+pub use pattern::{BlockPattern, KeyBlocks};
 pub use text::FunctionTextError;
 pub use trace::{At, CapturedTensor, Traced, TracedOperand};
 pub use window::Windowed;
