@@ -174,6 +174,7 @@ impl Prefill {
             shared.init(k);
             slots.pipeline.init(k);
         });
+        shared.write_ones(k, thread);
         k.barriers_ready();
         self.tile.roles(
             k,
@@ -185,7 +186,8 @@ impl Prefill {
             },
             |k| {
                 let posted = DynamicConsumer::new(k, &slots, &batch);
-                let epilogue = Epilogue { output: maps.output, lse };
+                let columns = self.tile.value_head_dim;
+                let epilogue = Epilogue { output: maps.output, columns, lse };
                 let probe = probe::parameter(k, false);
                 let rules = (scores, functions);
                 consumer::consume(k, &self.tile, &shared, &posted, rules, &epilogue, probe);
