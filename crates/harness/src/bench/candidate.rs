@@ -209,7 +209,7 @@ fn is_variant(kernel: &Configuration, best: &Configuration, problem: &Problem) -
         _ => best,
     };
     let is_tile = |it: &Forward, best: &Forward| {
-        let best = Forward { rules: rules(it.rules, best.rules), sums: it.sums, ..*best };
+        let best = Forward { rules: rules(it.rules, best.rules), ..*best };
         Variant::of(it).configuration(&best) == *it
     };
     match (*kernel, *best) {

@@ -1,7 +1,7 @@
 //! What can be varied, and how.
 
 use flashcore::family::tuning::Variant;
-use kernels::forward::{Sums, every_tuned};
+use kernels::forward::every_tuned;
 use kernels::mma::BackwardMma;
 use kernels::product::Source;
 use kernels::{Backward, Configuration, Decode, Forward, Mma, Prefill, shipped};
@@ -222,12 +222,8 @@ pub fn possible(forward: &Forward) -> Result<(), String> {
 const ADDRESSES: u32 = 16;
 
 /// The configuration of a name, among all that the search could try for the head dims that are
-/// shipped; those that add weights up by ones have it at their end.
+/// shipped.
 pub fn find(name: &str) -> Option<Forward> {
-    if let Some(name) = name.strip_suffix("_ones") {
-        let found = Forward { sums: Sums::TensorCores, ..find(name)? };
-        return Some(found).filter(|it| it.program().is_ok());
-    }
     let mut bases: Vec<Forward> = every_tuned();
     bases.extend(shipped(Target::SM_90A).into_iter().filter_map(|it| match it {
         Configuration::Forward(forward) => Some(forward),

@@ -24,7 +24,7 @@ pub(crate) struct Softmax {
     lift: f32,
     /// What is subtracted from the scores of each row, before scaling.
     reference: Vec<Reg<F32>>,
-    /// The thread's part of each row's sum, where sums are taken here.
+    /// The thread's part of each row's sum.
     sum: Vec<Reg<F32>>,
 }
 
@@ -49,11 +49,6 @@ impl Softmax {
     /// The same with weights `2^lift` times as large.
     pub(crate) fn lifted(self, lift: f32) -> Self {
         Softmax { lift, ..self }
-    }
-
-    /// The same where sums are somebody else's.
-    pub(crate) fn without_sums(self) -> Self {
-        Softmax { sum: Vec::new(), ..self }
     }
 
     /// The rows have seen nothing.
@@ -93,49 +88,33 @@ impl Softmax {
         &self,
         k: &mut Builder,
         scores: &[Score],
-        store: impl FnMut(&mut Builder, usize, [Reg<F32>; 2]),
-    ) -> Vec<Reg<F32>> {
-        let mut chains: Vec<[Option<Reg<F32>>; 2]> = vec![[None; 2]; self.reference.len()];
-        let add = |k: &mut Builder, row: usize, side: usize, weight: Reg<F32>| {
-            let chain = &mut chains[row][side];
-            *chain = Some(match *chain {
-                Some(sum) => k.eval(sum + weight),
-                None => weight,
-            });
-        };
-        self.weights(k, scores, add, store);
-        let sum = |chain: [Option<Reg<F32>>; 2]| {
-            let [first, second] = chain.map(|sum| sum.expect("every row has columns"));
-            k.eval(first + second)
-        };
-        chains.into_iter().map(sum).collect()
-    }
-
-    /// The same where nobody needs the sums here. Each weight goes to `look` as well, with its row
-    /// and its place in the pair.
-    pub(crate) fn weights(
-        &self,
-        k: &mut Builder,
-        scores: &[Score],
-        mut look: impl FnMut(&mut Builder, usize, usize, Reg<F32>),
         mut store: impl FnMut(&mut Builder, usize, [Reg<F32>; 2]),
-    ) {
+    ) -> Vec<Reg<F32>> {
         let offset: Vec<Reg<F32>> = (self.reference.iter())
             .map(|reference| {
                 let offset = -(*reference * self.scale_log2);
                 if self.lift == 0.0 { k.eval(offset) } else { k.eval(offset + self.lift) }
             })
             .collect();
+        let mut chains: Vec<[Option<Reg<F32>>; 2]> = vec![[None; 2]; offset.len()];
         for (index, pair) in scores.chunks_exact(2).enumerate() {
             let row = pair[0].row;
             let mut weights = [pair[0].register, pair[1].register];
-            for (side, weight) in weights.iter_mut().enumerate() {
+            for (weight, chain) in weights.iter_mut().zip(&mut chains[row]) {
                 let exponent = k.fma(*weight, self.scale_log2, offset[row]);
                 *weight = k.exp2(exponent);
-                look(k, row, side, *weight);
+                *chain = Some(match *chain {
+                    Some(sum) => k.eval(sum + *weight),
+                    None => *weight,
+                });
             }
             store(k, index, weights);
         }
+        let sum = |chain: [Option<Reg<F32>>; 2]| {
+            let [first, second] = chain.map(|sum| sum.expect("every row has columns"));
+            k.eval(first + second)
+        };
+        chains.into_iter().map(sum).collect()
     }
 
     /// Whether any row of the warp has a sum beyond a bound. A sum that is not
@@ -162,29 +141,16 @@ impl Softmax {
             let lowered = k.exp2((self.reference[row] - reference) * self.scale_log2);
             k.set(*factor, lowered);
             k.set(self.reference[row], reference);
-            if let Some(sum) = self.sum.get(row) {
-                k.set(*sum, *sum * lowered);
-            }
+            k.set(self.sum[row], self.sum[row] * lowered);
         }
     }
 
     /// Ends the rows, with a sink in units of log2 where there is one.
     pub(crate) fn finish(&self, k: &mut Builder, sink: Option<Reg<F32>>) -> Vec<Finished> {
-        let whole = |sum: &Reg<F32>| k.reduce_lanes(*sum, 4, |a, b| a + b);
-        let sums: Vec<Reg<F32>> = self.sum.iter().map(whole).collect();
-        self.finish_with(k, &sums, sink)
-    }
-
-    /// The same with the rows' sums from elsewhere.
-    pub(crate) fn finish_with(
-        &self,
-        k: &mut Builder,
-        sums: &[Reg<F32>],
-        sink: Option<Reg<F32>>,
-    ) -> Vec<Finished> {
-        let rows = sums.iter().zip(&self.reference);
+        let rows = self.sum.iter().zip(&self.reference);
         rows.map(|(sum, reference)| {
-            let (sum, reference, scale_log2) = (*sum, *reference, self.scale_log2);
+            let sum = k.reduce_lanes(*sum, 4, |a, b| a + b);
+            let (reference, scale_log2) = (*reference, self.scale_log2);
             if self.lift == 0.0 {
                 return finish(k, Reference::Guarded { reference, scale_log2 }, sum, sink);
             }

@@ -58,7 +58,7 @@ pub(super) fn consume<T: ConsumerScheduler>(
         rule: Rule::new(k, forward, &group, scores, functions),
         group,
         softmax: Softmax::new(k, forward, scores.scale_log2),
-        output: Accumulator::new(k, forward.value_head_dim + forward.sum_columns()),
+        output: Accumulator::new(k, forward.value_head_dim),
         output_begun: k.register(),
         current: tiles.current(k, &tile),
         block: k.variable(tiles.last_block(&tile)),
@@ -109,7 +109,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
             let landed = update.wait(k);
             group.release_values(k);
             probe.stamp(k, Phase::Update);
-            let rows = finish(k, *tiles, softmax, current, landed);
+            let rows = finish(k, *tiles, softmax, current);
             epilogue.store(k, *tiles, staging, &rows, landed, current);
             probe.stamp(k, Phase::Epilogue);
             let scores = scores.wait(k);
@@ -182,7 +182,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
         let landed = group.start_update(k, output, accumulate, p).wait(k);
         group.release_values(k);
         probe.stamp(k, Phase::Update);
-        let rows = finish(k, *tiles, softmax, current, landed);
+        let rows = finish(k, *tiles, softmax, current);
         epilogue.store(k, *tiles, staging, &rows, landed, current);
         probe.stamp(k, Phase::Epilogue);
     }
@@ -233,8 +233,7 @@ fn finish<T: ConsumerScheduler>(
     tiles: &T,
     softmax: &Softmax,
     current: &T::Current,
-    output: &Accumulator,
 ) -> Vec<Finished> {
     let sink = tiles.sink(k, current);
-    softmax.finish(k, output, sink)
+    softmax.finish(k, sink)
 }

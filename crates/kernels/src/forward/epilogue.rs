@@ -13,8 +13,6 @@ use crate::attention::rows::Finished;
 /// Where results go.
 pub(super) struct Epilogue {
     pub(super) output: TensorMap,
-    /// Columns of it; an accumulator may have more.
-    pub(super) columns: u32,
     pub(super) lse: Reg<GlobalAddress>,
 }
 
@@ -77,8 +75,8 @@ impl Epilogue {
         let first_row = k.eval(place.first_row + staging.index * 64);
         // As many columns at a time as there is room for.
         let registers = output.registers();
-        for first in (0..self.columns).step_by(layout.columns as usize) {
-            let columns = layout.columns.min(self.columns - first);
+        for first in (0..output.columns()).step_by(layout.columns as usize) {
+            let columns = layout.columns.min(output.columns() - first);
             let part = &registers[(first / 2) as usize..((first + columns) / 2) as usize];
             let normal: Vec<Reg<F32>> = (part.iter().enumerate())
                 .map(|(index, x)| k.eval(*x * rows[Accumulator::row_of(index)].factor))

@@ -221,7 +221,7 @@ impl Forward {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Form, Sums};
+    use super::super::Form;
     use super::*;
     use crate::attention::function::{BlockMask, Function};
     use crate::attention::{MaskKind, Rules};
@@ -240,7 +240,6 @@ mod tests {
             query_buffers: 2,
             query_source: Source::Shared,
             ping_pong: true,
-            sums: Sums::Additions,
             form: Form::FULL,
         }
     }

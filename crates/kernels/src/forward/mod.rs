@@ -52,8 +52,8 @@ pub use tuned::{
 };
 
 use ptx::{
-    Builder, Element, Expression, Fence, GlobalAddress, Pipeline, Program, Reg, Role, SharedTiles,
-    StoreHint, Swizzle, Target, TensorMap, TileLayout, U32,
+    Builder, Element, Expression, GlobalAddress, Pipeline, Program, Reg, Role, SharedTiles,
+    Swizzle, Target, TensorMap, TileLayout, U32,
 };
 
 use crate::Error;
@@ -92,25 +92,9 @@ pub struct Forward {
     pub query_source: Source,
     /// Whether warpgroups take turns at the tensor cores.
     pub ping_pong: bool,
-    /// Who adds up the weights of a row.
-    pub sums: Sums,
     /// How the code is laid out: the same results bit for bit.
     pub form: Form,
 }
-
-/// Who adds up the weights of a row.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Sums {
-    /// Each thread those it has, before they are rounded.
-    Additions,
-    /// The tensor cores, which multiply rounded ones with a column of ones beside the values: an
-    /// instruction less for each score. What is lost by rounding is lost in both, so outputs are as
-    /// exact or better; log-sum-exps are exact to the rounding of weights only.
-    TensorCores,
-}
-
-/// Columns of ones: as few as the tensor cores take.
-const SUM_COLUMNS: u32 = 8;
 
 /// How a kernel's code is laid out. Every form gives the same results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -171,8 +155,6 @@ struct Shared {
     query_pipeline: Pipeline,
     key_pipeline: Pipeline,
     value_pipeline: Pipeline,
-    /// Ones to be multiplied with weights, behind the values.
-    ones: Option<SharedTiles>,
     /// Values as the tensor cores take those of 8 bits.
     transposed: Option<Transposed>,
 }
@@ -194,18 +176,17 @@ impl Forward {
     /// The name of a kernel of some family with these tiles.
     fn named(&self, family: &str, rules: &str) -> String {
         let Forward { element, output, head_dim, value_head_dim, warpgroups, .. } = self;
-        let Forward { key_block, stages, query_buffers, query_source, ping_pong, sums, .. } = self;
+        let Forward { key_block, stages, query_buffers, query_source, ping_pong, form, .. } = self;
         let rows = 64u32.saturating_mul(*warpgroups);
         let turns = if *ping_pong { "_turns" } else { "" };
-        let ones = if *sums == Sums::TensorCores { "_ones" } else { "" };
-        let form = self.form.suffix();
+        let form = form.suffix();
         let source = match query_source {
             Source::Shared => "",
             Source::Registers => "r",
         };
         let output = if output == element { String::new() } else { format!("_{output}") };
         format!(
-            "{family}_{element}{output}_d{head_dim}x{value_head_dim}{rules}_{rows}x{key_block}_s{stages}q{query_buffers}{source}{turns}{form}{ones}"
+            "{family}_{element}{output}_d{head_dim}x{value_head_dim}{rules}_{rows}x{key_block}_s{stages}q{query_buffers}{source}{turns}{form}"
         )
     }
 
@@ -303,21 +284,14 @@ impl Forward {
 
     fn input_bytes_with(&self, value_stages: u32, value_part: TileLayout) -> u32 {
         let transposed = if self.is_fp8() { self.transposed_layout().bytes() } else { 0 };
-        let ones = TileLayout { rows: 16, ..value_part };
         [
             (self.query_buffers, self.query_layout().bytes()),
             (self.stages, self.key_layout().bytes()),
             (value_stages, value_part.bytes()),
             (self.stages, transposed),
-            (self.sum_columns() / SUM_COLUMNS, ones.bytes()),
         ]
         .into_iter()
         .fold(0, |sum, (count, bytes)| sum.saturating_add(count.saturating_mul(bytes)))
-    }
-
-    /// Columns of the output's accumulator that hold sums of weights.
-    fn sum_columns(&self) -> u32 {
-        if self.sums == Sums::TensorCores { SUM_COLUMNS } else { 0 }
     }
 
     /// Registers of a producer's and of a consumer's thread. Two warpgroups
@@ -406,10 +380,6 @@ impl Forward {
                 "the key block is not a multiple of 16 up to 256",
             ),
             (self.stages == 0 || self.query_buffers == 0, "there is at least one stage"),
-            (
-                self.sums == Sums::TensorCores && (fp8 || self.value_head_dim != 64),
-                "ones stand beside values of 16 bits and head dim 64 only",
-            ),
         ];
         faults.into_iter().find(|(faulty, _)| *faulty).map(|(_, fault)| fault)
     }
@@ -434,7 +404,6 @@ impl Forward {
         let shared = self.shared(k);
         let thread = k.thread_index();
         k.if_(thread.equals(0), |k| shared.init(k));
-        shared.write_ones(k, thread);
         k.barriers_ready();
         self.roles(
             k,
@@ -442,8 +411,7 @@ impl Forward {
             self.register_budgets(),
             |k| producer::produce(k, self, &shared, &maps, &schedule),
             |k| {
-                let columns = self.value_head_dim;
-                let epilogue = Epilogue { output: maps.output, columns, lse };
+                let epilogue = Epilogue { output: maps.output, lse };
                 let rules = (scores, functions);
                 consumer::consume(k, self, &shared, &schedule, rules, &epilogue, probe);
             },
@@ -467,8 +435,6 @@ impl Forward {
             queries: SharedTiles::new(k, "queries", self.query_layout(), self.query_buffers),
             keys: SharedTiles::new(k, "keys", self.key_layout(), self.stages),
             values: SharedTiles::new(k, "values", value_part, value_stages),
-            ones: (self.sums == Sums::TensorCores)
-                .then(|| SharedTiles::new(k, "ones", TileLayout { rows: 16, ..value_part }, 1)),
             output: SharedTiles::new(k, "output", self.output_layout(), self.warpgroups),
             query_pipeline: Pipeline::new(k, "queries", self.query_buffers, warps),
             key_pipeline: Pipeline::new(k, "keys", self.stages, warps),
@@ -517,22 +483,5 @@ impl Shared {
         if let Some(transposed) = &self.transposed {
             transposed.init(k);
         }
-    }
-
-    /// The first threads write the ones, which nobody writes again: all bytes of a tile.
-    fn write_ones(&self, k: &mut Builder, thread: Reg<U32>) {
-        const BYTES: u32 = 16;
-        let Some(ones) = &self.ones else { return };
-        let layout = ones.layout();
-        let pair: u32 = match layout.element {
-            Element::F16 => 0x3C00_3C00,
-            _ => 0x3F80_3F80,
-        };
-        let tile = ones.at(k, 0);
-        k.if_(thread.less(layout.bytes() / BYTES), |k| {
-            let four: [Reg<U32>; 4] = [k.variable(pair); 4];
-            k.store_vector(tile.address() + thread * BYTES, &four, StoreHint::default());
-            k.fence(Fence::ProxyAsyncShared);
-        });
     }
 }

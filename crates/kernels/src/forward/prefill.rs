@@ -174,7 +174,6 @@ impl Prefill {
             shared.init(k);
             slots.pipeline.init(k);
         });
-        shared.write_ones(k, thread);
         k.barriers_ready();
         self.tile.roles(
             k,
@@ -186,8 +185,7 @@ impl Prefill {
             },
             |k| {
                 let posted = DynamicConsumer::new(k, &slots, &batch);
-                let columns = self.tile.value_head_dim;
-                let epilogue = Epilogue { output: maps.output, columns, lse };
+                let epilogue = Epilogue { output: maps.output, lse };
                 let probe = probe::parameter(k, false);
                 let rules = (scores, functions);
                 consumer::consume(k, &self.tile, &shared, &posted, rules, &epilogue, probe);

@@ -7,7 +7,7 @@
 
 use ptx::Element;
 
-use super::{Form, Forward, Prefill, Sums};
+use super::{Form, Forward, Prefill};
 use crate::attention::{MaskKind, Rules};
 use crate::product::Source;
 
@@ -86,7 +86,6 @@ struct Tile {
     query_buffers: u32,
     query_source: Source,
     ping_pong: bool,
-    sums: Sums,
     form: Form,
 }
 
@@ -109,7 +108,6 @@ const TILE_128X128: Tile = Tile {
     query_buffers: 2,
     query_source: Source::Shared,
     ping_pong: true,
-    sums: Sums::Additions,
     form: Form::FULL,
 };
 const TILE_128X128_WITHOUT_TURNS: Tile = Tile { ping_pong: false, ..TILE_128X128 };
@@ -530,7 +528,6 @@ impl Rule {
             query_buffers: self.tile.query_buffers,
             query_source: self.tile.query_source,
             ping_pong: self.tile.ping_pong,
-            sums: self.tile.sums,
             form: self.tile.form,
         }
     }

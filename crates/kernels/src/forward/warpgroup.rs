@@ -5,7 +5,7 @@ use ptx::{
     MatrixA, Pred, Reg, SharedTile, U32,
 };
 
-use super::{Forward, SUM_COLUMNS, Shared, barrier};
+use super::{Forward, Shared, barrier};
 use crate::product::Source;
 
 /// What one warpgroup holds.
@@ -106,17 +106,9 @@ impl<'a> Warpgroup<'a> {
         k.wgmma(queries, keys)
     }
 
-    /// The values of the stage last waited for, with ones beside them where these add weights up.
+    /// The values of the stage last waited for.
     pub(super) fn value_operand(&self, k: &mut Builder) -> ptx::Matrix {
-        let values = self.shared.values.at(k, self.values.stage()).matrix();
-        match &self.shared.ones {
-            Some(ones) => {
-                let ones = ones.at(k, 0);
-                let ones = ones.first_columns(k, SUM_COLUMNS);
-                values.beside(k, ones)
-            }
-            None => values,
-        }
+        self.shared.values.at(k, self.values.stage()).matrix()
     }
 
     /// Columns of the transposed values of the stage last waited for, from one on.

@@ -165,17 +165,6 @@ impl Fragment {
         }
     }
 
-    /// The bits of register `index`.
-    #[track_caller]
-    pub fn bits(&self, k: &mut Builder, index: usize) -> Reg<U32> {
-        let bits: Reg<U32> = k.register();
-        match self.registers.get(index) {
-            Some(src) => k.push(Instruction::Move { dst: bits.register, src: (*src).into() }),
-            None => k.misuse(format!("register {index} of {}", self.registers.len())),
-        }
-        bits
-    }
-
     /// The inner extent of the product.
     pub fn columns(&self) -> u32 {
         self.registers.len() as u32 / 4 * (32 / self.element.bytes())

@@ -11,8 +11,6 @@ use crate::{
 pub struct Matrix {
     pub(crate) tile: SharedTile,
     pub(crate) transposed: bool,
-    /// A tile whose columns follow those of the first.
-    pub(crate) beside: Option<SharedTile>,
 }
 
 impl Matrix {
@@ -23,30 +21,7 @@ impl Matrix {
 
     /// Columns of the operand.
     pub fn columns(&self) -> u32 {
-        let further = self.beside.map_or(0, |beside| beside.columns);
-        further + if self.transposed { self.tile.rows } else { self.tile.columns }
-    }
-
-    /// The same with the columns of another tile to its right, whose 16 rows stand beside every
-    /// 16 rows of the first: constants, which need be there but once. The first tile is a panel
-    /// wide and lies as it is; the other has its layout, and comes after it in shared memory.
-    #[track_caller]
-    pub fn beside(self, k: &mut Builder, other: SharedTile) -> Matrix {
-        let (own, its) = (self.tile, other.layout);
-        let panel = !self.transposed && own.columns == own.layout.panel_columns();
-        let alike = own.layout.element == its.element && own.layout.swizzle == its.swizzle;
-        let swizzled = its.swizzle != Swizzle::None && its.element.bytes() == 2;
-        let small = other.rows == 16 && other.columns <= its.panel_columns();
-        if !(panel && alike && swizzled && small && self.beside.is_none()) {
-            k.misuse("only a swizzled panel of 16-bit elements has 16 rows beside it");
-        }
-        Matrix { beside: Some(other), ..self }
-    }
-
-    /// From the first step down its columns to the last, in units of a descriptor.
-    fn walk(&self) -> u64 {
-        let steps = self.tile.rows / (32 / self.tile.layout.element.bytes());
-        u64::from(step_along_column(&self.tile, steps.saturating_sub(1))) >> 4
+        if self.transposed { self.tile.rows } else { self.tile.columns }
     }
 }
 
@@ -199,13 +174,6 @@ impl Builder {
             MatrixA::Registers(_) => None,
         };
         let encoded_b = self.encode_address(b.tile.address);
-        let encoded_b = match b.beside {
-            Some(beside) => {
-                let beside = self.encode_address(beside.address);
-                self.eval(encoded_b + (beside - encoded_b - b.walk()) * LEADING)
-            }
-            None => encoded_b,
-        };
         for step in 0..inner / step_columns {
             let a = match a {
                 MatrixA::Shared(matrix) => {
@@ -251,9 +219,6 @@ impl Builder {
     }
 }
 
-/// The place of the leading offset in a descriptor.
-const LEADING: u64 = 1 << 16;
-
 /// Which operand a matrix is: the left one is contiguous along the inner
 /// extent as it lies, the right one when it is transposed.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -271,13 +236,8 @@ enum Side {
 /// distance of 16-byte columns. With the outer extent contiguous and
 /// swizzled, the leading offset is the distance of panels and the stride
 /// offset that of groups of eight inner rows; unswizzled, they change places.
-///
-/// A tile beside a panel is one panel on: there the leading offset is the distance of the two,
-/// which shrinks from step to step. That of the last step is in what the constant part is added to.
 struct Descriptor {
     constant: u64,
-    /// The distance from the first step to the last, where the leading offset shrinks.
-    walk: Option<u64>,
     /// Bytes from one 32-byte step of the inner extent to the next, by step.
     step_bytes: fn(&SharedTile, u32) -> u32,
     tile: SharedTile,
@@ -295,26 +255,23 @@ impl Descriptor {
             (false, Swizzle::None) => (pattern, panel),
             (false, _) => (panel, pattern),
         };
-        let walk = matrix.beside.map(|_| matrix.walk());
-        let leading = if walk.is_some() { 0 } else { leading };
         let field = |bytes: u32| (bytes as u64 >> 4) & 0x3FFF;
         let constant =
-            field(leading) * LEADING | field(stride) << 32 | layout.swizzle.descriptor_code() << 62;
+            field(leading) << 16 | field(stride) << 32 | layout.swizzle.descriptor_code() << 62;
         let step_bytes = if inner_contiguous { step_along_row } else { step_along_column };
-        Descriptor { constant, walk, step_bytes, tile: matrix.tile }
+        Descriptor { constant, step_bytes, tile: matrix.tile }
     }
 
     #[track_caller]
     fn at_step(&self, k: &mut Builder, encoded: Reg<U64>, step: u32) -> crate::Register {
         let offset = (self.step_bytes)(&self.tile, step) as u64 >> 4;
-        let further = self.walk.map_or(0, |walk| walk.saturating_sub(offset) * LEADING);
         let dst = k.register::<U64>();
         k.push(Instruction::Binary {
             operation: crate::BinaryOperation::Add,
             ty: crate::Type::U64,
             dst: dst.register,
             a: encoded.into(),
-            b: Operand::Immediate(self.constant + further + offset),
+            b: Operand::Immediate(self.constant + offset),
         });
         dst.register
     }

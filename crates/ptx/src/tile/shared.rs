@@ -112,12 +112,12 @@ impl SharedTile {
 
     /// The tile as a matrix operand, as it lies: rows by columns.
     pub fn matrix(&self) -> Matrix {
-        Matrix { tile: *self, transposed: false, beside: None }
+        Matrix { tile: *self, transposed: false }
     }
 
     /// The tile as a matrix operand, transposed: columns by rows.
     pub fn transposed(&self) -> Matrix {
-        Matrix { tile: *self, transposed: true, beside: None }
+        Matrix { tile: *self, transposed: true }
     }
 
     /// The address of an element, the swizzle applied.

@@ -7,7 +7,7 @@ use kernels::append::Rotary;
 use kernels::attention::function::Function;
 use kernels::backward::{Rounding, RowSums, SinkGradients};
 use kernels::decode::Splits;
-use kernels::forward::{Form, Sums, every_tuned};
+use kernels::forward::{Form, every_tuned};
 use kernels::mma::BackwardMma;
 use kernels::product::Source;
 use kernels::sequencer::Tiles;
@@ -69,7 +69,6 @@ fn forwards() -> [Forward; 6] {
         stages: 2,
         query_buffers: 1,
         ping_pong: false,
-        sums: Sums::Additions,
         ..every_tuned()[0]
     };
     let causal = Forward { rules: Rules::CAUSAL, ..dense };

@@ -13,7 +13,6 @@ use flashcore::{
     random_descales,
 };
 use kernels::Configuration;
-use kernels::forward::Sums;
 use kernels::mma::BackwardMma;
 use kernels::parameter::{Captured, CapturedPart, List, Tensor as Role};
 use ptx::{Element, Program};
@@ -476,15 +475,6 @@ impl Call {
             let finite = exact.lse.iter().filter(|value| value.is_finite());
             let largest = finite.fold(1f64, |top, value| top.max(value.abs()));
             lse_tolerance = problem.head_dim.div_ceil(16) as f64 * 2f64.powi(-11) * largest;
-        }
-        let tile = match self.kernel {
-            Configuration::Forward(forward) => Some(forward),
-            Configuration::Prefill(prefill) => Some(prefill.tile),
-            _ => None,
-        };
-        if tile.is_some_and(|it| it.sums == Sums::TensorCores) {
-            // The sums are those of rounded weights.
-            lse_tolerance += problem.dtypes.output.epsilon() / 2.0;
         }
         // What outputs are sums of: the same with every value positive.
         let values = inputs.value;

@@ -2,8 +2,8 @@
 
 use flashcore::Problem;
 use flashcore_testing::check::Order;
-use flashcore_testing::scene::{Call, Scene, Weights, schedules};
-use kernels::forward::{Form, Sums, every_tuned};
+use flashcore_testing::scene::{Call, Scene, schedules};
+use kernels::forward::{Form, every_tuned};
 use kernels::product::Source;
 use kernels::{Configuration, Forward, MaskKind, Rules};
 use ptx::Element;
@@ -97,32 +97,6 @@ fn forward_follows_rules() {
         ),
     ] {
         every_schedule(&scene(forward, size), Mode::Checked, 1);
-    }
-}
-
-/// Sums by the tensor cores: every element, form and source of queries, rows that see nothing,
-/// sinks, and scores that trip the guard, overflow or are not numbers.
-#[test]
-fn ones_beside_values_add_weights_up() {
-    let ones = Forward { sums: Sums::TensorCores, warpgroups: 1, ..small() };
-    let half = Forward { element: Element::F16, output: Element::F16, ..ones };
-    let causal = Forward { rules: Rules::CAUSAL, ..ones };
-    let sinks = Forward { rules: Rules { sinks: true, ..Rules::LOCAL }, ..half };
-    let registers = Forward { query_source: Source::Registers, stages: 3, ..half };
-    for (forward, size) in [
-        (Forward { warpgroups: 2, ..causal }, (1, [150, 40], [2, 1])),
-        (Forward { form: Form::COMPACT, ..ones }, (1, [65, 97], [1, 1])),
-        (Forward { rules: Rules::CAUSAL, ..registers }, (1, [130, 97], [2, 1])),
-        (sinks, (1, [65, 130], [1, 1])),
-    ] {
-        every_schedule(&scene(forward, size), Mode::Checked, 1);
-    }
-    let compact = |it| Forward { form: Form::COMPACT, ..it };
-    for forward in [ones, half, causal, compact(ones), compact(half)] {
-        for weights in [Weights::Valley, Weights::Spikes, Weights::Peaks, Weights::Nan] {
-            let call = Call { weights, ..call(forward, (1, [63, 224], [1, 1])) };
-            every_schedule(&call.scene().unwrap(), Mode::Values, 1);
-        }
     }
 }
 

@@ -3,7 +3,7 @@
 use flashcore::{Mask, Problem};
 use flashcore_testing::check::Order;
 use flashcore_testing::scene::{Call, Place, Ragged, Scene};
-use kernels::forward::{Form, Sums};
+use kernels::forward::Form;
 use kernels::product::Source;
 use kernels::sequencer::Tiles;
 use kernels::{Configuration, Forward, MaskKind, Prefill, Rules, Sequencer};
@@ -27,7 +27,6 @@ fn small() -> Prefill {
             query_buffers: 1,
             query_source: Source::Shared,
             ping_pong: false,
-            sums: Sums::Additions,
             form: Form::FULL,
         },
         page_rows: None,
