@@ -98,15 +98,11 @@ def refuse_groups(query: Any, key: Any) -> None:
         raise ValueError(f"key has {given[1]} heads, expected the {expected[1]} of query unless enable_gqa=True")
 
 
-# Tensors that are larger are not looked into.
-_MOST_ELEMENTS = 1 << 22
-
-
 class BlockMask:
     """Which keys queries see.
 
     Blocks of keys that nobody sees are not loaded. They are found when a kernel is first launched, from the
-    function and, on a GPU, from what its tensors contain when the mask is made.
+    function and, on a GPU, from what its tensors contain then. Nothing is copied to the host for it.
     """
 
     def __init__(self, mask_mod: Any, B: int | None, H: int | None, lengths: tuple[int, int]) -> None:
@@ -117,8 +113,7 @@ class BlockMask:
         self.text = rule.text
         self.blocks = None
         if any(getattr(tensor, "is_cuda", False) for tensor in tensors):
-            small = (tensor.detach().cpu() if tensor.numel() <= _MOST_ELEMENTS else None for tensor in tensors)
-            self.blocks = _flashcore.Blocks(rule, tuple(small))
+            self.blocks = _flashcore.Blocks()
 
     @classmethod
     def from_kv_blocks(

@@ -270,6 +270,16 @@ listed! {
         BlockListBatchStride,
         /// Words from the key blocks of a head to those of the next; 0 where they share them.
         BlockListHeadStride,
+        /// Blocks of the grid that share tiles.
+        SharingBlocks,
+        /// Lists of blocks of a head that has its own.
+        ListsPerHead,
+        /// Heads that have lists of blocks of their own.
+        ListHeads,
+        /// Query heads that one list of blocks is found for.
+        HeadsPerList,
+        /// Sequences that one list of blocks is found for.
+        SequencesPerList,
         /// Tiles that a schedule has room for.
         MaxTiles,
         /// New keys of a sequence, at most.

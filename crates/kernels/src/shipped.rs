@@ -14,8 +14,8 @@ use crate::mma::{BackwardMma, every_tuned_backward};
 use crate::product::{Contiguous, Source};
 use crate::sequencer::Tiles;
 use crate::{
-    Backward, Batch, Ceiling, Combine, Decode, Error, Forward, MaskKind, Mma, Prefill, Product,
-    Rules, Scalar, Sequencer, Single, Widen, decode, mma,
+    Backward, Batch, BlockFinder, Ceiling, Combine, Decode, Error, Forward, MaskKind, Mma, Prefill,
+    Product, Rules, Scalar, Sequencer, Single, TileSharer, Widen, decode, mma,
 };
 
 /// One configuration of one kernel.
@@ -32,6 +32,10 @@ pub enum Configuration {
     Prefill(Prefill),
     /// The tiles of a ragged batch in order.
     Sequencer(Sequencer),
+    /// The blocks that a mask leaves, as lists.
+    BlockFinder(BlockFinder),
+    /// Tiles of unequal length, shared out.
+    TileSharer(TileSharer),
     /// Partial attention put together.
     Combine(Combine),
     /// Attention of few queries over a cache.
@@ -67,6 +71,8 @@ impl Configuration {
             Configuration::Forward(_) => "forward",
             Configuration::Prefill(_) => "prefill",
             Configuration::Sequencer(_) => "sequencer",
+            Configuration::BlockFinder(_) => "block_finder",
+            Configuration::TileSharer(_) => "tile_sharer",
             Configuration::Combine(_) => "combine",
             Configuration::Decode(_) => "decode",
             Configuration::Append(_) => "append",
@@ -90,6 +96,8 @@ impl Configuration {
             Configuration::Forward(configuration) => configuration.name(),
             Configuration::Prefill(configuration) => configuration.name(),
             Configuration::Sequencer(configuration) => configuration.name(),
+            Configuration::BlockFinder(configuration) => configuration.name(),
+            Configuration::TileSharer(configuration) => configuration.name(),
             Configuration::Combine(configuration) => configuration.name(),
             Configuration::Decode(configuration) => configuration.name(),
             Configuration::Append(configuration) => configuration.name(),
@@ -115,6 +123,8 @@ impl Configuration {
             Configuration::Sequencer(_) => {
                 "the tiles of a ragged batch in the order they are taken"
             }
+            Configuration::BlockFinder(_) => "lists of the blocks that a mask leaves",
+            Configuration::TileSharer(_) => "tiles of unequal length, shared out over blocks",
             Configuration::Combine(_) => "partial attention over parts of the keys, put together",
             Configuration::Decode(_) => {
                 "attention of few queries over a long cache, Ampere and later"
@@ -159,6 +169,8 @@ impl Configuration {
             Configuration::Forward(configuration) => configuration.program(),
             Configuration::Prefill(configuration) => configuration.program(),
             Configuration::Sequencer(configuration) => configuration.program(),
+            Configuration::BlockFinder(configuration) => configuration.program(),
+            Configuration::TileSharer(configuration) => configuration.program(),
             Configuration::Combine(configuration) => configuration.program(),
             Configuration::Decode(configuration) => configuration.program(),
             Configuration::Append(configuration) => configuration.program(),

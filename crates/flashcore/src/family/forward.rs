@@ -1,10 +1,10 @@
 //! Attention on Hopper over sequences of equal lengths: wgmma and TMA.
 
-use kernels::Configuration;
 use kernels::attention::Window;
 use kernels::attention::function::{BlockMask, ListsOf};
 use kernels::forward::{TileLists, Workload, tuned};
 use kernels::parameter::{Number, Workspace};
+use kernels::{Configuration, TileSharer};
 use ptx::{Capability, Element};
 
 use super::tuning::Tunings;
@@ -15,7 +15,7 @@ use super::{
 use crate::chip::Chip;
 use crate::dtype::DType;
 use crate::plan::arrangement::TENSORS;
-use crate::plan::{Source, map_strides};
+use crate::plan::{Launch, Source, map_strides};
 use crate::problem::{DTypes, Descale, Problem};
 
 /// The family.
@@ -55,9 +55,10 @@ pub(crate) fn launch(
         vec![(Number::Tiles, counts.tiles), (Number::TilesPerHead, counts.tiles_per_head)];
     let tile = [forward.query_rows(), forward.key_block];
     let mask = block_mask(problem, tile, &counts, ListsOf::Queries);
-    if let Some(mask) = mask {
-        choice.with_blocks(mask)?;
-    }
+    let found = match mask {
+        Some(mask) => choice.with_blocks(chip.target, forward.rules.mask, mask)?,
+        None => false,
+    };
     if forward.takes_lists() {
         let order = TileOrder {
             forward,
@@ -69,22 +70,41 @@ pub(crate) fn launch(
             // Something else wants a place in the cache too: queries, outputs, the other heads.
             cache_bytes: chip.l2_bytes / 5 * 3,
         };
-        let mut add = |workspace, bytes, contents| {
-            let source = Source::Workspace(workspace);
-            choice.memory.push(Memory { source, bytes, contents });
-        };
-        // For each block where its list begins and ends, and the tiles.
-        let mut words = 2 * u64::from(blocks) + u64::from(counts.tiles);
-        if forward.stream_k {
-            let lists = order.lists_over(&[]);
-            (blocks, words) = (lists.blocks, lists.words.len() as u64);
-            let (places, bytes) = (u64::from(lists.places), u64::from(forward.partial_bytes()));
-            add(Workspace::Partials, places * bytes, Contents::Anything);
-            add(Workspace::Counters, 4 * places * u64::from(forward.warpgroups), Contents::Zeros);
+        if let Some(mask) = mask.filter(|_| found) {
+            let source = Source::Workspace(Workspace::TileLists);
+            let bytes = 4 * TileSharer::words(blocks, counts.tiles);
+            choice.memory.push(Memory { source, bytes, contents: Contents::FoundTiles(order) });
+            let numbers = [
+                (Number::Tiles, counts.tiles),
+                (Number::TilesPerHead, counts.tiles_per_head),
+                (Number::SharingBlocks, blocks),
+            ];
+            choice.prepare(Launch {
+                kernel: Configuration::TileSharer(TileSharer { target: chip.target }),
+                blocks: 1,
+                numbers: numbers.into_iter().chain(mask.numbers()).collect(),
+                widened: false,
+            });
+        } else {
+            let mut add = |workspace, bytes, contents| {
+                let source = Source::Workspace(workspace);
+                choice.memory.push(Memory { source, bytes, contents });
+            };
+            // For each block where its list begins and ends, and the tiles.
+            let mut words = 2 * u64::from(blocks) + u64::from(counts.tiles);
+            if forward.stream_k {
+                let lists = order.lists_over(&[]);
+                (blocks, words) = (lists.blocks, lists.words.len() as u64);
+                let (places, bytes) = (u64::from(lists.places), u64::from(forward.partial_bytes()));
+                let counters = 4 * places * u64::from(forward.warpgroups);
+                add(Workspace::Partials, places * bytes, Contents::Anything);
+                add(Workspace::Counters, counters, Contents::Zeros);
+            }
+            add(Workspace::TileLists, 4 * words, Contents::Tiles(order));
         }
-        add(Workspace::TileLists, 4 * words, Contents::Tiles(order));
     }
-    choice.launches[0].blocks = blocks;
+    let main = choice.main;
+    choice.launches[main].blocks = blocks;
     choice.tiling = Some(Tiling {
         query_rows: forward.query_rows(),
         key_block: forward.key_block,
@@ -352,7 +372,7 @@ mod tests {
 
     /// How much more than the mean the block with the most to do has.
     fn excess(choice: &Choice, lists: &Lists) -> f64 {
-        let Contents::Blocks(mask) = &choice.memory[0].contents else { panic!("{choice:?}") };
+        let Contents::FoundBlocks(mask) = &choice.memory[0].contents else { panic!("{choice:?}") };
         let counts = mask.counts(lists.blocks.as_ref().unwrap());
         let of_head = choice.tiling.unwrap().tiles_per_head;
         let cost = |tile: &u32| {

@@ -47,6 +47,8 @@ struct Step {
     kernel: Arc<Kernel>,
     blocks: u32,
     values: Vec<Value>,
+    /// What it makes that a caller may bring.
+    makes: Option<Source>,
     /// The parameters that are addresses or tensor maps, by their index.
     moving: Vec<(usize, Source)>,
     /// Those that are extents and strides of tensors that functions load from.
@@ -93,12 +95,14 @@ impl Executable {
                 _ => None,
             };
             let captured = values.iter().enumerate().filter_map(captured).collect();
-            steps.push(Step { kernel, blocks: launch.blocks, values, moving, captured });
+            let makes = launch.makes();
+            steps.push(Step { kernel, blocks: launch.blocks, values, makes, moving, captured });
         }
         let mut constant = Vec::new();
         let lists = choice.lists_over(&[]);
         for memory in &choice.memory {
-            if let Some(words) = lists.of(memory.source) {
+            let constant_words = || lists.of(memory.source);
+            if let Some(words) = memory.contents.is_constant().then(constant_words).flatten() {
                 constant.push((memory.source, Buffer::from_slice(gpu.stream(), words)?));
             }
         }
@@ -140,6 +144,11 @@ impl Executable {
         };
         for index in steps {
             let step = &self.steps[index];
+            // What the caller brings need not be made.
+            let brought = |source| addresses.address(source).is_some();
+            if part != Part::Preparation && step.makes.is_some_and(brought) {
+                continue;
+            }
             let find = |source| self.find(source, &held, addresses);
             let last = match bound[index].take() {
                 Some(last) => step.rebind(stream, last, find)?,

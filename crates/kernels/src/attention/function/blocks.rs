@@ -5,10 +5,11 @@
 //! one that every row sees whole is walked without the function. For gradients it is the other way
 //! round: each block of keys has a list of the query blocks that see it.
 
-use ptx::{Builder, Expression, GlobalAddress, Pred, Reg, U32, U64, Value};
+use ptx::{Builder, Expression, GlobalAddress, Pred, Reg, Target, U32, U64, Value};
 
 use super::{Depends, Function, HostTensor, KnownContents, Region, Seen};
-use crate::attention::Window;
+use crate::attention::{MaskKind, Window};
+use crate::finder::BlockFinder;
 use crate::parameter::{Number, Workspace};
 
 /// What block masks are found from.
@@ -224,6 +225,50 @@ impl BlockMask {
             words.push(1);
         }
         words.resize(begin + self.query_list_words(), 0);
+    }
+
+    /// The kernel that makes them on the device, where one does: where what tensors hold decides.
+    pub fn finder(&self, target: Target, mask: MaskKind) -> Option<BlockFinder> {
+        let BlockMask { function, query_rows, key_block, lists, .. } = *self;
+        let most = self.counts_of_blocks().into_iter().max().unwrap_or(0);
+        let loads = !function.tensors().is_empty();
+        let served = most <= BlockFinder::MOST_BLOCKS && lists != (ListsOf::Keys { turns: true });
+        (loads && served && self.size() > 0).then_some(BlockFinder {
+            target,
+            function,
+            mask,
+            query_rows,
+            key_block,
+            lists,
+        })
+    }
+
+    /// Lists in all, which is how many blocks the finder has.
+    pub fn lists(&self) -> u64 {
+        self.size() / u64::from(self.list_words())
+    }
+
+    /// The numbers that kernels read lists by.
+    pub fn numbers(&self) -> [(Number, u32); 3] {
+        let [batch, head] = self.strides();
+        [
+            (Number::BlockListWords, self.list_words()),
+            (Number::BlockListBatchStride, batch),
+            (Number::BlockListHeadStride, head),
+        ]
+    }
+
+    /// Those that the finder has beside them.
+    pub fn finder_numbers(&self) -> [(Number, u32); 4] {
+        let Depends { batch, head } = self.function.depends();
+        let [own_batch, own_heads] = self.apart();
+        let each = |depends: bool, all: u32, own: u32| if depends { (all / own).max(1) } else { 1 };
+        [
+            (Number::ListsPerHead, self.tiles()),
+            (Number::ListHeads, own_heads),
+            (Number::HeadsPerList, each(head, self.heads, own_heads)),
+            (Number::SequencesPerList, each(batch, self.batch, own_batch)),
+        ]
     }
 
     /// How many blocks tiles walk by lists of this mask.
