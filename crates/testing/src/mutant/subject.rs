@@ -57,7 +57,7 @@ fn functions() -> Rules {
 const NARROW: Cache =
     Cache { element: Element::E4M3, key_scales: Scales::PerHead, value_scales: Scales::PerToken };
 
-fn forwards() -> [Forward; 6] {
+fn forwards() -> [Forward; 7] {
     let dense = Forward {
         element: Element::BF16,
         output: Element::BF16,
@@ -84,6 +84,7 @@ fn forwards() -> [Forward; 6] {
         },
         Forward { rules: Rules::EVERY, warpgroups: 1, stages: 3, ..dense },
         Forward { rules: functions(), warpgroups: 1, ..dense },
+        Forward { stream_k: true, ..dense },
         // Values of 8 bits are transposed on their way.
         Forward { element: Element::E4M3, form: Form::COMPACT, warpgroups: 1, ..causal },
     ]

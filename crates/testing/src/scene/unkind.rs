@@ -195,6 +195,12 @@ fn forward(it: &Forward) -> Vec<Call> {
             .map(|of| Call { weights: Weights::Turns(of), ..call([rows - 1, 3 * block], [1, 1]) }),
     );
     all.push(Call { weights: Weights::Heavy, ..call([rows, 2], [3, 1]) });
+    if it.stream_k {
+        // Three blocks of threads have parts of a tile; one has the end of a tile and the begin of
+        // the next.
+        all.push(call([rows - 1, 10 * block - 3], [1, 1]).on(3));
+        all.push(Call { weights: Weights::Peaks, ..call([rows, 10 * block], [5, 1]).on(3) });
+    }
     if it.rules.functions().next().is_some() {
         // Every divisor in every part of the walk.
         all.push(call([rows + 5, 2 * block], [7, 1]));
