@@ -1,10 +1,10 @@
 //! Attention on Hopper over sequences of equal lengths: wgmma and TMA.
 
+use kernels::Configuration;
 use kernels::attention::Window;
 use kernels::attention::function::BlockMask;
 use kernels::forward::{TileLists, Workload, tuned};
 use kernels::parameter::{Number, Workspace};
-use kernels::Configuration;
 use ptx::{Capability, Element};
 
 use super::tuning::Tunings;
