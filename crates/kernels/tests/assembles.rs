@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::Mutex;
 
 use cuda::toolkit::{Assembled, Error, Options, Ptxas, Toolkit};
-use flashcore_kernels::{Configuration, shipped};
+use flashcore_kernels::{Configuration, shipped, with_functions};
 use ptx::{Compiler, Target};
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
@@ -47,7 +47,8 @@ fn shipped_configurations_assemble_cleanly() {
         return;
     };
     let newest = toolkit.assemblers.iter().map(|p| p.version).max();
-    let all: Vec<Configuration> = Target::NAMED.into_iter().flat_map(shipped).collect();
+    let all = Target::NAMED.into_iter().flat_map(shipped).chain(with_functions());
+    let all: Vec<Configuration> = all.collect();
     let asked = Asked::default();
     let faults: Vec<String> = all
         .par_iter()

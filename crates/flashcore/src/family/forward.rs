@@ -2,7 +2,7 @@
 
 use kernels::Configuration;
 use kernels::attention::Window;
-use kernels::attention::function::BlockMask;
+use kernels::attention::function::{BlockMask, ListsOf};
 use kernels::forward::{TileLists, Workload, tuned};
 use kernels::parameter::{Number, Workspace};
 use ptx::{Capability, Element};
@@ -53,7 +53,8 @@ pub(crate) fn launch(
     let mut choice = Choice::of(Configuration::Forward(forward), blocks, reason);
     choice.launches[0].numbers =
         vec![(Number::Tiles, counts.tiles), (Number::TilesPerHead, counts.tiles_per_head)];
-    let mask = block_mask(problem, [forward.query_rows(), forward.key_block], &counts);
+    let tile = [forward.query_rows(), forward.key_block];
+    let mask = block_mask(problem, tile, &counts, ListsOf::Queries);
     if let Some(mask) = mask {
         choice.with_blocks(mask)?;
     }

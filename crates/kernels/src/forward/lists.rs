@@ -261,7 +261,7 @@ impl Forward {
 mod tests {
     use super::super::Form;
     use super::*;
-    use crate::attention::function::{BlockMask, Function};
+    use crate::attention::function::{BlockMask, Function, ListsOf};
     use crate::attention::{MaskKind, Rules};
     use crate::product::Source;
 
@@ -344,9 +344,11 @@ mod tests {
                 window: Window::DENSE,
                 lengths,
                 heads: 32,
+                group: 1,
                 batch: 1,
                 query_rows: 192,
                 key_block: 96,
+                lists: ListsOf::Queries,
             };
             new(&Window::DENSE, Some(&mask.counts(&mask.words())))
         };
