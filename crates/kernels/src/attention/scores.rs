@@ -94,7 +94,7 @@ impl ScoreRule {
                 k.set(*register, tanh);
             }
         };
-        let small = ways.are_small(k, scores);
+        let small = ways.are_small(k, scores, 8);
         k.if_else(small, by_polynomial, |k| tanh(k, cap, scores));
     }
 
@@ -120,12 +120,11 @@ impl ScoreRule {
 }
 
 /// The largest absolute value. In several strands, each of which waits for itself alone.
-fn largest_size(k: &mut Builder, scores: &[Score]) -> Reg<F32> {
-    const STRANDS: usize = 8;
+fn largest_size(k: &mut Builder, scores: &[Score], strands: usize) -> Reg<F32> {
     let mut largest: Vec<Reg<F32>> = Vec::new();
     for (index, Score { register, .. }) in scores.iter().enumerate() {
         let size = k.absolute(*register);
-        match largest.get_mut(index % STRANDS) {
+        match largest.get_mut(index % strands) {
             Some(strand) => *strand = k.eval(strand.maximum(size)),
             None => largest.push(size),
         }
@@ -233,9 +232,10 @@ impl TwoWays {
         self.small.tanh(k, self.cap, score)
     }
 
-    /// Whether all scores of the warp are small.
-    pub(crate) fn are_small(&self, k: &mut Builder, scores: &[Score]) -> Reg<Pred> {
-        let largest = largest_size(k, scores);
+    /// Whether all scores of the warp are small. The more strands, the sooner it is known, and the
+    /// more registers it takes.
+    pub(crate) fn are_small(&self, k: &mut Builder, scores: &[Score], strands: usize) -> Reg<Pred> {
+        let largest = largest_size(k, scores, strands);
         let serves = self.small.serves(k, self.cap, largest);
         k.all(serves)
     }

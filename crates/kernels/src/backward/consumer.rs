@@ -180,7 +180,14 @@ impl Consumer {
         // Found again, rather than kept in registers all the while.
         let tile = place.find(k);
         let first = k.eval(group.index * backward.group_keys());
-        let owner = epilogue::Owner { index: group.index, thread: group.thread, first };
+        let thread = match backward.caps_ahead() {
+            false => group.thread,
+            true => {
+                let thread = k.thread_index();
+                k.eval(thread % 128)
+            }
+        };
+        let owner = epilogue::Owner { index: group.index, thread, first };
         let each = sums.values.iter().zip(&sums.keys).zip((0..).step_by(ROWS as usize));
         let done: Vec<Done<'_>> = each
             .flat_map(|((values, keys), first)| {
@@ -480,7 +487,7 @@ impl Consumer {
         let scores = Score::of(scores);
         let statistics = group.statistics(k, Statistic::LogSum, part);
         self.weigh_capped(k, statistics, &scores, to, |k, score| ways.small(k, score));
-        let small = ways.are_small(k, &scores);
+        let small = ways.are_small(k, &scores, 2);
         let masked = group.place.needs_mask(k, group.tile, group.walk.block);
         k.if_(masked | !small, |k| {
             ways.cap_each(k, &scores);
@@ -740,9 +747,9 @@ impl<'a> Warpgroup<'a> {
     /// The thread's first column in an accumulator of scores.
     fn column(&self, k: &mut Builder) -> Reg<U32> {
         match self.backward.shape() {
-            Shape::Square => self.column,
+            Shape::Square if !self.backward.caps_ahead() => self.column,
             // Found again, rather than kept.
-            Shape::Tall | Shape::Wide => {
+            _ => {
                 let thread = k.thread_index();
                 Accumulator::position(k, thread % 128).column
             }
@@ -810,7 +817,15 @@ impl<'a> Warpgroup<'a> {
             }
             Shape::Square | Shape::Wide => {
                 let tile = tile.panel(k, part.index);
-                operand.store(k, &tile, self.warp);
+                let warp = match self.backward.caps_ahead() {
+                    false => self.warp,
+                    // Found again, rather than kept.
+                    true => {
+                        let thread = k.thread_index();
+                        k.eval(thread / 32 % 4)
+                    }
+                };
+                operand.store(k, &tile, warp);
             }
         }
     }
