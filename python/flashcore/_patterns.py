@@ -34,7 +34,7 @@ def of_lists(lists: tuple[Any, ...], whole: tuple[Any, ...] | None, size: tuple[
     states = _nothing(indices, (*indices.shape[:3], columns))
     states = _with(states, counts, indices, _BY_MASK)
     if whole is not None:
-        states = _with(states, *whole, state=_WHOLE)
+        states = _with(states, whole[0], whole[1], _WHOLE)
     several = (indices.shape[0] > 1, indices.shape[1] > 1)
     rows, keys = size
 
