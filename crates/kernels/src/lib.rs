@@ -53,7 +53,7 @@ pub use ceiling::Ceiling;
 pub use combine::Combine;
 pub use decode::Decode;
 pub use divisor::Divisor;
-pub use finder::{BlockFinder, TileSharer};
+pub use finder::{BlockFinder, BlockLister, TileSharer};
 pub use forward::{Forward, Prefill};
 pub use mma::Mma;
 pub use parameter::Parameter;

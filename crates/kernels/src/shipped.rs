@@ -4,7 +4,7 @@
 use ptx::{Capability, Element, Program, Swizzle, Target};
 
 use crate::append::{Append, Rotary};
-use crate::attention::function::{Stored, rules};
+use crate::attention::function::{ListsOf, Stored, rules};
 use crate::backward::{Rounding, RowSums, SinkGradients, every_backward, tuned_backward};
 use crate::cache::{Cache, Scales};
 use crate::forward::{
@@ -14,8 +14,8 @@ use crate::mma::{BackwardMma, every_tuned_backward};
 use crate::product::{Contiguous, Source};
 use crate::sequencer::Tiles;
 use crate::{
-    Backward, Batch, BlockFinder, Ceiling, Combine, Decode, Error, Forward, MaskKind, Mma, Prefill,
-    Product, Rules, Scalar, Sequencer, Single, TileSharer, Widen, decode, mma,
+    Backward, Batch, BlockFinder, BlockLister, Ceiling, Combine, Decode, Error, Forward, MaskKind,
+    Mma, Prefill, Product, Rules, Scalar, Sequencer, Single, TileSharer, Widen, decode, mma,
 };
 
 /// One configuration of one kernel.
@@ -32,8 +32,10 @@ pub enum Configuration {
     Prefill(Prefill),
     /// The tiles of a ragged batch in order.
     Sequencer(Sequencer),
-    /// The blocks that a mask leaves, as lists.
+    /// The blocks that a mask leaves.
     BlockFinder(BlockFinder),
+    /// Lists of them.
+    BlockLister(BlockLister),
     /// Tiles of unequal length, shared out.
     TileSharer(TileSharer),
     /// Partial attention put together.
@@ -72,6 +74,7 @@ impl Configuration {
             Configuration::Prefill(_) => "prefill",
             Configuration::Sequencer(_) => "sequencer",
             Configuration::BlockFinder(_) => "block_finder",
+            Configuration::BlockLister(_) => "block_lister",
             Configuration::TileSharer(_) => "tile_sharer",
             Configuration::Combine(_) => "combine",
             Configuration::Decode(_) => "decode",
@@ -97,6 +100,7 @@ impl Configuration {
             Configuration::Prefill(configuration) => configuration.name(),
             Configuration::Sequencer(configuration) => configuration.name(),
             Configuration::BlockFinder(configuration) => configuration.name(),
+            Configuration::BlockLister(configuration) => configuration.name(),
             Configuration::TileSharer(configuration) => configuration.name(),
             Configuration::Combine(configuration) => configuration.name(),
             Configuration::Decode(configuration) => configuration.name(),
@@ -123,7 +127,8 @@ impl Configuration {
             Configuration::Sequencer(_) => {
                 "the tiles of a ragged batch in the order they are taken"
             }
-            Configuration::BlockFinder(_) => "lists of the blocks that a mask leaves",
+            Configuration::BlockFinder(_) => "which blocks a mask leaves, by what its tensors hold",
+            Configuration::BlockLister(_) => "lists of the blocks that a mask leaves",
             Configuration::TileSharer(_) => "tiles of unequal length, shared out over blocks",
             Configuration::Combine(_) => "partial attention over parts of the keys, put together",
             Configuration::Decode(_) => {
@@ -170,6 +175,7 @@ impl Configuration {
             Configuration::Prefill(configuration) => configuration.program(),
             Configuration::Sequencer(configuration) => configuration.program(),
             Configuration::BlockFinder(configuration) => configuration.program(),
+            Configuration::BlockLister(configuration) => configuration.program(),
             Configuration::TileSharer(configuration) => configuration.program(),
             Configuration::Combine(configuration) => configuration.program(),
             Configuration::Decode(configuration) => configuration.program(),
@@ -309,7 +315,26 @@ pub fn with_functions() -> Vec<Configuration> {
         .into_iter()
         .filter_map(|(dim, rules)| tuned_backward(BF16, dim, dim, rules))
         .map(Configuration::Backward);
-    forwards.chain(backwards).collect()
+    forwards.chain(backwards).chain(finders()).collect()
+}
+
+/// What finds the blocks of masks, for tiles of a few sizes.
+fn finders() -> impl Iterator<Item = Configuration> {
+    let target = Target::SM_90A;
+    let cases = [
+        (rules::documents(), MaskKind::Causal, [128, 128]),
+        (rules::prefixes(), MaskKind::Dense, [192, 128]),
+        (rules::tree(), MaskKind::Local, [64, 64]),
+        (rules::seen(), MaskKind::Chunked, [128, 176]),
+    ];
+    let finders = cases.map(|(function, mask, [query_rows, key_block])| {
+        let finder = BlockFinder { target, function, mask, query_rows, key_block };
+        Configuration::BlockFinder(finder)
+    });
+    let lists = [ListsOf::Queries, ListsOf::Keys { turns: false }, ListsOf::Keys { turns: true }];
+    let listers = lists.map(|lists| Configuration::BlockLister(BlockLister { target, lists }));
+    let sharer = Configuration::TileSharer(TileSharer { target });
+    finders.into_iter().chain(listers).chain([sharer])
 }
 
 /// Forward attention with rules beyond a causal mask: each in tiles where registers are dear.

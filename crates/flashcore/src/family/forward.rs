@@ -2,6 +2,7 @@
 
 use kernels::attention::Window;
 use kernels::attention::function::{BlockMask, ListsOf};
+use kernels::finder::Shared;
 use kernels::forward::{TileLists, Workload, tuned};
 use kernels::parameter::{Number, Workspace};
 use kernels::{Configuration, Rules, TileSharer};
@@ -72,18 +73,17 @@ pub(crate) fn launch(
             cache_bytes: chip.l2_bytes / 5 * 3,
         };
         if let Some(mask) = mask.filter(|_| found) {
+            let shared = order.shared(counts.tiles, blocks);
             let source = Source::Workspace(Workspace::TileLists);
-            let bytes = 4 * TileSharer::words(blocks, counts.tiles);
-            choice.memory.push(Memory { source, bytes, contents: Contents::FoundTiles(order) });
-            let numbers = [
-                (Number::Tiles, counts.tiles),
-                (Number::TilesPerHead, counts.tiles_per_head),
-                (Number::SharingBlocks, blocks),
-            ];
+            let (bytes, contents) = (4 * shared.words(), Contents::FoundTiles(order));
+            choice.memory.push(Memory { source, bytes, contents });
+            let numbers = shared.numbers().into_iter().chain(mask.numbers());
+            let numbers = numbers.chain(mask.finder_numbers());
+            let of_head = [(Number::TilesPerHead, counts.tiles_per_head)];
             choice.prepare(Launch {
                 kernel: Configuration::TileSharer(TileSharer { target: chip.target }),
                 blocks: 1,
-                numbers: numbers.into_iter().chain(mask.numbers()).collect(),
+                numbers: numbers.chain(of_head).collect(),
                 widened: false,
             });
         } else {
@@ -210,6 +210,14 @@ impl TileOrder {
     /// blocks, and cost what is in them.
     pub fn words_over(&self, block_lists: &[u32]) -> Vec<u32> {
         self.lists_over(block_lists).words
+    }
+
+    /// How the device shares so many tiles out over so many blocks.
+    fn shared(&self, tiles: u32, blocks: u32) -> Shared {
+        let TileOrder { forward, lengths, heads, window, processors, cache_bytes, .. } = self;
+        let groups =
+            TileLists::groups(forward, window, *lengths, *heads, *processors, *cache_bytes);
+        Shared { tiles, heads: heads[0] * heads[2], blocks, groups }
     }
 
     fn lists_over(&self, block_lists: &[u32]) -> TileLists {
@@ -429,7 +437,8 @@ mod tests {
             let list = tiles[tiles[block] as usize..].iter();
             list.take_while(|it| **it != TileLists::END).map(cost).sum::<f64>()
         };
-        let loads: Vec<f64> = (0..choice.launches[0].blocks as usize).map(load).collect();
+        let blocks = choice.launches[choice.main].blocks as usize;
+        let loads: Vec<f64> = (0..blocks).map(load).collect();
         let mean = loads.iter().sum::<f64>() / loads.len() as f64;
         loads.into_iter().fold(0.0, f64::max) / mean
     }

@@ -22,7 +22,7 @@ pub use forward::{TileOrder, workload};
 use kernels::attention::function::{BlockMask, HostTensor, ListsOf};
 use kernels::attention::{Batch, MaskKind, Window};
 use kernels::parameter::Workspace;
-use kernels::{Cache, Configuration, Scales};
+use kernels::{BlockFinder, BlockLister, Cache, Configuration, Scales};
 use ptx::{Element, Target};
 use serde::Serialize;
 
@@ -256,12 +256,21 @@ impl Choice {
             None => Contents::Blocks(mask),
         };
         self.memory.push(Memory { source, bytes: 4 * words, contents });
-        if let Some(finder) = found {
-            let numbers = mask.numbers().into_iter().chain(mask.finder_numbers()).collect();
-            // As many as there are words at most, which were counted.
-            let blocks = mask.lists() as u32;
-            let kernel = Configuration::BlockFinder(finder);
-            self.prepare(Launch { kernel, blocks, numbers, widened: false });
+        if let Some((finder, lister)) = found {
+            let source = Source::Workspace(Workspace::FoundBlocks);
+            let (bytes, contents) = (4 * mask.found_words(), Contents::Anything);
+            self.memory.push(Memory { source, bytes, contents });
+            let numbers: Vec<_> = mask.numbers().into_iter().chain(mask.finder_numbers()).collect();
+            let launch = |kernel, blocks| Launch {
+                kernel,
+                blocks,
+                numbers: numbers.clone(),
+                widened: false,
+            };
+            let blocks = BlockFinder::blocks(mask.pairs());
+            self.prepare(launch(Configuration::BlockFinder(finder), blocks));
+            let blocks = BlockLister::blocks(mask.lists());
+            self.prepare(launch(Configuration::BlockLister(lister), blocks));
         }
         Ok(found.is_some())
     }

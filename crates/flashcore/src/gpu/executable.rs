@@ -10,7 +10,7 @@ use kernels::parameter::{Captured, CapturedPart};
 
 use super::workspace::{Held, Need};
 use super::{Compilation, Gpu, GpuError, Kernel, lock};
-use crate::family::Choice;
+use crate::family::{Choice, Memory};
 use crate::plan::{Launch, Map, Source, Value};
 
 /// Where the sources of a launch are.
@@ -99,10 +99,11 @@ impl Executable {
             steps.push(Step { kernel, blocks: launch.blocks, values, makes, moving, captured });
         }
         let mut constant = Vec::new();
-        let lists = choice.lists_over(&[]);
-        for memory in &choice.memory {
-            let constant_words = || lists.of(memory.source);
-            if let Some(words) = memory.contents.is_constant().then(constant_words).flatten() {
+        let is_constant = |memory: &&Memory| memory.contents.is_constant();
+        let mut memory = choice.memory.iter().filter(is_constant).peekable();
+        let lists = memory.peek().map(|_| choice.lists_over(&[])).unwrap_or_default();
+        for memory in memory {
+            if let Some(words) = lists.of(memory.source) {
                 constant.push((memory.source, Buffer::from_slice(gpu.stream(), words)?));
             }
         }

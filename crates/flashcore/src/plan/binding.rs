@@ -37,7 +37,9 @@ impl Launch {
     /// The memory that it fills, where a caller may bring that.
     pub(crate) fn makes(&self) -> Option<Source> {
         match self.kernel {
-            Configuration::BlockFinder(_) => Some(Source::Workspace(Workspace::BlockLists)),
+            Configuration::BlockFinder(_) | Configuration::BlockLister(_) => {
+                Some(Source::Workspace(Workspace::BlockLists))
+            }
             Configuration::TileSharer(_) => Some(Source::Workspace(Workspace::TileLists)),
             _ => None,
         }

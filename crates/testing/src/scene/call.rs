@@ -388,8 +388,9 @@ impl Call {
         let mut steps = Vec::new();
         // What is brought along need not be found.
         let found = |launch: &Launch| {
-            use Configuration::{BlockFinder, TileSharer};
-            self.contents_known && matches!(launch.kernel, BlockFinder(_) | TileSharer(_))
+            use Configuration::{BlockFinder, BlockLister, TileSharer};
+            let makes = matches!(launch.kernel, BlockFinder(_) | BlockLister(_) | TileSharer(_));
+            self.contents_known && makes
         };
         for launch in choice.launches.iter().filter(|launch| !found(launch)) {
             let program = launch.kernel.program()?;

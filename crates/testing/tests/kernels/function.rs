@@ -4,16 +4,12 @@ use flashcore::random::mix;
 use flashcore_testing::composition::{self, Composition};
 use flashcore_testing::scene::{Call, Place, Ragged};
 use kernels::attention::function::rules as function_rules;
-use kernels::attention::function::{
-    BlockMask, Function, Here, HostTensor, Kind, ListsOf, Row, Stored,
-};
+use kernels::attention::function::{Function, Here, HostTensor, Kind, Row, Stored};
 use kernels::backward::tuned_backward;
 use kernels::forward::{Form, every_prefill, every_tuned};
 use kernels::mma::tuned_backward as tuned_backward_mma;
 use kernels::parameter::{Captured, CapturedPart, Number, Parameter, Tensor};
-use kernels::{
-    Batch, Configuration, Decode, Forward, MaskKind, Mma, Prefill, Rules, Scalar, Window,
-};
+use kernels::{Batch, Configuration, Decode, Forward, Mma, Prefill, Rules, Scalar};
 use ptx::{Element, Target};
 use sim::{Argument, BufferId, Launch, Measure, Memory, Mode, Options, Policy};
 
@@ -183,34 +179,8 @@ fn simulated(function: Function, tensors: &[HostTensor], scores: &[f32]) -> Vec<
     memory.f32(after)
 }
 
-/// The lists that the finder makes, from the simulator.
-fn found(mask: &BlockMask, tensors: &[HostTensor]) -> Vec<u32> {
-    let finder = mask.finder(Target::SM_80, MaskKind::Causal).unwrap();
-    let program = finder.program().unwrap();
-    let mut memory = Memory::new();
-    let lists = memory.result("lists", vec![0; 4 * mask.size() as usize]);
-    let captured: Vec<_> =
-        tensors.iter().map(|it| memory.input(&it.name, it.bytes.clone())).collect();
-    let argument = |parameter: &Parameter| match *parameter {
-        Parameter::Workspace(_) => Argument::Address(lists, 0),
-        Parameter::Number(Number::QueryLength) => Argument::U32(mask.lengths[0]),
-        Parameter::Number(Number::KeyLength) => Argument::U32(mask.lengths[1]),
-        Parameter::Number(number) => {
-            let mut numbers = mask.numbers().into_iter().chain(mask.finder_numbers());
-            Argument::U32(numbers.find(|(it, _)| *it == number).unwrap().1)
-        }
-        Parameter::Captured(it) => passed(it, mask.function, tensors, &captured),
-        other => panic!("{other}"),
-    };
-    let parameters = Parameter::of(&program.parameters).unwrap();
-    let arguments = parameters.iter().map(argument).collect();
-    let launch = Launch { program: &program, grid: mask.lists() as u32, arguments };
-    sim::run(&launch, &mut memory, &Options::default()).unwrap();
-    memory.u32(lists)
-}
-
 /// What is passed of a tensor that a function loads from.
-fn passed(
+pub(crate) fn passed(
     Captured { index, part, .. }: Captured,
     function: Function,
     tensors: &[HostTensor],
@@ -222,79 +192,6 @@ fn passed(
         CapturedPart::Address => Argument::Address(buffers[index], 0),
         CapturedPart::Extent(it) => Argument::U32(tensors[index].extents[it as usize] as u32),
         CapturedPart::Stride(it) => Argument::U64(tensors[index].strides[it as usize] as u64),
-    }
-}
-
-/// Lists that are found on the device hold the blocks of which some pair is seen, and say which are seen
-/// whole.
-#[test]
-fn the_finder_finds_what_functions_leave() {
-    let [batch, heads, queries, keys] = SIZES.map(|it| it as u32);
-    let masks = composition::masks().into_iter().filter(|mask| !mask.tensors().is_empty());
-    for (index, function) in masks.enumerate() {
-        let tensors = composition::tensors_of(std::iter::once(function), SIZES);
-        for lists in [ListsOf::Queries, ListsOf::Keys { turns: false }] {
-            let mask = BlockMask {
-                function,
-                window: Window::CAUSAL,
-                lengths: [queries, keys],
-                heads,
-                group: if lists == ListsOf::Queries { 1 } else { heads },
-                batch,
-                query_rows: 8 << (index % 2),
-                key_block: [5, 40][index / 2 % 2],
-                lists,
-            };
-            // Every pair, one by one.
-            let here = |batch: u32, head: u32, query: u32| Here {
-                batch: batch as i32,
-                head: head as i32,
-                query: query as i32,
-                query_length: queries as i32,
-                key_length: keys as i32,
-            };
-            let offset = keys as i32 - queries as i32;
-            let (found, bound) = (found(&mask, &tensors), mask.words_over(&tensors));
-            let words = mask.list_words() as usize;
-            let [per_head, own_heads, heads_each, batch_each] =
-                mask.finder_numbers().map(|(_, number)| number);
-            for (number, (list, bound)) in found.chunks(words).zip(bound.chunks(words)).enumerate()
-            {
-                let tile = number as u32 % per_head;
-                let (sequence, head) =
-                    (number as u32 / per_head / own_heads, number as u32 / per_head % own_heads);
-                let sequences = sequence * batch_each..(sequence + 1) * batch_each;
-                let heads = head * heads_each..(head + 1) * heads_each;
-                let walkers = sequences.flat_map(|batch| heads.clone().map(move |it| (batch, it)));
-                let walkers: Vec<(u32, u32)> = walkers.collect();
-                for block in 0..words as u32 - 1 {
-                    let [rows_of, keys_of] =
-                        if lists == ListsOf::Queries { [tile, block] } else { [block, tile] };
-                    let rows =
-                        rows_of * mask.query_rows..((rows_of + 1) * mask.query_rows).min(queries);
-                    let columns =
-                        keys_of * mask.key_block..((keys_of + 1) * mask.key_block).min(keys);
-                    let (mut seen, mut hidden) = (false, false);
-                    for (batch, head) in walkers.iter().copied() {
-                        for query in rows.clone() {
-                            let mut row = Row::new(function, &tensors, here(batch, head, query));
-                            for key in columns.clone() {
-                                let is_seen = row.sees(key as usize);
-                                (seen, hidden) = (seen | is_seen, hidden | !is_seen);
-                            }
-                        }
-                    }
-                    let by_name = rows.end as i32 - 1 + offset >= columns.start as i32;
-                    let entry = |list: &[u32]| {
-                        list[1..][..list[0] as usize].iter().find(|it| **it >> 1 == block).copied()
-                    };
-                    let expected = (seen && by_name).then_some(2 * block + u32::from(hidden));
-                    assert_eq!(entry(list), expected, "{function}, {lists:?}, list {number}");
-                    // Intervals may be wider, and never narrower.
-                    assert!(expected.is_none() || entry(bound).is_some());
-                }
-            }
-        }
     }
 }
 
@@ -539,7 +436,11 @@ fn gradients_of_blocks_that_a_function_hides_are_not_walked() {
         let documents = Rules { mask_function: Some(function_rules::documents()), ..Rules::DENSE };
         let captured = vec![HostTensor::integers("ids", &ids, &[1, 256])];
         let call = equal(family(64, documents), 256);
-        assert_eq!(products(Call { contents_known: true, captured, ..call }), dense / 2);
+        // Found on the device, and on the host.
+        for contents_known in [false, true] {
+            let call = Call { contents_known, captured: captured.clone(), ..call.clone() };
+            assert_eq!(products(call), dense / 2);
+        }
     }
 }
 
@@ -604,7 +505,7 @@ fn gradients_follow_functions() {
         let captured = captured(&rules);
         for deterministic in [false, true] {
             let known = |kernel| Call {
-                contents_known: true,
+                contents_known: dim == 64,
                 captured: captured.clone(),
                 ..Call::new(kernel, size.0, size.1, [2, 1])
             };
