@@ -108,7 +108,7 @@ def test_packed_tensors(device):
 
 
 @every_device
-@pytest.mark.parametrize("queries, keys", [(128, 128), (70, 200), (33, 64)])
+@pytest.mark.parametrize("queries, keys", [(128, 128), (70, 200), (33, 64), (200, 70)])
 def test_scaled_dot_product_attention(queries, keys, device):
     q = random(2, 8, queries, 64, device=device)
     k, v = (random(2, 2, keys, 64, device=device, seed=seed) for seed in (1, 2))
