@@ -21,6 +21,8 @@ def main():
     recorded = [x.clone().requires_grad_() for x in (q, k, v)]
     theirs = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731
     trained = lambda: F.scaled_dot_product_attention(*recorded, is_causal=True)  # noqa: E731
+    dout = torch.randn_like(q)
+    step = lambda: torch.autograd.grad(F.scaled_dot_product_attention(*recorded, is_causal=True), recorded, dout)  # noqa: E731
     candidates = {
         "flashcore.scaled_dot_product_attention": (False, lambda: flashcore.scaled_dot_product_attention(q, k, v, is_causal=True)),
         "the same, recorded by autograd": (False, lambda: flashcore.scaled_dot_product_attention(*recorded, is_causal=True)),
@@ -28,6 +30,8 @@ def main():
         "the same, recorded by autograd, FlashCore": (True, trained),
         "F.scaled_dot_product_attention, PyTorch's own": (False, theirs),
         "the same, recorded by autograd, PyTorch's own": (False, trained),
+        "forward and backward, FlashCore": (True, step),
+        "forward and backward, PyTorch's own": (False, step),
     }  # fmt: skip
     times = {name: [] for name in candidates}
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):

@@ -1,0 +1,227 @@
+"""Kernels that PyTorch's dispatcher calls without Python. They are for CUDA: here they are put in the CPU's place, where
+their answers are those of the Python functions that they stand for."""
+
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.nn.functional as F  # noqa: E402
+
+import flashcore.torch  # noqa: E402
+from flashcore import _flashcore, _gradients, _torch  # noqa: E402
+
+heads_first = torch.ops.aten._scaled_dot_product_flash_attention.default
+heads_first_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+ours = torch.ops.flashcore
+
+
+def register(namespace):
+    kernels = _flashcore.Kernels.register(torch._C.__file__, namespace, "CPU", flashcore.torch._refuse)
+    if kernels is None:
+        pytest.skip(f"PyTorch {torch.__version__} has no stable interface")
+    return kernels
+
+
+@pytest.fixture
+def switched():
+    kernels = register("aten")
+    yield
+    kernels.remove()
+
+
+def tensors(*lengths, heads=(3, 3, 3), dim=16, seed=0):
+    torch.manual_seed(seed)
+    shapes = zip(lengths, heads)
+    return [torch.randn(2, length, head, dim).transpose(1, 2).requires_grad_() for length, head in shapes]
+
+
+def test_from_which_version_on_there_are_kernels():
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    assert (_torch._kernels is not None) == (version >= (2, 11))
+
+
+@pytest.mark.parametrize(
+    "lengths, heads, causal",
+    [((5, 5, 5), (3, 3, 3), True), ((3, 7, 7), (4, 2, 2), True), ((4, 6, 6), (3, 3, 3), False), ((4, 0, 0), (3, 3, 3), False)],
+)
+def test_pytorchs_operators_and_its_own_autograd(switched, lengths, heads, causal):
+    q, k, v = tensors(*lengths, heads=heads)
+    out, lse, starts_q, starts_k, most_q, most_k, state, offset, mask = heads_first(q, k, v, 0.0, causal, scale=0.3)
+    with torch.no_grad():
+        expected, sums, *rest = flashcore.torch.heads_first(q, k, v, 0.0, causal, scale=0.3)
+    assert torch.equal(out, expected) and torch.equal(lse, sums) and out.stride() == q.stride()
+    assert [starts_q, starts_k, most_q, most_k] == rest[:4]
+    for mine, theirs in zip((state, offset, mask), rest[4:]):
+        assert (mine.shape, mine.dtype, mine.device) == (theirs.shape, theirs.dtype, theirs.device)
+    # One that autograd gives for a sum has no strides at all.
+    for dout in (torch.randn(out.shape), torch.ones(()).expand(out.shape)):
+        found = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        with torch.no_grad():
+            wanted = flashcore.torch.heads_first_backward(
+                dout, q, k, v, expected, sums, *rest[:4], 0.0, causal, *rest[4:6], scale=0.3
+            )
+        for gradient, theirs, tensor in zip(found, wanted, (q, k, v)):
+            assert torch.equal(gradient, theirs) and gradient.stride() == tensor.stride()
+
+
+def test_tensors_that_lie_otherwise(switched):
+    packed = torch.randn(2, 5, 3, 3, 16)
+    q, k, v = (it.transpose(1, 2) for it in packed.unbind(2))
+    assert heads_first(q, k, v)[0].stride() == torch.empty_like(q).stride()
+    q, k, v = tensors(5, 5, 5)
+    expected = heads_first(q, k, v)[0]
+    wide = torch.zeros(2, 3, 5, 32)
+    wide[..., ::2] = q
+    for other in (q.contiguous(), q.detach()[:, :, :, :]):
+        assert torch.equal(heads_first(other, k, v)[0], expected)
+    with pytest.raises(ValueError, match="^query has stride 2 in its last dimension, expected 1"):
+        heads_first(wide[..., ::2], k, v)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, v: ((q, k[:1], v), {}),
+        lambda q, k, v: ((q.double(), k, v), {}),
+        lambda q, k, v: ((q, k.half(), v), {}),
+        lambda q, k, v: ((q[..., :12], k[..., :12], v[..., :12]), {}),
+        lambda q, k, v: ((q[:, :2], k, v), {}),
+        lambda q, k, v: ((q, k, v[..., :8]), {}),
+        lambda q, k, v: ((q, k, v), {"scale": float("inf")}),
+        lambda q, k, v: ((q, k, v, 0.5), {}),
+        lambda q, k, v: ((q, k, v, 0.0, False, True), {}),
+    ],
+)
+def test_errors_are_those_of_the_function(switched, change):
+    q, k, v = (tensor.detach() for tensor in tensors(5, 5, 5))
+    arguments, options = change(q, k, v)
+    with pytest.raises(Exception) as wanted:
+        flashcore.torch.heads_first(*arguments, **options)
+    count = q._use_count()
+    with pytest.raises(type(wanted.value)) as found:
+        heads_first(*arguments, **options)
+    assert str(found.value) == str(wanted.value)
+    del found
+    assert q._use_count() == count
+
+
+def test_references_are_given_back(switched):
+    q, k, v = (tensor.detach() for tensor in tensors(5, 7, 7))
+    counts = [tensor._use_count() for tensor in (q, k, v)]
+    answer = heads_first(q, k, v, 0.0, True)
+    gradients = heads_first_backward(q, q, k, v, *answer[:6], 0.0, True, *answer[6:8])
+    assert [tensor._use_count() for tensor in (q, k, v)] == counts
+    assert {tensor._use_count() for tensor in (*answer, *gradients) if isinstance(tensor, torch.Tensor)} == {1}
+
+
+def test_a_panic_is_an_error():
+    library = torch.library.Library("flashcore_panic", "DEF")
+    library.define("panic(Tensor x) -> Tensor")
+    kernels = register("flashcore_panic")
+    with pytest.raises(RuntimeError, match="^this is a defect of FlashCore: a kernel that panics; please"):
+        torch.ops.flashcore_panic.panic(torch.zeros(1))
+    kernels.remove()
+    kernels.remove()
+    with pytest.raises(NotImplementedError, match="Could not run"):
+        torch.ops.flashcore_panic.panic(torch.zeros(1))
+    library._destroy()
+
+
+def test_threads_and_what_runs_after_the_switch(switched):
+    q, k, v = (tensor.detach() for tensor in tensors(5, 5, 5))
+    expected = heads_first(q, k, v)[0]
+    answers = []
+
+    def work():
+        for _ in range(20):
+            answers.append(heads_first(q, k, v)[0])
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(answers) == 80 and all(torch.equal(answer, expected) for answer in answers)
+    assert torch.allclose(expected, F.scaled_dot_product_attention(q, k, v), atol=1e-5)
+    compiled = torch.compile(lambda q, k, v: heads_first(q, k, v)[0], backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(q, k, v), expected)
+
+
+def calls():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 5, 4, 16) for _ in range(3))
+    rows, starts = torch.randn(9, 2, 16), torch.tensor([0, 2, 9], dtype=torch.int32)
+    gaps = torch.tensor([0, 7, 2, 7, 9], dtype=torch.int32)[::2]
+    numbers, none, name, _ = _gradients.PLAIN
+    window = (2, 0, 0, 30.0, None, None)
+    sinks = (*none[:8], torch.randn(4), *none[9:])
+    lists = (starts, gaps, *none[2:])
+    qkv = torch.randn(2, 5, 3, 4, 16)
+    return {
+        "plain": ("default", (q, k, v)),
+        "scaled": ("default", (q, k, v, 0.5, True)),
+        "all": ("all", (q, k, v, None, True, *window, *sinks, name, False)),
+        "ragged": ("all", (rows, rows, rows, None, True, -1, -1, 0, 0.0, 7, 7, *lists, "flash_attn_varlen_func", False)),
+        "packed": ("all", (qkv, None, None, None, False, *numbers, *none, "flash_attn_qkvpacked_func", False)),
+        "half packed": ("all", (q, qkv[:, :, 1:], None, None, False, *numbers, *none, "flash_attn_kvpacked_func", False)),
+        "chunk": ("all", (q, k, v, None, False, -1, -1, -3, 0.0, None, None, *none, name, False)),
+        "cap": ("all", (q, k, v, None, False, -1, -1, 0, -1.0, None, None, *none, name, False)),
+        "function": ("all", (q, k, v, None, False, *numbers, *none, "flash", False)),
+        "shape": ("default", (q, k[:1], v)),
+    }
+
+
+@pytest.mark.parametrize("case", calls())
+def test_our_operators(case):
+    overload, arguments = calls()[case]
+    operators = [getattr(ours.attention, overload), getattr(ours.attention_with_lse, overload)]
+
+    def answers():
+        found = []
+        for operator in operators:
+            try:
+                found.append(operator(*arguments))
+            except Exception as error:
+                found.append((type(error), str(error)))
+        return found
+
+    expected = answers()
+    kernels = register("flashcore")
+    assert kernels.operators == ["attention", "attention.all", "attention_with_lse", "attention_with_lse.all"]
+    try:
+        found = answers()
+    finally:
+        kernels.remove()
+    for mine, theirs in zip(found, expected):
+        if isinstance(theirs, torch.Tensor):
+            mine, theirs = (mine,), (theirs,)
+        for one, other in zip(mine, theirs):
+            if isinstance(other, torch.Tensor):
+                assert torch.equal(one, other) and one.stride() == other.stride()
+            else:
+                assert one == other
+
+
+def test_gradients_of_our_operators():
+    q, k, v = (torch.randn(2, 5, 4, 16, requires_grad=True) for _ in range(3))
+    call = torch.compile(lambda *x: flashcore.flash_attn_func(*x, causal=True), backend="aot_eager", fullgraph=True)
+    expected = torch.autograd.grad(call(q, k, v).sum(), (q, k, v))
+    kernels = register("flashcore")
+    try:
+        found = torch.autograd.grad(call(q, k, v).sum(), (q, k, v))
+        alone = torch.vmap(lambda q: ours.attention(q, k, v))(torch.stack([q, q]))
+    finally:
+        kernels.remove()
+    assert all(torch.equal(one, other) for one, other in zip(found, expected))
+    assert torch.equal(alone[0], ours.attention(q, k, v))
+
+
+@pytest.mark.parametrize("like", [lambda x: x, lambda x: x.transpose(1, 2), lambda x: x[:, ::2], lambda x: x[:, :1], lambda x: x[:0]])
+def test_memory_for_gradients(like):
+    tensor = like(torch.randn(2, 4, 3, 16))
+    (made,) = _flashcore.empty_like((tensor,))
+    theirs = torch.empty_like(tensor)
+    assert type(made) is torch.Tensor and made.stride() == theirs.stride() and made.shape == theirs.shape
+    with torch.inference_mode():
+        assert _flashcore.empty_like((tensor,))[0].is_inference()
