@@ -279,6 +279,17 @@ def flash_attn_with_kvcache(
         cache_seqlens = _full("cache_seqlens", _sequences(q, cu_seqlens_q), cache_seqlens, "k_cache", k_cache)
     if scheduler_metadata is not None:
         _check_metadata(scheduler_metadata, _sequences(q, cu_seqlens_q))
+    factors = (k_descale, v_descale)
+    if _torch is not None and _torch.is_small(q) and _torch.is_small(k_cache) and _dimensions(k_descale) <= 2:
+        pages_are_small = page_table is not None and _dimensions(k_cache) == 4 and k_cache.shape[1] % 8 != 0
+        if k is not None or cache_leftpad is not None or pages_are_small or _are_few(q, max_seqlen_q):
+            # No kernel multiplies 8 bits here. 16 have the same numbers, and a factor of queries is one of scores.
+            q, k, v, rotary_cos, rotary_sin = map(_torch.sixteen_bits, (q, k, v, rotary_cos, rotary_sin))
+            factors = (None, None)
+            shapes = [(), tuple(k_cache.shape[2:3]), (_sequences(q, cu_seqlens_q), *k_cache.shape[2:3])]
+            _torch.check_factors(shapes, q_descale=q_descale, k_descale=k_descale)
+            if q_descale is not None:
+                q_descale, k_descale = None, q_descale if k_descale is None else k_descale * q_descale
     if k is not None or v is not None:
         rotated, cache_seqlens = _append(
             (
@@ -295,8 +306,7 @@ def flash_attn_with_kvcache(
                 rotary_cos,
                 rotary_sin,
                 None if rotary_cos is None else rotary_seqlens,
-                k_descale,
-                v_descale,
+                *factors,
             ),
             (rotary_interleaved, causal, window_size, attention_chunk, block_table is not None, max_seqlen_q),
         )
@@ -335,6 +345,12 @@ def flash_attn_with_kvcache(
         ),
         return_softmax_lse,
     )
+
+
+def _are_few(q: Any, max_seqlen_q: Any) -> bool:
+    """Whether queries are those of a step of decoding."""
+    most = q.shape[1] if _dimensions(q) == 4 else max_seqlen_q
+    return not isinstance(most, int) or most < 32
 
 
 def _append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:

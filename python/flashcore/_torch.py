@@ -382,6 +382,30 @@ def _refuse_gradients(names: tuple[str, ...], tensors: tuple[Any, ...]) -> None:
             )
 
 
+def is_small(tensor: Any) -> bool:
+    """Whether it has 8 bits."""
+    return torch.is_tensor(tensor) and tensor.dtype in _SMALL
+
+
+def check_factors(shapes: list[tuple[int, ...]], **factors: Any) -> None:
+    """Refuses factors of another shape or type than one of these."""
+    for name, it in factors.items():
+        if it is None:
+            continue
+        if not torch.is_tensor(it):
+            raise TypeError(f"{name} is a {type(it)}, expected a tensor")
+        if it.dtype != torch.float32:
+            raise TypeError(f"{name} has element type {it.dtype}, expected float32")
+        if tuple(it.shape) not in shapes:
+            expected = " or ".join(str(list(shape)) for shape in shapes)
+            raise ValueError(f"{name} has shape {list(it.shape)}, expected {expected}")
+
+
+def sixteen_bits(tensor: Any) -> Any:
+    """The same numbers, where there are 8."""
+    return tensor.to(torch.bfloat16) if is_small(tensor) else tensor
+
+
 def widen(tensor: Any) -> Any:
     """Numbers of 16 bits as float32."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

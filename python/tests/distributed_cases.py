@@ -26,6 +26,8 @@ def cases(size, variant):
         # Every length meets every mask and both orders over the sizes and variants.
         length = LENGTHS[(index + index // 4) % 4]
         yield length, HEADS[index // 2 % 4], {**mask, **scores}, order, nodes
+    # One sequence that all ranks have as much of: keys come to their places.
+    yield [4 * size], HEADS[0], {"causal": True}, "zigzag", 1
 
 
 def tensors(length, heads, dtype=torch.float32, device="cpu", seed=0, dim=16, value_dim=24):

@@ -222,6 +222,47 @@ class TestTorch:
         assert out.dtype == torch.bfloat16
         assert torch.allclose(out.float(), flash_attn_func(wide, wide, wide), atol=2e-2)
 
+    def test_queries_and_new_keys_of_8_bits(self):
+        """As FlashAttention-3 has them: what is appended has the cache's factors already."""
+        torch = pytest.importorskip("torch")
+        x, new = (torch.from_numpy(random(2, rows, 2, 16, seed=rows)) for rows in (12, 3))
+        cache, descale = quantize(x, per="sequence")
+        q, q_descale = quantize(new, per="sequence")
+        k, v = q.clone(), q.clone()
+        k_cache, v_cache = cache.clone(), cache.clone()
+        lengths = torch.tensor([4, 7], dtype=torch.int32)
+        scales = {"k_descale": descale, "v_descale": descale}
+        cos, sin = torch.ones(12, 8).bfloat16(), torch.zeros(12, 8).bfloat16()
+        for rotary in ({}, {"rotary_cos": cos, "rotary_sin": sin}):
+            out = flash_attn_with_kvcache(
+                q, k_cache, v_cache, k, v, cache_seqlens=lengths, q_descale=q_descale, causal=True, **scales, **rotary
+            )
+            assert out.dtype == torch.bfloat16
+            expected = [cache.clone() for _ in range(2)]
+            for sequence, length in enumerate(lengths.tolist()):
+                for it in expected:
+                    it[sequence, length : length + 3] = k[sequence]
+            for found, it in zip((k_cache, v_cache), expected):
+                assert torch.equal(found.view(torch.uint8), it.view(torch.uint8))
+            wide = [dequantize(it, descale) for it in expected]
+            reference = flash_attn_with_kvcache(
+                dequantize(q, q_descale), *wide, cache_seqlens=lengths + 3, causal=True
+            )
+            assert torch.allclose(out.float(), reference, atol=1e-2)
+
+    def test_wrong_factors_of_8_bit_queries(self):
+        torch = pytest.importorskip("torch")
+        q, cache = (torch.zeros(2, rows, 2, 16).to(torch.float8_e4m3fn) for rows in (1, 12))
+        factors = torch.ones(2)
+        for wrong, error, said in [
+            ({"q_descale": torch.ones(3)}, ValueError, r"q_descale has shape \[3\], expected \[\] or \[2\] or \[2, 2\]"),
+            ({"q_descale": factors, "k_descale": torch.ones(3)}, ValueError, r"k_descale has shape \[3\]"),
+            ({"q_descale": "x", "k_descale": factors}, TypeError, "q_descale is a .*str"),
+            ({"q_descale": factors.half()}, TypeError, "q_descale has element type torch.float16, expected float32"),
+        ]:
+            with pytest.raises(error, match=said):
+                flash_attn_with_kvcache(q, cache, cache, **wrong)
+
     def test_gradients_are_refused(self):
         torch = pytest.importorskip("torch")
         q = torch.zeros(1, 4, 2, 16, requires_grad=True)

@@ -50,10 +50,10 @@ pub(crate) struct Arguments {
     /// GB of memory that a GPU has
     #[arg(long, value_name = "GB", default_value_t = 141.0)]
     memory: f64,
-    /// Kernel times to predict from: results of `bench --set scale --json`, or a file of --save-times
-    /// [default: those of an H200]
+    /// Kernel times to predict from: results of `bench --set scale --json`, or a file of --save-times;
+    /// of several runs, which may be given one by one, the geometric mean [default: those of two H200]
     #[arg(long, value_name = "FILE")]
-    times: Option<PathBuf>,
+    times: Vec<PathBuf>,
     /// Write the kernel times as a small file, and predict nothing
     #[arg(long, value_name = "FILE", conflicts_with_all = ["plot", "json"])]
     save_times: Option<PathBuf>,
@@ -88,9 +88,11 @@ fn length(text: &str) -> Result<usize, String> {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
-    let times = match &arguments.times {
-        Some(path) => Times::read(path)?,
-        None => Times::embedded(),
+    let times = match &arguments.times[..] {
+        [] => Times::embedded(),
+        paths => {
+            Times::mean(&paths.iter().map(|it| Times::read(it)).collect::<Result<Vec<_>, _>>()?)?
+        }
     };
     if let Some(path) = &arguments.save_times {
         write(path, &times.text())?;

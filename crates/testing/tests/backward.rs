@@ -5,10 +5,8 @@ use flashcore::{
     Backend, Backward, CpuBackend, DType, Gradients, InputTensors, Inputs, Machine, Mask, Output,
     Preference, Problem, RunOptions, Scores, Shape, Tensor,
 };
-use flashcore_testing::check::{Case, Contents, Order, cases, run_backward};
-use flashcore_testing::compare_gradients;
+use flashcore_testing::check::{Case, Contents, ExpectedGradients, Order, cases, run_backward};
 use flashcore_testing::reference::{self, Heads};
-use flashcore_testing::verdict::GradientsToJudge;
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 
@@ -18,18 +16,10 @@ fn check(case: &Case) {
 }
 
 #[test]
-fn standard_cases_in_f32() {
-    cases::standard(DType::F32).iter().for_each(check);
-}
-
-#[test]
-fn standard_cases_in_f16() {
-    cases::standard(DType::F16).iter().for_each(check);
-}
-
-#[test]
-fn standard_cases_in_bf16() {
-    cases::standard(DType::BF16).iter().for_each(check);
+fn standard_cases() {
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        cases::standard(dtype).iter().for_each(check);
+    }
 }
 
 /// The last row of a causal problem alone sees the huge key, and its gradient is what the rounding of
@@ -307,21 +297,9 @@ fn packed_sequences() {
         (random(171, 4, 3), [0.5, 0.25, 0.1, 0.0], [0.1, 0.2, 0.3, 0.4]);
     let inputs = Inputs::new(&query, &key, &value).with_slopes(&slopes).with_sinks(&sinks);
     let (problem, inputs) = sequences.over(inputs).unwrap();
-    let saved = forward(&problem, inputs);
-    let found = backward(&problem, Backward::new(inputs, &saved, &gradient));
-    let heads = Heads::all(&problem);
-    let reference = reference::gradients(&problem, inputs, &gradient, &heads, None).unwrap();
-    let given = Backward::new(inputs, &saved, &gradient);
-    let baseline = reference::gradients_baseline(&problem, given, &heads, None).unwrap();
-    let judged = GradientsToJudge {
-        query: Some(&found.query),
-        key: Some(&found.key),
-        value: Some(&found.value),
-        sinks: found.sinks.as_deref(),
-        delta: None,
-    };
-    let verdict = compare_gradients(&problem, inputs, judged, &reference, &baseline).unwrap();
-    assert!(verdict.passed && verdict.comparisons.len() == 4, "{verdict}");
+    let expected = ExpectedGradients::new(&problem, inputs, gradient, 0).unwrap();
+    let outcome = expected.check(&CpuBackend::new(), "backward").unwrap();
+    assert!(outcome.passed && outcome.verdict.comparisons.len() == 4, "{outcome}");
 }
 
 #[test]

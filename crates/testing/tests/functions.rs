@@ -10,10 +10,10 @@ use flashcore::{
     Backend, Backward, CpuBackend, DType, GpuBackend, InputTensors, Inputs, Mask, Plan, Preference,
     Problem, RunOptions, Scores, Shape, Tensor,
 };
+use flashcore_testing::check::ExpectedGradients;
 use flashcore_testing::composition::{self, Composition};
-use flashcore_testing::reference::{self, Heads, Rows};
-use flashcore_testing::verdict::GradientsToJudge;
-use flashcore_testing::{compare, compare_gradients, compare_sequences};
+use flashcore_testing::reference::{self, Rows};
+use flashcore_testing::{compare, compare_sequences};
 use ptx::Target;
 
 fn run(problem: &Problem, inputs: Inputs<'_>) -> flashcore::Output {
@@ -41,22 +41,10 @@ fn check_on(backend: &dyn Backend, problem: &Problem, captured: &[HostTensor]) {
 fn check_gradients(backend: &dyn Backend, problem: &Problem, captured: &[HostTensor]) {
     let tensors = InputTensors::random(problem, 7).unwrap();
     let inputs = tensors.inputs().with_captured(captured);
-    let gradient = Tensor::random(problem.dtype(), problem.output_shape(), 8).unwrap();
-    let saved = run(problem, inputs);
-    let given = Backward::new(inputs, &saved, &gradient);
-    let found = backend.run_backward(problem, given, &RunOptions::default()).unwrap();
-    let heads = Heads::all(problem);
-    let reference = reference::gradients(problem, inputs, &gradient, &heads, None).unwrap();
-    let baseline = reference::gradients_baseline(problem, given, &heads, None).unwrap();
-    let judged = GradientsToJudge {
-        query: Some(&found.query),
-        key: Some(&found.key),
-        value: Some(&found.value),
-        sinks: found.sinks.as_deref(),
-        delta: None,
-    };
-    let verdict = compare_gradients(problem, inputs, judged, &reference, &baseline).unwrap();
-    assert!(verdict.passed, "{problem}: {verdict}");
+    let expected = ExpectedGradients::random(problem, inputs, 7).unwrap();
+    let run = |given: Backward<'_>| backend.run_backward(problem, given, &RunOptions::default());
+    let outcome = expected.judge(backend, run).unwrap();
+    assert!(outcome.passed, "{problem}: {outcome}");
 }
 
 fn ids() -> HostTensor {

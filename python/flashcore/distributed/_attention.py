@@ -245,22 +245,26 @@ def _differentiate(
 ) -> None:
     """A step's part of the gradient of queries into its place, and those of the keys and values into theirs. These
     leave for their owner, who sums them in float32, in the element type of the tensors."""
-    whole = slice(0, keys[0].shape[1])
-    if not step.launches:
-        _clear(into)
-    # The one that writes all of them first, where there is one.
-    for at, launch in enumerate(sorted(step.launches, key=lambda it: -count(it.keys))):
-        rows = slice(*launch.keys[0]) if launch.single else whole
+    # The one with the most of them first: it writes its rows, the others add to them.
+    launches = sorted(step.launches, key=lambda it: -count(it.keys))
+    covered = slice(*launches[0].keys[0]) if launches and launches[0].single else slice(0, None)
+    written = into[0][:, covered], into[1][:, covered]
+    for it, part in zip(into, written):
+        if not launches:
+            it.zero_()
+        elif part.shape != it.shape:
+            it[:, : covered.start].zero_()
+            it[:, covered.stop :].zero_()
+    for launch in launches:
+        rows = slice(*launch.keys[0]) if launch.single else slice(0, None)
         some = keys[0][:, rows], keys[1][:, rows]
-        if at == 0 and rows == whole:
-            _differentiate_launch(launch, some, saved, call, dq, into)
+        if launch is launches[0]:
+            _differentiate_launch(launch, some, saved, call, dq, written)
             continue
-        if at == 0:
-            _clear(into)
         parts = _like(some)
         _differentiate_launch(launch, some, saved, call, dq, parts)
         for gradient, part in zip(into, parts):
-            gradient[:, rows] += part
+            gradient[:, rows].add_(part)
 
 
 def _clear(tensors: tuple[Any, ...]) -> None:

@@ -54,8 +54,13 @@ class Returning:
     def __init__(self, device: Any, sends: Callable[[], list[Message]], step: Step, sums: Any, call: Any) -> None:
         # Memory must not be given away while it is sent.
         self._sends = sends
-        ranks = [rank for rank, _ in step.send for _ in sums]
-        self._places = [it.rows(spans) for _, spans in step.send for it in sums]
+        ranks, self._places = [], []
+        for rank, spans in step.send:
+            messages = call.plan.messages(call.plan.rank, spans)
+            for it in sums:
+                rows = iter(it.rows([span for message in messages for span in message]))
+                self._places += [[next(rows) for _ in message] for message in messages]
+                ranks += [rank for _ in messages]
 
         def begin() -> Any:
             rooms = [_message(place) for place in self._places]
@@ -103,16 +108,47 @@ def gather(k: Any, v: Any, call: Any) -> Pending:
             found.append(parts)
         return works, found
 
+    def mirrored() -> Any:
+        # First pieces come to their places. The others, which are in the order of the ranks too, come beside them.
+        works, found = [], []
+        for it in (k, v):
+            piece = it.shape[1] // 2
+            whole, seconds = room(2 * plan.size * piece, it), room(plan.size * piece, it)
+            for into, part in ((whole[:, : plan.size * piece], it[:, :piece]), (seconds, it[:, piece:])):
+                works += call.transport.all_gather(into.view(-1), part.contiguous().view(-1))
+            found += [whole, seconds]
+        return works, found
+
     def seen() -> Any:
         step = plan.steps[0]
         sends = [(rank, _rows(spans, it)) for rank, spans in step.send for it in (k, v)]
         return _exchange(sends, step.receive, k, v, call)
 
-    return Pending(k.device, everything if plan.distribution.gathers_all else seen)
+    if not plan.distribution.gathers_all:
+        return Pending(k.device, seen)
+    return Pending(k.device, mirrored if _is_mirrored(k, plan) else everything)
+
+
+def _is_mirrored(k: Any, plan: Plan) -> bool:
+    """Whether an all-gather's keys are those of one sequence, in pieces that all ranks have two of as long: one
+    from each end."""
+    piece, last = k.shape[1] // 2, plan.size - 1
+    firsts = [(rank, (0, piece)) for rank in range(last)]
+    seconds = [(rank, (piece, 2 * piece)) for rank in reversed(range(last))]
+    # The last one's lie together.
+    return k.shape[0] == 1 and plan.gathered == [*firsts, (last, (0, 2 * piece)), *seconds]
 
 
 def put_together(messages: list[Any], k: Any, v: Any, plan: Plan) -> tuple[Any, Any]:
     """The keys and values of an all-gather by positions."""
+    if plan.distribution.gathers_all and _is_mirrored(k, plan):
+        rows, piece = plan.size * k.shape[1] // 2, k.shape[1] // 2
+        for whole, seconds in _pairs(messages):
+            for rank in range(plan.size):
+                at = 2 * rows - (rank + 1) * piece
+                whole[:, at : at + piece].copy_(seconds[:, rank * piece : (rank + 1) * piece])
+        keys, values = messages[::2]
+        return keys, values
     if plan.distribution.gathers_all:
         parts = dict(enumerate(zip(*messages)))
     else:
@@ -129,19 +165,24 @@ def return_gathered(found: tuple[Any, Any], sums: Any, call: Any) -> None:
     """Sends the gradients of an all-gather's keys to their owners, and gets those that others found."""
     plan = call.plan
     step = plan.steps[0]
-    # Where each owner's rows are, in the order in which they are its own.
-    owned: list[list[tuple[int, Span]]] = [[] for _ in range(plan.size)]
+    # What came of each owner's rows, and where it is here.
+    owned: list[dict[Span, Span]] = [{} for _ in range(plan.size)]
     at = 0
     for rank, (first, last) in plan.gathered:
-        owned[rank].append((first, (at, at + last - first)))
+        owned[rank][first, last] = (at, at + last - first)
         at += last - first
-    spans = [[span for _, span in sorted(some)] for some in owned]
 
     def sends() -> list[Message]:
-        return [(rank, _rows(spans[rank], it)) for rank, _ in step.receive for it in found]
+        return [
+            (rank, _rows([owned[rank][span] for span in message], it))
+            for rank, _ in step.receive
+            for it in found
+            for message in plan.messages(rank, sorted(owned[rank]))
+        ]
 
     returning = Returning(found[0].device, sends, step, sums, call)
-    if spans[plan.rank]:
+    if owned[plan.rank]:
+        own = [owned[plan.rank][span] for span in sorted(owned[plan.rank])]
         for part, gradient in zip(found, sums):
-            torch.cat([part[:, begin:end] for begin, end in spans[plan.rank]], 1, out=gradient.whole())
+            torch.cat([part[:, begin:end] for begin, end in own], 1, out=gradient.whole())
     returning.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -80,17 +81,31 @@ class Plan:
         self.gathers = variant == "all_gather"
         self.nodes, members = distribution.nodes, distribution.members
         self.node, self.member = divmod(rank, members)
-        self.rows = [count([rows for _, rows in distribution.pieces(it)]) for it in range(size)]
+        pieces = [[rows for _, rows in distribution.pieces(it)] for it in range(size)]
+        self.rows = [count(it) for it in pieces]
+        # Where each rank's pieces end in its tensors.
+        self._ends = [list(itertools.accumulate(end - begin for begin, end in it)) for it in pieces]
         # The ranks of the same member of each node, and what each of them gets of the heads.
         self.peers = [node * members + self.member for node in range(self.nodes)]
         self.heads = [distribution.heads(node) for node in range(self.nodes)]
         self.exchanged: list[tuple[int, Span]] = distribution.exchanged(self.member)
         self.held = count([rows for _, rows in self.exchanged])
+        self._gathers_all = self.gathers and distribution.gathers_all
         self.gathered: list[tuple[int, Span]] = distribution.gathered(rank) if self.gathers else []
         self.steps = [Step(step, self.held) for step in distribution.steps(rank)]
         self.launches = sum(len(step.launches) for step in self.steps)
         # Parts of the gradients of own keys: its own, and those of all who see some of them.
         self.gradients = 1 + sum(len(step.send) for step in self.steps)
+
+    def messages(self, rank: int, spans: list[Span]) -> list[list[Span]]:
+        """The messages in which the gradients of some rows of a rank's keys come: one; but where all ranks have
+        all keys, one for each of its pieces, which lie apart there, unless many sequences make many of them."""
+        ends = self._ends[rank]
+        if not self._gathers_all or len(ends) > 2:
+            return [spans]
+        pieces = list(zip([0, *ends], ends))
+        cut = [(max(begin, first), min(end, last)) for begin, end in spans for first, last in pieces]
+        return [[(begin, end)] for begin, end in cut if begin < end]
 
 
 @functools.lru_cache(maxsize=256)

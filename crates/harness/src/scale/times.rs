@@ -160,6 +160,29 @@ impl Times {
         }
     }
 
+    /// The geometric means of several runs of the same problems: GPUs of one kind differ by some percent.
+    pub fn mean(runs: &[Times]) -> Result<Self, Error> {
+        let mut mean = runs.first().expect("there is a run").clone();
+        if runs.len() == 1 {
+            return Ok(mean);
+        }
+        for run in &runs[1..] {
+            let same = |(one, other): (&Measured, &Measured)| one.problem == other.problem;
+            let kind = |it: &Times| (it.gpu.clone(), it.multiprocessors, it.measured.len());
+            if kind(run) != kind(&mean) || !mean.measured.iter().zip(&run.measured).all(same) {
+                let reason = format!("it is not of the GPU and the problems of {}", mean.source);
+                return Err(Error::Malformed { what: run.source.clone(), reason });
+            }
+        }
+        for (index, measured) in mean.measured.iter_mut().enumerate() {
+            let logarithms = runs.iter().map(|run| run.measured[index].milliseconds.ln());
+            measured.milliseconds = (logarithms.sum::<f64>() / runs.len() as f64).exp();
+        }
+        let sources: Vec<_> = runs.iter().map(|run| run.source.as_str()).collect();
+        mean.source = sources.join("; and ");
+        Ok(mean)
+    }
+
     /// The times of our first candidate.
     fn of_results(results: &Results, what: &str) -> Result<Self, Error> {
         let malformed =
@@ -442,12 +465,12 @@ mod tests {
         times.measured.iter().enumerate().filter_map(of).collect()
     }
 
-    /// Whether every time of a curve, were it not there, is predicted from the others: 19 of 20 within 3 %, and
-    /// all within 5 %; otherwise those that are not.
+    /// Whether every time of a curve, were it not there, is predicted from the others: all but one within 3 %,
+    /// and that within 3.5 %; otherwise those that are not.
     fn curves_hold(times: &Times) -> Result<usize, String> {
         let all = off(times, |it| times.is_plain(&it.problem));
         let beyond = |share: f64| all.iter().filter(|it| it.0.abs() > share).collect::<Vec<_>>();
-        match 20 * beyond(0.03).len() <= all.len() && beyond(0.05).is_empty() {
+        match beyond(0.03).len() <= 1 && beyond(0.035).is_empty() {
             true => Ok(all.len()),
             false => Err(format!("{:#?}", beyond(0.03))),
         }
@@ -464,6 +487,26 @@ mod tests {
         assert!(curves_hold(&wrong).unwrap_err().contains(text));
     }
 
+    #[test]
+    fn runs_are_averaged() {
+        let one = Times::embedded();
+        assert_eq!(Times::mean(std::slice::from_ref(&one)).unwrap().source, one.source);
+        let mut other = one.clone();
+        other.source = "another run".to_owned();
+        other.measured[3].milliseconds *= 4.0;
+        let mean = Times::mean(&[one.clone(), other.clone()]).unwrap();
+        let ratio =
+            |index: usize| mean.measured[index].milliseconds / one.measured[index].milliseconds;
+        assert!((ratio(3) - 2.0).abs() < 1e-9 && (ratio(2) - 1.0).abs() < 1e-9);
+        assert!(mean.source.ends_with("; and another run"));
+        other.measured.pop();
+        let refused = Times::mean(&[one, other]).unwrap_err().to_string();
+        assert!(
+            refused.contains("another run") && refused.contains("is not of the GPU"),
+            "{refused}"
+        );
+    }
+
     /// What was measured is predicted as it was measured, also where no curve has it.
     #[test]
     fn what_was_measured_is_exact() {
@@ -474,11 +517,11 @@ mod tests {
     }
 
     /// Of what no curve has, grouped heads, few heads and as many keys as a ring's steps have, within 11 %;
-    /// calls that are over in a fifth of a millisecond within 25 %.
+    /// calls that are over in a fifth of a millisecond within 28 %.
     #[test]
     fn what_is_beside_the_curves_is_predicted_less_well() {
         let times = Times::embedded();
-        for (short, share) in [(false, 0.11), (true, 0.25)] {
+        for (short, share) in [(false, 0.11), (true, 0.28)] {
             let beside =
                 |it: &Measured| !times.is_plain(&it.problem) && short == (it.milliseconds < 0.2);
             let all = off(&times, beside);

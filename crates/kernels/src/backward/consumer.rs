@@ -7,7 +7,7 @@ use ptx::{
 
 use super::epilogue::{self, Done};
 use super::place::{Place, Tile, Walk};
-use super::{Backward, Block, PART, ROWS, Shape, Shared, SumsLayout};
+use super::{Backward, Block, PART, ROWS, Shape, Shared, SumsLayout, WARPGROUPS, barrier};
 use crate::attention::function::lower::{FunctionRegisters, Functions, Standing};
 use crate::attention::scores::{ScoreRule, Slopes, alibi, distances};
 use crate::attention::{ACCUMULATOR_ROWS, Score};
@@ -175,6 +175,7 @@ impl Consumer {
                 [self.value_gradients(block, values, first), self.key_gradients(block, keys, first)]
             })
             .collect();
+        k.barrier_sync(barrier::PRODUCTS, 128 * WARPGROUPS);
         epilogue::store(k, &tile, &owner, &done);
     }
 

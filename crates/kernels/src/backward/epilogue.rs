@@ -6,7 +6,7 @@ use ptx::{
 };
 
 use super::place::Tile;
-use super::{ROWS, WARPGROUPS, barrier};
+use super::{ROWS, barrier};
 
 /// Which warpgroup stores, the thread in it, and the first of its keys among those of the block.
 pub(super) struct Owner {
@@ -28,10 +28,9 @@ pub(super) struct Done<'a> {
     pub(super) map: TensorMap,
 }
 
-/// Stores what a warpgroup has.
+/// Stores what a warpgroup has. The products of both must have ended: until then they read the
+/// tile of keys.
 pub(super) fn store(k: &mut Builder, tile: &Tile, owner: &Owner, done: &[Done<'_>]) {
-    // The tile of keys is read by both warpgroups until the last product has ended.
-    k.barrier_sync(barrier::PRODUCTS, 128 * WARPGROUPS);
     let warp = k.eval(owner.thread / 32);
     let staged: Vec<SharedTile> = done
         .iter()

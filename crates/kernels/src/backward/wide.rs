@@ -24,7 +24,7 @@ use ptx::{
 use super::consumer::{Consumer, NO_STEP, Part, Statistic, Warpgroup};
 use super::epilogue::{self, Done};
 use super::place::{Place, Tile};
-use super::{Block, PART, ROWS};
+use super::{Block, PART, ROWS, WARPGROUPS};
 
 /// Bytes of the weights that are handed over: an accumulator.
 pub(super) const WEIGHTS_BYTES: u32 = 4 * PART * ROWS;
@@ -42,6 +42,9 @@ pub(super) struct Exchange {
     taken: Barriers,
     /// The warpgroup of the weights has multiplied a tile of `dS` with the keys.
     multiplied: Barriers,
+    /// All products of both warpgroups have ended. Each comes here by code of its own, where a named
+    /// barrier would do, but compute-sanitizer takes its instructions for two barriers.
+    ended: Barriers,
 }
 
 impl Exchange {
@@ -54,6 +57,7 @@ impl Exchange {
             ready: Barriers::new(k, "weights ready", 1, warps),
             taken: Barriers::new(k, "weights taken", 1, warps),
             multiplied: Barriers::new(k, "dS multiplied", stages, warps),
+            ended: Barriers::new(k, "products ended", 1, warps * WARPGROUPS),
         }
     }
 
@@ -68,7 +72,7 @@ impl Exchange {
     }
 
     pub(super) fn init(&self, k: &mut Builder) {
-        for barriers in [&self.ready, &self.taken, &self.multiplied] {
+        for barriers in [&self.ready, &self.taken, &self.multiplied, &self.ended] {
             barriers.init(k);
         }
     }
@@ -228,6 +232,9 @@ impl<'a> Half<'a> {
         let tile = place.find(k);
         let first = k.eval(0u32);
         let owner = epilogue::Owner { index: self.group.index, thread: self.group.thread, first };
+        self.arrive(k, &self.exchange.ended, 0u32);
+        let ended = self.exchange.ended.at(k, 0u32);
+        k.mbarrier_wait(ended, 0, Scope::Block);
         epilogue::store(k, &tile, &owner, &[done]);
     }
 
