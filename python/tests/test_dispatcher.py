@@ -172,38 +172,80 @@ def calls():
     }
 
 
+def answer(call):
+    """What a call gives, or the error that it raises."""
+    try:
+        return call()
+    except Exception as error:
+        return type(error), str(error)
+
+
+def assert_same(found, expected):
+    if isinstance(expected, (tuple, list)):
+        assert len(found) == len(expected)
+        for mine, theirs in zip(found, expected):
+            assert_same(mine, theirs)
+    elif isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected) and found.stride() == expected.stride()
+    else:
+        assert found == expected
+
+
 @pytest.mark.parametrize("case", calls())
 def test_our_operators(case):
     overload, arguments = calls()[case]
     operators = [getattr(ours.attention, overload), getattr(ours.attention_with_lse, overload)]
 
     def answers():
-        found = []
-        for operator in operators:
-            try:
-                found.append(operator(*arguments))
-            except Exception as error:
-                found.append((type(error), str(error)))
-        return found
+        return [answer(lambda: operator(*arguments)) for operator in operators]
 
     expected = answers()
     kernels = register("flashcore")
-    assert kernels.operators == ["attention", "attention.all", "attention_with_lse", "attention_with_lse.all"]
+    assert kernels.operators == [
+        "attention",
+        "attention.all",
+        "attention_with_lse",
+        "attention_with_lse.all",
+        "attention_backward",
+    ]
     try:
         found = answers()
     finally:
         kernels.remove()
-    for mine, theirs in zip(found, expected):
-        if isinstance(theirs, torch.Tensor):
-            mine, theirs = (mine,), (theirs,)
-        for one, other in zip(mine, theirs):
-            if isinstance(other, torch.Tensor):
-                assert torch.equal(one, other) and one.stride() == other.stride()
-            else:
-                assert one == other
+    assert_same(found, expected)
 
 
-def test_gradients_of_our_operators():
+@pytest.mark.parametrize("needed", [(True, True, True, True), (False, True, False, False)])
+@pytest.mark.parametrize("case", ["all", "ragged", "packed", "half packed", "cap", "hidden", "empty", "shape"])
+def test_gradients_of_our_operators(case, needed):
+    cases = calls()
+    q, k, v = (torch.randn(2, 3, length, 16) for length in (4, 6, 6))
+    numbers, none, name, _ = _gradients.PLAIN
+    cases["hidden"] = ("all", (q, k, v, None, True, *numbers, *none, "scaled_dot_product_attention", False))
+    cases["empty"] = ("all", (q, k[:, :, :0], v[:, :, :0], None, False, *numbers, *none, "scaled_dot_product_attention", False))
+    _, arguments = cases[case] if case != "shape" else cases["all"]
+    given = [it is not None for it in arguments[:3]] + [arguments[19] is not None]
+    needed = [need and there for need, there in zip(needed, given)]
+    if case == "cap":
+        out, lse = ours.attention_with_lse.all(*arguments[:8], 1.0, *arguments[9:])
+    else:
+        out, lse = ours.attention_with_lse.all(*arguments)
+    dout = torch.ones(()).expand(out.shape) if case == "all" else torch.randn_like(out)
+    dout = dout[:1] if case == "shape" else dout
+
+    def gradients():
+        return ours.attention_backward(dout, *arguments[:3], out, lse, *arguments[3:], needed)
+
+    expected = answer(gradients)
+    assert len(expected) == (2 if case in ("cap", "shape") else sum(needed))
+    kernels = register("flashcore")
+    try:
+        assert_same(answer(gradients), expected)
+    finally:
+        kernels.remove()
+
+
+def test_the_compiler_and_transformations():
     q, k, v = (torch.randn(2, 5, 4, 16, requires_grad=True) for _ in range(3))
     call = torch.compile(lambda *x: flashcore.flash_attn_func(*x, causal=True), backend="aot_eager", fullgraph=True)
     expected = torch.autograd.grad(call(q, k, v).sum(), (q, k, v))

@@ -4,6 +4,7 @@
 //! They answer as the Python functions of the same operators do, which serve where PyTorch has no
 //! stable interface.
 
+use std::cell::RefCell;
 use std::ffi::{CStr, CString};
 use std::sync::Mutex;
 
@@ -18,8 +19,17 @@ use crate::gradient::Backward;
 use crate::launch;
 use crate::numbers::Numbers;
 use crate::request::{Called, Function, Request};
-use crate::stable::{Arguments, Kernel, Stable, Tensor, Value};
+use crate::stable::{Arguments, Failed, Kernel, Stable, Tensor, Value, kernel};
 use crate::view::{Element, Memory, View, contiguous};
+
+kernel!(heads_first, answer_heads_first);
+kernel!(heads_first_backward, answer_heads_first_backward);
+kernel!(panic, answer_panic);
+kernel!(attention, answer_attention);
+kernel!(attention_all, answer_attention_all);
+kernel!(attention_with_lse, answer_attention_with_lse);
+kernel!(attention_with_lse_all, answer_attention_with_lse_all);
+kernel!(attention_backward, answer_attention_backward);
 
 /// PyTorch's operators.
 const PYTORCH: [(&CStr, Kernel); 2] = [
@@ -28,11 +38,12 @@ const PYTORCH: [(&CStr, Kernel); 2] = [
 ];
 
 /// Our operators.
-const OURS: [(&CStr, Kernel); 4] = [
+const OURS: [(&CStr, Kernel); 5] = [
     (c"attention", attention),
     (c"attention.all", attention_all),
     (c"attention_with_lse", attention_with_lse),
     (c"attention_with_lse.all", attention_with_lse_all),
+    (c"attention_backward", attention_backward),
 ];
 
 /// One that panics, in a namespace of its own. For tests.
@@ -97,7 +108,7 @@ impl Kernels {
 /// is_causal, bool return_debug_mask, *, float? scale) -> (Tensor output, Tensor logsumexp, Tensor
 /// cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, Tensor rng_state, Tensor unused, Tensor
 /// debug_attn_mask)`
-unsafe extern "C-unwind" fn heads_first(slots: *mut u64, arguments: u64, _: u64) {
+unsafe extern "C" fn answer_heads_first(slots: *mut u64, arguments: u64) -> *const Failed {
     let run = |torch: &'static Stable, given: &mut Arguments<'_>| -> PyResult<[Value; 9]> {
         let tensors = [given.tensor()?, given.tensor()?, given.tensor()?];
         let (dropout, causal, mask) = (given.number(), given.flag(), given.flag());
@@ -137,7 +148,7 @@ unsafe extern "C-unwind" fn heads_first(slots: *mut u64, arguments: u64, _: u64)
 /// Tensor out, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, float
 /// dropout_p, bool is_causal, Tensor philox_seed, Tensor philox_offset, *, float? scale) -> (Tensor
 /// grad_query, Tensor grad_key, Tensor grad_value)`
-unsafe extern "C-unwind" fn heads_first_backward(slots: *mut u64, arguments: u64, _: u64) {
+unsafe extern "C" fn answer_heads_first_backward(slots: *mut u64, arguments: u64) -> *const Failed {
     let run = |torch: &'static Stable, given: &mut Arguments<'_>| -> PyResult<[Value; 3]> {
         let dout = given.tensor()?;
         let tensors = [given.tensor()?, given.tensor()?, given.tensor()?];
@@ -148,17 +159,8 @@ unsafe extern "C-unwind" fn heads_first_backward(slots: *mut u64, arguments: u64
         let _random = [given.tensor()?, given.tensor()?];
         let numbers = plain(given.optional_number(), causal)?;
         refuse(dropout, false)?;
-        let mut copies = Vec::new();
-        let mut walkable = |tensor: &Tensor, name| -> PyResult<Memory> {
-            let memory = tensor.read(name)?;
-            if memory.is_walkable() {
-                return Ok(memory);
-            }
-            let copy = tensor.contiguous()?;
-            let memory = copy.read(name)?;
-            copies.push(copy);
-            Ok(memory)
-        };
+        let copies = Copies::default();
+        let walkable = |tensor: &Tensor, name: &str| copies.read(tensor, name, Memory::is_walkable);
         let [query, key, value, output, output_gradient] = {
             let [q, k, v] = &tensors;
             let all = [(q, "query"), (k, "key"), (v, "value"), (&out, "out"), (&dout, "dout")];
@@ -172,7 +174,7 @@ unsafe extern "C-unwind" fn heads_first_backward(slots: *mut u64, arguments: u64
         let request = order.request(numbers, [&query, &key, &value])?;
         let view = |name, memory: &Memory| order.view(name, memory);
         let [dq, dk, dv] = read(&gradients, ["dq", "dk", "dv"])?;
-        let lse = lse.read("softmax_lse")?;
+        let lse = copies.read(&lse, "softmax_lse", Memory::is_contiguous)?;
         let call = Backward {
             output: view("out", &output)?,
             lse,
@@ -182,26 +184,57 @@ unsafe extern "C-unwind" fn heads_first_backward(slots: *mut u64, arguments: u64
             request,
         };
         call.check()?;
-        match [query, key, value].iter().any(|memory| memory.sizes().contains(&0)) {
-            true => gradients.iter().try_for_each(|gradient| gradient.clear("gradients"))?,
-            false => {
-                let stream = |ordinal| torch.stream(ordinal);
-                launch::differentiate(&call, torch.is_deterministic(), stream)?;
-            }
-        }
+        run_backward(torch, &call, torch.is_deterministic(), &gradients)?;
         Ok(gradients.map(Value::Tensor))
     };
     // SAFETY: PyTorch's slots; the arguments and results are those of the schema above.
     unsafe { Stable::answer(slots, arguments, run) }
 }
 
-unsafe extern "C-unwind" fn panic(slots: *mut u64, arguments: u64, _: u64) {
+unsafe extern "C" fn answer_panic(slots: *mut u64, arguments: u64) -> *const Failed {
     let run = |_: &'static Stable, given: &mut Arguments<'_>| -> PyResult<[Value; 1]> {
         let _tensor = given.tensor()?;
         panic!("a kernel that panics")
     };
     // SAFETY: PyTorch's slots; the schema is that of the test.
     unsafe { Stable::answer(slots, arguments, run) }
+}
+
+/// Writes gradients, which are zero where nothing meets.
+fn run_backward<'a>(
+    torch: &'static Stable,
+    call: &Backward,
+    deterministic: bool,
+    gradients: impl IntoIterator<Item = &'a Tensor>,
+) -> PyResult<()> {
+    let Request { query, key, value, .. } = &call.request;
+    match [query, key, value].iter().any(|view| view.form.sizes.contains(&0)) {
+        true => gradients.into_iter().try_for_each(|gradient| gradient.clear("gradients")),
+        false => launch::differentiate(call, deterministic, |ordinal| torch.stream(ordinal)),
+    }
+}
+
+/// Copies of tensors that kernels cannot read as they lie, alive until the launch.
+#[derive(Default)]
+struct Copies(RefCell<Vec<Tensor>>);
+
+impl Copies {
+    /// What a tensor is, or its copy without gaps where it does not fit.
+    fn read(
+        &self,
+        tensor: &Tensor,
+        name: &str,
+        fits: impl FnOnce(&Memory) -> bool,
+    ) -> PyResult<Memory> {
+        let memory = tensor.read(name)?;
+        if fits(&memory) {
+            return Ok(memory);
+        }
+        let copy = tensor.contiguous()?;
+        let memory = copy.read(name);
+        self.0.borrow_mut().push(copy);
+        memory
+    }
 }
 
 /// Where a causal mask is anchored: PyTorch's function at the first key, its operators at the last one,
@@ -281,28 +314,48 @@ fn finite(name: &str, number: f64) -> PyResult<f32> {
     }
 }
 
-unsafe extern "C-unwind" fn attention(slots: *mut u64, arguments: u64, _: u64) {
+unsafe extern "C" fn answer_attention(slots: *mut u64, arguments: u64) -> *const Failed {
     // SAFETY: PyTorch's slots; the schema is in `_torch.py`, here and below.
     unsafe { Stable::answer(slots, arguments, |torch, given| Ours::few(given)?.output(torch)) }
 }
 
-unsafe extern "C-unwind" fn attention_all(slots: *mut u64, arguments: u64, _: u64) {
+unsafe extern "C" fn answer_attention_all(slots: *mut u64, arguments: u64) -> *const Failed {
     // SAFETY: as above.
     unsafe { Stable::answer(slots, arguments, |torch, given| Ours::all(given)?.output(torch)) }
 }
 
-unsafe extern "C-unwind" fn attention_with_lse(slots: *mut u64, arguments: u64, _: u64) {
+unsafe extern "C" fn answer_attention_with_lse(slots: *mut u64, arguments: u64) -> *const Failed {
     // SAFETY: as above.
     unsafe { Stable::answer(slots, arguments, |torch, given| Ours::few(given)?.both(torch)) }
 }
 
-unsafe extern "C-unwind" fn attention_with_lse_all(slots: *mut u64, arguments: u64, _: u64) {
+unsafe extern "C" fn answer_attention_with_lse_all(
+    slots: *mut u64,
+    arguments: u64,
+) -> *const Failed {
     // SAFETY: as above.
     unsafe { Stable::answer(slots, arguments, |torch, given| Ours::all(given)?.both(torch)) }
 }
 
+/// `(Tensor dout, Tensor q, Tensor? k, Tensor? v, Tensor out, Tensor softmax_lse`, the
+/// [rest](Ours::rest), `bool[] needed) -> Tensor[]`
+unsafe extern "C" fn answer_attention_backward(slots: *mut u64, arguments: u64) -> *const Failed {
+    let run = |torch: &'static Stable, given: &mut Arguments<'_>| -> PyResult<[Value; 1]> {
+        let dout = given.tensor()?;
+        let first = [Some(given.tensor()?), given.optional_tensor()?, given.optional_tensor()?];
+        let (out, lse) = (given.tensor()?, given.tensor()?);
+        let call = Ours::rest(first, given)?;
+        let needed = given.flags()?;
+        Ok([torch.list(call.differentiate(torch, [&dout, &out, &lse], &needed)?)?])
+    };
+    // SAFETY: as above.
+    unsafe { Stable::answer(slots, arguments, run) }
+}
+
 /// The tensors of lists that our operators take.
 const LISTS: usize = 12;
+/// Where sinks are among them.
+const SINKS: usize = 8;
 
 /// A call of one of our operators.
 struct Ours {
@@ -311,6 +364,8 @@ struct Ours {
     lists: [Option<Tensor>; LISTS],
     numbers: Numbers,
     called: Called,
+    /// Whether gradients must be the same bit for bit.
+    deterministic: bool,
 }
 
 impl Ours {
@@ -319,14 +374,20 @@ impl Ours {
         let first = [given.tensor()?, given.tensor()?, given.tensor()?].map(Some);
         let numbers = plain(given.optional_number(), given.flag())?;
         let called = Called { function: Function::Plain, batch_invariant: false };
-        Ok(Ours { first, lists: [const { None }; LISTS], numbers, called })
+        let lists = [const { None }; LISTS];
+        Ok(Ours { first, lists, numbers, called, deterministic: false })
     }
 
-    /// `(Tensor q, Tensor? k, Tensor? v, float? softmax_scale, bool causal, int window_left, int
-    /// window_right, int attention_chunk, float softcap, SymInt? max_seqlen_q, SymInt? max_seqlen_k`,
-    /// `Tensor?` for each of the lists, `str function, bool deterministic)`
+    /// `(Tensor q, Tensor? k, Tensor? v`, and the [rest](Ours::rest)
     fn all(given: &mut Arguments<'_>) -> PyResult<Self> {
         let first = [Some(given.tensor()?), given.optional_tensor()?, given.optional_tensor()?];
+        Ours::rest(first, given)
+    }
+
+    /// `float? softmax_scale, bool causal, int window_left, int window_right, int attention_chunk, float
+    /// softcap, SymInt? max_seqlen_q, SymInt? max_seqlen_k`, `Tensor?` for each of the lists, `str
+    /// function, bool deterministic`
+    fn rest(first: [Option<Tensor>; 3], given: &mut Arguments<'_>) -> PyResult<Self> {
         let (scale, causal) = (given.optional_number(), given.flag());
         let [left, right, chunk] = [given.whole(), given.whole(), given.whole()];
         let softcap = given.number();
@@ -336,7 +397,7 @@ impl Ours {
             *list = given.optional_tensor()?;
         }
         let function = given.text()?;
-        let _deterministic = given.flag();
+        let deterministic = given.flag();
         let called = Called::named(&function)?;
         let whole = |number: i64| usize::try_from(number).ok();
         let numbers = Numbers {
@@ -350,7 +411,7 @@ impl Ours {
             batch_invariant: called.batch_invariant,
             ..plain(scale, causal)?
         };
-        Ok(Ours { first, lists, numbers, called })
+        Ok(Ours { first, lists, numbers, called, deterministic })
     }
 
     fn output(self, torch: &'static Stable) -> PyResult<[Value; 1]> {
@@ -364,22 +425,8 @@ impl Ours {
     }
 
     fn run(&self, torch: &'static Stable, with_lse: bool) -> PyResult<(Tensor, Option<Tensor>)> {
-        let names = self.called.function.names();
-        let copies = std::cell::RefCell::new(Vec::new());
-        let request = Request::new(self.called.function, self.numbers, |at, whole| {
-            if at < self.first.len() {
-                return self.rows(at, names[at]).map(Some);
-            }
-            let Some(Some(list)) = self.lists.get(at - self.first.len()) else { return Ok(None) };
-            let memory = list.read(names[at])?;
-            if !whole || memory.is_contiguous() {
-                return Ok(Some(memory));
-            }
-            let copy = list.contiguous()?;
-            let memory = copy.read(names[at]);
-            copies.borrow_mut().push(copy);
-            memory.map(Some)
-        })?;
+        let copies = Copies::default();
+        let request = self.request(&copies, |_| true)?;
         let problem = request.problem()?;
         let (output, place) = (request.output(), request.given.place);
         let out = torch.make(output.sizes(), output.strides(), output.element, place)?;
@@ -396,17 +443,105 @@ impl Ours {
         Ok((out, lse))
     }
 
-    /// Queries, keys or values, which may be packed into another.
-    fn rows(&self, at: usize, name: &str) -> PyResult<Memory> {
-        match &self.first {
-            [Some(qkv), None, _] => Ok(qkv.read(name)?.part(at as u64)),
-            [_, Some(kv), None] if at > 0 => Ok(kv.read(name)?.part(at as u64 - 1)),
-            tensors => match &tensors[at] {
-                Some(tensor) => tensor.read(name),
-                None => Err(error::value(format!("{name} is missing"))),
-            },
-        }
+    /// What the call gives; tensors of rows that do not fit are copied.
+    fn request(&self, copies: &Copies, fits: fn(&Memory) -> bool) -> PyResult<Request> {
+        let names = self.called.function.names();
+        Request::new(self.called.function, self.numbers, |at, whole| {
+            if at < self.first.len() {
+                let (tensor, part) = row(&self.first, at, names[at])?;
+                let fits = |memory: &Memory| fits(&of(*memory, part));
+                return Ok(Some(of(copies.read(tensor, names[at], fits)?, part)));
+            }
+            let Some(Some(list)) = self.lists.get(at - self.first.len()) else { return Ok(None) };
+            let fits = |memory: &Memory| !whole || memory.is_contiguous();
+            copies.read(list, names[at], fits).map(Some)
+        })
     }
+
+    /// The gradients that are needed of queries, keys, values and sinks, from the gradient of the output,
+    /// the output and its log-sum-exps.
+    fn differentiate(
+        self,
+        torch: &'static Stable,
+        [dout, out, lse]: [&Tensor; 3],
+        needed: &[bool],
+    ) -> PyResult<Vec<Tensor>> {
+        let function = self.called.function;
+        let copies = Copies::default();
+        let request = self.request(&copies, Memory::is_walkable)?;
+        let (queries, keys) = (request.query_starts.is_some(), request.key_starts.is_some());
+        let (first, sinks) = self.gradients(&request, needed)?;
+        let saved = |tensor: &Tensor, name: &str| -> PyResult<View> {
+            let memory = copies.read(tensor, name, Memory::is_walkable)?;
+            function.order(queries).view(name, &memory)
+        };
+        let gradient = |at: usize, name: &str, packed: bool| -> PyResult<View> {
+            let (tensor, part) = row(&first, at, name)?;
+            function.order(packed).view(name, &of(tensor.read(name)?, part))
+        };
+        let call = Backward {
+            output: saved(out, "out")?,
+            lse: copies.read(lse, "softmax_lse", Memory::is_contiguous)?,
+            output_gradient: saved(dout, "dout")?,
+            gradients: [
+                gradient(0, "dq", queries)?,
+                gradient(1, "dk", keys)?,
+                gradient(2, "dv", keys)?,
+            ],
+            sinks: sinks.as_ref().map(|sinks| sinks.read("ds_aux")).transpose()?,
+            request,
+        };
+        call.check()?;
+        let [q, k, v] = first;
+        let all = [q, k, v, sinks];
+        run_backward(torch, &call, self.deterministic, all.iter().flatten())?;
+        let chosen = all.into_iter().zip(needed).filter(|(_, need)| **need);
+        Ok(chosen.filter_map(|(gradient, _)| gradient).collect())
+    }
+
+    /// Memory for the gradients of the first tensors and of sinks: zeros where not all that somebody needs
+    /// is written, which are rows of no sequence and keys behind the last query's.
+    fn gradients(
+        &self,
+        request: &Request,
+        needed: &[bool],
+    ) -> PyResult<([Option<Tensor>; 3], Option<Tensor>)> {
+        let lengths = self.lists[..4].iter().any(Option::is_some);
+        let [queries, keys] = [&request.query, &request.key].map(|view| view.form.sizes[1]);
+        let first_key = self.called.function == Function::PyTorch;
+        let some = lengths || (self.numbers.causal && first_key && keys > queries);
+        let make = |tensor: &Option<Tensor>, at: usize| -> PyResult<Option<Tensor>> {
+            let Some(tensor) = tensor else { return Ok(None) };
+            let made = tensor.like(&tensor.read("a tensor")?)?;
+            if some && needed.get(at).is_some_and(|need| *need) {
+                made.clear("gradients")?;
+            }
+            Ok(Some(made))
+        };
+        let [q, k, v] = &self.first;
+        Ok(([make(q, 0)?, make(k, 1)?, make(v, 2)?], make(&self.lists[SINKS], 3)?))
+    }
+}
+
+/// The tensor of queries, keys or values, and which part of it they are where they are packed.
+fn row<'a>(
+    tensors: &'a [Option<Tensor>; 3],
+    at: usize,
+    name: &str,
+) -> PyResult<(&'a Tensor, Option<u64>)> {
+    match (tensors, at) {
+        ([Some(qkv), None, _], at) => Ok((qkv, Some(at as u64))),
+        ([_, Some(kv), None], 1 | 2) => Ok((kv, Some(at as u64 - 1))),
+        (tensors, at) => match &tensors[at] {
+            Some(tensor) => Ok((tensor, None)),
+            None => Err(error::value(format!("{name} is missing"))),
+        },
+    }
+}
+
+/// A part of a packed tensor, or a tensor.
+fn of(memory: Memory, part: Option<u64>) -> Memory {
+    part.map_or(memory, |part| memory.part(part))
 }
 
 fn cap(softcap: f64) -> PyResult<Option<f32>> {

@@ -6,8 +6,11 @@
 //! A kernel gets its arguments in slots of 64 bits, in the order of the operator's schema, and owns
 //! them; its results go to the first slots. The interface has no way to say that a kernel failed but
 //! C++'s: an exception, of one of PyTorch's classes, which becomes Python's. It is made by the
-//! functions that C++ compilers call for `throw`.
+//! functions that C++ compilers call for `throw`, and thrown when nothing of ours is left on the stack: a
+//! library that was linked with an unwinder of its own, as those for old systems are, must not be walked
+//! through by another one.
 
+use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr::{NonNull, null, null_mut};
 use std::sync::OnceLock;
@@ -25,8 +28,60 @@ use crate::view::{Element, MOST_DIMENSIONS, Memory, Place};
 /// The version that the interface is used from, as PyTorch writes it: 2.11.
 const VERSION: u64 = (2 << 56) | (11 << 48);
 
-/// What PyTorch calls with the slots, how many arguments there are, and how many results it wants.
-pub(crate) type Kernel = unsafe extern "C-unwind" fn(*mut u64, u64, u64);
+/// What PyTorch calls with the slots, how many arguments there are, and how many results it wants: see
+/// [`kernel`].
+pub(crate) type Kernel = unsafe extern "C" fn(*mut u64, u64, u64);
+
+/// A kernel from the function that answers its calls: calls that, and where it failed leaves the stack as
+/// PyTorch has it and goes on in C++'s `throw`, which never comes back.
+macro_rules! kernel {
+    ($name:ident, $answer:path) => {
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        #[unsafe(naked)]
+        unsafe extern "C" fn $name(slots: *mut u64, arguments: u64, results: u64) {
+            std::arch::naked_asm!(
+                "sub rsp, 8",
+                "call {answer}",
+                "add rsp, 8",
+                "test rax, rax",
+                "jnz 2f",
+                "ret",
+                "2:",
+                "mov rdi, [rax]",
+                "mov rsi, [rax + 8]",
+                "mov rdx, [rax + 16]",
+                "jmp [rax + 24]",
+                answer = sym $answer,
+            )
+        }
+
+        /// Not registered: there is no such code for this machine yet.
+        #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+        unsafe extern "C" fn $name(slots: *mut u64, arguments: u64, _: u64) {
+            // SAFETY: as PyTorch calls it.
+            let _ = unsafe { $answer(slots, arguments) };
+        }
+    };
+}
+pub(crate) use kernel;
+
+/// Of a call that failed: the arguments of C++'s `throw`, and that function, in the order in which
+/// [`kernel`] reads them.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Failed {
+    object: *mut c_void,
+    class: Class,
+    destroy: unsafe extern "C" fn(*mut c_void),
+    throw: *const c_void,
+}
+
+thread_local! {
+    /// The call of this thread that failed last.
+    static FAILED: Cell<Failed> = const {
+        Cell::new(Failed { object: null_mut(), class: null(), destroy, throw: null() })
+    };
+}
 
 /// Zero if all went well; else PyTorch has logged why.
 type Code = i32;
@@ -53,6 +108,11 @@ pub(crate) struct Stable {
     text: Ask<*const c_char>,
     text_length: Ask<usize>,
     drop_text: unsafe extern "C" fn(Handle) -> Code,
+    list_size: Ask<usize>,
+    list_item: unsafe extern "C" fn(Handle, usize, *mut u64) -> Code,
+    new_list: unsafe extern "C" fn(usize, *mut Handle) -> Code,
+    list_push: unsafe extern "C" fn(Handle, u64) -> Code,
+    drop_list: unsafe extern "C" fn(Handle) -> Code,
     new_library:
         unsafe extern "C" fn(*const c_char, *const c_char, *const c_char, u32, *mut Handle) -> Code,
     add_kernel: unsafe extern "C" fn(Handle, *const c_char, Kernel, u64) -> Code,
@@ -64,7 +124,7 @@ pub(crate) struct Stable {
     /// How many modes want to see operators before they run.
     modes: unsafe extern "C" fn() -> i64,
     /// A new object of Python's for a tensor.
-    wrap: unsafe extern "C-unwind" fn(Handle) -> *mut ffi::PyObject,
+    wrap: unsafe extern "C" fn(Handle) -> *mut ffi::PyObject,
     /// PyTorch's settings, and whether they ask for the same bits every time.
     settings: unsafe extern "C" fn() -> *const c_void,
     deterministic: unsafe extern "C" fn(*const c_void) -> bool,
@@ -86,6 +146,9 @@ impl Stable {
     }
 
     fn find(file: &str) -> Option<Stable> {
+        if cfg!(not(all(target_arch = "x86_64", target_os = "linux"))) {
+            return None;
+        }
         // SAFETY: it is there already, with all that it needs: nothing is initialised.
         let library = unsafe { Library::new(file) }.ok()?;
         // It stays, as PyTorch does.
@@ -122,6 +185,11 @@ impl Stable {
                 text: function(library, c"torch_string_c_str")?,
                 text_length: function(library, c"torch_string_length")?,
                 drop_text: function(library, c"torch_delete_string")?,
+                list_size: function(library, c"torch_list_size")?,
+                list_item: function(library, c"torch_list_get_item")?,
+                new_list: function(library, c"torch_new_list_reserve_size")?,
+                list_push: function(library, c"torch_list_push_back")?,
+                drop_list: function(library, c"torch_delete_list")?,
                 new_library: function(library, c"aoti_torch_library_init_impl")?,
                 add_kernel: function(library, c"torch_library_impl")?,
                 drop_library: function(library, c"aoti_torch_delete_library_object")?,
@@ -242,6 +310,20 @@ impl Stable {
         self.tensor(handle)
     }
 
+    /// A result of several tensors.
+    pub(crate) fn list(&self, tensors: Vec<Tensor>) -> PyResult<Value> {
+        let mut list = null_mut();
+        // SAFETY: writes one handle.
+        let made = unsafe { (self.new_list)(tensors.len(), &mut list) };
+        done(made, || "make a list".to_owned())?;
+        for tensor in tensors {
+            // SAFETY: a list, which takes the tensor over.
+            let pushed = unsafe { (self.list_push)(list, Value::Tensor(tensor).slot()) };
+            done(pushed, || "take a tensor into a list".to_owned())?;
+        }
+        Ok(Value::List(list))
+    }
+
     fn tensor(&'static self, handle: Handle) -> PyResult<Tensor> {
         match NonNull::new(handle) {
             Some(handle) => Ok(Tensor { handle, torch: self }),
@@ -279,7 +361,8 @@ impl Stable {
         unsafe { (self.deterministic)((self.settings)()) }
     }
 
-    /// Answers PyTorch's call of a kernel.
+    /// Answers PyTorch's call of a kernel: null, or why it failed, to be read before anything else is
+    /// called on this thread.
     ///
     /// # Safety
     ///
@@ -289,22 +372,20 @@ impl Stable {
         slots: *mut u64,
         arguments: u64,
         run: impl FnOnce(&'static Stable, &mut Arguments<'_>) -> PyResult<[Value; RESULTS]>,
-    ) {
-        let Some(torch) = STABLE.get().and_then(Option::as_ref) else { return };
+    ) -> *const Failed {
+        let Some(torch) = STABLE.get().and_then(Option::as_ref) else { return null() };
         // SAFETY: the caller's promise.
         let given = unsafe { std::slice::from_raw_parts(slots, arguments as usize) };
-        let failed = match guard(|| run(torch, &mut Arguments { slots: given.iter(), torch })) {
+        match guard(|| run(torch, &mut Arguments { slots: given.iter(), torch })) {
             Ok(results) => {
                 for (at, result) in results.into_iter().enumerate() {
                     // SAFETY: the caller's promise: there is a slot for each.
                     unsafe { *slots.add(at) = result.slot() };
                 }
-                return;
+                null()
             }
-            Err(error) => torch.cxx.exception(&error),
-        };
-        // SAFETY: an exception made just now. Nothing is left here that would have to be dropped.
-        unsafe { (torch.cxx.throw)(failed.object, failed.class, destroy) }
+            Err(error) => torch.cxx.fail(&error),
+        }
     }
 }
 
@@ -442,6 +523,8 @@ impl Tensor {
 pub(crate) enum Value {
     Tensor(Tensor),
     Whole(i64),
+    /// From [`Stable::list`].
+    List(*mut c_void),
 }
 
 impl Value {
@@ -450,6 +533,7 @@ impl Value {
             // PyTorch's from here on.
             Value::Tensor(tensor) => std::mem::ManuallyDrop::new(tensor).handle.as_ptr() as u64,
             Value::Whole(number) => number as u64,
+            Value::List(list) => list as u64,
         }
     }
 }
@@ -518,6 +602,24 @@ impl Arguments<'_> {
         }
     }
 
+    /// `bool[]`
+    pub(crate) fn flags(&mut self) -> PyResult<Vec<bool>> {
+        let (handle, torch) = (self.slot() as Handle, self.torch);
+        let mut size = 0;
+        // SAFETY: a list of PyTorch's, which is ours and is given back after it was read.
+        unsafe {
+            let mut code = (torch.list_size)(handle, &mut size);
+            let mut flags = Vec::new();
+            for at in 0..size {
+                let mut item = 0;
+                code |= (torch.list_item)(handle, at, &mut item);
+                flags.push(item as u8 != 0);
+            }
+            let _ = (torch.drop_list)(handle);
+            done(code, || "say what is in a list".to_owned()).map(|()| flags)
+        }
+    }
+
     /// What may be missing is behind a pointer to a slot of its own.
     fn optional(&mut self) -> Option<u64> {
         let slot = NonNull::new(self.slot() as *mut u64)?;
@@ -535,11 +637,7 @@ impl Arguments<'_> {
 struct Cxx {
     delete: unsafe extern "C" fn(*mut c_void),
     allocate: unsafe extern "C" fn(usize) -> *mut c_void,
-    throw: unsafe extern "C-unwind" fn(
-        *mut c_void,
-        *const c_void,
-        unsafe extern "C" fn(*mut c_void),
-    ) -> !,
+    throw: *const c_void,
     new_string: unsafe extern "C" fn(*mut StdString, *const u8, usize, *const u8),
     drop_string: unsafe extern "C" fn(*mut StdString),
     /// The message, a backtrace that may be null, and whose it is.
@@ -562,12 +660,6 @@ type StdString = [u64; 4];
 
 /// More than an exception of PyTorch's takes.
 const EXCEPTION_BYTES: usize = 1024;
-
-/// A C++ exception that is to be thrown.
-struct Exception {
-    object: *mut c_void,
-    class: Class,
-}
 
 impl Cxx {
     /// # Safety
@@ -603,9 +695,9 @@ impl Cxx {
         }
     }
 
-    /// An error as an exception of PyTorch's, with its text.
+    /// An error as an exception of PyTorch's, with its text, that is to be thrown.
     #[cold]
-    fn exception(&self, error: &PyErr) -> Exception {
+    fn fail(&self, error: &PyErr) -> *const Failed {
         let (class, text) = Python::try_attach(|py| {
             let is_value = error.is_instance_of::<PyValueError>(py);
             let class = match () {
@@ -621,13 +713,15 @@ impl Cxx {
         let (mut string, mut backtrace, allocator) = ([0; 4], [0; 2], 0_u8);
         // SAFETY: memory for more than an exception; an empty backtrace is a null `shared_ptr`. The
         // string is copied or moved from, and is ours to drop.
-        unsafe {
+        let object = unsafe {
             let object = (self.allocate)(EXCEPTION_BYTES);
             (self.new_string)(&mut string, text.as_ptr(), text.len(), &allocator);
             (self.new_error)(object, &mut string, &mut backtrace, null());
             (self.drop_string)(&mut string);
-            Exception { object, class }
-        }
+            object
+        };
+        FAILED.set(Failed { object, class, destroy, throw: self.throw });
+        FAILED.with(|failed| failed.as_ptr().cast_const())
     }
 }
 
