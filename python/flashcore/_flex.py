@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from . import _arrays, _flashcore
+from . import _arrays, _flashcore, _patterns
 from ._arguments import flag, refusal
 from ._serving import is_compiling
 from ._trace import trace
@@ -119,6 +119,78 @@ class BlockMask:
         if any(getattr(tensor, "is_cuda", False) for tensor in tensors):
             small = (tensor.detach().cpu() if tensor.numel() <= _MOST_ELEMENTS else None for tensor in tensors)
             self.blocks = _flashcore.Blocks(rule, tuple(small))
+
+    @classmethod
+    def from_kv_blocks(
+        cls,
+        kv_num_blocks: Any,
+        kv_indices: Any,
+        full_kv_num_blocks: Any = None,
+        full_kv_indices: Any = None,
+        BLOCK_SIZE: Any = 128,
+        mask_mod: Any = None,
+        seq_lengths: tuple[int, int] | None = None,
+        compute_q_blocks: bool = True,
+    ) -> BlockMask:
+        """The mask of lists of key blocks, with PyTorch's signature.
+
+        Args:
+            kv_num_blocks: How many blocks of keys each block of queries sees, (batch, heads, rows); of one sequence or
+                head for all of them.
+            kv_indices: Which, (batch, heads, rows, columns): the first ones of each list count.
+            full_kv_num_blocks, full_kv_indices: The same of blocks that are seen whole, whatever ``mask_mod`` says.
+            BLOCK_SIZE: Queries and keys of a block; any number.
+            mask_mod: Which pairs of the first lists are seen: all unless given.
+            seq_lengths: Queries and keys; as many as the lists have room for unless given.
+            compute_q_blocks: Not needed: gradients find theirs.
+        """
+        size = _patterns.sizes("BLOCK_SIZE", BLOCK_SIZE)
+        lists: list[Any] = [("kv", kv_num_blocks, kv_indices)]
+        if full_kv_num_blocks is not None or full_kv_indices is not None:
+            lists.append(("full_kv", full_kv_num_blocks, full_kv_indices))
+        for name, counts, indices in lists:
+            for argument, given, rank in ((f"{name}_num_blocks", counts, 3), (f"{name}_indices", indices, 4)):
+                if len(getattr(given, "shape", ())) != rank:
+                    raise ValueError(f"{argument} is a {type(given)}, expected a tensor of {rank} dimensions")
+            if tuple(indices.shape[:3]) != tuple(kv_num_blocks.shape) or counts.shape != kv_num_blocks.shape:
+                raise ValueError(
+                    f"{name}_indices has shape {tuple(indices.shape)}, expected {(*kv_num_blocks.shape, 'any')}"
+                )
+        if seq_lengths is None:
+            seq_lengths = (kv_indices.shape[2] * size[0], kv_indices.shape[3] * size[1])
+        rows, columns = (-(-length // step) for length, step in zip(seq_lengths, size))
+        if rows != kv_num_blocks.shape[2]:
+            raise ValueError(f"kv_num_blocks has {kv_num_blocks.shape[2]} rows, expected {rows} for {seq_lengths[0]} queries")
+        for name, counts, indices in lists:
+            _patterns.check_bounds(f"{name}_indices", indices, columns, counts)
+        whole = (full_kv_num_blocks, full_kv_indices) if len(lists) > 1 else None
+        mask = _patterns.of_lists((kv_num_blocks, kv_indices), whole, size, columns, mask_mod)
+        batch, heads = (None if count == 1 else count for count in kv_num_blocks.shape[:2])
+        return cls(mask, batch, heads, seq_lengths)
+
+    @classmethod
+    def from_bcsr(
+        cls, indptr: Any, indices: Any, block_size: Any, seq_lengths: tuple[int, int], mask: Any = None
+    ) -> BlockMask:
+        """The mask of compressed rows of blocks, the same for all sequences and heads.
+
+        Args:
+            indptr: Where the list of each block of queries begins, and where the last ends: (rows + 1).
+            indices: The blocks of keys that they see, one list after the other.
+            block_size: Queries and keys of a block; any number.
+            seq_lengths: Queries and keys.
+            mask: Which pairs of each block of the list are seen, (blocks, queries, keys) in bool: all unless given.
+        """
+        size = _patterns.sizes("block_size", block_size)
+        rows, columns = (-(-length // step) for length, step in zip(seq_lengths, size))
+        if len(indptr.shape) != 1 or indptr.shape[0] != rows + 1:
+            raise ValueError(f"indptr has shape {tuple(indptr.shape)}, expected ({rows + 1},)")
+        if len(indices.shape) != 1:
+            raise ValueError(f"indices has shape {tuple(indices.shape)}, expected one dimension")
+        if mask is not None and tuple(mask.shape) != (indices.shape[0], *size):
+            raise ValueError(f"mask has shape {tuple(mask.shape)}, expected {(indices.shape[0], *size)}")
+        _patterns.check_bounds("indices", indices, columns)
+        return cls(_patterns.of_rows(indptr, indices, size, (rows, columns), mask), None, None, seq_lengths)
 
     def __repr__(self) -> str:
         return f"BlockMask(shape={self.shape}, {self.text})"

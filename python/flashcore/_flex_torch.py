@@ -7,14 +7,15 @@ Functions are their texts here, so that PyTorch can keep them in its graphs.
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import torch
 
-from . import _flashcore, _torch
+from . import _captured, _flashcore, _torch
 from ._gradients import NAMESPACE, operators
 
-_RULES = "float? scale, str mask, str score, Tensor[] captured, str function"
+_RULES = "float? scale, str mask, str score, Tensor[] captured, str function, int blocks"
 _torch._library.define(
     f"attention_with_rules(Tensor q, Tensor k, Tensor v, {_RULES}, bool deterministic) -> (Tensor, Tensor)",
     tags=_torch._TAGS,
@@ -28,27 +29,31 @@ _torch._library.define(
 outside = torch.compiler.disable
 # What a call has beyond the scale.
 _NUMBERS = (False, (-1, -1), 0, 0.0, None, None)
-_CAPTURED = "a tensor that a function loads from"
 
 
 def attend(
     tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, lse: bool, rules: tuple[Any, ...]
 ) -> Any:
     """Attention with functions through the dispatcher."""
-    mask, score, captured, _ = rules
-    for tensor in captured:
-        if _torch.is_recorded(tensor):
-            raise NotImplementedError(
-                f"{_CAPTURED} requires grad, expected one that does not: gradients are those of query, key and value; "
-                "call it under torch.no_grad() or detach the tensor"
-            )
+    mask, score, captured, blocks = rules
     tensors = _torch._autocast(tensors)
     texts = ("" if rule is None else rule if isinstance(rule, str) else rule.text for rule in (mask, score))
     deterministic = torch.are_deterministic_algorithms_enabled()
     result = operators.attention_with_rules(
-        *tensors, numbers[0], *texts, list(captured), function, deterministic
+        *tensors, numbers[0], *texts, list(captured), function, _number(blocks), deterministic
     )
     return result if lse else result[0]
+
+
+# What is known of the blocks of masks, by numbers: PyTorch keeps numbers in its graphs.
+_known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def _number(blocks: Any) -> int:
+    if blocks is None:
+        return 0
+    _known[id(blocks)] = blocks
+    return id(blocks)
 
 
 @functools.cache
@@ -57,9 +62,18 @@ def _rule(text: str) -> Any:
 
 
 def _forward(
-    q: Any, k: Any, v: Any, scale: Any, mask: str, score: str, captured: Any, function: str, deterministic: bool
+    q: Any,
+    k: Any,
+    v: Any,
+    scale: Any,
+    mask: str,
+    score: str,
+    captured: Any,
+    function: str,
+    blocks: int,
+    deterministic: bool,
 ) -> Any:
-    rules = (_rule(mask), _rule(score), tuple(captured), None)
+    rules = (_rule(mask), _rule(score), tuple(captured), _known.get(blocks))
     return _flashcore.attend((q, k, v), (scale, *_NUMBERS), function, True, "dispatcher", rules)
 
 
@@ -84,9 +98,10 @@ def _backward(
     score: str,
     captured: Any,
     function: str,
+    blocks: int,
     deterministic: bool,
 ) -> Any:
-    rules = (_rule(mask), _rule(score), tuple(captured), None)
+    rules = (_rule(mask), _rule(score), tuple(captured), _known.get(blocks))
     nothing = 0 in (q.numel(), k.numel(), v.numel())
     make = torch.zeros_like if nothing else torch.empty_like
     gradients = tuple(make(it) for it in (q, k, v))
@@ -102,9 +117,11 @@ def _fake_backward(dout: Any, q: Any, k: Any, v: Any, *_: Any) -> Any:
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, k, v, scale, mask, score, captured, function, deterministic = inputs
+    q, k, v, scale, mask, score, captured, function, blocks, deterministic = inputs
     ctx.save_for_backward(q, k, v, *output, *captured)
-    ctx.call = (scale, mask, score, function, deterministic)
+    ctx.call = (scale, mask, score, function, blocks, deterministic)
+    # So that they are known by their number until then.
+    ctx.blocks = _known.get(blocks)
     ctx.set_materialize_grads(False)
 
 
@@ -113,14 +130,17 @@ def _differentiate(ctx: Any, dout: Any, dlse: Any) -> Any:
         raise NotImplementedError("the log-sum-exp has a gradient, expected one of the output alone")
     q, k, v, out, lse, *captured = ctx.saved_tensors
     # As the arguments are: captured tensors are a list.
-    none = (None, None, None, [None] * len(captured), None, None)
-    if dout is None:
-        return None, None, None, *none
-    scale, mask, score, function, deterministic = ctx.call
-    gradients = operators.attention_with_rules_backward(
-        dout, q, k, v, out, lse, scale, mask, score, captured, function, deterministic
-    )
-    return *gradients, *none
+    gradients: Any = (None, None, None)
+    of_captured: list[Any] = [None] * len(captured)
+    wanted = list(ctx.needs_input_grad[6])
+    scale, mask, score, function, blocks, deterministic = ctx.call
+    if dout is not None and any(ctx.needs_input_grad[:3]):
+        gradients = operators.attention_with_rules_backward(
+            dout, q, k, v, out, lse, scale, mask, score, captured, function, blocks, deterministic
+        )
+    if dout is not None and any(wanted):
+        of_captured = _captured.gradients((dout, q, k, v, out, lse), scale, (mask, score), captured, wanted)
+    return *gradients, None, None, None, of_captured, None, None, None
 
 
 def _refuse_second(ctx: Any, *_: Any) -> Any:

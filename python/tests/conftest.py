@@ -10,6 +10,10 @@ import pytest
 # Nothing here is on a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# Tensors are small here: PyTorch's threads would spin for each other three times as long as they compute.
+# FlashCore has threads of its own.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # `python -m pytest` looks in the current folder first. Where that is the folder of the sources, and
 # they have no extension module, the installed package is meant.
 SOURCES = Path(__file__).parents[1]

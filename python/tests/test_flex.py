@@ -574,13 +574,68 @@ def test_gradients_go_through_functions(device):
     near([x.grad for x in mine], [x.grad for x in exact], given[0].dtype)
 
 
-def test_gradients_of_captured_tensors_are_refused():
+def scores_of(device):
+    """Functions with tensors that have gradients, and the mask they go with."""
+    generator = torch.Generator().manual_seed(9)
+    floats = lambda *shape: torch.randn(*shape, generator=generator).to(device)
+    every, shared = floats(BATCH, HEADS, QUERIES, KEYS), floats(QUERIES, KEYS)
+    short, halves = floats(HEADS, KEYS - 7), floats(HEADS, QUERIES, KEYS).bfloat16()
+    slopes, warm, buckets = floats(HEADS), floats(HEADS).abs() + 0.5, floats(9, HEADS)
+    keep = floats(BATCH, KEYS) > -1.0
+
+    def documents(b, h, q_idx, kv_idx):
+        return keep[b, kv_idx] & (q_idx + KEYS - QUERIES >= kv_idx)
+
+    return [
+        ((every,), None, lambda s, b, h, i, j: s + every[b, h, i, j]),
+        ((shared,), documents, lambda s, b, h, i, j: s + shared[i, j]),
+        # Outside of its tensor a load is zero.
+        ((halves, short), causal, lambda s, b, h, i, j: s + halves[h, i, j] - short[h, j]),
+        ((slopes, warm), causal, lambda s, b, h, i, j: s * warm[h] - slopes[h] * (i - j)),
+        ((buckets,), documents, lambda s, b, h, i, j: s + buckets[torch.clamp((i - j) // 4, -4, 4) + 4, h]),
+        ((warm,), None, lambda s, b, h, i, j: warm[h] * torch.tanh(s / warm[h])),
+    ]
+
+
+@DEVICES
+@pytest.mark.parametrize("which", range(6))
+@pytest.mark.parametrize("most", [1 << 24, 5 * KEYS])
+def test_captured_tensors_have_gradients(device, which, most, monkeypatch):
+    """All scores at once, and five rows at a time."""
+    monkeypatch.setattr(flashcore._captured, "MOST_SCORES", most)
+    leaves, mask, score = scores_of(device)[which]
+    given = tensors(device, key_heads=2)
+    exact = [x.double().requires_grad_() for x in given]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    block_mask = None if mask is None else create_block_mask(mask, None, None, QUERIES, KEYS)
+    mine = [x.clone().requires_grad_() for x in given]
+    out = flex_attention(*mine, score, block_mask, enable_gqa=True)
+    gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(8)).to(out)
+    found = torch.autograd.grad(out, (*mine, *leaves), gradient)
+    # Elements that are outside of a tensor are not there for PyTorch.
+    if which == 2:
+        short = leaves[1]
+        padded = torch.nn.functional.pad(short, (0, 7))
+        score = lambda s, b, h, i, j: s + leaves[0][h, i, j] - padded[h, j]
+    truth = torch.autograd.grad(expected(*exact, mask, score)[0], (*exact, *leaves), gradient.double())
+    assert [x.dtype for x in found] == [x.dtype for x in (*given, *leaves)]
+    scale = max(1.0, *(x.abs().max().item() for x in truth))
+    lower = any(leaf.dtype == torch.bfloat16 for leaf in leaves)
+    near([x.double() / scale for x in found], [x.double() / scale for x in truth], torch.bfloat16 if lower else given[0].dtype)
+
+
+def test_captured_tensors_alone_have_gradients():
+    """Queries, keys and values need none; a mask that is added is such a tensor too."""
     q, k, v = tensors("cpu")
     bias = torch.zeros(KEYS, requires_grad=True)
-    with pytest.raises(NotImplementedError, match="a function loads from requires grad"):
-        flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[j])
+    flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[j]).sum().backward()
+    through, bias.grad = bias.grad, None
+    scaled_dot_product_attention(q, k, v, bias.expand(QUERIES, KEYS)).sum().backward()
+    assert through.abs().max() > 0
+    torch.testing.assert_close(bias.grad, through)
     with torch.no_grad():
-        flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[j])
+        assert not flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[j]).requires_grad
 
 
 def test_autocast_chooses_the_element_type():
@@ -622,3 +677,85 @@ def test_functions_run_in_graphs():
     bias.normal_()
     graph.replay()
     assert torch.equal(out, call())
+
+
+# ---- patterns, block by block ------------------------------------------------------------------------
+
+
+def lists_of(states, columns):
+    """Counts and indices of the pairs that are true, each list padded with what nobody may look at."""
+    counts = states.sum(-1).int()
+    indices = torch.full((*states.shape[:3], columns), -1, dtype=torch.int32)
+    for at in torch.cartesian_prod(*(torch.arange(size) for size in states.shape[:3])).tolist():
+        found = states[tuple(at)].nonzero()[:, 0]
+        indices[tuple(at)][: len(found)] = found
+    return counts, indices
+
+
+@DEVICES
+@pytest.mark.parametrize("size", [(16, 16), (8, 5), (64, 64)])
+@pytest.mark.parametrize("apart", [(1, 1), (BATCH, HEADS)])
+def test_patterns_from_lists_of_key_blocks(size, apart, device):
+    q, k, v = tensors(device)
+    rows, columns = -(-QUERIES // size[0]), -(-KEYS // size[1])
+    kind = torch.randint(0, 3, (*apart, rows, columns), generator=torch.Generator().manual_seed(4))
+    some, whole = (tuple(x.to(device) for x in lists_of(kind == state, columns)) for state in (1, 2))
+    at = lambda b, h: (b if apart[0] > 1 else 0, h if apart[1] > 1 else 0)
+    states = kind.to(device)
+    state = lambda b, h, i, j: states[(*at(b, h), i // size[0], j // size[1])]
+    odd = lambda b, h, i, j: (i + j) % 3 == 0
+    for mask_mod, seen in (
+        (None, lambda *it: state(*it) > 0),
+        (odd, lambda *it: (state(*it) == 2) | (state(*it) == 1) & odd(*it)),
+    ):
+        block_mask = flashcore.BlockMask.from_kv_blocks(
+            *some, *whole, BLOCK_SIZE=size, mask_mod=mask_mod, seq_lengths=(QUERIES, KEYS)
+        )
+        mine, exact = [x.clone().requires_grad_() for x in (q, k, v)], [x.double().requires_grad_() for x in (q, k, v)]
+        out = flex_attention(*mine, block_mask=block_mask)
+        truth = expected(*exact, seen)[0]
+        near([out.detach()], [truth.detach()], q.dtype)
+        gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(8)).to(out)
+        out.backward(gradient)
+        truth.backward(gradient.double())
+        near([x.grad for x in mine], [x.grad for x in exact], q.dtype)
+
+
+@DEVICES
+def test_patterns_from_compressed_rows(device):
+    q, k, v = tensors(device)
+    indptr, indices = (torch.tensor(it, device=device, dtype=torch.int32) for it in ([0, 2, 2, 5], [2, 0, 0, 1, 3]))
+    size = (16, 13)
+    seen = torch.zeros(3, 4, dtype=torch.bool, device=device)
+    seen[[0, 0, 2, 2, 2], [2, 0, 0, 1, 3]] = True
+    blocks = lambda b, h, i, j: seen[i // 16, j // 13]
+    block_mask = flashcore.BlockMask.from_bcsr(indptr, indices, size, (QUERIES, KEYS))
+    near([flex_attention(q, k, v, block_mask=block_mask)], expected(q, k, v, blocks), q.dtype)
+    # A mask of the pairs of each block of the list.
+    pairs = torch.rand(5, *size, generator=torch.Generator().manual_seed(6)).to(device) > 0.4
+    number = torch.tensor([[1, 0, 0, 0], [0, 0, 0, 0], [2, 3, 0, 4]], device=device)
+    both = lambda b, h, i, j: blocks(b, h, i, j) & pairs[number[i // 16, j // 13], i % 16, j % 13]
+    block_mask = flashcore.BlockMask.from_bcsr(indptr, indices, size, (QUERIES, KEYS), pairs)
+    near([flex_attention(q, k, v, block_mask=block_mask)], expected(q, k, v, both), q.dtype)
+
+
+def test_patterns_of_arrays_and_those_that_do_not_fit():
+    numpy = pytest.importorskip("numpy")
+    q, k, v = (x.numpy() for x in tensors("cpu"))
+    counts, indices = (x.numpy() for x in lists_of(torch.ones(1, 1, 3, 3, dtype=torch.bool).tril(), 3))
+    block_mask = flashcore.BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=16, seq_lengths=(QUERIES, KEYS))
+    out = flex_attention(q, k, v, block_mask=block_mask)
+    rows = flashcore.BlockMask.from_bcsr(numpy.array([0, 1, 3, 6]), numpy.array([0, 0, 1, 0, 1, 2]), 16, (QUERIES, KEYS))
+    numpy.testing.assert_array_equal(out, flex_attention(q, k, v, block_mask=rows))
+    exact = expected(*tensors("cpu"), lambda b, h, i, j: i // 16 >= j // 16)[0]
+    numpy.testing.assert_allclose(out, exact.numpy(), atol=2e-5)
+    make = flashcore.BlockMask.from_kv_blocks
+    for message, call in (
+        ("kv_indices has block 3, expected 0 to 2", lambda: make(counts, indices + 1, BLOCK_SIZE=16, seq_lengths=(48, 48))),
+        ("kv_num_blocks has 3 rows, expected 2", lambda: make(counts, indices, BLOCK_SIZE=16, seq_lengths=(32, 48))),
+        ("full_kv_indices has shape", lambda: make(counts, indices, counts, indices[:, :, :2], BLOCK_SIZE=16)),
+        ("BLOCK_SIZE is 0", lambda: make(counts, indices, BLOCK_SIZE=0)),
+        ("indptr has shape", lambda: flashcore.BlockMask.from_bcsr(counts[0, 0], indices[0, 0, 0], 16, (48, 48))),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -52,14 +52,23 @@ def environment():
 def python(*arguments, folder=Path(__file__).parent):
     """Runs Python to its end, which must be a good one, with the packages that are used here."""
     done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=60, cwd=folder, env=environment()
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=180, cwd=folder, env=environment()
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# Half of the seconds of a process are PyTorch's, which is imported where it is installed.
+WITHOUT_TORCH = "import sys\nsys.modules['torch'] = None\n"
 
 
 def run(script):
     """Runs a script."""
     python("-c", BEGIN + textwrap.dedent(script))
+
+
+def run_without_torch(script):
+    """Runs a script that is about arrays and has no use for PyTorch, nor for its threads."""
+    python("-c", WITHOUT_TORCH + BEGIN + textwrap.dedent(script))
 
 
 def test_importing_starts_no_thread_and_looks_for_no_device():
@@ -140,7 +149,7 @@ def test_a_forked_process_ends_like_any_other():
 
 
 def test_a_gpu_that_was_used_before_a_fork_is_refused():
-    run(
+    run_without_torch(
         """
         def info_of(_):
             return flashcore.info()
@@ -200,7 +209,7 @@ sums = np.broadcast_to(np.float32(0), (1 << 12, 1, 1 << 14, 1))
 def test_a_long_call_can_be_interrupted(call):
     # Not from Python's own handler alone: the time counts from the signal to the exception, on a machine that may
     # be busy with other tests.
-    run(
+    run_without_torch(
         LONG
         + f"""
 attend()
@@ -220,7 +229,7 @@ assert np.array_equal(attend(), attend())
 
 
 def test_a_signal_that_is_handled_does_not_end_a_call():
-    run(
+    run_without_torch(
         LONG
         + """
 seen = []
@@ -239,7 +248,7 @@ assert end - begin < 0.3 or any(moment < end - 0.05 for moment in seen)
 
 def test_threads_wait_without_python():
     """Others run meanwhile."""
-    run(
+    run_without_torch(
         LONG
         + """
 def work():
@@ -257,5 +266,7 @@ assert steps > 3, steps
 
 def test_the_tests_run_in_any_folder():
     tests = Path(__file__).parent
+    # As `python -m pytest` does: the current folder comes first.
+    script = WITHOUT_TORCH + "import pytest\nsys.exit(pytest.main(sys.argv[1:]))"
     for folder in (tests, tests.parent, tests.parent.parent):
-        python("-m", "pytest", "-q", f"{tests}/test_choices.py", "-k", "strides", folder=folder)
+        python("-c", script, "-q", f"{tests}/test_choices.py", "-k", "strides", folder=folder)

@@ -28,7 +28,7 @@ const HELP: &str = "\
 Usage: cargo xtask <chore>
 
 Chores:
-  test [--quick] [--verbose]  every check; --quick leaves out the docs and the release build,
+  test [--quick] [--verbose]  every check; --quick leaves out the docs and the Python package,
                               --verbose shows the output of checks that pass too
   tools                       fetch NVIDIA's assembler and disassembler into .tools/
   assemble <files|folders>    assemble .ptx files with both pinned ptxas and show the cost
@@ -86,4 +86,9 @@ fn main() -> ExitCode {
 fn root() -> PathBuf {
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));
     package.parent().unwrap_or(package).to_owned()
+}
+
+/// Where cargo builds.
+fn target() -> PathBuf {
+    root().join(std::env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into()))
 }

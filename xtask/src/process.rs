@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::io::Read;
 use std::process::{Command, Stdio};
 
-use crate::root;
+use crate::{root, target};
 
 /// What a program did.
 pub(crate) struct Done {
@@ -26,7 +26,19 @@ pub(crate) fn program(name: impl Into<OsString>) -> Command {
 pub(crate) fn cargo(arguments: &[&str]) -> Command {
     let mut command = program(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.args(arguments);
+    if !is_edited() {
+        let unneeded = ["CARGO_INCREMENTAL", "CARGO_PROFILE_DEV_DEBUG", "CARGO_PROFILE_TEST_DEBUG"];
+        command.envs(unneeded.map(|name| (name, "0")));
+    }
     command
+}
+
+/// Whether somebody works here, and builds by hand. Where nobody does, on a fresh clone, nothing is done
+/// for a second build, nor for a debugger.
+fn is_edited() -> bool {
+    let built = std::fs::read_dir(target().join("debug/incremental"));
+    let names = built.into_iter().flatten().flatten().map(|entry| entry.file_name());
+    names.into_iter().any(|name| name.to_string_lossy().starts_with("flashcore"))
 }
 
 /// Runs to the end, keeping both streams together.

@@ -182,7 +182,8 @@ fn environment(packages: &[&str]) -> Result<PathBuf, String> {
     let python = tools::environment(&tools::folder().join("python"))?;
     let mut pip = program(&python);
     pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
-    pip.args(["--only-binary", ":all:"]).args(packages);
+    // Python compiles what it imports, which is a small part of ten thousand files.
+    pip.args(["--only-binary", ":all:", "--no-compile"]).args(packages);
     let done = keep(pip)?;
     if done.success {
         Ok(python)

@@ -1,8 +1,13 @@
 //! Every check of the project, with a summary at the end.
 //!
-//! The order is from quick to slow. A failed check never hides the next one. The last ones need a release
-//! build and go beside the tests, which leave a core idle now and then; where there is a GPU, one after
-//! the other, for some of them measure.
+//! The order is from quick to slow. A failed check never hides the next one. The Python package is built,
+//! with its own profile, and tested beside all others: it fetches and waits, and others leave a core idle
+//! now and then. Where there is a GPU, one goes after the other, for some of them measure.
+//!
+//! From a clean clone it has to end within twenty minutes on two cores, most of which are the compiler's:
+//! what is built once is not built again in another way. Crates from elsewhere are checked once, with one
+//! set of features, for clippy and the docs; the command line that is tried is the one that the tests
+//! built; and the wheel alone is a release build.
 
 use std::ffi::OsString;
 use std::panic;
@@ -13,7 +18,7 @@ use std::time::Instant;
 
 use crate::process::{self, Done, cargo, program};
 use crate::table::table;
-use crate::{Outcome, outside, python, root, tools};
+use crate::{Outcome, outside, python, root, target, tools};
 
 /// What a check found: a few words about what passed, or all there is to say about what did not.
 type Finding = Result<String, String>;
@@ -34,10 +39,9 @@ struct Checked {
     seconds: f64,
 }
 
-const CHECKS: [Check; 12] = [
+const CHECKS: [Check; 11] = [
     Check { name: "format", run: format, slow: false, beside: false },
     Check { name: "clippy", run: clippy, slow: false, beside: false },
-    Check { name: "candle", run: candle, slow: true, beside: false },
     Check { name: "cpu only", run: cpu_only, slow: true, beside: false },
     Check { name: "package", run: package, slow: true, beside: false },
     Check { name: "docs", run: docs, slow: true, beside: false },
@@ -49,8 +53,8 @@ const CHECKS: [Check; 12] = [
     },
     Check { name: "tools", run: |_| tools::tools(), slow: false, beside: false },
     Check { name: "tests", run: tests, slow: false, beside: false },
-    Check { name: "attend", run: attend, slow: true, beside: true },
-    Check { name: "check", run: check, slow: true, beside: true },
+    Check { name: "attend", run: attend, slow: true, beside: false },
+    Check { name: "check", run: check, slow: true, beside: false },
     Check { name: "python", run: python::test, slow: true, beside: true },
 ];
 
@@ -70,19 +74,16 @@ pub(crate) fn test(flags: &[&str]) -> Outcome {
     let run = |checks: &[&Check]| -> Vec<Checked> {
         checks.iter().map(|check| check.run(verbose)).collect()
     };
-    let done = match first.split_last() {
-        Some((tests, quick)) if !Path::new("/dev/nvidiactl").exists() => {
-            let mut done = run(quick);
-            done.extend(thread::scope(|scope| {
-                let release = scope.spawn(|| run(&beside));
-                let mut done = run(&[*tests]);
-                // A check that panics is no check that passed.
-                done.extend(release.join().unwrap_or_else(|it| panic::resume_unwind(it)));
-                done
-            }));
+    let done = if Path::new("/dev/nvidiactl").exists() {
+        run(&[first, beside].concat())
+    } else {
+        thread::scope(|scope| {
+            let beside = scope.spawn(|| run(&beside));
+            let mut done = run(&first);
+            // A check that panics is no check that passed.
+            done.extend(beside.join().unwrap_or_else(|it| panic::resume_unwind(it)));
             done
-        }
-        _ => run(&[first, beside].concat()),
+        })
     };
     let failed = done.iter().filter(|it| it.finding.is_err()).count();
     let rows: Vec<Vec<String>> = done.iter().map(Checked::row).collect();
@@ -125,24 +126,26 @@ fn format(verbose: bool) -> Finding {
     Ok(String::new())
 }
 
+/// With the part of `crates/candle` that is for GPUs. What is there without it, the tests build, and
+/// warnings are faults there too.
 fn clippy(verbose: bool) -> Finding {
     component("clippy", "clippy")?;
-    run(cargo(&["clippy", "--workspace", "--all-targets", "--", "--deny", "warnings"]), verbose)?;
-    Ok(String::new())
+    let mut command = with_candle_cuda(&["clippy", "--workspace", "--all-targets"]);
+    command.args(["--", "--deny", "warnings"]);
+    run(command, verbose)?;
+    Ok("candle's CUDA checked, not built".to_owned())
 }
 
-/// The part of `crates/candle` that is for GPUs, which candle builds with NVIDIA's compiler: checked
+/// The feature `cuda` of `crates/candle` is candle's, which builds kernels with NVIDIA's compiler: here
 /// with one that compiles nothing.
-fn candle(verbose: bool) -> Finding {
+fn with_candle_cuda(arguments: &[&str]) -> Command {
     let mut path = OsString::from(root().join("xtask/pretend/bin"));
     path.push(":");
     path.push(std::env::var_os("PATH").unwrap_or_default());
-    let arguments = ["clippy", "--package", "flashcore-candle", "--features", "cuda"];
-    let mut command = cargo(&arguments);
-    command.args(["--all-targets", "--", "--deny", "warnings"]);
+    let mut command = cargo(arguments);
+    command.args(["--features", "flashcore-candle/cuda"]);
     command.env("PATH", path).env_remove("NVCC").env("CUDA_COMPUTE_CAP", "90");
-    run(command, verbose)?;
-    Ok("checked, not built".to_owned())
+    command
 }
 
 /// The library without its feature `cuda` builds, and nothing of the driver with it.
@@ -170,7 +173,7 @@ fn package(verbose: bool) -> Finding {
 }
 
 fn docs(verbose: bool) -> Finding {
-    let mut command = cargo(&["doc", "--workspace", "--no-deps"]);
+    let mut command = with_candle_cuda(&["doc", "--workspace", "--no-deps"]);
     command.env("RUSTDOCFLAGS", "--deny warnings");
     run(command, verbose)?;
     Ok(String::new())
@@ -182,12 +185,20 @@ fn tests(verbose: bool) -> Finding {
     // A snapshot that differs is a failure here; `cargo xtask bless` accepts it.
     command.env("INSTA_UPDATE", "no");
     let done = run(command, verbose)?;
-    Ok(Counts::of(&done.log).to_string())
+    match done.log.lines().find(|line| is_summary_of_warnings(line)) {
+        Some(line) => Err(format!("{line}\n\n{}", done.log)),
+        None => Ok(Counts::of(&done.log).to_string()),
+    }
+}
+
+/// Whether cargo says there that a crate was built with warnings; it says so again when nothing is built.
+fn is_summary_of_warnings(line: &str) -> bool {
+    line.starts_with("warning: `") && line.contains(" generated ")
 }
 
 /// The README's first command.
 fn attend(verbose: bool) -> Finding {
-    let answer = release(&["attend", "--json"], verbose)?;
+    let answer = flashcore(&["attend", "--json"], verbose)?;
     let answer = answer.trim();
     if answer.starts_with('{') && answer.ends_with('}') {
         Ok(String::new())
@@ -198,13 +209,14 @@ fn attend(verbose: bool) -> Finding {
 
 /// Every kernel that this machine can run, against the reference.
 fn check(verbose: bool) -> Finding {
-    release(&["check"], verbose)?;
+    flashcore(&["check"], verbose)?;
     Ok(String::new())
 }
 
-/// Runs the command line as a user would build it, and gives what it printed.
-fn release(arguments: &[&str], verbose: bool) -> Finding {
-    let command = cargo(&[&["run", "--release", "--quiet", "--"], arguments].concat());
+/// Runs the command line as the tests built it, and gives what it printed.
+fn flashcore(arguments: &[&str], verbose: bool) -> Finding {
+    let mut command = program(target().join("debug/flashcore"));
+    command.args(arguments);
     let words = process::words(&command);
     let done = process::keep_apart(command)?;
     if verbose {
@@ -282,5 +294,13 @@ test result: ok. 1 passed; 0 failed; 3 ignored; 0 measured; 0 filtered out; fini
         assert_eq!(counts, Counts { passed: 3, ignored: 3 });
         assert_eq!(counts.to_string(), "3 tests, 3 ignored");
         assert_eq!(Counts::of("").to_string(), "0 tests");
+    }
+
+    #[test]
+    fn warnings_are_found() {
+        let line =
+            "warning: `flashcore-candle` (lib) generated 1 warning (run `cargo fix` to apply it)";
+        assert!(is_summary_of_warnings(line));
+        assert!(!is_summary_of_warnings("warning: unused variable: `a`"));
     }
 }

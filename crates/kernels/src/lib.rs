@@ -58,7 +58,7 @@ pub use parameter::Parameter;
 pub use product::Product;
 pub use scalar::Scalar;
 pub use sequencer::Sequencer;
-pub use shipped::{Configuration, shipped};
+pub use shipped::{Configuration, shipped, with_functions};
 pub use single::Single;
 pub use widen::Widen;
 

@@ -4,6 +4,7 @@
 use ptx::{Capability, Element, Program, Swizzle, Target};
 
 use crate::append::{Append, Rotary};
+use crate::attention::function::{Stored, rules};
 use crate::backward::{Rounding, RowSums, SinkGradients, every_backward, tuned_backward};
 use crate::cache::{Cache, Scales};
 use crate::forward::{
@@ -246,6 +247,21 @@ fn forwards() -> Vec<Forward> {
     }
     all.extend(ruled_forwards());
     all.extend(every_fp8());
+    // Keys shared out: one for each number of warpgroups, and where registers are dear.
+    for (dim, length) in [(64, 4096), (128, 4096), (256, 4096)] {
+        let workload = Workload {
+            element: Element::BF16,
+            head_dim: dim,
+            value_head_dim: dim,
+            rules: Rules::DENSE,
+            query_length: length,
+            key_length: length,
+            heads: 64,
+            multiprocessors: 132,
+        };
+        let chosen = tuned(&workload).map(|tuned| tuned.configuration);
+        all.extend(chosen.map(|chosen| Forward { stream_k: true, ..chosen }));
+    }
     for full in all.clone() {
         let compact = Forward { form: Form::COMPACT, ..full };
         if !all.contains(&compact) {
@@ -253,6 +269,33 @@ fn forwards() -> Vec<Forward> {
         }
     }
     all
+}
+
+/// Kernels with functions that are ready-made: they stand for those of callers, of which there is
+/// no end. What runs a kernel by itself has no tensors for them.
+pub fn with_functions() -> Vec<Configuration> {
+    use Element::{BF16, F16};
+    let score = |function| Rules { score_function: Some(function), ..Rules::CAUSAL };
+    let mask = |function| Rules { mask_function: Some(function), ..Rules::CAUSAL };
+    let [narrow, wide] = [Stored::BF16, Stored::F32].map(|stored| score(rules::bias(stored)));
+    let documents = mask(rules::documents());
+    let forwards = [
+        (BF16, 64, narrow),
+        (BF16, 128, narrow),
+        (BF16, 256, narrow),
+        // From 128 on, numbers of 32 bits make a thread spill two words between tiles.
+        (F16, 64, wide),
+        (BF16, 64, documents),
+        (BF16, 128, documents),
+    ];
+    let forwards = forwards.into_iter().filter_map(chosen).map(Configuration::Forward);
+    let capped = Rules::CAUSAL.capped();
+    let backwards = [(64, capped), (128, capped), (64, score(rules::softcap(30.0))), (64, narrow)];
+    let backwards = backwards
+        .into_iter()
+        .filter_map(|(dim, rules)| tuned_backward(BF16, dim, dim, rules))
+        .map(Configuration::Backward);
+    forwards.chain(backwards).collect()
 }
 
 /// Forward attention with rules beyond a causal mask: each in tiles where registers are dear.
@@ -276,20 +319,22 @@ fn ruled_forwards() -> Vec<Forward> {
         (F16, 128, Rules { mask: MaskKind::Chunked, ..Rules::EVERY }),
         (F16, 256, Rules::EVERY),
     ];
-    let chosen = |(element, dim, rules)| {
-        let workload = Workload {
-            element,
-            head_dim: dim,
-            value_head_dim: dim,
-            rules,
-            query_length: 8192,
-            key_length: 8192,
-            heads: 64,
-            multiprocessors: 132,
-        };
-        tuned(&workload).map(|tuned| tuned.configuration)
-    };
     cases.into_iter().filter_map(chosen).collect()
+}
+
+/// Forward attention of long sequences.
+fn chosen((element, dim, rules): (Element, u32, Rules)) -> Option<Forward> {
+    let workload = Workload {
+        element,
+        head_dim: dim,
+        value_head_dim: dim,
+        rules,
+        query_length: 8192,
+        key_length: 8192,
+        heads: 64,
+        multiprocessors: 132,
+    };
+    tuned(&workload).map(|tuned| tuned.configuration)
 }
 
 /// Ragged batches in chunks: plain, and with pages and everything that changes scores.

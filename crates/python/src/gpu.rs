@@ -5,7 +5,7 @@ use std::sync::Arc;
 use cuda::{DeviceAddress, RelaxedCapture, Stream};
 use flashcore::gpu::{
     AppendProblem, AppendTensors, AttentionPlan, AttentionState, CombineProblem, CombineTensors,
-    Gpu, RotaryTables, RotatedQueries,
+    Gpu, RotaryTables, RotatedQueries, Tensors,
 };
 use flashcore::{DTypes, Descale, Descales, Error, Mask, Problem, Shape, Storage};
 use pyo3::PyResult;
@@ -53,16 +53,28 @@ pub(crate) fn attend(
     lse: Option<u64>,
 ) -> PyResult<Arc<AttentionPlan>> {
     let mut tensors = request.tensors(request.descales(problem)?, output, lse);
+    with_lists(gpu, stream, request, problem, &mut tensors)?;
+    let attended = gpu.attend(stream, problem, &tensors);
+    let [query, key, value, ..] = request.names();
+    attended.map_err(|error| named(error, &[("query", query), ("key", key), ("value", value)]))
+}
+
+/// Gives a call the lists that are known of its mask's blocks.
+fn with_lists(
+    gpu: &Gpu,
+    stream: &Stream,
+    request: &Request,
+    problem: &Problem,
+    tensors: &mut Tensors,
+) -> PyResult<()> {
     if let Some(blocks) = request.captured.blocks()
-        && let plan = gpu.attention(problem, &tensors).map_err(library)?
+        && let plan = gpu.attention(problem, tensors).map_err(library)?
         && let Some(launches) = plan.with_block_lists()
     {
         let lists = blocks.lists(gpu, stream, launches).map_err(library)?;
         [tensors.block_lists, tensors.tile_lists] = lists;
     }
-    let attended = gpu.attend(stream, problem, &tensors);
-    let [query, key, value, ..] = request.names();
-    attended.map_err(|error| named(error, &[("query", query), ("key", key), ("value", value)]))
+    Ok(())
 }
 
 /// Puts the gradients of attention on a stream.
@@ -72,7 +84,9 @@ pub(crate) fn differentiate(
     call: &Backward,
     problem: &Problem,
 ) -> PyResult<Arc<AttentionPlan>> {
-    gpu.attend(stream, problem, &call.tensors()).map_err(library)
+    let mut tensors = call.tensors();
+    with_lists(gpu, stream, &call.request, problem, &mut tensors)?;
+    gpu.attend(stream, problem, &tensors).map_err(library)
 }
 
 /// Puts appending on a stream: queries go to `rotated`, new lengths to `after`.

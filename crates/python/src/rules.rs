@@ -36,7 +36,7 @@ impl Rule {
 
 /// What was in the tensors of a mask when it was made, and lists of key blocks for it: kernels do not
 /// load blocks that nobody sees by it.
-#[pyclass(frozen, name = "Blocks", module = "flashcore._flashcore")]
+#[pyclass(frozen, weakref, name = "Blocks", module = "flashcore._flashcore")]
 pub(crate) struct Blocks {
     contents: Vec<HostTensor>,
     lists: Mutex<Vec<Lists>>,

@@ -66,6 +66,18 @@ impl Entry {
             (false, false) => (0, 0),
         };
     }
+
+    /// What both know. Of lanes that are known alone it may forget some that are known for longer
+    /// than others.
+    fn meet(&mut self, other: Entry) {
+        let (less, more) = if self.all <= other.all { (*self, other) } else { (other, *self) };
+        let known_alone = (less.some.min(more.some), less.lanes & more.lanes);
+        let known_of_all = (less.some.min(more.all), less.lanes);
+        let alone = known_alone.1 != 0 && known_alone.0 > known_of_all.0;
+        let (some, lanes) = if alone { known_alone } else { known_of_all };
+        let (some, lanes) = if some > less.all { (some, lanes) } else { (0, 0) };
+        *self = Entry { all: less.all, some, lanes };
+    }
 }
 
 /// What is known of each component of a cluster, and of other clusters'.
@@ -98,6 +110,20 @@ impl Clock {
         for (key, entry) in &other.foreign {
             self.foreign.entry(*key).or_default().join(*entry);
         }
+    }
+
+    fn meet(&mut self, other: &Clock) {
+        self.entries.truncate(other.entries.len());
+        for (mine, theirs) in self.entries.iter_mut().zip(&other.entries) {
+            mine.meet(*theirs);
+        }
+        self.foreign.retain(|key, entry| match other.foreign.get(key) {
+            Some(theirs) => {
+                entry.meet(*theirs);
+                true
+            }
+            None => false,
+        });
     }
 
     /// Joins what another cluster's thread knew.
@@ -147,6 +173,13 @@ impl Knowledge {
         self.known.join(&other.known);
         self.flushed_shared.join(&other.flushed_shared);
         self.flushed_global.join(&other.flushed_global);
+    }
+
+    /// Leaves what another knows as well.
+    pub(crate) fn meet(&mut self, other: &Knowledge) {
+        self.known.meet(&other.known);
+        self.flushed_shared.meet(&other.flushed_shared);
+        self.flushed_global.meet(&other.flushed_global);
     }
 
     pub(crate) fn join_foreign(&mut self, home: u32, cluster: u32, other: &Knowledge) {

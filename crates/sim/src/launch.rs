@@ -97,9 +97,9 @@ pub enum EightBitSums {
     /// Like those of 16 bits: exact products, sums in `f32`.
     #[default]
     Exact,
-    /// A model of Hopper: the 32 products of an instruction and the accumulator are aligned to the
-    /// largest exponent among them, and each loses what lies more than 13 bits below it. See
-    /// [`narrow_sum`](crate::narrow_sum) for where it is from and how near it is.
+    /// As on Hopper: the 32 products of an instruction and the accumulator are aligned to the
+    /// largest exponent among them, each loses what lies more than 13 bits below it, and so does
+    /// their sum. See [`narrow_sum`](crate::narrow_sum) for where that is from.
     Narrow,
 }
 

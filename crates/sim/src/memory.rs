@@ -42,6 +42,8 @@ pub(crate) struct Buffer {
     filled: bool,
     /// How many bytes were written when they had been already.
     rewritten: usize,
+    /// Whether numbers must be added to it in one order.
+    pub(crate) in_order: bool,
 }
 
 impl Memory {
@@ -52,14 +54,14 @@ impl Memory {
 
     /// A buffer with these bytes.
     pub fn input(&mut self, name: &str, bytes: Vec<u8>) -> BufferId {
-        self.add(Buffer { name: name.to_owned(), bytes, written: None, filled: true, rewritten: 0 })
+        self.add(name, bytes, None, true)
     }
 
     /// A buffer with these bytes, of which some will be written: see
     /// [`rewritten`](Memory::rewritten).
     pub fn result(&mut self, name: &str, bytes: Vec<u8>) -> BufferId {
         let written = Some(vec![false; bytes.len()]);
-        self.add(Buffer { name: name.to_owned(), bytes, written, filled: true, rewritten: 0 })
+        self.add(name, bytes, written, true)
     }
 
     /// A buffer of single-precision floats.
@@ -82,7 +84,14 @@ impl Memory {
     pub fn output(&mut self, name: &str, bytes: usize) -> BufferId {
         let written = Some(vec![false; bytes]);
         let bytes = vec![0xFF; bytes];
-        self.add(Buffer { name: name.to_owned(), bytes, written, filled: false, rewritten: 0 })
+        self.add(name, bytes, written, false)
+    }
+
+    /// Lets threads' additions of floats to a buffer conflict where nothing orders them: the sum
+    /// depends on the order, and a kernel that promises the same bits every time must not leave it
+    /// open.
+    pub fn adds_in_order(&mut self, buffer: BufferId) {
+        self.buffers[buffer.index()].in_order = true;
     }
 
     /// Makes a buffer what it is in another memory, which has the same ones.
@@ -95,7 +104,15 @@ impl Memory {
         self.buffers[buffer.index()].rewritten
     }
 
-    fn add(&mut self, buffer: Buffer) -> BufferId {
+    fn add(
+        &mut self,
+        name: &str,
+        bytes: Vec<u8>,
+        written: Option<Vec<bool>>,
+        filled: bool,
+    ) -> BufferId {
+        let name = name.to_owned();
+        let buffer = Buffer { name, bytes, written, filled, rewritten: 0, in_order: false };
         self.buffers.push(buffer);
         BufferId(self.buffers.len() as u32 - 1)
     }

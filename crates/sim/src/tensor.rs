@@ -164,36 +164,52 @@ pub(crate) fn multiply(a: &[f32], b: &[f32], inner: usize, columns: usize) -> Ve
     d
 }
 
-/// What lies this many bits below the largest exponent is still added.
+/// What lies this many bits below the largest exponent is still added, and what lies this many below
+/// the sum's own is still kept.
 const NARROW_BITS: i32 = 13;
 
-/// The sum of `old` and the products of a step, as Hopper is said to add products of 8-bit
-/// numbers: a model.
+/// The exponent of the smallest normal number of `e4m3`; those below it have the same.
+const LEAST_EXPONENT: i32 = -6;
+
+/// The sum of `old` and the products of a step, as Hopper's `wgmma` adds products of 8-bit numbers.
 ///
-/// The report on DeepSeek-V3 (arXiv 2412.19437, 3.5.2) says that Hopper's tensor cores align the 32
-/// products of a step to their largest exponent, use the highest 14 bits of each, and keep 14 bits
-/// where they add to registers. Here the accumulator is one more number among the 32. With it, a
-/// simple model of FlashAttention-3's loop has relative errors of 0.6e-2, 0.11 and 0.46 over 1k,
-/// 16k and 128k keys, where 0.9e-2, 0.16 and 0.51 were measured on an H200: right in kind and in
-/// size, not to the bit.
+/// The products and the accumulator are aligned to the largest exponent among them, each is cut behind
+/// 13 bits of fraction, and so is their sum. A product's exponent is the sum of its factors': it counts
+/// before `1.5 * 1.5` carries. This is what MMA-Sim (arXiv 2511.10909) found bit for bit on Hopper; the
+/// report on DeepSeek-V3 (arXiv 2412.19437, 3.5.2) had it first, without the cut of the sum. With it, a
+/// few rows of FlashAttention-3's loop have relative errors of 0.59e-2, 0.11 and 0.44 over 1k, 16k and
+/// 128k keys, where an H200 had 0.59e-2, 0.11 and 0.46.
 ///
 /// ```
+/// # use flashcore_sim::narrow_sum;
 /// // 8192 leaves nothing of a half, and one of one and a half.
-/// assert_eq!(flashcore_sim::narrow_sum(8192.0, [0.5; 32].into_iter()), 8192.0);
-/// assert_eq!(flashcore_sim::narrow_sum(8192.0, [1.5; 32].into_iter()), 8192.0 + 32.0);
+/// assert_eq!(narrow_sum(8192.0, [(0.5, 1.0); 32].into_iter()), 8192.0);
+/// assert_eq!(narrow_sum(8192.0, [(1.5, 1.0); 32].into_iter()), 8192.0 + 32.0);
+/// // A sum of 31 has no room for 2^-12, though each of its parts has.
+/// let parts = [(1.0, 1.0); 31].into_iter().chain([(0.015625, 0.015625)]);
+/// assert_eq!(narrow_sum(0.0, parts), 31.0);
 /// ```
-pub fn narrow_sum(old: f32, products: impl Iterator<Item = f64> + Clone) -> f32 {
-    let old = old as f64;
-    let largest = products.clone().fold(old.abs(), |top, product| top.max(product.abs()));
-    let sum = products.clone().fold(old, |sum, product| sum + product);
-    // Not a number, infinite or nothing at all: there is nothing to align.
-    if !largest.is_normal() || sum.is_nan() {
-        return sum as f32;
+pub fn narrow_sum(old: f32, factors: impl Iterator<Item = (f32, f32)> + Clone) -> f32 {
+    let old = f64::from(old);
+    let products = factors.clone().map(|(a, b)| f64::from(a) * f64::from(b));
+    let exact = products.clone().fold(old, |sum, product| sum + product);
+    // Not a number or infinite: there is nothing to align.
+    if !exact.is_finite() {
+        return exact as f32;
     }
-    let unit = (exponent(largest) - NARROW_BITS) as f64;
-    let (grid, inverse) = (unit.exp2(), (-unit).exp2());
-    let kept = |x: f64| (x * inverse).trunc();
-    (products.fold(kept(old), |sum, product| sum + kept(product)) * grid) as f32
+    let power = |x: f32| exponent(x.into()).max(LEAST_EXPONENT);
+    let powers = factors.filter(|(a, b)| *a != 0.0 && *b != 0.0).map(|(a, b)| power(a) + power(b));
+    let largest = powers.fold(exponent(old), i32::max);
+    let grid = unit(largest);
+    let kept = |x: f64| (x / grid).trunc();
+    let sum = products.fold(kept(old), |sum, product| sum + kept(product)) * grid;
+    let grid = unit(exponent(sum));
+    ((sum / grid).trunc() * grid) as f32
+}
+
+/// The last place that is kept beside an exponent.
+fn unit(exponent: i32) -> f64 {
+    f64::from(exponent.max(f32::MIN_EXP) - NARROW_BITS).exp2()
 }
 
 /// The same of matrices by rows: `old` plus `rows x inner` times `inner x columns`.
@@ -207,14 +223,14 @@ pub(crate) fn multiply_narrow(
     let mut d = vec![0.0f32; old.len()];
     for (row, (a, d)) in a.chunks_exact(inner).zip(d.chunks_exact_mut(columns)).enumerate() {
         for (column, d) in d.iter_mut().enumerate() {
-            let products = (0..inner).map(|k| a[k] as f64 * b[k * columns + column] as f64);
-            *d = narrow_sum(old[row * columns + column], products);
+            let factors = (0..inner).map(|k| (a[k], b[k * columns + column]));
+            *d = narrow_sum(old[row * columns + column], factors);
         }
     }
     d
 }
 
-/// The exponent of a normal number.
+/// The exponent of a normal number; of zero, one below all others.
 fn exponent(x: f64) -> i32 {
     (x.to_bits() >> 52 & 0x7FF) as i32 - 1023
 }
@@ -269,6 +285,18 @@ mod tests {
         assert_eq!(sum(3.0, 16384.0), 16384.0 + 64.0);
         assert_eq!(sum(-3.0, 16384.0), 16384.0 - 64.0);
         assert_eq!(sum(0.0, 0.0), 0.0);
+        // The sum is cut as its parts are: 100 has an exponent of 6, and 2^-8 lies 14 below it.
+        assert_eq!(sum(3.125, 0.00390625), 100.0);
+        assert_eq!(sum(3.125, 0.0078125), 100.0 + 0.0078125);
+        // Factors of 1.5 have an exponent of zero, and so has their product: 2^-13 is still added.
+        let tail = 2.0f32.powi(-13);
+        assert_eq!(narrow_sum(tail, [(1.5, 1.5), (-1.0, 1.0)].into_iter()), 1.25 + tail);
+        assert_eq!(narrow_sum(tail, [(2.0, 1.0), (-1.0, 1.0)].into_iter()), 1.0);
+        // Below the normal numbers of e4m3 exponents are all the same.
+        let tiny = 2.0f32.powi(-9);
+        let beside = |old: f32| narrow_sum(old, [(tiny, tiny)].into_iter());
+        assert_eq!(beside(2.0f32.powi(-25)), tiny * tiny + 2.0f32.powi(-25));
+        assert_eq!(beside(2.0f32.powi(-26)), tiny * tiny);
         assert!(sum(f32::NAN, 1.0).is_nan() && sum(1.0, f32::NAN).is_nan());
     }
 

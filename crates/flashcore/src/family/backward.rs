@@ -2,11 +2,12 @@
 
 use kernels::Configuration;
 use kernels::attention::Batch;
+use kernels::attention::function::ListsOf;
 use kernels::backward::{BackwardPass, tall_backward, tuned_backward};
 use kernels::parameter::{Number, Workspace};
 
 use super::forward::workload;
-use super::{Asked, Choice, Contents, Counts, Family, Memory, Tiling, ragged_backward};
+use super::{Asked, Choice, Contents, Counts, Family, Memory, Tiling, block_mask, ragged_backward};
 use crate::chip::Chip;
 use crate::plan::arrangement::tensors;
 use crate::plan::{Launch, Source, map_strides};
@@ -121,13 +122,19 @@ pub(super) fn launch(
         let heads = (counts.key_heads * counts.batch).max(1);
         let order = if kernels.pass.deterministic {
             let steps = steps(problem, [query_block, key_block], key_blocks);
-            Order::of_turns(chip, heads, steps)
+            let order = Order::of_turns(chip, heads, steps);
+            // Lists count turns from the first key block on.
+            if kernels.pass.takes_block_lists() { Order { last: 0, ..order } } else { order }
         } else {
             Order::longest_first(chip, heads, key_blocks_per_head)
         };
         choice.launches[0].numbers.extend(order.numbers(heads));
     }
     kernels.beside(&mut choice, counts.heads, counts.tiles_per_head, counts.tiles);
+    let lists = ListsOf::Keys { turns: kernels.pass.deterministic };
+    if let Some(mask) = block_mask(problem, [query_block, key_block], &counts, lists) {
+        choice.with_blocks(mask)?;
+    }
     choice.tiling = Some(Tiling {
         query_rows: query_block,
         key_block,

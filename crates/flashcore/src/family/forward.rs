@@ -2,7 +2,7 @@
 
 use kernels::Configuration;
 use kernels::attention::Window;
-use kernels::attention::function::BlockMask;
+use kernels::attention::function::{BlockMask, ListsOf};
 use kernels::forward::{TileLists, Workload, tuned};
 use kernels::parameter::{Number, Workspace};
 use ptx::{Capability, Element};
@@ -49,11 +49,12 @@ pub(crate) fn launch(
     reason: String,
 ) -> Result<Choice, String> {
     let counts = Counts::new(forward.query_rows(), problem)?;
-    let blocks = chip.multiprocessors.min(counts.tiles).max(1);
+    let mut blocks = chip.multiprocessors.min(counts.tiles).max(1);
     let mut choice = Choice::of(Configuration::Forward(forward), blocks, reason);
     choice.launches[0].numbers =
         vec![(Number::Tiles, counts.tiles), (Number::TilesPerHead, counts.tiles_per_head)];
-    let mask = block_mask(problem, [forward.query_rows(), forward.key_block], &counts);
+    let tile = [forward.query_rows(), forward.key_block];
+    let mask = block_mask(problem, tile, &counts, ListsOf::Queries);
     if let Some(mask) = mask {
         choice.with_blocks(mask)?;
     }
@@ -68,11 +69,22 @@ pub(crate) fn launch(
             // Something else wants a place in the cache too: queries, outputs, the other heads.
             cache_bytes: chip.l2_bytes / 5 * 3,
         };
+        let mut add = |workspace, bytes, contents| {
+            let source = Source::Workspace(workspace);
+            choice.memory.push(Memory { source, bytes, contents });
+        };
         // For each block where its list begins and ends, and the tiles.
-        let bytes = 4 * (2 * u64::from(blocks) + u64::from(counts.tiles));
-        let source = Source::Workspace(Workspace::TileLists);
-        choice.memory.push(Memory { source, bytes, contents: Contents::Tiles(order) });
+        let mut words = 2 * u64::from(blocks) + u64::from(counts.tiles);
+        if forward.stream_k {
+            let lists = order.lists_over(&[]);
+            (blocks, words) = (lists.blocks, lists.words.len() as u64);
+            let (places, bytes) = (u64::from(lists.places), u64::from(forward.partial_bytes()));
+            add(Workspace::Partials, places * bytes, Contents::Anything);
+            add(Workspace::Counters, 4 * places * u64::from(forward.warpgroups), Contents::Zeros);
+        }
+        add(Workspace::TileLists, 4 * words, Contents::Tiles(order));
     }
+    choice.launches[0].blocks = blocks;
     choice.tiling = Some(Tiling {
         query_rows: forward.query_rows(),
         key_block: forward.key_block,
@@ -158,10 +170,14 @@ impl TileOrder {
     /// The lists that the kernel reads. Where a mask is a function, tiles walk these lists of key
     /// blocks, and cost what is in them.
     pub fn words_over(&self, block_lists: &[u32]) -> Vec<u32> {
+        self.lists_over(block_lists).words
+    }
+
+    fn lists_over(&self, block_lists: &[u32]) -> TileLists {
         let TileOrder { forward, lengths, heads, window, mask, processors, cache_bytes } = self;
         let seen = mask.map(|mask| mask.counts(block_lists));
         let seen = seen.as_ref();
-        TileLists::new(forward, window, seen, *lengths, *heads, *processors, *cache_bytes).words
+        TileLists::new(forward, window, seen, *lengths, *heads, *processors, *cache_bytes)
     }
 }
 

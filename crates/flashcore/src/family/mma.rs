@@ -1,6 +1,7 @@
 //! Attention with mma.sync, on Ampere and later.
 
 use kernels::attention::Batch;
+use kernels::attention::function::ListsOf;
 use kernels::mma::{tuned, tuned_batch};
 use kernels::parameter::{Number, Tensor};
 use kernels::sequencer::Tiles;
@@ -124,7 +125,8 @@ pub(crate) fn launch(
         splits,
         waves: f64::from(blocks) / f64::from(chip.multiprocessors.max(1)),
     });
-    if let Some(mask) = block_mask(problem, [mma.query_rows(), mma.key_block], &counts) {
+    let tile = [mma.query_rows(), mma.key_block];
+    if let Some(mask) = block_mask(problem, tile, &counts, ListsOf::Queries) {
         choice.with_blocks(mask)?;
     }
     if mma.split {

@@ -19,7 +19,7 @@ mod widen;
 pub(crate) use decode::launch as teams;
 pub use forward::{TileOrder, workload};
 
-use kernels::attention::function::{BlockMask, HostTensor};
+use kernels::attention::function::{BlockMask, HostTensor, ListsOf};
 use kernels::attention::{Batch, MaskKind, Window};
 use kernels::parameter::{Number, Workspace};
 use kernels::{Cache, Configuration, Scales};
@@ -136,7 +136,7 @@ pub enum Contents {
     Zeros,
     /// The tiles of each block. Nobody writes to it.
     Tiles(TileOrder),
-    /// The key blocks of each tile. Nobody writes to it.
+    /// The key blocks of each tile, or the query blocks of each key block. Nobody writes to it.
     Blocks(BlockMask),
 }
 
@@ -307,24 +307,31 @@ fn effective_window(problem: &Problem) -> Window {
     window(&Problem { mask: effective_mask(problem), ..problem.clone() })
 }
 
-/// What the key blocks of tiles, of so many rows and keys, are found from; nothing where no mask is a
-/// function.
+/// What the key blocks of tiles, of so many rows and keys, are found from, or the query blocks of key
+/// blocks; nothing where no mask is a function.
 fn block_mask(
     problem: &Problem,
     [query_rows, key_block]: [u32; 2],
     counts: &Counts,
+    lists: ListsOf,
 ) -> Option<BlockMask> {
     let window = effective_window(problem);
     let lengths = [counts.query_length, counts.key_length];
-    let Counts { heads, batch, .. } = *counts;
+    let Counts { heads, key_heads, batch, .. } = *counts;
+    let group = match lists {
+        ListsOf::Queries => 1,
+        ListsOf::Keys { .. } => heads / key_heads.max(1),
+    };
     problem.mask.function.map(|function| BlockMask {
         function,
         window,
         lengths,
         heads,
+        group,
         batch,
         query_rows,
         key_block,
+        lists,
     })
 }
 

@@ -52,7 +52,10 @@ pub(super) fn launch(
     let schedule = Schedule::new(problem, tile.query_rows())?;
     let blocks = chip.multiprocessors.min(schedule.all_tiles).max(1);
     let mut choice = Choice::of(Configuration::Prefill(prefill), blocks, reason);
-    choice.launches[0].numbers = vec![(Number::HeadsPerGroup, heads_together(chip, problem))];
+    let together = heads_together(chip, problem);
+    // Two rounds in one: at head dim 256 the last head's long tiles would come after everything else.
+    let last = (problem.query_heads as u32).saturating_sub(2 * together);
+    choice.launches[0].numbers = vec![(Number::HeadsPerGroup, together), (Number::LastHeads, last)];
     schedule.before(chip.target, Tiles::Queries(tile.rules.mask), &mut choice);
     choice.tiling = Some(schedule.tiling(chip, tile.query_rows(), tile.key_block));
     Ok(choice)

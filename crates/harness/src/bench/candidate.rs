@@ -209,7 +209,8 @@ fn is_variant(kernel: &Configuration, best: &Configuration, problem: &Problem) -
         _ => best,
     };
     let is_tile = |it: &Forward, best: &Forward| {
-        let best = Forward { rules: rules(it.rules, best.rules), ..*best };
+        let rules = rules(it.rules, best.rules);
+        let best = Forward { rules, stream_k: it.stream_k, ..*best };
         Variant::of(it).configuration(&best) == *it
     };
     match (*kernel, *best) {

@@ -10,7 +10,7 @@ use flashcore::Problem;
 use flashcore::family::Choice;
 use flashcore::gpu::Chip;
 use kernels::forward::TileLists;
-use kernels::{Configuration, Forward, Rules};
+use kernels::{Configuration, Forward, MaskKind, Rules};
 use sim::{Measure, Options, Policy};
 use testing::scene::Call;
 
@@ -29,7 +29,7 @@ impl BlockCost {
     /// Counts it in the simulator.
     pub fn count(forward: &Forward) -> Result<Self, String> {
         // A mask costs nothing in most blocks.
-        let dense = Forward { rules: Rules::DENSE, ..*forward };
+        let dense = Forward { rules: Rules::DENSE, stream_k: false, ..*forward };
         let count = |blocks: u32| {
             let lengths = [dense.query_rows(), blocks * dense.key_block].map(|it| it as usize);
             let call = Call::new(Configuration::Forward(dense), 1, lengths, [1, 1]);
@@ -69,6 +69,8 @@ pub fn predict(
     chip: &Chip,
     clock_megahertz: f64,
 ) -> Result<f64, String> {
+    // Sharing out a last round is the same to all.
+    let forward = &Forward { stream_k: false, ..*forward };
     let choice = Choice::for_kernel(chip, problem, Configuration::Forward(*forward), None)?;
     let tiling = choice.tiling.ok_or("it has no tiles")?;
     let blocks = choice.launches[0].blocks.max(1);
@@ -95,7 +97,7 @@ pub fn predict(
 /// Key blocks that a row tile takes.
 fn key_blocks(forward: &Forward, row_tile: u32, problem: &Problem) -> f64 {
     let all = problem.key_length.div_ceil(forward.key_block as usize) as i64;
-    if !forward.takes_lists() {
+    if forward.rules.mask == MaskKind::Dense {
         return all as f64;
     }
     let end = (i64::from(row_tile) + 1) * i64::from(forward.query_rows());

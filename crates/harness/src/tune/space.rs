@@ -224,6 +224,10 @@ const ADDRESSES: u32 = 16;
 /// The configuration of a name, among all that the search could try for the head dims that are
 /// shipped.
 pub fn find(name: &str) -> Option<Forward> {
+    if let Some(whole) = name.strip_suffix("_streamk") {
+        let forward = Forward { stream_k: true, ..find(whole)? };
+        return Some(forward).filter(|it| it.program().is_ok());
+    }
     let mut bases: Vec<Forward> = every_tuned();
     bases.extend(shipped(Target::SM_90A).into_iter().filter_map(|it| match it {
         Configuration::Forward(forward) => Some(forward),

@@ -5,7 +5,7 @@
 
 use std::f32::consts::{LN_2, LOG2_E};
 
-use ptx::{Builder, Expression, F32, GlobalAddress, Reg, S32, U32, U64, Value};
+use ptx::{Builder, Choose, Expression, F32, GlobalAddress, Pred, Reg, S32, U32, U64, Value};
 
 use super::{Rules, Score};
 use crate::parameter::{List, Number, Scale};
@@ -18,8 +18,8 @@ pub(crate) struct ScoreRule {
     /// Twice log2(e) times the scale over the cap, where there is a cap; the last factor is the
     /// cap then.
     cap: Option<Reg<F32>>,
-    /// Whether there are registers for two ways to cap.
-    two_ways: bool,
+    /// How small scores are capped, where they are not as others are.
+    small: Option<SmallTanh>,
     /// What brings capped scores into natural units, where a function takes them: the last factor
     /// is log2(e) then.
     natural: Option<Reg<F32>>,
@@ -35,7 +35,7 @@ impl ScoreRule {
         });
         let scale = if rules.softcap { Scale::Outer } else { Scale::Log2 };
         let scale_log2 = scale.read(k);
-        let plain = ScoreRule { scale_log2, cap, two_ways: false, natural: None, inverse: None };
+        let plain = ScoreRule { scale_log2, cap, small: None, natural: None, inverse: None };
         match rules.score_function {
             None => plain,
             Some(_) => ScoreRule {
@@ -62,7 +62,24 @@ impl ScoreRule {
     /// Lets a warp whose scores are all well below the cap, as most are, take a polynomial:
     /// where there are registers for two ways.
     pub(crate) fn with_small_tanh(self, two_ways: bool) -> Self {
-        ScoreRule { two_ways, ..self }
+        ScoreRule { small: two_ways.then_some(SmallTanh::OfExponents), ..self }
+    }
+
+    /// The same by a shorter polynomial of the scores themselves, two instructions less for each, for
+    /// gradients: where there are registers for its coefficients.
+    pub(crate) fn with_tanh_of_scores(self, k: &mut Builder) -> Self {
+        let small = self.cap.map(|cap| SmallTanh::of_scores(k, cap, self.scale_log2));
+        ScoreRule { small, ..self }
+    }
+
+    /// The same with a cap that is large enough for [`HIDDEN_TANH`]. Scores capped so low are zero.
+    pub(crate) fn with_finite_hidden(self, k: &mut Builder) -> Self {
+        match self.cap {
+            None => self,
+            Some(_) => {
+                ScoreRule { scale_log2: k.eval(self.scale_log2.maximum(LEAST_OUTER)), ..self }
+            }
+        }
     }
 
     /// Caps scores. The hardware's own tanh is good to 11 bits only, and
@@ -70,13 +87,20 @@ impl ScoreRule {
     /// which the exponentials of the softmax keep busy already.
     pub(crate) fn cap(&self, k: &mut Builder, scores: &[Score]) {
         let Some(cap) = self.cap else { return };
-        if !self.two_ways {
-            return tanh(k, cap, scores);
-        }
-        let largest = largest_size(k, scores);
-        let exponent = k.absolute(largest * cap);
-        let small = k.all(exponent.at_most(SMALL * EXPONENT));
-        k.if_else(small, |k| small_tanh(k, cap, scores), |k| tanh(k, cap, scores));
+        let Some(ways) = self.two_ways() else { return tanh(k, cap, scores) };
+        let by_polynomial = |k: &mut Builder| {
+            for Score { register, .. } in scores {
+                let tanh = ways.small(k, *register);
+                k.set(*register, tanh);
+            }
+        };
+        let small = ways.are_small(k, scores, 8);
+        k.if_else(small, by_polynomial, |k| tanh(k, cap, scores));
+    }
+
+    /// The two ways to cap, where there are two.
+    pub(crate) fn two_ways(&self) -> Option<TwoWays> {
+        Some(TwoWays { cap: self.cap?, small: self.small? })
     }
 
     /// Brings scores into natural units, where a function takes them.
@@ -96,12 +120,11 @@ impl ScoreRule {
 }
 
 /// The largest absolute value. In several strands, each of which waits for itself alone.
-fn largest_size(k: &mut Builder, scores: &[Score]) -> Reg<F32> {
-    const STRANDS: usize = 8;
+fn largest_size(k: &mut Builder, scores: &[Score], strands: usize) -> Reg<F32> {
     let mut largest: Vec<Reg<F32>> = Vec::new();
     for (index, Score { register, .. }) in scores.iter().enumerate() {
         let size = k.absolute(*register);
-        match largest.get_mut(index % STRANDS) {
+        match largest.get_mut(index % strands) {
             Some(strand) => *strand = k.eval(strand.maximum(size)),
             None => largest.push(size),
         }
@@ -122,24 +145,119 @@ fn tanh(k: &mut Builder, cap: Reg<F32>, scores: &[Score]) {
     }
 }
 
-/// Up to here [`small_tanh`] serves.
+/// Up to here [`SmallTanh`] serves.
 const SMALL: f32 = 0.5;
 
 /// `tanh(x) / x` by powers of the square of x, for x up to [`SMALL`]: right to 6e-7.
 const TANH: [f32; 4] = [0.999_999_45, -0.333_262_84, 0.131_899_4, -0.044_392_74];
 
-fn small_tanh(k: &mut Builder, cap: Reg<F32>, scores: &[Score]) {
-    // For exponents instead of x.
-    let coefficient = |power: usize| TANH[power] / EXPONENT.powi(2 * power as i32 + 1);
-    for Score { register, .. } in scores {
-        let exponent = k.eval(*register * cap);
-        let square = k.eval(exponent * exponent);
-        let mut sum = k.fma(square, coefficient(3), coefficient(2));
-        sum = k.fma(sum, square, coefficient(1));
-        sum = k.fma(sum, square, coefficient(0));
-        k.set(*register, sum * exponent);
+/// Up to here two powers of the square serve, in gradients: right to 6e-6, where weights are rounded to
+/// 2e-3, or 2e-4 in f16.
+const SMALLER: f32 = 0.4;
+const SHORT_TANH: [f32; 3] = [0.999_993_74, -0.332_625_8, 0.121_277_88];
+
+/// The way of small scores: a polynomial.
+#[derive(Clone, Copy)]
+enum SmallTanh {
+    /// Of the exponents of two in `e^2x`.
+    OfExponents,
+    /// Of scores, with coefficients that are computed once, up to a score.
+    OfScores { coefficients: [Reg<F32>; 3], most: Reg<F32> },
+}
+
+impl SmallTanh {
+    /// No coefficient that becomes zero matters up to this score, and no square is infinite.
+    const MOST: f32 = 1e4;
+    /// The same of exponents of the softmax: errors are a part of them.
+    const MOST_EXPONENT: f32 = 46.0;
+    /// Beyond this factor of x coefficients would not be finite.
+    const LARGEST_FACTOR: f32 = 1e5;
+
+    /// `outer` is what tangents are multiplied with at last.
+    fn of_scores(k: &mut Builder, cap: Reg<F32>, outer: Reg<F32>) -> Self {
+        let factor = k.eval(cap * (1.0 / EXPONENT));
+        let square = k.eval(factor * factor);
+        let mut power = factor;
+        let coefficients = SHORT_TANH.map(|it| {
+            let coefficient = k.eval(power * it);
+            power = k.eval(power * square);
+            coefficient
+        });
+        let most = [(factor, SMALLER), (k.eval(factor * outer), SmallTanh::MOST_EXPONENT)];
+        let [of_tanh, of_exponent] = most.map(|(factor, most)| k.reciprocal(factor) * most);
+        let most = of_tanh.minimum(of_exponent).minimum(SmallTanh::MOST);
+        let most = factor.at_most(SmallTanh::LARGEST_FACTOR).choose::<F32>(most, -1.0);
+        SmallTanh::OfScores { coefficients, most: k.eval(most) }
+    }
+
+    /// Whether it serves scores of this size.
+    fn serves(&self, k: &mut Builder, cap: Reg<F32>, size: Reg<F32>) -> Value<Pred> {
+        match self {
+            SmallTanh::OfExponents => k.absolute(size * cap).at_most(SMALL * EXPONENT),
+            SmallTanh::OfScores { most, .. } => size.at_most(*most),
+        }
+    }
+
+    fn tanh(&self, k: &mut Builder, cap: Reg<F32>, score: Reg<F32>) -> Reg<F32> {
+        let (x, coefficients): (_, Vec<Value<F32>>) = match self {
+            SmallTanh::OfExponents => {
+                // For exponents instead of x.
+                let constant = |(it, power): (&f32, i32)| (it / EXPONENT.powi(power)).into();
+                (k.eval(score * cap), TANH.iter().zip((1..).step_by(2)).map(constant).collect())
+            }
+            SmallTanh::OfScores { coefficients, .. } => {
+                (score, coefficients.map(Value::from).into())
+            }
+        };
+        let square = k.eval(x * x);
+        let mut highest_first = coefficients.into_iter().rev();
+        let mut sum = highest_first.next().expect("there are some");
+        for coefficient in highest_first {
+            sum = k.fma(square, sum, coefficient).into();
+        }
+        k.eval(sum * x)
     }
 }
+
+/// The two ways to cap, for somebody who takes the first before it is known whether it suffices.
+#[derive(Clone, Copy)]
+pub(crate) struct TwoWays {
+    cap: Reg<F32>,
+    small: SmallTanh,
+}
+
+impl TwoWays {
+    /// The tangent of a small score.
+    pub(crate) fn small(&self, k: &mut Builder, score: Reg<F32>) -> Reg<F32> {
+        self.small.tanh(k, self.cap, score)
+    }
+
+    /// Whether all scores of the warp are small. The more strands, the sooner it is known, and the
+    /// more registers it takes.
+    pub(crate) fn are_small(&self, k: &mut Builder, scores: &[Score], strands: usize) -> Reg<Pred> {
+        let largest = largest_size(k, scores, strands);
+        let serves = self.small.serves(k, self.cap, largest);
+        k.all(serves)
+    }
+
+    /// Scores become tangents, each in its own way.
+    pub(crate) fn cap_each(&self, k: &mut Builder, scores: &[Score]) {
+        for score in scores {
+            let size = k.absolute(score.register);
+            let is_small = self.small.serves(k, self.cap, size);
+            let small = self.small(k, score.register);
+            tanh(k, self.cap, std::slice::from_ref(score));
+            k.set(score.register, is_small.choose::<F32>(small, score.register));
+        }
+    }
+}
+
+/// In the place of the hyperbolic tangent of a hidden score: its weight is zero, and its slope,
+/// `1 - tanh^2`, a number: that is 2^63.
+pub(crate) const HIDDEN_TANH: f32 = -9.223_372e18;
+
+/// The least factor of a tangent with which that is so.
+const LEAST_OUTER: f32 = 1.0 / (1u64 << 40) as f32;
 
 /// ALiBi: takes from each score `slope`, in the units that scores have then, for each position
 /// between query and key. `distance` is from the thread's first column to the position of its

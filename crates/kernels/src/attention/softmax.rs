@@ -145,6 +145,30 @@ impl Softmax {
         }
     }
 
+    /// The references of all rows, and then the thread's parts of their sums.
+    pub(crate) fn state(&self) -> Vec<Reg<F32>> {
+        [&self.reference[..], &self.sum].concat()
+    }
+
+    /// Takes in a reference and a part of a sum of a row over other keys. Its output must be
+    /// multiplied with the first factor, that over the other keys with the second.
+    pub(crate) fn take_in(
+        &self,
+        k: &mut Builder,
+        row: usize,
+        [other, other_sum]: [Reg<F32>; 2],
+    ) -> [Reg<F32>; 2] {
+        let (reference, sum) = (self.reference[row], self.sum[row]);
+        let higher = k.eval(reference.maximum(other));
+        let lowered = k.exp2((reference - higher) * self.scale_log2);
+        let other_lowered = k.exp2((other - higher) * self.scale_log2);
+        let own = k.eval(sum * lowered);
+        let total = k.fma(other_sum, other_lowered, own);
+        k.set(sum, total);
+        k.set(reference, higher);
+        [lowered, other_lowered]
+    }
+
     /// Ends the rows, with a sink in units of log2 where there is one.
     pub(crate) fn finish(&self, k: &mut Builder, sink: Option<Reg<F32>>) -> Vec<Finished> {
         let rows = self.sum.iter().zip(&self.reference);

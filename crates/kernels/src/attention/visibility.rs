@@ -348,12 +348,17 @@ impl Visibility {
 impl Seen {
     /// Sets the scores of keys that their row does not see to minus infinity.
     pub(crate) fn hide_others(&self, k: &mut Builder, scores: &[Score]) {
+        self.set_others(k, scores, f32::NEG_INFINITY);
+    }
+
+    /// The same with another number.
+    pub(crate) fn set_others(&self, k: &mut Builder, scores: &[Score], hidden: f32) {
         for Score { row, column, register } in scores {
             let mut seen = self.last[*row].at_least(*column as i32);
             if let Some(first) = &self.first {
                 seen = seen & first[*row].at_most(*column as i32);
             }
-            k.set(*register, seen.choose::<F32>(*register, f32::NEG_INFINITY));
+            k.set(*register, seen.choose::<F32>(*register, hidden));
         }
     }
 }

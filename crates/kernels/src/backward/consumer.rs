@@ -9,7 +9,7 @@ use super::epilogue::{self, Done};
 use super::place::{Place, Tile, Walk};
 use super::{Backward, Block, PART, ROWS, Shape, Shared, SumsLayout, WARPGROUPS, barrier};
 use crate::attention::function::lower::{FunctionRegisters, Functions, Standing};
-use crate::attention::scores::{ScoreRule, Slopes, alibi, distances};
+use crate::attention::scores::{HIDDEN_TANH, ScoreRule, Slopes, TwoWays, alibi, distances};
 use crate::attention::{ACCUMULATOR_ROWS, Score};
 use crate::parameter::Scale;
 
@@ -109,6 +109,11 @@ struct Registers {
     query_gradients: Accumulator,
     /// Weights, then the gradients of scores, as products take them from the left.
     operand: Fragment,
+    /// Weights in registers of their own, where they are rounded while products still take
+    /// gradients of scores.
+    weights: Option<Fragment>,
+    /// What stays of the weights, where scores stay too until it is known how they are capped.
+    kept: Option<Accumulator>,
 }
 
 impl Registers {
@@ -119,7 +124,14 @@ impl Registers {
             query_gradients: products.narrowed(backward.pass().sums_layout().part_queries),
             products,
             operand: Fragment::new(k, backward.element, PART),
+            weights: (backward.rounds_early()).then(|| Fragment::new(k, backward.element, PART)),
+            kept: (backward.caps_ahead()).then(|| Accumulator::new(k, PART)),
         }
+    }
+
+    /// What the gradient of a score is of that of its weight.
+    fn kept(&self) -> &Accumulator {
+        self.kept.as_ref().unwrap_or(&self.scores)
     }
 }
 
@@ -152,7 +164,7 @@ pub(super) struct Warpgroup<'a> {
 impl Consumer {
     pub(super) fn parameters(k: &mut Builder, backward: &Backward) -> Self {
         Consumer {
-            scores: ScoreRule::parameters(k, &backward.rules),
+            scores: backward.score_rule(k),
             scale: Scale::Natural.read(k),
             slopes: backward.rules.alibi.then(|| Slopes::parameters(k)),
             functions: Functions::of_gradients(k, &backward.rules),
@@ -168,7 +180,14 @@ impl Consumer {
         // Found again, rather than kept in registers all the while.
         let tile = place.find(k);
         let first = k.eval(group.index * backward.group_keys());
-        let owner = epilogue::Owner { index: group.index, thread: group.thread, first };
+        let thread = match backward.caps_ahead() {
+            false => group.thread,
+            true => {
+                let thread = k.thread_index();
+                k.eval(thread % 128)
+            }
+        };
+        let owner = epilogue::Owner { index: group.index, thread, first };
         let each = sums.values.iter().zip(&sums.keys).zip((0..).step_by(ROWS as usize));
         let done: Vec<Done<'_>> = each
             .flat_map(|((values, keys), first)| {
@@ -209,9 +228,10 @@ impl Consumer {
         let parts = group.backward.parts() as usize;
         group.wait_for_keys(k);
         group.wait_for_queries(k, Part::FIRST, Part::FIRST);
+        group.begin(k);
         group.start_scores(k, &registers.scores, Part::FIRST);
         k.wait_products(0);
-        self.early_weights(k, group, Part::FIRST, &registers.scores);
+        self.early_weights(k, group, Part::FIRST, &registers);
         group.wait_for_values(k);
         group.wait_for_output_gradients(k, Part::FIRST, Part::FIRST);
         k.loop_(|k| {
@@ -241,15 +261,18 @@ impl Consumer {
         next: Part,
         first: bool,
     ) {
-        let Registers { scores, products, query_gradients, operand } = registers;
+        let Registers { scores, products, query_gradients, operand, weights, .. } = registers;
         let index = Sums::index(group.backward, part);
         let (key_gradients, value_gradients) = (&sums.keys[index], &sums.values[index]);
         let last = next.index == 0;
         group.start_products(k, products, part);
-        self.weights(k, group, part, scores, operand);
-        group.start_value_gradients(k, value_gradients, operand, part);
+        if weights.is_none() {
+            self.weights(k, group, part, scores, operand);
+        }
+        let rounded = weights.as_ref().unwrap_or(operand);
+        group.start_value_gradients(k, value_gradients, rounded, part);
         k.wait_products(1);
-        group.score_gradients(k, part, products, scores);
+        group.score_gradients(k, part, products, registers.kept());
         k.wait_products(0);
         if last {
             group.release_output_gradients(k, part.stage);
@@ -273,9 +296,9 @@ impl Consumer {
         group.start_key_gradients(k, key_gradients, operand, part.stage, part);
         k.wait_products(1 + u32::from(before.is_some()));
         if last {
-            group.walk.advance_block(k, group.tile);
+            group.advance_block(k, next.stage);
         }
-        self.early_weights(k, group, next, scores);
+        self.early_weights(k, group, next, registers);
         if last {
             // Before sums are added to: what comes after those waits behind them.
             group.wait_for_output_gradients(k, part, next);
@@ -338,17 +361,24 @@ impl Consumer {
         group.added(k, group.stage);
     }
 
-    /// Scores become weights, in their place, before there is an operand to round them into: where
-    /// those are all that is needed of the scores.
+    /// Scores become weights, in their place, while products still take the operand: where those
+    /// are all that is needed of the scores, or there are registers to round them into.
     fn early_weights(
         &self,
         k: &mut Builder,
         group: &Warpgroup<'_>,
         part: Part,
-        scores: &Accumulator,
+        registers: &Registers,
     ) {
-        if !group.backward.rules.has_slopes() {
-            self.exponentials(k, group, part, scores, None);
+        let rounded = registers.weights.as_ref();
+        if let (Some(kept), Some(rounded), Some(ways)) =
+            (&registers.kept, rounded, self.scores.two_ways())
+        {
+            let given = (&registers.scores, ways);
+            return self.capped_weights(k, group, part, given, (kept, rounded));
+        }
+        if !group.backward.rules.has_slopes() || rounded.is_some() {
+            self.exponentials(k, group, part, &registers.scores, rounded);
         }
     }
 
@@ -384,8 +414,10 @@ impl Consumer {
         self.scores.in_natural_units(k, &scores);
         group.hide(k, part, &scores);
         if let Some(mask) = &self.functions.mask {
-            let standing = group.standing(k, part);
-            mask.apply(k, &scores, &standing);
+            group.if_function(k, part, |k| {
+                let standing = group.standing(k, part);
+                mask.apply(k, &scores, &standing);
+            });
         }
         let slope = self.slopes.as_ref().map(|slopes| {
             let scale_log2 = self.scores.scale_log2;
@@ -431,11 +463,61 @@ impl Consumer {
                     k.set(score.register, weight);
                     continue;
                 }
-                // 1 - tanh^2; a hidden score is minus infinity.
-                let tanh = k.eval(score.register.maximum(-1.0));
+                // 1 - tanh^2; what a function hides is minus infinity.
+                let tanh = match self.functions.mask {
+                    None => score.register,
+                    Some(_) => k.eval(score.register.maximum(-1.0)),
+                };
                 let slope = k.fma(-tanh, tanh, 1.0);
                 k.set(score.register, weight * slope);
             }
+        }
+    }
+
+    /// The weights of capped scores, as if all were small and seen: no branch keeps the polynomials
+    /// apart from the exponentials. Where that is not so they are computed again.
+    fn capped_weights(
+        &self,
+        k: &mut Builder,
+        group: &Warpgroup<'_>,
+        part: Part,
+        (scores, ways): (&Accumulator, TwoWays),
+        to: (&Accumulator, &Fragment),
+    ) {
+        let scores = Score::of(scores);
+        let statistics = group.statistics(k, Statistic::LogSum, part);
+        self.weigh_capped(k, statistics, &scores, to, |k, score| ways.small(k, score));
+        let small = ways.are_small(k, &scores, 2);
+        let masked = group.place.needs_mask(k, group.tile, group.walk.block);
+        k.if_(masked | !small, |k| {
+            ways.cap_each(k, &scores);
+            group.hide(k, part, &scores);
+            self.weigh_capped(k, statistics, &scores, to, |_, tanh| tanh);
+        });
+    }
+
+    /// Weights of the tangents of scores, rounded, and what stays of them beside.
+    fn weigh_capped(
+        &self,
+        k: &mut Builder,
+        statistics: Reg<SharedAddress>,
+        scores: &[Score],
+        (kept, rounded): (&Accumulator, &Fragment),
+        tanh: impl Fn(&mut Builder, Reg<F32>) -> Reg<F32>,
+    ) {
+        let pairs = scores.chunks_exact(2).zip(kept.registers().chunks_exact(2));
+        for (index, (pair, kept)) in pairs.enumerate() {
+            let at = statistics + pair[0].column * 4;
+            let log_sums = k.load_vector::<F32, _, 2>(at, LoadHint::default());
+            let weights = [0, 1].map(|side| {
+                let tanh = tanh(k, pair[side].register);
+                let exponent = k.fma(tanh, self.scores.scale_log2, log_sums[side]);
+                let weight = k.exp2(exponent);
+                let slope = k.fma(-tanh, tanh, 1.0);
+                k.set(kept[side], weight * slope);
+                weight
+            });
+            rounded.set_pair(k, index, weights[0], weights[1]);
         }
     }
 
@@ -471,7 +553,7 @@ impl<'a> Warpgroup<'a> {
         let thread = k.eval(thread % 128);
         let lane = k.lane();
         let position = Accumulator::position(k, thread);
-        let walk = place.walk(k, tile);
+        let walk = place.follow(k, tile);
         Warpgroup {
             backward,
             shared,
@@ -487,6 +569,33 @@ impl<'a> Warpgroup<'a> {
             number: k.variable(NO_STEP),
             walk,
             sums: tensors.sums,
+        }
+    }
+
+    /// Where a walk begins, with the first stage.
+    pub(super) fn begin(&self, k: &mut Builder) {
+        if let Some(told) = &self.shared.told {
+            told.hear(k, 0, &self.walk);
+            self.walk.find_number(k, self.place, self.tile);
+        }
+    }
+
+    /// The walk goes on to the step of a stage, but for the number.
+    pub(super) fn advance_block(&self, k: &mut Builder, stage: u32) {
+        self.walk.advance_block(k, self.tile);
+        if let Some(told) = &self.shared.told {
+            told.hear(k, stage, &self.walk);
+        }
+    }
+
+    /// Does something if a step's block needs the mask's function.
+    fn if_function(&self, k: &mut Builder, part: Part, body: impl FnOnce(&mut Builder)) {
+        match &self.shared.told {
+            Some(told) => {
+                let needed = told.needs_function(k, part.stage);
+                k.if_(needed, body);
+            }
+            None => body(k),
         }
     }
 
@@ -602,7 +711,8 @@ impl<'a> Warpgroup<'a> {
             let key = self.key(k, part);
             let lengths = place.lengths(k);
             let seen = place.visibility.seen_from(k, rows, key, first, lengths);
-            seen.hide_others(k, scores);
+            let capped = self.backward.rules.softcap;
+            seen.set_others(k, scores, if capped { HIDDEN_TANH } else { f32::NEG_INFINITY });
         });
     }
 
@@ -637,9 +747,9 @@ impl<'a> Warpgroup<'a> {
     /// The thread's first column in an accumulator of scores.
     fn column(&self, k: &mut Builder) -> Reg<U32> {
         match self.backward.shape() {
-            Shape::Square => self.column,
+            Shape::Square if !self.backward.caps_ahead() => self.column,
             // Found again, rather than kept.
-            Shape::Tall | Shape::Wide => {
+            _ => {
                 let thread = k.thread_index();
                 Accumulator::position(k, thread % 128).column
             }
@@ -707,7 +817,15 @@ impl<'a> Warpgroup<'a> {
             }
             Shape::Square | Shape::Wide => {
                 let tile = tile.panel(k, part.index);
-                operand.store(k, &tile, self.warp);
+                let warp = match self.backward.caps_ahead() {
+                    false => self.warp,
+                    // Found again, rather than kept.
+                    true => {
+                        let thread = k.thread_index();
+                        k.eval(thread / 32 % 4)
+                    }
+                };
+                operand.store(k, &tile, warp);
             }
         }
     }

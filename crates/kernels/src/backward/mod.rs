@@ -49,6 +49,9 @@
 //! The sums of `dQ` lie in memory as the accumulators lie in registers
 //! ([`SumsLayout`]), so that each warp adds whole lines.
 //!
+//! Where a mask is a function, walks go by lists of the query blocks that see a block of keys
+//! (`lists`): blocks that nobody sees are not loaded.
+//!
 //! Over ragged batches the same loops run over slices of rows ([`Prefill`](crate::Prefill) says how
 //! the copy engine stays inside of them), with tiles in the order of a
 //! [`Sequencer`](crate::Sequencer). `ragged` says which tile is whose, `row_blocks` where the rows
@@ -56,6 +59,7 @@
 
 mod consumer;
 mod epilogue;
+mod lists;
 pub(crate) mod order;
 mod pass;
 pub(crate) mod place;
@@ -80,9 +84,11 @@ use ptx::{
 };
 
 use crate::Error;
+use crate::attention::scores::ScoreRule;
 use crate::attention::{Batch, Rules};
 use crate::parameter::{Tensor, Workspace};
 use consumer::Consumer;
+use lists::Told;
 use order::Turns;
 use place::{Place, Tile};
 
@@ -151,6 +157,8 @@ struct Shared {
     output_gradient_pipeline: Pipeline,
     /// A tile of `dS` has been written, by all warps that have a part of it.
     written: Barriers,
+    /// Where a mask is a function: which step of its list a stage has.
+    told: Option<Told>,
     /// Where `dQ` is added in one order.
     turns: Option<Turns>,
     /// What goes from one warpgroup to the other, where heads are wide.
@@ -276,6 +284,30 @@ impl Backward {
     /// there is one part.
     fn adding_warps(&self) -> u32 {
         4 * self.pass().sums_layout().parts().min(WARPGROUPS)
+    }
+
+    /// Whether weights are rounded as soon as they are known where scores have slopes: narrow heads
+    /// leave registers for them.
+    fn rounds_early(&self) -> bool {
+        self.rules.has_slopes() && self.shape() == Shape::Square && self.is_narrow()
+    }
+
+    /// Whether capped scores become weights before it is known that the quicker way to cap them
+    /// suffices.
+    fn caps_ahead(&self) -> bool {
+        let Rules { softcap, alibi, .. } = self.rules;
+        softcap && !alibi && self.rules.functions().next().is_none() && self.rounds_early()
+    }
+
+    /// Whether gradients of keys and values leave many registers.
+    fn is_narrow(&self) -> bool {
+        self.head_dim.max(self.value_head_dim) <= 64
+    }
+
+    /// How products become scores.
+    fn score_rule(&self, k: &mut Builder) -> ScoreRule {
+        let scores = ScoreRule::parameters(k, &self.rules).with_finite_hidden(k);
+        if self.is_narrow() { scores.with_tanh_of_scores(k) } else { scores }
     }
 
     /// How many times 64 queries with 64 keys a warpgroup has in a step.
@@ -441,6 +473,7 @@ impl Backward {
             exchange: is_wide.then(|| wide::Exchange::new(k, stages)),
             query_pipeline: Pipeline::new(k, "queries", stages, warps),
             output_gradient_pipeline: Pipeline::new(k, "output gradients", stages, warps),
+            told: self.pass().takes_block_lists().then(|| Told::new(k, stages)),
             turns: self.deterministic.then(|| Turns::new(k, stages, self.adding_warps())),
         }
     }

@@ -15,6 +15,9 @@
 //! | the last that are taken together | from the first | down | longest walks first: an even end |
 //! | those before | from the last | up | nobody waits, even at the begin |
 //!
+//! Where a mask is a function all heads are of the last kind, and the list of a key block says of each
+//! block of query rows how many key blocks before it see them.
+//!
 //! Over ragged batches a sequence's tiles come head after head, each from its first, and all walks go
 //! down.
 //!
@@ -26,7 +29,7 @@ use ptx::{
     Operand, Pipeline, Pred, Reg, Scope, SharedAddress, StoreHint, StoreOrder, U32, U64, Value,
 };
 
-use super::place::{Place, Tile, Walk};
+use super::place::{Path, Place, Tile, Walk};
 use crate::attention::visibility::QueryBlocks;
 use crate::divisor::DivisorRegisters;
 use crate::parameter::Number;
@@ -105,26 +108,52 @@ impl Turn {
         k: &mut Builder,
         counters: Reg<GlobalAddress>,
         walk: &Walk,
-        before: &QueryBlocks,
+        before: Option<&QueryBlocks>,
     ) {
-        let follows = self.position.greater(0);
-        let seen = walk.block.at_least(before.first) & walk.block.less(before.end);
-        k.if_(follows & seen, |k| {
+        let position = self.position_of(k, walk);
+        let follows = position.greater(0);
+        let waits = match before {
+            Some(before) => {
+                follows & walk.block.at_least(before.first) & walk.block.less(before.end)
+            }
+            None => follows,
+        };
+        k.if_(waits, |k| {
             let counter = counter(k, counters, walk);
             k.loop_(|k| {
                 let order = LoadOrder::Acquire(Scope::Gpu);
                 let hint = LoadHint { order, ..LoadHint::default() };
                 let [passed] = k.load_vector::<U32, _, 1>(counter, hint);
-                k.break_if(passed.equals(self.position));
+                k.break_if(passed.equals(position));
                 k.push(Instruction::Sleep { nanoseconds: Operand::u32(SLEEP) });
             });
         });
     }
 
+    /// What the counter of the block of query rows where a walk stands says when it is its turn: how
+    /// many key blocks of the head come before it; of a list only those count that see the rows.
+    fn position_of(&self, k: &mut Builder, walk: &Walk) -> Reg<U32> {
+        match walk.path {
+            Path::Listed { listed, .. } => listed.turn(k),
+            _ => self.position,
+        }
+    }
+
+    /// The query blocks that the key block before this one in the order is seen by; lists know
+    /// without.
+    fn seen_before(&self, k: &mut Builder, place: &Place, walk: &Walk) -> Option<QueryBlocks> {
+        if let Path::Listed { .. } = walk.path {
+            return None;
+        }
+        let before = self.before(k, place.key_block);
+        Some(place.query_blocks_of(k, before))
+    }
+
     /// One thread passes the turn on, when its block has added.
     fn pass_on(&self, k: &mut Builder, counters: Reg<GlobalAddress>, walk: &Walk) {
         let counter = counter(k, counters, walk);
-        let passed = k.eval(self.position + 1);
+        let position = self.position_of(k, walk);
+        let passed = k.eval(position + 1);
         let hint = StoreHint { order: StoreOrder::Release(Scope::Gpu), ..StoreHint::default() };
         k.store_vector(counter, &[passed], hint);
     }
@@ -199,14 +228,13 @@ impl Turns {
         walk: &Walk,
     ) {
         let Some(turn) = place.turn(k) else { return };
-        let before = turn.before(k, place.key_block);
-        let before = place.query_blocks_of(k, before);
+        let before = turn.seen_before(k, place, walk);
         let granted = self.granted.producer(k);
         place.every_step(k, tile, walk, |k| {
             let stage = granted.acquire(k);
             let number = self.number_at(k, stage);
             k.store(number, walk.number);
-            turn.wait(k, counters, walk, &before);
+            turn.wait(k, counters, walk, before.as_ref());
             granted.publish(k);
             granted.advance(k);
         });
@@ -241,9 +269,8 @@ pub(crate) fn await_turn(
     walk: &Walk,
 ) {
     let Some(turn) = place.turn(k) else { return };
-    let before = turn.before(k, place.key_block);
-    let before = place.query_blocks_of(k, before);
-    turn.wait(k, counters, walk, &before);
+    let before = turn.seen_before(k, place, walk);
+    turn.wait(k, counters, walk, before.as_ref());
 }
 
 /// and passes it on.

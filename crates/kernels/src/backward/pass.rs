@@ -83,8 +83,13 @@ impl BackwardPass {
     /// one order, and where walks are of unequal lengths, so that the longest of several heads come
     /// first.
     pub fn takes_heads_together(&self) -> bool {
-        let unequal = self.rules.mask == MaskKind::Causal;
+        let unequal = self.rules.mask == MaskKind::Causal || self.takes_block_lists();
         self.batch == Batch::Equal && (self.deterministic || unequal)
+    }
+
+    /// Whether walks go by lists: where a mask is a function, and all sequences have one length.
+    pub fn takes_block_lists(&self) -> bool {
+        self.batch == Batch::Equal && self.rules.mask_function.is_some()
     }
 
     /// Bytes of the statistics of a block of query rows: two numbers for each.

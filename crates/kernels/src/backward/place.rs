@@ -3,9 +3,11 @@
 use ptx::{Builder, Choose, Expression, Pred, Reg, S32, U32, Value};
 
 use super::BackwardPass;
+use super::lists::Listed;
 use super::order::{Order, Turn};
 use super::ragged::{Ragged, Slice};
 use crate::attention::Batch;
+use crate::attention::function::blocks::{BlockLists, needs_function};
 use crate::attention::visibility::{KeyTile, QueryBlocks, Visibility};
 use crate::divisor::DivisorRegisters;
 use crate::parameter::Number;
@@ -19,6 +21,8 @@ pub(crate) struct Place {
     /// Query heads that share a key head.
     group: Reg<U32>,
     pub(crate) visibility: Visibility,
+    /// Where a mask is a function, the query blocks that see key blocks.
+    lists: Option<BlockLists>,
     /// In which order heads and key blocks are taken, if not one head after the other; ragged batches
     /// have their own.
     order: Option<Order>,
@@ -51,16 +55,20 @@ pub(crate) struct Walk {
     pub(crate) left: Reg<U32>,
     /// The number of the block of query rows, among those of all heads and sequences.
     pub(crate) number: Reg<U32>,
-    path: Path,
+    pub(super) path: Path,
 }
 
 /// How a walk goes on.
 #[derive(Clone, Copy)]
-enum Path {
+pub(super) enum Path {
     /// Head after head, each from a block of query rows on and around.
     Around(Reg<U32>),
     /// A block of query rows of so many heads, and on by a step.
     Step { step: Reg<U32>, heads: Reg<U32> },
+    /// A block of query rows of so many heads, and on by a list.
+    Listed { listed: Listed, heads: Reg<U32> },
+    /// Where somebody says who walks a list.
+    Told,
 }
 
 impl Place {
@@ -87,6 +95,7 @@ impl Place {
             key_heads: DivisorRegisters::parameters(k, Number::KeyHeads),
             group: Number::GroupSize.read(k),
             visibility: Visibility::parameters(k, pass.rules.mask),
+            lists: pass.takes_block_lists().then(|| BlockLists::parameters(k)),
             order: pass.takes_heads_together().then(|| Order::parameters(k)),
             takes_turns: pass.deterministic,
         }
@@ -220,6 +229,9 @@ impl Place {
 
     /// The begin of a tile's walk.
     pub(crate) fn walk(&self, k: &mut Builder, tile: &Tile) -> Walk {
+        if let Some(lists) = &self.lists {
+            return self.listed_walk(k, tile, lists);
+        }
         let QueryBlocks { first, end, .. } = tile.query_blocks;
         let blocks = k.eval(self.query_blocks());
         let head = k.variable(tile.key_head * self.group);
@@ -249,6 +261,32 @@ impl Place {
                 Some(slice) => head * blocks + slice.first_block + start,
             }),
             path,
+        }
+    }
+
+    /// The begin of a walk by a list.
+    fn listed_walk(&self, k: &mut Builder, tile: &Tile, lists: &BlockLists) -> Walk {
+        let key_block = k.eval(tile.first_key / self.key_block);
+        let ahead = k.eval(tile.first_key / self.query_block);
+        let of_tile = [tile.batch, tile.key_head, key_block];
+        let listed = Listed::begin(k, lists, of_tile, ahead, self.takes_turns);
+        let walk = Walk {
+            head: k.variable(tile.key_head * self.group),
+            block: k.variable(listed.block()),
+            left: k.variable(listed.count() * self.group),
+            number: k.variable(0),
+            path: Path::Listed { listed, heads: self.group },
+        };
+        walk.find_number(k, self, tile);
+        walk
+    }
+
+    /// The walk of those who are told where it goes, if it goes by a list.
+    pub(super) fn follow(&self, k: &mut Builder, tile: &Tile) -> Walk {
+        let walk = self.walk(k, tile);
+        match walk.path {
+            Path::Listed { .. } => Walk { path: Path::Told, ..walk },
+            _ => walk,
         }
     }
 
@@ -303,6 +341,10 @@ impl Walk {
     /// The walk a step further on, in registers of its own.
     pub(crate) fn ahead(&self, k: &mut Builder, place: &Place, tile: &Tile) -> Walk {
         let Walk { head, block, left, number, path } = *self;
+        let path = match path {
+            Path::Listed { listed, heads } => Path::Listed { listed: listed.copied(k), heads },
+            other => other,
+        };
         let [head, block, left, number] = [head, block, left, number].map(|it| k.variable(it));
         let next = Walk { head, block, left, number, path };
         next.advance(k, place, tile);
@@ -333,6 +375,15 @@ impl Walk {
                 k.set(self.head, around.choose::<U32>(first_head, next));
                 k.set(self.block, around.choose::<U32>(self.block + step, self.block));
             }
+            Path::Listed { listed, heads } => {
+                let first_head = k.eval(tile.key_head * heads);
+                let next = k.eval(self.head + 1);
+                let around = k.eval(next.equals(first_head + heads));
+                k.set(self.head, around.choose::<U32>(first_head, next));
+                k.if_(around, |k| listed.advance(k));
+                k.set(self.block, listed.block());
+            }
+            Path::Told => {}
         }
         k.set(self.left, self.left - 1);
     }
@@ -357,6 +408,27 @@ impl Walk {
                     k.set(self.number, self.number + step - heads * blocks);
                 });
             }
+            Path::Listed { .. } | Path::Told => self.find_number(k, place, tile),
         }
+    }
+
+    /// The number of the block of query rows where the walk stands.
+    pub(super) fn find_number(&self, k: &mut Builder, place: &Place, tile: &Tile) {
+        let heads = place.key_heads.number * place.group;
+        let blocks = k.eval(place.query_blocks());
+        k.set(self.number, (tile.batch * heads + self.head) * blocks + self.block);
+    }
+
+    /// The entry of the list that it goes by.
+    pub(super) fn entry(&self) -> Option<Reg<U32>> {
+        match self.path {
+            Path::Listed { listed, .. } => Some(listed.entry),
+            _ => None,
+        }
+    }
+
+    /// Whether the block where it stands needs the function, as far as a list says.
+    pub(crate) fn needs_function(&self) -> Option<Value<Pred>> {
+        self.entry().map(needs_function)
     }
 }

@@ -21,6 +21,9 @@ pub(super) fn produce(k: &mut Builder, block: &Block<'_>, tile: &Tile, walk: &Wa
             let number = exchange.number(k, stage);
             k.store(number, walk.number);
         }
+        if let Some(told) = &shared.told {
+            told.tell(k, stage, walk);
+        }
         let full = queries.expect(k, shared.queries.layout().bytes() + statistics_bytes);
         let corner = corner(k);
         shared.queries.at(k, stage).load(k, tensors.queries, &corner, full, CopyHint::default());

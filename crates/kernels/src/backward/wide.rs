@@ -121,6 +121,7 @@ impl Consumer {
         let every = Part::every(group.backward);
         group.wait_for_keys(k);
         group.wait_for_queries(k, Part::FIRST, Part::FIRST);
+        group.begin(k);
         half.start_scores(k, Part::FIRST);
         k.wait_products(0);
         let slopes = group.backward.rules.has_slopes();
@@ -169,7 +170,7 @@ impl Consumer {
             half.start_query_gradients(k, query_gradients, 0, before.stage);
         }
         k.wait_products(1 + u32::from(before.is_some()));
-        group.walk.advance_block(k, group.tile);
+        group.advance_block(k, next.stage);
         if !slopes {
             self.exponentials(k, group, next, scores, None);
             group.release_queries(k, next.stage);

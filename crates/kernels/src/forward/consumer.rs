@@ -7,11 +7,11 @@ use super::probe::{Phase, Probe};
 use super::rule::Rule;
 use super::scheduler::ConsumerScheduler;
 use super::softmax::Softmax;
+use super::stream_k::PartWord;
 use super::warpgroup::Warpgroup;
 use super::{Form, Forward, Shared, fp8};
 use crate::attention::Score;
 use crate::attention::function::lower::Functions;
-use crate::attention::rows::Finished;
 use crate::attention::scores::ScoreRule;
 
 /// What the loop carries from step to step.
@@ -109,8 +109,8 @@ impl<T: ConsumerScheduler> State<'_, T> {
             let landed = update.wait(k);
             group.release_values(k);
             probe.stamp(k, Phase::Update);
-            let rows = finish(k, *tiles, softmax, current);
-            epilogue.store(k, *tiles, staging, &rows, landed, current);
+            // What takes in others comes last, and is not followed by another tile.
+            finish(k, (*tiles, current), epilogue, staging, softmax, landed, false);
             probe.stamp(k, Phase::Epilogue);
             let scores = scores.wait(k);
             group.release_keys(k);
@@ -182,8 +182,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
         let landed = group.start_update(k, output, accumulate, p).wait(k);
         group.release_values(k);
         probe.stamp(k, Phase::Update);
-        let rows = finish(k, *tiles, softmax, current);
-        epilogue.store(k, *tiles, staging, &rows, landed, current);
+        finish(k, (*tiles, current), epilogue, staging, softmax, landed, true);
         probe.stamp(k, Phase::Epilogue);
     }
 
@@ -191,6 +190,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
     fn first_block(&mut self, k: &mut Builder, scores: &Accumulator, p: &Fragment) {
         let scores = Score::of(scores);
         let entry = self.tiles.entry(k, &self.current, || self.block.into());
+        self.rule.prefetch(k, self.tiles, &self.current, self.block - 1);
         self.rule.apply(k, self.tiles, &self.current, (self.block, entry), &scores);
         self.softmax.first_block(k, &scores, p);
         self.probe.stamp(k, Phase::Softmax);
@@ -212,6 +212,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
         group.wait_for_values(k);
         let update = group.start_update(k, output, accumulate, before);
         group.ping_pong.pass(k);
+        self.rule.prefetch(k, self.tiles, &self.current, self.block - 2);
         let scores = Score::of(&scores.wait(k));
         group.release_keys(k);
         probe.stamp(k, Phase::Scores);
@@ -227,13 +228,33 @@ impl<T: ConsumerScheduler> State<'_, T> {
     }
 }
 
-/// What the rows of a tile come to.
+/// The end of a tile: stored, or left for another block to take in. A block's last tile may take in
+/// what others have left.
 fn finish<T: ConsumerScheduler>(
     k: &mut Builder,
-    tiles: &T,
+    (tiles, current): (&T, &T::Current),
+    epilogue: &Epilogue,
+    staging: &Output,
     softmax: &Softmax,
-    current: &T::Current,
-) -> Vec<Finished> {
-    let sink = tiles.sink(k, current);
-    softmax.finish(k, sink)
+    output: &Accumulator,
+    last: bool,
+) {
+    let store = |k: &mut Builder| {
+        let sink = tiles.sink(k, current);
+        let rows = softmax.finish(k, sink);
+        epilogue.store(k, tiles, staging, &rows, output, current);
+    };
+    let (Some(partials), Some(part)) = (&epilogue.partials, tiles.part(current)) else {
+        return store(k);
+    };
+    k.if_else(
+        PartWord::is_left(part),
+        |k| partials.leave(k, staging, part, softmax, output),
+        |k| {
+            if last {
+                partials.take_in(k, staging, part, softmax, output);
+            }
+            store(k);
+        },
+    );
 }

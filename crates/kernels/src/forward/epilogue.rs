@@ -5,6 +5,7 @@ use ptx::{
     TensorMap, U32, U64,
 };
 
+use super::partials::Partials;
 use super::scheduler::{ConsumerScheduler, Place};
 use super::warpgroup::Warpgroup;
 use super::{Shared, barrier};
@@ -14,17 +15,19 @@ use crate::attention::rows::Finished;
 pub(super) struct Epilogue {
     pub(super) output: TensorMap,
     pub(super) lse: Reg<GlobalAddress>,
+    /// Where parts of tiles go, where keys are shared out.
+    pub(super) partials: Option<Partials>,
 }
 
 /// The shared memory through which a warpgroup's output goes, and the thread's place in it.
 pub(super) struct Output {
     tile: SharedTile,
     barrier: Reg<U32>,
-    index: Reg<U32>,
-    thread: Reg<U32>,
+    pub(super) index: Reg<U32>,
+    pub(super) thread: Reg<U32>,
     warp: Reg<U32>,
     /// True in the thread that issues the copies and waits for them.
-    leads: Reg<Pred>,
+    pub(super) leads: Reg<Pred>,
 }
 
 impl Output {
@@ -41,7 +44,7 @@ impl Output {
     }
 
     /// All threads of the warpgroup meet.
-    fn meet(&self, k: &mut Builder) {
+    pub(super) fn meet(&self, k: &mut Builder) {
         k.barrier_sync(self.barrier, 128);
     }
 

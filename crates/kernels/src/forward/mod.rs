@@ -31,6 +31,7 @@ mod dynamic_scheduler;
 mod epilogue;
 mod fp8;
 mod lists;
+mod partials;
 mod prefill;
 mod probe;
 mod producer;
@@ -38,6 +39,7 @@ mod rule;
 mod scheduler;
 mod softmax;
 mod static_scheduler;
+mod stream_k;
 mod transposer;
 mod tuned;
 mod warpgroup;
@@ -63,6 +65,7 @@ use crate::attention::{MaskKind, Rules};
 use crate::parameter::{Number, Tensor};
 use crate::product::Source;
 use epilogue::Epilogue;
+use partials::Partials;
 use static_scheduler::StaticScheduler;
 use transposer::Transposed;
 
@@ -94,6 +97,9 @@ pub struct Forward {
     pub ping_pong: bool,
     /// How the code is laid out: the same results bit for bit.
     pub form: Form,
+    /// Whether the tiles of a last, incomplete round are shared out by keys (stream-K): with 16-bit
+    /// inputs, where no mask makes tiles of unequal length.
+    pub stream_k: bool,
 }
 
 /// How a kernel's code is laid out. Every form gives the same results.
@@ -180,18 +186,25 @@ impl Forward {
         let rows = 64u32.saturating_mul(*warpgroups);
         let turns = if *ping_pong { "_turns" } else { "" };
         let form = form.suffix();
+        let stream_k = if self.stream_k { "_streamk" } else { "" };
         let source = match query_source {
             Source::Shared => "",
             Source::Registers => "r",
         };
         let output = if output == element { String::new() } else { format!("_{output}") };
         format!(
-            "{family}_{element}{output}_d{head_dim}x{value_head_dim}{rules}_{rows}x{key_block}_s{stages}q{query_buffers}{source}{turns}{form}"
+            "{family}_{element}{output}_d{head_dim}x{value_head_dim}{rules}_{rows}x{key_block}_s{stages}q{query_buffers}{source}{turns}{form}{stream_k}"
         )
     }
 
-    /// Whether its blocks take tiles from [`TileLists`]: where a mask makes tiles of unequal length.
+    /// Whether its blocks take tiles from [`TileLists`]: where a mask makes tiles of unequal length,
+    /// or tiles are shared out by keys.
     pub fn takes_lists(&self) -> bool {
+        self.stream_k || self.is_uneven()
+    }
+
+    /// Whether a mask makes tiles of unequal length.
+    fn is_uneven(&self) -> bool {
         self.rules.mask != MaskKind::Dense || self.takes_block_lists()
     }
 
@@ -322,7 +335,8 @@ impl Forward {
     /// of query heads, and of query heads per key head; then, as far as the
     /// rules ask for them, the reach to the left and right, the divisor of the
     /// chunk, the slopes with their stride from sequence to sequence, and the
-    /// sinks. Key length must not be zero. Any number of blocks; with lists,
+    /// sinks; with stream-K where parts of tiles are left, and their flags, all
+    /// zero. Key length must not be zero. Any number of blocks; with lists,
     /// one for each.
     pub fn program(&self) -> Result<Program, Error> {
         self.build(false)
@@ -380,6 +394,10 @@ impl Forward {
                 "the key block is not a multiple of 16 up to 256",
             ),
             (self.stages == 0 || self.query_buffers == 0, "there is at least one stage"),
+            (
+                self.stream_k && (fp8 || self.is_uneven()),
+                "keys are shared out with 16-bit inputs and without a mask only",
+            ),
         ];
         faults.into_iter().find(|(faulty, _)| *faulty).map(|(_, fault)| fault)
     }
@@ -400,6 +418,7 @@ impl Forward {
             StaticScheduler::parameters(k, self, query_length, key_length, scores.scale_log2);
         let functions =
             Functions::parameters(k, &self.rules).unscaled(&self.rules, scores.inverse).in_pairs();
+        let partials = self.stream_k.then(|| Partials::parameters(k, self));
         let probe = probe::parameter(k, probed);
         let shared = self.shared(k);
         let thread = k.thread_index();
@@ -411,7 +430,7 @@ impl Forward {
             self.register_budgets(),
             |k| producer::produce(k, self, &shared, &maps, &schedule),
             |k| {
-                let epilogue = Epilogue { output: maps.output, lse };
+                let epilogue = Epilogue { output: maps.output, lse, partials };
                 let rules = (scores, functions);
                 consumer::consume(k, self, &shared, &schedule, rules, &epilogue, probe);
             },

@@ -141,7 +141,7 @@ impl Prefill {
     /// | `lse`, `lse head stride` | the address of the log-sum-exps, and from one head to the next |
     /// | the scale, or the two of capped scores | see [`Scale`](crate::parameter::Scale) |
     /// | `schedule` | what the [`Sequencer`](crate::Sequencer) wrote |
-    /// | `query heads`, `heads together` | heads, and how many of them are a round: divides them |
+    /// | `query heads`, `heads together`, `last heads` | heads, how many of them are a round: divides them; the first of the last round |
     /// | `query heads per key head` | a [`Divisor`](crate::Divisor) |
     /// | `window left`, `window right` | keys before and after a query's position that it sees |
     /// | `chunk` | a divisor, where attention is chunked |
@@ -185,7 +185,7 @@ impl Prefill {
             },
             |k| {
                 let posted = DynamicConsumer::new(k, &slots, &batch);
-                let epilogue = Epilogue { output: maps.output, lse };
+                let epilogue = Epilogue { output: maps.output, lse, partials: None };
                 let probe = probe::parameter(k, false);
                 let rules = (scores, functions);
                 consumer::consume(k, &self.tile, &shared, &posted, rules, &epilogue, probe);

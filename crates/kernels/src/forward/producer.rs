@@ -49,10 +49,10 @@ pub(super) fn produce<T: ProducerScheduler>(
         tiles.load_queries(k, &queries, tile);
     };
     k.if_(tiles.has_tile(&tile), |k| begin(k, &tile));
-    tiles.look_ahead(k, &tile);
     k.loop_(|k| {
         k.break_if(!tiles.has_tile(&tile));
         k.loop_(|k| {
+            tiles.look_ahead(k, &tile, block);
             k.break_if(tiles.is_first_block(&held, block));
             let next = k.eval(block - 1);
             let next_row = row(k, &held, next);
@@ -75,7 +75,6 @@ pub(super) fn produce<T: ProducerScheduler>(
         }
         k.set(block, tiles.last_block(&tile));
         tiles.take(k, &held, &tile);
-        tiles.look_ahead(k, &tile);
     });
     if let Some(transposed) = &shared.transposed {
         transposed.stop(k, &values.producer);

@@ -55,8 +55,8 @@ pub(super) trait ProducerScheduler: TileScheduler {
     /// Brings a tile's queries.
     fn load_queries(&self, k: &mut Builder, loader: &Loader<'_>, tile: &Self::Tile);
 
-    /// Looks ahead: called when a tile's copies are under way.
-    fn look_ahead(&self, k: &mut Builder, tile: &Self::Tile);
+    /// Looks ahead to the next tile: called before each key block of a tile.
+    fn look_ahead(&self, _: &mut Builder, _: &Self::Tile, _: Reg<U32>) {}
 
     /// Called when there are no more tiles.
     fn finish(&self, k: &mut Builder);
@@ -116,6 +116,13 @@ pub(super) trait ConsumerScheduler: TileScheduler {
 
     /// What a product of the tile's 8-bit numbers is multiplied with; 1 where they have 16 bits.
     fn descale(&self, k: &mut Builder, current: &Self::Current, product: Product) -> Reg<F32>;
+
+    /// What becomes of the tile, where keys are shared out ([`PartWord`]).
+    ///
+    /// [`PartWord`]: super::stream_k::PartWord
+    fn part(&self, _: &Self::Current) -> Option<Reg<U32>> {
+        None
+    }
 
     /// The tile's sink, in units of log2.
     fn sink(&self, k: &mut Builder, current: &Self::Current) -> Option<Reg<F32>>;

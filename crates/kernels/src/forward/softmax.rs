@@ -1,7 +1,7 @@
 //! The softmax of a warpgroup's rows: the guarded softmax, with its slow path in the block's own
 //! registers and the output rescaled when the products in flight have landed.
 
-use ptx::{Accumulator, Builder, F32, Fragment, Pred, Reg, Value};
+use ptx::{Accumulator, Builder, Expression, F32, Fragment, Pred, Reg, Value};
 
 use super::Forward;
 use crate::attention::rows::Finished;
@@ -76,6 +76,24 @@ impl Softmax {
     /// The exponentials of a block, rounded into `p`, and the thread's sums of them.
     fn exponentials(&self, k: &mut Builder, scores: &[Score], p: &Fragment) -> Vec<Reg<F32>> {
         self.rows.exponentials(k, scores, |k, pair, [low, high]| p.set_pair(k, pair, low, high))
+    }
+
+    /// The references of the thread's rows, and its parts of their sums.
+    pub(super) fn state(&self) -> Vec<Reg<F32>> {
+        self.rows.state()
+    }
+
+    /// Takes in rows over other keys: how the output must be rescaled, and what that over the other
+    /// keys must be multiplied with before it is added.
+    pub(super) fn take_in(
+        &self,
+        k: &mut Builder,
+        others: [Reg<F32>; 4],
+    ) -> (Rescale, [Reg<F32>; 2]) {
+        let [first, second] =
+            [0, 1].map(|row| self.rows.take_in(k, row, [others[row], others[row + 2]]));
+        let needed = k.any(first[0].differs(1.0) | second[0].differs(1.0));
+        (Rescale { needed, factors: [first[0], second[0]] }, [first[1], second[1]])
     }
 
     /// Ends the rows.

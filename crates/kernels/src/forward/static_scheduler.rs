@@ -5,7 +5,7 @@
 //! values of few heads in the second-level cache. Without a mask all tiles are
 //! alike, and block `b` of `g` takes tiles `b`, `b + g`, ... With a mask
 //! they differ in length, and each block has a list ([`TileLists`]), read one
-//! entry ahead.
+//! entry ahead. Lists also say where a block has only a part of a tile's keys.
 //!
 //! [`TileLists`]: super::TileLists
 
@@ -13,6 +13,7 @@ use ptx::{Builder, Expression, F32, GlobalAddress, Pred, Reg, S32, U32, U64, Val
 
 use super::producer::Loader;
 use super::scheduler::{ConsumerScheduler, Place, ProducerScheduler, TileScheduler};
+use super::stream_k::PartWord;
 use super::{Forward, TileLists};
 use crate::attention::descale::{Descales, Product};
 use crate::attention::function::blocks::{BlockList, BlockLists, block_of, count, entry};
@@ -29,6 +30,8 @@ pub(super) struct StaticScheduler {
     query_length: Reg<U32>,
     key_length: Reg<U32>,
     order: Order,
+    /// Whether lists have parts of tiles.
+    stream_k: bool,
     /// Tiles of a head.
     per_head: DivisorRegisters,
     heads: DivisorRegisters,
@@ -65,13 +68,15 @@ pub(super) struct Tile {
     first_masked: Reg<U32>,
     /// With a window, where that ends on the left.
     whole_from: Option<Reg<U32>>,
+    /// What becomes of it, where keys are shared out.
+    part: Option<Reg<U32>>,
 }
 
 /// Where a tile's keys and values are.
 pub(super) struct Rows {
     key_head: Reg<U32>,
     batch: Reg<U32>,
-    /// The first key block, with a window; with a list, the first place of the walk.
+    /// The first key block, with a window or of a part; with a list, the first place of the walk.
     first_block: Option<Reg<U32>>,
     list: Option<BlockList>,
 }
@@ -82,14 +87,11 @@ pub(super) struct Current {
     first_masked: Reg<U32>,
     head: Reg<U32>,
     batch: Reg<U32>,
-    window: Option<Window>,
+    first_block: Option<Reg<U32>>,
+    /// With a window, the first block that all rows see whole.
+    whole_from: Option<Reg<U32>>,
     list: Option<BlockList>,
-}
-
-/// What a window adds: the first block, and the first that all rows see whole.
-struct Window {
-    first_block: Reg<U32>,
-    whole_from: Reg<U32>,
+    part: Option<Reg<U32>>,
 }
 
 impl StaticScheduler {
@@ -106,6 +108,7 @@ impl StaticScheduler {
             key_block: forward.key_block,
             query_length,
             key_length,
+            stream_k: forward.stream_k,
             order: if forward.takes_lists() {
                 Order::Listed(Workspace::TileLists.address(k))
             } else {
@@ -127,6 +130,7 @@ impl StaticScheduler {
 
     /// Finds the coordinates of a tile by its number.
     fn locate(&self, k: &mut Builder, tile: &Tile) {
+        let end = self.find_part(k, tile);
         let (head_and_batch, row_tile) = self.per_head.divide(k, tile.number);
         let (batch, head) = self.heads.divide(k, head_and_batch);
         let (key_head, _) = self.group.divide(k, head);
@@ -135,6 +139,9 @@ impl StaticScheduler {
         k.set(tile.rows.key_head, key_head);
         k.set(tile.first_row, row_tile * self.query_rows);
         self.find_blocks(k, tile);
+        if let Some(end) = end {
+            k.set(tile.blocks, tile.blocks.minimum(end));
+        }
         if let (Some(lists), Some(list)) = (&self.lists, tile.rows.list) {
             // Beyond the last tile there is no list.
             k.if_(self.has_tile(tile), |k| {
@@ -147,6 +154,29 @@ impl StaticScheduler {
                 k.set(first, 0u32);
             }
         }
+    }
+
+    /// Where an entry of a list is a part of a tile: which, from which key block on, and where it
+    /// ends.
+    fn find_part(&self, k: &mut Builder, tile: &Tile) -> Option<Reg<U32>> {
+        let (Order::Listed(lists), Some(first), Some(part)) =
+            (&self.order, tile.rows.first_block, tile.part)
+        else {
+            return None;
+        };
+        k.set(first, 0u32);
+        k.set(part, PartWord::WHOLE);
+        let end = k.variable(u32::MAX);
+        let is_part = tile.number.at_least(TileLists::PART) & tile.number.differs(TileLists::END);
+        k.if_(is_part, |k| {
+            let word = tile.number - TileLists::PART;
+            let at = k.eval(*lists + word.convert::<U64>() * 4);
+            let words = k.load_vector::<U32, _, 4>(at, Default::default());
+            for (register, word) in [tile.number, first, end, part].into_iter().zip(words) {
+                k.set(register, word);
+            }
+        });
+        Some(end)
     }
 
     /// Which key blocks the tile needs, and which of them need no mask.
@@ -166,9 +196,9 @@ impl StaticScheduler {
         }
     }
 
-    /// A register that there is with a window only.
-    fn with_window(&self, k: &mut Builder) -> Option<Reg<U32>> {
-        self.visibility.is_window().then(|| k.register())
+    /// Whether tiles may begin behind the first key.
+    fn begins_later(&self) -> bool {
+        self.visibility.is_window() || self.stream_k
     }
 }
 
@@ -196,12 +226,13 @@ impl TileScheduler for StaticScheduler {
             rows: Rows {
                 key_head: k.register(),
                 batch: k.register(),
-                first_block: self.with_window(k),
+                first_block: self.begins_later().then(|| k.register()),
                 list: self.lists.map(|lists| k.variable(lists.address())),
             },
             blocks: k.register(),
             first_masked: k.register(),
-            whole_from: self.with_window(k),
+            whole_from: self.visibility.is_window().then(|| k.register()),
+            part: self.stream_k.then(|| k.register()),
         };
         self.locate(k, &tile);
         tile
@@ -280,8 +311,6 @@ impl ProducerScheduler for StaticScheduler {
         loader.load(k, &corner(tile.first_row, tile.head, tile.rows.batch));
     }
 
-    fn look_ahead(&self, _: &mut Builder, _: &Tile) {}
-
     fn finish(&self, _: &mut Builder) {}
 }
 
@@ -294,10 +323,10 @@ impl ConsumerScheduler for StaticScheduler {
             first_masked: k.variable(tile.first_masked),
             head: k.variable(tile.head),
             batch: k.variable(tile.rows.batch),
-            window: tile.rows.first_block.zip(tile.whole_from).map(|(first_block, whole_from)| {
-                Window { first_block: k.variable(first_block), whole_from: k.variable(whole_from) }
-            }),
+            first_block: tile.rows.first_block.map(|first| k.variable(first)),
+            whole_from: tile.whole_from.map(|whole_from| k.variable(whole_from)),
             list: tile.rows.list.map(|list| k.variable(list)),
+            part: tile.part.map(|part| k.variable(part)),
         }
     }
 
@@ -306,10 +335,14 @@ impl ConsumerScheduler for StaticScheduler {
         k.set(current.first_masked, tile.first_masked);
         k.set(current.head, tile.head);
         k.set(current.batch, tile.rows.batch);
-        let new = tile.rows.first_block.zip(tile.whole_from);
-        if let (Some(window), Some((first_block, whole_from))) = (&current.window, new) {
-            k.set(window.first_block, first_block);
-            k.set(window.whole_from, whole_from);
+        for (held, new) in [
+            (current.first_block, tile.rows.first_block),
+            (current.whole_from, tile.whole_from),
+            (current.part, tile.part),
+        ] {
+            if let (Some(held), Some(new)) = (held, new) {
+                k.set(held, new);
+            }
         }
         if let (Some(held), Some(new)) = (current.list, tile.rows.list) {
             k.set(held, new);
@@ -326,16 +359,13 @@ impl ConsumerScheduler for StaticScheduler {
     }
 
     fn is_first_block(&self, current: &Current, block: Reg<U32>) -> Value<Pred> {
-        match &current.window {
-            Some(window) => block.equals(window.first_block),
-            None => block.equals(0),
-        }
+        current.first_block.map_or_else(|| block.equals(0), |first| block.equals(first))
     }
 
     fn needs_mask(&self, current: &Current, block: Reg<U32>) -> Value<Pred> {
         let behind = block.at_least(current.first_masked);
-        match &current.window {
-            Some(window) => behind | block.less(window.whole_from),
+        match current.whole_from {
+            Some(whole_from) => behind | block.less(whole_from),
             None => behind,
         }
     }
@@ -382,6 +412,10 @@ impl ConsumerScheduler for StaticScheduler {
         let Some(descales) = &self.descales else { return k.eval(1.0) };
         let (key_head, _) = self.group.divide(k, current.head);
         descales.of(k, product, current.batch, key_head)
+    }
+
+    fn part(&self, current: &Current) -> Option<Reg<U32>> {
+        current.part
     }
 
     fn sink(&self, k: &mut Builder, current: &Current) -> Option<Reg<F32>> {

@@ -95,6 +95,8 @@ enum Masks {
     /// And windows: tiles of unequal length, of which some blocks are masked.
     Causal,
     Both,
+    /// Any, with a score function that loads something for each score.
+    Loads,
 }
 
 const ANY_LENGTH: u64 = u64::MAX;
@@ -118,6 +120,7 @@ const TILE_192X96: Tile = Tile { warpgroups: 3, key_block: 96, stages: 3, ..TILE
 const TILE_192X96_ONE_BUFFER: Tile = Tile { query_buffers: 1, ..TILE_192X96 };
 const TILE_192X80_REGISTERS: Tile =
     Tile { key_block: 80, query_source: Source::Registers, ..TILE_192X96 };
+const TILE_128X128_LOADS: Tile = Tile { stages: 3, ..TILE_128X128 };
 // A second buffer of queries does not fit beside keys and values this wide.
 const TILE_128X96: Tile = Tile { key_block: 96, query_buffers: 1, ..TILE_128X128 };
 // The tensor cores are the limit here: every form is within 1 %, and this one compiles fastest.
@@ -154,6 +157,15 @@ const UP_TO_256: Rule = Rule {
 /// before long.
 const RULES: &[Rule] = &[
     FEW_ROWS,
+    Rule {
+        dims: (64, 64),
+        masks: Masks::Loads,
+        length: ANY_LENGTH,
+        few: false,
+        tile: TILE_128X128_LOADS,
+        reason: "128 x 128 tiles with queries in shared memory have registers for what a score function \
+                 loads",
+    },
     Rule {
         dims: (64, 64),
         masks: Masks::Dense,
@@ -529,6 +541,7 @@ impl Rule {
             query_source: self.tile.query_source,
             ping_pong: self.tile.ping_pong,
             form: self.tile.form,
+            stream_k: false,
         }
     }
 }
@@ -542,6 +555,7 @@ impl Masks {
             Masks::Dense => dense,
             Masks::Causal => !dense,
             Masks::Both => true,
+            Masks::Loads => rules.score_function.is_some_and(|it| it.loads_each_score()),
         }
     }
 }

@@ -361,7 +361,10 @@ impl<'a> Executor<'_, 'a> {
             }
             self.release_at(warp, space, &addresses, scope, releases);
         }
-        let source = Source::Atomic(scope);
+        let source = match self.adds_in_order(warp, ty, space, &addresses) {
+            true => Source::Thread,
+            false => Source::Atomic(scope),
+        };
         let event = if self.world.checked { self.thread_event(warp, source, "atom") } else { 0 };
         let operand = |warp: &Warp<'_>, operand: Operand, lane: usize| match bytes {
             8 => warp.wide(operand)[lane],
@@ -865,6 +868,21 @@ impl<'a> Executor<'_, 'a> {
         let mut hazard = self.event_hazard(event, lane, kind, text);
         hazard.other = other.place;
         hazard
+    }
+
+    /// Whether an atomic is to memory that floats must be added to in one order.
+    fn adds_in_order(
+        &self,
+        warp: &Warp<'a>,
+        ty: Type,
+        space: Space,
+        addresses: &[u64; 32],
+    ) -> bool {
+        let floats = matches!(ty, Type::F16 | Type::BF16 | Type::F32);
+        let first = lanes_of(warp.active).next().filter(|_| floats && space == Space::Global);
+        let memory = &self.world.memory;
+        let at = first.and_then(|lane| memory.locate(addresses[lane as usize], 1).ok());
+        at.is_some_and(|(buffer, _)| memory.buffer(buffer).in_order)
     }
 
     fn check_collision(

@@ -99,7 +99,8 @@ impl<'a> Executor<'_, 'a> {
             product.issued_at = product.issued_at.max(warp.time);
             (product.after, product.since) = (after, since);
             if let Some(released) = released {
-                product.start.join(&released);
+                // Each warp reads for itself: what it does not know may not be there yet.
+                product.start.meet(&released);
             }
             return Ok(());
         }

@@ -72,6 +72,36 @@ fn swizzle_mismatch() {
     fails("swizzle_mismatch", H::SwizzleMismatch, &square(Swizzle::None));
 }
 
+/// Every warp of a warpgroup reads all of the right operand, whoever stored it.
+#[test]
+fn product_of_what_other_warps_store() {
+    let kernel = |meet: fn(&mut Builder)| {
+        let mut k = Builder::new("kernel", Target::SM_90A, 128);
+        let out = k.parameter::<GlobalAddress>("out");
+        let tile = SharedTiles::new(&mut k, "tile", LAYOUT, 1).at(&mut k, 0);
+        let thread = k.thread_index();
+        let zero = [0; 4].map(|zero| k.eval::<U32>(zero));
+        for chunk in 0..4 {
+            k.store_vector(tile.address() + thread * 64 + 16 * chunk, &zero, Default::default());
+        }
+        k.fence(Fence::ProxyAsyncShared);
+        meet(&mut k);
+        let product = k.wgmma(tile.matrix(), tile.transposed()).wait(&mut k);
+        let sum = product.registers()[0];
+        k.store(out + thread.convert::<U64>() * 4, sum);
+        k.finish().unwrap()
+    };
+    passes(&kernel(|k| k.block_sync()));
+    // Who stores after the first warp has begun overwrites; who stores before is not known to have.
+    for policy in flashcore_sim::Policy::HOSTILE {
+        for seed in 0..8 {
+            let options = flashcore_sim::Options::checked(policy, seed);
+            let found = crate::hazard(&kernel(|k| k.warp_sync()), &options);
+            assert!(matches!(found.kind, H::DataRace | H::OverwrittenInFlight), "{found}");
+        }
+    }
+}
+
 #[test]
 fn a_product_reads_what_has_not_arrived() {
     let program = square(Swizzle::B128);

@@ -7,7 +7,7 @@ use ptx::{
 };
 
 use crate::copy::{FENCED, Store, wait, with_store};
-use crate::{fails, passes};
+use crate::{Argument, Failure, Launch, Memory, Options, Policy, fails, passes, sim};
 
 /// Every thread writes its word, then reads the one of a thread `distance` on.
 fn exchange(threads: u32, distance: u32, synchronise: impl Fn(&mut Builder)) -> ptx::Program {
@@ -121,6 +121,58 @@ fn atomics_of_many_blocks_do_not_race() {
         order: AtomicOrder::Relaxed,
     });
     passes(&k.finish().unwrap());
+}
+
+/// Two blocks add to one sum, the second after the first has raised a flag.
+fn added_by_turns(store: StoreOrder) -> ptx::Program {
+    let mut k = Builder::new("kernel", Target::SM_90A, 32).cluster(2);
+    let sum = k.parameter::<GlobalAddress>("sum");
+    let raised = k.parameter::<GlobalAddress>("flag");
+    let (thread, rank) = (k.thread_index(), k.cluster_rank());
+    k.if_(thread.equals(0), |k| {
+        k.if_else(
+            rank.equals(0),
+            |k| {
+                k.reduce_add::<F32, _>(sum, 1.0, Scope::Gpu);
+                let one = k.eval::<U32>(1);
+                let hint = StoreHint { order: store, ..StoreHint::default() };
+                k.store_vector(raised, &[one], hint);
+            },
+            |k| {
+                k.loop_(|k| {
+                    let order = LoadOrder::Acquire(Scope::Gpu);
+                    let hint = LoadHint { order, ..LoadHint::default() };
+                    let [seen] = k.load_vector::<U32, _, 1>(raised, hint);
+                    k.break_if(seen.equals(1));
+                });
+                k.reduce_add::<F32, _>(sum, 2.0, Scope::Gpu);
+            },
+        );
+    });
+    k.finish().unwrap()
+}
+
+#[test]
+fn sums_in_one_order() {
+    let run = |store: StoreOrder, in_order: bool| {
+        let program = added_by_turns(store);
+        let mut memory = Memory::new();
+        let (sum, raised) = (memory.input_f32("sum", &[0.0]), memory.input_u32("flag", &[0]));
+        if in_order {
+            memory.adds_in_order(sum);
+        }
+        let arguments = vec![Argument::Address(sum, 0), Argument::Address(raised, 0)];
+        let launch = Launch { program: &program, grid: 2, arguments };
+        match sim::run(&launch, &mut memory, &Options::checked(Policy::Latest, 0)) {
+            Ok(_) => None,
+            Err(Failure::Hazard(hazard)) => Some(hazard.kind),
+            Err(other) => panic!("{other}"),
+        }
+    };
+    let (release, relaxed) = (StoreOrder::Release(Scope::Gpu), StoreOrder::Relaxed(Scope::Gpu));
+    assert_eq!(run(release, true), None);
+    assert_eq!(run(relaxed, true), Some(H::DataRace));
+    assert_eq!(run(relaxed, false), None, "the order of a sum is open where nobody asks for one");
 }
 
 /// Two blocks count together; what the last one reads, the first must have handed on.

@@ -110,12 +110,7 @@ fn check_seed(
     let Ok(case) = SequencesCase::random(dtype, seed) else {
         return Vec::new();
     };
-    let mut kernels: Vec<(&dyn Backend, &'static str)> = Vec::new();
-    for backend in backends {
-        let able = case.kernels(*backend).unwrap_or_default();
-        kernels.extend(able.into_iter().map(|kernel| (*backend, kernel)));
-    }
-    kernels.retain(|(_, kernel)| wanted.is_none_or(|wanted| wanted == *kernel));
+    let kernels = case.kernels(backends, wanted).unwrap_or_default();
     if kernels.is_empty() {
         return Vec::new();
     }
@@ -247,11 +242,14 @@ impl SequencesCase {
         Ok(ExpectedOfSequences { case: self, problem, inputs, reference, baseline })
     }
 
-    /// The kernels of a back end that serve it, the best first.
-    pub fn kernels(&self, backend: &dyn Backend) -> Result<Vec<&'static str>, Error> {
+    /// The kernels of back ends that serve it, the best first, or only those of this name.
+    pub fn kernels<'b>(
+        &self,
+        backends: &[&'b dyn Backend],
+        kernel: Option<&str>,
+    ) -> Result<Vec<(&'b dyn Backend, &'static str)>, Error> {
         let (problem, inputs) = self.sequences.over(self.tensors.inputs())?;
-        let candidates = backend.candidates(&problem, &inputs.arrangement(&problem)?);
-        Ok(candidates.into_iter().filter(|it| it.accepted).map(|it| it.kernel).collect())
+        Ok(super::serving(backends, kernel, &problem, &inputs.arrangement(&problem)?))
     }
 }
 
@@ -359,7 +357,8 @@ pub(super) fn random_rules(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use flashcore::CpuBackend;
+    use flashcore::plan::{Arrangement, Candidate};
+    use flashcore::{CpuBackend, Output, Plan};
 
     #[test]
     fn the_cpu_is_right_about_random_sequences() {
@@ -367,10 +366,52 @@ mod tests {
         for seed in 0..40 {
             for dtype in [DType::F16, DType::BF16, DType::E4M3, DType::E5M2] {
                 let case = SequencesCase::random(dtype, seed).unwrap();
-                assert_eq!(case.kernels(&backend).unwrap(), ["blocked"]);
+                let kernels = case.kernels(&[&backend], None).unwrap();
+                assert_eq!(kernels.iter().map(|it| it.1).collect::<Vec<_>>(), ["blocked"]);
                 let outcome = case.expected().unwrap().check(&backend, "blocked").unwrap();
                 assert!(outcome.passed, "{case}: {outcome}");
             }
         }
+    }
+
+    /// A back end with a kernel for everybody, and one for those who ask for it.
+    struct Two;
+
+    impl Backend for Two {
+        fn name(&self) -> &'static str {
+            "two"
+        }
+
+        fn describe(&self) -> String {
+            String::new()
+        }
+
+        fn candidates(&self, _: &Problem, _: &Arrangement) -> Vec<Candidate> {
+            let candidate = |kernel, on_request| Candidate {
+                backend: "two",
+                kernel,
+                accepted: true,
+                on_request,
+                configuration: None,
+                choice: None,
+                reason: String::new(),
+            };
+            vec![candidate("right", false), candidate("hasty", true)]
+        }
+
+        fn execute(&self, _: &Plan, _: Inputs<'_>, _: &RunOptions<'_>) -> Result<Output, Error> {
+            unreachable!("only asked what it has")
+        }
+    }
+
+    #[test]
+    fn kernels_on_request_are_checked_on_request() {
+        let case = SequencesCase::random(DType::F16, 0).unwrap();
+        let names = |kernel| {
+            let kernels = case.kernels(&[&Two], kernel).unwrap();
+            kernels.into_iter().map(|(_, name)| name).collect::<Vec<_>>()
+        };
+        assert_eq!(names(None), ["right"]);
+        assert_eq!(names(Some("hasty")), ["hasty"]);
     }
 }

@@ -57,7 +57,7 @@ fn functions() -> Rules {
 const NARROW: Cache =
     Cache { element: Element::E4M3, key_scales: Scales::PerHead, value_scales: Scales::PerToken };
 
-fn forwards() -> [Forward; 6] {
+fn forwards() -> [Forward; 7] {
     let dense = Forward {
         element: Element::BF16,
         output: Element::BF16,
@@ -84,6 +84,7 @@ fn forwards() -> [Forward; 6] {
         },
         Forward { rules: Rules::EVERY, warpgroups: 1, stages: 3, ..dense },
         Forward { rules: functions(), warpgroups: 1, ..dense },
+        Forward { stream_k: true, ..dense },
         // Values of 8 bits are transposed on their way.
         Forward { element: Element::E4M3, form: Form::COMPACT, warpgroups: 1, ..causal },
     ]
@@ -124,7 +125,7 @@ fn mmas() -> [Mma; 4] {
     ]
 }
 
-fn decodes() -> [Decode; 4] {
+fn decodes() -> [Decode; 5] {
     let plain = Decode {
         target: Target::SM_80,
         element: Element::BF16,
@@ -143,7 +144,9 @@ fn decodes() -> [Decode; 4] {
     let rules = Rules { mask: MaskKind::Local, ..Rules::EVERY };
     let every = Decode { paged: true, stages: 3, rows: 16, rules, ..plain };
     let fixed = Decode { splits: Splits::Fixed { rounds: 1 }, ..plain };
-    [plain, every, Decode { target: Target::SM_89, cache: NARROW, head_dim: 32, ..plain }, fixed]
+    let narrow = Decode { target: Target::SM_89, cache: NARROW, head_dim: 32, ..plain };
+    // Twice the rows are too many for registers: what they come to is kept in memory.
+    [plain, every, narrow, fixed, Decode { rows: 16, ..fixed }]
 }
 
 fn appends() -> [Append; 3] {

@@ -78,9 +78,8 @@ pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
 
 /// A product of 8-bit numbers, in steps of 32.
 fn narrow_dot(a: &[f32], b: &[f32]) -> f32 {
-    let product = |(a, b): (&f32, &f32)| f64::from(*a) * f64::from(*b);
     let steps = a.chunks(32).zip(b.chunks(32));
-    steps.fold(0.0, |sum, (a, b)| sim::narrow_sum(sum, a.iter().zip(b).map(product)))
+    steps.fold(0.0, |sum, (a, b)| sim::narrow_sum(sum, a.iter().copied().zip(b.iter().copied())))
 }
 
 /// An exponential relative to the maximum in 8 bits, where what is 1 becomes 256: the largest power

@@ -14,7 +14,7 @@ use flashcore::{
 };
 use kernels::Configuration;
 use kernels::mma::BackwardMma;
-use kernels::parameter::{Captured, CapturedPart, List, Tensor as Role};
+use kernels::parameter::{Captured, CapturedPart, List, Tensor as Role, Workspace};
 use ptx::{Element, Program};
 use sim::{Argument, BufferId, Memory, TensorMapArgument};
 
@@ -89,6 +89,11 @@ pub enum Weights {
     Peaks,
     /// All as much as those: of few keys, every score of a row may be far below zero.
     Heavy,
+    /// So many even and so many as much as those, by turns: of two parts that become one, one is
+    /// far beyond the other.
+    Turns(usize),
+    /// So many as much as those, and the others even: no part that comes later is beyond the first.
+    First(usize),
     /// The fourth is not a number.
     Nan,
 }
@@ -102,9 +107,27 @@ impl Weights {
             Weights::Peaks if position % 7 == 3 => 25.0 * Weights::Valley.of(position, length),
             Weights::Spikes | Weights::Peaks => 1.0,
             Weights::Heavy => 60.0,
+            Weights::Turns(of) if position / of % 2 == 1 => 60.0,
+            Weights::First(of) if position < of => 60.0,
+            Weights::Turns(_) | Weights::First(_) => 1.0,
             Weights::Nan if position == 3 => f32::NAN,
             Weights::Nan => 1.0,
         }
+    }
+
+    /// Those of a tensor's rows, by where each is in its sequence.
+    fn of_rows(self, shape: Shape, placement: Option<&Placement>) -> Vec<f32> {
+        let rows = 0..shape.batch * shape.length;
+        let mut all: Vec<f32> = rows.map(|row| self.of(row % shape.length, shape.length)).collect();
+        let sequences = placement.map_or(0, Placement::sequences);
+        for (sequence, placement) in (0..sequences).zip(placement.into_iter().cycle()) {
+            let length = placement.length(sequence);
+            for position in 0..length {
+                let (entry, row) = placement.locate(sequence, position);
+                all[entry * shape.length + row] = self.of(position, length);
+            }
+        }
+        all
     }
 }
 
@@ -349,6 +372,10 @@ impl Call {
             if it.contents == Contents::Zeros {
                 restored.push(buffer);
             }
+            if problem.deterministic && it.source == Source::Workspace(Workspace::QueryGradientSums)
+            {
+                memory.adds_in_order(buffer);
+            }
             buffers.insert(it.source, buffer);
         }
 
@@ -392,11 +419,12 @@ impl Call {
                 (((a * shape.length + b) * shape.heads + c) * shape.dim + d) as u64
             };
             let weights = if seed == KEYS { self.weights } else { Weights::Even };
+            let weights = weights.of_rows(shape, placement);
             let mean = if seed == VALUES { self.value_mean } else { 0.0 };
             let all = Tensor::from_fn(dtype, shape, |at| {
                 // Up to 2: scores far enough apart that the maximum moves.
                 let outlier = if seed == QUERIES { self.outlier } else { 1.0 };
-                let weight = outlier * weights.of(at[1], shape.length);
+                let weight = outlier * weights[at[0] * shape.length + at[1]];
                 mean + 2.0 * weight * uniform(seed, index(at))
             })?;
             let all = match placement {

@@ -135,9 +135,11 @@ impl Call {
     /// The smallest that takes an attention kernel around its loops and has ragged ends.
     pub fn small(kernel: Configuration) -> Self {
         match kernel {
-            // A tile that is not full, three blocks of keys of which the last is hardly begun.
+            // A tile that is not full, three blocks of keys of which the last is hardly begun; enough
+            // for two blocks of threads where keys are shared out.
             Configuration::Forward(it) => {
-                let lengths = [it.query_rows() as usize - 3, 2 * it.key_block as usize + 5];
+                let blocks = if it.stream_k { 6 } else { 2 };
+                let lengths = [it.query_rows() as usize - 3, blocks * it.key_block as usize + 5];
                 Call::new(kernel, 1, lengths, [1, 1])
             }
             Configuration::Mma(it) if it.batch != Batch::Equal => {

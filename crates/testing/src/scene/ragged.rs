@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use flashcore::serving::Placement;
+use flashcore::serving::{Pages, Placement};
 use flashcore::{Error, Problem, Shape};
 
 use crate::dice::Dice;
@@ -35,6 +35,8 @@ pub enum Place {
     Apart,
     /// In pages of so many positions, in an order of their own and with some of nobody.
     Paged(usize),
+    /// In the first of several such pages and in the last, by turns: sequences share them.
+    Shared(usize),
 }
 
 type Placed = (Placement, Shape);
@@ -82,6 +84,13 @@ fn place(place: Place, lengths: &[usize], heads: usize, dim: usize) -> Result<Pl
         Place::Packed => packed(0),
         Place::Apart => packed(1),
         Place::Paged(size) => dice.paged(lengths.to_vec(), size, room, heads, dim)?,
+        Place::Shared(size) => {
+            let (columns, last) = (room.div_ceil(size), 4);
+            let table = (0..lengths.len() * columns).map(|index| index as u32 % 2 * last);
+            let pages = Pages::new(size, columns, table.collect())?;
+            let shape = Shape::new(last as usize + 1, size, heads, dim);
+            (Placement::paged(lengths.to_vec(), pages), shape)
+        }
     })
 }
 

@@ -64,8 +64,18 @@ impl Scene {
     }
 }
 
+/// What scores are capped at where keys weigh more than others: a low cap would make them alike, and a
+/// higher one would take too many digits of them.
+const HIGH_CAP: f32 = 200.0;
+
 fn scenes(calls: Vec<Call>) -> Result<Vec<Scene>, SceneError> {
-    calls.iter().map(Call::scene).collect()
+    let uncapped = |mut call: Call| {
+        if call.weights != Weights::Even && call.problem.scores.softcap.is_some() {
+            call.problem.scores.softcap = Some(HIGH_CAP);
+        }
+        call.scene()
+    };
+    calls.into_iter().map(uncapped).collect()
 }
 
 /// One step alone, steps around the stages more than once, keys that nobody sees.
@@ -100,6 +110,7 @@ fn backward(
     {
         // More heads than go together, and some left over.
         all.push(call([rows + 3, 2 * keys + 1], [5, 5]).on(1));
+        all.push(call([rows + 3, 2 * keys + 1], [3, 3]).on(1));
         all.push(Call::new(kernel, 2, [rows + 3, 2 * keys + 1], [7, 7]));
     }
     match mask {
@@ -179,7 +190,17 @@ fn forward(it: &Forward) -> Vec<Call> {
     if stages > 2 {
         all.push(call([rows, stages * block - 3], [5, 1]));
     }
+    all.extend(
+        turns(block)
+            .map(|of| Call { weights: Weights::Turns(of), ..call([rows - 1, 3 * block], [1, 1]) }),
+    );
     all.push(Call { weights: Weights::Heavy, ..call([rows, 2], [3, 1]) });
+    if it.stream_k {
+        // Three blocks of threads have parts of a tile; one has the end of a tile and the begin of
+        // the next.
+        all.push(call([rows - 1, 10 * block - 3], [1, 1]).on(3));
+        all.push(Call { weights: Weights::Peaks, ..call([rows, 10 * block], [5, 1]).on(3) });
+    }
     if it.rules.functions().next().is_some() {
         // Every divisor in every part of the walk.
         all.push(call([rows + 5, 2 * block], [7, 1]));
@@ -223,6 +244,11 @@ fn forward(it: &Forward) -> Vec<Call> {
     all
 }
 
+/// Which keys are heavy by turns: those of lanes, of a lane's columns, of blocks.
+fn turns(block: usize) -> impl Iterator<Item = usize> {
+    [1, 2, 4, 8, 16].into_iter().filter(move |of| *of < block).chain([block])
+}
+
 /// Keys that end at each of the columns that a lane has of a block.
 fn ends(block: usize) -> impl Iterator<Item = usize> {
     (block..2 * block).filter(|keys| keys % 8 < 2)
@@ -247,11 +273,15 @@ fn prefill(it: &Prefill) -> Vec<Call> {
         // A window within a block.
         call(vec![rows + 9, 3 * rows, 1], vec![4 * block + 5, 3 * rows, block], [1, 1])
             .with(|it| it.with_mask(Mask::window(Some(5), Some(2)))),
-        // One that is behind the first block.
+        // One that is behind the first block, for the first tile and for a later one.
         call(vec![1, 2], vec![4 * block + 9, 3 * block + 12], [1, 1])
             .with(|it| it.with_mask(Mask::window(Some(5), Some(2)))),
+        call(vec![1, 2, 1], vec![4 * block + 9, 3 * block + 12, 2 * block + 20], [1, 1])
+            .with(|it| it.with_mask(Mask::window(Some(5), Some(2))))
+            .on(1),
         // Blocks of threads with nothing to do.
         call(vec![3, 1], vec![block + 1, 2], [1, 1]).on(5),
+        call(vec![2 * rows + 1, 0, 0], vec![block, 7, 2 * block], [1, 1]).on(5),
         Call {
             weights: Weights::Valley,
             ..open(call(vec![rows, 1], vec![4 * block, 5 * block], [1, 1]))
@@ -267,13 +297,44 @@ fn prefill(it: &Prefill) -> Vec<Call> {
         Call { weights: Weights::Peaks, ..call(vec![2 * rows], vec![2 * rows], [2, 1]) },
         Call { hostile: true, ..call(vec![rows, 0, 1], vec![block, 0, 2 * block], [1, 1]) },
     ];
+    for of in turns(block) {
+        let call = open(call(vec![rows, 1], vec![3 * block, block + 1], [1, 1]));
+        all.push(Call { weights: Weights::Turns(of), ..call });
+    }
     // The rows' edges at the edges of blocks; a tile that sees nothing.
-    for [left, right] in [[block - 1, 0], [block, 1], [1, block]] {
+    for [left, right] in [[block - 1, 0], [block, 1], [1, block], [5, 0], [3, block - 2]] {
         let even =
             call(vec![2 * rows, 2 * rows, 2 * rows + 9], vec![2 * rows, 2 * rows + 1, 5], [1, 1]);
-        all.push(even.with(|it| it.with_mask(Mask::window(Some(left), Some(right)))));
+        let even = even.with(|it| it.with_mask(Mask::window(Some(left), Some(right))));
+        // For the first tile of a block of threads and for later ones.
+        all.extend([even.clone().on(8), even]);
     }
-    if it.page_rows.is_none() {
+    // Few keys for each row: the last rows of a tile that is not full, and the first rows of others,
+    // end with a block of keys or just before.
+    for left in [1, 5] {
+        let keys = vec![2 * block, 2 * rows + block - 2, 2 * rows + block - 1];
+        let narrow = call(vec![rows - 8, 2 * rows, 2 * rows], keys, [1, 1]);
+        let narrow = narrow.with(|it| it.with_mask(Mask::window(Some(left), Some(0))));
+        all.extend([narrow.clone().on(8), narrow]);
+    }
+    if let Some(page_rows) = it.page_rows.map(|it| it as usize) {
+        // Pages that end within a block of keys, and a table that ends there.
+        for page in [page_rows, 3 * page_rows] {
+            let call = |queries: Vec<usize>, keys: Vec<usize>| {
+                let ragged = Ragged::new(queries, keys).over(Place::Paged(page));
+                Call::ragged(kernel, ragged, [2, 1])
+            };
+            all.push(call(vec![3, rows + 1], vec![page, 3 * page - 5]));
+            all.push(call(vec![1, 2, 1], vec![3, 1, page - 1]).on(1));
+        }
+        // Every page is the first or the last, and the table says that it is one beyond.
+        let shared = Ragged::new(vec![rows + 1, 2, 3, 1], vec![5 * block, 3 * block, 2 * block, 9]);
+        let shared = shared.over(Place::Shared(page_rows));
+        for processors in [1, 8] {
+            let call = Call::ragged(kernel, shared.clone(), [2, 1]).on(processors);
+            all.push(Call { hostile: true, ..call });
+        }
+    } else {
         // Equal lengths, of which no list tells.
         all.push(Call::new(kernel, 2, [rows / 2 + 1, block + 3], [2, 1]));
         // Keys behind positions of nobody, in entries.
@@ -416,8 +477,47 @@ fn decode(it: &Decode) -> Vec<Call> {
             ..call(vec![2, 1], vec![7 * round, round + 1], [2, 1]).on(3)
         },
     ];
+    // Rows of every part of a tile, whose parts are far apart: of tiles, of warps and of teams.
+    for (weights, keys, teams) in [
+        (Weights::Valley, 7 * round, 1),
+        (Weights::Spikes, 3 * round, 2),
+        (Weights::Peaks, 7 * round, 3),
+        (Weights::Peaks, 17 * round, 40),
+        (Weights::Turns(1), 2 * round, 1),
+        (Weights::Turns(2), 2 * round, 1),
+        (Weights::Turns(4), 2 * round, 1),
+        (Weights::Turns(8), 2 * round, 1),
+        (Weights::Turns(tile), 3 * round, 1),
+        (Weights::Turns(round), 5 * round, 1),
+        (Weights::Turns(round), 17 * round, 40),
+    ] {
+        let call = call(vec![1, 2], vec![keys + 5, round + 1], [group, 1]).on(teams);
+        all.push(Call { weights, ..call });
+    }
+    // Parts of which any may have the key that weighs.
+    for weights in [Weights::Heavy, Weights::Turns(2 * round), Weights::Turns(4 * round)] {
+        let call = call(vec![1; 2], vec![17 * round + 5, 16 * round], [group, 1]).on(40);
+        all.push(Call { weights, ..call });
+    }
+    // Several queries in every part of a tile, whose windows begin and end at all its columns; a
+    // window that begins in a later tile of a sequence that a team comes to from another.
+    let window = Mask::window(Some(round + 3), Some(0));
+    all.push(
+        call(vec![4, 4, 4], vec![2 * round + 4, 2 * round + 12, 2 * round + 3], [group / 4, 1])
+            .on(3)
+            .with(|it| it.with_mask(window)),
+    );
+    all.push(
+        call(vec![1, 1, 2], vec![3 * round, 5 * round + 3, 4 * round + 7], [2, 1])
+            .on(1)
+            .with(|it| it.with_mask(window)),
+    );
+    // Paddings below zero where one key more would be one tile more.
+    let ragged = Ragged::new(vec![1, 2, 1], vec![2 * round, tile, round + 3]).over(place);
+    let ragged = Ragged { padding: vec![0, 0, 3], ..ragged };
+    all.push(Call { hostile: true, ..Call::ragged(kernel, ragged, [2, 1]).on(3) });
     // Keys behind a window, in each of the rounds that clear them.
-    for left in [2, 6, 11, 14] {
+    for left in [2, 5, 6, 11, 14] {
         let behind = call(vec![1, 2], vec![3 * round + 5, round + left], [2, 1]).on(3);
         let window = Mask::window(Some(round + left), Some(0));
         all.push(Call { unseen: true, ..behind.with(|it| it.with_mask(window)) });
@@ -429,7 +529,15 @@ fn decode(it: &Decode) -> Vec<Call> {
     for call in [listed(Place::Apart, place), listed(Place::Packed, place)] {
         all.push(call.with(|it| it.with_mask(Mask::window(Some(1), Some(0)))));
     }
-    if !it.paged {
+    if it.paged {
+        // Every page is the first or the last, and the table says that it is one beyond.
+        let shared = Ragged::new(vec![1, 2, 1], vec![stages + round, 2 * stages + 5, 3 * round]);
+        for processors in [1, 5] {
+            let shared = shared.over(Place::Shared(tile - 3));
+            let call = Call::ragged(kernel, shared, [2, 1]).on(processors);
+            all.push(Call { hostile: true, ..call });
+        }
+    } else {
         // Packed keys; equal lengths, of which no list tells.
         all.push(listed(Place::Padded, Place::Packed));
         all.push(late(Place::Packed, Place::Packed));
@@ -479,11 +587,15 @@ fn fixed_splits(it: &Decode, place: Place) -> Vec<Call> {
     for (few, many) in [(2, 11), (12, GROUP)] {
         let keys: Vec<usize> = (few..=many).map(|splits| splits * split - splits % 7 * 4).collect();
         let teams = (few..=many).sum::<usize>() as u32;
-        all.push(call(vec![1; keys.len()], keys, [2, 1]).on(teams));
+        all.push(call(vec![1; keys.len()], keys, [it.rows as usize, 1]).on(teams));
     }
+    // Sequences of every number of groups, each of several teams.
+    let keys: Vec<usize> = (2..=GROUP).map(|groups| groups * group - groups % 5 * split).collect();
+    all.push(call(vec![1; keys.len()], keys, [it.rows as usize, 1]).on(61));
     // Sequences of several groups: of one team; of teams that have whole groups, and parts of them.
     for teams in [1, 2, 3, 5] {
-        all.push(call(vec![1, 2, 1], vec![split, long, group + 1], [2, 1]).on(teams));
+        let heads = it.rows as usize;
+        all.push(call(vec![1, 2, 1], vec![split, long, group + 1], [heads, 1]).on(teams));
     }
     // Blocks of a team with other heads, other queries and none.
     let several = |left| {
@@ -505,11 +617,20 @@ fn fixed_splits(it: &Decode, place: Place) -> Vec<Call> {
         (Weights::Peaks, 1),
         (Weights::Peaks, 2),
         (Weights::Valley, 3),
+        (Weights::Turns(split), 1),
+        (Weights::Turns(split), 40),
+        (Weights::Turns(group), 1),
+        (Weights::Turns(group), 2),
+        (Weights::First(split), 1),
+        (Weights::First(split), 40),
+        (Weights::First(group), 1),
+        (Weights::First(group), 2),
     ] {
-        all.push(Call { weights, ..call(vec![1, 1], vec![long, split], [8, 1]).on(teams) });
+        let heads = it.rows as usize;
+        all.push(Call { weights, ..call(vec![1, 1], vec![long, split], [heads, 1]).on(teams) });
     }
     // More groups than are loaded at a time.
-    for (weights, heads) in [(Weights::Even, 1), (Weights::Peaks, 8)] {
+    for (weights, heads) in [(Weights::Even, 1), (Weights::First(group), it.rows as usize)] {
         let many = call(vec![1], vec![GROUP * group + 3], [heads, 1]).on(20);
         all.push(Call { weights, ..many });
     }

@@ -2,7 +2,7 @@
 
 use flashcore::Problem;
 use flashcore_testing::check::Order;
-use flashcore_testing::scene::{Call, Scene, schedules};
+use flashcore_testing::scene::{Call, Scene, Weights, schedules};
 use kernels::forward::{Form, every_tuned};
 use kernels::product::Source;
 use kernels::{Configuration, Forward, MaskKind, Rules};
@@ -98,6 +98,31 @@ fn forward_follows_rules() {
     ] {
         every_schedule(&scene(forward, size), Mode::Checked, 1);
     }
+}
+
+/// Blocks share the keys of a tile: two of them, three, one that has parts of two tiles; with other
+/// tiles before and without, in every form. The maxima of parts are far apart.
+#[test]
+fn forward_shares_keys() {
+    let shared = Forward { stream_k: true, ..small() };
+    let one = Forward { warpgroups: 1, query_buffers: 2, ..shared };
+    let compact = Forward { form: Form::COMPACT, ..shared };
+    let sinks = Rules { sinks: true, ..Rules::DENSE };
+    for (forward, size, processors) in [
+        (shared, (1, [130, 310], [1, 1]), 3),
+        (one, (1, [60, 310], [1, 1]), 3),
+        (one, (1, [64, 320], [5, 1]), 3),
+        (Forward { element: Element::F16, output: Element::F16, ..one }, (1, [64, 320], [5, 1]), 3),
+        (compact, (1, [128, 320], [5, 1]), 3),
+        (Forward { rules: sinks, ..one }, (2, [70, 320], [1, 1]), 3),
+        // Nothing to share.
+        (one, (1, [64, 90], [4, 1]), 2),
+    ] {
+        let call = Call { weights: Weights::Valley, ..call(forward, size).on(processors) };
+        every_schedule(&call.scene().unwrap(), Mode::Checked, 1);
+    }
+    let call = call(one, (1, [64, 320], [5, 1])).on(3);
+    every_schedule(&call.scene().unwrap(), Mode::Values, 16);
 }
 
 /// Tensors with heads first and with gaps, and slopes that sequences share.

@@ -66,6 +66,31 @@ fn gradients_are_right() {
     }
 }
 
+/// Caps beyond all scores, amid them, and so low that all scores are as good as zero.
+#[test]
+fn gradients_of_capped_scores_are_right() {
+    let rules = [Rules::CAUSAL, Rules::DENSE, Rules { alibi: true, ..Rules::LOCAL }];
+    let rules = rules.map(Rules::capped);
+    for (dim, rules, cap) in [
+        (64, rules[0], 20.0),
+        (64, rules[1], 0.8),
+        (64, rules[1], 20.0),
+        (64, rules[2], 20.0),
+        (64, rules[0], 1e-20),
+        (64, rules[0], 1e20),
+        (128, rules[0], 20.0),
+        (128, rules[0], 1e-20),
+    ] {
+        let kernel = Configuration::Backward(tuned(dim, dim, rules));
+        let mut call = Call::new(kernel, 1, [150, 140], [2, 1]);
+        call.problem.scores.softcap = Some(cap);
+        let scene = call.scene().unwrap();
+        let (memory, _) = scene.run(&Options::default()).unwrap();
+        let accuracy = scene.judge(&memory);
+        assert!(accuracy.passed(), "{} at {cap}: {accuracy}", scene.program.name);
+    }
+}
+
 #[test]
 fn gradients_under_many_schedules() {
     for (backward, lengths) in [
@@ -75,6 +100,7 @@ fn gradients_under_many_schedules() {
         (tuned(256, 256, Rules::CAUSAL), [330, 100]),
         (tuned(192, 128, Rules::DENSE), [330, 64]),
         (tall(64, Element::BF16), [330, 200]),
+        (tuned(64, 64, Rules::CAUSAL.capped()), [300, 130]),
     ] {
         every_schedule(&scene(backward, (1, lengths, [2, 1])), Mode::Checked, 2);
     }

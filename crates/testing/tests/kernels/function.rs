@@ -3,6 +3,7 @@
 use flashcore::random::mix;
 use flashcore_testing::composition::{self, Composition};
 use flashcore_testing::scene::{Call, Place, Ragged};
+use kernels::attention::function::rules as function_rules;
 use kernels::attention::function::{Function, Here, HostTensor, Kind, Row, Stored};
 use kernels::backward::tuned_backward;
 use kernels::forward::{Form, every_prefill, every_tuned};
@@ -266,10 +267,13 @@ fn captured(rules: &Rules) -> Vec<HostTensor> {
     // Rows of an odd number of elements are not loaded in pairs.
     let row = if rules.sinks { 101 } else { 100 };
     let bias: Vec<f32> = (0..90 * row).map(number).collect();
+    let upper = |it: &f32| ((it.to_bits() >> 16) as u16).to_le_bytes();
+    let halves = bias[..70 * 100].iter().flat_map(upper).collect();
     let all = [
         HostTensor::integers("ids", &ids, &[2, 120]),
         HostTensor::floats("bias", &bias, &[2, 90, 100]).with_strides(&[0, row, 1]),
         HostTensor::floats("temperature", &[0.5, 1.25], &[2]),
+        HostTensor::new("halves", Stored::BF16, &[70, 100], halves),
     ];
     let loaded = |it: &HostTensor| {
         rules.functions().any(|function| function.tensors().iter().any(|spec| spec.name == it.name))
@@ -339,9 +343,21 @@ fn decode_follows_functions() {
     }
 }
 
+/// Neighbouring keys that are not neighbours in their tensor, and rows of pairs in 16 bits.
+fn loads_of_keys() -> [Rules; 2] {
+    let skewed = Function::score("skewed", |score, at| {
+        let row = (at.query() - at.key()).abs();
+        score + at.floats("bias").load([at.head(), row, at.key()])
+    });
+    let halves = Function::score("halves", |score, at| {
+        score + at.floats("halves").stored(Stored::BF16).load([at.query(), at.key()])
+    });
+    [skewed, halves].map(|it| Rules { score_function: Some(it), ..Rules::CAUSAL })
+}
+
 #[test]
 fn forward_follows_functions() {
-    for (index, rules) in rules().into_iter().enumerate() {
+    for (index, rules) in rules().into_iter().chain(loads_of_keys()).enumerate() {
         let forward = Forward {
             element: Element::BF16,
             output: Element::BF16,
@@ -394,6 +410,32 @@ fn blocks_that_a_function_hides_are_not_walked() {
     }
 }
 
+/// Nor are they for gradients: as many products as by name, of documents those of each alone.
+#[test]
+fn gradients_of_blocks_that_a_function_hides_are_not_walked() {
+    let products = |call: Call| {
+        let scene = call.scene().unwrap();
+        let (memory, report) = scene.run(&Options::values(Policy::Earliest, 0)).unwrap();
+        let accuracy = scene.judge(&memory);
+        assert!(accuracy.passed(), "{accuracy}");
+        report.counts.get(Measure::TensorOperations)
+    };
+    let equal = |kernel, length| Call::new(kernel, 1, [length; 2], [1, 1]);
+    let prefix = Function::mask("prefix", |at| at.key().lt(1) | at.position().ge(at.key()));
+    let prefix = Rules { mask_function: Some(prefix), ..Rules::DENSE };
+    let ids: Vec<i32> = (0..256).map(|it| it / 128).collect();
+    for family in [hopper, ampere] {
+        let dense = products(equal(family(64, Rules::DENSE), 256));
+        let by_name = products(equal(family(64, Rules::CAUSAL), 256));
+        assert!(by_name < dense);
+        assert_eq!(products(equal(family(64, prefix), 256)), by_name);
+        let documents = Rules { mask_function: Some(function_rules::documents()), ..Rules::DENSE };
+        let captured = vec![HostTensor::integers("ids", &ids, &[1, 256])];
+        let call = equal(family(64, documents), 256);
+        assert_eq!(products(Call { contents_known: true, captured, ..call }), dense / 2);
+    }
+}
+
 #[test]
 fn prefill_follows_functions() {
     for rules in rules().into_iter().skip(4) {
@@ -416,7 +458,10 @@ fn prefill_follows_functions() {
 
 /// A scene is run once and judged.
 fn is_right(kernel: Configuration, captured: &[HostTensor], (batch, lengths): (usize, [usize; 2])) {
-    let call = Call { captured: captured.to_vec(), ..Call::new(kernel, batch, lengths, [2, 1]) };
+    runs_right(&Call { captured: captured.to_vec(), ..Call::new(kernel, batch, lengths, [2, 1]) });
+}
+
+fn runs_right(call: &Call) {
     let scene = call.scene().unwrap();
     let (memory, _) = scene.run(&Options::default()).unwrap_or_else(|failure| {
         panic!("{}: {failure}", scene.program.name);
@@ -445,6 +490,25 @@ fn gradients_follow_functions() {
         // Beyond 128 one warpgroup has weights, the other their gradients.
         is_right(hopper([64, 128, 256][index % 3], rules), &captured, size);
         is_right(ampere(64, rules), &captured, (2, [40, 70]));
+    }
+    let size = (2, [200, 260]);
+    for (dim, rules) in [(64, rules()[1]), (256, rules()[2])] {
+        // Lists of documents are made from what is in them, and those of heads are of both.
+        let captured = captured(&rules);
+        for deterministic in [false, true] {
+            let known = |kernel| Call {
+                contents_known: true,
+                captured: captured.clone(),
+                ..Call::new(kernel, size.0, size.1, [2, 1])
+            };
+            let found = tuned_backward(Element::BF16, dim, dim, rules).unwrap();
+            let found = kernels::Backward { deterministic, ..found };
+            runs_right(&known(Configuration::Backward(found)));
+            let (target, element) = (Target::SM_80, Element::BF16);
+            let found =
+                tuned_backward_mma(target, element, 64, 64, rules, deterministic, Batch::Equal);
+            runs_right(&known(Configuration::BackwardMma(found.unwrap())));
+        }
     }
     let capped = Rules { score_function: Some(composition::scores()[0]), ..Rules::CAUSAL };
     is_right(hopper(256, capped), &[], (1, [70, 70]));

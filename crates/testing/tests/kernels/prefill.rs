@@ -28,6 +28,7 @@ fn small() -> Prefill {
             query_source: Source::Shared,
             ping_pong: false,
             form: Form::FULL,
+            stream_k: false,
         },
         page_rows: None,
     }

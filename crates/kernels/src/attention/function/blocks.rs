@@ -2,7 +2,8 @@
 //!
 //! Found on the host by interval arithmetic ([`Function::seen`]), once for a plan. Each tile of
 //! queries has a list of the key blocks that it walks. A block that is in no list is never loaded;
-//! one that every row sees whole is walked without the function.
+//! one that every row sees whole is walked without the function. For gradients it is the other way
+//! round: each block of keys has a list of the query blocks that see it.
 
 use ptx::{Builder, Expression, GlobalAddress, Pred, Reg, U32, U64, Value};
 
@@ -21,12 +22,28 @@ pub struct BlockMask {
     pub lengths: [u32; 2],
     /// Query heads.
     pub heads: u32,
+    /// Query heads that walk one list: one, or those of a key head where keys have lists.
+    pub group: u32,
     /// Sequences.
     pub batch: u32,
     /// Query rows of a tile.
     pub query_rows: u32,
     /// Keys of a block.
     pub key_block: u32,
+    /// Who has lists.
+    pub lists: ListsOf,
+}
+
+/// Who has lists, and of what.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ListsOf {
+    /// Tiles of queries, of the key blocks that they see.
+    Queries,
+    /// Blocks of keys, of the query blocks that see them.
+    Keys {
+        /// Whether each entry has its turn too: how many key blocks before it see its queries.
+        turns: bool,
+    },
 }
 
 /// The most pairs of tiles and blocks that are looked at one by one: a second's work. Where heads or
@@ -34,23 +51,36 @@ pub struct BlockMask {
 const MOST_PAIRS: u64 = 1 << 22;
 
 impl BlockMask {
-    /// Tiles of queries of a head.
+    /// Tiles of queries of a head, and blocks of keys.
+    fn counts_of_blocks(&self) -> [u32; 2] {
+        [self.lengths[0].div_ceil(self.query_rows), self.lengths[1].div_ceil(self.key_block)]
+    }
+
+    /// Lists of a head.
     fn tiles(&self) -> u32 {
-        self.lengths[0].div_ceil(self.query_rows)
+        let [queries, keys] = self.counts_of_blocks();
+        match self.lists {
+            ListsOf::Queries => queries,
+            ListsOf::Keys { .. } => keys,
+        }
     }
 
     /// Words of a list: how many blocks there are, and these, the first first: twice the block's
-    /// number, and one more where it needs the function.
+    /// number, and one more where it needs the function. Then the turns of these, where there are any.
     pub fn list_words(&self) -> u32 {
-        self.lengths[1].div_ceil(self.key_block).max(1) + 1
+        let [queries, keys] = self.counts_of_blocks();
+        match self.lists {
+            ListsOf::Queries => keys.max(1) + 1,
+            ListsOf::Keys { turns } => queries.max(1) * (1 + u32::from(turns)) + 1,
+        }
     }
 
     /// Sequences and heads that have lists of their own.
     fn apart(&self) -> [u32; 2] {
         let Depends { batch, head } = self.function.depends();
         let pairs = u64::from(self.tiles()) * u64::from(self.list_words());
-        let heads =
-            if head && pairs * u64::from(self.heads) <= MOST_PAIRS { self.heads } else { 1 };
+        let heads = self.heads / self.group.max(1);
+        let heads = if head && pairs * u64::from(heads) <= MOST_PAIRS { heads } else { 1 };
         let all = pairs * u64::from(heads) * u64::from(self.batch);
         [if batch && all <= MOST_PAIRS { self.batch } else { 1 }, heads]
     }
@@ -74,19 +104,24 @@ impl BlockMask {
     ///
     /// ```
     /// use flashcore_kernels::Window;
-    /// use flashcore_kernels::attention::function::{BlockMask, Function};
+    /// use flashcore_kernels::attention::function::{BlockMask, Function, ListsOf};
     ///
     /// let mask = BlockMask {
     ///     function: Function::mask("causal", |at| at.query().ge(at.key())),
     ///     window: Window::DENSE,
     ///     lengths: [128, 128],
     ///     heads: 8,
+    ///     group: 1,
     ///     batch: 2,
     ///     query_rows: 64,
     ///     key_block: 64,
+    ///     lists: ListsOf::Queries,
     /// };
     /// // The first tile sees a part of block 0; the second all of it, and a part of block 1.
     /// assert_eq!(mask.words(), [1, 1, 0, 2, 0, 3]);
+    /// // So block 0 is seen by both, and block 1 by a part of the second.
+    /// let lists = ListsOf::Keys { turns: false };
+    /// assert_eq!(BlockMask { lists, ..mask }.words(), [2, 1, 2, 1, 3, 0]);
     /// ```
     pub fn words(&self) -> Vec<u32> {
         self.words_over(&[])
@@ -96,17 +131,18 @@ impl BlockMask {
     pub fn words_over(&self, contents: &[HostTensor]) -> Vec<u32> {
         let known = KnownContents::new(contents);
         let [batch, heads] = self.apart();
-        let range = |index: u32, apart: u32, all: u32| match apart {
+        let range = |index: u32, apart: u32, all: u32, each: u32| match apart {
             1 => 0..all.max(1) as i32,
-            _ => index as i32..index as i32 + 1,
+            _ => (index * each) as i32..((index + 1) * each) as i32,
         };
+        let [tiles, _] = self.counts_of_blocks();
         let mut words = Vec::with_capacity(self.size() as usize);
         for sequence in 0..batch {
             for head in 0..heads {
-                for tile in 0..self.tiles() {
+                for tile in 0..tiles {
                     let region = Region {
-                        batch: range(sequence, batch, self.batch),
-                        heads: range(head, heads, self.heads),
+                        batch: range(sequence, batch, self.batch, 1),
+                        heads: range(head, heads, self.heads, self.group.max(1)),
                         queries: 0..1,
                         keys: 0..1,
                         query_length: self.lengths[0] as i32,
@@ -116,7 +152,38 @@ impl BlockMask {
                 }
             }
         }
-        words
+        match self.lists {
+            ListsOf::Queries => words,
+            ListsOf::Keys { turns } => self.transposed(&words, turns),
+        }
+    }
+
+    /// The lists of key blocks, from those of tiles of queries.
+    fn transposed(&self, words: &[u32], turns: bool) -> Vec<u32> {
+        let [queries, keys] = self.counts_of_blocks().map(|count| count as usize);
+        let each = self.list_words() as usize;
+        let room = queries.max(1);
+        let mut found = vec![0; self.size() as usize];
+        let of_heads = words.chunks(queries.max(1) * self.query_list_words());
+        for (of_head, lists) in of_heads.zip(found.chunks_mut((keys * each).max(1))) {
+            for (tile, list) in of_head.chunks(self.query_list_words()).enumerate() {
+                for (turn, entry) in list[1..][..list[0] as usize].iter().enumerate() {
+                    let list = &mut lists[(entry >> 1) as usize * each..][..each];
+                    let index = list[0] as usize;
+                    list[0] += 1;
+                    list[1 + index] = 2 * tile as u32 + (entry & 1);
+                    if turns {
+                        list[1 + room + index] = turn as u32;
+                    }
+                }
+            }
+        }
+        found
+    }
+
+    /// Words of the list of a tile of queries.
+    fn query_list_words(&self) -> usize {
+        self.counts_of_blocks()[1].max(1) as usize + 1
     }
 
     fn push_list(
@@ -156,7 +223,7 @@ impl BlockMask {
         if words[begin] == 0 {
             words.push(1);
         }
-        words.resize(begin + self.list_words() as usize, 0);
+        words.resize(begin + self.query_list_words(), 0);
     }
 
     /// How many blocks tiles walk by lists of this mask.
@@ -203,7 +270,7 @@ impl BlockCounts {
     }
 }
 
-/// Block masks inside a kernel.
+/// Block masks inside a kernel. Where blocks of keys have lists, heads are key heads.
 #[derive(Clone, Copy)]
 pub(crate) struct BlockLists {
     address: Reg<GlobalAddress>,
@@ -229,6 +296,11 @@ impl BlockLists {
     /// The address of the first of them.
     pub(crate) fn address(&self) -> Reg<GlobalAddress> {
         self.address
+    }
+
+    /// Words of a list.
+    pub(crate) fn words(&self) -> Reg<U32> {
+        self.words
     }
 
     /// The list of a tile.
@@ -259,6 +331,17 @@ pub(crate) fn block_of(entry: Reg<U32>) -> Value<U32> {
     entry >> 1
 }
 
+/// The turn of the entry that has so many before it, in a list of so many words.
+pub(crate) fn turn(
+    k: &mut Builder,
+    list: BlockList,
+    words: Reg<U32>,
+    before: Reg<U32>,
+) -> Reg<U32> {
+    // Behind the room for entries.
+    entry(k, list, (words - 1) / 2 + before)
+}
+
 /// Whether the block of an entry needs the function.
 pub(crate) fn needs_function(entry: Reg<U32>) -> Value<Pred> {
     (entry & 1).differs(0)
@@ -274,10 +357,37 @@ mod tests {
             window: Window::DENSE,
             lengths: [100, 130],
             heads: 3,
+            group: 1,
             batch: 2,
             query_rows: 64,
             key_block: 32,
+            lists: ListsOf::Queries,
         }
+    }
+
+    /// Every pair is in both lists, once, and turns count the pairs of a tile of queries.
+    #[test]
+    fn keys_have_the_queries_that_see_them() {
+        let lists = ListsOf::Keys { turns: true };
+        let causal = mask(Function::mask("causal", |at| at.key().le(at.position())));
+        let of_keys = BlockMask { lists, ..causal };
+        // Two tiles of queries: five lists of up to two, with as many turns.
+        assert_eq!((of_keys.list_words(), of_keys.size()), (5, 25));
+        let words = of_keys.words();
+        assert_eq!(words[..10], [2, 1, 2, 0, 0, 2, 1, 2, 1, 1]);
+        assert_eq!(words[10..], [2, 1, 3, 2, 2, 1, 3, 0, 3, 0, 1, 3, 0, 4, 0]);
+        // What all heads of a group do not see alike is walked by all of them.
+        let of_head = mask(Function::mask("head", |at| at.key().lt(32 * at.head())));
+        let of_head =
+            BlockMask { heads: 4, group: 2, lists: ListsOf::Keys { turns: false }, ..of_head };
+        assert_eq!((of_head.strides(), of_head.size()), ([0, 15], 30));
+        let words = of_head.words();
+        let counts: Vec<u32> = words.chunks(3).map(|list| list[0]).collect();
+        assert_eq!(counts, [2, 0, 0, 0, 0, 2, 2, 2, 0, 0]);
+        assert_eq!(words[1..3], [1, 3]);
+        assert_eq!(words[15..24], [2, 0, 2, 2, 0, 2, 2, 1, 3]);
+        let nobody = BlockMask { lists, lengths: [0, 100], ..causal };
+        assert_eq!(nobody.words(), [0; 12]);
     }
 
     #[test]

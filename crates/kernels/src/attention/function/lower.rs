@@ -21,6 +21,12 @@ use crate::attention::{Rules, Score};
 use crate::element::load_as_f32;
 use crate::parameter::{Captured, CapturedPart};
 
+/// Bytes that come into the second-level cache together, at least.
+const LINE: u32 = 64;
+
+/// Rows of a warp's scores.
+const WARP_ROWS: u32 = 16;
+
 /// The functions of a kernel's rules.
 #[derive(Clone)]
 pub(crate) struct Functions {
@@ -250,10 +256,14 @@ impl FunctionRegisters {
     fn in_pairs(self) -> Self {
         let is_pair = |node: &Node| match node {
             Node::Load(tensor, indices) => {
-                let last = indices.last().map(|index| &self.nodes[*index as usize]);
+                let Some((last, outer)) = indices.split_last() else { return false };
                 let stored = self.tensors[*tensor as usize].stored;
                 let fits = matches!(stored, Stored::F16 | Stored::BF16 | Stored::F32 | Stored::I32);
-                fits && last == Some(&Node::Symbol(Symbol::Key))
+                // Neighbours are of one row of the tensor.
+                let of_row =
+                    |index: &Id| matches!(self.levels[*index as usize], Level::Tile | Level::Row);
+                let is_key = self.nodes[*last as usize] == Node::Symbol(Symbol::Key);
+                fits && is_key && outer.iter().all(of_row)
             }
             _ => false,
         };
@@ -261,11 +271,27 @@ impl FunctionRegisters {
         FunctionRegisters { pairs, ..self }
     }
 
-    /// Whether the tensors of pairs lie so that these are aligned: without gaps between neighbours,
-    /// of an even number in a row, from an even place on.
-    fn has_aligned_pairs(&self, k: &mut Builder) -> Option<Reg<Pred>> {
+    /// Whether pairs can be loaded as they lie, in the whole warp: the tensors have no gaps between
+    /// neighbours, every row begins at an even place, and no index is outside.
+    fn pairs_lie_together(
+        &self,
+        k: &mut Builder,
+        run: &Run<'_>,
+        scores: &[Score],
+    ) -> Option<Reg<Pred>> {
+        if !(0..self.nodes.len()).any(|id| self.is_pair(id)) {
+            return None;
+        }
+        let last_column = scores.iter().map(|score| score.column).max()?;
+        let last_key = k.eval(run.standing.first_key.reinterpret::<U32>() + last_column);
         let mut all: Option<Value<Pred>> = None;
-        for (node, _) in self.nodes.iter().zip(&self.pairs).filter(|(_, is_pair)| **is_pair) {
+        let mut and = |it: Value<Pred>| {
+            all = Some(match all.take() {
+                Some(all) => all & it,
+                None => it,
+            });
+        };
+        for (id, node) in self.nodes.iter().enumerate().filter(|(id, _)| self.is_pair(*id)) {
             let Node::Load(tensor, _) = node else { continue };
             let TensorRegisters { stored, address, extents, strides } =
                 &self.tensors[*tensor as usize];
@@ -273,15 +299,25 @@ impl FunctionRegisters {
                 continue;
             };
             let odd = outer.iter().fold(Value::<U64>::from(0u64), |all, it| all | *it);
-            let odd = (odd & 1).equals(0) & (*extent & 1).equals(0) & last.equals(1u64);
-            let place = (address.reinterpret::<U64>() & (2 * stored.bytes() as u64 - 1)).equals(0);
-            let aligned = odd & place;
-            all = Some(match all {
-                Some(all) => all & aligned,
-                None => aligned,
-            });
+            and((odd & 1).equals(0) & last.equals(1u64));
+            and((address.reinterpret::<U64>() & (2 * stored.bytes() as u64 - 1)).equals(0));
+            and(last_key.less(*extent));
+            for values in run.rows.iter().chain([&run.tile]) {
+                if let Some(Computed::Place(Place { within: Some(within), .. })) = &values[id] {
+                    and(within.clone());
+                }
+            }
         }
-        all.map(|all| k.eval(all))
+        all.map(|all| k.all(all))
+    }
+
+    /// Whether pairs are loaded for each score.
+    pub(crate) fn loads_pairs(&self) -> bool {
+        (0..self.nodes.len()).any(|id| self.is_pair(id) && self.levels[id] == Level::Score)
+    }
+
+    fn is_pair(&self, id: usize) -> bool {
+        self.needed[id] && self.pairs.get(id).is_some_and(|is_pair| *is_pair)
     }
 
     /// The same function over scores before their scale, where it only adds to them: `inverse` is
@@ -294,6 +330,11 @@ impl FunctionRegisters {
                     .analysed()
             }
         }
+    }
+
+    /// No node has come to anything yet.
+    fn nothing(&self) -> Values {
+        vec![None; self.nodes.len()]
     }
 
     /// Finds what nodes depend on, and which are needed.
@@ -336,13 +377,48 @@ impl FunctionRegisters {
                 }
             }
         };
-        match self.has_aligned_pairs(k) {
-            None => self.each(k, scores, standing, false, body),
-            Some(aligned) => k.if_else(
-                aligned,
-                |k| self.each(k, scores, standing, true, body),
-                |k| self.each(k, scores, standing, false, body),
+        let scores = in_order_of_columns(scores);
+        let run = Run::new(k, self, standing);
+        match self.pairs_lie_together(k, &run, &scores) {
+            None => run.each(k, &scores, body),
+            Some(together) => k.if_else(
+                together,
+                |k| run.clone().with_pairs(k).each(k, &scores, body),
+                |k| run.clone().each(k, &scores, body),
             ),
+        }
+    }
+
+    /// Asks for the pairs of a warp's later scores in the second-level cache: of as many rows as the
+    /// tensor cores take and of so many keys, from where `standing` says on.
+    pub(crate) fn prefetch(&self, k: &mut Builder, standing: &Standing<'_>, keys: u32) {
+        let of_scores = |id: &usize| self.is_pair(*id) && self.levels[*id] == Level::Score;
+        let lane = k.lane();
+        for id in (0..self.nodes.len()).filter(of_scores) {
+            let Node::Load(tensor, _) = &self.nodes[id] else { continue };
+            let tensor = &self.tensors[*tensor as usize];
+            let bytes = tensor.stored.bytes() as u32;
+            let lines = (keys * bytes).div_ceil(LINE).next_power_of_two().min(32);
+            for first_row in (0..WARP_ROWS).step_by(32 / lines as usize) {
+                let row = (lane / lines + first_row).reinterpret::<S32>();
+                let first_query = k.eval(standing.first_query + row);
+                let key = (lane % lines * (LINE / bytes)).reinterpret::<S32>();
+                let key = k.eval((standing.first_key + key).reinterpret::<U32>());
+                let at = Standing { first_query, rows: &[0], ..*standing };
+                let run = Run::new(k, self, &at);
+                let place = run.place_before(id, tensor, Level::Score, &self.nothing(), Some(0));
+                let begin = place.address.expect("a tensor lies somewhere");
+                let (Some(extent), Some(stride)) = (tensor.extents.last(), tensor.strides.last())
+                else {
+                    continue;
+                };
+                let inside = key.less(*extent) & stride.equals(1u64);
+                let inside = match place.within {
+                    Some(within) => inside & within,
+                    None => inside,
+                };
+                k.if_(inside, |k| k.prefetch_l2(begin + key.convert::<U64>() * bytes));
+            }
         }
     }
 
@@ -355,59 +431,117 @@ impl FunctionRegisters {
         standing: &Standing<'_>,
         mut body: impl FnMut(&mut Builder, &Score, [Value<F32>; 2]),
     ) {
-        self.each(k, scores, standing, false, |k, score, results| {
+        let scores = in_order_of_columns(scores);
+        Run::new(k, self, standing).each(k, &scores, |k, score, results| {
             body(k, score, [0, 1].map(|index| results[index].float()));
         });
     }
+}
 
-    fn each(
-        &self,
-        k: &mut Builder,
-        scores: &[Score],
-        standing: &Standing<'_>,
-        paired: bool,
-        mut body: impl FnMut(&mut Builder, &Score, &[Computed]),
-    ) {
-        let mut scores = scores.to_vec();
-        scores.sort_by_key(|score| score.column);
-        let nothing = || vec![None; self.nodes.len()];
-        let (tile, rows, second) = (nothing(), Vec::new(), HashMap::new());
-        let mut run = Run { function: self, standing, tile, rows, paired, second };
-        run.compute(k, Level::Tile, &mut nothing(), None, None);
-        for row in 0..standing.rows.len() {
-            let mut values = nothing();
-            run.compute(k, Level::Row, &mut values, Some(row), None);
-            run.rows.push(values);
-        }
-        for of_column in scores.chunk_by(|a, b| a.column == b.column) {
-            let mut column = nothing();
-            run.compute(k, Level::Column, &mut column, None, Some(&of_column[0]));
-            for score in of_column {
-                let mut values = column.clone();
-                run.compute(k, Level::Score, &mut values, Some(score.row), Some(score));
-                let results: Vec<Computed> =
-                    self.roots.iter().map(|it| run.find(*it, &values, Some(score.row))).collect();
-                body(k, score, &results);
-            }
-        }
-    }
+fn in_order_of_columns(scores: &[Score]) -> Vec<Score> {
+    let mut scores = scores.to_vec();
+    scores.sort_by_key(|score| score.column);
+    scores
 }
 
 /// The values of nodes; nothing where a level has not come to them.
 type Values = Vec<Option<Computed>>;
 
 /// A function over one thread's scores.
+#[derive(Clone)]
 struct Run<'a> {
     function: &'a FunctionRegisters,
     standing: &'a Standing<'a>,
     tile: Values,
     rows: Vec<Values>,
-    /// Whether neighbours are loaded together, and the second of each node and row.
-    paired: bool,
-    second: HashMap<(usize, Option<usize>), Computed>,
+    /// Where pairs of neighbours are loaded together, in whose row.
+    pairs: Option<HashMap<Pair, Reg<GlobalAddress>>>,
+    /// The second of each pair, until its column comes.
+    second: HashMap<Pair, Computed>,
 }
 
-impl Run<'_> {
+/// A load of two neighbours, and the row it is of, unless it is the same in all.
+type Pair = (usize, Option<usize>);
+
+impl<'a> Run<'a> {
+    /// What depends on no column is computed.
+    fn new(k: &mut Builder, function: &'a FunctionRegisters, standing: &'a Standing<'a>) -> Self {
+        let tile = function.nothing();
+        let (rows, pairs, second) = (Vec::new(), None, HashMap::new());
+        let mut run = Run { function, standing, tile, rows, pairs, second };
+        run.compute(k, Level::Tile, &mut function.nothing(), None, None);
+        for row in 0..standing.rows.len() {
+            let mut values = function.nothing();
+            run.compute(k, Level::Row, &mut values, Some(row), None);
+            run.rows.push(values);
+        }
+        run
+    }
+
+    /// With the addresses of the first column's pairs: the others are so many bytes on.
+    fn with_pairs(self, k: &mut Builder) -> Self {
+        let mut pairs = HashMap::new();
+        for (id, node) in self.function.nodes.iter().enumerate() {
+            let Node::Load(tensor, _) = node else { continue };
+            if !self.function.is_pair(id) {
+                continue;
+            }
+            let tensor = &self.function.tensors[*tensor as usize];
+            let rows = match self.function.levels[id] {
+                Level::Score => (0..self.standing.rows.len()).map(Some).collect(),
+                _ => vec![None],
+            };
+            for row in rows {
+                let place =
+                    self.place_before(id, tensor, Level::Score, &self.function.nothing(), row);
+                let column = self.standing.first_key.reinterpret::<U32>().convert::<U64>();
+                let begin = place.address.expect("a tensor lies somewhere");
+                pairs.insert((id, row), k.eval(begin + column * tensor.stored.bytes()));
+            }
+        }
+        Run { pairs: Some(pairs), ..self }
+    }
+
+    /// Gives what comes of each score to somebody, column after column.
+    fn each(
+        mut self,
+        k: &mut Builder,
+        scores: &[Score],
+        mut body: impl FnMut(&mut Builder, &Score, &[Computed]),
+    ) {
+        for of_column in scores.chunk_by(|a, b| a.column == b.column) {
+            let mut column = self.function.nothing();
+            self.compute(k, Level::Column, &mut column, None, Some(&of_column[0]));
+            for score in of_column {
+                let mut values = column.clone();
+                self.compute(k, Level::Score, &mut values, Some(score.row), Some(score));
+                let roots = self.function.roots.iter();
+                let results: Vec<Computed> =
+                    roots.map(|it| self.find(*it, &values, Some(score.row))).collect();
+                body(k, score, &results);
+            }
+        }
+    }
+
+    /// An element of a pair: with the first comes the second.
+    fn of_pair(
+        &mut self,
+        k: &mut Builder,
+        id: usize,
+        row: Option<usize>,
+        score: &Score,
+    ) -> Computed {
+        if let Some(second) = self.second.remove(&(id, row)) {
+            return second;
+        }
+        let Node::Load(tensor, _) = &self.function.nodes[id] else { unreachable!("a load") };
+        let tensor = &self.function.tensors[*tensor as usize];
+        let pairs = self.pairs.as_ref().expect("pairs lie together");
+        let [first, second] = load_pair(k, tensor.stored, pairs[&(id, row)], score.column);
+        self.second.insert((id, row), second);
+        first
+    }
+
     /// Computes the nodes of a level, of one row, column or score.
     fn compute(
         &mut self,
@@ -434,18 +568,15 @@ impl Run<'_> {
                     }
                     _ => continue,
                 },
+                Node::Load(..) if self.pairs.is_some() && self.function.is_pair(id) => {
+                    match (whole, score) {
+                        (true, Some(score)) => self.of_pair(k, id, row, score),
+                        _ => continue,
+                    }
+                }
                 Node::Load(tensor, indices) => {
                     let here = indices.iter().any(|index| levels[*index as usize] == level);
                     if !whole && !here {
-                        continue;
-                    }
-                    let is_pair = self.paired && self.function.pairs[id];
-                    let is_second = is_pair && score.is_some_and(|score| score.column % 2 == 1);
-                    if is_second {
-                        match self.second.remove(&(id, row)) {
-                            Some(second) if whole => values[id] = Some(second),
-                            _ => {}
-                        }
                         continue;
                     }
                     let tensor = &self.function.tensors[*tensor as usize];
@@ -456,14 +587,9 @@ impl Run<'_> {
                             place.step(k, tensor, dimension, index);
                         }
                     }
-                    match (whole, is_pair && score.is_some()) {
-                        (true, true) => {
-                            let [first, second] = place.load_pair(k, tensor);
-                            self.second.insert((id, row), second);
-                            first
-                        }
-                        (true, false) => place.load(k, tensor),
-                        (false, _) => Computed::Place(place.computed(k)),
+                    match whole {
+                        true => place.load(k, tensor),
+                        false => Computed::Place(place.computed(k)),
                     }
                 }
                 _ if !whole => continue,
@@ -821,32 +947,6 @@ impl Place {
         (place, k.eval(within.expect("a tensor has dimensions")))
     }
 
-    /// An element and the next, which are both inside or both outside.
-    fn load_pair(self, k: &mut Builder, tensor: &TensorRegisters) -> [Computed; 2] {
-        let (place, within) = self.found(k);
-        let float = |k: &mut Builder, loaded: Reg<F32>| {
-            Computed::Float(k.eval(within.choose::<F32>(loaded, 0.0)).into())
-        };
-        match tensor.stored {
-            Stored::F16 => {
-                let pair = k.load::<F16x2, _>(place);
-                k.unpack(pair).map(|it| float(k, it))
-            }
-            Stored::BF16 => {
-                let pair = k.load::<BF16x2, _>(place);
-                k.unpack(pair).map(|it| float(k, it))
-            }
-            Stored::F32 => {
-                let pair = k.load_vector::<F32, _, 2>(place, LoadHint::default());
-                pair.map(|it| float(k, it))
-            }
-            _ => {
-                let pair = k.load_vector::<S32, _, 2>(place, LoadHint::default());
-                pair.map(|it| Computed::Integer(k.eval(within.choose::<S32>(it, 0)).into()))
-            }
-        }
-    }
-
     /// The element, zero where an index is outside.
     fn load(self, k: &mut Builder, tensor: &TensorRegisters) -> Computed {
         let (place, within) = self.found(k);
@@ -874,4 +974,30 @@ impl Place {
             }
         }
     }
+}
+
+/// Two neighbours, so many columns on.
+fn load_pair(
+    k: &mut Builder,
+    stored: Stored,
+    first: Reg<GlobalAddress>,
+    column: u32,
+) -> [Computed; 2] {
+    let place = first + column * stored.bytes() as u32;
+    let floats = match stored {
+        Stored::F16 => {
+            let pair = k.load::<F16x2, _>(place);
+            k.unpack(pair)
+        }
+        Stored::BF16 => {
+            let pair = k.load::<BF16x2, _>(place);
+            k.unpack(pair)
+        }
+        Stored::F32 => k.load_vector::<F32, _, 2>(place, LoadHint::default()),
+        _ => {
+            let pair = k.load_vector::<S32, _, 2>(place, LoadHint::default());
+            return pair.map(|it| Computed::Integer(it.into()));
+        }
+    };
+    floats.map(|it| Computed::Float(it.into()))
 }

@@ -16,6 +16,7 @@
 //! | `interval` | what it can give for ranges of queries and keys |
 //! | `window` | the part of a mask that is a window by name |
 //! | `cap` | the part of a score that is a softcap by name |
+//! | `pattern` | sparse patterns that the caller has, block by block |
 //! | `blocks` | which key blocks tiles of queries see, and which of them need the function |
 //! | `scale` | a score function that only adds, over scores before their scale |
 //! | `lower` | a function in a kernel, over a thread's scores |
@@ -44,6 +45,7 @@ mod compose;
 mod evaluate;
 mod interval;
 mod node;
+mod pattern;
 mod scale;
 mod slope;
 mod table;
@@ -52,11 +54,12 @@ mod trace;
 mod weigh;
 mod window;
 
-pub use blocks::{BlockCounts, BlockMask, Walked};
+pub use blocks::{BlockCounts, BlockMask, ListsOf, Walked};
 pub use cap::Capped;
 pub use evaluate::{Here, HostTensor, Row};
 pub use interval::{KnownContents, Region, Seen};
 pub use node::{Kind, Stored, TensorSpec, Type};
+pub use pattern::{BlockPattern, KeyBlocks};
 pub use text::FunctionTextError;
 pub use trace::{At, CapturedTensor, Traced, TracedOperand};
 pub use window::Windowed;
@@ -66,7 +69,7 @@ use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::sync::{LazyLock, Mutex, PoisonError};
 
-use node::{Id, Node};
+use node::{Id, Node, Symbol};
 
 /// A mask or a score as a function. A handle: as cheap as a number, equal where the function is.
 ///
@@ -164,6 +167,22 @@ impl Function {
     /// The tensors that it loads from.
     pub fn tensors(&self) -> &'static [TensorSpec] {
         &self.0.tensors
+    }
+
+    /// Whether it loads something for each score: from where both query and key say.
+    pub(crate) fn loads_each_score(&self) -> bool {
+        let mut all: Vec<[bool; 2]> = Vec::new();
+        for node in &self.0.nodes {
+            let own = [Symbol::Query, Symbol::Key].map(|it| *node == Node::Symbol(it));
+            let inputs = node.inputs();
+            let of_inputs = |side: usize| inputs.iter().any(|input| all[*input as usize][side]);
+            let both = [own[0] || of_inputs(0), own[1] || of_inputs(1)];
+            all.push(both);
+        }
+        let loads = |(node, both): (&Node, &[bool; 2])| {
+            matches!(node, Node::Load(..)) && *both == [true; 2]
+        };
+        self.0.nodes.iter().zip(&all).any(loads)
     }
 
     /// Whether it gives the same for every sequence, and for every head.

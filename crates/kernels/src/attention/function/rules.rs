@@ -85,6 +85,25 @@ pub fn seen() -> Function {
     Function::mask("seen", |at| at.truths("seen").load(everywhere(at)))
 }
 
+/// Blocks of so many queries and keys, of a pattern: those whose byte is not zero are seen. `blocks`,
+/// u8, (batch, head, query block, key block). Sequences and heads have patterns of their own or one:
+/// [`BlockPattern`](super::BlockPattern) makes the tensor.
+pub fn blocks(size: [i32; 2], apart: [bool; 2]) -> Function {
+    Function::mask("blocks", |at| block(at, size, apart).ge(1))
+}
+
+/// The same of those whose byte is two or more.
+pub fn whole_blocks(size: [i32; 2], apart: [bool; 2]) -> Function {
+    Function::mask("whole_blocks", |at| block(at, size, apart).ge(2))
+}
+
+fn block<'t>(at: At<'t>, [rows, columns]: [i32; 2], apart: [bool; 2]) -> Traced<'t, i32> {
+    let own = |place: Traced<'t, i32>, apart: bool| if apart { place } else { at.integer(0) };
+    let place = [own(at.batch(), apart[0]), own(at.head(), apart[1])];
+    let states = at.integers("blocks").stored(Stored::U8);
+    states.load([place[0], place[1], at.query() / rows, at.key() / columns])
+}
+
 /// T5's relative positions: the bias of a bucket of distances and a head is added. `buckets`, f32,
 /// (bucket, head). Distances beyond `most` share the last bucket; where both directions count, half
 /// of the buckets are for keys after the position, else keys there are at a distance of zero.

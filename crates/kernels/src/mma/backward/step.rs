@@ -81,9 +81,9 @@ impl Warp<'_> {
         let [log_sums, row_sums] = self.statistics(k, index, part);
         let needs_mask = self.place.needs_mask(k, self.tile, self.walk.block);
         let weights = WarpFragment::new(k, backward.element, rows, columns);
-        self.rule.apply(k, self.place, (&scores, &weights), log_sums, needs_mask, |k| {
-            self.corner(k, part)
-        });
+        let needed = (needs_mask, self.walk.needs_function());
+        self.rule
+            .apply(k, self.place, (&scores, &weights), log_sums, needed, |k| self.corner(k, part));
         let products = WarpAccumulator::new(k, rows, columns);
         self.multiply_rows(k, index, part, Right::OutputGradients, &products);
         self.score_gradients(k, &products, &scores, row_sums);

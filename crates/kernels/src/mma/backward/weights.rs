@@ -45,14 +45,14 @@ impl WeightRule {
 
     /// Turns scores into weights, rounded; in the registers of the scores is left what the gradient
     /// of a score is of that of its weight. `log_sums` has the negative log-sum-exps from the thread's
-    /// first column on.
+    /// first column on. The mask is needed, and its function, as far as somebody knows.
     pub(super) fn apply(
         &self,
         k: &mut Builder,
         place: &Place,
         (scores, rounded): (&WarpAccumulator, &WarpFragment),
         log_sums: Reg<SharedAddress>,
-        needs_mask: Value<Pred>,
+        (needs_mask, needs_function): (Value<Pred>, Option<Value<Pred>>),
         corner: impl Fn(&mut Builder) -> Corner,
     ) {
         let rows: Vec<u32> = (0..scores.thread_rows()).map(WarpAccumulator::row_offset).collect();
@@ -78,8 +78,14 @@ impl WeightRule {
             }
         };
         if let Some(mask) = &self.functions.mask {
-            let standing = standing(k);
-            mask.apply(k, &all, &standing);
+            let apply = |k: &mut Builder| {
+                let standing = standing(k);
+                mask.apply(k, &all, &standing);
+            };
+            match needs_function {
+                Some(needed) => k.if_(needed, apply),
+                None => apply(k),
+            }
         }
         let slope = self.slopes.as_ref().map(|slopes| {
             let Corner { sequence, head, key, query } = corner(k);

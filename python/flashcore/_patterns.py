@@ -1,0 +1,110 @@
+"""Sparse patterns, block by block: lists of the blocks of keys that blocks of queries see become masks.
+
+A mask looks the pair of blocks up in a tensor of bytes, so that a pattern goes with every kernel, and with blocks
+of any size. Tensors on a GPU stay there: nothing is copied to the host or waited for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ._trace import torch
+
+# What a byte says of a pair of blocks.
+_BY_MASK, _WHOLE = 1, 2
+
+
+def sizes(name: str, given: Any) -> tuple[int, int]:
+    """Queries and keys of a block."""
+    pair = (given, given) if isinstance(given, int) else tuple(given)
+    if len(pair) != 2 or any(not isinstance(it, int) or it < 1 for it in pair):
+        raise ValueError(f"{name} is {given}, expected a number or one of queries and one of keys, from 1 on")
+    return pair[0], pair[1]
+
+
+def of_lists(lists: tuple[Any, ...], whole: tuple[Any, ...] | None, size: tuple[int, int], columns: int, mask_mod: Any) -> Any:
+    """The mask of FlexAttention's lists: counts (batch, heads, rows), and indices with a dimension more. Of the first
+    lists ``mask_mod`` says which pairs are seen."""
+    counts, indices = lists
+    states = _nothing(indices, (*indices.shape[:3], columns))
+    for state, given in ((_BY_MASK, lists), (_WHOLE, whole)):
+        if given is not None:
+            states = _with(states, *given, state)
+    several = (indices.shape[0] > 1, indices.shape[1] > 1)
+    rows, keys = size
+
+    def blocks(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        state = states[b if several[0] else 0, h if several[1] else 0, q_idx // rows, kv_idx // keys]
+        seen = state >= 1 if mask_mod is None else (state >= 1) & mask_mod(b, h, q_idx, kv_idx)
+        return seen if mask_mod is None else (state >= 2) | seen
+
+    return blocks
+
+
+def of_rows(indptr: Any, indices: Any, size: tuple[int, int], counts: tuple[int, int], mask: Any) -> Any:
+    """The mask of compressed rows of blocks (BCSR), so many of queries and of keys; ``mask`` says of the pairs of each
+    block of the list which are seen."""
+    (rows, keys), entries = size, indices.shape[0]
+    if not entries:
+        mask = None
+    if torch is not None and isinstance(indices, torch.Tensor):
+        number = torch.arange(entries, device=indices.device)
+        row = torch.searchsorted(indptr[1:].contiguous().long(), number, right=True)
+        place = torch.zeros(counts[0] * counts[1] + 1, dtype=torch.int32, device=indices.device)
+        inside = (indices >= 0) & (indices < counts[1]) & (row < counts[0])
+        at = torch.where(inside, row * counts[1] + indices.long(), counts[0] * counts[1])
+        place.scatter_(0, at, (number + 1).int())
+        place = place[:-1].reshape(counts)
+    else:
+        import numpy
+
+        place = numpy.zeros(counts, dtype=numpy.int32)
+        row = numpy.searchsorted(indptr[1:], numpy.arange(entries), side="right")
+        place[row, indices] = numpy.arange(entries, dtype=numpy.int32) + 1
+
+    def blocks(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        entry = place[q_idx // rows, kv_idx // keys]
+        # The entry of a block that is not in the list is none of the mask's.
+        return entry > 0 if mask is None else (entry > 0) & mask[entry - 1, q_idx % rows, kv_idx % keys]
+
+    return blocks
+
+
+def check_bounds(name: str, indices: Any, end: int, counts: Any = None) -> None:
+    """Refuses blocks that there are none of, where the host can see them; of lists the first ones, so many of each."""
+    if getattr(indices, "is_cuda", False):
+        return
+    if counts is not None:
+        library = torch if torch is not None and isinstance(indices, torch.Tensor) else __import__("numpy")
+        indices = indices[library.arange(indices.shape[3]) < counts[..., None]]
+    if 0 in indices.shape:
+        return
+    least, most = int(indices.min()), int(indices.max())
+    if least < 0 or most >= end:
+        raise ValueError(f"{name} has block {least if least < 0 else most}, expected 0 to {end - 1}")
+
+
+def _nothing(like: Any, shape: tuple[int, ...]) -> Any:
+    if torch is not None and isinstance(like, torch.Tensor):
+        return torch.zeros(shape, dtype=torch.uint8, device=like.device)
+    import numpy
+
+    return numpy.zeros(shape, dtype=numpy.uint8)
+
+
+def _with(states: Any, counts: Any, indices: Any, state: int) -> Any:
+    """The same with the first ones of each list."""
+    columns, room = states.shape[3], indices.shape[3]
+    if torch is not None and isinstance(indices, torch.Tensor):
+        counted = torch.arange(room, device=indices.device) < counts[..., None]
+        counted = counted & (indices >= 0) & (indices < columns)
+        # What does not count goes to a column that is cut off.
+        more = torch.nn.functional.pad(states, (0, 1))
+        more.scatter_(3, torch.where(counted, indices, columns).long(), state)
+        return more[..., :columns].contiguous()
+    import numpy
+
+    counted = numpy.arange(room) < numpy.asarray(counts)[..., None]
+    more = numpy.pad(states, ((0, 0), (0, 0), (0, 0), (0, 1)))
+    numpy.put_along_axis(more, numpy.where(counted, indices, columns).astype(numpy.int64), state, 3)
+    return numpy.ascontiguousarray(more[..., :columns])
