@@ -230,6 +230,13 @@ def create_block_mask(
         Q_LEN, KV_LEN: Queries and keys.
         device, BLOCK_SIZE, _compile: Not needed: kernels have blocks of their own.
     """
+    for name, value in (("B", B), ("H", H), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
+        if value is None and name in ("B", "H"):
+            continue
+        if not hasattr(value, "__index__"):
+            raise TypeError(f"{name}={value!r}, expected a whole number")
+        if isinstance(value, int) and value < 0:
+            raise ValueError(f"{name}={value}, expected no negative number")
     return BlockMask(mask_mod, B, H, (Q_LEN, KV_LEN))
 
 

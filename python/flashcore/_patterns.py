@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._trace import torch
+try:
+    import torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    torch = None
 
 # What a byte says of a pair of blocks.
 _BY_MASK, _WHOLE = 1, 2
@@ -27,9 +32,9 @@ def of_lists(lists: tuple[Any, ...], whole: tuple[Any, ...] | None, size: tuple[
     lists ``mask_mod`` says which pairs are seen."""
     counts, indices = lists
     states = _nothing(indices, (*indices.shape[:3], columns))
-    for state, given in ((_BY_MASK, lists), (_WHOLE, whole)):
-        if given is not None:
-            states = _with(states, *given, state)
+    states = _with(states, counts, indices, _BY_MASK)
+    if whole is not None:
+        states = _with(states, whole[0], whole[1], _WHOLE)
     several = (indices.shape[0] > 1, indices.shape[1] > 1)
     rows, keys = size
 

@@ -440,6 +440,9 @@ def test_what_cannot_be_traced_is_refused_with_its_line(score):
 
 def test_other_arguments_are_refused_by_name():
     q, k, v = tensors("cpu")
+    for wrong, error in ({"Q_LEN": -3}, ValueError), ({"KV_LEN": 1.5}, TypeError), ({"B": -1}, ValueError), ({"Q_LEN": None}, TypeError):
+        with pytest.raises(error, match=f"{next(iter(wrong))}="):
+            create_block_mask(lambda b, h, i, j: i >= j, **{"B": None, "H": None, "Q_LEN": 16, "KV_LEN": 16, **wrong})
     with pytest.raises(NotImplementedError, match="kernel_options"):
         flex_attention(q, k, v, kernel_options={"BLOCK_M": 64})
     with pytest.raises(TypeError, match="score_mod is a"):

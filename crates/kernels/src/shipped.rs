@@ -247,15 +247,17 @@ fn forwards() -> Vec<Forward> {
     }
     all.extend(ruled_forwards());
     all.extend(every_fp8());
-    // Keys shared out: one for each number of warpgroups, and where registers are dear.
-    for (dim, length) in [(64, 4096), (128, 4096), (256, 4096)] {
+    // Keys shared out, where the planner does that.
+    for (dim, element) in
+        [(128, Element::BF16), (128, Element::F16), (256, Element::BF16), (256, Element::F16)]
+    {
         let workload = Workload {
-            element: Element::BF16,
+            element,
             head_dim: dim,
             value_head_dim: dim,
             rules: Rules::DENSE,
-            query_length: length,
-            key_length: length,
+            query_length: 4096,
+            key_length: 4096,
             heads: 64,
             multiprocessors: 132,
         };

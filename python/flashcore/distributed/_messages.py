@@ -124,7 +124,7 @@ def gather(k: Any, v: Any, call: Any) -> Pending:
         sends = [(rank, _rows(spans, it)) for rank, spans in step.send for it in (k, v)]
         return _exchange(sends, step.receive, k, v, call)
 
-    if not plan.distribution.gathers_all:
+    if not plan.gathers_all:
         return Pending(k.device, seen)
     return Pending(k.device, mirrored if _is_mirrored(k, plan) else everything)
 
@@ -141,7 +141,7 @@ def _is_mirrored(k: Any, plan: Plan) -> bool:
 
 def put_together(messages: list[Any], k: Any, v: Any, plan: Plan) -> tuple[Any, Any]:
     """The keys and values of an all-gather by positions."""
-    if plan.distribution.gathers_all and _is_mirrored(k, plan):
+    if plan.gathers_all and _is_mirrored(k, plan):
         rows, piece = plan.size * k.shape[1] // 2, k.shape[1] // 2
         for whole, seconds in _pairs(messages):
             for rank in range(plan.size):
@@ -149,7 +149,7 @@ def put_together(messages: list[Any], k: Any, v: Any, plan: Plan) -> tuple[Any, 
                 whole[:, at : at + piece].copy_(seconds[:, rank * piece : (rank + 1) * piece])
         keys, values = messages[::2]
         return keys, values
-    if plan.distribution.gathers_all:
+    if plan.gathers_all:
         parts = dict(enumerate(zip(*messages)))
     else:
         parts = dict(zip((rank for rank, _ in plan.steps[0].receive), _pairs(messages)))

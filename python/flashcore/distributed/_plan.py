@@ -90,7 +90,7 @@ class Plan:
         self.heads = [distribution.heads(node) for node in range(self.nodes)]
         self.exchanged: list[tuple[int, Span]] = distribution.exchanged(self.member)
         self.held = count([rows for _, rows in self.exchanged])
-        self._gathers_all = self.gathers and distribution.gathers_all
+        self.gathers_all = self.gathers and distribution.gathers_all
         self.gathered: list[tuple[int, Span]] = distribution.gathered(rank) if self.gathers else []
         self.steps = [Step(step, self.held) for step in distribution.steps(rank)]
         self.launches = sum(len(step.launches) for step in self.steps)
@@ -101,7 +101,7 @@ class Plan:
         """The messages in which the gradients of some rows of a rank's keys come: one; but where all ranks have
         all keys, one for each of its pieces, which lie apart there, unless many sequences make many of them."""
         ends = self._ends[rank]
-        if not self._gathers_all or len(ends) > 2:
+        if not self.gathers_all or len(ends) > 2:
             return [spans]
         pieces = list(zip([0, *ends], ends))
         cut = [(max(begin, first), min(end, last)) for begin, end in spans for first, last in pieces]

@@ -65,10 +65,10 @@ impl ScoreRule {
         ScoreRule { small: two_ways.then_some(SmallTanh::OfExponents), ..self }
     }
 
-    /// The same by a shorter polynomial of the scores themselves, two instructions less for each, for
-    /// gradients: where there are registers for its coefficients.
+    /// The same by a polynomial of the scores themselves, an instruction less for each: where there
+    /// are registers for its coefficients.
     pub(crate) fn with_tanh_of_scores(self, k: &mut Builder) -> Self {
-        let small = self.cap.map(|cap| SmallTanh::of_scores(k, cap, self.scale_log2));
+        let small = self.cap.map(|cap| SmallTanh::of_scores(k, cap));
         ScoreRule { small, ..self }
     }
 
@@ -87,20 +87,10 @@ impl ScoreRule {
     /// which the exponentials of the softmax keep busy already.
     pub(crate) fn cap(&self, k: &mut Builder, scores: &[Score]) {
         let Some(cap) = self.cap else { return };
-        let Some(ways) = self.two_ways() else { return tanh(k, cap, scores) };
-        let by_polynomial = |k: &mut Builder| {
-            for Score { register, .. } in scores {
-                let tanh = ways.small(k, *register);
-                k.set(*register, tanh);
-            }
-        };
-        let small = ways.are_small(k, scores, 8);
-        k.if_else(small, by_polynomial, |k| tanh(k, cap, scores));
-    }
-
-    /// The two ways to cap, where there are two.
-    pub(crate) fn two_ways(&self) -> Option<TwoWays> {
-        Some(TwoWays { cap: self.cap?, small: self.small? })
+        let Some(way) = &self.small else { return tanh(k, cap, scores) };
+        let largest = largest_size(k, scores);
+        let small = way.suffices(k, cap, largest);
+        k.if_else(small, |k| way.tanh(k, cap, scores), |k| tanh(k, cap, scores));
     }
 
     /// Brings scores into natural units, where a function takes them.
@@ -120,11 +110,12 @@ impl ScoreRule {
 }
 
 /// The largest absolute value. In several strands, each of which waits for itself alone.
-fn largest_size(k: &mut Builder, scores: &[Score], strands: usize) -> Reg<F32> {
+fn largest_size(k: &mut Builder, scores: &[Score]) -> Reg<F32> {
+    const STRANDS: usize = 8;
     let mut largest: Vec<Reg<F32>> = Vec::new();
     for (index, Score { register, .. }) in scores.iter().enumerate() {
         let size = k.absolute(*register);
-        match largest.get_mut(index % strands) {
+        match largest.get_mut(index % STRANDS) {
             Some(strand) => *strand = k.eval(strand.maximum(size)),
             None => largest.push(size),
         }
@@ -151,103 +142,65 @@ const SMALL: f32 = 0.5;
 /// `tanh(x) / x` by powers of the square of x, for x up to [`SMALL`]: right to 6e-7.
 const TANH: [f32; 4] = [0.999_999_45, -0.333_262_84, 0.131_899_4, -0.044_392_74];
 
-/// Up to here two powers of the square serve, in gradients: right to 6e-6, where weights are rounded to
-/// 2e-3, or 2e-4 in f16.
-const SMALLER: f32 = 0.4;
-const SHORT_TANH: [f32; 3] = [0.999_993_74, -0.332_625_8, 0.121_277_88];
-
 /// The way of small scores: a polynomial.
 #[derive(Clone, Copy)]
 enum SmallTanh {
     /// Of the exponents of two in `e^2x`.
     OfExponents,
     /// Of scores, with coefficients that are computed once, up to a score.
-    OfScores { coefficients: [Reg<F32>; 3], most: Reg<F32> },
+    OfScores { coefficients: [Reg<F32>; 4], most: Reg<F32> },
 }
 
 impl SmallTanh {
     /// No coefficient that becomes zero matters up to this score, and no square is infinite.
     const MOST: f32 = 1e4;
-    /// The same of exponents of the softmax: errors are a part of them.
-    const MOST_EXPONENT: f32 = 46.0;
     /// Beyond this factor of x coefficients would not be finite.
     const LARGEST_FACTOR: f32 = 1e5;
 
-    /// `outer` is what tangents are multiplied with at last.
-    fn of_scores(k: &mut Builder, cap: Reg<F32>, outer: Reg<F32>) -> Self {
+    fn of_scores(k: &mut Builder, cap: Reg<F32>) -> Self {
         let factor = k.eval(cap * (1.0 / EXPONENT));
         let square = k.eval(factor * factor);
         let mut power = factor;
-        let coefficients = SHORT_TANH.map(|it| {
+        let coefficients = TANH.map(|it| {
             let coefficient = k.eval(power * it);
             power = k.eval(power * square);
             coefficient
         });
-        let most = [(factor, SMALLER), (k.eval(factor * outer), SmallTanh::MOST_EXPONENT)];
-        let [of_tanh, of_exponent] = most.map(|(factor, most)| k.reciprocal(factor) * most);
-        let most = of_tanh.minimum(of_exponent).minimum(SmallTanh::MOST);
+        let inverse = k.reciprocal(factor);
+        let most = (inverse * SMALL).minimum(SmallTanh::MOST);
         let most = factor.at_most(SmallTanh::LARGEST_FACTOR).choose::<F32>(most, -1.0);
         SmallTanh::OfScores { coefficients, most: k.eval(most) }
     }
 
-    /// Whether it serves scores of this size.
-    fn serves(&self, k: &mut Builder, cap: Reg<F32>, size: Reg<F32>) -> Value<Pred> {
+    /// Whether it serves all scores of the warp, of which the thread has this largest one.
+    fn suffices(&self, k: &mut Builder, cap: Reg<F32>, largest: Reg<F32>) -> Reg<Pred> {
         match self {
-            SmallTanh::OfExponents => k.absolute(size * cap).at_most(SMALL * EXPONENT),
-            SmallTanh::OfScores { most, .. } => size.at_most(*most),
-        }
-    }
-
-    fn tanh(&self, k: &mut Builder, cap: Reg<F32>, score: Reg<F32>) -> Reg<F32> {
-        let (x, coefficients): (_, Vec<Value<F32>>) = match self {
             SmallTanh::OfExponents => {
-                // For exponents instead of x.
-                let constant = |(it, power): (&f32, i32)| (it / EXPONENT.powi(power)).into();
-                (k.eval(score * cap), TANH.iter().zip((1..).step_by(2)).map(constant).collect())
+                let exponent = k.absolute(largest * cap);
+                k.all(exponent.at_most(SMALL * EXPONENT))
             }
-            SmallTanh::OfScores { coefficients, .. } => {
-                (score, coefficients.map(Value::from).into())
-            }
-        };
-        let square = k.eval(x * x);
-        let mut highest_first = coefficients.into_iter().rev();
-        let mut sum = highest_first.next().expect("there are some");
-        for coefficient in highest_first {
-            sum = k.fma(square, sum, coefficient).into();
+            SmallTanh::OfScores { most, .. } => k.all(largest.at_most(*most)),
         }
-        k.eval(sum * x)
-    }
-}
-
-/// The two ways to cap, for somebody who takes the first before it is known whether it suffices.
-#[derive(Clone, Copy)]
-pub(crate) struct TwoWays {
-    cap: Reg<F32>,
-    small: SmallTanh,
-}
-
-impl TwoWays {
-    /// The tangent of a small score.
-    pub(crate) fn small(&self, k: &mut Builder, score: Reg<F32>) -> Reg<F32> {
-        self.small.tanh(k, self.cap, score)
     }
 
-    /// Whether all scores of the warp are small. The more strands, the sooner it is known, and the
-    /// more registers it takes.
-    pub(crate) fn are_small(&self, k: &mut Builder, scores: &[Score], strands: usize) -> Reg<Pred> {
-        let largest = largest_size(k, scores, strands);
-        let serves = self.small.serves(k, self.cap, largest);
-        k.all(serves)
-    }
-
-    /// Scores become tangents, each in its own way.
-    pub(crate) fn cap_each(&self, k: &mut Builder, scores: &[Score]) {
-        for score in scores {
-            let size = k.absolute(score.register);
-            let is_small = self.small.serves(k, self.cap, size);
-            let small = self.small(k, score.register);
-            tanh(k, self.cap, std::slice::from_ref(score));
-            k.set(score.register, is_small.choose::<F32>(small, score.register));
+    fn tanh(&self, k: &mut Builder, cap: Reg<F32>, scores: &[Score]) {
+        // Constants, for exponents instead of x.
+        let constant = |power: usize| TANH[power] / EXPONENT.powi(2 * power as i32 + 1);
+        for Score { register, .. } in scores {
+            let (x, coefficients): (_, [Value<F32>; 4]) = match self {
+                SmallTanh::OfExponents => {
+                    (k.eval(*register * cap), [0, 1, 2, 3].map(|power| constant(power).into()))
+                }
+                SmallTanh::OfScores { coefficients, .. } => {
+                    (*register, coefficients.map(Value::from))
+                }
+            };
+            let [first, second, third, fourth] = coefficients;
+            let square = k.eval(x * x);
+            let mut sum = k.fma(square, fourth, third);
+            sum = k.fma(sum, square, second);
+            sum = k.fma(sum, square, first);
+            k.set(*register, sum * x);
         }
     }
 }

@@ -9,7 +9,7 @@ use super::epilogue::{self, Done};
 use super::place::{Place, Tile, Walk};
 use super::{Backward, Block, PART, ROWS, Shape, Shared, SumsLayout, WARPGROUPS, barrier};
 use crate::attention::function::lower::{FunctionRegisters, Functions, Standing};
-use crate::attention::scores::{HIDDEN_TANH, ScoreRule, Slopes, TwoWays, alibi, distances};
+use crate::attention::scores::{HIDDEN_TANH, ScoreRule, Slopes, alibi, distances};
 use crate::attention::{ACCUMULATOR_ROWS, Score};
 use crate::parameter::Scale;
 
@@ -112,8 +112,6 @@ struct Registers {
     /// Weights in registers of their own, where they are rounded while products still take
     /// gradients of scores.
     weights: Option<Fragment>,
-    /// What stays of the weights, where scores stay too until it is known how they are capped.
-    kept: Option<Accumulator>,
 }
 
 impl Registers {
@@ -125,13 +123,7 @@ impl Registers {
             products,
             operand: Fragment::new(k, backward.element, PART),
             weights: (backward.rounds_early()).then(|| Fragment::new(k, backward.element, PART)),
-            kept: (backward.caps_ahead()).then(|| Accumulator::new(k, PART)),
         }
-    }
-
-    /// What the gradient of a score is of that of its weight.
-    fn kept(&self) -> &Accumulator {
-        self.kept.as_ref().unwrap_or(&self.scores)
     }
 }
 
@@ -180,14 +172,7 @@ impl Consumer {
         // Found again, rather than kept in registers all the while.
         let tile = place.find(k);
         let first = k.eval(group.index * backward.group_keys());
-        let thread = match backward.caps_ahead() {
-            false => group.thread,
-            true => {
-                let thread = k.thread_index();
-                k.eval(thread % 128)
-            }
-        };
-        let owner = epilogue::Owner { index: group.index, thread, first };
+        let owner = epilogue::Owner { index: group.index, thread: group.thread, first };
         let each = sums.values.iter().zip(&sums.keys).zip((0..).step_by(ROWS as usize));
         let done: Vec<Done<'_>> = each
             .flat_map(|((values, keys), first)| {
@@ -261,7 +246,7 @@ impl Consumer {
         next: Part,
         first: bool,
     ) {
-        let Registers { scores, products, query_gradients, operand, weights, .. } = registers;
+        let Registers { scores, products, query_gradients, operand, weights } = registers;
         let index = Sums::index(group.backward, part);
         let (key_gradients, value_gradients) = (&sums.keys[index], &sums.values[index]);
         let last = next.index == 0;
@@ -272,7 +257,7 @@ impl Consumer {
         let rounded = weights.as_ref().unwrap_or(operand);
         group.start_value_gradients(k, value_gradients, rounded, part);
         k.wait_products(1);
-        group.score_gradients(k, part, products, registers.kept());
+        group.score_gradients(k, part, products, scores);
         k.wait_products(0);
         if last {
             group.release_output_gradients(k, part.stage);
@@ -371,12 +356,6 @@ impl Consumer {
         registers: &Registers,
     ) {
         let rounded = registers.weights.as_ref();
-        if let (Some(kept), Some(rounded), Some(ways)) =
-            (&registers.kept, rounded, self.scores.two_ways())
-        {
-            let given = (&registers.scores, ways);
-            return self.capped_weights(k, group, part, given, (kept, rounded));
-        }
         if !group.backward.rules.has_slopes() || rounded.is_some() {
             self.exponentials(k, group, part, &registers.scores, rounded);
         }
@@ -471,53 +450,6 @@ impl Consumer {
                 let slope = k.fma(-tanh, tanh, 1.0);
                 k.set(score.register, weight * slope);
             }
-        }
-    }
-
-    /// The weights of capped scores, as if all were small and seen: no branch keeps the polynomials
-    /// apart from the exponentials. Where that is not so they are computed again.
-    fn capped_weights(
-        &self,
-        k: &mut Builder,
-        group: &Warpgroup<'_>,
-        part: Part,
-        (scores, ways): (&Accumulator, TwoWays),
-        to: (&Accumulator, &Fragment),
-    ) {
-        let scores = Score::of(scores);
-        let statistics = group.statistics(k, Statistic::LogSum, part);
-        self.weigh_capped(k, statistics, &scores, to, |k, score| ways.small(k, score));
-        let small = ways.are_small(k, &scores, 2);
-        let masked = group.place.needs_mask(k, group.tile, group.walk.block);
-        k.if_(masked | !small, |k| {
-            ways.cap_each(k, &scores);
-            group.hide(k, part, &scores);
-            self.weigh_capped(k, statistics, &scores, to, |_, tanh| tanh);
-        });
-    }
-
-    /// Weights of the tangents of scores, rounded, and what stays of them beside.
-    fn weigh_capped(
-        &self,
-        k: &mut Builder,
-        statistics: Reg<SharedAddress>,
-        scores: &[Score],
-        (kept, rounded): (&Accumulator, &Fragment),
-        tanh: impl Fn(&mut Builder, Reg<F32>) -> Reg<F32>,
-    ) {
-        let pairs = scores.chunks_exact(2).zip(kept.registers().chunks_exact(2));
-        for (index, (pair, kept)) in pairs.enumerate() {
-            let at = statistics + pair[0].column * 4;
-            let log_sums = k.load_vector::<F32, _, 2>(at, LoadHint::default());
-            let weights = [0, 1].map(|side| {
-                let tanh = tanh(k, pair[side].register);
-                let exponent = k.fma(tanh, self.scores.scale_log2, log_sums[side]);
-                let weight = k.exp2(exponent);
-                let slope = k.fma(-tanh, tanh, 1.0);
-                k.set(kept[side], weight * slope);
-                weight
-            });
-            rounded.set_pair(k, index, weights[0], weights[1]);
         }
     }
 
@@ -747,9 +679,9 @@ impl<'a> Warpgroup<'a> {
     /// The thread's first column in an accumulator of scores.
     fn column(&self, k: &mut Builder) -> Reg<U32> {
         match self.backward.shape() {
-            Shape::Square if !self.backward.caps_ahead() => self.column,
+            Shape::Square => self.column,
             // Found again, rather than kept.
-            _ => {
+            Shape::Tall | Shape::Wide => {
                 let thread = k.thread_index();
                 Accumulator::position(k, thread % 128).column
             }
@@ -817,15 +749,7 @@ impl<'a> Warpgroup<'a> {
             }
             Shape::Square | Shape::Wide => {
                 let tile = tile.panel(k, part.index);
-                let warp = match self.backward.caps_ahead() {
-                    false => self.warp,
-                    // Found again, rather than kept.
-                    true => {
-                        let thread = k.thread_index();
-                        k.eval(thread / 32 % 4)
-                    }
-                };
-                operand.store(k, &tile, warp);
+                operand.store(k, &tile, self.warp);
             }
         }
     }

@@ -292,13 +292,6 @@ impl Backward {
         self.rules.has_slopes() && self.shape() == Shape::Square && self.is_narrow()
     }
 
-    /// Whether capped scores become weights before it is known that the quicker way to cap them
-    /// suffices.
-    fn caps_ahead(&self) -> bool {
-        let Rules { softcap, alibi, .. } = self.rules;
-        softcap && !alibi && self.rules.functions().next().is_none() && self.rounds_early()
-    }
-
     /// Whether gradients of keys and values leave many registers.
     fn is_narrow(&self) -> bool {
         self.head_dim.max(self.value_head_dim) <= 64

@@ -190,7 +190,6 @@ impl<T: ConsumerScheduler> State<'_, T> {
     fn first_block(&mut self, k: &mut Builder, scores: &Accumulator, p: &Fragment) {
         let scores = Score::of(scores);
         let entry = self.tiles.entry(k, &self.current, || self.block.into());
-        self.rule.prefetch(k, self.tiles, &self.current, self.block - 1);
         self.rule.apply(k, self.tiles, &self.current, (self.block, entry), &scores);
         self.softmax.first_block(k, &scores, p);
         self.probe.stamp(k, Phase::Softmax);
@@ -212,7 +211,6 @@ impl<T: ConsumerScheduler> State<'_, T> {
         group.wait_for_values(k);
         let update = group.start_update(k, output, accumulate, before);
         group.ping_pong.pass(k);
-        self.rule.prefetch(k, self.tiles, &self.current, self.block - 2);
         let scores = Score::of(&scores.wait(k));
         group.release_keys(k);
         probe.stamp(k, Phase::Scores);

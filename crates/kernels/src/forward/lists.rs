@@ -138,7 +138,7 @@ impl TileLists {
             let ways = (kept..=rounds).rev().map(|rounds| {
                 let mut shares = common.clone();
                 in_turn(&mut shares, kept * blocks as u64..rounds * blocks as u64);
-                let rest = (rounds * blocks as u64..pairs).flat_map(pair);
+                let rest = (rounds * blocks as u64..pairs).flat_map(&pair);
                 shares.give_longest_first(rest.collect());
                 shares
             });

@@ -1,6 +1,6 @@
 //! All that comes between the products and the softmax: what changes scores, and the mask.
 
-use ptx::{Accumulator, Builder, Expression, Reg, S32, U32, Value};
+use ptx::{Accumulator, Builder, Expression, Reg, S32, U32};
 
 use super::Forward;
 use super::scheduler::ConsumerScheduler;
@@ -18,8 +18,6 @@ pub(super) struct Rule {
     row: Reg<U32>,
     column: Reg<U32>,
     functions: Functions,
-    /// Whether there are registers for asking ahead: wider heads would spill.
-    looks_ahead: bool,
 }
 
 impl Rule {
@@ -37,7 +35,6 @@ impl Rule {
             row: k.eval(group.index * 64 + position.row),
             column: position.column,
             functions,
-            looks_ahead: forward.value_head_dim <= 64,
         }
     }
 
@@ -83,35 +80,6 @@ impl Rule {
                 Some(entry) => k.if_(needs_function(entry), call),
             }
         }
-    }
-
-    /// Asks early for what the score function loads in a later block of the tile, where blocks come
-    /// one after the other.
-    pub(super) fn prefetch<T: ConsumerScheduler>(
-        &self,
-        k: &mut Builder,
-        tiles: &T,
-        current: &T::Current,
-        block: impl Into<Value<U32>>,
-    ) {
-        let Some(function) = &self.functions.score else { return };
-        let in_order = self.functions.mask.is_none();
-        if !(self.looks_ahead && in_order && function.loads_pairs()) {
-            return;
-        }
-        let place = tiles.place(k, current);
-        // The warp's first row: the thread's is at most seven below it.
-        let row = place.first_row + (self.row & !15u32);
-        let standing = Standing {
-            batch: tiles.sequence(k, current),
-            head: place.head,
-            first_query: k.eval(row.reinterpret::<S32>()),
-            rows: &[0],
-            first_key: k.eval((block.into() * self.key_block).reinterpret::<S32>()),
-            query_length: place.query_length,
-            key_length: place.key_length,
-        };
-        function.prefetch(k, &standing, self.key_block);
     }
 
     /// Puts scores through a function.

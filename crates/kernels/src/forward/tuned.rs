@@ -44,7 +44,7 @@ impl Workload {
             false if self.element == Element::E4M3 && self.rules.changes_scores() => {
                 length.min(1024)
             }
-            false => length.min(2048),
+            false => length.min(SHORT),
         }
     }
 
@@ -100,6 +100,8 @@ enum Masks {
 }
 
 const ANY_LENGTH: u64 = u64::MAX;
+/// The longest sequences for which tiles of 192 rows are too tall.
+const SHORT: u64 = 2047;
 
 const TILE_64X128: Tile =
     Tile { warpgroups: 1, query_buffers: 1, ping_pong: false, ..TILE_128X128 };
@@ -169,18 +171,10 @@ const RULES: &[Rule] = &[
     Rule {
         dims: (64, 64),
         masks: Masks::Dense,
-        length: 2048,
+        length: SHORT,
         few: false,
         tile: TILE_128X128_DEEP,
-        reason: "128 x 128 tiles with four stages are fastest up to 2048 positions",
-    },
-    Rule {
-        dims: (64, 64),
-        masks: Masks::Dense,
-        length: 4096,
-        few: false,
-        tile: TILE_192X96,
-        reason: "192 x 96 tiles are fastest up to 4096 positions",
+        reason: "128 x 128 tiles with four stages are fastest below 2048 positions",
     },
     Rule {
         dims: (64, 64),
@@ -188,7 +182,7 @@ const RULES: &[Rule] = &[
         length: ANY_LENGTH,
         few: false,
         tile: TILE_192X80_REGISTERS,
-        reason: "192 x 80 tiles with queries in registers are fastest for long sequences",
+        reason: "192 x 80 tiles with queries in registers are fastest from 2048 positions on",
     },
     Rule {
         dims: (64, 64),
@@ -612,8 +606,8 @@ mod tests {
     #[test]
     fn the_first_rule_that_fits_is_taken() {
         let rows = |workload| tuned(&workload).unwrap().configuration.query_rows();
-        assert_eq!(rows(workload(64, 64, false, 2048)), 128);
-        assert_eq!(rows(workload(64, 64, false, 2049)), 192);
+        assert_eq!(rows(workload(64, 64, false, 2047)), 128);
+        assert_eq!(rows(workload(64, 64, false, 2048)), 192);
         assert_eq!(rows(workload(64, 64, true, 4096)), 128);
         assert_eq!(rows(workload(64, 64, true, 4097)), 192);
         // A few queries over many keys do not fill a long tile.

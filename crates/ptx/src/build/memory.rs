@@ -47,13 +47,6 @@ impl Builder {
         self.load_vector::<T, A, 1>(address, LoadHint::default())[0]
     }
 
-    /// Asks for the line of an address in the second-level cache. Nobody waits for it.
-    #[track_caller]
-    pub fn prefetch_l2(&mut self, address: impl Into<Value<GlobalAddress>>) {
-        let address = self.address(address);
-        self.push(Instruction::PrefetchL2 { address });
-    }
-
     /// Loads one byte, with zeros above it.
     #[track_caller]
     pub fn load_byte(&mut self, address: impl Into<Value<GlobalAddress>>) -> Reg<U32> {

@@ -589,9 +589,13 @@ fn fixed_splits(it: &Decode, place: Place) -> Vec<Call> {
         let teams = (few..=many).sum::<usize>() as u32;
         all.push(call(vec![1; keys.len()], keys, [it.rows as usize, 1]).on(teams));
     }
-    // Sequences of every number of groups, each of several teams.
-    let keys: Vec<usize> = (2..=GROUP).map(|groups| groups * group - groups % 5 * split).collect();
-    all.push(call(vec![1; keys.len()], keys, [it.rows as usize, 1]).on(61));
+    if it.running_parts() == 0 {
+        // Sequences of every number of groups, each of several teams: in registers each of them is
+        // folded by statements of its own.
+        let keys = (2..=GROUP).map(|groups| groups * group - groups % 5 * split);
+        let keys: Vec<usize> = keys.collect();
+        all.push(call(vec![1; keys.len()], keys, [it.rows as usize, 1]).on(61));
+    }
     // Sequences of several groups: of one team; of teams that have whole groups, and parts of them.
     for teams in [1, 2, 3, 5] {
         let heads = it.rows as usize;

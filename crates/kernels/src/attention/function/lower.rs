@@ -21,12 +21,6 @@ use crate::attention::{Rules, Score};
 use crate::element::load_as_f32;
 use crate::parameter::{Captured, CapturedPart};
 
-/// Bytes that come into the second-level cache together, at least.
-const LINE: u32 = 64;
-
-/// Rows of a warp's scores.
-const WARP_ROWS: u32 = 16;
-
 /// The functions of a kernel's rules.
 #[derive(Clone)]
 pub(crate) struct Functions {
@@ -311,11 +305,6 @@ impl FunctionRegisters {
         all.map(|all| k.all(all))
     }
 
-    /// Whether pairs are loaded for each score.
-    pub(crate) fn loads_pairs(&self) -> bool {
-        (0..self.nodes.len()).any(|id| self.is_pair(id) && self.levels[id] == Level::Score)
-    }
-
     fn is_pair(&self, id: usize) -> bool {
         self.needed[id] && self.pairs.get(id).is_some_and(|is_pair| *is_pair)
     }
@@ -386,39 +375,6 @@ impl FunctionRegisters {
                 |k| run.clone().with_pairs(k).each(k, &scores, body),
                 |k| run.clone().each(k, &scores, body),
             ),
-        }
-    }
-
-    /// Asks for the pairs of a warp's later scores in the second-level cache: of as many rows as the
-    /// tensor cores take and of so many keys, from where `standing` says on.
-    pub(crate) fn prefetch(&self, k: &mut Builder, standing: &Standing<'_>, keys: u32) {
-        let of_scores = |id: &usize| self.is_pair(*id) && self.levels[*id] == Level::Score;
-        let lane = k.lane();
-        for id in (0..self.nodes.len()).filter(of_scores) {
-            let Node::Load(tensor, _) = &self.nodes[id] else { continue };
-            let tensor = &self.tensors[*tensor as usize];
-            let bytes = tensor.stored.bytes() as u32;
-            let lines = (keys * bytes).div_ceil(LINE).next_power_of_two().min(32);
-            for first_row in (0..WARP_ROWS).step_by(32 / lines as usize) {
-                let row = (lane / lines + first_row).reinterpret::<S32>();
-                let first_query = k.eval(standing.first_query + row);
-                let key = (lane % lines * (LINE / bytes)).reinterpret::<S32>();
-                let key = k.eval((standing.first_key + key).reinterpret::<U32>());
-                let at = Standing { first_query, rows: &[0], ..*standing };
-                let run = Run::new(k, self, &at);
-                let place = run.place_before(id, tensor, Level::Score, &self.nothing(), Some(0));
-                let begin = place.address.expect("a tensor lies somewhere");
-                let (Some(extent), Some(stride)) = (tensor.extents.last(), tensor.strides.last())
-                else {
-                    continue;
-                };
-                let inside = key.less(*extent) & stride.equals(1u64);
-                let inside = match place.within {
-                    Some(within) => inside & within,
-                    None => inside,
-                };
-                k.if_(inside, |k| k.prefetch_l2(begin + key.convert::<U64>() * bytes));
-            }
         }
     }
 
