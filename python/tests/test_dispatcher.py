@@ -1,6 +1,9 @@
 """Kernels that PyTorch's dispatcher calls without Python. They are for CUDA: here they are put in the CPU's place, where
 their answers are those of the Python functions that they stand for."""
 
+import platform
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -36,9 +39,47 @@ def tensors(*lengths, heads=(3, 3, 3), dim=16, seed=0):
     return [torch.randn(2, length, head, dim).transpose(1, 2).requires_grad_() for length, head in shapes]
 
 
-def test_from_which_version_on_there_are_kernels():
+def test_where_there_are_kernels():
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    assert (_torch._kernels is not None) == (version >= (2, 11))
+    machine = (platform.system(), platform.machine())
+    assert (_torch._kernels is not None) == (version >= (2, 11) and machine == ("Linux", "x86_64"))
+
+
+# The first question after the interface decides for the whole process: there is none in this file.
+WITHOUT = """
+import importlib.util, sys
+folder = importlib.util.find_spec("flashcore").submodule_search_locations[0]
+spec = importlib.util.spec_from_file_location("flashcore._flashcore", folder + "/_flashcore.abi3.so")
+extension = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(extension)
+assert extension.Kernels.register("nowhere", "flashcore", "CUDA") is None
+import torch, flashcore.torch
+from flashcore import _torch
+assert _torch._kernels is None and flashcore.torch._Registered()._kernels is None
+torch.manual_seed(0)
+q, k, v = (torch.randn(2, 5, 3, 16, requires_grad=True) for _ in range(3))
+call = lambda *x: flashcore.flash_attn_func(*x, causal=True)
+turned = [x.transpose(1, 2) for x in (q, k, v)]
+expected = torch.nn.functional.scaled_dot_product_attention(*turned, is_causal=True).transpose(1, 2)
+wanted = torch.autograd.grad(expected.sum(), (q, k, v))
+for function in (call, lambda *x: torch.ops.flashcore.attention(*x, None, True)):
+    with torch.no_grad():
+        assert torch.allclose(function(q, k, v), expected, atol=1e-5)
+    out = function(q, k, v)
+    for found, gradient in zip(torch.autograd.grad(out.sum(), (q, k, v)), wanted):
+        assert torch.allclose(found, gradient, atol=1e-5)
+try:
+    torch.ops.flashcore.attention(q, k[:1], v)
+except ValueError as error:
+    print("refused", error)
+"""
+
+
+def test_everything_works_where_there_are_none():
+    """Other machines and older versions of PyTorch have the Python functions alone."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("refused k has shape [1, 5, 3, 16]")
 
 
 @pytest.mark.parametrize(
@@ -104,6 +145,81 @@ def test_errors_are_those_of_the_function(switched, change):
     assert str(found.value) == str(wanted.value)
     del found
     assert q._use_count() == count
+
+
+def test_no_memory(switched):
+    """PyTorch's own error for that, which its callers look for."""
+    q = torch.empty(16).expand(1 << 20, 4, 1 << 20, 16)
+    for call in (heads_first, ours.attention):
+        kernels = register("flashcore")
+        try:
+            with pytest.raises(torch.OutOfMemoryError, match=r"^PyTorch made no tensor of \[1048576, 4, 1048576, 16\] on the CPU"):
+                call(q, q, q)
+        finally:
+            kernels.remove()
+
+
+def test_many_errors_in_many_threads(switched):
+    q, k, v = (tensor.detach() for tensor in tensors(5, 5, 5))
+    bad = [
+        (TypeError, (q, k.half(), v)),
+        (ValueError, (q, k[:1], v)),
+        (NotImplementedError, (q, k, v, 0.5)),
+    ]
+    found = []
+
+    def work():
+        for _ in range(400):
+            for kind, arguments in bad:
+                try:
+                    heads_first(*arguments)
+                except Exception as error:
+                    found.append(type(error) is kind)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    work()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 5 * 1200 and all(found)
+    assert [tensor._use_count() for tensor in (q, v)] == [1, 1]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_errors_where_python_has_no_thread():
+    """In the threads that PyTorch made, here those of its interpreter: an error is stored, and told later."""
+    kernels = register("flashcore")
+    q, k, v = (torch.randn(2, 5, 3, 16) for _ in range(3))
+    with torch.no_grad():
+        try:
+            assert all(torch.equal(one, ours.attention(q, k, v)) for one in forked(q, k, v))
+            for _ in range(50):
+                with pytest.raises(RuntimeError, match=r"k has shape \[1, 5, 3, 16\], expected \[2, 5, 3, 16\]"):
+                    forked(q, k[:1], v)
+        finally:
+            kernels.remove()
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.ops.flashcore.attention(q, k, v)
+
+
+def forked(q, k, v):
+    scripted = torch.jit.script(attention)
+    return [torch.jit.wait(future) for future in [torch.jit.fork(scripted, q, k, v) for _ in range(8)]]
+
+
+def test_errors_of_a_backward_pass(switched):
+    for _ in range(200):
+        q, k, v = tensors(5, 5, 5)
+        out = heads_first(q, k, v)[0]
+        q.data = q.data[..., :8]
+        with pytest.raises(ValueError, match=r"key has shape \[2, 3, 5, 16\], expected \[2, 3, 5, 8\]"):
+            out.sum().backward()
+    q, k, v = tensors(5, 5, 5)
+    heads_first(q, k, v)[0].sum().backward()
+    assert q.grad is not None
 
 
 def test_references_are_given_back(switched):

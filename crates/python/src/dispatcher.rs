@@ -230,7 +230,7 @@ impl Copies {
         if fits(&memory) {
             return Ok(memory);
         }
-        let copy = tensor.contiguous()?;
+        let copy = tensor.contiguous(&memory)?;
         let memory = copy.read(name);
         self.0.borrow_mut().push(copy);
         memory

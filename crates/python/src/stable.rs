@@ -296,9 +296,7 @@ impl Stable {
             unsafe { (self.empty)(count, sizes_at, strides_at, dtype, device, index, &mut handle) };
         match made {
             0 => self.tensor(handle),
-            _ => Err(PyMemoryError::new_err(format!(
-                "PyTorch made no tensor of {sizes:?} on {place}, and logged why"
-            ))),
+            _ => Err(no_memory(sizes, place)),
         }
     }
 
@@ -387,6 +385,14 @@ impl Stable {
             Err(error) => torch.cxx.fail(&error),
         }
     }
+}
+
+/// Why PyTorch makes no tensor whose sizes were those of others.
+#[cold]
+fn no_memory(sizes: &[i64], place: Place) -> PyErr {
+    PyMemoryError::new_err(format!(
+        "PyTorch made no tensor of {sizes:?} on {place}, and logged why"
+    ))
 }
 
 /// Whether PyTorch did what it was asked for.
@@ -494,17 +500,22 @@ impl Tensor {
                 self.torch.make(memory.sizes(), memory.strides(), element, place)
             }
             // The dispatcher costs more, and knows in what order.
-            false => self.call(c"aten::empty_like", [0; 5]),
+            false => self.call(c"aten::empty_like", memory, [0; 5]),
         }
     }
 
     /// A copy without gaps.
-    pub(crate) fn contiguous(&self) -> PyResult<Tensor> {
-        self.call(c"aten::contiguous", [self.torch.contiguous as u32 as u64])
+    pub(crate) fn contiguous(&self, memory: &Memory) -> PyResult<Tensor> {
+        self.call(c"aten::contiguous", memory, [self.torch.contiguous as u32 as u64])
     }
 
-    /// An operator of this tensor and of what comes behind it, which gives a tensor.
-    fn call<const OTHERS: usize>(&self, name: &CStr, others: [u64; OTHERS]) -> PyResult<Tensor> {
+    /// An operator of this tensor and of what comes behind it, which makes one of the same sizes.
+    fn call<const OTHERS: usize>(
+        &self,
+        name: &CStr,
+        memory: &Memory,
+        others: [u64; OTHERS],
+    ) -> PyResult<Tensor> {
         const SLOTS: usize = 8;
         // The dispatcher owns its arguments.
         let handle = self.ask("a tensor", self.torch.copy_handle, null_mut())?;
@@ -514,8 +525,10 @@ impl Tensor {
         // SAFETY: the schemas of the operators above.
         let called =
             unsafe { (self.torch.call)(name.as_ptr(), c"".as_ptr(), slots.as_mut_ptr(), VERSION) };
-        done(called, || format!("do {name:?}"))?;
-        self.torch.tensor(slots[0] as Handle)
+        match called {
+            0 => self.torch.tensor(slots[0] as Handle),
+            _ => Err(no_memory(memory.sizes(), memory.place)),
+        }
     }
 }
 
