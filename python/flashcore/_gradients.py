@@ -55,7 +55,9 @@ def are_ordinary(tensors: Any) -> bool:
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return False
     for tensor in tensors:
-        if tensor is not None and (type(tensor) is not torch.Tensor or tensor.is_meta):
+        if tensor is None:
+            continue
+        if type(tensor) is not torch.Tensor or tensor.is_meta or tensor.is_neg():
             return False
     return True
 

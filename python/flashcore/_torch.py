@@ -287,7 +287,9 @@ def _autocast(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     """Tensors of which the first three have the element type that autocast chooses, where it is on
     and one of them is float32; sinks and slopes stay as they are."""
     first = tensors[0]
-    if not isinstance(first, torch.Tensor) or not torch.is_autocast_enabled(first.device.type):
+    if not isinstance(first, torch.Tensor) or first.is_meta:
+        return tensors
+    if not torch.is_autocast_enabled(first.device.type):
         return tensors
     wide = [isinstance(it, torch.Tensor) and it.dtype == torch.float32 for it in tensors[:3]]
     dtype = torch.get_autocast_dtype(first.device.type)

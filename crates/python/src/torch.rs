@@ -3,7 +3,7 @@
 //! Everything that can be looked up once is kept in [`Torch`].
 
 use flashcore::DType;
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -99,7 +99,14 @@ impl Torch {
                 Some(stable) => stable.modes(),
                 None => torch.modes.bind(py).call0()?.extract()?,
             };
-            return Ok(if modes == 0 { Way::Straight(torch) } else { Way::Dispatcher });
+            // A view that stands for the negative of what is in memory: the dispatcher makes it real.
+            let negative = |tensor: &Bound<'py, PyAny>| -> PyResult<bool> {
+                tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()
+            };
+            let odd = tensors
+                .into_iter()
+                .try_fold(modes > 0, |odd, (_, tensor)| Ok::<_, PyErr>(odd || negative(tensor)?))?;
+            return Ok(if odd { Way::Dispatcher } else { Way::Straight(torch) });
         }
         let mut odd = None;
         let mut found = false;
@@ -154,7 +161,7 @@ impl Torch {
     /// What a tensor is.
     pub(crate) fn read(&self, tensor: &Bound<'_, PyAny>, name: &str) -> PyResult<Memory> {
         if let Some(exchange) = self.exchange {
-            return exchange.read(tensor, name);
+            return exchange.read(tensor, name).map_err(|error| unreadable(tensor, name, error));
         }
         // Exporting a tensor that requires grad is refused, even where nothing records it.
         let tensor = tensor.call_method0(intern!(tensor.py(), "detach"))?;
@@ -252,6 +259,20 @@ impl Torch {
             return Ok(exchange.read(tensor, "out")?.address);
         }
         tensor.call_method0(intern!(tensor.py(), "data_ptr"))?.extract()
+    }
+}
+
+/// PyTorch's error, or what is behind it where a tensor has no memory of the usual kind.
+#[cold]
+fn unreadable(tensor: &Bound<'_, PyAny>, name: &str, error: PyErr) -> PyErr {
+    let layout = tensor.getattr(intern!(tensor.py(), "layout")).map(|it| it.to_string());
+    match layout {
+        Ok(layout) if error.is_instance_of::<PyRuntimeError>(tensor.py()) => {
+            PyTypeError::new_err(format!(
+                "{name} cannot be read (its layout is {layout}), expected a dense torch.strided tensor"
+            ))
+        }
+        _ => error,
     }
 }
 
