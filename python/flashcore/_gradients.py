@@ -163,8 +163,9 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
         q, k, v, out, lse, *lists = ctx.saved_tensors
         plain = direct and not lists and q_needed and k_needed and v_needed and v is not None
         if plain and not _hides_keys(q, k, numbers[1], function):
-            into = (_empty_like(q), _empty_like(k), _empty_like(v), None)
-            run((q, k, v), numbers, function, (out, lse, dout), into, deterministic)
+            tensors = (q, k, v)
+            into = (*_flashcore.empty_like(tensors), None)
+            run(tensors, numbers, function, (out, lse, dout), into, deterministic)
             return (*into, None, None)
         lists = lists or NONE
         if direct:
@@ -199,7 +200,6 @@ class Undifferentiable(torch.autograd.Function):  # type: ignore[misc]
 record: Any = super(torch.autograd.Function, Attention).apply
 # Of a tensor that has left a transformation of `torch.func`, the one inside.
 unwrap: Any = torch._C._functorch.unwrap_if_dead
-_empty_like: Any = torch.empty_like
 
 
 def _by_operator(dout: Any, saved: tuple[Any, ...], call: tuple[Any, ...], needed: Any) -> list[Any]:
