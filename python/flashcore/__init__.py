@@ -328,10 +328,9 @@ def scaled_dot_product_attention(
 ) -> Any:
     """Attention with PyTorch's signature, over (batch, heads, length, head dim).
 
-    As there, ``is_causal`` lets query ``i`` see the keys up to ``i``, whatever the lengths; more
-    queries than keys are refused. ``attn_mask`` broadcasts to (batch, heads, queries, keys): truth values
-    say which keys are seen, numbers are added to the scores. ``deterministic`` is as in
-    :func:`flash_attn_func`.
+    As there, ``is_causal`` lets query ``i`` see the keys up to ``i``, whatever the lengths. ``attn_mask``
+    broadcasts to (batch, heads, queries, keys): truth values say which keys are seen, numbers are added
+    to the scores. ``deterministic`` is as in :func:`flash_attn_func`.
     """
     try:
         plain = not dropout_p
