@@ -170,7 +170,7 @@ def flash_attn_func(
     result = _attend(
         tensors,
         (softmax_scale, causal, window_size, attention_chunk, softcap, None, None),
-        _invariant("flash_attn_func", batch_invariant),
+        "flash_attn_func" if batch_invariant is False else _invariant("flash_attn_func", batch_invariant),
         return_attn_probs,
         deterministic,
     )

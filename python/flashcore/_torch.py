@@ -19,9 +19,9 @@ is_compiling = torch.compiler.is_dynamo_compiling
 
 _library = torch.library.Library(_gradients.NAMESPACE, "DEF")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-_SMALL_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+_SMALL_FLOATS = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
 # Keys and values may be integers, queries may not.
-_SMALL = (*_SMALL_FLOATS, torch.int8)
+_SMALL = frozenset((*_SMALL_FLOATS, torch.int8))
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _LISTS = (
     "cu_seqlens_q",
@@ -388,12 +388,12 @@ def _refuse_gradients(names: tuple[str, ...], tensors: tuple[Any, ...]) -> None:
 
 def is_small(tensor: Any) -> bool:
     """Whether it has 8 bits."""
-    return torch.is_tensor(tensor) and tensor.dtype in _SMALL
+    return isinstance(tensor, torch.Tensor) and tensor.dtype in _SMALL
 
 
 def is_small_float(tensor: Any) -> bool:
     """Whether it is floats of 8 bits."""
-    return torch.is_tensor(tensor) and tensor.dtype in _SMALL_FLOATS
+    return isinstance(tensor, torch.Tensor) and tensor.dtype in _SMALL_FLOATS
 
 
 def check_factors(shapes: list[tuple[int, ...]], **factors: Any) -> None:

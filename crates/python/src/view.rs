@@ -114,6 +114,9 @@ impl Memory {
 
     /// Whether its elements fill their memory, in whatever order the dimensions lie.
     pub(crate) fn is_dense(&self) -> bool {
+        if self.is_contiguous() && !self.sizes().contains(&0) {
+            return true;
+        }
         let mut steps = [(0, 0); MOST_DIMENSIONS];
         for (step, axis) in steps.iter_mut().zip(0..self.dimensions) {
             *step = (self.strides[axis], self.sizes[axis]);
@@ -126,6 +129,14 @@ impl Memory {
             whole = whole.saturating_mul(*size);
             fits
         })
+    }
+
+    /// The first rows of a table, which may have more.
+    pub(crate) fn first_rows(mut self, count: i64) -> Memory {
+        if self.dimensions == 2 {
+            self.sizes[0] = self.sizes[0].min(count.max(0));
+        }
+        self
     }
 
     /// The same with its second and third dimension exchanged.
