@@ -1,5 +1,7 @@
 //! Every back end of this machine against the f64 reference, by the rule.
 
+mod threads;
+
 use flashcore::{
     Backend, CpuBackend, DType, DTypes, Descale, Descales, InputTensors, Inputs, Layout, Machine,
     Mask, Output, Problem, Progress, RunOptions, Strides, Tensor,
@@ -113,15 +115,10 @@ fn any_number_of_threads_gives_the_same_bits() {
             .with_dtype(DType::F32)
             .with_mask(mask);
         let tensors = InputTensors::random(&problem, 3).unwrap();
-        let on = |threads: usize| {
-            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            let result = pool.install(|| run(&problem, tensors.inputs()));
+        threads::any_number_gives_the_same(mask, || {
+            let result = run(&problem, tensors.inputs());
             (result.output.bytes().to_vec(), result.lse)
-        };
-        let one = on(1);
-        for threads in [2, 3, 40] {
-            assert!(on(threads) == one, "{mask}, {threads} threads");
-        }
+        });
     }
 }
 

@@ -1,5 +1,7 @@
 //! Gradients of the library's back ends against the f64 reference, by the rule.
 
+mod threads;
+
 use flashcore::serving::{Placement, Sequences};
 use flashcore::{
     Backend, Backward, CpuBackend, DType, Gradients, InputTensors, Inputs, Machine, Mask, Output,
@@ -87,20 +89,13 @@ fn any_number_of_threads_gives_the_same_bits() {
             .with_scores(Scores::EVERY_RULE)
             .with_mask(mask);
         let (tensors, gradient) = random(&problem, 3);
-        let on = |threads: usize| {
-            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            let found = pool.install(|| {
-                let saved = forward(&problem, tensors.inputs());
-                let given = Backward::new(tensors.inputs(), &saved, &gradient);
-                backward(&problem.clone().deterministic(), given)
-            });
+        threads::any_number_gives_the_same(mask, || {
+            let saved = forward(&problem, tensors.inputs());
+            let given = Backward::new(tensors.inputs(), &saved, &gradient);
+            let found = backward(&problem.clone().deterministic(), given);
             let bits = |tensor: &Tensor| tensor.bytes().to_vec();
             ([bits(&found.query), bits(&found.key), bits(&found.value)], found.sinks)
-        };
-        let one = on(1);
-        for threads in [2, 3, 16] {
-            assert!(on(threads) == one, "{mask}, {threads} threads");
-        }
+        });
     }
 }
 
