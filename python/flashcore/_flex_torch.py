@@ -25,6 +25,8 @@ _torch._library.define(
     f"{_RULES}, bool deterministic) -> (Tensor, Tensor, Tensor)",
     tags=_torch._TAGS,
 )
+# What a mask says of pairs and of blocks of them.
+pairs_seen, blocks_seen = _captured.pairs_seen, _captured.blocks_seen
 # Makes a function that PyTorch's compiler leaves alone.
 outside = torch.compiler.disable
 # What a call has beyond the scale.
