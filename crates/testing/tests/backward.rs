@@ -7,7 +7,7 @@ use flashcore::{
     Backend, Backward, CpuBackend, DType, Gradients, InputTensors, Inputs, Machine, Mask, Output,
     Preference, Problem, RunOptions, Scores, Shape, Tensor,
 };
-use flashcore_testing::check::{Case, Contents, ExpectedGradients, Order, cases, run_backward};
+use flashcore_testing::check::{Case, Contents, ExpectedGradients, cases, run_backward};
 use flashcore_testing::reference::{self, Heads};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
