@@ -172,19 +172,10 @@ impl AppendProblem {
             (Number::RotaryPositions, positions),
             (Number::QueryStep, usize::from(cache.mask != Mask::NONE)),
         ];
-        Ok(Choice {
-            launches: vec![Launch {
-                kernel: Configuration::Append(append),
-                blocks: append.blocks((new + rotated) as u32),
-                numbers: numbers.map(|(number, value)| (number, value as u32)).to_vec(),
-                widened: false,
-            }],
-            prepared: 0,
-            main: 0,
-            memory: Vec::new(),
-            tiling: None,
-            reason: String::new(),
-        })
+        let blocks = append.blocks((new + rotated) as u32);
+        let mut choice = Choice::of(Configuration::Append(append), blocks, "");
+        choice.launches[0].numbers = numbers.map(|(number, value)| (number, value as u32)).to_vec();
+        Ok(choice)
     }
 }
 

@@ -125,7 +125,8 @@ fn check_seed(
     kernels.into_iter().map(check).collect()
 }
 
-const DIMS: [(usize, usize); 12] = [
+/// Head dims of random problems: those with kernels of their own often, odd ones now and then.
+pub const DIMS: [(usize, usize); 12] = [
     (64, 64),
     (64, 64),
     (128, 128),

@@ -3,31 +3,13 @@
 use flashcore::{Mask, Problem};
 use flashcore_testing::check::Order;
 use flashcore_testing::scene::{Call, Place, Ragged, Scene, Weights};
+pub(crate) use flashcore_testing::small::decode as small;
 use kernels::decode::Splits;
 use kernels::{Cache, Configuration, Decode, MaskKind, Rules, Scales};
 use ptx::{Element, Target};
 use sim::{Budget, Measure, Mode, Options, Policy};
 
 use crate::{can_be_launched_again, every_schedule};
-
-/// A small configuration that has every part.
-pub(crate) fn small() -> Decode {
-    Decode {
-        target: Target::SM_80,
-        element: Element::BF16,
-        cache: Cache::plain(Element::BF16),
-        head_dim: 64,
-        value_head_dim: 64,
-        rows: 8,
-        paged: false,
-        rules: Rules::LOCAL,
-        warps: 2,
-        tile_keys: 16,
-        stages: 2,
-        blocks: 1,
-        splits: Splits::Shares,
-    }
-}
 
 /// The same with splits of 32 keys.
 pub(crate) fn fixed() -> Decode {
