@@ -150,11 +150,13 @@ fn sequencers() -> [Sequencer; 3] {
         .map(|tiles| Sequencer { target: Target::SM_90A, tiles })
 }
 
-/// A mask that sees all of some blocks of a size, a part of others and nothing of the rest.
+/// A mask that sees all of some blocks of a size, nothing of others, and of the rest so little that every
+/// key weighs.
 fn listed(block: i32) -> Rules {
     let near = Function::mask("near", |at| {
+        let [query, key] = [at.query() / block, at.key() / block];
         let apart = at.query() - at.key();
-        apart.gt(-block) & apart.lt(at.head() + block)
+        query.eq(key) & (key % 2).eq(0) | apart.abs().lt(at.head() + 2)
     });
     Rules { mask_function: Some(near), ..Rules::DENSE }
 }

@@ -7,11 +7,9 @@
 
 use flashcore::Mask;
 use kernels::decode::Splits;
-use kernels::mma::BackwardMma;
 use kernels::sequencer::Tiles;
 use kernels::{
-    Append, Backward, Batch, Configuration, Decode, Forward, MaskKind, Mma, Prefill, Sequencer,
-    Widen,
+    Append, Batch, Configuration, Decode, Forward, MaskKind, Mma, Prefill, Sequencer, Widen,
 };
 
 use super::{AppendSize, Call, Place, Ragged, Scene, SceneError, Weights};
@@ -105,9 +103,12 @@ fn backward(
         call([rows - 8, rows], [5, 1]).with(|it| it.with_scale(scale)),
         call([rows + 1, keys], [3, 1]).with(|it| it.with_scale(scale)),
     ];
-    if let Configuration::Backward(Backward { deterministic: true, .. })
-    | Configuration::BackwardMma(BackwardMma { deterministic: true, .. }) = kernel
-    {
+    let together = match kernel {
+        Configuration::Backward(it) => it.pass().takes_heads_together(),
+        Configuration::BackwardMma(it) => it.pass().takes_heads_together(),
+        _ => false,
+    };
+    if together {
         // More heads than go together, and some left over.
         all.push(call([rows + 3, 2 * keys + 1], [5, 5]).on(1));
         all.push(call([rows + 3, 2 * keys + 1], [3, 3]).on(1));
