@@ -59,6 +59,11 @@ impl Kernels {
         Kernels { kernel: Configuration::Backward(backward), pass: backward.pass() }
     }
 
+    /// Whether blocks of the grid take tile after tile.
+    fn is_persistent(&self) -> bool {
+        matches!(self.kernel, Configuration::Backward(it) if it.persistent)
+    }
+
     /// Puts what comes before and after the products around them, with the workspace: so many blocks
     /// of query rows of a head and in all.
     pub(super) fn beside(
@@ -116,8 +121,15 @@ pub(super) fn launch(
         .filter(|blocks| *blocks < 1 << 31)
         .ok_or_else(|| "the number of key blocks is too large for the GPU kernel".to_owned())?;
 
-    let mut choice = Choice::of(kernels.kernel, key_blocks, reason);
+    let persistent = kernels.is_persistent();
+    let blocks = if persistent { key_blocks.min(chip.multiprocessors) } else { key_blocks };
+    let mut choice = Choice::of(kernels.kernel, blocks, reason);
     choice.launches[0].numbers = vec![(Number::KeyBlocks, key_blocks_per_head)];
+    if persistent {
+        choice.launches[0].numbers.push((Number::Tiles, key_blocks));
+        let source = Source::Workspace(Workspace::Counters);
+        choice.memory.push(Memory { source, bytes: 4, contents: Contents::Zeros });
+    }
     if kernels.pass.takes_heads_together() {
         let heads = (counts.key_heads * counts.batch).max(1);
         let order = if kernels.pass.deterministic {

@@ -235,9 +235,9 @@ fn is_variant(kernel: &Configuration, best: &Configuration, problem: &Problem) -
             Scalar { rules: rules(it.rules, best.rules), ..best } == it
         }
         (Configuration::Backward(it), Configuration::Backward(best)) => {
-            let Backward { query_block, deterministic, .. } = it;
+            let Backward { query_block, deterministic, persistent, .. } = it;
             let rules = rules(it.rules, best.rules);
-            Backward { query_block, deterministic, rules, ..best } == it
+            Backward { query_block, deterministic, persistent, rules, ..best } == it
         }
         (Configuration::BackwardMma(it), Configuration::BackwardMma(best)) => {
             let BackwardMma { key_tiles, key_warps, column_warps, query_block, .. } = it;
@@ -303,7 +303,8 @@ pub fn configuration(name: &str) -> Result<Configuration, String> {
     let shipped = shipped(Target::SM_90A).into_iter().find(|it| it.name() == name);
     let found = shipped
         .or_else(|| crate::tune::space::find(name).map(Configuration::Forward))
-        .or_else(|| decode_shape(name).map(Configuration::Decode));
+        .or_else(|| decode_shape(name).map(Configuration::Decode))
+        .or_else(|| backward_form(name));
     found.ok_or_else(|| {
         let peers = PEERS.each_ref().map(|peer| peer.name).join(", ");
         let families = families().join(", ");
@@ -312,6 +313,16 @@ pub fn configuration(name: &str) -> Result<Configuration, String> {
              configurations as `flashcore inspect --all` lists them, and the peers {peers}"
         )
     })
+}
+
+/// A shipped configuration for gradients whose blocks take tile after tile, or do not.
+fn backward_form(name: &str) -> Option<Configuration> {
+    let forms = shipped(Target::SM_90A).into_iter().filter_map(|it| match it {
+        Configuration::Backward(it) => Some(Backward { persistent: !it.persistent, ..it }),
+        _ => None,
+    });
+    let mut forms = forms.map(Configuration::Backward);
+    forms.find(|it| it.name() == name && it.program().is_ok())
 }
 
 /// The decode configuration of a name: a shipped one's element, dims and scores in any shape that

@@ -5,6 +5,7 @@ use ptx::{Builder, Choose, Expression, Pred, Reg, S32, U32, Value};
 use super::BackwardPass;
 use super::lists::Listed;
 use super::order::{Order, Turn};
+use super::persistent::Posted;
 use super::ragged::{Ragged, Slice};
 use crate::attention::Batch;
 use crate::attention::function::blocks::{BlockLists, needs_function};
@@ -28,6 +29,8 @@ pub(crate) struct Place {
     order: Option<Order>,
     /// Whether additions come in that order too.
     takes_turns: bool,
+    /// Where a block that has several tiles finds the number of its tile.
+    pub(super) posted: Option<Posted>,
 }
 
 /// Where sequences are.
@@ -98,6 +101,15 @@ impl Place {
             lists: pass.takes_block_lists().then(|| BlockLists::parameters(k)),
             order: pass.takes_heads_together().then(|| Order::parameters(k)),
             takes_turns: pass.deterministic,
+            posted: None,
+        }
+    }
+
+    /// The number of this block's tile.
+    fn number(&self, k: &mut Builder) -> Reg<U32> {
+        match &self.posted {
+            None => k.block_index(),
+            Some(posted) => posted.read(k),
         }
     }
 
@@ -150,26 +162,34 @@ impl Place {
             return None;
         }
         match &self.sequences {
-            Sequences::Equal { key_blocks, .. } => Some(self.order.as_ref()?.turn(k, key_blocks)),
+            Sequences::Equal { key_blocks, .. } => {
+                let number = self.number(k);
+                Some(self.order.as_ref()?.turn(k, number, key_blocks))
+            }
             Sequences::Ragged(ragged) => ragged.turn(k),
         }
     }
 
-    /// The head of this block, among those of all sequences, and which of its key blocks.
-    fn key_block(&self, k: &mut Builder, key_blocks: &DivisorRegisters) -> (Reg<U32>, Reg<U32>) {
+    /// The head of a tile, among those of all sequences, and which of its key blocks.
+    fn key_block(
+        &self,
+        k: &mut Builder,
+        number: Reg<U32>,
+        key_blocks: &DivisorRegisters,
+    ) -> (Reg<U32>, Reg<U32>) {
         if let Some(order) = &self.order {
-            let Turn { head, key_block, .. } = order.turn(k, key_blocks);
+            let Turn { head, key_block, .. } = order.turn(k, number, key_blocks);
             return (head, key_block);
         }
-        let index = k.block_index();
-        key_blocks.divide(k, index)
+        key_blocks.divide(k, number)
     }
 
     /// The first key of this block.
     pub(crate) fn first_key(&self, k: &mut Builder) -> Reg<U32> {
         match &self.sequences {
             Sequences::Equal { key_blocks, .. } => {
-                let (_, key_block) = self.key_block(k, key_blocks);
+                let number = self.number(k);
+                let (_, key_block) = self.key_block(k, number, key_blocks);
                 k.eval(key_block * self.key_block)
             }
             Sequences::Ragged(ragged) => ragged.first_key(k),
@@ -181,18 +201,29 @@ impl Place {
     /// these heads come first.
     pub(crate) fn find(&self, k: &mut Builder) -> Tile {
         match &self.sequences {
-            Sequences::Equal { key_blocks, .. } => {
-                let (head_and_batch, key_block) = self.key_block(k, key_blocks);
-                let (batch, key_head) = self.key_heads.divide(k, head_and_batch);
-                let first_key = k.eval(key_block * self.key_block);
-                let query_blocks = self.query_blocks_of(k, first_key);
-                Tile { batch, key_head, first_key, query_blocks, slice: None }
+            Sequences::Equal { .. } => {
+                let number = self.number(k);
+                self.find_numbered(k, number)
             }
             Sequences::Ragged(ragged) => {
                 let ([batch, key_head, first_key], slice) = ragged.find(k);
                 let query_blocks = ragged.seen_by(k);
                 Tile { batch, key_head, first_key, query_blocks, slice: Some(slice) }
             }
+        }
+    }
+
+    /// The tile of a number.
+    pub(super) fn find_numbered(&self, k: &mut Builder, number: Reg<U32>) -> Tile {
+        match &self.sequences {
+            Sequences::Equal { key_blocks, .. } => {
+                let (head_and_batch, key_block) = self.key_block(k, number, key_blocks);
+                let (batch, key_head) = self.key_heads.divide(k, head_and_batch);
+                let first_key = k.eval(key_block * self.key_block);
+                let query_blocks = self.query_blocks_of(k, first_key);
+                Tile { batch, key_head, first_key, query_blocks, slice: None }
+            }
+            Sequences::Ragged(_) => self.find(k),
         }
     }
 

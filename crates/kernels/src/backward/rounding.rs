@@ -57,6 +57,7 @@ impl Rounding {
             query_block: self.sums.query_block,
             deterministic: false,
             batch: self.batch,
+            persistent: false,
         };
         if hopper.pass().rounding() == *self && hopper.fault().is_none() {
             return Some(Configuration::Backward(hopper));

@@ -58,6 +58,7 @@ impl RowSums {
             query_block: self.sums.query_block,
             deterministic: self.turns,
             batch: self.batch,
+            persistent: false,
         };
         if hopper.pass().row_sums() == *self && hopper.fault().is_none() {
             return Some(Configuration::Backward(hopper));

@@ -61,6 +61,7 @@ impl SinkGradients {
             query_block: self.query_block,
             deterministic: false,
             batch: self.batch,
+            persistent: false,
         };
         if hopper.pass().sink_gradients() == Some(*self) && hopper.fault().is_none() {
             return Some(Configuration::Backward(hopper));

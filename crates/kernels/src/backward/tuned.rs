@@ -16,8 +16,17 @@ pub fn tuned_backward(
         return None;
     }
     let query_block = if head_dim <= 64 && value_head_dim <= 128 { 128 } else { 64 };
-    let (deterministic, batch) = (false, Batch::Equal);
-    Some(Backward { element, head_dim, value_head_dim, rules, query_block, deterministic, batch })
+    let tuned = Backward {
+        element,
+        head_dim,
+        value_head_dim,
+        rules,
+        query_block,
+        deterministic: false,
+        batch: Batch::Equal,
+        persistent: false,
+    };
+    Some(tuned)
 }
 
 /// The configuration of twice as many keys a block, where there is one: faster where there are enough

@@ -236,7 +236,7 @@ impl<'a> Half<'a> {
         self.arrive(k, &self.exchange.ended, 0u32);
         let ended = self.exchange.ended.at(k, 0u32);
         k.mbarrier_wait(ended, 0, Scope::Block);
-        epilogue::store(k, &tile, &owner, &[done]);
+        epilogue::store(k, &tile, &owner, &[done], None);
     }
 
     /// Starts `S^T = K Q^T`.

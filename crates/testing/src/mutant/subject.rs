@@ -200,6 +200,7 @@ fn backwards() -> [Backward; 6] {
         query_block: 128,
         batch: Batch::Equal,
         deterministic: false,
+        persistent: false,
     };
     let rules = Rules { mask: MaskKind::Local, alibi: true, ..Rules::DENSE };
     let small = Backward { query_block: 64, ..narrow };

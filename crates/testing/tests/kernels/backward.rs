@@ -117,6 +117,28 @@ fn heads_are_taken_together_under_a_causal_mask() {
     }
 }
 
+fn persistent(backward: Backward) -> Backward {
+    Backward { persistent: true, ..backward }
+}
+
+/// One block, or two, with all tiles: walks that end at every stage, and tiles that nobody sees.
+#[test]
+fn blocks_take_tile_after_tile() {
+    for (backward, (batch, lengths, heads), processors) in [
+        (tuned(128, 128, Rules::CAUSAL), (1, [330, 400], [2, 1]), 1),
+        (tuned(128, 128, Rules::DENSE), (2, [130, 140], [1, 1]), 2),
+        (tuned(64, 64, Rules::CAUSAL), (1, [400, 500], [1, 1]), 1),
+        (tuned(64, 64, Rules::CAUSAL), (1, [600, 200], [3, 3]), 2),
+        (tuned(40, 72, Rules::EVERY), (1, [300, 260], [2, 2]), 1),
+        (tuned(80, 80, Rules::LOCAL), (1, [40, 700], [1, 1]), 1),
+        (tall(64, Element::BF16), (1, [200, 600], [2, 2]), 2),
+    ] {
+        let kernel = Configuration::Backward(persistent(backward));
+        let scene = Call::new(kernel, batch, lengths, heads).on(processors).scene().unwrap();
+        every_schedule(&scene, Mode::Checked, 1);
+    }
+}
+
 /// The bits of all results under every policy, some seeds, and with one, two or four blocks of the
 /// grid at a time: the first of them, and whether all others are the same.
 pub(crate) fn bits_of_schedules(scene: &Scene) -> (Vec<Vec<u8>>, bool) {
