@@ -3,7 +3,7 @@
 use kernels::Configuration;
 use kernels::attention::Batch;
 use kernels::attention::function::ListsOf;
-use kernels::backward::{BackwardPass, tall_backward, tuned_backward};
+use kernels::backward::{BackwardPass, persistent_backward, tall_backward, tuned_backward};
 use kernels::parameter::{Number, Workspace};
 
 use super::forward::workload;
@@ -36,7 +36,7 @@ impl Family for Backward {
             .ok_or_else(|| format!("head dims {dim} and {value_dim} are beyond 256"))?;
         let backward = kernels::Backward { deterministic: problem.deterministic, ..backward };
         let tall = tall_backward(backward).filter(|it| fills(chip, problem, it.key_block()));
-        let backward = tall.unwrap_or(backward);
+        let backward = tall.or(persistent_backward(backward)).unwrap_or(backward);
         arrangement.check_copies(problem)?;
         for tensor in tensors(problem) {
             map_strides(problem, arrangement, tensor)?;
@@ -57,11 +57,6 @@ pub(super) struct Kernels {
 impl Kernels {
     pub(super) fn hopper(backward: kernels::Backward) -> Self {
         Kernels { kernel: Configuration::Backward(backward), pass: backward.pass() }
-    }
-
-    /// Whether blocks of the grid take tile after tile.
-    fn is_persistent(&self) -> bool {
-        matches!(self.kernel, Configuration::Backward(it) if it.persistent)
     }
 
     /// Puts what comes before and after the products around them, with the workspace: so many blocks
@@ -121,14 +116,12 @@ pub(super) fn launch(
         .filter(|blocks| *blocks < 1 << 31)
         .ok_or_else(|| "the number of key blocks is too large for the GPU kernel".to_owned())?;
 
-    let persistent = kernels.is_persistent();
-    let blocks = if persistent { key_blocks.min(chip.multiprocessors) } else { key_blocks };
-    let mut choice = Choice::of(kernels.kernel, blocks, reason);
+    let mut choice = Choice::of(kernels.kernel, key_blocks, reason);
     choice.launches[0].numbers = vec![(Number::KeyBlocks, key_blocks_per_head)];
-    if persistent {
-        choice.launches[0].numbers.push((Number::Tiles, key_blocks));
-        let source = Source::Workspace(Workspace::Counters);
-        choice.memory.push(Memory { source, bytes: 4, contents: Contents::Zeros });
+    if let Configuration::Backward(backward) = kernels.kernel {
+        let group = problem.group_size() as u32;
+        let rounds = Rounds::new(chip, key_blocks, counts.tiles_per_head.saturating_mul(group));
+        rounds.arrange(&backward, &mut choice);
     }
     if kernels.pass.takes_heads_together() {
         let heads = (counts.key_heads * counts.batch).max(1);
@@ -156,6 +149,69 @@ pub(super) fn launch(
         waves: f64::from(key_blocks) / f64::from(chip.multiprocessors.max(1)),
     });
     Ok(choice)
+}
+
+/// How often tiles go around all multiprocessors.
+struct Rounds {
+    multiprocessors: u32,
+    tiles: u32,
+    /// Steps of a tile, where all are alike.
+    steps: u32,
+}
+
+/// What a tile costs beyond its steps, in steps, and what a part of one costs more.
+const TILE_COST: f64 = 2.0;
+const PART_COST: f64 = 1.0;
+
+impl Rounds {
+    fn new(chip: &Chip, tiles: u32, steps: u32) -> Self {
+        Rounds { multiprocessors: chip.multiprocessors.max(1), tiles, steps }
+    }
+
+    /// Tiles that do not fill a last round.
+    fn rest(&self) -> u32 {
+        self.tiles % self.multiprocessors
+    }
+
+    /// Steps that the last round takes if its tiles are cut into so many parts.
+    fn last(&self, parts: u32) -> f64 {
+        let rounds = (self.rest() * parts).div_ceil(self.multiprocessors);
+        let adding = if parts > 1 { PART_COST } else { 0.0 };
+        let part = f64::from(self.steps.div_ceil(parts)) + TILE_COST + adding;
+        f64::from(rounds) * part + adding * f64::from(parts) / 2.0
+    }
+
+    /// The best number of parts, by counting.
+    fn parts(&self) -> u32 {
+        let most = (self.steps / 2).clamp(1, 8);
+        (1..=most).min_by(|a, b| self.last(*a).total_cmp(&self.last(*b))).unwrap_or(1)
+    }
+
+    /// The blocks of the grid, and what they need to share tiles out.
+    fn arrange(&self, backward: &kernels::Backward, choice: &mut Choice) {
+        let launch = &mut choice.launches[0];
+        let mut add = |workspace, bytes, contents| {
+            let source = Source::Workspace(workspace);
+            choice.memory.push(Memory { source, bytes, contents });
+        };
+        let rest = self.rest();
+        if backward.split {
+            // Where there is one part, that is a tile.
+            let parts = self.parts().max(2);
+            let numbers = [(Number::WholeTiles, self.tiles - rest), (Number::Splits, parts)];
+            launch.numbers.extend(numbers);
+            launch.blocks = self.tiles - rest + rest * parts;
+            let bytes = u64::from(rest * parts) * u64::from(backward.partial_bytes());
+            add(Workspace::Partials, bytes, Contents::Anything);
+        }
+        if backward.persistent {
+            launch.numbers.push((Number::Tiles, launch.blocks));
+            launch.blocks = launch.blocks.min(self.multiprocessors);
+        }
+        if backward.split || backward.persistent {
+            add(Workspace::Counters, kernels::Backward::counter_bytes(rest), Contents::Zeros);
+        }
+    }
 }
 
 /// Whether blocks of so many keys go around all multiprocessors a few times.

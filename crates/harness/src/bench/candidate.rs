@@ -235,9 +235,10 @@ fn is_variant(kernel: &Configuration, best: &Configuration, problem: &Problem) -
             Scalar { rules: rules(it.rules, best.rules), ..best } == it
         }
         (Configuration::Backward(it), Configuration::Backward(best)) => {
-            let Backward { query_block, deterministic, persistent, .. } = it;
+            let Backward { query_block, deterministic, persistent, split, staged, .. } = it;
             let rules = rules(it.rules, best.rules);
-            Backward { query_block, deterministic, persistent, rules, ..best } == it
+            let form = Backward { persistent, split, staged, ..best };
+            Backward { query_block, deterministic, rules, ..form } == it
         }
         (Configuration::BackwardMma(it), Configuration::BackwardMma(best)) => {
             let BackwardMma { key_tiles, key_warps, column_warps, query_block, .. } = it;
@@ -315,11 +316,20 @@ pub fn configuration(name: &str) -> Result<Configuration, String> {
     })
 }
 
-/// A shipped configuration for gradients whose blocks take tile after tile, or do not.
+/// A shipped configuration for gradients in another form: whether blocks take tile after tile, and
+/// whether the last tiles are cut into parts.
 fn backward_form(name: &str) -> Option<Configuration> {
-    let forms = shipped(Target::SM_90A).into_iter().filter_map(|it| match it {
-        Configuration::Backward(it) => Some(Backward { persistent: !it.persistent, ..it }),
+    let shipped = shipped(Target::SM_90A).into_iter().filter_map(|it| match it {
+        Configuration::Backward(it) => Some(it),
         _ => None,
+    });
+    let forms = shipped.flat_map(|it| {
+        (0..8).map(move |form| Backward {
+            persistent: form & 1 > 0,
+            split: form & 2 > 0,
+            staged: form & 4 > 0,
+            ..it
+        })
     });
     let mut forms = forms.map(Configuration::Backward);
     forms.find(|it| it.name() == name && it.program().is_ok())

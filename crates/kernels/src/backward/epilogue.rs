@@ -77,8 +77,7 @@ pub(super) fn store(
         // Shared memory must outlive what reads it.
         k.bulk_wait_read(0);
         if let Some(handover) = handover {
-            let stored = handover.stored.at(k, 0);
-            k.mbarrier_arrive(stored);
+            handover.stored(k);
         }
     });
 }

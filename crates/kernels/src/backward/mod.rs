@@ -70,6 +70,7 @@ mod rounding;
 pub(crate) mod row_blocks;
 mod row_sums;
 mod sink_gradients;
+mod split;
 mod tuned;
 mod wide;
 
@@ -77,7 +78,9 @@ pub use pass::{BackwardPass, SumsLayout};
 pub use rounding::Rounding;
 pub use row_sums::RowSums;
 pub use sink_gradients::SinkGradients;
-pub use tuned::{every_backward, tall_backward, tuned_backward};
+pub use tuned::{
+    every_backward, persistent_backward, split_backward, tall_backward, tuned_backward,
+};
 
 use ptx::{
     Barriers, Builder, Element, Expression, GlobalAddress, Pipeline, Program, Reg, Role,
@@ -86,13 +89,14 @@ use ptx::{
 
 use crate::Error;
 use crate::attention::scores::ScoreRule;
-use crate::attention::{Batch, Rules};
+use crate::attention::{Batch, MaskKind, Rules};
 use crate::parameter::{Tensor, Workspace};
 use consumer::Consumer;
 use lists::Told;
 use order::Turns;
 use persistent::{Claims, Handover};
 use place::{Place, Tile};
+use split::{Partials, Split};
 
 /// Keys that a wgmma takes, as rows.
 const ROWS: u32 = 64;
@@ -123,6 +127,10 @@ pub struct Backward {
     pub batch: Batch,
     /// Whether blocks of the grid take tile after tile.
     pub persistent: bool,
+    /// Whether tiles that do not fill a last round are cut into parts.
+    pub split: bool,
+    /// Whether `dQ` is added by the copy engine, from shared memory.
+    pub staged: bool,
 }
 
 /// Named barriers of the block; 0 is for all its threads.
@@ -169,6 +177,10 @@ struct Shared {
     exchange: Option<wide::Exchange>,
     /// Where blocks take tile after tile.
     handover: Option<Handover>,
+    /// Where tiles are cut into parts.
+    partials: Option<Partials>,
+    /// The offset of `dQ` of a step, where the copy engine adds it.
+    query_gradients: Option<u32>,
 }
 
 /// Where tensors and workspaces are.
@@ -204,10 +216,11 @@ impl Backward {
         let (rules, mode) = (rules.name(), if self.deterministic { "_deterministic" } else { "" });
         let batch = batch_name(self.batch);
         let persistent = if self.persistent { "_persistent" } else { "" };
+        let split = if self.split { "_split" } else { "" };
         let tile = format!("{query_block}x{}", self.key_block());
-        format!(
-            "backward_{element}_d{head_dim}x{value_head_dim}_{rules}_{tile}{mode}{batch}{persistent}"
-        )
+        let staged = if self.staged { "_staged" } else { "" };
+        let form = format!("{tile}{mode}{batch}{persistent}{split}{staged}");
+        format!("backward_{element}_d{head_dim}x{value_head_dim}_{rules}_{form}")
     }
 
     /// Keys that a block takes.
@@ -392,6 +405,14 @@ impl Backward {
                 "blocks take tile after tile of equal lengths, in no order, without lists, and not of \
                  wide heads",
             ),
+            (
+                self.split && !(self.may_be_persistent() && self.rules.mask == MaskKind::Dense),
+                "tiles are cut into parts where all are alike, in no order, and heads are not wide",
+            ),
+            (
+                self.staged && (self.deterministic || self.query_block == PART),
+                "dQ goes through shared memory in no order, where a step has two parts of queries",
+            ),
         ];
         faults.into_iter().find(|(faulty, _)| *faulty).map(|(_, fault)| fault)
     }
@@ -423,6 +444,7 @@ impl Backward {
         let shared = self.shared(k);
         let mut place = Place::parameters(k, &self.pass());
         place.posted = shared.handover.as_ref().map(|it| it.posted);
+        place.split = self.split.then(|| Split::parameters(k));
         let consumer = Consumer::parameters(k, self);
         let claims = self.persistent.then(|| Claims::parameters(k));
         let thread = k.thread_index();
@@ -502,6 +524,9 @@ impl Backward {
             told: self.pass().takes_block_lists().then(|| Told::new(k, stages)),
             turns: self.deterministic.then(|| Turns::new(k, stages, self.adding_warps())),
             handover: self.persistent.then(|| Handover::new(k, warps)),
+            partials: self.split.then(|| Partials::parameters(k, self)),
+            query_gradients: (self.staged)
+                .then(|| k.shared("dQ", self.pass().sums_layout().block_bytes(), 128)),
         }
     }
 }

@@ -46,7 +46,7 @@ pub(super) struct Handover {
     /// The number of the tile, and with it the memory of its keys.
     pub(super) tiles: Pipeline,
     /// Both warpgroups' gradients have left shared memory.
-    pub(super) stored: Barriers,
+    stored: Barriers,
 }
 
 impl Handover {
@@ -62,6 +62,12 @@ impl Handover {
     pub(super) fn init(&self, k: &mut Builder) {
         self.tiles.init(k);
         self.stored.init(k);
+    }
+
+    /// One thread of a warpgroup says that its gradients have left, or never come.
+    pub(super) fn stored(&self, k: &mut Builder) {
+        let stored = self.stored.at(k, 0);
+        k.mbarrier_arrive(stored);
     }
 
     /// The producer waits until the gradients of the tile before have left.

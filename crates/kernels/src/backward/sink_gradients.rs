@@ -62,6 +62,8 @@ impl SinkGradients {
             deterministic: false,
             batch: self.batch,
             persistent: false,
+            split: false,
+            staged: false,
         };
         if hopper.pass().sink_gradients() == Some(*self) && hopper.fault().is_none() {
             return Some(Configuration::Backward(hopper));

@@ -66,6 +66,7 @@ use crate::parameter::{Number, Tensor};
 use crate::product::Source;
 use epilogue::Epilogue;
 use partials::Partials;
+pub(crate) use partials::{FRESH, PARTIAL_STEP};
 use static_scheduler::StaticScheduler;
 use transposer::Transposed;
 

@@ -201,6 +201,8 @@ fn backwards() -> [Backward; 6] {
         batch: Batch::Equal,
         deterministic: false,
         persistent: false,
+        split: false,
+        staged: false,
     };
     let rules = Rules { mask: MaskKind::Local, alibi: true, ..Rules::DENSE };
     let small = Backward { query_block: 64, ..narrow };
