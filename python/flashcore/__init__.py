@@ -35,7 +35,7 @@ from ._flashcore import VERSION as _VERSION
 from ._flashcore import finish_compiling as _finish_compiling
 from ._flashcore import forked as _forked
 from ._flashcore import info as _info
-from ._flex import BlockMask, and_masks, create_block_mask, flex_attention, or_masks
+from ._flex import AuxOutput, BlockMask, and_masks, create_block_mask, create_mask, flex_attention, or_masks
 from ._flex import attend as _attend_with_rules
 from ._flex import mask_rules as _mask_rules
 from ._flex import refuse_groups as _refuse_groups
@@ -53,9 +53,11 @@ from ._serving import is_compiling as _is_compiling
 from ._serving import widen as _widen
 
 __all__ = [
+    "AuxOutput",
     "BlockMask",
     "and_masks",
     "create_block_mask",
+    "create_mask",
     "dequantize",
     "flash_attn_combine",
     "flash_attn_func",
@@ -328,10 +330,9 @@ def scaled_dot_product_attention(
 ) -> Any:
     """Attention with PyTorch's signature, over (batch, heads, length, head dim).
 
-    As there, ``is_causal`` lets query ``i`` see the keys up to ``i``, whatever the lengths; more
-    queries than keys are refused. ``attn_mask`` broadcasts to (batch, heads, queries, keys): truth values
-    say which keys are seen, numbers are added to the scores. ``deterministic`` is as in
-    :func:`flash_attn_func`.
+    As there, ``is_causal`` lets query ``i`` see the keys up to ``i``, whatever the lengths. ``attn_mask``
+    broadcasts to (batch, heads, queries, keys): truth values say which keys are seen, numbers are added
+    to the scores. ``deterministic`` is as in :func:`flash_attn_func`.
     """
     try:
         plain = not dropout_p

@@ -169,6 +169,9 @@ def _check_like(name: str, tensor: Any, other: Any, first: str = "q") -> None:
 
 # Those that write into their arguments have no derivatives that could be registered.
 _MUTABLE = ("append", "combine_out")
+# What PyTorch can call without entering Python, on the device where the host's time counts.
+_kernels = _flashcore.Kernels.register(torch._C.__file__, _gradients.NAMESPACE, "CUDA")
+_native = () if _kernels is None else _kernels.operators
 
 for _name, _run, _fake in (
     ("attention", _attention, _fake_attention),
@@ -181,7 +184,7 @@ for _name, _run, _fake in (
     ("combine_out", _combine_out, _fake_combine_out),
     ("merge", _merge, _fake_merge),
 ):
-    for _key in ("CPU", "CUDA"):
+    for _key in ("CPU",) if _name in _native else ("CPU", "CUDA"):
         _library.impl(_name, _run, _key)
     _operator = f"{_gradients.NAMESPACE}::{_name}"
     torch.library.register_fake(_operator, _fake, lib=_library)
@@ -284,7 +287,9 @@ def _autocast(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     """Tensors of which the first three have the element type that autocast chooses, where it is on
     and one of them is float32; sinks and slopes stay as they are."""
     first = tensors[0]
-    if not isinstance(first, torch.Tensor) or not torch.is_autocast_enabled(first.device.type):
+    if not isinstance(first, torch.Tensor) or first.is_meta:
+        return tensors
+    if not torch.is_autocast_enabled(first.device.type):
         return tensors
     wide = [isinstance(it, torch.Tensor) and it.dtype == torch.float32 for it in tensors[:3]]
     dtype = torch.get_autocast_dtype(first.device.type)

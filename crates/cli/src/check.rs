@@ -16,9 +16,8 @@ use testing::check::{self, ExpectedGradients, GradientsOutcome, Outcome, cases};
 use testing::verdict::Comparison;
 
 use crate::attend::CHECK_OPERATIONS;
-use crate::preference::BackendChoice;
 use crate::progress::Bar;
-use crate::{Answer, memory, terminal};
+use crate::{Answer, BackendChoice, memory, terminal};
 
 /// Check every kernel that this machine can run
 #[derive(Args)]

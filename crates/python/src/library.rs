@@ -6,7 +6,7 @@ use cuda::Stream;
 use flashcore::gpu::Gpu;
 use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyEllipsis, PyNotImplemented};
+use pyo3::types::{PyEllipsis, PyNotImplemented, PyTuple};
 
 use crate::array::Array;
 use crate::dlpack::{self, Lent};
@@ -201,9 +201,8 @@ impl<'py> Library<'py> {
     ) -> PyResult<Made<'py>> {
         match &self.kind {
             Kind::Torch { torch, first, .. } => {
-                let object = torch.make(first, sizes, element);
-                let object = object.map_err(|error| no_memory(error, py, place))?;
-                let address = torch.address(&object)?;
+                let made = torch.make(first, sizes, element, place);
+                let (object, address) = made.map_err(|error| no_memory(error, py, place))?;
                 Ok(Made { object, address })
             }
             Kind::Arrays { words, .. } => {
@@ -226,9 +225,9 @@ impl<'py> Library<'py> {
             && given.element == answer.element
             && given.is_contiguous()
         {
-            let object = torch.make_like(tensor);
-            let object = object.map_err(|error| no_memory(error, tensor.py(), given.place))?;
-            let address = torch.address(&object)?;
+            let made = torch.make_like(tensor, given);
+            let made = made.map_err(|error| no_memory(error, tensor.py(), given.place));
+            let (object, address) = made?;
             return Ok(Made { object, address });
         }
         self.make(tensor.py(), answer.sizes(), answer.element, answer.place)
@@ -257,6 +256,16 @@ impl<'py> Library<'py> {
         // SAFETY: PyTorch's current stream of this device, or our own; both stay.
         Ok(unsafe { Stream::borrow(gpu.device(), handle) })
     }
+}
+
+/// Tensors of PyTorch's that lie as others do, without PyTorch's reading of arguments.
+pub(crate) fn empty_like<'py>(tensors: &Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyTuple>> {
+    let torch = Torch::get(tensors.py())?;
+    let made = tensors.iter_borrowed().map(|tensor| {
+        let (made, _) = torch.make_like(&tensor, &torch.read(&tensor, "a tensor")?)?;
+        Ok(made)
+    });
+    PyTuple::new(tensors.py(), crate::boundary::collect(made)?)
 }
 
 /// Why PyTorch makes no tensor: on the CPU it has no error of its own for want of memory.

@@ -3,7 +3,7 @@
 use cuda::DeviceAddress;
 use flashcore::gpu::Tensors;
 use flashcore::{Alibi, DType, DTypes, Descale, Descales, Lists, Mask, Problem, Storage};
-use pyo3::exceptions::{PyNotImplementedError, PyTypeError, PyValueError};
+use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
@@ -334,18 +334,14 @@ impl Request {
             left_padding: self.left_padding.is_some(),
             batch_index: self.entries.is_some(),
         };
-        if causal && self.function == Function::PyTorch {
-            // Keys behind the last query are seen by nobody, and without them both anchors are one.
-            if queries > keys {
-                return Err(PyNotImplementedError::new_err(format!(
-                    "is_causal with {queries} queries and {keys} keys is not supported: expected \
-                     no more queries than keys"
-                )));
-            }
-            problem.key_length = queries as usize;
-        }
         // FlashAttention's words: a causal window ends at the query.
-        let (left, right) = (window.0, if causal { Some(0) } else { window.1 });
+        let (left, mut right) = (window.0, if causal { Some(0) } else { window.1 });
+        if causal && self.function == Function::PyTorch {
+            // PyTorch's mask is anchored at the first key, ours at the last one. Keys behind the last
+            // query are seen by nobody; queries behind the last key see all of them.
+            problem.key_length = queries.min(keys) as usize;
+            right = Some((queries - keys).max(0) as usize);
+        }
         problem.mask = Mask::window(left, right).with_chunk(chunk);
         if let Some(scale) = scale {
             problem = problem.with_scale(scale);

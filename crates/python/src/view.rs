@@ -80,6 +80,12 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
+    /// A tensor that is nowhere yet, with ones and no strides.
+    pub(crate) fn nowhere(element: Element, place: Place, dimensions: usize) -> Memory {
+        let (sizes, strides) = ([1; MOST_DIMENSIONS], [0; MOST_DIMENSIONS]);
+        Memory { address: 0, dimensions, sizes, strides, element, place }
+    }
+
     pub(crate) fn sizes(&self) -> &[i64] {
         &self.sizes[..self.dimensions]
     }
@@ -104,6 +110,42 @@ impl Memory {
             whole = whole.saturating_mul(*size.max(&1));
             fits
         })
+    }
+
+    /// Whether its elements fill their memory, in whatever order the dimensions lie.
+    pub(crate) fn is_dense(&self) -> bool {
+        let mut steps = [(0, 0); MOST_DIMENSIONS];
+        for (step, axis) in steps.iter_mut().zip(0..self.dimensions) {
+            *step = (self.strides[axis], self.sizes[axis]);
+        }
+        let steps = &mut steps[..self.dimensions];
+        steps.sort_unstable();
+        let mut whole = 1_i64;
+        steps.iter().filter(|(_, size)| *size != 1).all(|(stride, size)| {
+            let fits = *size > 0 && *stride == whole;
+            whole = whole.saturating_mul(*size);
+            fits
+        })
+    }
+
+    /// The same with its second and third dimension exchanged.
+    pub(crate) fn transposed(mut self) -> Memory {
+        self.sizes.swap(1, 2);
+        self.strides.swap(1, 2);
+        self
+    }
+
+    /// One of the tensors that were packed into this one, along the third dimension from the end.
+    pub(crate) fn part(mut self, at: u64) -> Memory {
+        let Some(axis) = self.dimensions.checked_sub(3) else { return self };
+        let step = self.strides[axis].max(0) as u64 * self.element.bytes();
+        self.address = self.address.wrapping_add(at * step);
+        self.sizes.copy_within(axis + 1.., axis);
+        self.strides.copy_within(axis + 1.., axis);
+        self.dimensions -= 1;
+        // What is behind the last dimension counts one.
+        self.sizes[self.dimensions] = 1;
+        self
     }
 
     /// Whether every kernel can walk its rows: elements of the last dimension lie side by side, and

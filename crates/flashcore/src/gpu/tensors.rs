@@ -75,7 +75,8 @@ pub struct Tensors {
     pub captured: CapturedTensors,
     /// Lists of key blocks in the place of the plan's own, as
     /// [`Choice::lists_over`](crate::family::Choice::lists_over) makes them: for those who know what
-    /// functions load.
+    /// functions load. Where a plan [finds](crate::gpu::AttentionPlan::with_found_lists) them, where they
+    /// are from a preparation on.
     pub block_lists: Option<DeviceAddress>,
     /// The lists of tiles that come with them.
     pub tile_lists: Option<DeviceAddress>,

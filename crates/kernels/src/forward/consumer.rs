@@ -3,6 +3,7 @@
 use ptx::{Accumulate, Accumulator, Builder, Fragment, GlobalAddress, Pred, Reg, U32};
 
 use super::epilogue::{Epilogue, Output};
+use super::partials::Part;
 use super::probe::{Phase, Probe};
 use super::rule::Rule;
 use super::scheduler::ConsumerScheduler;
@@ -242,15 +243,16 @@ fn finish<T: ConsumerScheduler>(
         let rows = softmax.finish(k, sink);
         epilogue.store(k, tiles, staging, &rows, output, current);
     };
-    let (Some(partials), Some(part)) = (&epilogue.partials, tiles.part(current)) else {
+    let (Some(partials), Some(word)) = (&epilogue.partials, tiles.part(current)) else {
         return store(k);
     };
+    let part = Part { word, staging, softmax, output };
     k.if_else(
-        PartWord::is_left(part),
-        |k| partials.leave(k, staging, part, softmax, output),
+        PartWord::is_left(word),
+        |k| partials.leave(k, &part),
         |k| {
             if last {
-                partials.take_in(k, staging, part, softmax, output);
+                partials.take_in(k, &part);
             }
             store(k);
         },

@@ -30,7 +30,7 @@ mod consumer;
 mod dynamic_scheduler;
 mod epilogue;
 mod fp8;
-mod lists;
+pub(crate) mod lists;
 mod partials;
 mod prefill;
 mod probe;

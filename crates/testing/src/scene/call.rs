@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use flashcore::family::{Choice, Contents};
 use flashcore::function::{Function, HostTensor};
 use flashcore::gpu::Chip;
-use flashcore::plan::{Source, Value, bind};
+use flashcore::plan::{Launch, Source, Value, bind};
 use flashcore::random::uniform;
 use flashcore::serving::{Placement, Sequences};
 use flashcore::{
@@ -363,7 +363,12 @@ impl Call {
                 Contents::Anything if WIDENED.contains(&it.source) => {
                     memory.result(&name, vec![0xFF; bytes])
                 }
-                Contents::Anything => memory.output(&name, bytes),
+                Contents::FoundBlocks(_) | Contents::FoundTiles(_) if self.contents_known => {
+                    memory.input_u32(&name, lists.of(it.source).unwrap_or_default())
+                }
+                Contents::Anything | Contents::FoundBlocks(_) | Contents::FoundTiles(_) => {
+                    memory.output(&name, bytes)
+                }
                 Contents::Zeros => memory.input(&name, vec![0; bytes]),
                 Contents::Tiles(_) | Contents::Blocks(_) => {
                     memory.input_u32(&name, lists.of(it.source).unwrap_or_default())
@@ -381,7 +386,13 @@ impl Call {
 
         let arrangement = inputs.arrangement(&problem).map_err(|error| refused(error.into()))?;
         let mut steps = Vec::new();
-        for launch in &choice.launches {
+        // What is brought along need not be found.
+        let found = |launch: &Launch| {
+            use Configuration::{BlockFinder, BlockLister, TileSharer};
+            let makes = matches!(launch.kernel, BlockFinder(_) | BlockLister(_) | TileSharer(_));
+            self.contents_known && makes
+        };
+        for launch in choice.launches.iter().filter(|launch| !found(launch)) {
             let program = launch.kernel.program()?;
             let values = bind(launch, &program.parameters, &problem, &arrangement)
                 .map_err(SceneError::Size)?;
@@ -389,7 +400,7 @@ impl Call {
                 values.into_iter().map(|value| measured(value, &problem, inputs)).collect();
             steps.push(Step::bound(program, launch.blocks, &values, &buffers)?);
         }
-        let main = choice.main;
+        let main = choice.main - choice.launches.iter().filter(|launch| found(launch)).count();
         Ok(Staged { problem, inputs, memory, buffers, steps, main, restored })
     }
 
