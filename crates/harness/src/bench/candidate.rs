@@ -235,10 +235,9 @@ fn is_variant(kernel: &Configuration, best: &Configuration, problem: &Problem) -
             Scalar { rules: rules(it.rules, best.rules), ..best } == it
         }
         (Configuration::Backward(it), Configuration::Backward(best)) => {
-            let Backward { query_block, deterministic, persistent, split, staged, .. } = it;
+            let Backward { query_block, deterministic, persistent, split, .. } = it;
             let rules = rules(it.rules, best.rules);
-            let form = Backward { persistent, split, staged, ..best };
-            Backward { query_block, deterministic, rules, ..form } == it
+            Backward { query_block, deterministic, persistent, split, rules, ..best } == it
         }
         (Configuration::BackwardMma(it), Configuration::BackwardMma(best)) => {
             let BackwardMma { key_tiles, key_warps, column_warps, query_block, .. } = it;
@@ -304,8 +303,7 @@ pub fn configuration(name: &str) -> Result<Configuration, String> {
     let shipped = shipped(Target::SM_90A).into_iter().find(|it| it.name() == name);
     let found = shipped
         .or_else(|| crate::tune::space::find(name).map(Configuration::Forward))
-        .or_else(|| decode_shape(name).map(Configuration::Decode))
-        .or_else(|| backward_form(name));
+        .or_else(|| decode_shape(name).map(Configuration::Decode));
     found.ok_or_else(|| {
         let peers = PEERS.each_ref().map(|peer| peer.name).join(", ");
         let families = families().join(", ");
@@ -314,25 +312,6 @@ pub fn configuration(name: &str) -> Result<Configuration, String> {
              configurations as `flashcore inspect --all` lists them, and the peers {peers}"
         )
     })
-}
-
-/// A shipped configuration for gradients in another form: whether blocks take tile after tile, and
-/// whether the last tiles are cut into parts.
-fn backward_form(name: &str) -> Option<Configuration> {
-    let shipped = shipped(Target::SM_90A).into_iter().filter_map(|it| match it {
-        Configuration::Backward(it) => Some(it),
-        _ => None,
-    });
-    let forms = shipped.flat_map(|it| {
-        (0..8).map(move |form| Backward {
-            persistent: form & 1 > 0,
-            split: form & 2 > 0,
-            staged: form & 4 > 0,
-            ..it
-        })
-    });
-    let mut forms = forms.map(Configuration::Backward);
-    forms.find(|it| it.name() == name && it.program().is_ok())
 }
 
 /// The decode configuration of a name: a shipped one's element, dims and scores in any shape that

@@ -2,8 +2,7 @@
 
 use ptx::{
     Accumulate, Accumulator, Builder, Choose, Expression, F32, Fence, Fragment, GlobalAddress,
-    LoadHint, Pred, Reg, S32, Scope, SharedAddress, SharedTile, SharedTiles, StoreHint, U32, U64,
-    Value,
+    LoadHint, Pred, Reg, S32, Scope, SharedAddress, SharedTile, SharedTiles, U32, U64, Value,
 };
 
 use super::epilogue::{self, Done};
@@ -88,9 +87,6 @@ impl Sums {
         (part.first_key(backward) / ROWS) as usize
     }
 }
-
-/// Bytes of four registers of a warp's threads.
-const WARP_BYTES: u32 = SumsLayout::REGISTERS_BYTES / 4;
 
 /// Where there was no step before.
 pub(super) const NO_STEP: u32 = u32::MAX;
@@ -224,10 +220,6 @@ impl Consumer {
         let first = k.eval(group.index * backward.group_keys());
         let owner = epilogue::Owner { index: group.index, thread: group.thread, first };
         let each = sums.values.iter().zip(&sums.keys).zip((0..).step_by(ROWS as usize));
-        if backward.staged {
-            // Shared memory must outlive what reads it.
-            k.if_(group.leader, |k| k.bulk_wait_read(0));
-        }
         // The next tile's keys come while this one's gradients leave.
         let staging = shared.handover.as_ref().map(|handover| {
             k.warp_sync();
@@ -350,9 +342,6 @@ impl Consumer {
         group.store_score_gradients(k, part.stage, part, products, operand);
         if last {
             group.written(k, part.stage);
-            if !first {
-                group.add_staged(k);
-            }
         }
         if let Some(before) = before {
             group.start_query_gradients(k, query_gradients, before.stage);
@@ -371,11 +360,7 @@ impl Consumer {
             k.wait_products(1);
             let phase = group.phase(before.stage > part.stage);
             group.wait_for_turn(k, before.stage, phase);
-            if group.backward.staged {
-                group.stage_own(k, query_gradients);
-            } else {
-                group.add_own(k, group.number, query_gradients);
-            }
+            group.add_own(k, group.number, query_gradients);
             group.added(k, before.stage);
         }
         k.wait_products(0);
@@ -408,9 +393,6 @@ impl Consumer {
         }
         group.store_score_gradients(k, group.stage, part, products, operand);
         group.written(k, group.stage);
-        if group.backward.staged {
-            k.if_(group.number.differs(NO_STEP), |k| group.add_staged(k));
-        }
         group.start_key_gradients(k, key_gradients, operand, group.stage, part);
         k.wait_products(0);
         if group.backward.parts() == 1 {
@@ -900,48 +882,6 @@ impl<'a> Warpgroup<'a> {
         if let Some(turns) = &self.shared.turns {
             turns.added(k, stage, self.leader);
         }
-    }
-
-    /// Leaves this warp's part of `dQ` in shared memory, when what was there before has been read.
-    fn stage_own(&self, k: &mut Builder, products: &Accumulator) {
-        let Some(staging) = self.staging(k) else { return };
-        k.if_(self.leader, |k| k.bulk_wait_read(0));
-        k.warp_sync();
-        let lane = k.lane();
-        let mine = k.eval(staging + lane * 16);
-        for (index, registers) in (0u32..).zip(products.registers().chunks_exact(4)) {
-            let at = mine + SumsLayout::REGISTERS_BYTES * index;
-            k.store_vector(at, registers, StoreHint::default());
-        }
-    }
-
-    /// The copy engine adds that to the sums. A fence has come in between, that of `dS`.
-    fn add_staged(&self, k: &mut Builder) {
-        let Some(staging) = self.staging(k) else { return };
-        k.if_(self.leader, |k| {
-            let layout = self.backward.pass().sums_layout();
-            let block = k.multiply_wide(self.number, layout.block_bytes());
-            let within = self.warp_offset(k);
-            let sums = k.eval(self.sums + block + within.convert::<U64>());
-            for index in 0..layout.part_bytes() / SumsLayout::REGISTERS_BYTES {
-                let offset = SumsLayout::REGISTERS_BYTES * index;
-                k.bulk_reduce_add(sums + offset, staging + offset, WARP_BYTES);
-            }
-            k.bulk_commit();
-        });
-    }
-
-    /// Where this warp has its part of `dQ` in shared memory, if it goes through there.
-    fn staging(&self, k: &mut Builder) -> Option<Reg<SharedAddress>> {
-        let offset = self.shared.query_gradients?;
-        let (first, within) = (k.shared_address(offset), self.warp_offset(k));
-        Some(k.eval(first + within))
-    }
-
-    /// Where the part of a warp is in that of a block of query rows.
-    fn warp_offset(&self, k: &mut Builder) -> Reg<U32> {
-        let part_bytes = self.backward.pass().sums_layout().part_bytes();
-        k.eval(self.index * part_bytes + self.warp * WARP_BYTES)
     }
 
     /// Adds this warpgroup's part of `dQ`.

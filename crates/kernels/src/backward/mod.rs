@@ -46,6 +46,9 @@
 //! other their gradients (`wide`). Dense narrow heads have twice 64 keys a warpgroup, one after the
 //! other in a step, so that half as much is added to `dQ`.
 //!
+//! Blocks may take tile after tile (`persistent`), and tiles that do not fill a last round may be cut
+//! into parts (`split`).
+//!
 //! The sums of `dQ` lie in memory as the accumulators lie in registers
 //! ([`SumsLayout`]), so that each warp adds whole lines.
 //!
@@ -129,8 +132,6 @@ pub struct Backward {
     pub persistent: bool,
     /// Whether tiles that do not fill a last round are cut into parts.
     pub split: bool,
-    /// Whether `dQ` is added by the copy engine, from shared memory.
-    pub staged: bool,
 }
 
 /// Named barriers of the block; 0 is for all its threads.
@@ -179,8 +180,6 @@ struct Shared {
     handover: Option<Handover>,
     /// Where tiles are cut into parts.
     partials: Option<Partials>,
-    /// The offset of `dQ` of a step, where the copy engine adds it.
-    query_gradients: Option<u32>,
 }
 
 /// Where tensors and workspaces are.
@@ -218,8 +217,7 @@ impl Backward {
         let persistent = if self.persistent { "_persistent" } else { "" };
         let split = if self.split { "_split" } else { "" };
         let tile = format!("{query_block}x{}", self.key_block());
-        let staged = if self.staged { "_staged" } else { "" };
-        let form = format!("{tile}{mode}{batch}{persistent}{split}{staged}");
+        let form = format!("{tile}{mode}{batch}{persistent}{split}");
         format!("backward_{element}_d{head_dim}x{value_head_dim}_{rules}_{form}")
     }
 
@@ -409,10 +407,6 @@ impl Backward {
                 self.split && !(self.may_be_persistent() && self.rules.mask == MaskKind::Dense),
                 "tiles are cut into parts where all are alike, in no order, and heads are not wide",
             ),
-            (
-                self.staged && (self.deterministic || self.query_block == PART),
-                "dQ goes through shared memory in no order, where a step has two parts of queries",
-            ),
         ];
         faults.into_iter().find(|(faulty, _)| *faulty).map(|(_, fault)| fault)
     }
@@ -525,8 +519,6 @@ impl Backward {
             turns: self.deterministic.then(|| Turns::new(k, stages, self.adding_warps())),
             handover: self.persistent.then(|| Handover::new(k, warps)),
             partials: self.split.then(|| Partials::parameters(k, self)),
-            query_gradients: (self.staged)
-                .then(|| k.shared("dQ", self.pass().sums_layout().block_bytes(), 128)),
         }
     }
 }

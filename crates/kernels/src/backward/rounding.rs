@@ -59,7 +59,6 @@ impl Rounding {
             batch: self.batch,
             persistent: false,
             split: false,
-            staged: false,
         };
         if hopper.pass().rounding() == *self && hopper.fault().is_none() {
             return Some(Configuration::Backward(hopper));

@@ -63,7 +63,6 @@ impl RowSums {
             batch: self.batch,
             persistent: false,
             split: false,
-            staged: false,
         };
         if hopper.pass().row_sums() == *self && hopper.fault().is_none() {
             return Some(Configuration::Backward(hopper));

@@ -63,7 +63,6 @@ impl SinkGradients {
             batch: self.batch,
             persistent: false,
             split: false,
-            staged: false,
         };
         if hopper.pass().sink_gradients() == Some(*self) && hopper.fault().is_none() {
             return Some(Configuration::Backward(hopper));

@@ -26,7 +26,6 @@ pub fn tuned_backward(
         batch: Batch::Equal,
         persistent: false,
         split: false,
-        staged: false,
     };
     Some(tuned)
 }

@@ -1,10 +1,7 @@
 //! Asynchronous copies.
 
 use super::{Builder, TensorMap};
-use crate::{
-    BulkElement, CopyCache, Element, GlobalAddress, Instruction, Operand, Reg, S32, SharedAddress,
-    U32, U64, Value,
-};
+use crate::{CopyCache, GlobalAddress, Instruction, Reg, S32, SharedAddress, U32, U64, Value};
 
 /// What a bulk load may add to its plain form.
 #[derive(Clone, Copy, Debug, Default)]
@@ -84,20 +81,6 @@ impl Builder {
     #[track_caller]
     pub fn bulk_wait_read(&mut self, pending: u32) {
         self.push(Instruction::BulkWait { pending, read_only: true });
-    }
-
-    /// Adds `bytes` of `f32`, a multiple of 16, from shared to global memory, as a part of the thread's
-    /// group.
-    #[track_caller]
-    pub fn bulk_reduce_add(
-        &mut self,
-        dst: impl Into<Value<GlobalAddress>>,
-        src: impl Into<Value<SharedAddress>>,
-        bytes: u32,
-    ) {
-        let (dst, src) = (self.address(dst), self.address(src));
-        let (ty, bytes) = (BulkElement::Float(Element::F32), Operand::u32(bytes));
-        self.push(Instruction::BulkReduceAdd { ty, dst, src, bytes, policy: None });
     }
 
     /// Copies `bytes`, a multiple of 16, from global to shared memory, completing on `barrier`.

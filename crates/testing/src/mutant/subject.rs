@@ -202,7 +202,6 @@ fn backwards() -> [Backward; 6] {
         deterministic: false,
         persistent: false,
         split: false,
-        staged: false,
     };
     let rules = Rules { mask: MaskKind::Local, alibi: true, ..Rules::DENSE };
     let small = Backward { query_block: 64, ..narrow };

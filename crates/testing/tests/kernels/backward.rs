@@ -137,22 +137,6 @@ fn blocks_take_tile_after_tile() {
     }
 }
 
-fn staged(backward: Backward) -> Backward {
-    Backward { staged: true, ..backward }
-}
-
-#[test]
-fn the_copy_engine_adds_up_the_gradients_of_queries() {
-    for (backward, lengths, processors) in [
-        (tuned(64, 64, Rules::CAUSAL), [650, 200], 2),
-        (persistent(tuned(64, 64, Rules::CAUSAL)), [300, 300], 1),
-    ] {
-        let kernel = Configuration::Backward(staged(backward));
-        let scene = Call::new(kernel, 1, lengths, [2, 1]).on(processors).scene().unwrap();
-        every_schedule(&scene, Mode::Checked, 1);
-    }
-}
-
 fn split(backward: Backward) -> Backward {
     Backward { split: true, ..backward }
 }
