@@ -445,6 +445,19 @@ impl Tensor {
 }
 
 impl List {
+    /// What attention may be given beside its tensors; the others go with appending.
+    pub const OF_ATTENTION: [List; 9] = [
+        List::QueryStarts,
+        List::QueryLengths,
+        List::KeyStarts,
+        List::KeyLengths,
+        List::LeftPadding,
+        List::BatchIndex,
+        List::BlockTable,
+        List::Slopes,
+        List::Sinks,
+    ];
+
     /// Declares its address.
     #[track_caller]
     pub(crate) fn address(self, k: &mut Builder) -> Reg<GlobalAddress> {

@@ -190,7 +190,7 @@ pub struct Tiling {
 
 impl Choice {
     /// One launch without memory.
-    fn of(kernel: Configuration, blocks: u32, reason: impl Into<String>) -> Self {
+    pub(crate) fn of(kernel: Configuration, blocks: u32, reason: impl Into<String>) -> Self {
         Choice {
             launches: vec![Launch { kernel, blocks, numbers: Vec::new(), widened: false }],
             prepared: 0,

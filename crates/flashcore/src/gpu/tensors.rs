@@ -169,6 +169,21 @@ impl Tensors {
         }
     }
 
+    /// Its lists, in the order of [`List::OF_ATTENTION`].
+    pub fn lists_mut(&mut self) -> [&mut Option<DeviceAddress>; 9] {
+        [
+            &mut self.query_starts,
+            &mut self.query_lengths,
+            &mut self.key_starts,
+            &mut self.key_lengths,
+            &mut self.left_padding,
+            &mut self.batch_index,
+            &mut self.block_table,
+            &mut self.slopes,
+            &mut self.sinks,
+        ]
+    }
+
     /// Query, key, value and output without gaps in the order (batch, length, heads, dim).
     pub fn contiguous(
         problem: &Problem,

@@ -131,19 +131,6 @@ impl Weights {
     }
 }
 
-/// What a call may have beside its tensors.
-const LISTS: [List; 9] = [
-    List::QueryStarts,
-    List::KeyStarts,
-    List::QueryLengths,
-    List::KeyLengths,
-    List::LeftPadding,
-    List::BatchIndex,
-    List::BlockTable,
-    List::Slopes,
-    List::Sinks,
-];
-
 /// What stands in results where nobody shall write: as a number of every element.
 pub(super) const UNTOUCHED: f64 = 77.0;
 
@@ -316,7 +303,7 @@ impl Call {
                 buffers.insert(Source::Tensor(role), buffer);
             }
         }
-        for list in LISTS {
+        for list in List::OF_ATTENTION {
             if let Some(mut words) = inputs.list(&problem, list) {
                 if self.hostile {
                     fill(list, &mut words, |starts| inputs.list(&problem, starts));
@@ -762,5 +749,6 @@ pub(super) fn dtype(element: Element) -> DType {
         Element::BF16 => DType::BF16,
         Element::E4M3 => DType::E4M3,
         Element::E5M2 => DType::E5M2,
+        Element::Int8 => DType::Int8,
     }
 }
