@@ -25,14 +25,19 @@ pub(crate) fn load_as_f32(
     }
 }
 
-/// Loads eight neighbours of 16 bits, aligned to 16 bytes, and widens them.
+/// Loads eight neighbours of 16 bits, aligned to 16 bytes, in pairs.
 #[track_caller]
-pub(crate) fn load_eight_as_f32(
+pub(crate) fn load_eight(k: &mut Builder, address: Value<GlobalAddress>) -> [Reg<U32>; 4] {
+    k.load_vector(address, LoadHint::default())
+}
+
+/// Widens four pairs.
+#[track_caller]
+pub(crate) fn eight_as_f32(
     k: &mut Builder,
     element: Element,
-    address: Value<GlobalAddress>,
+    pairs: [Reg<U32>; 4],
 ) -> Vec<Reg<F32>> {
-    let pairs = k.load_vector::<U32, _, 4>(address, LoadHint::default());
     let widen = |pair: Reg<U32>| match element {
         Element::F16 => {
             let pair = k.eval(pair.reinterpret::<F16x2>());

@@ -234,6 +234,8 @@ listed! {
         Chunk,
         /// Tiles in all.
         Tiles,
+        /// Tiles that are not cut into parts.
+        WholeTiles,
         /// Tiles of query rows of a head.
         TilesPerHead,
         /// Tiles of a group of heads that share the second-level cache.

@@ -410,6 +410,10 @@ fn backwards() -> Vec<Configuration> {
     let ragged = equal.iter().filter(tuned).map(|it| Backward { batch: Batch::Ragged, ..*it });
     for it in equal.iter().copied().chain(ragged) {
         all.push(Configuration::Backward(it));
+        if it.persistent || it.split {
+            // What comes before and after is that of the plain one.
+            continue;
+        }
         let ordered = Backward { deterministic: true, ..it };
         let dims = (it.head_dim, it.value_head_dim);
         // In one order, over ragged batches and with every rule, a thread spills three words: it is

@@ -235,9 +235,9 @@ fn is_variant(kernel: &Configuration, best: &Configuration, problem: &Problem) -
             Scalar { rules: rules(it.rules, best.rules), ..best } == it
         }
         (Configuration::Backward(it), Configuration::Backward(best)) => {
-            let Backward { query_block, deterministic, .. } = it;
+            let Backward { query_block, deterministic, persistent, split, .. } = it;
             let rules = rules(it.rules, best.rules);
-            Backward { query_block, deterministic, rules, ..best } == it
+            Backward { query_block, deterministic, persistent, split, rules, ..best } == it
         }
         (Configuration::BackwardMma(it), Configuration::BackwardMma(best)) => {
             let BackwardMma { key_tiles, key_warps, column_warps, query_block, .. } = it;

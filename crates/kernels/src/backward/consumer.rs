@@ -6,6 +6,7 @@ use ptx::{
 };
 
 use super::epilogue::{self, Done};
+use super::persistent::{Claims, Handover};
 use super::place::{Place, Tile, Walk};
 use super::{Backward, Block, PART, ROWS, Shape, Shared, SumsLayout, WARPGROUPS, barrier};
 use crate::attention::function::lower::{FunctionRegisters, Functions, Standing};
@@ -144,6 +145,8 @@ pub(super) struct Warpgroup<'a> {
     pub(super) column: Reg<U32>,
     /// The phase of the stages of this step.
     pub(super) phase: Reg<U32>,
+    /// That of the tile, where there are several.
+    pub(super) tile_phase: Option<Reg<U32>>,
     /// The stage of the last step, when there is one.
     pub(super) stage: Reg<U32>,
     /// The number of the step before this one's block of query rows.
@@ -165,22 +168,87 @@ impl Consumer {
 
     /// One warpgroup's work: 64 keys.
     pub(super) fn consume(&self, k: &mut Builder, block: &Block<'_>, tile: &Tile) {
-        let Block { backward, place, .. } = *block;
-        let sums = Sums::zeros(k, backward);
+        let sums = Sums::zeros(k, block.backward);
         let group = Warpgroup::new(k, block, tile);
         k.if_(group.walk.left.greater(0), |k| self.steps(k, &group, &sums));
+        self.finish(k, block, &group, &sums);
+    }
+
+    /// The same of tile after tile.
+    pub(super) fn consume_all(
+        &self,
+        k: &mut Builder,
+        block: &Block<'_>,
+        handover: &Handover,
+        claims: &Claims,
+    ) {
+        let Block { backward, place, .. } = *block;
+        let (phase, tile_phase) = (k.variable(0), k.variable(0));
+        k.loop_(|k| {
+            handover.tiles.wait_full(k, 0, tile_phase);
+            let number = handover.posted.read(k);
+            k.break_if(!claims.is_tile(number));
+            let tile = place.find_numbered(k, number);
+            let sums = Sums::zeros(k, backward);
+            let group = Warpgroup {
+                phase,
+                tile_phase: Some(tile_phase),
+                ..Warpgroup::new(k, block, &tile)
+            };
+            k.if_else(
+                group.walk.left.greater(0),
+                |k| {
+                    self.steps(k, &group, &sums);
+                    group.go_around(k);
+                },
+                |k| {
+                    group.wait_for_keys(k);
+                    group.wait_for_values(k);
+                },
+            );
+            self.finish(k, block, &group, &sums);
+            k.set(tile_phase, tile_phase ^ 1);
+        });
+    }
+
+    /// Stores what a warpgroup has added up.
+    fn finish(&self, k: &mut Builder, block: &Block<'_>, group: &Warpgroup<'_>, sums: &Sums) {
+        let Block { backward, place, shared, .. } = *block;
         // Found again, rather than kept in registers all the while.
-        let tile = place.find(k);
+        let number = place.number(k);
+        let tile = place.find_numbered(k, number);
         let first = k.eval(group.index * backward.group_keys());
         let owner = epilogue::Owner { index: group.index, thread: group.thread, first };
         let each = sums.values.iter().zip(&sums.keys).zip((0..).step_by(ROWS as usize));
+        // The next tile's keys come while this one's gradients leave.
+        let staging = shared.handover.as_ref().map(|handover| {
+            k.warp_sync();
+            handover.tiles.give_back(k, 0, group.leader);
+            shared.score_gradients.reused_as(k, backward.key_layout())
+        });
         let done: Vec<Done<'_>> = each
             .flat_map(|((values, keys), first)| {
-                [self.value_gradients(block, values, first), self.key_gradients(block, keys, first)]
+                let keys = self.key_gradients(block, keys, first);
+                let tiles = staging.as_ref().unwrap_or(keys.tiles);
+                [self.value_gradients(block, values, first), Done { tiles, ..keys }]
             })
             .collect();
+        let handover = shared.handover.as_ref();
         k.barrier_sync(barrier::PRODUCTS, 128 * WARPGROUPS);
-        epilogue::store(k, &tile, &owner, &done);
+        let (Some(partials), Some(split)) = (&shared.partials, &place.split) else {
+            return epilogue::store(k, &tile, &owner, &done, handover);
+        };
+        let sums: Vec<&Accumulator> = done.iter().map(|it| it.sums).collect();
+        let stores = partials.exchange(k, split, number, &owner, &sums);
+        k.if_else(
+            stores.differs(0),
+            |k| epilogue::store(k, &tile, &owner, &done, handover),
+            |k| {
+                if let Some(handover) = handover {
+                    k.if_(owner.thread.equals(0), |k| handover.stored(k));
+                }
+            },
+        );
     }
 
     /// The gradients of values.
@@ -497,6 +565,7 @@ impl<'a> Warpgroup<'a> {
             leader: k.eval(lane.equals(0)),
             column: position.column,
             phase: k.variable(0),
+            tile_phase: None,
             stage: k.variable(0),
             number: k.variable(NO_STEP),
             walk,
@@ -532,13 +601,37 @@ impl<'a> Warpgroup<'a> {
     }
 
     pub(super) fn wait_for_keys(&self, k: &mut Builder) {
-        let loaded = self.shared.loaded.at(k, 0);
-        k.mbarrier_wait(loaded, 0, Scope::Block);
+        self.wait_until_loaded(k, 0);
     }
 
     pub(super) fn wait_for_values(&self, k: &mut Builder) {
-        let loaded = self.shared.loaded.at(k, 1);
-        k.mbarrier_wait(loaded, 0, Scope::Block);
+        self.wait_until_loaded(k, 1);
+    }
+
+    fn wait_until_loaded(&self, k: &mut Builder, index: u32) {
+        let loaded = self.shared.loaded.at(k, index);
+        let phase = self.tile_phase.map_or(0.into(), Value::from);
+        k.mbarrier_wait(loaded, phase, Scope::Block);
+    }
+
+    /// Gives the last step's queries back, and the stages after it, which have nothing in them: the
+    /// next tile begins with the first stage again.
+    fn go_around(&self, k: &mut Builder) {
+        self.release_queries(k, self.stage);
+        let stage = k.variable(self.stage + 1);
+        k.loop_(|k| {
+            k.break_if(stage.equals(self.backward.stages()));
+            self.shared.query_pipeline.wait_full(k, stage, self.phase);
+            self.shared.output_gradient_pipeline.wait_full(k, stage, self.phase);
+            k.warp_sync();
+            self.release_queries(k, stage);
+            self.release_output_gradients(k, stage);
+            let written = self.shared.written.at(k, stage);
+            k.if_(self.leader, |k| k.mbarrier_arrive(written));
+            k.mbarrier_wait(written, self.phase, Scope::Block);
+            k.set(stage, stage + 1);
+        });
+        k.set(self.phase, self.phase ^ 1);
     }
 
     pub(super) fn wait_for_queries(&self, k: &mut Builder, part: Part, next: Part) {

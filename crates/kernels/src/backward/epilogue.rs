@@ -5,6 +5,7 @@ use ptx::{
     TensorMap, U32, Value,
 };
 
+use super::persistent::Handover;
 use super::place::Tile;
 use super::{ROWS, barrier};
 
@@ -30,7 +31,13 @@ pub(super) struct Done<'a> {
 
 /// Stores what a warpgroup has. The products of both must have ended: until then they read the
 /// tile of keys.
-pub(super) fn store(k: &mut Builder, tile: &Tile, owner: &Owner, done: &[Done<'_>]) {
+pub(super) fn store(
+    k: &mut Builder,
+    tile: &Tile,
+    owner: &Owner,
+    done: &[Done<'_>],
+    handover: Option<&Handover>,
+) {
     let warp = k.eval(owner.thread / 32);
     let staged: Vec<SharedTile> = done
         .iter()
@@ -67,7 +74,10 @@ pub(super) fn store(k: &mut Builder, tile: &Tile, owner: &Owner, done: &[Done<'_
             }
         }
         k.bulk_commit();
-        // Shared memory must outlive its copies.
-        k.bulk_wait(0);
+        // Shared memory must outlive what reads it.
+        k.bulk_wait_read(0);
+        if let Some(handover) = handover {
+            handover.stored(k);
+        }
     });
 }

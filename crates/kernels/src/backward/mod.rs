@@ -46,6 +46,9 @@
 //! other their gradients (`wide`). Dense narrow heads have twice 64 keys a warpgroup, one after the
 //! other in a step, so that half as much is added to `dQ`.
 //!
+//! Blocks may take tile after tile (`persistent`), and tiles that do not fill a last round may be cut
+//! into parts (`split`).
+//!
 //! The sums of `dQ` lie in memory as the accumulators lie in registers
 //! ([`SumsLayout`]), so that each warp adds whole lines.
 //!
@@ -62,6 +65,7 @@ mod epilogue;
 mod lists;
 pub(crate) mod order;
 mod pass;
+mod persistent;
 pub(crate) mod place;
 mod producer;
 mod ragged;
@@ -69,6 +73,7 @@ mod rounding;
 pub(crate) mod row_blocks;
 mod row_sums;
 mod sink_gradients;
+mod split;
 mod tuned;
 mod wide;
 
@@ -76,7 +81,9 @@ pub use pass::{BackwardPass, SumsLayout};
 pub use rounding::Rounding;
 pub use row_sums::RowSums;
 pub use sink_gradients::SinkGradients;
-pub use tuned::{every_backward, tall_backward, tuned_backward};
+pub use tuned::{
+    every_backward, persistent_backward, split_backward, tall_backward, tuned_backward,
+};
 
 use ptx::{
     Barriers, Builder, Element, Expression, GlobalAddress, Pipeline, Program, Reg, Role,
@@ -85,12 +92,14 @@ use ptx::{
 
 use crate::Error;
 use crate::attention::scores::ScoreRule;
-use crate::attention::{Batch, Rules};
+use crate::attention::{Batch, MaskKind, Rules};
 use crate::parameter::{Tensor, Workspace};
 use consumer::Consumer;
 use lists::Told;
 use order::Turns;
+use persistent::{Claims, Handover};
 use place::{Place, Tile};
+use split::{Partials, Split};
 
 /// Keys that a wgmma takes, as rows.
 const ROWS: u32 = 64;
@@ -119,6 +128,10 @@ pub struct Backward {
     pub deterministic: bool,
     /// How sequences lie: of equal lengths, or ragged.
     pub batch: Batch,
+    /// Whether blocks of the grid take tile after tile.
+    pub persistent: bool,
+    /// Whether tiles that do not fill a last round are cut into parts.
+    pub split: bool,
 }
 
 /// Named barriers of the block; 0 is for all its threads.
@@ -163,6 +176,10 @@ struct Shared {
     turns: Option<Turns>,
     /// What goes from one warpgroup to the other, where heads are wide.
     exchange: Option<wide::Exchange>,
+    /// Where blocks take tile after tile.
+    handover: Option<Handover>,
+    /// Where tiles are cut into parts.
+    partials: Option<Partials>,
 }
 
 /// Where tensors and workspaces are.
@@ -197,8 +214,11 @@ impl Backward {
         let Backward { element, head_dim, value_head_dim, rules, query_block, .. } = self;
         let (rules, mode) = (rules.name(), if self.deterministic { "_deterministic" } else { "" });
         let batch = batch_name(self.batch);
+        let persistent = if self.persistent { "_persistent" } else { "" };
+        let split = if self.split { "_split" } else { "" };
         let tile = format!("{query_block}x{}", self.key_block());
-        format!("backward_{element}_d{head_dim}x{value_head_dim}_{rules}_{tile}{mode}{batch}")
+        let form = format!("{tile}{mode}{batch}{persistent}{split}");
+        format!("backward_{element}_d{head_dim}x{value_head_dim}_{rules}_{form}")
     }
 
     /// Keys that a block takes.
@@ -378,8 +398,25 @@ impl Backward {
                 self.batch != Batch::Equal && shape == Shape::Tall,
                 "tall blocks are for equal lengths",
             ),
+            (
+                self.persistent && !self.may_be_persistent(),
+                "blocks take tile after tile of equal lengths, in no order, without lists, and not of \
+                 wide heads",
+            ),
+            (
+                self.split && !(self.may_be_persistent() && self.rules.mask == MaskKind::Dense),
+                "tiles are cut into parts where all are alike, in no order, and heads are not wide",
+            ),
         ];
         faults.into_iter().find(|(faulty, _)| *faulty).map(|(_, fault)| fault)
+    }
+
+    /// Whether there is a kernel whose blocks take tile after tile.
+    pub(super) fn may_be_persistent(&self) -> bool {
+        self.batch == Batch::Equal
+            && !self.deterministic
+            && self.rules.mask_function.is_none()
+            && self.shape() != Shape::Wide
     }
 
     fn write(&self, k: &mut Builder) {
@@ -399,8 +436,11 @@ impl Backward {
             turns: self.deterministic.then(|| Workspace::Turns.address(k)),
         };
         let shared = self.shared(k);
-        let place = Place::parameters(k, &self.pass());
+        let mut place = Place::parameters(k, &self.pass());
+        place.posted = shared.handover.as_ref().map(|it| it.posted);
+        place.split = self.split.then(|| Split::parameters(k));
         let consumer = Consumer::parameters(k, self);
+        let claims = self.persistent.then(|| Claims::parameters(k));
         let thread = k.thread_index();
         k.if_(thread.equals(0), |k| {
             shared.init(k);
@@ -409,6 +449,15 @@ impl Backward {
         k.barriers_ready();
         let block = Block { backward: self, shared: &shared, tensors: &tensors, place: &place };
         let producer = Role::warpgroups("producer", 0..1).registers(24);
+        if let (Some(handover), Some(claims)) = (&shared.handover, &claims) {
+            k.role(producer, |k| {
+                k.if_(thread.equals(0), |k| producer::produce_all(k, &block, handover, claims));
+            });
+            k.role(Role::warpgroups("consumer", 1..1 + WARPGROUPS).registers(240), |k| {
+                consumer.consume_all(k, &block, handover, claims);
+            });
+            return;
+        }
         k.role(producer, |k| {
             let tile = place.find(k);
             let walk = place.walk(k, &tile);
@@ -468,6 +517,8 @@ impl Backward {
             output_gradient_pipeline: Pipeline::new(k, "output gradients", stages, warps),
             told: self.pass().takes_block_lists().then(|| Told::new(k, stages)),
             turns: self.deterministic.then(|| Turns::new(k, stages, self.adding_warps())),
+            handover: self.persistent.then(|| Handover::new(k, warps)),
+            partials: self.split.then(|| Partials::parameters(k, self)),
         }
     }
 }
@@ -504,6 +555,9 @@ impl Shared {
         self.output_gradient_pipeline.init(k);
         if let Some(turns) = &self.turns {
             turns.init(k);
+        }
+        if let Some(handover) = &self.handover {
+            handover.init(k);
         }
     }
 }

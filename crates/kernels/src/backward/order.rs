@@ -67,9 +67,13 @@ impl Order {
         }
     }
 
-    /// The turn of this block of the grid.
-    pub(super) fn turn(&self, k: &mut Builder, key_blocks: &DivisorRegisters) -> Turn {
-        let index = k.block_index();
+    /// The turn of a tile by its number, which is that of a block of the grid as a rule.
+    pub(super) fn turn(
+        &self,
+        k: &mut Builder,
+        index: Reg<U32>,
+        key_blocks: &DivisorRegisters,
+    ) -> Turn {
         let count = k.eval(self.first.number * key_blocks.number);
         let is_first = k.eval(index.less(count));
         let index = k.eval(is_first.choose::<U32>(index, index - count));

@@ -5,7 +5,9 @@ use ptx::{Builder, Choose, Expression, Pred, Reg, S32, U32, Value};
 use super::BackwardPass;
 use super::lists::Listed;
 use super::order::{Order, Turn};
+use super::persistent::Posted;
 use super::ragged::{Ragged, Slice};
+use super::split::Split;
 use crate::attention::Batch;
 use crate::attention::function::blocks::{BlockLists, needs_function};
 use crate::attention::visibility::{KeyTile, QueryBlocks, Visibility};
@@ -28,6 +30,10 @@ pub(crate) struct Place {
     order: Option<Order>,
     /// Whether additions come in that order too.
     takes_turns: bool,
+    /// Where a block that has several tiles finds the number of its tile.
+    pub(super) posted: Option<Posted>,
+    /// Where the last tiles are cut into parts.
+    pub(super) split: Option<Split>,
 }
 
 /// Where sequences are.
@@ -45,6 +51,8 @@ pub(crate) struct Tile {
     pub(super) query_blocks: QueryBlocks,
     /// In a ragged batch, where its sequence is.
     slice: Option<Slice>,
+    /// Which of its steps there are, where it may be a part: the first, and how many.
+    steps: Option<[Reg<U32>; 2]>,
 }
 
 /// Where a walk stands.
@@ -98,6 +106,16 @@ impl Place {
             lists: pass.takes_block_lists().then(|| BlockLists::parameters(k)),
             order: pass.takes_heads_together().then(|| Order::parameters(k)),
             takes_turns: pass.deterministic,
+            posted: None,
+            split: None,
+        }
+    }
+
+    /// The number of this block's tile, or of its part of one.
+    pub(super) fn number(&self, k: &mut Builder) -> Reg<U32> {
+        match &self.posted {
+            None => k.block_index(),
+            Some(posted) => posted.read(k),
         }
     }
 
@@ -150,26 +168,35 @@ impl Place {
             return None;
         }
         match &self.sequences {
-            Sequences::Equal { key_blocks, .. } => Some(self.order.as_ref()?.turn(k, key_blocks)),
+            Sequences::Equal { key_blocks, .. } => {
+                let number = self.number(k);
+                Some(self.order.as_ref()?.turn(k, number, key_blocks))
+            }
             Sequences::Ragged(ragged) => ragged.turn(k),
         }
     }
 
-    /// The head of this block, among those of all sequences, and which of its key blocks.
-    fn key_block(&self, k: &mut Builder, key_blocks: &DivisorRegisters) -> (Reg<U32>, Reg<U32>) {
+    /// The head of a tile, among those of all sequences, and which of its key blocks.
+    fn key_block(
+        &self,
+        k: &mut Builder,
+        number: Reg<U32>,
+        key_blocks: &DivisorRegisters,
+    ) -> (Reg<U32>, Reg<U32>) {
+        let number = self.split.as_ref().map_or(number, |split| split.locate(k, number).0);
         if let Some(order) = &self.order {
-            let Turn { head, key_block, .. } = order.turn(k, key_blocks);
+            let Turn { head, key_block, .. } = order.turn(k, number, key_blocks);
             return (head, key_block);
         }
-        let index = k.block_index();
-        key_blocks.divide(k, index)
+        key_blocks.divide(k, number)
     }
 
     /// The first key of this block.
     pub(crate) fn first_key(&self, k: &mut Builder) -> Reg<U32> {
         match &self.sequences {
             Sequences::Equal { key_blocks, .. } => {
-                let (_, key_block) = self.key_block(k, key_blocks);
+                let number = self.number(k);
+                let (_, key_block) = self.key_block(k, number, key_blocks);
                 k.eval(key_block * self.key_block)
             }
             Sequences::Ragged(ragged) => ragged.first_key(k),
@@ -181,18 +208,34 @@ impl Place {
     /// these heads come first.
     pub(crate) fn find(&self, k: &mut Builder) -> Tile {
         match &self.sequences {
-            Sequences::Equal { key_blocks, .. } => {
-                let (head_and_batch, key_block) = self.key_block(k, key_blocks);
-                let (batch, key_head) = self.key_heads.divide(k, head_and_batch);
-                let first_key = k.eval(key_block * self.key_block);
-                let query_blocks = self.query_blocks_of(k, first_key);
-                Tile { batch, key_head, first_key, query_blocks, slice: None }
+            Sequences::Equal { .. } => {
+                let number = self.number(k);
+                self.find_numbered(k, number)
             }
             Sequences::Ragged(ragged) => {
                 let ([batch, key_head, first_key], slice) = ragged.find(k);
                 let query_blocks = ragged.seen_by(k);
-                Tile { batch, key_head, first_key, query_blocks, slice: Some(slice) }
+                Tile { batch, key_head, first_key, query_blocks, slice: Some(slice), steps: None }
             }
+        }
+    }
+
+    /// The tile of a number.
+    pub(super) fn find_numbered(&self, k: &mut Builder, number: Reg<U32>) -> Tile {
+        match &self.sequences {
+            Sequences::Equal { key_blocks, .. } => {
+                let (head_and_batch, key_block) = self.key_block(k, number, key_blocks);
+                let (batch, key_head) = self.key_heads.divide(k, head_and_batch);
+                let first_key = k.eval(key_block * self.key_block);
+                let query_blocks = self.query_blocks_of(k, first_key);
+                let steps = self.split.as_ref().map(|split| {
+                    let QueryBlocks { first, end, .. } = query_blocks;
+                    let steps = k.eval((end - first) * self.group);
+                    split.steps(k, number, steps)
+                });
+                Tile { batch, key_head, first_key, query_blocks, slice: None, steps }
+            }
+            Sequences::Ragged(_) => self.find(k),
         }
     }
 
@@ -252,13 +295,23 @@ impl Place {
                 (start, Path::Around(start))
             }
         };
+        let mut block = start;
+        let mut left = (end - first) * self.group;
+        if let Some([skipped, count]) = tile.steps {
+            let of_head = k.eval((end - first).maximum(1));
+            let heads = k.eval(skipped / of_head);
+            k.set(head, head + heads);
+            let ahead = k.eval(start + skipped - heads * of_head);
+            block = k.eval(ahead.less(end).choose::<U32>(ahead, ahead - of_head));
+            left = count.into();
+        }
         Walk {
             head,
-            block: k.variable(start),
-            left: k.variable((end - first) * self.group),
+            block: k.variable(block),
+            left: k.variable(left),
             number: k.variable(match &tile.slice {
-                None => (tile.batch * heads + head) * blocks + start,
-                Some(slice) => head * blocks + slice.first_block + start,
+                None => (tile.batch * heads + head) * blocks + block,
+                Some(slice) => head * blocks + slice.first_block + block,
             }),
             path,
         }

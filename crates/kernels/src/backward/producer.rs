@@ -1,21 +1,95 @@
 //! The producer: one thread that brings keys and values, then queries and output gradients, in the
 //! order they are needed.
 
-use ptx::{Builder, CopyHint, Expression, S32, SharedTiles, TensorMap, U64, Value};
+use ptx::{Builder, CopyHint, Expression, Producer, S32, SharedTiles, TensorMap, U64, Value};
 
 use super::Block;
+use super::persistent::{Claims, Handover};
 use super::place::{Tile, Walk};
 
+/// Brings a block's one tile.
 pub(super) fn produce(k: &mut Builder, block: &Block<'_>, tile: &Tile, walk: &Walk) {
-    let Block { backward, shared, tensors, place } = *block;
-    let queries = shared.query_pipeline.producer(k);
-    let output_gradients = shared.output_gradient_pipeline.producer(k);
-    let statistics_bytes = backward.pass().statistics_bytes();
-    let corner = |k: &mut Builder| {
-        let row = k.eval(walk.block * backward.query_block);
-        with_column(tile.query_corner(k, row, walk.head))
-    };
-    let load_queries = |k: &mut Builder| {
+    let Block { shared, tensors, .. } = *block;
+    let loader = Loader::new(k, block);
+    k.if_(walk.left.greater(0), |k| {
+        loader.load_once(k, tile, 0, &shared.keys, tensors.keys);
+        loader.load_queries(k, tile, walk);
+        loader.load_once(k, tile, 1, &shared.values, tensors.values);
+        loader.load_output_gradients(k, tile, walk);
+        loader.load_rest(k, tile, walk);
+    });
+}
+
+/// Brings tile after tile.
+pub(super) fn produce_all(
+    k: &mut Builder,
+    block: &Block<'_>,
+    handover: &Handover,
+    claims: &Claims,
+) {
+    let Block { shared, tensors, place, .. } = *block;
+    let loader = Loader::new(k, block);
+    let tiles = handover.tiles.producer(k);
+    let first = k.block_index();
+    let number = k.variable(first);
+    k.loop_(|k| {
+        let tile = place.find_numbered(k, number);
+        let walk = place.walk(k, &tile);
+        k.if_(walk.left.greater(0), |k| {
+            loader.load_queries(k, &tile, &walk);
+            loader.load_output_gradients(k, &tile, &walk);
+        });
+        tiles.acquire(k);
+        handover.posted.write(k, number);
+        tiles.publish(k);
+        loader.load_once(k, &tile, 0, &shared.keys, tensors.keys);
+        handover.wait_until_stored(k, tiles.phase());
+        tiles.advance(k);
+        loader.load_once(k, &tile, 1, &shared.values, tensors.values);
+        k.if_(walk.left.greater(0), |k| loader.load_rest(k, &tile, &walk));
+        loader.go_around(k);
+        let next = claims.claim(k);
+        k.set(number, next);
+        k.break_if(!claims.is_tile(number));
+    });
+    tiles.acquire(k);
+    handover.posted.write(k, number);
+    tiles.publish(k);
+}
+
+/// Where the producer stands in its pipelines.
+struct Loader<'a> {
+    block: Block<'a>,
+    queries: Producer,
+    output_gradients: Producer,
+}
+
+impl<'a> Loader<'a> {
+    fn new(k: &mut Builder, block: &Block<'a>) -> Self {
+        let Block { shared, .. } = *block;
+        let queries = shared.query_pipeline.producer(k);
+        let output_gradients = shared.output_gradient_pipeline.producer_beside(&queries);
+        Loader { block: *block, queries, output_gradients }
+    }
+
+    /// Goes on to the first stage: those before it are full, with nothing in them, for consumers have
+    /// constants for stages.
+    fn go_around(&self, k: &mut Builder) {
+        k.loop_(|k| {
+            k.break_if(self.queries.stage().equals(0));
+            for producer in [&self.queries, &self.output_gradients] {
+                producer.acquire(k);
+                producer.publish(k);
+            }
+            self.queries.advance(k);
+        });
+    }
+
+    /// The queries of a step, with their statistics; its output gradients come after them.
+    fn load_queries(&self, k: &mut Builder, tile: &Tile, walk: &Walk) {
+        let Block { backward, shared, tensors, .. } = self.block;
+        let queries = &self.queries;
+        let statistics_bytes = backward.pass().statistics_bytes();
         let stage = queries.acquire(k);
         if let Some(exchange) = &shared.exchange {
             let number = exchange.number(k, stage);
@@ -25,40 +99,55 @@ pub(super) fn produce(k: &mut Builder, block: &Block<'_>, tile: &Tile, walk: &Wa
             told.tell(k, stage, walk);
         }
         let full = queries.expect(k, shared.queries.layout().bytes() + statistics_bytes);
-        let corner = corner(k);
+        let corner = self.corner(k, tile, walk);
         shared.queries.at(k, stage).load(k, tensors.queries, &corner, full, CopyHint::default());
         let from = tensors.statistics + walk.number.convert::<U64>() * statistics_bytes;
         let to = shared.statistics(k, backward, stage);
         k.bulk_load(to, from, statistics_bytes, full);
-        queries.advance(k);
-    };
-    let load_output_gradients = |k: &mut Builder| {
-        let stage = output_gradients.acquire(k);
+    }
+
+    /// The output gradients of a step.
+    fn load_output_gradients(&self, k: &mut Builder, tile: &Tile, walk: &Walk) {
+        let Block { shared, tensors, .. } = self.block;
+        let stage = self.output_gradients.acquire(k);
         let tiles = &shared.output_gradients;
-        let full = output_gradients.expect(k, tiles.layout().bytes());
-        let corner = corner(k);
+        let full = self.output_gradients.expect(k, tiles.layout().bytes());
+        let corner = self.corner(k, tile, walk);
         tiles.at(k, stage).load(k, tensors.output_gradients, &corner, full, CopyHint::default());
-        output_gradients.advance(k);
-    };
-    let load_once = |k: &mut Builder, index: u32, tiles: &SharedTiles, map: TensorMap| {
-        let loaded = shared.loaded.at(k, index);
+        self.queries.advance(k);
+    }
+
+    /// Both of all steps after the one where the walk stands.
+    fn load_rest(&self, k: &mut Builder, tile: &Tile, walk: &Walk) {
+        k.loop_(|k| {
+            walk.advance(k, self.block.place, tile);
+            k.break_if(walk.left.equals(0));
+            self.load_queries(k, tile, walk);
+            self.load_output_gradients(k, tile, walk);
+        });
+    }
+
+    /// The keys or the values of a tile.
+    fn load_once(
+        &self,
+        k: &mut Builder,
+        tile: &Tile,
+        index: u32,
+        tiles: &SharedTiles,
+        map: TensorMap,
+    ) {
+        let loaded = self.block.shared.loaded.at(k, index);
         k.mbarrier_arrive_expect(loaded, tiles.layout().bytes());
         let corner = [tile.key_row(tile.first_key)].into_iter().chain(tile.key_rest());
         let corner = with_column(corner.collect());
         tiles.at(k, 0).load(k, map, &corner, loaded, CopyHint::default());
-    };
-    k.if_(walk.left.greater(0), |k| {
-        load_once(k, 0, &shared.keys, tensors.keys);
-        load_queries(k);
-        load_once(k, 1, &shared.values, tensors.values);
-        load_output_gradients(k);
-        k.loop_(|k| {
-            walk.advance(k, place, tile);
-            k.break_if(walk.left.equals(0));
-            load_queries(k);
-            load_output_gradients(k);
-        });
-    });
+    }
+
+    /// Where the query rows of a step begin.
+    fn corner(&self, k: &mut Builder, tile: &Tile, walk: &Walk) -> Vec<Value<S32>> {
+        let row = k.eval(walk.block * self.block.backward.query_block);
+        with_column(tile.query_corner(k, row, walk.head))
+    }
 }
 
 /// The corner of a row's first column.

@@ -8,7 +8,7 @@ use ptx::{
     SharedAddress, Target, U32, U64, Value,
 };
 
-use super::row_blocks::{RowBlock, RowBlocks, Vectors};
+use super::row_blocks::{RowBlock, RowBlocks, Vectors, number_from_last};
 use super::{Backward, SumsLayout, batch_name};
 use crate::attention::{Batch, Rules};
 use crate::element::store_from_f32;
@@ -57,6 +57,8 @@ impl Rounding {
             query_block: self.sums.query_block,
             deterministic: false,
             batch: self.batch,
+            persistent: false,
+            split: false,
         };
         if hopper.pass().rounding() == *self && hopper.fault().is_none() {
             return Some(Configuration::Backward(hopper));
@@ -112,7 +114,7 @@ impl Rounding {
         let shared = k.shared("rows", queries * row_bytes, 16);
         let shared = k.shared_address(shared);
 
-        let (index, thread) = (k.block_index(), k.thread_index());
+        let (index, thread) = (number_from_last(k), k.thread_index());
         let parts = self.sums.parts();
         let (number, part) = (k.eval(index / parts), k.eval(index % parts));
         let stage = |k: &mut Builder| {

@@ -4,7 +4,7 @@
 //! of the tensor begins at the block `row / query block + sequences before it`: there is room for
 //! what rounding up takes, and nobody has to add up lengths. Blocks in between are of nobody.
 
-use ptx::{Builder, Choose, Expression, GlobalAddress, Pred, Reg, S32, U32, U64, Value};
+use ptx::{Builder, Choose, Expression, GlobalAddress, Pred, Reg, S32, Special, U32, U64, Value};
 
 use super::SumsLayout;
 use crate::attention::Batch;
@@ -50,6 +50,14 @@ pub(super) struct LogSums {
     address: Reg<GlobalAddress>,
     /// From a sequence to the next, and from a head to the next, where there are slices.
     strides: Option<[Reg<U32>; 2]>,
+}
+
+/// The number of this block of the grid, counted from the last one: what the products need first is
+/// then what was written last before them, and what they added to last is read first after them.
+/// Both are still in the second-level cache.
+pub(super) fn number_from_last(k: &mut Builder) -> Reg<U32> {
+    let (blocks, index) = (k.special(Special::GridExtent(ptx::Axis::X)), k.block_index());
+    k.eval(blocks - 1 - index)
 }
 
 impl RowBlocks {

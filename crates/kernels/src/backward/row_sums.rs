@@ -8,10 +8,10 @@ use ptx::{
     U64, Value,
 };
 
-use super::row_blocks::{LogSums, RowBlock, RowBlocks, Vectors};
+use super::row_blocks::{LogSums, RowBlock, RowBlocks, Vectors, number_from_last};
 use super::{Backward, SumsLayout, batch_name};
 use crate::attention::{Batch, Rules};
-use crate::element::load_eight_as_f32;
+use crate::element::{eight_as_f32, load_eight};
 use crate::parameter::{Tensor, Workspace};
 use crate::{Configuration, Error, mma};
 
@@ -20,6 +20,9 @@ const THREADS: u32 = 256;
 
 /// Elements that a thread loads at a time.
 const CHUNK: u32 = 8;
+
+/// Rows of a thread whose loads are under way at a time.
+const STEPS_AT_ONCE: usize = 4;
 
 /// What the kernel is built for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -58,6 +61,8 @@ impl RowSums {
             query_block: self.sums.query_block,
             deterministic: self.turns,
             batch: self.batch,
+            persistent: false,
+            split: false,
         };
         if hopper.pass().row_sums() == *self && hopper.fault().is_none() {
             return Some(Configuration::Backward(hopper));
@@ -95,7 +100,7 @@ impl RowSums {
         let blocks = RowBlocks::parameters(k, &self.sums, self.batch);
 
         let turns = self.turns.then(|| Workspace::Turns.address(k));
-        let (number, thread) = (k.block_index(), k.thread_index());
+        let (number, thread) = (number_from_last(k), k.thread_index());
         let empty = |k: &mut Builder| {
             if let Some(turns) = turns {
                 let counter = k.eval(turns + number.convert::<U64>() * 4);
@@ -137,37 +142,47 @@ impl RowSums {
         let first = k.eval(thread / lanes);
         let block_bytes = 2 * 4 * self.sums.query_block;
         let statistics = k.eval(statistics + number.convert::<U64>() * block_bytes);
-        for step in 0..self.sums.query_block.div_ceil(rows) {
-            let within = k.eval(first + step * rows);
-            let row = k.eval(block.first_row(self.sums.query_block) + within);
-            let exists = k.eval(row.less(block.query_length));
-            let sum = k.variable::<F32>(0.0);
-            k.if_(exists & column.less(self.value_head_dim), |k| {
-                let [a, b] = tensors.map(|tensor| {
-                    let address = tensor.row(k, self.element, block, row);
-                    let chunk = address + column.convert::<U64>() * self.element.bytes();
-                    load_eight_as_f32(k, self.element, chunk)
-                });
+        let steps: Vec<u32> = (0..self.sums.query_block.div_ceil(rows)).collect();
+        // Where there is nothing to load the last row, or the first column, comes again: loads of some
+        // rows are under way at a time, as branches would not let them be.
+        let has_column = k.eval(column.less(self.value_head_dim));
+        let loaded_column = k.eval(has_column.choose::<U32>(column, 0u32));
+        for steps in steps.chunks(STEPS_AT_ONCE) {
+            let loaded: Vec<_> = steps
+                .iter()
+                .map(|step| {
+                    let within = k.eval(first + step * rows);
+                    let row = k.eval(block.first_row(self.sums.query_block) + within);
+                    let exists = k.eval(row.less(block.query_length));
+                    let row = k.eval(row.minimum(block.query_length - 1));
+                    let chunks = tensors.map(|tensor| {
+                        let address = tensor.row(k, self.element, block, row);
+                        let offset = loaded_column.convert::<U64>() * self.element.bytes();
+                        load_eight(k, address + offset)
+                    });
+                    let lse = lse.of(k, block, row);
+                    (within, exists, chunks, k.load::<F32, _>(lse))
+                })
+                .collect();
+            for (within, exists, chunks, lse) in loaded {
+                let [a, b] = chunks.map(|chunk| eight_as_f32(k, self.element, chunk));
+                let sum = k.variable::<F32>(0.0);
                 for (a, b) in a.into_iter().zip(b) {
                     let next = k.fma(a, b, sum);
                     k.set(sum, next);
                 }
-            });
-            let sum = k.reduce_lanes(sum, lanes, |a, b| a + b);
-            let log_sum = k.variable::<F32>(f32::NEG_INFINITY);
-            let lse = lse.of(k, block, row);
-            k.if_(exists, |k| {
-                let lse = k.load::<F32, _>(lse);
+                let sum = k.eval((exists & has_column).choose::<F32>(sum, 0.0));
+                let sum = k.reduce_lanes(sum, lanes, |a, b| a + b);
                 // A row that saw nothing has no weights: minus infinity, and not plus.
-                let nothing = lse.equals(f32::NEG_INFINITY);
-                k.set(log_sum, nothing.choose::<F32>(f32::NEG_INFINITY, lse * -LOG2_E));
-            });
-            let mine = column.equals(0) & within.less(self.sums.query_block);
-            k.if_(mine, |k| {
-                let at = k.eval(statistics + within.convert::<U64>() * 4);
-                k.store(at, log_sum);
-                k.store(at + 4 * self.sums.query_block, -sum);
-            });
+                let nothing = !exists | lse.equals(f32::NEG_INFINITY);
+                let log_sum = k.eval(nothing.choose::<F32>(f32::NEG_INFINITY, lse * -LOG2_E));
+                let mine = column.equals(0) & within.less(self.sums.query_block);
+                k.if_(mine, |k| {
+                    let at = k.eval(statistics + within.convert::<U64>() * 4);
+                    k.store(at, log_sum);
+                    k.store(at + 4 * self.sums.query_block, -sum);
+                });
+            }
         }
     }
 

@@ -61,6 +61,8 @@ impl SinkGradients {
             query_block: self.query_block,
             deterministic: false,
             batch: self.batch,
+            persistent: false,
+            split: false,
         };
         if hopper.pass().sink_gradients() == Some(*self) && hopper.fault().is_none() {
             return Some(Configuration::Backward(hopper));

@@ -16,8 +16,18 @@ pub fn tuned_backward(
         return None;
     }
     let query_block = if head_dim <= 64 && value_head_dim <= 128 { 128 } else { 64 };
-    let (deterministic, batch) = (false, Batch::Equal);
-    Some(Backward { element, head_dim, value_head_dim, rules, query_block, deterministic, batch })
+    let tuned = Backward {
+        element,
+        head_dim,
+        value_head_dim,
+        rules,
+        query_block,
+        deterministic: false,
+        batch: Batch::Equal,
+        persistent: false,
+        split: false,
+    };
+    Some(tuned)
 }
 
 /// The configuration of twice as many keys a block, where there is one: faster where there are enough
@@ -28,12 +38,31 @@ pub fn tall_backward(tuned: Backward) -> Option<Backward> {
     (plain && tall.shape() == Shape::Tall).then_some(tall)
 }
 
+/// The configuration whose blocks take tile after tile, where there is one: faster where tiles are
+/// short. Narrow heads leave registers for it; other rules have not been measured.
+pub fn persistent_backward(tuned: Backward) -> Option<Backward> {
+    let measured = [Rules::CAUSAL, Rules::LOCAL].contains(&Rules { sinks: false, ..tuned.rules });
+    let narrow = tuned.shape() == Shape::Square && tuned.is_narrow();
+    let persistent = Backward { persistent: true, ..tuned };
+    (measured && narrow && tuned.may_be_persistent()).then_some(persistent)
+}
+
+/// The configuration that cuts the tiles of a last round into parts, where there is one.
+pub fn split_backward(tuned: Backward) -> Option<Backward> {
+    let measured = (tuned.head_dim, tuned.value_head_dim) == (128, 128);
+    let plain = tuned.rules == Rules::DENSE && tuned.may_be_persistent();
+    (measured && plain).then_some(Backward { split: true, ..tuned })
+}
+
 /// Every configuration that these choose, of one element and these rules, for head
 /// dimensions that stand for the rest.
 pub fn every_backward(element: Element, rules: Rules) -> impl Iterator<Item = Backward> {
     [(64, 64), (128, 128), (40, 72), (80, 80), (96, 96), (128, 64), (256, 256), (192, 128)]
         .into_iter()
         .filter_map(move |(head_dim, value)| tuned_backward(element, head_dim, value, rules))
-        .flat_map(|tuned| [Some(tuned), tall_backward(tuned)])
+        .flat_map(|tuned| {
+            let others = [tall_backward, persistent_backward, split_backward].map(|it| it(tuned));
+            [Some(tuned)].into_iter().chain(others)
+        })
         .flatten()
 }

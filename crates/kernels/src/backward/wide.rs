@@ -238,7 +238,7 @@ impl<'a> Half<'a> {
         self.lead(k, &self.exchange.ended, 0);
         let ended = self.exchange.ended.at(k, 0u32);
         k.mbarrier_wait(ended, 0, Scope::Block);
-        epilogue::store(k, &tile, &owner, &[done]);
+        epilogue::store(k, &tile, &owner, &[done], None);
     }
 
     /// Starts `S^T = K Q^T`.

@@ -67,6 +67,7 @@ use crate::product::Source;
 use consumer::Consumers;
 use epilogue::Epilogue;
 use partials::Partials;
+pub(crate) use partials::{FRESH, PARTIAL_STEP};
 use static_scheduler::StaticScheduler;
 use transposer::Transposed;
 

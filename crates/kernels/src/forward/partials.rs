@@ -24,10 +24,11 @@ use crate::parameter::Workspace;
 const SLEEP: u32 = 20;
 
 /// Bytes that the threads of a warpgroup store at a time, four numbers each.
-const STEP: u32 = 128 * 16;
+pub(crate) const PARTIAL_STEP: u32 = 128 * 16;
 
 /// Parts come from other multiprocessors: not from this one's cache.
-const FRESH: LoadHint = LoadHint { order: LoadOrder::Weak, cache: LoadCache::L2Only, policy: None };
+pub(crate) const FRESH: LoadHint =
+    LoadHint { order: LoadOrder::Weak, cache: LoadCache::L2Only, policy: None };
 
 /// Where parts of tiles are left.
 pub(super) struct Partials {
@@ -65,7 +66,7 @@ impl Partials {
         let rows = softmax.state();
         let all = output.registers().chunks_exact(4).chain([&rows[..]]);
         for (index, numbers) in (0u32..).zip(all) {
-            k.store_vector(at + u64::from(index * STEP), numbers, StoreHint::default());
+            k.store_vector(at + u64::from(index * PARTIAL_STEP), numbers, StoreHint::default());
         }
         // What all threads of the warpgroup have stored comes before the one thread's release.
         staging.meet(k);
@@ -87,12 +88,13 @@ impl Partials {
             self.wait(k, staging, number);
             let at = self.address(k, staging, number);
             let numbers = output.registers().len() as u32 / 4;
-            let rows: [Reg<F32>; 4] = k.load_vector(at + u64::from(numbers * STEP), FRESH);
+            let rows: [Reg<F32>; 4] = k.load_vector(at + u64::from(numbers * PARTIAL_STEP), FRESH);
             // A branch of its own, so that the assembler keeps the output where it is.
             let (rescale, factors) = softmax.take_in(k, rows);
             rescale.apply(k, output);
             for (index, four) in (0u32..).zip(output.registers().chunks_exact(4)) {
-                let theirs: [Reg<F32>; 4] = k.load_vector(at + u64::from(index * STEP), FRESH);
+                let theirs: [Reg<F32>; 4] =
+                    k.load_vector(at + u64::from(index * PARTIAL_STEP), FRESH);
                 for (within, (mine, theirs)) in four.iter().zip(theirs).enumerate() {
                     let sum = k.fma(theirs, factors[Accumulator::row_of(within)], *mine);
                     k.set(*mine, sum);
@@ -139,6 +141,6 @@ impl Forward {
     /// Bytes that a part of a tile takes.
     pub fn partial_bytes(&self) -> u32 {
         let accumulator = self.value_head_dim / 8;
-        self.warpgroups * (accumulator + 1) * STEP
+        self.warpgroups * (accumulator + 1) * PARTIAL_STEP
     }
 }

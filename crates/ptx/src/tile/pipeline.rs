@@ -109,6 +109,13 @@ impl Pipeline {
         Producer { cursor: Cursor::new(k, self.clone(), 1) }
     }
 
+    /// The filling side that stands where that of another pipeline with as many stages stands: it
+    /// advances for both.
+    pub fn producer_beside(&self, other: &Producer) -> Producer {
+        let Cursor { stage, phase, .. } = other.cursor;
+        Producer { cursor: Cursor { pipeline: self.clone(), stage, phase } }
+    }
+
     /// Waits until a stage is full, for a consumer that counts stages and phases by itself: where
     /// the steps of a loop are unrolled, stages are constants.
     #[track_caller]
@@ -216,6 +223,16 @@ impl Producer {
     #[track_caller]
     pub fn advance(&self, k: &mut Builder) {
         self.cursor.advance(k);
+    }
+
+    /// The phase that the stage is waited for with, for other barriers that come around alike.
+    pub fn phase(&self) -> Reg<U32> {
+        self.cursor.phase
+    }
+
+    /// The stage that is next.
+    pub fn stage(&self) -> Reg<U32> {
+        self.cursor.stage
     }
 }
 

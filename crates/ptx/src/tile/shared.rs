@@ -32,6 +32,20 @@ impl SharedTiles {
         SharedTiles { layout, offset, stages }
     }
 
+    /// The same memory as one tile of another layout, which must not need more.
+    #[track_caller]
+    pub fn reused_as(&self, k: &mut Builder, layout: TileLayout) -> Self {
+        let bytes = stride(self.layout).saturating_mul(self.stages);
+        let (alignment, offset) = (layout.alignment(), self.offset);
+        if layout.bytes() > bytes || !offset.is_multiple_of(alignment) {
+            k.misuse(format!(
+                "a tile of {} bytes (aligned to {alignment}) in {bytes} from {offset} on",
+                layout.bytes()
+            ));
+        }
+        SharedTiles { layout, offset: self.offset, stages: 1 }
+    }
+
     /// The layout of each.
     pub fn layout(&self) -> TileLayout {
         self.layout

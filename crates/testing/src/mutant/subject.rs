@@ -172,6 +172,8 @@ fn backwards() -> [Backward; 8] {
         query_block: 128,
         batch: Batch::Equal,
         deterministic: false,
+        persistent: false,
+        split: false,
     };
     let rules = Rules { mask: MaskKind::Local, alibi: true, ..Rules::DENSE };
     let small = Backward { query_block: 64, ..narrow };

@@ -117,6 +117,46 @@ fn heads_are_taken_together_under_a_causal_mask() {
     }
 }
 
+fn persistent(backward: Backward) -> Backward {
+    Backward { persistent: true, ..backward }
+}
+
+/// One block, or two, with all tiles: walks that end at every stage, and tiles that nobody sees.
+#[test]
+fn blocks_take_tile_after_tile() {
+    for (backward, (batch, lengths, heads), processors) in [
+        (tuned(128, 128, Rules::CAUSAL), (1, [330, 400], [2, 1]), 1),
+        (tuned(64, 64, Rules::CAUSAL), (1, [400, 300], [2, 2]), 2),
+        (tuned(40, 72, Rules::EVERY), (1, [200, 260], [1, 1]), 1),
+        (tuned(80, 80, Rules::LOCAL), (1, [40, 700], [1, 1]), 1),
+        (tall(64, Element::BF16), (1, [200, 300], [2, 2]), 1),
+    ] {
+        let kernel = Configuration::Backward(persistent(backward));
+        let scene = Call::new(kernel, batch, lengths, heads).on(processors).scene().unwrap();
+        every_schedule(&scene, Mode::Checked, 1);
+    }
+}
+
+fn split(backward: Backward) -> Backward {
+    Backward { split: true, ..backward }
+}
+
+/// One tile beyond those that fill all blocks, or nothing but such; parts that begin amid the query
+/// heads of a group, and parts without steps.
+#[test]
+fn the_last_tiles_are_cut_into_parts() {
+    for (backward, (lengths, heads), processors) in [
+        (tuned(128, 128, Rules::DENSE), ([300, 400], [1, 1]), 3),
+        (persistent(tuned(128, 128, Rules::DENSE)), ([140, 400], [3, 1]), 3),
+        (tall(64, Element::BF16), ([330, 300], [2, 1]), 3),
+        (persistent(tuned(64, 128, Rules::DENSE)), ([40, 200], [1, 1]), 3),
+    ] {
+        let kernel = Configuration::Backward(split(backward));
+        let scene = Call::new(kernel, 1, lengths, heads).on(processors).scene().unwrap();
+        every_schedule(&scene, Mode::Checked, 1);
+    }
+}
+
 /// The bits of all results under every policy, some seeds, and with one, two or four blocks of the
 /// grid at a time: the first of them, and whether all others are the same.
 pub(crate) fn bits_of_schedules(scene: &Scene) -> (Vec<Vec<u8>>, bool) {

@@ -1,0 +1,181 @@
+//! The tiles that do not fill a last round, cut into parts by their steps, so that all blocks have
+//! some of it.
+//!
+//! Each part adds up gradients of keys and values over its own steps. Every thread leaves its
+//! registers as they are, in memory, and the thread at its place in the block that comes last adds
+//! up what all parts have left, part after part: which block that is has no influence on results,
+//! and nobody waits.
+
+use ptx::{
+    Accumulator, AtomicOrder, Builder, Choose, Expression, GlobalAddress, Pred, Reg, Scope,
+    StoreHint, StoreOrder, U32, U64, Value,
+};
+
+use super::epilogue::Owner;
+use super::{Backward, WARPGROUPS, barrier};
+use crate::divisor::DivisorRegisters;
+use crate::forward::{FRESH, PARTIAL_STEP};
+use crate::parameter::{Number, Workspace};
+
+/// Where counters of parts begin: behind that of claims.
+const FIRST_COUNTER: u64 = 4;
+
+/// Which tiles are cut.
+pub(super) struct Split {
+    /// Those before this one are not.
+    whole: Reg<U32>,
+    parts: DivisorRegisters,
+}
+
+impl Split {
+    pub(super) fn parameters(k: &mut Builder) -> Self {
+        Split {
+            whole: Number::WholeTiles.read(k),
+            parts: DivisorRegisters::parameters(k, Number::Splits),
+        }
+    }
+
+    fn is_part(&self, number: Reg<U32>) -> Value<Pred> {
+        number.at_least(self.whole)
+    }
+
+    /// The tile that a number stands for, and which part of it.
+    pub(super) fn locate(&self, k: &mut Builder, number: Reg<U32>) -> (Reg<U32>, Reg<U32>) {
+        let within = k.eval(number - self.whole);
+        let (tile, part) = self.parts.divide(k, within);
+        let is_part = k.eval(self.is_part(number));
+        let tile = k.eval(is_part.choose::<U32>(self.whole + tile, number));
+        (tile, k.eval(is_part.choose::<U32>(part, 0u32)))
+    }
+
+    /// Which of so many steps a number stands for: the first, and how many.
+    pub(super) fn steps(
+        &self,
+        k: &mut Builder,
+        number: Reg<U32>,
+        steps: Reg<U32>,
+    ) -> [Reg<U32>; 2] {
+        let (_, part) = self.locate(k, number);
+        let up = k.eval(steps + self.parts.number - 1);
+        let (each, _) = self.parts.divide(k, up);
+        let each = k.eval(self.is_part(number).choose::<U32>(each, steps));
+        let first = k.eval((part * each).minimum(steps));
+        [first, k.eval((steps - first).minimum(each))]
+    }
+}
+
+/// Where parts are left.
+pub(super) struct Partials {
+    parts: Reg<GlobalAddress>,
+    counters: Reg<GlobalAddress>,
+    /// Bytes of a warpgroup's part.
+    bytes: u32,
+    /// The offset of a word for each warpgroup, in shared memory.
+    words: u32,
+}
+
+impl Partials {
+    pub(super) fn parameters(k: &mut Builder, backward: &Backward) -> Self {
+        Partials {
+            parts: Workspace::Partials.address(k),
+            counters: Workspace::Counters.address(k),
+            bytes: backward.partial_bytes() / WARPGROUPS,
+            words: k.shared("parts that came before", 4 * WARPGROUPS, 4),
+        }
+    }
+
+    /// If the tile is a part, leaves it; where it is the last of its tile, all parts are added up in
+    /// its place. Whether there is something to store.
+    pub(super) fn exchange(
+        &self,
+        k: &mut Builder,
+        split: &Split,
+        number: Reg<U32>,
+        owner: &Owner,
+        sums: &[&Accumulator],
+    ) -> Reg<U32> {
+        let stores = k.variable::<U32>(1);
+        k.if_(split.is_part(number), |k| {
+            let part = k.eval(number - split.whole);
+            let (tile, _) = split.parts.divide(k, part);
+            let own = self.address(k, owner, part);
+            for (index, four) in (0u32..).zip(fours(sums)) {
+                k.store_vector(own + u64::from(index * PARTIAL_STEP), four, StoreHint::default());
+            }
+            // What all threads of the warpgroup have stored comes before the one thread's release.
+            k.barrier_sync(owner.index + barrier::RESULTS, 128);
+            let word = k.shared_address(self.words);
+            let word = k.eval(word + owner.index * 4);
+            k.if_(owner.thread.equals(0), |k| {
+                let counter = tile * WARPGROUPS + owner.index;
+                let counter = k.eval(self.counters + counter.convert::<U64>() * 4 + FIRST_COUNTER);
+                let order = AtomicOrder::AcquireRelease;
+                let before = k.atomic_add_ordered::<U32, _>(counter, 1, Scope::Gpu, order);
+                let is_last = k.eval((before + 1).equals(split.parts.number));
+                k.if_(is_last, |k| {
+                    // As it was found.
+                    let none = k.eval::<U32>(0);
+                    let order = StoreOrder::Relaxed(Scope::Gpu);
+                    k.store_vector(counter, &[none], StoreHint { order, ..Default::default() });
+                });
+                k.store(word, is_last.choose::<U32>(1u32, 0u32));
+            });
+            k.barrier_sync(owner.index + barrier::RESULTS, 128);
+            let last = k.load::<U32, _>(word);
+            k.set(stores, last);
+            k.if_(last.differs(0), |k| self.add_up(k, split, tile, owner, sums));
+        });
+        stores
+    }
+
+    /// What all parts of a tile have left, in order.
+    fn add_up(
+        &self,
+        k: &mut Builder,
+        split: &Split,
+        tile: Reg<U32>,
+        owner: &Owner,
+        sums: &[&Accumulator],
+    ) {
+        for sum in sums.iter().flat_map(|it| it.registers()) {
+            k.set(*sum, 0.0);
+        }
+        let first = k.eval(tile * split.parts.number);
+        let end = k.eval(first + split.parts.number);
+        k.for_range(first, end, 1, |k, part| {
+            let at = self.address(k, owner, part);
+            for (index, four) in (0u32..).zip(fours(sums)) {
+                let at = at + u64::from(index * PARTIAL_STEP);
+                let theirs = k.load_vector::<ptx::F32, _, 4>(at, FRESH);
+                for (mine, theirs) in four.iter().zip(theirs) {
+                    k.set(*mine, *mine + theirs);
+                }
+            }
+        });
+    }
+
+    /// Where the thread's numbers of a part begin.
+    fn address(&self, k: &mut Builder, owner: &Owner, part: Reg<U32>) -> Reg<GlobalAddress> {
+        let place = part * WARPGROUPS + owner.index;
+        let first = k.eval(self.parts + place.convert::<U64>() * u64::from(self.bytes));
+        k.eval(first + (owner.thread * 16).convert::<U64>())
+    }
+}
+
+/// The registers of some accumulators, four at a time.
+fn fours<'a>(sums: &'a [&'a Accumulator]) -> impl Iterator<Item = &'a [Reg<ptx::F32>]> {
+    sums.iter().flat_map(|it| it.registers().chunks_exact(4))
+}
+
+impl Backward {
+    /// Bytes that a part of a tile takes.
+    pub fn partial_bytes(&self) -> u32 {
+        let columns = self.key_layout().columns + self.value_layout().columns;
+        4 * self.key_block() * columns
+    }
+
+    /// Bytes of the counters of so many tiles that are cut, and of claims.
+    pub fn counter_bytes(tiles: u32) -> u64 {
+        FIRST_COUNTER + 4 * u64::from(WARPGROUPS * tiles)
+    }
+}
