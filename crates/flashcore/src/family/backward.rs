@@ -110,7 +110,7 @@ pub(super) fn launch(
 ) -> Result<Choice, String> {
     let BackwardPass { query_block, key_block, .. } = kernels.pass;
     if kernels.pass.batch != Batch::Equal {
-        return ragged_backward::launch(chip, problem, kernels, reason);
+        return kernels.launch_ragged(chip, problem, reason);
     }
     // Blocks of query rows, of every query head; and blocks of keys, of every key head.
     let counts = Counts::new(query_block, problem)?;

@@ -31,7 +31,7 @@ pub(super) fn choose(asked: &Asked<'_>) -> Result<Choice, String> {
         .ok_or_else(|| format!("head dims {dim} and {value_dim} are beyond 256"))?;
     let deterministic = problem.deterministic;
     let backward = kernels::Backward { deterministic, batch: Batch::Ragged, ..backward };
-    launch(chip, problem, &Kernels::hopper(backward), REASON.to_owned())
+    Kernels::hopper(backward).launch_ragged(chip, problem, REASON.to_owned())
 }
 
 /// What the choice among configurations depends on, or why no kernel for ragged batches serves a
@@ -53,33 +53,36 @@ pub(super) fn workload(asked: &Asked<'_>) -> Result<Workload, String> {
     Ok(Workload { rules: problem.rules(mask(problem)), ..workload })
 }
 
-/// The launches of a configuration, tuned or not.
-pub(super) fn launch(
-    chip: &Chip,
-    problem: &Problem,
-    kernels: &Kernels,
-    reason: String,
-) -> Result<Choice, String> {
-    let BackwardPass { query_block, key_block, .. } = kernels.pass;
-    let schedule = Schedule::of_keys(problem, key_block)?;
-    // Each sequence's queries begin with a block of their own.
-    let per_head = query_rows(problem) / u64::from(query_block) + problem.batch as u64;
-    let too_large = || "the number of query rows of all heads is too large".to_owned();
-    let counted = |count: Option<u64>| count.filter(|it| *it <= i32::MAX as u64);
-    // Parts of rounded blocks are numbered too, and so are rows.
-    let parts = u64::from(kernels.pass.rounding().blocks(1));
-    let blocks = per_head.checked_mul(problem.query_heads as u64);
-    let rows = query_rows(problem).checked_mul(problem.query_heads as u64);
-    if counted(blocks.and_then(|it| it.checked_mul(parts))).is_none() || counted(rows).is_none() {
-        return Err(too_large());
+impl Kernels {
+    /// The launches over a ragged batch.
+    pub(super) fn launch_ragged(
+        &self,
+        chip: &Chip,
+        problem: &Problem,
+        reason: String,
+    ) -> Result<Choice, String> {
+        let BackwardPass { query_block, key_block, .. } = self.pass;
+        let schedule = Schedule::of_keys(problem, key_block)?;
+        // Each sequence's queries begin with a block of their own.
+        let per_head = query_rows(problem) / u64::from(query_block) + problem.batch as u64;
+        let too_large = || "the number of query rows of all heads is too large".to_owned();
+        let counted = |count: Option<u64>| count.filter(|it| *it <= i32::MAX as u64);
+        // Parts of rounded blocks are numbered too, and so are rows.
+        let parts = u64::from(self.pass.rounding().blocks(1));
+        let blocks = per_head.checked_mul(problem.query_heads as u64);
+        let rows = query_rows(problem).checked_mul(problem.query_heads as u64);
+        if counted(blocks.and_then(|it| it.checked_mul(parts))).is_none() || counted(rows).is_none()
+        {
+            return Err(too_large());
+        }
+        let (per_head, blocks) = (per_head as u32, blocks.ok_or_else(too_large)? as u32);
+        let mut choice = Choice::of(self.kernel, schedule.all_tiles, reason);
+        choice.launches[0].numbers = vec![(Number::QueryBlocks, per_head)];
+        self.beside(&mut choice, problem.query_heads as u32, per_head, blocks);
+        schedule.before(chip.target, Tiles::Keys, &mut choice);
+        choice.tiling = Some(schedule.tiling(chip, query_block, key_block));
+        Ok(choice)
     }
-    let (per_head, blocks) = (per_head as u32, blocks.ok_or_else(too_large)? as u32);
-    let mut choice = Choice::of(kernels.kernel, schedule.all_tiles, reason);
-    choice.launches[0].numbers = vec![(Number::QueryBlocks, per_head)];
-    kernels.beside(&mut choice, problem.query_heads as u32, per_head, blocks);
-    schedule.before(chip.target, Tiles::Keys, &mut choice);
-    choice.tiling = Some(schedule.tiling(chip, query_block, key_block));
-    Ok(choice)
 }
 
 /// The kind of mask. A chunk may hide something of any sequence: one with more queries than keys
