@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import weakref
 from typing import Any, NamedTuple
 
 from . import _arrays, _flashcore, _patterns
@@ -51,7 +52,7 @@ def flex_attention(
         value: (batch, key heads, keys, value head dim).
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` gives what the softmax takes the exponential
             of. It is called once with values that remember what is done with them, and never again.
-        block_mask: Which keys a query sees: what :func:`create_block_mask` gives.
+        block_mask: Which keys a query sees: what :func:`create_block_mask` gives, or PyTorch's own.
         scale: ``1 / sqrt(head dim)`` unless given.
         return_lse: Return ``(out, lse)``.
         kernel_options: Not needed, and not looked at: hints for PyTorch's own kernels.
@@ -77,7 +78,7 @@ def flex_attention(
     tensors: tuple[Any, ...] = ()
     if block_mask is not None:
         if not isinstance(block_mask, BlockMask):
-            raise TypeError(f"block_mask is a {type(block_mask)}, expected what flashcore.create_block_mask gives")
+            block_mask = _of_pytorch(block_mask)
         block_mask.check(query, key)
         mask, tensors = block_mask.rule()
         blocks = block_mask.blocks
@@ -102,6 +103,21 @@ def attend(
     if result is NotImplemented or result is ...:
         return _flex_torch.attend(tensors, numbers, function, lse, rules)
     return result
+
+
+# Those of PyTorch that were seen, as ours.
+_known: Any = weakref.WeakKeyDictionary()
+
+
+def _of_pytorch(theirs: Any) -> BlockMask:
+    """PyTorch's own block mask: its lists of blocks, and its function within them."""
+    lists = None if _flex_torch is None else _flex_torch.block_lists(theirs)
+    if lists is None:
+        raise TypeError(f"block_mask is a {type(theirs)}, expected what flashcore.create_block_mask gives")
+    ours: BlockMask | None = _known.get(theirs)
+    if ours is None:
+        ours = _known[theirs] = BlockMask.from_kv_blocks(*lists)
+    return ours
 
 
 def refuse_groups(query: Any, key: Any) -> None:

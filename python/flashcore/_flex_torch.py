@@ -51,6 +51,17 @@ def attend(
 _known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
+def block_lists(mask: Any) -> tuple[Any, ...] | None:
+    """What :meth:`BlockMask.from_kv_blocks` is given for PyTorch's own block mask, if it is one."""
+    from torch.nn.attention.flex_attention import BlockMask, noop_mask
+
+    if not isinstance(mask, BlockMask):
+        return None
+    function = None if mask.mask_mod is noop_mask else mask.mask_mod
+    whole = (mask.full_kv_num_blocks, mask.full_kv_indices)
+    return (mask.kv_num_blocks, mask.kv_indices, *whole, mask.BLOCK_SIZE, function, mask.seq_lengths)
+
+
 def _number(blocks: Any) -> int:
     if blocks is None:
         return 0

@@ -826,6 +826,27 @@ def test_patterns_from_lists_of_key_blocks(size, apart, device):
 
 
 @DEVICES
+def test_block_masks_of_pytorch(device):
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+    q, k, v = tensors(device)
+    ids = (torch.arange(max(QUERIES, KEYS), device=device) * 3 // KEYS).clamp(max=2)
+    documents = lambda b, h, i, j: (i >= j) & (ids[i] == ids[j])
+    theirs = create_block_mask(documents, None, None, QUERIES, KEYS, device=device, BLOCK_SIZE=16)
+    for _ in range(2):
+        near([flex_attention(q, k, v, block_mask=theirs)], expected(q, k, v, documents), q.dtype)
+    # Their lists count, and their function in the place of none.
+    counts, indices = (
+        x.to(device) for x in lists_of(torch.ones(1, 1, -(-QUERIES // 16), -(-KEYS // 16)).tril() > 0, -(-KEYS // 16))
+    )
+    theirs = BlockMask.from_kv_blocks(counts, indices.clamp(min=0), BLOCK_SIZE=16, seq_lengths=(QUERIES, KEYS))
+    seen = lambda b, h, i, j: i // 16 >= j // 16
+    near([flex_attention(q, k, v, block_mask=theirs)], expected(q, k, v, seen), q.dtype)
+    with pytest.raises(TypeError, match="block_mask is a <class 'int'>"):
+        flex_attention(q, k, v, block_mask=3)
+
+
+@DEVICES
 def test_patterns_from_compressed_rows(device):
     q, k, v = tensors(device)
     indptr, indices = (torch.tensor(it, device=device, dtype=torch.int32) for it in ([0, 2, 2, 5], [2, 0, 0, 1, 3]))
