@@ -473,7 +473,7 @@ impl Words {
         Words { offset: k.shared(name, 4 * count, 16) }
     }
 
-    fn address(&self, k: &mut Builder, index: Reg<U32>) -> Reg<SharedAddress> {
+    pub(crate) fn address(&self, k: &mut Builder, index: Reg<U32>) -> Reg<SharedAddress> {
         let base = k.shared_address(self.offset);
         k.eval(base + index * 4)
     }

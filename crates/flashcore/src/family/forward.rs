@@ -10,8 +10,9 @@ use ptx::{Capability, Element};
 
 use super::tuning::Tunings;
 use super::{
-    Asked, Choice, Contents, Counts, Family, Memory, Tiling, block_mask, check_equal_lengths,
-    check_head_dims, check_scale, effective_window, mask_kind, tensor_core_element,
+    Asked, Choice, Contents, Counts, Family, Finding, Memory, Tiling, block_mask,
+    check_equal_lengths, check_head_dims, check_scale, effective_window, mask_kind,
+    tensor_core_element,
 };
 use crate::chip::Chip;
 use crate::dtype::DType;
@@ -73,9 +74,11 @@ pub(crate) fn launch(
             cache_bytes: chip.l2_bytes / 5 * 3,
         };
         if let Some(mask) = mask.filter(|_| found) {
+            blocks = blocks.min(TileSharer::MOST_BLOCKS);
             let shared = order.shared(counts.tiles, blocks);
             let source = Source::Workspace(Workspace::TileLists);
-            let (bytes, contents) = (4 * shared.words(), Contents::FoundTiles(order));
+            let contents = Contents::FoundTiles(order, Finding::of(&mask));
+            let bytes = 4 * shared.words();
             choice.memory.push(Memory { source, bytes, contents });
             let numbers = shared.numbers().into_iter().chain(mask.numbers());
             let numbers = numbers.chain(mask.finder_numbers());
@@ -424,7 +427,9 @@ mod tests {
 
     /// How much more than the mean the block with the most to do has.
     fn excess(choice: &Choice, lists: &Lists) -> f64 {
-        let Contents::FoundBlocks(mask) = &choice.memory[0].contents else { panic!("{choice:?}") };
+        let Contents::FoundBlocks(mask, _) = &choice.memory[0].contents else {
+            panic!("{choice:?}")
+        };
         let counts = mask.counts(lists.blocks.as_ref().unwrap());
         let of_head = choice.tiling.unwrap().tiles_per_head;
         let cost = |tile: &u32| {

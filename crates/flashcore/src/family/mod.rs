@@ -138,10 +138,33 @@ pub enum Contents {
     Tiles(TileOrder),
     /// The key blocks of each tile, or the query blocks of each key block. Nobody writes to it.
     Blocks(BlockMask),
-    /// The same, found by a launch of the plan.
-    FoundBlocks(BlockMask),
+    /// The same, found by launches of the plan.
+    FoundBlocks(BlockMask, Finding),
     /// The tiles of each block, shared out by a launch of the plan.
-    FoundTiles(TileOrder),
+    FoundTiles(TileOrder, Finding),
+}
+
+/// When a plan finds lists.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Finding {
+    /// With each call that brings none.
+    EachCall,
+    /// In memory of the caller's alone, for calls that bring it: by itself a call has lists that intervals
+    /// leave, since it is over sooner than better ones are found.
+    Prepared,
+}
+
+/// From so many blocks on that all tiles might walk, each call finds lists: a tenth of a millisecond on an
+/// H200, where finding them takes a few launches.
+const LEAST_BLOCKS: u64 = 1 << 15;
+
+impl Finding {
+    fn of(mask: &BlockMask) -> Self {
+        let heads = u64::from(mask.heads) * u64::from(mask.batch);
+        let tiles = u64::from(mask.lengths[0].div_ceil(mask.query_rows));
+        let blocks = u64::from(mask.lengths[1].div_ceil(mask.key_block));
+        if heads * tiles * blocks < LEAST_BLOCKS { Finding::Prepared } else { Finding::EachCall }
+    }
 }
 
 /// The words of the memory that nobody writes to.
@@ -167,7 +190,10 @@ impl Lists {
 impl Contents {
     /// Whether nobody writes to it.
     pub fn is_constant(&self) -> bool {
-        matches!(self, Contents::Tiles(_) | Contents::Blocks(_))
+        use Contents::{Blocks, FoundBlocks, FoundTiles, Tiles};
+        let prepared =
+            matches!(self, FoundBlocks(_, Finding::Prepared) | FoundTiles(_, Finding::Prepared));
+        prepared || matches!(self, Tiles(_) | Blocks(_))
     }
 }
 
@@ -252,7 +278,7 @@ impl Choice {
         let source = Source::Workspace(Workspace::BlockLists);
         let found = mask.finder(target, kind);
         let contents = match found {
-            Some(_) => Contents::FoundBlocks(mask),
+            Some(_) => Contents::FoundBlocks(mask, Finding::of(&mask)),
             None => Contents::Blocks(mask),
         };
         self.memory.push(Memory { source, bytes: 4 * words, contents });
@@ -285,7 +311,7 @@ impl Choice {
     /// Whether tiles take key blocks from lists.
     pub fn has_block_lists(&self) -> bool {
         let lists = |memory: &Memory| {
-            matches!(memory.contents, Contents::Blocks(_) | Contents::FoundBlocks(_))
+            matches!(memory.contents, Contents::Blocks(_) | Contents::FoundBlocks(..))
         };
         self.memory.iter().any(lists)
     }
@@ -293,7 +319,7 @@ impl Choice {
     /// How much memory is filled by a launch that finds lists, where there is one.
     pub fn found_bytes(&self, workspace: Workspace) -> Option<u64> {
         let found = |contents: &Contents| {
-            matches!(contents, Contents::FoundBlocks(_) | Contents::FoundTiles(_))
+            matches!(contents, Contents::FoundBlocks(..) | Contents::FoundTiles(..))
         };
         let mut memory = self.memory.iter().filter(|memory| found(&memory.contents));
         let found = memory.find(|memory| memory.source == Source::Workspace(workspace))?;
@@ -304,11 +330,13 @@ impl Choice {
     /// functions load from are known.
     pub fn lists_over(&self, contents: &[HostTensor]) -> Lists {
         let blocks = self.memory.iter().find_map(|memory| match &memory.contents {
-            Contents::Blocks(mask) | Contents::FoundBlocks(mask) => Some(mask.words_over(contents)),
+            Contents::Blocks(mask) | Contents::FoundBlocks(mask, _) => {
+                Some(mask.words_over(contents))
+            }
             _ => None,
         });
         let tiles = self.memory.iter().find_map(|memory| match &memory.contents {
-            Contents::Tiles(order) | Contents::FoundTiles(order) => {
+            Contents::Tiles(order) | Contents::FoundTiles(order, _) => {
                 Some(order.words_over(blocks.as_deref().unwrap_or_default()))
             }
             _ => None,

@@ -145,9 +145,7 @@ impl Executable {
         };
         for index in steps {
             let step = &self.steps[index];
-            // What the caller brings need not be made.
-            let brought = |source| addresses.address(source).is_some();
-            if part != Part::Preparation && step.makes.is_some_and(brought) {
+            if step.makes.is_some_and(|made| !self.is_made(made, part, addresses)) {
                 continue;
             }
             let find = |source| self.find(source, &held, addresses);
@@ -161,6 +159,14 @@ impl Executable {
         }
         lock(&self.idle).push(bound);
         Ok(())
+    }
+
+    /// Whether lists are made by a part of the launches: for a preparation in the caller's memory, and otherwise where
+    /// neither the caller nor the plan has some.
+    fn is_made(&self, source: Source, part: Part, addresses: &impl Addresses) -> bool {
+        let brought = addresses.address(source).is_some();
+        let constant = self.constant.iter().any(|(of, _)| *of == source);
+        if part == Part::Preparation { brought || !constant } else { !brought && !constant }
     }
 
     fn find(

@@ -350,10 +350,10 @@ impl Call {
                 Contents::Anything if WIDENED.contains(&it.source) => {
                     memory.result(&name, vec![0xFF; bytes])
                 }
-                Contents::FoundBlocks(_) | Contents::FoundTiles(_) if self.contents_known => {
+                Contents::FoundBlocks(..) | Contents::FoundTiles(..) if self.contents_known => {
                     memory.input_u32(&name, lists.of(it.source).unwrap_or_default())
                 }
-                Contents::Anything | Contents::FoundBlocks(_) | Contents::FoundTiles(_) => {
+                Contents::Anything | Contents::FoundBlocks(..) | Contents::FoundTiles(..) => {
                     memory.output(&name, bytes)
                 }
                 Contents::Zeros => memory.input(&name, vec![0; bytes]),
