@@ -39,7 +39,7 @@ class Array:
 
 @final
 class Blocks:
-    def __new__(cls, rule: Rule, tensors: tuple[Any, ...], /) -> Blocks: ...
+    def __new__(cls) -> Blocks: ...
 
 @final
 class Distribution:

@@ -278,7 +278,7 @@ def flash_attn_with_kvcache(
     if scheduler_metadata is not None:
         _check_metadata(scheduler_metadata, _sequences(q, cu_seqlens_q))
     factors = (k_descale, v_descale)
-    if _torch is not None and _torch.is_small(q) and _torch.is_small(k_cache) and _dimensions(k_descale) <= 2:
+    if _torch is not None and _torch.is_small_float(q) and _torch.is_small(k_cache) and _dimensions(k_descale) <= 2:
         pages_are_small = page_table is not None and _dimensions(k_cache) == 4 and k_cache.shape[1] % 8 != 0
         if k is not None or cache_leftpad is not None or pages_are_small or _are_few(q, max_seqlen_q):
             # No kernel multiplies 8 bits here. 16 have the same numbers, and a factor of queries is one of scores.

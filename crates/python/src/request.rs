@@ -267,6 +267,7 @@ impl Request {
         let [q, k, v, cu_q, cu_k, used_q, used_k, leftpad, entries, _, slopes, sinks, ..] =
             self.names();
         let (query, key, value) = (&self.query.form, &self.key.form, &self.value.form);
+        query.query(q)?;
         for (name, form) in [(q, query), (k, key), (v, value)] {
             form.like_or_small(name, query, q)?;
             form.usable(name)?;

@@ -218,7 +218,7 @@ impl Stable {
                     other(c"aoti_torch_dtype_float64", "float", 64)?,
                     other(c"aoti_torch_dtype_int64", "int", 64)?,
                     other(c"aoti_torch_dtype_int16", "int", 16)?,
-                    other(c"aoti_torch_dtype_int8", "int", 8)?,
+                    float(c"aoti_torch_dtype_int8", DType::Int8)?,
                     other(c"aoti_torch_dtype_uint8", "uint", 8)?,
                     other(c"aoti_torch_dtype_bool", "bool", 8)?,
                     other(c"aoti_torch_dtype_complex64", "complex", 64)?,

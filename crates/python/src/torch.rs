@@ -181,7 +181,7 @@ impl Torch {
         // Exporting a tensor that requires grad is refused, even where nothing records it.
         let tensor = tensor.call_method0(intern!(tensor.py(), "detach"))?;
         // No stream of ours is to wait: the work goes to PyTorch's own.
-        Ok(dlpack::borrow(&tensor, name, |_| Ok(-1), false)?.memory)
+        Ok(dlpack::borrow(&tensor, name, |_| Ok(-1), None)?.memory)
     }
 
     /// Tells autograd, where it is listening, that a tensor was written.

@@ -179,6 +179,7 @@ impl Update {
                 false => view.form.like(name, cache, NAMES[0])?,
             }
         }
+        self.query.form.query(NAMES[4])?;
         // Of 8 bits a cache takes rows like it, or rounds wider ones.
         for ((name, row), (of, it)) in [
             ((NAMES[2], &self.key.form), (NAMES[0], &self.key_cache.form)),

@@ -270,13 +270,13 @@ impl Memory {
         self.place.same(name, place, first)
     }
 
-    /// The element type of a tensor of floating-point numbers.
+    /// The element type of a tensor of numbers that attention takes.
     pub(crate) fn float(&self, name: &str) -> PyResult<DType> {
         match self.element {
             Element::Float(dtype) => Ok(dtype),
             other => Err(PyTypeError::new_err(format!(
                 "{name} has element type {other}, expected float16, bfloat16, float32, \
-                 float8_e4m3fn or float8_e5m2"
+                 float8_e4m3fn, float8_e5m2, or int8 for keys and values"
             ))),
         }
     }
@@ -315,6 +315,17 @@ impl Form {
             )));
         }
         Ok(())
+    }
+
+    /// Refuses integers, which keys and values alone may be.
+    pub(crate) fn query(&self, name: &str) -> PyResult<()> {
+        match self.dtype {
+            DType::Int8 => Err(PyTypeError::new_err(format!(
+                "{name} has element type int8, expected a floating-point one: keys and values alone \
+                 may be integers"
+            ))),
+            _ => Ok(()),
+        }
     }
 
     /// Refuses another memory than the first tensor has, and another element type unless it is one

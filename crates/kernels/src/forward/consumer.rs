@@ -31,20 +31,23 @@ struct State<'a, T: ConsumerScheduler> {
     block: Reg<U32>,
 }
 
+/// What the consumers of a block are given.
+pub(super) struct Consumers<'a, T: ConsumerScheduler> {
+    pub(super) forward: &'a Forward,
+    pub(super) shared: &'a Shared,
+    pub(super) tiles: &'a T,
+    pub(super) scores: ScoreRule,
+    pub(super) functions: Functions,
+    pub(super) epilogue: Epilogue,
+    pub(super) probe: Option<Reg<GlobalAddress>>,
+}
+
 /// One warpgroup's work: 64 query rows of each of the block's tiles.
-pub(super) fn consume<T: ConsumerScheduler>(
-    k: &mut Builder,
-    forward: &Forward,
-    shared: &Shared,
-    tiles: &T,
-    (scores, functions): (ScoreRule, Functions),
-    epilogue: &Epilogue,
-    probe: Option<Reg<GlobalAddress>>,
-) {
-    if forward.is_fp8() {
-        let rules = (scores, functions);
-        return fp8::consume(k, forward, shared, tiles, rules, epilogue, probe);
+pub(super) fn consume<T: ConsumerScheduler>(k: &mut Builder, given: Consumers<'_, T>) {
+    if given.forward.is_fp8() {
+        return fp8::consume(k, given);
     }
+    let Consumers { forward, shared, tiles, scores, functions, epilogue, probe } = given;
     let group = Warpgroup::new(k, forward, shared);
     let staging = Output::new(k, shared, &group);
     // The probabilities of one block and of the next: they change places.
@@ -68,9 +71,9 @@ pub(super) fn consume<T: ConsumerScheduler>(
         state.probe.stamp(k, Phase::Begin);
         let p = [&even, &odd];
         if forward.form.overlap_tiles {
-            state.tiles_overlapped(k, &tile, epilogue, &staging, p);
+            state.tiles_overlapped(k, &tile, &epilogue, &staging, p);
         } else {
-            state.tiles_one_by_one(k, &tile, epilogue, &staging, p);
+            state.tiles_one_by_one(k, &tile, &epilogue, &staging, p);
         }
         staging.drain(k);
     });
