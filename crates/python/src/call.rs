@@ -69,7 +69,9 @@ pub(crate) fn attend<'py>(
                 true => library.read_whole(tensor, name),
                 false => library.read(tensor, name),
             })?;
-        request.captured = rules.captured(|tensor, name| library.read(tensor, name))?;
+        if !rules.is_empty() {
+            request.captured = rules.captured(|tensor, name| library.read(tensor, name))?;
+        }
         Ok(request)
     };
     let among;

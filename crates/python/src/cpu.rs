@@ -106,10 +106,10 @@ unsafe fn with_inputs<T>(
     run: impl FnOnce(&Problem, Inputs<'_>, Option<&Placement>) -> PyResult<T>,
 ) -> PyResult<T> {
     // SAFETY: the caller's promise, here and below.
-    let floats = |memory: &Option<Memory>| unsafe { optional::<f32>(memory) };
+    let floats = |memory: Option<&Memory>| unsafe { optional::<f32>(memory) };
     // SAFETY: the same.
     let copy = |shape, view: &View| unsafe { copy(shape, view) };
-    let (slopes, sinks) = (floats(&request.slopes)?, floats(&request.sinks)?);
+    let (slopes, sinks) = (floats(request.slopes.as_deref())?, floats(request.sinks.as_deref())?);
     // SAFETY: the same.
     let captured = unsafe { request.captured.on_host() };
     let given = |inputs| Inputs {
@@ -161,16 +161,17 @@ unsafe fn with_inputs<T>(
 /// The request must be of host memory.
 unsafe fn placements(request: &Request, problem: &Problem) -> PyResult<(Placement, Placement)> {
     // SAFETY: the caller's promise.
-    let integers = |memory: &Option<Memory>| unsafe { optional::<i32>(memory) };
+    let integers = |memory: Option<&Memory>| unsafe { optional::<i32>(memory) };
     let [q, k, _, cu_q, cu_k, used_q, used_k, leftpad, index, table, ..] = request.names();
     let count = problem.batch;
     let queries = Rows { name: q, form: &request.query.form, count }.placement(
-        (cu_q, integers(&request.query_starts)?),
-        (used_q, integers(&request.query_lengths)?),
+        (cu_q, integers(request.query_starts.as_deref())?),
+        (used_q, integers(request.query_lengths.as_deref())?),
         ("queries", "max_seqlen_q", problem.query_length),
     )?;
     let (form, room) = (&request.key.form, problem.key_length);
-    let (starts, lengths) = (integers(&request.key_starts)?, integers(&request.key_lengths)?);
+    let (starts, lengths) =
+        (integers(request.key_starts.as_deref())?, integers(request.key_lengths.as_deref())?);
     let keys = if starts.is_some() {
         let most = ("keys", "max_seqlen_k", room);
         Rows { name: k, form, count }.placement((cu_k, starts), (used_k, lengths), most)?
@@ -179,10 +180,10 @@ unsafe fn placements(request: &Request, problem: &Problem) -> PyResult<(Placemen
             Some(lengths) => lengths_within(used_k, &lengths, |_| room)?,
             None => repeated(room, count)?,
         };
-        let lists = (integers(&request.entries)?, integers(&request.pages)?);
+        let lists = (integers(request.entries.as_deref())?, integers(request.pages.as_deref())?);
         in_cache(form, ends, lists, [k, index, table])?
     };
-    let keys = match integers(&request.left_padding)? {
+    let keys = match integers(request.left_padding.as_deref())? {
         None => keys,
         Some(skipped) => {
             let skipped = lengths_within(leftpad, &skipped, |at| keys.ends()[at])?;
@@ -206,16 +207,16 @@ pub(crate) unsafe fn append(
     cancellation: &Cancellation,
 ) -> PyResult<()> {
     // SAFETY: the caller's promise, here and below.
-    let integers = |memory: &Option<Memory>| unsafe { optional::<i32>(memory) };
+    let integers = |memory: Option<&Memory>| unsafe { optional::<i32>(memory) };
     let (count, room) = (update.sequences, update.room);
     // SAFETY: the same.
     let lengths = lengths_within(NAMES[5], &unsafe { list(&update.lengths)? }, |_| room)?;
-    let rows = |name, view: &View, starts: &Option<Memory>, list| {
+    let rows = |name, view: &View, starts: Option<&Memory>, list| {
         let form = &view.form;
         let most = ("rows", name, form.sizes[1] as usize);
         Rows { name, form, count }.placement((list, integers(starts)?), ("", None), most)
     };
-    let new = rows(NAMES[2], &update.key, &update.key_starts, NAMES[6])?;
+    let new = rows(NAMES[2], &update.key, update.key_starts.as_ref(), NAMES[6])?;
     let mut grown = room_for(count)?;
     for (sequence, length) in lengths.iter().enumerate() {
         let added = new.length(sequence);
@@ -227,7 +228,7 @@ pub(crate) unsafe fn append(
         }
         grown.push(length + added);
     }
-    let lists = (integers(&update.entries)?, integers(&update.pages)?);
+    let lists = (integers(update.entries.as_ref())?, integers(update.pages.as_ref())?);
     let cache =
         in_cache(&update.key_cache.form, grown, lists, [NAMES[0], NAMES[8], update.pages_name])?;
 
@@ -250,7 +251,7 @@ pub(crate) unsafe fn append(
             cosines: &cosines,
             sines: &sines,
         };
-        let first = match integers(&rotary.positions)? {
+        let first = match integers(rotary.positions.as_ref())? {
             Some(list) => lengths_within(NAMES[12], &list, |_| positions)?,
             None => lengths,
         };
@@ -269,7 +270,7 @@ pub(crate) unsafe fn append(
         };
         key = rotate(&key, &new, true)?;
         if let Some(address) = rotated {
-            let queries = rows(NAMES[4], &update.query, &update.query_starts, NAMES[7])?;
+            let queries = rows(NAMES[4], &update.query, update.query_starts.as_ref(), NAMES[7])?;
             let query = rotate(&gather(&update.query, &queries)?, &queries, rotary.advancing)?;
             let sizes = update.query.form.sizes;
             let form = Form { sizes, strides: contiguous(sizes), ..update.query.form };
@@ -644,9 +645,9 @@ unsafe fn list<T: Copy>(list: &Memory) -> PyResult<Vec<T>> {
 /// # Safety
 ///
 /// As for [`list`].
-unsafe fn optional<T: Copy>(memory: &Option<Memory>) -> PyResult<Option<Vec<T>>> {
+unsafe fn optional<T: Copy>(memory: Option<&Memory>) -> PyResult<Option<Vec<T>>> {
     // SAFETY: the caller's promise.
-    memory.as_ref().map(|memory| unsafe { list(memory) }).transpose()
+    memory.map(|memory| unsafe { list(memory) }).transpose()
 }
 
 /// A list of equal lengths.

@@ -98,15 +98,15 @@ pub(crate) fn append(
     let tensors = AppendTensors {
         key_lengths: Some(DeviceAddress(update.lengths.address)),
         lengths_after: Some(DeviceAddress(after)),
-        new_starts: address(&update.key_starts),
-        batch_index: address(&update.entries),
-        block_table: address(&update.pages),
+        new_starts: address(update.key_starts.as_ref()),
+        batch_index: address(update.entries.as_ref()),
+        block_table: address(update.pages.as_ref()),
         key_descale: update.descales[0].as_ref().map(|(_, view)| on_device(view)),
         value_descale: update.descales[1].as_ref().map(|(_, view)| on_device(view)),
         rotary: update.rotary.as_ref().map(|rotary| RotaryTables {
             cosines: DeviceAddress(rotary.cosines.address),
             sines: DeviceAddress(rotary.sines.address),
-            starts: address(&rotary.positions),
+            starts: address(rotary.positions.as_ref()),
         }),
         queries: rotated.filter(|_| problem.rotated_queries).map(|rotated| {
             let form = update.query.form;
@@ -114,7 +114,7 @@ pub(crate) fn append(
             RotatedQueries {
                 from: on_device(&update.query),
                 to: on_device(&View { address: rotated, form }),
-                starts: address(&update.query_starts),
+                starts: address(update.query_starts.as_ref()),
                 lengths: None,
             }
         }),

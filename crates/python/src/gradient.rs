@@ -153,7 +153,7 @@ impl Backward {
         let output = on_device(&self.output_gradient);
         let mut tensors =
             self.request.tensors(Descales::default(), &self.output, Some(self.lse.address));
-        let sinks = address(&self.sinks);
+        let sinks = address(self.sinks.as_ref());
         tensors.gradients = Some(Gradients { output, query, key, value, sinks });
         tensors
     }

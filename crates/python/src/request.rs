@@ -12,7 +12,7 @@ use crate::error;
 use crate::library::Named;
 use crate::numbers::Numbers;
 use crate::rules::Captured;
-use crate::view::{Element, Form, Memory, Order, View};
+use crate::view::{Element, Form, Memory, Optional, Order, View};
 
 /// How many tensors a call can have.
 pub(crate) const TENSORS: usize = 16;
@@ -155,16 +155,16 @@ pub(crate) struct Request {
     pub(crate) query: View,
     pub(crate) key: View,
     pub(crate) value: View,
-    pub(crate) query_starts: Option<Memory>,
-    pub(crate) key_starts: Option<Memory>,
-    pub(crate) query_lengths: Option<Memory>,
-    pub(crate) key_lengths: Option<Memory>,
-    pub(crate) left_padding: Option<Memory>,
-    pub(crate) entries: Option<Memory>,
-    pub(crate) pages: Option<Memory>,
-    pub(crate) slopes: Option<Memory>,
-    pub(crate) sinks: Option<Memory>,
-    descales: Descales<Option<Memory>>,
+    pub(crate) query_starts: Optional,
+    pub(crate) key_starts: Optional,
+    pub(crate) query_lengths: Optional,
+    pub(crate) key_lengths: Optional,
+    pub(crate) left_padding: Optional,
+    pub(crate) entries: Optional,
+    pub(crate) pages: Optional,
+    pub(crate) slopes: Optional,
+    pub(crate) sinks: Optional,
+    descales: Descales<Optional>,
     /// Functions, and what they load from.
     pub(crate) captured: Captured,
     numbers: Numbers,
@@ -220,16 +220,17 @@ impl Request {
         numbers: Numbers,
         memory: impl Fn(usize, bool) -> PyResult<Option<Memory>>,
     ) -> PyResult<Request> {
-        let list = |at: usize| memory(at, true);
+        let list = |at: usize| -> PyResult<Optional> { Ok(memory(at, true)?.map(Box::new)) };
         let (query_starts, key_starts) = (list(3)?, list(4)?);
         let rows = |at: usize, packed: bool| -> PyResult<(Memory, View)> {
             let name = function.names()[at];
             let memory = memory(at, false)?.ok_or_else(|| missing(name))?;
             Ok((memory, function.order(packed).view(name, &memory)?))
         };
-        let factors = |at: usize| memory(at, false);
+        let factors = |at: usize| -> PyResult<Optional> { Ok(memory(at, false)?.map(Box::new)) };
         let (given, query) = rows(0, query_starts.is_some())?;
-        let sequences = query_starts.map_or(query.form.sizes[0], |starts| starts.sizes[0] - 1);
+        let sequences = query_starts.as_ref().map(|starts| starts.sizes[0] - 1);
+        let sequences = sequences.unwrap_or(query.form.sizes[0]);
         Ok(Request {
             function,
             given,
@@ -242,7 +243,7 @@ impl Request {
             key_lengths: list(6)?,
             left_padding: list(7)?,
             entries: list(8)?,
-            pages: list(9)?.map(|table| table.first_rows(sequences)),
+            pages: memory(9, true)?.map(|table| Box::new(table.first_rows(sequences))),
             slopes: list(10)?,
             sinks: list(11)?,
             descales: Descales { query: factors(12)?, key: factors(13)?, value: factors(14)? },
@@ -382,6 +383,9 @@ impl Request {
 
     /// The descale factors, and over what they range.
     fn factors(&self, sequences: i64) -> PyResult<Descales<Option<(Descale, View)>>> {
+        if self.descales.each_ref().into_array().into_iter().all(Option::is_none) {
+            return Ok(Descales::default());
+        }
         let [first, .., q, k, v, _] = self.names();
         let [count, rows, heads, _] = self.key.form.sizes;
         let factors = Factors {
@@ -398,10 +402,10 @@ impl Request {
             key: (k, true, key, &self.key),
             value: (v, true, value, &self.value),
         };
-        names.zip(self.descales).try_map(|((name, tokens, of, view), memory)| {
+        names.zip(self.descales.each_ref()).try_map(|((name, tokens, of, view), memory)| {
             let Some(memory) = memory else { return Ok(None) };
             let dtype = view.form.dtype;
-            let found = Factors { tokens, ..factors }.read(name, &memory)?;
+            let found = Factors { tokens, ..factors }.read(name, memory)?;
             match dtype.is_8_bit() {
                 true => Ok(Some(found)),
                 false => Err(PyValueError::new_err(format!(
@@ -523,15 +527,15 @@ impl Request {
         let all = all.map(|view| view.on_device(self.query.address));
         Tensors {
             descales: descales.map(|it| it.map(|view| view.on_device(self.query.address))),
-            query_starts: address(&self.query_starts),
-            query_lengths: address(&self.query_lengths),
-            key_starts: address(&self.key_starts),
-            key_lengths: address(&self.key_lengths),
-            left_padding: address(&self.left_padding),
-            batch_index: address(&self.entries),
-            block_table: address(&self.pages),
-            slopes: address(&self.slopes),
-            sinks: address(&self.sinks),
+            query_starts: address(self.query_starts.as_deref()),
+            query_lengths: address(self.query_lengths.as_deref()),
+            key_starts: address(self.key_starts.as_deref()),
+            key_lengths: address(self.key_lengths.as_deref()),
+            left_padding: address(self.left_padding.as_deref()),
+            batch_index: address(self.entries.as_deref()),
+            block_table: address(self.pages.as_deref()),
+            slopes: address(self.slopes.as_deref()),
+            sinks: address(self.sinks.as_deref()),
             captured: self.captured.on_device(),
             ..Tensors::new(all, lse.map(DeviceAddress))
         }
@@ -539,8 +543,8 @@ impl Request {
 }
 
 /// Where a list is.
-pub(crate) fn address(list: &Option<Memory>) -> Option<DeviceAddress> {
-    list.as_ref().map(|list| DeviceAddress(list.address))
+pub(crate) fn address(list: Option<&Memory>) -> Option<DeviceAddress> {
+    list.map(|list| DeviceAddress(list.address))
 }
 
 /// The most rows of a packed sequence: all of them where the caller does not know.

@@ -79,6 +79,9 @@ pub(crate) struct Memory {
     pub(crate) place: Place,
 }
 
+/// A tensor that a call may leave out. Most do, and what is not there is not to be moved around.
+pub(crate) type Optional = Option<Box<Memory>>;
+
 impl Memory {
     /// A tensor that is nowhere yet, with ones and no strides.
     pub(crate) fn nowhere(element: Element, place: Place, dimensions: usize) -> Memory {
