@@ -135,7 +135,7 @@ def flash_attn_func(
             they are under ``torch.use_deterministic_algorithms(True)``.
         return_attn_probs: Return ``(out, softmax_lse, None)``; the probabilities themselves are
             never made.
-        q_descale, k_descale, v_descale: What tensors of float8_e4m3fn or float8_e5m2 are multiplied
+        q_descale, k_descale, v_descale: What tensors of float8_e4m3fn, float8_e5m2 or int8 are multiplied
             with, in float32: (batch, key heads) as FlashAttention-3 has it, (key heads,) or one
             number; for keys and values also one for each token and head, in the shape of ``k``
             without its last dimension. See :func:`quantize_kv`.
@@ -170,7 +170,7 @@ def flash_attn_func(
     result = _attend(
         tensors,
         (softmax_scale, causal, window_size, attention_chunk, softcap, None, None),
-        _invariant("flash_attn_func", batch_invariant),
+        "flash_attn_func" if batch_invariant is False else _invariant("flash_attn_func", batch_invariant),
         return_attn_probs,
         deterministic,
     )

@@ -32,7 +32,7 @@ pub(crate) struct Arguments {
     /// Check this kernel only
     #[arg(long, value_name = "NAME")]
     kernel: Option<String>,
-    /// Check this element type only: f32, f16, bf16, e4m3 or e5m2
+    /// Check this element type only: f32, f16, bf16, e4m3, e5m2 or int8
     #[arg(long)]
     dtype: Option<DType>,
     /// A thousand problems for each element type instead of the usual hundred, and their gradients

@@ -533,20 +533,19 @@ fn appends(target: Target) -> Vec<Append> {
         Append { target, element, cache, head_dim, value_head_dim, paged, rotary }
     };
     let mut all: Vec<Append> = cases.map(plain).into();
-    if target.has(Capability::Fp8Conversion) {
-        all.extend(narrow_appends(&all));
-    }
+    all.extend(narrow_appends(&all));
     all
 }
 
 /// Caches of 8 bits as numbers of 16: each element, kind of scales and memory order.
 fn widens(target: Target) -> Vec<Widen> {
-    use Element::{BF16, E4M3, E5M2, F16};
+    use Element::{BF16, E4M3, E5M2, F16, Int8};
     let cases = [
         (BF16, E4M3, Scales::PerHead, 128, true),
         (F16, E5M2, Scales::One, 64, false),
         (BF16, E4M3, Scales::PerToken, 192, false),
         (F16, E4M3, Scales::PerToken, 80, true),
+        (BF16, Int8, Scales::PerToken, 128, false),
     ];
     let widen = |(element, narrow, scales, dim, paged)| Widen {
         target,
@@ -556,23 +555,21 @@ fn widens(target: Target) -> Vec<Widen> {
         value_head_dim: if dim == 192 { 128 } else { dim },
         paged,
     };
-    match target.has(Capability::Fp8Conversion) {
-        true => cases.map(widen).into(),
-        false => Vec::new(),
-    }
+    cases.map(widen).into_iter().filter(|it| it.cache.is_converted_by(target)).collect()
 }
 
 /// The same into caches of 8 bits: each element and kind of scales.
 fn narrow_appends(wide: &[Append]) -> Vec<Append> {
     use Scales::{One, PerHead, PerToken};
-    let elements = [Element::E4M3, Element::E5M2].into_iter().cycle();
+    let elements = [Element::E4M3, Element::E5M2, Element::Int8].into_iter().cycle();
     let scales = [PerHead, One, PerToken, PerToken].into_iter();
     let caches = elements.zip(scales).map(|(element, scales)| Cache {
         element,
         key_scales: scales,
         value_scales: scales,
     });
-    wide.iter().zip(caches).map(|(append, cache)| Append { cache, ..*append }).collect()
+    let narrow = wide.iter().zip(caches).map(|(append, cache)| Append { cache, ..*append });
+    narrow.filter(|it| it.cache.is_converted_by(it.target)).collect()
 }
 
 /// From what split attention leaves, and from each element to itself.

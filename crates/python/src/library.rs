@@ -3,6 +3,7 @@
 use std::cell::{Cell, RefCell};
 
 use cuda::Stream;
+use flashcore::DType;
 use flashcore::gpu::Gpu;
 use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -31,8 +32,8 @@ enum Kind<'py> {
         unreadable: Cell<bool>,
     },
     Arrays {
-        /// Whether 16-bit integers are the bits of bf16.
-        words: bool,
+        /// Where 16-bit integers are the bits of bf16: what those of 8 bits with a sign are.
+        words: Option<DType>,
         lent: RefCell<Vec<Lent<'py>>>,
     },
 }
@@ -63,8 +64,8 @@ pub(crate) enum Entrance {
     Dispatcher,
     /// With arrays that speak DLPack.
     Arrays,
-    /// The same, where 16-bit integers are the bits of bf16.
-    Words,
+    /// The same, where 16-bit integers are the bits of bf16, and those of 8 bits with a sign this.
+    Words(DType),
 }
 
 impl FromPyObject<'_, '_> for Entrance {
@@ -75,7 +76,8 @@ impl FromPyObject<'_, '_> for Entrance {
             "function" => Ok(Entrance::Function),
             "dispatcher" => Ok(Entrance::Dispatcher),
             "arrays" => Ok(Entrance::Arrays),
-            "words" => Ok(Entrance::Words),
+            "words" => Ok(Entrance::Words(DType::E5M2)),
+            "words and integers" => Ok(Entrance::Words(DType::Int8)),
             other => Err(error::value(format!("there is no entrance `{other}`"))),
         }
     }
@@ -110,8 +112,8 @@ impl<'py> Library<'py> {
                 Way::Foreign => return Ok(Choice::Theirs(py.None().into_bound(py))),
             },
             Entrance::Dispatcher => torch(Torch::get(py)?)?,
-            Entrance::Arrays => arrays(false),
-            Entrance::Words => arrays(true),
+            Entrance::Arrays => arrays(None),
+            Entrance::Words(dtype) => arrays(Some(dtype)),
         }))
     }
 
@@ -206,7 +208,7 @@ impl<'py> Library<'py> {
                 Ok(Made { object, address })
             }
             Kind::Arrays { words, .. } => {
-                let array = Array::new(place, sizes.to_vec(), element, *words)?;
+                let array = Array::new(place, sizes.to_vec(), element, words.is_some())?;
                 let address = array.address();
                 Ok(Made { object: Bound::new(py, array)?.into_any(), address })
             }

@@ -229,6 +229,7 @@ impl Request {
         };
         let factors = |at: usize| memory(at, false);
         let (given, query) = rows(0, query_starts.is_some())?;
+        let sequences = query_starts.map_or(query.form.sizes[0], |starts| starts.sizes[0] - 1);
         Ok(Request {
             function,
             given,
@@ -241,7 +242,7 @@ impl Request {
             key_lengths: list(6)?,
             left_padding: list(7)?,
             entries: list(8)?,
-            pages: list(9)?,
+            pages: list(9)?.map(|table| table.first_rows(sequences)),
             slopes: list(10)?,
             sinks: list(11)?,
             descales: Descales { query: factors(12)?, key: factors(13)?, value: factors(14)? },
@@ -265,6 +266,7 @@ impl Request {
         let [q, k, v, cu_q, cu_k, used_q, used_k, leftpad, entries, _, slopes, sinks, ..] =
             self.names();
         let (query, key, value) = (&self.query.form, &self.key.form, &self.value.form);
+        query.query(q)?;
         for (name, form) in [(q, query), (k, key), (v, value)] {
             form.like_or_small(name, query, q)?;
             form.usable(name)?;

@@ -125,6 +125,10 @@ pub(crate) struct Stable {
     modes: unsafe extern "C" fn() -> i64,
     /// A new object of Python's for a tensor.
     wrap: unsafe extern "C" fn(Handle) -> *mut ffi::PyObject,
+    /// Makes a handle that of an object's tensor, and whether it is one.
+    unwrap: unsafe extern "C" fn(Handle, *mut ffi::PyObject, bool) -> bool,
+    /// Whether a tensor stands for the negative of what is in its memory.
+    negative: unsafe extern "C" fn(Handle) -> bool,
     /// PyTorch's settings, and whether they ask for the same bits every time.
     settings: unsafe extern "C" fn() -> *const c_void,
     deterministic: unsafe extern "C" fn(*const c_void) -> bool,
@@ -197,6 +201,11 @@ impl Stable {
                 grad_enabled: function(library, c"aoti_torch_grad_mode_is_enabled")?,
                 modes: function(library, c"_ZN3c104impl20TorchDispatchModeTLS9stack_lenEv")?,
                 wrap: function(library, c"_Z16THPVariable_WrapRKN2at10TensorBaseE")?,
+                unwrap: function(
+                    library,
+                    c"_ZN8pybind116detail11type_casterIN2at6TensorEvE4loadENS_6handleEb",
+                )?,
+                negative: function(library, c"_ZN2at6native6is_negERKNS_6TensorE")?,
                 settings: function(library, c"_ZN2at13globalContextEv")?,
                 deterministic: function(library, c"_ZNK2at7Context23deterministicAlgorithmsEv")?,
                 dtypes: [
@@ -209,7 +218,7 @@ impl Stable {
                     other(c"aoti_torch_dtype_float64", "float", 64)?,
                     other(c"aoti_torch_dtype_int64", "int", 64)?,
                     other(c"aoti_torch_dtype_int16", "int", 16)?,
-                    other(c"aoti_torch_dtype_int8", "int", 8)?,
+                    float(c"aoti_torch_dtype_int8", DType::Int8)?,
                     other(c"aoti_torch_dtype_uint8", "uint", 8)?,
                     other(c"aoti_torch_dtype_bool", "bool", 8)?,
                     other(c"aoti_torch_dtype_complex64", "complex", 64)?,
@@ -351,6 +360,20 @@ impl Stable {
     pub(crate) fn modes(&self) -> usize {
         // SAFETY: asks for a number of the thread's.
         unsafe { (self.modes)() as usize }
+    }
+
+    /// Whether one of some tensors, objects of Python's, is a view that stands for the negative of what is
+    /// in its memory.
+    pub(crate) fn is_any_negative<'a, 'py: 'a>(
+        &'static self,
+        mut objects: impl Iterator<Item = &'a Bound<'py, PyAny>>,
+    ) -> PyResult<bool> {
+        let tensor = self.undefined()?;
+        let handle = tensor.handle.as_ptr();
+        // SAFETY: a handle that refers to one tensor after the other, and to the last until it is dropped.
+        Ok(objects.any(|object| unsafe {
+            (self.unwrap)(handle, object.as_ptr(), false) && (self.negative)(handle)
+        }))
     }
 
     /// Whether PyTorch was told to give the same bits every time.

@@ -95,17 +95,8 @@ impl Torch {
         };
         let class = torch.tensor.bind(py);
         if tensors.clone().all(|(_, tensor)| tensor.get_type_ptr().cast() == class.as_ptr()) {
-            let modes = match torch.stable {
-                Some(stable) => stable.modes(),
-                None => torch.modes.bind(py).call0()?.extract()?,
-            };
-            // A view that stands for the negative of what is in memory: the dispatcher makes it real.
-            let negative = |tensor: &Bound<'py, PyAny>| -> PyResult<bool> {
-                tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()
-            };
-            let odd = tensors
-                .into_iter()
-                .try_fold(modes > 0, |odd, (_, tensor)| Ok::<_, PyErr>(odd || negative(tensor)?))?;
+            let objects = tensors.map(|(_, tensor)| tensor);
+            let odd = torch.has_modes(py)? || torch.is_any_negative(py, objects)?;
             return Ok(if odd { Way::Dispatcher } else { Way::Straight(torch) });
         }
         let mut odd = None;
@@ -125,6 +116,30 @@ impl Torch {
                 tensor.get_type()
             ))),
         }
+    }
+
+    /// Whether something wants to see operators before they run.
+    fn has_modes(&self, py: Python<'_>) -> PyResult<bool> {
+        match self.stable {
+            Some(stable) => Ok(stable.modes() > 0),
+            None => self.modes.bind(py).call0()?.is_truthy(),
+        }
+    }
+
+    /// Whether a tensor is a view that stands for the negative of what is in memory: the dispatcher makes
+    /// it real.
+    fn is_any_negative<'a, 'py: 'a>(
+        &self,
+        py: Python<'py>,
+        mut tensors: impl Iterator<Item = &'a Bound<'py, PyAny>>,
+    ) -> PyResult<bool> {
+        if let Some(stable) = self.stable {
+            return stable.is_any_negative(tensors);
+        }
+        let negative = |tensor: &Bound<'py, PyAny>| -> PyResult<bool> {
+            tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()
+        };
+        tensors.try_fold(false, |found, tensor| Ok(found || negative(tensor)?))
     }
 
     fn is_grad_enabled(&self, py: Python<'_>) -> PyResult<bool> {
@@ -166,7 +181,7 @@ impl Torch {
         // Exporting a tensor that requires grad is refused, even where nothing records it.
         let tensor = tensor.call_method0(intern!(tensor.py(), "detach"))?;
         // No stream of ours is to wait: the work goes to PyTorch's own.
-        Ok(dlpack::borrow(&tensor, name, |_| Ok(-1), false)?.memory)
+        Ok(dlpack::borrow(&tensor, name, |_| Ok(-1), None)?.memory)
     }
 
     /// Tells autograd, where it is listening, that a tensor was written.

@@ -114,6 +114,9 @@ impl Memory {
 
     /// Whether its elements fill their memory, in whatever order the dimensions lie.
     pub(crate) fn is_dense(&self) -> bool {
+        if self.is_contiguous() && !self.sizes().contains(&0) {
+            return true;
+        }
         let mut steps = [(0, 0); MOST_DIMENSIONS];
         for (step, axis) in steps.iter_mut().zip(0..self.dimensions) {
             *step = (self.strides[axis], self.sizes[axis]);
@@ -126,6 +129,14 @@ impl Memory {
             whole = whole.saturating_mul(*size);
             fits
         })
+    }
+
+    /// The first rows of a table, which may have more.
+    pub(crate) fn first_rows(mut self, count: i64) -> Memory {
+        if self.dimensions == 2 {
+            self.sizes[0] = self.sizes[0].min(count.max(0));
+        }
+        self
     }
 
     /// The same with its second and third dimension exchanged.
@@ -256,13 +267,13 @@ impl Memory {
         self.place.same(name, place, first)
     }
 
-    /// The element type of a tensor of floating-point numbers.
+    /// The element type of a tensor of numbers that attention takes.
     pub(crate) fn float(&self, name: &str) -> PyResult<DType> {
         match self.element {
             Element::Float(dtype) => Ok(dtype),
             other => Err(PyTypeError::new_err(format!(
                 "{name} has element type {other}, expected float16, bfloat16, float32, \
-                 float8_e4m3fn or float8_e5m2"
+                 float8_e4m3fn, float8_e5m2, or int8 for keys and values"
             ))),
         }
     }
@@ -301,6 +312,17 @@ impl Form {
             )));
         }
         Ok(())
+    }
+
+    /// Refuses integers, which keys and values alone may be.
+    pub(crate) fn query(&self, name: &str) -> PyResult<()> {
+        match self.dtype {
+            DType::Int8 => Err(PyTypeError::new_err(format!(
+                "{name} has element type int8, expected a floating-point one: keys and values alone \
+                 may be integers"
+            ))),
+            _ => Ok(()),
+        }
     }
 
     /// Refuses another memory than the first tensor has, and another element type unless it is one

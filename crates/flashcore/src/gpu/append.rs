@@ -112,8 +112,8 @@ impl AppendProblem {
             Ok(elements) => elements,
             Err(reason) => return refuse(reason),
         };
-        if made_of.is_narrow() && !chip.target.has(Capability::Fp8Conversion) {
-            return refuse(format!("{} does not convert numbers of 8 bits", chip.target));
+        if !made_of.is_converted_by(chip.target) {
+            return refuse(format!("{} does not convert {}", chip.target, made_of.element));
         }
         for dim in [cache.head_dim, cache.value_head_dim] {
             if !dim.is_multiple_of(2) {

@@ -150,9 +150,18 @@ fn sequencers() -> [Sequencer; 3] {
         .map(|tiles| Sequencer { target: Target::SM_90A, tiles })
 }
 
+/// A mask that sees all of some blocks of a size, a part of others and nothing of the rest.
+fn listed(block: i32) -> Rules {
+    let near = Function::mask("near", |at| {
+        let apart = at.query() - at.key();
+        apart.gt(-block) & apart.lt(at.head() + block)
+    });
+    Rules { mask_function: Some(near), ..Rules::DENSE }
+}
+
 /// Steps of two parts in two stages, and of one in three; in one order; heads for two warpgroups; more
-/// keys; a ragged batch.
-fn backwards() -> [Backward; 6] {
+/// keys; a ragged batch; walks by lists, in no order and in one.
+fn backwards() -> [Backward; 8] {
     let narrow = Backward {
         element: Element::BF16,
         head_dim: 16,
@@ -171,13 +180,15 @@ fn backwards() -> [Backward; 6] {
         Backward { head_dim: 136, value_head_dim: 24, ..small },
         Backward { rules: Rules::DENSE, ..small },
         Backward { batch: Batch::Ragged, ..narrow },
+        Backward { rules: listed(128), ..narrow },
+        Backward { rules: listed(128), deterministic: true, ..narrow },
     ]
 }
 
 /// Few warps, two that share their keys.
-fn backward_mmas() -> [BackwardMma; 3] {
-    let [narrow, wide, ordered, ..] = backwards();
-    [narrow, wide, ordered].map(|it| BackwardMma {
+fn backward_mmas() -> [BackwardMma; 4] {
+    let [narrow, wide, ordered, .., last] = backwards();
+    [narrow, wide, ordered, Backward { rules: listed(32), ..last }].map(|it| BackwardMma {
         target: Target::SM_80,
         element: it.element,
         head_dim: it.head_dim,

@@ -749,5 +749,6 @@ pub(super) fn dtype(element: Element) -> DType {
         Element::BF16 => DType::BF16,
         Element::E4M3 => DType::E4M3,
         Element::E5M2 => DType::E5M2,
+        Element::Int8 => DType::Int8,
     }
 }
