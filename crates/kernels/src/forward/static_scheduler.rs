@@ -56,8 +56,8 @@ enum Order {
 /// Where a block stands: its tile, in registers that change from tile to tile.
 pub(super) struct Tile {
     number: Reg<U32>,
-    /// At which word the list goes on, and the entry there.
-    ahead: Option<(Reg<U32>, Reg<U32>)>,
+    /// Where the list goes on, and the entry there.
+    ahead: Option<(Reg<GlobalAddress>, Reg<U32>)>,
     first_row: Reg<U32>,
     head: Reg<U32>,
     rows: Rows,
@@ -210,10 +210,11 @@ impl TileScheduler for StaticScheduler {
         let (number, ahead) = match &self.order {
             Order::Strided { .. } => (k.variable(block), None),
             Order::Listed(lists) => {
-                let start = word(k, *lists, block);
-                let number = word(k, *lists, start);
-                let next = k.variable(start + 1);
-                let entry = word(k, *lists, next);
+                let start = k.load::<U32, _>(*lists + block.convert::<U64>() * 4);
+                let first = k.eval(*lists + start.convert::<U64>() * 4);
+                let number = k.load::<U32, _>(first);
+                let next = k.variable(first + 4);
+                let entry = k.load::<U32, _>(next);
                 (number, Some((next, entry)))
             }
         };
@@ -238,18 +239,16 @@ impl TileScheduler for StaticScheduler {
     }
 
     fn next_tile(&self, k: &mut Builder, tile: &Tile) {
-        match (&self.order, tile.ahead) {
-            (Order::Listed(lists), Some((next, entry))) => {
-                k.set(tile.number, entry);
-                // Nobody reads behind the end of a list.
-                k.if_(entry.differs(TileLists::END), |k| {
-                    k.set(next, next + 1);
-                    let further = word(k, *lists, next);
-                    k.set(entry, further);
-                });
-            }
-            (Order::Strided { blocks, .. }, _) => k.set(tile.number, tile.number + *blocks),
-            (Order::Listed(_), None) => unreachable!("lists are read ahead"),
+        if let Some((next, entry)) = tile.ahead {
+            k.set(tile.number, entry);
+            // Nobody reads behind the end of a list.
+            k.if_(entry.differs(TileLists::END), |k| {
+                k.set(next, next + 4);
+                let further = k.load::<U32, _>(next);
+                k.set(entry, further);
+            });
+        } else if let Order::Strided { blocks, .. } = &self.order {
+            k.set(tile.number, tile.number + *blocks);
         }
         self.locate(k, tile);
     }
@@ -422,11 +421,6 @@ impl ConsumerScheduler for StaticScheduler {
     fn sink(&self, k: &mut Builder, current: &Current) -> Option<Reg<F32>> {
         self.sinks.map(|sinks| sinks.of(k, current.head))
     }
-}
-
-/// A word of the lists.
-fn word(k: &mut Builder, lists: Reg<GlobalAddress>, index: Reg<U32>) -> Reg<U32> {
-    k.load(lists + index.convert::<U64>() * 4)
 }
 
 fn corner(row: Reg<U32>, head: Reg<U32>, batch: Reg<U32>) -> [Value<S32>; 4] {

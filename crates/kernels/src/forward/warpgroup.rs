@@ -44,7 +44,8 @@ impl<'a> Warpgroup<'a> {
             queries: shared.query_pipeline.consumer(k),
             query_fragment: (forward.query_source == Source::Registers)
                 .then(|| Fragment::new(k, forward.element, forward.query_layout().columns)),
-            one_query_buffer: forward.query_buffers == 1,
+            // Narrow ones come in no time.
+            one_query_buffer: forward.query_buffers == 1 && forward.head_dim > 128,
             keys: shared.key_pipeline.consumer(k),
             values: (shared.transposed.as_ref())
                 .map_or(&shared.value_pipeline, |transposed| &transposed.pipeline)
