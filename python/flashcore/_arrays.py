@@ -110,18 +110,24 @@ class _Exchange:
             self.element = ml_dtypes.bfloat16
 
         self._words = self.element is not None
+        # Whether 8-bit integers with a sign are the bits of float8_e5m2.
+        self._e5m2 = False
 
     def entrance(self) -> str:
-        return "words" if self._words or self.element is not None else "arrays"
+        if not self._words and self.element is None:
+            return "arrays"
+        return "words" if self._e5m2 else "words and integers"
 
     def give(self, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
         if not self.numpy:
             return arrays
         bits = [_bits(array) for array in arrays]
-        self._words = any(it is not None for it in bits)
+        self._words = self._words or any(it is not None for it in bits)
+        self._e5m2 = self._e5m2 or _BITS["float8_e5m2"] in bits
         if self._words:
             for array in arrays:
-                if getattr(getattr(array, "dtype", None), "name", None) in _BITS.values():
+                name = getattr(getattr(array, "dtype", None), "name", None)
+                if name in _BITS.values() and (name != "int8" or self._e5m2):
                     raise TypeError(f"an array of {array.dtype} was given, expected floating-point numbers")
         return tuple(array if it is None else array.view(it) for array, it in zip(arrays, bits))
 

@@ -1,4 +1,4 @@
-"""Gradients of the tensors that a score function loads from.
+"""Functions evaluated by PyTorch: what masks see, and gradients of the tensors that a score function loads from.
 
 Kernels give those of queries, keys and values. These are PyTorch's: scores are computed again, some rows at a
 time, the function's text is evaluated over them by operations that autograd records, and what it gives is
@@ -64,6 +64,35 @@ def gradients(
                         total += part
     each = iter(sums)
     return [next(each).to(it.dtype) if want else None for it, want in zip(captured, wanted)]
+
+
+def pairs_seen(text: str, tensors: Any, shape: tuple[int, ...], device: Any = None) -> Any:
+    """What a mask says of every pair: (batch, heads, queries, keys) in bool."""
+    batch, heads, queries, keys = shape
+    seen = torch.cat(list(_each_seen(text, tensors, shape, queries, device)), 1)
+    return seen.view(batch, heads, queries, keys)
+
+
+def blocks_seen(text: str, tensors: Any, shape: tuple[int, ...], size: tuple[int, int]) -> Any:
+    """Which blocks some pair is seen of: (batch, heads, rows, columns) in int32."""
+    batch, heads, queries, keys = shape
+    rows, columns = (-(-length // step) for length, step in zip((queries, keys), size))
+    found = []
+    for seen in _each_seen(text, tensors, shape, size[0], None):
+        wide = torch.nn.functional.pad(seen, (0, columns * size[1] - keys))
+        found.append(wide.view(batch * heads, -1, columns, size[1]).any(-1).any(1, keepdim=True))
+    return torch.cat(found, 1).view(batch, heads, rows, columns).int()
+
+
+def _each_seen(text: str, tensors: Any, shape: tuple[int, ...], step: int, device: Any) -> Any:
+    """What a mask says of so many queries at a time, over heads of all sequences: what it says."""
+    batch, heads, queries, keys = shape
+    device = next((tensor.device for tensor in tensors), None) if device is None else device
+    number, mask = torch.arange(batch * heads, device=device), _parsed(text)
+    for begin in range(0, max(queries, 1), max(step, 1)):
+        rows = slice(begin, min(begin + step, queries))
+        at = _At(number // heads, number % heads, rows, keys, queries, number.device)
+        yield mask.evaluate(at, tensors).expand(batch * heads, rows.stop - rows.start, keys)
 
 
 class _At:

@@ -36,6 +36,9 @@ def attend(
     if parts is None or not any(_is_odd(tensor) for tensor in parts):
         return None
     q, k, v = parts
+    if max(q.shape[-1], k.shape[-1]) > _WIDEST:
+        # Nothing serves them; the error says so.
+        return None
     scale, dim = numbers[0], q.shape[-1]
     if scale is None and dim > 0:
         numbers = (1.0 / math.sqrt(dim), *numbers[1:])

@@ -4,6 +4,7 @@ __all__ = [
     "Array",
     "Blocks",
     "Distribution",
+    "Kernels",
     "Rule",
     "VERSION",
     "adopt_torch",
@@ -11,6 +12,7 @@ __all__ = [
     "attend",
     "attend_backward",
     "combine",
+    "empty_like",
     "finish_compiling",
     "forked",
     "info",
@@ -37,7 +39,7 @@ class Array:
 
 @final
 class Blocks:
-    def __new__(cls, rule: Rule, tensors: tuple[Any, ...], /) -> Blocks: ...
+    def __new__(cls) -> Blocks: ...
 
 @final
 class Distribution:
@@ -67,6 +69,14 @@ class Distribution:
     def sent(self, rank: int, /) -> tuple[int, int]: ...
 
 @final
+class Kernels:
+    @staticmethod
+    def register(file: str, namespace: str, key: str, refuse: Any = None, /) -> Kernels | None: ...
+    @property
+    def operators(self) -> list[str]: ...
+    def remove(self) -> None: ...
+
+@final
 class Rule:
     def __new__(cls, text: str, /) -> Rule: ...
     @property
@@ -87,6 +97,7 @@ def attend_backward(
     rules: tuple[Any, ...] | None = None,
     /,
 ) -> bool: ...
+def empty_like(tensors: tuple[Any, ...], /) -> tuple[Any, ...]: ...
 def plan_for(
     tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, chip: str, backward: bool = False, /
 ) -> tuple[str, str, str | None, str]: ...

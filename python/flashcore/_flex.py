@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from typing import Any
+import math
+import weakref
+from typing import Any, NamedTuple
 
 from . import _arrays, _flashcore, _patterns
 from ._arguments import flag, refusal
@@ -20,6 +23,13 @@ except ModuleNotFoundError as error:
 NUMBERS = (False, (-1, -1), 0, 0.0, None, None)
 
 
+class AuxOutput(NamedTuple):
+    """What :func:`flex_attention` gives beside the output, where ``return_aux`` asks for it."""
+
+    lse: Any
+    max_scores: Any
+
+
 def flex_attention(
     query: Any,
     key: Any,
@@ -30,6 +40,8 @@ def flex_attention(
     enable_gqa: bool = False,
     return_lse: bool = False,
     kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
 ) -> Any:
     """``softmax(score_mod(scale * query @ key^T) where block_mask) @ value``, with PyTorch's signature.
 
@@ -40,9 +52,11 @@ def flex_attention(
         value: (batch, key heads, keys, value head dim).
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` gives what the softmax takes the exponential
             of. It is called once with values that remember what is done with them, and never again.
-        block_mask: Which keys a query sees: what :func:`create_block_mask` gives.
+        block_mask: Which keys a query sees: what :func:`create_block_mask` gives, or PyTorch's own.
         scale: ``1 / sqrt(head dim)`` unless given.
         return_lse: Return ``(out, lse)``.
+        kernel_options: Not needed, and not looked at: hints for PyTorch's own kernels.
+        return_aux: PyTorch's ``AuxRequest``: return ``(out, aux)``, with ``aux.lse`` where it asks for it.
 
     Returns:
         (batch, heads, queries, value head dim) in the element type of ``query``; with ``return_lse`` also
@@ -51,18 +65,22 @@ def flex_attention(
     """
     if is_compiling():
         # Functions are traced outside of what is compiled.
-        return _outside(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
-    if kernel_options:
-        raise refusal("kernel_options", kernel_options, None)
+        return _outside(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux=return_aux)
+    if return_aux is not None:
+        if getattr(return_aux, "max_scores", False):
+            raise refusal("return_aux.max_scores", True, False)
+        wanted = bool(getattr(return_aux, "lse", False))
+        found = flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, wanted)
+        return (found[0], AuxOutput(found[1], None)) if wanted else (found, AuxOutput(None, None))
     if enable_gqa is False or not flag("enable_gqa", enable_gqa):
         refuse_groups(query, key)
     mask = score = blocks = None
     tensors: tuple[Any, ...] = ()
     if block_mask is not None:
         if not isinstance(block_mask, BlockMask):
-            raise TypeError(f"block_mask is a {type(block_mask)}, expected what flashcore.create_block_mask gives")
+            block_mask = _of_pytorch(block_mask)
         block_mask.check(query, key)
-        mask, tensors = trace("mask", "mask_mod", block_mask.mask_mod)
+        mask, tensors = block_mask.rule()
         blocks = block_mask.blocks
     if score_mod is not None:
         score, captured = trace("score", "score_mod", score_mod)
@@ -87,6 +105,21 @@ def attend(
     return result
 
 
+# Those of PyTorch that were seen, as ours.
+_known: Any = weakref.WeakKeyDictionary()
+
+
+def _of_pytorch(theirs: Any) -> BlockMask:
+    """PyTorch's own block mask: its lists of blocks, and its function within them."""
+    lists = None if _flex_torch is None else _flex_torch.block_lists(theirs)
+    if lists is None:
+        raise TypeError(f"block_mask is a {type(theirs)}, expected what flashcore.create_block_mask gives")
+    ours: BlockMask | None = _known.get(theirs)
+    if ours is None:
+        ours = _known[theirs] = BlockMask.from_kv_blocks(*lists)
+    return ours
+
+
 def refuse_groups(query: Any, key: Any) -> None:
     """Refuses fewer key heads."""
     try:
@@ -98,27 +131,55 @@ def refuse_groups(query: Any, key: Any) -> None:
         raise ValueError(f"key has {given[1]} heads, expected the {expected[1]} of query unless enable_gqa=True")
 
 
-# Tensors that are larger are not looked into.
-_MOST_ELEMENTS = 1 << 22
+def _blocks(tensors: tuple[Any, ...]) -> Any:
+    """Lists that stay with a mask, where a GPU finds them."""
+    return _flashcore.Blocks() if any(getattr(tensor, "is_cuda", False) for tensor in tensors) else None
 
 
 class BlockMask:
     """Which keys queries see.
 
     Blocks of keys that nobody sees are not loaded. They are found when a kernel is first launched, from the
-    function and, on a GPU, from what its tensors contain when the mask is made.
+    function and, on a GPU, from what its tensors contain then. Nothing is copied to the host for it.
     """
 
-    def __init__(self, mask_mod: Any, B: int | None, H: int | None, lengths: tuple[int, int]) -> None:
+    def __init__(
+        self, mask_mod: Any, B: int | None, H: int | None, lengths: tuple[int, int], size: tuple[int, int] = (128, 128)
+    ) -> None:
         self.mask_mod = mask_mod
         self.seq_lengths = lengths
         self.shape = (1 if B is None else B, 1 if H is None else H, *lengths)
+        # Kernels have blocks of their own: these are what is said of the mask by.
+        self.BLOCK_SIZE = size
+        self._moved: tuple[Any, tuple[Any, ...]] | None = None
         rule, tensors = trace("mask", "mask_mod", mask_mod)
         self.text = rule.text
-        self.blocks = None
-        if any(getattr(tensor, "is_cuda", False) for tensor in tensors):
-            small = (tensor.detach().cpu() if tensor.numel() <= _MOST_ELEMENTS else None for tensor in tensors)
-            self.blocks = _flashcore.Blocks(rule, tuple(small))
+        self.blocks = _blocks(tensors)
+
+    def rule(self) -> tuple[Any, tuple[Any, ...]]:
+        """The mask as a rule, and its tensors."""
+        return trace("mask", "mask_mod", self.mask_mod) if self._moved is None else self._moved
+
+    def to(self, device: Any) -> BlockMask:
+        """The mask with its tensors on a device. Those that are there already are shared."""
+        rule, tensors = self.rule()
+        mask = copy.copy(self)
+        mask._moved = (rule, tuple(tensor.to(device) for tensor in tensors))
+        mask.blocks = _blocks(mask._moved[1])
+        return mask
+
+    def numel(self) -> int:
+        """Pairs of queries and keys, of all sequences and heads that it was made for."""
+        return math.prod(self.shape)
+
+    def to_dense(self) -> Any:
+        """Which blocks of ``BLOCK_SIZE`` some pair is seen of: (B, H, rows, columns) in int32, of PyTorch."""
+        rule, tensors = self.rule()
+        return _flex_torch.blocks_seen(rule.text, tensors, self.shape, self.BLOCK_SIZE)
+
+    def sparsity(self) -> float:
+        """Of a hundred blocks of ``BLOCK_SIZE``, how many nobody sees."""
+        return 100.0 - 100.0 * float(self.to_dense().float().mean())
 
     @classmethod
     def from_kv_blocks(
@@ -166,7 +227,7 @@ class BlockMask:
         whole = (full_kv_num_blocks, full_kv_indices) if len(lists) > 1 else None
         mask = _patterns.of_lists((kv_num_blocks, kv_indices), whole, size, columns, mask_mod)
         batch, heads = (None if count == 1 else count for count in kv_num_blocks.shape[:2])
-        return cls(mask, batch, heads, seq_lengths)
+        return cls(mask, batch, heads, seq_lengths, size)
 
     @classmethod
     def from_bcsr(
@@ -190,7 +251,7 @@ class BlockMask:
         if mask is not None and tuple(mask.shape) != (indices.shape[0], *size):
             raise ValueError(f"mask has shape {tuple(mask.shape)}, expected {(indices.shape[0], *size)}")
         _patterns.check_bounds("indices", indices, columns)
-        return cls(_patterns.of_rows(indptr, indices, size, (rows, columns), mask), None, None, seq_lengths)
+        return cls(_patterns.of_rows(indptr, indices, size, (rows, columns), mask), None, None, seq_lengths, size)
 
     def __repr__(self) -> str:
         return f"BlockMask(shape={self.shape}, {self.text})"
@@ -228,7 +289,9 @@ def create_block_mask(
             ``score_mod`` is.
         B, H: Sequences and query heads, or None.
         Q_LEN, KV_LEN: Queries and keys.
-        device, BLOCK_SIZE, _compile: Not needed: kernels have blocks of their own.
+        BLOCK_SIZE: What :meth:`BlockMask.to_dense` and :meth:`BlockMask.sparsity` count in, a number or one of queries
+            and one of keys. Kernels have blocks of their own.
+        device, _compile: Not needed.
     """
     for name, value in (("B", B), ("H", H), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
         if value is None and name in ("B", "H"):
@@ -237,7 +300,22 @@ def create_block_mask(
             raise TypeError(f"{name}={value!r}, expected a whole number")
         if isinstance(value, int) and value < 0:
             raise ValueError(f"{name}={value}, expected no negative number")
-    return BlockMask(mask_mod, B, H, (Q_LEN, KV_LEN))
+    return BlockMask(mask_mod, B, H, (Q_LEN, KV_LEN), _patterns.sizes("BLOCK_SIZE", BLOCK_SIZE))
+
+
+def create_mask(mod_fn: Any, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Any = None) -> Any:
+    """Which keys queries see, pair by pair: (B, H, Q_LEN, KV_LEN) in bool, of PyTorch.
+
+    Args:
+        mod_fn: A mask as for :func:`create_block_mask`.
+        B, H: Sequences and query heads; None for one.
+        Q_LEN, KV_LEN: Queries and keys.
+        device: That of the mask's tensors unless given.
+    """
+    mask = create_block_mask(mod_fn, B, H, Q_LEN, KV_LEN)
+    mask = mask if device is None else mask.to(device)
+    rule, tensors = mask.rule()
+    return _flex_torch.pairs_seen(rule.text, tensors, mask.shape, device)
 
 
 def and_masks(*mask_mods: Any) -> Any:

@@ -25,6 +25,8 @@ _torch._library.define(
     f"{_RULES}, bool deterministic) -> (Tensor, Tensor, Tensor)",
     tags=_torch._TAGS,
 )
+# What a mask says of pairs and of blocks of them.
+pairs_seen, blocks_seen = _captured.pairs_seen, _captured.blocks_seen
 # Makes a function that PyTorch's compiler leaves alone.
 outside = torch.compiler.disable
 # What a call has beyond the scale.
@@ -47,6 +49,17 @@ def attend(
 
 # What is known of the blocks of masks, by numbers: PyTorch keeps numbers in its graphs.
 _known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def block_lists(mask: Any) -> tuple[Any, ...] | None:
+    """What :meth:`BlockMask.from_kv_blocks` is given for PyTorch's own block mask, if it is one."""
+    from torch.nn.attention.flex_attention import BlockMask, noop_mask
+
+    if not isinstance(mask, BlockMask):
+        return None
+    function = None if mask.mask_mod is noop_mask else mask.mask_mod
+    whole = (mask.full_kv_num_blocks, mask.full_kv_indices)
+    return (mask.kv_num_blocks, mask.kv_indices, *whole, mask.BLOCK_SIZE, function, mask.seq_lengths)
 
 
 def _number(blocks: Any) -> int:

@@ -55,7 +55,9 @@ def are_ordinary(tensors: Any) -> bool:
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return False
     for tensor in tensors:
-        if tensor is not None and (type(tensor) is not torch.Tensor or tensor.is_meta):
+        if tensor is None:
+            continue
+        if type(tensor) is not torch.Tensor or tensor.is_meta or tensor.is_neg():
             return False
     return True
 
@@ -161,8 +163,9 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
         q, k, v, out, lse, *lists = ctx.saved_tensors
         plain = direct and not lists and q_needed and k_needed and v_needed and v is not None
         if plain and not _hides_keys(q, k, numbers[1], function):
-            into = (_empty_like(q), _empty_like(k), _empty_like(v), None)
-            run((q, k, v), numbers, function, (out, lse, dout), into, deterministic)
+            tensors = (q, k, v)
+            into = (*_flashcore.empty_like(tensors), None)
+            run(tensors, numbers, function, (out, lse, dout), into, deterministic)
             return (*into, None, None)
         lists = lists or NONE
         if direct:
@@ -197,7 +200,6 @@ class Undifferentiable(torch.autograd.Function):  # type: ignore[misc]
 record: Any = super(torch.autograd.Function, Attention).apply
 # Of a tensor that has left a transformation of `torch.func`, the one inside.
 unwrap: Any = torch._C._functorch.unwrap_if_dead
-_empty_like: Any = torch.empty_like
 
 
 def _by_operator(dout: Any, saved: tuple[Any, ...], call: tuple[Any, ...], needed: Any) -> list[Any]:

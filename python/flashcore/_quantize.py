@@ -8,7 +8,7 @@ from typing import Any
 from ._arrays import _namespace
 
 # The largest number of each type.
-_LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+_LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 # Magnitudes are taken for this much at least, so that every factor has a reciprocal.
 _LEAST = 1e-12
 _PER = ("tensor", "head", "sequence", "token")
@@ -21,7 +21,8 @@ def quantize(x: Any, dtype: Any = "float8_e4m3fn", *, per: str = "head", kv_head
 
     Args:
         x: (batch, length, heads, head dim), or packed (rows, heads, head dim).
-        dtype: ``float8_e4m3fn`` or ``float8_e5m2``, of the library of ``x`` or as a name.
+        dtype: ``float8_e4m3fn``, ``float8_e5m2``, or for keys and values ``int8`` (-127 to 127, and 0
+            for NaN), of the library of ``x`` or as a name.
         per: What shares a factor: the whole ``"tensor"``, a ``"head"``, a head of a ``"sequence"``
             (which needs the dimension of the batch), or a ``"token"`` and head.
         kv_heads: For queries, the key heads: those that read one key head share its factor.
@@ -109,7 +110,7 @@ def _type(x: Any, dtype: Any) -> tuple[str, Any]:
     """The name of an 8-bit type, and what the library of a tensor calls it."""
     name = str(getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or dtype).rpartition(".")[2]
     if name not in _LARGEST:
-        raise ValueError(f"dtype={name}, expected float8_e4m3fn or float8_e5m2")
+        raise ValueError(f"dtype={name}, expected float8_e4m3fn, float8_e5m2 or int8")
     if not hasattr(x, "shape"):
         raise TypeError(f"x is a {type(x)}, expected a tensor")
     if _is_torch(x):
@@ -144,6 +145,9 @@ def _number(value: float, like: Any) -> Any:
 
 def _cast(x: Any, kind: Any, largest: float) -> Any:
     """Rounded, and never beyond the largest number: libraries differ there."""
+    if largest == _LARGEST["int8"]:
+        # Integers are cut off behind the point, and what NaN becomes is nobody's promise.
+        x = x.round().nan_to_num(nan=0.0) if _is_torch(x) else _namespace(x).nan_to_num(_namespace(x).rint(x), nan=0.0)
     if _is_torch(x):
         return x.clamp(-largest, largest).to(kind)
     return _namespace(x).clip(x, _number(-largest, x), _number(largest, x)).astype(kind)

@@ -144,6 +144,7 @@ def flash_attn_varlen_func(
         if seqused_k is None and cu_seqlens_k is not None:
             seqused_k = _lengths(cu_seqlens_k, _sequences(q, cu_seqlens_q))
         cu_seqlens_k = None
+    sinks = s_aux if learnable_sink is None else either("s_aux", s_aux, "learnable_sink", learnable_sink)
     if return_softmax_lse is not False and flag("return_softmax_lse", return_softmax_lse):
         return_attn_probs = flag("return_attn_probs", return_attn_probs) or True
     tensors: tuple[Any, ...] = (
@@ -156,9 +157,9 @@ def flash_attn_varlen_func(
         seqused_k,
         None,
         None,
-        None if block_table is None else _rows_of(block_table, q, cu_seqlens_q),
-        widen(alibi_slopes),
-        widen(either("s_aux", s_aux, "learnable_sink", learnable_sink)),
+        block_table,
+        None if alibi_slopes is None else widen(alibi_slopes),
+        None if sinks is None else widen(sinks),
         q_descale,
         k_descale,
         v_descale,
@@ -168,7 +169,7 @@ def flash_attn_varlen_func(
     return attend(
         tensors,
         (softmax_scale, causal, window_size, attention_chunk, softcap, max_seqlen_q, max_seqlen_k),
-        invariant("flash_attn_varlen_func", batch_invariant),
+        "flash_attn_varlen_func" if batch_invariant is False else invariant("flash_attn_varlen_func", batch_invariant),
         return_attn_probs,
         deterministic,
     )
@@ -269,18 +270,15 @@ def flash_attn_with_kvcache(
         hints(num_splits, pack_gqa, sm_margin)
     if block_table is not None:
         page_table = either("block_table", block_table, "page_table", page_table)
-    if page_table is not None:
-        if cache_batch_idx is not None:
-            name = "page_table" if block_table is None else "block_table"
-            page_table, cache_batch_idx = _chosen_rows(name, page_table, cache_batch_idx), None
-        else:
-            page_table = _rows_of(page_table, q, cu_seqlens_q)
+    if page_table is not None and cache_batch_idx is not None:
+        name = "page_table" if block_table is None else "block_table"
+        page_table, cache_batch_idx = _chosen_rows(name, page_table, cache_batch_idx), None
     if isinstance(cache_seqlens, int):
         cache_seqlens = _full("cache_seqlens", _sequences(q, cu_seqlens_q), cache_seqlens, "k_cache", k_cache)
     if scheduler_metadata is not None:
         _check_metadata(scheduler_metadata, _sequences(q, cu_seqlens_q))
     factors = (k_descale, v_descale)
-    if _torch is not None and _torch.is_small(q) and _torch.is_small(k_cache) and _dimensions(k_descale) <= 2:
+    if _torch is not None and _torch.is_small_float(q) and _torch.is_small(k_cache) and _dimensions(k_descale) <= 2:
         pages_are_small = page_table is not None and _dimensions(k_cache) == 4 and k_cache.shape[1] % 8 != 0
         if k is not None or cache_leftpad is not None or pages_are_small or _are_few(q, max_seqlen_q):
             # No kernel multiplies 8 bits here. 16 have the same numbers, and a factor of queries is one of scores.
@@ -311,12 +309,10 @@ def flash_attn_with_kvcache(
             (rotary_interleaved, causal, window_size, attention_chunk, block_table is not None, max_seqlen_q),
         )
         q = q if rotated is None else rotated
-    else:
-        _refuse_without_new(
-            rotary_cos=rotary_cos,
-            rotary_sin=rotary_sin,
-            cu_seqlens_k_new=cu_seqlens_k_new,
-        )
+    elif rotary_cos is not None or rotary_sin is not None or cu_seqlens_k_new is not None:
+        _refuse_without_new(rotary_cos=rotary_cos, rotary_sin=rotary_sin, cu_seqlens_k_new=cu_seqlens_k_new)
+    sinks = s_aux if learnable_sink is None else either("s_aux", s_aux, "learnable_sink", learnable_sink)
+    function = "flash_attn_with_kvcache" if block_table is None else "flash_attn_with_kvcache, block_table"
     tensors: tuple[Any, ...] = (
         q,
         k_cache,
@@ -328,8 +324,8 @@ def flash_attn_with_kvcache(
         cache_leftpad,
         cache_batch_idx,
         page_table,
-        widen(alibi_slopes),
-        widen(either("s_aux", s_aux, "learnable_sink", learnable_sink)),
+        None if alibi_slopes is None else widen(alibi_slopes),
+        None if sinks is None else widen(sinks),
         q_descale,
         k_descale,
         v_descale,
@@ -339,10 +335,7 @@ def flash_attn_with_kvcache(
     return attend(
         tensors,
         (softmax_scale, causal, window_size, attention_chunk, softcap, max_seqlen_q, None),
-        invariant(
-            "flash_attn_with_kvcache" if block_table is None else "flash_attn_with_kvcache, block_table",
-            batch_invariant,
-        ),
+        function if batch_invariant is False else invariant(function, batch_invariant),
         return_softmax_lse,
     )
 
@@ -369,14 +362,6 @@ def _append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
         if copied is None:
             raise
         return copied
-
-
-def _rows_of(table: Any, q: Any, cu_seqlens_q: Any) -> Any:
-    """The rows of a table of pages that sequences have: it may have more."""
-    if _dimensions(table) != 2:
-        return table
-    sequences = _sequences(q, cu_seqlens_q)
-    return table[:sequences] if table.shape[0] > sequences else table
 
 
 def _dimensions(tensor: Any) -> int:

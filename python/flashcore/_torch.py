@@ -19,7 +19,9 @@ is_compiling = torch.compiler.is_dynamo_compiling
 
 _library = torch.library.Library(_gradients.NAMESPACE, "DEF")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-_SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
+_SMALL_FLOATS = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
+# Keys and values may be integers, queries may not.
+_SMALL = frozenset((*_SMALL_FLOATS, torch.int8))
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _LISTS = (
     "cu_seqlens_q",
@@ -88,15 +90,15 @@ def _attention_with_lse(q: Any, k: Any, v: Any, scale: Any = None, causal: Any =
 def _fake_attention(q: Any, k: Any, v: Any, *others: Any) -> Any:
     """What can be said of tensors that have no memory; the rest is said when there is one."""
     q, k, v = _gradients.parts(q, k, v)
-    if q.dtype not in (*_FLOATS, *_SMALL):
-        raise TypeError(f"q has element type {q.dtype}, expected float16, bfloat16, float32 or 8 bits")
+    if q.dtype not in (*_FLOATS, *_SMALL_FLOATS):
+        raise TypeError(f"q has element type {q.dtype}, expected float16, bfloat16, float32 or a float of 8 bits")
     for name, tensor in (("k", k), ("v", v)):
         _check_like(name, tensor, q)
     # Behind the scale and the causal mask: six numbers, and where packed queries begin.
     expected = 4 if len(others) <= 8 or others[8] is None else 3
     if q.dim() != expected:
         raise ValueError(f"q has {q.dim()} dimensions, expected {expected}")
-    dtype = torch.bfloat16 if q.dtype in _SMALL else q.dtype
+    dtype = torch.bfloat16 if q.dtype in _SMALL_FLOATS else q.dtype
     return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
 
 
@@ -169,6 +171,9 @@ def _check_like(name: str, tensor: Any, other: Any, first: str = "q") -> None:
 
 # Those that write into their arguments have no derivatives that could be registered.
 _MUTABLE = ("append", "combine_out")
+# What PyTorch can call without entering Python, on the device where the host's time counts.
+_kernels = _flashcore.Kernels.register(torch._C.__file__, _gradients.NAMESPACE, "CUDA")
+_native = () if _kernels is None else _kernels.operators
 
 for _name, _run, _fake in (
     ("attention", _attention, _fake_attention),
@@ -181,7 +186,7 @@ for _name, _run, _fake in (
     ("combine_out", _combine_out, _fake_combine_out),
     ("merge", _merge, _fake_merge),
 ):
-    for _key in ("CPU", "CUDA"):
+    for _key in ("CPU",) if _name in _native else ("CPU", "CUDA"):
         _library.impl(_name, _run, _key)
     _operator = f"{_gradients.NAMESPACE}::{_name}"
     torch.library.register_fake(_operator, _fake, lib=_library)
@@ -284,7 +289,9 @@ def _autocast(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     """Tensors of which the first three have the element type that autocast chooses, where it is on
     and one of them is float32; sinks and slopes stay as they are."""
     first = tensors[0]
-    if not isinstance(first, torch.Tensor) or not torch.is_autocast_enabled(first.device.type):
+    if not isinstance(first, torch.Tensor) or first.is_meta:
+        return tensors
+    if not torch.is_autocast_enabled(first.device.type):
         return tensors
     wide = [isinstance(it, torch.Tensor) and it.dtype == torch.float32 for it in tensors[:3]]
     dtype = torch.get_autocast_dtype(first.device.type)
@@ -381,7 +388,12 @@ def _refuse_gradients(names: tuple[str, ...], tensors: tuple[Any, ...]) -> None:
 
 def is_small(tensor: Any) -> bool:
     """Whether it has 8 bits."""
-    return torch.is_tensor(tensor) and tensor.dtype in _SMALL
+    return isinstance(tensor, torch.Tensor) and tensor.dtype in _SMALL
+
+
+def is_small_float(tensor: Any) -> bool:
+    """Whether it is floats of 8 bits."""
+    return isinstance(tensor, torch.Tensor) and tensor.dtype in _SMALL_FLOATS
 
 
 def check_factors(shapes: list[tuple[int, ...]], **factors: Any) -> None:

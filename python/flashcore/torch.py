@@ -55,8 +55,12 @@ class _Registered:
                 ("_flash_attention_backward", rows_backward),
             ):
                 self._library.impl(operator, ours, "CUDA", allow_override=True)
+        # Over these, where PyTorch can call them, kernels that answer alike without entering Python.
+        self._kernels = _flashcore.Kernels.register(torch._C.__file__, "aten", "CUDA", _refuse)
 
     def remove(self) -> None:
+        if self._kernels is not None:
+            self._kernels.remove()
         self._library._destroy()
 
 

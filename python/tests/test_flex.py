@@ -443,8 +443,8 @@ def test_other_arguments_are_refused_by_name():
     for wrong, error in ({"Q_LEN": -3}, ValueError), ({"KV_LEN": 1.5}, TypeError), ({"B": -1}, ValueError), ({"Q_LEN": None}, TypeError):
         with pytest.raises(error, match=f"{next(iter(wrong))}="):
             create_block_mask(lambda b, h, i, j: i >= j, **{"B": None, "H": None, "Q_LEN": 16, "KV_LEN": 16, **wrong})
-    with pytest.raises(NotImplementedError, match="kernel_options"):
-        flex_attention(q, k, v, kernel_options={"BLOCK_M": 64})
+    with pytest.raises(NotImplementedError, match="return_aux.max_scores"):
+        flex_attention(q, k, v, return_aux=types.SimpleNamespace(lse=True, max_scores=True))
     with pytest.raises(TypeError, match="score_mod is a"):
         flex_attention(q, k, v, score_mod=3)
     with pytest.raises(TypeError, match="block_mask is a .*create_block_mask"):
@@ -458,6 +458,55 @@ def test_other_arguments_are_refused_by_name():
         flex_attention(q, k, v, score_mod=lambda score, b, h, i, j: score + sum(it[j] for it in many))
     with pytest.raises(ZeroDivisionError):
         flex_attention(q, k, v, score_mod=lambda score, b, h, i, j: score + 1 / 0)
+
+
+@DEVICES
+def test_the_rest_of_the_signature(device):
+    q, k, v = tensors(device)
+    block_mask = create_block_mask(causal, None, None, QUERIES, KEYS, device, BLOCK_SIZE=(8, 16), _compile=True)
+    plain, lse = flex_attention(q, k, v, block_mask=block_mask, return_lse=True)
+    # Hints for other kernels.
+    assert torch.equal(plain, flex_attention(q, k, v, block_mask=block_mask, kernel_options={"BLOCK_M": 64}))
+    out, aux = flex_attention(q, k, v, block_mask=block_mask, return_aux=types.SimpleNamespace(lse=True))
+    assert torch.equal(out, plain) and torch.equal(aux.lse, lse) and aux.max_scores is None
+    out, aux = flex_attention(q, k, v, block_mask=block_mask, return_aux=types.SimpleNamespace(lse=False))
+    assert torch.equal(out, plain) and aux.lse is None
+
+
+def test_what_a_mask_says_of_pairs_and_of_blocks():
+    theirs = pytest.importorskip("torch.nn.attention.flex_attention")
+    keep = torch.arange(BATCH * KEYS).reshape(BATCH, KEYS) % 7 < 3
+    documents = torch.arange(KEYS)[None] // torch.tensor([11, 17])[:, None]
+
+    def of_batch(b, h, q_idx, kv_idx):
+        return keep[b, kv_idx] & (documents[b, q_idx] == documents[b, kv_idx]) & (h != 1)
+
+    for mask, sizes in (causal, (None, None)), (of_batch, (BATCH, HEADS)), (lambda b, h, i, j: i < 0, (None, 3)):
+        pairs = flashcore.create_mask(mask, *sizes, QUERIES, KEYS)
+        assert torch.equal(pairs, theirs.create_mask(mask, *sizes, QUERIES, KEYS, device="cpu"))
+        for size in (16, (8, 5), 128):
+            ours = create_block_mask(mask, *sizes, QUERIES, KEYS, BLOCK_SIZE=size)
+            rows, columns = (size, size) if isinstance(size, int) else size
+            wide = torch.nn.functional.pad(pairs, (0, -KEYS % columns, 0, -QUERIES % rows)).int()
+            blocks = torch.nn.functional.max_pool2d(wide.double(), (rows, columns)).int()
+            assert torch.equal(ours.to_dense(), blocks) and ours.BLOCK_SIZE == (rows, columns)
+            assert ours.shape == (*(size or 1 for size in sizes), QUERIES, KEYS) and ours.numel() == pairs.numel()
+            assert ours.sparsity() == pytest.approx(100 * (1 - blocks.double().mean().item()))
+    with pytest.raises(ValueError, match="BLOCK_SIZE is 0"):
+        create_block_mask(causal, None, None, 8, 8, BLOCK_SIZE=0)
+
+
+@DEVICES
+def test_a_mask_can_be_moved(device):
+    """Its tensors go along; the function's own stay as they are."""
+    ids = torch.arange(KEYS) // 11
+    same = lambda b, h, i, j: ids[i] == ids[j]
+    moved = create_block_mask(same, None, None, QUERIES, KEYS).to(device)
+    q, k, v = tensors(device)
+    there = ids.to(device)
+    exact = expected(q, k, v, lambda b, h, i, j: there[i] == there[j])
+    near(flex_attention(q, k, v, block_mask=moved, return_lse=True), exact, q.dtype)
+    assert (moved.blocks is None) == (device == "cpu") and ids.device.type == "cpu"
 
 
 # ---- attn_mask ---------------------------------------------------------------------------------------
@@ -661,11 +710,63 @@ def test_blocks_between_documents_are_not_loaded():
         both_ways = lambda b, h, i, j: (ids[b, i] == ids[b, j]) | (j == 0)
         for mask in (causal_ids, both_ways):
             check(q, k, v, mask)
-        # The lists are those of the contents that the mask was made with.
+        # Nothing is waited for, and what was found stays with the mask, for gradients as well.
         block_mask = create_block_mask(causal_ids, None, None, length, length, device="cuda")
         assert block_mask.blocks is not None
-        first = flex_attention(q, k, v, block_mask=block_mask)
-        assert torch.equal(first, flex_attention(q, k, v, block_mask=block_mask))
+        ours = [it.clone().requires_grad_() for it in (q, k, v)]
+        exact = [it.double().requires_grad_() for it in (q, k, v)]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            create_block_mask(causal_ids, None, None, length, length, device="cuda")
+            first = flex_attention(*ours, block_mask=block_mask)
+            second = flex_attention(*ours, block_mask=block_mask)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(first, second)
+        direction = torch.randn_like(first)
+        for deterministic in (False, True):
+            torch.use_deterministic_algorithms(deterministic, warn_only=True)
+            try:
+                found = torch.autograd.grad(flex_attention(*ours, block_mask=block_mask), ours, direction)
+            finally:
+                torch.use_deterministic_algorithms(False)
+            truth = torch.autograd.grad(expected(*exact, causal_ids)[0], exact, direction.double())
+            for mine, of in zip(found, truth):
+                torch.testing.assert_close(mine.double(), of, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.gpu
+def test_blocks_are_found_in_graphs():
+    """A graph that was captured before they were known finds them each time; one that was captured later has them."""
+    length = 1024
+    q, k, v = tensors("cuda", 1, 4, length, length, 128)
+    ids = torch.arange(length, device="cuda") // 100
+    mask = lambda b, h, i, j: (i >= j) & (ids[i] == ids[j])
+    new = lambda: create_block_mask(mask, None, None, length, length)
+    call = lambda block_mask: flex_attention(q, k, v, block_mask=block_mask)
+    call(new())  # kernels are compiled
+    block_mask, graph = new(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(block_mask)
+    for step in (100, 300, 7):
+        ids.copy_(torch.arange(length, device="cuda") // step)
+        graph.replay()
+        near([out], expected(q, k, v, mask), q.dtype)
+    known, graph = new(), torch.cuda.CUDAGraph()
+    first = call(known)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        again = call(known)
+    graph.replay()
+    assert torch.equal(first, again)
+    # On another stream they are waited for.
+    other, late = torch.cuda.Stream(), new()
+    torch.cuda.synchronize()
+    first = call(late)
+    with torch.cuda.stream(other):
+        second = call(late)
+    torch.cuda.synchronize()
+    assert torch.equal(first, second)
 
 
 @pytest.mark.gpu
@@ -722,6 +823,27 @@ def test_patterns_from_lists_of_key_blocks(size, apart, device):
         out.backward(gradient)
         truth.backward(gradient.double())
         near([x.grad for x in mine], [x.grad for x in exact], q.dtype)
+
+
+@DEVICES
+def test_block_masks_of_pytorch(device):
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+    q, k, v = tensors(device)
+    ids = (torch.arange(max(QUERIES, KEYS), device=device) * 3 // KEYS).clamp(max=2)
+    documents = lambda b, h, i, j: (i >= j) & (ids[i] == ids[j])
+    theirs = create_block_mask(documents, None, None, QUERIES, KEYS, device=device, BLOCK_SIZE=16)
+    for _ in range(2):
+        near([flex_attention(q, k, v, block_mask=theirs)], expected(q, k, v, documents), q.dtype)
+    # Their lists count, and their function in the place of none.
+    counts, indices = (
+        x.to(device) for x in lists_of(torch.ones(1, 1, -(-QUERIES // 16), -(-KEYS // 16)).tril() > 0, -(-KEYS // 16))
+    )
+    theirs = BlockMask.from_kv_blocks(counts, indices.clamp(min=0), BLOCK_SIZE=16, seq_lengths=(QUERIES, KEYS))
+    seen = lambda b, h, i, j: i // 16 >= j // 16
+    near([flex_attention(q, k, v, block_mask=theirs)], expected(q, k, v, seen), q.dtype)
+    with pytest.raises(TypeError, match="block_mask is a <class 'int'>"):
+        flex_attention(q, k, v, block_mask=3)
 
 
 @DEVICES

@@ -9,7 +9,7 @@ import flashcore
 from flashcore import dequantize, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, quantize, quantize_kv
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
-DTYPES = ("float8_e4m3fn", "float8_e5m2")
+DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 PER = ("tensor", "head", "sequence", "token")
 
 
@@ -31,9 +31,9 @@ def test_numbers_come_back_within_half_a_step(dtype, per):
     small, descale = quantize(x, dtype, per=per)
     assert small.dtype.name == dtype and small.shape == x.shape and descale.dtype == np.float32
     assert descale.shape == {"tensor": (), "head": (6,), "sequence": (2, 6), "token": (2, 5, 6)}[per]
-    step = {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}[dtype]
-    # Small numbers beside a large one fall below the normal range.
-    floor = float(descale.max()) * {"float8_e4m3fn": 2.0**-10, "float8_e5m2": 2.0**-17}[dtype]
+    step = {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3, "int8": 0}[dtype]
+    # Small numbers beside a large one fall below the normal range; integers are all as far apart.
+    floor = float(descale.max()) * {"float8_e4m3fn": 2.0**-10, "float8_e5m2": 2.0**-17, "int8": 0.5001}[dtype]
     assert (abs(dequantize(small, descale) - x) <= step * abs(x) + floor).all()
 
 
@@ -46,6 +46,37 @@ def test_query_heads_share_the_factors_of_key_heads():
     assert abs(dequantize(small, descale) - q).max() < 0.2
 
 
+def test_integers_are_nearest_even_and_saturate():
+    x = np.array([127, -127, 0.5, 1.5, -2.5, 126.5, 0, -126.4], np.float32).reshape(1, 1, 1, 8)
+    small, descale = quantize(x, "int8")
+    assert small.dtype == np.int8 and descale == np.float32(1.0)
+    assert small.ravel().tolist() == [127, -127, 0, 2, -2, 126, 0, -126]
+    cache = [np.zeros((1, 1, 1, 8), np.int8) for _ in range(2)]
+    factors = {"k_descale": np.ones(1, np.float32), "v_descale": np.full(1, 0.25, np.float32)}
+    x[..., 6] = np.nan
+    q, lengths = np.zeros((1, 1, 1, 8), np.float32), np.zeros(1, np.int32)
+    flash_attn_with_kvcache(q, *cache, x, x, cache_seqlens=lengths, **factors)
+    assert np.array_equal(cache[0], small)
+    assert cache[1].ravel().tolist() == [127, -127, 2, 6, -10, 127, 0, -127]
+
+
+@pytest.mark.parametrize("wide", ["float16", "bfloat16"])
+def test_queries_of_16_bits_over_integers(wide):
+    q, k, v = random(1, 5, 4, 32), random(1, 40, 2, 32, seed=1), random(1, 40, 2, 32, seed=2)
+    k8, v8, k_descale, v_descale = quantize_kv(k, v, np.int8, per="token")
+    # What quantize never makes is a number too.
+    k8[0, 7] = -128
+    q = q.astype(getattr(ml_dtypes, wide) if wide == "bfloat16" else wide)
+    expected = flash_attn_func(q.astype(np.float32), dequantize(k8, k_descale), dequantize(v8, v_descale))
+    found = flash_attn_func(q, k8, v8, k_descale=k_descale, v_descale=v_descale)
+    assert found.dtype == q.dtype and np.allclose(found.astype(np.float32), expected, atol=1e-2)
+    with pytest.raises(TypeError, match="q has element type int8, expected a floating-point one"):
+        flash_attn_func(k8, k8, v8)
+    if wide == "bfloat16":
+        with pytest.raises(TypeError, match="an array of int8 was given"):
+            flash_attn_func(q, k8, v.astype(ml_dtypes.float8_e5m2))
+
+
 def test_zeros_have_a_factor():
     small, descale = quantize(np.zeros((1, 2, 1, 8), np.float32), per="token")
     assert (descale > 0).all() and not dequantize(small, descale).any()
@@ -54,7 +85,7 @@ def test_zeros_have_a_factor():
 def test_what_is_wrong_with_a_tensor_is_said():
     x = random(1, 4, 2, 8)
     for wrong, words in [
-        (lambda: quantize(x, "float16"), "dtype=float16, expected float8_e4m3fn or float8_e5m2"),
+        (lambda: quantize(x, "float16"), "dtype=float16, expected float8_e4m3fn, float8_e5m2 or int8"),
         (lambda: quantize(x, per="row"), "per='row', expected one of tensor, head, sequence, token"),
         (lambda: quantize(x[0], per="sequence"), "needs x with a dimension of the batch"),
         (lambda: quantize(x, kv_heads=3), "x has 2 heads, expected a multiple of kv_heads=3"),
@@ -73,6 +104,8 @@ def test_attention_over_8_bits_is_attention_over_what_they_stand_for(dtype, per)
     expected = flash_attn_func(q, dequantize(k8, k_descale), dequantize(v8, v_descale), causal=True)
     found = flash_attn_func(q, k8, v8, causal=True, k_descale=k_descale, v_descale=v_descale)
     assert found.dtype == np.float32 and np.allclose(found, expected, atol=1e-6)
+    if dtype == "int8":
+        return
     q8, q_descale = quantize(q, dtype, per="sequence", kv_heads=2)
     scales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     found, lse, _ = flash_attn_func(q8, k8, v8, causal=True, return_attn_probs=True, **scales)
@@ -102,8 +135,9 @@ def test_packed_sequences(per):
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("tokens", [False, True])
 @pytest.mark.parametrize("rotary", [False, True])
-def test_a_cache_grows_in_8_bits(paged, tokens, rotary):
-    small, new = ml_dtypes.float8_e4m3fn, [random(2, 3, 2, 16, seed=seed) for seed in (3, 4)]
+@pytest.mark.parametrize("small", [ml_dtypes.float8_e4m3fn, np.int8])
+def test_a_cache_grows_in_8_bits(paged, tokens, rotary, small):
+    new = [random(2, 3, 2, 16, seed=seed) for seed in (3, 4)]
     lengths = np.array([5, 2], np.int32)
     q = random(2, 3, 4, 16)
     shape = (6, 4, 2, 16) if paged else (2, 12, 2, 16)
@@ -114,11 +148,11 @@ def test_a_cache_grows_in_8_bits(paged, tokens, rotary):
         angles = {"rotary_cos": np.cos(angle).astype(np.float32), "rotary_sin": np.sin(angle).astype(np.float32)}
     wide = [random(*shape, seed=seed) for seed in (1, 2)]
     if tokens:
-        k8, v8, k_descale, v_descale = quantize_kv(*wide, per="token")
+        k8, v8, k_descale, v_descale = quantize_kv(*wide, small, per="token")
         scales = {"k_descale": k_descale, "v_descale": v_descale}
     else:
         k8, v8 = (it.astype(small) for it in wide)
-        factors = np.array([[0.01, 0.02], [0.03, 0.01]], np.float32)
+        factors = np.array([[0.03, 0.04], [0.06, 0.03]], np.float32)
         scales = {"k_descale": factors, "v_descale": factors}
     before = k8.copy()
     found = flash_attn_with_kvcache(q, k8, v8, *new, cache_seqlens=lengths, causal=True, **scales, **places, **angles)
@@ -270,22 +304,26 @@ class TestTorch:
         output = flash_attn_func(q, k8, v8, k_descale=k_descale, v_descale=v_descale)
         with pytest.raises(NotImplementedError, match="k has element type torch.float8_e4m3fn with tensors that require"):
             output.sum().backward()
+        with pytest.raises(TypeError, match="q has element type int8"):
+            flash_attn_func(k8.to(torch.int8), k8, v8)
         with torch.no_grad():
             assert torch.equal(flash_attn_func(q, k8, v8, k_descale=k_descale, v_descale=v_descale), output)
 
-    def test_compiled(self):
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_compiled(self, dtype):
         torch = pytest.importorskip("torch")
         q, k, v = (torch.from_numpy(random(1, 8, 2, 32, seed=seed)) for seed in range(3))
-        k8, v8, k_descale, v_descale = quantize_kv(k, v)
+        k8, v8, k_descale, v_descale = quantize_kv(k, v, dtype)
         scales = {"k_descale": k_descale, "v_descale": v_descale}
         expected = flash_attn_func(q, k8, v8, **scales)
         compiled = torch.compile(lambda *x, **y: flash_attn_func(*x, **y), backend="eager", fullgraph=True)
         assert torch.equal(compiled(q, k8, v8, **scales), expected)
 
-    def test_a_cache_grows_through_the_dispatcher(self):
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_a_cache_grows_through_the_dispatcher(self, dtype):
         torch = pytest.importorskip("torch")
         wide = [torch.from_numpy(random(1, 12, 2, 16, seed=seed)) for seed in range(2)]
-        k8, v8, k_descale, v_descale = quantize_kv(*wide, per="token")
+        k8, v8, k_descale, v_descale = quantize_kv(*wide, dtype, per="token")
         twins = [it.clone() for it in (k8, v8, k_descale, v_descale)]
         q, new = torch.from_numpy(random(1, 2, 2, 16, seed=5)), torch.from_numpy(random(1, 2, 2, 16, seed=6))
         lengths = torch.tensor([4], dtype=torch.int32)

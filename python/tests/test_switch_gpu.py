@@ -144,6 +144,16 @@ def test_dropout_is_refused_by_name(switched):
         F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
 
 
+def test_errors_in_autograds_threads(switched):
+    for _ in range(100):
+        q, k, v = (laid((1, 2, 16, 64), torch.bfloat16, "whole") for _ in range(3))
+        out = F.scaled_dot_product_attention(q, k, v)
+        q.data = q.data[..., :32]
+        with pytest.raises(ValueError, match="key has shape"):
+            out.sum().backward()
+    compare([laid((1, 2, 16, 64), torch.bfloat16, "whole") for _ in range(3)], False, None, F.scaled_dot_product_attention)
+
+
 @pytest.mark.skipif("PYTORCH_TESTS" not in os.environ, reason="PYTORCH_TESTS does not name the folder of PyTorch's tests")
 def test_pytorchs_own_tests():
     """`test_transformers.py`, those of the flash back end without dropout, every 40th of them."""

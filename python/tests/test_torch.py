@@ -12,6 +12,7 @@ from flashcore import (
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
     scaled_dot_product_attention,
 )
 
@@ -107,7 +108,7 @@ def test_packed_tensors(device):
 
 
 @every_device
-@pytest.mark.parametrize("queries, keys", [(128, 128), (70, 200), (33, 64)])
+@pytest.mark.parametrize("queries, keys", [(128, 128), (70, 200), (33, 64), (200, 70)])
 def test_scaled_dot_product_attention(queries, keys, device):
     q = random(2, 8, queries, 64, device=device)
     k, v = (random(2, 2, keys, 64, device=device, seed=seed) for seed in (1, 2))
@@ -231,6 +232,30 @@ def test_subclasses_and_modes_see_the_operator(device):
 
 
 @every_device
+def test_a_view_of_negatives_is_what_it_stands_for(device):
+    given = three(1, 24, 40, 4, 2, 64, device)
+    negative = [torch._neg_view(x) for x in given]
+    expected = flash_attn_func(*(-x for x in given), causal=True)
+    assert torch.equal(flash_attn_func(*negative, causal=True), expected)
+    gradients = []
+    for tensors in (negative, [-x for x in given]):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        output = flash_attn_func(*leaves, causal=True)
+        backwards = torch._neg_view(output.detach()) if tensors is negative else -output.detach()
+        gradients.append(torch.autograd.grad(output, leaves, backwards))
+    for found, wanted in zip(*gradients):
+        assert torch.equal(found, wanted)
+
+
+def test_tensors_without_memory():
+    q, k, v = three(2, 24, 40, 4, 2, 64, "meta")
+    assert flash_attn_func(q, k, v).shape == q.shape
+    lengths = torch.zeros(3, dtype=torch.int32, device="meta")
+    output, lse = flash_attn_varlen_func(q[0], k[0], v[0], lengths, lengths, 24, 40, return_attn_probs=True)
+    assert output.is_meta and lse.shape == (4, 24)
+
+
+@every_device
 @pytest.mark.parametrize(
     "change, error, words",
     [
@@ -240,6 +265,8 @@ def test_subclasses_and_modes_see_the_operator(device):
         (lambda q, k, v: (q, k[:, :9], v), ValueError, "v has shape .* expected"),
         (lambda q, k, v: (q, [1], v), TypeError, "k is a <class 'list'>, expected a torch.Tensor"),
         (lambda q, k, v: (q, k, v.to("meta")), Exception, "v is on meta, expected"),
+        (lambda q, k, v: [torch.cat([x] * 5, -1) for x in (q, k, v)], ValueError, "q has head dim 320, expected"),
+        (lambda q, k, v: (q.to_sparse().requires_grad_(), k, v), TypeError, "q cannot be read .*torch.sparse_coo"),
     ],
 )  # fmt: skip
 def test_wrong_use_is_named(change, error, words, device):

@@ -103,4 +103,22 @@ mod tests {
         there.sort_unstable();
         assert_eq!(listed, there);
     }
+
+    /// The files that a part of docs/architecture.md names, without those it says in one.
+    fn files(text: &str) -> Vec<&str> {
+        let quoted = text.split('`').skip(1).step_by(2);
+        quoted.filter(|it| it.ends_with(".rs") && !it.contains('{')).collect()
+    }
+
+    #[test]
+    fn the_way_of_a_call_is_as_drawn() {
+        let page = fs::read_to_string(root().join("docs/architecture.md")).unwrap();
+        for file in files(&page) {
+            let of_library = root().join("crates/flashcore/src").join(file);
+            assert!(root().join(file).exists() || of_library.exists(), "{file}");
+        }
+        let (_, way) = page.split_once("`flashcore attend` passes these 14 files").unwrap();
+        let (way, _) = way.split_once("\nOn a machine without a GPU").unwrap();
+        assert_eq!(files(way).len(), 14);
+    }
 }

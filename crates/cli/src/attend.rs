@@ -14,9 +14,8 @@ use harness::verify::Truth;
 use serde::Serialize;
 use testing::Verdict;
 
-use crate::preference::Preferred;
 use crate::progress::Bar;
-use crate::{Answer, memory, terminal};
+use crate::{Answer, Preferred, memory, terminal};
 
 /// Compute attention on the best back end there is, and check it
 #[derive(Args)]

@@ -16,9 +16,8 @@ use testing::check::{self, ExpectedGradients, GradientsOutcome, Outcome, cases};
 use testing::verdict::Comparison;
 
 use crate::attend::CHECK_OPERATIONS;
-use crate::preference::BackendChoice;
 use crate::progress::Bar;
-use crate::{Answer, memory, terminal};
+use crate::{Answer, BackendChoice, memory, terminal};
 
 /// Check every kernel that this machine can run
 #[derive(Args)]
@@ -33,7 +32,7 @@ pub(crate) struct Arguments {
     /// Check this kernel only
     #[arg(long, value_name = "NAME")]
     kernel: Option<String>,
-    /// Check this element type only: f32, f16, bf16, e4m3 or e5m2
+    /// Check this element type only: f32, f16, bf16, e4m3, e5m2 or int8
     #[arg(long)]
     dtype: Option<DType>,
     /// A thousand problems for each element type instead of the usual hundred, and their gradients

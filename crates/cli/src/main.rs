@@ -1,7 +1,7 @@
 //! The command `flashcore`: attention from a terminal.
 //!
 //! One file or folder per subcommand. Each returns its [`Answer`] as text instead of printing it, so that
-//! closed pipes, colours and exit codes are dealt with here, once.
+//! closed pipes, colours and exit codes are dealt with here, once; and so is what `--kernel` means.
 
 mod attend;
 mod bench;
@@ -13,7 +13,6 @@ mod inspect;
 mod man;
 mod memory;
 mod mutate;
-mod preference;
 mod profile;
 mod progress;
 mod scale;
@@ -27,7 +26,9 @@ use std::error::Error;
 use std::io::Write;
 use std::process::ExitCode;
 
-use clap::{ColorChoice, CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::{Args, ColorChoice, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
+use flashcore::{Pass, Preference};
+use harness::bench::Candidate;
 
 /// Fused attention for NVIDIA GPUs in pure Rust.
 #[derive(Parser)]
@@ -58,6 +59,61 @@ enum Command {
     Soak(soak::Arguments),
     Tune(tune::Arguments),
     Warm(warm::Arguments),
+}
+
+/// Which kernel a subcommand shall take: on the command line, else by the environment.
+#[derive(Args)]
+struct Preferred {
+    /// Back end to use
+    #[arg(long, value_enum, default_value_t = BackendChoice::Auto)]
+    backend: BackendChoice,
+    /// Kernel to use, such as `forward` or `gpu/scalar` [default: $FLASHCORE_KERNEL, or the best for
+    /// the problem]
+    #[arg(long = "kernel", id = "preferred", value_name = "NAME")]
+    kernel: Option<String>,
+}
+
+impl Preferred {
+    fn preference(&self, pass: Pass) -> Preference {
+        let named = self.kernel.as_deref().map(Preference::named);
+        let preference = named.unwrap_or_else(|| Preference::from_environment(pass));
+        let backend = self.backend.name().map(str::to_owned);
+        Preference { backend: backend.or(preference.backend), ..preference }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum BackendChoice {
+    Auto,
+    Cpu,
+    Gpu,
+}
+
+impl BackendChoice {
+    fn name(self) -> Option<&'static str> {
+        match self {
+            BackendChoice::Auto => None,
+            BackendChoice::Cpu => Some("cpu"),
+            BackendChoice::Gpu => Some("gpu"),
+        }
+    }
+}
+
+/// A kernel of ours by the name of its family or of its configuration.
+#[derive(Args)]
+struct Ours {
+    /// A kernel or a configuration by name [default: $FLASHCORE_KERNEL, or what the planner chooses]
+    #[arg(long, value_name = "NAME")]
+    kernel: Option<String>,
+}
+
+impl Ours {
+    fn candidate(&self, pass: Pass) -> Result<Candidate, String> {
+        match &self.kernel {
+            Some(name) => Candidate::parse(name.strip_prefix("gpu/").unwrap_or(name)),
+            None => Candidate::from_environment(pass),
+        }
+    }
 }
 
 /// The form of answers in JSON. It grows by one when a field goes or means something else; new fields

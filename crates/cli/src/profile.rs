@@ -11,9 +11,8 @@ use harness::report::write;
 use kernels::Configuration;
 use serde::Serialize;
 
-use crate::preference::Ours;
 use crate::progress::Bar;
-use crate::{Answer, gate, terminal};
+use crate::{Answer, Ours, gate, terminal};
 
 /// Show where the time goes: inside the forward kernel, and between the launches of the others
 #[derive(Args)]

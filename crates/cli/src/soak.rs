@@ -7,9 +7,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use clap::Args;
 use harness::soak::{self, Fault, Options, Summary};
 
-use crate::preference::BackendChoice;
 use crate::progress::Bar;
-use crate::{Answer, terminal};
+use crate::{Answer, BackendChoice, terminal};
 
 /// Answer random problems for a long time, check every answer, and let things go wrong meanwhile
 #[derive(Args)]

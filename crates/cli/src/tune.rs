@@ -19,9 +19,8 @@ use harness::tune::{GpuMeter, entry, save};
 use kernels::Configuration;
 use serde::Serialize;
 
-use crate::preference::Ours;
 use crate::progress::Bar;
-use crate::{Answer, terminal};
+use crate::{Answer, Ours, terminal};
 
 /// Search for the best configurations of the kernels that serve problems
 #[derive(Args)]

@@ -15,9 +15,8 @@ use ptx::Target;
 use serde::Serialize;
 
 use crate::inspect::choose;
-use crate::preference::Preferred;
 use crate::progress::Bar;
-use crate::{Answer, terminal};
+use crate::{Answer, Preferred, terminal};
 
 /// Compile kernels into the cache ahead of time
 #[derive(Args)]

@@ -240,7 +240,7 @@ fn data_type(element: Element) -> sys::CUtensorMapDataType {
         Element::F16 => DataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         Element::BF16 => DataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         // The copy engine knows no 8-bit floats, and need not: it moves bytes.
-        Element::E4M3 | Element::E5M2 => DataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        Element::E4M3 | Element::E5M2 | Element::Int8 => DataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
     }
 }
 

@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use half::{bf16, f16};
-use ptx::Float8;
+use ptx::{Float8, Int8};
 use serde::Serialize;
 
 /// The type of a tensor's elements.
@@ -30,6 +30,8 @@ pub enum DType {
     E4M3,
     /// 8 bits: 3 significant ones, largest value 57344 (`float8_e5m2`).
     E5M2,
+    /// Integers of 8 bits, for keys and values. Numbers are rounded to -127 to 127, NaN to 0.
+    Int8,
 }
 
 impl DType {
@@ -41,11 +43,13 @@ impl DType {
             DType::BF16 => ptx::Element::BF16,
             DType::E4M3 => ptx::Element::E4M3,
             DType::E5M2 => ptx::Element::E5M2,
+            DType::Int8 => ptx::Element::Int8,
         }
     }
 
     /// Every type, widest first.
-    pub const ALL: [DType; 5] = [DType::F32, DType::F16, DType::BF16, DType::E4M3, DType::E5M2];
+    pub const ALL: [DType; 6] =
+        [DType::F32, DType::F16, DType::BF16, DType::E4M3, DType::E5M2, DType::Int8];
 
     /// Those that outputs and gradients may have.
     pub const WIDE: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
@@ -60,7 +64,7 @@ impl DType {
         match self {
             DType::F32 => 4,
             DType::F16 | DType::BF16 => 2,
-            DType::E4M3 | DType::E5M2 => 1,
+            DType::E4M3 | DType::E5M2 | DType::Int8 => 1,
         }
     }
 
@@ -72,6 +76,7 @@ impl DType {
             DType::BF16 => bf16::EPSILON.to_f64(),
             DType::E4M3 => 0.125,
             DType::E5M2 => 0.25,
+            DType::Int8 => 1.0,
         }
     }
 
@@ -83,6 +88,7 @@ impl DType {
             DType::BF16 => bf16::MAX.to_f64(),
             DType::E4M3 => 448.0,
             DType::E5M2 => 57344.0,
+            DType::Int8 => f64::from(Int8::LARGEST),
         }
     }
 
@@ -95,6 +101,8 @@ impl DType {
             DType::BF16 => bf16::from_f64(value).to_f64(),
             DType::E4M3 => round_to(Float8::E4M3, value),
             DType::E5M2 => round_to(Float8::E5M2, value),
+            DType::Int8 if value.is_nan() => 0.0,
+            DType::Int8 => value.clamp(-self.max(), self.max()).round_ties_even(),
         }
     }
 }
@@ -117,13 +125,14 @@ impl fmt::Display for DType {
             DType::BF16 => "bf16",
             DType::E4M3 => "e4m3",
             DType::E5M2 => "e5m2",
+            DType::Int8 => "int8",
         })
     }
 }
 
 /// A name that is no [`DType`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("`{0}` is no supported element type (f32, f16, bf16, e4m3, e5m2)")]
+#[error("`{0}` is no supported element type (f32, f16, bf16, e4m3, e5m2, int8)")]
 pub struct UnknownDType(String);
 
 impl FromStr for DType {
@@ -163,5 +172,8 @@ mod tests {
         assert_eq!(DType::E4M3.round(17.0 + 1e-12), 18.0);
         assert_eq!(DType::E4M3.round(19.0 - 1e-12), 18.0);
         assert_eq!(DType::E4M3.round(1e-300), 0.0);
+        let whole = [2.5, 3.5, -0.5, 126.5, 127.4, -128.0, f64::INFINITY, f64::NAN];
+        let rounded = whole.map(|it| DType::Int8.round(it));
+        assert_eq!(rounded, [2.0, 4.0, 0.0, 126.0, 127.0, -127.0, 127.0, 0.0]);
     }
 }

@@ -74,7 +74,7 @@ pub enum FileError {
         found: String,
     },
     /// A tensor has elements of another type.
-    #[error("{}: tensor `{name}` has element type {given}; f32, f16, bf16, e4m3 and e5m2 are supported", path.display())]
+    #[error("{}: tensor `{name}` has element type {given}; f32, f16, bf16, e4m3, e5m2 and int8 are supported", path.display())]
     DType {
         /// The file.
         path: PathBuf,
@@ -202,6 +202,7 @@ fn tensor(path: &Path, file: &SafeTensors<'_>, name: &str) -> Result<Tensor, Fil
         Dtype::BF16 => DType::BF16,
         Dtype::F8_E4M3 => DType::E4M3,
         Dtype::F8_E5M2 => DType::E5M2,
+        Dtype::I8 => DType::Int8,
         other => {
             return Err(FileError::DType {
                 path: path.to_owned(),
@@ -266,6 +267,7 @@ fn format_of(dtype: DType) -> Dtype {
         DType::BF16 => Dtype::BF16,
         DType::E4M3 => Dtype::F8_E4M3,
         DType::E5M2 => Dtype::F8_E5M2,
+        DType::Int8 => Dtype::I8,
     }
 }
 
@@ -334,7 +336,7 @@ mod tests {
             let all = vec![
                 ("q", rows(Dtype::F16)),
                 ("k", small(Dtype::F8_E4M3)),
-                ("v", small(Dtype::F8_E5M2)),
+                ("v", small(Dtype::I8)),
                 ("k_descale", factors),
                 // Of a tensor that has no need of it.
                 ("q_descale", number(&[], &[0; 4])),
@@ -374,7 +376,7 @@ mod tests {
         let file = write(vec![("q", view(Dtype::F64, &[1, 1, 1, 1], &[0; 8]))]);
         assert_eq!(
             refusal(&file),
-            "FILE: tensor `q` has element type f64; f32, f16, bf16, e4m3 and e5m2 are supported"
+            "FILE: tensor `q` has element type f64; f32, f16, bf16, e4m3, e5m2 and int8 are supported"
         );
 
         let file = write(vec![("q", view(Dtype::F16, &[2, 2], &[0; 8]))]);

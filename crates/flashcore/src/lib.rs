@@ -170,7 +170,9 @@ pub use problem::{
     Alibi, DTypes, Descale, Descales, ElementError, Lists, Mask, Pass, Problem, ProblemError,
     ProblemTextError, RowFunctions, RowScores, Scores, Storage,
 };
-pub use tensor::{E4M3, E5M2, Elements, Head, Layout, Shape, Strides, Tensor, TensorError, random};
+pub use tensor::{
+    E4M3, E5M2, Elements, Head, Int8, Layout, Shape, Strides, Tensor, TensorError, random,
+};
 
 /// Attention on the best back end of this machine.
 ///

@@ -1,8 +1,8 @@
 //! Numbers to 8 bits and back: descale factors for a tensor, its heads, or its tokens and heads.
 //!
 //! A factor is the largest magnitude of the numbers it is for over the largest number of the type,
-//! so that none saturates. A number becomes the 8-bit float nearest to its product with the
-//! factor's reciprocal, and stands for that float times the factor.
+//! so that none saturates. A number becomes the 8-bit number nearest to its product with the
+//! factor's reciprocal, and stands for that times the factor.
 //!
 //! ```
 //! use flashcore::quantize::{Granularity, quantize};
@@ -45,7 +45,7 @@ pub enum Granularity {
 /// A tensor in 8 bits with its descale factors.
 #[derive(Debug, Clone)]
 pub struct Quantized {
-    /// The 8-bit floats, without gaps.
+    /// The 8-bit numbers, without gaps.
     pub tensor: Tensor,
     /// The factors: (batch, 1, heads, 1) with strides of zero where they are shared, or (batch,
     /// length, heads, 1) for each token.
@@ -202,6 +202,26 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// Steps of integers are all of one size: half of one is off by half a factor at most.
+    #[test]
+    fn integers_are_whole_factors() {
+        let tensor = Tensor::random(DType::F32, Shape::new(2, 5, 3, 64), 1).unwrap();
+        let found = quantize(&tensor, DType::Int8, Granularity::Token).unwrap();
+        let wide = dequantize(&found.tensor, &found.descale, DType::F32).unwrap();
+        let mut largest = 0.0f32;
+        for [batch, position, head] in tensor.shape().vectors() {
+            let row = tensor.head(batch, head).row(position);
+            let factor = found.descale.head(batch, head).row(position)[0];
+            assert_eq!(factor, magnitude(&row) * (1.0 / 127.0));
+            for (exact, found) in row.iter().zip(wide.head(batch, head).row(position)) {
+                assert!((exact - found).abs() <= 0.5001 * factor, "{exact} {found}");
+                largest = largest.max((exact - found).abs() / factor);
+            }
+            assert_eq!(magnitude(&found.tensor.head(batch, head).row(position)), 127.0);
+        }
+        assert!(largest > 0.45, "{largest}");
     }
 
     #[test]

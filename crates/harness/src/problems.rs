@@ -28,7 +28,10 @@ pub const NAMED: [(&str, &str); 16] = [
         "one query, 8 key heads of 128, batch 1 to 128, 4k to 128k keys: memory is the limit",
     ),
     ("batches", "one query over 8k keys, 32 heads over 8 of 128: batch 1 to 128"),
-    ("decode-fp8", "`decode` in bf16, and over caches in e4m3 with scales of heads and of tokens"),
+    (
+        "decode-fp8",
+        "`decode` in bf16, and over caches in e4m3 with scales of heads and of tokens and in int8 with those",
+    ),
     (
         "prefill",
         "32k tokens of 16 heads of 128, causal: 64 packed sequences, one, and one with a window",
@@ -136,14 +139,17 @@ fn named(name: &str) -> Option<Vec<Problem>> {
             .map(|batch| new(batch, 32, 1, 128).with_kv_heads(8).with_key_length(8192))
             .to_vec(),
         "decode-fp8" => {
-            let scaled = |problem: &Problem, descale| {
-                let narrow = problem.clone().with_kv_dtype(DType::E4M3);
-                narrow.with_descales(Descales::of_cache(descale))
-            };
+            let caches = [
+                (DType::E4M3, Descale::PerHead),
+                (DType::E4M3, Descale::PerToken),
+                (DType::Int8, Descale::PerToken),
+            ];
             let each = |problem: Problem| {
-                let [heads, tokens] =
-                    [Descale::PerHead, Descale::PerToken].map(|it| scaled(&problem, it));
-                [problem, heads, tokens]
+                let [heads, tokens, integers] = caches.map(|(dtype, descale)| {
+                    let narrow = problem.clone().with_kv_dtype(dtype);
+                    narrow.with_descales(Descales::of_cache(descale))
+                });
+                [problem, heads, tokens, integers]
             };
             named("decode")?.into_iter().flat_map(each).collect()
         }

@@ -21,9 +21,7 @@ use crate::Error;
 use crate::bench::{Candidate, Pool};
 use crate::given::{Given, tensor_bytes};
 use crate::statistics::median;
-use crate::subject::{
-    self, Addresses, Call as _, Launcher, Planned, Role, flush_bytes, of_program,
-};
+use crate::subject::{self, Addresses, Call as _, Flush, Launcher, Planned, Role, of_program};
 use cuda::{Buffer, DeviceAddress, Event};
 
 /// A stretch of time in a warpgroup.
@@ -159,7 +157,7 @@ pub fn launches(gpu: &Gpu, plan: &Plan, given: &Given) -> Result<Vec<LaunchTime>
 pub(crate) struct Table {
     /// By [`Role`]: of the forward pass the first five.
     buffers: Vec<Buffer>,
-    flush: Buffer,
+    flush: Flush,
     marks: [Event; 2],
 }
 
@@ -183,7 +181,7 @@ impl Table {
         for (buffer, dtype) in filled.zip([query, key, value, output]) {
             pool.fill(gpu, dtype, buffer.all())?;
         }
-        let flush = Buffer::new(gpu.device(), flush_bytes(gpu))?;
+        let flush = Flush::new(gpu)?;
         let marks = [Event::new(gpu.device())?, Event::new(gpu.device())?];
         let table = Table { buffers, flush, marks };
         if problem.pass == Pass::Backward {
@@ -205,7 +203,7 @@ impl Table {
     /// Milliseconds of one call with cold caches.
     pub(crate) fn sample(&self, gpu: &Gpu, kernel: &mut dyn subject::Call) -> Result<f64, Error> {
         let [start, end] = &self.marks;
-        gpu.stream().fill(self.flush.all(), 0)?;
+        self.flush.run(gpu.stream())?;
         start.record(gpu.stream())?;
         kernel.launch(gpu.stream(), &self.addresses())?;
         end.record(gpu.stream())?;

@@ -2,7 +2,7 @@
 //!
 //! An 8-bit number stands for itself times its scale, an `f32`.
 
-use ptx::{Builder, Element, Expression, F32, GlobalAddress, Reg, U32, U64};
+use ptx::{Builder, Capability, Element, Expression, F32, GlobalAddress, Reg, Target, U32, U64};
 
 use crate::parameter::{Axis, Tensor};
 use crate::strides::Strided;
@@ -38,6 +38,15 @@ impl Cache {
     /// Whether its numbers have 8 bits, and are widened to `f16` for products.
     pub const fn is_narrow(&self) -> bool {
         self.element.bytes() == 1
+    }
+
+    /// Whether a target makes 16 bits of its numbers, and they of 16: `int8` takes no instruction of
+    /// its own.
+    pub fn is_converted_by(&self, target: Target) -> bool {
+        match self.element {
+            Element::E4M3 | Element::E5M2 => target.has(Capability::Fp8Conversion),
+            _ => true,
+        }
     }
 
     /// Its part in the name of a kernel whose other tensors have this element.

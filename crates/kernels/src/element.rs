@@ -13,7 +13,7 @@ pub(crate) fn load_as_f32(
     address: Value<GlobalAddress>,
 ) -> Reg<F32> {
     match element {
-        Element::F32 | Element::E4M3 | Element::E5M2 => k.load::<F32, _>(address),
+        Element::F32 | Element::E4M3 | Element::E5M2 | Element::Int8 => k.load::<F32, _>(address),
         Element::F16 => {
             let half = k.load::<F16, _>(address);
             k.eval(half.convert::<F32>())
@@ -55,7 +55,7 @@ pub(crate) fn store_from_f32<A: AddressOf>(
     value: Reg<F32>,
 ) {
     match element {
-        Element::F32 | Element::E4M3 | Element::E5M2 => k.store(address, value),
+        Element::F32 | Element::E4M3 | Element::E5M2 | Element::Int8 => k.store(address, value),
         Element::F16 => {
             let half = k.round_to_f16(value);
             k.store(address, half);

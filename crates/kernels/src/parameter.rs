@@ -183,6 +183,8 @@ listed! {
         Schedule,
         /// The key blocks of each tile, where a mask is a function.
         BlockLists,
+        /// What was found of each pair of a tile and a block, where lists are found on the device.
+        FoundBlocks,
         /// Partial results of sequences that are split.
         Partials,
         /// How many parts of each sequence are there; zero between launches.
@@ -270,6 +272,22 @@ listed! {
         BlockListBatchStride,
         /// Words from the key blocks of a head to those of the next; 0 where they share them.
         BlockListHeadStride,
+        /// Blocks of the grid that share tiles.
+        SharingBlocks,
+        /// Words from the tiles of such a block to those of the next, at most.
+        ListRoom,
+        /// Query heads over all sequences.
+        AllHeads,
+        /// Pairs of a tile of queries and a block of keys that are looked at.
+        BlockPairs,
+        /// Lists of blocks in all.
+        AllLists,
+        /// Heads that have lists of blocks of their own.
+        ListHeads,
+        /// Query heads that one list of blocks is found for.
+        HeadsPerList,
+        /// Sequences that one list of blocks is found for.
+        SequencesPerList,
         /// Tiles that a schedule has room for.
         MaxTiles,
         /// New keys of a sequence, at most.
@@ -425,6 +443,19 @@ impl Tensor {
 }
 
 impl List {
+    /// What attention may be given beside its tensors; the others go with appending.
+    pub const OF_ATTENTION: [List; 9] = [
+        List::QueryStarts,
+        List::QueryLengths,
+        List::KeyStarts,
+        List::KeyLengths,
+        List::LeftPadding,
+        List::BatchIndex,
+        List::BlockTable,
+        List::Slopes,
+        List::Sinks,
+    ];
+
     /// Declares its address.
     #[track_caller]
     pub(crate) fn address(self, k: &mut Builder) -> Reg<GlobalAddress> {

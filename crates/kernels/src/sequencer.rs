@@ -464,12 +464,12 @@ impl Known {
 }
 
 /// Words in shared memory.
-struct Words {
+pub(crate) struct Words {
     offset: u32,
 }
 
 impl Words {
-    fn new(k: &mut Builder, name: &str, count: u32) -> Self {
+    pub(crate) fn new(k: &mut Builder, name: &str, count: u32) -> Self {
         Words { offset: k.shared(name, 4 * count, 16) }
     }
 
@@ -478,18 +478,23 @@ impl Words {
         k.eval(base + index * 4)
     }
 
-    fn get(&self, k: &mut Builder, index: Reg<U32>) -> Reg<U32> {
+    pub(crate) fn get(&self, k: &mut Builder, index: Reg<U32>) -> Reg<U32> {
         let address = self.address(k, index);
         k.load(address)
     }
 
-    fn set(&self, k: &mut Builder, index: Reg<U32>, value: impl Into<Value<U32>>) {
+    pub(crate) fn set(&self, k: &mut Builder, index: Reg<U32>, value: impl Into<Value<U32>>) {
         let address = self.address(k, index);
         k.store(address, value);
     }
 
     /// What a word was before something was added.
-    fn add(&self, k: &mut Builder, index: Reg<U32>, more: impl Into<Value<U32>>) -> Reg<U32> {
+    pub(crate) fn add(
+        &self,
+        k: &mut Builder,
+        index: Reg<U32>,
+        more: impl Into<Value<U32>>,
+    ) -> Reg<U32> {
         let address = self.address(k, index);
         k.atomic_add(address, more, Scope::Block)
     }

@@ -4,7 +4,7 @@
 use ptx::{Capability, Element, Program, Swizzle, Target};
 
 use crate::append::{Append, Rotary};
-use crate::attention::function::{Stored, rules};
+use crate::attention::function::{ListsOf, Stored, rules};
 use crate::backward::{Rounding, RowSums, SinkGradients, every_backward, tuned_backward};
 use crate::cache::{Cache, Scales};
 use crate::forward::{
@@ -14,8 +14,8 @@ use crate::mma::{BackwardMma, every_tuned_backward};
 use crate::product::{Contiguous, Source};
 use crate::sequencer::Tiles;
 use crate::{
-    Backward, Batch, Ceiling, Combine, Decode, Error, Forward, MaskKind, Mma, Prefill, Product,
-    Rules, Scalar, Sequencer, Single, Widen, decode, mma,
+    Backward, Batch, BlockFinder, BlockLister, Ceiling, Combine, Decode, Error, Forward, MaskKind,
+    Mma, Prefill, Product, Rules, Scalar, Sequencer, Single, TileSharer, Widen, decode, mma,
 };
 
 /// One configuration of one kernel.
@@ -32,6 +32,12 @@ pub enum Configuration {
     Prefill(Prefill),
     /// The tiles of a ragged batch in order.
     Sequencer(Sequencer),
+    /// The blocks that a mask leaves.
+    BlockFinder(BlockFinder),
+    /// Lists of them.
+    BlockLister(BlockLister),
+    /// Tiles of unequal length, shared out.
+    TileSharer(TileSharer),
     /// Partial attention put together.
     Combine(Combine),
     /// Attention of few queries over a cache.
@@ -67,6 +73,9 @@ impl Configuration {
             Configuration::Forward(_) => "forward",
             Configuration::Prefill(_) => "prefill",
             Configuration::Sequencer(_) => "sequencer",
+            Configuration::BlockFinder(_) => "block_finder",
+            Configuration::BlockLister(_) => "block_lister",
+            Configuration::TileSharer(_) => "tile_sharer",
             Configuration::Combine(_) => "combine",
             Configuration::Decode(_) => "decode",
             Configuration::Append(_) => "append",
@@ -90,6 +99,9 @@ impl Configuration {
             Configuration::Forward(configuration) => configuration.name(),
             Configuration::Prefill(configuration) => configuration.name(),
             Configuration::Sequencer(configuration) => configuration.name(),
+            Configuration::BlockFinder(configuration) => configuration.name(),
+            Configuration::BlockLister(configuration) => configuration.name(),
+            Configuration::TileSharer(configuration) => configuration.name(),
             Configuration::Combine(configuration) => configuration.name(),
             Configuration::Decode(configuration) => configuration.name(),
             Configuration::Append(configuration) => configuration.name(),
@@ -115,6 +127,9 @@ impl Configuration {
             Configuration::Sequencer(_) => {
                 "the tiles of a ragged batch in the order they are taken"
             }
+            Configuration::BlockFinder(_) => "which blocks a mask leaves, by what its tensors hold",
+            Configuration::BlockLister(_) => "lists of the blocks that a mask leaves",
+            Configuration::TileSharer(_) => "tiles of unequal length, shared out over blocks",
             Configuration::Combine(_) => "partial attention over parts of the keys, put together",
             Configuration::Decode(_) => {
                 "attention of few queries over a long cache, Ampere and later"
@@ -159,6 +174,9 @@ impl Configuration {
             Configuration::Forward(configuration) => configuration.program(),
             Configuration::Prefill(configuration) => configuration.program(),
             Configuration::Sequencer(configuration) => configuration.program(),
+            Configuration::BlockFinder(configuration) => configuration.program(),
+            Configuration::BlockLister(configuration) => configuration.program(),
+            Configuration::TileSharer(configuration) => configuration.program(),
             Configuration::Combine(configuration) => configuration.program(),
             Configuration::Decode(configuration) => configuration.program(),
             Configuration::Append(configuration) => configuration.program(),
@@ -296,7 +314,26 @@ pub fn with_functions() -> Vec<Configuration> {
         .into_iter()
         .filter_map(|(dim, rules)| tuned_backward(BF16, dim, dim, rules))
         .map(Configuration::Backward);
-    forwards.chain(backwards).collect()
+    forwards.chain(backwards).chain(finders()).collect()
+}
+
+/// What finds the blocks of masks, for tiles of a few sizes.
+fn finders() -> impl Iterator<Item = Configuration> {
+    let target = Target::SM_90A;
+    let cases = [
+        (rules::documents(), MaskKind::Causal, [128, 128]),
+        (rules::prefixes(), MaskKind::Dense, [192, 128]),
+        (rules::tree(), MaskKind::Local, [64, 64]),
+        (rules::seen(), MaskKind::Chunked, [128, 176]),
+    ];
+    let finders = cases.map(|(function, mask, [query_rows, key_block])| {
+        let finder = BlockFinder { target, function, mask, query_rows, key_block };
+        Configuration::BlockFinder(finder)
+    });
+    let lists = [ListsOf::Queries, ListsOf::Keys { turns: false }, ListsOf::Keys { turns: true }];
+    let listers = lists.map(|lists| Configuration::BlockLister(BlockLister { target, lists }));
+    let sharer = Configuration::TileSharer(TileSharer { target });
+    finders.into_iter().chain(listers).chain([sharer])
 }
 
 /// Forward attention with rules beyond a causal mask: each in tiles where registers are dear.
@@ -495,20 +532,19 @@ fn appends(target: Target) -> Vec<Append> {
         Append { target, element, cache, head_dim, value_head_dim, paged, rotary }
     };
     let mut all: Vec<Append> = cases.map(plain).into();
-    if target.has(Capability::Fp8Conversion) {
-        all.extend(narrow_appends(&all));
-    }
+    all.extend(narrow_appends(&all));
     all
 }
 
 /// Caches of 8 bits as numbers of 16: each element, kind of scales and memory order.
 fn widens(target: Target) -> Vec<Widen> {
-    use Element::{BF16, E4M3, E5M2, F16};
+    use Element::{BF16, E4M3, E5M2, F16, Int8};
     let cases = [
         (BF16, E4M3, Scales::PerHead, 128, true),
         (F16, E5M2, Scales::One, 64, false),
         (BF16, E4M3, Scales::PerToken, 192, false),
         (F16, E4M3, Scales::PerToken, 80, true),
+        (BF16, Int8, Scales::PerToken, 128, false),
     ];
     let widen = |(element, narrow, scales, dim, paged)| Widen {
         target,
@@ -518,23 +554,21 @@ fn widens(target: Target) -> Vec<Widen> {
         value_head_dim: if dim == 192 { 128 } else { dim },
         paged,
     };
-    match target.has(Capability::Fp8Conversion) {
-        true => cases.map(widen).into(),
-        false => Vec::new(),
-    }
+    cases.map(widen).into_iter().filter(|it| it.cache.is_converted_by(target)).collect()
 }
 
 /// The same into caches of 8 bits: each element and kind of scales.
 fn narrow_appends(wide: &[Append]) -> Vec<Append> {
     use Scales::{One, PerHead, PerToken};
-    let elements = [Element::E4M3, Element::E5M2].into_iter().cycle();
+    let elements = [Element::E4M3, Element::E5M2, Element::Int8].into_iter().cycle();
     let scales = [PerHead, One, PerToken, PerToken].into_iter();
     let caches = elements.zip(scales).map(|(element, scales)| Cache {
         element,
         key_scales: scales,
         value_scales: scales,
     });
-    wide.iter().zip(caches).map(|(append, cache)| Append { cache, ..*append }).collect()
+    let narrow = wide.iter().zip(caches).map(|(append, cache)| Append { cache, ..*append });
+    narrow.filter(|it| it.cache.is_converted_by(it.target)).collect()
 }
 
 /// From what split attention leaves, and from each element to itself.

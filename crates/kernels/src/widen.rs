@@ -4,7 +4,7 @@
 //! Sequences leave their pages or batch entries and lie one after the other, each with room for the
 //! longest, or packed as they were. What no sequence uses is not written.
 
-use ptx::{Builder, Capability, Element, Expression, F32, Packed, Program, Reg, Target, U32, U64};
+use ptx::{Builder, Element, Expression, F32, Packed, Program, Reg, Target, U32, U64};
 
 use crate::Error;
 use crate::attention::sequences::{Places, Span};
@@ -72,7 +72,7 @@ impl Widen {
         if [self.head_dim, self.value_head_dim].iter().any(odd) {
             return refuse("a head dimension is not whole chunks of 16 bytes");
         }
-        if !self.target.has(Capability::Fp8Conversion) {
+        if !self.cache.is_converted_by(self.target) {
             return refuse("the target does not convert numbers of 8 bits");
         }
         let mut k = Builder::new(self.name(), self.target, THREADS);
@@ -149,7 +149,7 @@ impl Widen {
         let bytes = k.eval((chunk * (CHUNK * self.element.bytes())).convert::<U64>());
         let target = k.eval(target + bytes);
         for (half, fours) in (0u32..).zip(fours.chunks_exact(2)) {
-            let pairs: Vec<Packed> = (fours.iter().flat_map(|four| k.widen(*four)))
+            let pairs: Vec<Packed> = (fours.iter().flat_map(|four| k.widen(*four, [0, 1, 2, 3])))
                 .collect::<Vec<Packed>>()
                 .into_iter()
                 .map(|pair| self.scaled(k, pair, scale))

@@ -1,4 +1,4 @@
-//! What the bits of 8-bit floats stand for, and how numbers are rounded to them.
+//! What the bits of 8-bit numbers stand for, and how numbers are rounded to them.
 //!
 //! Rounding is that of `cvt.rn.satfinite`: to nearest, ties to even, and beyond the largest number
 //! to the largest number. Nothing here depends on whether the processor flushes subnormals.
@@ -62,5 +62,41 @@ impl Float8 {
         let special = if magnitude == 0x7C { f32::INFINITY } else { f32::NAN };
         let found = if magnitude >= self.special { special.to_bits() } else { finite };
         f32::from_bits(sign | found)
+    }
+}
+
+/// 8-bit integers with a sign. There is no NaN among them, and rounding keeps clear of -128, so that
+/// a negated row has negated numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Int8;
+
+/// Next to this number, 1.5 * 2^23, an f32 has no bits below 1: a number of up to 2^22 added to it is
+/// rounded to a whole one, ties to even, and its lower bits are that number's.
+pub(crate) const ROUND_TO_INTEGER: f32 = 12_582_912.0;
+
+impl Int8 {
+    /// The largest number that others are rounded to.
+    pub const LARGEST: f32 = 127.0;
+
+    /// The nearest integer's bits, ties to even; of what is beyond 127 or -127, those; of NaN, those
+    /// of 0.
+    ///
+    /// ```
+    /// use flashcore_ptx::Int8;
+    ///
+    /// assert_eq!(Int8.decode(Int8.encode(2.5)), 2.0);
+    /// assert_eq!(Int8.decode(Int8.encode(-1e9)), -127.0);
+    /// ```
+    #[inline(always)]
+    pub const fn encode(self, value: f32) -> u8 {
+        let value = if value.is_nan() { 0.0 } else { value };
+        let bounded = value.clamp(-Int8::LARGEST, Int8::LARGEST);
+        (bounded + ROUND_TO_INTEGER).to_bits() as u8
+    }
+
+    /// The number that bits stand for, -128 too.
+    #[inline(always)]
+    pub const fn decode(self, bits: u8) -> f32 {
+        bits as i8 as f32
     }
 }

@@ -76,7 +76,7 @@
 //! | what makes a program valid? | the list that opens `valid/mod.rs` |
 //! | how is it spelled in PTX? | `print/instruction.rs` |
 //! | what do older compilers have to be told? | `print/compiler.rs` |
-//! | what do the bits of 8-bit floats stand for? | `float8.rs` |
+//! | what do the bits of 8-bit numbers stand for? | `float8.rs` |
 //!
 //! # The promise
 //!
@@ -100,7 +100,7 @@ mod valid;
 mod value;
 
 pub use build::*;
-pub use float8::{FLOAT8_NAN, Float8};
+pub use float8::{FLOAT8_NAN, Float8, Int8};
 pub use instruction::*;
 pub use print::{Compiler, print, print_for};
 pub use program::*;

@@ -14,6 +14,8 @@ pub enum Element {
     E4M3,
     /// 8-bit float, 5 exponent bits and 2 of mantissa.
     E5M2,
+    /// 8-bit integer with a sign.
+    Int8,
 }
 
 impl Element {
@@ -22,7 +24,7 @@ impl Element {
         match self {
             Element::F32 => 4,
             Element::F16 | Element::BF16 => 2,
-            Element::E4M3 | Element::E5M2 => 1,
+            Element::E4M3 | Element::E5M2 | Element::Int8 => 1,
         }
     }
 
@@ -33,7 +35,7 @@ impl Element {
             Element::F32 => Type::F32,
             Element::F16 => Type::F16x2,
             Element::BF16 => Type::BF16x2,
-            Element::E4M3 | Element::E5M2 => Type::U32,
+            Element::E4M3 | Element::E5M2 | Element::Int8 => Type::U32,
         }
     }
 
@@ -45,6 +47,7 @@ impl Element {
             Element::BF16 => "bf16",
             Element::E4M3 => "e4m3",
             Element::E5M2 => "e5m2",
+            Element::Int8 => "int8",
         }
     }
 }

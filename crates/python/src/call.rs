@@ -415,6 +415,7 @@ fn float(argument: &str, name: &str) -> PyResult<DType> {
         "bfloat16" => Ok(DType::BF16),
         "float8_e4m3fn" => Ok(DType::E4M3),
         "float8_e5m2" => Ok(DType::E5M2),
+        "int8" => Ok(DType::Int8),
         other => Err(PyValueError::new_err(format!(
             "{argument}={other}, expected float16, bfloat16 or float32"
         ))),

@@ -124,7 +124,7 @@ impl Exchange {
             if function(object.as_ptr().cast(), &mut tensor) != 0 {
                 return Err(unexported(PyErr::fetch(object.py()), object, name));
             }
-            tensor.memory(name, false)
+            tensor.memory(name, None)
         }
     }
 
@@ -152,13 +152,13 @@ impl Tensor {
     };
 
     /// What the tensor is. `words` takes 16-bit integers for the bits of bf16, which NumPy cannot
-    /// name, and those of 8 bits for e4m3 without a sign and e5m2 with one.
+    /// name, and those of 8 bits for e4m3 without a sign and for what it says with one.
     ///
     /// # Safety
     ///
     /// Shape and strides must point to as many numbers as there are dimensions; strides may be
     /// null.
-    unsafe fn memory(&self, name: &str, words: bool) -> PyResult<Memory> {
+    unsafe fn memory(&self, name: &str, words: Option<DType>) -> PyResult<Memory> {
         let place = match self.device.kind {
             CPU | CUDA_HOST => Place::Host,
             CUDA | CUDA_MANAGED => Place::Cuda(self.device.ordinal.max(0) as u32),
@@ -176,9 +176,9 @@ impl Tensor {
             (BFLOAT, 16, 1) => Element::Float(DType::BF16),
             (FLOAT8_E4M3FN, 8, 1) => Element::Float(DType::E4M3),
             (FLOAT8_E5M2, 8, 1) => Element::Float(DType::E5M2),
-            (UINT, 16, 1) if words => Element::Float(DType::BF16),
-            (UINT, 8, 1) if words => Element::Float(DType::E4M3),
-            (INT, 8, 1) if words => Element::Float(DType::E5M2),
+            (UINT, 16, 1) if words.is_some() => Element::Float(DType::BF16),
+            (UINT, 8, 1) if words.is_some() => Element::Float(DType::E4M3),
+            (INT, 8, 1) => Element::Float(words.unwrap_or(DType::Int8)),
             (INT, 32, 1) => Element::I32,
             _ => {
                 let kind = match code {
@@ -238,7 +238,7 @@ pub(crate) fn borrow<'py>(
     object: &Bound<'py, PyAny>,
     name: &str,
     stream: impl Fn(u32) -> PyResult<i64>,
-    words: bool,
+    words: Option<DType>,
 ) -> PyResult<Lent<'py>> {
     let py = object.py();
     let device = object.call_method0(intern!(py, "__dlpack_device__")).map_err(|_| {
@@ -389,6 +389,7 @@ impl<T: Send> Export<T> {
             Element::Float(DType::BF16) => (BFLOAT, 16),
             Element::Float(DType::E4M3) => (FLOAT8_E4M3FN, 8),
             Element::Float(DType::E5M2) => (FLOAT8_E5M2, 8),
+            Element::Float(DType::Int8) => (INT, 8),
             Element::Float(other) => (FLOAT, 8 * other.bytes() as u8),
             Element::I32 => (INT, 32),
             Element::Other(kind, bits) => {
@@ -468,7 +469,7 @@ mod tests {
         for given in [std::ptr::null_mut(), strides.as_mut_ptr()] {
             tensor.strides = given;
             // SAFETY: three numbers each, or null.
-            let memory = unsafe { tensor.memory("x", false) }.unwrap();
+            let memory = unsafe { tensor.memory("x", None) }.unwrap();
             assert_eq!(memory.sizes(), [2, 3, 4]);
             assert_eq!(memory.strides[..3], [12, 4, 1]);
             assert_eq!(memory.address, numbers.as_ptr() as u64 + 8);
@@ -477,14 +478,14 @@ mod tests {
         // Refused before anything beyond is read.
         tensor.dimensions = MOST_DIMENSIONS as i32 + 1;
         // SAFETY: not read.
-        assert!(unsafe { tensor.memory("x", false) }.is_err());
+        assert!(unsafe { tensor.memory("x", None) }.is_err());
         (tensor.dimensions, sizes[1]) = (3, -1);
         tensor.shape = sizes.as_mut_ptr();
         // SAFETY: three numbers.
-        assert!(unsafe { tensor.memory("x", false) }.is_err());
+        assert!(unsafe { tensor.memory("x", None) }.is_err());
         // A number alone has neither sizes nor strides.
         // SAFETY: no numbers.
-        assert!(unsafe { Tensor::EMPTY.memory("x", false) }.unwrap().sizes().is_empty());
+        assert!(unsafe { Tensor::EMPTY.memory("x", None) }.unwrap().sizes().is_empty());
     }
 
     /// What is exported can be read by a consumer, and is freed once, by either protocol.
@@ -505,7 +506,7 @@ mod tests {
         // SAFETY: both were made here and are freed once, after they were read.
         unsafe {
             for tensor in [&(*managed).tensor, &(*versioned).tensor] {
-                let memory = tensor.memory("x", false).unwrap();
+                let memory = tensor.memory("x", None).unwrap();
                 assert_eq!(
                     (memory.sizes(), &memory.strides[..3]),
                     (&[2, 0, 3][..], &[3, 3, 1][..])

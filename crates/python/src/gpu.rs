@@ -67,14 +67,9 @@ fn with_lists(
     problem: &Problem,
     tensors: &mut Tensors,
 ) -> PyResult<()> {
-    if let Some(blocks) = request.captured.blocks()
-        && let plan = gpu.attention(problem, tensors).map_err(library)?
-        && let Some(launches) = plan.with_block_lists()
-    {
-        let lists = blocks.lists(gpu, stream, launches).map_err(library)?;
-        [tensors.block_lists, tensors.tile_lists] = lists;
-    }
-    Ok(())
+    let Some(blocks) = request.captured.blocks() else { return Ok(()) };
+    let plan = gpu.attention(problem, tensors).map_err(library)?;
+    blocks.join(gpu, stream, &plan, tensors).map_err(library)
 }
 
 /// Puts the gradients of attention on a stream.

@@ -7,19 +7,17 @@
 use std::ffi::{CStr, c_void};
 use std::ptr::NonNull;
 
-use cuda::Stream;
-use flashcore::{Cancellation, DType};
+use flashcore::DType;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyDict, PyTuple};
 
-use crate::call::{described, warn_if_slow};
+use crate::call::described;
 use crate::gradient::Backward;
-use crate::info::{Last, remember};
 use crate::numbers::Numbers;
 use crate::request::{Called, OUT, Request, named};
 use crate::view::{Element, MOST_DIMENSIONS, Memory, Place, View};
 use crate::xla::{Call, CallFrame, Handler, answer};
-use crate::{cpu, error, gpu};
+use crate::{error, launch};
 
 /// A call of XLA's: its attributes, and the results: the shape and the element type of the output,
 /// and the shape of the log-sum-exps.
@@ -117,25 +115,7 @@ fn attend(call: &Call<'_>, place: Place) -> PyResult<()> {
     let output = request.output_in(&output)?;
     let sums = (call.results() > 1).then(|| call.result(1, MOST_DIMENSIONS, place));
     let sums = sums.transpose()?.map(|sums| sums.address);
-    let problem = request.problem()?;
-    match place {
-        _ if output.form.sizes.contains(&0) => {}
-        Place::Cuda(ordinal) => {
-            let gpu = gpu::device(ordinal)?;
-            // SAFETY: the stream that XLA gives the call, on this device.
-            let stream = unsafe { Stream::borrow(gpu.device(), call.stream()?) };
-            let plan = gpu::attend(gpu, &stream, &request, &problem, &output, sums)?;
-            warn_if_slow(&plan)?;
-            remember(|| Last::Gpu { ordinal, plan });
-        }
-        Place::Host => {
-            let never = Cancellation::new();
-            // SAFETY: XLA's buffers, which are the call's while it lasts.
-            let report = unsafe { cpu::attend(&request, &problem, &output, sums, &never)? };
-            remember(|| Last::Cpu { problem: problem.into(), report: report.into() });
-        }
-    }
-    Ok(())
+    launch::attend(&request, &request.problem()?, &output, sums, |_| call.stream())
 }
 
 /// The gradients of queries, keys, values and sinks. The arguments are those of the forward call, its
@@ -163,24 +143,7 @@ fn differentiate(call: &Call<'_>, place: Place) -> PyResult<()> {
         request,
     };
     backward.check()?;
-    let problem = backward.problem(call.flag("deterministic"))?;
-    match place {
-        Place::Cuda(ordinal) => {
-            let gpu = gpu::device(ordinal)?;
-            // SAFETY: the stream that XLA gives the call, on this device.
-            let stream = unsafe { Stream::borrow(gpu.device(), call.stream()?) };
-            let plan = gpu::differentiate(gpu, &stream, &backward, &problem)?;
-            warn_if_slow(&plan)?;
-            remember(|| Last::Gpu { ordinal, plan });
-        }
-        Place::Host => {
-            let never = Cancellation::new();
-            // SAFETY: XLA's buffers, which are the call's while it lasts.
-            let report = unsafe { cpu::differentiate(&backward, &problem, &never)? };
-            remember(|| Last::Cpu { problem: problem.into(), report: report.into() });
-        }
-    }
-    Ok(())
+    launch::differentiate(&backward, call.flag("deterministic"), |_| call.stream())
 }
 
 fn called(call: &Call<'_>) -> PyResult<Called> {

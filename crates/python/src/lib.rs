@@ -16,10 +16,12 @@
 //! | `rules` | masks and scores as functions |
 //! | `library` | whose tensors a call has |
 //! | `torch` | PyTorch's tensors |
+//! | `stable`, `dispatcher` | kernels that PyTorch's dispatcher calls without Python |
 //! | `array`, `dlpack` | everyone else's |
 //! | `view` | what a tensor is |
 //! | `gpu`, `cpu` | where the work is done |
 //! | `jit`, `xla` | calls from programs that XLA compiled |
+//! | `launch` | from what such calls give to their launch |
 //! | `info` | what ran |
 // Python's objects, DLPack's structures and other libraries' memory are C.
 #![allow(unsafe_code)]
@@ -29,6 +31,7 @@ mod boundary;
 mod call;
 mod cpu;
 mod descale;
+mod dispatcher;
 mod distributed;
 mod dlpack;
 mod error;
@@ -36,12 +39,14 @@ mod gpu;
 mod gradient;
 mod info;
 mod jit;
+mod launch;
 mod library;
 mod numbers;
 mod parts;
 mod process;
 mod request;
 mod rules;
+mod stable;
 mod torch;
 mod update;
 mod view;
@@ -56,6 +61,8 @@ mod module {
     #[pymodule_export]
     use super::array::Array;
     use super::boundary::guard;
+    #[pymodule_export]
+    use super::dispatcher::Kernels;
     #[pymodule_export]
     use super::distributed::Distribution;
     use super::gradient::Given;
@@ -119,6 +126,13 @@ mod module {
             let given = Given::new(function.function, tensors, saved, gradients, rules)?;
             call::attend_backward(&given, numbers, function, deterministic)
         })
+    }
+
+    /// Tensors of PyTorch's that lie as others do: `torch.empty_like` of each, in less time.
+    #[pyfunction]
+    #[pyo3(signature = (tensors, /))]
+    fn empty_like<'py>(tensors: &Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyTuple>> {
+        guard(|| super::library::empty_like(tensors))
     }
 
     /// What `attend` would run on a chip (`h200`, `sm_80`) that need not be there: the problem as a

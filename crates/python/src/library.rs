@@ -3,10 +3,11 @@
 use std::cell::{Cell, RefCell};
 
 use cuda::Stream;
+use flashcore::DType;
 use flashcore::gpu::Gpu;
 use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyEllipsis, PyNotImplemented};
+use pyo3::types::{PyEllipsis, PyNotImplemented, PyTuple};
 
 use crate::array::Array;
 use crate::dlpack::{self, Lent};
@@ -31,8 +32,8 @@ enum Kind<'py> {
         unreadable: Cell<bool>,
     },
     Arrays {
-        /// Whether 16-bit integers are the bits of bf16.
-        words: bool,
+        /// Where 16-bit integers are the bits of bf16: what those of 8 bits with a sign are.
+        words: Option<DType>,
         lent: RefCell<Vec<Lent<'py>>>,
     },
 }
@@ -63,8 +64,8 @@ pub(crate) enum Entrance {
     Dispatcher,
     /// With arrays that speak DLPack.
     Arrays,
-    /// The same, where 16-bit integers are the bits of bf16.
-    Words,
+    /// The same, where 16-bit integers are the bits of bf16, and those of 8 bits with a sign this.
+    Words(DType),
 }
 
 impl FromPyObject<'_, '_> for Entrance {
@@ -75,7 +76,8 @@ impl FromPyObject<'_, '_> for Entrance {
             "function" => Ok(Entrance::Function),
             "dispatcher" => Ok(Entrance::Dispatcher),
             "arrays" => Ok(Entrance::Arrays),
-            "words" => Ok(Entrance::Words),
+            "words" => Ok(Entrance::Words(DType::E5M2)),
+            "words and integers" => Ok(Entrance::Words(DType::Int8)),
             other => Err(error::value(format!("there is no entrance `{other}`"))),
         }
     }
@@ -110,8 +112,8 @@ impl<'py> Library<'py> {
                 Way::Foreign => return Ok(Choice::Theirs(py.None().into_bound(py))),
             },
             Entrance::Dispatcher => torch(Torch::get(py)?)?,
-            Entrance::Arrays => arrays(false),
-            Entrance::Words => arrays(true),
+            Entrance::Arrays => arrays(None),
+            Entrance::Words(dtype) => arrays(Some(dtype)),
         }))
     }
 
@@ -201,13 +203,12 @@ impl<'py> Library<'py> {
     ) -> PyResult<Made<'py>> {
         match &self.kind {
             Kind::Torch { torch, first, .. } => {
-                let object = torch.make(first, sizes, element);
-                let object = object.map_err(|error| no_memory(error, py, place))?;
-                let address = torch.address(&object)?;
+                let made = torch.make(first, sizes, element, place);
+                let (object, address) = made.map_err(|error| no_memory(error, py, place))?;
                 Ok(Made { object, address })
             }
             Kind::Arrays { words, .. } => {
-                let array = Array::new(place, sizes.to_vec(), element, *words)?;
+                let array = Array::new(place, sizes.to_vec(), element, words.is_some())?;
                 let address = array.address();
                 Ok(Made { object: Bound::new(py, array)?.into_any(), address })
             }
@@ -226,9 +227,9 @@ impl<'py> Library<'py> {
             && given.element == answer.element
             && given.is_contiguous()
         {
-            let object = torch.make_like(tensor);
-            let object = object.map_err(|error| no_memory(error, tensor.py(), given.place))?;
-            let address = torch.address(&object)?;
+            let made = torch.make_like(tensor, given);
+            let made = made.map_err(|error| no_memory(error, tensor.py(), given.place));
+            let (object, address) = made?;
             return Ok(Made { object, address });
         }
         self.make(tensor.py(), answer.sizes(), answer.element, answer.place)
@@ -257,6 +258,16 @@ impl<'py> Library<'py> {
         // SAFETY: PyTorch's current stream of this device, or our own; both stay.
         Ok(unsafe { Stream::borrow(gpu.device(), handle) })
     }
+}
+
+/// Tensors of PyTorch's that lie as others do, without PyTorch's reading of arguments.
+pub(crate) fn empty_like<'py>(tensors: &Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyTuple>> {
+    let torch = Torch::get(tensors.py())?;
+    let made = tensors.iter_borrowed().map(|tensor| {
+        let (made, _) = torch.make_like(&tensor, &torch.read(&tensor, "a tensor")?)?;
+        Ok(made)
+    });
+    PyTuple::new(tensors.py(), crate::boundary::collect(made)?)
 }
 
 /// Why PyTorch makes no tensor: on the CPU it has no error of its own for want of memory.

@@ -3,7 +3,7 @@
 use cuda::DeviceAddress;
 use flashcore::gpu::Tensors;
 use flashcore::{Alibi, DType, DTypes, Descale, Descales, Lists, Mask, Problem, Storage};
-use pyo3::exceptions::{PyNotImplementedError, PyTypeError, PyValueError};
+use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
@@ -229,6 +229,7 @@ impl Request {
         };
         let factors = |at: usize| memory(at, false);
         let (given, query) = rows(0, query_starts.is_some())?;
+        let sequences = query_starts.map_or(query.form.sizes[0], |starts| starts.sizes[0] - 1);
         Ok(Request {
             function,
             given,
@@ -241,7 +242,7 @@ impl Request {
             key_lengths: list(6)?,
             left_padding: list(7)?,
             entries: list(8)?,
-            pages: list(9)?,
+            pages: list(9)?.map(|table| table.first_rows(sequences)),
             slopes: list(10)?,
             sinks: list(11)?,
             descales: Descales { query: factors(12)?, key: factors(13)?, value: factors(14)? },
@@ -265,6 +266,7 @@ impl Request {
         let [q, k, v, cu_q, cu_k, used_q, used_k, leftpad, entries, _, slopes, sinks, ..] =
             self.names();
         let (query, key, value) = (&self.query.form, &self.key.form, &self.value.form);
+        query.query(q)?;
         for (name, form) in [(q, query), (k, key), (v, value)] {
             form.like_or_small(name, query, q)?;
             form.usable(name)?;
@@ -334,18 +336,14 @@ impl Request {
             left_padding: self.left_padding.is_some(),
             batch_index: self.entries.is_some(),
         };
-        if causal && self.function == Function::PyTorch {
-            // Keys behind the last query are seen by nobody, and without them both anchors are one.
-            if queries > keys {
-                return Err(PyNotImplementedError::new_err(format!(
-                    "is_causal with {queries} queries and {keys} keys is not supported: expected \
-                     no more queries than keys"
-                )));
-            }
-            problem.key_length = queries as usize;
-        }
         // FlashAttention's words: a causal window ends at the query.
-        let (left, right) = (window.0, if causal { Some(0) } else { window.1 });
+        let (left, mut right) = (window.0, if causal { Some(0) } else { window.1 });
+        if causal && self.function == Function::PyTorch {
+            // PyTorch's mask is anchored at the first key, ours at the last one. Keys behind the last
+            // query are seen by nobody; queries behind the last key see all of them.
+            problem.key_length = queries.min(keys) as usize;
+            right = Some((queries - keys).max(0) as usize);
+        }
         problem.mask = Mask::window(left, right).with_chunk(chunk);
         if let Some(scale) = scale {
             problem = problem.with_scale(scale);

@@ -2,16 +2,17 @@
 
 use std::sync::{Arc, Mutex};
 
-use cuda::{Buffer, DeviceAddress, RelaxedCapture, Stream};
+use cuda::{Buffer, DeviceAddress, Event, RelaxedCapture, Stream};
 use flashcore::function::{Function, HostTensor, Kind, Stored, TensorSpec};
-use flashcore::gpu::{CapturedTensor, CapturedTensors, Gpu};
+use flashcore::gpu::{AttentionPlan, CapturedTensor, CapturedTensors, Gpu, Tensors};
+use flashcore::plan::Workspace;
 use flashcore::{DType, Problem, family};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::error;
-use crate::library::{Choice, Entrance, Library, Named};
+use crate::library::Named;
 use crate::process::lock;
 use crate::view::{Element, Memory, Place};
 
@@ -34,11 +35,11 @@ impl Rule {
     }
 }
 
-/// What was in the tensors of a mask when it was made, and lists of key blocks for it: kernels do not
-/// load blocks that nobody sees by it.
+/// Lists of the blocks that a mask leaves, found on the device at the first launch with it, from what its
+/// tensors hold then.
 #[pyclass(frozen, weakref, name = "Blocks", module = "flashcore._flashcore")]
+#[derive(Default)]
 pub(crate) struct Blocks {
-    contents: Vec<HostTensor>,
     lists: Mutex<Vec<Lists>>,
 }
 
@@ -49,14 +50,17 @@ struct Lists {
     launches: family::Choice,
     /// Of key blocks, and of tiles.
     buffers: [Option<Buffer>; 2],
+    /// Passed when they are there.
+    found: Event,
     /// A graph that captured a launch holds another one.
     graph: Arc<()>,
 }
 
 impl Drop for Lists {
     fn drop(&mut self) {
+        // Somebody may still be writing or reading them: memory is given back when a device has done
+        // what was asked of it, unless a graph may launch with them again at any time.
         if Arc::strong_count(&self.graph) > 1 {
-            // A graph may launch with them again at any time.
             self.buffers.iter_mut().for_each(|buffer| std::mem::forget(buffer.take()));
         }
     }
@@ -64,64 +68,62 @@ impl Drop for Lists {
 
 #[pymethods]
 impl Blocks {
-    /// From a mask and PyTorch's tensors in host memory; None for one whose contents are not looked at.
     #[new]
-    #[pyo3(signature = (rule, tensors, /))]
-    fn new(rule: &Rule, tensors: &Bound<'_, PyTuple>) -> PyResult<Self> {
-        let specs = rule.0.tensors();
-        let named: Vec<Named<'_>> = (specs.iter().zip(tensors.iter()))
-            .map(|(spec, tensor)| (spec.name.as_str(), (!tensor.is_none()).then_some(tensor)))
-            .collect();
-        let mut contents = Vec::new();
-        if named.iter().all(|(_, tensor)| tensor.is_none()) {
-            return Ok(Blocks { contents, lists: Mutex::default() });
-        }
-        let Choice::Ours(library) = Library::of(tensors.py(), Entrance::Dispatcher, &named)? else {
-            return Err(error::runtime("contents are those of PyTorch's tensors"));
-        };
-        for (spec, (name, tensor)) in specs.iter().zip(&named) {
-            let Some(tensor) = tensor else { continue };
-            let memory = library.read(tensor, name)?;
-            check(spec, &memory)?;
-            memory.on(name, Place::Host, "the contents of a mask")?;
-            // SAFETY: the caller holds it, and nobody else knows it.
-            contents.push(unsafe { copy(spec, &memory) });
-        }
-        Ok(Blocks { contents, lists: Mutex::default() })
+    fn new() -> Self {
+        Blocks::default()
     }
 }
 
 impl Blocks {
-    /// The lists of key blocks and of tiles on a device, made the first time, for a launch on a
-    /// stream.
-    pub(crate) fn lists(
+    /// Gives a call the lists of key blocks and of tiles, found the first time. Where a graph is being
+    /// captured and they are not there yet, the plan finds them by itself each time the graph runs.
+    pub(crate) fn join(
         &self,
         gpu: &Gpu,
         stream: &Stream,
-        launches: &family::Choice,
-    ) -> Result<[Option<DeviceAddress>; 2], flashcore::Error> {
+        plan: &AttentionPlan,
+        tensors: &mut Tensors,
+    ) -> Result<(), flashcore::Error> {
+        let Some(launches) = plan.with_found_lists() else { return Ok(()) };
         let ordinal = gpu.device().ordinal();
+        let recording = stream.recording()?;
         let mut lists = lock(&self.lists);
         let known = lists.iter().position(|it| it.ordinal == ordinal && it.launches == *launches);
+        let _relaxed = RelaxedCapture::begin()?;
         let index = match known {
             Some(index) => index,
+            None if recording.is_some() => return Ok(()),
             None => {
-                let _relaxed = RelaxedCapture::begin()?;
-                let family::Lists { blocks, tiles } = launches.lists_over(&self.contents);
-                let to_device = |words: Option<Vec<u32>>| {
-                    words.map(|words| Buffer::from_slice(gpu.stream(), &words)).transpose()
-                };
-                let buffers = [to_device(blocks)?, to_device(tiles)?];
-                let launches = launches.clone();
-                lists.push(Lists { ordinal, launches, buffers, graph: Arc::new(()) });
+                let buffers = [Workspace::BlockLists, Workspace::TileLists].map(|workspace| {
+                    let bytes = launches.found_bytes(workspace)?;
+                    Some(Buffer::new(gpu.device(), bytes))
+                });
+                let [blocks, tiles] = buffers.map(Option::transpose);
+                let buffers = [blocks?, tiles?];
+                let address = |it: &Option<Buffer>| it.as_ref().map(Buffer::address);
+                [tensors.block_lists, tensors.tile_lists] = buffers.each_ref().map(address);
+                plan.prepare(stream, tensors)?;
+                let found = Event::new(gpu.device())?;
+                found.record(stream)?;
+                let (launches, graph) = (launches.clone(), Arc::new(()));
+                lists.push(Lists { ordinal, launches, buffers, found, graph });
                 lists.len() - 1
             }
         };
-        let Lists { buffers, graph, .. } = &lists[index];
-        if let Some(recording) = stream.recording()? {
+        let Lists { buffers, graph, found, .. } = &lists[index];
+        if !found.is_passed()? {
+            match recording {
+                // A graph cannot wait for what is outside of it.
+                Some(_) => return Ok(()),
+                None => stream.wait(found)?,
+            }
+        }
+        if let Some(recording) = recording {
             recording.give(graph.clone())?;
         }
-        Ok(buffers.each_ref().map(|buffer| buffer.as_ref().map(Buffer::address)))
+        let address = |it: &Option<Buffer>| it.as_ref().map(Buffer::address);
+        [tensors.block_lists, tensors.tile_lists] = buffers.each_ref().map(address);
+        Ok(())
     }
 }
 

@@ -3,7 +3,7 @@
 //! Everything that can be looked up once is kept in [`Torch`].
 
 use flashcore::DType;
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -12,13 +12,16 @@ use pyo3::types::{PyDict, PyTuple};
 use crate::dlpack::{self, Exchange};
 use crate::error;
 use crate::process::process;
-use crate::view::{Element, MOST_DIMENSIONS, Memory, contiguous};
+use crate::stable::Stable;
+use crate::view::{Element, MOST_DIMENSIONS, Memory, Place, contiguous};
 
 /// What is needed of the module `torch`.
 pub(crate) struct Torch {
     tensor: Py<PyAny>,
     /// From PyTorch 2.10 on.
     exchange: Option<&'static Exchange>,
+    /// From PyTorch 2.11 on.
+    stable: Option<&'static Stable>,
     empty_strided: Py<PyAny>,
     empty_like: Py<PyAny>,
     float32: Py<PyAny>,
@@ -42,8 +45,10 @@ pub(crate) fn adopt(module: &Bound<'_, PyAny>) -> PyResult<()> {
     let inner = module.getattr("_C")?;
     let tensor = module.getattr("Tensor")?;
     let graph = module.getattr("autograd").and_then(|autograd| autograd.getattr("graph"));
+    let file = inner.getattr("__file__").and_then(|file| file.extract::<String>());
     let torch = Torch {
         exchange: Exchange::of(&tensor),
+        stable: file.ok().and_then(|file| Stable::of(&file)),
         tensor: tensor.unbind(),
         empty_strided: module.getattr("empty_strided")?.unbind(),
         empty_like: module.getattr("empty_like")?.unbind(),
@@ -90,8 +95,9 @@ impl Torch {
         };
         let class = torch.tensor.bind(py);
         if tensors.clone().all(|(_, tensor)| tensor.get_type_ptr().cast() == class.as_ptr()) {
-            let modes: usize = torch.modes.bind(py).call0()?.extract()?;
-            return Ok(if modes == 0 { Way::Straight(torch) } else { Way::Dispatcher });
+            let objects = tensors.map(|(_, tensor)| tensor);
+            let odd = torch.has_modes(py)? || torch.is_any_negative(py, objects)?;
+            return Ok(if odd { Way::Dispatcher } else { Way::Straight(torch) });
         }
         let mut odd = None;
         let mut found = false;
@@ -112,6 +118,37 @@ impl Torch {
         }
     }
 
+    /// Whether something wants to see operators before they run.
+    fn has_modes(&self, py: Python<'_>) -> PyResult<bool> {
+        match self.stable {
+            Some(stable) => Ok(stable.modes() > 0),
+            None => self.modes.bind(py).call0()?.is_truthy(),
+        }
+    }
+
+    /// Whether a tensor is a view that stands for the negative of what is in memory: the dispatcher makes
+    /// it real.
+    fn is_any_negative<'a, 'py: 'a>(
+        &self,
+        py: Python<'py>,
+        mut tensors: impl Iterator<Item = &'a Bound<'py, PyAny>>,
+    ) -> PyResult<bool> {
+        if let Some(stable) = self.stable {
+            return stable.is_any_negative(tensors);
+        }
+        let negative = |tensor: &Bound<'py, PyAny>| -> PyResult<bool> {
+            tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()
+        };
+        tensors.try_fold(false, |found, tensor| Ok(found || negative(tensor)?))
+    }
+
+    fn is_grad_enabled(&self, py: Python<'_>) -> PyResult<bool> {
+        match self.stable {
+            Some(stable) => Ok(stable.is_grad_enabled()),
+            None => self.is_grad_enabled.bind(py).call0()?.is_truthy(),
+        }
+    }
+
     /// Whether autograd records what is done with some tensors, which come with their names.
     pub(crate) fn is_recording<'a, 'py: 'a>(
         &self,
@@ -119,7 +156,7 @@ impl Torch {
         mut tensors: impl Iterator<Item = (&'static str, &'a Bound<'py, PyAny>)>,
     ) -> PyResult<bool> {
         // One question first: most callers want no gradients.
-        if !self.is_grad_enabled.bind(py).call0()?.is_truthy()? {
+        if !self.is_grad_enabled(py)? {
             return Ok(false);
         }
         let requires = |tensor: &Bound<'py, PyAny>| -> PyResult<bool> {
@@ -139,19 +176,19 @@ impl Torch {
     /// What a tensor is.
     pub(crate) fn read(&self, tensor: &Bound<'_, PyAny>, name: &str) -> PyResult<Memory> {
         if let Some(exchange) = self.exchange {
-            return exchange.read(tensor, name);
+            return exchange.read(tensor, name).map_err(|error| unreadable(tensor, name, error));
         }
         // Exporting a tensor that requires grad is refused, even where nothing records it.
         let tensor = tensor.call_method0(intern!(tensor.py(), "detach"))?;
         // No stream of ours is to wait: the work goes to PyTorch's own.
-        Ok(dlpack::borrow(&tensor, name, |_| Ok(-1), false)?.memory)
+        Ok(dlpack::borrow(&tensor, name, |_| Ok(-1), None)?.memory)
     }
 
     /// Tells autograd, where it is listening, that a tensor was written.
     pub(crate) fn written(&self, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
         let py = tensor.py();
         if let Some(function) = &self.increment_version
-            && self.is_grad_enabled.bind(py).call0()?.is_truthy()?
+            && self.is_grad_enabled(py)?
         {
             function.bind(py).call1((tensor,))?;
         }
@@ -167,20 +204,54 @@ impl Torch {
         }
     }
 
-    /// A tensor like another one, which has no gaps.
-    pub(crate) fn make_like<'py>(&self, like: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    /// A tensor like another one, of which it is known what it is, and where it is.
+    pub(crate) fn make_like<'py>(
+        &self,
+        like: &Bound<'py, PyAny>,
+        memory: &Memory,
+    ) -> PyResult<(Bound<'py, PyAny>, u64)> {
+        if memory.is_dense()
+            && let Some(made) = self.make_directly(like.py(), memory)
+        {
+            return Ok(made);
+        }
         let made = self.empty_like.bind(like.py()).call1((like,));
-        made.map_err(|error| after_fork(like, error))
+        let made = made.map_err(|error| after_fork(like, error))?;
+        let address = self.address(&made)?;
+        Ok((made, address))
     }
 
-    /// A tensor without gaps on the device of another.
+    /// A tensor that lies like this, without PyTorch's reading of arguments: in half the time. None where
+    /// that does not work, and the long way finds out why.
+    fn make_directly<'py>(
+        &self,
+        py: Python<'py>,
+        memory: &Memory,
+    ) -> Option<(Bound<'py, PyAny>, u64)> {
+        let Memory { element, place, .. } = *memory;
+        let made = self.stable?.make(memory.sizes(), memory.strides(), element, place).ok()?;
+        Some((made.object(py).ok()?, made.address().ok()?))
+    }
+
+    /// A tensor without gaps on the device of another, and where it is.
     pub(crate) fn make<'py>(
         &self,
         like: &Bound<'py, PyAny>,
         sizes: &[i64],
         element: Element,
-    ) -> PyResult<Bound<'py, PyAny>> {
+        place: Place,
+    ) -> PyResult<(Bound<'py, PyAny>, u64)> {
         let py = like.py();
+        let mut all = [1; MOST_DIMENSIONS];
+        let hidden = all.len() - sizes.len();
+        all[hidden..].copy_from_slice(sizes);
+        let strides = &contiguous(all)[hidden..];
+        let mut memory = Memory::nowhere(element, place, sizes.len());
+        memory.sizes[..sizes.len()].copy_from_slice(sizes);
+        memory.strides[..sizes.len()].copy_from_slice(strides);
+        if let Some(made) = self.make_directly(py, &memory) {
+            return Ok(made);
+        }
         let dtype = match element {
             Element::Float(DType::F16) => &self.float16,
             Element::Float(DType::BF16) => &self.bfloat16,
@@ -191,20 +262,32 @@ impl Torch {
         arguments.set_item(intern!(py, "dtype"), dtype)?;
         arguments.set_item(intern!(py, "device"), like.getattr(intern!(py, "device"))?)?;
         // In half the time that `empty` takes, which looks for more kinds of arguments.
-        let mut all = [1; MOST_DIMENSIONS];
-        let hidden = all.len() - sizes.len();
-        all[hidden..].copy_from_slice(sizes);
-        let strides = &contiguous(all)[hidden..];
         let shape = (PyTuple::new(py, sizes)?, PyTuple::new(py, strides)?);
         let made = self.empty_strided.bind(py).call(shape, Some(&arguments));
-        made.map_err(|error| after_fork(like, error))
+        let made = made.map_err(|error| after_fork(like, error))?;
+        let address = self.address(&made)?;
+        Ok((made, address))
     }
 
-    pub(crate) fn address(&self, tensor: &Bound<'_, PyAny>) -> PyResult<u64> {
+    fn address(&self, tensor: &Bound<'_, PyAny>) -> PyResult<u64> {
         if let Some(exchange) = self.exchange {
             return Ok(exchange.read(tensor, "out")?.address);
         }
         tensor.call_method0(intern!(tensor.py(), "data_ptr"))?.extract()
+    }
+}
+
+/// PyTorch's error, or what is behind it where a tensor has no memory of the usual kind.
+#[cold]
+fn unreadable(tensor: &Bound<'_, PyAny>, name: &str, error: PyErr) -> PyErr {
+    let layout = tensor.getattr(intern!(tensor.py(), "layout")).map(|it| it.to_string());
+    match layout {
+        Ok(layout) if error.is_instance_of::<PyRuntimeError>(tensor.py()) => {
+            PyTypeError::new_err(format!(
+                "{name} cannot be read (its layout is {layout}), expected a dense torch.strided tensor"
+            ))
+        }
+        _ => error,
     }
 }
 

@@ -141,6 +141,7 @@ impl Update {
         let query = Order::of(query_starts.is_some()).view(NAMES[4], &given)?;
         let queries = query.form.sizes[1];
         let most_queries = most_queries.filter(|_| query_starts.is_some()).unwrap_or(queries);
+        let lengths = library.read_whole(needed(5)?, NAMES[5])?;
         let mut update = Update {
             key_cache: cache(0)?,
             value_cache: cache(1)?,
@@ -149,11 +150,11 @@ impl Update {
             query,
             given,
             most_queries: most_queries.clamp(0, queries) as usize,
-            lengths: library.read_whole(needed(5)?, NAMES[5])?,
+            lengths,
             key_starts,
             query_starts,
             entries: list(8)?,
-            pages: list(9)?,
+            pages: list(9)?.map(|table| table.first_rows(lengths.sizes[0])),
             pages_name: names(blocks)[9],
             rotary,
             descales: [None; 2],
@@ -178,6 +179,7 @@ impl Update {
                 false => view.form.like(name, cache, NAMES[0])?,
             }
         }
+        self.query.form.query(NAMES[4])?;
         // Of 8 bits a cache takes rows like it, or rounds wider ones.
         for ((name, row), (of, it)) in [
             ((NAMES[2], &self.key.form), (NAMES[0], &self.key_cache.form)),

@@ -80,6 +80,12 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
+    /// A tensor that is nowhere yet, with ones and no strides.
+    pub(crate) fn nowhere(element: Element, place: Place, dimensions: usize) -> Memory {
+        let (sizes, strides) = ([1; MOST_DIMENSIONS], [0; MOST_DIMENSIONS]);
+        Memory { address: 0, dimensions, sizes, strides, element, place }
+    }
+
     pub(crate) fn sizes(&self) -> &[i64] {
         &self.sizes[..self.dimensions]
     }
@@ -104,6 +110,53 @@ impl Memory {
             whole = whole.saturating_mul(*size.max(&1));
             fits
         })
+    }
+
+    /// Whether its elements fill their memory, in whatever order the dimensions lie.
+    pub(crate) fn is_dense(&self) -> bool {
+        if self.is_contiguous() && !self.sizes().contains(&0) {
+            return true;
+        }
+        let mut steps = [(0, 0); MOST_DIMENSIONS];
+        for (step, axis) in steps.iter_mut().zip(0..self.dimensions) {
+            *step = (self.strides[axis], self.sizes[axis]);
+        }
+        let steps = &mut steps[..self.dimensions];
+        steps.sort_unstable();
+        let mut whole = 1_i64;
+        steps.iter().filter(|(_, size)| *size != 1).all(|(stride, size)| {
+            let fits = *size > 0 && *stride == whole;
+            whole = whole.saturating_mul(*size);
+            fits
+        })
+    }
+
+    /// The first rows of a table, which may have more.
+    pub(crate) fn first_rows(mut self, count: i64) -> Memory {
+        if self.dimensions == 2 {
+            self.sizes[0] = self.sizes[0].min(count.max(0));
+        }
+        self
+    }
+
+    /// The same with its second and third dimension exchanged.
+    pub(crate) fn transposed(mut self) -> Memory {
+        self.sizes.swap(1, 2);
+        self.strides.swap(1, 2);
+        self
+    }
+
+    /// One of the tensors that were packed into this one, along the third dimension from the end.
+    pub(crate) fn part(mut self, at: u64) -> Memory {
+        let Some(axis) = self.dimensions.checked_sub(3) else { return self };
+        let step = self.strides[axis].max(0) as u64 * self.element.bytes();
+        self.address = self.address.wrapping_add(at * step);
+        self.sizes.copy_within(axis + 1.., axis);
+        self.strides.copy_within(axis + 1.., axis);
+        self.dimensions -= 1;
+        // What is behind the last dimension counts one.
+        self.sizes[self.dimensions] = 1;
+        self
     }
 
     /// Whether every kernel can walk its rows: elements of the last dimension lie side by side, and
@@ -214,13 +267,13 @@ impl Memory {
         self.place.same(name, place, first)
     }
 
-    /// The element type of a tensor of floating-point numbers.
+    /// The element type of a tensor of numbers that attention takes.
     pub(crate) fn float(&self, name: &str) -> PyResult<DType> {
         match self.element {
             Element::Float(dtype) => Ok(dtype),
             other => Err(PyTypeError::new_err(format!(
                 "{name} has element type {other}, expected float16, bfloat16, float32, \
-                 float8_e4m3fn or float8_e5m2"
+                 float8_e4m3fn, float8_e5m2, or int8 for keys and values"
             ))),
         }
     }
@@ -259,6 +312,17 @@ impl Form {
             )));
         }
         Ok(())
+    }
+
+    /// Refuses integers, which keys and values alone may be.
+    pub(crate) fn query(&self, name: &str) -> PyResult<()> {
+        match self.dtype {
+            DType::Int8 => Err(PyTypeError::new_err(format!(
+                "{name} has element type int8, expected a floating-point one: keys and values alone \
+                 may be integers"
+            ))),
+            _ => Ok(()),
+        }
     }
 
     /// Refuses another memory than the first tensor has, and another element type unless it is one

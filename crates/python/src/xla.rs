@@ -173,6 +173,7 @@ const F32: c_int = 11;
 /// What the elements of a buffer are.
 fn element(dtype: c_int) -> Element {
     match dtype {
+        2 => Element::Float(DType::Int8),
         4 => Element::I32,
         10 => Element::Float(DType::F16),
         F32 => Element::Float(DType::F32),

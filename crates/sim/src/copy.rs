@@ -523,7 +523,7 @@ fn add_elements(element: BulkElement, old: &[u8], add: &[u8]) -> Vec<u8> {
         BulkElement::Float(Element::F16) => {
             words(|a, b| crate::step::add_packed(Type::F16x2, a, b))
         }
-        BulkElement::Float(Element::BF16 | Element::E4M3 | Element::E5M2) => {
+        BulkElement::Float(Element::BF16 | Element::E4M3 | Element::E5M2 | Element::Int8) => {
             words(|a, b| crate::step::add_packed(Type::BF16x2, a, b))
         }
     }

@@ -7,7 +7,7 @@
 //! instruction says `.ftz`.
 
 use half::{bf16, f16};
-use ptx::{Element, Float8};
+use ptx::{Element, Float8, Int8};
 
 /// The NaN that arithmetic instructions give.
 pub const NAN: u32 = 0x7FFF_FFFF;
@@ -67,6 +67,7 @@ pub(crate) fn small_table(element: Element) -> [f32; 256] {
     std::array::from_fn(|bits| match element {
         Element::E4M3 => from_e4m3(bits as u8),
         Element::E5M2 => from_e5m2(bits as u8),
+        Element::Int8 => Int8.decode(bits as u8),
         Element::F32 | Element::F16 | Element::BF16 => f32::NAN,
     })
 }

@@ -28,11 +28,30 @@ pub struct Site {
     pub instruction: Instruction,
 }
 
+/// What an instruction does beyond writing its registers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Effect {
+    /// Nothing.
+    None,
+    /// It has a role in synchronisation.
+    Synchronisation(Role),
+    /// Something else, to memory or with other threads; or nobody has had to know.
+    Other,
+}
+
 /// The role of an instruction in synchronisation, if it has one.
 pub fn role(instruction: &Instruction) -> Option<Role> {
+    match effect(instruction) {
+        Effect::Synchronisation(role) => Some(role),
+        Effect::None | Effect::Other => None,
+    }
+}
+
+/// What an instruction does beyond writing its registers.
+pub fn effect(instruction: &Instruction) -> Effect {
     use Instruction as I;
     match instruction {
-        I::WgmmaFence => Some(Role::Fence),
+        I::WgmmaFence => Effect::Synchronisation(Role::Fence),
         I::Fence(
             Fence::AcquireRelease(_)
             | Fence::SequentiallyConsistent(_)
@@ -40,7 +59,7 @@ pub fn role(instruction: &Instruction) -> Option<Role> {
             | Fence::ProxyAsyncShared
             | Fence::ProxyAsyncGlobal
             | Fence::ProxyAsync,
-        ) => Some(Role::Fence),
+        ) => Effect::Synchronisation(Role::Fence),
         I::WgmmaWait { .. }
         | I::BarrierSync { .. }
         | I::ClusterWait
@@ -48,15 +67,17 @@ pub fn role(instruction: &Instruction) -> Option<Role> {
         | I::MbarrierTryWait { .. }
         | I::CopyAsyncWait { .. }
         | I::BulkWait { .. }
-        | I::WarpSync => Some(Role::Wait),
+        | I::WarpSync => Effect::Synchronisation(Role::Wait),
         I::WgmmaCommit
         | I::BarrierArrive { .. }
         | I::ClusterArrive { .. }
         | I::MbarrierArrive { .. }
         | I::MbarrierArriveOnCopies { .. }
         | I::CopyAsyncCommit
-        | I::BulkCommit => Some(Role::Arrive),
-        I::MbarrierArriveExpect { .. } | I::MbarrierExpect { .. } => Some(Role::Expect),
+        | I::BulkCommit => Effect::Synchronisation(Role::Arrive),
+        I::MbarrierArriveExpect { .. } | I::MbarrierExpect { .. } => {
+            Effect::Synchronisation(Role::Expect)
+        }
         I::Move { .. }
         | I::Unary { .. }
         | I::Binary { .. }
@@ -74,8 +95,9 @@ pub fn role(instruction: &Instruction) -> Option<Role> {
         | I::Join { .. }
         | I::ReadSpecial { .. }
         | I::ReadParameter { .. }
-        | I::TensorMapAddress { .. }
         | I::SharedBase { .. }
+        | I::Shuffle { .. } => Effect::None,
+        I::TensorMapAddress { .. }
         | I::Load { .. }
         | I::Store { .. }
         | I::LoadByte { .. }
@@ -86,7 +108,6 @@ pub fn role(instruction: &Instruction) -> Option<Role> {
         | I::Reduce { .. }
         | I::LoadMatrix { .. }
         | I::StoreMatrix { .. }
-        | I::Shuffle { .. }
         | I::Vote { .. }
         | I::Ballot { .. }
         | I::Elect { .. }
@@ -107,7 +128,7 @@ pub fn role(instruction: &Instruction) -> Option<Role> {
         | I::GridDependencyWait
         | I::GridDependencyLaunch
         | I::Sleep { .. }
-        | I::Trap => None,
+        | I::Trap => Effect::Other,
     }
 }
 

@@ -18,6 +18,9 @@ const POLLS: u32 = 256;
 /// Turns in a row that warps may use up before the latest policy lets an
 /// operation go: someone may be spinning on it.
 const PATIENCE: u32 = 64;
+/// Turns in a row that others have before a warp that is left behind has one: someone may be spinning
+/// on it.
+const FAR: u32 = 1024;
 
 /// Runs all clusters of the grid to their end.
 pub(crate) fn run(world: &mut World<'_>) -> Step<()> {
@@ -25,7 +28,8 @@ pub(crate) fn run(world: &mut World<'_>) -> Step<()> {
     let total = world.grid / per_cluster;
     let mut clusters: Vec<Cluster<'_>> = Vec::new();
     let mut launched = 0;
-    let mut schedule = Schedule { idle_polls: 0, spins: 0, turn: world.options.seed as usize };
+    let mut schedule =
+        Schedule { idle_polls: 0, spins: 0, turn: world.options.seed as usize, ahead: 0 };
     loop {
         clusters.retain(|cluster| !(cluster.is_done() && cluster.operations.is_empty()));
         while launched < total && clusters.len() < world.options.resident.max(1) as usize {
@@ -48,6 +52,8 @@ struct Schedule {
     spins: u32,
     /// Rotates among equals.
     turn: usize,
+    /// Turns of others since the warp that is left behind had one.
+    ahead: u32,
 }
 
 impl Schedule {
@@ -162,13 +168,27 @@ impl Schedule {
                 others.last().copied()
             }
             Policy::Random => {
-                // Some seeds are slow to copy, some slow to run.
+                // Some seeds are slow to copy, some slow to run, and some leave a warp behind.
                 let (warp_weight, other_weight) = match world.options.seed % 4 {
                     0 => (1, 1),
                     1 => (12, 1),
                     2 => (1, 12),
                     _ => (3, 1),
                 };
+                let (seed, leaves_behind) = (world.options.seed, world.options.seed % 4 == 3);
+                let is_behind = |choice: &Choice| match choice {
+                    Choice::Warp { cluster, warp } => {
+                        leaves_behind
+                            && *warp as u64 == seed / 4 % clusters[*cluster].warps.len() as u64
+                    }
+                    Choice::Operation { .. } | Choice::Product { .. } => false,
+                };
+                let (behind, warps): (Vec<_>, Vec<_>) = warps.iter().copied().partition(is_behind);
+                let alone = warps.is_empty() && others.is_empty();
+                self.ahead = if behind.is_empty() || alone { 0 } else { (self.ahead + 1) % FAR };
+                if self.ahead == 0 && !behind.is_empty() {
+                    return Some(behind[0]);
+                }
                 let total = warps.len() as u64 * warp_weight + others.len() as u64 * other_weight;
                 if total == 0 {
                     return None;

@@ -18,7 +18,7 @@
 //! or more, so results agree to about 1e-6, not to the bit. Of 8-bit products it
 //! keeps far fewer: [`EightBitSums`](crate::EightBitSums) has a model of that.
 
-use ptx::{Element, Swizzle};
+use ptx::{Element, Int8, Swizzle};
 
 use crate::copy::swizzled;
 use crate::float;
@@ -115,6 +115,7 @@ pub(crate) fn decode_chunk(
         ),
         Element::E4M3 => out.extend(bytes.iter().map(|b| small[0][*b as usize])),
         Element::E5M2 => out.extend(bytes.iter().map(|b| small[1][*b as usize])),
+        Element::Int8 => out.extend(bytes.iter().map(|b| Int8.decode(*b))),
         Element::F32 => {
             out.extend(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])))
         }
@@ -133,6 +134,7 @@ pub(crate) fn decode_word(word: u32, element: Element, small: &[[f32; 256]; 2]) 
         }
         Element::E4M3 => [a, b, c, d].map(|x| small[0][x as usize]),
         Element::E5M2 => [a, b, c, d].map(|x| small[1][x as usize]),
+        Element::Int8 => [a, b, c, d].map(|x| Int8.decode(x)),
         Element::F32 => [f32::from_bits(word), 0., 0., 0.],
     }
 }

@@ -80,12 +80,13 @@ enum Precision {
 }
 
 impl Precision {
-    const ALL: [Precision; 5] = [
+    const ALL: [Precision; 6] = [
         Precision::Bf16,
         Precision::E4m3,
         Precision::Cache(DType::E4M3, Granularity::SequenceHead),
         Precision::Cache(DType::E4M3, Granularity::Token),
         Precision::Cache(DType::E5M2, Granularity::SequenceHead),
+        Precision::Cache(DType::Int8, Granularity::Token),
     ];
 
     fn name(self) -> String {

@@ -31,6 +31,7 @@
 //! | [`check::cases`] | problems that are not kind to kernels |
 //! | [`check::ladder`] | the matrix kernels on a GPU, each against a product in `f64` |
 //! | [`scene`] | the kernels with inputs, for the simulator and for a GPU |
+//! | [`small`] | configurations of kernels that are soon simulated |
 //! | [`composition`] | random masks and scores of ready-made rules |
 //! | [`mutant`] | the kernels with a mistake in them, which somebody must notice |
 //!
@@ -47,6 +48,7 @@ pub mod mutant;
 mod pages;
 pub mod reference;
 pub mod scene;
+pub mod small;
 pub mod verdict;
 
 pub use verdict::{Verdict, compare, compare_gradients, compare_sequences};

@@ -1,12 +1,16 @@
 //! Every back end of this machine against the f64 reference, by the rule.
 
+mod common;
+
 use flashcore::{
     Backend, CpuBackend, DType, DTypes, Descale, Descales, InputTensors, Inputs, Layout, Machine,
     Mask, Output, Problem, Progress, RunOptions, Strides, Tensor,
 };
-use flashcore_testing::check::{self, Case, Contents, Order, cases};
+use flashcore_testing::check::{self, Case, cases};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
+
+use crate::common::{any_contents, any_mask};
 
 struct Silent;
 
@@ -41,7 +45,7 @@ fn standard_cases_in_f16() {
 
 #[test]
 fn standard_cases_in_8_bits() {
-    for dtype in [DType::E4M3, DType::E5M2] {
+    for dtype in [DType::E4M3, DType::E5M2, DType::Int8] {
         cases::standard(dtype).iter().for_each(check);
     }
 }
@@ -113,15 +117,10 @@ fn any_number_of_threads_gives_the_same_bits() {
             .with_dtype(DType::F32)
             .with_mask(mask);
         let tensors = InputTensors::random(&problem, 3).unwrap();
-        let on = |threads: usize| {
-            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            let result = pool.install(|| run(&problem, tensors.inputs()));
+        common::any_number_gives_the_same(mask, || {
+            let result = run(&problem, tensors.inputs());
             (result.output.bytes().to_vec(), result.lse)
-        };
-        let one = on(1);
-        for threads in [2, 3, 40] {
-            assert!(on(threads) == one, "{mask}, {threads} threads");
-        }
+        });
     }
 }
 
@@ -251,35 +250,19 @@ fn lengths() -> impl Strategy<Value = usize> {
 fn any_case() -> impl Strategy<Value = Case> {
     let sizes = (1usize..4, 1usize..4, 1usize..4, lengths(), lengths());
     let dims = (1usize..72, prop::option::of(1usize..72));
-    let side = || prop::option::of(0usize..150);
-    let mask = prop_oneof![
-        Just(Mask::NONE),
-        Just(Mask::CAUSAL),
-        (side(), side(), 0usize..100)
-            .prop_map(|(left, right, chunk)| Mask::window(left, right).with_chunk(chunk)),
-    ];
-    let dtype = prop::sample::select(DType::ALL.to_vec());
+    let floats = DType::ALL.into_iter().filter(|it| *it != DType::Int8);
+    let dtype = prop::sample::select(floats.collect::<Vec<_>>());
     let scale = prop::option::of(-2f32..2.0);
-    let contents = prop::sample::select(vec![
-        Contents::Normal,
-        Contents::HugeLogits,
-        Contents::TinyLogits,
-        Contents::GrowingLogits,
-        Contents::LateHugeKey,
-        Contents::Outliers,
-    ]);
-    let order = prop::sample::select(vec![Order::Contiguous, Order::HeadsFirst, Order::Padded]);
-    let small = prop::sample::select(vec![DType::E4M3, DType::E5M2]);
+    let small = prop::sample::select(vec![DType::E4M3, DType::E5M2, DType::Int8]);
     let elements = (dtype, prop::option::of((small.clone(), small)), prop::array::uniform3(0u8..3));
-    (sizes, dims, mask, elements, scale, contents, order, any::<u64>()).prop_map(
+    (sizes, dims, any_mask(), elements, scale, any_contents(), any::<u64>()).prop_map(
         |(
             sizes,
             (dim, value_dim),
             mask,
             (dtype, cache, descales),
             scale,
-            contents,
-            order,
+            (contents, order),
             seed,
         )| {
             let (batch, kv_heads, group, queries, keys) = sizes;

@@ -1,14 +1,18 @@
 //! Gradients of the library's back ends against the f64 reference, by the rule.
 
+mod common;
+
 use flashcore::serving::{Placement, Sequences};
 use flashcore::{
     Backend, Backward, CpuBackend, DType, Gradients, InputTensors, Inputs, Machine, Mask, Output,
     Preference, Problem, RunOptions, Scores, Shape, Tensor,
 };
-use flashcore_testing::check::{Case, Contents, ExpectedGradients, Order, cases, run_backward};
+use flashcore_testing::check::{Case, Contents, ExpectedGradients, cases, run_backward};
 use flashcore_testing::reference::{self, Heads};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
+
+use crate::common::{any_contents, any_mask};
 
 fn check(case: &Case) {
     let outcome = run_backward(&CpuBackend::new(), "backward", case).unwrap();
@@ -87,20 +91,13 @@ fn any_number_of_threads_gives_the_same_bits() {
             .with_scores(Scores::EVERY_RULE)
             .with_mask(mask);
         let (tensors, gradient) = random(&problem, 3);
-        let on = |threads: usize| {
-            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            let found = pool.install(|| {
-                let saved = forward(&problem, tensors.inputs());
-                let given = Backward::new(tensors.inputs(), &saved, &gradient);
-                backward(&problem.clone().deterministic(), given)
-            });
+        common::any_number_gives_the_same(mask, || {
+            let saved = forward(&problem, tensors.inputs());
+            let given = Backward::new(tensors.inputs(), &saved, &gradient);
+            let found = backward(&problem.clone().deterministic(), given);
             let bits = |tensor: &Tensor| tensor.bytes().to_vec();
             ([bits(&found.query), bits(&found.key), bits(&found.value)], found.sinks)
-        };
-        let one = on(1);
-        for threads in [2, 3, 16] {
-            assert!(on(threads) == one, "{mask}, {threads} threads");
-        }
+        });
     }
 }
 
@@ -373,13 +370,6 @@ fn lengths() -> impl Strategy<Value = usize> {
 fn any_case() -> impl Strategy<Value = Case> {
     let sizes = (1usize..3, 1usize..3, 1usize..5, lengths(), lengths());
     let dims = (1usize..72, prop::option::of(1usize..72));
-    let side = || prop::option::of(0usize..150);
-    let mask = prop_oneof![
-        Just(Mask::NONE),
-        Just(Mask::CAUSAL),
-        (side(), side(), 0usize..100)
-            .prop_map(|(left, right, chunk)| Mask::window(left, right).with_chunk(chunk)),
-    ];
     let dtype = prop::sample::select(DType::WIDE.to_vec());
     let scores = prop::sample::select(vec![
         Scores::default(),
@@ -388,17 +378,8 @@ fn any_case() -> impl Strategy<Value = Case> {
         Scores::EACH_RULE[2],
         Scores::EVERY_RULE,
     ]);
-    let contents = prop::sample::select(vec![
-        Contents::Normal,
-        Contents::HugeLogits,
-        Contents::TinyLogits,
-        Contents::GrowingLogits,
-        Contents::LateHugeKey,
-        Contents::Outliers,
-    ]);
-    let order = prop::sample::select(vec![Order::Contiguous, Order::HeadsFirst, Order::Padded]);
-    (sizes, dims, mask, dtype, scores, contents, order, any::<u64>()).prop_map(
-        |(sizes, (dim, value_dim), mask, dtype, scores, contents, order, seed)| {
+    (sizes, dims, any_mask(), dtype, scores, any_contents(), any::<u64>()).prop_map(
+        |(sizes, (dim, value_dim), mask, dtype, scores, (contents, order), seed)| {
             let (batch, kv_heads, group, queries, keys) = sizes;
             let problem = Problem::new(batch, kv_heads * group, queries, dim)
                 .with_kv_heads(kv_heads)

@@ -19,7 +19,7 @@ use flashcore_testing::check::{self, Invariance};
 use device::{HALVES, Silent, all_pass, gpu, is_right};
 
 /// The element types of 8 bits.
-const NARROW: [DType; 2] = [DType::E4M3, DType::E5M2];
+const NARROW: [DType; 3] = [DType::E4M3, DType::E5M2, DType::Int8];
 
 #[test]
 fn decode_is_right_about_random_sequences() {

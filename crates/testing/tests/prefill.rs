@@ -28,7 +28,7 @@ fn prefill_is_right_about_random_sequences_in_e4m3() {
     let Some(gpu) = hopper() else { return };
     let backend = GpuBackend::new(gpu.into());
     let backends: [&dyn Backend; 1] = [&backend];
-    let checked = check::run_sequences(&backends, Some("prefill"), DType::E4M3, 6_000, &Silent);
+    let checked = check::run_sequences(&backends, Some("prefill"), DType::E4M3, 7_500, &Silent);
     let narrow = checked.iter().filter(|it| it.case.contains("q=e4m3")).count();
     println!("{narrow} of them with queries in e4m3");
     assert!(narrow >= 300, "{narrow}");

@@ -284,7 +284,7 @@ fn appending_rounds_to_8_bits_once() {
     let rows = Placement::packed(vec![0, 5, 6, 9]);
     let given = |[sequence, _, head, _]: [usize; 4]| (1 + sequence + 2 * head) as f32 / 300.0;
     let given = Tensor::from_fn(DType::F32, Shape::new(3, 1, heads, 1), given).unwrap();
-    for dtype in [DType::E4M3, DType::E5M2] {
+    for dtype in [DType::E4M3, DType::E5M2, DType::Int8] {
         for found in [false, true] {
             let mut caches = [1, 2].map(|_| Tensor::zeros(dtype, cache).unwrap());
             let mut factors =

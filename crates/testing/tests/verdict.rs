@@ -113,6 +113,18 @@ fn a_wrong_log_sum_exp_fails() {
 }
 
 #[test]
+fn the_log_sum_exp_of_a_capped_score_may_be_off_by_two_units_of_the_cap() {
+    let problem = Problem::new(1, 4, 96, 64).with_mask(Mask::window(Some(0), Some(0)));
+    let judged = Judged::new(problem.with_scale(0.02).with_softcap(30.0));
+    for (off, passes) in [(4.3e-6, true), (2e-5, false)] {
+        let mut result = judged.right.clone();
+        result.lse[100] += off;
+        let verdict = judged.judge(&result);
+        assert_eq!(verdict.passed, passes, "{verdict}");
+    }
+}
+
+#[test]
 fn silent_lower_precision_fails() {
     // f32 computed in bf16, and f16 rounded to bf16.
     let judged = Judged::new(problem(DType::F32));

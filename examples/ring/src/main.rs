@@ -20,7 +20,19 @@ type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 const HEADS: Heads = Heads { query: 8, key: 2, dim: 128, value_dim: 128, element_bytes: 2 };
 
 fn main() -> Result<()> {
-    let length = std::env::args().nth(1).map_or(Ok(4096), |length| length.parse())?;
+    let length = match std::env::args().nth(1) {
+        Some(length) => length.parse().map_err(|error| format!("LENGTH {length}: {error}"))?,
+        None => 4096,
+    };
+    // cudarc panics where a library is missing.
+    // SAFETY: loads a library that loads nothing of ours.
+    if !unsafe { cudarc::driver::sys::is_culib_present() } {
+        return Err("there is no CUDA driver (libcuda.so.1)".into());
+    }
+    // SAFETY: as above.
+    if !unsafe { cudarc::nccl::sys::is_culib_present() } {
+        return Err("there is no NCCL (libnccl.so): put its folder into LD_LIBRARY_PATH".into());
+    }
     let ranks = CudaContext::device_count()? as usize;
     // Processes on several machines would send it to each other.
     let id = Id::new().map_err(nccl)?;

@@ -18,8 +18,7 @@ use serde::Serialize;
 use self::assembly::Assembly;
 use self::choose::Family;
 use self::program::Anatomy;
-use crate::preference::Preferred;
-use crate::{Answer, terminal};
+use crate::{Answer, Preferred, terminal};
 
 /// Look into a kernel (configuration, shared memory, registers, spills, PTX, SASS) or a plan
 #[derive(Args)]

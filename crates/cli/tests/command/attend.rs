@@ -46,6 +46,9 @@ fn attend_over_an_8_bit_cache() {
         ["attend", "--backend", "cpu", "--seq", "30", "--dtype", "e5m2", "--descale", "token"];
     let text = succeed(&all);
     assert!(["q_descale=head", "k_descale=token"].iter().all(|it| text.contains(it)), "{text}");
+    let integers = [&cache[..9], &["--kv-heads", "2", "--kv-dtype", "int8", "--descale", "token"]];
+    let text = succeed(&integers.concat());
+    assert!(text.contains("q=bf16,k=int8,v=int8,o=bf16") && text.contains("passed"), "{text}");
     let refused = fail(2, &["attend", "--problem", "s=8,q=bf16,k=e4m3,v=e4m3,o=bf16,backward"]);
     assert!(refused.contains("there are no gradients of 8-bit tensors"), "{refused}");
 }

@@ -193,8 +193,8 @@ impl Backend for CpuBackend {
         let kernel_begin = Instant::now();
         let watch = Watch { progress: options.progress, cancellation: options.cancellation };
         threads::install(|| match problem.has_equal_lengths() {
-            true => with_elements!(output.elements_mut(), elements =>
-                Ok(attend(problem, inputs, elements, &mut lse, watch)?)),
+            true => with_elements!(output.elements_mut(), output =>
+                Ok(attend(Call { problem, inputs, output, lse: &mut lse, watch })?)),
             false => attend_sequences(problem, inputs, &mut output, &mut lse, watch),
         })??;
         let report = self.report(plan, KERNEL, begin, kernel_begin);
@@ -249,8 +249,8 @@ fn attend_sequences(
             Inputs { captured: inputs.captured, first_sequence: sequence, ..tensors.inputs() };
         let mut result = Tensor::zeros(problem.dtypes.output, alone.output_shape())?;
         let mut sums = filled("the log-sum-exp", alone.rows(), f32::NEG_INFINITY)?;
-        with_elements!(result.elements_mut(), elements =>
-            attend(&alone, inputs, elements, &mut sums, watch))?;
+        with_elements!(result.elements_mut(), output =>
+            attend(Call { problem: &alone, inputs, output, lse: &mut sums, watch }))?;
         for [_, position, head] in alone.output_shape().vectors() {
             let (entry, row) = sequences.queries().locate(sequence, position);
             output.copy_row([entry, row, head], &result, [0, position, head]);
@@ -284,14 +284,18 @@ struct Task<'a, T> {
     lse: Vec<&'a mut [f32]>,
 }
 
+/// What is computed, and where it goes.
+struct Call<'a, T> {
+    problem: &'a Problem,
+    inputs: Inputs<'a>,
+    output: &'a mut [T],
+    lse: &'a mut [f32],
+    watch: Watch<'a>,
+}
+
 /// Compute on all threads.
-fn attend<T: Element>(
-    problem: &Problem,
-    inputs: Inputs<'_>,
-    output: &mut [T],
-    lse: &mut [f32],
-    watch: Watch<'_>,
-) -> Result<(), BackendError> {
+fn attend<T: Element>(call: Call<'_, T>) -> Result<(), BackendError> {
+    let problem = call.problem;
     if problem.rows() == 0 {
         return Ok(());
     }
@@ -299,20 +303,15 @@ fn attend<T: Element>(
     // Chunks of keys are put together by sums of their own: with them, bits depend on how many
     // queries there are.
     if rows <= MIN_ROWS && problem.key_length > KEY_CHUNK && !problem.batch_invariant {
-        attend_in_chunks(problem, inputs, output, lse, watch)
+        attend_in_chunks(call)
     } else {
-        attend_in_blocks(problem, inputs, output, lse, watch)
+        attend_in_blocks(call)
     }
 }
 
 /// Many queries: a task is a block of them over all keys.
-fn attend_in_blocks<T: Element>(
-    problem: &Problem,
-    inputs: Inputs<'_>,
-    output: &mut [T],
-    lse: &mut [f32],
-    watch: Watch<'_>,
-) -> Result<(), BackendError> {
+fn attend_in_blocks<T: Element>(call: Call<'_, T>) -> Result<(), BackendError> {
+    let Call { problem, inputs, output, lse, watch } = call;
     let group = problem.group_size();
     let queries = query_block(problem, rayon::current_num_threads());
     let tasks = tasks(problem, queries, output, lse)?;
@@ -351,13 +350,8 @@ const CHUNKS: usize = 128;
 
 /// Few queries: a task is a chunk of the keys for all heads, whose keys are neighbours in memory,
 /// and what the chunks come to is put together. Chunks are the same on any number of threads.
-fn attend_in_chunks<T: Element>(
-    problem: &Problem,
-    inputs: Inputs<'_>,
-    output: &mut [T],
-    lse: &mut [f32],
-    watch: Watch<'_>,
-) -> Result<(), BackendError> {
+fn attend_in_chunks<T: Element>(call: Call<'_, T>) -> Result<(), BackendError> {
+    let Call { problem, inputs, output, lse, watch } = call;
     let (group, queries, keys) = (problem.group_size(), problem.query_length, problem.key_length);
     let chunks = keys.div_ceil(KEY_CHUNK);
     watch.begin(problem.batch * chunks);

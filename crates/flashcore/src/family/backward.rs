@@ -133,7 +133,7 @@ pub(super) fn launch(
     kernels.beside(&mut choice, counts.heads, counts.tiles_per_head, counts.tiles);
     let lists = ListsOf::Keys { turns: kernels.pass.deterministic };
     if let Some(mask) = block_mask(problem, [query_block, key_block], &counts, lists) {
-        choice.with_blocks(mask)?;
+        choice.with_blocks(kernels.pass.target, kernels.pass.rules.mask, mask)?;
     }
     choice.tiling = Some(Tiling {
         query_rows: query_block,

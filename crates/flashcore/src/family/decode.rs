@@ -47,8 +47,8 @@ impl Family for Decode {
                 (element, Cache::plain(element))
             }
         };
-        if cache.is_narrow() && !chip.target.has(Capability::Fp8Conversion) {
-            return Err(format!("{} does not convert numbers of 8 bits", chip.target));
+        if !cache.is_converted_by(chip.target) {
+            return Err(format!("{} does not convert {}", chip.target, cache.element));
         }
         let query_rows = query_rows(problem).ok_or("there are too many queries")?;
         let rows = problem.query_shape().length.max(problem.key_shape().length);
@@ -208,7 +208,10 @@ mod tests {
             assert_eq!(choose(&Chip::H200, &cache(dim, 16)).unwrap_err(), expected);
         }
         let ampere = choose(&Chip::typical(Target::SM_80), &cache(64, 16)).unwrap_err();
-        assert_eq!(ampere, "sm_80 does not convert numbers of 8 bits");
+        assert_eq!(ampere, "sm_80 does not convert e4m3");
+        // Integers take no instruction that it has not.
+        let integers = cache(64, 16).with_kv_dtype(DType::Int8);
+        assert!(choose(&Chip::typical(Target::SM_80), &integers).is_ok());
 
         // Pages and rows that no copy of 16 bytes can begin at.
         let problem = cache(64, 16);

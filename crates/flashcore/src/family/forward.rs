@@ -2,9 +2,10 @@
 
 use kernels::attention::Window;
 use kernels::attention::function::{BlockMask, ListsOf};
+use kernels::finder::Shared;
 use kernels::forward::{TileLists, Workload, tuned};
 use kernels::parameter::{Number, Workspace};
-use kernels::{Configuration, Rules};
+use kernels::{Configuration, Rules, TileSharer};
 use ptx::{Capability, Element};
 
 use super::tuning::Tunings;
@@ -15,7 +16,7 @@ use super::{
 use crate::chip::Chip;
 use crate::dtype::DType;
 use crate::plan::arrangement::TENSORS;
-use crate::plan::{Source, map_strides};
+use crate::plan::{Launch, Source, map_strides};
 use crate::problem::{DTypes, Descale, Problem};
 
 /// The family.
@@ -56,9 +57,10 @@ pub(crate) fn launch(
         vec![(Number::Tiles, counts.tiles), (Number::TilesPerHead, counts.tiles_per_head)];
     let tile = [forward.query_rows(), forward.key_block];
     let mask = block_mask(problem, tile, &counts, ListsOf::Queries);
-    if let Some(mask) = mask {
-        choice.with_blocks(mask)?;
-    }
+    let found = match mask {
+        Some(mask) => choice.with_blocks(chip.target, forward.rules.mask, mask)?,
+        None => false,
+    };
     if forward.takes_lists() {
         let order = TileOrder {
             forward,
@@ -70,22 +72,40 @@ pub(crate) fn launch(
             // Something else wants a place in the cache too: queries, outputs, the other heads.
             cache_bytes: chip.l2_bytes / 5 * 3,
         };
-        let mut add = |workspace, bytes, contents| {
-            let source = Source::Workspace(workspace);
+        if let Some(mask) = mask.filter(|_| found) {
+            let shared = order.shared(counts.tiles, blocks);
+            let source = Source::Workspace(Workspace::TileLists);
+            let (bytes, contents) = (4 * shared.words(), Contents::FoundTiles(order));
             choice.memory.push(Memory { source, bytes, contents });
-        };
-        // For each block where its list begins and ends, and the tiles.
-        let mut words = 2 * u64::from(blocks) + u64::from(counts.tiles);
-        if forward.stream_k {
-            let lists = order.lists_over(&[]);
-            (blocks, words) = (lists.blocks, lists.words.len() as u64);
-            let (places, bytes) = (u64::from(lists.places), u64::from(forward.partial_bytes()));
-            add(Workspace::Partials, places * bytes, Contents::Anything);
-            add(Workspace::Counters, 4 * places * u64::from(forward.warpgroups), Contents::Zeros);
+            let numbers = shared.numbers().into_iter().chain(mask.numbers());
+            let numbers = numbers.chain(mask.finder_numbers());
+            let of_head = [(Number::TilesPerHead, counts.tiles_per_head)];
+            choice.prepare(Launch {
+                kernel: Configuration::TileSharer(TileSharer { target: chip.target }),
+                blocks: 1,
+                numbers: numbers.chain(of_head).collect(),
+                widened: false,
+            });
+        } else {
+            let mut add = |workspace, bytes, contents| {
+                let source = Source::Workspace(workspace);
+                choice.memory.push(Memory { source, bytes, contents });
+            };
+            // For each block where its list begins and ends, and the tiles.
+            let mut words = 2 * u64::from(blocks) + u64::from(counts.tiles);
+            if forward.stream_k {
+                let lists = order.lists_over(&[]);
+                (blocks, words) = (lists.blocks, lists.words.len() as u64);
+                let (places, bytes) = (u64::from(lists.places), u64::from(forward.partial_bytes()));
+                let counters = 4 * places * u64::from(forward.warpgroups);
+                add(Workspace::Partials, places * bytes, Contents::Anything);
+                add(Workspace::Counters, counters, Contents::Zeros);
+            }
+            add(Workspace::TileLists, 4 * words, Contents::Tiles(order));
         }
-        add(Workspace::TileLists, 4 * words, Contents::Tiles(order));
     }
-    choice.launches[0].blocks = blocks;
+    let main = choice.main;
+    choice.launches[main].blocks = blocks;
     choice.tiling = Some(Tiling {
         query_rows: forward.query_rows(),
         key_block: forward.key_block,
@@ -191,6 +211,14 @@ impl TileOrder {
     /// blocks, and cost what is in them.
     pub fn words_over(&self, block_lists: &[u32]) -> Vec<u32> {
         self.lists_over(block_lists).words
+    }
+
+    /// How the device shares so many tiles out over so many blocks.
+    fn shared(&self, tiles: u32, blocks: u32) -> Shared {
+        let TileOrder { forward, lengths, heads, window, processors, cache_bytes, .. } = self;
+        let groups =
+            TileLists::groups(forward, window, *lengths, *heads, *processors, *cache_bytes);
+        Shared { tiles, heads: heads[0] * heads[2], blocks, groups }
     }
 
     fn lists_over(&self, block_lists: &[u32]) -> TileLists {
@@ -397,7 +425,7 @@ mod tests {
 
     /// How much more than the mean the block with the most to do has.
     fn excess(choice: &Choice, lists: &Lists) -> f64 {
-        let Contents::Blocks(mask) = &choice.memory[0].contents else { panic!("{choice:?}") };
+        let Contents::FoundBlocks(mask) = &choice.memory[0].contents else { panic!("{choice:?}") };
         let counts = mask.counts(lists.blocks.as_ref().unwrap());
         let of_head = choice.tiling.unwrap().tiles_per_head;
         let cost = |tile: &u32| {
@@ -410,7 +438,8 @@ mod tests {
             let list = tiles[tiles[block] as usize..].iter();
             list.take_while(|it| **it != TileLists::END).map(cost).sum::<f64>()
         };
-        let loads: Vec<f64> = (0..choice.launches[0].blocks as usize).map(load).collect();
+        let blocks = choice.launches[choice.main].blocks as usize;
+        let loads: Vec<f64> = (0..blocks).map(load).collect();
         let mean = loads.iter().sum::<f64>() / loads.len() as f64;
         loads.into_iter().fold(0.0, f64::max) / mean
     }

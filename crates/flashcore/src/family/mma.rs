@@ -127,7 +127,7 @@ pub(crate) fn launch(
     });
     let tile = [mma.query_rows(), mma.key_block];
     if let Some(mask) = block_mask(problem, tile, &counts, ListsOf::Queries) {
-        choice.with_blocks(mask)?;
+        choice.with_blocks(mma.target, mma.rules.mask, mask)?;
     }
     if mma.split {
         combine(problem, mma, splits, &mut choice)?;

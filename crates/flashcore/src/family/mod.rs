@@ -21,9 +21,9 @@ pub use forward::{TileOrder, workload};
 
 use kernels::attention::function::{BlockMask, HostTensor, ListsOf};
 use kernels::attention::{Batch, MaskKind, Window};
-use kernels::parameter::{Number, Workspace};
-use kernels::{Cache, Configuration, Scales};
-use ptx::Element;
+use kernels::parameter::Workspace;
+use kernels::{BlockFinder, BlockLister, Cache, Configuration, Scales};
+use ptx::{Element, Target};
 use serde::Serialize;
 
 use crate::chip::Chip;
@@ -101,8 +101,8 @@ pub(crate) fn in_order(problem: &Problem) -> Vec<&'static dyn Family> {
 pub struct Choice {
     /// The launches, one after the other.
     pub launches: Vec<Launch>,
-    /// How many of them come first and depend on lengths alone: layers with the same lengths need
-    /// them once.
+    /// How many of them come first and depend on lengths and masks alone: layers with the same ones
+    /// need them once.
     pub prepared: usize,
     /// Which of them is the attention kernel, that the others come before or after.
     pub main: usize,
@@ -138,6 +138,10 @@ pub enum Contents {
     Tiles(TileOrder),
     /// The key blocks of each tile, or the query blocks of each key block. Nobody writes to it.
     Blocks(BlockMask),
+    /// The same, found by a launch of the plan.
+    FoundBlocks(BlockMask),
+    /// The tiles of each block, shared out by a launch of the plan.
+    FoundTiles(TileOrder),
 }
 
 /// The words of the memory that nobody writes to.
@@ -186,7 +190,7 @@ pub struct Tiling {
 
 impl Choice {
     /// One launch without memory.
-    fn of(kernel: Configuration, blocks: u32, reason: impl Into<String>) -> Self {
+    pub(crate) fn of(kernel: Configuration, blocks: u32, reason: impl Into<String>) -> Self {
         Choice {
             launches: vec![Launch { kernel, blocks, numbers: Vec::new(), widened: false }],
             prepared: 0,
@@ -231,38 +235,82 @@ impl Choice {
         }
     }
 
-    /// Gives the attention kernel the key blocks of its tiles.
-    fn with_blocks(&mut self, mask: BlockMask) -> Result<(), String> {
+    /// Gives the attention kernel the key blocks of its tiles. Where tensors say which they are, a
+    /// launch before it finds them; the answer is whether there is one.
+    fn with_blocks(
+        &mut self,
+        target: Target,
+        kind: MaskKind,
+        mask: BlockMask,
+    ) -> Result<bool, String> {
         let words = mask.size();
         if words > u64::from(u32::MAX) / 8 {
             return Err("the lists of key blocks are too large for the GPU kernel".to_owned());
         }
-        let [batch, head] = mask.strides();
         let main = self.main;
-        self.launches[main].numbers.extend([
-            (Number::BlockListWords, mask.list_words()),
-            (Number::BlockListBatchStride, batch),
-            (Number::BlockListHeadStride, head),
-        ]);
+        self.launches[main].numbers.extend(mask.numbers());
         let source = Source::Workspace(Workspace::BlockLists);
-        self.memory.push(Memory { source, bytes: 4 * words, contents: Contents::Blocks(mask) });
-        Ok(())
+        let found = mask.finder(target, kind);
+        let contents = match found {
+            Some(_) => Contents::FoundBlocks(mask),
+            None => Contents::Blocks(mask),
+        };
+        self.memory.push(Memory { source, bytes: 4 * words, contents });
+        if let Some((finder, lister)) = found {
+            let source = Source::Workspace(Workspace::FoundBlocks);
+            let (bytes, contents) = (4 * mask.found_words(), Contents::Anything);
+            self.memory.push(Memory { source, bytes, contents });
+            let numbers: Vec<_> = mask.numbers().into_iter().chain(mask.finder_numbers()).collect();
+            let launch = |kernel, blocks| Launch {
+                kernel,
+                blocks,
+                numbers: numbers.clone(),
+                widened: false,
+            };
+            let blocks = BlockFinder::blocks(mask.pairs());
+            self.prepare(launch(Configuration::BlockFinder(finder), blocks));
+            let blocks = BlockLister::blocks(mask.lists());
+            self.prepare(launch(Configuration::BlockLister(lister), blocks));
+        }
+        Ok(found.is_some())
+    }
+
+    /// Puts a launch behind those that come first.
+    fn prepare(&mut self, launch: Launch) {
+        self.launches.insert(self.prepared, launch);
+        self.prepared += 1;
+        self.main += 1;
     }
 
     /// Whether tiles take key blocks from lists.
     pub fn has_block_lists(&self) -> bool {
-        self.memory.iter().any(|memory| matches!(memory.contents, Contents::Blocks(_)))
+        let lists = |memory: &Memory| {
+            matches!(memory.contents, Contents::Blocks(_) | Contents::FoundBlocks(_))
+        };
+        self.memory.iter().any(lists)
+    }
+
+    /// How much memory is filled by a launch that finds lists, where there is one.
+    pub fn found_bytes(&self, workspace: Workspace) -> Option<u64> {
+        let found = |contents: &Contents| {
+            matches!(contents, Contents::FoundBlocks(_) | Contents::FoundTiles(_))
+        };
+        let mut memory = self.memory.iter().filter(|memory| found(&memory.contents));
+        let found = memory.find(|memory| memory.source == Source::Workspace(workspace))?;
+        Some(found.bytes)
     }
 
     /// The words of the memory that nobody writes to, where the contents of some tensors that
     /// functions load from are known.
     pub fn lists_over(&self, contents: &[HostTensor]) -> Lists {
         let blocks = self.memory.iter().find_map(|memory| match &memory.contents {
-            Contents::Blocks(mask) => Some(mask.words_over(contents)),
+            Contents::Blocks(mask) | Contents::FoundBlocks(mask) => Some(mask.words_over(contents)),
             _ => None,
         });
         let tiles = self.memory.iter().find_map(|memory| match &memory.contents {
-            Contents::Tiles(order) => Some(order.words_over(blocks.as_deref().unwrap_or_default())),
+            Contents::Tiles(order) | Contents::FoundTiles(order) => {
+                Some(order.words_over(blocks.as_deref().unwrap_or_default()))
+            }
             _ => None,
         });
         Lists { blocks, tiles }

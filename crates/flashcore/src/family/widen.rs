@@ -7,7 +7,7 @@
 use kernels::parameter::{Number, Tensor};
 use kernels::widen::POSITIONS;
 use kernels::{Configuration, Widen as Kernel};
-use ptx::{Capability, Element};
+use ptx::Element;
 
 use super::{
     Asked, Choice, Contents, Family, Memory, check_head_dims, forward, mma, narrow_cache, prefill,
@@ -63,8 +63,8 @@ pub(super) fn launch(
     choose: impl FnOnce(&Problem) -> Result<Choice, String>,
 ) -> Result<Choice, String> {
     let (element, cache) = narrow_cache(problem)?;
-    if !chip.target.has(Capability::Fp8Conversion) {
-        return Err(format!("{} does not convert numbers of 8 bits", chip.target));
+    if !cache.is_converted_by(chip.target) {
+        return Err(format!("{} does not convert {}", chip.target, cache.element));
     }
     let mut choice = choose(&widened::problem(problem))?;
     let key_blocks = problem.key_length.div_ceil(POSITIONS as usize).max(1);
@@ -142,7 +142,7 @@ mod tests {
             Plan::on_chip(chip, &problem, &preference).unwrap_err().to_string()
         };
         let old = refusal(&Chip::typical(Target::SM_80), cached(64));
-        assert!(old.contains("sm_80 does not convert numbers of 8 bits"), "{old}");
+        assert!(old.contains("sm_80 does not convert e4m3"), "{old}");
         let odd = Problem { head_dim: 72, ..cached(64) };
         let odd = refusal(&Chip::H200, odd);
         assert!(odd.contains("head dim 72 is not a multiple of 16 up to 256"), "{odd}");

@@ -112,8 +112,8 @@ impl AppendProblem {
             Ok(elements) => elements,
             Err(reason) => return refuse(reason),
         };
-        if made_of.is_narrow() && !chip.target.has(Capability::Fp8Conversion) {
-            return refuse(format!("{} does not convert numbers of 8 bits", chip.target));
+        if !made_of.is_converted_by(chip.target) {
+            return refuse(format!("{} does not convert {}", chip.target, made_of.element));
         }
         for dim in [cache.head_dim, cache.value_head_dim] {
             if !dim.is_multiple_of(2) {
@@ -172,19 +172,10 @@ impl AppendProblem {
             (Number::RotaryPositions, positions),
             (Number::QueryStep, usize::from(cache.mask != Mask::NONE)),
         ];
-        Ok(Choice {
-            launches: vec![Launch {
-                kernel: Configuration::Append(append),
-                blocks: append.blocks((new + rotated) as u32),
-                numbers: numbers.map(|(number, value)| (number, value as u32)).to_vec(),
-                widened: false,
-            }],
-            prepared: 0,
-            main: 0,
-            memory: Vec::new(),
-            tiling: None,
-            reason: String::new(),
-        })
+        let blocks = append.blocks((new + rotated) as u32);
+        let mut choice = Choice::of(Configuration::Append(append), blocks, "");
+        choice.launches[0].numbers = numbers.map(|(number, value)| (number, value as u32)).to_vec();
+        Ok(choice)
     }
 }
 

@@ -10,7 +10,7 @@ use super::tensors::Tensors;
 use super::{Compilation, Gpu, GpuError, Kernel};
 use crate::error::Error;
 use crate::family::Choice;
-use crate::plan::{Arrangement, Plan, Preference, bind};
+use crate::plan::{Arrangement, Plan, Preference, Workspace, bind};
 use crate::problem::{Problem, Storage};
 
 /// A plan for a problem and the way its tensors lie in memory, ready to launch on a stream of the
@@ -96,8 +96,9 @@ impl AttentionPlan {
         self.launch_part(stream, tensors, Part::All)
     }
 
-    /// Does what depends on lengths alone, for [`attend`](AttentionPlan::attend): layers with the
-    /// same lengths need it once. Most plans have nothing to do here.
+    /// Does what depends on lengths and masks alone, for [`attend`](AttentionPlan::attend): layers with
+    /// the same ones need it once. Most plans have nothing to do here. Where lists of blocks are found, they
+    /// go to [memory that comes with the tensors](Tensors::block_lists), if there is some.
     pub fn prepare(&self, stream: &Stream, tensors: &Tensors) -> Result<(), GpuError> {
         self.launch_part(stream, tensors, Part::Preparation)
     }
@@ -129,6 +130,13 @@ impl AttentionPlan {
     /// [tensors](Tensors::block_lists): from [`Choice::lists_over`].
     pub fn with_block_lists(&self) -> Option<&Choice> {
         self.plan.chosen.choice.as_ref().filter(|choice| choice.has_block_lists())
+    }
+
+    /// Its launches where lists are found on the device: [`prepare`](AttentionPlan::prepare) finds them,
+    /// in memory that comes with the tensors, and later calls need not.
+    pub fn with_found_lists(&self) -> Option<&Choice> {
+        let found = |choice: &&Choice| choice.found_bytes(Workspace::BlockLists).is_some();
+        self.plan.chosen.choice.as_ref().filter(found)
     }
 
     /// The compiled attention kernel.

@@ -67,24 +67,15 @@ impl CombineProblem {
             element: self.output.element(),
             value_head_dim: dim as u32,
         };
-        Ok(Choice {
-            launches: vec![Launch {
-                kernel: Configuration::Combine(combine),
-                blocks: combine.blocks(rows as u64) as u32,
-                numbers: vec![
-                    (Number::Parts, parts),
-                    (Number::AllRows, rows as u32),
-                    (Number::QueryLength, length as u32),
-                    (Number::QueryHeads, heads as u32),
-                ],
-                widened: false,
-            }],
-            prepared: 0,
-            main: 0,
-            memory: Vec::new(),
-            tiling: None,
-            reason: String::new(),
-        })
+        let blocks = combine.blocks(rows as u64) as u32;
+        let mut choice = Choice::of(Configuration::Combine(combine), blocks, "");
+        choice.launches[0].numbers = vec![
+            (Number::Parts, parts),
+            (Number::AllRows, rows as u32),
+            (Number::QueryLength, length as u32),
+            (Number::QueryHeads, heads as u32),
+        ];
+        Ok(choice)
     }
 }
 

@@ -10,7 +10,7 @@ use kernels::parameter::{Captured, CapturedPart};
 
 use super::workspace::{Held, Need};
 use super::{Compilation, Gpu, GpuError, Kernel, lock};
-use crate::family::Choice;
+use crate::family::{Choice, Memory};
 use crate::plan::{Launch, Map, Source, Value};
 
 /// Where the sources of a launch are.
@@ -47,6 +47,8 @@ struct Step {
     kernel: Arc<Kernel>,
     blocks: u32,
     values: Vec<Value>,
+    /// What it makes that a caller may bring.
+    makes: Option<Source>,
     /// The parameters that are addresses or tensor maps, by their index.
     moving: Vec<(usize, Source)>,
     /// Those that are extents and strides of tensors that functions load from.
@@ -93,11 +95,14 @@ impl Executable {
                 _ => None,
             };
             let captured = values.iter().enumerate().filter_map(captured).collect();
-            steps.push(Step { kernel, blocks: launch.blocks, values, moving, captured });
+            let makes = launch.makes();
+            steps.push(Step { kernel, blocks: launch.blocks, values, makes, moving, captured });
         }
         let mut constant = Vec::new();
-        let lists = choice.lists_over(&[]);
-        for memory in &choice.memory {
+        let is_constant = |memory: &&Memory| memory.contents.is_constant();
+        let mut memory = choice.memory.iter().filter(is_constant).peekable();
+        let lists = memory.peek().map(|_| choice.lists_over(&[])).unwrap_or_default();
+        for memory in memory {
             if let Some(words) = lists.of(memory.source) {
                 constant.push((memory.source, Buffer::from_slice(gpu.stream(), words)?));
             }
@@ -140,6 +145,11 @@ impl Executable {
         };
         for index in steps {
             let step = &self.steps[index];
+            // What the caller brings need not be made.
+            let brought = |source| addresses.address(source).is_some();
+            if part != Part::Preparation && step.makes.is_some_and(brought) {
+                continue;
+            }
             let find = |source| self.find(source, &held, addresses);
             let last = match bound[index].take() {
                 Some(last) => step.rebind(stream, last, find)?,

@@ -1,13 +1,16 @@
-//! A program compiled for a device, ready to launch.
+//! From a configuration to a kernel on the device, ready to launch: built, compiled and kept.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::JoinHandle;
 
 use cuda::{
     Arguments, Cache, Cubin, Device, Function, FunctionAttributes, Launch, Module,
     OptimizationLevel, Parameter, RelaxedCapture, Stream, Unfinished,
 };
+use kernels::Configuration;
 use ptx::{Compiler, ParameterKind, Program, Type};
+
+use super::{Gpu, GpuError, lock};
 
 /// How hard the compiler tries: as the assembler does in the tests of registers and spills.
 pub(super) const LEVEL: OptimizationLevel = OptimizationLevel::O3;
@@ -24,6 +27,9 @@ pub enum Policy {
     CompactFirst,
 }
 
+/// Where a kernel will be once it is compiled.
+pub(super) type Slot = Arc<Mutex<Option<Arc<Kernel>>>>;
+
 /// A compiled kernel.
 #[derive(Debug)]
 pub struct Kernel {
@@ -34,7 +40,7 @@ pub struct Kernel {
 }
 
 /// One form of a kernel as the compiler takes it.
-pub(super) struct Source {
+struct Source {
     program: Program,
     ptx: String,
 }
@@ -60,6 +66,50 @@ pub struct Compilation {
     pub warnings: Vec<String>,
 }
 
+impl Gpu {
+    /// A kernel, built and compiled the first time; one that has a compact form by the GPU's
+    /// [`Policy`].
+    pub fn compiled(&self, configuration: &Configuration) -> Result<Arc<Kernel>, GpuError> {
+        let slot = lock(&self.kernels).entry(*configuration).or_default().clone();
+        let mut kernel = lock(&slot);
+        match &*kernel {
+            Some(kernel) => Ok(kernel.clone()),
+            None => Ok(kernel.insert(self.compile(configuration)?).clone()),
+        }
+    }
+
+    fn compile(&self, configuration: &Configuration) -> Result<Arc<Kernel>, GpuError> {
+        let (device, cache) = (&self.device, &self.cache);
+        let full = Source::new(configuration.program()?, self.compiler());
+        let compact = match configuration.compact() {
+            Some(compact) if self.policy != Policy::AtOnce && device.compiles_ahead() => compact,
+            _ => return Ok(Kernel::at_once(device, cache, &full)?),
+        };
+        if let Some(kernel) = Kernel::cached(device, cache, &full)? {
+            return Ok(kernel);
+        }
+        let compact = Source::new(compact.program()?, self.compiler());
+        let (kernel, beside) = Kernel::compact_first(device, cache, full, &compact);
+        lock(&self.compilers).push(beside);
+        Ok(kernel?)
+    }
+
+    /// A program of anybody's, compiled.
+    pub fn compiled_program(&self, program: Program) -> Result<Arc<Kernel>, GpuError> {
+        let source = Source::new(program, self.compiler());
+        Ok(Kernel::at_once(&self.device, &self.cache, &source)?)
+    }
+
+    /// Waits until every kernel that was asked for is compiled in its full form.
+    pub fn finish_compiling(&self) {
+        let compilers = std::mem::take(&mut *lock(&self.compilers));
+        for compiler in compilers {
+            // A compiler that panicked leaves the compact form in place.
+            let _ = compiler.join();
+        }
+    }
+}
+
 impl Kernel {
     fn new(source: &Source) -> Self {
         let parameters = source.program.parameters.clone();
@@ -75,27 +125,19 @@ impl Kernel {
     }
 
     /// Compiles it, or takes it from the cache.
-    pub(super) fn at_once(
-        device: &Device,
-        cache: &Cache,
-        source: &Source,
-    ) -> cuda::Result<Arc<Self>> {
+    fn at_once(device: &Device, cache: &Cache, source: &Source) -> cuda::Result<Arc<Self>> {
         Kernel::loaded(device, source, &source.compile(device, cache)?)
     }
 
     /// Takes it from the cache, if it is there.
-    pub(super) fn cached(
-        device: &Device,
-        cache: &Cache,
-        source: &Source,
-    ) -> cuda::Result<Option<Arc<Self>>> {
+    fn cached(device: &Device, cache: &Cache, source: &Source) -> cuda::Result<Option<Arc<Self>>> {
         let cubin = device.cached(&source.ptx, LEVEL, cache);
         cubin.map(|cubin| Kernel::loaded(device, source, &cubin)).transpose()
     }
 
     /// Compiles the compact form, or takes it from the cache, and the full form on a thread beside
     /// it, which is handed back.
-    pub(super) fn compact_first(
+    fn compact_first(
         device: &Device,
         cache: &Cache,
         full: Source,
@@ -164,7 +206,7 @@ impl Kernel {
 
 impl Source {
     /// Prints a program, once for all that is asked about it.
-    pub(super) fn new(program: Program, compiler: Compiler) -> Self {
+    fn new(program: Program, compiler: Compiler) -> Self {
         let ptx = ptx::print_for(&program, compiler);
         Source { program, ptx }
     }

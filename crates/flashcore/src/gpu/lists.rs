@@ -49,17 +49,7 @@ impl<'a> DeviceLists<'a> {
         inputs: Inputs<'_>,
         tensors: &mut Tensors,
     ) -> Result<(), GpuError> {
-        for (list, address) in [
-            (List::QueryStarts, &mut tensors.query_starts),
-            (List::QueryLengths, &mut tensors.query_lengths),
-            (List::KeyStarts, &mut tensors.key_starts),
-            (List::KeyLengths, &mut tensors.key_lengths),
-            (List::LeftPadding, &mut tensors.left_padding),
-            (List::BatchIndex, &mut tensors.batch_index),
-            (List::BlockTable, &mut tensors.block_table),
-            (List::Slopes, &mut tensors.slopes),
-            (List::Sinks, &mut tensors.sinks),
-        ] {
+        for (list, address) in List::OF_ATTENTION.into_iter().zip(tensors.lists_mut()) {
             *address = match inputs.list(problem, list) {
                 Some(words) => {
                     let bytes: Vec<u8> = words.into_iter().flat_map(u32::to_le_bytes).collect();

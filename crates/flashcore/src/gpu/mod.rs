@@ -14,7 +14,7 @@
 //! | `plans` | the cache of plans |
 //! | `backend` | attention over tensors in host memory |
 //! | `kernel`, `warm` | compiling |
-//! | `lists`, `room` | lists and guarded results on the device |
+//! | `lists`, `guarded` | lists and guarded results on the device |
 
 mod append;
 mod attention;
@@ -39,7 +39,6 @@ pub use backend::GpuBackend;
 pub use combine::{AttentionState, CombinePlan, CombineProblem, CombineTensors};
 pub use cuda::{Buffer, Device, DeviceAddress, DeviceSlice, Stream, StreamIdentity};
 pub use guarded::GuardedBuffer;
-use kernel::Source;
 pub use kernel::{Compilation, Kernel, Policy};
 pub use lists::DeviceLists;
 pub use tensors::{CapturedTensor, CapturedTensors, DeviceTensor, Gradients, Tensors};
@@ -51,8 +50,9 @@ use std::thread::JoinHandle;
 
 use cuda::{Cache, DeviceInfo, Event};
 use kernels::Configuration;
-use ptx::{Compiler, Program, Target};
+use ptx::{Compiler, Target};
 
+use self::kernel::Slot;
 use self::plans::Plans;
 use self::workspace::Workspaces;
 
@@ -77,9 +77,6 @@ pub struct Gpu {
     /// buffer's address, so none is given back; each is at least twice as large as the last.
     unread: Mutex<Vec<Buffer>>,
 }
-
-/// Where a kernel will be once it is compiled.
-type Slot = Arc<Mutex<Option<Arc<Kernel>>>>;
 
 /// Why a GPU did not do what it was asked.
 #[derive(Debug, thiserror::Error)]
@@ -195,39 +192,6 @@ impl Gpu {
         Compiler::of_cuda(version.major, version.minor)
     }
 
-    /// A kernel, built and compiled the first time; one that has a compact form by the GPU's
-    /// [`Policy`].
-    pub fn compiled(&self, configuration: &Configuration) -> Result<Arc<Kernel>, GpuError> {
-        let slot = lock(&self.kernels).entry(*configuration).or_default().clone();
-        let mut kernel = lock(&slot);
-        match &*kernel {
-            Some(kernel) => Ok(kernel.clone()),
-            None => Ok(kernel.insert(self.compile(configuration)?).clone()),
-        }
-    }
-
-    fn compile(&self, configuration: &Configuration) -> Result<Arc<Kernel>, GpuError> {
-        let (device, cache) = (&self.device, &self.cache);
-        let full = Source::new(configuration.program()?, self.compiler());
-        let compact = match configuration.compact() {
-            Some(compact) if self.policy != Policy::AtOnce && device.compiles_ahead() => compact,
-            _ => return Ok(Kernel::at_once(device, cache, &full)?),
-        };
-        if let Some(kernel) = Kernel::cached(device, cache, &full)? {
-            return Ok(kernel);
-        }
-        let compact = Source::new(compact.program()?, self.compiler());
-        let (kernel, beside) = Kernel::compact_first(device, cache, full, &compact);
-        lock(&self.compilers).push(beside);
-        Ok(kernel?)
-    }
-
-    /// A program of anybody's, compiled.
-    pub fn compiled_program(&self, program: Program) -> Result<Arc<Kernel>, GpuError> {
-        let source = Source::new(program, self.compiler());
-        Ok(Kernel::at_once(&self.device, &self.cache, &source)?)
-    }
-
     /// Memory that nobody reads.
     fn unread(&self, bytes: u64) -> Result<DeviceAddress, GpuError> {
         let mut buffers = lock(&self.unread);
@@ -240,15 +204,6 @@ impl Gpu {
         let address = buffer.address();
         buffers.push(buffer);
         Ok(address)
-    }
-
-    /// Waits until every kernel that was asked for is compiled in its full form.
-    pub fn finish_compiling(&self) {
-        let compilers = std::mem::take(&mut *lock(&self.compilers));
-        for compiler in compilers {
-            // A compiler that panicked leaves the compact form in place.
-            let _ = compiler.join();
-        }
     }
 
     /// A buffer with these bytes; never empty, so that it has an address.

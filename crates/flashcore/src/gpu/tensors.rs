@@ -75,7 +75,8 @@ pub struct Tensors {
     pub captured: CapturedTensors,
     /// Lists of key blocks in the place of the plan's own, as
     /// [`Choice::lists_over`](crate::family::Choice::lists_over) makes them: for those who know what
-    /// functions load.
+    /// functions load. Where a plan [finds](crate::gpu::AttentionPlan::with_found_lists) them, where they
+    /// are from a preparation on.
     pub block_lists: Option<DeviceAddress>,
     /// The lists of tiles that come with them.
     pub tile_lists: Option<DeviceAddress>,
@@ -166,6 +167,21 @@ impl Tensors {
             block_lists: None,
             tile_lists: None,
         }
+    }
+
+    /// Its lists, in the order of [`List::OF_ATTENTION`].
+    pub fn lists_mut(&mut self) -> [&mut Option<DeviceAddress>; 9] {
+        [
+            &mut self.query_starts,
+            &mut self.query_lengths,
+            &mut self.key_starts,
+            &mut self.key_lengths,
+            &mut self.left_padding,
+            &mut self.batch_index,
+            &mut self.block_table,
+            &mut self.slopes,
+            &mut self.sinks,
+        ]
     }
 
     /// Query, key, value and output without gaps in the order (batch, length, heads, dim).

@@ -115,8 +115,8 @@ impl Need {
 
 /// Whether memory is large, and nothing in it outlives the call that wrote it.
 fn is_shared(source: Source) -> bool {
-    use Workspace::{QueryGradientSums, RowStatistics};
-    matches!(source, Source::Workspace(QueryGradientSums | RowStatistics))
+    use Workspace::{FoundBlocks, QueryGradientSums, RowStatistics};
+    matches!(source, Source::Workspace(FoundBlocks | QueryGradientSums | RowStatistics))
 }
 
 impl Workspaces {

@@ -19,6 +19,7 @@ pub use binding::{Launch, Map, Source, Value, bind};
 #[cfg(feature = "cuda")]
 pub(crate) use binding::{axis_of, bind_with};
 pub(crate) use binding::{map_strides, window};
+pub use kernels::parameter::Workspace;
 
 pub use crate::chip::{Chip, target_of};
 

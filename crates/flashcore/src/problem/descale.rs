@@ -153,6 +153,9 @@ impl Problem {
         if dtypes.output.is_8_bit() {
             return Err(ElementError::Output(dtypes.output));
         }
+        if dtypes.query == DType::Int8 {
+            return Err(ElementError::Query);
+        }
         let of = Descales { query: dtypes.query, key: dtypes.key, value: dtypes.value };
         let names = Descales { query: "query", key: "key", value: "value" };
         for ((tensor, dtype), descale) in names.zip(of).zip(self.descales).into_array() {
@@ -177,6 +180,9 @@ pub enum ElementError {
     /// Outputs are not rounded to 8 bits.
     #[error("the output cannot be {0}: it is f32, f16 or bf16")]
     Output(DType),
+    /// Integers are for caches.
+    #[error("the query cannot be int8: keys and values alone may be")]
+    Query,
     /// Gradients of 8-bit tensors.
     #[error("there are no gradients of 8-bit tensors, and the {tensor} tensor is {dtype}")]
     Backward {

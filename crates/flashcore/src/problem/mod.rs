@@ -131,7 +131,7 @@ impl DTypes {
     /// the output is bf16.
     pub const fn inputs(dtype: DType) -> Self {
         let output = match dtype {
-            DType::E4M3 | DType::E5M2 => DType::BF16,
+            DType::E4M3 | DType::E5M2 | DType::Int8 => DType::BF16,
             wide => wide,
         };
         DTypes { output, ..DTypes::all(dtype) }
@@ -571,6 +571,11 @@ mod tests {
             refusal(eight.clone().with_output_dtype(DType::E5M2)),
             "the output cannot be e5m2: it is f32, f16 or bf16"
         );
+        assert_eq!(
+            refusal(eight.clone().with_dtype(DType::Int8)),
+            "the query cannot be int8: keys and values alone may be"
+        );
+        assert_eq!(eight.clone().with_kv_dtype(DType::Int8).validate(), Ok(()));
         assert_eq!(
             refusal(eight.clone().backward()),
             "there are no gradients of 8-bit tensors, and the query tensor is e4m3"

@@ -217,7 +217,7 @@ mod tests {
     #[test]
     fn tensors_have_element_types_and_descale_factors_of_their_own() {
         let text =
-            "b=1,h=8,s=1,sk=64,d=64,q=bf16,k=e4m3,v=e5m2,o=bf16,k_descale=head,v_descale=token";
+            "b=1,h=8,s=1,sk=64,d=64,q=bf16,k=int8,v=e5m2,o=bf16,k_descale=token,v_descale=head";
         let problem: Problem = text.parse().unwrap();
         assert_eq!(problem.text(), text);
         let DTypes { query, key, value, output } = problem.dtypes;

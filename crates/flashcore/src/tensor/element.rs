@@ -3,7 +3,7 @@
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-use super::float8::{E4M3, E5M2};
+use super::float8::{E4M3, E5M2, Int8};
 
 /// A type that tensors store.
 pub(crate) trait Element: Copy + Send + Sync {
@@ -46,30 +46,23 @@ impl Element for bf16 {
     }
 }
 
-impl Element for E4M3 {
-    fn widen(from: &[Self], to: &mut [f32]) {
-        for (to, from) in to.iter_mut().zip(from) {
-            *to = from.to_f32();
-        }
-    }
+/// 8-bit numbers convert one by one.
+macro_rules! small {
+    ($($name:ident),*) => {$(
+        impl Element for $name {
+            fn widen(from: &[Self], to: &mut [f32]) {
+                for (to, from) in to.iter_mut().zip(from) {
+                    *to = from.to_f32();
+                }
+            }
 
-    fn narrow(from: &[f32], to: &mut [Self]) {
-        for (to, from) in to.iter_mut().zip(from) {
-            *to = E4M3::from_f32(*from);
+            fn narrow(from: &[f32], to: &mut [Self]) {
+                for (to, from) in to.iter_mut().zip(from) {
+                    *to = $name::from_f32(*from);
+                }
+            }
         }
-    }
+    )*};
 }
 
-impl Element for E5M2 {
-    fn widen(from: &[Self], to: &mut [f32]) {
-        for (to, from) in to.iter_mut().zip(from) {
-            *to = from.to_f32();
-        }
-    }
-
-    fn narrow(from: &[f32], to: &mut [Self]) {
-        for (to, from) in to.iter_mut().zip(from) {
-            *to = E5M2::from_f32(*from);
-        }
-    }
-}
+small!(E4M3, E5M2, Int8);

@@ -1,11 +1,11 @@
-//! The 8-bit floats that tensors store.
+//! The 8-bit numbers that tensors store.
 
 use bytemuck::{Pod, Zeroable};
 use ptx::Float8;
 
-/// 8-bit floats are alike but for their format.
-macro_rules! float8 {
-    ($(#[$about:meta])* $name:ident) => {
+/// 8-bit numbers are alike but for their format.
+macro_rules! number {
+    ($(#[$about:meta])* $name:ident, $format:expr) => {
         $(#[$about])*
         #[derive(Debug, Clone, Copy, Pod, Zeroable)]
         #[repr(transparent)]
@@ -16,13 +16,13 @@ macro_rules! float8 {
             /// GPU's conversions have it.
             #[inline(always)]
             pub const fn from_f32(value: f32) -> Self {
-                $name(Float8::$name.encode(value))
+                $name($format.encode(value))
             }
 
             /// The number, exactly.
             #[inline(always)]
             pub const fn to_f32(self) -> f32 {
-                Float8::$name.decode(self.0)
+                $format.decode(self.0)
             }
 
             /// What the bits stand for.
@@ -48,7 +48,7 @@ macro_rules! float8 {
     };
 }
 
-float8! {
+number! {
     /// A float of 4 exponent bits and 3 of mantissa, without infinities (`float8_e4m3fn`).
     ///
     /// ```
@@ -57,10 +57,23 @@ float8! {
     /// assert_eq!(E4M3::from_f32(17.1).to_f32(), 18.0);
     /// assert_eq!(E4M3::from_f32(1e9).to_f32(), 448.0);
     /// ```
-    E4M3
+    E4M3, Float8::E4M3
 }
 
-float8! {
+number! {
     /// A float of 5 exponent bits and 2 of mantissa (`float8_e5m2`).
-    E5M2
+    E5M2, Float8::E5M2
+}
+
+number! {
+    /// An integer with a sign, rounded to -127 to 127.
+    ///
+    /// ```
+    /// use flashcore::Int8;
+    ///
+    /// assert_eq!(Int8::from_f32(17.5).to_f32(), 18.0);
+    /// assert_eq!(Int8::from_f32(-1e9).to_f32(), -127.0);
+    /// assert_eq!(Int8::from_bits(0x80).to_f32(), -128.0);
+    /// ```
+    Int8, ptx::Int8
 }

@@ -10,7 +10,7 @@ use super::{Candidate, Observer, Options, Pool};
 use crate::given::{Given, tensor_bytes};
 use crate::report::{Cache, Cell, Measurement, Results};
 use crate::statistics::Random;
-use crate::subject::{Addresses, Call, Planned, Role, flush_bytes};
+use crate::subject::{Addresses, Call, Flush, Planned, Role};
 use crate::verify::{POISON, Truth, inputs};
 use crate::{Error, Silent};
 
@@ -103,14 +103,14 @@ impl Contestant {
         &mut self,
         stream: &Stream,
         cache: Cache,
-        flush: &Buffer,
+        flush: &Flush,
         calls: usize,
     ) -> Result<f64, Error> {
         stream.fill(self.output.all(), POISON)?;
         stream.fill(self.lse.all(), POISON)?;
         // Either keeps the GPU busy while the host puts the marks around the call.
         match cache {
-            Cache::Cold => stream.fill(flush.all(), 0)?,
+            Cache::Cold => flush.run(stream)?,
             Cache::Hot => self.call(stream)?,
         }
         self.marks[0].record(stream)?;
@@ -132,7 +132,7 @@ fn bytes(problem: &Problem) -> Result<[u64; 5], Error> {
 #[derive(Debug)]
 pub struct Arena {
     inputs: [Buffer; 3],
-    flush: Buffer,
+    flush: Flush,
     pool: Pool,
 }
 
@@ -146,11 +146,7 @@ impl Arena {
     /// For a problem.
     pub fn new(gpu: &Gpu, problem: &Problem, pool: Pool) -> Result<Self, Error> {
         let [query, key, value, ..] = bytes(problem)?.map(|it| Buffer::new(gpu.device(), it));
-        Ok(Arena {
-            inputs: [query?, key?, value?],
-            flush: Buffer::new(gpu.device(), flush_bytes(gpu))?,
-            pool,
-        })
+        Ok(Arena { inputs: [query?, key?, value?], flush: Flush::new(gpu)?, pool })
     }
 
     /// Milliseconds of candidates, all of which must serve the problem, round by round.

@@ -3,6 +3,7 @@
 
 use flashcore::random::mix;
 use flashcore::{Alibi, DType, Lists, Mask, Problem, Scores, Storage};
+use testing::check::DIMS;
 
 use crate::statistics::Random;
 
@@ -58,22 +59,6 @@ const MOST_KINDS: u64 = 96;
 /// Elements of the query tensor, and of the key tensor, at most. The reference is on the CPU, and
 /// many small problems find more than a few large ones.
 const ELEMENTS: usize = 1 << 17;
-
-/// Head dims: those with kernels of their own often, odd ones now and then.
-const DIMS: [(usize, usize); 12] = [
-    (64, 64),
-    (64, 64),
-    (64, 64),
-    (128, 128),
-    (128, 128),
-    (128, 128),
-    (96, 96),
-    (192, 128),
-    (256, 256),
-    (8, 8),
-    (40, 72),
-    (136, 24),
-];
 
 /// Around the edges of tiles.
 const EDGES: [usize; 12] = [1, 16, 32, 63, 64, 65, 127, 128, 129, 191, 256, 257];

@@ -158,7 +158,7 @@ impl Room {
         self.staged.clear();
         let operands = [inputs.query, inputs.key, inputs.value];
         let operands = operands.map(|tensor| append(&mut self.staged, tensor.bytes()));
-        let lists = LISTS.map(|list| {
+        let lists = List::OF_ATTENTION.map(|list| {
             let words = inputs.list(problem, list)?;
             let bytes: Vec<u8> = words.into_iter().flat_map(u32::to_le_bytes).collect();
             Some(append(&mut self.staged, &bytes))
@@ -178,20 +178,7 @@ impl Room {
         let addresses = [query, key, value, at(results.output)];
         let tensors = Tensors::contiguous(problem, addresses, Some(at(results.lse)));
         let mut tensors = tensors.map_err(LibraryError::from)?;
-        for (list, place) in [
-            &mut tensors.query_starts,
-            &mut tensors.query_lengths,
-            &mut tensors.key_starts,
-            &mut tensors.key_lengths,
-            &mut tensors.left_padding,
-            &mut tensors.batch_index,
-            &mut tensors.block_table,
-            &mut tensors.slopes,
-            &mut tensors.sinks,
-        ]
-        .into_iter()
-        .zip(lists)
-        {
+        for (list, place) in tensors.lists_mut().into_iter().zip(lists) {
             *list = place.map(at);
         }
         Ok((tensors, results))
@@ -210,19 +197,6 @@ impl Room {
         Ok([all[output].to_vec(), all[lse].to_vec()])
     }
 }
-
-/// In the order of the fields of [`Tensors`] that they fill.
-const LISTS: [List; 9] = [
-    List::QueryStarts,
-    List::QueryLengths,
-    List::KeyStarts,
-    List::KeyLengths,
-    List::LeftPadding,
-    List::BatchIndex,
-    List::BlockTable,
-    List::Slopes,
-    List::Sinks,
-];
 
 /// Where the results lie in a room's memory, with guard zones around each.
 struct Results {

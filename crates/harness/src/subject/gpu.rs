@@ -4,7 +4,7 @@ use cuda::{Buffer, DeviceAddress, Event};
 use flashcore::Problem;
 use flashcore::gpu::Gpu;
 
-use super::{Addresses, Call, Memory, Role, Source, Subject, Tensors};
+use super::{Addresses, Call, Flush, Memory, Role, Source, Subject, Tensors};
 use crate::Error;
 
 /// A kernel on a GPU.
@@ -13,8 +13,7 @@ pub struct GpuSubject<'a> {
     source: &'a dyn Source,
     kernel: Option<Box<dyn Call>>,
     memory: Vec<Buffer>,
-    /// Larger than the second-level cache, to take its place.
-    flush: Buffer,
+    flush: Flush,
     marks: [Event; 2],
 }
 
@@ -27,7 +26,7 @@ impl<'a> GpuSubject<'a> {
             source,
             kernel: None,
             memory: Vec::new(),
-            flush: Buffer::new(device, flush_bytes(gpu))?,
+            flush: Flush::new(gpu)?,
             marks: [Event::new(device)?, Event::new(device)?],
         })
     }
@@ -36,11 +35,6 @@ impl<'a> GpuSubject<'a> {
         let missing = || Error::Impossible(format!("there is no memory {}", memory.0));
         self.memory.get(memory.0).ok_or_else(missing)
     }
-}
-
-/// Four times the second-level cache.
-pub(crate) fn flush_bytes(gpu: &Gpu) -> u64 {
-    4 * gpu.info().l2_bytes.max(16 << 20)
 }
 
 impl Subject for GpuSubject<'_> {
@@ -81,7 +75,7 @@ impl Subject for GpuSubject<'_> {
     }
 
     fn flush(&mut self) -> Result<(), Error> {
-        Ok(self.gpu.stream().fill(self.flush.all(), 0)?)
+        self.flush.run(self.gpu.stream())
     }
 
     fn mark(&mut self, which: usize) -> Result<(), Error> {

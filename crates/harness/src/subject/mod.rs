@@ -5,14 +5,15 @@
 //! is one such place; tests have another, on the host, where every known way to cheat is at home.
 
 mod description;
+mod flush;
 mod gpu;
 mod launcher;
 mod planned;
 
 pub use description::{LaunchDescription, Passed, Role, of_plan};
 pub(crate) use description::{of_program, plain_map};
+pub(crate) use flush::{Flush, flush_bytes};
 pub use gpu::GpuSubject;
-pub(crate) use gpu::flush_bytes;
 pub use launcher::Launcher;
 pub use planned::Planned;
 

@@ -123,7 +123,7 @@ impl Append {
         if !narrow && self.cache != Cache::plain(self.element) {
             return refuse("the cache has an element or scales of its own, and not 8 bits");
         }
-        if narrow && !self.target.has(Capability::Fp8Conversion) {
+        if !self.cache.is_converted_by(self.target) {
             return refuse("the target does not convert numbers of 8 bits");
         }
         // Two neighbours are stored at a time.

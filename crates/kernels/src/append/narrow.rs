@@ -1,8 +1,8 @@
 //! Rows into a cache of 8 bits: rotated, divided by their scale and rounded once.
 
 use ptx::{
-    Builder, E4M3x2, E5M2x2, Element, Expression, F32, GlobalAddress, Pair, Reg, StoreHint, U32,
-    U64,
+    Builder, E4M3x2, E5M2x2, Element, Expression, F32, GlobalAddress, Int8, Pair, Reg, StoreHint,
+    U32, U64,
 };
 
 use super::{Angles, Append};
@@ -23,6 +23,7 @@ type Body<'a> = dyn FnMut(&mut Builder, Reg<U32>, [Reg<F32>; 2]) + 'a;
 const fn largest(element: Element) -> f32 {
     match element {
         Element::E5M2 => 57344.0,
+        Element::Int8 => Int8::LARGEST,
         _ => 448.0,
     }
 }
@@ -61,6 +62,10 @@ impl Rounded<'_> {
             let at = k.eval(to + (word * 2).convert::<U64>());
             match append.cache.element {
                 Element::E5M2 => store_pair::<E5M2x2>(k, at, pair),
+                Element::Int8 => {
+                    let pair = k.pack_int8(pair[0], pair[1]);
+                    k.store(at, pair);
+                }
                 _ => store_pair::<E4M3x2>(k, at, pair),
             }
         });

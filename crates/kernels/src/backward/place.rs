@@ -316,7 +316,7 @@ impl Tile {
     ) -> Vec<Value<S32>> {
         match &self.slice {
             None => [row, head, self.batch].map(|it| it.reinterpret()).to_vec(),
-            Some(slice) => slice.query_corner(k, row, head),
+            Some(slice) => slice.query_corner(k, [row, head]),
         }
     }
 

@@ -192,13 +192,9 @@ impl Ragged {
 }
 
 impl Slice {
-    /// Where a query row of a head is: all coordinates but the column.
-    pub(super) fn query_corner(
-        &self,
-        k: &mut Builder,
-        row: Reg<U32>,
-        head: Reg<U32>,
-    ) -> Vec<Value<S32>> {
+    /// Where a query row, of a head, is: all coordinates but the column.
+    pub(super) fn query_corner(&self, k: &mut Builder, at: [Reg<U32>; 2]) -> Vec<Value<S32>> {
+        let [row, head] = at;
         let row = k.eval(slice_row(row, self.lengths[0]));
         [row.reinterpret()].into_iter().chain(slice_rest(self.ends[0], head)).collect()
     }

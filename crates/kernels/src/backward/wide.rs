@@ -178,7 +178,9 @@ impl Consumer {
         }
         k.wait_products(u32::from(before.is_some()));
         group.release_output_gradients(k, part.stage);
-        k.wait_products(0);
+        if before.is_some() {
+            k.wait_products(0);
+        }
 
         if slopes {
             // Added before: its registers are needed.
@@ -233,7 +235,7 @@ impl<'a> Half<'a> {
         let tile = place.find(k);
         let first = k.eval(0u32);
         let owner = epilogue::Owner { index: self.group.index, thread: self.group.thread, first };
-        self.arrive(k, &self.exchange.ended, 0u32);
+        self.lead(k, &self.exchange.ended, 0);
         let ended = self.exchange.ended.at(k, 0u32);
         k.mbarrier_wait(ended, 0, Scope::Block);
         epilogue::store(k, &tile, &owner, &[done]);
@@ -350,20 +352,26 @@ impl<'a> Half<'a> {
         for (index, registers) in self.registers.scores.registers().chunks_exact(4).enumerate() {
             k.store_vector(to + 2048 * index as u32, registers, StoreHint::default());
         }
-        self.arrive(k, &self.exchange.ready, 0u32);
+        self.arrive(k, &self.exchange.ready);
         k.set(self.parity, self.parity ^ 1);
     }
 
     /// Says for this warp that it has done its part of something.
-    fn arrive(&self, k: &mut Builder, barriers: &Barriers, stage: impl Into<Value<U32>>) {
+    fn arrive(&self, k: &mut Builder, barriers: &Barriers) {
         k.warp_sync();
+        self.lead(k, barriers, 0);
+    }
+
+    /// The same of a warp whose lanes need not meet.
+    fn lead(&self, k: &mut Builder, barriers: &Barriers, stage: u32) {
         let barrier = barriers.at(k, stage);
         k.if_(self.group.leader, |k| k.mbarrier_arrive(barrier));
     }
 
-    /// Says that a tile of `dS` is not needed any more.
+    /// Says that a tile of `dS` is not needed any more: only products read it, and a warp has waited
+    /// for those as one.
     fn multiplied(&self, k: &mut Builder, stage: u32) {
-        self.arrive(k, &self.exchange.multiplied, stage);
+        self.lead(k, &self.exchange.multiplied, stage);
     }
 
     /// What is left after the last step, its weights being ready as an operand.
@@ -478,7 +486,7 @@ impl<'a> Half<'a> {
                 k.set(*product, *product * weight);
             }
         }
-        self.arrive(k, &self.exchange.taken, 0u32);
+        self.arrive(k, &self.exchange.taken);
         k.set(self.parity, self.parity ^ 1);
     }
 

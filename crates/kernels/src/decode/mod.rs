@@ -306,7 +306,7 @@ impl Decode {
                 "the target has no cp.async or no mma.sync",
             ),
             (
-                narrow && !self.target.has(Capability::Fp8Conversion),
+                !self.cache.is_converted_by(self.target),
                 "the target does not convert numbers of 8 bits",
             ),
         ];

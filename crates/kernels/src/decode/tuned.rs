@@ -185,7 +185,7 @@ pub fn every_tuned(target: Target) -> Vec<Decode> {
 
 /// Caches of 8 bits: each element, kind of scales, memory order and width, and every rule.
 fn narrow(target: Target) -> Vec<Decode> {
-    use Element::{BF16, E4M3, E5M2, F16};
+    use Element::{BF16, E4M3, E5M2, F16, Int8};
     let cases = [
         (BF16, E4M3, 128, 8, false, Scales::PerHead, Rules::LOCAL),
         (BF16, E4M3, 128, 8, true, Scales::PerHead, Rules::LOCAL),
@@ -196,6 +196,8 @@ fn narrow(target: Target) -> Vec<Decode> {
         (BF16, E4M3, 256, 8, true, Scales::PerHead, Rules::LOCAL),
         (F16, E5M2, 80, 16, false, Scales::PerToken, Rules::EVERY),
         (BF16, E4M3, 192, 16, false, Scales::PerHead, Rules::LOCAL),
+        (BF16, Int8, 128, 8, true, Scales::PerToken, Rules::LOCAL),
+        (F16, Int8, 64, 16, false, Scales::PerHead, Rules::EVERY),
     ];
     let of = |(element, narrow, dim, query_rows, paged, scales, rules)| {
         let workload = DecodeWorkload {

@@ -145,18 +145,15 @@ impl<'a> Walk<'a> {
                 let last = k.eval(cursor.queries.maximum(1) - 1);
                 let query = k.eval(row.query.minimum(last));
                 let [first, end] = cursor.visible(k, query);
-                // Heads beyond the last row's are not there: any head will do.
-                let group = numbers.group.number;
-                let head = k.eval(row.head.minimum(numbers.key_head * group + (group - 1)));
                 let alibi = slopes.map(|slopes| {
-                    let slope = slopes.log2(k, cursor.sequence(), head);
+                    let slope = slopes.log2(k, cursor.sequence(), row.head);
                     let slope = match &functions.score {
                         None => slope,
                         Some(_) => k.eval(slope * LN_2),
                     };
                     (slope, cursor.position(k, query))
                 });
-                let place = functions.exist().then_some([query, head]);
+                let place = functions.exist().then_some([query, row.head]);
                 ScoreRow { seen: [first, k.eval(end - 1)], alibi, place }
             })
             .collect();

@@ -3,6 +3,7 @@
 use ptx::{Accumulate, Accumulator, Builder, Fragment, GlobalAddress, Pred, Reg, U32};
 
 use super::epilogue::{Epilogue, Output};
+use super::partials::Part;
 use super::probe::{Phase, Probe};
 use super::rule::Rule;
 use super::scheduler::ConsumerScheduler;
@@ -30,20 +31,23 @@ struct State<'a, T: ConsumerScheduler> {
     block: Reg<U32>,
 }
 
+/// What the consumers of a block are given.
+pub(super) struct Consumers<'a, T: ConsumerScheduler> {
+    pub(super) forward: &'a Forward,
+    pub(super) shared: &'a Shared,
+    pub(super) tiles: &'a T,
+    pub(super) scores: ScoreRule,
+    pub(super) functions: Functions,
+    pub(super) epilogue: Epilogue,
+    pub(super) probe: Option<Reg<GlobalAddress>>,
+}
+
 /// One warpgroup's work: 64 query rows of each of the block's tiles.
-pub(super) fn consume<T: ConsumerScheduler>(
-    k: &mut Builder,
-    forward: &Forward,
-    shared: &Shared,
-    tiles: &T,
-    (scores, functions): (ScoreRule, Functions),
-    epilogue: &Epilogue,
-    probe: Option<Reg<GlobalAddress>>,
-) {
-    if forward.is_fp8() {
-        let rules = (scores, functions);
-        return fp8::consume(k, forward, shared, tiles, rules, epilogue, probe);
+pub(super) fn consume<T: ConsumerScheduler>(k: &mut Builder, given: Consumers<'_, T>) {
+    if given.forward.is_fp8() {
+        return fp8::consume(k, given);
     }
+    let Consumers { forward, shared, tiles, scores, functions, epilogue, probe } = given;
     let group = Warpgroup::new(k, forward, shared);
     let staging = Output::new(k, shared, &group);
     // The probabilities of one block and of the next: they change places.
@@ -67,9 +71,9 @@ pub(super) fn consume<T: ConsumerScheduler>(
         state.probe.stamp(k, Phase::Begin);
         let p = [&even, &odd];
         if forward.form.overlap_tiles {
-            state.tiles_overlapped(k, &tile, epilogue, &staging, p);
+            state.tiles_overlapped(k, &tile, &epilogue, &staging, p);
         } else {
-            state.tiles_one_by_one(k, &tile, epilogue, &staging, p);
+            state.tiles_one_by_one(k, &tile, &epilogue, &staging, p);
         }
         staging.drain(k);
     });
@@ -245,15 +249,16 @@ fn finish<T: ConsumerScheduler>(
         let rows = softmax.finish(k, sink);
         epilogue.store(k, tiles, staging, &rows, output, current);
     };
-    let (Some(partials), Some(part)) = (&epilogue.partials, tiles.part(current)) else {
+    let (Some(partials), Some(word)) = (&epilogue.partials, tiles.part(current)) else {
         return store(k);
     };
+    let part = Part { word, staging, softmax, output };
     k.if_else(
-        PartWord::is_left(part),
-        |k| partials.leave(k, staging, part, softmax, output),
+        PartWord::is_left(word),
+        |k| partials.leave(k, &part),
         |k| {
             if last {
-                partials.take_in(k, staging, part, softmax, output);
+                partials.take_in(k, &part);
             }
             store(k);
         },

@@ -18,20 +18,16 @@
 //! `T` lives where `S` lived (the assembler finds that by itself; told so, it serialises
 //! products), so that a warpgroup waits for its own products; others multiply in the meantime.
 
-use ptx::{
-    Accumulate, Accumulator, Builder, Choose, E4M3x2, Expression, F32, Fragment, GlobalAddress,
-    Reg, U32,
-};
+use ptx::{Accumulate, Accumulator, Builder, Choose, E4M3x2, Expression, F32, Fragment, Reg, U32};
 
-use super::epilogue::{Epilogue, Output};
+use super::Forward;
+use super::consumer::Consumers;
+use super::epilogue::Output;
 use super::probe::{Phase, Probe};
 use super::rule::Rule;
 use super::scheduler::ConsumerScheduler;
 use super::warpgroup::Warpgroup;
-use super::{Forward, Shared};
 use crate::attention::descale::Product;
-use crate::attention::function::lower::Functions;
-use crate::attention::scores::ScoreRule;
 use crate::attention::softmax::Softmax;
 use crate::attention::{ACCUMULATOR_ROWS, Score};
 
@@ -86,15 +82,8 @@ struct State<'a, T: ConsumerScheduler> {
 }
 
 /// One warpgroup's work: 64 query rows of each of the block's tiles.
-pub(super) fn consume<T: ConsumerScheduler>(
-    k: &mut Builder,
-    forward: &Forward,
-    shared: &Shared,
-    tiles: &T,
-    (scores, functions): (ScoreRule, Functions),
-    epilogue: &Epilogue,
-    probe: Option<Reg<GlobalAddress>>,
-) {
+pub(super) fn consume<T: ConsumerScheduler>(k: &mut Builder, given: Consumers<'_, T>) {
+    let Consumers { forward, shared, tiles, scores, functions, epilogue, probe } = given;
     let group = Warpgroup::new(k, forward, shared);
     let staging = Output::new(k, shared, &group);
     let tile = tiles.first_tile(k);

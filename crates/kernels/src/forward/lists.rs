@@ -38,13 +38,13 @@ pub struct TileLists {
 }
 
 /// What a key block costs. Everything else is in parts of it.
-const BLOCK: u64 = 4;
+pub(crate) const BLOCK: u64 = 4;
 /// What a tile costs beyond its key blocks: the first scores, which nothing overlaps, and the way
 /// out.
-const OVERHEAD: u64 = 2 * BLOCK;
+pub(crate) const OVERHEAD: u64 = 2 * BLOCK;
 /// What a mask costs that is evaluated over a block: inferred, not timed by itself. 1.2 to 1.4
 /// blocks explain the times of two problems with documents on an H200.
-const EVALUATION: u64 = 5;
+pub(crate) const EVALUATION: u64 = 5;
 
 /// In the last round every block has work for so many of the longest tile.
 const LAST_ROUND: u64 = 2;
@@ -75,22 +75,13 @@ impl TileLists {
         }
         let all_heads = heads as u64 * batch as u64;
         let group_size = (heads / key_heads.max(1)).max(1) as u64;
-        let head_bytes = key_length as u64
-            * (forward.head_dim + forward.value_head_dim) as u64
-            * forward.element.bytes() as u64;
-        // Enough heads for every block to have a tile, if the cache holds them;
-        // query heads that share keys and values come together.
-        let wanted = (processors as u64).div_ceil(row_tiles.max(1) as u64);
-        let held = cache_bytes / head_bytes.max(1) * group_size;
-        let together = wanted.min(held).max(1).next_multiple_of(group_size);
+        let together =
+            forward.heads_together(row_tiles, key_length, group_size, processors, cache_bytes);
         let blocks = (processors as u64).min(row_tiles as u64 * all_heads).max(1) as u32;
         let lengths = [query_length, key_length];
         let cost = |head: u64, row_tile: u32| match seen {
             None => forward.key_blocks(window, row_tile, lengths) * BLOCK + OVERHEAD,
-            Some(seen) => {
-                let Walked { blocks, evaluated } = seen.of_head(head)[row_tile as usize];
-                u64::from(blocks.max(1)) * BLOCK + u64::from(evaluated) * EVALUATION + OVERHEAD
-            }
+            Some(seen) => seen.of_head(head)[row_tile as usize].cost(),
         };
         let number = |head: u64, row_tile: u32| (head * row_tiles as u64) as u32 + row_tile;
         // By name the causal mask alone; a function may make the same of its tiles.
@@ -157,6 +148,32 @@ impl TileLists {
             words.push(TileLists::END);
         }
         TileLists { blocks, words, places: 0 }
+    }
+
+    /// How tiles are shared out on the device, where what they cost is not known here: heads of a group, and the
+    /// first head of the last one, by what the window leaves of them.
+    pub fn groups(
+        forward: &Forward,
+        window: &Window,
+        lengths: [u32; 2],
+        [heads, key_heads, batch]: [u32; 3],
+        processors: u32,
+        cache_bytes: u64,
+    ) -> [u32; 2] {
+        let row_tiles = lengths[0].div_ceil(forward.query_rows());
+        let group_size = u64::from((heads / key_heads.max(1)).max(1));
+        let cost = |_, row_tile| forward.key_blocks(window, row_tile, lengths) * BLOCK + OVERHEAD;
+        let last = last_round(u64::from(heads) * u64::from(batch), row_tiles, processors, cost);
+        let together =
+            forward.heads_together(row_tiles, lengths[1], group_size, processors, cache_bytes);
+        [together, last].map(|it| it as u32)
+    }
+}
+
+impl Walked {
+    /// What the tile costs.
+    fn cost(&self) -> u64 {
+        u64::from(self.blocks.max(1)) * BLOCK + u64::from(self.evaluated) * EVALUATION + OVERHEAD
     }
 }
 
@@ -240,6 +257,23 @@ impl Shares {
 }
 
 impl Forward {
+    /// Heads whose tiles are given out together: enough for every block to have one, if the cache holds
+    /// their keys. Query heads that share keys and values come together.
+    fn heads_together(
+        &self,
+        row_tiles: u32,
+        key_length: u32,
+        group_size: u64,
+        processors: u32,
+        cache_bytes: u64,
+    ) -> u64 {
+        let dims = u64::from(self.head_dim + self.value_head_dim);
+        let head_bytes = u64::from(key_length) * dims * u64::from(self.element.bytes());
+        let wanted = u64::from(processors).div_ceil(u64::from(row_tiles.max(1)));
+        let held = cache_bytes / head_bytes.max(1) * group_size;
+        wanted.min(held).max(1).next_multiple_of(group_size)
+    }
+
     /// From how many tiles of a head on they are given out longest first.
     fn longest_first_from(&self) -> u32 {
         if self.warpgroups == 3 { 40 } else { 100 }

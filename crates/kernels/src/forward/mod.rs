@@ -30,7 +30,7 @@ mod consumer;
 mod dynamic_scheduler;
 mod epilogue;
 mod fp8;
-mod lists;
+pub(crate) mod lists;
 mod partials;
 mod prefill;
 mod probe;
@@ -64,6 +64,7 @@ use crate::attention::scores::ScoreRule;
 use crate::attention::{MaskKind, Rules};
 use crate::parameter::{Number, Tensor};
 use crate::product::Source;
+use consumer::Consumers;
 use epilogue::Epilogue;
 use partials::Partials;
 use static_scheduler::StaticScheduler;
@@ -430,9 +431,16 @@ impl Forward {
             self.register_budgets(),
             |k| producer::produce(k, self, &shared, &maps, &schedule),
             |k| {
-                let epilogue = Epilogue { output: maps.output, lse, partials };
-                let rules = (scores, functions);
-                consumer::consume(k, self, &shared, &schedule, rules, &epilogue, probe);
+                let given = Consumers {
+                    forward: self,
+                    shared: &shared,
+                    tiles: &schedule,
+                    scores,
+                    functions,
+                    epilogue: Epilogue { output: maps.output, lse, partials },
+                    probe,
+                };
+                consumer::consume(k, given);
             },
         );
     }

@@ -38,6 +38,14 @@ pub(super) struct Partials {
     bytes: u32,
 }
 
+/// A part of a tile as a warpgroup holds it: its word, and the thread's registers.
+pub(super) struct Part<'a> {
+    pub(super) word: Reg<U32>,
+    pub(super) staging: &'a Output,
+    pub(super) softmax: &'a Softmax,
+    pub(super) output: &'a Accumulator,
+}
+
 impl Partials {
     pub(super) fn parameters(k: &mut Builder, forward: &Forward) -> Self {
         Partials {
@@ -49,15 +57,9 @@ impl Partials {
     }
 
     /// Leaves a part.
-    pub(super) fn leave(
-        &self,
-        k: &mut Builder,
-        staging: &Output,
-        part: Reg<U32>,
-        softmax: &Softmax,
-        output: &Accumulator,
-    ) {
-        let place = k.eval(PartWord::place(part));
+    pub(super) fn leave(&self, k: &mut Builder, part: &Part<'_>) {
+        let Part { staging, word, softmax, output } = *part;
+        let place = k.eval(PartWord::place(word));
         let number = self.number(k, staging, place);
         let at = self.address(k, staging, number);
         let rows = softmax.state();
@@ -76,16 +78,10 @@ impl Partials {
     }
 
     /// Takes in what others have left of a tile, in order.
-    pub(super) fn take_in(
-        &self,
-        k: &mut Builder,
-        staging: &Output,
-        part: Reg<U32>,
-        softmax: &Softmax,
-        output: &Accumulator,
-    ) {
-        let first = k.eval(PartWord::place(part));
-        let end = k.eval(first + PartWord::others(part));
+    pub(super) fn take_in(&self, k: &mut Builder, part: &Part<'_>) {
+        let Part { staging, word, softmax, output } = *part;
+        let first = k.eval(PartWord::place(word));
+        let end = k.eval(first + PartWord::others(word));
         k.for_range(first, end, 1, |k, place| {
             let number = self.number(k, staging, place);
             self.wait(k, staging, number);

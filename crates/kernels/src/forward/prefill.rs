@@ -19,9 +19,10 @@ use ptx::{
     Builder, Expression, GlobalAddress, Program, Reg, S32, TensorBox, TileLayout, U32, Value,
 };
 
+use super::consumer::{self, Consumers};
 use super::dynamic_scheduler::{Batch, DynamicConsumer, DynamicProducer, WorkSlots};
 use super::epilogue::Epilogue;
-use super::{Forward, Maps, consumer, probe, producer};
+use super::{Forward, Maps, producer};
 use crate::Error;
 use crate::attention::MaskKind;
 use crate::attention::function::lower::Functions;
@@ -185,10 +186,16 @@ impl Prefill {
             },
             |k| {
                 let posted = DynamicConsumer::new(k, &slots, &batch);
-                let epilogue = Epilogue { output: maps.output, lse, partials: None };
-                let probe = probe::parameter(k, false);
-                let rules = (scores, functions);
-                consumer::consume(k, &self.tile, &shared, &posted, rules, &epilogue, probe);
+                let given = Consumers {
+                    forward: &self.tile,
+                    shared: &shared,
+                    tiles: &posted,
+                    scores,
+                    functions,
+                    epilogue: Epilogue { output: maps.output, lse, partials: None },
+                    probe: None,
+                };
+                consumer::consume(k, given);
             },
         );
     }

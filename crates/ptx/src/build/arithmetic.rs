@@ -267,6 +267,23 @@ impl Builder {
         low
     }
 
+    /// Two numbers rounded to `int8`, as [`Int8`](crate::Int8) has it: 16 bits, whatever their type
+    /// is called.
+    #[track_caller]
+    pub fn pack_int8(&mut self, low: Reg<F32>, high: Reg<F32>) -> Reg<F16> {
+        use crate::float8::{Int8, ROUND_TO_INTEGER};
+        use crate::{Choose, Expression};
+        let [low, high] = [low, high].map(|number| {
+            // The bounds also keep the addition apart from a multiplication before it.
+            let bounded = number.maximum(-Int8::LARGEST).minimum(Int8::LARGEST);
+            let rounded = self.eval((bounded + ROUND_TO_INTEGER).reinterpret::<U32>());
+            self.eval(number.differs(number).choose::<U32>(0, rounded))
+        });
+        let bytes = self.permute_bytes(low, high, 0x40);
+        let bytes = self.eval(bytes.reinterpret::<F16x2>());
+        self.split(bytes)[0]
+    }
+
     // ---- across the warp -------------------------------------------------------
 
     /// The value of the lane whose index differs in the bits of `distance`.

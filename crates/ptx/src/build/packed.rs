@@ -4,7 +4,7 @@
 use super::Builder;
 use crate::{
     AddressOf, BF16x2, Element, F16x2, F32, Instruction, LoadCache, LoadOrder, Operand, Reg,
-    Register, SharedAddress, StoreCache, StoreOrder, Type, Value,
+    Register, SharedAddress, StoreCache, StoreOrder, Type, U32, Value,
 };
 
 /// Two neighbouring elements of 16 bits or four of 8 in one register, lower-indexed ones low.
@@ -75,9 +75,14 @@ impl Builder {
         }
     }
 
-    /// Four numbers of 8 bits as two pairs of `f16`, exactly.
+    /// Four numbers of 8 bits as two pairs of `f16`, exactly: of each number, which one it was.
     #[track_caller]
-    pub fn widen(&mut self, four: Packed) -> [Packed; 2] {
+    pub fn widen(&mut self, four: Packed, order: [u32; 4]) -> [Packed; 2] {
+        if four.element == Element::Int8 {
+            return self.widen_integers(four, order);
+        }
+        let four =
+            if order == [0, 1, 2, 3] { four } else { self.permute_bytes_packed(four, order) };
         let ty = if four.element == Element::E5M2 { Type::E5M2x2 } else { Type::E4M3x2 };
         let [low, high] = [(); 2].map(|()| self.register_of(ty));
         self.push(Instruction::Split { low, high, src: four.register });
@@ -88,9 +93,27 @@ impl Builder {
         })
     }
 
+    /// The same of integers: `x + 128` in the lowest bits of 1024, whose neighbours in `f16` are 1
+    /// away, is `x + 1152`.
+    #[track_caller]
+    fn widen_integers(&mut self, four: Packed, order: [u32; 4]) -> [Packed; 2] {
+        use crate::Expression;
+        let four = Reg::<U32>::new(four.register);
+        let lifted = self.eval(four ^ 0x8080_8080u32);
+        let exponents = self.eval::<U32>(0x6464_6464u32);
+        let less = self.eval(Value::<U32>::from(0xE480_E480u32).reinterpret::<F16x2>());
+        [[order[0], order[1]], [order[2], order[3]]].map(|[low, high]| {
+            let selector = low | 4 << 4 | high << 8 | 4 << 12;
+            let pair = self.permute_bytes(lifted, exponents, selector);
+            let pair = self.eval(pair.reinterpret::<F16x2>());
+            let pair = self.add_packed(pair, less);
+            Packed { element: Element::F16, register: pair.register() }
+        })
+    }
+
     /// The four bytes of a register in another order: of each, which one it was.
     #[track_caller]
-    pub fn permute_bytes_packed(&mut self, four: Packed, order: [u32; 4]) -> Packed {
+    fn permute_bytes_packed(&mut self, four: Packed, order: [u32; 4]) -> Packed {
         let dst = self.packed(four.element);
         let selector = (0..).zip(order).map(|(place, byte)| (byte % 4) << (4 * place)).sum();
         let (a, selector) = (four.register.into(), Operand::u32(selector));

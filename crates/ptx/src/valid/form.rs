@@ -217,7 +217,7 @@ pub(super) fn fault(program: &Program, instruction: &Instruction) -> Option<Faul
         I::CopyAsyncWait { .. } => None,
         I::BulkLoad { bytes, .. } | I::BulkStore { bytes, .. } => bulk_fault(*bytes),
         I::BulkReduceAdd { ty, bytes, .. } => {
-            let exists = !matches!(ty, BulkElement::Float(Element::E4M3 | Element::E5M2));
+            let exists = !matches!(ty, BulkElement::Float(element) if element.bytes() == 1);
             unless(exists, || format!("adding {ty:?} in bulk")).or_else(|| bulk_fault(*bytes))
         }
         I::TensorLoad { map, coordinates, .. }

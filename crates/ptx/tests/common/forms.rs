@@ -580,7 +580,7 @@ fn packed(element: Element) -> Type {
         Element::F32 => Type::F32,
         Element::F16 => Type::F16x2,
         Element::BF16 => Type::BF16x2,
-        Element::E4M3 | Element::E5M2 => Type::U32,
+        Element::E4M3 | Element::E5M2 | Element::Int8 => Type::U32,
     }
 }
 

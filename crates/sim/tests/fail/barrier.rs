@@ -1,13 +1,13 @@
 //! Named barriers and memory barriers.
 
 use flashcore_sim::HazardKind as H;
-use flashcore_sim::mutate;
+use flashcore_sim::{Options, Policy, mutate};
 use ptx::{
     Barriers, Builder, Expression, Instruction, Operand, Reg, Role, Scope, SharedAddress,
-    StatementKind, Target,
+    StatementKind, Target, U32,
 };
 
-use crate::{fails, passes};
+use crate::{fails, hazard, passes, run};
 
 #[test]
 fn barrier_counts_differ() {
@@ -22,6 +22,36 @@ fn barrier_with_too_few() {
     let mut k = Builder::new("kernel", Target::SM_90A, 64);
     k.role(Role::warps("first", 0..1), |k| k.barrier_sync(1, 64));
     fails("barrier_with_too_few", H::BarrierCount, &k.finish().unwrap());
+}
+
+/// A pair of warps that comes late to the barrier of another pair, or to one of its own. Most schedules
+/// bring the first pair through before: a warp must be left behind.
+#[test]
+fn late_warps_at_the_barrier_of_others() {
+    let program = |barrier: u32| {
+        let mut k = Builder::new("kernel", Target::SM_90A, 128);
+        let word = k.shared("word", 128, 4);
+        let lane = k.lane();
+        let word = k.shared_address(word);
+        let word = k.eval(word + lane * 4);
+        k.role(Role::warps("writer", 0..1), |k| {
+            k.store(word, lane);
+            k.barrier_sync(1, 64);
+        });
+        k.role(Role::warps("reader", 1..2), |k| {
+            k.barrier_sync(1, 64);
+            k.load::<U32, _>(word);
+        });
+        k.role(Role::warps("late", 2..4), |k| {
+            k.for_range(0, 500, 1, |k, _| k.warp_sync());
+            k.barrier_sync(barrier, 64);
+        });
+        k.finish().unwrap()
+    };
+    passes(&program(2));
+    assert!((0..3).all(|seed| run(&program(1), &Options::checked(Policy::Random, seed)).is_ok()));
+    let found = hazard(&program(1), &Options::checked(Policy::Random, 3));
+    assert_eq!(found.kind, H::UninitialisedMemory, "{found}");
 }
 
 /// A kernel with one initialised memory barrier for `arrivals` arrivals.

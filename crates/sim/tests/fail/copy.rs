@@ -114,28 +114,35 @@ fn proxy_fence_for_other_memory() {
     fails("proxy_fence_for_other_memory", H::MissingProxyFence, &program);
 }
 
+/// A warp fills a tile twice, 16 bytes a lane, and reads it each time.
+fn filled_twice(read: impl Fn(&mut Builder, Reg<SharedAddress>, Reg<U32>)) -> ptx::Program {
+    let mut k = Builder::new("kernel", Target::SM_80, 32);
+    let input = k.parameter::<GlobalAddress>("input");
+    let offset = k.shared("tile", 512, 128);
+    let tile = k.shared_address(offset);
+    let thread = k.thread_index();
+    let mine = k.eval(input + thread.convert::<ptx::U64>() * 16);
+    for _ in 0..2 {
+        k.copy_async(tile + thread * 16, mine, None);
+        k.copy_async_commit();
+        k.copy_async_wait(0);
+        read(&mut k, tile, thread);
+    }
+    k.finish().unwrap()
+}
+
 /// What a warp has read as one, its lanes must have met to fill again.
 #[test]
 fn copies_over_a_matrix() {
     let kernel = |meet: bool| {
-        let mut k = Builder::new("kernel", Target::SM_80, 32);
-        let input = k.parameter::<GlobalAddress>("input");
-        let offset = k.shared("tile", 512, 128);
-        let tile = k.shared_address(offset);
-        let thread = k.thread_index();
-        let mine = k.eval(input + thread.convert::<ptx::U64>() * 16);
-        for _ in 0..2 {
-            k.copy_async(tile + thread * 16, mine, None);
-            k.copy_async_commit();
-            k.copy_async_wait(0);
+        filled_twice(|k, tile, thread| {
             k.warp_sync();
             let row = k.eval(tile + thread * 16);
             k.load_matrix::<U32, 4>(row, false);
             if meet {
                 k.warp_sync();
             }
-        }
-        k.finish().unwrap()
+        })
     };
     passes(&kernel(true));
     fails("copies_over_a_matrix", H::OverwrittenInFlight, &kernel(false));
@@ -167,16 +174,7 @@ fn stores_over_a_matrix() {
 #[test]
 fn copies_of_other_lanes() {
     let kernel = |before_use: bool, before_reuse: bool| {
-        let mut k = Builder::new("kernel", Target::SM_80, 32);
-        let input = k.parameter::<GlobalAddress>("input");
-        let offset = k.shared("tile", 512, 128);
-        let tile = k.shared_address(offset);
-        let thread = k.thread_index();
-        let mine = k.eval(input + thread.convert::<ptx::U64>() * 16);
-        for _ in 0..2 {
-            k.copy_async(tile + thread * 16, mine, None);
-            k.copy_async_commit();
-            k.copy_async_wait(0);
+        filled_twice(|k, tile, thread| {
             if before_use {
                 k.warp_sync();
             }
@@ -184,8 +182,7 @@ fn copies_of_other_lanes() {
             if before_reuse {
                 k.warp_sync();
             }
-        }
-        k.finish().unwrap()
+        })
     };
     passes(&kernel(true, true));
     fails("copies_of_other_lanes", H::TouchedBeforeArrival, &kernel(false, true));

@@ -3,7 +3,7 @@
 use flashcore_sim::HazardKind as H;
 use ptx::{
     AtomicOperation, AtomicOrder, Builder, Expression, F32, GlobalAddress, Instruction, LoadHint,
-    LoadOrder, Scope, Space, StoreHint, StoreOrder, Target, U32, U64,
+    LoadOrder, Reg, Scope, Space, StoreHint, StoreOrder, Target, U32, U64,
 };
 
 use crate::copy::{FENCED, Store, wait, with_store};
@@ -64,6 +64,42 @@ fn a_lane_that_arrives_does_not_speak_for_the_others() {
     passes(&kernel(true));
 }
 
+/// Raises a flag.
+fn raise(k: &mut Builder, flag: Reg<GlobalAddress>, order: StoreOrder) {
+    let one = k.eval::<U32>(1);
+    k.store_vector(flag, &[one], StoreHint { order, ..StoreHint::default() });
+}
+
+/// Waits until a number is there: that of those who have raised a flag, or counted.
+fn wait_for(k: &mut Builder, flag: Reg<GlobalAddress>, number: u32, order: LoadOrder) {
+    k.loop_(|k| {
+        let hint = LoadHint { order, ..LoadHint::default() };
+        let [seen] = k.load_vector::<U32, _, 1>(flag, hint);
+        k.break_if(seen.equals(number));
+    });
+}
+
+/// One block does something with `data`, the other waits for its flag and goes on with `data`.
+fn one_after_the_other(
+    first: impl FnOnce(&mut Builder, Reg<GlobalAddress>, Reg<GlobalAddress>),
+    second: impl FnOnce(&mut Builder, Reg<GlobalAddress>),
+) -> ptx::Program {
+    let mut k = Builder::new("kernel", Target::SM_90A, 32).cluster(2);
+    let [data, flag] = ["data", "flag"].map(|name| k.parameter::<GlobalAddress>(name));
+    let (thread, rank) = (k.thread_index(), k.cluster_rank());
+    k.if_(thread.equals(0), |k| {
+        k.if_else(
+            rank.equals(0),
+            |k| first(k, data, flag),
+            |k| {
+                wait_for(k, flag, 1, LoadOrder::Acquire(Scope::Gpu));
+                second(k, data);
+            },
+        );
+    });
+    k.finish().unwrap()
+}
+
 /// One warp writes data and raises a flag; the other waits for the flag.
 fn flag(store: StoreOrder, load: LoadOrder) -> ptx::Program {
     let mut k = Builder::new("kernel", Target::SM_90A, 64);
@@ -75,17 +111,12 @@ fn flag(store: StoreOrder, load: LoadOrder) -> ptx::Program {
         |k| {
             k.if_(thread.equals(0), |k| {
                 k.store(data, 1.0);
-                let one = k.eval::<U32>(1);
-                k.store_vector(raised, &[one], StoreHint { order: store, ..StoreHint::default() });
+                raise(k, raised, store);
             });
         },
         |k| {
             k.if_(thread.equals(32), |k| {
-                k.loop_(|k| {
-                    let hint = LoadHint { order: load, ..LoadHint::default() };
-                    let [seen] = k.load_vector::<U32, _, 1>(raised, hint);
-                    k.break_if(seen.equals(1));
-                });
+                wait_for(k, raised, 1, load);
                 k.load::<F32, _>(data);
             });
         },
@@ -125,31 +156,13 @@ fn atomics_of_many_blocks_do_not_race() {
 
 /// Two blocks add to one sum, the second after the first has raised a flag.
 fn added_by_turns(store: StoreOrder) -> ptx::Program {
-    let mut k = Builder::new("kernel", Target::SM_90A, 32).cluster(2);
-    let sum = k.parameter::<GlobalAddress>("sum");
-    let raised = k.parameter::<GlobalAddress>("flag");
-    let (thread, rank) = (k.thread_index(), k.cluster_rank());
-    k.if_(thread.equals(0), |k| {
-        k.if_else(
-            rank.equals(0),
-            |k| {
-                k.reduce_add::<F32, _>(sum, 1.0, Scope::Gpu);
-                let one = k.eval::<U32>(1);
-                let hint = StoreHint { order: store, ..StoreHint::default() };
-                k.store_vector(raised, &[one], hint);
-            },
-            |k| {
-                k.loop_(|k| {
-                    let order = LoadOrder::Acquire(Scope::Gpu);
-                    let hint = LoadHint { order, ..LoadHint::default() };
-                    let [seen] = k.load_vector::<U32, _, 1>(raised, hint);
-                    k.break_if(seen.equals(1));
-                });
-                k.reduce_add::<F32, _>(sum, 2.0, Scope::Gpu);
-            },
-        );
-    });
-    k.finish().unwrap()
+    one_after_the_other(
+        |k, sum, flag| {
+            k.reduce_add::<F32, _>(sum, 1.0, Scope::Gpu);
+            raise(k, flag, store);
+        },
+        |k, sum| k.reduce_add::<F32, _>(sum, 2.0, Scope::Gpu),
+    )
 }
 
 #[test]
@@ -196,11 +209,7 @@ fn atomics_that_do_not_reach() {
                 scope: counter,
                 order,
             });
-            k.loop_(|k| {
-                let hint = LoadHint { order: LoadOrder::Acquire(acquire), ..LoadHint::default() };
-                let [seen] = k.load_vector::<U32, _, 1>(count, hint);
-                k.break_if(seen.equals(2));
-            });
+            wait_for(k, count, 2, LoadOrder::Acquire(acquire));
             k.load::<F32, _>(data);
             k.load::<F32, _>(data + 4);
         });
@@ -215,30 +224,16 @@ fn atomics_that_do_not_reach() {
 #[test]
 fn fence_that_does_not_reach() {
     let kernel = |scope: Scope| {
-        let mut k = Builder::new("kernel", Target::SM_90A, 32).cluster(2);
-        let data = k.parameter::<GlobalAddress>("data");
-        let raised = k.parameter::<GlobalAddress>("flag");
-        let (thread, rank) = (k.thread_index(), k.cluster_rank());
-        k.if_(thread.equals(0), |k| {
-            k.if_else(
-                rank.equals(0),
-                |k| {
-                    k.store(data, 1.0);
-                    k.fence(ptx::Fence::AcquireRelease(scope));
-                    k.reduce_add::<U32, _>(raised, 1, Scope::Gpu);
-                },
-                |k| {
-                    k.loop_(|k| {
-                        let order = LoadOrder::Acquire(Scope::Gpu);
-                        let hint = LoadHint { order, ..LoadHint::default() };
-                        let [seen] = k.load_vector::<U32, _, 1>(raised, hint);
-                        k.break_if(seen.equals(1));
-                    });
-                    k.load::<F32, _>(data);
-                },
-            );
-        });
-        k.finish().unwrap()
+        one_after_the_other(
+            |k, data, flag| {
+                k.store(data, 1.0);
+                k.fence(ptx::Fence::AcquireRelease(scope));
+                k.reduce_add::<U32, _>(flag, 1, Scope::Gpu);
+            },
+            |k, data| {
+                k.load::<F32, _>(data);
+            },
+        )
     };
     passes(&kernel(Scope::Cluster));
     fails("fence_of_the_block", H::DataRace, &kernel(Scope::Block));

@@ -1,7 +1,7 @@
 //! Between types.
 
 use flashcore_sim::float;
-use ptx::{BF16x2, E4M3x2, E5M2x2, Expression, F16x2, F32, Instruction, S32, U32};
+use ptx::{BF16x2, E4M3x2, E5M2x2, Element, Expression, F16x2, F32, Instruction, Int8, S32, U32};
 
 use crate::{each, map_words, word};
 
@@ -70,5 +70,68 @@ fn pairs() {
         assert_eq!(results[6][lane], pack(e4m3(x), e4m3(y)));
         let e5m2 = |h: u16| float::f16_bits(float::from_e5m2(float::e5m2_bits(float::from_f16(h))));
         assert_eq!(results[7][lane], pack(e5m2(hx), e5m2(hy)));
+    }
+}
+
+/// Every byte in every place, and in another order.
+#[test]
+fn integers_of_8_bits_widen_exactly() {
+    let a = each(|lane| u32::from_le_bytes([0, 1, 2, 3].map(|at| (4 * lane + at) as u8)));
+    let b = a.map(|word| word | 0x8080_8080);
+    for order in [[0, 1, 2, 3], [0, 2, 1, 3], [3, 3, 0, 2]] {
+        let results = map_words([a, b], |k, words| {
+            let pairs = words.map(|word| {
+                let four = k.packed(Element::Int8);
+                k.push(Instruction::Move { dst: four.register(), src: word.into() });
+                k.widen(four, order)
+            });
+            let pairs = pairs.into_iter().flatten();
+            pairs.flat_map(|it| k.unpack_as_f32(it).map(|it| word(k, it))).collect()
+        });
+        for (lane, word) in (0..32).flat_map(|lane| [(lane, a[lane]), (lane, b[lane])]) {
+            let found = if word == a[lane] { &results[..4] } else { &results[4..] };
+            for (place, byte) in order.into_iter().enumerate() {
+                let exact = word.to_le_bytes()[byte as usize] as i8;
+                assert_eq!(found[place][lane], f32::from(exact).to_bits());
+            }
+        }
+    }
+}
+
+#[test]
+fn numbers_are_rounded_to_integers_of_8_bits() {
+    let odd = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 126.5, -127.5, -128.0, 1e30, -0.0];
+    let numbers: Vec<f32> = (-131..131)
+        .flat_map(|whole| {
+            let tie = whole as f32 + 0.5;
+            [whole as f32, tie, tie.next_up(), tie.next_down()]
+        })
+        .chain(odd)
+        .collect();
+    for numbers in numbers.chunks(64) {
+        let number = |index: usize| numbers[index % numbers.len()];
+        let inputs = [0, 32].map(|first| each(|lane| number(first + lane as usize).to_bits()));
+        let results = map_words(inputs, |k, [a, b]| {
+            let [a, b] = [a, b].map(|it| k.eval(it.reinterpret::<F32>()));
+            let half = k.pack_int8(a, b);
+            let joined = k.register::<U32>();
+            let (low, high) = (half.into(), half.into());
+            k.push(Instruction::Join { dst: joined.register(), low, high });
+            vec![joined]
+        });
+        for lane in 0..32 {
+            let exact = [lane, 32 + lane].map(|index| {
+                let whole = f64::from(number(index)).clamp(-127.0, 127.0).round_ties_even();
+                // Of NaN, the cast makes 0.
+                whole as i8 as u8
+            });
+            assert_eq!(
+                (results[0][lane] as u16).to_le_bytes(),
+                exact,
+                "{:?}",
+                [0, 32].map(|it| number(it + lane))
+            );
+            assert_eq!([lane, 32 + lane].map(|it| Int8.encode(number(it))), exact);
+        }
     }
 }

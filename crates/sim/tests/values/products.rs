@@ -27,6 +27,7 @@ fn bits(element: Element, x: f32) -> u32 {
         Element::BF16 => float::bf16_bits(x) as u32,
         Element::E4M3 => float::e4m3_bits(x) as u32,
         Element::E5M2 => float::e5m2_bits(x) as u32,
+        Element::Int8 => ptx::Int8.encode(x) as u32,
         Element::F32 => x.to_bits(),
     }
 }

@@ -25,7 +25,7 @@ pub use combine::{check_combine, run_combines};
 pub use gradients::{ExpectedGradients, GradientsOutcome, run_backward, run_gradients};
 pub use invariance::{Answer as AnswerOfBatch, Invariance, on_backend, run_batches};
 pub use ragged_gradients::RaggedGradients;
-pub use sequences::{CheckedSequences, ExpectedOfSequences, SequencesCase, run_sequences};
+pub use sequences::{CheckedSequences, DIMS, ExpectedOfSequences, SequencesCase, run_sequences};
 
 /// How a kernel did on a [`Case`].
 #[derive(Debug, Clone, PartialEq, Serialize)]

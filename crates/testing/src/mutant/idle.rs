@@ -12,6 +12,7 @@ use ptx::{
     Access, BinaryOperation, Block, Instruction, Operand, Program, Register, Special,
     StatementKind, Type,
 };
+use sim::mutate::{Effect, effect};
 
 use super::generate::BRANCH;
 use super::{Equivalent, Kind, Mutant};
@@ -247,9 +248,10 @@ impl Demand<'_> {
                 }
             }
         });
+        let only_writes = effect(instruction) == Effect::None;
         let read = match writes.as_slice() {
-            [one] if only_writes(instruction) => *bits.of(*one),
-            all if only_writes(instruction) && all.iter().all(|it| *bits.of(*it) == 0) => 0,
+            [one] if only_writes => *bits.of(*one),
+            all if only_writes && all.iter().all(|it| *bits.of(*it) == 0) => 0,
             _ => u64::MAX,
         };
         self.read[index] |= read;
@@ -314,33 +316,6 @@ fn instructions(statement: &StatementKind) -> usize {
         StatementKind::Instruction(_) => 1,
         other => other.blocks().flatten().map(|it| instructions(&it.kind)).sum(),
     }
-}
-
-/// Whether an instruction does nothing beyond writing its registers.
-fn only_writes(instruction: &Instruction) -> bool {
-    use Instruction as I;
-    matches!(
-        instruction,
-        I::Move { .. }
-            | I::Unary { .. }
-            | I::Binary { .. }
-            | I::MultiplyAdd { .. }
-            | I::MultiplyWide { .. }
-            | I::Compare { .. }
-            | I::Select { .. }
-            | I::PermuteBytes { .. }
-            | I::FunnelShift { .. }
-            | I::Logic3 { .. }
-            | I::Convert { .. }
-            | I::ConvertPair { .. }
-            | I::ConvertPacked { .. }
-            | I::Split { .. }
-            | I::Join { .. }
-            | I::ReadSpecial { .. }
-            | I::ReadParameter { .. }
-            | I::SharedBase { .. }
-            | I::Shuffle { .. }
-    )
 }
 
 fn is_unsigned(ty: Type) -> bool {

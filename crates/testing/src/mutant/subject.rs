@@ -7,7 +7,7 @@ use kernels::append::Rotary;
 use kernels::attention::function::Function;
 use kernels::backward::{Rounding, RowSums, SinkGradients};
 use kernels::decode::Splits;
-use kernels::forward::{Form, every_tuned};
+use kernels::forward::Form;
 use kernels::mma::BackwardMma;
 use kernels::product::Source;
 use kernels::sequencer::Tiles;
@@ -16,6 +16,8 @@ use kernels::{
     Prefill, Rules, Scales, Sequencer, Widen,
 };
 use ptx::{Element, Target};
+
+use crate::small;
 
 /// The families whose mutants are counted.
 pub fn families() -> Vec<&'static str> {
@@ -58,19 +60,7 @@ const NARROW: Cache =
     Cache { element: Element::E4M3, key_scales: Scales::PerHead, value_scales: Scales::PerToken };
 
 fn forwards() -> [Forward; 7] {
-    let dense = Forward {
-        element: Element::BF16,
-        output: Element::BF16,
-        head_dim: 64,
-        value_head_dim: 64,
-        rules: Rules::DENSE,
-        warpgroups: 2,
-        key_block: 32,
-        stages: 2,
-        query_buffers: 1,
-        ping_pong: false,
-        ..every_tuned()[0]
-    };
+    let dense = Forward { ping_pong: false, ..small::forward() };
     let causal = Forward { rules: Rules::CAUSAL, ..dense };
     [
         dense,
@@ -100,22 +90,7 @@ fn prefills() -> [Prefill; 3] {
 }
 
 fn mmas() -> [Mma; 4] {
-    let dense = Mma {
-        target: Target::SM_80,
-        element: Element::BF16,
-        head_dim: 64,
-        value_head_dim: 64,
-        rules: Rules::DENSE,
-        batch: Batch::Equal,
-        warps: 2,
-        row_tiles: 1,
-        key_block: 32,
-        ahead: 1,
-        query_source: Source::Shared,
-        residents: 1,
-        accumulate: Element::F32,
-        split: false,
-    };
+    let dense = Mma { row_tiles: 1, ..small::mma() };
     let causal = Mma { rules: Rules::CAUSAL, ..dense };
     [
         dense,
@@ -126,21 +101,7 @@ fn mmas() -> [Mma; 4] {
 }
 
 fn decodes() -> [Decode; 5] {
-    let plain = Decode {
-        target: Target::SM_80,
-        element: Element::BF16,
-        cache: Cache::plain(Element::BF16),
-        head_dim: 64,
-        value_head_dim: 64,
-        rows: 8,
-        paged: false,
-        rules: Rules::LOCAL,
-        warps: 2,
-        tile_keys: 16,
-        stages: 2,
-        blocks: 1,
-        splits: Splits::Shares,
-    };
+    let plain = small::decode();
     let rules = Rules { mask: MaskKind::Local, ..Rules::EVERY };
     let every = Decode { paged: true, stages: 3, rows: 16, rules, ..plain };
     let fixed = Decode { splits: Splits::Fixed { rounds: 1 }, ..plain };
@@ -189,9 +150,18 @@ fn sequencers() -> [Sequencer; 3] {
         .map(|tiles| Sequencer { target: Target::SM_90A, tiles })
 }
 
+/// A mask that sees all of some blocks of a size, a part of others and nothing of the rest.
+fn listed(block: i32) -> Rules {
+    let near = Function::mask("near", |at| {
+        let apart = at.query() - at.key();
+        apart.gt(-block) & apart.lt(at.head() + block)
+    });
+    Rules { mask_function: Some(near), ..Rules::DENSE }
+}
+
 /// Steps of two parts in two stages, and of one in three; in one order; heads for two warpgroups; more
-/// keys; a ragged batch.
-fn backwards() -> [Backward; 6] {
+/// keys; a ragged batch; walks by lists, in no order and in one.
+fn backwards() -> [Backward; 8] {
     let narrow = Backward {
         element: Element::BF16,
         head_dim: 16,
@@ -210,13 +180,15 @@ fn backwards() -> [Backward; 6] {
         Backward { head_dim: 136, value_head_dim: 24, ..small },
         Backward { rules: Rules::DENSE, ..small },
         Backward { batch: Batch::Ragged, ..narrow },
+        Backward { rules: listed(128), ..narrow },
+        Backward { rules: listed(128), deterministic: true, ..narrow },
     ]
 }
 
 /// Few warps, two that share their keys.
-fn backward_mmas() -> [BackwardMma; 3] {
-    let [narrow, wide, ordered, ..] = backwards();
-    [narrow, wide, ordered].map(|it| BackwardMma {
+fn backward_mmas() -> [BackwardMma; 4] {
+    let [narrow, wide, ordered, .., last] = backwards();
+    [narrow, wide, ordered, Backward { rules: listed(32), ..last }].map(|it| BackwardMma {
         target: Target::SM_80,
         element: it.element,
         head_dim: it.head_dim,

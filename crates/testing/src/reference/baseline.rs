@@ -3,11 +3,10 @@
 //! What a framework computes without a fused kernel: scores are stored in the element type, the
 //! softmax is taken in f32 and stored in the element type, the second product is summed in f32
 //! and stored in the element type. Where the second product is of 8-bit numbers, exponentials are
-//! stored in 8 bits. Where keys and values alone have 8 bits, the numbers that they
-//! stand for are stored in the element type first. The log-sum-exp is f32 for every element type, and its
-//! baseline comes from the scores before they are rounded; those of 8-bit queries are added up as the
-//! tensor cores do that ([`sim::narrow_sum`]): what they lose there no kernel gets back, and no
-//! rounding to the element type would cover it.
+//! stored in 8 bits, and scores are added up as the tensor cores do that ([`sim::narrow_sum`]): what
+//! they lose there no kernel gets back. Where keys and values alone have 8 bits, the numbers that they
+//! stand for are stored in the element type first. The log-sum-exp is f32 for every element type, and
+//! its baseline comes from the scores before they are rounded.
 
 use flashcore::DType;
 
@@ -18,7 +17,8 @@ const LANES: usize = 8;
 pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
     let RowInputs { query, keys, values, first, rule, mut functions, sink, dtype, .. } = inputs;
     let round = |value: f32| dtype.round(f64::from(value)) as f32;
-    let mut score = |index: usize, key: &[f32], dot: fn(&[f32], &[f32]) -> f32| {
+    let dot = if inputs.small_probabilities { narrow_dot } else { dot };
+    let score = |(index, key): (usize, &[f32])| {
         let factor = inputs.key_factors[index] as f32;
         let product = match inputs.widened {
             true => dot(query, &key.iter().map(|it| round(it * factor)).collect::<Vec<f32>>()),
@@ -30,11 +30,7 @@ pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
             false => f32::NEG_INFINITY,
         }
     };
-    let mut scores = |dot| -> Vec<f32> {
-        let keys = keys.chunks_exact(query.len()).enumerate();
-        keys.map(|(index, key)| score(index, key, dot)).collect()
-    };
-    let exact = scores(dot);
+    let exact: Vec<f32> = keys.chunks_exact(query.len()).enumerate().map(score).collect();
     // A score beyond f16's range stays as it is: infinite ones would turn the row into NaN, and
     // a yardstick of NaN measures nothing.
     let stored: Vec<f32> = exact
@@ -44,8 +40,7 @@ pub(super) fn row(inputs: RowInputs<'_>, output: &mut [f64]) -> f64 {
             if rounded.is_infinite() { *score } else { rounded }
         })
         .collect();
-    let narrow = inputs.small_probabilities.then(|| scores(narrow_dot));
-    let (_, exact_sum, exact_maximum) = softmax(narrow.as_ref().unwrap_or(&exact), sink);
+    let (_, exact_sum, exact_maximum) = softmax(&exact, sink);
     let (weights, sum, _) = softmax(&stored, sink);
     if exact_sum == 0.0 {
         output.fill(0.0);

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use flashcore::family::{Choice, Contents};
 use flashcore::function::{Function, HostTensor};
 use flashcore::gpu::Chip;
-use flashcore::plan::{Source, Value, bind};
+use flashcore::plan::{Launch, Source, Value, bind};
 use flashcore::random::uniform;
 use flashcore::serving::{Placement, Sequences};
 use flashcore::{
@@ -130,19 +130,6 @@ impl Weights {
         all
     }
 }
-
-/// What a call may have beside its tensors.
-const LISTS: [List; 9] = [
-    List::QueryStarts,
-    List::KeyStarts,
-    List::QueryLengths,
-    List::KeyLengths,
-    List::LeftPadding,
-    List::BatchIndex,
-    List::BlockTable,
-    List::Slopes,
-    List::Sinks,
-];
 
 /// What stands in results where nobody shall write: as a number of every element.
 pub(super) const UNTOUCHED: f64 = 77.0;
@@ -316,7 +303,7 @@ impl Call {
                 buffers.insert(Source::Tensor(role), buffer);
             }
         }
-        for list in LISTS {
+        for list in List::OF_ATTENTION {
             if let Some(mut words) = inputs.list(&problem, list) {
                 if self.hostile {
                     fill(list, &mut words, |starts| inputs.list(&problem, starts));
@@ -363,7 +350,12 @@ impl Call {
                 Contents::Anything if WIDENED.contains(&it.source) => {
                     memory.result(&name, vec![0xFF; bytes])
                 }
-                Contents::Anything => memory.output(&name, bytes),
+                Contents::FoundBlocks(_) | Contents::FoundTiles(_) if self.contents_known => {
+                    memory.input_u32(&name, lists.of(it.source).unwrap_or_default())
+                }
+                Contents::Anything | Contents::FoundBlocks(_) | Contents::FoundTiles(_) => {
+                    memory.output(&name, bytes)
+                }
                 Contents::Zeros => memory.input(&name, vec![0; bytes]),
                 Contents::Tiles(_) | Contents::Blocks(_) => {
                     memory.input_u32(&name, lists.of(it.source).unwrap_or_default())
@@ -381,7 +373,13 @@ impl Call {
 
         let arrangement = inputs.arrangement(&problem).map_err(|error| refused(error.into()))?;
         let mut steps = Vec::new();
-        for launch in &choice.launches {
+        // What is brought along need not be found.
+        let found = |launch: &Launch| {
+            use Configuration::{BlockFinder, BlockLister, TileSharer};
+            let makes = matches!(launch.kernel, BlockFinder(_) | BlockLister(_) | TileSharer(_));
+            self.contents_known && makes
+        };
+        for launch in choice.launches.iter().filter(|launch| !found(launch)) {
             let program = launch.kernel.program()?;
             let values = bind(launch, &program.parameters, &problem, &arrangement)
                 .map_err(SceneError::Size)?;
@@ -389,7 +387,7 @@ impl Call {
                 values.into_iter().map(|value| measured(value, &problem, inputs)).collect();
             steps.push(Step::bound(program, launch.blocks, &values, &buffers)?);
         }
-        let main = choice.main;
+        let main = choice.main - choice.launches.iter().filter(|launch| found(launch)).count();
         Ok(Staged { problem, inputs, memory, buffers, steps, main, restored })
     }
 
@@ -751,5 +749,6 @@ pub(super) fn dtype(element: Element) -> DType {
         Element::BF16 => DType::BF16,
         Element::E4M3 => DType::E4M3,
         Element::E5M2 => DType::E5M2,
+        Element::Int8 => DType::Int8,
     }
 }

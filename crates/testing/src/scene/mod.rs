@@ -38,7 +38,7 @@ mod widen;
 use std::fmt;
 
 use kernels::{Batch, Configuration};
-use ptx::{Element, Program};
+use ptx::{Element, Int8, Program};
 
 pub use append::AppendSize;
 pub(crate) use call::of_sequences;
@@ -348,6 +348,7 @@ fn round(element: Element, value: f64) -> f64 {
         Element::F32 => value as f32 as f64,
         Element::E4M3 => float::from_e4m3(float::e4m3_bits(value as f32)) as f64,
         Element::E5M2 => float::from_e5m2(float::e5m2_bits(value as f32)) as f64,
+        Element::Int8 => Int8.decode(Int8.encode(value as f32)) as f64,
     }
 }
 
@@ -360,6 +361,7 @@ fn encode(element: Element, values: &[f64]) -> Vec<u8> {
         Element::F32 => values.flat_map(f32::to_le_bytes).collect(),
         Element::E4M3 => values.map(float::e4m3_bits).collect(),
         Element::E5M2 => values.map(float::e5m2_bits).collect(),
+        Element::Int8 => values.map(|x| Int8.encode(x)).collect(),
     }
 }
 
@@ -373,5 +375,6 @@ pub fn decode(element: Element, bytes: &[u8]) -> Vec<f64> {
         Element::F32 => bytes.chunks_exact(4).map(|x| f32::from_bits(word(x)) as f64).collect(),
         Element::E4M3 => bytes.iter().map(|x| float::from_e4m3(*x) as f64).collect(),
         Element::E5M2 => bytes.iter().map(|x| float::from_e5m2(*x) as f64).collect(),
+        Element::Int8 => bytes.iter().map(|x| Int8.decode(*x) as f64).collect(),
     }
 }

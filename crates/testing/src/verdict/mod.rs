@@ -42,6 +42,10 @@ fn output_rounding(dtype: DType, largest: f64, largest_lse: f64) -> f64 {
 /// to about 22 bits.
 const LSE_ROUNDING: f64 = 1.0 / (1 << 18) as f64;
 
+/// The same for a capped score, relative to the cap: `1 - 2 / (e^2x + 1)` is good to f32's last two bits at 1,
+/// however small it is. A row that sees one key shows it.
+const SOFTCAP_ROUNDING: f64 = 1.0 / (1 << 22) as f64;
+
 /// Whether a result is right, and by how much.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Verdict {
@@ -221,7 +225,8 @@ fn judge(
     }
     let output_rounding = output_rounding(problem.dtypes.output, output.largest, lse.largest);
     let output = output.conclude(output_rounding + underflow);
-    let lse_rounding = LSE_ROUNDING * lse.largest.max(1.0);
+    let cap = problem.scores.softcap.map_or(0.0, f64::from);
+    let lse_rounding = LSE_ROUNDING * lse.largest.max(1.0) + SOFTCAP_ROUNDING * cap;
     let lse = lse.conclude(lse_rounding);
     Verdict {
         passed: output.passed && lse.passed,

@@ -2,8 +2,8 @@
 
 use flashcore_testing::scene::{Scene, Step};
 use ptx::{
-    BF16x2, BinaryOperation, Builder, E4M3x2, E5M2x2, Expression, F16x2, F32, GlobalAddress,
-    Instruction, Reg, S32, Scalar, Target, Type, U32, U64,
+    BF16x2, BinaryOperation, Builder, E4M3x2, E5M2x2, Element, Expression, F16x2, F32,
+    GlobalAddress, Instruction, Reg, S32, Scalar, Target, Type, U32, U64,
 };
 use sim::Memory;
 
@@ -104,6 +104,18 @@ fn results(k: &mut Builder, [a, b]: [Reg<U32>; 2]) -> Vec<Reg<U32>> {
     let small = k.pack::<E5M2x2>(x, y);
     k.push(Instruction::ConvertPacked { dst: wide.register(), src: small.register() });
     words.push(word(k, wide));
+    let four = k.packed(Element::Int8);
+    k.push(Instruction::Move { dst: four.register(), src: a.into() });
+    for pair in k.widen(four, [0, 2, 1, 3]) {
+        words.extend(k.unpack_as_f32(pair).map(|it| word(k, it)));
+    }
+    // The product must not become part of the rounding.
+    let [low, high] = [x, y].map(|it| k.eval(it * x));
+    let bytes = k.pack_int8(low, high);
+    let twice = k.register::<U32>();
+    let (low, high) = (bytes.into(), bytes.into());
+    k.push(Instruction::Join { dst: twice.register(), low, high });
+    words.push(twice);
     words
 }
 

@@ -41,7 +41,7 @@ fn new_tokens_are_where_they_belong() {
 
 #[test]
 fn new_tokens_are_rounded_to_8_bits() {
-    use Element::{BF16, E4M3, E5M2, F16};
+    use Element::{BF16, E4M3, E5M2, F16, Int8};
     use Scales::{One, PerHead, PerToken};
     let rotary = |dim, interleaved| Some(Rotary { dim, interleaved });
     for (element, narrow, [key_scales, value_scales], paged, rotary) in [
@@ -51,6 +51,8 @@ fn new_tokens_are_rounded_to_8_bits() {
         (BF16, E4M3, [PerToken, PerToken], true, rotary(64, true)),
         (BF16, E4M3, [PerHead, PerToken], true, rotary(16, false)),
         (F16, E5M2, [PerToken, PerToken], false, rotary(50, true)),
+        (BF16, Int8, [PerToken, PerHead], true, None),
+        (F16, Int8, [One, PerToken], false, rotary(64, false)),
     ] {
         let append = Append {
             target: Target::SM_89,

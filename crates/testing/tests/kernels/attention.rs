@@ -3,6 +3,7 @@
 use flashcore::Problem;
 use flashcore_testing::check::Order;
 use flashcore_testing::scene::{Call, Scene, Weights, schedules};
+use flashcore_testing::small::forward as small;
 use kernels::forward::{Form, every_tuned};
 use kernels::product::Source;
 use kernels::{Configuration, Forward, MaskKind, Rules};
@@ -10,22 +11,6 @@ use ptx::Element;
 use sim::{Measure, Mode, Options, Policy};
 
 use crate::{every_schedule, some_schedules};
-
-/// A small configuration; what it does not name is as shipped.
-fn small() -> Forward {
-    Forward {
-        element: Element::BF16,
-        output: Element::BF16,
-        head_dim: 64,
-        value_head_dim: 64,
-        rules: Rules::DENSE,
-        warpgroups: 2,
-        key_block: 32,
-        stages: 2,
-        query_buffers: 1,
-        ..every_tuned()[0]
-    }
-}
 
 /// Sequences, queries and keys, query and key heads.
 type Size = (usize, [usize; 2], [usize; 2]);

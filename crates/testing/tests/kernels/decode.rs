@@ -3,31 +3,13 @@
 use flashcore::{Mask, Problem};
 use flashcore_testing::check::Order;
 use flashcore_testing::scene::{Call, Place, Ragged, Scene, Weights};
+pub(crate) use flashcore_testing::small::decode as small;
 use kernels::decode::Splits;
 use kernels::{Cache, Configuration, Decode, MaskKind, Rules, Scales};
 use ptx::{Element, Target};
 use sim::{Budget, Measure, Mode, Options, Policy};
 
 use crate::{can_be_launched_again, every_schedule};
-
-/// A small configuration that has every part.
-pub(crate) fn small() -> Decode {
-    Decode {
-        target: Target::SM_80,
-        element: Element::BF16,
-        cache: Cache::plain(Element::BF16),
-        head_dim: 64,
-        value_head_dim: 64,
-        rows: 8,
-        paged: false,
-        rules: Rules::LOCAL,
-        warps: 2,
-        tile_keys: 16,
-        stages: 2,
-        blocks: 1,
-        splits: Splits::Shares,
-    }
-}
 
 /// The same with splits of 32 keys.
 pub(crate) fn fixed() -> Decode {
@@ -136,7 +118,7 @@ fn narrow(element: Element, key_scales: Scales, value_scales: Scales) -> Decode 
 
 #[test]
 fn decode_over_8_bits_is_attention() {
-    use Element::{BF16, E4M3, E5M2, F16};
+    use Element::{BF16, E4M3, E5M2, F16, Int8};
     use Scales::{One, PerHead, PerToken};
     let plain = |scales| narrow(E4M3, scales, scales);
     let paged = |decode, size| call(decode, ragged().over(Place::Paged(size)));
@@ -183,6 +165,9 @@ fn decode_over_8_bits_is_attention() {
         call(plain(One), ragged()).with_outliers(1e-12),
         Call { weights: Weights::Nan, ..call(plain(PerHead), ragged()) },
         Call { weights: Weights::Nan, ..call(narrow(E5M2, One, One), ragged()) },
+        call(Decode { target: Target::SM_80, ..narrow(Int8, PerToken, PerToken) }, ragged()),
+        paged(pages(wide(Decode { element: F16, ..narrow(Int8, PerHead, One) })), 5),
+        Call { weights: Weights::Spikes, ..call(narrow(Int8, PerToken, PerHead), ragged()) },
     ] {
         let mut scene = call.scene().unwrap();
         // No number of the cache is rounded, as the plain algorithm would.

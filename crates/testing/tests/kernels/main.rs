@@ -8,6 +8,7 @@ mod backward_mma;
 mod banks;
 mod chosen;
 mod decode;
+mod finder;
 mod fp8;
 mod function;
 mod invariance;

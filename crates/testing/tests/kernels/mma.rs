@@ -3,32 +3,13 @@
 use flashcore::Mask;
 use flashcore_testing::check::Order;
 use flashcore_testing::scene::{Call, Place, Ragged, Scene};
+pub(crate) use flashcore_testing::small::mma as small;
 use kernels::product::Source;
 use kernels::{Batch, Combine, Configuration, MaskKind, Mma, Rules, shipped};
 use ptx::{Element, Target};
 use sim::{Budget, Measure, Mode, Options, Policy};
 
 use crate::every_schedule;
-
-/// A small configuration that has every part.
-pub(crate) fn small() -> Mma {
-    Mma {
-        target: Target::SM_80,
-        element: Element::BF16,
-        head_dim: 64,
-        value_head_dim: 64,
-        rules: Rules::DENSE,
-        batch: Batch::Equal,
-        warps: 2,
-        row_tiles: 2,
-        key_block: 32,
-        ahead: 1,
-        query_source: Source::Shared,
-        residents: 1,
-        accumulate: Element::F32,
-        split: false,
-    }
-}
 
 /// Sequences, queries and keys, query and key heads.
 type Size = (usize, [usize; 2], [usize; 2]);

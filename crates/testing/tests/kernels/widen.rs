@@ -25,13 +25,15 @@ fn widen(element: Element, narrow: Element, scales: [Scales; 2], paged: bool) ->
 
 #[test]
 fn widened_caches_are_attended() {
-    use Element::{BF16, E4M3, E5M2, F16};
+    use Element::{BF16, E4M3, E5M2, F16, Int8};
     use Scales::{One, PerHead, PerToken};
     for configuration in [
         widen(F16, E4M3, [One, One], false),
         widen(BF16, E4M3, [PerHead, PerToken], true),
         widen(F16, E5M2, [PerToken, PerHead], true),
         widen(BF16, E5M2, [PerToken, PerToken], false),
+        widen(BF16, Int8, [PerToken, PerHead], true),
+        widen(F16, Int8, [One, One], false),
     ] {
         every_schedule(&Scene::small(&configuration).unwrap(), Mode::Checked, 1);
     }

@@ -5,10 +5,13 @@
 //! one that every row sees whole is walked without the function. For gradients it is the other way
 //! round: each block of keys has a list of the query blocks that see it.
 
-use ptx::{Builder, Expression, GlobalAddress, Pred, Reg, U32, U64, Value};
+use std::ops::Range;
+
+use ptx::{Builder, Expression, GlobalAddress, Pred, Reg, Target, U32, U64, Value};
 
 use super::{Depends, Function, HostTensor, KnownContents, Region, Seen};
-use crate::attention::Window;
+use crate::attention::{MaskKind, Window};
+use crate::finder::{BlockFinder, BlockLister};
 use crate::parameter::{Number, Workspace};
 
 /// What block masks are found from.
@@ -49,6 +52,9 @@ pub enum ListsOf {
 /// The most pairs of tiles and blocks that are looked at one by one: a second's work. Where heads or
 /// sequences make more of them, what holds for all of them is found.
 const MOST_PAIRS: u64 = 1 << 22;
+
+/// Lists are found on the device where intervals leave open more than one block in so many.
+const OPEN: u32 = 8;
 
 impl BlockMask {
     /// Tiles of queries of a head, and blocks of keys.
@@ -132,22 +138,18 @@ impl BlockMask {
         let known = KnownContents::new(contents);
         let [batch, heads] = self.apart();
         let range = |index: u32, apart: u32, all: u32, each: u32| match apart {
-            1 => 0..all.max(1) as i32,
-            _ => (index * each) as i32..((index + 1) * each) as i32,
+            1 => 0..all.max(1),
+            _ => index * each..(index + 1) * each,
         };
         let [tiles, _] = self.counts_of_blocks();
         let mut words = Vec::with_capacity(self.size() as usize);
         for sequence in 0..batch {
             for head in 0..heads {
                 for tile in 0..tiles {
-                    let region = Region {
-                        batch: range(sequence, batch, self.batch, 1),
-                        heads: range(head, heads, self.heads, self.group.max(1)),
-                        queries: 0..1,
-                        keys: 0..1,
-                        query_length: self.lengths[0] as i32,
-                        key_length: self.lengths[1] as i32,
-                    };
+                    let region = self.region([
+                        range(sequence, batch, self.batch, 1),
+                        range(head, heads, self.heads, self.group.max(1)),
+                    ]);
                     self.push_list(tile, region, &known, &mut words);
                 }
             }
@@ -226,6 +228,89 @@ impl BlockMask {
         words.resize(begin + self.query_list_words(), 0);
     }
 
+    /// The kernels that make them on the device, where that is worth it: where what tensors hold decides
+    /// over much.
+    pub fn finder(&self, target: Target, mask: MaskKind) -> Option<(BlockFinder, BlockLister)> {
+        let BlockMask { function, query_rows, key_block, lists, .. } = *self;
+        let finder = BlockFinder { target, function, mask, query_rows, key_block };
+        let lister = BlockLister { target, lists };
+        let worth = !function.tensors().is_empty() && self.leaves_open();
+        worth.then_some((finder, lister))
+    }
+
+    /// Whether intervals leave open what a good part of the blocks are, of some tiles.
+    fn leaves_open(&self) -> bool {
+        let [tiles, _] = self.counts_of_blocks();
+        let of_queries = BlockMask { lists: ListsOf::Queries, ..*self };
+        let (mut words, known) = (Vec::new(), KnownContents::new(&[]));
+        for tile in [0, tiles / 3, tiles / 3 * 2, tiles.saturating_sub(1)] {
+            if tile < tiles {
+                let region = self.region([0..self.batch.max(1), 0..self.heads.max(1)]);
+                of_queries.push_list(tile, region, &known, &mut words);
+            }
+        }
+        let counts = of_queries.counts(&words).counts;
+        let sum = |of: fn(&Walked) -> u32| counts.iter().map(of).sum::<u32>();
+        let (blocks, open) = (sum(|it| it.blocks), sum(|it| it.evaluated));
+        OPEN * open > blocks
+    }
+
+    /// Queries and keys that are not said yet.
+    fn region(&self, [batch, heads]: [Range<u32>; 2]) -> Region {
+        Region {
+            batch: batch.start as i32..batch.end as i32,
+            heads: heads.start as i32..heads.end as i32,
+            queries: 0..1,
+            keys: 0..1,
+            query_length: self.lengths[0] as i32,
+            key_length: self.lengths[1] as i32,
+        }
+    }
+
+    /// Lists in all.
+    pub fn lists(&self) -> u32 {
+        let [batch, heads] = self.apart();
+        batch * heads * self.tiles()
+    }
+
+    /// Pairs of tiles and blocks that the finder looks at.
+    pub fn pairs(&self) -> u32 {
+        let [batch, heads] = self.apart();
+        self.counts_of_blocks().into_iter().product::<u32>() * batch * heads
+    }
+
+    /// Words of what it finds.
+    pub fn found_words(&self) -> u64 {
+        u64::from(self.pairs()) + u64::from(self.lists())
+    }
+
+    /// The numbers that kernels read lists by.
+    pub fn numbers(&self) -> [(Number, u32); 3] {
+        let [batch, head] = self.strides();
+        [
+            (Number::BlockListWords, self.list_words()),
+            (Number::BlockListBatchStride, batch),
+            (Number::BlockListHeadStride, head),
+        ]
+    }
+
+    /// Those that the finder has beside them.
+    pub fn finder_numbers(&self) -> [(Number, u32); 7] {
+        let [queries, keys] = self.counts_of_blocks();
+        let Depends { batch, head } = self.function.depends();
+        let [own_batch, own_heads] = self.apart();
+        let each = |depends: bool, all: u32, own: u32| if depends { (all / own).max(1) } else { 1 };
+        [
+            (Number::QueryBlocks, queries),
+            (Number::KeyBlocks, keys),
+            (Number::BlockPairs, self.pairs()),
+            (Number::AllLists, self.lists()),
+            (Number::ListHeads, own_heads),
+            (Number::HeadsPerList, each(head, self.heads, own_heads)),
+            (Number::SequencesPerList, each(batch, self.batch, own_batch)),
+        ]
+    }
+
     /// How many blocks tiles walk by lists of this mask.
     pub fn counts(&self, words: &[u32]) -> BlockCounts {
         let [batch, heads] = self.apart();
@@ -296,6 +381,11 @@ impl BlockLists {
     /// The address of the first of them.
     pub(crate) fn address(&self) -> Reg<GlobalAddress> {
         self.address
+    }
+
+    /// How many lists there are before that of a tile.
+    pub(crate) fn before(&self, [batch, head, tile]: [Reg<U32>; 3]) -> Value<U32> {
+        (batch * self.batch_stride + head * self.head_stride) / self.words + tile
     }
 
     /// Words of a list.

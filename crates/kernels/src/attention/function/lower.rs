@@ -392,6 +392,20 @@ impl FunctionRegisters {
             body(k, score, [0, 1].map(|index| results[index].float()));
         });
     }
+
+    /// Gives what a mask says of each pair of query and key to somebody who does something with it.
+    pub(crate) fn each_seen(
+        &self,
+        k: &mut Builder,
+        pairs: &[Score],
+        standing: &Standing<'_>,
+        mut body: impl FnMut(&mut Builder, &Score, Value<Pred>),
+    ) {
+        let pairs = in_order_of_columns(pairs);
+        Run::new(k, self, standing).each(k, &pairs, |k, pair, results| {
+            body(k, pair, results[0].truth());
+        });
+    }
 }
 
 fn in_order_of_columns(scores: &[Score]) -> Vec<Score> {

@@ -209,10 +209,7 @@ impl TileReader {
         self.check_widened(k);
         let matrices: [Packed; 4] = self.load(k, (row, step), true);
         // Registers have two columns of a row, then the same of the next row.
-        let [a, b, c, d] = matrices.map(|four| {
-            let by_columns = k.permute_bytes_packed(four, [0, 2, 1, 3]);
-            k.widen(by_columns)
-        });
+        let [a, b, c, d] = matrices.map(|four| k.widen(four, [0, 2, 1, 3]));
         [FragmentA([a[0], a[1], c[0], c[1]]), FragmentA([b[0], b[1], d[0], d[1]])]
     }
 
@@ -224,7 +221,7 @@ impl TileReader {
     pub fn widened_b(&self, k: &mut Builder, row: u32, step: u32) -> [[FragmentB; 2]; 2] {
         self.check_widened(k);
         let matrices: [Packed; 4] = self.load(k, (row, step), false);
-        let [a, b, c, d] = matrices.map(|four| FragmentB(k.widen(four)));
+        let [a, b, c, d] = matrices.map(|four| FragmentB(k.widen(four, [0, 1, 2, 3])));
         [[a, c], [b, d]]
     }
 

@@ -332,7 +332,7 @@ pub(crate) fn mixtures(dtype: DType) -> Vec<(DTypes, Descales)> {
     let other = if dtype == DType::E4M3 { DType::E5M2 } else { DType::E4M3 };
     let (heads, tokens) =
         (Descales::of_cache(Descale::PerHead), Descales::of_cache(Descale::PerToken));
-    vec![
+    let mut mixtures = vec![
         (same, Descales { query: Descale::PerHead, ..heads }),
         (cache(DType::BF16), heads),
         (cache(DType::F16), tokens),
@@ -341,5 +341,8 @@ pub(crate) fn mixtures(dtype: DType) -> Vec<(DTypes, Descales)> {
         (cache(DType::F16), Descales::NONE),
         (DTypes { value: other, ..cache(DType::BF16) }, Descales { key: Descale::None, ..tokens }),
         (cache(DType::F16), Descales { value: Descale::PerHead, ..tokens }),
-    ]
+    ];
+    // Queries are floats.
+    mixtures.retain(|(dtypes, _)| dtypes.query != DType::Int8);
+    mixtures
 }

@@ -1,0 +1,238 @@
+//! Finds block masks on the device: where a mask loads from tensors, only what is in them says which
+//! blocks are seen.
+//!
+//! Three launches, one after the other. A [`BlockFinder`] has a warp for each pair of a tile of queries and
+//! a block of keys. It evaluates the function for every pair of query and key, until one is seen and
+//! one is not, and writes what it found into a table. A [`BlockLister`] makes lists of it, of tiles or of
+//! blocks ([`BlockMask`](crate::attention::function::BlockMask) says how they lie), and a [`TileSharer`] shares
+//! tiles of the forward pass out by their lists.
+//!
+//! ```text
+//! rows of a thread    8 queries
+//! its columns         every 32nd key of the block
+//! ```
+
+mod lister;
+mod sharer;
+
+pub use lister::BlockLister;
+pub use sharer::{Shared, TileSharer};
+
+use ptx::{
+    Builder, Choose, Expression, F32, GlobalAddress, Program, Reg, S32, Target, U32, U64, Value,
+};
+
+use crate::Error;
+use crate::attention::function::Function;
+use crate::attention::function::lower::{FunctionRegisters, Standing};
+use crate::attention::visibility::{Blocks, RowTile, Visibility};
+use crate::attention::{MaskKind, Score};
+use crate::parameter::{Number, Workspace};
+
+/// What the kernel is built for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BlockFinder {
+    /// The architecture.
+    pub target: Target,
+    /// The mask.
+    pub function: Function,
+    /// What else hides keys.
+    pub mask: MaskKind,
+    /// Query rows of a tile.
+    pub query_rows: u32,
+    /// Keys of a block.
+    pub key_block: u32,
+}
+
+/// Warps of a block.
+const WARPS: u32 = 8;
+/// Queries that a thread looks at together.
+const ROWS: [u32; 8] = [0, 1, 2, 3, 4, 5, 6, 7];
+
+/// What was found of a tile and a block.
+const NONE: u32 = 0;
+const SOME: u32 = 1;
+const ALL: u32 = 2;
+
+/// The table of what was found, over sequences and heads that have lists of their own, tiles and blocks. Behind
+/// it is what the list of each tile costs.
+#[derive(Clone, Copy)]
+struct Found {
+    address: Reg<GlobalAddress>,
+    /// Tiles of queries, and blocks of keys.
+    tiles: Reg<U32>,
+    blocks: Reg<U32>,
+    /// Pairs of them, over all sequences and heads.
+    pairs: Reg<U32>,
+}
+
+impl Found {
+    fn parameters(k: &mut Builder) -> Self {
+        let address = Workspace::FoundBlocks.address(k);
+        let numbers = [Number::QueryBlocks, Number::KeyBlocks, Number::BlockPairs];
+        let [tiles, blocks, pairs] = numbers.map(|it| it.read(k));
+        Found { address, tiles, blocks, pairs }
+    }
+
+    fn at(&self, k: &mut Builder, index: impl Into<Value<U32>>) -> Reg<GlobalAddress> {
+        let index = k.eval(index);
+        k.eval(self.address + index.convert::<U64>() * 4)
+    }
+}
+
+impl BlockFinder {
+    /// Threads of a block.
+    pub const THREADS: u32 = 32 * WARPS;
+
+    /// The name of this configuration.
+    pub fn name(&self) -> String {
+        let BlockFinder { target, function, mask, query_rows, key_block } = self;
+        let (mask, function) = (mask.name(), function.label());
+        format!("block_finder_{target}_{query_rows}x{key_block}_{mask}_{function}")
+    }
+
+    /// Blocks of the grid for so many pairs of tiles and blocks.
+    pub fn blocks(pairs: u32) -> u32 {
+        pairs.div_ceil(WARPS)
+    }
+
+    /// Builds the kernel.
+    ///
+    /// A warp for each pair of a tile and a block. Parameters by name: where the table is, tiles and blocks of a
+    /// head and pairs of them in all; the query and the key length; heads with lists of their own, and how
+    /// many heads and sequences walk a list; what the mask and the function ask for.
+    pub fn program(&self) -> Result<Program, Error> {
+        if self.query_rows == 0 || self.key_block == 0 || self.key_block > 256 {
+            let fault = "tiles without queries, or blocks without keys or with more than 256";
+            return Err(Error::configuration(self.name(), fault));
+        }
+        // Asked for less, the assembler spills at 48 registers.
+        let k = Builder::new(self.name(), self.target, BlockFinder::THREADS);
+        let mut k = k.blocks_per_multiprocessor(4);
+        self.write(&mut k);
+        Ok(k.finish()?)
+    }
+
+    fn write(&self, k: &mut Builder) {
+        let found = Found::parameters(k);
+        let lengths = [Number::QueryLength.read(k), Number::KeyLength.read(k)];
+        let own_heads = Number::ListHeads.read(k);
+        let each = [Number::SequencesPerList, Number::HeadsPerList].map(|it| it.read(k));
+        let visibility = Visibility::parameters(k, self.mask);
+        let function = FunctionRegisters::parameters(k, self.function);
+
+        let thread = k.thread_index();
+        let (lane, warp) = (k.lane(), k.eval(thread / 32));
+        let index = k.block_index();
+        let index = k.eval(index * WARPS + warp);
+        k.if_(index.less(found.pairs), |k| {
+            let [block, rest] = [k.eval(index % found.blocks), k.eval(index / found.blocks)];
+            let [tile, rest] = [k.eval(rest % found.tiles), k.eval(rest / found.tiles)];
+            let [head, sequence] = [k.eval(rest % own_heads), k.eval(rest / own_heads)];
+            let looked = Looked {
+                finder: self,
+                function: &function,
+                lengths,
+                first: [k.eval(sequence * each[0]), k.eval(head * each[1])],
+                each,
+                tile,
+                block,
+            };
+            let [first, end] = self.blocks_by_name(k, &visibility, tile, lengths);
+            let state = k.variable::<U32>(NONE);
+            let by_name = k.eval(block.at_least(first) & block.less(end));
+            k.if_(by_name, |k| {
+                let seen = looked.state(k, lane);
+                k.set(state, seen);
+            });
+            let at = found.at(k, index);
+            k.if_(lane.equals(0), |k| k.store(at, state));
+        });
+    }
+
+    /// The blocks that the mask by name leaves a tile: the first, and the one after the last.
+    fn blocks_by_name(
+        &self,
+        k: &mut Builder,
+        visibility: &Visibility,
+        tile: Reg<U32>,
+        [query_length, key_length]: [Reg<U32>; 2],
+    ) -> [Reg<U32>; 2] {
+        let (first, end) = (k.variable::<U32>(0), k.variable::<U32>(0));
+        let first_row = k.eval(tile * self.query_rows);
+        let rows = RowTile { first_row, rows: self.query_rows, query_length, key_length };
+        let first_of = visibility.is_window().then_some(first);
+        let blocks = Blocks { size: self.key_block, least: 0, first: first_of, end };
+        visibility.find_blocks(k, &rows, blocks);
+        [first, end]
+    }
+}
+
+/// What a warp looks at.
+struct Looked<'a> {
+    finder: &'a BlockFinder,
+    function: &'a FunctionRegisters,
+    lengths: [Reg<U32>; 2],
+    /// The first sequence and the first head that walk the list, and how many of each.
+    first: [Reg<U32>; 2],
+    each: [Reg<U32>; 2],
+    tile: Reg<U32>,
+    block: Reg<U32>,
+}
+
+impl Looked<'_> {
+    /// What it finds.
+    fn state(&self, k: &mut Builder, lane: Reg<U32>) -> Reg<U32> {
+        let BlockFinder { query_rows, key_block, .. } = *self.finder;
+        let [query_length, key_length] = self.lengths;
+        let first_query = k.eval(self.tile * query_rows);
+        let first_key = k.eval(self.block * key_block);
+        let end_query = k.eval((first_query + query_rows).minimum(query_length));
+        let end_key = k.eval((first_key + key_block).minimum(key_length));
+        // Of the pairs of this thread.
+        let (seen, hidden) = (k.variable::<U32>(0), k.variable::<U32>(0));
+        let mixed = |k: &mut Builder| {
+            let [seen, hidden] = [seen, hidden].map(|it| k.any(it.differs(0)));
+            k.eval(seen & hidden)
+        };
+        let places = k.eval(self.each[0] * self.each[1]);
+        k.for_range(0, places, 1, |k, place| {
+            let batch = k.eval(self.first[0] + place / self.each[1]);
+            let head = k.eval(self.first[1] + place % self.each[1]);
+            k.for_range(first_query, end_query, ROWS.len() as u32, |k, query| {
+                let key = k.eval(first_key + lane);
+                let standing = Standing {
+                    batch,
+                    head,
+                    first_query: k.eval(query.reinterpret::<S32>()),
+                    rows: &ROWS,
+                    first_key: k.eval(key.reinterpret::<S32>()),
+                    query_length,
+                    key_length,
+                };
+                let columns: Vec<u32> = (0..key_block).step_by(32).collect();
+                let unread = k.variable::<F32>(0.0);
+                let pairs = |row: usize| {
+                    let of = |column: &u32| Score { row, column: *column, register: unread };
+                    columns.iter().map(of).collect::<Vec<_>>()
+                };
+                let pairs: Vec<Score> = (0..ROWS.len()).flat_map(pairs).collect();
+                self.function.each_seen(k, &pairs, &standing, |k, pair, is_seen| {
+                    let row = query + ROWS[pair.row];
+                    let exists = row.less(end_query) & (key + pair.column).less(end_key);
+                    let exists = k.eval(exists);
+                    let is_seen = k.eval(is_seen);
+                    k.set(seen, (exists & is_seen).choose::<U32>(1u32, seen));
+                    k.set(hidden, (exists & !is_seen).choose::<U32>(1u32, hidden));
+                });
+                let mixed = mixed(k);
+                k.break_if(mixed);
+            });
+            let mixed = mixed(k);
+            k.break_if(mixed);
+        });
+        let [seen, hidden] = [seen, hidden].map(|it| k.any(it.differs(0)));
+        let some: Value<U32> = hidden.choose::<U32>(SOME, ALL);
+        k.eval(seen.choose::<U32>(some, NONE))
+    }
+}

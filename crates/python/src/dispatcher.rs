@@ -1,0 +1,556 @@
+//! Kernels that PyTorch's dispatcher calls without Python: those of our operators, and those that
+//! PyTorch's own attention runs on after `flashcore.torch.activate`, with PyTorch's own autograd on top.
+//!
+//! They answer as the Python functions of the same operators do, which serve where PyTorch has no
+//! stable interface.
+
+use std::cell::RefCell;
+use std::ffi::{CStr, CString};
+use std::sync::Mutex;
+
+use flashcore::DType;
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+
+use crate::boundary::guard;
+use crate::error;
+use crate::gradient::Backward;
+use crate::launch;
+use crate::numbers::Numbers;
+use crate::request::{Called, Function, Request};
+use crate::stable::{Arguments, Failed, Kernel, Stable, Tensor, Value, kernel};
+use crate::view::{Element, Memory, View, contiguous};
+
+kernel!(heads_first, answer_heads_first);
+kernel!(heads_first_backward, answer_heads_first_backward);
+kernel!(panic, answer_panic);
+kernel!(attention, answer_attention);
+kernel!(attention_all, answer_attention_all);
+kernel!(attention_with_lse, answer_attention_with_lse);
+kernel!(attention_with_lse_all, answer_attention_with_lse_all);
+kernel!(attention_backward, answer_attention_backward);
+
+/// PyTorch's operators.
+const PYTORCH: [(&CStr, Kernel); 2] = [
+    (c"_scaled_dot_product_flash_attention", heads_first),
+    (c"_scaled_dot_product_flash_attention_backward", heads_first_backward),
+];
+
+/// Our operators.
+const OURS: [(&CStr, Kernel); 5] = [
+    (c"attention", attention),
+    (c"attention.all", attention_all),
+    (c"attention_with_lse", attention_with_lse),
+    (c"attention_with_lse.all", attention_with_lse_all),
+    (c"attention_backward", attention_backward),
+];
+
+/// One that panics, in a namespace of its own. For tests.
+const PANICKING: (&str, [(&CStr, Kernel); 1]) = ("flashcore_panic", [(c"panic", panic)]);
+
+/// Refuses dropout and the mask that PyTorch's operators may be asked for, or returns.
+static REFUSE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+
+/// Kernels of a namespace's operators for a dispatch key, until they are removed.
+#[pyclass(module = "flashcore._flashcore", frozen)]
+pub(crate) struct Kernels {
+    /// None once they were removed.
+    library: Mutex<Option<usize>>,
+    torch: &'static Stable,
+    /// The operators that have them.
+    #[pyo3(get)]
+    operators: Vec<&'static str>,
+}
+
+#[pymethods]
+impl Kernels {
+    /// Kernels for PyTorch's operators, or for ours in another namespace, in the PyTorch whose extension
+    /// module is a file. `refuse` is called with a dropout and whether a mask is wanted, where either
+    /// is. None where that PyTorch has not the interface.
+    #[staticmethod]
+    #[pyo3(signature = (file, namespace, key, refuse=None, /))]
+    fn register(
+        file: &str,
+        namespace: &str,
+        key: &str,
+        refuse: Option<Bound<'_, PyAny>>,
+    ) -> PyResult<Option<Kernels>> {
+        guard(|| {
+            let Some(torch) = Stable::of(file) else { return Ok(None) };
+            if let Some(refuse) = refuse {
+                let _ = REFUSE.set(refuse.py(), refuse.unbind());
+            }
+            let kernels = match namespace {
+                "aten" => &PYTORCH[..],
+                _ if namespace == PANICKING.0 => &PANICKING.1,
+                _ => &OURS,
+            };
+            let text = |text: &str| CString::new(text).map_err(error::value);
+            let library = torch.register(&text(namespace)?, &text(key)?, kernels)?;
+            let operators = kernels.iter().filter_map(|(name, _)| name.to_str().ok()).collect();
+            Ok(Some(Kernels { library: Mutex::new(Some(library)), torch, operators }))
+        })
+    }
+
+    /// Gives the operators back to the kernels that they had before.
+    fn remove(&self) -> PyResult<()> {
+        guard(|| {
+            if let Some(library) = crate::process::lock(&self.library).take() {
+                self.torch.remove(library);
+            }
+            Ok(())
+        })
+    }
+}
+
+/// `_scaled_dot_product_flash_attention(Tensor query, Tensor key, Tensor value, float dropout_p, bool
+/// is_causal, bool return_debug_mask, *, float? scale) -> (Tensor output, Tensor logsumexp, Tensor
+/// cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, Tensor rng_state, Tensor unused, Tensor
+/// debug_attn_mask)`
+unsafe extern "C" fn answer_heads_first(slots: *mut u64, arguments: u64) -> *const Failed {
+    let run = |torch: &'static Stable, given: &mut Arguments<'_>| -> PyResult<[Value; 9]> {
+        let tensors = [given.tensor()?, given.tensor()?, given.tensor()?];
+        let (dropout, causal, mask) = (given.number(), given.flag(), given.flag());
+        let numbers = plain(given.optional_number(), causal)?;
+        refuse(dropout, mask)?;
+        let names = Function::PyTorch.names();
+        let [query, key, value] = read(&tensors, [names[0], names[1], names[2]])?;
+        let order = Anchored::of(causal, &query, &key);
+        let request = order.request(numbers, [&query, &key, &value])?;
+        let problem = request.problem()?;
+        let out = tensors[0].like(&query)?;
+        let output = request.output_in(&order.turned(&out.read("out")?))?;
+        let place = query.place;
+        let (sums, _) = request.sums();
+        let lse = torch.make(&sums, &contiguous(sums), Element::Float(DType::F32), place)?;
+        let sums = lse.address()?;
+        launch::attend(&request, &problem, &output, Some(sums), |ordinal| torch.stream(ordinal))?;
+        let [state, offset] = [&[2][..], &[]].map(|sizes| torch.make_words(sizes, place));
+        let none = torch.make(&[0], &[1], query.element, place)?;
+        Ok([
+            Value::Tensor(out),
+            Value::Tensor(lse),
+            Value::Tensor(torch.undefined()?),
+            Value::Tensor(torch.undefined()?),
+            Value::Whole(query.sizes[2]),
+            Value::Whole(key.sizes[2]),
+            Value::Tensor(state?),
+            Value::Tensor(offset?),
+            Value::Tensor(none),
+        ])
+    };
+    // SAFETY: PyTorch's slots; the arguments and results are those of the schema above.
+    unsafe { Stable::answer(slots, arguments, run) }
+}
+
+/// `_scaled_dot_product_flash_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value,
+/// Tensor out, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, float
+/// dropout_p, bool is_causal, Tensor philox_seed, Tensor philox_offset, *, float? scale) -> (Tensor
+/// grad_query, Tensor grad_key, Tensor grad_value)`
+unsafe extern "C" fn answer_heads_first_backward(slots: *mut u64, arguments: u64) -> *const Failed {
+    let run = |torch: &'static Stable, given: &mut Arguments<'_>| -> PyResult<[Value; 3]> {
+        let dout = given.tensor()?;
+        let tensors = [given.tensor()?, given.tensor()?, given.tensor()?];
+        let (out, lse) = (given.tensor()?, given.tensor()?);
+        let _lists = [given.tensor()?, given.tensor()?];
+        let _most = [given.whole(), given.whole()];
+        let (dropout, causal) = (given.number(), given.flag());
+        let _random = [given.tensor()?, given.tensor()?];
+        let numbers = plain(given.optional_number(), causal)?;
+        refuse(dropout, false)?;
+        let copies = Copies::default();
+        let walkable = |tensor: &Tensor, name: &str| copies.read(tensor, name, Memory::is_walkable);
+        let [query, key, value, output, output_gradient] = {
+            let [q, k, v] = &tensors;
+            let all = [(q, "query"), (k, "key"), (v, "value"), (&out, "out"), (&dout, "dout")];
+            let [q, k, v, out, dout] = all.map(|(tensor, name)| walkable(tensor, name));
+            [q?, k?, v?, out?, dout?]
+        };
+        let gradients = tensors.each_ref().map(|tensor| tensor.like(&tensor.read("query")?));
+        let [dq, dk, dv] = gradients;
+        let gradients = [dq?, dk?, dv?];
+        let order = Anchored::of(causal, &query, &key);
+        let request = order.request(numbers, [&query, &key, &value])?;
+        let view = |name, memory: &Memory| order.view(name, memory);
+        let [dq, dk, dv] = read(&gradients, ["dq", "dk", "dv"])?;
+        let lse = copies.read(&lse, "softmax_lse", Memory::is_contiguous)?;
+        let call = Backward {
+            output: view("out", &output)?,
+            lse,
+            output_gradient: view("dout", &output_gradient)?,
+            gradients: [view("dq", &dq)?, view("dk", &dk)?, view("dv", &dv)?],
+            sinks: None,
+            request,
+        };
+        call.check()?;
+        run_backward(torch, &call, torch.is_deterministic(), &gradients)?;
+        Ok(gradients.map(Value::Tensor))
+    };
+    // SAFETY: PyTorch's slots; the arguments and results are those of the schema above.
+    unsafe { Stable::answer(slots, arguments, run) }
+}
+
+unsafe extern "C" fn answer_panic(slots: *mut u64, arguments: u64) -> *const Failed {
+    let run = |_: &'static Stable, given: &mut Arguments<'_>| -> PyResult<[Value; 1]> {
+        let _tensor = given.tensor()?;
+        panic!("a kernel that panics")
+    };
+    // SAFETY: PyTorch's slots; the schema is that of the test.
+    unsafe { Stable::answer(slots, arguments, run) }
+}
+
+/// Writes gradients, which are zero where nothing meets.
+fn run_backward<'a>(
+    torch: &'static Stable,
+    call: &Backward,
+    deterministic: bool,
+    gradients: impl IntoIterator<Item = &'a Tensor>,
+) -> PyResult<()> {
+    let Request { query, key, value, .. } = &call.request;
+    match [query, key, value].iter().any(|view| view.form.sizes.contains(&0)) {
+        true => gradients.into_iter().try_for_each(|gradient| gradient.clear("gradients")),
+        false => launch::differentiate(call, deterministic, |ordinal| torch.stream(ordinal)),
+    }
+}
+
+/// Copies of tensors that kernels cannot read as they lie, alive until the launch.
+#[derive(Default)]
+struct Copies(RefCell<Vec<Tensor>>);
+
+impl Copies {
+    /// What a tensor is, or its copy without gaps where it does not fit.
+    fn read(
+        &self,
+        tensor: &Tensor,
+        name: &str,
+        fits: impl FnOnce(&Memory) -> bool,
+    ) -> PyResult<Memory> {
+        let memory = tensor.read(name)?;
+        if fits(&memory) {
+            return Ok(memory);
+        }
+        let copy = tensor.contiguous(&memory)?;
+        let memory = copy.read(name);
+        self.0.borrow_mut().push(copy);
+        memory
+    }
+}
+
+/// Where a causal mask is anchored: PyTorch's function at the first key, its operators at the last one,
+/// which is the same where there are as many keys as queries.
+#[derive(Clone, Copy)]
+enum Anchored {
+    First,
+    Last,
+}
+
+impl Anchored {
+    fn of(causal: bool, query: &Memory, key: &Memory) -> Self {
+        let same = !causal || query.sizes[2] == key.sizes[2];
+        if same { Anchored::First } else { Anchored::Last }
+    }
+
+    fn function(self) -> Function {
+        match self {
+            Anchored::First => Function::PyTorch,
+            Anchored::Last => Function::Plain,
+        }
+    }
+
+    /// A tensor with heads first, as the function takes it.
+    fn turned(self, memory: &Memory) -> Memory {
+        match self {
+            Anchored::First => *memory,
+            Anchored::Last => memory.transposed(),
+        }
+    }
+
+    fn view(self, name: &str, memory: &Memory) -> PyResult<View> {
+        self.function().order(false).view(name, &self.turned(memory))
+    }
+
+    fn request(self, numbers: Numbers, tensors: [&Memory; 3]) -> PyResult<Request> {
+        Request::new(self.function(), numbers, |at, _| {
+            Ok(tensors.get(at).map(|memory| self.turned(memory)))
+        })
+    }
+}
+
+fn read<const COUNT: usize>(
+    tensors: &[Tensor; COUNT],
+    names: [&str; COUNT],
+) -> PyResult<[Memory; COUNT]> {
+    let mut memories = [None; COUNT];
+    for ((memory, tensor), name) in memories.iter_mut().zip(tensors).zip(names) {
+        *memory = Some(tensor.read(name)?);
+    }
+    Ok(memories.map(|memory| memory.expect("each was read")))
+}
+
+/// Refuses what PyTorch's operators can do and these kernels cannot, in Python's words.
+fn refuse(dropout: f64, mask: bool) -> PyResult<()> {
+    if dropout == 0.0 && !mask {
+        return Ok(());
+    }
+    Python::attach(|py| match REFUSE.get(py) {
+        Some(refuse) => refuse.call1(py, (dropout, mask)).map(drop),
+        None => Err(PyRuntimeError::new_err("dropout is not supported")),
+    })
+}
+
+fn plain(scale: Option<f64>, causal: bool) -> PyResult<Numbers> {
+    let scale = scale.map(|scale| finite("scale", scale)).transpose()?;
+    let (window, chunk, softcap) = ((None, None), 0, None);
+    let (most_queries, most_keys, batch_invariant) = (None, None, false);
+    Ok(Numbers { scale, causal, window, chunk, softcap, most_queries, most_keys, batch_invariant })
+}
+
+fn finite(name: &str, number: f64) -> PyResult<f32> {
+    let narrow = number as f32;
+    match narrow.is_finite() {
+        true => Ok(narrow),
+        false => Err(error::value(format!("{name}={number:?}, expected a finite number"))),
+    }
+}
+
+unsafe extern "C" fn answer_attention(slots: *mut u64, arguments: u64) -> *const Failed {
+    // SAFETY: PyTorch's slots; the schema is in `_torch.py`, here and below.
+    unsafe { Stable::answer(slots, arguments, |torch, given| Ours::few(given)?.output(torch)) }
+}
+
+unsafe extern "C" fn answer_attention_all(slots: *mut u64, arguments: u64) -> *const Failed {
+    // SAFETY: as above.
+    unsafe { Stable::answer(slots, arguments, |torch, given| Ours::all(given)?.output(torch)) }
+}
+
+unsafe extern "C" fn answer_attention_with_lse(slots: *mut u64, arguments: u64) -> *const Failed {
+    // SAFETY: as above.
+    unsafe { Stable::answer(slots, arguments, |torch, given| Ours::few(given)?.both(torch)) }
+}
+
+unsafe extern "C" fn answer_attention_with_lse_all(
+    slots: *mut u64,
+    arguments: u64,
+) -> *const Failed {
+    // SAFETY: as above.
+    unsafe { Stable::answer(slots, arguments, |torch, given| Ours::all(given)?.both(torch)) }
+}
+
+/// `(Tensor dout, Tensor q, Tensor? k, Tensor? v, Tensor out, Tensor softmax_lse`, the
+/// [rest](Ours::rest), `bool[] needed) -> Tensor[]`
+unsafe extern "C" fn answer_attention_backward(slots: *mut u64, arguments: u64) -> *const Failed {
+    let run = |torch: &'static Stable, given: &mut Arguments<'_>| -> PyResult<[Value; 1]> {
+        let dout = given.tensor()?;
+        let first = [Some(given.tensor()?), given.optional_tensor()?, given.optional_tensor()?];
+        let (out, lse) = (given.tensor()?, given.tensor()?);
+        let call = Ours::rest(first, given)?;
+        let needed = given.flags()?;
+        Ok([torch.list(call.differentiate(torch, [&dout, &out, &lse], &needed)?)?])
+    };
+    // SAFETY: as above.
+    unsafe { Stable::answer(slots, arguments, run) }
+}
+
+/// The tensors of lists that our operators take.
+const LISTS: usize = 12;
+/// Where sinks are among them.
+const SINKS: usize = 8;
+
+/// A call of one of our operators.
+struct Ours {
+    /// Those that are packed into the one before are missing.
+    first: [Option<Tensor>; 3],
+    lists: [Option<Tensor>; LISTS],
+    numbers: Numbers,
+    called: Called,
+    /// Whether gradients must be the same bit for bit.
+    deterministic: bool,
+}
+
+impl Ours {
+    /// `(Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal)`
+    fn few(given: &mut Arguments<'_>) -> PyResult<Self> {
+        let first = [given.tensor()?, given.tensor()?, given.tensor()?].map(Some);
+        let numbers = plain(given.optional_number(), given.flag())?;
+        let called = Called { function: Function::Plain, batch_invariant: false };
+        let lists = [const { None }; LISTS];
+        Ok(Ours { first, lists, numbers, called, deterministic: false })
+    }
+
+    /// `(Tensor q, Tensor? k, Tensor? v`, and the [rest](Ours::rest)
+    fn all(given: &mut Arguments<'_>) -> PyResult<Self> {
+        let first = [Some(given.tensor()?), given.optional_tensor()?, given.optional_tensor()?];
+        Ours::rest(first, given)
+    }
+
+    /// `float? softmax_scale, bool causal, int window_left, int window_right, int attention_chunk, float
+    /// softcap, SymInt? max_seqlen_q, SymInt? max_seqlen_k`, `Tensor?` for each of the lists, `str
+    /// function, bool deterministic`
+    fn rest(first: [Option<Tensor>; 3], given: &mut Arguments<'_>) -> PyResult<Self> {
+        let (scale, causal) = (given.optional_number(), given.flag());
+        let [left, right, chunk] = [given.whole(), given.whole(), given.whole()];
+        let softcap = given.number();
+        let [most_queries, most_keys] = [given.optional_whole(), given.optional_whole()];
+        let mut lists = [const { None }; LISTS];
+        for list in &mut lists {
+            *list = given.optional_tensor()?;
+        }
+        let function = given.text()?;
+        let deterministic = given.flag();
+        let called = Called::named(&function)?;
+        let whole = |number: i64| usize::try_from(number).ok();
+        let numbers = Numbers {
+            window: (whole(left), whole(right)),
+            chunk: whole(chunk).ok_or_else(|| {
+                error::value(format!("attention_chunk={chunk}, expected no negative number"))
+            })?,
+            softcap: cap(softcap)?,
+            most_queries,
+            most_keys,
+            batch_invariant: called.batch_invariant,
+            ..plain(scale, causal)?
+        };
+        Ok(Ours { first, lists, numbers, called, deterministic })
+    }
+
+    fn output(self, torch: &'static Stable) -> PyResult<[Value; 1]> {
+        let (out, _) = self.run(torch, false)?;
+        Ok([Value::Tensor(out)])
+    }
+
+    fn both(self, torch: &'static Stable) -> PyResult<[Value; 2]> {
+        let (out, lse) = self.run(torch, true)?;
+        Ok([Value::Tensor(out), Value::Tensor(lse.map_or_else(|| torch.undefined(), Ok)?)])
+    }
+
+    fn run(&self, torch: &'static Stable, with_lse: bool) -> PyResult<(Tensor, Option<Tensor>)> {
+        let copies = Copies::default();
+        let request = self.request(&copies, |_| true)?;
+        let problem = request.problem()?;
+        let (output, place) = (request.output(), request.given.place);
+        let out = torch.make(output.sizes(), output.strides(), output.element, place)?;
+        let (sizes, hidden) = request.sums();
+        let strides = contiguous(sizes);
+        let sums = || {
+            let float = Element::Float(DType::F32);
+            torch.make(&sizes[hidden..], &strides[hidden..], float, place)
+        };
+        let lse = with_lse.then(sums).transpose()?;
+        let sums = lse.as_ref().map(Tensor::address).transpose()?;
+        let output = request.output_at(out.address()?)?;
+        launch::attend(&request, &problem, &output, sums, |ordinal| torch.stream(ordinal))?;
+        Ok((out, lse))
+    }
+
+    /// What the call gives; tensors of rows that do not fit are copied.
+    fn request(&self, copies: &Copies, fits: fn(&Memory) -> bool) -> PyResult<Request> {
+        let names = self.called.function.names();
+        Request::new(self.called.function, self.numbers, |at, whole| {
+            if at < self.first.len() {
+                let (tensor, part) = row(&self.first, at, names[at])?;
+                let fits = |memory: &Memory| fits(&of(*memory, part));
+                return Ok(Some(of(copies.read(tensor, names[at], fits)?, part)));
+            }
+            let Some(Some(list)) = self.lists.get(at - self.first.len()) else { return Ok(None) };
+            let fits = |memory: &Memory| !whole || memory.is_contiguous();
+            copies.read(list, names[at], fits).map(Some)
+        })
+    }
+
+    /// The gradients that are needed of queries, keys, values and sinks, from the gradient of the output,
+    /// the output and its log-sum-exps.
+    fn differentiate(
+        self,
+        torch: &'static Stable,
+        [dout, out, lse]: [&Tensor; 3],
+        needed: &[bool],
+    ) -> PyResult<Vec<Tensor>> {
+        let function = self.called.function;
+        let copies = Copies::default();
+        let request = self.request(&copies, Memory::is_walkable)?;
+        let (queries, keys) = (request.query_starts.is_some(), request.key_starts.is_some());
+        let (first, sinks) = self.gradients(&request, needed)?;
+        let saved = |tensor: &Tensor, name: &str| -> PyResult<View> {
+            let memory = copies.read(tensor, name, Memory::is_walkable)?;
+            function.order(queries).view(name, &memory)
+        };
+        let gradient = |at: usize, name: &str, packed: bool| -> PyResult<View> {
+            let (tensor, part) = row(&first, at, name)?;
+            function.order(packed).view(name, &of(tensor.read(name)?, part))
+        };
+        let call = Backward {
+            output: saved(out, "out")?,
+            lse: copies.read(lse, "softmax_lse", Memory::is_contiguous)?,
+            output_gradient: saved(dout, "dout")?,
+            gradients: [
+                gradient(0, "dq", queries)?,
+                gradient(1, "dk", keys)?,
+                gradient(2, "dv", keys)?,
+            ],
+            sinks: sinks.as_ref().map(|sinks| sinks.read("ds_aux")).transpose()?,
+            request,
+        };
+        call.check()?;
+        let [q, k, v] = first;
+        let all = [q, k, v, sinks];
+        run_backward(torch, &call, self.deterministic, all.iter().flatten())?;
+        let chosen = all.into_iter().zip(needed).filter(|(_, need)| **need);
+        Ok(chosen.filter_map(|(gradient, _)| gradient).collect())
+    }
+
+    /// Memory for the gradients of the first tensors and of sinks: zeros where not all that somebody needs
+    /// is written, which are rows of no sequence and keys behind the last query's.
+    fn gradients(
+        &self,
+        request: &Request,
+        needed: &[bool],
+    ) -> PyResult<([Option<Tensor>; 3], Option<Tensor>)> {
+        let lengths = self.lists[..4].iter().any(Option::is_some);
+        let [queries, keys] = [&request.query, &request.key].map(|view| view.form.sizes[1]);
+        let first_key = self.called.function == Function::PyTorch;
+        let some = lengths || (self.numbers.causal && first_key && keys > queries);
+        let make = |tensor: &Option<Tensor>, at: usize| -> PyResult<Option<Tensor>> {
+            let Some(tensor) = tensor else { return Ok(None) };
+            let made = tensor.like(&tensor.read("a tensor")?)?;
+            if some && needed.get(at).is_some_and(|need| *need) {
+                made.clear("gradients")?;
+            }
+            Ok(Some(made))
+        };
+        let [q, k, v] = &self.first;
+        Ok(([make(q, 0)?, make(k, 1)?, make(v, 2)?], make(&self.lists[SINKS], 3)?))
+    }
+}
+
+/// The tensor of queries, keys or values, and which part of it they are where they are packed.
+fn row<'a>(
+    tensors: &'a [Option<Tensor>; 3],
+    at: usize,
+    name: &str,
+) -> PyResult<(&'a Tensor, Option<u64>)> {
+    match (tensors, at) {
+        ([Some(qkv), None, _], at) => Ok((qkv, Some(at as u64))),
+        ([_, Some(kv), None], 1 | 2) => Ok((kv, Some(at as u64 - 1))),
+        (tensors, at) => match &tensors[at] {
+            Some(tensor) => Ok((tensor, None)),
+            None => Err(error::value(format!("{name} is missing"))),
+        },
+    }
+}
+
+/// A part of a packed tensor, or a tensor.
+fn of(memory: Memory, part: Option<u64>) -> Memory {
+    part.map_or(memory, |part| memory.part(part))
+}
+
+fn cap(softcap: f64) -> PyResult<Option<f32>> {
+    let narrow = finite("softcap", softcap)?;
+    match narrow > 0.0 {
+        true => Ok(Some(narrow)),
+        false if softcap == 0.0 => Ok(None),
+        false => {
+            Err(error::value(format!("softcap={softcap:?}, expected a positive number, or 0")))
+        }
+    }
+}

@@ -1,0 +1,769 @@
+//! PyTorch's stable C interface: how kernels that are not C++ join its dispatcher.
+//!
+//! PyTorch's headers `stable/c/shim.h` and `aoti_torch/c/shim.h` describe it. Nothing is linked: the
+//! functions are looked up in the PyTorch that was imported, from the version on that has them all.
+//!
+//! A kernel gets its arguments in slots of 64 bits, in the order of the operator's schema, and owns
+//! them; its results go to the first slots. The interface has no way to say that a kernel failed but
+//! C++'s: an exception, of one of PyTorch's classes, which becomes Python's. It is made by the
+//! functions that C++ compilers call for `throw`, and thrown when nothing of ours is left on the stack: a
+//! library that was linked with an unwinder of its own, as those for old systems are, must not be walked
+//! through by another one.
+
+use std::cell::Cell;
+use std::ffi::{CStr, c_char, c_void};
+use std::ptr::{NonNull, null, null_mut};
+use std::sync::OnceLock;
+
+use flashcore::DType;
+use libloading::Library;
+use pyo3::exceptions::{PyMemoryError, PyNotImplementedError, PyTypeError, PyValueError};
+use pyo3::ffi;
+use pyo3::prelude::*;
+
+use crate::boundary::guard;
+use crate::error;
+use crate::view::{Element, MOST_DIMENSIONS, Memory, Place};
+
+/// The version that the interface is used from, as PyTorch writes it: 2.11.
+const VERSION: u64 = (2 << 56) | (11 << 48);
+
+/// What PyTorch calls with the slots, how many arguments there are, and how many results it wants: see
+/// [`kernel`].
+pub(crate) type Kernel = unsafe extern "C" fn(*mut u64, u64, u64);
+
+/// A kernel from the function that answers its calls: calls that, and where it failed leaves the stack as
+/// PyTorch has it and goes on in C++'s `throw`, which never comes back.
+macro_rules! kernel {
+    ($name:ident, $answer:path) => {
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        #[unsafe(naked)]
+        unsafe extern "C" fn $name(slots: *mut u64, arguments: u64, results: u64) {
+            std::arch::naked_asm!(
+                "sub rsp, 8",
+                "call {answer}",
+                "add rsp, 8",
+                "test rax, rax",
+                "jnz 2f",
+                "ret",
+                "2:",
+                "mov rdi, [rax]",
+                "mov rsi, [rax + 8]",
+                "mov rdx, [rax + 16]",
+                "jmp [rax + 24]",
+                answer = sym $answer,
+            )
+        }
+
+        /// Not registered: there is no such code for this machine yet.
+        #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+        unsafe extern "C" fn $name(slots: *mut u64, arguments: u64, _: u64) {
+            // SAFETY: as PyTorch calls it.
+            let _ = unsafe { $answer(slots, arguments) };
+        }
+    };
+}
+pub(crate) use kernel;
+
+/// Of a call that failed: the arguments of C++'s `throw`, and that function, in the order in which
+/// [`kernel`] reads them.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Failed {
+    object: *mut c_void,
+    class: Class,
+    destroy: unsafe extern "C" fn(*mut c_void),
+    throw: *const c_void,
+}
+
+thread_local! {
+    /// The call of this thread that failed last.
+    static FAILED: Cell<Failed> = const {
+        Cell::new(Failed { object: null_mut(), class: null(), destroy, throw: null() })
+    };
+}
+
+/// Zero if all went well; else PyTorch has logged why.
+type Code = i32;
+/// A tensor of PyTorch's, or a list of kernels.
+type Handle = *mut c_void;
+type Ask<T> = unsafe extern "C" fn(Handle, *mut T) -> Code;
+type Number = unsafe extern "C" fn() -> i32;
+
+/// The functions.
+pub(crate) struct Stable {
+    data: Ask<*const c_void>,
+    dimensions: Ask<i64>,
+    sizes: Ask<*const i64>,
+    strides: Ask<*const i64>,
+    dtype: Ask<i32>,
+    device_type: Ask<i32>,
+    device_index: Ask<i32>,
+    copy_handle: Ask<Handle>,
+    drop_tensor: unsafe extern "C" fn(Handle) -> Code,
+    undefined: unsafe extern "C" fn(*mut Handle) -> Code,
+    empty: unsafe extern "C" fn(i64, *const i64, *const i64, i32, i32, i32, *mut Handle) -> Code,
+    zero: unsafe extern "C" fn(Handle) -> Code,
+    call: unsafe extern "C" fn(*const c_char, *const c_char, *mut u64, u64) -> Code,
+    text: Ask<*const c_char>,
+    text_length: Ask<usize>,
+    drop_text: unsafe extern "C" fn(Handle) -> Code,
+    list_size: Ask<usize>,
+    list_item: unsafe extern "C" fn(Handle, usize, *mut u64) -> Code,
+    new_list: unsafe extern "C" fn(usize, *mut Handle) -> Code,
+    list_push: unsafe extern "C" fn(Handle, u64) -> Code,
+    drop_list: unsafe extern "C" fn(Handle) -> Code,
+    new_library:
+        unsafe extern "C" fn(*const c_char, *const c_char, *const c_char, u32, *mut Handle) -> Code,
+    add_kernel: unsafe extern "C" fn(Handle, *const c_char, Kernel, u64) -> Code,
+    drop_library: unsafe extern "C" fn(Handle) -> Code,
+    /// Not in a PyTorch that was built without CUDA.
+    stream: Option<unsafe extern "C" fn(i32, *mut *mut c_void) -> Code>,
+    /// Whether autograd records at all.
+    grad_enabled: unsafe extern "C" fn() -> bool,
+    /// How many modes want to see operators before they run.
+    modes: unsafe extern "C" fn() -> i64,
+    /// A new object of Python's for a tensor.
+    wrap: unsafe extern "C" fn(Handle) -> *mut ffi::PyObject,
+    /// Makes a handle that of an object's tensor, and whether it is one.
+    unwrap: unsafe extern "C" fn(Handle, *mut ffi::PyObject, bool) -> bool,
+    /// Whether a tensor stands for the negative of what is in its memory.
+    negative: unsafe extern "C" fn(Handle) -> bool,
+    /// PyTorch's settings, and whether they ask for the same bits every time.
+    settings: unsafe extern "C" fn() -> *const c_void,
+    deterministic: unsafe extern "C" fn(*const c_void) -> bool,
+    /// PyTorch's numbers for element types, devices and ways to lie in memory.
+    dtypes: [(i32, Element); 13],
+    uint64: i32,
+    cpu: i32,
+    cuda: i32,
+    contiguous: i32,
+    cxx: Cxx,
+}
+
+static STABLE: OnceLock<Option<Stable>> = OnceLock::new();
+
+impl Stable {
+    /// The interface of the PyTorch whose extension module is this file, if it has all of it.
+    pub(crate) fn of(file: &str) -> Option<&'static Stable> {
+        STABLE.get_or_init(|| Stable::find(file)).as_ref()
+    }
+
+    fn find(file: &str) -> Option<Stable> {
+        if cfg!(not(all(target_arch = "x86_64", target_os = "linux"))) {
+            return None;
+        }
+        // SAFETY: it is there already, with all that it needs: nothing is initialised.
+        let library = unsafe { Library::new(file) }.ok()?;
+        // It stays, as PyTorch does.
+        let library: &'static Library = Box::leak(Box::new(library));
+        // SAFETY: the signature that PyTorch's headers say, here and below.
+        let version: unsafe extern "C" fn() -> u64 =
+            unsafe { function(library, c"aoti_torch_abi_version")? };
+        // SAFETY: as above.
+        if unsafe { version() } < VERSION {
+            return None;
+        }
+        let number = |name: &CStr| -> Option<i32> {
+            // SAFETY: as above.
+            Some(unsafe { function::<Number>(library, name)?() })
+        };
+        let float = |name, dtype| Some((number(name)?, Element::Float(dtype)));
+        let other = |name, kind, bits| Some((number(name)?, Element::Other(kind, bits)));
+        // SAFETY: as above, and for the names of C++ the signatures that they spell.
+        unsafe {
+            Some(Stable {
+                data: function(library, c"torch_get_const_data_ptr")?,
+                dimensions: function(library, c"aoti_torch_get_dim")?,
+                sizes: function(library, c"aoti_torch_get_sizes")?,
+                strides: function(library, c"aoti_torch_get_strides")?,
+                dtype: function(library, c"aoti_torch_get_dtype")?,
+                device_type: function(library, c"aoti_torch_get_device_type")?,
+                device_index: function(library, c"aoti_torch_get_device_index")?,
+                copy_handle: function(library, c"aoti_torch_new_tensor_handle")?,
+                drop_tensor: function(library, c"aoti_torch_delete_tensor_object")?,
+                undefined: function(library, c"aoti_torch_new_uninitialized_tensor")?,
+                empty: function(library, c"aoti_torch_empty_strided")?,
+                zero: function(library, c"aoti_torch_zero_")?,
+                call: function(library, c"torch_call_dispatcher")?,
+                text: function(library, c"torch_string_c_str")?,
+                text_length: function(library, c"torch_string_length")?,
+                drop_text: function(library, c"torch_delete_string")?,
+                list_size: function(library, c"torch_list_size")?,
+                list_item: function(library, c"torch_list_get_item")?,
+                new_list: function(library, c"torch_new_list_reserve_size")?,
+                list_push: function(library, c"torch_list_push_back")?,
+                drop_list: function(library, c"torch_delete_list")?,
+                new_library: function(library, c"aoti_torch_library_init_impl")?,
+                add_kernel: function(library, c"torch_library_impl")?,
+                drop_library: function(library, c"aoti_torch_delete_library_object")?,
+                stream: function(library, c"aoti_torch_get_current_cuda_stream"),
+                grad_enabled: function(library, c"aoti_torch_grad_mode_is_enabled")?,
+                modes: function(library, c"_ZN3c104impl20TorchDispatchModeTLS9stack_lenEv")?,
+                wrap: function(library, c"_Z16THPVariable_WrapRKN2at10TensorBaseE")?,
+                unwrap: function(
+                    library,
+                    c"_ZN8pybind116detail11type_casterIN2at6TensorEvE4loadENS_6handleEb",
+                )?,
+                negative: function(library, c"_ZN2at6native6is_negERKNS_6TensorE")?,
+                settings: function(library, c"_ZN2at13globalContextEv")?,
+                deterministic: function(library, c"_ZNK2at7Context23deterministicAlgorithmsEv")?,
+                dtypes: [
+                    float(c"aoti_torch_dtype_bfloat16", DType::BF16)?,
+                    float(c"aoti_torch_dtype_float16", DType::F16)?,
+                    float(c"aoti_torch_dtype_float32", DType::F32)?,
+                    (number(c"aoti_torch_dtype_int32")?, Element::I32),
+                    float(c"aoti_torch_dtype_float8_e4m3fn", DType::E4M3)?,
+                    float(c"aoti_torch_dtype_float8_e5m2", DType::E5M2)?,
+                    other(c"aoti_torch_dtype_float64", "float", 64)?,
+                    other(c"aoti_torch_dtype_int64", "int", 64)?,
+                    other(c"aoti_torch_dtype_int16", "int", 16)?,
+                    float(c"aoti_torch_dtype_int8", DType::Int8)?,
+                    other(c"aoti_torch_dtype_uint8", "uint", 8)?,
+                    other(c"aoti_torch_dtype_bool", "bool", 8)?,
+                    other(c"aoti_torch_dtype_complex64", "complex", 64)?,
+                ],
+                uint64: number(c"aoti_torch_dtype_uint64")?,
+                cpu: number(c"aoti_torch_device_type_cpu")?,
+                cuda: number(c"aoti_torch_device_type_cuda")?,
+                contiguous: number(c"aoti_torch_memory_format_contiguous_format")?,
+                cxx: Cxx::find(library)?,
+            })
+        }
+    }
+
+    /// Makes kernels those of a namespace's operators for a dispatch key, until they are
+    /// [removed](Stable::remove).
+    pub(crate) fn register(
+        &self,
+        namespace: &CStr,
+        key: &CStr,
+        kernels: &[(&CStr, Kernel)],
+    ) -> PyResult<usize> {
+        let mut library = null_mut();
+        // SAFETY: PyTorch copies the names, but for the file's, which stays.
+        let made = unsafe {
+            (self.new_library)(
+                namespace.as_ptr(),
+                key.as_ptr(),
+                c"flashcore".as_ptr(),
+                line!(),
+                &mut library,
+            )
+        };
+        done(made, || format!("take kernels for {namespace:?} on {key:?}"))?;
+        for (name, kernel) in kernels {
+            // SAFETY: kernels of ours, for the schemas that they were written for.
+            let added = unsafe { (self.add_kernel)(library, name.as_ptr(), *kernel, VERSION) };
+            done(added, || format!("take a kernel for {name:?}"))
+                .inspect_err(|_| self.remove(library as usize))?;
+        }
+        Ok(library as usize)
+    }
+
+    /// Gives operators back to the kernels that they had before.
+    pub(crate) fn remove(&self, library: usize) {
+        // SAFETY: it was made by `register`, whose caller removes it once.
+        let _ = unsafe { (self.drop_library)(library as Handle) };
+    }
+
+    /// A tensor whose memory is not written yet, with strides of its own.
+    pub(crate) fn make(
+        &'static self,
+        sizes: &[i64],
+        strides: &[i64],
+        element: Element,
+        place: Place,
+    ) -> PyResult<Tensor> {
+        let known = self.dtypes.iter().find(|(_, known)| *known == element);
+        let dtype = known.map(|(dtype, _)| *dtype);
+        let dtype = dtype.ok_or_else(|| error::value(format!("no tensors of {element}")))?;
+        self.empty(sizes, strides, dtype, place)
+    }
+
+    /// A tensor of PyTorch's `uint64`.
+    pub(crate) fn make_words(&'static self, sizes: &[i64], place: Place) -> PyResult<Tensor> {
+        self.empty(sizes, &[1][..sizes.len().min(1)], self.uint64, place)
+    }
+
+    fn empty(
+        &'static self,
+        sizes: &[i64],
+        strides: &[i64],
+        dtype: i32,
+        place: Place,
+    ) -> PyResult<Tensor> {
+        let (device, index) = match place {
+            Place::Host => (self.cpu, 0),
+            Place::Cuda(ordinal) => (self.cuda, ordinal as i32),
+        };
+        let count = sizes.len().min(strides.len()) as i64;
+        let (sizes_at, strides_at) = (sizes.as_ptr(), strides.as_ptr());
+        let mut handle = null_mut();
+        // SAFETY: as many sizes and strides as it says.
+        let made =
+            unsafe { (self.empty)(count, sizes_at, strides_at, dtype, device, index, &mut handle) };
+        match made {
+            0 => self.tensor(handle),
+            _ => Err(no_memory(sizes, place)),
+        }
+    }
+
+    /// No tensor, where a result must be one.
+    pub(crate) fn undefined(&'static self) -> PyResult<Tensor> {
+        let mut handle = null_mut();
+        // SAFETY: writes one handle.
+        done(unsafe { (self.undefined)(&mut handle) }, || "give no tensor".to_owned())?;
+        self.tensor(handle)
+    }
+
+    /// A result of several tensors.
+    pub(crate) fn list(&self, tensors: Vec<Tensor>) -> PyResult<Value> {
+        let mut list = null_mut();
+        // SAFETY: writes one handle.
+        let made = unsafe { (self.new_list)(tensors.len(), &mut list) };
+        done(made, || "make a list".to_owned())?;
+        for tensor in tensors {
+            // SAFETY: a list, which takes the tensor over.
+            let pushed = unsafe { (self.list_push)(list, Value::Tensor(tensor).slot()) };
+            done(pushed, || "take a tensor into a list".to_owned())?;
+        }
+        Ok(Value::List(list))
+    }
+
+    fn tensor(&'static self, handle: Handle) -> PyResult<Tensor> {
+        match NonNull::new(handle) {
+            Some(handle) => Ok(Tensor { handle, torch: self }),
+            None => Err(error::runtime("PyTorch gave no tensor")),
+        }
+    }
+
+    /// The stream on which PyTorch's work goes now.
+    pub(crate) fn stream(&self, ordinal: u32) -> PyResult<u64> {
+        let Some(function) = self.stream else {
+            return Err(error::runtime("this PyTorch was built without CUDA"));
+        };
+        let mut stream = null_mut();
+        // SAFETY: writes one handle.
+        let asked = unsafe { function(ordinal as i32, &mut stream) };
+        done(asked, || format!("say what stream of cuda:{ordinal} is current"))?;
+        Ok(stream as u64)
+    }
+
+    /// Whether autograd records anything on this thread.
+    pub(crate) fn is_grad_enabled(&self) -> bool {
+        // SAFETY: asks for a flag of the thread's.
+        unsafe { (self.grad_enabled)() }
+    }
+
+    /// How many modes want to see operators before they run on this thread.
+    pub(crate) fn modes(&self) -> usize {
+        // SAFETY: asks for a number of the thread's.
+        unsafe { (self.modes)() as usize }
+    }
+
+    /// Whether one of some tensors, objects of Python's, is a view that stands for the negative of what is
+    /// in its memory.
+    pub(crate) fn is_any_negative<'a, 'py: 'a>(
+        &'static self,
+        mut objects: impl Iterator<Item = &'a Bound<'py, PyAny>>,
+    ) -> PyResult<bool> {
+        let tensor = self.undefined()?;
+        let handle = tensor.handle.as_ptr();
+        // SAFETY: a handle that refers to one tensor after the other, and to the last until it is dropped.
+        Ok(objects.any(|object| unsafe {
+            (self.unwrap)(handle, object.as_ptr(), false) && (self.negative)(handle)
+        }))
+    }
+
+    /// Whether PyTorch was told to give the same bits every time.
+    pub(crate) fn is_deterministic(&self) -> bool {
+        // SAFETY: PyTorch's settings, which it keeps.
+        unsafe { (self.deterministic)((self.settings)()) }
+    }
+
+    /// Answers PyTorch's call of a kernel: null, or why it failed, to be read before anything else is
+    /// called on this thread.
+    ///
+    /// # Safety
+    ///
+    /// The slots must be PyTorch's, for a kernel of so many arguments and results; `run` must take
+    /// all arguments in the order and with the types of the operator's schema, and give its results.
+    pub(crate) unsafe fn answer<const RESULTS: usize>(
+        slots: *mut u64,
+        arguments: u64,
+        run: impl FnOnce(&'static Stable, &mut Arguments<'_>) -> PyResult<[Value; RESULTS]>,
+    ) -> *const Failed {
+        let Some(torch) = STABLE.get().and_then(Option::as_ref) else { return null() };
+        // SAFETY: the caller's promise.
+        let given = unsafe { std::slice::from_raw_parts(slots, arguments as usize) };
+        match guard(|| run(torch, &mut Arguments { slots: given.iter(), torch })) {
+            Ok(results) => {
+                for (at, result) in results.into_iter().enumerate() {
+                    // SAFETY: the caller's promise: there is a slot for each.
+                    unsafe { *slots.add(at) = result.slot() };
+                }
+                null()
+            }
+            Err(error) => torch.cxx.fail(&error),
+        }
+    }
+}
+
+/// Why PyTorch makes no tensor whose sizes were those of others.
+#[cold]
+fn no_memory(sizes: &[i64], place: Place) -> PyErr {
+    PyMemoryError::new_err(format!(
+        "PyTorch made no tensor of {sizes:?} on {place}, and logged why"
+    ))
+}
+
+/// Whether PyTorch did what it was asked for.
+fn done(code: Code, what: impl FnOnce() -> String) -> PyResult<()> {
+    match code {
+        0 => Ok(()),
+        _ => Err(error::runtime(format!("PyTorch did not {}, and logged why", what()))),
+    }
+}
+
+/// A function by its name.
+///
+/// # Safety
+///
+/// The type must be the function's.
+unsafe fn function<F: Copy>(library: &Library, name: &CStr) -> Option<F> {
+    // SAFETY: the caller's promise.
+    unsafe { library.get::<F>(name) }.ok().map(|function| *function)
+}
+
+/// A reference to one of PyTorch's tensors.
+pub(crate) struct Tensor {
+    handle: NonNull<c_void>,
+    torch: &'static Stable,
+}
+
+impl Drop for Tensor {
+    fn drop(&mut self) {
+        // SAFETY: ours, and given back once.
+        let _ = unsafe { (self.torch.drop_tensor)(self.handle.as_ptr()) };
+    }
+}
+
+impl Tensor {
+    fn ask<T: Copy>(&self, name: &str, ask: Ask<T>, mut answer: T) -> PyResult<T> {
+        // SAFETY: a tensor, and a question that is answered with this type.
+        let asked = unsafe { ask(self.handle.as_ptr(), &mut answer) };
+        done(asked, || format!("say what {name} is"))?;
+        Ok(answer)
+    }
+
+    /// What the tensor is.
+    pub(crate) fn read(&self, name: &str) -> PyResult<Memory> {
+        let torch = self.torch;
+        let dimensions = self.ask(name, torch.dimensions, 0)?.max(0) as usize;
+        if dimensions > MOST_DIMENSIONS {
+            return Err(PyValueError::new_err(format!(
+                "{name} has {dimensions} dimensions, expected {MOST_DIMENSIONS} at most"
+            )));
+        }
+        let (mut sizes, mut strides) = ([1; MOST_DIMENSIONS], [0; MOST_DIMENSIONS]);
+        for (to, ask) in [(&mut sizes, torch.sizes), (&mut strides, torch.strides)] {
+            let from = self.ask(name, ask, null())?;
+            if dimensions > 0 {
+                // SAFETY: as many numbers as dimensions, which the tensor keeps.
+                let from = unsafe { std::slice::from_raw_parts(from, dimensions) };
+                to[..dimensions].copy_from_slice(from);
+            }
+        }
+        let dtype = self.ask(name, torch.dtype, 0)?;
+        let known = torch.dtypes.iter().find(|(known, _)| *known == dtype);
+        let place = match self.ask(name, torch.device_type, 0)? {
+            kind if kind == torch.cpu => Place::Host,
+            kind if kind == torch.cuda => {
+                Place::Cuda(self.ask(name, torch.device_index, 0)?.max(0) as u32)
+            }
+            kind => {
+                return Err(PyValueError::new_err(format!(
+                    "{name} is on a device of PyTorch's kind {kind}, expected the CPU or a CUDA device"
+                )));
+            }
+        };
+        Ok(Memory {
+            address: self.address()?,
+            dimensions,
+            sizes,
+            strides,
+            element: known.map_or(Element::Other("type", 8), |(_, element)| *element),
+            place,
+        })
+    }
+
+    /// Where its elements are.
+    pub(crate) fn address(&self) -> PyResult<u64> {
+        Ok(self.ask("a tensor", self.torch.data, null())? as u64)
+    }
+
+    /// The tensor as Python has it.
+    pub(crate) fn object<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        // SAFETY: a tensor; the answer is an object that is ours, or null with an exception set.
+        unsafe { Bound::from_owned_ptr_or_err(py, (self.torch.wrap)(self.handle.as_ptr())) }
+    }
+
+    /// Zeros everywhere.
+    pub(crate) fn clear(&self, name: &str) -> PyResult<()> {
+        // SAFETY: a tensor of ours.
+        done(unsafe { (self.torch.zero)(self.handle.as_ptr()) }, || format!("clear {name}"))
+    }
+
+    /// A tensor that lies as this one does, or without gaps where it has some: PyTorch's `empty_like`.
+    pub(crate) fn like(&self, memory: &Memory) -> PyResult<Tensor> {
+        match memory.is_dense() {
+            true => {
+                let Memory { element, place, .. } = *memory;
+                self.torch.make(memory.sizes(), memory.strides(), element, place)
+            }
+            // The dispatcher costs more, and knows in what order.
+            false => self.call(c"aten::empty_like", memory, [0; 5]),
+        }
+    }
+
+    /// A copy without gaps.
+    pub(crate) fn contiguous(&self, memory: &Memory) -> PyResult<Tensor> {
+        self.call(c"aten::contiguous", memory, [self.torch.contiguous as u32 as u64])
+    }
+
+    /// An operator of this tensor and of what comes behind it, which makes one of the same sizes.
+    fn call<const OTHERS: usize>(
+        &self,
+        name: &CStr,
+        memory: &Memory,
+        others: [u64; OTHERS],
+    ) -> PyResult<Tensor> {
+        const SLOTS: usize = 8;
+        // The dispatcher owns its arguments.
+        let handle = self.ask("a tensor", self.torch.copy_handle, null_mut())?;
+        let mut slots = [0; SLOTS];
+        slots[0] = handle as u64;
+        slots[1..=OTHERS].copy_from_slice(&others);
+        // SAFETY: the schemas of the operators above.
+        let called =
+            unsafe { (self.torch.call)(name.as_ptr(), c"".as_ptr(), slots.as_mut_ptr(), VERSION) };
+        match called {
+            0 => self.torch.tensor(slots[0] as Handle),
+            _ => Err(no_memory(memory.sizes(), memory.place)),
+        }
+    }
+}
+
+/// A result.
+pub(crate) enum Value {
+    Tensor(Tensor),
+    Whole(i64),
+    /// From [`Stable::list`].
+    List(*mut c_void),
+}
+
+impl Value {
+    fn slot(self) -> u64 {
+        match self {
+            // PyTorch's from here on.
+            Value::Tensor(tensor) => std::mem::ManuallyDrop::new(tensor).handle.as_ptr() as u64,
+            Value::Whole(number) => number as u64,
+            Value::List(list) => list as u64,
+        }
+    }
+}
+
+/// A kernel's arguments, taken one after the other in the order of the schema.
+pub(crate) struct Arguments<'a> {
+    slots: std::slice::Iter<'a, u64>,
+    torch: &'static Stable,
+}
+
+impl Arguments<'_> {
+    fn slot(&mut self) -> u64 {
+        self.slots.next().copied().unwrap_or_default()
+    }
+
+    /// `Tensor`
+    pub(crate) fn tensor(&mut self) -> PyResult<Tensor> {
+        let handle = self.slot() as Handle;
+        self.torch.tensor(handle)
+    }
+
+    /// `Tensor?`
+    pub(crate) fn optional_tensor(&mut self) -> PyResult<Option<Tensor>> {
+        let torch = self.torch;
+        self.optional().map(|slot| torch.tensor(slot as Handle)).transpose()
+    }
+
+    /// `float`
+    pub(crate) fn number(&mut self) -> f64 {
+        f64::from_bits(self.slot())
+    }
+
+    /// `float?`
+    pub(crate) fn optional_number(&mut self) -> Option<f64> {
+        self.optional().map(f64::from_bits)
+    }
+
+    /// `int` and `SymInt`
+    pub(crate) fn whole(&mut self) -> i64 {
+        self.slot() as i64
+    }
+
+    /// `int?` and `SymInt?`
+    pub(crate) fn optional_whole(&mut self) -> Option<i64> {
+        self.optional().map(|slot| slot as i64)
+    }
+
+    /// `bool`
+    pub(crate) fn flag(&mut self) -> bool {
+        self.slot() as u8 != 0
+    }
+
+    /// `str`
+    pub(crate) fn text(&mut self) -> PyResult<String> {
+        let (handle, torch) = (self.slot() as Handle, self.torch);
+        let (mut bytes, mut length) = (null(), 0);
+        // SAFETY: a text of PyTorch's, which is ours and is given back after it was copied.
+        unsafe {
+            let asked = (torch.text)(handle, &mut bytes) | (torch.text_length)(handle, &mut length);
+            let text = match asked {
+                0 => std::slice::from_raw_parts(bytes.cast::<u8>(), length).to_vec(),
+                _ => Vec::new(),
+            };
+            let _ = (torch.drop_text)(handle);
+            String::from_utf8(text).map_err(error::value)
+        }
+    }
+
+    /// `bool[]`
+    pub(crate) fn flags(&mut self) -> PyResult<Vec<bool>> {
+        let (handle, torch) = (self.slot() as Handle, self.torch);
+        let mut size = 0;
+        // SAFETY: a list of PyTorch's, which is ours and is given back after it was read.
+        unsafe {
+            let mut code = (torch.list_size)(handle, &mut size);
+            let mut flags = Vec::new();
+            for at in 0..size {
+                let mut item = 0;
+                code |= (torch.list_item)(handle, at, &mut item);
+                flags.push(item as u8 != 0);
+            }
+            let _ = (torch.drop_list)(handle);
+            done(code, || "say what is in a list".to_owned()).map(|()| flags)
+        }
+    }
+
+    /// What may be missing is behind a pointer to a slot of its own.
+    fn optional(&mut self) -> Option<u64> {
+        let slot = NonNull::new(self.slot() as *mut u64)?;
+        // SAFETY: one number, made by C++'s `new` for us.
+        unsafe {
+            let found = slot.read();
+            (self.torch.cxx.delete)(slot.as_ptr().cast());
+            Some(found)
+        }
+    }
+}
+
+/// What it takes to throw PyTorch's exceptions. The names spell the signatures; of the classes nothing
+/// is known but that they end with those of `c10::Error`.
+struct Cxx {
+    delete: unsafe extern "C" fn(*mut c_void),
+    allocate: unsafe extern "C" fn(usize) -> *mut c_void,
+    throw: *const c_void,
+    new_string: unsafe extern "C" fn(*mut StdString, *const u8, usize, *const u8),
+    drop_string: unsafe extern "C" fn(*mut StdString),
+    /// The message, a backtrace that may be null, and whose it is.
+    new_error: unsafe extern "C" fn(*mut c_void, *mut StdString, *mut [u64; 2], *const c_void),
+    /// What says which class an exception is of.
+    error: Class,
+    value: Class,
+    kind: Class,
+    unsupported: Class,
+    memory: Class,
+}
+
+// SAFETY: functions and constants.
+unsafe impl Send for Cxx {}
+// SAFETY: the same.
+unsafe impl Sync for Cxx {}
+
+type Class = *const c_void;
+type StdString = [u64; 4];
+
+/// More than an exception of PyTorch's takes.
+const EXCEPTION_BYTES: usize = 1024;
+
+impl Cxx {
+    /// # Safety
+    ///
+    /// The library must be PyTorch's.
+    unsafe fn find(library: &Library) -> Option<Cxx> {
+        // SAFETY: names of C++, which spell the signatures, and those of its runtime.
+        unsafe {
+            let class = |name: &CStr| function::<*const c_void>(library, name);
+            let error = class(c"_ZTIN3c105ErrorE")?;
+            Some(Cxx {
+                delete: function(library, c"_ZdlPv")?,
+                allocate: function(library, c"__cxa_allocate_exception")?,
+                throw: function(library, c"__cxa_throw")?,
+                new_string: function(
+                    library,
+                    c"_ZNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEC1EPKcmRKS3_",
+                )?,
+                drop_string: function(
+                    library,
+                    c"_ZNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEED1Ev",
+                )?,
+                new_error: function(
+                    library,
+                    c"_ZN3c105ErrorC1ENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEESt10shared_ptrIKNS_9LazyValueIS6_EEEPKv",
+                )?,
+                error,
+                value: class(c"_ZTIN3c1010ValueErrorE")?,
+                kind: class(c"_ZTIN3c109TypeErrorE")?,
+                unsupported: class(c"_ZTIN3c1019NotImplementedErrorE")?,
+                memory: class(c"_ZTIN3c1016OutOfMemoryErrorE").unwrap_or(error),
+            })
+        }
+    }
+
+    /// An error as an exception of PyTorch's, with its text, that is to be thrown.
+    #[cold]
+    fn fail(&self, error: &PyErr) -> *const Failed {
+        let (class, text) = Python::try_attach(|py| {
+            let is_value = error.is_instance_of::<PyValueError>(py);
+            let class = match () {
+                () if is_value => self.value,
+                () if error.is_instance_of::<PyTypeError>(py) => self.kind,
+                () if error.is_instance_of::<PyNotImplementedError>(py) => self.unsupported,
+                () if error.is_instance_of::<PyMemoryError>(py) => self.memory,
+                () => self.error,
+            };
+            (class, error.value(py).to_string())
+        })
+        .unwrap_or_else(|| (self.error, "FlashCore was called while Python ended".to_owned()));
+        let (mut string, mut backtrace, allocator) = ([0; 4], [0; 2], 0_u8);
+        // SAFETY: memory for more than an exception; an empty backtrace is a null `shared_ptr`. The
+        // string is copied or moved from, and is ours to drop.
+        let object = unsafe {
+            let object = (self.allocate)(EXCEPTION_BYTES);
+            (self.new_string)(&mut string, text.as_ptr(), text.len(), &allocator);
+            (self.new_error)(object, &mut string, &mut backtrace, null());
+            (self.drop_string)(&mut string);
+            object
+        };
+        FAILED.set(Failed { object, class, destroy, throw: self.throw });
+        FAILED.with(|failed| failed.as_ptr().cast_const())
+    }
+}
+
+/// Destroys an exception: its destructor is the first of its virtual functions.
+unsafe extern "C" fn destroy(object: *mut c_void) {
+    type Destructor = unsafe extern "C" fn(*mut c_void);
+    // SAFETY: C++'s runtime calls it with what was thrown, an object with virtual functions.
+    unsafe { (**object.cast::<*const Destructor>())(object) }
+}
