@@ -266,9 +266,8 @@ fn forwards() -> Vec<Forward> {
     all.extend(ruled_forwards());
     all.extend(every_fp8());
     // Keys shared out, where the planner does that.
-    for (dim, element) in
-        [(128, Element::BF16), (128, Element::F16), (256, Element::BF16), (256, Element::F16)]
-    {
+    let elements = [Element::BF16, Element::F16];
+    for (dim, element) in [64, 128, 256].into_iter().flat_map(|dim| elements.map(|it| (dim, it))) {
         let workload = Workload {
             element,
             head_dim: dim,

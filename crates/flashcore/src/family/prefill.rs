@@ -53,8 +53,10 @@ pub(super) fn launch(
     let blocks = chip.multiprocessors.min(schedule.all_tiles).max(1);
     let mut choice = Choice::of(Configuration::Prefill(prefill), blocks, reason);
     let together = heads_together(chip, problem);
-    // Two rounds in one: at head dim 256 the last head's long tiles would come after everything else.
-    let last = (problem.query_heads as u32).saturating_sub(2 * together);
+    // Where the cache holds one head, its long tiles would come after everything else: two rounds
+    // in one. Several heads have short tiles enough, and twice as many no room in the cache.
+    let rounds = if together == problem.group_size() as u32 { 2 } else { 1 };
+    let last = (problem.query_heads as u32).saturating_sub(rounds * together);
     choice.launches[0].numbers = vec![(Number::HeadsPerGroup, together), (Number::LastHeads, last)];
     schedule.before(chip.target, Tiles::Queries(tile.rules.mask), &mut choice);
     choice.tiling = Some(schedule.tiling(chip, tile.query_rows(), tile.key_block));

@@ -94,7 +94,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
         self.begin(k, even);
         k.loop_(|k| {
             self.steps(k, [even, odd]);
-            self.group.release_queries(k);
+            self.group.release_queries_late(k);
             self.tiles.next_tile(k, tile);
             k.break_if(!self.tiles.has_tile(tile));
 
@@ -139,7 +139,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
         k.loop_(|k| {
             self.begin(k, p);
             self.steps(k, [p, next]);
-            self.group.release_queries(k);
+            self.group.release_queries_late(k);
             self.end(k, epilogue, staging, p);
             self.tiles.next_tile(k, tile);
             self.tiles.take(k, &self.current, tile);
@@ -193,6 +193,8 @@ impl<T: ConsumerScheduler> State<'_, T> {
     /// A tile's first block: there is no output yet to be kept or rescaled.
     fn first_block(&mut self, k: &mut Builder, scores: &Accumulator, p: &Fragment) {
         let scores = Score::of(scores);
+        let last = self.tiles.is_first_block(&self.current, self.block);
+        self.group.release_queries_early(k, last);
         let entry = self.tiles.entry(k, &self.current, || self.block.into());
         self.rule.apply(k, self.tiles, &self.current, (self.block, entry), &scores);
         self.softmax.first_block(k, &scores, p);
@@ -220,7 +222,8 @@ impl<T: ConsumerScheduler> State<'_, T> {
         probe.stamp(k, Phase::Scores);
         k.set(*output_begun, true);
         k.set(self.block, self.block - 1);
-        self.rule.apply(k, self.tiles, &self.current, (self.block, entry), &scores);
+        group.release_queries_early(k, self.tiles.is_first_block(&self.current, self.block));
+        self.rule.apply_later(k, self.tiles, &self.current, (self.block, entry), &scores);
         let rescale = self.softmax.block(k, &scores, p);
         probe.stamp(k, Phase::Softmax);
         let landed = update.wait(k);

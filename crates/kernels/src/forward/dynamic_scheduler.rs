@@ -32,14 +32,16 @@ use crate::sequencer::{CLAIMED_BYTE, COUNT_BYTE, DONE_BYTE, RECORD_BYTES, RECORD
 /// Tiles that may be posted before the first of them is done: the one in work,
 /// the one begun, and one ahead, with one to spare.
 const SLOTS: u32 = 4;
-/// The next tile is claimed so many key blocks before the last: time enough for its record to come.
-/// Whoever claims earlier may have a long tile before it, while others have none: claims a whole tile
-/// ahead cost 12 to 18 % by counting where blocks have eight tiles each.
-const LAST_BLOCKS: u32 = 3;
+/// The next tile is claimed so many key blocks before the last, and its record asked for so many:
+/// time enough for the one and the other to come, so that nobody waits for them while stages are
+/// empty. Whoever claims earlier may have a long tile before it, while others have none: claims a
+/// whole tile ahead cost 12 to 18 % by counting where blocks have eight tiles each.
+const CLAIMED_AT: u32 = 3;
+const LOOKED_UP_AT: u32 = 1;
 /// Words of a slot: key blocks up to the last, the first of them, where masks
 /// begin on the right and end on the left; first row, lengths and head; the end
 /// of the outputs, the start of the log-sum-exps, slope and sink; factors of
-/// scores and outputs, and the sequence, where functions ask for it.
+/// scores and outputs, and the sequence.
 const SLOT_BYTES: u32 = 64;
 
 /// Slots in shared memory through which tiles go from the producer to the consumers.
@@ -84,8 +86,6 @@ pub(super) struct Batch {
     slopes: Option<Slopes>,
     sinks: Option<Sinks>,
     descales: Option<Descales>,
-    /// Whether there are functions, which may ask for the sequence.
-    functions: bool,
     scale_log2: Reg<F32>,
     pages: Option<Pages>,
 }
@@ -116,7 +116,6 @@ impl Batch {
             slopes: rules.alibi.then(|| Slopes::parameters(k)),
             sinks: rules.sinks.then(|| Sinks::parameters(k)),
             descales: prefill.tile.is_fp8().then(|| Descales::parameters(k)),
-            functions: rules.functions().next().is_some(),
             scale_log2,
             pages: prefill.page_rows.map(|rows| Pages {
                 table: List::BlockTable.address(k),
@@ -202,11 +201,11 @@ impl<'a> DynamicProducer<'a> {
         }
     }
 
-    /// The number of a tile that nobody has.
+    /// Claims a tile: how many were claimed before, beside the first of each block. Nobody waits
+    /// for it here.
     fn claim(&self, k: &mut Builder) -> Reg<U32> {
         let counter = self.batch.schedule + CLAIMED_BYTE;
-        let before = k.atomic_add::<U32, _>(counter, 1, Scope::Gpu);
-        k.eval(before + self.blocks)
+        k.atomic_add::<U32, _>(counter, 1, Scope::Gpu)
     }
 
     /// Finds the tile of a number. Nobody waits for it here.
@@ -303,9 +302,9 @@ impl<'a> DynamicProducer<'a> {
                 k.store(slot + 4 * word, factor);
             }
         }
-        if self.batch.functions {
-            k.store(slot + 56, sequence);
-        }
+        // Functions may ask for it. Else nobody reads it, but a word of a record that nobody keeps would
+        // be waited for as soon as its register is needed.
+        k.store(slot + 56, sequence);
     }
 }
 
@@ -425,11 +424,15 @@ impl ProducerScheduler for DynamicProducer<'_> {
 
     /// The claim and the record come while the producer waits for stages.
     fn look_ahead(&self, k: &mut Builder, tile: &Claimed, block: Reg<U32>) {
-        // Comes once for each tile, however short.
-        let last_blocks = (tile.rows.first_block + LAST_BLOCKS).minimum(tile.blocks - 1);
-        k.if_(block.equals(last_blocks), |k| {
-            let ahead = self.claim(k);
-            k.set(tile.ahead, ahead);
+        // Each comes once for each tile, however short, and in this order.
+        let comes =
+            |blocks: u32| block.equals((tile.rows.first_block + blocks).minimum(tile.blocks - 1));
+        k.if_(comes(CLAIMED_AT), |k| {
+            let claimed = self.claim(k);
+            k.set(tile.ahead, claimed);
+        });
+        k.if_(comes(LOOKED_UP_AT), |k| {
+            k.set(tile.ahead, tile.ahead + self.blocks);
             if let Some(found) = &tile.found {
                 self.look_up_into(k, found, tile.ahead);
             }

@@ -18,6 +18,9 @@ pub(super) struct Rule {
     row: Reg<U32>,
     column: Reg<U32>,
     functions: Functions,
+    /// Whether a mask may hide something in blocks behind a tile's first: without one, keys end in
+    /// the block that is walked first.
+    hides_later: bool,
 }
 
 impl Rule {
@@ -35,7 +38,20 @@ impl Rule {
             row: k.eval(group.index * 64 + position.row),
             column: position.column,
             functions,
+            hides_later: forward.is_uneven(),
         }
+    }
+
+    /// The same as [`apply`](Rule::apply) for blocks behind the first of a walk.
+    pub(super) fn apply_later<T: ConsumerScheduler>(
+        &self,
+        k: &mut Builder,
+        tiles: &T,
+        current: &T::Current,
+        at: (Reg<U32>, Option<Reg<U32>>),
+        scores: &[Score],
+    ) {
+        self.apply_with(k, tiles, current, at, scores, self.hides_later);
     }
 
     /// Turns the products of a key block into scores, minus infinity where a row does not see the
@@ -45,8 +61,20 @@ impl Rule {
         k: &mut Builder,
         tiles: &T,
         current: &T::Current,
+        at: (Reg<U32>, Option<Reg<U32>>),
+        scores: &[Score],
+    ) {
+        self.apply_with(k, tiles, current, at, scores, true);
+    }
+
+    fn apply_with<T: ConsumerScheduler>(
+        &self,
+        k: &mut Builder,
+        tiles: &T,
+        current: &T::Current,
         (block, entry): (Reg<U32>, Option<Reg<U32>>),
         scores: &[Score],
+        hides: bool,
     ) {
         let block = match entry {
             None => block,
@@ -63,16 +91,18 @@ impl Rule {
         if let Some(function) = &self.functions.score {
             self.call(k, function, tiles, current, block, scores);
         }
-        k.if_(tiles.needs_mask(current, block), |k| {
-            let place = tiles.place(k, current);
-            let first_column = self.first_column(k, block);
-            let position = place.position(self.row);
-            let rows = &ACCUMULATOR_ROWS;
-            tiles
-                .visibility()
-                .seen(k, rows, position, first_column, place.key_length)
-                .hide_others(k, scores);
-        });
+        if hides {
+            k.if_(tiles.needs_mask(current, block), |k| {
+                let place = tiles.place(k, current);
+                let first_column = self.first_column(k, block);
+                let position = place.position(self.row);
+                let rows = &ACCUMULATOR_ROWS;
+                tiles
+                    .visibility()
+                    .seen(k, rows, position, first_column, place.key_length)
+                    .hide_others(k, scores);
+            });
+        }
         if let Some(function) = &self.functions.mask {
             let call = |k: &mut Builder| self.call(k, function, tiles, current, block, scores);
             match entry {

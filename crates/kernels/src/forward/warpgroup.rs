@@ -2,7 +2,7 @@
 
 use ptx::{
     Accumulate, Accumulator, Builder, Choose, Consumer, Expression, Fence, Fragment, InFlight,
-    MatrixA, Pred, Reg, SharedTile, U32,
+    MatrixA, Pred, Reg, SharedTile, U32, Value,
 };
 
 use super::{Forward, Shared, barrier};
@@ -21,6 +21,9 @@ pub(super) struct Warpgroup<'a> {
     queries: Consumer,
     /// The queries in registers, if they are taken from there.
     query_fragment: Option<Fragment>,
+    /// Whether the next tile's queries have no room of their own: then this tile's are given back
+    /// as soon as its last scores have landed, and come while its last block is weighed.
+    one_query_buffer: bool,
     keys: Consumer,
     values: Consumer,
     pub(super) ping_pong: PingPong,
@@ -41,6 +44,8 @@ impl<'a> Warpgroup<'a> {
             queries: shared.query_pipeline.consumer(k),
             query_fragment: (forward.query_source == Source::Registers)
                 .then(|| Fragment::new(k, forward.element, forward.query_layout().columns)),
+            // Narrow ones come in no time.
+            one_query_buffer: forward.query_buffers == 1 && forward.head_dim > 128,
             keys: shared.key_pipeline.consumer(k),
             values: (shared.transposed.as_ref())
                 .map_or(&shared.value_pipeline, |transposed| &transposed.pipeline)
@@ -66,6 +71,20 @@ impl<'a> Warpgroup<'a> {
     pub(super) fn release_queries(&self, k: &mut Builder) {
         if self.query_fragment.is_none() {
             self.queries.release(k, self.leader);
+        }
+    }
+
+    /// The same where scores have landed, if they were the tile's last and there is one buffer.
+    pub(super) fn release_queries_early(&self, k: &mut Builder, last: Value<Pred>) {
+        if self.one_query_buffer && self.query_fragment.is_none() {
+            k.if_(last, |k| self.release_queries(k));
+        }
+    }
+
+    /// The same behind a tile's last step, if they have not been given back before.
+    pub(super) fn release_queries_late(&self, k: &mut Builder) {
+        if !self.one_query_buffer {
+            self.release_queries(k);
         }
     }
 
