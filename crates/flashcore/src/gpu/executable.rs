@@ -6,7 +6,8 @@
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use cuda::{Arguments, Buffer, DeviceAddress, Stream, TensorMap};
-use kernels::parameter::{Captured, CapturedPart};
+use kernels::Configuration;
+use kernels::parameter::{Captured, CapturedPart, Workspace};
 
 use super::workspace::{Held, Need};
 use super::{Compilation, Gpu, GpuError, Kernel, lock};
@@ -95,7 +96,7 @@ impl Executable {
                 _ => None,
             };
             let captured = values.iter().enumerate().filter_map(captured).collect();
-            let makes = launch.makes();
+            let makes = made_by(&launch.kernel);
             steps.push(Step { kernel, blocks: launch.blocks, values, makes, moving, captured });
         }
         let mut constant = Vec::new();
@@ -281,4 +282,15 @@ fn encode(stream: &Stream, map: &Map, address: DeviceAddress) -> Result<TensorMa
             tensor: crate::plan::arrangement::name(map.tensor),
             reason: error.to_string(),
         })
+}
+
+/// The memory that a kernel fills, where a caller may bring that.
+fn made_by(kernel: &Configuration) -> Option<Source> {
+    match kernel {
+        Configuration::BlockFinder(_) | Configuration::BlockLister(_) => {
+            Some(Source::Workspace(Workspace::BlockLists))
+        }
+        Configuration::TileSharer(_) => Some(Source::Workspace(Workspace::TileLists)),
+        _ => None,
+    }
 }

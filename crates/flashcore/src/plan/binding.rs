@@ -33,19 +33,6 @@ pub struct Launch {
     pub widened: bool,
 }
 
-impl Launch {
-    /// The memory that it fills, where a caller may bring that.
-    pub(crate) fn makes(&self) -> Option<Source> {
-        match self.kernel {
-            Configuration::BlockFinder(_) | Configuration::BlockLister(_) => {
-                Some(Source::Workspace(Workspace::BlockLists))
-            }
-            Configuration::TileSharer(_) => Some(Source::Workspace(Workspace::TileLists)),
-            _ => None,
-        }
-    }
-}
-
 fn by_name<S: Serializer>(kernel: &Configuration, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(&kernel.name())
 }
