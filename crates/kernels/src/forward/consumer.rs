@@ -5,7 +5,7 @@ use ptx::{Accumulate, Accumulator, Builder, Fragment, GlobalAddress, Pred, Reg, 
 use super::epilogue::{Epilogue, Output};
 use super::partials::Part;
 use super::probe::{Phase, Probe};
-use super::rule::Rule;
+use super::rule::{Rule, Step};
 use super::scheduler::ConsumerScheduler;
 use super::softmax::Softmax;
 use super::stream_k::PartWord;
@@ -196,7 +196,8 @@ impl<T: ConsumerScheduler> State<'_, T> {
         let last = self.tiles.is_first_block(&self.current, self.block);
         self.group.release_queries_early(k, last);
         let entry = self.tiles.entry(k, &self.current, || self.block.into());
-        self.rule.apply(k, self.tiles, &self.current, (self.block, entry), &scores);
+        let at = (self.block, entry);
+        self.rule.apply(k, self.tiles, &self.current, at, Step::First, &scores);
         self.softmax.first_block(k, &scores, p);
         self.probe.stamp(k, Phase::Softmax);
         k.set(self.output_begun, false);
@@ -223,7 +224,8 @@ impl<T: ConsumerScheduler> State<'_, T> {
         k.set(*output_begun, true);
         k.set(self.block, self.block - 1);
         group.release_queries_early(k, self.tiles.is_first_block(&self.current, self.block));
-        self.rule.apply_later(k, self.tiles, &self.current, (self.block, entry), &scores);
+        let at = (self.block, entry);
+        self.rule.apply(k, self.tiles, &self.current, at, Step::Later, &scores);
         let rescale = self.softmax.block(k, &scores, p);
         probe.stamp(k, Phase::Softmax);
         let landed = update.wait(k);

@@ -24,7 +24,7 @@ use super::Forward;
 use super::consumer::Consumers;
 use super::epilogue::Output;
 use super::probe::{Phase, Probe};
-use super::rule::Rule;
+use super::rule::{Rule, Step};
 use super::scheduler::ConsumerScheduler;
 use super::warpgroup::Warpgroup;
 use crate::attention::descale::Product;
@@ -191,7 +191,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
                 k.set(*register, *register * descale);
             }
         }
-        self.rule.apply(k, *tiles, current, (*block, entry), scores);
+        self.rule.apply(k, *tiles, current, (*block, entry), Step::Any, scores);
         let factors = [k.register(), k.register()];
         softmax.raise(k, scores, &factors);
         factors

@@ -10,6 +10,17 @@ use crate::attention::function::lower::{FunctionRegisters, Functions, Standing};
 use crate::attention::scores::{ScoreRule, alibi};
 use crate::attention::{ACCUMULATOR_ROWS, Score};
 
+/// Which of a tile's key blocks scores are of.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Step {
+    /// The one that is walked first.
+    First,
+    /// Any other.
+    Later,
+    /// It is not known.
+    Any,
+}
+
 /// The rule, and where a thread's scores stand.
 pub(super) struct Rule {
     scores: ScoreRule,
@@ -42,18 +53,6 @@ impl Rule {
         }
     }
 
-    /// The same as [`apply`](Rule::apply) for blocks behind the first of a walk.
-    pub(super) fn apply_later<T: ConsumerScheduler>(
-        &self,
-        k: &mut Builder,
-        tiles: &T,
-        current: &T::Current,
-        at: (Reg<U32>, Option<Reg<U32>>),
-        scores: &[Score],
-    ) {
-        self.apply_with(k, tiles, current, at, scores, self.hides_later);
-    }
-
     /// Turns the products of a key block into scores, minus infinity where a row does not see the
     /// key. `block` is the block's place in the walk, `entry` that of the tile's list, if it has one.
     pub(super) fn apply<T: ConsumerScheduler>(
@@ -61,21 +60,11 @@ impl Rule {
         k: &mut Builder,
         tiles: &T,
         current: &T::Current,
-        at: (Reg<U32>, Option<Reg<U32>>),
-        scores: &[Score],
-    ) {
-        self.apply_with(k, tiles, current, at, scores, true);
-    }
-
-    fn apply_with<T: ConsumerScheduler>(
-        &self,
-        k: &mut Builder,
-        tiles: &T,
-        current: &T::Current,
         (block, entry): (Reg<U32>, Option<Reg<U32>>),
+        step: Step,
         scores: &[Score],
-        hides: bool,
     ) {
+        let hides = step != Step::Later || self.hides_later;
         let block = match entry {
             None => block,
             Some(entry) => k.eval(block_of(entry)),
