@@ -73,7 +73,7 @@ pub fn predict(
     let forward = &Forward { stream_k: false, ..*forward };
     let choice = Choice::for_kernel(chip, problem, Configuration::Forward(*forward), None)?;
     let tiling = choice.tiling.ok_or("it has no tiles")?;
-    let blocks = choice.launches[0].blocks.max(1);
+    let blocks = choice.launches[choice.main].blocks.max(1);
     let each = cost.cycles(forward);
     let begin = if forward.query_buffers > 1 { 1200.0 } else { 1800.0 }
         + if forward.form.overlap_tiles { 0.0 } else { 600.0 };
