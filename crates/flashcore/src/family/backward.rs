@@ -234,8 +234,7 @@ const WORTH_CUTTING: f64 = 0.01;
 
 /// Whether a last round that is cut into parts saves enough.
 fn saves(chip: &Chip, problem: &Problem, backward: &kernels::Backward) -> bool {
-    let tiles = problem.key_length.div_ceil(backward.key_block() as usize);
-    let tiles = tiles.saturating_mul(problem.kv_heads).saturating_mul(problem.batch);
+    let tiles = key_tiles(problem, backward.key_block());
     let steps = problem.query_length.div_ceil(backward.query_block as usize);
     let steps = steps.saturating_mul(problem.group_size());
     let (Ok(tiles), Ok(steps)) = (u32::try_from(tiles), u32::try_from(steps)) else { return false };
@@ -244,9 +243,13 @@ fn saves(chip: &Chip, problem: &Problem, backward: &kernels::Backward) -> bool {
 
 /// Whether blocks of so many keys go around all multiprocessors a few times.
 fn fills(chip: &Chip, problem: &Problem, key_block: u32) -> bool {
+    key_tiles(problem, key_block) as u64 >= 4 * u64::from(chip.multiprocessors)
+}
+
+/// Blocks of so many keys, of all heads.
+fn key_tiles(problem: &Problem, key_block: u32) -> usize {
     let blocks = problem.key_length.div_ceil(key_block as usize);
-    let blocks = blocks.saturating_mul(problem.kv_heads).saturating_mul(problem.batch);
-    blocks as u64 >= 4 * u64::from(chip.multiprocessors)
+    blocks.saturating_mul(problem.kv_heads).saturating_mul(problem.batch)
 }
 
 /// Steps of the walk of a block of the grid, on average.
