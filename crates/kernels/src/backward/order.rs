@@ -80,8 +80,8 @@ impl Direction {
 /// block of query rows of all heads of its group after the other.
 ///
 /// Walks that go down begin together with the last queries and end one after the other, the shortest
-/// first. The next tiles have longer walks the later they come in the round before, and begin with the
-/// queries of their own keys: each where those that go up already are. They end together. So what runs
+/// first. The next tiles take their places, the longest walk first, and begin with the queries of their
+/// own keys: each where those that go up already are. They end together. So what runs
 /// at the same time adds to the same few blocks of query rows, and those stay in the second-level cache
 /// however many heads are in work.
 ///
