@@ -2,7 +2,7 @@
 //! that any of them can be had again alone.
 
 use flashcore::random::mix;
-use flashcore::{Alibi, DType, Lists, Mask, Problem, Scores, Storage};
+use flashcore::{Alibi, DType, Lists, Mask, Pass, Problem, Scores, Storage};
 use testing::check::DIMS;
 
 use crate::statistics::Random;
@@ -30,6 +30,9 @@ struct Kind {
     storage: StorageKind,
     lists: Lists,
     rank: usize,
+    /// Whether gradients are asked for, and the same bits from run to run.
+    pass: Pass,
+    deterministic: bool,
 }
 
 #[derive(Clone, Copy)]
@@ -59,6 +62,8 @@ const MOST_KINDS: u64 = 96;
 /// Elements of the query tensor, and of the key tensor, at most. The reference is on the CPU, and
 /// many small problems find more than a few large ones.
 const ELEMENTS: usize = 1 << 17;
+/// The same where gradients are asked for, which are compared as a whole.
+const ELEMENTS_OF_GRADIENTS: usize = 1 << 15;
 
 /// Around the edges of tiles.
 const EDGES: [usize; 12] = [1, 16, 32, 63, 64, 65, 127, 128, 129, 191, 256, 257];
@@ -152,15 +157,28 @@ impl Kind {
             batch_index: matches!(storage, StorageKind::Entries),
         };
         let rank = of(random, &[0, 0, 0, 1, 2]);
-        Kind { dtype, dims, mask, scores, storage, lists, rank }
+        // Those of keys in pages are not computed.
+        let differentiable = matches!(storage, StorageKind::Padded | StorageKind::Packed);
+        let pass = match differentiable && one_in(random, 2) {
+            true => Pass::Backward,
+            false => Pass::Forward,
+        };
+        let deterministic = pass == Pass::Backward && one_in(random, 3);
+        Kind { dtype, dims, mask, scores, storage, lists, rank, pass, deterministic }
     }
 
     /// A problem of this kind.
     fn problem(&self, random: &mut Random) -> Problem {
         let (head_dim, value_head_dim) = self.dims;
+        let dim = head_dim.max(value_head_dim);
         let (queries, keys) = lengths(random);
+        let (elements, most) = match self.pass {
+            Pass::Forward => (ELEMENTS, usize::MAX),
+            Pass::Backward => (ELEMENTS_OF_GRADIENTS, ELEMENTS_OF_GRADIENTS / dim),
+        };
+        let (queries, keys) = (queries.min(most), keys.min(most));
         // What fits: as many heads and sequences as were drawn, or fewer.
-        let room = |row: usize| (ELEMENTS / (row * head_dim.max(value_head_dim)).max(1)).max(1);
+        let room = |row: usize| (elements / (row * dim).max(1)).max(1);
         let kv_heads = of(random, &[1, 1, 2, 3]).min(room(keys.max(1)));
         let group = of(random, &[1, 1, 2, 4, 6, 8, 16]).min(room(queries.max(1) * kv_heads));
         let sequences = of(random, &[1, 1, 2, 3, 5, 9]);
@@ -186,7 +204,7 @@ impl Kind {
             StorageKind::Pages(size) => (Storage::Padded, pages(random, size)),
             StorageKind::PackedOverPages(size) => (packed(random, queries), pages(random, size)),
         };
-        Problem::new(batch, kv_heads * group, queries, head_dim)
+        let problem = Problem::new(batch, kv_heads * group, queries, head_dim)
             .with_kv_heads(kv_heads)
             .with_key_length(keys)
             .with_value_head_dim(value_head_dim)
@@ -194,7 +212,12 @@ impl Kind {
             .with_mask(mask)
             .with_scores(self.scores)
             .with_storage(queries_lie, keys_lie)
-            .with_lists(self.lists)
+            .with_lists(self.lists);
+        match self.pass {
+            Pass::Forward => problem,
+            Pass::Backward if self.deterministic => problem.backward().deterministic(),
+            Pass::Backward => problem.backward(),
+        }
     }
 }
 
@@ -242,7 +265,18 @@ mod tests {
         let all: Vec<Case> = (0..3000).map(|number| Case::of(1, number)).collect();
         let texts: HashSet<String> = all.iter().map(|it| it.problem.text()).collect();
         assert!((1200..2600).contains(&texts.len()), "{}", texts.len());
-        for word in ["packed", "pages", "entries", "window", "chunk", "softcap", "alibi", "sinks"] {
+        for word in [
+            "packed",
+            "pages",
+            "entries",
+            "window",
+            "chunk",
+            "softcap",
+            "alibi",
+            "sinks",
+            "backward",
+            "deterministic",
+        ] {
             assert!(texts.iter().any(|text| text.contains(word)), "{word}");
         }
         assert_eq!(Case::of(1, 77), all[77]);

@@ -1,17 +1,18 @@
 //! Problems on a GPU, as fast as they can be had: one copy to the device, one back, memory and plans
 //! that are used again, a stream for each thread.
 
-use std::sync::Mutex;
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
 
 use cuda::{Buffer, Cache, DeviceAddress, Stream};
-use flashcore::gpu::{AttentionPlan, Gpu, Tensors};
+use flashcore::gpu::{AttentionPlan, DeviceTensor, Gpu, Gradients, Tensors};
 use flashcore::plan::{Arrangement, candidates};
-use flashcore::{DType, Error as LibraryError, Inputs, Plan, Preference};
+use flashcore::{DType, Error as LibraryError, Plan, Preference};
 use kernels::parameter::List;
 use testing::check::{check_append, check_combine};
 
 use super::case::Case;
-use super::session::{Answer, lock, on_the_cpu};
+use super::session::{Answer, Asked, lock, on_the_cpu};
 use crate::Error;
 use crate::given::tensor_bytes;
 use crate::verify::POISON;
@@ -47,13 +48,13 @@ impl OnDevice {
         &self.gpu
     }
 
-    pub(super) fn answer(&self, case: &Case, inputs: Inputs<'_>) -> Result<Answer, Error> {
+    pub(super) fn answer(&self, case: &Case, asked: Asked<'_>) -> Result<Answer, Error> {
         let problem = &case.problem;
         let arrangement = Arrangement::contiguous(problem).map_err(LibraryError::from)?;
         let able = candidates(&self.gpu.chip(), problem, &arrangement);
         let able: Vec<_> = able.iter().filter(|it| it.accepted && !it.on_request).collect();
         if able.is_empty() || problem.rows() == 0 {
-            return on_the_cpu(case, inputs);
+            return on_the_cpu(case, asked);
         }
         let kernel = able[case.rank.min(able.len() - 1)].kernel;
         let room = lock(&self.rooms).pop();
@@ -61,7 +62,7 @@ impl OnDevice {
             Some(room) => room,
             None => Room::new(&self.gpu)?,
         };
-        let answer = room.attend(&self.gpu, case, inputs, (case.rank > 0).then_some(kernel));
+        let answer = room.attend(&self.gpu, case, asked, (case.rank > 0).then_some(kernel));
         lock(&self.rooms).push(room);
         answer
     }
@@ -87,10 +88,10 @@ impl OnDevice {
     }
 
     /// Writes where no memory is. The driver ends everything that this process has on the device.
-    pub(super) fn lose_context(&self, case: &Case, inputs: Inputs<'_>) -> Result<(), Error> {
+    pub(super) fn lose_context(&self, case: &Case, asked: Asked<'_>) -> Result<(), Error> {
         let nowhere = Some(DeviceAddress(1 << 12));
         let mut room = Room::new(&self.gpu)?;
-        let (tensors, _) = room.stage(&self.gpu, case, inputs)?;
+        let (tensors, _) = room.stage(&self.gpu, case, asked)?;
         let mut lost = Tensors { lse: nowhere, ..tensors };
         lost.output.address = DeviceAddress(1 << 12);
         self.gpu.attend(&room.stream, &case.problem, &lost)?;
@@ -109,52 +110,57 @@ impl Room {
         &mut self,
         gpu: &Gpu,
         case: &Case,
-        inputs: Inputs<'_>,
+        asked: Asked<'_>,
         kernel: Option<&str>,
     ) -> Result<Answer, Error> {
         let problem = &case.problem;
-        let (tensors, results) = self.stage(gpu, case, inputs)?;
-        let (name, warnings, found) = match kernel {
-            None => {
-                let plan = gpu.attend(&self.stream, problem, &tensors)?;
-                (
-                    plan.plan().chosen.full_name(),
-                    plan.compilation().warnings.clone(),
-                    self.read(&results)?,
-                )
-            }
-            Some(kernel) => {
-                let preference = Preference { backend: None, kernel: Some(kernel.to_owned()) };
-                let arrangement = tensors.arrangement();
-                let plan = Plan::on_gpu(&gpu.chip(), problem, &arrangement, &preference)?;
-                let plan = AttentionPlan::of(gpu, plan, arrangement)?;
-                plan.launch(&self.stream, &tensors)?;
-                // Before the plan goes, and with it what the launch reads.
-                (
-                    plan.plan().chosen.full_name(),
-                    plan.compilation().warnings.clone(),
-                    self.read(&results)?,
-                )
-            }
+        let (tensors, places) = self.stage(gpu, case, asked)?;
+        let insisted_on = kernel.map(|kernel| {
+            let preference = Preference { backend: None, kernel: Some(kernel.to_owned()) };
+            let arrangement = tensors.arrangement();
+            let plan = Plan::on_gpu(&gpu.chip(), problem, &arrangement, &preference)?;
+            Ok::<_, LibraryError>(Arc::new(AttentionPlan::of(gpu, plan, arrangement)?))
+        });
+        let insisted_on = insisted_on.transpose()?;
+        let run = |room: &Room| -> Result<_, Error> {
+            let plan = match &insisted_on {
+                None => gpu.attend(&room.stream, problem, &tensors)?,
+                Some(plan) => {
+                    plan.launch(&room.stream, &tensors)?;
+                    plan.clone()
+                }
+            };
+            // Before the plan goes, and with it what the launch reads.
+            let results = room.read(&places)?;
+            let warnings = plan.compilation().warnings.clone();
+            Ok(Answer { kernel: plan.plan().chosen.full_name(), results, warnings })
         };
-        let [output, lse] = found;
+        let answer = run(self)?;
+        if problem.deterministic {
+            self.poison(&places)?;
+            if run(self)?.results != answer.results {
+                let kernel = &answer.kernel;
+                return Err(Error::Impossible(format!("{kernel} gave other bits again")));
+            }
+        }
         if case.number.is_multiple_of(LOOK_AT_INPUTS) {
             let staged = self.memory.slice(0..self.staged.len() as u64)?;
             if self.stream.download_vec::<u8>(staged)? != self.staged {
-                return Err(Error::Impossible(format!("{name} wrote to its inputs")));
+                let kernel = &answer.kernel;
+                return Err(Error::Impossible(format!("{kernel} wrote to its inputs")));
             }
         }
-        Ok(Answer { kernel: name, output, lse, warnings })
+        Ok(answer)
     }
 
-    /// Puts the inputs on the device and poisons the results.
+    /// Puts what is given on the device and poisons the results.
     fn stage(
         &mut self,
         gpu: &Gpu,
         case: &Case,
-        inputs: Inputs<'_>,
-    ) -> Result<(Tensors, Results), Error> {
-        let problem = &case.problem;
+        asked: Asked<'_>,
+    ) -> Result<(Tensors, Places), Error> {
+        let (problem, inputs) = (&case.problem, asked.inputs());
         self.staged.clear();
         let operands = [inputs.query, inputs.key, inputs.value];
         let operands = operands.map(|tensor| append(&mut self.staged, tensor.bytes()));
@@ -163,56 +169,94 @@ impl Room {
             let bytes: Vec<u8> = words.into_iter().flat_map(u32::to_le_bytes).collect();
             Some(append(&mut self.staged, &bytes))
         });
+        let saved = asked.backward().map(|backward| {
+            let lse: Vec<u8> = backward.lse.iter().flat_map(|it| it.to_le_bytes()).collect();
+            [backward.output.bytes(), &lse, backward.output_gradient.bytes()]
+                .map(|bytes| append(&mut self.staged, bytes))
+        });
         self.staged.resize(self.staged.len().next_multiple_of(ALIGNMENT), 0);
         let too_large = || Error::Impossible("the problem is too large".to_owned());
-        let [.., output, lse] = tensor_bytes(problem).ok_or_else(too_large)?;
-        let results = Results::after(self.staged.len(), output, lse);
-        if self.memory.bytes() < results.end as u64 {
-            self.memory = Buffer::new(gpu.device(), 2 * results.end as u64)?;
+        let [query, key, value, output, lse] = tensor_bytes(problem).ok_or_else(too_large)?;
+        let results = match saved {
+            None => vec![output, lse],
+            Some(_) if problem.scores.sinks => vec![query, key, value, 4 * problem.query_heads],
+            Some(_) => vec![query, key, value],
+        };
+        let places = Places::after(self.staged.len(), &results);
+        if self.memory.bytes() < places.end as u64 {
+            self.memory = Buffer::new(gpu.device(), 2 * places.end as u64)?;
         }
         self.stream.upload(&self.staged, self.memory.slice(0..self.staged.len() as u64)?)?;
-        let poisoned = self.memory.slice(results.begin as u64..results.end as u64)?;
-        self.stream.fill(poisoned, POISON)?;
+        self.poison(&places)?;
         let at = |offset: usize| self.memory.address().offset(offset as u64);
+        let result = |index: usize| at(places.results[index].start);
         let [query, key, value] = operands.map(at);
-        let addresses = [query, key, value, at(results.output)];
-        let tensors = Tensors::contiguous(problem, addresses, Some(at(results.lse)));
+        let [output, lse] = match saved {
+            None => [result(0), result(1)],
+            Some([output, lse, _]) => [output, lse].map(at),
+        };
+        let tensors = Tensors::contiguous(problem, [query, key, value, output], Some(lse));
         let mut tensors = tensors.map_err(LibraryError::from)?;
+        tensors.gradients = saved.map(|[_, _, gradient]| {
+            let like = |it: DeviceTensor, address| DeviceTensor { address, ..it };
+            Gradients {
+                output: like(tensors.output, at(gradient)),
+                query: like(tensors.query, result(0)),
+                key: like(tensors.key, result(1)),
+                value: like(tensors.value, result(2)),
+                sinks: problem.scores.sinks.then(|| result(3)),
+            }
+        });
         for (list, place) in tensors.lists_mut().into_iter().zip(lists) {
             *list = place.map(at);
         }
-        Ok((tensors, results))
+        Ok((tensors, places))
     }
 
-    /// Output and log-sum-exps; an error where something beside them was written.
-    fn read(&self, results: &Results) -> Result<[Vec<u8>; 2], Error> {
-        let all = self.memory.slice(results.begin as u64..results.end as u64)?;
+    /// Fills the results and what is around them.
+    fn poison(&self, places: &Places) -> Result<(), Error> {
+        let all = self.memory.slice(places.begin as u64..places.end as u64)?;
+        Ok(self.stream.fill(all, POISON)?)
+    }
+
+    /// The results; an error where something beside them was written.
+    fn read(&self, places: &Places) -> Result<Vec<Vec<u8>>, Error> {
+        let all = self.memory.slice(places.begin as u64..places.end as u64)?;
         let all = self.stream.download_vec::<u8>(all)?;
-        let [output, lse] = [results.output, results.lse].map(|place| place - results.begin);
-        let [output, lse] = [output..output + results.output_bytes, lse..lse + results.lse_bytes];
-        let beside = [0..output.start, output.end..lse.start, lse.end..all.len()];
-        if beside.into_iter().any(|zone| all[zone].iter().any(|byte| *byte != POISON)) {
-            return Err(Error::Impossible("the kernel wrote beside its results".to_owned()));
+        let (mut results, mut before) = (Vec::new(), places.begin);
+        let untouched = |zone: Range<usize>| {
+            all[zone.start - places.begin..zone.end - places.begin].iter().all(|it| *it == POISON)
+        };
+        let mut apart = true;
+        for place in &places.results {
+            apart &= untouched(before..place.start);
+            results.push(all[place.start - places.begin..place.end - places.begin].to_vec());
+            before = place.end;
         }
-        Ok([all[output].to_vec(), all[lse].to_vec()])
+        match apart && untouched(before..places.end) {
+            true => Ok(results),
+            false => Err(Error::Impossible("the kernel wrote beside its results".to_owned())),
+        }
     }
 }
 
 /// Where the results lie in a room's memory, with guard zones around each.
-struct Results {
+struct Places {
     begin: usize,
-    output: usize,
-    output_bytes: usize,
-    lse: usize,
-    lse_bytes: usize,
+    results: Vec<Range<usize>>,
     end: usize,
 }
 
-impl Results {
-    fn after(begin: usize, output_bytes: usize, lse_bytes: usize) -> Self {
-        let output = begin + GUARD;
-        let lse = (output + output_bytes + GUARD).next_multiple_of(ALIGNMENT);
-        Results { begin, output, output_bytes, lse, lse_bytes, end: lse + lse_bytes + GUARD }
+impl Places {
+    fn after(begin: usize, bytes: &[usize]) -> Self {
+        let mut end = begin + GUARD;
+        let place = |bytes: &usize| {
+            let place = end..end + bytes;
+            end = (place.end + GUARD).next_multiple_of(ALIGNMENT);
+            place
+        };
+        let results = bytes.iter().map(place).collect();
+        Places { begin, results, end }
     }
 }
 
@@ -242,11 +286,11 @@ mod tests {
 
     #[test]
     fn results_lie_apart_and_aligned() {
-        let results = Results::after(512, 100, 20);
-        assert_eq!(results.output, 512 + GUARD);
-        assert!(results.lse >= results.output + 100 + GUARD);
-        assert!(results.lse.is_multiple_of(ALIGNMENT));
-        assert_eq!(results.end, results.lse + 20 + GUARD);
+        let Places { results, end, .. } = Places::after(512, &[100, 20, 0]);
+        assert_eq!(results[0], 512 + GUARD..612 + GUARD);
+        assert!(results.windows(2).all(|two| two[1].start >= two[0].end + GUARD));
+        assert!(results.iter().all(|it| it.start.is_multiple_of(ALIGNMENT)));
+        assert!(end >= results[2].end + GUARD);
         let mut staged = vec![1];
         assert_eq!((append(&mut staged, &[7, 7]), staged.len()), (256, 258));
     }

@@ -24,8 +24,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use flashcore::serving::Sequences;
-use flashcore::{DType, InputTensors, Inputs, Progress};
+use flashcore::{
+    Backward, DType, InputTensors, Inputs, Layout, Pass, Problem, Progress, Shape, Tensor,
+};
 use serde::Serialize;
+use testing::compare_gradients;
+use testing::reference::{self, Heads};
+use testing::verdict::GradientsToJudge;
 
 pub use case::Case;
 pub use fault::{Fault, Met};
@@ -33,7 +38,7 @@ pub use watch::{Held, Holding, Watch};
 
 use self::device::is_out_of_memory;
 use self::fault::Ground;
-use self::session::{Answer as SessionAnswer, Session, Texts, lock};
+use self::session::{Answer as SessionAnswer, Asked, Session, Texts, lock};
 use self::shortage::Shortage;
 use crate::Error;
 use crate::given::Given;
@@ -265,8 +270,8 @@ impl Soak<'_> {
         };
         let Some(reason) = wrong else { return };
         let replay = match &kernel {
-            Some(kernel) => case.replay(kernel),
-            None => case.replay_soaking(self.options.seed),
+            Some(kernel) if case.problem.pass == Pass::Forward => case.replay(kernel),
+            _ => case.replay_soaking(self.options.seed),
         };
         self.fail(&mut tally, case, kernel, reason, replay);
     }
@@ -363,18 +368,35 @@ struct Checked {
     wrong: Option<String>,
 }
 
-/// Answers a problem and compares with the reference.
+/// Answers a problem and compares with the reference. Gradients are computed from what the forward pass
+/// of the same session left, which is compared too.
 fn check(session: &Session<'_>, case: &Case) -> Result<Checked, Error> {
     let problem = &case.problem;
     let given = Given::of(problem)?;
     let tensors = InputTensors::random(problem, case.contents)?;
     let inputs = given.inputs(&tensors);
-    let answer = session.answer(case, inputs)?;
-    let (rows, wrong) = match judge(case, inputs, &answer)? {
-        Ok(rows) => (rows, None),
-        Err(reason) => (0, Some(reason)),
-    };
-    Ok(Checked { kernel: answer.kernel, rows, warnings: answer.warnings, wrong })
+    let forward = Case { problem: problem.clone().forward(), ..case.clone() };
+    let answer = session.answer(&forward, Asked::Forward(inputs))?;
+    let checked = Checked::new(judge(&forward, inputs, &answer)?, &answer);
+    if problem.pass == Pass::Forward || checked.wrong.is_some() {
+        return Ok(checked);
+    }
+    let output = tensor(problem.dtypes.output, problem.output_shape(), &answer.results[0])?;
+    let lse = floats(&answer.results[1]);
+    let gradient = Tensor::random(problem.dtypes.output, problem.output_shape(), !case.contents);
+    let output_gradient = &gradient.map_err(flashcore::Error::from)?;
+    let backward = Backward { inputs, output: &output, lse: &lse, output_gradient };
+    let mut answer = session.answer(case, Asked::Backward(backward))?;
+    answer.warnings.extend(checked.warnings);
+    Ok(Checked::new(judge_gradients(case, backward, &answer)?, &answer))
+}
+
+impl Checked {
+    fn new(judged: Result<u64, String>, answer: &SessionAnswer) -> Self {
+        let (rows, wrong) = judged.map_or_else(|reason| (0, Some(reason)), |rows| (rows, None));
+        let (kernel, warnings) = (answer.kernel.clone(), answer.warnings.clone());
+        Checked { kernel, rows, warnings, wrong }
+    }
 }
 
 /// How many rows were compared with the reference, or what is wrong with them.
@@ -389,8 +411,50 @@ fn judge(
         return Ok(Ok(0));
     }
     let truth = Truth::within(OPERATIONS, problem, inputs, case.contents, None)?;
-    let judged = truth.judge(&answer.output, &answer.lse);
+    let judged = truth.judge(&answer.results[0], &answer.results[1]);
     Ok(judged.map(|verdict| verdict.rows as u64).map_err(|wrong| wrong.to_string()))
+}
+
+/// The same of gradients: those of all heads, for their problems are small.
+fn judge_gradients(
+    case: &Case,
+    backward: Backward<'_>,
+    answer: &SessionAnswer,
+) -> Result<Result<u64, String>, Error> {
+    let (problem, inputs) = (&case.problem, backward.inputs);
+    let rows = Sequences::of(problem, inputs).rows() as u64;
+    if rows == 0 {
+        return Ok(Ok(0));
+    }
+    let heads = Heads::all(problem);
+    let exact = reference::gradients(problem, inputs, backward.output_gradient, &heads, None)?;
+    let baseline = reference::gradients_baseline(problem, backward, &heads, None)?;
+    let shapes = [problem.query_shape(), problem.key_shape(), problem.value_shape()];
+    let found = shapes.into_iter().zip(&answer.results);
+    let found = found.map(|(shape, bytes)| tensor(problem.dtype(), shape, bytes));
+    let found = found.collect::<Result<Vec<Tensor>, Error>>()?;
+    let sinks = answer.results.get(shapes.len()).map(|bytes| floats(bytes));
+    let found = GradientsToJudge {
+        query: found.first(),
+        key: found.get(1),
+        value: found.get(2),
+        sinks: sinks.as_deref(),
+        delta: None,
+    };
+    let verdict = compare_gradients(problem, inputs, found, &exact, &baseline);
+    let verdict = verdict.map_err(flashcore::Error::from)?;
+    Ok(if verdict.passed { Ok(rows) } else { Err(verdict.to_string()) })
+}
+
+/// A tensor of the bytes of contiguous memory.
+fn tensor(dtype: DType, shape: Shape, bytes: &[u8]) -> Result<Tensor, Error> {
+    let layout = Layout::contiguous(shape).map_err(flashcore::Error::from)?;
+    Ok(Tensor::from_bytes(dtype, layout, bytes).map_err(flashcore::Error::from)?)
+}
+
+fn floats(bytes: &[u8]) -> Vec<f32> {
+    let (words, _) = bytes.as_chunks::<4>();
+    words.iter().map(|word| f32::from_le_bytes(*word)).collect()
 }
 
 /// Loses the device context: the error that everybody who uses it gets afterwards.
@@ -399,15 +463,18 @@ fn lose_context(session: &Session<'_>, seed: u64) -> Result<(), Error> {
         return Err(Error::Impossible("there is no device context to lose".to_owned()));
     };
     // One that a kernel for the GPU serves, whatever its storage.
-    let served = |it: &Case| it.problem.rows() > 0 && it.problem.dtype() != DType::F32;
+    let served = |it: &Case| {
+        let Problem { pass, .. } = it.problem;
+        it.problem.rows() > 0 && it.problem.dtype() != DType::F32 && pass == Pass::Forward
+    };
     let case = (0..).map(|number| Case::of(seed, number)).find(served);
     let case = case.ok_or_else(|| Error::Impossible("there is no problem".to_owned()))?;
     let given = Given::of(&case.problem)?;
     let tensors = InputTensors::random(&case.problem, case.contents)?;
-    let inputs = given.inputs(&tensors);
-    let lost = device.lose_context(&case, inputs);
+    let asked = Asked::Forward(given.inputs(&tensors));
+    let lost = device.lose_context(&case, asked);
     // The next one must be told as well, and must not hang.
-    let after = device.answer(&case, inputs);
+    let after = device.answer(&case, asked);
     match (lost, after) {
         (Err(lost), Err(_)) => Err(lost),
         (lost, after) => {
@@ -452,7 +519,9 @@ mod tests {
     fn the_cpu_is_right_and_nothing_is_left_out() {
         let summary = run(&options(), &Silent, &|_| {}).unwrap();
         assert!(summary.passed, "{summary:?}");
-        assert_eq!((summary.problems, summary.kernels["cpu/blocked"]), (60, 60));
+        let [forward, backward] = ["cpu/blocked", "cpu/backward"].map(|it| summary.kernels[it]);
+        assert_eq!((summary.problems, forward + backward), (60, 60));
+        assert!(backward > 5, "{summary:?}");
         assert!(summary.rows > 1000 && summary.failures.is_empty());
     }
 
@@ -476,21 +545,44 @@ mod tests {
 
     #[test]
     fn a_wrong_answer_is_found_with_the_command_that_shows_it() {
-        let case = (0..).map(|it| Case::of(3, it)).find(|it| it.problem.visible_pairs() > 100);
-        let case = case.unwrap();
+        let of = |pass: Pass| {
+            let large = |it: &Case| it.problem.visible_pairs() > 100 && it.problem.pass == pass;
+            (0..).map(|it| Case::of(3, it)).find(large).unwrap()
+        };
+        let case = of(Pass::Forward);
         let given = Given::of(&case.problem).unwrap();
         let tensors = InputTensors::random(&case.problem, case.contents).unwrap();
         let inputs = given.inputs(&tensors);
-        let right = on_the_cpu(&case, inputs).unwrap();
-        assert!(judge(&case, inputs, &right).unwrap().unwrap() > 0);
-        let never_written = SessionAnswer { output: vec![0xFF; right.output.len()], ..right };
-        let reason = judge(&case, inputs, &never_written).unwrap().unwrap_err();
+        let mut answer = on_the_cpu(&case, Asked::Forward(inputs)).unwrap();
+        assert!(judge(&case, inputs, &answer).unwrap().unwrap() > 0);
+        answer.results[0].fill(0xFF);
+        let reason = judge(&case, inputs, &answer).unwrap().unwrap_err();
         assert!(reason.contains("never written"), "{reason}");
-        let zeros = SessionAnswer { output: vec![0; never_written.output.len()], ..never_written };
-        let reason = judge(&case, inputs, &zeros).unwrap().unwrap_err();
+        answer.results[0].fill(0);
+        let reason = judge(&case, inputs, &answer).unwrap().unwrap_err();
         assert!(reason.contains("max error"), "{reason}");
         let replay = case.replay("cpu/blocked");
         let text = case.problem.text();
         assert!(replay.starts_with(&format!("flashcore attend --problem {text} --seed ")));
+
+        let case = of(Pass::Backward);
+        let given = Given::of(&case.problem).unwrap();
+        let tensors = InputTensors::random(&case.problem, case.contents).unwrap();
+        let inputs = given.inputs(&tensors);
+        let (output, lse) = reference::saved(&case.problem, inputs).unwrap();
+        let gradient =
+            Tensor::random(case.problem.dtype(), case.problem.output_shape(), 1).unwrap();
+        let backward = Backward { inputs, output: &output, lse: &lse, output_gradient: &gradient };
+        let right = on_the_cpu(&case, Asked::Backward(backward)).unwrap();
+        assert!(judge_gradients(&case, backward, &right).unwrap().unwrap() > 0);
+        for wrong in 0..3 {
+            for byte in [0, 0xFF] {
+                let mut results = right.results.clone();
+                results[wrong].fill(byte);
+                let (kernel, warnings) = (right.kernel.clone(), Vec::new());
+                let answer = SessionAnswer { kernel, results, warnings };
+                assert!(judge_gradients(&case, backward, &answer).unwrap().is_err(), "{wrong}");
+            }
+        }
     }
 }

@@ -8,20 +8,44 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cuda::{Cache, CacheKey, ComputeCapability, Driver, DriverVersion, OptimizationLevel};
 use flashcore::gpu::Chip;
-use flashcore::{Backend, CpuBackend, Inputs, Plan, Preference, RunOptions};
+use flashcore::{Backend, Backward, CpuBackend, Inputs, Plan, Preference, RunOptions};
 use kernels::Configuration;
 
 use super::case::Case;
 use super::device::OnDevice;
 use crate::Error;
 
+/// What a problem is given: inputs, or what gradients are computed from.
+#[derive(Clone, Copy)]
+pub(super) enum Asked<'a> {
+    Forward(Inputs<'a>),
+    Backward(Backward<'a>),
+}
+
+impl<'a> Asked<'a> {
+    pub(super) fn inputs(self) -> Inputs<'a> {
+        match self {
+            Asked::Forward(inputs) => inputs,
+            Asked::Backward(backward) => backward.inputs,
+        }
+    }
+
+    pub(super) fn backward(self) -> Option<Backward<'a>> {
+        match self {
+            Asked::Forward(_) => None,
+            Asked::Backward(backward) => Some(backward),
+        }
+    }
+}
+
 /// What came of a problem.
 #[derive(Debug)]
 pub(super) struct Answer {
     /// Back end and kernel.
     pub(super) kernel: String,
-    pub(super) output: Vec<u8>,
-    pub(super) lse: Vec<u8>,
+    /// Output and log-sum-exps; or the gradients of query, key and value, and those of sinks where
+    /// there are any.
+    pub(super) results: Vec<Vec<u8>>,
     /// What the cache complained about.
     pub(super) warnings: Vec<String>,
 }
@@ -41,13 +65,13 @@ impl<'a> Session<'a> {
         }
     }
 
-    pub(super) fn answer(&self, case: &Case, inputs: Inputs<'_>) -> Result<Answer, Error> {
+    pub(super) fn answer(&self, case: &Case, asked: Asked<'_>) -> Result<Answer, Error> {
         match self {
             Session::Host(host) => {
                 let warnings = host.keep_kernels(case)?;
-                Ok(Answer { warnings, ..on_the_cpu(case, inputs)? })
+                Ok(Answer { warnings, ..on_the_cpu(case, asked)? })
             }
-            Session::Device(device) => device.answer(case, inputs),
+            Session::Device(device) => device.answer(case, asked),
         }
     }
 }
@@ -63,14 +87,23 @@ impl Session<'_> {
 }
 
 /// The CPU's answer.
-pub(super) fn on_the_cpu(case: &Case, inputs: Inputs<'_>) -> Result<Answer, Error> {
-    let result = CpuBackend::new().run(&case.problem, inputs, &RunOptions::default())?;
-    Ok(Answer {
-        kernel: format!("{}/{}", result.report.backend, result.report.kernel),
-        output: result.output.bytes().to_vec(),
-        lse: result.lse.iter().flat_map(|lse| lse.to_le_bytes()).collect(),
-        warnings: Vec::new(),
-    })
+pub(super) fn on_the_cpu(case: &Case, asked: Asked<'_>) -> Result<Answer, Error> {
+    let (cpu, options) = (CpuBackend::new(), RunOptions::default());
+    let floats = |of: &[f32]| of.iter().flat_map(|it| it.to_le_bytes()).collect::<Vec<u8>>();
+    let (results, report) = match asked {
+        Asked::Forward(inputs) => {
+            let found = cpu.run(&case.problem, inputs, &options)?;
+            (vec![found.output.bytes().to_vec(), floats(&found.lse)], found.report)
+        }
+        Asked::Backward(backward) => {
+            let found = cpu.run_backward(&case.problem, backward, &options)?;
+            let tensors = [&found.query, &found.key, &found.value];
+            let tensors = tensors.map(|it| it.bytes().to_vec()).into_iter();
+            (tensors.chain(found.sinks.as_deref().map(floats)).collect(), found.report)
+        }
+    };
+    let kernel = format!("{}/{}", report.backend, report.kernel);
+    Ok(Answer { kernel, results, warnings: Vec::new() })
 }
 
 /// The way of a kernel without a GPU: planned, built, printed, and kept in the cache. The text stands
