@@ -210,13 +210,23 @@ impl<T: ConsumerScheduler> State<'_, T> {
         let accumulate = Accumulate::If(output_begun.register());
         // Looked up while the tensor cores multiply.
         let entry = self.tiles.entry(k, &self.current, || self.block - 1);
+        let prepared = group.prepare(k, before);
         group.wait_for_keys(k);
         probe.stamp(k, Phase::WaitForKeys);
         group.ping_pong.take(k);
         probe.stamp(k, Phase::Turn);
-        let scores = group.start_scores(k);
-        group.wait_for_values(k);
-        let update = group.start_update(k, output, accumulate, before);
+        let (scores, update) = match &prepared {
+            Some([scores, update]) => {
+                let scores = k.wgmma_prepared(scores);
+                group.wait_for_values(k);
+                (scores, k.wgmma_prepared_into(output, accumulate, update))
+            }
+            None => {
+                let scores = group.start_scores(k);
+                group.wait_for_values(k);
+                (scores, group.start_update(k, output, accumulate, before))
+            }
+        };
         group.ping_pong.pass(k);
         let scores = Score::of(&scores.wait(k));
         group.release_keys(k);

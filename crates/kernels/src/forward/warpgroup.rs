@@ -2,7 +2,7 @@
 
 use ptx::{
     Accumulate, Accumulator, Builder, Choose, Consumer, Expression, Fence, Fragment, InFlight,
-    MatrixA, Pred, Reg, SharedTile, U32, Value,
+    MatrixA, Pred, Prepared, Reg, SharedTile, U32, Value,
 };
 
 use super::{Forward, Shared, barrier};
@@ -27,6 +27,9 @@ pub(super) struct Warpgroup<'a> {
     keys: Consumer,
     values: Consumer,
     pub(super) ping_pong: PingPong,
+    /// Whether somebody is always waiting for the turn: then nothing is computed in it that can be
+    /// before, which is worth 1.3 % with three warpgroups on an H200, and costs 2 % with two.
+    prepares: bool,
 }
 
 impl<'a> Warpgroup<'a> {
@@ -51,6 +54,7 @@ impl<'a> Warpgroup<'a> {
                 .map_or(&shared.value_pipeline, |transposed| &transposed.pipeline)
                 .consumer(k),
             ping_pong: PingPong::new(k, forward, index),
+            prepares: forward.warpgroups == 3,
         }
     }
 
@@ -123,6 +127,15 @@ impl<'a> Warpgroup<'a> {
     pub(super) fn start_scores(&self, k: &mut Builder) -> InFlight<Accumulator> {
         let (queries, keys) = self.score_operands(k);
         k.wgmma(queries, keys)
+    }
+
+    /// Prepares `Q K^T` and `O += P V` of the stages that are waited for next, where that pays.
+    pub(super) fn prepare(&self, k: &mut Builder, p: &Fragment) -> Option<[Prepared; 2]> {
+        self.prepares.then(|| {
+            let (queries, keys) = self.score_operands(k);
+            let values = self.value_operand(k);
+            [k.prepare_product(queries, keys), k.prepare_product(p, values)]
+        })
     }
 
     /// The values of the stage last waited for.

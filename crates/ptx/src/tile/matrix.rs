@@ -69,6 +69,16 @@ impl<T> InFlight<T> {
     }
 }
 
+/// A product that can be started without computing anything ([`Builder::prepare_product`]).
+#[derive(Debug)]
+pub struct Prepared {
+    a: MatrixA,
+    b: Matrix,
+    /// The descriptors of the first step.
+    first_a: Option<crate::Register>,
+    first_b: crate::Register,
+}
+
 impl Builder {
     /// Starts `a * b`: 64 rows of `a` times all columns of `b`.
     ///
@@ -135,6 +145,60 @@ impl Builder {
         self.push(Instruction::WgmmaWait { pending });
     }
 
+    /// Computes where the operands of a product lie, so that nothing is left to compute when it
+    /// is started. What they hold may come later.
+    #[track_caller]
+    pub fn prepare_product(&mut self, a: impl Into<MatrixA>, b: Matrix) -> Prepared {
+        let mut first = |matrix: &Matrix, side| {
+            let encoded = self.encode_address(matrix.tile.address);
+            Descriptor::of(matrix, side).at_step(self, encoded, 0)
+        };
+        let a = a.into();
+        let first_a = match &a {
+            MatrixA::Shared(matrix) => Some(first(matrix, Side::A)),
+            MatrixA::Registers(_) => None,
+        };
+        Prepared { first_b: first(&b, Side::B), a, b, first_a }
+    }
+
+    /// Starts a product that was prepared.
+    #[track_caller]
+    pub fn wgmma_prepared(&mut self, prepared: &Prepared) -> InFlight<Accumulator> {
+        let accumulator = Accumulator::new(self, prepared.b.columns());
+        self.issue_prepared(&accumulator, Accumulate::No, prepared);
+        InFlight { group: self.commit_products(), accumulator }
+    }
+
+    /// The same into an accumulator, or added to it.
+    #[track_caller]
+    pub fn wgmma_prepared_into<'a>(
+        &mut self,
+        accumulator: &'a mut Accumulator,
+        accumulate: Accumulate,
+        prepared: &Prepared,
+    ) -> InFlight<&'a mut Accumulator> {
+        self.issue_prepared(accumulator, accumulate, prepared);
+        InFlight { group: self.commit_products(), accumulator }
+    }
+
+    #[track_caller]
+    fn issue_prepared(
+        &mut self,
+        accumulator: &Accumulator,
+        accumulate: Accumulate,
+        prepared: &Prepared,
+    ) {
+        let Prepared { a, b, first_a, first_b } = prepared;
+        self.push(Instruction::WgmmaFence);
+        self.issue_steps(accumulator, accumulate, a, *b, |k, matrix, side, step| {
+            let first = match side {
+                Side::A => first_a.expect("computed for one in shared memory"),
+                Side::B => *first_b,
+            };
+            Descriptor::of(matrix, side).after(k, first, step)
+        });
+    }
+
     #[track_caller]
     fn commit_products(&mut self) -> u32 {
         self.push(Instruction::WgmmaCommit);
@@ -150,6 +214,30 @@ impl Builder {
         accumulate: Accumulate,
         a: &MatrixA,
         b: Matrix,
+    ) {
+        let encoded_a = match a {
+            MatrixA::Shared(matrix) => Some(self.encode_address(matrix.tile.address)),
+            MatrixA::Registers(_) => None,
+        };
+        let encoded_b = self.encode_address(b.tile.address);
+        self.issue_steps(accumulator, accumulate, a, b, |k, matrix, side, step| {
+            let encoded = match side {
+                Side::A => encoded_a.expect("encoded above"),
+                Side::B => encoded_b,
+            };
+            Descriptor::of(matrix, side).at_step(k, encoded, step)
+        });
+    }
+
+    /// The same with descriptors from elsewhere.
+    #[track_caller]
+    fn issue_steps(
+        &mut self,
+        accumulator: &Accumulator,
+        accumulate: Accumulate,
+        a: &MatrixA,
+        b: Matrix,
+        descriptor: impl Fn(&mut Builder, &Matrix, Side, u32) -> crate::Register,
     ) {
         let (a_element, inner) = match a {
             MatrixA::Shared(matrix) => (matrix.tile.layout.element, matrix.columns()),
@@ -169,25 +257,19 @@ impl Builder {
             self.misuse(format!("the first operand has {} rows, not 64", matrix.rows()));
         }
         let step_columns = 32 / a_element.bytes();
-        let encoded_a = match a {
-            MatrixA::Shared(matrix) => Some(self.encode_address(matrix.tile.address)),
-            MatrixA::Registers(_) => None,
-        };
-        let encoded_b = self.encode_address(b.tile.address);
         for step in 0..inner / step_columns {
             let a = match a {
-                MatrixA::Shared(matrix) => {
-                    let encoded = encoded_a.expect("encoded above");
-                    let descriptor = Descriptor::of(matrix, Side::A).at_step(self, encoded, step);
-                    WgmmaA::Shared { descriptor, transpose: matrix.transposed }
-                }
+                MatrixA::Shared(matrix) => WgmmaA::Shared {
+                    descriptor: descriptor(self, matrix, Side::A, step),
+                    transpose: matrix.transposed,
+                },
                 MatrixA::Registers(fragment) => {
                     let first = 4 * step as usize;
                     let registers = fragment.registers[first..first + 4].try_into();
                     WgmmaA::Registers(registers.expect("four registers a step"))
                 }
             };
-            let b_descriptor = Descriptor::of(&b, Side::B).at_step(self, encoded_b, step);
+            let b_descriptor = descriptor(self, &b, Side::B, step);
             self.push(Instruction::Wgmma {
                 n: b.columns(),
                 a_element,
@@ -265,16 +347,30 @@ impl Descriptor {
     #[track_caller]
     fn at_step(&self, k: &mut Builder, encoded: Reg<U64>, step: u32) -> crate::Register {
         let offset = (self.step_bytes)(&self.tile, step) as u64 >> 4;
-        let dst = k.register::<U64>();
-        k.push(Instruction::Binary {
-            operation: crate::BinaryOperation::Add,
-            ty: crate::Type::U64,
-            dst: dst.register,
-            a: encoded.into(),
-            b: Operand::Immediate(self.constant + offset),
-        });
-        dst.register
+        add(k, encoded.into(), self.constant + offset)
     }
+
+    /// That of a step from that of the first.
+    #[track_caller]
+    fn after(&self, k: &mut Builder, first: crate::Register, step: u32) -> crate::Register {
+        match (self.step_bytes)(&self.tile, step) as u64 >> 4 {
+            0 => first,
+            offset => add(k, Operand::Register(first), offset),
+        }
+    }
+}
+
+#[track_caller]
+fn add(k: &mut Builder, a: Operand, b: u64) -> crate::Register {
+    let dst = k.register::<U64>();
+    k.push(Instruction::Binary {
+        operation: crate::BinaryOperation::Add,
+        ty: crate::Type::U64,
+        dst: dst.register,
+        a,
+        b: Operand::Immediate(b),
+    });
+    dst.register
 }
 
 /// The inner extent runs along the rows of the tile: through the panel, then

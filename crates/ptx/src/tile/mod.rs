@@ -15,7 +15,7 @@ mod warp;
 
 pub use accumulator::{Accumulator, Fragment, Position};
 pub use layout::{Swizzle, TensorBox, TileLayout};
-pub use matrix::{InFlight, Matrix, MatrixA};
+pub use matrix::{InFlight, Matrix, MatrixA, Prepared};
 pub use pipeline::{Barriers, Consumer, Pipeline, Producer};
 pub use shared::{SharedTile, SharedTiles};
 pub use warp::{
