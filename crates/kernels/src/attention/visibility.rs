@@ -361,6 +361,49 @@ impl Seen {
             k.set(*register, seen.choose::<F32>(*register, hidden));
         }
     }
+
+    /// The same as [`hide_others`](Seen::hide_others) for the columns of an accumulator of `wgmma`:
+    /// two neighbours, and then eight columns on. A row has a bit for each: the assembler turns seven
+    /// bits at a time into predicates (`R2P`), so that a score costs little more than its choice,
+    /// where two comparisons cost two instructions. One is as cheap, and it is what rows get that see
+    /// all keys from the first on.
+    pub(crate) fn hide_others_by_bits(&self, k: &mut Builder, scores: &[Score]) {
+        let Some(first) = &self.first else { return self.hide_others(k, scores) };
+        debug_assert!(scores.iter().all(|score| score.column % 8 < 2));
+        let bit = |column: u32| column / 8 * 2 + column % 8;
+        let words = scores.iter().map(|score| bit(score.column) / 32 + 1).max().unwrap_or(0);
+        // Row by row, for all bits of a word at once.
+        for row in 0..self.last.len() {
+            let words = bits(k, first[row], self.last[row], words);
+            for Score { column, register, .. } in scores.iter().filter(|score| score.row == row) {
+                let bit = bit(*column);
+                let seen = (words[(bit / 32) as usize] & (1u32 << (bit % 32))).differs(0u32);
+                k.set(*register, seen.choose::<F32>(*register, f32::NEG_INFINITY));
+            }
+        }
+    }
+}
+
+/// Words of a bit for each score of a row, set where the row sees the key: from `first` to `last`.
+fn bits(k: &mut Builder, first: Reg<S32>, last: Reg<S32>, words: u32) -> Vec<Reg<U32>> {
+    // Scores before a column, negative where it is.
+    let before = |k: &mut Builder, column: Value<S32>| {
+        let column = k.eval(column);
+        k.eval((column >> 3) * 2 + (column & 7).minimum(2))
+    };
+    let (end, first) = (before(k, last + 1), before(k, first.into()));
+    // Beyond 31 nothing is left of what is shifted.
+    let shifted = |k: &mut Builder, bits: u32, score: Reg<S32>, word: u32| {
+        let bits = k.eval(bits);
+        bits << (score - 32 * word as i32).maximum(0).reinterpret::<U32>()
+    };
+    let word = |word: u32| {
+        // Not the complement of ones that are shifted, which the assembler would take bit by bit.
+        let before_end = shifted(k, 1, end, word) - 1;
+        let seen = before_end & shifted(k, u32::MAX, first, word);
+        k.eval(seen)
+    };
+    (0..words).map(word).collect()
 }
 
 impl WindowRegisters {

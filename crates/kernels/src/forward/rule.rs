@@ -89,7 +89,7 @@ impl Rule {
                 tiles
                     .visibility()
                     .seen(k, rows, position, first_column, place.key_length)
-                    .hide_others(k, scores);
+                    .hide_others_by_bits(k, scores);
             });
         }
         if let Some(function) = &self.functions.mask {
