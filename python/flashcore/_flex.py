@@ -111,11 +111,14 @@ _known: Any = weakref.WeakKeyDictionary()
 
 def _of_pytorch(theirs: Any) -> BlockMask:
     """PyTorch's own block mask: its lists of blocks, and its function within them."""
-    lists = None if _flex_torch is None else _flex_torch.block_lists(theirs)
-    if lists is None:
-        raise TypeError(f"block_mask is a {type(theirs)}, expected what flashcore.create_block_mask gives")
-    ours: BlockMask | None = _known.get(theirs)
+    try:
+        ours: BlockMask | None = _known.get(theirs)
+    except TypeError:
+        ours = None  # nothing that could be known: refused below
     if ours is None:
+        lists = None if _flex_torch is None else _flex_torch.block_lists(theirs)
+        if lists is None:
+            raise TypeError(f"block_mask is a {type(theirs)}, expected what flashcore.create_block_mask gives")
         ours = _known[theirs] = BlockMask.from_kv_blocks(*lists)
     return ours
 

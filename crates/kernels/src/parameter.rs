@@ -236,6 +236,8 @@ listed! {
         Tiles,
         /// Tiles that are not cut into parts.
         WholeTiles,
+        /// Tiles that run at the same time.
+        TilesOfRound,
         /// Tiles of query rows of a head.
         TilesPerHead,
         /// Tiles of a group of heads that share the second-level cache.

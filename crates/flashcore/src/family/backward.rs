@@ -127,6 +127,10 @@ pub(super) fn launch(
         let group = problem.group_size() as u32;
         let rounds = Rounds::new(chip, key_blocks, counts.tiles_per_head.saturating_mul(group));
         rounds.arrange(&backward, &mut choice);
+        if backward.walks_by_rounds() {
+            let tiles = chip.multiprocessors.max(1);
+            choice.launches[0].numbers.push((Number::TilesOfRound, tiles));
+        }
     }
     if kernels.pass.takes_heads_together() {
         let heads = (counts.key_heads * counts.batch).max(1);

@@ -96,7 +96,7 @@ use crate::attention::{Batch, MaskKind, Rules};
 use crate::parameter::{Tensor, Workspace};
 use consumer::Consumer;
 use lists::Told;
-use order::Turns;
+use order::{Rounds, Turns};
 use persistent::{Claims, Handover};
 use place::{Place, Tile};
 use split::{Partials, Split};
@@ -419,6 +419,15 @@ impl Backward {
             && self.shape() != Shape::Wide
     }
 
+    /// Whether walks go down and up by turns: where they are of unequal lengths, and additions come in
+    /// any order.
+    pub fn walks_by_rounds(&self) -> bool {
+        self.batch == Batch::Equal
+            && !self.deterministic
+            && self.rules.mask == MaskKind::Causal
+            && !self.pass().takes_block_lists()
+    }
+
     fn write(&self, k: &mut Builder) {
         let rank = self.map_rank();
         let [keys_columns, values_columns] = [self.key_layout(), self.value_layout()]
@@ -439,6 +448,7 @@ impl Backward {
         let mut place = Place::parameters(k, &self.pass());
         place.posted = shared.handover.as_ref().map(|it| it.posted);
         place.split = self.split.then(|| Split::parameters(k));
+        place.rounds = self.walks_by_rounds().then(|| Rounds::parameters(k));
         let consumer = Consumer::parameters(k, self);
         let claims = self.persistent.then(|| Claims::parameters(k));
         let thread = k.thread_index();

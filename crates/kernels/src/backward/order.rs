@@ -54,8 +54,57 @@ pub(super) struct Turn {
     pub(super) key_block: Reg<U32>,
     /// How many key blocks of the head come before it.
     pub(super) position: Reg<U32>,
-    /// Whether key blocks come from the first on.
+    /// Down where key blocks come from the first on.
+    pub(super) direction: Direction,
+}
+
+/// Which way a walk goes.
+#[derive(Clone, Copy)]
+pub(super) struct Direction {
     down: Reg<Pred>,
+}
+
+impl Direction {
+    /// The step of a walk from a block of query rows to the next.
+    pub(super) fn step(self, k: &mut Builder) -> Reg<U32> {
+        k.eval(self.down.choose::<U32>(-1i32 as u32, 1))
+    }
+
+    /// Where a walk begins.
+    pub(super) fn start(self, k: &mut Builder, blocks: &QueryBlocks) -> Reg<U32> {
+        k.eval(self.down.choose::<U32>(blocks.end - 1, blocks.first))
+    }
+}
+
+/// Under a causal mask, tiles by rounds: those of one round walk down, those of the next up, each a
+/// block of query rows of all heads of its group after the other.
+///
+/// Walks that go down begin together with the last queries and end one after the other, the shortest
+/// first. The next tiles take their places, the longest walk first, and begin with the queries of their
+/// own keys: each where those that go up already are. They end together. So what runs
+/// at the same time adds to the same few blocks of query rows, and those stay in the second-level cache
+/// however many heads are in work.
+///
+/// ```text
+/// queries  |\      /|\      /
+///          | \    / | \    /
+///          |  \  /  |  \  /
+///          |   \/   |   \/     time
+/// ```
+pub(super) struct Rounds {
+    tiles: DivisorRegisters,
+}
+
+impl Rounds {
+    pub(super) fn parameters(k: &mut Builder) -> Self {
+        Rounds { tiles: DivisorRegisters::parameters(k, Number::TilesOfRound) }
+    }
+
+    /// The direction of a tile's walk, by its number.
+    pub(super) fn direction(&self, k: &mut Builder, number: Reg<U32>) -> Direction {
+        let (round, _) = self.tiles.divide(k, number);
+        Direction { down: k.eval((round & 1).equals(0)) }
+    }
 }
 
 impl Order {
@@ -85,24 +134,14 @@ impl Order {
         let down = k.eval(head.at_least(self.last));
         let from_last = key_blocks.number - 1 - position;
         let key_block = k.eval(down.choose::<U32>(position, from_last));
-        Turn { head, key_block, position, down }
+        Turn { head, key_block, position, direction: Direction { down } }
     }
 }
 
 impl Turn {
     /// That of a key block of a head whose key blocks come from the first on.
     pub(super) fn down(k: &mut Builder, head: Reg<U32>, key_block: Reg<U32>) -> Self {
-        Turn { head, key_block, position: key_block, down: k.eval(true) }
-    }
-
-    /// The step of a walk from a block of query rows to the next.
-    pub(super) fn step(&self, k: &mut Builder) -> Reg<U32> {
-        k.eval(self.down.choose::<U32>(-1i32 as u32, 1))
-    }
-
-    /// Where a walk begins.
-    pub(super) fn start(&self, k: &mut Builder, blocks: &QueryBlocks) -> Reg<U32> {
-        k.eval(self.down.choose::<U32>(blocks.end - 1, blocks.first))
+        Turn { head, key_block, position: key_block, direction: Direction { down: k.eval(true) } }
     }
 
     /// One thread waits until its block may add to the block of query rows where its walk stands:
@@ -164,7 +203,8 @@ impl Turn {
 
     /// The first key of the key block before this one in the order.
     fn before(&self, k: &mut Builder, keys: u32) -> Reg<U32> {
-        let before = self.down.choose::<U32>(self.key_block - 1, self.key_block + 1);
+        let down = self.direction.down;
+        let before = down.choose::<U32>(self.key_block - 1, self.key_block + 1);
         k.eval(before * keys)
     }
 }

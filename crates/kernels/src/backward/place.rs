@@ -4,7 +4,7 @@ use ptx::{Builder, Choose, Expression, Pred, Reg, S32, U32, Value};
 
 use super::BackwardPass;
 use super::lists::Listed;
-use super::order::{Order, Turn};
+use super::order::{Direction, Order, Rounds, Turn};
 use super::persistent::Posted;
 use super::ragged::{Ragged, Slice};
 use super::split::Split;
@@ -34,6 +34,8 @@ pub(crate) struct Place {
     pub(super) posted: Option<Posted>,
     /// Where the last tiles are cut into parts.
     pub(super) split: Option<Split>,
+    /// Where walks go down and up by turns.
+    pub(super) rounds: Option<Rounds>,
 }
 
 /// Where sequences are.
@@ -53,6 +55,8 @@ pub(crate) struct Tile {
     slice: Option<Slice>,
     /// Which of its steps there are, where it may be a part: the first, and how many.
     steps: Option<[Reg<U32>; 2]>,
+    /// Which way its walk goes, where rounds say so.
+    direction: Option<Direction>,
 }
 
 /// Where a walk stands.
@@ -108,6 +112,7 @@ impl Place {
             takes_turns: pass.deterministic,
             posted: None,
             split: None,
+            rounds: None,
         }
     }
 
@@ -215,7 +220,15 @@ impl Place {
             Sequences::Ragged(ragged) => {
                 let ([batch, key_head, first_key], slice) = ragged.find(k);
                 let query_blocks = ragged.seen_by(k);
-                Tile { batch, key_head, first_key, query_blocks, slice: Some(slice), steps: None }
+                Tile {
+                    batch,
+                    key_head,
+                    first_key,
+                    query_blocks,
+                    slice: Some(slice),
+                    steps: None,
+                    direction: None,
+                }
             }
         }
     }
@@ -233,7 +246,8 @@ impl Place {
                     let steps = k.eval((end - first) * self.group);
                     split.steps(k, number, steps)
                 });
-                Tile { batch, key_head, first_key, query_blocks, slice: None, steps }
+                let direction = self.rounds.as_ref().map(|rounds| rounds.direction(k, number));
+                Tile { batch, key_head, first_key, query_blocks, slice: None, steps, direction }
             }
             Sequences::Ragged(_) => self.find(k),
         }
@@ -279,10 +293,11 @@ impl Place {
         let blocks = k.eval(self.query_blocks());
         let head = k.variable(tile.key_head * self.group);
         let heads = self.key_heads.number * self.group;
-        let (start, path) = match self.turn(k) {
-            Some(turn) => {
-                let path = Path::Step { step: turn.step(k), heads: self.group };
-                (turn.start(k, &tile.query_blocks), path)
+        let direction = self.turn(k).map(|turn| turn.direction).or(tile.direction);
+        let (start, path) = match direction {
+            Some(direction) => {
+                let path = Path::Step { step: direction.step(k), heads: self.group };
+                (direction.start(k, &tile.query_blocks), path)
             }
             None => {
                 // Blocks of one head that begin at the same time begin at different queries: what

@@ -117,6 +117,20 @@ fn heads_are_taken_together_under_a_causal_mask() {
     }
 }
 
+/// Walks of several rounds, with heads that share keys: more queries than keys, and fewer.
+#[test]
+fn walks_go_down_and_up_by_turns() {
+    for (backward, (lengths, heads), processors) in [
+        (tuned(128, 128, Rules::CAUSAL), ([330, 400], [3, 1]), 1),
+        (tuned(64, 64, Rules::CAUSAL), ([500, 300], [4, 2]), 2),
+        (tuned(256, 256, Rules::CAUSAL), ([200, 200], [2, 1]), 3),
+    ] {
+        let call = Call::new(Configuration::Backward(backward), 1, lengths, heads);
+        let scene = call.on(processors).scene().unwrap();
+        every_schedule(&scene, Mode::Checked, 1);
+    }
+}
+
 fn persistent(backward: Backward) -> Backward {
     Backward { persistent: true, ..backward }
 }
