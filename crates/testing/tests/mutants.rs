@@ -7,6 +7,8 @@ use std::collections::BTreeMap;
 use flashcore_testing::mutant::{
     Equivalent, Kind, Listed, Score, Verdict, equivalents, every, families, subjects, survey,
 };
+use kernels::{shipped, with_functions};
+use ptx::Target;
 
 /// Whether everything that orders or waits is tried.
 fn everything() -> bool {
@@ -63,6 +65,26 @@ fn mistakes_are_noticed_in_every_family() {
             equivalents().iter().filter(|it| it.kind != Kind::Value && !listed.contains(it));
         let stale: Vec<_> = stale.collect();
         assert!(stale.is_empty(), "nobody is on the list for {stale:#?}");
+    }
+}
+
+/// Every family that is shipped is a subject, or there is nothing in it that orders or waits. The kernel
+/// that shares tiles out has a test of its own (`kernels/finder.rs`); products and the ceiling loop are
+/// there to be measured.
+#[test]
+fn whatever_orders_is_tried() {
+    let elsewhere = ["tile_sharer", "single", "product", "ceiling"];
+    let tried = families();
+    let all = shipped(Target::SM_90A).into_iter().chain(with_functions());
+    let mut others = BTreeMap::new();
+    for kernel in all.filter(|it| !tried.contains(&it.family())) {
+        others.entry(kernel.family()).or_insert(kernel);
+    }
+    assert!(others.contains_key("scalar"), "{:?}", others.keys());
+    for (family, kernel) in others.into_iter().filter(|(family, _)| !elsewhere.contains(family)) {
+        let orders = every(&kernel.program().unwrap());
+        let orders = orders.iter().find(|it| it.kind != Kind::Value);
+        assert!(orders.is_none(), "{family} is no subject: {}", orders.unwrap());
     }
 }
 

@@ -176,8 +176,8 @@ fn write(k: &mut Builder) {
         load: k.variable(0),
         taken: k.variable(0),
     };
+    // Threads meet before the first of these is used: in sorting.
     k.if_(thread.less(MOST_BLOCKS), |k| sharing.keys.set(k, thread, u32::MAX));
-    k.block_sync();
     let groups = k.eval((last_heads + (together - 1)) / together);
     k.for_range(0, groups + 1, 1, |k, group| {
         let first = k.eval(group * together);
@@ -227,7 +227,7 @@ impl Sharing {
         k.eval((cost / self.step).minimum(THREADS - 1))
     }
 
-    /// Puts the tiles of a group in order, the longest first.
+    /// Puts the tiles of a group in order, the longest first. Threads meet before they are given out.
     fn sort(&self, k: &mut Builder, [begin, end]: [Reg<U32>; 2]) {
         let Sharing { kinds, sums, thread, lane, warp, .. } = self;
         let place = |kind: Reg<U32>| Value::<U32>::from(THREADS - 1) - kind;
@@ -259,7 +259,6 @@ impl Sharing {
             self.store(k, at, tile);
             self.store(k, at + 1, kind);
         });
-        k.block_sync();
     }
 
     /// Gives them out.

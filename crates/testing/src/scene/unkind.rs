@@ -114,6 +114,41 @@ fn backward(
         all.push(call([rows + 3, 2 * keys + 1], [3, 3]).on(1));
         all.push(Call::new(kernel, 2, [rows + 3, 2 * keys + 1], [7, 7]));
     }
+    if let Configuration::Backward(it) = kernel {
+        if it.persistent && mask == MaskKind::Local {
+            // Tiles that nobody sees before, between and after others, of one block of threads; an even
+            // and an odd number of them.
+            let window = Mask::window(Some(5), Some(2));
+            for (blocks, heads) in [(2, [2, 2]), (3, [3, 3]), (4, [2, 1])] {
+                let few = call([rows / 2, blocks * keys], heads).on(1);
+                all.push(few.with(|it| it.with_scale(scale).with_mask(window)));
+            }
+        }
+        if it.split {
+            // A tile in many parts; in parts of unequal numbers of steps, some of them of none, behind
+            // whole tiles; of heads that parts end within.
+            all.push(call([12 * rows - 5, keys], [1, 1]).on(5).with(|it| it.with_scale(scale)));
+            all.push(call([rows, 5 * keys], [1, 1]).on(3).with(|it| it.with_scale(scale)));
+            all.push(call([3 * rows + 5, 2 * keys], [5, 1]).on(7).with(|it| it.with_scale(scale)));
+            all.push(Call::new(kernel, 3, [7 * rows, keys - 3], [2, 1]).on(2));
+        }
+    }
+    let listed = match kernel {
+        Configuration::Backward(it) => it.pass().takes_block_lists(),
+        Configuration::BackwardMma(it) => it.pass().takes_block_lists(),
+        _ => false,
+    };
+    if listed {
+        // Lists of one, two, three and more entries, of heads that differ; blocks of queries and of keys
+        // that are not as many; a last block of one row, and of one key.
+        for (lengths, heads) in [
+            ([5 * rows - 7, 5 * rows - 7], [4, 2]),
+            ([4 * rows + 1, 2 * keys + 1], [3, 1]),
+            ([2 * rows, 5 * keys - 1], [2, 2]),
+        ] {
+            all.push(call(lengths, heads).with(|it| it.with_scale(scale)));
+        }
+    }
     match mask {
         MaskKind::Dense => {}
         // Queries that see nothing; keys that all see.

@@ -2,13 +2,14 @@
 //! the host.
 
 use flashcore_testing::composition;
+use flashcore_testing::mutant::{Kind, every};
 use kernels::attention::function::{BlockMask, Function, Here, HostTensor, ListsOf, Row, rules};
 use kernels::finder::Shared;
 use kernels::forward::TileLists;
 use kernels::parameter::{Number, Parameter, Reach, Workspace};
 use kernels::{BlockFinder, BlockLister, Divisor, MaskKind, TileSharer, Window};
 use ptx::{Program, Target};
-use sim::{Argument, BufferId, Launch, Memory, Mode, Options, Policy};
+use sim::{Argument, BufferId, Failure, Launch, Memory, Mode, Options, Policy};
 
 use crate::function::passed;
 
@@ -43,6 +44,16 @@ impl<'a> Finding<'a> {
     }
 
     fn launch(&mut self, program: Program, grid: u32, policy: Policy) {
+        let launched = self.try_launch(&program, grid, (policy, 0));
+        launched.unwrap_or_else(|failure| panic!("{}: {failure}", program.name));
+    }
+
+    fn try_launch(
+        &mut self,
+        program: &Program,
+        grid: u32,
+        (policy, seed): (Policy, u64),
+    ) -> Result<(), Failure> {
         let mask = self.mask;
         let numbers = || {
             let of_mask = mask.numbers().into_iter().chain(mask.finder_numbers());
@@ -71,10 +82,9 @@ impl<'a> Finding<'a> {
         };
         let parameters = Parameter::of(&program.parameters).unwrap();
         let arguments = parameters.iter().map(argument).collect();
-        let launch = Launch { program: &program, grid, arguments };
-        let options = Options { mode: Mode::Checked, policy, ..Options::default() };
-        sim::run(&launch, &mut self.memory, &options)
-            .unwrap_or_else(|failure| panic!("{}: {failure}", program.name));
+        let launch = Launch { program, grid, arguments };
+        let options = Options { mode: Mode::Checked, policy, seed, ..Options::default() };
+        sim::run(&launch, &mut self.memory, &options).map(|_| ())
     }
 
     /// The lists of blocks.
@@ -233,26 +243,37 @@ fn what_is_found_is_what_functions_leave() {
     }
 }
 
-/// Each tile is in one list, and no block has more to do than the mean and the shortest tile.
-#[test]
-fn tiles_are_shared_out_by_what_was_found() {
-    let lengths = [192, 192];
-    let (batch, heads) = (2, 3);
-    // Documents of very unequal lengths.
+/// Documents of very unequal lengths.
+fn documents() -> (BlockMask, [HostTensor; 1]) {
     let ids: Vec<i32> =
         (0..2 * 192).map(|at| [(at % 192) / 8, at / 300][at / 192] as i32).collect();
-    let tensors = [HostTensor::integers("ids", &ids, &[2, 192])];
     let mask = BlockMask {
         function: rules::documents(),
         window: Window::CAUSAL,
-        lengths,
-        heads,
+        lengths: [192, 192],
+        heads: 3,
         group: 1,
-        batch,
+        batch: 2,
         query_rows: 16,
         key_block: 16,
         lists: ListsOf::Queries,
     };
+    (mask, [HostTensor::integers("ids", &ids, &[2, 192])])
+}
+
+/// The tiles of each block's list.
+fn tiles_of(words: &[u32], blocks: usize) -> Vec<Vec<u32>> {
+    let list = |block: usize| {
+        let list = words[words[block] as usize..].iter();
+        list.take_while(|it| **it != TileLists::END).copied().collect::<Vec<u32>>()
+    };
+    (0..blocks).map(list).collect()
+}
+
+/// Each tile is in one list, and no block has more to do than the mean and the shortest tile.
+#[test]
+fn tiles_are_shared_out_by_what_was_found() {
+    let (mask, tensors) = documents();
     for blocks in [1, 9] {
         let mut finding = Finding::new(mask, &tensors, blocks);
         let lists = finding.lists(MaskKind::Causal, Policy::HOSTILE[0]);
@@ -262,11 +283,7 @@ fn tiles_are_shared_out_by_what_was_found() {
             let walked = counts.of_head((tile / 12).into())[(tile % 12) as usize];
             4 * walked.blocks.max(1) + 5 * walked.evaluated + 8
         };
-        let list = |block: usize| {
-            let list = words[words[block] as usize..].iter();
-            list.take_while(|it| **it != TileLists::END).copied().collect::<Vec<u32>>()
-        };
-        let lists: Vec<Vec<u32>> = (0..blocks as usize).map(list).collect();
+        let lists = tiles_of(&words, blocks as usize);
         let mut all = lists.concat();
         all.sort();
         assert_eq!(all, (0..6 * 12).collect::<Vec<u32>>());
@@ -276,4 +293,38 @@ fn tiles_are_shared_out_by_what_was_found() {
         let shortest = f64::from(all.iter().map(cost).min().unwrap());
         assert!(most < mean + shortest, "{blocks}: {loads:?}");
     }
+}
+
+/// Without any of what orders the sharer, or with less of it, the simulator stops or a tile is lost.
+#[test]
+fn whatever_orders_the_sharer_is_missed() {
+    let (mask, tensors) = documents();
+    let program = TileSharer { target: Target::SM_80 }.program().unwrap();
+    let blocks = 9;
+    let mut finding = Finding::new(mask, &tensors, blocks);
+    finding.lists(MaskKind::Causal, Policy::HOSTILE[0]);
+    let prepared = finding.memory.clone();
+    let all: Vec<u32> = (0..6 * 12).collect();
+    let (mut tried, mut survivors) = (0, Vec::new());
+    for mutant in every(&program).iter().filter(|it| it.kind != Kind::Value) {
+        let changed = mutant.apply(&program);
+        tried += 1;
+        if ptx::validate(&changed).is_err() {
+            continue;
+        }
+        let mut noticed = |schedule| {
+            finding.memory = prepared.clone();
+            finding.try_launch(&changed, 1, schedule).is_err() || {
+                let words = finding.memory.u32(finding.buffers[2]);
+                let mut tiles = tiles_of(&words, blocks as usize).concat();
+                tiles.sort();
+                tiles != all
+            }
+        };
+        let mut schedules = Policy::HOSTILE.into_iter().flat_map(|it| [(it, 0), (it, 1), (it, 3)]);
+        if !schedules.any(&mut noticed) {
+            survivors.push(mutant.to_string());
+        }
+    }
+    assert!(tried >= 8 && survivors.is_empty(), "of {tried} not noticed: {survivors:#?}");
 }
