@@ -196,7 +196,8 @@ listed! {
         RowStatistics,
         /// The gradient of the queries in `f32`, while it is added up.
         QueryGradientSums,
-        /// For each block of query rows, how many have added to its sums, where they take turns.
+        /// For each block of query rows, how many have added to its sums, where they take turns; else,
+        /// for each key head, how many have cleared its sums and how many have added to them.
         Turns,
     }
 
@@ -268,6 +269,16 @@ listed! {
         KeyBlocks,
         /// Blocks of query rows of a head.
         QueryBlocks,
+        /// Tiles of keys, of all heads.
+        KeyTiles,
+        /// Those of them whose shares of the sums of `dQ` are cleared before the products.
+        ClearedTiles,
+        /// Blocks of query rows whose sums are.
+        ClearedBlocks,
+        /// Tiles of keys whose shares of the sums are rounded while products run.
+        RoundedTiles,
+        /// Blocks of query rows whose sums are.
+        RoundedBlocks,
         /// Query rows of a tile.
         TileRows,
         /// Words from the key blocks of a tile to those of the next.

@@ -53,6 +53,13 @@ impl Family for Backward {
 /// Why such kernels serve.
 pub(super) const REASON: &str = "gradients in one pass over the scores";
 
+/// Blocks of query rows: of a head, and of all.
+pub(super) struct RowBlocks {
+    pub(super) heads: u32,
+    pub(super) per_head: u32,
+    pub(super) all: u32,
+}
+
 /// A kernel for gradients with what comes before and after it.
 pub(super) struct Kernels {
     pub(super) kernel: Configuration,
@@ -64,37 +71,42 @@ impl Kernels {
         Kernels { kernel: Configuration::Backward(backward), pass: backward.pass() }
     }
 
-    /// Puts what comes before and after the products around them, with the workspace: so many blocks
-    /// of query rows of a head and in all.
+    /// Puts what comes before and after the products around them, with the workspace. Of the blocks
+    /// of query rows the sums of so many are cleared before the products, and those of so many
+    /// rounded by them.
     pub(super) fn beside(
         &self,
         choice: &mut Choice,
-        heads: u32,
-        query_blocks_per_head: u32,
-        query_blocks: u32,
+        rows: &RowBlocks,
+        [cleared, rounded]: [u32; 2],
     ) {
-        let numbers = vec![(Number::QueryBlocks, query_blocks_per_head)];
-        let beside =
-            |kernel, blocks| Launch { kernel, blocks, numbers: numbers.clone(), widened: false };
-        let row_sums = Configuration::RowSums(self.pass.row_sums());
-        choice.launches.insert(0, beside(row_sums, query_blocks));
+        let beside = |kernel, blocks, number: Option<(Number, u32)>| {
+            let numbers = [(Number::QueryBlocks, rows.per_head)].into_iter().chain(number);
+            Launch { kernel, blocks, numbers: numbers.collect(), widened: false }
+        };
+        let row_sums = self.pass.row_sums();
+        let counters = row_sums.counters.then_some((Workspace::Turns, 8));
+        let row_sums = Configuration::RowSums(row_sums);
+        let cleared = (Number::ClearedBlocks, cleared);
+        choice.launches.insert(0, beside(row_sums, rows.all, Some(cleared)));
         let rounding = self.pass.rounding();
-        let rounding_blocks = rounding.blocks(query_blocks);
-        choice.launches.push(beside(Configuration::Rounding(rounding), rounding_blocks));
+        let blocks = rounding.blocks(rows.all - rounded);
+        let rounding = Configuration::Rounding(rounding);
+        let rounded = (Number::RoundedBlocks, rounded);
+        choice.launches.push(beside(rounding, blocks, Some(rounded)));
         let sinks = self.pass.sink_gradients().map(Configuration::SinkGradients);
-        choice.launches.extend(sinks.map(|kernel| beside(kernel, heads)));
+        choice.launches.extend(sinks.map(|kernel| beside(kernel, rows.heads, None)));
         choice.main = 1;
-        let turns = self.pass.deterministic.then_some((Workspace::Turns, 4));
         for (workspace, bytes) in [
             (Workspace::RowStatistics, self.pass.statistics_bytes()),
             (Workspace::QueryGradientSums, self.pass.sums_layout().block_bytes()),
         ]
         .into_iter()
-        .chain(turns)
+        .chain(counters)
         {
             choice.memory.push(Memory {
                 source: Source::Workspace(workspace),
-                bytes: u64::from(bytes) * u64::from(query_blocks),
+                bytes: u64::from(bytes) * u64::from(rows.all),
                 contents: Contents::Anything,
             });
         }
@@ -132,8 +144,9 @@ pub(super) fn launch(
             choice.launches[0].numbers.push((Number::TilesOfRound, tiles));
         }
     }
+    let heads = (counts.key_heads * counts.batch).max(1);
+    let mut together = 1;
     if kernels.pass.takes_heads_together() {
-        let heads = (counts.key_heads * counts.batch).max(1);
         let order = if kernels.pass.deterministic {
             let steps = steps(problem, [query_block, key_block], key_blocks);
             let order = Order::of_turns(chip, heads, steps);
@@ -143,8 +156,19 @@ pub(super) fn launch(
             Order::longest_first(chip, heads, key_blocks_per_head)
         };
         choice.launches[0].numbers.extend(order.numbers(heads));
+        together = order.together;
     }
-    kernels.beside(&mut choice, counts.heads, counts.tiles_per_head, counts.tiles);
+    let rows =
+        RowBlocks { heads: counts.heads, per_head: counts.tiles_per_head, all: counts.tiles };
+    let mut shares = Shares { cleared: heads, rounded: 0 };
+    if kernels.pass.housekeeping {
+        if key_blocks > 0 && rows.all > 0 {
+            shares = Shares::new(chip, heads, key_blocks_per_head, together);
+        }
+        choice.launches[0].numbers.extend(shares.numbers(key_blocks, key_blocks_per_head));
+        choice.launches[0].numbers.push((Number::QueryBlocks, counts.tiles_per_head));
+    }
+    kernels.beside(&mut choice, &rows, shares.row_blocks(&rows, heads));
     let lists = ListsOf::Keys { turns: kernels.pass.deterministic };
     if let Some(mask) = block_mask(problem, [query_block, key_block], &counts, lists) {
         choice.with_blocks(kernels.pass.target, kernels.pass.rules.mask, mask)?;
@@ -158,6 +182,44 @@ pub(super) fn launch(
         waves: f64::from(key_blocks) / f64::from(chip.multiprocessors.max(1)),
     });
     Ok(choice)
+}
+
+/// Of which key heads the sums of `dQ` are not cleared and rounded while products run.
+struct Shares {
+    /// So many are cleared before the products.
+    cleared: u32,
+    /// So many are rounded by them, and the others after them.
+    rounded: u32,
+}
+
+impl Shares {
+    /// A tile's share is cleared when all multiprocessors have a tile between it and the first
+    /// of the heads that come together with its own, and rounded when as many have come after the last
+    /// of those.
+    fn new(chip: &Chip, heads: u32, key_blocks: u32, together: u32) -> Self {
+        // As many as come together, and the fewest groups with a tile for each multiprocessor.
+        let groups = 1 + chip.multiprocessors.div_ceil(together * key_blocks);
+        let apart = groups.saturating_mul(together);
+        // Fewer heads come first, where groups are not even.
+        let first = (heads - 1) % together + 1;
+        let cleared = if first < together { apart.saturating_add(first) } else { apart };
+        Shares { cleared: cleared.min(heads), rounded: heads.saturating_sub(apart) }
+    }
+
+    /// As the kernel takes them.
+    fn numbers(&self, tiles: u32, key_blocks: u32) -> [(Number, u32); 3] {
+        [
+            (Number::KeyTiles, tiles),
+            (Number::ClearedTiles, self.cleared * key_blocks),
+            (Number::RoundedTiles, self.rounded * key_blocks),
+        ]
+    }
+
+    /// The blocks of query rows that are cleared before the products, and rounded by them.
+    fn row_blocks(&self, rows: &RowBlocks, heads: u32) -> [u32; 2] {
+        let of_head = rows.all / heads;
+        [self.cleared * of_head, self.rounded * of_head]
+    }
 }
 
 /// How often tiles go around all multiprocessors.

@@ -8,7 +8,7 @@ use kernels::parameter::{Number, Tensor};
 use kernels::sequencer::Tiles;
 use ptx::Capability;
 
-use super::backward::Kernels;
+use super::backward::{Kernels, RowBlocks};
 use super::schedule::{Schedule, query_rows, ragged_workload};
 use super::{Asked, Choice, mask_kind};
 use crate::chip::Chip;
@@ -78,7 +78,8 @@ impl Kernels {
         let (per_head, blocks) = (per_head as u32, blocks.ok_or_else(too_large)? as u32);
         let mut choice = Choice::of(self.kernel, schedule.all_tiles, reason);
         choice.launches[0].numbers = vec![(Number::QueryBlocks, per_head)];
-        self.beside(&mut choice, problem.query_heads as u32, per_head, blocks);
+        let rows = RowBlocks { heads: problem.query_heads as u32, per_head, all: blocks };
+        self.beside(&mut choice, &rows, [blocks, 0]);
         schedule.before(chip.target, Tiles::Keys, &mut choice);
         choice.tiling = Some(schedule.tiling(chip, query_block, key_block));
         Ok(choice)

@@ -234,6 +234,9 @@ impl Consumer {
             })
             .collect();
         let handover = shared.handover.as_ref();
+        if let (Some(housekeeping), None) = (&shared.housekeeping, handover) {
+            housekeeping.added(k, group.leader);
+        }
         k.barrier_sync(barrier::PRODUCTS, 128 * WARPGROUPS);
         let (Some(partials), Some(split)) = (&shared.partials, &place.split) else {
             return epilogue::store(k, &tile, &owner, &done, handover);
@@ -604,14 +607,22 @@ impl<'a> Warpgroup<'a> {
         self.wait_until_loaded(k, 0);
     }
 
+    /// Waits for the values, and until there is something to add gradients of queries to.
     pub(super) fn wait_for_values(&self, k: &mut Builder) {
         self.wait_until_loaded(k, 1);
+        if let Some(housekeeping) = &self.shared.housekeeping {
+            housekeeping.wait_until_cleared(k, self.first_phase());
+        }
     }
 
     fn wait_until_loaded(&self, k: &mut Builder, index: u32) {
         let loaded = self.shared.loaded.at(k, index);
-        let phase = self.tile_phase.map_or(0.into(), Value::from);
-        k.mbarrier_wait(loaded, phase, Scope::Block);
+        k.mbarrier_wait(loaded, self.first_phase(), Scope::Block);
+    }
+
+    /// The phase of what comes once for a tile.
+    fn first_phase(&self) -> Value<U32> {
+        self.tile_phase.map_or(0.into(), Value::from)
     }
 
     /// Gives the last step's queries back, and the stages after it, which have nothing in them: the

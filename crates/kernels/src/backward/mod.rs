@@ -62,6 +62,7 @@
 
 mod consumer;
 mod epilogue;
+mod housekeeping;
 mod lists;
 pub(crate) mod order;
 mod pass;
@@ -95,6 +96,7 @@ use crate::attention::scores::ScoreRule;
 use crate::attention::{Batch, MaskKind, Rules};
 use crate::parameter::{Tensor, Workspace};
 use consumer::Consumer;
+use housekeeping::Housekeeping;
 use lists::Told;
 use order::{Rounds, Turns};
 use persistent::{Claims, Handover};
@@ -180,6 +182,8 @@ struct Shared {
     handover: Option<Handover>,
     /// Where tiles are cut into parts.
     partials: Option<Partials>,
+    /// Where sums of `dQ` are cleared and rounded beside the products.
+    housekeeping: Option<Housekeeping>,
 }
 
 /// Where tensors and workspaces are.
@@ -339,6 +343,7 @@ impl Backward {
             query_block: self.query_block,
             key_block: self.key_block(),
             deterministic: self.deterministic,
+            housekeeping: self.batch == Batch::Equal && !self.deterministic,
             batch: self.batch,
         }
     }
@@ -462,6 +467,11 @@ impl Backward {
         if let (Some(handover), Some(claims)) = (&shared.handover, &claims) {
             k.role(producer, |k| {
                 k.if_(thread.equals(0), |k| producer::produce_all(k, &block, handover, claims));
+                if let Some(housekeeping) = &shared.housekeeping {
+                    k.if_(thread.at_least(32), |k| {
+                        housekeeping.keep_all(k, &place, handover, claims);
+                    });
+                }
             });
             k.role(Role::warpgroups("consumer", 1..1 + WARPGROUPS).registers(240), |k| {
                 consumer.consume_all(k, &block, handover, claims);
@@ -472,6 +482,9 @@ impl Backward {
             let tile = place.find(k);
             let walk = place.walk(k, &tile);
             k.if_(thread.equals(0), |k| producer::produce(k, &block, &tile, &walk));
+            if let Some(housekeeping) = &shared.housekeeping {
+                k.if_(thread.at_least(32), |k| housekeeping.keep(k, &place));
+            }
             if let (Some(turns), Some(counters)) = (&shared.turns, tensors.turns) {
                 k.if_(thread.equals(32), |k| turns.grant(k, counters, &place, &tile, &walk));
                 k.if_(thread.equals(64), |k| turns.pass_on(k, counters, &place, &tile, &walk));
@@ -508,6 +521,9 @@ impl Backward {
         let is_wide = self.shape() == Shape::Wide;
         let writers = warps / if is_wide { WARPGROUPS } else { 1 };
         let stages = self.stages();
+        let housekeeping = self.pass().housekeeping;
+        // Warps that a tile is posted for.
+        let posted = warps + if housekeeping { housekeeping::WARPS } else { 0 };
         Shared {
             keys: SharedTiles::new(k, "keys", self.key_layout(), 1),
             values: SharedTiles::new(k, "values", self.value_layout(), 1),
@@ -527,8 +543,9 @@ impl Backward {
             output_gradient_pipeline: Pipeline::new(k, "output gradients", stages, warps),
             told: self.pass().takes_block_lists().then(|| Told::new(k, stages)),
             turns: self.deterministic.then(|| Turns::new(k, stages, self.adding_warps())),
-            handover: self.persistent.then(|| Handover::new(k, warps)),
+            handover: self.persistent.then(|| Handover::new(k, posted)),
             partials: self.split.then(|| Partials::parameters(k, self)),
+            housekeeping: housekeeping.then(|| Housekeeping::parameters(k, self, warps)),
         }
     }
 }
@@ -568,6 +585,9 @@ impl Shared {
         }
         if let Some(handover) = &self.handover {
             handover.init(k);
+        }
+        if let Some(housekeeping) = &self.housekeeping {
+            housekeeping.init(k);
         }
     }
 }

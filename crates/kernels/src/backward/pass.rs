@@ -25,6 +25,8 @@ pub struct BackwardPass {
     pub key_block: u32,
     /// Whether `dQ` is added in one order.
     pub deterministic: bool,
+    /// Whether the products' kernel clears and rounds sums of `dQ` too.
+    pub housekeeping: bool,
     /// How sequences lie.
     pub batch: Batch,
 }
@@ -104,7 +106,7 @@ impl BackwardPass {
             element: self.element,
             value_head_dim: self.value_head_dim,
             sums: self.sums_layout(),
-            turns: self.deterministic,
+            counters: self.deterministic || self.housekeeping,
             batch: self.batch,
         }
     }

@@ -59,6 +59,14 @@ pub(crate) struct Tile {
     direction: Option<Direction>,
 }
 
+/// The blocks of query rows, in the workspace, that a tile has of those of its key head.
+pub(super) struct Share {
+    /// The key head, among those of all sequences.
+    pub(super) head: Reg<U32>,
+    pub(super) first: Reg<U32>,
+    pub(super) end: Reg<U32>,
+}
+
 /// Where a walk stands.
 pub(crate) struct Walk {
     pub(crate) head: Reg<U32>,
@@ -188,12 +196,59 @@ impl Place {
         number: Reg<U32>,
         key_blocks: &DivisorRegisters,
     ) -> (Reg<U32>, Reg<U32>) {
-        let number = self.split.as_ref().map_or(number, |split| split.locate(k, number).0);
+        let (tile, _) = self.tile_and_part(k, number);
+        self.key_block_of(k, tile, key_blocks)
+    }
+
+    /// The tile that a number stands for, and which part of it.
+    pub(super) fn tile_and_part(
+        &self,
+        k: &mut Builder,
+        number: Reg<U32>,
+    ) -> (Reg<U32>, Value<U32>) {
+        match &self.split {
+            None => (number, 0.into()),
+            Some(split) => {
+                let (tile, part) = split.locate(k, number);
+                (tile, part.into())
+            }
+        }
+    }
+
+    fn key_block_of(
+        &self,
+        k: &mut Builder,
+        tile: Reg<U32>,
+        key_blocks: &DivisorRegisters,
+    ) -> (Reg<U32>, Reg<U32>) {
         if let Some(order) = &self.order {
-            let Turn { head, key_block, .. } = order.turn(k, number, key_blocks);
+            let Turn { head, key_block, .. } = order.turn(k, tile, key_blocks);
             return (head, key_block);
         }
-        key_blocks.divide(k, number)
+        key_blocks.divide(k, tile)
+    }
+
+    /// Key blocks of a head, where all have as many.
+    pub(super) fn key_blocks_of_head(&self) -> Reg<U32> {
+        match &self.sequences {
+            Sequences::Equal { key_blocks, .. } => key_blocks.number,
+            Sequences::Ragged(_) => unreachable!("ragged batches have no shares"),
+        }
+    }
+
+    /// The share of a tile.
+    pub(super) fn share(&self, k: &mut Builder, tile: Reg<U32>) -> Share {
+        let Sequences::Equal { key_blocks, .. } = &self.sequences else {
+            unreachable!("ragged batches have no shares")
+        };
+        let (head, key_block) = self.key_block_of(k, tile, key_blocks);
+        let blocks = k.eval(self.query_blocks() * self.group);
+        let up = k.eval(blocks + key_blocks.number - 1);
+        let (each, _) = key_blocks.divide(k, up);
+        let first = k.eval((key_block * each).minimum(blocks));
+        let end = k.eval((first + each).minimum(blocks));
+        let begin = k.eval(head * blocks);
+        Share { head, first: k.eval(begin + first), end: k.eval(begin + end) }
     }
 
     /// The first key of this block.

@@ -12,7 +12,7 @@ use super::row_blocks::{RowBlock, RowBlocks, Vectors, number_from_last};
 use super::{Backward, SumsLayout, batch_name};
 use crate::attention::{Batch, Rules};
 use crate::element::store_from_f32;
-use crate::parameter::{Scale, Tensor, Workspace};
+use crate::parameter::{Number, Scale, Tensor, Workspace};
 use crate::{Configuration, Error, mma};
 
 /// Threads of a block: those of a warpgroup.
@@ -114,8 +114,10 @@ impl Rounding {
         let shared = k.shared("rows", queries * row_bytes, 16);
         let shared = k.shared_address(shared);
 
-        let (index, thread) = (number_from_last(k), k.thread_index());
         let parts = self.sums.parts();
+        let rounded = Number::RoundedBlocks.read(k);
+        let (index, thread) = (number_from_last(k), k.thread_index());
+        let index = k.eval(index + rounded * parts);
         let (number, part) = (k.eval(index / parts), k.eval(index % parts));
         let stage = |k: &mut Builder| {
             let offset = number.convert::<U64>() * self.sums.block_bytes()

@@ -184,6 +184,17 @@ impl Vectors {
     }
 }
 
+impl Vectors {
+    /// Bytes from a row to the one so many rows on.
+    pub(super) fn row_bytes(&self, k: &mut Builder, element: ptx::Element, rows: u32) -> Reg<U64> {
+        let stride = match self {
+            Vectors::Strided(tensor) => tensor.strides.row,
+            Vectors::Rows(tensor) => tensor.row,
+        };
+        k.eval(stride * u64::from(rows * element.bytes()))
+    }
+}
+
 impl LogSums {
     pub(super) fn parameters(k: &mut Builder, batch: Batch) -> Self {
         LogSums {

@@ -12,7 +12,7 @@ use super::row_blocks::{LogSums, RowBlock, RowBlocks, Vectors, number_from_last}
 use super::{Backward, SumsLayout, batch_name};
 use crate::attention::{Batch, Rules};
 use crate::element::{eight_as_f32, load_eight};
-use crate::parameter::{Tensor, Workspace};
+use crate::parameter::{Number, Tensor, Workspace};
 use crate::{Configuration, Error, mma};
 
 /// Threads of a block.
@@ -35,8 +35,8 @@ pub struct RowSums {
     pub value_head_dim: u32,
     /// Where the sums of `dQ` will lie.
     pub sums: SumsLayout,
-    /// Whether there are counters of turns, which become zero.
-    pub turns: bool,
+    /// Whether there are counters, two for each block of query rows, which become zero.
+    pub counters: bool,
     /// How sequences lie.
     pub batch: Batch,
 }
@@ -44,11 +44,11 @@ pub struct RowSums {
 impl RowSums {
     /// The name of this configuration.
     pub fn name(&self) -> String {
-        let RowSums { target, element, value_head_dim, sums, turns, batch } = self;
+        let RowSums { target, element, value_head_dim, sums, counters, batch } = self;
         let SumsLayout { query_block, columns, .. } = sums;
-        let (turns, batch) = (if *turns { "_turns" } else { "" }, batch_name(*batch));
+        let (counters, batch) = (if *counters { "_counters" } else { "" }, batch_name(*batch));
         let sums = format!("{query_block}x{columns}");
-        format!("row_sums_{target}_{element}_d{value_head_dim}_{sums}{turns}{batch}")
+        format!("row_sums_{target}_{element}_d{value_head_dim}_{sums}{counters}{batch}")
     }
 
     /// A kernel that it may come before, if there is one.
@@ -59,7 +59,7 @@ impl RowSums {
             value_head_dim: self.value_head_dim,
             rules: Rules::CAUSAL,
             query_block: self.sums.query_block,
-            deterministic: self.turns,
+            deterministic: self.counters,
             batch: self.batch,
             persistent: false,
             split: false,
@@ -68,9 +68,9 @@ impl RowSums {
             return Some(Configuration::Backward(hopper));
         }
         // More rules may mean smaller blocks of queries.
-        let RowSums { target, element, value_head_dim: value, sums, turns, batch } = *self;
+        let RowSums { target, element, value_head_dim: value, sums, counters, batch } = *self;
         let mut tuned = [Rules::CAUSAL, Rules::EVERY].into_iter().filter_map(|rules| {
-            mma::tuned_backward(target, element, sums.columns, value, rules, turns, batch)
+            mma::tuned_backward(target, element, sums.columns, value, rules, counters, batch)
         });
         tuned.find(|it| it.pass().row_sums() == *self).map(Configuration::BackwardMma)
     }
@@ -99,14 +99,18 @@ impl RowSums {
         let sums = Workspace::QueryGradientSums.address(k);
         let blocks = RowBlocks::parameters(k, &self.sums, self.batch);
 
-        let turns = self.turns.then(|| Workspace::Turns.address(k));
+        let cleared = Number::ClearedBlocks.read(k);
+        let counters = self.counters.then(|| Workspace::Turns.address(k));
         let (number, thread) = (number_from_last(k), k.thread_index());
         let empty = |k: &mut Builder| {
-            if let Some(turns) = turns {
-                let counter = k.eval(turns + number.convert::<U64>() * 4);
-                k.if_(thread.equals(0), |k| k.store::<U32, _>(counter, 0u32));
+            if let Some(counters) = counters {
+                let counter = k.eval(counters + number.convert::<U64>() * 8);
+                let zero = k.eval::<U32>(0);
+                k.if_(thread.equals(0), |k| {
+                    k.store_vector(counter, &[zero; 2], StoreHint::default());
+                });
             }
-            self.clear(k, sums, number, thread);
+            k.if_(number.less(cleared), |k| self.clear(k, sums, number, thread));
         };
         let compute = |k: &mut Builder, block: &RowBlock| {
             self.statistics(k, [&output, &gradient], &lse, block, [number, thread], statistics);

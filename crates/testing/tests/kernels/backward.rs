@@ -131,6 +131,24 @@ fn walks_go_down_and_up_by_turns() {
     }
 }
 
+/// Heads enough that sums of later ones are cleared, and those of earlier ones rounded, beside the
+/// products: also in widths that fill no panels, of groups of heads, and of tiles that nobody sees.
+#[test]
+fn sums_are_cleared_and_rounded_beside_the_products() {
+    for (backward, (lengths, heads)) in [
+        (tuned(128, 128, Rules::CAUSAL), ([70, 140], [6, 6])),
+        (persistent(tuned(64, 64, Rules::CAUSAL)), ([140, 130], [7, 7])),
+        (tuned(40, 72, Rules::DENSE), ([130, 60], [5, 5])),
+        (tall(64, Element::F16), ([70, 40], [12, 6])),
+        (tuned(256, 256, Rules::CAUSAL), ([70, 100], [5, 5])),
+        (tuned(192, 128, Rules::LOCAL), ([10, 300], [4, 4])),
+        (split(tuned(128, 128, Rules::DENSE)), ([130, 60], [7, 7])),
+    ] {
+        let call = Call::new(Configuration::Backward(backward), 1, lengths, heads);
+        every_schedule(&call.scene().unwrap(), Mode::Checked, 1);
+    }
+}
+
 fn persistent(backward: Backward) -> Backward {
     Backward { persistent: true, ..backward }
 }

@@ -200,6 +200,7 @@ impl BackwardMma {
             query_block: self.query_block,
             key_block: self.key_block(),
             deterministic: self.deterministic,
+            housekeeping: false,
             batch: self.batch,
         }
     }
