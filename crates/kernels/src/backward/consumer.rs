@@ -374,6 +374,9 @@ impl Consumer {
             if next.stage == 0 {
                 k.set(group.phase, group.phase ^ 1);
             }
+            if first {
+                group.wait_until_cleared(k);
+            }
         }
     }
 
@@ -384,6 +387,7 @@ impl Consumer {
         let key_gradients = &sums.keys[Sums::index(group.backward, part)];
         let stages = group.backward.stages();
         k.wait_products(0);
+        group.wait_until_cleared(k);
         // Where a step is one part, the step before has been left as well.
         let around = k.eval(group.stage.equals(0));
         let before = k.eval(around.choose::<U32>(stages - 1, group.stage - 1));
@@ -607,9 +611,12 @@ impl<'a> Warpgroup<'a> {
         self.wait_until_loaded(k, 0);
     }
 
-    /// Waits for the values, and until there is something to add gradients of queries to.
     pub(super) fn wait_for_values(&self, k: &mut Builder) {
         self.wait_until_loaded(k, 1);
+    }
+
+    /// Waits until there is something to add gradients of queries to.
+    fn wait_until_cleared(&self, k: &mut Builder) {
         if let Some(housekeeping) = &self.shared.housekeeping {
             housekeeping.wait_until_cleared(k, self.first_phase());
         }

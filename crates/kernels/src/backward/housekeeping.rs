@@ -3,36 +3,43 @@
 //! Clearing them all before the products and rounding them all after takes as long as memory takes
 //! to move them four times. So each tile has a share of the blocks of query rows of its head, and
 //! warps that have nothing else to do clear the share of a tile that comes later and round that of
-//! one that came before, while both are in the second-level cache. What the first tiles need is cleared by
-//! [`RowSums`](super::RowSums), and what the last ones leave is rounded by
+//! one that came before, while both are in the second-level cache. What the first tiles need is
+//! cleared by [`RowSums`](super::RowSums), and what the last ones leave is rounded by
 //! [`Rounding`](super::Rounding).
 //!
-//! Two counters of each key head say how far it is: how many warps have cleared, and how many tiles
-//! have added all they have. Tiles wait for tiles with smaller numbers only, which began before them.
+//! Two counters of each key head say how far it is: how many tiles have cleared their part of it, and
+//! how many have added all they have. Tiles wait for tiles with smaller numbers only, which began
+//! before them.
+//!
+//! One warp clears, and has the copy engine bring what is to be rounded to shared memory; two
+//! round it. Few registers are left for them, and none for loads under way.
 
 use ptx::{
-    AtomicOrder, BF16x2, Barriers, Builder, Choose, Element, Expression, F16x2, F32, GlobalAddress,
-    Instruction, LoadHint, LoadOrder, Operand, Pred, Reg, Scope, StoreHint, U32, U64, Value,
+    AtomicOrder, BF16x2, Barriers, Builder, Choose, Consumer, Element, Expression, F16x2, F32,
+    Fence, GlobalAddress, Instruction, LoadHint, LoadOrder, Operand, Pipeline, Pred, Producer, Reg,
+    Scope, SharedAddress, StoreHint, U32, U64, Value,
 };
 
 use super::persistent::{Claims, Handover};
 use super::place::{Place, Share};
 use super::row_blocks::{RowBlocks, Vectors};
 use super::{Backward, SumsLayout};
-use crate::forward::FRESH;
 use crate::parameter::{Number, Scale, Tensor, Workspace};
 
 /// Warps that keep house: those of the producer's warpgroup but for its own.
 pub(super) const WARPS: u32 = 3;
 
-/// Bytes that a warp stores at a time.
+/// Those of them that round.
+const ROUNDING_WARPS: u32 = 2;
+
+/// Bytes that a warp clears at a time.
 const LINE: u32 = 16 * 32;
 
-/// Bytes that a warp clears before it looks whether there is more.
-const CHUNK: u32 = 8 * LINE;
+/// Sums that are brought at a time: 32 query rows of 64 columns.
+const CHUNK: u32 = 4 * SumsLayout::REGISTERS_BYTES;
 
-/// Groups of eight query rows whose loads are under way at a time.
-const GROUPS_AT_ONCE: usize = 2;
+/// Chunks that are on their way or rounded.
+const STAGES: u32 = 2;
 
 /// Nanoseconds between two looks at a counter.
 const SLEEP: u32 = 100;
@@ -40,7 +47,7 @@ const SLEEP: u32 = 100;
 /// The counters of a key head.
 #[derive(Clone, Copy)]
 enum Progress {
-    /// Warps that have cleared their part of a share.
+    /// Tiles that have cleared a share.
     Cleared,
     /// Tiles that have added all they have.
     Added,
@@ -65,20 +72,39 @@ pub(super) struct Housekeeping {
     ready: Barriers,
     /// All warps have added what they have, where a block has one tile.
     added: Barriers,
+    /// The offset of the chunks, and their barriers.
+    staging: u32,
+    staged: Pipeline,
 }
 
-/// Which of the warps that keep house this is: found again wherever it is asked for, rather than kept.
-fn keeper(k: &mut Builder) -> Reg<U32> {
-    let thread = k.thread_index();
-    k.eval(thread / 32 - 1)
+/// Whether this is the warp that clears.
+fn is_clearing(k: &mut Builder) -> Value<Pred> {
+    k.thread_index().less(64)
 }
 
-/// Whether this is the first thread of them all.
-fn is_first(k: &mut Builder) -> Value<Pred> {
-    k.thread_index().equals(32)
+fn leads(k: &mut Builder) -> Value<Pred> {
+    k.lane().equals(0)
+}
+
+/// Does something with each number that is posted, until the body breaks off.
+fn every_tile(k: &mut Builder, handover: &Handover, body: impl FnOnce(&mut Builder, Reg<U32>)) {
+    let phase = k.variable::<U32>(0);
+    k.loop_(|k| {
+        handover.tiles.wait_full(k, 0, phase);
+        k.set(phase, phase ^ 1);
+        let number = handover.posted.read(k);
+        // The next tile need not wait for this warp.
+        k.warp_sync();
+        let leads = leads(k);
+        handover.tiles.give_back(k, 0, leads);
+        body(k, number);
+    });
 }
 
 impl Housekeeping {
+    /// Of shared memory, without barriers.
+    pub(super) const BYTES: u32 = STAGES * CHUNK;
+
     /// With so many warps that add.
     pub(super) fn parameters(k: &mut Builder, backward: &Backward, warps: u32) -> Self {
         let layout = backward.pass().sums_layout();
@@ -96,12 +122,15 @@ impl Housekeeping {
             blocks: RowBlocks::parameters(k, &layout, backward.batch),
             ready: Barriers::new(k, "sums cleared", 1, 1),
             added: Barriers::new(k, "sums added to", 1, warps),
+            staging: k.shared("sums of dQ", Self::BYTES, 128),
+            staged: Pipeline::new(k, "sums of dQ", STAGES, ROUNDING_WARPS),
         }
     }
 
     pub(super) fn init(&self, k: &mut Builder) {
         self.ready.init(k);
         self.added.init(k);
+        self.staged.init(k);
     }
 
     /// A consumer waits until the sums that it adds to are zero.
@@ -119,14 +148,26 @@ impl Housekeeping {
 
     /// Beside the one tile of a block.
     pub(super) fn keep(&self, k: &mut Builder, place: &Place) {
-        let number = place.number(k);
-        self.tile(k, place, number);
-        let is_first = is_first(k);
-        k.if_(is_first, |k| {
-            let added = self.added.at(k, 0);
-            k.mbarrier_wait(added, 0, Scope::Block);
-            self.end(k, place, number);
-        });
+        let clears = is_clearing(k);
+        k.if_else(
+            clears,
+            |k| {
+                let staged = self.staged.producer(k);
+                let number = place.number(k);
+                self.clear_and_stage(k, place, number, &staged);
+                let leads = leads(k);
+                k.if_(leads, |k| {
+                    let added = self.added.at(k, 0);
+                    k.mbarrier_wait(added, 0, Scope::Block);
+                    self.end(k, place, number);
+                });
+            },
+            |k| {
+                let staged = self.staged.consumer(k);
+                let number = place.number(k);
+                self.round(k, place, number, &staged);
+            },
+        );
     }
 
     /// Beside tile after tile.
@@ -137,58 +178,89 @@ impl Housekeeping {
         handover: &Handover,
         claims: &Claims,
     ) {
-        let first = k.block_index();
-        let (phase, before) = (k.variable::<U32>(0), k.variable(first));
-        k.loop_(|k| {
-            handover.tiles.wait_full(k, 0, phase);
-            let number = handover.posted.read(k);
-            // All consumers have given the tile before back.
-            let is_first = is_first(k);
-            k.if_(is_first & number.differs(before), |k| self.end(k, place, before));
-            k.set(before, number);
-            k.break_if(!claims.is_tile(before));
-            self.tile(k, place, before);
-            k.warp_sync();
-            let leads = k.lane().equals(0);
-            handover.tiles.give_back(k, 0, leads);
-            k.set(phase, phase ^ 1);
-        });
+        let clears = is_clearing(k);
+        k.if_else(
+            clears,
+            |k| {
+                let staged = self.staged.producer(k);
+                let first = k.block_index();
+                let before = k.variable(first);
+                every_tile(k, handover, |k, number| {
+                    // All consumers have given the tile before back.
+                    let leads = leads(k);
+                    k.if_(leads & number.differs(before), |k| self.end(k, place, before));
+                    k.set(before, number);
+                    k.break_if(!claims.is_tile(before));
+                    self.clear_and_stage(k, place, before, &staged);
+                });
+            },
+            |k| {
+                let staged = self.staged.consumer(k);
+                every_tile(k, handover, |k, number| {
+                    k.break_if(!claims.is_tile(number));
+                    self.round(k, place, number, &staged);
+                });
+            },
+        );
     }
 
-    /// All that is done beside a tile, or a part of one.
-    fn tile(&self, k: &mut Builder, place: &Place, number: Reg<U32>) {
-        let is_first = is_first(k);
-        k.if_(is_first, |k| {
+    /// What one warp does beside a tile, or a part of one.
+    fn clear_and_stage(&self, k: &mut Builder, place: &Place, number: Reg<U32>, staged: &Producer) {
+        let leads = leads(k);
+        k.if_(leads, |k| {
             let (tile, _) = place.tile_and_part(k, number);
             k.if_(tile.at_least(self.cleared), |k| {
                 let share = place.share(k, tile);
-                let all = k.eval(place.key_blocks_of_head() * WARPS);
-                self.wait(k, share.head, Progress::Cleared, all);
+                self.wait(k, share.head, Progress::Cleared, place.key_blocks_of_head());
             });
             let ready = self.ready.at(k, 0);
             k.mbarrier_arrive(ready);
         });
+        self.if_later(k, place, number, |k, share| self.clear(k, share));
+        k.warp_sync();
+        let leads = k.lane().equals(0);
+        k.if_(leads, |k| {
+            self.if_earlier(k, place, number, |k, share| {
+                self.wait(k, share.head, Progress::Added, place.key_blocks_of_head());
+                self.stage(k, share, staged);
+            });
+            // Late, when what was stored has long been written.
+            self.if_later(k, place, number, |k, share| {
+                self.count(k, share.head, Progress::Cleared);
+            });
+        });
+    }
+
+    /// Does something with the share of a later tile, if it is this tile that clears it.
+    fn if_later(
+        &self,
+        k: &mut Builder,
+        place: &Place,
+        number: Reg<U32>,
+        body: impl FnOnce(&mut Builder, &Share),
+    ) {
         let (tile, part) = place.tile_and_part(k, number);
         let later = k.eval(tile + self.cleared);
         k.if_(part.equals(0) & later.less(self.tiles), |k| {
             let share = place.share(k, later);
-            self.clear(k, &share);
-            k.warp_sync();
-            let leads = k.lane().equals(0);
-            k.if_(leads, |k| self.count(k, share.head, Progress::Cleared));
+            body(k, &share);
         });
+    }
+
+    /// Does something with the share of an earlier tile, if it is this tile that rounds it.
+    fn if_earlier(
+        &self,
+        k: &mut Builder,
+        place: &Place,
+        number: Reg<U32>,
+        body: impl FnOnce(&mut Builder, &Share),
+    ) {
         let (tile, part) = place.tile_and_part(k, number);
         let behind = k.eval(self.tiles - self.rounded);
         k.if_(part.equals(0) & tile.at_least(behind), |k| {
             let earlier = k.eval(tile - behind);
             let share = place.share(k, earlier);
-            let leads = k.lane().equals(0);
-            k.if_(leads, |k| {
-                let all = k.eval(place.key_blocks_of_head());
-                self.wait(k, share.head, Progress::Added, all);
-            });
-            k.warp_sync();
-            self.round(k, &share);
+            body(k, &share);
         });
     }
 
@@ -223,16 +295,14 @@ impl Housekeeping {
         });
     }
 
-    /// Zeros for a share, chunk after chunk.
+    /// Zeros for a share.
     fn clear(&self, k: &mut Builder, share: &Share) {
-        let chunks = self.layout.block_bytes() / CHUNK;
         let first = k.multiply_wide(share.first, self.layout.block_bytes());
         let lane = k.lane();
         let first = k.eval(self.sums + first + (lane * 16).convert::<U64>());
-        let end = (share.end - share.first) * chunks;
         let zero = k.eval::<F32>(0.0);
-        let keeper = keeper(k);
-        k.for_range(keeper, end, WARPS, |k, chunk| {
+        let chunks = (share.end - share.first) * self.chunks();
+        k.for_range(0, chunks, 1, |k, chunk| {
             let mine = k.multiply_wide(chunk, CHUNK);
             let mine = k.eval(first + mine);
             for line in 0..CHUNK / LINE {
@@ -241,71 +311,109 @@ impl Housekeeping {
         });
     }
 
-    /// Rounds a share: a warp takes what a warp has added of a part, 16 columns of it.
-    fn round(&self, k: &mut Builder, share: &Share) {
-        let per_block = 4 * self.layout.parts();
-        let keeper = keeper(k);
-        let first = share.first * per_block + keeper;
-        k.for_range(first, share.end * per_block, WARPS, |k, index| {
-            self.round_columns(k, index, per_block);
+    /// Chunks of a block of query rows.
+    fn chunks(&self) -> u32 {
+        self.layout.block_bytes() / CHUNK
+    }
+
+    /// One thread has a share brought to shared memory.
+    fn stage(&self, k: &mut Builder, share: &Share, staged: &Producer) {
+        // What others added is now to be read by the copy engine.
+        k.fence(Fence::ProxyAsyncGlobal);
+        self.every_chunk(k, share, |k, chunk| {
+            let stage = staged.acquire(k);
+            let full = staged.expect(k, CHUNK);
+            let to = self.staged_at(k, stage);
+            let from = k.multiply_wide(chunk, CHUNK);
+            k.bulk_load(to, self.sums + from, CHUNK, full);
+            staged.advance(k);
         });
     }
 
-    /// Accumulators are transposed: a lane has two columns, eight apart, of two rows, which are next to
-    /// each other. Of neighbours in a row each of two lanes has one.
-    fn round_columns(&self, k: &mut Builder, index: Reg<U32>, per_block: u32) {
+    fn every_chunk(
+        &self,
+        k: &mut Builder,
+        share: &Share,
+        body: impl FnOnce(&mut Builder, Reg<U32>),
+    ) {
+        let [first, end] = [share.first, share.end].map(|it| it * self.chunks());
+        k.for_range(first, end, 1, body);
+    }
+
+    fn staged_at(&self, k: &mut Builder, stage: Reg<U32>) -> Reg<SharedAddress> {
+        let staging = k.shared_address(self.staging);
+        k.eval(staging + stage * CHUNK)
+    }
+
+    /// What the other warps do beside a tile.
+    fn round(&self, k: &mut Builder, place: &Place, number: Reg<U32>, staged: &Consumer) {
+        self.if_earlier(k, place, number, |k, share| {
+            self.every_chunk(k, share, |k, chunk| {
+                let stage = staged.wait(k);
+                self.round_chunk(k, chunk, stage);
+                k.warp_sync();
+                let leads = leads(k);
+                staged.release(k, leads);
+            });
+        });
+    }
+
+    /// Each warp rounds 32 columns, and each lane eight of a row at a time.
+    ///
+    /// Accumulators are transposed: of the four numbers that a thread has added to there are two rows
+    /// of a column, and two of one eight columns on; the thread four lanes on has the next column. So
+    /// neighbours in a row are 64 bytes apart, and half of the lanes take them in the other order: all
+    /// are in banks of their own.
+    fn round_chunk(&self, k: &mut Builder, chunk: Reg<U32>, stage: Reg<U32>) {
         let SumsLayout { query_block, part_queries, columns } = self.layout;
-        let lane = k.lane();
-        let number = k.eval(index / per_block);
-        let part = k.eval(index / 4 % self.layout.parts());
-        let warp = k.eval(index % 4);
+        let per_part = self.layout.part_bytes() / CHUNK;
+        let number = k.eval(chunk / self.chunks());
+        let part = chunk % self.chunks() / per_part;
         let block = self.blocks.find(k, number);
-        let by_columns = self.layout.by_columns();
-        let first_row = block.first_row(query_block);
-        let first_row = if by_columns { first_row } else { first_row + part * part_queries };
-        let row = k.eval(first_row + lane % 4 * 2 + lane / 4 % 2);
-        let column = warp * 16 + lane / 8 * 2;
-        let column = k.eval(if by_columns { column + part * 64 } else { column });
+
+        let (lane, thread) = (k.lane(), k.thread_index());
+        let (down, right, rows) = (lane % 2, lane / 2 % 2, lane / 4 % 4);
+        let other = k.eval(lane / 16);
+        let warp = thread / 32 % 2 * 2 + other;
+        let column = k.eval(warp.clone() * 16 + right.clone() * 8);
+        let first_row = block.first_row(query_block) + chunk % per_part * 32;
+        let row = first_row + rows.clone() * 2 + down.clone();
+        let (row, to_column) = if self.layout.by_columns() {
+            (row, k.eval(part * 64 + column))
+        } else {
+            (row + part * part_queries, column)
+        };
+        let row = k.eval(row);
         let to = self.gradient.row(k, self.element, &block, row);
-        let to = k.variable(to + column.convert::<U64>() * self.element.bytes());
-        let row = k.variable(row);
-        let is_odd = (lane / 4 % 2).differs(0);
-        // Of this lane's number and its neighbour's, the lower halves or the upper ones.
-        let halves = k.eval(is_odd.choose::<U32>(0x3276u32, 0x5410u32));
-        let within = part * self.layout.part_bytes() + warp * LINE + lane * 16;
-        let block_bytes = k.multiply_wide(number, self.layout.block_bytes());
-        let from = k.eval(self.sums + block_bytes + within.convert::<U64>());
-        let groups: Vec<u32> = (0..part_queries / 8).collect();
-        for groups in groups.chunks(GROUPS_AT_ONCE) {
-            let sums: Vec<[Reg<F32>; 4]> = groups
-                .iter()
-                .map(|group| k.load_vector(from + group * SumsLayout::REGISTERS_BYTES, FRESH))
-                .collect();
-            for sums in sums {
-                for (side, rows) in sums.chunks_exact(2).enumerate() {
-                    // Two rows of a column; then two columns of the lane's row.
-                    let [upper, lower] = [rows[0], rows[1]].map(|it| k.eval(it * self.scale));
-                    let rows = self.pack(k, upper, lower);
-                    let theirs = k.shuffle_butterfly(rows, 4);
-                    let pair = k.permute_bytes(rows, theirs, halves);
-                    let right = 8 * side as u32;
-                    let mut exists = row.less(block.query_length);
-                    if self.head_dim < columns {
-                        exists = exists & (column + right).less(self.head_dim);
-                    }
-                    k.if_(exists, |k| {
-                        k.store(to + right * self.element.bytes(), pair);
-                    });
-                }
-                let rows_bytes = self.gradient.row_bytes(k, self.element, 8);
-                k.set(to, to + rows_bytes);
-                k.set(row, row + 8);
+        let to = k.variable(to + to_column.convert::<U64>() * self.element.bytes());
+
+        let staged = self.staged_at(k, stage);
+        let from = k.eval(staged + (warp * LINE + rows * 16 + right * 8 + down * 4));
+        let even = k.eval(from + other * 64);
+        let odd = k.eval(from + (other ^ 1) * 64);
+        let order = k.eval(other.equals(0).choose::<U32>(0x3210u32, 0x1032u32));
+        let rows_bytes = self.gradient.row_bytes(k, self.element, 8);
+        for group in 0..CHUNK / SumsLayout::REGISTERS_BYTES {
+            let words = [0, 2, 4, 6].map(|column| {
+                let at = group * SumsLayout::REGISTERS_BYTES + 64 * column;
+                let pair = [even, odd].map(|it| {
+                    let sum = k.load::<F32, SharedAddress>(it + at);
+                    k.eval(sum * self.scale)
+                });
+                let pair = self.pack(k, pair);
+                k.permute_bytes(pair, pair, order)
+            });
+            let mut exists = (row + 8 * group).less(block.query_length);
+            if self.head_dim < columns {
+                exists = exists & to_column.less(self.head_dim);
             }
+            k.if_(exists, |k| k.store_vector(to, &words, StoreHint::default()));
+            k.set(to, to + rows_bytes);
         }
     }
 
     /// Two numbers, rounded.
-    fn pack(&self, k: &mut Builder, low: Reg<F32>, high: Reg<F32>) -> Reg<U32> {
+    fn pack(&self, k: &mut Builder, [low, high]: [Reg<F32>; 2]) -> Reg<U32> {
         match self.element {
             Element::F16 => {
                 let pair = k.pack::<F16x2>(low, high);

@@ -294,6 +294,7 @@ impl Backward {
         let exchange = if self.shape() == Shape::Wide { wide::WEIGHTS_BYTES } else { 0 };
         let bytes = once.iter().sum::<u32>()
             + exchange
+            + if self.keeps_house() { Housekeeping::BYTES } else { 0 }
             + stages * (stage + self.score_gradient_layout().bytes());
         bytes + 1024 <= Target::SM_90A.shared_memory_limit()
     }
@@ -332,6 +333,15 @@ impl Backward {
         self.query_block / PART * (self.group_keys() / ROWS)
     }
 
+    /// Whether sums of `dQ` are cleared and rounded beside the products: where all heads have as many
+    /// tiles, in no order, and shared memory has room.
+    fn keeps_house(&self) -> bool {
+        self.batch == Batch::Equal
+            && !self.deterministic
+            && self.rules.mask_function.is_none()
+            && self.shape() != Shape::Wide
+    }
+
     /// The pass that it is a part of.
     pub fn pass(&self) -> BackwardPass {
         BackwardPass {
@@ -343,7 +353,7 @@ impl Backward {
             query_block: self.query_block,
             key_block: self.key_block(),
             deterministic: self.deterministic,
-            housekeeping: self.batch == Batch::Equal && !self.deterministic,
+            housekeeping: self.keeps_house(),
             batch: self.batch,
         }
     }

@@ -232,9 +232,6 @@ impl<'a> Half<'a> {
 
     /// Rounds and stores the gradients that it has.
     fn store(&self, k: &mut Builder, place: &Place, done: Done<'_>) {
-        if let Some(housekeeping) = &self.group.shared.housekeeping {
-            housekeeping.added(k, self.group.leader);
-        }
         let tile = place.find(k);
         let first = k.eval(0u32);
         let owner = epilogue::Owner { index: self.group.index, thread: self.group.thread, first };
