@@ -204,6 +204,7 @@ impl Consumer {
                 |k| {
                     group.wait_for_keys(k);
                     group.wait_for_values(k);
+                    group.wait_until_cleared(k);
                 },
             );
             self.finish(k, block, &group, &sums);

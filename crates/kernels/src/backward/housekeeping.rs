@@ -87,7 +87,12 @@ fn leads(k: &mut Builder) -> Value<Pred> {
 }
 
 /// Does something with each number that is posted, until the body breaks off.
-fn every_tile(k: &mut Builder, handover: &Handover, body: impl FnOnce(&mut Builder, Reg<U32>)) {
+fn every_tile(
+    k: &mut Builder,
+    handover: &Handover,
+    claims: &Claims,
+    body: impl FnOnce(&mut Builder, Reg<U32>),
+) {
     let phase = k.variable::<U32>(0);
     k.loop_(|k| {
         handover.tiles.wait_full(k, 0, phase);
@@ -96,7 +101,7 @@ fn every_tile(k: &mut Builder, handover: &Handover, body: impl FnOnce(&mut Build
         // The next tile need not wait for this warp.
         k.warp_sync();
         let leads = leads(k);
-        handover.tiles.give_back(k, 0, leads);
+        handover.tiles.give_back(k, 0, leads & claims.is_tile(number));
         body(k, number);
     });
 }
@@ -185,7 +190,7 @@ impl Housekeeping {
                 let staged = self.staged.producer(k);
                 let first = k.block_index();
                 let before = k.variable(first);
-                every_tile(k, handover, |k, number| {
+                every_tile(k, handover, claims, |k, number| {
                     // All consumers have given the tile before back.
                     let leads = leads(k);
                     k.if_(leads & number.differs(before), |k| self.end(k, place, before));
@@ -196,7 +201,7 @@ impl Housekeeping {
             },
             |k| {
                 let staged = self.staged.consumer(k);
-                every_tile(k, handover, |k, number| {
+                every_tile(k, handover, claims, |k, number| {
                     k.break_if(!claims.is_tile(number));
                     self.round(k, place, number, &staged);
                 });
@@ -351,6 +356,8 @@ impl Housekeeping {
             self.every_chunk(k, share, |k, chunk| {
                 let stage = staged.wait(k);
                 self.round_chunk(k, chunk, stage);
+                // The copy engine writes next what was read here.
+                k.fence(Fence::ProxyAsyncShared);
                 k.warp_sync();
                 let leads = leads(k);
                 staged.release(k, leads);
