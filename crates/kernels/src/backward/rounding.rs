@@ -8,7 +8,7 @@ use ptx::{
     SharedAddress, Target, U32, U64, Value,
 };
 
-use super::row_blocks::{RowBlock, RowBlocks, Vectors, number_from_last};
+use super::row_blocks::{RowBlock, RowBlocks, Vectors, index_from_last};
 use super::{Backward, SumsLayout, batch_name};
 use crate::attention::{Batch, Rules};
 use crate::element::store_from_f32;
@@ -114,10 +114,11 @@ impl Rounding {
         let shared = k.shared("rows", queries * row_bytes, 16);
         let shared = k.shared_address(shared);
 
-        let (index, thread) = (number_from_last(k), k.thread_index());
+        let (index, thread) = (index_from_last(k), k.thread_index());
         let parts = self.sums.parts();
-        let (number, part) = (k.eval(index / parts), k.eval(index % parts));
-        let stage = |k: &mut Builder| {
+        let (index, part) = (k.eval(index / parts), k.eval(index % parts));
+        // Of a ragged batch only those rows are read that there are.
+        let stage = |k: &mut Builder, number: Reg<U32>, rows: Option<Reg<U32>>| {
             let offset = number.convert::<U64>() * self.sums.block_bytes()
                 + (part * self.sums.part_bytes() + thread * self.thread_bytes()).convert::<U64>();
             let mine = k.eval(sums + offset);
@@ -128,7 +129,17 @@ impl Rounding {
             let corner = k.eval(shared + query * row_bytes + column * 2);
             for group in 0..queries / 8 {
                 let address = mine + group * SumsLayout::REGISTERS_BYTES;
-                let values = self.load(k, address);
+                let values = match rows {
+                    None => self.load(k, address),
+                    Some(rows) => {
+                        let values = [(); 4].map(|()| k.variable::<F32>(0.0));
+                        k.if_(rows.greater(8 * group), |k| {
+                            let loaded = self.load(k, address);
+                            values.into_iter().zip(loaded).for_each(|(to, from)| k.set(to, from));
+                        });
+                        values
+                    }
+                };
                 for (register, value) in values.into_iter().enumerate() {
                     let (right, down) = (register as u32 / 2 * 8, register as u32 % 2);
                     let at = corner + ((8 * group + down) * row_bytes + right * 2);
@@ -139,11 +150,13 @@ impl Rounding {
             k.block_sync();
             lane
         };
-        let store = |k: &mut Builder, block: &RowBlock, lane: Reg<U32>| {
-            let wide = self.sums.by_columns();
+        let wide = self.sums.by_columns();
+        let first_row = |k: &mut Builder, block: &RowBlock| {
             let first_row = k.eval(block.first_row(self.sums.query_block));
+            if wide { first_row } else { k.eval(first_row + part * queries) }
+        };
+        let store = |k: &mut Builder, block: &RowBlock, first_row: Reg<U32>, lane: Reg<U32>| {
             let first_column = if wide { k.eval(part * COLUMNS) } else { k.eval(0u32) };
-            let first_row = if wide { first_row } else { k.eval(first_row + part * queries) };
             // Two columns a thread: a warp stores a row of 64.
             let column = k.eval(lane * 2);
             let to_column = k.eval(first_column + column);
@@ -159,15 +172,18 @@ impl Rounding {
             }
         };
         if self.batch == Batch::Equal {
-            let lane = stage(k);
-            let block = blocks.find(k, number);
-            store(k, &block, lane);
+            let lane = stage(k, index, None);
+            let block = blocks.find(k, index);
+            let first_row = first_row(k, &block);
+            store(k, &block, first_row, lane);
         } else {
             // Nobody added anything where there are no rows.
-            let block = blocks.find(k, number);
-            block.if_exists(k, |k| {
-                let lane = stage(k);
-                store(k, &block, lane);
+            let block = blocks.find(k, index);
+            let first_row = first_row(k, &block);
+            k.if_(first_row.less(block.query_length), |k| {
+                let rows = k.eval(block.query_length - first_row);
+                let lane = stage(k, block.number, Some(rows));
+                store(k, &block, first_row, lane);
             });
         }
     }

@@ -8,7 +8,7 @@ use ptx::{
     U64, Value,
 };
 
-use super::row_blocks::{LogSums, RowBlock, RowBlocks, Vectors, number_from_last};
+use super::row_blocks::{LogSums, RowBlock, RowBlocks, Vectors, index_from_last};
 use super::{Backward, SumsLayout, batch_name};
 use crate::attention::{Batch, Rules};
 use crate::element::{eight_as_f32, load_eight};
@@ -100,8 +100,8 @@ impl RowSums {
         let blocks = RowBlocks::parameters(k, &self.sums, self.batch);
 
         let turns = self.turns.then(|| Workspace::Turns.address(k));
-        let (number, thread) = (number_from_last(k), k.thread_index());
-        let empty = |k: &mut Builder| {
+        let (index, thread) = (index_from_last(k), k.thread_index());
+        let empty = |k: &mut Builder, number: Reg<U32>| {
             if let Some(turns) = turns {
                 let counter = k.eval(turns + number.convert::<U64>() * 4);
                 k.if_(thread.equals(0), |k| k.store::<U32, _>(counter, 0u32));
@@ -109,17 +109,18 @@ impl RowSums {
             self.clear(k, sums, number, thread);
         };
         let compute = |k: &mut Builder, block: &RowBlock| {
-            self.statistics(k, [&output, &gradient], &lse, block, [number, thread], statistics);
+            self.statistics(k, [&output, &gradient], &lse, block, thread, statistics);
         };
         if self.batch == Batch::Equal {
-            empty(k);
-            let block = blocks.find(k, number);
+            empty(k, index);
+            let block = blocks.find(k, index);
             compute(k, &block);
         } else {
             // Nobody adds anything where there are no rows.
-            let block = blocks.find(k, number);
-            block.if_exists(k, |k| {
-                empty(k);
+            let block = blocks.find(k, index);
+            let first_row = block.first_row(self.sums.query_block);
+            k.if_(first_row.less(block.query_length), |k| {
+                empty(k, block.number);
                 compute(k, &block);
             });
         }
@@ -132,7 +133,7 @@ impl RowSums {
         tensors: [&Vectors; 2],
         lse: &LogSums,
         block: &RowBlock,
-        [number, thread]: [Reg<U32>; 2],
+        thread: Reg<U32>,
         statistics: Reg<GlobalAddress>,
     ) {
         // As many lanes as a row has chunks, rounded up to a power of two.
@@ -141,7 +142,7 @@ impl RowSums {
         let rows = THREADS / lanes;
         let first = k.eval(thread / lanes);
         let block_bytes = 2 * 4 * self.sums.query_block;
-        let statistics = k.eval(statistics + number.convert::<U64>() * block_bytes);
+        let statistics = k.eval(statistics + block.number.convert::<U64>() * block_bytes);
         let steps: Vec<u32> = (0..self.sums.query_block.div_ceil(rows)).collect();
         // Where there is nothing to load the last row, or the first column, comes again: loads of some
         // rows are under way at a time, as branches would not let them be.
