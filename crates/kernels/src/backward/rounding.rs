@@ -5,7 +5,7 @@
 
 use ptx::{
     Builder, Capability, Element, Expression, F32, GlobalAddress, LoadHint, Program, Reg,
-    SharedAddress, Target, U32, U64, Value,
+    SharedAddress, StoreHint, Target, U32, U64, Value,
 };
 
 use super::row_blocks::{RowBlock, RowBlocks, Vectors, index_from_last};
@@ -20,6 +20,12 @@ const THREADS: u32 = 128;
 
 /// Columns that a warpgroup has.
 const COLUMNS: u32 = 64;
+
+/// Columns that a thread stores at a time.
+const CHUNK: u32 = 8;
+
+/// Rows that a block stores at a time.
+const ROWS: u32 = THREADS * CHUNK / COLUMNS;
 
 /// What the kernel is built for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -84,6 +90,10 @@ impl Rounding {
         if !matches!(self.element, Element::F16 | Element::BF16) {
             return Err(Error::configuration(self.name(), "the element is not f16 or bf16"));
         }
+        if !self.sums.part_queries.is_multiple_of(ROWS) {
+            let reason = "a part of a block of query rows is not a multiple of 16";
+            return Err(Error::configuration(self.name(), reason));
+        }
         let mut k = Builder::new(self.name(), self.target, THREADS);
         self.write(&mut k);
         Ok(k.finish()?)
@@ -110,7 +120,7 @@ impl Rounding {
         let blocks = RowBlocks::parameters(k, &self.sums, self.batch);
         let queries = self.sums.part_queries;
         // A row of 64 columns and some room, so that neighbours of a column are in other banks.
-        let row_bytes = (COLUMNS + 2) * 2;
+        let row_bytes = (COLUMNS + CHUNK) * 2;
         let shared = k.shared("rows", queries * row_bytes, 16);
         let shared = k.shared_address(shared);
 
@@ -148,42 +158,41 @@ impl Rounding {
                 }
             }
             k.block_sync();
-            lane
         };
         let wide = self.sums.by_columns();
         let first_row = |k: &mut Builder, block: &RowBlock| {
             let first_row = k.eval(block.first_row(self.sums.query_block));
             if wide { first_row } else { k.eval(first_row + part * queries) }
         };
-        let store = |k: &mut Builder, block: &RowBlock, first_row: Reg<U32>, lane: Reg<U32>| {
+        let store = |k: &mut Builder, block: &RowBlock, first_row: Reg<U32>| {
             let first_column = if wide { k.eval(part * COLUMNS) } else { k.eval(0u32) };
-            // Two columns a thread: a warp stores a row of 64.
-            let column = k.eval(lane * 2);
+            let column = k.eval(thread % (COLUMNS / CHUNK) * CHUNK);
             let to_column = k.eval(first_column + column);
-            for step in 0..queries.div_ceil(THREADS / 32) {
-                let within = k.eval(thread / 32 + step * (THREADS / 32));
+            for first in (0..queries).step_by(ROWS as usize) {
+                let within = k.eval(thread / (COLUMNS / CHUNK) + first);
                 let row = k.eval(first_row + within);
                 k.if_(row.less(block.query_length) & to_column.less(self.head_dim), |k| {
                     let from = shared + within * row_bytes + column * 2;
-                    let pair = k.load::<U32, SharedAddress>(from);
+                    let chunk = k.load_vector::<U32, SharedAddress, 4>(from, LoadHint::default());
                     let to = gradient.row(k, self.element, block, row);
-                    k.store(to + to_column.convert::<U64>() * 2, pair);
+                    let to = to + to_column.convert::<U64>() * 2;
+                    k.store_vector(to, &chunk, StoreHint::default());
                 });
             }
         };
         if self.batch == Batch::Equal {
-            let lane = stage(k, index, None);
+            stage(k, index, None);
             let block = blocks.find(k, index);
             let first_row = first_row(k, &block);
-            store(k, &block, first_row, lane);
+            store(k, &block, first_row);
         } else {
             // Nobody added anything where there are no rows.
             let block = blocks.find(k, index);
             let first_row = first_row(k, &block);
             k.if_(first_row.less(block.query_length), |k| {
                 let rows = k.eval(block.query_length - first_row);
-                let lane = stage(k, block.number, Some(rows));
-                store(k, &block, first_row, lane);
+                stage(k, block.number, Some(rows));
+                store(k, &block, first_row);
             });
         }
     }
