@@ -5,10 +5,10 @@
 
 use ptx::{
     Builder, Capability, Element, Expression, F32, GlobalAddress, LoadHint, Program, Reg,
-    SharedAddress, Target, U32, U64, Value,
+    SharedAddress, StoreHint, Target, U32, U64, Value,
 };
 
-use super::row_blocks::{RowBlock, RowBlocks, Vectors, number_from_last};
+use super::row_blocks::{RowBlock, RowBlocks, Vectors, index_from_last};
 use super::{Backward, SumsLayout, batch_name};
 use crate::attention::{Batch, Rules};
 use crate::element::store_from_f32;
@@ -20,6 +20,12 @@ const THREADS: u32 = 128;
 
 /// Columns that a warpgroup has.
 const COLUMNS: u32 = 64;
+
+/// Columns that a thread stores at a time.
+const CHUNK: u32 = 8;
+
+/// Rows that a block stores at a time.
+const ROWS: u32 = THREADS * CHUNK / COLUMNS;
 
 /// What the kernel is built for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -84,6 +90,10 @@ impl Rounding {
         if !matches!(self.element, Element::F16 | Element::BF16) {
             return Err(Error::configuration(self.name(), "the element is not f16 or bf16"));
         }
+        if !self.sums.part_queries.is_multiple_of(ROWS) {
+            let reason = "a part of a block of query rows is not a multiple of 16";
+            return Err(Error::configuration(self.name(), reason));
+        }
         let mut k = Builder::new(self.name(), self.target, THREADS);
         self.write(&mut k);
         Ok(k.finish()?)
@@ -110,16 +120,16 @@ impl Rounding {
         let blocks = RowBlocks::parameters(k, &self.sums, self.batch);
         let queries = self.sums.part_queries;
         // A row of 64 columns and some room, so that neighbours of a column are in other banks.
-        let row_bytes = (COLUMNS + 2) * 2;
+        let row_bytes = (COLUMNS + CHUNK) * 2;
         let shared = k.shared("rows", queries * row_bytes, 16);
         let shared = k.shared_address(shared);
 
         let parts = self.sums.parts();
         let rounded = Number::RoundedBlocks.read(k);
-        let (index, thread) = (number_from_last(k), k.thread_index());
-        let index = k.eval(index + rounded * parts);
-        let (number, part) = (k.eval(index / parts), k.eval(index % parts));
-        let stage = |k: &mut Builder| {
+        let (index, thread) = (index_from_last(k), k.thread_index());
+        let (index, part) = (k.eval(index / parts + rounded), k.eval(index % parts));
+        // Of a ragged batch only those rows are read that there are.
+        let stage = |k: &mut Builder, number: Reg<U32>, rows: Option<Reg<U32>>| {
             let offset = number.convert::<U64>() * self.sums.block_bytes()
                 + (part * self.sums.part_bytes() + thread * self.thread_bytes()).convert::<U64>();
             let mine = k.eval(sums + offset);
@@ -130,7 +140,17 @@ impl Rounding {
             let corner = k.eval(shared + query * row_bytes + column * 2);
             for group in 0..queries / 8 {
                 let address = mine + group * SumsLayout::REGISTERS_BYTES;
-                let values = self.load(k, address);
+                let values = match rows {
+                    None => self.load(k, address),
+                    Some(rows) => {
+                        let values = [(); 4].map(|()| k.variable::<F32>(0.0));
+                        k.if_(rows.greater(8 * group), |k| {
+                            let loaded = self.load(k, address);
+                            values.into_iter().zip(loaded).for_each(|(to, from)| k.set(to, from));
+                        });
+                        values
+                    }
+                };
                 for (register, value) in values.into_iter().enumerate() {
                     let (right, down) = (register as u32 / 2 * 8, register as u32 % 2);
                     let at = corner + ((8 * group + down) * row_bytes + right * 2);
@@ -139,37 +159,41 @@ impl Rounding {
                 }
             }
             k.block_sync();
-            lane
         };
-        let store = |k: &mut Builder, block: &RowBlock, lane: Reg<U32>| {
-            let wide = self.sums.by_columns();
+        let wide = self.sums.by_columns();
+        let first_row = |k: &mut Builder, block: &RowBlock| {
             let first_row = k.eval(block.first_row(self.sums.query_block));
+            if wide { first_row } else { k.eval(first_row + part * queries) }
+        };
+        let store = |k: &mut Builder, block: &RowBlock, first_row: Reg<U32>| {
             let first_column = if wide { k.eval(part * COLUMNS) } else { k.eval(0u32) };
-            let first_row = if wide { first_row } else { k.eval(first_row + part * queries) };
-            // Two columns a thread: a warp stores a row of 64.
-            let column = k.eval(lane * 2);
+            let column = k.eval(thread % (COLUMNS / CHUNK) * CHUNK);
             let to_column = k.eval(first_column + column);
-            for step in 0..queries.div_ceil(THREADS / 32) {
-                let within = k.eval(thread / 32 + step * (THREADS / 32));
+            for first in (0..queries).step_by(ROWS as usize) {
+                let within = k.eval(thread / (COLUMNS / CHUNK) + first);
                 let row = k.eval(first_row + within);
                 k.if_(row.less(block.query_length) & to_column.less(self.head_dim), |k| {
                     let from = shared + within * row_bytes + column * 2;
-                    let pair = k.load::<U32, SharedAddress>(from);
+                    let chunk = k.load_vector::<U32, SharedAddress, 4>(from, LoadHint::default());
                     let to = gradient.row(k, self.element, block, row);
-                    k.store(to + to_column.convert::<U64>() * 2, pair);
+                    let to = to + to_column.convert::<U64>() * 2;
+                    k.store_vector(to, &chunk, StoreHint::default());
                 });
             }
         };
         if self.batch == Batch::Equal {
-            let lane = stage(k);
-            let block = blocks.find(k, number);
-            store(k, &block, lane);
+            stage(k, index, None);
+            let block = blocks.find(k, index);
+            let first_row = first_row(k, &block);
+            store(k, &block, first_row);
         } else {
             // Nobody added anything where there are no rows.
-            let block = blocks.find(k, number);
-            block.if_exists(k, |k| {
-                let lane = stage(k);
-                store(k, &block, lane);
+            let block = blocks.find(k, index);
+            let first_row = first_row(k, &block);
+            k.if_(first_row.less(block.query_length), |k| {
+                let rows = k.eval(block.query_length - first_row);
+                stage(k, block.number, Some(rows));
+                store(k, &block, first_row);
             });
         }
     }

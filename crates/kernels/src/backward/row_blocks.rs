@@ -4,7 +4,7 @@
 //! of the tensor begins at the block `row / query block + sequences before it`: there is room for
 //! what rounding up takes, and nobody has to add up lengths. Blocks in between are of nobody.
 
-use ptx::{Builder, Choose, Expression, GlobalAddress, Pred, Reg, S32, Special, U32, U64, Value};
+use ptx::{Builder, Choose, Expression, GlobalAddress, Reg, S32, Special, U32, U64, Value};
 
 use super::SumsLayout;
 use crate::attention::Batch;
@@ -16,27 +16,30 @@ use crate::strides::{Rows, Strided};
 /// What a launch says of the blocks of query rows.
 pub(super) struct RowBlocks {
     query_block: u32,
-    query_blocks: DivisorRegisters,
+    heads: DivisorRegisters,
     sequences: Sequences,
 }
 
 enum Sequences {
-    Equal { query_length: Reg<U32>, heads: DivisorRegisters },
-    Ragged { batch: Reg<U32>, queries: Span, entry_rows: Reg<U32> },
+    Equal { query_length: Reg<U32>, query_blocks: DivisorRegisters },
+    Ragged { batch: Reg<U32>, queries: Span, entry_rows: Reg<U32>, query_blocks: Reg<U32> },
 }
 
 /// A block of query rows.
 pub(super) struct RowBlock {
+    /// Which one of the workspace's.
+    pub(super) number: Reg<U32>,
     /// Which one of its sequence's.
     block: Reg<U32>,
     pub(super) head: Reg<U32>,
+    /// Of its sequence. In a ragged batch some blocks are of nobody, and all their rows beyond it.
     pub(super) query_length: Reg<U32>,
     place: RowPlace,
 }
 
 enum RowPlace {
     Equal { batch: Reg<U32>, head_and_batch: Reg<U32> },
-    Ragged { sequence: Reg<U32>, start: Reg<U32>, exists: Reg<Pred> },
+    Ragged { sequence: Reg<U32>, start: Reg<U32> },
 }
 
 /// A tensor with a vector for each query and head.
@@ -52,10 +55,10 @@ pub(super) struct LogSums {
     strides: Option<[Reg<U32>; 2]>,
 }
 
-/// The number of this block of the grid, counted from the last one: what the products need first is
+/// The index of this block of the grid, counted from the last one: what the products need first is
 /// then what was written last before them, and what they added to last is read first after them.
 /// Both are still in the second-level cache.
-pub(super) fn number_from_last(k: &mut Builder) -> Reg<U32> {
+pub(super) fn index_from_last(k: &mut Builder) -> Reg<U32> {
     let (blocks, index) = (k.special(Special::GridExtent(ptx::Axis::X)), k.block_index());
     k.eval(blocks - 1 - index)
 }
@@ -68,41 +71,45 @@ impl RowBlocks {
                 let query_length = Number::QueryLength.read(k);
                 let query_blocks = DivisorRegisters::parameters(k, Number::QueryBlocks);
                 let heads = DivisorRegisters::parameters(k, Number::QueryHeads);
-                let sequences = Sequences::Equal { query_length, heads };
-                RowBlocks { query_block, query_blocks, sequences }
+                let sequences = Sequences::Equal { query_length, query_blocks };
+                RowBlocks { query_block, heads, sequences }
             }
             _ => RowBlocks {
                 query_block,
-                query_blocks: DivisorRegisters::parameters(k, Number::QueryBlocks),
+                heads: DivisorRegisters::parameters(k, Number::QueryHeads),
                 sequences: Sequences::Ragged {
                     batch: Number::Batch.read(k),
                     queries: Span::queries(k),
                     entry_rows: Tensor::Query.sequence_rows(k),
+                    query_blocks: Number::QueryBlocks.read(k),
                 },
             },
         }
     }
 
-    /// The block of a number.
-    pub(super) fn find(&self, k: &mut Builder, number: Reg<U32>) -> RowBlock {
-        let (rest, block) = self.query_blocks.divide(k, number);
+    /// The block that comes at an index: in the order of the workspace, or of a ragged batch the same rows
+    /// of all heads, one after the other. They are neighbours in memory, and the products take a
+    /// sequence's heads together too.
+    pub(super) fn find(&self, k: &mut Builder, index: Reg<U32>) -> RowBlock {
         match &self.sequences {
-            Sequences::Equal { query_length, heads } => {
-                let (batch, head) = heads.divide(k, rest);
+            Sequences::Equal { query_length, query_blocks } => {
+                let (rest, block) = query_blocks.divide(k, index);
+                let (batch, head) = self.heads.divide(k, rest);
                 let place = RowPlace::Equal { batch, head_and_batch: rest };
-                RowBlock { block, head, query_length: *query_length, place }
+                RowBlock { number: index, block, head, query_length: *query_length, place }
             }
-            Sequences::Ragged { batch, queries, entry_rows } => {
+            Sequences::Ragged { batch, queries, entry_rows, query_blocks } => {
+                let (block, head) = self.heads.divide(k, index);
+                let number = k.eval(head * *query_blocks + block);
                 let sequence = self.search(k, block, *batch, queries, *entry_rows);
                 let otherwise = k.eval((sequence * *entry_rows).reinterpret::<S32>());
                 let (start, query_length) = queries.from(k, sequence, otherwise);
                 let first = k.eval(start / self.query_block + sequence);
                 let before = block.less(first);
+                let query_length = k.eval(before.choose::<U32>(0u32, query_length));
                 let block = k.eval(block - first);
-                let within = (block * self.query_block).less(query_length);
-                let exists = k.eval(!before & within);
-                let place = RowPlace::Ragged { sequence, start, exists };
-                RowBlock { block, head: rest, query_length, place }
+                let place = RowPlace::Ragged { sequence, start };
+                RowBlock { number, block, head, query_length, place }
             }
         }
     }
@@ -144,14 +151,6 @@ impl RowBlock {
     /// The first of its rows.
     pub(super) fn first_row(&self, query_block: u32) -> Value<U32> {
         self.block * query_block
-    }
-
-    /// Does something if the block is of a sequence: in a ragged batch not all are.
-    pub(super) fn if_exists(&self, k: &mut Builder, body: impl FnOnce(&mut Builder)) {
-        match self.place {
-            RowPlace::Equal { .. } => body(k),
-            RowPlace::Ragged { exists, .. } => k.if_(exists, body),
-        }
     }
 }
 

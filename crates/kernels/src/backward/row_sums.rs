@@ -8,7 +8,7 @@ use ptx::{
     U64, Value,
 };
 
-use super::row_blocks::{LogSums, RowBlock, RowBlocks, Vectors, number_from_last};
+use super::row_blocks::{LogSums, RowBlock, RowBlocks, Vectors, index_from_last};
 use super::{Backward, SumsLayout, batch_name};
 use crate::attention::{Batch, Rules};
 use crate::element::{eight_as_f32, load_eight};
@@ -101,8 +101,8 @@ impl RowSums {
 
         let cleared = Number::ClearedBlocks.read(k);
         let counters = self.counters.then(|| Workspace::Turns.address(k));
-        let (number, thread) = (number_from_last(k), k.thread_index());
-        let empty = |k: &mut Builder| {
+        let (index, thread) = (index_from_last(k), k.thread_index());
+        let empty = |k: &mut Builder, number: Reg<U32>| {
             if let Some(counters) = counters {
                 let counter = k.eval(counters + number.convert::<U64>() * 8);
                 let zero = k.eval::<U32>(0);
@@ -113,17 +113,18 @@ impl RowSums {
             k.if_(number.less(cleared), |k| self.clear(k, sums, number, thread));
         };
         let compute = |k: &mut Builder, block: &RowBlock| {
-            self.statistics(k, [&output, &gradient], &lse, block, [number, thread], statistics);
+            self.statistics(k, [&output, &gradient], &lse, block, thread, statistics);
         };
         if self.batch == Batch::Equal {
-            empty(k);
-            let block = blocks.find(k, number);
+            empty(k, index);
+            let block = blocks.find(k, index);
             compute(k, &block);
         } else {
             // Nobody adds anything where there are no rows.
-            let block = blocks.find(k, number);
-            block.if_exists(k, |k| {
-                empty(k);
+            let block = blocks.find(k, index);
+            let first_row = block.first_row(self.sums.query_block);
+            k.if_(first_row.less(block.query_length), |k| {
+                empty(k, block.number);
                 compute(k, &block);
             });
         }
@@ -136,7 +137,7 @@ impl RowSums {
         tensors: [&Vectors; 2],
         lse: &LogSums,
         block: &RowBlock,
-        [number, thread]: [Reg<U32>; 2],
+        thread: Reg<U32>,
         statistics: Reg<GlobalAddress>,
     ) {
         // As many lanes as a row has chunks, rounded up to a power of two.
@@ -145,7 +146,7 @@ impl RowSums {
         let rows = THREADS / lanes;
         let first = k.eval(thread / lanes);
         let block_bytes = 2 * 4 * self.sums.query_block;
-        let statistics = k.eval(statistics + number.convert::<U64>() * block_bytes);
+        let statistics = k.eval(statistics + block.number.convert::<U64>() * block_bytes);
         let steps: Vec<u32> = (0..self.sums.query_block.div_ceil(rows)).collect();
         // Where there is nothing to load the last row, or the first column, comes again: loads of some
         // rows are under way at a time, as branches would not let them be.

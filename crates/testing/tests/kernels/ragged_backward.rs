@@ -145,6 +145,24 @@ fn shared_memory_has_no_bank_conflicts() {
     }
 }
 
+/// Two sequences with two heads have five rows beyond a block of them here. The rounding reads those, with the
+/// rest of eight.
+#[test]
+fn sums_of_rows_that_nobody_has_are_not_read() {
+    for dim in [64, 128] {
+        let rounding = tuned(dim, dim, Rules::CAUSAL).pass().rounding();
+        let scene = Scene::small(&Configuration::Rounding(rounding)).unwrap();
+        let (memory, report) = scene.run(&Options::default()).unwrap();
+        assert!(scene.judge(&memory).passed());
+        let rows = 2 * (rounding.sums.query_block + 8);
+        let sums = u64::from(2 * rows * dim * 4);
+        let read = report.counts.get(Measure::GlobalBytesRead);
+        // Every thread looks its sequence up.
+        let looked_up = u64::from(scene.grid * scene.program.threads) * 20;
+        assert!((sums..sums + looked_up).contains(&read), "{read} bytes for {sums}, {dim}");
+    }
+}
+
 /// Sequences go from many queries to few, and the tiles of each stay together.
 #[test]
 fn tiles_of_keys_are_put_in_order() {
