@@ -381,8 +381,11 @@ fn chunked_prefills() -> Vec<Prefill> {
         let rules = Rules { mask: MaskKind::Chunked, ..prefill.tile.rules };
         Prefill { tile: Forward { rules, ..prefill.tile }, ..*prefill }
     };
-    let dims = |prefill: &&Prefill| prefill.tile.head_dim == 128 && prefill.tile.warpgroups == 2;
-    every_prefill().iter().filter(dims).map(chunked).collect()
+    let windowed = |prefill: &&Prefill| {
+        let Forward { head_dim, warpgroups, rules, .. } = prefill.tile;
+        head_dim == 128 && warpgroups == 2 && rules.mask.is_window()
+    };
+    every_prefill().iter().filter(windowed).map(chunked).collect()
 }
 
 /// Elements and rules of the backward pass, in turns.
@@ -621,4 +624,50 @@ fn products() -> Vec<Product> {
         }
     }
     all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::forward::tuned_prefill;
+
+    /// Names are entry points and keys of caches: no two configurations share one.
+    #[test]
+    fn names_are_unique() {
+        for target in Target::NAMED {
+            let mut names: Vec<String> = shipped(target).iter().map(Configuration::name).collect();
+            names.sort();
+            let again: Vec<_> = names.windows(2).filter(|it| it[0] == it[1]).collect();
+            assert!(again.is_empty(), "{target}: {again:?}");
+        }
+    }
+
+    /// What is shipped for ragged batches stands for what is chosen: tiles under a mask that no
+    /// length has them under may spill, and nobody would run them.
+    #[test]
+    fn ragged_batches_of_some_length_have_each_of_their_kernels() {
+        let shipped = shipped(Target::SM_90A);
+        let prefills = shipped.iter().filter_map(|it| match it {
+            Configuration::Prefill(it) => Some(it.tile),
+            _ => None,
+        });
+        for tile in prefills {
+            let Forward { element, head_dim, value_head_dim, rules, form, output, .. } = tile;
+            let is_chosen = [(1, 1), (1024, 64), (8192, 64)].into_iter().any(|(length, heads)| {
+                let workload = Workload {
+                    element,
+                    head_dim,
+                    value_head_dim,
+                    rules,
+                    query_length: length,
+                    key_length: length,
+                    heads,
+                    multiprocessors: 132,
+                };
+                let chosen = tuned_prefill(&workload).map(|it| it.configuration);
+                chosen.is_some_and(|it| Forward { form, output, ..it } == tile)
+            });
+            assert!(is_chosen, "{tile:?}");
+        }
+    }
 }

@@ -127,15 +127,3 @@ fn assembled(ptxas: &Ptxas, text: &str, level: u8, arch: String) -> Result<Assem
     let _ = written.and_then(|()| fs::rename(&beside, &kept));
     Ok(assembled)
 }
-
-/// Names are entry points and keys of caches: no two configurations share one.
-#[test]
-fn names_are_unique() {
-    for target in Target::NAMED {
-        let mut names: Vec<String> = shipped(target).iter().map(Configuration::name).collect();
-        let count = names.len();
-        names.sort();
-        names.dedup();
-        assert_eq!(names.len(), count, "{target}");
-    }
-}

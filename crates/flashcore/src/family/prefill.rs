@@ -1,17 +1,17 @@
 //! Attention on Hopper over ragged batches: the forward kernel's loops with tiles from a schedule.
 
-use kernels::Configuration;
-use kernels::forward::tuned_prefill;
+use kernels::forward::{Workload, tuned_prefill};
 use kernels::parameter::Number;
 use kernels::sequencer::Tiles;
-use ptx::Capability;
+use kernels::{Configuration, MaskKind, Rules};
+use ptx::{Capability, Element};
 
 use super::forward::{hopper_element, with_output};
-use super::schedule::{Schedule, heads_together, ragged_workload_of};
-use super::{Asked, Choice, Family};
+use super::schedule::{Schedule, heads_together, query_rows, ragged_workload_of};
+use super::{Asked, Choice, Family, window_kind};
 use crate::chip::Chip;
 use crate::plan::rows::Rows;
-use crate::problem::{Problem, Storage};
+use crate::problem::{Mask, Problem, Storage};
 
 /// The family.
 pub(super) struct Prefill;
@@ -29,8 +29,7 @@ impl Family for Prefill {
         if !chip.target.has(Capability::Wgmma) {
             return Err(format!("{} has no wgmma", chip.target));
         }
-        let workload = ragged_workload_of(hopper_element(problem)?, chip, problem)?;
-        let tuned = tuned_prefill(&workload)
+        let tuned = tuned_prefill(&workload(chip, problem)?)
             .ok_or_else(|| "no configuration is tuned for it".to_owned())?;
         let tile = with_output(tuned.configuration, problem);
         let page_rows = page_rows(problem, tile.key_block)?;
@@ -39,6 +38,21 @@ impl Family for Prefill {
         let prefill = kernels::Prefill { tile, page_rows };
         launch(chip, problem, prefill, tuned.reason.to_owned())
     }
+}
+
+/// What the choice among configurations depends on. How long sequences are in the mean counts, not
+/// the longest: tall tiles waste more where one ends. Pages have no kernel without a mask, nor have
+/// inputs of 8 bits: it gains little there.
+fn workload(chip: &Chip, problem: &Problem) -> Result<Workload, String> {
+    let element = hopper_element(problem)?;
+    let workload = ragged_workload_of(element, chip, problem)?;
+    let mean = query_rows(problem).div_ceil(problem.batch.max(1) as u64);
+    let paged = matches!(problem.keys, Storage::Paged { .. });
+    let dense = problem.mask.without_function() == Mask::NONE && !paged;
+    let mask =
+        if dense && element != Element::E4M3 { MaskKind::Dense } else { workload.rules.mask };
+    let rules = Rules { mask, ..workload.rules };
+    Ok(Workload { rules, key_length: workload.key_length.min(mean), ..workload })
 }
 
 /// The launches of a configuration, tuned or not: its tiles are put in order before.
@@ -58,7 +72,7 @@ pub(super) fn launch(
     let rounds = if together == problem.group_size() as u32 { 2 } else { 1 };
     let last = (problem.query_heads as u32).saturating_sub(rounds * together);
     choice.launches[0].numbers = vec![(Number::HeadsPerGroup, together), (Number::LastHeads, last)];
-    schedule.before(chip.target, Tiles::Queries(tile.rules.mask), &mut choice);
+    schedule.before(chip.target, Tiles::Queries(window_kind(problem)), &mut choice);
     choice.tiling = Some(schedule.tiling(chip, tile.query_rows(), tile.key_block));
     Ok(choice)
 }
@@ -87,7 +101,6 @@ pub(super) mod tests {
     use super::*;
     use crate::dtype::DType;
     use crate::plan::Arrangement;
-    use crate::problem::Mask;
 
     pub(in crate::family) fn packed(dim: usize) -> Problem {
         Problem::new(64, 16, 4096, dim)
@@ -116,6 +129,24 @@ pub(super) mod tests {
         }
         let older = choose(&Chip::typical(Target::SM_89), &packed(64)).unwrap_err();
         assert_eq!(older, "sm_89 has no wgmma");
+    }
+
+    /// Tall tiles where sequences are long in the mean and nothing is masked; pages have the kernel
+    /// with a mask.
+    #[test]
+    fn what_has_no_mask_has_a_kernel_of_its_own() {
+        let dense = |batch, rows, dim| {
+            let keys = Storage::Packed(rows);
+            let problem = Problem { batch, ..packed(dim).with_mask(Mask::NONE) };
+            choose(&Chip::H200, &problem.with_storage(keys, keys)).unwrap().tile
+        };
+        let long = dense(8, 32_768, 64);
+        assert_eq!((long.rules.mask, long.query_rows()), (MaskKind::Dense, 192));
+        assert_eq!(dense(17, 32_768, 64).query_rows(), 128);
+        assert!(dense(32, 32_768, 128).ping_pong && !dense(8, 32_768, 128).ping_pong);
+        let pages = Storage::Paged { size: 64, columns: 64, pages: 9 };
+        let paged = packed(64).with_mask(Mask::NONE).with_storage(Storage::Packed(32_768), pages);
+        assert_eq!(choose(&Chip::H200, &paged).unwrap().tile.rules.mask, MaskKind::Local);
     }
 
     #[test]

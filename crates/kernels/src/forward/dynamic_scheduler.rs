@@ -44,16 +44,20 @@ const LOOKED_UP_AT: u32 = 1;
 /// scores and outputs, and the sequence.
 const SLOT_BYTES: u32 = 64;
 
-/// Slots in shared memory through which tiles go from the producer to the consumers.
+/// Slots in shared memory through which tiles go from the producer to the consumers, and before them
+/// the record of the next tile and its head: there it comes without anybody waiting, and takes no
+/// registers, of which producers of three consumer warpgroups have 32.
 pub(super) struct WorkSlots {
     offset: u32,
+    record: u32,
     pub(super) pipeline: Pipeline,
 }
 
 impl WorkSlots {
     pub(super) fn new(k: &mut Builder, consumer_warps: u32) -> Self {
         let offset = k.shared("slots", SLOTS * SLOT_BYTES, 16);
-        WorkSlots { offset, pipeline: Pipeline::new(k, "slots", SLOTS, consumer_warps) }
+        let record = k.shared("record", RECORD_BYTES + 16, 16);
+        WorkSlots { offset, record, pipeline: Pipeline::new(k, "slots", SLOTS, consumer_warps) }
     }
 
     fn slot(&self, k: &mut Builder, slot: Reg<U32>) -> Reg<SharedAddress> {
@@ -64,6 +68,39 @@ impl WorkSlots {
     fn read(&self, k: &mut Builder, slot: Reg<U32>, quarter: u32) -> [Reg<U32>; 4] {
         let slot = self.slot(k, slot);
         k.load_vector(slot + 16 * quarter, Default::default())
+    }
+
+    /// Writes the first quarter of a slot: key blocks up to the last and where masks begin, and with
+    /// a window the first block and where masks end on the left. Else nobody reads those, and four
+    /// registers in a row are more than the producer of three consumer warpgroups has.
+    fn write_blocks(
+        k: &mut Builder,
+        slot: Reg<SharedAddress>,
+        [blocks, masked_from]: [Reg<U32>; 2],
+        window: Option<[Reg<U32>; 2]>,
+    ) {
+        match window {
+            Some([first_block, whole_from]) => {
+                let words = [blocks, first_block, masked_from, whole_from];
+                k.store_vector(slot, &words, Default::default());
+            }
+            None => {
+                k.store(slot, blocks);
+                k.store(slot + 8, masked_from);
+            }
+        }
+    }
+
+    /// Half of the record of the tile that was looked up last.
+    fn record(&self, k: &mut Builder, half: u32) -> [Reg<U32>; 4] {
+        let record = k.shared_address(self.record);
+        k.load_vector(record + 16 * half, Default::default())
+    }
+
+    /// Its head.
+    fn record_head(&self, k: &mut Builder) -> Reg<U32> {
+        let record = k.shared_address(self.record);
+        k.load(record + RECORD_BYTES)
     }
 
     /// One word as a float.
@@ -136,39 +173,25 @@ pub(super) struct DynamicProducer<'a> {
     slots: &'a WorkSlots,
     batch: &'a Batch,
     posted: Producer,
-    /// Records of the list, and tiles in all.
+    /// Records of the list.
     records: Reg<U32>,
-    tiles: Reg<U32>,
     /// Blocks of the grid.
     blocks: Reg<U32>,
 }
 
 /// A tile that was claimed.
 pub(super) struct Claimed {
+    /// Its number, which a few key blocks before its end becomes that of the next one.
     number: Reg<U32>,
-    /// The number of the next one, and what was looked up of it.
-    ahead: Reg<U32>,
-    found: Option<Found>,
-    first_row: Reg<U32>,
-    query_length: Reg<U32>,
-    /// Where the sequence's queries end in their tensor.
-    query_end: Reg<U32>,
-    head: Reg<U32>,
     /// The last key block and one.
     blocks: Reg<U32>,
     rows: Rows,
 }
 
-/// The head and the record of a tile.
-#[derive(Clone, Copy)]
-struct Found {
-    head: Reg<U32>,
-    record: [Reg<U32>; 8],
-}
-
 /// Where a tile's keys and values are.
 pub(super) struct Rows {
-    first_block: Reg<U32>,
+    /// The first key block, with a window.
+    first_block: Option<Reg<U32>>,
     key_length: Reg<U32>,
     key_head: Reg<U32>,
     place: RowsPlace,
@@ -196,7 +219,6 @@ impl<'a> DynamicProducer<'a> {
             batch,
             posted: slots.pipeline.producer(k),
             records,
-            tiles: k.eval(records * batch.heads),
             blocks: k.special(ptx::Special::GridExtent(ptx::Axis::X)),
         }
     }
@@ -208,8 +230,17 @@ impl<'a> DynamicProducer<'a> {
         k.atomic_add::<U32, _>(counter, 1, Scope::Gpu)
     }
 
-    /// Finds the tile of a number. Nobody waits for it here.
-    fn look_up(&self, k: &mut Builder, number: Reg<U32>) -> Found {
+    /// Whether there is a tile of a number.
+    fn is_tile(&self, number: Reg<U32>) -> Value<Pred> {
+        number.less(self.records * self.batch.heads)
+    }
+
+    /// Looks up the tile of a number, if there is one. Nobody waits for it here.
+    fn look_up(&self, k: &mut Builder, number: Reg<U32>) {
+        k.if_(self.is_tile(number), |k| self.ask_for_record(k, number));
+    }
+
+    fn ask_for_record(&self, k: &mut Builder, number: Reg<U32>) {
         let Batch { schedule, heads, together, last, .. } = self.batch;
         let before = k.eval(self.records * *last);
         let is_last = k.eval(number.at_least(before));
@@ -221,21 +252,13 @@ impl<'a> DynamicProducer<'a> {
         let rest = k.eval(number - round * per_round);
         let record = k.eval(rest / together);
         let head = k.eval(first + round * together + (rest - record * together));
-        let at = k.eval(*schedule + RECORDS_BYTE + record.convert::<U64>() * RECORD_BYTES as u64);
-        let [a, b, c, d] = k.load_vector::<U32, _, 4>(at, Default::default());
-        let [e, f, g, h] = k.load_vector::<U32, _, 4>(at + 16, Default::default());
-        Found { head, record: [a, b, c, d, e, f, g, h] }
-    }
-
-    /// The same for a tile to come, in registers that are kept until then.
-    fn look_up_into(&self, k: &mut Builder, kept: &Found, number: Reg<U32>) {
-        k.if_(number.less(self.tiles), |k| {
-            let found = self.look_up(k, number);
-            k.set(kept.head, found.head);
-            for (kept, word) in kept.record.iter().zip(found.record) {
-                k.set(*kept, word);
-            }
-        });
+        let at = k.eval(*schedule + record.convert::<U64>() * RECORD_BYTES as u64);
+        let room = k.shared_address(self.slots.record);
+        for byte in [0, 16] {
+            k.copy_async(room + byte, at + u64::from(RECORDS_BYTE + byte), None);
+        }
+        k.copy_async_commit();
+        k.store(room + RECORD_BYTES, head);
     }
 
     /// DynamicConsumer the tile that was looked up, or that there is none.
@@ -246,8 +269,9 @@ impl<'a> DynamicProducer<'a> {
             self.has_tile(tile),
             |k| self.post(k, tile, slot),
             |k| {
-                let none = [0; 4].map(|zero| k.eval::<U32>(zero));
-                k.store_vector(slot, &none, Default::default());
+                let zero = k.eval::<U32>(0);
+                let window = tile.rows.first_block.map(|_| [zero; 2]);
+                WorkSlots::write_blocks(k, slot, [zero; 2], window);
             },
         );
         self.posted.publish(k);
@@ -256,18 +280,12 @@ impl<'a> DynamicProducer<'a> {
 
     fn post(&self, k: &mut Builder, tile: &Claimed, slot: Reg<SharedAddress>) {
         let Batch { group, visibility, .. } = self.batch;
-        let Found { head, record } = match tile.found {
-            Some(found) => found,
-            None => self.look_up(k, tile.number),
-        };
-        let [sequence, first_row, query_start, query_length, ..] = record;
-        let [.., key_start, key_length, output_start, lse_start] = record;
+        k.copy_async_wait(0);
+        let [sequence, first_row, _, query_length] = self.slots.record(k, 0);
+        let [key_start, key_length, output_start, lse_start] = self.slots.record(k, 1);
+        let head = self.slots.record_head(k);
         let (key_head, _) = group.divide(k, head);
 
-        k.set(tile.first_row, first_row);
-        k.set(tile.query_length, query_length);
-        k.set(tile.query_end, query_start + query_length);
-        k.set(tile.head, head);
         k.set(tile.rows.key_length, key_length);
         k.set(tile.rows.key_head, key_head);
         match tile.rows.place {
@@ -276,14 +294,17 @@ impl<'a> DynamicProducer<'a> {
         }
 
         let rows = RowTile { first_row, rows: self.query_rows, query_length, key_length };
-        let first = Some(tile.rows.first_block);
+        let first = tile.rows.first_block;
         let blocks = Blocks { size: self.key_block, least: 1, first, end: tile.blocks };
         let Masked { from, before } = visibility.find_blocks(k, &rows, blocks);
         let masked_from = k.eval(from);
-        let whole_from = k.eval(before.unwrap_or_else(|| 0.into()));
-
-        let blocks = [tile.blocks, tile.rows.first_block, masked_from, whole_from];
-        k.store_vector(slot, &blocks, Default::default());
+        let window =
+            first.map(|first_block| [first_block, k.eval(before.unwrap_or_else(|| 0.into()))]);
+        if window.is_none() {
+            // A sequence without keys has a block too, all of it hidden.
+            k.set(tile.blocks, tile.blocks.maximum(1));
+        }
+        WorkSlots::write_blocks(k, slot, [tile.blocks, masked_from], window);
         let rows = [first_row, query_length, key_length, head];
         k.store_vector(slot + 16, &rows, Default::default());
         let output_end = k.eval(output_start + query_length);
@@ -302,8 +323,7 @@ impl<'a> DynamicProducer<'a> {
                 k.store(slot + 4 * word, factor);
             }
         }
-        // Functions may ask for it. Else nobody reads it, but a word of a record that nobody keeps would
-        // be waited for as soon as its register is needed.
+        // Functions may ask for it.
         k.store(slot + 56, sequence);
     }
 }
@@ -317,17 +337,9 @@ impl TileScheduler for DynamicProducer<'_> {
         let zero = |k: &mut Builder| k.variable::<U32>(0);
         let tile = Claimed {
             number,
-            ahead: zero(k),
-            // With pages there are no registers left to keep it in.
-            found: (self.batch.pages.is_none())
-                .then(|| Found { head: zero(k), record: std::array::from_fn(|_| zero(k)) }),
-            first_row: zero(k),
-            query_length: zero(k),
-            query_end: zero(k),
-            head: zero(k),
             blocks: zero(k),
             rows: Rows {
-                first_block: zero(k),
+                first_block: self.batch.visibility.is_window().then(|| zero(k)),
                 key_length: zero(k),
                 key_head: zero(k),
                 place: match self.batch.pages {
@@ -336,20 +348,17 @@ impl TileScheduler for DynamicProducer<'_> {
                 },
             },
         };
-        if let Some(found) = &tile.found {
-            self.look_up_into(k, found, number);
-        }
+        self.look_up(k, number);
         self.locate(k, &tile);
         tile
     }
 
     fn next_tile(&self, k: &mut Builder, tile: &Claimed) {
-        k.set(tile.number, tile.ahead);
         self.locate(k, tile);
     }
 
     fn has_tile(&self, tile: &Claimed) -> Value<Pred> {
-        tile.number.less(self.tiles)
+        self.is_tile(tile.number)
     }
 
     fn last_block(&self, tile: &Claimed) -> Value<U32> {
@@ -367,7 +376,7 @@ impl ProducerScheduler for DynamicProducer<'_> {
     fn hold(&self, k: &mut Builder, tile: &Claimed) -> Rows {
         let Rows { first_block, key_length, key_head, place } = &tile.rows;
         Rows {
-            first_block: k.variable(*first_block),
+            first_block: first_block.map(|first| k.variable(first)),
             key_length: k.variable(*key_length),
             key_head: k.variable(*key_head),
             place: match place {
@@ -380,7 +389,9 @@ impl ProducerScheduler for DynamicProducer<'_> {
     }
 
     fn take(&self, k: &mut Builder, held: &Rows, tile: &Claimed) {
-        k.set(held.first_block, tile.rows.first_block);
+        if let (Some(held), Some(new)) = (held.first_block, tile.rows.first_block) {
+            k.set(held, new);
+        }
         k.set(held.key_length, tile.rows.key_length);
         k.set(held.key_head, tile.rows.key_head);
         match (&held.place, &tile.rows.place) {
@@ -393,7 +404,7 @@ impl ProducerScheduler for DynamicProducer<'_> {
     }
 
     fn is_first_block(&self, held: &Rows, block: Reg<U32>) -> Value<Pred> {
-        block.equals(held.first_block)
+        block.equals(first_or_none(held.first_block))
     }
 
     fn load(&self, k: &mut Builder, loader: &Loader<'_>, rows: &Rows, row: Reg<U32>) {
@@ -417,25 +428,27 @@ impl ProducerScheduler for DynamicProducer<'_> {
         }
     }
 
-    fn load_queries(&self, k: &mut Builder, loader: &Loader<'_>, tile: &Claimed) {
-        let corner = slice_corner(k, tile.first_row, tile.query_length, tile.query_end, tile.head);
+    /// From the record, which is there until the next one is asked for.
+    fn load_queries(&self, k: &mut Builder, loader: &Loader<'_>, _: &Claimed) {
+        let [_, first_row, query_start, query_length] = self.slots.record(k, 0);
+        let head = self.slots.record_head(k);
+        let query_end = k.eval(query_start + query_length);
+        let corner = slice_corner(k, first_row, query_length, query_end, head);
         loader.load(k, &corner);
     }
 
     /// The claim and the record come while the producer waits for stages.
     fn look_ahead(&self, k: &mut Builder, tile: &Claimed, block: Reg<U32>) {
         // Each comes once for each tile, however short, and in this order.
-        let comes =
-            |blocks: u32| block.equals((tile.rows.first_block + blocks).minimum(tile.blocks - 1));
+        let first = first_or_none(tile.rows.first_block);
+        let comes = |blocks: u32| block.equals((first.clone() + blocks).minimum(tile.blocks - 1));
         k.if_(comes(CLAIMED_AT), |k| {
             let claimed = self.claim(k);
-            k.set(tile.ahead, claimed);
+            k.set(tile.number, claimed);
         });
         k.if_(comes(LOOKED_UP_AT), |k| {
-            k.set(tile.ahead, tile.ahead + self.blocks);
-            if let Some(found) = &tile.found {
-                self.look_up_into(k, found, tile.ahead);
-            }
+            k.set(tile.number, tile.number + self.blocks);
+            self.look_up(k, tile.number);
         });
     }
 
@@ -483,19 +496,21 @@ pub(super) struct DynamicConsumer<'a> {
 
 /// A tile as it was posted.
 pub(super) struct WorkTile {
-    slot: Reg<U32>,
     blocks: Reg<U32>,
-    first_block: Reg<U32>,
-    masked_from: Reg<U32>,
-    whole_from: Reg<U32>,
+    current: Current,
 }
 
 /// What is left of a tile when its warpgroup has already begun the next.
 pub(super) struct Current {
     slot: Reg<U32>,
-    first_block: Reg<U32>,
     masked_from: Reg<U32>,
-    whole_from: Reg<U32>,
+    /// With a window, the first key block and the first that all rows see whole.
+    window: Option<[Reg<U32>; 2]>,
+}
+
+/// The first key block of a tile: the first of all where no window hides any.
+fn first_or_none(first_block: Option<Reg<U32>>) -> Value<U32> {
+    first_block.map_or_else(|| 0.into(), Into::into)
 }
 
 impl<'a> DynamicConsumer<'a> {
@@ -514,26 +529,35 @@ impl TileScheduler for DynamicConsumer<'_> {
     type Tile = WorkTile;
 
     fn first_tile(&self, k: &mut Builder) -> WorkTile {
-        let tile = WorkTile {
+        let is_window = self.batch.visibility.is_window();
+        let current = Current {
             slot: k.register(),
-            blocks: k.register(),
-            first_block: k.register(),
             masked_from: k.register(),
-            whole_from: k.register(),
+            window: is_window.then(|| [k.register(), k.register()]),
         };
+        let tile = WorkTile { blocks: k.register(), current };
         self.next_tile(k, &tile);
         tile
     }
 
     fn next_tile(&self, k: &mut Builder, tile: &WorkTile) {
+        let WorkTile { blocks, current } = tile;
         let slot = self.reads.wait(k);
-        k.set(tile.slot, slot);
-        let words = self.slots.read(k, tile.slot, 0);
-        let WorkTile { blocks, first_block, masked_from, whole_from, .. } = tile;
-        for (register, word) in
-            [blocks, first_block, masked_from, whole_from].into_iter().zip(words)
-        {
-            k.set(*register, word);
+        k.set(current.slot, slot);
+        match current.window {
+            Some([first_block, whole_from]) => {
+                let words = self.slots.read(k, current.slot, 0);
+                let registers = [*blocks, first_block, current.masked_from, whole_from];
+                for (register, word) in registers.into_iter().zip(words) {
+                    k.set(register, word);
+                }
+            }
+            None => {
+                let slot = self.slots.slot(k, current.slot);
+                let words = [k.load::<U32, _>(slot), k.load(slot + 8)];
+                k.set(*blocks, words[0]);
+                k.set(current.masked_from, words[1]);
+            }
         }
         self.reads.keep(k);
     }
@@ -551,28 +575,35 @@ impl ConsumerScheduler for DynamicConsumer<'_> {
     type Current = Current;
 
     fn current(&self, k: &mut Builder, tile: &WorkTile) -> Current {
+        let Current { slot, masked_from, window } = tile.current;
         Current {
-            slot: k.variable(tile.slot),
-            first_block: k.variable(tile.first_block),
-            masked_from: k.variable(tile.masked_from),
-            whole_from: k.variable(tile.whole_from),
+            slot: k.variable(slot),
+            masked_from: k.variable(masked_from),
+            window: window.map(|words| words.map(|word| k.variable(word))),
         }
     }
 
     fn take(&self, k: &mut Builder, current: &Current, tile: &WorkTile) {
         self.reads.give_back(k, current.slot, self.leader);
-        k.set(current.slot, tile.slot);
-        k.set(current.first_block, tile.first_block);
-        k.set(current.masked_from, tile.masked_from);
-        k.set(current.whole_from, tile.whole_from);
+        let new = &tile.current;
+        k.set(current.slot, new.slot);
+        k.set(current.masked_from, new.masked_from);
+        let words = current.window.into_iter().flatten().zip(new.window.into_iter().flatten());
+        for (word, new) in words {
+            k.set(word, new);
+        }
     }
 
     fn is_first_block(&self, current: &Current, block: Reg<U32>) -> Value<Pred> {
-        block.equals(current.first_block)
+        block.equals(first_or_none(current.window.map(|[first_block, _]| first_block)))
     }
 
     fn needs_mask(&self, current: &Current, block: Reg<U32>) -> Value<Pred> {
-        block.at_least(current.masked_from) | block.less(current.whole_from)
+        let masked = block.at_least(current.masked_from);
+        match current.window {
+            Some([_, whole_from]) => masked | block.less(whole_from),
+            None => masked,
+        }
     }
 
     fn place(&self, k: &mut Builder, current: &Current) -> Place {

@@ -34,7 +34,7 @@ pub const SLICE_EXTENT: u32 = 1 << 30;
 /// What the kernel is built for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Prefill {
-    /// Element, dims, tiles and rules; its mask is a window, with chunks or without.
+    /// Element, dims, tiles and rules; its mask is none, or a window with chunks or without.
     pub tile: Forward,
     /// With pages, how many of their rows are copied at a time: divides the page
     /// size and the key block, a multiple of 8.
@@ -80,8 +80,12 @@ impl Prefill {
     /// The name of this configuration.
     pub fn name(&self) -> String {
         let pages = self.page_rows.map_or_else(String::new, |rows| format!("_pages{rows}"));
-        let chunks = if self.tile.rules.mask == MaskKind::Chunked { "_chunked" } else { "" };
-        self.tile.named("prefill", chunks) + &self.tile.rules.extras() + &pages
+        let mask = match self.tile.rules.mask {
+            MaskKind::Dense => "_dense",
+            MaskKind::Chunked => "_chunked",
+            _ => "",
+        };
+        self.tile.named("prefill", mask) + &self.tile.rules.extras() + &pages
     }
 
     /// The boxes in which queries, keys, values and outputs are copied.
@@ -113,13 +117,14 @@ impl Prefill {
         match self.tile.warpgroups {
             1 => None,
             2 => Some((56, 224)),
+            3 if self.tile.rules.mask == MaskKind::Dense => Some((32, 160)),
             _ => Some((56, 152)),
         }
     }
 
     fn fault(&self) -> Option<&'static str> {
-        if !self.tile.rules.mask.is_window() {
-            return Some("the mask of a ragged batch is a window");
+        if self.tile.rules.mask == MaskKind::Causal {
+            return Some("the mask of a ragged batch is a window, or none");
         }
         let divides = |rows: u32| {
             rows > 0 && rows.is_multiple_of(8) && self.tile.key_block.is_multiple_of(rows)

@@ -262,26 +262,42 @@ const RULES: &[Rule] = &[
     UP_TO_256_MASKED,
 ];
 
-/// The same for ragged batches. Producers need more registers there, which leaves too few for
-/// tiles of 192 rows.
+// Lines of ragged batches under any mask.
+const RAGGED_UP_TO_64: Rule = Rule {
+    dims: (64, 64),
+    masks: Masks::Both,
+    length: ANY_LENGTH,
+    few: false,
+    tile: TILE_128X128_REGISTERS,
+    reason: "128 x 128 tiles with queries in registers are fastest up to head dim 64",
+};
+const RAGGED_UP_TO_128: Rule = Rule {
+    dims: (128, 128),
+    tile: TILE_128X128,
+    reason: "128 x 128 tiles in turns are fastest up to head dim 128",
+    ..RAGGED_UP_TO_64
+};
+
+/// The same for ragged batches, by their mean length. Producers need more registers there, which
+/// leaves enough for tiles of 192 rows only where there is no mask.
 const PREFILL_RULES: &[Rule] = &[
     FEW_ROWS,
+    Rule { masks: Masks::Dense, length: SHORT, ..RAGGED_UP_TO_64 },
     Rule {
-        dims: (64, 64),
-        masks: Masks::Both,
-        length: ANY_LENGTH,
-        few: false,
-        tile: TILE_128X128_REGISTERS,
-        reason: "128 x 128 tiles with queries in registers are fastest up to head dim 64",
+        masks: Masks::Dense,
+        tile: TILE_192X80_REGISTERS,
+        reason: "192 x 80 tiles with queries in registers are fastest from 2048 positions on",
+        ..RAGGED_UP_TO_64
     },
+    RAGGED_UP_TO_64,
+    Rule { masks: Masks::Dense, length: 1024, ..RAGGED_UP_TO_128 },
     Rule {
-        dims: (128, 128),
-        masks: Masks::Both,
-        length: ANY_LENGTH,
-        few: false,
-        tile: TILE_128X128,
-        reason: "128 x 128 tiles in turns are fastest up to head dim 128",
+        masks: Masks::Dense,
+        tile: TILE_128X128_WITHOUT_TURNS,
+        reason: "128 x 128 tiles are fastest up to head dim 128, and turns no longer pay",
+        ..RAGGED_UP_TO_128
     },
+    RAGGED_UP_TO_128,
     UP_TO_192,
     UP_TO_256_MASKED,
 ];
@@ -385,33 +401,54 @@ const FP8_PREFILL_RULES: &[Rule] = &[
     },
 ];
 
-/// The tiles for a ragged batch, or nothing where the kernel does not serve it; lengths and heads
-/// of the workload say how much there is to do in all. Its mask is passed as a window.
+/// The tiles for a ragged batch, or nothing where the kernel does not serve it; the queries and
+/// heads of the workload say how much there is to do in all, its keys how long sequences are. A mask
+/// is passed as a window.
 pub fn tuned_prefill(workload: &Workload) -> Option<Tuned> {
     let mask = match workload.rules.mask {
-        MaskKind::Dense | MaskKind::Causal | MaskKind::Local => MaskKind::Local,
-        MaskKind::Chunked => MaskKind::Chunked,
+        MaskKind::Causal => MaskKind::Local,
+        mask => mask,
     };
     let rules = Rules { mask, ..workload.rules };
     let table = if workload.element == Element::E4M3 { FP8_PREFILL_RULES } else { PREFILL_RULES };
     choose(table, &Workload { rules, ..*workload })
 }
 
-/// Every line of the table of ragged batches at its own dimensions: plain, with pages, and with
-/// everything that changes scores; elements take turns. Of the plain ones also the compact form.
+/// Every line of the table of ragged batches at its own dimensions: plain, and under a mask with
+/// pages, and with everything that changes scores; elements take turns. Of the plain ones also the
+/// compact form. Without a mask, for each dimension what everything that changes scores takes.
 pub fn every_prefill() -> Vec<Prefill> {
     let mut all = Vec::new();
     for rule in PREFILL_RULES {
         let tile = |element, rules| rule.configuration(element, rule.dims, rules);
-        let plain = Prefill { tile: tile(Element::BF16, Rules::LOCAL), page_rows: None };
-        let compact = Forward { form: Form::COMPACT, ..plain.tile };
-        all.push(plain);
-        if compact != plain.tile {
-            all.push(Prefill { tile: compact, ..plain });
+        let masks: &[Rules] = match rule.masks {
+            Masks::Dense => &[Rules::DENSE],
+            _ => &[Rules::LOCAL, Rules::DENSE],
+        };
+        for rules in masks {
+            let plain = Prefill { tile: tile(Element::BF16, *rules), page_rows: None };
+            let compact = Forward { form: Form::COMPACT, ..plain.tile };
+            all.push(plain);
+            if compact != plain.tile {
+                all.push(Prefill { tile: compact, ..plain });
+            }
+            if *rules == Rules::DENSE {
+                all.push(Prefill { tile: tile(Element::F16, *rules), ..plain });
+            } else {
+                all.push(Prefill { page_rows: Some(16), ..plain });
+                all.push(Prefill { tile: tile(Element::F16, Rules::EVERY), ..plain });
+            }
         }
-        all.push(Prefill { page_rows: Some(16), ..plain });
-        all.push(Prefill { tile: tile(Element::F16, Rules::EVERY), ..plain });
     }
+    for dim in [64, 128, 192, 256] {
+        let rules = Rules { mask: MaskKind::Dense, ..Rules::EVERY };
+        let workload = Workload { rules, ..long_workload(dim) };
+        let tuned = tuned_prefill(&workload);
+        all.extend(tuned.map(|it| Prefill { tile: it.configuration, page_rows: None }));
+    }
+    // Lines for other lengths may have the same tiles.
+    let mut seen = std::collections::HashSet::new();
+    all.retain(|it| seen.insert(*it));
     all
 }
 
@@ -492,19 +529,24 @@ pub fn every_fp8() -> Vec<Forward> {
         }
     }
     for dim in [64, 128, 256] {
-        let workload = Workload {
-            element: Element::E4M3,
-            head_dim: dim,
-            value_head_dim: dim,
-            rules: Rules::EVERY,
-            query_length: 8192,
-            key_length: 8192,
-            heads: 64,
-            multiprocessors: 132,
-        };
+        let workload = Workload { element: Element::E4M3, ..long_workload(dim) };
         all.extend(tuned(&workload).map(|tuned| tuned.configuration));
     }
     all
+}
+
+/// Long sequences, with everything that changes scores.
+fn long_workload(dim: u32) -> Workload {
+    Workload {
+        element: Element::F16,
+        head_dim: dim,
+        value_head_dim: dim,
+        rules: Rules::EVERY,
+        query_length: 8192,
+        key_length: 8192,
+        heads: 64,
+        multiprocessors: 132,
+    }
 }
 
 /// The same of ragged batches, in f16: plain, and with pages and sinks.

@@ -353,6 +353,9 @@ fn prefill(it: &Prefill) -> Vec<Call> {
         let narrow = narrow.with(|it| it.with_mask(Mask::window(Some(left), Some(0))));
         all.extend([narrow.clone().on(8), narrow]);
     }
+    if it.tile.rules.mask == MaskKind::Dense {
+        all.retain(|call| call.problem.mask == Mask::NONE);
+    }
     if let Some(page_rows) = it.page_rows.map(|it| it as usize) {
         // Pages that end within a block of keys, and a table that ends there.
         for page in [page_rows, 3 * page_rows] {

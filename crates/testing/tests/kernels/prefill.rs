@@ -90,6 +90,12 @@ fn prefill_is_attention() {
         plain(&Ragged { query_place: Place::Apart, ..packed.over(Place::Packed) }),
         // A batch of equal lengths.
         Call::new(Configuration::Prefill(small()), 2, [70, 90], [2, 1]),
+        // Without a mask, also where some have no keys.
+        call(ruled(Rules::DENSE), ragged()),
+        call(ruled(Rules::DENSE), early.clone()),
+        call(with(Forward { form: Form::COMPACT, ..ruled(Rules::DENSE).tile }), longer.clone())
+            .on(1),
+        call(ruled(Rules { alibi: true, sinks: true, ..Rules::DENSE }), longer.clone()),
         Call { order: Order::HeadsFirst, ..plain(&ragged()) },
         pages(32, small(), &ragged(), 32),
         pages(16, small(), &packed, 48),
@@ -125,6 +131,12 @@ fn prefill_under_many_schedules() {
     for prefill in [
         small(),
         with(Forward { warpgroups: 2, ping_pong: true, query_buffers: 2, ..tile }),
+        with(Forward {
+            warpgroups: 3,
+            ping_pong: true,
+            query_source: Source::Registers,
+            ..ruled(Rules::DENSE).tile
+        }),
         Prefill { page_rows: Some(16), ..with(Forward { form: Form::COMPACT, ..tile }) },
     ] {
         let scene = Scene::small(&Configuration::Prefill(prefill)).unwrap();
