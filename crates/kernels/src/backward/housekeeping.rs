@@ -86,11 +86,14 @@ fn leads(k: &mut Builder) -> Value<Pred> {
     k.lane().equals(0)
 }
 
-/// Does something with each number that is posted, until the body breaks off.
+/// Does something with each number that is posted, and more with those of tiles. The loop ends in one
+/// place: where it is left in the middle, the assembler no longer knows what is the same for all lanes of
+/// the consumers.
 fn every_tile(
     k: &mut Builder,
     handover: &Handover,
     claims: &Claims,
+    posted: impl FnOnce(&mut Builder, Reg<U32>),
     body: impl FnOnce(&mut Builder, Reg<U32>),
 ) {
     let phase = k.variable::<U32>(0);
@@ -98,11 +101,14 @@ fn every_tile(
         handover.tiles.wait_full(k, 0, phase);
         k.set(phase, phase ^ 1);
         let number = handover.posted.read(k);
+        let is_tile = k.eval(claims.is_tile(number));
         // The next tile need not wait for this warp.
         k.warp_sync();
         let leads = leads(k);
-        handover.tiles.give_back(k, 0, leads & claims.is_tile(number));
-        body(k, number);
+        handover.tiles.give_back(k, 0, leads & is_tile);
+        posted(k, number);
+        k.if_(is_tile, |k| body(k, number));
+        k.break_if(!is_tile);
     });
 }
 
@@ -190,19 +196,20 @@ impl Housekeeping {
                 let staged = self.staged.producer(k);
                 let first = k.block_index();
                 let before = k.variable(first);
-                every_tile(k, handover, claims, |k, number| {
+                let posted = |k: &mut Builder, number: Reg<U32>| {
                     // All consumers have given the tile before back.
                     let leads = leads(k);
                     k.if_(leads & number.differs(before), |k| self.end(k, place, before));
                     k.set(before, number);
-                    k.break_if(!claims.is_tile(before));
-                    self.clear_and_stage(k, place, before, &staged);
+                };
+                every_tile(k, handover, claims, posted, |k, number| {
+                    self.clear_and_stage(k, place, number, &staged);
                 });
             },
             |k| {
                 let staged = self.staged.consumer(k);
-                every_tile(k, handover, claims, |k, number| {
-                    k.break_if(!claims.is_tile(number));
+                let posted = |_: &mut Builder, _| {};
+                every_tile(k, handover, claims, posted, |k, number| {
                     self.round(k, place, number, &staged);
                 });
             },
