@@ -195,7 +195,8 @@ pub(crate) struct Batch {
     query_entry_rows: Reg<U32>,
     output_entry_rows: Reg<U32>,
     key_entry_rows: Reg<U32>,
-    entry_count: Reg<U32>,
+    /// Batch entries or pages that there are.
+    pub(crate) entry_count: Reg<U32>,
     lse_entry_rows: Reg<U32>,
 }
 
@@ -207,6 +208,14 @@ pub(crate) struct Sequence {
     pub(crate) keys: Reg<U32>,
     output_start: Reg<U32>,
     lse_start: Reg<U32>,
+}
+
+impl Sequence {
+    /// The record of the tile from a row on, where the sequence has a number.
+    pub(crate) fn record(&self, number: Reg<U32>, first_row: Reg<U32>) -> [[Reg<U32>; 4]; 2] {
+        let Sequence { query_start, queries, key_start, keys, output_start, lse_start } = *self;
+        [[number, first_row, query_start, queries], [key_start, keys, output_start, lse_start]]
+    }
 }
 
 impl Batch {
@@ -340,11 +349,8 @@ fn write(k: &mut Builder, which: Tiles) {
             k.if_(number.less(room), |k| {
                 let at =
                     k.eval(schedule + RECORDS_BYTE + number.convert::<U64>() * RECORD_BYTES as u64);
-                let Sequence { query_start, queries, key_start, keys, .. } = *run.sequence;
-                let Sequence { output_start, lse_start, .. } = *run.sequence;
-                let rows = [index, first_row, query_start, queries];
+                let [rows, rest] = run.sequence.record(index, first_row);
                 k.store_vector(at, &rows, Default::default());
-                let rest = [key_start, keys, output_start, lse_start];
                 k.store_vector(at + 16, &rest, Default::default());
             });
         };

@@ -114,7 +114,7 @@ fn a_plan_is_explained() {
     let decode = ["--problem", "b=1,h=8,s=1,sk=8192,d=128"];
     let answer = json(&[&["inspect", "--json", "--target", "sm_80"], &decode[..]].concat());
     assert_eq!(answer["chosen"]["kernel"], "decode");
-    let packed = ["--problem", "b=9,h=8,s=99,d=128,queries=packed:300,keys=packed:300"];
+    let packed = ["--problem", "b=9,h=16,s=99,d=128,queries=packed:300,keys=packed:300"];
     let text = succeed(&[&["inspect"], &packed[..], &HOPPER].concat());
     for word in ["prepares", "sequencer", "launches", "schedule"] {
         assert!(text.contains(word), "no `{word}` in\n{text}");

@@ -35,7 +35,9 @@ impl Family for Prefill {
         let page_rows = page_rows(problem, tile.key_block)?;
         arrangement.check_copies(problem)?;
         Rows::check(problem, arrangement)?;
-        let prefill = kernels::Prefill { tile, page_rows };
+        let tiles = Schedule::new(problem, tile.query_rows())?.all_tiles;
+        let single_tile = tiles <= chip.multiprocessors;
+        let prefill = kernels::Prefill { tile, page_rows, single_tile };
         launch(chip, problem, prefill, tuned.reason.to_owned())
     }
 }
@@ -55,7 +57,8 @@ fn workload(chip: &Chip, problem: &Problem) -> Result<Workload, String> {
     Ok(Workload { rules, key_length: workload.key_length.min(mean), ..workload })
 }
 
-/// The launches of a configuration, tuned or not: its tiles are put in order before.
+/// The launches of a configuration, tuned or not: its tiles are put in order before, unless its
+/// blocks find them by themselves.
 pub(super) fn launch(
     chip: &Chip,
     problem: &Problem,
@@ -64,8 +67,15 @@ pub(super) fn launch(
 ) -> Result<Choice, String> {
     let tile = prefill.tile;
     let schedule = Schedule::new(problem, tile.query_rows())?;
-    let blocks = chip.multiprocessors.min(schedule.all_tiles).max(1);
-    let mut choice = Choice::of(Configuration::Prefill(prefill), blocks, reason);
+    let blocks = match prefill.single_tile {
+        true => schedule.all_tiles,
+        false => chip.multiprocessors.min(schedule.all_tiles),
+    };
+    let mut choice = Choice::of(Configuration::Prefill(prefill), blocks.max(1), reason);
+    choice.tiling = Some(schedule.tiling(chip, tile.query_rows(), tile.key_block));
+    if prefill.single_tile {
+        return Ok(choice);
+    }
     let together = heads_together(chip, problem);
     // Where the cache holds one head, its long tiles would come after everything else: two rounds
     // in one. Several heads have short tiles enough, and twice as many no room in the cache.
@@ -73,7 +83,6 @@ pub(super) fn launch(
     let last = (problem.query_heads as u32).saturating_sub(rounds * together);
     choice.launches[0].numbers = vec![(Number::HeadsPerGroup, together), (Number::LastHeads, last)];
     schedule.before(chip.target, Tiles::Queries(window_kind(problem)), &mut choice);
-    choice.tiling = Some(schedule.tiling(chip, tile.query_rows(), tile.key_block));
     Ok(choice)
 }
 
@@ -113,11 +122,22 @@ pub(super) mod tests {
     fn choose(chip: &Chip, problem: &Problem) -> Result<kernels::Prefill, String> {
         let arrangement = Arrangement::contiguous(problem).unwrap();
         let choice = Prefill.choose(&Asked { chip, problem, arrangement: &arrangement })?;
-        assert_eq!((choice.launches.len(), choice.prepared), (2, 1));
-        match *choice.kernel() {
-            Configuration::Prefill(prefill) => Ok(prefill),
-            other => panic!("{other:?}"),
-        }
+        let Configuration::Prefill(prefill) = *choice.kernel() else { panic!("{choice:?}") };
+        let launches = (choice.launches.len(), choice.prepared);
+        assert_eq!(launches, if prefill.single_tile { (1, 0) } else { (2, 1) });
+        Ok(prefill)
+    }
+
+    /// Sequences and heads whose tiles all run at once, and one sequence more.
+    #[test]
+    fn few_tiles_are_not_put_in_order() {
+        let single = |batch| {
+            let rows = Storage::Packed(4 * 64);
+            let problem = Problem { batch, ..packed(64) }.with_storage(rows, rows);
+            choose(&Chip::H200, &problem).unwrap().single_tile
+        };
+        // Each of 16 heads has as many tiles as sequences, and four: 8 times 16 are at most 132.
+        assert!(single(4) && !single(5));
     }
 
     #[test]

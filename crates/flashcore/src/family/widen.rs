@@ -126,7 +126,7 @@ mod tests {
         assert_eq!(names(&many), ["widen", "forward"]);
         assert_eq!(many.kernel().family(), "forward");
         let pages = Storage::Paged { size: 16, columns: 256, pages: 1000 };
-        let paged = chosen(&Chip::H200, &cached(512).with_storage(Storage::Packed(700), pages));
+        let paged = chosen(&Chip::H200, &cached(512).with_storage(Storage::Packed(900), pages));
         assert_eq!(names(&paged), ["sequencer", "widen", "prefill"]);
         // As large as two sequences can be, whatever the pages of others: 16 bits of each number.
         let memory = paged.memory.iter().filter(|it| matches!(it.source, Source::Tensor(_)));

@@ -11,6 +11,9 @@
 //! Heads go in rounds of some at a time, so that the keys and values of a round
 //! stay in the second-level cache. The last round has more of them: enough short
 //! tiles to come after its long ones.
+//!
+//! Where all tiles run at once there is no list: each block has one tile, which it
+//! finds by itself (`single_tile`).
 
 use ptx::{
     Builder, Choose, Consumer, Expression, F32, GlobalAddress, Pipeline, Pred, Producer, Reg, S32,
@@ -27,7 +30,9 @@ use crate::attention::sequences::page_of;
 use crate::attention::visibility::{Blocks, Masked, RowTile, Visibility};
 use crate::divisor::DivisorRegisters;
 use crate::parameter::{List, Number, Tensor, Workspace};
-use crate::sequencer::{CLAIMED_BYTE, COUNT_BYTE, DONE_BYTE, RECORD_BYTES, RECORDS_BYTE};
+use crate::sequencer::{
+    Batch as Sequences, CLAIMED_BYTE, COUNT_BYTE, DONE_BYTE, RECORD_BYTES, RECORDS_BYTE,
+};
 
 /// Tiles that may be posted before the first of them is done: the one in work,
 /// the one begun, and one ahead, with one to spare.
@@ -97,6 +102,15 @@ impl WorkSlots {
         k.load_vector(record + 16 * half, Default::default())
     }
 
+    /// Sets that record, with the tile's head.
+    pub(super) fn set_record(&self, k: &mut Builder, halves: [[Reg<U32>; 4]; 2], head: Reg<U32>) {
+        let record = k.shared_address(self.record);
+        for (half, byte) in halves.iter().zip([0, 16]) {
+            k.store_vector(record + byte, half, Default::default());
+        }
+        k.store(record + RECORD_BYTES, head);
+    }
+
     /// Its head.
     fn record_head(&self, k: &mut Builder) -> Reg<U32> {
         let record = k.shared_address(self.record);
@@ -112,11 +126,8 @@ impl WorkSlots {
 
 /// What a launch says of its batch.
 pub(super) struct Batch {
-    schedule: Reg<GlobalAddress>,
-    heads: Reg<U32>,
-    /// Heads of a round, and the first of the last one, which has more.
-    together: Reg<U32>,
-    last: Reg<U32>,
+    pub(super) tiles: Tiles,
+    pub(super) heads: Reg<U32>,
     group: DivisorRegisters,
     lse_head_stride: Reg<U32>,
     visibility: Visibility,
@@ -125,6 +136,23 @@ pub(super) struct Batch {
     descales: Option<Descales>,
     scale_log2: Reg<F32>,
     pages: Option<Pages>,
+}
+
+/// Where tiles come from.
+pub(super) enum Tiles {
+    /// From a list, for blocks to claim.
+    Listed(TileList),
+    /// From these sequences: each block has one, which it finds when it counts the tiles of a head.
+    Single { sequences: Sequences, tiles: Reg<U32> },
+}
+
+/// The list of tiles, and how heads go through it.
+#[derive(Clone, Copy)]
+pub(super) struct TileList {
+    schedule: Reg<GlobalAddress>,
+    /// Heads of a round, and the first of the last one, which has more.
+    together: Reg<U32>,
+    last: Reg<U32>,
 }
 
 struct Pages {
@@ -142,11 +170,20 @@ struct Pages {
 impl Batch {
     pub(super) fn parameters(k: &mut Builder, prefill: &Prefill, scale_log2: Reg<F32>) -> Self {
         let rules = prefill.tile.rules;
+        let tiles = match prefill.single_tile {
+            true => Tiles::Single { sequences: Sequences::parameters(k), tiles: k.variable(0) },
+            false => Tiles::Listed(TileList {
+                schedule: Workspace::Schedule.address(k),
+                together: Number::HeadsPerGroup.read(k),
+                last: Number::LastHeads.read(k),
+            }),
+        };
+        let entries = |k: &mut Builder| match &tiles {
+            Tiles::Single { sequences, .. } => sequences.entry_count,
+            Tiles::Listed(_) => Number::Entries.read(k),
+        };
         Batch {
-            schedule: Workspace::Schedule.address(k),
             heads: Number::QueryHeads.read(k),
-            together: Number::HeadsPerGroup.read(k),
-            last: Number::LastHeads.read(k),
             group: DivisorRegisters::parameters(k, Number::GroupSize),
             lse_head_stride: Number::LseHeadStride.read(k),
             visibility: Visibility::parameters(k, rules.mask),
@@ -157,11 +194,12 @@ impl Batch {
             pages: prefill.page_rows.map(|rows| Pages {
                 table: List::BlockTable.address(k),
                 columns: Number::PageColumns.read(k),
-                count: Number::Entries.read(k),
+                count: entries(k),
                 size: DivisorRegisters::parameters(k, Number::PageSize),
                 stride: Tensor::Key.entry_rows(k),
                 rows,
             }),
+            tiles,
         }
     }
 }
@@ -173,8 +211,15 @@ pub(super) struct DynamicProducer<'a> {
     slots: &'a WorkSlots,
     batch: &'a Batch,
     posted: Producer,
-    /// Records of the list.
+    /// Tiles of a head.
     records: Reg<U32>,
+    claims: Option<Claims>,
+}
+
+/// What tiles of a list are claimed with.
+#[derive(Clone, Copy)]
+struct Claims {
+    list: TileList,
     /// Blocks of the grid.
     blocks: Reg<U32>,
 }
@@ -211,7 +256,14 @@ impl<'a> DynamicProducer<'a> {
         slots: &'a WorkSlots,
         batch: &'a Batch,
     ) -> Self {
-        let records = k.load::<U32, _>(batch.schedule + COUNT_BYTE);
+        let (records, claims) = match batch.tiles {
+            Tiles::Single { tiles, .. } => (tiles, None),
+            Tiles::Listed(list) => {
+                let records = k.load::<U32, _>(list.schedule + COUNT_BYTE);
+                let blocks = k.special(ptx::Special::GridExtent(ptx::Axis::X));
+                (records, Some(Claims { list, blocks }))
+            }
+        };
         DynamicProducer {
             query_rows: prefill.tile.query_rows(),
             key_block: prefill.tile.key_block,
@@ -219,15 +271,8 @@ impl<'a> DynamicProducer<'a> {
             batch,
             posted: slots.pipeline.producer(k),
             records,
-            blocks: k.special(ptx::Special::GridExtent(ptx::Axis::X)),
+            claims,
         }
-    }
-
-    /// Claims a tile: how many were claimed before, beside the first of each block. Nobody waits
-    /// for it here.
-    fn claim(&self, k: &mut Builder) -> Reg<U32> {
-        let counter = self.batch.schedule + CLAIMED_BYTE;
-        k.atomic_add::<U32, _>(counter, 1, Scope::Gpu)
     }
 
     /// Whether there is a tile of a number.
@@ -235,24 +280,25 @@ impl<'a> DynamicProducer<'a> {
         number.less(self.records * self.batch.heads)
     }
 
-    /// Looks up the tile of a number, if there is one. Nobody waits for it here.
-    fn look_up(&self, k: &mut Builder, number: Reg<U32>) {
-        k.if_(self.is_tile(number), |k| self.ask_for_record(k, number));
+    /// Looks up the tile of a number in the list, if there is one. Nobody waits for it here.
+    fn look_up(&self, k: &mut Builder, list: &TileList, number: Reg<U32>) {
+        k.if_(self.is_tile(number), |k| self.ask_for_record(k, list, number));
     }
 
-    fn ask_for_record(&self, k: &mut Builder, number: Reg<U32>) {
-        let Batch { schedule, heads, together, last, .. } = self.batch;
-        let before = k.eval(self.records * *last);
+    fn ask_for_record(&self, k: &mut Builder, list: &TileList, number: Reg<U32>) {
+        let TileList { schedule, together, last } = *list;
+        let heads = self.batch.heads;
+        let before = k.eval(self.records * last);
         let is_last = k.eval(number.at_least(before));
-        let first = k.eval(is_last.choose::<U32>(*last, 0));
-        let together = k.eval(is_last.choose::<U32>(*heads - *last, *together));
+        let first = k.eval(is_last.choose::<U32>(last, 0));
+        let together = k.eval(is_last.choose::<U32>(heads - last, together));
         let number = k.eval(number - self.records * first);
         let per_round = k.eval(self.records * together);
         let round = k.eval(number / per_round);
         let rest = k.eval(number - round * per_round);
         let record = k.eval(rest / together);
         let head = k.eval(first + round * together + (rest - record * together));
-        let at = k.eval(*schedule + record.convert::<U64>() * RECORD_BYTES as u64);
+        let at = k.eval(schedule + record.convert::<U64>() * RECORD_BYTES as u64);
         let room = k.shared_address(self.slots.record);
         for byte in [0, 16] {
             k.copy_async(room + byte, at + u64::from(RECORDS_BYTE + byte), None);
@@ -261,7 +307,7 @@ impl<'a> DynamicProducer<'a> {
         k.store(room + RECORD_BYTES, head);
     }
 
-    /// DynamicConsumer the tile that was looked up, or that there is none.
+    /// Posts the tile that was looked up, or that there is none.
     fn locate(&self, k: &mut Builder, tile: &Claimed) {
         let slot = self.posted.acquire(k);
         let slot = self.slots.slot(k, slot);
@@ -280,7 +326,9 @@ impl<'a> DynamicProducer<'a> {
 
     fn post(&self, k: &mut Builder, tile: &Claimed, slot: Reg<SharedAddress>) {
         let Batch { group, visibility, .. } = self.batch;
-        k.copy_async_wait(0);
+        if self.claims.is_some() {
+            k.copy_async_wait(0);
+        }
         let [sequence, first_row, _, query_length] = self.slots.record(k, 0);
         let [key_start, key_length, output_start, lse_start] = self.slots.record(k, 1);
         let head = self.slots.record_head(k);
@@ -348,12 +396,17 @@ impl TileScheduler for DynamicProducer<'_> {
                 },
             },
         };
-        self.look_up(k, number);
+        if let Some(claims) = &self.claims {
+            self.look_up(k, &claims.list, number);
+        }
         self.locate(k, &tile);
         tile
     }
 
     fn next_tile(&self, k: &mut Builder, tile: &Claimed) {
+        if self.claims.is_none() {
+            k.set(tile.number, u32::MAX);
+        }
         self.locate(k, tile);
     }
 
@@ -439,29 +492,33 @@ impl ProducerScheduler for DynamicProducer<'_> {
 
     /// The claim and the record come while the producer waits for stages.
     fn look_ahead(&self, k: &mut Builder, tile: &Claimed, block: Reg<U32>) {
+        let Some(claims) = &self.claims else { return };
         // Each comes once for each tile, however short, and in this order.
         let first = first_or_none(tile.rows.first_block);
         let comes = |blocks: u32| block.equals((first.clone() + blocks).minimum(tile.blocks - 1));
         k.if_(comes(CLAIMED_AT), |k| {
-            let claimed = self.claim(k);
+            // How many were claimed before, beside the first of each block.
+            let counter = claims.list.schedule + CLAIMED_BYTE;
+            let claimed = k.atomic_add::<U32, _>(counter, 1, Scope::Gpu);
             k.set(tile.number, claimed);
         });
         k.if_(comes(LOOKED_UP_AT), |k| {
-            k.set(tile.number, tile.number + self.blocks);
-            self.look_up(k, tile.number);
+            k.set(tile.number, tile.number + claims.blocks);
+            self.look_up(k, &claims.list, tile.number);
         });
     }
 
     /// The last block sets the counters back for the next launch.
     fn finish(&self, k: &mut Builder) {
-        let done_at = k.eval(self.batch.schedule + DONE_BYTE);
+        let Some(Claims { list: TileList { schedule, .. }, blocks }) = self.claims else { return };
+        let done_at = k.eval(schedule + DONE_BYTE);
         let done = k.atomic_add::<U32, _>(done_at, 1, Scope::Gpu);
-        k.if_(done.equals(self.blocks - 1), |k| {
-            let claimed_at = k.eval(self.batch.schedule + CLAIMED_BYTE);
+        k.if_(done.equals(blocks - 1), |k| {
+            let claimed_at = k.eval(schedule + CLAIMED_BYTE);
             let claimed = k.atomic_add::<U32, _>(claimed_at, 0, Scope::Gpu);
             let zero = k.eval::<U32>(0);
             k.reduce_add::<U32, _>(claimed_at, zero - claimed, Scope::Gpu);
-            k.reduce_add::<U32, _>(done_at, zero - self.blocks, Scope::Gpu);
+            k.reduce_add::<U32, _>(done_at, zero - blocks, Scope::Gpu);
         });
     }
 }

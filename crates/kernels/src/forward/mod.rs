@@ -21,8 +21,8 @@
 //! The parts have a file each: `producer`, `consumer` (the loop above),
 //! `warpgroup`, `rule`, `softmax`, `epilogue`; `scheduler` says what they
 //! must know of tiles, which come from `static_scheduler` with `lists`, or for
-//! ragged batches ([`Prefill`]) from `dynamic_scheduler`. `tuned` says what serves which problem,
-//! and `probe` takes the time of all that.
+//! ragged batches ([`Prefill`]) from `dynamic_scheduler` or `single_tile`. `tuned` says what serves
+//! which problem, and `probe` takes the time of all that.
 //!
 //! With inputs of 8 bits `fp8` is the consumers' loop, and `transposer` turns values on the way.
 
@@ -37,6 +37,7 @@ mod probe;
 mod producer;
 mod rule;
 mod scheduler;
+mod single_tile;
 mod softmax;
 mod static_scheduler;
 mod stream_k;

@@ -39,6 +39,9 @@ pub struct Prefill {
     /// With pages, how many of their rows are copied at a time: divides the page
     /// size and the key block, a multiple of 8.
     pub page_rows: Option<u32>,
+    /// Whether each block has one tile, which it finds by itself, instead of tiles from a list: for
+    /// batches whose tiles all run at once.
+    pub single_tile: bool,
 }
 
 /// Where a row of a slice lies that ends at `end` and has `length` rows.
@@ -85,7 +88,8 @@ impl Prefill {
             MaskKind::Chunked => "_chunked",
             _ => "",
         };
-        self.tile.named("prefill", mask) + &self.tile.rules.extras() + &pages
+        let single = if self.single_tile { "_single" } else { "" };
+        self.tile.named("prefill", mask) + &self.tile.rules.extras() + &pages + single
     }
 
     /// The boxes in which queries, keys, values and outputs are copied.
@@ -139,15 +143,17 @@ impl Prefill {
 
     /// Builds the kernel.
     ///
-    /// Any number of blocks. Parameters by name:
+    /// Any number of blocks; where each has a single tile, one for each tile and head. Parameters
+    /// by name:
     ///
     /// | parameters | |
     /// | --- | --- |
     /// | `queries`, `keys`, `values`, `output` | tensor maps of [`slices`](Prefill::slices) |
     /// | `lse`, `lse head stride` | the address of the log-sum-exps, and from one head to the next |
     /// | the scale, or the two of capped scores | see [`Scale`](crate::parameter::Scale) |
-    /// | `schedule` | what the [`Sequencer`](crate::Sequencer) wrote |
-    /// | `query heads`, `heads together`, `last heads` | heads, how many of them are a round: divides them; the first of the last round |
+    /// | `schedule`, `heads together`, `last heads` | what the [`Sequencer`](crate::Sequencer) wrote; how many heads are a round: divides them; the first of the last round |
+    /// | `batch` and all that says where sequences are | where blocks have a single tile, instead of those three: see [`Sequencer::program`](crate::Sequencer::program) |
+    /// | `query heads` | |
     /// | `query heads per key head` | a [`Divisor`](crate::Divisor) |
     /// | `window left`, `window right` | keys before and after a query's position that it sees |
     /// | `chunk` | a divisor, where attention is chunked |
@@ -180,6 +186,7 @@ impl Prefill {
             shared.init(k);
             slots.pipeline.init(k);
         });
+        batch.find_tile(k, self.tile.query_rows(), &slots);
         k.barriers_ready();
         self.tile.roles(
             k,

@@ -416,7 +416,8 @@ pub fn tuned_prefill(workload: &Workload) -> Option<Tuned> {
 
 /// Every line of the table of ragged batches at its own dimensions: plain, and under a mask with
 /// pages, and with everything that changes scores; elements take turns. Of the plain ones also the
-/// compact form. Without a mask, for each dimension what everything that changes scores takes.
+/// compact form, and blocks of a single tile. Without a mask, for each dimension what everything that
+/// changes scores takes.
 pub fn every_prefill() -> Vec<Prefill> {
     let mut all = Vec::new();
     for rule in PREFILL_RULES {
@@ -426,15 +427,18 @@ pub fn every_prefill() -> Vec<Prefill> {
             _ => &[Rules::LOCAL, Rules::DENSE],
         };
         for rules in masks {
-            let plain = Prefill { tile: tile(Element::BF16, *rules), page_rows: None };
+            let bf16 = tile(Element::BF16, *rules);
+            let plain = Prefill { tile: bf16, page_rows: None, single_tile: false };
             let compact = Forward { form: Form::COMPACT, ..plain.tile };
             all.push(plain);
             if compact != plain.tile {
                 all.push(Prefill { tile: compact, ..plain });
             }
             if *rules == Rules::DENSE {
-                all.push(Prefill { tile: tile(Element::F16, *rules), ..plain });
+                let tile = tile(Element::F16, *rules);
+                all.push(Prefill { tile, single_tile: true, ..plain });
             } else {
+                all.push(Prefill { single_tile: true, ..plain });
                 all.push(Prefill { page_rows: Some(16), ..plain });
                 all.push(Prefill { tile: tile(Element::F16, Rules::EVERY), ..plain });
             }
@@ -443,8 +447,8 @@ pub fn every_prefill() -> Vec<Prefill> {
     for dim in [64, 128, 192, 256] {
         let rules = Rules { mask: MaskKind::Dense, ..Rules::EVERY };
         let workload = Workload { rules, ..long_workload(dim) };
-        let tuned = tuned_prefill(&workload);
-        all.extend(tuned.map(|it| Prefill { tile: it.configuration, page_rows: None }));
+        let tiles = tuned_prefill(&workload).map(|it| it.configuration);
+        all.extend(tiles.map(|tile| Prefill { tile, page_rows: None, single_tile: false }));
     }
     // Lines for other lengths may have the same tiles.
     let mut seen = std::collections::HashSet::new();
@@ -556,7 +560,8 @@ pub fn every_fp8_prefill() -> Vec<Prefill> {
         for (sinks, page_rows) in [(false, None), (true, Some(16))] {
             let rules = Rules { sinks, ..Rules::LOCAL };
             let tile = rule.configuration(Element::E4M3, rule.dims, rules);
-            all.push(Prefill { tile: Forward { output: Element::F16, ..tile }, page_rows });
+            let tile = Forward { output: Element::F16, ..tile };
+            all.push(Prefill { tile, page_rows, single_tile: false });
         }
     }
     all

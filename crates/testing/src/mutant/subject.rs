@@ -83,10 +83,11 @@ fn forwards() -> [Forward; 7] {
 fn prefills() -> [Prefill; 3] {
     let [dense, ..] = forwards();
     let tile = Forward { rules: Rules::LOCAL, warpgroups: 1, ..dense };
-    let plain = Prefill { tile, page_rows: None };
+    let plain = Prefill { tile, page_rows: None, single_tile: false };
     let turns = Forward { warpgroups: 2, ping_pong: true, query_buffers: 2, ..tile };
     let compact = Forward { form: Form::COMPACT, rules: Rules::EVERY, ..tile };
-    [plain, Prefill { tile: turns, ..plain }, Prefill { tile: compact, page_rows: Some(16) }]
+    let paged = Prefill { tile: compact, page_rows: Some(16), ..plain };
+    [plain, Prefill { tile: turns, ..plain }, paged]
 }
 
 fn mmas() -> [Mma; 4] {

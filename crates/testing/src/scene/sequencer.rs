@@ -49,7 +49,7 @@ impl Scene {
         let (head_dim, value_head_dim) = (16, 16);
         let tile = Forward { head_dim, value_head_dim, ..tile };
         let tile = Forward { warpgroups: tile_rows / 64, ping_pong: false, rules, ..tile };
-        let prefill = Configuration::Prefill(Prefill { tile, page_rows: None });
+        let prefill = Configuration::Prefill(Prefill { tile, page_rows: None, single_tile: false });
         let chunk = match mask {
             MaskKind::Chunked if ragged.keys.iter().any(|keys| *keys > 500) => LONG_CHUNK,
             MaskKind::Chunked => CHUNK,

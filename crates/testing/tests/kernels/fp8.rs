@@ -93,7 +93,7 @@ fn fp8_prefill_is_attention() {
     for (page_rows, place) in
         [(None, Place::Apart), (None, Place::Entries), (Some(16), Place::Paged(32))]
     {
-        let kernel = Configuration::Prefill(Prefill { tile, page_rows });
+        let kernel = Configuration::Prefill(Prefill { tile, page_rows, single_tile: false });
         let call = Call::ragged(kernel, ragged().over(place), [4, 2])
             .with(|problem| problem.with_descales(DESCALES));
         let scene = call.scene().unwrap();

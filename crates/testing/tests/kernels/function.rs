@@ -459,7 +459,7 @@ fn prefill_follows_functions() {
             ..every_prefill()[0].tile
         };
         let ragged = Ragged::new(vec![2, 67, 1, 0], vec![1, 68, 0, 5]).over(Place::Apart);
-        let prefill = Prefill { tile, page_rows: None };
+        let prefill = Prefill { tile, page_rows: None, single_tile: false };
         checked(Call::ragged(Configuration::Prefill(prefill), ragged, [2, 1]), &rules);
     }
 }

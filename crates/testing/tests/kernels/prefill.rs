@@ -31,6 +31,7 @@ fn small() -> Prefill {
             stream_k: false,
         },
         page_rows: None,
+        single_tile: false,
     }
 }
 
@@ -49,6 +50,12 @@ fn ragged() -> Ragged {
 
 fn call(prefill: Prefill, ragged: Ragged) -> Call {
     Call::ragged(Configuration::Prefill(prefill), ragged, [2, 1])
+}
+
+/// The same with blocks that find their tile by themselves.
+fn single(call: Call) -> Call {
+    let Configuration::Prefill(prefill) = call.kernel else { panic!("{:?}", call.kernel) };
+    Call { kernel: Configuration::Prefill(Prefill { single_tile: true, ..prefill }), ..call }
 }
 
 #[test]
@@ -122,7 +129,17 @@ fn prefill_is_attention() {
         )),
     ] {
         every_schedule(&call.scene().unwrap(), Mode::Checked, 1);
+        every_schedule(&single(call).scene().unwrap(), Mode::Checked, 1);
     }
+}
+
+/// A warp looks at 32 sequences at a time: tiles among the first, the last of them, and later ones.
+#[test]
+fn tiles_are_found_among_many_sequences() {
+    let queries = (0..70).map(|it| [0, 0, 0, 66, 0, 1, 0][it % 7]).collect();
+    let keys = (0..70).map(|it| 1 + it % 40).collect();
+    let many = call(small(), Ragged::new(queries, keys).over(Place::Apart));
+    every_schedule(&single(many).scene().unwrap(), Mode::Checked, 1);
 }
 
 #[test]
@@ -130,6 +147,7 @@ fn prefill_under_many_schedules() {
     let tile = small().tile;
     for prefill in [
         small(),
+        Prefill { single_tile: true, ..small() },
         with(Forward { warpgroups: 2, ping_pong: true, query_buffers: 2, ..tile }),
         with(Forward {
             warpgroups: 3,

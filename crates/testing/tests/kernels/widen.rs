@@ -68,7 +68,7 @@ fn every_storage_is_widened() {
     let (queries, keys) = (vec![7, 3, 0, 2], vec![90, 64, 3, 1]);
     // On Hopper by tensor maps over what was widened.
     let tile = every_prefill()[0].tile;
-    let prefill = Configuration::Prefill(Prefill { tile, page_rows: None });
+    let prefill = Configuration::Prefill(Prefill { tile, page_rows: None, single_tile: false });
     let paged = Ragged::new(queries.clone(), keys.clone()).over(Place::Paged(16));
     let prefill = Call::ragged(prefill, paged, [2, 1]);
     let workload = Workload { rules: Rules::DENSE, ..workload };

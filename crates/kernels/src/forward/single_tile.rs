@@ -1,0 +1,38 @@
+//! The tile of a block that has one tile and finds it by itself.
+//!
+//! Where all tiles of a ragged batch run at once their order is worth nothing, and the launch that
+//! would put them in order costs the host as much as the kernel's own.
+
+use ptx::{Builder, Choose, Expression, U32};
+
+use super::dynamic_scheduler::{Batch, Tiles, WorkSlots};
+use crate::attention::sequences::inclusive_sum;
+
+impl Batch {
+    /// Where there is no list: the first warp adds up the tiles of the sequences, of so many rows
+    /// each, and leaves the record of this block's where that of a list would come. Blocks after the
+    /// last tile have none.
+    pub(super) fn find_tile(&self, k: &mut Builder, query_rows: u32, slots: &WorkSlots) {
+        let Tiles::Single { sequences, tiles } = &self.tiles else { return };
+        let (thread, lane, block) = (k.thread_index(), k.lane(), k.block_index());
+        k.if_(thread.less(32), |k| {
+            let tile = k.eval(block / self.heads);
+            k.for_range(0, sequences.batch, 32, |k, first| {
+                let index = k.eval(first + lane);
+                let known = k.eval(index.minimum(sequences.batch - 1));
+                let sequence = sequences.sequence(k, known);
+                let rows = index.less(sequences.batch).choose::<U32>(sequence.queries, 0);
+                let count = k.eval((rows + (query_rows - 1)) / query_rows);
+                let through = inclusive_sum(k, count, lane);
+                let number = k.eval(tile - (*tiles + (through - count)));
+                k.if_(number.less(count), |k| {
+                    let first_row = k.eval(number * query_rows);
+                    let head = k.eval(block - tile * self.heads);
+                    slots.set_record(k, sequence.record(index, first_row), head);
+                });
+                let all = k.shuffle_index(through, 31);
+                k.set(*tiles, *tiles + all);
+            });
+        });
+    }
+}
