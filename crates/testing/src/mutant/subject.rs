@@ -59,7 +59,7 @@ fn functions() -> Rules {
 const NARROW: Cache =
     Cache { element: Element::E4M3, key_scales: Scales::PerHead, value_scales: Scales::PerToken };
 
-fn forwards() -> [Forward; 7] {
+fn forwards() -> [Forward; 8] {
     let dense = Forward { ping_pong: false, ..small::forward() };
     let causal = Forward { rules: Rules::CAUSAL, ..dense };
     [
@@ -74,6 +74,7 @@ fn forwards() -> [Forward; 7] {
         },
         Forward { rules: Rules::EVERY, warpgroups: 1, stages: 3, ..dense },
         Forward { rules: functions(), warpgroups: 1, ..dense },
+        Forward { rules: listed(64), warpgroups: 1, ..dense },
         Forward { stream_k: true, ..dense },
         // Values of 8 bits are transposed on their way.
         Forward { element: Element::E4M3, form: Form::COMPACT, warpgroups: 1, ..causal },
@@ -90,7 +91,7 @@ fn prefills() -> [Prefill; 3] {
     [plain, Prefill { tile: turns, ..plain }, paged]
 }
 
-fn mmas() -> [Mma; 4] {
+fn mmas() -> [Mma; 5] {
     let dense = Mma { row_tiles: 1, ..small::mma() };
     let causal = Mma { rules: Rules::CAUSAL, ..dense };
     [
@@ -98,6 +99,7 @@ fn mmas() -> [Mma; 4] {
         Mma { query_source: Source::Registers, ahead: 2, ..causal },
         Mma { split: true, ..dense },
         Mma { rules: Rules::LOCAL, batch: Batch::Paged, warps: 4, ..dense },
+        Mma { rules: listed(32), ..dense },
     ]
 }
 
@@ -151,13 +153,12 @@ fn sequencers() -> [Sequencer; 3] {
         .map(|tiles| Sequencer { target: Target::SM_90A, tiles })
 }
 
-/// A mask that sees all of some blocks of a size, nothing of others, and of the rest so little that every
-/// key weighs.
+/// A mask that sees all of some blocks of a size, nothing of others, and of most so little that every key
+/// weighs; another one for every head, and for every second sequence.
 fn listed(block: i32) -> Rules {
     let near = Function::mask("near", |at| {
-        let [query, key] = [at.query() / block, at.key() / block];
-        let apart = at.query() - at.key();
-        query.eq(key) & (key % 2).eq(0) | apart.abs().lt(at.head() + 2)
+        let further = at.query() / block % 3 / 2 * block;
+        (at.query() - at.key()).abs().lt(at.head() + at.batch() % 2 + 2 + further)
     });
     Rules { mask_function: Some(near), ..Rules::DENSE }
 }

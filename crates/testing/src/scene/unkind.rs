@@ -110,7 +110,7 @@ fn backward(
     };
     if together {
         // More heads than go together, and some left over.
-        all.push(call([rows + 3, 2 * keys + 1], [5, 5]).on(1));
+        all.push(call([rows + 3, 2 * keys + 1], [5, 5]).on(4));
         all.push(call([rows + 3, 2 * keys + 1], [3, 3]).on(1));
         all.push(Call::new(kernel, 2, [rows + 3, 2 * keys + 1], [7, 7]));
     }
@@ -140,13 +140,21 @@ fn backward(
     };
     if listed {
         // Lists of one, two, three and more entries, of heads that differ; blocks of queries and of keys
-        // that are not as many; a last block of one row, and of one key.
+        // that are not as many; a last block of one row, and of one key; an only one that is not whole.
         for (lengths, heads) in [
+            ([rows - 1, keys - 1], [5, 1]),
             ([5 * rows - 7, 5 * rows - 7], [4, 2]),
             ([4 * rows + 1, 2 * keys + 1], [3, 1]),
             ([2 * rows, 5 * keys - 1], [2, 2]),
         ] {
             all.push(call(lengths, heads).with(|it| it.with_scale(scale)));
+        }
+        // Scores far below zero, beside which a key beyond the last, whose score is 0, weighs more than a
+        // float holds.
+        for lengths in [[3 * rows / 4, 3 * keys / 4], [rows + 9, keys + 9]] {
+            let few = Call::new(kernel, 8, lengths, [2, 1]).on(4);
+            let few = few.with(|it| it.with_scale(4.0 * scale));
+            all.push(Call { weights: Weights::Heavy, ..few });
         }
     }
     match mask {
@@ -242,6 +250,13 @@ fn forward(it: &Forward) -> Vec<Call> {
         all.push(call([rows + 5, 2 * block], [7, 1]));
         all.push(call([rows, 5 * block - 3], [7, 1]));
     }
+    if it.takes_block_lists() {
+        // Lists of none, of one and of more, of heads and sequences.
+        all.push(Call::new(kernel, 2, [5 * rows + 1, 3 * rows + 5], [3, 1]));
+        all.push(call([2 * rows - 1, 5 * rows], [2, 2]));
+        // Blocks of threads beyond the last tile, where there is no list.
+        all.push(Call::new(kernel, 2, [rows, rows], [2, 1]).on(7));
+    }
     if it.rules.mask != MaskKind::Dense {
         // Rows that see nothing; more keys than queries.
         all.push(call([rows + 20, block + 3], [2, 1]));
@@ -271,11 +286,13 @@ fn forward(it: &Forward) -> Vec<Call> {
             }
         }
     } else {
-        // The last keys weigh more than others.
-        all.extend(
-            ends(block)
-                .map(|keys| Call { weights: Weights::Valley, ..call([rows / 2, keys], [3, 1]) }),
-        );
+        // The last keys weigh more than others. By a list, the last queries see them.
+        let (listed, few) = (it.takes_block_lists(), rows / 2);
+        let shape = |keys| if listed { ([keys, keys], [9, 1]) } else { ([few, keys], [3, 1]) };
+        all.extend(ends(block).map(|keys| {
+            let (lengths, heads) = shape(keys);
+            Call { weights: Weights::Valley, ..call(lengths, heads) }
+        }));
     }
     all
 }
@@ -433,6 +450,11 @@ fn mma(it: &Mma) -> Vec<Call> {
         all.push(Call { weights: Weights::Valley, ..call([rows - 1, 5 * block], [1, 1]) });
         all.push(Call { weights: Weights::Peaks, ..call([rows - 1, 7 * block], [1, 1]) });
     }
+    if it.takes_block_lists() {
+        // Lists of none, of one and of more, of heads and sequences.
+        all.push(Call::new(kernel, 2, [5 * rows + 1, 3 * rows + 5], [3, 1]));
+        all.push(call([2 * rows - 1, 5 * rows], [2, 2]));
+    }
     if it.rules.mask != MaskKind::Dense {
         all.push(call([rows + 20, block / 2], [2, 1]));
         all.push(call([2 * rows + 20, block + 3], [2, 1]));
@@ -444,10 +466,13 @@ fn mma(it: &Mma) -> Vec<Call> {
         }
     } else {
         all.push(call([3, 0], [1, 1]));
-        all.extend(
-            ends(block)
-                .map(|keys| Call { weights: Weights::Valley, ..call([rows / 2, keys], [1, 1]) }),
-        );
+        // By a list, the last queries see the last keys.
+        let (listed, few) = (it.takes_block_lists(), rows / 2);
+        let shape = |keys| if listed { ([keys, keys], [9, 1]) } else { ([few, keys], [1, 1]) };
+        all.extend(ends(block).map(|keys| {
+            let (lengths, heads) = shape(keys);
+            Call { weights: Weights::Valley, ..call(lengths, heads) }
+        }));
     }
     all
 }
