@@ -125,6 +125,17 @@ fn the_log_sum_exp_of_a_capped_score_may_be_off_by_two_units_of_the_cap() {
 }
 
 #[test]
+fn the_output_of_capped_scores_may_be_off_by_as_many_parts() {
+    let problem = problem(DType::F32).with_mask(Mask::window(Some(1), Some(0)));
+    let judged = Judged::new(problem.with_softcap(30.0));
+    for (off, passes) in [(5e-6, true), (1e-4, false)] {
+        let verdict =
+            judged.judge_changed(|index, value| if index == 70 { value + off } else { value });
+        assert_eq!(verdict.passed, passes, "{verdict}");
+    }
+}
+
+#[test]
 fn silent_lower_precision_fails() {
     // f32 computed in bf16, and f16 rounded to bf16.
     let judged = Judged::new(problem(DType::F32));

@@ -400,6 +400,13 @@ impl Housekeeping {
         let row = k.eval(row);
         let to = self.gradient.row(k, self.element, &block, row);
         let to = k.variable(to + to_column.convert::<U64>() * self.element.bytes());
+        // A column that does not exist is as a row that does not: one number less to keep.
+        let row = if self.head_dim < columns {
+            let has_column = to_column.less(self.head_dim);
+            k.eval(has_column.choose::<U32>(row, block.query_length))
+        } else {
+            row
+        };
 
         let staged = self.staged_at(k, stage);
         let from = k.eval(staged + (warp * LINE + rows * 16 + right * 8 + down * 4));
@@ -417,10 +424,7 @@ impl Housekeeping {
                 let pair = self.pack(k, pair);
                 k.permute_bytes(pair, pair, order)
             });
-            let mut exists = (row + 8 * group).less(block.query_length);
-            if self.head_dim < columns {
-                exists = exists & to_column.less(self.head_dim);
-            }
+            let exists = (row + 8 * group).less(block.query_length);
             k.if_(exists, |k| k.store_vector(to, &words, StoreHint::default()));
             k.set(to, to + rows_bytes);
         }

@@ -325,5 +325,5 @@ pub(crate) fn pass_turn(k: &mut Builder, counters: Reg<GlobalAddress>, place: &P
 
 /// The counter of a walk's block of query rows.
 fn counter(k: &mut Builder, counters: Reg<GlobalAddress>, walk: &Walk) -> Reg<GlobalAddress> {
-    k.eval(counters + walk.number.convert::<U64>() * 4)
+    k.eval(counters + walk.number.convert::<U64>() * 8)
 }

@@ -223,10 +223,12 @@ fn judge(
         let place = Place { row, element: 0, result: f64::from(row_lse), reference };
         lse.look_at(place, baseline.lse[index]);
     }
-    let output_rounding = output_rounding(problem.dtypes.output, output.largest, lse.largest);
+    let cap_rounding = SOFTCAP_ROUNDING * problem.scores.softcap.map_or(0.0, f64::from);
+    // Scores that are off by so much change weights by as many parts, one up and another down.
+    let output_rounding = output_rounding(problem.dtypes.output, output.largest, lse.largest)
+        + 2.0 * cap_rounding * output.largest;
     let output = output.conclude(output_rounding + underflow);
-    let cap = problem.scores.softcap.map_or(0.0, f64::from);
-    let lse_rounding = LSE_ROUNDING * lse.largest.max(1.0) + SOFTCAP_ROUNDING * cap;
+    let lse_rounding = LSE_ROUNDING * lse.largest.max(1.0) + cap_rounding;
     let lse = lse.conclude(lse_rounding);
     Verdict {
         passed: output.passed && lse.passed,
