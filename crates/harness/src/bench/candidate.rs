@@ -218,7 +218,7 @@ fn is_variant(kernel: &Configuration, best: &Configuration, problem: &Problem) -
         (Configuration::Prefill(it), Configuration::Prefill(best)) => {
             is_tile(&it.tile, &best.tile)
                 && it.page_rows.is_some() == best.page_rows.is_some()
-                && it.single_tile == best.single_tile
+                && (!it.single_tile || best.single_tile)
         }
         (Configuration::Mma(it), Configuration::Mma(best)) => {
             let Mma { warps, row_tiles, key_block, ahead, query_source, residents, .. } = it;

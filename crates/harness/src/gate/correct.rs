@@ -27,6 +27,8 @@ pub struct Contract {
     pub storage: Stored,
     /// Whether it is made for one query or a few of each sequence.
     pub few_queries: bool,
+    /// Whether there are no more tiles than run at once.
+    pub few_tiles: bool,
     /// Lengths are multiples of this.
     pub length_step: usize,
     /// Whether queries and keys may differ in number.
@@ -45,6 +47,7 @@ impl Contract {
             model,
             storage: Stored::Equal,
             few_queries: false,
+            few_tiles: false,
             length_step: 1,
             unequal_lengths: true,
             grouped: true,
@@ -163,7 +166,8 @@ impl Contract {
             Some(_) => Stored::Ragged,
         };
         let few_queries = kernel.family() == "decode";
-        Some(Contract { storage, few_queries, ..Contract::whole(problem) })
+        let few_tiles = matches!(kernel, kernels::Configuration::Prefill(it) if it.single_tile);
+        Some(Contract { storage, few_queries, few_tiles, ..Contract::whole(problem) })
     }
 
     /// What is timed where nobody says what: 4096 positions, as many heads as make a hidden size of
@@ -174,6 +178,8 @@ impl Contract {
         (problem.query_heads, problem.kv_heads) = (heads, heads);
         let (batch, queries, keys) = match (self.few_queries, self.storage) {
             (true, _) => (16, 1, 8192),
+            // All tiles run at once.
+            _ if self.few_tiles => (1, 64, 1024),
             (false, Stored::Equal) => (1, 4096, 4096),
             (false, _) => (4, 1024, 1024),
         };
