@@ -340,6 +340,8 @@ impl Backward {
             && !self.deterministic
             && self.rules.mask_function.is_none()
             && self.shape() != Shape::Wide
+            // Windows have no registers left for it.
+            && !(self.persistent && self.rules.mask == MaskKind::Local)
     }
 
     /// The pass that it is a part of.
