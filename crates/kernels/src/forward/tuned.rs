@@ -163,8 +163,8 @@ const UP_TO_256_MASKED: Rule = Rule {
     ..UP_TO_256
 };
 
-/// Measured on an H200 in bf16; docs/performance.md has the numbers. Narrow before wide, short
-/// before long.
+/// Measured on an H200 in bf16; docs/performance/forward.md has the numbers. Narrow before wide,
+/// short before long.
 const RULES: &[Rule] = &[
     FEW_ROWS,
     Rule {

@@ -88,7 +88,7 @@ const LAST: Rule = Rule {
     reason: "64 x 32 tiles are the largest that fit",
 };
 
-/// Measured on an H200 in bf16 (docs/performance.md); what serves targets with
+/// Measured on an H200 in bf16 (docs/performance/mma.md); what serves targets with
 /// less shared memory is the same reasoning with their budgets. Few queries
 /// before many, narrow before wide, large before small.
 const RULES: &[Rule] = &[
