@@ -55,6 +55,7 @@ pub(super) fn consume<T: ConsumerScheduler>(k: &mut Builder, given: Consumers<'_
     let odd = Fragment::new(k, forward.element, forward.key_block);
 
     let tile = tiles.first_tile(k);
+    tiles.narrow(k, &tile, group.index);
     let mut state = State {
         form: forward.form,
         tiles,
@@ -91,12 +92,13 @@ impl<T: ConsumerScheduler> State<'_, T> {
         [even, odd]: [&Fragment; 2],
     ) {
         let block = self.block;
-        self.begin(k, even);
+        self.begin(k, tile, even);
         k.loop_(|k| {
             self.steps(k, [even, odd]);
             self.group.release_queries_late(k);
             self.tiles.next_tile(k, tile);
             k.break_if(!self.tiles.has_tile(tile));
+            self.tiles.narrow(k, tile, self.group.index);
 
             let State { tiles, group, probe, output, softmax, current, output_begun, .. } = self;
             let accumulate = Accumulate::If(output_begun.register());
@@ -106,6 +108,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
             let update = group.start_update(k, output, accumulate, even);
             group.take_queries(k);
             probe.stamp(k, Phase::Queries);
+            group.pass_over_keys(k, tiles.passed_before(tile));
             group.wait_for_keys(k);
             probe.stamp(k, Phase::WaitForKeys);
             let scores = group.start_scores(k);
@@ -116,12 +119,13 @@ impl<T: ConsumerScheduler> State<'_, T> {
             // What takes in others comes last, and is not followed by another tile.
             finish(k, (*tiles, current), epilogue, staging, softmax, landed, false);
             probe.stamp(k, Phase::Epilogue);
+            group.pass_over_values(k, tiles.passed_after(current));
             let scores = scores.wait(k);
             group.release_keys(k);
             probe.stamp(k, Phase::Scores);
             tiles.take(k, current, tile);
             k.set(block, tiles.last_block(tile));
-            self.first_block(k, &scores, even);
+            self.first_block(k, tile, &scores, even);
         });
         self.end(k, epilogue, staging, even);
     }
@@ -137,11 +141,12 @@ impl<T: ConsumerScheduler> State<'_, T> {
     ) {
         let block = self.block;
         k.loop_(|k| {
-            self.begin(k, p);
+            self.begin(k, tile, p);
             self.steps(k, [p, next]);
             self.group.release_queries_late(k);
             self.end(k, epilogue, staging, p);
             self.tiles.next_tile(k, tile);
+            self.tiles.narrow(k, tile, self.group.index);
             self.tiles.take(k, &self.current, tile);
             k.set(block, self.tiles.last_block(tile));
             k.break_if(!self.tiles.has_tile(tile));
@@ -164,18 +169,22 @@ impl<T: ConsumerScheduler> State<'_, T> {
                 even.set(k, odd);
             }
         });
+        let passed = self.tiles.passed_after(&self.current);
+        self.group.pass_over_keys(k, passed);
+        self.group.pass_over_turn(k, passed);
     }
 
     /// A tile's first scores, with nothing beside them.
-    fn begin(&mut self, k: &mut Builder, p: &Fragment) {
+    fn begin(&mut self, k: &mut Builder, tile: &T::Tile, p: &Fragment) {
         self.group.take_queries(k);
         self.probe.stamp(k, Phase::Queries);
+        self.group.pass_over_keys(k, self.tiles.passed_before(tile));
         self.group.wait_for_keys(k);
         self.probe.stamp(k, Phase::WaitForKeys);
         let scores = self.group.start_scores(k).wait(k);
         self.group.release_keys(k);
         self.probe.stamp(k, Phase::Scores);
-        self.first_block(k, &scores, p);
+        self.first_block(k, tile, &scores, p);
     }
 
     /// A tile's last product, with nothing beside it, and its storing.
@@ -188,10 +197,17 @@ impl<T: ConsumerScheduler> State<'_, T> {
         probe.stamp(k, Phase::Update);
         finish(k, (*tiles, current), epilogue, staging, softmax, landed, true);
         probe.stamp(k, Phase::Epilogue);
+        group.pass_over_values(k, tiles.passed_after(current));
     }
 
     /// A tile's first block: there is no output yet to be kept or rescaled.
-    fn first_block(&mut self, k: &mut Builder, scores: &Accumulator, p: &Fragment) {
+    fn first_block(
+        &mut self,
+        k: &mut Builder,
+        tile: &T::Tile,
+        scores: &Accumulator,
+        p: &Fragment,
+    ) {
         let scores = Score::of(scores);
         let last = self.tiles.is_first_block(&self.current, self.block);
         self.group.release_queries_early(k, last);
@@ -201,6 +217,9 @@ impl<T: ConsumerScheduler> State<'_, T> {
         self.softmax.first_block(k, &scores, p);
         self.probe.stamp(k, Phase::Softmax);
         k.set(self.output_begun, false);
+        let passed = self.tiles.passed_before(tile);
+        self.group.pass_over_turn(k, passed);
+        self.group.pass_over_values(k, passed);
     }
 
     /// One key block: the scores of this one while the output takes the last.

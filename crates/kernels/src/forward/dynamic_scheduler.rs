@@ -23,6 +23,7 @@ use ptx::{
 use super::prefill::{Prefill, copied_rows, slice_corner};
 use super::producer::Loader;
 use super::scheduler::{ConsumerScheduler, Place, ProducerScheduler, TileScheduler};
+use super::walk::{Passed, TileBlocks, Walks};
 use crate::attention::descale::{Descales, Product};
 use crate::attention::rows::Sinks;
 use crate::attention::scores::Slopes;
@@ -549,12 +550,15 @@ pub(super) struct DynamicConsumer<'a> {
     reads: Consumer,
     /// True in the lane that gives slots back for its warp.
     leader: Reg<Pred>,
+    walks: Option<Walks>,
 }
 
 /// A tile as it was posted.
 pub(super) struct WorkTile {
     blocks: Reg<U32>,
     current: Current,
+    /// What a warpgroup passes over before its first block.
+    passed_before: Option<Reg<U32>>,
 }
 
 /// What is left of a tile when its warpgroup has already begun the next.
@@ -563,6 +567,8 @@ pub(super) struct Current {
     masked_from: Reg<U32>,
     /// With a window, the first key block and the first that all rows see whole.
     window: Option<[Reg<U32>; 2]>,
+    /// What a warpgroup passes over behind its last block.
+    passed_after: Option<Reg<U32>>,
 }
 
 /// The first key block of a tile: the first of all where no window hides any.
@@ -571,13 +577,19 @@ fn first_or_none(first_block: Option<Reg<U32>>) -> Value<U32> {
 }
 
 impl<'a> DynamicConsumer<'a> {
-    pub(super) fn new(k: &mut Builder, slots: &'a WorkSlots, batch: &'a Batch) -> Self {
+    pub(super) fn new(
+        k: &mut Builder,
+        prefill: &Prefill,
+        slots: &'a WorkSlots,
+        batch: &'a Batch,
+    ) -> Self {
         let lane = k.lane();
         DynamicConsumer {
             slots,
             batch,
             reads: slots.pipeline.consumer(k),
             leader: k.eval(lane.equals(0)),
+            walks: Walks::new(&prefill.tile),
         }
     }
 }
@@ -587,18 +599,21 @@ impl TileScheduler for DynamicConsumer<'_> {
 
     fn first_tile(&self, k: &mut Builder) -> WorkTile {
         let is_window = self.batch.visibility.is_window();
+        let passed = self.walks.map(|_| Passed::new(k, &self.batch.visibility));
         let current = Current {
             slot: k.register(),
             masked_from: k.register(),
             window: is_window.then(|| [k.register(), k.register()]),
+            passed_after: passed.and_then(|passed| passed.after),
         };
-        let tile = WorkTile { blocks: k.register(), current };
+        let passed_before = passed.map(|passed| passed.before);
+        let tile = WorkTile { blocks: k.register(), current, passed_before };
         self.next_tile(k, &tile);
         tile
     }
 
     fn next_tile(&self, k: &mut Builder, tile: &WorkTile) {
-        let WorkTile { blocks, current } = tile;
+        let WorkTile { blocks, current, .. } = tile;
         let slot = self.reads.wait(k);
         k.set(current.slot, slot);
         match current.window {
@@ -632,11 +647,12 @@ impl ConsumerScheduler for DynamicConsumer<'_> {
     type Current = Current;
 
     fn current(&self, k: &mut Builder, tile: &WorkTile) -> Current {
-        let Current { slot, masked_from, window } = tile.current;
+        let Current { slot, masked_from, window, passed_after } = tile.current;
         Current {
             slot: k.variable(slot),
             masked_from: k.variable(masked_from),
             window: window.map(|words| words.map(|word| k.variable(word))),
+            passed_after: passed_after.map(|after| k.variable(after)),
         }
     }
 
@@ -646,9 +662,35 @@ impl ConsumerScheduler for DynamicConsumer<'_> {
         k.set(current.slot, new.slot);
         k.set(current.masked_from, new.masked_from);
         let words = current.window.into_iter().flatten().zip(new.window.into_iter().flatten());
-        for (word, new) in words {
+        let passed = current.passed_after.into_iter().zip(new.passed_after);
+        for (word, new) in words.chain(passed) {
             k.set(word, new);
         }
+    }
+
+    fn narrow(&self, k: &mut Builder, tile: &WorkTile, group: Reg<U32>) {
+        let (Some(walks), Some(before)) = (&self.walks, tile.passed_before) else { return };
+        let WorkTile { blocks, current, .. } = tile;
+        k.if_(self.has_tile(tile), |k| {
+            let [first_row, query_length, key_length, _] = self.slots.read(k, current.slot, 1);
+            let rows = Walks::rows_of(k, group, first_row, [query_length, key_length]);
+            let blocks = TileBlocks {
+                first: current.window.map(|[first, _]| first),
+                end: *blocks,
+                masked_from: current.masked_from,
+                whole_from: current.window.map(|[_, whole_from]| whole_from),
+            };
+            let passed = Passed { before, after: current.passed_after };
+            walks.narrow(k, &self.batch.visibility, &rows, &blocks, &passed);
+        });
+    }
+
+    fn passed_before(&self, tile: &WorkTile) -> Option<Reg<U32>> {
+        tile.passed_before
+    }
+
+    fn passed_after(&self, current: &Current) -> Option<Reg<U32>> {
+        current.passed_after
     }
 
     fn is_first_block(&self, current: &Current, block: Reg<U32>) -> Value<Pred> {

@@ -19,7 +19,7 @@
 //! Warpgroups take turns at the tensor cores, so that one computes
 //! exponentials while another multiplies. Blocks stay and take tile after tile.
 //! The parts have a file each: `producer`, `consumer` (the loop above),
-//! `warpgroup`, `rule`, `softmax`, `epilogue`; `scheduler` says what they
+//! `walk`, `warpgroup`, `rule`, `softmax`, `epilogue`; `scheduler` says what they
 //! must know of tiles, which come from `static_scheduler` with `lists`, or for
 //! ragged batches ([`Prefill`]) from `dynamic_scheduler` or `single_tile`. `tuned` says what serves
 //! which problem, and `probe` takes the time of all that.
@@ -43,6 +43,7 @@ mod static_scheduler;
 mod stream_k;
 mod transposer;
 mod tuned;
+mod walk;
 mod warpgroup;
 
 pub use crate::divisor::Divisor;

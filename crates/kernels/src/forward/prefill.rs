@@ -197,7 +197,7 @@ impl Prefill {
                 producer::produce(k, &self.tile, &shared, &maps, &claims);
             },
             |k| {
-                let posted = DynamicConsumer::new(k, &slots, &batch);
+                let posted = DynamicConsumer::new(k, self, &slots, &batch);
                 let given = Consumers {
                     forward: &self.tile,
                     shared: &shared,

@@ -73,6 +73,16 @@ pub(super) trait ConsumerScheduler: TileScheduler {
     /// The current tile is done, and becomes this one.
     fn take(&self, k: &mut Builder, current: &Self::Current, tile: &Self::Tile);
 
+    /// Leaves of the tile's key blocks, if there is a tile, those that some row of a warpgroup sees
+    /// ([`Walks`](super::walk::Walks)).
+    fn narrow(&self, k: &mut Builder, tile: &Self::Tile, group: Reg<U32>);
+
+    /// How many blocks are passed over before the one that is walked first.
+    fn passed_before(&self, tile: &Self::Tile) -> Option<Reg<U32>>;
+
+    /// How many behind the one that is walked last.
+    fn passed_after(&self, current: &Self::Current) -> Option<Reg<U32>>;
+
     /// Whether a key block is the tile's first: the last one to be walked.
     fn is_first_block(&self, current: &Self::Current, block: Reg<U32>) -> Value<Pred>;
 

@@ -14,6 +14,7 @@ use ptx::{Builder, Expression, F32, GlobalAddress, Pred, Reg, S32, U32, U64, Val
 use super::producer::Loader;
 use super::scheduler::{ConsumerScheduler, Place, ProducerScheduler, TileScheduler};
 use super::stream_k::PartWord;
+use super::walk::{Passed, TileBlocks, Walks};
 use super::{Forward, TileLists};
 use crate::attention::descale::{Descales, Product};
 use crate::attention::function::blocks::{BlockList, BlockLists, block_of, count, entry};
@@ -39,6 +40,7 @@ pub(super) struct StaticScheduler {
     heads: DivisorRegisters,
     group: DivisorRegisters,
     visibility: Visibility,
+    walks: Option<Walks>,
     /// Where a mask is a function.
     lists: Option<BlockLists>,
     slopes: Option<Slopes>,
@@ -82,6 +84,8 @@ pub(super) struct Tile {
     whole_from: Option<Reg<U32>>,
     /// What becomes of it, where keys are shared out.
     part: Option<Reg<U32>>,
+    /// What a warpgroup passes over.
+    passed: Option<Passed>,
 }
 
 /// Where a tile's keys and values are.
@@ -104,6 +108,7 @@ pub(super) struct Current {
     whole_from: Option<Reg<U32>>,
     list: Option<BlockList>,
     part: Option<Reg<U32>>,
+    passed_after: Option<Reg<U32>>,
 }
 
 impl StaticScheduler {
@@ -133,6 +138,7 @@ impl StaticScheduler {
             heads: DivisorRegisters::parameters(k, Number::QueryHeads),
             group: DivisorRegisters::parameters(k, Number::GroupSize),
             visibility: Visibility::parameters(k, rules.mask),
+            walks: Walks::new(forward),
             lists: forward.takes_block_lists().then(|| BlockLists::parameters(k)),
             slopes: rules.alibi.then(|| Slopes::parameters(k)),
             sinks: rules.sinks.then(|| Sinks::parameters(k)),
@@ -215,6 +221,12 @@ impl StaticScheduler {
     }
 }
 
+impl Tile {
+    fn passed_after(&self) -> Option<Reg<U32>> {
+        self.passed.and_then(|passed| passed.after)
+    }
+}
+
 impl Next {
     fn advance(self, k: &mut Builder) {
         match self {
@@ -270,6 +282,7 @@ impl TileScheduler for StaticScheduler {
             first_masked: k.register(),
             whole_from: self.visibility.is_window().then(|| k.register()),
             part: self.stream_k.then(|| k.register()),
+            passed: self.walks.map(|_| Passed::new(k, &self.visibility)),
         };
         self.locate(k, &tile);
         tile
@@ -366,6 +379,7 @@ impl ConsumerScheduler for StaticScheduler {
             whole_from: tile.whole_from.map(|whole_from| k.variable(whole_from)),
             list: tile.rows.list.map(|list| k.variable(list)),
             part: tile.part.map(|part| k.variable(part)),
+            passed_after: tile.passed_after().map(|after| k.variable(after)),
         }
     }
 
@@ -378,6 +392,7 @@ impl ConsumerScheduler for StaticScheduler {
             (current.first_block, tile.rows.first_block),
             (current.whole_from, tile.whole_from),
             (current.part, tile.part),
+            (current.passed_after, tile.passed_after()),
         ] {
             if let (Some(held), Some(new)) = (held, new) {
                 k.set(held, new);
@@ -386,6 +401,27 @@ impl ConsumerScheduler for StaticScheduler {
         if let (Some(held), Some(new)) = (current.list, tile.rows.list) {
             k.set(held, new);
         }
+    }
+
+    fn narrow(&self, k: &mut Builder, tile: &Tile, group: Reg<U32>) {
+        let (Some(walks), Some(passed)) = (&self.walks, &tile.passed) else { return };
+        let lengths = [self.query_length, self.key_length];
+        let rows = Walks::rows_of(k, group, tile.first_row, lengths);
+        let blocks = TileBlocks {
+            first: tile.rows.first_block,
+            end: tile.blocks,
+            masked_from: tile.first_masked,
+            whole_from: tile.whole_from,
+        };
+        walks.narrow(k, &self.visibility, &rows, &blocks, passed);
+    }
+
+    fn passed_before(&self, tile: &Tile) -> Option<Reg<U32>> {
+        tile.passed.map(|passed| passed.before)
+    }
+
+    fn passed_after(&self, current: &Current) -> Option<Reg<U32>> {
+        current.passed_after
     }
 
     fn entry(

@@ -113,6 +113,32 @@ impl<'a> Warpgroup<'a> {
         self.values.release(k, self.leader);
     }
 
+    /// Passes over the keys of a block, if it does.
+    pub(super) fn pass_over_keys(&self, k: &mut Builder, blocks: Option<Reg<U32>>) {
+        pass_over(k, blocks, |k| {
+            self.wait_for_keys(k);
+            self.release_keys(k);
+        });
+    }
+
+    /// Passes over its values, if it does.
+    pub(super) fn pass_over_values(&self, k: &mut Builder, blocks: Option<Reg<U32>>) {
+        pass_over(k, blocks, |k| {
+            self.wait_for_values(k);
+            self.release_values(k);
+        });
+    }
+
+    /// Passes the turn on that goes with it, if it does.
+    pub(super) fn pass_over_turn(&self, k: &mut Builder, blocks: Option<Reg<U32>>) {
+        if self.ping_pong.mine.is_some() {
+            pass_over(k, blocks, |k| {
+                self.ping_pong.take(k);
+                self.ping_pong.pass(k);
+            });
+        }
+    }
+
     /// The operands of `Q K^T` for the stage of keys last waited for.
     pub(super) fn score_operands(&self, k: &mut Builder) -> (MatrixA, ptx::Matrix) {
         let queries = match &self.query_fragment {
@@ -165,6 +191,13 @@ impl<'a> Warpgroup<'a> {
     ) -> InFlight<&'o mut Accumulator> {
         let values = self.value_operand(k);
         k.wgmma_into(output, accumulate, p, values)
+    }
+}
+
+/// What is done for a block that is passed over; `blocks` is none or one.
+fn pass_over(k: &mut Builder, blocks: Option<Reg<U32>>, pass: impl FnOnce(&mut Builder)) {
+    if let Some(blocks) = blocks {
+        k.if_(blocks.differs(0), pass);
     }
 }
 
