@@ -1,6 +1,6 @@
 //! The consumers' loop: key blocks of a tile, tiles of a block.
 
-use ptx::{Accumulate, Accumulator, Builder, Fragment, GlobalAddress, Pred, Reg, U32};
+use ptx::{Accumulate, Accumulator, Builder, Expression, Fragment, GlobalAddress, Pred, Reg, U32};
 
 use super::epilogue::{Epilogue, Output};
 use super::partials::Part;
@@ -92,7 +92,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
         [even, odd]: [&Fragment; 2],
     ) {
         let block = self.block;
-        self.begin(k, tile, even);
+        self.begin(k, even);
         k.loop_(|k| {
             self.steps(k, [even, odd]);
             self.group.release_queries_late(k);
@@ -108,7 +108,9 @@ impl<T: ConsumerScheduler> State<'_, T> {
             let update = group.start_update(k, output, accumulate, even);
             group.take_queries(k);
             probe.stamp(k, Phase::Queries);
-            group.pass_over_keys(k, tiles.passed_before(tile));
+            if let Some(whole) = tiles.whole_walk_ahead(k, tile) {
+                k.if_(whole.last.differs(tiles.last_block(tile)), |k| group.pass_over_keys(k));
+            }
             group.wait_for_keys(k);
             probe.stamp(k, Phase::WaitForKeys);
             let scores = group.start_scores(k);
@@ -119,13 +121,13 @@ impl<T: ConsumerScheduler> State<'_, T> {
             // What takes in others comes last, and is not followed by another tile.
             finish(k, (*tiles, current), epilogue, staging, softmax, landed, false);
             probe.stamp(k, Phase::Epilogue);
-            group.pass_over_values(k, tiles.passed_after(current));
+            pass_over_last_values(k, *tiles, current, group, block);
             let scores = scores.wait(k);
             group.release_keys(k);
             probe.stamp(k, Phase::Scores);
             tiles.take(k, current, tile);
             k.set(block, tiles.last_block(tile));
-            self.first_block(k, tile, &scores, even);
+            self.first_block(k, &scores, even);
         });
         self.end(k, epilogue, staging, even);
     }
@@ -141,7 +143,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
     ) {
         let block = self.block;
         k.loop_(|k| {
-            self.begin(k, tile, p);
+            self.begin(k, p);
             self.steps(k, [p, next]);
             self.group.release_queries_late(k);
             self.end(k, epilogue, staging, p);
@@ -169,22 +171,28 @@ impl<T: ConsumerScheduler> State<'_, T> {
                 even.set(k, odd);
             }
         });
-        let passed = self.tiles.passed_after(&self.current);
-        self.group.pass_over_keys(k, passed);
-        self.group.pass_over_turn(k, passed);
+        let State { tiles, group, current, .. } = self;
+        if let Some(first) = tiles.whole_walk(k, current).and_then(|whole| whole.first) {
+            k.if_(first.differs(block), |k| {
+                group.pass_over_keys(k);
+                group.ping_pong.pass_over(k);
+            });
+        }
     }
 
     /// A tile's first scores, with nothing beside them.
-    fn begin(&mut self, k: &mut Builder, tile: &T::Tile, p: &Fragment) {
+    fn begin(&mut self, k: &mut Builder, p: &Fragment) {
         self.group.take_queries(k);
         self.probe.stamp(k, Phase::Queries);
-        self.group.pass_over_keys(k, self.tiles.passed_before(tile));
+        if let Some(whole) = self.tiles.whole_walk(k, &self.current) {
+            k.if_(whole.last.differs(self.block), |k| self.group.pass_over_keys(k));
+        }
         self.group.wait_for_keys(k);
         self.probe.stamp(k, Phase::WaitForKeys);
         let scores = self.group.start_scores(k).wait(k);
         self.group.release_keys(k);
         self.probe.stamp(k, Phase::Scores);
-        self.first_block(k, tile, &scores, p);
+        self.first_block(k, &scores, p);
     }
 
     /// A tile's last product, with nothing beside it, and its storing.
@@ -197,17 +205,11 @@ impl<T: ConsumerScheduler> State<'_, T> {
         probe.stamp(k, Phase::Update);
         finish(k, (*tiles, current), epilogue, staging, softmax, landed, true);
         probe.stamp(k, Phase::Epilogue);
-        group.pass_over_values(k, tiles.passed_after(current));
+        pass_over_last_values(k, *tiles, current, group, self.block);
     }
 
     /// A tile's first block: there is no output yet to be kept or rescaled.
-    fn first_block(
-        &mut self,
-        k: &mut Builder,
-        tile: &T::Tile,
-        scores: &Accumulator,
-        p: &Fragment,
-    ) {
+    fn first_block(&mut self, k: &mut Builder, scores: &Accumulator, p: &Fragment) {
         let scores = Score::of(scores);
         let last = self.tiles.is_first_block(&self.current, self.block);
         self.group.release_queries_early(k, last);
@@ -217,9 +219,12 @@ impl<T: ConsumerScheduler> State<'_, T> {
         self.softmax.first_block(k, &scores, p);
         self.probe.stamp(k, Phase::Softmax);
         k.set(self.output_begun, false);
-        let passed = self.tiles.passed_before(tile);
-        self.group.pass_over_turn(k, passed);
-        self.group.pass_over_values(k, passed);
+        if let Some(whole) = self.tiles.whole_walk(k, &self.current) {
+            k.if_(whole.last.differs(self.block), |k| {
+                self.group.ping_pong.pass_over(k);
+                self.group.pass_over_values(k);
+            });
+        }
     }
 
     /// One key block: the scores of this one while the output takes the last.
@@ -261,6 +266,19 @@ impl<T: ConsumerScheduler> State<'_, T> {
         group.release_values(k);
         probe.stamp(k, Phase::Update);
         rescale.apply(k, landed);
+    }
+}
+
+/// The values of a block that was passed over behind the last that was walked.
+fn pass_over_last_values<T: ConsumerScheduler>(
+    k: &mut Builder,
+    tiles: &T,
+    current: &T::Current,
+    group: &Warpgroup<'_>,
+    block: Reg<U32>,
+) {
+    if let Some(first) = tiles.whole_walk(k, current).and_then(|whole| whole.first) {
+        k.if_(first.differs(block), |k| group.pass_over_values(k));
     }
 }
 

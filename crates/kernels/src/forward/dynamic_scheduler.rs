@@ -23,7 +23,7 @@ use ptx::{
 use super::prefill::{Prefill, copied_rows, slice_corner};
 use super::producer::Loader;
 use super::scheduler::{ConsumerScheduler, Place, ProducerScheduler, TileScheduler};
-use super::walk::{Passed, TileBlocks, Walks};
+use super::walk::{TileBlocks, Walks, WholeWalk};
 use crate::attention::descale::{Descales, Product};
 use crate::attention::rows::Sinks;
 use crate::attention::scores::Slopes;
@@ -557,8 +557,6 @@ pub(super) struct DynamicConsumer<'a> {
 pub(super) struct WorkTile {
     blocks: Reg<U32>,
     current: Current,
-    /// What a warpgroup passes over before its first block.
-    passed_before: Option<Reg<U32>>,
 }
 
 /// What is left of a tile when its warpgroup has already begun the next.
@@ -567,8 +565,6 @@ pub(super) struct Current {
     masked_from: Reg<U32>,
     /// With a window, the first key block and the first that all rows see whole.
     window: Option<[Reg<U32>; 2]>,
-    /// What a warpgroup passes over behind its last block.
-    passed_after: Option<Reg<U32>>,
 }
 
 /// The first key block of a tile: the first of all where no window hides any.
@@ -599,21 +595,18 @@ impl TileScheduler for DynamicConsumer<'_> {
 
     fn first_tile(&self, k: &mut Builder) -> WorkTile {
         let is_window = self.batch.visibility.is_window();
-        let passed = self.walks.map(|_| Passed::new(k, &self.batch.visibility));
         let current = Current {
             slot: k.register(),
             masked_from: k.register(),
             window: is_window.then(|| [k.register(), k.register()]),
-            passed_after: passed.and_then(|passed| passed.after),
         };
-        let passed_before = passed.map(|passed| passed.before);
-        let tile = WorkTile { blocks: k.register(), current, passed_before };
+        let tile = WorkTile { blocks: k.register(), current };
         self.next_tile(k, &tile);
         tile
     }
 
     fn next_tile(&self, k: &mut Builder, tile: &WorkTile) {
-        let WorkTile { blocks, current, .. } = tile;
+        let WorkTile { blocks, current } = tile;
         let slot = self.reads.wait(k);
         k.set(current.slot, slot);
         match current.window {
@@ -647,12 +640,11 @@ impl ConsumerScheduler for DynamicConsumer<'_> {
     type Current = Current;
 
     fn current(&self, k: &mut Builder, tile: &WorkTile) -> Current {
-        let Current { slot, masked_from, window, passed_after } = tile.current;
+        let Current { slot, masked_from, window } = tile.current;
         Current {
             slot: k.variable(slot),
             masked_from: k.variable(masked_from),
             window: window.map(|words| words.map(|word| k.variable(word))),
-            passed_after: passed_after.map(|after| k.variable(after)),
         }
     }
 
@@ -662,15 +654,14 @@ impl ConsumerScheduler for DynamicConsumer<'_> {
         k.set(current.slot, new.slot);
         k.set(current.masked_from, new.masked_from);
         let words = current.window.into_iter().flatten().zip(new.window.into_iter().flatten());
-        let passed = current.passed_after.into_iter().zip(new.passed_after);
-        for (word, new) in words.chain(passed) {
+        for (word, new) in words {
             k.set(word, new);
         }
     }
 
     fn narrow(&self, k: &mut Builder, tile: &WorkTile, group: Reg<U32>) {
-        let (Some(walks), Some(before)) = (&self.walks, tile.passed_before) else { return };
-        let WorkTile { blocks, current, .. } = tile;
+        let Some(walks) = &self.walks else { return };
+        let WorkTile { blocks, current } = tile;
         k.if_(self.has_tile(tile), |k| {
             let [first_row, query_length, key_length, _] = self.slots.read(k, current.slot, 1);
             let rows = Walks::rows_of(k, group, first_row, [query_length, key_length]);
@@ -680,17 +671,20 @@ impl ConsumerScheduler for DynamicConsumer<'_> {
                 masked_from: current.masked_from,
                 whole_from: current.window.map(|[_, whole_from]| whole_from),
             };
-            let passed = Passed { before, after: current.passed_after };
-            walks.narrow(k, &self.batch.visibility, &rows, &blocks, &passed);
+            walks.narrow(k, &self.batch.visibility, &rows, &blocks);
         });
     }
 
-    fn passed_before(&self, tile: &WorkTile) -> Option<Reg<U32>> {
-        tile.passed_before
+    fn whole_walk(&self, k: &mut Builder, current: &Current) -> Option<WholeWalk> {
+        self.walks.map(|_| {
+            let slot = self.slots.slot(k, current.slot);
+            let [blocks, first] = k.load_vector::<U32, _, 2>(slot, Default::default());
+            WholeWalk { first: current.window.map(|_| first), last: k.eval(blocks - 1) }
+        })
     }
 
-    fn passed_after(&self, current: &Current) -> Option<Reg<U32>> {
-        current.passed_after
+    fn whole_walk_ahead(&self, k: &mut Builder, tile: &WorkTile) -> Option<WholeWalk> {
+        self.whole_walk(k, &tile.current)
     }
 
     fn is_first_block(&self, current: &Current, block: Reg<U32>) -> Value<Pred> {

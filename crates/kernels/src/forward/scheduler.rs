@@ -8,6 +8,7 @@
 use ptx::{Builder, Expression, F32, Pred, Reg, S32, U32, U64, Value};
 
 use super::producer::Loader;
+use super::walk::WholeWalk;
 use crate::attention::descale::Product;
 use crate::attention::visibility::Visibility;
 
@@ -77,11 +78,12 @@ pub(super) trait ConsumerScheduler: TileScheduler {
     /// ([`Walks`](super::walk::Walks)).
     fn narrow(&self, k: &mut Builder, tile: &Self::Tile, group: Reg<U32>);
 
-    /// How many blocks are passed over before the one that is walked first.
-    fn passed_before(&self, tile: &Self::Tile) -> Option<Reg<U32>>;
+    /// All blocks of the tile, where warpgroups may leave some of them out. Found anew whenever they are
+    /// asked for, which is a few times a tile: registers are dearer.
+    fn whole_walk(&self, k: &mut Builder, current: &Self::Current) -> Option<WholeWalk>;
 
-    /// How many behind the one that is walked last.
-    fn passed_after(&self, current: &Self::Current) -> Option<Reg<U32>>;
+    /// The same of a tile that is not yet the current one.
+    fn whole_walk_ahead(&self, k: &mut Builder, tile: &Self::Tile) -> Option<WholeWalk>;
 
     /// Whether a key block is the tile's first: the last one to be walked.
     fn is_first_block(&self, current: &Self::Current, block: Reg<U32>) -> Value<Pred>;

@@ -14,7 +14,7 @@ use ptx::{Builder, Expression, F32, GlobalAddress, Pred, Reg, S32, U32, U64, Val
 use super::producer::Loader;
 use super::scheduler::{ConsumerScheduler, Place, ProducerScheduler, TileScheduler};
 use super::stream_k::PartWord;
-use super::walk::{Passed, TileBlocks, Walks};
+use super::walk::{TileBlocks, Walks, WholeWalk};
 use super::{Forward, TileLists};
 use crate::attention::descale::{Descales, Product};
 use crate::attention::function::blocks::{BlockList, BlockLists, block_of, count, entry};
@@ -84,8 +84,6 @@ pub(super) struct Tile {
     whole_from: Option<Reg<U32>>,
     /// What becomes of it, where keys are shared out.
     part: Option<Reg<U32>>,
-    /// What a warpgroup passes over.
-    passed: Option<Passed>,
 }
 
 /// Where a tile's keys and values are.
@@ -108,7 +106,6 @@ pub(super) struct Current {
     whole_from: Option<Reg<U32>>,
     list: Option<BlockList>,
     part: Option<Reg<U32>>,
-    passed_after: Option<Reg<U32>>,
 }
 
 impl StaticScheduler {
@@ -198,14 +195,28 @@ impl StaticScheduler {
         Some(end)
     }
 
-    /// Which key blocks the tile needs, and which of them need no mask.
-    fn find_blocks(&self, k: &mut Builder, tile: &Tile) {
-        let rows = RowTile {
-            first_row: tile.first_row,
+    /// The rows of a tile from its first.
+    fn rows_from(&self, first_row: Reg<U32>) -> RowTile {
+        RowTile {
+            first_row,
             rows: self.query_rows,
             query_length: self.query_length,
             key_length: self.key_length,
-        };
+        }
+    }
+
+    /// The key blocks of the tile that begins with a row.
+    fn whole_walk_from(&self, k: &mut Builder, first_row: Reg<U32>) -> WholeWalk {
+        let first = self.visibility.is_window().then(|| k.register());
+        let end = k.register();
+        let blocks = Blocks { size: self.key_block, least: 1, first, end };
+        self.visibility.find_blocks(k, &self.rows_from(first_row), blocks);
+        WholeWalk { first, last: k.eval(end - 1) }
+    }
+
+    /// Which key blocks the tile needs, and which of them need no mask.
+    fn find_blocks(&self, k: &mut Builder, tile: &Tile) {
+        let rows = self.rows_from(tile.first_row);
         let first = tile.rows.first_block;
         let blocks = Blocks { size: self.key_block, least: 1, first, end: tile.blocks };
         let Masked { from, before } = self.visibility.find_blocks(k, &rows, blocks);
@@ -218,12 +229,6 @@ impl StaticScheduler {
     /// Whether tiles may begin behind the first key.
     fn begins_later(&self) -> bool {
         self.visibility.is_window() || self.stream_k
-    }
-}
-
-impl Tile {
-    fn passed_after(&self) -> Option<Reg<U32>> {
-        self.passed.and_then(|passed| passed.after)
     }
 }
 
@@ -282,7 +287,6 @@ impl TileScheduler for StaticScheduler {
             first_masked: k.register(),
             whole_from: self.visibility.is_window().then(|| k.register()),
             part: self.stream_k.then(|| k.register()),
-            passed: self.walks.map(|_| Passed::new(k, &self.visibility)),
         };
         self.locate(k, &tile);
         tile
@@ -379,7 +383,6 @@ impl ConsumerScheduler for StaticScheduler {
             whole_from: tile.whole_from.map(|whole_from| k.variable(whole_from)),
             list: tile.rows.list.map(|list| k.variable(list)),
             part: tile.part.map(|part| k.variable(part)),
-            passed_after: tile.passed_after().map(|after| k.variable(after)),
         }
     }
 
@@ -392,7 +395,6 @@ impl ConsumerScheduler for StaticScheduler {
             (current.first_block, tile.rows.first_block),
             (current.whole_from, tile.whole_from),
             (current.part, tile.part),
-            (current.passed_after, tile.passed_after()),
         ] {
             if let (Some(held), Some(new)) = (held, new) {
                 k.set(held, new);
@@ -404,7 +406,7 @@ impl ConsumerScheduler for StaticScheduler {
     }
 
     fn narrow(&self, k: &mut Builder, tile: &Tile, group: Reg<U32>) {
-        let (Some(walks), Some(passed)) = (&self.walks, &tile.passed) else { return };
+        let Some(walks) = &self.walks else { return };
         let lengths = [self.query_length, self.key_length];
         let rows = Walks::rows_of(k, group, tile.first_row, lengths);
         let blocks = TileBlocks {
@@ -413,15 +415,15 @@ impl ConsumerScheduler for StaticScheduler {
             masked_from: tile.first_masked,
             whole_from: tile.whole_from,
         };
-        walks.narrow(k, &self.visibility, &rows, &blocks, passed);
+        walks.narrow(k, &self.visibility, &rows, &blocks);
     }
 
-    fn passed_before(&self, tile: &Tile) -> Option<Reg<U32>> {
-        tile.passed.map(|passed| passed.before)
+    fn whole_walk(&self, k: &mut Builder, current: &Current) -> Option<WholeWalk> {
+        self.walks.map(|_| self.whole_walk_from(k, current.first_row))
     }
 
-    fn passed_after(&self, current: &Current) -> Option<Reg<U32>> {
-        current.passed_after
+    fn whole_walk_ahead(&self, k: &mut Builder, tile: &Tile) -> Option<WholeWalk> {
+        self.walks.map(|_| self.whole_walk_from(k, tile.first_row))
     }
 
     fn entry(

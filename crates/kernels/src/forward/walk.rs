@@ -22,13 +22,12 @@ pub(super) struct Walks {
     key_block: u32,
 }
 
-/// Registers for how many blocks of a tile are passed over: none or one.
-#[derive(Clone, Copy)]
-pub(super) struct Passed {
-    /// Before the one that is walked first.
-    pub(super) before: Reg<U32>,
-    /// Behind the one that is walked last, where a window hides some.
-    pub(super) after: Option<Reg<U32>>,
+/// All key blocks of a tile, whichever a warpgroup walks.
+pub(super) struct WholeWalk {
+    /// The one that is walked last, where a window hides some before it.
+    pub(super) first: Option<Reg<U32>>,
+    /// The one that is walked first.
+    pub(super) last: Reg<U32>,
 }
 
 /// A tile's key blocks, in registers that become the warpgroup's.
@@ -41,11 +40,13 @@ pub(super) struct TileBlocks {
 
 impl Walks {
     /// Where a mask makes them differ: only where a block has fewer keys than a tile has rows is there
-    /// one that a warpgroup sees nothing of.
+    /// one that a warpgroup sees nothing of. Three warpgroups have no registers for it (36 bytes spilled
+    /// at head dim 64).
     pub(super) fn new(forward: &Forward) -> Option<Self> {
         let differ = forward.rules.mask != MaskKind::Dense
             && !forward.takes_block_lists()
             && !forward.is_fp8()
+            && forward.warpgroups == 2
             && forward.key_block < forward.query_rows()
             && forward.stages > 1;
         differ.then_some(Walks { key_block: forward.key_block })
@@ -69,7 +70,6 @@ impl Walks {
         visibility: &Visibility,
         rows: &RowTile,
         tile: &TileBlocks,
-        passed: &Passed,
     ) {
         let end = k.register();
         let first = tile.first.map(|_| k.register());
@@ -80,25 +80,15 @@ impl Walks {
             k.set(whole_from, before);
         }
         // Within the tile's, whatever its rows see.
-        let tile_end = k.eval(tile.end);
         let least = match tile.first {
-            None => tile_end.maximum(2) - 1,
-            Some(first) => (tile_end - 1).maximum(first + 1),
+            None => tile.end.maximum(2) - 1,
+            Some(first) => (tile.end - 1).maximum(first + 1),
         };
-        k.set(tile.end, end.minimum(tile_end).maximum(least));
-        k.set(passed.before, tile_end - tile.end);
-        if let (Some(first), Some(tile_first), Some(after)) = (first, tile.first, passed.after) {
-            let most = (tile_first + 1).minimum(tile.end - 1);
-            let first = k.eval(first.maximum(tile_first).minimum(most));
-            k.set(after, first - tile_first);
-            k.set(tile_first, first);
+        let end = k.eval(end.minimum(tile.end).maximum(least));
+        k.set(tile.end, end);
+        if let (Some(first), Some(tile_first)) = (first, tile.first) {
+            let most = (tile_first + 1).minimum(end - 1);
+            k.set(tile_first, first.maximum(tile_first).minimum(most));
         }
-    }
-}
-
-impl Passed {
-    pub(super) fn new(k: &mut Builder, visibility: &Visibility) -> Self {
-        let after = visibility.is_window();
-        Passed { before: k.variable(0), after: after.then(|| k.variable(0)) }
     }
 }

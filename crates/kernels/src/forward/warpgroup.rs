@@ -113,30 +113,16 @@ impl<'a> Warpgroup<'a> {
         self.values.release(k, self.leader);
     }
 
-    /// Passes over the keys of a block, if it does.
-    pub(super) fn pass_over_keys(&self, k: &mut Builder, blocks: Option<Reg<U32>>) {
-        pass_over(k, blocks, |k| {
-            self.wait_for_keys(k);
-            self.release_keys(k);
-        });
+    /// Passes over the keys of a block.
+    pub(super) fn pass_over_keys(&self, k: &mut Builder) {
+        self.wait_for_keys(k);
+        self.release_keys(k);
     }
 
-    /// Passes over its values, if it does.
-    pub(super) fn pass_over_values(&self, k: &mut Builder, blocks: Option<Reg<U32>>) {
-        pass_over(k, blocks, |k| {
-            self.wait_for_values(k);
-            self.release_values(k);
-        });
-    }
-
-    /// Passes the turn on that goes with it, if it does.
-    pub(super) fn pass_over_turn(&self, k: &mut Builder, blocks: Option<Reg<U32>>) {
-        if self.ping_pong.mine.is_some() {
-            pass_over(k, blocks, |k| {
-                self.ping_pong.take(k);
-                self.ping_pong.pass(k);
-            });
-        }
+    /// Passes over the values of a block.
+    pub(super) fn pass_over_values(&self, k: &mut Builder) {
+        self.wait_for_values(k);
+        self.release_values(k);
     }
 
     /// The operands of `Q K^T` for the stage of keys last waited for.
@@ -194,13 +180,6 @@ impl<'a> Warpgroup<'a> {
     }
 }
 
-/// What is done for a block that is passed over; `blocks` is none or one.
-fn pass_over(k: &mut Builder, blocks: Option<Reg<U32>>, pass: impl FnOnce(&mut Builder)) {
-    if let Some(blocks) = blocks {
-        k.if_(blocks.differs(0), pass);
-    }
-}
-
 /// PingPong at the tensor cores: a named barrier for each warpgroup, at which it
 /// waits and the one before it arrives.
 pub(super) struct PingPong {
@@ -224,6 +203,12 @@ impl PingPong {
         if let Some((own, _)) = self.mine {
             k.barrier_sync(own, 256);
         }
+    }
+
+    /// A turn that is not used.
+    pub(super) fn pass_over(&self, k: &mut Builder) {
+        self.take(k);
+        self.pass(k);
     }
 
     pub(super) fn pass(&self, k: &mut Builder) {
