@@ -117,11 +117,11 @@ impl<T: ConsumerScheduler> State<'_, T> {
             group.ping_pong.pass(k);
             let landed = update.wait(k);
             group.release_values(k);
+            pass_over_last_values(k, *tiles, current, group, block);
             probe.stamp(k, Phase::Update);
             // What takes in others comes last, and is not followed by another tile.
             finish(k, (*tiles, current), epilogue, staging, softmax, landed, false);
             probe.stamp(k, Phase::Epilogue);
-            pass_over_last_values(k, *tiles, current, group, block);
             let scores = scores.wait(k);
             group.release_keys(k);
             probe.stamp(k, Phase::Scores);
@@ -202,10 +202,10 @@ impl<T: ConsumerScheduler> State<'_, T> {
         group.wait_for_values(k);
         let landed = group.start_update(k, output, accumulate, p).wait(k);
         group.release_values(k);
+        pass_over_last_values(k, *tiles, current, group, self.block);
         probe.stamp(k, Phase::Update);
         finish(k, (*tiles, current), epilogue, staging, softmax, landed, true);
         probe.stamp(k, Phase::Epilogue);
-        pass_over_last_values(k, *tiles, current, group, self.block);
     }
 
     /// A tile's first block: there is no output yet to be kept or rescaled.
@@ -269,7 +269,8 @@ impl<T: ConsumerScheduler> State<'_, T> {
     }
 }
 
-/// The values of a block that was passed over behind the last that was walked.
+/// The values of a block that was passed over behind the last that was walked. Before the tile is stored: its threads
+/// meet there, after which one of them gives back what this reads.
 fn pass_over_last_values<T: ConsumerScheduler>(
     k: &mut Builder,
     tiles: &T,

@@ -46,7 +46,7 @@ impl Walks {
         let differ = forward.rules.mask != MaskKind::Dense
             && !forward.takes_block_lists()
             && !forward.is_fp8()
-            && forward.warpgroups == 2
+            && forward.warpgroups >= 2
             && forward.key_block < forward.query_rows()
             && forward.stages > 1;
         differ.then_some(Walks { key_block: forward.key_block })

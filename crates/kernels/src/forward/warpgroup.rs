@@ -35,7 +35,9 @@ pub(super) struct Warpgroup<'a> {
 impl<'a> Warpgroup<'a> {
     pub(super) fn new(k: &mut Builder, forward: &Forward, shared: &'a Shared) -> Self {
         let thread = k.thread_index();
+        // From one lane, so that the assembler knows that it is the same in all of a warp.
         let index = k.eval(thread / 128 - 1);
+        let index = k.shuffle_index(index, 0);
         let thread = k.eval(thread % 128);
         let lane = k.lane();
         Warpgroup {
@@ -115,14 +117,12 @@ impl<'a> Warpgroup<'a> {
 
     /// Passes over the keys of a block.
     pub(super) fn pass_over_keys(&self, k: &mut Builder) {
-        self.wait_for_keys(k);
-        self.release_keys(k);
+        pass_over(k, &self.keys, self.leader);
     }
 
     /// Passes over the values of a block.
     pub(super) fn pass_over_values(&self, k: &mut Builder) {
-        self.wait_for_values(k);
-        self.release_values(k);
+        pass_over(k, &self.values, self.leader);
     }
 
     /// The operands of `Q K^T` for the stage of keys last waited for.
@@ -178,6 +178,13 @@ impl<'a> Warpgroup<'a> {
         let values = self.value_operand(k);
         k.wgmma_into(output, accumulate, p, values)
     }
+}
+
+/// Gives back a stage that is not used. Not before it is full: then others have given back what was in it before, and
+/// this arrival does not count for that.
+fn pass_over(k: &mut Builder, stages: &Consumer, leader: Reg<Pred>) {
+    stages.wait(k);
+    stages.release(k, leader);
 }
 
 /// PingPong at the tensor cores: a named barrier for each warpgroup, at which it
