@@ -40,6 +40,8 @@ pub(super) struct Consumers<'a, T: ConsumerScheduler> {
     pub(super) functions: Functions,
     pub(super) epilogue: Epilogue,
     pub(super) probe: Option<Reg<GlobalAddress>>,
+    /// See [`Warpgroup::new`].
+    pub(super) index_from_one_lane: bool,
 }
 
 /// One warpgroup's work: 64 query rows of each of the block's tiles.
@@ -47,8 +49,8 @@ pub(super) fn consume<T: ConsumerScheduler>(k: &mut Builder, given: Consumers<'_
     if given.forward.is_fp8() {
         return fp8::consume(k, given);
     }
-    let Consumers { forward, shared, tiles, scores, functions, epilogue, probe } = given;
-    let group = Warpgroup::new(k, forward, shared);
+    let Consumers { forward, shared, tiles, scores, functions, epilogue, probe, .. } = given;
+    let group = Warpgroup::new(k, forward, shared, given.index_from_one_lane);
     let staging = Output::new(k, shared, &group);
     // The probabilities of one block and of the next: they change places.
     let even = Fragment::new(k, forward.element, forward.key_block);

@@ -585,7 +585,7 @@ impl<'a> DynamicConsumer<'a> {
             batch,
             reads: slots.pipeline.consumer(k),
             leader: k.eval(lane.equals(0)),
-            walks: Walks::new(&prefill.tile),
+            walks: Walks::new(&prefill.tile, prefill.index_from_one_lane()),
         }
     }
 }

@@ -135,7 +135,7 @@ impl StaticScheduler {
             heads: DivisorRegisters::parameters(k, Number::QueryHeads),
             group: DivisorRegisters::parameters(k, Number::GroupSize),
             visibility: Visibility::parameters(k, rules.mask),
-            walks: Walks::new(forward),
+            walks: Walks::new(forward, forward.index_from_one_lane()),
             lists: forward.takes_block_lists().then(|| BlockLists::parameters(k)),
             slopes: rules.alibi.then(|| Slopes::parameters(k)),
             sinks: rules.sinks.then(|| Sinks::parameters(k)),

@@ -40,13 +40,13 @@ pub(super) struct TileBlocks {
 
 impl Walks {
     /// Where a mask makes them differ: only where a block has fewer keys than a tile has rows is there
-    /// one that a warpgroup sees nothing of. Three warpgroups have no registers for it (36 bytes spilled
-    /// at head dim 64).
-    pub(super) fn new(forward: &Forward) -> Option<Self> {
-        let differ = forward.rules.mask != MaskKind::Dense
+    /// one that a warpgroup sees nothing of. Indices have to come from one lane, or the assembler no longer
+    /// knows that a warp's pipelines are at one stage: that costs 2.5 % at head dim 256, and a spill at 64.
+    pub(super) fn new(forward: &Forward, index_from_one_lane: bool) -> Option<Self> {
+        let differ = index_from_one_lane
+            && forward.rules.mask != MaskKind::Dense
             && !forward.takes_block_lists()
             && !forward.is_fp8()
-            && forward.warpgroups >= 2
             && forward.key_block < forward.query_rows()
             && forward.stages > 1;
         differ.then_some(Walks { key_block: forward.key_block })

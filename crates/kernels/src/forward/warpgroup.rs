@@ -33,11 +33,19 @@ pub(super) struct Warpgroup<'a> {
 }
 
 impl<'a> Warpgroup<'a> {
-    pub(super) fn new(k: &mut Builder, forward: &Forward, shared: &'a Shared) -> Self {
+    /// With an index from one lane the assembler knows that it is the same in all of a warp, and has
+    /// the addresses of products in uniform registers from the start.
+    pub(super) fn new(
+        k: &mut Builder,
+        forward: &Forward,
+        shared: &'a Shared,
+        index_from_one_lane: bool,
+    ) -> Self {
         let thread = k.thread_index();
-        // From one lane, so that the assembler knows that it is the same in all of a warp.
-        let index = k.eval(thread / 128 - 1);
-        let index = k.shuffle_index(index, 0);
+        let mut index = k.eval(thread / 128 - 1);
+        if index_from_one_lane {
+            index = k.shuffle_index(index, 0);
+        }
         let thread = k.eval(thread % 128);
         let lane = k.lane();
         Warpgroup {
