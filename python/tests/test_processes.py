@@ -207,22 +207,22 @@ sums = np.broadcast_to(np.float32(0), (1 << 12, 1, 1 << 14, 1))
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_a_long_call_can_be_interrupted(call):
-    # Not from Python's own handler alone: the time counts from the signal to the exception, on a machine that may
-    # be busy with other tests.
+    # Not from Python's own handler alone. What counts is the time of all processors, which a machine that is busy
+    # with other tests does not lengthen: 0.4 s until the signal and half a second until the exception.
     run_without_torch(
         LONG
         + f"""
 attend()
 signal.setitimer(signal.ITIMER_REAL, 0.4)
 signal.signal(signal.SIGALRM, signal.default_int_handler)
-begin = time.monotonic()
+begin = time.process_time()
 try:
     {call}
 except KeyboardInterrupt:
-    late = time.monotonic() - begin - 0.4
+    used = time.process_time() - begin
 else:
     raise SystemExit("the call ended, and should have taken longer")
-assert late < 2, late
+assert used < 0.9 * os.cpu_count(), used
 assert np.array_equal(attend(), attend())
 """
     )

@@ -1,6 +1,6 @@
 //! The consumers' loop: key blocks of a tile, tiles of a block.
 
-use ptx::{Accumulate, Accumulator, Builder, Fragment, GlobalAddress, Pred, Reg, U32};
+use ptx::{Accumulate, Accumulator, Builder, Expression, Fragment, GlobalAddress, Pred, Reg, U32};
 
 use super::epilogue::{Epilogue, Output};
 use super::partials::Part;
@@ -40,6 +40,8 @@ pub(super) struct Consumers<'a, T: ConsumerScheduler> {
     pub(super) functions: Functions,
     pub(super) epilogue: Epilogue,
     pub(super) probe: Option<Reg<GlobalAddress>>,
+    /// See [`Warpgroup::new`].
+    pub(super) index_from_one_lane: bool,
 }
 
 /// One warpgroup's work: 64 query rows of each of the block's tiles.
@@ -47,14 +49,15 @@ pub(super) fn consume<T: ConsumerScheduler>(k: &mut Builder, given: Consumers<'_
     if given.forward.is_fp8() {
         return fp8::consume(k, given);
     }
-    let Consumers { forward, shared, tiles, scores, functions, epilogue, probe } = given;
-    let group = Warpgroup::new(k, forward, shared);
+    let Consumers { forward, shared, tiles, scores, functions, epilogue, probe, .. } = given;
+    let group = Warpgroup::new(k, forward, shared, given.index_from_one_lane);
     let staging = Output::new(k, shared, &group);
     // The probabilities of one block and of the next: they change places.
     let even = Fragment::new(k, forward.element, forward.key_block);
     let odd = Fragment::new(k, forward.element, forward.key_block);
 
     let tile = tiles.first_tile(k);
+    tiles.narrow(k, &tile, group.index);
     let mut state = State {
         form: forward.form,
         tiles,
@@ -97,6 +100,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
             self.group.release_queries_late(k);
             self.tiles.next_tile(k, tile);
             k.break_if(!self.tiles.has_tile(tile));
+            self.tiles.narrow(k, tile, self.group.index);
 
             let State { tiles, group, probe, output, softmax, current, output_begun, .. } = self;
             let accumulate = Accumulate::If(output_begun.register());
@@ -106,12 +110,16 @@ impl<T: ConsumerScheduler> State<'_, T> {
             let update = group.start_update(k, output, accumulate, even);
             group.take_queries(k);
             probe.stamp(k, Phase::Queries);
+            if let Some(whole) = tiles.whole_walk_ahead(k, tile) {
+                k.if_(whole.last.differs(tiles.last_block(tile)), |k| group.pass_over_keys(k));
+            }
             group.wait_for_keys(k);
             probe.stamp(k, Phase::WaitForKeys);
             let scores = group.start_scores(k);
             group.ping_pong.pass(k);
             let landed = update.wait(k);
             group.release_values(k);
+            pass_over_last_values(k, *tiles, current, group, block);
             probe.stamp(k, Phase::Update);
             // What takes in others comes last, and is not followed by another tile.
             finish(k, (*tiles, current), epilogue, staging, softmax, landed, false);
@@ -142,6 +150,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
             self.group.release_queries_late(k);
             self.end(k, epilogue, staging, p);
             self.tiles.next_tile(k, tile);
+            self.tiles.narrow(k, tile, self.group.index);
             self.tiles.take(k, &self.current, tile);
             k.set(block, self.tiles.last_block(tile));
             k.break_if(!self.tiles.has_tile(tile));
@@ -164,12 +173,22 @@ impl<T: ConsumerScheduler> State<'_, T> {
                 even.set(k, odd);
             }
         });
+        let State { tiles, group, current, .. } = self;
+        if let Some(first) = tiles.whole_walk(k, current).and_then(|whole| whole.first) {
+            k.if_(first.differs(block), |k| {
+                group.pass_over_keys(k);
+                group.ping_pong.pass_over(k);
+            });
+        }
     }
 
     /// A tile's first scores, with nothing beside them.
     fn begin(&mut self, k: &mut Builder, p: &Fragment) {
         self.group.take_queries(k);
         self.probe.stamp(k, Phase::Queries);
+        if let Some(whole) = self.tiles.whole_walk(k, &self.current) {
+            k.if_(whole.last.differs(self.block), |k| self.group.pass_over_keys(k));
+        }
         self.group.wait_for_keys(k);
         self.probe.stamp(k, Phase::WaitForKeys);
         let scores = self.group.start_scores(k).wait(k);
@@ -185,6 +204,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
         group.wait_for_values(k);
         let landed = group.start_update(k, output, accumulate, p).wait(k);
         group.release_values(k);
+        pass_over_last_values(k, *tiles, current, group, self.block);
         probe.stamp(k, Phase::Update);
         finish(k, (*tiles, current), epilogue, staging, softmax, landed, true);
         probe.stamp(k, Phase::Epilogue);
@@ -201,6 +221,12 @@ impl<T: ConsumerScheduler> State<'_, T> {
         self.softmax.first_block(k, &scores, p);
         self.probe.stamp(k, Phase::Softmax);
         k.set(self.output_begun, false);
+        if let Some(whole) = self.tiles.whole_walk(k, &self.current) {
+            k.if_(whole.last.differs(self.block), |k| {
+                self.group.ping_pong.pass_over(k);
+                self.group.pass_over_values(k);
+            });
+        }
     }
 
     /// One key block: the scores of this one while the output takes the last.
@@ -242,6 +268,20 @@ impl<T: ConsumerScheduler> State<'_, T> {
         group.release_values(k);
         probe.stamp(k, Phase::Update);
         rescale.apply(k, landed);
+    }
+}
+
+/// The values of a block that was passed over behind the last that was walked. Before the tile is stored: its threads
+/// meet there, after which one of them gives back what this reads.
+fn pass_over_last_values<T: ConsumerScheduler>(
+    k: &mut Builder,
+    tiles: &T,
+    current: &T::Current,
+    group: &Warpgroup<'_>,
+    block: Reg<U32>,
+) {
+    if let Some(first) = tiles.whole_walk(k, current).and_then(|whole| whole.first) {
+        k.if_(first.differs(block), |k| group.pass_over_values(k));
     }
 }
 

@@ -23,6 +23,7 @@ use ptx::{
 use super::prefill::{Prefill, copied_rows, slice_corner};
 use super::producer::Loader;
 use super::scheduler::{ConsumerScheduler, Place, ProducerScheduler, TileScheduler};
+use super::walk::{TileBlocks, Walks, WholeWalk};
 use crate::attention::descale::{Descales, Product};
 use crate::attention::rows::Sinks;
 use crate::attention::scores::Slopes;
@@ -549,6 +550,7 @@ pub(super) struct DynamicConsumer<'a> {
     reads: Consumer,
     /// True in the lane that gives slots back for its warp.
     leader: Reg<Pred>,
+    walks: Option<Walks>,
 }
 
 /// A tile as it was posted.
@@ -571,13 +573,19 @@ fn first_or_none(first_block: Option<Reg<U32>>) -> Value<U32> {
 }
 
 impl<'a> DynamicConsumer<'a> {
-    pub(super) fn new(k: &mut Builder, slots: &'a WorkSlots, batch: &'a Batch) -> Self {
+    pub(super) fn new(
+        k: &mut Builder,
+        prefill: &Prefill,
+        slots: &'a WorkSlots,
+        batch: &'a Batch,
+    ) -> Self {
         let lane = k.lane();
         DynamicConsumer {
             slots,
             batch,
             reads: slots.pipeline.consumer(k),
             leader: k.eval(lane.equals(0)),
+            walks: Walks::new(&prefill.tile, prefill.index_from_one_lane()),
         }
     }
 }
@@ -649,6 +657,34 @@ impl ConsumerScheduler for DynamicConsumer<'_> {
         for (word, new) in words {
             k.set(word, new);
         }
+    }
+
+    fn narrow(&self, k: &mut Builder, tile: &WorkTile, group: Reg<U32>) {
+        let Some(walks) = &self.walks else { return };
+        let WorkTile { blocks, current } = tile;
+        k.if_(self.has_tile(tile), |k| {
+            let [first_row, query_length, key_length, _] = self.slots.read(k, current.slot, 1);
+            let rows = Walks::rows_of(k, group, first_row, [query_length, key_length]);
+            let blocks = TileBlocks {
+                first: current.window.map(|[first, _]| first),
+                end: *blocks,
+                masked_from: current.masked_from,
+                whole_from: current.window.map(|[_, whole_from]| whole_from),
+            };
+            walks.narrow(k, &self.batch.visibility, &rows, &blocks);
+        });
+    }
+
+    fn whole_walk(&self, k: &mut Builder, current: &Current) -> Option<WholeWalk> {
+        self.walks.map(|_| {
+            let slot = self.slots.slot(k, current.slot);
+            let [blocks, first] = k.load_vector::<U32, _, 2>(slot, Default::default());
+            WholeWalk { first: current.window.map(|_| first), last: k.eval(blocks - 1) }
+        })
+    }
+
+    fn whole_walk_ahead(&self, k: &mut Builder, tile: &WorkTile) -> Option<WholeWalk> {
+        self.whole_walk(k, &tile.current)
     }
 
     fn is_first_block(&self, current: &Current, block: Reg<U32>) -> Value<Pred> {

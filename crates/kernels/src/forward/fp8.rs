@@ -83,8 +83,8 @@ struct State<'a, T: ConsumerScheduler> {
 
 /// One warpgroup's work: 64 query rows of each of the block's tiles.
 pub(super) fn consume<T: ConsumerScheduler>(k: &mut Builder, given: Consumers<'_, T>) {
-    let Consumers { forward, shared, tiles, scores, functions, epilogue, probe } = given;
-    let group = Warpgroup::new(k, forward, shared);
+    let Consumers { forward, shared, tiles, scores, functions, epilogue, probe, .. } = given;
+    let group = Warpgroup::new(k, forward, shared, given.index_from_one_lane);
     let staging = Output::new(k, shared, &group);
     let tile = tiles.first_tile(k);
     let tile_scale = k.register();

@@ -8,6 +8,7 @@
 use ptx::{Builder, Expression, F32, Pred, Reg, S32, U32, U64, Value};
 
 use super::producer::Loader;
+use super::walk::WholeWalk;
 use crate::attention::descale::Product;
 use crate::attention::visibility::Visibility;
 
@@ -72,6 +73,17 @@ pub(super) trait ConsumerScheduler: TileScheduler {
 
     /// The current tile is done, and becomes this one.
     fn take(&self, k: &mut Builder, current: &Self::Current, tile: &Self::Tile);
+
+    /// Leaves of the tile's key blocks, if there is a tile, those that some row of a warpgroup sees
+    /// ([`Walks`](super::walk::Walks)).
+    fn narrow(&self, k: &mut Builder, tile: &Self::Tile, group: Reg<U32>);
+
+    /// All blocks of the tile, where warpgroups may leave some of them out. Found anew whenever they are
+    /// asked for, which is a few times a tile: registers are dearer.
+    fn whole_walk(&self, k: &mut Builder, current: &Self::Current) -> Option<WholeWalk>;
+
+    /// The same of a tile that is not yet the current one.
+    fn whole_walk_ahead(&self, k: &mut Builder, tile: &Self::Tile) -> Option<WholeWalk>;
 
     /// Whether a key block is the tile's first: the last one to be walked.
     fn is_first_block(&self, current: &Self::Current, block: Reg<U32>) -> Value<Pred>;

@@ -14,6 +14,7 @@ use ptx::{Builder, Expression, F32, GlobalAddress, Pred, Reg, S32, U32, U64, Val
 use super::producer::Loader;
 use super::scheduler::{ConsumerScheduler, Place, ProducerScheduler, TileScheduler};
 use super::stream_k::PartWord;
+use super::walk::{TileBlocks, Walks, WholeWalk};
 use super::{Forward, TileLists};
 use crate::attention::descale::{Descales, Product};
 use crate::attention::function::blocks::{BlockList, BlockLists, block_of, count, entry};
@@ -39,6 +40,7 @@ pub(super) struct StaticScheduler {
     heads: DivisorRegisters,
     group: DivisorRegisters,
     visibility: Visibility,
+    walks: Option<Walks>,
     /// Where a mask is a function.
     lists: Option<BlockLists>,
     slopes: Option<Slopes>,
@@ -133,6 +135,7 @@ impl StaticScheduler {
             heads: DivisorRegisters::parameters(k, Number::QueryHeads),
             group: DivisorRegisters::parameters(k, Number::GroupSize),
             visibility: Visibility::parameters(k, rules.mask),
+            walks: Walks::new(forward, forward.index_from_one_lane()),
             lists: forward.takes_block_lists().then(|| BlockLists::parameters(k)),
             slopes: rules.alibi.then(|| Slopes::parameters(k)),
             sinks: rules.sinks.then(|| Sinks::parameters(k)),
@@ -192,14 +195,28 @@ impl StaticScheduler {
         Some(end)
     }
 
-    /// Which key blocks the tile needs, and which of them need no mask.
-    fn find_blocks(&self, k: &mut Builder, tile: &Tile) {
-        let rows = RowTile {
-            first_row: tile.first_row,
+    /// The rows of a tile from its first.
+    fn rows_from(&self, first_row: Reg<U32>) -> RowTile {
+        RowTile {
+            first_row,
             rows: self.query_rows,
             query_length: self.query_length,
             key_length: self.key_length,
-        };
+        }
+    }
+
+    /// The key blocks of the tile that begins with a row.
+    fn whole_walk_from(&self, k: &mut Builder, first_row: Reg<U32>) -> WholeWalk {
+        let first = self.visibility.is_window().then(|| k.register());
+        let end = k.register();
+        let blocks = Blocks { size: self.key_block, least: 1, first, end };
+        self.visibility.find_blocks(k, &self.rows_from(first_row), blocks);
+        WholeWalk { first, last: k.eval(end - 1) }
+    }
+
+    /// Which key blocks the tile needs, and which of them need no mask.
+    fn find_blocks(&self, k: &mut Builder, tile: &Tile) {
+        let rows = self.rows_from(tile.first_row);
         let first = tile.rows.first_block;
         let blocks = Blocks { size: self.key_block, least: 1, first, end: tile.blocks };
         let Masked { from, before } = self.visibility.find_blocks(k, &rows, blocks);
@@ -386,6 +403,27 @@ impl ConsumerScheduler for StaticScheduler {
         if let (Some(held), Some(new)) = (current.list, tile.rows.list) {
             k.set(held, new);
         }
+    }
+
+    fn narrow(&self, k: &mut Builder, tile: &Tile, group: Reg<U32>) {
+        let Some(walks) = &self.walks else { return };
+        let lengths = [self.query_length, self.key_length];
+        let rows = Walks::rows_of(k, group, tile.first_row, lengths);
+        let blocks = TileBlocks {
+            first: tile.rows.first_block,
+            end: tile.blocks,
+            masked_from: tile.first_masked,
+            whole_from: tile.whole_from,
+        };
+        walks.narrow(k, &self.visibility, &rows, &blocks);
+    }
+
+    fn whole_walk(&self, k: &mut Builder, current: &Current) -> Option<WholeWalk> {
+        self.walks.map(|_| self.whole_walk_from(k, current.first_row))
+    }
+
+    fn whole_walk_ahead(&self, k: &mut Builder, tile: &Tile) -> Option<WholeWalk> {
+        self.walks.map(|_| self.whole_walk_from(k, tile.first_row))
     }
 
     fn entry(

@@ -33,9 +33,19 @@ pub(super) struct Warpgroup<'a> {
 }
 
 impl<'a> Warpgroup<'a> {
-    pub(super) fn new(k: &mut Builder, forward: &Forward, shared: &'a Shared) -> Self {
+    /// With an index from one lane the assembler knows that it is the same in all of a warp, and has
+    /// the addresses of products in uniform registers from the start.
+    pub(super) fn new(
+        k: &mut Builder,
+        forward: &Forward,
+        shared: &'a Shared,
+        index_from_one_lane: bool,
+    ) -> Self {
         let thread = k.thread_index();
-        let index = k.eval(thread / 128 - 1);
+        let mut index = k.eval(thread / 128 - 1);
+        if index_from_one_lane {
+            index = k.shuffle_index(index, 0);
+        }
         let thread = k.eval(thread % 128);
         let lane = k.lane();
         Warpgroup {
@@ -113,6 +123,16 @@ impl<'a> Warpgroup<'a> {
         self.values.release(k, self.leader);
     }
 
+    /// Passes over the keys of a block.
+    pub(super) fn pass_over_keys(&self, k: &mut Builder) {
+        pass_over(k, &self.keys, self.leader);
+    }
+
+    /// Passes over the values of a block.
+    pub(super) fn pass_over_values(&self, k: &mut Builder) {
+        pass_over(k, &self.values, self.leader);
+    }
+
     /// The operands of `Q K^T` for the stage of keys last waited for.
     pub(super) fn score_operands(&self, k: &mut Builder) -> (MatrixA, ptx::Matrix) {
         let queries = match &self.query_fragment {
@@ -168,6 +188,13 @@ impl<'a> Warpgroup<'a> {
     }
 }
 
+/// Gives back a stage that is not used. Not before it is full: then others have given back what was in it before, and
+/// this arrival does not count for that.
+fn pass_over(k: &mut Builder, stages: &Consumer, leader: Reg<Pred>) {
+    stages.wait(k);
+    stages.release(k, leader);
+}
+
 /// PingPong at the tensor cores: a named barrier for each warpgroup, at which it
 /// waits and the one before it arrives.
 pub(super) struct PingPong {
@@ -191,6 +218,12 @@ impl PingPong {
         if let Some((own, _)) = self.mine {
             k.barrier_sync(own, 256);
         }
+    }
+
+    /// A turn that is not used.
+    pub(super) fn pass_over(&self, k: &mut Builder) {
+        self.take(k);
+        self.pass(k);
     }
 
     pub(super) fn pass(&self, k: &mut Builder) {

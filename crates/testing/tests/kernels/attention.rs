@@ -110,6 +110,32 @@ fn forward_shares_keys() {
     every_schedule(&call.scene().unwrap(), Mode::Values, 16);
 }
 
+/// Under a mask a warpgroup passes over blocks that none of its rows sees, at either end of its walk, while the
+/// others walk them; with other tiles before and behind, in turns and without, in every form.
+#[test]
+fn forward_passes_over_blocks() {
+    let with = |rules| Forward { rules, key_block: 64, ..small() };
+    let compact = |rules| Forward { form: Form::COMPACT, ..with(rules) };
+    let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
+    for (forward, size, processors) in [
+        (with(Rules::CAUSAL), (1, [300, 300], [1, 1]), 1),
+        (with(Rules::CAUSAL), (1, [257, 420], [2, 1]), 2),
+        (compact(Rules::CAUSAL), (1, [300, 170], [1, 1]), 1),
+        (Forward { ping_pong: false, ..with(Rules::CAUSAL) }, (1, [260, 260], [1, 1]), 1),
+        (Forward { key_block: 96, ..with(Rules::CAUSAL) }, (1, [390, 390], [1, 1]), 2),
+        (with(Rules::LOCAL), (1, [300, 300], [1, 1]), 1),
+        (compact(Rules::LOCAL), (1, [300, 410], [1, 1]), 2),
+        (with(chunked), (1, [260, 290], [1, 1]), 1),
+        // A warpgroup without queries.
+        (with(Rules::LOCAL), (1, [190, 330], [2, 1]), 1),
+    ] {
+        let call = call(forward, size).on(processors);
+        every_schedule(&call.scene().unwrap(), Mode::Checked, 1);
+    }
+    let call = call(with(Rules::LOCAL), (1, [300, 300], [1, 1])).on(1);
+    every_schedule(&call.scene().unwrap(), Mode::Values, 16);
+}
+
 /// Tensors with heads first and with gaps, and slopes that sequences share.
 #[test]
 fn forward_follows_strides() {
