@@ -278,6 +278,9 @@ listed! {
         ClearedBlocks,
         /// How many tiles of keys later a tile's share of the sums is rounded.
         RoundedAfter,
+        /// Blocks of query rows of a head that a tile of keys has a share of, on average: as many of a share
+        /// are cleared and rounded beside each other before and after the products.
+        BlocksPerShare,
         /// Blocks of query rows whose sums are.
         RoundedBlocks,
         /// Query rows of a tile.

@@ -84,7 +84,7 @@ impl Kernels {
             Some(_) => {
                 let shares = Shares::new(chip, problem, key_block);
                 choice.launches[0].numbers.extend([shares.cleared(), shares.rounded()]);
-                shares.around(&self.pass, schedule.all_tiles)
+                shares.around(per_head, &schedule)
             }
         };
         self.beside(&mut choice, &rows, around);
@@ -124,16 +124,23 @@ impl Shares {
         (Number::RoundedAfter, self.rounded_after)
     }
 
-    /// With room for so many tiles.
-    fn around(&self, pass: &BackwardPass, tiles: u32) -> Around {
+    /// With so many blocks of query rows of a head.
+    fn around(&self, query_blocks: u32, schedule: &Schedule) -> Around {
+        let tiles = schedule.all_tiles;
+        let per_share = query_blocks.div_ceil(schedule.most_tiles.max(1)).clamp(1, MOST_PER_SHARE);
+        let per_share_number = (Number::BlocksPerShare, per_share);
         Around {
-            before: vec![self.cleared(), (Number::KeyTiles, tiles)],
-            after: vec![self.rounded()],
-            rounded_after: self.rounded_after.min(tiles) * pass.rounding().blocks_of_share(),
+            before: vec![self.cleared(), (Number::KeyTiles, tiles), per_share_number],
+            after: vec![self.rounded(), per_share_number],
+            rounded_after: self.rounded_after.min(tiles).saturating_mul(per_share),
             counters: tiles,
         }
     }
 }
+
+/// Blocks of query rows of a share that are taken beside each other before and after the products, at most:
+/// with more of them, a few multiprocessors already have enough to do.
+const MOST_PER_SHARE: u32 = 64;
 
 /// The kind of mask. A chunk may hide something of any sequence: one with more queries than keys
 /// begins before the first chunk.
@@ -211,7 +218,10 @@ mod tests {
         let choice = chosen(&Chip::H200, &packed(128)).unwrap();
         let blocks: Vec<u32> = choice.launches.iter().map(|it| it.blocks).collect();
         let per_head = 32_768 / 64 + 64;
-        assert_eq!(blocks, [1, 16 * per_head, 4 * (32_768 / 128 + 64), 2 * 16 * per_head]);
+        // What is rounded after the products: 32 tiles of the longest sequence and two for each
+        // multiprocessor, two blocks of query rows of each, in two parts.
+        let last = 4096 / 128 + 2 * 132;
+        assert_eq!(blocks, [1, 16 * per_head, 4 * (32_768 / 128 + 64), last * 2 * 2]);
         assert_eq!((choice.prepared, choice.main), (1, 2));
         let bytes: u64 = choice.memory.iter().map(|it| it.bytes).sum();
         assert!(bytes < 16 * (32_768 + 64 * 64) * (128 * 4 + 8) + (1 << 16), "{bytes}");

@@ -243,11 +243,9 @@ impl Housekeeping {
         let leads = leads(k);
         k.if_(leads, |k| {
             let (tile, _) = place.tile_and_part(k, number);
-            k.if_(tile.at_least(self.cleared), |k| {
-                let share = place.share(k, tile);
-                let counted = share.counted_beyond(k, self.cleared);
-                self.wait(k, &share, Progress::Cleared, counted);
-            });
+            let share = place.share(k, tile);
+            let cleared = share.cleared_beside(k, tile, self.cleared);
+            k.if_(cleared.greater(0), |k| self.wait(k, &share, Progress::Cleared, cleared));
             let ready = self.ready.at(k, 0);
             k.mbarrier_arrive(ready);
         });

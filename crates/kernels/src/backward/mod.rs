@@ -334,14 +334,15 @@ impl Backward {
     }
 
     /// Whether sums of `dQ` are cleared and rounded beside the products: in no order, without lists, and
-    /// where shared memory has room.
+    /// where there is room for it in shared memory and in registers.
     fn keeps_house(&self) -> bool {
-        !self.deterministic
-            && self.rules.mask_function.is_none()
-            && self.shape() != Shape::Wide
-            // Windows have no registers left for it, and ragged batches with every rule have not.
-            && !(self.persistent && self.rules.mask == MaskKind::Local)
-            && !(self.batch != Batch::Equal && self.rules.softcap && self.rules.alibi)
+        let Rules { mask, alibi, softcap, mask_function, score_function, .. } = self.rules;
+        let has_registers = match self.batch {
+            Batch::Equal => !(self.persistent && mask == MaskKind::Local),
+            _ => !alibi && !softcap && score_function.is_none(),
+        };
+        let unordered = !self.deterministic && mask_function.is_none();
+        unordered && self.shape() != Shape::Wide && has_registers
     }
 
     /// The pass that it is a part of.

@@ -438,12 +438,21 @@ impl Place {
 }
 
 impl Share {
-    /// How many of the tiles that have a share of the same come after so many first ones: all or none, but in
-    /// a ragged batch, where counters are those of the first of these tiles.
-    pub(super) fn counted_beyond(&self, k: &mut Builder, first: Reg<U32>) -> Reg<U32> {
+    /// How many of the tiles that have a share of the same come after so many first ones, whose shares were
+    /// cleared before the products: all or none, but in a ragged batch, where counters are those of the
+    /// first of these tiles.
+    pub(super) fn cleared_beside(
+        &self,
+        k: &mut Builder,
+        tile: Reg<U32>,
+        first: Reg<U32>,
+    ) -> Reg<U32> {
         match &self.heads {
-            None => self.tiles,
-            Some(_) => k.eval(self.counter + self.tiles - self.counter.maximum(first)),
+            None => k.eval(tile.at_least(first).choose::<U32>(self.tiles, 0u32)),
+            Some(_) => {
+                let end = k.eval(self.counter + self.tiles);
+                k.eval(end.maximum(first) - self.counter.maximum(first))
+            }
         }
     }
 

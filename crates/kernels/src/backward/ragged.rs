@@ -143,6 +143,50 @@ impl Shares {
     }
 }
 
+/// Shares whose blocks are taken by several blocks of the grid, before and after the products.
+pub(super) struct SpreadShares {
+    pub(super) shares: Shares,
+    at_once: DivisorRegisters,
+}
+
+impl SpreadShares {
+    pub(super) fn parameters(k: &mut Builder, query_block: u32, key_block: u32) -> Self {
+        SpreadShares {
+            shares: Shares::parameters(k, query_block, key_block),
+            at_once: DivisorRegisters::parameters(k, Number::BlocksPerShare),
+        }
+    }
+
+    /// Blocks of the grid that take a share.
+    pub(super) fn at_once(&self) -> Reg<U32> {
+        self.at_once.number
+    }
+
+    /// Which share a block of the grid takes some of, and from which block of query rows on.
+    pub(super) fn locate(&self, k: &mut Builder, index: Reg<U32>) -> (Reg<U32>, Reg<U32>) {
+        self.at_once.divide(k, index)
+    }
+
+    /// Does something with what a block of the grid has of a tile's share.
+    pub(super) fn every_block(
+        &self,
+        k: &mut Builder,
+        (tile, ahead): (Reg<U32>, Reg<U32>),
+        body: impl FnOnce(&mut Builder, &RowBlock),
+    ) {
+        let share = self.shares.of(k, tile);
+        let Some(heads) = &share.heads else { return };
+        heads.every(k, |k, of_head| {
+            let [first, end] = [share.first + ahead, share.end.into()];
+            let [first, end] = [first, end].map(|it| k.eval(of_head[1] + it));
+            k.for_range(first, end, self.at_once.number, |k, number| {
+                let block = heads.row_block(k, of_head, number);
+                body(k, &block);
+            });
+        });
+    }
+}
+
 impl ShareHeads {
     /// Does something for each head: with it, and with the number of its first block.
     pub(super) fn every(&self, k: &mut Builder, body: impl FnOnce(&mut Builder, [Reg<U32>; 2])) {

@@ -8,7 +8,7 @@ use ptx::{
     SharedAddress, StoreHint, Target, U32, U64, Value,
 };
 
-use super::ragged::Shares;
+use super::ragged::SpreadShares;
 use super::row_blocks::{RowBlock, RowBlocks, Vectors, index_from_last};
 use super::{Backward, SumsLayout, batch_name, shares_name};
 use crate::attention::{Batch, Rules};
@@ -89,14 +89,8 @@ impl Rounding {
         self.sums.parts() * query_blocks
     }
 
-    /// Blocks of query rows of a head that as many keys as a tile's go with: so many of a share are rounded
-    /// beside each other.
-    pub fn blocks_of_share(&self) -> u32 {
-        self.shares.map_or(1, |keys| (keys / self.sums.query_block).max(1))
-    }
-
     /// Builds the kernel: a block of the grid for each part of the sums of each block of query rows
-    /// of each head and sequence.
+    /// of each head and sequence, or of some of each last tile's share.
     pub fn program(&self) -> Result<Program, Error> {
         if !matches!(self.element, Element::F16 | Element::BF16) {
             return Err(Error::configuration(self.name(), "the element is not f16 or bf16"));
@@ -201,24 +195,16 @@ impl Rounding {
             });
         };
         if let Some(key_block) = self.shares {
-            let shares = Shares::parameters(k, self.sums.query_block, key_block);
+            let spread = SpreadShares::parameters(k, self.sums.query_block, key_block);
             let after = Number::RoundedAfter.read(k);
-            let at_once = self.blocks_of_share();
-            let (late, ahead) = (k.eval(index / at_once), k.eval(index % at_once));
-            let count = shares.count(k);
+            let (late, ahead) = spread.locate(k, index);
+            let count = spread.shares.count(k);
             k.if_(late.less(after.minimum(count)), |k| {
                 let tile = k.eval(count - 1 - late);
-                let share = shares.of(k, tile);
-                let Some(heads) = &share.heads else { return };
-                heads.every(k, |k, of_head| {
-                    let [first, end] = [share.first + ahead, share.end.into()];
-                    let [first, end] = [first, end].map(|it| k.eval(of_head[1] + it));
-                    k.for_range(first, end, at_once, |k, number| {
-                        let block = heads.row_block(k, of_head, number);
-                        round_rows(k, &block);
-                        // Rows of the next block come where these were.
-                        k.block_sync();
-                    });
+                spread.every_block(k, (tile, ahead), |k, block| {
+                    round_rows(k, block);
+                    // Rows of the next block come where these were.
+                    k.block_sync();
                 });
             });
             return;

@@ -8,7 +8,7 @@ use ptx::{
     StoreHint, Target, U32, U64, Value,
 };
 
-use super::ragged::Shares;
+use super::ragged::SpreadShares;
 use super::row_blocks::{LogSums, RowBlock, RowBlocks, Vectors, index_from_last};
 use super::{Backward, SumsLayout, batch_name, shares_name};
 use crate::attention::{Batch, Rules};
@@ -203,8 +203,8 @@ impl RowSums {
         }
     }
 
-    /// Zeros for the shares of the first tiles of keys, one for each block of the grid, and for the counters
-    /// of all.
+    /// Zeros for the shares of the first tiles of keys, some of one for each block of the grid, and for the
+    /// counters of all.
     fn clear_shares(
         &self,
         k: &mut Builder,
@@ -215,7 +215,7 @@ impl RowSums {
     ) {
         let counters = Workspace::Turns.address(k);
         let (room, cleared) = (Number::KeyTiles.read(k), Number::ClearedTiles.read(k));
-        let shares = Shares::parameters(k, self.sums.query_block, key_block);
+        let spread = SpreadShares::parameters(k, self.sums.query_block, key_block);
         let blocks = k.special(Special::GridExtent(Axis::X));
         let first = k.eval(index * THREADS + thread);
         k.for_range(first, room, blocks * THREADS, |k, tile| {
@@ -223,12 +223,13 @@ impl RowSums {
             let zero = k.eval::<U32>(0);
             k.store_vector(counter, &[zero; 2], StoreHint::default());
         });
-        k.if_(index.less(cleared), |k| {
-            let end = shares.count(k);
-            let end = k.eval(end.minimum(cleared));
-            k.for_range(index, end, blocks, |k, tile| {
-                let share = shares.of(k, tile);
-                share.every_part(k, 1, |k, number, _| self.clear(k, sums, number, thread));
+        let end = k.eval(cleared * spread.at_once());
+        k.if_(index.less(end), |k| {
+            let count = spread.shares.count(k);
+            let end = k.eval(end.minimum(count * spread.at_once()));
+            k.for_range(index, end, blocks, |k, index| {
+                let at = spread.locate(k, index);
+                spread.every_block(k, at, |k, block| self.clear(k, sums, block.number, thread));
             });
         });
     }

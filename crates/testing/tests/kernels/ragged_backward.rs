@@ -96,6 +96,29 @@ fn gradients_under_many_schedules() {
     }
 }
 
+/// On one multiprocessor tiles clear the share of the one four or five later and round that of the one before
+/// as soon as they may: of sequences and heads that have one tile, several, and none of keys; with shares of
+/// several blocks of query rows, of one and of none.
+#[test]
+fn tiles_clear_and_round_the_shares_of_others() {
+    let sinks = Rules { sinks: true, ..Rules::CAUSAL };
+    for (backward, queries, keys, heads) in [
+        (
+            tuned(128, 128, Rules::CAUSAL),
+            vec![130, 0, 65, 40, 129],
+            vec![130, 9, 65, 0, 300],
+            [4, 2],
+        ),
+        (tuned(64, 64, sinks), vec![300, 9, 0, 129, 1], vec![60, 0, 200, 129, 260], [3, 3]),
+        (tuned(96, 128, Rules::DENSE), vec![3, 200, 64, 70], vec![1, 129, 64, 0], [6, 2]),
+        (tuned(40, 40, Rules::LOCAL), vec![129, 0, 1, 7], vec![129, 0, 130, 70], [4, 4]),
+    ] {
+        assert!(backward.pass().housekeeping, "{}", backward.name());
+        let scene = call(backward, &queries, &keys, heads).on(1).scene().unwrap();
+        every_schedule(&scene, Mode::Checked, 2);
+    }
+}
+
 /// Records of a batch that had more tiles are nobody's.
 #[test]
 fn what_a_longer_batch_left_behind_is_not_read() {
