@@ -5,7 +5,7 @@ use kernels::backward::tuned_backward;
 use kernels::sequencer::Tiles;
 use kernels::{Backward, Batch, Configuration, MaskKind, Rules, Sequencer};
 use ptx::{Element, Target};
-use sim::{Budget, Measure, Mode, Options, Policy};
+use sim::{Argument, Budget, Measure, Mode, Options, Policy};
 
 use crate::every_schedule;
 
@@ -116,6 +116,30 @@ fn tiles_clear_and_round_the_shares_of_others() {
         assert!(backward.pass().housekeeping, "{}", backward.name());
         let scene = call(backward, &queries, &keys, heads).on(1).scene().unwrap();
         every_schedule(&scene, Mode::Checked, 2);
+    }
+}
+
+/// Sequences that lie over each other have more tiles than there is room for: what comes out means nothing, and
+/// nobody waits for a tile that there is not.
+#[test]
+fn lists_that_make_no_sense_come_to_an_end() {
+    let lengths = [300, 0, 30, 5, 0, 0];
+    let starts = [0, 335, 0, 335, 0, 335, 0];
+    for dim in [64, 128] {
+        let call = call(tuned(dim, dim, Rules::CAUSAL), &lengths, &lengths, [2, 2]).on(1);
+        let mut scene = call.unjudged().unwrap();
+        let list = Argument::Address(scene.memory.input_u32("senseless starts", &starts), 0);
+        let Scene { before, after, program, arguments, .. } = &mut scene;
+        let steps = before.iter_mut().chain(after).map(|it| (&it.program, &mut it.arguments));
+        for (program, arguments) in steps.chain([(&*program, arguments)]) {
+            let passed = program.parameters.iter().zip(arguments);
+            let starts = passed.filter(|(it, _)| it.name.ends_with("Starts"));
+            starts.for_each(|(_, argument)| *argument = list.clone());
+        }
+        for policy in Policy::HOSTILE {
+            let options = Options { mode: Mode::Values, policy, ..Options::default() };
+            scene.run(&options).unwrap_or_else(|failure| panic!("{dim}, {policy}: {failure}"));
+        }
     }
 }
 
