@@ -41,7 +41,8 @@ pub enum Tiles {
     /// without.
     Queries(MaskKind),
     /// Tiles of keys from the first to the last, sequence after sequence, those with the most
-    /// queries first.
+    /// queries first. Queries without keys have a tile too, of none: whoever has to do something for all
+    /// queries finds all of them here.
     Keys,
 }
 
@@ -134,7 +135,8 @@ impl Sequencer {
             order.sort_by_key(|(_, slice)| std::cmp::Reverse(slice.queries / (top / CHUNK + 1)));
             for (index, slice) in order {
                 let sequence = chunk as u32 * CHUNK + index;
-                let first_rows = (0..slice.keys).step_by(tile_rows as usize);
+                let rows = slice.keys.max(slice.queries.min(1));
+                let first_rows = (0..rows).step_by(tile_rows as usize);
                 records.extend(first_rows.map(|first_row| slice.record(sequence, first_row)));
             }
         }
@@ -419,8 +421,8 @@ impl Cut {
     /// The tiles of a sequence.
     fn of(&self, k: &mut Builder, sequence: &Sequence) -> Reg<U32> {
         let rows = match self.visibility {
-            Some(_) => sequence.queries,
-            None => sequence.keys,
+            Some(_) => sequence.queries.into(),
+            None => sequence.keys.maximum(sequence.queries.minimum(1)),
         };
         k.eval((rows + (self.rows - 1)) / self.rows)
     }
