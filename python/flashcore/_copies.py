@@ -74,14 +74,14 @@ def append(call: Callable[..., Any], tensors: tuple[Any, ...], flags: tuple[Any,
         return None
     for name, cache in zip(("k_cache", "v_cache"), caches):
         _check_writable(name, cache)
+    odd = any(tensor.shape[-1] % _MULTIPLE for tensor in given)
+    if not odd and not any(_gaps(tensor) for tensor in rows if tensor is not None):
+        return None
     k_cache, v_cache, k, v, q = (*caches, *rows)
     for name, tensor, of, cache in (("k", k, "k_cache", k_cache), ("v", v, "v_cache", v_cache), ("q", q, "k_cache", k_cache)):
         # Which zeros behind them would hide.
         if tensor is not None and tensor.shape[-1] != cache.shape[-1]:
             raise ValueError(f"{name} has head dim {tensor.shape[-1]}, expected the {cache.shape[-1]} of {of}")
-    odd = any(tensor.shape[-1] % _MULTIPLE for tensor in given)
-    if not odd and not any(_gaps(tensor) for tensor in rows if tensor is not None):
-        return None
     filled = tuple(_filled(tensor) for tensor in caches)
     copied = tuple(None if tensor is None else _filled(_side_by_side(tensor)) for tensor in rows)
     rotated, lengths = call((*filled, *copied, *others), flags)

@@ -14,6 +14,7 @@ import math
 import os
 import random
 import re
+import sys
 import time
 import warnings
 import zlib
@@ -39,7 +40,7 @@ except ModuleNotFoundError:
 REFUSALS = (TypeError, ValueError, NotImplementedError, MemoryError)
 
 # Seconds of a target where the environment does not say, and the longest that one call may take.
-SECONDS, SLOW = 0.7, 5.0
+SECONDS, SLOW = 0.5, 5.0
 
 
 class Dice:
@@ -912,7 +913,7 @@ def test_whatever_is_given_is_answered_or_refused(target):
     seconds = float(os.environ.get("FLASHCORE_FUZZ_SECONDS", SECONDS))
     began, number, answered = time.monotonic(), 0, 0
     # A call that never ends would not be seen otherwise.
-    faulthandler.dump_traceback_later(seconds + 60, exit=True)
+    faulthandler.dump_traceback_later(seconds + 60, exit=True, file=sys.__stderr__)
     try:
         while time.monotonic() - began < seconds or number < 20:
             answered += attempt(target, number)

@@ -155,8 +155,11 @@ fn backward(
         all.push(Call { weights: Weights::Apart(rows + 2), ..edges });
         // Scores far below zero, beside which a key beyond the last, whose score is 0, weighs more than a
         // float holds.
-        for lengths in [[3 * rows / 4, 3 * keys / 4], [rows + 9, keys + 9]] {
-            let few = Call::new(kernel, 8, lengths, [2, 1]).on(4);
+        // In walks of one step and of several, of either warpgroup, of either row that a thread has.
+        let long = [[3 * rows + 9, 3 * keys - 9], [2 * rows + 5, keys + 70]];
+        let short = [[3 * rows / 4, 3 * keys / 4], [rows + 9, keys + 9]];
+        for (batch, lengths) in short.map(|it| (8, it)).into_iter().chain(long.map(|it| (3, it))) {
+            let few = Call::new(kernel, batch, lengths, [2, 1]).on(4);
             let few = few.with(|it| it.with_scale(4.0 * scale));
             all.push(Call { weights: Weights::Heavy, ..few });
         }
