@@ -132,7 +132,7 @@ impl Weights {
         // From waves as long as a block down to a few keys, none a multiple of another.
         let share = (number % waves) as f32 / waves as f32;
         let angle = 0.05 * 17_f32.powf(share) * (position as f32 + later);
-        Some(2.0 * if column % 2 == 0 { angle.cos() } else { angle.sin() })
+        Some(2.0 * if column.is_multiple_of(2) { angle.cos() } else { angle.sin() })
     }
 
     /// Those of a tensor's rows, by where each is in its sequence.
