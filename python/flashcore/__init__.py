@@ -30,6 +30,7 @@ from ._arguments import flag as _flag
 from ._arguments import hints as _hints
 from ._arguments import invariant as _invariant
 from ._arguments import refuse as _refuse
+from ._arguments import shape_of as _shape_of
 from ._copies import separate as _separate
 from ._flashcore import VERSION as _VERSION
 from ._flashcore import finish_compiling as _finish_compiling
@@ -309,9 +310,11 @@ def _packed(
 
 def _unpackable(name: str, packed: Any, count: int, expected: str) -> None:
     """Refuses what is not ``count`` tensors in one."""
-    shape = getattr(packed, "shape", None)
-    if shape is None:
-        raise TypeError(f"{name} is a {type(packed)}, expected a tensor")
+    if _torch is not None:
+        _torch.refuse_odd(name, packed)
+    shape = _shape_of(packed)
+    if shape is None or not hasattr(packed, "__dlpack__") or not hasattr(packed, "__getitem__"):
+        raise TypeError(f"{name} is a {type(packed)}, expected a tensor with __dlpack__ that can be indexed")
     if len(shape) != expected.count(",") + 1 or shape[-3] != count:
         raise ValueError(f"{name} has shape {list(shape)}, expected {expected}")
 

@@ -24,7 +24,7 @@ _REASONS = {
 def refusal(name: str, value: object, default: object) -> NotImplementedError:
     """The error for a value that is not served."""
     reason = f": {_REASONS[name]}" if name in _REASONS else ""
-    return NotImplementedError(f"{name}={_shown(value)} is not supported yet, expected {default!r}{reason}")
+    return NotImplementedError(f"{name}={shown(value)} is not supported yet, expected {default!r}{reason}")
 
 
 def refuse(**arguments: object) -> None:
@@ -45,7 +45,10 @@ def _equal(value: object, default: object) -> bool:
         return False
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value as one would type it, if that is short; else what it is."""
+    if isinstance(value, (tuple, list)) and len(value) < 4:
+        return f"({', '.join(map(shown, value))})"
     return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else f"a {type(value)}"
 
 
@@ -55,7 +58,7 @@ def flag(name: str, value: Any) -> bool:
         return value
     if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
         return bool(value)
-    raise TypeError(f"{name}={_shown(value)}, expected True or False")
+    raise TypeError(f"{name}={shown(value)}, expected True or False")
 
 
 def invariant(function: str, batch_invariant: Any) -> str:
@@ -69,12 +72,28 @@ def hints(num_splits: Any, pack_gqa: Any, sm_margin: Any) -> None:
     """Refuses what is no hint. FlashAttention chooses kernels by them; FlashCore's plan does so by
     itself, and the answer is the same."""
     for name, value in (("num_splits", num_splits), ("sm_margin", sm_margin)):
-        try:
-            operator.index(value)
-        except TypeError:
-            raise TypeError(f"{name}={_shown(value)}, expected a whole number") from None
+        whole(name, value)
     if pack_gqa is not None:
         flag("pack_gqa", pack_gqa)
+
+
+def shape_of(value: Any) -> Any:
+    """The shape of a tensor; None of what is no tensor, or has no shape, as nested tensors have none."""
+    if isinstance(value, type):
+        return None
+    try:
+        shape: Any = value.shape
+        return shape if len(shape) >= 0 else None
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+
+
+def whole(name: str, value: Any) -> int:
+    """A whole number, as a number of Python's."""
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name}={shown(value)}, expected a whole number") from None
 
 
 def either(name: str, value: Any, other_name: str, other: Any) -> Any:
@@ -93,6 +112,6 @@ def window(window_size: Any) -> tuple[int, int]:
     if hasattr(window_size, "tolist"):
         window_size = window_size.tolist()
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ValueError(f"window_size={_shown(window_size)}, expected two whole numbers, (left, right)")
+        raise ValueError(f"window_size={shown(window_size)}, expected two whole numbers, (left, right)")
     left, right = window_size
     return -1 if left is None else left, -1 if right is None else right

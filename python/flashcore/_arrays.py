@@ -25,15 +25,21 @@ def attend(
 
         return _jax.attend(tensors, numbers, function, lse, deterministic)
     exchange = _Exchange(tensors[0])
-    given = exchange.give(tensors)
+    given = exchange.give(tensors, _flashcore.tensor_names(function))
     if rules is not None:
         mask, score, captured, _ = rules
-        rules = (mask, score, exchange.give(captured), None)
+        rules = (mask, score, exchange.give(captured, ("what a function captures",) * len(captured)), None)
     result = _flashcore.attend(given, numbers, function, lse, exchange.entrance(), rules)
     if not lse:
         return exchange.take(result)
     output, sums = result
     return exchange.take(output), exchange.take(sums)
+
+
+_APPENDED = (
+    *("k_cache", "v_cache", "k", "v", "q", "cache_seqlens", "cu_seqlens_k_new", "cu_seqlens_q", "cache_batch_idx"),
+    *("page_table", "rotary_cos", "rotary_sin", "rotary_seqlens", "k_descale", "v_descale"),
+)
 
 
 def append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
@@ -42,7 +48,7 @@ def append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
         if _library(cache) in ("jax", "jaxlib"):
             raise TypeError(f"{name} is a {type(cache)}, which cannot be written, expected k=None")
     exchange = _Exchange(tensors[0])
-    rotated, lengths = _flashcore.append(exchange.give(tensors), flags, exchange.entrance())
+    rotated, lengths = _flashcore.append(exchange.give(tensors, _APPENDED), flags, exchange.entrance())
     return None if rotated is None else exchange.take(rotated), exchange.take(lengths)
 
 
@@ -52,14 +58,16 @@ def combine(tensors: tuple[Any, ...], name: str | None, dtype: Any) -> Any:
     out = tensors[2]
     if exchange.numpy and (name == "bfloat16" or (out is not None and _is_bfloat16(out))):
         exchange.element = dtype if out is None else out.dtype
-    output, sums = _flashcore.combine(exchange.give(tensors), name, exchange.entrance())
+    given = exchange.give(tensors, ("out_partial", "lse_partial", "out"))
+    output, sums = _flashcore.combine(given, name, exchange.entrance())
     return exchange.take(output) if out is None else out, exchange.take(sums)
 
 
 def merge(tensors: tuple[Any, ...]) -> Any:
     """Two answers put together."""
     exchange = _Exchange(tensors[0])
-    output, sums = _flashcore.merge(exchange.give(tensors), exchange.entrance())
+    given = exchange.give(tensors, ("out_a", "lse_a", "out_b", "lse_b"))
+    output, sums = _flashcore.merge(given, exchange.entrance())
     return exchange.take(output), exchange.take(sums)
 
 
@@ -69,6 +77,12 @@ def full(name: str, count: int, value: int, like: Any) -> Any:
     if not hasattr(namespace, "full"):
         raise TypeError(f"{name} is a number, expected a list: {type(like)} has no function `full`")
     return namespace.full((count,), value, dtype=namespace.int32)
+
+
+def can_copy(array: Any) -> bool:
+    """Whether its library pads and joins arrays, and takes results over."""
+    functions = ("pad", "concatenate", "from_dlpack")
+    return hasattr(array, "dtype") and all(hasattr(_namespace(array), it) for it in functions)
 
 
 def pad(array: Any, columns: int) -> Any:
@@ -118,17 +132,17 @@ class _Exchange:
             return "arrays"
         return "words" if self._e5m2 else "words and integers"
 
-    def give(self, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    def give(self, arrays: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Any, ...]:
         if not self.numpy:
             return arrays
         bits = [_bits(array) for array in arrays]
         self._words = self._words or any(it is not None for it in bits)
         self._e5m2 = self._e5m2 or _BITS["float8_e5m2"] in bits
         if self._words:
-            for array in arrays:
+            for array, argument in zip(arrays, names):
                 name = getattr(getattr(array, "dtype", None), "name", None)
                 if name in _BITS.values() and (name != "int8" or self._e5m2):
-                    raise TypeError(f"an array of {array.dtype} was given, expected floating-point numbers")
+                    raise TypeError(f"{argument} has element type {array.dtype}, expected floating-point numbers or int32")
         return tuple(array if it is None else array.view(it) for array, it in zip(arrays, bits))
 
     def take(self, result: Any) -> Any:
@@ -156,6 +170,8 @@ def _namespace(array: Any) -> Any:
 
 def _bits(array: Any) -> str | None:
     """The integers that the bits of an array are given as, where NumPy cannot export its elements."""
+    if _library(array) != "numpy":
+        return None
     return _BITS.get(getattr(getattr(array, "dtype", None), "name", None) or "")
 
 

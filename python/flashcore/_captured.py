@@ -69,7 +69,13 @@ def gradients(
 def pairs_seen(text: str, tensors: Any, shape: tuple[int, ...], device: Any = None) -> Any:
     """What a mask says of every pair: (batch, heads, queries, keys) in bool."""
     batch, heads, queries, keys = shape
-    seen = torch.cat(list(_each_seen(text, tensors, shape, queries, device)), 1)
+    try:
+        seen = torch.cat(list(_each_seen(text, tensors, shape, queries, device)), 1)
+    except RuntimeError as error:
+        # On the CPU PyTorch has no error of its own for want of memory.
+        if "allocate memory" not in str(error):
+            raise
+        raise MemoryError(f"no memory for a mask of {list(shape)}: {error}") from None
     return seen.view(batch, heads, queries, keys)
 
 

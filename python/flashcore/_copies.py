@@ -7,12 +7,14 @@ what does not lie side by side is copied. Each is told of once.
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 from . import _arrays
+from ._arguments import shape_of
 
 try:
     import torch
@@ -36,20 +38,22 @@ def attend(
     if parts is None or not any(_is_odd(tensor) for tensor in parts):
         return None
     q, k, v = parts
-    if max(q.shape[-1], k.shape[-1]) > _WIDEST:
-        # Nothing serves them; the error says so.
+    if q.shape[-1] > _WIDEST or q.shape[-1] != k.shape[-1] or not v.shape[-1]:
+        # Nothing serves them, and zeros behind them would only hide it; the error says so.
         return None
     scale, dim = numbers[0], q.shape[-1]
     if scale is None and dim > 0:
         numbers = (1.0 / math.sqrt(dim), *numbers[1:])
     q, k = (_filled(_side_by_side(tensor)) for tensor in (q, k))
     out = tensors[15] if len(tensors) > 15 else None
+    if out is not None:
+        _check_out(out, q, (*q.shape[:-1], v.shape[-1]))
     lists = tensors[3:15]
     outputs, sums = [], None
     for begin in range(0, v.shape[-1], _WIDEST):
         piece = v[..., begin : begin + _WIDEST]
         filled = _filled(_side_by_side(piece))
-        result = call((q, k, filled, *lists), numbers, _unpacked(function), lse, deterministic)
+        result = call((q, k, filled, *lists), numbers, function, lse, deterministic)
         output, sums = result if lse else (result, None)
         outputs.append(output[..., : piece.shape[-1]])
     if len(outputs) > 1:
@@ -66,11 +70,18 @@ def append(call: Callable[..., Any], tensors: tuple[Any, ...], flags: tuple[Any,
     What was written to copies of caches is written back."""
     caches, rows, others = tensors[:2], tensors[2:5], tensors[5:]
     given = [tensor for tensor in (*caches, *rows) if tensor is not None]
-    if not all(len(getattr(tensor, "shape", ())) for tensor in given):
+    if not all(_can_be_copied(tensor) for tensor in given) or any(it is None for it in caches):
         return None
+    for name, cache in zip(("k_cache", "v_cache"), caches):
+        _check_writable(name, cache)
     odd = any(tensor.shape[-1] % _MULTIPLE for tensor in given)
     if not odd and not any(_gaps(tensor) for tensor in rows if tensor is not None):
         return None
+    k_cache, v_cache, k, v, q = (*caches, *rows)
+    for name, tensor, of, cache in (("k", k, "k_cache", k_cache), ("v", v, "v_cache", v_cache), ("q", q, "k_cache", k_cache)):
+        # Which zeros behind them would hide.
+        if tensor is not None and tensor.shape[-1] != cache.shape[-1]:
+            raise ValueError(f"{name} has head dim {tensor.shape[-1]}, expected the {cache.shape[-1]} of {of}")
     filled = tuple(_filled(tensor) for tensor in caches)
     copied = tuple(None if tensor is None else _filled(_side_by_side(tensor)) for tensor in rows)
     rotated, lengths = call((*filled, *copied, *others), flags)
@@ -83,7 +94,7 @@ def append(call: Callable[..., Any], tensors: tuple[Any, ...], flags: tuple[Any,
 def _parts(tensors: tuple[Any, ...]) -> tuple[Any, Any, Any] | None:
     """Queries, keys and values, where they are tensors at all."""
     for tensor in tensors:
-        if tensor is not None and not len(getattr(tensor, "shape", ())):
+        if tensor is not None and not _can_be_copied(tensor):
             return None
     return separate(tensors)
 
@@ -98,9 +109,34 @@ def separate(tensors: tuple[Any, ...]) -> tuple[Any, Any, Any]:
     return q, k, v
 
 
-def _unpacked(function: str) -> str:
-    """The function whose tensors are separate."""
-    return function.replace("_kvpacked", "").replace("_qkvpacked", "")
+def _can_be_copied(tensor: Any) -> bool:
+    """Whether it is a tensor of a library with functions for that."""
+    if not shape_of(tensor):
+        return False
+    if _is_torch(tensor):
+        return bool(tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized)
+    return _arrays.can_copy(tensor)
+
+
+def _check_out(out: Any, like: Any, shape: tuple[int, ...]) -> None:
+    """Refuses what an answer cannot be written to: there is no broadcasting, and no rounding."""
+    if _is_torch(out) != _is_torch(like) or not _can_be_copied(out):
+        raise TypeError(f"out is a {type(out)}, expected a tensor like the others")
+    if tuple(out.shape) != shape:
+        raise ValueError(f"out has shape {list(out.shape)}, expected {list(shape)}")
+    small = like.dtype.itemsize == 1
+    if str(out.dtype).rpartition(".")[2] != ("bfloat16" if small else str(like.dtype).rpartition(".")[2]):
+        raise TypeError(f"out has element type {out.dtype}, expected {'bfloat16' if small else like.dtype}")
+    _check_writable("out", out)
+
+
+def _check_writable(name: str, tensor: Any) -> None:
+    """Refuses tensors that cannot be written, and those whose elements share memory."""
+    if not getattr(getattr(tensor, "flags", None), "writeable", True):
+        raise ValueError(f"{name} is read-only, expected an array that can be written")
+    steps = tensor.stride() if _is_torch(tensor) else getattr(tensor, "strides", ())
+    if any(size > 1 and step == 0 for size, step in zip(tensor.shape, steps)) and 0 not in tensor.shape:
+        raise ValueError(f"{name} has elements that share memory, expected one place for each")
 
 
 def _is_odd(tensor: Any) -> bool:
@@ -123,9 +159,17 @@ def _side_by_side(tensor: Any) -> Any:
     if not _gaps(tensor):
         return tensor
     _tell("the last dimension of a tensor is not contiguous: it is copied in each call")
-    if _is_torch(tensor):
-        return tensor.contiguous()
-    return tensor.copy(order="C")
+    return _copied(tensor.contiguous if _is_torch(tensor) else functools.partial(tensor.copy, order="C"))
+
+
+def _copied(copy: Callable[[], Any]) -> Any:
+    """A copy. On the CPU PyTorch has no error of its own for want of memory."""
+    try:
+        return copy()
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        raise MemoryError(f"no memory for a copy: {error}") from None
 
 
 def _filled(tensor: Any) -> Any:
@@ -138,8 +182,9 @@ def _filled(tensor: Any) -> Any:
     if not _is_torch(tensor):
         return _arrays.pad(tensor, missing)
     if tensor.dtype.itemsize == 1:
-        return torch.nn.functional.pad(tensor.view(torch.uint8), (0, missing)).view(tensor.dtype)
-    return torch.nn.functional.pad(tensor, (0, missing))
+        bits = tensor.view(torch.uint8)
+        return _copied(lambda: torch.nn.functional.pad(bits, (0, missing))).view(tensor.dtype)
+    return _copied(lambda: torch.nn.functional.pad(tensor, (0, missing)))
 
 
 def join(tensors: list[Any]) -> Any:

@@ -19,6 +19,7 @@ __all__ = [
     "merge",
     "panic",
     "plan_for",
+    "tensor_names",
     "xla_call",
     "xla_target",
 ]
@@ -97,6 +98,7 @@ def attend_backward(
     rules: tuple[Any, ...] | None = None,
     /,
 ) -> bool: ...
+def tensor_names(function: str, /) -> tuple[str, ...]: ...
 def empty_like(tensors: tuple[Any, ...], /) -> tuple[Any, ...]: ...
 def plan_for(
     tensors: tuple[Any, ...], numbers: tuple[Any, ...], function: str, chip: str, backward: bool = False, /

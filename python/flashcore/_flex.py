@@ -9,9 +9,9 @@ import weakref
 from typing import Any, NamedTuple
 
 from . import _arrays, _flashcore, _patterns
-from ._arguments import flag, refusal
+from ._arguments import flag, refusal, shape_of, whole
 from ._serving import is_compiling
-from ._trace import trace
+from ._trace import check_arguments, trace
 
 try:
     from . import _flex_torch as _flex_torch
@@ -67,6 +67,8 @@ def flex_attention(
         # Functions are traced outside of what is compiled.
         return _outside(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux=return_aux)
     if return_aux is not None:
+        if not hasattr(return_aux, "lse"):
+            raise TypeError(f"return_aux is a {type(return_aux)}, expected PyTorch's AuxRequest")
         if getattr(return_aux, "max_scores", False):
             raise refusal("return_aux.max_scores", True, False)
         wanted = bool(getattr(return_aux, "lse", False))
@@ -125,10 +127,9 @@ def _of_pytorch(theirs: Any) -> BlockMask:
 
 def refuse_groups(query: Any, key: Any) -> None:
     """Refuses fewer key heads."""
-    try:
-        # Each look at a shape makes a new one.
-        given, expected = key.shape, query.shape
-    except AttributeError:
+    # Each look at a shape makes a new one.
+    given, expected = shape_of(key), shape_of(query)
+    if given is None or expected is None:
         return  # no tensors, which is said later
     if len(given) == len(expected) == 4 and given[1] != expected[1]:
         raise ValueError(f"key has {given[1]} heads, expected the {expected[1]} of query unless enable_gqa=True")
@@ -147,7 +148,13 @@ class BlockMask:
     """
 
     def __init__(
-        self, mask_mod: Any, B: int | None, H: int | None, lengths: tuple[int, int], size: tuple[int, int] = (128, 128)
+        self,
+        mask_mod: Any,
+        B: int | None,
+        H: int | None,
+        lengths: tuple[int, int],
+        size: tuple[int, int] = (128, 128),
+        argument: str = "mask_mod",
     ) -> None:
         self.mask_mod = mask_mod
         self.seq_lengths = lengths
@@ -155,7 +162,7 @@ class BlockMask:
         # Kernels have blocks of their own: these are what is said of the mask by.
         self.BLOCK_SIZE = size
         self._moved: tuple[Any, tuple[Any, ...]] | None = None
-        rule, tensors = trace("mask", "mask_mod", mask_mod)
+        rule, tensors = trace("mask", argument, mask_mod)
         self.text = rule.text
         self.blocks = _blocks(tensors)
 
@@ -209,18 +216,21 @@ class BlockMask:
             compute_q_blocks: Not needed: gradients find theirs.
         """
         size = _patterns.sizes("BLOCK_SIZE", BLOCK_SIZE)
+        if mask_mod is not None:
+            check_arguments("mask", "mask_mod", mask_mod)
         lists: list[Any] = [("kv", kv_num_blocks, kv_indices)]
         if full_kv_num_blocks is not None or full_kv_indices is not None:
             lists.append(("full_kv", full_kv_num_blocks, full_kv_indices))
         for name, counts, indices in lists:
             for argument, given, rank in ((f"{name}_num_blocks", counts, 3), (f"{name}_indices", indices, 4)):
-                if len(getattr(given, "shape", ())) != rank:
-                    raise ValueError(f"{argument} is a {type(given)}, expected a tensor of {rank} dimensions")
+                _patterns.check_list(argument, given, rank, kv_indices)
             if tuple(indices.shape[:3]) != tuple(kv_num_blocks.shape) or counts.shape != kv_num_blocks.shape:
                 raise ValueError(
                     f"{name}_indices has shape {tuple(indices.shape)}, expected {(*kv_num_blocks.shape, 'any')}"
                 )
-        if seq_lengths is None:
+        if seq_lengths is not None:
+            seq_lengths = _patterns.sizes("seq_lengths", seq_lengths, 0)
+        else:
             seq_lengths = (kv_indices.shape[2] * size[0], kv_indices.shape[3] * size[1])
         rows, columns = (-(-length // step) for length, step in zip(seq_lengths, size))
         if rows != kv_num_blocks.shape[2]:
@@ -246,11 +256,15 @@ class BlockMask:
             mask: Which pairs of each block of the list are seen, (blocks, queries, keys) in bool: all unless given.
         """
         size = _patterns.sizes("block_size", block_size)
+        seq_lengths = _patterns.sizes("seq_lengths", seq_lengths, 0)
+        for argument, given in (("indptr", indptr), ("indices", indices)):
+            _patterns.check_list(argument, given, 1, indices)
         rows, columns = (-(-length // step) for length, step in zip(seq_lengths, size))
         if len(indptr.shape) != 1 or indptr.shape[0] != rows + 1:
             raise ValueError(f"indptr has shape {tuple(indptr.shape)}, expected ({rows + 1},)")
-        if len(indices.shape) != 1:
-            raise ValueError(f"indices has shape {tuple(indices.shape)}, expected one dimension")
+        _patterns.check_starts("indptr", indptr, indices.shape[0])
+        if mask is not None:
+            _patterns.check_list("mask", mask, 3, indices, ("bool",))
         if mask is not None and tuple(mask.shape) != (indices.shape[0], *size):
             raise ValueError(f"mask has shape {tuple(mask.shape)}, expected {(indices.shape[0], *size)}")
         _patterns.check_bounds("indices", indices, columns)
@@ -261,8 +275,8 @@ class BlockMask:
 
     def check(self, query: Any, key: Any) -> None:
         """Refuses tensors that it was not made for."""
-        given: Any = getattr(query, "shape", ())
-        other: Any = getattr(key, "shape", ())
+        given: Any = shape_of(query) or ()
+        other: Any = shape_of(key) or ()
         if len(given) != 4 or len(other) != 4:
             return  # which is said later
         if (given[2], other[2]) != self.seq_lengths:
@@ -296,14 +310,27 @@ def create_block_mask(
             and one of keys. Kernels have blocks of their own.
         device, _compile: Not needed.
     """
-    for name, value in (("B", B), ("H", H), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
-        if value is None and name in ("B", "H"):
-            continue
-        if not hasattr(value, "__index__"):
-            raise TypeError(f"{name}={value!r}, expected a whole number")
-        if isinstance(value, int) and value < 0:
+    return _of_function("mask_mod", mask_mod, (B, H, Q_LEN, KV_LEN), _patterns.sizes("BLOCK_SIZE", BLOCK_SIZE))
+
+
+def _of_function(argument: str, mask_mod: Any, sizes: tuple[Any, ...], blocks: tuple[int, int] = (128, 128)) -> BlockMask:
+    """The mask of a function, which the caller calls so."""
+    B, H, queries, keys = (_size(name, size) for name, size in zip(("B", "H", "Q_LEN", "KV_LEN"), sizes))
+    return BlockMask(mask_mod, B, H, (queries, keys), blocks, argument)
+
+
+def _size(name: str, value: Any) -> Any:
+    """A number of sequences or heads, or None for any, or of queries or keys."""
+    if value is None and name in ("B", "H"):
+        return None
+    # One of PyTorch's compiler stays what it is.
+    if type(value).__name__ != "SymInt":
+        value = whole(name, value)
+        if value < 0:
             raise ValueError(f"{name}={value}, expected no negative number")
-    return BlockMask(mask_mod, B, H, (Q_LEN, KV_LEN), _patterns.sizes("BLOCK_SIZE", BLOCK_SIZE))
+        if value >= 2**31:
+            raise ValueError(f"{name}={value}, expected a number of 31 bits")
+    return value
 
 
 def create_mask(mod_fn: Any, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Any = None) -> Any:
@@ -315,7 +342,10 @@ def create_mask(mod_fn: Any, B: int | None, H: int | None, Q_LEN: int, KV_LEN: i
         Q_LEN, KV_LEN: Queries and keys.
         device: That of the mask's tensors unless given.
     """
-    mask = create_block_mask(mod_fn, B, H, Q_LEN, KV_LEN)
+    if _flex_torch is None:
+        raise NotImplementedError("mod_fn is evaluated by PyTorch, which is not installed")
+    device = _flex_torch.device_of("device", device)
+    mask = _of_function("mod_fn", mod_fn, (B, H, Q_LEN, KV_LEN))
     mask = mask if device is None else mask.to(device)
     rule, tensors = mask.rule()
     return _flex_torch.pairs_seen(rule.text, tensors, mask.shape, device)
@@ -358,17 +388,24 @@ _STORED = {"bool": "bool", "float32": "f32", "float16": "f16", "bfloat16": "bf16
 
 def mask_rules(attn_mask: Any, query: Any, key: Any) -> tuple[Any, ...]:
     """A mask that is a tensor as rules: truth values say what is seen, numbers are added to scores."""
-    shape = getattr(attn_mask, "shape", None)
-    if shape is None:
+    shape = shape_of(attn_mask)
+    if shape is None or not hasattr(attn_mask, "__dlpack__") or not hasattr(attn_mask, "__getitem__"):
         raise TypeError(f"attn_mask is a {type(attn_mask)}, expected a tensor")
+    if _flex_torch is not None:
+        _flex_torch.refuse_odd("attn_mask", attn_mask)
     stored = _STORED.get(str(attn_mask.dtype).removeprefix("torch."))
     if stored is None:
         expected = ", ".join(_STORED)
         raise TypeError(f"attn_mask has element type {attn_mask.dtype}, expected one of {expected}")
+    for name, tensor in (("query", query), ("key", key)):
+        if len(shape_of(tensor) or ()) != 4:
+            raise ValueError(f"{name} is a {type(tensor)} of shape {shape_of(tensor)}, expected a tensor of 4 dimensions")
     scores = (*query.shape[:3], key.shape[2])
     padded = (1,) * (4 - len(shape)) + tuple(shape)
     if len(padded) != 4 or any(given not in (1, size) for given, size in zip(padded, scores)):
         raise ValueError(f"attn_mask has shape {list(shape)}, expected one that broadcasts to {list(scores)}")
+    if 0 in scores:
+        return None, None, (), None  # nothing that it says anything of
     # Dimensions of one are not indexed.
     several = tuple(size > 1 for size in padded)
     if len(shape) and not all(several):

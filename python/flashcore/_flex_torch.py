@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from . import _captured, _flashcore, _torch
+from ._arguments import shown
 from ._gradients import NAMESPACE, operators
 
 _RULES = "float? scale, str mask, str score, Tensor[] captured, str function, int blocks"
@@ -25,8 +26,22 @@ _torch._library.define(
     f"{_RULES}, bool deterministic) -> (Tensor, Tensor, Tensor)",
     tags=_torch._TAGS,
 )
+def device_of(name: str, device: Any) -> Any:
+    """A device, or None."""
+    if device is None:
+        return None
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{name}={shown(device)} is no device of PyTorch's: {error}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{name}={device!r} is not there: PyTorch finds no GPU")
+    return device
+
+
 # What a mask says of pairs and of blocks of them.
 pairs_seen, blocks_seen = _captured.pairs_seen, _captured.blocks_seen
+refuse_odd = _torch.refuse_odd
 # Makes a function that PyTorch's compiler leaves alone.
 outside = torch.compiler.disable
 # What a call has beyond the scale.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ._arguments import shape_of, shown
+
 try:
     import torch
 except ModuleNotFoundError as error:
@@ -19,11 +21,11 @@ except ModuleNotFoundError as error:
 _BY_MASK, _WHOLE = 1, 2
 
 
-def sizes(name: str, given: Any) -> tuple[int, int]:
-    """Queries and keys of a block."""
-    pair = (given, given) if isinstance(given, int) else tuple(given)
-    if len(pair) != 2 or any(not isinstance(it, int) or it < 1 for it in pair):
-        raise ValueError(f"{name} is {given}, expected a number or one of queries and one of keys, from 1 on")
+def sizes(name: str, given: Any, least: int = 1) -> tuple[int, int]:
+    """Queries and keys, of a block or of all there is."""
+    pair = (given, given) if isinstance(given, int) else tuple(given) if isinstance(given, (tuple, list)) else ()
+    if len(pair) != 2 or any(not isinstance(it, int) or isinstance(it, bool) or not least <= it < 2**31 for it in pair):
+        raise ValueError(f"{name} is {shown(given)}, expected a number or one of queries and one of keys, from {least} on")
     return pair[0], pair[1]
 
 
@@ -75,9 +77,39 @@ def of_rows(indptr: Any, indices: Any, size: tuple[int, int], counts: tuple[int,
     return blocks
 
 
+_WHOLE_NUMBERS = ("int8", "int16", "int32", "int64", "uint8")
+
+
+def check_list(name: str, given: Any, rank: int, like: Any, types: tuple[str, ...] = _WHOLE_NUMBERS) -> None:
+    """Refuses what is no tensor of whole numbers of PyTorch's or NumPy's, as another one is."""
+    shape = shape_of(given)
+    library = torch if torch is not None and isinstance(given, torch.Tensor) else None
+    if shape is None or (library is None and type(given).__module__ != "numpy"):
+        raise TypeError(f"{name} is a {type(given)}, expected a tensor of PyTorch's or an array of NumPy's")
+    if (library is None) != (torch is None or not isinstance(like, torch.Tensor)):
+        raise TypeError(f"{name} is a {type(given)}, expected a {type(like)} like the others")
+    if library is not None and given.device != like.device:
+        raise ValueError(f"{name} is on {given.device}, expected {like.device} like the others")
+    if len(shape) != rank:
+        raise ValueError(f"{name} has {len(shape)} dimensions, expected {rank}")
+    if str(given.dtype).rpartition(".")[2] not in types:
+        raise TypeError(f"{name} has element type {given.dtype}, expected one of {', '.join(types)}")
+    if library is not None and (given.layout is not torch.strided or given.is_quantized):
+        raise TypeError(f"{name} is laid out as {given.layout}, expected a dense torch.strided tensor")
+
+
+def check_starts(name: str, starts: Any, end: int) -> None:
+    """Refuses starts of lists that do not rise from 0 to the end, where the host can see them."""
+    if getattr(starts, "is_cuda", False) or getattr(starts, "is_meta", False):
+        return
+    found = [int(start) for start in starts]
+    if found[0] != 0 or found[-1] != end or any(a > b for a, b in zip(found, found[1:])):
+        raise ValueError(f"{name} goes from {found[0]} to {found[-1]}, expected starts that rise from 0 to {end}")
+
+
 def check_bounds(name: str, indices: Any, end: int, counts: Any = None) -> None:
     """Refuses blocks that there are none of, where the host can see them; of lists the first ones, so many of each."""
-    if getattr(indices, "is_cuda", False):
+    if getattr(indices, "is_cuda", False) or getattr(indices, "is_meta", False):
         return
     if counts is not None:
         library = torch if torch is not None and isinstance(indices, torch.Tensor) else __import__("numpy")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from ._arguments import shape_of, shown, whole
 from ._arrays import _namespace
 
 # The largest number of each type.
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 # Magnitudes are taken for this much at least, so that every factor has a reciprocal.
 _LEAST = 1e-12
+_WIDE = ("float16", "bfloat16", "float32", "float64")
 _PER = ("tensor", "head", "sequence", "token")
 
 
@@ -31,17 +33,23 @@ def quantize(x: Any, dtype: Any = "float8_e4m3fn", *, per: str = "head", kv_head
         ``(x8, descale)``; the factors are float32 of shape (), (heads,), (batch, heads), or that of
         ``x`` without its last dimension, with ``kv_heads`` in the place of heads.
     """
+    return _quantized("x", x, dtype, per, kv_heads)
+
+
+def _quantized(argument: str, x: Any, dtype: Any, per: Any, kv_heads: Any = None) -> Any:
+    """The same of a tensor that the caller calls so."""
+    _check(argument, x)
     name, kind = _type(x, dtype)
     if len(x.shape) not in (3, 4):
-        raise ValueError(f"x has {len(x.shape)} dimensions, expected 3 or 4: (batch, length, heads, head dim)")
+        raise ValueError(f"{argument} has {len(x.shape)} dimensions, expected 3 or 4: (batch, length, heads, head dim)")
     heads = x.shape[-2]
-    shared = heads if kv_heads is None else kv_heads
+    shared = heads if kv_heads is None else whole("kv_heads", kv_heads)
     if shared < 1 or heads % shared != 0:
-        raise ValueError(f"x has {heads} heads, expected a multiple of kv_heads={kv_heads}")
-    if per not in _PER:
-        raise ValueError(f"per={per!r}, expected one of {', '.join(_PER)}")
+        raise ValueError(f"{argument} has {heads} heads, expected a multiple of kv_heads={kv_heads}")
+    if not isinstance(per, str) or per not in _PER:
+        raise ValueError(f"per={shown(per)}, expected one of {', '.join(_PER)}")
     if per == "sequence" and len(x.shape) == 3:
-        raise ValueError("per='sequence' needs x with a dimension of the batch: (batch, length, heads, head dim)")
+        raise ValueError(f"per='sequence' needs {argument} with a dimension of the batch: (batch, length, heads, head dim)")
     grouped = _float32(x).reshape((*x.shape[:-2], shared, heads // shared, x.shape[-1]))
     last = len(grouped.shape) - 1
     axes = {
@@ -69,8 +77,8 @@ def quantize_kv(k: Any, v: Any, dtype: Any = "float8_e4m3fn", *, per: str = "hea
     >>> bool(abs(out - flashcore.flash_attn_func(q, k, v)).max() < 0.1)
     True
     """
-    k8, k_descale = quantize(k, dtype, per=per)
-    v8, v_descale = quantize(v, dtype, per=per)
+    k8, k_descale = _quantized("k", k, dtype, per)
+    v8, v_descale = _quantized("v", v, dtype, per)
     return k8, v8, k_descale, v_descale
 
 
@@ -80,15 +88,26 @@ def dequantize(x: Any, descale: Any, dtype: Any = None) -> Any:
     ``descale`` is as attention takes it: of shape (), (heads,), (batch, heads), or that of ``x``
     without its last dimension.
     """
+    _check("x", x, _LARGEST)
+    _check("descale", descale)
+    if _is_torch(x) != _is_torch(descale):
+        raise TypeError(f"descale is a {type(descale)}, expected a tensor like x")
+    if _is_torch(x) and x.device != descale.device:
+        raise ValueError(f"descale is on {descale.device}, expected {x.device} like x")
+    if len(x.shape) not in (3, 4):
+        raise ValueError(f"x has {len(x.shape)} dimensions, expected 3 or 4: (batch, length, heads, head dim)")
+    if not _is_torch(x):
+        # NumPy's matrices multiply otherwise.
+        x, descale = _namespace(x).asarray(x), _namespace(x).asarray(descale)
     wide, shape = _float32(x), tuple(descale.shape)
     *rows, heads, _ = x.shape
     if shape in ((), (1,)):
         factors = descale.reshape((1,) * len(x.shape))
     elif shape == tuple(x.shape[:-1]):
         factors = descale.reshape((*shape, 1))
-    elif len(shape) == 1 and heads % shape[0] == 0:
+    elif len(shape) == 1 and shape[0] and heads % shape[0] == 0:
         factors = _repeated(descale, heads // shape[0]).reshape((*(1 for _ in rows), heads, 1))
-    elif len(shape) == 2 and len(rows) == 2 and shape[0] == rows[0] and heads % shape[1] == 0:
+    elif len(shape) == 2 and len(rows) == 2 and shape[0] == rows[0] and shape[1] and heads % shape[1] == 0:
         factors = _repeated(descale, heads // shape[1]).reshape((rows[0], 1, heads, 1))
     else:
         raise ValueError(
@@ -98,7 +117,25 @@ def dequantize(x: Any, descale: Any, dtype: Any = None) -> Any:
     result = wide * factors
     if dtype is None:
         return result
-    return result.to(dtype) if _is_torch(x) else result.astype(dtype)
+    try:
+        return result.to(dtype=dtype) if _is_torch(x) else result.astype(dtype)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"dtype={shown(dtype)} is no element type of numbers ({error}), expected one of the library of x") from None
+
+
+def _check(name: str, x: Any, kinds: Any = ()) -> None:
+    """Refuses what is no tensor of floating-point numbers, or of other kinds that are named."""
+    shape, dtype = shape_of(x), getattr(x, "dtype", None)
+    torch = sys.modules.get("torch")
+    odd = torch is not None and isinstance(x, torch.Tensor) and (x.layout is not torch.strided or x.is_quantized)
+    known = _is_torch(x) or (hasattr(x, "__dlpack__") and hasattr(_namespace(x), "asarray"))
+    if shape is None or dtype is None or odd or not known:
+        raise TypeError(f"{name} is a {type(x)}, expected a dense tensor")
+    if any(kind.__name__ == "MaskedArray" for kind in type(x).__mro__):
+        raise TypeError(f"{name} is a masked array, expected one without a mask: what it hides would be seen")
+    if str(dtype).rpartition(".")[2] not in (*_WIDE, *kinds):
+        expected = ", ".join((*_WIDE, *kinds))
+        raise TypeError(f"{name} has element type {dtype}, expected one of {expected}")
 
 
 def _is_torch(x: Any) -> bool:
@@ -111,8 +148,6 @@ def _type(x: Any, dtype: Any) -> tuple[str, Any]:
     name = str(getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or dtype).rpartition(".")[2]
     if name not in _LARGEST:
         raise ValueError(f"dtype={name}, expected float8_e4m3fn, float8_e5m2 or int8")
-    if not hasattr(x, "shape"):
-        raise TypeError(f"x is a {type(x)}, expected a tensor")
     if _is_torch(x):
         return name, getattr(sys.modules["torch"], name)
     namespace = _namespace(x)

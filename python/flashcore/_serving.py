@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import _arrays, _copies, _flashcore
-from ._arguments import either, flag, hints, invariant, refuse
+from ._arguments import either, flag, hints, invariant, refuse, shape_of
 
 try:
     from . import _torch as _torch
@@ -366,7 +366,7 @@ def _append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
 
 def _dimensions(tensor: Any) -> int:
     """How many there are; none of what is no tensor."""
-    return len(getattr(tensor, "shape", ()))
+    return len(shape_of(tensor) or ())
 
 
 def _chosen_rows(name: str, table: Any, rows: Any) -> Any:
@@ -411,7 +411,7 @@ def _starts(name: str, starts: Any) -> int:
 
 def _check_integers(name: str, tensor: Any) -> None:
     """Refuses what is no tensor of int32, or hides some of them."""
-    shape, dtype = getattr(tensor, "shape", None), getattr(tensor, "dtype", None)
+    shape, dtype = shape_of(tensor), getattr(tensor, "dtype", None)
     if shape is None or dtype is None:
         raise TypeError(f"{name} is a {type(tensor)}, expected a tensor of int32")
     if _name(dtype) != "int32" or not getattr(dtype, "isnative", True):
@@ -428,6 +428,8 @@ def _lengths(cu_seqlens_k: Any, sequences: int) -> Any:
             f"cu_seqlens_k has {given + 1} entries, expected {sequences + 1} for {sequences} sequences "
             "as cu_seqlens_q has"
         )
+    if not hasattr(cu_seqlens_k, "__getitem__"):
+        raise TypeError(f"cu_seqlens_k is a {type(cu_seqlens_k)}, expected a tensor that can be indexed")
     return cu_seqlens_k[1:] - cu_seqlens_k[:-1]
 
 
@@ -508,11 +510,24 @@ def flash_attn_combine(
         ``(out, softmax_lse)``, as (batch, queries, heads, head dim) and (batch, queries, heads), or
         both without the batch.
     """
+    for name, tensor in (("out_partial", out_partial), ("lse_partial", lse_partial), ("out", out)):
+        if tensor is not None or name != "out":
+            _check_sliceable(name, tensor)
     if _dimensions(out_partial) == 4 and _dimensions(lse_partial) == 3:
+        if out is not None and _dimensions(out) != 3:
+            raise ValueError(f"out has {_dimensions(out)} dimensions, expected 3 like a part")
         into = None if out is None else out[None]
         output, lse = _combine(out_partial[:, None], lse_partial[:, None], into, out_dtype)
         return output[0] if out is None else out, lse[0]
     return _combine(out_partial, lse_partial, out, out_dtype)
+
+
+def _check_sliceable(name: str, tensor: Any) -> None:
+    """Refuses what is no tensor of a library that can be indexed, and takes results over."""
+    if _torch is not None and _torch.is_tensor(tensor):
+        _torch.refuse_odd(name, tensor)
+    elif shape_of(tensor) is None or not hasattr(tensor, "__dlpack__") or not _arrays.can_copy(tensor):
+        raise TypeError(f"{name} is a {type(tensor)}, expected a tensor")
 
 
 def _combine(out_partial: Any, lse_partial: Any, out: Any, out_dtype: Any) -> Any:
@@ -523,6 +538,8 @@ def _combine(out_partial: Any, lse_partial: Any, out: Any, out_dtype: Any) -> An
         outputs = []
         for begin in range(0, dim, widest):
             at = (..., slice(begin, begin + widest))
+            if out is not None and tuple(out.shape) != tuple(out_partial.shape[1:]):
+                raise ValueError(f"out has shape {list(out.shape)}, expected {list(out_partial.shape[1:])}")
             into = None if out is None else out[at]
             output, lse = _combine(out_partial[at], lse_partial, into, out_dtype)
             outputs.append(output)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import _flashcore, _gradients
-from ._arguments import window
+from ._arguments import shown, window
 
 _flashcore.adopt_torch(torch)
 
@@ -90,14 +90,15 @@ def _attention_with_lse(q: Any, k: Any, v: Any, scale: Any = None, causal: Any =
 def _fake_attention(q: Any, k: Any, v: Any, *others: Any) -> Any:
     """What can be said of tensors that have no memory; the rest is said when there is one."""
     q, k, v = _gradients.parts(q, k, v)
+    names = _flashcore.tensor_names(others[-2])[:3] if len(others) > 2 else ("q", "k", "v")
     if q.dtype not in (*_FLOATS, *_SMALL_FLOATS):
-        raise TypeError(f"q has element type {q.dtype}, expected float16, bfloat16, float32 or a float of 8 bits")
-    for name, tensor in (("k", k), ("v", v)):
-        _check_like(name, tensor, q)
+        raise TypeError(f"{names[0]} has element type {q.dtype}, expected float16, bfloat16, float32 or a float of 8 bits")
+    for name, tensor in zip(names[1:], (k, v)):
+        _check_like(name, tensor, q, names[0])
     # Behind the scale and the causal mask: six numbers, and where packed queries begin.
     expected = 4 if len(others) <= 8 or others[8] is None else 3
     if q.dim() != expected:
-        raise ValueError(f"q has {q.dim()} dimensions, expected {expected}")
+        raise ValueError(f"{names[0]} has {q.dim()} dimensions, expected {expected}")
     dtype = torch.bfloat16 if q.dtype in _SMALL_FLOATS else q.dtype
     return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
 
@@ -223,15 +224,23 @@ def attend(
     if len(tensors) > 15:
         # The operators write nothing that they are given.
         tensors, out = tensors[:15], tensors[15]
+        refuse_unwritable("out", out)
         result = attend(tensors, numbers, function, lse, deterministic)
-        out.copy_(result[0] if lse else result)
+        made = result[0] if lse else result
+        if out.shape != made.shape or out.dtype != made.dtype:
+            raise ValueError(
+                f"out is {list(out.shape)} of {out.dtype}, expected {list(made.shape)} of {made.dtype}"
+            )
+        out.copy_(made)
         return (out, result[1]) if lse else out
     others, none, plain, _ = _gradients.PLAIN
+    if not is_compiling():
+        tensors = tuple(it.clone() if it is not None and it._is_zerotensor() else it for it in tensors)
     tensors = _autocast((*tensors, *none[len(tensors) - 3 :]))
     recorded = is_recorded(*tensors)
     if recorded:
         _refuse_caches(tensors, function)
-        _refuse_small(tensors)
+        _refuse_small(tensors, function)
         if tensors[9] is not None:
             raise NotImplementedError(_PAGES)
         if not is_compiling():
@@ -271,7 +280,7 @@ def record(
     paged = len(tensors) > 9 and tensors[9] is not None
     if paged or _has_small(q, k, v):
         # As in FlashAttention: there is an answer, and no backward pass.
-        reason = _PAGES if paged else _small_reason((q, k, v))
+        reason = _PAGES if paged else _small_reason((q, k, v), function)
         return _gradients.Undifferentiable.apply((tensors[3:], numbers, function, lse), q, k, v, reason)
     if torch._C._is_any_autocast_enabled():
         q, k, v = _autocast((q, k, v))
@@ -314,10 +323,10 @@ _PAGES = (
 )
 
 
-def _refuse_small(tensors: tuple[Any, ...]) -> None:
+def _refuse_small(tensors: tuple[Any, ...], function: str) -> None:
     """Refuses gradients of what has 8 bits."""
     if _has_small(*tensors[:3]):
-        raise NotImplementedError(_small_reason(tensors))
+        raise NotImplementedError(_small_reason(tensors, function))
 
 
 def _has_small(q: Any, k: Any, v: Any) -> bool:
@@ -327,9 +336,9 @@ def _has_small(q: Any, k: Any, v: Any) -> bool:
     return any(tensor is not None and tensor.dtype in _SMALL for tensor in (q, k, v))
 
 
-def _small_reason(tensors: tuple[Any, ...]) -> str:
+def _small_reason(tensors: tuple[Any, ...], function: str) -> str:
     """Why what has 8 bits has no gradients."""
-    names = zip(("q", "k", "v"), tensors)
+    names = zip(_flashcore.tensor_names(function)[:3], tensors)
     name, dtype = next((name, it.dtype) for name, it in names if it is not None and it.dtype in _SMALL)
     return (
         f"{name} has element type {dtype} with tensors that require grad, expected float16, "
@@ -352,6 +361,8 @@ def append(tensors: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
         if tensor is None:
             raise ValueError(f"{name} is None, expected a tensor with k and v")
     _refuse_gradients(names, tensors)
+    for name, tensor in zip(names[:2], tensors):
+        refuse_unwritable(name, tensor)
     interleaved, causal, window_size, chunk, _, most = flags
     left, right = window(window_size)
     advancing = causal or left >= 0 or right >= 0 or chunk > 0
@@ -363,10 +374,17 @@ def combine(tensors: tuple[Any, ...], dtype: Any) -> Any:
     """Parts put together through the dispatcher."""
     _refuse_gradients(("out_partial", "lse_partial", "out"), tensors)
     out_partial, lse_partial, out = tensors
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        # NumPy's, or a name.
+        name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+        if getattr(torch, name, None) not in _FLOATS:
+            raise TypeError(f"out_dtype={shown(dtype)}, expected float16, bfloat16 or float32")
+        dtype = getattr(torch, name)
     if out is None:
         return _gradients.operators.combine(out_partial, lse_partial, dtype)
     if dtype is not None and dtype != out.dtype:
         raise TypeError(f"out has element type {out.dtype}, expected {dtype} as out_dtype says")
+    refuse_unwritable("out", out)
     return out, _gradients.operators.combine_out(out_partial, lse_partial, out)
 
 
@@ -418,6 +436,21 @@ def sixteen_bits(tensor: Any) -> Any:
 def widen(tensor: Any) -> Any:
     """Numbers of 16 bits as float32."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def refuse_odd(name: str, thing: Any) -> None:
+    """Refuses a tensor of PyTorch's whose elements do not lie step by step, or stand for other numbers."""
+    if not isinstance(thing, torch.Tensor):
+        return
+    if thing.layout is not torch.strided or thing.is_nested or thing.is_quantized:
+        why = "it is nested" if thing.is_nested else "it is quantized" if thing.is_quantized else f"its layout is {thing.layout}"
+        raise TypeError(f"{name} cannot be read ({why}), expected a dense torch.strided tensor")
+
+
+def refuse_unwritable(name: str, tensor: torch.Tensor) -> None:
+    """Refuses a tensor that stands for other numbers than its memory has, where it is written."""
+    if not is_compiling() and (tensor.is_neg() or tensor._is_zerotensor()):
+        raise TypeError(f"{name} stands for other numbers than its memory has, expected one that can be written: clone it")
 
 
 def is_tensor(thing: Any) -> bool:

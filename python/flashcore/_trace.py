@@ -60,8 +60,12 @@ def trace(kind: str, argument: str, function: Any) -> tuple[Rule, tuple[Any, ...
     key = (kind, *parts.key)
     found = _traces.get(key) if parts.comparable else None
     if found is None:
+        check_arguments(kind, argument, function)
         traced = Trace(kind, function, parts)
-        rule = traced.run()
+        try:
+            rule = traced.run()
+        except NotImplementedError as error:
+            raise NotImplementedError(f"{argument}: {error}") from None
         if not (parts.comparable and traced.repeatable):
             return rule, tuple(traced.tensors)
         if len(_traces) >= _MOST_TRACES:
@@ -69,6 +73,21 @@ def trace(kind: str, argument: str, function: Any) -> tuple[Rule, tuple[Any, ...
         found = _traces[key] = (rule, [parts.index[id(tensor)] for tensor in traced.tensors])
     rule, used = found
     return rule, tuple(parts.tensors[index] for index in used)
+
+
+def check_arguments(kind: str, argument: str, function: Any) -> None:
+    """Refuses what is no function, or one of other arguments."""
+    if not callable(function):
+        raise TypeError(f"{argument} is a {type(function)}, expected a function")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        raise TypeError(f"{argument} is a {type(function)} that does not say what it takes, expected a function of Python's") from None
+    try:
+        signature.bind(*SYMBOLS[kind])
+    except TypeError as error:
+        names = ", ".join("b h q_idx kv_idx".split() if kind == "mask" else "score b h q_idx kv_idx".split())
+        raise TypeError(f"{argument} cannot be called ({error}), expected a function of ({names})") from None
 
 
 _traces: dict[tuple[Any, ...], tuple[Rule, list[int]]] = {}

@@ -12,6 +12,7 @@ mod outside;
 mod process;
 mod python;
 mod release;
+mod sanitize;
 #[cfg(test)]
 mod support;
 mod table;
@@ -38,6 +39,7 @@ Chores:
   sbom                        write what is inside the binaries into dist/, as CycloneDX
   book                        render the pages of docs/ into target/book/, with mdbook
   miri                        what Miri can run, under it; wants the nightly toolchain
+  sanitize                    Python's tests of memory, with an extension that AddressSanitizer watches
   notes [VERSION]             print what the changelog says of a version, or of what is to come
   bless                       run the tests and accept what they print as the new snapshots
 ";
@@ -63,6 +65,7 @@ fn main() -> ExitCode {
         ["sbom"] => release::bill_of_materials(),
         ["book"] => book::book(),
         ["miri"] => miri::miri(),
+        ["sanitize"] => sanitize::sanitize(),
         ["notes"] => release::notes(None),
         ["notes", version] => release::notes(Some(version)),
         ["bless"] => bless::bless(),

@@ -96,7 +96,7 @@ fn deliver(mut command: Command, extension: &str) -> Result<Option<PathBuf>, Str
 /// Builds a wheel as a user's `pip install .` would, installs it, and runs its tests and the type
 /// checker over it; says how many tests ran, and how many did not and why.
 pub(crate) fn test(verbose: bool) -> Result<String, String> {
-    let python = environment(&[&BUILD[..], &TEST[..], &LIBRARIES[..]].concat())?;
+    let python = tester()?;
     let folder = tools::folder().join("wheel");
     empty(&folder)?;
     let run = |command: Command| -> Result<Done, String> {
@@ -132,6 +132,11 @@ pub(crate) fn test(verbose: bool) -> Result<String, String> {
         Some((reason, count)) => Err(format!("{count} tests of Python were skipped: {reason}")),
         None => Ok(summary.to_string()),
     }
+}
+
+/// The Python that runs the tests.
+pub(crate) fn tester() -> Result<PathBuf, String> {
+    environment(&[&BUILD[..], &TEST[..], &LIBRARIES[..]].concat())
 }
 
 /// What pytest says in the end.

@@ -36,6 +36,9 @@ pub(crate) struct Arguments {
     /// Try every mutant there is: hours
     #[arg(long, conflicts_with_all = ["deleted", "weakened", "values"])]
     all: bool,
+    /// Only those of statements whose place in the source has this in it: `softmax.rs`, or a line
+    #[arg(long, value_name = "PLACE", default_value = "")]
+    at: String,
     /// Chooses the ones that are tried
     #[arg(long, default_value_t = 0)]
     seed: u64,
@@ -72,7 +75,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<Answer, Box<dyn Error>> {
         let begin = |count: usize| bar.begin(count as u64);
         let done = || bar.advance(1);
         let chosen = (|kind| arguments.count(kind), arguments.seed);
-        let found = survey(kernel, chosen, Listed::Tried, begin, done);
+        let found = survey(kernel, chosen, &arguments.at, Listed::Tried, begin, done);
         surveys.push(found.map_err(|error| format!("{}: {error}", kernel.name()))?);
     }
     drop(bar);

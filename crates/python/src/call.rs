@@ -23,7 +23,7 @@ use crate::request::{Called, OUT, Request, named, needed};
 use crate::rules::Rules;
 use crate::update::{self, Update};
 use crate::view::{self, Element, Form, Memory, Order, Place, View};
-use crate::{cpu, error, gpu};
+use crate::{cpu, error, gpu, torch};
 
 /// Answers a call: finds the library of its tensors, reads what they give, and runs it.
 ///
@@ -43,6 +43,9 @@ fn answer<'py, T>(
     match read(&library) {
         Ok(read) => run(&library, read),
         Err(_) if entrance == Entrance::Function && library.is_unreadable() => {
+            torch::check_dispatched(
+                tensors.iter().filter_map(|(name, it)| Some((*name, it.as_ref()?))),
+            )?;
             Ok(PyNotImplemented::get(py).to_owned().into_any())
         }
         Err(error) => Err(error),
@@ -63,6 +66,9 @@ pub(crate) fn attend<'py>(
     let function = called.function;
     let with_lse = flag(function.sums_name(), with_lse)?;
     let tensors = named(function.names(), tensors)?;
+    if !function.is_packed() {
+        tensors[1..3].iter().try_for_each(|tensor| needed(tensor).map(drop))?;
+    }
     let read = |library: &Library<'py>| {
         let mut request =
             Request::read(function, &tensors, numbers, |tensor, name, whole| match whole {

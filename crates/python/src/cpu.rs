@@ -164,16 +164,17 @@ unsafe fn placements(request: &Request, problem: &Problem) -> PyResult<(Placemen
     let integers = |memory: Option<&Memory>| unsafe { optional::<i32>(memory) };
     let [q, k, _, cu_q, cu_k, used_q, used_k, leftpad, index, table, ..] = request.names();
     let count = problem.batch;
+    let [most_queries, most_keys] = request.most_names();
     let queries = Rows { name: q, form: &request.query.form, count }.placement(
         (cu_q, integers(request.query_starts.as_deref())?),
         (used_q, integers(request.query_lengths.as_deref())?),
-        ("queries", "max_seqlen_q", problem.query_length),
+        ("queries", most_queries, problem.query_length),
     )?;
     let (form, room) = (&request.key.form, problem.key_length);
     let (starts, lengths) =
         (integers(request.key_starts.as_deref())?, integers(request.key_lengths.as_deref())?);
     let keys = if starts.is_some() {
-        let most = ("keys", "max_seqlen_k", room);
+        let most = ("keys", most_keys, room);
         Rows { name: k, form, count }.placement((cu_k, starts), (used_k, lengths), most)?
     } else {
         let ends = match lengths {

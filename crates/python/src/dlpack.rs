@@ -219,7 +219,9 @@ impl Tensor {
             whole = whole.saturating_mul(sizes[index].max(1));
         }
         let address = (self.data as u64).wrapping_add(self.byte_offset);
-        Ok(Memory { address, dimensions, sizes, strides, element, place })
+        let memory = Memory { address, dimensions, sizes, strides, element, place };
+        memory.exists(name)?;
+        Ok(memory)
     }
 }
 

@@ -106,6 +106,13 @@ mod module {
         })
     }
 
+    /// What the caller of a function calls the tensors of `attend`.
+    #[pyfunction]
+    #[pyo3(signature = (function, /))]
+    fn tensor_names(py: Python<'_>, function: Called) -> PyResult<Bound<'_, PyTuple>> {
+        PyTuple::new(py, function.function.names())
+    }
+
     /// The gradients of attention over PyTorch's tensors, into tensors that are given: of queries,
     /// keys, values and sinks. Tensors and numbers are those of `attend`; saved are its output and
     /// log-sum-exps, and the gradient of the output; rules are those of `attend`. False, and nothing

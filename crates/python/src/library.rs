@@ -13,7 +13,7 @@ use crate::array::Array;
 use crate::dlpack::{self, Lent};
 use crate::error;
 use crate::gpu;
-use crate::torch::{Torch, Way};
+use crate::torch::{self, Torch, Way};
 use crate::view::{Element, Memory, Place};
 
 /// The library that a call's tensors belong to.
@@ -121,9 +121,19 @@ impl<'py> Library<'py> {
     pub(crate) fn read(&self, tensor: &Bound<'py, PyAny>, name: &str) -> PyResult<Memory> {
         match &self.kind {
             Kind::Torch { torch, unreadable, .. } => {
-                // What can be read, and is no tensor of ours, is a wrong value.
+                // What can be read, and is no tensor of ours, is a wrong value; what is no memory at all
+                // has no kernel that PyTorch's dispatcher could call.
                 let wrong = |error: &PyErr| error.is_instance_of::<PyValueError>(tensor.py());
-                torch.read(tensor, name).inspect_err(|error| unreadable.set(!wrong(error)))
+                torch.read(tensor, name).map_err(|error| match wrong(&error) {
+                    true => error,
+                    false => match torch::is_strided(tensor, name) {
+                        Ok(()) => {
+                            unreadable.set(true);
+                            error
+                        }
+                        Err(odd) => odd,
+                    },
+                })
             }
             Kind::Arrays { .. } => Ok(self.borrow(tensor, name)?.0),
         }
@@ -136,8 +146,8 @@ impl<'py> Library<'py> {
 
     /// What a tensor is that will be written.
     pub(crate) fn read_mutable(&self, tensor: &Bound<'py, PyAny>, name: &str) -> PyResult<Memory> {
-        match &self.kind {
-            Kind::Torch { .. } => self.read(tensor, name),
+        let memory = match &self.kind {
+            Kind::Torch { .. } => self.read(tensor, name)?,
             Kind::Arrays { .. } => {
                 let (memory, read_only) = self.borrow(tensor, name)?;
                 if read_only {
@@ -145,9 +155,16 @@ impl<'py> Library<'py> {
                         "{name} is read-only, expected an array that can be written"
                     )));
                 }
-                Ok(memory)
+                memory
             }
+        };
+        let mut steps = memory.sizes().iter().zip(memory.strides());
+        if steps.any(|(size, stride)| *size > 1 && *stride == 0) && !memory.sizes().contains(&0) {
+            return Err(PyValueError::new_err(format!(
+                "{name} has elements that share memory, expected one place for each"
+            )));
         }
+        Ok(memory)
     }
 
     /// What a tensor is that must have no gaps. One of PyTorch's that has some is copied.

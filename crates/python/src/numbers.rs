@@ -33,14 +33,15 @@ impl Numbers {
             Function::PyTorch | Function::Flex => ("scale", "is_causal"),
             _ => ("softmax_scale", "causal"),
         };
+        let [queries_name, keys_name] = called.function.most_names();
         Ok(Numbers {
             scale: optional(&*number(0)?, |scale| finite(scale_name, scale))?,
             causal: flag(causal_name, &*number(1)?)?,
             window: window(&*number(2)?)?,
             chunk: chunk(&*number(3)?)?,
             softcap: softcap(&*number(4)?)?,
-            most_queries: optional(&*number(5)?, |most| integer("max_seqlen_q", most))?,
-            most_keys: optional(&*number(6)?, |most| integer("max_seqlen_k", most))?,
+            most_queries: optional(&*number(5)?, |most| integer(queries_name, most))?,
+            most_keys: optional(&*number(6)?, |most| integer(keys_name, most))?,
             batch_invariant: called.batch_invariant,
         })
     }
@@ -169,6 +170,10 @@ fn beyond(name: &str, value: &Bound<'_, PyAny>, expected: &str) -> PyErr {
 /// A value as one would type it, if that is short; else what it is.
 fn shown(value: &Bound<'_, PyAny>) -> String {
     const LONGEST: usize = 60;
+    // PyTorch reads a tensor to say what is in it, whether its memory is there or not.
+    if value.hasattr(intern!(value.py(), "__dlpack__")).unwrap_or(true) {
+        return format!("a {}", value.get_type());
+    }
     let text = value.repr().map(|text| text.to_string()).unwrap_or_default();
     match text.is_empty() || text.len() > LONGEST || text.contains('\n') {
         true => format!("a {}", value.get_type()),

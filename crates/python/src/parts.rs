@@ -66,6 +66,12 @@ impl Parts {
         };
         form.usable(o)?;
         if let Some(View { form: out, .. }) = out {
+            if !matches!(out.dtype, DType::F32 | DType::F16 | DType::BF16) {
+                return Err(PyTypeError::new_err(format!(
+                    "out has element type {}, expected float32, float16 or bfloat16",
+                    out.dtype
+                )));
+            }
             out.usable("out")?;
             if out.sizes != form.sizes {
                 return Err(PyValueError::new_err(format!(

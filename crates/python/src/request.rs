@@ -102,12 +102,17 @@ impl Function {
             }
             Function::Plain | Function::Varlen => ["q", "k", "v", "seqused_k", "block_table"],
         };
+        // One list, where queries and keys are packed together.
+        let [query_starts, key_starts] = match self {
+            Function::VarlenQkvPacked => ["cu_seqlens"; 2],
+            _ => ["cu_seqlens_q", "cu_seqlens_k"],
+        };
         [
             query,
             key,
             value,
-            "cu_seqlens_q",
-            "cu_seqlens_k",
+            query_starts,
+            key_starts,
             "seqused_q",
             lengths,
             "cache_leftpad",
@@ -120,6 +125,20 @@ impl Function {
             "v_descale",
             "out",
         ]
+    }
+
+    /// Whether several tensors may come as one.
+    pub(crate) fn is_packed(self) -> bool {
+        use Function::{KvPacked, QkvPacked, VarlenKvPacked, VarlenQkvPacked};
+        matches!(self, KvPacked | QkvPacked | VarlenKvPacked | VarlenQkvPacked)
+    }
+
+    /// What the caller calls the most queries and keys of a sequence.
+    pub(crate) fn most_names(self) -> [&'static str; 2] {
+        match self {
+            Function::VarlenQkvPacked => ["max_seqlen"; 2],
+            _ => ["max_seqlen_q", "max_seqlen_k"],
+        }
     }
 
     /// Whether lengths and places may differ from sequence to sequence.
@@ -262,12 +281,28 @@ impl Request {
         self.function.names()
     }
 
+    /// What the caller calls the most queries and keys of a sequence.
+    pub(crate) fn most_names(&self) -> [&'static str; 2] {
+        self.function.most_names()
+    }
+
     /// The problem that it poses, or what is wrong with it.
     pub(crate) fn problem(&self) -> PyResult<Problem> {
         let [q, k, v, cu_q, cu_k, used_q, used_k, leftpad, entries, _, slopes, sinks, ..] =
             self.names();
         let (query, key, value) = (&self.query.form, &self.key.form, &self.value.form);
         query.query(q)?;
+        let unequal = || {
+            PyValueError::new_err(format!(
+                "{k} has head dim {}, expected the {} of {q}",
+                key.sizes[3], query.sizes[3]
+            ))
+        };
+        // Said before anything that copies would mend.
+        let odd = |form: &Form| form.sizes[3] % 8 != 0;
+        if key.sizes[3] != query.sizes[3] && (odd(query) || odd(key)) {
+            return Err(unequal());
+        }
         for (name, form) in [(q, query), (k, key), (v, value)] {
             form.like_or_small(name, query, q)?;
             form.usable(name)?;
@@ -279,10 +314,7 @@ impl Request {
             self.expect(v, value, [batch, keys, shared, value.sizes[3]])?;
         }
         if key.sizes[3] != dim {
-            return Err(PyValueError::new_err(format!(
-                "{k} has head dim {}, expected the {dim} of {q}",
-                key.sizes[3]
-            )));
+            return Err(unequal());
         }
         if value.sizes[..3] != key.sizes[..3] {
             return Err(PyValueError::new_err(format!(
@@ -317,7 +349,7 @@ impl Request {
         let Numbers { scale, causal, window, chunk, softcap, most_queries, .. } = self.numbers;
         let queries = match &self.query_starts {
             None => query.sizes[1],
-            Some(_) => most("max_seqlen_q", most_queries, query.sizes[1])?,
+            Some(_) => most(self.most_names()[0], most_queries, query.sizes[1])?,
         };
         let mut problem =
             Problem::new(sequences as usize, heads as usize, queries as usize, dim as usize)
@@ -444,7 +476,7 @@ impl Request {
             if self.entries.is_some() {
                 return both(entries, cu_k);
             }
-            let most = most("max_seqlen_k", self.numbers.most_keys, rows)?;
+            let most = most(self.most_names()[1], self.numbers.most_keys, rows)?;
             return Ok((Storage::Packed(rows as usize), most as usize));
         }
         if self.entries.is_some() {

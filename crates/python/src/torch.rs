@@ -3,7 +3,7 @@
 //! Everything that can be looked up once is kept in [`Torch`].
 
 use flashcore::DType;
-use pyo3::exceptions::{PyRuntimeError, PyTypeError};
+use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -95,13 +95,15 @@ impl Torch {
         };
         let class = torch.tensor.bind(py);
         if tensors.clone().all(|(_, tensor)| tensor.get_type_ptr().cast() == class.as_ptr()) {
-            let objects = tensors.map(|(_, tensor)| tensor);
-            let odd = torch.has_modes(py)? || torch.is_any_negative(py, objects)?;
-            return Ok(if odd { Way::Dispatcher } else { Way::Straight(torch) });
+            let objects = tensors.clone().map(|(_, tensor)| tensor);
+            return match torch.has_modes(py)? || torch.is_any_negative(py, objects)? {
+                true => check_dispatched(tensors).map(|()| Way::Dispatcher),
+                false => Ok(Way::Straight(torch)),
+            };
         }
         let mut odd = None;
         let mut found = false;
-        for (name, tensor) in tensors {
+        for (name, tensor) in tensors.clone() {
             if tensor.is_instance(class)? {
                 found = true;
             } else {
@@ -110,7 +112,10 @@ impl Torch {
         }
         match (found, odd) {
             (false, _) => Ok(Way::Foreign),
-            (true, None) => Ok(Way::Dispatcher),
+            (true, None) => {
+                check_dispatched(tensors)?;
+                Ok(Way::Dispatcher)
+            }
             (true, Some((name, tensor))) => Err(PyTypeError::new_err(format!(
                 "{name} is a {}, expected a torch.Tensor like the others",
                 tensor.get_type()
@@ -176,7 +181,13 @@ impl Torch {
     /// What a tensor is.
     pub(crate) fn read(&self, tensor: &Bound<'_, PyAny>, name: &str) -> PyResult<Memory> {
         if let Some(exchange) = self.exchange {
-            return exchange.read(tensor, name).map_err(|error| unreadable(tensor, name, error));
+            let memory = exchange.read(tensor, name);
+            let memory = memory.map_err(|error| unreadable(tensor, name, error))?;
+            // Where a GPU has it, it is freed in the order of its work, and a look takes longer than a launch.
+            return match memory.place {
+                Place::Host => holds(tensor, name, &memory).map(|()| memory),
+                Place::Cuda(_) => Ok(memory),
+            };
         }
         // Exporting a tensor that requires grad is refused, even where nothing records it.
         let tensor = tensor.call_method0(intern!(tensor.py(), "detach"))?;
@@ -288,6 +299,64 @@ fn unreadable(tensor: &Bound<'_, PyAny>, name: &str, error: PyErr) -> PyErr {
             ))
         }
         _ => error,
+    }
+}
+
+/// Refuses a tensor that lies otherwise than step by step, for which nobody has a kernel: PyTorch's
+/// dispatcher would not say whose it is.
+pub(crate) fn is_strided(tensor: &Bound<'_, PyAny>, name: &str) -> PyResult<()> {
+    let py = tensor.py();
+    let layout = tensor.getattr(intern!(py, "layout"))?.to_string();
+    let nested = tensor.getattr(intern!(py, "is_nested"))?.is_truthy()?;
+    let quantized = tensor.getattr(intern!(py, "is_quantized"))?.is_truthy()?;
+    let why = match (nested, quantized) {
+        (true, _) => "it is nested".to_owned(),
+        (_, true) => "it is quantized".to_owned(),
+        _ if layout == "torch.strided" => return Ok(()),
+        _ => format!("its layout is {layout}"),
+    };
+    Err(PyTypeError::new_err(format!(
+        "{name} cannot be read ({why}), expected a dense torch.strided tensor"
+    )))
+}
+
+/// Refuses tensors that PyTorch's dispatcher finds no kernel for, or the wrong one: beside one without
+/// memory, of its device `meta`, all others would be taken for such, and the answer be anything.
+pub(crate) fn check_dispatched<'a, 'py: 'a>(
+    tensors: impl Iterator<Item = (&'static str, &'a Bound<'py, PyAny>)>,
+) -> PyResult<()> {
+    let mut first = None;
+    for (name, tensor) in tensors {
+        is_strided(tensor, name)?;
+        let meta = tensor.getattr(intern!(tensor.py(), "is_meta"))?.is_truthy()?;
+        let (first_name, first_meta) = *first.get_or_insert((name, meta));
+        if meta != first_meta {
+            let [here, there] = [meta, first_meta].map(|it| if it { "meta" } else { "memory" });
+            return Err(PyValueError::new_err(format!(
+                "{name} is on {here}, expected {there} like {first_name}"
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Refuses a tensor on the CPU whose memory ends before its last element: storages can be made smaller,
+/// and those whose memory was given back have none.
+fn holds(tensor: &Bound<'_, PyAny>, name: &str, memory: &Memory) -> PyResult<()> {
+    let py = tensor.py();
+    if memory.sizes().contains(&0) {
+        return Ok(());
+    }
+    let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
+    let bytes: i64 = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
+    let before: i64 = tensor.call_method0(intern!(py, "storage_offset"))?.extract()?;
+    let before = before.checked_mul(memory.element.bytes() as i64);
+    let end = before.and_then(|before| before.checked_add(memory.reach()?));
+    match end.is_some_and(|end| end <= bytes) {
+        true => Ok(()),
+        false => Err(PyValueError::new_err(format!(
+            "{name} has elements beyond the {bytes} bytes of its storage, expected all of them there"
+        ))),
     }
 }
 

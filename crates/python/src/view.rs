@@ -97,6 +97,39 @@ impl Memory {
         &self.strides[..self.dimensions]
     }
 
+    /// Refuses elements that cannot be anywhere: those of a tensor whose memory was given back, whose
+    /// address is 0 or an offset from there, and those further apart than addresses go.
+    pub(crate) fn exists(&self, name: &str) -> PyResult<()> {
+        /// No system has anything in the first page.
+        const PAGE: u64 = 4096;
+        if self.sizes().contains(&0) {
+            return Ok(());
+        }
+        if self.address < PAGE {
+            return Err(PyTypeError::new_err(format!(
+                "{name} has elements and no memory that they are in, expected a tensor whose memory was not \
+                 given back"
+            )));
+        }
+        match self.reach() {
+            Some(_) => Ok(()),
+            None => Err(PyValueError::new_err(format!(
+                "{name} has strides {:?} for sizes {:?}, expected elements that are all in memory",
+                self.strides(),
+                self.sizes()
+            ))),
+        }
+    }
+
+    /// Bytes from the first element to the end of the last one, if addresses go so far. Steps back are no
+    /// part of it.
+    pub(crate) fn reach(&self) -> Option<i64> {
+        let steps = self.sizes().iter().zip(self.strides());
+        let last = steps.map(|(size, stride)| (size - 1).checked_mul((*stride).max(0)));
+        let last = last.into_iter().try_fold(0_i64, |all, it| all.checked_add(it?))?;
+        last.checked_add(1)?.checked_mul(self.element.bytes() as i64)
+    }
+
     /// The same without gaps and with another last dimension, nowhere yet: an answer.
     pub(crate) fn like(&self, last: i64) -> Memory {
         let mut sizes = self.sizes;

@@ -37,7 +37,7 @@ fn mistakes_are_noticed_in_every_family() {
     let mut listed: Vec<&Equivalent> = Vec::new();
     for kernel in subjects() {
         let listed_are = if everything() { Listed::Tried } else { Listed::Believed };
-        let found = survey(&kernel, (count, 1), listed_are, |_| (), || ()).unwrap();
+        let found = survey(&kernel, (count, 1), "", listed_are, |_| (), || ()).unwrap();
         for kind in Kind::ALL {
             scores.entry((found.family, kind)).or_default().add(&found.score(kind));
         }

@@ -164,9 +164,9 @@ fn listed(block: i32) -> Rules {
 }
 
 /// Steps of two parts in two stages, and of one in three; in one order; heads for two warpgroups; more
-/// keys; a ragged batch; blocks that take tile after tile; tiles in parts; walks by lists, in no order and
-/// in one.
-fn backwards() -> [Backward; 10] {
+/// keys; a ragged batch; blocks that take tile after tile, under a window and beside others that clear and
+/// round; tiles in parts; walks by lists, in no order and in one.
+fn backwards() -> [Backward; 11] {
     let narrow = Backward {
         element: Element::BF16,
         head_dim: 16,
@@ -189,6 +189,7 @@ fn backwards() -> [Backward; 10] {
         Backward { batch: Batch::Ragged, ..narrow },
         // Under a window there are tiles that nobody sees.
         Backward { rules: Rules::LOCAL, persistent: true, ..narrow },
+        Backward { persistent: true, ..narrow },
         Backward { head_dim: 72, value_head_dim: 24, rules: Rules::DENSE, split: true, ..small },
         Backward { rules: listed(128), ..narrow },
         Backward { rules: listed(128), deterministic: true, ..narrow },

@@ -114,16 +114,18 @@ pub enum Listed {
 }
 
 /// Tries so many mutants of each kind of a kernel, on all cores; calls `begin` with their number
-/// and `done` after each.
+/// and `done` after each. Of those only whose place in the source, `file.rs:line:column`, has this in it.
 pub fn survey(
     kernel: &Configuration,
     (count, seed): (impl Fn(Kind) -> usize, u64),
+    at: &str,
     listed: Listed,
     begin: impl FnOnce(usize),
     done: impl Fn() + Sync,
 ) -> Result<Survey, SceneError> {
     let trial = Trial::new(kernel)?;
-    let all = every(trial.program());
+    let mut all = every(trial.program());
+    all.retain(|mutant| mutant.place.to_string().contains(at));
     let possible = |kind| (kind, all.iter().filter(|it| it.kind == kind).count());
     let chosen: Vec<Mutant> =
         Kind::ALL.into_iter().flat_map(|kind| sample(&all, kind, count(kind), seed)).collect();

@@ -94,6 +94,8 @@ pub enum Weights {
     Turns(usize),
     /// So many as much as those, and the others even: no part that comes later is beyond the first.
     First(usize),
+    /// Those so far from a query, before it and behind it, more than all others: the edge of a wide window.
+    Apart(usize),
     /// The fourth is not a number.
     Nan,
 }
@@ -101,7 +103,7 @@ pub enum Weights {
 impl Weights {
     fn of(self, position: usize, length: usize) -> f32 {
         match self {
-            Weights::Even => 1.0,
+            Weights::Even | Weights::Apart(_) => 1.0,
             Weights::Valley => 1.0 + 3.0 * (2.0 * position as f32 / length as f32 - 1.0).abs(),
             Weights::Spikes if position % 7 == 3 => 60.0,
             Weights::Peaks if position % 7 == 3 => 25.0 * Weights::Valley.of(position, length),
@@ -113,6 +115,24 @@ impl Weights {
             Weights::Nan if position == 3 => f32::NAN,
             Weights::Nan => 1.0,
         }
+    }
+
+    /// An element of a query or of a key, where scores are to depend on how far apart the two are: waves,
+    /// which meet at the distance alone. Half of them are for keys before a query.
+    fn wave(self, seed: u64, position: usize, column: usize, columns: usize) -> Option<f32> {
+        let Weights::Apart(distance) = self else { return None };
+        let waves = (columns / 4).max(1);
+        let number = column / 2;
+        let later = match seed {
+            QUERIES => 0.0,
+            KEYS if number < waves => distance as f32,
+            KEYS => -(distance as f32),
+            _ => return None,
+        };
+        // From waves as long as a block down to a few keys, none a multiple of another.
+        let share = (number % waves) as f32 / waves as f32;
+        let angle = 0.05 * 17_f32.powf(share) * (position as f32 + later);
+        Some(2.0 * if column.is_multiple_of(2) { angle.cos() } else { angle.sin() })
     }
 
     /// Those of a tensor's rows, by where each is in its sequence.
@@ -420,6 +440,9 @@ impl Call {
             let weights = weights.of_rows(shape, placement);
             let mean = if seed == VALUES { self.value_mean } else { 0.0 };
             let all = Tensor::from_fn(dtype, shape, |at| {
+                if let Some(wave) = self.weights.wave(seed, at[1], at[3], shape.dim) {
+                    return wave;
+                }
                 // Up to 2: scores far enough apart that the maximum moves.
                 let outlier = if seed == QUERIES { self.outlier } else { 1.0 };
                 let weight = outlier * weights[at[0] * shape.length + at[1]];

@@ -149,10 +149,17 @@ fn backward(
         ] {
             all.push(call(lengths, heads).with(|it| it.with_scale(scale)));
         }
+        // As many blocks as it takes until what is found of a query's block, its half or its double differs;
+        // of wide windows the edges weigh most.
+        let edges = call([6 * rows - 3, 6 * rows - 3], [2, 1]).with(|it| it.with_scale(scale));
+        all.push(Call { weights: Weights::Apart(rows + 2), ..edges });
         // Scores far below zero, beside which a key beyond the last, whose score is 0, weighs more than a
         // float holds.
-        for lengths in [[3 * rows / 4, 3 * keys / 4], [rows + 9, keys + 9]] {
-            let few = Call::new(kernel, 8, lengths, [2, 1]).on(4);
+        // In walks of one step and of several, of either warpgroup, of either row that a thread has.
+        let long = [[3 * rows + 9, 3 * keys - 9], [2 * rows + 5, keys + 70]];
+        let short = [[3 * rows / 4, 3 * keys / 4], [rows + 9, keys + 9]];
+        for (batch, lengths) in short.map(|it| (8, it)).into_iter().chain(long.map(|it| (3, it))) {
+            let few = Call::new(kernel, batch, lengths, [2, 1]).on(4);
             let few = few.with(|it| it.with_scale(4.0 * scale));
             all.push(Call { weights: Weights::Heavy, ..few });
         }
@@ -454,6 +461,10 @@ fn mma(it: &Mma) -> Vec<Call> {
         // Lists of none, of one and of more, of heads and sequences.
         all.push(Call::new(kernel, 2, [5 * rows + 1, 3 * rows + 5], [3, 1]));
         all.push(call([2 * rows - 1, 5 * rows], [2, 2]));
+        // The edges of wide windows weigh most, in as many blocks as it takes until all that is found of a
+        // query's block differs.
+        let edges = call([12 * rows - 3, 12 * rows - 3], [2, 1]);
+        all.push(Call { weights: Weights::Apart(rows + 2), ..edges });
     }
     if it.rules.mask != MaskKind::Dense {
         all.push(call([rows + 20, block / 2], [2, 1]));
