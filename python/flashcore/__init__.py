@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import atexit as _atexit
 import os as _os
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 try:
     from . import _flashcore
@@ -25,10 +25,12 @@ except ImportError as error:
         "`pip install .`, and start Python in another folder than this one's parent"
     ) from None
 
+from ._arguments import by_keyword as _by_keyword
 from ._arguments import either as _either
 from ._arguments import flag as _flag
 from ._arguments import hints as _hints
 from ._arguments import invariant as _invariant
+from ._arguments import rarely as _rarely
 from ._arguments import refuse as _refuse
 from ._arguments import shape_of as _shape_of
 from ._copies import separate as _separate
@@ -52,6 +54,9 @@ from ._serving import (
 from ._serving import attend as _attend
 from ._serving import is_compiling as _is_compiling
 from ._serving import widen as _widen
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack as _Unpack
 
 __all__ = [
     "AuxOutput",
@@ -88,6 +93,38 @@ if hasattr(_os, "register_at_fork"):
     _os.register_at_fork(after_in_child=_forked)
 
 
+class _Rare(TypedDict, total=False):
+    """What ``flash_attn_func`` takes by keyword."""
+
+    qv: Any
+    q_descale: Any
+    k_descale: Any
+    v_descale: Any
+    attention_chunk: int
+    num_splits: int
+    pack_gqa: bool | None
+    sm_margin: int
+    s_aux: Any
+    learnable_sink: Any
+    batch_invariant: bool
+
+
+_RARE = {
+    "qv": None,
+    "q_descale": None,
+    "k_descale": None,
+    "v_descale": None,
+    "attention_chunk": 0,
+    "num_splits": 1,
+    "pack_gqa": None,
+    "sm_margin": 0,
+    "s_aux": None,
+    "learnable_sink": None,
+    "batch_invariant": False,
+}
+
+
+@_by_keyword(_RARE)
 def flash_attn_func(
     q: Any,
     k: Any,
@@ -100,18 +137,7 @@ def flash_attn_func(
     alibi_slopes: Any = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    *,
-    qv: Any = None,
-    q_descale: Any = None,
-    k_descale: Any = None,
-    v_descale: Any = None,
-    attention_chunk: int = 0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-    s_aux: Any = None,
-    learnable_sink: Any = None,
-    batch_invariant: bool = False,
+    **rare: _Unpack[_Rare],
 ) -> Any:
     """``softmax(softmax_scale * q @ k^T + mask) @ v`` for every batch entry and head.
 
@@ -155,27 +181,49 @@ def flash_attn_func(
         8 bits; with ``return_attn_probs`` also the log-sum-exp of each row of scaled scores, (batch, heads,
         queries) in float32, and None.
     """
-    if qv is not None or type(dropout_p) is not float or dropout_p != 0.0:
-        _refuse(dropout_p=dropout_p, qv=qv)
-    if type(num_splits) is not int or pack_gqa is not None or type(sm_margin) is not int:
-        _hints(num_splits, pack_gqa, sm_margin)
+    if type(dropout_p) is not float or dropout_p != 0.0:
+        _refuse(dropout_p=dropout_p)
     if deterministic is not False:
         deterministic = _flag("deterministic", deterministic)
     # What is None behind the others is left out, which a plain call does not pay for.
     tensors: tuple[Any, ...] = (q, k, v)
+    chunk, function = 0, "flash_attn_func"
+    if rare or alibi_slopes is not None:
+        tensors, chunk, function = _with_rare(tensors, alibi_slopes, *_rarely(function, _RARE, rare))
+    result = _attend(
+        tensors,
+        (softmax_scale, causal, window_size, chunk, softcap, None, None),
+        function,
+        return_attn_probs,
+        deterministic,
+    )
+    return (*result, None) if return_attn_probs else result
+
+
+def _with_rare(
+    tensors: tuple[Any, ...],
+    alibi_slopes: Any,
+    qv: Any,
+    q_descale: Any,
+    k_descale: Any,
+    v_descale: Any,
+    attention_chunk: Any,
+    num_splits: Any,
+    pack_gqa: Any,
+    sm_margin: Any,
+    s_aux: Any,
+    learnable_sink: Any,
+    batch_invariant: Any,
+) -> tuple[tuple[Any, ...], Any, str]:
+    """Tensors with those that are given by keyword, the chunk, and the name to call under."""
+    _refuse(qv=qv)
+    _hints(num_splits, pack_gqa, sm_margin)
     if alibi_slopes is not None or s_aux is not None or learnable_sink is not None:
         sinks = _widen(_either("s_aux", s_aux, "learnable_sink", learnable_sink))
         tensors = (*tensors, *_NO_LISTS, _widen(alibi_slopes), sinks)
     if q_descale is not None or k_descale is not None or v_descale is not None:
         tensors = (*tensors, *(None,) * (12 - len(tensors)), q_descale, k_descale, v_descale)
-    result = _attend(
-        tensors,
-        (softmax_scale, causal, window_size, attention_chunk, softcap, None, None),
-        "flash_attn_func" if batch_invariant is False else _invariant("flash_attn_func", batch_invariant),
-        return_attn_probs,
-        deterministic,
-    )
-    return (*result, None) if return_attn_probs else result
+    return tensors, attention_chunk, _invariant("flash_attn_func", batch_invariant)
 
 
 def flash_attn_qkvpacked_func(

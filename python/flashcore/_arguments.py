@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 # The values at which they change nothing. Where FlashAttention's functions differ, the caller says
 # so.
@@ -50,6 +54,30 @@ def shown(value: object) -> str:
     if isinstance(value, (tuple, list)) and len(value) < 4:
         return f"({', '.join(map(shown, value))})"
     return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else f"a {type(value)}"
+
+
+def by_keyword(rare: Mapping[str, Any]) -> Callable[[_F], _F]:
+    """Shows what a function takes by keyword, with defaults, in the place of the dictionary that it takes
+    last. Python looks up each default of a keyword-only argument in every call, which takes longer than
+    all else that it does for one; few calls give any."""
+
+    def show(function: _F) -> _F:
+        signature = inspect.signature(function)
+        *others, _ = signature.parameters.values()
+        kind = inspect.Parameter.KEYWORD_ONLY
+        taken = [inspect.Parameter(name, kind, default=it, annotation="Any") for name, it in rare.items()]
+        function.__signature__ = signature.replace(parameters=[*others, *taken])  # type: ignore[attr-defined]
+        return function
+
+    return show
+
+
+def rarely(function: str, rare: dict[str, Any], given: Mapping[str, object]) -> Any:
+    """What was given by keyword, and the defaults of what was not, in their order."""
+    for name in given:
+        if name not in rare:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    return {**rare, **given}.values()
 
 
 def flag(name: str, value: Any) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from . import _arrays, _copies, _flashcore
-from ._arguments import either, flag, hints, invariant, refuse, shape_of
+from ._arguments import by_keyword, either, flag, hints, invariant, rarely, refuse, shape_of
 
 try:
     from . import _torch as _torch
@@ -13,6 +13,10 @@ except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     _torch = None  # type: ignore[assignment]
+
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def _never() -> bool:
@@ -55,6 +59,36 @@ def widen(numbers: Any) -> Any:
     return _arrays.widen(numbers)
 
 
+class _RareOfRagged(TypedDict, total=False):
+    """What ``flash_attn_varlen_func`` takes by keyword."""
+
+    dropout_p: float
+    alibi_slopes: Any
+    block_table: Any
+    s_aux: Any
+    learnable_sink: Any
+    return_softmax_lse: bool
+    out: Any
+    fa_version: int | None
+    scheduler_metadata: Any
+    batch_invariant: bool
+
+
+_RARE_OF_RAGGED = {
+    "dropout_p": 0.0,
+    "alibi_slopes": None,
+    "block_table": None,
+    "s_aux": None,
+    "learnable_sink": None,
+    "return_softmax_lse": False,
+    "out": None,
+    "fa_version": None,
+    "scheduler_metadata": None,
+    "batch_invariant": False,
+}
+
+
+@by_keyword(_RARE_OF_RAGGED)
 def flash_attn_varlen_func(
     q: Any,
     k: Any,
@@ -79,17 +113,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
-    *,
-    dropout_p: float = 0.0,
-    alibi_slopes: Any = None,
-    block_table: Any = None,
-    s_aux: Any = None,
-    learnable_sink: Any = None,
-    return_softmax_lse: bool = False,
-    out: Any = None,
-    fa_version: int | None = None,
-    scheduler_metadata: Any = None,
-    batch_invariant: bool = False,
+    **rare: Unpack[_RareOfRagged],
 ) -> Any:
     """Attention over sequences that lie one after the other, each with lengths of its own.
 
@@ -134,19 +158,27 @@ def flash_attn_varlen_func(
         As ``q``, with the head dim of ``v``; the log-sum-exps are (heads, queries of all
         sequences) in float32.
     """
-    if qv is not None or type(dropout_p) is not float or dropout_p != 0.0:
-        refuse(qv=qv, dropout_p=dropout_p)
+    if qv is not None:
+        refuse(qv=qv)
     if type(num_splits) is not int or pack_gqa is not None or type(sm_margin) is not int:
         hints(num_splits, pack_gqa, sm_margin)
     if deterministic is not False:
         deterministic = flag("deterministic", deterministic)
-    if block_table is not None:
-        if seqused_k is None and cu_seqlens_k is not None:
-            seqused_k = _lengths(cu_seqlens_k, _sequences(q, cu_seqlens_q))
-        cu_seqlens_k = None
-    sinks = s_aux if learnable_sink is None else either("s_aux", s_aux, "learnable_sink", learnable_sink)
-    if return_softmax_lse is not False and flag("return_softmax_lse", return_softmax_lse):
-        return_attn_probs = flag("return_attn_probs", return_attn_probs) or True
+    block_table = slopes = sinks = out = None
+    function = "flash_attn_varlen_func"
+    if rare:
+        dropout_p, slopes, block_table, s_aux, sinks, return_softmax_lse, out, _, _, batch_invariant = rarely(
+            function, _RARE_OF_RAGGED, rare
+        )
+        refuse(dropout_p=dropout_p)
+        if block_table is not None:
+            if seqused_k is None and cu_seqlens_k is not None:
+                seqused_k = _lengths(cu_seqlens_k, _sequences(q, cu_seqlens_q))
+            cu_seqlens_k = None
+        slopes, sinks = widen(slopes), widen(either("s_aux", s_aux, "learnable_sink", sinks))
+        if flag("return_softmax_lse", return_softmax_lse):
+            return_attn_probs = flag("return_attn_probs", return_attn_probs) or True
+        function = invariant(function, batch_invariant)
     tensors: tuple[Any, ...] = (
         q,
         k,
@@ -158,8 +190,8 @@ def flash_attn_varlen_func(
         None,
         None,
         block_table,
-        None if alibi_slopes is None else widen(alibi_slopes),
-        None if sinks is None else widen(sinks),
+        slopes,
+        sinks,
         q_descale,
         k_descale,
         v_descale,
@@ -169,12 +201,34 @@ def flash_attn_varlen_func(
     return attend(
         tensors,
         (softmax_scale, causal, window_size, attention_chunk, softcap, max_seqlen_q, max_seqlen_k),
-        "flash_attn_varlen_func" if batch_invariant is False else invariant("flash_attn_varlen_func", batch_invariant),
+        function,
         return_attn_probs,
         deterministic,
     )
 
 
+class _RareOfCaches(TypedDict, total=False):
+    """What ``flash_attn_with_kvcache`` takes by keyword."""
+
+    alibi_slopes: Any
+    block_table: Any
+    s_aux: Any
+    learnable_sink: Any
+    out: Any
+    batch_invariant: bool
+
+
+_RARE_OF_CACHES = {
+    "alibi_slopes": None,
+    "block_table": None,
+    "s_aux": None,
+    "learnable_sink": None,
+    "out": None,
+    "batch_invariant": False,
+}
+
+
+@by_keyword(_RARE_OF_CACHES)
 def flash_attn_with_kvcache(
     q: Any,
     k_cache: Any,
@@ -206,13 +260,7 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
-    *,
-    alibi_slopes: Any = None,
-    block_table: Any = None,
-    s_aux: Any = None,
-    learnable_sink: Any = None,
-    out: Any = None,
-    batch_invariant: bool = False,
+    **rare: Unpack[_RareOfCaches],
 ) -> Any:
     """Attention over a cache of keys and values, to which new ones are added first.
 
@@ -268,8 +316,15 @@ def flash_attn_with_kvcache(
         refuse(qv=qv)
     if type(num_splits) is not int or pack_gqa is not None or type(sm_margin) is not int:
         hints(num_splits, pack_gqa, sm_margin)
-    if block_table is not None:
-        page_table = either("block_table", block_table, "page_table", page_table)
+    block_table = slopes = sinks = out = None
+    function = "flash_attn_with_kvcache"
+    if rare:
+        slopes, block_table, s_aux, sinks, out, batch_invariant = rarely(function, _RARE_OF_CACHES, rare)
+        slopes, sinks = widen(slopes), widen(either("s_aux", s_aux, "learnable_sink", sinks))
+        if block_table is not None:
+            page_table = either("block_table", block_table, "page_table", page_table)
+            function = "flash_attn_with_kvcache, block_table"
+        function = invariant(function, batch_invariant)
     if page_table is not None and cache_batch_idx is not None:
         name = "page_table" if block_table is None else "block_table"
         page_table, cache_batch_idx = _chosen_rows(name, page_table, cache_batch_idx), None
@@ -278,7 +333,13 @@ def flash_attn_with_kvcache(
     if scheduler_metadata is not None:
         _check_metadata(scheduler_metadata, _sequences(q, cu_seqlens_q))
     factors = (k_descale, v_descale)
-    if _torch is not None and _torch.is_small_float(q) and _torch.is_small(k_cache) and _dimensions(k_descale) <= 2:
+    if (
+        _torch is not None
+        and isinstance(q, _torch.Tensor)
+        and q.dtype in _torch.SMALL_FLOATS
+        and _torch.is_small(k_cache)
+        and _dimensions(k_descale) <= 2
+    ):
         pages_are_small = page_table is not None and _dimensions(k_cache) == 4 and k_cache.shape[1] % 8 != 0
         if k is not None or cache_leftpad is not None or pages_are_small or _are_few(q, max_seqlen_q):
             # No kernel multiplies 8 bits here. 16 have the same numbers, and a factor of queries is one of scores.
@@ -311,8 +372,6 @@ def flash_attn_with_kvcache(
         q = q if rotated is None else rotated
     elif rotary_cos is not None or rotary_sin is not None or cu_seqlens_k_new is not None:
         _refuse_without_new(rotary_cos=rotary_cos, rotary_sin=rotary_sin, cu_seqlens_k_new=cu_seqlens_k_new)
-    sinks = s_aux if learnable_sink is None else either("s_aux", s_aux, "learnable_sink", learnable_sink)
-    function = "flash_attn_with_kvcache" if block_table is None else "flash_attn_with_kvcache, block_table"
     tensors: tuple[Any, ...] = (
         q,
         k_cache,
@@ -324,8 +383,8 @@ def flash_attn_with_kvcache(
         cache_leftpad,
         cache_batch_idx,
         page_table,
-        None if alibi_slopes is None else widen(alibi_slopes),
-        None if sinks is None else widen(sinks),
+        slopes,
+        sinks,
         q_descale,
         k_descale,
         v_descale,
@@ -335,7 +394,7 @@ def flash_attn_with_kvcache(
     return attend(
         tensors,
         (softmax_scale, causal, window_size, attention_chunk, softcap, max_seqlen_q, None),
-        function if batch_invariant is False else invariant(function, batch_invariant),
+        function,
         return_softmax_lse,
     )
 

@@ -16,12 +16,13 @@ from ._arguments import shown, window
 _flashcore.adopt_torch(torch)
 
 is_compiling = torch.compiler.is_dynamo_compiling
+Tensor = torch.Tensor
 
 _library = torch.library.Library(_gradients.NAMESPACE, "DEF")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-_SMALL_FLOATS = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
+SMALL_FLOATS = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
 # Keys and values may be integers, queries may not.
-_SMALL = frozenset((*_SMALL_FLOATS, torch.int8))
+_SMALL = frozenset((*SMALL_FLOATS, torch.int8))
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _LISTS = (
     "cu_seqlens_q",
@@ -91,7 +92,7 @@ def _fake_attention(q: Any, k: Any, v: Any, *others: Any) -> Any:
     """What can be said of tensors that have no memory; the rest is said when there is one."""
     q, k, v = _gradients.parts(q, k, v)
     names = _flashcore.tensor_names(others[-2])[:3] if len(others) > 2 else ("q", "k", "v")
-    if q.dtype not in (*_FLOATS, *_SMALL_FLOATS):
+    if q.dtype not in (*_FLOATS, *SMALL_FLOATS):
         raise TypeError(f"{names[0]} has element type {q.dtype}, expected float16, bfloat16, float32 or a float of 8 bits")
     for name, tensor in zip(names[1:], (k, v)):
         _check_like(name, tensor, q, names[0])
@@ -99,7 +100,7 @@ def _fake_attention(q: Any, k: Any, v: Any, *others: Any) -> Any:
     expected = 4 if len(others) <= 8 or others[8] is None else 3
     if q.dim() != expected:
         raise ValueError(f"{names[0]} has {q.dim()} dimensions, expected {expected}")
-    dtype = torch.bfloat16 if q.dtype in _SMALL_FLOATS else q.dtype
+    dtype = torch.bfloat16 if q.dtype in SMALL_FLOATS else q.dtype
     return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
 
 
@@ -407,11 +408,6 @@ def _refuse_gradients(names: tuple[str, ...], tensors: tuple[Any, ...]) -> None:
 def is_small(tensor: Any) -> bool:
     """Whether it has 8 bits."""
     return isinstance(tensor, torch.Tensor) and tensor.dtype in _SMALL
-
-
-def is_small_float(tensor: Any) -> bool:
-    """Whether it is floats of 8 bits."""
-    return isinstance(tensor, torch.Tensor) and tensor.dtype in _SMALL_FLOATS
 
 
 def check_factors(shapes: list[tuple[int, ...]], **factors: Any) -> None:

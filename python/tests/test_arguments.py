@@ -4,6 +4,7 @@ Each error is a TypeError, a ValueError or a NotImplementedError, and speaks of 
 caller wrote it.
 """
 
+import inspect
 import math
 
 import numpy as np
@@ -358,3 +359,29 @@ def test_what_lies_backwards_is_named():
             flashcore.flash_attn_combine(parts, np.flip(sums, axis))
     with pytest.raises(ValueError, match="lse_b has a negative stride"):
         flashcore.flash_attn_merge(parts[0], sums[0].swapaxes(1, 2), parts[1], np.flip(sums[1].swapaxes(1, 2), 1))
+
+
+@pytest.mark.parametrize(
+    "name, first, last",
+    [
+        ("flash_attn_func", "qv", "batch_invariant"),
+        ("flash_attn_varlen_func", "dropout_p", "batch_invariant"),
+        ("flash_attn_with_kvcache", "alibi_slopes", "batch_invariant"),
+    ],
+)
+def test_what_is_taken_by_keyword_is_shown(name, first, last):
+    function = getattr(flashcore, name)
+    shown = inspect.signature(function).parameters.values()
+    by_keyword = [it for it in shown if it.kind is it.KEYWORD_ONLY]
+    assert (by_keyword[0].name, by_keyword[-1].name) == (first, last)
+    assert all(it.kind in (it.POSITIONAL_OR_KEYWORD, it.KEYWORD_ONLY) for it in shown)
+    good, _ = CALLS[name]
+    expected = function(**good)
+    found = function(**good, **{it.name: it.default for it in by_keyword if it.name not in good})
+    assert np.array_equal(found, expected)
+    with pytest.raises(TypeError, match=f"^{name}.. got an unexpected keyword argument .querys."):
+        function(**good, querys=1)
+    # What is taken by keyword is not taken by its place.
+    places = [it.default for it in shown if it.kind is not it.KEYWORD_ONLY]
+    with pytest.raises(TypeError, match="positional arguments"):
+        function(*places, None)

@@ -218,6 +218,67 @@ def test_the_tensors_device_is_honoured():
     check(output, None, q, k, v)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_the_current_device_need_not_be_the_tensors():
+    q, k, v = three(1, 64, 64, 2, 2, 64, "cuda:0")
+    expected = flash_attn_func(q, k, v)
+    with torch.cuda.device(1):
+        before = torch.cuda.memory_allocated()
+        output, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
+        assert torch.cuda.memory_allocated() == before and torch.cuda.current_device() == 1
+    assert output.device == lse.device == q.device and torch.equal(output, expected)
+
+
+def test_answers_have_the_shape_of_their_own_call():
+    # More shapes than are remembered, each more than once, also where memory is filled first.
+    q, k, v = three(1, 24, 24, 2, 2, 64, "cuda")
+    whole = flash_attn_func(q, k, v)
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            for rows in [*range(1, 25), *range(24, 0, -1)]:
+                output, lse, _ = flash_attn_func(q[:, :rows], k, v, return_attn_probs=True)
+                assert output.shape == (1, rows, 2, 64) and output.dtype == q.dtype
+                assert lse.shape == (1, 2, rows) and lse.dtype == torch.float32
+                assert output.is_contiguous() and lse.is_contiguous()
+                assert near(output, whole[:, :rows])
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+def test_an_answer_is_a_tensor_like_any_other():
+    q, k, v = three(1, 64, 64, 2, 2, 64, "cuda")
+    output = flash_attn_func(q, k, v)
+    # Its memory is the allocator's, which waits for streams that it is told of.
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        other.wait_stream(torch.cuda.default_stream())
+        torch.cuda._sleep(NAP)
+        copy = output.clone()
+    output.record_stream(other)
+    expected, address = output.clone(), output.data_ptr()
+    del output
+    assert flash_attn_func(k, q, v).data_ptr() != address
+    other.synchronize()
+    assert torch.equal(copy, expected)
+    assert flash_attn_func(q, k, v).resize_(2, 64, 4, 64).shape == (2, 64, 4, 64)
+
+
+def test_no_memory_is_pytorchs_own_error():
+    q, k, v = three(1, 1 << 18, 64, 2, 2, 64, "cuda")
+    gc.collect()
+    torch.cuda.empty_cache()
+    # As much as there is now, and nothing for 64 MB more.
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            flash_attn_func(q, k, v)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    check(flash_attn_func(q, k, v)[:, :64], None, q[:, :64], k, v)
+
+
 def test_large_and_long():
     for shape in [(1, 4096, 4096, 8, 2, 128), (65, 128, 128, 4, 4, 64), (1, 1, 8192, 8, 1, 128)]:
         q, k, v = three(*shape, device="cuda")

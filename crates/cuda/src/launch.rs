@@ -114,12 +114,23 @@ pub const MAX_ARGUMENTS: usize = 96;
 /// ```
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Arguments {
-    /// What each is, and where it is in `words` or in `maps`.
-    slots: Vec<(Parameter, usize)>,
-    /// All that are not tensor maps, each in the first bytes of its word.
-    words: Vec<u64>,
-    maps: Vec<TensorMap>,
+    /// What each is.
+    kinds: Vec<Parameter>,
+    /// The word of `blocks` that each begins with.
+    places: Vec<usize>,
+    /// Where they lie: a tensor map is a block, and others have a word each, of which the first bytes count.
+    /// In one piece, so that a launch finds each by adding.
+    blocks: Vec<Block>,
+    /// Words of the blocks that are taken.
+    taken: usize,
 }
+
+/// As large and as aligned as a tensor map.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[repr(align(128))]
+struct Block([u64; BLOCK_WORDS]);
+
+const BLOCK_WORDS: usize = 16;
 
 impl Arguments {
     /// No arguments yet.
@@ -129,44 +140,53 @@ impl Arguments {
 
     /// How many there are.
     pub fn len(&self) -> usize {
-        self.slots.len()
+        self.kinds.len()
     }
 
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
-        self.slots.is_empty()
+        self.kinds.is_empty()
     }
 
     /// Forgets all, and keeps the room they took.
     pub fn clear(&mut self) {
-        self.slots.clear();
-        self.words.clear();
-        self.maps.clear();
+        self.kinds.clear();
+        self.places.clear();
+        self.blocks.clear();
+        self.taken = 0;
     }
 
     /// Adds the next argument.
     pub fn push(&mut self, argument: impl Into<Argument>) -> &mut Arguments {
         let argument = argument.into();
-        let place = match argument {
-            Argument::TensorMap(map) => {
-                self.maps.push(map);
-                self.maps.len() - 1
-            }
-            _ => {
-                self.words.push(word(&argument));
-                self.words.len() - 1
-            }
-        };
-        self.slots.push((argument.parameter(), place));
+        let is_map = matches!(argument, Argument::TensorMap(_));
+        if is_map {
+            self.taken = self.taken.next_multiple_of(BLOCK_WORDS);
+        }
+        let place = self.taken;
+        self.taken += if is_map { BLOCK_WORDS } else { 1 };
+        self.blocks.resize(self.taken.div_ceil(BLOCK_WORDS), Block::default());
+        self.write(place, &argument);
+        self.kinds.push(argument.parameter());
+        self.places.push(place);
         self
+    }
+
+    fn write(&mut self, place: usize, argument: &Argument) {
+        let Block(block) = &mut self.blocks[place / BLOCK_WORDS];
+        match argument {
+            Argument::TensorMap(map) => *block = map.opaque,
+            _ => block[place % BLOCK_WORDS] = word(argument),
+        }
     }
 
     /// Replaces an argument with another of its kind.
     pub fn set(&mut self, index: usize, argument: impl Into<Argument>) -> Result<()> {
         let argument = argument.into();
         let mismatch = |reason| Error::Signature { function: "(arguments)".to_owned(), reason };
-        let Some(&(parameter, place)) = self.slots.get(index) else {
-            let reason = format!("there is no argument {index} among {}", self.slots.len());
+        let (Some(&parameter), Some(&place)) = (self.kinds.get(index), self.places.get(index))
+        else {
+            let reason = format!("there is no argument {index} among {}", self.kinds.len());
             return Err(mismatch(reason));
         };
         if parameter != argument.parameter() {
@@ -174,24 +194,24 @@ impl Arguments {
                 format!("argument {index} is of kind {parameter}, not {}", argument.parameter());
             return Err(mismatch(reason));
         }
-        match argument {
-            Argument::TensorMap(map) => self.maps[place] = map,
-            _ => self.words[place] = word(&argument),
-        }
+        self.write(place, &argument);
         Ok(())
     }
 
     /// An error unless these are what the parameters take.
     fn check(&self, name: &str, parameters: &[Parameter]) -> Result<()> {
+        if self.kinds == parameters && self.kinds.len() <= MAX_ARGUMENTS {
+            return Ok(());
+        }
         let signature = |reason| Error::Signature { function: name.to_owned(), reason };
-        if self.slots.len() != parameters.len() {
-            let (given, taken) = (self.slots.len(), parameters.len());
+        if self.kinds.len() != parameters.len() {
+            let (given, taken) = (self.kinds.len(), parameters.len());
             return Err(signature(format!("it takes {taken} arguments, and {given} were given")));
         }
-        if self.slots.len() > MAX_ARGUMENTS {
+        if self.kinds.len() > MAX_ARGUMENTS {
             return Err(signature(format!("more than {MAX_ARGUMENTS} arguments")));
         }
-        for (index, (&(given, _), &taken)) in self.slots.iter().zip(parameters).enumerate() {
+        for (index, (&given, &taken)) in self.kinds.iter().zip(parameters).enumerate() {
             // An address is a number to the kernel.
             let fits =
                 given == taken || matches!((given, taken), (Parameter::Address, Parameter::U64));
@@ -210,11 +230,9 @@ impl Arguments {
     fn pointers(&self) -> [*mut c_void; MAX_ARGUMENTS] {
         let nothing: *const Nothing = &NOTHING;
         let mut pointers = [nothing.cast_mut().cast(); MAX_ARGUMENTS];
-        for (pointer, &(parameter, place)) in pointers.iter_mut().zip(&self.slots) {
-            *pointer = match parameter {
-                Parameter::TensorMap => (&raw const self.maps[place]).cast_mut().cast(),
-                _ => (&raw const self.words[place]).cast_mut().cast(),
-            };
+        let words: *const u64 = self.blocks.as_ptr().cast();
+        for (pointer, place) in pointers.iter_mut().zip(&self.places) {
+            *pointer = words.wrapping_add(*place).cast_mut().cast();
         }
         pointers
     }
@@ -571,10 +589,42 @@ mod tests {
     fn clearing_keeps_the_room() {
         let mut arguments = Arguments::new();
         arguments.push(1u32).push(2u32);
-        let room = arguments.words.capacity();
+        let room = arguments.blocks.capacity();
         arguments.clear();
         assert!(arguments.is_empty());
-        assert_eq!(arguments.words.capacity(), room);
+        assert_eq!(arguments.blocks.capacity(), room);
+        arguments.push(3u32);
+        // SAFETY: points to a live, aligned number.
+        assert_eq!(unsafe { arguments.pointers()[0].cast::<u32>().read() }, 3);
+    }
+
+    #[test]
+    fn tensor_maps_and_numbers_do_not_overlap() {
+        let map = |word: u64| TensorMap { opaque: [word; 16] };
+        let mut arguments = Arguments::new();
+        for index in 0..20 {
+            arguments.push(index as u32);
+            if index % 3 == 0 {
+                arguments.push(map(100 + index));
+            }
+        }
+        arguments.set(1, map(7)).unwrap();
+        arguments.set(2, 8u32).unwrap();
+        let (pointers, mut at) = (arguments.pointers(), 0);
+        for index in 0..20 {
+            let expected = if index == 1 { 8 } else { index as u32 };
+            // SAFETY: each points to a live, aligned value of at least that size.
+            assert_eq!(unsafe { pointers[at].cast::<u32>().read() }, expected);
+            at += 1;
+            if index % 3 == 0 {
+                assert!(pointers[at].cast::<TensorMap>().is_aligned());
+                let expected = map(if index == 0 { 7 } else { 100 + index });
+                // SAFETY: as above.
+                assert!(unsafe { pointers[at].cast::<TensorMap>().read() } == expected);
+                at += 1;
+            }
+        }
+        assert_eq!(at, arguments.len());
     }
 
     #[test]

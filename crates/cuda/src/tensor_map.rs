@@ -110,7 +110,7 @@ pub enum L2Promotion {
 // kernel's parameter.
 #[repr(C, align(128))]
 pub struct TensorMap {
-    opaque: [u64; 16],
+    pub(crate) opaque: [u64; 16],
 }
 
 // What is cast in `encode` has the size of, and at least the alignment of,

@@ -280,7 +280,7 @@ pub(crate) fn append<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = tensors.py();
     let flags = Flags::read(flags)?;
-    let tensors = named(update::names(flags.blocks), tensors)?;
+    let tensors = named(&update::names(flags.blocks), tensors)?;
     let read = |library: &Library<'py>| Update::read(library, &tensors, flags);
     answer(py, entrance, &tensors, read, |library, update| {
         let answer = write(library, needed(&tensors[4])?, &update)?;
@@ -329,7 +329,7 @@ pub(crate) fn combine<'py>(
     entrance: Entrance,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = tensors.py();
-    let tensors = named(["out_partial", "lse_partial", "out"], tensors)?;
+    let tensors = named(&["out_partial", "lse_partial", "out"], tensors)?;
     let read = |library: &Library<'py>| -> PyResult<(Parts, Option<View>)> {
         let out = match &tensors[2] {
             (name, Some(out)) => Some(Order::Padded.view(name, &library.read_mutable(out, name)?)?),
@@ -353,7 +353,7 @@ pub(crate) fn merge_states<'py>(
     entrance: Entrance,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = tensors.py();
-    let tensors = named(["out_a", "lse_a", "out_b", "lse_b"], tensors)?;
+    let tensors = named(&["out_a", "lse_a", "out_b", "lse_b"], tensors)?;
     let read = |library: &Library<'py>| -> PyResult<(Parts, bool)> {
         let [a, b, c, d] = tensors.each_ref().map(|it| library.read_whole(needed(it)?, it.0));
         let (a, b, c, d) = (a?, b?, c?, d?);

@@ -162,7 +162,7 @@ unsafe fn with_inputs<T>(
 unsafe fn placements(request: &Request, problem: &Problem) -> PyResult<(Placement, Placement)> {
     // SAFETY: the caller's promise.
     let integers = |memory: Option<&Memory>| unsafe { optional::<i32>(memory) };
-    let [q, k, _, cu_q, cu_k, used_q, used_k, leftpad, index, table, ..] = request.names();
+    let [q, k, _, cu_q, cu_k, used_q, used_k, leftpad, index, table, ..] = *request.names();
     let count = problem.batch;
     let [most_queries, most_keys] = request.most_names();
     let queries = Rows { name: q, form: &request.query.form, count }.placement(

@@ -18,7 +18,7 @@ use crate::error;
 use crate::gradient::Backward;
 use crate::launch;
 use crate::numbers::Numbers;
-use crate::request::{Called, Function, Request};
+use crate::request::{Called, Function, Request, bits};
 use crate::stable::{Arguments, Failed, Kernel, Stable, Tensor, Value, kernel};
 use crate::view::{Element, Memory, View, contiguous};
 
@@ -271,9 +271,8 @@ impl Anchored {
     }
 
     fn request(self, numbers: Numbers, tensors: [&Memory; 3]) -> PyResult<Request> {
-        Request::new(self.function(), numbers, |at, _| {
-            Ok(tensors.get(at).map(|memory| self.turned(memory)))
-        })
+        let given = bits(|at| at < tensors.len());
+        Request::new(self.function(), given, numbers, |at, _| Ok(self.turned(tensors[at])))
     }
 }
 
@@ -446,15 +445,19 @@ impl Ours {
     /// What the call gives; tensors of rows that do not fit are copied.
     fn request(&self, copies: &Copies, fits: fn(&Memory) -> bool) -> PyResult<Request> {
         let names = self.called.function.names();
-        Request::new(self.called.function, self.numbers, |at, whole| {
-            if at < self.first.len() {
+        let rows = self.first.len();
+        let list = |at: usize| self.lists.get(at - rows).and_then(Option::as_ref);
+        let given = bits(|at| at < rows || list(at).is_some());
+        Request::new(self.called.function, given, self.numbers, |at, whole| match at >= rows {
+            true => {
+                let list = list(at).ok_or_else(|| error::value("a list is missing"))?;
+                copies.read(list, names[at], |memory| !whole || memory.is_contiguous())
+            }
+            false => {
                 let (tensor, part) = row(&self.first, at, names[at])?;
                 let fits = |memory: &Memory| fits(&of(*memory, part));
-                return Ok(Some(of(copies.read(tensor, names[at], fits)?, part)));
+                Ok(of(copies.read(tensor, names[at], fits)?, part))
             }
-            let Some(Some(list)) = self.lists.get(at - self.first.len()) else { return Ok(None) };
-            let fits = |memory: &Memory| !whole || memory.is_contiguous();
-            copies.read(list, names[at], fits).map(Some)
         })
     }
 

@@ -55,7 +55,7 @@ pub(crate) fn attend(
     let mut tensors = request.tensors(request.descales(problem)?, output, lse);
     with_lists(gpu, stream, request, problem, &mut tensors)?;
     let attended = gpu.attend(stream, problem, &tensors);
-    let [query, key, value, ..] = request.names();
+    let [query, key, value, ..] = *request.names();
     attended.map_err(|error| named(error, &[("query", query), ("key", key), ("value", value)]))
 }
 

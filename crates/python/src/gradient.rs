@@ -36,8 +36,8 @@ impl<'py> Given<'py> {
     ) -> PyResult<Self> {
         Ok(Given {
             forward: named(function.names(), forward)?,
-            saved: named(SAVED, saved)?,
-            gradients: named(GRADIENTS, gradients)?,
+            saved: named(&SAVED, saved)?,
+            gradients: named(&GRADIENTS, gradients)?,
             rules,
         })
     }
@@ -102,7 +102,7 @@ impl Backward {
     /// Refuses what does not go with the tensors of the forward call.
     pub(crate) fn check(&self) -> PyResult<()> {
         let Request { query, key, value, .. } = &self.request;
-        let [q, k, v, ..] = self.request.names();
+        let [q, k, v, ..] = *self.request.names();
         let [batch, length, heads, _] = query.form.sizes;
         let output = [batch, length, heads, value.form.sizes[3]];
         let [query_gradient, key_gradient, value_gradient] = &self.gradients;

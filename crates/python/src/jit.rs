@@ -174,13 +174,10 @@ fn request(call: &Call<'_>, place: Place) -> PyResult<Request> {
         batch_invariant,
     };
     let packed = |at: usize| given & 1 << if at == 0 { 3 } else { 4 } != 0;
-    Request::new(function, numbers, |at, _| {
-        if given & 1 << at == 0 {
-            return Ok(None);
-        }
+    Request::new(function, given, numbers, |at, _| {
         let before = (given & ((1 << at) - 1)).count_ones() as usize;
         let most = if at < 3 { dimensions(packed(at)) } else { MOST_DIMENSIONS };
-        call.argument(before, most, place).map(Some)
+        call.argument(before, most, place)
     })
 }
 

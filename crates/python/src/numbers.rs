@@ -94,19 +94,22 @@ pub(crate) fn integer(name: &str, value: &Bound<'_, PyAny>) -> PyResult<i64> {
 }
 
 fn finite(name: &str, value: &Bound<'_, PyAny>) -> PyResult<f32> {
+    Ok(read_finite(name, value)? as f32)
+}
+
+/// A number that is finite in 32 bits too.
+fn read_finite(name: &str, value: &Bound<'_, PyAny>) -> PyResult<f64> {
     let expected = "a finite number";
     let number: f64 = value.extract().map_err(|error| unfit(error, name, value, expected))?;
-    let number = number as f32;
-    if number.is_finite() { Ok(number) } else { Err(beyond(name, value, expected)) }
+    if (number as f32).is_finite() { Ok(number) } else { Err(beyond(name, value, expected)) }
 }
 
 fn softcap(value: &Bound<'_, PyAny>) -> PyResult<Option<f32>> {
-    let cap = finite("softcap", value)?;
-    match cap > 0.0 {
-        true => Ok(Some(cap)),
+    match read_finite("softcap", value)? {
         // What only rounding makes nothing is not nothing.
-        false if value.extract::<f64>()? == 0.0 => Ok(None),
-        false => Err(beyond("softcap", value, "a positive number, or 0")),
+        0.0 => Ok(None),
+        cap if cap as f32 > 0.0 => Ok(Some(cap as f32)),
+        _ => Err(beyond("softcap", value, "a positive number, or 0")),
     }
 }
 

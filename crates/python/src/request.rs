@@ -85,46 +85,60 @@ impl Function {
     }
 
     /// The names of its tensors, in the order of [`Request`]'s fields.
-    pub(crate) fn names(self) -> [&'static str; TENSORS] {
-        let [query, key, value, lengths, pages] = match self {
-            Function::KvCache => ["q", "k_cache", "v_cache", "cache_seqlens", "page_table"],
-            Function::KvCacheInBlocks => {
-                ["q", "k_cache", "v_cache", "cache_seqlens", "block_table"]
-            }
+    pub(crate) fn names(self) -> &'static [&'static str; TENSORS] {
+        const fn names_with(
+            [query, key, value]: [&'static str; 3],
+            [query_starts, key_starts]: [&'static str; 2],
+            lengths: &'static str,
+            pages: &'static str,
+        ) -> [&'static str; TENSORS] {
+            [
+                query,
+                key,
+                value,
+                query_starts,
+                key_starts,
+                "seqused_q",
+                lengths,
+                "cache_leftpad",
+                "cache_batch_idx",
+                pages,
+                "alibi_slopes",
+                "s_aux",
+                "q_descale",
+                "k_descale",
+                "v_descale",
+                "out",
+            ]
+        }
+        const fn names(
+            tensors: [&'static str; 3],
+            lengths: &'static str,
+            pages: &'static str,
+        ) -> [&'static str; TENSORS] {
+            names_with(tensors, ["cu_seqlens_q", "cu_seqlens_k"], lengths, pages)
+        }
+        const CACHE: [&str; 3] = ["q", "k_cache", "v_cache"];
+        match self {
+            Function::KvCache => const { &names(CACHE, "cache_seqlens", "page_table") },
+            Function::KvCacheInBlocks => const { &names(CACHE, "cache_seqlens", "block_table") },
             Function::PyTorch | Function::Flex => {
-                ["query", "key", "value", "seqused_k", "block_table"]
+                const { &names(["query", "key", "value"], "seqused_k", "block_table") }
             }
-            Function::QkvPacked | Function::VarlenQkvPacked => {
-                ["qkv", "qkv", "qkv", "seqused_k", "block_table"]
+            Function::QkvPacked => {
+                const { &names(["qkv", "qkv", "qkv"], "seqused_k", "block_table") }
+            }
+            // One list, where queries and keys are packed together.
+            Function::VarlenQkvPacked => {
+                const { &names_with(["qkv"; 3], ["cu_seqlens"; 2], "seqused_k", "block_table") }
             }
             Function::KvPacked | Function::VarlenKvPacked => {
-                ["q", "kv", "kv", "seqused_k", "block_table"]
+                const { &names(["q", "kv", "kv"], "seqused_k", "block_table") }
             }
-            Function::Plain | Function::Varlen => ["q", "k", "v", "seqused_k", "block_table"],
-        };
-        // One list, where queries and keys are packed together.
-        let [query_starts, key_starts] = match self {
-            Function::VarlenQkvPacked => ["cu_seqlens"; 2],
-            _ => ["cu_seqlens_q", "cu_seqlens_k"],
-        };
-        [
-            query,
-            key,
-            value,
-            query_starts,
-            key_starts,
-            "seqused_q",
-            lengths,
-            "cache_leftpad",
-            "cache_batch_idx",
-            pages,
-            "alibi_slopes",
-            "s_aux",
-            "q_descale",
-            "k_descale",
-            "v_descale",
-            "out",
-        ]
+            Function::Plain | Function::Varlen => {
+                const { &names(["q", "k", "v"], "seqused_k", "block_table") }
+            }
+        }
     }
 
     /// Whether several tensors may come as one.
@@ -191,7 +205,7 @@ pub(crate) struct Request {
 
 /// A call's tensors with their names.
 pub(crate) fn named<'py, const COUNT: usize>(
-    names: [&'static str; COUNT],
+    names: &[&'static str; COUNT],
     tensors: &Bound<'py, PyTuple>,
 ) -> PyResult<[Named<'py>; COUNT]> {
     // What comes last may be left out.
@@ -206,6 +220,11 @@ pub(crate) fn named<'py, const COUNT: usize>(
         }
     }
     Ok(named)
+}
+
+/// Which of a call's tensors are given, as bits.
+pub(crate) fn bits(is_given: impl Fn(usize) -> bool) -> u64 {
+    (0..TENSORS).fold(0, |bits, at| bits | u64::from(is_given(at)) << at)
 }
 
 /// A tensor that must be given.
@@ -226,27 +245,38 @@ impl Request {
         numbers: Numbers,
         read: impl Fn(&Bound<'py, PyAny>, &str, bool) -> PyResult<Memory>,
     ) -> PyResult<Request> {
-        Request::new(function, numbers, |at, whole| {
-            let (name, tensor) = &tensors[at];
-            tensor.as_ref().map(|tensor| read(tensor, name, whole)).transpose()
+        let given = bits(|at| tensors[at].1.is_some());
+        Request::new(function, given, numbers, |at, whole| {
+            let tensor = &tensors[at];
+            read(needed(tensor)?, tensor.0, whole)
         })
     }
 
-    /// A call of tensors in memory: `memory` says what the one of a place is, and hears whether it
-    /// must have no gaps.
+    /// A call of tensors in memory, of which those are given that have a bit: `memory` says what the one
+    /// of a place is, and hears whether it must have no gaps.
     pub(crate) fn new(
         function: Function,
+        given: u64,
         numbers: Numbers,
-        memory: impl Fn(usize, bool) -> PyResult<Option<Memory>>,
+        memory: impl Fn(usize, bool) -> PyResult<Memory>,
     ) -> PyResult<Request> {
-        let list = |at: usize| -> PyResult<Optional> { Ok(memory(at, true)?.map(Box::new)) };
+        // Most are not given, and need not be asked for.
+        let optional = |at: usize, whole: bool| -> PyResult<Optional> {
+            let read = || memory(at, whole).map(Box::new);
+            (given & 1 << at != 0).then(read).transpose()
+        };
+        let list = |at: usize| optional(at, true);
         let (query_starts, key_starts) = (list(3)?, list(4)?);
         let rows = |at: usize, packed: bool| -> PyResult<(Memory, View)> {
             let name = function.names()[at];
-            let memory = memory(at, false)?.ok_or_else(|| missing(name))?;
+            if given & 1 << at == 0 {
+                return Err(missing(name));
+            }
+            let memory = memory(at, false)?;
             Ok((memory, function.order(packed).view(name, &memory)?))
         };
-        let factors = |at: usize| -> PyResult<Optional> { Ok(memory(at, false)?.map(Box::new)) };
+        let factors = |at: usize| optional(at, false);
+        let pages = list(9)?;
         let (given, query) = rows(0, query_starts.is_some())?;
         let sequences = query_starts.as_ref().map(|starts| starts.sizes[0] - 1);
         let sequences = sequences.unwrap_or(query.form.sizes[0]);
@@ -262,7 +292,7 @@ impl Request {
             key_lengths: list(6)?,
             left_padding: list(7)?,
             entries: list(8)?,
-            pages: memory(9, true)?.map(|table| Box::new(table.first_rows(sequences))),
+            pages: pages.map(|table| Box::new(table.first_rows(sequences))),
             slopes: list(10)?,
             sinks: list(11)?,
             descales: Descales { query: factors(12)?, key: factors(13)?, value: factors(14)? },
@@ -277,7 +307,7 @@ impl Request {
     }
 
     /// The names of its tensors.
-    pub(crate) fn names(&self) -> [&'static str; TENSORS] {
+    pub(crate) fn names(&self) -> &'static [&'static str; TENSORS] {
         self.function.names()
     }
 
@@ -289,7 +319,7 @@ impl Request {
     /// The problem that it poses, or what is wrong with it.
     pub(crate) fn problem(&self) -> PyResult<Problem> {
         let [q, k, v, cu_q, cu_k, used_q, used_k, leftpad, entries, _, slopes, sinks, ..] =
-            self.names();
+            *self.names();
         let (query, key, value) = (&self.query.form, &self.key.form, &self.value.form);
         query.query(q)?;
         let unequal = || {
@@ -418,7 +448,7 @@ impl Request {
         if self.descales.each_ref().into_array().into_iter().all(Option::is_none) {
             return Ok(Descales::default());
         }
-        let [first, .., q, k, v, _] = self.names();
+        let [first, .., q, k, v, _] = *self.names();
         let [count, rows, heads, _] = self.key.form.sizes;
         let factors = Factors {
             sequences,
@@ -428,7 +458,7 @@ impl Request {
             place: self.query.form.place,
             first,
         };
-        let [query, key, value, ..] = self.names();
+        let [query, key, value, ..] = *self.names();
         let names = Descales {
             query: (q, false, query, &self.query),
             key: (k, true, key, &self.key),
@@ -454,7 +484,7 @@ impl Request {
 
     /// How the keys lie, and how many a sequence can have.
     fn keys(&self, sequences: i64) -> PyResult<(Storage, usize)> {
-        let [q, k, _, _, cu_k, _, _, _, entries, table, ..] = self.names();
+        let [q, k, _, _, cu_k, _, _, _, entries, table, ..] = *self.names();
         let [count, rows, ..] = self.key.form.sizes;
         let both = |name: &str, other: &str| {
             Err(PyValueError::new_err(format!(
@@ -493,7 +523,7 @@ impl Request {
 
     /// The tensor that says how many sequences there are.
     fn first(&self) -> &'static str {
-        let [q, _, _, cu_q, ..] = self.names();
+        let [q, _, _, cu_q, ..] = *self.names();
         if self.query_starts.is_some() { cu_q } else { q }
     }
 
@@ -557,7 +587,7 @@ impl Request {
     ) -> Tensors {
         let all = [&self.query, &self.key, &self.value, output];
         let all = all.map(|view| view.on_device(self.query.address));
-        Tensors {
+        let mut tensors = Tensors {
             descales: descales.map(|it| it.map(|view| view.on_device(self.query.address))),
             query_starts: address(self.query_starts.as_deref()),
             query_lengths: address(self.query_lengths.as_deref()),
@@ -568,9 +598,13 @@ impl Request {
             block_table: address(self.pages.as_deref()),
             slopes: address(self.slopes.as_deref()),
             sinks: address(self.sinks.as_deref()),
-            captured: self.captured.on_device(),
             ..Tensors::new(all, lse.map(DeviceAddress))
+        };
+        // A kilobyte, which most calls need not fill twice.
+        if !self.captured.is_empty() {
+            tensors.captured = self.captured.on_device();
         }
+        tensors
     }
 }
 

@@ -236,6 +236,11 @@ impl Captured {
         captured
     }
 
+    /// Whether there are none.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.tensors.is_empty()
+    }
+
     /// What is known of the blocks of the mask.
     pub(crate) fn blocks(&self) -> Option<&Blocks> {
         self.blocks.as_ref().map(Py::get)

@@ -119,6 +119,8 @@ pub(crate) struct Stable {
     drop_library: unsafe extern "C" fn(Handle) -> Code,
     /// Not in a PyTorch that was built without CUDA.
     stream: Option<unsafe extern "C" fn(i32, *mut *mut c_void) -> Code>,
+    /// CUDA's, of the runtime that PyTorch has: which device is current on this thread.
+    device: Option<unsafe extern "C" fn(*mut i32) -> Code>,
     /// Whether autograd records at all.
     grad_enabled: unsafe extern "C" fn() -> bool,
     /// How many modes want to see operators before they run.
@@ -127,6 +129,8 @@ pub(crate) struct Stable {
     wrap: unsafe extern "C" fn(Handle) -> *mut ffi::PyObject,
     /// Makes a handle that of an object's tensor, and whether it is one.
     unwrap: unsafe extern "C" fn(Handle, *mut ffi::PyObject, bool) -> bool,
+    /// Whether objects of Python's have their handles right behind what all objects begin with.
+    begin_with_handle: OnceLock<bool>,
     /// Whether a tensor stands for the negative of what is in its memory.
     negative: unsafe extern "C" fn(Handle) -> bool,
     /// PyTorch's settings, and whether they ask for the same bits every time.
@@ -198,6 +202,7 @@ impl Stable {
                 add_kernel: function(library, c"torch_library_impl")?,
                 drop_library: function(library, c"aoti_torch_delete_library_object")?,
                 stream: function(library, c"aoti_torch_get_current_cuda_stream"),
+                device: function(library, c"cudaGetDevice"),
                 grad_enabled: function(library, c"aoti_torch_grad_mode_is_enabled")?,
                 modes: function(library, c"_ZN3c104impl20TorchDispatchModeTLS9stack_lenEv")?,
                 wrap: function(library, c"_Z16THPVariable_WrapRKN2at10TensorBaseE")?,
@@ -205,6 +210,7 @@ impl Stable {
                     library,
                     c"_ZN8pybind116detail11type_casterIN2at6TensorEvE4loadENS_6handleEb",
                 )?,
+                begin_with_handle: OnceLock::new(),
                 negative: function(library, c"_ZN2at6native6is_negERKNS_6TensorE")?,
                 settings: function(library, c"_ZN2at13globalContextEv")?,
                 deterministic: function(library, c"_ZNK2at7Context23deterministicAlgorithmsEv")?,
@@ -350,6 +356,15 @@ impl Stable {
         Ok(stream as u64)
     }
 
+    /// Whether a CUDA device is this thread's, as far as CUDA knows.
+    pub(crate) fn is_current(&self, ordinal: u32) -> bool {
+        let Some(function) = self.device else { return false };
+        let mut index = -1;
+        // SAFETY: writes one number.
+        let asked = unsafe { function(&mut index) };
+        asked == 0 && u32::try_from(index) == Ok(ordinal)
+    }
+
     /// Whether autograd records anything on this thread.
     pub(crate) fn is_grad_enabled(&self) -> bool {
         // SAFETY: asks for a flag of the thread's.
@@ -366,14 +381,55 @@ impl Stable {
     /// in its memory.
     pub(crate) fn is_any_negative<'a, 'py: 'a>(
         &'static self,
-        mut objects: impl Iterator<Item = &'a Bound<'py, PyAny>>,
+        objects: impl Iterator<Item = &'a Bound<'py, PyAny>>,
     ) -> PyResult<bool> {
+        let mut objects = objects.peekable();
+        if objects.peek().is_none_or(|first| self.handle_of(first).is_some()) {
+            // SAFETY: the handle of the object's tensor.
+            let negative = |handle| unsafe { (self.negative)(handle) };
+            return Ok(objects.filter_map(|object| self.handle_of(object)).any(negative));
+        }
         let tensor = self.undefined()?;
         let handle = tensor.handle.as_ptr();
         // SAFETY: a handle that refers to one tensor after the other, and to the last until it is dropped.
         Ok(objects.any(|object| unsafe {
             (self.unwrap)(handle, object.as_ptr(), false) && (self.negative)(handle)
         }))
+    }
+
+    /// The handle that an object of PyTorch's class of tensors has itself. To ask that one spares taking
+    /// hold of the tensor and letting go of it, each of which asks Python in turn. None where this PyTorch
+    /// has it elsewhere than behind what all objects begin with, which the first object tells.
+    fn handle_of(&'static self, object: &Bound<'_, PyAny>) -> Option<Handle> {
+        let here = object.as_ptr().cast::<u8>().wrapping_add(size_of::<ffi::PyObject>()).cast();
+        let found = self.begin_with_handle.get_or_init(|| {
+            let Ok(tensor) = self.undefined() else { return false };
+            let handle = tensor.handle.as_ptr();
+            // SAFETY: what a handle points to is a pointer, to the tensor; and an object that has more than
+            // its beginning can be read there.
+            unsafe {
+                (self.unwrap)(handle, object.as_ptr(), false)
+                    && *handle.cast::<usize>() == *Handle::cast::<usize>(here)
+            }
+        });
+        found.then_some(here)
+    }
+
+    /// Whether [`whereabouts`](Stable::whereabouts) has an answer for such objects.
+    pub(crate) fn knows_handles(&'static self, object: &Bound<'_, PyAny>) -> bool {
+        self.handle_of(object).is_some()
+    }
+
+    /// Where the elements of a CUDA tensor are, an object of PyTorch's class of tensors, and on which
+    /// device. None where this PyTorch has to be asked in another way.
+    pub(crate) fn whereabouts(&'static self, object: &Bound<'_, PyAny>) -> Option<(u64, Place)> {
+        let handle = self.handle_of(object)?;
+        let (mut index, mut data) = (-1, null());
+        // SAFETY: the handle of the object's tensor; each writes one value.
+        let asked =
+            unsafe { (self.device_index)(handle, &mut index) | (self.data)(handle, &mut data) };
+        let place = Place::Cuda(u32::try_from(index).ok()?);
+        (asked == 0).then_some((data as u64, place))
     }
 
     /// Whether PyTorch was told to give the same bits every time.

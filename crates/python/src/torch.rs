@@ -2,6 +2,8 @@
 //!
 //! Everything that can be looked up once is kept in [`Torch`].
 
+use std::sync::Mutex;
+
 use flashcore::DType;
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::intern;
@@ -11,7 +13,7 @@ use pyo3::types::{PyDict, PyTuple};
 
 use crate::dlpack::{self, Exchange};
 use crate::error;
-use crate::process::process;
+use crate::process::{lock, process};
 use crate::stable::Stable;
 use crate::view::{Element, MOST_DIMENSIONS, Memory, Place, contiguous};
 
@@ -23,6 +25,11 @@ pub(crate) struct Torch {
     /// From PyTorch 2.11 on.
     stable: Option<&'static Stable>,
     empty_strided: Py<PyAny>,
+    /// The same on the current CUDA device, of sizes, strides and element type alone: what PyTorch's
+    /// compiled programs call.
+    empty_strided_cuda: Option<Py<PyAny>>,
+    /// Its arguments in the last calls.
+    made: Mutex<Vec<(Memory, Py<PyTuple>)>>,
     empty_like: Py<PyAny>,
     float32: Py<PyAny>,
     float16: Py<PyAny>,
@@ -51,6 +58,12 @@ pub(crate) fn adopt(module: &Bound<'_, PyAny>) -> PyResult<()> {
         stable: file.ok().and_then(|file| Stable::of(&file)),
         tensor: tensor.unbind(),
         empty_strided: module.getattr("empty_strided")?.unbind(),
+        empty_strided_cuda: inner
+            .getattr("_dynamo")
+            .and_then(|dynamo| dynamo.getattr("guards")?.getattr("_empty_strided_cuda"))
+            .ok()
+            .map(Bound::unbind),
+        made: Mutex::default(),
         empty_like: module.getattr("empty_like")?.unbind(),
         float32: module.getattr("float32")?.unbind(),
         float16: module.getattr("float16")?.unbind(),
@@ -208,10 +221,12 @@ impl Torch {
 
     /// The stream on which PyTorch's work goes now.
     pub(crate) fn stream(&self, py: Python<'_>, ordinal: u32) -> PyResult<u64> {
-        match (self.exchange, &self.raw_stream) {
-            (Some(exchange), _) => exchange.stream(py, ordinal),
-            (None, Some(function)) => function.bind(py).call1((ordinal,))?.extract(),
-            (None, None) => Err(error::runtime("this PyTorch was built without CUDA")),
+        match (self.stable, self.exchange, &self.raw_stream) {
+            // It does not ask Python whether this thread is attached.
+            (Some(stable), ..) => stable.stream(ordinal),
+            (None, Some(exchange), _) => exchange.stream(py, ordinal),
+            (None, None, Some(function)) => function.bind(py).call1((ordinal,))?.extract(),
+            (None, None, None) => Err(error::runtime("this PyTorch was built without CUDA")),
         }
     }
 
@@ -222,7 +237,7 @@ impl Torch {
         memory: &Memory,
     ) -> PyResult<(Bound<'py, PyAny>, u64)> {
         if memory.is_dense()
-            && let Some(made) = self.make_directly(like.py(), memory)
+            && let Some(made) = self.make_directly(like, memory)?
         {
             return Ok(made);
         }
@@ -236,12 +251,74 @@ impl Torch {
     /// that does not work, and the long way finds out why.
     fn make_directly<'py>(
         &self,
+        like: &Bound<'py, PyAny>,
+        memory: &Memory,
+    ) -> PyResult<Option<(Bound<'py, PyAny>, u64)>> {
+        let py = like.py();
+        let Memory { element, place, .. } = *memory;
+        let Some(stable) = self.stable else { return Ok(None) };
+        if let Place::Cuda(ordinal) = place
+            && let Some(function) = &self.empty_strided_cuda
+            && stable.knows_handles(like)
+            && let Some(dtype) = self.dtype(element)
+            // Where the same bits are asked for, the dispatcher's function fills memory besides.
+            && !stable.is_deterministic()
+            && stable.is_current(ordinal)
+        {
+            let arguments = self.arguments(py, memory, dtype)?;
+            let made = function.bind(py).call1(arguments);
+            let made = made.map_err(|error| after_fork(like, error))?;
+            // PyTorch may have chosen a device that CUDA will hear of later.
+            if let Some((address, found)) = stable.whereabouts(&made)
+                && found == place
+            {
+                return Ok(Some((made, address)));
+            }
+        }
+        let made = || -> PyResult<_> {
+            let made = stable.make(memory.sizes(), memory.strides(), element, place)?;
+            Ok((made.object(py)?, made.address()?))
+        };
+        Ok(made().ok())
+    }
+
+    /// What a tensor on the current device is made from. Calls alike follow each other, so that the last
+    /// few are kept.
+    fn arguments<'py>(
+        &self,
         py: Python<'py>,
         memory: &Memory,
-    ) -> Option<(Bound<'py, PyAny>, u64)> {
-        let Memory { element, place, .. } = *memory;
-        let made = self.stable?.make(memory.sizes(), memory.strides(), element, place).ok()?;
-        Some((made.object(py).ok()?, made.address().ok()?))
+        dtype: &Py<PyAny>,
+    ) -> PyResult<Bound<'py, PyTuple>> {
+        const MOST: usize = 8;
+        let mut made = lock(&self.made);
+        let same = |(kept, _): &&(Memory, Py<PyTuple>)| {
+            kept.element == memory.element
+                && kept.sizes() == memory.sizes()
+                && kept.strides() == memory.strides()
+        };
+        if let Some((_, arguments)) = made.iter().find(same) {
+            return Ok(arguments.bind(py).clone());
+        }
+        let (sizes, strides) = (memory.sizes(), memory.strides());
+        let arguments = (PyTuple::new(py, sizes)?, PyTuple::new(py, strides)?, dtype);
+        let arguments = arguments.into_pyobject(py)?;
+        if made.len() == MOST {
+            made.remove(0);
+        }
+        made.push((*memory, arguments.clone().unbind()));
+        Ok(arguments)
+    }
+
+    /// An element type of answers as PyTorch has it.
+    fn dtype(&self, element: Element) -> Option<&Py<PyAny>> {
+        match element {
+            Element::Float(DType::F16) => Some(&self.float16),
+            Element::Float(DType::BF16) => Some(&self.bfloat16),
+            Element::Float(DType::F32) => Some(&self.float32),
+            Element::I32 => Some(&self.int32),
+            _ => None,
+        }
     }
 
     /// A tensor without gaps on the device of another, and where it is.
@@ -260,15 +337,10 @@ impl Torch {
         let mut memory = Memory::nowhere(element, place, sizes.len());
         memory.sizes[..sizes.len()].copy_from_slice(sizes);
         memory.strides[..sizes.len()].copy_from_slice(strides);
-        if let Some(made) = self.make_directly(py, &memory) {
+        if let Some(made) = self.make_directly(like, &memory)? {
             return Ok(made);
         }
-        let dtype = match element {
-            Element::Float(DType::F16) => &self.float16,
-            Element::Float(DType::BF16) => &self.bfloat16,
-            Element::I32 => &self.int32,
-            _ => &self.float32,
-        };
+        let dtype = self.dtype(element).unwrap_or(&self.float32);
         let arguments = PyDict::new(py);
         arguments.set_item(intern!(py, "dtype"), dtype)?;
         arguments.set_item(intern!(py, "device"), like.getattr(intern!(py, "device"))?)?;

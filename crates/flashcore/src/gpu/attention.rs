@@ -1,16 +1,18 @@
 //! Attention on tensors that are on the device, by whichever kernel serves them best.
 
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
-use cuda::Stream;
+use cuda::{DeviceAddress, Stream};
+use kernels::parameter::{Captured, Tensor};
 
-use super::executable::{Executable, Part};
+use super::executable::{Addresses, Executable, Part};
 use super::plans::Kept;
 use super::tensors::Tensors;
 use super::{Compilation, Gpu, GpuError, Kernel};
 use crate::error::Error;
 use crate::family::Choice;
-use crate::plan::{Arrangement, Plan, Preference, Workspace, bind};
+use crate::plan::{Arrangement, Plan, Preference, Source, Workspace, bind};
 use crate::problem::{Problem, Storage};
 
 /// A plan for a problem and the way its tensors lie in memory, ready to launch on a stream of the
@@ -62,7 +64,28 @@ pub struct AttentionPlan {
 }
 
 /// What a plan depends on: two calls with the same key differ in addresses alone.
-pub(super) type Key = (Problem, Arrangement);
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Key {
+    problem: Problem,
+    arrangement: Arrangement,
+}
+
+impl Hash for Key {
+    /// Of the sizes that tell most calls of a program apart. Keys are compared whole, which takes less
+    /// time than hashing all of the two would.
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        let Problem { batch, query_heads, query_length, key_length, head_dim, mask, pass, .. } =
+            &self.problem;
+        for number in [*batch, *query_heads, *query_length, *key_length, *head_dim] {
+            state.write_usize(number);
+        }
+        state.write_usize(mask.left.unwrap_or(usize::MAX));
+        state.write_usize(mask.right.unwrap_or(usize::MAX));
+        state.write_usize(*pass as usize);
+        state.write_usize(self.arrangement.query.batch);
+        state.write_usize(self.arrangement.key.batch);
+    }
+}
 
 impl AttentionPlan {
     /// Chooses for tensors that lie like this.
@@ -173,8 +196,9 @@ impl Gpu {
         problem: &Problem,
         tensors: &Tensors,
     ) -> Result<Arc<AttentionPlan>, Error> {
-        let key = (for_many_lengths(problem), tensors.arrangement());
-        self.attention.find_or_make(key, |(problem, arrangement)| {
+        let problem = for_many_lengths(problem);
+        let key = Key { problem, arrangement: tensors.arrangement() };
+        self.attention.find_or_make(key, |Key { problem, arrangement }| {
             problem.validate()?;
             let preference = Preference::from_environment(problem.pass);
             AttentionPlan::new(self, problem, arrangement, &preference)
@@ -196,8 +220,27 @@ impl Gpu {
         };
         // They lie as the plan was found for.
         tensors.validate(&plan.plan.problem)?;
-        plan.executable.launch(stream, Part::All, &Tensors { lse: Some(lse), ..*tensors })?;
+        plan.executable.launch(stream, Part::All, &WithSums { tensors, lse })?;
         Ok(plan)
+    }
+}
+
+/// The tensors of a call, and where log-sum-exps go.
+struct WithSums<'a> {
+    tensors: &'a Tensors,
+    lse: DeviceAddress,
+}
+
+impl Addresses for WithSums<'_> {
+    fn address(&self, source: Source) -> Option<DeviceAddress> {
+        match source {
+            Source::Tensor(Tensor::Lse) => Some(self.lse),
+            other => self.tensors.address(other),
+        }
+    }
+
+    fn captured(&self, captured: Captured) -> u64 {
+        self.tensors.captured(captured)
     }
 }
 
@@ -218,4 +261,44 @@ fn for_many_lengths(problem: &Problem) -> Problem {
         problem.key_length = rounded(problem.key_length).min(rows);
     }
     problem
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use super::*;
+    use crate::dtype::DType;
+    use crate::problem::Mask;
+
+    #[test]
+    fn keys_that_hash_alike_are_told_apart() {
+        let key = |problem: &Problem, aligned: bool| Key {
+            problem: for_many_lengths(problem),
+            arrangement: Arrangement {
+                aligned,
+                ..Arrangement::contiguous(problem).expect("a small problem")
+            },
+        };
+        let plain = Problem::new(2, 8, 512, 64);
+        let problems = [
+            plain.clone(),
+            plain.clone().with_dtype(DType::BF16),
+            plain.clone().with_scale(0.5),
+            plain.clone().with_kv_heads(2),
+            plain.clone().with_mask(Mask::CAUSAL),
+            plain.clone().with_mask(Mask::NONE.with_chunk(64)),
+            plain.clone().batch_invariant(),
+            plain.clone().backward(),
+        ];
+        let keys = problems.iter().flat_map(|it| [key(it, true), key(it, false)]);
+        let found: HashMap<Key, usize> = keys.clone().zip(0..).collect();
+        assert_eq!(found.len(), 2 * problems.len());
+        for (index, key) in keys.enumerate() {
+            assert_eq!(found[&key], index);
+        }
+        // Who wants log-sum-exps runs the same plan.
+        let silent = Problem { lse: false, ..plain.clone() };
+        assert_eq!(found[&key(&silent, true)], 0);
+    }
 }
