@@ -119,7 +119,6 @@ const TILE_128X128_REGISTERS: Tile =
     Tile { query_buffers: 1, query_source: Source::Registers, stages: 3, ..TILE_128X128 };
 const TILE_128X128_DEEP: Tile = Tile { stages: 4, ..TILE_128X128_REGISTERS };
 const TILE_192X96: Tile = Tile { warpgroups: 3, key_block: 96, stages: 3, ..TILE_128X128 };
-const TILE_192X96_ONE_BUFFER: Tile = Tile { query_buffers: 1, ..TILE_192X96 };
 const TILE_192X80_REGISTERS: Tile =
     Tile { key_block: 80, query_source: Source::Registers, ..TILE_192X96 };
 const TILE_128X128_LOADS: Tile = Tile { stages: 3, ..TILE_128X128 };
@@ -131,7 +130,7 @@ const TILE_128X64: Tile =
 const TILE_128X64_OVERLAPPED: Tile =
     Tile { form: Form { overlap_tiles: true, ..Form::COMPACT }, ..TILE_128X64 };
 
-// Lines that both tables have.
+// Lines that both tables have, and the widest of equal lengths.
 const FEW_ROWS: Rule = Rule {
     dims: (128, 128),
     masks: Masks::Both,
@@ -156,13 +155,6 @@ const UP_TO_256: Rule = Rule {
     tile: TILE_128X64,
     reason: "128 x 64 tiles are the largest whose output fits the registers at head dim 256",
 };
-const UP_TO_256_MASKED: Rule = Rule {
-    tile: TILE_128X64_OVERLAPPED,
-    reason: "128 x 64 tiles are the largest whose output fits the registers at head dim 256; under a \
-             mask they are short, and the next begins while one is stored",
-    ..UP_TO_256
-};
-
 /// Measured on an H200 in bf16; docs/performance/forward.md has the numbers. Narrow before wide,
 /// short before long.
 const RULES: &[Rule] = &[
@@ -203,10 +195,10 @@ const RULES: &[Rule] = &[
     Rule {
         dims: (64, 64),
         masks: Masks::Causal,
-        length: 4096,
+        length: SHORT,
         few: false,
         tile: TILE_128X128_REGISTERS,
-        reason: "128 x 128 tiles with queries in registers are fastest up to 4096 positions under \
+        reason: "128 x 128 tiles with queries in registers are fastest below 2048 positions under \
                  a causal mask",
     },
     Rule {
@@ -214,8 +206,8 @@ const RULES: &[Rule] = &[
         masks: Masks::Causal,
         length: ANY_LENGTH,
         few: false,
-        tile: TILE_192X96_ONE_BUFFER,
-        reason: "192 x 96 tiles are fastest for long sequences under a causal mask",
+        tile: TILE_192X96,
+        reason: "192 x 96 tiles are fastest from 2048 positions on under a causal mask",
     },
     Rule {
         dims: (96, 96),
@@ -228,10 +220,10 @@ const RULES: &[Rule] = &[
     Rule {
         dims: (128, 128),
         masks: Masks::Dense,
-        length: 1024,
+        length: 2048,
         few: false,
         tile: TILE_128X128,
-        reason: "128 x 128 tiles in turns are fastest up to 1024 positions",
+        reason: "128 x 128 tiles in turns are fastest up to 2048 positions",
     },
     Rule {
         dims: (128, 128),
@@ -258,8 +250,7 @@ const RULES: &[Rule] = &[
         reason: "128 x 96 tiles fit beside queries of up to 192",
     },
     UP_TO_192,
-    Rule { masks: Masks::Dense, ..UP_TO_256 },
-    UP_TO_256_MASKED,
+    UP_TO_256,
 ];
 
 // Lines of ragged batches under any mask.
@@ -275,6 +266,14 @@ const RAGGED_UP_TO_128: Rule = Rule {
     dims: (128, 128),
     tile: TILE_128X128,
     reason: "128 x 128 tiles in turns are fastest up to head dim 128",
+    ..RAGGED_UP_TO_64
+};
+
+const RAGGED_UP_TO_256: Rule = Rule {
+    dims: (256, 256),
+    tile: TILE_128X64_OVERLAPPED,
+    reason: "128 x 64 tiles are the largest whose output fits the registers at head dim 256; many are \
+             short, and the next begins while one is stored",
     ..RAGGED_UP_TO_64
 };
 
@@ -299,7 +298,7 @@ const PREFILL_RULES: &[Rule] = &[
     },
     RAGGED_UP_TO_128,
     UP_TO_192,
-    UP_TO_256_MASKED,
+    RAGGED_UP_TO_256,
 ];
 
 // A second accumulator and weights of 8 bits: docs/fp8-forward.md counts what fits.
@@ -664,8 +663,8 @@ mod tests {
         let rows = |workload| tuned(&workload).unwrap().configuration.query_rows();
         assert_eq!(rows(workload(64, 64, false, 2047)), 128);
         assert_eq!(rows(workload(64, 64, false, 2048)), 192);
-        assert_eq!(rows(workload(64, 64, true, 4096)), 128);
-        assert_eq!(rows(workload(64, 64, true, 4097)), 192);
+        assert_eq!(rows(workload(64, 64, true, 2047)), 128);
+        assert_eq!(rows(workload(64, 64, true, 2048)), 192);
         // A few queries over many keys do not fill a long tile.
         let decode = Workload { query_length: 1, ..workload(64, 64, false, 100_000) };
         assert_eq!(rows(Workload { heads: 1000, ..decode }), 128);
