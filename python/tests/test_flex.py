@@ -282,7 +282,8 @@ def test_indices_of_tensors(device):
 
 @pytest.fixture
 def traces(monkeypatch):
-    """How often functions are called."""
+    """How often functions are called, where no trace of another test is kept."""
+    monkeypatch.setattr(_trace, "_traces", {})
     count = types.SimpleNamespace(of=0)
     run = _trace.Trace.run
 
