@@ -197,8 +197,7 @@ listed! {
         /// The gradient of the queries in `f32`, while it is added up.
         QueryGradientSums,
         /// For each block of query rows, how many have added to its sums, where they take turns; else,
-        /// for each key head, how many have cleared its sums and how many have added to them. In a
-        /// ragged batch those of a sequence's head are at the first of its tiles of keys.
+        /// for each key head, how many have cleared its sums and how many have added to them.
         Turns,
     }
 
@@ -276,11 +275,8 @@ listed! {
         ClearedTiles,
         /// Blocks of query rows whose sums are.
         ClearedBlocks,
-        /// How many tiles of keys later a tile's share of the sums is rounded.
-        RoundedAfter,
-        /// Blocks of query rows of a head that a tile of keys has a share of, on average: as many of a share
-        /// are cleared and rounded beside each other before and after the products.
-        BlocksPerShare,
+        /// Tiles of keys whose shares of the sums are rounded while products run.
+        RoundedTiles,
         /// Blocks of query rows whose sums are.
         RoundedBlocks,
         /// Query rows of a tile.

@@ -41,8 +41,7 @@ pub enum Tiles {
     /// without.
     Queries(MaskKind),
     /// Tiles of keys from the first to the last, sequence after sequence, those with the most
-    /// queries first. Queries without keys have a tile too, of none: whoever has to do something for all
-    /// queries finds all of them here.
+    /// queries first.
     Keys,
 }
 
@@ -135,8 +134,7 @@ impl Sequencer {
             order.sort_by_key(|(_, slice)| std::cmp::Reverse(slice.queries / (top / CHUNK + 1)));
             for (index, slice) in order {
                 let sequence = chunk as u32 * CHUNK + index;
-                let rows = slice.keys.max(slice.queries.min(1));
-                let first_rows = (0..rows).step_by(tile_rows as usize);
+                let first_rows = (0..slice.keys).step_by(tile_rows as usize);
                 records.extend(first_rows.map(|first_row| slice.record(sequence, first_row)));
             }
         }
@@ -421,8 +419,8 @@ impl Cut {
     /// The tiles of a sequence.
     fn of(&self, k: &mut Builder, sequence: &Sequence) -> Reg<U32> {
         let rows = match self.visibility {
-            Some(_) => sequence.queries.into(),
-            None => sequence.keys.maximum(sequence.queries.minimum(1)),
+            Some(_) => sequence.queries,
+            None => sequence.keys,
         };
         k.eval((rows + (self.rows - 1)) / self.rows)
     }

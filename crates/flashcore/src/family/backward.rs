@@ -71,56 +71,44 @@ impl Kernels {
         Kernels { kernel: Configuration::Backward(backward), pass: backward.pass() }
     }
 
-    /// Puts what comes before and after the products around them, with the workspace.
-    pub(super) fn beside(&self, choice: &mut Choice, rows: &RowBlocks, around: Around) {
-        let beside = |kernel, blocks, numbers: Vec<(Number, u32)>| {
-            let numbers = [(Number::QueryBlocks, rows.per_head)].into_iter().chain(numbers);
+    /// Puts what comes before and after the products around them, with the workspace. Of the blocks
+    /// of query rows the sums of so many are cleared before the products, and those of so many
+    /// rounded by them.
+    pub(super) fn beside(
+        &self,
+        choice: &mut Choice,
+        rows: &RowBlocks,
+        [cleared, rounded]: [u32; 2],
+    ) {
+        let beside = |kernel, blocks, number: Option<(Number, u32)>| {
+            let numbers = [(Number::QueryBlocks, rows.per_head)].into_iter().chain(number);
             Launch { kernel, blocks, numbers: numbers.collect(), widened: false }
         };
-        let row_sums = Configuration::RowSums(self.pass.row_sums());
-        choice.launches.insert(0, beside(row_sums, rows.all, around.before));
+        let row_sums = self.pass.row_sums();
+        let counters = row_sums.counters.then_some((Workspace::Turns, 8));
+        let row_sums = Configuration::RowSums(row_sums);
+        let cleared = (Number::ClearedBlocks, cleared);
+        choice.launches.insert(0, beside(row_sums, rows.all, Some(cleared)));
         let rounding = self.pass.rounding();
-        let blocks = rounding.blocks(around.rounded_after);
+        let blocks = rounding.blocks(rows.all - rounded);
         let rounding = Configuration::Rounding(rounding);
-        choice.launches.push(beside(rounding, blocks, around.after));
+        let rounded = (Number::RoundedBlocks, rounded);
+        choice.launches.push(beside(rounding, blocks, Some(rounded)));
         let sinks = self.pass.sink_gradients().map(Configuration::SinkGradients);
-        choice.launches.extend(sinks.map(|kernel| beside(kernel, rows.heads, Vec::new())));
+        choice.launches.extend(sinks.map(|kernel| beside(kernel, rows.heads, None)));
         choice.main = 1;
-        let counters = self.pass.deterministic || self.pass.housekeeping;
-        for (workspace, bytes, count) in [
-            (Workspace::RowStatistics, self.pass.statistics_bytes(), rows.all),
-            (Workspace::QueryGradientSums, self.pass.sums_layout().block_bytes(), rows.all),
+        for (workspace, bytes) in [
+            (Workspace::RowStatistics, self.pass.statistics_bytes()),
+            (Workspace::QueryGradientSums, self.pass.sums_layout().block_bytes()),
         ]
         .into_iter()
-        .chain(counters.then_some((Workspace::Turns, 8, around.counters)))
+        .chain(counters)
         {
             choice.memory.push(Memory {
                 source: Source::Workspace(workspace),
-                bytes: u64::from(bytes) * u64::from(count),
+                bytes: u64::from(bytes) * u64::from(rows.all),
                 contents: Contents::Anything,
             });
-        }
-    }
-}
-
-/// What the kernels around the products clear and round.
-pub(super) struct Around {
-    pub(super) before: Vec<(Number, u32)>,
-    pub(super) after: Vec<(Number, u32)>,
-    /// Blocks of query rows that are rounded beside each other after the products.
-    pub(super) rounded_after: u32,
-    /// Pairs of counters.
-    pub(super) counters: u32,
-}
-
-impl Around {
-    /// Of the blocks of query rows so many are cleared before the products, and so many rounded by them.
-    pub(super) fn of_blocks(rows: &RowBlocks, [cleared, rounded]: [u32; 2]) -> Self {
-        Around {
-            before: vec![(Number::ClearedBlocks, cleared)],
-            after: vec![(Number::RoundedBlocks, rounded)],
-            rounded_after: rows.all - rounded,
-            counters: rows.all,
         }
     }
 }
@@ -180,8 +168,7 @@ pub(super) fn launch(
         choice.launches[0].numbers.extend(shares.numbers(key_blocks, key_blocks_per_head));
         choice.launches[0].numbers.push((Number::QueryBlocks, counts.tiles_per_head));
     }
-    let around = Around::of_blocks(&rows, shares.row_blocks(&rows, heads));
-    kernels.beside(&mut choice, &rows, around);
+    kernels.beside(&mut choice, &rows, shares.row_blocks(&rows, heads));
     let lists = ListsOf::Keys { turns: kernels.pass.deterministic };
     if let Some(mask) = block_mask(problem, [query_block, key_block], &counts, lists) {
         choice.with_blocks(kernels.pass.target, kernels.pass.rules.mask, mask)?;
@@ -224,7 +211,7 @@ impl Shares {
         [
             (Number::KeyTiles, tiles),
             (Number::ClearedTiles, self.cleared * key_blocks),
-            (Number::RoundedAfter, tiles - self.rounded * key_blocks),
+            (Number::RoundedTiles, self.rounded * key_blocks),
         ]
     }
 

@@ -8,7 +8,7 @@ use kernels::parameter::{Number, Tensor};
 use kernels::sequencer::Tiles;
 use ptx::Capability;
 
-use super::backward::{Around, Kernels, RowBlocks};
+use super::backward::{Kernels, RowBlocks};
 use super::schedule::{Schedule, query_rows, ragged_workload};
 use super::{Asked, Choice, mask_kind};
 use crate::chip::Chip;
@@ -79,74 +79,12 @@ impl Kernels {
         let mut choice = Choice::of(self.kernel, schedule.all_tiles, reason);
         choice.launches[0].numbers = vec![(Number::QueryBlocks, per_head)];
         let rows = RowBlocks { heads: problem.query_heads as u32, per_head, all: blocks };
-        let around = match self.pass.shares() {
-            None => Around::of_blocks(&rows, [blocks, 0]),
-            Some(_) => {
-                let shares = Shares::new(chip, problem, key_block);
-                choice.launches[0].numbers.extend([shares.cleared(), shares.rounded()]);
-                shares.around(per_head, &schedule)
-            }
-        };
-        self.beside(&mut choice, &rows, around);
+        self.beside(&mut choice, &rows, [blocks, 0]);
         schedule.before(chip.target, Tiles::Keys, &mut choice);
         choice.tiling = Some(schedule.tiling(chip, query_block, key_block));
         Ok(choice)
     }
 }
-
-/// When tiles clear and round each other's shares of the sums of `dQ`.
-struct Shares {
-    /// The shares of so many first tiles are cleared before the products, and a tile clears that of the one
-    /// so many later.
-    cleared: u32,
-    /// A tile's share is rounded by the one so many later, and those of so many last ones after the products.
-    rounded_after: u32,
-}
-
-impl Shares {
-    /// Tiles of a head may only wait for those of others, which began before them: further away than the
-    /// longest sequence has tiles. A tile clears when it begins, so that all multiprocessors have a tile in
-    /// between. It is late that all of a head have added: walks of its first tiles are twice as long
-    /// as those of others under a causal mask, and so twice as many are in between; by a model of 64
-    /// sequences nobody waits then, where half of that would cost 2 to 3 %.
-    fn new(chip: &Chip, problem: &Problem, key_block: u32) -> Self {
-        let of_head = problem.key_length.div_ceil(key_block as usize).max(1);
-        let of_head = u32::try_from(of_head).unwrap_or(u32::MAX / 4).min(u32::MAX / 4);
-        let all = chip.multiprocessors.clamp(1, 1 << 16);
-        // Where heads share keys there are fewer tiles for as many rows, and two warps of each no longer round
-        // them in time: on an H200 412 TFLOP/s with the rounding left to its own launch, and 407 (32 heads over 8).
-        let rounded_after = match problem.query_heads > problem.kv_heads {
-            true => u32::MAX / 4,
-            false => of_head + 2 * all,
-        };
-        Shares { cleared: of_head + all, rounded_after }
-    }
-
-    fn cleared(&self) -> (Number, u32) {
-        (Number::ClearedTiles, self.cleared)
-    }
-
-    fn rounded(&self) -> (Number, u32) {
-        (Number::RoundedAfter, self.rounded_after)
-    }
-
-    /// With so many blocks of query rows of a head.
-    fn around(&self, query_blocks: u32, schedule: &Schedule) -> Around {
-        let tiles = schedule.all_tiles;
-        let per_share = query_blocks.div_ceil(schedule.most_tiles.max(1)).clamp(1, MOST_PER_SHARE);
-        let per_share_number = (Number::BlocksPerShare, per_share);
-        Around {
-            before: vec![self.cleared(), (Number::KeyTiles, tiles), per_share_number],
-            after: vec![self.rounded(), per_share_number],
-            rounded_after: self.rounded_after.min(tiles).saturating_mul(per_share),
-            counters: tiles,
-        }
-    }
-}
-
-/// Blocks of query rows of a share that are taken beside each other before and after the products, at most:
-/// with more of them, a few multiprocessors already have enough to do.
-const MOST_PER_SHARE: u32 = 64;
 
 /// The kind of mask. A chunk may hide something of any sequence: one with more queries than keys
 /// begins before the first chunk.
@@ -224,10 +162,7 @@ mod tests {
         let choice = chosen(&Chip::H200, &packed(128)).unwrap();
         let blocks: Vec<u32> = choice.launches.iter().map(|it| it.blocks).collect();
         let per_head = 32_768 / 64 + 64;
-        // What is rounded after the products: 32 tiles of the longest sequence and two for each
-        // multiprocessor, two blocks of query rows of each, in two parts.
-        let last = 4096 / 128 + 2 * 132;
-        assert_eq!(blocks, [1, 16 * per_head, 4 * (32_768 / 128 + 64), last * 2 * 2]);
+        assert_eq!(blocks, [1, 16 * per_head, 4 * (32_768 / 128 + 64), 2 * 16 * per_head]);
         assert_eq!((choice.prepared, choice.main), (1, 2));
         let bytes: u64 = choice.memory.iter().map(|it| it.bytes).sum();
         assert!(bytes < 16 * (32_768 + 64 * 64) * (128 * 4 + 8) + (1 << 16), "{bytes}");

@@ -9,14 +9,10 @@
 //!
 //! Two counters of each key head say how far it is: how many tiles have cleared their part of it, and
 //! how many have added all they have. Tiles wait for tiles with smaller numbers only, which began
-//! before them: those later and those before are further away than a head has tiles.
-//!
-//! In a ragged batch a key head is one of a sequence, and what a tile's share is and how many there are
-//! stands in the schedule, which whoever wants to know looks up.
+//! before them.
 //!
 //! One warp clears, and has the copy engine bring what is to be rounded to shared memory; two
-//! round it. Few registers are left for them, and none for loads under way: so one thread works out where
-//! rows go, and leaves it beside them.
+//! round it. Few registers are left for them, and none for loads under way.
 
 use ptx::{
     AtomicOrder, BF16x2, Barriers, Builder, Choose, Consumer, Element, Expression, F16x2, F32,
@@ -26,9 +22,8 @@ use ptx::{
 
 use super::persistent::{Claims, Handover};
 use super::place::{Place, Share};
-use super::row_blocks::{RowBlock, RowBlocks, Vectors};
+use super::row_blocks::{RowBlocks, Vectors};
 use super::{Backward, SumsLayout};
-use crate::attention::Batch;
 use crate::parameter::{Number, Scale, Tensor, Workspace};
 
 /// Warps that keep house: those of the producer's warpgroup but for its own.
@@ -45,10 +40,6 @@ const CHUNK: u32 = 4 * SumsLayout::REGISTERS_BYTES;
 
 /// Chunks that are on their way or rounded.
 const STAGES: u32 = 2;
-
-/// Bytes that say where a chunk goes: the address of its first number, and how many rows and columns there
-/// are from there on.
-const PLACE: u32 = 16;
 
 /// Nanoseconds between two looks at a counter.
 const SLEEP: u32 = 100;
@@ -69,23 +60,20 @@ pub(super) struct Housekeeping {
     layout: SumsLayout,
     sums: Reg<GlobalAddress>,
     counters: Reg<GlobalAddress>,
-    /// Tiles in all, where the host knows.
-    tiles: Option<Reg<U32>>,
+    tiles: Reg<U32>,
     /// Tiles whose shares have been cleared before the products.
     cleared: Reg<U32>,
-    /// How many tiles later a tile's share is rounded.
-    after: Reg<U32>,
+    /// Tiles whose shares are rounded by others.
+    rounded: Reg<U32>,
     scale: Reg<F32>,
     gradient: Vectors,
-    /// The blocks of query rows, where all sequences have as many.
-    blocks: Option<RowBlocks>,
+    blocks: RowBlocks,
     /// The sums of the tile's head have been cleared.
     ready: Barriers,
     /// All warps have added what they have, where a block has one tile.
     added: Barriers,
-    /// The offset of the chunks, of where they go, and their barriers.
+    /// The offset of the chunks, and their barriers.
     staging: u32,
-    places: u32,
     staged: Pipeline,
 }
 
@@ -125,29 +113,27 @@ fn every_tile(
 }
 
 impl Housekeeping {
-    /// Of shared memory, without barriers and the like.
+    /// Of shared memory, without barriers.
     pub(super) const BYTES: u32 = STAGES * CHUNK;
 
     /// With so many warps that add.
     pub(super) fn parameters(k: &mut Builder, backward: &Backward, warps: u32) -> Self {
         let layout = backward.pass().sums_layout();
-        let equal = backward.batch == Batch::Equal;
         Housekeeping {
             element: backward.element,
             head_dim: backward.head_dim,
             layout,
             sums: Workspace::QueryGradientSums.address(k),
             counters: Workspace::Turns.address(k),
-            tiles: equal.then(|| Number::KeyTiles.read(k)),
+            tiles: Number::KeyTiles.read(k),
             cleared: Number::ClearedTiles.read(k),
-            after: Number::RoundedAfter.read(k),
+            rounded: Number::RoundedTiles.read(k),
             scale: Scale::Natural.read(k),
             gradient: Vectors::parameters(k, Tensor::QueryGradient, backward.batch),
-            blocks: equal.then(|| RowBlocks::parameters(k, &layout, backward.batch)),
+            blocks: RowBlocks::parameters(k, &layout, backward.batch),
             ready: Barriers::new(k, "sums cleared", 1, 1),
             added: Barriers::new(k, "sums added to", 1, warps),
             staging: k.shared("sums of dQ", Self::BYTES, 128),
-            places: k.shared("places of sums", STAGES * PLACE, 16),
             staged: Pipeline::new(k, "sums of dQ", STAGES, ROUNDING_WARPS),
         }
     }
@@ -173,34 +159,26 @@ impl Housekeeping {
 
     /// Beside the one tile of a block.
     pub(super) fn keep(&self, k: &mut Builder, place: &Place) {
-        let (clears, number) = (is_clearing(k), place.number(k));
-        let keep = |k: &mut Builder| {
-            k.if_else(
-                clears,
-                |k| {
-                    let staged = self.staged.producer(k);
-                    self.clear_and_stage(k, place, number, &staged);
-                    let leads = leads(k);
-                    k.if_(leads, |k| {
-                        // Where there are no keys, nobody has anything to add.
-                        place.if_tile(k, |k| {
-                            let added = self.added.at(k, 0);
-                            k.mbarrier_wait(added, 0, Scope::Block);
-                        });
-                        self.end(k, place, number);
-                    });
-                },
-                |k| {
-                    let staged = self.staged.consumer(k);
-                    self.round(k, place, number, &staged);
-                },
-            );
-        };
-        // Of a ragged batch there may be fewer tiles than blocks.
-        match place.tiles(k) {
-            None => keep(k),
-            Some(tiles) => k.if_(number.less(tiles), keep),
-        }
+        let clears = is_clearing(k);
+        k.if_else(
+            clears,
+            |k| {
+                let staged = self.staged.producer(k);
+                let number = place.number(k);
+                self.clear_and_stage(k, place, number, &staged);
+                let leads = leads(k);
+                k.if_(leads, |k| {
+                    let added = self.added.at(k, 0);
+                    k.mbarrier_wait(added, 0, Scope::Block);
+                    self.end(k, place, number);
+                });
+            },
+            |k| {
+                let staged = self.staged.consumer(k);
+                let number = place.number(k);
+                self.round(k, place, number, &staged);
+            },
+        );
     }
 
     /// Beside tile after tile.
@@ -243,9 +221,10 @@ impl Housekeeping {
         let leads = leads(k);
         k.if_(leads, |k| {
             let (tile, _) = place.tile_and_part(k, number);
-            let share = place.share(k, tile);
-            let cleared = share.cleared_beside(k, tile, self.cleared);
-            k.if_(cleared.greater(0), |k| self.wait(k, &share, Progress::Cleared, cleared));
+            k.if_(tile.at_least(self.cleared), |k| {
+                let share = place.share(k, tile);
+                self.wait(k, share.head, Progress::Cleared, place.key_blocks_of_head());
+            });
             let ready = self.ready.at(k, 0);
             k.mbarrier_arrive(ready);
         });
@@ -254,12 +233,12 @@ impl Housekeeping {
         let leads = k.lane().equals(0);
         k.if_(leads, |k| {
             self.if_earlier(k, place, number, |k, share| {
-                self.wait(k, share, Progress::Added, share.tiles);
+                self.wait(k, share.head, Progress::Added, place.key_blocks_of_head());
                 self.stage(k, share, staged);
             });
             // Late, when what was stored has long been written.
             self.if_later(k, place, number, |k, share| {
-                self.count(k, share, Progress::Cleared);
+                self.count(k, share.head, Progress::Cleared);
             });
         });
     }
@@ -274,8 +253,7 @@ impl Housekeeping {
     ) {
         let (tile, part) = place.tile_and_part(k, number);
         let later = k.eval(tile + self.cleared);
-        let tiles = self.tiles(k, place);
-        k.if_(part.equals(0) & later.less(tiles), |k| {
+        k.if_(part.equals(0) & later.less(self.tiles), |k| {
             let share = place.share(k, later);
             body(k, &share);
         });
@@ -290,41 +268,36 @@ impl Housekeeping {
         body: impl FnOnce(&mut Builder, &Share),
     ) {
         let (tile, part) = place.tile_and_part(k, number);
-        k.if_(part.equals(0) & tile.at_least(self.after), |k| {
-            let earlier = k.eval(tile - self.after);
+        let behind = k.eval(self.tiles - self.rounded);
+        k.if_(part.equals(0) & tile.at_least(behind), |k| {
+            let earlier = k.eval(tile - behind);
             let share = place.share(k, earlier);
             body(k, &share);
         });
     }
 
-    /// One thread says that a tile has added all it has. Nobody asks for the last ones.
+    /// One thread says that a tile has added all it has.
     fn end(&self, k: &mut Builder, place: &Place, number: Reg<U32>) {
         let (tile, _) = place.tile_and_part(k, number);
-        let share = place.share(k, tile);
-        self.count(k, &share, Progress::Added);
+        k.if_(tile.less(self.rounded), |k| {
+            let share = place.share(k, tile);
+            self.count(k, share.head, Progress::Added);
+        });
     }
 
-    /// Tiles in all.
-    fn tiles(&self, k: &mut Builder, place: &Place) -> Reg<U32> {
-        match (self.tiles, place.tiles(k)) {
-            (Some(tiles), _) | (None, Some(tiles)) => tiles,
-            (None, None) => unreachable!("either the host or a schedule says how many there are"),
-        }
-    }
-
-    fn counter(&self, k: &mut Builder, share: &Share, progress: Progress) -> Reg<GlobalAddress> {
-        k.eval(self.counters + share.counter.convert::<U64>() * 8 + 4 * progress as u64)
+    fn counter(&self, k: &mut Builder, head: Reg<U32>, progress: Progress) -> Reg<GlobalAddress> {
+        k.eval(self.counters + head.convert::<U64>() * 8 + 4 * progress as u64)
     }
 
     /// One thread counts what it has seen done.
-    fn count(&self, k: &mut Builder, share: &Share, progress: Progress) {
-        let counter = self.counter(k, share, progress);
+    fn count(&self, k: &mut Builder, head: Reg<U32>, progress: Progress) {
+        let counter = self.counter(k, head, progress);
         k.atomic_add_ordered::<U32, _>(counter, 1, Scope::Gpu, AtomicOrder::Release);
     }
 
-    /// One thread waits until so many that have a share have counted.
-    fn wait(&self, k: &mut Builder, share: &Share, progress: Progress, all: Reg<U32>) {
-        let counter = self.counter(k, share, progress);
+    /// One thread waits until so many have counted.
+    fn wait(&self, k: &mut Builder, head: Reg<U32>, progress: Progress, all: Reg<U32>) {
+        let counter = self.counter(k, head, progress);
         k.loop_(|k| {
             let order = LoadOrder::Acquire(Scope::Gpu);
             let hint = LoadHint { order, ..LoadHint::default() };
@@ -336,10 +309,12 @@ impl Housekeeping {
 
     /// Zeros for a share.
     fn clear(&self, k: &mut Builder, share: &Share) {
+        let first = k.multiply_wide(share.first, self.layout.block_bytes());
         let lane = k.lane();
-        let first = k.eval(self.sums + (lane * 16).convert::<U64>());
+        let first = k.eval(self.sums + first + (lane * 16).convert::<U64>());
         let zero = k.eval::<F32>(0.0);
-        share.every_part(k, self.chunks(), |k, chunk, _| {
+        let chunks = (share.end - share.first) * self.chunks();
+        k.for_range(0, chunks, 1, |k, chunk| {
             let mine = k.multiply_wide(chunk, CHUNK);
             let mine = k.eval(first + mine);
             for line in 0..CHUNK / LINE {
@@ -357,15 +332,8 @@ impl Housekeeping {
     fn stage(&self, k: &mut Builder, share: &Share, staged: &Producer) {
         // What others added is now to be read by the copy engine.
         k.fence(Fence::ProxyAsyncGlobal);
-        share.every_part(k, self.chunks(), |k, chunk, of_head| {
+        self.every_chunk(k, share, |k, chunk| {
             let stage = staged.acquire(k);
-            let number = k.eval(chunk / self.chunks());
-            let block = match (&self.blocks, &share.heads, of_head) {
-                (None, Some(heads), Some(of_head)) => heads.row_block(k, of_head, number),
-                (Some(blocks), ..) => blocks.find(k, number),
-                _ => unreachable!("blocks are those of a head, or of all"),
-            };
-            self.write_place(k, chunk, &block, stage);
             let full = staged.expect(k, CHUNK);
             let to = self.staged_at(k, stage);
             let from = k.multiply_wide(chunk, CHUNK);
@@ -374,29 +342,14 @@ impl Housekeeping {
         });
     }
 
-    /// One thread says where a chunk goes.
-    fn write_place(&self, k: &mut Builder, chunk: Reg<U32>, block: &RowBlock, stage: Reg<U32>) {
-        let SumsLayout { query_block, part_queries, .. } = self.layout;
-        let per_part = self.layout.part_bytes() / CHUNK;
-        let part = k.eval(chunk % self.chunks() / per_part);
-        let row = block.first_row(query_block) + chunk % per_part * 32;
-        let (row, column) = if self.layout.by_columns() {
-            (k.eval(row), k.eval(part * 64))
-        } else {
-            (k.eval(row + part * part_queries), k.eval(0u32))
-        };
-        let to = self.gradient.row(k, self.element, block, row);
-        let to = k.eval(to + column.convert::<U64>() * self.element.bytes());
-        let rows = k.eval(block.query_length - block.query_length.minimum(row));
-        let columns = k.eval(Value::<U32>::from(self.head_dim) - column);
-        let place = self.place_at(k, stage);
-        k.store(place, to);
-        k.store_vector(place + 8, &[rows, columns], StoreHint::default());
-    }
-
-    fn place_at(&self, k: &mut Builder, stage: Reg<U32>) -> Reg<SharedAddress> {
-        let places = k.shared_address(self.places);
-        k.eval(places + stage * PLACE)
+    fn every_chunk(
+        &self,
+        k: &mut Builder,
+        share: &Share,
+        body: impl FnOnce(&mut Builder, Reg<U32>),
+    ) {
+        let [first, end] = [share.first, share.end].map(|it| it * self.chunks());
+        k.for_range(first, end, 1, body);
     }
 
     fn staged_at(&self, k: &mut Builder, stage: Reg<U32>) -> Reg<SharedAddress> {
@@ -407,10 +360,9 @@ impl Housekeeping {
     /// What the other warps do beside a tile.
     fn round(&self, k: &mut Builder, place: &Place, number: Reg<U32>, staged: &Consumer) {
         self.if_earlier(k, place, number, |k, share| {
-            let chunks = share.parts(k, self.chunks());
-            k.for_range(0, chunks, 1, |k, _| {
+            self.every_chunk(k, share, |k, chunk| {
                 let stage = staged.wait(k);
-                self.round_chunk(k, stage);
+                self.round_chunk(k, chunk, stage);
                 // The copy engine writes next what was read here.
                 k.fence(Fence::ProxyAsyncShared);
                 k.warp_sync();
@@ -426,30 +378,38 @@ impl Housekeeping {
     /// of a column, and two of one eight columns on; the thread four lanes on has the next column. So
     /// neighbours in a row are 64 bytes apart, and half of the lanes take them in the other order: all
     /// are in banks of their own.
-    fn round_chunk(&self, k: &mut Builder, stage: Reg<U32>) {
+    fn round_chunk(&self, k: &mut Builder, chunk: Reg<U32>, stage: Reg<U32>) {
+        let SumsLayout { query_block, part_queries, columns } = self.layout;
+        let per_part = self.layout.part_bytes() / CHUNK;
+        let number = k.eval(chunk / self.chunks());
+        let part = chunk % self.chunks() / per_part;
+        let block = self.blocks.find(k, number);
+
         let (lane, thread) = (k.lane(), k.thread_index());
-        let (down, right, eighth) = (lane % 2, lane / 2 % 2, lane / 4 % 4);
+        let (down, right, rows) = (lane % 2, lane / 2 % 2, lane / 4 % 4);
         let other = k.eval(lane / 16);
         let warp = thread / 32 % 2 * 2 + other;
         let column = k.eval(warp.clone() * 16 + right.clone() * 8);
-        let row = k.eval(eighth.clone() * 2 + down.clone());
-
-        let place = self.place_at(k, stage);
-        let to = k.load::<GlobalAddress, _>(place);
-        let [rows, columns] = k.load_vector::<U32, _, 2>(place + 8, LoadHint::default());
-        // A column that does not exist is as a row that does not: one number less to keep.
-        let rows = if self.head_dim < self.layout.columns {
-            k.eval(column.less(columns).choose::<U32>(rows, 0u32))
+        let first_row = block.first_row(query_block) + chunk % per_part * 32;
+        let row = first_row + rows.clone() * 2 + down.clone();
+        let (row, to_column) = if self.layout.by_columns() {
+            (row, k.eval(part * 64 + column))
         } else {
-            rows
+            (row + part * part_queries, column)
         };
-        let of_row = self.gradient.row_bytes(k, self.element, 1);
-        let offset =
-            row.convert::<U64>() * of_row + (column * self.element.bytes()).convert::<U64>();
-        let to = k.variable(to + offset);
+        let row = k.eval(row);
+        let to = self.gradient.row(k, self.element, &block, row);
+        let to = k.variable(to + to_column.convert::<U64>() * self.element.bytes());
+        // A column that does not exist is as a row that does not: one number less to keep.
+        let row = if self.head_dim < columns {
+            let has_column = to_column.less(self.head_dim);
+            k.eval(has_column.choose::<U32>(row, block.query_length))
+        } else {
+            row
+        };
 
         let staged = self.staged_at(k, stage);
-        let from = k.eval(staged + (warp * LINE + eighth * 16 + right * 8 + down * 4));
+        let from = k.eval(staged + (warp * LINE + rows * 16 + right * 8 + down * 4));
         let even = k.eval(from + other * 64);
         let odd = k.eval(from + (other ^ 1) * 64);
         let order = k.eval(other.equals(0).choose::<U32>(0x3210u32, 0x1032u32));
@@ -464,7 +424,7 @@ impl Housekeeping {
                 let pair = self.pack(k, pair);
                 k.permute_bytes(pair, pair, order)
             });
-            let exists = (row + 8 * group).less(rows);
+            let exists = (row + 8 * group).less(block.query_length);
             k.if_(exists, |k| k.store_vector(to, &words, StoreHint::default()));
             k.set(to, to + rows_bytes);
         }

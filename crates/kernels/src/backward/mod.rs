@@ -333,16 +333,15 @@ impl Backward {
         self.query_block / PART * (self.group_keys() / ROWS)
     }
 
-    /// Whether sums of `dQ` are cleared and rounded beside the products: in no order, without lists, and
-    /// where there is room for it in shared memory and in registers.
+    /// Whether sums of `dQ` are cleared and rounded beside the products: where all heads have as many
+    /// tiles, in no order, and shared memory has room.
     fn keeps_house(&self) -> bool {
-        let Rules { mask, alibi, softcap, mask_function, score_function, .. } = self.rules;
-        let has_registers = match self.batch {
-            Batch::Equal => !(self.persistent && mask == MaskKind::Local),
-            _ => !alibi && !softcap && score_function.is_none(),
-        };
-        let unordered = !self.deterministic && mask_function.is_none();
-        unordered && self.shape() != Shape::Wide && has_registers
+        self.batch == Batch::Equal
+            && !self.deterministic
+            && self.rules.mask_function.is_none()
+            && self.shape() != Shape::Wide
+            // Windows have no registers left for it.
+            && !(self.persistent && self.rules.mask == MaskKind::Local)
     }
 
     /// The pass that it is a part of.
@@ -570,12 +569,6 @@ pub(crate) fn batch_name(batch: Batch) -> &'static str {
         Batch::Ragged => "_ragged",
         Batch::Paged => "_paged",
     }
-}
-
-/// What the name of a kernel beside the products ends with, where tiles of so many keys have shares of the
-/// sums of `dQ`.
-fn shares_name(shares: Option<u32>) -> String {
-    shares.map_or_else(String::new, |keys| format!("_shares{keys}"))
 }
 
 impl Shared {

@@ -94,11 +94,6 @@ impl BackwardPass {
         self.batch == Batch::Equal && self.rules.mask_function.is_some()
     }
 
-    /// Keys of a tile, where tiles clear and round their shares of the sums of a ragged batch.
-    pub fn shares(&self) -> Option<u32> {
-        (self.housekeeping && self.batch != Batch::Equal).then_some(self.key_block)
-    }
-
     /// Bytes of the statistics of a block of query rows: two numbers for each.
     pub const fn statistics_bytes(&self) -> u32 {
         2 * 4 * self.query_block
@@ -111,8 +106,7 @@ impl BackwardPass {
             element: self.element,
             value_head_dim: self.value_head_dim,
             sums: self.sums_layout(),
-            counters: self.deterministic || self.housekeeping && self.batch == Batch::Equal,
-            shares: self.shares(),
+            counters: self.deterministic || self.housekeeping,
             batch: self.batch,
         }
     }
@@ -124,7 +118,6 @@ impl BackwardPass {
             element: self.element,
             head_dim: self.head_dim,
             sums: self.sums_layout(),
-            shares: self.shares(),
             batch: self.batch,
         }
     }

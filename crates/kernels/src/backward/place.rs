@@ -6,7 +6,7 @@ use super::BackwardPass;
 use super::lists::Listed;
 use super::order::{Direction, Order, Rounds, Turn};
 use super::persistent::Posted;
-use super::ragged::{Ragged, ShareHeads, Shares, Slice};
+use super::ragged::{Ragged, Slice};
 use super::split::Split;
 use crate::attention::Batch;
 use crate::attention::function::blocks::{BlockLists, needs_function};
@@ -36,8 +36,6 @@ pub(crate) struct Place {
     pub(super) split: Option<Split>,
     /// Where walks go down and up by turns.
     pub(super) rounds: Option<Rounds>,
-    /// In a ragged batch, where tiles clear and round sums.
-    shares: Option<Shares>,
 }
 
 /// Where sequences are.
@@ -61,17 +59,12 @@ pub(crate) struct Tile {
     direction: Option<Direction>,
 }
 
-/// The blocks of query rows that a tile has of those of its key head.
+/// The blocks of query rows, in the workspace, that a tile has of those of its key head.
 pub(super) struct Share {
-    /// The number of its key head's counters.
-    pub(super) counter: Reg<U32>,
-    /// Tiles that have a share of the same.
-    pub(super) tiles: Reg<U32>,
-    /// In the workspace, or of each head that there is.
+    /// The key head, among those of all sequences.
+    pub(super) head: Reg<U32>,
     pub(super) first: Reg<U32>,
     pub(super) end: Reg<U32>,
-    /// In a ragged batch, the query heads.
-    pub(super) heads: Option<ShareHeads>,
 }
 
 /// Where a walk stands.
@@ -128,7 +121,6 @@ impl Place {
             posted: None,
             split: None,
             rounds: None,
-            shares: pass.shares().map(|keys| Shares::parameters(k, pass.query_block, keys)),
         }
     }
 
@@ -144,7 +136,7 @@ impl Place {
     /// more than arithmetic.
     pub(crate) fn post(&self, k: &mut Builder) {
         if let Sequences::Ragged(ragged) = &self.sequences {
-            ragged.post(k, &self.visibility);
+            ragged.post(k, &self.key_heads, &self.visibility);
         }
     }
 
@@ -236,17 +228,18 @@ impl Place {
         key_blocks.divide(k, tile)
     }
 
-    /// Tiles that there are, where a batch is ragged.
-    pub(super) fn tiles(&self, k: &mut Builder) -> Option<Reg<U32>> {
-        self.shares.as_ref().map(|shares| shares.count(k))
+    /// Key blocks of a head, where all have as many.
+    pub(super) fn key_blocks_of_head(&self) -> Reg<U32> {
+        match &self.sequences {
+            Sequences::Equal { key_blocks, .. } => key_blocks.number,
+            Sequences::Ragged(_) => unreachable!("ragged batches have no shares"),
+        }
     }
 
     /// The share of a tile.
     pub(super) fn share(&self, k: &mut Builder, tile: Reg<U32>) -> Share {
-        let key_blocks = match (&self.sequences, &self.shares) {
-            (Sequences::Equal { key_blocks, .. }, _) => key_blocks,
-            (Sequences::Ragged(_), Some(shares)) => return shares.of(k, tile),
-            _ => unreachable!("whoever asks for shares has them"),
+        let Sequences::Equal { key_blocks, .. } = &self.sequences else {
+            unreachable!("ragged batches have no shares")
         };
         let (head, key_block) = self.key_block_of(k, tile, key_blocks);
         let blocks = k.eval(self.query_blocks() * self.group);
@@ -255,8 +248,7 @@ impl Place {
         let first = k.eval((key_block * each).minimum(blocks));
         let end = k.eval((first + each).minimum(blocks));
         let begin = k.eval(head * blocks);
-        let [first, end] = [first, end].map(|it| k.eval(begin + it));
-        Share { counter: head, tiles: key_blocks.number, first, end, heads: None }
+        Share { head, first: k.eval(begin + first), end: k.eval(begin + end) }
     }
 
     /// The first key of this block.
@@ -434,55 +426,6 @@ impl Place {
             body(k);
             walk.advance(k, self, tile);
         });
-    }
-}
-
-impl Share {
-    /// How many of the tiles that have a share of the same come after so many first ones, whose shares were
-    /// cleared before the products: all or none, but in a ragged batch, where counters are those of the
-    /// first of these tiles.
-    pub(super) fn cleared_beside(
-        &self,
-        k: &mut Builder,
-        tile: Reg<U32>,
-        first: Reg<U32>,
-    ) -> Reg<U32> {
-        match &self.heads {
-            None => k.eval(tile.at_least(first).choose::<U32>(self.tiles, 0u32)),
-            Some(_) => {
-                let end = k.eval(self.counter + self.tiles);
-                k.eval(end.maximum(first) - self.counter.maximum(first))
-            }
-        }
-    }
-
-    /// How many parts there are, of so many of each block.
-    pub(super) fn parts(&self, k: &mut Builder, parts: u32) -> Reg<U32> {
-        let of_head = (self.end - self.first) * parts;
-        match &self.heads {
-            None => k.eval(of_head),
-            Some(heads) => k.eval(of_head * heads.count),
-        }
-    }
-
-    /// Does something with each of so many parts of each block: with its number in the workspace, and in a
-    /// ragged batch with its head and the number of that one's first block.
-    pub(super) fn every_part(
-        &self,
-        k: &mut Builder,
-        parts: u32,
-        body: impl FnOnce(&mut Builder, Reg<U32>, Option<[Reg<U32>; 2]>),
-    ) {
-        match &self.heads {
-            None => {
-                let [first, end] = [self.first, self.end].map(|it| it * parts);
-                k.for_range(first, end, 1, |k, part| body(k, part, None));
-            }
-            Some(heads) => heads.every(k, |k, of_head| {
-                let [first, end] = [self.first, self.end].map(|it| (of_head[1] + it) * parts);
-                k.for_range(first, end, 1, |k, part| body(k, part, Some(of_head)));
-            }),
-        }
     }
 }
 

@@ -8,9 +8,8 @@ use ptx::{
     SharedAddress, StoreHint, Target, U32, U64, Value,
 };
 
-use super::ragged::SpreadShares;
 use super::row_blocks::{RowBlock, RowBlocks, Vectors, index_from_last};
-use super::{Backward, SumsLayout, batch_name, shares_name};
+use super::{Backward, SumsLayout, batch_name};
 use crate::attention::{Batch, Rules};
 use crate::element::store_from_f32;
 use crate::parameter::{Number, Scale, Tensor, Workspace};
@@ -39,9 +38,6 @@ pub struct Rounding {
     pub head_dim: u32,
     /// Where the sums lie.
     pub sums: SumsLayout,
-    /// Keys of a tile, where tiles of keys round their shares of the sums of a ragged batch: then only those
-    /// of the last tiles are rounded here.
-    pub shares: Option<u32>,
     /// How sequences lie.
     pub batch: Batch,
 }
@@ -49,11 +45,10 @@ pub struct Rounding {
 impl Rounding {
     /// The name of this configuration.
     pub fn name(&self) -> String {
-        let Rounding { target, element, head_dim, sums, shares, batch } = self;
+        let Rounding { target, element, head_dim, sums, batch } = self;
         let SumsLayout { query_block, columns, part_queries } = sums;
         let (sums, batch) = (format!("{query_block}x{columns}_{part_queries}"), batch_name(*batch));
-        let shares = shares_name(*shares);
-        format!("rounding_{target}_{element}_d{head_dim}_{sums}{batch}{shares}")
+        format!("rounding_{target}_{element}_d{head_dim}_{sums}{batch}")
     }
 
     /// A kernel that it may come after, if there is one.
@@ -90,7 +85,7 @@ impl Rounding {
     }
 
     /// Builds the kernel: a block of the grid for each part of the sums of each block of query rows
-    /// of each head and sequence, or of some of each last tile's share.
+    /// of each head and sequence.
     pub fn program(&self) -> Result<Program, Error> {
         if !matches!(self.element, Element::F16 | Element::BF16) {
             return Err(Error::configuration(self.name(), "the element is not f16 or bf16"));
@@ -130,8 +125,9 @@ impl Rounding {
         let shared = k.shared_address(shared);
 
         let parts = self.sums.parts();
+        let rounded = Number::RoundedBlocks.read(k);
         let (index, thread) = (index_from_last(k), k.thread_index());
-        let (index, part) = (k.eval(index / parts), k.eval(index % parts));
+        let (index, part) = (k.eval(index / parts + rounded), k.eval(index % parts));
         // Of a ragged batch only those rows are read that there are.
         let stage = |k: &mut Builder, number: Reg<U32>, rows: Option<Reg<U32>>| {
             let offset = number.convert::<U64>() * self.sums.block_bytes()
@@ -185,39 +181,20 @@ impl Rounding {
                 });
             }
         };
-        // Nobody added anything where there are no rows.
-        let round_rows = |k: &mut Builder, block: &RowBlock| {
-            let first_row = first_row(k, block);
-            k.if_(first_row.less(block.query_length), |k| {
-                let rows = k.eval(block.query_length - first_row);
-                stage(k, block.number, Some(rows));
-                store(k, block, first_row);
-            });
-        };
-        if let Some(key_block) = self.shares {
-            let spread = SpreadShares::parameters(k, self.sums.query_block, key_block);
-            let after = Number::RoundedAfter.read(k);
-            let (late, ahead) = spread.locate(k, index);
-            let count = spread.shares.count(k);
-            k.if_(late.less(after.minimum(count)), |k| {
-                let tile = k.eval(count - 1 - late);
-                spread.every_block(k, (tile, ahead), |k, block| {
-                    round_rows(k, block);
-                    // Rows of the next block come where these were.
-                    k.block_sync();
-                });
-            });
-            return;
-        }
-        let rounded = Number::RoundedBlocks.read(k);
-        let index = k.eval(index + rounded);
-        let block = blocks.find(k, index);
         if self.batch == Batch::Equal {
             stage(k, index, None);
+            let block = blocks.find(k, index);
             let first_row = first_row(k, &block);
             store(k, &block, first_row);
         } else {
-            round_rows(k, &block);
+            // Nobody added anything where there are no rows.
+            let block = blocks.find(k, index);
+            let first_row = first_row(k, &block);
+            k.if_(first_row.less(block.query_length), |k| {
+                let rows = k.eval(block.query_length - first_row);
+                stage(k, block.number, Some(rows));
+                store(k, &block, first_row);
+            });
         }
     }
 }

@@ -148,16 +148,6 @@ impl RowBlocks {
 }
 
 impl RowBlock {
-    /// One of a head of a sequence in a ragged batch, which begins at a row of the tensor.
-    pub(super) fn ragged(
-        number: Reg<U32>,
-        [head, block]: [Reg<U32>; 2],
-        sequence: Reg<U32>,
-        [start, query_length]: [Reg<U32>; 2],
-    ) -> Self {
-        RowBlock { number, block, head, query_length, place: RowPlace::Ragged { sequence, start } }
-    }
-
     /// The first of its rows.
     pub(super) fn first_row(&self, query_block: u32) -> Value<U32> {
         self.block * query_block

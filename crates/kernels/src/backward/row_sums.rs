@@ -4,13 +4,12 @@
 use std::f32::consts::LOG2_E;
 
 use ptx::{
-    Axis, Builder, Choose, Element, Expression, F32, GlobalAddress, Program, Reg, Special,
-    StoreHint, Target, U32, U64, Value,
+    Builder, Choose, Element, Expression, F32, GlobalAddress, Program, Reg, StoreHint, Target, U32,
+    U64, Value,
 };
 
-use super::ragged::SpreadShares;
 use super::row_blocks::{LogSums, RowBlock, RowBlocks, Vectors, index_from_last};
-use super::{Backward, SumsLayout, batch_name, shares_name};
+use super::{Backward, SumsLayout, batch_name};
 use crate::attention::{Batch, Rules};
 use crate::element::{eight_as_f32, load_eight};
 use crate::parameter::{Number, Tensor, Workspace};
@@ -38,9 +37,6 @@ pub struct RowSums {
     pub sums: SumsLayout,
     /// Whether there are counters, two for each block of query rows, which become zero.
     pub counters: bool,
-    /// Keys of a tile, where tiles of keys clear their shares of the sums of a ragged batch: then only those
-    /// of the first tiles become zero here, and two counters for each tile.
-    pub shares: Option<u32>,
     /// How sequences lie.
     pub batch: Batch,
 }
@@ -48,11 +44,11 @@ pub struct RowSums {
 impl RowSums {
     /// The name of this configuration.
     pub fn name(&self) -> String {
-        let RowSums { target, element, value_head_dim, sums, counters, shares, batch } = self;
+        let RowSums { target, element, value_head_dim, sums, counters, batch } = self;
         let SumsLayout { query_block, columns, .. } = sums;
         let (counters, batch) = (if *counters { "_counters" } else { "" }, batch_name(*batch));
-        let (sums, shares) = (format!("{query_block}x{columns}"), shares_name(*shares));
-        format!("row_sums_{target}_{element}_d{value_head_dim}_{sums}{counters}{batch}{shares}")
+        let sums = format!("{query_block}x{columns}");
+        format!("row_sums_{target}_{element}_d{value_head_dim}_{sums}{counters}{batch}")
     }
 
     /// A kernel that it may come before, if there is one.
@@ -72,7 +68,7 @@ impl RowSums {
             return Some(Configuration::Backward(hopper));
         }
         // More rules may mean smaller blocks of queries.
-        let RowSums { target, element, value_head_dim: value, sums, counters, batch, .. } = *self;
+        let RowSums { target, element, value_head_dim: value, sums, counters, batch } = *self;
         let mut tuned = [Rules::CAUSAL, Rules::EVERY].into_iter().filter_map(|rules| {
             mma::tuned_backward(target, element, sums.columns, value, rules, counters, batch)
         });
@@ -103,15 +99,9 @@ impl RowSums {
         let sums = Workspace::QueryGradientSums.address(k);
         let blocks = RowBlocks::parameters(k, &self.sums, self.batch);
 
-        let (index, thread) = (index_from_last(k), k.thread_index());
-        let cleared = match self.shares {
-            Some(key_block) => {
-                self.clear_shares(k, key_block, sums, index, thread);
-                None
-            }
-            None => Some(Number::ClearedBlocks.read(k)),
-        };
+        let cleared = Number::ClearedBlocks.read(k);
         let counters = self.counters.then(|| Workspace::Turns.address(k));
+        let (index, thread) = (index_from_last(k), k.thread_index());
         let empty = |k: &mut Builder, number: Reg<U32>| {
             if let Some(counters) = counters {
                 let counter = k.eval(counters + number.convert::<U64>() * 8);
@@ -120,9 +110,7 @@ impl RowSums {
                     k.store_vector(counter, &[zero; 2], StoreHint::default());
                 });
             }
-            if let Some(cleared) = cleared {
-                k.if_(number.less(cleared), |k| self.clear(k, sums, number, thread));
-            }
+            k.if_(number.less(cleared), |k| self.clear(k, sums, number, thread));
         };
         let compute = |k: &mut Builder, block: &RowBlock| {
             self.statistics(k, [&output, &gradient], &lse, block, thread, statistics);
@@ -201,37 +189,6 @@ impl RowSums {
                 });
             }
         }
-    }
-
-    /// Zeros for the shares of the first tiles of keys, some of one for each block of the grid, and for the
-    /// counters of all.
-    fn clear_shares(
-        &self,
-        k: &mut Builder,
-        key_block: u32,
-        sums: Reg<GlobalAddress>,
-        index: Reg<U32>,
-        thread: Reg<U32>,
-    ) {
-        let counters = Workspace::Turns.address(k);
-        let (room, cleared) = (Number::KeyTiles.read(k), Number::ClearedTiles.read(k));
-        let spread = SpreadShares::parameters(k, self.sums.query_block, key_block);
-        let blocks = k.special(Special::GridExtent(Axis::X));
-        let first = k.eval(index * THREADS + thread);
-        k.for_range(first, room, blocks * THREADS, |k, tile| {
-            let counter = k.eval(counters + tile.convert::<U64>() * 8);
-            let zero = k.eval::<U32>(0);
-            k.store_vector(counter, &[zero; 2], StoreHint::default());
-        });
-        let end = k.eval(cleared * spread.at_once());
-        k.if_(index.less(end), |k| {
-            let count = spread.shares.count(k);
-            let end = k.eval(end.minimum(count * spread.at_once()));
-            k.for_range(index, end, blocks, |k, index| {
-                let at = spread.locate(k, index);
-                spread.every_block(k, at, |k, block| self.clear(k, sums, block.number, thread));
-            });
-        });
     }
 
     /// Zeros for the sums of a block of query rows.
