@@ -439,7 +439,11 @@ def of_other_numbers(dice, array):
 
 def more_than_memory(dice, array):
     """One element again and again. Only what has to be copied, or answered row by row, is so large: a call may be long."""
-    return np.broadcast_to(array[(slice(1),) * array.ndim], (2**40, *array.shape[1:])) if array.size else array
+    if not array.size:
+        return array
+    # Beyond any address space, whatever the other sizes are: some systems promise memory that they do not have.
+    count = 2**55 // math.prod(array.shape[1:])
+    return np.broadcast_to(array[(slice(1),) * array.ndim], (count, *array.shape[1:]))
 
 
 def of_another_library(dice, array):

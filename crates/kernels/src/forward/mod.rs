@@ -452,9 +452,11 @@ impl Forward {
     /// Whether warpgroups take their index from one lane, which spares the loop up to 65 moves to uniform
     /// registers. On an H200 that is worth 1 to 4 % where the index is in the address of queries and
     /// warpgroups take turns. It costs 1 to 2 % where queries are in registers, 0.5 to 1.4 % where there are
-    /// no turns and 2.5 % under a softcap.
+    /// no turns and 2.5 % under a softcap; with functions the loop spills.
     fn index_from_one_lane(&self) -> bool {
-        self.query_source == Source::Shared && self.ping_pong && !self.rules.softcap
+        let functions = self.rules.mask_function.is_some() || self.rules.score_function.is_some();
+        let plain = !self.rules.softcap && !functions;
+        self.query_source == Source::Shared && self.ping_pong && plain
     }
 
     /// How products become scores.

@@ -44,6 +44,7 @@ impl Walks {
     /// knows that a warp's pipelines are at one stage: that costs 2.5 % at head dim 256, and a spill at 64.
     pub(super) fn new(forward: &Forward, index_from_one_lane: bool) -> Option<Self> {
         let differ = index_from_one_lane
+            && forward.warpgroups > 1
             && forward.rules.mask != MaskKind::Dense
             && !forward.takes_block_lists()
             && !forward.is_fp8()
