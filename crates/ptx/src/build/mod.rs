@@ -8,7 +8,6 @@
 mod arithmetic;
 mod barrier;
 mod copy;
-mod divide;
 mod memory;
 mod packed;
 mod role;
@@ -23,9 +22,10 @@ use std::panic::Location;
 
 use crate::value::{Node, Value, peel_offset};
 use crate::{
-    Address, AddressOf, Axis, Block, GlobalAddress, Instruction, Invalid, Operand, Parameter,
-    ParameterId, ParameterKind, Place, Pred, Program, Reg, Register, Scalar, SharedAddress,
-    SharedRegion, Special, Statement, StatementKind, Target, TensorBox, Type, U32, U64,
+    Address, AddressOf, Axis, BinaryOperation, Block, GlobalAddress, Instruction, Invalid, Operand,
+    Parameter, ParameterId, ParameterKind, Place, Pred, Program, Reg, Register, Scalar,
+    SharedAddress, SharedRegion, Special, Statement, StatementKind, Target, TensorBox, Type, U32,
+    U64,
 };
 
 /// Writes one kernel.
@@ -277,14 +277,7 @@ impl Builder {
             Node::Binary(operation, ty, a, b) => {
                 let a = self.emit(*a);
                 let b = self.emit(*b);
-                // All but the last step into registers of their own.
-                let mut steps = divide::steps(operation, ty, b);
-                let (operation, b) = steps.pop().unwrap_or((operation, b));
-                let a = steps.into_iter().fold(a, |a, (operation, b)| {
-                    let dst = self.register_of(ty);
-                    self.push(Instruction::Binary { operation, ty, dst, a, b });
-                    Operand::Register(dst)
-                });
+                let (operation, b) = reduce_strength(operation, ty, b);
                 Instruction::Binary { operation, ty, dst, a, b }
             }
             Node::Compare(comparison, ty, a, b) => {
@@ -444,6 +437,24 @@ impl Builder {
         self.open.push(Vec::new());
         body(self);
         self.open.pop().expect("blocks are closed in order")
+    }
+}
+
+/// Division of unsigned numbers by a constant power of two as a shift, the
+/// remainder as a mask: the assembler goes through a reciprocal instead.
+fn reduce_strength(operation: BinaryOperation, ty: Type, b: Operand) -> (BinaryOperation, Operand) {
+    match (operation, ty, b) {
+        (BinaryOperation::Divide, Type::U32 | Type::U64, Operand::Immediate(divisor))
+            if divisor.is_power_of_two() =>
+        {
+            (BinaryOperation::ShiftRight, Operand::u32(divisor.trailing_zeros()))
+        }
+        (BinaryOperation::Remainder, Type::U32 | Type::U64, Operand::Immediate(divisor))
+            if divisor.is_power_of_two() =>
+        {
+            (BinaryOperation::And, Operand::Immediate(divisor - 1))
+        }
+        _ => (operation, b),
     }
 }
 
