@@ -130,7 +130,7 @@ const TILE_128X64: Tile =
 const TILE_128X64_OVERLAPPED: Tile =
     Tile { form: Form { overlap_tiles: true, ..Form::COMPACT }, ..TILE_128X64 };
 
-// Lines that both tables have, and the widest of equal lengths.
+// Lines that both tables have.
 const FEW_ROWS: Rule = Rule {
     dims: (128, 128),
     masks: Masks::Both,
@@ -147,14 +147,7 @@ const UP_TO_192: Rule = Rule {
     tile: TILE_128X96,
     reason: "128 x 96 tiles are fastest up to head dim 192",
 };
-const UP_TO_256: Rule = Rule {
-    dims: (256, 256),
-    masks: Masks::Both,
-    length: ANY_LENGTH,
-    few: false,
-    tile: TILE_128X64,
-    reason: "128 x 64 tiles are the largest whose output fits the registers at head dim 256",
-};
+
 /// Measured on an H200 in bf16; docs/performance/forward.md has the numbers. Narrow before wide,
 /// short before long.
 const RULES: &[Rule] = &[
@@ -250,7 +243,14 @@ const RULES: &[Rule] = &[
         reason: "128 x 96 tiles fit beside queries of up to 192",
     },
     UP_TO_192,
-    UP_TO_256,
+    Rule {
+        dims: (256, 256),
+        masks: Masks::Both,
+        length: ANY_LENGTH,
+        few: false,
+        tile: TILE_128X64,
+        reason: "128 x 64 tiles are the largest whose output fits the registers at head dim 256",
+    },
 ];
 
 // Lines of ragged batches under any mask.
@@ -268,7 +268,6 @@ const RAGGED_UP_TO_128: Rule = Rule {
     reason: "128 x 128 tiles in turns are fastest up to head dim 128",
     ..RAGGED_UP_TO_64
 };
-
 const RAGGED_UP_TO_256: Rule = Rule {
     dims: (256, 256),
     tile: TILE_128X64_OVERLAPPED,
