@@ -1,11 +1,13 @@
 //! Attention on candle tensors in host memory.
 
+use std::ops::Deref;
+
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, Layout, Result, Storage};
-use flashcore::serving::{self, Placement};
+use flashcore::serving;
 use flashcore::{
-    Backend, Backward, CpuBackend, Descale, Descales, E4M3, Elements, Inputs, Plan, Preference,
-    RunOptions, Shape, Tensor,
+    Backend, Backward, CpuBackend, Descales, E4M3, Elements, ElementsView, Inputs, Plan,
+    Preference, RunOptions, Shape, Tensor, TensorView,
 };
 
 use crate::arguments::Call;
@@ -17,9 +19,8 @@ pub(crate) fn attend(
     call: &Call,
     tensors: [(&CpuStorage, &Layout); 3],
 ) -> Result<(CpuStorage, Vec<f32>)> {
-    // A cache may be much larger than the sequences in it are.
-    let in_cache = !call.problem.has_equal_lengths() && !call.problem.keys.is_packed();
-    let given = Given::new(call, tensors, in_cache)?;
+    let factors = factors(call);
+    let given = Given::new(call, tensors, &factors)?;
     let (problem, inputs) = given.sequences.over(given.inputs()).map_err(wrap)?;
     let result = CpuBackend::new().run(&problem, inputs, &RunOptions::default()).map_err(wrap)?;
     Ok((storage(result.output)?, result.lse))
@@ -34,12 +35,13 @@ pub(crate) fn differentiate(
     let held = inputs.map(candle_core::Tensor::storage_and_layout);
     let [query, key, value] = held.each_ref().map(|(memory, of)| (host(memory), *of));
     let tensors = [(query.0?, query.1), (key.0?, key.1), (value.0?, value.1)];
-    let given = Given::new(call, tensors, false)?;
+    let factors = factors(call);
+    let given = Given::new(call, tensors, &factors)?;
     let (problem, inputs_given) = given.sequences.over(given.inputs()).map_err(wrap)?;
     let layout = flashcore::Layout::contiguous(problem.output_shape()).map_err(wrap)?;
     let like_output = |of: &candle_core::Tensor| {
         let (memory, of) = of.storage_and_layout();
-        tensor((host(&memory)?, of), layout, None)
+        copy(view(host(&memory)?, of, layout)?)
     };
     let backward = Backward {
         inputs: inputs_given,
@@ -56,47 +58,50 @@ pub(crate) fn differentiate(
     Ok([like(gradients.query, query)?, like(gradients.key, key)?, like(gradients.value, value)?])
 }
 
-/// A call with its tensors and lists read.
-struct Given {
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+/// The descale factors of a call: their memory, locked while it is held, and how they lie for candle and
+/// for us.
+fn factors(
+    call: &Call,
+) -> Descales<Option<(impl Deref<Target = Storage>, &Layout, flashcore::Layout)>> {
+    call.descales.each_ref().map(|factors| {
+        let (factors, layout) = factors.as_ref()?;
+        let (memory, of) = factors.storage_and_layout();
+        Some((memory, of, *layout))
+    })
+}
+
+/// A call with its tensors, where they lie, and its lists.
+struct Given<'a> {
+    query: TensorView<'a>,
+    key: TensorView<'a>,
+    value: TensorView<'a>,
     slopes: Option<Vec<f32>>,
     sinks: Option<Vec<f32>>,
-    descales: Descales<Option<Tensor>>,
+    descales: Descales<Option<TensorView<'a>>>,
     sequences: serving::Sequences,
 }
 
-impl Given {
-    /// With `gathered`, only the keys and values that belong to a sequence are read, into tensors
-    /// where they follow each other.
+impl<'a> Given<'a> {
     fn new(
         call: &Call,
-        [query, key, value]: [(&CpuStorage, &Layout); 3],
-        gathered: bool,
+        [query, key, value]: [(&'a CpuStorage, &Layout); 3],
+        factors: &'a Descales<Option<(impl Deref<Target = Storage>, &Layout, flashcore::Layout)>>,
     ) -> Result<Self> {
         let Call { problem, layouts, sequences, .. } = call;
         let queries = sequences.queries.read(problem.batch, layouts[0].shape())?;
         let keys = sequences.keys.read(problem.batch, layouts[1].shape())?;
-        let among = gathered.then_some(&keys);
-        let factors = problem.descales.zip(call.descales.each_ref());
-        let descales = factors.try_map(|(descale, factors)| {
-            let Some((factors, layout)) = factors else { return Ok(None) };
-            let (memory, of) = factors.storage_and_layout();
-            let among = among.filter(|_| descale == Descale::PerToken);
-            tensor((host(&memory)?, of), *layout, among).map(Some)
+        let descales = factors.each_ref().try_map(|factors| {
+            let Some((memory, of, layout)) = factors else { return Ok(None) };
+            view(host(memory)?, of, *layout).map(Some)
         })?;
         Ok(Given {
-            query: tensor(query, layouts[0], None)?,
-            key: tensor(key, layouts[1], among)?,
-            value: tensor(value, layouts[2], among)?,
+            query: view(query.0, query.1, layouts[0])?,
+            key: view(key.0, key.1, layouts[1])?,
+            value: view(value.0, value.1, layouts[2])?,
             slopes: call.slopes.as_ref().map(numbers).transpose()?,
             sinks: call.sinks.as_ref().map(numbers).transpose()?,
             descales,
-            sequences: {
-                let keys = if gathered { packed(&keys) } else { keys };
-                serving::Sequences::new(problem.clone(), queries, keys).map_err(wrap)?
-            },
+            sequences: serving::Sequences::new(problem.clone(), queries, keys).map_err(wrap)?,
         })
     }
 
@@ -104,8 +109,8 @@ impl Given {
         Inputs {
             slopes: self.slopes.as_deref(),
             sinks: self.sinks.as_deref(),
-            descales: self.descales.each_ref().map(Option::as_ref),
-            ..Inputs::new(&self.query, &self.key, &self.value)
+            descales: self.descales,
+            ..Inputs::new(self.query, self.key, self.value)
         }
     }
 }
@@ -120,7 +125,7 @@ pub(crate) fn combine(
     let mut parts = Vec::with_capacity(outputs.len());
     for (output, lse) in outputs.iter().zip(lses) {
         let (memory, of) = output.storage_and_layout();
-        parts.push((tensor((host(&memory)?, of), layout, None)?, numbers(lse)?));
+        parts.push((copy(view(host(&memory)?, of, layout)?)?, numbers(lse)?));
     }
     let parts: Vec<_> = parts.iter().map(|(output, lse)| (output, lse.as_slice())).collect();
     let (output, lse) = serving::combine(&parts).map_err(wrap)?;
@@ -156,64 +161,24 @@ fn storage(tensor: Tensor) -> Result<CpuStorage> {
     })
 }
 
-/// A tensor of ours with the elements of one of candle's: all of them, or the rows of sequences that
-/// are placed in it, one after the other.
-fn tensor(
-    (storage, of): (&CpuStorage, &Layout),
+/// A tensor of candle's as one of ours, where it lies.
+fn view<'a>(
+    storage: &'a CpuStorage,
+    of: &Layout,
     layout: flashcore::Layout,
-    placement: Option<&Placement>,
-) -> Result<Tensor> {
+) -> Result<TensorView<'a>> {
     let begin = of.start_offset();
-    let elements: Elements = match storage {
-        CpuStorage::F32(all) => copy(&all[begin..], layout, placement).into(),
-        CpuStorage::F16(all) => copy(&all[begin..], layout, placement).into(),
-        CpuStorage::BF16(all) => copy(&all[begin..], layout, placement).into(),
-        CpuStorage::F8E4M3(all) => {
-            let bits = copy(&all[begin..], layout, placement).into_iter();
-            let all: Vec<E4M3> = bits.map(|it| E4M3::from_bits(it.to_bits())).collect();
-            all.into()
-        }
+    let elements: ElementsView<'a> = match storage {
+        CpuStorage::F32(all) => all[begin..].into(),
+        CpuStorage::F16(all) => all[begin..].into(),
+        CpuStorage::BF16(all) => all[begin..].into(),
+        CpuStorage::F8E4M3(all) => bytemuck::cast_slice::<_, E4M3>(&all[begin..]).into(),
         other => candle_core::bail!("attention takes no {:?}", other.dtype()),
     };
-    let layout = match placement {
-        None => layout,
-        Some(placement) => {
-            let Shape { heads, dim, .. } = layout.shape();
-            let length = lengths(placement).sum();
-            flashcore::Layout::contiguous(Shape::new(1, length, heads, dim)).map_err(wrap)?
-        }
-    };
-    Tensor::new(layout, elements).map_err(wrap)
+    TensorView::new(layout, elements).map_err(wrap)
 }
 
-fn copy<T: Copy>(
-    elements: &[T],
-    layout: flashcore::Layout,
-    placement: Option<&Placement>,
-) -> Vec<T> {
-    let Some(placement) = placement else { return elements[..layout.span()].to_vec() };
-    let Shape { heads, dim, .. } = layout.shape();
-    let mut rows = Vec::new();
-    for (sequence, length) in lengths(placement).enumerate() {
-        for position in 0..length {
-            let (entry, row) = placement.locate(sequence, position);
-            for head in 0..heads {
-                rows.extend_from_slice(&elements[layout.offset(entry, row, head)..][..dim]);
-            }
-        }
-    }
-    rows
-}
-
-/// Where the rows are that were copied one sequence after the other.
-fn packed(placement: &Placement) -> Placement {
-    let mut starts = vec![0];
-    for (sequence, length) in lengths(placement).enumerate() {
-        starts.push(starts[sequence] + length);
-    }
-    Placement::packed(starts)
-}
-
-fn lengths(placement: &Placement) -> impl Iterator<Item = usize> {
-    (0..placement.sequences()).map(|sequence| placement.length(sequence))
+/// The elements of a view in a tensor of their own.
+fn copy(view: TensorView<'_>) -> Result<Tensor> {
+    Tensor::from_bytes(view.dtype(), view.layout(), view.bytes()).map_err(wrap)
 }

@@ -8,7 +8,7 @@ use crate::error::Error;
 use crate::plan::Arrangement;
 use crate::problem::{Alibi, DTypes, Descale, Descales, Problem, Scores};
 use crate::serving::Placement;
-use crate::tensor::{Shape, Strides, Tensor, TensorError, random};
+use crate::tensor::{Shape, Strides, Tensor, TensorError, TensorView, random};
 
 /// Query, key and value, with the slopes and sinks of problems that have them.
 ///
@@ -25,18 +25,18 @@ use crate::tensor::{Shape, Strides, Tensor, TensorError, random};
 #[derive(Debug, Clone, Copy)]
 pub struct Inputs<'a> {
     /// The query tensor, (batch, query length, query heads, head dim).
-    pub query: &'a Tensor,
+    pub query: TensorView<'a>,
     /// The key tensor, (batch, key length, key/value heads, head dim).
-    pub key: &'a Tensor,
+    pub key: TensorView<'a>,
     /// The value tensor, (batch, key length, key/value heads, value head dim).
-    pub value: &'a Tensor,
+    pub value: TensorView<'a>,
     /// ALiBi slopes: one for each query head, or for each batch entry and query head.
     pub slopes: Option<&'a [f32]>,
     /// Sinks: one for each query head.
     pub sinks: Option<&'a [f32]>,
     /// Descale factors of 8-bit tensors, in f32, of the problem's
     /// [`descale_shapes`](Problem::descale_shapes) with any strides.
-    pub descales: Descales<Option<&'a Tensor>>,
+    pub descales: Descales<Option<TensorView<'a>>>,
     /// Where the queries of each sequence lie, where the problem has sequences of unequal lengths.
     pub queries: Option<&'a Placement>,
     /// Where the keys and values of each sequence lie.
@@ -103,7 +103,7 @@ impl InputTensors {
         Inputs {
             slopes: self.slopes.as_deref(),
             sinks: self.sinks.as_deref(),
-            descales: self.descales.each_ref().map(Option::as_ref),
+            descales: self.descales.each_ref().map(|it| it.as_ref().map(Tensor::view)),
             ..Inputs::new(&self.query, &self.key, &self.value)
         }
     }
@@ -221,12 +221,16 @@ pub enum InputError {
 }
 
 impl<'a> Inputs<'a> {
-    /// The three tensors in their usual order.
-    pub fn new(query: &'a Tensor, key: &'a Tensor, value: &'a Tensor) -> Self {
+    /// The three tensors in their usual order: tensors of this crate, or views of anybody's.
+    pub fn new(
+        query: impl Into<TensorView<'a>>,
+        key: impl Into<TensorView<'a>>,
+        value: impl Into<TensorView<'a>>,
+    ) -> Self {
         Inputs {
-            query,
-            key,
-            value,
+            query: query.into(),
+            key: key.into(),
+            value: value.into(),
             slopes: None,
             sinks: None,
             descales: Descales::default(),
@@ -253,8 +257,8 @@ impl<'a> Inputs<'a> {
     }
 
     /// The same with descale factors.
-    pub fn with_descales(self, descales: Descales<Option<&'a Tensor>>) -> Self {
-        Inputs { descales, ..self }
+    pub fn with_descales(self, descales: Descales<Option<impl Into<TensorView<'a>>>>) -> Self {
+        Inputs { descales: descales.map(|factors| factors.map(Into::into)), ..self }
     }
 
     /// The ALiBi slope of a query head; zero without.
@@ -313,7 +317,7 @@ impl<'a> Inputs<'a> {
             .with_value_head_dim(value.dim)
             .with_dtype(self.query.dtype());
         let DTypes { output, .. } = problem.dtypes;
-        let dtypes = [self.query, self.key, self.value].map(Tensor::dtype);
+        let dtypes = [self.query, self.key, self.value].map(|tensor| tensor.dtype());
         let [of_query, of_key, of_value] = dtypes;
         let descales = Descales {
             query: self.descales.query.map_or(Descale::None, |_| Descale::PerHead),
@@ -448,7 +452,10 @@ impl<'a> Inputs<'a> {
 }
 
 /// Refuse factors of heads that no tensor can have been divided by.
-pub(crate) fn check_factors(tensor: &'static str, factors: &Tensor) -> Result<(), InputError> {
+pub(crate) fn check_factors(
+    tensor: &'static str,
+    factors: TensorView<'_>,
+) -> Result<(), InputError> {
     for [batch, _, head] in factors.shape().vectors() {
         let factor = factors.head(batch, head).row(0)[0];
         if !factor.is_finite() || factor <= 0.0 {

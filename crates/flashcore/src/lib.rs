@@ -171,7 +171,8 @@ pub use problem::{
     ProblemTextError, RowFunctions, RowScores, Scores, Storage,
 };
 pub use tensor::{
-    E4M3, E5M2, Elements, Head, Int8, Layout, Shape, Strides, Tensor, TensorError, random,
+    E4M3, E5M2, Elements, ElementsView, Head, Int8, Layout, Shape, Strides, Tensor, TensorError,
+    TensorView, random,
 };
 
 /// Attention on the best back end of this machine.

@@ -85,7 +85,7 @@ impl Given {
             sinks: self.sinks.as_deref(),
             queries: self.queries.as_ref(),
             keys: self.keys.as_ref(),
-            descales: self.descales.each_ref().map(Option::as_ref),
+            descales: self.descales.each_ref().map(|it| it.as_ref().map(Tensor::view)),
             ..tensors.inputs()
         }
     }

@@ -89,7 +89,7 @@ impl Truth {
             }
         }
         let all = [inputs.query, inputs.key, inputs.value];
-        let finite = all.iter().all(|tensor| tensor.elements().are_finite());
+        let finite = all.iter().all(|tensor| tensor.is_finite());
         Ok(Truth { problem: problem.clone(), sequences, parts, finite })
     }
 

@@ -1,13 +1,13 @@
 //! Host memory, by the library's CPU back end.
 //!
-//! Of a cache only what a call uses is read, into tensors in which sequences lie one after the other.
-//! Unlike a device, the host sees all lists: nonsense in them is refused.
+//! Tensors are read where they lie, unless their elements are not aligned. Unlike a device, the host
+//! sees all lists: nonsense in them is refused.
 
 use flashcore::quantize;
 use flashcore::serving::{self, Pages, Placement, Sequences};
 use flashcore::{
     Backend, Backward, Cancellation, CpuBackend, DType, Descale, Inputs, Layout, Problem, Report,
-    RunOptions, Shape, Tensor,
+    RunOptions, Shape, Tensor, TensorView,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -38,7 +38,7 @@ pub(crate) unsafe fn attend(
         CpuBackend::new().run(problem, inputs, &options).map_err(error::library)
     };
     // SAFETY: the caller's promise, here and below.
-    let result = unsafe { with_inputs(request, problem, cancellation, run)? };
+    let result = unsafe { with_inputs(request, problem, run)? };
     // SAFETY: the same; the results were made here.
     unsafe {
         write(&result.output, output);
@@ -78,7 +78,7 @@ pub(crate) unsafe fn differentiate(
             write(&gradients.query, query);
             for (gradient, to) in [(&gradients.key, key), (&gradients.value, value)] {
                 match keys {
-                    Some(placement) => scatter(gradient, to, placement),
+                    Some(placement) => write_placed(gradient, to, placement),
                     None => write(gradient, to),
                 }
             }
@@ -89,12 +89,11 @@ pub(crate) unsafe fn differentiate(
         Ok(gradients.report)
     };
     // SAFETY: as above.
-    unsafe { with_inputs(&call.request, problem, cancellation, run) }
+    unsafe { with_inputs(&call.request, problem, run) }
 }
 
-/// Hands the tensors of a call to `run`, with the problem that they pose: keys and values of
-/// sequences of unequal lengths one after the other, gathered from their placement, which comes
-/// with them.
+/// Hands the tensors of a call to `run`, with the problem that they pose, and the placement of its keys
+/// where sequences have lengths of their own.
 ///
 /// # Safety
 ///
@@ -102,56 +101,70 @@ pub(crate) unsafe fn differentiate(
 unsafe fn with_inputs<T>(
     request: &Request,
     problem: &Problem,
-    cancellation: &Cancellation,
     run: impl FnOnce(&Problem, Inputs<'_>, Option<&Placement>) -> PyResult<T>,
 ) -> PyResult<T> {
     // SAFETY: the caller's promise, here and below.
     let floats = |memory: Option<&Memory>| unsafe { optional::<f32>(memory) };
-    // SAFETY: the same.
-    let copy = |shape, view: &View| unsafe { copy(shape, view) };
     let (slopes, sinks) = (floats(request.slopes.as_deref())?, floats(request.sinks.as_deref())?);
     // SAFETY: the same.
     let captured = unsafe { request.captured.on_host() };
-    let given = |inputs| Inputs {
+    // SAFETY: the same.
+    let lend = |shape, view: &View| unsafe { lend(shape, view) };
+    let factors = request.descales(problem)?.zip(problem.descale_shapes());
+    let factors = factors.try_map(|(view, shape)| match (view, shape) {
+        (Some(view), Some(shape)) => lend(shape, &view).map(Some),
+        _ => Ok(None),
+    })?;
+    let query = lend(problem.query_shape(), &request.query)?;
+    let key = lend(problem.key_shape(), &request.key)?;
+    let value = lend(problem.value_shape(), &request.value)?;
+    let inputs = Inputs {
         slopes: slopes.as_deref(),
         sinks: sinks.as_deref(),
         captured: &captured,
-        ..inputs
+        descales: factors.each_ref().map(|factors| factors.as_ref().map(Lent::view)),
+        ..Inputs::new(query.view(), key.view(), value.view())
     };
-    let factors = problem.descales.zip(request.descales(problem)?).zip(problem.descale_shapes());
-    let query = copy(problem.query_shape(), &request.query)?;
     if problem.has_equal_lengths() {
-        let key = copy(problem.key_shape(), &request.key)?;
-        let value = copy(problem.value_shape(), &request.value)?;
-        let factors = factors.try_map(|((_, view), shape)| match (view, shape) {
-            (Some(view), Some(shape)) => copy(shape, &view).map(Some),
-            _ => Ok(None),
-        })?;
-        let inputs = Inputs::new(&query, &key, &value);
-        let inputs = inputs.with_descales(factors.each_ref().map(Option::as_ref));
-        return run(problem, given(inputs), None);
+        return run(problem, inputs, None);
     }
     // SAFETY: as above; the placements are inside of the tensors.
     let (queries, keys) = unsafe { placements(request, problem)? };
-    // SAFETY: the same.
-    let [key, value] =
-        [&request.key, &request.value].map(|view| unsafe { gather(view, &keys, cancellation) });
-    let (key, value) = (key?, value?);
-    let factors = factors.try_map(|((descale, view), shape)| match (view, shape) {
-        (Some(view), _) if descale == Descale::PerToken => {
-            // SAFETY: as above.
-            unsafe { gather(&view, &keys, cancellation) }.map(Some)
+    let sequences = Sequences::new(problem.clone(), queries, keys).map_err(error::value)?;
+    let (problem, inputs) = sequences.over(inputs).map_err(error::library)?;
+    run(&problem, inputs, Some(sequences.keys()))
+}
+
+/// A tensor of the caller's where it lies, or a copy where its elements are not aligned.
+enum Lent<'a> {
+    View(TensorView<'a>),
+    Copy(Tensor),
+}
+
+impl Lent<'_> {
+    fn view(&self) -> TensorView<'_> {
+        match self {
+            Lent::View(view) => *view,
+            Lent::Copy(tensor) => tensor.view(),
         }
-        (Some(view), Some(shape)) => copy(shape, &view).map(Some),
-        _ => Ok(None),
-    })?;
-    let sequences = Sequences::new(problem.clone(), queries, Placement::packed(starts(&keys)?));
-    let sequences = sequences.map_err(error::value)?;
-    let inputs = Inputs::new(&query, &key, &value);
-    let inputs = inputs.with_descales(factors.each_ref().map(Option::as_ref));
-    let over = sequences.over(given(inputs));
-    let (problem, inputs) = over.map_err(error::library)?;
-    run(&problem, inputs, Some(&keys))
+    }
+}
+
+/// Lends the memory of a view.
+///
+/// # Safety
+///
+/// The view must be of memory that stays as it is while it is lent.
+unsafe fn lend<'a>(shape: Shape, view: &View) -> PyResult<Lent<'a>> {
+    let wrong = |error: flashcore::TensorError| error::library(error.into());
+    let layout = Layout::strided(shape, view::strides(view.form.strides)).map_err(wrong)?;
+    // SAFETY: the layout's span is what its last element needs; it is in memory, so that its bytes
+    // can be counted.
+    let memory = unsafe { slice(view.address, layout.span() * view.form.dtype.bytes()) };
+    match TensorView::of_bytes(view.form.dtype, layout, memory) {
+        Some(view) => view.map(Lent::View).map_err(wrong),
+        None => Tensor::from_bytes(view.form.dtype, layout, memory).map(Lent::Copy).map_err(wrong),
+    }
 }
 
 /// Where the queries and the keys of a call are.
@@ -519,16 +532,6 @@ fn lengths_within(
     collect(lengths.iter().enumerate().map(check))
 }
 
-/// Where sequences begin when they lie one after the other.
-fn starts(placement: &Placement) -> PyResult<Vec<usize>> {
-    let mut starts = room_for(placement.sequences() + 1)?;
-    starts.push(0);
-    for sequence in 0..placement.sequences() {
-        starts.push(starts[sequence] + placement.length(sequence));
-    }
-    Ok(starts)
-}
-
 /// The rows of a placement, sequence after sequence.
 ///
 /// # Safety
@@ -574,6 +577,26 @@ unsafe fn scatter(tensor: &Tensor, view: &View, placement: &Placement) {
     }
 }
 
+/// Writes those rows of a tensor without gaps that belong to a sequence.
+///
+/// # Safety
+///
+/// The placement must be inside of the view and the tensor, and the view of memory that nobody else
+/// uses.
+unsafe fn write_placed(tensor: &Tensor, to: &View, placement: &Placement) {
+    let Shape { length, heads, dim, .. } = tensor.shape();
+    let bytes = (dim * tensor.dtype().bytes()).max(1);
+    for sequence in 0..placement.sequences() {
+        for position in 0..placement.length(sequence) {
+            let (entry, row) = placement.locate(sequence, position);
+            let first = (entry * length + row) * heads * bytes;
+            let mut from = tensor.bytes()[first..].chunks_exact(bytes);
+            // SAFETY: the caller's promise.
+            unsafe { copy_row(&mut from, to, (entry, row)) };
+        }
+    }
+}
+
 /// Writes a tensor without gaps.
 ///
 /// # Safety
@@ -594,13 +617,12 @@ unsafe fn write(tensor: &Tensor, to: &View) {
 ///
 /// The view must be of memory that stays as it is.
 unsafe fn copy(shape: Shape, view: &View) -> PyResult<Tensor> {
-    let layout = Layout::strided(shape, view::strides(view.form.strides));
-    let layout = layout.map_err(|error| error::library(error.into()))?;
-    // SAFETY: the layout's span is what its last element needs; it is in memory, so that its bytes
-    // can be counted.
-    let memory = unsafe { slice(view.address, layout.span() * view.form.dtype.bytes()) };
-    let tensor = Tensor::from_bytes(view.form.dtype, layout, memory);
-    tensor.map_err(|error| error::library(error.into()))
+    // SAFETY: the caller's promise.
+    match unsafe { lend(shape, view)? } {
+        Lent::Copy(tensor) => Ok(tensor),
+        Lent::View(view) => Tensor::from_bytes(view.dtype(), view.layout(), view.bytes())
+            .map_err(|error| error::library(error.into())),
+    }
 }
 
 /// The vectors of a tensor without gaps.

@@ -264,13 +264,13 @@ fn the_public_entry_agrees_with_differences() {
         };
         let InputTensors { query, key, value, sinks, .. } = &tensors;
         agree("query", &found.query.to_f32(), &query.to_f32(), &|moved| {
-            loss(Inputs { query: &tensor(query, moved), ..inputs })
+            loss(Inputs { query: tensor(query, moved).view(), ..inputs })
         });
         agree("key", &found.key.to_f32(), &key.to_f32(), &|moved| {
-            loss(Inputs { key: &tensor(key, moved), ..inputs })
+            loss(Inputs { key: tensor(key, moved).view(), ..inputs })
         });
         agree("value", &found.value.to_f32(), &value.to_f32(), &|moved| {
-            loss(Inputs { value: &tensor(value, moved), ..inputs })
+            loss(Inputs { value: tensor(value, moved).view(), ..inputs })
         });
         assert_eq!(found.sinks.is_some(), sinks.is_some());
         if let (Some(found), Some(sinks)) = (&found.sinks, sinks) {
@@ -315,7 +315,7 @@ fn bad_input_is_refused_with_a_reason() {
     let zeros = |dtype, shape: [usize; 4]| Tensor::zeros(dtype, shape.into()).unwrap();
     let key = zeros(DType::F16, [1, 6, 4, 8]);
     assert_eq!(
-        refusal(Backward { inputs: Inputs { key: &key, ..good.inputs }, ..good }),
+        refusal(Backward { inputs: Inputs { key: key.view(), ..good.inputs }, ..good }),
         "key has shape [1, 6, 4, 8], expected [1, 6, 2, 8]"
     );
     let other = zeros(DType::F16, [1, 5, 4, 8]);

@@ -115,20 +115,21 @@ fn agrees_with_differences(problem: Problem, seed: u64) {
     let found = in_order(&gradients, problem.query_shape(), group, |head| &head.query);
     for (index, found) in found.iter().enumerate() {
         let expected = small.difference(&tensors.query, index, |small, query| {
-            small.loss(Inputs { query, ..inputs })
+            small.loss(Inputs { query: query.view(), ..inputs })
         });
         close("query", index, *found, expected);
     }
     let found = in_order(&gradients, problem.key_shape(), 1, |head| &head.key);
     for (index, found) in found.iter().enumerate() {
-        let expected = small
-            .difference(&tensors.key, index, |small, key| small.loss(Inputs { key, ..inputs }));
+        let expected = small.difference(&tensors.key, index, |small, key| {
+            small.loss(Inputs { key: key.view(), ..inputs })
+        });
         close("key", index, *found, expected);
     }
     let found = in_order(&gradients, problem.value_shape(), 1, |head| &head.value);
     for (index, found) in found.iter().enumerate() {
         let expected = small.difference(&tensors.value, index, |small, value| {
-            small.loss(Inputs { value, ..inputs })
+            small.loss(Inputs { value: value.view(), ..inputs })
         });
         close("value", index, *found, expected);
     }

@@ -385,7 +385,7 @@ mod tests {
                 .with_mask(Mask::CAUSAL);
             let tensors = InputTensors::random(&problem, 1).unwrap();
             let [query, key, value] = [&tensors.query, &tensors.key, &tensors.value]
-                .map(|tensor| Vectors::plain(tensor.head(0, 0)));
+                .map(|tensor| Vectors::plain(tensor.view(), 0, 0));
             let lanes = self.0.size().1 * S::F32_LANES;
             let shape = Shape::with_tile(self.0, lanes, &problem);
             let rule = |query| RowRule {

@@ -3,11 +3,14 @@
 //! A task is one block of queries, with every query head that reads the same key/value head. It
 //! walks over the visible keys in steps, so memory grows with the sequence length and not with its
 //! square. Which rows a task owns is settled before the threads start: every row of the output is
-//! handed to exactly one task. Where queries are few, a task is a chunk of the keys instead.
+//! handed to exactly one task. Where queries are few, a task is a chunk of the keys of all heads
+//! instead. Keys and values are read where they lie, in pages as well.
 //!
 //! | file | its subject |
 //! | --- | --- |
 //! | `block` | the walk of a task over its keys |
+//! | `split` | few queries: keys in chunks |
+//! | `decode` | very few queries: the walk of a chunk |
 //! | `vectors` | rows of tensors as numbers |
 //! | `tile` | products of matrices in registers |
 //! | `softmax` | scores, masks and the online softmax |
@@ -17,19 +20,22 @@
 
 mod backward;
 mod block;
+mod decode;
 mod exp;
 mod softmax;
+mod split;
 mod threads;
 mod tile;
 mod vectors;
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use rayon::prelude::*;
 
 use self::backward::Results;
-use self::block::{Block, KEY_BLOCK, MAX_ROWS, MIN_ROWS, Shape, WalkKeys, Workspace};
+use self::block::{Block, MAX_ROWS, MIN_ROWS, Shape, WalkKeys, Workspace};
 use self::softmax::RowRule;
 use self::vectors::Vectors;
 use crate::backend::{
@@ -193,8 +199,7 @@ impl Backend for CpuBackend {
         let kernel_begin = Instant::now();
         let watch = Watch { progress: options.progress, cancellation: options.cancellation };
         threads::install(|| match problem.has_equal_lengths() {
-            true => with_elements!(output.elements_mut(), output =>
-                Ok(attend(Call { problem, inputs, output, lse: &mut lse, watch })?)),
+            true => Ok(attend(problem, inputs, &mut output, &mut lse, watch)?),
             false => attend_sequences(problem, inputs, &mut output, &mut lse, watch),
         })??;
         let report = self.report(plan, KERNEL, begin, kernel_begin);
@@ -231,7 +236,71 @@ impl Watch<'_> {
     }
 }
 
-/// One sequence after the other, each gathered into tensors of its own.
+/// A sequence of a call, as a problem of its own.
+struct Sequence<'a> {
+    problem: &'a Problem,
+    inputs: Inputs<'a>,
+    /// Which of the problem's batch it is.
+    batch: usize,
+}
+
+impl<'a> Sequence<'a> {
+    /// The rows (query, head) that read a key/value head. The heads of one query are neighbours, so
+    /// that a block of rows reaches over few queries and few keys are loaded in vain.
+    fn rows(
+        &self,
+        queries: Range<usize>,
+        kv_head: usize,
+    ) -> impl Iterator<Item = (usize, usize)> + Clone + use<> {
+        let group = self.problem.group_size();
+        let heads = kv_head * group..(kv_head + 1) * group;
+        queries.flat_map(move |query| heads.clone().map(move |head| (query, head)))
+    }
+
+    /// All rows, those of one key/value head after the other.
+    fn all_rows(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
+        let queries = self.problem.query_length;
+        (0..self.problem.kv_heads).flat_map(move |kv_head| self.rows(0..queries, kv_head))
+    }
+
+    fn query(&self, head: usize) -> Vectors<'a> {
+        Vectors::query(self.problem, self.inputs, self.batch, head)
+    }
+
+    fn key(&self, kv_head: usize) -> Vectors<'a> {
+        Vectors::key(self.problem, self.inputs, self.batch, kv_head)
+    }
+
+    fn value(&self, kv_head: usize) -> Vectors<'a> {
+        Vectors::value(self.problem, self.inputs, self.batch, kv_head)
+    }
+
+    /// What the softmax is to know of a row, with its sink or without.
+    fn rule(&self, (query, head): (usize, usize), with_sink: bool) -> RowRule<'a> {
+        let Sequence { problem, inputs, batch } = *self;
+        let rule = rule(problem, inputs, batch, head, query);
+        let functions = problem.functions().next().map(|_| {
+            problem.row_functions(inputs.captured, here(problem, inputs, batch, head, query))
+        });
+        RowRule { sink: rule.sink.filter(|_| with_sink), functions, ..rule }
+    }
+
+    /// Begins a block with the rows of some queries that read a key/value head.
+    fn begin(
+        &self,
+        block: &mut Block<'a>,
+        kv_head: usize,
+        queries: Range<usize>,
+        with_sinks: bool,
+    ) {
+        let rows = self.rows(queries, kv_head);
+        let vectors = rows.clone().map(|(query, head)| (self.query(head), query));
+        let rules = rows.map(|row| self.rule(row, with_sinks));
+        block.begin(self.problem.scale(), vectors, rules);
+    }
+}
+
+/// Sequences of unequal lengths: those of few queries all at once, others one after the other.
 fn attend_sequences(
     problem: &Problem,
     inputs: Inputs<'_>,
@@ -241,22 +310,50 @@ fn attend_sequences(
 ) -> Result<(), Error> {
     let watch = Watch { progress: None, ..watch };
     let sequences = Sequences::of(problem, inputs);
-    let query = inputs.query.shape();
-    for sequence in 0..sequences.len() {
-        let alone = sequences.alone(sequence);
-        let tensors = sequences.gather(inputs, sequence)?;
-        let inputs =
-            Inputs { captured: inputs.captured, first_sequence: sequence, ..tensors.inputs() };
+    let shape = inputs.query.shape();
+    let own = |sequence: usize| Inputs {
+        slopes: inputs.slopes.map(|slopes| match slopes.len() > problem.query_heads {
+            true => &slopes[sequence * problem.query_heads..][..problem.query_heads],
+            false => slopes,
+        }),
+        first_sequence: inputs.first_sequence + sequence,
+        queries: Some(sequences.queries()),
+        keys: Some(sequences.keys()),
+        ..inputs
+    };
+    let mut store = |sequence: usize, [query, head]: [usize; 2], sum: f32, values: &[f32]| {
+        let (entry, row) = sequences.queries().locate(sequence, query);
+        output.set_row([entry, row, head], values);
+        lse[sequences.lse_index(shape, sequence, head, query)] = sum;
+    };
+    let problems: Vec<Problem> = (0..sequences.len()).map(|it| sequences.alone(it)).collect();
+    // By the number of queries: what serves them together has rows for as many.
+    let mut few: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+    for (sequence, alone) in problems.iter().enumerate().filter(|it| it.1.rows() > 0) {
+        if has_few_rows(alone) {
+            few.entry(alone.query_length).or_default().push(sequence);
+            continue;
+        }
         let mut result = Tensor::zeros(problem.dtypes.output, alone.output_shape())?;
         let mut sums = filled("the log-sum-exp", alone.rows(), f32::NEG_INFINITY)?;
         with_elements!(result.elements_mut(), output =>
-            attend(Call { problem: &alone, inputs, output, lse: &mut sums, watch }))?;
-        for [_, position, head] in alone.output_shape().vectors() {
-            let (entry, row) = sequences.queries().locate(sequence, position);
-            output.copy_row([entry, row, head], &result, [0, position, head]);
-            let index = sequences.lse_index(query, sequence, head, position);
-            lse[index] = sums[head * alone.query_length + position];
+            attend_in_blocks(alone, own(sequence), output, &mut sums, watch))?;
+        let mut values = vec![0.0; alone.value_head_dim];
+        for [_, query, head] in alone.output_shape().vectors() {
+            result.head(0, head).read(query, &mut values);
+            store(sequence, [query, head], sums[head * alone.query_length + query], &values);
         }
+    }
+    for indices in few.values() {
+        let of = |sequence: &usize| Sequence {
+            problem: &problems[*sequence],
+            inputs: own(*sequence),
+            batch: 0,
+        };
+        let few: Vec<Sequence<'_>> = indices.iter().map(of).collect();
+        split::attend(&few, watch, |index, row, sum, values| {
+            store(indices[index], row, sum, values);
+        })?;
     }
     Ok(())
 }
@@ -284,34 +381,43 @@ struct Task<'a, T> {
     lse: Vec<&'a mut [f32]>,
 }
 
-/// What is computed, and where it goes.
-struct Call<'a, T> {
-    problem: &'a Problem,
-    inputs: Inputs<'a>,
-    output: &'a mut [T],
-    lse: &'a mut [f32],
-    watch: Watch<'a>,
+/// Whether the rows that share a key/value head are so few that keys are split. Parts are put together
+/// by sums of their own: with them, bits depend on how many queries there are.
+fn has_few_rows(problem: &Problem) -> bool {
+    problem.query_length * problem.group_size() <= MIN_ROWS && !problem.batch_invariant
 }
 
-/// Compute on all threads.
-fn attend<T: Element>(call: Call<'_, T>) -> Result<(), BackendError> {
-    let problem = call.problem;
+/// Sequences of equal lengths, on all threads.
+fn attend(
+    problem: &Problem,
+    inputs: Inputs<'_>,
+    output: &mut Tensor,
+    lse: &mut [f32],
+    watch: Watch<'_>,
+) -> Result<(), BackendError> {
     if problem.rows() == 0 {
         return Ok(());
     }
-    let rows = problem.query_length * problem.group_size();
-    // Chunks of keys are put together by sums of their own: with them, bits depend on how many
-    // queries there are.
-    if rows <= MIN_ROWS && problem.key_length > KEY_CHUNK && !problem.batch_invariant {
-        attend_in_chunks(call)
-    } else {
-        attend_in_blocks(call)
+    if !has_few_rows(problem) {
+        return with_elements!(output.elements_mut(), output =>
+            attend_in_blocks(problem, inputs, output, lse, watch));
     }
+    let sequences = (0..problem.batch).map(|batch| Sequence { problem, inputs, batch });
+    let sequences: Vec<Sequence<'_>> = sequences.collect();
+    split::attend(&sequences, watch, |batch, [query, head], sum, values| {
+        output.set_row([batch, query, head], values);
+        lse[(batch * problem.query_heads + head) * problem.query_length + query] = sum;
+    })
 }
 
 /// Many queries: a task is a block of them over all keys.
-fn attend_in_blocks<T: Element>(call: Call<'_, T>) -> Result<(), BackendError> {
-    let Call { problem, inputs, output, lse, watch } = call;
+fn attend_in_blocks<T: Element>(
+    problem: &Problem,
+    inputs: Inputs<'_>,
+    output: &mut [T],
+    lse: &mut [f32],
+    watch: Watch<'_>,
+) -> Result<(), BackendError> {
     let group = problem.group_size();
     let queries = query_block(problem, rayon::current_num_threads());
     let tasks = tasks(problem, queries, output, lse)?;
@@ -323,8 +429,9 @@ fn attend_in_blocks<T: Element>(call: Call<'_, T>) -> Result<(), BackendError> {
         let (workspace, room) = room.as_mut().map_err(|error: &mut BackendError| error.clone())?;
         let mut block = room.take().expect("the task before gave it back");
         let queries = task.first_query..task.first_query + task.output.len();
-        begin(&mut block, problem, inputs, task.batch, task.kv_head, queries, true);
-        let mut blocks = [with_head(block, problem, inputs, task.batch, task.kv_head)];
+        let sequence = Sequence { problem, inputs, batch: task.batch };
+        sequence.begin(&mut block, task.kv_head, queries, true);
+        let mut blocks = [(block, sequence.key(task.kv_head), sequence.value(task.kv_head))];
         let keys = 0..problem.key_length;
         let cancellation = watch.cancellation;
         arch.dispatch(WalkKeys { workspace, blocks: &mut blocks, keys, cancellation });
@@ -340,115 +447,6 @@ fn attend_in_blocks<T: Element>(call: Call<'_, T>) -> Result<(), BackendError> {
         *room = Some(block);
         watch.advance()
     })
-}
-
-/// Keys of a task where queries are few.
-const KEY_CHUNK: usize = 16 * KEY_BLOCK;
-
-/// Chunks whose results are held at once, where threads are few.
-const CHUNKS: usize = 128;
-
-/// Few queries: a task is a chunk of the keys for all heads, whose keys are neighbours in memory,
-/// and what the chunks come to is put together. Chunks are the same on any number of threads.
-fn attend_in_chunks<T: Element>(call: Call<'_, T>) -> Result<(), BackendError> {
-    let Call { problem, inputs, output, lse, watch } = call;
-    let (group, queries, keys) = (problem.group_size(), problem.query_length, problem.key_length);
-    let chunks = keys.div_ceil(KEY_CHUNK);
-    watch.begin(problem.batch * chunks);
-    let arch = pulp::Arch::new();
-    let shape = Shape::new(arch, problem, queries * group);
-    let attend = |workspace: &mut Result<Workspace, BackendError>, task: usize| {
-        let workspace = workspace.as_mut().map_err(|error| error.clone())?;
-        let (batch, chunk) = (task / chunks, task % chunks);
-        let mut blocks = room_for("blocks of queries", problem.kv_heads)?;
-        for kv_head in 0..problem.kv_heads {
-            let mut block = Block::new(shape, queries * group)?;
-            // A sink counts once.
-            begin(&mut block, problem, inputs, batch, kv_head, 0..queries, chunk == 0);
-            blocks.push(with_head(block, problem, inputs, batch, kv_head));
-        }
-        let keys = chunk * KEY_CHUNK..keys.min((chunk + 1) * KEY_CHUNK);
-        let cancellation = watch.cancellation;
-        arch.dispatch(WalkKeys { workspace, blocks: &mut blocks, keys, cancellation });
-        watch.advance()?;
-        Ok(blocks.into_iter().map(|(block, ..)| block).collect())
-    };
-    let mut whole: Vec<Block<'_>> = Vec::new();
-    let mut row = vec![0.0; problem.value_head_dim];
-    // Chunks grow in number with the keys: what they come to is held for some of them at a time.
-    let (tasks, round) = (problem.batch * chunks, CHUNKS.max(TASKS * rayon::current_num_threads()));
-    for first in (0..tasks).step_by(round) {
-        let tasks = (first..tasks.min(first + round)).into_par_iter();
-        let results: Result<Vec<Vec<Block<'_>>>, BackendError> =
-            tasks.map_init(|| Workspace::new(shape), attend).collect();
-        for (task, part) in (first..).zip(results?) {
-            let (batch, chunk) = (task / chunks, task % chunks);
-            if chunk == 0 {
-                whole = part;
-            } else {
-                whole.iter_mut().zip(&part).for_each(|(whole, part)| whole.merge(part));
-            }
-            if chunk + 1 < chunks {
-                continue;
-            }
-            for (kv_head, block) in whole.iter().enumerate() {
-                for (query, head) in rows(0..queries, kv_head, group) {
-                    let index = query * group + head % group;
-                    lse[(batch * problem.query_heads + head) * queries + query] =
-                        block.finish(index, &mut row);
-                    let place = (batch * queries + query) * problem.query_heads + head;
-                    T::narrow(&row, &mut output[place * row.len()..][..row.len()]);
-                }
-            }
-        }
-    }
-    Ok(())
-}
-
-/// A block with the keys and values that it reads.
-fn with_head<'a>(
-    block: Block<'a>,
-    problem: &Problem,
-    inputs: Inputs<'a>,
-    batch: usize,
-    kv_head: usize,
-) -> (Block<'a>, Vectors<'a>, Vectors<'a>) {
-    let key = Vectors::key(problem, inputs, batch, kv_head);
-    (block, key, Vectors::value(problem, inputs, batch, kv_head))
-}
-
-/// The rows (query, head) of a block. The heads of one query are neighbours, so that a block reaches
-/// over few queries and few keys are loaded in vain.
-fn rows(
-    queries: Range<usize>,
-    kv_head: usize,
-    group: usize,
-) -> impl Iterator<Item = (usize, usize)> + Clone {
-    let heads = kv_head * group..(kv_head + 1) * group;
-    queries.flat_map(move |query| heads.clone().map(move |head| (query, head)))
-}
-
-/// Begin a block with the rows of some queries.
-fn begin<'a>(
-    block: &mut Block<'a>,
-    problem: &Problem,
-    inputs: Inputs<'a>,
-    batch: usize,
-    kv_head: usize,
-    queries: Range<usize>,
-    sinks: bool,
-) {
-    let rows = rows(queries, kv_head, problem.group_size());
-    let vectors =
-        rows.clone().map(|(query, head)| (Vectors::query(problem, inputs, batch, head), query));
-    let rules = rows.map(|(query, head)| {
-        let rule = rule(problem, inputs, batch, head, query);
-        let functions = problem.functions().next().map(|_| {
-            problem.row_functions(inputs.captured, here(problem, inputs, batch, head, query))
-        });
-        RowRule { sink: rule.sink.filter(|_| sinks), functions, ..rule }
-    });
-    block.begin(problem.scale(), vectors, rules);
 }
 
 /// Where a row stands, for functions.

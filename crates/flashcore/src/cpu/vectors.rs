@@ -1,74 +1,124 @@
-//! The vectors of a head as the numbers that they stand for.
+//! The vectors of a head as the numbers that they stand for, read where they lie.
 
 use crate::inputs::Inputs;
 use crate::problem::{Descale, Problem};
-use crate::tensor::{Head, Tensor};
+use crate::serving::Placement;
+use crate::tensor::TensorView;
 
 /// One head of one sequence, with its descale factors.
 #[derive(Clone, Copy)]
 pub(super) struct Vectors<'a> {
-    head: Head<'a>,
+    rows: Rows<'a>,
     factors: Factors<'a>,
+}
+
+/// The rows of one head of one sequence of a tensor.
+#[derive(Clone, Copy)]
+struct Rows<'a> {
+    tensor: TensorView<'a>,
+    sequence: Sequence<'a>,
+    head: usize,
+}
+
+/// Where the rows of a sequence are.
+#[derive(Clone, Copy)]
+enum Sequence<'a> {
+    /// In a batch entry, position after position.
+    Entry(usize),
+    /// Where a placement puts the sequence of an index.
+    Placed(&'a Placement, usize),
 }
 
 #[derive(Clone, Copy)]
 enum Factors<'a> {
     None,
     One(f32),
-    PerToken(Head<'a>),
+    PerToken(Rows<'a>),
 }
 
 impl<'a> Vectors<'a> {
-    /// Without factors.
+    /// A head of a batch entry, without factors.
     #[cfg(test)]
-    pub(super) fn plain(head: Head<'a>) -> Self {
-        Vectors { head, factors: Factors::None }
+    pub(super) fn plain(tensor: TensorView<'a>, batch: usize, head: usize) -> Self {
+        let rows = Rows { tensor, sequence: Sequence::Entry(batch), head };
+        Vectors { rows, factors: Factors::None }
     }
 
-    /// Of a head of the queries.
+    /// A head of the queries.
     pub(super) fn query(problem: &Problem, inputs: Inputs<'a>, batch: usize, head: usize) -> Self {
-        let factors = inputs.descales.query;
-        let factors = Factors::of(problem.descales.query, factors, batch, problem.kv_head(head));
-        Vectors { head: inputs.query.head(batch, head), factors }
+        let sequence = Sequence::of(inputs, inputs.queries, batch);
+        let factors = problem.descales.query;
+        let of_head = Rows { tensor: inputs.query, sequence, head: problem.kv_head(head) };
+        let factors = Factors::of(factors, inputs.descales.query, of_head);
+        Vectors { rows: Rows { head, ..of_head }, factors }
     }
 
-    /// Of a head of the keys.
+    /// A head of the keys.
     pub(super) fn key(problem: &Problem, inputs: Inputs<'a>, batch: usize, head: usize) -> Self {
-        let factors = Factors::of(problem.descales.key, inputs.descales.key, batch, head);
-        Vectors { head: inputs.key.head(batch, head), factors }
+        let sequence = Sequence::of(inputs, inputs.keys, batch);
+        let rows = Rows { tensor: inputs.key, sequence, head };
+        Vectors { rows, factors: Factors::of(problem.descales.key, inputs.descales.key, rows) }
     }
 
-    /// Of a head of the values.
+    /// A head of the values.
     pub(super) fn value(problem: &Problem, inputs: Inputs<'a>, batch: usize, head: usize) -> Self {
-        let factors = Factors::of(problem.descales.value, inputs.descales.value, batch, head);
-        Vectors { head: inputs.value.head(batch, head), factors }
+        let sequence = Sequence::of(inputs, inputs.keys, batch);
+        let rows = Rows { tensor: inputs.value, sequence, head };
+        Vectors { rows, factors: Factors::of(problem.descales.value, inputs.descales.value, rows) }
     }
 
-    /// Write the vector at a position into `row`.
+    /// Writes the vector at a position into `row`.
     #[inline(always)]
     pub(super) fn read(&self, position: usize, row: &mut [f32]) {
-        self.head.read(position, row);
+        self.rows.read(position, row);
         let factor = match &self.factors {
             Factors::None => return,
             Factors::One(factor) => *factor,
-            Factors::PerToken(factors) => scalar(factors, position),
+            Factors::PerToken(factors) => factors.scalar(position),
         };
         row.iter_mut().for_each(|value| *value *= factor);
     }
 }
 
-impl<'a> Factors<'a> {
-    fn of(descale: Descale, factors: Option<&'a Tensor>, batch: usize, head: usize) -> Self {
-        match (descale, factors.map(|factors| factors.head(batch, head))) {
-            (_, None) | (Descale::None, _) => Factors::None,
-            (Descale::PerHead, Some(factors)) => Factors::One(scalar(&factors, 0)),
-            (Descale::PerToken, Some(factors)) => Factors::PerToken(factors),
+impl<'a> Sequence<'a> {
+    /// The sequence of a call that has a batch index, and a placement where lengths are unequal.
+    fn of(inputs: Inputs<'a>, placement: Option<&'a Placement>, batch: usize) -> Self {
+        match placement {
+            None => Sequence::Entry(batch),
+            Some(placement) => Sequence::Placed(placement, inputs.first_sequence + batch),
         }
     }
 }
 
-fn scalar(factors: &Head<'_>, position: usize) -> f32 {
-    let mut factor = [0.0];
-    factors.read(position, &mut factor);
-    factor[0]
+impl Rows<'_> {
+    #[inline(always)]
+    fn read(&self, position: usize, row: &mut [f32]) {
+        let (entry, position) = match self.sequence {
+            Sequence::Entry(entry) => (entry, position),
+            Sequence::Placed(placement, sequence) => placement.locate(sequence, position),
+        };
+        self.tensor.read([entry, position, self.head], row);
+    }
+
+    fn scalar(&self, position: usize) -> f32 {
+        let mut factor = [0.0];
+        self.read(position, &mut factor);
+        factor[0]
+    }
+}
+
+impl<'a> Factors<'a> {
+    /// The factors of some rows: those of tokens lie as the rows do, those of heads by the index of
+    /// the sequence.
+    fn of(descale: Descale, factors: Option<TensorView<'a>>, rows: Rows<'a>) -> Self {
+        match (descale, factors) {
+            (_, None) | (Descale::None, _) => Factors::None,
+            (Descale::PerHead, Some(tensor)) => {
+                let (Sequence::Entry(index) | Sequence::Placed(_, index)) = rows.sequence;
+                let sequence = Sequence::Entry(index);
+                Factors::One(Rows { tensor, sequence, ..rows }.scalar(0))
+            }
+            (Descale::PerToken, Some(tensor)) => Factors::PerToken(Rows { tensor, ..rows }),
+        }
+    }
 }

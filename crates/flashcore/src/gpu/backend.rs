@@ -15,7 +15,7 @@ use crate::gradients::{Backward, Gradients};
 use crate::inputs::Inputs;
 use crate::plan::{Arrangement, Candidate, GPU, Plan, candidates};
 use crate::problem::Problem;
-use crate::tensor::Tensor;
+use crate::tensor::{Tensor, TensorView};
 
 /// Attention on an NVIDIA GPU.
 #[derive(Debug)]
@@ -203,13 +203,13 @@ impl Operands {
         let output = GuardedBuffer::new(gpu, result.bytes().len())?;
         let lse = GuardedBuffer::new(gpu, lse_bytes)?;
         let tensor =
-            |address, of: &Tensor| DeviceTensor { address, strides: of.layout().strides() };
+            |address, of: TensorView<'_>| DeviceTensor { address, strides: of.layout().strides() };
         let mut tensors = Tensors::new(
             [
                 tensor(query.address(), inputs.query),
                 tensor(key.address(), inputs.key),
                 tensor(value.address(), inputs.value),
-                tensor(output.address(), result),
+                tensor(output.address(), result.view()),
             ],
             Some(lse.address()),
         );

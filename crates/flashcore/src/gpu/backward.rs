@@ -12,7 +12,7 @@ use crate::error::Error;
 use crate::gradients::{Backward, Gradients};
 use crate::plan::Plan;
 use crate::problem::Problem;
-use crate::tensor::Tensor;
+use crate::tensor::{Tensor, TensorView};
 
 impl GpuBackend {
     /// Computes the gradients of a problem by what a plan chose.
@@ -98,18 +98,25 @@ impl Operands {
         let results = [query_gradient?, key_gradient?, value_gradient?];
         let sinks = problem.scores.sinks.then(|| GuardedBuffer::new(gpu, 4 * problem.query_heads));
         let sinks = sinks.transpose()?;
-        let at =
-            |address, like: &Tensor| DeviceTensor { address, strides: like.layout().strides() };
+        let at = |address, like: TensorView<'_>| DeviceTensor {
+            address,
+            strides: like.layout().strides(),
+        };
         let of = |index: usize, like| at(given[index].address(), like);
         let mut tensors = Tensors::new(
-            [of(0, inputs.query), of(1, inputs.key), of(2, inputs.value), of(3, backward.output)],
+            [
+                of(0, inputs.query),
+                of(1, inputs.key),
+                of(2, inputs.value),
+                of(3, backward.output.view()),
+            ],
             Some(given[5].address()),
         );
         tensors.gradients = Some(DeviceGradients {
-            output: of(4, backward.output_gradient),
-            query: at(results[0].address(), query),
-            key: at(results[1].address(), key),
-            value: at(results[2].address(), value),
+            output: of(4, backward.output_gradient.view()),
+            query: at(results[0].address(), query.view()),
+            key: at(results[1].address(), key.view()),
+            value: at(results[2].address(), value.view()),
             sinks: sinks.as_ref().map(GuardedBuffer::address),
         });
         let mut lists = DeviceLists::new(gpu);

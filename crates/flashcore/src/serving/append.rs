@@ -274,7 +274,7 @@ impl Scale<'_> {
             return Err(InputError::Shape { tensor, given: factors.shape(), expected });
         }
         match (factors.dtype(), self) {
-            (DType::F32, Scale::Given(_)) => check_factors(tensor, factors),
+            (DType::F32, Scale::Given(_)) => check_factors(tensor, factors.view()),
             (DType::F32, _) => Ok(()),
             (given, _) => Err(InputError::DType { tensor, given, expected: DType::F32 }),
         }

@@ -36,7 +36,7 @@ use std::ops::Range;
 use crate::error::Error;
 use crate::inputs::{InputTensors, Inputs};
 use crate::problem::{Alibi, Descale, Descales, Lists, Problem, ProblemError, RowScores, Storage};
-use crate::tensor::{Layout, Shape, Tensor};
+use crate::tensor::{Layout, Shape, Tensor, TensorView};
 
 /// Attention over sequences that each have lengths of their own.
 #[derive(Debug, Clone, PartialEq)]
@@ -335,7 +335,12 @@ impl Sequences {
 
 impl Placement {
     /// One sequence's rows as a contiguous tensor of batch 1.
-    pub(crate) fn gather(&self, tensor: &Tensor, sequence: usize) -> Result<Tensor, Error> {
+    pub(crate) fn gather<'a>(
+        &self,
+        tensor: impl Into<TensorView<'a>>,
+        sequence: usize,
+    ) -> Result<Tensor, Error> {
+        let tensor = tensor.into();
         let shape = Shape { batch: 1, length: self.length(sequence), ..tensor.shape() };
         let mut gathered = Tensor::filled(tensor.dtype(), Layout::contiguous(shape)?, 0.0)?;
         for position in 0..shape.length {

@@ -6,6 +6,7 @@ mod element;
 mod float8;
 mod layout;
 pub mod random;
+mod view;
 
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -13,6 +14,7 @@ use rayon::prelude::*;
 pub(crate) use element::Element;
 pub use float8::{E4M3, E5M2, Int8};
 pub use layout::{Layout, Shape, Strides};
+pub use view::{ElementsView, Head, TensorView};
 
 use crate::dtype::DType;
 
@@ -69,16 +71,20 @@ pub enum Elements {
     Int8(Vec<Int8>),
 }
 
-/// Run the same expression on whichever vector an [`Elements`] holds.
+/// Run the same expression on whichever vector an [`Elements`] holds, or on the slice of an
+/// [`ElementsView`].
 macro_rules! with_elements {
     ($elements:expr, $vector:ident => $body:expr) => {
+        with_elements!(Elements: $elements, $vector => $body)
+    };
+    ($kind:ident: $elements:expr, $vector:ident => $body:expr) => {
         match $elements {
-            $crate::tensor::Elements::F32($vector) => $body,
-            $crate::tensor::Elements::F16($vector) => $body,
-            $crate::tensor::Elements::BF16($vector) => $body,
-            $crate::tensor::Elements::E4M3($vector) => $body,
-            $crate::tensor::Elements::E5M2($vector) => $body,
-            $crate::tensor::Elements::Int8($vector) => $body,
+            $crate::tensor::$kind::F32($vector) => $body,
+            $crate::tensor::$kind::F16($vector) => $body,
+            $crate::tensor::$kind::BF16($vector) => $body,
+            $crate::tensor::$kind::E4M3($vector) => $body,
+            $crate::tensor::$kind::E5M2($vector) => $body,
+            $crate::tensor::$kind::Int8($vector) => $body,
         }
     };
 }
@@ -100,11 +106,6 @@ impl Elements {
     /// The number of elements.
     pub fn len(&self) -> usize {
         with_elements!(self, vector => vector.len())
-    }
-
-    /// Whether none is infinite or NaN. On all cores.
-    pub fn are_finite(&self) -> bool {
-        with_elements!(self, vector => vector.par_iter().all(|value| value.is_finite()))
     }
 
     /// How many are NaN. On all cores.
@@ -325,15 +326,22 @@ impl Tensor {
         with_elements!(&mut self.elements, vector => bytemuck::cast_slice_mut(vector))
     }
 
+    /// The same tensor as somebody sees it who only reads.
+    pub fn view(&self) -> TensorView<'_> {
+        let elements = match &self.elements {
+            Elements::F32(elements) => elements.as_slice().into(),
+            Elements::F16(elements) => elements.as_slice().into(),
+            Elements::BF16(elements) => elements.as_slice().into(),
+            Elements::E4M3(elements) => elements.as_slice().into(),
+            Elements::E5M2(elements) => elements.as_slice().into(),
+            Elements::Int8(elements) => elements.as_slice().into(),
+        };
+        TensorView { layout: self.layout, elements }
+    }
+
     /// All values in the order of the shape.
     pub fn to_f32(&self) -> Vec<f32> {
-        let shape = self.shape();
-        let mut values = vec![0.0; shape.elements().unwrap_or(0)];
-        let rows = values.chunks_exact_mut(shape.dim.max(1));
-        for (row, [batch, position, head]) in rows.zip(shape.vectors()) {
-            self.head(batch, head).read(position, row);
-        }
-        values
+        self.view().to_f32()
     }
 
     /// One head of one sequence, the (length, dim) matrix that attention works on.
@@ -342,12 +350,7 @@ impl Tensor {
     ///
     /// If the batch entry or the head does not exist.
     pub fn head(&self, batch: usize, head: usize) -> Head<'_> {
-        let shape = self.shape();
-        assert!(
-            batch < shape.batch && head < shape.heads,
-            "no head {head} in batch entry {batch} of {shape}"
-        );
-        Head { tensor: self, batch, head }
+        self.view().head(batch, head)
     }
 
     /// Copies the vector at (batch entry, position, head) `place` of a tensor with the same dim and
@@ -356,9 +359,15 @@ impl Tensor {
     /// # Panics
     ///
     /// If a vector lies outside of the memory.
-    pub fn copy_row(&mut self, to: [usize; 3], from: &Tensor, place: [usize; 3]) {
+    pub fn copy_row<'a>(
+        &mut self,
+        to: [usize; 3],
+        from: impl Into<TensorView<'a>>,
+        place: [usize; 3],
+    ) {
+        let from = from.into();
         let bytes = self.dtype().bytes();
-        let [to, place] = [(self.layout, to), (from.layout, place)]
+        let [to, place] = [(self.layout, to), (from.layout(), place)]
             .map(|(layout, [batch, position, head])| layout.offset(batch, position, head) * bytes);
         let length = self.shape().dim * bytes;
         self.bytes_mut()[to..to + length].copy_from_slice(&from.bytes()[place..place + length]);
@@ -374,40 +383,6 @@ impl Tensor {
         let start = self.layout.offset(batch, position, head);
         with_elements!(&mut self.elements, vector =>
             Element::narrow(values, &mut vector[start..start + values.len()]));
-    }
-}
-
-/// One head of one sequence of a [`Tensor`], read through its strides.
-#[derive(Debug, Clone, Copy)]
-pub struct Head<'a> {
-    tensor: &'a Tensor,
-    batch: usize,
-    head: usize,
-}
-
-impl Head<'_> {
-    /// The vector at a position, as f32.
-    ///
-    /// # Panics
-    ///
-    /// If the position does not exist.
-    pub fn row(&self, position: usize) -> Vec<f32> {
-        let mut row = vec![0.0; self.tensor.shape().dim];
-        self.read(position, &mut row);
-        row
-    }
-
-    /// Write the vector at a position into `row`, which has the length of the vector.
-    ///
-    /// # Panics
-    ///
-    /// If the position does not exist or `row` has another length.
-    pub fn read(&self, position: usize, row: &mut [f32]) {
-        let layout = self.tensor.layout;
-        assert!(position < layout.shape().length && row.len() == layout.shape().dim);
-        let start = layout.offset(self.batch, position, self.head);
-        with_elements!(&self.tensor.elements, vector =>
-            Element::widen(&vector[start..start + row.len()], row));
     }
 }
 

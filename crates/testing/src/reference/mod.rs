@@ -19,7 +19,9 @@ use serde::Serialize;
 
 use flashcore::function::Here;
 use flashcore::serving::{Placement, Sequences};
-use flashcore::{DType, Descale, Error, Inputs, Problem, Progress, RowFunctions, Tensor, random};
+use flashcore::{
+    DType, Descale, Error, Inputs, Problem, Progress, RowFunctions, TensorView, random,
+};
 
 use rule::Rule;
 
@@ -281,7 +283,7 @@ fn by_row(
 
 /// The descale factors of a sequence's keys, one for each position; 1 without.
 fn factors(
-    factors: Option<&Tensor>,
+    factors: Option<TensorView<'_>>,
     descale: Descale,
     sequences: &Sequences,
     (sequence, head): (usize, usize),
@@ -297,7 +299,7 @@ fn factors(
 }
 
 /// One head of a sequence as a row-major f32 matrix, which holds every element type exactly.
-fn widen(tensor: &Tensor, placement: &Placement, sequence: usize, head: usize) -> Vec<f32> {
+fn widen(tensor: TensorView<'_>, placement: &Placement, sequence: usize, head: usize) -> Vec<f32> {
     let dim = tensor.shape().dim;
     let mut matrix = vec![0.0; placement.length(sequence) * dim];
     matrix.par_chunks_exact_mut(dim).enumerate().for_each(|(position, values)| {

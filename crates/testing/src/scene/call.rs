@@ -530,7 +530,7 @@ impl Call {
         let positive = Tensor::from_fn(values.dtype(), values.shape(), |[a, b, c, d]| {
             values.head(a, c).row(b)[d].abs()
         })?;
-        let positive = Inputs { value: &positive, ..inputs };
+        let positive = Inputs { value: positive.view(), ..inputs };
         let magnitude = reference::attention(problem, positive, &rows, None)?;
 
         let (shape, dim) = (problem.output_shape(), problem.value_head_dim);

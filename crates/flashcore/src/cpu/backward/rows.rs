@@ -8,7 +8,7 @@ use crate::cpu::softmax::{RowRule, Rows};
 use crate::cpu::{here, rule};
 use crate::gradients::Backward;
 use crate::problem::Problem;
-use crate::tensor::{Head, Tensor};
+use crate::tensor::{Head, TensorView};
 
 /// What is known of each row before any product: one entry for each lane of each panel.
 pub(super) struct RowNumbers<'a> {
@@ -152,7 +152,7 @@ pub(super) fn set_aside(vector: &mut [f32], index: usize, infinite: &mut Vec<Inf
 
 impl RowBlock {
     pub(super) fn new(shape: Shape, backward: Backward<'_>, numbers: &RowNumbers<'_>) -> Self {
-        let pack = |tensor: &Tensor, dim: usize| {
+        let pack = |tensor: TensorView<'_>, dim: usize| {
             let head_of = |lane| {
                 let (query, head) = numbers.place(lane);
                 (tensor.head(numbers.batch, head), query)
@@ -161,7 +161,7 @@ impl RowBlock {
         };
         RowBlock {
             queries: pack(backward.inputs.query, shape.head_dim),
-            gradients: pack(backward.output_gradient, shape.value_head_dim),
+            gradients: pack(backward.output_gradient.view(), shape.value_head_dim),
         }
     }
 }
