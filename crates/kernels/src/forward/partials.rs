@@ -29,8 +29,8 @@ const SLEEP: u32 = 20;
 /// Bytes that the threads of a warpgroup write in one step: four `f32` each.
 pub(crate) const PARTIAL_STEP: u32 = 128 * 16;
 
-/// The load hint of partial tiles. They were written by other multiprocessors, so loads must bypass
-/// this one's L1 cache.
+/// The hint of loads of partial results. Other multiprocessors have written these, so the loads
+/// must bypass this one's L1 cache.
 pub(crate) const FRESH: LoadHint =
     LoadHint { order: LoadOrder::Weak, cache: LoadCache::L2Only, policy: None };
 

@@ -29,7 +29,7 @@ pub(super) trait TileScheduler {
     /// Advances `tile` to the thread block's next tile; there may be none.
     fn next_tile(&self, k: &mut Builder, tile: &Self::Tile);
 
-    /// Returns whether there is a tile, or the last one is done.
+    /// Returns whether `tile` is a tile: false once the last one is done.
     fn has_tile(&self, tile: &Self::Tile) -> Value<Pred>;
 
     /// Returns the place of the tile's last key block, with which the walk begins.

@@ -26,7 +26,8 @@ pub(super) struct Walks {
 
 /// The range of all key blocks of a tile, regardless of which of them a warpgroup walks.
 pub(super) struct WholeWalk {
-    /// The first key block, which is walked last; nothing where it is block 0, without a window.
+    /// The first key block, which is walked last. Without a window it is block 0, and this is
+    /// `None`.
     pub(super) first: Option<Reg<U32>>,
     /// The last key block, which is walked first.
     pub(super) last: Reg<U32>,
