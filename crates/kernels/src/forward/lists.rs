@@ -434,8 +434,8 @@ mod tests {
         assert!(found.words[begin..begin + 2].iter().all(|tile| tile % 20 > 3));
     }
 
-    /// 16,384 tokens at width 2048 under a causal mask: with full waves of pairs, some thread
-    /// blocks had up to 2.6 % more work than the mean.
+    /// 16,384 tokens with a hidden dimension of 2048 under a causal mask: with full waves of pairs,
+    /// some thread blocks had up to 2.6 % more work than the mean.
     #[test]
     fn the_last_pairs_leave_nobody_behind() {
         for (head_dim, key_block, warpgroups, length, slack) in [
