@@ -13,7 +13,7 @@
 //! | [`forward`] | attention on Hopper, with `wgmma` and TMA |
 //! | [`backward`] | the gradients of attention on Hopper, with `wgmma` and TMA |
 //! | [`sequencer`] | sorts the tiles of a ragged batch into the schedule that other kernels read |
-//! | [`finder`] | finds the blocks that a mask function leaves visible, and distributes tiles by them |
+//! | [`finder`] | finds the blocks that a mask function leaves visible, on the device |
 //! | [`combine`] | combines partial results over parts of the keys (split-KV) |
 //! | [`parameter`] | the kernel parameters, and what a launch passes for each |
 //! | [`single`] | one `wgmma` |

@@ -51,8 +51,8 @@ impl Scalar {
         format!("scalar_{element}_d{head_dim}x{value_head_dim}_{}", rules.name())
     }
 
-    /// Returns the number of thread blocks at which each has one block of rows. Smaller grids work
-    /// too: thread blocks then loop over the rows.
+    /// Returns the number of row blocks of a problem, which is the largest useful grid: the thread
+    /// blocks of a smaller grid loop over the row blocks.
     pub fn blocks(query_length: u32, heads: u32, batch: u32) -> u64 {
         query_length.div_ceil(ROWS_PER_BLOCK) as u64 * heads as u64 * batch as u64
     }

@@ -188,7 +188,7 @@ fn with_header(records: &[[u32; 8]]) -> Vec<u32> {
 
 /// The launch parameters that say where the sequences of a ragged batch lie.
 pub(crate) struct Batch {
-/// The number of sequences.
+    /// The number of sequences.
     pub(crate) batch: Reg<U32>,
     queries: Span,
     keys: Span,

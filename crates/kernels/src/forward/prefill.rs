@@ -141,7 +141,7 @@ impl Prefill {
 
     /// Returns why this configuration cannot be built, beyond what [`Forward`] itself refuses.
     fn fault(&self) -> Option<&'static str> {
-    if self.tile.rules.mask == MaskKind::Causal {
+        if self.tile.rules.mask == MaskKind::Causal {
             return Some("the mask of a ragged batch is a window, or none");
         }
         let divides = |rows: u32| {

@@ -95,8 +95,8 @@ struct Tile {
 /// The masks and score functions that a rule serves.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Masks {
-/// No mask: all tiles of equal length.
-Dense,
+    /// No mask: all tiles of equal length.
+    Dense,
     /// A causal mask, a window or a mask function: tiles of unequal length, with some key blocks
     /// masked.
     Causal,

@@ -35,7 +35,7 @@ pub(super) struct WholeWalk {
 
 /// The registers of a tile's key blocks, which [`Walks::narrow`] sets to those of a warpgroup.
 pub(super) struct TileBlocks {
-pub(super) first: Option<Reg<U32>>,
+    pub(super) first: Option<Reg<U32>>,
     pub(super) end: Reg<U32>,
     pub(super) masked_from: Reg<U32>,
     pub(super) whole_from: Option<Reg<U32>>,
