@@ -1,9 +1,9 @@
 //! The consumers' main loop: over the tiles of a thread block and, inside a tile, over its key
 //! blocks from the last to the first.
 //!
-//! Each step starts `S = Q K^T` of one key block together with `O += P V` of the block before, and
-//! takes the softmax of S while the update of O still runs. The outline is in the module head of
-//! `forward`; 8-bit inputs have their own loop in `fp8`.
+//! Each step starts `S = Q K^T` of one key block together with `O += P V` of the previous block,
+//! and takes the softmax of S while the update of O still runs. The outline is in the module head
+//! of `forward`; 8-bit inputs have their own loop in `fp8`.
 
 use ptx::{Accumulate, Accumulator, Builder, Expression, Fragment, GlobalAddress, Pred, Reg, U32};
 
@@ -190,8 +190,8 @@ impl<T: ConsumerScheduler> State<'_, T> {
         }
     }
 
-    /// Computes the scores and the softmax of a tile's first key block, with no other product in
-    /// flight.
+    /// Computes the scores and the softmax of the key block that a tile walks first, with no other
+    /// product in flight.
     fn begin(&mut self, k: &mut Builder, p: &Fragment) {
         self.group.take_queries(k);
         self.probe.stamp(k, Phase::Queries);
@@ -219,8 +219,8 @@ impl<T: ConsumerScheduler> State<'_, T> {
         probe.stamp(k, Phase::Epilogue);
     }
 
-    /// Applies rule and softmax to a tile's first key block, for which there is no output yet to
-    /// rescale.
+    /// Applies rule and softmax to the scores of the key block that a tile walks first, where there
+    /// is no output yet to rescale.
     fn first_block(&mut self, k: &mut Builder, scores: &Accumulator, p: &Fragment) {
         let scores = Score::of(scores);
         let last = self.tiles.is_first_block(&self.current, self.block);
@@ -239,9 +239,9 @@ impl<T: ConsumerScheduler> State<'_, T> {
         }
     }
 
-    /// Processes one key block: starts its scores and `O += P V` of the block before together, and
-    /// takes the softmax of the scores while the update runs. `before` holds P of the block before,
-    /// `p` receives P of this one.
+    /// Processes one key block: starts its scores and `O += P V` of the previous block together,
+    /// and takes the softmax of the scores while the update runs. `before` holds P of the previous
+    /// block, `p` receives P of this one.
     fn step(&mut self, k: &mut Builder, before: &Fragment, p: &Fragment) {
         let State { group, probe, output, output_begun, .. } = self;
         let accumulate = Accumulate::If(output_begun.register());

@@ -115,7 +115,7 @@ pub struct Form {
     /// time on short sequences.
     pub overlap_tiles: bool,
     /// Whether the body of the main loop is unrolled to two steps, so that two sets of registers
-    /// for P swap roles and P is never copied.
+    /// for P swap roles, instead of P being copied after each step.
     pub two_steps: bool,
     /// Whether the slow path of the guarded softmax has its own copy of the exponentials, instead
     /// of branching back to those of the fast path.

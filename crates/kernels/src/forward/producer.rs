@@ -2,7 +2,7 @@
 //! consumers need them.
 //!
 //! Keys are loaded one key block ahead of values, since consumers start the scores of a block
-//! before they use the values of the block before. Where the next tile's queries have room to be
+//! before they use the values of the previous block. Where the next tile's queries have room to be
 //! loaded early, this holds across tiles too: the next tile's first keys and its queries are loaded
 //! before this tile's last values.
 

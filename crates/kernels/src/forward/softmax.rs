@@ -34,7 +34,8 @@ impl Softmax {
         }
     }
 
-    /// Processes a tile's first key block, whose exact row maximum becomes the rows' reference.
+    /// Processes the key block that a tile walks first: its exact row maximum becomes the rows'
+    /// reference.
     pub(super) fn first_block(&self, k: &mut Builder, scores: &[Score], p: &Fragment) {
         self.rows.begin(k, scores);
         let sums = self.exponentials(k, scores, p);

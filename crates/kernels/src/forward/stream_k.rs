@@ -110,7 +110,7 @@ impl LastRound {
     }
 
     /// Assigns to each thread block in turn as much as it can compute at the given cost. Returns
-    /// nothing if tiles are left over.
+    /// `None` if tiles are left over.
     fn with_at_most(&self, cost: u32, blocks: u32) -> Option<Deal> {
         let mut deal = Deal { blocks: Vec::new(), places: 0 };
         // The next tile, the first of its key blocks that is not assigned yet, and the places where

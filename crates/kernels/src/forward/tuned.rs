@@ -406,7 +406,7 @@ const FP8_PREFILL_RULES: &[Rule] = &[
     },
 ];
 
-/// Returns the tiles for a ragged batch, or nothing where the kernel does not serve it. The
+/// Returns the tiles for a ragged batch, or `None` where the kernel does not serve it. The
 /// workload's queries and heads say how much work there is in total, its keys how long sequences
 /// are. A causal mask becomes a window.
 pub fn tuned_prefill(workload: &Workload) -> Option<Tuned> {
@@ -461,7 +461,7 @@ pub fn every_prefill() -> Vec<Prefill> {
     all
 }
 
-/// Returns the configuration for a workload, or nothing where the kernel does not serve it. The
+/// Returns the configuration for a workload, or `None` where the kernel does not serve it. The
 /// element must be `F16` or `BF16`, with head dimensions that are multiples of 8 up to 256, or
 /// `E4M3`, with multiples of 16. With `E4M3` the output is `BF16`; the caller may set it to `F16`.
 ///

@@ -42,11 +42,11 @@ pub(super) struct TileBlocks {
 }
 
 impl Walks {
-    /// Returns nothing where all warpgroups walk the same key blocks. They differ only under a mask
-    /// and where a key block has fewer keys than a tile has rows; otherwise no warpgroup sees
-    /// nothing of a block. Warpgroup indices have to be broadcast from one lane, or the assembler
-    /// no longer knows that the pipeline stages are warp-uniform: that costs 2.5 % at head dim 256,
-    /// and a spill at 64.
+    /// Returns `None` where all warpgroups of a tile walk the same key blocks. Walks differ only
+    /// under a mask, and only where a key block has fewer keys than a tile has rows: otherwise
+    /// every warpgroup sees something of every block. Warpgroup indices have to be broadcast from
+    /// one lane, or the assembler no longer knows that the pipeline stages are warp-uniform: that
+    /// costs 2.5 % at head dim 256, and a spill at 64.
     pub(super) fn new(forward: &Forward, index_from_one_lane: bool) -> Option<Self> {
         let differ = index_from_one_lane
             && forward.warpgroups > 1

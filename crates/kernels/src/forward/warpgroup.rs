@@ -171,7 +171,7 @@ impl<'a> Warpgroup<'a> {
     }
 
     /// Returns `count` columns of V from `first` on, read from the current stage of transposed
-    /// values; nothing with 16-bit inputs.
+    /// values; `None` with 16-bit inputs.
     pub(super) fn transposed_operand(
         &self,
         k: &mut Builder,
@@ -207,7 +207,7 @@ fn pass_over(k: &mut Builder, stages: &Consumer, leader: Reg<Pred>) {
 /// Turns at the tensor cores: each warpgroup has a named barrier at which it waits and at which the
 /// warpgroup before it arrives.
 pub(super) struct PingPong {
-    /// The barriers of this warpgroup and of the next one; nothing where there are no turns.
+    /// The barriers of this warpgroup and of the next one; `None` where there are no turns.
     mine: Option<(Reg<U32>, Reg<U32>)>,
 }
 
@@ -219,7 +219,7 @@ impl PingPong {
         let last = k.eval(index.equals(forward.warpgroups - 1));
         let own = k.eval(index + barrier::TURN);
         let next = k.eval(last.choose::<U32>(barrier::TURN, index + (barrier::TURN + 1)));
-        // The first turn is the first warpgroup's.
+        // Gives the first turn to the first warpgroup.
         k.if_(last, |k| k.barrier_arrive(barrier::TURN, 256));
         PingPong { mine: Some((own, next)) }
     }
