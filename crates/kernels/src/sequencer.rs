@@ -149,15 +149,15 @@ impl Sequencer {
     ///
     /// | parameters | |
     /// | --- | --- |
-    /// | `schedule`, `records there is room for` | where the schedule goes, and its capacity |
-    /// | `rows of a tile` | queries or keys |
-    /// | `window left`, `window right`, `chunk` | for tiles of queries: what their rows see, and so what a tile costs |
-    /// | `batch`, `query length`, `key length` | the number of sequences, and the greatest lengths |
-    /// | `query rows`, `key rows` | of the whole tensors: bound the starts |
-    /// | `query starts`, `query lengths`, `key starts`, `lengths`, `left padding`, `batch entries` | addresses of 32-bit numbers for each sequence, or 0 |
-    /// | `query rows of an entry`, `output rows of an entry`, `key rows of an entry` | from one batch entry to the next, where there are no starts |
-    /// | `batch entries there are` | bounds the batch entries |
-    /// | `lse rows of an entry` | log-sum-exps from one batch entry to the next; 0 where they and the outputs are packed like the queries |
+    /// | `Schedule`, `MaxTiles` | where the schedule goes, and the records it has room for |
+    /// | `TileRows` | rows of a tile: queries or keys |
+    /// | `ReachLeft`, `ReachRight`, `Chunk` | for tiles of queries: what their rows see, and so what a tile costs |
+    /// | `Batch`, `QueryLength`, `KeyLength` | the number of sequences, and the greatest lengths |
+    /// | `Query rows`, `Key rows` | of the whole tensors: bound the starts |
+    /// | `QueryStarts`, `QueryLengths`, `KeyStarts`, `KeyLengths`, `LeftPadding`, `BatchIndex` | addresses of 32-bit numbers for each sequence, or 0 |
+    /// | `Query rows of a sequence`, `Output rows of a sequence`, `Key rows of a sequence` | from one sequence or batch entry to the next, where there are no starts |
+    /// | `Entries` | the number of batch entries |
+    /// | `LseBatchStride` | log-sum-exps from one sequence to the next; 0 where they and the outputs are packed like the queries |
     pub fn program(&self) -> Result<Program, Error> {
         if let Tiles::Queries(mask) = self.tiles
             && !mask.is_window()

@@ -162,17 +162,18 @@ impl Prefill {
     ///
     /// | parameters | |
     /// | --- | --- |
-    /// | `queries`, `keys`, `values`, `output` | tensor maps of [`slices`](Prefill::slices) |
-    /// | `lse`, `lse head stride` | the address of the log-sum-exps, and the elements from one head to the next |
-    /// | the softmax scale, or with a softcap its two factors | see [`Scale`](crate::parameter::Scale) |
-    /// | `schedule`, `heads together`, `last heads` | what the [`Sequencer`](crate::Sequencer) wrote; the heads of a group, which divides `last heads`; the first head of the last group |
-    /// | `batch` and all that says where sequences are | with `single_tile`, instead of those three: see [`Sequencer::program`](crate::Sequencer::program) |
-    /// | `query heads` | |
-    /// | `query heads per key head` | a [`Divisor`](crate::Divisor) |
-    /// | `window left`, `window right` | with a window: the keys before and after its position that a query sees |
-    /// | `chunk` | with chunks: a divisor |
-    /// | `slopes` and their `batch stride`, `sinks` | addresses of `f32` for each query head |
-    /// | `block table`, `pages of a sequence`, `pages there are`, `page size`, `rows from page to page` | with pages; the page size is a divisor |
+    /// | `Query`, `Key`, `Value`, `Output` | tensor maps of [`slices`](Prefill::slices) |
+    /// | `Lse`, `LseHeadStride` | the address of the log-sum-exps, and the elements from one head to the next |
+    /// | `ScaleLog2`, positive, or `ScaleInner` and `ScaleOuter` | see [`Scale`](crate::parameter::Scale) |
+    /// | `Schedule`, `HeadsPerGroup`, `LastHeads` | what the [`Sequencer`](crate::Sequencer) wrote; the heads of a group, which divides `LastHeads`; the first head of the last group |
+    /// | `Batch` and all that says where sequences are | with `single_tile`, instead of those three: see [`Sequencer::program`](crate::Sequencer::program) |
+    /// | `QueryHeads` | |
+    /// | `GroupSize` | query heads per key head: a [`Divisor`](crate::Divisor) |
+    /// | `ReachLeft`, `ReachRight` | with a window: the keys before and after its position that a query sees |
+    /// | `Chunk` | with chunks: a divisor |
+    /// | `Slopes`, `SlopesStride`, `Sinks` | `f32` for each (sequence and) query head |
+    /// | `QueryDescale`, `KeyDescale`, `ValueDescale` | with 8-bit inputs: addresses, with batch and head strides |
+    /// | `BlockTable`, `PageColumns`, `Entries`, `PageSize`, `Key rows of an entry` | with pages; `PageSize` is a divisor |
     pub fn program(&self) -> Result<Program, Error> {
         if let Some(fault) = self.fault() {
             return Err(Error::configuration(self.name(), fault));

@@ -13,7 +13,7 @@ use crate::attention::{ACCUMULATOR_ROWS, Score, softmax};
 
 /// The softmax state of a thread's two rows.
 pub(super) struct Softmax {
-    /// The guard: the largest sum of a block's exponentials that P's element has room for.
+    /// The guard's bound: a block whose sum of exponentials exceeds it takes the slow path.
     bound: f32,
     slow_path_apart: bool,
     rows: softmax::Softmax,

@@ -82,8 +82,8 @@ pub(super) struct Tile {
     blocks: Reg<U32>,
     /// The first key block that some row does not see whole; it and later ones need the mask.
     first_masked: Reg<U32>,
-    /// With a window, the first key block that all rows see whole at its left edge: blocks before
-    /// it need the mask too.
+    /// With a window, the first key block that the window's left edge cuts for no row; blocks
+    /// before it need the mask too.
     whole_from: Option<Reg<U32>>,
     /// With stream-K, whether the tile is stored or left as a partial tile ([`PartWord`]).
     part: Option<Reg<U32>>,
@@ -106,7 +106,7 @@ pub(super) struct Current {
     head: Reg<U32>,
     batch: Reg<U32>,
     first_block: Option<Reg<U32>>,
-    /// With a window, the first key block that all rows see whole at its left edge.
+    /// With a window, the first key block that the window's left edge cuts for no row.
     whole_from: Option<Reg<U32>>,
     list: Option<BlockList>,
     part: Option<Reg<U32>>,
