@@ -13,8 +13,8 @@
 //! back   = 2^30                     with a stride of 2^34 bytes less a row
 //! ```
 //!
-//! Addresses are 64 bits wide and wrap around, so that the three together address the row `start +
-//! row`.
+//! Addresses are 64 bits wide and wrap around, so that the three together address the row
+//! `start + row`.
 
 use ptx::{
     Builder, Expression, GlobalAddress, Program, Reg, S32, TensorBox, TileLayout, U32, Value,

@@ -73,7 +73,7 @@ struct Notes {
     end: Reg<GlobalAddress>,
 }
 
-/// Declares the parameter of the buffer. This must come before the thread block splits into roles.
+/// Declares the parameter of the buffer, before the thread block splits into roles.
 pub(super) fn parameter(k: &mut Builder, probed: bool) -> Option<Reg<GlobalAddress>> {
     probed.then(|| Workspace::Probe.address(k))
 }

@@ -1,7 +1,7 @@
 //! The transposition of 8-bit values in shared memory.
 //!
 //! `wgmma` takes 8-bit operands with the inner extent contiguous (K-major) only. For `P V` the
-//! inner extent are the keys, but values are loaded with their columns contiguous. Three warps
+//! inner extent is the keys, but values are loaded with their columns contiguous. Three warps
 //! beside the producer read every value stage and write it transposed to a second set of tiles,
 //! which reach the consumers through a pipeline of their own.
 //!
@@ -9,8 +9,8 @@
 //!
 //! The accumulator of `Q K^T` gives a consumer thread the scores of keys `2q` and `2q + 1` of each
 //! group of eight, where `q` is its lane modulo 4. As the first operand of `P V`, the thread must
-//! hold four neighbouring keys. So keys are permuted inside each group of sixteen: position `4q +
-//! i` holds the key `8 (i / 2) + 2q + i % 2`, both in P and in the transposed values, and no
+//! hold four neighbouring keys. So keys are permuted inside each group of sixteen: position
+//! `4q + i` holds the key `8 (i / 2) + 2q + i % 2`, both in P and in the transposed values, and no
 //! register moves between threads. The transposition produces this order by itself: `ldmatrix`
 //! moves bytes in pairs and gives a thread, for each eight keys, keys `2q` and `2q + 1` at two
 //! columns; picking the bytes of one column out of two such registers gives those four keys.
