@@ -1,8 +1,8 @@
-//! How fast the tensor cores are: `wgmma` m64n256k16 and nothing else.
+//! Measures the peak of the tensor cores: `wgmma` m64n256k16 in a loop, and nothing else.
 //!
-//! Two warpgroups multiply the same tiles over and over, all operands in
-//! shared memory. What this loop reaches is the ceiling of every kernel here;
-//! it does no useful work, but its result is known and checked.
+//! One or two warpgroups multiply the same tiles over and over, with all operands in shared memory.
+//! The throughput of this loop is the ceiling of every kernel here. It does no useful work, but its
+//! result is known and checked.
 
 use ptx::{
     Accumulate, Accumulator, Barriers, Builder, CopyHint, Element, Expression, GlobalAddress,
@@ -12,14 +12,14 @@ use ptx::{
 use crate::Error;
 use crate::single::store_rows;
 
-/// What the kernel is built for.
+/// The configuration of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Ceiling {
     /// The element of both operands: `F16` or `BF16`.
     pub element: Element,
-    /// How many products of 64 x 256 x 64 the body of the loop holds.
+    /// The number of 64 x 256 x 64 products in the body of the loop.
     pub unroll: u32,
-    /// Warpgroups of a block: 1 or 2.
+    /// Warpgroups per thread block: 1 or 2.
     pub warpgroups: u32,
 }
 
@@ -33,38 +33,38 @@ impl Ceiling {
     /// The configuration that is measured.
     pub const PLAIN: Ceiling = Ceiling { element: Element::BF16, unroll: 4, warpgroups: 2 };
 
-    /// The name of this configuration.
+    /// Returns the name of this configuration.
     pub fn name(&self) -> String {
         let Ceiling { element, unroll, warpgroups } = self;
         format!("ceiling_{element}_u{unroll}_w{warpgroups}")
     }
 
-    /// Rows of `a`, and of the result of one block.
+    /// Returns the rows of `a`, and of the result of one thread block.
     pub fn rows(&self) -> u32 {
         64 * self.warpgroups
     }
 
-    /// Floating-point operations of one block for so many rounds of the loop.
+    /// Returns the floating-point operations of one thread block in `rounds` rounds of the loop.
     pub fn flop(&self, rounds: u32) -> f64 {
         2.0 * (self.rows() * COLUMNS * INNER * self.unroll) as f64 * rounds as f64
     }
 
-    /// The tile of `a`.
+    /// Returns the layout of the tile of `a`.
     pub fn a_layout(&self) -> TileLayout {
         let (element, swizzle) = (self.element, Swizzle::B128);
         TileLayout { element, rows: self.rows(), columns: INNER, swizzle }
     }
 
-    /// The tile of `b`.
+    /// Returns the layout of the tile of `b`.
     pub fn b_layout(&self) -> TileLayout {
         TileLayout { rows: COLUMNS, ..self.a_layout() }
     }
 
     /// Builds the kernel.
     ///
-    /// Parameters, in order: the tensor maps of `a` (rows x 64) and `b` (256 x
-    /// 64); the address of `d` (`rows()` x 256 of `f32` for each block); the
-    /// rounds. The result of every block is `rounds * unroll * a * b^T`.
+    /// Parameters, in order: the tensor maps of `a` (`rows()` x 64) and `b` (256 x 64); the address
+    /// of `d` (`rows()` x 256 of `f32` for each thread block); the number of rounds of the loop.
+    /// The result of every thread block is `rounds * unroll * a * b^T`.
     pub fn program(&self) -> Result<Program, Error> {
         let refuse = |reason| Err(Error::configuration(self.name(), reason));
         if !matches!(self.element, Element::F16 | Element::BF16) {

@@ -1,10 +1,10 @@
-//! Division by a number that is known at launch: a product and a shift.
+//! Division by a number that is known at launch, as a multiplication and a shift.
 
 use ptx::{Builder, Pred, Reg, U32, Value};
 
 use crate::parameter::{Number, Parameter};
 
-/// What a launch passes for a divisor.
+/// A divisor with its rounded reciprocal, as a launch passes it.
 ///
 /// `n / d = (n * multiplier) >> 32 >> shift` for all `n` below 2^31, with the
 /// multiplier rounded up (Granlund and Montgomery, "Division by invariant
@@ -15,15 +15,15 @@ pub struct Divisor {
     pub number: u32,
     /// The rounded reciprocal.
     pub multiplier: u32,
-    /// How far to shift the upper half of the product.
+    /// How far the upper half of the product is shifted right.
     pub shift: u32,
 }
 
 impl Divisor {
-    /// For a number from 1 to 2^31.
+    /// Computes the divisor for a number from 1 to 2^31; 0 is taken for 1.
     pub fn new(number: u32) -> Self {
         if number <= 1 {
-            // (n * 2^32) >> 32 does not fit the multiplier: kernels ask for 1.
+            // The multiplier of 1 would be 2^32, which does not fit: kernels test for 1 instead.
             return Divisor { number: 1, multiplier: 0, shift: 0 };
         }
         let shift = 31 - (number - 1).leading_zeros();
@@ -32,7 +32,7 @@ impl Divisor {
     }
 }
 
-/// A [`Divisor`] inside a kernel.
+/// A [`Divisor`] in a kernel's registers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DivisorRegisters {
     pub(crate) number: Reg<U32>,
@@ -49,7 +49,7 @@ impl DivisorRegisters {
         }
     }
 
-    /// The first of two where something holds, else the second.
+    /// Returns `first` where `which` holds, else `second`.
     pub(crate) fn chosen(k: &mut Builder, which: Reg<Pred>, first: &Self, second: &Self) -> Self {
         use ptx::Choose;
         let mut choose =
@@ -61,7 +61,7 @@ impl DivisorRegisters {
         }
     }
 
-    /// The quotient and the remainder.
+    /// Returns the quotient and the remainder of a dividend below 2^31.
     pub(crate) fn divide(&self, k: &mut Builder, dividend: Reg<U32>) -> (Reg<U32>, Reg<U32>) {
         use ptx::{Choose, Expression};
         let high = k.multiply_high(dividend, self.multiplier);

@@ -1,11 +1,12 @@
-//! Elements of global memory as `f32`.
+//! Loads and stores of elements in memory as `f32`.
 
 use ptx::{
     AddressOf, BF16, BF16x2, Builder, Element, Expression, F16, F16x2, F32, GlobalAddress,
     LoadHint, Reg, U32, Value,
 };
 
-/// Loads one element and widens it. The 8-bit types have no scalar form.
+/// Loads one element and converts it to `f32`. There is no scalar form of the 8-bit types: they
+/// must not be passed.
 #[track_caller]
 pub(crate) fn load_as_f32(
     k: &mut Builder,
@@ -25,13 +26,13 @@ pub(crate) fn load_as_f32(
     }
 }
 
-/// Loads eight neighbours of 16 bits, aligned to 16 bytes, in pairs.
+/// Loads eight neighbouring 16-bit elements, aligned to 16 bytes, as four packed pairs.
 #[track_caller]
 pub(crate) fn load_eight(k: &mut Builder, address: Value<GlobalAddress>) -> [Reg<U32>; 4] {
     k.load_vector(address, LoadHint::default())
 }
 
-/// Widens four pairs.
+/// Converts four packed pairs of `F16` or `BF16` to eight `f32`.
 #[track_caller]
 pub(crate) fn eight_as_f32(
     k: &mut Builder,
@@ -51,7 +52,7 @@ pub(crate) fn eight_as_f32(
     pairs.into_iter().flat_map(widen).collect()
 }
 
-/// Rounds one element and stores it.
+/// Rounds an `f32` to an element and stores it. The 8-bit types must not be passed.
 #[track_caller]
 pub(crate) fn store_from_f32<A: AddressOf>(
     k: &mut Builder,

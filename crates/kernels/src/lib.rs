@@ -1,25 +1,27 @@
-//! The kernels of FlashCore, each a function from its configuration to a
+//! The GPU kernels of FlashCore. Each kernel is a function from its configuration to a
 //! [`Program`](ptx::Program).
 //!
 //! | module | what it computes |
 //! | --- | --- |
-//! | [`attention`] | what attention means: rules that the kernels share |
-//! | [`scalar`] | attention on any GPU, with ordinary arithmetic |
-//! | [`mma`] | attention and its gradients on Ampere and later, with mma.sync and cp.async |
-//! | [`decode`] | attention of few queries over long, maybe paged, caches |
-//! | [`cache`] | what a cache is made of, and the scales of one of 8 bits |
-//! | [`append`] | new keys and values into a cache, with rotary embeddings |
-//! | [`widen`] | keys and values of 8 bits as numbers of 16 |
-//! | [`forward`] | attention on Hopper, with wgmma and TMA |
-//! | [`backward`] | the gradients of attention on Hopper, with wgmma and TMA |
-//! | [`sequencer`] | the tiles of a ragged batch in the order in which `forward` takes them |
-//! | [`combine`] | partial attention over parts of the keys, put together |
+//! | [`attention`] | the semantics of attention that all kernels share: masks, scores, softmax |
+//! | [`scalar`] | attention on any GPU, without tensor cores |
+//! | [`mma`] | attention and its gradients on Ampere and later, with `mma.sync` and `cp.async` |
+//! | [`decode`] | attention of few queries over long, possibly paged, caches |
+//! | [`cache`] | the element of a key-value cache, and the scales of an 8-bit one |
+//! | [`append`] | appends new keys and values to a cache, with rotary embeddings |
+//! | [`widen`] | converts an 8-bit key-value cache to 16 bits |
+//! | [`forward`] | attention on Hopper, with `wgmma` and TMA |
+//! | [`backward`] | the gradients of attention on Hopper, with `wgmma` and TMA |
+//! | [`sequencer`] | sorts the tiles of a ragged batch into the schedule that other kernels read |
+//! | [`finder`] | finds the blocks that a mask function leaves visible, on the device |
+//! | [`combine`] | combines partial results over parts of the keys (split-KV) |
+//! | [`parameter`] | the kernel parameters, and what a launch passes for each |
 //! | [`single`] | one `wgmma` |
 //! | [`product`] | a matrix product: TMA, pipelines, swizzles, clusters |
-//! | [`ceiling`] | the loop that says how fast the tensor cores are |
+//! | [`ceiling`] | a loop of `wgmma` that measures the peak of the tensor cores |
 //!
-//! A configuration is plain data: print it, hash it, search over it. Building
-//! the same configuration twice gives the same program.
+//! A configuration is plain data: it can be printed, hashed and searched over. Building the same
+//! configuration twice gives the same program.
 
 pub mod append;
 pub mod attention;
@@ -42,7 +44,7 @@ pub mod single;
 mod strides;
 pub mod widen;
 
-/// The language that the kernels are written in.
+/// The kernel language: builder, validator and printer.
 pub use ptx;
 
 pub use append::Append;
@@ -66,19 +68,19 @@ pub use widen::Widen;
 
 use ptx::Invalid;
 
-/// Why there is no program for a configuration.
+/// Why no program could be built for a configuration.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The configuration is not one the kernel can be built for.
+    /// The kernel cannot be built for this configuration.
     #[error("{kernel}: {reason}")]
     Configuration {
-        /// The configuration, by name.
+        /// The name of the configuration.
         kernel: String,
         /// What is wrong with it.
         reason: String,
     },
-    /// The kernel wrote a program that is not valid: a bug of the kernel.
+    /// The kernel emitted an invalid program, which is a bug in the kernel.
     #[error(transparent)]
     Invalid(#[from] Invalid),
 }

@@ -1,8 +1,8 @@
-//! What kernels are passed: each parameter says what it is, and so where its argument comes from.
+//! The parameters of kernels. Each one says what it is, and so where its argument comes from.
 //!
-//! A kernel declares parameters by these names and no others. Whoever launches it, on a GPU, in the
-//! simulator or from a description, reads the declaration back ([`Parameter::of`]) and has one
-//! place to look each of them up.
+//! All kernels but `single`, `product` and `ceiling` declare their parameters by these names and no
+//! others. Whoever launches a kernel, on a GPU or in the simulator, reads the declarations back
+//! ([`Parameter::of`]) and has one place to look each of them up.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -15,58 +15,60 @@ use crate::attention::function::{Kind, TensorSpec};
 /// A parameter of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Parameter {
-    /// A tensor: its address, or a tensor map over it.
+    /// A tensor: its address, or a TMA tensor map over it.
     Tensor(Tensor),
-    /// A stride of a tensor, in elements of 64 bits.
+    /// A stride of a tensor, in elements; a 64-bit number.
     Stride(Tensor, Axis),
-    /// The rows of a tensor in all, where its batch entries are taken for one list of rows.
+    /// The total rows of a tensor whose batch entries are taken as one list of rows.
     Rows(Tensor),
-    /// The rows from a batch entry or page of a tensor to the next.
+    /// The rows from one batch entry or page of a tensor to the next.
     EntryRows(Tensor),
-    /// The rows from the place of a sequence in a tensor to that of the next; 0 where a list or a
+    /// The rows from the start of one sequence in a tensor to that of the next; 0 where a list or a
     /// block table says where sequences are.
     SequenceRows(Tensor),
-    /// The address of numbers on the device, one for each sequence or head; 0 where there are none.
+    /// The address of a list of numbers on the device, such as one for each sequence or head; 0
+    /// where the list is absent.
     List(List),
-    /// The address of memory that belongs to the plan.
+    /// The address of a workspace, which belongs to the plan.
     Workspace(Workspace),
-    /// A number of 32 bits; for a number that is divided by, the number itself.
+    /// An unsigned 32-bit number; of a divisor, the number itself.
     Number(Number),
-    /// The rounded reciprocal of a number that is divided by ([`Divisor`](crate::Divisor)).
+    /// The rounded reciprocal of a divisor ([`Divisor::multiplier`](crate::Divisor::multiplier)).
     Multiplier(Number),
-    /// How far the product with it is shifted.
+    /// How far the product with the reciprocal is shifted
+    /// ([`Divisor::shift`](crate::Divisor::shift)).
     Shift(Number),
-    /// A signed number of 32 bits: how far a query sees.
+    /// A signed 32-bit number: how far a query sees.
     Reach(Reach),
-    /// A factor of the scores.
+    /// A scale factor of the scores.
     Scale(Scale),
-    /// Of a tensor that a function loads from.
+    /// The address, an extent or a stride of a tensor that a mask or score function loads from.
     Captured(Captured),
 }
 
-/// What a kernel knows of a tensor that a function loads from.
+/// A parameter that describes a tensor which a mask or score function loads from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Captured {
-    /// Whose tensor it is.
+    /// Whether the mask function or the score function loads from it.
     pub kind: Kind,
-    /// Which of the function's tensors.
+    /// The index of the tensor among those of the function.
     pub index: u8,
-    /// What of it.
+    /// What the parameter says of the tensor.
     pub part: CapturedPart,
 }
 
-/// A part of what is known of a tensor.
+/// What a [`Captured`] parameter says of its tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum CapturedPart {
     /// Its address.
     Address,
-    /// How far a dimension goes: 32 bits.
+    /// The extent of a dimension, a 32-bit number.
     Extent(u8),
-    /// Elements from an index of a dimension to the next: 64 bits.
+    /// The stride of a dimension in elements, a 64-bit number.
     Stride(u8),
 }
 
-/// Enumerations with a list of what they have, for the table of names.
+/// Declares enumerations with a list of all their variants, for the table of names.
 macro_rules! listed {
     ($($(#[$of_enum:meta])* pub enum $name:ident { $($(#[$of_one:meta])* $one:ident,)* })*) => {$(
         $(#[$of_enum])*
@@ -82,7 +84,7 @@ macro_rules! listed {
 }
 
 listed! {
-    /// The tensors of attention and of what goes with it.
+    /// The tensors of attention, its gradients and its cache.
     pub enum Tensor {
         /// The queries.
         Query,
@@ -94,9 +96,9 @@ listed! {
         Output,
         /// The log-sum-exps.
         Lse,
-        /// Outputs over parts of the keys.
+        /// Partial outputs, each over a part of the keys (split-KV).
         PartialOutput,
-        /// Log-sum-exps over parts of the keys.
+        /// Log-sum-exps of the partial outputs.
         PartialLse,
         /// Keys that are appended to a cache.
         NewKey,
@@ -114,100 +116,106 @@ listed! {
         ValueGradient,
         /// The gradients of the sinks, in `f32`.
         SinkGradient,
-        /// What 8-bit queries are multiplied with, in `f32`, over (sequence, key head).
+        /// The descale factors of 8-bit queries, in `f32`, over (sequence, key head).
         QueryDescale,
-        /// What 8-bit keys are multiplied with: like the queries', or over (batch entry or page,
-        /// row, key head).
+        /// The descale factors of 8-bit keys, in `f32`, over (sequence, key head), or over (batch
+        /// entry or page, row, key head).
         KeyDescale,
-        /// What 8-bit values are multiplied with.
+        /// The descale factors of 8-bit values, with the same dimensions as those of keys.
         ValueDescale,
-        /// The keys of an 8-bit cache as 16-bit numbers, in memory of the plan.
+        /// The keys of an 8-bit cache converted to 16 bits, in the plan's workspace.
         WideKey,
-        /// The values of an 8-bit cache as 16-bit numbers, in memory of the plan.
+        /// The values of an 8-bit cache converted to 16 bits, in the plan's workspace.
         WideValue,
     }
 
-    /// A dimension of a tensor along which there is a stride.
+    /// A dimension of a tensor that has a stride.
     pub enum Axis {
-        /// From batch entry (or page) to batch entry.
+        /// From one batch entry or page to the next.
         Batch,
-        /// From row to row.
+        /// From one row to the next.
         Row,
-        /// From row to row, where batch entries are taken for one list of rows.
+        /// From one row to the next, where batch entries are taken as one list of rows.
         FlatRow,
-        /// From head to head.
+        /// From one head to the next.
         Head,
-        /// From part to part.
+        /// From one part of a split to the next.
         Part,
     }
 
-    /// Lists of 32-bit numbers on the device.
+    /// Lists of numbers on the device; of 32 bits each but for the tables of rotary embeddings.
     pub enum List {
-        /// Where each sequence's packed queries begin, and where the last end (`cu_seqlens_q`).
+        /// Where each sequence's packed queries begin, and where the last ones end
+        /// (`cu_seqlens_q`).
         QueryStarts,
-        /// Queries that each sequence uses (`seqused_q`).
+        /// The number of queries that each sequence uses (`seqused_q`).
         QueryLengths,
-        /// Where each sequence's packed keys begin, and where the last end (`cu_seqlens_k`).
+        /// Where each sequence's packed keys begin, and where the last ones end (`cu_seqlens_k`).
         KeyStarts,
-        /// Keys that each sequence uses (`seqused_k`, `cache_seqlens`).
+        /// The number of keys that each sequence uses (`seqused_k`, `cache_seqlens`).
         KeyLengths,
-        /// Positions before each sequence that are no part of it (`leftpad_k`).
+        /// The number of positions to skip before each sequence's first key (`leftpad_k`).
         LeftPadding,
         /// The batch entry of each sequence (`cache_batch_idx`).
         BatchIndex,
-        /// The pages of each sequence (`block_table`).
+        /// The page table: the pages of each sequence (`block_table`).
         BlockTable,
         /// ALiBi slopes in `f32`.
         Slopes,
-        /// Sinks in `f32`.
+        /// The sinks of the query heads in `f32`.
         Sinks,
-        /// Where each sequence's new keys begin, and where the last end.
+        /// Where each sequence's new keys begin in their tensor, and where the last ones end.
         NewStarts,
-        /// New keys of each sequence.
+        /// The number of new keys of each sequence.
         NewLengths,
-        /// Where the lengths with the new keys go.
+        /// Where the lengths of the sequences after appending are written.
         LengthsAfter,
-        /// Cosines of rotary embeddings.
+        /// The cosines of rotary embeddings.
         Cosines,
-        /// Sines of rotary embeddings.
+        /// The sines of rotary embeddings.
         Sines,
-        /// The position of each sequence's first new key for its angle.
+        /// The rotary position of each sequence's first new key.
         RotaryStarts,
     }
 
-    /// Memory that belongs to a plan.
+    /// Workspaces: device memory that belongs to a plan.
     pub enum Workspace {
-        /// The tiles of each block of the forward kernel.
+        /// The tile lists of the forward kernel, one for each thread block
+        /// ([`TileLists`](crate::forward::TileLists)).
         TileLists,
-        /// The tiles of a ragged batch, in order.
+        /// The schedule of a ragged batch, which the [`Sequencer`](crate::Sequencer) writes.
         Schedule,
-        /// The key blocks of each tile, where a mask is a function.
+        /// The block lists of a mask function
+        /// ([`BlockMask`](crate::attention::function::BlockMask)).
         BlockLists,
-        /// What was found of each pair of a tile and a block, where lists are found on the device.
+        /// What the [`BlockFinder`](crate::BlockFinder) found for each pair of a query tile and a
+        /// key block, where block lists are made on the device.
         FoundBlocks,
-        /// Partial results of sequences that are split.
+        /// Partial results, where several thread blocks share the work of a tile or of a sequence.
         Partials,
-        /// How many parts of each sequence are there; zero between launches.
+        /// Counters and flags between thread blocks: partial results that have been written, or
+        /// tiles that have been claimed. Zero between launches.
         Counters,
         /// Timestamps from inside the kernel.
         Probe,
-        /// Two numbers of each query row that the backward pass needs, a block of rows after the
-        /// other.
+        /// Two numbers of each query row for the backward pass, from its log-sum-exp and the row
+        /// sum of `dO * O` (delta), one block of rows after the other.
         RowStatistics,
-        /// The gradient of the queries in `f32`, while it is added up.
+        /// The sums of `dQ` in `f32`, while they are accumulated.
         QueryGradientSums,
-        /// For each block of query rows, how many have added to its sums, where they take turns; else,
-        /// for each key head, how many have cleared its sums and how many have added to them.
+        /// In the deterministic backward pass, for each block of query rows, how many key tiles
+        /// have added to its sums of `dQ`. Otherwise, for each key head, how many tiles have
+        /// cleared sums and how many have added to them.
         Turns,
     }
 
-    /// Numbers that a problem or the shape of a launch has.
+    /// Numbers that follow from a problem or from the shape of a launch.
     pub enum Number {
-        /// Sequences.
+        /// The number of sequences.
         Batch,
-        /// Queries of a sequence, at most.
+        /// The queries of a sequence; the most, where lengths differ.
         QueryLength,
-        /// Keys of a sequence, at most.
+        /// The keys of a sequence; the most, where lengths differ.
         KeyLength,
         /// Query heads.
         QueryHeads,
@@ -215,99 +223,103 @@ listed! {
         KeyHeads,
         /// Query heads that share a key head.
         GroupSize,
-        /// Rows of a batch entry of the query tensor: all of them, where queries are packed.
+        /// Rows of a batch entry of the query tensor; of the whole tensor where queries are packed.
         QueryRows,
-        /// Rows of the key tensor that sequences may begin at.
+        /// Rows of the whole key tensor where keys are packed, else the key length; bounds where a
+        /// sequence's keys may begin.
         KeyRows,
         /// Batch entries or pages of the cache.
         Entries,
         /// Positions of a page.
         PageSize,
-        /// Pages of a sequence in the block table.
+        /// Columns of the block table: the most pages of a sequence.
         PageColumns,
-        /// Log-sum-exps from a head to the next, in elements.
+        /// Elements from the log-sum-exps of one head to those of the next.
         LseHeadStride,
-        /// Log-sum-exps from a sequence to the next, in elements; 0 where queries are packed.
+        /// Elements from the log-sum-exps of one sequence to those of the next; 0 where queries are
+        /// packed.
         LseBatchStride,
-        /// From the slopes of a sequence to the next's; 0 where all have the same.
+        /// Elements from the slopes of one sequence to those of the next; 0 where all share them.
         SlopesStride,
-        /// Positions of a chunk, where attention is chunked.
+        /// Positions of a chunk, with a chunked mask.
         Chunk,
-        /// Tiles in all.
+        /// The total number of tiles.
         Tiles,
-        /// Tiles that are not cut into parts.
+        /// The number of tiles that are not split into parts; they come first.
         WholeTiles,
-        /// Tiles that run at the same time.
+        /// Tiles of a round of the backward kernel: those that run at the same time.
         TilesOfRound,
-        /// Tiles of query rows of a head.
+        /// Query tiles per head.
         TilesPerHead,
-        /// Tiles of a group of heads that share the second-level cache.
+        /// Tiles of a group of heads that are scheduled together to share L2.
         TilesPerGroup,
-        /// Heads of such a group.
+        /// Heads of a group that are scheduled together to share L2.
         HeadsPerGroup,
-        /// Heads of the first group, which may have fewer.
+        /// Heads of the first group, which may have fewer than the others.
         FirstHeads,
         /// The first head of the last group.
         LastHeads,
-        /// Parts that the keys of a tile are split into.
+        /// The number of parts that a tile's key blocks (in the backward kernel, its query blocks)
+        /// are split into.
         Splits,
-        /// Key blocks of such a part.
+        /// Key blocks of a part of a split tile.
         BlocksPerSplit,
-        /// Parts of the keys that are combined.
+        /// The number of partial results that are combined for each row.
         Parts,
-        /// Rows over all heads and sequences.
+        /// Query rows over all heads and sequences.
         AllRows,
-        /// Teams of blocks.
+        /// Teams of thread blocks of the decode kernel.
         Teams,
-        /// Blocks of a team.
+        /// Thread blocks of a team.
         BlocksPerTeam,
-        /// The fewest tiles of keys that a team takes.
+        /// The fewest key tiles that a team takes.
         LeastTiles,
-        /// Parts of sequences that a block has room for.
+        /// The partial results of sequences that a thread block has room for.
         PartsPerBlock,
-        /// Blocks of keys of a head.
+        /// Key blocks per head.
         KeyBlocks,
-        /// Blocks of query rows of a head.
+        /// Blocks of query rows per head.
         QueryBlocks,
-        /// Tiles of keys, of all heads.
+        /// Key tiles over all heads.
         KeyTiles,
-        /// Those of them whose shares of the sums of `dQ` are cleared before the products.
+        /// Key tiles whose shares of the sums of `dQ` are cleared before the backward kernel runs.
         ClearedTiles,
-        /// Blocks of query rows whose sums are.
+        /// Blocks of query rows whose sums of `dQ` are cleared before the backward kernel runs.
         ClearedBlocks,
-        /// Tiles of keys whose shares of the sums are rounded while products run.
+        /// Key tiles whose shares of the sums of `dQ` are rounded while the backward kernel runs.
         RoundedTiles,
-        /// Blocks of query rows whose sums are.
+        /// Blocks of query rows whose sums of `dQ` are rounded while the backward kernel runs.
         RoundedBlocks,
-        /// Query rows of a tile.
+        /// Rows of a tile in the schedule of a ragged batch: queries, or keys in the backward pass.
         TileRows,
-        /// Words from the key blocks of a tile to those of the next.
+        /// Words from the block list of one tile to that of the next.
         BlockListWords,
-        /// Words from the key blocks of a sequence to those of the next; 0 where they share them.
+        /// Words from the block lists of one sequence to those of the next; 0 where sequences share
+        /// them.
         BlockListBatchStride,
-        /// Words from the key blocks of a head to those of the next; 0 where they share them.
+        /// Words from the block lists of one head to those of the next; 0 where heads share them.
         BlockListHeadStride,
-        /// Blocks of the grid that share tiles.
+        /// Thread blocks of the forward kernel that the tile sharer distributes tiles to.
         SharingBlocks,
-        /// Words from the tiles of such a block to those of the next, at most.
+        /// Words from the tile list of one such thread block to that of the next.
         ListRoom,
         /// Query heads over all sequences.
         AllHeads,
-        /// Pairs of a tile of queries and a block of keys that are looked at.
+        /// Pairs of a query tile and a key block that the block finder evaluates.
         BlockPairs,
-        /// Lists of blocks in all.
+        /// The total number of block lists.
         AllLists,
-        /// Heads that have lists of blocks of their own.
+        /// The number of heads that have block lists of their own.
         ListHeads,
-        /// Query heads that one list of blocks is found for.
+        /// Query heads over which one block list is found.
         HeadsPerList,
-        /// Sequences that one list of blocks is found for.
+        /// Sequences over which one block list is found.
         SequencesPerList,
-        /// Tiles that a schedule has room for.
+        /// The number of tiles that a schedule has room for.
         MaxTiles,
-        /// New keys of a sequence, at most.
+        /// The most new keys of a sequence.
         NewTokens,
-        /// Rows of the tensors of new keys.
+        /// Rows of the tensors of new keys and values.
         NewRows,
         /// Rows of new keys over all heads and sequences.
         AllNewRows,
@@ -315,25 +327,26 @@ listed! {
         AllRotatedRows,
         /// Positions of the rotary tables.
         RotaryPositions,
-        /// Positions from a query to the next: 1, or 0 where all stand at the first new key.
+        /// Rotary positions from one query to the next: 1, or 0 where all queries are at the
+        /// position of the first new key.
         QueryStep,
     }
 
     /// How far a query sees.
     pub enum Reach {
-        /// Keys before its position.
+        /// The number of keys before its position.
         Left,
-        /// Keys after its position.
+        /// The number of keys after its position.
         Right,
     }
 
-    /// Factors of the scores.
+    /// Scale factors of the scores.
     pub enum Scale {
         /// The softmax scale times log2(e).
         Log2,
-        /// The softmax scale over the cap of scores: what is inside of the hyperbolic tangent.
+        /// The softmax scale divided by the softcap: the factor inside the hyperbolic tangent.
         Inner,
-        /// The cap times log2(e): what is outside of it.
+        /// The softcap times log2(e): the factor outside the hyperbolic tangent.
         Outer,
         /// The softmax scale itself.
         Natural,
@@ -341,7 +354,7 @@ listed! {
 }
 
 impl fmt::Display for Parameter {
-    /// The name in a program.
+    /// Writes the parameter's name in a program.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Parameter::Tensor(tensor) => write!(f, "{tensor:?}"),
@@ -378,7 +391,8 @@ impl fmt::Display for Parameter {
 }
 
 impl Parameter {
-    /// What declared parameters are, in order; an error names one that is none of these.
+    /// Returns what the declared parameters of a program are, in order. The error names the first
+    /// that is not known.
     pub fn of(declared: &[ptx::Parameter]) -> Result<Vec<Parameter>, String> {
         let of = |it: &ptx::Parameter| {
             let unknown = || format!("nobody knows what to pass for the parameter `{}`", it.name);
@@ -413,44 +427,44 @@ impl Parameter {
     }
 }
 
-/// Declaring parameters: each is read into a register of its type.
+/// Declares a parameter and reads it into a register of its type.
 #[track_caller]
 fn declare<T: ptx::Scalar + ptx::Passed>(k: &mut Builder, parameter: Parameter) -> Reg<T> {
     k.parameter(&parameter.to_string())
 }
 
 impl Tensor {
-    /// Declares its address.
+    /// Declares the tensor's address.
     #[track_caller]
     pub(crate) fn address(self, k: &mut Builder) -> Reg<GlobalAddress> {
         declare(k, Parameter::Tensor(self))
     }
 
-    /// Declares a tensor map over it.
+    /// Declares a tensor map over the tensor.
     #[track_caller]
     pub(crate) fn map(self, k: &mut Builder, tensor_box: TensorBox) -> TensorMap {
         k.tensor_map(&Parameter::Tensor(self).to_string(), tensor_box)
     }
 
-    /// Declares one of its strides.
+    /// Declares one of the tensor's strides.
     #[track_caller]
     pub(crate) fn stride(self, k: &mut Builder, axis: Axis) -> Reg<U64> {
         declare(k, Parameter::Stride(self, axis))
     }
 
-    /// Declares its rows in all.
+    /// Declares the tensor's total rows.
     #[track_caller]
     pub(crate) fn rows(self, k: &mut Builder) -> Reg<U32> {
         declare(k, Parameter::Rows(self))
     }
 
-    /// Declares its rows from the place of a sequence to that of the next.
+    /// Declares the rows from the start of one sequence in the tensor to that of the next.
     #[track_caller]
     pub(crate) fn sequence_rows(self, k: &mut Builder) -> Reg<U32> {
         declare(k, Parameter::SequenceRows(self))
     }
 
-    /// Declares its rows from a batch entry or page to the next.
+    /// Declares the rows from one batch entry or page of the tensor to the next.
     #[track_caller]
     pub(crate) fn entry_rows(self, k: &mut Builder) -> Reg<U32> {
         declare(k, Parameter::EntryRows(self))
@@ -458,7 +472,7 @@ impl Tensor {
 }
 
 impl List {
-    /// What attention may be given beside its tensors; the others go with appending.
+    /// The lists that attention may be given beside its tensors; the others belong to appending.
     pub const OF_ATTENTION: [List; 9] = [
         List::QueryStarts,
         List::QueryLengths,
@@ -471,7 +485,7 @@ impl List {
         List::Sinks,
     ];
 
-    /// Declares its address.
+    /// Declares the list's address.
     #[track_caller]
     pub(crate) fn address(self, k: &mut Builder) -> Reg<GlobalAddress> {
         declare(k, Parameter::List(self))
@@ -479,7 +493,7 @@ impl List {
 }
 
 impl Workspace {
-    /// Declares its address.
+    /// Declares the workspace's address.
     #[track_caller]
     pub(crate) fn address(self, k: &mut Builder) -> Reg<GlobalAddress> {
         declare(k, Parameter::Workspace(self))
@@ -487,7 +501,7 @@ impl Workspace {
 }
 
 impl Number {
-    /// Declares it. For a number that is divided by, see
+    /// Declares the number. For divisors see
     /// [`DivisorRegisters`](crate::divisor::DivisorRegisters).
     #[track_caller]
     pub(crate) fn read(self, k: &mut Builder) -> Reg<U32> {
@@ -496,7 +510,7 @@ impl Number {
 }
 
 impl Reach {
-    /// Declares it.
+    /// Declares the reach.
     #[track_caller]
     pub(crate) fn read(self, k: &mut Builder) -> Reg<S32> {
         declare(k, Parameter::Reach(self))
@@ -504,6 +518,7 @@ impl Reach {
 }
 
 impl Captured {
+    /// Returns every parameter of this kind, for the table of names.
     fn every() -> impl Iterator<Item = Captured> {
         let parts = (0..TensorSpec::MOST_DIMENSIONS as u8)
             .flat_map(|it| [CapturedPart::Extent(it), CapturedPart::Stride(it)])
@@ -516,19 +531,19 @@ impl Captured {
         })
     }
 
-    /// Declares the address.
+    /// Declares this parameter as an address.
     #[track_caller]
     pub(crate) fn address(self, k: &mut Builder) -> Reg<GlobalAddress> {
         declare(k, Parameter::Captured(self))
     }
 
-    /// Declares an extent.
+    /// Declares this parameter as an extent.
     #[track_caller]
     pub(crate) fn extent(self, k: &mut Builder) -> Reg<U32> {
         declare(k, Parameter::Captured(self))
     }
 
-    /// Declares a stride.
+    /// Declares this parameter as a stride.
     #[track_caller]
     pub(crate) fn stride(self, k: &mut Builder) -> Reg<U64> {
         declare(k, Parameter::Captured(self))
@@ -536,7 +551,7 @@ impl Captured {
 }
 
 impl Scale {
-    /// Declares it.
+    /// Declares the scale.
     #[track_caller]
     pub(crate) fn read(self, k: &mut Builder) -> Reg<F32> {
         declare(k, Parameter::Scale(self))

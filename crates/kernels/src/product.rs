@@ -1,20 +1,20 @@
-//! Many `wgmma`s: a matrix product with everything the attention kernels use.
+//! A matrix product with everything that the attention kernels use: TMA, pipelines, swizzles,
+//! clusters and `wgmma`.
 //!
-//! `d = a * b` for a tall `a`, a block of the grid for each 64 rows. One warp
-//! brings tiles with TMA through a pipeline of stages; a warpgroup multiplies
-//! them as they come:
+//! `d = a * b` for a tall `a`, with one thread block for each 64 rows. One warp loads tiles with
+//! TMA through a pipeline of stages; a warpgroup multiplies them as they arrive:
 //!
 //! ```text
 //! producer                          consumer
 //!   for each step of the inner extent:
 //!     wait until the stage is empty     wait until the stage is full
 //!     copy a and b into the stage       d += a * b on the tensor cores
-//!                                       give the stage back
+//!                                       release the stage
 //!                                   store d
 //! ```
 //!
-//! In a cluster of two, both blocks need the same `b`: each loads half of it
-//! and sends it to both.
+//! In a cluster of two, both thread blocks need the same `b`: each loads half of it and multicasts
+//! it to both.
 
 use ptx::{
     Accumulate, Accumulator, Builder, CopyHint, Element, Expression, Fence, Fragment,
@@ -24,22 +24,22 @@ use ptx::{
 
 use crate::Error;
 
-/// The inner extent of one step: 64 elements, 128 bytes.
+/// The inner extent of one pipeline step: 64 elements, 128 bytes.
 pub const STEP: u32 = 64;
 
-/// Rows of `a` that a block takes.
+/// Rows of `a` and `d` per thread block.
 pub const ROWS: u32 = 64;
 
 /// Which extent of an operand is contiguous in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Contiguous {
-    /// The inner one, over which the product sums ("K-major").
+    /// The inner extent, over which the product sums ("K-major").
     Inner,
-    /// The outer one: rows of `a`, columns of `b` ("MN-major").
+    /// The outer extent: rows of `a`, columns of `b` ("MN-major").
     Outer,
 }
 
-/// Where the tensor cores take `a` from.
+/// Where the tensor cores read the first operand (`a`) from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Source {
     /// Shared memory.
@@ -48,28 +48,28 @@ pub enum Source {
     Registers,
 }
 
-/// What the kernel is built for.
+/// The configuration of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Product {
     /// The element of `a` and `b`: `F16` or `BF16`.
     pub element: Element,
-    /// Columns of `b` and `d`: 8 to 256 in eights.
+    /// Columns of `b` and `d`: a multiple of 8 up to 256.
     pub columns: u32,
-    /// The layout of both operands in shared memory.
+    /// The swizzle of both operands in shared memory.
     pub swizzle: Swizzle,
-    /// How `a` lies in memory.
+    /// Which extent of `a` is contiguous.
     pub a: Contiguous,
-    /// How `b` lies in memory.
+    /// Which extent of `b` is contiguous.
     pub b: Contiguous,
-    /// Where `a` is multiplied from.
+    /// Where the tensor cores read `a` from.
     pub source: Source,
     /// Stages of the pipeline.
     pub stages: u32,
-    /// Blocks in a cluster: 1, or 2 that share `b`.
+    /// Thread blocks in a cluster: 1, or 2 that share `b`.
     pub cluster: u32,
 }
 
-/// What the roles share.
+/// The tiles and the pipeline that producer and consumer share.
 struct Shared {
     a: SharedTiles,
     b: SharedTiles,
@@ -77,7 +77,7 @@ struct Shared {
 }
 
 impl Product {
-    /// A plain configuration, to vary from.
+    /// A plain configuration, as a basis for others.
     pub const PLAIN: Product = Product {
         element: Element::BF16,
         columns: 128,
@@ -89,7 +89,7 @@ impl Product {
         cluster: 1,
     };
 
-    /// The name of this configuration.
+    /// Returns the name of this configuration.
     pub fn name(&self) -> String {
         let Product { element, columns, swizzle, a, b, source, stages, cluster } = self;
         let swizzle = swizzle.width();
@@ -105,17 +105,18 @@ impl Product {
         format!("product_{element}_n{columns}_w{swizzle}_{a}{b}{source}_s{stages}_c{cluster}")
     }
 
-    /// The tile of `a`: as it lies in memory, rows contiguous.
+    /// Returns the layout of a tile of `a` as it lies in memory: the contiguous extent is that of
+    /// the tile's columns.
     pub fn a_layout(&self) -> TileLayout {
         self.layout(self.a, ROWS)
     }
 
-    /// The tile of `b`.
+    /// Returns the layout of a tile of `b` as it lies in memory.
     pub fn b_layout(&self) -> TileLayout {
         self.layout(self.b, self.columns)
     }
 
-    /// The part of `b`'s tile that one block of the cluster loads.
+    /// Returns the layout of the part of `b`'s tile that one thread block of the cluster loads.
     pub fn b_part_layout(&self) -> TileLayout {
         let layout = self.b_layout();
         TileLayout { rows: layout.rows / self.cluster, ..layout }
@@ -131,10 +132,10 @@ impl Product {
 
     /// Builds the kernel.
     ///
-    /// Parameters, in order: the tensor maps of `a` ([`Product::a_layout`])
-    /// and `b` ([`Product::b_part_layout`]) over matrices as they lie in
-    /// memory; the address of `d`, contiguous rows of `f32`; its rows; the
-    /// inner extent. One block for every 64 rows, in whole clusters.
+    /// Parameters, in order: the tensor maps of `a` (with boxes of [`Product::a_layout`]) and of
+    /// `b` ([`Product::b_part_layout`]) over the matrices as they lie in memory; the address of
+    /// `d`, contiguous rows of `f32`; the number of its rows; the inner extent. The grid has one
+    /// thread block for every 64 rows, in whole clusters.
     pub fn program(&self) -> Result<Program, Error> {
         let refuse = |reason| Err(Error::configuration(self.name(), reason));
         if !matches!(self.element, Element::F16 | Element::BF16) {
@@ -171,8 +172,8 @@ impl Product {
         let shared = Shared {
             a: SharedTiles::new(k, "a", self.a_layout(), self.stages),
             b: SharedTiles::new(k, "b", self.b_layout(), self.stages),
-            // A stage is empty when the warpgroup of every block that it was
-            // sent to has let go of it.
+            // A stage is empty when the warpgroup of every thread block that it was multicast to
+            // has released it.
             pipeline: Pipeline::new(k, "stages", self.stages, self.cluster),
         };
         let thread = k.thread_index();
@@ -191,7 +192,7 @@ impl Product {
             self.store(k, &product, thread, d, first_row, rows);
         });
         if self.cluster > 1 {
-            // Nobody leaves while the other may still arrive at its barriers.
+            // A thread block must not exit while the other may still arrive at its mbarriers.
             k.cluster_sync();
         }
     }
@@ -267,13 +268,13 @@ impl Product {
         product
     }
 
-    /// Gives a stage back: to this block's producer, or to both.
+    /// Releases a stage to this thread block's producer, or in a cluster to those of both.
     fn release(&self, k: &mut Builder, consumer: &ptx::Consumer, thread: Reg<U32>) {
         if self.source == Source::Registers {
-            // Ordinary reads come before what the copy engine writes next.
+            // Orders these generic-proxy reads before the next TMA write to the stage.
             k.fence(Fence::ProxyAsyncShared);
         }
-        // All four warps must be done before one thread speaks for them.
+        // All four warps must be done with the stage before one thread arrives for them.
         k.barrier_sync(1, 128);
         if self.cluster == 1 {
             consumer.release(k, thread.equals(0));

@@ -1,11 +1,11 @@
-//! Attention with ordinary arithmetic: the fallback on any GPU.
+//! Attention without tensor cores: the fallback on any GPU.
 //!
-//! One warp takes one query row. Its lanes share the head dimension, so a
-//! score is a sum over lanes; keys come one after the other through the online
-//! softmax. Every head dimension, length, rule and element that FlashCore
-//! knows is served; speed is not the point.
+//! One warp computes one query row. Its lanes share the head dimension, so that a score is a sum
+//! over lanes, and keys go one after the other through the online softmax. This kernel favours
+//! coverage over speed: it serves every head dimension, length and rule, in `f32`, `f16` and
+//! `bf16`.
 //!
-//! Per key, with scores in units of log2 so that one `ex2` is an exponential:
+//! For each key, with scores in units of log2 so that an exponential is one `ex2`:
 //!
 //! ```text
 //! s     = (q . k) * scale * log2(e)
@@ -26,32 +26,33 @@ use crate::element::{load_as_f32, store_from_f32};
 use crate::parameter::{Number, Tensor};
 use crate::strides::Strides;
 
-/// Query rows that one block takes: a warp each.
+/// Query rows per thread block, one for each warp.
 pub const ROWS_PER_BLOCK: u32 = 8;
 
-/// What the kernel is built for.
+/// The configuration of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Scalar {
-    /// The architecture.
+    /// The target architecture.
     pub target: Target,
     /// The element of all four tensors: `F32`, `F16` or `BF16`.
     pub element: Element,
-    /// The width of queries and keys.
+    /// The head dimension of queries and keys.
     pub head_dim: u32,
-    /// The width of values and outputs.
+    /// The head dimension of values and outputs.
     pub value_head_dim: u32,
-    /// Which keys a query sees, and what changes scores.
+    /// The mask and the score rules.
     pub rules: Rules,
 }
 
 impl Scalar {
-    /// The name of this configuration.
+    /// Returns the name of this configuration.
     pub fn name(&self) -> String {
         let Scalar { element, head_dim, value_head_dim, rules, .. } = self;
         format!("scalar_{element}_d{head_dim}x{value_head_dim}_{}", rules.name())
     }
 
-    /// How many blocks cover the problem; each takes further ones as they come.
+    /// Returns the number of row blocks of a problem, which is the largest useful grid: the thread
+    /// blocks of a smaller grid loop over the row blocks.
     pub fn blocks(query_length: u32, heads: u32, batch: u32) -> u64 {
         query_length.div_ceil(ROWS_PER_BLOCK) as u64 * heads as u64 * batch as u64
     }
@@ -60,12 +61,12 @@ impl Scalar {
     ///
     /// Parameters, in order: the addresses of queries, keys, values, output
     /// and log-sum-exp; the batch, row and head strides in elements of
-    /// queries, keys, values and output; query length, key length, query
-    /// heads, query heads per key head, batch; the scale, or the two of capped
-    /// scores ([`Scale`](crate::parameter::Scale)); then, as far as the rules
-    /// ask for them, the reach to the left and right, the divisor of the chunk,
-    /// the slopes with their stride from sequence to sequence, and the sinks.
-    /// Log-sum-exps are stored as (batch, head, query) in `f32`.
+    /// queries, keys, values and output; query length, key length, query heads, query heads per key
+    /// head, batch; the softmax scale, or with a softcap its two factors
+    /// ([`Scale`](crate::parameter::Scale)); then, as far as the rules need them, the window's
+    /// reach to the left and right, the divisor of the chunk, the ALiBi slopes with their stride
+    /// from sequence to sequence, the sinks, and the tensors that functions load from. Log-sum-exps
+    /// are stored as (batch, head, query) in `f32`.
     pub fn program(&self) -> Result<Program, Error> {
         if self.head_dim == 0 || self.value_head_dim == 0 {
             return Err(Error::configuration(self.name(), "a head dimension is zero"));
@@ -182,7 +183,7 @@ impl Scalar {
         });
     }
 
-    /// The lane's elements of a row: `lane`, `lane + 32`, ...; zero beyond the end.
+    /// Loads the lane's elements of a row: `lane`, `lane + 32`, ...; zero beyond the end.
     fn load_row(
         &self,
         k: &mut Builder,
@@ -209,6 +210,7 @@ impl Scalar {
         elements
     }
 
+    /// Rounds and stores the lane's elements of an output row.
     fn store_row(
         &self,
         k: &mut Builder,
@@ -227,7 +229,7 @@ impl Scalar {
     }
 }
 
-/// The product of two rows that the lanes of a warp share, in every lane.
+/// Returns, in every lane, the dot product of two rows that the lanes of a warp share.
 fn dot(k: &mut Builder, a: &[Reg<F32>], b: &[Reg<F32>]) -> Reg<F32> {
     let mut sum = k.eval(a[0] * b[0]);
     for (a, b) in a.iter().zip(b).skip(1) {
@@ -236,7 +238,7 @@ fn dot(k: &mut Builder, a: &[Reg<F32>], b: &[Reg<F32>]) -> Reg<F32> {
     k.reduce_lanes(sum, 32, |a, b| a + b)
 }
 
-/// The online softmax of one row: running maximum, sum and weighted values.
+/// The online softmax of one row: running maximum, sum, and weighted sum of values.
 struct Online {
     maximum: Reg<F32>,
     sum: Reg<F32>,
@@ -267,7 +269,7 @@ impl Online {
         }
     }
 
-    /// The normalised output and the natural log-sum-exp.
+    /// Returns the normalised output and the natural log-sum-exp.
     fn finish(&self, k: &mut Builder, sink: Option<Reg<F32>>) -> (Vec<Reg<F32>>, Reg<F32>) {
         let row = finish(k, Reference::Maximum(self.maximum), self.sum, sink);
         (self.output.iter().map(|output| k.eval(*output * row.factor)).collect(), row.log_sum)

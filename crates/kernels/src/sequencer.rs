@@ -1,18 +1,17 @@
-//! Puts the tiles of a ragged batch in order, on the device.
+//! Sorts the tiles of a ragged batch into a schedule, on the device.
 //!
-//! A tile is some query rows of one sequence, and costs what its rows see of the
-//! keys. The list goes from much to little, so that blocks that take from it one
-//! by one end together.
+//! A tile is a range of query rows of one sequence, and costs as many keys as its rows see. The
+//! schedule is ordered from the most expensive tile to the cheapest, so that thread blocks that
+//! claim tiles from it one by one end together.
 //!
-//! For the backward pass, which adds to sums of queries from every tile of keys
-//! that they see, tiles are of keys and those of a sequence stay together: what
-//! runs at the same time then adds to few sequences, whose sums stay in the
-//! second-level cache. Sequences go from many queries to few ([`Tiles`]).
+//! For the backward pass, tiles are ranges of keys, and the tiles of a sequence stay together:
+//! every key tile adds to the `dQ` of the queries that see it, so what runs at the same time adds
+//! to few sequences, whose `dQ` sums stay in L2. Sequences are ordered from the most queries to the
+//! fewest ([`Tiles`]).
 //!
-//! One block does it, a thousand sequences at a time: threads read what is to be
-//! known of them, tiles are counted by cost, a scan says where each cost begins
-//! in the list, and warps write the records. Tiles of nearly the same cost come
-//! in any order.
+//! One thread block does a counting sort, 1024 sequences at a time: threads read where the
+//! sequences lie, tiles are counted by cost bucket, a prefix sum gives the place of each bucket in
+//! the schedule, and warps write the records. The order within a bucket is not defined.
 
 use ptx::{
     Builder, Choose, Expression, GlobalAddress, Program, Reg, S32, Scope, SharedAddress, Target,
@@ -25,62 +24,65 @@ use crate::attention::visibility::Visibility;
 use crate::attention::{MaskKind, Window};
 use crate::parameter::{List, Number, Tensor, Workspace};
 
-/// What the kernel is built for.
+/// The configuration of the sequencer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Sequencer {
-    /// The architecture.
+    /// The target architecture.
     pub target: Target,
-    /// Which tiles, and in which order.
+    /// Which tiles the schedule has, and in which order.
     pub tiles: Tiles,
 }
 
 /// Which tiles a schedule has, and in which order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Tiles {
-    /// Tiles of queries, those that see the most keys first. The mask is a window, with chunks or
-    /// without.
+    /// Tiles of queries, those that see the most keys first. The mask is a window, with or without
+    /// chunks.
     Queries(MaskKind),
-    /// Tiles of keys from the first to the last, sequence after sequence, those with the most
-    /// queries first.
+    /// Tiles of keys from the first to the last, sequence after sequence; sequences with the most
+    /// queries come first.
     Keys,
 }
 
-/// Where a schedule has the number of its records, how many tiles were claimed
-/// and how many blocks are done, and where its records begin.
+/// The byte offset in a schedule of the number of its records.
 pub(crate) const COUNT_BYTE: u32 = 0;
+/// The byte offset of the number of tiles claimed so far.
 pub(crate) const CLAIMED_BYTE: u32 = 4;
+/// The byte offset of the number of thread blocks that are done.
 pub(crate) const DONE_BYTE: u32 = 8;
+/// The byte offset of the first record.
 pub(crate) const RECORDS_BYTE: u32 = 16;
-/// A record: sequence, first row of the tile, where its queries start, how many; where its
-/// keys start, how many; where its outputs and its log-sum-exps start.
+/// The bytes of a record, eight words: the sequence, the first row of the tile in it, the first row
+/// and the number of the sequence's queries, the first row and the number of its keys, and where
+/// its outputs and its log-sum-exps start.
 pub(crate) const RECORD_BYTES: u32 = 32;
 
-/// Where the rows of a sequence are.
+/// Where the rows of a sequence lie in the tensors of a ragged batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Slice {
-    /// Its first query, in rows of the query tensor.
+    /// The sequence's first query, in rows of the query tensor.
     pub query_start: u32,
-    /// Its queries.
+    /// The number of queries.
     pub queries: u32,
-    /// Its first key, in rows of the key tensor.
+    /// The sequence's first key, in rows of the key tensor.
     pub key_start: u32,
-    /// Its keys.
+    /// The number of keys.
     pub keys: u32,
-    /// Its first output, in rows of the output tensor.
+    /// The sequence's first output, in rows of the output tensor.
     pub output_start: u32,
-    /// Its first query's log-sum-exp of the first head.
+    /// The index of the log-sum-exp of the sequence's first query, in head 0.
     pub lse_start: u32,
 }
 
-/// Sequences that are sorted together, one for each thread; and kinds of cost that are told apart.
+/// The number of sequences that are sorted together, one for each thread, and of cost buckets.
 const CHUNK: u32 = 1024;
 const WARPS: u32 = CHUNK / 32;
 
 impl Sequencer {
-    /// Threads of the one block.
+    /// The number of threads of the only thread block.
     pub const THREADS: u32 = CHUNK;
 
-    /// The name of the kernel.
+    /// Returns the name of this configuration.
     pub fn name(&self) -> String {
         let tiles = match self.tiles {
             Tiles::Queries(MaskKind::Chunked) => "_chunked",
@@ -90,19 +92,19 @@ impl Sequencer {
         format!("sequencer_{}{tiles}", self.target)
     }
 
-    /// The most records that a batch can have: sequences, rows of all their
-    /// queries or keys, rows of a tile.
+    /// Returns the most records that `batch` sequences can have whose queries (or keys) are `rows`
+    /// rows in total, with tiles of `tile_rows` rows.
     pub fn records(batch: u64, rows: u64, tile_rows: u64) -> u64 {
         batch.saturating_add(rows / tile_rows)
     }
 
-    /// Bytes of a schedule with room for so many records.
+    /// Returns the bytes of a schedule with room for `records` records.
     pub fn bytes(records: u64) -> u64 {
         RECORDS_BYTE as u64 + RECORD_BYTES as u64 * records
     }
 
-    /// What the kernel writes, in 32-bit words, worked out here, for tiles of `tile_rows` queries
-    /// that see keys through a window.
+    /// Computes on the host the schedule that the kernel writes, in 32-bit words, for tiles of
+    /// `tile_rows` queries that see keys through a window ([`Tiles::Queries`]).
     pub fn schedule(tile_rows: u32, window: &Window, sequences: &[Slice]) -> Vec<u32> {
         let mut records: Vec<[u32; 8]> = Vec::new();
         for (chunk, sequences) in sequences.chunks(CHUNK as usize).enumerate() {
@@ -125,7 +127,7 @@ impl Sequencer {
         with_header(&records)
     }
 
-    /// The same for tiles of `tile_rows` keys ([`Tiles::Keys`]).
+    /// Computes on the host the schedule for tiles of `tile_rows` keys ([`Tiles::Keys`]).
     pub fn key_schedule(tile_rows: u32, sequences: &[Slice]) -> Vec<u32> {
         let mut records: Vec<[u32; 8]> = Vec::new();
         for (chunk, sequences) in sequences.chunks(CHUNK as usize).enumerate() {
@@ -143,19 +145,19 @@ impl Sequencer {
 
     /// Builds the kernel.
     ///
-    /// The grid is one block. Parameters by name:
+    /// The grid is one thread block. Parameters by name:
     ///
     /// | parameters | |
     /// | --- | --- |
-    /// | `schedule`, `records there is room for` | where it goes |
-    /// | `rows of a tile` | queries or keys |
-    /// | `window left`, `window right`, `chunk` | of tiles of queries: what its rows see says what a tile costs |
-    /// | `batch`, `query length`, `key length` | sequences, and the longest lengths |
-    /// | `query rows`, `key rows` | of the tensors in all: bound the starts |
-    /// | `query starts`, `query lengths`, `key starts`, `lengths`, `left padding`, `batch entries` | addresses of 32-bit numbers for each sequence, or 0 |
-    /// | `query rows of an entry`, `output rows of an entry`, `key rows of an entry` | from a batch entry to the next, where there are no starts |
-    /// | `batch entries there are` | |
-    /// | `lse rows of an entry` | the same for log-sum-exps; 0: they and outputs lie as packed queries do |
+    /// | `Schedule`, `MaxTiles` | where the schedule goes, and the records it has room for |
+    /// | `TileRows` | rows of a tile: queries or keys |
+    /// | `ReachLeft`, `ReachRight`, `Chunk` | for tiles of queries: what their rows see, and so what a tile costs |
+    /// | `Batch`, `QueryLength`, `KeyLength` | the number of sequences, and the greatest lengths |
+    /// | `Query rows`, `Key rows` | of the whole tensors: bound the starts |
+    /// | `QueryStarts`, `QueryLengths`, `KeyStarts`, `KeyLengths`, `LeftPadding`, `BatchIndex` | addresses of 32-bit numbers for each sequence, or 0 |
+    /// | `Query rows of a sequence`, `Output rows of a sequence`, `Key rows of a sequence` | from one sequence or batch entry to the next, where there are no starts |
+    /// | `Entries` | the number of batch entries |
+    /// | `LseBatchStride` | log-sum-exps from one sequence to the next; 0 where they and the outputs are packed like the queries |
     pub fn program(&self) -> Result<Program, Error> {
         if let Tiles::Queries(mask) = self.tiles
             && !mask.is_window()
@@ -172,21 +174,21 @@ impl Sequencer {
 }
 
 impl Slice {
-    /// The record of one of its tiles.
+    /// Returns the record of the tile that begins at `first_row`.
     fn record(&self, sequence: u32, first_row: u32) -> [u32; 8] {
         let Slice { query_start, queries, key_start, keys, output_start, lse_start } = *self;
         [sequence, first_row, query_start, queries, key_start, keys, output_start, lse_start]
     }
 }
 
-/// A schedule of these records, of which none was claimed.
+/// Returns a schedule of these records, with none claimed.
 fn with_header(records: &[[u32; 8]]) -> Vec<u32> {
     [vec![records.len() as u32, 0, 0, 0], records.concat()].concat()
 }
 
-/// What is known of the batch.
+/// The launch parameters that say where the sequences of a ragged batch lie.
 pub(crate) struct Batch {
-    /// Sequences.
+    /// The number of sequences.
     pub(crate) batch: Reg<U32>,
     queries: Span,
     keys: Span,
@@ -195,12 +197,12 @@ pub(crate) struct Batch {
     query_entry_rows: Reg<U32>,
     output_entry_rows: Reg<U32>,
     key_entry_rows: Reg<U32>,
-    /// Batch entries or pages that there are.
+    /// The number of batch entries or pages.
     pub(crate) entry_count: Reg<U32>,
     lse_entry_rows: Reg<U32>,
 }
 
-/// What is known of a sequence.
+/// Where a sequence's rows lie, in registers; the fields are those of [`Slice`].
 pub(crate) struct Sequence {
     pub(crate) query_start: Reg<U32>,
     pub(crate) queries: Reg<U32>,
@@ -211,7 +213,8 @@ pub(crate) struct Sequence {
 }
 
 impl Sequence {
-    /// The record of the tile from a row on, where the sequence has a number.
+    /// Returns the record of the tile that begins at `first_row`; `number` is the index of the
+    /// sequence in the batch.
     pub(crate) fn record(&self, number: Reg<U32>, first_row: Reg<U32>) -> [[Reg<U32>; 4]; 2] {
         let Sequence { query_start, queries, key_start, keys, output_start, lse_start } = *self;
         [[number, first_row, query_start, queries], [key_start, keys, output_start, lse_start]]
@@ -239,7 +242,8 @@ impl Batch {
         }
     }
 
-    /// Whatever memory holds, what comes out is within the launch's bounds.
+    /// Returns where the sequence `index` lies. Whatever the lists in memory hold, the result is
+    /// within the launch's bounds.
     pub(crate) fn sequence(&self, k: &mut Builder, index: Reg<U32>) -> Sequence {
         let signed = |value: Reg<U32>| value.reinterpret::<S32>();
         let of_entry = k.eval(index * self.query_entry_rows);
@@ -251,7 +255,7 @@ impl Batch {
         let (key_start, keys) = self.keys.from(k, index, signed(of_entry));
         let skipped = entry_of(k, self.padding, index, 0);
         let skipped = clamp(k, skipped, keys);
-        // Where packed queries begin, their outputs and log-sum-exps do.
+        // With packed queries, outputs and log-sum-exps begin at the same rows as the queries.
         let packed = k.eval(self.lse_entry_rows.equals(0));
         let of_entry = |entry_rows: Reg<U32>| packed.choose::<U32>(query_start, index * entry_rows);
         Sequence {
@@ -278,7 +282,7 @@ fn write(k: &mut Builder, which: Tiles) {
     let thread = k.thread_index();
     let lane = k.lane();
     let warp = k.eval(thread / 32);
-    // Records before this chunk.
+    // The number of records before this chunk.
     let before = k.variable(0);
     k.for_range(0, batch.batch, CHUNK, |k, first| {
         let here = k.eval((batch.batch - first).minimum(CHUNK));
@@ -294,7 +298,7 @@ fn write(k: &mut Builder, which: Tiles) {
         kinds.set(k, thread, 0);
         k.block_sync();
 
-        // Costs fall into as many kinds as there are threads.
+        // Costs fall into as many buckets as there are threads; bucket 0 has the highest costs.
         let top = tops.get(k, lane);
         let top = k.reduce_lanes(top, 32, |a, b| a.maximum(b));
         let step = k.eval(top / CHUNK + 1);
@@ -330,7 +334,7 @@ fn write(k: &mut Builder, which: Tiles) {
         }
         k.block_sync();
 
-        // Where each kind begins: a scan in each warp, and one over the warps.
+        // Where each bucket begins: a prefix sum in each warp, and one over the warps.
         let mine = kinds.get(k, thread);
         let through = inclusive_sum(k, mine, lane);
         k.if_(lane.equals(31), |k| sums.set(k, warp, through));
@@ -384,25 +388,25 @@ fn write(k: &mut Builder, which: Tiles) {
     });
 }
 
-/// The tiles of a sequence.
+/// All tiles of one sequence.
 struct Run<'a> {
     sequence: &'a Sequence,
-    /// Which one it is of this chunk.
+    /// The index of the sequence in its chunk.
     index: Reg<U32>,
-    /// How many there are.
+    /// The number of tiles.
     count: Reg<U32>,
 }
 
-/// Some rows of a sequence.
+/// A tile of a sequence: its first row, and the bucket of its cost.
 struct Tile {
     first_row: Reg<U32>,
     kind: Reg<U32>,
 }
 
-/// How sequences are cut into tiles, and what a row sees.
+/// How sequences are cut into tiles, and what a tile costs.
 struct Cut {
     rows: Reg<U32>,
-    /// Of tiles of queries.
+    /// The mask, for tiles of queries.
     visibility: Option<Visibility>,
 }
 
@@ -416,7 +420,7 @@ impl Cut {
         Cut { rows, visibility }
     }
 
-    /// The tiles of a sequence.
+    /// Returns the number of tiles of a sequence.
     fn of(&self, k: &mut Builder, sequence: &Sequence) -> Reg<U32> {
         let rows = match self.visibility {
             Some(_) => sequence.queries,
@@ -425,7 +429,8 @@ impl Cut {
         k.eval((rows + (self.rows - 1)) / self.rows)
     }
 
-    /// The most that something of a sequence can cost.
+    /// Returns an upper bound on the cost of a sequence's tiles: its keys for tiles of queries, its
+    /// queries for tiles of keys.
     fn most(&self, sequence: &Sequence) -> Reg<U32> {
         match self.visibility {
             Some(_) => sequence.keys,
@@ -433,7 +438,8 @@ impl Cut {
         }
     }
 
-    /// The keys that some row of a tile sees, or as much as there can be.
+    /// Returns the cost of a tile: the keys that some of its query rows sees; for tiles of keys,
+    /// [`most`](Cut::most).
     fn cost(&self, k: &mut Builder, sequence: &Sequence, first_row: Reg<U32>) -> Reg<U32> {
         let Sequence { queries, keys, .. } = *sequence;
         let Some(visibility) = &self.visibility else { return self.most(sequence) };
@@ -442,7 +448,7 @@ impl Cut {
     }
 }
 
-/// What is known of the sequences of a chunk, in shared memory.
+/// The [`Sequence`]s of a chunk, in shared memory.
 struct Known {
     words: [Words; 6],
 }
@@ -469,7 +475,7 @@ impl Known {
     }
 }
 
-/// Words in shared memory.
+/// An array of 32-bit words in shared memory.
 pub(crate) struct Words {
     offset: u32,
 }
@@ -494,7 +500,7 @@ impl Words {
         k.store(address, value);
     }
 
-    /// What a word was before something was added.
+    /// Adds to a word atomically and returns its previous value.
     pub(crate) fn add(
         &self,
         k: &mut Builder,

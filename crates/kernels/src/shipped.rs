@@ -1,5 +1,5 @@
-//! The configurations that FlashCore ships: every one of them is assembled,
-//! simulated and checked.
+//! The configuration of any kernel ([`Configuration`]), and the list of configurations that stand
+//! for all others in tests: each one of [`shipped`] is assembled, simulated and checked.
 
 use ptx::{Capability, Element, Program, Swizzle, Target};
 
@@ -18,11 +18,11 @@ use crate::{
     Mma, Prefill, Product, Rules, Scalar, Sequencer, Single, TileSharer, Widen, decode, mma,
 };
 
-/// One configuration of one kernel.
+/// A configuration of any kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Configuration {
-    /// Attention with ordinary arithmetic.
+    /// Attention without tensor cores.
     Scalar(Scalar),
     /// Attention with `mma.sync`.
     Mma(Mma),
@@ -30,42 +30,42 @@ pub enum Configuration {
     Forward(Forward),
     /// Attention on Hopper over ragged batches.
     Prefill(Prefill),
-    /// The tiles of a ragged batch in order.
+    /// Sorts the tiles of a ragged batch.
     Sequencer(Sequencer),
-    /// The blocks that a mask leaves.
+    /// Finds the blocks that a mask function leaves visible.
     BlockFinder(BlockFinder),
-    /// Lists of them.
+    /// Makes lists of the blocks that a `BlockFinder` has found.
     BlockLister(BlockLister),
-    /// Tiles of unequal length, shared out.
+    /// Distributes tiles of unequal length over thread blocks.
     TileSharer(TileSharer),
-    /// Partial attention put together.
+    /// Combines partial results over parts of the keys.
     Combine(Combine),
-    /// Attention of few queries over a cache.
+    /// Attention of few queries over a key-value cache.
     Decode(Decode),
-    /// New keys and values into a cache.
+    /// Appends new keys and values to a cache.
     Append(Append),
-    /// An 8-bit cache as 16-bit numbers.
+    /// Converts an 8-bit cache to 16 bits.
     Widen(Widen),
     /// The gradients of attention on Hopper.
     Backward(Backward),
     /// The gradients of attention with `mma.sync`.
     BackwardMma(BackwardMma),
-    /// What comes before either: the row sums.
+    /// The preprocessing of both backward kernels: the row sums of `dO * O`.
     RowSums(RowSums),
-    /// What comes after either: the rounding of the queries' gradient.
+    /// The postprocessing of both backward kernels: the rounding of `dQ`.
     Rounding(Rounding),
-    /// What comes last, where there are sinks: their gradients.
+    /// The last launch of a backward pass with sinks: their gradients.
     SinkGradients(SinkGradients),
     /// One `wgmma`.
     Single(Single),
     /// A matrix product.
     Product(Product),
-    /// The ceiling loop.
+    /// The loop that measures the peak of the tensor cores.
     Ceiling(Ceiling),
 }
 
 impl Configuration {
-    /// The name of the kernel, without its configuration.
+    /// Returns the name of the kernel family, without the configuration.
     pub fn family(&self) -> &'static str {
         match self {
             Configuration::Scalar(_) => "scalar",
@@ -91,7 +91,7 @@ impl Configuration {
         }
     }
 
-    /// The name of the configuration: also the entry point's.
+    /// Returns the name of the configuration, which is also that of the kernel's entry point.
     pub fn name(&self) -> String {
         match self {
             Configuration::Scalar(configuration) => configuration.name(),
@@ -117,7 +117,7 @@ impl Configuration {
         }
     }
 
-    /// What it computes, in a few words.
+    /// Returns what the kernel computes, in a few words.
     pub fn summary(&self) -> &'static str {
         match self {
             Configuration::Scalar(_) => "attention with ordinary arithmetic, on any GPU",
@@ -151,7 +151,7 @@ impl Configuration {
         }
     }
 
-    /// The form of it that compiles fastest, where there is another one.
+    /// Returns the compact form, which compiles fastest, if this is not already it.
     pub fn compact(&self) -> Option<Configuration> {
         let compact = match *self {
             Configuration::Forward(it) => {
@@ -166,7 +166,7 @@ impl Configuration {
         Some(compact).filter(|compact| compact != self)
     }
 
-    /// Builds it.
+    /// Builds the program of this configuration.
     pub fn program(&self) -> Result<Program, Error> {
         match self {
             Configuration::Scalar(configuration) => configuration.program(),
@@ -193,10 +193,10 @@ impl Configuration {
     }
 }
 
-/// Every shipped configuration for a target.
+/// Returns every shipped configuration for a target.
 ///
-/// Attention is built for whatever a problem asks; the ones listed stand for
-/// the rest: each element, wide and odd head dimensions, both masks.
+/// Attention kernels are built for whatever a problem asks for. The configurations listed here
+/// stand for all of them: each element, wide and odd head dimensions, each mask.
 pub fn shipped(target: Target) -> Vec<Configuration> {
     let mut all = Vec::new();
     let scalar = |element, (head_dim, value_head_dim), rules| {
@@ -216,7 +216,7 @@ pub fn shipped(target: Target) -> Vec<Configuration> {
         all.extend(backward_mmas(target));
     }
     if [Target::SM_80, Target::SM_89, Target::SM_90A].contains(&target) {
-        // One for each size of shared memory: the kernel is the same on all of them.
+        // One target for each size of shared memory: the kernels are the same on all targets.
         all.extend(ragged_mmas(target).into_iter().map(Configuration::Mma));
         all.extend(decode::every_tuned(target).into_iter().map(Configuration::Decode));
         all.extend(appends(target).into_iter().map(Configuration::Append));
@@ -227,7 +227,7 @@ pub fn shipped(target: Target) -> Vec<Configuration> {
         all.extend(every_prefill().into_iter().map(Configuration::Prefill));
         all.extend(every_fp8_prefill().into_iter().map(Configuration::Prefill));
         all.extend(chunked_prefills().into_iter().map(Configuration::Prefill));
-        // What comes before and after may be the same as with `mma.sync`.
+        // Pre- and postprocessing may be the same as with `mma.sync`.
         add_new(&mut all, backwards());
         let [local, chunked] = [MaskKind::Local, MaskKind::Chunked].map(Tiles::Queries);
         for tiles in [local, chunked, Tiles::Keys] {
@@ -246,8 +246,9 @@ pub fn shipped(target: Target) -> Vec<Configuration> {
     all
 }
 
-/// Forward attention: every tuned configuration, head dimensions that are not
-/// a whole number of panels or of tensor core steps, and of each its compact form.
+/// Returns configurations of the forward kernel: every tuned one, head dimensions that are not
+/// whole panels or whole `wgmma` steps, score rules, 8-bit inputs and stream-K, and the compact
+/// form of each.
 fn forwards() -> Vec<Forward> {
     let mut all = every_tuned();
     for (index, dim) in [8, 40, 72, 136, 200, 248].into_iter().enumerate() {
@@ -265,7 +266,7 @@ fn forwards() -> Vec<Forward> {
     }
     all.extend(ruled_forwards());
     all.extend(every_fp8());
-    // Keys shared out, where the planner does that.
+    // Stream-K, at the head dimensions where the planner uses it.
     let elements = [Element::BF16, Element::F16];
     for (dim, element) in [64, 128, 256].into_iter().flat_map(|dim| elements.map(|it| (dim, it))) {
         let workload = Workload {
@@ -290,8 +291,10 @@ fn forwards() -> Vec<Forward> {
     all
 }
 
-/// Kernels with functions that are ready-made: they stand for those of callers, of which there is
-/// no end. What runs a kernel by itself has no tensors for them.
+/// Returns kernels with ready-made mask and score functions, and the kernels that find the blocks
+/// of mask functions. They stand for the functions that callers write. They are not part of
+/// [`shipped`], since whatever runs a kernel by itself has no tensors for the functions to load
+/// from.
 pub fn with_functions() -> Vec<Configuration> {
     use Element::{BF16, F16};
     let score = |function| Rules { score_function: Some(function), ..Rules::CAUSAL };
@@ -302,7 +305,7 @@ pub fn with_functions() -> Vec<Configuration> {
         (BF16, 64, narrow),
         (BF16, 128, narrow),
         (BF16, 256, narrow),
-        // From 128 on, numbers of 32 bits make a thread spill two words between tiles.
+        // From head dim 128 on, an `f32` bias makes a thread spill two words between tiles.
         (F16, 64, wide),
         (BF16, 64, documents),
         (BF16, 128, documents),
@@ -317,7 +320,7 @@ pub fn with_functions() -> Vec<Configuration> {
     forwards.chain(backwards).chain(finders()).collect()
 }
 
-/// What finds the blocks of masks, for tiles of a few sizes.
+/// Returns the kernels that find the blocks of mask functions, for tiles of a few sizes.
 fn finders() -> impl Iterator<Item = Configuration> {
     let target = Target::SM_90A;
     let cases = [
@@ -336,7 +339,8 @@ fn finders() -> impl Iterator<Item = Configuration> {
     finders.into_iter().chain(listers).chain([sharer])
 }
 
-/// Forward attention with rules beyond a causal mask: each in tiles where registers are dear.
+/// Returns configurations of the forward kernel with rules beyond a causal mask, in tiles where
+/// registers are scarce.
 fn ruled_forwards() -> Vec<Forward> {
     use Element::{BF16, F16};
     let local = Rules::LOCAL;
@@ -360,7 +364,7 @@ fn ruled_forwards() -> Vec<Forward> {
     cases.into_iter().filter_map(chosen).collect()
 }
 
-/// Forward attention of long sequences.
+/// Returns the forward configuration that is chosen for long sequences.
 fn chosen((element, dim, rules): (Element, u32, Rules)) -> Option<Forward> {
     let workload = Workload {
         element,
@@ -375,7 +379,7 @@ fn chosen((element, dim, rules): (Element, u32, Rules)) -> Option<Forward> {
     tuned(&workload).map(|tuned| tuned.configuration)
 }
 
-/// Ragged batches in chunks: plain, and with pages and everything that changes scores.
+/// Returns ragged configurations with a chunked mask: plain, with pages, and with all score rules.
 fn chunked_prefills() -> Vec<Prefill> {
     let chunked = |prefill: &Prefill| {
         let rules = Rules { mask: MaskKind::Chunked, ..prefill.tile.rules };
@@ -388,7 +392,7 @@ fn chunked_prefills() -> Vec<Prefill> {
     every_prefill().iter().filter(windowed).map(chunked).collect()
 }
 
-/// Elements and rules of the backward pass, in turns.
+/// The elements and rules that the backward kernels are listed with.
 const BACKWARD_KINDS: [(Element, Rules); 6] = [
     (Element::BF16, Rules::DENSE),
     (Element::BF16, Rules::CAUSAL),
@@ -398,13 +402,13 @@ const BACKWARD_KINDS: [(Element, Rules); 6] = [
     (Element::BF16, Rules { mask: MaskKind::Chunked, ..Rules::LOCAL }),
 ];
 
-/// The backward pass: every tuned configuration, some also in one order, each with what comes before
-/// and after it.
+/// Returns the kernels of the backward pass on Hopper: every tuned configuration, some also in the
+/// deterministic mode, each with its pre- and postprocessing.
 fn backwards() -> Vec<Configuration> {
     let tuned = |(element, rules)| every_backward(element, rules);
     let mut all = Vec::new();
     let equal: Vec<Backward> = BACKWARD_KINDS.into_iter().flat_map(tuned).collect();
-    // Ragged batches take no tall blocks.
+    // Ragged batches do not use the tall shape.
     let tuned = |it: &&Backward| {
         let Backward { element, head_dim, value_head_dim, rules, .. } = **it;
         tuned_backward(element, head_dim, value_head_dim, rules) == Some(**it)
@@ -413,13 +417,13 @@ fn backwards() -> Vec<Configuration> {
     for it in equal.iter().copied().chain(ragged) {
         all.push(Configuration::Backward(it));
         if it.persistent || it.split {
-            // What comes before and after is that of the plain one.
+            // Pre- and postprocessing are those of the plain configuration.
             continue;
         }
         let ordered = Backward { deterministic: true, ..it };
         let dims = (it.head_dim, it.value_head_dim);
-        // In one order, over ragged batches and with every rule, a thread spills three words: it is
-        // right, and no example of the others.
+        // In the deterministic mode, over ragged batches and with every rule, a thread spills three
+        // words. The kernel is correct, but not representative of the others.
         let spills = it.batch != Batch::Equal && it.rules == Rules::EVERY;
         if [(64, 64), (128, 128), (192, 128), (256, 256)].contains(&dims) && !spills {
             all.push(Configuration::Backward(ordered));
@@ -435,7 +439,8 @@ fn backwards() -> Vec<Configuration> {
     all
 }
 
-/// The same with `mma.sync`.
+/// Returns the kernels of the backward pass with `mma.sync`: every tuned configuration, each with
+/// its pre- and postprocessing.
 fn backward_mmas(target: Target) -> Vec<Configuration> {
     let tuned = |(element, rules)| every_tuned_backward(target, element, rules);
     let mut all = Vec::new();
@@ -451,7 +456,7 @@ fn backward_mmas(target: Target) -> Vec<Configuration> {
     all
 }
 
-/// Adds kernels that are not there yet.
+/// Appends those kernels that are not in the list yet.
 fn add_new(all: &mut Vec<Configuration>, kernels: impl IntoIterator<Item = Configuration>) {
     for kernel in kernels {
         if !all.contains(&kernel) {
@@ -460,9 +465,9 @@ fn add_new(all: &mut Vec<Configuration>, kernels: impl IntoIterator<Item = Confi
     }
 }
 
-/// Attention with `mma.sync`: what a target gets for narrow, wide and widest
-/// heads, for few queries and for keys that are split, and with sums in `f16`.
-/// Elements and masks take turns.
+/// Returns configurations of attention with `mma.sync`: what a target gets for narrow, wide and the
+/// widest heads, for few queries with split keys, and with sums in `f16`, in alternating elements
+/// and masks.
 fn mmas(target: Target) -> Vec<Mma> {
     use Element::{BF16, F16, F32};
     let cases = [
@@ -490,8 +495,8 @@ fn mmas(target: Target) -> Vec<Mma> {
     cases.into_iter().filter_map(chosen).collect()
 }
 
-/// The same with windows, chunks and what changes scores, and over ragged batches, packed and in
-/// pages.
+/// Returns configurations of attention with `mma.sync` with windows, chunks and score rules, and
+/// over ragged batches, packed and in pages.
 fn ragged_mmas(target: Target) -> Vec<Mma> {
     use Element::{BF16, F16};
     let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
@@ -525,7 +530,8 @@ fn ragged_mmas(target: Target) -> Vec<Mma> {
     cases.into_iter().filter_map(chosen).collect()
 }
 
-/// New tokens: both memory orders, without and with rotary embeddings of whole and part of a key.
+/// Returns configurations that append new tokens: to batch entries and to pages, without rotary
+/// embeddings and with embeddings of a whole key or a part of it, into 16-bit and 8-bit caches.
 fn appends(target: Target) -> Vec<Append> {
     let rotary = |dim, interleaved| Some(Rotary { dim, interleaved });
     let cases = [
@@ -543,7 +549,8 @@ fn appends(target: Target) -> Vec<Append> {
     all
 }
 
-/// Caches of 8 bits as numbers of 16: each element, kind of scales and memory order.
+/// Returns configurations that convert 8-bit caches to 16 bits: each element and each kind of
+/// scales, in batch entries and in pages.
 fn widens(target: Target) -> Vec<Widen> {
     use Element::{BF16, E4M3, E5M2, F16, Int8};
     let cases = [
@@ -564,7 +571,7 @@ fn widens(target: Target) -> Vec<Widen> {
     cases.map(widen).into_iter().filter(|it| it.cache.is_converted_by(target)).collect()
 }
 
-/// The same into caches of 8 bits: each element and kind of scales.
+/// Returns the given configurations with 8-bit caches, one with each element and kind of scales.
 fn narrow_appends(wide: &[Append]) -> Vec<Append> {
     use Scales::{One, PerHead, PerToken};
     let elements = [Element::E4M3, Element::E5M2, Element::Int8].into_iter().cycle();
@@ -578,7 +585,8 @@ fn narrow_appends(wide: &[Append]) -> Vec<Append> {
     narrow.filter(|it| it.cache.is_converted_by(it.target)).collect()
 }
 
-/// From what split attention leaves, and from each element to itself.
+/// Returns configurations that combine partial results: from the `f32` that split attention leaves,
+/// and from each element to itself.
 fn combines(target: Target) -> Vec<Combine> {
     let value_head_dim = 128;
     [Element::F16, Element::BF16]
@@ -589,7 +597,8 @@ fn combines(target: Target) -> Vec<Combine> {
         .collect()
 }
 
-/// Products: every width once, then every combination of the rest at a few widths.
+/// Returns matrix products: every number of columns once, then every combination of the other
+/// fields at a few of them.
 fn products() -> Vec<Product> {
     let mut all = Vec::new();
     for columns in (8..=256).step_by(8) {
@@ -631,7 +640,7 @@ mod tests {
     use super::*;
     use crate::forward::tuned_prefill;
 
-    /// Names are entry points and keys of caches: no two configurations share one.
+    /// Names are entry points and cache keys, so no two configurations may share one.
     #[test]
     fn names_are_unique() {
         for target in Target::NAMED {
@@ -642,8 +651,9 @@ mod tests {
         }
     }
 
-    /// What is shipped for ragged batches stands for what is chosen: tiles under a mask that no
-    /// length has them under may spill, and nobody would run them.
+    /// Every ragged configuration that is shipped is one that [`tuned_prefill`] chooses for some
+    /// length. Tiles with a mask for which no length chooses them may spill, and nobody would run
+    /// them.
     #[test]
     fn ragged_batches_of_some_length_have_each_of_their_kernels() {
         let shipped = shipped(Target::SM_90A);

@@ -1,8 +1,8 @@
-//! One `wgmma`: 64 x 64 x 16, the smallest thing the tensor cores of Hopper do.
+//! One `wgmma` of 64 x 64 x 16: the smallest complete tensor-core kernel of Hopper.
 //!
-//! A warpgroup copies both operands into shared memory with ordinary stores,
-//! tells the tensor cores about them, multiplies once and stores the result.
-//! `d = a * b^T`, with `a` and `b` of 64 rows by 16 columns.
+//! A warpgroup copies both operands into shared memory with ordinary stores, makes them visible to
+//! the async proxy, multiplies once and stores the result: `d = a * b^T`, with `a` and `b` of 64
+//! rows by 16 columns.
 
 use ptx::{
     Accumulator, Builder, Element, Expression, Fence, GlobalAddress, LoadHint, Program, Reg,
@@ -11,7 +11,7 @@ use ptx::{
 
 use crate::Error;
 
-/// What the kernel is built for.
+/// The configuration of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Single {
     /// The element of `a` and `b`: `F16` or `BF16`.
@@ -19,12 +19,12 @@ pub struct Single {
 }
 
 impl Single {
-    /// The name of this configuration.
+    /// Returns the name of this configuration.
     pub fn name(&self) -> String {
         format!("single_wgmma_{}", self.element)
     }
 
-    /// Builds the kernel: one block. Parameters: the addresses of `a`, `b`
+    /// Builds the kernel. The grid is one thread block. Parameters: the addresses of `a` and `b`
     /// (64 x 16, contiguous) and `d` (64 x 64 of `f32`, contiguous).
     pub fn program(&self) -> Result<Program, Error> {
         if !matches!(self.element, Element::F16 | Element::BF16) {
@@ -45,8 +45,8 @@ impl Single {
         let b_tile = SharedTiles::new(k, "b", layout, 1).at(k, 0);
         copy_in(k, thread, a, &a_tile);
         copy_in(k, thread, b, &b_tile);
-        // The tensor cores read through the async proxy: each thread makes its
-        // own stores visible there before all meet.
+        // The tensor cores read through the async proxy: each thread makes its own stores visible
+        // to it before the threads synchronise.
         k.fence(Fence::ProxyAsyncShared);
         k.block_sync();
 

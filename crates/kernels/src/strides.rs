@@ -1,10 +1,10 @@
-//! Tensors that a kernel reads by address: (batch, position, head, dimension) with strides.
+//! Tensors that a kernel reads and writes by address and strides: (batch, row, head, dimension).
 
 use ptx::{Builder, Element, Expression, GlobalAddress, Reg, U32, U64};
 
 use crate::parameter::{Axis, Tensor};
 
-/// The strides of a tensor, in elements; the dimension is contiguous.
+/// The strides of a tensor, in elements; the last dimension is contiguous.
 pub(crate) struct Strides {
     pub(crate) batch: Reg<U64>,
     pub(crate) row: Reg<U64>,
@@ -20,7 +20,7 @@ impl Strides {
         }
     }
 
-    /// The address of the first element of a row of a head.
+    /// Returns the address of the first element of a row of a head in a batch entry.
     pub(crate) fn row_address(
         &self,
         k: &mut Builder,
@@ -35,7 +35,7 @@ impl Strides {
     }
 }
 
-/// A tensor whose batch entries are one list of rows.
+/// A tensor whose batch entries are taken as one list of rows.
 pub(crate) struct Rows {
     address: Reg<GlobalAddress>,
     pub(crate) row: Reg<U64>,
@@ -51,7 +51,7 @@ impl Rows {
         }
     }
 
-    /// The address of the first element of a row of a head.
+    /// Returns the address of the first element of a row of a head.
     pub(crate) fn row_address(
         &self,
         k: &mut Builder,
@@ -75,7 +75,7 @@ impl Strided {
         Strided { address: tensor.address(k), strides: Strides::parameters(k, tensor) }
     }
 
-    /// The address of the first element of a row of a head.
+    /// Returns the address of the first element of a row of a head in a batch entry.
     pub(crate) fn row(
         &self,
         k: &mut Builder,

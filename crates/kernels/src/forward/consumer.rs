@@ -1,4 +1,9 @@
-//! The consumers' loop: key blocks of a tile, tiles of a block.
+//! The consumers' main loop: over the tiles of a thread block and, inside a tile, over its key
+//! blocks from the last to the first.
+//!
+//! Each step starts `S = Q K^T` of one key block together with `O += P V` of the previous block,
+//! and takes the softmax of S while the update of O still runs. The outline is in the module head
+//! of `forward`; 8-bit inputs have their own loop in `fp8`.
 
 use ptx::{Accumulate, Accumulator, Builder, Expression, Fragment, GlobalAddress, Pred, Reg, U32};
 
@@ -15,7 +20,7 @@ use crate::attention::Score;
 use crate::attention::function::lower::Functions;
 use crate::attention::scores::ScoreRule;
 
-/// What the loop carries from step to step.
+/// The state that one consumer warpgroup carries through the main loop.
 struct State<'a, T: ConsumerScheduler> {
     form: Form,
     tiles: &'a T,
@@ -24,14 +29,15 @@ struct State<'a, T: ConsumerScheduler> {
     rule: Rule,
     softmax: Softmax,
     output: Accumulator,
-    /// False until a tile's first product has been added to the output.
+    /// False until the tile's first `P V` has been started: that one overwrites `output`, later
+    /// ones accumulate.
     output_begun: Reg<Pred>,
     current: T::Current,
-    /// The block whose scores are being computed.
+    /// The key block whose scores are being computed, as its place in the tile's walk.
     block: Reg<U32>,
 }
 
-/// What the consumers of a block are given.
+/// Everything the consumer warpgroups of a thread block are given.
 pub(super) struct Consumers<'a, T: ConsumerScheduler> {
     pub(super) forward: &'a Forward,
     pub(super) shared: &'a Shared,
@@ -44,7 +50,7 @@ pub(super) struct Consumers<'a, T: ConsumerScheduler> {
     pub(super) index_from_one_lane: bool,
 }
 
-/// One warpgroup's work: 64 query rows of each of the block's tiles.
+/// Emits the code of a consumer warpgroup: 64 query rows of each of the thread block's tiles.
 pub(super) fn consume<T: ConsumerScheduler>(k: &mut Builder, given: Consumers<'_, T>) {
     if given.forward.is_fp8() {
         return fp8::consume(k, given);
@@ -52,7 +58,7 @@ pub(super) fn consume<T: ConsumerScheduler>(k: &mut Builder, given: Consumers<'_
     let Consumers { forward, shared, tiles, scores, functions, epilogue, probe, .. } = given;
     let group = Warpgroup::new(k, forward, shared, given.index_from_one_lane);
     let staging = Output::new(k, shared, &group);
-    // The probabilities of one block and of the next: they change places.
+    // P of one key block and of the next; the two fragments swap roles.
     let even = Fragment::new(k, forward.element, forward.key_block);
     let odd = Fragment::new(k, forward.element, forward.key_block);
 
@@ -83,8 +89,8 @@ pub(super) fn consume<T: ConsumerScheduler>(k: &mut Builder, given: Consumers<'_
 }
 
 impl<T: ConsumerScheduler> State<'_, T> {
-    /// The next tile's first scores are computed while a tile is stored, and
-    /// steps go in pairs, so that probabilities are never copied.
+    /// Processes the tiles as [`Form::overlap_tiles`] says: the next tile's first scores are
+    /// computed while the current tile is normalised and stored.
     fn tiles_overlapped(
         &mut self,
         k: &mut Builder,
@@ -121,7 +127,8 @@ impl<T: ConsumerScheduler> State<'_, T> {
             group.release_values(k);
             pass_over_last_values(k, *tiles, current, group, block);
             probe.stamp(k, Phase::Update);
-            // What takes in others comes last, and is not followed by another tile.
+            // Only a thread block's last tile adds the partial tiles of others (stream-K), and
+            // another tile follows this one.
             finish(k, (*tiles, current), epilogue, staging, softmax, landed, false);
             probe.stamp(k, Phase::Epilogue);
             let scores = scores.wait(k);
@@ -134,7 +141,8 @@ impl<T: ConsumerScheduler> State<'_, T> {
         self.end(k, epilogue, staging, even);
     }
 
-    /// The same arithmetic in the same order, with one copy of everything.
+    /// Processes the tiles one after the other: the same arithmetic in the same order as
+    /// [`tiles_overlapped`](State::tiles_overlapped), with one copy of each part of the code.
     fn tiles_one_by_one(
         &mut self,
         k: &mut Builder,
@@ -157,8 +165,8 @@ impl<T: ConsumerScheduler> State<'_, T> {
         });
     }
 
-    /// All of a tile's blocks after the first; the last one's probabilities
-    /// end in the first set.
+    /// Processes all key blocks of a tile after the one that is walked first. P of the last one
+    /// ends up in `even`.
     fn steps(&mut self, k: &mut Builder, [even, odd]: [&Fragment; 2]) {
         let (block, two_steps) = (self.block, self.form.two_steps);
         k.loop_(|k| {
@@ -182,7 +190,8 @@ impl<T: ConsumerScheduler> State<'_, T> {
         }
     }
 
-    /// A tile's first scores, with nothing beside them.
+    /// Computes the scores and the softmax of the key block that a tile walks first, with no other
+    /// product in flight.
     fn begin(&mut self, k: &mut Builder, p: &Fragment) {
         self.group.take_queries(k);
         self.probe.stamp(k, Phase::Queries);
@@ -197,7 +206,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
         self.first_block(k, &scores, p);
     }
 
-    /// A tile's last product, with nothing beside it, and its storing.
+    /// Computes a tile's last `O += P V`, with no other product in flight, and stores the tile.
     fn end(&mut self, k: &mut Builder, epilogue: &Epilogue, staging: &Output, p: &Fragment) {
         let State { tiles, group, probe, output, softmax, current, output_begun, .. } = self;
         let accumulate = Accumulate::If(output_begun.register());
@@ -210,7 +219,8 @@ impl<T: ConsumerScheduler> State<'_, T> {
         probe.stamp(k, Phase::Epilogue);
     }
 
-    /// A tile's first block: there is no output yet to be kept or rescaled.
+    /// Applies rule and softmax to the scores of the key block that a tile walks first, where there
+    /// is no output yet to rescale.
     fn first_block(&mut self, k: &mut Builder, scores: &Accumulator, p: &Fragment) {
         let scores = Score::of(scores);
         let last = self.tiles.is_first_block(&self.current, self.block);
@@ -229,12 +239,13 @@ impl<T: ConsumerScheduler> State<'_, T> {
         }
     }
 
-    /// One key block: the scores of this one while the output takes the last.
-    /// `before` are the probabilities of the block before, `p` those of this one.
+    /// Processes one key block: starts its scores and `O += P V` of the previous block together,
+    /// and takes the softmax of the scores while the update runs. `before` holds P of the previous
+    /// block, `p` receives P of this one.
     fn step(&mut self, k: &mut Builder, before: &Fragment, p: &Fragment) {
         let State { group, probe, output, output_begun, .. } = self;
         let accumulate = Accumulate::If(output_begun.register());
-        // Looked up while the tensor cores multiply.
+        // Loaded this early so that the products hide the latency.
         let entry = self.tiles.entry(k, &self.current, || self.block - 1);
         let prepared = group.prepare(k, before);
         group.wait_for_keys(k);
@@ -271,8 +282,9 @@ impl<T: ConsumerScheduler> State<'_, T> {
     }
 }
 
-/// The values of a block that was passed over behind the last that was walked. Before the tile is stored: its threads
-/// meet there, after which one of them gives back what this reads.
+/// Passes over the values of the tile's first key block where the warpgroup's walk ended before it.
+/// This must come before the tile is stored: the named barriers of the store order the reads of the
+/// work slot here before the slot is given back.
 fn pass_over_last_values<T: ConsumerScheduler>(
     k: &mut Builder,
     tiles: &T,
@@ -285,8 +297,8 @@ fn pass_over_last_values<T: ConsumerScheduler>(
     }
 }
 
-/// The end of a tile: stored, or left for another block to take in. A block's last tile may take in
-/// what others have left.
+/// Ends a tile: stores it, or with stream-K leaves it as a partial tile for another thread block.
+/// Only a thread block's last tile (`last`) may take in partial tiles that others have left.
 fn finish<T: ConsumerScheduler>(
     k: &mut Builder,
     (tiles, current): (&T, &T::Current),

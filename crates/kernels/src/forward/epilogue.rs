@@ -1,4 +1,5 @@
-//! The way out: normalise, round, through shared memory, and by TMA to the tensor.
+//! The epilogue: normalises a tile's output, rounds it, writes it to a staging tile in shared
+//! memory, and stores it with TMA; stores the log-sum-exps directly.
 
 use ptx::{
     Accumulator, Builder, Expression, F32, Fence, Fragment, GlobalAddress, Pred, Reg, SharedTile,
@@ -11,22 +12,22 @@ use super::warpgroup::Warpgroup;
 use super::{Shared, barrier};
 use crate::attention::rows::Finished;
 
-/// Where results go.
+/// Where the results of a tile go.
 pub(super) struct Epilogue {
     pub(super) output: TensorMap,
     pub(super) lse: Reg<GlobalAddress>,
-    /// Where parts of tiles go, where keys are shared out.
+    /// Where partial tiles go, with stream-K.
     pub(super) partials: Option<Partials>,
 }
 
-/// The shared memory through which a warpgroup's output goes, and the thread's place in it.
+/// The staging tile of a warpgroup's output, and the thread's place in it.
 pub(super) struct Output {
     tile: SharedTile,
     barrier: Reg<U32>,
     pub(super) index: Reg<U32>,
     pub(super) thread: Reg<U32>,
     warp: Reg<U32>,
-    /// True in the thread that issues the copies and waits for them.
+    /// True in the thread that issues the TMA stores and waits for them.
     pub(super) leads: Reg<Pred>,
 }
 
@@ -43,25 +44,27 @@ impl Output {
         }
     }
 
-    /// All threads of the warpgroup meet.
+    /// Synchronises the threads of the warpgroup.
     pub(super) fn meet(&self, k: &mut Builder) {
         k.barrier_sync(self.barrier, 128);
     }
 
-    /// Waits until it can be written again.
+    /// Waits until the TMA stores in flight have read the staging tile, so that it can be
+    /// overwritten.
     fn wait_until_read(&self, k: &mut Builder) {
         k.if_(self.leads, |k| k.bulk_wait_read(0));
         self.meet(k);
     }
 
-    /// Waits until everything has been written: shared memory must outlive its copies.
+    /// Waits until all TMA stores have completed: shared memory must outlive them.
     pub(super) fn drain(&self, k: &mut Builder) {
         k.if_(self.leads, |k| k.bulk_wait(0));
     }
 }
 
 impl Epilogue {
-    /// Stores the output of a finished tile. The copies are only begun.
+    /// Stores the output and the log-sum-exps of a finished tile. Returns with the TMA stores still
+    /// in flight.
     pub(super) fn store<T: ConsumerScheduler>(
         &self,
         k: &mut Builder,
@@ -76,7 +79,7 @@ impl Epilogue {
 
         let layout = staging.tile.layout();
         let first_row = k.eval(place.first_row + staging.index * 64);
-        // As many columns at a time as there is room for.
+        // As many columns at a time as the staging tile has.
         let registers = output.registers();
         for first in (0..output.columns()).step_by(layout.columns as usize) {
             let columns = layout.columns.min(output.columns() - first);
@@ -104,7 +107,8 @@ impl Epilogue {
         }
     }
 
-    /// The lane at a row's first column stores its log-sum-exp.
+    /// Stores the log-sum-exps; of the lanes that share a row, the one that holds its first column
+    /// does so.
     fn store_log_sums<T: ConsumerScheduler>(
         &self,
         k: &mut Builder,

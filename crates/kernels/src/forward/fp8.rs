@@ -1,4 +1,4 @@
-//! The consumers' loop with inputs of 8 bits (`e4m3`).
+//! The consumers' main loop with 8-bit inputs (`e4m3`).
 //!
 //! ```text
 //! for j = n-1 down to 0:
@@ -8,15 +8,18 @@
 //!     O = O 2^(m - m') + T            in f32
 //! ```
 //!
-//! docs/fp8-forward.md counts what the lines cost. Two things make it unlike the loop of 16 bits:
+//! docs/fp8-forward.md counts what each line costs. Two things set it apart from the 16-bit loop:
 //!
-//! - Hopper's tensor cores add 8-bit products to about 14 bits, so no more than one block of keys
-//!   goes into one accumulator. The second one costs nothing: its addition is the rescaling.
-//! - Weights of `e4m3` reach 448 and have four bits down to 2^-6. They are lifted by 2^8 over an
-//!   exact running maximum, so that none saturates and the tail stays normal for 14 octaves.
+//! - Hopper's tensor cores sum 8-bit products to about 14 bits only, so no more than one key block
+//!   goes into an accumulator, and blocks are added in `f32`. The second accumulator costs no
+//!   instruction: adding it and rescaling the output is one FMA.
+//! - Numbers of `e4m3` reach 448 and have four significant bits down to 2^-6. P is scaled by 2^8
+//!   relative to an exact running maximum, so that nothing saturates and the tail stays normal for
+//!   14 octaves.
 //!
-//! `T` lives where `S` lived (the assembler finds that by itself; told so, it serialises
-//! products), so that a warpgroup waits for its own products; others multiply in the meantime.
+//! `T` takes the registers of `S`. The assembler finds that by itself; when the program says so
+//! explicitly, it serialises the products. A warpgroup therefore waits for its own products, while
+//! other warpgroups multiply.
 
 use ptx::{Accumulate, Accumulator, Builder, Choose, E4M3x2, Expression, F32, Fragment, Reg, U32};
 
@@ -31,9 +34,9 @@ use crate::attention::descale::Product;
 use crate::attention::softmax::Softmax;
 use crate::attention::{ACCUMULATOR_ROWS, Score};
 
-/// Columns of the output that are multiplied at once, of each product that is under way: no more
-/// registers than the scores have left. Where it takes several, one is added to the output while the
-/// next runs (3 % at head dim 256; two halves are 2 % slower than one whole at 128).
+/// Returns the output columns of each `P V` product that may be in flight at the same time: no more
+/// registers than the scores leave free. With several products, one is added to the output while
+/// the next runs (a gain of 3 % at head dim 256; at 128, two halves are 2 % slower than one whole).
 fn slots(forward: &Forward) -> &'static [u32] {
     match forward.value_head_dim {
         129.. => &[64, 32],
@@ -42,46 +45,50 @@ fn slots(forward: &Forward) -> &'static [u32] {
     }
 }
 
-/// The binary logarithm of the largest weight.
+/// The binary logarithm of the largest P: P is scaled by `2^LIFT`.
 const LIFT: f32 = 8.0;
 
-/// Masked scores times a scale of zero would not be numbers; with this one they are weighed alike. A
-/// scale below zero, which factors on a device may come to, makes the tile NaN: the largest score
-/// would not be the largest.
+/// The least scale of scores. Masked scores, minus infinity, times a scale of zero would be NaN;
+/// with this scale instead of zero all visible keys get the same weight. A negative scale, which
+/// descale factors on the device may lead to, makes the tile NaN: the row maximum would not be the
+/// largest scaled score.
 const LEAST_SCALE: f32 = 1e-20;
 
-/// When a warpgroup passes its turn at the tensor cores on: when its scores are under way, or have
-/// landed.
+/// When a warpgroup passes its turn at the tensor cores on: when its scores have been started, or
+/// when they have landed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Pass {
     Started,
     Landed,
 }
 
-/// What the loop carries from step to step.
+/// The state that one consumer warpgroup carries through the main loop.
 struct State<'a, T: ConsumerScheduler> {
     tiles: &'a T,
     group: Warpgroup<'a>,
     probe: Probe,
     rule: Rule,
     softmax: Softmax,
-    /// What makes scores of products: the launch's, and the tile's.
+    /// The scale of the launch, in units of log2.
     scale_log2: Reg<F32>,
+    /// The scale that the softmax applies in this tile: with the descale factor of `Q K^T`, unless
+    /// `descale` applies that.
     tile_scale: Reg<F32>,
-    /// The tile's factor of products, where scores are changed before they are scaled.
+    /// The tile's descale factor of `Q K^T`, where score rules need scores in their own units
+    /// before the scale.
     descale: Option<Reg<F32>>,
-    /// The weights of a block.
+    /// P of a key block.
     weights: Fragment,
     output: Accumulator,
-    /// Columns of it that are multiplied at once, of each product that is under way.
+    /// The output columns of each `P V` product in flight ([`slots`]).
     slots: &'static [u32],
-    /// When the turn is passed on.
+    /// When the turn at the tensor cores is passed on.
     pass: Pass,
     current: T::Current,
     block: Reg<U32>,
 }
 
-/// One warpgroup's work: 64 query rows of each of the block's tiles.
+/// Emits the code of a consumer warpgroup: 64 query rows of each of the thread block's tiles.
 pub(super) fn consume<T: ConsumerScheduler>(k: &mut Builder, given: Consumers<'_, T>) {
     let Consumers { forward, shared, tiles, scores, functions, epilogue, probe, .. } = given;
     let group = Warpgroup::new(k, forward, shared, given.index_from_one_lane);
@@ -100,7 +107,8 @@ pub(super) fn consume<T: ConsumerScheduler>(k: &mut Builder, given: Consumers<'_
         weights: Fragment::new(k, forward.element, forward.key_block),
         output: Accumulator::new(k, forward.value_head_dim),
         slots: slots(forward),
-        // Measured: 1 % at 64 and 128, where exponentials take longer than products; minus 1 % at 256.
+        // Measured: `Landed` gains 1 % at head dims 64 and 128, where exponentials take longer than
+        // products, and loses 1 % at 256.
         pass: if forward.value_head_dim > 128 { Pass::Started } else { Pass::Landed },
         current: tiles.current(k, &tile),
         block: k.variable(tiles.last_block(&tile)),
@@ -125,12 +133,12 @@ pub(super) fn consume<T: ConsumerScheduler>(k: &mut Builder, given: Consumers<'_
 }
 
 impl<T: ConsumerScheduler> State<'_, T> {
-    /// All key blocks of a tile.
+    /// Computes all key blocks of a tile.
     fn tile(&self, k: &mut Builder) {
         let State { tiles, group, probe, softmax, output, current, .. } = self;
         let descale = tiles.descale(k, current, Product::Scores);
         match self.descale {
-            // What changes scores is given them in their own units.
+            // Score rules take scores in their own units, so the descale factor comes first.
             Some(register) => {
                 k.set(register, descale);
                 k.set(self.tile_scale, self.scale_log2);
@@ -151,7 +159,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
         self.blocks(k);
     }
 
-    /// Scores, weights, output: one after the other.
+    /// Loops over the key blocks of a tile: scores, softmax and output, one after the other.
     fn blocks(&self, k: &mut Builder) {
         let State { tiles, group, probe, current, block, .. } = self;
         group.ping_pong.take(k);
@@ -168,21 +176,21 @@ impl<T: ConsumerScheduler> State<'_, T> {
             }
             group.release_keys(k);
             let last = k.eval(tiles.is_first_block(current, *block));
-            // The next tile's queries come while this one's last block is weighed.
+            // The next tile's queries are loaded during the softmax of this tile's last key block.
             k.if_(last, |k| group.release_queries(k));
             probe.stamp(k, Phase::Scores);
             let factors = self.raise(k, &scores);
             self.weigh(k, &scores);
             self.update(k, &factors);
-            // The exit stands last, so that there is one copy of everything.
+            // The exit is at the end, so that there is one copy of the loop's body.
             k.break_if(last);
             k.set(*block, *block - 1);
         });
         group.ping_pong.pass(k);
     }
 
-    /// Products become scores, and the rows' references their exact maximum; the result is what the
-    /// output so far is multiplied with.
+    /// Turns products into scores and raises the rows' references to the exact running maximum.
+    /// Returns the factors by which the output so far must be rescaled.
     fn raise(&self, k: &mut Builder, scores: &[Score]) -> [Reg<F32>; 2] {
         let State { tiles, softmax, current, block, .. } = self;
         let entry = tiles.entry(k, current, || (*block).into());
@@ -197,12 +205,12 @@ impl<T: ConsumerScheduler> State<'_, T> {
         factors
     }
 
-    /// Scores become weights.
+    /// Turns scores into P, rounded to `e4m3`, and adds the row sums.
     fn weigh(&self, k: &mut Builder, scores: &[Score]) {
         let mut pairs: Vec<Reg<E4M3x2>> = Vec::new();
         let sums = self.softmax.exponentials(k, scores, |k, _, [low, high]| {
             pairs.push(k.pack::<E4M3x2>(low, high));
-            // Pairs of two groups of eight columns, of two rows each: four of each row.
+            // Pairs of two groups of eight columns, of two rows each: four elements of each row.
             if let [.., first, first_below, second, second_below] = pairs[..]
                 && pairs.len().is_multiple_of(4)
             {
@@ -215,7 +223,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
         self.probe.stamp(k, Phase::Softmax);
     }
 
-    /// `O = O f + P V`, in pieces of the output's columns.
+    /// Computes `O = O f + P V`, piece by piece of the output's columns.
     fn update(&self, k: &mut Builder, factors: &[Reg<F32>; 2]) {
         let State { group, probe, .. } = self;
         group.wait_for_values(k);
@@ -244,7 +252,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
         probe.stamp(k, Phase::Update);
     }
 
-    /// The output's columns in pieces, which take the slots in turns.
+    /// Splits the output's columns into pieces, which use the slots in turn.
     fn pieces(&self, k: &mut Builder) -> Vec<Piece> {
         let slots: Vec<Accumulator> =
             self.slots.iter().map(|columns| Accumulator::new(k, *columns)).collect();
@@ -261,7 +269,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
         pieces
     }
 
-    /// Multiplies columns of the output with their rows' factors and adds a product.
+    /// Multiplies columns of the output by their rows' factors and adds a product.
     fn add(&self, k: &mut Builder, factors: &[Reg<F32>; 2], Piece { first, product }: &Piece) {
         let sums = &self.output.registers()[*first as usize / 2..];
         for (index, (sum, part)) in sums.iter().zip(product.registers()).enumerate() {
@@ -271,7 +279,7 @@ impl<T: ConsumerScheduler> State<'_, T> {
     }
 }
 
-/// Some columns of a block's part of the output.
+/// `P V` of a key block for some columns of the output; `first` is the first of them.
 struct Piece {
     first: u32,
     product: Accumulator,

@@ -1,20 +1,21 @@
-//! Lists of tiles, one for each block: work of unequal length shared out evenly.
+//! Tile lists, one for each thread block: tiles of unequal length, distributed evenly on the host.
 //!
-//! With a mask tiles differ in length. Two ways to share them out, each
-//! measured to be the better one somewhere:
+//! With a mask tiles differ in length. They are distributed in one of two ways, each of which was
+//! measured to be the faster one for some problems:
 //!
-//! - *pairs*: the longest tile of a head with its shortest, the next longest
-//!   with the next shortest, and so on: all pairs are the same work, and a block
-//!   takes pairs in turn. Both tiles of a pair read the same keys and values.
-//!   What does not fill a last round is given out tile by tile, longest first; and one or two
-//!   rounds more, where that leaves the block with the most to do less.
-//! - *longest first*: every tile to whichever block has the least to do, heads
-//!   in groups that fill the GPU, or the last ones all together, or the short tiles of all at last,
-//!   whichever leaves less. Best where a head alone nearly fills it, and for windows and chunks, whose
-//!   pairs are not the same work.
+//! - *Pairs*: the longest tile of a head goes with its shortest, the next longest with the next
+//!   shortest, and so on. All pairs are the same amount of work, and thread blocks take pairs in
+//!   turn. Both tiles of a pair read the same keys and values. The pairs that do not fill a last
+//!   wave are distributed tile by tile, longest first; so are those of one or two more waves, where
+//!   that lowers the load of the busiest thread block.
+//! - *Longest first*: each tile goes to the thread block with the least work so far. Heads are
+//!   distributed in groups that fill the GPU; or the last ones all together; or with the short
+//!   tiles of all heads at the very end; whichever gives the busiest thread block the least work.
+//!   This is best where one head alone nearly fills the GPU, and for windows and chunks, whose
+//!   pairs are not equal work.
 //!
-//! Without a mask all tiles are alike; lists then say how the last round is shared out by keys
-//! (`stream_k`).
+//! Without a mask all tiles are alike. Lists are then used only with stream-K, to split the last
+//! wave along the keys (`stream_k`).
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -24,43 +25,43 @@ use super::Forward;
 use crate::attention::Window;
 use crate::attention::function::{BlockCounts, Walked};
 
-/// The tiles that each block takes, in order.
+/// The tiles that each thread block computes, in order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TileLists {
-    /// Blocks of the grid.
+    /// Thread blocks of the grid.
     pub blocks: u32,
-    /// What the kernel reads: for each block, where its list begins; then the
-    /// lists, tile numbers (row tiles fastest, then heads, then batch), each
-    /// ended by [`TileLists::END`]; then parts of tiles, where keys are shared out (stream-K).
+    /// What the kernel reads: for each thread block, the index of the word at which its list
+    /// begins; then the lists of tile numbers (row tiles fastest, then heads, then batch), each
+    /// ended by [`TileLists::END`]; with stream-K, then the descriptions of parts of tiles.
     pub words: Vec<u32>,
-    /// Places that parts of tiles are left at, where keys are shared out.
+    /// With stream-K, the number of partial tiles that the workspace must have room for.
     pub places: u32,
 }
 
-/// What a key block costs. Everything else is in parts of it.
+/// The cost of a key block. The other costs are in the same unit, a quarter of a key block.
 pub(crate) const BLOCK: u64 = 4;
-/// What a tile costs beyond its key blocks: the first scores, which nothing overlaps, and the way
-/// out.
+/// The cost of a tile beyond its key blocks: the first scores, which nothing overlaps, and the
+/// epilogue.
 pub(crate) const OVERHEAD: u64 = 2 * BLOCK;
-/// What a mask costs that is evaluated over a block: inferred, not timed by itself. 1.2 to 1.4
-/// blocks explain the times of two problems with documents on an H200.
+/// The cost of evaluating a mask function over a key block. Inferred, not timed by itself: 1.2 to
+/// 1.4 key blocks explain the times of two problems with document masks on an H200.
 pub(crate) const EVALUATION: u64 = 5;
 
-/// In the last round every block has work for so many of the longest tile.
+/// The work of the last group of heads, for each thread block, in units of the longest tile.
 const LAST_ROUND: u64 = 2;
-/// Rounds of pairs that are tried to be given out longest first, beside what does not fill one.
+/// Full waves of pairs that, in addition to the incomplete one, may be distributed longest first.
 const ROUNDS_TRIED: u64 = 2;
-/// Shorter tiles are held back to the end where they are no more than one part of these.
+/// Shorter tiles are held back to the end only if they are less than one part in this many of the
+/// work.
 const FEW_SHORTER: u64 = 8;
 
 impl TileLists {
-    /// Ends a list.
+    /// The word that ends a list.
     pub const END: u32 = u32::MAX;
 
-    /// Shares out the tiles of a problem over at most `processors` blocks; tiles cost what they see
-    /// through the window.
-    /// Where a mask is a function, `seen` has the key blocks of each tile.
-    /// `cache_bytes` is the part of the second-level cache to count on.
+    /// Distributes the tiles of a problem over at most `processors` thread blocks. A tile costs
+    /// what its rows see through `window`; with a mask function, `seen` has the key blocks of each
+    /// tile instead. `cache_bytes` is the part of L2 to count on.
     pub fn new(
         forward: &Forward,
         window: &Window,
@@ -86,12 +87,13 @@ impl TileLists {
             Some(seen) => seen.of_head(head)[row_tile as usize].cost(),
         };
         let number = |head: u64, row_tile: u32| (head * row_tiles as u64) as u32 + row_tile;
-        // By name the causal mask alone; a function may make the same of its tiles.
+        // Of the named masks only the causal one has even pairs; those of a mask function may be
+        // even too.
         let even = match seen {
             None => !forward.rules.mask.is_window(),
             Some(_) => (0..all_heads).all(|head| pairs_are_even(row_tiles, |it| cost(head, it))),
         };
-        // Tiles that cost less than what is held back come at last, those of all heads together.
+        // Tiles that cost less than `held_back` are distributed last, those of all heads together.
         let longest_first = |last_round: u64, held_back: u64| {
             let tiles = |heads: Range<u64>| {
                 let tiles =
@@ -117,7 +119,7 @@ impl TileLists {
             let head = pair / pairs_of_head as u64;
             let short = (pair % pairs_of_head as u64) as u32;
             let long = row_tiles - 1 - short;
-            // Of an odd number of tiles the middle one is alone.
+            // With an odd number of tiles, the middle one is alone.
             let both = [Some(long), (short != long).then_some(short)];
             both.into_iter().flatten().map(move |it| (number(head, it), cost(head, it)))
         };
@@ -166,8 +168,10 @@ impl TileLists {
         TileLists { blocks, words, places: 0 }
     }
 
-    /// How tiles are shared out on the device, where what they cost is not known here: heads of a group, and the
-    /// first head of the last one, by what the window leaves of them.
+    /// Returns how heads are grouped where the device distributes the tiles
+    /// ([`TileSharer`](crate::TileSharer)), because the host does not know what they cost: the
+    /// number of heads per group, and the first head of the last group. Costs are estimated from
+    /// the window alone.
     pub fn groups(
         forward: &Forward,
         window: &Window,
@@ -187,14 +191,15 @@ impl TileLists {
 }
 
 impl Walked {
-    /// What the tile costs.
+    /// Returns the cost of a tile that walks these key blocks.
     fn cost(&self) -> u64 {
         u64::from(self.blocks.max(1)) * BLOCK + u64::from(self.evaluated) * EVALUATION + OVERHEAD
     }
 }
 
-/// The first head of the last round: it shall have short tiles enough for its longest. Where a mask is
-/// a function, tiles differ more than heads of a round make good.
+/// Returns the first head of the last group, which is larger than the others so that it has enough
+/// short tiles to balance its longest ones. With a mask function, tiles differ by more than the
+/// heads of a normal group can balance.
 fn last_round(all_heads: u64, row_tiles: u32, blocks: u32, cost: impl Fn(u64, u32) -> u64) -> u64 {
     let costs = |head: u64| (0..row_tiles).map(|row_tile| cost(head, row_tile)).collect::<Vec<_>>();
     let longest = (0..all_heads).flat_map(costs).max().unwrap_or(0);
@@ -206,9 +211,9 @@ fn last_round(all_heads: u64, row_tiles: u32, blocks: u32, cost: impl Fn(u64, u3
     all_heads - (0..all_heads).rev().take_while(fits).count() as u64
 }
 
-/// What the tiles of a head may cost less than, so that those are a small part of it. Tiles under a window are of one
-/// length but for the first and the last: given out at last, these fill what the others leave. They find
-/// less in the cache then, so they must be few.
+/// Returns cost bounds below which the tiles of a head are a small part of its work. Under a window
+/// all tiles have the same length but for the first and the last of a head: distributed last, these
+/// fill the gaps that the others leave. They find less in the cache then, so they must be few.
 fn few_shorter(costs: &[u64]) -> impl Iterator<Item = u64> {
     let longest = costs.iter().copied().max().unwrap_or(0);
     let all: u64 = costs.iter().sum();
@@ -218,8 +223,8 @@ fn few_shorter(costs: &[u64]) -> impl Iterator<Item = u64> {
     })
 }
 
-/// Whether tiles grow from the first to the last, so that all pairs are the same work but for the
-/// rounding to whole blocks.
+/// Returns whether tiles grow from the first to the last such that all pairs are the same work, but
+/// for the rounding to whole key blocks.
 fn pairs_are_even(row_tiles: u32, cost: impl Fn(u32) -> u64) -> bool {
     let grows = (1..row_tiles).all(|row_tile| cost(row_tile - 1) <= cost(row_tile));
     let pairs = (0..row_tiles / 2).map(|short| cost(short) + cost(row_tiles - 1 - short));
@@ -228,13 +233,13 @@ fn pairs_are_even(row_tiles: u32, cost: impl Fn(u32) -> u64) -> bool {
     grows && most <= least.saturating_add(BLOCK + EVALUATION)
 }
 
-/// Blocks and what they have been given.
+/// Thread blocks and the tiles they have been given.
 #[derive(Clone)]
 struct Shares {
     lists: Vec<Vec<u32>>,
     loads: Vec<u64>,
-    /// Blocks by what they have to do, the least first; may be out of date,
-    /// which shows by the load.
+    /// Thread blocks by their load, the least first. Entries whose load differs from `loads` are
+    /// out of date.
     free: BinaryHeap<Reverse<(u64, usize)>>,
 }
 
@@ -247,15 +252,16 @@ impl Shares {
         }
     }
 
-    /// The first of some ways, unless another one leaves clearly less: ways that should be 0.7 % faster
-    /// were 0.5 % slower and 0.2 % faster, those of 1 % and more 0.6 to 1.5 % faster.
+    /// Returns the first of several distributions, unless the largest load of another one is
+    /// clearly smaller. Distributions that should have been 0.7 % faster were measured 0.5 % slower
+    /// and 0.2 % faster; those that should have been 1 % faster or more were 0.6 to 1.5 % faster.
     fn best(mut ways: impl Iterator<Item = Shares>) -> Option<Shares> {
         let first = ways.next()?;
         let best = ways.min_by_key(Shares::most);
         best.filter(|best| best.most() * 125 < first.most() * 124).or(Some(first))
     }
 
-    /// What the block with the most to do has.
+    /// Returns the load of the busiest thread block.
     fn most(&self) -> u64 {
         self.loads.iter().copied().max().unwrap_or(0)
     }
@@ -266,7 +272,8 @@ impl Shares {
         self.free.push(Reverse((self.loads[block], block)));
     }
 
-    /// Gives tiles with their costs, the longest first, each to the block with the least to do.
+    /// Gives tiles with their costs, the longest first, each to the thread block with the least
+    /// load.
     fn give_longest_first(&mut self, mut tiles: Vec<(u32, u64)>) {
         tiles.sort_by_key(|(_, cost)| Reverse(*cost));
         for (tile, cost) in tiles {
@@ -274,7 +281,7 @@ impl Shares {
         }
     }
 
-    /// Gives a tile to the block with the least to do.
+    /// Gives a tile to the thread block with the least load.
     fn give(&mut self, tile: u32, cost: u64) {
         while let Some(Reverse((load, block))) = self.free.pop() {
             if load == self.loads[block] {
@@ -285,8 +292,9 @@ impl Shares {
 }
 
 impl Forward {
-    /// Heads whose tiles are given out together: enough for every block to have one, if the cache holds
-    /// their keys. Query heads that share keys and values come together.
+    /// Returns the number of heads whose tiles are distributed together: enough to give every
+    /// thread block a tile, as long as L2 holds their keys and values. Query heads that share a key
+    /// head stay together.
     fn heads_together(
         &self,
         row_tiles: u32,
@@ -302,12 +310,12 @@ impl Forward {
         wanted.min(held).max(1).next_multiple_of(group_size)
     }
 
-    /// From how many tiles of a head on they are given out longest first.
+    /// Returns the number of row tiles per head from which on tiles are distributed longest first.
     fn longest_first_from(&self) -> u32 {
         if self.warpgroups == 3 { 40 } else { 100 }
     }
 
-    /// Key blocks that a row tile needs.
+    /// Returns the number of key blocks that a row tile needs.
     fn key_blocks(&self, window: &Window, row_tile: u32, [queries, keys]: [u32; 2]) -> u64 {
         let rows = i64::from(self.query_rows());
         let first_row = i64::from(row_tile) * rows;
@@ -391,7 +399,8 @@ mod tests {
         }
     }
 
-    /// A function that sees as a causal mask does is shared out as one, and others longest first.
+    /// The tiles of a mask function that equals the causal mask are distributed like those of the
+    /// causal mask, others longest first.
     #[test]
     fn functions_are_shared_out_by_what_they_see() {
         let forward = forward(Rules::CAUSAL);
@@ -420,13 +429,13 @@ mod tests {
             before.ge(0) & before.lt(700)
         }));
         assert_ne!(found, by_name);
-        // A head's last tile before its first: they are no pair.
+        // Distributed in pairs, the second tile would be the first one of a head.
         let begin = found.words[0] as usize;
         assert!(found.words[begin..begin + 2].iter().all(|tile| tile % 20 > 3));
     }
 
-    /// 16,384 tokens of 2048 under a causal mask: with whole rounds of pairs some blocks had up to
-    /// 2.6 % more to do than the mean.
+    /// 16,384 tokens with a hidden dimension of 2048 under a causal mask: with full waves of pairs,
+    /// some thread blocks had up to 2.6 % more work than the mean.
     #[test]
     fn the_last_pairs_leave_nobody_behind() {
         for (head_dim, key_block, warpgroups, length, slack) in [
@@ -451,8 +460,8 @@ mod tests {
         }
     }
 
-    /// 16,384 tokens of 8192 under a window: with the short tiles of each head among its others some
-    /// blocks had 1.017 to 1.065 times the mean to do.
+    /// 16,384 tokens in sequences of 8192 under a window: with the short tiles of each head among
+    /// its others, some thread blocks had 1.017 to 1.065 times the mean work.
     #[test]
     fn short_tiles_fill_what_long_ones_leave() {
         for (head_dim, key_block, left, slack) in [
@@ -483,7 +492,8 @@ mod tests {
         let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
         for (rules, window, slack) in [
             (Rules::CAUSAL, Window::CAUSAL, 1.02),
-            // Tiles of nearly one length: 2752 over 132 blocks are 20.8 each, and some have 21.
+            // Tiles of nearly equal length: 2752 over 132 thread blocks are 20.8 each, and some
+            // have 21.
             (Rules::LOCAL, window, 1.05),
             (chunked, chunks, 1.05),
         ] {

@@ -1,8 +1,8 @@
-//! Attention forward on Hopper.
+//! Attention forward on Hopper: a persistent, warp-specialised kernel.
 //!
-//! One producer thread brings tiles with TMA; one to three consumer warpgroups
-//! take 64 query rows each and walk the key blocks from the last to the first.
-//! Inside a warpgroup the tensor cores and the exponentials overlap:
+//! One producer thread loads the tiles of Q, K and V with TMA. One to three consumer warpgroups
+//! compute 64 query rows each and walk the key blocks from the last to the first. Inside a
+//! warpgroup the products and the exponentials overlap:
 //!
 //! ```text
 //! S(n-1) = Q K(n-1)^T;  P(n-1) = softmax(S(n-1))
@@ -16,15 +16,17 @@
 //! wait for O; normalise; store
 //! ```
 //!
-//! Warpgroups take turns at the tensor cores, so that one computes
-//! exponentials while another multiplies. Blocks stay and take tile after tile.
-//! The parts have a file each: `producer`, `consumer` (the loop above),
-//! `walk`, `warpgroup`, `rule`, `softmax`, `epilogue`; `scheduler` says what they
-//! must know of tiles, which come from `static_scheduler` with `lists`, or for
-//! ragged batches ([`Prefill`]) from `dynamic_scheduler` or `single_tile`. `tuned` says what serves
-//! which problem, and `probe` takes the time of all that.
+//! Warpgroups take turns at the tensor cores (ping-pong), so that one computes exponentials while
+//! another multiplies. Thread blocks are persistent: each processes tile after tile.
 //!
-//! With inputs of 8 bits `fp8` is the consumers' loop, and `transposer` turns values on the way.
+//! Each part has its own file: `producer`, `consumer` (the loop above), `warpgroup`, `walk`,
+//! `rule`, `softmax` and `epilogue`. `scheduler` holds the traits of the tile schedulers. Batches
+//! of equal lengths use `static_scheduler`, with tile lists from `lists` and `stream_k`; ragged
+//! batches ([`Prefill`]) use `dynamic_scheduler` or `single_tile`. `tuned` chooses the
+//! configuration for a problem, and `probe` adds timestamps.
+//!
+//! With 8-bit inputs, `fp8` is the consumers' loop and `transposer` transposes the values in shared
+//! memory.
 
 mod consumer;
 mod dynamic_scheduler;
@@ -73,62 +75,62 @@ pub(crate) use partials::{FRESH, PARTIAL_STEP};
 use static_scheduler::StaticScheduler;
 use transposer::Transposed;
 
-/// What the kernel is built for.
+/// The configuration of the forward kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Forward {
     /// The element of queries, keys and values: `F16`, `BF16` or `E4M3`.
     pub element: Element,
-    /// The element of the output: that of the inputs, or of 8-bit ones `F16` or `BF16`.
+    /// The element of the output: that of the inputs, or `F16` or `BF16` with 8-bit inputs.
     pub output: Element,
-    /// The width of queries and keys: a multiple of 16 bytes up to 256 elements.
+    /// The head dimension of queries and keys: a multiple of 16 bytes, up to 256 elements.
     pub head_dim: u32,
-    /// The width of values and outputs: likewise.
+    /// The head dimension of values and outputs: a multiple of 16 bytes, up to 256 elements.
     pub value_head_dim: u32,
-    /// Which keys a query sees, and what changes scores.
+    /// The mask and the score rules.
     pub rules: Rules,
-    /// Consumer warpgroups, of 64 query rows each.
+    /// The number of consumer warpgroups, one to three, of 64 query rows each.
     pub warpgroups: u32,
-    /// Keys in a block: a multiple of 16, of 32 with 8-bit inputs.
+    /// Keys of a key block: a multiple of 16 up to 256; of 32 with 8-bit inputs.
     pub key_block: u32,
-    /// Stages of the key pipeline and of the value pipeline; with 8-bit inputs also of transposed
-    /// values.
+    /// Stages of the key pipeline and of the value pipeline; with 8-bit inputs also of the pipeline
+    /// of transposed values.
     pub stages: u32,
-    /// Query tiles in shared memory: 2 lets the next tile's come early.
+    /// Query tiles in shared memory: with 2, the next tile's queries are loaded early.
     pub query_buffers: u32,
-    /// Where the tensor cores take queries from.
+    /// Where the tensor cores read Q from: shared memory or registers.
     pub query_source: Source,
-    /// Whether warpgroups take turns at the tensor cores.
+    /// Whether warpgroups take turns at issuing products (ping-pong).
     pub ping_pong: bool,
-    /// How the code is laid out: the same results bit for bit.
+    /// How the code is laid out; every form gives the same results bit for bit.
     pub form: Form,
-    /// Whether the tiles of a last, incomplete round are shared out by keys (stream-K): with 16-bit
-    /// inputs, where no mask makes tiles of unequal length.
+    /// Whether the tiles of the last, incomplete wave are split along the keys (stream-K). This
+    /// needs 16-bit inputs and tiles of equal length, that is, no mask.
     pub stream_k: bool,
 }
 
-/// How a kernel's code is laid out. Every form gives the same results.
+/// How a kernel's code is laid out. Every form gives the same results bit for bit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Form {
-    /// Whether a tile's first scores are computed while the one before is
-    /// stored. It shortens short sequences.
+    /// Whether a tile's first scores are computed while the previous tile is stored. This saves
+    /// time on short sequences.
     pub overlap_tiles: bool,
-    /// Whether the body of the loop is two steps, which lets two sets of
-    /// registers for probabilities change places, instead of one and a copy.
+    /// Whether the body of the main loop is unrolled to two steps, so that two sets of registers
+    /// for P swap roles, instead of P being copied after each step.
     pub two_steps: bool,
-    /// Whether the guard's slow path has exponentials of its own, instead of
-    /// going back to those of the fast one.
+    /// Whether the slow path of the guarded softmax has its own copy of the exponentials, instead
+    /// of branching back to those of the fast path.
     pub slow_path_apart: bool,
 }
 
 impl Form {
-    /// What runs fastest in most configurations.
+    /// The form that runs fastest in most configurations.
     pub const FULL: Form = Form { overlap_tiles: true, two_steps: true, slow_path_apart: true };
-    /// One copy of everything: half the time to compile. It runs while
-    /// another form is compiled.
+    /// The form with one copy of everything, which takes half the time to compile. It runs while
+    /// another form is being compiled.
     pub const COMPACT: Form =
         Form { overlap_tiles: false, two_steps: false, slow_path_apart: false };
 
-    /// What distinguishes it from [`Form::FULL`], for names.
+    /// Returns what distinguishes this form from [`Form::FULL`], as the suffix of a kernel name.
     fn suffix(self) -> String {
         if self == Form::COMPACT {
             return "_compact".to_owned();
@@ -147,16 +149,16 @@ impl Form {
     }
 }
 
-/// Named barriers of the block; 0 is for all its threads. There is one of each
-/// for every consumer warpgroup.
+/// The first index of each kind of named barrier. Every kind has one barrier for each consumer
+/// warpgroup; barrier 0 is `bar.sync` of the whole thread block.
 mod barrier {
-    /// Whose turn it is at the tensor cores.
+    /// Barriers at which a warpgroup waits for its turn at the tensor cores.
     pub(super) const TURN: u32 = 1;
-    /// The threads of one warpgroup, around the storing of its output.
+    /// Barriers of the threads of one warpgroup, used while it stores its output.
     pub(super) const OUTPUT: u32 = 4;
 }
 
-/// The shared memory and what signals in it.
+/// The tiles in shared memory and the mbarrier pipelines that guard them.
 struct Shared {
     queries: SharedTiles,
     keys: SharedTiles,
@@ -165,11 +167,11 @@ struct Shared {
     query_pipeline: Pipeline,
     key_pipeline: Pipeline,
     value_pipeline: Pipeline,
-    /// Values as the tensor cores take those of 8 bits.
+    /// With 8-bit inputs, the transposed values: `wgmma` reads 8-bit operands K-major only.
     transposed: Option<Transposed>,
 }
 
-/// The tensor maps.
+/// The TMA descriptors (tensor maps) of the inputs and the output.
 struct Maps {
     queries: TensorMap,
     keys: TensorMap,
@@ -178,12 +180,13 @@ struct Maps {
 }
 
 impl Forward {
-    /// The name of this configuration.
+    /// Returns the name of this configuration, which is also the kernel's entry point.
     pub fn name(&self) -> String {
         self.named("forward", &format!("_{}", self.rules.name()))
     }
 
-    /// The name of a kernel of some family with these tiles.
+    /// Returns the name of a kernel of the given family with these tiles; `rules` is the part of
+    /// the name that describes the mask and score rules.
     fn named(&self, family: &str, rules: &str) -> String {
         let Forward { element, output, head_dim, value_head_dim, warpgroups, .. } = self;
         let Forward { key_block, stages, query_buffers, query_source, ping_pong, form, .. } = self;
@@ -201,59 +204,61 @@ impl Forward {
         )
     }
 
-    /// Whether its blocks take tiles from [`TileLists`]: where a mask makes tiles of unequal length,
-    /// or tiles are shared out by keys.
+    /// Returns whether thread blocks read their tiles from [`TileLists`]: where a mask makes tiles
+    /// of unequal length, or with stream-K.
     pub fn takes_lists(&self) -> bool {
         self.stream_k || self.is_uneven()
     }
 
-    /// Whether a mask makes tiles of unequal length.
+    /// Returns whether a mask makes tiles of unequal length.
     fn is_uneven(&self) -> bool {
         self.rules.mask != MaskKind::Dense || self.takes_block_lists()
     }
 
-    /// Whether its tiles take key blocks from lists: where a mask is a function.
+    /// Returns whether tiles read their key blocks from lists, which is so with a mask function.
     pub fn takes_block_lists(&self) -> bool {
         self.rules.mask_function.is_some()
     }
 
-    /// Whether its inputs have 8 bits: other loops, and values transposed on the way.
+    /// Returns whether the inputs have 8 bits, which take other loops and transposed values.
     pub fn is_fp8(&self) -> bool {
         self.element.bytes() == 1
     }
 
-    /// Query rows of a tile.
+    /// Returns the query rows of a tile: 64 for each consumer warpgroup.
     pub fn query_rows(&self) -> u32 {
         self.warpgroups.saturating_mul(64)
     }
 
-    /// The tile of queries. The inner extent is padded to whole steps of the
-    /// tensor cores; TMA fills what lies beyond the tensor with zeros.
+    /// Returns the layout of a query tile. The head dimension is padded to whole `wgmma` steps; TMA
+    /// fills the padding with zeros.
     pub fn query_layout(&self) -> TileLayout {
         self.layout(self.query_rows(), self.inner_extent())
     }
 
-    /// The tile of keys.
+    /// Returns the layout of a key tile, padded like the query tile.
     pub fn key_layout(&self) -> TileLayout {
         self.layout(self.key_block, self.inner_extent())
     }
 
-    /// The inner extent of scores in whole steps of the tensor cores, of 32 bytes each.
+    /// Returns the inner extent of `Q K^T`: the head dimension in whole `wgmma` steps of 32 bytes.
     fn inner_extent(&self) -> u32 {
         self.head_dim.next_multiple_of(32 / self.element.bytes().clamp(1, 2))
     }
 
-    /// The tile in which values come: all keys of a block, or a part of them.
+    /// Returns the layout of a value tile as TMA loads it: all keys of a key block, or half of
+    /// them.
     pub fn value_layout(&self) -> TileLayout {
         self.value_part().1
     }
 
-    /// The tile of transposed values: a row for each column of values.
+    /// Returns the layout of a transposed value tile: one row for each value column.
     pub fn transposed_layout(&self) -> TileLayout {
         TileLayout::widest(self.element, self.value_head_dim, self.key_block)
     }
 
-    /// What one warpgroup stores at a time: as many columns as fit beside the rest.
+    /// Returns the layout of the staging tile through which one warpgroup stores its output: as
+    /// many columns as fit into shared memory beside the inputs.
     pub fn output_layout(&self) -> TileLayout {
         let columns = self.value_head_dim.next_multiple_of(64);
         let fits = |columns: &u32| {
@@ -276,9 +281,12 @@ impl Forward {
         TileLayout { element: self.element, rows, columns, swizzle: Swizzle::B128 }
     }
 
-    /// Stages of values as they come, and the tile of one. Transposed ones have stages of their own
-    /// behind them; where not all fit into shared memory, values come in halves of a block, so that
-    /// one part is copied while another is transposed.
+    /// Returns the number of value stages that TMA fills and the layout of one stage.
+    ///
+    /// With 8-bit inputs the transposed values need stages of their own. Where these and whole
+    /// value stages do not fit into shared memory together, a stage holds half of a key block, so
+    /// that one half is loaded while the other is transposed; failing that, there is one whole
+    /// stage.
     fn value_part(&self) -> (u32, TileLayout) {
         let least = self.staged(64).bytes().saturating_mul(self.warpgroups).saturating_add(1024);
         let part = |keys: u32| self.layout(keys, self.value_head_dim);
@@ -311,16 +319,17 @@ impl Forward {
         .fold(0, |sum, (count, bytes)| sum.saturating_add(count.saturating_mul(bytes)))
     }
 
-    /// Registers of a producer's and of a consumer's thread. Two warpgroups
-    /// together have as many as a thread can use; dividing by chunks takes the
-    /// producer more than the least it can have.
+    /// Returns the register budgets (`setmaxnreg`) of a producer thread and of a consumer thread.
+    /// With one consumer warpgroup there is no need to shift registers: each thread of the two
+    /// warpgroups can have the maximum. Chunked masks and block lists need more registers in the
+    /// producer than the minimum of 24.
     fn register_budgets(&self) -> Option<(u32, u32)> {
         match self.warpgroups {
             1 => None,
             2 if self.rules.mask == MaskKind::Chunked || self.takes_block_lists() => {
                 Some((40, 232))
             }
-            // Warps that transpose hold several loads.
+            // The warps that transpose values keep several loads in flight.
             2 if self.is_fp8() => Some((40, 232)),
             2 => Some((24, 240)),
             _ => Some((32, 160)),
@@ -329,25 +338,31 @@ impl Forward {
 
     /// Builds the kernel.
     ///
-    /// Parameters, in order: the tensor maps of queries, keys, values and
-    /// output over (dimension, position, head, batch); the address of the
-    /// log-sum-exps, (batch, head, query) in `f32`; query length, key length;
-    /// the scale, which must be positive, or the two of capped scores
-    /// ([`Scale`](crate::parameter::Scale)); the address of the
-    /// tile lists ([`TileLists`]) if there are any, else tiles in all; then
-    /// the [`Divisor`]s (number, multiplier, shift) of query tiles of a head,
-    /// of query heads, and of query heads per key head; then, as far as the
-    /// rules ask for them, the reach to the left and right, the divisor of the
-    /// chunk, the slopes with their stride from sequence to sequence, and the
-    /// sinks; with stream-K where parts of tiles are left, and their flags, all
-    /// zero. Key length must not be zero. Any number of blocks; with lists,
-    /// one for each.
+    /// Parameters, in order:
+    ///
+    /// - the tensor maps of queries, keys, values and output over (dimension, position, head,
+    ///   batch);
+    /// - the address of the log-sum-exps, (batch, head, query) in `f32`;
+    /// - the query length and the key length, which must not be zero;
+    /// - the softmax scale, which must be positive, or with a softcap its two factors
+    ///   ([`Scale`](crate::parameter::Scale));
+    /// - the address of the tile lists ([`TileLists`]), or without lists the number of tiles;
+    /// - the [`Divisor`]s (number, multiplier, shift) of the query tiles per head, of the query
+    ///   heads, and of the query heads per key head;
+    /// - as far as the rules need them: the window's reach to the left and right, the divisor of
+    ///   the chunk, the address and shape of the block lists, the ALiBi slopes with their stride
+    ///   from sequence to sequence, the sinks, and the descales of 8-bit inputs;
+    /// - the tensors that mask and score functions load from;
+    /// - with stream-K: the workspace of partial tiles, and their flags, all zero.
+    ///
+    /// The grid may have any number of thread blocks; with tile lists, exactly
+    /// [`TileLists::blocks`].
     pub fn program(&self) -> Result<Program, Error> {
         self.build(false)
     }
 
-    /// Builds the kernel with timestamps: one more parameter at the end, the address of
-    /// [`PROBE_WORDS`] words of 64 bits for each block and consumer warpgroup, all zero.
+    /// Builds the kernel with timestamps. It has one more parameter at the end: the address of
+    /// [`PROBE_WORDS`] 64-bit words for each thread block and consumer warpgroup, all zero.
     pub fn probed(&self) -> Result<Program, Error> {
         self.build(true)
     }
@@ -357,7 +372,7 @@ impl Forward {
         self.build_with(name, |k| self.write(k, probed))
     }
 
-    /// Builds a kernel with these tiles.
+    /// Checks this configuration and builds the kernel whose body `write` emits.
     fn build_with(&self, name: String, write: impl FnOnce(&mut Builder)) -> Result<Program, Error> {
         if let Some(fault) = self.fault() {
             return Err(Error::configuration(name, fault));
@@ -368,7 +383,7 @@ impl Forward {
         Ok(k.finish()?)
     }
 
-    /// Why there is no such kernel.
+    /// Returns why this configuration cannot be built, if it cannot.
     fn fault(&self) -> Option<&'static str> {
         let sixteen_bits = |element| matches!(element, Element::F16 | Element::BF16);
         let fp8 = self.element == Element::E4M3;
@@ -449,26 +464,27 @@ impl Forward {
         );
     }
 
-    /// Whether warpgroups take their index from one lane, which spares the loop up to 65 moves to uniform
-    /// registers. On an H200 that is worth 1 to 4 % where the index is in the address of queries and
-    /// warpgroups take turns. It costs 1 to 2 % where queries are in registers, 0.5 to 1.4 % where there are
-    /// no turns and 2.5 % under a softcap; with functions the loop spills.
+    /// Returns whether a warpgroup's index is broadcast from one lane
+    /// ([`Warpgroup::new`](warpgroup::Warpgroup::new)), which saves up to 65 moves to uniform
+    /// registers in the main loop. On an H200 this gains 1 to 4 % where the index is part of the
+    /// query address and warpgroups take turns. It costs 1 to 2 % with queries in registers, 0.5 to
+    /// 1.4 % without turns and 2.5 % with a softcap; with functions the loop spills.
     fn index_from_one_lane(&self) -> bool {
         let functions = self.rules.mask_function.is_some() || self.rules.score_function.is_some();
         let plain = !self.rules.softcap && !functions;
         self.query_source == Source::Shared && self.ping_pong && plain
     }
 
-    /// How products become scores.
+    /// Declares the parameters of the score rule, which turns products into scores.
     fn score_rule(&self, k: &mut Builder) -> ScoreRule {
         let scores = ScoreRule::parameters(k, &self.rules);
-        // Numbers of 8 bits have factors of their own.
+        // Products of 8-bit inputs have descale factors of their own.
         if self.is_fp8() { scores } else { scores.with_scale_last(k, &self.rules) }
     }
 
-    /// Reserves the shared memory.
+    /// Reserves shared memory for the tiles and their pipelines.
     fn shared(&self, k: &mut Builder) -> Shared {
-        // A warp leader for its lanes when it gives a stage back.
+        // One lane of each warp arrives when the warp releases a stage.
         let warps = 4 * self.warpgroups;
         let (value_stages, value_part) = self.value_part();
         let readers = if self.is_fp8() { transposer::WARPS } else { warps };
@@ -484,8 +500,8 @@ impl Forward {
         }
     }
 
-    /// One thread produces, some warpgroups consume. The producer's other warps transpose values
-    /// where that has to be done.
+    /// Splits the thread block into roles: one thread of warpgroup 0 produces, the other warpgroups
+    /// consume. With 8-bit inputs, the other three warps of warpgroup 0 transpose the values.
     fn roles(
         &self,
         k: &mut Builder,
@@ -500,7 +516,7 @@ impl Forward {
             producer = producer.registers(producer_registers);
             consumer = consumer.registers(consumer_registers);
         }
-        // Loads that a warp which transposes has registers for.
+        // Loads in flight that a transposing warp has registers for.
         let at_once = if budgets.is_some_and(|(registers, _)| registers < 32) { 2 } else { 4 };
         let thread = k.thread_index();
         k.role(producer, |k| match &shared.transposed {
@@ -516,7 +532,7 @@ impl Forward {
 }
 
 impl Shared {
-    /// One thread makes the barriers ready.
+    /// Initialises the mbarriers of all pipelines; called by one thread.
     fn init(&self, k: &mut Builder) {
         self.query_pipeline.init(k);
         self.key_pipeline.init(k);

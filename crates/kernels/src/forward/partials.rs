@@ -1,13 +1,16 @@
-//! Tiles whose keys several blocks have shared: what one block leaves, another takes in.
+//! Partial tiles of stream-K: several thread blocks compute the same tile over different keys, and
+//! one of them merges the results.
 //!
-//! A thread leaves its registers as they are, and the thread at its place in another block takes
-//! them in: its part of the output, not yet normalised, and for each row the reference and its part
-//! of the sum. So nothing crosses lanes, and memory is written and read in whole lines.
+//! A thread writes its registers to global memory as they are, and the thread with the same index
+//! in another thread block reads them: its part of the unnormalised output, and for each of its
+//! rows the softmax reference and its partial sum. So nothing crosses lanes, and memory is written
+//! and read in whole cache lines.
 //!
-//! A flag for each warpgroup says that its part is there. The block that stores the tile waits for
-//! the flags one after the other and adds in that order, so results do not depend on timing. It has
-//! a larger index than those that it waits for, and these wait for nobody: somebody can always go
-//! on. It leaves the flags as it found them, at zero.
+//! A flag for each warpgroup says that its partial tile has been written. The thread block that
+//! stores the tile waits for the flags one after the other and adds in that order, so results do
+//! not depend on timing. It has a larger index than the thread blocks it waits for, and these have
+//! written their partial tiles before they wait for anyone, so there is no deadlock. It resets the
+//! flags to zero.
 
 use ptx::{
     Accumulator, Builder, Expression, F32, GlobalAddress, Instruction, LoadCache, LoadHint,
@@ -20,26 +23,27 @@ use super::softmax::Softmax;
 use super::stream_k::PartWord;
 use crate::parameter::Workspace;
 
-/// Nanoseconds between two looks at a flag: far less than it takes to look.
+/// Nanoseconds between two polls of a flag: far less than a poll takes.
 const SLEEP: u32 = 20;
 
-/// Bytes that the threads of a warpgroup store at a time, four numbers each.
+/// Bytes that the threads of a warpgroup write in one step: four `f32` each.
 pub(crate) const PARTIAL_STEP: u32 = 128 * 16;
 
-/// Parts come from other multiprocessors: not from this one's cache.
+/// The hint of loads of partial results. Other multiprocessors have written these, so the loads
+/// must bypass this one's L1 cache.
 pub(crate) const FRESH: LoadHint =
     LoadHint { order: LoadOrder::Weak, cache: LoadCache::L2Only, policy: None };
 
-/// Where parts of tiles are left.
+/// The workspace of partial tiles.
 pub(super) struct Partials {
     parts: Reg<GlobalAddress>,
     flags: Reg<GlobalAddress>,
     warpgroups: u32,
-    /// Bytes of a warpgroup's part.
+    /// Bytes of one warpgroup's share of a partial tile.
     bytes: u32,
 }
 
-/// A part of a tile as a warpgroup holds it: its word, and the thread's registers.
+/// A partial tile as a warpgroup holds it: its [`PartWord`], and the thread's registers.
 pub(super) struct Part<'a> {
     pub(super) word: Reg<U32>,
     pub(super) staging: &'a Output,
@@ -57,7 +61,7 @@ impl Partials {
         }
     }
 
-    /// Leaves a part.
+    /// Writes a partial tile for another thread block and raises its flag.
     pub(super) fn leave(&self, k: &mut Builder, part: &Part<'_>) {
         let Part { staging, word, softmax, output } = *part;
         let place = k.eval(PartWord::place(word));
@@ -68,7 +72,8 @@ impl Partials {
         for (index, numbers) in (0u32..).zip(all) {
             k.store_vector(at + u64::from(index * PARTIAL_STEP), numbers, StoreHint::default());
         }
-        // What all threads of the warpgroup have stored comes before the one thread's release.
+        // Orders the stores of all threads of the warpgroup before the release store of one of
+        // them.
         staging.meet(k);
         k.if_(staging.leads, |k| {
             let flag = self.flag(k, number);
@@ -78,7 +83,7 @@ impl Partials {
         });
     }
 
-    /// Takes in what others have left of a tile, in order.
+    /// Merges the partial tiles that other thread blocks have left of this tile, in order.
     pub(super) fn take_in(&self, k: &mut Builder, part: &Part<'_>) {
         let Part { staging, word, softmax, output } = *part;
         let first = k.eval(PartWord::place(word));
@@ -89,7 +94,8 @@ impl Partials {
             let at = self.address(k, staging, number);
             let numbers = output.registers().len() as u32 / 4;
             let rows: [Reg<F32>; 4] = k.load_vector(at + u64::from(numbers * PARTIAL_STEP), FRESH);
-            // A branch of its own, so that the assembler keeps the output where it is.
+            // The rescaling is a branch of its own, so that the assembler keeps the output in its
+            // registers.
             let (rescale, factors) = softmax.take_in(k, rows);
             rescale.apply(k, output);
             for (index, four) in (0u32..).zip(output.registers().chunks_exact(4)) {
@@ -103,7 +109,7 @@ impl Partials {
         });
     }
 
-    /// The warpgroup waits for a part.
+    /// Waits, with all threads of the warpgroup, for the flag of a partial tile, and resets it.
     fn wait(&self, k: &mut Builder, staging: &Output, number: Reg<U32>) {
         k.if_(staging.leads, |k| {
             let flag = self.flag(k, number);
@@ -121,7 +127,7 @@ impl Partials {
         staging.meet(k);
     }
 
-    /// The number of the warpgroup's part at a place.
+    /// Returns the index of this warpgroup's share of the partial tile at a place.
     fn number(&self, k: &mut Builder, staging: &Output, place: Reg<U32>) -> Reg<U32> {
         k.eval(place * self.warpgroups + staging.index)
     }
@@ -130,7 +136,7 @@ impl Partials {
         k.eval(self.flags + number.convert::<U64>() * 4)
     }
 
-    /// Where the thread's numbers of a part begin.
+    /// Returns the address of the thread's first numbers of a partial tile.
     fn address(&self, k: &mut Builder, staging: &Output, number: Reg<U32>) -> Reg<GlobalAddress> {
         let first = k.eval(self.parts + number.convert::<U64>() * u64::from(self.bytes));
         k.eval(first + (staging.thread * 16).convert::<U64>())
@@ -138,7 +144,7 @@ impl Partials {
 }
 
 impl Forward {
-    /// Bytes that a part of a tile takes.
+    /// Returns the bytes that one partial tile takes in the workspace (stream-K).
     pub fn partial_bytes(&self) -> u32 {
         let accumulator = self.value_head_dim / 8;
         self.warpgroups * (accumulator + 1) * PARTIAL_STEP

@@ -1,11 +1,11 @@
-//! Attention over ragged batches on Hopper: the forward kernel's loops, with
-//! tiles from a list on the device, windows, and rules of scores.
+//! Attention forward over ragged batches on Hopper: the forward kernel's loops, with tiles that are
+//! scheduled on the device (`dynamic_scheduler`, `single_tile`), and keys and values that may be in
+//! pages.
 //!
-//! Sequences are slices of one long tensor of rows, packed or in batch entries,
-//! and a copy must not cross the end of one: keys behind it would be another
-//! sequence's, and so would outputs. The copy engine checks that itself. A
-//! tensor map has the dimensions (dim, inside, end, back, head), where `inside`,
-//! `end` and `back` all move along the rows:
+//! Sequences are slices of one long tensor of rows, packed or in batch entries, and a TMA copy must
+//! not cross the end of a slice: the keys after it belong to another sequence, and so do the
+//! outputs. TMA's own bounds check sees to that. The tensor maps have the dimensions (dim, inside,
+//! end, back, head), where `inside`, `end` and `back` all move along the rows:
 //!
 //! ```text
 //! inside = 2^30 - length + row      ends at 2^30: rows beyond the slice are outside
@@ -13,7 +13,8 @@
 //! back   = 2^30                     with a stride of 2^34 bytes less a row
 //! ```
 //!
-//! Addresses are 64 bits wide and wrap around, so that the sum is `start + row`.
+//! Addresses are 64 bits wide and wrap around, so that the three together address the row
+//! `start + row`.
 
 use ptx::{
     Builder, Expression, GlobalAddress, Program, Reg, S32, TensorBox, TileLayout, U32, Value,
@@ -29,23 +30,25 @@ use crate::attention::function::lower::Functions;
 use crate::parameter::Tensor;
 use crate::product::Source;
 
-/// Where the dimension `inside` of a slice ends.
+/// The extent of the dimension `inside` of a tensor map of slices.
 pub const SLICE_EXTENT: u32 = 1 << 30;
 
-/// What the kernel is built for.
+/// The configuration of the forward kernel over ragged batches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Prefill {
-    /// Element, dims, tiles and rules; its mask is none, or a window with chunks or without.
+    /// Elements, head dimensions, tiles and rules. The mask is none or a window, with or without
+    /// chunks; a causal mask is passed as a window.
     pub tile: Forward,
-    /// With pages, how many of their rows are copied at a time: divides the page
-    /// size and the key block, a multiple of 8.
+    /// With pages, the rows of one TMA copy: a multiple of 8 that divides the page size and the key
+    /// block.
     pub page_rows: Option<u32>,
-    /// Whether each block has one tile, which it finds by itself, instead of tiles from a list: for
-    /// batches whose tiles all run at once.
+    /// Whether each thread block has one tile, which it finds by itself, instead of tiles from a
+    /// list: for batches whose tiles all run at once.
     pub single_tile: bool,
 }
 
-/// Where a row of a slice lies that ends at `end` and has `length` rows.
+/// Returns the tensor-map coordinates of row `row` of the slice that has `length` rows and ends
+/// before row `end` of the tensor.
 pub(super) fn slice_corner(
     k: &mut Builder,
     row: Reg<U32>,
@@ -58,17 +61,18 @@ pub(super) fn slice_corner(
     [0.into(), inside.reinterpret(), end, back, head]
 }
 
-/// The coordinate `inside` of a row of a slice of so many rows,
+/// Returns the coordinate `inside` of row `row` of a slice of `length` rows.
 pub(crate) fn slice_row(row: impl Into<Value<U32>>, length: Reg<U32>) -> Value<U32> {
     row.into() + (Value::<U32>::from(SLICE_EXTENT) - length)
 }
 
-/// and those behind it: `end`, `back` and the head.
+/// Returns the coordinates after `inside`: `end`, `back` and the head.
 pub(crate) fn slice_rest(end: Reg<U32>, head: Reg<U32>) -> [Value<S32>; 3] {
     [end.reinterpret(), (SLICE_EXTENT as i32).into(), head.reinterpret()]
 }
 
-/// Rows that are copied at once, where pages have so many together and a stage so many.
+/// Returns the rows of one copy into a stage of `stage_rows` rows, with copies of up to `page_rows`
+/// rows: the greatest common divisor of the two.
 pub(super) fn copied_rows(page_rows: u32, stage_rows: u32) -> u32 {
     let (mut a, mut b) = (page_rows, stage_rows);
     while b > 0 {
@@ -81,7 +85,7 @@ pub(super) fn copied_rows(page_rows: u32, stage_rows: u32) -> u32 {
 const RANK: usize = 5;
 
 impl Prefill {
-    /// The name of this configuration.
+    /// Returns the name of this configuration, which is also the kernel's entry point.
     pub fn name(&self) -> String {
         let pages = self.page_rows.map_or_else(String::new, |rows| format!("_pages{rows}"));
         let mask = match self.tile.rules.mask {
@@ -93,7 +97,7 @@ impl Prefill {
         self.tile.named("prefill", mask) + &self.tile.rules.extras() + &pages + single
     }
 
-    /// The boxes in which queries, keys, values and outputs are copied.
+    /// Returns the TMA boxes of queries, keys, values and outputs.
     pub fn boxes(&self) -> [TensorBox; 4] {
         let part = |layout: TileLayout| match self.page_rows {
             Some(rows) => TileLayout { rows: copied_rows(rows, layout.rows), ..layout },
@@ -108,16 +112,17 @@ impl Prefill {
         .map(|layout| layout.tensor_box(RANK))
     }
 
-    /// The dimensions of a tensor map over `heads` heads of rows that lie
-    /// `row_stride` bytes apart, and all strides but that of the heads.
+    /// Returns the extents of a tensor map of slices over `heads` heads, whose rows are
+    /// `row_stride` bytes apart, and its strides in bytes but for that of the heads.
     pub fn slices(dim: u64, heads: u64, row_stride: u64) -> ([u64; RANK], [u64; 3]) {
         let far = 1 << 31;
         let back = (1u64 << 34).wrapping_sub(row_stride);
         ([dim, SLICE_EXTENT.into(), far, far, heads], [row_stride, row_stride, back])
     }
 
-    /// Registers of a producer's and of a consumer's thread: claims and slices
-    /// take more of the producer's than one tensor does.
+    /// Returns the register budgets (`setmaxnreg`) of a producer thread and of a consumer thread.
+    /// Claiming tiles and addressing slices takes the producer more registers than a batch of equal
+    /// lengths does.
     fn register_budgets(&self) -> Option<(u32, u32)> {
         match self.tile.warpgroups {
             1 => None,
@@ -127,12 +132,14 @@ impl Prefill {
         }
     }
 
-    /// Whether warpgroups take their index from one lane: worth 1 to 3 %, with turns and without; with
-    /// queries in registers it costs up to 0.8 %, and 16 bytes are spilled.
+    /// Returns whether a warpgroup's index is broadcast from one lane
+    /// ([`Warpgroup::new`](super::warpgroup::Warpgroup::new)): it gains 1 to 3 %, with and without
+    /// turns. With queries in registers it costs up to 0.8 %, and 16 bytes are spilled.
     pub(super) fn index_from_one_lane(&self) -> bool {
         self.tile.query_source == Source::Shared
     }
 
+    /// Returns why this configuration cannot be built, beyond what [`Forward`] itself refuses.
     fn fault(&self) -> Option<&'static str> {
         if self.tile.rules.mask == MaskKind::Causal {
             return Some("the mask of a ragged batch is a window, or none");
@@ -150,22 +157,23 @@ impl Prefill {
 
     /// Builds the kernel.
     ///
-    /// Any number of blocks; where each has a single tile, one for each tile and head. Parameters
-    /// by name:
+    /// The grid may have any number of thread blocks; with `single_tile`, one for each tile of each
+    /// head. Parameters by name:
     ///
     /// | parameters | |
     /// | --- | --- |
-    /// | `queries`, `keys`, `values`, `output` | tensor maps of [`slices`](Prefill::slices) |
-    /// | `lse`, `lse head stride` | the address of the log-sum-exps, and from one head to the next |
-    /// | the scale, or the two of capped scores | see [`Scale`](crate::parameter::Scale) |
-    /// | `schedule`, `heads together`, `last heads` | what the [`Sequencer`](crate::Sequencer) wrote; how many heads are a round: divides them; the first of the last round |
-    /// | `batch` and all that says where sequences are | where blocks have a single tile, instead of those three: see [`Sequencer::program`](crate::Sequencer::program) |
-    /// | `query heads` | |
-    /// | `query heads per key head` | a [`Divisor`](crate::Divisor) |
-    /// | `window left`, `window right` | keys before and after a query's position that it sees |
-    /// | `chunk` | a divisor, where attention is chunked |
-    /// | `slopes` and their `batch stride`, `sinks` | addresses of `f32` for each query head |
-    /// | `block table`, `pages of a sequence`, `pages there are`, `page size`, `rows from page to page` | with pages; the size is a divisor |
+    /// | `Query`, `Key`, `Value`, `Output` | tensor maps of [`slices`](Prefill::slices) |
+    /// | `Lse`, `LseHeadStride` | the address of the log-sum-exps, and the elements from one head to the next |
+    /// | `ScaleLog2`, positive, or `ScaleInner` and `ScaleOuter` | see [`Scale`](crate::parameter::Scale) |
+    /// | `Schedule`, `HeadsPerGroup`, `LastHeads` | what the [`Sequencer`](crate::Sequencer) wrote; the heads of a group, which divides `LastHeads`; the first head of the last group |
+    /// | `Batch` and all that says where sequences are | with `single_tile`, instead of those three: see [`Sequencer::program`](crate::Sequencer::program) |
+    /// | `QueryHeads` | |
+    /// | `GroupSize` | query heads per key head: a [`Divisor`](crate::Divisor) |
+    /// | `ReachLeft`, `ReachRight` | with a window: the keys before and after its position that a query sees |
+    /// | `Chunk` | with chunks: a divisor |
+    /// | `Slopes`, `SlopesStride`, `Sinks` | `f32` for each (sequence and) query head |
+    /// | `QueryDescale`, `KeyDescale`, `ValueDescale` | with 8-bit inputs: addresses, with batch and head strides |
+    /// | `BlockTable`, `PageColumns`, `Entries`, `PageSize`, `Key rows of an entry` | with pages; `PageSize` is a divisor |
     pub fn program(&self) -> Result<Program, Error> {
         if let Some(fault) = self.fault() {
             return Err(Error::configuration(self.name(), fault));

@@ -1,17 +1,17 @@
-//! Timestamps from inside the kernel, for those who ask: [`Forward::probed`](super::Forward::probed)
-//! builds the kernel with them. Without, not an instruction of this is in it.
+//! Timestamps from inside the kernel. [`Forward::probed`](super::Forward::probed) builds the kernel
+//! with them; without, none of this is in the program.
 //!
-//! One thread of each consumer warpgroup notes the multiprocessor's clock whenever a phase ends.
-//! Where the room for notes is full, it stops noting.
+//! One thread of each consumer warpgroup records the multiprocessor's clock whenever a phase of the
+//! loop ends, until its buffer is full.
 
 use crate::parameter::Workspace;
 use ptx::{Builder, Expression, GlobalAddress, Reg, Special, U32, U64};
 
-/// What a warpgroup is doing. A stamp says that this has just ended.
+/// What a consumer warpgroup is doing. A timestamp marks the end of a phase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Phase {
-    /// Finding the first tile; it begins nowhere.
+    /// Finding the first tile. Nothing marks the beginning of this phase.
     Begin = 0,
     /// Waiting for a tile's queries.
     Queries = 1,
@@ -19,11 +19,11 @@ pub enum Phase {
     WaitForKeys = 2,
     /// Waiting for the turn at the tensor cores.
     Turn = 3,
-    /// Scores, from their start until they have landed; values are waited for in between.
+    /// `Q K^T`, from its start until it has landed; includes the wait for values.
     Scores = 4,
     /// Mask, exponentials, sums.
     Softmax = 5,
-    /// What is left of the output's update when the softmax is done.
+    /// What remains of `O += P V` when the softmax is done.
     Update = 6,
     /// Normalising and storing a tile.
     Epilogue = 7,
@@ -42,7 +42,7 @@ impl Phase {
         Phase::Epilogue,
     ];
 
-    /// Its name in tables and timelines.
+    /// Returns the phase's name in tables and timelines.
     pub const fn name(self) -> &'static str {
         match self {
             Phase::Begin => "begin",
@@ -57,23 +57,23 @@ impl Phase {
     }
 }
 
-/// How notes lie in memory: for each block, for each of its consumer warpgroups, this many words
-/// of 64 bits. A word is the clock times 256 plus the phase; words that were not written are zero.
+/// The timestamps that each consumer warpgroup of each thread block has room for, in 64-bit words.
+/// A word is the clock times 256 plus the phase; words that were not written are zero.
 pub const PROBE_WORDS: usize = 1 << 10;
 
-/// The notes of a warpgroup, if there are any.
+/// The timestamps of a warpgroup; without probing, this emits no code.
 pub(super) struct Probe {
     notes: Option<Notes>,
 }
 
 struct Notes {
     thread: Reg<U32>,
-    /// Where the next one goes, and where there is no more room.
+    /// The address of the next timestamp; `end` is the end of the warpgroup's buffer.
     next: Reg<GlobalAddress>,
     end: Reg<GlobalAddress>,
 }
 
-/// The parameter, read before the roles part.
+/// Declares the parameter of the buffer, before the thread block splits into roles.
 pub(super) fn parameter(k: &mut Builder, probed: bool) -> Option<Reg<GlobalAddress>> {
     probed.then(|| Workspace::Probe.address(k))
 }
@@ -97,7 +97,7 @@ impl Probe {
         Probe { notes }
     }
 
-    /// Notes that a phase has just ended.
+    /// Records that a phase has just ended.
     pub(super) fn stamp(&self, k: &mut Builder, phase: Phase) {
         let Some(Notes { thread, next, end }) = &self.notes else { return };
         let (next, room) = (*next, next.differs(*end));

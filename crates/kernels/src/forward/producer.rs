@@ -1,9 +1,10 @@
-//! The producer: one thread that brings tiles, in the order they are needed.
+//! The producer: one thread that issues the TMA loads of Q, K and V in the order in which the
+//! consumers need them.
 //!
-//! Keys come a block before values, since scores are computed before
-//! probabilities are used. Where queries have room to come early, that holds
-//! across tiles as well: the next tile's first keys and its queries come before
-//! this tile's last values.
+//! Keys are loaded one key block ahead of values, since consumers start the scores of a block
+//! before they use the values of the previous block. Where the next tile's queries have room to be
+//! loaded early, this holds across tiles too: the next tile's first keys and its queries are loaded
+//! before this tile's last values.
 
 use ptx::{
     Builder, CopyHint, Producer, Reg, S32, SharedAddress, SharedTile, SharedTiles, TensorMap, U32,
@@ -14,6 +15,7 @@ use super::scheduler::ProducerScheduler;
 use super::{Forward, Maps, Shared};
 use crate::product::Source;
 
+/// Emits the producer thread's loop over the tiles of its thread block.
 pub(super) fn produce<T: ProducerScheduler>(
     k: &mut Builder,
     forward: &Forward,
@@ -30,7 +32,7 @@ pub(super) fn produce<T: ProducerScheduler>(
         k.eval(block * forward.key_block)
     };
 
-    // Values of a block come in as many parts as their tile says.
+    // A value stage may hold only a part of a key block: one load for each part.
     let load_values = |k: &mut Builder, held: &T::Rows, first: Reg<U32>| {
         let part = shared.values.layout().rows;
         for further in (0..forward.key_block).step_by(part as usize) {
@@ -82,7 +84,7 @@ pub(super) fn produce<T: ProducerScheduler>(
     tiles.finish(k);
 }
 
-/// Brings one tensor's tiles, stage after stage.
+/// Loads the tiles of one tensor into the stages of its pipeline, one after the other.
 pub(super) struct Loader<'a> {
     producer: Producer,
     tiles: &'a SharedTiles,
@@ -94,12 +96,13 @@ impl<'a> Loader<'a> {
         Loader { producer, tiles, map }
     }
 
-    /// Fills the next stage from a corner on.
+    /// Fills the next stage with the box of the tensor map at `corner`.
     pub(super) fn load(&self, k: &mut Builder, corner: &[Value<S32>]) {
         self.fill(k, |k, tile, full| tile.load(k, self.map, corner, full, CopyHint::default()));
     }
 
-    /// Fills the next stage by copies that complete on the barrier given.
+    /// Fills the next stage with the given copies, which complete on the mbarrier that they are
+    /// passed.
     pub(super) fn fill(
         &self,
         k: &mut Builder,
@@ -116,7 +119,7 @@ impl<'a> Loader<'a> {
         self.map
     }
 
-    /// Rows of a stage.
+    /// Returns the rows of a stage.
     pub(super) fn rows(&self) -> u32 {
         self.tiles.layout().rows
     }

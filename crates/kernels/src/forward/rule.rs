@@ -1,4 +1,4 @@
-//! All that comes between the products and the softmax: what changes scores, and the mask.
+//! What happens between `Q K^T` and the softmax: softcap, ALiBi, score functions and the mask.
 
 use ptx::{Accumulator, Builder, Expression, Reg, S32, U32};
 
@@ -10,27 +10,27 @@ use crate::attention::function::lower::{FunctionRegisters, Functions, Standing};
 use crate::attention::scores::{ScoreRule, alibi};
 use crate::attention::{ACCUMULATOR_ROWS, Score};
 
-/// Which of a tile's key blocks scores are of.
+/// Which of a tile's key blocks the scores belong to.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
-    /// The one that is walked first.
+    /// The block that is walked first.
     First,
-    /// Any other.
+    /// Any other block.
     Later,
-    /// It is not known.
+    /// Not known when the code is emitted: the loop has one copy for all blocks.
     Any,
 }
 
-/// The rule, and where a thread's scores stand.
+/// The mask and score rules, and the position of a thread's scores.
 pub(super) struct Rule {
     scores: ScoreRule,
     key_block: u32,
-    /// The thread's first row inside a tile, and its first column inside a block.
+    /// The thread's first row inside a tile; `column` is its first column inside a key block.
     row: Reg<U32>,
     column: Reg<U32>,
     functions: Functions,
-    /// Whether a mask may hide something in blocks behind a tile's first: without one, keys end in
-    /// the block that is walked first.
+    /// Whether a mask may hide keys of blocks after the one that is walked first. Without a mask
+    /// only keys beyond the end of the sequence are hidden, and these are all in that block.
     hides_later: bool,
 }
 
@@ -53,8 +53,9 @@ impl Rule {
         }
     }
 
-    /// Turns the products of a key block into scores, minus infinity where a row does not see the
-    /// key. `block` is the block's place in the walk, `entry` that of the tile's list, if it has one.
+    /// Turns the products of a key block into scores, in place; the scores of keys that a row does
+    /// not see become minus infinity. `block` is the block's place in the walk, `entry` its entry
+    /// in the tile's list of key blocks, if there is one.
     pub(super) fn apply<T: ConsumerScheduler>(
         &self,
         k: &mut Builder,
@@ -101,7 +102,7 @@ impl Rule {
         }
     }
 
-    /// Puts scores through a function.
+    /// Applies a score function or a mask function to the scores.
     fn call<T: ConsumerScheduler>(
         &self,
         k: &mut Builder,
@@ -124,7 +125,7 @@ impl Rule {
         function.apply(k, scores, &standing);
     }
 
-    /// The key of the thread's first column.
+    /// Returns the index of the key in the thread's first column.
     fn first_column(&self, k: &mut Builder, block: Reg<U32>) -> Reg<S32> {
         k.eval((block * self.key_block + self.column).reinterpret::<S32>())
     }

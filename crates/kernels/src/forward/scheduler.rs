@@ -1,9 +1,13 @@
-//! Tile schedulers: what the loops must know of tiles, wherever tiles come from.
+//! The traits of the tile schedulers: what the producer's and the consumers' loops need to know
+//! about tiles.
 //!
-//! Where all sequences have one length, tiles are numbered and found by
-//! arithmetic (`static_scheduler`). Those of a ragged batch are claimed by the
-//! producer, one after the other, and handed to the consumers
-//! (`dynamic_scheduler`).
+//! Where all sequences have the same length, tiles are numbered and located by arithmetic
+//! (`static_scheduler`). The tiles of a ragged batch are claimed by the producer, one after the
+//! other, and handed to the consumers through shared memory (`dynamic_scheduler`).
+//!
+//! A tile's key blocks are walked from the last to the first. Where the tile has a list of key
+//! blocks, because a mask is a function, a *place* in the walk is an index into that list;
+//! otherwise it is the number of the key block itself.
 
 use ptx::{Builder, Expression, F32, Pred, Reg, S32, U32, U64, Value};
 
@@ -12,84 +16,95 @@ use super::walk::WholeWalk;
 use crate::attention::descale::Product;
 use crate::attention::visibility::Visibility;
 
-/// Goes from tile to tile.
+/// Iterates over the tiles of a thread block.
 pub(super) trait TileScheduler {
-    /// The tile it has come to, in registers that change from tile to tile.
+    /// The registers of the scheduler's current tile, which [`next_tile`](TileScheduler::next_tile)
+    /// overwrites.
     type Tile;
 
-    /// The block's first tile; there may be none.
+    /// Finds the thread block's first tile; there may be none
+    /// ([`has_tile`](TileScheduler::has_tile)).
     fn first_tile(&self, k: &mut Builder) -> Self::Tile;
 
-    /// Goes on to the block's next tile; there may be none.
+    /// Advances `tile` to the thread block's next tile; there may be none.
     fn next_tile(&self, k: &mut Builder, tile: &Self::Tile);
 
+    /// Returns whether `tile` is a tile: false once the last one is done.
     fn has_tile(&self, tile: &Self::Tile) -> Value<Pred>;
 
-    /// The key block that the tile begins with: it goes from there to its first.
+    /// Returns the place of the tile's last key block, with which the walk begins.
     fn last_block(&self, tile: &Self::Tile) -> Value<U32>;
 }
 
-/// The producer's side.
+/// The producer's side of a tile scheduler.
 pub(super) trait ProducerScheduler: TileScheduler {
-    /// Where the keys and values of a tile lie, in registers that change.
+    /// Registers that say where the keys and values of a tile lie.
     type Rows;
 
+    /// Returns where the keys and values of `tile` lie.
     fn rows<'a>(&self, tile: &'a Self::Tile) -> &'a Self::Rows;
 
-    /// Registers of their own for a tile's rows, and its first key block.
+    /// Copies where a tile's keys and values lie, and its first key block, to new registers, which
+    /// stay valid when the scheduler goes on to the next tile.
     fn hold(&self, k: &mut Builder, tile: &Self::Tile) -> Self::Rows;
 
-    /// What is held becomes this tile's.
+    /// Overwrites the registers from [`hold`](ProducerScheduler::hold) with those of `tile`.
     fn take(&self, k: &mut Builder, held: &Self::Rows, tile: &Self::Tile);
 
-    /// Whether a key block is the last to be brought: the tile's first.
+    /// Returns whether the block at a place is the tile's first key block, the last one to be
+    /// loaded.
     fn is_first_block(&self, held: &Self::Rows, block: Reg<U32>) -> Value<Pred>;
 
-    /// The number of a key block, from its place in the walk.
+    /// Returns the number of the key block at a place in the walk.
     fn key_block(&self, _: &mut Builder, _: &Self::Rows, place: Reg<U32>) -> Reg<U32> {
         place
     }
 
-    /// Brings keys or values from a row on.
+    /// Loads one stage of keys or values from row `row` of the sequence on.
     fn load(&self, k: &mut Builder, loader: &Loader<'_>, rows: &Self::Rows, row: Reg<U32>);
 
-    /// Brings a tile's queries.
+    /// Loads a tile's queries.
     fn load_queries(&self, k: &mut Builder, loader: &Loader<'_>, tile: &Self::Tile);
 
-    /// Looks ahead to the next tile: called before each key block of a tile.
+    /// Called before each key block of a tile, so that a scheduler can look up the next tile ahead
+    /// of time.
     fn look_ahead(&self, _: &mut Builder, _: &Self::Tile, _: Reg<U32>) {}
 
-    /// Called when there are no more tiles.
+    /// Called once when there are no more tiles.
     fn finish(&self, k: &mut Builder);
 }
 
-/// The consumers' side.
+/// The consumers' side of a tile scheduler.
 pub(super) trait ConsumerScheduler: TileScheduler {
-    /// The tile that is being computed, when the walk has already gone on: what
-    /// is needed to mask and to store it, in registers that change.
+    /// Registers of the tile that is being computed: what masking and storing it need when the
+    /// scheduler has already gone on to the next tile.
     type Current;
 
+    /// Copies what is needed of `tile` to new registers.
     fn current(&self, k: &mut Builder, tile: &Self::Tile) -> Self::Current;
 
-    /// The current tile is done, and becomes this one.
+    /// Ends the current tile and makes `tile` the current one.
     fn take(&self, k: &mut Builder, current: &Self::Current, tile: &Self::Tile);
 
-    /// Leaves of the tile's key blocks, if there is a tile, those that some row of a warpgroup sees
-    /// ([`Walks`](super::walk::Walks)).
+    /// Narrows the tile's key blocks, if there is a tile, to those that some row of warpgroup
+    /// `group` sees ([`Walks`](super::walk::Walks)).
     fn narrow(&self, k: &mut Builder, tile: &Self::Tile, group: Reg<U32>);
 
-    /// All blocks of the tile, where warpgroups may leave some of them out. Found anew whenever they are
-    /// asked for, which is a few times a tile: registers are dearer.
+    /// Returns the range of all key blocks of the current tile, where warpgroups may pass over some
+    /// of them. It is recomputed at each call, a few times per tile, because that costs less than
+    /// the registers to keep it.
     fn whole_walk(&self, k: &mut Builder, current: &Self::Current) -> Option<WholeWalk>;
 
-    /// The same of a tile that is not yet the current one.
+    /// Returns the range of all key blocks, like [`whole_walk`](ConsumerScheduler::whole_walk), of
+    /// a tile that is not yet the current one.
     fn whole_walk_ahead(&self, k: &mut Builder, tile: &Self::Tile) -> Option<WholeWalk>;
 
-    /// Whether a key block is the tile's first: the last one to be walked.
+    /// Returns whether the block at a place is the tile's first key block, the last one to be
+    /// walked.
     fn is_first_block(&self, current: &Self::Current, block: Reg<U32>) -> Value<Pred>;
 
-    /// The entry of a tile's list of key blocks, where it has one, from its place in the walk. The
-    /// number of the block is the place itself where there is none.
+    /// Loads the entry at a place of the tile's list of key blocks. Without a list there is none,
+    /// and the place is the number of the key block.
     fn entry(
         &self,
         _: &mut Builder,
@@ -99,21 +114,22 @@ pub(super) trait ConsumerScheduler: TileScheduler {
         None
     }
 
-    /// Whether some row of the tile does not see a key block whole.
+    /// Returns whether some row of the tile does not see all of key block `block`.
     fn needs_mask(&self, current: &Self::Current, block: Reg<U32>) -> Value<Pred>;
 
+    /// Returns where the tile's rows are in their sequence.
     fn place(&self, k: &mut Builder, current: &Self::Current) -> Place;
 
-    /// The tile's sequence.
+    /// Returns the index of the tile's sequence in the batch.
     fn sequence(&self, k: &mut Builder, current: &Self::Current) -> Reg<U32>;
 
-    /// Which keys rows see.
+    /// Returns the mask.
     fn visibility(&self) -> &Visibility;
 
-    /// Where the tile's sequence and head begin among the log-sum-exps.
+    /// Returns the index of the log-sum-exp of the first query of the tile's sequence and head.
     fn first_log_sum(&self, k: &mut Builder, current: &Self::Current, place: &Place) -> Value<U64>;
 
-    /// Where a row lies in the output tensor: all coordinates but the column.
+    /// Returns the coordinates of a row in the output's tensor map, without the column.
     fn output_corner(
         &self,
         k: &mut Builder,
@@ -122,27 +138,29 @@ pub(super) trait ConsumerScheduler: TileScheduler {
         row: Reg<U32>,
     ) -> Vec<Value<S32>>;
 
-    /// What a score loses for each position between query and key, in units of
-    /// scores before the softmax's scale.
+    /// Returns the tile's ALiBi slope, which a score loses for each position between query and key,
+    /// in units of scores before the softmax scale.
     fn slope(&self, k: &mut Builder, current: &Self::Current) -> Option<Reg<F32>>;
 
-    /// What a product of the tile's 8-bit numbers is multiplied with; 1 where they have 16 bits.
+    /// Returns the descale factor of one of the tile's products of 8-bit inputs; 1 with 16-bit
+    /// inputs.
     fn descale(&self, k: &mut Builder, current: &Self::Current, product: Product) -> Reg<F32>;
 
-    /// What becomes of the tile, where keys are shared out ([`PartWord`]).
+    /// With stream-K, returns whether the tile is stored or left as a partial tile, as a
+    /// [`PartWord`].
     ///
     /// [`PartWord`]: super::stream_k::PartWord
     fn part(&self, _: &Self::Current) -> Option<Reg<U32>> {
         None
     }
 
-    /// The tile's sink, in units of log2.
+    /// Returns the attention sink of the tile's head, in units of log2.
     fn sink(&self, k: &mut Builder, current: &Self::Current) -> Option<Reg<F32>>;
 }
 
-/// Where a tile's rows stand.
+/// Where a tile's rows are: sequence lengths, first row and query head.
 pub(super) struct Place {
-    /// The tile's first row in its sequence.
+    /// The tile's first query row, counted from the start of its sequence.
     pub(super) first_row: Reg<U32>,
     pub(super) query_length: Reg<U32>,
     pub(super) key_length: Reg<U32>,
@@ -150,8 +168,8 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// The position of a row of the tile among the keys: the last query stands
-    /// at the last key.
+    /// Returns the position of the tile's row `row` among the keys. The last query is at the
+    /// position of the last key.
     pub(super) fn position(&self, row: Reg<U32>) -> Value<S32> {
         let offset = (self.key_length - self.query_length).reinterpret::<S32>();
         (self.first_row + row).reinterpret::<S32>() + offset

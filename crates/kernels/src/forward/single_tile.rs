@@ -1,7 +1,8 @@
-//! The tile of a block that has one tile and finds it by itself.
+//! Ragged batches without a schedule: each thread block has one tile, which it finds by itself.
 //!
-//! Where all tiles of a ragged batch run at once their order is worth nothing, and the launch that
-//! would put them in order costs the host as much as the kernel's own.
+//! Where all tiles of a ragged batch run at once, their order does not matter, and launching the
+//! [`Sequencer`](crate::Sequencer) to sort them would cost the host as much as launching the kernel
+//! itself.
 
 use ptx::{Builder, Choose, Expression, U32};
 
@@ -9,9 +10,10 @@ use super::dynamic_scheduler::{Batch, Tiles, WorkSlots};
 use crate::attention::sequences::inclusive_sum;
 
 impl Batch {
-    /// Where there is no list: the first warp adds up the tiles of the sequences, of so many rows
-    /// each, and leaves the record of this block's where that of a list would come. Blocks after the
-    /// last tile have none.
+    /// Finds the tile of this thread block, where tiles do not come from a list. The first warp
+    /// adds up the tiles of the sequences, of `query_rows` rows each and 32 sequences at a time,
+    /// and writes the record of this thread block's tile where a record from the list would be.
+    /// Thread blocks beyond the last tile have none.
     pub(super) fn find_tile(&self, k: &mut Builder, query_rows: u32, slots: &WorkSlots) {
         let Tiles::Single { sequences, tiles } = &self.tiles else { return };
         let (thread, lane, block) = (k.thread_index(), k.lane(), k.block_index());

@@ -1,5 +1,9 @@
-//! The softmax of a warpgroup's rows: the guarded softmax, with its slow path in the block's own
-//! registers and the output rescaled when the products in flight have landed.
+//! The guarded softmax ([`softmax`]) of a consumer warpgroup: turns the scores of a key block into
+//! P in the operand's element.
+//!
+//! The slow path, which takes a new reference where a block's sum exceeds the bound, recomputes P
+//! from the scores, which are still in registers. The output is rescaled later, when the `P V` in
+//! flight has landed ([`Rescale`]).
 
 use ptx::{Accumulator, Builder, Expression, F32, Fragment, Pred, Reg, Value};
 
@@ -7,15 +11,15 @@ use super::Forward;
 use crate::attention::rows::Finished;
 use crate::attention::{ACCUMULATOR_ROWS, Score, softmax};
 
-/// The state of a thread's two rows.
+/// The softmax state of a thread's two rows.
 pub(super) struct Softmax {
-    /// A block's sum beyond this is too large for the element.
+    /// The guard's bound: a block whose sum of exponentials exceeds it takes the slow path.
     bound: f32,
     slow_path_apart: bool,
     rows: softmax::Softmax,
 }
 
-/// How the output must be rescaled, where the guard tripped.
+/// The factors by which the output must be rescaled where the guard tripped.
 pub(super) struct Rescale {
     needed: Reg<Pred>,
     factors: [Reg<F32>; 2],
@@ -30,14 +34,16 @@ impl Softmax {
         }
     }
 
-    /// Starts the rows: their exact maximum becomes their reference.
+    /// Processes the key block that a tile walks first: its exact row maximum becomes the rows'
+    /// reference.
     pub(super) fn first_block(&self, k: &mut Builder, scores: &[Score], p: &Fragment) {
         self.rows.begin(k, scores);
         let sums = self.exponentials(k, scores, p);
         self.rows.start(k, &sums);
     }
 
-    /// Adds a block.
+    /// Processes a later key block: writes its probabilities to `p`, adds their sums, and returns
+    /// how the output must be rescaled.
     pub(super) fn block(&self, k: &mut Builder, scores: &[Score], p: &Fragment) -> Rescale {
         let factors = [k.variable(1.0), k.variable(1.0)];
         let (sums, needed) = if self.slow_path_apart {
@@ -54,11 +60,11 @@ impl Softmax {
             let sums = vec![k.register::<F32>(), k.register()];
             let raised = k.variable(Value::<Pred>::from(false));
             let bound = k.variable(self.bound);
-            // The exit stands last, or the assembler would copy what is before it.
+            // With the exit in the middle, the assembler would duplicate the code before it.
             k.loop_(|k| {
                 k.if_(raised, |k| {
                     self.rows.raise(k, scores, &factors);
-                    // Once is enough: nothing is beyond infinity.
+                    // No second retry: no sum exceeds infinity.
                     k.set(bound, f32::INFINITY);
                 });
                 let found = self.exponentials(k, scores, p);
@@ -73,18 +79,18 @@ impl Softmax {
         Rescale { needed, factors }
     }
 
-    /// The exponentials of a block, rounded into `p`, and the thread's sums of them.
+    /// Writes the exponentials of a block to `p`, rounded, and returns the thread's sums of them.
     fn exponentials(&self, k: &mut Builder, scores: &[Score], p: &Fragment) -> Vec<Reg<F32>> {
         self.rows.exponentials(k, scores, |k, pair, [low, high]| p.set_pair(k, pair, low, high))
     }
 
-    /// The references of the thread's rows, and its parts of their sums.
+    /// Returns the references of the thread's rows, then its partial sums of these rows.
     pub(super) fn state(&self) -> Vec<Reg<F32>> {
         self.rows.state()
     }
 
-    /// Takes in rows over other keys: how the output must be rescaled, and what that over the other
-    /// keys must be multiplied with before it is added.
+    /// Merges the state of the same rows over other keys. Returns how this output must be rescaled,
+    /// and the factors of the other output before it is added.
     pub(super) fn take_in(
         &self,
         k: &mut Builder,
@@ -96,14 +102,14 @@ impl Softmax {
         (Rescale { needed, factors: [first[0], second[0]] }, [first[1], second[1]])
     }
 
-    /// Ends the rows.
+    /// Finishes the rows: returns the factor of each row's output and its log-sum-exp.
     pub(super) fn finish(&self, k: &mut Builder, sink: Option<Reg<F32>>) -> Vec<Finished> {
         self.rows.finish(k, sink)
     }
 }
 
 impl Rescale {
-    /// Rescales the output, once the products that were in flight have landed.
+    /// Rescales the output. To be called once the products in flight have landed.
     pub(super) fn apply(&self, k: &mut Builder, output: &Accumulator) {
         k.if_(self.needed, |k| {
             for (index, element) in output.registers().iter().enumerate() {

@@ -1,11 +1,12 @@
-//! The static tile scheduler, for equal lengths: which tiles a block takes, and in which order.
+//! The static tile scheduler, for batches of equal lengths: which tiles a thread block computes,
+//! and in which order.
 //!
-//! A tile is some query rows of one head. Tiles are numbered with the rows
-//! moving fastest, so that blocks running at the same time share the keys and
-//! values of few heads in the second-level cache. Without a mask all tiles are
-//! alike, and block `b` of `g` takes tiles `b`, `b + g`, ... With a mask
-//! they differ in length, and each block has a list ([`TileLists`]), read one
-//! entry ahead. Lists also say where a block has only a part of a tile's keys.
+//! A tile is a range of query rows of one head. Tiles are numbered with the row tiles fastest, so
+//! that thread blocks that run at the same time share the keys and values of few heads in L2.
+//! Without a mask all tiles are alike, and thread block `b` of `g` computes tiles `b`, `b + g`, ...
+//! With a mask tiles differ in length, and each thread block has a list of tiles ([`TileLists`]),
+//! read one entry ahead. With stream-K, list entries may be parts of tiles: a range of a tile's key
+//! blocks.
 //!
 //! [`TileLists`]: super::TileLists
 
@@ -24,24 +25,24 @@ use crate::attention::visibility::{Blocks, Masked, RowTile, Visibility};
 use crate::divisor::DivisorRegisters;
 use crate::parameter::{Number, Workspace};
 
-/// The numbering of tiles.
+/// The static scheduler's launch parameters, in registers.
 pub(super) struct StaticScheduler {
     query_rows: u32,
     key_block: u32,
     query_length: Reg<U32>,
     key_length: Reg<U32>,
     order: Order,
-    /// Whether lists have parts of tiles.
+    /// Whether list entries may be parts of tiles.
     stream_k: bool,
-    /// Whether they are walked by words ([`Next::Word`]).
+    /// Whether the place in a list is kept as a word index ([`Next::Word`]) instead of an address.
     lists_by_words: bool,
-    /// Tiles of a head.
+    /// Query tiles per head.
     per_head: DivisorRegisters,
     heads: DivisorRegisters,
     group: DivisorRegisters,
     visibility: Visibility,
     walks: Option<Walks>,
-    /// Where a mask is a function.
+    /// The lists of key blocks, with a mask function.
     lists: Option<BlockLists>,
     slopes: Option<Slopes>,
     sinks: Option<Sinks>,
@@ -49,40 +50,42 @@ pub(super) struct StaticScheduler {
     scale_log2: Reg<F32>,
 }
 
-/// How a block goes on from one tile to the next.
+/// How a thread block goes from one tile to the next.
 enum Order {
-    /// In steps of the grid's size, up to the number of tiles in all.
+    /// In steps of the grid size, up to the total number of tiles.
     Strided { tiles: Reg<U32>, blocks: Reg<U32> },
-    /// By lists at this address.
+    /// By the tile lists at this address.
     Listed(Reg<GlobalAddress>),
 }
 
-/// Where a list goes on.
+/// The place of the entry of a tile list that was read ahead.
 #[derive(Clone, Copy)]
 enum Next {
-    /// At an address.
+    /// Its address.
     Address(Reg<GlobalAddress>),
-    /// At a word of the lists: a register less. On an H200 that is worth 2.7 % with stream-K at head
-    /// dim 64, where they are dear; under a causal mask it costs 1 to 2 % there.
+    /// Its index among the words of the lists, which takes one register less. On an H200 that gains
+    /// 2.7 % with stream-K at head dim 64, where registers are scarce; under a causal mask it costs
+    /// 1 to 2 % at that head dim.
     Word(Reg<U32>),
 }
 
-/// Where a block stands: its tile, in registers that change from tile to tile.
+/// The registers of a thread block's tile, overwritten from tile to tile.
 pub(super) struct Tile {
     number: Reg<U32>,
-    /// Where the list goes on, and the entry there.
+    /// With lists, the place of the next entry, and that entry.
     ahead: Option<(Next, Reg<U32>)>,
     first_row: Reg<U32>,
     head: Reg<U32>,
     rows: Rows,
-    /// The last key block that some row of the tile sees, and one; at least one,
-    /// so that a tile of rows that see nothing is written too.
+    /// One past the last key block that some row of the tile sees; at least 1, so that a tile whose
+    /// rows see nothing is stored too. With a list of key blocks, the number of its entries.
     blocks: Reg<U32>,
-    /// From where on some row does not see blocks whole.
+    /// The first key block that some row does not see whole; it and later ones need the mask.
     first_masked: Reg<U32>,
-    /// With a window, where that ends on the left.
+    /// With a window, the first key block that the window's left edge cuts for no row; blocks
+    /// before it need the mask too.
     whole_from: Option<Reg<U32>>,
-    /// What becomes of it, where keys are shared out.
+    /// With stream-K, whether the tile is stored or left as a partial tile ([`PartWord`]).
     part: Option<Reg<U32>>,
 }
 
@@ -90,19 +93,20 @@ pub(super) struct Tile {
 pub(super) struct Rows {
     key_head: Reg<U32>,
     batch: Reg<U32>,
-    /// The first key block, with a window or of a part; with a list, the first place of the walk.
+    /// The first key block, with a window or with stream-K; with a list of key blocks, its first
+    /// place, 0.
     first_block: Option<Reg<U32>>,
     list: Option<BlockList>,
 }
 
-/// What is left of a tile when the block has already begun the next.
+/// What is still needed of the tile being computed when `Tile` has already gone on to the next.
 pub(super) struct Current {
     first_row: Reg<U32>,
     first_masked: Reg<U32>,
     head: Reg<U32>,
     batch: Reg<U32>,
     first_block: Option<Reg<U32>>,
-    /// With a window, the first block that all rows see whole.
+    /// With a window, the first key block that the window's left edge cuts for no row.
     whole_from: Option<Reg<U32>>,
     list: Option<BlockList>,
     part: Option<Reg<U32>>,
@@ -144,7 +148,7 @@ impl StaticScheduler {
         }
     }
 
-    /// Finds the coordinates of a tile by its number.
+    /// Computes a tile's coordinates and key blocks from its number.
     fn locate(&self, k: &mut Builder, tile: &Tile) {
         let end = self.find_part(k, tile);
         let (head_and_batch, row_tile) = self.per_head.divide(k, tile.number);
@@ -159,7 +163,7 @@ impl StaticScheduler {
             k.set(tile.blocks, tile.blocks.minimum(end));
         }
         if let (Some(lists), Some(list)) = (&self.lists, tile.rows.list) {
-            // Beyond the last tile there is no list.
+            // After the last tile there is no list to read.
             k.if_(self.has_tile(tile), |k| {
                 let found = lists.of(k, [batch, head, row_tile]);
                 k.set(list, found);
@@ -172,8 +176,9 @@ impl StaticScheduler {
         }
     }
 
-    /// Where an entry of a list is a part of a tile: which, from which key block on, and where it
-    /// ends.
+    /// With stream-K, resolves a list entry that is a part of a tile: sets the tile's number, its
+    /// first key block and its [`PartWord`], and returns one past the last key block of the part.
+    /// For a whole tile that is `u32::MAX`.
     fn find_part(&self, k: &mut Builder, tile: &Tile) -> Option<Reg<U32>> {
         let (Order::Listed(lists), Some(first), Some(part)) =
             (&self.order, tile.rows.first_block, tile.part)
@@ -195,7 +200,7 @@ impl StaticScheduler {
         Some(end)
     }
 
-    /// The rows of a tile from its first.
+    /// Returns the rows of the tile that begins at `first_row`.
     fn rows_from(&self, first_row: Reg<U32>) -> RowTile {
         RowTile {
             first_row,
@@ -205,7 +210,7 @@ impl StaticScheduler {
         }
     }
 
-    /// The key blocks of the tile that begins with a row.
+    /// Computes the range of all key blocks of the tile that begins at `first_row`.
     fn whole_walk_from(&self, k: &mut Builder, first_row: Reg<U32>) -> WholeWalk {
         let first = self.visibility.is_window().then(|| k.register());
         let end = k.register();
@@ -214,7 +219,7 @@ impl StaticScheduler {
         WholeWalk { first, last: k.eval(end - 1) }
     }
 
-    /// Which key blocks the tile needs, and which of them need no mask.
+    /// Computes which key blocks the tile needs, and which of them need the mask.
     fn find_blocks(&self, k: &mut Builder, tile: &Tile) {
         let rows = self.rows_from(tile.first_row);
         let first = tile.rows.first_block;
@@ -226,7 +231,7 @@ impl StaticScheduler {
         }
     }
 
-    /// Whether tiles may begin behind the first key.
+    /// Returns whether a tile may begin at a later key block than the first.
     fn begins_later(&self) -> bool {
         self.visibility.is_window() || self.stream_k
     }
@@ -248,7 +253,7 @@ impl Next {
     }
 }
 
-/// A word of the lists.
+/// Loads a word of the tile lists.
 fn word(k: &mut Builder, lists: Reg<GlobalAddress>, index: Reg<U32>) -> Reg<U32> {
     k.load(lists + index.convert::<U64>() * 4)
 }
@@ -296,7 +301,7 @@ impl TileScheduler for StaticScheduler {
         match (&self.order, tile.ahead) {
             (Order::Listed(lists), Some((next, entry))) => {
                 k.set(tile.number, entry);
-                // Nobody reads behind the end of a list.
+                // Do not read past the end of the list.
                 k.if_(entry.differs(TileLists::END), |k| {
                     next.advance(k);
                     let further = next.entry(k, *lists);
@@ -480,7 +485,7 @@ impl ConsumerScheduler for StaticScheduler {
     }
 
     fn slope(&self, k: &mut Builder, current: &Current) -> Option<Reg<F32>> {
-        // Read anew for each block: there are few, and they stay in the first-level cache.
+        // Loaded anew for each key block: there are few slopes, and they stay in L1.
         let slopes = self.slopes?;
         Some(slopes.unscaled(k, current.batch, current.head, self.scale_log2))
     }

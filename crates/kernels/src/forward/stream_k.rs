@@ -1,10 +1,12 @@
-//! Stream-K: the keys of the tiles that do not fill a last round, shared out among all blocks.
+//! Stream-K: splits the tiles of the last, incomplete wave along the keys, so that all thread
+//! blocks share them.
 //!
-//! Tiles that are all alike leave a part of the GPU without work in the last round. Here each block
-//! takes a stretch of their key blocks instead, laid end to end: the end of one tile, the begin of
-//! the next, or some of the middle. Whoever has a tile's end stores it, and waits for the others
-//! ([`Partials`](super::partials::Partials)); so what is for others comes first, and nobody waits
-//! for a block with a larger index.
+//! Tiles of equal length leave a part of the GPU idle in the last wave. With stream-K the key
+//! blocks of that wave's tiles are laid end to end, and each thread block computes a contiguous
+//! range of them: the end of one tile, the beginning of the next, or some of the middle. The thread
+//! block that computes the end of a tile merges the partial tiles of the others and stores it
+//! ([`Partials`](super::partials::Partials)). A thread block therefore computes what it leaves for
+//! others first, and waits only for thread blocks with smaller indices.
 
 use std::ops::Range;
 
@@ -12,14 +14,15 @@ use ptx::{Expression, Pred, Reg, U32, Value};
 
 use super::{Forward, TileLists};
 
-/// What a tile costs beyond its key blocks, in key blocks: the first scores, which nothing overlaps,
-/// and the way out.
+/// The cost of a tile beyond its key blocks, in units of key blocks: the first scores, which
+/// nothing overlaps, and the epilogue.
 const OVERHEAD: u32 = 2;
 
-/// Fewer key blocks than this are less than what the costs above are wrong by.
+/// The smallest saving, in key blocks, that counts: anything less is within the error of these cost
+/// estimates.
 const LEAST_SAVED: u32 = 4;
 
-/// A stretch of a tile's key blocks.
+/// A contiguous range of a tile's key blocks, computed by one thread block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Part {
     /// The tile's number.
@@ -28,26 +31,28 @@ pub(super) struct Part {
     fate: Fate,
 }
 
-/// What becomes of a part.
+/// What happens to a part when it has been computed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Fate {
-    /// It is left at a place for another block.
+    /// It is left at this place of the workspace for another thread block.
     Left(u32),
-    /// The others of its tile are taken in from these places, and the tile is stored.
+    /// The other parts of its tile are merged from these places of the workspace, and the tile is
+    /// stored.
     Stored(Range<u32>),
 }
 
-/// How the last round is shared out.
+/// The assignment of the last wave's tiles to thread blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Deal {
-    /// The parts of each block, in order.
+    /// The parts of each thread block, in the order in which they are computed.
     blocks: Vec<Vec<Part>>,
-    /// Places that parts are left at.
+    /// The number of places of the workspace in use.
     places: u32,
 }
 
-/// A part's fate as the kernel reads it: the place of its own or the first of the others', how many
-/// others there are, and whether it is left. A whole tile is stored and has no others.
+/// A [`Fate`] as the kernel reads it, packed into 32 bits: bit 31 says that the part is left; bits
+/// 0 to 15 are the place where it is left, or the first place to merge from; the bits between are
+/// the number of parts to merge. A whole tile is stored and merges none.
 pub(super) struct PartWord;
 
 impl PartWord {
@@ -70,27 +75,28 @@ impl PartWord {
         word % PartWord::PLACES
     }
 
-    /// How many others there are of a tile that is stored.
+    /// Returns how many parts a tile that is stored has to merge.
     pub(super) fn others(word: Reg<U32>) -> Value<U32> {
         word / PartWord::PLACES
     }
 }
 
-/// What is shared out: the tiles of the last round.
+/// The tiles of the last, incomplete wave.
 struct LastRound {
-    /// The first of them.
+    /// The number of the first of them.
     first: u32,
     tiles: u32,
-    /// Key blocks of a tile.
+    /// Key blocks per tile.
     key_blocks: u32,
-    /// What it costs to leave a part, or to take one in, in key blocks.
+    /// The cost of leaving or merging a part, in key blocks.
     exchange: u32,
 }
 
 impl LastRound {
-    /// Shares the tiles out so that no block has much more to do than others.
+    /// Finds by bisection the smallest cost per thread block at which all tiles can be assigned.
+    /// Returns that cost, in key blocks, and the assignment.
     fn deal(&self, blocks: u32) -> (u32, Deal) {
-        // With so much, a block has a tile for itself.
+        // At the upper bound each tile has a thread block to itself.
         let (mut short, mut enough) = (0, self.key_blocks + OVERHEAD);
         let mut best = self.with_at_most(enough, blocks).expect("no more tiles than blocks");
         while enough - short > 1 {
@@ -103,10 +109,12 @@ impl LastRound {
         (enough, best)
     }
 
-    /// Every block in turn takes what it can do at a given cost; nothing where tiles are left over.
+    /// Assigns to each thread block in turn as much as it can compute at the given cost. Returns
+    /// `None` if tiles are left over.
     fn with_at_most(&self, cost: u32, blocks: u32) -> Option<Deal> {
         let mut deal = Deal { blocks: Vec::new(), places: 0 };
-        // The tile that is next, the first of its key blocks that is left, and who has the others.
+        // The next tile, the first of its key blocks that is not assigned yet, and the places where
+        // the parts before that are left.
         let (mut tile, mut next, mut others) = (0, 0, 0..0);
         while tile < self.tiles {
             if deal.blocks.len() == blocks as usize {
@@ -123,7 +131,8 @@ impl LastRound {
             let most = self.key_blocks - next - 1;
             let taken = room.saturating_sub(OVERHEAD + self.exchange).min(most);
             if tile < self.tiles && taken > 0 {
-                // Nobody shall wait longer than need be: before the tile that is stored.
+                // Computed before the tile that is stored, so that nobody waits for it longer than
+                // need be.
                 parts.insert(0, self.part(tile, next..next + taken, Fate::Left(deal.places)));
                 deal.places += 1;
                 others.end = deal.places;
@@ -143,11 +152,12 @@ impl LastRound {
 }
 
 impl TileLists {
-    /// Marks an entry that is a part: the rest says at which word it is described.
+    /// The bit that marks a list entry as a part of a tile; the other bits are the index of the
+    /// word at which the part is described.
     pub(super) const PART: u32 = 1 << 31;
 
-    /// The lists of tiles that are all alike: whole rounds in turn, and the last one shared out by
-    /// keys.
+    /// Returns the lists of tiles of equal length: full waves in turn, and the last one split along
+    /// the keys.
     pub(super) fn stream_k(
         forward: &Forward,
         tiles: u32,
@@ -159,7 +169,7 @@ impl TileLists {
         let (_, deal) = round.deal(processors);
         let blocks = if rounds > 0 { processors } else { deal.blocks.len() as u32 };
         let entries = rounds * blocks + deal.blocks.iter().map(Vec::len).sum::<usize>() as u32;
-        // Parts are read four words at a time.
+        // The kernel reads a part's description as one vector of four words.
         let mut described = (2 * blocks + entries).next_multiple_of(4);
         let (mut words, mut lists, mut parts) = (Vec::new(), Vec::new(), Vec::new());
         for block in 0..blocks {
@@ -181,7 +191,7 @@ impl TileLists {
 }
 
 impl LastRound {
-    /// The whole rounds of so many tiles, and what is left.
+    /// Returns the number of full waves of `tiles` tiles, and the incomplete wave that remains.
     fn of(forward: &Forward, tiles: u32, key_length: u32, processors: u32) -> (u32, Self) {
         let rounds = tiles / processors;
         let round = LastRound {
@@ -195,7 +205,8 @@ impl LastRound {
 }
 
 impl Forward {
-    /// The part of the time that sharing out the last round by keys should save, by counting.
+    /// Returns the fraction of the kernel's time that stream-K should save, estimated by counting
+    /// key blocks; 0 where the saving is too small to be certain.
     pub fn stream_k_saves(&self, tiles: u32, key_length: u32, processors: u32) -> f64 {
         let processors = processors.max(1);
         let (rounds, round) = LastRound::of(self, tiles, key_length, processors);
@@ -216,8 +227,8 @@ mod tests {
     use super::super::every_tuned;
     use super::*;
 
-    /// Every key block of every tile is computed once; what is left is taken in once, by a block
-    /// that comes later, and before anything that waits.
+    /// Every key block of every tile is computed once. Every part that is left is merged once, by a
+    /// later thread block, and is computed before anything that waits.
     #[test]
     fn every_key_block_is_computed_once() {
         for (tiles, key_blocks, blocks, exchange) in [
@@ -263,8 +274,8 @@ mod tests {
         }
     }
 
-    /// What the last round of 15.5 and of 7.8 costs: a little more than the part of a tile that there
-    /// is of it for each block.
+    /// The cost of the last wave of 15.5 and of 7.8 waves: a little more than each thread block's
+    /// even share of its key blocks.
     #[test]
     fn the_last_round_is_shared_out_evenly() {
         let cost = |tiles, key_blocks, exchange| {

@@ -1,25 +1,26 @@
-//! Values of 8 bits, transposed on the way through shared memory.
+//! The transposition of 8-bit values in shared memory.
 //!
-//! The tensor cores take 8-bit operands with the inner extent contiguous only: of `P V` those are
-//! keys, and values come with their columns contiguous. Three warps beside the producer read
-//! every block of values as it came and write it transposed, through a pipeline of its own to the
-//! consumers.
+//! `wgmma` takes 8-bit operands with the inner extent contiguous (K-major) only. For `P V` the
+//! inner extent is the keys, but values are loaded with their columns contiguous. Three warps
+//! beside the producer read every value stage and write it transposed to a second set of tiles,
+//! which reach the consumers through a pipeline of their own.
 //!
 //! # The order of keys
 //!
-//! A thread of a consumer holds the scores of keys `2q` and `2q + 1` of each group of eight,
-//! where `q` is its lane modulo 4; as the first operand of the next product it must hold four
-//! neighbours. So keys trade places inside each sixteen: position `4q + i` has the key
-//! `8 (i / 2) + 2q + i % 2`, of weights and of transposed values alike, and no register moves
-//! between threads. It is also the order that falls out of the transposing: `ldmatrix` takes
-//! bytes in pairs and gives a thread, of each eight keys, keys `2q` and `2q + 1` at two columns;
-//! picking the bytes of one column out of two such registers gives those four keys.
+//! The accumulator of `Q K^T` gives a consumer thread the scores of keys `2q` and `2q + 1` of each
+//! group of eight, where `q` is its lane modulo 4. As the first operand of `P V`, the thread must
+//! hold four neighbouring keys. So keys are permuted inside each group of sixteen: position
+//! `4q + i` holds the key `8 (i / 2) + 2q + i % 2`, both in P and in the transposed values, and no
+//! register moves between threads. The transposition produces this order by itself: `ldmatrix`
+//! moves bytes in pairs and gives a thread, for each eight keys, keys `2q` and `2q + 1` at two
+//! columns; picking the bytes of one column out of two such registers gives those four keys.
 //!
-//! # Banks
+//! # Bank conflicts
 //!
-//! A register with the even and one with the odd of two columns leave as matrices of eight rows.
-//! All even rows would meet in half of the banks, since swizzles go by eight rows; so threads of
-//! the upper eight columns have the odd one first.
+//! A thread writes two registers, of an even and of an odd column, each as part of an `stmatrix`
+//! matrix of eight rows. If all rows of a matrix were even, they would fall into half of the banks,
+//! since swizzles repeat every eight rows. So the threads of the upper eight columns write the odd
+//! one first.
 
 use ptx::{
     Builder, Expression, Fence, Pipeline, Producer, Reg, SharedAddress, SharedTiles, TileLayout,
@@ -28,24 +29,25 @@ use ptx::{
 
 use super::{Forward, Shared};
 
-/// Warps that transpose: the producer's warpgroup less the warp of the producer.
+/// The number of warps that transpose: those of the producer's warpgroup but the producer's own.
 pub(super) const WARPS: u32 = 3;
 
-/// Columns of values, and keys, that a warp transposes at once.
+/// The value columns that a warp transposes with one `ldmatrix`, for [`KEYS`] keys.
 const COLUMNS: u32 = 16;
 const KEYS: u32 = 32;
 
-/// Transposed values.
+/// The tiles of transposed values, their pipeline to the consumers, and the end marks of values.
 pub(super) struct Transposed {
     pub(super) tiles: SharedTiles,
     pub(super) pipeline: Pipeline,
-    /// Where in shared memory a word for each stage of values says whether there are any.
+    /// The offset in shared memory of one word for each value stage, which is 0 where there are no
+    /// more values.
     any: u32,
     value_stages: u32,
 }
 
 impl Transposed {
-    /// Reserves the shared memory; `readers` arrivals empty a stage.
+    /// Reserves shared memory; a stage is empty after `readers` arrivals.
     pub(super) fn new(k: &mut Builder, forward: &Forward, value_stages: u32, readers: u32) -> Self {
         let name = "transposed values";
         Transposed {
@@ -56,7 +58,7 @@ impl Transposed {
         }
     }
 
-    /// One thread makes barriers and words ready.
+    /// Initialises the mbarriers and the words of the value stages; called by one thread.
     pub(super) fn init(&self, k: &mut Builder) {
         self.pipeline.init(k);
         for stage in 0..self.value_stages {
@@ -65,7 +67,8 @@ impl Transposed {
         }
     }
 
-    /// The producer has no more values.
+    /// Tells the transposing warps, through the next value stage, that there are no more values;
+    /// called by the producer.
     pub(super) fn stop(&self, k: &mut Builder, values: &Producer) {
         let stage = values.acquire(k);
         let any = self.any_at(k, stage);
@@ -78,8 +81,8 @@ impl Transposed {
         k.eval(first + stage * 4)
     }
 
-    /// What the warps behind the producer's do: block after block, until there are none. They load
-    /// so often before they store.
+    /// Emits the loop of the transposing warps: key block after key block, until there are no more.
+    /// Each warp has up to `at_once` loads in flight before it stores.
     pub(super) fn transpose(&self, k: &mut Builder, shared: &Shared, at_once: usize) {
         let (thread, lane) = (k.thread_index(), k.lane());
         let warp = k.eval(thread / 32 - 1);
@@ -101,7 +104,7 @@ impl Transposed {
                 k.for_range(warp, columns / COLUMNS, WARPS, |k, group| {
                     self.columns(k, shared, &place, &lane, (group, first), at_once);
                 });
-                // What was read is overwritten, and what was written is read, by other engines.
+                // TMA overwrites what was read here, and the tensor cores read what was written.
                 k.fence(Fence::ProxyAsyncShared);
                 k.warp_sync();
                 read.release(k, leader);
@@ -111,7 +114,8 @@ impl Transposed {
         });
     }
 
-    /// Sixteen columns of all keys that a stage has; `first` is its first key's place in a block.
+    /// Transposes sixteen columns, number `group`, of all keys of a value stage. `first` is the
+    /// index of the stage's first key in its key block.
     fn columns(
         &self,
         k: &mut Builder,
@@ -122,7 +126,7 @@ impl Transposed {
         at_once: usize,
     ) {
         let (read, written) = (shared.values.layout(), self.tiles.layout());
-        // Inside a panel the swizzle only flips bits, and so do further columns.
+        // Inside a panel the swizzle only flips address bits, and so does moving to other columns.
         let column = k.eval(group * COLUMNS);
         let width = read.panel_columns();
         let mut from = k.eval((from.reinterpret::<U32>() ^ (column % width)).reinterpret());
@@ -131,8 +135,9 @@ impl Transposed {
         }
         let to = k.eval(*to + column * written.swizzle.width());
         let steps: Vec<u32> = (0..read.rows).step_by(KEYS as usize).collect();
-        // Loads wait for shared memory: several are under way at once. The assembler cannot move
-        // one before a store that may be to the same place.
+        // Several loads are issued before the first store to hide their latency. The assembler
+        // cannot do that by itself: it must not move a load before a store that may be to the same
+        // address.
         for batch in steps.chunks(at_once) {
             let load = |keys: &u32| {
                 let address = from + keys * read.swizzle.width();
@@ -149,7 +154,8 @@ impl Transposed {
                     pick(k, 1, place.first),
                     pick(k, 1, place.second),
                 ];
-                // Inside a panel the swizzle only flips bits, and so do further keys.
+                // Inside a panel the swizzle only flips address bits, and so does moving to other
+                // keys.
                 let panel = written.panel_columns();
                 let keys = first + keys;
                 let (far, near) = (keys / panel * written.panel_bytes(), keys % panel);
@@ -160,20 +166,21 @@ impl Transposed {
     }
 }
 
-/// Where a lane reads and writes.
+/// What and where a lane reads and writes.
 struct Place {
     lane: Reg<U32>,
-    /// The column of values, of sixteen, whose keys it gives the address of, and the first of
-    /// those keys.
+    /// The value column, of sixteen, whose row of transposed values this lane addresses for
+    /// `stmatrix`; `key` is the first key of that row.
     column: Reg<U32>,
     key: Reg<U32>,
-    /// Which bytes go into the first and the second of two registers.
+    /// The byte selectors (`prmt`) of the first and of the second register of a pair.
     first: Reg<U32>,
     second: Reg<U32>,
 }
 
 impl Place {
-    /// Where it reads and writes in two stages, of the first columns.
+    /// Returns the addresses at which the lane reads in value stage `stage` and writes in
+    /// transposed stage `room`, for the first sixteen columns.
     fn at(
         &self,
         k: &mut Builder,
@@ -188,12 +195,14 @@ impl Place {
     }
 
     fn new(k: &mut Builder, lane: Reg<U32>) -> Self {
-        // Even bytes in the lower half of the warp, odd ones in the upper; then the others.
+        // The first register takes the even bytes in the lower half of the warp and the odd ones in
+        // the upper half; the second register takes the others.
         let even = 0x6420u32;
         let odd = 0x1111u32;
         let first = k.eval(lane / 16 * odd + even);
         let second = k.eval(first ^ odd);
-        // Matrix i of four has the first or the second of sixteen keys, by its lowest bit.
+        // Of the four matrices, those with an even index come from the first register of a pair,
+        // the others from the second.
         let swapped = k.eval(((lane / 8) ^ (lane / 4)) & 1);
         Place {
             lane,

@@ -1,9 +1,9 @@
-//! Which configuration serves which problem: a table of what was measured.
+//! Which configuration serves which problem: tables of measured choices.
 //!
-//! A rule names the widest head dimensions it serves, and the first that fits is taken; narrower
-//! ones are built with their own dimensions and the rule's tiles. Registers depend on the tiles
-//! and the value dimension alone, shared memory on dimensions rounded up to whole panels, so what
-//! fits at a rule's own dimensions fits at every narrower one.
+//! A rule names the widest head dimensions it serves, and the first rule that fits a problem is
+//! taken. Narrower head dimensions are built as they are, with the rule's tiles. Register use
+//! depends on the tiles and the value dimension alone, and shared memory on dimensions rounded up
+//! to whole panels, so what fits at a rule's own dimensions fits at every narrower one.
 
 use ptx::Element;
 
@@ -11,32 +11,33 @@ use super::{Form, Forward, Prefill};
 use crate::attention::{MaskKind, Rules};
 use crate::product::Source;
 
-/// What a choice may depend on.
+/// What the choice of a configuration depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Workload {
-    /// The element of all tensors.
+    /// The element of the inputs.
     pub element: Element,
-    /// The width of queries and keys.
+    /// The head dimension of queries and keys.
     pub head_dim: u32,
-    /// The width of values and outputs.
+    /// The head dimension of values and outputs.
     pub value_head_dim: u32,
-    /// The mask, and what changes scores.
+    /// The mask and the score rules.
     pub rules: Rules,
-    /// Queries of a sequence.
+    /// Queries per sequence.
     pub query_length: u64,
-    /// Keys of a sequence.
+    /// Keys per sequence.
     pub key_length: u64,
-    /// Query heads of all sequences together.
+    /// Query heads over all sequences.
     pub heads: u64,
     /// Multiprocessors of the GPU.
     pub multiprocessors: u32,
 }
 
 impl Workload {
-    /// The length that rules go by: the shorter of queries and keys. Long sequences get tiles of
-    /// 192 rows: those leave no registers to compute more with than a mask, and the taller a tile,
-    /// the more of it lies beyond the edges of a window. So windows and score rules count as short;
-    /// with 8-bit inputs score rules as shorter, for those have large tiles earlier.
+    /// Returns the sequence length that rules compare with: the shorter of queries and keys. Long
+    /// sequences get tiles of 192 rows, which leave no registers for more than a mask; and the
+    /// taller a tile, the more of it lies beyond the edges of a window. So problems with more than
+    /// a causal mask count as short. With 8-bit inputs, problems with score rules count as even
+    /// shorter, because large tiles begin at shorter lengths there.
     fn counted_length(&self) -> u64 {
         let length = self.query_length.min(self.key_length);
         match self.rules.is_plain() {
@@ -48,36 +49,38 @@ impl Workload {
         }
     }
 
-    /// Whether tiles of 128 rows would leave more than half of the GPU without work.
+    /// Returns whether tiles of 128 rows would leave half of the GPU's multiprocessors or more
+    /// without work.
     pub fn is_small(&self) -> bool {
         let tiles = self.query_length.div_ceil(128).saturating_mul(self.heads);
         tiles.saturating_mul(2) <= self.multiprocessors as u64
     }
 }
 
-/// A configuration and why it was chosen.
+/// A configuration and the reason for choosing it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tuned {
-    /// What to build.
+    /// The configuration to build.
     pub configuration: Forward,
-    /// Why, in a few words.
+    /// The reason, in a few words.
     pub reason: &'static str,
 }
 
-/// One line of the table.
+/// One row of a table.
 struct Rule {
-    /// The widest queries and the widest values it serves.
+    /// The largest head dimensions of queries and of values that it serves.
     dims: (u32, u32),
     masks: Masks,
-    /// The longest sequences it serves: the shorter of queries and keys counts.
+    /// The longest sequences it serves, as [`Workload::counted_length`] counts them.
     length: u64,
-    /// Whether it serves only problems too small to fill half of the GPU with tiles of 128 rows.
+    /// Whether it serves only problems too small to fill half of the GPU with tiles of 128 rows
+    /// ([`Workload::is_small`]).
     few: bool,
     tile: Tile,
     reason: &'static str,
 }
 
-/// What a rule sets.
+/// The fields of a configuration that a rule sets.
 #[derive(Clone, Copy)]
 struct Tile {
     warpgroups: u32,
@@ -89,18 +92,21 @@ struct Tile {
     form: Form,
 }
 
+/// The masks and score functions that a rule serves.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Masks {
+    /// No mask: all tiles of equal length.
     Dense,
-    /// And windows: tiles of unequal length, of which some blocks are masked.
+    /// A causal mask, a window or a mask function: tiles of unequal length, with some key blocks
+    /// masked.
     Causal,
     Both,
-    /// Any, with a score function that loads something for each score.
+    /// Any mask, with a score function that loads something for each score.
     Loads,
 }
 
 const ANY_LENGTH: u64 = u64::MAX;
-/// The longest sequences for which tiles of 192 rows are too tall.
+/// The longest sequences for which tiles of 192 rows do not pay.
 const SHORT: u64 = 2047;
 
 const TILE_64X128: Tile =
@@ -122,15 +128,16 @@ const TILE_192X96: Tile = Tile { warpgroups: 3, key_block: 96, stages: 3, ..TILE
 const TILE_192X80_REGISTERS: Tile =
     Tile { key_block: 80, query_source: Source::Registers, ..TILE_192X96 };
 const TILE_128X128_LOADS: Tile = Tile { stages: 3, ..TILE_128X128 };
-// A second buffer of queries does not fit beside keys and values this wide.
+// A second query buffer does not fit into shared memory beside keys and values this wide.
 const TILE_128X96: Tile = Tile { key_block: 96, query_buffers: 1, ..TILE_128X128 };
-// The tensor cores are the limit here: every form is within 1 %, and the compact one compiles fastest.
+// The tensor cores are the limit here: all forms are within 1 %, and the compact one compiles
+// fastest.
 const TILE_128X64: Tile =
     Tile { key_block: 64, query_buffers: 1, form: Form::COMPACT, ..TILE_128X128 };
 const TILE_128X64_OVERLAPPED: Tile =
     Tile { form: Form { overlap_tiles: true, ..Form::COMPACT }, ..TILE_128X64 };
 
-// Lines that both tables have.
+// Rules of both `RULES` and `PREFILL_RULES`.
 const FEW_ROWS: Rule = Rule {
     dims: (128, 128),
     masks: Masks::Both,
@@ -148,8 +155,8 @@ const UP_TO_192: Rule = Rule {
     reason: "128 x 96 tiles are fastest up to head dim 192",
 };
 
-/// Measured on an H200 in bf16; docs/performance/forward.md has the numbers. Narrow before wide,
-/// short before long.
+/// The rules of 16-bit inputs, measured on an H200 in bf16; docs/performance/forward.md has the
+/// numbers. Narrow head dimensions come before wide ones, short sequences before long ones.
 const RULES: &[Rule] = &[
     FEW_ROWS,
     Rule {
@@ -253,7 +260,7 @@ const RULES: &[Rule] = &[
     },
 ];
 
-// Lines of ragged batches under any mask.
+// Rules of ragged batches under any mask.
 const RAGGED_UP_TO_64: Rule = Rule {
     dims: (64, 64),
     masks: Masks::Both,
@@ -276,8 +283,8 @@ const RAGGED_UP_TO_256: Rule = Rule {
     ..RAGGED_UP_TO_64
 };
 
-/// The same for ragged batches, by their mean length. Producers need more registers there, which
-/// leaves enough for tiles of 192 rows only where there is no mask.
+/// The rules of ragged batches with 16-bit inputs, by their mean length. Producers need more
+/// registers there, which leaves enough for tiles of 192 rows only without a mask.
 const PREFILL_RULES: &[Rule] = &[
     FEW_ROWS,
     Rule { masks: Masks::Dense, length: SHORT, ..RAGGED_UP_TO_64 },
@@ -300,7 +307,7 @@ const PREFILL_RULES: &[Rule] = &[
     RAGGED_UP_TO_256,
 ];
 
-// A second accumulator and weights of 8 bits: docs/fp8-forward.md counts what fits.
+// With a second accumulator and P in 8 bits, other tiles fit: see docs/fp8-forward.md.
 const FP8_64X128: Tile = Tile { form: Form::COMPACT, ..TILE_64X128 };
 const FP8_192X128: Tile = Tile { warpgroups: 3, form: Form::COMPACT, ..TILE_128X128 };
 const FP8_192X160: Tile = Tile { key_block: 160, ..FP8_192X128 };
@@ -309,7 +316,7 @@ const FP8_128X128_ONE_BUFFER: Tile = Tile { query_buffers: 1, ..FP8_128X128 };
 const FP8_128X192: Tile = Tile { key_block: 192, ..FP8_128X128 };
 const FP8_128X224: Tile = Tile { key_block: 224, ..FP8_128X128_ONE_BUFFER };
 
-// Lines that both tables of 8-bit inputs have.
+// Rules of both `FP8_RULES` and `FP8_PREFILL_RULES`.
 const FP8_FEW_ROWS: Rule = Rule { tile: FP8_64X128, ..FEW_ROWS };
 const FP8_UP_TO_64: Rule = Rule {
     dims: (64, 64),
@@ -334,7 +341,7 @@ const FP8_UP_TO_128: Rule = Rule {
     reason: "128 x 128 tiles in e4m3 waste little beyond an edge",
 };
 
-/// Inputs in e4m3.
+/// The rules of inputs in e4m3.
 const FP8_RULES: &[Rule] = &[
     FP8_FEW_ROWS,
     FP8_UP_TO_64,
@@ -383,7 +390,7 @@ const FP8_RULES: &[Rule] = &[
     },
 ];
 
-/// The same for ragged batches, whose producers need more registers.
+/// The rules of ragged batches with inputs in e4m3, whose producers need more registers.
 const FP8_PREFILL_RULES: &[Rule] = &[
     FP8_FEW_ROWS,
     FP8_UP_TO_64,
@@ -399,9 +406,9 @@ const FP8_PREFILL_RULES: &[Rule] = &[
     },
 ];
 
-/// The tiles for a ragged batch, or nothing where the kernel does not serve it; the queries and
-/// heads of the workload say how much there is to do in all, its keys how long sequences are. A mask
-/// is passed as a window.
+/// Returns the tiles for a ragged batch, or `None` where the kernel does not serve it. The
+/// workload's queries and heads say how much work there is in total, its keys how long sequences
+/// are. A causal mask becomes a window.
 pub fn tuned_prefill(workload: &Workload) -> Option<Tuned> {
     let mask = match workload.rules.mask {
         MaskKind::Causal => MaskKind::Local,
@@ -412,10 +419,10 @@ pub fn tuned_prefill(workload: &Workload) -> Option<Tuned> {
     choose(table, &Workload { rules, ..*workload })
 }
 
-/// Every line of the table of ragged batches at its own dimensions: plain, and under a mask with
-/// pages, and with everything that changes scores; elements take turns. Of the plain ones also the
-/// compact form, and blocks of a single tile. Without a mask, for each dimension what everything that
-/// changes scores takes.
+/// Returns every rule of the ragged table at its own head dimensions: plain, and under a mask also
+/// with pages and with all score rules, in alternating elements. The plain ones come also in the
+/// compact form and with a single tile per thread block. Finally, for each head dimension, what is
+/// chosen without a mask and with all score rules.
 pub fn every_prefill() -> Vec<Prefill> {
     let mut all = Vec::new();
     for rule in PREFILL_RULES {
@@ -448,15 +455,15 @@ pub fn every_prefill() -> Vec<Prefill> {
         let tiles = tuned_prefill(&workload).map(|it| it.configuration);
         all.extend(tiles.map(|tile| Prefill { tile, page_rows: None, single_tile: false }));
     }
-    // Lines for other lengths may have the same tiles.
+    // Rules for other lengths may have the same tiles.
     let mut seen = std::collections::HashSet::new();
     all.retain(|it| seen.insert(*it));
     all
 }
 
-/// The configuration for a workload, or nothing where the kernel does not serve it: the element
-/// must be `F16` or `BF16`, the dimensions multiples of 8 up to 256; or `E4M3`, with multiples of
-/// 16. The output of `E4M3` may be set to `F16`.
+/// Returns the configuration for a workload, or `None` where the kernel does not serve it. The
+/// element must be `F16` or `BF16`, with head dimensions that are multiples of 8 up to 256, or
+/// `E4M3`, with multiples of 16. With `E4M3` the output is `BF16`; the caller may set it to `F16`.
 ///
 /// ```
 /// use flashcore_kernels::Rules;
@@ -500,8 +507,8 @@ fn choose(rules: &[Rule], workload: &Workload) -> Option<Tuned> {
     Some(Tuned { configuration, reason: rule.reason })
 }
 
-/// Every line of the table at its own dimensions, for both elements and without and with a causal
-/// mask where it serves them.
+/// Returns every rule of the 16-bit table at its own head dimensions, in both elements, and without
+/// and with a causal mask where it serves them.
 pub fn every_tuned() -> Vec<Forward> {
     let mut all = Vec::new();
     for rule in RULES {
@@ -516,15 +523,16 @@ pub fn every_tuned() -> Vec<Forward> {
     all
 }
 
-/// Every line of the table of 8-bit inputs at its own dimensions: dense, causal and windowed where
-/// it serves them, and with sinks; and for each dimension what everything that changes scores takes.
+/// Returns every rule of the 8-bit table at its own head dimensions: dense, causal, and with a
+/// window and sinks, where it serves them. Then, for each head dimension, what is chosen with all
+/// score rules.
 pub fn every_fp8() -> Vec<Forward> {
     let sinks = Rules { sinks: true, ..Rules::LOCAL };
     let mut all = Vec::new();
     for rule in FP8_RULES {
         for rules in [Rules::DENSE, Rules::CAUSAL, sinks] {
             let configuration = rule.configuration(Element::E4M3, rule.dims, rules);
-            // Lines for other lengths may have the same tiles.
+            // Rules for other lengths may have the same tiles.
             if rule.masks.include(&rules) && !all.contains(&configuration) {
                 all.push(configuration);
             }
@@ -537,7 +545,7 @@ pub fn every_fp8() -> Vec<Forward> {
     all
 }
 
-/// Long sequences, with everything that changes scores.
+/// Returns a workload of long sequences with a window and all score rules.
 fn long_workload(dim: u32) -> Workload {
     Workload {
         element: Element::F16,
@@ -551,7 +559,8 @@ fn long_workload(dim: u32) -> Workload {
     }
 }
 
-/// The same of ragged batches, in f16: plain, and with pages and sinks.
+/// Returns every rule of the ragged 8-bit table at its own head dimensions, with f16 outputs:
+/// plain, and with pages and sinks.
 pub fn every_fp8_prefill() -> Vec<Prefill> {
     let mut all = Vec::new();
     for rule in FP8_PREFILL_RULES {
@@ -574,7 +583,7 @@ impl Rule {
             && (!self.few || workload.is_small())
     }
 
-    /// The one place that names every field of a configuration.
+    /// Returns the configuration of this rule. This is the one place that names every field.
     fn configuration(&self, element: Element, dims: (u32, u32), rules: Rules) -> Forward {
         Forward {
             element,
@@ -595,8 +604,8 @@ impl Rule {
 }
 
 impl Masks {
-    /// A function counts as a mask that hides: of those that hide little nobody asks for more than
-    /// is lost here.
+    /// Returns whether these rules are among the masks. A mask function counts as a mask that hides
+    /// keys; where it hides few, little speed is lost by that.
     fn include(self, rules: &Rules) -> bool {
         let dense = rules.mask == MaskKind::Dense && rules.mask_function.is_none();
         match self {
@@ -625,12 +634,12 @@ mod tests {
         }
     }
 
-    /// Building checks the shared memory among other things.
+    /// Building a program checks, among other things, that it fits into shared memory.
     #[test]
     fn every_pair_of_dimensions_is_served() {
         for head_dim in (8..=256).step_by(8) {
             for value_head_dim in (8..=256).step_by(8) {
-                // The diagonal and a few columns: the rest is between them.
+                // The diagonal and a few value dimensions: the rest lies between them.
                 if value_head_dim != head_dim && ![8, 64, 128, 200, 256].contains(&value_head_dim) {
                     continue;
                 }
@@ -664,10 +673,11 @@ mod tests {
         assert_eq!(rows(workload(64, 64, false, 2048)), 192);
         assert_eq!(rows(workload(64, 64, true, 2047)), 128);
         assert_eq!(rows(workload(64, 64, true, 2048)), 192);
-        // A few queries over many keys do not fill a long tile.
+        // A few queries over many keys do not fill a tall tile.
         let decode = Workload { query_length: 1, ..workload(64, 64, false, 100_000) };
         assert_eq!(rows(Workload { heads: 1000, ..decode }), 128);
-        // Nor do few tiles fill the GPU: 16 heads of four tiles do not, of five they do.
+        // Few tiles do not fill the GPU: 16 heads of four tiles do not fill half of it, of five
+        // they do.
         assert_eq!(rows(workload(64, 64, false, 512)), 64);
         assert_eq!(rows(workload(128, 128, true, 513)), 128);
         assert_eq!(rows(decode), 64);

@@ -1,14 +1,16 @@
-//! A warpgroup's walk: of a tile's key blocks those that some of its own 64 rows sees.
+//! The walk of a warpgroup: those of its tile's key blocks that some of its own 64 query rows sees.
 //!
-//! Under a causal mask a tile's first warpgroup sees less than its last one: with tiles of 128 x 64
-//! nothing of the block that is walked first. It passes over that block: waits for its stages, gives
-//! them back, takes its turn and passes it on. What it would have computed is not only for nothing: a
-//! row's reference would be that of a row without keys, and the guard would send the next block the
-//! slow way. Behind the left edge of a window it is the last warpgroup that passes over the block that is
-//! walked last.
+//! Key blocks are walked from the last to the first. Under a causal mask a tile's first warpgroup
+//! sees fewer keys than its last one: with tiles of 128 x 64 it sees nothing of the block that is
+//! walked first. It passes over that block: it waits for the block's stages and releases them, and
+//! takes its turn at the tensor cores and passes it on. Computing the block would not only be
+//! wasted work: the softmax reference of its rows would be that of rows without keys, and the guard
+//! would send the next block down the slow path. At the left edge of a window, it is the last
+//! warpgroup that passes over the block that is walked last.
 //!
-//! One block on each side and no more: warpgroups go through the stages together, and one that runs
-//! ahead waits for keys that have no room until the others have given theirs back.
+//! A warpgroup passes over at most one block on each side: warpgroups share the pipeline stages,
+//! and one that ran further ahead would wait for keys that cannot be loaded until the others have
+//! released theirs.
 
 use ptx::{Builder, Expression, Reg, U32};
 
@@ -16,21 +18,22 @@ use super::Forward;
 use crate::attention::MaskKind;
 use crate::attention::visibility::{Blocks, Masked, RowTile, Visibility};
 
-/// How walks of warpgroups differ from their tile's.
+/// Narrows a tile's key blocks to those that one of its warpgroups walks.
 #[derive(Clone, Copy)]
 pub(super) struct Walks {
     key_block: u32,
 }
 
-/// All key blocks of a tile, whichever a warpgroup walks.
+/// The range of all key blocks of a tile, regardless of which of them a warpgroup walks.
 pub(super) struct WholeWalk {
-    /// The one that is walked last, where a window hides some before it.
+    /// The first key block, which is walked last. Without a window it is block 0, and this is
+    /// `None`.
     pub(super) first: Option<Reg<U32>>,
-    /// The one that is walked first.
+    /// The last key block, which is walked first.
     pub(super) last: Reg<U32>,
 }
 
-/// A tile's key blocks, in registers that become the warpgroup's.
+/// The registers of a tile's key blocks, which [`Walks::narrow`] sets to those of a warpgroup.
 pub(super) struct TileBlocks {
     pub(super) first: Option<Reg<U32>>,
     pub(super) end: Reg<U32>,
@@ -39,9 +42,11 @@ pub(super) struct TileBlocks {
 }
 
 impl Walks {
-    /// Where a mask makes them differ: only where a block has fewer keys than a tile has rows is there
-    /// one that a warpgroup sees nothing of. Indices have to come from one lane, or the assembler no longer
-    /// knows that a warp's pipelines are at one stage: that costs 2.5 % at head dim 256, and a spill at 64.
+    /// Returns `None` where all warpgroups of a tile walk the same key blocks. Walks differ only
+    /// under a mask, and only where a key block has fewer keys than a tile has rows: otherwise
+    /// every warpgroup sees something of every block. Warpgroup indices have to be broadcast from
+    /// one lane, or the assembler no longer knows that the pipeline stages are warp-uniform: that
+    /// costs 2.5 % at head dim 256, and a spill at 64.
     pub(super) fn new(forward: &Forward, index_from_one_lane: bool) -> Option<Self> {
         let differ = index_from_one_lane
             && forward.warpgroups > 1
@@ -53,7 +58,7 @@ impl Walks {
         differ.then_some(Walks { key_block: forward.key_block })
     }
 
-    /// The rows of a warpgroup among those of a tile.
+    /// Returns the 64 rows of warpgroup `group` in the tile that begins at `first_row`.
     pub(super) fn rows_of(
         k: &mut Builder,
         group: Reg<U32>,
@@ -64,7 +69,8 @@ impl Walks {
         RowTile { first_row, rows: 64, query_length, key_length }
     }
 
-    /// A tile's blocks become those of some of its rows.
+    /// Sets the registers of `tile` to the key blocks that `rows` see, at most one fewer on each
+    /// side than the tile has.
     pub(super) fn narrow(
         &self,
         k: &mut Builder,
@@ -80,7 +86,8 @@ impl Walks {
         if let (Some(whole_from), Some(before)) = (tile.whole_from, before) {
             k.set(whole_from, before);
         }
-        // Within the tile's, whatever its rows see.
+        // At least one block, and at most one fewer than the tile at either end, whatever the rows
+        // see.
         let least = match tile.first {
             None => tile.end.maximum(2) - 1,
             Some(first) => (tile.end - 1).maximum(first + 1),

@@ -1,4 +1,5 @@
-//! A consumer warpgroup: its part of shared memory, its pipelines and its turn.
+//! A consumer warpgroup: its share of shared memory, its end of the pipelines, the products `Q K^T`
+//! and `P V`, and its turn at the tensor cores (ping-pong).
 
 use ptx::{
     Accumulate, Accumulator, Builder, Choose, Consumer, Expression, Fence, Fragment, InFlight,
@@ -8,33 +9,36 @@ use ptx::{
 use super::{Forward, Shared, barrier};
 use crate::product::Source;
 
-/// What one warpgroup holds.
+/// The indices and pipeline states of one consumer warpgroup.
 pub(super) struct Warpgroup<'a> {
     shared: &'a Shared,
-    /// Which of the consumer warpgroups it is.
+    /// The index of this warpgroup among the consumer warpgroups.
     pub(super) index: Reg<U32>,
     /// The thread's index in the warpgroup.
     pub(super) thread: Reg<U32>,
     warp: Reg<U32>,
-    /// True in the lane that gives stages back for its warp.
+    /// True in the lane that releases stages for its warp.
     leader: Reg<Pred>,
     queries: Consumer,
-    /// The queries in registers, if they are taken from there.
+    /// Q as a register operand, if the tensor cores read it from registers.
     query_fragment: Option<Fragment>,
-    /// Whether the next tile's queries have no room of their own: then this tile's are given back
-    /// as soon as its last scores have landed, and come while its last block is weighed.
+    /// Whether the next tile's queries wait for the only query buffer. This tile's queries are then
+    /// released as soon as its last scores have landed, so that the next ones are loaded during the
+    /// softmax of the last key block.
     one_query_buffer: bool,
     keys: Consumer,
     values: Consumer,
     pub(super) ping_pong: PingPong,
-    /// Whether somebody is always waiting for the turn: then nothing is computed in it that can be
-    /// before, which is worth 1.3 % with three warpgroups on an H200, and costs 2 % with two.
+    /// Whether the operands of products are computed before the turn instead of during it. With
+    /// three warpgroups another one is always waiting for the turn, and this gains 1.3 % on an
+    /// H200; with two it costs 2 %.
     prepares: bool,
 }
 
 impl<'a> Warpgroup<'a> {
-    /// With an index from one lane the assembler knows that it is the same in all of a warp, and has
-    /// the addresses of products in uniform registers from the start.
+    /// Sets up the warpgroup of the calling thread. With `index_from_one_lane`, its index is
+    /// broadcast from lane 0: the assembler then knows that it is warp-uniform and keeps the
+    /// descriptor addresses of products in uniform registers from the start.
     pub(super) fn new(
         k: &mut Builder,
         forward: &Forward,
@@ -57,7 +61,7 @@ impl<'a> Warpgroup<'a> {
             queries: shared.query_pipeline.consumer(k),
             query_fragment: (forward.query_source == Source::Registers)
                 .then(|| Fragment::new(k, forward.element, forward.query_layout().columns)),
-            // Narrow ones come in no time.
+            // Narrower query tiles take little time to load.
             one_query_buffer: forward.query_buffers == 1 && forward.head_dim > 128,
             keys: shared.key_pipeline.consumer(k),
             values: (shared.transposed.as_ref())
@@ -68,34 +72,36 @@ impl<'a> Warpgroup<'a> {
         }
     }
 
-    /// Waits for the tile's queries; into registers, they are loaded and their
-    /// room given back at once.
+    /// Waits for the tile's queries. If they are multiplied from registers, loads them there and
+    /// releases their buffer at once.
     pub(super) fn take_queries(&self, k: &mut Builder) {
         self.queries.wait(k);
         if let Some(fragment) = &self.query_fragment {
             let tile = self.query_rows(k);
             fragment.load_into(k, &tile, self.warp);
-            // Ordinary reads come before what the copy engine writes next.
+            // Orders these generic-proxy reads before the next TMA write to the buffer.
             k.fence(Fence::ProxyAsyncShared);
             self.queries.release(k, self.leader);
         }
     }
 
-    /// Gives the tile's queries back after its last scores.
+    /// Releases the tile's queries after its last scores.
     pub(super) fn release_queries(&self, k: &mut Builder) {
         if self.query_fragment.is_none() {
             self.queries.release(k, self.leader);
         }
     }
 
-    /// The same where scores have landed, if they were the tile's last and there is one buffer.
+    /// Releases the tile's queries as soon as scores have landed, if they are the tile's last
+    /// scores and queries have one buffer ([`one_query_buffer`](Warpgroup::one_query_buffer)).
     pub(super) fn release_queries_early(&self, k: &mut Builder, last: Value<Pred>) {
         if self.one_query_buffer && self.query_fragment.is_none() {
             k.if_(last, |k| self.release_queries(k));
         }
     }
 
-    /// The same behind a tile's last step, if they have not been given back before.
+    /// Releases the tile's queries after its last step, unless
+    /// [`release_queries_early`](Warpgroup::release_queries_early) has done so.
     pub(super) fn release_queries_late(&self, k: &mut Builder) {
         if !self.one_query_buffer {
             self.release_queries(k);
@@ -123,17 +129,17 @@ impl<'a> Warpgroup<'a> {
         self.values.release(k, self.leader);
     }
 
-    /// Passes over the keys of a block.
+    /// Waits for and releases the keys of a key block without using them.
     pub(super) fn pass_over_keys(&self, k: &mut Builder) {
         pass_over(k, &self.keys, self.leader);
     }
 
-    /// Passes over the values of a block.
+    /// Waits for and releases the values of a key block without using them.
     pub(super) fn pass_over_values(&self, k: &mut Builder) {
         pass_over(k, &self.values, self.leader);
     }
 
-    /// The operands of `Q K^T` for the stage of keys last waited for.
+    /// Returns the operands of `Q K^T` for the current stage of keys.
     pub(super) fn score_operands(&self, k: &mut Builder) -> (MatrixA, ptx::Matrix) {
         let queries = match &self.query_fragment {
             Some(fragment) => fragment.into(),
@@ -149,7 +155,8 @@ impl<'a> Warpgroup<'a> {
         k.wgmma(queries, keys)
     }
 
-    /// Prepares `Q K^T` and `O += P V` of the stages that are waited for next, where that pays.
+    /// Prepares `Q K^T` and `O += P V` for the stages that are waited for next, where that pays
+    /// ([`prepares`](Warpgroup::prepares)).
     pub(super) fn prepare(&self, k: &mut Builder, p: &Fragment) -> Option<[Prepared; 2]> {
         self.prepares.then(|| {
             let (queries, keys) = self.score_operands(k);
@@ -158,12 +165,13 @@ impl<'a> Warpgroup<'a> {
         })
     }
 
-    /// The values of the stage last waited for.
+    /// Returns V of the current stage of values, as the second operand of `P V`.
     pub(super) fn value_operand(&self, k: &mut Builder) -> ptx::Matrix {
         self.shared.values.at(k, self.values.stage()).matrix()
     }
 
-    /// Columns of the transposed values of the stage last waited for, from one on.
+    /// Returns `count` columns of V from `first` on, read from the current stage of transposed
+    /// values; `None` with 16-bit inputs.
     pub(super) fn transposed_operand(
         &self,
         k: &mut Builder,
@@ -175,7 +183,7 @@ impl<'a> Warpgroup<'a> {
         Some(values.rows(k, first, count).transposed())
     }
 
-    /// Starts `O += P V`, or `O = P V`.
+    /// Starts `O += P V`, or `O = P V`, as `accumulate` says.
     pub(super) fn start_update<'o>(
         &self,
         k: &mut Builder,
@@ -188,16 +196,18 @@ impl<'a> Warpgroup<'a> {
     }
 }
 
-/// Gives back a stage that is not used. Not before it is full: then others have given back what was in it before, and
-/// this arrival does not count for that.
+/// Releases a stage without using it. Waits until the stage is full: by then all consumers have
+/// released its previous contents, so this arrival cannot complete the previous phase in place of
+/// theirs.
 fn pass_over(k: &mut Builder, stages: &Consumer, leader: Reg<Pred>) {
     stages.wait(k);
     stages.release(k, leader);
 }
 
-/// PingPong at the tensor cores: a named barrier for each warpgroup, at which it
-/// waits and the one before it arrives.
+/// Turns at the tensor cores: each warpgroup has a named barrier at which it waits and at which the
+/// warpgroup before it arrives.
 pub(super) struct PingPong {
+    /// The barriers of this warpgroup and of the next one; `None` where there are no turns.
     mine: Option<(Reg<U32>, Reg<U32>)>,
 }
 
@@ -209,23 +219,25 @@ impl PingPong {
         let last = k.eval(index.equals(forward.warpgroups - 1));
         let own = k.eval(index + barrier::TURN);
         let next = k.eval(last.choose::<U32>(barrier::TURN, index + (barrier::TURN + 1)));
-        // The first turn is the first warpgroup's.
+        // Gives the first turn to the first warpgroup.
         k.if_(last, |k| k.barrier_arrive(barrier::TURN, 256));
         PingPong { mine: Some((own, next)) }
     }
 
+    /// Waits for this warpgroup's turn.
     pub(super) fn take(&self, k: &mut Builder) {
         if let Some((own, _)) = self.mine {
             k.barrier_sync(own, 256);
         }
     }
 
-    /// A turn that is not used.
+    /// Waits for this warpgroup's turn and passes it on without issuing products.
     pub(super) fn pass_over(&self, k: &mut Builder) {
         self.take(k);
         self.pass(k);
     }
 
+    /// Passes the turn on to the next warpgroup.
     pub(super) fn pass(&self, k: &mut Builder) {
         if let Some((_, next)) = self.mine {
             k.barrier_arrive(next, 256);
