@@ -238,8 +238,8 @@ impl Housekeeping {
                 self.wait(k, share.head, Progress::Added, place.key_blocks_of_head());
                 self.stage(k, share, staged);
             });
-            // Released this late, when the zeros have long been written, so that nothing waits for
-            // them.
+            // Counted this late, when the zeros have long been written, so that the release does not
+            // wait for them.
             self.if_later(k, place, number, |k, share| {
                 self.count(k, share.head, Progress::Cleared);
             });

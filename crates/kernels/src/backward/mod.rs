@@ -366,12 +366,12 @@ impl Backward {
 
     /// Builds the kernel.
     ///
-    /// Parameters, in order: the tensor maps of queries, keys, values, output gradients, key
-    /// gradients and value gradients over (dimension, position, head, batch); the addresses of the
-    /// row statistics that [`RowSums`] wrote and of the `dQ` sums, which it cleared; query length
-    /// and key length; the scales; the divisors for key blocks per head and for key heads; the
-    /// number of query heads that share a key head; then what the rules and the tile order need.
-    /// The grid has one thread block for each key block of each key head and sequence.
+    /// Parameters: the tensor maps of queries, keys, values, output gradients, key gradients and
+    /// value gradients over (dimension, position, head, batch); the addresses of the row statistics
+    /// that [`RowSums`] wrote and of the `dQ` sums, which it cleared; query length and key length;
+    /// the divisors for key blocks per head and for key heads; the number of query heads that share
+    /// a key head; the scales; and what the rules and the tile order need. The grid has one thread
+    /// block for each key block of each key head and sequence.
     ///
     /// Over ragged batches the maps are of [`slices`](crate::Prefill::slices), and in place of the
     /// lengths come the schedule that a [`Sequencer`](crate::Sequencer) wrote for tiles of keys,

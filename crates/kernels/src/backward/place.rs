@@ -65,8 +65,8 @@ pub(crate) struct Tile {
     direction: Option<Direction>,
 }
 
-/// A tile's share of the query blocks of its key head, for clearing and rounding: workspace numbers
-/// from `first` to before `end`.
+/// A tile's share of the query blocks of its key head, which it clears or rounds: those with
+/// workspace indices from `first` to before `end`.
 pub(super) struct Share {
     /// The key head, counted over all sequences.
     pub(super) head: Reg<U32>,

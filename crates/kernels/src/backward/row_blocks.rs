@@ -1,9 +1,9 @@
 //! Which query rows a query block of the workspace holds, for the kernels before and after the
 //! products.
 //!
-//! In a ragged batch each sequence's rows begin with a query block of their own: the rows of a
-//! sequence that begins at row `start` of the tensor begin at query block `start / query_block +
-//! (sequences before it)`. That leaves room for every sequence's last, incomplete block without
+//! In a ragged batch each sequence's rows begin with a query block of their own. The rows of
+//! sequence `s`, which begins at row `start` of the tensor, begin at query block
+//! `start / query_block + s`. That leaves room for every sequence's last, incomplete block without
 //! adding up lengths. Some blocks in between belong to no sequence.
 
 use ptx::{Builder, Choose, Expression, GlobalAddress, Reg, S32, Special, U32, U64, Value};
@@ -57,9 +57,9 @@ pub(super) struct LogSums {
     strides: Option<[Reg<U32>; 2]>,
 }
 
-/// Returns the index of this thread block, counted from the last one. The main kernel begins with
-/// the first query blocks, which are then written last before it, and ends with the last ones,
-/// which are then read first after it: both are still in L2.
+/// Returns the index of this thread block, counted from the last one. The main kernel works through
+/// the workspace from the first query blocks to the last. So the kernel before it writes those first
+/// blocks last, and the kernel after it reads those last blocks first, while they are still in L2.
 pub(super) fn index_from_last(k: &mut Builder) -> Reg<U32> {
     let (blocks, index) = (k.special(Special::GridExtent(ptx::Axis::X)), k.block_index());
     k.eval(blocks - 1 - index)

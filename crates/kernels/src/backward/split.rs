@@ -1,10 +1,10 @@
 //! Splitting the tiles of an incomplete last wave into parts by steps of their walks, so that all
 //! multiprocessors share the work of that wave.
 //!
-//! Each part accumulates `dK` and `dV` over its own steps. Every thread stores its accumulator
-//! registers to a workspace as they are. In the thread block that finishes last, each thread sums
-//! what its counterparts of all parts have stored, in the order of the parts: the result does not
-//! depend on which block that is, and no block waits for another.
+//! Each part accumulates `dK` and `dV` over its own steps, and every thread stores its accumulator
+//! registers to a workspace as they are. Of the warpgroups that have the same keys in the parts of a
+//! tile, the one that finishes last sums what all of them have stored, thread by thread and in the
+//! order of the parts. So the result does not depend on which one that is, and none waits.
 
 use ptx::{
     Accumulator, AtomicOrder, Builder, Choose, Expression, GlobalAddress, Pred, Reg, Scope,

@@ -297,7 +297,8 @@ impl BackwardMma {
     /// | the parameters of the rules | |
     ///
     /// Addresses and strides are multiples of 16 bytes. The grid has one thread block for each key
-    /// block of each key head and sequence.
+    /// block of each key head and sequence or, over ragged batches, for each record that the
+    /// schedule has room for and each key head.
     pub fn program(&self) -> Result<Program, Error> {
         if let Some(reason) = self.fault() {
             return Err(Error::configuration(self.name(), reason));

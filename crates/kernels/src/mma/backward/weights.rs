@@ -132,8 +132,8 @@ impl WeightRule {
                         k.set(score, weight);
                         continue;
                     }
-                    // The derivative 1 - tanh^2. Hidden scores are minus infinity, which must
-                    // become finite here.
+                    // The derivative 1 - tanh^2. Hidden scores are minus infinity, clamped to -1 so
+                    // that the product with the zero weight is not NaN.
                     let tanh = k.eval(score.maximum(-1.0));
                     let slope = k.fma(-tanh, tanh, 1.0);
                     k.set(score, weight * slope);
