@@ -11,8 +11,8 @@
 //!
 //! | kernel | what it does |
 //! | --- | --- |
-//! | [`RowSums`] | computes `delta`, rescales the log-sum-exps for the next kernel, clears the `dQ` workspace |
-//! | [`Backward`] | all five matrix products; `dK` and `dV` accumulate in registers, `dQ` in an `f32` workspace |
+//! | [`RowSums`] | computes `delta`, rescales the log-sum-exps, clears the `dQ` workspace |
+//! | [`Backward`] | all five products; sums `dK` and `dV` in registers, `dQ` in the workspace |
 //! | [`Rounding`] | scales `dQ`, rounds it and writes it to its tensor |
 //! | [`SinkGradients`] | computes the gradients of attention sinks, where there are any |
 //!

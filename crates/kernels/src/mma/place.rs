@@ -206,7 +206,7 @@ impl Place {
     /// Returns the list entry of the block that is walked when `remaining` are left, if the tile
     /// has a list.
     pub(super) fn entry(&self, k: &mut Builder, remaining: Value<U32>) -> Option<Reg<U32>> {
-        // With none left: the first entry of the list, so that the load stays in bounds.
+        // With none left this is the entry before the first, or the list's first: in bounds.
         let list = self.walked.list?;
         Some(blocks::entry(k, list, (self.walked.first + remaining).maximum(1) - 1))
     }
