@@ -527,8 +527,8 @@ impl Consumer {
                     k.set(score.register, weight);
                     continue;
                 }
-                // The derivative 1 - tanh^2. A mask function hides scores by minus infinity, which is
-                // clamped to -1 so that the product with the zero weight is not NaN.
+                // The derivative 1 - tanh^2. A mask function hides scores by minus infinity, which
+                // is clamped to -1 so that the product with the zero weight is not NaN.
                 let tanh = match self.functions.mask {
                     None => score.register,
                     Some(_) => k.eval(score.register.maximum(-1.0)),

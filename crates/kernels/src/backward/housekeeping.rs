@@ -60,8 +60,8 @@ pub(super) struct Housekeeping {
     sums: Reg<GlobalAddress>,
     counters: Reg<GlobalAddress>,
     tiles: Reg<U32>,
-    /// The number of leading tiles whose shares are cleared before this kernel runs. Each tile clears
-    /// the share of the tile that comes this many later.
+    /// The number of leading tiles whose shares are cleared before this kernel runs. Each tile
+    /// clears the share of the tile that comes this many later.
     cleared: Reg<U32>,
     /// The number of leading tiles whose shares this kernel rounds.
     rounded: Reg<U32>,
@@ -238,8 +238,8 @@ impl Housekeeping {
                 self.wait(k, share.head, Progress::Added, place.key_blocks_of_head());
                 self.stage(k, share, staged);
             });
-            // Counted this late, when the zeros have long been written, so that the release does not
-            // wait for them.
+            // Counted this late, when the zeros have long been written, so that the release does
+            // not wait for them.
             self.if_later(k, place, number, |k, share| {
                 self.count(k, share.head, Progress::Cleared);
             });

@@ -125,8 +125,8 @@ pub struct Backward {
     pub value_head_dim: u32,
     /// The mask, and the rules that change scores.
     pub rules: Rules,
-    /// Queries of a query block: 64, or 128 where queries are at most 64 wide. Where values are too,
-    /// query blocks of 64 go with key blocks of 256 keys instead of 128.
+    /// Queries of a query block: 64, or 128 where queries are at most 64 wide. Where values are
+    /// too, query blocks of 64 go with key blocks of 256 keys instead of 128.
     pub query_block: u32,
     /// Whether `dQ` is bitwise reproducible from run to run.
     pub deterministic: bool,
@@ -441,8 +441,8 @@ impl Backward {
             && self.shape() != Shape::Wide
     }
 
-    /// Returns whether waves of tiles walk down and up alternately: under a causal mask, where walks
-    /// have unequal lengths, if `dQ` is added in any order.
+    /// Returns whether waves of tiles walk down and up alternately: under a causal mask, where
+    /// walks have unequal lengths, if `dQ` is added in any order.
     pub fn walks_by_rounds(&self) -> bool {
         self.batch == Batch::Equal
             && !self.deterministic

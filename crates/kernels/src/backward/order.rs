@@ -14,8 +14,8 @@
 //!
 //! | heads | key blocks | walk | under a causal mask |
 //! | --- | --- | --- | --- |
-//! | the last group that is interleaved | first to last | down | longest walks first: all end together |
-//! | the groups before it | last to first | up | no waits, not even at the first step |
+//! | those of the last group | first to last | down | longest walks first: all end together |
+//! | those of groups before it | last to first | up | no waits, not even at the first step |
 //!
 //! With a mask function all heads are treated as the last group, and the list of a key block says
 //! for each query block how many earlier key blocks see it.

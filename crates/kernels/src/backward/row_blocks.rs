@@ -58,8 +58,9 @@ pub(super) struct LogSums {
 }
 
 /// Returns the index of this thread block, counted from the last one. The main kernel works through
-/// the workspace from the first query blocks to the last. So the kernel before it writes those first
-/// blocks last, and the kernel after it reads those last blocks first, while they are still in L2.
+/// the workspace from the first query blocks to the last. So the kernel before it writes those
+/// first blocks last, and the kernel after it reads those last blocks first, while they are still
+/// in L2.
 pub(super) fn index_from_last(k: &mut Builder) -> Reg<U32> {
     let (blocks, index) = (k.special(Special::GridExtent(ptx::Axis::X)), k.block_index());
     k.eval(blocks - 1 - index)

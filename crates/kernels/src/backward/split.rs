@@ -2,9 +2,9 @@
 //! multiprocessors share the work of that wave.
 //!
 //! Each part accumulates `dK` and `dV` over its own steps, and every thread stores its accumulator
-//! registers to a workspace as they are. Of the warpgroups that have the same keys in the parts of a
-//! tile, the one that finishes last sums what all of them have stored, thread by thread and in the
-//! order of the parts. So the result does not depend on which one that is, and none waits.
+//! registers to a workspace as they are. Of the warpgroups that have the same keys in the parts of
+//! a tile, the one that finishes last sums what all of them have stored, thread by thread and in
+//! the order of the parts. So the result does not depend on which one that is, and none waits.
 
 use ptx::{
     Accumulator, AtomicOrder, Builder, Choose, Expression, GlobalAddress, Pred, Reg, Scope,

@@ -15,9 +15,9 @@
 //!     add the first part, then the second           add the first part, then the second
 //! ```
 //!
-//! Without any further synchronisation the two run a phase apart, so that the products of one overlap
-//! with the arithmetic of the other. `P` is handed over in `f32` through shared memory, in the
-//! register layout: each thread reads what the same thread of the other warpgroup wrote.
+//! Without any further synchronisation the two run a phase apart, so that the products of one
+//! overlap with the arithmetic of the other. `P` is handed over in `f32` through shared memory, in
+//! the register layout: each thread reads what the same thread of the other warpgroup wrote.
 
 use ptx::{
     Accumulate, Accumulator, Barriers, Builder, Choose, Expression, F32, Fragment, LoadHint, Reg,
