@@ -28,7 +28,7 @@ use crate::parameter::{Number, Scale, Tensor, Workspace};
 /// Warps that clear and round: those of the producer warpgroup except the producer itself.
 pub(super) const WARPS: u32 = 3;
 
-/// Those of them that round.
+/// The warps among these that round.
 const ROUNDING_WARPS: u32 = 2;
 
 /// Bytes that a warp clears with one store instruction.

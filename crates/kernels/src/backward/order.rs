@@ -7,10 +7,10 @@
 //! thread blocks with smaller indices, which started earlier, so there is no deadlock.
 //!
 //! Waiting costs nothing where the thread blocks of a head start one after the other and walk the
-//! same way, each a step behind its predecessor. So the grid interleaves as many heads as it takes
-//! for thread blocks of one head to start at least a step apart (the planner aims at two); a thread
-//! block visits all query heads of its key head before it goes on to the next query block; and the
-//! direction of its walk depends on its head:
+//! same way, each a step behind its predecessor. So the grid interleaves the heads of a group,
+//! which has as many as it takes for thread blocks of one head to start at least a step apart (the
+//! planner aims at two); a thread block visits all query heads of its key head before it goes on to
+//! the next query block; and the direction of its walk depends on its head:
 //!
 //! | heads | key blocks | walk | under a causal mask |
 //! | --- | --- | --- | --- |
