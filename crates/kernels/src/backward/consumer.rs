@@ -1,4 +1,9 @@
-//! The consumers' loop: query blocks that see a block's keys.
+//! The loop of the consumer warpgroups for heads up to 128 wide: the steps of a tile's walk.
+//!
+//! The head of this folder's module shows one step as pseudocode; [`Consumer::step`] is that code.
+//! A step is one query block and consists of one or more [`Part`]s: a 64 x 64 score accumulator
+//! each. [`Warpgroup`] has the building blocks (waits, products, masks, `dQ` additions), which the
+//! loops for wider heads (`wide`) use too.
 
 use ptx::{
     Accumulate, Accumulator, Builder, Choose, Expression, F32, Fence, Fragment, GlobalAddress,
@@ -14,40 +19,40 @@ use crate::attention::scores::{HIDDEN_TANH, ScoreRule, Slopes, alibi, distances}
 use crate::attention::{ACCUMULATOR_ROWS, Score};
 use crate::parameter::Scale;
 
-/// What the consumers are passed at launch.
+/// The launch parameters that consumers read.
 pub(super) struct Consumer {
     scores: ScoreRule,
-    /// The softmax scale, for the gradient of the keys.
+    /// The softmax scale, by which `dK` is multiplied at the end.
     scale: Reg<F32>,
     slopes: Option<Slopes>,
     functions: Functions,
 }
 
-/// Some of the queries of a step with some of the keys, as many as registers hold the scores of.
+/// A part of a step: 64 queries by 64 keys, as many scores as registers hold at a time.
 #[derive(Clone, Copy)]
 pub(super) struct Part {
-    /// The stage of the step, in both pipelines, and its tile of `dS`.
+    /// The stage of the step, in both pipelines and in the ring of `dS` tiles.
     pub(super) stage: u32,
-    /// Which part of the step's queries, or of the warpgroup's keys.
+    /// Which 64 of the step's queries or, in the `Tall` shape, of the warpgroup's keys.
     pub(super) index: u32,
 }
 
 impl Part {
     pub(super) const FIRST: Part = Part { stage: 0, index: 0 };
 
-    /// Those of the steps that are unrolled, one for each stage, each with what comes after it.
+    /// Returns the parts of as many steps as there are stages, each with the part that follows it.
     pub(super) fn every(backward: &Backward) -> Vec<(Part, Part)> {
         let (stages, parts) = (backward.stages(), backward.parts());
         let part = |number: u32| Part { stage: number / parts % stages, index: number % parts };
         (0..stages * parts).map(|number| (part(number), part(number + 1))).collect()
     }
 
-    /// The step before it.
+    /// Returns the first part of the previous step.
     pub(super) fn before(self, backward: &Backward) -> Part {
         Part { stage: (self.stage + backward.stages() - 1) % backward.stages(), index: 0 }
     }
 
-    /// The first of its queries in their tile.
+    /// Returns the first query of this part within the query block.
     fn first_query(self, backward: &Backward) -> u32 {
         match backward.shape() {
             Shape::Tall => 0,
@@ -55,7 +60,7 @@ impl Part {
         }
     }
 
-    /// The first of its keys among those of the warpgroup.
+    /// Returns the first key of this part within the warpgroup's keys.
     fn first_key(self, backward: &Backward) -> u32 {
         match backward.shape() {
             Shape::Tall => self.index * ROWS,
@@ -64,7 +69,7 @@ impl Part {
     }
 }
 
-/// The gradients that a warpgroup adds up, of 64 keys and values each.
+/// The `dK` and `dV` accumulators of a warpgroup: one pair for every 64 keys.
 struct Sums {
     keys: Vec<Accumulator>,
     values: Vec<Accumulator>,
@@ -82,36 +87,37 @@ impl Sums {
         }
     }
 
-    /// Which of them a part adds to.
+    /// Returns which accumulators a part adds to.
     fn index(backward: &Backward, part: Part) -> usize {
         (part.first_key(backward) / ROWS) as usize
     }
 }
 
-/// Where there was no step before.
+/// The value of `Warpgroup::number` while there is no previous step.
 pub(super) const NO_STEP: u32 = u32::MAX;
 
-/// What is known of a query row, in the order of the workspace.
+/// The per-row statistics that [`RowSums`](super::RowSums) wrote, in the order of the workspace.
 #[derive(Clone, Copy)]
 pub(super) enum Statistic {
-    /// Its log-sum-exp, less than zero as it were.
+    /// The negated log-sum-exp, in units of log2.
     LogSum,
-    /// The sum of its output times its gradient, negative too.
+    /// The negated `delta`: the negated row sum of `dO * O`.
     RowSum,
 }
 
-/// What the loop computes in: as much as registers allow beside the gradients of keys and values.
+/// Accumulators and operands of the loop, beside the `dK` and `dV` accumulators: as many as fit.
 struct Registers {
-    /// Scores, then weights.
+    /// `S^T`, then `P^T` in place.
     scores: Accumulator,
-    /// Products of values and output gradients, then the gradients of scores.
+    /// `dP^T`, then `dS^T` in place.
     products: Accumulator,
-    /// The same registers later in a step.
+    /// `dQ^T` of the previous step, later in a step: the registers of `products`, or the first of
+    /// them.
     query_gradients: Accumulator,
-    /// Weights, then the gradients of scores, as products take them from the left.
+    /// The 16-bit left operand: `P^T` for `dV`, then `dS^T` for `dK`.
     operand: Fragment,
-    /// Weights in registers of their own, where they are rounded while products still take
-    /// gradients of scores.
+    /// A separate operand for `P^T`, where it is rounded while the product with `dS^T` is in
+    /// flight.
     weights: Option<Fragment>,
 }
 
@@ -128,31 +134,31 @@ impl Registers {
     }
 }
 
-/// A warpgroup at work.
+/// The state of a consumer warpgroup during a tile.
 pub(super) struct Warpgroup<'a> {
     pub(super) backward: &'a Backward,
     pub(super) shared: &'a Shared,
     pub(super) place: &'a Place,
     pub(super) tile: &'a Tile,
-    /// Which of the consumer warpgroups it is.
+    /// The index of this warpgroup among the consumers.
     pub(super) index: Reg<U32>,
-    /// The thread's index in the warpgroup, and its warp's.
+    /// The thread's index in the warpgroup, then its warp's.
     pub(super) thread: Reg<U32>,
     pub(super) warp: Reg<U32>,
-    /// True in the lane that gives stages back for its warp.
+    /// True in the lane that arrives at barriers for its warp.
     pub(super) leader: Reg<Pred>,
-    /// The thread's first column in an accumulator of scores.
+    /// The first column of the thread in a score accumulator.
     pub(super) column: Reg<U32>,
-    /// The phase of the stages of this step.
+    /// The phase bit of the current step's stages.
     pub(super) phase: Reg<U32>,
-    /// That of the tile, where there are several.
+    /// In persistent kernels, the phase bit of the barriers that flip once for each tile.
     pub(super) tile_phase: Option<Reg<U32>>,
-    /// The stage of the last step, when there is one.
+    /// The stage of the last step, once the loop has ended.
     pub(super) stage: Reg<U32>,
-    /// The number of the step before this one's block of query rows.
+    /// The workspace index of the previous step's query block, whose `dQ` is still to be added.
     pub(super) number: Reg<U32>,
     pub(super) walk: Walk,
-    /// The sums of `dQ`.
+    /// The `f32` workspace of `dQ` sums.
     pub(super) sums: Reg<GlobalAddress>,
 }
 
@@ -166,7 +172,7 @@ impl Consumer {
         }
     }
 
-    /// One warpgroup's work: 64 keys.
+    /// Computes and stores `dK` and `dV` of this warpgroup's keys, and adds their part of `dQ`.
     pub(super) fn consume(&self, k: &mut Builder, block: &Block<'_>, tile: &Tile) {
         let sums = Sums::zeros(k, block.backward);
         let group = Warpgroup::new(k, block, tile);
@@ -174,7 +180,7 @@ impl Consumer {
         self.finish(k, block, &group, &sums);
     }
 
-    /// The same of tile after tile.
+    /// Does the work of `consume` for one tile after another, in persistent kernels.
     pub(super) fn consume_all(
         &self,
         k: &mut Builder,
@@ -212,16 +218,17 @@ impl Consumer {
         });
     }
 
-    /// Stores what a warpgroup has added up.
+    /// Stores the `dK` and `dV` that a warpgroup has accumulated.
     fn finish(&self, k: &mut Builder, block: &Block<'_>, group: &Warpgroup<'_>, sums: &Sums) {
         let Block { backward, place, shared, .. } = *block;
-        // Found again, rather than kept in registers all the while.
+        // Recomputed rather than kept in registers through the loop.
         let number = place.number(k);
         let tile = place.find_numbered(k, number);
         let first = k.eval(group.index * backward.group_keys());
         let owner = epilogue::Owner { index: group.index, thread: group.thread, first };
         let each = sums.values.iter().zip(&sums.keys).zip((0..).step_by(ROWS as usize));
-        // The next tile's keys come while this one's gradients leave.
+        // Releases the key tile, so that the next tile's keys load while this one's gradients are
+        // stored: `dK` is staged in the memory of `dS` instead.
         let staging = shared.handover.as_ref().map(|handover| {
             k.warp_sync();
             handover.tiles.give_back(k, 0, group.leader);
@@ -255,7 +262,7 @@ impl Consumer {
         );
     }
 
-    /// The gradients of values.
+    /// Describes how the epilogue stores an accumulator of `dV`.
     pub(super) fn value_gradients<'a>(
         &self,
         block: &Block<'a>,
@@ -266,7 +273,7 @@ impl Consumer {
         Done { first, sums, factor: None, tiles: &shared.values, map: tensors.value_gradients }
     }
 
-    /// The gradients of keys.
+    /// Describes how the epilogue stores an accumulator of `dK`, which is scaled.
     pub(super) fn key_gradients<'a>(
         &self,
         block: &Block<'a>,
@@ -278,7 +285,7 @@ impl Consumer {
         Done { first, sums, factor, tiles: &shared.keys, map: tensors.key_gradients }
     }
 
-    /// The loop of the algorithm: see the head of this folder.
+    /// Emits the loop over all steps of a tile, unrolled by the stages.
     fn steps(&self, k: &mut Builder, group: &Warpgroup<'_>, sums: &Sums) {
         let registers = Registers::new(k, group.backward);
         let every = Part::every(group.backward);
@@ -292,7 +299,7 @@ impl Consumer {
         group.wait_for_values(k);
         group.wait_for_output_gradients(k, Part::FIRST, Part::FIRST);
         k.loop_(|k| {
-            // The first step has no step before it; the others come around.
+            // The first step is peeled: it has no previous step whose `dQ` it would compute.
             for (part, next) in &every[..parts] {
                 self.step(k, group, &registers, sums, *part, *next, true);
             }
@@ -306,7 +313,8 @@ impl Consumer {
         self.last(k, group, &registers, sums);
     }
 
-    /// Some queries of a step; after the last of a tile the loop is left in the middle.
+    /// Emits one part of a step. After the tile's last part the loop is left in the middle of the
+    /// body, before the next scores are started; [`last`](Consumer::last) does the rest.
     #[allow(clippy::too_many_arguments)]
     fn step(
         &self,
@@ -357,7 +365,7 @@ impl Consumer {
         }
         self.early_weights(k, group, next, registers);
         if last {
-            // Before sums are added to: what comes after those waits behind them.
+            // Before the `dQ` additions: whatever comes after them is delayed by them.
             group.wait_for_output_gradients(k, part, next);
         }
         if let Some(before) = before {
@@ -381,7 +389,7 @@ impl Consumer {
         }
     }
 
-    /// What is left after the last step.
+    /// Emits what the loop leaves undone: `dK` and `dQ` of the last step.
     fn last(&self, k: &mut Builder, group: &Warpgroup<'_>, registers: &Registers, sums: &Sums) {
         let Registers { products, query_gradients, operand, .. } = registers;
         let part = Part { index: group.backward.parts() - 1, ..Part::FIRST };
@@ -389,7 +397,7 @@ impl Consumer {
         let stages = group.backward.stages();
         k.wait_products(0);
         group.wait_until_cleared(k);
-        // Where a step is one part, the step before has been left as well.
+        // With one part to a step, the `dQ` of the step before the last is still missing as well.
         let around = k.eval(group.stage.equals(0));
         let before = k.eval(around.choose::<U32>(stages - 1, group.stage - 1));
         if group.backward.parts() == 1 {
@@ -422,8 +430,8 @@ impl Consumer {
         group.added(k, group.stage);
     }
 
-    /// Scores become weights, in their place, while products still take the operand: where those
-    /// are all that is needed of the scores, or there are registers to round them into.
+    /// Turns scores into `P` while products that read `operand` are in flight: where `P` itself is
+    /// all that is kept of the scores, or a separate operand can take the rounded `P`.
     fn early_weights(
         &self,
         k: &mut Builder,
@@ -437,8 +445,9 @@ impl Consumer {
         }
     }
 
-    /// Scores have become weights: rounded in `operand`, and in the registers of the scores what
-    /// the gradient of a score is of that of its weight.
+    /// Rounds `P` into `operand`. Where the score rule has a derivative of its own, scores only now
+    /// become `P`; their registers keep `P` times that derivative, the factor between `dP - delta`
+    /// and `dS`.
     fn weights(
         &self,
         k: &mut Builder,
@@ -454,8 +463,8 @@ impl Consumer {
         }
     }
 
-    /// The weights of scores, in their place. Where scores are capped, weights are rounded into an
-    /// operand at once, for what stays is multiplied with the slope of the cap.
+    /// Turns scores into `P` in place. With `capped`, `P` is rounded into that operand at once, for
+    /// the score registers keep `P` times the derivative of the softcap (or of the score function).
     pub(super) fn exponentials(
         &self,
         k: &mut Builder,
@@ -518,7 +527,8 @@ impl Consumer {
                     k.set(score.register, weight);
                     continue;
                 }
-                // 1 - tanh^2; what a function hides is minus infinity.
+                // The derivative 1 - tanh^2. A mask function hides scores by minus infinity, which
+                // is clamped to -1 so that the product with the zero weight is not NaN.
                 let tanh = match self.functions.mask {
                     None => score.register,
                     Some(_) => k.eval(score.register.maximum(-1.0)),
@@ -529,7 +539,7 @@ impl Consumer {
         }
     }
 
-    /// The same of scores that go through a function.
+    /// Does the work of `exponentials` where scores go through a score function.
     fn through(
         &self,
         k: &mut Builder,
@@ -556,7 +566,8 @@ impl<'a> Warpgroup<'a> {
         let Block { backward, shared, tensors, place } = *block;
         let thread = k.thread_index();
         let index = k.eval(thread / 128 - 1);
-        // The same in every lane, and known to be: addresses of tiles are computed once a warp.
+        // Uniform in the warp, which the shuffle shows to ptxas: tile addresses are computed once a
+        // warp.
         let index = k.shuffle_index(index, 0);
         let thread = k.eval(thread % 128);
         let lane = k.lane();
@@ -581,7 +592,7 @@ impl<'a> Warpgroup<'a> {
         }
     }
 
-    /// Where a walk begins, with the first stage.
+    /// Sets the walk to its first step, where steps are read from shared memory.
     pub(super) fn begin(&self, k: &mut Builder) {
         if let Some(told) = &self.shared.told {
             told.hear(k, 0, &self.walk);
@@ -589,7 +600,7 @@ impl<'a> Warpgroup<'a> {
         }
     }
 
-    /// The walk goes on to the step of a stage, but for the number.
+    /// Advances the walk to the step that is in `stage`, except for its `number`.
     pub(super) fn advance_block(&self, k: &mut Builder, stage: u32) {
         self.walk.advance_block(k, self.tile);
         if let Some(told) = &self.shared.told {
@@ -597,7 +608,8 @@ impl<'a> Warpgroup<'a> {
         }
     }
 
-    /// Does something if a step's block needs the mask's function.
+    /// Emits `body`, under a condition where a list says whether the query block needs the mask
+    /// function.
     fn if_function(&self, k: &mut Builder, part: Part, body: impl FnOnce(&mut Builder)) {
         match &self.shared.told {
             Some(told) => {
@@ -616,7 +628,7 @@ impl<'a> Warpgroup<'a> {
         self.wait_until_loaded(k, 1);
     }
 
-    /// Waits until there is something to add gradients of queries to.
+    /// Waits until the `dQ` sums of the tile's head have been cleared.
     fn wait_until_cleared(&self, k: &mut Builder) {
         if let Some(housekeeping) = &self.shared.housekeeping {
             housekeeping.wait_until_cleared(k, self.first_phase());
@@ -628,13 +640,13 @@ impl<'a> Warpgroup<'a> {
         k.mbarrier_wait(loaded, self.first_phase(), Scope::Block);
     }
 
-    /// The phase of what comes once for a tile.
+    /// Returns the phase of barriers that complete once for each tile.
     fn first_phase(&self) -> Value<U32> {
         self.tile_phase.map_or(0.into(), Value::from)
     }
 
-    /// Gives the last step's queries back, and the stages after it, which have nothing in them: the
-    /// next tile begins with the first stage again.
+    /// Releases the last step's queries, and drains the stages after it, which the producer has
+    /// published empty: the next tile begins at stage 0 again.
     fn go_around(&self, k: &mut Builder) {
         self.release_queries(k, self.stage);
         let stage = k.variable(self.stage + 1);
@@ -671,12 +683,13 @@ impl<'a> Warpgroup<'a> {
         self.shared.output_gradient_pipeline.give_back(k, stage, self.leader);
     }
 
-    /// The phase of this step's stages, or of a step's on the other side of the first stage.
+    /// Returns the phase of the current step's stages or, with `around`, of the time around the
+    /// ring before or after.
     pub(super) fn phase(&self, around: bool) -> Value<U32> {
         if around { self.phase ^ 1 } else { self.phase.into() }
     }
 
-    /// Says that this warp has written its part of `dS`.
+    /// Signals that this warp has written its part of `dS`.
     pub(super) fn written(&self, k: &mut Builder, stage: impl Into<Value<U32>>) {
         k.fence(Fence::ProxyAsyncShared);
         k.warp_sync();
@@ -684,24 +697,24 @@ impl<'a> Warpgroup<'a> {
         k.if_(self.leader, |k| k.mbarrier_arrive(written));
     }
 
-    /// Waits until both warpgroups have written `dS` of the step before.
+    /// Waits until both warpgroups have written `dS` of the previous step.
     pub(super) fn wait_until_written(&self, k: &mut Builder, part: Part, before: Part) {
         let written = self.shared.written.at(k, before.stage);
         let phase = self.phase(before.stage > part.stage);
         k.mbarrier_wait(written, phase, Scope::Block);
     }
 
-    /// Some rows of a step's queries or output gradients.
+    /// Returns the rows of a part's queries in a tile of queries or output gradients.
     pub(super) fn rows(&self, k: &mut Builder, tiles: &SharedTiles, part: Part) -> SharedTile {
         tiles.at(k, part.stage).rows(k, part.first_query(self.backward), PART)
     }
 
-    /// A part's keys or values.
+    /// Returns the rows of a part's keys in the tile of keys or values.
     pub(super) fn own(&self, k: &mut Builder, tiles: &SharedTiles, part: Part) -> SharedTile {
         tiles.at(k, 0).rows(k, self.first_row(part), ROWS)
     }
 
-    /// The first of a part's keys in their tile.
+    /// Returns the row of a part's first key in the tile.
     fn first_row(&self, part: Part) -> Value<U32> {
         self.index * self.backward.group_keys() + part.first_key(self.backward)
     }
@@ -746,7 +759,7 @@ impl<'a> Warpgroup<'a> {
         k.start_product(to, Accumulate::Yes, ds, queries.matrix());
     }
 
-    /// Hides keys that queries of this step do not see.
+    /// Hides the scores of keys that a query of this step does not see.
     pub(super) fn hide(&self, k: &mut Builder, part: Part, scores: &[Score]) {
         let needs_mask = self.place.needs_mask(k, self.tile, self.walk.block);
         k.if_(needs_mask, |k| {
@@ -760,7 +773,7 @@ impl<'a> Warpgroup<'a> {
         });
     }
 
-    /// Where the thread's scores stand, for functions.
+    /// Returns the coordinates of the thread's scores, for mask and score functions.
     fn standing(&self, k: &mut Builder, part: Part) -> Standing<'static> {
         let [query_length, key_length] = self.place.lengths(k);
         Standing {
@@ -774,7 +787,7 @@ impl<'a> Warpgroup<'a> {
         }
     }
 
-    /// The key of the thread's first row: found again where it is asked for, rather than kept.
+    /// Returns the key of the thread's first row. It is recomputed on demand to save registers.
     pub(super) fn key(&self, k: &mut Builder, part: Part) -> Reg<S32> {
         let thread = k.thread_index();
         let index = k.eval(thread / 128 - 1);
@@ -788,11 +801,11 @@ impl<'a> Warpgroup<'a> {
         k.eval(key.reinterpret::<S32>())
     }
 
-    /// The thread's first column in an accumulator of scores.
+    /// Returns the first column of the thread in a score accumulator.
     fn column(&self, k: &mut Builder) -> Reg<U32> {
         match self.backward.shape() {
             Shape::Square => self.column,
-            // Found again, rather than kept.
+            // Recomputed to save registers.
             Shape::Tall | Shape::Wide => {
                 let thread = k.thread_index();
                 Accumulator::position(k, thread % 128).column
@@ -800,7 +813,7 @@ impl<'a> Warpgroup<'a> {
         }
     }
 
-    /// The query of the thread's first column.
+    /// Returns the query of the thread's first column.
     pub(super) fn first_column(&self, k: &mut Builder, part: Part) -> Reg<S32> {
         let first = part.first_query(self.backward);
         let column = self.column(k);
@@ -808,7 +821,7 @@ impl<'a> Warpgroup<'a> {
         k.eval(column.reinterpret::<S32>())
     }
 
-    /// Where a statistic of this step's rows is, from the thread's first column on.
+    /// Returns the address of a statistic of this step's rows, at the thread's first column.
     pub(super) fn statistics(
         &self,
         k: &mut Builder,
@@ -821,7 +834,7 @@ impl<'a> Warpgroup<'a> {
         k.eval(base + column * 4 + first * 4)
     }
 
-    /// `dS = P * (dP - delta)`, in the place of `dP`.
+    /// Computes `dS = P * (dP - delta)`, in place of `dP`.
     pub(super) fn score_gradients(
         &self,
         k: &mut Builder,
@@ -840,8 +853,7 @@ impl<'a> Warpgroup<'a> {
         }
     }
 
-    /// Rounds `dS` into registers for the product with the queries, and stores it to shared memory
-    /// for the one with the keys.
+    /// Rounds `dS` into the left operand of `dK`, and stores it to shared memory for `dQ`.
     pub(super) fn store_score_gradients(
         &self,
         k: &mut Builder,
@@ -854,7 +866,7 @@ impl<'a> Warpgroup<'a> {
         let tile = self.shared.score_gradients.at(k, stage);
         let tile = tile.rows(k, self.first_row(part), ROWS);
         match self.backward.shape() {
-            // Found again, rather than kept.
+            // Recomputed to save registers.
             Shape::Tall => {
                 let thread = k.thread_index();
                 operand.store(k, &tile, thread / 32 % 4);
@@ -866,7 +878,8 @@ impl<'a> Warpgroup<'a> {
         }
     }
 
-    /// Starts this warpgroup's part of `dQ^T = K^T dS^T`: half of the columns, or of the queries.
+    /// Starts this warpgroup's part of `dQ^T = K^T dS^T`: half of the columns or, where the head
+    /// dimension is at most 64, half of the queries.
     pub(super) fn start_query_gradients(
         &self,
         k: &mut Builder,
@@ -884,7 +897,7 @@ impl<'a> Warpgroup<'a> {
         k.start_product(products, Accumulate::No, keys.transposed(), score_gradients.matrix());
     }
 
-    /// Waits until this block may add `dQ` of the step of a stage, where additions take turns.
+    /// Waits, in the deterministic mode, until this block may add the `dQ` of the step in `stage`.
     pub(super) fn wait_for_turn(
         &self,
         k: &mut Builder,
@@ -896,21 +909,21 @@ impl<'a> Warpgroup<'a> {
         }
     }
 
-    /// Says that this warp has added its part of that.
+    /// Signals, in the deterministic mode, that this warp has added its part of `dQ`.
     pub(super) fn added(&self, k: &mut Builder, stage: impl Into<Value<U32>>) {
         if let Some(turns) = &self.shared.turns {
             turns.added(k, stage, self.leader);
         }
     }
 
-    /// Adds this warpgroup's part of `dQ`.
+    /// Adds this warpgroup's part of `dQ` to the sums of a query block.
     fn add_own(&self, k: &mut Builder, number: Reg<U32>, products: &Accumulator) {
-        // Found again, rather than kept.
+        // Recomputed to save registers.
         let thread = k.thread_index();
         self.add(k, number, (thread - 128) / 128, products);
     }
 
-    /// Adds a part of `dQ` to that of a block of query rows, four registers at a time.
+    /// Adds one part of `dQ` to the sums of a query block, four registers to a reduction.
     pub(super) fn add(
         &self,
         k: &mut Builder,

@@ -1,4 +1,5 @@
-//! The way out: rounded, through the shared memory of keys and values, and by TMA to the tensors.
+//! The epilogue: rounds `dK` and `dV`, stages them in shared memory, as a rule in the tiles of the
+//! keys and values themselves, and stores them by TMA.
 
 use ptx::{
     Accumulator, Builder, Expression, F32, Fence, Fragment, Reg, S32, SharedTile, SharedTiles,
@@ -9,28 +10,29 @@ use super::persistent::Handover;
 use super::place::Tile;
 use super::{ROWS, barrier};
 
-/// Which warpgroup stores, the thread in it, and the first of its keys among those of the block.
+/// The warpgroup that stores, the thread's index in it, and its first key within the key block.
 pub(super) struct Owner {
     pub(super) index: Reg<U32>,
     pub(super) thread: Reg<U32>,
     pub(super) first: Reg<U32>,
 }
 
-/// Sums of 64 keys or values that are done.
+/// A finished accumulator of `dK` or `dV`, of 64 keys, and where it goes.
 pub(super) struct Done<'a> {
-    /// The first of them among those of the warpgroup.
+    /// Its first key among those of the warpgroup.
     pub(super) first: u32,
     pub(super) sums: &'a Accumulator,
-    /// Times this, if it is given.
+    /// The factor that it is multiplied by, if any.
     pub(super) factor: Option<Reg<F32>>,
-    /// Through the tile of the keys or values they are the gradient of,
+    /// The shared memory through which it is stored.
     pub(super) tiles: &'a SharedTiles,
-    /// to this tensor.
+    /// The tensor that it is stored to.
     pub(super) map: TensorMap,
 }
 
-/// Stores what a warpgroup has. The products of both must have ended: until then they read the
-/// tile of keys.
+/// Stores the finished accumulators of a warpgroup. All products of both warpgroups must have
+/// completed, since until then they read the tile of keys. In persistent kernels signals `handover`
+/// when shared memory is free again.
 pub(super) fn store(
     k: &mut Builder,
     tile: &Tile,
@@ -74,7 +76,8 @@ pub(super) fn store(
             }
         }
         k.bulk_commit();
-        // Shared memory must outlive what reads it.
+        // The stores must have read shared memory before it is reused, or freed at the end of the
+        // block.
         k.bulk_wait_read(0);
         if let Some(handover) = handover {
             handover.stored(k);

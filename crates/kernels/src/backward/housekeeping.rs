@@ -1,18 +1,17 @@
-//! The sums of `dQ`, cleared and rounded while products run.
+//! Clears and rounds the `f32` sums of `dQ` while the products run.
 //!
-//! Clearing them all before the products and rounding them all after takes as long as memory takes
-//! to move them four times. So each tile has a share of the blocks of query rows of its head, and
-//! warps that have nothing else to do clear the share of a tile that comes later and round that of
-//! one that came before, while both are in the second-level cache. What the first tiles need is
-//! cleared by [`RowSums`](super::RowSums), and what the last ones leave is rounded by
-//! [`Rounding`](super::Rounding).
+//! Clearing all sums before the products and rounding all of them after takes the time of four
+//! passes over the workspace in device memory. Instead, each tile owns a share of its key head's
+//! query blocks. Idle warps of the producer warpgroup clear the share of a later tile and round the
+//! share of an earlier one, while both are in L2. [`RowSums`](super::RowSums) clears the shares of
+//! the first tiles, [`Rounding`](super::Rounding) rounds those of the last ones.
 //!
-//! Two counters of each key head say how far it is: how many tiles have cleared their part of it, and
-//! how many have added all they have. Tiles wait for tiles with smaller numbers only, which began
-//! before them.
+//! Two counters for each key head track progress: how many tiles have cleared a share of its sums,
+//! and how many have finished adding to them. A tile waits only for tiles with smaller numbers,
+//! which started earlier, so there is no deadlock.
 //!
-//! One warp clears, and has the copy engine bring what is to be rounded to shared memory; two
-//! round it. Few registers are left for them, and none for loads under way.
+//! One warp clears, and issues bulk copies of the sums to be rounded into shared memory; two warps
+//! round them from there. They have too few registers to keep global loads in flight.
 
 use ptx::{
     AtomicOrder, BF16x2, Barriers, Builder, Choose, Consumer, Element, Expression, F16x2, F32,
@@ -26,34 +25,34 @@ use super::row_blocks::{RowBlocks, Vectors};
 use super::{Backward, SumsLayout};
 use crate::parameter::{Number, Scale, Tensor, Workspace};
 
-/// Warps that keep house: those of the producer's warpgroup but for its own.
+/// Warps that clear and round: those of the producer warpgroup except the producer itself.
 pub(super) const WARPS: u32 = 3;
 
-/// Those of them that round.
+/// The warps among these that round.
 const ROUNDING_WARPS: u32 = 2;
 
-/// Bytes that a warp clears at a time.
+/// Bytes that a warp clears with one store instruction.
 const LINE: u32 = 16 * 32;
 
-/// Sums that are brought at a time: 32 query rows of 64 columns.
+/// Bytes of sums in one bulk copy: 32 query rows of 64 columns.
 const CHUNK: u32 = 4 * SumsLayout::REGISTERS_BYTES;
 
-/// Chunks that are on their way or rounded.
+/// Stages of the pipeline of chunks.
 const STAGES: u32 = 2;
 
-/// Nanoseconds between two looks at a counter.
+/// Nanoseconds between two polls of a counter.
 const SLEEP: u32 = 100;
 
-/// The counters of a key head.
+/// The two counters of a key head.
 #[derive(Clone, Copy)]
 enum Progress {
-    /// Tiles that have cleared a share.
+    /// Tiles that have cleared a share of the head's sums.
     Cleared,
-    /// Tiles that have added all they have.
+    /// Tiles that have finished adding to the head's sums.
     Added,
 }
 
-/// What is cleared and rounded, and who says so.
+/// Parameters, barriers and staging memory of clearing and rounding.
 pub(super) struct Housekeeping {
     element: Element,
     head_dim: u32,
@@ -61,23 +60,24 @@ pub(super) struct Housekeeping {
     sums: Reg<GlobalAddress>,
     counters: Reg<GlobalAddress>,
     tiles: Reg<U32>,
-    /// Tiles whose shares have been cleared before the products.
+    /// The number of leading tiles whose shares are cleared before this kernel runs. Each tile
+    /// clears the share of the tile that comes this many later.
     cleared: Reg<U32>,
-    /// Tiles whose shares are rounded by others.
+    /// The number of leading tiles whose shares this kernel rounds.
     rounded: Reg<U32>,
     scale: Reg<F32>,
     gradient: Vectors,
     blocks: RowBlocks,
-    /// The sums of the tile's head have been cleared.
+    /// Signals that the sums of the tile's head have been cleared.
     ready: Barriers,
-    /// All warps have added what they have, where a block has one tile.
+    /// Signals that all consumer warps have finished adding, in kernels that are not persistent.
     added: Barriers,
-    /// The offset of the chunks, and their barriers.
+    /// Byte offset of the staged chunks.
     staging: u32,
     staged: Pipeline,
 }
 
-/// Whether this is the warp that clears.
+/// Returns whether this is the warp that clears.
 fn is_clearing(k: &mut Builder) -> Value<Pred> {
     k.thread_index().less(64)
 }
@@ -86,9 +86,9 @@ fn leads(k: &mut Builder) -> Value<Pred> {
     k.lane().equals(0)
 }
 
-/// Does something with each number that is posted, and more with those of tiles. The loop ends in one
-/// place: where it is left in the middle, the assembler no longer knows what is the same for all lanes of
-/// the consumers.
+/// Emits a loop over the posted tile numbers: `posted` runs for each, and `body` for those that are
+/// tiles. The loop has a single exit at its end: with an exit in the middle, ptxas no longer
+/// recognises values of the consumers that are uniform in a warp.
 fn every_tile(
     k: &mut Builder,
     handover: &Handover,
@@ -102,7 +102,7 @@ fn every_tile(
         k.set(phase, phase ^ 1);
         let number = handover.posted.read(k);
         let is_tile = k.eval(claims.is_tile(number));
-        // The next tile need not wait for this warp.
+        // Releases the tile early: the next one need not wait for this warp.
         k.warp_sync();
         let leads = leads(k);
         handover.tiles.give_back(k, 0, leads & is_tile);
@@ -113,10 +113,11 @@ fn every_tile(
 }
 
 impl Housekeeping {
-    /// Of shared memory, without barriers.
+    /// Bytes of shared memory, without barriers.
     pub(super) const BYTES: u32 = STAGES * CHUNK;
 
-    /// With so many warps that add.
+    /// Declares the launch parameters and reserves shared memory; `warps` consumer warps add to
+    /// `dQ`.
     pub(super) fn parameters(k: &mut Builder, backward: &Backward, warps: u32) -> Self {
         let layout = backward.pass().sums_layout();
         Housekeeping {
@@ -144,20 +145,20 @@ impl Housekeeping {
         self.staged.init(k);
     }
 
-    /// A consumer waits until the sums that it adds to are zero.
+    /// Waits, in a consumer, until the sums that it adds to are zero.
     pub(super) fn wait_until_cleared(&self, k: &mut Builder, phase: impl Into<Value<U32>>) {
         let ready = self.ready.at(k, 0);
         k.mbarrier_wait(ready, phase, Scope::Block);
     }
 
-    /// A warp says that it has added all that it has.
+    /// Signals, from a consumer warp, that it has finished adding to `dQ`.
     pub(super) fn added(&self, k: &mut Builder, leader: Reg<Pred>) {
         k.warp_sync();
         let added = self.added.at(k, 0);
         k.if_(leader, |k| k.mbarrier_arrive(added));
     }
 
-    /// Beside the one tile of a block.
+    /// Runs the clearing and rounding warps beside the single tile of a block.
     pub(super) fn keep(&self, k: &mut Builder, place: &Place) {
         let clears = is_clearing(k);
         k.if_else(
@@ -181,7 +182,7 @@ impl Housekeeping {
         );
     }
 
-    /// Beside tile after tile.
+    /// Runs the clearing and rounding warps beside one tile after another, in persistent kernels.
     pub(super) fn keep_all(
         &self,
         k: &mut Builder,
@@ -197,7 +198,7 @@ impl Housekeeping {
                 let first = k.block_index();
                 let before = k.variable(first);
                 let posted = |k: &mut Builder, number: Reg<U32>| {
-                    // All consumers have given the tile before back.
+                    // A new number means that all consumers have released the tile before.
                     let leads = leads(k);
                     k.if_(leads & number.differs(before), |k| self.end(k, place, before));
                     k.set(before, number);
@@ -216,7 +217,8 @@ impl Housekeeping {
         );
     }
 
-    /// What one warp does beside a tile, or a part of one.
+    /// Runs the clearing warp beside a tile, or a part of one: reports its sums ready, clears a
+    /// later share, and stages an earlier one for rounding.
     fn clear_and_stage(&self, k: &mut Builder, place: &Place, number: Reg<U32>, staged: &Producer) {
         let leads = leads(k);
         k.if_(leads, |k| {
@@ -236,14 +238,15 @@ impl Housekeeping {
                 self.wait(k, share.head, Progress::Added, place.key_blocks_of_head());
                 self.stage(k, share, staged);
             });
-            // Late, when what was stored has long been written.
+            // Counted this late, when the zeros have long been written, so that the release does
+            // not wait for them.
             self.if_later(k, place, number, |k, share| {
                 self.count(k, share.head, Progress::Cleared);
             });
         });
     }
 
-    /// Does something with the share of a later tile, if it is this tile that clears it.
+    /// Emits `body` with the share of a later tile, under the condition that this tile clears it.
     fn if_later(
         &self,
         k: &mut Builder,
@@ -259,7 +262,8 @@ impl Housekeeping {
         });
     }
 
-    /// Does something with the share of an earlier tile, if it is this tile that rounds it.
+    /// Emits `body` with the share of an earlier tile, under the condition that this tile rounds
+    /// it.
     fn if_earlier(
         &self,
         k: &mut Builder,
@@ -276,7 +280,8 @@ impl Housekeeping {
         });
     }
 
-    /// One thread says that a tile has added all it has.
+    /// Counts a tile as finished with adding, if its share is rounded by this kernel; called by one
+    /// thread.
     fn end(&self, k: &mut Builder, place: &Place, number: Reg<U32>) {
         let (tile, _) = place.tile_and_part(k, number);
         k.if_(tile.less(self.rounded), |k| {
@@ -289,13 +294,13 @@ impl Housekeeping {
         k.eval(self.counters + head.convert::<U64>() * 8 + 4 * progress as u64)
     }
 
-    /// One thread counts what it has seen done.
+    /// Increments a counter with release semantics; called by one thread.
     fn count(&self, k: &mut Builder, head: Reg<U32>, progress: Progress) {
         let counter = self.counter(k, head, progress);
         k.atomic_add_ordered::<U32, _>(counter, 1, Scope::Gpu, AtomicOrder::Release);
     }
 
-    /// One thread waits until so many have counted.
+    /// Polls a counter until it has reached `all`; called by one thread.
     fn wait(&self, k: &mut Builder, head: Reg<U32>, progress: Progress, all: Reg<U32>) {
         let counter = self.counter(k, head, progress);
         k.loop_(|k| {
@@ -307,7 +312,7 @@ impl Housekeeping {
         });
     }
 
-    /// Zeros for a share.
+    /// Writes zeros to a share.
     fn clear(&self, k: &mut Builder, share: &Share) {
         let first = k.multiply_wide(share.first, self.layout.block_bytes());
         let lane = k.lane();
@@ -323,14 +328,15 @@ impl Housekeeping {
         });
     }
 
-    /// Chunks of a block of query rows.
+    /// Returns the number of chunks in a query block.
     fn chunks(&self) -> u32 {
         self.layout.block_bytes() / CHUNK
     }
 
-    /// One thread has a share brought to shared memory.
+    /// Issues the bulk copies that bring a share to shared memory; called by one thread.
     fn stage(&self, k: &mut Builder, share: &Share, staged: &Producer) {
-        // What others added is now to be read by the copy engine.
+        // Orders the other blocks' additions, which the counter made visible, before reads by the
+        // copy engine.
         k.fence(Fence::ProxyAsyncGlobal);
         self.every_chunk(k, share, |k, chunk| {
             let stage = staged.acquire(k);
@@ -357,13 +363,13 @@ impl Housekeeping {
         k.eval(staging + stage * CHUNK)
     }
 
-    /// What the other warps do beside a tile.
+    /// Runs a rounding warp beside a tile.
     fn round(&self, k: &mut Builder, place: &Place, number: Reg<U32>, staged: &Consumer) {
         self.if_earlier(k, place, number, |k, share| {
             self.every_chunk(k, share, |k, chunk| {
                 let stage = staged.wait(k);
                 self.round_chunk(k, chunk, stage);
-                // The copy engine writes next what was read here.
+                // Orders these reads before the copy engine's next write to the stage.
                 k.fence(Fence::ProxyAsyncShared);
                 k.warp_sync();
                 let leads = leads(k);
@@ -372,12 +378,14 @@ impl Housekeeping {
         });
     }
 
-    /// Each warp rounds 32 columns, and each lane eight of a row at a time.
+    /// Rounds a chunk. Each of the two warps takes 32 columns, and each lane stores eight columns
+    /// of a row at a time.
     ///
-    /// Accumulators are transposed: of the four numbers that a thread has added to there are two rows
-    /// of a column, and two of one eight columns on; the thread four lanes on has the next column. So
-    /// neighbours in a row are 64 bytes apart, and half of the lanes take them in the other order: all
-    /// are in banks of their own.
+    /// The sums are in the layout of the `dQ^T` accumulators: a thread's four values are two
+    /// neighbouring rows of one column, then the same rows eight columns further, and the thread
+    /// four lanes further has the next column. Neighbouring columns of a row are thus 64 bytes
+    /// apart. Half of the lanes read each pair of columns in the opposite order, so that all lanes
+    /// access different banks.
     fn round_chunk(&self, k: &mut Builder, chunk: Reg<U32>, stage: Reg<U32>) {
         let SumsLayout { query_block, part_queries, columns } = self.layout;
         let per_part = self.layout.part_bytes() / CHUNK;
@@ -400,7 +408,8 @@ impl Housekeeping {
         let row = k.eval(row);
         let to = self.gradient.row(k, self.element, &block, row);
         let to = k.variable(to + to_column.convert::<U64>() * self.element.bytes());
-        // A column that does not exist is as a row that does not: one number less to keep.
+        // A column beyond the head dimension is treated as a row beyond the sequence, which saves a
+        // register.
         let row = if self.head_dim < columns {
             let has_column = to_column.less(self.head_dim);
             k.eval(has_column.choose::<U32>(row, block.query_length))
@@ -430,7 +439,7 @@ impl Housekeeping {
         }
     }
 
-    /// Two numbers, rounded.
+    /// Rounds two values into a pair of 16-bit elements.
     fn pack(&self, k: &mut Builder, [low, high]: [Reg<F32>; 2]) -> Reg<U32> {
         match self.element {
             Element::F16 => {

@@ -1,31 +1,32 @@
-//! Walks by lists: the query blocks that see a block of keys, where a mask is a function.
+//! Walks by lists: with a mask function, each key block has a list of the query blocks that see it.
 //!
-//! Whoever brings queries walks the list. Warpgroups that multiply are told with each stage where the
-//! walk stands, so that they wait for no list and keep none in registers.
+//! In the Hopper kernel only threads of the producer warpgroup read the list. With each stage the
+//! producer publishes its query head and list entry in shared memory ([`Told`]), so that consumers
+//! neither wait for loads of the list nor keep a position in it in registers.
 
 use ptx::{Builder, Choose, Expression, Pred, Reg, SharedAddress, U32, Value};
 
 use super::place::Walk;
 use crate::attention::function::blocks::{self, BlockList, BlockLists, block_of, needs_function};
 
-/// Where a walk stands in its list.
+/// The current position of a walk in its list.
 #[derive(Clone, Copy)]
 pub(super) struct Listed {
     list: BlockList,
-    /// Words of a list.
+    /// The number of words from one list to the next.
     words: Reg<U32>,
-    /// Blocks of this one.
+    /// The number of query blocks in this list.
     count: Reg<U32>,
-    /// Which of them the walk is at, and its entry.
+    /// The position of the current entry, then the entry itself.
     index: Reg<U32>,
     pub(super) entry: Reg<U32>,
-    /// Whether it is walked from its end: where additions come in one order.
+    /// Whether the list is walked from its end to its beginning: in the deterministic mode.
     down: bool,
 }
 
 impl Listed {
-    /// The begin of a walk. Walks that begin at the same time begin `ahead` of each other, unless
-    /// there is an order.
+    /// Starts a walk. Unless the order is fixed (`down`), it starts at entry `ahead`, modulo the
+    /// length, so that walks that start together start at different query blocks.
     pub(super) fn begin(
         k: &mut Builder,
         lists: &BlockLists,
@@ -43,17 +44,17 @@ impl Listed {
         Listed { list, words: lists.words(), count, index, entry: k.variable(entry), down }
     }
 
-    /// How many blocks there are.
+    /// Returns the number of query blocks in the list.
     pub(super) fn count(&self) -> Reg<U32> {
         self.count
     }
 
-    /// The same place in registers of its own.
+    /// Returns a copy of the position, in registers of its own.
     pub(super) fn copied(&self, k: &mut Builder) -> Self {
         Listed { index: k.variable(self.index), entry: k.variable(self.entry), ..*self }
     }
 
-    /// Goes on to the next block, and around.
+    /// Advances to the next entry, wrapping around at the end.
     pub(super) fn advance(&self, k: &mut Builder) {
         let Listed { list, count, index, .. } = *self;
         let next = match self.down {
@@ -65,24 +66,24 @@ impl Listed {
         k.set(self.entry, entry);
     }
 
-    /// The block of query rows that it stands at.
+    /// Returns the current query block.
     pub(super) fn block(&self) -> Value<U32> {
         block_of(self.entry)
     }
 
-    /// How many key blocks add to these rows before this one does.
+    /// Returns how many key blocks add to the current query block's `dQ` before this one does.
     pub(super) fn turn(&self, k: &mut Builder) -> Reg<U32> {
         blocks::turn(k, self.list, self.words, self.index)
     }
 }
 
-/// What consumers are told of the step of a stage: the head and the entry of the list.
+/// The step that each stage was loaded for, published to the consumers: query head and list entry.
 pub(super) struct Told {
-    /// The offset of the words of the first stage.
+    /// Byte offset of the words of stage 0.
     words: u32,
 }
 
-/// Bytes of a stage.
+/// Bytes for each stage.
 const BYTES: u32 = 8;
 
 impl Told {
@@ -95,7 +96,7 @@ impl Told {
         k.eval(words + stage.into() * BYTES)
     }
 
-    /// The producer says where its walk stands, before it fills a stage.
+    /// Publishes the producer's current step, before it fills a stage.
     pub(super) fn tell(&self, k: &mut Builder, stage: impl Into<Value<U32>>, walk: &Walk) {
         if let Some(entry) = walk.entry() {
             let to = self.address(k, stage);
@@ -103,7 +104,7 @@ impl Told {
         }
     }
 
-    /// A consumer's walk goes where the producer's stood for a stage, which is full.
+    /// Sets a consumer's walk to the step of a stage, which must be full.
     pub(super) fn hear(&self, k: &mut Builder, stage: u32, walk: &Walk) {
         let from = self.address(k, stage);
         let [head, entry] = k.load_vector::<U32, _, 2>(from, Default::default());
@@ -111,7 +112,7 @@ impl Told {
         k.set(walk.block, block_of(entry));
     }
 
-    /// Whether the block of a stage needs the function.
+    /// Returns whether the query block in a stage needs the mask function evaluated.
     pub(super) fn needs_function(&self, k: &mut Builder, stage: u32) -> Value<Pred> {
         let from = self.address(k, stage);
         let [_, entry] = k.load_vector::<U32, _, 2>(from, Default::default());

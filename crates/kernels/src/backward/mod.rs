@@ -7,58 +7,60 @@
 //! dV = P^T dO      dP = dO V^T      dS = P * (dP - delta)      dK = dS^T Q      dQ = dS K
 //! ```
 //!
-//! Kernels, one after the other:
+//! One pass launches these kernels in order:
 //!
 //! | kernel | what it does |
 //! | --- | --- |
-//! | [`RowSums`] | `delta` and the log-sum-exps as the next one wants them; zeros for `dQ` |
-//! | [`Backward`] | all five products; `dK` and `dV` stay in registers, `dQ` is added up in `f32` |
-//! | [`Rounding`] | `dQ` rounded to the tensor |
-//! | [`SinkGradients`] | where there are sinks, their gradients |
+//! | [`RowSums`] | computes `delta`, rescales the log-sum-exps, clears the `dQ` workspace |
+//! | [`Backward`] | all five products; sums `dK` and `dV` in registers, `dQ` in the workspace |
+//! | [`Rounding`] | scales `dQ`, rounds it and writes it to its tensor |
+//! | [`SinkGradients`] | computes the gradients of attention sinks, where there are any |
 //!
-//! A block of the second takes 128 keys of a key head and walks the query blocks that see them, of
-//! all query heads that share the key head, so that `dK` and `dV` are finished where they are
-//! added up. Two consumer warpgroups have 64 keys each and compute scores *transposed*: a row of
-//! an accumulator is a key, so `P^T` and `dS^T` are in registers what the products for `dV` and
-//! `dK` multiply from the left. Only `dS` goes to shared memory, where both warpgroups take it
-//! for `dQ`, half of the columns each:
+//! A thread block of [`Backward`] owns a *tile*: a key block (128 keys, as a rule) of one key head.
+//! It *walks* the query blocks that see these keys, one query block per step, for all query heads
+//! that share the key head, so that `dK` and `dV` are complete in registers. Two consumer
+//! warpgroups own 64 keys each and compute scores *transposed*: a row of an accumulator is a key,
+//! so `P^T` and `dS^T` are already in registers as the left (A) operand of the products for `dV`
+//! and `dK`. Only `dS` goes to shared memory, where both warpgroups read it for `dQ`, each
+//! computing half of it:
 //!
 //! ```text
-//! S = K Q^T;  P = exp(S - lse)
+//! S^T = K Q^T;  P = exp(S - lse)
 //! for each query block:
-//!     start dP = V dO^T;  start dV += P dO
-//!     wait for dP;  dS = P * (dP - delta)           while dV runs
+//!     start dP^T = V dO^T;  start dV += P^T dO
+//!     wait for dP;  dS = P * (dP - delta)                while dV runs
 //!     wait for dV
-//!     start S = K Q^T of the next block
-//!     dS to shared memory                           while S runs
-//!     start dQ = K^T dS of the block before;  start dK += dS Q
-//!     wait for S;  P = exp(S - lse)                 while dQ and dK run
-//!     wait for dQ;  add it to the sums in memory    while dK runs
+//!     start S^T = K Q^T of the next query block
+//!     dS to shared memory                                while S runs
+//!     start dQ^T = K^T dS^T of the previous query block;  start dK += dS^T Q
+//!     wait for S;  P = exp(S - lse)                      while dQ and dK run
+//!     wait for dQ;  add it to the f32 workspace          while dK runs
 //!     wait for dK
 //! ```
 //!
-//! `dQ` is a block behind, so that a warpgroup needs what the other one wrote a step ago and the two
-//! need not meet. With 64 rows of keys and values in registers there is room for two accumulators of
-//! scores and no more: `dP` and `dQ` share one, and a step has two points at which nothing is in
-//! flight, for the assembler lets nothing share registers between such points.
+//! `dQ` lags one query block behind: a warpgroup then reads the `dS` that the other warpgroup wrote
+//! a step ago, and the two need not synchronise within a step. Beside the `dK` and `dV`
+//! accumulators of 64 keys there are registers for two score accumulators and no more, so `dP` and
+//! `dQ` share one. ptxas lets accumulators share registers only across a point at which no `wgmma`
+//! is in flight, and a step has two such points.
 //!
-//! Heads wider than 128 have 64 keys a block, which both warpgroups share: one has the weights, the
-//! other their gradients (`wide`). Dense narrow heads have twice 64 keys a warpgroup, one after the
-//! other in a step, so that half as much is added to `dQ`.
+//! Heads wider than 128 use key blocks of 64 keys, which both warpgroups share: one computes `P`
+//! and `dV`, the other `dS` and `dK` (`wide`). Narrow heads without a mask may give each warpgroup
+//! 128 keys, 64 at a time within a step, which halves the additions to `dQ`.
 //!
-//! Blocks may take tile after tile (`persistent`), and tiles that do not fill a last round may be cut
-//! into parts (`split`).
+//! Thread blocks may be persistent (`persistent`), and the tiles of an incomplete last wave may be
+//! split into parts (`split`).
 //!
-//! The sums of `dQ` lie in memory as the accumulators lie in registers
-//! ([`SumsLayout`]), so that each warp adds whole lines.
+//! The `f32` sums of `dQ` are laid out in memory as the accumulators are in registers
+//! ([`SumsLayout`]), so that each warp adds to whole cache lines.
 //!
-//! Where a mask is a function, walks go by lists of the query blocks that see a block of keys
-//! (`lists`): blocks that nobody sees are not loaded.
+//! Where the mask is a function, a walk follows a list of the query blocks that see its key block
+//! (`lists`), and query blocks that see none of its keys are not loaded.
 //!
-//! Over ragged batches the same loops run over slices of rows ([`Prefill`](crate::Prefill) says how
-//! the copy engine stays inside of them), with tiles in the order of a
-//! [`Sequencer`](crate::Sequencer). `ragged` says which tile is whose, `row_blocks` where the rows
-//! of a sequence have their place in the workspace.
+//! Ragged (variable-length) batches run the same loops over slices of rows
+//! ([`Prefill`](crate::Prefill) explains how TMA copies stay inside a slice), with tiles in the
+//! order that a [`Sequencer`](crate::Sequencer) wrote. `ragged` maps thread blocks to tiles,
+//! `row_blocks` maps the rows of a sequence to their place in the workspace.
 
 mod consumer;
 mod epilogue;
@@ -103,90 +105,91 @@ use persistent::{Claims, Handover};
 use place::{Place, Tile};
 use split::{Partials, Split};
 
-/// Keys that a wgmma takes, as rows.
+/// Rows of one `wgmma` accumulator: here, keys.
 const ROWS: u32 = 64;
 
-/// Queries whose scores are in registers at a time: as many as a panel of shared memory is wide.
+/// Queries of one score accumulator: the width of a shared-memory panel.
 const PART: u32 = 64;
 
-/// Consumer warpgroups.
+/// Number of consumer warpgroups.
 const WARPGROUPS: u32 = 2;
 
-/// What the kernel is built for.
+/// Configuration of the backward kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Backward {
-    /// The element of all tensors: `F16` or `BF16`.
+    /// The element type of all tensors: `F16` or `BF16`.
     pub element: Element,
     /// The width of queries and keys: a multiple of 8 up to 256.
     pub head_dim: u32,
     /// The width of values and outputs: a multiple of 8 up to 256.
     pub value_head_dim: u32,
-    /// Which keys a query sees, and what changes scores.
+    /// The mask, and the rules that change scores.
     pub rules: Rules,
-    /// Queries in a block: 64, or 128 where the head dimension is 64 or less and a block takes fewer
-    /// keys.
+    /// Queries of a query block: 64, or 128 where queries are at most 64 wide. Where values are
+    /// too, query blocks of 64 go with key blocks of 256 keys instead of 128.
     pub query_block: u32,
-    /// Whether `dQ` is the same bit for bit from run to run.
+    /// Whether `dQ` is bitwise reproducible from run to run.
     pub deterministic: bool,
-    /// How sequences lie: of equal lengths, or ragged.
+    /// How sequences are stored: with equal lengths, or ragged.
     pub batch: Batch,
-    /// Whether blocks of the grid take tile after tile.
+    /// Whether the kernel is persistent: each thread block takes one tile after another.
     pub persistent: bool,
-    /// Whether tiles that do not fill a last round are cut into parts.
+    /// Whether the tiles of an incomplete last wave are split into parts.
     pub split: bool,
 }
 
-/// Named barriers of the block; 0 is for all its threads.
+/// Named barriers of the thread block. Barrier 0 joins all of its threads.
 mod barrier {
-    /// Both consumer warpgroups, when all products have ended.
+    /// Joins both consumer warpgroups once all their products have completed.
     pub(super) const PRODUCTS: u32 = 1;
-    /// The threads of one consumer warpgroup, around the storing of its results: one each.
+    /// Joins the threads of one consumer warpgroup around the storing of its results. The
+    /// warpgroup's index is added: each has a barrier of its own.
     pub(super) const RESULTS: u32 = 2;
 }
 
-/// What two warpgroups have registers for.
+/// How the two consumer warpgroups divide the gradients of a tile, given their registers.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Shape {
-    /// Each the gradients of 64 keys and values of its own.
+    /// Each warpgroup holds `dK` and `dV` of 64 keys of its own.
     Square,
-    /// Each those of 128, where heads are narrow: what is loaded and added for each product is half
-    /// then.
+    /// Each warpgroup holds `dK` and `dV` of 128 keys of its own, for narrow heads. Each query
+    /// block that is loaded, and each `dQ` that is added, then serves twice as many keys.
     Tall,
-    /// One the gradients of 64 keys and the other those of their values, where heads are wide.
+    /// The warpgroups share 64 keys, for wide heads: one holds `dV`, the other `dK`.
     Wide,
 }
 
-/// The shared memory and what signals in it.
+/// The tiles, barriers and pipelines in shared memory.
 struct Shared {
     keys: SharedTiles,
     values: SharedTiles,
     queries: SharedTiles,
     output_gradients: SharedTiles,
     score_gradients: SharedTiles,
-    /// The offset of the statistics of the first stage.
+    /// Byte offset of the row statistics of stage 0.
     statistics: u32,
-    /// Keys, then values.
+    /// Signals that the keys (0) and the values (1) of a tile have arrived.
     loaded: Barriers,
-    /// Queries and their statistics.
+    /// Stages of queries with their row statistics.
     query_pipeline: Pipeline,
     output_gradient_pipeline: Pipeline,
-    /// A tile of `dS` has been written, by all warps that have a part of it.
+    /// Signals, for each stage, that every warp has written its part of the `dS` tile.
     written: Barriers,
-    /// Where a mask is a function: which step of its list a stage has.
+    /// With a mask function: the list entry that each stage was loaded for.
     told: Option<Told>,
-    /// Where `dQ` is added in one order.
+    /// In the deterministic mode: the turns at which this block adds its `dQ`.
     turns: Option<Turns>,
-    /// What goes from one warpgroup to the other, where heads are wide.
+    /// For wide heads: what one warpgroup passes to the other.
     exchange: Option<wide::Exchange>,
-    /// Where blocks take tile after tile.
+    /// In persistent kernels: how tiles pass from the producer to the other warps.
     handover: Option<Handover>,
-    /// Where tiles are cut into parts.
+    /// Where tiles are split: the workspace of partial gradients.
     partials: Option<Partials>,
-    /// Where sums of `dQ` are cleared and rounded beside the products.
+    /// Where the `dQ` workspace is cleared and rounded while the products run.
     housekeeping: Option<Housekeeping>,
 }
 
-/// Where tensors and workspaces are.
+/// Tensor maps and addresses of tensors and workspaces.
 struct Tensors {
     queries: TensorMap,
     keys: TensorMap,
@@ -196,11 +199,11 @@ struct Tensors {
     value_gradients: TensorMap,
     statistics: Reg<GlobalAddress>,
     sums: Reg<GlobalAddress>,
-    /// The counters of turns.
+    /// The turn counters of the deterministic mode.
     turns: Option<Reg<GlobalAddress>>,
 }
 
-/// What all roles of a block work with.
+/// The context that all roles of a thread block share.
 #[derive(Clone, Copy)]
 struct Block<'a> {
     backward: &'a Backward,
@@ -209,11 +212,11 @@ struct Block<'a> {
     place: &'a Place,
 }
 
-/// What a warpgroup does with a tile.
+/// The code of a consumer warpgroup for one tile.
 type Consume = fn(&Consumer, &mut Builder, &Block<'_>, &Tile);
 
 impl Backward {
-    /// The name of this configuration.
+    /// Returns the name of this configuration.
     pub fn name(&self) -> String {
         let Backward { element, head_dim, value_head_dim, rules, query_block, .. } = self;
         let (rules, mode) = (rules.name(), if self.deterministic { "_deterministic" } else { "" });
@@ -225,7 +228,7 @@ impl Backward {
         format!("backward_{element}_d{head_dim}x{value_head_dim}_{rules}_{form}")
     }
 
-    /// Keys that a block takes.
+    /// Returns the number of keys in a key block: those of one thread block.
     pub fn key_block(&self) -> u32 {
         match self.shape() {
             Shape::Wide => ROWS,
@@ -233,7 +236,7 @@ impl Backward {
         }
     }
 
-    /// Keys of a warpgroup.
+    /// Returns the number of keys that a warpgroup works on; for wide heads both share them.
     fn group_keys(&self) -> u32 {
         match self.shape() {
             Shape::Tall => 2 * ROWS,
@@ -249,35 +252,35 @@ impl Backward {
         }
     }
 
-    /// The tile of queries.
+    /// Returns the layout of a tile of queries.
     pub fn query_layout(&self) -> TileLayout {
         self.layout(self.query_block, self.head_dim.next_multiple_of(16))
     }
 
-    /// The tile of output gradients.
+    /// Returns the layout of a tile of output gradients.
     pub fn output_gradient_layout(&self) -> TileLayout {
         self.layout(self.query_block, self.value_head_dim.next_multiple_of(16))
     }
 
-    /// The tile of keys.
+    /// Returns the layout of the tile of keys.
     pub fn key_layout(&self) -> TileLayout {
         self.layout(self.key_block(), self.head_dim.next_multiple_of(16))
     }
 
-    /// The tile of values.
+    /// Returns the layout of the tile of values.
     pub fn value_layout(&self) -> TileLayout {
         self.layout(self.key_block(), self.value_head_dim.next_multiple_of(16))
     }
 
-    /// What a warpgroup stores of the gradients of keys and values: a box of 64 rows.
+    /// Returns the layout of what one TMA store of `dK` or `dV` takes: 64 rows.
     fn stored_layout(&self, columns: u32) -> TileLayout {
         self.layout(ROWS, columns)
     }
 
-    /// The tile of `dS`: a row for each key.
+    /// Returns the layout of a tile of `dS`: a row for each key, a column for each query.
     fn score_gradient_layout(&self) -> TileLayout {
         let layout = self.layout(self.key_block(), self.query_block);
-        // A panel for each warpgroup where they share queries.
+        // Tall: each warpgroup computes `dQ` of half of the 64 queries, so panels are 32 wide.
         let swizzle = if self.shape() == Shape::Tall { Swizzle::B64 } else { layout.swizzle };
         TileLayout { swizzle, ..layout }
     }
@@ -286,7 +289,7 @@ impl Backward {
         TileLayout { element: self.element, rows, columns, swizzle: Swizzle::B128 }
     }
 
-    /// Whether there is shared memory for so many stages, with some left for barriers.
+    /// Returns whether shared memory holds this many stages and leaves some for barriers.
     fn fits(&self, stages: u32) -> bool {
         let once = [self.key_layout(), self.value_layout()].map(|tile| tile.bytes());
         let stage = [self.query_layout(), self.output_gradient_layout()].map(|tile| tile.bytes());
@@ -299,52 +302,53 @@ impl Backward {
         bytes + 1024 <= Target::SM_90A.shared_memory_limit()
     }
 
-    /// Stages of the pipelines of queries and of output gradients, and tiles of `dS`: consumers
-    /// unroll as many steps, so that addresses are constants. Copies take longer than a short step.
+    /// Returns the number of stages of queries, output gradients and `dS`. Consumers unroll as many
+    /// steps, so that shared-memory addresses are constants. Steps of a single part are shorter
+    /// than a copy and get three stages where these fit.
     fn stages(&self) -> u32 {
         if self.parts() > 1 || !self.fits(3) { 2 } else { 3 }
     }
 
-    /// Warps that add to the sums of `dQ`: all, or those of one warpgroup where values are wide and
-    /// there is one part.
+    /// Returns how many warps add to `dQ`: those of both warpgroups, or of one where `dQ` is a
+    /// single part (narrow queries with values wider than 128).
     fn adding_warps(&self) -> u32 {
         4 * self.pass().sums_layout().parts().min(WARPGROUPS)
     }
 
-    /// Whether weights are rounded as soon as they are known where scores have slopes: narrow heads
-    /// leave registers for them.
+    /// Returns whether `P` is rounded into an operand of its own as soon as it is known, although
+    /// the derivative of the score rule must be kept too: narrow heads have the registers.
     fn rounds_early(&self) -> bool {
         self.rules.has_slopes() && self.shape() == Shape::Square && self.is_narrow()
     }
 
-    /// Whether gradients of keys and values leave many registers.
+    /// Returns whether the `dK` and `dV` accumulators leave many registers free.
     fn is_narrow(&self) -> bool {
         self.head_dim.max(self.value_head_dim) <= 64
     }
 
-    /// How products become scores.
+    /// Returns the rule that turns `QK^T` into scores.
     fn score_rule(&self, k: &mut Builder) -> ScoreRule {
         let scores = ScoreRule::parameters(k, &self.rules).with_finite_hidden(k);
         if self.is_narrow() { scores.with_tanh_of_scores(k) } else { scores }
     }
 
-    /// How many times 64 queries with 64 keys a warpgroup has in a step.
+    /// Returns how many 64 x 64 score accumulators a warpgroup works through in a step.
     fn parts(&self) -> u32 {
         self.query_block / PART * (self.group_keys() / ROWS)
     }
 
-    /// Whether sums of `dQ` are cleared and rounded beside the products: where all heads have as many
-    /// tiles, in no order, and shared memory has room.
+    /// Returns whether the `dQ` workspace is cleared and rounded while the products run: where all
+    /// heads have the same number of tiles, `dQ` is added in any order, and shared memory has room.
     fn keeps_house(&self) -> bool {
         self.batch == Batch::Equal
             && !self.deterministic
             && self.rules.mask_function.is_none()
             && self.shape() != Shape::Wide
-            // Windows have no registers left for it.
+            // Persistent kernels with windows have no registers left for it.
             && !(self.persistent && self.rules.mask == MaskKind::Local)
     }
 
-    /// The pass that it is a part of.
+    /// Returns the backward pass that this kernel is the main part of.
     pub fn pass(&self) -> BackwardPass {
         BackwardPass {
             target: Target::SM_90A,
@@ -362,17 +366,18 @@ impl Backward {
 
     /// Builds the kernel.
     ///
-    /// Parameters, in order: the tensor maps of queries, keys, values, output gradients, key
-    /// gradients and value gradients over (dimension, position, head, batch); the addresses of
-    /// the [`RowSums`]' statistics and of the sums of `dQ`, which are zero; query length, key
-    /// length; the scales; the divisors of key blocks of a head and of key heads; query heads
-    /// that share a key head; then what the rules and the order ask for. One block for each key block of each
-    /// key head and sequence.
+    /// Parameters: the tensor maps of queries, keys, values, output gradients, key gradients and
+    /// value gradients over (dimension, position, head, batch); the addresses of the row statistics
+    /// that [`RowSums`] wrote and of the `dQ` sums, which it cleared; query length and key length;
+    /// the divisors for key blocks per head and for key heads; the number of query heads that share
+    /// a key head; the scales; and what the rules and the tile order need. The grid has one thread
+    /// block for each key block of each key head and sequence.
     ///
-    /// Over ragged batches maps are of [`slices`](crate::Prefill::slices), and instead of the lengths
-    /// there are the schedule of a [`Sequencer`](crate::Sequencer) of keys, key heads, query heads
-    /// that share one, and blocks of query rows of a head in the workspace. One block for each
-    /// record that there is room for and each key head.
+    /// Over ragged batches the maps are of [`slices`](crate::Prefill::slices), and in place of the
+    /// lengths come the schedule that a [`Sequencer`](crate::Sequencer) wrote for tiles of keys,
+    /// the key heads, the query heads that share one, and the number of query blocks per head in
+    /// the workspace. The grid has one thread block for each record that the schedule has room for
+    /// and each key head.
     pub fn program(&self) -> Result<Program, Error> {
         if let Some(fault) = self.fault() {
             return Err(Error::configuration(self.name(), fault));
@@ -383,7 +388,7 @@ impl Backward {
         Ok(k.finish()?)
     }
 
-    /// Why there is no such kernel.
+    /// Returns why this configuration is not supported, or `None` if it is.
     fn fault(&self) -> Option<&'static str> {
         let wrong = |dim: u32| dim == 0 || dim > 256 || !dim.is_multiple_of(8);
         let shape = self.shape();
@@ -428,7 +433,7 @@ impl Backward {
         faults.into_iter().find(|(faulty, _)| *faulty).map(|(_, fault)| fault)
     }
 
-    /// Whether there is a kernel whose blocks take tile after tile.
+    /// Returns whether this configuration can be persistent or split.
     pub(super) fn may_be_persistent(&self) -> bool {
         self.batch == Batch::Equal
             && !self.deterministic
@@ -436,8 +441,8 @@ impl Backward {
             && self.shape() != Shape::Wide
     }
 
-    /// Whether walks go down and up by turns: where they are of unequal lengths, and additions come in
-    /// any order.
+    /// Returns whether waves of tiles walk down and up alternately: under a causal mask, where
+    /// walks have unequal lengths, if `dQ` is added in any order.
     pub fn walks_by_rounds(&self) -> bool {
         self.batch == Batch::Equal
             && !self.deterministic
@@ -521,20 +526,20 @@ impl Backward {
         }
     }
 
-    /// The rank of the tensor maps: slices have one more.
+    /// Returns the rank of the tensor maps, which for slices is one more than for equal lengths.
     fn map_rank(&self) -> usize {
         if self.batch == Batch::Equal { 4 } else { 5 }
     }
 
     /// Reserves the shared memory.
     fn shared(&self, k: &mut Builder) -> Shared {
-        // A warp leader for its lanes when it gives a stage back.
+        // One lane of each warp arrives for the warp.
         let warps = 4 * WARPGROUPS;
         let is_wide = self.shape() == Shape::Wide;
         let writers = warps / if is_wide { WARPGROUPS } else { 1 };
         let stages = self.stages();
         let housekeeping = self.pass().housekeeping;
-        // Warps that a tile is posted for.
+        // Warps that read the posted tile number and release it.
         let posted = warps + if housekeeping { housekeeping::WARPS } else { 0 };
         Shared {
             keys: SharedTiles::new(k, "keys", self.key_layout(), 1),
@@ -562,7 +567,7 @@ impl Backward {
     }
 }
 
-/// What a kernel's name ends with.
+/// Returns the suffix of a kernel's name for this kind of batch.
 pub(crate) fn batch_name(batch: Batch) -> &'static str {
     match batch {
         Batch::Equal => "",
@@ -572,7 +577,7 @@ pub(crate) fn batch_name(batch: Batch) -> &'static str {
 }
 
 impl Shared {
-    /// The statistics of a stage's rows.
+    /// Returns the shared-memory address of the row statistics of a stage.
     fn statistics(
         &self,
         k: &mut Builder,
@@ -583,7 +588,7 @@ impl Shared {
         k.eval(first + stage.into() * backward.pass().statistics_bytes())
     }
 
-    /// One thread makes the barriers ready.
+    /// Initialises all barriers; called by one thread.
     fn init(&self, k: &mut Builder) {
         self.loaded.init(k);
         self.written.init(k);

@@ -1,28 +1,31 @@
-//! The deterministic mode: what is added to a block of query rows comes in one order, whatever runs
-//! when.
+//! The order of tiles and of `dQ` additions: the deterministic mode, and the alternating waves of
+//! causal problems ([`Rounds`]).
 //!
-//! Each block of query rows of each head has a counter. A block of the grid may add to it once the
-//! counter says that the one before it in the order has, and then says so of itself. It only waits
-//! for blocks with smaller indices, which began before it: somebody can always go on.
+//! In the deterministic mode, additions to a query block's `dQ` come in one fixed order. Each query
+//! block of each head has a counter. A thread block may add once the counter says that its
+//! predecessor in the order has added, and then advances the counter itself. It only waits for
+//! thread blocks with smaller indices, which started earlier, so there is no deadlock.
 //!
-//! Waiting costs nothing where blocks of a head begin one after the other and walk the same way, each
-//! a step behind the one before it. So as many heads are taken together as it takes for the blocks of
-//! one head to begin a step apart; a block of the grid walks all query heads of its key head before
-//! it goes on to the next block of query rows; and how it walks depends on where its head is:
+//! Waiting costs nothing where the thread blocks of a head start one after the other and walk the
+//! same way, each a step behind its predecessor. So the grid interleaves the heads of a group,
+//! which has as many as it takes for thread blocks of one head to start at least a step apart (the
+//! planner aims at two); a thread block visits all query heads of its key head before it goes on to
+//! the next query block; and the direction of its walk depends on its head:
 //!
 //! | heads | key blocks | walk | under a causal mask |
 //! | --- | --- | --- | --- |
-//! | the last that are taken together | from the first | down | longest walks first: an even end |
-//! | those before | from the last | up | nobody waits, even at the begin |
+//! | those of the last group | first to last | down | longest walks first: all end together |
+//! | those of groups before it | last to first | up | no waits, not even at the first step |
 //!
-//! Where a mask is a function all heads are of the last kind, and the list of a key block says of each
-//! block of query rows how many key blocks before it see them.
+//! With a mask function all heads are treated as the last group, and the list of a key block says
+//! for each query block how many earlier key blocks see it.
 //!
-//! Over ragged batches a sequence's tiles come head after head, each from its first, and all walks go
-//! down.
+//! In a ragged batch, a sequence's tiles come head after head, each from its first key block, and
+//! all walks go down.
 //!
-//! A thread of a warp of its own waits for turns and tells the consumers; another one passes them on
-//! when the consumers have added. So memory is waited for while products run.
+//! In the Hopper kernel one thread of the producer warpgroup waits for turns and signals the
+//! consumers, and another passes turns on when the consumers have added. Consumers thus never wait
+//! for memory themselves.
 
 use ptx::{
     Barriers, Builder, Choose, Expression, GlobalAddress, Instruction, LoadHint, LoadOrder,
@@ -34,56 +37,57 @@ use crate::attention::visibility::QueryBlocks;
 use crate::divisor::DivisorRegisters;
 use crate::parameter::Number;
 
-/// Nanoseconds between two looks at a counter: far less than it takes to look.
+/// Nanoseconds between two polls of a counter: far less than a poll takes.
 const SLEEP: u32 = 20;
 
-/// In which order blocks of the grid take key blocks of heads.
+/// The order in which thread blocks take the key blocks of heads: heads in groups; in a group, key
+/// block after key block, each for all heads of the group.
 pub(super) struct Order {
-    /// Heads that are taken together.
+    /// The number of heads in a group.
     together: DivisorRegisters,
-    /// Those of them that are taken first: what is left over.
+    /// The number of heads in the first group: the remainder, where groups do not come out even.
     first: DivisorRegisters,
-    /// The first of those that are taken last.
+    /// The first head whose key blocks come first to last.
     last: Reg<U32>,
 }
 
-/// The place of a block of the grid in the order.
+/// The position of a tile in the order.
 pub(super) struct Turn {
-    /// The key head, among those of all sequences.
+    /// The key head, counted over all sequences.
     pub(super) head: Reg<U32>,
     pub(super) key_block: Reg<U32>,
-    /// How many key blocks of the head come before it.
+    /// How many key blocks of the head come before this one.
     pub(super) position: Reg<U32>,
-    /// Down where key blocks come from the first on.
+    /// The direction of the walk: down where the head's key blocks come first to last.
     pub(super) direction: Direction,
 }
 
-/// Which way a walk goes.
+/// The direction of a walk over query blocks: down is from the last to the first.
 #[derive(Clone, Copy)]
 pub(super) struct Direction {
     down: Reg<Pred>,
 }
 
 impl Direction {
-    /// The step of a walk from a block of query rows to the next.
+    /// Returns the increment from one query block to the next: 1 or -1.
     pub(super) fn step(self, k: &mut Builder) -> Reg<U32> {
         k.eval(self.down.choose::<U32>(-1i32 as u32, 1))
     }
 
-    /// Where a walk begins.
+    /// Returns the query block at which a walk begins.
     pub(super) fn start(self, k: &mut Builder, blocks: &QueryBlocks) -> Reg<U32> {
         k.eval(self.down.choose::<U32>(blocks.end - 1, blocks.first))
     }
 }
 
-/// Under a causal mask, tiles by rounds: those of one round walk down, those of the next up, each a
-/// block of query rows of all heads of its group after the other.
+/// Alternating waves under a causal mask: the tiles of one wave walk down, those of the next walk
+/// up, all visiting each query block for all query heads of the group before the next.
 ///
-/// Walks that go down begin together with the last queries and end one after the other, the shortest
-/// first. The next tiles take their places, the longest walk first, and begin with the queries of their
-/// own keys: each where those that go up already are. They end together. So what runs
-/// at the same time adds to the same few blocks of query rows, and those stay in the second-level cache
-/// however many heads are in work.
+/// Walks of a down wave begin together at the last query block and end one after the other, the
+/// shortest first. The tiles of the up wave take their places, the longest walk first. Each begins
+/// at the query block of its own keys, which is where the up walks before it have just arrived, and
+/// they all end together. So tiles that run at the same time add to the same few query blocks,
+/// whose sums stay in L2 however many heads are in flight.
 ///
 /// ```text
 /// queries  |\      /|\      /
@@ -100,7 +104,7 @@ impl Rounds {
         Rounds { tiles: DivisorRegisters::parameters(k, Number::TilesOfRound) }
     }
 
-    /// The direction of a tile's walk, by its number.
+    /// Returns the direction of a tile's walk.
     pub(super) fn direction(&self, k: &mut Builder, number: Reg<U32>) -> Direction {
         let (round, _) = self.tiles.divide(k, number);
         Direction { down: k.eval((round & 1).equals(0)) }
@@ -116,7 +120,8 @@ impl Order {
         }
     }
 
-    /// The turn of a tile by its number, which is that of a block of the grid as a rule.
+    /// Returns the turn of a tile by its number, which is the thread block's index unless the
+    /// kernel is persistent or split.
     pub(super) fn turn(
         &self,
         k: &mut Builder,
@@ -139,13 +144,14 @@ impl Order {
 }
 
 impl Turn {
-    /// That of a key block of a head whose key blocks come from the first on.
+    /// Returns the turn of a key block of a head whose key blocks come first to last.
     pub(super) fn down(k: &mut Builder, head: Reg<U32>, key_block: Reg<U32>) -> Self {
         Turn { head, key_block, position: key_block, direction: Direction { down: k.eval(true) } }
     }
 
-    /// One thread waits until its block may add to the block of query rows where its walk stands:
-    /// until the key block before it has, if that one sees them.
+    /// Waits until this block may add to the current query block; called by one thread. There is
+    /// nothing to wait for where the preceding key block is not seen by that query block (`before`
+    /// has those that see it).
     fn wait(
         &self,
         k: &mut Builder,
@@ -173,8 +179,8 @@ impl Turn {
         });
     }
 
-    /// What the counter of the block of query rows where a walk stands says when it is its turn: how
-    /// many key blocks of the head come before it; of a list only those count that see the rows.
+    /// Returns the value that the current query block's counter must reach: how many key blocks of
+    /// the head come before this one or, by a list, how many of those that the query block sees.
     fn position_of(&self, k: &mut Builder, walk: &Walk) -> Reg<U32> {
         match walk.path {
             Path::Listed { listed, .. } => listed.turn(k),
@@ -182,8 +188,7 @@ impl Turn {
         }
     }
 
-    /// The query blocks that the key block before this one in the order is seen by; lists know
-    /// without.
+    /// Returns the query blocks that see the preceding key block. Walks by lists do without.
     fn seen_before(&self, k: &mut Builder, place: &Place, walk: &Walk) -> Option<QueryBlocks> {
         if let Path::Listed { .. } = walk.path {
             return None;
@@ -192,7 +197,7 @@ impl Turn {
         Some(place.query_blocks_of(k, before))
     }
 
-    /// One thread passes the turn on, when its block has added.
+    /// Passes the turn on after this block has added; called by one thread.
     fn pass_on(&self, k: &mut Builder, counters: Reg<GlobalAddress>, walk: &Walk) {
         let counter = counter(k, counters, walk);
         let position = self.position_of(k, walk);
@@ -201,7 +206,7 @@ impl Turn {
         k.store_vector(counter, &[passed], hint);
     }
 
-    /// The first key of the key block before this one in the order.
+    /// Returns the first key of the preceding key block.
     fn before(&self, k: &mut Builder, keys: u32) -> Reg<U32> {
         let down = self.direction.down;
         let before = down.choose::<U32>(self.key_block - 1, self.key_block + 1);
@@ -209,18 +214,18 @@ impl Turn {
     }
 }
 
-/// The turns of one block of the grid, step by step.
+/// The turns of one thread block for all steps of its walk, as a pipeline in shared memory.
 pub(super) struct Turns {
-    /// A stage is full when it is the block's turn, and empty when the turn has been passed on.
+    /// A stage is full when the block's turn has come, and empty when the turn has been passed on.
     granted: Pipeline,
-    /// All warps have added.
+    /// Signals, for each stage, that all warps have added.
     added: Barriers,
-    /// The offset of the numbers of the blocks of query rows, a stage each: whose turn it is.
+    /// Byte offset of the workspace index of the query block whose turn it is, one for each stage.
     numbers: u32,
 }
 
 impl Turns {
-    /// For a walk through so many stages, with so many warps that add.
+    /// Reserves the shared memory, for `stages` stages and `warps` warps that add.
     pub(super) fn new(k: &mut Builder, stages: u32, warps: u32) -> Self {
         Turns {
             granted: Pipeline::new(k, "turn to add dQ", stages, 1),
@@ -234,7 +239,7 @@ impl Turns {
         self.added.init(k);
     }
 
-    /// A consumer waits until its block may add.
+    /// Waits, in a consumer, until its block may add.
     pub(super) fn wait(
         &self,
         k: &mut Builder,
@@ -244,7 +249,8 @@ impl Turns {
         self.granted.wait_full(k, stage, phase);
     }
 
-    /// Which block of query rows it may add to, from then on until it says that it has.
+    /// Returns the workspace index of the query block that may be added to. It is valid between
+    /// `wait` and `added`.
     pub(super) fn number(&self, k: &mut Builder, stage: impl Into<Value<U32>>) -> Reg<U32> {
         let number = self.number_at(k, stage);
         k.load(number)
@@ -255,14 +261,14 @@ impl Turns {
         k.eval(numbers + stage.into() * 4)
     }
 
-    /// A warp says that it has added.
+    /// Signals, from a consumer warp, that it has added.
     pub(super) fn added(&self, k: &mut Builder, stage: impl Into<Value<U32>>, leader: Reg<Pred>) {
         k.warp_sync();
         let added = self.added.at(k, stage);
         k.if_(leader, |k| k.mbarrier_arrive(added));
     }
 
-    /// One thread waits for the block's turns, of all steps.
+    /// Waits for the block's turn at each step and grants it to the consumers; run by one thread.
     pub(super) fn grant(
         &self,
         k: &mut Builder,
@@ -284,7 +290,7 @@ impl Turns {
         });
     }
 
-    /// One thread passes the block's turns on, of all steps.
+    /// Passes the block's turn on at each step, once the consumers have added; run by one thread.
     pub(super) fn pass_on(
         &self,
         k: &mut Builder,
@@ -305,7 +311,8 @@ impl Turns {
     }
 }
 
-/// Turns without a warp of their own: one thread of a block waits for the turn of a step,
+/// Waits for the turn of the current step, for kernels without a warp to spare; called by one
+/// thread.
 pub(crate) fn await_turn(
     k: &mut Builder,
     counters: Reg<GlobalAddress>,
@@ -317,13 +324,13 @@ pub(crate) fn await_turn(
     turn.wait(k, counters, walk, before.as_ref());
 }
 
-/// and passes it on.
+/// Passes on the turn that `await_turn` waited for; called by one thread.
 pub(crate) fn pass_turn(k: &mut Builder, counters: Reg<GlobalAddress>, place: &Place, walk: &Walk) {
     let Some(turn) = place.turn(k) else { return };
     turn.pass_on(k, counters, walk);
 }
 
-/// The counter of a walk's block of query rows.
+/// Returns the address of the counter of the current query block.
 fn counter(k: &mut Builder, counters: Reg<GlobalAddress>, walk: &Walk) -> Reg<GlobalAddress> {
     k.eval(counters + walk.number.convert::<U64>() * 8)
 }

@@ -1,105 +1,107 @@
-//! The backward pass around a kernel that has the products, whatever hardware that one is for: where it
-//! adds up `dQ`, and which kernels come before and after it.
+//! The backward pass around the main kernel, which has the matrix products, on any hardware: the
+//! layout in which it accumulates `dQ`, and the kernels that run before and after it.
 
 use ptx::{Element, Target};
 
 use super::{Rounding, RowSums, SinkGradients};
 use crate::attention::{Batch, MaskKind, Rules};
 
-/// What a pass computes, and how its products cut queries and keys into blocks.
+/// What a pass computes, and into which blocks its main kernel divides queries and keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BackwardPass {
-    /// The architecture.
+    /// The target architecture.
     pub target: Target,
-    /// The element of all tensors.
+    /// The element type of all tensors.
     pub element: Element,
     /// The width of queries and keys.
     pub head_dim: u32,
     /// The width of values and outputs.
     pub value_head_dim: u32,
-    /// Which keys a query sees, and what changes scores.
+    /// The mask, and the rules that change scores.
     pub rules: Rules,
-    /// Queries of a block.
+    /// Queries of a query block.
     pub query_block: u32,
-    /// Keys of a block.
+    /// Keys of a key block.
     pub key_block: u32,
-    /// Whether `dQ` is added in one order.
+    /// Whether `dQ` is added in one fixed order.
     pub deterministic: bool,
-    /// Whether the products' kernel clears and rounds sums of `dQ` too.
+    /// Whether the main kernel also clears and rounds part of the `dQ` sums.
     pub housekeeping: bool,
-    /// How sequences lie.
+    /// How sequences are stored.
     pub batch: Batch,
 }
 
-/// Where the sums of `dQ` lie: for each query head, block after block of query rows; of a block,
-/// part after part of some rows or of 64 columns. A part lies as its accumulator does in the registers
-/// of a warpgroup's threads, four registers of a thread at a time. Where nothing adds four numbers at
-/// once, each register of all threads at a time.
+/// Layout of the `f32` sums of `dQ`: for each query head its query blocks, each cut into parts of
+/// some rows or of 64 columns. A part has the layout of its `dQ^T` accumulator in the registers of
+/// a warpgroup: four registers of thread 0, the same four of thread 1 and so on, then the next
+/// four. On targets without vector reductions it is one register of all threads at a time instead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SumsLayout {
-    /// Query rows of a block.
+    /// Query rows of a query block.
     pub query_block: u32,
-    /// Columns that there is room for: a multiple of 64.
+    /// Columns: the head dimension rounded up to a multiple of 64.
     pub columns: u32,
     /// Query rows of a part.
     pub part_queries: u32,
 }
 
 impl SumsLayout {
-    /// Bytes of four registers of each thread of a warpgroup.
+    /// Bytes of four registers of every thread of a warpgroup.
     pub(crate) const REGISTERS_BYTES: u32 = 4 * 4 * 128;
 
-    /// Bytes of a block of query rows.
+    /// Returns the bytes of a query block.
     pub const fn block_bytes(&self) -> u32 {
         4 * self.query_block * self.columns
     }
 
-    /// Parts of a block.
+    /// Returns the number of parts of a query block.
     pub(super) const fn parts(&self) -> u32 {
         self.query_block / self.part_queries * (self.columns / 64)
     }
 
-    /// Whether parts have all rows and some columns.
+    /// Returns whether a part has all rows of a query block and 64 of its columns.
     pub(super) const fn by_columns(&self) -> bool {
         self.part_queries == self.query_block
     }
 
-    /// Bytes of a part.
+    /// Returns the bytes of a part.
     pub(super) const fn part_bytes(&self) -> u32 {
         self.block_bytes() / self.parts()
     }
 }
 
 impl BackwardPass {
-    /// Where the sums of `dQ` lie.
+    /// Returns the layout of the `dQ` sums.
     pub fn sums_layout(&self) -> SumsLayout {
         let columns = self.head_dim.next_multiple_of(64);
-        // Warpgroups of the Hopper kernel share the columns, or the queries where there are not
-        // enough columns. Where values are wide one of them has all.
+        // The warpgroups of the Hopper kernel each compute half of the columns, or half of the
+        // queries where there are only 64 columns. With values wider than 128, one computes all of
+        // those.
         let halves = columns == 64 && self.value_head_dim <= 128;
         let part_queries = self.query_block / if halves { 2 } else { 1 };
         SumsLayout { query_block: self.query_block, columns, part_queries }
     }
 
-    /// Whether blocks of the grid take key blocks of several heads together: where additions come in
-    /// one order, and where walks are of unequal lengths, so that the longest of several heads come
-    /// first.
+    /// Returns whether the grid interleaves the key blocks of several heads: where additions come
+    /// in a fixed order, and where walks have unequal lengths, so that the longest walks of several
+    /// heads come first.
     pub fn takes_heads_together(&self) -> bool {
         let unequal = self.rules.mask == MaskKind::Causal || self.takes_block_lists();
         self.batch == Batch::Equal && (self.deterministic || unequal)
     }
 
-    /// Whether walks go by lists: where a mask is a function, and all sequences have one length.
+    /// Returns whether walks follow lists of query blocks: where the mask is a function and all
+    /// sequences have the same length.
     pub fn takes_block_lists(&self) -> bool {
         self.batch == Batch::Equal && self.rules.mask_function.is_some()
     }
 
-    /// Bytes of the statistics of a block of query rows: two numbers for each.
+    /// Returns the bytes of a query block's statistics: two `f32` for each row.
     pub const fn statistics_bytes(&self) -> u32 {
         2 * 4 * self.query_block
     }
 
-    /// What comes before the products.
+    /// Returns the kernel that runs before the main kernel.
     pub fn row_sums(&self) -> RowSums {
         RowSums {
             target: self.target,
@@ -111,7 +113,7 @@ impl BackwardPass {
         }
     }
 
-    /// What comes after them.
+    /// Returns the kernel that runs after the main kernel.
     pub fn rounding(&self) -> Rounding {
         Rounding {
             target: self.target,
@@ -122,7 +124,7 @@ impl BackwardPass {
         }
     }
 
-    /// What comes last, where there are sinks.
+    /// Returns the kernel that runs last, where there are sinks.
     pub fn sink_gradients(&self) -> Option<SinkGradients> {
         self.rules.sinks.then_some(SinkGradients {
             target: self.target,

@@ -1,12 +1,13 @@
-//! Blocks that take tile after tile, so that one begins while the one before is stored.
+//! Persistent thread blocks: the loads of one tile overlap with the epilogue of the tile before.
 //!
-//! What a block of the grid does before its first product and after its last one takes as long as two
-//! steps. So there is one block for each multiprocessor, and its producer claims the next tile when
-//! it has brought all of this one. Queries and output gradients of that come while the last products
-//! run, keys when these have ended, values when the gradients of values have left their place.
-//! Gradients of keys leave through the place of `dS`.
+//! The prologue and epilogue of a tile together take as long as two steps. So the grid has one
+//! thread block for each multiprocessor, and its producer claims the next tile when it has issued
+//! all loads of the current one. The next tile's first queries and output gradients load while the
+//! last products of the current tile run, its keys once these have completed, and its values once
+//! `dV` has been stored from their memory. `dK` is stored through the memory of `dS`, so that the
+//! keys need not wait for it.
 //!
-//! Tiles are claimed in the order of their numbers, as the hardware would start blocks.
+//! Tiles are claimed in the order of their numbers, as the hardware would start thread blocks.
 
 use ptx::{
     Barriers, Builder, Expression, GlobalAddress, Pipeline, Pred, Reg, Scope, SharedAddress,
@@ -16,7 +17,7 @@ use ptx::{
 use super::WARPGROUPS;
 use crate::parameter::{Number, Workspace};
 
-/// Where the number of a block's tile stands in shared memory.
+/// The shared-memory word with the number of the block's current tile.
 #[derive(Clone, Copy)]
 pub(super) struct Posted {
     offset: u32,
@@ -27,7 +28,7 @@ impl Posted {
         k.shared_address(self.offset)
     }
 
-    /// For whole warps, in which it is known to be the same in every lane.
+    /// Reads the number, in whole warps; the shuffle shows ptxas that it is uniform.
     pub(super) fn read(self, k: &mut Builder) -> Reg<U32> {
         let address = self.address(k);
         let number = k.load(address);
@@ -40,17 +41,17 @@ impl Posted {
     }
 }
 
-/// How tiles go from the producer to the consumers.
+/// How tiles pass from the producer to the other warps.
 pub(super) struct Handover {
     pub(super) posted: Posted,
-    /// The number of the tile, and with it the memory of its keys.
+    /// A pipeline of one stage: the tile's number, and with it the memory of its keys.
     pub(super) tiles: Pipeline,
-    /// Both warpgroups' gradients have left shared memory.
+    /// Signals that the gradients of both warpgroups have left shared memory.
     stored: Barriers,
 }
 
 impl Handover {
-    /// With so many warps that consume.
+    /// Reserves the shared memory; `warps` warps release each tile.
     pub(super) fn new(k: &mut Builder, warps: u32) -> Self {
         Handover {
             posted: Posted { offset: k.shared("number of the tile", 4, 4) },
@@ -64,22 +65,24 @@ impl Handover {
         self.stored.init(k);
     }
 
-    /// One thread of a warpgroup says that its gradients have left, or never come.
+    /// Signals that a warpgroup's gradients have left shared memory, or that it stores none; called
+    /// by one thread of the warpgroup.
     pub(super) fn stored(&self, k: &mut Builder) {
         let stored = self.stored.at(k, 0);
         k.mbarrier_arrive(stored);
     }
 
-    /// The producer waits until the gradients of the tile before have left.
+    /// Waits, in the producer, until the gradients of the previous tile have left shared memory.
     pub(super) fn wait_until_stored(&self, k: &mut Builder, phase: Reg<U32>) {
         let stored = self.stored.at(k, 0);
         k.mbarrier_wait(stored, phase, Scope::Block);
     }
 }
 
-/// Which tiles there are, and who has them.
+/// The tile scheduler: a global counter from which thread blocks claim tiles.
 pub(super) struct Claims {
-    /// How many have been claimed beyond the first of each block; zero between launches.
+    /// Counts claims, beyond each block's first tile, which is its block index; zero between
+    /// launches.
     counter: Reg<GlobalAddress>,
     tiles: Reg<U32>,
     blocks: Reg<U32>,
@@ -94,10 +97,11 @@ impl Claims {
         }
     }
 
-    /// The number of a tile that nobody has, or one that is none.
+    /// Claims the next tile and returns its number, which is no tile's if none is left.
     pub(super) fn claim(&self, k: &mut Builder) -> Reg<U32> {
         let before = k.atomic_add::<U32, _>(self.counter, 1, Scope::Gpu);
-        // Each block claims once in vain, so there are as many claims as tiles: this is the last.
+        // Each block's last claim fails, so a launch makes as many claims as there are tiles. The
+        // last one resets the counter for the next launch.
         k.if_((before + 1).equals(self.tiles), |k| {
             let none = k.eval::<U32>(0);
             let hint = StoreHint { order: StoreOrder::Relaxed(Scope::Gpu), ..Default::default() };

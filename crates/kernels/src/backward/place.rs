@@ -1,4 +1,10 @@
-//! Which keys a block takes, and which queries see them.
+//! Which tile a thread block takes, and the walk over the query blocks that see it.
+//!
+//! A [`Tile`] is one key block of one key head of one sequence. Its [`Walk`] visits every pair of a
+//! query head of the group and a query block that sees some of the tile's keys; the producer, the
+//! consumers and the threads that pass turns each keep a walk of their own. [`Place`] holds the
+//! launch's numbers from which both are computed, for equal lengths (`order` says in which order
+//! tiles come) or for ragged batches (`ragged`).
 
 use ptx::{Builder, Choose, Expression, Pred, Reg, S32, U32, Value};
 
@@ -14,85 +20,86 @@ use crate::attention::visibility::{KeyTile, QueryBlocks, Visibility};
 use crate::divisor::DivisorRegisters;
 use crate::parameter::Number;
 
-/// The numbers of a launch that say so.
+/// The numbers of a launch that map thread blocks to tiles and tiles to query blocks.
 pub(crate) struct Place {
     query_block: u32,
     pub(super) key_block: u32,
     sequences: Sequences,
     key_heads: DivisorRegisters,
-    /// Query heads that share a key head.
+    /// The number of query heads that share a key head.
     group: Reg<U32>,
     pub(crate) visibility: Visibility,
-    /// Where a mask is a function, the query blocks that see key blocks.
+    /// With a mask function: for each key block, the list of query blocks that see it.
     lists: Option<BlockLists>,
-    /// In which order heads and key blocks are taken, if not one head after the other; ragged batches
-    /// have their own.
+    /// The order in which tiles take heads and key blocks, where it is not head after head. Ragged
+    /// batches have an order of their own.
     order: Option<Order>,
-    /// Whether additions come in that order too.
+    /// Whether additions to `dQ` come in that order too: the deterministic mode.
     takes_turns: bool,
-    /// Where a block that has several tiles finds the number of its tile.
+    /// In persistent kernels, where the number of the current tile is in shared memory.
     pub(super) posted: Option<Posted>,
-    /// Where the last tiles are cut into parts.
+    /// How the tiles of the last wave are split, if they are.
     pub(super) split: Option<Split>,
-    /// Where walks go down and up by turns.
+    /// In which direction each wave walks, where waves alternate.
     pub(super) rounds: Option<Rounds>,
 }
 
-/// Where sequences are.
+/// How many queries and keys sequences have, and where they are.
 enum Sequences {
     Equal { lengths: [Reg<U32>; 2], key_blocks: DivisorRegisters },
     Ragged(Ragged),
 }
 
-/// The tile of a block, and its walk: query block after query block of query head after query
-/// head.
+/// The tile of a thread block: a key block of a key head, and the query blocks that see it.
 pub(crate) struct Tile {
     pub(crate) batch: Reg<U32>,
     pub(crate) key_head: Reg<U32>,
     pub(crate) first_key: Reg<U32>,
     pub(super) query_blocks: QueryBlocks,
-    /// In a ragged batch, where its sequence is.
+    /// In a ragged batch, where the rows of the tile's sequence are.
     slice: Option<Slice>,
-    /// Which of its steps there are, where it may be a part: the first, and how many.
+    /// Where tiles are split, this part's steps of the walk: how many it skips, and how many it
+    /// takes.
     steps: Option<[Reg<U32>; 2]>,
-    /// Which way its walk goes, where rounds say so.
+    /// The direction of the walk, where waves alternate.
     direction: Option<Direction>,
 }
 
-/// The blocks of query rows, in the workspace, that a tile has of those of its key head.
+/// A tile's share of the query blocks of its key head, which it clears or rounds: those with
+/// workspace indices from `first` to before `end`.
 pub(super) struct Share {
-    /// The key head, among those of all sequences.
+    /// The key head, counted over all sequences.
     pub(super) head: Reg<U32>,
     pub(super) first: Reg<U32>,
     pub(super) end: Reg<U32>,
 }
 
-/// Where a walk stands.
+/// The current step of a tile's walk.
 pub(crate) struct Walk {
     pub(crate) head: Reg<U32>,
     pub(crate) block: Reg<U32>,
-    /// Steps that are left, this one included.
+    /// Steps that are left, including the current one.
     pub(crate) left: Reg<U32>,
-    /// The number of the block of query rows, among those of all heads and sequences.
+    /// The index of the query block in the workspace, over all heads and sequences.
     pub(crate) number: Reg<U32>,
     pub(super) path: Path,
 }
 
-/// How a walk goes on.
+/// How a walk proceeds from step to step.
 #[derive(Clone, Copy)]
 pub(super) enum Path {
-    /// Head after head, each from a block of query rows on and around.
+    /// Head after head; in each, from this query block to the last one and around to it again.
     Around(Reg<U32>),
-    /// A block of query rows of so many heads, and on by a step.
+    /// One query block for all `heads` query heads, then the query block `step` (1 or -1) further.
     Step { step: Reg<U32>, heads: Reg<U32> },
-    /// A block of query rows of so many heads, and on by a list.
+    /// One query block for all `heads` query heads, then the next entry of a list.
     Listed { listed: Listed, heads: Reg<U32> },
-    /// Where somebody says who walks a list.
+    /// Steps are read from shared memory: the producer, which walks the list, leaves them there.
     Told,
 }
 
 impl Place {
-    /// What a block has in shared memory to find its tile by.
+    /// Returns the shared memory that a thread block needs to look up its tile.
     pub(crate) const fn shared_bytes(batch: Batch) -> u32 {
         match batch {
             Batch::Equal => 0,
@@ -124,7 +131,7 @@ impl Place {
         }
     }
 
-    /// The number of this block's tile, or of its part of one.
+    /// Returns the number of this block's current tile, or of its part of a split tile.
     pub(super) fn number(&self, k: &mut Builder) -> Reg<U32> {
         match &self.posted {
             None => k.block_index(),
@@ -132,15 +139,15 @@ impl Place {
         }
     }
 
-    /// One thread of the block finds its tile and puts it where all others look it up, if that is
-    /// more than arithmetic.
+    /// Looks up the tile of this block and leaves it in shared memory for all other threads; called
+    /// by one thread. Equal lengths need no lookup: each thread computes its tile.
     pub(crate) fn post(&self, k: &mut Builder) {
         if let Sequences::Ragged(ragged) = &self.sequences {
             ragged.post(k, &self.key_heads, &self.visibility);
         }
     }
 
-    /// Does something if there is a tile for this block.
+    /// Emits `body` under the condition that there is a tile for this block.
     pub(crate) fn if_tile(&self, k: &mut Builder, body: impl FnOnce(&mut Builder)) {
         match &self.sequences {
             Sequences::Equal { .. } => body(k),
@@ -151,7 +158,7 @@ impl Place {
         }
     }
 
-    /// The queries and keys of the tile's sequence.
+    /// Returns the numbers of queries and keys of the tile's sequence.
     pub(crate) fn lengths(&self, k: &mut Builder) -> [Reg<U32>; 2] {
         match &self.sequences {
             Sequences::Equal { lengths, .. } => *lengths,
@@ -159,7 +166,8 @@ impl Place {
         }
     }
 
-    /// In a ragged batch: where the queries and keys of the tile's sequence begin in their tensors.
+    /// Returns, for a ragged batch, the rows at which the queries and keys of the tile's sequence
+    /// begin in their tensors.
     pub(crate) fn starts(&self, k: &mut Builder) -> Option<[Reg<U32>; 2]> {
         match &self.sequences {
             Sequences::Equal { .. } => None,
@@ -167,7 +175,8 @@ impl Place {
         }
     }
 
-    /// The tile's sequence: found again, rather than kept.
+    /// Returns the tile's sequence. In a ragged batch it is read again rather than kept in a
+    /// register.
     pub(crate) fn batch(&self, k: &mut Builder, tile: &Tile) -> Reg<U32> {
         match &self.sequences {
             Sequences::Equal { .. } => tile.batch,
@@ -175,7 +184,7 @@ impl Place {
         }
     }
 
-    /// This block's turn, where additions come in one order.
+    /// Returns this block's turn to add to `dQ`, in the deterministic mode.
     pub(super) fn turn(&self, k: &mut Builder) -> Option<Turn> {
         if !self.takes_turns {
             return None;
@@ -189,7 +198,7 @@ impl Place {
         }
     }
 
-    /// The head of a tile, among those of all sequences, and which of its key blocks.
+    /// Returns the key head of a tile, counted over all sequences, and its key block.
     fn key_block(
         &self,
         k: &mut Builder,
@@ -200,7 +209,7 @@ impl Place {
         self.key_block_of(k, tile, key_blocks)
     }
 
-    /// The tile that a number stands for, and which part of it.
+    /// Returns the tile that a number stands for, and which part of it.
     pub(super) fn tile_and_part(
         &self,
         k: &mut Builder,
@@ -228,7 +237,7 @@ impl Place {
         key_blocks.divide(k, tile)
     }
 
-    /// Key blocks of a head, where all have as many.
+    /// Returns the number of key blocks of a head; for equal lengths only.
     pub(super) fn key_blocks_of_head(&self) -> Reg<U32> {
         match &self.sequences {
             Sequences::Equal { key_blocks, .. } => key_blocks.number,
@@ -236,7 +245,7 @@ impl Place {
         }
     }
 
-    /// The share of a tile.
+    /// Returns a tile's share of the query blocks of its key head; for equal lengths only.
     pub(super) fn share(&self, k: &mut Builder, tile: Reg<U32>) -> Share {
         let Sequences::Equal { key_blocks, .. } = &self.sequences else {
             unreachable!("ragged batches have no shares")
@@ -251,7 +260,7 @@ impl Place {
         Share { head, first: k.eval(begin + first), end: k.eval(begin + end) }
     }
 
-    /// The first key of this block.
+    /// Returns the first key of this block's tile.
     pub(crate) fn first_key(&self, k: &mut Builder) -> Reg<U32> {
         match &self.sequences {
             Sequences::Equal { key_blocks, .. } => {
@@ -263,9 +272,9 @@ impl Place {
         }
     }
 
-    /// The tile of this block. Blocks that run at the same time have the same few heads, so that
-    /// their sums of `dQ` stay in the second-level cache; under a causal mask the longest walks of
-    /// these heads come first.
+    /// Returns the tile of this block. Blocks that run at the same time work on few heads, so that
+    /// the `dQ` sums of those stay in L2; under a causal mask the longest walks of these heads come
+    /// first.
     pub(crate) fn find(&self, k: &mut Builder) -> Tile {
         match &self.sequences {
             Sequences::Equal { .. } => {
@@ -288,7 +297,7 @@ impl Place {
         }
     }
 
-    /// The tile of a number.
+    /// Returns the tile with this number, or the part of a tile.
     pub(super) fn find_numbered(&self, k: &mut Builder, number: Reg<U32>) -> Tile {
         match &self.sequences {
             Sequences::Equal { key_blocks, .. } => {
@@ -308,7 +317,7 @@ impl Place {
         }
     }
 
-    /// The query blocks that see a block of keys.
+    /// Returns the query blocks that see some key of a key block.
     pub(super) fn query_blocks_of(&self, k: &mut Builder, first_key: Reg<U32>) -> QueryBlocks {
         let [query_length, key_length] = self.lengths(k);
         let keys = KeyTile {
@@ -321,7 +330,7 @@ impl Place {
         self.visibility.query_blocks(k, &keys)
     }
 
-    /// Whether some query of a block does not see all of the tile.
+    /// Returns whether some query of a query block does not see all keys of the tile.
     pub(crate) fn needs_mask(&self, k: &mut Builder, tile: &Tile, block: Reg<U32>) -> Value<Pred> {
         match &self.sequences {
             Sequences::Ragged(ragged) if ragged.looks_again => ragged.seen_by(k).needs_mask(block),
@@ -329,7 +338,7 @@ impl Place {
         }
     }
 
-    /// Blocks of query rows of a head.
+    /// Returns the number of query blocks of a head in the workspace.
     fn query_blocks(&self) -> Value<U32> {
         match &self.sequences {
             Sequences::Equal { lengths, .. } => {
@@ -339,7 +348,7 @@ impl Place {
         }
     }
 
-    /// The begin of a tile's walk.
+    /// Returns the walk of a tile, at its first step.
     pub(crate) fn walk(&self, k: &mut Builder, tile: &Tile) -> Walk {
         if let Some(lists) = &self.lists {
             return self.listed_walk(k, tile, lists);
@@ -355,8 +364,8 @@ impl Place {
                 (direction.start(k, &tile.query_blocks), path)
             }
             None => {
-                // Blocks of one head that begin at the same time begin at different queries: what
-                // they load and add to is spread over the second-level cache.
+                // Blocks of one head that start together start at different query blocks, which
+                // spreads their loads and `dQ` additions over the L2.
                 let start = k.variable(first);
                 k.if_(first.less(end), |k| {
                     let ahead = tile.first_key / self.query_block % (end - first);
@@ -387,7 +396,7 @@ impl Place {
         }
     }
 
-    /// The begin of a walk by a list.
+    /// Returns the walk of a tile by its list of query blocks, at its first step.
     fn listed_walk(&self, k: &mut Builder, tile: &Tile, lists: &BlockLists) -> Walk {
         let key_block = k.eval(tile.first_key / self.key_block);
         let ahead = k.eval(tile.first_key / self.query_block);
@@ -404,7 +413,8 @@ impl Place {
         walk
     }
 
-    /// The walk of those who are told where it goes, if it goes by a list.
+    /// Returns the walk for consumers. Where the producer walks a list, the consumers read each
+    /// step from shared memory instead.
     pub(super) fn follow(&self, k: &mut Builder, tile: &Tile) -> Walk {
         let walk = self.walk(k, tile);
         match walk.path {
@@ -413,7 +423,7 @@ impl Place {
         }
     }
 
-    /// Does something at every step of a walk.
+    /// Emits a loop that runs `body` at every step of a walk.
     pub(super) fn every_step(
         &self,
         k: &mut Builder,
@@ -430,7 +440,7 @@ impl Place {
 }
 
 impl Tile {
-    /// Where a query row of a head is: all coordinates but the column.
+    /// Returns the TMA coordinates of a query row of a head, without the column.
     pub(super) fn query_corner(
         &self,
         k: &mut Builder,
@@ -443,7 +453,7 @@ impl Tile {
         }
     }
 
-    /// The coordinate of a key row,
+    /// Returns the TMA coordinate of a key row.
     pub(super) fn key_row(&self, row: impl Into<Value<U32>>) -> Value<S32> {
         match &self.slice {
             None => row.into().reinterpret(),
@@ -451,7 +461,7 @@ impl Tile {
         }
     }
 
-    /// and those behind it, for the tile's head.
+    /// Returns the TMA coordinates after that of the key row, for the tile's key head.
     pub(super) fn key_rest(&self) -> Vec<Value<S32>> {
         match &self.slice {
             None => [self.key_head, self.batch].map(|it| it.reinterpret()).to_vec(),
@@ -461,7 +471,7 @@ impl Tile {
 }
 
 impl Walk {
-    /// The walk a step further on, in registers of its own.
+    /// Returns a copy of the walk, one step further.
     pub(crate) fn ahead(&self, k: &mut Builder, place: &Place, tile: &Tile) -> Walk {
         let Walk { head, block, left, number, path } = *self;
         let path = match path {
@@ -474,13 +484,14 @@ impl Walk {
         next
     }
 
-    /// Goes on to the next step.
+    /// Advances to the next step.
     pub(crate) fn advance(&self, k: &mut Builder, place: &Place, tile: &Tile) {
         self.advance_block(k, tile);
         self.advance_number(k, place, tile);
     }
 
-    /// Goes on but for the number, which still is the one before.
+    /// Advances head and query block to the next step. `number` keeps the value of the step before
+    /// until `advance_number`.
     pub(crate) fn advance_block(&self, k: &mut Builder, tile: &Tile) {
         let QueryBlocks { first, end, .. } = tile.query_blocks;
         match self.path {
@@ -511,7 +522,7 @@ impl Walk {
         k.set(self.left, self.left - 1);
     }
 
-    /// Follows with the number.
+    /// Updates `number` after `advance_block`.
     pub(crate) fn advance_number(&self, k: &mut Builder, place: &Place, tile: &Tile) {
         let QueryBlocks { first, end, .. } = tile.query_blocks;
         match self.path {
@@ -526,7 +537,8 @@ impl Walk {
             Path::Step { step, heads } => {
                 let blocks = k.eval(place.query_blocks());
                 k.set(self.number, self.number + blocks);
-                // From the last head back to the first, and on.
+                // After the last head of the group: back to the first one, and on to the next query
+                // block.
                 k.if_(self.head.equals(tile.key_head * heads), |k| {
                     k.set(self.number, self.number + step - heads * blocks);
                 });
@@ -535,14 +547,14 @@ impl Walk {
         }
     }
 
-    /// The number of the block of query rows where the walk stands.
+    /// Computes `number` from the current head and query block.
     pub(super) fn find_number(&self, k: &mut Builder, place: &Place, tile: &Tile) {
         let heads = place.key_heads.number * place.group;
         let blocks = k.eval(place.query_blocks());
         k.set(self.number, (tile.batch * heads + self.head) * blocks + self.block);
     }
 
-    /// The entry of the list that it goes by.
+    /// Returns the current entry of the list, if the walk follows one.
     pub(super) fn entry(&self) -> Option<Reg<U32>> {
         match self.path {
             Path::Listed { listed, .. } => Some(listed.entry),
@@ -550,7 +562,8 @@ impl Walk {
         }
     }
 
-    /// Whether the block where it stands needs the function, as far as a list says.
+    /// Returns whether the current query block needs the mask function evaluated, if a list says
+    /// so.
     pub(crate) fn needs_function(&self) -> Option<Value<Pred>> {
         self.entry().map(needs_function)
     }

@@ -1,5 +1,5 @@
-//! The producer: one thread that brings keys and values, then queries and output gradients, in the
-//! order they are needed.
+//! The producer: one thread that issues the TMA loads of keys and values, and of each step's
+//! queries, row statistics and output gradients, in the order in which consumers need them.
 
 use ptx::{Builder, CopyHint, Expression, Producer, S32, SharedTiles, TensorMap, U64, Value};
 
@@ -7,7 +7,7 @@ use super::Block;
 use super::persistent::{Claims, Handover};
 use super::place::{Tile, Walk};
 
-/// Brings a block's one tile.
+/// Loads the single tile of a block.
 pub(super) fn produce(k: &mut Builder, block: &Block<'_>, tile: &Tile, walk: &Walk) {
     let Block { shared, tensors, .. } = *block;
     let loader = Loader::new(k, block);
@@ -20,7 +20,7 @@ pub(super) fn produce(k: &mut Builder, block: &Block<'_>, tile: &Tile, walk: &Wa
     });
 }
 
-/// Brings tile after tile.
+/// Claims and loads one tile after another, in persistent kernels.
 pub(super) fn produce_all(
     k: &mut Builder,
     block: &Block<'_>,
@@ -57,7 +57,7 @@ pub(super) fn produce_all(
     tiles.publish(k);
 }
 
-/// Where the producer stands in its pipelines.
+/// The producer's position in its pipelines.
 struct Loader<'a> {
     block: Block<'a>,
     queries: Producer,
@@ -72,8 +72,8 @@ impl<'a> Loader<'a> {
         Loader { block: *block, queries, output_gradients }
     }
 
-    /// Goes on to the first stage: those before it are full, with nothing in them, for consumers have
-    /// constants for stages.
+    /// Advances to stage 0, publishing the stages on the way empty: the consumers' loop is unrolled
+    /// over constant stages, so each tile must begin at stage 0.
     fn go_around(&self, k: &mut Builder) {
         k.loop_(|k| {
             k.break_if(self.queries.stage().equals(0));
@@ -85,7 +85,7 @@ impl<'a> Loader<'a> {
         });
     }
 
-    /// The queries of a step, with their statistics; its output gradients come after them.
+    /// Loads the queries of a step and their statistics. `load_output_gradients` must follow.
     fn load_queries(&self, k: &mut Builder, tile: &Tile, walk: &Walk) {
         let Block { backward, shared, tensors, .. } = self.block;
         let queries = &self.queries;
@@ -106,7 +106,7 @@ impl<'a> Loader<'a> {
         k.bulk_load(to, from, statistics_bytes, full);
     }
 
-    /// The output gradients of a step.
+    /// Loads the output gradients of a step, and advances both pipelines.
     fn load_output_gradients(&self, k: &mut Builder, tile: &Tile, walk: &Walk) {
         let Block { shared, tensors, .. } = self.block;
         let stage = self.output_gradients.acquire(k);
@@ -117,7 +117,7 @@ impl<'a> Loader<'a> {
         self.queries.advance(k);
     }
 
-    /// Both of all steps after the one where the walk stands.
+    /// Loads queries and output gradients of all steps after the current one.
     fn load_rest(&self, k: &mut Builder, tile: &Tile, walk: &Walk) {
         k.loop_(|k| {
             walk.advance(k, self.block.place, tile);
@@ -127,7 +127,7 @@ impl<'a> Loader<'a> {
         });
     }
 
-    /// The keys or the values of a tile.
+    /// Loads the keys (`index` 0) or the values (1) of a tile.
     fn load_once(
         &self,
         k: &mut Builder,
@@ -143,14 +143,14 @@ impl<'a> Loader<'a> {
         tiles.at(k, 0).load(k, map, &corner, loaded, CopyHint::default());
     }
 
-    /// Where the query rows of a step begin.
+    /// Returns the TMA coordinates at which the query rows of a step begin.
     fn corner(&self, k: &mut Builder, tile: &Tile, walk: &Walk) -> Vec<Value<S32>> {
         let row = k.eval(walk.block * self.block.backward.query_block);
         with_column(tile.query_corner(k, row, walk.head))
     }
 }
 
-/// The corner of a row's first column.
+/// Prepends the coordinate of the first column.
 fn with_column(mut corner: Vec<Value<S32>>) -> Vec<Value<S32>> {
     corner.insert(0, 0.into());
     corner

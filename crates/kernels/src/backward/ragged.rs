@@ -1,16 +1,17 @@
-//! Which keys a block takes of a ragged batch.
+//! Maps thread blocks to tiles of keys in a ragged batch.
 //!
-//! The [`Sequencer`](crate::Sequencer) leaves a record for each tile of keys, those of a sequence in
-//! a row. Blocks of the grid go through a sequence's tiles head after head, so that those that run
-//! at the same time add to the sums of few heads:
+//! The [`Sequencer`](crate::Sequencer) writes a record for each tile of keys, those of a sequence
+//! in a row. Thread blocks go through a sequence's tiles head after head, so that those that run at
+//! the same time add to the `dQ` sums of few heads:
 //!
 //! ```text
 //! records    a0 a1 a2 | b0 b1 |                          two sequences, of three tiles and two
 //! blocks     a0 a1 a2  a0 a1 a2 | b0 b1  b0 b1 |         two key heads
 //! ```
 //!
-//! Tiles of a sequence begin at its first record times the heads, so the block's number over the
-//! heads is the number of some record of the same sequence, and one look finds all.
+//! The thread blocks of a sequence begin at (its first record) * (key heads). So the block index
+//! divided by the number of key heads is a record of the right sequence, and reading that one
+//! record suffices to find the tile.
 
 use ptx::{
     Builder, Choose, Expression, GlobalAddress, Pred, Reg, S32, SharedAddress, U32, U64, Value,
@@ -24,33 +25,34 @@ use crate::forward::{slice_rest, slice_row};
 use crate::parameter::{Number, Workspace};
 use crate::sequencer::{COUNT_BYTE, RECORD_BYTES, RECORDS_BYTE};
 
-/// What a launch says of its batch, and where in shared memory a block has its tile: the sequence,
-/// its number of queries and keys, and where they end; the first key, the head, and where the
-/// sequence's rows begin in the workspace.
+/// The launch's parameters for a ragged batch, and the shared memory in which a block keeps its
+/// tile: the sequence, its numbers of queries and keys and where they end, the first key, the key
+/// head, where the sequence's rows begin in the workspace, and the query blocks that see the tile.
 pub(super) struct Ragged {
     schedule: Reg<GlobalAddress>,
     query_block: u32,
     key_block: u32,
-    /// Blocks of query rows of a head in the workspace.
+    /// The number of query blocks of a head in the workspace.
     pub(super) query_blocks: Reg<U32>,
     words: u32,
-    /// Whether what a step needs is looked up in each, where rules leave no registers to keep it in.
+    /// Whether each step reads the visible query blocks from shared memory again: where softcap and
+    /// ALiBi together leave no registers for them.
     pub(super) looks_again: bool,
-    /// Whether additions come in one order.
+    /// Whether additions to `dQ` come in one fixed order.
     deterministic: bool,
 }
 
 /// Where the rows of a sequence are.
 pub(super) struct Slice {
-    /// Queries and keys.
+    /// The numbers of queries and keys.
     pub(super) lengths: [Reg<U32>; 2],
-    /// Where both end in their tensors.
+    /// The rows after the last query and the last key, in their tensors.
     ends: [Reg<U32>; 2],
-    /// The number of its first block of query rows in the workspace.
+    /// The workspace index, within a head, of the sequence's first query block.
     pub(super) first_block: Reg<U32>,
 }
 
-/// The place of each word, in words.
+/// Offsets of the tile's words in shared memory, in words.
 mod word {
     pub(super) const LENGTHS: u32 = 0;
     pub(super) const ENDS: u32 = 2;
@@ -63,7 +65,7 @@ mod word {
 }
 
 impl Ragged {
-    /// Of shared memory.
+    /// Bytes of shared memory.
     pub(super) const BYTES: u32 = 4 * word::COUNT;
 
     pub(super) fn parameters(k: &mut Builder, pass: &BackwardPass) -> Self {
@@ -78,8 +80,9 @@ impl Ragged {
         }
     }
 
-    /// Finds the tile of this block. There are more blocks than tiles: the others are of a sequence
-    /// without queries and keys, whatever records there were before.
+    /// Looks up the tile of this block and leaves it in shared memory; called by one thread. The
+    /// grid has more blocks than there are tiles: the surplus ones get zero queries and keys,
+    /// whatever an earlier schedule left in their records.
     pub(super) fn post(
         &self,
         k: &mut Builder,
@@ -102,8 +105,8 @@ impl Ragged {
         let there = k.eval(number.less(records));
         let [queries, keys_here] = [queries, keys].map(|it| k.eval(there.choose::<U32>(it, 0u32)));
         let ends = [k.eval(query_start + queries), k.eval(key_start + keys)];
-        // Each sequence's rows begin with a block of their own, no matter how long those before it
-        // are.
+        // Each sequence's rows begin with a query block of their own; `row_blocks` explains the
+        // formula.
         let first_block = k.eval(query_start / self.query_block + sequence);
         let words = self.address(k);
         k.store_vector(words, &[queries, keys_here, ends[0], ends[1]], Default::default());
@@ -121,29 +124,29 @@ impl Ragged {
         k.store_vector(words + 4 * word::QUERY_BLOCKS, &blocks, Default::default());
     }
 
-    /// Whether there is a tile for this block.
+    /// Returns whether there is a tile for this block.
     pub(super) fn has_tile(&self, k: &mut Builder) -> Value<Pred> {
         let [_, keys] = self.lengths(k);
         keys.greater(0)
     }
 
-    /// The queries and keys of the tile's sequence.
+    /// Returns the numbers of queries and keys of the tile's sequence.
     pub(super) fn lengths(&self, k: &mut Builder) -> [Reg<U32>; 2] {
         self.pair(k, word::LENGTHS)
     }
 
-    /// Where these begin in their tensors.
+    /// Returns the rows at which the sequence's queries and keys begin in their tensors.
     pub(super) fn starts(&self, k: &mut Builder) -> [Reg<U32>; 2] {
         let (ends, lengths) = (self.pair(k, word::ENDS), self.lengths(k));
         [0, 1].map(|side| k.eval(ends[side] - lengths[side]))
     }
 
-    /// The tile's sequence.
+    /// Returns the tile's sequence.
     pub(super) fn sequence(&self, k: &mut Builder) -> Reg<U32> {
         self.word(k, word::SEQUENCE)
     }
 
-    /// The tile's turn, where there is an order.
+    /// Returns the tile's turn, in the deterministic mode.
     pub(super) fn turn(&self, k: &mut Builder) -> Option<Turn> {
         self.deterministic.then(|| {
             let [key_head, first_key] = self.pair(k, word::KEY_HEAD);
@@ -152,12 +155,12 @@ impl Ragged {
         })
     }
 
-    /// The first key of the tile.
+    /// Returns the first key of the tile.
     pub(super) fn first_key(&self, k: &mut Builder) -> Reg<U32> {
         self.word(k, word::FIRST_KEY)
     }
 
-    /// The query blocks that see some of the tile's keys.
+    /// Returns the query blocks that see some of the tile's keys.
     pub(super) fn seen_by(&self, k: &mut Builder) -> QueryBlocks {
         let words = self.address(k);
         let blocks = k.load_vector(words + 4 * word::QUERY_BLOCKS, Default::default());
@@ -165,7 +168,8 @@ impl Ragged {
         QueryBlocks { first, end, whole_from, whole_end }
     }
 
-    /// The sequence, the key head and the first key of the tile, and where its sequence is.
+    /// Returns the tile as sequence, key head and first key, and where the rows of its sequence
+    /// are.
     pub(super) fn find(&self, k: &mut Builder) -> ([Reg<U32>; 3], Slice) {
         let tile = [word::SEQUENCE, word::KEY_HEAD, word::FIRST_KEY].map(|it| self.word(k, it));
         let slice = Slice {
@@ -192,19 +196,19 @@ impl Ragged {
 }
 
 impl Slice {
-    /// Where a query row, of a head, is: all coordinates but the column.
+    /// Returns the TMA coordinates of a row and head of the queries, without the column.
     pub(super) fn query_corner(&self, k: &mut Builder, at: [Reg<U32>; 2]) -> Vec<Value<S32>> {
         let [row, head] = at;
         let row = k.eval(slice_row(row, self.lengths[0]));
         [row.reinterpret()].into_iter().chain(slice_rest(self.ends[0], head)).collect()
     }
 
-    /// The coordinate of a key row,
+    /// Returns the TMA coordinate of a key row within the slice.
     pub(super) fn key_row(&self, row: impl Into<Value<U32>>) -> Value<S32> {
         slice_row(row, self.lengths[1]).reinterpret()
     }
 
-    /// and those behind it.
+    /// Returns the TMA coordinates after that of the key row.
     pub(super) fn key_rest(&self, head: Reg<U32>) -> Vec<Value<S32>> {
         slice_rest(self.ends[1], head).to_vec()
     }

@@ -1,7 +1,9 @@
-//! What comes after the products: the sums of `dQ`, scaled, rounded and in the order of the tensor.
+//! The kernel after the products: scales the `f32` sums of `dQ`, rounds them and writes them to the
+//! tensor of query gradients.
 //!
-//! A block of the grid takes a part of the sums of a block of query rows. Threads read
-//! sums as they were added, whole lines, and put them into rows through shared memory.
+//! A thread block takes one part of the sums of a query block ([`SumsLayout`]). Its threads read
+//! whole cache lines of sums in the accumulator layout, and transpose them into rows through shared
+//! memory.
 
 use ptx::{
     Builder, Capability, Element, Expression, F32, GlobalAddress, LoadHint, Program, Reg,
@@ -15,35 +17,35 @@ use crate::element::store_from_f32;
 use crate::parameter::{Number, Scale, Tensor, Workspace};
 use crate::{Configuration, Error, mma};
 
-/// Threads of a block: those of a warpgroup.
+/// Threads of a thread block: as many as a warpgroup has.
 const THREADS: u32 = 128;
 
-/// Columns that a warpgroup has.
+/// Columns of a part, which are the rows of its `dQ^T` accumulator.
 const COLUMNS: u32 = 64;
 
-/// Columns that a thread stores at a time.
+/// Columns that a thread stores at a time: 16 bytes.
 const CHUNK: u32 = 8;
 
-/// Rows that a block stores at a time.
+/// Rows that a thread block stores at a time.
 const ROWS: u32 = THREADS * CHUNK / COLUMNS;
 
-/// What the kernel is built for.
+/// Configuration of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Rounding {
-    /// The architecture.
+    /// The target architecture.
     pub target: Target,
-    /// The element of the gradient.
+    /// The element type of the gradient.
     pub element: Element,
     /// The width of queries: a multiple of 8 up to 256.
     pub head_dim: u32,
-    /// Where the sums lie.
+    /// The layout of the sums.
     pub sums: SumsLayout,
-    /// How sequences lie.
+    /// How sequences are stored.
     pub batch: Batch,
 }
 
 impl Rounding {
-    /// The name of this configuration.
+    /// Returns the name of this configuration.
     pub fn name(&self) -> String {
         let Rounding { target, element, head_dim, sums, batch } = self;
         let SumsLayout { query_block, columns, part_queries } = sums;
@@ -51,9 +53,9 @@ impl Rounding {
         format!("rounding_{target}_{element}_d{head_dim}_{sums}{batch}")
     }
 
-    /// A kernel that it may come after, if there is one.
+    /// Returns some configuration of a main kernel that this kernel may follow, if there is one.
     pub fn after(&self) -> Option<Configuration> {
-        // Few columns and few rows are those of narrow queries with wide values.
+        // A single part of 64 columns is what narrow queries with values wider than 128 have.
         let wide = self.sums.columns == COLUMNS && self.sums.by_columns();
         let hopper = Backward {
             element: self.element,
@@ -69,7 +71,7 @@ impl Rounding {
         if hopper.pass().rounding() == *self && hopper.fault().is_none() {
             return Some(Configuration::Backward(hopper));
         }
-        // Wider values and more rules may mean smaller blocks of queries.
+        // Wider values and more rules may need smaller query blocks.
         let Rounding { target, element, head_dim, batch, .. } = *self;
         let tuned = [64, 128, 256].into_iter().flat_map(|value| {
             [Rules::CAUSAL, Rules::EVERY].map(|rules| {
@@ -79,13 +81,12 @@ impl Rounding {
         tuned.flatten().find(|it| it.pass().rounding() == *self).map(Configuration::BackwardMma)
     }
 
-    /// Blocks of the grid for so many blocks of query rows.
+    /// Returns the number of thread blocks for this many query blocks.
     pub const fn blocks(&self, query_blocks: u32) -> u32 {
         self.sums.parts() * query_blocks
     }
 
-    /// Builds the kernel: a block of the grid for each part of the sums of each block of query rows
-    /// of each head and sequence.
+    /// Builds the kernel. The grid has one thread block for each part of each query block.
     pub fn program(&self) -> Result<Program, Error> {
         if !matches!(self.element, Element::F16 | Element::BF16) {
             return Err(Error::configuration(self.name(), "the element is not f16 or bf16"));
@@ -99,12 +100,12 @@ impl Rounding {
         Ok(k.finish()?)
     }
 
-    /// Bytes from a thread's sums to the next's.
+    /// Returns the bytes from one thread's sums to the next thread's.
     fn thread_bytes(&self) -> u32 {
         if self.target.has(Capability::VectorReductions) { 16 } else { 4 }
     }
 
-    /// Four sums of a thread.
+    /// Loads four sums of a thread.
     fn load(&self, k: &mut Builder, address: Value<GlobalAddress>) -> [Reg<F32>; 4] {
         if self.thread_bytes() == 16 {
             return k.load_vector(address, LoadHint::default());
@@ -119,7 +120,7 @@ impl Rounding {
         let scale = Scale::Natural.read(k);
         let blocks = RowBlocks::parameters(k, &self.sums, self.batch);
         let queries = self.sums.part_queries;
-        // A row of 64 columns and some room, so that neighbours of a column are in other banks.
+        // Rows of 64 columns are padded, so that neighbours in a column are in different banks.
         let row_bytes = (COLUMNS + CHUNK) * 2;
         let shared = k.shared("rows", queries * row_bytes, 16);
         let shared = k.shared_address(shared);
@@ -128,12 +129,12 @@ impl Rounding {
         let rounded = Number::RoundedBlocks.read(k);
         let (index, thread) = (index_from_last(k), k.thread_index());
         let (index, part) = (k.eval(index / parts + rounded), k.eval(index % parts));
-        // Of a ragged batch only those rows are read that there are.
+        // In a ragged batch only rows that exist are read (`rows`).
         let stage = |k: &mut Builder, number: Reg<U32>, rows: Option<Reg<U32>>| {
             let offset = number.convert::<U64>() * self.sums.block_bytes()
                 + (part * self.sums.part_bytes() + thread * self.thread_bytes()).convert::<U64>();
             let mine = k.eval(sums + offset);
-            // Accumulators are transposed: a thread's rows are columns of the gradient.
+            // Accumulators are transposed: their rows are columns of the gradient.
             let lane = k.eval(thread % 32);
             let column = k.eval(thread / 32 * 16 + lane / 4);
             let query = k.eval(lane % 4 * 2);
@@ -187,7 +188,8 @@ impl Rounding {
             let first_row = first_row(k, &block);
             store(k, &block, first_row);
         } else {
-            // Nobody added anything where there are no rows.
+            // Query blocks without rows have no sums to read: nothing cleared them or added to
+            // them.
             let block = blocks.find(k, index);
             let first_row = first_row(k, &block);
             k.if_(first_row.less(block.query_length), |k| {

@@ -1,8 +1,10 @@
-//! Which query rows a block of the workspace has, for the kernels before and after the products.
+//! Which query rows a query block of the workspace holds, for the kernels before and after the
+//! products.
 //!
-//! In a ragged batch each sequence's rows begin with a block of their own. One that begins at a row
-//! of the tensor begins at the block `row / query block + sequences before it`: there is room for
-//! what rounding up takes, and nobody has to add up lengths. Blocks in between are of nobody.
+//! In a ragged batch each sequence's rows begin with a query block of their own. The rows of
+//! sequence `s`, which begins at row `start` of the tensor, begin at query block
+//! `start / query_block + s`. That leaves room for every sequence's last, incomplete block without
+//! adding up lengths. Some blocks in between belong to no sequence.
 
 use ptx::{Builder, Choose, Expression, GlobalAddress, Reg, S32, Special, U32, U64, Value};
 
@@ -13,7 +15,7 @@ use crate::divisor::DivisorRegisters;
 use crate::parameter::{Number, Tensor};
 use crate::strides::{Rows, Strided};
 
-/// What a launch says of the blocks of query rows.
+/// The launch's parameters for query blocks.
 pub(super) struct RowBlocks {
     query_block: u32,
     heads: DivisorRegisters,
@@ -25,14 +27,14 @@ enum Sequences {
     Ragged { batch: Reg<U32>, queries: Span, entry_rows: Reg<U32>, query_blocks: Reg<U32> },
 }
 
-/// A block of query rows.
+/// A query block.
 pub(super) struct RowBlock {
-    /// Which one of the workspace's.
+    /// Its index in the workspace.
     pub(super) number: Reg<U32>,
-    /// Which one of its sequence's.
+    /// Its index in its sequence.
     block: Reg<U32>,
     pub(super) head: Reg<U32>,
-    /// Of its sequence. In a ragged batch some blocks are of nobody, and all their rows beyond it.
+    /// The number of queries of its sequence. A block that belongs to no sequence lies beyond it.
     pub(super) query_length: Reg<U32>,
     place: RowPlace,
 }
@@ -42,22 +44,23 @@ enum RowPlace {
     Ragged { sequence: Reg<U32>, start: Reg<U32> },
 }
 
-/// A tensor with a vector for each query and head.
+/// A tensor with a vector for each query and head: strided by batch entry, or one list of rows.
 pub(crate) enum Vectors {
     Strided(Strided),
     Rows(Rows),
 }
 
-/// Where the log-sum-exps of queries are.
+/// The log-sum-exps of the forward pass.
 pub(super) struct LogSums {
     address: Reg<GlobalAddress>,
-    /// From a sequence to the next, and from a head to the next, where there are slices.
+    /// In a ragged batch, elements from one sequence to the next, and from one head to the next.
     strides: Option<[Reg<U32>; 2]>,
 }
 
-/// The index of this block of the grid, counted from the last one: what the products need first is
-/// then what was written last before them, and what they added to last is read first after them.
-/// Both are still in the second-level cache.
+/// Returns the index of this thread block, counted from the last one. The main kernel works through
+/// the workspace from the first query blocks to the last. So the kernel before it writes those
+/// first blocks last, and the kernel after it reads those last blocks first, while they are still
+/// in L2.
 pub(super) fn index_from_last(k: &mut Builder) -> Reg<U32> {
     let (blocks, index) = (k.special(Special::GridExtent(ptx::Axis::X)), k.block_index());
     k.eval(blocks - 1 - index)
@@ -87,9 +90,9 @@ impl RowBlocks {
         }
     }
 
-    /// The block that comes at an index: in the order of the workspace, or of a ragged batch the same rows
-    /// of all heads, one after the other. They are neighbours in memory, and the products take a
-    /// sequence's heads together too.
+    /// Returns the query block for the index of a thread block. Equal lengths go in the order of
+    /// the workspace. A ragged batch takes the same rows of all heads one after the other: they are
+    /// neighbours in memory, and the main kernel takes a sequence's heads together too.
     pub(super) fn find(&self, k: &mut Builder, index: Reg<U32>) -> RowBlock {
         match &self.sequences {
             Sequences::Equal { query_length, query_blocks } => {
@@ -114,8 +117,8 @@ impl RowBlocks {
         }
     }
 
-    /// The last sequence whose blocks begin no later than a block. The lanes of a warp look at 32
-    /// sequences at a time.
+    /// Returns the last sequence whose query blocks begin no later than `block`. The lanes of a
+    /// warp search 32 sequences at a time.
     fn search(
         &self,
         k: &mut Builder,
@@ -148,7 +151,7 @@ impl RowBlocks {
 }
 
 impl RowBlock {
-    /// The first of its rows.
+    /// Returns the first row of the block within its sequence.
     pub(super) fn first_row(&self, query_block: u32) -> Value<U32> {
         self.block * query_block
     }
@@ -162,7 +165,7 @@ impl Vectors {
         }
     }
 
-    /// The address of a row's vector.
+    /// Returns the address of a row's vector.
     pub(super) fn row(
         &self,
         k: &mut Builder,
@@ -184,7 +187,7 @@ impl Vectors {
 }
 
 impl Vectors {
-    /// Bytes from a row to the one so many rows on.
+    /// Returns the bytes from a row to the row this many further.
     pub(super) fn row_bytes(&self, k: &mut Builder, element: ptx::Element, rows: u32) -> Reg<U64> {
         let stride = match self {
             Vectors::Strided(tensor) => tensor.strides.row,
@@ -203,7 +206,7 @@ impl LogSums {
         }
     }
 
-    /// The address of a row's.
+    /// Returns the address of a row's log-sum-exp.
     pub(super) fn of(
         &self,
         k: &mut Builder,
@@ -215,7 +218,7 @@ impl LogSums {
                 k.eval(*head_and_batch * block.query_length + row)
             }
             (Some([of_sequence, of_head]), RowPlace::Ragged { sequence, start, .. }) => {
-                // Where packed queries begin, their log-sum-exps do.
+                // Packed queries and their log-sum-exps begin at the same row.
                 let packed = of_sequence.equals(0);
                 let first = packed.choose::<U32>(*start, *sequence * *of_sequence);
                 k.eval(block.head * *of_head + first + row)

@@ -1,5 +1,6 @@
-//! What comes before the products: the row sums of `dO * O` and the log-sum-exps in units of log2,
-//! both negative, to be added; and zeros for the sums of `dQ`.
+//! The kernel before the products: computes `delta`, the row sums of `dO * O`, converts the
+//! log-sum-exps to units of log2, and clears the sums of `dQ`. It stores both statistics negated,
+//! so that the main kernel adds them.
 
 use std::f32::consts::LOG2_E;
 
@@ -15,34 +16,34 @@ use crate::element::{eight_as_f32, load_eight};
 use crate::parameter::{Number, Tensor, Workspace};
 use crate::{Configuration, Error, mma};
 
-/// Threads of a block.
+/// Threads of a thread block.
 const THREADS: u32 = 256;
 
-/// Elements that a thread loads at a time.
+/// Elements that a thread loads at a time: 16 bytes.
 const CHUNK: u32 = 8;
 
-/// Rows of a thread whose loads are under way at a time.
+/// Rows for which a thread has loads in flight at a time.
 const STEPS_AT_ONCE: usize = 4;
 
-/// What the kernel is built for.
+/// Configuration of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RowSums {
-    /// The architecture.
+    /// The target architecture.
     pub target: Target,
-    /// The element of the output and of its gradient.
+    /// The element type of the output and of its gradient.
     pub element: Element,
     /// The width of outputs: a multiple of 8 up to 256.
     pub value_head_dim: u32,
-    /// Where the sums of `dQ` will lie.
+    /// The layout of the `dQ` sums that it clears.
     pub sums: SumsLayout,
-    /// Whether there are counters, two for each block of query rows, which become zero.
+    /// Whether it also clears counters: two for each query block.
     pub counters: bool,
-    /// How sequences lie.
+    /// How sequences are stored.
     pub batch: Batch,
 }
 
 impl RowSums {
-    /// The name of this configuration.
+    /// Returns the name of this configuration.
     pub fn name(&self) -> String {
         let RowSums { target, element, value_head_dim, sums, counters, batch } = self;
         let SumsLayout { query_block, columns, .. } = sums;
@@ -51,7 +52,7 @@ impl RowSums {
         format!("row_sums_{target}_{element}_d{value_head_dim}_{sums}{counters}{batch}")
     }
 
-    /// A kernel that it may come before, if there is one.
+    /// Returns some configuration of a main kernel that this kernel may precede, if there is one.
     pub fn before(&self) -> Option<Configuration> {
         let hopper = Backward {
             element: self.element,
@@ -67,7 +68,7 @@ impl RowSums {
         if hopper.pass().row_sums() == *self && hopper.fault().is_none() {
             return Some(Configuration::Backward(hopper));
         }
-        // More rules may mean smaller blocks of queries.
+        // More rules may need smaller query blocks.
         let RowSums { target, element, value_head_dim: value, sums, counters, batch } = *self;
         let mut tuned = [Rules::CAUSAL, Rules::EVERY].into_iter().filter_map(|rules| {
             mma::tuned_backward(target, element, sums.columns, value, rules, counters, batch)
@@ -75,8 +76,7 @@ impl RowSums {
         tuned.find(|it| it.pass().row_sums() == *self).map(Configuration::BackwardMma)
     }
 
-    /// Builds the kernel: a block of the grid for each block of query rows of each head and
-    /// sequence, or of the workspace.
+    /// Builds the kernel. The grid has one thread block for each query block of the workspace.
     pub fn program(&self) -> Result<Program, Error> {
         let dim = self.value_head_dim;
         if !matches!(self.element, Element::F16 | Element::BF16) {
@@ -120,7 +120,7 @@ impl RowSums {
             let block = blocks.find(k, index);
             compute(k, &block);
         } else {
-            // Nobody adds anything where there are no rows.
+            // The main kernel adds nothing to query blocks without rows.
             let block = blocks.find(k, index);
             let first_row = block.first_row(self.sums.query_block);
             k.if_(first_row.less(block.query_length), |k| {
@@ -130,7 +130,7 @@ impl RowSums {
         }
     }
 
-    /// The statistics of a block's rows.
+    /// Computes the statistics of a query block's rows.
     fn statistics(
         &self,
         k: &mut Builder,
@@ -140,7 +140,7 @@ impl RowSums {
         thread: Reg<U32>,
         statistics: Reg<GlobalAddress>,
     ) {
-        // As many lanes as a row has chunks, rounded up to a power of two.
+        // The lanes that share a row: one for each chunk, rounded up to a power of two.
         let lanes = (self.value_head_dim / CHUNK).next_power_of_two();
         let column = k.eval(thread % lanes * CHUNK);
         let rows = THREADS / lanes;
@@ -148,8 +148,8 @@ impl RowSums {
         let block_bytes = 2 * 4 * self.sums.query_block;
         let statistics = k.eval(statistics + block.number.convert::<U64>() * block_bytes);
         let steps: Vec<u32> = (0..self.sums.query_block.div_ceil(rows)).collect();
-        // Where there is nothing to load the last row, or the first column, comes again: loads of some
-        // rows are under way at a time, as branches would not let them be.
+        // Out of bounds, the last row or the first column is loaded again instead. Without branches
+        // the loads of several rows can be in flight at once.
         let has_column = k.eval(column.less(self.value_head_dim));
         let loaded_column = k.eval(has_column.choose::<U32>(column, 0u32));
         for steps in steps.chunks(STEPS_AT_ONCE) {
@@ -178,7 +178,8 @@ impl RowSums {
                 }
                 let sum = k.eval((exists & has_column).choose::<F32>(sum, 0.0));
                 let sum = k.reduce_lanes(sum, lanes, |a, b| a + b);
-                // A row that saw nothing has no weights: minus infinity, and not plus.
+                // A row that saw no key has P = 0: minus infinity, where negation would give plus
+                // infinity.
                 let nothing = !exists | lse.equals(f32::NEG_INFINITY);
                 let log_sum = k.eval(nothing.choose::<F32>(f32::NEG_INFINITY, lse * -LOG2_E));
                 let mine = column.equals(0) & within.less(self.sums.query_block);
@@ -191,7 +192,7 @@ impl RowSums {
         }
     }
 
-    /// Zeros for the sums of a block of query rows.
+    /// Clears the sums of a query block.
     fn clear(&self, k: &mut Builder, sums: Reg<GlobalAddress>, number: Reg<U32>, thread: Reg<U32>) {
         let bytes = self.sums.block_bytes();
         let offset: Value<U64> = number.convert::<U64>() * bytes + (thread * 16).convert::<U64>();

@@ -1,7 +1,8 @@
-//! The gradients of sinks: of each query head, the sum over its rows of the weight of its sink times
-//! the row sum of `dO * O`, negative.
+//! The gradients of attention sinks: for each query head, minus the sum over its rows of `exp(sink
+//! - lse) * delta`.
 //!
-//! A block of the grid takes all rows of a head, in one order: the bits are the same every time.
+//! One thread block sums all rows of a head in a fixed order, so that results are bitwise
+//! reproducible.
 
 use ptx::{
     Builder, Choose, Element, Expression, F32, LoadHint, Program, Reg, S32, Target, U32, U64,
@@ -16,40 +17,40 @@ use crate::parameter::{Number, Tensor, Workspace};
 use crate::sequencer::Batch as Sequences;
 use crate::{Configuration, Error, mma};
 
-/// Threads of a block.
+/// Threads of a thread block.
 const THREADS: u32 = 256;
 
 /// Rows that a thread takes at a time.
 const ROWS: u32 = 4;
 
-/// What the kernel is built for.
+/// Configuration of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SinkGradients {
-    /// The architecture.
+    /// The target architecture.
     pub target: Target,
-    /// Which keys a query sees: where it sees none, its sink has no gradient.
+    /// The mask. A row that sees no key contributes nothing to its sink's gradient.
     pub mask: MaskKind,
-    /// Query rows of a block of statistics: a multiple of 4 that divides 1024.
+    /// Query rows of a query block of the statistics: a multiple of 4 that divides 1024.
     pub query_block: u32,
-    /// How sequences lie.
+    /// How sequences are stored.
     pub batch: Batch,
 }
 
-/// The query rows of a head, of all sequences.
+/// The launch's parameters for the query rows of a head, over all sequences.
 enum AllRows {
     Equal { lengths: [Reg<U32>; 2], batch: Reg<U32>, heads: Reg<U32> },
     Ragged(Sequences),
 }
 
 impl SinkGradients {
-    /// The name of this configuration.
+    /// Returns the name of this configuration.
     pub fn name(&self) -> String {
         let SinkGradients { target, mask, query_block, batch } = self;
         let mask = Rules { mask: *mask, ..Rules::DENSE }.name();
         format!("sink_gradients_{target}_{mask}_{query_block}{}", batch_name(*batch))
     }
 
-    /// A kernel that it may come after, if there is one.
+    /// Returns some configuration of a main kernel that this kernel may follow, if there is one.
     pub fn after(&self) -> Option<Configuration> {
         let head_dim = if self.query_block > 64 { 64 } else { 128 };
         let rules = Rules { mask: self.mask, sinks: true, ..Rules::DENSE };
@@ -67,7 +68,7 @@ impl SinkGradients {
         if hopper.pass().sink_gradients() == Some(*self) && hopper.fault().is_none() {
             return Some(Configuration::Backward(hopper));
         }
-        // Wider heads and more rules may mean smaller blocks of queries.
+        // Wider heads and more rules may need smaller query blocks.
         let SinkGradients { target, batch, .. } = *self;
         let tuned = [64, 128, 256].into_iter().flat_map(|dim| {
             [rules, rules.capped()].map(|rules| {
@@ -78,7 +79,7 @@ impl SinkGradients {
         tuned.next().map(Configuration::BackwardMma)
     }
 
-    /// Builds the kernel: a block of the grid for each query head.
+    /// Builds the kernel. The grid has one thread block for each query head.
     pub fn program(&self) -> Result<Program, Error> {
         let block = self.query_block;
         if !block.is_multiple_of(ROWS) || !(ROWS * THREADS).is_multiple_of(block) {
@@ -109,12 +110,12 @@ impl SinkGradients {
 
         let (head, thread) = (k.block_index(), k.thread_index());
         let sink = sinks.of(k, head);
-        // As many threads as a block of query rows has fours.
+        // Threads that share a query block, four rows each.
         let threads = self.query_block / ROWS;
         let within = k.eval(thread % threads * ROWS);
         let sum = k.variable::<F32>(0.0);
         let bytes = 2 * 4 * self.query_block;
-        // Adds rows of a block of a sequence.
+        // Adds four rows of a query block of a sequence to the thread's sum.
         let add = |k: &mut Builder,
                    number: Reg<U32>,
                    [block, within]: [Reg<U32>; 2],
@@ -127,8 +128,8 @@ impl SinkGradients {
             for row in 0..ROWS as usize {
                 let query = k.eval(block * self.query_block + within + row as u32);
                 let seen = self.keys(k, &visibility, query, lengths);
-                // Where there is no key or no weight, there is nothing to differentiate, whatever
-                // the tensors hold.
+                // A row without keys or without probabilities contributes nothing, whatever its
+                // statistics hold.
                 let counts = seen[0].less(seen[1]) & log_sums[row].greater(f32::NEG_INFINITY);
                 let weight = k.exp2(sink + log_sums[row]);
                 let part = counts.choose::<F32>(weight * row_sums[row], 0.0);
@@ -147,7 +148,7 @@ impl SinkGradients {
                     k.set(number, number + THREADS / threads);
                 });
             }
-            // A warp for each sequence.
+            // One warp for each sequence.
             AllRows::Ragged(sequences) => {
                 let (warp, lane) = (k.eval(thread / 32), k.lane());
                 k.for_range(warp, sequences.batch, THREADS / 32, |k, index| {
@@ -177,7 +178,7 @@ impl SinkGradients {
         });
     }
 
-    /// The keys that a query sees.
+    /// Returns the range of keys that a query sees.
     fn keys(
         &self,
         k: &mut Builder,

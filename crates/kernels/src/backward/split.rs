@@ -1,10 +1,10 @@
-//! The tiles that do not fill a last round, cut into parts by their steps, so that all blocks have
-//! some of it.
+//! Splitting the tiles of an incomplete last wave into parts by steps of their walks, so that all
+//! multiprocessors share the work of that wave.
 //!
-//! Each part adds up gradients of keys and values over its own steps. Every thread leaves its
-//! registers as they are, in memory, and the thread at its place in the block that comes last adds
-//! up what all parts have left, part after part: which block that is has no influence on results,
-//! and nobody waits.
+//! Each part accumulates `dK` and `dV` over its own steps, and every thread stores its accumulator
+//! registers to a workspace as they are. Of the warpgroups that have the same keys in the parts of
+//! a tile, the one that finishes last sums what all of them have stored, thread by thread and in
+//! the order of the parts. So the result does not depend on which one that is, and none waits.
 
 use ptx::{
     Accumulator, AtomicOrder, Builder, Choose, Expression, GlobalAddress, Pred, Reg, Scope,
@@ -17,12 +17,12 @@ use crate::divisor::DivisorRegisters;
 use crate::forward::{FRESH, PARTIAL_STEP};
 use crate::parameter::{Number, Workspace};
 
-/// Where counters of parts begin: behind that of claims.
+/// Byte offset of the counters of parts, after the counter of claims of persistent kernels.
 const FIRST_COUNTER: u64 = 4;
 
-/// Which tiles are cut.
+/// Which tiles are split, and into how many parts.
 pub(super) struct Split {
-    /// Those before this one are not.
+    /// The number of tiles that are not split; the tiles from this number on are.
     whole: Reg<U32>,
     parts: DivisorRegisters,
 }
@@ -39,7 +39,7 @@ impl Split {
         number.at_least(self.whole)
     }
 
-    /// The tile that a number stands for, and which part of it.
+    /// Returns the tile that a number stands for, and which part of it.
     pub(super) fn locate(&self, k: &mut Builder, number: Reg<U32>) -> (Reg<U32>, Reg<U32>) {
         let within = k.eval(number - self.whole);
         let (tile, part) = self.parts.divide(k, within);
@@ -48,7 +48,7 @@ impl Split {
         (tile, k.eval(is_part.choose::<U32>(part, 0u32)))
     }
 
-    /// Which of so many steps a number stands for: the first, and how many.
+    /// Returns which of a tile's `steps` the number's part takes: the first, and how many.
     pub(super) fn steps(
         &self,
         k: &mut Builder,
@@ -64,13 +64,13 @@ impl Split {
     }
 }
 
-/// Where parts are left.
+/// The workspace of partial gradients.
 pub(super) struct Partials {
     parts: Reg<GlobalAddress>,
     counters: Reg<GlobalAddress>,
-    /// Bytes of a warpgroup's part.
+    /// Bytes of a warpgroup's gradients in one part.
     bytes: u32,
-    /// The offset of a word for each warpgroup, in shared memory.
+    /// Byte offset in shared memory of one word for each warpgroup: whether it finished last.
     words: u32,
 }
 
@@ -84,8 +84,8 @@ impl Partials {
         }
     }
 
-    /// If the tile is a part, leaves it; where it is the last of its tile, all parts are added up in
-    /// its place. Whether there is something to store.
+    /// Stores this warpgroup's gradients if they are a part of a tile. If it finishes last,
+    /// replaces them by the sum over all parts. Returns 1 if the epilogue is to store them, else 0.
     pub(super) fn exchange(
         &self,
         k: &mut Builder,
@@ -102,7 +102,7 @@ impl Partials {
             for (index, four) in (0u32..).zip(fours(sums)) {
                 k.store_vector(own + u64::from(index * PARTIAL_STEP), four, StoreHint::default());
             }
-            // What all threads of the warpgroup have stored comes before the one thread's release.
+            // Orders the stores of all threads of the warpgroup before the release by one of them.
             k.barrier_sync(owner.index + barrier::RESULTS, 128);
             let word = k.shared_address(self.words);
             let word = k.eval(word + owner.index * 4);
@@ -113,7 +113,7 @@ impl Partials {
                 let before = k.atomic_add_ordered::<U32, _>(counter, 1, Scope::Gpu, order);
                 let is_last = k.eval((before + 1).equals(split.parts.number));
                 k.if_(is_last, |k| {
-                    // As it was found.
+                    // Resets the counter for the next launch.
                     let none = k.eval::<U32>(0);
                     let order = StoreOrder::Relaxed(Scope::Gpu);
                     k.store_vector(counter, &[none], StoreHint { order, ..Default::default() });
@@ -128,7 +128,7 @@ impl Partials {
         stores
     }
 
-    /// What all parts of a tile have left, in order.
+    /// Sums what all parts of a tile have stored, in order.
     fn add_up(
         &self,
         k: &mut Builder,
@@ -154,7 +154,7 @@ impl Partials {
         });
     }
 
-    /// Where the thread's numbers of a part begin.
+    /// Returns where the thread's registers of a part are stored.
     fn address(&self, k: &mut Builder, owner: &Owner, part: Reg<U32>) -> Reg<GlobalAddress> {
         let place = part * WARPGROUPS + owner.index;
         let first = k.eval(self.parts + place.convert::<U64>() * u64::from(self.bytes));
@@ -162,19 +162,19 @@ impl Partials {
     }
 }
 
-/// The registers of some accumulators, four at a time.
+/// Returns the registers of several accumulators, four at a time.
 fn fours<'a>(sums: &'a [&'a Accumulator]) -> impl Iterator<Item = &'a [Reg<ptx::F32>]> {
     sums.iter().flat_map(|it| it.registers().chunks_exact(4))
 }
 
 impl Backward {
-    /// Bytes that a part of a tile takes.
+    /// Returns the workspace bytes of one part of a tile.
     pub fn partial_bytes(&self) -> u32 {
         let columns = self.key_layout().columns + self.value_layout().columns;
         4 * self.key_block() * columns
     }
 
-    /// Bytes of the counters of so many tiles that are cut, and of claims.
+    /// Returns the bytes of all counters: those of this many split tiles, and that of claims.
     pub fn counter_bytes(tiles: u32) -> u64 {
         FIRST_COUNTER + 4 * u64::from(WARPGROUPS * tiles)
     }

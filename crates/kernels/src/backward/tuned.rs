@@ -1,11 +1,11 @@
-//! Which configuration serves which problem.
+//! Chooses the configuration for a problem.
 
 use ptx::Element;
 
 use super::{Backward, Shape};
 use crate::attention::{Batch, Rules};
 
-/// The configuration that runs fastest for these tensors, where there is one.
+/// Returns the fastest configuration for these tensors, or `None` for head dimensions above 256.
 pub fn tuned_backward(
     element: Element,
     head_dim: u32,
@@ -30,16 +30,17 @@ pub fn tuned_backward(
     Some(tuned)
 }
 
-/// The configuration of twice as many keys a block, where there is one: faster where there are enough
-/// blocks all the same, for half as much is added to `dQ`. Masks and rules leave it too few registers.
+/// Returns the variant with twice as many keys to a thread block, where there is one. It adds half
+/// as much to `dQ`, and is faster where there are still enough thread blocks. Masks and score rules
+/// leave it too few registers.
 pub fn tall_backward(tuned: Backward) -> Option<Backward> {
     let plain = tuned.rules == Rules::DENSE && !tuned.deterministic;
     let tall = Backward { query_block: 64, ..tuned };
     (plain && tall.shape() == Shape::Tall).then_some(tall)
 }
 
-/// The configuration whose blocks take tile after tile, where there is one: faster where tiles are
-/// short. Narrow heads leave registers for it; other rules have not been measured.
+/// Returns the persistent variant, where there is one: faster where tiles are short. Only narrow
+/// heads have registers for it; other rules have not been measured.
 pub fn persistent_backward(tuned: Backward) -> Option<Backward> {
     let measured = [Rules::CAUSAL, Rules::LOCAL].contains(&Rules { sinks: false, ..tuned.rules });
     let narrow = tuned.shape() == Shape::Square && tuned.is_narrow();
@@ -47,15 +48,15 @@ pub fn persistent_backward(tuned: Backward) -> Option<Backward> {
     (measured && narrow && tuned.may_be_persistent()).then_some(persistent)
 }
 
-/// The configuration that cuts the tiles of a last round into parts, where there is one.
+/// Returns the variant that splits the tiles of the last wave, where there is one.
 pub fn split_backward(tuned: Backward) -> Option<Backward> {
     let measured = (tuned.head_dim, tuned.value_head_dim) == (128, 128);
     let plain = tuned.rules == Rules::DENSE && tuned.may_be_persistent();
     (measured && plain).then_some(Backward { split: true, ..tuned })
 }
 
-/// Every configuration that these choose, of one element and these rules, for head
-/// dimensions that stand for the rest.
+/// Returns every configuration that the functions above choose for an element type and rules, at
+/// representative head dimensions.
 pub fn every_backward(element: Element, rules: Rules) -> impl Iterator<Item = Backward> {
     [(64, 64), (128, 128), (40, 72), (80, 80), (96, 96), (128, 64), (256, 256), (192, 128)]
         .into_iter()

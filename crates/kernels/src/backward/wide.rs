@@ -1,10 +1,12 @@
-//! The consumers' loops where heads are wider than 128: both warpgroups have the same 64 keys, and
-//! each has one of the products of scores and the gradients of one tensor, for which it has registers.
+//! The loops of the consumer warpgroups for heads wider than 128. Registers do not hold `dK` and
+//! `dV` of 64 keys at once, so both warpgroups share the same 64 keys: the "weights" warpgroup
+//! computes `S`, `P` and `dV`, the "gradients" warpgroup `dP`, `dS` and `dK`, and each a part of
+//! `dQ`.
 //!
 //! ```text
 //! weights:                                      gradients:
 //! for each query block i:                       for each query block i:
-//!     start S of i + 1;  start dV += P dO           start dP of i + 1;  start dK += dS Q
+//!     start S of i + 1;  start dV += P^T dO         start dP of i + 1;  start dK += dS^T Q
 //!     start dQ of i - 1, first part                 start dQ of i, first part
 //!     wait for S;  P = exp(S - lse)                 wait for dP;  take P of i + 1
 //!     hand P over                                   dS = P * (dP - delta)
@@ -13,8 +15,9 @@
 //!     add the first part, then the second           add the first part, then the second
 //! ```
 //!
-//! The two run a phase apart by themselves: what one multiplies hides what the other computes. `P`
-//! goes over in `f32`, thread to thread, as it lies in registers.
+//! Without any further synchronisation the two run a phase apart, so that the products of one
+//! overlap with the arithmetic of the other. `P` is handed over in `f32` through shared memory, in
+//! the register layout: each thread reads what the same thread of the other warpgroup wrote.
 
 use ptx::{
     Accumulate, Accumulator, Barriers, Builder, Choose, Expression, F32, Fragment, LoadHint, Reg,
@@ -26,30 +29,31 @@ use super::epilogue::{self, Done};
 use super::place::{Place, Tile};
 use super::{Block, PART, ROWS, WARPGROUPS};
 
-/// Bytes of the weights that are handed over: an accumulator.
+/// Bytes of the `P` that is handed over: one 64 x 64 accumulator.
 pub(super) const WEIGHTS_BYTES: u32 = 4 * PART * ROWS;
 
-/// What goes from one warpgroup to the other.
+/// Shared memory and barriers between the two warpgroups.
 pub(super) struct Exchange {
-    /// The offset of the weights.
+    /// Byte offset of `P`.
     weights: u32,
-    /// That of the numbers of the blocks of query rows, a stage each: the producer writes them, so
-    /// that a warpgroup that needs nothing else of the walk has registers left.
+    /// Byte offset of the query blocks' workspace indices, one for each stage. The producer writes
+    /// them, so that the gradients warpgroup, which needs nothing else of the walk, saves
+    /// registers.
     numbers: u32,
-    /// The weights of a step have been written.
+    /// Signals that `P` of a step has been written.
     ready: Barriers,
-    /// They have been taken.
+    /// Signals that `P` of a step has been read.
     taken: Barriers,
-    /// The warpgroup of the weights has multiplied a tile of `dS` with the keys.
+    /// Signals, for each stage, that the weights warpgroup has computed `dQ` from the tile of `dS`.
     multiplied: Barriers,
-    /// All products of both warpgroups have ended. Each comes here by code of its own, where a named
-    /// barrier would do, but compute-sanitizer takes its instructions for two barriers.
+    /// Signals that all products of both warpgroups have completed. A named barrier would do, but
+    /// the warpgroups arrive from different code, which compute-sanitizer takes for two barriers.
     ended: Barriers,
 }
 
 impl Exchange {
     pub(super) fn new(k: &mut Builder, stages: u32) -> Self {
-        // A warp leader for its lanes.
+        // One lane of each warp arrives for the warp.
         let warps = 4;
         Exchange {
             weights: k.shared("weights", WEIGHTS_BYTES, 16),
@@ -61,7 +65,7 @@ impl Exchange {
         }
     }
 
-    /// Where the number of a stage's block of query rows is.
+    /// Returns the address of the workspace index of the query block in a stage.
     pub(super) fn number(
         &self,
         k: &mut Builder,
@@ -78,29 +82,29 @@ impl Exchange {
     }
 }
 
-/// A warpgroup with its part of the work.
+/// The state of one of the two warpgroups during a tile.
 struct Half<'a> {
     group: Warpgroup<'a>,
     exchange: &'a Exchange,
-    /// The parity of the step whose weights are handed over next.
+    /// The parity of the step whose `P` is handed over next.
     parity: Reg<U32>,
-    /// The panels of the keys that it multiplies for `dQ`, one after the other.
+    /// The 64-column panels of the keys, and so of `dQ`, that this warpgroup multiplies.
     panels: Vec<u32>,
     registers: Registers,
 }
 
-/// What a loop computes in beside the gradients it adds up.
+/// Accumulators and operand of a loop, beside its `dK` or `dV` accumulator.
 struct Registers {
-    /// Scores, then weights; or products, then the gradients of scores; then a part of `dQ`.
+    /// `S^T`, then `P^T`; or `dP^T`, then `dS^T`. In both, the second part of `dQ^T` after that.
     scores: Accumulator,
-    /// The other part of `dQ`.
+    /// The first part of `dQ^T`.
     query_gradients: Accumulator,
-    /// What is multiplied from the left.
+    /// The 16-bit left operand: `P^T` for `dV`, or `dS^T` for `dK`.
     operand: Fragment,
 }
 
 impl Consumer {
-    /// The warpgroup that has scores, weights and the gradients of values.
+    /// Runs the weights warpgroup: `S`, `P` and `dV`.
     pub(super) fn consume_weights(&self, k: &mut Builder, block: &Block<'_>, tile: &Tile) {
         let sums = Accumulator::zeros(k, block.backward.value_layout().columns);
         let half = Half::new(k, block, tile, 0);
@@ -108,7 +112,7 @@ impl Consumer {
         half.store(k, block.place, self.value_gradients(block, &sums, 0));
     }
 
-    /// The warpgroup that has the gradients of scores and those of keys.
+    /// Runs the gradients warpgroup: `dP`, `dS` and `dK`.
     pub(super) fn consume_gradients(&self, k: &mut Builder, block: &Block<'_>, tile: &Tile) {
         let sums = Accumulator::zeros(k, block.backward.key_layout().columns);
         let half = Half::new(k, block, tile, 1);
@@ -133,7 +137,7 @@ impl Consumer {
         }
         group.release_queries(k, 0u32);
         k.loop_(|k| {
-            // The first step has no step before it; the others come around.
+            // The first step is peeled: it has no previous step whose `dQ` it would compute.
             self.weights_step(k, half, sums, every[0], true);
             k.loop_(|k| {
                 for parts in every.iter().cycle().skip(1).take(every.len()) {
@@ -145,7 +149,8 @@ impl Consumer {
         half.last_weights(k, sums);
     }
 
-    /// A step, weights being ready as an operand; after the last of a tile the loop is left at once.
+    /// Emits one step of the weights warpgroup, whose `P` is ready in the operand. At the last step
+    /// of the tile the loop is left at once; `last_weights` does the rest.
     fn weights_step(
         &self,
         k: &mut Builder,
@@ -183,7 +188,7 @@ impl Consumer {
         }
 
         if slopes {
-            // Added before: its registers are needed.
+            // Added here already, for the exponentials need its registers.
             if let Some(before) = before {
                 half.add_first(k, group.number, before.stage, phase(before));
             }
@@ -217,7 +222,7 @@ impl<'a> Half<'a> {
         let panels = backward.pass().sums_layout().columns / 64;
         Half {
             parity: k.variable(0),
-            // The first takes what is left over: it has no score gradients to store.
+            // The weights warpgroup takes an odd panel: it has no `dS` to store.
             panels: if index == 0 { 0..panels.div_ceil(2) } else { panels.div_ceil(2)..panels }
                 .collect(),
             registers: Registers {
@@ -230,7 +235,7 @@ impl<'a> Half<'a> {
         }
     }
 
-    /// Rounds and stores the gradients that it has.
+    /// Rounds and stores this warpgroup's `dK` or `dV`.
     fn store(&self, k: &mut Builder, place: &Place, done: Done<'_>) {
         let tile = place.find(k);
         let first = k.eval(0u32);
@@ -259,7 +264,7 @@ impl<'a> Half<'a> {
         k.start_product(products, Accumulate::No, values.matrix(), gradients.transposed());
     }
 
-    /// Starts one of its parts of `dQ^T = K^T dS^T`.
+    /// Starts `dQ^T = K^T dS^T` of this warpgroup's panel `index`.
     fn start_query_gradients(
         &self,
         k: &mut Builder,
@@ -273,7 +278,8 @@ impl<'a> Half<'a> {
         k.start_product(to, Accumulate::No, keys.transposed(), score_gradients.matrix());
     }
 
-    /// Adds the first part of `dQ` to the sums, when it is the turn of the step of this stage.
+    /// Adds the first part of `dQ` to the sums; in the deterministic mode, when the step's turn has
+    /// come.
     fn add_first(
         &self,
         k: &mut Builder,
@@ -287,8 +293,8 @@ impl<'a> Half<'a> {
         self.group.add(k, number, self.panels[0], &self.registers.query_gradients);
     }
 
-    /// The number of the block of query rows of the step of a stage: whose turn it is, where there
-    /// are turns, rather than kept until then.
+    /// Returns the workspace index of the query block of the step in `stage`. In the deterministic
+    /// mode it is read from shared memory with the turn, which saves keeping `known` in a register.
     fn number_of_turn(&self, k: &mut Builder, known: Reg<U32>, stage: Value<U32>) -> Reg<U32> {
         match &self.group.shared.turns {
             Some(turns) => turns.number(k, stage),
@@ -296,8 +302,8 @@ impl<'a> Half<'a> {
         }
     }
 
-    /// The second part of `dQ`, if there is one, with something to do meanwhile. Nothing is in
-    /// flight before and after it.
+    /// Computes and adds the second part of `dQ`, if there is one, and runs `meanwhile` while the
+    /// product is in flight. No product is in flight before or after it.
     fn second_query_gradients(
         &self,
         k: &mut Builder,
@@ -318,7 +324,7 @@ impl<'a> Half<'a> {
         self.group.added(k, stage);
     }
 
-    /// All of its part of `dQ`, alone.
+    /// Computes and adds this warpgroup's whole part of `dQ`, with nothing to overlap.
     fn query_gradients(
         &self,
         k: &mut Builder,
@@ -335,14 +341,15 @@ impl<'a> Half<'a> {
         self.second_query_gradients(k, number, stage, meanwhile);
     }
 
-    /// Where the thread's weights are handed over.
+    /// Returns where the thread's elements of `P` are handed over.
     fn weights(&self, k: &mut Builder) -> Reg<SharedAddress> {
         let weights = k.shared_address(self.exchange.weights);
         let thread = k.thread_index();
         k.eval(weights + thread % 128 * 16)
     }
 
-    /// Hands weights over, once those of the step before have been taken if there was one.
+    /// Writes `P` for the other warpgroup. With `before`, first waits until the previous step's `P`
+    /// has been read.
     fn hand_over(&self, k: &mut Builder, before: bool) {
         if before {
             let taken = self.exchange.taken.at(k, 0);
@@ -356,25 +363,26 @@ impl<'a> Half<'a> {
         k.set(self.parity, self.parity ^ 1);
     }
 
-    /// Says for this warp that it has done its part of something.
+    /// Arrives at a barrier for this warp, once all its lanes have got here.
     fn arrive(&self, k: &mut Builder, barriers: &Barriers) {
         k.warp_sync();
         self.lead(k, barriers, 0);
     }
 
-    /// The same of a warp whose lanes need not meet.
+    /// Arrives at a barrier for this warp, without synchronising its lanes first.
     fn lead(&self, k: &mut Builder, barriers: &Barriers, stage: u32) {
         let barrier = barriers.at(k, stage);
         k.if_(self.group.leader, |k| k.mbarrier_arrive(barrier));
     }
 
-    /// Says that a tile of `dS` is not needed any more: only products read it, and a warp has waited
-    /// for those as one.
+    /// Signals that this warpgroup no longer needs a tile of `dS`. The lanes need no
+    /// synchronisation: only `wgmma` reads the tile, and the warp has waited for it as a whole.
     fn multiplied(&self, k: &mut Builder, stage: u32) {
         self.lead(k, &self.exchange.multiplied, stage);
     }
 
-    /// What is left after the last step, its weights being ready as an operand.
+    /// Emits what the weights loop leaves undone: `dV` of the last step, whose `P` is ready in the
+    /// operand, and `dQ` of the last two steps.
     fn last_weights(&self, k: &mut Builder, sums: &Accumulator) {
         let group = &self.group;
         let stages = group.backward.stages();
@@ -423,14 +431,14 @@ impl<'a> Half<'a> {
         self.query_gradients(k, number, group.stage, group.phase);
     }
 
-    /// The number of the block of query rows whose queries are in a stage.
+    /// Returns the workspace index of the query block in a stage.
     fn number(&self, k: &mut Builder, stage: impl Into<Value<U32>>) -> Reg<U32> {
         let number = self.exchange.number(k, stage);
         k.load(number)
     }
 
-    /// A step, the gradients of its scores being ready as an operand and in shared memory; after the
-    /// last of a tile the loop is left at once.
+    /// Emits one step of the gradients warpgroup, whose `dS` is ready in the operand and in shared
+    /// memory. At the last step of the tile the loop is left at once.
     fn gradients_step(&self, k: &mut Builder, sums: &Accumulator, part: Part, next: Part) {
         let group = &self.group;
         let Registers { query_gradients, operand, .. } = &self.registers;
@@ -465,7 +473,7 @@ impl<'a> Half<'a> {
         }
     }
 
-    /// `dS = P * (dP - delta)`, in the place of `dP`, with the weights that were handed over.
+    /// Computes `dS = P * (dP - delta)`, in place of `dP`, with the `P` that was handed over.
     fn score_gradients(&self, k: &mut Builder, part: Part) {
         let products = self.registers.scores.registers();
         let row_sums = self.group.statistics(k, Statistic::RowSum, part);
@@ -490,17 +498,18 @@ impl<'a> Half<'a> {
         k.set(self.parity, self.parity ^ 1);
     }
 
-    /// Rounds `dS` of the step after `part` into registers for the product with the queries, and
-    /// stores it to shared memory for the one with the keys.
+    /// Rounds `dS` of the step after `part` into the left operand of `dK`, and stores it to shared
+    /// memory for `dQ`.
     fn store_score_gradients(&self, k: &mut Builder, part: Part, next: Part) {
         let Half { group, registers: Registers { scores, operand, .. }, .. } = self;
         operand.round(k, scores.registers());
-        // The other warpgroup has multiplied what was there.
+        // Waits until the weights warpgroup has computed `dQ` from what this tile of `dS` held
+        // before.
         let multiplied = self.exchange.multiplied.at(k, next.stage);
         let phase = group.phase(next.stage < part.stage);
         k.mbarrier_wait(multiplied, phase ^ 1, Scope::Block);
         let tile = group.shared.score_gradients.at(k, next.stage);
-        // Found again, rather than kept.
+        // Recomputed to save registers.
         let thread = k.thread_index();
         operand.store(k, &tile, thread / 32 % 4);
         group.written(k, next.stage);

@@ -1,9 +1,9 @@
-//! Bringing tiles by `cp.async`: the block of threads takes some rows in each
-//! pass, eight threads a row.
+//! Loading tiles by `cp.async`: eight threads copy a row, and in each pass the thread block copies
+//! one row for every eight threads.
 //!
-//! Rows of a page may be anywhere. A warp copies the same few rows of every key
-//! block, so each of its lanes looks up one of them, a block ahead: the block
-//! table's latency is not in the way of copies.
+//! With a page table, rows may be anywhere. A warp copies the same few rows of every key block, so
+//! each of its lanes looks up the page of one of these rows, one key block ahead: copies then do
+//! not wait for the block table.
 
 use ptx::{
     Builder, ChunkPlace, Expression, GlobalAddress, Reg, RowCopies, SharedAddress, TileLayout,
@@ -14,16 +14,17 @@ use super::Mma;
 use super::place::{HeadRows, Place};
 use crate::attention::sequences::Places;
 
-/// Threads that copy a row, and rows that a warp copies in a pass.
+/// Threads that copy a row, then rows that a warp copies in a pass.
 const ROW_THREADS: u32 = 8;
 const WARP_ROWS: u32 = 32 / ROW_THREADS;
 
-/// The blocks of one head of a tensor.
+/// The rows of one head of a tensor, copied a block at a time.
 pub(super) struct Blocks {
     copies: RowCopies,
-    /// Rows that one pass of the block of threads copies.
+    /// Rows that the thread block copies in one pass.
     pass: u32,
-    /// The head's first element, the same in all threads, and where rows begin.
+    /// The head's first element, the same in all threads, then the row at which the sequence
+    /// begins.
     source: Reg<GlobalAddress>,
     start: Option<Reg<U32>>,
     /// Bytes from row to row.
@@ -44,8 +45,7 @@ impl Blocks {
         Blocks { copies, pass, source: rows.first, start: rows.start, row_bytes }
     }
 
-    /// Fills the chunks beyond the tensor's columns with zeros, in every slot:
-    /// copies leave them alone.
+    /// Clears the chunks beyond the tensor's columns, in every slot; copies do not write them.
     pub(super) fn clear_padding(&self, k: &mut Builder, slots: &[Reg<SharedAddress>]) {
         let rows = self.copies.layout().rows;
         for chunk in self.copies.padding() {
@@ -63,8 +63,8 @@ impl Blocks {
         }
     }
 
-    /// Copies the block of rows from `first_row` on. With `rows`, only so many
-    /// exist, and the others become zeros.
+    /// Copies the block of rows from `first_row` on. With `rows`, only that many exist, and zeros
+    /// are written for the others.
     pub(super) fn copy(
         &self,
         k: &mut Builder,
@@ -82,8 +82,8 @@ impl Blocks {
         });
     }
 
-    /// Copies the rows whose bytes from the first `offset` gives, for the thread's
-    /// row of the pass from a row on.
+    /// Copies a block of rows. `offset` returns the byte offset, from `source`, of the row that a
+    /// thread copies in the pass whose first row is given.
     fn copy_from(
         &self,
         k: &mut Builder,
@@ -91,8 +91,8 @@ impl Blocks {
         rows: Option<Reg<U32>>,
         mut offset: impl FnMut(&mut Builder, ChunkPlace, u32) -> Reg<U64>,
     ) {
-        // Found anew for each block: what depends on the thread would otherwise
-        // be kept in registers all along.
+        // Recomputed for each block: values that depend on the thread would otherwise occupy
+        // registers throughout the loop.
         let thread = k.thread_index();
         let place = ChunkPlace::of(k, thread);
         let target = self.copies.target(k, slot, place);
@@ -109,19 +109,19 @@ impl Blocks {
     }
 }
 
-/// Where the rows of a sequence's pages are.
+/// The page table of a sequence, and this lane's current position in it.
 #[derive(Clone, Copy)]
 pub(super) struct Pages {
     places: Places,
     sequence: Reg<U32>,
-    /// Positions before the first key that are no part of the sequence.
+    /// Positions before the first key that are not part of the sequence (left padding).
     padding: Reg<U32>,
     /// Bytes from page to page of keys and of values.
     page_bytes: [Reg<U64>; 2],
-    /// The page of the lane's row of the block to be copied next, and the row in it.
+    /// The page of the lane's row in the key block to be copied next, then the row in that page.
     page: Reg<U32>,
     row: Reg<U32>,
-    /// Rows of a pass, and passes of a block.
+    /// Rows of a pass, then passes of a key block.
     pass: u32,
     passes: u32,
 }
@@ -142,7 +142,7 @@ impl Pages {
         Pages { places, sequence, padding, page_bytes, page, row, pass, passes }
     }
 
-    /// Looks up the lane's row of the block from `first_key` on.
+    /// Looks up the lane's row of the key block that begins at `first_key`.
     fn look_up(&self, k: &mut Builder, first_key: Reg<U32>) {
         let (thread, lane) = (k.thread_index(), k.lane());
         let index = k.eval(lane % (WARP_ROWS * self.passes));
@@ -153,7 +153,7 @@ impl Pages {
         k.set(self.row, row);
     }
 
-    /// Copies the block that was looked up.
+    /// Copies keys (`tensor` 0) or values (1) of the key block that was looked up.
     fn copy(
         &self,
         k: &mut Builder,
@@ -172,7 +172,7 @@ impl Pages {
     }
 }
 
-/// The key blocks of a head: keys and values.
+/// The key blocks of a head: their keys and values.
 pub(super) struct KeyBlocks {
     keys: Blocks,
     values: Blocks,
@@ -187,18 +187,18 @@ impl KeyBlocks {
         KeyBlocks { keys, values, pages: place.pages }
     }
 
-    /// Fills the chunks of keys beyond their columns with zeros. Columns of values
-    /// beyond theirs are not read.
+    /// Clears the chunks of keys beyond their columns. Columns of values beyond theirs are not
+    /// read.
     pub(super) fn clear_padding(&self, k: &mut Builder, keys: &TileRing) {
         self.keys.clear_padding(k, keys.slots());
     }
 
-    /// Whether a block is looked up before it is copied.
+    /// Returns whether key blocks must be looked up before they are copied.
     pub(super) fn are_looked_up(&self) -> bool {
         self.pages.is_some()
     }
 
-    /// Finds the block that is copied next, where that takes looking up.
+    /// Looks up the key block that is copied next, with a page table.
     pub(super) fn look_up(&self, k: &mut Builder, first_key: impl Into<Value<U32>>) {
         if let Some(pages) = &self.pages {
             let first_key = k.eval(first_key);
@@ -206,8 +206,8 @@ impl KeyBlocks {
         }
     }
 
-    /// Copies the block from `first_key` on, which was looked up last. With
-    /// `rows`, only so many exist, and the others become zeros.
+    /// Copies the key block that begins at `first_key`, the one that was looked up last. With
+    /// `rows`, only that many exist, and zeros are written for the others.
     pub(super) fn copy(
         &self,
         k: &mut Builder,
@@ -228,19 +228,19 @@ impl KeyBlocks {
     }
 }
 
-/// Waits until at most `pending` groups of copies are under way, in all threads.
+/// Waits until at most `pending` copy groups are in flight, then synchronises the thread block.
 pub(super) fn wait(k: &mut Builder, pending: u32) {
     k.copy_async_wait(pending);
     k.block_sync();
 }
 
 impl Mma {
-    /// Rows that one pass of the block of threads copies.
+    /// Returns the number of rows that the thread block copies in one pass.
     fn pass(&self) -> u32 {
         self.threads() / ROW_THREADS
     }
 
-    /// Rows of a key block that each warp copies.
+    /// Returns the number of rows of a key block that each warp copies.
     pub(super) fn warp_copies(&self) -> u32 {
         self.key_block / self.warps
     }

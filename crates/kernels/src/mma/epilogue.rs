@@ -1,7 +1,8 @@
-//! The way out: normalise, round, through shared memory, in chunks of 16 bytes.
+//! The epilogue: normalises and rounds the output, and stores it through shared memory in chunks of
+//! 16 bytes.
 //!
-//! A warp's output leaves through the room of its own queries, which nobody
-//! else reads, so no other warp is waited for.
+//! A warp stages its output in the shared memory of its own queries, which no other warp reads, so
+//! it need not wait for any other warp.
 
 use ptx::{Builder, Expression, Reg, SharedAddress, U32, U64, WarpAccumulator};
 
@@ -11,7 +12,7 @@ use super::rule::RuleParameters;
 use super::walk::Warp;
 use crate::attention::rows::Finished;
 
-/// Stores what a warp has.
+/// Stores the log-sum-exps and the output of a warp.
 pub(super) fn store(
     k: &mut Builder,
     mma: &Mma,
@@ -37,21 +38,21 @@ struct Store<'a> {
     mma: &'a Mma,
     found: Found,
     output: &'a WarpAccumulator,
-    /// Of the warp's queries.
+    /// The shared memory of the warp's queries.
     room: Reg<SharedAddress>,
-    /// The thread's rows.
+    /// The thread's finished rows.
     rows: Vec<Finished>,
-    /// The warp's first.
+    /// The warp's first row.
     first_row: Reg<U32>,
 }
 
 impl Store<'_> {
-    /// Which of all rows of all heads (and of all splits) is the warp's row `row`.
+    /// Returns the index of the warp's row `row` over all heads (and over all splits).
     fn flat(&self, k: &mut Builder, row: Reg<U32>) -> Reg<U64> {
         k.eval(self.found.first_lse + self.first_row.convert::<U64>() + row.convert::<U64>())
     }
 
-    /// The lane at a row's first column stores its log-sum-exp.
+    /// Stores log-sum-exps: for each row, the lane that holds its first column.
     fn log_sums(&self, k: &mut Builder) {
         let lane = k.lane();
         let mine = k.eval(lane / 4);
@@ -64,7 +65,7 @@ impl Store<'_> {
         }
     }
 
-    /// A partial output as it is: `f32`, without gaps.
+    /// Stores a partial output: `f32`, contiguous.
     fn partial(&self, k: &mut Builder) {
         let Store { mma, ref found, output, ref rows, first_row, .. } = *self;
         let lane = k.lane();
@@ -89,14 +90,14 @@ impl Store<'_> {
         }
     }
 
-    /// Rounded, through shared memory.
+    /// Stores the output, rounded, through shared memory.
     fn rounded(&self, k: &mut Builder) {
         let Store { mma, ref found, output, room, ref rows, first_row } = *self;
         let lane = k.lane();
-        // Writing: a lane has two neighbours in rows `lane / 4` and 8 below.
+        // Writing: a lane holds two neighbouring columns in row `lane / 4` and in the row 8 below.
         let (row, pair) = (k.eval(lane / 4), k.eval(lane % 4));
         let write = k.eval(room + row * 128 + pair * 4);
-        // Reading: eight lanes have the eight chunks of a row.
+        // Reading: eight lanes read the eight chunks of a row.
         let (read_row, chunk) = (k.eval(lane / 8), k.eval(lane % 8));
         let read = k.eval(room + read_row * 128);
         let at = {
@@ -107,13 +108,13 @@ impl Store<'_> {
         let step = k.eval(found.output.stride * (4 * mma.element.bytes()));
         let groups = mma.value_head_dim as usize / 8;
         for panel in 0..groups.div_ceil(8) {
-            // Queries, or the panel before, have been read by the whole warp.
+            // All lanes must have read the queries, or the panel before, by now.
             k.warp_sync();
             let here = 8.min(groups - 8 * panel);
             for tile in 0..mma.row_tiles as usize {
                 for group in 0..here {
                     let cell = output.cell(tile, 8 * panel + group);
-                    // The chunk of each group, permuted by the row's place in eight.
+                    // Chunks are swizzled by the row modulo 8, against bank conflicts.
                     let chunk = k.eval((row ^ group) * 16);
                     for half in 0..2 {
                         let factor = rows[2 * tile + half].factor;
@@ -130,7 +131,7 @@ impl Store<'_> {
                 let exists = (first_row + read_row + first).less(found.query_length);
                 let stores = if here == 8 { exists } else { exists & chunk.less(here) };
                 let from = {
-                    // Rows `first + lane / 8` of eight.
+                    // Row `first + lane / 8`, modulo 8.
                     let row = read_row + first % 8;
                     k.eval(read + (chunk ^ row) * 16)
                 };

@@ -1,25 +1,25 @@
 //! Attention forward with `mma.sync`, on Ampere and everything after it.
 //!
-//! A block of threads takes some query rows of one head; each of its warps has
-//! 16 or 32 of them to itself and walks the key blocks from the last to the
-//! first. Keys and values come by `cp.async`, some blocks ahead:
+//! A thread block takes a tile of query rows of one head. Each of its warps owns 16 or 32 of these
+//! rows and walks the key blocks from the last to the first. Keys and values are loaded by
+//! `cp.async`, `ahead` key blocks in advance:
 //!
 //! ```text
 //! for j = n-1 down to 0:
-//!     wait for K(j), V(j); send for K(j - ahead), V(j - ahead)
+//!     wait for K(j), V(j);  issue the copies of K(j - ahead), V(j - ahead)
 //!     S = Q K(j)^T;  P = softmax(S);  O += P V(j)
 //! normalise; store
 //! ```
 //!
-//! A warp does one step after the other: while it computes exponentials, the
-//! tensor cores have the products of another warp, of this block of threads or
-//! of a second one on the same multiprocessor. Probabilities stay in registers.
+//! A warp does not overlap its own steps: while it computes exponentials, the tensor cores run the
+//! products of another warp, of this thread block or of a second one on the same multiprocessor.
+//! Probabilities stay in registers.
 //!
-//! The parts have a file each: `place` says which rows and keys, `ragged` the
-//! same of sequences that have lengths of their own, `copies` brings tiles,
-//! `products` multiplies them, `rule` caps, biases and masks scores, `softmax`
-//! does what its name says, `walk` is the loop above, `epilogue` stores, and
-//! `tuned` says what serves which problem.
+//! Each stage of the kernel has its file: `place` assigns rows and keys to thread blocks, `ragged`
+//! does so for variable-length batches, `copies` loads tiles, `products` has the matrix products,
+//! `rule` the softcap, ALiBi and masks, `softmax` the online softmax, `walk` the loop above,
+//! `epilogue` stores, and `tuned` chooses the configuration for a problem. `backward` is the kernel
+//! for gradients.
 
 mod backward;
 mod copies;
@@ -46,43 +46,43 @@ use ragged::Ragged;
 use rule::RuleParameters;
 use walk::Warp;
 
-/// What the kernel is built for.
+/// Configuration of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Mma {
-    /// The architecture: Ampere or later.
+    /// The target architecture: Ampere or later.
     pub target: Target,
-    /// The element of all four tensors: `F16` or `BF16`.
+    /// The element type of all four tensors: `F16` or `BF16`.
     pub element: Element,
     /// The width of queries and keys: a multiple of 8 up to 256.
     pub head_dim: u32,
     /// The width of values and outputs: a multiple of 8 up to 256.
     pub value_head_dim: u32,
-    /// The mask, and what changes scores.
+    /// The mask, and the rules that change scores.
     pub rules: Rules,
-    /// How sequences lie in their tensors.
+    /// How sequences are stored in their tensors.
     pub batch: Batch,
-    /// Warps of a block: 2, 4 or 8.
+    /// Warps of a thread block: 2, 4 or 8.
     pub warps: u32,
-    /// Tiles of 16 query rows that each warp takes: 1 or 2. With two, what is
-    /// loaded of keys and values serves twice.
+    /// Tiles of 16 query rows for each warp: 1 or 2. With two, each fragment of keys or values that
+    /// is loaded is used twice.
     pub row_tiles: u32,
     /// Keys that are copied and multiplied at a time: a multiple of 16.
     pub key_block: u32,
-    /// How many key blocks copies run ahead.
+    /// How many key blocks the copies run ahead of the products.
     pub ahead: u32,
     /// Where the tensor cores take queries from.
     pub query_source: Source,
-    /// Blocks of threads that shall fit on a multiprocessor: bounds registers.
+    /// Thread blocks that are to be resident on a multiprocessor, which bounds their registers.
     pub residents: u32,
-    /// What products are added up in: `F32`, or `F16` for elements of `F16`.
+    /// The type of the accumulators: `F32`, or `F16` for elements of `F16`.
     pub accumulate: Element,
-    /// Whether keys are split over blocks of threads: outputs are then partial,
-    /// in `f32`, for the combining kernel to put together.
+    /// Whether keys are split over thread blocks (split-KV). Outputs are then partial, in `f32`,
+    /// and a second kernel combines them.
     pub split: bool,
 }
 
 impl Mma {
-    /// The name of this configuration.
+    /// Returns the name of this configuration.
     pub fn name(&self) -> String {
         let Mma { element, head_dim, value_head_dim, key_block, ahead, .. } = self;
         let rules = self.rules.name();
@@ -102,29 +102,29 @@ impl Mma {
         )
     }
 
-    /// Query rows of a block of threads.
+    /// Returns the number of query rows of a thread block.
     pub fn query_rows(&self) -> u32 {
         self.warps * self.warp_rows()
     }
 
-    /// Blocks of threads of a ragged batch, for a schedule with room for so many
+    /// Returns the number of thread blocks for a ragged batch whose schedule has room for this many
     /// [records](crate::Sequencer::records).
     pub fn ragged_blocks(records: u64, query_heads: u64) -> u64 {
         records * query_heads
     }
 
-    /// Whether its tiles take key blocks from lists: where a mask is a function, and all sequences
-    /// have one length.
+    /// Returns whether tiles take their key blocks from lists: where the mask is a function and all
+    /// sequences have the same length.
     pub fn takes_block_lists(&self) -> bool {
         self.rules.mask_function.is_some() && self.batch == Batch::Equal
     }
 
-    /// Query rows of a warp.
+    /// Returns the number of query rows of a warp.
     fn warp_rows(&self) -> u32 {
         16 * self.row_tiles
     }
 
-    /// Rows that each thread has elements of.
+    /// Returns the number of rows of which a thread holds elements.
     fn thread_rows(&self) -> usize {
         2 * self.row_tiles as usize
     }
@@ -133,12 +133,12 @@ impl Mma {
         32 * self.warps
     }
 
-    /// Key blocks in shared memory: the one that is read, and those under way.
+    /// Returns the number of key blocks in shared memory: the one being read, and those in flight.
     fn slots(&self) -> u32 {
         self.ahead + 1
     }
 
-    /// The width of queries and keys in whole steps of the tensor cores.
+    /// Returns the width of queries and keys, rounded up to whole `mma` steps of 16.
     fn padded_dim(&self) -> u32 {
         self.head_dim.next_multiple_of(16)
     }
@@ -159,13 +159,13 @@ impl Mma {
         self.layout(self.key_block, self.value_head_dim)
     }
 
-    /// The shared memory of a block of threads.
+    /// Returns the bytes of shared memory of a thread block.
     pub fn shared_bytes(&self) -> u32 {
         self.query_layout().bytes()
             + self.slots() * (self.key_layout().bytes() + self.value_layout().bytes())
     }
 
-    /// Why there is no such kernel, if so.
+    /// Returns why this configuration is not supported, or `None` if it is.
     fn fault(&self) -> Option<&'static str> {
         if !(self.target.has(Capability::Mma) && self.target.has(Capability::AsyncCopies)) {
             return Some("the target has no mma.sync on 16-bit floats or no cp.async");
@@ -187,8 +187,7 @@ impl Mma {
         if self.key_block == 0 || !self.key_block.is_multiple_of(16) {
             return Some("the key block is not a multiple of 16");
         }
-        // Each pass of the copying threads takes as many rows as there are
-        // groups of eight threads.
+        // A pass of the copying threads covers one row for every eight threads: four rows a warp.
         if !self.key_block.is_multiple_of(4 * self.warps) {
             return Some("the key block is not a multiple of four rows a warp");
         }
@@ -198,7 +197,7 @@ impl Mma {
         if self.split && (self.batch != Batch::Equal || self.rules.mask.is_window()) {
             return Some("only sequences of one length and without a window are split");
         }
-        // One lane of the warp looks up each.
+        // Each lane of a warp looks up the page of one row.
         if self.batch == Batch::Paged && self.warp_copies() > 32 {
             return Some("a warp copies more than 32 rows of a key block in pages");
         }
@@ -214,7 +213,7 @@ impl Mma {
     ///
     /// | parameters | |
     /// | --- | --- |
-    /// | `Query`, `Key`, `Value`, `Output` | addresses, with row and head strides in elements; of an equal batch also batch strides |
+    /// | `Query`, `Key`, `Value`, `Output` | addresses, with row and head strides in elements, and batch strides for equal lengths |
     /// | `Lse` | the address of the log-sum-exps, `f32` |
     /// | `ScaleLog2`, positive, or `ScaleInner` and `ScaleOuter` | |
     /// | `ReachLeft`, `ReachRight` | of a window |
@@ -224,29 +223,29 @@ impl Mma {
     ///
     /// Addresses and strides are multiples of 16 bytes.
     ///
-    /// An equal batch has one block of threads for each tile of query rows, and
+    /// For equal lengths the grid has one thread block for each tile of query rows, and there are
     ///
     /// | parameters | |
     /// | --- | --- |
     /// | `QueryLength`, `KeyLength` | |
-    /// | `TilesPerHead` | query tiles of a head: a divisor, but under a causal mask |
+    /// | `TilesPerHead` | query tiles of a head: a divisor, except under a causal mask |
     /// | `TilesPerGroup`, `HeadsPerGroup` | divisors, under a causal mask |
     ///
-    /// Its log-sum-exps are (batch, head, query). Split, there are as many blocks
-    /// of threads for each tile as `Splits`, a divisor, of `BlocksPerSplit` key
-    /// blocks each, and `Batch`; the outputs are `PartialOutput`, (split, batch,
-    /// head, query, dimension) in `f32`, and `PartialLse`, (split, batch, head,
-    /// query), both without gaps and the output's strides unused.
+    /// Log-sum-exps are laid out as (batch, head, query). With `split`, each tile has `Splits` (a
+    /// divisor) thread blocks of `BlocksPerSplit` key blocks each, and there is `Batch`. The
+    /// results are then `PartialOutput`, (split, batch, head, query, dimension) in `f32`, and
+    /// `PartialLse`, (split, batch, head, query), both contiguous; the strides of `Output` are
+    /// unused.
     ///
-    /// A ragged batch has [`ragged_blocks`](Mma::ragged_blocks) blocks of threads,
-    /// and
+    /// For a ragged batch the grid has [`ragged_blocks`](Mma::ragged_blocks) thread blocks, and
+    /// there are
     ///
     /// | parameters | |
     /// | --- | --- |
-    /// | `Schedule` | what the [`Sequencer`](crate::Sequencer) wrote for tiles of [`query_rows`](Mma::query_rows) |
-    /// | `LseHeadStride` | from one head's log-sum-exps to the next's |
-    /// | `Key batch stride`, `Value batch stride` | from page to page, with pages |
-    /// | `Entries`, `BlockTable`, `PageColumns`, `PageSize` | with pages; the size is a divisor |
+    /// | `Schedule` | the schedule that the [`Sequencer`](crate::Sequencer) wrote for tiles of [`query_rows`](Mma::query_rows) |
+    /// | `LseHeadStride` | elements from one head's log-sum-exps to the next's |
+    /// | `Key batch stride`, `Value batch stride` | from page to page, with a page table |
+    /// | `Entries`, `BlockTable`, `PageColumns`, `PageSize` | with a page table; the size is a divisor |
     pub fn program(&self) -> Result<Program, Error> {
         if let Some(reason) = self.fault() {
             return Err(Error::configuration(self.name(), reason));
@@ -275,7 +274,7 @@ impl Mma {
         }
     }
 
-    /// All of one tile.
+    /// Emits all of the work on one tile.
     fn attend(&self, k: &mut Builder, rules: &RuleParameters, place: &Place) {
         let query_room = TileRing::new(k, "queries", self.query_layout(), 1);
         let key_ring = TileRing::new(k, "keys", self.key_layout(), self.slots());

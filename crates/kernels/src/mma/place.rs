@@ -1,14 +1,13 @@
-//! Which query rows and which keys a block of threads takes, and where they are.
+//! Which query rows and keys a thread block takes, and where they are in memory.
 //!
-//! One block of threads, one tile of query rows of one head. [`Equal`] numbers
-//! the tiles of sequences of one length; `ragged` has those of a schedule.
+//! Each thread block has one tile of query rows of one head. [`Equal`] numbers the tiles of
+//! sequences of equal length; `ragged` takes them from a schedule.
 //!
-//! Tiles are numbered with the rows moving fastest, so that blocks running at
-//! the same time share the keys and values of few heads in the second-level
-//! cache. Under a causal mask tiles are of unequal length, and whoever gets a
-//! long one last is waited for. Heads go in groups then, as many as the cache
-//! holds, and the longest tiles of a group come first: what is left at the end
-//! is short.
+//! Row tiles of a head are numbered consecutively, so that thread blocks that run at the same time
+//! share the keys and values of few heads in L2. Under a causal mask tiles have unequal lengths,
+//! and a long one that starts last delays the end of the kernel. Heads are then taken in groups, as
+//! many as the L2 holds, with the longest tiles of a group first, so that the last tiles to start
+//! are short.
 
 use ptx::{Builder, Element, Expression, GlobalAddress, Pred, Reg, U32, U64, Value};
 
@@ -22,7 +21,7 @@ use crate::divisor::DivisorRegisters;
 use crate::parameter::{Number, Tensor};
 use crate::strides::Strides;
 
-/// What one block of threads computes.
+/// The tile of a thread block: its rows, its keys, and where its results go.
 pub(super) struct Place {
     pub(super) sequence: Reg<U32>,
     pub(super) head: Reg<U32>,
@@ -32,29 +31,29 @@ pub(super) struct Place {
     pub(super) queries: HeadRows,
     pub(super) keys: HeadRows,
     pub(super) values: HeadRows,
-    /// With pages: how rows of keys and values are found.
+    /// With a page table: how rows of keys and values are found.
     pub(super) pages: Option<Pages>,
     pub(super) results: Results,
-    /// Which part of the keys.
+    /// With split-KV: which split of the keys this is.
     pub(super) split: Option<Reg<U32>>,
     pub(super) walked: Walked,
 }
 
-/// Where results go. Found when they are there: addresses would be kept in
-/// registers all along.
+/// Where results go. Addresses are computed in the epilogue, since otherwise they would occupy
+/// registers throughout the loop.
 pub(super) enum Results {
     Equal(EqualResults),
     Ragged(RaggedResults),
 }
 
-/// What is known of a tile's results at its end.
+/// The addresses of a tile's results, computed in the epilogue.
 pub(super) struct Found {
     pub(super) head: Reg<U32>,
     pub(super) first_row: Reg<U32>,
     pub(super) query_length: Reg<U32>,
-    /// Of the head's first row.
+    /// The output rows of the head.
     pub(super) output: HeadRows,
-    /// The log-sum-exps, and which of them is that of the head's first row.
+    /// The log-sum-exps, then the index of that of the head's first row.
     pub(super) lse: Reg<GlobalAddress>,
     pub(super) first_lse: Reg<U64>,
 }
@@ -68,7 +67,7 @@ impl Results {
     }
 }
 
-/// The results of an equal batch.
+/// The results of equal-length sequences.
 pub(super) struct EqualResults {
     output: Reg<GlobalAddress>,
     strides: Strides,
@@ -78,13 +77,13 @@ pub(super) struct EqualResults {
     heads: Reg<U32>,
     first_row: Reg<U32>,
     query_length: Reg<U32>,
-    /// Of a split tile: which split, and sequences.
+    /// With split-KV: which split this is, and the number of sequences.
     split: Option<[Reg<U32>; 2]>,
 }
 
 impl EqualResults {
     fn find(&self, k: &mut Builder, element: Element) -> Found {
-        // Which head of all sequences, and of all splits.
+        // The index of the head over all sequences, and over all splits.
         let mut index = self.sequence * self.heads + self.head;
         if let Some([split, batches]) = self.split {
             index = split * batches * self.heads + index;
@@ -92,7 +91,7 @@ impl EqualResults {
         let index = k.eval(index);
         let first_lse = k.eval(index.convert::<U64>() * self.query_length.convert::<U64>());
         let first = match self.split {
-            // Partial outputs have no gaps, and are found by number.
+            // Partial outputs are contiguous, and addressed by the row's index.
             Some(_) => self.output,
             None => {
                 let zero = k.eval(0);
@@ -109,16 +108,16 @@ impl EqualResults {
 /// The rows of one head of one sequence.
 #[derive(Clone, Copy)]
 pub(super) struct HeadRows {
-    /// Its first element, or that of the tensor's first row of it.
+    /// The head's first element in the sequence's first row or, with `start`, in the tensor's.
     pub(super) first: Reg<GlobalAddress>,
-    /// From which row of the tensor on, then.
+    /// The row of the tensor at which the sequence begins, where `first` does not include it.
     pub(super) start: Option<Reg<U32>>,
     /// Elements from row to row.
     pub(super) stride: Reg<U64>,
 }
 
 impl HeadRows {
-    /// The address of a row.
+    /// Returns the address of a row.
     pub(super) fn row(
         &self,
         k: &mut Builder,
@@ -133,30 +132,32 @@ impl HeadRows {
     }
 }
 
-/// The key blocks that the block of threads walks.
+/// The range of key blocks that a thread block walks.
 #[derive(Clone, Copy)]
 pub(super) struct Walked {
     first: Reg<U32>,
     count: Reg<U32>,
-    /// The tile's list of key blocks, where a mask is a function: `first` is a place in it then.
+    /// With a mask function, the tile's list of key blocks; `first` is then an index into it.
     list: Option<BlockList>,
 }
 
-/// What a warp does with the walked blocks, by how many of them are left.
+/// How a warp treats each key block of the walk, by the number of blocks that remain (which falls
+/// to 1 at the last block).
 pub(super) struct WarpBlocks {
-    /// Its rows see some of these and fewer, not of more.
+    /// Blocks with more than this many remaining are seen by none of the warp's rows.
     pub(super) seen: Reg<U32>,
-    /// With a window: they see nothing of so many.
+    /// With a window: blocks with this many or fewer remaining are seen by none of the rows either.
     pub(super) unseen: Option<Reg<U32>>,
-    /// Some row does not see all of more than these,
+    /// Blocks with more than this many remaining need a mask: some row does not see all of their
+    /// keys.
     unmasked: Reg<U32>,
-    /// nor, with a window, of so many and fewer.
+    /// With a window: blocks with this many or fewer remaining need a mask too.
     masked: Option<Reg<U32>>,
 }
 
 impl WarpBlocks {
-    /// Whether the block needs a mask when so many are left, or by its number and one where the tile
-    /// has a list.
+    /// Returns whether a block needs a mask. `remaining` includes it; where the tile has a list, it
+    /// is the block's number plus one.
     pub(super) fn needs_mask(&self, remaining: Reg<U32>) -> Value<Pred> {
         let right = remaining.greater(self.unmasked);
         match self.masked {
@@ -167,7 +168,7 @@ impl WarpBlocks {
 }
 
 impl Walked {
-    /// The blocks that a tile of rows needs.
+    /// Returns the key blocks that a tile of rows sees.
     pub(super) fn new(
         k: &mut Builder,
         mma: &Mma,
@@ -183,12 +184,12 @@ impl Walked {
         }
     }
 
-    /// The blocks of a list.
+    /// Returns the key blocks of a list.
     fn listed(k: &mut Builder, list: BlockList) -> Self {
         Walked { first: k.eval(0), count: blocks::count(k, list), list: Some(list) }
     }
 
-    /// So many of them, from `index` times that many on.
+    /// Returns the split `index` of these blocks, with `length` blocks to a split.
     fn part(self, k: &mut Builder, index: Reg<U32>, length: Reg<U32>) -> Self {
         let skipped = k.eval((index * length).minimum(self.count));
         let count = k.eval((self.count - skipped).minimum(length));
@@ -197,21 +198,21 @@ impl Walked {
 }
 
 impl Place {
-    /// How many key blocks are walked.
+    /// Returns the number of key blocks of the walk.
     pub(super) fn blocks(&self) -> Reg<U32> {
         self.walked.count
     }
 
-    /// The entry of the tile's list, if it has one, of the block that is walked when `remaining`
-    /// are left.
+    /// Returns the list entry of the block that is walked when `remaining` are left, if the tile
+    /// has a list.
     pub(super) fn entry(&self, k: &mut Builder, remaining: Value<U32>) -> Option<Reg<U32>> {
-        // Without any left it is what comes before the first.
+        // With none left this is the entry before the first, or the list's first: in bounds.
         let list = self.walked.list?;
         Some(blocks::entry(k, list, (self.walked.first + remaining).maximum(1) - 1))
     }
 
-    /// The first key of the block that is walked when `remaining` are left,
-    /// itself among them. Without any it is no key.
+    /// Returns the first key of the block that is walked when `remaining` are left, itself
+    /// included. With none left the result is meaningless.
     pub(super) fn first_key(
         &self,
         k: &mut Builder,
@@ -225,7 +226,7 @@ impl Place {
         }
     }
 
-    /// The walked blocks as the warp sees them whose rows begin at `first_row`.
+    /// Returns how a warp whose rows begin at `first_row` treats the blocks of the walk.
     pub(super) fn of_warp(
         &self,
         k: &mut Builder,
@@ -256,8 +257,8 @@ impl Place {
     }
 }
 
-/// The end of the blocks that some rows need, which of them need a mask, and with
-/// a window the first.
+/// Returns the end of the key blocks that some rows see, which of them need a mask, and with a
+/// window the first of them.
 fn find_blocks(
     k: &mut Builder,
     mma: &Mma,
@@ -271,7 +272,7 @@ fn find_blocks(
     (end, masked, first)
 }
 
-/// Sequences of one length, each in a batch entry.
+/// The launch's tensors for sequences of equal length, each in a batch entry.
 pub(super) struct Equal {
     /// Queries, keys and values.
     tensors: [(Reg<GlobalAddress>, Strides); 3],
@@ -302,7 +303,7 @@ impl Equal {
         }
     }
 
-    /// The block's tile.
+    /// Returns the tile of this thread block.
     pub(super) fn place(self, k: &mut Builder, mma: &Mma, visibility: &Visibility) -> Place {
         let heads = DivisorRegisters::parameters(k, Number::QueryHeads);
         let group = DivisorRegisters::parameters(k, Number::GroupSize);

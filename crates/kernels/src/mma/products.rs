@@ -1,8 +1,7 @@
-//! Products on the tensor cores of one warp: what is loaded when, and what it is
-//! added up in.
+//! The matrix products of a warp: the order of operand loads, and the type of the accumulators.
 //!
-//! Rounded, two accumulators side by side are the first operand of a next
-//! product over their 16 columns, so probabilities never leave their registers.
+//! Two neighbouring accumulator cells of `S`, rounded to 16 bits, form the A operand of `PV` for
+//! their 16 columns, so probabilities never leave registers.
 
 use ptx::{
     Builder, Element, Expression, F32, FragmentA, FragmentB, MatrixLanes, MmaCell, MmaSum, Reg,
@@ -12,12 +11,12 @@ use ptx::{
 use super::Mma;
 use crate::product::Source;
 
-/// How the lanes of a warp address matrices.
+/// The `ldmatrix` addressing of the lanes of a warp.
 #[derive(Clone, Copy)]
 pub(super) struct Lanes {
-    /// Of queries as they lie, and of values.
+    /// For queries, and for values as a B operand.
     rows_first: MatrixLanes,
-    /// Of keys, transposed.
+    /// For keys as a transposed B operand.
     columns_first: MatrixLanes,
 }
 
@@ -33,28 +32,28 @@ impl Lanes {
 
 /// The queries of a warp.
 ///
-/// They come as rows. Taken once, they lie as the tensor cores want them: for
-/// each 16 x 16 elements 512 bytes, 16 of each lane, so that one address and
-/// constants reach them all.
+/// They arrive in shared memory as rows. `take` rearranges them once into fragments: 512 bytes for
+/// each 16 x 16 elements, 16 bytes of each lane, so that one address register and constant offsets
+/// reach them all.
 pub(super) struct Queries {
     layout: TileLayout,
-    /// The warp's rows, and the lane's part of what was made of them.
+    /// The warp's rows, then the lane's part of the fragments that replace them.
     rows: Reg<SharedAddress>,
     mine: Reg<SharedAddress>,
-    /// In registers, by step and tile of rows, if they are taken from there.
+    /// The fragments by step and tile of rows, where queries are kept in registers.
     held: Option<Vec<Vec<FragmentA>>>,
 }
 
 impl Queries {
-    /// The queries in shared memory, from the warp's first row on.
+    /// Creates the queries of a warp whose first row is at `rows`.
     pub(super) fn new(k: &mut Builder, mma: &Mma, rows: Reg<SharedAddress>) -> Self {
         let lane = k.lane();
         let mine = k.eval(rows + lane * 16);
         Queries { layout: mma.query_layout(), rows, mine, held: None }
     }
 
-    /// Once the queries have come: into registers, or as the tensor cores want
-    /// them into the place where they lay.
+    /// Loads the queries into registers, or rearranges them in place into fragments. They must have
+    /// arrived.
     pub(super) fn take(&mut self, k: &mut Builder, mma: &Mma, lanes: Lanes) {
         let reader = TileReader::new(k, self.layout, self.rows, lanes.rows_first);
         let steps = 0..mma.padded_dim() / 16;
@@ -80,13 +79,14 @@ impl Queries {
         k.warp_sync();
     }
 
-    /// The steps of a panel have the room that the warp's rows had in it.
+    /// Returns the address of a fragment. The fragments of a panel occupy the bytes that the warp's
+    /// rows had in it.
     fn address(&self, mma: &Mma, step: u32, tile: u32) -> Value<SharedAddress> {
         let within = (step % 4 * mma.row_tiles + tile) * 512;
         self.mine + (step / 4 * self.layout.panel_bytes() + within)
     }
 
-    /// The operands of a step, by tile of rows.
+    /// Returns the A operands of a step, by tile of rows.
     fn at(&self, k: &mut Builder, mma: &Mma, step: u32) -> Vec<FragmentA> {
         if let Some(held) = &self.held {
             return held[step as usize].clone();
@@ -96,15 +96,15 @@ impl Queries {
     }
 }
 
-/// What the products of one key block are added up in.
+/// The accumulators of the products with one key block.
 struct Sums {
     zero: MmaSum,
-    /// By tile of rows and group of columns.
+    /// Accumulators by tile of rows and group of 8 columns.
     sums: Vec<Vec<MmaSum>>,
 }
 
 impl Sums {
-    /// Directly in these cells, or in `f16` beside them.
+    /// Accumulates directly in `cells`, or in separate `f16` accumulators.
     fn new(k: &mut Builder, mma: &Mma, cells: &WarpAccumulator) -> Self {
         let zero = match mma.accumulate {
             Element::F32 => MmaSum::from_zero(k.eval::<F32>(0.0)),
@@ -120,7 +120,7 @@ impl Sums {
         Sums { zero, sums }
     }
 
-    /// Adds a step to one cell; the first begins at zero.
+    /// Adds one step's product to an accumulator; the `first` one starts from zero.
     fn add(
         &self,
         k: &mut Builder,
@@ -133,8 +133,8 @@ impl Sums {
         k.mma(sum, a, b, if first { self.zero } else { sum });
     }
 
-    /// Widens the sums of a cell from `f16`: into it, or added to it. Sums in
-    /// `f32` are already there.
+    /// Converts an `f16` accumulator to `f32`: stores it to the cell or, with `add`, adds it. `f32`
+    /// accumulators are the cells themselves.
     fn widen(&self, k: &mut Builder, (tile, group): (usize, usize), cell: MmaCell, add: bool) {
         let MmaSum::F16(pairs) = self.sums[tile][group] else { return };
         for (half, pair) in pairs.into_iter().enumerate() {
@@ -151,8 +151,8 @@ impl Sums {
     }
 }
 
-/// `scores = Q K^T` for the keys in `slot`. What the next step needs is loaded
-/// before this one is multiplied.
+/// Computes `scores = Q K^T` for the keys in `slot`. Operands of the next piece are loaded before
+/// the current one is multiplied.
 pub(super) fn scores(
     k: &mut Builder,
     mma: &Mma,
@@ -163,7 +163,7 @@ pub(super) fn scores(
 ) {
     let reader = TileReader::new(k, mma.key_layout(), slot, lanes.columns_first);
     let sums = Sums::new(k, mma, scores);
-    // Steps of 16 columns, each over the block's keys 16 at a time.
+    // Steps of 16 columns; in each, the keys of the block 16 at a time.
     let pieces: Vec<(u32, u32)> = (0..mma.padded_dim() / 16)
         .flat_map(|step| (0..mma.key_block / 16).map(move |pair| (step, pair)))
         .collect();
@@ -190,7 +190,7 @@ pub(super) fn scores(
     }
 }
 
-/// `output += P V` for the values in `slot`.
+/// Computes `output += P V` for the values in `slot`.
 pub(super) fn update(
     k: &mut Builder,
     mma: &Mma,
@@ -202,9 +202,9 @@ pub(super) fn update(
     let reader = TileReader::new(k, mma.value_layout(), slot, lanes.rows_first);
     let sums = Sums::new(k, mma, output);
     let in_place = mma.accumulate == Element::F32;
-    // Steps of 16 keys and columns 16 at a time, eight at the end. Step after step keeps the
-    // products apart that wait for each other; sums in f16 are gone through column after
-    // column, for only those of one are there beside the output.
+    // Steps of 16 keys, and columns 16 at a time (the last may be 8). f32: all columns of a step
+    // before the next step, which keeps dependent products apart. f16: all steps of a column before
+    // the next column, so that only one column's f16 accumulators are live beside the output.
     let (steps, columns) = (mma.key_block / 16, mma.value_head_dim.div_ceil(16));
     let pieces: Vec<(u32, u32)> = (0..steps * columns)
         .map(|index| match in_place {

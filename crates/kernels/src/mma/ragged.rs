@@ -1,10 +1,10 @@
-//! Tiles of a ragged batch: the records of the schedule that the
+//! Tiles of a ragged (variable-length) batch, from the schedule that the
 //! [`Sequencer`](crate::Sequencer) wrote.
 //!
-//! One block of threads for each record and head, heads moving fastest: those
-//! that share keys run at the same time, and the longest tiles begin first. A
-//! launch has room for as many records as a batch of its size may have; blocks
-//! beyond those that there are end at once.
+//! The grid has one thread block for each record and head, heads varying fastest: thread blocks
+//! that share keys run at the same time, and the longest tiles start first. A launch has room for
+//! as many records as a batch of its size can have; thread blocks beyond the actual number exit at
+//! once.
 
 use ptx::{Builder, Element, Expression, GlobalAddress, Reg, U32, U64};
 
@@ -27,25 +27,25 @@ struct Records {
 }
 
 impl Records {
-    /// The record and the head of this block.
+    /// Returns the record and the head of this thread block.
     fn of_block(&self, k: &mut Builder) -> (Reg<U32>, Reg<U32>) {
         let block = k.block_index();
         self.heads.divide(k, block)
     }
 
-    /// Half of a record's words.
+    /// Reads one half of a record: four words.
     fn read(&self, k: &mut Builder, record: Reg<U32>, half: u32) -> [Reg<U32>; 4] {
         let offset = record.convert::<U64>() * u64::from(RECORD_BYTES);
         let at = k.eval(self.schedule + offset);
         let words: [Reg<U32>; 4] =
             k.load_vector(at + (RECORDS_BYTE + half * RECORD_BYTES / 2), Default::default());
-        // From one lane to all: so the assembler knows that the warp goes one way.
+        // Broadcast from lane 0, so that ptxas knows that the values are uniform in the warp.
         words.map(|word| k.shuffle_index(word, 0))
     }
 }
 
-/// Where the results of a ragged batch go. The record is read again for it: what
-/// it says need not be kept.
+/// Where the results of a ragged batch go. The epilogue reads the record again rather than keep its
+/// values in registers.
 pub(super) struct RaggedResults {
     output: Rows,
     lse: Reg<GlobalAddress>,
@@ -71,13 +71,14 @@ impl RaggedResults {
     }
 }
 
-/// What a launch says of its batch.
+/// The launch's parameters for a ragged batch.
 pub(super) struct Ragged {
     /// Queries, keys and values.
     tensors: [Rows; 3],
     results: RaggedResults,
     group: DivisorRegisters,
-    /// Where pages are, and elements from page to page of keys and of values.
+    /// With a page table: the pages of sequences, and the elements from page to page of keys and of
+    /// values.
     pages: Option<(Places, [Reg<U64>; 2])>,
 }
 
@@ -104,7 +105,7 @@ impl Ragged {
         }
     }
 
-    /// The block does `body` for its tile, if there is one.
+    /// Emits `body` for the tile of this thread block, under the condition that there is one.
     pub(super) fn with_tile(
         self,
         k: &mut Builder,
@@ -131,14 +132,15 @@ impl Ragged {
 
         let zero = k.eval::<U32>(0);
         let [queries, keys, values] = &self.tensors;
-        // Heads are numbers of the launch, the same in all threads; what the record says is not
-        // known to be, so there shall be little of it.
+        // A head is known to be the same in all threads, what a record says is not. So the base
+        // address depends on the head alone, and `start` is added for each row.
         let mut rows = |tensor: &Rows, start: Option<Reg<U32>>, head: Reg<U32>| {
             let first = tensor.row_address(k, mma.element, zero, head);
             HeadRows { first, start, stride: tensor.row }
         };
         let queries = rows(queries, Some(query_start), head);
-        // With pages a sequence begins where its block table says, left padding aside.
+        // With a page table the sequence's rows are found through it; `key_start` is then the left
+        // padding.
         let start = self.pages.is_none().then_some(key_start);
         let [keys, values] = [keys, values].map(|tensor| rows(tensor, start, key_head));
         let pages = self

@@ -1,4 +1,5 @@
-//! What becomes of a block's products before the softmax: caps, slopes and masks.
+//! Turns a block's products `QK^T` into scores before the softmax: softcap, ALiBi, masks,
+//! functions.
 
 use ptx::{Builder, Expression, F32, Pred, Reg, S32, U32, Value, WarpAccumulator};
 
@@ -10,7 +11,7 @@ use crate::attention::scores::{ScoreRule, Slopes, alibi};
 use crate::attention::visibility::Visibility;
 use crate::attention::{Rules, Score};
 
-/// What a launch passes for the rules.
+/// The launch's parameters for the rules.
 pub(super) struct RuleParameters {
     pub(super) scores: ScoreRule,
     pub(super) visibility: Visibility,
@@ -30,8 +31,8 @@ impl RuleParameters {
         }
     }
 
-    /// The sink of the tile's head, in units of log2. Of a split tile only the
-    /// first part has it: it counts once.
+    /// Returns the sink of the tile's head, in units of log2. With split-KV only the first split
+    /// has it, so that it counts once.
     pub(super) fn sink(
         &self,
         k: &mut Builder,
@@ -47,19 +48,19 @@ impl RuleParameters {
     }
 }
 
-/// The rule of a warp's rows. Where a thread stands is found anew in each block
-/// that needs it: registers are dear in all others.
+/// The rules for a warp's rows. The coordinates of a thread's scores are recomputed in each block
+/// that needs them, to save registers in all others.
 pub(super) struct Rule {
     scores: ScoreRule,
     visibility: Visibility,
-    /// Whether scores are more than products.
+    /// Whether a rule changes scores: softcap, ALiBi or a score function.
     changes: bool,
-    /// In units of scores before their scale.
+    /// The ALiBi slope, in units of scores before their scale.
     slope: Option<Reg<F32>>,
-    /// Where the warp's first row stands among the keys.
+    /// The position of the warp's first row among the keys.
     position: Reg<U32>,
     key_length: Reg<U32>,
-    /// How far below its first the thread's rows lie.
+    /// The distances of the thread's rows below its first row.
     rows: Vec<u32>,
     functions: Functions,
     sequence: Reg<U32>,
@@ -97,8 +98,7 @@ impl Rule {
         }
     }
 
-    /// Turns the products with the keys from `first_key` on into scores, masked
-    /// where it is needed.
+    /// Turns products with the keys from `first_key` on into scores, masked where needed.
     pub(super) fn apply(
         &self,
         k: &mut Builder,
@@ -109,8 +109,8 @@ impl Rule {
     ) {
         let scores = Score::of_warp(products);
         if self.changes {
-            // Always so. A branch of its own, for the assembler would else work out all distances
-            // ahead, beside the products, in as many registers as there are scores.
+            // The condition always holds. It is there for the branch: without it ptxas computes all
+            // distances in advance, during the products, in as many registers as there are scores.
             k.if_(first_key.less(self.key_length), |k| {
                 self.scores.cap(k, &scores);
                 self.scores.in_natural_units(k, &scores);
@@ -130,7 +130,7 @@ impl Rule {
             seen.hide_others(k, &scores);
         });
         if let Some(function) = &self.functions.mask {
-            // A branch of its own, for the same reason as above.
+            // Without a list, a branch that is always taken, for the same reason as above.
             let needed = needs_function.unwrap_or_else(|| first_key.less(self.key_length));
             k.if_(needed, |k| {
                 let standing = self.standing(k, first_key);
@@ -139,7 +139,7 @@ impl Rule {
         }
     }
 
-    /// Where the thread's scores stand.
+    /// Returns the coordinates of the thread's scores, for mask and score functions.
     fn standing(&self, k: &mut Builder, first_key: Reg<U32>) -> Standing<'_> {
         let (position, first_key) = self.stand(k, first_key);
         let Rule { sequence, head, query_length, key_length, .. } = *self;
@@ -155,7 +155,7 @@ impl Rule {
         }
     }
 
-    /// The position of the thread's first row, and the key of its first column.
+    /// Returns the position of the thread's first row, and the key of its first column.
     fn stand(&self, k: &mut Builder, first_key: Reg<U32>) -> (Value<S32>, Reg<S32>) {
         let lane = k.lane();
         let column = k.eval((first_key + lane % 4 * 2).reinterpret::<S32>());

@@ -1,10 +1,9 @@
 //! The guarded softmax of a warp's rows.
 //!
-//! As in the Hopper kernel: a row's reference is the exact maximum of its first
-//! key block, later blocks take `2^(s - reference)` straight away, and a block
-//! whose sum exceeds a bound in any row of the warp is done again around an
-//! exact maximum. Scores are not kept for that: the tensor cores make them
-//! again, which is cheaper than the registers in every other block.
+//! As in the Hopper kernel, the reference of a row is the exact maximum of its first key block, and
+//! later blocks compute `2^(s - reference)` without a new maximum. A block whose sum exceeds a
+//! bound in any row of the warp is recomputed with a new, exact maximum. Scores are not kept for
+//! that: recomputing `QK^T` is cheaper than holding their registers in every other block.
 
 use ptx::{Builder, Element, Expression, F32, Pred, Reg, WarpAccumulator, WarpFragment};
 
@@ -12,22 +11,22 @@ use super::Mma;
 use crate::attention::rows::{Finished, NOTHING_SEEN, Reference, finish};
 use crate::attention::softmax::bound;
 
-/// The state of a thread's rows: two for each tile.
+/// The softmax state of a thread's rows: two rows for each tile.
 pub(super) struct Softmax {
-    /// A block's sum beyond this is too large.
+    /// The largest allowed sum of a block's exponentials.
     bound: f32,
     scale_log2: Reg<F32>,
-    /// The negative reference of each row, scaled: what is added to its scores.
+    /// The negated reference of each row, scaled: added to its scaled scores.
     offset: Vec<Reg<F32>>,
-    /// The thread's part of each row's sum.
+    /// The thread's part of each row's sum of exponentials.
     sum: Vec<Reg<F32>>,
 }
 
 impl Softmax {
     pub(super) fn new(k: &mut Builder, mma: &Mma, scale_log2: Reg<F32>) -> Self {
         let bound = match mma.accumulate {
-            // Sums of products with values must not overflow either: with as
-            // little as this, values may be as large as a thousand.
+            // f16 accumulators of `PV` must not overflow either: with this bound, values may be as
+            // large as a thousand.
             Element::F16 => 64.0,
             _ => bound(mma.element),
         };
@@ -41,7 +40,7 @@ impl Softmax {
         }
     }
 
-    /// Takes the exact maximum of the rows' first block as their reference.
+    /// Sets the reference of each row to the exact maximum of its first block.
     pub(super) fn begin(&self, k: &mut Builder, scores: &WarpAccumulator) {
         for (row, offset) in self.offset.iter().enumerate() {
             let maximum = row_maximum(k, scores, row);
@@ -49,8 +48,8 @@ impl Softmax {
         }
     }
 
-    /// `2^((s - reference) * scale)` of every score, rounded into `p`, and the
-    /// thread's sums of them.
+    /// Computes `2^((s - reference) * scale)` of every score, rounds it into `p`, and leaves the
+    /// thread's sums in `sums`.
     pub(super) fn exponentials(
         &self,
         k: &mut Builder,
@@ -77,8 +76,8 @@ impl Softmax {
         }
     }
 
-    /// Whether the guard trips: some row's sum, in any lane, is too large. A sum
-    /// that is not a number is not: its row is lost.
+    /// Returns whether some row's sum, in any lane, exceeds the bound. NaN does not: its row is NaN
+    /// anyway.
     pub(super) fn exceeds(&self, k: &mut Builder, sums: &[Reg<F32>]) -> Reg<Pred> {
         let mut largest = sums[0];
         for sum in &sums[1..] {
@@ -87,7 +86,7 @@ impl Softmax {
         k.any(largest.greater(self.bound))
     }
 
-    /// Raises the references to a block's exact maximum; sums and output follow.
+    /// Raises the reference of each row to the block's exact maximum, and rescales sums and output.
     pub(super) fn raise(
         &self,
         k: &mut Builder,
@@ -106,14 +105,14 @@ impl Softmax {
         }
     }
 
-    /// Adds a block's sums.
+    /// Adds a block's sums to those of the rows.
     pub(super) fn add(&self, k: &mut Builder, sums: &[Reg<F32>]) {
         for (sum, part) in self.sum.iter().zip(sums) {
             k.set(*sum, *sum + *part);
         }
     }
 
-    /// Ends the rows, with a sink in units of log2 where there is one.
+    /// Finishes the rows, with a sink in units of log2 where there is one.
     pub(super) fn finish(&self, k: &mut Builder, sink: Option<Reg<F32>>) -> Vec<Finished> {
         let rows = self.sum.iter().zip(&self.offset);
         rows.map(|(sum, offset)| {
@@ -125,7 +124,7 @@ impl Softmax {
     }
 }
 
-/// The largest score of a row, over the four lanes that share it.
+/// Returns the largest score of a row, over the four lanes that share it.
 fn row_maximum(k: &mut Builder, scores: &WarpAccumulator, row: usize) -> Reg<F32> {
     let mut chains: [Option<Reg<F32>>; 2] = [None; 2];
     for (index, element) in scores.row(row).enumerate() {

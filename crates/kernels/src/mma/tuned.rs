@@ -1,9 +1,9 @@
-//! Which configuration serves which problem.
+//! Chooses the configuration for a problem.
 //!
-//! A rule names the widest head dimensions and the most queries it serves. The
-//! first whose shared memory fits the target, as often as it wants to be
-//! resident, is taken; so one table serves the 99 KB of an Ada, the 163 KB of
-//! an A100 and the 227 KB of a Hopper.
+//! A rule of the table names the widest head dimensions and the most queries that it serves. The
+//! first rule that serves the workload and whose shared memory fits the target, as many times as
+//! thread blocks are to be resident, is taken. So one table serves the 99 KB of an Ada, the 163 KB
+//! of an A100 and the 227 KB of a Hopper.
 
 use ptx::{Element, Target};
 
@@ -15,42 +15,41 @@ use crate::product::Source;
 /// A configuration and why it was chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tuned {
-    /// What to build.
+    /// The configuration to build.
     pub configuration: Mma,
-    /// Over how many blocks of threads the keys of a tile are split: more than
-    /// one where the configuration is a split one.
+    /// The number of thread blocks over which the keys of a tile are split. It is more than one
+    /// exactly where the configuration is a split one.
     pub splits: u32,
-    /// Why, in a few words.
+    /// Why it was chosen, in a few words.
     pub reason: &'static str,
 }
 
-/// One line of the table.
+/// A row of the table.
 struct Rule {
-    /// The widest queries and the widest values it serves.
+    /// The widest queries and the widest values that it serves.
     dims: (u32, u32),
-    /// The most queries of a sequence it serves.
+    /// The most queries of a sequence that it serves.
     queries: u64,
-    /// Whether there are registers for sums in `f16` beside the output.
+    /// Whether there are registers for `f16` accumulators beside the output.
     half_sums: bool,
-    /// Whose registers it has room for.
+    /// Which kinds of rows it has registers for.
     rows: RowsServed,
     tile: Tile,
     reason: &'static str,
 }
 
-/// What there must be registers for beside scores and output.
+/// What must fit in registers beside scores and output.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum RowsServed {
-    /// Equal lengths under a plain mask: nothing.
+    /// Nothing: equal lengths under a plain mask.
     Plain,
-    /// Windows, what changes scores, and where the rows of a ragged batch are; but not
-    /// windows over pages.
+    /// Windows, score rules, and the row positions of a ragged batch; but not windows over pages.
     Ruled,
-    /// Any of them.
+    /// All of these.
     All,
 }
 
-/// What a rule sets.
+/// The part of a configuration that a rule determines.
 #[derive(Clone, Copy)]
 struct Tile {
     warps: u32,
@@ -62,23 +61,23 @@ struct Tile {
 
 const ANY_LENGTH: u64 = u64::MAX;
 
-/// 32 rows of each of four warps: what is loaded of keys and values serves
-/// twice, which matters where tensor cores are fast for their shared memory.
+/// 32 rows for each of four warps: each fragment of keys or values is used twice, which matters
+/// where the tensor cores are fast relative to shared memory.
 const TILE_128X64: Tile =
     Tile { warps: 4, row_tiles: 2, key_block: 64, query_source: Source::Shared, residents: 2 };
 const TILE_128X64_REGISTERS: Tile = Tile { query_source: Source::Registers, ..TILE_128X64 };
-/// Fewer scores, and so registers to spare: 128 x 64 take all 255.
+/// Fewer scores, which frees registers: 128 x 64 takes all 255.
 const TILE_128X48: Tile = Tile { key_block: 48, ..TILE_128X64 };
 const TILE_128X32: Tile = Tile { key_block: 32, ..TILE_128X64 };
-/// 16 rows of each of eight warps: as many warps as two blocks of the others
-/// have, where only one fits, and half the registers for a wide output.
+/// 16 rows for each of eight warps: as many warps as two thread blocks of the other tiles have,
+/// where only one fits, and half the registers for a wide output.
 const TILE_128X64_NARROW: Tile = Tile { warps: 8, row_tiles: 1, residents: 1, ..TILE_128X64 };
 const TILE_128X32_NARROW: Tile = Tile { key_block: 32, ..TILE_128X64_NARROW };
-/// For few queries: half the rows, and so half of the work on rows that are not there.
+/// For few queries: half the rows, and so half the work wasted on rows that do not exist.
 const TILE_64X64: Tile = Tile { row_tiles: 1, ..TILE_128X64 };
 const TILE_64X32: Tile = Tile { row_tiles: 1, ..TILE_128X32 };
 
-/// What is left for the widest heads where nothing larger fits.
+/// The fallback for the widest heads, where nothing larger fits.
 const LAST: Rule = Rule {
     dims: (256, 256),
     queries: ANY_LENGTH,
@@ -88,9 +87,9 @@ const LAST: Rule = Rule {
     reason: "64 x 32 tiles are the largest that fit",
 };
 
-/// Measured on an H200 in bf16 (docs/performance/mma.md); what serves targets with
-/// less shared memory is the same reasoning with their budgets. Few queries
-/// before many, narrow before wide, large before small.
+/// Measured on an H200 in bf16 (docs/performance/mma.md). The rules for targets with less shared
+/// memory follow from the same reasoning with their budgets. The order is few queries before many,
+/// narrow heads before wide ones, large tiles before small ones.
 const RULES: &[Rule] = &[
     Rule {
         dims: (128, 128),
@@ -162,8 +161,7 @@ const RULES: &[Rule] = &[
     LAST,
 ];
 
-/// The fewest key blocks of a split: fewer would not pay for the partial
-/// results that are written and read again.
+/// The fewest key blocks of a split: fewer would not pay for writing and reading partial results.
 const LEAST_OF_A_SPLIT: u64 = 4;
 
 impl Rule {
@@ -209,15 +207,15 @@ impl Rule {
 }
 
 impl Mma {
-    /// Whether shared memory holds as many blocks of threads as shall be resident.
+    /// Returns whether shared memory holds as many thread blocks as are to be resident.
     fn fits(&self) -> bool {
-        // The system keeps 1 KB of the multiprocessor's for each block.
+        // CUDA reserves 1 KB of the multiprocessor's shared memory for each thread block.
         let each = self.shared_bytes() + 1024;
         each * self.residents <= self.target.shared_memory_limit() + 1024
     }
 
-    /// Over how many blocks of threads the keys of a tile should be split: as
-    /// many as fill the GPU, where tiles alone fill less than half of it.
+    /// Returns over how many thread blocks the keys of a tile should be split: as many as fill the
+    /// GPU, where tiles alone fill at most half of it.
     fn splits(&self, workload: &Workload) -> u32 {
         let tiles = workload.query_length.div_ceil(self.query_rows() as u64) * workload.heads;
         let places = workload.multiprocessors as u64 * self.residents as u64;
@@ -227,15 +225,15 @@ impl Mma {
         }
         let key_blocks = workload.key_length.div_ceil(self.key_block as u64);
         let wanted = (places / tiles).min(key_blocks / LEAST_OF_A_SPLIT).max(1);
-        // Splits are equally long: so many of that length there are.
+        // All splits take the same number of key blocks, rounded up, so fewer splits may suffice.
         key_blocks.max(1).div_ceil(key_blocks.max(1).div_ceil(wanted)) as u32
     }
 }
 
-/// The configuration for a workload with sums in this element, or nothing where
-/// the kernel does not serve it: the element must be `F16` or `BF16`, the
-/// dimensions multiples of 8 up to 256. Sums are in `F32`, or in `F16` for
-/// elements of `F16` and dimensions up to 128.
+/// Returns the configuration for a workload with accumulators of type `sums`, or `None` if the
+/// kernel does not support it: the element type must be `F16` or `BF16`, and head dimensions
+/// multiples of 8 up to 256. `sums` is `F32`, or `F16` for elements of `F16` and dimensions up to
+/// 128.
 ///
 /// ```
 /// use flashcore_kernels::Rules;
@@ -259,8 +257,8 @@ pub fn tuned(target: Target, workload: &Workload, sums: Element) -> Option<Tuned
     tuned_batch(target, workload, sums, Batch::Equal)
 }
 
-/// The same for sequences that lie in their tensors as `batch` says; lengths are
-/// then the longest.
+/// Returns the configuration for sequences that are stored as `batch` says. The workload's lengths
+/// are then those of the longest sequence.
 pub fn tuned_batch(
     target: Target,
     workload: &Workload,
@@ -274,8 +272,8 @@ pub fn tuned_batch(
     configuration.fault().is_none().then_some(Tuned { configuration, splits, reason: rule.reason })
 }
 
-/// What a target gets at the dimensions of each line of the table, for both
-/// elements and masks, many queries and few.
+/// Returns the configurations of a target at the dimensions of each rule of the table, for both
+/// element types, dense and causal masks, many queries and few.
 pub fn every_tuned(target: Target) -> Vec<Mma> {
     let mut all: Vec<Mma> = Vec::new();
     for rule in RULES {
@@ -322,13 +320,14 @@ mod tests {
         }
     }
 
-    /// Building checks the shared memory among other things.
+    /// Building a program checks its shared memory, among other things.
     #[test]
     fn every_pair_of_dimensions_is_served_on_every_target() {
         for target in TARGETS {
             for head_dim in (8..=256).step_by(8) {
                 for value_head_dim in [head_dim, 8, 64, 128, 200, 256] {
-                    // The programs of a few stand for the rest; that there is one is cheap to ask.
+                    // Building a few programs stands for the rest; asking whether there is one is
+                    // cheap.
                     let dims = (head_dim, value_head_dim);
                     for queries in [1, 4096] {
                         let chosen = tuned(target, &workload(dims, queries, 100), F32).unwrap();
@@ -373,7 +372,7 @@ mod tests {
             let workload = Workload { key_length: keys, ..workload((128, 128), queries, heads) };
             tuned(Target::SM_90, &workload, F32).unwrap().splits
         };
-        // 200 places.
+        // 100 multiprocessors with two resident thread blocks: room for 200.
         assert_eq!(splits(1, 64 * 800, 1), 200);
         assert_eq!(splits(1, 64 * 400, 8), 25);
         assert_eq!(splits(1, 64 * 400, 101), 1);

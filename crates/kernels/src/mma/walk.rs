@@ -1,9 +1,8 @@
 //! A warp's walk over the key blocks, from the last to the first.
 //!
-//! Copies come in groups: the queries, then the keys and values of each block.
-//! A block is begun when its group has landed in all threads; then nobody reads
-//! the block before any more, and the one that is `ahead` blocks on is sent for
-//! into its place.
+//! `cp.async` groups are committed in order: the queries, then the keys and values of each block.
+//! When the group of a block has arrived in all threads, no thread reads the block before it any
+//! more, and the copies of the block that is `ahead` blocks further are issued into its slot.
 
 use ptx::{
     Builder, Expression, F32, Reg, SharedAddress, TileRing, U32, Value, WarpAccumulator,
@@ -18,7 +17,7 @@ use super::rule::{Rule, RuleParameters};
 use super::softmax::Softmax;
 use crate::attention::function::blocks::{block_of, needs_function};
 
-/// What one warp holds.
+/// The state of one warp.
 pub(super) struct Warp<'a> {
     mma: &'a Mma,
     lanes: Lanes,
@@ -29,7 +28,7 @@ pub(super) struct Warp<'a> {
     rule: Rule,
     pub(super) softmax: Softmax,
     pub(super) output: WarpAccumulator,
-    /// Blocks left to walk, the current one among them.
+    /// Key blocks left to walk, the current one included.
     remaining: Reg<U32>,
     blocks: WarpBlocks,
 }
@@ -45,7 +44,7 @@ impl<'a> Warp<'a> {
         values: TileRing,
     ) -> Self {
         let thread = k.thread_index();
-        // From one lane to all: so the assembler knows that the warp goes one way.
+        // Broadcast from lane 0, so that ptxas knows that the value is uniform in the warp.
         let warp = k.eval(thread / 32);
         let warp = k.shuffle_index(warp, 0);
         let first_row = k.eval(warp * mma.warp_rows());
@@ -68,15 +67,16 @@ impl<'a> Warp<'a> {
         }
     }
 
-    /// The warp's first row in the block's tile, and the room of its queries: found
-    /// anew, so as not to be kept until the end.
+    /// Returns the warp's first row in the tile, and the shared memory of its queries. Recomputed
+    /// rather than kept in registers through the loop.
     pub(super) fn room(&self, k: &mut Builder) -> (Reg<U32>, Reg<SharedAddress>) {
         let thread = k.thread_index();
         let first_row = k.eval(thread / 32 * self.mma.warp_rows());
         (first_row, k.eval(self.query_room.at(0) + first_row * 128))
     }
 
-    /// All of it, from the first copies on. The queries are already under way.
+    /// Emits the whole walk, from the first copies of keys on. The copies of the queries are in
+    /// flight.
     pub(super) fn walk(&mut self, k: &mut Builder, place: &Place, key_blocks: &KeyBlocks) {
         let ahead = self.mma.ahead;
         let remaining = self.remaining;
@@ -85,7 +85,7 @@ impl<'a> Warp<'a> {
             k.if_(remaining.greater(block), |k| {
                 let first_key = place.first_key(k, self.mma, remaining - block);
                 let first_key = k.eval(first_key);
-                // Only the first block to be walked can be ragged.
+                // Only the first block of the walk can extend beyond the last key.
                 let rows = (block == 0).then(|| k.eval(place.key_length - first_key));
                 key_blocks.look_up(k, first_key);
                 key_blocks.copy(k, self.slots(block), first_key, rows);
@@ -101,7 +101,7 @@ impl<'a> Warp<'a> {
         wait(k, ahead);
         self.queries.take(k, self.mma, self.lanes);
 
-        // Blocks that no row of the warp sees: it only helps to copy.
+        // Blocks that no row of the warp sees: the warp only takes part in copying.
         let WarpBlocks { seen, unseen, .. } = self.blocks;
         self.help(k, place, key_blocks, seen);
         self.output.clear(k);
@@ -120,7 +120,7 @@ impl<'a> Warp<'a> {
         }
     }
 
-    /// Only helps to copy, until so many blocks are left.
+    /// Takes part in copying only, until `left` blocks remain.
     fn help(&self, k: &mut Builder, place: &Place, key_blocks: &KeyBlocks, left: Reg<U32>) {
         k.loop_(|k| {
             k.break_if(self.remaining.at_most(left));
@@ -129,12 +129,12 @@ impl<'a> Warp<'a> {
         });
     }
 
-    /// The tiles of keys and values of the block that is `index` blocks on.
+    /// Returns the slots of the keys and values that are `index` blocks further.
     fn slots(&self, index: u32) -> [Reg<SharedAddress>; 2] {
         [self.keys.at(index), self.values.at(index)]
     }
 
-    /// Begins a block: waits for its group and sends the one that is `ahead` on.
+    /// Begins a block: waits for its copies, and issues those of the block that is `ahead` further.
     fn turn(&self, k: &mut Builder, place: &Place, key_blocks: &KeyBlocks) {
         let ahead = self.mma.ahead;
         wait(k, ahead - 1);
@@ -142,7 +142,7 @@ impl<'a> Warp<'a> {
             let first_key = place.first_key(k, self.mma, self.remaining - ahead);
             let first_key = k.eval(first_key);
             key_blocks.copy(k, self.slots(ahead), first_key, None);
-            // Beyond the last block, that one again.
+            // After the last block there is nothing to look up: the last one is looked up again.
             let next = (self.remaining - (ahead + 1)).maximum(1);
             if key_blocks.are_looked_up() {
                 let first_key = place.first_key(k, self.mma, next);
@@ -158,7 +158,7 @@ impl<'a> Warp<'a> {
         k.set(self.remaining, self.remaining - 1);
     }
 
-    /// Takes the block in: scores, probabilities, output.
+    /// Processes the current block: scores, probabilities, output.
     fn attend(&self, k: &mut Builder, place: &Place) {
         let mma = self.mma;
         let entry = place.entry(k, self.remaining.into());
@@ -182,7 +182,7 @@ impl<'a> Warp<'a> {
         update(k, mma, self.lanes, &p, self.values.at(0), &self.output);
     }
 
-    /// The scores of the block, masked where it needs it.
+    /// Returns the scores of the current block, masked where needed.
     fn scores(
         &self,
         k: &mut Builder,

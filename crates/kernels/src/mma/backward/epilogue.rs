@@ -1,4 +1,5 @@
-//! The way out: rounded, through the shared memory of keys and values, in chunks of 16 bytes.
+//! The epilogue: rounds `dK` and `dV`, stages them in the shared memory of keys and values, and
+//! stores them in chunks of 16 bytes.
 
 use ptx::{Builder, ChunkPlace, Expression, Reg, RowCopies, TileWriter, U32, U64, WarpFragment};
 
@@ -6,10 +7,10 @@ use super::lanes::Stand;
 use super::step::Warp;
 use super::tensors::Tensors;
 
-/// Stores the gradients of the block's values and keys.
+/// Stores `dV` and `dK` of the thread block's keys.
 pub(super) fn store(k: &mut Builder, tensors: &Tensors, warp: &Warp<'_>) {
     let Warp { backward, place, rule, shared, .. } = *warp;
-    // The tile of keys is read until the last product has ended.
+    // Products read the tile of keys up to here.
     k.block_sync();
     let values = (&tensors.value_gradients, backward.value_layout(), backward.value_head_dim);
     let keys = (&tensors.key_gradients, backward.key_layout(), backward.head_dim);
@@ -37,7 +38,7 @@ pub(super) fn store(k: &mut Builder, tensors: &Tensors, warp: &Warp<'_>) {
         }
     }
     k.block_sync();
-    // Found again, rather than kept in registers all the while.
+    // Recomputed rather than kept in registers through the loop.
     let tile = place.find(k);
     let [_, key_length] = place.lengths(k);
     let thread = k.thread_index();

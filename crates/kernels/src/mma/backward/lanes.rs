@@ -1,26 +1,27 @@
-//! What of each tile the lanes of a warp read, and where it stands among the warps of its block.
+//! Which part of each tile a warp reads, and how its lanes address it.
 //!
-//! Offsets are kept, not addresses: a tile's own place is a constant that the instruction adds.
+//! Registers hold offsets within a tile rather than addresses: the tile's own offset is a constant
+//! that the load instruction adds.
 
 use ptx::{Builder, Reg, SteppedLanes, U32};
 
 use super::BackwardMma;
 
-/// Where a warp stands.
+/// The parts of the work that a warp takes.
 #[derive(Clone, Copy)]
 pub(super) struct Stand {
-    /// Its keys among those of the block, in so many of a warp's.
+    /// Which of the groups of warps with keys of their own it belongs to.
     pub(super) key_warp: Reg<U32>,
-    /// Which of the warps that share them it is.
+    /// Its index among the warps that share its keys.
     pub(super) column_warp: Reg<U32>,
-    /// Its part of the columns of `dQ`, and of its queries.
+    /// Its part of the columns of `dQ`, and its part of the queries of `dQ`.
     pub(super) query_gradient: [Reg<U32>; 2],
 }
 
 impl Stand {
     pub(super) fn new(k: &mut Builder, backward: &BackwardMma) -> Self {
         let thread = k.thread_index();
-        // From one lane to all: so the assembler knows that the warp goes one way.
+        // Broadcast from lane 0, so that ptxas knows that the value is uniform in the warp.
         let warp = k.eval(thread / 32);
         let warp = k.shuffle_index(warp, 0);
         let [columns, _] = backward.query_gradient_warps();
@@ -32,14 +33,14 @@ impl Stand {
     }
 }
 
-/// How the lanes address the operands of products that are made in a loop.
+/// The lanes' offsets for the operands of every product but `dQ`.
 pub(super) struct Lanes {
-    /// The warp's keys, in rows: what scores are made of, from the left, and `P` and `dS` where
+    /// The warp's keys as rows: the A operand `K` or `V` of scores, and `P^T` and `dS^T` where
     /// these go through shared memory.
     pub(super) keys: SteppedLanes,
-    /// The warp's queries, in rows: what scores are made of, from the right.
+    /// The warp's queries as rows: the B operand `Q^T` or `dO^T` of scores.
     pub(super) queries: SteppedLanes,
-    /// The warp's columns of all queries: what the gradients of keys and values are made of.
+    /// The warp's columns of all queries: the B operand `Q` or `dO` of `dK` and `dV`.
     pub(super) columns: SteppedLanes,
 }
 
@@ -56,8 +57,9 @@ impl Lanes {
     }
 }
 
-/// How the lanes address what `dQ` is made of: the warp's columns of all keys, transposed, and its
-/// queries of `dS`, in columns. Found in each step: registers are dear in the others.
+/// Returns the lanes' offsets for the operands of `dQ`: the warp's columns of all keys, transposed,
+/// and its queries of `dS`, as columns. They are recomputed in each step, to save registers during
+/// the other products.
 pub(super) fn query_gradient_lanes(k: &mut Builder, backward: &BackwardMma) -> [SteppedLanes; 2] {
     let (lane, stand) = (k.lane(), Stand::new(k, backward));
     let [columns, queries] = stand.query_gradient;

@@ -1,33 +1,34 @@
 //! Attention backward with `mma.sync`, on Ampere and everything after it.
 //!
-//! The algorithm and the kernels before and after it are those of [`backward`](crate::backward); this
-//! is the one in the middle. A block of threads takes some keys of a key head and walks the query
-//! blocks that see them, of all query heads that share the key head. Queries and output gradients
-//! come by `cp.async`, a block ahead:
+//! The algorithm and the kernels before and after it are those of [`backward`](crate::backward);
+//! this is the main kernel between them. A thread block owns a key block of one key head and walks
+//! the query blocks that see it, for all query heads that share the key head. Queries and output
+//! gradients are loaded by `cp.async`, one query block ahead:
 //!
 //! ```text
 //! for each query block:
-//!     wait for Q, dO; send for the next ones
-//!     S = K Q^T;  P = exp(S - lse);  dP = V dO^T;  dS = P * (dP - delta)
-//!     dV += P dO;  dK += dS Q
-//!     dS to shared memory; all warps meet
-//!     dQ = K^T dS, added to the sums in memory
+//!     wait for Q, dO;  issue the copies of the next ones
+//!     S^T = K Q^T;  P = exp(S - lse);  dP^T = V dO^T;  dS = P * (dP - delta)
+//!     dV += P^T dO;  dK += dS^T Q
+//!     dS to shared memory;  synchronise all warps
+//!     dQ^T = K^T dS^T, added to the f32 workspace
 //! store dK, dV
 //! ```
 //!
-//! Scores are computed *transposed*: a row of an accumulator is a key. So `P` and `dS` are in
-//! registers what the products for `dV` and `dK` multiply from the left. Where a warp has all columns
-//! of the gradients of its keys, they stay there. Where heads are too wide for that, some warps
-//! share their keys: each has the scores of some queries, and the gradients of some columns, and `P`
-//! and `dS` both go through shared memory.
+//! Scores are computed *transposed*: a row of an accumulator is a key, so `P^T` and `dS^T` are in
+//! registers as the A operand of the products for `dV` and `dK`. Where a warp holds all columns of
+//! its keys' gradients, they stay there. Where heads are too wide for that, several warps share
+//! their keys: each computes the scores of some queries and the gradients of some columns. `P` and
+//! `dS` then both go through shared memory, and the products for `dV` and `dK` come after the
+//! synchronisation.
 //!
-//! Which keys a block takes, of equal lengths or of a ragged batch, and the order of additions in the
-//! deterministic mode are those of the Hopper kernel too (`place`, `order`): the first thread waits for
-//! turns and passes them on.
+//! The mapping of thread blocks to key blocks, for equal lengths and ragged batches, and the order
+//! of additions in the deterministic mode are shared with the Hopper kernel (`place` and `order` of
+//! its module). No warp is reserved for turns: thread 0 waits for them and passes them on.
 //!
-//! The parts have a file each: `tensors` says where vectors are, `lanes` says what of each tile a warp reads, `weights` makes `P` of
-//! scores, `step` is a query block, `walk` is the loop above, `epilogue` stores, and `tuned` says
-//! what serves which problem.
+//! Each stage of the kernel has its file: `tensors` holds addresses, `lanes` the `ldmatrix`
+//! addressing of each warp, `weights` turns scores into `P`, `step` is one query block, `walk` is
+//! the loop above, `epilogue` stores, and `tuned` chooses the configuration for a problem.
 
 mod epilogue;
 mod lanes;
@@ -51,56 +52,56 @@ use crate::backward::{BackwardPass, batch_name};
 use tensors::Tensors;
 use weights::WeightRule;
 
-/// What the kernel is built for.
+/// Configuration of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BackwardMma {
-    /// The architecture: Ampere or later.
+    /// The target architecture: Ampere or later.
     pub target: Target,
-    /// The element of all tensors: `F16` or `BF16`.
+    /// The element type of all tensors: `F16` or `BF16`.
     pub element: Element,
     /// The width of queries and keys: a multiple of 8 up to 256.
     pub head_dim: u32,
     /// The width of values and outputs: a multiple of 8 up to 256.
     pub value_head_dim: u32,
-    /// Which keys a query sees, and what changes scores.
+    /// The mask, and the rules that change scores.
     pub rules: Rules,
-    /// Tiles of 16 keys of each warp: 1 or 2. With two, what is loaded of queries and output
-    /// gradients serves twice.
+    /// Tiles of 16 keys for each warp: 1 or 2. With two, each fragment of queries or output
+    /// gradients that is loaded is used twice.
     pub key_tiles: u32,
-    /// Warps whose keys follow one another.
+    /// Warps, or groups of warps, with keys of their own.
     pub key_warps: u32,
-    /// Warps that share their keys: 1, 2 or 4. Each has some of the queries of a block, and some
-    /// of the columns of the gradients.
+    /// Warps that share the same keys: 1, 2 or 4. Each computes the scores of some queries of a
+    /// query block, and some columns of the gradients.
     pub column_warps: u32,
-    /// Queries of a block.
+    /// Queries of a query block.
     pub query_block: u32,
-    /// Queries whose scores a warp has in registers at a time.
+    /// Queries whose scores a warp holds in registers at a time.
     pub part: u32,
-    /// How many query blocks copies run ahead: 1, or 0 where there is no room.
+    /// How many query blocks the copies run ahead: 1, or 0 where shared memory has no room.
     pub ahead: u32,
-    /// Blocks of threads that shall fit on a multiprocessor: bounds registers.
+    /// Thread blocks that are to be resident on a multiprocessor, which bounds their registers.
     pub residents: u32,
-    /// Whether `dQ` is the same bit for bit from run to run.
+    /// Whether `dQ` is bitwise reproducible from run to run.
     pub deterministic: bool,
-    /// How sequences lie: of equal lengths, or ragged.
+    /// How sequences are stored: with equal lengths, or ragged.
     pub batch: Batch,
 }
 
-/// The shared memory of a block, as offsets.
+/// Byte offsets of the tiles in shared memory.
 #[derive(Clone, Copy)]
 struct Shared {
     keys: u32,
     values: u32,
     queries: u32,
     output_gradients: u32,
-    /// Where there is no need to keep them in registers: the weights.
+    /// The tile of `P`, where warps share keys; else `P` stays in registers.
     weights: Option<u32>,
     score_gradients: u32,
     statistics: u32,
 }
 
 impl BackwardMma {
-    /// The name of this configuration.
+    /// Returns the name of this configuration.
     pub fn name(&self) -> String {
         let BackwardMma { element, head_dim, value_head_dim, query_block, .. } = self;
         let BackwardMma { key_tiles, key_warps, column_warps, part, ahead, residents, .. } = self;
@@ -113,12 +114,12 @@ impl BackwardMma {
         )
     }
 
-    /// Keys of a block of threads.
+    /// Returns the number of keys of a thread block.
     pub const fn key_block(&self) -> u32 {
         self.key_warps * self.warp_keys()
     }
 
-    /// Keys of a warp.
+    /// Returns the number of keys of a warp.
     const fn warp_keys(&self) -> u32 {
         16 * self.key_tiles
     }
@@ -131,23 +132,24 @@ impl BackwardMma {
         32 * self.warps()
     }
 
-    /// Queries of a block whose scores a warp computes.
+    /// Returns the number of queries of a query block whose scores one warp computes.
     const fn warp_queries(&self) -> u32 {
         self.query_block / self.column_warps
     }
 
-    /// Query blocks in shared memory: the one that is read, and the one under way.
+    /// Returns the number of query blocks in shared memory: the one being read, and the one in
+    /// flight.
     const fn slots(&self) -> u32 {
         self.ahead + 1
     }
 
-    /// Steps of 16 columns of the gradients of keys, or of values, that a warp has.
+    /// Returns how many steps of 16 columns of `dK` or `dV` a warp holds.
     const fn column_steps(&self, dim: u32) -> u32 {
         dim.div_ceil(16 * self.column_warps)
     }
 
-    /// How many warps share the columns of `dQ`, and how many its queries: what makes them load the
-    /// least.
+    /// Returns over how many warps the columns of `dQ` are divided, and over how many its queries:
+    /// the division with the fewest operand loads.
     fn query_gradient_warps(&self) -> [u32; 2] {
         let loaded = |columns: u32| {
             let queries = self.warps() / columns;
@@ -163,7 +165,8 @@ impl BackwardMma {
     }
 
     fn layout(&self, rows: u32, columns: u32) -> TileLayout {
-        // Whole panels: what is there takes the same room, and reading beyond meets zeros.
+        // Whole panels: a partial one would take the same memory, and reads beyond the columns find
+        // zeros.
         let columns = columns.next_multiple_of(64);
         TileLayout { element: self.element, rows, columns, swizzle: Swizzle::B128 }
     }
@@ -184,12 +187,12 @@ impl BackwardMma {
         self.layout(self.key_block(), self.value_head_dim)
     }
 
-    /// The tile of `P` or of `dS`: a row for each key.
+    /// Returns the layout of a tile of `P` or `dS`: a row for each key, a column for each query.
     fn score_layout(&self) -> TileLayout {
         self.layout(self.key_block(), self.query_block)
     }
 
-    /// The pass that it is a part of.
+    /// Returns the backward pass that this kernel is the main part of.
     pub fn pass(&self) -> BackwardPass {
         BackwardPass {
             target: self.target,
@@ -205,7 +208,7 @@ impl BackwardMma {
         }
     }
 
-    /// The shared memory of a block of threads.
+    /// Returns the bytes of shared memory of a thread block.
     pub fn shared_bytes(&self) -> u32 {
         let once = self.key_layout().bytes() + self.value_layout().bytes();
         let slot = self.query_layout().bytes() + self.output_gradient_layout().bytes();
@@ -215,14 +218,14 @@ impl BackwardMma {
             + Place::shared_bytes(self.batch)
     }
 
-    /// Whether shared memory holds as many blocks of threads as shall be resident.
+    /// Returns whether shared memory holds as many thread blocks as are to be resident.
     fn fits(&self) -> bool {
-        // The system keeps 1 KB of the multiprocessor's for each block.
+        // CUDA reserves 1 KB of the multiprocessor's shared memory for each thread block.
         let each = self.shared_bytes() + 1024;
         each * self.residents <= self.target.shared_memory_limit() + 1024
     }
 
-    /// Why there is no such kernel, if so.
+    /// Returns why this configuration is not supported, or `None` if it is.
     fn fault(&self) -> Option<&'static str> {
         let wrong = |dim: u32| dim == 0 || dim > 256 || !dim.is_multiple_of(8);
         let powers = [self.key_tiles, self.key_warps, self.column_warps, self.query_block];
@@ -263,7 +266,7 @@ impl BackwardMma {
                 "warps that share their keys have their scores at a time, of 64 queries at most",
             ),
             (
-                // Each pass of the copying threads takes as many rows as there are groups of eight.
+                // A pass of the copying threads covers one row for every eight threads.
                 !self.query_block.is_multiple_of(self.threads() / 8)
                     || !self.key_block().is_multiple_of(self.threads() / 8),
                 "a block is not a multiple of four rows a warp",
@@ -286,15 +289,16 @@ impl BackwardMma {
     /// | parameters | |
     /// | --- | --- |
     /// | `Query`, `Key`, `Value`, `OutputGradient`, `KeyGradient`, `ValueGradient` | addresses, with strides in elements |
-    /// | `RowStatistics`, `QueryGradientSums` | what [`RowSums`](crate::backward::RowSums) wrote, and the sums, which are zero |
+    /// | `RowStatistics`, `QueryGradientSums` | the statistics that [`RowSums`](crate::backward::RowSums) wrote, and the `dQ` sums that it cleared |
     /// | `QueryLength`, `KeyLength`, `KeyBlocks`, or over ragged batches `Schedule` and `QueryBlocks` | |
     /// | `KeyHeads`, `GroupSize` | |
-    /// | `Turns`, and what says in which order, in the deterministic mode | |
+    /// | `Turns`, and the numbers of the tile order, in the deterministic mode | |
     /// | `ScaleLog2`, or `ScaleInner` and `ScaleOuter`; `ScaleNatural` | |
-    /// | what the rules ask for | |
+    /// | the parameters of the rules | |
     ///
-    /// Addresses and strides are multiples of 16 bytes. One block of threads for each key block of
-    /// each key head and sequence.
+    /// Addresses and strides are multiples of 16 bytes. The grid has one thread block for each key
+    /// block of each key head and sequence or, over ragged batches, for each record that the
+    /// schedule has room for and each key head.
     pub fn program(&self) -> Result<Program, Error> {
         if let Some(reason) = self.fault() {
             return Err(Error::configuration(self.name(), reason));
@@ -343,7 +347,7 @@ impl BackwardMma {
     }
 }
 
-/// The tile of a slot.
+/// Returns the address of a slot of a ring of tiles.
 fn slot(k: &mut Builder, first: u32, layout: TileLayout, slot: u32) -> Reg<SharedAddress> {
     k.shared_address(first + slot * layout.bytes())
 }

@@ -1,4 +1,7 @@
-//! One query block: all five products.
+//! One step of the walk: all five products of a query block.
+//!
+//! `Warp::step` follows the pseudocode at the head of this folder's module. [`multiply`] is the one
+//! product loop; its callers differ in where they load the left (A) and right (B) operands from.
 
 use std::ops::Range;
 
@@ -15,7 +18,7 @@ use crate::backward::SumsLayout;
 use crate::backward::order::{await_turn, pass_turn};
 use crate::backward::place::{Place, Tile, Walk};
 
-/// What one warp has.
+/// The state of one warp.
 pub(super) struct Warp<'a> {
     pub(super) backward: &'a BackwardMma,
     pub(super) place: &'a Place,
@@ -25,24 +28,24 @@ pub(super) struct Warp<'a> {
     pub(super) sums: Reg<GlobalAddress>,
     pub(super) turns: Option<Reg<GlobalAddress>>,
     pub(super) lanes: Lanes,
-    /// What is added up through all steps.
+    /// `dK` and `dV`, accumulated over all steps.
     pub(super) key_gradients: WarpAccumulator,
     pub(super) value_gradients: WarpAccumulator,
-    /// Where the walk stands.
+    /// The walk, at the current query block.
     pub(super) walk: &'a Walk,
 }
 
-/// What a product's accumulators begin with.
+/// The initial value of a product's accumulators.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Begin {
-    /// Zero.
+    /// Starts from zero.
     Zero,
-    /// What they hold.
+    /// Adds to what the accumulators hold.
     Held,
 }
 
 impl Warp<'_> {
-    /// All of a query block, in a slot of the ring.
+    /// Emits all work on the query block in a slot of the ring.
     pub(super) fn step(&self, k: &mut Builder, index: u32) {
         let backward = self.backward;
         let parts = backward.warp_queries() / backward.part;
@@ -71,8 +74,9 @@ impl Warp<'_> {
         }
     }
 
-    /// The scores of some queries with the warp's keys, their weights, and the gradients of both;
-    /// and what these add to the gradients of keys and values, where the warp has all columns.
+    /// Computes `S`, `P`, `dP` and `dS` of one part of the warp's queries and stores `dS` to shared
+    /// memory. Where the warp holds all columns of its gradients, also adds to `dV` and `dK`; else
+    /// stores `P` too.
     fn scores(&self, k: &mut Builder, index: u32, part: u32) {
         let backward = self.backward;
         let (rows, columns) = (backward.warp_keys(), backward.part);
@@ -106,7 +110,7 @@ impl Warp<'_> {
         self.store(k, &gradients, self.shared.score_gradients, part);
     }
 
-    /// `dS = P * (dP - delta)`, in the place of `dP`.
+    /// Computes `dS = P * (dP - delta)`, in place of `dP`.
     fn score_gradients(
         &self,
         k: &mut Builder,
@@ -127,7 +131,7 @@ impl Warp<'_> {
         }
     }
 
-    /// `S = K Q^T` or `dP = V dO^T` of some queries.
+    /// Computes `S^T = K Q^T` or `dP^T = V dO^T` for one part of the warp's queries.
     fn multiply_rows(
         &self,
         k: &mut Builder,
@@ -157,7 +161,7 @@ impl Warp<'_> {
         );
     }
 
-    /// `dV += P dO` or `dK += dS Q` over some queries, sixteen a step.
+    /// Computes `dV += P^T dO` or `dK += dS^T Q`, 16 queries to a step.
     fn gradients(
         &self,
         k: &mut Builder,
@@ -177,7 +181,7 @@ impl Warp<'_> {
         });
     }
 
-    /// Queries or output gradients of a step.
+    /// Returns a reader of the queries or output gradients in a slot.
     fn right(&self, k: &mut Builder, index: u32, right: Right, lanes: SteppedLanes) -> TileReader {
         let (first, layout) = match right {
             Right::Queries => (self.shared.queries, self.backward.query_layout()),
@@ -189,7 +193,7 @@ impl Warp<'_> {
         TileReader::stepped(k, layout, tile, lanes)
     }
 
-    /// Stores what the warp has of `P` or of `dS`.
+    /// Stores the warp's part of `P` or `dS` to its tile.
     fn store(&self, k: &mut Builder, rounded: &WarpFragment, tile: u32, part: u32) {
         let backward = self.backward;
         let tile = k.shared_address(tile);
@@ -204,7 +208,8 @@ impl Warp<'_> {
         rounded.store(k, &writer, part * (backward.part / 8));
     }
 
-    /// Where the negative log-sum-exps and row sums of some queries are, from the thread's first on.
+    /// Returns the addresses of the negated log-sum-exps and of the negated `delta`, at the
+    /// thread's first query of a part.
     fn statistics(&self, k: &mut Builder, index: u32, part: u32) -> [Reg<SharedAddress>; 2] {
         let backward = self.backward;
         let bytes = backward.pass().statistics_bytes();
@@ -215,7 +220,8 @@ impl Warp<'_> {
         [log_sums, k.eval(log_sums + backward.query_block * 4)]
     }
 
-    /// Found where it is asked for, rather than kept.
+    /// Returns the coordinates of the thread's scores. They are recomputed on demand to save
+    /// registers.
     fn corner(&self, k: &mut Builder, part: u32) -> Corner {
         let backward = self.backward;
         let (lane, stand) = (k.lane(), Stand::new(k, backward));
@@ -231,7 +237,7 @@ impl Warp<'_> {
         }
     }
 
-    /// The warp's part of `dQ^T = K^T dS^T`, added to the sums.
+    /// Computes the warp's part of `dQ^T = K^T dS^T` and adds it to the `f32` sums.
     fn query_gradients(&self, k: &mut Builder) {
         let backward = self.backward;
         let [columns, queries] = backward.query_gradient_warps();
@@ -258,14 +264,15 @@ impl Warp<'_> {
         self.add(k, &sums);
     }
 
-    /// Adds to the sums of the query block.
+    /// Adds the warp's part of `dQ` to the sums of the current query block.
     fn add(&self, k: &mut Builder, part: &WarpAccumulator) {
         let backward = self.backward;
         let layout = backward.pass().sums_layout();
         let [columns, queries] = backward.query_gradient_warps();
         let (lane, stand) = (k.lane(), Stand::new(k, backward));
         let at_once = backward.target.has(Capability::VectorReductions);
-        // Of the tiles of 16 columns and groups of 8 queries that the warps take in turns.
+        // The warps interleave: tiles of 16 columns, and pairs of groups of 8 queries, go to them
+        // in turn.
         let [column_warp, query_warp] = stand.query_gradient;
         let warp_bytes = SumsLayout::REGISTERS_BYTES / 4;
         let (tile_bytes, lane_bytes) = if at_once { (warp_bytes, 16) } else { (warp_bytes / 4, 4) };
@@ -292,21 +299,21 @@ impl Warp<'_> {
     }
 }
 
-/// What a product takes from the right.
+/// The right (B) operand of a product.
 #[derive(Clone, Copy)]
 enum Right {
     Queries,
     OutputGradients,
 }
 
-/// Groups of 8 columns that are loaded at a time: two, or one at the end.
+/// The groups of 8 columns whose operands are loaded together: two, or one at the end.
 #[derive(Clone, Copy)]
 struct Groups {
     first: u32,
     single: bool,
 }
 
-/// One or two operands at a row and a step of a tile.
+/// Loads one or two B operands at a row and a step of a tile.
 fn pair(
     k: &mut Builder,
     reader: &TileReader,
@@ -319,7 +326,8 @@ fn pair(
     }
 }
 
-/// A product over some steps of 16. What the next cells need is loaded before these are multiplied.
+/// Emits a product over some steps of 16. The operands of the next piece are loaded before the
+/// current one is multiplied.
 fn multiply(
     k: &mut Builder,
     to: &WarpAccumulator,

@@ -1,4 +1,4 @@
-//! Where the tensors and workspaces of a launch are.
+//! Addresses and strides of the tensors and workspaces of a launch.
 
 use ptx::{Builder, GlobalAddress, Reg, U32};
 
@@ -9,7 +9,7 @@ use crate::backward::row_blocks::Vectors;
 use crate::mma::place::HeadRows;
 use crate::parameter::{Tensor, Workspace};
 
-/// All of them.
+/// The tensors and workspaces of the kernel.
 pub(super) struct Tensors {
     pub(super) queries: Positions,
     pub(super) keys: Positions,
@@ -19,7 +19,7 @@ pub(super) struct Tensors {
     pub(super) value_gradients: Positions,
     pub(super) statistics: Reg<GlobalAddress>,
     pub(super) sums: Reg<GlobalAddress>,
-    /// The counters of turns, where there is an order.
+    /// The turn counters of the deterministic mode.
     pub(super) turns: Option<Reg<GlobalAddress>>,
 }
 
@@ -29,7 +29,7 @@ pub(super) struct Positions {
     side: Side,
 }
 
-/// Whose positions.
+/// Whether the positions of a tensor are those of queries or of keys.
 #[derive(Clone, Copy)]
 enum Side {
     Queries,
@@ -58,7 +58,8 @@ impl Positions {
         Positions { vectors: Vectors::parameters(k, tensor, batch), side }
     }
 
-    /// The rows of a head of the tile's sequence, which is found again, rather than kept.
+    /// Returns the rows of a head in the tile's sequence. The sequence is looked up again rather
+    /// than kept in registers.
     pub(super) fn of_head(
         &self,
         k: &mut Builder,

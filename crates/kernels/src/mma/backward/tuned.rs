@@ -1,39 +1,39 @@
-//! Which configuration serves which problem.
+//! Chooses the configuration for a problem.
 //!
-//! A rule names the widest head dimensions that it serves. The first whose shared memory fits the
-//! target is taken.
+//! A rule of the table names the widest head dimensions that it serves. The first rule that serves
+//! the problem and whose shared memory fits the target is taken.
 
 use ptx::{Element, Target};
 
 use super::BackwardMma;
 use crate::attention::{Batch, Rules};
 
-/// One line of the table.
+/// A row of the table.
 struct Rule {
-    /// The widest queries and values it serves.
+    /// The widest queries and values that it serves.
     dim: u32,
-    /// Whether there are registers for what changes scores, for heads that fill no panels, for turns
-    /// and for sequences that lie anywhere.
+    /// Whether it has registers to spare for score rules, head dimensions that are not multiples of
+    /// 64, turns and ragged batches.
     spare: bool,
-    /// Keys of a warp in sixteens, warps whose keys follow one another, warps that share theirs.
+    /// `key_tiles`, `key_warps` and `column_warps` of the configuration.
     warps: [u32; 3],
     query_block: u32,
     part: u32,
     ahead: u32,
 }
 
-/// Narrow before wide, large before small. A warp has 128 registers of gradients at most: 32 keys by
-/// 64 columns of both.
+/// Narrow heads before wide ones, large tiles before small ones. The `dK` and `dV` accumulators of
+/// a thread take 128 registers at most: a warp has 32 keys by 64 columns of both.
 const RULES: &[Rule] = &[
     Rule { dim: 128, spare: true, warps: [2, 4, 2], query_block: 64, part: 32, ahead: 1 },
     Rule { dim: 128, spare: true, warps: [2, 2, 2], query_block: 32, part: 16, ahead: 1 },
     Rule { dim: 256, spare: false, warps: [2, 2, 4], query_block: 64, part: 16, ahead: 1 },
     Rule { dim: 256, spare: true, warps: [2, 2, 4], query_block: 32, part: 8, ahead: 1 },
-    // What is left for the widest heads where there is no room for a query block on its way.
+    // For the widest heads, where there is no room for a second query block in flight.
     Rule { dim: 256, spare: true, warps: [2, 1, 4], query_block: 32, part: 8, ahead: 0 },
 ];
 
-/// The configuration for these tensors, or nothing where the kernel does not serve them.
+/// Returns the configuration for these tensors, or `None` if the kernel does not support them.
 pub fn tuned_backward(
     target: Target,
     element: Element,
@@ -66,9 +66,9 @@ pub fn tuned_backward(
     all.find(|configuration| configuration.fault().is_none())
 }
 
-/// Every configuration that [`tuned_backward`] chooses, of one element and these rules, for head
-/// dimensions that stand for the rest; in one order and over ragged batches for those and the rules
-/// that ask for the most registers.
+/// Returns every configuration that [`tuned_backward`] chooses for an element type and rules, at
+/// representative head dimensions. The deterministic mode and ragged batches are included for a
+/// causal mask and for all rules together, at head dimensions 128 and 256.
 pub fn every_tuned_backward(
     target: Target,
     element: Element,

@@ -1,9 +1,9 @@
-//! A block's walk over the query blocks that see its keys.
+//! A thread block's walk over the query blocks that see its keys.
 //!
-//! Copies come in groups: the keys and values with the first query block, then a query block each.
-//! A block is begun when its group has landed in all threads; then nobody reads the one before any
-//! more, and the next one is sent for into its place. Steps are unrolled by the slots, so that every
-//! address in shared memory is a constant.
+//! `cp.async` groups are committed in order: keys and values with the first query block, then one
+//! query block each. When the group of a query block has arrived in all threads, no thread reads
+//! the one before it any more, and the copies of the next one are issued into its slot. Steps are
+//! unrolled by the slots, so that every shared-memory address is a constant.
 
 use ptx::{Builder, Expression, U64, WarpAccumulator};
 
@@ -15,7 +15,7 @@ use super::{BackwardMma, Shared, epilogue, slot};
 use crate::backward::place::{Place, Walk};
 use crate::mma::copies::{Blocks, wait};
 
-/// All of a block.
+/// Emits all work on the tile of a thread block.
 pub(super) fn walk(
     k: &mut Builder,
     backward: &BackwardMma,
@@ -74,7 +74,7 @@ pub(super) fn walk(
     epilogue::store(k, tensors, &warp);
 }
 
-/// What brings tiles.
+/// Issues the copies of tiles.
 struct Copies<'a> {
     backward: &'a BackwardMma,
     tensors: &'a Tensors,
@@ -83,7 +83,8 @@ struct Copies<'a> {
 }
 
 impl Copies<'_> {
-    /// Zeros beyond the columns of all tiles: products go in steps of 16 and more.
+    /// Clears the columns beyond the head dimensions in all tiles, since products read whole steps
+    /// of 16 columns and more.
     fn clear_padding(&self, k: &mut Builder) {
         let Copies { backward, tensors, shared, .. } = *self;
         let keys = (&tensors.keys, backward.key_layout(), backward.head_dim, shared.keys);
@@ -101,7 +102,7 @@ impl Copies<'_> {
         }
     }
 
-    /// Keys and values.
+    /// Copies keys and values.
     fn keys(&self, k: &mut Builder) {
         let Copies { backward, tensors, shared, .. } = *self;
         let tile = self.place.find(k);
@@ -118,7 +119,7 @@ impl Copies<'_> {
         }
     }
 
-    /// The query block where a walk stands, with its output gradients and statistics.
+    /// Copies the current query block of a walk, with its output gradients and statistics.
     fn queries(&self, k: &mut Builder, walk: &Walk, index: u32) {
         let Copies { backward, tensors, shared, .. } = *self;
         let [query_length, _] = self.place.lengths(k);
@@ -141,7 +142,8 @@ impl Copies<'_> {
         k.copy_async_commit();
     }
 
-    /// What comes a query block at a time.
+    /// Returns tensor, layout, width and shared-memory offset of what is loaded for each query
+    /// block.
     fn walked(&self) -> [(&Positions, ptx::TileLayout, u32, u32); 2] {
         let Copies { backward, tensors, shared, .. } = *self;
         [

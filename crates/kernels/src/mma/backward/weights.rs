@@ -1,4 +1,4 @@
-//! From scores to the weights of the softmax, by the log-sum-exps that the forward pass left.
+//! Turns scores into the probabilities `P` of the softmax, by the log-sum-exps of the forward pass.
 
 use ptx::{
     Builder, Expression, F32, Pred, Reg, S32, SharedAddress, U32, Value, WarpAccumulator,
@@ -11,22 +11,22 @@ use crate::attention::{Rules, Score};
 use crate::backward::place::Place;
 use crate::parameter::Scale;
 
-/// What a launch passes for the rules.
+/// The launch's parameters for the rules.
 pub(super) struct WeightRule {
     scores: ScoreRule,
     slopes: Option<Slopes>,
-    /// The softmax scale, for the gradient of the keys.
+    /// The softmax scale, by which `dK` is multiplied at the end.
     pub(super) scale: Reg<F32>,
     capped: bool,
     functions: Functions,
     has_slopes: bool,
 }
 
-/// Where a thread's scores are.
+/// The coordinates of a thread's first score.
 pub(super) struct Corner {
     pub(super) sequence: Reg<U32>,
     pub(super) head: Reg<U32>,
-    /// The key of its first row, and the query of its first column.
+    /// The key of the thread's first row, then the query of its first column.
     pub(super) key: Reg<S32>,
     pub(super) query: Reg<S32>,
 }
@@ -43,9 +43,11 @@ impl WeightRule {
         }
     }
 
-    /// Turns scores into weights, rounded; in the registers of the scores is left what the gradient
-    /// of a score is of that of its weight. `log_sums` has the negative log-sum-exps from the thread's
-    /// first column on. The mask is needed, and its function, as far as somebody knows.
+    /// Turns scores into `P`, rounded into `rounded`. The score registers keep `P` times the
+    /// derivative of the score rule, the factor between `dP - delta` and `dS`. `log_sums` addresses
+    /// the negated log-sum-exps, from the thread's first column on. `needs_mask` and
+    /// `needs_function` say whether this query block needs the mask and the mask function, which
+    /// without an answer is always evaluated.
     pub(super) fn apply(
         &self,
         k: &mut Builder,
@@ -130,7 +132,8 @@ impl WeightRule {
                         k.set(score, weight);
                         continue;
                     }
-                    // 1 - tanh^2; a hidden score is minus infinity.
+                    // The derivative 1 - tanh^2. Hidden scores are minus infinity, clamped to -1 so
+                    // that the product with the zero weight is not NaN.
                     let tanh = k.eval(score.maximum(-1.0));
                     let slope = k.fma(-tanh, tanh, 1.0);
                     k.set(score, weight * slope);
