@@ -4,7 +4,6 @@
 //! beside the tiles, one for each key: those of keys multiply the columns of S, those of values
 //! multiply the probabilities. The scaled probabilities are rounded to `f16`, so a warp holds its
 //! outputs in units of a power of two that follows the largest value scale that it has met.
-//!
 
 use ptx::{Builder, Choose, Expression, F32, Pred, Reg, S32, SharedAddress, StoreHint, U32, Value};
 
