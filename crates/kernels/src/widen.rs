@@ -55,15 +55,15 @@ impl Widen {
     }
 
     /// Builds the kernel. The grid has a block for every [`POSITIONS`] of each sequence. Parameters
-    /// by name:
+    /// by name ([`Parameter`](crate::Parameter)):
     ///
     /// | parameters | |
     /// | --- | --- |
-    /// | `keys`, `values`, `key descale`, `value descale` | the cache, as decode has it |
-    /// | `wide keys`, `wide values` | where it goes, with batch, row and head strides in elements |
-    /// | `key blocks`, `key heads` | [`Divisor`](crate::Divisor)s; blocks of a sequence |
-    /// | `key length`, `key rows`, `key starts`, `lengths` | as decode has them |
-    /// | `batch entries`, `batch entries there are`, `block table`, `pages of a sequence`, `page size` | as decode has them |
+    /// | `Key`, `Value`, `KeyDescale`, `ValueDescale` | the cache, as in [`Decode`](crate::Decode) |
+    /// | `WideKey`, `WideValue` | the destination, with batch, row and head strides in elements |
+    /// | `KeyBlocks`, `KeyHeads` | [`Divisor`](crate::Divisor)s; `KeyBlocks` is the blocks of a sequence |
+    /// | `KeyLength`, `KeyRows`, `KeyStarts`, `KeyLengths` | as in [`Decode`](crate::Decode) |
+    /// | `BatchIndex`, `Entries`, `BlockTable`, `PageColumns`, `PageSize` | as in [`Decode`](crate::Decode) |
     pub fn program(&self) -> Result<Program, Error> {
         let refuse = |reason| Err(Error::configuration(self.name(), reason));
         if !matches!(self.element, Element::F16 | Element::BF16) || !self.cache.is_narrow() {

@@ -77,34 +77,34 @@ impl Append {
         rows.div_ceil(ROWS)
     }
 
-    /// Builds the kernel. Parameters by name:
+    /// Builds the kernel. Parameters by name ([`Parameter`](crate::Parameter)):
     ///
     /// | parameters | |
     /// | --- | --- |
-    /// | `new keys`, `new values` | addresses, with batch, row and head strides in elements |
-    /// | `keys`, `values` | the cache; a batch entry may be a page |
-    /// | `key descale`, `value descale` | scales of 8-bit caches as decode has them: given for each sequence and key head, written for each token |
-    /// | `rows` | sequences times new tokens times key heads |
-    /// | `key heads`, `new tokens` | [`Divisor`](crate::Divisor)s; the most new tokens of a sequence |
-    /// | `new rows` | of the tensors of new keys: bounds the starts |
-    /// | `key length` | positions that a sequence has room for |
-    /// | `lengths` | keys of each sequence before, or 0 |
-    /// | `new lengths` | new tokens of each sequence, or 0 |
-    /// | `new starts` | where each sequence's new tokens begin and the last end, or 0 |
-    /// | `lengths after` | where the lengths with the new tokens go, or 0; not the memory of `lengths` |
-    /// | `batch entries`, `batch entries there are`, `block table`, `pages of a sequence`, `page size` | as decode has them |
+    /// | `NewKey`, `NewValue` | addresses, with batch, row and head strides in elements |
+    /// | `Key`, `Value` | the cache; with pages the batch stride is from page to page |
+    /// | `KeyDescale`, `ValueDescale` | scales of 8-bit caches, as in [`Decode`](crate::Decode): read for each sequence and key head, or written for each token |
+    /// | `AllNewRows` | sequences times new tokens times key heads |
+    /// | `KeyHeads`, `NewTokens` | [`Divisor`](crate::Divisor)s; `NewTokens` is the most new tokens of a sequence |
+    /// | `NewRows` | rows of the tensors of new keys, which bound the starts |
+    /// | `KeyLength` | positions that a sequence has room for |
+    /// | `KeyLengths` | keys of each sequence before, or 0 |
+    /// | `NewLengths` | new tokens of each sequence, or 0 |
+    /// | `NewStarts` | where each sequence's new tokens begin and the last end, or 0 |
+    /// | `LengthsAfter` | where the lengths with the new tokens go, or 0; not the memory of `KeyLengths` |
+    /// | `BatchIndex`, `Entries`, `BlockTable`, `PageColumns`, `PageSize` | as in [`Decode`](crate::Decode) |
     ///
     /// and with rotary embeddings:
     ///
     /// | parameters | |
     /// | --- | --- |
-    /// | `cosines`, `sines`, `rotary positions` | tables of `dim / 2` for each position, in the tensors' element |
-    /// | `rotary starts` | the position of each sequence's first new token for its angle, or 0: its length before |
-    /// | `queries`, `rotated queries` | addresses with strides; may be the same memory |
-    /// | `query heads`, `query length` | [`Divisor`](crate::Divisor)s; the most queries of a sequence |
-    /// | `rotated rows` | sequences times queries times query heads, or 0 |
-    /// | `query rows`, `query starts`, `query lengths` | as decode has them |
-    /// | `query step` | 1 where queries stand at positions one after the other, 0 where all stand at the first |
+    /// | `Cosines`, `Sines`, `RotaryPositions` | tables of `dim / 2` numbers for each position, in the tensors' element, and their number of positions |
+    /// | `RotaryStarts` | the rotary position of each sequence's first new token, or 0: its length before |
+    /// | `Query`, `RotatedQuery` | addresses with strides; may be the same memory |
+    /// | `QueryHeads`, `QueryLength` | [`Divisor`](crate::Divisor)s; `QueryLength` is the most queries of a sequence |
+    /// | `AllRotatedRows` | sequences times queries times query heads, or 0 |
+    /// | `QueryRows`, `QueryStarts`, `QueryLengths` | as in [`Decode`](crate::Decode) |
+    /// | `QueryStep` | 1 where the queries of a sequence have consecutive positions, 0 where all have the first |
     pub fn program(&self) -> Result<Program, Error> {
         let refuse = |reason| Err(Error::configuration(self.name(), reason));
         if !matches!(self.element, Element::F16 | Element::BF16) {

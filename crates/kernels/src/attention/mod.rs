@@ -1,14 +1,14 @@
 //! The semantics of attention, shared by all kernel families.
 //!
-//! | module | what it says |
+//! | module | its subject |
 //! | --- | --- |
-//! | [`rules`] | which mask, cap, slopes and sinks a kernel is built for; the numbers of a mask on the host |
-//! | [`function`] | masks and scores that a caller writes as functions |
-//! | `visibility` | which keys a row sees, which key blocks a tile needs, and hiding the rest |
-//! | `scores` | what becomes of the product of a query and a key before the softmax |
+//! | [`rules`] | the mask kind, softcap, ALiBi and sinks that a kernel is built for; the numbers of a mask on the host |
+//! | [`function`] | mask and score functions that a caller writes |
+//! | `visibility` | which keys a row sees, which key blocks a tile needs, and masking of the rest |
+//! | `scores` | softcap and ALiBi, between QK^T and the softmax |
 //! | `softmax` | the guarded softmax of a thread's rows |
-//! | `rows` | what a finished row comes to: the factor of its output and its log-sum-exp |
-//! | `descale` | what products of 8-bit numbers are multiplied with |
+//! | `rows` | the end of a row: the factor of its output and its log-sum-exp |
+//! | `descale` | the descale factors of FP8 products |
 //! | `sequences` | where sequences begin and end, in batch entries, packed or in pages |
 //!
 //! A family decides where a thread's scores are (`Score`) and in which order tiles and keys come.

@@ -91,9 +91,9 @@ pub struct Decode {
     pub paged: bool,
     /// The mask, which must be a window (chunked or not), and the score rules.
     pub rules: Rules,
-    /// Warps of a block.
+    /// Warps per block.
     pub warps: u32,
-    /// Keys of a tile: 16 or 32.
+    /// Keys per tile: 16 or 32.
     pub tile_keys: u32,
     /// Stages of a warp's pipeline: tiles of keys and values that a warp has shared memory for.
     pub stages: u32,
@@ -321,28 +321,29 @@ impl Decode {
     /// Builds the kernel.
     ///
     /// The grid is a number of teams times the blocks of a [`team`](Decode::team). Parameters by
-    /// name:
+    /// name ([`Parameter`](crate::Parameter)); those of tensors that functions load from come on
+    /// top:
     ///
     /// | parameters | |
     /// | --- | --- |
-    /// | `queries`, `output` | addresses, with batch, row and head strides in elements |
-    /// | `keys`, `values` | addresses and strides likewise; with pages the batch stride is from page to page |
-    /// | `key descale`, `value descale` | scales of 8-bit caches, `f32`: with batch and head strides for each sequence and key head, or with those of the cache for each token |
-    /// | `lse` | the address of the log-sum-exps, `f32`, with batch and head strides in elements |
-    /// | `parts`, `counters` | workspace; a counter for each sequence and block of a team, or with [`Splits::Fixed`] two for each block, zero before the first launch and after each |
-    /// | `batch`, `query length`, `key length` | sequences, and the longest lengths |
-    /// | `query rows`, `key rows` | rows of a batch entry of the query and key tensors, which bound the starts |
-    /// | `query starts`, `key starts` | addresses of 32-bit numbers, where each sequence begins and the last ends, or 0: then each has a batch entry of its own |
-    /// | `query lengths`, `lengths`, `left padding`, `batch entries` | addresses of 32-bit numbers for each sequence, or 0 |
-    /// | `batch entries there are` | the number of batch entries or pages of the cache |
-    /// | `block table`, `pages of a sequence`, `page size` | only with pages; the size is a [`Divisor`](crate::Divisor) |
-    /// | `key heads`, `query heads per key head`, `blocks of a team`, `teams` | [`Divisor`](crate::Divisor)s |
-    /// | `least tiles` | the fewest tiles that a team takes; only with [`Splits::Shares`] |
-    /// | `parts per block` | [`Decode::parts_of_block`]; only with [`Splits::Fixed`] |
-    /// | `window left`, `window right` | keys before and after a query's position that it sees |
-    /// | `chunk` | a [`Divisor`](crate::Divisor), where attention is chunked |
-    /// | the scale, or the two of capped scores | see [`Scale`](crate::parameter::Scale) |
-    /// | `slopes` and their `batch stride`, `sinks` | addresses of `f32` for each query head |
+    /// | `Query`, `Output` | addresses, with batch, row and head strides in elements |
+    /// | `Key`, `Value` | addresses and strides likewise; with pages the batch stride is from page to page |
+    /// | `KeyDescale`, `ValueDescale` | scales of 8-bit caches, `f32`: with batch and head strides for each sequence and key head, or with those of the cache for each token |
+    /// | `Lse` | the address of the log-sum-exps, `f32`, with batch and head strides in elements |
+    /// | `Partials`, `Counters` | workspace; a counter for each sequence and block of a team, or with [`Splits::Fixed`] two for each block, zero before the first launch and after each |
+    /// | `Batch`, `QueryLength`, `KeyLength` | the number of sequences, and the longest lengths |
+    /// | `QueryRows`, `KeyRows` | rows of a batch entry of the query and key tensors, which bound the starts |
+    /// | `QueryStarts`, `KeyStarts` | addresses of 32-bit numbers, where each sequence begins and the last ends, or 0: then each has a batch entry of its own |
+    /// | `QueryLengths`, `KeyLengths`, `LeftPadding`, `BatchIndex` | addresses of a 32-bit number for each sequence, or 0 |
+    /// | `Entries` | the number of batch entries or pages of the cache |
+    /// | `BlockTable`, `PageColumns`, `PageSize` | only with pages; the size is a [`Divisor`](crate::Divisor) |
+    /// | `KeyHeads`, `GroupSize`, `BlocksPerTeam`, `Teams` | [`Divisor`](crate::Divisor)s |
+    /// | `LeastTiles` | the fewest tiles that a team takes; only with [`Splits::Shares`] |
+    /// | `PartsPerBlock` | [`Decode::parts_of_block`]; only with [`Splits::Fixed`] |
+    /// | `ReachLeft`, `ReachRight` | keys before and after a query's position that it sees |
+    /// | `Chunk` | a [`Divisor`](crate::Divisor), where attention is chunked |
+    /// | `ScaleLog2`, or with a softcap `ScaleInner` and `ScaleOuter` | factors of scores: [`Scale`](crate::parameter::Scale) |
+    /// | `Slopes` and `SlopesStride`, `Sinks` | ALiBi slopes and sinks: addresses of an `f32` for each query head |
     pub fn program(&self) -> Result<Program, Error> {
         if let Some(fault) = self.fault() {
             return Err(Error::configuration(self.name(), fault));

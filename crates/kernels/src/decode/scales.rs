@@ -32,7 +32,7 @@ impl Scaling {
 pub(super) struct TokenScales {
     keys: Option<TokenScale>,
     values: Option<TokenScale>,
-    /// Keys of a tile.
+    /// Keys per tile.
     rows: u32,
     paged: bool,
     lane: Reg<U32>,

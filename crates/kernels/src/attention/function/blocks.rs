@@ -493,7 +493,7 @@ mod tests {
     fn lists_are_shared_unless_the_function_differs() {
         let causal = mask(Function::mask("causal", |at| at.key().le(at.position())));
         assert_eq!((causal.strides(), causal.list_words()), ([0, 0], 6));
-        // Positions from 30 on: the first tile sees up to key 93, whole up to 30.
+        // Query 0 has position 30: the first tile sees up to key 93, whole up to 30.
         assert_eq!(causal.words(), [3, 1, 3, 5, 0, 0, 5, 0, 2, 5, 7, 9]);
         let counts = causal.counts(&causal.words());
         let walked = [(3, 3), (5, 3)].map(|(blocks, evaluated)| Walked { blocks, evaluated });
@@ -527,7 +527,7 @@ mod tests {
         assert_eq!(words[..18], [2, 0, 2, 0, 0, 0, 4, 0, 2, 4, 6, 0, 5, 0, 2, 4, 6, 8]);
         assert_eq!(words[18..], [2, 0, 2, 0, 0, 0, 2, 4, 6, 0, 0, 0, 3, 4, 6, 8, 0, 0]);
         assert_eq!(documents.words()[..6], [2, 1, 3, 0, 0, 0]);
-        // Beyond a tensor is zero, which is what it has for the first document.
+        // Loads outside of the tensor are zero, which is the id of the first document.
         let short = [HostTensor::integers("ids", &ids[130..], &[1, 130])];
         assert_eq!(documents.words_over(&short)[18..], words[..18]);
     }

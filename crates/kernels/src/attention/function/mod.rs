@@ -7,22 +7,22 @@
 //!
 //! | file | its subject |
 //! | --- | --- |
-//! | `node` | the language: types, operations, and which go together |
-//! | `trace` | closures become nodes |
-//! | `compose` | functions made of functions |
-//! | `rules` | ready-made ones |
+//! | `node` | the language: types, operations and type rules |
+//! | `trace` | tracing of closures into nodes |
+//! | `compose` | conjunction, disjunction and chaining of functions |
+//! | `rules` | ready-made functions |
 //! | `text` | nodes as text, and back |
-//! | `evaluate` | what a function gives for one query and one key |
+//! | `evaluate` | evaluation on the host, for one query and one key |
 //! | `slope` | the derivative of a score function |
-//! | `interval` | what it can give for ranges of queries and keys |
-//! | `window` | the part of a mask that is a window by name |
-//! | `cap` | the part of a score that is a softcap by name |
-//! | `pattern` | sparse patterns that the caller has, block by block |
+//! | `interval` | the possible results over ranges of queries and keys |
+//! | `window` | extraction of the part of a mask that is a window by name |
+//! | `cap` | extraction of the part of a score that is a softcap by name |
+//! | `pattern` | block-sparse patterns that the caller has |
 //! | `blocks` | which key blocks tiles of queries see, and which of them need the function |
-//! | `scale` | a score function that only adds, over scores before their scale |
-//! | `lower` | a function in a kernel, over a thread's scores |
-//! | `weigh` | a score function in gradients |
-//! | `table` | a kernel that does nothing else |
+//! | `scale` | score functions that only add, applied before the scale |
+//! | `lower` | a function inside a kernel, over a thread's scores |
+//! | `weigh` | a score function in the backward pass |
+//! | `table` | a kernel that applies a function and does nothing else |
 //!
 //! The result of an operation is defined for every input, and is the same on the host and in
 //! kernels, up to the rounding of floats:
@@ -30,12 +30,12 @@
 //! | operation | |
 //! | --- | --- |
 //! | sums, differences, products of integers | wrap around at 32 bits |
-//! | division of integers | rounds down; by zero it is zero |
+//! | division of integers | rounds down; division by zero is zero |
 //! | remainder | has the sign of the divisor; by zero it is the dividend |
-//! | shifts | by the amount modulo 32; to the right, the sign follows |
-//! | floats | as IEEE has them, subnormal numbers may be zero; of a number and NaN, the minimum and the maximum are the number |
-//! | float to integer | towards zero, at most as far as integers go; NaN is zero |
-//! | a load outside of its tensor | zero, whichever index is outside |
+//! | shifts | by the amount modulo 32; right shifts are arithmetic |
+//! | floats | as in IEEE 754, but subnormal numbers may be flushed to zero; the minimum and the maximum of a number and NaN are the number |
+//! | float to integer | rounds towards zero and saturates; NaN is zero |
+//! | a load outside of its tensor | is zero, whichever index is outside |
 
 pub(crate) mod blocks;
 pub(crate) mod lower;

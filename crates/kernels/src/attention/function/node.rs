@@ -40,7 +40,7 @@ pub enum Type {
     F32,
     /// A signed 32-bit integer.
     I32,
-    /// A truth value.
+    /// A boolean.
     Bool,
 }
 
@@ -179,9 +179,9 @@ named! {
     enum Symbol {
         Batch = "batch",
         Head = "head",
-        /// The query's place in its sequence.
+        /// The index of the query in its sequence.
         Query = "query",
-        /// The key's place in its sequence.
+        /// The index of the key in its sequence.
         Key = "key",
         QueryLength = "query_length",
         KeyLength = "key_length",
