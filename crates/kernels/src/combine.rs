@@ -62,7 +62,7 @@ impl Parts {
 }
 
 impl Combine {
-    /// Returns the kernel's name, which spells the whole configuration.
+    /// Returns the name of this configuration.
     pub fn name(&self) -> String {
         let Combine { partial, element, value_head_dim, .. } = self;
         format!("combine_{partial}_to_{element}_d{value_head_dim}")

@@ -41,7 +41,7 @@ pub struct Widen {
 }
 
 impl Widen {
-    /// Returns the kernel's name, which spells the whole configuration.
+    /// Returns the name of this configuration.
     pub fn name(&self) -> String {
         let Widen { element, head_dim, value_head_dim, .. } = self;
         let paged = if self.paged { "_paged" } else { "" };

@@ -55,7 +55,7 @@ pub struct Rotary {
 }
 
 impl Append {
-    /// Returns the kernel's name, which spells the whole configuration.
+    /// Returns the name of this configuration.
     pub fn name(&self) -> String {
         let Append { element, head_dim, value_head_dim, .. } = self;
         let paged = if self.paged { "_paged" } else { "" };

@@ -13,8 +13,8 @@
 //!
 //! A family decides where a thread's scores are (`Score`) and in which order tiles and keys come.
 //!
-//! Queries are aligned with the end of the keys: query `i` of `queries` has the *position* `i +
-//! keys - queries` among them, which is negative where there are more queries than keys.
+//! Queries are aligned with the end of the keys: query `i` of `queries` has the *position*
+//! `i + keys - queries` among them, which is negative where there are more queries than keys.
 
 pub mod function;
 pub mod rules;

@@ -4,7 +4,7 @@
 //! [`fold`] makes one of two such results, and folds are made in one order, whatever the batch:
 //!
 //! ```text
-//! split    = fold of the warps, in their order          of 512 keys as a rule
+//! split    = fold of the warps, in their order          about 512 keys
 //! group    = fold of its splits, in their order         16 splits
 //! sequence = fold of its groups, in their order
 //! ```

@@ -3,10 +3,10 @@
 //! The query heads that share a key head are packed into the rows of one tile (pack-GQA), so that
 //! each key and value is read once. The key tiles of all sequences of the batch form one list,
 //! which is cut into equal shares (split-KV), one for each *team* of thread blocks; a team has one
-//! block for each key head. A sequence that is shared by several teams is combined by the block
-//! that finishes last. Lengths are read on the device, so that the launch has the same shape
-//! whatever they are, and the result depends on the lengths and the number of teams alone, to the
-//! last bit.
+//! block for each key head and each tile of query rows. A sequence that several teams share is
+//! combined by the block that finishes last. Lengths are read on the device, so that the launch has
+//! the same shape whatever they are, and the result depends on the lengths and the number of teams
+//! alone, to the last bit.
 //!
 //! ```text
 //! for each sequence that the team has a part of:         mod.rs, schedule.rs
@@ -21,11 +21,11 @@
 //!     a part of it?        store it; the last combines    combine.rs
 //! ```
 //!
-//! With these shares, which are the fastest, the bits of a sequence's result depend on the rest of
-//! the batch, namely on where its keys are cut. With [`Splits::Fixed`] they do not: every sequence
-//! is cut at the same keys whatever else is in the batch, the list holds splits of a fixed number
-//! of tiles instead of single tiles, and partial results are folded in an order that is independent
-//! of which block computed them (fixed.rs).
+//! Such shares are best for speed, but the bits of a sequence's result then depend on the rest of
+//! the batch, which decides where its keys are cut. With [`Splits::Fixed`] they do not: every
+//! sequence is cut at the same keys whatever else is in the batch, the list holds splits of a fixed
+//! number of tiles instead of single tiles, and partial results are folded in an order that is
+//! independent of which block computed them (fixed.rs).
 //!
 //! Warps do not synchronise with each other until the merge: each copies its own tiles, waits for
 //! its own copies and keeps its own row maxima.
@@ -141,7 +141,7 @@ struct Numbers {
 }
 
 impl Decode {
-    /// Returns the kernel's name, which spells the whole configuration.
+    /// Returns the name of this configuration.
     pub fn name(&self) -> String {
         let Decode { element, head_dim, value_head_dim, rows, warps, tile_keys, .. } = self;
         let Decode { stages, blocks, .. } = self;
@@ -321,8 +321,8 @@ impl Decode {
     /// Builds the kernel.
     ///
     /// The grid is a number of teams times the blocks of a [`team`](Decode::team). Parameters by
-    /// name ([`Parameter`](crate::Parameter)); those of tensors that functions load from come on
-    /// top:
+    /// name ([`Parameter`](crate::Parameter)), besides those of the tensors that functions load
+    /// from:
     ///
     /// | parameters | |
     /// | --- | --- |

@@ -1,8 +1,8 @@
 //! The tile scheduler: which tiles of which sequences a team takes.
 //!
 //! The key tiles that the queries of each sequence see, at least one per sequence, form one list in
-//! the order of sequences. All teams take equal shares of it: team `t` takes `quota` tiles from `t
-//! * quota` on. Every warp finds its own place in the list, from the lengths alone.
+//! the order of sequences. All teams take equal shares of it: team `t` takes `quota` tiles from
+//! `t * quota` on. Every warp finds its own place in the list, from the lengths alone.
 //!
 //! With fixed-size splits, the list holds splits instead of tiles, and a block counts only what its
 //! own query rows see: blocks of a team that have other rows may have other splits.

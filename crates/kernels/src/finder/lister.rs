@@ -22,7 +22,7 @@ impl BlockLister {
     /// Threads per block.
     pub const THREADS: u32 = 32 * WARPS;
 
-    /// Returns the kernel's name.
+    /// Returns the name of this configuration.
     pub fn name(&self) -> String {
         let of = match self.lists {
             ListsOf::Queries => "queries",

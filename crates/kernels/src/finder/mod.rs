@@ -11,12 +11,7 @@
 //! - [`TileSharer`] distributes the tiles of the forward pass over its blocks, by the cost of their
 //!   lists.
 //!
-//! A thread of the finder evaluates:
-//!
-//! ```text
-//! rows of a thread    8 queries
-//! its columns         every 32nd key of the block
-//! ```
+//! A thread of the finder takes 8 queries at a time, and every 32nd key of the block.
 
 mod lister;
 mod sharer;
@@ -91,7 +86,7 @@ impl BlockFinder {
     /// Threads per block.
     pub const THREADS: u32 = 32 * WARPS;
 
-    /// Returns the kernel's name, which spells the whole configuration.
+    /// Returns the name of this configuration.
     pub fn name(&self) -> String {
         let BlockFinder { target, function, mask, query_rows, key_block } = self;
         let (mask, function) = (mask.name(), function.label());

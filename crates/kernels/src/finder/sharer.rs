@@ -93,7 +93,7 @@ impl TileSharer {
     /// The most blocks of the forward kernel that tiles can be distributed over.
     pub const MOST_BLOCKS: u32 = MOST_BLOCKS;
 
-    /// Returns the kernel's name.
+    /// Returns the name of this configuration.
     pub fn name(&self) -> String {
         format!("tile_sharer_{}", self.target)
     }
