@@ -81,8 +81,8 @@ impl Rules {
         self.softcap || self.alibi || self.score_function.is_some()
     }
 
-    /// Returns whether the derivative of a score by its product is more than the scale: with a
-    /// softcap, or with a score function that does more than add.
+    /// Returns whether the derivative of a score with respect to QK^T is more than the scale: with
+    /// a softcap, or with a score function that does more than add.
     pub fn has_slopes(&self) -> bool {
         self.softcap || self.score_function.is_some_and(|function| !function.has_slope_one())
     }
@@ -153,8 +153,8 @@ pub struct Window {
 }
 
 impl Window {
-    /// A reach beyond every position. Positions, reaches and chunks are at most this, so that sums
-    /// of two of them fit 32 bits.
+    /// A reach beyond every position. Positions, reaches and chunks are at most this, so that their
+    /// sums fit 32 bits.
     pub const OPEN: i32 = 1 << 29;
     /// Every key is seen.
     pub const DENSE: Window = Window { left: Window::OPEN, right: Window::OPEN, chunk: None };

@@ -1,8 +1,9 @@
 //! Where sequences begin and end in their tensors, and where a key is: the batch entry or page, and
 //! the row in it.
 //!
-//! Padded, packed and paged storage differ only here. Lists (lengths, starts, block tables) may be
-//! absent, and whatever they hold, results are clamped to the bounds of the launch.
+//! For kernels that read rows by address, padded, packed and paged storage differ only here. Lists
+//! (starts, lengths, batch entries) may be absent, and whatever they or the block table hold,
+//! results are clamped to the bounds of the launch.
 
 use ptx::{
     Builder, Choose, Expression, GlobalAddress, LoadHint, LoadOrder, Reg, S32, Scope, U32, U64,
