@@ -1,47 +1,47 @@
-//! What a cache of keys and values is made of: its element, and the scales of one of 8 bits.
+//! The element of a cache of keys and values, and the scales of an 8-bit cache.
 //!
-//! An 8-bit number stands for itself times its scale, an `f32`.
+//! An 8-bit number stands for its value times its scale, an `f32`.
 
 use ptx::{Builder, Capability, Element, Expression, F32, GlobalAddress, Reg, Target, U32, U64};
 
 use crate::parameter::{Axis, Tensor};
 use crate::strides::Strided;
 
-/// What keys and values are made of.
+/// The element and scales of keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Cache {
-    /// Their element.
+    /// The element of both.
     pub element: Element,
-    /// The scales of keys: none where the element has more than 8 bits.
+    /// The scales of keys: [`Scales::One`] where the element has more than 8 bits.
     pub key_scales: Scales,
-    /// The scales of values.
+    /// The scales of values, likewise.
     pub value_scales: Scales,
 }
 
-/// Which numbers share a scale.
+/// Which numbers of a tensor share a scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Scales {
-    /// All, and it is 1.
+    /// No scales: every scale is 1.
     One,
-    /// Those of a sequence and key head.
+    /// One scale for each sequence and key head.
     PerHead,
-    /// Those of a token and key head: scales lie as the cache does without its last dimension.
+    /// One scale for each token and key head, stored like the cache without its last dimension.
     PerToken,
 }
 
 impl Cache {
-    /// Numbers that stand for themselves.
+    /// Returns a cache without scales.
     pub const fn plain(element: Element) -> Self {
         Cache { element, key_scales: Scales::One, value_scales: Scales::One }
     }
 
-    /// Whether its numbers have 8 bits, and are widened to `f16` for products.
+    /// Returns whether the element has 8 bits, so that it is widened to `f16` for products.
     pub const fn is_narrow(&self) -> bool {
         self.element.bytes() == 1
     }
 
-    /// Whether a target makes 16 bits of its numbers, and they of 16: `int8` takes no instruction of
-    /// its own.
+    /// Returns whether a target can convert the element to and from 16 bits. `int8` needs no
+    /// special instruction.
     pub fn is_converted_by(&self, target: Target) -> bool {
         match self.element {
             Element::E4M3 | Element::E5M2 => target.has(Capability::Fp8Conversion),
@@ -49,7 +49,7 @@ impl Cache {
         }
     }
 
-    /// Its part in the name of a kernel whose other tensors have this element.
+    /// Returns the cache's part of the name of a kernel whose other tensors have this element.
     pub(crate) fn suffix(&self, element: Element) -> String {
         let of = |side: &str, scales| match scales {
             Scales::One => String::new(),
@@ -61,11 +61,11 @@ impl Cache {
     }
 }
 
-/// Rows of numbers below this are scaled as if this were their largest, so that a scale that is
-/// found is never zero and has a reciprocal.
+/// Lower bound of the magnitude from which a scale is computed, so that a scale is never zero and
+/// has a reciprocal.
 pub const LEAST_MAGNITUDE: f32 = 1e-12;
 
-/// The scales of a tensor, as a kernel is passed them.
+/// The scales of a tensor, as launch parameters.
 pub(crate) enum ScaleSource {
     One,
     PerHead(HeadScales),
@@ -81,7 +81,7 @@ impl ScaleSource {
         }
     }
 
-    /// The one scale of a sequence and key head, where there is one.
+    /// Loads the scale of a sequence and key head, with per-head scales.
     pub(crate) fn of_head(
         &self,
         k: &mut Builder,
@@ -95,7 +95,7 @@ impl ScaleSource {
     }
 }
 
-/// A scale for each sequence and key head.
+/// The launch parameters of per-head scales.
 pub(crate) struct HeadScales {
     address: Reg<GlobalAddress>,
     batch: Reg<U64>,

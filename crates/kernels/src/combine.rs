@@ -1,15 +1,14 @@
-//! Partial attention over parts of the keys, put together by log-sum-exps.
+//! Combines partial results of attention over parts of the keys by their log-sum-exps.
 //!
-//! Softmax over all keys is the mean of softmaxes over parts of them, each
-//! weighted by its sum of exponentials: with `l(i)` the log-sum-exp of part
-//! `i` and `l` that of all,
+//! Attention over all keys is the average of attention over parts of them, each weighted by its sum
+//! of exponentials: with `l(i)` the log-sum-exp of part `i` and `l` that of all keys,
 //!
 //! ```text
 //! l = log(sum of exp(l(i)));   O = sum of exp(l(i) - l) O(i)
 //! ```
 //!
-//! A thread takes two neighbours of one row and goes twice through the parts:
-//! once for the largest log-sum-exp, once for the sums.
+//! A thread takes two neighbouring columns of one row and goes through the parts twice: once for
+//! the largest log-sum-exp, once for the sums.
 
 use ptx::{
     BF16x2, Builder, Element, Expression, F16x2, F32, GlobalAddress, Program, Reg, Target, U32,
@@ -21,23 +20,23 @@ use crate::attention::rows::{Finished, Reference, finish, reference};
 use crate::parameter::{Axis, Number, Tensor};
 use crate::strides::Strides;
 
-/// Threads of a block.
+/// Threads per block.
 const THREADS: u32 = 256;
 
-/// What the kernel is built for.
+/// The configuration of the combine kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Combine {
-    /// The architecture: Ampere or later where an element is `BF16`.
+    /// The target architecture: Ampere or later where an element is `BF16`.
     pub target: Target,
     /// The element of the partial outputs: `F32`, `F16` or `BF16`.
     pub partial: Element,
     /// The element of the output: `F32`, `F16` or `BF16`.
     pub element: Element,
-    /// The width of outputs: even.
+    /// Head dim of outputs: even.
     pub value_head_dim: u32,
 }
 
-/// A tensor with one more stride, from part to part.
+/// A tensor of partial results, with a stride from part to part.
 struct Parts {
     base: Reg<GlobalAddress>,
     element: Element,
@@ -55,7 +54,7 @@ impl Parts {
         }
     }
 
-    /// The address of the first part's row, and the bytes from part to part.
+    /// Returns the address of a row of the first part, and the bytes from part to part.
     fn row(&self, k: &mut Builder, at: [Reg<U32>; 3]) -> (Reg<GlobalAddress>, Reg<U64>) {
         let first = self.strides.row_address(k, self.base, self.element, at);
         (first, k.eval(self.part * self.element.bytes()))
@@ -63,13 +62,13 @@ impl Parts {
 }
 
 impl Combine {
-    /// The name of this configuration.
+    /// Returns the name of this configuration.
     pub fn name(&self) -> String {
         let Combine { partial, element, value_head_dim, .. } = self;
         format!("combine_{partial}_to_{element}_d{value_head_dim}")
     }
 
-    /// How many blocks cover so many rows, counted over all heads and sequences.
+    /// Returns the blocks of the grid for `rows` rows, counted over all heads and sequences.
     pub fn blocks(&self, rows: u64) -> u64 {
         (rows * self.row_threads() as u64).div_ceil(THREADS as u64)
     }
@@ -80,18 +79,16 @@ impl Combine {
 
     /// Builds the kernel.
     ///
-    /// Parameters, in order: the partial outputs' address, their stride from
-    /// part to part, then of batch, row and head; the same of the partial
-    /// log-sum-exps; the addresses of output and log-sum-exps, each with its
-    /// batch, row and head strides; query length, query heads, rows of all
-    /// heads and sequences, parts. Strides count elements, log-sum-exps are
-    /// `f32`, the address of every pair of neighbours is a multiple of its
-    /// size. [`Combine::blocks`] blocks, whose threads 32 bits must count.
+    /// Parameters, in order: the partial outputs' address, their stride from part to part, then
+    /// their batch, row and head strides; the same for the partial log-sum-exps; the addresses of
+    /// outputs and log-sum-exps, each with its batch, row and head strides; query length, query
+    /// heads, rows of all heads and sequences, number of parts. Strides count elements,
+    /// log-sum-exps are `f32`, and the address of every pair of neighbours is a multiple of its
+    /// size. The grid has [`Combine::blocks`] blocks; the number of their threads must fit 32 bits.
     ///
-    /// A part whose log-sum-exp is minus infinity saw no key and is not read,
-    /// nor is one that would not count beside the largest. A row without any
-    /// other is zero, its log-sum-exp minus infinity. One that is plus infinity
-    /// or not a number makes the row not a number.
+    /// A part whose log-sum-exp is minus infinity saw no key and is not read, nor is one whose
+    /// weight beside the largest is zero. A row without any other part is zero, and its log-sum-exp
+    /// is minus infinity. A log-sum-exp of plus infinity or NaN makes the row NaN.
     pub fn program(&self) -> Result<Program, Error> {
         if self.value_head_dim == 0 || !self.value_head_dim.is_multiple_of(2) {
             return Err(Error::configuration(self.name(), "the head dimension is not even"));
@@ -137,7 +134,7 @@ impl Combine {
                 k.set(largest, largest.maximum(log_sum));
                 k.set(address, address + lse_step);
             });
-            // Where no part saw a key, minus infinity minus itself would not be a number.
+            // Where no part saw a key, minus infinity minus itself would be NaN.
             let reference = reference(k, largest);
 
             let (first, step) = partial_outputs.row(k, at);
@@ -149,7 +146,7 @@ impl Combine {
             k.for_range(0, parts, 1, |k, _| {
                 let log_sum = k.load::<F32, _>(address);
                 let weight = k.exp2((log_sum - reference) * std::f32::consts::LOG2_E);
-                // Not "greater": a log-sum-exp that is not a number shall show.
+                // Not "greater than": a log-sum-exp of NaN must reach the result.
                 k.if_(!weight.equals(0.0), |k| {
                     k.set(weights, weights + weight);
                     let values = load_pair(k, self.partial, source);
@@ -176,7 +173,7 @@ impl Combine {
     }
 }
 
-/// Loads two neighbours and widens them.
+/// Loads two neighbouring numbers and widens them to `f32`.
 fn load_pair(k: &mut Builder, element: Element, address: Reg<GlobalAddress>) -> [Reg<F32>; 2] {
     match element {
         Element::F16 => {
@@ -191,7 +188,7 @@ fn load_pair(k: &mut Builder, element: Element, address: Reg<GlobalAddress>) -> 
     }
 }
 
-/// Rounds two neighbours and stores them.
+/// Rounds two neighbouring numbers to the element and stores them.
 fn store_pair(
     k: &mut Builder,
     element: Element,

@@ -1,8 +1,9 @@
-//! Keys and values of 8 bits as numbers of 16, times their scales, for kernels that take those:
-//! attention of many queries, whose products cost far more than one more pass over the cache.
+//! Widens a cache of 8-bit keys and values to 16-bit numbers, times their scales, for attention of
+//! many queries by kernels that take 16 bits: their products cost far more than one more pass over
+//! the cache.
 //!
-//! Sequences leave their pages or batch entries and lie one after the other, each with room for the
-//! longest, or packed as they were. What no sequence uses is not written.
+//! The output has the sequences one after the other, each with room for the longest, or packed as
+//! they were. Positions that no sequence uses are not written.
 
 use ptx::{Builder, Element, Expression, F32, Packed, Program, Reg, Target, U32, U64};
 
@@ -13,34 +14,34 @@ use crate::divisor::DivisorRegisters;
 use crate::parameter::{List, Number, Tensor};
 use crate::strides::Strided;
 
-/// Positions of a sequence that a block takes.
+/// Positions of a sequence that a block widens.
 pub const POSITIONS: u32 = 64;
 
-/// Threads of a block.
+/// Threads per block.
 const THREADS: u32 = 256;
 
-/// Numbers that a thread takes at a time: 16 bytes of the cache.
+/// Numbers that a thread widens at a time: 16 bytes of the cache.
 const CHUNK: u32 = 16;
 
-/// What the kernel is built for.
+/// The configuration of the widening kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Widen {
-    /// The architecture.
+    /// The target architecture.
     pub target: Target,
-    /// What comes out: `F16` or `BF16`.
+    /// The element of the output: `F16` or `BF16`.
     pub element: Element,
-    /// What the cache is made of: 8 bits.
+    /// The element and scales of the cache: 8 bits.
     pub cache: Cache,
-    /// The width of keys: a multiple of 16.
+    /// Head dim of keys: a multiple of 16.
     pub head_dim: u32,
-    /// The width of values: a multiple of 16.
+    /// Head dim of values: a multiple of 16.
     pub value_head_dim: u32,
-    /// Whether the cache lies in pages.
+    /// Whether the cache is in pages.
     pub paged: bool,
 }
 
 impl Widen {
-    /// The name of this configuration.
+    /// Returns the name of this configuration.
     pub fn name(&self) -> String {
         let Widen { element, head_dim, value_head_dim, .. } = self;
         let paged = if self.paged { "_paged" } else { "" };
@@ -48,21 +49,21 @@ impl Widen {
         format!("widen_{element}{cache}_d{head_dim}x{value_head_dim}{paged}")
     }
 
-    /// Threads of a block.
+    /// Returns the threads per block.
     pub const fn threads(&self) -> u32 {
         THREADS
     }
 
     /// Builds the kernel. The grid has a block for every [`POSITIONS`] of each sequence. Parameters
-    /// by name:
+    /// by name ([`Parameter`](crate::Parameter)):
     ///
     /// | parameters | |
     /// | --- | --- |
-    /// | `keys`, `values`, `key descale`, `value descale` | the cache, as decode has it |
-    /// | `wide keys`, `wide values` | where it goes, with batch, row and head strides in elements |
-    /// | `key blocks`, `key heads` | [`Divisor`](crate::Divisor)s; blocks of a sequence |
-    /// | `key length`, `key rows`, `key starts`, `lengths` | as decode has them |
-    /// | `batch entries`, `batch entries there are`, `block table`, `pages of a sequence`, `page size` | as decode has them |
+    /// | `Key`, `Value`, `KeyDescale`, `ValueDescale` | the cache, as in [`Decode`](crate::Decode) |
+    /// | `WideKey`, `WideValue` | the destination, with batch, row and head strides in elements |
+    /// | `KeyBlocks`, `KeyHeads` | [`Divisor`](crate::Divisor)s; `KeyBlocks` is the blocks of a sequence |
+    /// | `KeyLength`, `KeyRows`, `KeyStarts`, `KeyLengths` | as in [`Decode`](crate::Decode) |
+    /// | `BatchIndex`, `Entries`, `BlockTable`, `PageColumns`, `PageSize` | as in [`Decode`](crate::Decode) |
     pub fn program(&self) -> Result<Program, Error> {
         let refuse = |reason| Err(Error::configuration(self.name(), reason));
         if !matches!(self.element, Element::F16 | Element::BF16) || !self.cache.is_narrow() {
@@ -127,7 +128,7 @@ impl Widen {
         }
     }
 
-    /// Widens a chunk of a row.
+    /// Widens one chunk of a row.
     fn chunk(
         &self,
         k: &mut Builder,
@@ -158,7 +159,7 @@ impl Widen {
         }
     }
 
-    /// Two numbers times their scale, rounded.
+    /// Returns two numbers times their scale, rounded to the output's element.
     fn scaled(&self, k: &mut Builder, pair: Packed, scale: Option<Reg<F32>>) -> Packed {
         if scale.is_none() && pair.element() == self.element {
             return pair;
@@ -171,11 +172,11 @@ impl Widen {
     }
 }
 
-/// Keys or values, from the cache to where they go.
+/// The keys or the values: source, scales and destination.
 struct Side {
     from: Strided,
     scales: ScaleSource,
     to: Strided,
-    /// Of a row.
+    /// Chunks per row.
     chunks: u32,
 }

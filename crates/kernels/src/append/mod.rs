@@ -1,13 +1,12 @@
-//! New keys and values into a cache, where they belong, keys rotated by rotary embeddings; and
-//! with those, in the same launch, the queries that will look at them.
+//! Appends new keys and values to a KV cache, with rotary embeddings of the keys; in the same
+//! launch, rotates the queries that will attend to them.
 //!
-//! A warp takes one row: a new token of a sequence and a key head, or a query
-//! and a query head. Lengths and tables are read on the device; what would lie
-//! beyond the cache is not written.
+//! Each warp takes one row: a new token of a sequence and a key head, or a query and a query head.
+//! Lengths and tables are read on the device; rows beyond the cache are not written.
 //!
-//! Into a cache of 8 bits a row is rounded once, after it was rotated and multiplied with the
-//! reciprocal of its scale. A scale for each token is found here: the largest number of the row
-//! over the largest that 8 bits have.
+//! In an 8-bit cache a row is rounded once, after it is rotated and multiplied by the reciprocal of
+//! its scale. Per-token scales are computed here: the largest magnitude of the row over the largest
+//! number of the 8-bit type.
 
 mod narrow;
 
@@ -23,39 +22,40 @@ use crate::element::{load_as_f32, store_from_f32};
 use crate::parameter::{List, Number, Tensor};
 use crate::strides::Strided;
 
-/// Warps of a block: rows that it takes.
+/// Rows per block, one for each of its warps.
 pub const ROWS: u32 = 4;
 
-/// What the kernel is built for.
+/// The configuration of the append kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Append {
-    /// The architecture.
+    /// The target architecture.
     pub target: Target,
     /// The element of new keys and values and of queries: `F16` or `BF16`.
     pub element: Element,
-    /// What the cache is made of: the same element, or one of 8 bits.
+    /// The element and scales of the cache: the same element, or one of 8 bits.
     pub cache: Cache,
-    /// The width of keys: even.
+    /// Head dim of keys: even.
     pub head_dim: u32,
-    /// The width of values: even.
+    /// Head dim of values: even.
     pub value_head_dim: u32,
-    /// Whether the cache lies in pages.
+    /// Whether the cache is in pages.
     pub paged: bool,
-    /// How keys are rotated.
+    /// The rotary embedding of keys and queries.
     pub rotary: Option<Rotary>,
 }
 
 /// Rotary embedding: pairs of columns are rotated by an angle that grows with the position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Rotary {
-    /// The first so many columns are rotated, the others stay: even.
+    /// Number of leading columns that are rotated; the others are copied. Even.
     pub dim: u32,
-    /// Whether neighbours are pairs; else column `i` and column `dim / 2 + i`.
+    /// Whether pairs are neighbouring columns (interleaved); otherwise column `i` is paired with
+    /// column `dim / 2 + i`.
     pub interleaved: bool,
 }
 
 impl Append {
-    /// The name of this configuration.
+    /// Returns the name of this configuration.
     pub fn name(&self) -> String {
         let Append { element, head_dim, value_head_dim, .. } = self;
         let paged = if self.paged { "_paged" } else { "" };
@@ -66,45 +66,45 @@ impl Append {
         format!("append_{element}{cache}_d{head_dim}x{value_head_dim}{paged}{rotary}")
     }
 
-    /// Threads of a block.
+    /// Returns the threads per block.
     pub const fn threads(&self) -> u32 {
         32 * ROWS
     }
 
-    /// Blocks for so many rows: sequences times new tokens of each at most times key heads, and
-    /// sequences times queries of each at most times query heads.
+    /// Returns the blocks for `rows` rows: sequences times the most new tokens of one times key
+    /// heads, plus sequences times the most queries of one times query heads.
     pub const fn blocks(&self, rows: u32) -> u32 {
         rows.div_ceil(ROWS)
     }
 
-    /// Builds the kernel. Parameters by name:
+    /// Builds the kernel. Parameters by name ([`Parameter`](crate::Parameter)):
     ///
     /// | parameters | |
     /// | --- | --- |
-    /// | `new keys`, `new values` | addresses, with batch, row and head strides in elements |
-    /// | `keys`, `values` | the cache; a batch entry may be a page |
-    /// | `key descale`, `value descale` | scales of 8-bit caches as decode has them: given for each sequence and key head, written for each token |
-    /// | `rows` | sequences times new tokens times key heads |
-    /// | `key heads`, `new tokens` | [`Divisor`](crate::Divisor)s; the most new tokens of a sequence |
-    /// | `new rows` | of the tensors of new keys: bounds the starts |
-    /// | `key length` | positions that a sequence has room for |
-    /// | `lengths` | keys of each sequence before, or 0 |
-    /// | `new lengths` | new tokens of each sequence, or 0 |
-    /// | `new starts` | where each sequence's new tokens begin and the last end, or 0 |
-    /// | `lengths after` | where the lengths with the new tokens go, or 0; not the memory of `lengths` |
-    /// | `batch entries`, `batch entries there are`, `block table`, `pages of a sequence`, `page size` | as decode has them |
+    /// | `NewKey`, `NewValue` | addresses, with batch, row and head strides in elements |
+    /// | `Key`, `Value` | the cache; with pages the batch stride is from page to page |
+    /// | `KeyDescale`, `ValueDescale` | scales of 8-bit caches, as in [`Decode`](crate::Decode): read for each sequence and key head, or written for each token |
+    /// | `AllNewRows` | sequences times new tokens times key heads |
+    /// | `KeyHeads`, `NewTokens` | [`Divisor`](crate::Divisor)s; `NewTokens` is the most new tokens of a sequence |
+    /// | `NewRows` | rows of the tensors of new keys, which bound the starts |
+    /// | `KeyLength` | positions that a sequence has room for |
+    /// | `KeyLengths` | keys of each sequence before, or 0 |
+    /// | `NewLengths` | new tokens of each sequence, or 0 |
+    /// | `NewStarts` | where each sequence's new tokens begin and the last end, or 0 |
+    /// | `LengthsAfter` | where the lengths with the new tokens go, or 0; not the memory of `KeyLengths` |
+    /// | `BatchIndex`, `Entries`, `BlockTable`, `PageColumns`, `PageSize` | as in [`Decode`](crate::Decode) |
     ///
     /// and with rotary embeddings:
     ///
     /// | parameters | |
     /// | --- | --- |
-    /// | `cosines`, `sines`, `rotary positions` | tables of `dim / 2` for each position, in the tensors' element |
-    /// | `rotary starts` | the position of each sequence's first new token for its angle, or 0: its length before |
-    /// | `queries`, `rotated queries` | addresses with strides; may be the same memory |
-    /// | `query heads`, `query length` | [`Divisor`](crate::Divisor)s; the most queries of a sequence |
-    /// | `rotated rows` | sequences times queries times query heads, or 0 |
-    /// | `query rows`, `query starts`, `query lengths` | as decode has them |
-    /// | `query step` | 1 where queries stand at positions one after the other, 0 where all stand at the first |
+    /// | `Cosines`, `Sines`, `RotaryPositions` | tables of `dim / 2` numbers for each position, in the tensors' element, and their number of positions |
+    /// | `RotaryStarts` | the rotary position of each sequence's first new token, or 0: its length before |
+    /// | `Query`, `RotatedQuery` | addresses with strides; may be the same memory |
+    /// | `QueryHeads`, `QueryLength` | [`Divisor`](crate::Divisor)s; `QueryLength` is the most queries of a sequence |
+    /// | `AllRotatedRows` | sequences times queries times query heads, or 0 |
+    /// | `QueryRows`, `QueryStarts`, `QueryLengths` | as in [`Decode`](crate::Decode) |
+    /// | `QueryStep` | 1 where the queries of a sequence have consecutive positions, 0 where all have the first |
     pub fn program(&self) -> Result<Program, Error> {
         let refuse = |reason| Err(Error::configuration(self.name(), reason));
         if !matches!(self.element, Element::F16 | Element::BF16) {
@@ -126,7 +126,7 @@ impl Append {
         if !self.cache.is_converted_by(self.target) {
             return refuse("the target does not convert numbers of 8 bits");
         }
-        // Two neighbours are stored at a time.
+        // Columns are stored in pairs of neighbours.
         if narrow && self.rotary.is_some_and(|it| !it.interleaved && it.dim % 4 != 0) {
             return refuse("over 8 bits, halves of the rotary dimension are even");
         }
@@ -206,7 +206,7 @@ impl Append {
             });
         });
         if let (Some(angles), Some(queries)) = (angles, queries) {
-            // Rows of keys wrap around, to beyond every row of queries.
+            // Indices of key rows wrap around to beyond every query row.
             let index = k.eval(index - rows);
             k.if_(index.less(queries.rotated_rows), |k| {
                 let (rest, head) = queries.heads.divide(k, index);
@@ -225,7 +225,7 @@ impl Append {
         }
     }
 
-    /// Copies a row that is rotated on its way.
+    /// Copies a row, rotating its leading columns.
     fn turn(
         &self,
         k: &mut Builder,
@@ -238,7 +238,7 @@ impl Append {
     }
 }
 
-/// The sequences before the new tokens.
+/// The lengths of sequences before the new tokens are appended.
 struct Before {
     lengths: Reg<GlobalAddress>,
     /// Positions that a sequence has room for.
@@ -252,7 +252,7 @@ impl Before {
     }
 }
 
-/// The queries that are rotated.
+/// The queries to be rotated, as launch parameters.
 struct Queries {
     from: Strided,
     to: Strided,
@@ -287,7 +287,7 @@ impl Queries {
     }
 }
 
-/// Copies columns of a row, two at a time, bit by bit.
+/// Copies columns of a row, two at a time, without changing a bit.
 fn copy(
     k: &mut Builder,
     element: Element,
@@ -303,7 +303,7 @@ fn copy(
     });
 }
 
-/// The tables of angles.
+/// The rotary embedding's tables, as launch parameters.
 struct Angles {
     rotary: Rotary,
     cosines: Reg<GlobalAddress>,
@@ -323,18 +323,19 @@ impl Angles {
         }
     }
 
-    /// The position of a sequence's first new token, which had this length before.
+    /// Returns the rotary position of a sequence's first new token; by default the sequence's
+    /// `length` before.
     fn start(&self, k: &mut Builder, sequence: Reg<U32>, length: Reg<U32>) -> Reg<U32> {
         let start = entry_of(k, self.starts, sequence, length.reinterpret::<S32>());
         clamp(k, start, self.positions)
     }
 
-    /// Beyond the tables: the last angles.
+    /// Clamps a position to the tables: beyond them the last angles are used.
     fn bounded(&self, k: &mut Builder, position: Reg<U32>) -> Reg<U32> {
         k.eval(position.minimum(self.positions - 1))
     }
 
-    /// Turns the first columns of a row on their way.
+    /// Rotates the leading columns of a row on the way from one address to another.
     fn turn(
         &self,
         k: &mut Builder,

@@ -1,4 +1,4 @@
-//! Rows into a cache of 8 bits: rotated, divided by their scale and rounded once.
+//! Stores rows into an 8-bit cache: rotated, divided by their scale and rounded once.
 
 use ptx::{
     Builder, E4M3x2, E5M2x2, Element, Expression, F32, GlobalAddress, Int8, Pair, Reg, StoreHint,
@@ -8,18 +8,18 @@ use ptx::{
 use super::{Angles, Append};
 use crate::cache::{LEAST_MAGNITUDE, ScaleSource};
 
-/// What becomes of a row.
+/// How a row of keys or values is scaled and rotated.
 pub(super) struct Rounded<'a> {
     pub(super) scales: &'a ScaleSource,
-    /// By which angles it is turned, and its position.
+    /// The tables of its rotation and its position, for keys with rotary embeddings.
     pub(super) turned: Option<(&'a Angles, Reg<U32>)>,
     pub(super) columns: u32,
 }
 
-/// What is done with two neighbours, the pair's index in the row before.
+/// A callback for two neighbouring columns; its first number is the index of the pair in the row.
 type Body<'a> = dyn FnMut(&mut Builder, Reg<U32>, [Reg<F32>; 2]) + 'a;
 
-/// The largest number of an 8-bit element.
+/// Returns the largest finite number of an 8-bit element.
 const fn largest(element: Element) -> f32 {
     match element {
         Element::E5M2 => 57344.0,
@@ -29,8 +29,8 @@ const fn largest(element: Element) -> f32 {
 }
 
 impl Rounded<'_> {
-    /// Rounds a row `from` the new tensor, of this sequence, into the cache: its address there, and
-    /// its batch entry or page, row and head.
+    /// Rounds a row of a sequence from its address in the new tensor to that in the cache. `place`
+    /// is the row's batch entry or page, row and head in the cache.
     pub(super) fn store(
         &self,
         k: &mut Builder,
@@ -71,7 +71,8 @@ impl Rounded<'_> {
         });
     }
 
-    /// The scale of a row: its largest number becomes the largest of 8 bits.
+    /// Returns the scale of a row, with which its largest magnitude becomes the largest number of
+    /// the 8-bit element.
     fn find(&self, k: &mut Builder, append: &Append, from: Reg<GlobalAddress>) -> Reg<F32> {
         let most = k.variable(0.0);
         self.each_pair(k, append.element, from, &mut |k, _, pair| {
@@ -84,7 +85,8 @@ impl Rounded<'_> {
         k.eval(most.maximum(LEAST_MAGNITUDE) * (1.0 / largest(append.cache.element)))
     }
 
-    /// The numbers of a row, two neighbours at a time, shared out among the lanes.
+    /// Calls `body` for the pairs of neighbouring columns of a row, rotated; the lanes of the warp
+    /// share them.
     fn each_pair(
         &self,
         k: &mut Builder,
@@ -131,7 +133,7 @@ impl Rounded<'_> {
     }
 }
 
-/// Two columns, rotated.
+/// Rotates a pair of columns.
 fn turn(k: &mut Builder, [x, y]: [Reg<F32>; 2], [cosine, sine]: [Reg<F32>; 2]) -> [Reg<F32>; 2] {
     [k.eval(x * cosine - y * sine), k.eval(x * sine + y * cosine)]
 }

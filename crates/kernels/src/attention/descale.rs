@@ -1,20 +1,21 @@
-//! What products of 8-bit numbers are multiplied with: factors of sequences and key heads.
+//! Descale factors of FP8 attention: one for each sequence and key head, of queries, keys and
+//! values.
 
 use ptx::{Builder, Expression, F32, GlobalAddress, Pred, Reg, U32, U64};
 
 use crate::parameter::{Axis, Tensor};
 
-/// A product whose numbers have factors.
+/// A product whose operands have descale factors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Product {
-    /// Of queries and keys: the factor of both.
+    /// QK^T, with the product of the factors of queries and keys.
     Scores,
-    /// Of weights and values: the factor of the values.
+    /// PV, with the factor of the values.
     Output,
 }
 
-/// The factors of queries, keys and values over (sequence, key head). A tensor without any has the
-/// address 0, and factors of 1.
+/// The descale factors by (sequence, key head). A tensor without factors has the address 0, and
+/// factors of 1.
 #[derive(Clone, Copy)]
 pub(crate) struct Descales {
     query: Factors,
@@ -43,7 +44,7 @@ impl Descales {
         }
     }
 
-    /// The factor of a product of a sequence and a key head.
+    /// Loads the factor of a product for a sequence and key head.
     pub(crate) fn of(
         &self,
         k: &mut Builder,

@@ -1,20 +1,19 @@
-//! What attention means, once for every family of kernels.
+//! The semantics of attention, shared by all kernel families.
 //!
-//! | module | what it says |
+//! | module | its subject |
 //! | --- | --- |
-//! | [`rules`] | which mask, cap, slopes and sinks a kernel is built for; the numbers of a mask on the host |
-//! | [`function`] | masks and scores that a caller writes as functions |
-//! | `visibility` | which keys a row sees, which key blocks a tile needs, and hiding the rest |
-//! | `scores` | what becomes of the product of a query and a key before the softmax |
+//! | [`rules`] | the mask kind, softcap, ALiBi and sinks that a kernel is built for; the numbers of a mask on the host |
+//! | [`function`] | mask and score functions that a caller writes |
+//! | `visibility` | which keys a row sees, which key blocks a tile needs, and masking of the rest |
+//! | `scores` | softcap and ALiBi, between QK^T and the softmax |
 //! | `softmax` | the guarded softmax of a thread's rows |
-//! | `rows` | what a finished row comes to: the factor of its output and its log-sum-exp |
-//! | `descale` | what products of 8-bit numbers are multiplied with |
+//! | `rows` | the end of a row: the factor of its output and its log-sum-exp |
+//! | `descale` | the descale factors of FP8 products |
 //! | `sequences` | where sequences begin and end, in batch entries, packed or in pages |
 //!
-//! A family says how its hardware does it: where a thread's scores lie (`Score`), and in which
-//! order tiles and keys come.
+//! A family decides where a thread's scores are (`Score`) and in which order tiles and keys come.
 //!
-//! Queries stand at the end of the keys: query `i` of `queries` has the *position*
+//! Queries are aligned with the end of the keys: query `i` of `queries` has the *position*
 //! `i + keys - queries` among them, which is negative where there are more queries than keys.
 
 pub mod function;
@@ -31,21 +30,21 @@ use ptx::{Accumulator, F32, Reg, WarpAccumulator};
 
 pub use rules::{Batch, MaskKind, Rules, Window};
 
-/// One of the scores that a thread has, of however many rows and columns.
+/// One of a thread's scores, with its place among the thread's rows and columns.
 #[derive(Clone, Copy)]
 pub(crate) struct Score {
-    /// Which of the thread's rows it is of.
+    /// Index of the score's row among the thread's rows.
     pub(crate) row: usize,
-    /// How many columns right of the thread's first it is.
+    /// Column, counted from the thread's first column.
     pub(crate) column: u32,
     pub(crate) register: Reg<F32>,
 }
 
-/// How far below the thread's first row its rows lie in an accumulator of `wgmma`.
+/// Offsets of a thread's rows from its first row in a `wgmma` accumulator.
 pub(crate) const ACCUMULATOR_ROWS: [u32; 2] = [0, 8];
 
 impl Score {
-    /// The scores of a thread in an accumulator of `wgmma`.
+    /// Returns a thread's scores in a `wgmma` accumulator.
     pub(crate) fn of(accumulator: &Accumulator) -> Vec<Score> {
         let score = |(index, register): (usize, &Reg<F32>)| Score {
             row: Accumulator::row_of(index),
@@ -55,7 +54,7 @@ impl Score {
         accumulator.registers().iter().enumerate().map(score).collect()
     }
 
-    /// The scores of one of a thread's rows in accumulators of `mma.sync`, by themselves.
+    /// Returns the scores of one of a thread's rows in `mma.sync` accumulators, as row 0.
     pub(crate) fn of_warp_row(accumulator: &WarpAccumulator, row: usize) -> Vec<Score> {
         let score = |(index, register)| Score {
             row: 0,
@@ -65,8 +64,9 @@ impl Score {
         accumulator.row(row).enumerate().map(score).collect()
     }
 
-    /// The scores of a thread in accumulators of `mma.sync`, as products leave them: neighbours of
-    /// a row, then of the row 8 below, then of the next 16 rows, then 8 columns on.
+    /// Returns a thread's scores in `mma.sync` accumulators, in the order of the accumulators'
+    /// registers: two neighbouring columns of a row, then of the row 8 below, for each tile of 16
+    /// rows and each 8 columns.
     pub(crate) fn of_warp(accumulator: &WarpAccumulator) -> Vec<Score> {
         let cells = accumulator.cells();
         cells

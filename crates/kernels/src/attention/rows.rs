@@ -1,8 +1,8 @@
-//! What a finished row comes to: the factor of its output, and its log-sum-exp.
+//! The end of a row: the factor of its output, and its log-sum-exp.
 //!
-//! A row leaves its softmax with the sum of `2^(score - reference)` over the keys it saw, scores
-//! in units of log2. One that saw no key is zero with log-sum-exp minus infinity, or its sink
-//! where it has one.
+//! The softmax leaves a row with the sum of `2^(score - reference)` over the keys that it saw,
+//! scores in units of log2. A row that saw no key has an output of zero and a log-sum-exp of minus
+//! infinity, or that of its sink where it has one.
 
 use std::f32::consts::{LN_2, LOG2_E};
 
@@ -10,35 +10,35 @@ use ptx::{Builder, Choose, Expression, F32, GlobalAddress, Reg, U32, U64};
 
 use crate::parameter::List;
 
-/// A reference that is finite where a row has seen nothing: minus infinity
-/// minus itself would not be a number.
+/// The reference of a row that has seen no key. It is finite, because minus infinity minus itself
+/// is NaN.
 pub(crate) const NOTHING_SEEN: f32 = -1e30;
 
-/// What a row's exponentials were taken relative to.
+/// The value that a row's exponentials are relative to.
 #[derive(Clone, Copy)]
 pub(crate) enum Reference {
-    /// A number before the scale, never infinite: the guarded softmax's.
+    /// A value in units of unscaled scores, never infinite: that of the guarded softmax.
     Guarded { reference: Reg<F32>, scale_log2: Reg<F32> },
-    /// The exact maximum in units of log2: minus infinity where nothing was seen.
+    /// The exact maximum in units of log2: minus infinity where no key was seen.
     Maximum(Reg<F32>),
-    /// A natural logarithm, never infinite: of sums that were put together.
+    /// A natural logarithm, never infinite: that of combined partial results.
     Natural(Reg<F32>),
 }
 
-/// A row when all its keys are done.
+/// The results of a row after all its keys.
 pub(crate) struct Finished {
-    /// What its output is multiplied with.
+    /// Factor of the unnormalised output.
     pub(crate) factor: Reg<F32>,
-    /// The natural logarithm of its sum of exponentials.
+    /// Log-sum-exp of the row, a natural logarithm.
     pub(crate) log_sum: Reg<F32>,
 }
 
-/// What there is to subtract from scores where the maximum is minus infinity.
+/// Returns what to subtract from scores: the maximum, or 0 where it is minus infinity.
 pub(crate) fn reference(k: &mut Builder, maximum: Reg<F32>) -> Reg<F32> {
     k.eval(maximum.equals(f32::NEG_INFINITY).choose::<F32>(0.0, maximum))
 }
 
-/// Ends a row. A sink, in units of log2, takes its part of the sum and adds nothing to the output.
+/// Finishes a row. A sink, a logit in units of log2, is added to the sum and not to the output.
 pub(crate) fn finish(
     k: &mut Builder,
     reference: Reference,
@@ -63,7 +63,7 @@ pub(crate) fn finish(
     Finished { factor, log_sum: k.eval(empty.choose::<F32>(f32::NEG_INFINITY, natural)) }
 }
 
-/// The same with a sink, which may be far above the row's reference or far below.
+/// Finishes a row with a sink, which may be far above or far below the row's reference.
 fn finish_beside(k: &mut Builder, reference: Reference, sum: Reg<F32>, sink: Reg<F32>) -> Finished {
     let (from, top, measured) = match reference {
         Reference::Guarded { reference, scale_log2 } => {
@@ -92,7 +92,7 @@ fn finish_beside(k: &mut Builder, reference: Reference, sum: Reg<F32>, sink: Reg
     Finished { factor, log_sum: k.eval(empty.choose::<F32>(f32::NEG_INFINITY, natural)) }
 }
 
-/// The sinks of query heads.
+/// The attention sinks, one for each query head.
 #[derive(Clone, Copy)]
 pub(crate) struct Sinks {
     address: Reg<GlobalAddress>,
@@ -103,7 +103,7 @@ impl Sinks {
         Sinks { address: List::Sinks.address(k) }
     }
 
-    /// A head's, in units of log2.
+    /// Loads the sink of a head, in units of log2.
     pub(crate) fn of(&self, k: &mut Builder, head: Reg<U32>) -> Reg<F32> {
         let sink = k.load::<F32, _>(self.address + head.convert::<U64>() * 4);
         k.eval(sink * LOG2_E)

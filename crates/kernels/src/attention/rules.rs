@@ -1,26 +1,26 @@
-//! What a kernel of attention is built for: its mask and what changes scores; and on the host the
-//! numbers of a mask.
+//! The rules of attention that a kernel is built for, namely the kind of mask and the score rules,
+//! and the numbers of a mask on the host.
 
 use std::ops::Range;
 
 use super::function::Function;
 use crate::Divisor;
 
-/// What a mask hides. A query stands at its position among the keys: the last query at the last.
+/// The kind of a mask: what it hides. The last query has the position of the last key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum MaskKind {
-    /// Nothing.
+    /// Hides nothing.
     Dense,
-    /// Keys after the query's position.
+    /// Hides keys after the query's position.
     Causal,
-    /// Keys too far before or after the query's position: a window, passed at launch.
+    /// Hides keys too far before or after the query's position. The window is passed at launch.
     Local,
-    /// The same, and keys of other chunks of positions than the query's own.
+    /// Hides the same, and keys of other chunks of positions than the query's own.
     Chunked,
 }
 
 impl MaskKind {
-    /// For names of configurations.
+    /// Returns the name that configurations use.
     pub const fn name(self) -> &'static str {
         match self {
             MaskKind::Dense => "dense",
@@ -30,32 +30,32 @@ impl MaskKind {
         }
     }
 
-    /// Whether it is a window, so that keys before some first are hidden too.
+    /// Returns whether the mask is a window, which may also hide keys at the beginning.
     pub const fn is_window(self) -> bool {
         matches!(self, MaskKind::Local | MaskKind::Chunked)
     }
 }
 
-/// The rules of attention that a kernel is built for; their numbers are passed at launch.
+/// The rules of attention that a kernel is built for. Their numbers are passed at launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Rules {
-    /// Which keys a query does not see.
+    /// The kind of mask.
     pub mask: MaskKind,
     /// Whether scores are capped: `cap * tanh(score / cap)`.
     pub softcap: bool,
-    /// Whether scores fall with the distance between query and key.
+    /// Whether scores decrease linearly with the distance between query and key (ALiBi).
     pub alibi: bool,
-    /// Whether each head has a sink: a score that takes its part of the sum and adds nothing to
-    /// the output.
+    /// Whether each query head has a sink: a logit that is part of the softmax's sum and adds
+    /// nothing to the output.
     pub sinks: bool,
-    /// A function that hides further keys.
+    /// A mask function, which hides further keys.
     pub mask_function: Option<Function>,
-    /// A function that changes scores after everything else has.
+    /// A score function, which is applied after scale, softcap and ALiBi.
     pub score_function: Option<Function>,
 }
 
 impl Rules {
-    /// Every key as it is.
+    /// Every key is visible, and scores are only scaled.
     pub const DENSE: Rules = Rules {
         mask: MaskKind::Dense,
         softcap: false,
@@ -64,40 +64,40 @@ impl Rules {
         mask_function: None,
         score_function: None,
     };
-    /// A query sees keys up to its position.
+    /// A query sees the keys up to its position.
     pub const CAUSAL: Rules = Rules { mask: MaskKind::Causal, ..Rules::DENSE };
     /// A query sees a window of keys.
     pub const LOCAL: Rules = Rules { mask: MaskKind::Local, ..Rules::DENSE };
-    /// A window, and every rule of the scores.
+    /// A window with softcap, ALiBi and sinks.
     pub const EVERY: Rules = Rules { softcap: true, alibi: true, sinks: true, ..Rules::LOCAL };
 
-    /// The same rules over capped scores.
+    /// Returns the same rules with a softcap.
     pub const fn capped(self) -> Rules {
         Rules { softcap: true, ..self }
     }
 
-    /// Whether products with keys are more than scaled. A sink leaves them as they are.
+    /// Returns whether anything but the scale changes scores. A sink does not.
     pub const fn changes_scores(&self) -> bool {
         self.softcap || self.alibi || self.score_function.is_some()
     }
 
-    /// Whether the gradient of a score is more than that of its product with the scale: that of a
-    /// cap, or of a function that does more than add.
+    /// Returns whether the derivative of a score with respect to QK^T is more than the scale: with
+    /// a softcap, or with a score function that does more than add.
     pub fn has_slopes(&self) -> bool {
         self.softcap || self.score_function.is_some_and(|function| !function.has_slope_one())
     }
 
-    /// The functions, mask first.
+    /// Returns the functions, the mask's first.
     pub fn functions(&self) -> impl Iterator<Item = Function> + use<> {
         self.mask_function.into_iter().chain(self.score_function)
     }
 
-    /// Whether there is nothing beyond a causal mask.
+    /// Returns whether the rules are a dense or a causal mask and nothing else.
     pub fn is_plain(&self) -> bool {
         [Rules::DENSE, Rules::CAUSAL].contains(self)
     }
 
-    /// For names of configurations.
+    /// Returns the name that configurations use.
     ///
     /// ```
     /// use flashcore_kernels::attention::Rules;
@@ -109,7 +109,7 @@ impl Rules {
         self.mask.name().to_owned() + &self.extras()
     }
 
-    /// What there is beside the mask.
+    /// Returns the part of the name that comes after the mask's.
     pub(crate) fn extras(&self) -> String {
         let extras = [(self.softcap, "_softcap"), (self.alibi, "_alibi"), (self.sinks, "_sinks")];
         let extras: String = extras.iter().filter(|(on, _)| *on).map(|(_, name)| *name).collect();
@@ -118,20 +118,20 @@ impl Rules {
     }
 }
 
-/// How the sequences of a batch lie in their tensors.
+/// How the sequences of a batch are stored in their tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Batch {
-    /// All of the same length, each in a batch entry of its own.
+    /// Equal lengths, each sequence in a batch entry of its own.
     Equal,
-    /// Of lengths of their own, from rows of their own on: tiles come from the schedule that the
-    /// [`Sequencer`](crate::Sequencer) wrote.
+    /// Ragged: each sequence has its own length and first row. Tiles come from the schedule that
+    /// the [`Sequencer`](crate::Sequencer) wrote.
     Ragged,
-    /// The same, with keys and values in pages that a block table names.
+    /// Ragged, with keys and values in pages that a block table names.
     Paged,
 }
 
 impl Batch {
-    /// For names of configurations.
+    /// Returns the name that configurations use.
     pub const fn name(self) -> &'static str {
         match self {
             Batch::Equal => "equal",
@@ -141,27 +141,27 @@ impl Batch {
     }
 }
 
-/// The numbers of a mask.
+/// The numbers of a mask: its window and chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Window {
-    /// Keys before its position that a query sees.
+    /// Number of keys before its position that a query sees.
     pub left: i32,
-    /// Keys after its position that a query sees.
+    /// Number of keys after its position that a query sees.
     pub right: i32,
-    /// Positions of a chunk: a query sees only keys of its own.
+    /// Length of a chunk in positions: a query sees only keys of its own chunk.
     pub chunk: Option<u32>,
 }
 
 impl Window {
-    /// A reach beyond every position. Positions, reaches and chunks are no more than this, so that
-    /// their sums fit 32 bits.
+    /// A reach beyond every position. Positions, reaches and chunks are at most this, so that their
+    /// sums fit 32 bits.
     pub const OPEN: i32 = 1 << 29;
     /// Every key is seen.
     pub const DENSE: Window = Window { left: Window::OPEN, right: Window::OPEN, chunk: None };
     /// Keys up to the position are seen.
     pub const CAUSAL: Window = Window { right: 0, ..Window::DENSE };
 
-    /// The keys that a query at a position sees.
+    /// Returns the keys that a query at a position sees, of `keys` keys.
     ///
     /// ```
     /// use flashcore_kernels::attention::Window;
@@ -174,8 +174,8 @@ impl Window {
         self.tile_keys(position, position, keys)
     }
 
-    /// The keys from the first that a row at the position `first` sees to the last that one at
-    /// `last` sees: those of a tile of rows, for both ends only move on with the position.
+    /// Returns the keys from the first that a row at position `first` sees to the last that one at
+    /// `last` sees: the keys of a tile of rows, since neither end decreases with the position.
     pub fn tile_keys(&self, first: i64, last: i64, keys: u32) -> Range<u32> {
         let chunk = self.chunk.map(|chunk| i64::from(chunk.max(1)));
         let chunk_begin = chunk.map_or(0, |chunk| first.div_euclid(chunk) * chunk);
@@ -185,7 +185,7 @@ impl Window {
         if begin < end { begin as u32..end as u32 } else { 0..0 }
     }
 
-    /// What a launch passes for the chunk.
+    /// Returns the divisor that a launch passes for the chunk.
     pub fn chunk_divisor(&self) -> Divisor {
         let open = Window::OPEN as u32;
         Divisor::new(self.chunk.unwrap_or(open).clamp(1, open))

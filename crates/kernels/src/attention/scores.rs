@@ -1,7 +1,7 @@
-//! What becomes of the product of a query and a key before the softmax: softcap and ALiBi.
+//! Score rules between QK^T and the softmax: softcap and ALiBi.
 //!
-//! The scale is last, for the softmax folds it into its exponents: a rule leaves scores that
-//! [`ScoreRule::scale_log2`] brings into units of log2, so that one `ex2` is an exponential.
+//! The scale comes last, because the softmax folds it into its exponents: a rule leaves scores that
+//! [`ScoreRule::scale_log2`] brings to units of log2, so that one `ex2` is an exponential.
 
 use std::f32::consts::{LN_2, LOG2_E};
 
@@ -10,20 +10,20 @@ use ptx::{Builder, Choose, Expression, F32, GlobalAddress, Pred, Reg, S32, U32, 
 use super::{Rules, Score};
 use crate::parameter::{List, Number, Scale};
 
-/// How products become scores.
+/// How the products QK^T become scores, with the factors in registers.
 #[derive(Clone, Copy)]
 pub(crate) struct ScoreRule {
-    /// What scores are multiplied with at last.
+    /// The last factor of scores, which brings them to units of log2.
     pub(crate) scale_log2: Reg<F32>,
-    /// Twice log2(e) times the scale over the cap, where there is a cap; the last factor is the
-    /// cap then.
+    /// `2 log2(e) * scale / cap` with a softcap, in which case `scale_log2` is the cap times
+    /// log2(e).
     cap: Option<Reg<F32>>,
-    /// How small scores are capped, where they are not as others are.
+    /// The polynomial for small scores, where a kernel has one.
     small: Option<SmallTanh>,
-    /// What brings capped scores into natural units, where a function takes them: the last factor
-    /// is log2(e) then.
+    /// The factor that brings scores to natural units before a score function; `scale_log2` is then
+    /// log2(e).
     natural: Option<Reg<F32>>,
-    /// Where a function takes scores before their scale, one over it.
+    /// The reciprocal of the scale, where a score function takes scores before their scale.
     pub(crate) inverse: Option<Reg<F32>>,
 }
 
@@ -46,7 +46,8 @@ impl ScoreRule {
         }
     }
 
-    /// Lets a function that only adds to scores take them before their scale, which is positive.
+    /// Lets a score function that only adds to scores take them before their scale, which must be
+    /// positive: the softmax then applies the scale.
     pub(crate) fn with_scale_last(self, k: &mut Builder, rules: &Rules) -> Self {
         match (self.natural, rules.score_function) {
             (Some(natural), Some(function)) if function.takes_unscaled() => ScoreRule {
@@ -59,20 +60,21 @@ impl ScoreRule {
         }
     }
 
-    /// Lets a warp whose scores are all well below the cap, as most are, take a polynomial:
-    /// where there are registers for two ways.
+    /// Lets a warp whose scores are all well below the cap, as most are, use a polynomial.
+    /// `two_ways` says that there are registers for both ways.
     pub(crate) fn with_small_tanh(self, two_ways: bool) -> Self {
         ScoreRule { small: two_ways.then_some(SmallTanh::OfExponents), ..self }
     }
 
-    /// The same by a polynomial of the scores themselves, an instruction less for each: where there
-    /// are registers for its coefficients.
+    /// Does the same with a polynomial of the scores themselves, one instruction less for each:
+    /// where there are registers for its coefficients.
     pub(crate) fn with_tanh_of_scores(self, k: &mut Builder) -> Self {
         let small = self.cap.map(|cap| SmallTanh::of_scores(k, cap));
         ScoreRule { small, ..self }
     }
 
-    /// The same with a cap that is large enough for [`HIDDEN_TANH`]. Scores capped so low are zero.
+    /// Raises the cap to at least [`LEAST_OUTER`], so that [`HIDDEN_TANH`] gives a weight of zero.
+    /// Scores with a smaller cap are practically zero anyway.
     pub(crate) fn with_finite_hidden(self, k: &mut Builder) -> Self {
         match self.cap {
             None => self,
@@ -82,9 +84,9 @@ impl ScoreRule {
         }
     }
 
-    /// Caps scores. The hardware's own tanh is good to 11 bits only, and
-    /// `tanh(x) = 1 - 2 / (e^2x + 1)` has two more operations for the special function units,
-    /// which the exponentials of the softmax keep busy already.
+    /// Applies the softcap, except for its last factor, the cap. The hardware's `tanh` is only
+    /// accurate to 11 bits, and `tanh(x) = 1 - 2 / (e^2x + 1)` takes two more operations of the
+    /// special function units, which the exponentials of the softmax keep busy already.
     pub(crate) fn cap(&self, k: &mut Builder, scores: &[Score]) {
         let Some(cap) = self.cap else { return };
         let Some(way) = &self.small else { return tanh(k, cap, scores) };
@@ -93,7 +95,7 @@ impl ScoreRule {
         k.if_else(small, |k| way.tanh(k, cap, scores), |k| tanh(k, cap, scores));
     }
 
-    /// Brings scores into natural units, where a function takes them.
+    /// Brings scores to natural units, where a score function takes them so.
     pub(crate) fn in_natural_units(&self, k: &mut Builder, scores: &[Score]) {
         let Some(natural) = self.natural else { return };
         for Score { register, .. } in scores {
@@ -101,7 +103,7 @@ impl ScoreRule {
         }
     }
 
-    /// Brings scores into units of log2, where the softmax does not.
+    /// Brings scores to units of log2, for kernels whose softmax does not.
     pub(crate) fn scale(&self, k: &mut Builder, scores: &[Score]) {
         for Score { register, .. } in scores {
             k.set(*register, *register * self.scale_log2);
@@ -109,7 +111,8 @@ impl ScoreRule {
     }
 }
 
-/// The largest absolute value. In several strands, each of which waits for itself alone.
+/// Returns the largest absolute value of the thread's scores, in several independent dependency
+/// chains.
 fn largest_size(k: &mut Builder, scores: &[Score]) -> Reg<F32> {
     const STRANDS: usize = 8;
     let mut largest: Vec<Reg<F32>> = Vec::new();
@@ -124,7 +127,7 @@ fn largest_size(k: &mut Builder, scores: &[Score]) -> Reg<F32> {
     largest[1..].iter().fold(first, |all, strand| k.eval(all.maximum(*strand)))
 }
 
-/// The exponent of two in `e^2x`, for each x.
+/// `e^2x` is `2^(EXPONENT * x)`.
 const EXPONENT: f32 = 2.0 * LOG2_E;
 
 fn tanh(k: &mut Builder, cap: Reg<F32>, scores: &[Score]) {
@@ -136,25 +139,27 @@ fn tanh(k: &mut Builder, cap: Reg<F32>, scores: &[Score]) {
     }
 }
 
-/// Up to here [`SmallTanh`] serves.
+/// Largest `|x|` for which [`SmallTanh`] is accurate.
 const SMALL: f32 = 0.5;
 
-/// `tanh(x) / x` by powers of the square of x, for x up to [`SMALL`]: right to 6e-7.
+/// Coefficients of `tanh(x) / x` as a polynomial in `x^2`, for `|x|` up to [`SMALL`]: accurate to
+/// 6e-7.
 const TANH: [f32; 4] = [0.999_999_45, -0.333_262_84, 0.131_899_4, -0.044_392_74];
 
-/// The way of small scores: a polynomial.
+/// The polynomial that approximates tanh for small scores.
 #[derive(Clone, Copy)]
 enum SmallTanh {
-    /// Of the exponents of two in `e^2x`.
+    /// In the exponents of two of `e^2x`.
     OfExponents,
-    /// Of scores, with coefficients that are computed once, up to a score.
+    /// In the scores themselves, up to `most`, with coefficients that are computed once.
     OfScores { coefficients: [Reg<F32>; 4], most: Reg<F32> },
 }
 
 impl SmallTanh {
-    /// No coefficient that becomes zero matters up to this score, and no square is infinite.
+    /// Largest score for [`SmallTanh::OfScores`]: up to here no coefficient that underflows
+    /// matters, and no square overflows.
     const MOST: f32 = 1e4;
-    /// Beyond this factor of x coefficients would not be finite.
+    /// Largest factor from scores to `x` for which the coefficients are finite.
     const LARGEST_FACTOR: f32 = 1e5;
 
     fn of_scores(k: &mut Builder, cap: Reg<F32>) -> Self {
@@ -172,7 +177,8 @@ impl SmallTanh {
         SmallTanh::OfScores { coefficients, most: k.eval(most) }
     }
 
-    /// Whether it serves all scores of the warp, of which the thread has this largest one.
+    /// Returns whether the polynomial serves all scores of the warp; `largest` is the thread's
+    /// largest.
     fn suffices(&self, k: &mut Builder, cap: Reg<F32>, largest: Reg<F32>) -> Reg<Pred> {
         match self {
             SmallTanh::OfExponents => {
@@ -184,7 +190,7 @@ impl SmallTanh {
     }
 
     fn tanh(&self, k: &mut Builder, cap: Reg<F32>, scores: &[Score]) {
-        // Constants, for exponents instead of x.
+        // Coefficients for exponents instead of `x`.
         let constant = |power: usize| TANH[power] / EXPONENT.powi(2 * power as i32 + 1);
         for Score { register, .. } in scores {
             let (x, coefficients): (_, [Value<F32>; 4]) = match self {
@@ -205,16 +211,16 @@ impl SmallTanh {
     }
 }
 
-/// In the place of the hyperbolic tangent of a hidden score: its weight is zero, and its slope,
-/// `1 - tanh^2`, a number: that is 2^63.
+/// Stands for the tanh of a hidden score in the backward pass: -2^63. Its weight is zero, and its
+/// slope, `1 - tanh^2`, is finite.
 pub(crate) const HIDDEN_TANH: f32 = -9.223_372e18;
 
-/// The least factor of a tangent with which that is so.
+/// Smallest last factor of capped scores for which [`HIDDEN_TANH`] gives a weight of zero.
 const LEAST_OUTER: f32 = 1.0 / (1u64 << 40) as f32;
 
-/// ALiBi: takes from each score `slope`, in the units that scores have then, for each position
-/// between query and key. `distance` is from the thread's first column to the position of its
-/// first row, `rows` say how far below that its rows lie.
+/// Applies ALiBi: subtracts from each score `slope`, in the current units of scores, times the
+/// distance between query and key. `distance` is from the thread's first column to the position of
+/// its first row; `rows` are the offsets of its rows from that.
 pub(crate) fn alibi(
     k: &mut Builder,
     scores: &[Score],
@@ -231,17 +237,17 @@ pub(crate) fn alibi(
     }
 }
 
-/// The distances from each of a thread's rows to its first column.
+/// Returns the distances from each of a thread's rows to its first column.
 pub(crate) fn distances(k: &mut Builder, rows: &[u32], distance: Value<S32>) -> Vec<Reg<F32>> {
     let first = k.eval(distance.convert::<F32>());
     (rows.iter()).map(|row| if *row == 0 { first } else { k.eval(first + *row as f32) }).collect()
 }
 
-/// ALiBi slopes of sequences and heads.
+/// ALiBi slopes by sequence and query head.
 #[derive(Clone, Copy)]
 pub(crate) struct Slopes {
     address: Reg<GlobalAddress>,
-    /// From the slopes of a sequence to the next's; 0 where all have the same.
+    /// Stride from one sequence's slopes to the next; 0 where all sequences share them.
     stride: Reg<U32>,
 }
 
@@ -255,13 +261,13 @@ impl Slopes {
         k.load(self.address + index.convert::<U64>() * 4)
     }
 
-    /// One in units of log2.
+    /// Loads a slope in units of log2.
     pub(crate) fn log2(&self, k: &mut Builder, sequence: Reg<U32>, head: Reg<U32>) -> Reg<F32> {
         let slope = self.load(k, sequence, head);
         k.eval(slope * LOG2_E)
     }
 
-    /// One in units of scores before their scale.
+    /// Loads a slope in units of unscaled scores.
     pub(crate) fn unscaled(
         &self,
         k: &mut Builder,

@@ -1,7 +1,9 @@
-//! Where sequences begin and end, and where a key is: the batch entry or page, and the row in it.
+//! Where sequences begin and end in their tensors, and where a key is: the batch entry or page, and
+//! the row in it.
 //!
-//! This is all that a memory order has to say. Lists may be absent, and whatever they hold, what
-//! comes out is within the bounds of the launch.
+//! For kernels that read rows by address, padded, packed and paged storage differ only here. Lists
+//! (starts, lengths, batch entries) may be absent, and whatever they or the block table hold,
+//! results are clamped to the bounds of the launch.
 
 use ptx::{
     Builder, Choose, Expression, GlobalAddress, LoadHint, LoadOrder, Reg, S32, Scope, U32, U64,
@@ -11,12 +13,12 @@ use ptx::{
 use crate::divisor::DivisorRegisters;
 use crate::parameter::{List, Number, Tensor};
 
-/// The memory order of keys and values.
+/// The storage of keys and values.
 #[derive(Clone, Copy)]
 pub(crate) struct Places {
-    /// The batch entry of each sequence, or 0; not needed where all is in pages.
+    /// Address of the list of batch entries, 0 if absent; `None` where everything is in pages.
     entries: Option<Reg<GlobalAddress>>,
-    /// Batch entries or pages that there are.
+    /// Number of batch entries or pages of the cache.
     count: Reg<U32>,
     pages: Option<Pages>,
 }
@@ -24,7 +26,7 @@ pub(crate) struct Places {
 #[derive(Clone, Copy)]
 struct Pages {
     table: Reg<GlobalAddress>,
-    /// Pages of a sequence in the table.
+    /// Columns of the block table: the most pages of a sequence.
     columns: Reg<U32>,
     size: DivisorRegisters,
 }
@@ -48,27 +50,27 @@ impl Places {
         }
     }
 
-    /// Pages and no batch entries.
+    /// Declares the parameters of paged storage alone, without batch entries.
     pub(crate) fn in_pages(k: &mut Builder) -> Self {
         let count = Number::Entries.read(k);
         Places { entries: None, count, pages: Some(Pages::parameters(k)) }
     }
 
-    /// Brings the block table into the second-level cache while lengths are still being read: each
-    /// `thread` of the grid asks for a line of it and waits for nothing.
+    /// Prefetches the block table into L2 while lengths are still being read: each `thread` of the
+    /// grid loads one word of a 128-byte line of it and does not wait for the result.
     pub(crate) fn warm(&self, k: &mut Builder, sequences: Reg<U32>, thread: Reg<U32>) {
         const LINE: u32 = 128;
         let Some(Pages { table, columns, .. }) = &self.pages else { return };
         let first = k.eval(thread * (LINE / 4));
         k.if_(first.less(sequences * *columns), |k| {
-            // An ordinary load that nobody uses would be left out.
+            // The assembler would drop an ordinary load whose result is unused.
             let hint = LoadHint { order: LoadOrder::Relaxed(Scope::Gpu), ..Default::default() };
             let at = *table + first.convert::<U64>() * 4;
             let [_unused] = k.load_vector::<U32, _, 1>(at, hint);
         });
     }
 
-    /// The batch entry of a sequence; with pages, its row of the block table.
+    /// Returns the batch entry of a sequence; with pages, its row of the block table.
     pub(crate) fn entry(&self, k: &mut Builder, sequence: Reg<U32>) -> Reg<U32> {
         match self.entries {
             None => sequence,
@@ -81,8 +83,8 @@ impl Places {
         }
     }
 
-    /// The batch entry or page, and the row in it, of a row of a sequence's place; `entry` is what
-    /// [`entry`](Places::entry) gave. Rows beyond the table are taken from its last page: nobody
+    /// Returns the batch entry or page, and the row in it, of a row of a sequence. `entry` is the
+    /// result of [`entry`](Places::entry). Rows beyond the table map to its last page: no query
     /// sees them.
     pub(crate) fn locate(
         &self,
@@ -94,8 +96,9 @@ impl Places {
         (self.bounded(k, found), within)
     }
 
-    /// The same, with what the table holds as it is: whoever has no use for it yet need not wait for
-    /// it. [`bounded`](Places::bounded) makes it a page.
+    /// Returns the same as [`locate`](Places::locate), but with the word of the block table as
+    /// loaded, so that a caller with no use for it yet does not wait for it.
+    /// [`bounded`](Places::bounded) makes it a valid page.
     pub(crate) fn look_up(
         &self,
         k: &mut Builder,
@@ -111,7 +114,7 @@ impl Places {
         (k.eval(found.reinterpret::<U32>()), within)
     }
 
-    /// What was looked up as one of the pages that there are.
+    /// Clamps the result of [`look_up`](Places::look_up) to the pages that exist.
     pub(crate) fn bounded(&self, k: &mut Builder, found: Reg<U32>) -> Reg<U32> {
         match self.pages {
             None => found,
@@ -123,8 +126,8 @@ impl Places {
     }
 }
 
-/// The page in a column of a sequence's row of a block table with so many `columns`; one of the
-/// `count` that there are, whatever the table holds.
+/// Returns the page in a column of a sequence's row of the block table, clamped to the `count`
+/// pages that exist.
 pub(crate) fn page_of(
     k: &mut Builder,
     table: Reg<GlobalAddress>,
@@ -150,20 +153,20 @@ fn read_table(
 }
 
 /// The rows of sequences in a tensor, packed or each in a batch entry of its own. Lists may be
-/// absent (their address is 0); whatever they hold, what comes out is within the bounds.
+/// absent (address 0); whatever they hold, results are clamped to the bounds.
 pub(crate) struct Span {
-    /// Where each sequence begins, and where the last ends.
+    /// List of where each sequence begins and where the last ends, for packed tensors.
     pub(crate) starts: Reg<GlobalAddress>,
-    /// Of the tensor.
+    /// Rows of the tensor, per batch entry.
     pub(crate) rows: Reg<U32>,
-    /// Of a sequence.
+    /// The most rows of a sequence.
     pub(crate) most: Reg<U32>,
-    /// How many of its rows each sequence uses.
+    /// List of how many of its rows each sequence uses.
     pub(crate) lengths: Reg<GlobalAddress>,
 }
 
 impl Span {
-    /// Those of queries.
+    /// Declares the parameters of the queries' rows.
     pub(crate) fn queries(k: &mut Builder) -> Self {
         Span {
             starts: List::QueryStarts.address(k),
@@ -173,12 +176,13 @@ impl Span {
         }
     }
 
-    /// The first row of a sequence, and how many it has.
+    /// Returns the first row of a sequence and how many rows it has.
     pub(crate) fn of(&self, k: &mut Builder, sequence: Reg<U32>) -> (Reg<U32>, Reg<U32>) {
         self.from(k, sequence, 0)
     }
 
-    /// The same where a sequence begins at `otherwise` if there is no list that says where.
+    /// Returns the same as [`of`](Span::of); without a list of starts, a sequence begins at
+    /// `otherwise`.
     pub(crate) fn from(
         &self,
         k: &mut Builder,
@@ -199,7 +203,7 @@ impl Span {
     }
 }
 
-/// A number that may be negative in memory, between two bounds.
+/// Clamps a signed number from memory to `0..=most`.
 #[track_caller]
 pub(crate) fn clamp(k: &mut Builder, value: Reg<S32>, most: Reg<U32>) -> Reg<U32> {
     let most = most.reinterpret::<S32>();
@@ -207,7 +211,8 @@ pub(crate) fn clamp(k: &mut Builder, value: Reg<S32>, most: Reg<U32>) -> Reg<U32
     k.eval(bounded.reinterpret::<U32>())
 }
 
-/// The 32-bit number of a sequence in a list that may be absent (its address is 0).
+/// Loads the 32-bit number at `index` of a list, or returns `otherwise` where the list is absent
+/// (address 0).
 #[track_caller]
 pub(crate) fn entry_of(
     k: &mut Builder,
@@ -225,7 +230,7 @@ pub(crate) fn entry_of(
     value
 }
 
-/// The sum of the values of the lanes up to each.
+/// Returns the inclusive prefix sum over the lanes of the warp.
 pub(crate) fn inclusive_sum(k: &mut Builder, value: Reg<U32>, lane: Reg<U32>) -> Reg<U32> {
     let mut sum = value;
     for distance in [1, 2, 4, 8, 16u32] {

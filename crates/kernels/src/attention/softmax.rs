@@ -1,34 +1,33 @@
 //! The guarded softmax of a thread's rows.
 //!
-//! The row maximum is only there to keep the exponentials in range, and `f32`
-//! and `bf16` have range to spare. So the exact maximum of a row is taken in its
-//! first block and stays its *reference*; later blocks take `2^(s - reference)`
-//! straight away, with no maximum, no exchange between lanes and no rescaling.
-//! The sum of a block, which is needed anyway, is the guard: if it exceeds a
-//! bound in any row of the warp, the block is done again
-//! around a new, exact reference, and sum and output are rescaled.
+//! The row maximum only keeps the exponentials in range, and `f32` and `bf16` have range to spare.
+//! So the exact maximum of a row is taken in its first block and stays its *reference*; later
+//! blocks compute `2^(s - reference)` right away, with no maximum, no exchange between lanes and no
+//! rescaling. The sum of a block, which is needed anyway, is the guard: if it exceeds a bound in
+//! any row of the warp, the block is done again relative to a new, exact maximum, and sum and
+//! output are rescaled.
 //!
-//! Four neighbouring lanes share a row. Scores stay untouched, since the slow
-//! path needs them again: probabilities go into registers of their own.
+//! Four neighbouring lanes share a row. Scores are left unchanged, since the slow path needs them
+//! again: probabilities go into registers of their own.
 
 use ptx::{Builder, Element, Expression, F32, Pred, Reg, Value};
 
 use super::Score;
 use super::rows::{Finished, NOTHING_SEEN, Reference, finish};
 
-/// The state of a thread's rows.
+/// The softmax state of a thread's rows.
 pub(crate) struct Softmax {
     scale_log2: Reg<F32>,
-    /// The binary logarithm of what weights and sums are multiplied with, for an element that has
-    /// more room above one than below it.
+    /// Binary logarithm of a factor on all probabilities and sums, for an element of P that has
+    /// more range above one than below it.
     lift: f32,
-    /// What is subtracted from the scores of each row, before scaling.
+    /// Reference of each row, in units of unscaled scores.
     reference: Vec<Reg<F32>>,
     /// The thread's part of each row's sum.
     sum: Vec<Reg<F32>>,
 }
 
-/// A block's sum beyond this is too large for probabilities of an element.
+/// Returns the guard: the largest sum of a block for which probabilities are safe in this element.
 pub(crate) fn bound(element: Element) -> f32 {
     match element {
         // The sum bounds each element, and 2^15 leaves f16 a margin of two.
@@ -38,20 +37,20 @@ pub(crate) fn bound(element: Element) -> f32 {
 }
 
 impl Softmax {
-    /// Registers for so many rows; [`begin`](Softmax::begin) and [`start`](Softmax::start) give
-    /// them values.
+    /// Reserves registers for `rows` rows; [`begin`](Softmax::begin) and [`start`](Softmax::start)
+    /// set them.
     pub(crate) fn new(k: &mut Builder, rows: usize, scale_log2: Reg<F32>) -> Self {
         let reference = (0..rows).map(|_| k.register()).collect();
         let sum = (0..rows).map(|_| k.register()).collect();
         Softmax { scale_log2, lift: 0.0, reference, sum }
     }
 
-    /// The same with weights `2^lift` times as large.
+    /// Multiplies all probabilities and sums by `2^lift`.
     pub(crate) fn lifted(self, lift: f32) -> Self {
         Softmax { lift, ..self }
     }
 
-    /// The rows have seen nothing.
+    /// Resets the rows to having seen no key.
     pub(crate) fn clear(&self, k: &mut Builder) {
         for (reference, sum) in self.reference.iter().zip(&self.sum) {
             k.set(*reference, NOTHING_SEEN);
@@ -59,7 +58,7 @@ impl Softmax {
         }
     }
 
-    /// The exact maximum of a first block becomes the rows' reference.
+    /// Sets the rows' references to their exact maxima in a first block.
     pub(crate) fn begin(&self, k: &mut Builder, scores: &[Score]) {
         for (row, reference) in self.reference.iter().enumerate() {
             let maximum = row_maximum(k, scores, row);
@@ -67,23 +66,23 @@ impl Softmax {
         }
     }
 
-    /// The sums of a first block are the rows'.
+    /// Sets the rows' sums to those of a first block.
     pub(crate) fn start(&self, k: &mut Builder, sums: &[Reg<F32>]) {
         for (sum, first) in self.sum.iter().zip(sums) {
             k.set(*sum, *first);
         }
     }
 
-    /// Adds a block's sums.
+    /// Adds a block's sums to the rows'.
     pub(crate) fn add(&self, k: &mut Builder, sums: &[Reg<F32>]) {
         for (sum, part) in self.sum.iter().zip(sums) {
             k.set(*sum, *sum + *part);
         }
     }
 
-    /// `2^((s - reference) * scale)` of every score, given to `store` in pairs of neighbours of a
-    /// row in the order of the scores, and the thread's sums of them: two chains a row, so that
-    /// additions overlap.
+    /// Computes `2^((s - reference) * scale)` of every score. Passes them to `store` as pairs of
+    /// neighbouring columns, in the order of the scores, and returns the thread's sums of each row.
+    /// A row's sum has two dependency chains, so that additions overlap.
     pub(crate) fn exponentials(
         &self,
         k: &mut Builder,
@@ -117,8 +116,8 @@ impl Softmax {
         chains.into_iter().map(sum).collect()
     }
 
-    /// Whether any row of the warp has a sum beyond a bound. A sum that is not
-    /// a number is not: its row is lost, and no reference would save it.
+    /// Returns whether the sum of any row of the warp exceeds the bound. A NaN does not: its row is
+    /// lost, and no reference would save it.
     pub(crate) fn exceeds(
         &self,
         k: &mut Builder,
@@ -132,8 +131,8 @@ impl Softmax {
         k.any(bound.into().less(largest))
     }
 
-    /// Takes a block's exact maximum into each row's reference; `factors` become
-    /// what the rows' sums were multiplied with, and their outputs must be.
+    /// Raises each row's reference to a block's exact maximum and rescales the rows' sums.
+    /// `factors` receive the rescaling factors, by which the caller must multiply the outputs.
     pub(crate) fn raise(&self, k: &mut Builder, scores: &[Score], factors: &[Reg<F32>]) {
         for (row, factor) in factors.iter().enumerate() {
             let maximum = row_maximum(k, scores, row);
@@ -145,13 +144,13 @@ impl Softmax {
         }
     }
 
-    /// The references of all rows, and then the thread's parts of their sums.
+    /// Returns the references of all rows, then the thread's parts of their sums.
     pub(crate) fn state(&self) -> Vec<Reg<F32>> {
         [&self.reference[..], &self.sum].concat()
     }
 
-    /// Takes in a reference and a part of a sum of a row over other keys. Its output must be
-    /// multiplied with the first factor, that over the other keys with the second.
+    /// Merges a row with its partial result over other keys, given as reference and part of a sum.
+    /// Returns the factors by which the row's output and the other output must be multiplied.
     pub(crate) fn take_in(
         &self,
         k: &mut Builder,
@@ -169,7 +168,7 @@ impl Softmax {
         [lowered, other_lowered]
     }
 
-    /// Ends the rows, with a sink in units of log2 where there is one.
+    /// Finishes the rows, with a sink in units of log2 where there is one.
     pub(crate) fn finish(&self, k: &mut Builder, sink: Option<Reg<F32>>) -> Vec<Finished> {
         let rows = self.sum.iter().zip(&self.reference);
         rows.map(|(sum, reference)| {
@@ -178,7 +177,7 @@ impl Softmax {
             if self.lift == 0.0 {
                 return finish(k, Reference::Guarded { reference, scale_log2 }, sum, sink);
             }
-            // Powers of two: exact.
+            // Multiplying by a power of two is exact.
             let lower = (-self.lift).exp2();
             let sum = k.eval(sum * lower);
             let row = finish(k, Reference::Guarded { reference, scale_log2 }, sum, sink);
@@ -188,8 +187,8 @@ impl Softmax {
     }
 }
 
-/// The largest score of a row, over the four lanes that share it: four chains,
-/// so that comparisons overlap.
+/// Returns the largest score of a row, over the four lanes that share it. Four dependency chains
+/// let comparisons overlap.
 pub(crate) fn row_maximum(k: &mut Builder, scores: &[Score], row: usize) -> Reg<F32> {
     let mut elements = scores.iter().filter(|score| score.row == row).map(|score| score.register);
     let mut chains: Vec<Reg<F32>> = elements.by_ref().take(4).collect();

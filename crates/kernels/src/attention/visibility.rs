@@ -1,9 +1,10 @@
-//! Which keys a row sees, which key blocks a tile of rows needs, and hiding the rest.
+//! Masks by name inside kernels: which keys a row sees, which key blocks a tile of rows needs, and
+//! how scores of hidden keys are masked.
 //!
-//! The first and the last key that a row sees only move on with its position, whatever the mask.
-//! So the first row of a tile and its last say all: the tile needs the blocks from the first row's
-//! first key to the last row's last, and every row sees whole what lies between the last row's
-//! first key and the first row's last.
+//! For every mask kind, the first and the last visible key never decrease with the row's position.
+//! So the first and the last row of a tile determine everything: the tile needs the blocks from the
+//! first row's first key to the last row's last key, and every row sees all keys between the last
+//! row's first key and the first row's last key, which need no mask.
 
 use ptx::{Builder, Choose, Expression, F32, Pred, Reg, S32, U32, Value};
 
@@ -11,64 +12,64 @@ use super::{MaskKind, Score, Window};
 use crate::divisor::DivisorRegisters;
 use crate::parameter::{Number, Reach};
 
-/// A mask inside a kernel.
+/// A mask kind with its launch parameters.
 #[derive(Clone, Copy)]
 pub(crate) enum Visibility {
-    /// Every key.
+    /// Every key is visible.
     Dense,
-    /// Keys up to the position.
+    /// Keys up to the row's position are visible.
     Causal,
-    /// A window around the position.
+    /// A window around the row's position is visible.
     Window(WindowRegisters),
 }
 
-/// A window around a position.
+/// The launch parameters of a window: its reach before and after the position.
 #[derive(Clone, Copy)]
 pub(crate) struct WindowRegisters {
     left: Reg<S32>,
     right: Reg<S32>,
-    /// With chunks, how long they are.
+    /// Length of a chunk, where the mask is chunked.
     chunk: Option<DivisorRegisters>,
 }
 
-/// Some rows of a sequence, one after the other.
+/// A tile of consecutive query rows of a sequence.
 #[derive(Clone, Copy)]
 pub(crate) struct RowTile {
     pub(crate) first_row: Reg<U32>,
-    /// How many there are; those beyond the sequence's queries do not count.
+    /// Rows of the tile; those beyond the sequence's queries do not count.
     pub(crate) rows: u32,
     pub(crate) query_length: Reg<U32>,
     pub(crate) key_length: Reg<U32>,
 }
 
-/// How keys are cut into blocks, and the registers for those that a tile needs.
+/// The block size of the keys, and the registers that receive the blocks that a tile needs.
 #[derive(Clone, Copy)]
 pub(crate) struct Blocks {
-    /// Keys of a block.
+    /// Keys per block.
     pub(crate) size: u32,
-    /// The fewest blocks that a tile has: 1 where rows that see nothing are walked too.
+    /// The fewest blocks that a tile gets: 1 where the kernel also walks tiles that see nothing.
     pub(crate) least: u32,
-    /// Becomes the first that it needs; with a window only.
+    /// Receives the first block that the tile needs; only with a window.
     pub(crate) first: Option<Reg<U32>>,
-    /// Becomes the one after the last.
+    /// Receives the end (exclusive) of the blocks that the tile needs.
     pub(crate) end: Reg<U32>,
 }
 
-/// Which of a tile's blocks some row does not see whole.
+/// The blocks of a tile that need masking, because some row does not see all of their keys.
 pub(crate) struct Masked {
-    /// From this block on.
+    /// Blocks from this one on need masking.
     pub(crate) from: Value<U32>,
-    /// With a window, also before this one.
+    /// With a window, so do blocks before this one.
     pub(crate) before: Option<Value<U32>>,
 }
 
-/// Some keys of a sequence, one after the other, and how its queries are cut into blocks.
+/// A tile of consecutive keys of a sequence, and the block size of its queries.
 #[derive(Clone, Copy)]
 pub(crate) struct KeyTile {
     pub(crate) first_key: Reg<U32>,
-    /// How many there are; those beyond the sequence's keys do not count.
+    /// Keys of the tile; those beyond the sequence's keys do not count.
     pub(crate) keys: u32,
-    /// Queries of a block.
+    /// Queries per block.
     pub(crate) query_block: u32,
     pub(crate) query_length: Reg<U32>,
     pub(crate) key_length: Reg<U32>,
@@ -78,30 +79,30 @@ pub(crate) struct KeyTile {
 #[derive(Clone, Copy)]
 pub(crate) struct QueryBlocks {
     pub(crate) first: Reg<U32>,
-    /// The one after the last; no larger than the first where there are none.
+    /// End (exclusive); no larger than `first` where no block sees the tile.
     pub(crate) end: Reg<U32>,
-    /// From this block on every query sees all of the tile,
+    /// First block of those whose every query sees all of the tile,
     pub(crate) whole_from: Reg<U32>,
-    /// up to before this one.
+    /// and their end (exclusive).
     pub(crate) whole_end: Reg<U32>,
 }
 
 impl QueryBlocks {
-    /// Whether some query of a block does not see all of the tile.
+    /// Returns whether some query of a block does not see all of the tile.
     pub(crate) fn needs_mask(&self, block: Reg<U32>) -> Value<Pred> {
         block.less(self.whole_from) | block.at_least(self.whole_end)
     }
 }
 
-/// What the rows of a thread see: columns from the first, where one is given, to the last,
-/// counted from the thread's first column.
+/// The columns that a thread's rows see, `first..=last` counted from the thread's first column;
+/// without `first`, from the beginning on.
 pub(crate) struct Seen {
     pub(crate) first: Option<Vec<Reg<S32>>>,
     pub(crate) last: Vec<Reg<S32>>,
 }
 
 impl Visibility {
-    /// Declares what a mask is passed at launch.
+    /// Declares the launch parameters of a mask.
     pub(crate) fn parameters(k: &mut Builder, mask: MaskKind) -> Self {
         let chunked = match mask {
             MaskKind::Dense => return Visibility::Dense,
@@ -116,13 +117,13 @@ impl Visibility {
         })
     }
 
-    /// Whether a tile may begin behind the first key.
+    /// Returns whether the blocks of a tile may begin after the first key.
     pub(crate) fn is_window(&self) -> bool {
         matches!(self, Visibility::Window(_))
     }
 
-    /// The keys that a row at a position sees: from the first to before the second. There are none
-    /// where the second is no larger; it may be negative.
+    /// Returns the keys that a row at a position sees, as the first and the end (exclusive). The
+    /// row sees none where the end is no larger than the first; the end may be negative.
     pub(crate) fn keys(
         &self,
         k: &mut Builder,
@@ -141,8 +142,8 @@ impl Visibility {
         }
     }
 
-    /// How many keys lie between the first that the first row of a tile sees and the last that its
-    /// last row sees; `end_row` comes after the last.
+    /// Returns how many keys lie from the first that the first row of a tile sees to the last that
+    /// its last row sees; `end_row` is exclusive.
     pub(crate) fn tile_keys(
         &self,
         k: &mut Builder,
@@ -174,7 +175,8 @@ impl Visibility {
         k.eval(seen.reinterpret::<U32>())
     }
 
-    /// Finds the key blocks of a tile.
+    /// Sets the registers of `blocks` to the key blocks that a tile needs; returns which of them
+    /// need masking.
     pub(crate) fn find_blocks(&self, k: &mut Builder, tile: &RowTile, blocks: Blocks) -> Masked {
         if let Visibility::Window(window) = self {
             return window.find_blocks(k, tile, blocks);
@@ -188,7 +190,7 @@ impl Visibility {
             return Masked { from: whole.into(), before: None };
         }
         let signed = |value: Value<U32>| value.reinterpret::<S32>();
-        // Keys that the first row sees, and the last of the tile.
+        // Number of keys that the first and the last row of the tile see.
         let offset = k.eval(signed(key_length - query_length));
         let first_sees = k.eval((signed(first_row + 1) + offset).maximum(0));
         let last_sees = (signed(first_row + rows) + offset).maximum(0);
@@ -197,8 +199,8 @@ impl Visibility {
         Masked { from: (first_sees.reinterpret::<U32>() / size).minimum(whole), before: None }
     }
 
-    /// What a thread's rows see of the keys from its first column on. `position` is that of its
-    /// first row, `rows` say how far below its rows lie.
+    /// Returns what a thread's rows see, as columns from its `first_column` on. `position` is that
+    /// of the thread's first row; `rows` are the offsets of its rows from that.
     pub(crate) fn seen(
         &self,
         k: &mut Builder,
@@ -250,11 +252,11 @@ impl Visibility {
     }
 }
 
-/// The other way round: which queries see a key.
+/// The transpose, for gradients: which queries see a key.
 ///
-/// A key `j` is seen from the positions `j - right` to `j + left` of its own chunk.
+/// Key `j` is visible from the positions `j - right` to `j + left` of its own chunk.
 impl Visibility {
-    /// Finds the query blocks that see a tile of keys.
+    /// Returns the query blocks that see a tile of keys.
     pub(crate) fn query_blocks(&self, k: &mut Builder, tile: &KeyTile) -> QueryBlocks {
         let KeyTile { first_key, keys, query_block, query_length, key_length } = *tile;
         let signed = |value: Reg<U32>| value.reinterpret::<S32>();
@@ -262,7 +264,7 @@ impl Visibility {
         let end_key = k.eval((first_key + keys).minimum(key_length));
         let last_key = k.eval(signed(end_key) - 1);
         let first_key_signed = k.eval(signed(first_key));
-        // From the position to the query, within those that there are.
+        // Converts a position to a query, clamped to `0..=query_length`.
         let query = |k: &mut Builder, position: Value<S32>| {
             let query = (position - offset).maximum(0).minimum(signed(query_length));
             k.eval(query.reinterpret::<U32>())
@@ -292,8 +294,8 @@ impl Visibility {
         let found = k.eval((end + up) / query_block);
         let sees = end.greater(first);
         let end_block = k.eval(sees.choose::<U32>(found, first_block));
-        // Rows beyond the last query come to nothing whatever they see; keys beyond the last
-        // must be hidden from everyone.
+        // Rows beyond the last query contribute nothing whatever they see, but keys beyond the last
+        // must be masked for all queries.
         let to_the_end = whole_end.equals(query_length);
         let whole = to_the_end.choose::<U32>(end_block, whole_end / query_block);
         let complete = (first_key + keys).at_most(key_length);
@@ -305,8 +307,8 @@ impl Visibility {
         }
     }
 
-    /// From which queries a thread's keys are seen, from its first column on. `key` is that of
-    /// its first row, `rows` say how far below its rows lie.
+    /// Returns from which queries a thread's keys are visible, as columns from its `first_column`
+    /// on. `key` is that of the thread's first row; `rows` are the offsets of its rows from that.
     pub(crate) fn seen_from(
         &self,
         k: &mut Builder,
@@ -316,7 +318,7 @@ impl Visibility {
         [query_length, key_length]: [Reg<U32>; 2],
     ) -> Seen {
         let signed = |value: Reg<U32>| value.reinterpret::<S32>();
-        // What a position is less to become a column.
+        // Subtracted from a position, gives a column.
         let shift = k.eval(signed(key_length) - signed(query_length) + first_column);
         let (mut first, mut last) = (Vec::new(), Vec::new());
         for row in rows {
@@ -346,12 +348,12 @@ impl Visibility {
 }
 
 impl Seen {
-    /// Sets the scores of keys that their row does not see to minus infinity.
+    /// Sets the scores of hidden keys to minus infinity.
     pub(crate) fn hide_others(&self, k: &mut Builder, scores: &[Score]) {
         self.set_others(k, scores, f32::NEG_INFINITY);
     }
 
-    /// The same with another number.
+    /// Sets the scores of hidden keys to `hidden`.
     pub(crate) fn set_others(&self, k: &mut Builder, scores: &[Score], hidden: f32) {
         for Score { row, column, register } in scores {
             let mut seen = self.last[*row].at_least(*column as i32);
@@ -362,17 +364,17 @@ impl Seen {
         }
     }
 
-    /// The same as [`hide_others`](Seen::hide_others) for the columns of an accumulator of `wgmma`:
-    /// two neighbours, and then eight columns on. A row has a bit for each: the assembler turns seven
-    /// bits at a time into predicates (`R2P`), so that a score costs little more than its choice,
-    /// where two comparisons cost two instructions. One is as cheap, and it is what rows get that see
-    /// all keys from the first on.
+    /// Does the same as [`hide_others`](Seen::hide_others) for the columns of a `wgmma`
+    /// accumulator: two neighbours, then eight columns on. Each row has a bit mask with a bit for
+    /// each score. The assembler turns seven bits at a time into predicates (`R2P`), so that a
+    /// score costs little more than its select, where two comparisons cost two instructions. A
+    /// single comparison is as cheap as a bit, and is used for rows without a first column.
     pub(crate) fn hide_others_by_bits(&self, k: &mut Builder, scores: &[Score]) {
         let Some(first) = &self.first else { return self.hide_others(k, scores) };
         debug_assert!(scores.iter().all(|score| score.column % 8 < 2));
         let bit = |column: u32| column / 8 * 2 + column % 8;
         let words = scores.iter().map(|score| bit(score.column) / 32 + 1).max().unwrap_or(0);
-        // Row by row, for all bits of a word at once.
+        // Row by row, so that all bits of a word are used together.
         for row in 0..self.last.len() {
             let words = bits(k, first[row], self.last[row], words);
             for Score { column, register, .. } in scores.iter().filter(|score| score.row == row) {
@@ -384,21 +386,22 @@ impl Seen {
     }
 }
 
-/// Words of a bit for each score of a row, set where the row sees the key: from `first` to `last`.
+/// Returns bit masks of a row's scores, set for the columns `first..=last`.
 fn bits(k: &mut Builder, first: Reg<S32>, last: Reg<S32>, words: u32) -> Vec<Reg<U32>> {
-    // Scores before a column, negative where it is.
+    // Number of the thread's scores before a column; negative where the column is.
     let before = |k: &mut Builder, column: Value<S32>| {
         let column = k.eval(column);
         k.eval((column >> 3) * 2 + (column & 7).minimum(2))
     };
     let (end, first) = (before(k, last + 1), before(k, first.into()));
-    // Beyond 31 nothing is left of what is shifted.
+    // Shifts by more than 31 give zero.
     let shifted = |k: &mut Builder, bits: u32, score: Reg<S32>, word: u32| {
         let bits = k.eval(bits);
         bits << (score - 32 * word as i32).maximum(0).reinterpret::<U32>()
     };
     let word = |word: u32| {
-        // Not the complement of ones that are shifted, which the assembler would take bit by bit.
+        // `(1 << end) - 1` instead of `!(MAX << end)`, which the assembler would evaluate bit by
+        // bit.
         let before_end = shifted(k, 1, end, word) - 1;
         let seen = before_end & shifted(k, u32::MAX, first, word);
         k.eval(seen)
@@ -407,7 +410,8 @@ fn bits(k: &mut Builder, first: Reg<S32>, last: Reg<S32>, words: u32) -> Vec<Reg
 }
 
 impl WindowRegisters {
-    /// Where the chunk of a position begins and ends. Before the first key there is an empty one.
+    /// Returns the begin and the end (exclusive) of the chunk of a position. Positions before the
+    /// first key are in an empty chunk.
     fn chunk_of(&self, k: &mut Builder, position: Reg<S32>) -> Option<[Reg<S32>; 2]> {
         let chunk = self.chunk?;
         let among_keys = k.eval(position.maximum(0).reinterpret::<U32>());
@@ -417,7 +421,7 @@ impl WindowRegisters {
         Some([begin, k.eval(position.less(0).choose::<S32>(0, end))])
     }
 
-    /// The first key that a row at a position in this chunk sees.
+    /// Returns the first key that a row at a position in this chunk sees.
     fn begin(&self, position: Value<S32>, chunk: Option<[Reg<S32>; 2]>) -> Value<S32> {
         match chunk {
             None => (position - self.left).maximum(0),
@@ -425,7 +429,7 @@ impl WindowRegisters {
         }
     }
 
-    /// What is left of an end in a chunk.
+    /// Clips an end to that of the chunk.
     fn end(&self, end: Value<S32>, chunk: Option<[Reg<S32>; 2]>) -> Value<S32> {
         match chunk {
             None => end,
@@ -436,7 +440,7 @@ impl WindowRegisters {
     fn find_blocks(&self, k: &mut Builder, tile: &RowTile, blocks: Blocks) -> Masked {
         let RowTile { first_row, rows, query_length, key_length } = *tile;
         let Blocks { size, least, first, end } = blocks;
-        // The positions of the tile's first and last row, and what they see.
+        // Positions of the tile's first and last row, and the chunks that they are in.
         let signed = |value: Reg<U32>| value.reinterpret::<S32>();
         let offset = k.eval(signed(key_length) - signed(query_length));
         let first_position = k.eval(signed(first_row) + offset);
@@ -456,7 +460,7 @@ impl WindowRegisters {
         k.set(end, at_least((last_end + (size - 1)) / size, least));
         if let Some(first) = first {
             let first_begin = begin_of(k, first_position, first_chunk);
-            // No further than the end, so that the walk down from there comes to it.
+            // At most the end, so that a loop from the end down to `first` terminates.
             let furthest = if least == 0 { end.into() } else { end - 1 };
             k.set(first, (first_begin / size).minimum(furthest));
         }

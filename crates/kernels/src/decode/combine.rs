@@ -1,7 +1,7 @@
-//! A sequence that several teams have parts of: the block that comes last puts it together.
+//! Combines a sequence that several teams share: the block that finishes last does it.
 //!
-//! Parts are added in the order of teams, whoever comes last, so the result does
-//! not depend on who does. The counter is left as it was found, at zero.
+//! Parts are added in the order of teams, so that the result does not depend on which block is
+//! last. The arrival counter is reset to zero, as it was found.
 
 use ptx::{
     AtomicOrder, Builder, Choose, Expression, F32, GlobalAddress, LoadCache, LoadHint, Pred, Reg,
@@ -12,22 +12,22 @@ use super::merge::{Item, Merge, Sums};
 use super::schedule::Part;
 use crate::attention::rows::reference;
 
-/// Parts whose loads are under way at the same time.
+/// Parts whose loads are in flight at the same time.
 pub(super) const TOGETHER: u32 = 16;
 
-/// Parts come from other multiprocessors: not from this one's cache.
+/// Load hint for parts that other multiprocessors wrote: L2 only, not this multiprocessor's L1.
 pub(super) const FRESH: LoadHint =
     LoadHint { order: ptx::LoadOrder::Weak, cache: LoadCache::L2Only, policy: None };
 
-/// Counts at the counter of an index that what this block has stored is there, and says whether it
-/// was the last of so many.
+/// Counts, at the counter with this index, that what this block has stored is complete; returns
+/// whether the block was the last of `all`.
 pub(super) fn arrive(
     k: &mut Builder,
     merge: &Merge<'_>,
     index: impl Fn(&mut Builder) -> Reg<U32>,
     all: Reg<U32>,
 ) -> Reg<Pred> {
-    // What all threads of the block have stored comes before the one thread's release.
+    // Orders the stores of all threads of the block before the release by thread 0.
     k.block_sync();
     k.if_(merge.thread.equals(0), |k| {
         let index = index(k);
@@ -43,10 +43,11 @@ pub(super) fn arrive(
     k.eval(last.differs(0))
 }
 
+/// The combination of the parts of one sequence, for this block's rows.
 pub(super) struct Combine<'a> {
     merge: &'a Merge<'a>,
     part: &'a Part,
-    /// The teams that have parts: the first, and how many.
+    /// First team that has a part, and how many teams have one.
     first_team: Reg<U32>,
     teams: Reg<U32>,
 }
@@ -57,7 +58,7 @@ impl<'a> Combine<'a> {
         Combine { merge, part, first_team, teams }
     }
 
-    /// This block's part is in the workspace: counts it, and if it was the last, combines all.
+    /// Counts this block's part, which is in the workspace; combines all parts if it was the last.
     pub(super) fn run(&self, k: &mut Builder) {
         let last = self.arrive(k);
         k.if_(last, |k| {
@@ -70,7 +71,7 @@ impl<'a> Combine<'a> {
         });
     }
 
-    /// Whether all other parts are there.
+    /// Counts this block's part; returns whether it was the last.
     fn arrive(&self, k: &mut Builder) -> Reg<Pred> {
         let numbers = self.merge.numbers;
         let index =
@@ -78,23 +79,24 @@ impl<'a> Combine<'a> {
         arrive(k, self.merge, index, self.teams)
     }
 
-    /// The address of the part of the team that is `index` after the first.
+    /// Returns the address of the part of the team `first_team + index`.
     fn address(&self, k: &mut Builder, index: Reg<U32>) -> Reg<GlobalAddress> {
         let numbers = self.merge.numbers;
         let block = (self.first_team + index) * numbers.members + numbers.member;
-        // Only the first team has the sequence's beginning.
+        // A block has two slots: slot 1 for the sequence that begins in its share, slot 0 for one
+        // that began before. Only the first team has the sequence's beginning.
         let slot = k.eval(block * 2 + index.equals(0).choose::<U32>(1, 0));
         self.merge.part_address(k, slot)
     }
 
-    /// Where the factor of a part of a row is in shared memory.
+    /// Returns the shared address of the factor of a part of a row.
     fn factor_place(&self, row: Reg<U32>, index: impl Into<Value<U32>>) -> Value<SharedAddress> {
         let place = row * self.merge.decode.factors_of_a_row() + index.into();
         self.merge.outputs + place * 4
     }
 
-    /// The factor of each part and row, and the rows' maxima and sums, into shared memory: a warp
-    /// takes row after row, its lanes the parts.
+    /// Computes the factor of each part and row, and the rows' maxima and sums, into shared memory.
+    /// Warps take rows in turn; the lanes of a warp take the parts.
     fn factors(&self, k: &mut Builder) {
         let (merge, decode) = (self.merge, self.merge.decode);
         let (warp, lane) = (merge.numbers.warp, merge.numbers.lane);
@@ -103,7 +105,8 @@ impl<'a> Combine<'a> {
         k.for_range(warp, rows, decode.warps, |k, row| {
             let place = k.eval((row * 2 + decode.rows * decode.value_head_dim) * 4);
             let place = k.eval(place.convert::<U64>());
-            // The maximum and the sum of the lane's parts; their maxima wait where factors will be.
+            // Maximum and sum over the lane's parts. The parts' maxima are kept where their factors
+            // will be.
             let (top, share) = (k.variable(f32::NEG_INFINITY), k.variable(0.0));
             k.for_range(lane, self.teams, 32, |k, index| {
                 let address = self.address(k, index);
@@ -137,7 +140,7 @@ impl<'a> Combine<'a> {
         });
     }
 
-    /// An item's sums over the parts.
+    /// Returns an item's sums over all parts, in the order of teams.
     fn combined(&self, k: &mut Builder, item: &Item) -> Sums {
         let (merge, decode) = (self.merge, self.merge.decode);
         let outputs = [0.0f32; 4].map(|zero| k.variable(zero));
@@ -147,7 +150,7 @@ impl<'a> Combine<'a> {
         k.for_range(0, self.teams, TOGETHER, |k, first| {
             let loaded: Vec<(Reg<F32>, [Reg<F32>; 4])> = (0..TOGETHER)
                 .map(|ahead| {
-                    // Beyond the last part: the last again, with a factor of zero.
+                    // Beyond the last part, the last is loaded again, with a factor of zero.
                     let index = k.eval((first + ahead).minimum(last));
                     let address = self.address(k, index);
                     let values = k.load_vector(address + place, FRESH);

@@ -1,7 +1,7 @@
-//! Tiles of keys and values, copied some tiles ahead by `cp.async`.
+//! Copies of key and value tiles into shared memory by `cp.async`, several tiles ahead.
 //!
-//! Each warp has a ring of stages of its own and refills a stage when it has
-//! read it. Lanes of a warp are ordered by warp barriers; nobody else is waited for.
+//! Each warp has its own ring of stages and refills a stage as soon as it has read it. The lanes of
+//! a warp are ordered by warp barriers (`bar.warp.sync`); warps do not wait for each other.
 
 use ptx::{
     Builder, Choose, ChunkPlace, Expression, GlobalAddress, Reg, RowCopies, SharedAddress, U32,
@@ -18,7 +18,7 @@ use crate::strides::Strided;
 /// Rows of a tile that a warp copies at a time, eight lanes to each.
 const ROWS: u32 = 4;
 
-/// Where keys and values come from.
+/// The key and value tensors, as launch parameters.
 pub(super) struct Copies {
     keys: Strided,
     values: Strided,
@@ -32,7 +32,7 @@ impl Copies {
         }
     }
 
-    /// Reserves the ring and gets it ready.
+    /// Reserves the shared memory of all warps' rings and prepares this warp's.
     pub(super) fn prepare<'a>(
         self,
         k: &mut Builder,
@@ -56,19 +56,20 @@ impl Copies {
     }
 }
 
-/// The ring of one warp.
+/// The ring of stages of one warp.
 pub(super) struct Ring<'a> {
     decode: &'a Decode,
     places: &'a Places,
     gather: Gather,
     pub(super) scales: TokenScales,
     base: Reg<SharedAddress>,
-    /// Of a stage: a tile of keys, then one of values.
+    /// Bytes of a stage: a tile of keys, then one of values.
     bytes: u32,
-    /// The stage that is read next.
+    /// Index of the stage that is read next.
     pub(super) stage: Reg<U32>,
-    /// Where the tile to be copied next is: with pages, the lane's row of it, else its first. The
-    /// page is as the table has it, so that nobody waits for it before that tile's turn.
+    /// Location of the tile to be copied next: with pages, that of the lane's own row of the tile,
+    /// otherwise that of the tile's first row. With pages, `entry` is the word of the block table
+    /// as loaded, not yet bounded, so that nothing waits for the load before that tile's turn.
     entry: Reg<U32>,
     row: Reg<U32>,
     lane: Reg<U32>,
@@ -76,8 +77,9 @@ pub(super) struct Ring<'a> {
 }
 
 impl Ring<'_> {
-    /// Begins with a sequence: copies as many tiles as there is room for, having looked up all of
-    /// them and the next, for one wait.
+    /// Begins a sequence: issues copies of as many tiles as there are stages. The locations of all
+    /// of them and of the next one are looked up first, so that the loads of the block table
+    /// overlap.
     pub(super) fn begin(&self, k: &mut Builder, cursor: &Cursor) {
         let Decode { stages, warps, .. } = *self.decode;
         let tiles = (0..=stages).map(|ahead| k.eval(self.warp + ahead * warps));
@@ -96,7 +98,8 @@ impl Ring<'_> {
         k.set(self.row, row);
     }
 
-    /// Finds a tile: with pages each lane its row, else all the first.
+    /// Looks up the location of a tile: with pages, each lane that of its own row, otherwise all
+    /// lanes that of the first row.
     fn look_up(&self, k: &mut Builder, cursor: &Cursor, tile: Reg<U32>) -> [Reg<U32>; 2] {
         let Decode { paged, tile_keys, .. } = *self.decode;
         let mine: Value<U32> = match paged {
@@ -108,7 +111,8 @@ impl Ring<'_> {
         [entry, row]
     }
 
-    /// Copies a tile of the sequence, if there is such a one.
+    /// Issues the copies of a tile into a stage, if the tile exists, and commits them as one group.
+    /// The group is empty otherwise, so that groups can be counted by [`wait`](Ring::wait).
     fn copy(
         &self,
         k: &mut Builder,
@@ -129,14 +133,15 @@ impl Ring<'_> {
         k.copy_async_commit();
     }
 
-    /// Waits for the next tile and gives its address: keys, then values.
+    /// Waits for the next tile and returns its shared address: keys, then values.
     pub(super) fn wait(&self, k: &mut Builder) -> Reg<SharedAddress> {
         k.copy_async_wait(self.decode.stages - 1);
         k.warp_sync();
         k.eval(self.base + self.stage * self.bytes)
     }
 
-    /// Gives the tile back, which is the warp's `tile`, fills its stage again and goes on.
+    /// Releases the current stage, which held the warp's `tile`: issues the copies of the tile that
+    /// takes its place, looks up the one after that, and moves on to the next stage.
     pub(super) fn release(&self, k: &mut Builder, cursor: &Cursor, tile: Reg<U32>) {
         k.warp_sync();
         let Decode { stages, warps, .. } = *self.decode;
@@ -148,38 +153,41 @@ impl Ring<'_> {
         self.next(k, self.stage);
     }
 
+    /// Advances a stage index around the ring.
     fn next(&self, k: &mut Builder, stage: Reg<U32>) {
         let next = k.eval(stage + 1);
         let around = k.eval(next.equals(self.decode.stages));
         k.set(stage, around.choose::<U32>(0, next));
     }
 
-    /// The warp whose ring it is.
+    /// Returns the index of the warp that owns the ring.
     pub(super) fn warp(&self) -> Reg<U32> {
         self.warp
     }
 }
 
-/// How lanes share a tile: eight neighbours copy one row of a panel.
+/// How the lanes of a warp share the copies of a tile: eight neighbouring lanes copy one row of a
+/// panel.
 struct Gather {
     keys: GatherSource,
     values: GatherSource,
-    /// The lane's row among four, and its chunk.
+    /// The lane's row among the four that are copied at a time, and its 16-byte chunk.
     place: ChunkPlace,
-    /// Where the lane's chunk lies in a tile, in the first four rows of eight and in the others.
+    /// Swizzled byte offset of the lane's chunk in a tile, for the first four rows of each eight
+    /// and for the other four.
     inside: [Reg<U32>; 2],
 }
 
-/// A tensor, from the block's head on.
+/// A tensor offset to the block's key head.
 pub(super) struct RowSource {
     pub(super) address: Reg<GlobalAddress>,
-    /// Bytes from one batch entry or page, and from one row, to the next.
+    /// Byte strides from one batch entry or page to the next, and from one row to the next.
     entry_bytes: Reg<U64>,
     row_bytes: Reg<U64>,
 }
 
 impl RowSource {
-    /// A tensor of elements of so many bytes.
+    /// Takes a tensor whose elements have `bytes` bytes.
     pub(super) fn new(k: &mut Builder, source: &Strided, bytes: u32, head: Reg<U32>) -> Self {
         let Strided { address, strides } = source;
         RowSource {
@@ -189,14 +197,14 @@ impl RowSource {
         }
     }
 
-    /// The bytes to a row of an entry.
+    /// Returns the byte offset of a row of a batch entry or page.
     pub(super) fn row(&self, k: &mut Builder, entry: Reg<U32>, row: Reg<U32>) -> Reg<U64> {
         let entry = entry.convert::<U64>() * self.entry_bytes;
         k.eval(entry + row.convert::<U64>() * self.row_bytes)
     }
 }
 
-/// A tensor, from the lane's chunk on.
+/// A tensor offset to the block's key head and the lane's chunk.
 struct GatherSource {
     rows: RowSource,
     copies: RowCopies,
@@ -229,8 +237,8 @@ impl Gather {
         Gather { keys, values, place, inside }
     }
 
-    /// Fills the chunks beyond the tensors' columns with zeros, in every stage: copies leave them
-    /// alone and products read them.
+    /// Zeroes the chunks beyond the tensors' columns in every stage: copies do not write them, and
+    /// products read them.
     fn clear_padding(
         &self,
         k: &mut Builder,
@@ -253,7 +261,8 @@ impl Gather {
         k.warp_sync();
     }
 
-    /// Copies a tile of which the first `valid` rows exist; the others become zeros.
+    /// Issues the copies of a tile of which the first `valid` rows exist; the others are filled
+    /// with zeros.
     fn copy(
         &self,
         k: &mut Builder,
@@ -275,8 +284,9 @@ impl Gather {
         }
     }
 
-    /// Where the rows are that the lane copies chunks of. Rows of a page may be anywhere, and each
-    /// lane knows where one is; others are neighbours.
+    /// Returns the addresses of the rows that the lane copies chunks of. With pages, rows may be
+    /// anywhere, and each lane knows the address of one row, which it passes to the others by
+    /// shuffles; otherwise rows are neighbours.
     fn rows(
         &self,
         k: &mut Builder,

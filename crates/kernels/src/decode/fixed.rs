@@ -1,23 +1,24 @@
-//! Splits of a fixed size, put together in an order that does not know who computed them.
+//! Splits of a fixed size, folded in an order that is independent of which block computed them.
 //!
-//! What a row comes to over some keys is a maximum, a sum and outputs. Two of these become one by
-//! [`fold`], and folds are made in one order, whatever the batch:
+//! The partial result of a row over some keys is a maximum, a sum and unnormalised outputs.
+//! [`fold`] makes one of two such results, and folds are made in one order, whatever the batch:
 //!
 //! ```text
-//! split    = fold of the warps, in their order          of 512 keys as a rule
+//! split    = fold of the warps, in their order          about 512 keys
 //! group    = fold of its splits, in their order         16 splits
 //! sequence = fold of its groups, in their order
 //! ```
 //!
-//! Splits and groups are counted from the sequence's first key. One that a row sees nothing of has
-//! no weight, and to fold it changes no bit: so a window may begin anywhere, and a query that comes
-//! with later ones may walk over keys that it does not see.
+//! Splits and groups are counted from the sequence's first key. A split that a row sees nothing of
+//! has no weight, and folding it changes no bit: so a window may begin anywhere, and a query that
+//! comes with later ones may go over keys that it does not see.
 //!
-//! Who folds depends on the batch. A group that one team has is folded by it as its splits come,
-//! and so is a sequence. The splits of a group that several teams have go to memory, and the last of these
-//! teams folds them; in the same way the last of its groups folds a sequence. A team begins at most
-//! one group and one sequence that it does not end, so both have their places, and their counters,
-//! with the team that begins them.
+//! Which block folds depends on the batch. A group, or a sequence, that lies within the share of
+//! one team is folded by that team's block as its splits come. The splits of a group that several
+//! teams share go to the workspace, and the block that finishes last folds them; likewise the block
+//! that finishes the last group of a shared sequence folds its groups. A team begins at most one
+//! group and one sequence that it does not end, so the workspace slots and the counters of both
+//! belong to the team that begins them.
 
 use ptx::{Builder, Expression, F32, Reg, U32, U64, Value};
 
@@ -28,15 +29,15 @@ use super::walk::Walk;
 use crate::attention::rows::reference;
 use crate::parameter::Number;
 
-/// Splits of a group: as many as are loaded at a time.
+/// Splits per group: as many as are loaded at a time.
 pub(super) const GROUP: u32 = TOGETHER;
 
-/// The counters of a block.
+/// Indices of a block's two arrival counters: of a shared group, and of a shared sequence.
 const OF_GROUP: u32 = 0;
 const OF_SEQUENCE: u32 = 1;
 
 impl Sums {
-    /// Nothing, to be folded into.
+    /// Returns the empty sums: a maximum of minus infinity, and zeros.
     fn nothing(k: &mut Builder) -> Self {
         Sums {
             outputs: [0.0; 4].map(|zero| k.variable(zero)),
@@ -54,8 +55,9 @@ impl Sums {
     }
 }
 
-/// Adds what a row came to over other keys. Every operation is written out, so that no assembler
-/// makes one of two in one place and not in another.
+/// Folds the partial result of other keys, `next`, into `sums`. The multiplications and fused
+/// multiply-adds are explicit, so that the assembler cannot contract them in one place and not in
+/// another, which would round differently.
 fn fold(k: &mut Builder, sums: &Sums, next: &Sums) {
     let maximum = k.eval(sums.maximum.maximum(next.maximum));
     let reference = reference(k, maximum);
@@ -73,33 +75,34 @@ fn fold(k: &mut Builder, sums: &Sums, next: &Sums) {
     k.set(sums.maximum, maximum);
 }
 
-/// Folds the part of a number into the sums, or begins with it if it is the first.
+/// Folds part `number` into `sums`, or starts from it if it is the `first`.
 fn take(k: &mut Builder, number: Reg<U32>, first: Value<U32>, sums: &Sums, part: &Sums) {
     k.if_else(number.equals(first), |k| sums.set(k, part), |k| fold(k, sums, part));
 }
 
-/// What a block does with its splits.
+/// The epilogue of a block's splits: folds them, or hands them over to other teams.
 pub(super) struct Fixed<'a> {
     merge: &'a Merge<'a>,
-    /// The group and the sequence that the block is at.
+    /// Running sums of the group and of the sequence that the block is working on.
     group: Running,
     sequence: Running,
-    /// Parts that a block has room for.
+    /// Partial results that a block has workspace for.
     room: Reg<U32>,
 }
 
-/// What the thread's items have come to.
+/// The running sums of a thread's items.
 enum Running {
-    /// Each of them.
+    /// The sums of each item, in registers.
     Registers(Vec<Sums>),
-    /// In two places for parts, from this one on, in turn: the rows' maxima are read by others than
-    /// write them, who may be ahead of them within a split.
+    /// In the workspace, in two slots from this one on, which alternate with the number of the
+    /// part. Double buffering is needed because the threads that read a row's maximum and sum are
+    /// not all the one that writes them, and threads may be ahead of each other within a split.
     Memory(Reg<U32>),
 }
 
 impl Running {
-    /// Folds the part of a number into an item, or begins with it if it is the first; gives what
-    /// the item comes to.
+    /// Folds part `number` into an item, or starts from it if it is the `first`; returns the item's
+    /// sums so far.
     fn take(
         &self,
         k: &mut Builder,
@@ -129,11 +132,11 @@ impl Running {
     }
 }
 
-/// A split's group, in splits: from the first to before the last.
+/// The group of a split. `first..end` are the group's splits that the block's rows see.
 struct Group {
     first: Reg<U32>,
     end: Reg<U32>,
-    /// Its number, and that of the first that the block's rows see.
+    /// Index of the group, and that of the first group that the block's rows see.
     number: Reg<U32>,
     first_number: Reg<U32>,
 }
@@ -166,7 +169,7 @@ impl<'a> Fixed<'a> {
         Fixed { merge, group, sequence, room }
     }
 
-    /// Finishes a split: all warps of the block call this.
+    /// Finishes a split. All warps of the block must call it.
     pub(super) fn finish(&self, k: &mut Builder, walk: &Walk<'_>, share: &Share, split: Reg<U32>) {
         let group = Group::of(k, share, split);
         let mine =
@@ -206,7 +209,8 @@ impl<'a> Fixed<'a> {
         });
     }
 
-    /// Takes an item of a group into the sequence, all of which the team has; the last ends it.
+    /// Folds an item of a finished group into the sequence, which is all the team's; the last group
+    /// stores the result.
     fn take_group(
         &self,
         k: &mut Builder,
@@ -221,8 +225,9 @@ impl<'a> Fixed<'a> {
         k.if_(ends, |k| self.merge.store(k, &share.rows, item, &sums));
     }
 
-    /// The block has stored all that it has of a group: if it was the last, folds the group, and
-    /// says that it is there unless it is all of the sequence.
+    /// Called when the block has stored all of its splits of a shared group. If it is the last to
+    /// arrive, it folds the group and either stores the result, where the group is the whole
+    /// sequence, or stores the group and sets `finished`.
     fn finish_group(&self, k: &mut Builder, share: &Share, group: &Group, finished: Reg<U32>) {
         let first_team = share.team(k, group.first);
         let last = k.eval(group.end - 1);
@@ -245,7 +250,8 @@ impl<'a> Fixed<'a> {
         });
     }
 
-    /// The block has stored a group: if it was the last of the sequence, folds all.
+    /// Called when the block has stored a group of a shared sequence. If it is the last to arrive,
+    /// it folds all groups and stores the result.
     fn finish_sequence(&self, k: &mut Builder, share: &Share, group: &Group) {
         let first_team = share.team(k, share.begin_all);
         let groups = k.eval((share.end_all - 1) / GROUP + 1 - group.first_number);
@@ -259,7 +265,8 @@ impl<'a> Fixed<'a> {
         });
     }
 
-    /// Every item of the rows, with its index among the thread's where it is in registers.
+    /// Runs `body` for every item of the rows that is the thread's, with the item's index among the
+    /// thread's where sums are in registers (else 0).
     fn each_item(&self, k: &mut Builder, share: &Share, body: impl Fn(&mut Builder, usize, &Item)) {
         if let Running::Memory(_) = self.group {
             self.merge.each_item(k, &share.rows, |k, item| body(k, 0, &item));
@@ -276,7 +283,7 @@ impl<'a> Fixed<'a> {
         }
     }
 
-    /// An item's sums over the warps.
+    /// Returns an item's sums over the warps, folded in their order.
     fn merged(&self, k: &mut Builder, item: &Item) -> Sums {
         let statistics = self.merge.statistics(k, item);
         let all = Sums::nothing(k);
@@ -291,7 +298,8 @@ impl<'a> Fixed<'a> {
         all
     }
 
-    /// An item's sums over so many parts in memory, one after the other.
+    /// Returns an item's sums over `count` consecutive parts in the workspace, folded in their
+    /// order.
     fn gathered(&self, k: &mut Builder, item: &Item, slot: Reg<U32>, count: Reg<U32>) -> Sums {
         let decode = self.merge.decode;
         let last = k.eval(count - 1);
@@ -303,12 +311,13 @@ impl<'a> Fixed<'a> {
         let place = bytes(k, item.row * decode.value_head_dim + item.column);
         let row = bytes(k, item.row * 2 + decode.rows * decode.value_head_dim);
         let all = Sums::nothing(k);
-        // Queries are in registers too: with wide heads there is room for half.
+        // The queries occupy registers as well: with wide heads there is room for half of the
+        // loads.
         let together = if decode.running_parts() > 0 { TOGETHER / 2 } else { TOGETHER };
         k.for_range(0, count, together, |k, first| {
             let loaded: Vec<Sums> = (0..together)
                 .map(|ahead| {
-                    // Beyond the last part: the last again, and not used.
+                    // Beyond the last part, the last is loaded again and not used.
                     let index = k.eval((first + ahead).minimum(last));
                     let part = k.eval(base + index.convert::<U64>() * decode.part_bytes());
                     let outputs = k.load_vector(part + place, FRESH);
@@ -324,6 +333,8 @@ impl<'a> Fixed<'a> {
         all
     }
 
+    /// Counts this block's arrival at a counter of `team`'s block for the same rows and key head;
+    /// returns whether it was the last of `all`.
     fn arrive(
         &self,
         k: &mut Builder,
@@ -337,12 +348,13 @@ impl<'a> Fixed<'a> {
         arrive(k, self.merge, index, all)
     }
 
-    /// A place for parts of the block that a team has in this block's stead.
+    /// Returns a workspace slot of `team`'s block for the same rows and key head.
     fn slot(&self, k: &mut Builder, team: Reg<U32>, part: impl Into<Value<U32>>) -> Reg<U32> {
         let numbers = self.merge.numbers;
         k.eval((team * numbers.members + numbers.member) * self.room + part.into())
     }
 
+    /// Returns the slot of a split of a shared group: with the team that begins the group.
     fn split_slot(
         &self,
         k: &mut Builder,
@@ -354,6 +366,7 @@ impl<'a> Fixed<'a> {
         self.slot(k, team, split - group.first)
     }
 
+    /// Stores an item of a group of a shared sequence: with the team that begins the sequence.
     fn store_group(&self, k: &mut Builder, share: &Share, group: &Group, item: &Item, sums: &Sums) {
         let team = share.team(k, share.begin_all);
         let slot = self.slot(k, team, group.number - group.first_number + GROUP);

@@ -1,4 +1,4 @@
-//! Which tiles need a mask, and keys that nobody sees.
+//! Which tiles need masking, and clearing of values that no query sees.
 
 use ptx::{Builder, Expression, Pred, Reg, RowCopies, S32, SharedAddress, U32, Value};
 
@@ -6,11 +6,12 @@ use super::copies::Ring;
 use super::schedule::{Cursor, own_queries};
 use super::{Decode, Numbers};
 
-/// The keys that the queries of a sequence see, those of them that the block counts with.
+/// The keys that the queries of a sequence see, over the queries that the block counts
+/// ([`own_queries`]).
 pub(super) struct Mask {
-    /// Keys that every query sees lie between these.
+    /// Begin and end (exclusive) of the keys that every query sees.
     inner: [Reg<S32>; 2],
-    /// Keys that any query sees lie between these.
+    /// Begin and end (exclusive) of the keys that some query sees.
     outer: [Reg<S32>; 2],
 }
 
@@ -27,15 +28,15 @@ impl Mask {
         Mask { inner: [inner_begin, inner_end], outer: [outer_begin, outer_end] }
     }
 
-    /// Whether some query does not see some key of the tile from `first_key` on.
+    /// Returns whether some query does not see some key of the tile from `first_key` on.
     pub(super) fn touches(&self, decode: &Decode, first_key: Reg<U32>) -> Value<Pred> {
         let first = || first_key.reinterpret::<S32>();
         let [begin, end] = self.inner;
         first().less(begin) | (first() + decode.tile_keys as i32).greater(end)
     }
 
-    /// Overwrites values that nobody sees, and their scales, with zeros: memory beyond a sequence
-    /// may hold anything, and no probability of zero makes a number of it.
+    /// Zeroes the values that no query sees, and their scales. Memory beyond a sequence may hold
+    /// NaN or infinity, which a probability of zero does not cancel.
     pub(super) fn clear(
         &self,
         k: &mut Builder,

@@ -1,4 +1,5 @@
-//! The end of a part of a sequence: the warps' results become one, and go out.
+//! The epilogue of a part of a sequence: the results of the warps are merged and stored, as outputs
+//! and log-sum-exps, or as a partial result in the workspace.
 
 use ptx::{Builder, Choose, Expression, F32, GlobalAddress, Packed, Reg, SharedAddress, U32, U64};
 
@@ -11,7 +12,7 @@ use crate::attention::rows::{Finished, Reference, Sinks, finish, reference};
 use crate::parameter::{Axis, Tensor, Workspace};
 use crate::strides::Strides;
 
-/// Where results go.
+/// The output tensors and the workspace, as launch parameters.
 pub(super) struct Results {
     output: Reg<GlobalAddress>,
     strides: Strides,
@@ -36,13 +37,13 @@ impl Results {
     }
 }
 
-/// Four neighbouring output columns of a query row: what a thread finishes at a time.
+/// Four neighbouring output columns of a query row: the granule that a thread merges and stores.
 pub(super) struct Item {
     pub(super) row: Reg<U32>,
     pub(super) column: Reg<U32>,
 }
 
-/// An item's sums: unnormalised outputs, and the row's maximum and sum.
+/// The sums of an item: unnormalised outputs, and the maximum and sum of its row.
 #[derive(Clone, Copy)]
 pub(super) struct Sums {
     pub(super) outputs: [Reg<F32>; 4],
@@ -50,18 +51,19 @@ pub(super) struct Sums {
     pub(super) sum: Reg<F32>,
 }
 
-/// The shared memory of the merge.
+/// The shared memory and the parameters of the merge.
 pub(super) struct Merge<'a> {
     pub(super) decode: &'a Decode,
     pub(super) numbers: &'a Numbers,
     pub(super) results: Results,
     sinks: Option<Sinks>,
     scaling: &'a Scaling,
-    /// Outputs by warp, row and column, in `f32`; with several teams, then the factors of parts.
+    /// Outputs by warp, row and column, in `f32`; reused for the factors of parts when parts are
+    /// combined.
     pub(super) outputs: Reg<SharedAddress>,
-    /// Maximum and sum by warp and row.
+    /// Maximum and sum by warp and row, in `f32`.
     pub(super) rows: Reg<SharedAddress>,
-    /// Whether this block is the last of a sequence.
+    /// A flag that tells all threads whether this block was the last to arrive.
     pub(super) last: Reg<SharedAddress>,
     pub(super) thread: Reg<U32>,
 }
@@ -92,7 +94,7 @@ impl<'a> Merge<'a> {
         }
     }
 
-    /// Finishes a part: all warps of the block call this.
+    /// Finishes a part. All warps of the block must call it.
     pub(super) fn finish(&self, k: &mut Builder, walk: &Walk<'_>, part: &Part) {
         self.collect(k, walk);
         self.each_item(k, &part.rows, |k, item| {
@@ -106,19 +108,20 @@ impl<'a> Merge<'a> {
         k.if_(!part.whole, |k| Combine::new(k, self, part).run(k));
     }
 
-    /// Brings the results of all warps to shared memory.
+    /// Writes the results of all warps to shared memory, between two block barriers.
     pub(super) fn collect(&self, k: &mut Builder, walk: &Walk<'_>) {
-        // Whoever still reads from the part before.
+        // Threads may still read the results of the part before.
         k.block_sync();
         self.deposit(k, walk);
         k.block_sync();
     }
 
-    /// The byte of an output in shared memory, from its warp's first. Columns are permuted by
-    /// eights so that the threads of a warp, which have four pairs of rows, meet in no bank.
+    /// Returns the byte offset of an output in a warp's shared memory. Columns are XOR-swizzled in
+    /// groups of eight by the pair of rows: a warp stores to four rows at a time, one of each pair,
+    /// which would otherwise fall into the same banks.
     fn output_byte(&self, row: Reg<U32>, column: Reg<U32>) -> ptx::Value<U32> {
         let swizzle = row / 2 % 4 * 8;
-        // Widths that are no power of two have room for part of the permutation only.
+        // The swizzle permutes groups of 32 columns, so other widths are left as they are.
         let permuted = match self.decode.value_head_dim % 32 {
             0 => column ^ swizzle,
             _ => column.into(),
@@ -146,7 +149,7 @@ impl<'a> Merge<'a> {
                 let row = k.eval(lane % 4 * 2 + (8 * eight + odd));
                 for (tile, _, cell) in walk.output.eight(eight).cells() {
                     if decode.cache.is_narrow() {
-                        // The thread's two columns are neighbours.
+                        // The thread's two columns are neighbours: see `Output`.
                         let column = k.eval(lane / 4 * 2 + 16 * tile);
                         let at = outputs + self.output_byte(row, column);
                         let pair = [0, 1].map(|half| cell.pair(half)[odd]);
@@ -167,7 +170,7 @@ impl<'a> Merge<'a> {
         }
     }
 
-    /// Every item of the part's rows, shared out among the threads.
+    /// Runs `body` for every item of the part's rows, which the threads of the block share.
     pub(super) fn each_item(
         &self,
         k: &mut Builder,
@@ -181,13 +184,13 @@ impl<'a> Merge<'a> {
         });
     }
 
-    /// How many items there are of rows.
+    /// Returns the number of items of the rows.
     pub(super) fn items(&self, k: &mut Builder, rows: &Rows) -> Reg<U32> {
         let rows = k.eval(rows.count.minimum(self.decode.rows));
         k.eval(rows * (self.decode.value_head_dim / 4))
     }
 
-    /// The item of a number.
+    /// Returns the item with this number: items go through the columns of a row first.
     pub(super) fn item(&self, k: &mut Builder, number: Reg<U32>) -> Item {
         let width = self.decode.value_head_dim / 4;
         let row = k.eval(number / width);
@@ -195,7 +198,7 @@ impl<'a> Merge<'a> {
         Item { row, column }
     }
 
-    /// The maximum and the sum of an item's row, of each warp.
+    /// Loads the maximum and the sum of an item's row, for each warp.
     pub(super) fn statistics(&self, k: &mut Builder, item: &Item) -> Vec<[Reg<F32>; 2]> {
         let decode = self.decode;
         let warps = (0..decode.warps).map(|warp| {
@@ -205,7 +208,7 @@ impl<'a> Merge<'a> {
         warps.collect()
     }
 
-    /// An item's outputs of a warp.
+    /// Loads an item's outputs of one warp.
     pub(super) fn outputs(&self, k: &mut Builder, item: &Item, warp: u32) -> [Reg<F32>; 4] {
         let at = self.outputs
             + self.output_byte(item.row, item.column)
@@ -213,7 +216,7 @@ impl<'a> Merge<'a> {
         k.load_vector(at, Default::default())
     }
 
-    /// An item's sums over the warps.
+    /// Returns an item's sums over the warps, relative to the largest maximum.
     fn merged(&self, k: &mut Builder, item: &Item) -> Sums {
         let statistics = self.statistics(k, item);
         let mut maximum = statistics[0][0];
@@ -234,14 +237,16 @@ impl<'a> Merge<'a> {
         Sums { outputs, maximum, sum }
     }
 
-    /// Stores an item of a part into the workspace.
+    /// Stores an item of a part into the workspace: slot 1 of the block for a sequence that begins
+    /// in its share, slot 0 otherwise.
     fn store_part(&self, k: &mut Builder, part: &Part, item: &Item, sums: &Sums) {
         let block = k.block_index();
         let slot = k.eval(block * 2 + part.begins.choose::<U32>(1, 0));
         self.store_at(k, slot, item, sums);
     }
 
-    /// Stores an item into a place for parts.
+    /// Stores an item into a workspace slot; the item of a row's first columns stores maximum and
+    /// sum.
     pub(super) fn store_at(&self, k: &mut Builder, slot: Reg<U32>, item: &Item, sums: &Sums) {
         let address = self.part_address(k, slot);
         let place = item.row * self.decode.value_head_dim + item.column;
@@ -253,7 +258,7 @@ impl<'a> Merge<'a> {
         });
     }
 
-    /// Loads an item from a place for parts that this block has stored.
+    /// Loads an item from a workspace slot that this block has stored.
     pub(super) fn load_from(&self, k: &mut Builder, slot: Reg<U32>, item: &Item) -> Sums {
         let address = self.part_address(k, slot);
         let place = item.row * self.decode.value_head_dim + item.column;
@@ -264,13 +269,13 @@ impl<'a> Merge<'a> {
         Sums { outputs, maximum, sum }
     }
 
-    /// The address of a part in the workspace.
+    /// Returns the address of a workspace slot.
     pub(super) fn part_address(&self, k: &mut Builder, slot: Reg<U32>) -> Reg<GlobalAddress> {
         let bytes = self.decode.part_bytes();
         k.eval(self.results.parts + slot.convert::<U64>() * bytes)
     }
 
-    /// Normalises an item and stores it; a row's first item stores its log-sum-exp.
+    /// Normalises an item and stores it; the item of a row's first columns stores the log-sum-exp.
     pub(super) fn store(&self, k: &mut Builder, rows: &Rows, item: &Item, sums: &Sums) {
         let numbers = self.numbers;
         let row = k.eval(numbers.first_row + item.row);
@@ -291,7 +296,8 @@ impl<'a> Merge<'a> {
         let address = k.eval(address + bytes);
         let outputs = match self.decode.splits {
             Splits::Shares => sums.outputs.map(|output| k.eval(output * factor)),
-            // Splits that a row sees nothing of may have made a zero of a minus zero.
+            // Folding a split that the row sees nothing of may have turned a minus zero into a
+            // zero: adding 0.0 makes every zero positive.
             Splits::Fixed { .. } => sums.outputs.map(|output| k.fma(output, factor, 0.0)),
         };
         let pairs: Vec<Packed> =

@@ -1,13 +1,12 @@
-//! Attention of a few queries for each sequence over a long cache, at the speed
-//! of memory: decode.
+//! Decode: attention of a few queries per sequence over a long KV cache, bound by memory bandwidth.
 //!
-//! Query heads that share a key head are rows of one tile, so that each key and
-//! value is read once. The tiles of keys of the whole batch are one list, cut
-//! into equal parts: as many as there are *teams* of thread blocks, a team
-//! having one block for each key head. A sequence that ends up in several teams
-//! is put together by the block that comes last. Lengths are read on the
-//! device: a launch has the same shape whatever they are, and the result depends
-//! on the lengths and the number of teams alone, to the last bit.
+//! The query heads that share a key head are packed into the rows of one tile (pack-GQA), so that
+//! each key and value is read once. The key tiles of all sequences of the batch form one list,
+//! which is cut into equal shares (split-KV), one for each *team* of thread blocks; a team has one
+//! block for each key head and each tile of query rows. A sequence that several teams share is
+//! combined by the block that finishes last. Lengths are read on the device, so that the launch has
+//! the same shape whatever they are, and the result depends on the lengths and the number of teams
+//! alone, to the last bit.
 //!
 //! ```text
 //! for each sequence that the team has a part of:         mod.rs, schedule.rs
@@ -22,17 +21,18 @@
 //!     a part of it?        store it; the last combines    combine.rs
 //! ```
 //!
-//! That is for speed, and a sequence's bits then depend on the batch: on where the cuts fall. With
-//! [`Splits::Fixed`] they do not. Sequences are cut at the same keys whatever else there is, the
-//! list is one of splits instead of tiles, and what splits come to is added up in an order that
-//! does not know who computed them (fixed.rs).
+//! Such shares are best for speed, but the bits of a sequence's result then depend on the rest of
+//! the batch, which decides where its keys are cut. With [`Splits::Fixed`] they do not: every
+//! sequence is cut at the same keys whatever else is in the batch, the list holds splits of a fixed
+//! number of tiles instead of single tiles, and partial results are folded in an order that is
+//! independent of which block computed them (fixed.rs).
 //!
-//! A warp is on its own until the merge: it copies its own tiles, waits for its
-//! own copies and holds its own row maxima.
+//! Warps do not synchronise with each other until the merge: each copies its own tiles, waits for
+//! its own copies and keeps its own row maxima.
 //!
-//! Caches of 8 bits are half the bytes, and memory is the limit. Their numbers become
-//! `f16` on the way from shared memory to the tensor cores, two with an instruction,
-//! and so do queries (queries.rs) and probabilities; scales.rs has their scales.
+//! 8-bit caches halve the bytes read. Keys and values are widened to `f16` on the way from shared
+//! memory to the tensor cores, two numbers per instruction; queries (queries.rs) and probabilities
+//! are `f16` too. The scales of the cache are in scales.rs.
 
 mod combine;
 mod copies;
@@ -71,77 +71,77 @@ use scales::Scaling;
 use schedule::{Cursor, Schedule};
 use walk::Walk;
 
-/// What the kernel is built for.
+/// The configuration that a decode kernel is built for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Decode {
-    /// The architecture.
+    /// The target architecture.
     pub target: Target,
     /// The element of queries and outputs: `F16` or `BF16`.
     pub element: Element,
-    /// What keys and values are made of: the same element, or one of 8 bits.
+    /// The element and scales of keys and values: the queries' element, or one of 8 bits.
     pub cache: Cache,
-    /// The width of queries and keys: a multiple of 8 up to 256; of 16 with keys of 8 bits.
+    /// Head dim of queries and keys: a multiple of 8 up to 256, or of 16 with an 8-bit cache.
     pub head_dim: u32,
-    /// The width of values and outputs: the same.
+    /// Head dim of values and outputs, with the same bounds.
     pub value_head_dim: u32,
-    /// Query rows of a block, queries times query heads of a key head: 8 or 16. Where there
-    /// are more, several blocks read the same keys.
+    /// Query rows of a block: 8 or 16. A row is a pair of a query and a query head of the block's
+    /// key head. Where a sequence has more rows, several blocks read the same keys.
     pub rows: u32,
-    /// Whether keys and values lie in pages.
+    /// Whether keys and values are in pages that a block table names.
     pub paged: bool,
-    /// The mask, a window with chunks or without, and what changes scores.
+    /// The mask, which must be a window (chunked or not), and the score rules.
     pub rules: Rules,
-    /// Warps of a block.
+    /// Warps per block.
     pub warps: u32,
-    /// Keys of a tile: 16 or 32.
+    /// Keys per tile: 16 or 32.
     pub tile_keys: u32,
-    /// Tiles that a warp has room for.
+    /// Stages of a warp's pipeline: tiles of keys and values that a warp has shared memory for.
     pub stages: u32,
-    /// Blocks that share a multiprocessor.
+    /// Resident blocks per multiprocessor.
     pub blocks: u32,
-    /// Where the keys of a sequence are cut.
+    /// Where the keys of a sequence are cut (split-KV).
     pub splits: Splits,
 }
 
-/// Where the keys of a sequence are cut into parts that are computed apart.
+/// Where the keys of a sequence are cut into parts that are computed separately and then combined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Splits {
-    /// Where the share of one team ends and that of the next begins.
+    /// At the boundaries between the shares of teams, which depend on the whole batch.
     Shares,
-    /// After so many tiles of each warp, from the sequence's first key on: a query's result has the
-    /// same bits whatever else is in the batch, and however many queries come with it.
+    /// Every `rounds` tiles of each warp, counted from the sequence's first key: a query's result
+    /// has the same bits whatever else is in the batch, and however many queries come with it.
     Fixed {
-        /// Tiles of each warp.
+        /// Tiles of each warp in a split.
         rounds: u32,
     },
 }
 
-/// Elements of `f32` that a part of a sequence takes in the workspace: unnormalised outputs, then
-/// maximum and sum of each row.
+/// Number of `f32` elements of a partial result in the workspace: unnormalised outputs, then the
+/// maximum and the sum of each row.
 const fn part_floats(rows: u32, value_head_dim: u32) -> u32 {
     rows * (value_head_dim + 2)
 }
 
-/// The numbers that every part of the kernel needs.
+/// Indices of the block and the thread that every part of the kernel needs.
 struct Numbers {
-    /// Query heads of a key head.
+    /// Query heads per key head.
     group: DivisorRegisters,
-    /// The key head of this block.
+    /// Key head of this block.
     key_head: Reg<U32>,
-    /// The first query row of this block, among those of a sequence and key head.
+    /// First query row of this block, among the rows of a sequence and key head.
     first_row: Reg<U32>,
-    /// The team of this block.
+    /// Index of this block's team.
     team: Reg<U32>,
-    /// The block's place in its team: key head and first row in one.
+    /// Index of this block within its team: encodes key head and first row.
     member: Reg<U32>,
-    /// Blocks of a team.
+    /// Blocks per team.
     members: Reg<U32>,
     warp: Reg<U32>,
     lane: Reg<U32>,
 }
 
 impl Decode {
-    /// The name of this configuration.
+    /// Returns the name of this configuration.
     pub fn name(&self) -> String {
         let Decode { element, head_dim, value_head_dim, rows, warps, tile_keys, .. } = self;
         let Decode { stages, blocks, .. } = self;
@@ -158,7 +158,7 @@ impl Decode {
         )
     }
 
-    /// Tiles of what the list of a batch is made of: of one, or of a split of fixed size.
+    /// Returns the tiles in one unit of the batch's list: 1, or the tiles of a split of fixed size.
     pub const fn unit_tiles(&self) -> u32 {
         match self.splits {
             Splits::Shares => 1,
@@ -166,31 +166,34 @@ impl Decode {
         }
     }
 
-    /// Groups of splits of fixed size that a sequence of so many keys has at most.
+    /// Returns the most groups of fixed-size splits that a sequence of up to `keys` keys has.
     pub const fn groups(&self, keys: u64) -> u64 {
         let split = self.unit_tiles() as u64 * self.tile_keys as u64;
         keys.div_ceil(split).div_ceil(fixed::GROUP as u64)
     }
 
-    /// Parts that a block has room for in the workspace, for sequences of up to so many keys.
+    /// Returns the number of partial results that a block has workspace for, with sequences of up
+    /// to `keys` keys.
     pub const fn parts_of_block(&self, keys: u64) -> u64 {
         match self.splits {
-            // A sequence that began before the block, and one that goes on after it.
+            // One sequence that began before the block's share, and one that goes on after it.
             Splits::Shares => 2,
-            // The splits of a group that others have parts of, and the groups of such a sequence.
+            // The splits of a group that is shared with other teams, and the groups of such a
+            // sequence.
             Splits::Fixed { .. } => {
                 fixed::GROUP as u64 + self.groups(keys) + self.running_parts() as u64
             }
         }
     }
 
-    /// Items of four output columns that a thread finishes.
+    /// Returns how many items (four output columns of a row each) a thread finishes.
     const fn thread_items(&self) -> u32 {
         (self.rows * self.value_head_dim / 4).div_ceil(self.threads())
     }
 
-    /// Parts that a block with splits of fixed size holds in memory, having too few registers for the
-    /// group and the sequence that it is at.
+    /// Returns how many running sums a block with fixed-size splits keeps in the workspace: two
+    /// slots each for the group and the sequence that it is working on, where a thread has too many
+    /// items for registers; otherwise none.
     pub const fn running_parts(&self) -> u32 {
         match self.splits {
             Splits::Fixed { .. } if self.thread_items() > 2 => 4,
@@ -198,61 +201,62 @@ impl Decode {
         }
     }
 
-    /// The tile of keys of one warp.
+    /// Returns the shared-memory layout of a warp's key tile.
     pub fn key_layout(&self) -> TileLayout {
         self.layout(self.head_dim)
     }
 
-    /// The tile of values of one warp.
+    /// Returns the shared-memory layout of a warp's value tile.
     pub fn value_layout(&self) -> TileLayout {
         self.layout(self.value_head_dim)
     }
 
     fn layout(&self, columns: u32) -> TileLayout {
         let (element, rows) = (self.cache.element, self.tile_keys);
-        // `ldmatrix` takes 32 bytes of a row at a time.
+        // `ldmatrix` reads 32 bytes of a row at a time.
         let columns = columns.next_multiple_of(32 / element.bytes());
         TileLayout { element, rows, columns, swizzle: Swizzle::B128 }
     }
 
-    /// The element of products: queries and keys, probabilities and values.
+    /// Returns the operand element of both products: of Q and K, and of P and V.
     const fn operand(&self) -> Element {
         if self.cache.is_narrow() { Element::F16 } else { self.element }
     }
 
-    /// Bytes of the scales of a tile's tokens.
+    /// Returns the bytes of the per-token scales of a tile.
     const fn token_bytes(&self) -> u32 {
         4 * self.tile_keys
     }
 
-    /// Threads of a block.
+    /// Returns the threads per block.
     pub const fn threads(&self) -> u32 {
         32 * self.warps
     }
 
-    /// Blocks of a team: one for each key head and each [`rows`](Decode::rows) of the query rows
-    /// of a sequence and key head.
+    /// Returns the blocks per team: one for each key head and each [`rows`](Decode::rows) of the
+    /// `query_rows` of a sequence and key head.
     pub const fn team(&self, key_heads: u32, query_rows: u32) -> u32 {
         key_heads.saturating_mul(query_rows.div_ceil(self.rows))
     }
 
-    /// The most teams that a launch may have: the block that combines a sequence has room for the
-    /// factors of so many parts.
+    /// Returns the most teams that a launch may have: the block that combines a sequence has shared
+    /// memory for the factors of that many partial results.
     pub const fn most_teams(&self) -> u32 {
         self.factors_of_a_row() / combine::TOGETHER * combine::TOGETHER
     }
 
-    /// Factors of parts that a row has room for, where the merged outputs were.
+    /// Returns how many factors of partial results a row has shared memory for, in the space of the
+    /// merged outputs.
     const fn factors_of_a_row(&self) -> u32 {
         self.warps * self.value_head_dim
     }
 
-    /// Bytes of a part of a sequence in the workspace.
+    /// Returns the bytes of a partial result in the workspace.
     pub const fn part_bytes(&self) -> u64 {
         4 * part_floats(self.rows, self.value_head_dim) as u64
     }
 
-    /// Shared memory of a block.
+    /// Returns the bytes of shared memory per block.
     pub fn shared_bytes(&self) -> u32 {
         let tiles =
             self.warps * self.stages * (self.key_layout().bytes() + self.value_layout().bytes());
@@ -263,12 +267,12 @@ impl Decode {
         tiles + scales + 4 * rows * self.value_head_dim + 8 * rows + 4
     }
 
-    /// Why there is no such kernel.
+    /// Returns why this configuration cannot be built, if it cannot.
     fn fault(&self) -> Option<&'static str> {
         let narrow = self.cache.is_narrow();
         let chunk = 16 / self.cache.element.bytes();
         let wide = |dim: u32| dim == 0 || dim > 256 || !dim.is_multiple_of(chunk);
-        // The system keeps 1 KB of the multiprocessor's for each block.
+        // The driver reserves 1 KB of the multiprocessor's shared memory for each block.
         let fits = |target: Target| {
             (self.shared_bytes() + 1024) * self.blocks <= target.shared_memory_limit() + 1024
         };
@@ -317,28 +321,29 @@ impl Decode {
     /// Builds the kernel.
     ///
     /// The grid is a number of teams times the blocks of a [`team`](Decode::team). Parameters by
-    /// name:
+    /// name ([`Parameter`](crate::Parameter)), besides those of the tensors that functions load
+    /// from:
     ///
     /// | parameters | |
     /// | --- | --- |
-    /// | `queries`, `output` | addresses, with batch, row and head strides in elements |
-    /// | `keys`, `values` | the same; a batch entry may be a page |
-    /// | `key descale`, `value descale` | scales of 8-bit caches, `f32`: with batch and head strides for each sequence and key head, or with those of the cache for each token |
-    /// | `lse` | the address of the log-sum-exps, `f32`, with batch and head strides in elements |
-    /// | `parts`, `counters` | workspace; a counter for each sequence and block of a team, or with [`Splits::Fixed`] two for each block, zero before the first launch and after each |
-    /// | `batch`, `query length`, `key length` | sequences, and the longest lengths |
-    /// | `query rows`, `key rows` | of a batch entry of the query and key tensors: bound the starts |
-    /// | `query starts`, `key starts` | addresses of 32-bit numbers, where each sequence begins and the last ends, or 0: then each has a batch entry of its own |
-    /// | `query lengths`, `lengths`, `left padding`, `batch entries` | addresses of 32-bit numbers for each sequence, or 0 |
-    /// | `batch entries there are` | batch entries or pages of the cache |
-    /// | `block table`, `pages of a sequence`, `page size` | with pages; the size is a divisor |
-    /// | `key heads`, `query heads per key head`, `blocks of a team`, `teams` | [`Divisor`](crate::Divisor)s |
-    /// | `least tiles` | that a team takes; of [`Splits::Shares`] |
-    /// | `parts per block` | of [`Splits::Fixed`]: [`Decode::parts_of_block`] |
-    /// | `window left`, `window right` | keys before and after a query's position that it sees |
-    /// | `chunk` | a divisor, where attention is chunked |
-    /// | the scale, or the two of capped scores | see [`Scale`](crate::parameter::Scale) |
-    /// | `slopes` and their `batch stride`, `sinks` | addresses of `f32` for each query head |
+    /// | `Query`, `Output` | addresses, with batch, row and head strides in elements |
+    /// | `Key`, `Value` | addresses and strides likewise; with pages the batch stride is from page to page |
+    /// | `KeyDescale`, `ValueDescale` | scales of 8-bit caches, `f32`: with batch and head strides for each sequence and key head, or with those of the cache for each token |
+    /// | `Lse` | the address of the log-sum-exps, `f32`, with batch and head strides in elements |
+    /// | `Partials`, `Counters` | workspace; a counter for each sequence and block of a team, or with [`Splits::Fixed`] two for each block, zero before the first launch and after each |
+    /// | `Batch`, `QueryLength`, `KeyLength` | the number of sequences, and the longest lengths |
+    /// | `QueryRows`, `KeyRows` | rows of a batch entry of the query and key tensors, which bound the starts |
+    /// | `QueryStarts`, `KeyStarts` | addresses of 32-bit numbers, where each sequence begins and the last ends, or 0: then each has a batch entry of its own |
+    /// | `QueryLengths`, `KeyLengths`, `LeftPadding`, `BatchIndex` | addresses of a 32-bit number for each sequence, or 0 |
+    /// | `Entries` | the number of batch entries or pages of the cache |
+    /// | `BlockTable`, `PageColumns`, `PageSize` | only with pages; the size is a [`Divisor`](crate::Divisor) |
+    /// | `KeyHeads`, `GroupSize`, `BlocksPerTeam`, `Teams` | [`Divisor`](crate::Divisor)s |
+    /// | `LeastTiles` | the fewest tiles that a team takes; only with [`Splits::Shares`] |
+    /// | `PartsPerBlock` | [`Decode::parts_of_block`]; only with [`Splits::Fixed`] |
+    /// | `ReachLeft`, `ReachRight` | keys before and after a query's position that it sees |
+    /// | `Chunk` | a [`Divisor`](crate::Divisor), where attention is chunked |
+    /// | `ScaleLog2`, or with a softcap `ScaleInner` and `ScaleOuter` | factors of scores: [`Scale`](crate::parameter::Scale) |
+    /// | `Slopes` and `SlopesStride`, `Sinks` | ALiBi slopes and sinks: addresses of an `f32` for each query head |
     pub fn program(&self) -> Result<Program, Error> {
         if let Some(fault) = self.fault() {
             return Err(Error::configuration(self.name(), fault));
@@ -385,7 +390,8 @@ impl Decode {
                 let Some(fixed) = &fixed else {
                     walk.keys(k, &ring, &cursor, (scores, slopes), &functions);
 
-                    // The next sequence's first tiles are on their way before this one is finished.
+                    // Issues the copies of the next sequence's first tiles before this sequence is
+                    // merged.
                     let part = cursor.part(k, &numbers);
                     cursor.advance(k);
                     let more = k.eval(cursor.has_more());

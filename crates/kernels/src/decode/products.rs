@@ -1,8 +1,8 @@
-//! Products on the tensor cores of one warp.
+//! The two products of a warp's tile on the tensor cores, by `mma.sync`.
 //!
-//! Scores have query rows down and keys across. Rounded, they are the second
-//! operand of a product over these keys, so outputs are kept transposed: value
-//! columns down, query rows across. Eight query rows cost half of sixteen.
+//! S = QK^T has query rows as its rows and keys as its columns. The rounded probabilities are
+//! directly the B operand of a product over these keys, so the output is kept transposed, O^T = V^T
+//! P^T: value columns by query rows. This way eight query rows cost half of sixteen.
 
 use ptx::{
     Builder, F32, FragmentA, FragmentB, MmaSum, Packed, Reg, SharedAddress, SteppedLanes,
@@ -11,8 +11,8 @@ use ptx::{
 
 use super::Decode;
 
-/// The output, transposed: for each eight query rows, value columns by these. Of each sixteen
-/// columns, 8-bit values leave the even ones above the odd ones.
+/// The transposed output accumulators, value columns by eight query rows each. With 8-bit values,
+/// each sixteen value columns are permuted: the even ones come before the odd ones.
 pub(super) struct Output(Vec<WarpAccumulator>);
 
 impl Output {
@@ -26,28 +26,28 @@ impl Output {
         cells.flat_map(|(_, _, cell)| cell.registers())
     }
 
-    /// Begins anew.
+    /// Sets the output to zero.
     pub(super) fn reset(&self, k: &mut Builder) {
         for element in self.elements() {
             k.set(element, 0.0);
         }
     }
 
-    /// Multiplies every element.
+    /// Multiplies every element by a factor.
     pub(super) fn scale(&self, k: &mut Builder, factor: Reg<F32>) {
         for element in self.elements() {
             k.set(element, element * factor);
         }
     }
 
-    /// Of eight query rows.
+    /// Returns the accumulator of a group of eight query rows.
     pub(super) fn eight(&self, eight: usize) -> &WarpAccumulator {
         &self.0[eight]
     }
 }
 
-/// Queries times keys: by query rows and keys. Queries come by sixteen rows and
-/// sixteen columns.
+/// Computes S = QK^T of a tile. `queries` are fragments of sixteen rows by sixteen columns, indexed
+/// by rows, then by columns.
 pub(super) fn scores(
     k: &mut Builder,
     decode: &Decode,
@@ -87,8 +87,8 @@ pub(super) fn scores(
     scores
 }
 
-/// Adds values times probabilities to the transposed output. Probabilities come by eight query
-/// rows and eight keys.
+/// Adds V^T P^T to the transposed output. `probabilities` are indexed by groups of eight query
+/// rows, then by eight keys.
 pub(super) fn update(
     k: &mut Builder,
     decode: &Decode,

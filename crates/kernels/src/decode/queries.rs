@@ -1,10 +1,10 @@
-//! The queries of a sequence, as the first operands of products with keys.
+//! The queries of a sequence, as A fragments of the products with keys.
 //!
-//! Keys of 8 bits are widened to `f16`, which all of them fit, so queries become `f16` too.
-//! Those of bfloat16 have fewer digits and more range: each row is multiplied with the power of
-//! two that brings its largest number below the largest of `f16`, and its scores are divided by
-//! it. What is too small for `f16` then is 2^-40 of the row's largest, and less than the digits
-//! that a sum in `f32` keeps of it.
+//! 8-bit keys are widened to `f16`, which holds all of their values, so queries become `f16` too.
+//! `bf16` queries have fewer digits than `f16` and more range: each row is multiplied by the power
+//! of two that brings its largest element just below the largest `f16`, and its scores are divided
+//! by it. Elements that underflow `f16` are then below 2^-40 of the row's largest, less than the
+//! precision that a sum in `f32` keeps.
 
 use ptx::{Builder, Expression, F32, FragmentA, GlobalAddress, Packed, Reg, U32, Value};
 
@@ -12,10 +12,11 @@ use super::schedule::Cursor;
 use super::{Decode, Numbers};
 use crate::strides::Strides;
 
+/// The query fragments of a warp, and the factors that their scores still need.
 pub(super) struct Queries {
-    /// By sixteen query rows and by sixteen columns.
+    /// Fragments by sixteen query rows, then by sixteen columns.
     pub(super) fragments: Vec<Vec<FragmentA>>,
-    /// What scores of the thread's row among each eight are multiplied with.
+    /// Factors of the scores of the thread's row, for each eight query rows.
     pub(super) factors: Vec<Option<Reg<F32>>>,
 }
 
@@ -23,12 +24,13 @@ pub(super) struct Queries {
 pub(super) struct Row {
     pub(super) query: Reg<U32>,
     pub(super) head: Reg<U32>,
-    /// Whether there is such a row.
+    /// Whether the row is one of the sequence's.
     pub(super) exists: Reg<ptx::Pred>,
 }
 
 impl Row {
-    /// Query rows go through the queries of a sequence, and for each through the heads of the group.
+    /// Returns the thread's row of a group of eight. Row `query * group + member` is query head
+    /// `member` of the group at `query`.
     pub(super) fn of(k: &mut Builder, numbers: &Numbers, cursor: &Cursor, eight: u32) -> Self {
         let index = k.eval(numbers.first_row + 8 * eight + numbers.lane / 4);
         let (query, member) = numbers.group.divide(k, index);
@@ -43,7 +45,7 @@ impl Row {
 impl Queries {
     pub(super) const NONE: Queries = Queries { fragments: Vec::new(), factors: Vec::new() };
 
-    /// Loads the queries of the cursor's sequence; rows that there are not become zeros.
+    /// Loads the queries of the cursor's sequence; rows beyond the last are zeros.
     pub(super) fn load(
         k: &mut Builder,
         decode: &Decode,
@@ -72,7 +74,7 @@ impl Queries {
     }
 }
 
-/// The two words of each step of sixteen columns.
+/// Loads the thread's two packed pairs of each step of sixteen columns.
 fn load_row(
     k: &mut Builder,
     decode: &Decode,
@@ -81,8 +83,8 @@ fn load_row(
     cursor: &Cursor,
     row: &Row,
 ) -> Vec<[Packed; 2]> {
-    // Keys of 8 bits leave `ldmatrix` with four neighbouring columns in a thread: the words are
-    // neighbours. Else they are eight columns apart.
+    // `ldmatrix` gives a thread four neighbouring columns of 8-bit keys, so the pairs of a step are
+    // neighbours; with 16-bit keys they are eight columns apart.
     let (apart, thread_bytes) = if decode.cache.is_narrow() { (4, 8) } else { (16, 4) };
     let steps = decode.head_dim.div_ceil(16);
     let words: Vec<[Packed; 2]> =
@@ -95,7 +97,7 @@ fn load_row(
         let address = k.eval(address + column.convert::<ptx::U64>());
         for (step, pair) in (0u32..).zip(&words) {
             for (half, word) in (0u32..).zip(pair) {
-                // The last step of 16-bit keys may have eight columns.
+                // With 16-bit keys the last step may have only eight columns.
                 if 16 * step + 8 * half < decode.head_dim {
                     k.load_packed_into(*word, address + (32 * step + apart * half));
                 }
@@ -108,7 +110,7 @@ fn load_row(
 /// The largest exponent of `f16`.
 const LARGEST: u32 = 15;
 
-/// A row of bfloat16 as `f16` times a power of two, and what undoes that.
+/// Converts a row of `bf16` to `f16` times a power of two; returns the row and the inverse power.
 fn to_f16(k: &mut Builder, words: Vec<[Packed; 2]>) -> (Vec<[Packed; 2]>, Option<Reg<F32>>) {
     const MANTISSA: u32 = 23;
     const BIAS: u32 = 127;
@@ -121,7 +123,8 @@ fn to_f16(k: &mut Builder, words: Vec<[Packed; 2]>) -> (Vec<[Packed; 2]>, Option
     }
     // Four neighbouring lanes share a row.
     let largest = k.reduce_lanes(largest, 4, |a, b| a.maximum(b));
-    // So that both powers are normal numbers: below 2^-110 nothing comes to anything.
+    // Clamped so that both powers of two are normal numbers. The clamp changes only rows whose
+    // largest element is below 2^-110, whose scores are negligible.
     let exponent = k.eval((largest.reinterpret::<U32>() >> MANTISSA).maximum(LARGEST + 1));
     let up = Value::<U32>::from(LARGEST + 2 * BIAS) - exponent;
     let up = k.eval((up << MANTISSA).reinterpret::<F32>());

@@ -1,9 +1,9 @@
 //! The scales of 8-bit keys and values.
 //!
-//! One for a sequence and key head is a factor of scores and of outputs. Those of tokens come
-//! beside the tiles, a number for each row; keys' multiply columns of scores, values' multiply
-//! probabilities. These are rounded to `f16` then, so a warp holds its outputs in units of the
-//! largest scale that it has met, a power of two.
+//! Per-head scales are factors of a sequence's scores and outputs. Per-token scales are copied
+//! beside the tiles, one for each key: those of keys multiply the columns of S, those of values
+//! multiply the probabilities. The scaled probabilities are rounded to `f16`, so a warp holds its
+//! outputs in units of a power of two that follows the largest value scale that it has met.
 
 use ptx::{Builder, Choose, Expression, F32, Pred, Reg, S32, SharedAddress, StoreHint, U32, Value};
 
@@ -12,7 +12,7 @@ use super::{Decode, Numbers};
 use crate::cache::{ScaleSource, Scales};
 use crate::parameter::Tensor;
 
-/// Where scales come from.
+/// The scales of keys and values, as launch parameters.
 pub(super) struct Scaling {
     pub(super) keys: ScaleSource,
     pub(super) values: ScaleSource,
@@ -28,17 +28,17 @@ impl Scaling {
     }
 }
 
-/// The tokens' scales of one warp's tiles.
+/// The per-token scales of one warp's tiles, in shared memory.
 pub(super) struct TokenScales {
     keys: Option<TokenScale>,
     values: Option<TokenScale>,
-    /// Keys of a tile.
+    /// Keys per tile.
     rows: u32,
     paged: bool,
     lane: Reg<U32>,
 }
 
-/// Those of one tensor: a row of numbers for each stage.
+/// The scales of one tensor: an array of `f32` for each stage.
 struct TokenScale {
     source: RowSource,
     base: Reg<SharedAddress>,
@@ -70,8 +70,9 @@ impl TokenScales {
         }
     }
 
-    /// Copies those of a tile, of which the first `valid` exist; the others become zeros. Where it
-    /// is, as the copies of its rows know it.
+    /// Issues the copies of a tile's scales into a stage. The first `valid` exist; the others
+    /// become zeros. `entry` and `row` locate the tile as in the copies of its keys: with pages the
+    /// lane's own row, otherwise the first row.
     pub(super) fn copy(
         &self,
         k: &mut Builder,
@@ -90,16 +91,17 @@ impl TokenScales {
         }
     }
 
+    /// Returns the shared address of a stage's scales.
     fn row(&self, scale: &TokenScale, stage: Reg<U32>) -> Value<SharedAddress> {
         scale.base + stage * (4 * self.rows)
     }
 
-    /// The scales of the thread's columns of the tile in a stage.
+    /// Loads the key scales of the thread's columns of the tile in a stage.
     pub(super) fn keys(&self, k: &mut Builder, stage: Reg<U32>) -> Option<Vec<Reg<F32>>> {
         self.keys.as_ref().map(|scale| self.columns(k, scale, stage))
     }
 
-    /// The same of values.
+    /// Loads the value scales of the thread's columns of the tile in a stage.
     pub(super) fn values(&self, k: &mut Builder, stage: Reg<U32>) -> Option<Vec<Reg<F32>>> {
         self.values.as_ref().map(|scale| self.columns(k, scale, stage))
     }
@@ -111,7 +113,7 @@ impl TokenScales {
         groups.flat_map(pair).collect()
     }
 
-    /// Overwrites the scales of values that nobody sees with zeros, as the values are.
+    /// Zeroes the scales of values that no query sees, as the values themselves are.
     pub(super) fn clear(
         &self,
         k: &mut Builder,
@@ -129,11 +131,12 @@ impl TokenScales {
     }
 }
 
-/// What a warp's outputs are multiples of, where each value has a scale of its own.
+/// The unit of a warp's outputs where each token has a value scale: the bits of a power of two as
+/// an `f32`.
 pub(super) struct Unit(Reg<U32>);
 
 impl Unit {
-    /// The exponents of the smallest and of the largest unit: both it and its reciprocal are
+    /// Bits of the smallest and of the largest unit, for which both the unit and its reciprocal are
     /// normal numbers.
     const EXPONENTS: [u32; 2] = [1 << 23, 253 << 23];
 
@@ -142,8 +145,8 @@ impl Unit {
         tokens.then(|| Unit(k.variable(Self::EXPONENTS[0])))
     }
 
-    /// Takes in the scales of a tile's columns: gives them in the unit, and by what outputs so far
-    /// shrink, the unit having grown.
+    /// Raises the unit to the largest scale of a tile. Returns the tile's scales in the new unit,
+    /// and the factor by which earlier outputs shrink.
     pub(super) fn take(&self, k: &mut Builder, scales: &[Reg<F32>]) -> (Vec<Reg<F32>>, Reg<F32>) {
         let mut largest = k.absolute(scales[0]);
         for scale in &scales[1..] {
@@ -160,7 +163,7 @@ impl Unit {
         (scales.iter().map(|scale| k.eval(*scale * inverse)).collect(), shrink)
     }
 
-    /// As a number.
+    /// Returns the unit as a number.
     pub(super) fn value(&self, k: &mut Builder) -> Reg<F32> {
         k.eval(self.0.reinterpret::<F32>())
     }

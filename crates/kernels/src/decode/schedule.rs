@@ -1,12 +1,11 @@
-//! Which tiles of which sequences a team takes.
+//! The tile scheduler: which tiles of which sequences a team takes.
 //!
-//! The tiles that each sequence's queries see, at least one for each, are one
-//! list in the order of sequences. A team takes as many as every other, from its
-//! index times that number on. Every warp finds its own place in the list: it
-//! needs the lengths and nothing else.
+//! The key tiles that the queries of each sequence see, at least one per sequence, form one list in
+//! the order of sequences. All teams take equal shares of it: team `t` takes `quota` tiles from
+//! `t * quota` on. Every warp finds its own place in the list, from the lengths alone.
 //!
-//! With splits of a fixed size the list is one of splits, and a block counts with what its own
-//! query rows see: blocks of a team that have other rows may have other splits.
+//! With fixed-size splits, the list holds splits instead of tiles, and a block counts only what its
+//! own query rows see: blocks of a team that have other rows may have other splits.
 
 use ptx::{Builder, Choose, Expression, GlobalAddress, Pred, Reg, S32, U32, Value};
 
@@ -16,15 +15,15 @@ use crate::attention::visibility::Visibility;
 use crate::divisor::DivisorRegisters;
 use crate::parameter::{List, Number};
 
-/// The lengths of sequences and the mask.
+/// The launch parameters that describe the sequences' lengths, the mask and the teams.
 pub(super) struct Schedule {
     batch: Reg<U32>,
-    /// The longest lengths.
+    /// The longest query and key length of a sequence.
     query_length: Reg<U32>,
     key_length: Reg<U32>,
-    /// Of the query tensor.
+    /// Rows of the query tensor, per batch entry.
     query_rows: Reg<U32>,
-    /// Of the key tensor, where keys are packed.
+    /// Rows of the key tensor, where keys are packed.
     key_rows: Reg<U32>,
     lengths: Reg<GlobalAddress>,
     padding: Reg<GlobalAddress>,
@@ -32,12 +31,13 @@ pub(super) struct Schedule {
     query_lengths: Reg<GlobalAddress>,
     key_starts: Reg<GlobalAddress>,
     teams: DivisorRegisters,
-    /// With splits of fixed size a team takes one at least.
+    /// The fewest tiles that a team takes, unless no sequence has as many. `None` with fixed-size
+    /// splits, of which a team takes at least one.
     least_tiles: Option<Reg<U32>>,
     pub(super) visibility: Visibility,
 }
 
-/// What is known of one sequence.
+/// The lengths of one sequence, and its units in the list.
 #[derive(Clone, Copy)]
 struct Lengths {
     queries: Reg<U32>,
@@ -46,14 +46,14 @@ struct Lengths {
     /// The row of the first key in the sequence's batch entry or pages.
     first_row: Reg<U32>,
     first_tile: Reg<U32>,
-    /// The tile after the last, with splits of fixed size, and the first split.
+    /// With fixed-size splits: the tile after the last visible one, and the first split.
     fixed: Option<[Reg<U32>; 2]>,
-    /// Tiles, or splits of fixed size.
+    /// Units of the list that the sequence has: tiles, or fixed-size splits.
     units: Reg<U32>,
 }
 
-/// The first and the last query that a block counts with, of so many of a sequence: all of them,
-/// or with splits of fixed size its own.
+/// Returns the first and the last query that a block counts, of a sequence's `queries`: all of
+/// them, or with fixed-size splits those of the block's own rows.
 pub(super) fn own_queries(
     k: &mut Builder,
     decode: &Decode,
@@ -93,7 +93,8 @@ impl Schedule {
         }
     }
 
-    /// Whatever memory holds, what comes out is within the launch's bounds.
+    /// Reads the lengths of a sequence. They are clamped to the launch's bounds, whatever memory
+    /// holds.
     fn lengths(
         &self,
         k: &mut Builder,
@@ -122,7 +123,7 @@ impl Schedule {
         }
         .of(k, sequence);
 
-        // The first query stands `queries` before the end.
+        // Query 0 has position `keys - queries`.
         let first_position = k.eval(signed(keys) - signed(queries));
         if decode.splits == Splits::Shares {
             let [begin, _] = self.visibility.keys(k, first_position, keys);
@@ -141,7 +142,8 @@ impl Schedule {
         let begin = k.eval(begin.reinterpret::<U32>());
         let end = k.eval(end.maximum(0));
         let end = k.eval(end.reinterpret::<U32>());
-        // Of a split's tiles a warp has the same wherever the block begins.
+        // Rounded down to a multiple of `warps`, so that a warp has the same tiles of a split
+        // wherever the block begins.
         let first_tile = k.eval(begin / (decode.warps * decode.tile_keys) * decode.warps);
         let end_tile = k.eval((end + (decode.tile_keys - 1)) / decode.tile_keys);
         let first_split = k.eval(first_tile / decode.unit_tiles());
@@ -152,11 +154,12 @@ impl Schedule {
         Lengths { queries, first_query, keys, first_row, first_tile, fixed, units }
     }
 
+    /// Returns the number of sequences.
     pub(super) fn sequences(&self) -> Reg<U32> {
         self.batch
     }
 
-    /// The tiles, or splits of fixed size, of the sequence of each lane; zero beyond the last.
+    /// Returns the units (tiles or fixed-size splits) of each lane's sequence; 0 beyond the last.
     fn units_of(
         &self,
         k: &mut Builder,
@@ -173,89 +176,89 @@ impl Schedule {
     }
 }
 
-/// Where a team stands in the list, and the sequence that is there. Units of the list are tiles, or
-/// splits of fixed size.
+/// A team's position in the list, and the sequence at that position. The list's units are tiles, or
+/// fixed-size splits.
 pub(super) struct Cursor {
-    /// Units of a team.
+    /// Units per team.
     quota: Reg<U32>,
-    /// The unit it stands at, and the one it ends before.
+    /// The current unit, and the end of the team's share (exclusive).
     unit: Reg<U32>,
     end: Reg<U32>,
     sequence: Reg<U32>,
-    /// Units before the sequence.
+    /// Units of all sequences before the current one.
     before: Reg<U32>,
     visibility: Visibility,
 
-    // What follows is of the sequence.
+    // The fields below describe the current sequence and are set by `load`.
     pub(super) queries: Reg<U32>,
     pub(super) first_query: Reg<U32>,
     pub(super) keys: Reg<U32>,
     /// The row of the first key in the sequence's batch entry or pages.
     pub(super) first_row: Reg<U32>,
-    /// The batch entry of the cache, without pages.
+    /// The sequence's batch entry in the cache; with pages, its row of the block table.
     pub(super) entry: Reg<U32>,
     units: Reg<U32>,
-    /// With splits of fixed size.
+    /// The sequence's splits, with fixed-size splits.
     fixed: Option<FixedUnits>,
-    /// The first key of the team's first tile of the sequence.
+    /// First key of the team's first tile of the sequence.
     pub(super) first_key: Reg<U32>,
-    /// The team's tiles of the sequence.
+    /// Number of the team's tiles of the sequence.
     pub(super) count: Reg<U32>,
 }
 
-/// The splits of a sequence, counted from that of its first key on.
+/// The fixed-size splits of a sequence, counted from that of its first key.
 struct FixedUnits {
-    /// The first that the block's rows see.
+    /// The first split that the block's rows see.
     first: Reg<U32>,
-    /// The first of the team's, and how many it has.
+    /// The team's first split, and how many it has.
     own: Reg<U32>,
     count: Reg<U32>,
 }
 
-/// The query rows of a sequence that a block has.
+/// The query rows of a sequence that a block has. `count` may exceed the rows of a block.
 pub(super) struct Rows {
     pub(super) sequence: Reg<U32>,
     pub(super) first_query: Reg<U32>,
     pub(super) count: Reg<U32>,
 }
 
-/// The splits of fixed size that a team has of a sequence. Splits are counted from that of the
-/// sequence's first key on.
+/// The fixed-size splits that a team has of a sequence, counted from that of the sequence's first
+/// key.
 pub(super) struct Share {
     pub(super) rows: Rows,
-    /// The team's: from the first to before the last.
+    /// The team's splits, `first..end`.
     pub(super) first: Reg<U32>,
     pub(super) end: Reg<U32>,
-    /// Those that the block's rows see.
+    /// All splits that the block's rows see, `begin_all..end_all`.
     pub(super) begin_all: Reg<U32>,
     pub(super) end_all: Reg<U32>,
-    /// Splits of a team, and before the sequence.
+    /// Splits per team, and splits before the sequence in the list.
     quota: Reg<U32>,
     before: Reg<U32>,
 }
 
 impl Share {
-    /// The team that has a split.
+    /// Returns the team that has a split.
     pub(super) fn team(&self, k: &mut Builder, split: Reg<U32>) -> Reg<U32> {
         k.eval((self.before + split - self.begin_all) / self.quota)
     }
 }
 
-/// The part of a sequence that a team has done.
+/// The part of a sequence that a team has processed.
 pub(super) struct Part {
     pub(super) rows: Rows,
     /// Whether the team has all tiles of the sequence.
     pub(super) whole: Reg<Pred>,
-    /// Whether it has the first.
+    /// Whether the team has the first tile of the sequence.
     pub(super) begins: Reg<Pred>,
-    /// Tiles of a team, before the sequence and of it.
+    /// Tiles per team, tiles before the sequence in the list, and tiles of the sequence.
     quota: Reg<U32>,
     before: Reg<U32>,
     tiles: Reg<U32>,
 }
 
 impl Part {
-    /// The teams that have parts of the sequence: the first, and how many.
+    /// Returns the first team that has a part of the sequence, and how many teams have one.
     pub(super) fn teams(&self, k: &mut Builder) -> (Reg<U32>, Reg<U32>) {
         let first = k.eval(self.before / self.quota);
         let last = (self.before + self.tiles - 1) / self.quota;
@@ -264,7 +267,8 @@ impl Part {
 }
 
 impl Cursor {
-    /// Finds the team's place in the list.
+    /// Finds the team's share of the list and the sequence at its beginning. Each warp does it on
+    /// its own, 32 sequences at a time.
     pub(super) fn new(
         k: &mut Builder,
         decode: &Decode,
@@ -283,8 +287,8 @@ impl Cursor {
         let rounded = k.eval(total + (schedule.teams.number - 1));
         let (share, _) = schedule.teams.divide(k, rounded);
         let quota = match schedule.least_tiles {
-            // A part with less than a tile for each warp is not worth its merge. A whole sequence is:
-            // many short ones would stand in line for a few teams else.
+            // A part with less than a tile for each warp is not worth its merge. A whole sequence
+            // is, however short: otherwise many short sequences would queue up at a few teams.
             Some(least) => {
                 let least = least.minimum(longest);
                 k.eval(share.maximum(least).maximum(1))
@@ -304,7 +308,7 @@ impl Cursor {
             let through = inclusive_sum(k, units, numbers.lane);
             let passed = k.eval((before + through).at_most(unit));
             let count = k.count_lanes(passed);
-            // The units of the sequences that the team is past.
+            // The units of those sequences of the 32 that end before the team's share.
             let last = k.eval(count - 1);
             let last = k.shuffle_index(through, last % 32);
             let skipped = k.eval(count.equals(0).choose::<U32>(0, last));
@@ -338,12 +342,12 @@ impl Cursor {
         }
     }
 
-    /// Whether there is a unit left.
+    /// Returns whether the team has units left.
     pub(super) fn has_more(&self) -> Value<Pred> {
         self.unit.less(self.end)
     }
 
-    /// Reads what is to be known of the sequence.
+    /// Reads the lengths of the current sequence and finds the team's tiles of it.
     pub(super) fn load(
         &mut self,
         k: &mut Builder,
@@ -379,7 +383,7 @@ impl Cursor {
         k.set(self.entry, entry);
     }
 
-    /// The block's rows of the sequence.
+    /// Returns the block's query rows of the sequence.
     fn rows(&self, k: &mut Builder, numbers: &Numbers) -> Rows {
         let all = self.queries * numbers.group.number;
         Rows {
@@ -389,7 +393,7 @@ impl Cursor {
         }
     }
 
-    /// The part that the team has of the sequence.
+    /// Returns the part that the team has of the sequence.
     pub(super) fn part(&self, k: &mut Builder, numbers: &Numbers) -> Part {
         Part {
             rows: self.rows(k, numbers),
@@ -405,18 +409,18 @@ impl Cursor {
         self.fixed.as_ref().expect("splits are of a fixed size")
     }
 
-    /// The first split of fixed size that the team has of the sequence.
+    /// Returns the first fixed-size split that the team has of the sequence.
     pub(super) fn first_split(&self) -> Reg<U32> {
         self.fixed().own
     }
 
-    /// Where the tiles of a split of fixed size end, counted from the team's first.
+    /// Returns where the tiles of a fixed-size split end, counted from the team's first tile.
     pub(super) fn end_tile(&self, k: &mut Builder, decode: &Decode, split: Reg<U32>) -> Reg<U32> {
         let end = (split + 1) * decode.unit_tiles() - self.first_key / decode.tile_keys;
         k.eval(end.minimum(self.count))
     }
 
-    /// The splits of fixed size that the team has of the sequence.
+    /// Returns the fixed-size splits that the team has of the sequence.
     pub(super) fn share(&self, k: &mut Builder, numbers: &Numbers) -> Share {
         let fixed = self.fixed();
         Share {
@@ -430,7 +434,7 @@ impl Cursor {
         }
     }
 
-    /// Goes on to the next sequence.
+    /// Moves on to the next sequence; `load` must follow.
     pub(super) fn advance(&self, k: &mut Builder) {
         let done = self.fixed.as_ref().map_or(self.count, |fixed| fixed.count);
         k.set(self.unit, self.unit + done);
@@ -438,19 +442,19 @@ impl Cursor {
         k.set(self.sequence, self.sequence + 1);
     }
 
-    /// The sequence it stands at.
+    /// Returns the current sequence.
     pub(super) fn sequence(&self) -> Reg<U32> {
         self.sequence
     }
 
-    /// Where a query of the sequence stands among the keys: the last stands at the last.
+    /// Returns the position of a query among the keys: the last query stands at the last key.
     pub(super) fn position(&self, k: &mut Builder, query: Reg<U32>) -> Reg<S32> {
         let signed = |value: Reg<U32>| value.reinterpret::<S32>();
         k.eval(signed(self.keys) - signed(self.queries) + signed(query))
     }
 
-    /// The keys that a query of the sequence sees, from the first to before the last; the query
-    /// counts from the sequence's first.
+    /// Returns the keys that a query sees, as the first and the end (exclusive). Queries count from
+    /// the sequence's first.
     pub(super) fn visible(&self, k: &mut Builder, query: Reg<U32>) -> [Reg<S32>; 2] {
         let position = self.position(k, query);
         self.visibility.keys(k, position, self.keys)

@@ -1,4 +1,4 @@
-//! The online softmax of one warp's tiles.
+//! The online softmax of one warp's tiles, with an exact maximum for each row.
 
 use ptx::{Builder, Expression, F32, Packed, Pred, Reg, Value};
 
@@ -7,12 +7,14 @@ use super::{Decode, Numbers};
 use crate::attention::Score;
 use crate::attention::rows::reference;
 
-/// How far below the largest score the references of `f16` probabilities over 8-bit values lie:
-/// these have no digits to lose below 2^-14, and room for 2^15.
+/// How far the reference lies below the row maximum, in units of log2, where probabilities are
+/// `f16` because the cache has 8 bits. Probabilities then reach 2^14: an `f16` loses precision
+/// below 2^-14, and its largest exponent is 15.
 const HEADROOM: f32 = 14.0;
 
-/// Of the thread's row among each eight query rows: the maximum of the scores so far, in units of
-/// log2 and maybe less some headroom, and the thread's share of the sum of exponentials relative to it.
+/// The softmax state of the thread's row in each group of eight query rows: the maximum of the
+/// scores so far, in units of log2 and less [`HEADROOM`] with 8-bit caches, and the thread's share
+/// of the sum of exponentials relative to it.
 pub(super) struct Softmax {
     pub(super) maximum: Vec<Reg<F32>>,
     pub(super) sum: Vec<Reg<F32>>,
@@ -27,7 +29,7 @@ impl Softmax {
         }
     }
 
-    /// Begins anew.
+    /// Resets the rows to having seen no key.
     pub(super) fn reset(&self, k: &mut Builder) {
         for (maximum, sum) in self.maximum.iter().zip(&self.sum) {
             k.set(*maximum, f32::NEG_INFINITY);
@@ -35,8 +37,9 @@ impl Softmax {
         }
     }
 
-    /// Takes in a row's scores: gives its probabilities, rounded, and by what earlier sums and
-    /// outputs shrink. Scales of values, one for each score, are factors of probabilities.
+    /// Takes in the scores of a row's tile; returns the rounded probabilities, and the factor by
+    /// which earlier sums and outputs shrink. `scales` are value scales, one for each score, which
+    /// multiply the probabilities but not the sum.
     pub(super) fn row(
         &self,
         k: &mut Builder,
@@ -65,7 +68,8 @@ impl Softmax {
             let mut weights = [pair[0], pair[1]].map(|score| k.exp2(score.register - reference));
             let added = k.eval(weights[0] + weights[1]);
             total = match index {
-                // Written out, so that assemblers do not choose between one operation and two.
+                // An explicit fused multiply-add, so that the assembler does not choose whether to
+                // contract.
                 0 => k.fma(sum, shrink, added),
                 _ => k.eval(total + added),
             };
@@ -78,8 +82,8 @@ impl Softmax {
         (probabilities, shrink)
     }
 
-    /// Shrinks the output where any row of the warp has a new maximum. A thread's output has rows
-    /// `2 * (lane % 4)` and the next, whose factors are in other lanes.
+    /// Rescales the output if any row of the warp has a new maximum. A thread's output elements
+    /// belong to rows `2 * (lane % 4)` and the next, whose factors are in other lanes.
     pub(super) fn rescale(
         &self,
         k: &mut Builder,

@@ -1,8 +1,8 @@
-//! Which configuration serves which decode.
+//! Chooses the configuration of the decode kernel for a workload.
 //!
-//! Memory is the limit, so what counts is how many bytes are under way on each
-//! multiprocessor: the first shape of the table whose tiles fit is taken. The
-//! same table serves 99 KB of an Ada and 227 KB of a Hopper.
+//! Memory bandwidth is the limit, so what counts is how many bytes are in flight on each
+//! multiprocessor: the first shape of the table whose tiles fit in shared memory is taken. The same
+//! table serves the 99 KB of Ada and the 227 KB of Hopper.
 
 use ptx::{Element, Target};
 
@@ -10,42 +10,43 @@ use super::{Decode, Splits};
 use crate::attention::{MaskKind, Rules};
 use crate::cache::{Cache, Scales};
 
-/// What a configuration is chosen for.
+/// The workload that a configuration is chosen for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DecodeWorkload {
     /// The element of queries and outputs.
     pub element: Element,
-    /// What keys and values are made of.
+    /// The element and scales of keys and values.
     pub cache: Cache,
-    /// The width of queries and keys.
+    /// Head dim of queries and keys.
     pub head_dim: u32,
-    /// The width of values and outputs.
+    /// Head dim of values and outputs.
     pub value_head_dim: u32,
-    /// Query rows of a sequence and key head: queries times query heads of a key head.
+    /// Query rows of a sequence and key head: queries times query heads per key head.
     pub query_rows: u32,
-    /// Whether keys and values lie in pages.
+    /// Whether keys and values are in pages.
     pub paged: bool,
-    /// The mask, a window with chunks or without, and what changes scores.
+    /// The mask, which must be a window (chunked or not), and the score rules.
     pub rules: Rules,
-    /// Whether a query's bits must not depend on what else is computed with it.
+    /// Whether the bits of a query's result must not depend on what else is computed with it.
     pub batch_invariant: bool,
 }
 
 /// A configuration and why it was chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tuned {
-    /// What to build.
+    /// The configuration to build.
     pub configuration: Decode,
-    /// Why, in a few words.
+    /// The reason for the choice, in a few words.
     pub reason: &'static str,
 }
 
-/// Warps of a block, keys of a tile, tiles of a warp, and why.
+/// Warps per block, keys per tile, stages per warp, and the reason that is reported.
 struct Shape(u32, u32, u32, &'static str);
 
-/// Most bytes first. One block fills a multiprocessor: two halves of it were as fast on long
-/// sequences and slower on short ones, which have twice as many parts then. Copies by tensor maps
-/// lost up to 7 % to `cp.async`, row by row, wherever memory was busy.
+/// Shapes in order of preference, the most bytes in flight first. One block fills a multiprocessor:
+/// two blocks of half the size were as fast on long sequences and slower on short ones, which then
+/// have twice as many parts. Copies by tensor maps (TMA) lost up to 7 % to `cp.async`, row by row,
+/// wherever memory was busy.
 const SHAPES: &[Shape] = &[
     Shape(8, 32, 3, "8 warps with 3 tiles of 32 keys each are the most that fit"),
     Shape(8, 16, 3, "8 warps with 3 tiles of 16 keys each are the most that fit"),
@@ -57,7 +58,7 @@ const SHAPES: &[Shape] = &[
     Shape(2, 16, 2, "2 warps with 2 tiles of 16 keys each are the most that fit"),
 ];
 
-/// Tiles of 8 bits have half the bytes, and twice the keys at the same. Tried first.
+/// Shapes that are tried first for 8-bit caches, whose tiles hold twice the keys in the same bytes.
 const NARROW_SHAPES: &[Shape] = &[
     Shape(8, 32, 3, "8 warps with 3 tiles of 32 keys each are the most that fit"),
     Shape(6, 32, 3, "6 warps with 3 tiles of 32 keys each are the most that fit"),
@@ -66,17 +67,17 @@ const NARROW_SHAPES: &[Shape] = &[
     Shape(4, 32, 2, "4 warps with 2 tiles of 32 keys each are the most that fit"),
 ];
 
-/// Keys of a split of fixed size, or as near to it as whole tiles of all warps are. One sequence of
-/// 8192 keys with 8 key heads has 128 of them then, for the 132 multiprocessors of an H200; a split
-/// is read in 7 us at a multiprocessor's share of the bandwidth, and what it comes to is 1/64 of
-/// that.
+/// Keys of a fixed-size split, up to rounding to whole tiles of all warps. With 512, one sequence
+/// of 8192 keys with 8 key heads has 128 splits, for the 132 multiprocessors of an H200; a split is
+/// read in 7 us at a multiprocessor's share of the bandwidth, and its partial result has 1/64 of
+/// its bytes.
 const SPLIT_KEYS: u32 = 512;
 
-/// The configuration for a workload, or nothing where the kernel does not serve it: the element
-/// must be `F16` or `BF16`, the dimensions multiples of 8, or of 16 over caches of 8 bits, up to
-/// 256.
+/// Returns the configuration for a workload, or `None` where the kernel does not serve it: the
+/// element must be `F16` or `BF16`, and the head dims multiples of 8, or of 16 over 8-bit caches,
+/// up to 256.
 pub fn tuned(target: Target, workload: &DecodeWorkload) -> Option<Tuned> {
-    // Sixteen rows of the widest heads are more than registers hold.
+    // Sixteen rows of the widest heads would exceed the registers.
     let wide = workload.head_dim + workload.value_head_dim > 384;
     let rows = if workload.query_rows <= 8 || wide { 8 } else { 16 };
     let first = if workload.cache.is_narrow() { NARROW_SHAPES } else { &[] };
@@ -85,7 +86,8 @@ pub fn tuned(target: Target, workload: &DecodeWorkload) -> Option<Tuned> {
     if !workload.batch_invariant {
         return shapes.map(|shape| with_shape(target, workload, rows, shape)).find(fits);
     }
-    // A row's bits depend on warps and tiles: these are the same however many rows there are.
+    // A row's bits depend on `warps` and `tile_keys`, which are therefore chosen for 8 rows and
+    // kept for 16; only the number of stages, which does not change bits, may shrink.
     let few = shapes.map(|shape| fixed(with_shape(target, workload, 8, shape))).find(fits)?;
     let many = (1..=few.configuration.stages).rev().map(|stages| {
         let configuration = Decode { rows, stages, ..few.configuration };
@@ -94,7 +96,7 @@ pub fn tuned(target: Target, workload: &DecodeWorkload) -> Option<Tuned> {
     many.into_iter().find(fits).or(Some(few))
 }
 
-/// The same with splits of a fixed size.
+/// Returns the same configuration with fixed-size splits of about [`SPLIT_KEYS`] keys.
 fn fixed(tuned: Tuned) -> Tuned {
     let Decode { warps, tile_keys, .. } = tuned.configuration;
     let round = warps * tile_keys;
@@ -129,8 +131,9 @@ fn with_shape(
     }
 }
 
-/// What stands for the rest on a target: each width that has a shape of its own, both numbers of
-/// rows, both memory orders, and each rule of the scores, with splits of both kinds.
+/// Returns configurations that represent all others on a target: each head dim that has a shape of
+/// its own, both numbers of rows, contiguous and paged caches, each score rule, and both kinds of
+/// splits.
 pub fn every_tuned(target: Target) -> Vec<Decode> {
     let mut all = Vec::new();
     for (index, dim) in [64, 96, 128, 192, 256, 40, 72].into_iter().enumerate() {
@@ -159,7 +162,7 @@ pub fn every_tuned(target: Target) -> Vec<Decode> {
             }
         }
     }
-    // Chunks, in both memory orders.
+    // Chunked masks, with contiguous and with paged caches.
     let chunked = Rules { mask: MaskKind::Chunked, ..Rules::LOCAL };
     for paged in [false, true] {
         let (element, rules) = (Element::BF16, chunked);
@@ -183,7 +186,8 @@ pub fn every_tuned(target: Target) -> Vec<Decode> {
     all
 }
 
-/// Caches of 8 bits: each element, kind of scales, memory order and width, and every rule.
+/// Returns configurations with 8-bit caches that cover each element, kind of scales, storage, head
+/// dim and rule.
 fn narrow(target: Target) -> Vec<Decode> {
     use Element::{BF16, E4M3, E5M2, F16, Int8};
     let cases = [

@@ -1,4 +1,4 @@
-//! One warp's way through its tiles of a sequence.
+//! The main loop of a warp: its tiles of one sequence, from scores to the update of the output.
 
 use std::f32::consts::LN_2;
 
@@ -18,6 +18,8 @@ use crate::attention::scores::{ScoreRule, Slopes, alibi};
 use crate::attention::visibility::Seen;
 use crate::strides::Strides;
 
+/// A warp's state while it goes through its tiles of a sequence: the query fragments, the running
+/// softmax and the output accumulators.
 pub(super) struct Walk<'a> {
     decode: &'a Decode,
     numbers: &'a Numbers,
@@ -25,23 +27,24 @@ pub(super) struct Walk<'a> {
     queries: Queries,
     pub(super) softmax: Softmax,
     pub(super) output: Output,
-    /// What the output is a multiple of.
+    /// The unit in which the output is held, with per-token value scales.
     pub(super) unit: Option<Unit>,
 }
 
-/// What is known of the scores of the thread's row among eight.
+/// What the scores of the thread's row among eight need: the visible keys, ALiBi and the place of
+/// the row for functions.
 struct ScoreRow {
-    /// The first key that it sees, and the last.
+    /// The first and the last key that the row sees.
     seen: [Reg<S32>; 2],
-    /// Its slope, in natural units where a function takes the scores and else in units of log2; and
-    /// its position.
+    /// The row's ALiBi slope and position. The slope is in natural units where a score function
+    /// follows, otherwise in units of log2.
     alibi: Option<(Reg<F32>, Reg<S32>)>,
-    /// Its query and its head, where there are functions.
+    /// The row's query and query head, where there are functions.
     place: Option<[Reg<U32>; 2]>,
 }
 
 impl ScoreRow {
-    /// Where its scores stand in the tile from `first_key` on, for functions.
+    /// Returns the place of the row's scores in the tile from `first_key` on, for functions.
     fn standing(
         &self,
         k: &mut Builder,
@@ -62,13 +65,13 @@ impl ScoreRow {
     }
 }
 
-/// What the rows of a warp see of a sequence, and what changes their scores.
+/// What the rows of a warp see of a sequence, and the per-row inputs of its score rules.
 pub(super) struct Sight {
     mask: Mask,
     rows: Vec<ScoreRow>,
 }
 
-/// The key of the thread's first column in the tile from `first_key` on.
+/// Returns the key of the thread's first column in the tile from `first_key` on.
 fn first_column(k: &mut Builder, numbers: &Numbers, first_key: Reg<U32>) -> Reg<S32> {
     let column = k.eval(first_key + numbers.lane % 4 * 2);
     k.eval(column.reinterpret::<S32>())
@@ -92,7 +95,8 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Loads the queries of the cursor's sequence, and the scale of its keys.
+    /// Loads the queries of the cursor's sequence, and folds its per-head key scale into their
+    /// factors.
     pub(super) fn load_queries(
         &mut self,
         k: &mut Builder,
@@ -109,13 +113,13 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Begins with other keys of the same sequence.
+    /// Clears softmax and output, to begin with other keys of the same sequence.
     pub(super) fn reset(&self, k: &mut Builder) {
         self.softmax.reset(k);
         self.output.reset(k);
     }
 
-    /// Walks the warp's tiles of the cursor's sequence.
+    /// Processes all of the warp's tiles of the cursor's sequence.
     pub(super) fn keys(
         &mut self,
         k: &mut Builder,
@@ -129,7 +133,7 @@ impl<'a> Walk<'a> {
         self.tiles(k, ring, cursor, &sight, (tile, cursor.count), rule, functions);
     }
 
-    /// What is to be known of the warp's rows of the cursor's sequence.
+    /// Computes the visible keys and score inputs of the warp's rows of the cursor's sequence.
     pub(super) fn sight(
         &self,
         k: &mut Builder,
@@ -160,7 +164,8 @@ impl<'a> Walk<'a> {
         Sight { mask, rows }
     }
 
-    /// Walks the warp's tiles from `tile` on, which is left at the first that is not before `end`.
+    /// Processes the warp's tiles from `tile` up to `end`. `tile` advances by the number of warps
+    /// and is left at the warp's first tile that is not before `end`.
     #[allow(clippy::too_many_arguments)]
     pub(super) fn tiles(
         &mut self,
@@ -233,7 +238,8 @@ impl<'a> Walk<'a> {
         });
     }
 
-    /// Multiplies products of 8-bit keys with what they were scaled by.
+    /// Multiplies the scores of 8-bit keys by the scales of the keys and the factors of the query
+    /// rows.
     fn dequantise(&self, k: &mut Builder, ring: &Ring, scores: &[Vec<Score>]) {
         let of_tokens = ring.scales.keys(k, ring.stage);
         for (factor, scores) in self.queries.factors.iter().zip(scores) {

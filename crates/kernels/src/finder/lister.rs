@@ -1,4 +1,4 @@
-//! Makes lists of what a [`BlockFinder`](super::BlockFinder) found: a warp for each.
+//! Makes lists from the table of a [`BlockFinder`](super::BlockFinder), one warp for each list.
 
 use ptx::{Builder, Choose, Expression, Program, Reg, Target, U32, U64};
 
@@ -9,20 +9,20 @@ use crate::attention::function::blocks::BlockLists;
 use crate::forward::lists::{BLOCK, EVALUATION, OVERHEAD};
 use crate::parameter::Number;
 
-/// What the kernel is built for.
+/// The configuration of the lister kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockLister {
-    /// The architecture.
+    /// The target architecture.
     pub target: Target,
-    /// Who has lists.
+    /// Whether tiles of queries or blocks of keys have lists.
     pub lists: ListsOf,
 }
 
 impl BlockLister {
-    /// Threads of a block.
+    /// Threads per block.
     pub const THREADS: u32 = 32 * WARPS;
 
-    /// The name of this configuration.
+    /// Returns the name of this configuration.
     pub fn name(&self) -> String {
         let of = match self.lists {
             ListsOf::Queries => "queries",
@@ -32,15 +32,16 @@ impl BlockLister {
         format!("block_lister_{}_{of}", self.target)
     }
 
-    /// Blocks of the grid for so many lists.
+    /// Returns the blocks of the grid for `lists` lists.
     pub fn blocks(lists: u32) -> u32 {
         lists.div_ceil(WARPS)
     }
 
     /// Builds the kernel.
     ///
-    /// Parameters by name: where the table of the finder is, tiles and blocks of a head and pairs of them in all;
-    /// where lists are and how they lie, how many there are, and heads that have their own.
+    /// Parameters by name: the address of the finder's table, tiles and blocks of a head, and pairs
+    /// in all; the address and layout of the lists, how many there are, and the number of heads
+    /// with lists of their own.
     pub fn program(&self) -> Result<Program, Error> {
         let mut k = Builder::new(self.name(), self.target, BlockLister::THREADS);
         self.write(&mut k);
@@ -67,7 +68,7 @@ impl BlockLister {
         index: Reg<U32>,
         lane: Reg<U32>,
     ) {
-        // Lists of a head, and entries that one may have.
+        // Lists per head, and the most entries of a list.
         let (of_head, most) = match self.lists {
             ListsOf::Queries => (found.tiles, found.blocks),
             ListsOf::Keys { .. } => (found.blocks, found.tiles),
@@ -78,7 +79,7 @@ impl BlockLister {
         let list = k.eval(list);
         let table = k.eval(rest * found.tiles * found.blocks);
         let zero = k.eval::<U32>(0);
-        // So many words before an entry is its turn.
+        // The turn of an entry is this many words behind it.
         let turns_after = k.eval((lists.words() - 1) / 2);
         let (entries, evaluated) = (k.variable::<U32>(0), k.variable::<U32>(0));
         k.for_range(zero, most, 32, |k, from| {
@@ -115,7 +116,8 @@ impl BlockLister {
         });
         k.if_(lane.equals(0), |k| {
             k.store(list, entries);
-            // Kernels that walk a block in any case find one here, which the function hides.
+            // Kernels that always walk at least one block find block 0 here, with the function that
+            // hides it.
             k.if_(entries.equals(0), |k| k.store::<U32, _>(list + 4u64, 1u32));
             if self.lists == ListsOf::Queries {
                 let blocks = entries.maximum(1) * BLOCK as u32;
@@ -127,7 +129,7 @@ impl BlockLister {
     }
 }
 
-/// How many blocks before this one the row of a tile has: its turn.
+/// Returns the turn of a block in a tile: how many key blocks before it the tile sees.
 fn earlier(k: &mut Builder, found: &Found, row: Reg<U32>, block: Reg<U32>) -> Reg<U32> {
     let count = k.variable::<U32>(0);
     k.for_range(0, block, 1, |k, block| {

@@ -1,16 +1,17 @@
-//! Finds block masks on the device: where a mask loads from tensors, only what is in them says which
-//! blocks are seen.
+//! Finds block masks on the device: where a mask function loads from tensors, which blocks are
+//! visible depends on the tensors' contents.
 //!
-//! Three launches, one after the other. A [`BlockFinder`] has a warp for each pair of a tile of queries and
-//! a block of keys. It evaluates the function for every pair of query and key, until one is seen and
-//! one is not, and writes what it found into a table. A [`BlockLister`] makes lists of it, of tiles or of
-//! blocks ([`BlockMask`](crate::attention::function::BlockMask) says how they lie), and a [`TileSharer`] shares
-//! tiles of the forward pass out by their lists.
+//! There are three kernels, launched one after the other:
 //!
-//! ```text
-//! rows of a thread    8 queries
-//! its columns         every 32nd key of the block
-//! ```
+//! - [`BlockFinder`] has a warp for each pair of a tile of queries and a block of keys. The warp
+//!   evaluates the function for the pairs of query and key until one is visible and one is hidden,
+//!   and writes to a table whether none, some or all are visible.
+//! - [`BlockLister`] makes lists from the table, one for each tile of queries or for each block of
+//!   keys ([`BlockMask`](crate::attention::function::BlockMask) describes their layout).
+//! - [`TileSharer`] distributes the tiles of the forward pass over its blocks, by the cost of their
+//!   lists.
+//!
+//! A thread of the finder takes 8 queries at a time, and every 32nd key of the block.
 
 mod lister;
 mod sharer;
@@ -29,40 +30,41 @@ use crate::attention::visibility::{Blocks, RowTile, Visibility};
 use crate::attention::{MaskKind, Score};
 use crate::parameter::{Number, Workspace};
 
-/// What the kernel is built for.
+/// The configuration of the finder kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockFinder {
-    /// The architecture.
+    /// The target architecture.
     pub target: Target,
-    /// The mask.
+    /// The mask function.
     pub function: Function,
-    /// What else hides keys.
+    /// The mask by name, which hides keys too.
     pub mask: MaskKind,
-    /// Query rows of a tile.
+    /// Query rows per tile.
     pub query_rows: u32,
-    /// Keys of a block.
+    /// Keys per block.
     pub key_block: u32,
 }
 
-/// Warps of a block.
+/// Warps per block.
 const WARPS: u32 = 8;
-/// Queries that a thread looks at together.
+/// Query offsets that a thread evaluates together.
 const ROWS: [u32; 8] = [0, 1, 2, 3, 4, 5, 6, 7];
 
-/// What was found of a tile and a block.
+/// The states of a pair of tile and block in the table: which of its pairs of query and key are
+/// visible.
 const NONE: u32 = 0;
 const SOME: u32 = 1;
 const ALL: u32 = 2;
 
-/// The table of what was found, over sequences and heads that have lists of their own, tiles and blocks. Behind
-/// it is what the list of each tile costs.
+/// The finder's table: a state for each sequence and head that has lists of its own, tile and
+/// block. Behind it is the cost of each tile's list.
 #[derive(Clone, Copy)]
 struct Found {
     address: Reg<GlobalAddress>,
-    /// Tiles of queries, and blocks of keys.
+    /// Number of tiles of queries, and of blocks of keys.
     tiles: Reg<U32>,
     blocks: Reg<U32>,
-    /// Pairs of them, over all sequences and heads.
+    /// Number of pairs of them, over all sequences and heads with lists of their own.
     pairs: Reg<U32>,
 }
 
@@ -81,32 +83,33 @@ impl Found {
 }
 
 impl BlockFinder {
-    /// Threads of a block.
+    /// Threads per block.
     pub const THREADS: u32 = 32 * WARPS;
 
-    /// The name of this configuration.
+    /// Returns the name of this configuration.
     pub fn name(&self) -> String {
         let BlockFinder { target, function, mask, query_rows, key_block } = self;
         let (mask, function) = (mask.name(), function.label());
         format!("block_finder_{target}_{query_rows}x{key_block}_{mask}_{function}")
     }
 
-    /// Blocks of the grid for so many pairs of tiles and blocks.
+    /// Returns the blocks of the grid for `pairs` pairs of tiles and blocks.
     pub fn blocks(pairs: u32) -> u32 {
         pairs.div_ceil(WARPS)
     }
 
     /// Builds the kernel.
     ///
-    /// A warp for each pair of a tile and a block. Parameters by name: where the table is, tiles and blocks of a
-    /// head and pairs of them in all; the query and the key length; heads with lists of their own, and how
-    /// many heads and sequences walk a list; what the mask and the function ask for.
+    /// The grid has a warp for each pair of a tile and a block. Parameters by name: the table's
+    /// address, tiles and blocks of a head, and pairs in all; the query and the key length; the
+    /// number of heads with lists of their own, and how many heads and sequences share a list; the
+    /// parameters of the mask and of the function.
     pub fn program(&self) -> Result<Program, Error> {
         if self.query_rows == 0 || self.key_block == 0 || self.key_block > 256 {
             let fault = "tiles without queries, or blocks without keys or with more than 256";
             return Err(Error::configuration(self.name(), fault));
         }
-        // Asked for less, the assembler spills at 48 registers.
+        // When asked for fewer blocks, the assembler limits itself to 48 registers and spills.
         let k = Builder::new(self.name(), self.target, BlockFinder::THREADS);
         let mut k = k.blocks_per_multiprocessor(4);
         self.write(&mut k);
@@ -150,7 +153,8 @@ impl BlockFinder {
         });
     }
 
-    /// The blocks that the mask by name leaves a tile: the first, and the one after the last.
+    /// Returns the first block and the end (exclusive) of those that the mask by name leaves a
+    /// tile.
     fn blocks_by_name(
         &self,
         k: &mut Builder,
@@ -168,12 +172,12 @@ impl BlockFinder {
     }
 }
 
-/// What a warp looks at.
+/// The pair of a tile and a block that a warp evaluates.
 struct Looked<'a> {
     finder: &'a BlockFinder,
     function: &'a FunctionRegisters,
     lengths: [Reg<U32>; 2],
-    /// The first sequence and the first head that walk the list, and how many of each.
+    /// First sequence and first head that share the list, and how many share it.
     first: [Reg<U32>; 2],
     each: [Reg<U32>; 2],
     tile: Reg<U32>,
@@ -181,7 +185,7 @@ struct Looked<'a> {
 }
 
 impl Looked<'_> {
-    /// What it finds.
+    /// Evaluates the function over the pair; returns its state.
     fn state(&self, k: &mut Builder, lane: Reg<U32>) -> Reg<U32> {
         let BlockFinder { query_rows, key_block, .. } = *self.finder;
         let [query_length, key_length] = self.lengths;
@@ -189,7 +193,7 @@ impl Looked<'_> {
         let first_key = k.eval(self.block * key_block);
         let end_query = k.eval((first_query + query_rows).minimum(query_length));
         let end_key = k.eval((first_key + key_block).minimum(key_length));
-        // Of the pairs of this thread.
+        // Whether this thread has found a visible and a hidden pair.
         let (seen, hidden) = (k.variable::<U32>(0), k.variable::<U32>(0));
         let mixed = |k: &mut Builder| {
             let [seen, hidden] = [seen, hidden].map(|it| k.any(it.differs(0)));

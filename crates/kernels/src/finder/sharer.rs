@@ -1,11 +1,11 @@
-//! Shares tiles of unequal length out over the blocks of the forward kernel, on the device: where a
-//! [`BlockFinder`](super::BlockFinder) found the key blocks of each.
+//! Distributes tiles of unequal cost over the blocks of the forward kernel, on the device, after a
+//! [`BlockFinder`](super::BlockFinder) and a lister have found the key blocks of each tile.
 //!
-//! One block of threads, four for each block of the kernel. Heads come in groups, whose keys the second-level
-//! cache holds. The tiles of a group are counted by what they cost, and a scan says where each cost
-//! begins among all, the longest first. Then they are given out in rounds: the next tiles to that half
-//! of the blocks which has the least to do, the longest to whoever has the least. What comes out are
-//! [`TileLists`].
+//! The kernel is one thread block, with four threads for each block of the forward kernel. Heads
+//! come in groups whose keys fit in L2. The tiles of a group are sorted by cost, the most expensive
+//! first (a counting sort: a histogram of costs and a prefix sum). Then they are dealt out in
+//! rounds: each round gives the next tiles to that half of the blocks with the least work, the most
+//! expensive tile to the block with the least. The result is [`TileLists`].
 
 use ptx::{
     Builder, Choose, Expression, GlobalAddress, Pred, Program, Reg, Target, U32, U64, Value,
@@ -20,54 +20,56 @@ use crate::forward::lists::{BLOCK, EVALUATION, OVERHEAD};
 use crate::parameter::{Number, Workspace};
 use crate::sequencer::Words;
 
-/// What the kernel is built for.
+/// The configuration of the sharer kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct TileSharer {
-    /// The architecture.
+    /// The target architecture.
     pub target: Target,
 }
 
-/// Threads, and kinds of cost that are told apart.
+/// Threads of the block, which is also the number of bins that costs are sorted into.
 const THREADS: u32 = 1024;
 const WARPS: u32 = THREADS / 32;
-/// Threads of a block that tiles are given to.
+/// Threads for each block of the forward kernel.
 const PARTS: u32 = 4;
-/// The most such blocks.
+/// The most blocks of the forward kernel.
 const MOST_BLOCKS: u32 = THREADS / PARTS;
 /// The most groups of heads.
 const MOST_GROUPS: u32 = 32;
 
-/// What is shared out, and how.
+/// The problem that a launch of the sharer solves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shared {
-    /// Tiles in all.
+    /// Number of tiles, over all heads and sequences.
     pub tiles: u32,
-    /// Heads over all sequences.
+    /// Number of heads, over all sequences.
     pub heads: u32,
-    /// Blocks that share them.
+    /// Number of blocks of the forward kernel.
     pub blocks: u32,
-    /// Heads of a group, and the first head of the last group.
+    /// Heads per group, and the first head of the last group.
     pub groups: [u32; 2],
 }
 
 impl Shared {
-    /// With groups that are large enough.
+    /// Returns `groups`, with groups large enough that there are at most [`MOST_GROUPS`].
     fn groups(&self) -> [u32; 2] {
         [self.groups[0].max(self.heads.div_ceil(MOST_GROUPS)).max(1), self.groups[1]]
     }
 
-    /// Words from the list of a block to that of the next: no block has more than a tile of each round.
+    /// Returns the words from the list of a block to that of the next: no block gets more than one
+    /// tile of each round.
     fn room(&self) -> u32 {
         self.tiles / half(self.blocks) + MOST_GROUPS + 2
     }
 
-    /// The words of all lists, and of the tiles in order, each with its cost.
+    /// Returns the words of the workspace: all lists, then the sorted tiles, each with its cost
+    /// bin.
     pub fn words(&self) -> u64 {
         let lists = u64::from(self.blocks) * (1 + u64::from(self.room()));
         lists + 2 * u64::from(self.tiles)
     }
 
-    /// What the kernel is told of it.
+    /// Returns the launch parameters.
     pub fn numbers(&self) -> [(Number, u32); 5] {
         let [together, last] = self.groups();
         [
@@ -80,27 +82,27 @@ impl Shared {
     }
 }
 
-/// Tiles of a round.
+/// Returns the tiles of a round.
 fn half(blocks: u32) -> u32 {
     blocks.div_ceil(2).max(1)
 }
 
 impl TileSharer {
-    /// Threads of the one block.
+    /// Threads of the only block.
     pub const THREADS: u32 = THREADS;
-    /// The most blocks that tiles are given to.
+    /// The most blocks of the forward kernel that tiles can be distributed over.
     pub const MOST_BLOCKS: u32 = MOST_BLOCKS;
 
-    /// The name of this configuration.
+    /// Returns the name of this configuration.
     pub fn name(&self) -> String {
         format!("tile_sharer_{}", self.target)
     }
 
     /// Builds the kernel.
     ///
-    /// The grid is one block. Parameters by name: what the finder
-    /// left, and how the lists of key blocks lie; where the lists of tiles go; tiles of a head,
-    /// query heads, and what [`Shared`] says.
+    /// The grid is one block. Parameters by name: the finder's table and the layout of the lists of
+    /// key blocks; the address of the lists of tiles; tiles per head, query heads, and the numbers
+    /// of [`Shared`].
     pub fn program(&self) -> Result<Program, Error> {
         let mut k = Builder::new(self.name(), self.target, THREADS).blocks_per_multiprocessor(1);
         write(&mut k);
@@ -108,7 +110,7 @@ impl TileSharer {
     }
 }
 
-/// What all parts of the kernel know.
+/// The parameters, shared memory and per-thread state of the kernel.
 struct Sharing {
     found: Found,
     lists: BlockLists,
@@ -118,22 +120,22 @@ struct Sharing {
     blocks: Reg<U32>,
     /// Words from the list of a block to that of the next.
     room: Reg<U32>,
-    /// What there is of each kind of cost, and then where the kind goes on.
+    /// For each cost bin, its number of tiles, and after the scan the place of its next tile.
     kinds: Words,
     sums: Words,
-    /// What each block has to do, and below that which it is.
+    /// Sort key of each forward block: its load, with the block's index in the low 8 bits.
     keys: Words,
-    /// The tiles of a round, and their kinds.
+    /// The tiles of a round, and their cost bins.
     dealt: [Words; 2],
     thread: Reg<U32>,
     lane: Reg<U32>,
     warp: Reg<U32>,
-    /// This thread's block, and which of its threads this is.
+    /// The forward block that this thread works for, and the thread's index among the four.
     block: Reg<U32>,
     part: Reg<U32>,
-    /// What a step of costs is.
+    /// Width of a cost bin.
     step: Reg<U32>,
-    /// What this thread's block has to do, in such steps, and how many tiles that are.
+    /// Load of this thread's forward block, in cost bins, and how many tiles it has.
     load: Reg<U32>,
     taken: Reg<U32>,
 }
@@ -171,12 +173,12 @@ fn write(k: &mut Builder) {
         warp,
         block: k.eval(thread / PARTS),
         part: k.eval(thread % PARTS),
-        // No tile has more blocks than there are.
+        // No tile costs more than all key blocks, each evaluated.
         step: k.eval(most / THREADS + 1),
         load: k.variable(0),
         taken: k.variable(0),
     };
-    // Threads meet before the first of these is used: in sorting.
+    // The barriers of `sort` come before the first use of these keys.
     k.if_(thread.less(MOST_BLOCKS), |k| sharing.keys.set(k, thread, u32::MAX));
     let groups = k.eval((last_heads + (together - 1)) / together);
     k.for_range(0, groups + 1, 1, |k, group| {
@@ -207,17 +209,18 @@ impl Sharing {
         k.store(at, value);
     }
 
-    /// The word that the list of this thread's block begins at.
+    /// Returns the word at which the list of this thread's block begins.
     fn start(&self, k: &mut Builder) -> Reg<U32> {
         k.eval(self.blocks + self.block * self.room)
     }
 
-    /// The word at which a tile is, of those in order. Its kind is in the next.
+    /// Returns the word of the tile with this rank in the sorted order. The next word is its cost
+    /// bin.
     fn sorted(&self, number: Reg<U32>) -> Value<U32> {
         self.blocks + self.blocks * self.room + number * 2
     }
 
-    /// What a tile costs, in steps that make no more kinds than there are threads.
+    /// Returns the cost bin of a tile.
     fn kind(&self, k: &mut Builder, tile: Reg<U32>) -> Reg<U32> {
         let [row_tile, of_all] = [k.eval(tile % self.per_head), k.eval(tile / self.per_head)];
         let [head, batch] = [k.eval(of_all % self.heads), k.eval(of_all / self.heads)];
@@ -227,7 +230,8 @@ impl Sharing {
         k.eval((cost / self.step).minimum(THREADS - 1))
     }
 
-    /// Puts the tiles of a group in order, the longest first. Threads meet before they are given out.
+    /// Sorts the tiles of a group, the most expensive first. The first barrier of `give_out` must
+    /// follow before the sorted tiles are read.
     fn sort(&self, k: &mut Builder, [begin, end]: [Reg<U32>; 2]) {
         let Sharing { kinds, sums, thread, lane, warp, .. } = self;
         let place = |kind: Reg<U32>| Value::<U32>::from(THREADS - 1) - kind;
@@ -239,7 +243,7 @@ impl Sharing {
             kinds.add(k, place, 1);
         });
         k.block_sync();
-        // Where each kind begins: a scan in each warp, and one over the warps.
+        // Where each bin begins: a prefix sum in each warp, and one over the warps.
         let mine = kinds.get(k, *thread);
         let through = inclusive_sum(k, mine, *lane);
         k.if_(lane.equals(31), |k| sums.set(k, *warp, through));
@@ -261,16 +265,16 @@ impl Sharing {
         });
     }
 
-    /// Gives them out.
+    /// Deals the sorted tiles of a group out to the forward blocks, in rounds.
     fn give_out(&self, k: &mut Builder, [begin, end]: [Reg<U32>; 2]) {
         let Sharing { thread, load, taken, blocks, .. } = self;
         let tiles = k.eval(end - begin);
         let of_round = k.eval((*blocks + 1) / 2);
         k.for_range(0, tiles, of_round, |k, first| {
-            // No two blocks have the same key.
+            // The block's index makes all keys distinct.
             k.if_(self.leads(), |k| self.keys.set(k, self.block, (*load << 8) | self.block));
             k.block_sync();
-            // The tiles of the round come while blocks are ranked.
+            // Loads the tiles of the round, whose latency the ranking hides.
             let (tile, kind) = (k.variable::<U32>(0), k.variable::<U32>(0));
             let number = k.eval(first + *thread);
             let brings = k.eval(thread.less(of_round) & number.less(tiles));
@@ -298,13 +302,14 @@ impl Sharing {
         });
     }
 
-    /// Whether this thread keeps what its block has.
+    /// Returns whether this thread keeps the list of its forward block.
     fn leads(&self) -> Value<Pred> {
         self.part.equals(0) & self.block.less(self.blocks)
     }
 
-    /// How many blocks have less to do than this thread's. Threads of a block share the others among them, four words
-    /// at a time; behind the last block are keys that are larger than any.
+    /// Returns how many forward blocks have less work than this thread's. The four threads of a
+    /// block share the comparisons, four keys at a time; keys behind the last block's are larger
+    /// than any.
     fn rank(&self, k: &mut Builder) -> Reg<U32> {
         let mine = self.keys.get(k, self.block);
         let rank = k.variable::<U32>(0);

@@ -1,9 +1,11 @@
-//! Block masks: which key blocks a tile of queries sees at all, and which of them need the function.
+//! Block masks: which key blocks a tile of queries sees at all, and for which of them the mask
+//! function must be evaluated.
 //!
-//! Found on the host by interval arithmetic ([`Function::seen`]), once for a plan. Each tile of
-//! queries has a list of the key blocks that it walks. A block that is in no list is never loaded;
-//! one that every row sees whole is walked without the function. For gradients it is the other way
-//! round: each block of keys has a list of the query blocks that see it.
+//! Block masks are found on the host by interval arithmetic ([`Function::seen`]), once for a plan,
+//! or on the device ([`BlockFinder`]). Each tile of queries has a list of the key blocks that it
+//! walks. A block that is in no list is never loaded; one that every row sees whole is walked
+//! without the function. For gradients lists are transposed: each block of keys has a list of the
+//! query blocks that see it.
 
 use std::ops::Range;
 
@@ -14,55 +16,56 @@ use crate::attention::{MaskKind, Window};
 use crate::finder::{BlockFinder, BlockLister};
 use crate::parameter::{Number, Workspace};
 
-/// What block masks are found from.
+/// The problem that block masks are found for.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BlockMask {
-    /// The mask.
+    /// The mask function.
     pub function: Function,
-    /// What else hides keys.
+    /// The mask by name, which hides keys too.
     pub window: Window,
-    /// Queries and keys of a sequence.
+    /// Query length and key length of every sequence.
     pub lengths: [u32; 2],
-    /// Query heads.
+    /// Number of query heads.
     pub heads: u32,
-    /// Query heads that walk one list: one, or those of a key head where keys have lists.
+    /// Number of query heads that share a list: one, or those of a key head where keys have lists.
     pub group: u32,
-    /// Sequences.
+    /// Number of sequences.
     pub batch: u32,
-    /// Query rows of a tile.
+    /// Query rows per tile.
     pub query_rows: u32,
-    /// Keys of a block.
+    /// Keys per block.
     pub key_block: u32,
-    /// Who has lists.
+    /// Whether tiles of queries or blocks of keys have lists.
     pub lists: ListsOf,
 }
 
-/// Who has lists, and of what.
+/// Which side has lists, and of what.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ListsOf {
-    /// Tiles of queries, of the key blocks that they see.
+    /// Each tile of queries has a list of the key blocks that it sees.
     Queries,
-    /// Blocks of keys, of the query blocks that see them.
+    /// Each block of keys has a list of the query blocks that see it.
     Keys {
-        /// Whether each entry has its turn too: how many key blocks before it see its queries.
+        /// Whether each entry also has its turn, for deterministic gradients: how many key blocks
+        /// before this one see the entry's queries.
         turns: bool,
     },
 }
 
-/// The most pairs of tiles and blocks that are looked at one by one: a second's work. Where heads or
-/// sequences make more of them, what holds for all of them is found.
+/// The most list words for which heads and sequences get lists of their own: about a second's work
+/// on the host. Beyond, one list is found that holds for all of them.
 const MOST_PAIRS: u64 = 1 << 22;
 
-/// Lists are found on the device where intervals leave open more than one block in so many.
+/// Lists are found on the device where intervals leave undecided more than one block in this many.
 const OPEN: u32 = 8;
 
 impl BlockMask {
-    /// Tiles of queries of a head, and blocks of keys.
+    /// Returns the tiles of queries and the blocks of keys of a head.
     fn counts_of_blocks(&self) -> [u32; 2] {
         [self.lengths[0].div_ceil(self.query_rows), self.lengths[1].div_ceil(self.key_block)]
     }
 
-    /// Lists of a head.
+    /// Returns the number of lists of a head.
     fn tiles(&self) -> u32 {
         let [queries, keys] = self.counts_of_blocks();
         match self.lists {
@@ -71,8 +74,9 @@ impl BlockMask {
         }
     }
 
-    /// Words of a list: how many blocks there are, and these, the first first: twice the block's
-    /// number, and one more where it needs the function. Then the turns of these, where there are any.
+    /// Returns the words of a list. The first word is the number of entries; then come the entries
+    /// in ascending order, each twice the block's number, plus one where the block needs the
+    /// function; then the entries' turns, where there are any.
     pub fn list_words(&self) -> u32 {
         let [queries, keys] = self.counts_of_blocks();
         match self.lists {
@@ -81,7 +85,8 @@ impl BlockMask {
         }
     }
 
-    /// Sequences and heads that have lists of their own.
+    /// Returns how many sequences and how many heads have lists of their own; 1 where all share
+    /// them.
     fn apart(&self) -> [u32; 2] {
         let Depends { batch, head } = self.function.depends();
         let pairs = u64::from(self.tiles()) * u64::from(self.list_words());
@@ -91,14 +96,14 @@ impl BlockMask {
         [if batch && all <= MOST_PAIRS { self.batch } else { 1 }, heads]
     }
 
-    /// The words of all lists.
+    /// Returns the words of all lists.
     pub fn size(&self) -> u64 {
         let [batch, heads] = self.apart();
         u64::from(batch) * u64::from(heads) * u64::from(self.tiles()) * u64::from(self.list_words())
     }
 
-    /// Words from the lists of a sequence to the next's and of a head to the next's; zero where they
-    /// share them.
+    /// Returns the strides, in words, from one sequence's lists to the next and from one head's
+    /// lists to the next; zero where they share lists.
     pub fn strides(&self) -> [u32; 2] {
         let [batch, heads] = self.apart();
         let head = self.tiles() * self.list_words();
@@ -106,7 +111,7 @@ impl BlockMask {
         [apart(batch, head * heads), apart(heads, head)]
     }
 
-    /// The lists: of sequences, heads, tiles.
+    /// Finds the lists, by sequence, head and tile.
     ///
     /// ```
     /// use flashcore_kernels::Window;
@@ -133,7 +138,7 @@ impl BlockMask {
         self.words_over(&[])
     }
 
-    /// The lists where the contents of some tensors are known.
+    /// Finds the lists where the contents of some tensors are known.
     pub fn words_over(&self, contents: &[HostTensor]) -> Vec<u32> {
         let known = KnownContents::new(contents);
         let [batch, heads] = self.apart();
@@ -160,7 +165,7 @@ impl BlockMask {
         }
     }
 
-    /// The lists of key blocks, from those of tiles of queries.
+    /// Transposes the lists of tiles of queries into those of key blocks.
     fn transposed(&self, words: &[u32], turns: bool) -> Vec<u32> {
         let [queries, keys] = self.counts_of_blocks().map(|count| count as usize);
         let each = self.list_words() as usize;
@@ -183,11 +188,12 @@ impl BlockMask {
         found
     }
 
-    /// Words of the list of a tile of queries.
+    /// Returns the words of the list of a tile of queries.
     fn query_list_words(&self) -> usize {
         self.counts_of_blocks()[1].max(1) as usize + 1
     }
 
+    /// Appends the list of a tile of queries.
     fn push_list(
         &self,
         tile: u32,
@@ -221,15 +227,16 @@ impl BlockMask {
             }
         }
         words[begin] = (words.len() - begin - 1) as u32;
-        // Kernels that walk a block in any case find one here, which the function hides.
+        // Kernels that always walk at least one block find block 0 here, with the function that
+        // hides it.
         if words[begin] == 0 {
             words.push(1);
         }
         words.resize(begin + self.query_list_words(), 0);
     }
 
-    /// The kernels that make them on the device, where that is worth it: where what tensors hold decides
-    /// over much.
+    /// Returns the kernels that find the lists on the device, where that is worth it: where the
+    /// contents of tensors decide over many blocks.
     pub fn finder(&self, target: Target, mask: MaskKind) -> Option<(BlockFinder, BlockLister)> {
         let BlockMask { function, query_rows, key_block, lists, .. } = *self;
         let finder = BlockFinder { target, function, mask, query_rows, key_block };
@@ -238,7 +245,8 @@ impl BlockMask {
         worth.then_some((finder, lister))
     }
 
-    /// Whether intervals leave open what a good part of the blocks are, of some tiles.
+    /// Returns whether intervals leave a good part of the blocks undecided, judged from a sample of
+    /// tiles.
     fn leaves_open(&self) -> bool {
         let [tiles, _] = self.counts_of_blocks();
         let of_queries = BlockMask { lists: ListsOf::Queries, ..*self };
@@ -255,7 +263,7 @@ impl BlockMask {
         OPEN * open > blocks
     }
 
-    /// Queries and keys that are not said yet.
+    /// Returns the region of these sequences and heads; the caller sets queries and keys.
     fn region(&self, [batch, heads]: [Range<u32>; 2]) -> Region {
         Region {
             batch: batch.start as i32..batch.end as i32,
@@ -267,24 +275,24 @@ impl BlockMask {
         }
     }
 
-    /// Lists in all.
+    /// Returns the number of lists.
     pub fn lists(&self) -> u32 {
         let [batch, heads] = self.apart();
         batch * heads * self.tiles()
     }
 
-    /// Pairs of tiles and blocks that the finder looks at.
+    /// Returns the number of pairs of tiles and blocks that the finder evaluates.
     pub fn pairs(&self) -> u32 {
         let [batch, heads] = self.apart();
         self.counts_of_blocks().into_iter().product::<u32>() * batch * heads
     }
 
-    /// Words of what it finds.
+    /// Returns the words of the finder's table: a state for each pair, and a cost for each list.
     pub fn found_words(&self) -> u64 {
         u64::from(self.pairs()) + u64::from(self.lists())
     }
 
-    /// The numbers that kernels read lists by.
+    /// Returns the launch parameters by which kernels read lists.
     pub fn numbers(&self) -> [(Number, u32); 3] {
         let [batch, head] = self.strides();
         [
@@ -294,7 +302,7 @@ impl BlockMask {
         ]
     }
 
-    /// Those that the finder has beside them.
+    /// Returns the further launch parameters of the finder and the lister.
     pub fn finder_numbers(&self) -> [(Number, u32); 7] {
         let [queries, keys] = self.counts_of_blocks();
         let Depends { batch, head } = self.function.depends();
@@ -311,7 +319,7 @@ impl BlockMask {
         ]
     }
 
-    /// How many blocks tiles walk by lists of this mask.
+    /// Counts the blocks of each list in `words`, which must be lists of this mask.
     pub fn counts(&self, words: &[u32]) -> BlockCounts {
         let [batch, heads] = self.apart();
         let walked = |list: &[u32]| {
@@ -324,27 +332,27 @@ impl BlockMask {
     }
 }
 
-/// The key blocks of a tile, counted.
+/// The number of key blocks of a tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Walked {
-    /// All that it walks.
+    /// Blocks that the tile walks.
     pub blocks: u32,
-    /// Those of them that need the function.
+    /// Those of them for which the function is evaluated.
     pub evaluated: u32,
 }
 
-/// How many key blocks the tiles of each head and sequence walk.
+/// The number of key blocks that the tiles of each head and sequence walk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockCounts {
-    /// Of sequences, heads, tiles.
+    /// Counts by sequence, head and tile.
     counts: Vec<Walked>,
-    /// Sequences and heads that have counts of their own.
+    /// How many sequences and heads have counts of their own; 1 where all share them.
     apart: [usize; 2],
     heads: u32,
 }
 
 impl BlockCounts {
-    /// Those of the tiles of a head, counted over all sequences.
+    /// Returns the counts of a head's tiles; heads are numbered over all sequences.
     pub fn of_head(&self, head: u64) -> &[Walked] {
         let [batch, heads] = self.apart;
         let tiles = self.counts.len() / (batch * heads).max(1);
@@ -355,7 +363,7 @@ impl BlockCounts {
     }
 }
 
-/// Block masks inside a kernel. Where blocks of keys have lists, heads are key heads.
+/// The lists of a block mask inside a kernel. Where blocks of keys have lists, heads are key heads.
 #[derive(Clone, Copy)]
 pub(crate) struct BlockLists {
     address: Reg<GlobalAddress>,
@@ -368,7 +376,7 @@ pub(crate) struct BlockLists {
 pub(crate) type BlockList = Reg<GlobalAddress>;
 
 impl BlockLists {
-    /// Declares what they are passed at launch.
+    /// Declares the launch parameters.
     pub(crate) fn parameters(k: &mut Builder) -> Self {
         BlockLists {
             address: Workspace::BlockLists.address(k),
@@ -378,22 +386,22 @@ impl BlockLists {
         }
     }
 
-    /// The address of the first of them.
+    /// Returns the address of the first list.
     pub(crate) fn address(&self) -> Reg<GlobalAddress> {
         self.address
     }
 
-    /// How many lists there are before that of a tile.
+    /// Returns how many lists come before that of a tile.
     pub(crate) fn before(&self, [batch, head, tile]: [Reg<U32>; 3]) -> Value<U32> {
         (batch * self.batch_stride + head * self.head_stride) / self.words + tile
     }
 
-    /// Words of a list.
+    /// Returns the words of a list.
     pub(crate) fn words(&self) -> Reg<U32> {
         self.words
     }
 
-    /// The list of a tile.
+    /// Returns the list of a tile.
     pub(crate) fn of(
         &self,
         k: &mut Builder,
@@ -405,34 +413,34 @@ impl BlockLists {
     }
 }
 
-/// How many blocks a list has.
+/// Loads the number of entries of a list.
 pub(crate) fn count(k: &mut Builder, list: BlockList) -> Reg<U32> {
     k.load::<U32, _>(list)
 }
 
-/// The entry of a list that has so many before it.
+/// Loads the entry that has `before` entries before it.
 pub(crate) fn entry(k: &mut Builder, list: BlockList, before: Value<U32>) -> Reg<U32> {
     let before = k.eval(before);
     k.load::<U32, _>(list + before.convert::<U64>() * 4 + 4u64)
 }
 
-/// The key block of an entry.
+/// Returns the block of an entry.
 pub(crate) fn block_of(entry: Reg<U32>) -> Value<U32> {
     entry >> 1
 }
 
-/// The turn of the entry that has so many before it, in a list of so many words.
+/// Loads the turn of the entry that has `before` entries before it, in a list of `words` words.
 pub(crate) fn turn(
     k: &mut Builder,
     list: BlockList,
     words: Reg<U32>,
     before: Reg<U32>,
 ) -> Reg<U32> {
-    // Behind the room for entries.
+    // Turns come after the space for entries.
     entry(k, list, (words - 1) / 2 + before)
 }
 
-/// Whether the block of an entry needs the function.
+/// Returns whether the block of an entry needs the function.
 pub(crate) fn needs_function(entry: Reg<U32>) -> Value<Pred> {
     (entry & 1).differs(0)
 }
@@ -455,7 +463,8 @@ mod tests {
         }
     }
 
-    /// Every pair is in both lists, once, and turns count the pairs of a tile of queries.
+    /// Every pair is in the lists of both sides, once, and turns count the pairs of a tile of
+    /// queries.
     #[test]
     fn keys_have_the_queries_that_see_them() {
         let lists = ListsOf::Keys { turns: true };
@@ -466,7 +475,7 @@ mod tests {
         let words = of_keys.words();
         assert_eq!(words[..10], [2, 1, 2, 0, 0, 2, 1, 2, 1, 1]);
         assert_eq!(words[10..], [2, 1, 3, 2, 2, 1, 3, 0, 3, 0, 1, 3, 0, 4, 0]);
-        // What all heads of a group do not see alike is walked by all of them.
+        // What the heads of a group see differently is walked by all of them.
         let of_head = mask(Function::mask("head", |at| at.key().lt(32 * at.head())));
         let of_head =
             BlockMask { heads: 4, group: 2, lists: ListsOf::Keys { turns: false }, ..of_head };
@@ -484,7 +493,7 @@ mod tests {
     fn lists_are_shared_unless_the_function_differs() {
         let causal = mask(Function::mask("causal", |at| at.key().le(at.position())));
         assert_eq!((causal.strides(), causal.list_words()), ([0, 0], 6));
-        // Positions from 30 on: the first tile sees up to key 93, whole up to 30.
+        // Query 0 has position 30: the first tile sees up to key 93, whole up to 30.
         assert_eq!(causal.words(), [3, 1, 3, 5, 0, 0, 5, 0, 2, 5, 7, 9]);
         let counts = causal.counts(&causal.words());
         let walked = [(3, 3), (5, 3)].map(|(blocks, evaluated)| Walked { blocks, evaluated });
@@ -518,7 +527,7 @@ mod tests {
         assert_eq!(words[..18], [2, 0, 2, 0, 0, 0, 4, 0, 2, 4, 6, 0, 5, 0, 2, 4, 6, 8]);
         assert_eq!(words[18..], [2, 0, 2, 0, 0, 0, 2, 4, 6, 0, 0, 0, 3, 4, 6, 8, 0, 0]);
         assert_eq!(documents.words()[..6], [2, 1, 3, 0, 0, 0]);
-        // Beyond a tensor is zero, which is what it has for the first document.
+        // Loads outside of the tensor are zero, which is the id of the first document.
         let short = [HostTensor::integers("ids", &ids[130..], &[1, 130])];
         assert_eq!(documents.words_over(&short)[18..], words[..18]);
     }

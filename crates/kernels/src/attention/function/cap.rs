@@ -1,22 +1,22 @@
-//! The part of a score that is a softcap: `cap * tanh(score / cap)`, however it is written.
+//! Recognises softcaps in score functions: `cap * tanh(score / cap)`, however it is written.
 //!
-//! By name it is faster: the scale is folded into it, and scores well below the cap take a
+//! A softcap by name is faster: the scale is folded into it, and scores well below the cap take a
 //! polynomial.
 
 use super::Function;
 use super::node::{Binary, Constant, Id, Kind, Node, Symbol, Unary};
 
-/// A softcap, and what else a score function does.
+/// A softcap, and the rest of a score function.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Capped {
-    /// Scores `s` become `cap * tanh(s / cap)` first.
+    /// The cap: scores `s` become `cap * tanh(s / cap)` first.
     pub cap: f32,
-    /// What becomes of them then; nothing where that is all.
+    /// The function that is applied to capped scores; `None` where there is nothing else.
     pub rest: Option<Function>,
 }
 
 impl Function {
-    /// Takes a softcap out of a score function that looks at scores through it alone.
+    /// Takes a softcap out of a score function whose every use of the score is through it.
     ///
     /// ```
     /// use flashcore_kernels::attention::function::Function;
@@ -36,14 +36,14 @@ impl Function {
         }
         let cap_of = |id: &Id| self.cap(*id).map(|cap| (*id, cap));
         let (id, cap) = (0..body.nodes.len() as Id).find_map(|id| cap_of(&id))?;
-        // The score itself in the place of the capped one.
+        // Replaces the capped score by the score itself.
         let mut nodes = body.nodes.clone();
         nodes[id as usize] = Node::Symbol(Symbol::Score);
         let is_score = |id: Id| nodes[id as usize] == Node::Symbol(Symbol::Score);
         if is_score(body.root) && body.tensors.is_empty() {
             return Some(Capped { cap, rest: None });
         }
-        // Whoever else reads the score would read the capped one.
+        // Any other use of the original score would now read the capped one.
         let mut open = vec![body.root];
         let mut seen = vec![false; nodes.len()];
         while let Some(it) = open.pop() {
@@ -59,7 +59,7 @@ impl Function {
         Some(Capped { cap, rest: Some(rest) })
     }
 
-    /// The cap, where a node is a softcap of the score.
+    /// Returns the cap, where a node is a softcap of the score.
     fn cap(&self, id: Id) -> Option<f32> {
         let nodes = &self.body().nodes;
         let constant = |id: Id| match nodes[id as usize] {
@@ -67,7 +67,7 @@ impl Function {
             _ => None,
         };
         let is_score = |id: Id| nodes[id as usize] == Node::Symbol(Symbol::Score);
-        // A product with a constant on either side.
+        // Matches a product with a constant on either side.
         let product = |id: Id| match nodes[id as usize] {
             Node::Binary(Binary::Multiply, a, b) => match (constant(a), constant(b)) {
                 (Some(factor), _) => Some((factor, b)),

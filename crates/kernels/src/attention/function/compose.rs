@@ -1,23 +1,23 @@
-//! Functions made of functions: masks that hold together or one of them, and scores one after the
-//! other. Tensors of the same name are the same tensor.
+//! Composition of functions: conjunction and disjunction of masks, and chains of scores. Tensors of
+//! the same name are the same tensor.
 
 use super::Function;
 use super::node::{Binary, Id, Kind, Node, Symbol};
 use super::trace::declare;
 
 impl Function {
-    /// A mask that sees what both masks see. An error says which tensor the two understand
-    /// differently, or what is no mask.
+    /// Returns a mask that sees what both masks see. An error names a tensor that the two declare
+    /// differently, or the function that is not a mask.
     pub fn and(self, other: Function) -> Result<Function, String> {
         self.joined(other, Kind::Mask, "and")
     }
 
-    /// A mask that sees what one of the masks sees.
+    /// Returns a mask that sees what at least one of the masks sees.
     pub fn or(self, other: Function) -> Result<Function, String> {
         self.joined(other, Kind::Mask, "or")
     }
 
-    /// A score that goes through this function, and then through another.
+    /// Returns a score function that applies this function, then the other.
     ///
     /// ```
     /// use flashcore_kernels::attention::function::Function;
@@ -49,7 +49,7 @@ impl Function {
         let mut moved: Vec<Id> = Vec::new();
         for node in &second.nodes {
             if *node == Node::Symbol(Symbol::Score) {
-                // What the first made of it.
+                // The second function's score is the first one's result.
                 moved.push(first.root);
                 continue;
             }

@@ -1,11 +1,11 @@
-//! What a function gives for one query and one key, on the host: floats in `f64`.
+//! Evaluates a function on the host for one query and one key, with floats in `f64`.
 
 use std::fmt;
 
 use super::Function;
 use super::node::{Binary, Comparison, Constant, Kind, Node, Stored, Symbol, TensorSpec, Unary};
 
-/// A tensor in the memory of the host, for functions that load from it.
+/// A tensor in host memory, for functions that load from it.
 ///
 /// ```
 /// use flashcore_kernels::attention::function::HostTensor;
@@ -17,15 +17,15 @@ use super::node::{Binary, Comparison, Constant, Kind, Node, Stored, Symbol, Tens
 /// ```
 #[derive(Clone, PartialEq)]
 pub struct HostTensor {
-    /// What functions know it by.
+    /// The name by which functions load from it.
     pub name: String,
-    /// What it is made of.
+    /// The element type.
     pub stored: Stored,
-    /// How far each of its dimensions goes.
+    /// The extent of each dimension.
     pub extents: Vec<usize>,
-    /// Elements from an index to the next.
+    /// The stride of each dimension, in elements.
     pub strides: Vec<usize>,
-    /// Its memory.
+    /// The elements in memory, little-endian.
     pub bytes: Vec<u8>,
 }
 
@@ -37,37 +37,37 @@ impl fmt::Debug for HostTensor {
 }
 
 impl HostTensor {
-    /// Bytes as they lie in memory, without gaps.
+    /// Takes contiguous elements as bytes.
     pub fn new(name: &str, stored: Stored, extents: &[usize], bytes: Vec<u8>) -> Self {
         let inner = |dimension: usize| extents[dimension + 1..].iter().product();
         let strides = (0..extents.len()).map(inner).collect();
         HostTensor { name: name.to_owned(), stored, extents: extents.to_vec(), strides, bytes }
     }
 
-    /// Floats, without gaps.
+    /// Takes contiguous `f32` elements.
     pub fn floats(name: &str, values: &[f32], extents: &[usize]) -> Self {
         let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         HostTensor::new(name, Stored::F32, extents, bytes)
     }
 
-    /// Integers, without gaps.
+    /// Takes contiguous `i32` elements.
     pub fn integers(name: &str, values: &[i32], extents: &[usize]) -> Self {
         let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         HostTensor::new(name, Stored::I32, extents, bytes)
     }
 
-    /// Truth values, without gaps.
+    /// Takes contiguous boolean elements.
     pub fn truths(name: &str, values: &[bool], extents: &[usize]) -> Self {
         let bytes = values.iter().map(|value| u8::from(*value)).collect();
         HostTensor::new(name, Stored::Bool, extents, bytes)
     }
 
-    /// The same memory by other strides.
+    /// Returns the same memory with other strides.
     pub fn with_strides(self, strides: &[usize]) -> Self {
         HostTensor { strides: strides.to_vec(), ..self }
     }
 
-    /// Why it is not what a function loads from, if so.
+    /// Returns why a function with this declaration cannot load from the tensor, if it cannot.
     pub fn fault(&self, spec: &TensorSpec) -> Option<String> {
         let TensorSpec { name, stored, rank } = spec;
         if self.stored != *stored {
@@ -78,7 +78,7 @@ impl HostTensor {
             let given = self.extents.len();
             return Some(format!("tensor {name} has {given} dimensions, expected {rank}"));
         }
-        // Kernels load at an index within and then look whether the one asked for is.
+        // Kernels load at a clamped index and then check whether the requested one is inside.
         if self.extents.contains(&0) {
             return Some(format!("tensor {name} is empty"));
         }
@@ -96,7 +96,7 @@ impl HostTensor {
         }
     }
 
-    /// The bytes of an element, if it is within.
+    /// Returns the bytes of an element, if the indices are inside of the tensor.
     pub(super) fn element(&self, indices: impl Iterator<Item = i32>) -> Option<&[u8]> {
         let mut offset = 0;
         for ((index, extent), stride) in indices.zip(&self.extents).zip(&self.strides) {
@@ -107,22 +107,22 @@ impl HostTensor {
     }
 }
 
-/// Where a score stands.
+/// The place of a row of scores: everything but the key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Here {
-    /// The sequence.
+    /// The index of the sequence.
     pub batch: i32,
-    /// The query head.
+    /// The index of the query head.
     pub head: i32,
-    /// The query's place in its sequence.
+    /// The index of the query in its sequence.
     pub query: i32,
-    /// Queries of the sequence.
+    /// The number of queries of the sequence.
     pub query_length: i32,
-    /// Keys of the sequence.
+    /// The number of keys of the sequence.
     pub key_length: i32,
 }
 
-/// What a node has come to.
+/// The value of a node.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Value {
     Float(f64),
@@ -153,24 +153,25 @@ impl Value {
     }
 }
 
-/// A function along the keys of one row: what does not depend on the key is computed once.
+/// Evaluates a function along the keys of one row: what does not depend on the key is computed
+/// once.
 #[derive(Debug, Clone)]
 pub struct Row<'a> {
     function: Function,
     tensors: Vec<&'a HostTensor>,
     here: Here,
     values: Vec<Value>,
-    /// The nodes that a key changes.
+    /// The nodes that depend on the key or the score.
     changing: Vec<u32>,
 }
 
 impl<'a> Row<'a> {
-    /// The row of a query. Among the tensors there are those of [`Function::tensors`], without
-    /// [fault](HostTensor::fault).
+    /// Prepares the row of a query. `tensors` must contain those of [`Function::tensors`], without
+    /// a [fault](HostTensor::fault).
     ///
     /// # Panics
     ///
-    /// Where one is missing.
+    /// If a tensor is missing.
     pub fn new(function: Function, tensors: &'a [HostTensor], here: Here) -> Self {
         let named = |spec: &TensorSpec| {
             let found = tensors.iter().find(|tensor| tensor.name == spec.name);
@@ -192,13 +193,13 @@ impl<'a> Row<'a> {
         row
     }
 
-    /// Whether the query sees a key, by a mask.
+    /// Returns whether the query sees a key; of masks.
     pub fn sees(&mut self, key: usize) -> bool {
         debug_assert_eq!(self.function.kind(), Kind::Mask);
         self.at(key, 0.0).truth()
     }
 
-    /// What a score becomes.
+    /// Returns what a score becomes; of score functions.
     pub fn score(&mut self, key: usize, score: f64) -> f64 {
         debug_assert_eq!(self.function.kind(), Kind::Score);
         self.at(key, score).float()
@@ -288,7 +289,7 @@ fn float_binary(operation: Binary, a: f64, b: f64) -> f64 {
     }
 }
 
-/// An operation on integers, as the language defines it.
+/// Computes an integer operation as the language defines it.
 pub(super) fn integer_binary(operation: Binary, a: i32, b: i32) -> i32 {
     match operation {
         Binary::Add => a.wrapping_add(b),
@@ -306,7 +307,7 @@ pub(super) fn integer_binary(operation: Binary, a: i32, b: i32) -> i32 {
     }
 }
 
-/// The quotient rounded down, and what is left.
+/// Returns the quotient rounded down, and the remainder.
 fn floor_divide(a: i32, b: i32) -> (i32, i32) {
     if b == 0 {
         return (0, a);
@@ -329,7 +330,7 @@ fn compare<T: PartialOrd>(comparison: Comparison, a: T, b: T) -> bool {
     }
 }
 
-/// What a load gives of the bytes of an element, or of none outside of its tensor.
+/// Returns the result of a load from an element's bytes; `None`, outside of the tensor, is zero.
 pub(super) fn load(stored: Stored, bytes: Option<&[u8]>) -> Value {
     let byte = |index: usize| bytes.map_or(0, |bytes| bytes[index]);
     let half = || u16::from_le_bytes([byte(0), byte(1)]);
@@ -344,7 +345,7 @@ pub(super) fn load(stored: Stored, bytes: Option<&[u8]>) -> Value {
     }
 }
 
-/// A number in half precision.
+/// Converts the bits of a half-precision float.
 fn from_f16(bits: u16) -> f32 {
     let (exponent, fraction) = ((bits >> 10) & 0x1f, u32::from(bits & 0x3ff));
     let magnitude = match exponent {
@@ -383,7 +384,7 @@ mod tests {
             let ids = at.integers("ids");
             ids.load([at.query()]).eq(ids.load([at.key() - 1]))
         });
-        // Query 5 has 0, and so have the places before the first and behind the last.
+        // Query 5 has id 0, and so have loads before the first and behind the last element.
         assert_eq!(sees(function, &[ids], 10), [0, 4, 6, 7, 8, 9]);
     }
 

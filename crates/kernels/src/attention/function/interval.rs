@@ -1,8 +1,9 @@
-//! What a mask can be over ranges of queries and keys: interval arithmetic on its nodes.
+//! Interval arithmetic on mask functions: what a mask can be over ranges of queries and keys.
 //!
-//! Every node becomes a range that holds all its values; ranges may be too wide, never too narrow.
-//! So "none" and "all" are certain, and "some" means that the function decides pair by pair. What
-//! is loaded may be anything, unless the contents of its tensor are [known](KnownContents).
+//! Every node gets a range that contains all its values; ranges may be too wide, never too narrow.
+//! So "none" and "all" are certain, and "some" means that the function must be evaluated pair by
+//! pair. A loaded value may be anything, unless the contents of its tensor are
+//! [known](KnownContents).
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -12,20 +13,20 @@ use super::evaluate::{HostTensor, Value, integer_binary, load};
 use super::node::{Binary, Comparison, Constant, Node, Symbol, Type, Unary};
 use super::{Function, TensorSpec};
 
-/// Ranges of where scores stand; none is empty.
+/// Ranges of the places of scores; none is empty.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Region {
-    /// Sequences.
+    /// Indices of sequences.
     pub batch: Range<i32>,
-    /// Query heads.
+    /// Indices of query heads.
     pub heads: Range<i32>,
-    /// Queries.
+    /// Indices of queries.
     pub queries: Range<i32>,
-    /// Keys.
+    /// Indices of keys.
     pub keys: Range<i32>,
-    /// Queries of the sequence.
+    /// The number of queries of the sequence.
     pub query_length: i32,
-    /// Keys of the sequence.
+    /// The number of keys of the sequence.
     pub key_length: i32,
 }
 
@@ -34,30 +35,30 @@ pub struct Region {
 pub enum Seen {
     /// No query sees any key.
     None,
-    /// The function says which.
+    /// Undecided: the function must be evaluated for each pair.
     Some,
     /// Every query sees every key.
     All,
 }
 
-/// A range of what a node can be.
+/// The range of a node's values.
 #[derive(Clone, Copy, Debug)]
 enum Span {
-    /// From the first to the last.
+    /// Integers from the first to the last, inclusive.
     Integer(i32, i32),
-    /// From the first to the last, and never NaN.
+    /// Floats from the first to the last, never NaN.
     Float(f64, f64),
-    /// Whether it can be false, and true.
+    /// Whether the value can be false, and whether it can be true.
     Truth(bool, bool),
 }
 
 const ANY_INTEGER: Span = Span::Integer(i32::MIN, i32::MAX);
-/// A float that may be NaN is no range: nothing is known of it.
+/// A float that may be NaN has no range. It is marked by bounds of NaN.
 const ANY_FLOAT: Span = Span::Float(f64::NAN, f64::NAN);
 const ANY_TRUTH: Span = Span::Truth(true, true);
 
 impl Function {
-    /// What queries of a region see of its keys by this mask, as far as its text says.
+    /// Returns what queries of a region see of its keys by this mask, as far as its text decides.
     ///
     /// ```
     /// use flashcore_kernels::attention::function::{Function, Region, Seen};
@@ -79,7 +80,7 @@ impl Function {
         self.seen_over(region, &KnownContents::new(&[]))
     }
 
-    /// The same over tensors of which some have contents that are known.
+    /// Returns the same where the contents of some tensors are known.
     pub fn seen_over(&self, region: &Region, known: &KnownContents<'_>) -> Seen {
         let body = self.body();
         let mut spans: Vec<Span> = Vec::with_capacity(body.nodes.len());
@@ -101,7 +102,8 @@ impl Function {
     }
 }
 
-/// Contents of tensors that functions load from, by their names; what is looked up is kept.
+/// The contents of tensors that functions load from, by name. Ranges that were looked up are
+/// cached.
 ///
 /// ```
 /// use flashcore_kernels::attention::function::{Function, HostTensor, KnownContents, Region, Seen};
@@ -131,19 +133,19 @@ pub struct KnownContents<'a> {
     found: RefCell<HashMap<(usize, Bounds), Span>>,
 }
 
-/// The first and the last index of each dimension.
+/// The first and the last index in each dimension.
 type Bounds = [(i32, i32); TensorSpec::MOST_DIMENSIONS];
 
-/// The most elements that a range is found from: more may be anything.
+/// The most elements that are searched for a range; beyond, it may be anything.
 const MOST_ELEMENTS: i64 = 1 << 14;
 
 impl<'a> KnownContents<'a> {
-    /// Those of these tensors, which have no [fault](HostTensor::fault).
+    /// Takes these tensors, which must have no [fault](HostTensor::fault).
     pub fn new(tensors: &'a [HostTensor]) -> Self {
         KnownContents { tensors, found: RefCell::default() }
     }
 
-    /// What loads at these indices can give, if that is known.
+    /// Returns the range of loads at these ranges of indices, if it is known.
     fn span(&self, spec: &TensorSpec, indices: impl Iterator<Item = Span>) -> Option<Span> {
         let number = self.tensors.iter().position(|tensor| tensor.name == spec.name)?;
         let tensor = &self.tensors[number];
@@ -163,7 +165,7 @@ impl<'a> KnownContents<'a> {
     }
 }
 
-/// The range of a tensor's elements within bounds.
+/// Returns the range of a tensor's elements within bounds.
 fn span_of(tensor: &HostTensor, bounds: &Bounds) -> Span {
     let bounds = &bounds[..tensor.extents.len()];
     let mut at: Vec<i32> = bounds.iter().map(|(low, _)| *low).collect();
@@ -177,7 +179,7 @@ fn span_of(tensor: &HostTensor, bounds: &Bounds) -> Span {
         };
         let joined = all.map_or(one, |all| union(all, one));
         all = Some(joined);
-        // The next index, the last dimension first.
+        // Advances the index, the last dimension first.
         let Some(dimension) = (0..at.len()).rev().find(|it| at[*it] < bounds[*it].1) else {
             return joined;
         };
@@ -228,7 +230,7 @@ fn anything(ty: Type) -> Span {
 fn union(a: Span, b: Span) -> Span {
     match (a, b) {
         (Span::Integer(a, b), Span::Integer(c, d)) => Span::Integer(a.min(c), b.max(d)),
-        // The minimum would forget a NaN.
+        // `min` and `max` would drop a NaN.
         (Span::Float(a, b), Span::Float(c, d)) if !(a.is_nan() || c.is_nan()) => {
             Span::Float(a.min(c), b.max(d))
         }
@@ -237,7 +239,7 @@ fn union(a: Span, b: Span) -> Span {
     }
 }
 
-/// The range of integers, unless some wrap around.
+/// Returns a range of integers, or any integer where the bounds wrap around.
 fn integers(low: i64, high: i64) -> Span {
     match (i32::try_from(low), i32::try_from(high)) {
         (Ok(low), Ok(high)) => Span::Integer(low, high),
@@ -245,7 +247,7 @@ fn integers(low: i64, high: i64) -> Span {
     }
 }
 
-/// The range of floats, a little wider than computed: kernels round.
+/// Returns a range of floats, a little wider than computed, since kernels round.
 fn floats(low: f64, high: f64) -> Span {
     if low.is_nan() || high.is_nan() {
         return ANY_FLOAT;
@@ -256,7 +258,7 @@ fn floats(low: f64, high: f64) -> Span {
     Span::Float(down, up)
 }
 
-/// The same where the error near zero is no share of the result.
+/// Returns the same with an absolute margin, for operations whose error near zero is not relative.
 fn around(low: f64, high: f64) -> Span {
     floats(low - 1e-5, high + 1e-5)
 }
@@ -279,7 +281,7 @@ fn unary(operation: Unary, a: Span) -> Span {
         (Unary::Tanh, Span::Float(low, high)) => around(low.tanh(), high.tanh()),
         (Unary::Exp2, Span::Float(low, high)) => floats(low.exp2(), high.exp2()),
         (Unary::Log2, Span::Float(low, high)) if low > 0.0 => around(low.log2(), high.log2()),
-        // Beyond 2^24 floats are rounded.
+        // Integers beyond 2^24 are rounded.
         (Unary::ToFloat, Span::Integer(low, high)) => floats(low.into(), high.into()),
         (Unary::ToInteger, Span::Float(low, high)) if !low.is_nan() => {
             Span::Integer(low as i32, high as i32)
@@ -309,7 +311,7 @@ fn binary(operation: Binary, a: Span, b: Span) -> Span {
             match operation {
                 Binary::Add => corners(|a, b| a + b),
                 Binary::Subtract => corners(|a, b| a - b),
-                // Zero times infinity inside of the ranges would be no number.
+                // Zero times infinity within the ranges would be NaN.
                 Binary::Multiply if [a, b, c, d].iter().all(|it| it.is_finite()) => {
                     corners(|a, b| a * b)
                 }
@@ -330,7 +332,7 @@ fn binary(operation: Binary, a: Span, b: Span) -> Span {
 
 fn integer_span(operation: Binary, [a, b]: [i32; 2], [c, d]: [i32; 2]) -> Span {
     let wide = |value: i32| i64::from(value);
-    // Where the least and the most are at the ends of both ranges.
+    // For operations whose extremes are at the ends of both ranges.
     let corners = |of: fn(i64, i64) -> i64| {
         let mut corners = [(a, c), (a, d), (b, c), (b, d)].map(|(a, b)| of(wide(a), wide(b)));
         corners.sort_unstable();
@@ -345,7 +347,7 @@ fn integer_span(operation: Binary, [a, b]: [i32; 2], [c, d]: [i32; 2]) -> Span {
         Binary::Subtract => integers(wide(a) - wide(d), wide(b) - wide(c)),
         Binary::Multiply => corners(|a, b| a * b),
         Binary::Divide if c > 0 => corners(i64::div_euclid),
-        // Within one period the remainder rises with the dividend.
+        // Within one period the remainder increases with the dividend.
         Binary::Remainder if c > 0 && c == d && a.div_euclid(c) == b.div_euclid(c) => {
             Span::Integer(a.rem_euclid(c), b.rem_euclid(c))
         }
@@ -383,8 +385,8 @@ fn compare(comparison: Comparison, a: Span, b: Span) -> Span {
     Span::Truth(!must, can)
 }
 
-/// Whether something of the first range can be, and must be, less than, equal to and greater than
-/// something of the second.
+/// Returns for each of less, equal and greater whether a value of the first range can be so, and
+/// whether it must be so, compared with one of the second.
 fn relations<T: PartialOrd>([a, b]: [T; 2], [c, d]: [T; 2]) -> [(bool, bool); 3] {
     let same = a == b && c == d && a == c;
     [(a < d, b < c), (a <= d && c <= b, same), (b > c, a > d)]
@@ -395,7 +397,7 @@ mod tests {
     use super::super::{Here, Row};
     use super::*;
 
-    /// What every pair of a region says, one by one.
+    /// Evaluates every pair of a region.
     fn by_pairs(function: Function, region: &Region) -> Seen {
         let [mut none, mut all] = [true; 2];
         for query in region.queries.clone() {
@@ -414,7 +416,7 @@ mod tests {
         }
     }
 
-    /// Masks that are known by name, for which ranges say exactly what pairs do.
+    /// Common masks, for which ranges decide exactly what pairs do.
     #[test]
     fn ranges_decide_common_masks() {
         let masks = [

@@ -1,40 +1,41 @@
-//! Masks and scores as functions: expressions of where a query and a key stand.
+//! Mask and score functions: expressions of the places of a query and a key, FlexAttention's
+//! `mask_mod` and `score_mod`.
 //!
 //! A function is traced once, from a closure over [`Traced`] values or from a text, into a list of
-//! nodes. The list is data: printed, hashed, evaluated on the host, reasoned about block by block,
-//! and written into kernels by the builder.
+//! nodes. The list is data: it is printed, hashed, evaluated on the host, analysed block by block,
+//! and lowered into kernels.
 //!
 //! | file | its subject |
 //! | --- | --- |
-//! | `node` | the language: types, operations, and which go together |
-//! | `trace` | closures become nodes |
-//! | `compose` | functions made of functions |
-//! | `rules` | ready-made ones |
+//! | `node` | the language: types, operations and type rules |
+//! | `trace` | tracing of closures into nodes |
+//! | `compose` | conjunction, disjunction and chaining of functions |
+//! | `rules` | ready-made functions |
 //! | `text` | nodes as text, and back |
-//! | `evaluate` | what a function gives for one query and one key |
+//! | `evaluate` | evaluation on the host, for one query and one key |
 //! | `slope` | the derivative of a score function |
-//! | `interval` | what it can give for ranges of queries and keys |
-//! | `window` | the part of a mask that is a window by name |
-//! | `cap` | the part of a score that is a softcap by name |
-//! | `pattern` | sparse patterns that the caller has, block by block |
+//! | `interval` | the possible results over ranges of queries and keys |
+//! | `window` | extraction of the part of a mask that is a window by name |
+//! | `cap` | extraction of the part of a score that is a softcap by name |
+//! | `pattern` | block-sparse patterns that the caller has |
 //! | `blocks` | which key blocks tiles of queries see, and which of them need the function |
-//! | `scale` | a score function that only adds, over scores before their scale |
-//! | `lower` | a function in a kernel, over a thread's scores |
-//! | `weigh` | a score function in gradients |
-//! | `table` | a kernel that does nothing else |
+//! | `scale` | score functions that only add, applied before the scale |
+//! | `lower` | a function inside a kernel, over a thread's scores |
+//! | `weigh` | a score function in the backward pass |
+//! | `table` | a kernel that applies a function and does nothing else |
 //!
-//! What an operation gives is defined for every input, and the same everywhere, up to the rounding
-//! of floats:
+//! The result of an operation is defined for every input, and is the same on the host and in
+//! kernels, up to the rounding of floats:
 //!
 //! | operation | |
 //! | --- | --- |
 //! | sums, differences, products of integers | wrap around at 32 bits |
-//! | division of integers | rounds down; by zero it is zero |
+//! | division of integers | rounds down; division by zero is zero |
 //! | remainder | has the sign of the divisor; by zero it is the dividend |
-//! | shifts | by the amount modulo 32; to the right, the sign follows |
-//! | floats | as IEEE has them, subnormal numbers may be zero; of a number and NaN, the minimum and the maximum are the number |
-//! | float to integer | towards zero, at most as far as integers go; NaN is zero |
-//! | a load outside of its tensor | zero, whichever index is outside |
+//! | shifts | by the amount modulo 32; right shifts are arithmetic |
+//! | floats | as in IEEE 754, but subnormal numbers may be flushed to zero; the minimum and the maximum of a number and NaN are the number |
+//! | float to integer | rounds towards zero and saturates; NaN is zero |
+//! | a load outside of its tensor | is zero, whichever index is outside |
 
 pub(crate) mod blocks;
 pub(crate) mod lower;
@@ -71,10 +72,11 @@ use std::sync::{LazyLock, Mutex, PoisonError};
 
 use node::{Id, Node, Symbol};
 
-/// A mask or a score as a function. A handle: as cheap as a number, equal where the function is.
+/// A mask or score function. It is a handle, as cheap to copy as a number; handles are equal where
+/// the functions are.
 ///
-/// Functions are kept as long as the process runs, each once: what differs from call to call
-/// belongs into a tensor that the function loads from, not into its constants.
+/// Functions are interned and kept as long as the process runs: what differs from call to call
+/// belongs in a tensor that the function loads from, not in its constants.
 ///
 /// ```
 /// use flashcore_kernels::attention::function::Function;
@@ -99,25 +101,25 @@ use node::{Id, Node, Symbol};
 #[derive(Clone, Copy)]
 pub struct Function(&'static Body);
 
-/// What there is to know of a function.
+/// The interned contents of a function.
 pub(crate) struct Body {
     pub(crate) kind: Kind,
     pub(crate) name: String,
     pub(crate) tensors: Vec<TensorSpec>,
-    /// Each after those that it is made of.
+    /// The nodes, each after its operands.
     pub(crate) nodes: Vec<Node>,
-    /// The type of each.
+    /// The type of each node.
     types: Vec<Type>,
     pub(crate) root: Id,
     text: String,
     hash: u64,
 }
 
-/// Every function that there is, by its text.
+/// All functions of the process, by their text.
 static FUNCTIONS: LazyLock<Mutex<HashMap<String, &'static Body>>> = LazyLock::new(Mutex::default);
 
 impl Function {
-    /// The function of these nodes.
+    /// Returns the function of these nodes, interned.
     fn intern(
         kind: Kind,
         name: String,
@@ -144,32 +146,32 @@ impl Function {
         self.0
     }
 
-    /// Whether it is a mask or a score.
+    /// Returns whether the function is a mask or a score.
     pub fn kind(&self) -> Kind {
         self.0.kind
     }
 
-    /// What its author calls it.
+    /// Returns the name that its author gave it.
     pub fn name(&self) -> &'static str {
         &self.0.name
     }
 
-    /// The function as a text, which parses to the same function. There is no comma in it.
+    /// Returns the function's text, which parses to the same function and contains no comma.
     pub fn text(&self) -> &'static str {
         &self.0.text
     }
 
-    /// A hash of the text: the same in every process and version.
+    /// Returns a hash of the text: the same in every process and version.
     pub fn stable_hash(&self) -> u64 {
         self.0.hash
     }
 
-    /// The tensors that it loads from.
+    /// Returns the tensors that the function loads from.
     pub fn tensors(&self) -> &'static [TensorSpec] {
         &self.0.tensors
     }
 
-    /// Whether it loads something for each score: from where both query and key say.
+    /// Returns whether some load depends on both query and key, so that it is done for each score.
     pub(crate) fn loads_each_score(&self) -> bool {
         let mut all: Vec<[bool; 2]> = Vec::new();
         for node in &self.0.nodes {
@@ -185,13 +187,13 @@ impl Function {
         self.0.nodes.iter().zip(&all).any(loads)
     }
 
-    /// Whether it gives the same for every sequence, and for every head.
+    /// Returns whether the result depends on the sequence, and on the query head.
     pub fn depends(&self) -> Depends {
         let on = |symbol: node::Symbol| self.0.nodes.contains(&Node::Symbol(symbol));
         Depends { batch: on(node::Symbol::Batch), head: on(node::Symbol::Head) }
     }
 
-    /// For names of kernels: its name, and enough of its hash.
+    /// Returns the function's part of kernel names: its name and 32 bits of its hash.
     pub(crate) fn label(&self) -> String {
         let plain = |letter: char| if letter.is_ascii_alphanumeric() { letter } else { '_' };
         let name: String = self.0.name.chars().take(24).map(plain).collect();
@@ -199,12 +201,12 @@ impl Function {
     }
 }
 
-/// What a function depends on beside positions.
+/// What a function depends on, besides the places of query and key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Depends {
-    /// On the sequence.
+    /// Whether it depends on the sequence.
     pub batch: bool,
-    /// On the query head.
+    /// Whether it depends on the query head.
     pub head: bool,
 }
 
@@ -234,7 +236,7 @@ impl fmt::Display for Function {
     }
 }
 
-/// The 64-bit hash of Fowler, Noll and Vo.
+/// The 64-bit FNV-1a hash (Fowler, Noll and Vo).
 fn fnv1a(bytes: &[u8]) -> u64 {
     let step = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, step)

@@ -1,22 +1,22 @@
-//! The language of functions: types, operations, and which go together.
+//! The language of functions: types and operations, and the type rules of each operation.
 
 use std::collections::HashMap;
 use std::fmt;
 
-/// What a function is.
+/// The kind of a function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Kind {
-    /// Whether a query sees a key.
+    /// A mask: whether a query sees a key.
     Mask,
-    /// What a score becomes.
+    /// A score: what a score becomes.
     Score,
 }
 
 impl Kind {
-    /// Both.
+    /// Both kinds.
     pub const ALL: [Kind; 2] = [Kind::Mask, Kind::Score];
 
-    /// Its name in texts.
+    /// Returns the kind's name in texts.
     pub const fn name(self) -> &'static str {
         match self {
             Kind::Mask => "mask",
@@ -24,7 +24,7 @@ impl Kind {
         }
     }
 
-    /// What such a function gives.
+    /// Returns the type of such a function's result.
     pub(super) const fn result(self) -> Type {
         match self {
             Kind::Mask => Type::Bool,
@@ -36,11 +36,11 @@ impl Kind {
 /// The type of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Type {
-    /// A single-precision number.
+    /// A single-precision float.
     F32,
-    /// A signed number of 32 bits.
+    /// A signed 32-bit integer.
     I32,
-    /// A truth value.
+    /// A boolean.
     Bool,
 }
 
@@ -57,42 +57,42 @@ impl fmt::Display for Type {
 /// A tensor that a function loads from.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct TensorSpec {
-    /// By which it is passed.
+    /// The name by which the caller passes it.
     pub name: String,
-    /// What it is made of.
+    /// The element type.
     pub stored: Stored,
-    /// How many indices it takes: 1 to [`TensorSpec::MOST_DIMENSIONS`].
+    /// Number of dimensions: 1 to [`TensorSpec::MOST_DIMENSIONS`].
     pub rank: usize,
 }
 
 impl TensorSpec {
-    /// The most indices that a tensor takes.
+    /// The most dimensions of a tensor.
     pub const MOST_DIMENSIONS: usize = 4;
     /// The most tensors that a function loads from.
     pub const MOST_TENSORS: usize = 8;
 }
 
-/// The elements of a tensor that is loaded from.
+/// The element type of a tensor that a function loads from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Stored {
-    /// Single precision.
+    /// Single-precision floats.
     F32,
-    /// Half precision.
+    /// Half-precision floats.
     F16,
-    /// The upper half of single precision.
+    /// bfloat16: the upper half of a single-precision float.
     BF16,
-    /// Signed numbers of 32 bits.
+    /// Signed 32-bit integers.
     I32,
-    /// Signed numbers of 64 bits, of which the lower 32 count.
+    /// Signed 64-bit integers, of which the lower 32 bits are used.
     I64,
-    /// Unsigned numbers of 8 bits.
+    /// Unsigned 8-bit integers.
     U8,
-    /// Truth values of a byte each: false is zero.
+    /// Booleans of a byte each: zero is false.
     Bool,
 }
 
 impl Stored {
-    /// Each of them.
+    /// All element types.
     pub const ALL: [Stored; 7] = [
         Stored::F32,
         Stored::F16,
@@ -103,7 +103,7 @@ impl Stored {
         Stored::Bool,
     ];
 
-    /// Its name in texts.
+    /// Returns the element type's name in texts.
     pub const fn name(self) -> &'static str {
         match self {
             Stored::F32 => "f32",
@@ -116,7 +116,7 @@ impl Stored {
         }
     }
 
-    /// The size of an element.
+    /// Returns the bytes of an element.
     pub const fn bytes(self) -> usize {
         match self {
             Stored::U8 | Stored::Bool => 1,
@@ -126,7 +126,7 @@ impl Stored {
         }
     }
 
-    /// What a load of it gives.
+    /// Returns the type of a load's result.
     pub const fn loads(self) -> Type {
         match self {
             Stored::F32 | Stored::F16 | Stored::BF16 => Type::F32,
@@ -136,10 +136,10 @@ impl Stored {
     }
 }
 
-/// The index of a node.
+/// The index of a node in its function.
 pub(crate) type Id = u32;
 
-/// An expression; those that it is made of by their index.
+/// An expression, whose operands are indices of other nodes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Node {
     Symbol(Symbol),
@@ -147,13 +147,13 @@ pub(crate) enum Node {
     Unary(Unary, Id),
     Binary(Binary, Id, Id),
     Compare(Comparison, Id, Id),
-    /// The second where the first holds, else the third.
+    /// `Select(condition, a, b)`: `a` where the condition holds, otherwise `b`.
     Select(Id, Id, Id),
-    /// An element of a tensor, by its number, and the indices.
+    /// An element of a tensor, by the tensor's number and the indices.
     Load(u32, Vec<Id>),
 }
 
-/// Enumerations whose members have names in texts.
+/// Defines enumerations whose variants have names in texts.
 macro_rules! named {
     ($($(#[$of_enum:meta])* enum $name:ident { $($(#[$of_one:meta])* $one:ident = $text:literal,)* })*) => {$(
         $(#[$of_enum])*
@@ -175,17 +175,17 @@ macro_rules! named {
 }
 
 named! {
-    /// What is given.
+    /// The inputs of a function.
     enum Symbol {
         Batch = "batch",
         Head = "head",
-        /// The query's place in its sequence.
+        /// The index of the query in its sequence.
         Query = "query",
-        /// The key's place in its sequence.
+        /// The index of the key in its sequence.
         Key = "key",
         QueryLength = "query_length",
         KeyLength = "key_length",
-        /// The score so far; of score functions alone.
+        /// The score so far; only in score functions.
         Score = "score",
     }
 
@@ -234,7 +234,7 @@ impl Symbol {
     }
 }
 
-/// A constant. Floats by their bits, so that nodes can be compared.
+/// A constant. Floats are stored as bits, so that nodes can be compared and hashed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Constant {
     F32(u32),
@@ -253,7 +253,7 @@ impl Constant {
 }
 
 impl Node {
-    /// Those that it is made of.
+    /// Returns the node's operands.
     pub(crate) fn inputs(&self) -> Vec<Id> {
         match self {
             Node::Symbol(_) | Node::Constant(_) => Vec::new(),
@@ -264,7 +264,7 @@ impl Node {
         }
     }
 
-    /// The same over others.
+    /// Returns the same node with its operands replaced.
     pub(super) fn map(&self, to: impl Fn(Id) -> Id) -> Node {
         match self {
             Node::Symbol(_) | Node::Constant(_) => self.clone(),
@@ -278,7 +278,8 @@ impl Node {
         }
     }
 
-    /// Its type, from those of what it is made of; an error says what does not go together.
+    /// Returns the node's type from those of its operands; an error says which types do not go
+    /// together.
     pub(crate) fn ty(
         &self,
         tensors: &[TensorSpec],
@@ -336,7 +337,7 @@ impl Node {
     }
 }
 
-/// The types of nodes that go together.
+/// Returns the types of nodes, which must be well typed.
 pub(crate) fn types(tensors: &[TensorSpec], nodes: &[Node]) -> Vec<Type> {
     let mut types: Vec<Type> = Vec::new();
     for node in nodes {
@@ -346,12 +347,13 @@ pub(crate) fn types(tensors: &[TensorSpec], nodes: &[Node]) -> Vec<Type> {
     types
 }
 
-/// The nodes that some roots are made of, each once, in the order in which a text names them.
+/// Returns the nodes that the roots depend on, without duplicates, in the order in which a text
+/// names them; and the roots' new indices.
 pub(super) fn canonical(nodes: &[Node], roots: &[Id]) -> (Vec<Node>, Vec<Id>) {
     let mut kept: Vec<Node> = Vec::new();
     let mut known: HashMap<Node, Id> = HashMap::new();
     let mut renamed: HashMap<Id, Id> = HashMap::new();
-    // Not by recursion: a function may be deep.
+    // Iterative instead of recursive, since a function may be deep.
     let mut open: Vec<(Id, bool)> = roots.iter().rev().map(|root| (*root, false)).collect();
     while let Some((id, ready)) = open.pop() {
         if renamed.contains_key(&id) {

@@ -1,15 +1,15 @@
-//! Sparse patterns, block by block: which blocks of keys each block of queries sees, as a list that
-//! the caller has.
+//! Block-sparse patterns: for each block of queries, the list of key blocks that it sees, as the
+//! caller has it.
 //!
-//! A pattern is a mask like any other ([`rules::blocks`]) over a tensor of a byte for each pair of
-//! blocks. So it goes with every family, with masks by name and with other functions. Where kernels
-//! walk lists, blocks that are not seen are not loaded; where a kernel's tile is no part of a block,
-//! or beyond the edge of one, the byte is looked up pair by pair.
+//! A pattern is a mask like any other ([`rules::blocks`]), which loads a byte for each pair of
+//! blocks from a tensor. So it works with every family, with masks by name and with other
+//! functions. Where kernels walk lists, hidden blocks are not loaded; where a kernel's tile crosses
+//! the edge of a block of the pattern, the byte is looked up pair by pair.
 
 use super::node::Stored;
 use super::{Function, HostTensor, rules};
 
-/// Which blocks of keys blocks of queries see.
+/// Which blocks of keys each block of queries sees.
 ///
 /// ```
 /// use flashcore_kernels::attention::function::BlockPattern;
@@ -23,35 +23,35 @@ use super::{Function, HostTensor, rules};
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockPattern {
-    /// Queries and keys of a block.
+    /// Queries and keys per block.
     size: [usize; 2],
-    /// Sequences, heads, blocks of queries and of keys.
+    /// Number of sequences, heads, blocks of queries and blocks of keys.
     extents: [usize; 4],
-    /// [`HIDDEN`], [`BY_FUNCTION`] or [`WHOLE`].
+    /// The state of each pair of blocks: [`HIDDEN`], [`BY_FUNCTION`] or [`WHOLE`].
     states: Vec<u8>,
 }
 
-/// What a block is.
+/// A block that is not seen.
 const HIDDEN: u8 = 0;
-/// Seen where a function says so.
+/// A block in which another function decides which pairs are seen.
 const BY_FUNCTION: u8 = 1;
-/// Seen whole.
+/// A block that is seen whole.
 const WHOLE: u8 = 2;
 
-/// Lists of key blocks, as FlexAttention has them: of each sequence, head and block of queries, how
-/// many there are, and which: `columns` numbers each, of which the first ones count.
+/// Lists of key blocks in FlexAttention's format: for each sequence, head and block of queries, the
+/// number of key blocks and their indices, in a row of `columns` of which the first ones count.
 #[derive(Clone, Copy, Debug)]
 pub struct KeyBlocks<'a> {
-    /// How many, of (sequence, head, block of queries).
+    /// Number of key blocks, by (sequence, head, block of queries).
     pub counts: &'a [i32],
-    /// Which, of (sequence, head, block of queries, column).
+    /// Indices of key blocks, by (sequence, head, block of queries, column).
     pub indices: &'a [i32],
-    /// Numbers of a list.
+    /// Row length of `indices`.
     pub columns: usize,
 }
 
 impl BlockPattern {
-    /// Nothing is seen yet.
+    /// Returns a pattern that hides everything.
     fn hidden(
         size: [usize; 2],
         lengths: [usize; 2],
@@ -70,9 +70,9 @@ impl BlockPattern {
         Ok(BlockPattern { size, extents, states })
     }
 
-    /// Compressed rows of blocks (BCSR), the same for all sequences and heads: row after row of
-    /// blocks of queries, `indices[indptr[row]..indptr[row + 1]]` are the blocks of keys that it sees.
-    /// `size` and `lengths` are of queries and of keys. An error says what is out of bounds.
+    /// Takes compressed rows of blocks (BCSR), the same for all sequences and heads: the row of
+    /// query blocks `row` sees the key blocks `indices[indptr[row]..indptr[row + 1]]`. `size` and
+    /// `lengths` are those of queries and of keys. An error says what is out of bounds.
     pub fn from_bcsr(
         size: [usize; 2],
         lengths: [usize; 2],
@@ -99,8 +99,8 @@ impl BlockPattern {
         Ok(pattern)
     }
 
-    /// Lists of sequences and heads, one for all where `counts` are of one: blocks where a function
-    /// decides, and blocks that are seen whole.
+    /// Takes FlexAttention's lists by sequence and head, where `batch` or `heads` of 1 means one
+    /// list for all: blocks in which a function decides, and blocks that are seen whole.
     pub fn from_key_blocks(
         size: [usize; 2],
         lengths: [usize; 2],
@@ -155,23 +155,25 @@ impl BlockPattern {
         }
     }
 
-    /// How many pairs of blocks are seen.
+    /// Returns how many pairs of blocks are seen, whole or in part.
     pub fn blocks(&self) -> usize {
         self.states.iter().filter(|state| **state != HIDDEN).count()
     }
 
-    /// The mask of these blocks.
+    /// Returns the mask that sees these blocks.
     pub fn mask(&self) -> Function {
         rules::blocks(self.block_size(), self.apart())
     }
 
-    /// The same where another mask says which pairs are seen of the blocks that are not seen whole.
+    /// Returns the mask that sees the whole blocks, and of the others the pairs that another mask
+    /// sees.
     pub fn with_mask(&self, other: Function) -> Result<Function, String> {
         let whole = rules::whole_blocks(self.block_size(), self.apart());
         whole.or(self.mask().and(other)?)
     }
 
-    /// What the mask loads from: `blocks`, u8, (batch, head, query block, key block).
+    /// Returns the tensor that the mask loads from: `blocks`, u8, (batch, head, query block, key
+    /// block).
     pub fn tensor(&self) -> HostTensor {
         HostTensor::new("blocks", Stored::U8, &self.extents, self.states.clone())
     }
@@ -180,7 +182,7 @@ impl BlockPattern {
         self.size.map(|size| i32::try_from(size).unwrap_or(i32::MAX))
     }
 
-    /// Whether sequences have patterns of their own, and heads.
+    /// Returns whether sequences, and whether heads, have patterns of their own.
     fn apart(&self) -> [bool; 2] {
         [self.extents[0] > 1, self.extents[1] > 1]
     }
@@ -192,7 +194,8 @@ mod tests {
     use super::*;
     use crate::attention::Window;
 
-    /// FlexAttention's lists: a block by a function, one whole, and of the other head none.
+    /// FlexAttention's lists: for one head a block by a function and a whole one, for the other one
+    /// block.
     #[test]
     fn lists_say_what_is_seen() {
         let by_function = KeyBlocks { counts: &[1, 0, 0, 1], indices: &[1, 0, 0, 2], columns: 1 };
@@ -207,7 +210,7 @@ mod tests {
             (0, 0, vec![3, 5]),
             (0, 6, vec![0, 1, 2]),
             (1, 1, vec![]),
-            // Of the last block there are two keys.
+            // The last block has only two keys.
             (1, 4, vec![7]),
         ] {
             let here = Here { batch: 0, head, query, query_length: 7, key_length: 8 };
@@ -234,7 +237,7 @@ mod tests {
             lists: ListsOf::Queries,
         };
         let contents = [pattern.tensor()];
-        // One for all sequences and heads.
+        // One pattern for all sequences and heads.
         assert_eq!(mask(64).words_over(&contents), [2, 0, 6, 0, 0, 1, 4, 0, 0, 0]);
         assert_eq!(mask(96).words_over(&contents), [2, 1, 4, 0, 1, 3, 0, 0]);
         assert_eq!(mask(96).strides(), [0, 0]);

@@ -1,6 +1,6 @@
-//! Ready-made rules, a few lines each. What differs from call to call is loaded from tensors, by the
-//! names that each rule says; those of four dimensions are (batch, head, query, key), and a stride of
-//! zero shares one among all of a dimension.
+//! Ready-made mask and score functions, a few lines each. What differs from call to call is loaded
+//! from tensors, by the names that each rule states. Tensors of four dimensions are (batch, head,
+//! query, key); a stride of zero shares one element along a dimension.
 //!
 //! ```
 //! use flashcore_kernels::attention::function::rules;
@@ -20,7 +20,7 @@ pub fn causal() -> Function {
     Function::mask("causal", |at| at.key().le(at.position()))
 }
 
-/// A query sees so many keys before its position, and those up to it.
+/// A query sees the key at its position and `keys_before` keys before it.
 pub fn window(keys_before: i32) -> Function {
     Function::mask("window", |at| {
         let before = at.position() - at.key();
@@ -28,12 +28,12 @@ pub fn window(keys_before: i32) -> Function {
     })
 }
 
-/// Prefix-LM: everybody sees the first keys, and those up to the position.
+/// Prefix-LM: every query sees the first `length` keys, and those up to its position.
 pub fn prefix(length: i32) -> Function {
     Function::mask("prefix", |at| at.key().lt(length) | at.key().le(at.position()))
 }
 
-/// The same with a length of each sequence: `prefixes`, i32, (batch).
+/// Prefix-LM with a length for each sequence: `prefixes`, i32, (batch).
 pub fn prefixes() -> Function {
     Function::mask("prefixes", |at| {
         let length = at.integers("prefixes").load([at.batch()]);
@@ -41,7 +41,7 @@ pub fn prefixes() -> Function {
     })
 }
 
-/// Documents packed into a sequence, by the id of each position: `ids`, i32, (batch, key).
+/// Documents packed into a sequence, by the document id of each position: `ids`, i32, (batch, key).
 pub fn documents() -> Function {
     Function::mask("documents", |at| {
         let ids = at.integers("ids");
@@ -49,8 +49,8 @@ pub fn documents() -> Function {
     })
 }
 
-/// The same by the key that the document of each position starts with: `starts`, i32, (batch, key).
-/// Keys after the position are hidden as well.
+/// Documents packed into a sequence, by the first key of each position's document: `starts`, i32,
+/// (batch, key). Keys after the position are hidden as well.
 pub fn documents_by_starts() -> Function {
     Function::mask("documents_by_starts", |at| {
         let start = at.integers("starts").load([at.batch(), at.position()]);
@@ -58,19 +58,19 @@ pub fn documents_by_starts() -> Function {
     })
 }
 
-/// A query sees keys of its own chunk of so many positions.
+/// A query sees the keys of its own chunk of `positions` positions.
 pub fn chunked(positions: i32) -> Function {
     Function::mask("chunked", |at| (at.key() / positions).eq(at.position() / positions))
 }
 
-/// A query sees every so manieth key, counted from its position.
+/// A query sees every `step`th key, counted from its position.
 pub fn dilated(step: i32) -> Function {
     Function::mask("dilated", |at| ((at.position() - at.key()) % step).eq(0))
 }
 
-/// A tree of tokens that are not accepted yet: all keys before the last `query_length` are seen, and
-/// of these the ones whose bit is set. `tree`, u8, (batch, byte): the bits of a sequence, row after
-/// row of `query_length`, the lowest of a byte first.
+/// Speculative decoding: a tree of tokens that are not accepted yet. All keys before the last
+/// `query_length` are seen, and of these last ones those whose bit is set. `tree`, u8, (batch,
+/// byte): the bits of a sequence, in rows of `query_length`, the lowest bit of a byte first.
 pub fn tree() -> Function {
     Function::mask("tree", |at| {
         let among = at.key() - (at.key_length() - at.query_length());
@@ -80,19 +80,20 @@ pub fn tree() -> Function {
     })
 }
 
-/// What a tensor of truth values says: `seen`, bool, (batch, head, query, key).
+/// Any mask as a tensor: `seen`, bool, (batch, head, query, key).
 pub fn seen() -> Function {
     Function::mask("seen", |at| at.truths("seen").load(everywhere(at)))
 }
 
-/// Blocks of so many queries and keys, of a pattern: those whose byte is not zero are seen. `blocks`,
-/// u8, (batch, head, query block, key block). Sequences and heads have patterns of their own or one:
-/// [`BlockPattern`](super::BlockPattern) makes the tensor.
+/// A block-sparse pattern with blocks of `size` queries and keys: those whose byte is not zero are
+/// seen. `blocks`, u8, (batch, head, query block, key block). `apart` says whether sequences, and
+/// whether heads, have patterns of their own. [`BlockPattern`](super::BlockPattern) makes the
+/// tensor.
 pub fn blocks(size: [i32; 2], apart: [bool; 2]) -> Function {
     Function::mask("blocks", |at| block(at, size, apart).ge(1))
 }
 
-/// The same of those whose byte is two or more.
+/// The same for blocks whose byte is two or more.
 pub fn whole_blocks(size: [i32; 2], apart: [bool; 2]) -> Function {
     Function::mask("whole_blocks", |at| block(at, size, apart).ge(2))
 }
@@ -104,16 +105,16 @@ fn block<'t>(at: At<'t>, [rows, columns]: [i32; 2], apart: [bool; 2]) -> Traced<
     states.load([place[0], place[1], at.query() / rows, at.key() / columns])
 }
 
-/// T5's relative positions: the bias of a bucket of distances and a head is added. `buckets`, f32,
-/// (bucket, head). Distances beyond `most` share the last bucket; where both directions count, half
-/// of the buckets are for keys after the position, else keys there are at a distance of zero.
+/// T5's relative positions: adds the bias of a head and a bucket of distances. `buckets`, f32,
+/// (bucket, head). Distances beyond `most` share the last bucket. With `both_directions`, half of
+/// the buckets are for keys after the position; otherwise such keys have distance zero.
 pub fn t5(buckets: i32, most: i32, both_directions: bool) -> Function {
     Function::score("t5", |score, at| {
         let after = at.key() - at.position();
         let own = if both_directions { buckets / 2 } else { buckets };
         let distance = if both_directions { after.abs() } else { (-after).max(0) };
         let exact = own / 2;
-        // Beyond the exact ones, buckets grow like powers: how many have begun.
+        // Beyond the exact buckets, bucket sizes grow geometrically: counts those that have begun.
         let begun = t5_begins(exact, own, most).into_iter();
         let larger =
             begun.fold(at.integer(exact), |bucket, from| bucket + distance.ge(from).to_i32());
@@ -126,20 +127,20 @@ pub fn t5(buckets: i32, most: i32, both_directions: bool) -> Function {
     })
 }
 
-/// The distances from which on buckets after the first inexact one begin.
+/// Returns the distances at which the buckets after the first inexact one begin.
 fn t5_begins(exact: i32, buckets: i32, most: i32) -> Vec<i32> {
     let inexact = f64::from(buckets - exact);
     let bucket = |distance: i32| {
         let share = (f64::from(distance) / f64::from(exact.max(1))).ln()
             / (f64::from(most) / f64::from(exact.max(1))).ln();
-        // Powers that are whole are not to be rounded down.
+        // Whole numbers must not be rounded down.
         (share * inexact + 1e-9) as i32
     };
     let begin = |number: i32| (exact..=most).find(|distance| bucket(*distance) >= number);
     (1..buckets - exact).filter_map(begin).collect()
 }
 
-/// ALiBi: scores fall with the distance, by a slope of the head: `slopes`, f32, (head).
+/// ALiBi: scores decrease with the distance, by a slope for each head: `slopes`, f32, (head).
 pub fn alibi() -> Function {
     Function::score("alibi", |score, at| {
         let distance = (at.position() - at.key()).abs().to_f32();
@@ -147,23 +148,23 @@ pub fn alibi() -> Function {
     })
 }
 
-/// Scores stay between minus and plus a cap.
+/// Softcap: scores are limited to between `-cap` and `cap`.
 pub fn softcap(cap: f32) -> Function {
     Function::score("softcap", |score, _| cap * (score / cap).tanh())
 }
 
-/// A bias is added: `bias`, of these floats, (batch, head, query, key).
+/// Adds a bias: `bias`, of element type `stored`, (batch, head, query, key).
 ///
 /// # Panics
 ///
-/// Where these are no floats.
+/// If `stored` is not a float type.
 pub fn bias(stored: Stored) -> Function {
     Function::score("bias", |score, at| {
         score + at.floats("bias").stored(stored).load(everywhere(at))
     })
 }
 
-/// Each head has a factor: `temperatures`, f32, (head).
+/// Multiplies scores by a factor for each head: `temperatures`, f32, (head).
 pub fn temperatures() -> Function {
     Function::score("temperatures", |score, at| score * at.floats("temperatures").load([at.head()]))
 }
@@ -177,7 +178,7 @@ mod tests {
     use super::super::{Here, HostTensor, Row};
     use super::*;
 
-    /// The buckets as the paper's code counts them.
+    /// The bucket of a distance as the paper's code computes it.
     fn t5_bucket(after: i32, buckets: i32, most: i32, both_directions: bool) -> usize {
         let own = if both_directions { buckets / 2 } else { buckets };
         let base = if both_directions && after > 0 { own } else { 0 };

@@ -1,41 +1,42 @@
-//! Score functions that only add something, over scores before their scale.
+//! Rewrites score functions that only add something, so that they take scores before their scale.
 //!
-//! Functions speak of scaled scores. One that adds to them may as well add, to what is not scaled
-//! yet, as much divided by the scale: the softmax folds the scale into its exponents then, as it
-//! does without a function, and a factor that is the same for a whole tile takes the division.
+//! Functions are defined on scaled scores. One that only adds a term to them can add the term
+//! divided by the scale to the unscaled score instead. The softmax then folds the scale into its
+//! exponents, as it does without a function, and the division is done once, in a factor that is the
+//! same for a whole tile, where the term has one.
 
 use super::Function;
 use super::node::{Binary, Constant, Id, Kind, Node, Symbol};
 
-/// Sums of sums that are looked at: a function may be deep.
+/// The most nested sums that are searched: a function may be deep.
 const MOST_DEPTH: u32 = 16;
 
-/// A function over scores before their scale.
+/// The nodes of a function over unscaled scores.
 pub(super) struct Unscaled {
     pub(super) nodes: Vec<Node>,
     pub(super) root: Id,
-    /// The node that stands for one over the scale.
+    /// The node that stands for the reciprocal of the scale.
     pub(super) inverse: Id,
 }
 
-/// What is being written.
+/// The state of the rewriting.
 struct Rewriting {
     nodes: Vec<Node>,
-    /// Of each node of the function: whether it depends on the score, and on nothing of query, key
-    /// and score.
+    /// For each node of the function: whether it depends on the score, and whether it depends on
+    /// none of query, key and score.
     of_score: Vec<bool>,
     fixed: Vec<bool>,
     inverse: Id,
 }
 
 impl Function {
-    /// Whether it is a score that something is added to, so that it can take scores before their
+    /// Returns whether the function only adds to the score, so that it can take scores before their
     /// scale.
     pub(crate) fn takes_unscaled(&self) -> bool {
         self.unscaled().is_some()
     }
 
-    /// The same function over scores before their scale, where it only adds.
+    /// Returns the same function over scores before their scale, if it only adds to them.
     pub(super) fn unscaled(&self) -> Option<Unscaled> {
         let body = self.body();
         if body.kind != Kind::Score {
@@ -50,7 +51,7 @@ impl Function {
             of_score.push(score || inputs.iter().any(|it| of_score[*it as usize]));
             fixed.push(!score && !place && inputs.iter().all(|it| fixed[*it as usize]));
         }
-        // Its value is not looked at.
+        // A placeholder: its value is never used.
         nodes.push(Node::Constant(Constant::F32(1f32.to_bits())));
         let inverse = nodes.len() as Id - 1;
         let mut rewriting = Rewriting { nodes, of_score, fixed, inverse };
@@ -65,7 +66,7 @@ impl Rewriting {
         self.nodes.len() as Id - 1
     }
 
-    /// A sum of the score and other things; nothing where it is something else.
+    /// Rewrites a sum of the score and other terms; returns `None` for anything else.
     fn sum(&mut self, id: Id, depth: u32) -> Option<Id> {
         let depth = depth.checked_sub(1)?;
         match self.nodes[id as usize] {
@@ -83,7 +84,8 @@ impl Rewriting {
         }
     }
 
-    /// What does not depend on the score, divided by the scale.
+    /// Divides a term that does not depend on the score by the scale. Of a product, the factor that
+    /// is the same for a whole tile is divided.
     fn divided(&mut self, id: Id) -> Id {
         let fixed = |it: Id| self.fixed[it as usize];
         match self.nodes[id as usize] {
@@ -101,7 +103,7 @@ impl Rewriting {
 mod tests {
     use super::*;
 
-    /// The function that is left, with a constant for one over the scale.
+    /// Returns the text of the rewritten function, with a constant for the reciprocal of the scale.
     fn unscaled(text: &str) -> Option<String> {
         let function: Function = text.parse().unwrap();
         let Unscaled { mut nodes, root, inverse } = function.unscaled()?;

@@ -1,21 +1,22 @@
-//! The derivative of a score function with respect to the score, by the chain rule on its nodes.
+//! The derivative (slope) of a score function with respect to the score, by the chain rule on its
+//! nodes.
 //!
-//! Where a piece has no derivative it is what PyTorch takes: of two that are equal, the minimum and
-//! the maximum have half of each, the absolute value has none at zero, and a selection has that of
-//! the value that it takes. Integers, comparisons and what is loaded do not depend on the score.
+//! Where a node has no derivative, PyTorch's is taken: half of each operand's for `min` and `max`
+//! of equal operands, zero for `abs` at zero, and that of the chosen value for `select`. Integers,
+//! comparisons and loads do not depend on the score.
 
 use std::f32::consts::LN_2;
 
 use super::Function;
 use super::node::{self, Binary, Comparison, Constant, Id, Kind, Node, Symbol, Type, Unary};
 
-/// Nodes that are added to those of a function.
+/// The nodes of a function, to which those of slopes are added.
 struct Slopes {
     nodes: Vec<Node>,
 }
 
 impl Function {
-    /// What a score function's result changes by when the score does: a function of the same.
+    /// Returns the derivative of a score function by the score, as a function of the same inputs.
     ///
     /// ```
     /// use flashcore_kernels::attention::function::Function;
@@ -35,13 +36,14 @@ impl Function {
         Function::intern(Kind::Score, format!("{name}.slope"), tensors, &nodes, slope)
     }
 
-    /// Whether a score's change is that of the result: nothing but sums with other things.
+    /// Returns whether the slope is one everywhere, as where other terms are only added to the
+    /// score.
     pub fn has_slope_one(&self) -> bool {
         let (nodes, [_, slope]) = self.with_slope();
         nodes[slope as usize] == ONE
     }
 
-    /// The nodes of result and slope together, which share much.
+    /// Returns the nodes of result and slope together, which share much, and the roots of both.
     pub(super) fn with_slope(&self) -> (Vec<Node>, [Id; 2]) {
         let body = self.body();
         let mut slopes = Slopes { nodes: body.nodes.clone() };
@@ -67,7 +69,7 @@ const fn constant(value: f32) -> Node {
 }
 
 impl Slopes {
-    /// The slope of a node, by those of what it is made of; nothing where it is zero.
+    /// Returns the slope of a node from those of its operands; `None` where it is zero.
     fn of(&mut self, id: Id, found: &[Option<Id>]) -> Option<Id> {
         let slope = |id: Id| found[id as usize];
         match self.nodes[id as usize].clone() {
@@ -141,7 +143,7 @@ impl Slopes {
         self.nodes.len() as Id - 1
     }
 
-    /// The number of a constant.
+    /// Returns the value of a constant node.
     fn number(&self, id: Id) -> Option<f32> {
         match self.nodes[id as usize] {
             Node::Constant(Constant::F32(bits)) => Some(f32::from_bits(bits)),
@@ -149,7 +151,7 @@ impl Slopes {
         }
     }
 
-    /// A slope that may be zero as a node.
+    /// Returns a slope as a node, where `None` is zero.
     fn whole(&mut self, slope: Option<Id>) -> Id {
         slope.unwrap_or_else(|| self.push(constant(0.0)))
     }
@@ -179,7 +181,7 @@ impl Slopes {
             (None, Some(1.0)) => a,
             (Some(_), None) => self.multiply(b, a),
             (None, Some(factor)) => match self.nodes[a as usize] {
-                // Two constants are one.
+                // Folds two constant factors into one.
                 Node::Binary(Binary::Multiply, inner, other) if self.number(other).is_some() => {
                     let both = factor * self.number(other).unwrap_or(1.0);
                     let both = self.push(constant(both));
@@ -213,8 +215,8 @@ impl Slopes {
         self.select(condition, yes, no)
     }
 
-    /// The slope of the minimum or the maximum: of the first where it is beyond the second, and so
-    /// on; half of each where they are equal.
+    /// Returns the slope of a minimum or maximum: that of the operand that is taken, and half of
+    /// each where they are equal.
     fn extreme(
         &mut self,
         beyond: Comparison,
@@ -242,7 +244,7 @@ mod tests {
         text.parse().unwrap_or_else(|error| panic!("{error}: {text}"))
     }
 
-    /// Against differences of the function itself.
+    /// Compares slopes with finite differences of the function.
     #[test]
     fn slopes_are_what_differences_say() {
         let bias = [HostTensor::floats("bias", &[0.5, -1.0, 2.0], &[3])];

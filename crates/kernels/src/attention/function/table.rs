@@ -1,5 +1,5 @@
-//! A kernel that tabulates a function: every score of a matrix as the function leaves it, for those
-//! who want to see a function by itself.
+//! A kernel that tabulates a function: it applies the function to every score of a matrix, to test
+//! a function by itself.
 
 use ptx::{Builder, Expression, F32, Program, Reg, S32, Target, U32, U64};
 
@@ -9,15 +9,15 @@ use crate::Error;
 use crate::attention::Score;
 use crate::parameter::{Number, Tensor};
 
-/// Rows and columns of a thread, as fragments of the tensor cores have them.
+/// Rows and columns of a thread, as in the fragments of the tensor cores.
 const ROWS: [u32; 2] = [0, 8];
 const COLUMNS: [u32; 4] = [0, 1, 8, 9];
 const TILE: u32 = 16;
 
 impl Function {
-    /// The kernel, of one block of one warp. `Query` is the address of scores before the function
-    /// and `Output` of those after it, both (`Batch`, `QueryHeads`, `QueryLength`, `KeyLength`) in
-    /// `f32` without gaps.
+    /// Builds the kernel, to be launched as one block of one warp. `Query` is the address of the
+    /// scores before the function and `Output` that of the scores after it, both (`Batch`,
+    /// `QueryHeads`, `QueryLength`, `KeyLength`) in contiguous `f32`.
     pub fn table(&self, target: Target) -> Result<Program, Error> {
         let mut k = Builder::new(format!("table_{}", self.label()), target, 32);
         self.write_table(&mut k);

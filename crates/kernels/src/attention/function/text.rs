@@ -1,16 +1,17 @@
-//! Functions as texts: nested lists, as in Lisp.
+//! Functions as text: nested lists, as in Lisp.
 //!
 //! ```text
 //! (mask NAME
-//!   (tensor NAME f32|f16|bf16|i32|i64 DIMENSIONS) ...
+//!   (tensor NAME f32|f16|bf16|i32|i64|u8|bool DIMENSIONS) ...
 //!   (let $0 EXPRESSION) ...
 //!   EXPRESSION)
 //! ```
 //!
 //! An expression is a symbol (`batch`, `head`, `query`, `key`, `query_length`, `key_length`, and in
-//! a score `score`), a constant (floats with a point or an exponent, integers without, `true`,
-//! `false`), a value that a `let` has named, or an operation in brackets with its operands. What is
-//! used more than once has a name, so that a text is no longer than the function.
+//! score functions `score`), a constant (floats with a point or an exponent, integers without,
+//! `true`, `false`), a name that a `let` has defined, or an operation in brackets with its
+//! operands. What is used more than once has a name, so that the text is not longer than the
+//! function.
 
 use std::collections::HashMap;
 use std::fmt::Write;
@@ -22,18 +23,18 @@ use super::node::{
 };
 use super::trace::declare;
 
-/// Why a text is no [`Function`].
+/// The reason why a text is not a [`Function`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("no function: {0}; one is written like (mask causal (ge query key))")]
 pub struct FunctionTextError(String);
 
-/// Whether it may be the name of something.
+/// Returns whether a text may be the name of a function or a tensor.
 pub(super) fn is_word(text: &str) -> bool {
     let letter = |it: char| it.is_ascii_alphanumeric() || "_-.".contains(it);
     !text.is_empty() && text.len() <= 64 && text.chars().all(letter)
 }
 
-/// The text of nodes in their canonical order.
+/// Returns the text of nodes, which must be in canonical order.
 pub(super) fn print(
     kind: Kind,
     name: &str,
@@ -54,7 +55,7 @@ pub(super) fn print(
     for (node, uses) in nodes.iter().zip(uses) {
         let leaf = matches!(node, Node::Symbol(_) | Node::Constant(_));
         let expression = print_node(tensors, node, |id| printed[id as usize].clone());
-        // Names end deep nesting too, so that nobody who reads it nests as deep.
+        // Names also bound the nesting, which the parser follows by recursion.
         if !leaf && (uses > 1 || expression.len() > LONGEST) {
             write!(text, " (let ${names} {expression})").expect("a string takes it");
             printed.push(format!("${names}"));
@@ -67,10 +68,10 @@ pub(super) fn print(
     text
 }
 
-/// Longer expressions have a name.
+/// Expressions with more characters get a name.
 const LONGEST: usize = 200;
 
-/// One expression by itself.
+/// Returns the text of one expression.
 pub(super) fn expression(tensors: &[TensorSpec], nodes: &[Node], id: Id) -> String {
     let (nodes, roots) = node::canonical(nodes, &[id]);
     let text = print(Kind::Mask, "", tensors, &nodes, roots[0]);
@@ -104,10 +105,10 @@ impl FromStr for Function {
     }
 }
 
-/// A text that is being read.
+/// The state of the parser.
 struct Reader<'a> {
     words: Vec<&'a str>,
-    /// How many of them have been read.
+    /// Number of words that have been read.
     read: usize,
     tensors: Vec<TensorSpec>,
     nodes: Vec<Node>,
@@ -116,7 +117,7 @@ struct Reader<'a> {
     kind: Kind,
 }
 
-/// Expressions inside one another: reading calls itself for each.
+/// The deepest nesting of expressions, since the parser is recursive.
 const DEEPEST: usize = 200;
 
 impl<'a> Reader<'a> {
@@ -144,7 +145,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// The word that comes so many after the next.
+    /// Returns the word `distance` after the next, without reading it.
     fn ahead(&self, distance: usize) -> Option<&'a str> {
         self.words.get(self.read + distance).copied()
     }
@@ -191,7 +192,7 @@ impl<'a> Reader<'a> {
         Ok(Function::intern(self.kind, name, tensors, &self.nodes, root))
     }
 
-    /// A tensor, a name, or at last the result.
+    /// Reads a tensor or a `let`, which give `None`, or finally the result.
     fn definition(&mut self) -> Result<Option<Id>, String> {
         match (self.ahead(0), self.ahead(1)) {
             (Some("("), Some("tensor")) => {
@@ -300,7 +301,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Whether a number is written as a float: an integer that is too large is no float.
+/// Returns whether a number is written as a float. An integer that is too large is not one.
 fn is_float(word: &str) -> bool {
     word.contains(['.', 'e', 'E'])
         || word.trim_start_matches(['-', '+']).starts_with(['i', 'N', 'n'])
@@ -319,7 +320,7 @@ mod tests {
         let text = "(score near (let $0 (f32 (abs (sub query key)))) (sub score (mul $0 $0)))";
         assert_eq!(function.text(), text);
         assert_eq!(text.parse::<Function>().unwrap(), function);
-        // Spaces and names are free.
+        // Spaces and names do not matter.
         let other = "( score near\n(let $x (f32 (abs (sub query key)))) (sub score (mul $x $x)) )";
         assert_eq!(other.parse::<Function>().unwrap(), function);
     }

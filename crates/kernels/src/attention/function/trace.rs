@@ -1,4 +1,4 @@
-//! Closures become nodes: values that remember how they were made.
+//! Tracing: a closure is called with values that record how they were made, as nodes.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -10,7 +10,7 @@ use super::node::{
 };
 use super::{Function, text};
 
-/// What has been traced so far.
+/// The nodes and tensors that have been traced so far.
 #[derive(Default)]
 struct Trace {
     nodes: RefCell<Vec<Node>>,
@@ -28,10 +28,10 @@ impl Trace {
     }
 }
 
-/// A value of a function that is being traced: `f32`, `i32` or `bool`.
+/// A value of a function that is being traced: of type `f32`, `i32` or `bool`.
 ///
-/// Operators and methods make further values. Where one of two operands is a constant, a Rust
-/// number stands for it.
+/// Operators and methods make further values. Where one of two operands is a constant, it can be a
+/// Rust number.
 pub struct Traced<'t, T> {
     trace: &'t Trace,
     id: Id,
@@ -53,9 +53,9 @@ impl<T> std::fmt::Debug for Traced<'_, T> {
     }
 }
 
-/// What may stand beside a [`Traced`] value: another one, or a constant.
+/// An operand beside a [`Traced`] value: another such value, or a constant.
 pub trait TracedOperand<'t, T> {
-    /// The value.
+    /// Returns the operand as a value of the same trace as `beside`.
     fn in_trace(self, beside: Traced<'t, T>) -> Traced<'t, T>;
 }
 
@@ -174,7 +174,7 @@ macro_rules! numbers {
                 self.binary(Binary::Maximum, other)
             }
 
-            /// Without its sign.
+            /// The absolute value.
             pub fn abs(self) -> Self {
                 self.unary(Unary::Absolute)
             }
@@ -211,12 +211,12 @@ impl<'t> Traced<'t, f32> {
         self.unary(Unary::Tanh)
     }
 
-    /// Two to this power.
+    /// Two to the power of this value.
     pub fn exp2(self) -> Self {
         self.unary(Unary::Exp2)
     }
 
-    /// The logarithm to the base of two.
+    /// The logarithm to base two.
     pub fn log2(self) -> Self {
         self.unary(Unary::Log2)
     }
@@ -231,7 +231,7 @@ impl<'t> Traced<'t, f32> {
         self.log2() * std::f32::consts::LN_2
     }
 
-    /// The whole number towards zero.
+    /// The integer part, rounded towards zero.
     pub fn to_i32(self) -> Traced<'t, i32> {
         self.unary(Unary::ToInteger)
     }
@@ -245,19 +245,19 @@ impl<'t> Traced<'t, i32> {
 }
 
 impl<'t> Traced<'t, bool> {
-    /// `yes` where it holds, else `no`.
+    /// `yes` where the condition holds, otherwise `no`.
     pub fn select<T>(self, yes: Traced<'t, T>, no: impl TracedOperand<'t, T>) -> Traced<'t, T> {
         self.make(Node::Select(self.id, yes.id, no.in_trace(yes).id))
     }
 
-    /// 1 where it holds, else 0.
+    /// 1 where the condition holds, otherwise 0.
     pub fn to_i32(self) -> Traced<'t, i32> {
         let one: Traced<'t, i32> = self.make(Node::Constant(Constant::I32(1)));
         self.select(one, 0)
     }
 }
 
-/// Where a score stands: the sequence, the head, the query and the key, each from zero on.
+/// The place of a score: sequence, head, query and key, each counted from zero.
 #[derive(Clone, Copy)]
 pub struct At<'t>(&'t Trace);
 
@@ -276,70 +276,70 @@ impl<'t> At<'t> {
         self.node(Node::Symbol(symbol))
     }
 
-    /// The sequence.
+    /// The index of the sequence.
     pub fn batch(self) -> Traced<'t, i32> {
         self.symbol(Symbol::Batch)
     }
 
-    /// The query head.
+    /// The index of the query head.
     pub fn head(self) -> Traced<'t, i32> {
         self.symbol(Symbol::Head)
     }
 
-    /// The query's place in its sequence.
+    /// The index of the query in its sequence.
     pub fn query(self) -> Traced<'t, i32> {
         self.symbol(Symbol::Query)
     }
 
-    /// The key's place in its sequence.
+    /// The index of the key in its sequence.
     pub fn key(self) -> Traced<'t, i32> {
         self.symbol(Symbol::Key)
     }
 
-    /// Queries of the sequence.
+    /// The number of queries of the sequence.
     pub fn query_length(self) -> Traced<'t, i32> {
         self.symbol(Symbol::QueryLength)
     }
 
-    /// Keys of the sequence.
+    /// The number of keys of the sequence.
     pub fn key_length(self) -> Traced<'t, i32> {
         self.symbol(Symbol::KeyLength)
     }
 
-    /// Where the query stands among the keys, the last at the last key: what masks that have a name
-    /// go by. It is the query's place where there are as many queries as keys.
+    /// The query's position among the keys, the last query at the last key: what masks by name
+    /// refer to. It equals [`query`](At::query) where there are as many queries as keys.
     pub fn position(self) -> Traced<'t, i32> {
         self.query() + (self.key_length() - self.query_length())
     }
 
-    /// A constant, where none of the operands is a value.
+    /// A float constant, for expressions in which no operand is a traced value.
     pub fn float(self, value: f32) -> Traced<'t, f32> {
         self.node(Node::Constant(Constant::F32(value.to_bits())))
     }
 
-    /// The same of an integer.
+    /// An integer constant, likewise.
     pub fn integer(self, value: i32) -> Traced<'t, i32> {
         self.node(Node::Constant(Constant::I32(value)))
     }
 
-    /// The same of a truth value.
+    /// A boolean constant, likewise.
     pub fn boolean(self, value: bool) -> Traced<'t, bool> {
         self.node(Node::Constant(Constant::Bool(value)))
     }
 
-    /// A tensor of floats that the caller passes by this name, of `f32` unless
+    /// A tensor of floats that the caller passes by this name: `f32`, unless
     /// [`stored`](CapturedTensor::stored) says otherwise.
     pub fn floats(self, name: &str) -> CapturedTensor<'t, f32> {
         self.tensor(name, Stored::F32)
     }
 
-    /// A tensor of integers that the caller passes by this name, of `i32` unless
+    /// A tensor of integers that the caller passes by this name: `i32`, unless
     /// [`stored`](CapturedTensor::stored) says otherwise.
     pub fn integers(self, name: &str) -> CapturedTensor<'t, i32> {
         self.tensor(name, Stored::I32)
     }
 
-    /// A tensor of truth values, a byte each, that the caller passes by this name.
+    /// A tensor of booleans, a byte each, that the caller passes by this name.
     pub fn truths(self, name: &str) -> CapturedTensor<'t, bool> {
         self.tensor(name, Stored::Bool)
     }
@@ -359,11 +359,11 @@ pub struct CapturedTensor<'t, T> {
 }
 
 impl<'t> CapturedTensor<'t, f32> {
-    /// The same of other elements.
+    /// Returns the same tensor with another element type.
     ///
     /// # Panics
     ///
-    /// Where these are no floats.
+    /// If `stored` is not a float type.
     #[track_caller]
     pub fn stored(self, stored: Stored) -> Self {
         assert_eq!(stored.loads(), super::Type::F32, "{} are no floats", stored.name());
@@ -372,11 +372,11 @@ impl<'t> CapturedTensor<'t, f32> {
 }
 
 impl<'t> CapturedTensor<'t, i32> {
-    /// The same of other elements.
+    /// Returns the same tensor with another element type.
     ///
     /// # Panics
     ///
-    /// Where these are no integers.
+    /// If `stored` is not an integer type.
     #[track_caller]
     pub fn stored(self, stored: Stored) -> Self {
         assert_eq!(stored.loads(), super::Type::I32, "{} are no integers", stored.name());
@@ -385,14 +385,14 @@ impl<'t> CapturedTensor<'t, i32> {
 }
 
 impl<'t, T> CapturedTensor<'t, T> {
-    /// An element; zero where an index is outside of the tensor. It has as many dimensions as there
-    /// are indices, the same in every load.
+    /// Loads an element; zero where an index is outside of the tensor. The tensor has as many
+    /// dimensions as there are indices, the same in every load.
     ///
     /// # Panics
     ///
-    /// Where a tensor of this name has other elements or another number of dimensions, where its
-    /// name is no word, or where there are more than four indices or eight tensors: the author of
-    /// the function sees it the first time it is traced.
+    /// If a tensor of this name was loaded with another element type or number of dimensions, if
+    /// its name is not a word, or if there are more than four indices or eight tensors. The author
+    /// of the function sees it when it is first traced.
     #[track_caller]
     pub fn load<const RANK: usize>(&self, indices: [Traced<'t, i32>; RANK]) -> Traced<'t, T> {
         let spec = TensorSpec { name: self.name.clone(), stored: self.stored, rank: RANK };
@@ -402,7 +402,7 @@ impl<'t, T> CapturedTensor<'t, T> {
     }
 }
 
-/// The number of a tensor among others, where it joins unless it is there.
+/// Returns the number of a tensor in the list, to which it is added unless it is already there.
 pub(super) fn declare(tensors: &mut Vec<TensorSpec>, spec: TensorSpec) -> Result<u32, String> {
     let TensorSpec { name, rank, .. } = &spec;
     if !text::is_word(name) {
@@ -425,18 +425,18 @@ pub(super) fn declare(tensors: &mut Vec<TensorSpec>, spec: TensorSpec) -> Result
 }
 
 impl Function {
-    /// A mask: whether a query sees a key.
+    /// Traces a mask: whether a query sees a key.
     ///
     /// # Panics
     ///
-    /// Where the closure does, or where the name is no word of letters, digits, `_`, `-` and `.`.
+    /// If the closure panics, or if the name is not a word of letters, digits, `_`, `-` and `.`.
     #[track_caller]
     pub fn mask(name: &str, seen: impl for<'t> FnOnce(At<'t>) -> Traced<'t, bool>) -> Self {
         Function::traced(Kind::Mask, name, |at| seen(at).id)
     }
 
-    /// A score: what a score becomes. It is given scaled, capped and with ALiBi where there are
-    /// such rules, and is what the softmax takes the exponential of.
+    /// Traces a score function: what a score becomes. The score is given after scale, softcap and
+    /// ALiBi, and the result is what the softmax takes the exponential of.
     ///
     /// # Panics
     ///

@@ -1,5 +1,5 @@
-//! A score function in gradients: scores become weights of the softmax by the log-sum-exps that the
-//! forward pass left, and keep what the gradient of a score is of that of its weight.
+//! Score functions in the backward pass: recomputes P from scores and the log-sum-exps of the
+//! forward pass, and keeps P times the slope of the function, which dS takes as its factor.
 
 use ptx::{Builder, Choose, Expression, F32, LoadHint, Reg, SharedAddress};
 
@@ -7,10 +7,10 @@ use super::lower::{FunctionRegisters, Standing};
 use crate::attention::Score;
 
 impl FunctionRegisters {
-    /// Puts scores in natural units through the function, those that are hidden being minus
-    /// infinity. In their registers stay the weights, times the slopes where these are not one.
-    /// `log_sums` has the negative log-sum-exps, in units of log2, from the thread's first column
-    /// on; `rounded` is given the weights of two neighbours, by the first of them.
+    /// Applies the function to scores in natural units, of which hidden ones are minus infinity.
+    /// The scores' registers receive P, times the slope where `has_slopes`. `log_sums` points to
+    /// the negated log-sum-exps in units of log2, from the thread's first column on. `rounded` is
+    /// called with P of two neighbouring columns and the score of the first.
     pub(crate) fn weigh(
         &self,
         k: &mut Builder,
@@ -21,7 +21,7 @@ impl FunctionRegisters {
         mut rounded: impl FnMut(&mut Builder, &Score, [Reg<F32>; 2]),
     ) {
         let mut of_columns: Option<(u32, [Reg<F32>; 2])> = None;
-        // Of each row the weight in the first of two neighbouring columns.
+        // For each row, P in the first of two neighbouring columns.
         let mut first: Vec<Option<(Score, Reg<F32>)>> = vec![None; standing.rows.len()];
         self.each_with_slope(k, scores, standing, |k, score, [value, slope]| {
             let column = score.column & !1;
@@ -39,7 +39,7 @@ impl FunctionRegisters {
             let mut weight = k.exp2(exponent);
             let mut kept = weight;
             if has_slopes {
-                // What the function makes of minus infinity may be anything.
+                // The function's result for minus infinity may be anything.
                 let hidden = k.eval(score.register.equals(f32::NEG_INFINITY));
                 let product = k.eval(weight * slope);
                 weight = k.eval(hidden.choose::<F32>(0.0, weight));

@@ -1,30 +1,30 @@
-//! The part of a mask that is a window: what it says of the distance between query and key alone.
+//! Recognises windows in mask functions: bounds on the distance between query and key.
 //!
 //! `query >= key` is the causal mask by name, and `query - key < 1024` a window. Kernels know where
-//! such masks begin and end without looking at blocks, so that what is left for the function is less,
-//! or nothing.
+//! masks by name begin and end without evaluating blocks, so that less is left for the function, or
+//! nothing.
 
 use super::Function;
 use super::node::{Binary, Comparison, Constant, Id, Kind, Node, Symbol, Type, Unary};
 
-/// How far queries see around their position, and what else a mask says.
+/// The window of a mask function, and the rest of the mask.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Windowed {
-    /// Keys before the position; all of them where there is no bound.
+    /// Number of visible keys before the position; `None` where there is no bound.
     pub left: Option<u32>,
-    /// Keys after it.
+    /// Number of visible keys after the position; `None` where there is no bound.
     pub right: Option<u32>,
-    /// The mask without these bounds; nothing where nothing is left of it.
+    /// The mask without these bounds; `None` where nothing is left of it.
     pub rest: Option<Function>,
 }
 
-/// Lengths and constants up to which no sum of a bound wraps around.
+/// Largest lengths and constants for which no sum in a bound wraps around.
 const MOST_LENGTH: u32 = 1 << 26;
 const MOST_CONSTANT: i64 = 1 << 28;
-/// Sums of sums that are looked at: a function may be deep.
+/// The most nested sums that are searched: a function may be deep.
 const MOST_DEPTH: u32 = 8;
 
-/// A sum of symbols, each at most once, and a constant.
+/// A linear combination of symbols with coefficients of -1, 0 and 1, and a constant.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Sum {
     pub(super) query: i64,
@@ -35,7 +35,7 @@ pub(super) struct Sum {
 }
 
 impl Sum {
-    /// An integer as a sum of symbols.
+    /// Returns an integer node as such a sum, if it is one.
     pub(super) fn of(nodes: &[Node], id: Id) -> Option<Sum> {
         Sum::within(nodes, id, MOST_DEPTH)
     }
@@ -77,7 +77,7 @@ impl Sum {
     }
 }
 
-/// A bound of the distance `key - position`: at most, or at least, so much.
+/// A bound on the distance `key - position`.
 #[derive(Clone, Copy)]
 enum Bound {
     AtMost(i64),
@@ -85,8 +85,8 @@ enum Bound {
 }
 
 impl Function {
-    /// Takes the bounds of a window out of a mask. The lengths are those of all sequences, where
-    /// they are alike.
+    /// Takes the bounds of a window out of a mask. `lengths` are the query and the key length where
+    /// all sequences have the same.
     ///
     /// ```
     /// use flashcore_kernels::attention::function::Function;
@@ -124,7 +124,7 @@ impl Function {
         found
     }
 
-    /// The mask that holds where all of these do. It keeps its tensors and their order.
+    /// Returns the conjunction of these nodes as a mask with the same tensors in the same order.
     fn of_conjuncts(&self, conjuncts: &[Id]) -> Option<Function> {
         let body = self.body();
         let mut nodes = body.nodes.clone();
@@ -142,8 +142,8 @@ impl Function {
         Some(Function::intern(Kind::Mask, name, tensors, &nodes, root))
     }
 
-    /// The bounds that a conjunct is, if it is nothing else. Those that a window cannot have are
-    /// none.
+    /// Returns the bounds that a conjunct states, or `None` if it states anything else, or bounds
+    /// that a window cannot have.
     fn bounds(&self, id: Id, lengths: Option<[u32; 2]>) -> Option<Vec<Bound>> {
         let nodes = &self.body().nodes;
         let (id, negated) = match nodes[id as usize] {
@@ -152,7 +152,7 @@ impl Function {
         };
         let Node::Compare(comparison, a, b) = nodes[id as usize] else { return None };
         let comparison = if negated { opposite(comparison)? } else { comparison };
-        // All as "a sum is at most zero".
+        // Rewrites every comparison as "a sum is at most zero".
         let (small, large, strict) = match comparison {
             Comparison::Less => (a, b, 1),
             Comparison::AtMost => (a, b, 0),
@@ -174,9 +174,9 @@ impl Function {
     }
 }
 
-/// The bound of the distance that "this sum is at most zero" is.
+/// Returns the bound on the distance that "this sum is at most zero" states.
 fn distance(sum: Sum, lengths: Option<[u32; 2]>) -> Option<Bound> {
-    // A key's distance is key - query - (keys - queries).
+    // distance = key - query - (keys - queries)
     let sign = match (sum.query, sum.key) {
         (-1, 1) => 1,
         (1, -1) => -1,
