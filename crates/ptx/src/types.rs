@@ -1,5 +1,5 @@
-//! What registers and tensors hold: register types, tensor elements, and the
-//! marker types that make register handles typed in Rust.
+//! The types that registers and tensors hold: register types, tensor elements, and the marker types
+//! that make register handles typed in Rust.
 
 /// The element of a tensor or of a shared-memory tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -14,7 +14,7 @@ pub enum Element {
     E4M3,
     /// 8-bit float, 5 exponent bits and 2 of mantissa.
     E5M2,
-    /// 8-bit integer with a sign.
+    /// Signed 8-bit integer.
     Int8,
 }
 
@@ -28,8 +28,7 @@ impl Element {
         }
     }
 
-    /// The type of the registers that hold elements of a matrix operand: as
-    /// many side by side as 32 bits have room for.
+    /// Returns the type of a register that holds elements of a matrix operand, packed to 32 bits.
     pub const fn packed(self) -> Type {
         match self {
             Element::F32 => Type::F32,
@@ -141,10 +140,10 @@ pub trait Scalar: Copy + 'static {
     const TYPE: Type;
 }
 
-/// Scalars with addition, subtraction, multiplication and order.
+/// Scalars with addition, subtraction, multiplication, division and an order.
 pub trait Number: Scalar {}
 
-/// Scalars with division, remainder, shifts and bit operations.
+/// Scalars with remainder and shifts as well: the integers.
 pub trait Integer: Number {}
 
 /// Two elements side by side in one 32-bit register.
@@ -153,11 +152,11 @@ pub trait PackedHalf: Scalar {
     const ELEMENT: Element;
 }
 
-/// An address of some memory: only displacement makes sense on it.
+/// A marker for addresses, on which the only arithmetic is adding a displacement.
 pub trait AddressOf: Scalar {
-    /// The memory it points into.
+    /// The state space that the address points into.
     const SPACE: crate::Space;
-    /// The integer that displaces it.
+    /// The integer type of a displacement.
     type Displacement: Integer;
 }
 
