@@ -87,7 +87,7 @@ pub(super) fn possible(k: &mut Builder, name: &str, layout: TileLayout) -> TileL
 }
 
 impl SharedTile {
-    /// The layout of the whole tile.
+    /// Returns the layout of the whole tile.
     pub fn layout(&self) -> TileLayout {
         self.layout
     }
