@@ -57,12 +57,12 @@ pub enum Operand {
 }
 
 impl Operand {
-    /// A 32-bit unsigned constant.
+    /// Creates a 32-bit unsigned constant.
     pub const fn u32(value: u32) -> Self {
         Operand::Immediate(value as u64)
     }
 
-    /// A single-precision constant.
+    /// Creates a single-precision constant.
     pub const fn f32(value: f32) -> Self {
         Operand::Immediate(value.to_bits() as u64)
     }

@@ -19,7 +19,7 @@ pub enum Element {
 }
 
 impl Element {
-    /// The size in bytes.
+    /// Returns the size in bytes.
     pub const fn bytes(self) -> u32 {
         match self {
             Element::F32 => 4,
@@ -38,7 +38,7 @@ impl Element {
         }
     }
 
-    /// The name used on command lines and in kernel names.
+    /// Returns the name used on command lines and in kernel names.
     pub const fn name(self) -> &'static str {
         match self {
             Element::F32 => "f32",
@@ -103,7 +103,7 @@ impl Type {
         Type::S64,
     ];
 
-    /// The width in bits; a predicate counts as one.
+    /// Returns the width in bits; a predicate counts as one.
     pub const fn bits(self) -> u32 {
         match self {
             Type::Pred => 1,
@@ -113,22 +113,22 @@ impl Type {
         }
     }
 
-    /// Whether this is an integer type.
+    /// Returns whether this is an integer type.
     pub const fn is_integer(self) -> bool {
         matches!(self, Type::U32 | Type::S32 | Type::U64 | Type::S64)
     }
 
-    /// Whether this is two 16-bit floats side by side.
+    /// Returns whether this is two 16-bit floats side by side.
     pub const fn is_packed_half(self) -> bool {
         matches!(self, Type::F16x2 | Type::BF16x2)
     }
 
-    /// Whether this is two 8-bit floats side by side.
+    /// Returns whether this is two 8-bit floats side by side.
     pub const fn is_packed_fp8(self) -> bool {
         matches!(self, Type::E4M3x2 | Type::E5M2x2)
     }
 
-    /// Whether an instruction may take a constant of this type as an operand.
+    /// Returns whether an instruction may take a constant of this type as an operand.
     pub const fn has_immediates(self) -> bool {
         self.is_integer() || matches!(self, Type::F32)
     }

@@ -275,7 +275,7 @@ pub trait Expression<T: Scalar>: Into<Value<T>> + Sized {
         compare(Comparison::GreaterOrEqual, self, other)
     }
 
-    /// The smaller of the two.
+    /// Returns the smaller of the two.
     fn minimum(self, other: impl Into<Value<T>>) -> Value<T>
     where
         T: Number,
@@ -283,7 +283,7 @@ pub trait Expression<T: Scalar>: Into<Value<T>> + Sized {
         binary(BinaryOperation::Minimum, self.into(), other.into())
     }
 
-    /// The larger of the two.
+    /// Returns the larger of the two.
     fn maximum(self, other: impl Into<Value<T>>) -> Value<T>
     where
         T: Number,
@@ -291,13 +291,13 @@ pub trait Expression<T: Scalar>: Into<Value<T>> + Sized {
         binary(BinaryOperation::Maximum, self.into(), other.into())
     }
 
-    /// The same bits read as another type of the same width.
+    /// Reinterprets the bits as another type of the same width.
     fn reinterpret<U: Scalar>(self) -> Value<U> {
         let Value { node, depth, .. } = self.into();
         Value::over(depth, Node::Reinterpret(U::TYPE, Box::new(node)))
     }
 
-    /// The same number in another type, rounded or truncated where it must be.
+    /// Converts the number to another type, rounding or truncating it where necessary.
     fn convert<U: Scalar>(self) -> Value<U> {
         let Value { node, depth, .. } = self.into();
         Value::over(depth, Node::Convert(T::TYPE, U::TYPE, Box::new(node)))
@@ -309,7 +309,7 @@ impl<T: Scalar> Expression<T> for Value<T> {}
 
 /// Choosing between two values by a predicate.
 pub trait Choose: Into<Value<Pred>> + Sized {
-    /// `a` where the predicate is true, `b` elsewhere.
+    /// Selects `a` where the predicate is true and `b` elsewhere.
     fn choose<T: Scalar>(self, a: impl Into<Value<T>>, b: impl Into<Value<T>>) -> Value<T> {
         let (condition, a, b) = (self.into(), a.into(), b.into());
         let depth = condition.depth.max(a.depth).max(b.depth);

@@ -534,7 +534,8 @@ impl Printer<'_> {
         }
     }
 
-    /// The mask of a multicast is a 16-bit operand; registers have 32.
+    /// Returns the lines of an instruction with a multicast mask, which is moved from its 32-bit
+    /// register to a 16-bit operand.
     fn with_mask(&self, mask: Option<Register>, line: String) -> Vec<String> {
         match mask {
             None => vec![line],
