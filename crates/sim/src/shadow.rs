@@ -1,9 +1,9 @@
 //! Shadow memory: for each piece of memory, who wrote it last and who has read it since, through
 //! which proxy, in which swizzle.
 //!
-//! The unit is two bytes, the smallest unit that accesses are checked in. As in FastTrack, a read
-//! is forgotten when a later read is ordered after it; only concurrent reads are kept side by side,
-//! in sets that cells share.
+//! The unit is two bytes, the smallest store that the language has; a load of one byte counts as a
+//! read of both. As in FastTrack, a read is forgotten when a later read is ordered after it; only
+//! concurrent reads are kept side by side, in sets that cells share.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
