@@ -84,7 +84,7 @@ impl Scene {
         mut words: Vec<u32>,
         size: String,
     ) -> Result<Self, SceneError> {
-        // List entries beyond their bounds are replaced by hostile values, which kernels must
+        // List entries that equal their bound are replaced by values beyond it, which kernels must
         // clamp.
         let call = Call { hostile: true, ..call };
         let given = call.given()?;

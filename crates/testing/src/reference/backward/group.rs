@@ -90,7 +90,7 @@ struct Pair<T> {
     gradient: T,
     /// The size of the numbers whose difference gives the gradient.
     size: f64,
-    /// The same size at the smallest weight that f32 rounds.
+    /// The same size at a weight of [`SMALLEST_ROUNDED`].
     least: f64,
 }
 

@@ -25,8 +25,8 @@ use number::{Number, Rounding};
 
 use super::{Rows, SMALLEST, attention, choose};
 
-/// The smallest weight that f32 still rounds relative to itself: the smallest normal number divided
-/// by the machine epsilon.
+/// The weight whose f32 rounding error is the smallest normal number. Tolerances multiply noise by
+/// epsilon, so noise of this size allows for weights that f32 flushes to zero.
 const SMALLEST_ROUNDED: f64 = SMALLEST / f32::EPSILON as f64;
 
 /// The key/value heads whose gradients are computed, with the query heads that read them: all of a
