@@ -71,11 +71,11 @@
 //! | how do tiles, swizzles, descriptors, fragments and pipelines work? | `tile/` |
 //! | which instructions are there? | `instruction/mod.rs` |
 //! | what does an instruction read and write? | `instruction/operands.rs` |
-//! | what does it need of the hardware? | `instruction/requirement.rs`, `target.rs` |
+//! | what hardware and PTX version does it need? | `instruction/requirement.rs`, `target.rs` |
 //! | what makes a program valid? | the list that opens `valid/mod.rs` |
 //! | how is it spelled in PTX? | `print/instruction.rs` |
-//! | what do older compilers have to be told? | `print/compiler.rs` |
-//! | what do the bits of 8-bit numbers stand for? | `float8.rs` |
+//! | how is the text adapted to older compilers? | `print/compiler.rs` |
+//! | how are 8-bit numbers encoded? | `float8.rs` |
 //!
 //! # The promise
 //!

@@ -5,7 +5,7 @@ use std::panic::Location;
 
 use crate::{Instruction, Register, Target, TensorBox, Type, Version};
 
-/// Where in the kernel's Rust source a statement was written.
+/// The place in the kernel's Rust source where a statement was written.
 pub type Place = &'static Location<'static>;
 
 /// The number of 32-bit registers of a multiprocessor, the same on every supported architecture.
@@ -146,7 +146,7 @@ pub struct SharedRegion {
 /// Statements executed one after another.
 pub type Block = Vec<Statement>;
 
-/// A statement and where it was written.
+/// A statement and the place where it was written.
 #[derive(Clone, Debug)]
 pub struct Statement {
     /// The instruction or control-flow construct.

@@ -231,7 +231,7 @@ impl<T: Signed> Neg for Reg<T> {
     }
 }
 
-/// The named operations on values; in scope wherever registers are.
+/// The operations on registers and values that have no Rust operator.
 pub trait Expression<T: Scalar>: Into<Value<T>> + Sized {
     /// `self == other`.
     fn equals(self, other: impl Into<Value<T>>) -> Value<Pred> {
@@ -307,7 +307,7 @@ pub trait Expression<T: Scalar>: Into<Value<T>> + Sized {
 impl<T: Scalar> Expression<T> for Reg<T> {}
 impl<T: Scalar> Expression<T> for Value<T> {}
 
-/// Choosing between two values by a predicate.
+/// Selection between two values by a predicate.
 pub trait Choose: Into<Value<Pred>> + Sized {
     /// Selects `a` where the predicate is true and `b` elsewhere.
     fn choose<T: Scalar>(self, a: impl Into<Value<T>>, b: impl Into<Value<T>>) -> Value<T> {

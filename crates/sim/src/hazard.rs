@@ -33,9 +33,9 @@ hazards! {
     OutOfBounds = "out of bounds",
     /// An address that is not aligned as the access requires.
     Misaligned = "misaligned address",
-    /// Memory that nobody has written is read.
+    /// Memory is read that nothing has written.
     UninitialisedMemory = "uninitialised memory",
-    /// A register that this lane has not written is read.
+    /// A lane reads a register that it has not written.
     UninitialisedRegister = "uninitialised register",
     /// Two threads of different warps touch the same memory, one writes, and
     /// nothing orders them.
@@ -45,8 +45,8 @@ hazards! {
     LaneRace = "race between lanes",
     /// Lanes of one instruction store different values to one place.
     LaneCollision = "lanes store to one place",
-    /// Ordinary accesses and those of the copy engine or the tensor cores
-    /// meet in memory without a proxy fence.
+    /// Ordinary accesses and those of the async proxy (the copy engine and the tensor cores) touch
+    /// the same memory without a proxy fence in between.
     MissingProxyFence = "missing proxy fence",
     /// The destination of an asynchronous copy is touched before its arrival
     /// has been waited for.

@@ -57,14 +57,14 @@
 //!
 //! | file | subject |
 //! | --- | --- |
-//! | `lower` | from the tree of statements to flat code |
+//! | `lower` | lowering of the statement tree to flat code |
 //! | `machine`, `warp` | the state of a run |
-//! | `schedule` | who goes next, and what is said of a deadlock |
+//! | `schedule` | the scheduler, and the explanation of deadlocks |
 //! | `step` | the meaning of each instruction, a file for each family |
-//! | `copy`, `tensor` | what copies and products do when their time comes |
-//! | `clock`, `shadow` | what happened before what |
+//! | `copy`, `tensor` | the execution of copies and products |
+//! | `clock`, `shadow` | happens-before, and the access history of memory |
 //! | `float` | the small float formats |
-//! | [`mutate`] | programs with one statement missing, to test the tests |
+//! | [`mutate`] | programs with one statement removed, to test the tests |
 //!
 //! # What the model cannot see
 //!

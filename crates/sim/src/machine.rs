@@ -46,6 +46,7 @@ pub(crate) struct World<'a> {
     pub(crate) global: Vec<Cells>,
     /// The releases at each address, by ordered stores and atomics.
     pub(crate) releases: HashMap<u64, Vec<Release>>,
+    /// The values of `e4m3` and `e5m2`, indexed by their bits.
     pub(crate) small: [[f32; 256]; 2],
 }
 
@@ -134,6 +135,7 @@ pub(crate) struct Cluster<'a> {
     pub(crate) current: usize,
     /// The cycle from which the tensor cores of each block are free, in the cost model.
     pub(crate) tensor_free: Vec<u64>,
+    /// The cycle from which the copy engine of each block is free, in the cost model.
     pub(crate) copy_free: Vec<u64>,
     /// The cycle from which each of the four warp schedulers of each block is free, in the cost
     /// model.
@@ -290,16 +292,21 @@ pub(crate) struct Visit {
 /// The state of an mbarrier.
 #[derive(Clone, Debug)]
 pub(crate) struct Mbarrier {
+    /// The arrivals of a phase, and those still missing in the current one.
     pub(crate) expected: u32,
     pub(crate) pending: u32,
+    /// The bytes expected in the current phase less those that have arrived.
     pub(crate) transactions: i64,
     pub(crate) phase: u64,
     pub(crate) initialised_at: Option<Place>,
+    /// The epoch and the lane of the initialisation.
     pub(crate) component: u32,
     pub(crate) clock: u32,
     pub(crate) lane: u32,
     /// Whether a fence has made the initialisation visible beyond the threads of the block.
     pub(crate) published: bool,
+    /// What the arrivals of the current phase release, and what those of all completed phases did: a
+    /// wait acquires the latter.
     pub(crate) gather: Knowledge,
     pub(crate) released: Knowledge,
     /// The number of copies in flight that will report to this mbarrier.
@@ -366,7 +373,8 @@ pub(crate) struct Operation {
     pub(crate) kind: OperationKind,
     /// The index of the step that issued it.
     pub(crate) step: usize,
-    /// Its own identifier, and the number of access events recorded before it was issued.
+    /// The identifier of the operation, and the number of access events recorded before it was
+    /// issued.
     pub(crate) issued: u64,
     pub(crate) since: u32,
     /// The issuing warp and lane.

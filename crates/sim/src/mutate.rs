@@ -31,7 +31,7 @@ pub struct Site {
 /// The effect of an instruction beyond writing its registers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Effect {
-    /// Nothing.
+    /// No other effect.
     None,
     /// The instruction has a role in synchronisation.
     Synchronisation(Role),

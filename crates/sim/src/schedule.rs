@@ -275,7 +275,7 @@ fn pollers(clusters: &[Cluster<'_>]) -> Vec<Choice> {
     polling
 }
 
-// ---- nobody can go on ----------------------------------------------------------------
+// ---- deadlocks ---------------------------------------------------------------------------
 
 /// Returns the hazard of a run that cannot make progress.
 fn stuck<'a>(world: &mut World<'a>, clusters: &mut [Cluster<'a>]) -> Box<Hazard> {

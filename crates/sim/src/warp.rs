@@ -122,7 +122,8 @@ impl Groups {
         lanes_of(lanes).map(reach).collect()
     }
 
-    /// Returns the operations of a lane that have not been waited for.
+    /// Returns the operations that a lane takes part in and that not all of their lanes have waited
+    /// for.
     pub(crate) fn of_lane(&self, lane: u32) -> Vec<u64> {
         let mine = self.entries.iter().filter(|e| e.lanes.iter().any(|(l, _)| *l == lane));
         mine.map(|e| e.operation).collect()
@@ -152,7 +153,7 @@ pub(crate) struct RegisterShadow {
     pub(crate) product_steps: Vec<usize>,
 }
 
-/// A warp.
+/// The state of a warp.
 #[derive(Debug)]
 pub(crate) struct Warp<'a> {
     pub(crate) code: &'a Code,

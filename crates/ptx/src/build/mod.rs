@@ -88,7 +88,7 @@ impl Builder {
         self
     }
 
-    /// Launches the kernel in clusters of this many blocks along x.
+    /// Sets the number of blocks in a cluster, along x.
     pub fn cluster(mut self, blocks: u32) -> Self {
         self.program.cluster = blocks;
         self
@@ -144,7 +144,7 @@ impl Builder {
         dst
     }
 
-    /// Declares the next kernel parameter, a tensor map for boxes like `tensor_box`.
+    /// Declares the next kernel parameter, a tensor map that must be encoded with this box.
     #[track_caller]
     pub fn tensor_map(&mut self, name: &str, tensor_box: TensorBox) -> TensorMap {
         let rank = tensor_box.extent.len();
@@ -313,7 +313,7 @@ impl Builder {
         }
     }
 
-    // ---- where am I --------------------------------------------------------
+    // ---- thread, block and cluster indices -----------------------------------
 
     /// Reads a 32-bit special register.
     #[track_caller]

@@ -9,7 +9,7 @@ use crate::{Expression, Instruction, RegisterChange, StatementKind};
 /// The number of warps in a warpgroup, the unit of `wgmma` and of register budgets.
 const WARPGROUP_WARPS: u32 = 4;
 
-/// Code that only some whole warps of the block run, with an optional register budget.
+/// A role: whole warps of the block that run code of their own, with an optional register budget.
 #[derive(Clone, Debug)]
 pub struct Role {
     name: String,

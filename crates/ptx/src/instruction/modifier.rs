@@ -23,9 +23,9 @@ pub enum UnaryOperation {
     Sqrt,
     /// The hyperbolic tangent, approximate.
     Tanh,
-    /// How many bits are set.
+    /// The number of bits that are set.
     PopulationCount,
-    /// How many of the highest bits are clear.
+    /// The number of leading zero bits.
     LeadingZeros,
 }
 
@@ -50,11 +50,11 @@ pub enum BinaryOperation {
     Minimum,
     /// The larger operand; of a number and a NaN, the number.
     Maximum,
-    /// `a & b`, bitwise or of predicates.
+    /// `a & b`: bitwise for integers, logical for predicates.
     And,
-    /// `a | b`, bitwise or of predicates.
+    /// `a | b`: bitwise for integers, logical for predicates.
     Or,
-    /// `a ^ b`, bitwise or of predicates.
+    /// `a ^ b`: bitwise for integers, logical for predicates.
     Xor,
     /// Left shift; amounts at or beyond the width give 0.
     ShiftLeft,
@@ -62,7 +62,7 @@ pub enum BinaryOperation {
     ShiftRight,
 }
 
-/// How two values are compared.
+/// A comparison of two values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Comparison {
     /// `a == b`.
@@ -154,7 +154,7 @@ pub enum Scope {
 pub enum LoadOrder {
     /// An ordinary load.
     Weak,
-    /// Sees other threads' writes, orders nothing.
+    /// Sees other threads' writes, but orders nothing.
     Relaxed(Scope),
     /// Later accesses stay after it.
     Acquire(Scope),
@@ -165,7 +165,7 @@ pub enum LoadOrder {
 pub enum StoreOrder {
     /// An ordinary store.
     Weak,
-    /// Seen by other threads, orders nothing.
+    /// Becomes visible to other threads, but orders nothing.
     Relaxed(Scope),
     /// Earlier accesses stay before it.
     Release(Scope),

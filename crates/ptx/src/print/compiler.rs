@@ -72,8 +72,8 @@ fn undefined_accumulators(program: &Program) -> Vec<Vec<Register>> {
     found
 }
 
-/// Inserts zeros before the outermost loop with the accumulator's first product, but inside its
-/// role and its branch.
+/// Sets an accumulator to zero before the statement, usually a loop, with its first product; inside
+/// the role and the branch that contain it.
 fn zero_before_use(block: &mut Block, accumulator: &[Register]) {
     let Some(index) = block.iter().position(|statement| uses(statement, accumulator)) else {
         return;

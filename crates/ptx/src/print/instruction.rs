@@ -569,7 +569,7 @@ fn unary(operation: UnaryOperation, ty: Type) -> String {
         UnaryOperation::Sqrt => return "sqrt.approx.ftz.f32".to_owned(),
         UnaryOperation::Tanh => "tanh.approx",
     };
-    // Signed spelling: negation and magnitude have no unsigned form.
+    // Negation and absolute value exist only in the signed spelling.
     let ty = match ty {
         Type::U32 => Type::S32,
         Type::U64 => Type::S64,

@@ -292,7 +292,7 @@ impl<'a> Executor<'_, 'a> {
         Ok(())
     }
 
-    // ---- what copies are given ------------------------------------------------------------
+    // ---- operands of copies ---------------------------------------------------------------
 
     fn bulk_size(&self, warp: &Warp<'a>, lane: u32, bytes: u32) -> Step<()> {
         if bytes.is_multiple_of(16) && bytes > 0 {

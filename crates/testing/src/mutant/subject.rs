@@ -167,7 +167,7 @@ fn listed(block: i32) -> Rules {
 }
 
 /// Returns backward kernels with: steps of two parts in two stages, and of one part in three;
-/// deterministic order; heads split between two warpgroups; larger key blocks; a ragged batch;
+/// deterministic order; wide heads shared by two warpgroups; larger key blocks; a ragged batch;
 /// persistent blocks, under a window and with warps that clear and round dQ; split tiles; and block
 /// lists, in any order and deterministic.
 fn backwards() -> [Backward; 11] {

@@ -79,7 +79,8 @@ pub enum Order {
     /// (batch, heads, length, dim) without gaps.
     HeadsFirst,
     /// (batch, length, heads, dim) with gaps after every vector, position and sequence. The gaps
-    /// hold NaN and are multiples of 8 elements, as 16-byte accesses need.
+    /// hold NaN, and strides are multiples of 16 elements, so that 16-byte accesses of any element
+    /// type are aligned.
     Padded,
 }
 
