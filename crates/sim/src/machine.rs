@@ -305,8 +305,8 @@ pub(crate) struct Mbarrier {
     pub(crate) lane: u32,
     /// Whether a fence has made the initialisation visible beyond the threads of the block.
     pub(crate) published: bool,
-    /// What the arrivals of the current phase release, and what those of all completed phases did: a
-    /// wait acquires the latter.
+    /// What the arrivals of the current phase release, and what those of all completed phases
+    /// released, which a wait acquires.
     pub(crate) gather: Knowledge,
     pub(crate) released: Knowledge,
     /// The number of copies in flight that will report to this mbarrier.

@@ -161,8 +161,8 @@ impl<'a> Observer<'a> {
         let own = lanes & !lane_mask(self.lane) == 0;
         if e.cluster == o.cluster {
             // A lane's copy comes after what that lane did itself, and after what all lanes did
-            // before they last synchronised. An access that the warp made as a whole counts as
-            // every lane's.
+            // before they last synchronised. An access of the whole warp is in part every lane's,
+            // so it must be among the latter.
             if o.is_lane_copy() && e.of_thread() && copies_of(e.component) == o.component {
                 let entry = known.get(e.component);
                 let mine = own && lanes != 0 && entry.covers(e.clock, lanes);

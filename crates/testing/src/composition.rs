@@ -47,8 +47,8 @@ pub fn scores() -> Vec<Function> {
 }
 
 impl Composition {
-    /// Returns the composition of a seed, for a problem of `[sequences, query heads, queries,
-    /// keys]`.
+    /// Returns the composition of a seed. `sizes` are the numbers of sequences, query heads,
+    /// queries and keys of the problem.
     ///
     /// ```
     /// use flashcore_testing::composition::Composition;
@@ -93,8 +93,8 @@ fn joined(dice: &mut Dice, all: &[Function], count: usize, how: &[Join]) -> Opti
     joined
 }
 
-/// Returns the tensors that ready-made functions load from, for `[sequences, query heads, queries,
-/// keys]`.
+/// Returns the tensors that ready-made functions load from, for the given numbers of sequences,
+/// query heads, queries and keys.
 pub fn tensors_of(
     functions: impl Iterator<Item = Function>,
     [batch, heads, queries, keys]: [usize; 4],

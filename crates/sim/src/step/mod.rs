@@ -201,7 +201,7 @@ impl<'a> Executor<'_, 'a> {
         Err(hazard)
     }
 
-    /// Checks that every access of other blocks to its shared memory happens before a block ends.
+    /// Checks that a block ends only after every access of other blocks to its shared memory.
     fn check_visitors(&self, warp: &Warp<'a>) -> Step<()> {
         if !self.world.checked || self.cluster.blocks[warp.block].visitors.is_empty() {
             return Ok(());

@@ -561,8 +561,8 @@ impl<'a> Executor<'_, 'a> {
     }
 }
 
-/// Spreads a warp's `A` fragment into 16 rows: registers alternate between rows `l / 4` and `l / 4
-/// + 8`, then go on to the next columns.
+/// Spreads a warp's `A` fragment into 16 rows: registers alternate between row `lane / 4` and the
+/// row 8 below, then go on to the next columns.
 fn spread_a(fragment: &[[u32; 32]], element: Element, small: &[[f32; 256]; 2], rows: &mut [f32]) {
     let packed = 4 / element.bytes() as usize;
     let inner = packed * 4 * (fragment.len() / 2);

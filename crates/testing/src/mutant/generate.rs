@@ -81,7 +81,7 @@ fn synchronises(instruction: &Instruction) -> bool {
         || matches!(instruction, Instruction::MbarrierInit { .. })
 }
 
-/// Replaces a branch by one of its sides, for all threads.
+/// Returns the replacement of a branch by one of its sides, for all threads.
 fn branch(when: &str, side: &Block) -> Possibility {
     let statements = side.iter().map(|statement| statement.kind.clone()).collect();
     let change = Change { statements, registers: Vec::new() };

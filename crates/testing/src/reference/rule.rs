@@ -45,8 +45,8 @@ impl Rule {
         }
     }
 
-    /// Returns the capped score before ALiBi as a fraction of the cap, `tanh(scale * product /
-    /// cap)`; zero without a softcap.
+    /// Returns the capped score before ALiBi as a fraction of the cap: the tanh of `scale * product
+    /// / cap`; zero without a softcap.
     pub(super) fn part_of_cap(&self, product: f64) -> f64 {
         self.softcap.map_or(0.0, |cap| (self.scale * product / cap).tanh())
     }
