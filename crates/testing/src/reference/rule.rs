@@ -38,15 +38,15 @@ impl Rule {
     pub(super) fn score(&self, product: f64, key: usize) -> f64 {
         let scaled = self.scale * product;
         let capped = self.softcap.map_or(scaled, |cap| cap * (scaled / cap).tanh());
-        // A slope of zero is skipped, since it would turn an infinite score into NaN.
+        // Without ALiBi the score is the capped product as it is, even if it is infinite.
         match self.slope == 0.0 {
             true => capped,
             false => capped - self.slope * (self.position - key as i64).abs() as f64,
         }
     }
 
-    /// Returns the capped score before ALiBi as a fraction of the cap: the tanh of `scale * product
-    /// / cap`; zero without a softcap.
+    /// Returns the capped score before ALiBi as a fraction of the cap: the tanh of
+    /// `scale * product / cap`; zero without a softcap.
     pub(super) fn part_of_cap(&self, product: f64) -> f64 {
         self.softcap.map_or(0.0, |cap| (self.scale * product / cap).tanh())
     }

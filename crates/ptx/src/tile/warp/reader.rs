@@ -215,9 +215,9 @@ impl TileReader {
     }
 
     /// Loads `B` operands from 16 rows by 32 columns of 8-bit elements, transposed and widened to
-    /// `f16`, indexed by 16 columns and then by 8 rows. Row `2 * i` of an operand is column `4 *
-    /// i`, row `8 + 2 * i` is column `4 * i + 2`, and the row after each is the column after it;
-    /// the `A` operand must have its columns in the same order.
+    /// `f16`, indexed by 16 columns and then by 8 rows. Row `2 * i` of an operand is column
+    /// `4 * i`, row `8 + 2 * i` is column `4 * i + 2`, and the row after each is the column after
+    /// it; the `A` operand must have its columns in the same order.
     #[track_caller]
     pub fn widened_b(&self, k: &mut Builder, row: u32, step: u32) -> [[FragmentB; 2]; 2] {
         self.check_widened(k);
